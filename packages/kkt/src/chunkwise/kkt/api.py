@@ -1,0 +1,84 @@
+"""The contract: documentation, argument checks and the choice of implementation."""
+
+import functools
+
+import jax
+
+from chunkwise.kkt import config as tiles
+from chunkwise.kkt import kernel, xla
+from chunkwise.shared import (
+    Chunking,
+    check_array,
+    check_chunk_size,
+    check_cu_seqlens,
+    check_heads,
+    choose_implementation,
+    without_gradient,
+)
+
+
+def chunk_scaled_dot_kkt(
+    k: jax.Array,
+    beta: jax.Array,
+    g_cum: jax.Array | None = None,
+    cu_seqlens: jax.Array | None = None,
+    chunk_size: int = 64,
+    *,
+    implementation: str | None = None,
+    config: tiles.Config | None = None,
+) -> jax.Array:
+    """Return the interaction matrix of the delta rule, chunk by chunk.
+
+    For tokens i > j of one chunk, in value head n with key head n // (HV // H)::
+
+        A[i, j] = beta_i <k_i, k_j> exp(G_i - G_j)
+
+    and zero for i <= j. The sign is positive: the chunk's triangular system is (I + A) x = b.
+
+    Dims: B batch, T tokens, H key heads, HV value heads (a multiple of H), K key dimension, C chunk size,
+    N packed sequences.
+
+    Args:
+      k: keys [B, T, H, K], float32, bfloat16 or float16. Products take bfloat16 operands if k is bfloat16, else
+        float32 ones at full precision; they accumulate in float32.
+      beta: step sizes [B, T, HV], any floating type.
+      g_cum: chunk-local inclusive cumulative log decay [B, T, HV] in nats, nonincreasing inside a chunk; None for no
+        decay. `chunkwise.cumsum.chunk_local_cumsum` makes it.
+      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
+        Tokens from cu_seqlens[N] on are padding and give zero rows. The values are checked outside of jit only.
+      chunk_size: C, one of 16, 32, 64, 128; static.
+      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
+      config: tile sizes of the kernel.
+
+    Returns:
+      A [B, T, HV, C] float32. Row t belongs to token t, column j to the j-th token of its chunk.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: the "pallas" implementation is differentiated.
+
+    Accuracy: 2e-7 relative to the definition in float64 for float32 inputs, 1e-7 for bfloat16 inputs, whose products
+    are exact in float32.
+    Cost: 2 B T C H K flops and 4 B T C HV bytes written.
+    Source: Yang et al., Gated Delta Networks (2024), section 3.3; the WY form of Bischof and Van Loan (1985).
+    """
+    B, T, H, K = check_array("k", k, "B T H K")
+    HV = check_array("beta", beta, "B T HV", (B, T, None))[2]
+    check_heads(H, HV)
+    if g_cum is not None:
+        check_array("g_cum", g_cum, "B T HV", (B, T, HV))
+    check_chunk_size(chunk_size)
+    check_cu_seqlens(cu_seqlens, B, T)
+    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    config = config or tiles.default_for(H, HV, chunk_size, K, k.dtype.itemsize)
+    return _run(k, beta, g_cum, cu_seqlens, chunk_size, implementation, config)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+def _run(k, beta, g_cum, cu_seqlens, chunk_size, implementation, config):
+    chunks = Chunking(*k.shape[:2], chunk_size, cu_seqlens)
+    operands = chunks.split(k), chunks.split_rows(beta), chunks.split_cumulative_rows(g_cum, beta.shape[2])
+    if implementation == "pallas":
+        launch = functools.partial(kernel.launch, config=config)
+        return chunks.merge(without_gradient(launch, "The Pallas kernel of `chunk_scaled_dot_kkt`")(*operands))
+    return chunks.merge(xla.kkt(*operands))

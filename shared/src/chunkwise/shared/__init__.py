@@ -1,0 +1,66 @@
+"""What the chunkwise packages share: chunk tables, launch helpers, products, checks, the oracle and test inputs."""
+
+from chunkwise.shared.checks import (
+    CHUNK_SIZES,
+    check,
+    check_array,
+    check_chunk_size,
+    check_cu_seqlens,
+    check_heads,
+    check_initial_state,
+    choose_implementation,
+)
+from chunkwise.shared.chunks import Chunking, StreamMasks, num_chunks, pad_tokens, stream_masks
+from chunkwise.shared.compat import out_struct
+from chunkwise.shared.dot import dot, dot_nt, dot_tn, emulate_mxu, operand_dtype
+from chunkwise.shared.gradients import without_gradient
+from chunkwise.shared.launch import head_block, pallas_call, pick_heads
+from chunkwise.shared.recurrence import l2norm, packed_recurrence, recurrence, update
+from chunkwise.shared.tiles import (
+    column_index,
+    last_valid,
+    lower,
+    pair_decay,
+    repeat_heads,
+    row_index,
+    strictly_lower,
+    to_column,
+)
+
+__all__ = [
+    "CHUNK_SIZES",
+    "Chunking",
+    "StreamMasks",
+    "check",
+    "check_array",
+    "check_chunk_size",
+    "check_cu_seqlens",
+    "check_heads",
+    "check_initial_state",
+    "choose_implementation",
+    "column_index",
+    "dot",
+    "dot_nt",
+    "dot_tn",
+    "emulate_mxu",
+    "head_block",
+    "l2norm",
+    "last_valid",
+    "lower",
+    "num_chunks",
+    "operand_dtype",
+    "out_struct",
+    "packed_recurrence",
+    "pad_tokens",
+    "pair_decay",
+    "pallas_call",
+    "pick_heads",
+    "recurrence",
+    "repeat_heads",
+    "row_index",
+    "stream_masks",
+    "strictly_lower",
+    "to_column",
+    "update",
+    "without_gradient",
+]

@@ -1,0 +1,82 @@
+"""Argument checks: one sentence, before anything is computed."""
+
+import jax
+import jax.numpy as jnp
+
+CHUNK_SIZES = (16, 32, 64, 128)
+_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise ValueError(message) unless `condition`."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check_array(name: str, x, dims: str, shape: tuple[int | None, ...] | None = None) -> tuple[int, ...]:
+    """Check that x is a floating array with one dimension per name in `dims` and return its shape.
+
+    Args:
+      name: the argument's name.
+      x: the argument.
+      dims: names of the dimensions, "B T H K".
+      shape: required sizes; None leaves a dimension free.
+    """
+    label = "[" + ", ".join(dims.split()) + "]"
+    check(hasattr(x, "shape") and hasattr(x, "dtype"), f"`{name}` must be an array {label}; got {type(x).__name__}.")
+    check(
+        any(x.dtype == t for t in _FLOATS),
+        f"`{name}` must be float32, bfloat16 or float16; got {x.dtype}.",
+    )
+    check(len(x.shape) == len(dims.split()), f"`{name}` must have shape {label}; got {tuple(x.shape)}.")
+    check(all(x.shape), f"`{name}` must not be empty; got {tuple(x.shape)}.")
+    if shape is not None:
+        fits = all(want is None or want == got for want, got in zip(shape, x.shape, strict=True))
+        wanted = "(" + ", ".join("any" if want is None else str(want) for want in shape) + ")"
+        check(fits, f"`{name}` must have shape {label} = {wanted}; got {tuple(x.shape)}.")
+    return tuple(x.shape)
+
+
+def check_heads(H: int, HV: int) -> None:
+    """Check that HV value heads can share H query and key heads evenly."""
+    check(HV % H == 0, f"`v` must have a multiple of the heads of `k`; got {HV} value heads for {H} key heads.")
+
+
+def check_chunk_size(chunk_size: int) -> None:
+    """Check that the chunk size is one that the kernels are built for."""
+    check(chunk_size in CHUNK_SIZES, f"`chunk_size` must be one of {CHUNK_SIZES}; got {chunk_size!r}.")
+
+
+def choose_implementation(implementation: str | None, known: tuple[str, ...], on_tpu: str) -> str:
+    """Return the implementation to run; None means `on_tpu` where the default backend is a TPU and "xla" elsewhere."""
+    check(
+        implementation is None or implementation in known,
+        f"`implementation` must be None or one of {known}; got {implementation!r}.",
+    )
+    return implementation or (on_tpu if jax.default_backend() == "tpu" else "xla")
+
+
+def check_cu_seqlens(cu_seqlens, B: int, T: int) -> None:
+    """Check the boundaries of a packed batch; their values only when they are concrete, outside of jit."""
+    if cu_seqlens is None:
+        return
+    check(hasattr(cu_seqlens, "dtype"), f"`cu_seqlens` must be an int32 array [N + 1]; got {type(cu_seqlens).__name__}.")
+    check(
+        cu_seqlens.ndim == 1 and cu_seqlens.dtype == jnp.int32 and cu_seqlens.shape[0] >= 2,
+        f"`cu_seqlens` must be int32 of shape [N + 1] with N >= 1; got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}.",
+    )
+    check(B == 1, f"`cu_seqlens` must come with a batch of 1; got B = {B}.")
+    if isinstance(cu_seqlens, jax.core.Tracer):
+        return
+    values = [int(x) for x in jax.device_get(cu_seqlens)]
+    rising = all(a <= b for a, b in zip(values, values[1:], strict=False))
+    check(
+        values[0] == 0 and rising and values[-1] <= T,
+        f"`cu_seqlens` must rise from 0 to at most T = {T}; got {values if len(values) < 9 else values[:8] + ['...']}.",
+    )
+
+
+def check_initial_state(initial_state, shape: tuple[int, ...]) -> None:
+    """Check that the state handed in is [N, HV, K, V]."""
+    if initial_state is not None:
+        check_array("initial_state", initial_state, "N HV K V", shape)

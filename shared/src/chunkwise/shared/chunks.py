@@ -1,0 +1,164 @@
+"""Cutting a batch of tokens into chunks, fixed or packed, inside jit.
+
+Two ways to cut:
+
+- `Chunking` restarts the chunks at every sequence. Every chunk holds rows of one sequence, padded with zeros, which
+  leaves all results exact. This is what the stage kernels read.
+- `StreamMasks` keeps the chunks aligned to the token stream and says which rows of a chunk belong together. Its
+  cost follows the number of tokens, whatever the number of sequences.
+
+`cu_seqlens` is a traced int32 array [N + 1]: sequence n holds the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1.
+Tokens from cu_seqlens[N] on are padding: they belong to no sequence and their results are zero.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+def num_chunks(T: int, chunk_size: int, num_sequences: int | None = None) -> int:
+    """Return how many chunks T tokens take: ceil(T / C), or the static bound T // C + N of a packed batch."""
+    if num_sequences is None:
+        return -(-T // chunk_size)
+    return T // chunk_size + num_sequences
+
+
+def pad_tokens(x: jax.Array, T: int) -> jax.Array:
+    """Return x [B, t, ...] with zero rows appended up to T tokens."""
+    missing = T - x.shape[1]
+    return x if missing == 0 else jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+
+
+class Chunking:
+    """How [B, T, ...] tokens are cut into NC chunks of C rows, chunks restarting at every sequence.
+
+    Chunks are ordered by sequence, then by time. A batch of B rows is B sequences of T tokens.
+
+    Attributes:
+      B, T, C: batch, tokens and chunk size; static.
+      N: number of sequences; static.
+      NC: number of chunks, B * ceil(T / C), or T // C + N when packed; static. Unused chunks come last.
+      sequence: int32 [NC], the sequence of each chunk. Unused chunks repeat the last used one.
+      first, last: bool [NC], whether the chunk is the first or the last of its sequence.
+      length: int32 [NC], valid rows of the chunk; 0 for an unused one.
+      empty: bool [N], whether a sequence holds no token.
+    """
+
+    def __init__(self, B: int, T: int, chunk_size: int, cu_seqlens: jax.Array | None = None):
+        self.B, self.T, self.C = B, T, chunk_size
+        self.packed = cu_seqlens is not None
+        if cu_seqlens is None:
+            self.N, per_row = B, num_chunks(T, chunk_size)
+            self.NC = B * per_row
+            chunk = jnp.arange(self.NC, dtype=jnp.int32)
+            self.sequence = jnp.repeat(jnp.arange(B, dtype=jnp.int32), per_row)
+            local = chunk - self.sequence * per_row
+            self.first, self.last = local == 0, local == per_row - 1
+            self.length = jnp.minimum(T - local * chunk_size, chunk_size)
+            self.empty = jnp.zeros((B,), bool)
+            return
+        self.N = cu_seqlens.shape[0] - 1
+        self.NC = num_chunks(T, chunk_size, self.N)
+        lengths = jnp.diff(cu_seqlens)
+        counts = (lengths + chunk_size - 1) // chunk_size
+        ends = jnp.cumsum(counts)
+        chunk = jnp.arange(self.NC, dtype=jnp.int32)
+        used = chunk < ends[-1]
+        sequence = jnp.searchsorted(ends, jnp.minimum(chunk, jnp.maximum(ends[-1] - 1, 0)), side="right")
+        self.sequence = jnp.minimum(sequence, self.N - 1).astype(jnp.int32)
+        local = chunk - (ends - counts)[self.sequence]
+        self.first = used & (local == 0)
+        self.last = used & (local == counts[self.sequence] - 1)
+        rows_left = lengths[self.sequence] - local * chunk_size
+        self.length = jnp.where(used, jnp.clip(rows_left, 0, chunk_size), 0)
+        self.empty = lengths == 0
+        # The token of every row, T where the row is padding, and the row of every token, out of range for padding.
+        row = jnp.arange(chunk_size, dtype=jnp.int32)
+        start = cu_seqlens[self.sequence] + local * chunk_size
+        self._token = jnp.where(row < self.length[:, None], start[:, None] + row, T).reshape(-1)
+        final = jnp.where(used, start + self.length - 1, T)
+        self._token_or_last = jnp.minimum(start[:, None] + row, final[:, None]).reshape(-1)
+        token = jnp.arange(T, dtype=jnp.int32)
+        owner = jnp.searchsorted(cu_seqlens[1:], token, side="right")
+        inside = jnp.minimum(owner, self.N - 1)
+        position = (ends - counts)[inside] * chunk_size + token - cu_seqlens[inside]
+        self._row = jnp.where(owner < self.N, position, self.NC * chunk_size)
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """Return tokens [B, T, H, ...] as chunks [NC, H, C, ...], padded with zeros."""
+        if self.packed:
+            return self._as_chunks(x[0].at[self._token].get(mode="fill", fill_value=0))
+        return self._as_chunks(pad_tokens(x, self.NC // self.B * self.C))
+
+    def split_rows(self, x: jax.Array) -> jax.Array:
+        """Return a value per token [B, T, H] as rows [NC, H, 1, C] of float32, padded with zeros."""
+        return self.split(x.astype(jnp.float32))[:, :, None]
+
+    def split_cumulative(self, g_cum: jax.Array) -> jax.Array:
+        """Return cumulative gates [B, T, H, ...] as float32 chunks [NC, H, C, ...], the last valid row repeated.
+
+        A padded token has gate 0, so its cumulative gate is that of the last valid one. Zeros would make the
+        difference to the rows before it positive and its exponential overflow.
+        """
+        g_cum = g_cum.astype(jnp.float32)
+        if self.packed:
+            return self._as_chunks(g_cum[0].at[self._token_or_last].get(mode="fill", fill_value=0))
+        missing = self.NC // self.B * self.C - self.T
+        return self._as_chunks(jnp.pad(g_cum, [(0, 0), (0, missing)] + [(0, 0)] * (g_cum.ndim - 2), mode="edge"))
+
+    def split_cumulative_rows(self, g_cum: jax.Array | None, heads: int) -> jax.Array:
+        """Return cumulative gates [B, T, H] as rows [NC, H, 1, C]; zeros for None."""
+        if g_cum is None:
+            return jnp.zeros((self.NC, heads, 1, self.C), jnp.float32)
+        return self.split_cumulative(g_cum)[:, :, None]
+
+    def _as_chunks(self, rows: jax.Array) -> jax.Array:
+        tail = rows.shape[1 if self.packed else 2 :]
+        return jnp.moveaxis(rows.reshape(self.NC, self.C, *tail), 1, 2)
+
+    def merge(self, x: jax.Array) -> jax.Array:
+        """Return chunks [NC, H, C, ...] as tokens [B, T, H, ...]; the inverse of `split`."""
+        rows = jnp.moveaxis(x, 2, 1)
+        if self.packed:
+            rows = rows.reshape(self.NC * self.C, *rows.shape[2:])
+            return rows.at[self._row].get(mode="fill", fill_value=0)[None]
+        return rows.reshape(self.B, -1, *rows.shape[2:])[:, : self.T]
+
+    def per_batch(self, x: jax.Array) -> jax.Array:
+        """Return a value per chunk [NC, ...] as [B, NT, ...]."""
+        return x.reshape(self.B, self.NC // self.B, *x.shape[1:])
+
+
+class StreamMasks(NamedTuple):
+    """Which rows of stream-aligned chunks belong to one sequence; C rows a chunk, NT chunks, B = 1.
+
+    Attributes:
+      same: bool [NT, C, C], rows i and j belong to one sequence.
+      carried: bool [NT, C], the row belongs to the sequence that was open when the chunk began.
+      ending: bool [NT, C], the row belongs to the sequence that is open when the chunk ends.
+      through: bool [NT], the chunk lies inside one sequence, so the carried state survives it.
+      valid: bool [NT, C], the row belongs to a sequence at all.
+    """
+
+    same: jax.Array
+    carried: jax.Array
+    ending: jax.Array
+    through: jax.Array
+    valid: jax.Array
+
+
+def stream_masks(T: int, chunk_size: int, cu_seqlens: jax.Array) -> StreamMasks:
+    """Build the masks of a packed stream of T tokens, cut every `chunk_size` tokens."""
+    NT = num_chunks(T, chunk_size)
+    token = jnp.arange(NT * chunk_size, dtype=jnp.int32)
+    owner = jnp.searchsorted(cu_seqlens[1:], token, side="right").reshape(NT, chunk_size)
+    final = owner[:, -1]
+    opening = jnp.concatenate([owner[:1, 0], final[:-1]])
+    return StreamMasks(
+        same=owner[:, :, None] == owner[:, None, :],
+        carried=owner == opening[:, None],
+        ending=owner == final[:, None],
+        through=opening == final,
+        valid=owner < cu_seqlens.shape[0] - 1,
+    )

@@ -1,0 +1,74 @@
+"""Matrix products on tiles: the one place that states operand types and precision.
+
+Tiles are [heads, rows, columns]; the products are batched over heads, which is also what keeps several heads in
+lock-step inside a kernel. A product takes bfloat16 operands when the caller's tensors are bfloat16, one pass of the
+matrix unit with float32 accumulation, and float32 operands at full float32 precision otherwise. A bare float32
+product would run as a single bfloat16 pass on a TPU, and never on a CPU, so a CPU test could not see the loss.
+"""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_passes: int | None = None
+
+
+def operand_dtype(dtype) -> jnp.dtype:
+    """Return the type in which tensors of `dtype` enter the matrix unit: bfloat16 stays, all else is float32."""
+    return jnp.dtype(jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32)
+
+
+@contextlib.contextmanager
+def emulate_mxu(passes: int = 1):
+    """Round float32 operands as a matrix unit of `passes` bfloat16 passes (1 or 3) would, on any backend.
+
+    For tests: it shows on a CPU what a product loses if it is not given full precision. It acts while a function is
+    traced, so trace a fresh one inside.
+    """
+    global _passes
+    if passes not in (1, 3):
+        raise ValueError(f"`passes` must be 1 or 3; got {passes}.")
+    before, _passes = _passes, passes
+    try:
+        yield
+    finally:
+        _passes = before
+
+
+def _contract(a: jax.Array, b: jax.Array, axes: tuple[int, int], dtype) -> jax.Array:
+    dims = (((axes[0],), (axes[1],)), ((0,), (0,)))
+    dtype = operand_dtype(dtype)
+    a, b = a.astype(dtype), b.astype(dtype)
+    if dtype == jnp.bfloat16:
+        return lax.dot_general(a, b, dims, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+
+    def product(x, y):
+        return lax.dot_general(x, y, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+    if _passes is None:
+        return product(a, b)
+    a_high, b_high = _round(a), _round(b)
+    if _passes == 1:
+        return product(a_high, b_high)
+    return product(a_high, b_high) + product(_round(a - a_high), b_high) + product(a_high, _round(b - b_high))
+
+
+def _round(x: jax.Array) -> jax.Array:
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def dot(a: jax.Array, b: jax.Array, dtype) -> jax.Array:
+    """Return a b for a [h, m, k] and b [h, k, n], as float32 [h, m, n]."""
+    return _contract(a, b, (2, 1), dtype)
+
+
+def dot_nt(a: jax.Array, b: jax.Array, dtype) -> jax.Array:
+    """Return a b^T for a [h, m, k] and b [h, n, k], as float32 [h, m, n]."""
+    return _contract(a, b, (2, 2), dtype)
+
+
+def dot_tn(a: jax.Array, b: jax.Array, dtype) -> jax.Array:
+    """Return a^T b for a [h, k, m] and b [h, k, n], as float32 [h, m, n]."""
+    return _contract(a, b, (1, 1), dtype)

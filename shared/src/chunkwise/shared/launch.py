@@ -1,0 +1,111 @@
+"""Launching Pallas kernels: block specs, head blocking, and compiled or interpreted by platform."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from chunkwise.shared.compat import CompilerParams, PrefetchScalarGridSpec
+
+# VMEM is 128 MiB on v5e and v6e and 64 MiB per core on v5p and tpu7x; leave room for the compiler's own buffers.
+VMEM_LIMIT_BYTES = 48 * 2**20
+
+
+def pallas_call(
+    kernel: Callable,
+    *operands: jax.Array | None,
+    name: str,
+    grid: tuple[int, ...],
+    dimension_semantics: tuple[str, ...],
+    in_specs: Sequence[pl.BlockSpec | None],
+    out_specs,
+    out_shape,
+    cost_estimate: pl.CostEstimate,
+    scratch_shapes: Sequence = (),
+    num_scalar_prefetch: int = 0,
+    input_output_aliases: dict[int, int] | None = None,
+    vmem_limit_bytes: int = VMEM_LIMIT_BYTES,
+):
+    """Run a Pallas TPU kernel: compiled where the program is lowered for a TPU, interpreted everywhere else.
+
+    The choice is made when the program is lowered, not when it is traced, so ahead-of-time compilation and
+    `jax.export` for a TPU from another host get the real kernel. An operand may be None: its spec is None too and the
+    kernel receives None in the place of a Ref.
+
+    Args:
+      kernel: the body, called with scalar-prefetch Refs, input Refs, output Refs and scratch Refs in this order.
+      *operands: scalar-prefetch arrays first, then inputs.
+      name: name of the kernel in profiles and in the lowered text.
+      grid, in_specs, out_specs, out_shape, scratch_shapes: as in `jax.experimental.pallas.pallas_call`.
+      dimension_semantics: "parallel" or "arbitrary" (sequential) for every axis of the grid.
+      cost_estimate: what the launch costs, for XLA's scheduler.
+      num_scalar_prefetch: how many leading operands are scalar tables read by the index maps.
+      input_output_aliases: operand index to output index, for states updated in place.
+      vmem_limit_bytes: scoped VMEM that the kernel may use.
+
+    Returns:
+      The outputs, in the structure of `out_shape`.
+    """
+
+    def call(*args, interpret: bool):
+        return pl.pallas_call(
+            kernel,
+            name=name,
+            grid_spec=PrefetchScalarGridSpec(
+                num_scalar_prefetch=num_scalar_prefetch,
+                grid=grid,
+                in_specs=list(in_specs),
+                out_specs=out_specs,
+                scratch_shapes=list(scratch_shapes),
+            ),
+            out_shape=out_shape,
+            compiler_params=CompilerParams(
+                dimension_semantics=dimension_semantics, vmem_limit_bytes=vmem_limit_bytes
+            ),
+            cost_estimate=cost_estimate,
+            input_output_aliases=input_output_aliases or {},
+            interpret=interpret,
+        )(*args)
+
+    return lax.platform_dependent(
+        *operands,
+        tpu=functools.partial(call, interpret=False),
+        default=functools.partial(call, interpret=True),
+    )
+
+
+def pick_heads(HV: int, H: int, bytes_per_head: int, most: int, budget: int = VMEM_LIMIT_BYTES // 2) -> int:
+    """Return how many value heads one grid step takes.
+
+    The largest divisor of HV that is at most `most`, fits the budget, and either holds whole groups of value heads
+    that share a key head or lies inside one group.
+    """
+    group = HV // H
+    fitting = [
+        n
+        for n in range(1, min(most, HV) + 1)
+        if HV % n == 0 and (n % group == 0 or group % n == 0) and n * bytes_per_head <= budget
+    ]
+    return max(fitting, default=1)
+
+
+def head_block(heads: int, *tail: int, group: int = 1, axes: tuple[int, int] = (0, 1)) -> pl.BlockSpec:
+    """Return the spec of `heads` value heads of one chunk of an array [NC, H, *tail].
+
+    Args:
+      heads: value heads a grid step.
+      *tail: the remaining dimensions, taken whole.
+      group: value heads that share one head of the array; 1 for arrays with a head per value head.
+      axes: the grid axes that walk the chunks and the blocks of heads.
+    """
+    own = max(heads // group, 1)
+    steps = max(group // heads, 1)
+
+    def index(*ids):
+        chunk, block = ids[axes[0]], ids[axes[1]]
+        return (chunk, lax.div(block, jnp.int32(steps)) if steps > 1 else block, *(0 for _ in tail))
+
+    return pl.BlockSpec((None, own, *tail), index)

@@ -1,0 +1,81 @@
+"""The token recurrence of all four operators: what every kernel computes, one token at a time.
+
+    S~  = exp(g_t) S_{t-1}                                 g_t per head, or per channel of the key
+    S_t = S~ + k_t v_t^T                                   GLA and simple GLA (no beta)
+    S_t = S~ + beta_t k_t (v_t - S~^T k_t)^T               gated delta rule and KDA (beta)
+    o_t = scale * S_t^T q_t
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def l2norm(x: jax.Array) -> jax.Array:
+    """Return x * rsqrt(sum x^2 + 1e-6) over the last axis; the type of x must already be the one to compute in."""
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def update(S, q, k, v, g, beta, scale):
+    """Advance states by one token.
+
+    Args:
+      S: states [..., K, V].
+      q, k: [..., K].
+      v: [..., V].
+      g: log decay [...] or [..., K] in nats.
+      beta: [...], or None for an operator without the delta rule.
+      scale: multiplies the output.
+
+    Returns:
+      (S, o) with o [..., V].
+    """
+    # Products as sums on purpose: a matrix unit may round float32 operands, and a token is bound by memory anyway.
+    gate = g[..., None] if g.ndim == k.ndim else g[..., None, None]
+    S = jnp.exp(gate) * S
+    if beta is not None:
+        v = beta[..., None] * (v - jnp.sum(S * k[..., None], axis=-2))
+    S = S + k[..., None] * v[..., None, :]
+    return S, scale * jnp.sum(S * q[..., None], axis=-2)
+
+
+def recurrence(q, k, v, g, beta, scale, initial_state, dtype):
+    """Run a batch of equally long sequences token by token in `dtype`.
+
+    Args:
+      q, k: [B, T, HV, K].
+      v: [B, T, HV, V].
+      g: [B, T, HV] or [B, T, HV, K].
+      beta: [B, T, HV] or None.
+      scale: multiplies the output.
+      initial_state: [B, HV, K, V] or None.
+      dtype: float32, or float64 under `jax.enable_x64`.
+
+    Returns:
+      (o [B, T, HV, V], final_state [B, HV, K, V]), both in `dtype`.
+    """
+    B, _, HV, K = k.shape
+    state = jnp.zeros((B, HV, K, v.shape[-1]), dtype) if initial_state is None else initial_state.astype(dtype)
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), (q, k, v, g, beta))
+    state, o = lax.scan(lambda S, x: update(S, *x, scale), state, tokens)
+    return jnp.moveaxis(o, 0, 1), state
+
+
+def packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, dtype):
+    """Run a packed batch token by token; the arguments of `recurrence` with B = 1 and one state per sequence.
+
+    Tokens from cu_seqlens[-1] on belong to no sequence: their output is zero.
+    """
+    T, HV, K = k.shape[1:]
+    N = cu_seqlens.shape[0] - 1
+    states = jnp.zeros((N, HV, K, v.shape[-1]), dtype) if initial_state is None else initial_state.astype(dtype)
+    owner = jnp.searchsorted(cu_seqlens[1:], jnp.arange(T, dtype=jnp.int32), side="right")
+
+    def step(states, x):
+        n, token = x
+        S, o = update(states[jnp.minimum(n, N - 1)], *token, scale)
+        return states.at[n].set(S, mode="drop"), jnp.where(n < N, o, 0)
+
+    tokens = jax.tree.map(lambda x: x[0].astype(dtype), (q, k, v, g, beta))
+    states, o = lax.scan(step, states, (owner, tokens))
+    return o[None], states

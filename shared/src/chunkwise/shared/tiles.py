@@ -1,0 +1,68 @@
+"""Small pieces of tile mathematics that several kernels share; arrays in, arrays out.
+
+Tiles are [heads, rows, columns]. A value per token is a row [heads, 1, C] in memory (a column would be padded to 128
+lanes) and is turned into a column [heads, C, 1] where it multiplies the rows of a matrix.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def row_index(size: int) -> jax.Array:
+    """Return i of shape [1, size, size]."""
+    return lax.broadcasted_iota(jnp.int32, (1, size, size), 1)
+
+
+def column_index(size: int) -> jax.Array:
+    """Return j of shape [1, size, size]."""
+    return lax.broadcasted_iota(jnp.int32, (1, size, size), 2)
+
+
+def strictly_lower(size: int) -> jax.Array:
+    """Return i > j of shape [1, size, size]."""
+    return row_index(size) > column_index(size)
+
+
+def lower(size: int) -> jax.Array:
+    """Return i >= j of shape [1, size, size]."""
+    return row_index(size) >= column_index(size)
+
+
+def to_column(row: jax.Array) -> jax.Array:
+    """Return [heads, 1, C] as [heads, C, 1], exactly: the diagonal of the broadcast row, summed over lanes.
+
+    Every kernel generation compiles a select and a lane reduction; not every one transposes a single row.
+    """
+    size = row.shape[-1]
+    on_diagonal = row_index(size) == column_index(size)
+    return jnp.sum(jnp.where(on_diagonal, row, 0.0), axis=-1, keepdims=True)
+
+
+def repeat_heads(x: jax.Array, heads: int) -> jax.Array:
+    """Return x [h, ...] as [heads, ...]: value head n reads head n // (heads // h). Costs nothing in a kernel."""
+    own = x.shape[0]
+    if own == heads:
+        return x
+    grouped = jnp.broadcast_to(x[:, None], (own, heads // own, *x.shape[1:]))
+    return grouped.reshape(heads, *x.shape[1:])
+
+
+def pair_decay(g_col: jax.Array, g_row: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return exp(G_i - G_j) where `mask`, else 0, for cumulative gates G as a column and a row.
+
+    The difference is masked before the exponential: above the diagonal it is positive and may overflow, and
+    inf * 0 is NaN.
+    """
+    difference = jnp.where(mask, g_col - g_row, 0.0)
+    return jnp.where(mask, jnp.exp(difference), 0.0)
+
+
+def last_valid(g_row: jax.Array) -> jax.Array:
+    """Return the last entry of each cumulative row [heads, 1, C] as [heads, 1, 1].
+
+    Padded rows carry a gate of 0, so the last entry is also the one of the last valid row.
+    """
+    size = g_row.shape[-1]
+    lane = lax.broadcasted_iota(jnp.int32, (1, 1, size), 2)
+    return jnp.sum(jnp.where(lane == size - 1, g_row, 0.0), axis=-1, keepdims=True)

@@ -1,0 +1,50 @@
+"""Compile for real TPUs on a machine that has none: libtpu is a compiler too.
+
+Install `chunkwise-shared[tpu]`. Call `setup()` before the first computation of the process.
+"""
+
+import importlib.util
+import os
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
+
+CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+
+
+def setup(libtpu_flags: str = "") -> None:
+    """Select the CPU as backend and set the environment that libtpu reads once, when jax first loads it."""
+    jax.config.update("jax_platforms", "cpu")
+    os.environ.update(
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_WORKER_HOSTNAMES="localhost",
+        TPU_ACCELERATOR_TYPE="v5litepod-4",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        LIBTPU_INIT_ARGS=libtpu_flags,
+    )
+
+
+def compile_for(fn, *specs, chip: str = "v6e", auto_layout: bool = False):
+    """Return the executable of `fn` for one device of a TPU generation; nothing is allocated.
+
+    Args:
+      fn: a function of arrays.
+      *specs: a `jax.ShapeDtypeStruct`, None, or a tree of them for every argument.
+      chip: a key of CHIPS.
+      auto_layout: let inputs and outputs take the layout that suits the program, as inside a larger one.
+    """
+    device = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices[0]
+    placement = jax.sharding.SingleDeviceSharding(device)
+    if auto_layout:
+        placement = Format(Layout.AUTO, placement)
+    # A kernel may ask for the kind of device while it is lowered.
+    mesh = jax.sharding.Mesh(np.array([device]), ("x",)).abstract_mesh
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(fn, in_shardings=placement, out_shardings=placement).trace(*specs).lower().compile()
+
+
+def has_libtpu() -> bool:
+    """Return whether the TPU compiler is installed."""
+    return importlib.util.find_spec("libtpu") is not None
