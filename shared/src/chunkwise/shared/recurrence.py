@@ -1,9 +1,9 @@
 """The token recurrence of all four operators: what every kernel computes, one token at a time.
 
-    S~  = exp(g_t) S_{t-1}                                 g_t per head, or per channel of the key
-    S_t = S~ + k_t v_t^T                                   GLA and simple GLA (no beta)
-    S_t = S~ + beta_t k_t (v_t - S~^T k_t)^T               gated delta rule and KDA (beta)
-    o_t = scale * S_t^T q_t
+S~  = exp(g_t) S_{t-1}                                 g_t per head, or per channel of the key
+S_t = S~ + k_t v_t^T                                   GLA and simple GLA (no beta)
+S_t = S~ + beta_t k_t (v_t - S~^T k_t)^T               gated delta rule and KDA (beta)
+o_t = scale * S_t^T q_t
 """
 
 import jax

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-
 from chunkwise.kkt import config as tiles
 from chunkwise.kkt import kernel, xla
 from chunkwise.shared import (

@@ -2,8 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-
 from chunkwise.kkt.config import Config
 from chunkwise.shared import (
     dot_nt,
@@ -15,6 +13,7 @@ from chunkwise.shared import (
     strictly_lower,
     to_column,
 )
+from jax.experimental import pallas as pl
 
 
 def kkt_tile(k, beta_col, g_col, g_row, mask=None):
