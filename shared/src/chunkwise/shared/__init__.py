@@ -14,15 +14,17 @@ from chunkwise.shared.chunks import Chunking, StreamMasks, num_chunks, pad_token
 from chunkwise.shared.compat import out_struct
 from chunkwise.shared.dot import dot, dot_nt, dot_tn, emulate_mxu, operand_dtype
 from chunkwise.shared.gradients import without_gradient
-from chunkwise.shared.launch import head_block, pallas_call, pick_heads
+from chunkwise.shared.launch import head_block, largest_divisor, pallas_call, pick_heads
 from chunkwise.shared.recurrence import l2norm, packed_recurrence, recurrence, update
 from chunkwise.shared.tiles import (
     column_index,
     last_valid,
     lower,
+    masked_exp,
     pair_decay,
     repeat_heads,
     row_index,
+    split_gate,
     strictly_lower,
     to_column,
 )
@@ -45,8 +47,10 @@ __all__ = [
     "emulate_mxu",
     "head_block",
     "l2norm",
+    "largest_divisor",
     "last_valid",
     "lower",
+    "masked_exp",
     "num_chunks",
     "operand_dtype",
     "out_struct",
@@ -58,6 +62,7 @@ __all__ = [
     "recurrence",
     "repeat_heads",
     "row_index",
+    "split_gate",
     "stream_masks",
     "strictly_lower",
     "to_column",

@@ -43,6 +43,7 @@ class Chunking:
       first, last: bool [NC], whether the chunk is the first or the last of its sequence.
       length: int32 [NC], valid rows of the chunk; 0 for an unused one.
       empty: bool [N], whether a sequence holds no token.
+      final_chunk: int32 [N], the last chunk of each sequence; meaningless for an empty one.
     """
 
     def __init__(self, B: int, T: int, chunk_size: int, cu_seqlens: jax.Array | None = None):
@@ -57,6 +58,7 @@ class Chunking:
             self.first, self.last = local == 0, local == per_row - 1
             self.length = jnp.minimum(T - local * chunk_size, chunk_size)
             self.empty = jnp.zeros((B,), bool)
+            self.final_chunk = jnp.arange(1, B + 1, dtype=jnp.int32) * per_row - 1
             return
         self.N = cu_seqlens.shape[0] - 1
         self.NC = num_chunks(T, chunk_size, self.N)
@@ -73,6 +75,7 @@ class Chunking:
         rows_left = lengths[self.sequence] - local * chunk_size
         self.length = jnp.where(used, jnp.clip(rows_left, 0, chunk_size), 0)
         self.empty = lengths == 0
+        self.final_chunk = jnp.maximum(ends - 1, 0)
         # The token of every row, T where the row is padding, and the row of every token, out of range for padding.
         row = jnp.arange(chunk_size, dtype=jnp.int32)
         start = cu_seqlens[self.sequence] + local * chunk_size
@@ -112,6 +115,11 @@ class Chunking:
         if g_cum is None:
             return jnp.zeros((self.NC, heads, 1, self.C), jnp.float32)
         return self.split_cumulative(g_cum)[:, :, None]
+
+    def gamma_rows(self, g_gamma: jax.Array) -> jax.Array:
+        """Return the cumulative gates of a constant gate [H] as rows [NC, H, 1, C]; padded rows repeat the last."""
+        count = jnp.minimum(jnp.arange(1, self.C + 1), self.length[:, None])
+        return g_gamma.astype(jnp.float32)[None, :, None, None] * count[:, None, None, :]
 
     def _as_chunks(self, rows: jax.Array) -> jax.Array:
         tail = rows.shape[1 if self.packed else 2 :]

@@ -1,9 +1,12 @@
 """Matrix products on tiles: the one place that states operand types and precision.
 
 Tiles are [heads, rows, columns]; the products are batched over heads, which is also what keeps several heads in
-lock-step inside a kernel. A product takes bfloat16 operands when the caller's tensors are bfloat16, one pass of the
-matrix unit with float32 accumulation, and float32 operands at full float32 precision otherwise. A bare float32
-product would run as a single bfloat16 pass on a TPU, and never on a CPU, so a CPU test could not see the loss.
+lock-step inside a kernel. Two bfloat16 operands take one pass of the matrix unit with float32 accumulation; anything
+else is computed from float32 operands at full float32 precision. A bare float32 product would run as a single
+bfloat16 pass on a TPU, and never on a CPU, so a CPU test could not see the loss.
+
+The user's bfloat16 tensors are exact as operands. A computed tile is not: rounded to bfloat16 it loses 2^-9, which the
+delta rule amplifies a hundredfold where keys repeat, because the values it adds cancel one another.
 """
 
 import contextlib
@@ -39,15 +42,16 @@ def emulate_mxu(passes: int = 1):
 
 def _contract(a: jax.Array, b: jax.Array, axes: tuple[int, int], dtype) -> jax.Array:
     dims = (((axes[0],), (axes[1],)), ((0,), (0,)))
+    if dtype is None:
+        dtype = jnp.bfloat16 if a.dtype == b.dtype == jnp.bfloat16 else jnp.float32
     dtype = operand_dtype(dtype)
     a, b = a.astype(dtype), b.astype(dtype)
-    if dtype == jnp.bfloat16:
-        return lax.dot_general(a, b, dims, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+    precision = lax.Precision.DEFAULT if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
 
     def product(x, y):
-        return lax.dot_general(x, y, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
-    if _passes is None:
+    if _passes is None or dtype == jnp.bfloat16:
         return product(a, b)
     a_high, b_high = _round(a), _round(b)
     if _passes == 1:
@@ -59,16 +63,16 @@ def _round(x: jax.Array) -> jax.Array:
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
-def dot(a: jax.Array, b: jax.Array, dtype) -> jax.Array:
-    """Return a b for a [h, m, k] and b [h, k, n], as float32 [h, m, n]."""
+def dot(a: jax.Array, b: jax.Array, dtype=None) -> jax.Array:
+    """Return a b for a [h, m, k] and b [h, k, n], as float32 [h, m, n]; `dtype` forces the type of the operands."""
     return _contract(a, b, (2, 1), dtype)
 
 
-def dot_nt(a: jax.Array, b: jax.Array, dtype) -> jax.Array:
-    """Return a b^T for a [h, m, k] and b [h, n, k], as float32 [h, m, n]."""
+def dot_nt(a: jax.Array, b: jax.Array, dtype=None) -> jax.Array:
+    """Return a b^T for a [h, m, k] and b [h, n, k], as float32 [h, m, n]; `dtype` forces the type of the operands."""
     return _contract(a, b, (2, 2), dtype)
 
 
-def dot_tn(a: jax.Array, b: jax.Array, dtype) -> jax.Array:
-    """Return a^T b for a [h, k, m] and b [h, k, n], as float32 [h, m, n]."""
+def dot_tn(a: jax.Array, b: jax.Array, dtype=None) -> jax.Array:
+    """Return a^T b for a [h, k, m] and b [h, k, n], as float32 [h, m, n]; `dtype` forces the type of the operands."""
     return _contract(a, b, (1, 1), dtype)

@@ -91,6 +91,11 @@ def pick_heads(HV: int, H: int, bytes_per_head: int, most: int, budget: int = VM
     return max(fitting, default=1)
 
 
+def largest_divisor(size: int, most: int) -> int:
+    """Return the largest divisor of `size` that is at most `most`."""
+    return max(n for n in range(1, max(1, min(size, most)) + 1) if size % n == 0)
+
+
 def head_block(heads: int, *tail: int, group: int = 1, axes: tuple[int, int] = (0, 1)) -> pl.BlockSpec:
     """Return the spec of `heads` value heads of one chunk of an array [NC, H, *tail].
 

@@ -12,6 +12,8 @@ from chunkwise.shared import (
     check_cu_seqlens,
     check_heads,
     choose_implementation,
+    pair_decay,
+    strictly_lower,
     without_gradient,
 )
 
@@ -76,8 +78,10 @@ def chunk_scaled_dot_kkt(
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def _run(k, beta, g_cum, cu_seqlens, chunk_size, implementation, config):
     chunks = Chunking(*k.shape[:2], chunk_size, cu_seqlens)
-    operands = chunks.split(k), chunks.split_rows(beta), chunks.split_cumulative_rows(g_cum, beta.shape[2])
+    k, beta = chunks.split(k), chunks.split_rows(beta)
+    g = chunks.split_cumulative_rows(g_cum, beta.shape[1])
     if implementation == "pallas":
         launch = functools.partial(kernel.launch, config=config)
-        return chunks.merge(without_gradient(launch, "The Pallas kernel of `chunk_scaled_dot_kkt`")(*operands))
-    return chunks.merge(xla.kkt(*operands))
+        return chunks.merge(without_gradient(launch, "The Pallas kernel of `chunk_scaled_dot_kkt`")(k, beta, g))
+    decay = pair_decay(jnp.swapaxes(g, -1, -2), g, strictly_lower(chunk_size))
+    return chunks.merge(xla.kkt(k, beta, decay))

@@ -16,26 +16,24 @@ from chunkwise.shared import (
 from jax.experimental import pallas as pl
 
 
-def kkt_tile(k, beta_col, g_col, g_row, mask=None):
+def kkt_tile(k, beta_col, decay):
     """Return the strictly lower interaction matrix of one chunk.
 
     Args:
       k: [h, C, K], keys of the key heads.
       beta_col: [HV, C, 1].
-      g_col, g_row: [HV, C, 1] and [HV, 1, C], cumulative gates in nats.
-      mask: [1, C, C], pairs that may interact; by default i > j.
+      decay: [HV, C, C], e^(G_i - G_j) where the pair interacts (i > j), else 0.
 
     Returns:
       [HV, C, C] float32.
     """
-    mask = strictly_lower(k.shape[1]) if mask is None else mask
-    scores = repeat_heads(dot_nt(k, k, k.dtype), beta_col.shape[0])
-    return beta_col * scores * pair_decay(g_col, g_row, mask)
+    return beta_col * decay * repeat_heads(dot_nt(k, k), beta_col.shape[0])
 
 
 def _kkt_kernel(k_ref, beta_ref, g_ref, A_ref):
     g = g_ref[...]
-    A_ref[...] = kkt_tile(k_ref[...], to_column(beta_ref[...]), to_column(g), g)
+    decay = pair_decay(to_column(g), g, strictly_lower(g.shape[-1]))
+    A_ref[...] = kkt_tile(k_ref[...], to_column(beta_ref[...]), decay)
 
 
 def launch(k: jax.Array, beta: jax.Array, g: jax.Array, config: Config) -> jax.Array:

@@ -1,0 +1,201 @@
+"""The contract: documentation, argument checks and the choice of implementation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.chunk_h import config as tiles
+from chunkwise.chunk_h import kernel, xla
+from chunkwise.shared import (
+    Chunking,
+    check,
+    check_array,
+    check_chunk_size,
+    check_cu_seqlens,
+    check_heads,
+    check_initial_state,
+    choose_implementation,
+    without_gradient,
+)
+
+
+def chunk_gated_delta_rule_fwd_h(
+    k: jax.Array,
+    w: jax.Array,
+    u: jax.Array,
+    g_cum: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    chunk_size: int = 64,
+    *,
+    implementation: str | None = None,
+    config: tiles.Config | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return the states before every chunk of the gated delta rule, and the values that the chunks add.
+
+    From chunk to chunk, in value head n with key head n // (HV // H)::
+
+        v_new = u - w S
+        S'    = e^G_last S + (k e^(G_last - G))^T v_new
+
+    Dims: B batch, T tokens, H key heads, HV value heads (a multiple of H), K and V key and value dimensions,
+    C chunk size, NT chunks a batch row, N sequences.
+
+    Args:
+      k: keys [B, T, H, K], float32, bfloat16 or float16.
+      w: effective keys [B, T, HV, K] from `chunkwise.wy_fast.recompute_w_u`.
+      u: effective values [B, T, HV, V], likewise. Products take bfloat16 operands where the tensor is bfloat16, else
+        float32 ones at full precision; they accumulate in float32.
+      g_cum: chunk-local inclusive cumulative log decay [B, T, HV] in nats; None for no decay.
+      initial_state: [N, HV, K, V], any floating type; None for zeros.
+      output_final_state: return the state after every sequence.
+      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
+        Tokens from cu_seqlens[N] on are padding and give zeros. The values are checked outside of jit only.
+      chunk_size: C, one of 16, 32, 64, 128; static.
+      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
+      config: tile sizes of the kernel.
+
+    Returns:
+      h [B, NT, HV, K, V] float32, the state before every chunk; NT is ceil(T / C), or T // C + N for a packed batch,
+      whose unused chunks are zero.
+      v_new [B, T, HV, V] in the type of u, not decayed.
+      final_state [N, HV, K, V] float32, or None. The carried state is float32 whatever the inputs are.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: the "pallas" implementation is differentiated.
+
+    Accuracy: 5e-7 relative to the recurrence in float64 for float32 inputs, 2e-3 for bfloat16 inputs.
+    Cost: 4 B T HV K V flops.
+    Source: Yang et al., Gated Delta Networks (2024), section 3.3.
+    """
+    B, T, HV, V = check_array("u", u, "B T HV V")
+    K = check_array("k", k, "B T H K", (B, T, None, None))[3]
+    check_array("w", w, "B T HV K", (B, T, HV, K))
+    if g_cum is not None:
+        check_array("g_cum", g_cum, "B T HV", (B, T, HV))
+    return _states(
+        k, w, u, g_cum, None, None, initial_state, output_final_state, cu_seqlens, chunk_size, implementation, config
+    )
+
+
+def chunk_fwd_h(
+    k: jax.Array,
+    v: jax.Array,
+    g_cum: jax.Array | None = None,
+    g_gamma: jax.Array | None = None,
+    gk_cum: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    chunk_size: int = 64,
+    *,
+    implementation: str | None = None,
+    config: tiles.Config | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the states before every chunk of gated linear attention.
+
+    From chunk to chunk, in value head n with key head n // (HV // H)::
+
+        S' = e^G_last S + (k e^(G_last - G))^T v
+
+    with a gate per head (g_cum, g_gamma or both added) or per channel of the key (gk_cum).
+
+    Dims: as in `chunk_gated_delta_rule_fwd_h`.
+
+    Args:
+      k: keys [B, T, H, K], float32, bfloat16 or float16.
+      v: values [B, T, HV, V], likewise.
+      g_cum: chunk-local inclusive cumulative log decay [B, T, HV] in nats; None for no decay.
+      g_gamma: constant log decay per head [HV] in nats, added to the one of g_cum.
+      gk_cum: chunk-local inclusive cumulative log decay per channel [B, T, HV, K] in nats; excludes the other two.
+      initial_state: [N, HV, K, V], any floating type; None for zeros.
+      output_final_state: return the state after every sequence.
+      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1.
+      chunk_size: C, one of 16, 32, 64, 128; static.
+      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
+      config: tile sizes of the kernel.
+
+    Returns:
+      h [B, NT, HV, K, V] float32, the state before every chunk, zero for unused chunks.
+      final_state [N, HV, K, V] float32, or None.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type, or both kinds of gates are given.
+      NotImplementedError: the "pallas" implementation is differentiated.
+
+    Accuracy: 3e-7 relative to the recurrence in float64 for float32 inputs, 2e-3 for bfloat16 inputs.
+    Cost: 2 B T HV K V flops.
+    Source: Yang et al., Gated Linear Attention Transformers (2023), section 4.
+    """
+    B, T, HV, _ = check_array("v", v, "B T HV V")
+    K = check_array("k", k, "B T H K", (B, T, None, None))[3]
+    if g_cum is not None:
+        check_array("g_cum", g_cum, "B T HV", (B, T, HV))
+    if g_gamma is not None:
+        check_array("g_gamma", g_gamma, "HV", (HV,))
+    if gk_cum is not None:
+        check_array("gk_cum", gk_cum, "B T HV K", (B, T, HV, K))
+        check(g_cum is None and g_gamma is None, "`gk_cum` must come without `g_cum` and `g_gamma`; got both.")
+    h, _, final_state = _states(
+        k, None, v, g_cum, g_gamma, gk_cum, initial_state, output_final_state, cu_seqlens, chunk_size, implementation,
+        config,
+    )  # fmt: skip
+    return h, final_state
+
+
+def _states(
+    k, w, u, g_cum, g_gamma, gk_cum, initial_state, output_final_state, cu_seqlens, chunk_size, implementation, config
+):
+    """Check what both functions share and run."""
+    B, T, H, K = k.shape
+    HV, V = u.shape[2:]
+    check_heads(H, HV)
+    check_chunk_size(chunk_size)
+    check_cu_seqlens(cu_seqlens, B, T)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    check_initial_state(initial_state, (N, HV, K, V))
+    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    config = config or tiles.default_for(H, HV, chunk_size, K, V)
+    h, v_new, final_state = _run(
+        k, w, u, g_cum, g_gamma, gk_cum, initial_state, cu_seqlens, output_final_state, chunk_size, implementation,
+        config,
+    )  # fmt: skip
+    return h, v_new, final_state
+
+
+@functools.partial(jax.jit, static_argnums=(8, 9, 10, 11))
+def _run(
+    k, w, u, g_cum, g_gamma, gk_cum, initial_state, cu_seqlens, output_final_state, chunk_size, implementation, config
+):
+    chunks = Chunking(*k.shape[:2], chunk_size, cu_seqlens)
+    g = gk = None
+    if gk_cum is not None:
+        gk = chunks.split_cumulative(gk_cum)
+    else:
+        g = chunks.split_cumulative_rows(g_cum, u.shape[2])
+        g = g if g_gamma is None else g + chunks.gamma_rows(g_gamma)
+    initial_state = None if initial_state is None else initial_state.astype(jnp.float32)
+    w = None if w is None else chunks.split(w)
+    operands = kernel.Operands(chunks.split(k), w, chunks.split(u), g, gk, initial_state)
+    action = kernel.actions(chunks.first, chunks.length)
+    if implementation == "pallas":
+
+        def launch(*x):
+            return kernel.launch(kernel.Operands(*x), action, chunks.sequence, chunks.N, config)
+
+        h, v_new, final_state = without_gradient(launch, "The Pallas kernel of `chunk_h`")(*operands)
+    else:
+        decays = (None, None) if g is None else xla.end_decays(g)
+        h, v_new, after = xla.states(
+            operands.k, w, operands.u, *decays, gk, initial_state, action, chunks.sequence, chunks.B
+        )
+        final_state = after[chunks.final_chunk]
+    v_new = None if w is None else chunks.merge(v_new.astype(u.dtype))
+    if not output_final_state:
+        return chunks.per_batch(h), v_new, None
+    start = 0.0 if initial_state is None else initial_state
+    final_state = jnp.where(chunks.empty[:, None, None, None], start, final_state)
+    return chunks.per_batch(h), v_new, final_state

@@ -1,0 +1,105 @@
+"""The contract: documentation, argument checks and the choice of implementation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.chunk_o import config as tiles
+from chunkwise.chunk_o import kernel, xla
+from chunkwise.shared import (
+    Chunking,
+    check_array,
+    check_chunk_size,
+    check_cu_seqlens,
+    check_heads,
+    choose_implementation,
+    lower,
+    num_chunks,
+    pair_decay,
+    without_gradient,
+)
+
+
+def chunk_fwd_o(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    h: jax.Array,
+    g_cum: jax.Array | None = None,
+    g_gamma: jax.Array | None = None,
+    scale: float | None = None,
+    cu_seqlens: jax.Array | None = None,
+    chunk_size: int = 64,
+    *,
+    implementation: str | None = None,
+    config: tiles.Config | None = None,
+) -> jax.Array:
+    """Return the output of chunked linear attention from the states at chunk boundaries.
+
+    For token i of a chunk, S the state before the chunk, value head n reading key head n // (HV // H)::
+
+        o_i = scale (e^G_i S^T q_i + sum over j <= i of <q_i, k_j> e^(G_i - G_j) v_j)
+
+    For the delta rule v is the v_new of `chunkwise.chunk_h.chunk_gated_delta_rule_fwd_h`.
+
+    Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions,
+    C chunk size, NT chunks a batch row, N packed sequences.
+
+    Args:
+      q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
+      v: values [B, T, HV, V], likewise. Products take bfloat16 operands where the tensor is bfloat16, else float32
+        ones at full precision; they accumulate in float32.
+      h: states before each chunk [B, NT, HV, K, V]; NT is ceil(T / C), or T // C + N for a packed batch.
+      g_cum: chunk-local inclusive cumulative log decay [B, T, HV] in nats; None for no decay.
+      g_gamma: constant log decay per head [HV] in nats, added to the one of g_cum.
+      scale: multiplies the output; defaults to K ** -0.5. A number or a traced scalar.
+      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
+        Tokens from cu_seqlens[N] on are padding and give zeros. The values are checked outside of jit only.
+      chunk_size: C, one of 16, 32, 64, 128; static.
+      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
+      config: tile sizes of the kernel.
+
+    Returns:
+      o [B, T, HV, V] in the type of v.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: the "pallas" implementation is differentiated.
+
+    Accuracy: 3e-7 relative to the definition in float64 for float32 inputs, 2e-3 for bfloat16 inputs.
+    Cost: 2 B T HV (C K + K V + C V) flops.
+    Source: Yang et al., Gated Linear Attention Transformers (2023), section 3; Gated Delta Networks (2024).
+    """
+    B, T, H, K = check_array("k", k, "B T H K")
+    check_array("q", q, "B T H K", (B, T, H, K))
+    HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
+    check_heads(H, HV)
+    if g_cum is not None:
+        check_array("g_cum", g_cum, "B T HV", (B, T, HV))
+    if g_gamma is not None:
+        check_array("g_gamma", g_gamma, "HV", (HV,))
+    check_chunk_size(chunk_size)
+    check_cu_seqlens(cu_seqlens, B, T)
+    NT = num_chunks(T, chunk_size, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+    check_array("h", h, "B NT HV K V", (B, NT, HV, K, V))
+    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    config = config or tiles.default_for(H, HV, chunk_size, K, V)
+    scale = K**-0.5 if scale is None else scale
+    return _run(q, k, v, h, g_cum, g_gamma, scale, cu_seqlens, chunk_size, implementation, config)
+
+
+@functools.partial(jax.jit, static_argnums=(8, 9, 10))
+def _run(q, k, v, h, g_cum, g_gamma, scale, cu_seqlens, chunk_size, implementation, config):
+    chunks = Chunking(*k.shape[:2], chunk_size, cu_seqlens)
+    g = chunks.split_cumulative_rows(g_cum, v.shape[2])
+    if g_gamma is not None:
+        g = g + chunks.gamma_rows(g_gamma)
+    operands = chunks.split(q), chunks.split(k), chunks.split(v), h.reshape(-1, *h.shape[2:])
+    if implementation == "pallas":
+        launch = functools.partial(kernel.launch, config=config)
+        o = without_gradient(launch, "The Pallas kernel of `chunk_fwd_o`")(*operands, g, jnp.full((1,), scale, jnp.float32))
+    else:
+        decay = pair_decay(jnp.swapaxes(g, -1, -2), g, lower(chunk_size))
+        o = xla.output(*operands, jnp.exp(g), decay, scale)
+    return chunks.merge(o.astype(v.dtype))

@@ -1,0 +1,83 @@
+"""The contract: documentation, argument checks, the choice of implementation, and the gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.cumsum import config as tiles
+from chunkwise.cumsum import kernel, xla
+from chunkwise.shared import Chunking, check_array, check_chunk_size, check_cu_seqlens, choose_implementation
+
+
+def chunk_local_cumsum(
+    g: jax.Array,
+    chunk_size: int = 64,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
+    config: tiles.Config | None = None,
+) -> jax.Array:
+    """Return the inclusive cumulative sum of gates inside every chunk.
+
+    For token i of a chunk whose first token is 0 and whose last is m::
+
+        G[i] = g[0] + ... + g[i]              reverse: G[i] = g[i] + ... + g[m]
+
+    Dims: B batch, T tokens, H heads, K channels, C chunk size, N packed sequences.
+
+    Args:
+      g: log decays [B, T, H] or [B, T, H, K] in nats, float32, bfloat16 or float16.
+      chunk_size: C, one of 16, 32, 64, 128; static.
+      reverse: sum from the end of the chunk; static.
+      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
+        Tokens from cu_seqlens[N] on are padding and give zeros. The values are checked outside of jit only.
+      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
+      config: tile sizes of the kernel.
+
+    Returns:
+      G, float32, in the shape of g. Differentiable under both implementations: the gradient is the cumulative sum in
+      the other direction.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+
+    Accuracy: 1e-7 relative to the sum in float64. The rounding of G itself, half a unit in its last place, is what
+    differences G[i] - G[j] inherit: 1.5e-5 nats once |G| passes 256.
+    Cost: bandwidth; 4 bytes read and 4 written per gate.
+    Source: Yang et al., Gated Linear Attention Transformers (2023), section 4.
+    """
+    shape = check_array("g", g, "B T H" if getattr(g, "ndim", 3) == 3 else "B T H K")
+    check_chunk_size(chunk_size)
+    check_cu_seqlens(cu_seqlens, *shape[:2])
+    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    return _cumsum(g, cu_seqlens, chunk_size, reverse, implementation, config)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _cumsum(g, cu_seqlens, chunk_size, reverse, implementation, config):
+    chunks = Chunking(*g.shape[:2], chunk_size, cu_seqlens)
+    flat = g.astype(jnp.float32).reshape(*g.shape[:2], 1, -1)
+    rows = chunks.split(flat)[:, 0]
+    if implementation == "pallas":
+        config = config or tiles.default_for(*rows.shape)
+        rows = kernel.launch(rows, reverse, config)
+    else:
+        rows = xla.cumsum(rows, reverse)
+    return chunks.merge(rows[:, None]).reshape(g.shape)
+
+
+def _forward(g, cu_seqlens, chunk_size, reverse, implementation, config):
+    empty = jnp.zeros((0,), g.dtype)
+    return _cumsum(g, cu_seqlens, chunk_size, reverse, implementation, config), (cu_seqlens, empty)
+
+
+def _backward(chunk_size, reverse, implementation, config, residuals, dg_cum):
+    cu_seqlens, empty = residuals
+    dg = _cumsum(dg_cum, cu_seqlens, chunk_size, not reverse, implementation, config)
+    return dg.astype(empty.dtype), None
+
+
+_cumsum.defvjp(_forward, _backward)

@@ -1,0 +1,74 @@
+"""The contract: documentation, argument checks, the choice of implementation, and the gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.shared import (
+    Chunking,
+    check,
+    check_array,
+    check_cu_seqlens,
+    choose_implementation,
+    without_gradient,
+)
+from chunkwise.shared.checks import CHUNK_SIZES
+from chunkwise.solve_tril import config as tiles
+from chunkwise.solve_tril import kernel, xla
+
+
+def solve_tril(
+    A: jax.Array,
+    cu_seqlens: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
+    config: tiles.Config | None = None,
+) -> jax.Array:
+    """Return the exact inverse of I + A for every chunk, A strictly lower triangular.
+
+    For the C x C matrix A of one chunk and head::
+
+        A_inv = (I + A)^-1        unit lower triangular
+
+    by block substitution, never by powers of A: accurate for any A whose inverse is, repeated keys included.
+
+    Dims: B batch, T tokens, HV heads, C chunk size, N packed sequences.
+
+    Args:
+      A: [B, T, HV, C] float32 (bfloat16 and float16 are widened), row t of token t, column j of the j-th token of
+        its chunk; C is one of 16, 32, 64, 128. Entries on and above the diagonal are not read.
+      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
+        Tokens from cu_seqlens[N] on are padding and give zero rows. The values are checked outside of jit only.
+      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
+      config: tile sizes of the kernel.
+
+    Returns:
+      A_inv [B, T, HV, C] float32, in the layout of A.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: the "pallas" implementation is differentiated.
+
+    Accuracy: 3e-7 relative to the inverse in float64 at C = 64 for keys of unit length, 2e-7 if all keys are equal.
+    Cost: 4 C^3 (log2 C - 1) flops a chunk and head in the kernel, 8 C^2 bytes.
+    Source: the block inverse of Higham, Accuracy and Stability of Numerical Algorithms (2002), section 14.2.
+    """
+    B, T, HV, C = check_array("A", A, "B T HV C")
+    check(C in CHUNK_SIZES, f"`A` must have a last dimension of one of {CHUNK_SIZES}; got {C}.")
+    check_cu_seqlens(cu_seqlens, B, T)
+    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    return _run(A, cu_seqlens, implementation, config)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _run(A, cu_seqlens, implementation, config):
+    B, T, HV, C = A.shape
+    chunks = Chunking(B, T, C, cu_seqlens)
+    matrices = chunks.split(A.astype(jnp.float32)).reshape(-1, C, C)
+    if implementation == "pallas":
+        launch = functools.partial(kernel.launch, config=config or tiles.default_for(chunks.NC, HV, C))
+        A_inv = without_gradient(launch, "The Pallas kernel of `solve_tril`")(matrices)
+    else:
+        A_inv = xla.inverse(matrices)
+    return chunks.merge(A_inv.reshape(chunks.NC, HV, C, C))

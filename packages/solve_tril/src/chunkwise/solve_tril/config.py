@@ -1,0 +1,22 @@
+"""Tile sizes of the kernel."""
+
+from dataclasses import dataclass
+
+from chunkwise.shared import largest_divisor
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the launch is cut.
+
+    Attributes:
+      matrices: chunks of heads inverted in lock-step in a grid step. The ladder is a chain of dependent products, so
+        one matrix alone leaves the matrix unit idle; too many spill registers and take long to compile.
+    """
+
+    matrices: int
+
+
+def default_for(NC: int, HV: int, C: int) -> Config:
+    """Return the Config for NC chunks of HV heads."""
+    return Config(matrices=largest_divisor(NC * HV, 256 // C))

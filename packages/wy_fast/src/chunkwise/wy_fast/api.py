@@ -1,0 +1,90 @@
+"""The contract: documentation, argument checks and the choice of implementation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.shared import (
+    Chunking,
+    check_array,
+    check_chunk_size,
+    check_cu_seqlens,
+    check_heads,
+    choose_implementation,
+    without_gradient,
+)
+from chunkwise.wy_fast import config as tiles
+from chunkwise.wy_fast import kernel, xla
+
+
+def recompute_w_u(
+    k: jax.Array,
+    v: jax.Array,
+    beta: jax.Array,
+    A_inv: jax.Array,
+    g_cum: jax.Array | None = None,
+    cu_seqlens: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
+    config: tiles.Config | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the effective keys w and values u of the delta rule, chunk by chunk.
+
+    For the C tokens of one chunk, in value head n with key head n // (HV // H)::
+
+        w = A_inv (beta e^G k)        u = A_inv (beta v)
+
+    so that, S being the state before the chunk, the values that the chunk adds are v_new = u - w S.
+
+    Dims: B batch, T tokens, H key heads, HV value heads (a multiple of H), K and V key and value dimensions,
+    C chunk size, N packed sequences.
+
+    Args:
+      k: keys [B, T, H, K], float32, bfloat16 or float16.
+      v: values [B, T, HV, V], likewise. Products are float32 at full precision.
+      beta: step sizes [B, T, HV], any floating type.
+      A_inv: [B, T, HV, C] from `chunkwise.solve_tril.solve_tril`; its last dimension is the chunk size.
+      g_cum: chunk-local inclusive cumulative log decay [B, T, HV] in nats; None for no decay.
+      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
+        Tokens from cu_seqlens[N] on are padding and give zero rows. The values are checked outside of jit only.
+      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
+      config: tile sizes of the kernel.
+
+    Returns:
+      w [B, T, HV, K] and u [B, T, HV, V], float32 whatever the inputs are: u - w S cancels where keys repeat, and rounding
+      it to bfloat16 would be amplified a hundredfold.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: the "pallas" implementation is differentiated.
+
+    Accuracy: 2e-7 relative to the definition in float64.
+    Cost: 2 B T C HV (K + V) flops.
+    Source: Yang et al., Parallelizing Linear Transformers with the Delta Rule (2024), section 3.2.
+    """
+    B, T, H, K = check_array("k", k, "B T H K")
+    HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
+    check_heads(H, HV)
+    check_array("beta", beta, "B T HV", (B, T, HV))
+    C = check_array("A_inv", A_inv, "B T HV C", (B, T, HV, None))[3]
+    check_chunk_size(C)
+    if g_cum is not None:
+        check_array("g_cum", g_cum, "B T HV", (B, T, HV))
+    check_cu_seqlens(cu_seqlens, B, T)
+    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    config = config or tiles.default_for(H, HV, C, K, V)
+    return _run(k, v, beta, A_inv, g_cum, cu_seqlens, implementation, config)
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7))
+def _run(k, v, beta, A_inv, g_cum, cu_seqlens, implementation, config):
+    chunks = Chunking(*A_inv.shape[:2], A_inv.shape[3], cu_seqlens)
+    g = chunks.split_cumulative_rows(g_cum, v.shape[2])
+    operands = chunks.split(k), chunks.split(v), chunks.split(A_inv.astype(jnp.float32)), chunks.split_rows(beta)
+    if implementation == "pallas":
+        launch = functools.partial(kernel.launch, config=config)
+        w, u = without_gradient(launch, "The Pallas kernel of `recompute_w_u`")(*operands, g)
+    else:
+        w, u = xla.w_u(*operands, jnp.exp(g))
+    return chunks.merge(w), chunks.merge(u)
