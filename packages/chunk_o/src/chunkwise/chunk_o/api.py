@@ -48,8 +48,8 @@ def chunk_fwd_o(
 
     Args:
       q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
-      v: values [B, T, HV, V], likewise. Products take bfloat16 operands where the tensor is bfloat16, else float32
-        ones at full precision; they accumulate in float32.
+      v: values [B, T, HV, V], likewise. Two bfloat16 tensors are multiplied as
+        they are, everything else in float32 at full precision.
       h: states before each chunk [B, NT, HV, K, V]; NT is ceil(T / C), or T // C + N for a packed batch.
       g_cum: chunk-local inclusive cumulative log decay [B, T, HV] in nats; None for no decay.
       g_gamma: constant log decay per head [HV] in nats, added to the one of g_cum.
@@ -61,7 +61,7 @@ def chunk_fwd_o(
       config: tile sizes of the kernel.
 
     Returns:
-      o [B, T, HV, V] in the type of v.
+      o [B, T, HV, V] in the type of q.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
@@ -102,4 +102,4 @@ def _run(q, k, v, h, g_cum, g_gamma, scale, cu_seqlens, chunk_size, implementati
     else:
         decay = pair_decay(jnp.swapaxes(g, -1, -2), g, lower(chunk_size))
         o = xla.output(*operands, jnp.exp(g), decay, scale)
-    return chunks.merge(o.astype(v.dtype))
+    return chunks.merge(o.astype(q.dtype))

@@ -21,8 +21,6 @@ from chunkwise.shared import (
 def output_tile(q, k, v, h, from_start_col, decay, scale):
     """Return the output of one chunk.
 
-    Decays multiply float32 products, not operands: bfloat16 queries and keys enter the matrix unit as they are.
-
     Args:
       q, k: [h, C, K], queries and keys of the key heads.
       v: [HV, C, V].
@@ -54,7 +52,7 @@ def launch(
     """Run the kernel on chunks.
 
     q, k [NC, H, C, K], v [NC, HV, C, V], h [NC, HV, K, V], g [NC, HV, 1, C], scale float32 [1] ->
-    o [NC, HV, C, V] in the type of v.
+    o [NC, HV, C, V] in the type of q.
     """
     NC, H, C, K = k.shape
     _, HV, _, V = v.shape
@@ -81,10 +79,10 @@ def launch(
             head_block(heads, 1, C),
         ],
         out_specs=head_block(heads, C, V),
-        out_shape=out_struct(v.shape, v.dtype, q, k, v, h, g),
+        out_shape=out_struct(v.shape, q.dtype, q, k, v, h, g),
         cost_estimate=pl.CostEstimate(
             flops=2 * NC * HV * C * (C * K + K * V + C * V),
             transcendentals=NC * HV * C * C,
-            bytes_accessed=q.nbytes + k.nbytes + 2 * v.nbytes + h.nbytes + g.nbytes,
+            bytes_accessed=2 * q.nbytes + k.nbytes + v.nbytes + h.nbytes + g.nbytes,
         ),
     )

@@ -126,7 +126,7 @@ def _staged(q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_sta
         k, w, u, g_cum, initial_state, output_final_state, cu_seqlens, chunk_size, **run
     )
     o = chunk_fwd_o(q, k, v_new, h, g_cum, None, scale, cu_seqlens, chunk_size, **run)
-    return o, final_state
+    return o.astype(v.dtype), final_state
 
 
 def recurrent_gated_delta_rule(

@@ -32,9 +32,9 @@ def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
     # A stream restarts nowhere: `through` is zero where another sequence begins.
     action = jnp.full_like(chunks.sequence, CONTINUE) if stream else actions(chunks.first, chunks.length)
     h, v_new, after = states(
-        k_c, w.astype(k.dtype), u, to_end, through, None, initial_state, action, chunks.sequence, B
+        k_c, w, u, to_end, through, None, initial_state, action, chunks.sequence, B
     )
-    o = chunks.merge(output(q_c, k_c, v_new.astype(v.dtype), h, from_start, decay, scale)).astype(v.dtype)
+    o = chunks.merge(output(q_c, k_c, v_new, h, from_start, decay, scale)).astype(v.dtype)
     if stream:
         owned = jnp.arange(T) < cu_seqlens[-1]
         return jnp.where(owned[None, :, None, None], o, 0), None
