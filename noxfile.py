@@ -1,0 +1,180 @@
+"""The sessions, discovered from the tree; `nox -l` lists them.
+
+`nox` alone runs what CI runs. A package is a folder with a pyproject.toml: shared, and everything in packages/.
+"""
+
+import os
+import re
+import shutil
+import tarfile
+import tempfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+MANIFESTS = [ROOT / "shared/pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
+PACKAGES = {path.parent.name: path.parent for path in MANIFESTS}
+METADATA = {path.parent.name: tomllib.loads(path.read_text())["project"] for path in MANIFESTS}
+VERSIONS = {project["name"]: project["version"] for project in METADATA.values()}
+GROUPS = nox.project.load_toml("pyproject.toml")
+
+# A reference to a sibling in a pyproject.toml: its distribution name and how hatchling finds its folder.
+SIBLING = re.compile(r"(chunkwise-[a-z-]+) @ \{root:[^\"]*")
+# The interpreter on a busy machine is slow to start; two workers are worth it from two cores on.
+WORKERS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile") if (os.cpu_count() or 1) > 1 else ()
+
+nox.options.error_on_external_run = True
+nox.options.reuse_venv = "no"
+
+
+def needed(name: str) -> list[str]:
+    """Return the folders that a package needs: its siblings, theirs, and its own."""
+    own = [match[1] for line in METADATA[name]["dependencies"] if (match := SIBLING.match(line))]
+    folders = [other for other in PACKAGES if METADATA[other]["name"] in own]
+    return list(dict.fromkeys([*(x for folder in folders for x in needed(folder)), name]))
+
+
+def prepare(session: nox.Session, group: str, packages=tuple(PACKAGES)) -> None:
+    """Install a dependency group, and packages in place."""
+    session.install(*nox.project.dependency_groups(GROUPS, group))
+    # Without dependencies, because pip refuses a sibling both by folder and by reference.
+    session.install("--no-deps", "--no-build-isolation", *(x for name in packages for x in ("-e", PACKAGES[name])))
+
+
+def example(folder: Path) -> str:
+    """Return the Python blocks of a README, to be run in one go."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (folder / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    if not blocks:
+        raise SystemExit(f"{folder.name}/README.md must hold an example, a ```python block; got none.")
+    return "\n".join(blocks)
+
+
+def run_example(session: nox.Session, name: str) -> None:
+    """Run the example of a README on what is installed, from a folder that holds no source."""
+    code = example(PACKAGES[name])
+    with session.chdir(session.create_tmp()):
+        session.run("python", "-W", "error", "-c", code, env={"JAX_PLATFORMS": "cpu"})
+
+
+@nox.session
+def lint(session):
+    """Style and format."""
+    session.install(*nox.project.dependency_groups(GROUPS, "lint"))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session):
+    """Static types of everything that is shipped."""
+    prepare(session, "types")
+    session.run("pyrefly", "check")
+
+
+@nox.session
+def tests(session):
+    """The tests of all packages in one run, compilations for TPUs included."""
+    prepare(session, "test")
+    session.run("pytest", *WORKERS, *PACKAGES.values(), *session.posargs)
+
+
+@nox.session
+def e2e(session):
+    """The operators as a user calls them, and beside those of transformers."""
+    prepare(session, "e2e")
+    session.run("pytest", *WORKERS, "tests_e2e", *session.posargs)
+
+
+@nox.session(default=False)
+def tpu(session):
+    """Only the compilations for real TPUs."""
+    prepare(session, "test")
+    session.run("pytest", *WORKERS, "-m", "tpu", *PACKAGES.values(), "tests_e2e", *session.posargs)
+
+
+def add_package_sessions(name: str) -> None:
+    """Define test-<package>, the tests of one package, and solo-<package>, that package in an empty environment."""
+
+    def test(session):
+        prepare(session, "test", needed(name))
+        session.run("pytest", *WORKERS, PACKAGES[name], *session.posargs)
+
+    def solo(session):
+        session.install(PACKAGES[name])
+        listed = session.run("python", "-m", "pip", "list", "--format=freeze", silent=True)
+        installed = set(re.findall(r"^chunkwise[a-z-]+", listed, re.MULTILINE))
+        expected = {METADATA[x]["name"] for x in needed(name)}
+        if installed != expected:
+            session.error(f"Installing {name} must bring {sorted(expected)}; got {sorted(installed)}.")
+        run_example(session, name)
+
+    test.__doc__ = f"The tests of {name}, beside nothing but what it needs."
+    solo.__doc__ = f"Install {name} alone, as a user would, and run the example of its README."
+    nox.session(test, name=f"test-{name}", default=False)
+    nox.session(solo, name=f"solo-{name}")
+
+
+for package in PACKAGES:
+    add_package_sessions(package)
+
+
+def check_release(dist: Path) -> None:
+    """Check that there is a wheel and an sdist of every package, and that they name their siblings by version only."""
+    archives = sorted(dist.iterdir())
+    if len(archives) != 2 * len(PACKAGES):
+        raise SystemExit(f"dist/ must hold a wheel and an sdist of each package; got {[x.name for x in archives]}.")
+            f"dist/ must hold a wheel and an sdist of {sorted(PACKAGES)}; got {[x.name for x in archives]}."
+        )
+    for path in archives:
+        for member, text in metadata_texts(path):
+            for line in text.splitlines():
+                if "file:" in line or "{root" in line or re.search(r"chunkwise-[a-z-]+ *@", line):
+                    raise SystemExit(f"{path.name}: {member} must name its siblings by version; got {line!r}.")
+
+
+def metadata_texts(archive: Path):
+    """Yield (name, text) of the files of a wheel or sdist that state its dependencies."""
+    wanted = ("/METADATA", "/PKG-INFO", "/pyproject.toml")
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            yield from ((name, wheel.read(name).decode()) for name in wheel.namelist() if name.endswith(wanted))
+    else:
+        with tarfile.open(archive) as sdist:
+            for member in sdist:
+                if member.name.endswith(wanted) and (file := sdist.extractfile(member)):
+                    yield member.name, file.read().decode()
+
+
+@nox.session
+def build(session):
+    """Build every wheel and sdist into dist/, and install from there."""
+    session.install(*nox.project.dependency_groups(GROUPS, "build"), *METADATA["shared"]["dependencies"])
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, folder in PACKAGES.items():
+            release = Path(scratch, name)
+            shutil.copytree(folder, release, ignore=shutil.ignore_patterns("__pycache__", ".*", "dist"))
+            shutil.copy(ROOT / "LICENSE", release)
+            # In a checkout siblings are found by folder, in a release by version.
+            manifest = release / "pyproject.toml"
+            manifest.write_text(SIBLING.sub(lambda match: f"{match[1]}=={VERSIONS[match[1]]}", manifest.read_text()))
+            with session.chdir(release):
+                session.run("hatch", "build", str(dist), env={"HATCH_DATA_DIR": scratch})
+    check_release(dist)
+    # One from its sdist, the others from their wheels; our own names come from dist/ and nowhere else.
+    kernel, pipeline = METADATA["kkt"]["name"], METADATA["pipeline"]["name"]
+    offline = ("--no-index", "--find-links", str(dist), "--no-build-isolation")
+    session.install(*offline, "--no-binary", kernel, kernel, pipeline)
+    run_example(session, "kkt")
+    run_example(session, "pipeline")
+
+
+@nox.session(default=False)
+def demo(session):
+    """The main job on real input: the gated delta rule over the text of Python's standard library."""
+    session.install(f"{PACKAGES['pipeline']}[demo]")
+    session.run("python", "-m", "chunkwise.pipeline.demo", *session.posargs)
