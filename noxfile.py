@@ -126,8 +126,6 @@ def check_release(dist: Path) -> None:
     archives = sorted(dist.iterdir())
     if len(archives) != 2 * len(PACKAGES):
         raise SystemExit(f"dist/ must hold a wheel and an sdist of each package; got {[x.name for x in archives]}.")
-            f"dist/ must hold a wheel and an sdist of {sorted(PACKAGES)}; got {[x.name for x in archives]}."
-        )
     for path in archives:
         for member, text in metadata_texts(path):
             for line in text.splitlines():
