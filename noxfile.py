@@ -53,10 +53,10 @@ def example(folder: Path) -> str:
 
 
 def run_example(session: nox.Session, name: str) -> None:
-    """Run the example of a README on what is installed, from a folder that holds no source."""
-    code = example(PACKAGES[name])
-    with session.chdir(session.create_tmp()):
-        session.run("python", "-W", "error", "-c", code, env={"JAX_PLATFORMS": "cpu"})
+    """Run the example of a README on what is installed."""
+    script = Path(session.create_tmp(), "example.py")
+    script.write_text(example(PACKAGES[name]))
+    session.run("python", "-W", "error", script, env={"JAX_PLATFORMS": "cpu"})
 
 
 @nox.session

@@ -1,0 +1,129 @@
+"""The stages of the gated delta rule in float64 numpy, chunk by chunk, straight from their definitions.
+
+The oracle of a single stage: it takes the same, already rounded, arguments as the stage does, so an error is that
+stage's own. The oracle of the whole chain is the token recurrence of `chunkwise.shared.reference`.
+
+Shapes, packing and the order of chunks are those of the stage packages; cu_seqlens must be concrete.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from chunkwise.shared.chunks import num_chunks
+
+
+class Chunk(NamedTuple):
+    """One chunk: its batch row, its place among the chunks of that row, its sequence and its tokens."""
+
+    row: int
+    place: int
+    sequence: int
+    tokens: slice
+
+
+def chunks_of(B: int, T: int, chunk_size: int, cu_seqlens=None) -> list[Chunk]:
+    """Return the chunks of a batch, or of a packed one, by sequence and then by time."""
+    if cu_seqlens is None:
+        sequences = [(row, row, 0, T) for row in range(B)]
+    else:
+        sequences = [(0, n, int(a), int(b)) for n, (a, b) in enumerate(itertools.pairwise(np.asarray(cu_seqlens)))]
+    places = [itertools.count() for _ in range(B)]
+    return [
+        Chunk(row, next(places[row]), n, slice(a, min(a + chunk_size, end)))
+        for row, n, start, end in sequences
+        for a in range(start, end, chunk_size)
+    ]
+
+
+def cumsum(g, chunk_size: int = 64, cu_seqlens=None) -> np.ndarray:
+    """Return the inclusive sum of g [B, T, HV, ...] inside every chunk."""
+    g = np.asarray(g, np.float64)
+    out = np.zeros(g.shape)
+    for c in chunks_of(*g.shape[:2], chunk_size, cu_seqlens):
+        out[c.row, c.tokens] = np.cumsum(g[c.row, c.tokens], axis=0)
+    return out
+
+
+def kkt(k, beta, g_cum, chunk_size: int = 64, cu_seqlens=None) -> np.ndarray:
+    """Return A_ij = beta_i <k_i, k_j> e^(G_i - G_j) for i > j as [B, T, HV, C]."""
+    B, T, HV = np.shape(beta)
+    k, beta, g_cum = _heads(k, HV), _heads(beta, HV), _heads(g_cum, HV)
+    A = np.zeros((B, T, HV, chunk_size))
+    for c in chunks_of(B, T, chunk_size, cu_seqlens):
+        k_c, beta_c, G = k[c.row, :, c.tokens], beta[c.row, :, c.tokens], g_cum[c.row, :, c.tokens]
+        own = beta_c[..., None] * (k_c @ k_c.mT) * _decay(G, -1)
+        A[c.row, c.tokens, :, : own.shape[-1]] = np.moveaxis(own, 0, 1)
+    return A
+
+
+def inverse(A, cu_seqlens=None) -> np.ndarray:
+    """Return (I + A)^-1 of every chunk as [B, T, HV, C]."""
+    A = np.asarray(A, np.float64)
+    out = np.zeros(A.shape)
+    for c in chunks_of(*A.shape[:2], A.shape[3], cu_seqlens):
+        rows = np.moveaxis(A[c.row, c.tokens], 0, 1)
+        length = rows.shape[1]
+        own = np.linalg.inv(np.eye(length) + np.tril(rows[..., :length], -1))
+        out[c.row, c.tokens, :, :length] = np.moveaxis(own, 0, 1)
+    return out
+
+
+def w_u(k, v, beta, A_inv, g_cum, cu_seqlens=None) -> tuple[np.ndarray, np.ndarray]:
+    """Return w = A_inv (beta k e^G) [B, T, HV, K] and u = A_inv (beta v) [B, T, HV, V]."""
+    B, T, HV, C = np.shape(A_inv)
+    k, v, A_inv = _heads(k, HV), _heads(v, HV), _heads(A_inv, HV)
+    beta, g_cum = _heads(beta, HV)[..., None], _heads(g_cum, HV)[..., None]
+    w, u = np.zeros((B, T, HV, k.shape[-1])), np.zeros((B, T, HV, v.shape[-1]))
+    for c in chunks_of(B, T, C, cu_seqlens):
+        at = (c.row, slice(None), c.tokens)
+        own = A_inv[at][..., : c.tokens.stop - c.tokens.start]
+        w[c.row, c.tokens] = np.moveaxis(own @ (beta[at] * k[at] * np.exp(g_cum[at])), 0, 1)
+        u[c.row, c.tokens] = np.moveaxis(own @ (beta[at] * v[at]), 0, 1)
+    return w, u
+
+
+def states(k, w, u, g_cum, initial_state=None, chunk_size: int = 64, cu_seqlens=None):
+    """Return h [B, NT, HV, K, V], v_new = u - w S [B, T, HV, V] and final_state [N, HV, K, V]."""
+    B, T, HV, V = np.shape(u)
+    k, w, u, g_cum = (_heads(x, HV) for x in (k, w, u, g_cum))
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    final = np.zeros((N, HV, k.shape[-1], V)) if initial_state is None else np.array(initial_state, np.float64)
+    h = np.zeros((B, num_chunks(T, chunk_size, None if cu_seqlens is None else N), *final.shape[1:]))
+    v_new = np.zeros((B, T, HV, V))
+    for c in chunks_of(B, T, chunk_size, cu_seqlens):
+        at = (c.row, slice(None), c.tokens)
+        S = h[c.row, c.place] = final[c.sequence]
+        new = u[at] - w[at] @ S
+        v_new[c.row, c.tokens] = np.moveaxis(new, 0, 1)
+        G = g_cum[at][..., None]
+        final[c.sequence] = np.exp(G[:, -1:]) * S + (k[at] * np.exp(G[:, -1:] - G)).mT @ new
+    return h, v_new, final
+
+
+def output(q, k, v, h, g_cum, scale=None, chunk_size: int = 64, cu_seqlens=None) -> np.ndarray:
+    """Return o_i = scale (e^G_i S^T q_i + sum over j <= i of <q_i, k_j> e^(G_i - G_j) v_j) as [B, T, HV, V]."""
+    B, T, HV, V = np.shape(v)
+    scale = np.shape(k)[-1] ** -0.5 if scale is None else scale
+    q, k, v, g_cum, h = (*(_heads(x, HV) for x in (q, k, v, g_cum)), np.asarray(h, np.float64))
+    o = np.zeros((B, T, HV, V))
+    for c in chunks_of(B, T, chunk_size, cu_seqlens):
+        at = (c.row, slice(None), c.tokens)
+        G = g_cum[at]
+        carried = np.exp(G)[..., None] * (q[at] @ h[c.row, c.place])
+        own = (q[at] @ k[at].mT * _decay(G, 0)) @ v[at]
+        o[c.row, c.tokens] = scale * np.moveaxis(carried + own, 0, 1)
+    return o
+
+
+def _heads(x, HV: int) -> np.ndarray:
+    """Return tokens [B, T, H, ...] in float64 as [B, HV, T, ...], every head once for each of its value heads."""
+    x = np.moveaxis(np.asarray(x, np.float64), 2, 1)
+    return np.repeat(x, HV // x.shape[1], axis=1)
+
+
+def _decay(G: np.ndarray, diagonal: int) -> np.ndarray:
+    """Return e^(G_i - G_j) [HV, c, c] of the lower triangle from `diagonal` down, else 0."""
+    pairs = np.tril(np.ones(2 * G.shape[-1:], bool), diagonal)
+    return np.where(pairs, np.exp(np.where(pairs, G[..., :, None] - G[..., None, :], 0.0)), 0.0)
