@@ -3,6 +3,8 @@
 import functools
 
 import jax
+import jax.numpy as jnp
+
 from chunkwise.kkt import config as tiles
 from chunkwise.kkt import kernel, xla
 from chunkwise.shared import (
