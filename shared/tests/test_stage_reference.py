@@ -17,13 +17,8 @@ def test_chain(chunk_size, lengths, gate):
     cu_seqlens = None if lengths is None else np.cumsum([0, *lengths], dtype=np.int32)
     N = B if lengths is None else len(lengths)
     x = make_inputs(B, T, H=1, HV=2, K=6, V=4, gate=gate, num_states=N)
-    q, k, v, g, beta, start = (x[name] for name in ("q", "k", "v", "g", "beta", "initial_state"))
-    g_cum = stages.cumsum(g, chunk_size, cu_seqlens)
-    A_inv = stages.inverse(stages.kkt(k, beta, g_cum, chunk_size, cu_seqlens), cu_seqlens)
-    w, u = stages.w_u(k, v, beta, A_inv, g_cum, cu_seqlens)
-    h, v_new, final = stages.states(k, w, u, g_cum, start, chunk_size, cu_seqlens)
-    o = stages.output(q, k, v_new, h, g_cum, None, chunk_size, cu_seqlens)
+    stage = stages.chain(**x, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
     cu_seqlens = None if lengths is None else jnp.asarray(cu_seqlens)
-    expected_o, expected_final = reference(q, k, v, g, beta, initial_state=start, cu_seqlens=cu_seqlens)
-    assert error(o, expected_o) < 1e-12
-    assert error(final, expected_final) < 1e-12
+    expected_o, expected_final = reference(**x, cu_seqlens=cu_seqlens)
+    assert error(stage["o"], expected_o) < 1e-12
+    assert error(stage["final_state"], expected_final) < 1e-12

@@ -11,7 +11,7 @@ from chunkwise.shared.checks import (
     choose_implementation,
 )
 from chunkwise.shared.chunks import Chunking, StreamMasks, num_chunks, pad_tokens, stream_masks
-from chunkwise.shared.compat import out_struct
+from chunkwise.shared.compat import out_struct, varying_zeros
 from chunkwise.shared.dot import dot, dot_nt, dot_tn, emulate_mxu, operand_dtype
 from chunkwise.shared.gradients import without_gradient
 from chunkwise.shared.launch import head_block, largest_divisor, pallas_call, pick_heads
@@ -67,5 +67,6 @@ __all__ = [
     "strictly_lower",
     "to_column",
     "update",
+    "varying_zeros",
     "without_gradient",
 ]

@@ -3,10 +3,19 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 CompilerParams = pltpu.CompilerParams
 PrefetchScalarGridSpec = pltpu.PrefetchScalarGridSpec
+
+
+def varying_zeros(shape: Sequence[int], *operands: jax.Array | None) -> jax.Array:
+    """Return float32 zeros that vary over the mesh axes of `operands`: the first carry of a scan under `shard_map`."""
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands if x is not None))
+    zeros = jnp.zeros(shape, jnp.float32)
+    return lax.pcast(zeros, tuple(axes), to="varying") if axes else zeros
 
 
 def out_struct(shape: Sequence[int], dtype, *operands: jax.Array | None) -> jax.ShapeDtypeStruct:

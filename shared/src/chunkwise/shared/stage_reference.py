@@ -37,12 +37,13 @@ def chunks_of(B: int, T: int, chunk_size: int, cu_seqlens=None) -> list[Chunk]:
     ]
 
 
-def cumsum(g, chunk_size: int = 64, cu_seqlens=None) -> np.ndarray:
-    """Return the inclusive sum of g [B, T, HV, ...] inside every chunk."""
+def cumsum(g, chunk_size: int = 64, cu_seqlens=None, reverse: bool = False) -> np.ndarray:
+    """Return the inclusive sum of g [B, T, HV, ...] inside every chunk, from its end if `reverse`."""
     g = np.asarray(g, np.float64)
     out = np.zeros(g.shape)
+    order = slice(None, None, -1 if reverse else 1)
     for c in chunks_of(*g.shape[:2], chunk_size, cu_seqlens):
-        out[c.row, c.tokens] = np.cumsum(g[c.row, c.tokens], axis=0)
+        out[c.row, c.tokens] = np.cumsum(g[c.row, c.tokens][order], axis=0)[order]
     return out
 
 
@@ -85,9 +86,14 @@ def w_u(k, v, beta, A_inv, g_cum, cu_seqlens=None) -> tuple[np.ndarray, np.ndarr
 
 
 def states(k, w, u, g_cum, initial_state=None, chunk_size: int = 64, cu_seqlens=None):
-    """Return h [B, NT, HV, K, V], v_new = u - w S [B, T, HV, V] and final_state [N, HV, K, V]."""
+    """Return h [B, NT, HV, K, V], v_new = u - w S [B, T, HV, V] and final_state [N, HV, K, V].
+
+    Gates are per head [B, T, HV] or per channel [B, T, HV, K]; without w, v_new is u.
+    """
     B, T, HV, V = np.shape(u)
-    k, w, u, g_cum = (_heads(x, HV) for x in (k, w, u, g_cum))
+    per_channel = np.ndim(g_cum) == 4
+    k, u, g_cum = (_heads(x, HV) for x in (k, u, g_cum))
+    w = np.zeros_like(k) if w is None else _heads(w, HV)
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     final = np.zeros((N, HV, k.shape[-1], V)) if initial_state is None else np.array(initial_state, np.float64)
     h = np.zeros((B, num_chunks(T, chunk_size, None if cu_seqlens is None else N), *final.shape[1:]))
@@ -97,8 +103,8 @@ def states(k, w, u, g_cum, initial_state=None, chunk_size: int = 64, cu_seqlens=
         S = h[c.row, c.place] = final[c.sequence]
         new = u[at] - w[at] @ S
         v_new[c.row, c.tokens] = np.moveaxis(new, 0, 1)
-        G = g_cum[at][..., None]
-        final[c.sequence] = np.exp(G[:, -1:]) * S + (k[at] * np.exp(G[:, -1:] - G)).mT @ new
+        G = g_cum[at] if per_channel else g_cum[at][..., None]
+        final[c.sequence] = np.exp(G[:, -1:]).mT * S + (k[at] * np.exp(G[:, -1:] - G)).mT @ new
     return h, v_new, final
 
 
@@ -115,6 +121,17 @@ def output(q, k, v, h, g_cum, scale=None, chunk_size: int = 64, cu_seqlens=None)
         own = (q[at] @ k[at].mT * _decay(G, 0)) @ v[at]
         o[c.row, c.tokens] = scale * np.moveaxis(carried + own, 0, 1)
     return o
+
+
+def chain(q, k, v, g, beta, initial_state=None, chunk_size: int = 64, cu_seqlens=None) -> dict[str, np.ndarray]:
+    """Return the result of every stage of the gated delta rule, by name."""
+    g_cum = cumsum(g, chunk_size, cu_seqlens)
+    A = kkt(k, beta, g_cum, chunk_size, cu_seqlens)
+    A_inv = inverse(A, cu_seqlens)
+    w, u = w_u(k, v, beta, A_inv, g_cum, cu_seqlens)
+    h, v_new, final_state = states(k, w, u, g_cum, initial_state, chunk_size, cu_seqlens)
+    o = output(q, k, v_new, h, g_cum, None, chunk_size, cu_seqlens)
+    return dict(g_cum=g_cum, A=A, A_inv=A_inv, w=w, u=u, h=h, v_new=v_new, final_state=final_state, o=o)
 
 
 def _heads(x, HV: int) -> np.ndarray:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.chunk_h.kernel import RESTART, UNUSED, new_values_tile, next_state_channels_tile, next_state_tile
+from chunkwise.shared import varying_zeros
 
 
 def end_decays(g: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -26,7 +27,7 @@ def states(k, w, u, to_end, through, gk, initial_state, action, sequence, B: int
     Returns:
       h [NC, HV, K, V], v_new [NC, HV, C, V] and the state after every chunk [NC, HV, K, V], all float32.
     """
-    zeros = jnp.zeros((B, u.shape[1], k.shape[-1], u.shape[-1]), jnp.float32)
+    zeros = varying_zeros((B, u.shape[1], k.shape[-1], u.shape[-1]), k, w, u, to_end, gk, initial_state)
 
     def tile(S, k, w, u, to_end, through, gk, action, sequence):
         start = 0.0 if initial_state is None else initial_state[sequence]

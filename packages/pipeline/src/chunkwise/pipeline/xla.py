@@ -12,7 +12,7 @@ from chunkwise.chunk_h.kernel import CONTINUE, actions
 from chunkwise.chunk_h.xla import states
 from chunkwise.chunk_o.xla import output
 from chunkwise.kkt.xla import kkt
-from chunkwise.shared import Chunking, lower, masked_exp, split_gate, stream_masks, strictly_lower
+from chunkwise.shared import Chunking, masked_exp, split_gate, stream_masks, strictly_lower
 from chunkwise.solve_tril.xla import inverse
 from chunkwise.wy_fast.xla import w_u
 
@@ -26,7 +26,7 @@ def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
     q_c, k_c, v_c, beta_c = chunks.split(q), chunks.split(k), chunks.split(v), chunks.split_rows(beta)
     decay, from_start, to_end, through = _decays(chunks.split_rows(g), masks)
 
-    A = kkt(k_c, beta_c, jnp.where(strictly_lower(C), decay, 0.0))
+    A = kkt(k_c, beta_c, decay)
     A_inv = inverse(A.reshape(-1, C, C)).reshape(A.shape)
     w, u = w_u(k_c, v_c, A_inv, beta_c, from_start)
     # A stream restarts nowhere: `through` is zero where another sequence begins.
@@ -34,7 +34,7 @@ def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
     h, v_new, after = states(
         k_c, w, u, to_end, through, None, initial_state, action, chunks.sequence, B
     )
-    o = chunks.merge(output(q_c, k_c, v_new, h, from_start, decay, scale)).astype(v.dtype)
+    o = chunks.merge(output(q_c, k_c, v_new, h, from_start, decay + jnp.eye(C), scale)).astype(v.dtype)
     if stream:
         owned = jnp.arange(T) < cu_seqlens[-1]
         return jnp.where(owned[None, :, None, None], o, 0), None
@@ -48,24 +48,23 @@ def _decays(g, masks):
     """Return the decays of every chunk from the gates g, rows [NC, HV, 1, C].
 
     Returns:
-      decay [NC, HV, C, C], from token j to token i >= j of one sequence, else 0.
+      decay [NC, HV, C, C], from token j to token i > j of one sequence, else 0. The diagonal is left out: its 1 does not
+        depend on the gates, and in their gradient it would swamp decays of 1e-13.
       from_start [NC, HV, 1, C], from the start of the chunk to each token, 0 for tokens of later sequences.
       to_end [NC, HV, 1, C], from each token to the end of the chunk, 0 for tokens of sequences that ended.
       through [NC, HV, 1, 1], over the whole chunk, 0 if another sequence begins in it.
     """
-    up_to = lower(g.shape[-1])
+    below = strictly_lower(g.shape[-1])
     coarse, fine = (lax.cumsum(part, axis=3) for part in split_gate(g))
-
-    def between(later, earlier):
-        return (later(coarse) - earlier(coarse)) + (later(fine) - earlier(fine))
-
     from_start = jnp.exp(coarse + fine)
-    to_end = jnp.exp(between(lambda x: x[..., -1:], lambda x: x))
+    # Summed from the end, not as a difference to the last row, where a decay of 1 would depend on gates that cancel.
+    after = lax.cumsum(g, axis=3, reverse=True)[..., 1:]
+    to_end = jnp.exp(jnp.pad(after, [(0, 0)] * 3 + [(0, 1)]))
     through = from_start[..., -1:]
     if masks is not None:
-        up_to = up_to & masks.same[:, None]
+        below = below & masks.same[:, None]
         from_start = jnp.where(masks.carried[:, None, None], from_start, 0.0)
         to_end = jnp.where(masks.ending[:, None, None], to_end, 0.0)
         through = jnp.where(masks.through[:, None, None, None], through, 0.0)
-    difference = between(lambda x: jnp.swapaxes(x, -1, -2), lambda x: x)
-    return masked_exp(difference, up_to), from_start, to_end, through
+    difference = sum(jnp.swapaxes(x, -1, -2) - x for x in (coarse, fine))
+    return masked_exp(difference, below), from_start, to_end, through

@@ -1,0 +1,105 @@
+"""The gated delta rule against the float64 recurrence."""
+
+import jax.numpy as jnp
+import pytest
+from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.shared.reference import reference
+from chunkwise.shared.testing import GATES, TOLERANCE, assert_close, make_inputs
+
+IMPLEMENTATIONS = ("xla", "staged")
+PACKED = jnp.array([0, 1, 1, 36, 69, 69, 133, 140], jnp.int32)  # 1 token, empty ones, tails, 7 tokens of padding
+
+
+def compare(inputs, operator=chunk_gated_delta_rule, reference_options=None, **options):
+    """Run the operator and the oracle on the same inputs and compare output and final state."""
+    o, state = operator(**inputs, output_final_state=True, **options)
+    kept = {k: v for k, v in options.items() if k in ("cu_seqlens", "scale", "use_qk_l2norm_in_kernel")}
+    o_ref, state_ref = reference(**inputs, **kept)
+    tolerance = TOLERANCE[str(inputs["v"].dtype)]
+    assert o.dtype == inputs["v"].dtype
+    assert state.dtype == jnp.float32
+    assert_close("o", o, o_ref, tolerance)
+    assert_close("final_state", state, state_ref, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gates(implementation, gate, dtype):
+    inputs = make_inputs(2, 150, 1, 2, 32, 48, dtype=dtype, gate=gate, num_states=2)
+    compare(inputs, implementation=implementation)
+
+
+@pytest.mark.parametrize("chunk_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("T", [1, 7, 64, 130])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_lengths_and_chunk_sizes(implementation, T, chunk_size):
+    compare(make_inputs(2, T, 2, 2, 16, 16, num_states=2), implementation=implementation, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize(("K", "V"), [(1, 1), (60, 100), (64, 128), (100, 60), (128, 64), (256, 128), (128, 256)])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_head_dimensions(implementation, K, V):
+    compare(make_inputs(1, 70, 1, 2, K, V, num_states=1), implementation=implementation)
+
+
+@pytest.mark.parametrize(("H", "HV"), [(1, 1), (3, 3), (1, 4), (2, 6)])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_grouped_heads(implementation, H, HV):
+    compare(make_inputs(1, 70, H, HV, 16, 16, num_states=1), implementation=implementation, chunk_size=32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_l2norm_and_own_scale(implementation, dtype):
+    inputs = make_inputs(1, 70, 2, 2, 24, 24, dtype=dtype, normalise=False)
+    compare(inputs, implementation=implementation, use_qk_l2norm_in_kernel=True, scale=0.37)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("gate", ["zero", "logsigmoid/10"])
+@pytest.mark.parametrize("beta", [1.0, 1.9])
+@pytest.mark.parametrize("chunk_size", [64, 128])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_repeated_keys(implementation, chunk_size, beta, gate, dtype):
+    """Whole chunks of one token, as any repeated word makes them."""
+    inputs = make_inputs(1, 400, 1, 1, 64, 64, dtype=dtype, gate=gate, beta=beta)
+    inputs["k"] = inputs["k"].at[:, 128:256].set(inputs["k"][:, 128:129])
+    compare(inputs, implementation=implementation, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("gate", ["logsigmoid", "spikes", "zero"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_packed_with_states(implementation, gate, dtype):
+    inputs = make_inputs(1, 147, 1, 2, 32, 48, dtype=dtype, gate=gate, num_states=len(PACKED) - 1)
+    compare(inputs, implementation=implementation, cu_seqlens=PACKED, chunk_size=32)
+
+
+@pytest.mark.parametrize("gate", ["logsigmoid", "spikes", "zero", "strong"])
+@pytest.mark.parametrize("chunk_size", [16, 64, 128])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_packed_without_states(implementation, chunk_size, gate):
+    inputs = make_inputs(1, 147, 1, 2, 32, 48, gate=gate)
+    o, state = chunk_gated_delta_rule(
+        **inputs, cu_seqlens=PACKED, chunk_size=chunk_size, implementation=implementation
+    )
+    assert state is None
+    assert_close("o", o, reference(**inputs, cu_seqlens=PACKED)[0], TOLERANCE["float32"])
+    assert not o[:, 140:].any(), "padding tokens give zeros"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_recurrent(packed):
+    cu_seqlens = PACKED if packed else None
+    inputs = make_inputs(1, 147, 2, 4, 32, 48, num_states=7 if packed else 1, normalise=False)
+    compare(inputs, recurrent_gated_delta_rule, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_recurrent_continues_chunked(dtype):
+    inputs = make_inputs(2, 71, 1, 2, 16, 16, dtype=dtype)
+    prompt, token = ({name: x[:, cut] for name, x in inputs.items()} for cut in (slice(70), slice(70, None)))
+    _, state = chunk_gated_delta_rule(**prompt, output_final_state=True, implementation="xla")
+    o, _ = recurrent_gated_delta_rule(**token, initial_state=state)
+    assert_close("o", o, reference(**inputs)[0][:, 70:], TOLERANCE[str(dtype.dtype)])

@@ -1,0 +1,177 @@
+"""Under jit, grad, vmap, remat, shard_map, eval_shape and export."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.shared.reference import reference
+from chunkwise.shared.testing import GRADIENT_TOLERANCE, TOLERANCE, assert_close, make_inputs
+from jax.sharding import AxisType, PartitionSpec
+
+CU_SEQLENS = jnp.array([0, 1, 30, 30, 65], jnp.int32)
+
+
+def loss(o, state, do, dht):
+    return jnp.sum(o * do) + (0.0 if state is None else jnp.sum(state * dht))
+
+
+@pytest.mark.parametrize("case", ["fixed", "packed", "stream", "l2norm"])
+@pytest.mark.parametrize("gate", ["logsigmoid", "spikes", "strong", "zero"])
+def test_gradients(case, gate):
+    packed, states = case in ("packed", "stream"), case != "stream"
+    inputs = make_inputs(
+        1, 70, 1, 2, 16, 24, gate=gate, num_states=(4 if packed else 1) if states else 0, normalise=case != "l2norm"
+    )
+    options = {"cu_seqlens": CU_SEQLENS if packed else None, "use_qk_l2norm_in_kernel": case == "l2norm"}
+    rng = np.random.default_rng(1)
+    do = rng.standard_normal(inputs["v"].shape)
+    dht = rng.standard_normal(inputs["initial_state"].shape) if states else None
+
+    def objective(x):
+        o, state = chunk_gated_delta_rule(
+            **x, **options, output_final_state=states, chunk_size=32, implementation="xla"
+        )
+        return loss(o, state, jnp.asarray(do, jnp.float32), None if dht is None else jnp.asarray(dht, jnp.float32))
+
+    grads = jax.jit(jax.grad(objective))(inputs)
+    _, _, expected = reference(**inputs, **options, do=do, dht=dht)
+    assert grads.keys() == expected.keys()
+    for name, grad in grads.items():
+        assert_close(f"d{name}", grad, expected[name], GRADIENT_TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("beta", [1.0, 1.9])
+def test_gradients_with_repeated_keys(beta):
+    inputs = make_inputs(1, 150, 1, 1, 16, 16, gate="logsigmoid/10", beta=beta)
+    inputs["k"] = inputs["k"].at[:, 40:110].set(inputs["k"][:, 40:41])
+    do = np.random.default_rng(1).standard_normal(inputs["v"].shape)
+    grads = jax.grad(lambda x: jnp.sum(chunk_gated_delta_rule(**x, implementation="xla")[0] * do))(inputs)
+    _, _, expected = reference(**inputs, do=do)
+    for name, grad in grads.items():
+        assert_close(f"d{name}", grad, expected[name], GRADIENT_TOLERANCE["float32"])
+
+
+def test_gradient_of_a_traced_scale():
+    inputs = make_inputs(1, 40, 1, 1, 16, 16)
+    run = jax.jit(lambda s: chunk_gated_delta_rule(**inputs, scale=s, implementation="xla")[0].sum())
+    # The output is linear in the scale.
+    assert_close("dscale", jax.grad(run)(0.3), run(1.0), 1e-5)
+
+
+def test_staged_says_that_it_has_no_gradient():
+    inputs = make_inputs(1, 20, 1, 1, 16, 16)
+    with pytest.raises(NotImplementedError, match='no gradient; use implementation="xla"'):
+        jax.grad(lambda v: chunk_gated_delta_rule(**{**inputs, "v": v}, implementation="staged")[0].sum())(inputs["v"])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "staged"])
+@pytest.mark.parametrize("states", [False, True])
+def test_new_boundaries_do_not_retrace(implementation, states):
+    inputs = make_inputs(1, 64, 1, 1, 16, 16)
+    traces = []
+
+    @jax.jit
+    def run(x, cu_seqlens):
+        traces.append(None)
+        return chunk_gated_delta_rule(
+            **x, cu_seqlens=cu_seqlens, output_final_state=states, chunk_size=16, implementation=implementation
+        )
+
+    with jax.transfer_guard_device_to_host("disallow_explicit"):
+        results = [run(inputs, cu) for cu in jnp.array([[0, 10, 64], [0, 64, 64], [0, 0, 33]], jnp.int32)]
+    assert len(traces) == 1
+    o, _ = results[2]
+    expected, _ = reference(**inputs, cu_seqlens=[0, 0, 33])
+    assert_close("o", o, expected, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "staged"])
+def test_vmap(implementation):
+    inputs = make_inputs(4, 40, 1, 2, 16, 16, num_states=4)
+    rows = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), inputs)
+
+    def run(x):
+        return chunk_gated_delta_rule(**x, output_final_state=True, chunk_size=32, implementation=implementation)
+
+    mapped, whole = jax.vmap(run)(rows), run(inputs)
+    for got, expected in zip(mapped, whole, strict=True):
+        assert_close("vmap", got.reshape(expected.shape), expected, 1e-6)
+
+
+def test_remat():
+    inputs = make_inputs(1, 70, 1, 1, 16, 16)
+
+    def run(x):
+        return chunk_gated_delta_rule(**x, implementation="xla")[0].sum()
+
+    for got, expected in zip(
+        jax.tree.leaves(jax.grad(jax.checkpoint(run))(inputs)), jax.tree.leaves(jax.grad(run)(inputs)), strict=True
+    ):
+        assert_close("remat", got, expected, 1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "staged"])
+def test_eval_shape(implementation):
+    inputs = make_inputs(1, 70, 1, 2, 16, 24, dtype=jnp.bfloat16)
+    o, state = jax.eval_shape(
+        lambda x: chunk_gated_delta_rule(**x, output_final_state=True, implementation=implementation), inputs
+    )
+    assert (o.shape, o.dtype) == ((1, 70, 2, 24), jnp.bfloat16)
+    assert (state.shape, state.dtype) == ((1, 2, 16, 24), jnp.float32)
+
+
+def test_export():
+    inputs = make_inputs(1, 70, 1, 1, 16, 16)
+    run = jax.jit(lambda x: chunk_gated_delta_rule(**x, implementation="xla")[0])
+    exported = jax.export.export(run, platforms=["cpu", "tpu"])(inputs)
+    np.testing.assert_allclose(exported.call(inputs), run(inputs), rtol=1e-6, atol=1e-6)
+
+
+def test_staged_exports_its_kernels_for_tpu():
+    inputs = make_inputs(1, 70, 1, 1, 16, 16)
+    run = jax.jit(lambda x: chunk_gated_delta_rule(**x, implementation="staged")[0])
+    text = jax.export.export(run, platforms=["tpu"])(inputs).mlir_module()
+    for kernel in ("local_cumsum", "scaled_dot_kkt", "solve_tril", "recompute_w_u", "gated_delta_rule_fwd_h", "fwd_o"):
+        assert kernel in text
+
+
+@pytest.mark.parametrize("implementation", ["xla", "staged"])
+def test_shard_map(implementation):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    inputs = make_inputs(2, 40, 1, 1, 16, 16)
+
+    def run(x):
+        return chunk_gated_delta_rule(**x, implementation=implementation)[0]
+
+    rows = PartitionSpec("data")
+    # The interpreter of Pallas kernels lacks the check of varying axes; compiled kernels pass it.
+    check = implementation == "xla"
+    sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(rows,), out_specs=rows, check_vma=check))(inputs)
+    assert_close("o", sharded, run(inputs), 1e-6)
+
+
+def test_packed_cost_follows_tokens():
+    """512 documents of 16 tokens cost at most twice the flops and bytes of one of 8,192."""
+
+    def cost(N):
+        struct = jax.ShapeDtypeStruct
+        tensors = [struct((1, 8192, 1, 64), jnp.float32)] * 3 + [struct((1, 8192, 1), jnp.float32)] * 2
+
+        def run(q, k, v, g, beta, cu_seqlens):
+            return chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=cu_seqlens, implementation="xla")[0]
+
+        return jax.jit(run).lower(*tensors, struct((N + 1,), jnp.int32)).compile().cost_analysis()
+
+    many, one = cost(512), cost(1)
+    for quantity in ("flops", "bytes accessed"):
+        assert many[quantity] <= 2 * one[quantity]
+
+
+def test_recurrent_under_jit_and_grad():
+    inputs = make_inputs(1, 9, 1, 2, 16, 16, num_states=1)
+    do = np.random.default_rng(1).standard_normal(inputs["v"].shape)
+    grads = jax.jit(jax.grad(lambda x: jnp.sum(recurrent_gated_delta_rule(**x)[0] * do)))(inputs)
+    _, _, expected = reference(**inputs, do=do)
+    for name, grad in grads.items():
+        assert_close(f"d{name}", grad, expected[name], GRADIENT_TOLERANCE["float32"])
