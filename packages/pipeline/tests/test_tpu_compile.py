@@ -1,0 +1,51 @@
+"""The staged chain compiles for real TPUs, and across several of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chunkwise.pipeline import chunk_gated_delta_rule
+from chunkwise.shared import tpu
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+pytestmark = pytest.mark.tpu
+
+
+def specs(B, T, N=None):
+    def struct(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct((B, T, *shape), dtype)
+
+    boundaries = None if N is None else jax.ShapeDtypeStruct((N + 1,), jnp.int32)
+    tensors = struct(2, 128), struct(2, 128), struct(4, 128), struct(4, dtype=jnp.float32), struct(4)
+    return (*tensors, boundaries)
+
+
+def chain(q, k, v, g, beta, cu_seqlens):
+    return chunk_gated_delta_rule(
+        q, k, v, g, beta, cu_seqlens=cu_seqlens, output_final_state=True, implementation="staged"
+    )
+
+
+@pytest.mark.parametrize("N", [None, 3])
+@pytest.mark.parametrize("chip", tpu.CHIPS)
+def test_chain_compiles(chip, N):
+    text = tpu.compile_for(chain, *specs(1, 500, N), chip=chip).as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 6
+
+
+def test_chain_compiles_under_shard_map():
+    """Batch rows over the chips of a topology, with the default check of varying axes."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=tpu.CHIPS["v6e"])
+    mesh = Mesh(np.array(topology.devices), ("data",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("data")
+
+    def run(*tensors):
+        return chain(*tensors, None)
+
+    tensors = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, rows)) for x in specs(4, 64) if x is not None
+    ]
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=(rows,) * 5, out_specs=(rows, rows))
+    text = jax.jit(sharded).trace(*tensors).lower().compile().as_text()
+    assert "chunk_gated_delta_rule_fwd_h_fwd_c64" in text
