@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from chunkwise.cumsum import config as tiles
 from chunkwise.cumsum import kernel, xla
-from chunkwise.shared import Chunking, check_array, check_chunk_size, check_cu_seqlens, choose_implementation
+from chunkwise.shared import Chunking, check, check_array, check_chunk_size, check_cu_seqlens, choose_implementation
 
 
 def chunk_local_cumsum(
@@ -48,7 +48,9 @@ def chunk_local_cumsum(
     Cost: bandwidth; 4 bytes read and 4 written per gate.
     Source: Yang et al., Gated Linear Attention Transformers (2023), section 4.
     """
-    shape = check_array("g", g, "B T H" if getattr(g, "ndim", 3) == 3 else "B T H K")
+    rank = getattr(g, "ndim", 3)
+    check(rank in (3, 4), f"`g` must have shape [B, T, H] or [B, T, H, K]; got {tuple(getattr(g, 'shape', ()))}.")
+    shape = check_array("g", g, "B T H" if rank == 3 else "B T H K")
     check_chunk_size(chunk_size)
     check_cu_seqlens(cu_seqlens, *shape[:2])
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")

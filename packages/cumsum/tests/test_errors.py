@@ -1,0 +1,30 @@
+"""Every ValueError, by its text; the arguments are shapes only, so nothing can have been computed."""
+
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.cumsum import chunk_local_cumsum
+from chunkwise.shared.testing import spec
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(g=1.0), "`g` must be an array [B, T, H]; got float."),
+        (dict(g=spec(2, 64)), "`g` must have shape [B, T, H] or [B, T, H, K]; got (2, 64)."),
+        (dict(g=spec(2, 64, 0)), "`g` must not be empty; got (2, 64, 0)."),
+        (dict(g=spec(2, 64, 2, dtype=jnp.int32)), "`g` must be float32, bfloat16 or float16; got int32."),
+        (dict(chunk_size=0), "`chunk_size` must be one of (16, 32, 64, 128); got 0."),
+        (dict(cu_seqlens=spec(2, dtype=jnp.int32)), "`cu_seqlens` must come with a batch of 1; got B = 2."),
+        (
+            dict(g=spec(1, 64, 2), cu_seqlens=jnp.array([0, 65])),
+            "`cu_seqlens` must rise from 0 to at most T = 64; got [0, 65].",
+        ),
+        (dict(implementation="fused"), "`implementation` must be None or one of ('pallas', 'xla'); got 'fused'."),
+    ],
+)
+def test_value_error(wrong, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        chunk_local_cumsum(**dict(g=spec(2, 64, 2)) | wrong)

@@ -1,0 +1,47 @@
+"""The tile mathematics by itself, and how the kernel is launched."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.cumsum import Config, chunk_local_cumsum
+from chunkwise.cumsum.config import default_for
+from chunkwise.cumsum.kernel import cumsum_tile, launch
+from chunkwise.shared import emulate_mxu
+from chunkwise.shared.testing import assert_close, error, text_for_tpu
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_tile(reverse):
+    g = np.random.default_rng(0).standard_normal((3, 16, 5))
+    expected = np.cumsum(g[:, ::-1], axis=1)[:, ::-1] if reverse else np.cumsum(g, axis=1)
+    assert_close("G", cumsum_tile(jnp.asarray(g, jnp.float32), reverse), expected, 1e-6)
+
+
+def test_a_single_pass_of_the_matrix_unit_would_lose_the_gate():
+    # Half of the 8 bits of a bfloat16 gate: why the product with ones is one of float32 operands at full precision.
+    g = np.random.default_rng(0).standard_normal((1, 64, 4))
+    with emulate_mxu(passes=1):
+        assert error(cumsum_tile(jnp.asarray(g, jnp.float32), False), np.cumsum(g, axis=1)) > 1e-4
+
+
+@pytest.mark.parametrize("config", [Config(1, 128), Config(2, 256), Config(3, 128), Config(6, 256)], ids=str)
+def test_every_config_gives_the_same_bits(config):
+    g = jnp.asarray(np.random.default_rng(0).standard_normal((6, 16, 256)), jnp.float32)
+    np.testing.assert_array_equal(launch(g, False, config), launch(g, False, default_for(*g.shape)))
+
+
+def test_default_config_divides_what_it_cuts():
+    for NC, C, gates in [(1, 64, 1), (7, 16, 60), (128, 64, 32), (129, 128, 4096), (130, 64, 384)]:
+        config = default_for(NC, C, gates)
+        assert NC % config.chunks == 0
+        assert gates % config.lanes == 0
+        assert config.lanes % 128 == 0 or config.lanes == gates
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_name(reverse):
+    text = text_for_tpu(
+        lambda g: chunk_local_cumsum(g, reverse=reverse, implementation="pallas"), jnp.zeros((1, 64, 2))
+    )
+    assert ("chunk_local_cumsum_fwd_c64_reverse" if reverse else "chunk_local_cumsum_fwd_c64") in text

@@ -1,0 +1,28 @@
+"""A against its definition in float64."""
+
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.kkt import chunk_scaled_dot_kkt
+from chunkwise.shared import stage_reference
+from chunkwise.shared.testing import CASES, Case
+
+both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
+
+
+@both
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_definition(case, implementation):
+    x = case.arguments()
+    cut = dict(chunk_size=case.chunk_size, cu_seqlens=case.cu_seqlens)
+    A = chunk_scaled_dot_kkt(x["k"], x["beta"], x["g_cum"], **cut, implementation=implementation)
+    assert A.dtype == jnp.float32
+    case.assert_close("A", A, stage_reference.kkt(x["k"], x["beta"], x["g_cum"], **cut))
+
+
+@both
+def test_without_gate(implementation):
+    case = Case(T=20, HV=2, K=8, chunk_size=16)
+    x = case.arguments()
+    A = chunk_scaled_dot_kkt(x["k"], x["beta"], chunk_size=16, implementation=implementation)
+    case.assert_close("A", A, stage_reference.kkt(x["k"], x["beta"], jnp.zeros_like(x["beta"]), 16))

@@ -1,0 +1,57 @@
+"""Under jit, vmap, remat, grad, eval_shape and export."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.kkt import chunk_scaled_dot_kkt
+from chunkwise.shared import stage_reference
+from chunkwise.shared.testing import (
+    TRANSFORMS,
+    Case,
+    assert_gradients,
+    assert_traced_once,
+    assert_transform,
+    boundaries,
+)
+
+NAMES = ("k", "beta", "g_cum")
+
+
+def arguments(**sizes):
+    x = Case(**dict(T=20, HV=2, K=3, chunk_size=16) | sizes).arguments()
+    return {name: x[name] for name in NAMES}
+
+
+def run(implementation, cu_seqlens=None):
+    return functools.partial(chunk_scaled_dot_kkt, cu_seqlens=cu_seqlens, chunk_size=16, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transform(transform, implementation):
+    assert_transform(transform, run(implementation), tuple(arguments(B=2).values()))
+
+
+@pytest.mark.parametrize("lengths", [None, (1, 0, 17)])
+def test_gradients(lengths):
+    cu_seqlens = None if lengths is None else boundaries(*lengths)
+    definition = functools.partial(stage_reference.kkt, chunk_size=16, cu_seqlens=cu_seqlens)
+    assert_gradients(run("xla", cu_seqlens), definition, arguments())
+
+
+def test_pallas_has_no_gradient():
+    def loss(k, *rest):
+        return jnp.sum(run("pallas")(k, *rest))
+
+    with pytest.raises(NotImplementedError, match="The Pallas kernel of `chunk_scaled_dot_kkt` has no gradient"):
+        jax.grad(loss)(*arguments().values())
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_boundaries_are_traced(implementation):
+    x = tuple(arguments().values())
+    batches = [(*x, boundaries(*lengths)) for lengths in [(1, 0, 19), (16, 2, 2)]]
+    assert_traced_once(functools.partial(chunk_scaled_dot_kkt, chunk_size=16, implementation=implementation), *batches)
