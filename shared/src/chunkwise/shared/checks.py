@@ -1,5 +1,7 @@
 """Argument checks: one sentence, before anything is computed."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 
@@ -60,7 +62,8 @@ def check_cu_seqlens(cu_seqlens, B: int, T: int) -> None:
     """Check the boundaries of a packed batch; their values only when they are concrete, outside of jit."""
     if cu_seqlens is None:
         return
-    check(hasattr(cu_seqlens, "dtype"), f"`cu_seqlens` must be an int32 array [N + 1]; got {type(cu_seqlens).__name__}.")
+    kind = type(cu_seqlens).__name__
+    check(hasattr(cu_seqlens, "dtype"), f"`cu_seqlens` must be an int32 array [N + 1]; got {kind}.")
     check(
         cu_seqlens.ndim == 1 and cu_seqlens.dtype == jnp.int32 and cu_seqlens.shape[0] >= 2,
         f"`cu_seqlens` must be int32 of shape [N + 1] with N >= 1; got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}.",
@@ -69,10 +72,11 @@ def check_cu_seqlens(cu_seqlens, B: int, T: int) -> None:
     if isinstance(cu_seqlens, jax.core.Tracer):
         return
     values = [int(x) for x in jax.device_get(cu_seqlens)]
-    rising = all(a <= b for a, b in zip(values, values[1:], strict=False))
+    rising = all(a <= b for a, b in itertools.pairwise(values))
+    shown = values if len(values) < 9 else [*values[:8], "..."]
     check(
         values[0] == 0 and rising and values[-1] <= T,
-        f"`cu_seqlens` must rise from 0 to at most T = {T}; got {values if len(values) < 9 else values[:8] + ['...']}.",
+        f"`cu_seqlens` must rise from 0 to at most T = {T}; got {shown}.",
     )
 
 

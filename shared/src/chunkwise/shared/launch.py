@@ -2,12 +2,14 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from chunkwise.shared.compat import CompilerParams, PrefetchScalarGridSpec
 from jax import lax
 from jax.experimental import pallas as pl
+
+from chunkwise.shared.compat import CompilerParams, PrefetchScalarGridSpec
 
 # VMEM is 128 MiB on v5e and v6e and 64 MiB per core on v5p and tpu7x; leave room for the compiler's own buffers.
 VMEM_LIMIT_BYTES = 48 * 2**20
@@ -18,7 +20,7 @@ def pallas_call(
     *operands: jax.Array | None,
     name: str,
     grid: tuple[int, ...],
-    dimension_semantics: tuple[str, ...],
+    dimension_semantics: tuple[Literal["parallel", "arbitrary"], ...],
     in_specs: Sequence[pl.BlockSpec | None],
     out_specs,
     out_shape,
@@ -61,9 +63,7 @@ def pallas_call(
                 scratch_shapes=list(scratch_shapes),
             ),
             out_shape=out_shape,
-            compiler_params=CompilerParams(
-                dimension_semantics=dimension_semantics, vmem_limit_bytes=vmem_limit_bytes
-            ),
+            compiler_params=CompilerParams(dimension_semantics=dimension_semantics, vmem_limit_bytes=vmem_limit_bytes),
             cost_estimate=cost_estimate,
             input_output_aliases=input_output_aliases or {},
             interpret=interpret,
