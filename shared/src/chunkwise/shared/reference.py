@@ -14,7 +14,8 @@ def _run(x: dict, scale: float, normalise: bool):
     g = x.get("g")
     g = jnp.zeros(x["v"].shape[:3]) if g is None else g
     if x.get("g_gamma") is not None:
-        g = g + x["g_gamma"] * x["inside"]
+        constant = x["g_gamma"] * x["inside"]
+        g = g + (constant[..., None] if g.ndim == 4 else constant)
     return recurrence(q, k, x["v"], g, x.get("beta"), scale, x.get("initial_state"), jnp.float64)
 
 
