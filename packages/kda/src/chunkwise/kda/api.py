@@ -1,0 +1,286 @@
+"""The contract: documentation, argument checks and the choice of implementation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.kda import config as tiles
+from chunkwise.kda import kernel, recurrent, tile, xla
+from chunkwise.kda.vjp import fused
+from chunkwise.shared import (
+    Chunking,
+    check,
+    check_array,
+    check_chunk_size,
+    check_cu_seqlens,
+    check_heads,
+    check_initial_state,
+    choose_implementation,
+    l2norm,
+    packed_recurrence,
+    stream_masks,
+)
+
+_IMPLEMENTATIONS = ("pallas", "xla")
+_MOST_CHANNELS = 256
+
+
+def _check(q, k, v, g, beta, initial_state, cu_seqlens, gate_lower_bound):
+    """Check the arguments and return the sizes B, T, H, HV, K, V, N."""
+    B, T, H, K = check_array("q", q, "B T H K")
+    check_array("k", k, "B T H K", (B, T, H, K))
+    HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
+    check_heads(H, HV)
+    check_array("g", g, "B T HV K", (B, T, HV, K))
+    check_array("beta", beta, "B T HV", (B, T, HV))
+    check_cu_seqlens(cu_seqlens, B, T)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    check_initial_state(initial_state, (N, HV, K, V))
+    check(
+        gate_lower_bound is None or (isinstance(gate_lower_bound, (int, float)) and gate_lower_bound <= 0),
+        f"`gate_lower_bound` must be None or a number <= 0; got {gate_lower_bound!r}.",
+    )
+    return B, T, H, HV, K, V, N
+
+
+def _check_channels(K: int, V: int):
+    if max(K, V) > _MOST_CHANNELS:
+        raise NotImplementedError(
+            f"The Pallas kernels of `kda` take K and V up to {_MOST_CHANNELS}; got K = {K}, V = {V}; "
+            'use implementation="xla".'
+        )
+
+
+def fused_chunk_kda(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    gate_lower_bound: float | None = None,
+    cu_seqlens: jax.Array | None = None,
+    chunk_size: int = 64,
+    implementation: str | None = None,
+    config: tiles.Config | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Kimi delta attention over whole sequences, one launch a direction.
+
+    In value head n, with key head n // (HV // H), and the state read after the update::
+
+        S~  = Diag(e^g_t) S_{t-1}
+        S_t = S~ + beta_t k_t (v_t - S~^T k_t)^T
+        o_t = scale S_t^T q_t
+
+    Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions,
+    N sequences: B, or len(cu_seqlens) - 1.
+
+    Args:
+      q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16. Products take bfloat16 operands where v is
+        bfloat16, else float32 ones at full precision; everything else is float32.
+      v: values [B, T, HV, V], likewise.
+      g: log decay per channel [B, T, HV, K] in nats, <= 0, any strength.
+      beta: step sizes [B, T, HV], in (0, 1), or (0, 2) where negative eigenvalues are allowed.
+      scale: multiplies q; defaults to K ** -0.5. A number or a traced scalar.
+      initial_state: [N, HV, K, V], any floating type; None for zeros.
+      output_final_state: return the state after every sequence; static.
+      use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6), in float32; static.
+      gate_lower_bound: a promise that every g >= it, in nats; static. A bound of -5 or nearer to zero replaces several
+        products by one. The result is the same; if the promise is broken it may be NaN.
+      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced: new values never recompile. B must be 1.
+        Sequences may be empty; tokens from cu_seqlens[N] on are padding and give zeros. The values are checked outside
+        of jit only. Without states the chunks stay aligned to the stream and cost follows tokens; with states they
+        restart at every sequence.
+      chunk_size: 16, 32, 64 or 128; static. All agree up to rounding.
+      implementation: "pallas" (one TPU kernel a direction, interpreted elsewhere), "xla" (plain JAX), None (the best
+        for the backend).
+      config: tile sizes of the kernels.
+
+    Returns:
+      o [B, T, HV, V] in the type of v, and final_state [N, HV, K, V] float32, None unless asked for.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: "pallas" with K or V above 256.
+
+    Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 for float32 and .005 for bfloat16 inputs, for any
+    gate, repeated keys and beta up to 2; gradients below 1e-4 and .008 (g and beta .02).
+    Cost: about 2 B T HV (2 C K log2 C + 3 K V + 2 C V) flops; q, k, v, g are read and o is written once.
+    Source: Kimi Linear (2025), section 3; the anchored products and the joined inverse are described in `tile`.
+    """
+    B, T, H, HV, K, V, _ = _check(q, k, v, g, beta, initial_state, cu_seqlens, gate_lower_bound)
+    check_chunk_size(chunk_size)
+    implementation = choose_implementation(implementation, _IMPLEMENTATIONS, on_tpu="pallas")
+    scale = K**-0.5 if scale is None else scale
+    base = tile.base_block(chunk_size, gate_lower_bound)
+    state = None if initial_state is None else jnp.swapaxes(initial_state.astype(jnp.float32), -1, -2)
+    if implementation == "xla":
+        return _xla(
+            q, k, v, g, beta, scale, state, cu_seqlens, output_final_state, use_qk_l2norm_in_kernel, chunk_size, base
+        )
+    _check_channels(K, V)
+    config = config or tiles.default_for(H, HV, chunk_size, _lanes(K), _lanes(V), v.dtype.itemsize)
+    number = isinstance(scale, (int, float))  # a kernel takes a number; a traced scale multiplies the output
+    o, final_state = _pallas(
+        q, k, v, g, beta, state, cu_seqlens, float(scale) if number else 1.0, output_final_state,
+        use_qk_l2norm_in_kernel, chunk_size, base, config,
+    )  # fmt: skip
+    return _scaled(o, scale, number), final_state
+
+
+def _scaled(o, scale, done):
+    """Return the output times a traced scale, unless the kernel has done it."""
+    return o if done else (o.astype(jnp.float32) * scale).astype(o.dtype)
+
+
+def _final(state, chunks, start):
+    """Return the final states as [N, HV, K, V]: those of empty sequences are their initial ones."""
+    start = jnp.zeros_like(state) if start is None else start
+    return jnp.swapaxes(jnp.where(chunks.empty[:, None, None, None], start, state), -1, -2)
+
+
+def _owned(o, cu_seqlens):
+    """Return o with zeros for the tokens of no sequence."""
+    return jnp.where((jnp.arange(o.shape[1]) < cu_seqlens[-1])[None, :, None, None], o, 0)
+
+
+@functools.partial(jax.jit, static_argnums=(8, 9, 10, 11))
+def _xla(q, k, v, g, beta, scale, state, cu_seqlens, output_final_state, normalise, C, base):
+    B, T, HV, _ = v.shape
+    stream = cu_seqlens is not None and state is None and not output_final_state
+    if stream:  # what padding holds must not matter, not even NaN
+        q, k, v, g, beta = (_owned(x.reshape(B, T, -1, 1), cu_seqlens).reshape(x.shape) for x in (q, k, v, g, beta))
+    q, k, g = (x.astype(jnp.float32) for x in (q, k, g))
+    q, k = (l2norm(q), l2norm(k)) if normalise else (q, k)
+    q, k = (jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * scale, k))
+    chunks = Chunking(B, T, C, None if stream else cu_seqlens)
+    batch = B if cu_seqlens is None else 1
+
+    def steps(x):
+        """Return tokens as [steps, batch * heads, C, ...]."""
+        x = chunks.split(x)
+        x = jnp.moveaxis(x.reshape(batch, -1, *x.shape[1:]), 0, 1)
+        return x.reshape(x.shape[0], batch * HV, *x.shape[3:])
+
+    tables, start = xla.Tables(), state
+    if stream:
+        masks = stream_masks(T, C, cu_seqlens)
+        tables = xla.Tables(same=masks.same, carried=masks.carried, ending=masks.ending, through=masks.through)
+    elif cu_seqlens is not None:
+        tables = xla.Tables(first=chunks.first, sequence=chunks.sequence)
+    elif state is not None:
+        start = state.reshape(B * HV, *state.shape[2:])
+    keep = cu_seqlens is not None and output_final_state
+    o, last, states = xla.chunk_kda(*map(steps, (q, k, v, g, beta.astype(jnp.float32))), start, tables, base, keep)
+    o = jnp.moveaxis(o.reshape(o.shape[0], batch, HV, *o.shape[2:]), 1, 0)
+    o = chunks.merge(o.reshape(-1, *o.shape[2:])).astype(v.dtype)
+    if stream:
+        return _owned(o, cu_seqlens), None
+    if not output_final_state:
+        return o, None
+    last = states[chunks.final_chunk] if keep else last.reshape(B, HV, *last.shape[1:])
+    return o, _final(last, chunks, state)
+
+
+def _lanes(D: int) -> int:
+    return -(-D // kernel.LANES) * kernel.LANES
+
+
+@functools.partial(jax.jit, static_argnums=(7, 8, 9, 10, 11, 12))
+def _pallas(q, k, v, g, beta, state, cu_seqlens, scale, output_final_state, normalise, C, base, config):
+    B, T, H, K = k.shape
+    HV, V = v.shape[2:]
+    stream = cu_seqlens is not None and state is None and not output_final_state
+    chunks = Chunking(B, T, C, None if stream else cu_seqlens)
+    NC = chunks.NC
+
+    def rows(x):
+        """Return tokens [B, T, heads, D] as rows [NC C, heads D], D padded to whole lanes."""
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, _lanes(x.shape[-1]) - x.shape[-1])))
+        return chunks.spread(x).reshape(NC * C, -1)
+
+    owner, opening = None, chunks.sequence
+    if stream:
+        token = jnp.arange(NC * C, dtype=jnp.int32)
+        owner = jnp.searchsorted(cu_seqlens[1:], token, side="right").astype(jnp.int32).reshape(NC, 1, C)
+        opening = jnp.concatenate([owner[:1, 0, 0], owner[:-1, 0, -1]])
+    if state is not None:
+        state = jnp.pad(state, ((0, 0), (0, 0), (0, _lanes(V) - V), (0, _lanes(K) - K)))
+    x = kernel.Operands(
+        chunks.first.astype(jnp.int32),
+        chunks.sequence,
+        chunks.last.astype(jnp.int32),
+        opening,
+        *map(rows, (q, k, v, g.astype(jnp.float32))),
+        chunks.split(beta.astype(jnp.float32)),
+        owner,
+        state,
+    )
+    static = kernel.Static(
+        H=H, HV=HV, C=C, N=chunks.N, scale=scale, normalise=normalise, base=base,
+        sequences=None if cu_seqlens is None else cu_seqlens.shape[0] - 1, config=config,
+    )  # fmt: skip
+    o, last = fused(x, static, output_final_state)
+    o = chunks.gather(o.reshape(B, NC // B * C, HV, -1)[..., :V])
+    if not output_final_state:
+        return o, None
+    return o, _final(last, chunks, state)[:, :, :K, :V]
+
+
+def recurrent_kda(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    gate_lower_bound: float | None = None,
+    cu_seqlens: jax.Array | None = None,
+    implementation: str | None = None,
+    config: tiles.Config | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Kimi delta attention token by token, the decode path: for one new token or a few per sequence.
+
+    The arguments, results and errors of `fused_chunk_kda`, less chunk_size. "pallas" is one launch for all sequences of
+    the batch; the state enters and leaves in the same memory, in place where the caller donates initial_state under
+    jit. It takes no cu_seqlens: that needs "xla", which None then selects. Both are differentiable.
+
+    Accuracy: 5e-7 relative to the recurrence in float64; everything is computed in float32, as sums.
+    Cost: 7 B T HV K V flops; the state is read and written once.
+    Source: Kimi Linear (2025).
+    """
+    B, T, H, HV, K, V, _ = _check(q, k, v, g, beta, initial_state, cu_seqlens, gate_lower_bound)
+    on_tpu = "pallas" if cu_seqlens is None and max(K, V) <= _MOST_CHANNELS else "xla"
+    implementation = choose_implementation(implementation, _IMPLEMENTATIONS, on_tpu=on_tpu)
+    scale = K**-0.5 if scale is None else scale
+    if implementation == "xla":
+        o, state = _recurrent_xla(q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel)
+        return o, state if output_final_state else None
+    if cu_seqlens is not None:
+        raise NotImplementedError('The Pallas kernel of `recurrent_kda` has no `cu_seqlens`; use implementation="xla".')
+    _check_channels(K, V)
+    config = config or tiles.default_for(H, HV, 64, K, V, 4)
+    number = isinstance(scale, (int, float))
+    static_scale = float(scale) if number else 1.0
+    o, state = recurrent.decode(q, k, v, g, beta, initial_state, static_scale, use_qk_l2norm_in_kernel, config)
+    return _scaled(o, scale, number), state if output_final_state else None
+
+
+@functools.partial(jax.jit, static_argnums=(8,))
+def _recurrent_xla(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise):
+    if cu_seqlens is None:
+        return recurrent.plain(q, k, v, g, beta, initial_state, scale, normalise)
+    q, k = (x.astype(jnp.float32) for x in (q, k))
+    q, k = (l2norm(q), l2norm(k)) if normalise else (q, k)
+    q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
+    o, state = packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, jnp.float32)
+    return o.astype(v.dtype), state

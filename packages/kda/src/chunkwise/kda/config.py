@@ -1,0 +1,35 @@
+"""Tile sizes of the kernels."""
+
+from dataclasses import dataclass
+
+from chunkwise.shared import pick_heads
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the launches are cut.
+
+    Attributes:
+      heads: value heads a grid step of the forward.
+      backward_heads: value heads a grid step of the backward.
+      decode_heads: value heads a grid step of the decode.
+    """
+
+    heads: int
+    backward_heads: int
+    decode_heads: int
+
+
+def vmem_bytes_per_head(C: int, K: int, V: int, itemsize: int) -> int:
+    """Return the VMEM one value head of the forward takes: two buffers of its blocks, its state, tiles in flight."""
+    return 2 * C * (2 * K + 2 * V) * itemsize + 8 * C * K + 4 * K * V * 3 + 4 * C * (16 * K + 6 * V + 8 * C)
+
+
+def default_for(H: int, HV: int, C: int, K: int, V: int, itemsize: int) -> Config:
+    """Return the Config for these shapes; K and V already padded to lanes."""
+    size = vmem_bytes_per_head(C, K, V, itemsize)
+    return Config(
+        heads=pick_heads(HV, H, size, most=16),
+        backward_heads=pick_heads(HV, H, 3 * size, most=8),
+        decode_heads=pick_heads(HV, H, 16 * K * V, most=16),
+    )

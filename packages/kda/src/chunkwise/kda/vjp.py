@@ -1,0 +1,33 @@
+"""The gradient of the fused launch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.kda import kernel, kernel_bwd
+from chunkwise.kda.kernel import Operands, Static
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def fused(x: Operands, static: Static, final_state: bool):
+    """Return (o [NC C, HV V], the final states [N, HV, V, K] or None)."""
+    return kernel.launch(x, static, final_state)[:2]
+
+
+def _forward(x, static, final_state):
+    o, ht, h = kernel.launch(x, static, final_state, boundaries=True)
+    return (o, ht), (x, h)
+
+
+def _backward(static, final_state, residuals, cotangents):
+    x, h = residuals
+    do, dht = cotangents
+    dq, dk, dv, dg, dbeta, dh0 = kernel_bwd.launch(x, h, do, dht, static)
+    if dh0 is not None:
+        visited = jnp.zeros((static.N,), bool).at[x.sequence].set(True)
+        dh0 = jnp.where(visited[:, None, None, None], dh0, 0.0)
+    return (Operands(None, None, None, None, dq, dk, dv, dg, dbeta, None, dh0),)
+
+
+fused.defvjp(_forward, _backward)

@@ -1,0 +1,120 @@
+"""Kimi delta attention in plain JAX, chunk by chunk: the fast path off TPU, differentiable, and a second opinion."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from chunkwise.kda import tile
+from chunkwise.shared import dot_nt, strictly_lower
+
+# Blocks of so many rows take all their levels as masked products; larger levels multiply only the pairs that exist.
+_BASE = 16
+
+
+class Tables(NamedTuple):
+    """What happens to the state at every chunk; tables are [steps] or [steps, C] and None where not needed.
+
+    Attributes:
+      first: bool [steps], a sequence starts with the chunk.
+      sequence: int32 [steps], the sequence of the chunk.
+      same: bool [steps, C, C], rows that belong to one sequence.
+      carried, ending: bool [steps, C], rows of the sequence that is open where the chunk begins and ends.
+      through: bool [steps], the chunk lies inside one sequence.
+    """
+
+    first: jax.Array | None = None
+    sequence: jax.Array | None = None
+    same: jax.Array | None = None
+    carried: jax.Array | None = None
+    ending: jax.Array | None = None
+    through: jax.Array | None = None
+
+
+def interactions(q, k, g, base, dtype):
+    """Return (scores of queries with keys, of keys with keys, sums of the gate) of chunks [M, C, K].
+
+    Blocks of `_BASE` rows as in the kernels, then neighbouring blocks are joined: the corner is one product.
+    """
+    M, C, K = k.shape
+    b = _BASE
+
+    def blocks(x, size):
+        return x.reshape(M * C // size, size, x.shape[-1])
+
+    q, k, g = blocks(q, b), blocks(k, b), blocks(g, b)
+    sums = tile.widen(g, jnp.zeros_like(g), [], 1)
+    scores = tile.interaction_tile(jnp.concatenate([q, k], axis=1), k, sums.levels, min(base, b), dtype)
+    prefix, suffix = sums.prefix, sums.suffix
+    scores_q, scores_k = scores[:, :b], scores[:, b:]
+    while b < C:
+        pairs = [x.reshape(M * C // (2 * b), 2, b, -1) for x in (q, k, prefix, suffix, scores_q, scores_k)]
+        (_, q_right), (k_left, k_right), (P_left, P_right), (S_left, S_right) = ((x[:, 0], x[:, 1]) for x in pairs[:4])
+        decay = jnp.exp(P_right)
+        rows = jnp.concatenate([q_right * decay, k_right * decay], axis=1)
+        corner = dot_nt(rows, k_left * jnp.exp(S_left), dtype)
+
+        def joined(x, lower_left):
+            left, right = x[:, 0], x[:, 1]
+            top = jnp.concatenate([left, jnp.zeros_like(left)], axis=2)
+            return jnp.concatenate([top, jnp.concatenate([lower_left, right], axis=2)], axis=1)
+
+        scores_q, scores_k = joined(pairs[4], corner[:, :b]), joined(pairs[5], corner[:, b:])
+        prefix = jnp.concatenate([P_left, P_right + P_left[:, -1:]], axis=1)
+        suffix = jnp.concatenate([S_left + P_right[:, -1:], S_right], axis=1)
+        b *= 2
+    return scores_q, scores_k, blocks(prefix, C), blocks(suffix, C)
+
+
+def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states):
+    """Run chunks in order.
+
+    Args:
+      q, k: [steps, n, C, K] float32, n = batch * heads; q scaled.
+      v: [steps, n, C, V].
+      g: [steps, n, C, K] float32.
+      beta: [steps, n, C] float32.
+      initial_state: [n, V, K], or [N, n, V, K] with tables.first, or None for zeros.
+      tables: what happens to the state.
+      base: rows of the diagonal blocks that one product covers.
+      keep_states: return the state after every chunk.
+
+    Returns:
+      o [steps, n, C, V] float32, the state after the last chunk [n, V, K], and after every chunk or None.
+    """
+    steps, n, C, K = k.shape
+    dtype = jnp.float32
+
+    def flat(x):
+        return x.reshape(steps * n, *x.shape[2:])
+
+    def per_step(x):
+        return x.reshape(steps, n, *x.shape[1:])
+
+    scores, M, prefix, suffix = map(per_step, interactions(flat(q), flat(k), flat(g), base, dtype))
+    if tables.same is not None:
+        scores, M = (jnp.where(tables.same[:, None], x, 0.0) for x in (scores, M))
+    beta = beta[..., None]
+    M = jnp.where(strictly_lower(C), beta * M, 0.0)
+    X = lax.linalg.triangular_solve(
+        M, jnp.broadcast_to(jnp.eye(C), M.shape), left_side=True, lower=True, unit_diagonal=True
+    )
+    rows = jnp.concatenate([q, k], axis=2)
+    zero = jnp.zeros((n, v.shape[-1], K), jnp.float32)
+    packed_states = tables.first is not None and initial_state is not None
+    start = zero if initial_state is None or packed_states else initial_state
+
+    def step(S, x):
+        rows, k, v, beta, scores, X, prefix, suffix, t = x
+        if tables.first is not None:
+            S = jnp.where(t.first, zero if initial_state is None else initial_state[t.sequence], S)
+        masks = None
+        if tables.carried is not None:
+            masks = tile.Masks(t.same, t.carried[None, :, None], t.ending[None, :, None], t.through, None)
+        boundary = tile.boundary_tile(tile.Sums([], prefix, suffix), masks)
+        o, S = tile.output_tile(S, rows, k, v, beta, scores, X, boundary, dtype)
+        return S, (o, S if keep_states else None)
+
+    S, (o, states) = lax.scan(step, start, (rows, k, v.astype(jnp.float32), beta, scores, X, prefix, suffix, tables))
+    return o, S, states
