@@ -1,0 +1,129 @@
+"""The contract: documentation, argument checks and the choice of implementation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.fused_gla import config as sizes
+from chunkwise.fused_gla import vjp, xla
+from chunkwise.shared import (
+    check,
+    check_array,
+    check_chunk_size,
+    check_cu_seqlens,
+    check_initial_state,
+    choose_implementation,
+    operand_dtype,
+)
+
+
+def fused_chunk_gla(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None = None,
+    g_gamma: jax.Array | None = None,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    cu_seqlens: jax.Array | None = None,
+    chunk_size: int = 64,
+    implementation: str | None = None,
+    config: sizes.Config | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return gated linear attention, simple (a gate per head) or with a gate per channel, in one launch per direction.
+
+    For every head::
+
+        S_t = Diag(exp(g_t + g_gamma)) S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
+
+    Dims: B batch, T tokens, H heads, K and V key and value dimensions, C chunk size, N sequences (B, or those of a pack).
+
+    Args:
+      q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
+      v: values [B, T, H, V]. If all three are bfloat16, products take bfloat16 operands, else float32 ones at full
+        precision; they accumulate in float32. States and gates are float32.
+      g: log decay in nats, at most 0: [B, T, H] per head or [B, T, H, K] per channel; None for no decay.
+      g_gamma: constant log decay per head [H] in nats, added to g.
+      scale: multiplies the output; defaults to K ** -0.5. A number or a traced scalar.
+      initial_state: [N, H, K, V], or None for zeros.
+      output_final_state: whether to return the final state; static.
+      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Tokens from cu_seqlens[N] on are
+        padding and give zeros. The values are checked outside of jit only.
+      chunk_size: C, one of 16, 32, 64, 128; static.
+      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
+      config: tile sizes of the kernels.
+
+    Returns:
+      (o [B, T, H, V] in the type of v, final_state [N, H, K, V] float32 or None).
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+
+    Differentiable once, in reverse, in every floating-point argument; "xla" by any transform of JAX.
+    Accuracy: 3e-7 relative to the recurrence in float64 for float32 inputs, 3e-3 for bfloat16 inputs; any gate.
+    Cost: 2 T H (C (K + V) + 2 K V) flops and one read of q, k, v and write of o; the backward reads q, k, v, do and
+      one state every `num_steps` chunks, and writes dq, dk, dv. With states in or out a packed batch also pays for every
+      sequence's state.
+    Source: Yang et al., Gated Linear Attention Transformers (2023), sections 3 and 4; Dao and Gu, Transformers are SSMs
+      (2024), for a gate per head.
+    """
+    B, T, H, K = check_arguments(q, k, v, g, g_gamma, initial_state, cu_seqlens, gate_ranks=(3, 4))
+    check_chunk_size(chunk_size)
+    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    if config is None:
+        per_channel = g is not None and g.ndim == 4
+        NT = -(-T // chunk_size)
+        config = sizes.default_for(H, K, v.shape[3], chunk_size, NT, q.dtype.itemsize, per_channel)
+    check(
+        config.heads >= 1 and H % config.heads == 0 and config.num_steps >= 1,
+        f"`config` must have heads that divide H = {H} and at least one step; got {config}.",
+    )
+    scale = K**-0.5 if scale is None else scale
+    return _run(
+        q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens, chunk_size, implementation, config
+    )  # fmt: skip
+
+
+def check_arguments(q, k, v, g, g_gamma, initial_state, cu_seqlens, gate_ranks) -> tuple[int, int, int, int]:
+    """Check the tensors of an operator, with gates of one of `gate_ranks`, and return B, T, H, K."""
+    B, T, H, K = check_array("k", k, "B T H K")
+    check_array("q", q, "B T H K", (B, T, H, K))
+    V = check_array("v", v, "B T H V", (B, T, H, None))[3]
+    if g is not None:
+        rank = getattr(g, "ndim", None)
+        rank = rank if rank in gate_ranks else gate_ranks[0]
+        check_array("g", g, "B T H K" if rank == 4 else "B T H", (B, T, H, K)[:rank])
+    if g_gamma is not None:
+        check_array("g_gamma", g_gamma, "H", (H,))
+    check_cu_seqlens(cu_seqlens, B, T)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    check_initial_state(initial_state, (N, H, K, V))
+    return B, T, H, K
+
+
+def total_gate(q, g, g_gamma) -> jax.Array:
+    """Return the gates with the constant ones added, [B, T, H] or [B, T, H, K] float32; zeros for None."""
+    total = jnp.zeros(q.shape[:3], jnp.float32) if g is None else g.astype(jnp.float32)
+    if g_gamma is None:
+        return total
+    constant = g_gamma.astype(jnp.float32)
+    return total + (constant[:, None] if total.ndim == 4 else constant)
+
+
+@functools.partial(jax.jit, static_argnums=(7, 9, 10, 11))
+def _run(q, k, v, g, g_gamma, scale, initial_state, final, cu_seqlens, C, implementation, config):
+    if implementation == "pallas":
+        scale = jnp.full((1,), scale, jnp.float32)
+        return vjp.fused(C, config, final, q, k, v, g, g_gamma, scale, initial_state, cu_seqlens)
+    if initial_state is not None:
+        initial_state = jnp.swapaxes(initial_state.astype(jnp.float32), 2, 3)
+    # float16 is no operand type of a matrix unit.
+    dtype = jnp.result_type(*(operand_dtype(x.dtype) for x in (q, k, v)))
+    gates = total_gate(q, g, g_gamma)
+    o, state = xla.gla(
+        q.astype(dtype), k.astype(dtype), v.astype(dtype), gates, scale, initial_state, final, cu_seqlens, C
+    )
+    return o.astype(v.dtype), None if state is None else jnp.swapaxes(state, 2, 3)

@@ -1,0 +1,134 @@
+"""Backward in one launch, time reversed through the index maps: kernel body, launcher.
+
+The forward kept the state before every grid step. A step first recomputes the states before its chunks into VMEM, then
+walks them in reverse with the gradient of the state. Both are float32 where they are read.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from chunkwise.fused_gla import tiles
+from chunkwise.fused_gla.kernel import Chunk, Inputs, Operands, Shape, constant_decays, fetch_state, put_state
+from chunkwise.shared import dot_nt, dot_tn, out_struct
+
+
+def _gla_bwd_kernel(*refs, s: Shape):
+    x, (do_ref, dfinal_ref, kept_ref, dq_ref, dk_ref, dv_ref, dg_ref, dinitial_ref) = Inputs(*refs[:11]), refs[11:19]
+    S_ref, dS_ref, start_ref = refs[19:]
+    block, step, scale = pl.program_id(1), s.grid[2] - 1 - pl.program_id(2), x.scale[0]
+
+    @pl.when(step == s.grid[2] - 1)
+    def _():
+        whole = not s.visit and dfinal_ref is not None
+        dS_ref[...] = dfinal_ref[...] if whole else jnp.zeros(dS_ref.shape, dS_ref.dtype)
+
+    constant = constant_decays(s, x)
+    S_ref[0] = kept_ref[...]
+
+    def states(i, _):
+        c = Chunk(s, x, step, i, constant)
+        before, n = S_ref[i], None
+        if s.visit:
+            # Of the sequences in the chunk only the last one matters for the next; it may start here.
+            n = jnp.minimum(c.last, x.bounds.shape[0] - 2)
+            start_ref[...] = before
+            pl.when(c.starts(n))(lambda: fetch_state(x.initial_state, n, block, start_ref))
+            before = start_ref[...]
+        S_ref[i + 1] = tiles.next_state(before, c.k, c.v, c.to_end(n), c.through(n))
+
+    lax.fori_loop(0, s.steps - 1, states, None)
+
+    def chunk(j, _):
+        i = s.steps - 1 - j
+        c = Chunk(s, x, step, i, constant)
+        do = c.owned(c.load(do_ref, s.V))
+
+        def state_pass(S, n=None):
+            """Return the gradients through the state, that of its decay as one of the gates."""
+            grads = tiles.state_bwd(
+                S, dS_ref[...], c.q, c.k, c.v, do, scale, c.from_start(n), c.to_end(n), c.through(n)
+            )
+            dS_ref[...] = grads.S
+            through = jnp.broadcast_to(grads.through, (s.heads, s.C, s.K) if s.per_channel else (s.heads, 1, s.C))
+            return grads.q, grads.k, grads.v, through if n is None else c.of(n, through)
+
+        def visit(m, sums):
+            first, end = c.sequences()
+            n = end - 1 - (m - first)
+            start_ref[...] = S_ref[i]
+            pl.when(c.starts(n))(lambda: fetch_state(x.initial_state, n, block, start_ref))
+            pl.when(c.ends(n))(lambda: fetch_state(dfinal_ref, n, block, dS_ref))
+            sums = jax.tree.map(jnp.add, sums, state_pass(start_ref[...], n))
+            pl.when(c.starts(n))(lambda: put_state(dS_ref, dinitial_ref, n, block))
+            return sums
+
+        if s.visit:
+            zeros = tuple(jnp.zeros(y.shape, jnp.float32) for y in (c.q, c.k, c.v, c.g))
+            dq, dk, dv, through = lax.fori_loop(*c.sequences(), visit, zeros)
+        else:
+            dq, dk, dv, through = state_pass(S_ref[i])
+
+        P = tiles.scores(c.q, c.k, c.decays.pairs, c.same)
+        own = tiles.scores_bwd(scale * dot_nt(do, c.v), c.q, c.k, c.decays.pairs, P, c.same)
+        c.store(dq_ref, dq + own.q)
+        c.store(dk_ref, dk + own.k)
+        c.store(dv_ref, dv + dot_tn((scale * P).astype(do.dtype), do))
+        if dg_ref is not None:
+            dg = through + tiles.gate_bwd(own.exponents, c.q * dq, c.k * dk, c.same)
+            if s.per_channel:
+                c.store(dg_ref, dg)
+            else:
+                dg_ref[i] = dg
+
+    lax.fori_loop(0, s.steps, chunk, None)
+    if dinitial_ref is not None and not s.visit:
+
+        @pl.when(step == 0)
+        def _():
+            dinitial_ref[...] = dS_ref[...]
+
+
+def launch(s: Shape, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept: jax.Array):
+    """Return (dq, dk, dv, dg, dinitial) in the layouts of the operands; dg is None without gates.
+
+    Args:
+      s, x: as in the forward.
+      do: gradient of o [B, T, H * V], of the type of v.
+      dfinal: gradient of the final state [N, H, V, K], or None for zeros.
+      kept: states before the grid steps, from the forward.
+    """
+    inputs = [y for y in (*x[:-1], do, dfinal) if y is not None]
+    last = s.NT // s.steps - 1
+    time = lambda t: last - t
+    out = lambda y, dtype: out_struct(y.shape, dtype, *inputs)
+    dg = None
+    if x.g is not None or x.gamma is not None:
+        shape = x.k.shape if s.per_channel else (s.B, s.NT, s.H, 1, s.C)
+        dg = out_struct(shape, jnp.float32, *inputs)
+    state, tokens = (s.heads, s.V, s.K), s.B * s.NT * s.C * s.H
+    return s.launch(
+        _gla_bwd_kernel, x, do, dfinal, kept, time=time,
+        name=f"fused_chunk_gla_bwd_c{s.C}" + ("_varlen" if x.tables else ""),
+        in_specs=[s.tokens(s.V, time), None if dfinal is None else s.state(), s.kept(time)],
+        out_specs=(
+            s.tokens(s.K, time), s.tokens(s.K, time), s.tokens(s.V, time),
+            None if dg is None else s.gates(time), None if x.initial_state is None else s.state(),
+        ),
+        out_shape=(
+            out(x.q, x.q.dtype), out(x.k, x.k.dtype), out(x.v, x.v.dtype), dg,
+            None if x.initial_state is None else out(x.initial_state, jnp.float32),
+        ),
+        scratch_shapes=[
+            pltpu.VMEM((s.steps, *state), jnp.float32),
+            pltpu.VMEM(state, jnp.float32),
+            pltpu.VMEM(state if s.visit else (1, 8, 128), jnp.float32),
+        ],
+        cost_estimate=pl.CostEstimate(
+            flops=2 * tokens * (s.C * (3 * s.K + 2 * s.V) + 5 * s.K * s.V),
+            transcendentals=tokens * s.C,
+            bytes_accessed=sum(y.size * y.dtype.itemsize for y in (*inputs, kept, x.q, x.k, x.v)),
+        ),
+    )  # fmt: skip
