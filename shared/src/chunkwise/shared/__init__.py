@@ -10,10 +10,10 @@ from chunkwise.shared.checks import (
     check_initial_state,
     choose_implementation,
 )
+from chunkwise.shared.chunk_map import map_chunks
 from chunkwise.shared.chunks import Chunking, StreamMasks, num_chunks, pad_tokens, stream_masks
 from chunkwise.shared.compat import out_struct, varying_zeros
-from chunkwise.shared.dot import dot, dot_nt, dot_tn, emulate_mxu, operand_dtype
-from chunkwise.shared.gradients import without_gradient
+from chunkwise.shared.dot import bf16_parts, dot, dot_nt, dot_parts, dot_tn, emulate_mxu, operand_dtype
 from chunkwise.shared.launch import head_block, largest_divisor, pallas_call, pick_heads
 from chunkwise.shared.recurrence import l2norm, packed_recurrence, recurrence, update
 from chunkwise.shared.tiles import (
@@ -26,13 +26,16 @@ from chunkwise.shared.tiles import (
     row_index,
     split_gate,
     strictly_lower,
+    sum_groups,
     to_column,
+    to_row,
 )
 
 __all__ = [
     "CHUNK_SIZES",
     "Chunking",
     "StreamMasks",
+    "bf16_parts",
     "check",
     "check_array",
     "check_chunk_size",
@@ -43,6 +46,7 @@ __all__ = [
     "column_index",
     "dot",
     "dot_nt",
+    "dot_parts",
     "dot_tn",
     "emulate_mxu",
     "head_block",
@@ -50,6 +54,7 @@ __all__ = [
     "largest_divisor",
     "last_valid",
     "lower",
+    "map_chunks",
     "masked_exp",
     "num_chunks",
     "operand_dtype",
@@ -65,8 +70,9 @@ __all__ = [
     "split_gate",
     "stream_masks",
     "strictly_lower",
+    "sum_groups",
     "to_column",
+    "to_row",
     "update",
     "varying_zeros",
-    "without_gradient",
 ]

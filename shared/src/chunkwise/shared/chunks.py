@@ -133,6 +133,18 @@ class Chunking:
             return rows.at[self._row].get(mode="fill", fill_value=0)[None]
         return rows.reshape(self.B, -1, *rows.shape[2:])[:, : self.T]
 
+    def spread(self, x: jax.Array) -> jax.Array:
+        """Return tokens [B, T, ...] in chunk order [B, NC // B * C, ...]: packed, every sequence padded with zeros."""
+        if self.packed:
+            return x[0].at[self._token].get(mode="fill", fill_value=0)[None]
+        return pad_tokens(x, self.NC // self.B * self.C)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Return [B, NC // B * C, ...] in token order [B, T, ...]; the inverse of `spread`."""
+        if self.packed:
+            return x[0].at[self._row].get(mode="fill", fill_value=0)[None]
+        return x[:, : self.T]
+
     def per_batch(self, x: jax.Array) -> jax.Array:
         """Return a value per chunk [NC, ...] as [B, NT, ...]."""
         return x.reshape(self.B, self.NC // self.B, *x.shape[1:])

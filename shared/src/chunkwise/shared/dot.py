@@ -76,3 +76,25 @@ def dot_nt(a: jax.Array, b: jax.Array, dtype=None) -> jax.Array:
 def dot_tn(a: jax.Array, b: jax.Array, dtype=None) -> jax.Array:
     """Return a^T b for a [h, k, m] and b [h, k, n], as float32 [h, m, n]; `dtype` forces the type of the operands."""
     return _contract(a, b, (1, 1), dtype)
+
+
+def bf16_parts(x: jax.Array, count: int = 3) -> tuple[jax.Array, ...]:
+    """Return bfloat16 parts of a float32 x, the largest first: 8 bits each, so three hold all 24 bits of x."""
+    parts = []
+    for _ in range(count):
+        parts.append(x.astype(jnp.bfloat16))
+        x = x - parts[-1].astype(jnp.float32)
+    return tuple(parts)
+
+
+def dot_parts(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> jax.Array:
+    """Return a b for a and b as three `bf16_parts` each, at float32 accuracy: what `Precision.HIGHEST` does.
+
+    It adds the same six one-pass products, without those past the 24 bits, but hands the matrix unit each part of b
+    once: the parts of a lie below one another, two parts of b side by side. And the caller may split an operand before
+    he repeats or masks it. The rows of a must be a multiple of 16.
+    """
+    m, n = a[0].shape[1], b[0].shape[2]
+    both = dot(jnp.concatenate(a, axis=1), jnp.concatenate(b[:2], axis=2), jnp.bfloat16)
+    part = lambda i, j: both[:, i * m : (i + 1) * m, j * n : (j + 1) * n]
+    return part(0, 0) + (part(0, 1) + part(1, 0) + (part(1, 1) + part(2, 0) + dot(a[0], b[2], jnp.bfloat16)))

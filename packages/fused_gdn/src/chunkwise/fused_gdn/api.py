@@ -1,0 +1,237 @@
+"""The contract: documentation, argument checks, choice of implementation and gradient wiring."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from chunkwise.fused_gdn import config as tiles
+from chunkwise.fused_gdn import kernel, kernel_bwd, xla
+from chunkwise.fused_gdn.kernel import Options, Shape
+from chunkwise.shared import (
+    Chunking,
+    check,
+    check_array,
+    check_chunk_size,
+    check_cu_seqlens,
+    check_heads,
+    check_initial_state,
+    choose_implementation,
+    pad_tokens,
+)
+
+
+def fused_chunk_gated_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    chunk_size: int = 64,
+    implementation: str | None = None,
+    config: tiles.Config | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Gated delta rule over whole sequences in one kernel launch, differentiable.
+
+    In value head n, with key head n // (HV // H), and the state read after the update::
+
+        S~  = e^g_t S_{t-1}
+        S_t = S~ + beta_t k_t (v_t - S~^T k_t)^T
+        o_t = scale S_t^T q_t
+
+    Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions
+    up to 256, C chunk size, N sequences: B, or len(cu_seqlens) - 1.
+
+    Args:
+      q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16. Keys should have unit length (or pass
+        use_qk_l2norm_in_kernel): the recurrence itself diverges where beta |k|^2 > 2.
+      v: values [B, T, HV, V], likewise.
+      g: log decay [B, T, HV] in nats, <= 0, any strength.
+      beta: step sizes [B, T, HV], in (0, 1), or (0, 2) where negative eigenvalues are allowed.
+      scale: multiplies q; defaults to K ** -0.5. A number, static, or a traced scalar, which multiplies the output.
+      initial_state: [N, HV, K, V], any floating type; None for zeros.
+      output_final_state: return the state after every sequence; static.
+      use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6), in float32; static.
+      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced: new values never recompile. B must be 1.
+        Sequences may be empty; tokens from cu_seqlens[N] on are padding and give zeros. The values are checked outside
+        of jit only. Without states in or out, chunks stay aligned to the stream and the cost follows the tokens; with
+        states, every sequence starts a chunk.
+      chunk_size: C, one of 16, 32, 64, 128; static. All agree up to rounding.
+      implementation: "pallas" (TPU kernels, interpreted elsewhere), "xla" (plain JAX, token by token), None (the best
+        for the backend).
+      config: tile sizes of the kernels.
+
+    Returns:
+      o [B, T, HV, V] in the type of v, and final_state [N, HV, K, V] float32, None unless asked for.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: "pallas" with K or V above 256.
+
+    Accuracy: RMS error over RMS of the float64 recurrence: 3e-6 for float32 and 3e-3 for bfloat16 inputs, for any gate,
+    repeated keys, and beta up to 2. The cumulative gate, the inverse and the state are float32 in both.
+    Cost: about 2 B T HV (C + K) (2 K + V) flops; q, k and v are read once and o is written once. The backward reads
+    them twice, writes and reads a state per chunk, and keeps nothing but the inputs.
+    Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024), section 3.3.
+    """
+    B, T, H, K = check_array("q", q, "B T H K")
+    check_array("k", k, "B T H K", (B, T, H, K))
+    HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
+    check_heads(H, HV)
+    check_array("g", g, "B T HV", (B, T, HV))
+    check_array("beta", beta, "B T HV", (B, T, HV))
+    check_chunk_size(chunk_size)
+    check_cu_seqlens(cu_seqlens, B, T)
+    check_initial_state(initial_state, (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, HV, K, V))
+    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    scale = K**-0.5 if scale is None else scale
+    if implementation == "xla":
+        return xla.gated_delta_rule(
+            q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, use_qk_l2norm_in_kernel
+        )
+    if max(K, V) > 256:
+        raise NotImplementedError(f'"pallas" takes K and V up to 256; got {K} and {V}; use implementation="xla".')
+    config = config or tiles.default_for(H, HV, chunk_size, tiles.pad_lanes(K), tiles.pad_lanes(V))
+    check(
+        HV % config.heads == 0 and config.heads % (HV // H) == 0,
+        f"`config.heads` must divide {HV} value heads in whole groups of {HV // H}; got {config.heads}.",
+    )
+    outside = scale if isinstance(scale, jax.Array) else None
+    static = Static(chunk_size, 1.0 if outside is not None else float(scale), use_qk_l2norm_in_kernel,
+                    output_final_state, config)  # fmt: skip
+    o, final_state = _fused(static, q, k, v, g, beta, initial_state, cu_seqlens)
+    if outside is not None:
+        o = (o.astype(jnp.float32) * outside).astype(o.dtype)
+    return o, final_state
+
+
+class Static(NamedTuple):
+    """The static arguments."""
+
+    chunk_size: int
+    scale: float
+    normalise: bool
+    output_final_state: bool
+    config: tiles.Config
+
+
+class Layout:
+    """How the user's arrays become what the kernels read, and back.
+
+    Without states a packed batch stays one stream whose chunks may hold several sequences; with states every sequence
+    starts a chunk, in a copy of the tokens.
+    """
+
+    def __init__(self, static: Static, q, v, cu_seqlens, with_states: bool):
+        self.B, T, H, self.K = q.shape
+        self.HV, self.V = v.shape[2:]
+        self.T, self.H, C, heads = T, H, static.chunk_size, static.config.heads
+        self.heads = heads
+        group = self.HV // H
+        p = tiles.lane_packing(heads, group, C)
+        self.shape = Shape(C, tiles.pad_lanes(self.K), tiles.pad_lanes(self.V), heads, group, p)
+        stream = cu_seqlens is not None and not with_states
+        self.chunks = Chunking(self.B, T, C, None if stream else cu_seqlens)
+        self.N = self.chunks.N
+        self.padded = self.chunks.NC * C if self.chunks.packed else max(T, C)
+        self.options = Options(self.padded, static.normalise, static.scale)
+        self.owner, around = None, [jnp.zeros_like(self.chunks.sequence)] * 3
+        if stream:
+            count = cu_seqlens.shape[0] - 1
+            token = jnp.arange(self.chunks.NC * C, dtype=jnp.int32)
+            owner = jnp.searchsorted(cu_seqlens[1:], token, side="right").astype(jnp.int32)
+            owner = jnp.where(token < T, owner, count).reshape(-1, C)
+            final = owner[:, -1]
+            around = [jnp.concatenate([owner[:1, 0], final[:-1]]), final, jnp.full_like(final, count)]
+            self.owner = jnp.tile(owner, (1, p))[:, None]
+        self.table = jnp.stack([
+            self.chunks.sequence, self.chunks.first.astype(jnp.int32), self.chunks.last.astype(jnp.int32), *around
+        ])  # fmt: skip
+
+    def tokens(self, x: jax.Array, width: int) -> jax.Array:
+        """Return [B, T, heads, D] as the flat view [B, T', heads * width]; a plain reshape for whole lanes and chunks."""
+        x = pad_tokens(self.chunks.spread(x) if self.chunks.packed else x, self.padded)
+        if x.shape[3] != width:
+            x = jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[3])])
+        return x.reshape(*x.shape[:2], -1)
+
+    def from_tokens(self, x: jax.Array, heads: int, size: int) -> jax.Array:
+        """Return the flat view as [B, T, heads, size]."""
+        return self.chunks.gather(x.reshape(*x.shape[:2], heads, -1)[..., :size])
+
+    def scalars(self, x: jax.Array) -> jax.Array:
+        """Return [B, T, HV] as [B, blocks, T', heads]."""
+        x = pad_tokens(self.chunks.spread(x) if self.chunks.packed else x, self.padded)
+        return jnp.moveaxis(x.reshape(*x.shape[:2], -1, self.heads), 2, 1)
+
+    def from_scalars(self, x: jax.Array) -> jax.Array:
+        """Return [B, blocks, T', heads] as [B, T, HV]."""
+        return self.chunks.gather(jnp.moveaxis(x, 1, 2).reshape(x.shape[0], x.shape[2], -1))
+
+    def states(self, x: jax.Array | None) -> jax.Array | None:
+        """Return states [N, HV, K, V] float32, padded to whole lanes."""
+        if x is None:
+            return None
+        pad = [(0, 0), (0, 0), (0, self.shape.K - self.K), (0, self.shape.V - self.V)]
+        return jnp.pad(x.astype(jnp.float32), pad)
+
+    def from_states(self, x: jax.Array, empty: jax.Array | None) -> jax.Array:
+        """Return states without padding; those of empty sequences are `empty`, None for zeros."""
+        x = x[:, :, : self.K, : self.V]
+        if not self.chunks.packed:
+            return x
+        nothing = self.chunks.empty[:, None, None, None]
+        return jnp.where(nothing, 0.0 if empty is None else empty.astype(jnp.float32), x)
+
+    def operands(self, q, k, v, g, beta, initial_state):
+        """Return the operands of the forward kernel."""
+        s = self.shape
+        return (
+            self.tokens(q, s.K), self.tokens(k, s.K), self.tokens(v, s.V), self.scalars(g), self.scalars(beta),
+            self.states(initial_state), self.table, self.owner,
+        )  # fmt: skip
+
+
+def _forward(static, q, k, v, g, beta, initial_state, cu_seqlens):
+    layout = Layout(static, q, v, cu_seqlens, initial_state is not None or static.output_final_state)
+    want = ("o", "ht") if static.output_final_state else ("o",)
+    operands = layout.operands(q, k, v, g, beta, initial_state)
+    out = kernel.launch(*operands, layout.N, want, static.config, layout.options, layout.shape)
+    final_state = layout.from_states(out["ht"], initial_state) if static.output_final_state else None
+    return layout.from_tokens(out["o"], layout.HV, layout.V), final_state
+
+
+def _backward(static, inputs, cotangents):
+    q, k, v, g, beta, initial_state, cu_seqlens = inputs
+    do, dht = cotangents
+    layout = Layout(static, q, v, cu_seqlens, initial_state is not None or static.output_final_state)
+    s, operands = layout.shape, layout.operands(q, k, v, g, beta, initial_state)
+    kept = kernel.launch(*operands, layout.N, ("h", "X"), static.config, layout.options, s)
+    *tokens, _, table, owner = operands
+    out = kernel_bwd.launch(
+        *tokens, kept["h"], kept["X"], layout.tokens(do, s.V), layout.states(dht), table, owner, layout.N,
+        initial_state is not None, static.config, layout.options, s,
+    )  # fmt: skip
+    dh0 = None
+    if initial_state is not None:
+        dh0 = layout.from_states(out["dh0"], dht).astype(initial_state.dtype)
+    return (
+        layout.from_tokens(out["dq"], layout.H, layout.K).astype(q.dtype),
+        layout.from_tokens(out["dk"], layout.H, layout.K).astype(k.dtype),
+        layout.from_tokens(out["dv"], layout.HV, layout.V).astype(v.dtype),
+        layout.from_scalars(out["dg"]).astype(g.dtype),
+        layout.from_scalars(out["dbeta"]).astype(beta.dtype),
+        dh0,
+        None,
+    )
+
+
+_differentiable = jax.custom_vjp(_forward, nondiff_argnums=(0,))
+_differentiable.defvjp(lambda static, *inputs: (_forward(static, *inputs), inputs), _backward)
+_fused = jax.jit(_differentiable, static_argnums=0)

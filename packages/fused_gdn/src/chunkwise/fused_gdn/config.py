@@ -1,0 +1,48 @@
+"""Tile sizes of the kernels."""
+
+from dataclasses import dataclass
+
+LANES = 128
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the launches are cut.
+
+    Attributes:
+      heads: value heads a grid step, whole groups that share a key head. Heads run in lock-step, so more of them hide
+        the latency of one another.
+      vmem_bytes: scoped VMEM the kernels may use.
+    """
+
+    heads: int
+    vmem_bytes: int = 60 * 2**20
+
+
+def pad_lanes(size: int) -> int:
+    """Return the size that a head dimension takes in a flat view: a multiple of 128 lanes."""
+    return -(-size // LANES) * LANES
+
+
+def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
+    """Return the VMEM one value head takes: the state twice, the blocks and the float32 tiles in flight."""
+    return 4 * (2 * K * V + 4 * C * (2 * K + 2 * V) + 6 * (C + K) * (K + LANES))
+
+
+def default_for(H: int, HV: int, C: int, K: int, V: int, most: int = 16) -> Config:
+    """Return the Config for these shapes: as many whole groups of heads as fit, at least one."""
+    group = HV // H
+    fits = [
+        n * group
+        for n in range(1, H + 1)
+        if H % n == 0 and n * group <= most and n * group * vmem_bytes_per_head(C, K, V) <= 40 * 2**20
+    ]
+    return Config(heads=max(fits, default=group))
+
+
+def lane_packing(heads: int, group: int, C: int) -> int:
+    """Return how many heads lie side by side in the lanes: a power of two that divides, or is divided by, the group."""
+    p = max(1, LANES // C)
+    while heads % p or (p % group and group % p):
+        p //= 2
+    return p
