@@ -40,9 +40,7 @@ def test_ladder(ladder, implementation, chunk_size):
 @pytest.mark.parametrize("chunk_size", [64, 128])
 def test_ladder_without_states(ladder, chunk_size):
     inputs = {name: x for name, x in ladder[0].items() if name != "initial_state"}
-    o, _ = chunk_gated_delta_rule(
-        **inputs, cu_seqlens=jnp.asarray(LADDER), chunk_size=chunk_size, implementation="xla"
-    )
+    o, _ = chunk_gated_delta_rule(**inputs, cu_seqlens=jnp.asarray(LADDER), chunk_size=chunk_size, implementation="xla")
     assert_close("o", o, reference(**inputs, cu_seqlens=LADDER)[0], TOLERANCE[str(inputs["v"].dtype)])
 
 

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
+
 from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.shared.testing import make_inputs
 

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.shared.testing import TOLERANCE, assert_close, make_inputs
 
@@ -70,8 +71,6 @@ def test_no_leak_between_sequences(implementation, states):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_chunk_sizes_agree(implementation):
     inputs = make_inputs(1, 150, 1, 2, 16, 24, gate="logsigmoid/10")
-    runs = [
-        chunk_gated_delta_rule(**inputs, chunk_size=C, implementation=implementation)[0] for C in (16, 32, 64, 128)
-    ]
+    runs = [chunk_gated_delta_rule(**inputs, chunk_size=C, implementation=implementation)[0] for C in (16, 32, 64, 128)]
     for o in runs[1:]:
         assert_close("o", o, runs[0], TOLERANCE["float32"])

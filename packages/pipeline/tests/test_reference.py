@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
+
 from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.shared.reference import reference
 from chunkwise.shared.testing import GATES, TOLERANCE, assert_close, make_inputs
@@ -81,9 +82,7 @@ def test_packed_with_states(implementation, gate, dtype):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_packed_without_states(implementation, chunk_size, gate):
     inputs = make_inputs(1, 147, 1, 2, 32, 48, gate=gate)
-    o, state = chunk_gated_delta_rule(
-        **inputs, cu_seqlens=PACKED, chunk_size=chunk_size, implementation=implementation
-    )
+    o, state = chunk_gated_delta_rule(**inputs, cu_seqlens=PACKED, chunk_size=chunk_size, implementation=implementation)
     assert state is None
     assert_close("o", o, reference(**inputs, cu_seqlens=PACKED)[0], TOLERANCE["float32"])
     assert not o[:, 140:].any(), "padding tokens give zeros"

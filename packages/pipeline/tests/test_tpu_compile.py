@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chunkwise.pipeline import chunk_gated_delta_rule
-from chunkwise.shared import tpu
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from chunkwise.pipeline import chunk_gated_delta_rule
+from chunkwise.shared import tpu
 
 pytestmark = pytest.mark.tpu
 
@@ -44,7 +45,9 @@ def test_chain_compiles_under_shard_map():
         return chain(*tensors, None)
 
     tensors = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, rows)) for x in specs(4, 64) if x is not None
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, rows))
+        for x in specs(4, 64)
+        if x is not None
     ]
     sharded = jax.shard_map(run, mesh=mesh, in_specs=(rows,) * 5, out_specs=(rows, rows))
     text = jax.jit(sharded).trace(*tensors).lower().compile().as_text()

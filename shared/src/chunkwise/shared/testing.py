@@ -245,7 +245,7 @@ def numeric_gradients(fn, args: dict, cotangents) -> dict[str, np.ndarray]:
 
 
 def assert_gradients(fn, definition, args: dict, tolerance: float = GRADIENT_TOLERANCE["float32"]) -> None:
-    """Fail unless the gradients of fn(**args), plain and under remat, are those of its definition, in numpy, by steps."""
+    """Fail unless the gradients of fn(**args), plain and under remat, are the numeric ones of its numpy definition."""
     rng = np.random.default_rng(1)
     cotangents = [jnp.asarray(rng.standard_normal(y.shape), y.dtype) for y in jax.tree.leaves(fn(**args))]
 

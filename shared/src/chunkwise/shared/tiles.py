@@ -82,3 +82,16 @@ def split_gate(g: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     coarse = jnp.round(g * 16.0) / 16.0
     return coarse, g - coarse
+
+
+def to_row(column: jax.Array) -> jax.Array:
+    """Return [heads, C, 1] as [heads, 1, C], exactly; the inverse of `to_column`."""
+    size = column.shape[1]
+    on_diagonal = row_index(size) == column_index(size)
+    return jnp.sum(jnp.where(on_diagonal, column, 0.0), axis=1, keepdims=True)
+
+
+def sum_groups(x: jax.Array, heads: int) -> jax.Array:
+    """Return x [NC, HV, ...] summed over the value heads that share a head: [NC, heads, ...]."""
+    NC, HV, *tail = x.shape
+    return jnp.sum(x.reshape(NC, heads, HV // heads, *tail), axis=2)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.chunk_h import config as tiles
-from chunkwise.chunk_h import kernel, xla
+from chunkwise.chunk_h import kernel, vjp, xla
 from chunkwise.shared import (
     Chunking,
     check,
@@ -16,7 +16,6 @@ from chunkwise.shared import (
     check_heads,
     check_initial_state,
     choose_implementation,
-    without_gradient,
 )
 
 
@@ -61,17 +60,17 @@ def chunk_gated_delta_rule_fwd_h(
       h [B, NT, HV, K, V] float32, the state before every chunk; NT is ceil(T / C), or T // C + N for a packed batch,
       whose unused chunks are zero.
       v_new [B, T, HV, V] float32, not decayed.
-      final_state [N, HV, K, V] float32, or None. The carried state is float32 whatever the inputs are.
+      final_state [N, HV, K, V] float32, or None. Differentiable in every array under both implementations. The carried
+      state is float32 whatever the inputs are.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
-      NotImplementedError: the "pallas" implementation is differentiated.
 
     Accuracy: 5e-7 relative to the recurrence in float64.
     Cost: 4 B T HV K V flops.
     Source: Yang et al., Gated Delta Networks (2024), section 3.3.
     """
-    B, T, HV, V = check_array("u", u, "B T HV V")
+    B, T, HV, _ = check_array("u", u, "B T HV V")
     K = check_array("k", k, "B T H K", (B, T, None, None))[3]
     check_array("w", w, "B T HV K", (B, T, HV, K))
     if g_cum is not None:
@@ -119,12 +118,12 @@ def chunk_fwd_h(
       config: tile sizes of the kernel.
 
     Returns:
-      h [B, NT, HV, K, V] float32, the state before every chunk, zero for unused chunks.
+      h [B, NT, HV, K, V] float32, the state before every chunk, zero for unused chunks. Differentiable in every array
+      under both implementations.
       final_state [N, HV, K, V] float32, or None.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type, or both kinds of gates are given.
-      NotImplementedError: the "pallas" implementation is differentiated.
 
     Accuracy: 3e-7 relative to the recurrence in float64.
     Cost: 2 B T HV K V flops.
@@ -180,18 +179,12 @@ def _run(
     initial_state = None if initial_state is None else initial_state.astype(jnp.float32)
     w = None if w is None else chunks.split(w)
     operands = kernel.Operands(chunks.split(k), w, chunks.split(u), g, gk, initial_state)
-    action = kernel.actions(chunks.first, chunks.length)
+    table = kernel.make_table(chunks.first, chunks.length, chunks.sequence)
     if implementation == "pallas":
-
-        def launch(*x):
-            return kernel.launch(kernel.Operands(*x), action, chunks.sequence, chunks.N, config)
-
-        h, v_new, final_state = without_gradient(launch, "The Pallas kernel of `chunk_h`")(*operands)
+        h, v_new, final_state = vjp.states(operands, table, chunks.last.astype(jnp.int32), chunks.N, config)
     else:
-        decays = (None, None) if g is None else xla.end_decays(g)
-        h, v_new, after = xla.states(
-            operands.k, w, operands.u, *decays, gk, initial_state, action, chunks.sequence, chunks.B
-        )
+        decays = xla.end_decays(jnp.swapaxes(g, -1, -2) if gk is None else gk)
+        h, v_new, after = xla.states(operands.k, w, operands.u, *decays, initial_state, table, chunks.B)
         final_state = after[chunks.final_chunk]
     v_new = None if w is None else chunks.merge(v_new)
     if not output_final_state:

@@ -38,30 +38,58 @@ class Operands(NamedTuple):
     initial_state: jax.Array | None
 
 
+class Table(NamedTuple):
+    """Which chunk belongs where, for the index maps; int32 [NC] each.
+
+    Attributes:
+      action: CONTINUE, RESTART or UNUSED.
+      sequence: the sequence of the chunk, nondecreasing.
+    """
+
+    action: jax.Array
+    sequence: jax.Array
+
+
+def make_table(first: jax.Array, length: jax.Array, sequence: jax.Array) -> Table:
+    """Return the table from the flag `first`, the valid rows and the sequence of every chunk."""
+    action = jnp.where(length == 0, UNUSED, lax.convert_element_type(first, jnp.int32)).astype(jnp.int32)
+    return Table(action, sequence)
+
+
+def decays_tile(g, gk):
+    """Return the decay from each token to the end of the chunk and the one over the whole chunk.
+
+    Per head, from rows g [HV, 1, C]: [HV, C, 1] and [HV, 1, 1]. Per channel, from gk [HV, C, K]: [HV, C, K] and
+    [HV, K, 1].
+    """
+    if gk is None:
+        g_last = last_valid(g)
+        return jnp.exp(g_last - to_column(g)), jnp.exp(g_last)
+    g_last = gk[:, -1:]
+    return jnp.exp(g_last - gk), to_column(jnp.exp(g_last))
+
+
 def new_values_tile(S, w, u):
     """Return v_new = u - w S [HV, C, V] float32 from the state S [HV, K, V]; u itself if w is None."""
     u = u.astype(jnp.float32)
     return u if w is None else u - dot(w, S)
 
 
-def next_state_tile(S, k, v_new, to_end_col, through):
+def next_state_tile(S, k, v_new, to_end, through):
     """Return the state after the chunk.
 
     Args:
       S: [HV, K, V], the state before the chunk.
       k: [h, C, K], keys of the key heads.
       v_new: [HV, C, V] float32.
-      to_end_col: [HV, C, 1], the decay e^(G_last - G) from each token to the end of the chunk.
-      through: [HV, 1, 1], the decay e^G_last over the whole chunk.
+      to_end, through: from `decays_tile`.
     """
-    return through * S + dot_tn(repeat_heads(k, S.shape[0]), to_end_col * v_new)
+    return through * S + dot_tn(repeat_heads(k, S.shape[0]) * to_end, v_new)
 
 
-def next_state_channels_tile(S, k, v_new, gk):
-    """Return the state after the chunk for a gate per channel: gk [HV, C, K], cumulative, in nats."""
-    g_last = gk[:, -1:]
-    decayed = repeat_heads(k, S.shape[0]).astype(jnp.float32) * jnp.exp(g_last - gk)
-    return to_column(jnp.exp(g_last)) * S + dot_tn(decayed, v_new)
+def load(ref):
+    """Return the tile of a Ref; None for an operand that is not there."""
+    return None if ref is None else ref[...]
 
 
 def _state_kernel(action_ref, sequence_ref, k_ref, w_ref, u_ref, g_ref, gk_ref, h0_ref, h_ref, v_ref, ht_ref, S_ref):
@@ -74,42 +102,37 @@ def _state_kernel(action_ref, sequence_ref, k_ref, w_ref, u_ref, g_ref, gk_ref, 
 
     S = S_ref[...]
     h_ref[...] = jnp.where(action == UNUSED, 0.0, S)
-    v_new = new_values_tile(S, None if w_ref is None else w_ref[...], u_ref[...])
+    v_new = new_values_tile(S, load(w_ref), u_ref[...])
     if v_ref is not None:
         v_ref[...] = v_new
-    if gk_ref is None:
-        g = g_ref[...]
-        g_last = last_valid(g)
-        S = next_state_tile(S, k_ref[...], v_new, jnp.exp(g_last - to_column(g)), jnp.exp(g_last))
-    else:
-        S = next_state_channels_tile(S, k_ref[...], v_new, gk_ref[...])
+    S = next_state_tile(S, k_ref[...], v_new, *decays_tile(load(g_ref), load(gk_ref)))
     # An unused chunk holds zeros only, so it repeats the final state of the sequence before it.
     S_ref[...] = S
     ht_ref[...] = S
 
 
-def launch(x: Operands, action: jax.Array, sequence: jax.Array, N: int, config: Config):
+def suffix(x: Operands) -> str:
+    """Return what names the variant of a kernel: its chunk size and the kind of its gates."""
+    return f"c{x.k.shape[2]}" + ("_gk" if x.g is None else "")
+
+
+def launch(x: Operands, table: Table, N: int, config: Config):
     """Run the kernel.
 
     Args:
       x: the operands.
-      action: int32 [NC], CONTINUE, RESTART or UNUSED.
-      sequence: int32 [NC], nondecreasing: the sequence of each chunk.
+      table: which chunk belongs where.
       N: number of sequences.
       config: tile sizes.
 
     Returns:
-      h [NC, HV, K, V] float32, v_new [NC, HV, C, V] float32 (None without w), and the final states
-      [N, HV, K, V] float32, undefined for a sequence that has no chunk.
+      h [NC, HV, K, V] float32, v_new [NC, HV, C, V] float32 (None without w), and the final states [N, HV, K, V]
+      float32, undefined for a sequence that has no chunk.
     """
     NC, H, C, K = x.k.shape
     _, HV, _, V = x.u.shape
     heads, axes = config.heads, (1, 0)
-
-    def state_block(h, n, action, sequence):
-        return sequence[n], h, 0, 0
-
-    state = pl.BlockSpec((None, heads, K, V), state_block)
+    state = pl.BlockSpec((None, heads, K, V), lambda h, n, action, sequence: (sequence[n], h, 0, 0))
     values = head_block(heads, C, V, axes=axes)
 
     def given(array, spec):
@@ -117,10 +140,9 @@ def launch(x: Operands, action: jax.Array, sequence: jax.Array, N: int, config: 
 
     return pallas_call(
         _state_kernel,
-        action,
-        sequence,
+        *table,
         *x,
-        name=f"chunk_{'fwd_h' if x.w is None else 'gated_delta_rule_fwd_h'}_fwd_c{C}" + ("_gk" if x.g is None else ""),
+        name=f"chunk_{'fwd_h' if x.w is None else 'gated_delta_rule_fwd_h'}_fwd_{suffix(x)}",
         num_scalar_prefetch=2,
         # Blocks of heads are independent; chunks pass the state on in scratch, so they run in order.
         grid=(HV // heads, NC),
@@ -143,11 +165,6 @@ def launch(x: Operands, action: jax.Array, sequence: jax.Array, N: int, config: 
         cost_estimate=pl.CostEstimate(
             flops=2 * NC * HV * C * K * V * (1 if x.w is None else 2),
             transcendentals=NC * HV * C * (K if x.g is None else 1),
-            bytes_accessed=sum(a.nbytes for a in x if a is not None) + 4 * NC * HV * K * V + x.u.nbytes,
+            bytes_accessed=sum(a.nbytes for a in x if a is not None) + 4 * NC * HV * (K + C) * V,
         ),
     )
-
-
-def actions(first: jax.Array, length: jax.Array) -> jax.Array:
-    """Return the action of every chunk from its flag `first` and its number of valid rows."""
-    return jnp.where(length == 0, UNUSED, lax.convert_element_type(first, jnp.int32)).astype(jnp.int32)

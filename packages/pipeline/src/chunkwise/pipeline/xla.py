@@ -1,14 +1,15 @@
 """The operators in plain JAX, composed from the chunk functions of the stage packages.
 
-A packed batch without states keeps its chunks aligned to the token stream and masks the pairs of different sequences:
-its cost follows tokens, not sequences. With states, chunks restart at every sequence, so that every sequence has a chunk
-boundary where its state can be handed in and out; the extra chunks cost about as much as the states themselves.
+A packed batch without states keeps its chunks aligned to the token stream and masks the pairs of different
+sequences: its cost follows tokens, not sequences. With states, chunks restart at every sequence, so that every
+sequence has a chunk boundary where its state can be handed in and out; the extra chunks cost about as much as the
+states themselves.
 """
 
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.chunk_h.kernel import CONTINUE, actions
+from chunkwise.chunk_h.kernel import CONTINUE, make_table
 from chunkwise.chunk_h.xla import states
 from chunkwise.chunk_o.xla import output
 from chunkwise.kkt.xla import kkt
@@ -30,10 +31,10 @@ def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
     A_inv = inverse(A.reshape(-1, C, C)).reshape(A.shape)
     w, u = w_u(k_c, v_c, A_inv, beta_c, from_start)
     # A stream restarts nowhere: `through` is zero where another sequence begins.
-    action = jnp.full_like(chunks.sequence, CONTINUE) if stream else actions(chunks.first, chunks.length)
-    h, v_new, after = states(
-        k_c, w, u, to_end, through, None, initial_state, action, chunks.sequence, B
-    )
+    table = make_table(chunks.first, chunks.length, chunks.sequence)
+    if stream:
+        table = table._replace(action=jnp.full_like(table.action, CONTINUE))
+    h, v_new, after = states(k_c, w, u, to_end, through, initial_state, table, B)
     o = chunks.merge(output(q_c, k_c, v_new, h, from_start, decay + jnp.eye(C), scale)).astype(v.dtype)
     if stream:
         owned = jnp.arange(T) < cu_seqlens[-1]
@@ -48,10 +49,10 @@ def _decays(g, masks):
     """Return the decays of every chunk from the gates g, rows [NC, HV, 1, C].
 
     Returns:
-      decay [NC, HV, C, C], from token j to token i > j of one sequence, else 0. The diagonal is left out: its 1 does not
-        depend on the gates, and in their gradient it would swamp decays of 1e-13.
+      decay [NC, HV, C, C], from token j to token i > j of one sequence, else 0. The diagonal is left out: its 1 does
+        not depend on the gates, and in their gradient it would swamp decays of 1e-13.
       from_start [NC, HV, 1, C], from the start of the chunk to each token, 0 for tokens of later sequences.
-      to_end [NC, HV, 1, C], from each token to the end of the chunk, 0 for tokens of sequences that ended.
+      to_end [NC, HV, C, 1], from each token to the end of the chunk, 0 for tokens of sequences that ended.
       through [NC, HV, 1, 1], over the whole chunk, 0 if another sequence begins in it.
     """
     below = strictly_lower(g.shape[-1])
@@ -67,4 +68,4 @@ def _decays(g, masks):
         to_end = jnp.where(masks.ending[:, None, None], to_end, 0.0)
         through = jnp.where(masks.through[:, None, None, None], through, 0.0)
     difference = sum(jnp.swapaxes(x, -1, -2) - x for x in (coarse, fine))
-    return masked_exp(difference, below), from_start, to_end, through
+    return masked_exp(difference, below), from_start, jnp.swapaxes(to_end, -1, -2), through

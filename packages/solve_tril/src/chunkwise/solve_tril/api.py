@@ -11,11 +11,10 @@ from chunkwise.shared import (
     check_array,
     check_cu_seqlens,
     choose_implementation,
-    without_gradient,
 )
 from chunkwise.shared.checks import CHUNK_SIZES
 from chunkwise.solve_tril import config as tiles
-from chunkwise.solve_tril import kernel, xla
+from chunkwise.solve_tril import vjp, xla
 
 
 def solve_tril(
@@ -44,17 +43,17 @@ def solve_tril(
       config: tile sizes of the kernel.
 
     Returns:
-      A_inv [B, T, HV, C] float32, in the layout of A.
+      A_inv [B, T, HV, C] float32, in the layout of A. Differentiable under both implementations.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
-      NotImplementedError: the "pallas" implementation is differentiated.
 
-    Accuracy: 3e-7 relative to the inverse in float64 at C = 64 for keys of unit length, 2e-7 if all keys are equal.
+    Accuracy: 3e-7 relative to the inverse in float64 for keys of unit length, 2e-7 if all keys are equal and beta = 1,
+    4e-6 if beta = 1.9, where the matrix has condition 3,000.
     Cost: 4 C^3 (log2 C - 1) flops a chunk and head in the kernel, 8 C^2 bytes.
     Source: the block inverse of Higham, Accuracy and Stability of Numerical Algorithms (2002), section 14.2.
     """
-    B, T, HV, C = check_array("A", A, "B T HV C")
+    B, T, _, C = check_array("A", A, "B T HV C")
     check(C in CHUNK_SIZES, f"`A` must have a last dimension of one of {CHUNK_SIZES}; got {C}.")
     check_cu_seqlens(cu_seqlens, B, T)
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
@@ -67,8 +66,7 @@ def _run(A, cu_seqlens, implementation, config):
     chunks = Chunking(B, T, C, cu_seqlens)
     matrices = chunks.split(A.astype(jnp.float32)).reshape(-1, C, C)
     if implementation == "pallas":
-        launch = functools.partial(kernel.launch, config=config or tiles.default_for(chunks.NC, HV, C))
-        A_inv = without_gradient(launch, "The Pallas kernel of `solve_tril`")(matrices)
+        A_inv = vjp.solve(matrices, config or tiles.default_for(chunks.NC, HV, C))
     else:
         A_inv = xla.inverse(matrices)
     return chunks.merge(A_inv.reshape(chunks.NC, HV, C, C))

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.shared import (
+    CHUNK_SIZES,
     Chunking,
+    check,
     check_array,
-    check_chunk_size,
     check_cu_seqlens,
     check_heads,
     choose_implementation,
-    without_gradient,
 )
 from chunkwise.wy_fast import config as tiles
-from chunkwise.wy_fast import kernel, xla
+from chunkwise.wy_fast import vjp, xla
 
 
 def recompute_w_u(
@@ -57,7 +57,6 @@ def recompute_w_u(
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
-      NotImplementedError: the "pallas" implementation is differentiated.
 
     Accuracy: 2e-7 relative to the definition in float64.
     Cost: 2 B T C HV (K + V) flops.
@@ -68,7 +67,7 @@ def recompute_w_u(
     check_heads(H, HV)
     check_array("beta", beta, "B T HV", (B, T, HV))
     C = check_array("A_inv", A_inv, "B T HV C", (B, T, HV, None))[3]
-    check_chunk_size(C)
+    check(C in CHUNK_SIZES, f"`A_inv` must have a last dimension of one of {CHUNK_SIZES}; got {C}.")
     if g_cum is not None:
         check_array("g_cum", g_cum, "B T HV", (B, T, HV))
     check_cu_seqlens(cu_seqlens, B, T)
@@ -83,8 +82,7 @@ def _run(k, v, beta, A_inv, g_cum, cu_seqlens, implementation, config):
     g = chunks.split_cumulative_rows(g_cum, v.shape[2])
     operands = chunks.split(k), chunks.split(v), chunks.split(A_inv.astype(jnp.float32)), chunks.split_rows(beta)
     if implementation == "pallas":
-        launch = functools.partial(kernel.launch, config=config)
-        w, u = without_gradient(launch, "The Pallas kernel of `recompute_w_u`")(*operands, g)
+        w, u = vjp.w_u(*operands, g, config)
     else:
         w, u = xla.w_u(*operands, jnp.exp(g))
     return chunks.merge(w), chunks.merge(u)

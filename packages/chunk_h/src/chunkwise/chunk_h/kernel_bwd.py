@@ -1,0 +1,164 @@
+"""The gradient of the pass of the state: tile mathematics, kernel body, launcher.
+
+Backwards over the chunks, dS' being the gradient of the state after the chunk and e the decay to its end:
+
+    dv = dv_new + (e k) dS';  dk = e (v_new dS'^T);  dw = -dv S^T;  du = dv
+    dS = dh + e^{G_last} dS' - w^T dv
+    dG = -k dk, and on the last row also the sum of k dk and of e^{G_last} S dS'
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from chunkwise.chunk_h.config import Config
+from chunkwise.chunk_h.kernel import RESTART, Operands, Table, decays_tile, load, suffix
+from chunkwise.shared import (
+    dot,
+    dot_nt,
+    dot_tn,
+    head_block,
+    out_struct,
+    pallas_call,
+    repeat_heads,
+    sum_groups,
+    to_row,
+)
+
+
+def gate_gradient_tile(kdk, SdS, through, gk):
+    """Return dG: rows [HV, 1, C] for gates per head, [HV, C, K] for gates per channel (gk given).
+
+    Args:
+      kdk: k * dk [HV, C, K].
+      SdS: S * dS' [HV, K, V].
+      through: the decay over the whole chunk, [HV, 1, 1] or [HV, K, 1].
+      gk: the gates per channel, or None.
+    """
+    C = kdk.shape[1]
+    if gk is None:
+        kdk = to_row(jnp.sum(kdk, axis=2, keepdims=True))
+        last = through * jnp.sum(SdS, axis=(1, 2), keepdims=True) + jnp.sum(kdk, axis=2, keepdims=True)
+        position = lax.broadcasted_iota(jnp.int32, kdk.shape, 2)
+    else:
+        last = to_row(through * jnp.sum(SdS, axis=2, keepdims=True)) + jnp.sum(kdk, axis=1, keepdims=True)
+        position = lax.broadcasted_iota(jnp.int32, kdk.shape, 1)
+    return jnp.where(position == C - 1, last, 0.0) - kdk
+
+
+def _state_bwd_kernel(
+    action_ref, sequence_ref, last_ref, k_ref, w_ref, g_ref, gk_ref, h_ref, v_ref, dh_ref, dv_ref, dht_ref,
+    dk_ref, dw_ref, du_ref, dg_ref, dgk_ref, dh0_ref, dS_ref,
+):  # fmt: skip
+    del sequence_ref  # read by the index maps only
+    n = pl.num_programs(1) - 1 - pl.program_id(1)
+
+    @pl.when(last_ref[n] == 1)
+    def _():
+        dS_ref[...] = dht_ref[...]
+
+    k = repeat_heads(k_ref[...], h_ref.shape[0])
+    to_end, through = decays_tile(load(g_ref), load(gk_ref))
+    S, dS = h_ref[...], dS_ref[...]
+    dv = dot(k * to_end, dS)
+    if dv_ref is not None:
+        dv += dv_ref[...]
+    dk = to_end * dot_nt(v_ref[...].astype(jnp.float32), dS)
+    dk_ref[...] = dk
+    du_ref[...] = dv.astype(du_ref.dtype)
+    dg = gate_gradient_tile(k * dk, S * dS, through, load(gk_ref))
+    (dg_ref if gk_ref is None else dgk_ref)[...] = dg
+    dS = through * dS + dh_ref[...]
+    if w_ref is not None:
+        dw_ref[...] = -dot_nt(dv, S)
+        dS -= dot_tn(w_ref[...].astype(jnp.float32), dv)
+    # An unused chunk has an `h` of zeros that is nobody's result; the first used chunk from the right starts afresh.
+    dS_ref[...] = dS
+    dh0_ref[...] = dS
+
+
+def launch(x: Operands, h, v_new, table: Table, last: jax.Array, dh, dv_new, dht, config: Config) -> Operands:
+    """Run the kernel.
+
+    Args:
+      x: the operands of the forward.
+      h, v_new: its results; v_new is u without w.
+      table: the table of the forward.
+      last: int32 [NC], 1 where a sequence ends.
+      dh, dv_new, dht: cotangents of its results; dv_new is None without w.
+      config: tile sizes.
+
+    Returns:
+      The gradients of the operands, in their types; that of initial_state is zero for sequences without a chunk, and
+      None without one.
+    """
+    NC, H, C, K = x.k.shape
+    _, HV, _, V = x.u.shape
+    N, heads = dht.shape[0], config.heads
+
+    def reverse(*tail, group=1):
+        forward = head_block(heads, *tail, group=group, axes=(1, 0))
+        return pl.BlockSpec(forward.block_shape, lambda h, n, *_: forward.index_map(h, NC - 1 - n))
+
+    def given(array, spec):
+        return None if array is None else spec
+
+    def like(array, *tail):
+        return None if array is None else out_struct((NC, HV, *tail), jnp.float32, *x)
+
+    state = pl.BlockSpec((None, heads, K, V), lambda h, n, a, sequence, last: (sequence[NC - 1 - n], h, 0, 0))
+    row, channels = given(x.g, reverse(1, C)), given(x.gk, reverse(C, K))
+    keys, values = given(x.w, reverse(C, K)), reverse(C, V)
+    dk, dw, du, dg, dgk, dh0 = pallas_call(
+        _state_bwd_kernel,
+        *table,
+        last,
+        x.k,
+        x.w,
+        x.g,
+        x.gk,
+        h,
+        v_new,
+        dh,
+        dv_new,
+        dht,
+        name=f"chunk_{'fwd_h' if x.w is None else 'gated_delta_rule_fwd_h'}_bwd_{suffix(x)}",
+        num_scalar_prefetch=3,
+        # Blocks of heads are independent; chunks pass the gradient of the state on, from the last to the first.
+        grid=(HV // heads, NC),
+        dimension_semantics=("parallel", "arbitrary"),
+        in_specs=[
+            reverse(C, K, group=HV // H),
+            keys,
+            row,
+            channels,
+            reverse(K, V),
+            values,
+            reverse(K, V),
+            given(dv_new, values),
+            state,
+        ],
+        out_specs=[reverse(C, K), keys, values, row, channels, state],
+        out_shape=[
+            like(x.k, C, K),
+            like(x.w, C, K),
+            out_struct(x.u.shape, x.u.dtype, *x),
+            like(x.g, 1, C),
+            like(x.gk, C, K),
+            out_struct((N, HV, K, V), jnp.float32, *x),
+        ],
+        scratch_shapes=[pltpu.VMEM((heads, K, V), jnp.float32)],
+        cost_estimate=pl.CostEstimate(
+            flops=2 * NC * HV * C * K * V * (2 if x.w is None else 4),
+            transcendentals=NC * HV * C * (K if x.g is None else 1),
+            bytes_accessed=sum(a.nbytes for a in (*x, h, v_new, dh, dv_new) if a is not None) * 2,
+        ),
+    )
+    if x.w is not None:
+        dw = dw.astype(x.w.dtype)
+    if x.initial_state is not None:
+        started = jnp.zeros((N,), bool).at[table.sequence].max(table.action == RESTART)
+        dh0 = jnp.where(started[:, None, None, None], dh0, 0.0)
+    return Operands(sum_groups(dk, H).astype(x.k.dtype), dw, du, dg, dgk, None if x.initial_state is None else dh0)

@@ -1,0 +1,46 @@
+"""Under jit, vmap, remat, grad, eval_shape and export."""
+
+import functools
+
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.shared import stage_reference
+from chunkwise.shared.testing import (
+    TRANSFORMS,
+    Case,
+    assert_gradients,
+    assert_traced_once,
+    assert_transform,
+    boundaries,
+)
+from chunkwise.solve_tril import solve_tril
+
+both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
+
+
+def matrices(**sizes):
+    return Case(**dict(T=20, K=3, chunk_size=16) | sizes).arguments()["A"]
+
+
+@both
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transform(transform, implementation):
+    assert_transform(transform, functools.partial(solve_tril, implementation=implementation), (matrices(B=2),))
+
+
+@pytest.mark.parametrize("sizes", [{}, dict(lengths=(1, 0, 17)), dict(T=32, chunk_size=32)], ids=str)
+@both
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_gradients(implementation, sizes):
+    cut = dict(cu_seqlens=boundaries(*sizes["lengths"]) if "lengths" in sizes else None)
+    run = functools.partial(solve_tril, implementation=implementation, **cut)
+    A = jnp.nan_to_num(matrices(**sizes))
+    assert_gradients(run, functools.partial(stage_reference.inverse, **cut), dict(A=A))
+
+
+@both
+def test_boundaries_are_traced(implementation):
+    A = matrices()
+    batches = [(A, boundaries(*lengths)) for lengths in [(1, 0, 19), (16, 2, 2)]]
+    assert_traced_once(functools.partial(solve_tril, implementation=implementation), *batches)

@@ -1,0 +1,47 @@
+"""Under jit, vmap, remat, grad, eval_shape and export."""
+
+import functools
+
+import pytest
+
+from chunkwise.shared import stage_reference
+from chunkwise.shared.testing import (
+    TRANSFORMS,
+    Case,
+    assert_gradients,
+    assert_traced_once,
+    assert_transform,
+    boundaries,
+)
+from chunkwise.wy_fast import recompute_w_u
+
+NAMES = ("k", "v", "beta", "A_inv", "g_cum")
+both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
+
+
+def arguments(**sizes):
+    x = Case(**dict(T=20, HV=2, K=3, V=2, chunk_size=16) | sizes).arguments()
+    return {name: x[name] for name in NAMES}
+
+
+@both
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transform(transform, implementation):
+    run = functools.partial(recompute_w_u, implementation=implementation)
+    assert_transform(transform, run, tuple(arguments(B=2).values()))
+
+
+@pytest.mark.parametrize("lengths", [None, (1, 0, 15)], ids=["fixed", "packed"])
+@both
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_gradients(implementation, lengths):
+    cut = dict(cu_seqlens=None if lengths is None else boundaries(*lengths))
+    run = functools.partial(recompute_w_u, implementation=implementation, **cut)
+    assert_gradients(run, functools.partial(stage_reference.w_u, **cut), arguments(T=17, HV=1, V=1))
+
+
+@both
+def test_boundaries_are_traced(implementation):
+    x = tuple(arguments().values())
+    batches = [(*x, boundaries(*lengths)) for lengths in [(1, 0, 19), (16, 2, 2)]]
+    assert_traced_once(functools.partial(recompute_w_u, implementation=implementation), *batches)

@@ -1,0 +1,63 @@
+"""Launching a function of tiles over all chunks and heads: the form of every kernel that carries no state."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.experimental import pallas as pl
+
+from chunkwise.shared.compat import out_struct
+from chunkwise.shared.launch import head_block, pallas_call
+
+
+def map_chunks(
+    tile: Callable,
+    *operands: jax.Array,
+    name: str,
+    HV: int,
+    heads: int,
+    outputs: Sequence[tuple[tuple[int, int], jax.typing.DTypeLike]],
+    flops: int,
+    transcendentals: int = 0,
+    scalars: Sequence[jax.Array] = (),
+) -> list[jax.Array]:
+    """Run `tile` on every chunk, `heads` value heads in lock-step, as one Pallas launch.
+
+    Args:
+      tile: a function of tiles, [h, rows, columns] for every operand after one scalar for every one of `scalars`;
+        returns a tuple of tiles [heads, rows, columns]. h is `heads` for operands with a head per value head and
+        fewer for those whose heads are shared.
+      *operands: chunks [NC, H or HV, rows, columns].
+      name: name of the kernel.
+      HV: value heads.
+      heads: value heads a grid step, from `pick_heads`.
+      outputs: ((rows, columns), dtype) of every result; its head dimension is HV.
+      flops, transcendentals: what the launch costs.
+      scalars: float32 [1] arrays, kept in scalar memory; they may be traced, so a kernel cannot capture them.
+
+    Returns:
+      The results [NC, HV, rows, columns].
+    """
+    NC = operands[0].shape[0]
+    first_output = len(scalars) + len(operands)
+
+    def kernel(*refs):
+        values = [ref[0] for ref in refs[: len(scalars)]] + [ref[...] for ref in refs[len(scalars) : first_output]]
+        for ref, value in zip(refs[first_output:], tile(*values), strict=True):
+            ref[...] = value.astype(ref.dtype)
+
+    results = [out_struct((NC, HV, *tail), dtype, *operands) for tail, dtype in outputs]
+    moved = sum(x.size * x.dtype.itemsize for x in (*operands, *results))
+    return pallas_call(
+        kernel,
+        *scalars,
+        *operands,
+        name=name,
+        num_scalar_prefetch=len(scalars),
+        # Chunks and blocks of heads are independent: no state is carried.
+        grid=(NC, HV // heads),
+        dimension_semantics=("parallel", "parallel"),
+        in_specs=[head_block(heads, *x.shape[2:], group=HV // x.shape[1]) for x in operands],
+        out_specs=[head_block(heads, *tail) for tail, _ in outputs],
+        out_shape=results,
+        cost_estimate=pl.CostEstimate(flops=flops, transcendentals=transcendentals, bytes_accessed=moved),
+    )
