@@ -1,8 +1,11 @@
 """The gated delta rule as a user calls it: stage by stage, packed, and beside the model it comes from."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from chunkwise.chunk_h import chunk_gated_delta_rule_fwd_h
 from chunkwise.chunk_o import chunk_fwd_o
 from chunkwise.cumsum import chunk_local_cumsum
@@ -32,7 +35,7 @@ def test_ladder(ladder, implementation, chunk_size):
         implementation=implementation,
     )  # fmt: skip
     tolerance = TOLERANCE[str(inputs["v"].dtype)]
-    for n, (start, stop) in enumerate(zip(LADDER, LADDER[1:], strict=False)):
+    for n, (start, stop) in enumerate(itertools.pairwise(LADDER)):
         assert_close(f"o of sequence {n}", o[:, start:stop], o_ref[:, start:stop], tolerance)
         assert_close(f"state of sequence {n}", state[n], state_ref[n], tolerance)
 

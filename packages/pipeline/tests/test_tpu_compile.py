@@ -35,6 +35,19 @@ def test_chain_compiles(chip, N):
     assert text.count('custom_call_target="tpu_custom_call"') == 6
 
 
+@pytest.mark.parametrize("N", [None, 3])
+@pytest.mark.parametrize("chip", tpu.CHIPS)
+def test_gradient_compiles(chip, N):
+    def loss(tensors, cu_seqlens):
+        o, state = chain(*tensors, cu_seqlens)
+        return jnp.sum(o.astype(jnp.float32)) + jnp.sum(state)
+
+    *tensors, cu_seqlens = specs(1, 500, N)
+    text = tpu.compile_for(jax.grad(loss), tuple(tensors), cu_seqlens, chip=chip).as_text()
+    # The output itself is not needed: the backward of six stages and the forward of five.
+    assert text.count('custom_call_target="tpu_custom_call"') == 11
+
+
 def test_chain_compiles_under_shard_map():
     """Batch rows over the chips of a topology, with the default check of varying axes."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name=tpu.CHIPS["v6e"])

@@ -52,8 +52,8 @@ def recompute_w_u(
       config: tile sizes of the kernel.
 
     Returns:
-      w [B, T, HV, K] and u [B, T, HV, V], float32 whatever the inputs are: u - w S cancels where keys repeat, and rounding
-      it to bfloat16 would be amplified a hundredfold.
+      w [B, T, HV, K] and u [B, T, HV, V], float32 whatever the inputs are: u - w S cancels where keys repeat, and
+      rounding it to bfloat16 would be amplified a hundredfold. Differentiable under both implementations.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
