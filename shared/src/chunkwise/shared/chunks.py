@@ -80,8 +80,9 @@ class Chunking:
         row = jnp.arange(chunk_size, dtype=jnp.int32)
         start = cu_seqlens[self.sequence] + local * chunk_size
         self._token = jnp.where(row < self.length[:, None], start[:, None] + row, T).reshape(-1)
-        final = jnp.where(used, start + self.length - 1, T)
-        self._token_or_last = jnp.minimum(start[:, None] + row, final[:, None]).reshape(-1)
+        final = start + self.length - 1
+        last_repeated = jnp.minimum(start[:, None] + row, final[:, None])
+        self._token_or_last = jnp.where(used[:, None], last_repeated, T).reshape(-1)
         token = jnp.arange(T, dtype=jnp.int32)
         owner = jnp.searchsorted(cu_seqlens[1:], token, side="right")
         inside = jnp.minimum(owner, self.N - 1)

@@ -1,0 +1,53 @@
+"""Every ValueError, by its text; the arguments are shapes only, so nothing can have been computed."""
+
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
+from chunkwise.shared.testing import spec
+
+DELTA = dict(k=spec(2, 64, 2, 8), w=spec(2, 64, 4, 8), u=spec(2, 64, 4, 6), g_cum=spec(2, 64, 4))
+LINEAR = dict(k=spec(2, 64, 2, 8), v=spec(2, 64, 4, 6))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(u=spec(2, 64, 4)), "`u` must have shape [B, T, HV, V]; got (2, 64, 4)."),
+        (dict(k=spec(2, 63, 2, 8)), "`k` must have shape [B, T, H, K] = (2, 64, any, any); got (2, 63, 2, 8)."),
+        (dict(k=spec(2, 64, 2, 8, dtype=jnp.int32)), "`k` must be float32, bfloat16 or float16; got int32."),
+        (dict(w=spec(2, 64, 2, 8)), "`w` must have shape [B, T, HV, K] = (2, 64, 4, 8); got (2, 64, 2, 8)."),
+        (dict(g_cum=spec(2, 64, 2)), "`g_cum` must have shape [B, T, HV] = (2, 64, 4); got (2, 64, 2)."),
+        (dict(k=spec(2, 64, 3, 8)), "`v` must have a multiple of the heads of `k`; got 4 value heads for 3 key heads."),
+        (dict(chunk_size=63), "`chunk_size` must be one of (16, 32, 64, 128); got 63."),
+        (dict(cu_seqlens=spec(2, dtype=jnp.int32)), "`cu_seqlens` must come with a batch of 1; got B = 2."),
+        (
+            dict(initial_state=spec(1, 4, 8, 6)),
+            "`initial_state` must have shape [N, HV, K, V] = (2, 4, 8, 6); got (1, 4, 8, 6).",
+        ),
+        (dict(implementation="gpu"), "`implementation` must be None or one of ('pallas', 'xla'); got 'gpu'."),
+    ],
+)
+def test_delta_rule(wrong, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        chunk_gated_delta_rule_fwd_h(**DELTA | wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(v=spec(2, 64, 4)), "`v` must have shape [B, T, HV, V]; got (2, 64, 4)."),
+        (dict(g_cum=spec(2, 64, 2)), "`g_cum` must have shape [B, T, HV] = (2, 64, 4); got (2, 64, 2)."),
+        (dict(g_gamma=spec(2)), "`g_gamma` must have shape [HV] = (4); got (2,)."),
+        (dict(gk_cum=spec(2, 64, 4)), "`gk_cum` must have shape [B, T, HV, K]; got (2, 64, 4)."),
+        (
+            dict(gk_cum=spec(2, 64, 4, 8), g_gamma=spec(4)),
+            "`gk_cum` must come without `g_cum` and `g_gamma`; got both.",
+        ),
+    ],
+)
+def test_linear_attention(wrong, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        chunk_fwd_h(**LINEAR | wrong)

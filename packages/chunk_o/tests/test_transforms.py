@@ -1,0 +1,51 @@
+"""Under jit, vmap, remat, grad, eval_shape and export."""
+
+import functools
+
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.chunk_o import chunk_fwd_o
+from chunkwise.shared import stage_reference
+from chunkwise.shared.testing import (
+    TRANSFORMS,
+    Case,
+    assert_gradients,
+    assert_traced_once,
+    assert_transform,
+    boundaries,
+)
+
+NAMES = ("q", "k", "v", "h", "g_cum")
+both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
+
+
+def arguments(**sizes):
+    x = Case(**dict(T=20, HV=2, K=3, V=2, chunk_size=16) | sizes).arguments()
+    return {name: x[name] for name in NAMES}
+
+
+def run(implementation, **cut):
+    return functools.partial(chunk_fwd_o, chunk_size=16, implementation=implementation, **cut)
+
+
+@both
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transform(transform, implementation):
+    assert_transform(transform, run(implementation), tuple(arguments(B=2).values()))
+
+
+@both
+@pytest.mark.parametrize("lengths", [None, (1, 0, 17)], ids=["fixed", "packed"])
+def test_gradients(lengths, implementation):
+    cut = dict(cu_seqlens=None if lengths is None else boundaries(*lengths))
+    x = arguments() if lengths is None else arguments(HV=1, T=18, lengths=lengths)
+    x["scale"] = jnp.float32(0.7)
+    assert_gradients(run(implementation, **cut), functools.partial(stage_reference.output, chunk_size=16, **cut), x)
+
+
+@both
+def test_boundaries_are_traced(implementation):
+    x = arguments(lengths=(1, 0, 19))
+    batches = [(x, boundaries(*lengths)) for lengths in [(1, 0, 19), (16, 2, 2)]]
+    assert_traced_once(lambda x, cu_seqlens: run(implementation, cu_seqlens=cu_seqlens)(**x), *batches)

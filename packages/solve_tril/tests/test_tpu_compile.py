@@ -1,0 +1,23 @@
+"""The kernel compiles for every TPU generation; A does not depend on K and V."""
+
+import functools
+
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.shared.testing import spec
+from chunkwise.shared.tpu import CHIPS, compile_for, has_libtpu
+from chunkwise.solve_tril import solve_tril
+
+pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+@pytest.mark.parametrize("C", [64, 128])
+def test_compiles(C, packed, chip):
+    cu_seqlens = spec(4, dtype=jnp.int32) if packed else None
+    run = functools.partial(solve_tril, implementation="pallas")
+    text = compile_for(run, spec(1, 300, 4, C), cu_seqlens, chip=chip).as_text()
+    assert "tpu_custom_call" in text
+    assert f"solve_tril_fwd_c{C}" in text
