@@ -163,16 +163,15 @@ def gap(later, earlier):
     return functools.reduce(jnp.add, [a - b for a, b in zip(later, earlier, strict=True)])
 
 
-def scores(q, k, g: Gates, mask, scale, s: Shape):
-    """Return tril(K K^T * D) B and scale tril(Q K^T * D) B, packed [n, C, p C] float32; q, k [key heads, C, K]."""
-    heads_k, heads_q = key_packs(k, s), key_packs(q, s)
-    left = rows([lanes(heads_k), lanes(heads_q)])
-    right = rows([lanes([heads_k[i * s.keys // s.p] if i * s.keys // s.p == j else jnp.zeros_like(heads_k[0])
-                         for j in range(s.keys)]) for i in range(s.p)])  # fmt: skip
+def scores(q, k, g: Gates, mask, s: Shape):
+    """Return K K^T, Q K^T and the decays D (zero outside of `mask`), packed [n, C, p C]; q, k [key heads, C, K]."""
+    own_k, own_q, each = key_packs(k, s), key_packs(q, s), s.p // s.keys
+    zero = jnp.zeros_like(own_k[0])
+    left = rows([lanes(own_k), lanes(own_q)])
+    right = rows([lanes([own_k[j] if i // each == j else zero for j in range(s.keys)]) for i in range(s.p)])
     products = dot_nt(left, right)
     difference = gap([packed_columns(x, s) for x in g.G], g.G_rows)
-    weight = jnp.exp(jnp.where(mask, difference, NEVER)) * g.beta_rows
-    return products[:, : s.C] * weight, products[:, s.C :] * (weight * scale)
+    return products[:, : s.C], products[:, s.C :], jnp.exp(jnp.where(mask, difference, NEVER))
 
 
 def summary_out(P, X, dtype, p):
@@ -333,8 +332,9 @@ def _fwd_kernel(refs, *, s, opt):
     q, k, v, g, beta = load_chunk(refs, c, s, opt)
     gate = gates(g, beta, s, exact=k.dtype != jnp.bfloat16)
     flow = flow_of(gate, s, load_owner(refs, chunk))
-    M, P = scores(q, k, gate, flow.mask, scale, s)
-    X = unit_lower_inverse(M)
+    KK, QK, D = scores(q, k, gate, flow.mask, s)
+    weight = D * gate.beta_rows
+    X, P = unit_lower_inverse(KK * weight), QK * (weight * scale)
     S = state_ref[...]
     if refs.h is not None:
         refs.h[...] = S.astype(refs.h.dtype)

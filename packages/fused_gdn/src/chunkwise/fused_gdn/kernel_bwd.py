@@ -12,7 +12,6 @@ dN needs no further product with X: -X^T (B dW R^T) X^T = -dR W'^T.
 import jax
 import jax.numpy as jnp
 from chunkwise.fused_gdn.config import Config
-from chunkwise.fused_gdn.inverse import place
 from chunkwise.fused_gdn.kernel import (
     FIRST,
     LAST,
@@ -21,7 +20,6 @@ from chunkwise.fused_gdn.kernel import (
     blocks,
     columns,
     flow_of,
-    gap,
     gates,
     key_packs,
     lanes,
@@ -29,8 +27,6 @@ from chunkwise.fused_gdn.kernel import (
     load_owner,
     load_tiles,
     named,
-    packed_columns,
-    packed_rows,
     parts,
     place_tiles,
     rows,
@@ -39,7 +35,7 @@ from chunkwise.fused_gdn.kernel import (
     store_tiles,
     zero_tail,
 )
-from chunkwise.shared import dot, dot_nt, dot_tn, l2norm, out_struct, pallas_call
+from chunkwise.shared import dot, dot_nt, dot_tn, out_struct, pallas_call
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -71,3 +67,218 @@ def column_sums(x: jax.Array, s: Shape) -> jax.Array:
         lax.broadcasted_iota(jnp.int32, (1, s.C, s.p * s.C), 2) & (s.C - 1)
     )
     return row_sums(jnp.where(diagonal, total, 0.0), s)
+
+
+def strictly(s: Shape) -> jax.Array:
+    """Return i > j of shape [1, C, p C]."""
+    i = lax.broadcasted_iota(jnp.int32, (1, s.C, s.p * s.C), 1)
+    return i > (lax.broadcasted_iota(jnp.int32, (1, s.C, s.p * s.C), 2) & (s.C - 1))
+
+
+def diagonal_blocks(x: jax.Array, p: int) -> jax.Array:
+    """Return the p diagonal blocks of [n, p m, p w] as [n p, m, w]."""
+    m, w = x.shape[1] // p, x.shape[2] // p
+    return jnp.stack([x[i, j * m : (j + 1) * m, j * w : (j + 1) * w] for i in range(x.shape[0]) for j in range(p)])
+
+
+def side_lanes(x: jax.Array, p: int) -> jax.Array:
+    """Return tiles [heads, m, w] packed, [n, m, p w]."""
+    return jnp.stack([jnp.concatenate([x[i + j] for j in range(p)], axis=1) for i in range(0, x.shape[0], p)])
+
+
+def per_key(x: jax.Array, s: Shape) -> jax.Array:
+    """Sum tiles [heads, m, w] over the value heads of every key head, [key heads, m, w]."""
+    return jnp.stack([sum(x[i + j] for j in range(s.group)) for i in range(0, s.heads, s.group)])
+
+
+def multiply(a, b, dtype, contract=dot):
+    """Return the product of float32 tiles as one pass of operands of `dtype`."""
+    return contract(a.astype(dtype), b.astype(dtype))
+
+
+def apply_packed(X, tiles, dtype, p: int):
+    """Return X R of every head, [heads, C, w], for packed X [n, C, p C] at 16 bits and tiles R [heads, C, w]."""
+    X_parts = parts(X, dtype)
+    packs = [tiles[j::p].astype(dtype) for j in range(p)]
+    return split_lanes(dot(lanes(X_parts), rows([place_tiles(packs, p)] * len(X_parts))), p)
+
+
+def apply_transposed(X, tiles, dtype, p: int):
+    """Return X^T R of every head, [heads, C, w]."""
+    X_parts, right = parts(X, dtype), side_lanes(tiles.astype(dtype), p)
+    return diagonal_blocks(dot_tn(rows(X_parts), rows([right] * len(X_parts))), p)
+
+
+def outer(a, b, dtype, p: int):
+    """Return a b^T of every head, packed [n, m, p C], for tiles a [heads, m, w] and b [heads, C, w]."""
+    packs = [b[j::p].astype(dtype) for j in range(p)]
+    return dot_nt(side_lanes(a.astype(dtype), p), place_tiles(packs, p))
+
+
+def key_gradients(A1, A2, q, k, s: Shape):
+    """Return the gradients of (q, k) [key heads, C, K] through the packed scores.
+
+    dq = A2 K and dk = (A1 + A1^T) K + A2^T Q, summed over the value heads of a key head.
+    """
+    own_q, own_k, each = key_packs(q, s), key_packs(k, s), s.p // s.keys
+    zero, A = jnp.zeros_like(own_k[0]), rows([A1, A2]).astype(k.dtype)
+    right = rows([lanes([own_k[j] if i // each == j else zero for j in range(s.keys)]) for i in range(s.p)])
+    direct = dot(A, right)
+    turned = dot_tn(A, rows([lanes(own_k), lanes(own_q)]))
+    dq, dk = [0.0] * k.shape[0], [0.0] * k.shape[0]
+    for n in range(s.heads // s.p):
+        for j in range(s.keys):
+            head, at = (n * s.p + j * each) // s.group, slice(j * s.K, (j + 1) * s.K)
+            dq[head] += direct[n, s.C :, at]
+            dk[head] += direct[n, : s.C, at]
+            for i in range(j * each, (j + 1) * each):
+                dk[head] += turned[n, i * s.C : (i + 1) * s.C, at]
+    return jnp.stack(dq), jnp.stack(dk)
+
+
+def chunk_gradients(q, k, v, gate, flow, X, S, do, dS, scale, s: Shape):
+    """Return the gradients of one chunk.
+
+    Args:
+      q, k: [key heads, C, K].
+      v: [heads, C, V].
+      gate, flow: of the chunk.
+      X: packed [n, C, p C].
+      S: state before the chunk [heads, K, V], operand type.
+      do: [heads, C, V].
+      dS: float32 [heads, K, V], gradient of the state after the chunk.
+      scale: multiplies q.
+      s: static.
+
+    Returns:
+      dq, dk [key heads, C, K], dv [heads, C, V], dG (of the cumulative gate) and dbeta [C, heads], dS before the chunk.
+    """
+    dtype, C = k.dtype, s.C
+    q_own, k_own = (jnp.stack([x[i // s.group] for i in range(s.heads)]) for x in (q, k))
+    start, end, beta = columns(flow.start), columns(flow.end), columns(gate.beta)
+    KK, QK, D = scores(q, k, gate, flow.mask, s)
+
+    R = v.astype(jnp.float32) - start * dot(k_own, S)
+    W = apply_packed(X, R, dtype, s.p)  # v_new without beta
+    dW = apply_transposed(QK * (D * scale), do, dtype, s.p) + end * multiply(k_own, dS, dtype)
+    dR = apply_transposed(X, beta * dW, dtype, s.p)
+
+    pairs = outer(rows([dR, do.astype(jnp.float32)]), W, dtype, s.p)
+    dN = jnp.where(strictly(s), -pairs[:, :C], 0.0) * D
+    A1, A2 = dN * gate.beta_rows, pairs[:, C:] * (D * gate.beta_rows * scale)
+    dq, dk = key_gradients(A1, A2, q, k, s)
+
+    through_state = multiply(rows([do.astype(jnp.float32), dR]), S, dtype, dot_nt)
+    dq_start, dk_start = (scale * start) * through_state[:, :C], -start * through_state[:, C:]
+    dk_end = (end * beta) * multiply(W, dS, dtype, dot_nt)
+
+    weighted = A1 * KK + A2 * QK
+    dG_start = jnp.sum(q_own.astype(jnp.float32) * dq_start + k_own.astype(jnp.float32) * dk_start, 2, keepdims=True)
+    dG_end = jnp.sum(k_own.astype(jnp.float32) * dk_end, axis=2, keepdims=True)
+    kept = jnp.sum(jnp.sum(S.astype(jnp.float32) * dS, axis=2, keepdims=True), axis=1, keepdims=True)
+    last = jnp.sum(dG_end, axis=1, keepdims=True) + columns(flow.through) * kept
+    is_last = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1) == C - 1
+    dG = side_by_side(list(dG_start - dG_end + jnp.where(is_last, last, 0.0)))
+    dG = dG + row_sums(weighted, s) - column_sums(weighted, s)
+    dbeta = side_by_side(list(jnp.sum(dW * W, axis=2, keepdims=True))) + column_sums(dN * KK, s)
+
+    entering = rows([(scale * start) * do.astype(jnp.float32), -start * dR])
+    dS = columns(flow.through) * dS + multiply(rows([q_own, k_own]), entering, dtype, dot_tn)
+    return dq + per_key(dq_start, s), dk + per_key(dk_start + dk_end, s), dR, dG, dbeta, dS
+
+
+def l2norm_gradient(x: jax.Array, dy: jax.Array) -> jax.Array:
+    """Return the gradient of x through `l2norm`."""
+    x = x.astype(jnp.float32)
+    r = lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+    y = x * r
+    return r * (dy - y * jnp.sum(y * dy, axis=-1, keepdims=True))
+
+
+def _bwd_kernel(refs, *, s, opt, NT):
+    c = NT - 1 - pl.program_id(2)
+    chunk = pl.program_id(0) * NT + c
+    dS_ref = refs.dS
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        dS_ref[...] = jnp.zeros_like(dS_ref)
+
+    @pl.when(refs.table[LAST, chunk] == 1)
+    def _():
+        dS_ref[...] = jnp.zeros_like(dS_ref) if refs.dht is None else refs.dht[...]
+
+    q, k, v, g, beta = load_chunk(refs, c, s, opt)
+    do = zero_tail(load_tiles(refs.do, s.V), c, s, opt.T)
+    gate = gates(g, beta, s, exact=k.dtype != jnp.bfloat16)
+    flow = flow_of(gate, s, load_owner(refs, chunk))
+    dq, dk, dv, dG, dbeta, dS = chunk_gradients(
+        q, k, v, gate, flow, refs.X[...], refs.h[...], do, dS_ref[...], opt.scale, s
+    )
+    if opt.normalise:
+        dq = l2norm_gradient(zero_tail(load_tiles(refs.q, s.K), c, s, opt.T), dq)
+        dk = l2norm_gradient(zero_tail(load_tiles(refs.k, s.K), c, s, opt.T), dk)
+    for ref, tiles in ((refs.dq, dq), (refs.dk, dk), (refs.dv, dv)):
+        store_tiles(ref, tiles)
+    i, j = (lax.broadcasted_iota(jnp.int32, (1, s.C, s.C), axis) for axis in (1, 2))
+    refs.dg[...] = dot(jnp.where(i <= j, 1.0, 0.0), dG[None])[0]
+    refs.dbeta[...] = dbeta
+    dS_ref[...] = dS
+    if refs.dh0 is not None:
+
+        @pl.when(refs.table[FIRST, chunk] == 1)
+        def _():
+            refs.dh0[...] = dS_ref[...]
+
+
+def launch(
+    q, k, v, g, beta, h, X, do, dht, table, owner, N: int, want_state: bool, config: Config, opt: Options, s: Shape
+):  # fmt: skip
+    """Run the reverse kernel on the flat views.
+
+    Args:
+      q, k, v, g, beta, table, owner, N: as in the forward.
+      h, X: what the forward kernel computes for the backward.
+      do: like v.
+      dht: gradient of the final states [N, HV, K, V] float32, or None.
+      want_state: whether the gradient of the initial state is needed.
+      config, opt, s: static.
+
+    Returns:
+      A dict of dq, dk, dv like q, k, v, dg, dbeta float32 like g, and dh0 [N, HV, K, V] float32 if wanted.
+    """
+    B, T, _ = q.shape
+    HV, NT = v.shape[2] // s.V, pl.cdiv(T, s.C)
+    cut = blocks(s, NT, reverse=True)
+    kinds = {
+        "dq": (cut.q, q.shape, q.dtype),
+        "dk": (cut.q, k.shape, k.dtype),
+        "dv": (cut.v, v.shape, v.dtype),
+        "dg": (cut.gate, g.shape, jnp.float32),
+        "dbeta": (cut.gate, g.shape, jnp.float32),
+        "dh0": (cut.state, (N, HV, s.K, s.V), jnp.float32),
+    }
+    wanted = [n for n in kinds if n != "dh0" or want_state]
+    names = ("table", "q", "k", "v", "g", "beta", "h", "X", "do", "dht", "owner")
+    out = pallas_call(
+        named(_bwd_kernel, names, [(n, n in wanted) for n in kinds], ["dS"], s=s, opt=opt, NT=NT),
+        table, q, k, v, g, beta, h, X, do, dht, owner,
+        name=f"fused_chunk_gated_delta_rule_bwd_c{s.C}",
+        num_scalar_prefetch=1,
+        # Batch and head blocks are independent; time is sequential and runs backwards, the gradient of the state stays
+        # in VMEM.
+        grid=(B, HV // s.heads, NT),
+        dimension_semantics=("parallel", "parallel", "arbitrary"),
+        in_specs=[cut.q, cut.q, cut.v, cut.gate, cut.gate, cut.h, cut.X, cut.v, None if dht is None else cut.state,
+                  None if owner is None else cut.owner],
+        out_specs=[kinds[n][0] for n in wanted],
+        out_shape=[out_struct(*kinds[n][1:], q, k, v, g, beta, do, dht) for n in wanted],
+        scratch_shapes=[pltpu.VMEM((s.heads, s.K, s.V), jnp.float32)],
+        cost_estimate=pl.CostEstimate(
+            flops=2 * B * NT * HV * s.C * (6 * s.C * s.K + 3 * s.C * s.V + 5 * s.K * s.V),
+            transcendentals=B * NT * HV * s.C * s.C,
+            bytes_accessed=2 * (q.nbytes + k.nbytes) + 3 * v.nbytes + h.nbytes + X.nbytes,
+        ),
+        vmem_limit_bytes=config.vmem_bytes,
+    )  # fmt: skip
+    return dict(zip(wanted, out, strict=True))
