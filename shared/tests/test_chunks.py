@@ -1,0 +1,105 @@
+"""Cutting tokens into chunks and back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkwise.shared import Chunking, num_chunks, pad_tokens, stream_masks
+from chunkwise.shared.stage_reference import chunks_of
+from chunkwise.shared.testing import boundaries
+
+LENGTHS = st.lists(st.integers(0, 40), min_size=6, max_size=6)
+# A fixed number of tokens and sequences, so that the tables compile once.
+T, C = 240, 16
+
+
+def tokens(B, T, *tail):
+    return jnp.asarray(np.random.default_rng(0).standard_normal((B, T, *tail)), jnp.float32)
+
+
+@pytest.mark.parametrize(("B", "T"), [(1, 1), (2, 15), (1, 16), (3, 33)])
+def test_fixed_batch(B, T):
+    chunks, x = Chunking(B, T, 16), tokens(B, T, 2, 3)
+    cut = chunks.split(x)
+    assert B * num_chunks(T, 16) == chunks.NC
+    np.testing.assert_array_equal(chunks.merge(cut), x)
+    for n, c in enumerate(chunks_of(B, T, 16)):
+        length = c.tokens.stop - c.tokens.start
+        assert (chunks.sequence[n], chunks.length[n]) == (c.sequence, length)
+        assert chunks.first[n] == (c.tokens.start == 0)
+        assert chunks.last[n] == (c.tokens.stop == T)
+        np.testing.assert_array_equal(cut[n, :, :length], jnp.moveaxis(x[c.row, c.tokens], 0, 1))
+        assert not cut[n, :, length:].any()
+    assert not chunks.empty.any()
+
+
+@jax.jit
+def tables(x, cu_seqlens):
+    chunks = Chunking(1, T, C, cu_seqlens)
+    table = {name: getattr(chunks, name) for name in ("sequence", "first", "last", "length", "empty", "final_chunk")}
+    return table, chunks.split(x), chunks.split_cumulative(x), chunks.merge(chunks.split(x))
+
+
+@settings(max_examples=30, deadline=None)
+@given(LENGTHS)
+def test_packed_batch(lengths):
+    x = tokens(1, T, 2)
+    end = sum(lengths)
+    x = x.at[:, end:].set(jnp.nan)
+    table, cut, cumulative, merged = jax.tree.map(np.asarray, tables(x, boundaries(*lengths)))
+    expected = chunks_of(1, T, C, np.cumsum([0, *lengths]))
+    x = np.asarray(x)
+    for n, c in enumerate(expected):
+        rows = x[0, c.tokens].T
+        assert table["sequence"][n] == c.sequence
+        assert table["length"][n] == rows.shape[1]
+        np.testing.assert_array_equal(cut[n, :, : rows.shape[1]], rows)
+        assert not cut[n, :, rows.shape[1] :].any()
+        np.testing.assert_array_equal(cumulative[n], np.pad(rows, [(0, 0), (0, C - rows.shape[1])], mode="edge"))
+    sequences = np.array([c.sequence for c in expected], int)
+    used = len(expected)
+    np.testing.assert_array_equal(np.flatnonzero(table["first"]), np.unique(sequences, return_index=True)[1])
+    np.testing.assert_array_equal(table["empty"], np.array(lengths) == 0)
+    for n in np.unique(sequences):
+        assert table["final_chunk"][n] == np.flatnonzero(sequences == n)[-1]
+        assert table["last"][table["final_chunk"][n]]
+    assert table["last"].sum() == len(np.unique(sequences))
+    # Unused chunks, all padding: zero everywhere, whatever lies in the tokens past the last sequence.
+    assert not table["length"][used:].any()
+    assert not cut[used:].any()
+    assert not cumulative[used:].any()
+    assert (np.diff(table["sequence"]) >= 0).all()
+    np.testing.assert_array_equal(merged[:, :end], x[:, :end])
+    assert not merged[:, end:].any()
+
+
+def test_constant_gate_stops_at_the_last_valid_row():
+    chunks = Chunking(1, 18, 16)
+    rows = chunks.gamma_rows(jnp.array([-2.0]))
+    np.testing.assert_array_equal(rows[0, 0, 0], -2.0 * np.arange(1, 17))
+    np.testing.assert_array_equal(rows[1, 0, 0], [-2.0] + 15 * [-4.0])
+
+
+def test_no_gate_is_a_gate_of_zero():
+    assert not Chunking(1, 18, 16).split_cumulative_rows(None, 3).any()
+
+
+def test_pad_tokens():
+    padded = pad_tokens(jnp.ones((1, 3, 2)), 5)
+    np.testing.assert_array_equal(padded[0, :, 0], [1, 1, 1, 0, 0])
+
+
+@settings(max_examples=30, deadline=None)
+@given(LENGTHS)
+def test_stream_masks(lengths):
+    masks = stream_masks(T, C, boundaries(*lengths))
+    owner = np.repeat(np.arange(7), [*lengths, T - sum(lengths)]).reshape(-1, C)
+    opening = np.concatenate([owner[:1, 0], owner[:-1, -1]])
+    np.testing.assert_array_equal(masks.same, owner[:, :, None] == owner[:, None, :])
+    np.testing.assert_array_equal(masks.carried, owner == opening[:, None])
+    np.testing.assert_array_equal(masks.ending, owner == owner[:, -1:])
+    np.testing.assert_array_equal(masks.through, opening == owner[:, -1])
+    np.testing.assert_array_equal(masks.valid, owner < 6)
