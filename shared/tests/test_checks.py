@@ -24,10 +24,8 @@ from chunkwise.shared.testing import spec
         (lambda: check_array("k", spec(2), "B T"), "`k` must have shape [B, T]; got (2,)."),
         (lambda: check_array("k", spec(2, 0), "B T"), "`k` must not be empty; got (2, 0)."),
         (
-            lambda: (
-                check_array("k", spec(2, 3), "B T", (2, None, 4)[:2]) and check_array("k", spec(2, 3), "B T", (2, 4))
-            ),
-            "`k` must have shape [B, T] = (2, 4); got (2, 3).",
+            lambda: check_array("k", spec(2, 3), "B T", (None, 4)),
+            "`k` must have shape [B, T] = (any, 4); got (2, 3).",
         ),
         (
             lambda: check_array("k", spec(2, dtype=jnp.int32), "T"),

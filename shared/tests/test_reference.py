@@ -14,7 +14,7 @@ OPERATORS = ["gdn", "kda", "simple_gla", "gla", "gamma", "gamma_and_g"]
 def loops(q, k, v, g=None, beta=None, *, g_gamma=None, scale, initial_state, lengths, normalise=False):
     """The four operators as literal loops over sequences, heads and tokens."""
     q, k, v, state = (np.array(x, np.float64) for x in (q, k, v, initial_state))
-    B, T, HV, V = v.shape
+    B, T, HV, _ = v.shape
     group = HV // k.shape[2]
     o = np.zeros(v.shape)
     spans = [(b, b, 0, T) for b in range(B)]
