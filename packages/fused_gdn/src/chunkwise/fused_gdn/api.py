@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from chunkwise.fused_gdn import config as tiles
-from chunkwise.fused_gdn import kernel, kernel_bwd, xla
+from chunkwise.fused_gdn import decode, kernel, kernel_bwd, xla
 from chunkwise.fused_gdn.kernel import Options, Shape
 from chunkwise.shared import (
     Chunking,
@@ -80,14 +80,8 @@ def fused_chunk_gated_delta_rule(
     them twice, writes and reads a state per chunk, and keeps nothing but the inputs.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024), section 3.3.
     """
-    B, T, H, K = check_array("q", q, "B T H K")
-    check_array("k", k, "B T H K", (B, T, H, K))
-    HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
-    check_heads(H, HV)
-    check_array("g", g, "B T HV", (B, T, HV))
-    check_array("beta", beta, "B T HV", (B, T, HV))
+    B, T, H, HV, K, V = _check(q, k, v, g, beta, cu_seqlens)
     check_chunk_size(chunk_size)
-    check_cu_seqlens(cu_seqlens, B, T)
     check_initial_state(initial_state, (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, HV, K, V))
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     scale = K**-0.5 if scale is None else scale
@@ -109,6 +103,17 @@ def fused_chunk_gated_delta_rule(
     if outside is not None:
         o = (o.astype(jnp.float32) * outside).astype(o.dtype)
     return o, final_state
+
+
+def _check(q, k, v, g, beta, cu_seqlens):
+    B, T, H, K = check_array("q", q, "B T H K")
+    check_array("k", k, "B T H K", (B, T, H, K))
+    HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
+    check_heads(H, HV)
+    check_array("g", g, "B T HV", (B, T, HV))
+    check_array("beta", beta, "B T HV", (B, T, HV))
+    check_cu_seqlens(cu_seqlens, B, T)
+    return B, T, H, HV, K, V
 
 
 class Static(NamedTuple):
@@ -235,3 +240,126 @@ def _backward(static, inputs, cotangents):
 _differentiable = jax.custom_vjp(_forward, nondiff_argnums=(0,))
 _differentiable.defvjp(lambda static, *inputs: (_forward(static, *inputs), inputs), _backward)
 _fused = jax.jit(_differentiable, static_argnums=0)
+
+
+def recurrent_gated_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    state_indices: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Gated delta rule token by token, the decode path: one new token or a few for every sequence, in one launch.
+
+    The equation, arguments and results of `fused_chunk_gated_delta_rule`, less chunk_size. For serving, initial_state
+    may be a pool of states::
+
+        o, pool = recurrent_gated_delta_rule(q, k, v, g, beta, None, pool, True, state_indices=slots)
+
+    Under jit with the pool donated (donate_argnums), its states are updated in place and nothing else of it is touched.
+
+    Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions,
+    N sequences: B, or len(cu_seqlens) - 1.
+
+    Args:
+      q, k: [B, T, H, K], float32, bfloat16 or float16.
+      v: [B, T, HV, V], likewise.
+      g: log decay [B, T, HV] in nats, <= 0.
+      beta: step sizes [B, T, HV].
+      scale: multiplies q; defaults to K ** -0.5. A number, static, or a traced scalar, which multiplies the output.
+      initial_state: [N, HV, K, V], or a pool [slots, HV, K, V] with state_indices; None for zeros. A pool that is not
+        float32 is copied.
+      output_final_state: return the states after the tokens; static.
+      use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6), in float32; static.
+      cu_seqlens: int32 [N + 1], traced: sequence n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1. B must be 1.
+      state_indices: int32 [N], traced: the slot of every sequence. Slots must be distinct and exist; the values are
+        not checked.
+      has_initial_state: bool [N], traced: False where a sequence starts from zero, whatever its slot holds, as in a
+        slot that was freed; None for True.
+      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX, also the gradient of
+        "pallas"), None (the best for the backend).
+
+    Returns:
+      o [B, T, HV, V] in the type of v, and the states float32 in the shape of initial_state, None unless asked for.
+      Slots that are not named keep every bit.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: "pallas" with more tokens than fit into VMEM.
+
+    Accuracy: 3e-7 relative to the recurrence in float64, plus the rounding of o to its type.
+    Cost: 7 flops per token and state entry; every state is read and written once.
+    Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024).
+    """
+    B, T, H, HV, K, V = _check(q, k, v, g, beta, cu_seqlens)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if state_indices is None:
+        check_initial_state(initial_state, (N, HV, K, V))
+    else:
+        check(initial_state is not None, "`state_indices` must come with the pool as `initial_state`; got None.")
+        check_initial_state(initial_state, (None, HV, K, V))
+    for name, x, dtype in (("state_indices", state_indices, jnp.int32), ("has_initial_state", has_initial_state, bool)):
+        check(
+            x is None or (x.shape == (N,) and x.dtype == dtype),
+            f"`{name}` must be {jnp.dtype(dtype).name} of shape {(N,)}; got "
+            f"{x if x is None else f'{x.dtype} {tuple(x.shape)}'}.",
+        )
+    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    scale = K**-0.5 if scale is None else scale
+    outside = scale if isinstance(scale, jax.Array) else None
+    o, pool = _recurrent(
+        q, k, v, g, beta, initial_state, cu_seqlens, state_indices, has_initial_state,
+        1.0 if outside is not None else float(scale), use_qk_l2norm_in_kernel, implementation,
+    )  # fmt: skip
+    if outside is not None:
+        o = (o.astype(jnp.float32) * outside).astype(o.dtype)
+    return o, pool if output_final_state else None
+
+
+@functools.partial(jax.jit, static_argnums=(9, 10, 11))
+def _recurrent(q, k, v, g, beta, pool, cu_seqlens, slots, kept, scale, normalise, implementation):
+    if pool is None:
+        N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        pool = jnp.zeros((N, v.shape[2], q.shape[3], v.shape[3]), jnp.float32)
+    pool = pool.astype(jnp.float32)
+    run = _decode if implementation == "pallas" else _decode_xla
+    return run(scale, normalise, q, k, v, g, beta, pool, cu_seqlens, slots, kept)
+
+
+def _decode_xla(scale, normalise, q, k, v, g, beta, pool, cu_seqlens, slots, kept):
+    states = pool if slots is None else pool[slots]
+    if kept is not None:
+        states = jnp.where(kept[:, None, None, None], states, 0.0)
+    o, states = xla.gated_delta_rule(q, k, v, g, beta, scale, states, cu_seqlens, True, normalise)
+    return o, states if slots is None else pool.at[slots].set(states)
+
+
+def _decode_pallas(scale, normalise, q, k, v, g, beta, pool, cu_seqlens, slots, kept):
+    B, T = q.shape[:2]
+    starts = jnp.arange(B + 1, dtype=jnp.int32) * T if cu_seqlens is None else cu_seqlens
+    N = starts.shape[0] - 1
+    slots = jnp.arange(N, dtype=jnp.int32) if slots is None else slots
+    kept = jnp.ones((N,), jnp.int32) if kept is None else kept.astype(jnp.int32)
+    tokens = (x.reshape(B * T, *x.shape[2:]) for x in (q, k, v, g.astype(jnp.float32), beta.astype(jnp.float32)))
+    o, pool = decode.launch(*tokens, pool, slots, starts[:-1], jnp.diff(starts), kept, scale, normalise)
+    return o.reshape(v.shape), pool
+
+
+def _decode_backward(scale, normalise, inputs, cotangents):
+    *arrays, cu_seqlens, slots, kept = inputs
+    return (*jax.vjp(lambda *x: _decode_xla(scale, normalise, *x, cu_seqlens, slots, kept), *arrays)[1](cotangents),
+            None, None, None)  # fmt: skip
+
+
+# The gradient is that of the plain form: a few tokens are not worth a kernel.
+_decode = jax.custom_vjp(_decode_pallas, nondiff_argnums=(0, 1))
+_decode.defvjp(lambda scale, normalise, *x: (_decode_pallas(scale, normalise, *x), x), _decode_backward)

@@ -81,9 +81,14 @@ def diagonal_blocks(x: jax.Array, p: int) -> jax.Array:
     return jnp.stack([x[i, j * m : (j + 1) * m, j * w : (j + 1) * w] for i in range(x.shape[0]) for j in range(p)])
 
 
+def pack_members(x: jax.Array, p: int) -> list[jax.Array]:
+    """Return tiles [heads, m, w] as the j-th heads of all packs, p tiles [n, m, w]."""
+    return [jnp.stack([x[i] for i in range(j, x.shape[0], p)]) for j in range(p)]
+
+
 def side_lanes(x: jax.Array, p: int) -> jax.Array:
     """Return tiles [heads, m, w] packed, [n, m, p w]."""
-    return jnp.stack([jnp.concatenate([x[i + j] for j in range(p)], axis=1) for i in range(0, x.shape[0], p)])
+    return lanes(pack_members(x, p))
 
 
 def per_key(x: jax.Array, s: Shape) -> jax.Array:
@@ -99,7 +104,7 @@ def multiply(a, b, dtype, contract=dot):
 def apply_packed(X, tiles, dtype, p: int):
     """Return X R of every head, [heads, C, w], for packed X [n, C, p C] at 16 bits and tiles R [heads, C, w]."""
     X_parts = parts(X, dtype)
-    packs = [tiles[j::p].astype(dtype) for j in range(p)]
+    packs = pack_members(tiles.astype(dtype), p)
     return split_lanes(dot(lanes(X_parts), rows([place_tiles(packs, p)] * len(X_parts))), p)
 
 
@@ -111,7 +116,7 @@ def apply_transposed(X, tiles, dtype, p: int):
 
 def outer(a, b, dtype, p: int):
     """Return a b^T of every head, packed [n, m, p C], for tiles a [heads, m, w] and b [heads, C, w]."""
-    packs = [b[j::p].astype(dtype) for j in range(p)]
+    packs = pack_members(b.astype(dtype), p)
     return dot_nt(side_lanes(a.astype(dtype), p), place_tiles(packs, p))
 
 
