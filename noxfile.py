@@ -3,7 +3,6 @@
 `nox` alone runs what CI runs. A package is a folder with a pyproject.toml: shared, and everything in packages/.
 """
 
-import os
 import re
 import shutil
 import tarfile
@@ -23,11 +22,10 @@ GROUPS = nox.project.load_toml("pyproject.toml")
 
 # A reference to a sibling in a pyproject.toml: its distribution name and how hatchling finds its folder.
 SIBLING = re.compile(r"(chunkwise-[a-z-]+) @ \{root:[^\"]*")
-# The interpreter on a busy machine is slow to start; two workers are worth it from two cores on.
-WORKERS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile") if (os.cpu_count() or 1) > 1 else ()
+# A worker a core; a file stays with one worker, so that it compiles once what its tests share.
+WORKERS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 
 nox.options.error_on_external_run = True
-nox.options.reuse_venv = "no"
 
 
 def needed(name: str) -> list[str]:
@@ -44,18 +42,14 @@ def prepare(session: nox.Session, group: str, packages=tuple(PACKAGES)) -> None:
     session.install("--no-deps", "--no-build-isolation", *(x for name in packages for x in ("-e", PACKAGES[name])))
 
 
-def example(folder: Path) -> str:
-    """Return the Python blocks of a README, to be run in one go."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (folder / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    if not blocks:
-        raise SystemExit(f"{folder.name}/README.md must hold an example, a ```python block; got none.")
-    return "\n".join(blocks)
-
-
 def run_example(session: nox.Session, name: str) -> None:
-    """Run the example of a README on what is installed."""
+    """Run the Python blocks of a package's README, in one go, on what is installed."""
+    readme = (PACKAGES[name] / "README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    if not blocks:
+        session.error(f"The README of {name} must hold an example, a ```python block; got none.")
     script = Path(session.create_tmp(), "example.py")
-    script.write_text(example(PACKAGES[name]))
+    script.write_text("\n".join(blocks))
     session.run("python", "-W", "error", script, env={"JAX_PLATFORMS": "cpu"})
 
 
@@ -121,16 +115,16 @@ for package in PACKAGES:
     add_package_sessions(package)
 
 
-def check_release(dist: Path) -> None:
+def check_release(session: nox.Session, dist: Path) -> None:
     """Check that there is a wheel and an sdist of every package, and that they name their siblings by version only."""
     archives = sorted(dist.iterdir())
     if len(archives) != 2 * len(PACKAGES):
-        raise SystemExit(f"dist/ must hold a wheel and an sdist of each package; got {[x.name for x in archives]}.")
+        session.error(f"dist/ must hold a wheel and an sdist of each package; got {[x.name for x in archives]}.")
     for path in archives:
         for member, text in metadata_texts(path):
             for line in text.splitlines():
-                if "file:" in line or "{root" in line or re.search(r"chunkwise-[a-z-]+ *@", line):
-                    raise SystemExit(f"{path.name}: {member} must name its siblings by version; got {line!r}.")
+                if "file://" in line or "{root" in line or re.search(r"chunkwise-[a-z-]+ *@", line):
+                    session.error(f"{path.name}: {member} must name its siblings by version; got {line!r}.")
 
 
 def metadata_texts(archive: Path):
@@ -162,7 +156,7 @@ def build(session):
             manifest.write_text(SIBLING.sub(lambda match: f"{match[1]}=={VERSIONS[match[1]]}", manifest.read_text()))
             with session.chdir(release):
                 session.run("hatch", "build", str(dist), env={"HATCH_DATA_DIR": scratch})
-    check_release(dist)
+    check_release(session, dist)
     # One from its sdist, the others from their wheels; our own names come from dist/ and nowhere else.
     kernel, pipeline = METADATA["kkt"]["name"], METADATA["pipeline"]["name"]
     offline = ("--no-index", "--find-links", str(dist), "--no-build-isolation")
