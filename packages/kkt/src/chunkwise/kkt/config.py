@@ -23,4 +23,4 @@ def vmem_bytes_per_head(C: int, K: int, itemsize: int) -> int:
 
 def default_for(H: int, HV: int, C: int, K: int, itemsize: int) -> Config:
     """Return the Config for these shapes."""
-    return Config(heads=pick_heads(HV, H, vmem_bytes_per_head(C, K, itemsize), most=8))
+    return Config(heads=pick_heads(HV, H, vmem_bytes_per_head(C, K, itemsize), most=32))
