@@ -31,8 +31,7 @@ def test_transform(transform, implementation):
 
 @pytest.mark.parametrize("sizes", [{}, dict(lengths=(1, 0, 17)), dict(T=32, chunk_size=32)], ids=str)
 @both
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
-def test_gradients(implementation, sizes):
+def test_gradients(sizes, implementation):
     cut = dict(cu_seqlens=boundaries(*sizes["lengths"]) if "lengths" in sizes else None)
     run = functools.partial(solve_tril, implementation=implementation, **cut)
     A = jnp.nan_to_num(matrices(**sizes))
