@@ -9,12 +9,15 @@ from chunkwise.kkt.kernel import kkt_tile
 from chunkwise.shared.testing import Case, assert_close, text_for_tpu
 
 
-def test_tile():
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_tile(per_channel):
     rng = np.random.default_rng(0)
-    k, beta, decay = (rng.standard_normal(shape) for shape in [(2, 16, 5), (4, 16, 1), (4, 16, 16)])
-    products = np.repeat(k @ k.mT, 2, axis=0)
-    tile = kkt_tile(*(jnp.asarray(x, jnp.float32) for x in (k, beta, decay)))
-    assert_close("A", tile, beta * decay * products, 1e-6)
+    k, beta = rng.standard_normal((2, 16, 5)), rng.standard_normal((4, 1, 16))
+    G = -np.cumsum(rng.random((4, 16, 5 if per_channel else 1)), axis=1)
+    (A,) = kkt_tile(*(jnp.asarray(x, jnp.float32) for x in (k, beta, G if per_channel else G.mT)))
+    k, pairs = np.repeat(k, 2, axis=0), np.tril(np.ones((16, 16)), -1)
+    decay = np.exp(np.where(pairs[..., None], G[:, :, None] - G[:, None], 0.0))
+    assert_close("A", A, beta.mT * pairs * np.einsum("hic,hijc,hjc->hij", k, decay * np.ones(5), k), 1e-6)
 
 
 def test_strictly_lower_and_finite_where_the_decay_above_the_diagonal_overflows():

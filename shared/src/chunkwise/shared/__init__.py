@@ -6,6 +6,7 @@ from chunkwise.shared.checks import (
     check_array,
     check_chunk_size,
     check_cu_seqlens,
+    check_gates,
     check_heads,
     check_initial_state,
     choose_implementation,
@@ -13,6 +14,14 @@ from chunkwise.shared.checks import (
 from chunkwise.shared.chunk_map import map_chunks
 from chunkwise.shared.chunks import Chunking, StreamMasks, num_chunks, pad_tokens, stream_masks
 from chunkwise.shared.compat import out_struct, varying_zeros
+from chunkwise.shared.decayed import (
+    decay_from_start,
+    decayed_scores,
+    decayed_scores_bwd,
+    gate_gradient,
+    gate_kind,
+    per_channel,
+)
 from chunkwise.shared.dot import bf16_parts, dot, dot_nt, dot_parts, dot_tn, emulate_mxu, operand_dtype
 from chunkwise.shared.launch import head_block, largest_divisor, pallas_call, pick_heads
 from chunkwise.shared.recurrence import l2norm, packed_recurrence, recurrence, update
@@ -40,15 +49,21 @@ __all__ = [
     "check_array",
     "check_chunk_size",
     "check_cu_seqlens",
+    "check_gates",
     "check_heads",
     "check_initial_state",
     "choose_implementation",
     "column_index",
+    "decay_from_start",
+    "decayed_scores",
+    "decayed_scores_bwd",
     "dot",
     "dot_nt",
     "dot_parts",
     "dot_tn",
     "emulate_mxu",
+    "gate_gradient",
+    "gate_kind",
     "head_block",
     "l2norm",
     "largest_divisor",
@@ -63,6 +78,7 @@ __all__ = [
     "pad_tokens",
     "pair_decay",
     "pallas_call",
+    "per_channel",
     "pick_heads",
     "recurrence",
     "repeat_heads",

@@ -44,6 +44,13 @@ def check_heads(H: int, HV: int) -> None:
     check(HV % H == 0, f"`v` must have a multiple of the heads of `k`; got {HV} value heads for {H} key heads.")
 
 
+def check_gates(name: str, g, shape: tuple[int, int, int], K: int) -> None:
+    """Check gates per head, of `shape` (B, T, HV), or per channel, of that shape and K; None passes."""
+    if g is not None:
+        channels = getattr(g, "ndim", 3) == 4
+        check_array(name, g, "B T HV K" if channels else "B T HV", (*shape, K) if channels else shape)
+
+
 def check_chunk_size(chunk_size: int) -> None:
     """Check that the chunk size is one that the kernels are built for."""
     check(chunk_size in CHUNK_SIZES, f"`chunk_size` must be one of {CHUNK_SIZES}; got {chunk_size!r}.")

@@ -111,11 +111,16 @@ class Chunking:
         missing = self.NC // self.B * self.C - self.T
         return self._as_chunks(jnp.pad(g_cum, [(0, 0), (0, missing)] + [(0, 0)] * (g_cum.ndim - 2), mode="edge"))
 
-    def split_cumulative_rows(self, g_cum: jax.Array | None, heads: int) -> jax.Array:
-        """Return cumulative gates [B, T, H] as rows [NC, H, 1, C]; zeros for None."""
+    def split_gates(self, g_cum: jax.Array | None, heads: int) -> jax.Array:
+        """Return cumulative gates as the kernels take them, float32.
+
+        Per head, [B, T, H] becomes rows [NC, H, 1, C], zeros for None; per channel, [B, T, H, K] becomes
+        [NC, H, C, K].
+        """
         if g_cum is None:
             return jnp.zeros((self.NC, heads, 1, self.C), jnp.float32)
-        return self.split_cumulative(g_cum)[:, :, None]
+        g = self.split_cumulative(g_cum)
+        return g if g_cum.ndim == 4 else g[:, :, None]
 
     def gamma_rows(self, g_gamma: jax.Array) -> jax.Array:
         """Return the cumulative gates of a constant gate [H] as rows [NC, H, 1, C]; padded rows repeat the last."""

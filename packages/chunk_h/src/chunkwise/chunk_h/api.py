@@ -13,6 +13,7 @@ from chunkwise.shared import (
     check_array,
     check_chunk_size,
     check_cu_seqlens,
+    check_gates,
     check_heads,
     check_initial_state,
     choose_implementation,
@@ -47,7 +48,8 @@ def chunk_gated_delta_rule_fwd_h(
       w: effective keys [B, T, HV, K] from `chunkwise.wy_fast.recompute_w_u`.
       u: effective values [B, T, HV, V], likewise. Two bfloat16 tensors are multiplied as
         they are, everything else in float32 at full precision.
-      g_cum: chunk-local inclusive cumulative log decay [B, T, HV] in nats; None for no decay.
+      g_cum: chunk-local inclusive cumulative log decay in nats: [B, T, HV] per head, [B, T, HV, K] per channel of the
+        key, None for no decay.
       initial_state: [N, HV, K, V], any floating type; None for zeros.
       output_final_state: return the state after every sequence.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
@@ -73,10 +75,9 @@ def chunk_gated_delta_rule_fwd_h(
     B, T, HV, _ = check_array("u", u, "B T HV V")
     K = check_array("k", k, "B T H K", (B, T, None, None))[3]
     check_array("w", w, "B T HV K", (B, T, HV, K))
-    if g_cum is not None:
-        check_array("g_cum", g_cum, "B T HV", (B, T, HV))
+    check_gates("g_cum", g_cum, (B, T, HV), K)
     return _states(
-        k, w, u, g_cum, None, None, initial_state, output_final_state, cu_seqlens, chunk_size, implementation, config
+        k, w, u, g_cum, None, initial_state, output_final_state, cu_seqlens, chunk_size, implementation, config
     )
 
 
@@ -138,16 +139,14 @@ def chunk_fwd_h(
     if gk_cum is not None:
         check_array("gk_cum", gk_cum, "B T HV K", (B, T, HV, K))
         check(g_cum is None and g_gamma is None, "`gk_cum` must come without `g_cum` and `g_gamma`; got both.")
+        g_cum = gk_cum
     h, _, final_state = _states(
-        k, None, v, g_cum, g_gamma, gk_cum, initial_state, output_final_state, cu_seqlens, chunk_size, implementation,
-        config,
-    )  # fmt: skip
+        k, None, v, g_cum, g_gamma, initial_state, output_final_state, cu_seqlens, chunk_size, implementation, config
+    )
     return h, final_state
 
 
-def _states(
-    k, w, u, g_cum, g_gamma, gk_cum, initial_state, output_final_state, cu_seqlens, chunk_size, implementation, config
-):
+def _states(k, w, u, g_cum, g_gamma, initial_state, output_final_state, cu_seqlens, chunk_size, implementation, config):
     """Check what both functions share and run."""
     B, T, H, K = k.shape
     HV, V = u.shape[2:]
@@ -159,31 +158,25 @@ def _states(
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     config = config or tiles.default_for(H, HV, chunk_size, K, V)
     h, v_new, final_state = _run(
-        k, w, u, g_cum, g_gamma, gk_cum, initial_state, cu_seqlens, output_final_state, chunk_size, implementation,
-        config,
-    )  # fmt: skip
+        k, w, u, g_cum, g_gamma, initial_state, cu_seqlens, output_final_state, chunk_size, implementation, config
+    )
     return h, v_new, final_state
 
 
-@functools.partial(jax.jit, static_argnums=(8, 9, 10, 11))
-def _run(
-    k, w, u, g_cum, g_gamma, gk_cum, initial_state, cu_seqlens, output_final_state, chunk_size, implementation, config
-):
+@functools.partial(jax.jit, static_argnums=(7, 8, 9, 10))
+def _run(k, w, u, g_cum, g_gamma, initial_state, cu_seqlens, output_final_state, chunk_size, implementation, config):
     chunks = Chunking(*k.shape[:2], chunk_size, cu_seqlens)
-    g = gk = None
-    if gk_cum is not None:
-        gk = chunks.split_cumulative(gk_cum)
-    else:
-        g = chunks.split_cumulative_rows(g_cum, u.shape[2])
-        g = g if g_gamma is None else g + chunks.gamma_rows(g_gamma)
+    g = chunks.split_gates(g_cum, u.shape[2])
+    if g_gamma is not None:
+        g = g + chunks.gamma_rows(g_gamma)
     initial_state = None if initial_state is None else initial_state.astype(jnp.float32)
     w = None if w is None else chunks.split(w)
-    operands = kernel.Operands(chunks.split(k), w, chunks.split(u), g, gk, initial_state)
+    operands = kernel.Operands(chunks.split(k), w, chunks.split(u), g, initial_state)
     table = kernel.make_table(chunks.first, chunks.length, chunks.sequence)
     if implementation == "pallas":
         h, v_new, final_state = vjp.states(operands, table, chunks.last.astype(jnp.int32), chunks.N, config)
     else:
-        decays = xla.end_decays(jnp.swapaxes(g, -1, -2) if gk is None else gk)
+        decays = xla.end_decays(jnp.swapaxes(g, -1, -2) if g.shape[2] == 1 else g)
         h, v_new, after = xla.states(operands.k, w, operands.u, *decays, initial_state, table, chunks.B)
         final_state = after[chunks.final_chunk]
     v_new = None if w is None else chunks.merge(v_new)

@@ -12,7 +12,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.chunk_h.config import Config
-from chunkwise.shared import dot, dot_tn, head_block, last_valid, out_struct, pallas_call, repeat_heads, to_column
+from chunkwise.shared import (
+    dot,
+    dot_tn,
+    gate_kind,
+    head_block,
+    last_valid,
+    out_struct,
+    pallas_call,
+    per_channel,
+    repeat_heads,
+    to_column,
+)
 
 # What a chunk does to the carried state before it reads it.
 CONTINUE, RESTART, UNUSED = 0, 1, 2
@@ -25,16 +36,14 @@ class Operands(NamedTuple):
       k: keys [NC, H, C, K].
       w: effective keys [NC, HV, C, K]; None without the delta rule.
       u: values [NC, HV, C, V].
-      g: cumulative gates [NC, HV, 1, C] in nats; None with gk.
-      gk: cumulative gates per channel [NC, HV, C, K] in nats; None with g.
+      g: cumulative gates in nats, rows [NC, HV, 1, C] or per channel [NC, HV, C, K].
       initial_state: [N, HV, K, V] float32, or None for zeros.
     """
 
     k: jax.Array
     w: jax.Array | None
     u: jax.Array
-    g: jax.Array | None
-    gk: jax.Array | None
+    g: jax.Array
     initial_state: jax.Array | None
 
 
@@ -56,17 +65,16 @@ def make_table(first: jax.Array, length: jax.Array, sequence: jax.Array) -> Tabl
     return Table(action, sequence)
 
 
-def decays_tile(g, gk):
+def decays_tile(g):
     """Return the decay from each token to the end of the chunk and the one over the whole chunk.
 
-    Per head, from rows g [HV, 1, C]: [HV, C, 1] and [HV, 1, 1]. Per channel, from gk [HV, C, K]: [HV, C, K] and
-    [HV, K, 1].
+    From rows [HV, 1, C]: [HV, C, 1] and [HV, 1, 1]. From gates per channel [HV, C, K]: [HV, C, K] and [HV, K, 1].
     """
-    if gk is None:
-        g_last = last_valid(g)
-        return jnp.exp(g_last - to_column(g)), jnp.exp(g_last)
-    g_last = gk[:, -1:]
-    return jnp.exp(g_last - gk), to_column(jnp.exp(g_last))
+    if per_channel(g):
+        g_last = g[:, -1:]
+        return jnp.exp(g_last - g), to_column(jnp.exp(g_last))
+    g_last = last_valid(g)
+    return jnp.exp(g_last - to_column(g)), jnp.exp(g_last)
 
 
 def new_values_tile(S, w, u):
@@ -92,7 +100,7 @@ def load(ref):
     return None if ref is None else ref[...]
 
 
-def _state_kernel(action_ref, sequence_ref, k_ref, w_ref, u_ref, g_ref, gk_ref, h0_ref, h_ref, v_ref, ht_ref, S_ref):
+def _state_kernel(action_ref, sequence_ref, k_ref, w_ref, u_ref, g_ref, h0_ref, h_ref, v_ref, ht_ref, S_ref):
     del sequence_ref  # read by the index maps only
     action = action_ref[pl.program_id(1)]
 
@@ -105,7 +113,7 @@ def _state_kernel(action_ref, sequence_ref, k_ref, w_ref, u_ref, g_ref, gk_ref, 
     v_new = new_values_tile(S, load(w_ref), u_ref[...])
     if v_ref is not None:
         v_ref[...] = v_new
-    S = next_state_tile(S, k_ref[...], v_new, *decays_tile(load(g_ref), load(gk_ref)))
+    S = next_state_tile(S, k_ref[...], v_new, *decays_tile(g_ref[...]))
     # An unused chunk holds zeros only, so it repeats the final state of the sequence before it.
     S_ref[...] = S
     ht_ref[...] = S
@@ -113,7 +121,7 @@ def _state_kernel(action_ref, sequence_ref, k_ref, w_ref, u_ref, g_ref, gk_ref, 
 
 def suffix(x: Operands) -> str:
     """Return what names the variant of a kernel: its chunk size and the kind of its gates."""
-    return f"c{x.k.shape[2]}" + ("_gk" if x.g is None else "")
+    return f"c{x.k.shape[2]}{gate_kind(x.g)}"
 
 
 def launch(x: Operands, table: Table, N: int, config: Config):
@@ -151,8 +159,7 @@ def launch(x: Operands, table: Table, N: int, config: Config):
             head_block(heads, C, K, group=HV // H, axes=axes),
             given(x.w, head_block(heads, C, K, axes=axes)),
             values,
-            given(x.g, head_block(heads, 1, C, axes=axes)),
-            given(x.gk, head_block(heads, C, K, axes=axes)),
+            head_block(heads, *x.g.shape[2:], axes=axes),
             given(x.initial_state, state),
         ],
         out_specs=[head_block(heads, K, V, axes=axes), given(x.w, values), state],
@@ -164,7 +171,7 @@ def launch(x: Operands, table: Table, N: int, config: Config):
         scratch_shapes=[pltpu.VMEM((heads, K, V), jnp.float32)],
         cost_estimate=pl.CostEstimate(
             flops=2 * NC * HV * C * K * V * (1 if x.w is None else 2),
-            transcendentals=NC * HV * C * (K if x.g is None else 1),
+            transcendentals=x.g.size,
             bytes_accessed=sum(a.nbytes for a in x if a is not None) + 4 * NC * HV * (K + C) * V,
         ),
     )

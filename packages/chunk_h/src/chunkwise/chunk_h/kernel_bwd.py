@@ -19,38 +19,38 @@ from chunkwise.shared import (
     dot,
     dot_nt,
     dot_tn,
+    gate_gradient,
     head_block,
     out_struct,
     pallas_call,
+    per_channel,
     repeat_heads,
     sum_groups,
     to_row,
 )
 
 
-def gate_gradient_tile(kdk, SdS, through, gk):
-    """Return dG: rows [HV, 1, C] for gates per head, [HV, C, K] for gates per channel (gk given).
+def state_gate_gradient_tile(kdk, SdS, through, g):
+    """Return dG in the form of g.
 
     Args:
       kdk: k * dk [HV, C, K].
       SdS: S * dS' [HV, K, V].
       through: the decay over the whole chunk, [HV, 1, 1] or [HV, K, 1].
-      gk: the gates per channel, or None.
+      g: the gates.
     """
     C = kdk.shape[1]
-    if gk is None:
-        kdk = to_row(jnp.sum(kdk, axis=2, keepdims=True))
-        last = through * jnp.sum(SdS, axis=(1, 2), keepdims=True) + jnp.sum(kdk, axis=2, keepdims=True)
-        position = lax.broadcasted_iota(jnp.int32, kdk.shape, 2)
-    else:
-        last = to_row(through * jnp.sum(SdS, axis=2, keepdims=True)) + jnp.sum(kdk, axis=1, keepdims=True)
-        position = lax.broadcasted_iota(jnp.int32, kdk.shape, 1)
-    return jnp.where(position == C - 1, last, 0.0) - kdk
+    decayed, time = gate_gradient(kdk, g), 1 if per_channel(g) else 2
+    last = through * jnp.sum(SdS, axis=2, keepdims=True)
+    last = to_row(last) if per_channel(g) else jnp.sum(last, axis=1, keepdims=True)
+    last += jnp.sum(decayed, axis=time, keepdims=True)
+    position = lax.broadcasted_iota(jnp.int32, decayed.shape, time)
+    return jnp.where(position == C - 1, last, 0.0) - decayed
 
 
 def _state_bwd_kernel(
-    action_ref, sequence_ref, last_ref, k_ref, w_ref, g_ref, gk_ref, h_ref, v_ref, dh_ref, dv_ref, dht_ref,
-    dk_ref, dw_ref, du_ref, dg_ref, dgk_ref, dh0_ref, dS_ref,
+    action_ref, sequence_ref, last_ref, k_ref, w_ref, g_ref, h_ref, v_ref, dh_ref, dv_ref, dht_ref,
+    dk_ref, dw_ref, du_ref, dg_ref, dh0_ref, dS_ref,
 ):  # fmt: skip
     del sequence_ref  # read by the index maps only
     n = pl.num_programs(1) - 1 - pl.program_id(1)
@@ -60,7 +60,8 @@ def _state_bwd_kernel(
         dS_ref[...] = dht_ref[...]
 
     k = repeat_heads(k_ref[...], h_ref.shape[0])
-    to_end, through = decays_tile(load(g_ref), load(gk_ref))
+    g = g_ref[...]
+    to_end, through = decays_tile(g)
     S, dS = h_ref[...], dS_ref[...]
     dv = dot(k * to_end, dS)
     if dv_ref is not None:
@@ -68,8 +69,7 @@ def _state_bwd_kernel(
     dk = to_end * dot_nt(v_ref[...].astype(jnp.float32), dS)
     dk_ref[...] = dk
     du_ref[...] = dv.astype(du_ref.dtype)
-    dg = gate_gradient_tile(k * dk, S * dS, through, load(gk_ref))
-    (dg_ref if gk_ref is None else dgk_ref)[...] = dg
+    dg_ref[...] = state_gate_gradient_tile(k * dk, S * dS, through, g)
     dS = through * dS + dh_ref[...]
     if w_ref is not None:
         dw_ref[...] = -dot_nt(dv, S)
@@ -109,16 +109,15 @@ def launch(x: Operands, h, v_new, table: Table, last: jax.Array, dh, dv_new, dht
         return None if array is None else out_struct((NC, HV, *tail), jnp.float32, *x)
 
     state = pl.BlockSpec((None, heads, K, V), lambda h, n, a, sequence, last: (sequence[NC - 1 - n], h, 0, 0))
-    row, channels = given(x.g, reverse(1, C)), given(x.gk, reverse(C, K))
+    gates = reverse(*x.g.shape[2:])
     keys, values = given(x.w, reverse(C, K)), reverse(C, V)
-    dk, dw, du, dg, dgk, dh0 = pallas_call(
+    dk, dw, du, dg, dh0 = pallas_call(
         _state_bwd_kernel,
         *table,
         last,
         x.k,
         x.w,
         x.g,
-        x.gk,
         h,
         v_new,
         dh,
@@ -132,27 +131,25 @@ def launch(x: Operands, h, v_new, table: Table, last: jax.Array, dh, dv_new, dht
         in_specs=[
             reverse(C, K, group=HV // H),
             keys,
-            row,
-            channels,
+            gates,
             reverse(K, V),
             values,
             reverse(K, V),
             given(dv_new, values),
             state,
         ],
-        out_specs=[reverse(C, K), keys, values, row, channels, state],
+        out_specs=[reverse(C, K), keys, values, gates, state],
         out_shape=[
             like(x.k, C, K),
             like(x.w, C, K),
             out_struct(x.u.shape, x.u.dtype, *x),
-            like(x.g, 1, C),
-            like(x.gk, C, K),
+            like(x.g, *x.g.shape[2:]),
             out_struct((N, HV, K, V), jnp.float32, *x),
         ],
         scratch_shapes=[pltpu.VMEM((heads, K, V), jnp.float32)],
         cost_estimate=pl.CostEstimate(
             flops=2 * NC * HV * C * K * V * (2 if x.w is None else 4),
-            transcendentals=NC * HV * C * (K if x.g is None else 1),
+            transcendentals=x.g.size,
             bytes_accessed=sum(a.nbytes for a in (*x, h, v_new, dh, dv_new) if a is not None) * 2,
         ),
     )
@@ -161,4 +158,4 @@ def launch(x: Operands, h, v_new, table: Table, last: jax.Array, dh, dv_new, dht
     if x.initial_state is not None:
         started = jnp.zeros((N,), bool).at[table.sequence].max(table.action == RESTART)
         dh0 = jnp.where(started[:, None, None, None], dh0, 0.0)
-    return Operands(sum_groups(dk, H).astype(x.k.dtype), dw, du, dg, dgk, None if x.initial_state is None else dh0)
+    return Operands(sum_groups(dk, H).astype(x.k.dtype), dw, du, dg, None if x.initial_state is None else dh0)

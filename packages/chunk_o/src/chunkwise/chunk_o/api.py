@@ -12,11 +12,12 @@ from chunkwise.shared import (
     check_array,
     check_chunk_size,
     check_cu_seqlens,
+    check_gates,
     check_heads,
     choose_implementation,
-    lower,
+    decay_from_start,
+    decayed_scores,
     num_chunks,
-    pair_decay,
 )
 
 
@@ -38,7 +39,7 @@ def chunk_fwd_o(
 
     For token i of a chunk, S the state before the chunk, value head n reading key head n // (HV // H)::
 
-        o_i = scale (e^G_i S^T q_i + sum over j <= i of <q_i, k_j> e^(G_i - G_j) v_j)
+        o_i = scale (S^T (e^G_i * q_i) + sum over j <= i of <q_i, e^(G_i - G_j) * k_j> v_j)
 
     For the delta rule v is the v_new of `chunkwise.chunk_h.chunk_gated_delta_rule_fwd_h`.
 
@@ -50,7 +51,8 @@ def chunk_fwd_o(
       v: values [B, T, HV, V], likewise. Two bfloat16 tensors are multiplied as
         they are, everything else in float32 at full precision.
       h: states before each chunk [B, NT, HV, K, V]; NT is ceil(T / C), or T // C + N for a packed batch.
-      g_cum: chunk-local inclusive cumulative log decay [B, T, HV] in nats; None for no decay.
+      g_cum: chunk-local inclusive cumulative log decay in nats: [B, T, HV] per head, [B, T, HV, K] per channel of the
+        key, None for no decay.
       g_gamma: constant log decay per head [HV] in nats, added to the one of g_cum.
       scale: multiplies the output; defaults to K ** -0.5. A number or a traced scalar.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
@@ -73,8 +75,7 @@ def chunk_fwd_o(
     check_array("q", q, "B T H K", (B, T, H, K))
     HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
     check_heads(H, HV)
-    if g_cum is not None:
-        check_array("g_cum", g_cum, "B T HV", (B, T, HV))
+    check_gates("g_cum", g_cum, (B, T, HV), K)
     if g_gamma is not None:
         check_array("g_gamma", g_gamma, "HV", (HV,))
     check_chunk_size(chunk_size)
@@ -90,13 +91,15 @@ def chunk_fwd_o(
 @functools.partial(jax.jit, static_argnums=(8, 9, 10))
 def _run(q, k, v, h, g_cum, g_gamma, scale, cu_seqlens, chunk_size, implementation, config):
     chunks = Chunking(*k.shape[:2], chunk_size, cu_seqlens)
-    g = chunks.split_cumulative_rows(g_cum, v.shape[2])
+    g = chunks.split_gates(g_cum, v.shape[2])
     if g_gamma is not None:
-        g = g + chunks.gamma_rows(g_gamma)
-    operands = chunks.split(q), chunks.split(k), chunks.split(v), h.astype(jnp.float32).reshape(-1, *h.shape[2:])
+        gamma = chunks.gamma_rows(g_gamma)
+        g = g + (gamma if g.shape[2] == 1 else jnp.swapaxes(gamma, -1, -2))
+    q_c, k_c, v_c = chunks.split(q), chunks.split(k), chunks.split(v)
+    h = h.astype(jnp.float32).reshape(-1, *h.shape[2:])
     if implementation == "pallas":
-        o = vjp.output(*operands, g, jnp.full((1,), scale, jnp.float32), config)
+        o = vjp.output(q_c, k_c, v_c, h, g, jnp.full((1,), scale, jnp.float32), config)
     else:
-        decay = pair_decay(jnp.swapaxes(g, -1, -2), g, lower(chunk_size))
-        o = xla.output(*operands, jnp.exp(g), decay, scale)
+        from_start, scores = jax.vmap(decay_from_start)(g), jax.vmap(decayed_scores)(q_c, k_c, g)
+        o = xla.output(q_c, k_c, v_c, h, from_start, scores, scale)
     return chunks.merge(o.astype(q.dtype))

@@ -1,55 +1,54 @@
-"""o = scale (e^G (q S) + P v), P_ij = <q_i, k_j> e^(G_i - G_j), i >= j: tile mathematics, launcher."""
+"""o = scale (e^G q S + P v), P_ij = <q_i, e^(G_i - G_j) k_j>, i >= j: tile mathematics, launcher."""
 
 import jax
 import jax.numpy as jnp
 
 from chunkwise.chunk_o.config import Config
-from chunkwise.shared import dot, dot_nt, lower, map_chunks, pair_decay, repeat_heads, to_column
+from chunkwise.shared import decay_from_start, decayed_scores, dot, gate_kind, map_chunks, repeat_heads
 
 
-def output_tile(q, k, v, h, from_start_col, decay, scale):
+def output_tile(q, k, v, h, from_start, scores, scale):
     """Return the output of one chunk.
 
     Args:
       q, k: [h, C, K], queries and keys of the key heads.
       v: [HV, C, V].
       h: [HV, K, V], the state before the chunk.
-      from_start_col: [HV, C, 1], the decay e^G from the start of the chunk to each token.
-      decay: [HV, C, C], e^(G_i - G_j) where the pair interacts (i >= j), else 0.
+      from_start: [HV, C, 1 or K], the decay e^G from the start of the chunk to each token.
+      scores: [HV, C, C], the decayed products of queries and keys for i > j, else 0.
       scale: multiplies the output.
 
     Returns:
       [HV, C, V] float32.
     """
     HV = v.shape[0]
-    scores = decay * repeat_heads(dot_nt(q, k), HV)
-    carried = from_start_col * dot(repeat_heads(q, HV), h)
-    return scale * (carried + dot(scores, v))
+    # A token reads its own value undecayed.
+    own = repeat_heads(jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=2, keepdims=True), HV)
+    return scale * (dot(repeat_heads(q, HV) * from_start, h) + dot(scores, v) + own * v)
 
 
-def output_rows_tile(scale, q, k, v, h, g):
-    """Return `output_tile` from cumulative gates g [HV, 1, C]."""
-    g_col = to_column(g)
-    return (output_tile(q, k, v, h, jnp.exp(g_col), pair_decay(g_col, g, lower(g.shape[-1])), scale),)
+def output_gates_tile(scale, q, k, v, h, g):
+    """Return `output_tile` from cumulative gates, rows [HV, 1, C] or per channel [HV, C, K], as a tuple of one."""
+    return (output_tile(q, k, v, h, decay_from_start(g), decayed_scores(q, k, g), scale),)
 
 
 def launch(q, k, v, h, g, scale: jax.Array, config: Config) -> jax.Array:
     """Run the kernel on chunks.
 
-    q, k [NC, H, C, K], v [NC, HV, C, V], h [NC, HV, K, V], g [NC, HV, 1, C], scale float32 [1] ->
+    q, k [NC, H, C, K], v [NC, HV, C, V], h [NC, HV, K, V], g rows or channels, scale float32 [1] ->
     o [NC, HV, C, V] in the type of q.
     """
     NC, HV, C, V = v.shape
     K = k.shape[-1]
     (o,) = map_chunks(
-        output_rows_tile,
+        output_gates_tile,
         q,
         k,
         v,
         h,
         g,
         scalars=(scale,),
-        name=f"chunk_fwd_o_fwd_c{C}",
+        name=f"chunk_fwd_o_fwd_c{C}{gate_kind(g)}",
         HV=HV,
         heads=config.heads,
         outputs=[((C, V), q.dtype)],

@@ -1,7 +1,6 @@
-"""The gradient of o = scale (e^G (q S) + P v), P_ij = <q_i, k_j> e^(G_i - G_j), i >= j: tile mathematics, launcher.
+"""The gradient of o = scale (e^G q S + P v), P_ij = <q_i, e^(G_i - G_j) k_j>, i >= j: tile mathematics, launcher.
 
-With dP = scale do v^T: dv = P^T (scale do), dh = (e^G q)^T (scale do), and P's decays pass dP on to q and k. dG is what
-P and e^G (q S) pass on, row sums less column sums; the diagonal of P does not depend on the gates.
+With dP = scale do v^T: dv = P^T (scale do), dh = (e^G q)^T (scale do), and P passes dP on to q, k and G.
 """
 
 import jax
@@ -9,35 +8,32 @@ import jax.numpy as jnp
 
 from chunkwise.chunk_o.config import Config
 from chunkwise.shared import (
-    dot,
+    decay_from_start,
+    decayed_scores,
+    decayed_scores_bwd,
     dot_nt,
     dot_tn,
-    lower,
+    gate_gradient,
+    gate_kind,
     map_chunks,
-    pair_decay,
     repeat_heads,
-    strictly_lower,
     sum_groups,
-    to_column,
-    to_row,
 )
 
 
 def output_bwd_tile(scale, q, k, v, h, g, do):
-    """Return dq, dk [HV, C, K], dv [HV, C, V], dh [HV, K, V] and dg [HV, 1, C]; operands as in the forward."""
-    HV, C, _ = v.shape
-    q, k = repeat_heads(q, HV), repeat_heads(k, HV)
-    g_col = to_column(g)
-    from_start, decay = jnp.exp(g_col), pair_decay(g_col, g, lower(C))
+    """Return dq, dk [HV, C, K], dv [HV, C, V], dh [HV, K, V] and dg; operands as in the forward."""
+    HV = v.shape[0]
+    scores = decayed_scores(q, k, g)
+    q, k = (repeat_heads(x, HV).astype(jnp.float32) for x in (q, k))
+    from_start = decay_from_start(g)
     do = scale * do.astype(jnp.float32)
-    dqk = dot_nt(do, v) * decay
-    qk = dot_nt(q, k)
+    dq, dk, dg = decayed_scores_bwd(q, k, g, dot_nt(do, v))
+    own, down = jnp.sum(q * k, axis=2, keepdims=True), jnp.sum(do * v, axis=2, keepdims=True)
     carried = from_start * dot_nt(do, h)
-    dq = carried + dot(dqk, k)
-    through = jnp.where(strictly_lower(C), dqk * qk, 0.0)
-    dg_col = jnp.sum(through, axis=2, keepdims=True) + jnp.sum(q * carried, axis=2, keepdims=True)
-    dg = to_row(dg_col) - jnp.sum(through, axis=1, keepdims=True)
-    return dq, dot_tn(dqk, q), dot_tn(qk * decay, do), dot_tn(from_start * q, do), dg
+    dv = dot_tn(scores, do) + own * do
+    dh = dot_tn(from_start * q, do)
+    return dq + carried + down * k, dk + down * q, dv, dh, dg + gate_gradient(q * carried, g)
 
 
 def launch(q, k, v, h, g, scale: jax.Array, do: jax.Array, config: Config):
@@ -53,7 +49,7 @@ def launch(q, k, v, h, g, scale: jax.Array, do: jax.Array, config: Config):
         g,
         do,
         scalars=(scale,),
-        name=f"chunk_fwd_o_bwd_c{C}",
+        name=f"chunk_fwd_o_bwd_c{C}{gate_kind(g)}",
         HV=HV,
         heads=config.heads,
         outputs=[
@@ -61,7 +57,7 @@ def launch(q, k, v, h, g, scale: jax.Array, do: jax.Array, config: Config):
             ((C, K), jnp.float32),
             ((C, V), v.dtype),
             ((K, V), jnp.float32),
-            ((1, C), jnp.float32),
+            (g.shape[2:], jnp.float32),
         ],
         flops=2 * NC * HV * C * (3 * C * K + 2 * C * V + 2 * K * V),
         transcendentals=NC * HV * C * C,

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 
 from chunkwise.kkt import config as tiles
 from chunkwise.kkt import vjp, xla
@@ -12,10 +11,9 @@ from chunkwise.shared import (
     check_array,
     check_chunk_size,
     check_cu_seqlens,
+    check_gates,
     check_heads,
     choose_implementation,
-    pair_decay,
-    strictly_lower,
 )
 
 
@@ -33,7 +31,7 @@ def chunk_scaled_dot_kkt(
 
     For tokens i > j of one chunk, in value head n with key head n // (HV // H)::
 
-        A[i, j] = beta_i <k_i, k_j> exp(G_i - G_j)
+        A[i, j] = beta_i <k_i, exp(G_i - G_j) * k_j>
 
     and zero for i <= j. The sign is positive: the chunk's triangular system is (I + A) x = b.
 
@@ -44,8 +42,8 @@ def chunk_scaled_dot_kkt(
       k: keys [B, T, H, K], float32, bfloat16 or float16. Products take bfloat16 operands if k is bfloat16, else
         float32 ones at full precision; they accumulate in float32.
       beta: step sizes [B, T, HV], any floating type.
-      g_cum: chunk-local inclusive cumulative log decay [B, T, HV] in nats, nonincreasing inside a chunk; None for no
-        decay. `chunkwise.cumsum.chunk_local_cumsum` makes it.
+      g_cum: chunk-local inclusive cumulative log decay in nats, nonincreasing inside a chunk: [B, T, HV] per head,
+        [B, T, HV, K] per channel of the key, None for no decay. `chunkwise.cumsum.chunk_local_cumsum` makes it.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
         Tokens from cu_seqlens[N] on are padding and give zero rows. The values are checked outside of jit only.
       chunk_size: C, one of 16, 32, 64, 128; static.
@@ -67,8 +65,7 @@ def chunk_scaled_dot_kkt(
     B, T, H, K = check_array("k", k, "B T H K")
     HV = check_array("beta", beta, "B T HV", (B, T, None))[2]
     check_heads(H, HV)
-    if g_cum is not None:
-        check_array("g_cum", g_cum, "B T HV", (B, T, HV))
+    check_gates("g_cum", g_cum, (B, T, HV), K)
     check_chunk_size(chunk_size)
     check_cu_seqlens(cu_seqlens, B, T)
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
@@ -79,9 +76,8 @@ def chunk_scaled_dot_kkt(
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def _run(k, beta, g_cum, cu_seqlens, chunk_size, implementation, config):
     chunks = Chunking(*k.shape[:2], chunk_size, cu_seqlens)
-    k, beta = chunks.split(k), chunks.split_rows(beta)
-    g = chunks.split_cumulative_rows(g_cum, beta.shape[1])
+    beta = chunks.split_rows(beta)
+    operands = chunks.split(k), beta, chunks.split_gates(g_cum, beta.shape[1])
     if implementation == "pallas":
-        return chunks.merge(vjp.kkt(k, beta, g, config))
-    decay = pair_decay(jnp.swapaxes(g, -1, -2), g, strictly_lower(chunk_size))
-    return chunks.merge(xla.kkt(k, beta, decay))
+        return chunks.merge(vjp.kkt(*operands, config))
+    return chunks.merge(xla.kkt(*operands))

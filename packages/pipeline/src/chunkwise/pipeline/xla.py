@@ -6,14 +6,14 @@ sequence has a chunk boundary where its state can be handed in and out; the extr
 states themselves.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.chunk_h.kernel import CONTINUE, make_table
 from chunkwise.chunk_h.xla import states
 from chunkwise.chunk_o.xla import output
-from chunkwise.kkt.xla import kkt
-from chunkwise.shared import Chunking, masked_exp, split_gate, stream_masks, strictly_lower
+from chunkwise.shared import Chunking, dot_nt, masked_exp, repeat_heads, split_gate, stream_masks, strictly_lower
 from chunkwise.solve_tril.xla import inverse
 from chunkwise.wy_fast.xla import w_u
 
@@ -27,7 +27,10 @@ def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
     q_c, k_c, v_c, beta_c = chunks.split(q), chunks.split(k), chunks.split(v), chunks.split_rows(beta)
     decay, from_start, to_end, through = _decays(chunks.split_rows(g), masks)
 
-    A = kkt(k_c, beta_c, decay)
+    def scores(rows):
+        return decay * jax.vmap(lambda a, b: repeat_heads(dot_nt(a, b), v.shape[2]))(rows, k_c)
+
+    A = jnp.swapaxes(beta_c, -1, -2) * scores(k_c)
     A_inv = inverse(A.reshape(-1, C, C)).reshape(A.shape)
     w, u = w_u(k_c, v_c, A_inv, beta_c, from_start)
     # A stream restarts nowhere: `through` is zero where another sequence begins.
@@ -35,7 +38,7 @@ def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
     if stream:
         table = table._replace(action=jnp.full_like(table.action, CONTINUE))
     h, v_new, after = states(k_c, w, u, to_end, through, initial_state, table, B)
-    o = chunks.merge(output(q_c, k_c, v_new, h, from_start, decay + jnp.eye(C), scale)).astype(v.dtype)
+    o = chunks.merge(output(q_c, k_c, v_new, h, from_start, scores(q_c), scale)).astype(v.dtype)
     if stream:
         owned = jnp.arange(T) < cu_seqlens[-1]
         return jnp.where(owned[None, :, None, None], o, 0), None
@@ -51,7 +54,7 @@ def _decays(g, masks):
     Returns:
       decay [NC, HV, C, C], from token j to token i > j of one sequence, else 0. The diagonal is left out: its 1 does
         not depend on the gates, and in their gradient it would swamp decays of 1e-13.
-      from_start [NC, HV, 1, C], from the start of the chunk to each token, 0 for tokens of later sequences.
+      from_start [NC, HV, C, 1], from the start of the chunk to each token, 0 for tokens of later sequences.
       to_end [NC, HV, C, 1], from each token to the end of the chunk, 0 for tokens of sequences that ended.
       through [NC, HV, 1, 1], over the whole chunk, 0 if another sequence begins in it.
     """
@@ -68,4 +71,4 @@ def _decays(g, masks):
         to_end = jnp.where(masks.ending[:, None, None], to_end, 0.0)
         through = jnp.where(masks.through[:, None, None, None], through, 0.0)
     difference = sum(jnp.swapaxes(x, -1, -2) - x for x in (coarse, fine))
-    return masked_exp(difference, below), from_start, jnp.swapaxes(to_end, -1, -2), through
+    return masked_exp(difference, below), *(jnp.swapaxes(x, -1, -2) for x in (from_start, to_end)), through

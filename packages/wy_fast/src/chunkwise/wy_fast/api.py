@@ -11,8 +11,10 @@ from chunkwise.shared import (
     check,
     check_array,
     check_cu_seqlens,
+    check_gates,
     check_heads,
     choose_implementation,
+    decay_from_start,
 )
 from chunkwise.wy_fast import config as tiles
 from chunkwise.wy_fast import vjp, xla
@@ -45,7 +47,8 @@ def recompute_w_u(
       v: values [B, T, HV, V], likewise. Products are float32 at full precision.
       beta: step sizes [B, T, HV], any floating type.
       A_inv: [B, T, HV, C] from `chunkwise.solve_tril.solve_tril`; its last dimension is the chunk size.
-      g_cum: chunk-local inclusive cumulative log decay [B, T, HV] in nats; None for no decay.
+      g_cum: chunk-local inclusive cumulative log decay in nats: [B, T, HV] per head, [B, T, HV, K] per channel of the
+        key, None for no decay.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
         Tokens from cu_seqlens[N] on are padding and give zero rows. The values are checked outside of jit only.
       implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
@@ -68,8 +71,7 @@ def recompute_w_u(
     check_array("beta", beta, "B T HV", (B, T, HV))
     C = check_array("A_inv", A_inv, "B T HV C", (B, T, HV, None))[3]
     check(C in CHUNK_SIZES, f"`A_inv` must have a last dimension of one of {CHUNK_SIZES}; got {C}.")
-    if g_cum is not None:
-        check_array("g_cum", g_cum, "B T HV", (B, T, HV))
+    check_gates("g_cum", g_cum, (B, T, HV), K)
     check_cu_seqlens(cu_seqlens, B, T)
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     config = config or tiles.default_for(H, HV, C, K, V)
@@ -79,10 +81,10 @@ def recompute_w_u(
 @functools.partial(jax.jit, static_argnums=(6, 7))
 def _run(k, v, beta, A_inv, g_cum, cu_seqlens, implementation, config):
     chunks = Chunking(*A_inv.shape[:2], A_inv.shape[3], cu_seqlens)
-    g = chunks.split_cumulative_rows(g_cum, v.shape[2])
+    g = chunks.split_gates(g_cum, v.shape[2])
     operands = chunks.split(k), chunks.split(v), chunks.split(A_inv.astype(jnp.float32)), chunks.split_rows(beta)
     if implementation == "pallas":
         w, u = vjp.w_u(*operands, g, config)
     else:
-        w, u = xla.w_u(*operands, jnp.exp(g))
+        w, u = xla.w_u(*operands, jax.vmap(decay_from_start)(g))
     return chunks.merge(w), chunks.merge(u)

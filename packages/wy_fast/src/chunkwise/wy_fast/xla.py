@@ -10,7 +10,7 @@ def w_u(k: jax.Array, v: jax.Array, A_inv: jax.Array, beta: jax.Array, from_star
 
     Args:
       k, v, A_inv, beta: chunks, as in the kernel.
-      from_start: [NC, HV, 1, C], the decay from the start of the chunk to each token.
+      from_start: [NC, HV, C, 1 or K], the decay from the start of the chunk to each token.
 
     Returns:
       w [NC, HV, C, K] and u [NC, HV, C, V].

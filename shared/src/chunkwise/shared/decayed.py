@@ -1,0 +1,103 @@
+"""Decays and decayed products inside one chunk, for both kinds of gates; arrays in, arrays out.
+
+Cumulative gates G of a chunk come per head, as rows [HV, 1, C], or per channel of the key, as [HV, C, K]; the functions
+here tell them apart by shape, so a stage is written once. No exponent is ever positive.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.shared.dot import dot, dot_nt, dot_tn
+from chunkwise.shared.tiles import (
+    column_index,
+    pair_decay,
+    repeat_heads,
+    row_index,
+    strictly_lower,
+    to_column,
+    to_row,
+)
+
+
+def per_channel(g: jax.Array) -> bool:
+    """Return whether the gates are per channel [HV, C, K] rather than rows [HV, 1, C]."""
+    return g.shape[1] > 1
+
+
+def gate_kind(g: jax.Array) -> str:
+    """Return what the name of a kernel says of gates in chunks: "_gk" per channel, nothing for rows."""
+    return "_gk" if g.shape[2] > 1 else ""
+
+
+def decay_from_start(g: jax.Array) -> jax.Array:
+    """Return e^G, from the start of the chunk to each token: [HV, C, 1], or [HV, C, K] for gates per channel."""
+    return jnp.exp(g if per_channel(g) else to_column(g))
+
+
+def gate_gradient(dG: jax.Array, g: jax.Array) -> jax.Array:
+    """Return the gradient of G in the form of g from its value per token and channel, dG [HV, C, K]."""
+    return dG if per_channel(g) else to_row(jnp.sum(dG, axis=2, keepdims=True))
+
+
+def _levels(g: jax.Array):
+    """Yield (mask, decay, right) for blocks of 2b rows, b = 1, 2, 4, ..., C/2: together they hold every pair i > j.
+
+    mask [1, C, C] are the pairs with i in the right and j in the left half of one block. Anchored at the last row n of
+    the left half, e^(G_i - G_j) is a product of e^(G_i - G_n) and e^(G_n - G_j): decay [HV, C, K] is the factor of
+    each row, and right [1, C, 1] tells the rows of right halves.
+    """
+    C = g.shape[1]
+    i, j = row_index(C), column_index(C)
+    for level in range(C.bit_length() - 1):
+        b = 1 << level
+        anchor = (i & ~(2 * b - 1)) + b - 1
+        # G_i - G_n as one product with a matrix of 1 and -1: rows may be anywhere, and the products are exact.
+        difference = jnp.where(i == j, 1.0, 0.0) - jnp.where(j == anchor, 1.0, 0.0)
+        difference = dot(jnp.broadcast_to(difference, (g.shape[0], C, C)), g)
+        right = (i[:, :, :1] & b) != 0
+        mask = ((i ^ j) < 2 * b) & ((i & b) > (j & b))
+        yield mask, jnp.exp(jnp.where(right, difference, -difference)), right
+
+
+def decayed_scores(q: jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
+    """Return sum over c of q_ic k_jc e^(G_ic - G_jc) for i > j, else 0.
+
+    Args:
+      q, k: [h, C, K] of the key heads.
+      g: cumulative gates of the value heads in nats.
+
+    Returns:
+      [HV, C, C] float32.
+    """
+    HV, C = g.shape[0], k.shape[1]
+    if not per_channel(g):
+        return pair_decay(to_column(g), g, strictly_lower(C)) * repeat_heads(dot_nt(q, k), HV)
+    q, k = repeat_heads(q, HV), repeat_heads(k, HV)
+    scores = jnp.zeros((HV, C, C), jnp.float32)
+    for mask, decay, right in _levels(g):
+        scores += jnp.where(mask, dot_nt(jnp.where(right, q * decay, 0.0), jnp.where(right, 0.0, k * decay)), 0.0)
+    return scores
+
+
+def decayed_scores_bwd(q: jax.Array, k: jax.Array, g: jax.Array, dP: jax.Array):
+    """Return the gradients of `decayed_scores`.
+
+    Args:
+      q, k, g: its operands, q and k with a head per value head [HV, C, K].
+      dP: cotangent [HV, C, C]; only the pairs i > j are read.
+
+    Returns:
+      dq, dk [HV, C, K] and the gradient of G in the form of g.
+    """
+    C = k.shape[1]
+    if not per_channel(g):
+        W = dP * pair_decay(to_column(g), g, strictly_lower(C))
+        through = W * dot_nt(q, k)
+        dg = to_row(jnp.sum(through, axis=2, keepdims=True)) - jnp.sum(through, axis=1, keepdims=True)
+        return dot(W, k), dot_tn(W, q), dg
+    dq, dk = jnp.zeros(q.shape, jnp.float32), jnp.zeros(k.shape, jnp.float32)
+    for mask, decay, right in _levels(g):
+        W = jnp.where(mask, dP, 0.0)
+        dq += jnp.where(right, decay * dot(W, k * decay), 0.0)
+        dk += jnp.where(right, 0.0, decay * dot_tn(W, q * decay))
+    return dq, dk, q * dq - k * dk
