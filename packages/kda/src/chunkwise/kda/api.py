@@ -27,7 +27,7 @@ _MOST_CHANNELS = 256
 
 
 def _check(q, k, v, g, beta, initial_state, cu_seqlens, gate_lower_bound):
-    """Check the arguments and return the sizes B, T, H, HV, K, V, N."""
+    """Check the arguments and return the sizes H, HV, K, V."""
     B, T, H, K = check_array("q", q, "B T H K")
     check_array("k", k, "B T H K", (B, T, H, K))
     HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
@@ -41,7 +41,7 @@ def _check(q, k, v, g, beta, initial_state, cu_seqlens, gate_lower_bound):
         gate_lower_bound is None or (isinstance(gate_lower_bound, (int, float)) and gate_lower_bound <= 0),
         f"`gate_lower_bound` must be None or a number <= 0; got {gate_lower_bound!r}.",
     )
-    return B, T, H, HV, K, V, N
+    return H, HV, K, V
 
 
 def _check_channels(K: int, V: int):
@@ -113,7 +113,7 @@ def fused_chunk_kda(
     Cost: about 2 B T HV (2 C K log2 C + 3 K V + 2 C V) flops; q, k, v, g are read and o is written once.
     Source: Kimi Linear (2025), section 3; the anchored products and the joined inverse are described in `tile`.
     """
-    B, T, H, HV, K, V, _ = _check(q, k, v, g, beta, initial_state, cu_seqlens, gate_lower_bound)
+    H, HV, K, V = _check(q, k, v, g, beta, initial_state, cu_seqlens, gate_lower_bound)
     check_chunk_size(chunk_size)
     implementation = choose_implementation(implementation, _IMPLEMENTATIONS, on_tpu="pallas")
     scale = K**-0.5 if scale is None else scale
@@ -258,7 +258,7 @@ def recurrent_kda(
     Cost: 7 B T HV K V flops; the state is read and written once.
     Source: Kimi Linear (2025).
     """
-    B, T, H, HV, K, V, _ = _check(q, k, v, g, beta, initial_state, cu_seqlens, gate_lower_bound)
+    H, HV, K, V = _check(q, k, v, g, beta, initial_state, cu_seqlens, gate_lower_bound)
     on_tpu = "pallas" if cu_seqlens is None and max(K, V) <= _MOST_CHANNELS else "xla"
     implementation = choose_implementation(implementation, _IMPLEMENTATIONS, on_tpu=on_tpu)
     scale = K**-0.5 if scale is None else scale

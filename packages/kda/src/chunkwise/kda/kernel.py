@@ -89,6 +89,7 @@ def load_keys(x, heads, own, normalise):
 def gate_sums(g, matrix, heads):
     """Return the sums of the gate [C, heads K]; `matrix` is [4 C, 3 C], the level matrix three times in a row."""
     C = g.shape[0]
+    g = g * tile.LOG2_E
     parts = jnp.concatenate(tile.split3(g), axis=0)
     small = take_heads(dot(matrix[None], parts[None], jnp.bfloat16)[0], heads)
     g = take_heads(g, heads)

@@ -53,21 +53,34 @@ def interaction_bwd_tile(rows, k, levels, base, dP, dN, dtype):
     """
     C = k.shape[1]
     d_scores = jnp.concatenate([dP, dN], axis=1)
+    transposed = jnp.swapaxes(d_scores, 1, 2)
     d_rows, d_columns = jnp.zeros_like(rows), jnp.zeros_like(k)
-    i, j = row_index(C), column_index(C)
-    parts = []
+
+    def add(d, d_columns, d_transposed, e_row, e_column):
+        """Add to d_columns; return it and the gradient of the rows that d [h, R, C] holds."""
+        d_columns += e_column * dot(d_transposed, rows * tile.twice(e_row), dtype)
+        return tile.fine_dot(d, k * e_column, dtype), d_columns
+
+    # Row indices of the pairs in both arrays: queries' and keys' rows follow one another.
+    i, j = (lax.broadcasted_iota(jnp.int32, (1, 2 * C, C), axis) & (C - 1) for axis in (1, 2))
+    j_T, i_T = (lax.broadcasted_iota(jnp.int32, (1, C, 2 * C), axis) & (C - 1) for axis in (1, 2))
     if base > 1:
-        d = levels[base.bit_length() - 2]
-        d = jnp.where((lax.broadcasted_iota(jnp.int32, d.shape, 1) & (base // 2)) != 0, d, -d)
-        parts.append((jnp.exp(d), jnp.exp(-d), ((i ^ j) < base) & (i > j)))
+        e_row, e_column = (jnp.exp2(sign * tile.middle_exponent(levels, base)) for sign in (1.0, -1.0))
+        d = jnp.where(((i ^ j) < base) & (i > j), d_scores, 0.0)
+        d_T = jnp.where(((i_T ^ j_T) < base) & (i_T > j_T), transposed, 0.0)
+        d, d_columns = add(d, d_columns, d_T, e_row, e_column)
+        d_rows += tile.twice(e_row) * d
     for level in range(base.bit_length() - 1, len(levels)):
-        e = jnp.exp(levels[level])
-        parts.append((e, e, tile.level_mask(C, 1 << level)))
-    for e_row, e_column, mask in parts:
-        d = jnp.where(tile.twice(mask), d_scores, 0.0)
-        e_row = tile.twice(e_row)
-        d_rows += e_row * tile.fine_dot(d, k * e_column, dtype)
-        d_columns += e_column * dot_tn(d, rows * e_row, dtype)
+        b, e = 1 << level, jnp.exp2(levels[level])
+        d = jnp.where(tile.level_pairs(i, j, b), d_scores, 0.0)
+        d_T = jnp.where(tile.level_pairs(i_T, j_T, b), transposed, 0.0)
+        if b < tile.SUBLANES:
+            d, d_columns = add(d, d_columns, d_T, e, e)
+            d_rows += tile.twice(e) * d
+        else:  # only right halves have pairs as rows
+            d, d_columns = add(tile.halves(d, b)[1], d_columns, d_T, e, e)
+            left, right = tile.halves(d_rows, b)
+            d_rows = tile.join_halves(left, right + tile.twice(tile.halves(e, b)[1]) * d, b)
     return d_rows, d_columns
 
 
@@ -88,8 +101,8 @@ def chunk_bwd_tile(x: Chunk, S, dS, do, base, dtype) -> Gradients:
     error = x.v - dot_nt(x.k * from_start, S, dtype)
     v_new = tile.fine_dot(x.X, x.beta * error, dtype)
 
-    dv_new = tile.fine_tn(x.scores, do, dtype) + tile.fine_nt(x.k * to_end, dS, dtype)
-    d_error = tile.fine_tn(x.X, dv_new, dtype)
+    dv_new = tile.fine_dot(jnp.swapaxes(x.scores, 1, 2), do, dtype) + tile.fine_nt(x.k * to_end, dS, dtype)
+    d_error = tile.fine_dot(jnp.swapaxes(x.X, 1, 2), dv_new, dtype)
     dP_dM = tile.fine_nt(jnp.concatenate([do, -d_error], axis=1), v_new, dtype)
     same = strictly_lower(C) if x.masks is None else strictly_lower(C) & x.masks.same
     dP, dM = (jnp.where(same, d, 0.0) for d in (dP_dM[:, :C], dP_dM[:, C:]))
@@ -147,6 +160,7 @@ def _kda_bwd_kernel(first_ref, sequence_ref, last_ref, opening_ref, matrix_ref, 
     )
     do = take_heads(do_ref[...].astype(jnp.float32), heads)
     if x.masks is not None:
+        q, k = (jnp.where(x.masks.valid[0], y.astype(jnp.float32), 0.0) for y in (q, k))
         do = jnp.where(x.masks.valid, do, 0.0)
     d = chunk_bwd_tile(x, h_ref[...], dS_ref[...], do, static.base, dtype)
     dS_ref[...] = d.S

@@ -1,6 +1,7 @@
 """Tile mathematics of Kimi delta attention: arrays in, arrays out, shared by the kernels and the plain JAX form.
 
-Tiles are [heads, C, D]; everything is batched over heads, which run in lock-step and hide the latency of one another.
+Tiles are [heads, C, D]; gates inside are to base 2, which is what the machine's exponential takes. Everything is
+batched over heads, which run in lock-step and hide the latency of one another.
 
 Pairs (i, j), i > j, of a chunk belong to the level b = 1, 2, ..., C/2 at which i is in the right and j in the left
 half of one block of 2b rows. Between them lies the last row n of the left half, so their decay is the product of
@@ -19,10 +20,11 @@ from chunkwise.shared import column_index, dot, dot_nt, dot_tn, last_valid, oper
 
 # Exponents of a base block that is anchored in its middle stay below this: e^40 squared is far inside float32.
 _SAFE_EXPONENT = 40.0
+LOG2_E = 1.4426950408889634
 # Rows of one vector register: blocks of so many rows are taken apart and put together for free.
 SUBLANES = 8
 # Diagonal blocks of so many rows are inverted by substitution.
-SUBSTITUTED = 32
+SUBSTITUTED = 16
 
 
 def base_block(C: int, gate_lower_bound: float | None) -> int:
@@ -112,7 +114,7 @@ def fine_columns(rows, columns, dtype):
 
 
 class Sums(NamedTuple):
-    """Sums of the gate over the chunk, all of one sign, so that nothing cancels.
+    """Sums of the gate over the chunk, to base 2, all of one sign, so that nothing cancels.
 
     Attributes:
       levels: per level b = 1, 2, ..., C/2 [h, C, K]: in right halves the sum over (n, i], in left halves over (j, n].
@@ -140,10 +142,21 @@ def widen(prefix: jax.Array, suffix: jax.Array, levels: list[jax.Array], b: int)
     return Sums(levels, prefix, suffix)
 
 
+def level_pairs(i, j, b: int) -> jax.Array:
+    """Return whether pairs (i, j) of row indices belong to level b."""
+    return ((i ^ j) < 2 * b) & ((i & b) > (j & b))
+
+
 def level_mask(C: int, b: int) -> jax.Array:
     """Return [1, C, C]: the pairs of level b."""
-    i, j = row_index(C), column_index(C)
-    return ((i ^ j) < 2 * b) & ((i & b) > (j & b))
+    return level_pairs(row_index(C), column_index(C), b)
+
+
+def middle_exponent(levels, base: int) -> jax.Array:
+    """Return the sums from the middle of every block of `base` rows to each row: negative after it, positive before."""
+    d = levels[base.bit_length() - 2]
+    after = (lax.broadcasted_iota(jnp.int32, d.shape, 1) & (base // 2)) != 0
+    return jnp.where(after, d, -d)
 
 
 def twice(x: jax.Array) -> jax.Array:
@@ -164,20 +177,41 @@ def interaction_tile(rows, k, levels, base, dtype):
     Returns:
       [h, 2 C, C] float32: <q_i, e^(G_i - G_j) k_j> above <k_i, e^(G_i - G_j) k_j> for i >= j, else 0.
     """
-    C = k.shape[1]
+    h, C, _ = k.shape
+    i, j = row_index(C), column_index(C)
     if base == 1:
-        diagonal = row_index(C) == column_index(C)
-        out = jnp.where(twice(diagonal), jnp.sum(rows * twice(k), axis=-1, keepdims=True), 0.0)
+        own = jnp.where(i == j, jnp.sum(rows[:, :C] * k, axis=-1, keepdims=True), 0.0)
+        out = jnp.concatenate([own, jnp.zeros_like(own)], axis=1)
     else:
-        i, j = row_index(C), column_index(C)
-        d = levels[base.bit_length() - 2]
-        d = jnp.where((lax.broadcasted_iota(jnp.int32, d.shape, 1) & (base // 2)) != 0, d, -d)
+        d = middle_exponent(levels, base)
         inside = ((i ^ j) < base) & (i >= j)
-        out = jnp.where(twice(inside), fine_columns(rows * twice(jnp.exp(d)), k * jnp.exp(-d), dtype), 0.0)
+        out = jnp.where(twice(inside), fine_columns(rows * twice(jnp.exp2(d)), k * jnp.exp2(-d), dtype), 0.0)
     for level in range(base.bit_length() - 1, len(levels)):
-        e = jnp.exp(levels[level])
-        out = jnp.where(twice(level_mask(C, 1 << level)), fine_columns(rows * twice(e), k * e, dtype), out)
+        b, e = 1 << level, jnp.exp2(levels[level])
+        if b < SUBLANES:
+            products = fine_columns(rows * twice(e), k * e, dtype)
+            out = jnp.where(twice(level_mask(C, b)), products, out)
+            continue
+        # Only right halves have pairs as rows; taking whole registers apart is free.
+        right, left_out, right_out = halves(rows, b)[1], *halves(out, b)
+        products = fine_columns(right * twice(halves(e, b)[1]), k * e, dtype)
+        mask = twice(halves(jnp.broadcast_to(level_mask(C, b), (h, C, C)), b)[1])
+        out = join_halves(left_out, jnp.where(mask, products, right_out), b)
     return out
+
+
+def halves(x, b):
+    """Return the rows of left and of right halves of every 2b rows of x [h, R, D], each [h, R / 2, D]."""
+    h, R, D = x.shape
+    x = x.reshape(h, R // (2 * b), 2, b, D)
+    return x[:, :, 0].reshape(h, R // 2, D), x[:, :, 1].reshape(h, R // 2, D)
+
+
+def join_halves(left, right, b):
+    """Return [h, R, D] from the rows of left and of right halves; the inverse of `halves`."""
+    h, R, D = left.shape
+    parts = [x.reshape(h, R // b, b, D) for x in (left, right)]
+    return jnp.stack(parts, axis=2).reshape(h, 2 * R, D)
 
 
 def spread(x: jax.Array, b: int, j: int) -> jax.Array:
@@ -223,15 +257,11 @@ def inverse_tile(M, dtype=jnp.float32):
     X = jnp.concatenate([jnp.where(column_block == n, X, 0.0) for n in range(C // b)], axis=1)
     while b < C:
         # Only the lower rows of a pair of blocks change.
-        def lower_rows(x, shape=(h, C // (2 * b), 2, b, C)):
-            return x.reshape(shape)[:, :, 1].reshape(h, C // 2, C)
-
-        X_lower = lower_rows(X)
-        S = jnp.where(lower_rows(jnp.broadcast_to(level_mask(C, b), (h, C, C))), lower_rows(M), 0.0)
-        corner = fine_dot(S, X, dtype).reshape(h, C // (2 * b), b, C)
-        corner = jnp.stack([jnp.zeros_like(corner), corner], 2).reshape(h, C, C)
-        joined = (X_lower - fine_dot(X_lower, corner, dtype)).reshape(h, C // (2 * b), b, C)
-        X = jnp.stack([X.reshape(h, C // (2 * b), 2, b, C)[:, :, 0], joined], 2).reshape(h, C, C)
+        upper, lower_left = halves(X, b)
+        S = jnp.where(halves(jnp.broadcast_to(level_mask(C, b), M.shape), b)[1], halves(M, b)[1], 0.0)
+        corner = fine_dot(S, X, dtype)
+        corner = join_halves(jnp.zeros_like(corner), corner, b)
+        X = join_halves(upper, lower_left - fine_dot(lower_left, corner, dtype), b)
         b *= 2
     return X
 
@@ -270,7 +300,7 @@ def boundary_tile(sums: Sums, masks: Masks | None):
       through [h, 1, K], over the whole chunk, zero if a sequence ends in it.
     """
     C = sums.prefix.shape[1]
-    from_start, to_end, through = jnp.exp(sums.prefix), jnp.exp(sums.suffix), jnp.exp(sums.prefix[:, C - 1 :])
+    from_start, to_end, through = jnp.exp2(sums.prefix), jnp.exp2(sums.suffix), jnp.exp2(sums.prefix[:, C - 1 :])
     if masks is not None:
         from_start, to_end = jnp.where(masks.carried, from_start, 0.0), jnp.where(masks.ending, to_end, 0.0)
         through = jnp.where(masks.through, through, 0.0)

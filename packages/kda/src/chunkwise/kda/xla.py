@@ -37,13 +37,13 @@ def interactions(q, k, g, base, dtype):
 
     Blocks of `_BASE` rows as in the kernels, then neighbouring blocks are joined: the corner is one product.
     """
-    M, C, K = k.shape
+    M, C = k.shape[:2]
     b = _BASE
 
     def blocks(x, size):
         return x.reshape(M * C // size, size, x.shape[-1])
 
-    q, k, g = blocks(q, b), blocks(k, b), blocks(g, b)
+    q, k, g = blocks(q, b), blocks(k, b), blocks(g * tile.LOG2_E, b)
     sums = tile.widen(g, jnp.zeros_like(g), [], 1)
     scores = tile.interaction_tile(jnp.concatenate([q, k], axis=1), k, sums.levels, min(base, b), dtype)
     prefix, suffix = sums.prefix, sums.suffix
@@ -51,9 +51,9 @@ def interactions(q, k, g, base, dtype):
     while b < C:
         pairs = [x.reshape(M * C // (2 * b), 2, b, -1) for x in (q, k, prefix, suffix, scores_q, scores_k)]
         (_, q_right), (k_left, k_right), (P_left, P_right), (S_left, S_right) = ((x[:, 0], x[:, 1]) for x in pairs[:4])
-        decay = jnp.exp(P_right)
+        decay = jnp.exp2(P_right)
         rows = jnp.concatenate([q_right * decay, k_right * decay], axis=1)
-        corner = dot_nt(rows, k_left * jnp.exp(S_left), dtype)
+        corner = dot_nt(rows, k_left * jnp.exp2(S_left), dtype)
 
         def joined(x, lower_left):
             left, right = x[:, 0], x[:, 1]

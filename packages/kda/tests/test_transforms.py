@@ -1,0 +1,77 @@
+"""Under jit, vmap, remat, grad, eval_shape and export."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.kda import fused_chunk_kda, recurrent_kda
+from chunkwise.shared.testing import (
+    TRANSFORMS,
+    assert_close,
+    assert_traced_once,
+    assert_transform,
+    boundaries,
+    make_inputs,
+)
+
+both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
+
+
+def arguments(B=2, **options):
+    x = make_inputs(B, 20, 1, 2, 16, 8, per_channel=True, **options)
+    return tuple(x[name] for name in ("q", "k", "v", "g", "beta"))
+
+
+def run(implementation, *x):
+    return fused_chunk_kda(*x, chunk_size=16, implementation=implementation)[0]
+
+
+@both
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transform(transform, implementation):
+    assert_transform(transform, functools.partial(run, implementation), arguments())
+
+
+@both
+def test_gradient_under_remat_and_vmap(implementation):
+    x = arguments()
+    loss = lambda *x: jnp.sum(run(implementation, *x) ** 2)
+    plain = jax.grad(loss, argnums=(0, 3, 4))(*x)
+    remat = jax.grad(jax.checkpoint(loss), argnums=(0, 3, 4))(*x)
+    each = jax.vmap(jax.grad(lambda *x: loss(*(y[None] for y in x)), argnums=(0, 3, 4)))(*x)
+    for got in (remat, each):
+        for want, have in zip(plain, got, strict=True):
+            assert_close("gradient", have, want, 1e-5)
+
+
+@both
+def test_boundaries_are_traced(implementation):
+    x = arguments(B=1)
+    batches = [(*x, boundaries(*lengths)) for lengths in [(1, 0, 19), (16, 2, 2)]]
+    packed = lambda *x: fused_chunk_kda(*x[:5], cu_seqlens=x[5], chunk_size=16, implementation=implementation)[0]
+    assert_traced_once(packed, *batches)
+
+
+def test_decode_is_differentiable():
+    x = arguments(B=2)
+    losses = [lambda *x, n=n: jnp.sum(recurrent_kda(*x, implementation=n)[0] ** 2) for n in ("xla", "pallas")]
+    want, got = (jax.grad(loss, argnums=(0, 1, 2, 3, 4))(*x) for loss in losses)
+    for a, b in zip(want, got, strict=True):
+        assert_close("gradient", b, a, 1e-5)
+
+
+def test_cost_of_a_pack_follows_its_tokens():
+    """512 documents of 16 tokens cost at most twice one document of 8,192, in what XLA counts."""
+    x = [jax.ShapeDtypeStruct(s, jnp.float32) for s in [(1, 8192, 1, 64)] * 4 + [(1, 8192, 1)]]
+
+    def cost(**options):
+        compiled = jax.jit(lambda *x: fused_chunk_kda(*x, implementation="xla", **options)[0]).lower(*x).compile()
+        analysis = compiled.cost_analysis()
+        return analysis["flops"], analysis["bytes accessed"]
+
+    alone = cost()
+    packed = cost(cu_seqlens=jnp.arange(0, 8193, 16, dtype=jnp.int32))
+    assert packed[0] <= 2 * alone[0]
+    assert packed[1] <= 2 * alone[1]
