@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.chunk_h.config import Config
-from chunkwise.chunk_h.kernel import RESTART, Operands, Table, decays_tile, load, suffix
+from chunkwise.chunk_h.kernel import RESTART, Operands, Table, decays_tile, suffix
 from chunkwise.shared import (
     dot,
     dot_nt,
@@ -55,6 +55,11 @@ def _state_bwd_kernel(
     del sequence_ref  # read by the index maps only
     n = pl.num_programs(1) - 1 - pl.program_id(1)
 
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        # The chunks after the last sequence are unused: no result, but what they compute must be finite.
+        dS_ref[...] = jnp.zeros_like(dS_ref)
+
     @pl.when(last_ref[n] == 1)
     def _():
         dS_ref[...] = dht_ref[...]
@@ -74,7 +79,6 @@ def _state_bwd_kernel(
     if w_ref is not None:
         dw_ref[...] = -dot_nt(dv, S)
         dS -= dot_tn(w_ref[...].astype(jnp.float32), dv)
-    # An unused chunk has an `h` of zeros that is nobody's result; the first used chunk from the right starts afresh.
     dS_ref[...] = dS
     dh0_ref[...] = dS
 

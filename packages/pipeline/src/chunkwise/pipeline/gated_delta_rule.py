@@ -3,27 +3,11 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 
-from chunkwise.chunk_h import chunk_gated_delta_rule_fwd_h
-from chunkwise.chunk_o import chunk_fwd_o
-from chunkwise.cumsum import chunk_local_cumsum
-from chunkwise.kkt import chunk_scaled_dot_kkt
-from chunkwise.pipeline import xla
-from chunkwise.shared import (
-    check_array,
-    check_chunk_size,
-    check_cu_seqlens,
-    check_heads,
-    check_initial_state,
-    choose_implementation,
-    l2norm,
-    packed_recurrence,
-    recurrence,
-    repeat_heads,
-)
-from chunkwise.solve_tril import solve_tril
-from chunkwise.wy_fast import recompute_w_u
+from chunkwise import fused_gdn
+from chunkwise.pipeline import staged, xla
+from chunkwise.pipeline.choice import choose, choose_recurrent
+from chunkwise.shared import check_array, check_chunk_size, check_cu_seqlens, check_heads, check_initial_state
 
 
 def chunk_gated_delta_rule(
@@ -66,8 +50,8 @@ def chunk_gated_delta_rule(
         Sequences may be empty; tokens from cu_seqlens[N] on are padding and give zeros. The values are checked outside
         of jit only.
       chunk_size: 16, 32, 64 or 128; static. All agree up to rounding.
-      implementation: "xla" (plain JAX, runs everywhere), "staged" (a chain of Pallas TPU kernels,
-        interpreted off TPU), None (the best for the backend).
+      implementation: "xla" (plain JAX, runs everywhere), "staged" (a chain of Pallas TPU kernels), "fused" (one
+        Pallas launch forward), both interpreted off TPU; None is the best for the backend.
 
     Returns:
       o [B, T, HV, V] in the type of v, and final_state [N, HV, K, V] float32, None unless asked for. Differentiable in
@@ -75,6 +59,7 @@ def chunk_gated_delta_rule(
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: "fused" with K or V above 256.
 
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 for float32 and .005 for bfloat16 inputs, for
     any gate, repeated keys, and beta up to 2.
@@ -83,9 +68,14 @@ def chunk_gated_delta_rule(
     """
     _check(q, k, v, g, beta, initial_state, cu_seqlens)
     check_chunk_size(chunk_size)
-    implementation = choose_implementation(implementation, ("xla", "staged"), on_tpu="staged")
+    implementation = choose(implementation, k.shape[-1], v.shape[-1])
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    run = _staged if implementation == "staged" else _xla
+    if implementation == "fused":
+        return fused_gdn.fused_chunk_gated_delta_rule(
+            q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens, chunk_size=chunk_size,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, implementation="pallas",
+        )  # fmt: skip
+    run = staged.delta_rule if implementation == "staged" else _xla
     return run(
         q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, use_qk_l2norm_in_kernel, chunk_size
     )
@@ -103,30 +93,10 @@ def _check(q, k, v, g, beta, initial_state, cu_seqlens):
     check_initial_state(initial_state, (N, HV, K, V))
 
 
-def _normalised(x, wanted):
-    return l2norm(x.astype(jnp.float32)).astype(x.dtype) if wanted else x
-
-
 @functools.partial(jax.jit, static_argnums=(8, 9, 10))
 def _xla(q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, normalise, chunk_size):
-    q, k = _normalised(q, normalise), _normalised(k, normalise)
+    q, k = staged.normalised(q, normalise), staged.normalised(k, normalise)
     return xla.gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, chunk_size)
-
-
-@functools.partial(jax.jit, static_argnums=(8, 9, 10))
-def _staged(q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, normalise, chunk_size):
-    """The chain of kernels, stage by stage: the readable form."""
-    q, k = _normalised(q, normalise), _normalised(k, normalise)
-    run = {"implementation": "pallas"}
-    g_cum = chunk_local_cumsum(g, chunk_size, cu_seqlens=cu_seqlens, **run)
-    A = chunk_scaled_dot_kkt(k, beta, g_cum, cu_seqlens, chunk_size, **run)
-    A_inv = solve_tril(A, cu_seqlens, **run)
-    w, u = recompute_w_u(k, v, beta, A_inv, g_cum, cu_seqlens, **run)
-    h, v_new, final_state = chunk_gated_delta_rule_fwd_h(
-        k, w, u, g_cum, initial_state, output_final_state, cu_seqlens, chunk_size, **run
-    )
-    o = chunk_fwd_o(q, k, v_new, h, g_cum, None, scale, cu_seqlens, chunk_size, **run)
-    return o.astype(v.dtype), final_state
 
 
 def recurrent_gated_delta_rule(
@@ -141,32 +111,23 @@ def recurrent_gated_delta_rule(
     *,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: jax.Array | None = None,
+    state_indices: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated delta rule token by token, the decode path: for one new token or a few per sequence.
 
-    The arguments, results and errors of `chunk_gated_delta_rule`, less chunk_size; the only implementation is "xla".
-    Everything is computed in float32, as sums rather than matrix products.
+    The arguments, results and errors of `chunk_gated_delta_rule`, less chunk_size. For serving, initial_state may be a
+    pool of states [slots, HV, K, V] with state_indices, int32 [N], the slot of every sequence, and has_initial_state,
+    bool [N], False where a sequence starts from zero; see `chunkwise.fused_gdn.recurrent_gated_delta_rule`.
+    implementation is "xla", "fused" (one Pallas launch for all sequences) or None.
 
-    Accuracy: 5e-7 relative to the recurrence in float64.
-    Cost: 6 B T HV K V flops; the state is read and written once a token.
+    Accuracy: 5e-7 relative to the recurrence in float64; everything is computed in float32, as sums.
+    Cost: 7 B T HV K V flops; the state is read and written once.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024).
     """
-    _check(q, k, v, g, beta, initial_state, cu_seqlens)
-    choose_implementation(implementation, ("xla",), on_tpu="xla")
-    scale = k.shape[-1] ** -0.5 if scale is None else scale
-    o, state = _recurrent(q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel)
-    return o, state if output_final_state else None
-
-
-@functools.partial(jax.jit, static_argnums=(8,))
-def _recurrent(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise):
-    q, k = (x.astype(jnp.float32) for x in (q, k))
-    q, k = _normalised(q, normalise), _normalised(k, normalise)
-    per_head = jax.vmap(jax.vmap(functools.partial(repeat_heads, heads=v.shape[2])))
-    arguments = per_head(q), per_head(k), v, g, beta, scale, initial_state
-    if cu_seqlens is None:
-        o, state = recurrence(*arguments, jnp.float32)
-    else:
-        o, state = packed_recurrence(*arguments, cu_seqlens, jnp.float32)
-    return o.astype(v.dtype), state
+    return fused_gdn.recurrent_gated_delta_rule(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens, state_indices=state_indices, has_initial_state=has_initial_state,
+        implementation=choose_recurrent(implementation),
+    )  # fmt: skip

@@ -1,0 +1,21 @@
+"""The names of the implementations, and which of them None means."""
+
+from chunkwise.shared import choose_implementation
+
+IMPLEMENTATIONS = ("xla", "staged", "fused")
+
+# The fused kernels of the delta rule keep whole states of a head in fast memory.
+_MOST_CHANNELS = 256
+
+
+def choose(implementation: str | None, K: int, V: int, most: int = _MOST_CHANNELS) -> str:
+    """Return the implementation of a chunk operator; on a TPU None means "fused" where its sizes allow."""
+    on_tpu = "fused" if max(K, V) <= most else "staged"
+    return choose_implementation(implementation, IMPLEMENTATIONS, on_tpu=on_tpu)
+
+
+def choose_recurrent(implementation: str | None) -> str | None:
+    """Return the name under which a kernel package knows the implementation of its recurrent operator."""
+    if implementation is None:
+        return None
+    return {"xla": "xla", "fused": "pallas"}[choose_implementation(implementation, ("xla", "fused"), on_tpu="fused")]

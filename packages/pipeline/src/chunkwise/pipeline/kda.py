@@ -1,0 +1,129 @@
+"""Kimi delta attention: documentation and the choice of implementation."""
+
+import jax
+
+from chunkwise import kda
+from chunkwise.pipeline import staged
+from chunkwise.pipeline.choice import choose, choose_recurrent
+from chunkwise.shared import (
+    check,
+    check_array,
+    check_chunk_size,
+    check_cu_seqlens,
+    check_heads,
+    check_initial_state,
+)
+
+
+def chunk_kda(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    gate_lower_bound: float | None = None,
+    cu_seqlens: jax.Array | None = None,
+    chunk_size: int = 64,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Kimi delta attention over whole sequences, chunk by chunk.
+
+    In value head n, with key head n // (HV // H), and the state read after the update::
+
+        S~  = Diag(e^g_t) S_{t-1}
+        S_t = S~ + beta_t k_t (v_t - S~^T k_t)^T
+        o_t = scale S_t^T q_t
+
+    Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions,
+    N sequences: B, or len(cu_seqlens) - 1.
+
+    Args:
+      q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16. Keys should have unit length (or pass
+        use_qk_l2norm_in_kernel): the recurrence itself diverges where beta |k|^2 > 2.
+      v: values [B, T, HV, V], likewise.
+      g: log decay per channel of the key [B, T, HV, K] in nats, <= 0, any strength.
+      beta: step sizes [B, T, HV], in (0, 1), or (0, 2) where negative eigenvalues are allowed.
+      scale: multiplies q; defaults to K ** -0.5. A number or a traced scalar.
+      initial_state: [N, HV, K, V], any floating type; None for zeros.
+      output_final_state: return the state after every sequence; static.
+      use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6), in float32; static.
+      gate_lower_bound: a promise that every g >= it; it may select a faster scheme, never another result; static.
+      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced: new values never recompile. B must be 1.
+        Sequences may be empty; tokens from cu_seqlens[N] on are padding and give zeros. The values are checked outside
+        of jit only.
+      chunk_size: 16, 32, 64 or 128; static. All agree up to rounding.
+      implementation: "xla" (plain JAX, runs everywhere), "staged" (a chain of Pallas TPU kernels), "fused" (one
+        Pallas launch forward), both interpreted off TPU; None is the best for the backend.
+
+    Returns:
+      o [B, T, HV, V] in the type of v, and final_state [N, HV, K, V] float32, None unless asked for. Differentiable in
+      every floating-point argument under every implementation.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: "fused" with K or V above 256.
+
+    Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 for float32 and .005 for bfloat16 inputs, for
+    any gate.
+    Cost: see `chunkwise.kda.fused_chunk_kda`.
+    Source: Kimi Linear (2025).
+    """
+    B, T, H, K = check_array("q", q, "B T H K")
+    check_array("k", k, "B T H K", (B, T, H, K))
+    HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
+    check_heads(H, HV)
+    check_array("g", g, "B T HV K", (B, T, HV, K))
+    check_array("beta", beta, "B T HV", (B, T, HV))
+    check_cu_seqlens(cu_seqlens, B, T)
+    check_initial_state(initial_state, (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, HV, K, V))
+    check_chunk_size(chunk_size)
+    check(
+        gate_lower_bound is None or gate_lower_bound <= 0,
+        f"`gate_lower_bound` must be None or at most 0; got {gate_lower_bound!r}.",
+    )
+    implementation = choose(implementation, K, V)
+    scale = K**-0.5 if scale is None else scale
+    if implementation == "staged":
+        return staged.delta_rule(
+            q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, use_qk_l2norm_in_kernel, chunk_size
+        )
+    return kda.fused_chunk_kda(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        gate_lower_bound=gate_lower_bound, cu_seqlens=cu_seqlens, chunk_size=chunk_size,
+        implementation="pallas" if implementation == "fused" else "xla",
+    )  # fmt: skip
+
+
+def recurrent_kda(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    gate_lower_bound: float | None = None,
+    cu_seqlens: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Kimi delta attention token by token, the decode path: for one new token or a few per sequence.
+
+    The arguments, results and errors of `chunk_kda`, less chunk_size. implementation is "xla", "fused" (one Pallas
+    launch for all sequences; no cu_seqlens) or None.
+
+    Accuracy: 5e-7 relative to the recurrence in float64; everything is computed in float32, as sums.
+    Cost: 7 B T HV K V flops; the state is read and written once.
+    Source: Kimi Linear (2025).
+    """
+    return kda.recurrent_kda(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        gate_lower_bound=gate_lower_bound, cu_seqlens=cu_seqlens, implementation=choose_recurrent(implementation),
+    )  # fmt: skip
