@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
 from chunkwise.fused_gdn import config as tiles
 from chunkwise.fused_gdn import decode, kernel, kernel_bwd, xla
 from chunkwise.fused_gdn.kernel import Options, Shape
@@ -160,7 +161,7 @@ class Layout:
         ])  # fmt: skip
 
     def tokens(self, x: jax.Array, width: int) -> jax.Array:
-        """Return [B, T, heads, D] as the flat view [B, T', heads * width]; a plain reshape for whole lanes and chunks."""
+        """Return [B, T, heads, D] as the flat view [B, T', heads * width]; a reshape for whole lanes and chunks."""
         x = pad_tokens(self.chunks.spread(x) if self.chunks.packed else x, self.padded)
         if x.shape[3] != width:
             x = jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[3])])

@@ -8,9 +8,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from chunkwise.shared import l2norm, out_struct, pallas_call
 from jax import lax
 from jax.experimental import pallas as pl
+
+from chunkwise.shared import l2norm, out_struct, pallas_call
 
 # Two buffers each of the states read and written.
 STATE_BYTES = 32 * 2**20
@@ -97,7 +98,7 @@ def launch(q, k, v, g, beta, pool, slot, start, count, kept, scale: float, norma
     if size > TOKEN_BYTES:
         raise NotImplementedError(
             f'"pallas" takes a few tokens per sequence; {T} tokens need {size >> 20} MiB of VMEM: '
-            f"use `fused_chunk_gated_delta_rule` or implementation=\"xla\"."
+            f'use `fused_chunk_gated_delta_rule` or implementation="xla".'
         )
     blocks, own = HV // heads, heads * H // HV
 
@@ -105,7 +106,9 @@ def launch(q, k, v, g, beta, pool, slot, start, count, kept, scale: float, norma
         return jnp.moveaxis(x.reshape(T, blocks, width, *x.shape[2:]), 1, 0)
 
     tokens = cut(q, own), cut(k, own), cut(v, heads), cut(g, heads), cut(beta, heads)
-    per_block = [pl.BlockSpec((None, *x.shape[1:]), lambda h, n, *_, rank=x.ndim: (h, *[0] * (rank - 1))) for x in tokens]
+    per_block = [
+        pl.BlockSpec((None, *x.shape[1:]), lambda h, n, *_, rank=x.ndim: (h, *[0] * (rank - 1))) for x in tokens
+    ]
     state = pl.BlockSpec((None, heads, K, V), lambda h, n, slot, *_: (slot[n], h, 0, 0))
     o, pool = pallas_call(
         functools.partial(_decode_kernel, scale=scale, normalise=normalise),

@@ -1,7 +1,7 @@
 """The exact inverse of packed unit lower triangular matrices, as tile mathematics.
 
 The matrices of p heads lie side by side in the lanes, [n, C, p * C], so a chunk of 64 fills the 128 lanes of a register
-and one product serves p heads. Lanes are never moved. A *strip* of block size b is [n, b, p * C]: the lanes of block t
+and one product serves p heads. A *strip* of block size b is [n, b, p * C]: the lanes of block t
 hold the t-th diagonal block (of whichever head owns these lanes), the rows are the rows inside the block.
 
 Rows are eliminated one at a time inside blocks of `SUBSTITUTION` rows, on the vector unit, where a strip is a single
@@ -11,12 +11,15 @@ register or two. From there on the ladder joins two neighbours at a time,
     [M21 X2]     =  [-X2^-1 M21 X1^-1         X2^-1]
 
 with two products of a strip and a block-diagonal matrix: exact, and no more of M is multiplied than the blocks in use.
+The products take six bfloat16 passes over operands split into three parts, which is float32 accuracy.
 """
 
 import jax
 import jax.numpy as jnp
-from chunkwise.shared import bf16_parts, dot_parts
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+from chunkwise.shared import bf16_parts, dot_parts
 
 # Rows eliminated on the vector unit before the first product.
 SUBSTITUTION = 16
@@ -59,31 +62,33 @@ def substitute(M: jax.Array) -> jax.Array:
     M = jnp.where(lane < row, M, 0.0)
     for j in range(b - 1):
         first = j // 8 * 8  # rows above are finished
-        column = broadcastlane_index(M[:, first:], j, b)
-        done = X[:, :first]
-        X = X[:, first:] - column * X[:, j : j + 1]
-        X = jnp.concatenate([done, X], axis=1) if first else X
+        rest = X[:, first:] - broadcast_lane(M[:, first:], j, b) * X[:, j : j + 1]
+        X = jnp.concatenate([X[:, :first], rest], axis=1) if first else rest
     return X
 
 
-def broadcastlane_index(x: jax.Array, j: int, b: int) -> jax.Array:
+def broadcast_lane(x: jax.Array, j: int, b: int) -> jax.Array:
     """Return x with lane j of every block of b lanes copied to the whole block."""
-    width = x.shape[-1]
-    index = lax.broadcasted_iota(jnp.int32, x.shape, 2)
-    index = (index & (width - b)) + j if b < width else jnp.full_like(index, j)
-    return jnp.take_along_axis(x, index, axis=2)
+    n, m, width = x.shape
+    index = lax.broadcasted_iota(jnp.int32, (n * m, width), 1)
+    index = (index & -b) + j
+    return jnp.take_along_axis(x.reshape(n * m, width), index, axis=1).reshape(x.shape)
 
 
-def spread(parts, b: int, offset: int):
-    """Place a strip [n, b, width] as [n, width, width]: rows of block t + offset, lanes of block t."""
-    width = parts[0].shape[-1]
-    owner = block_of(lane_index(width), b)
+def spread(x: jax.Array, b: int) -> jax.Array:
+    """Return a strip [n, b, width] block-diagonally, [n, width, width]."""
+    owner = block_of(lane_index(x.shape[2]), b)
+    return jnp.concatenate([jnp.where(owner == t, x, jnp.zeros_like(x)) for t in range(x.shape[2] // b)], axis=1)
 
-    def place(x):
-        rows = [jnp.where(owner == t - offset, x, jnp.zeros_like(x)) for t in range(width // b)]
-        return jnp.concatenate(rows, axis=1)
 
-    return tuple(place(x) for x in parts)
+def multiply_strips(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return the products of the blocks of two float32 strips [n, rows, width], as a strip, at float32 accuracy."""
+    return dot_parts(bf16_parts(a), tuple(spread(part, a.shape[1]) for part in bf16_parts(b)))
+
+
+def rotate(x: jax.Array, shift: int) -> jax.Array:
+    """Return x with its lanes moved up by `shift`, around the end."""
+    return pltpu.roll(x, shift % x.shape[2], 2)
 
 
 def place(x: jax.Array, p: int) -> jax.Array:
@@ -94,17 +99,31 @@ def place(x: jax.Array, p: int) -> jax.Array:
     return jnp.concatenate([jnp.where(owner == i, x, jnp.zeros_like(x)) for i in range(p)], axis=1)
 
 
+def join(X: jax.Array, S: jax.Array) -> jax.Array:
+    """Join neighbouring inverse blocks: strips X [n, b, width] and S of `lower_left_strip` -> [n, 2b, width].
+
+    Only every second block of S is in use, so two matrices share a product: one of them moves over by a block.
+    """
+    n, b, width = X.shape
+    if n % 2:  # an odd one out is its own partner
+        X, S = jnp.concatenate([X, X[-1:]]), jnp.concatenate([S, S[-1:]])
+    even = (block_of(lane_index(width), b) & 1) == 0
+    half = X.shape[0] // 2
+    X_a, X_b, S_a, S_b = X[:half], X[half:], S[:half], S[half:]
+    left = jnp.where(even, X_a, rotate(X_b, b))
+    right = jnp.where(even, rotate(X_a, -b), X_b)
+    T = multiply_strips(jnp.where(even, S_a, rotate(S_b, b)), left)
+    corner = multiply_strips(right, T)
+    corner = jnp.concatenate([corner, rotate(corner, -b)])
+    joined = jnp.concatenate([jnp.where(even, X, 0.0), jnp.where(even, -corner, X)], axis=1)
+    return joined[:n]
+
+
 def unit_lower_inverse(M: jax.Array) -> jax.Array:
     """Return (I + M)^-1 of packed matrices [n, C, p C] float32; only what is below the diagonal is read."""
-    C, width = M.shape[1:]
-    b = min(SUBSTITUTION, C)
+    b = min(SUBSTITUTION, M.shape[1])
     X = substitute(diagonal_strip(M, b))
-    while b < C:
-        even = (block_of(lane_index(width), b) & 1) == 0
-        left = jnp.where(even, X, 0.0)
-        parts = bf16_parts(X)
-        T = dot_parts(bf16_parts(lower_left_strip(M, b)), spread(parts, b, 0))
-        X21 = dot_parts(parts, spread(bf16_parts(T), b, 1))
-        X = jnp.concatenate([left, jnp.where(even, -X21, X)], axis=1)
+    while b < M.shape[1]:
+        X = join(X, lower_left_strip(M, b))
         b *= 2
     return X

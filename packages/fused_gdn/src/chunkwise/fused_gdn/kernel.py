@@ -1,7 +1,7 @@
 """Forward in one launch: tile mathematics, kernel body, launcher.
 
-A chunk is affine in the state S before it. With K, Q, V the rows of the chunk, B = diag(beta), G the cumulative gate and
-D_ij = exp(G_i - G_j),
+A chunk is affine in the state S before it. With K, Q, V the rows of the chunk, B = diag(beta), G the cumulative gate
+and D_ij = exp(G_i - G_j),
 
     X  = (I + tril(K K^T * D, -1) B)^-1                      unit lower triangular, no state in it
     Y  = scale tril(Q K^T * D) B X                           [C, C]
@@ -9,10 +9,9 @@ D_ij = exp(G_i - G_j),
     o  = (scale e^G Q - Y e^G K) S            + Y V
     S' = (e^G_last - Z e^G K) S               + Z V
 
-which is MATH of the delta rule regrouped: Y V - Y e^G K S is P v_new. Only one product depends on the state, so the
-chain from chunk to chunk is short, and no large terms cancel: v_new oscillates where keys repeat, Y and Z do not. That is
-why a single bfloat16 pass is enough for the products with S and V. What leads up to Y, Z and Y K is kept to 16 bits, X
-to 24.
+which is the delta rule regrouped: Y V - Y e^G K S is P v_new. Only one product depends on the state, so the chain from
+chunk to chunk is short, and no large terms cancel: v_new oscillates where keys repeat, Y and Z do not. That is why a
+single bfloat16 pass is enough for the products with S and V. What leads up to Y, Z and Y K is kept to 16 bits, X to 24.
 
 The matrices of p heads lie side by side in the lanes ("packed", see inverse.py): n = heads / p packs.
 """
@@ -22,6 +21,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
 from chunkwise.fused_gdn.config import Config
 from chunkwise.fused_gdn.inverse import block_of, lane_index, place, unit_lower_inverse
 from chunkwise.shared import (
@@ -32,13 +35,9 @@ from chunkwise.shared import (
     l2norm,
     out_struct,
     pallas_call,
-    row_index,
     split_gate,
     to_column,
 )
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 # exp of it is zero, and it can be added to without overflow.
 NEVER = -1e30
@@ -85,9 +84,7 @@ def rows(tiles) -> jax.Array:
 def key_packs(x: jax.Array, s: Shape) -> list[jax.Array]:
     """Return the key heads of every pack: `s.keys` tiles [n, C, K] of x [key heads, C, K]."""
     n = s.heads // s.p
-    return [
-        jnp.stack([x[(i * s.p + j * (s.p // s.keys)) // s.group] for i in range(n)]) for j in range(s.keys)
-    ]
+    return [jnp.stack([x[(i * s.p + j * (s.p // s.keys)) // s.group] for i in range(n)]) for j in range(s.keys)]
 
 
 def place_tiles(tiles: list[jax.Array], p: int) -> jax.Array:
@@ -191,12 +188,13 @@ def summary_state(k, X, decay, s: Shape):
     return dot_tn(rows(own * len(X_parts)), rows([place(x, s.keys) for x in X_parts]))
 
 
-def summary_in(YZ, k, from_start_rows, s: Shape):
-    """Return [Y; Z] diag(from_start) K of every head, [heads, C + K, K] float32."""
-    YZ_parts = parts(YZ * from_start_rows, k.dtype)
+def summary_in(YZ, q, k, flow, scale, s: Shape):
+    """Return what multiplies the state, scale e^G Q - Y e^G K above -Z e^G K: [heads, C + K, K] float32."""
+    YZ_parts = parts(YZ * -flow.start_rows, k.dtype)
     right = place_tiles(key_packs(k, s), s.p)
-    packed = dot(lanes(YZ_parts), rows([right] * len(YZ_parts)))
-    return split_lanes(packed, s.p)
+    removed = split_lanes(dot(lanes(YZ_parts), rows([right] * len(YZ_parts))), s.p)
+    q = jnp.stack([q[i // s.group] for i in range(s.heads)]).astype(jnp.float32)
+    return rows([q * columns(flow.start * scale) + removed[:, : s.C], removed[:, s.C :]])
 
 
 def split_lanes(x: jax.Array, p: int) -> jax.Array:
@@ -305,25 +303,10 @@ def flow_of(g: Gates, s: Shape, owner=None) -> Flow:
     )
 
 
-def summaries(q, k, P, X, g: Gates, flow: Flow, scale, s: Shape):
-    """Return ([Q'; F] [heads, C + K, K], [Y; Z] packed [n, C + K, p C]), both as operands of one pass."""
-    dtype = k.dtype
-    YZ = rows([summary_out(P, X, dtype, s.p), summary_state(k, X, flow.end * g.beta, s)])
-    removed = summary_in(YZ, k, -flow.start_rows, s)
-    q = jnp.stack([q[i // s.group] for i in range(s.heads)]).astype(jnp.float32)
-    QF = rows([q * columns(flow.start * scale) + removed[:, : s.C], removed[:, s.C :]])
-    return QF.astype(dtype), YZ.astype(dtype)
-
-
-def advance(after, S, through):
-    """Return the next state from [o; F S + Z V] and the state before, [heads, K, V] float32."""
-    return columns(through) * S + after[:, -S.shape[1] :]
-
-
 def _fwd_kernel(refs, *, s, opt):
     c = pl.program_id(2)
     chunk = pl.program_id(0) * pl.num_programs(2) + c
-    scale, state_ref = opt.scale, refs.state
+    state_ref = refs.state
 
     @pl.when(refs.table[FIRST, chunk] == 1)
     def _():
@@ -334,16 +317,17 @@ def _fwd_kernel(refs, *, s, opt):
     flow = flow_of(gate, s, load_owner(refs, chunk))
     KK, QK, D = scores(q, k, gate, flow.mask, s)
     weight = D * gate.beta_rows
-    X, P = unit_lower_inverse(KK * weight), QK * (weight * scale)
+    X, P = unit_lower_inverse(KK * weight), QK * (weight * opt.scale)
+    YZ = rows([summary_out(P, X, k.dtype, s.p), summary_state(k, X, flow.end * gate.beta, s)])
+    QF = summary_in(YZ, q, k, flow, opt.scale, s)
     S = state_ref[...]
     if refs.h is not None:
         refs.h[...] = S.astype(refs.h.dtype)
         refs.X[...] = X
-    QF, YZ = summaries(q, k, P, X, gate, flow, scale, s)
-    after = apply_summary(QF, YZ, S.astype(k.dtype), v, s.p)
+    after = apply_summary(QF.astype(k.dtype), YZ.astype(k.dtype), S.astype(k.dtype), v, s.p)
     if refs.o is not None:
         store_tiles(refs.o, after[:, : s.C])
-    state_ref[...] = advance(after, S, flow.through)
+    state_ref[...] = columns(flow.through) * S + after[:, s.C :]
     if refs.ht is not None:
 
         @pl.when(refs.table[LAST, chunk] == 1)

@@ -11,7 +11,11 @@ dN needs no further product with X: -X^T (B dW R^T) X^T = -dR W'^T.
 
 import jax
 import jax.numpy as jnp
-from chunkwise.fused_gdn.config import Config
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from chunkwise.fused_gdn.config import LANES, Config
 from chunkwise.fused_gdn.kernel import (
     FIRST,
     LAST,
@@ -36,37 +40,37 @@ from chunkwise.fused_gdn.kernel import (
     zero_tail,
 )
 from chunkwise.shared import dot, dot_nt, dot_tn, out_struct, pallas_call
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
+
+def lane_sums(x: jax.Array, w: int, dtype) -> jax.Array:
+    """Return the sums of x [n, C, m w] over every w lanes, as [C, n m].
+
+    A product with zeros and ones: the matrix unit has time, and the unit that adds up lanes has not.
+    """
+    heads = x.shape[0] * x.shape[2] // w
+    flat = parts(lanes([x[i : i + 1] for i in range(x.shape[0])]), dtype)
+    lane = lax.broadcasted_iota(jnp.int32, (1, heads * w, heads), 1)
+    head = lax.broadcasted_iota(jnp.int32, (1, heads * w, heads), 2)
+    own = jnp.where(lax.shift_right_logical(lane, w.bit_length() - 1) == head, 1.0, 0.0)
+    sums = dot(rows(flat), own.astype(flat[0].dtype))[0]
+    return sum(sums[i * x.shape[1] : (i + 1) * x.shape[1]] for i in range(len(flat)))
 
 
 def row_sums(x: jax.Array, s: Shape) -> jax.Array:
-    """Return the sums along the lanes of every head of packed x [n, C, p C], as [C, heads]."""
-    owner = lax.shift_right_logical(lax.broadcasted_iota(jnp.int32, (s.C, s.p * s.C), 1), s.C.bit_length() - 1)
-    sums = [
-        jnp.sum(jnp.where(owner == i, x[n], 0.0) if s.p > 1 else x[n], axis=1, keepdims=True)
-        for n in range(x.shape[0])
-        for i in range(s.p)
-    ]
-    return side_by_side(sums)
-
-
-def side_by_side(values: list[jax.Array]) -> jax.Array:
-    """Return columns [C, 1] as [C, heads]."""
-    heads = len(values)
-    lane = lax.broadcasted_iota(jnp.int32, (values[0].shape[0], heads), 1)
-    return sum(jnp.where(lane == i, x, 0.0) for i, x in enumerate(values))
-
-
-def column_sums(x: jax.Array, s: Shape) -> jax.Array:
     """Return the sums over the rows of packed x [n, C, p C], as [C, heads]."""
-    total = jnp.sum(x, axis=1, keepdims=True)  # [n, 1, p C]
-    diagonal = lax.broadcasted_iota(jnp.int32, (1, s.C, s.p * s.C), 1) == (
-        lax.broadcasted_iota(jnp.int32, (1, s.C, s.p * s.C), 2) & (s.C - 1)
-    )
-    return row_sums(jnp.where(diagonal, total, 0.0), s)
+    total = jnp.sum(x, axis=1, keepdims=True)
+    lane = lax.broadcasted_iota(jnp.int32, (1, s.p * s.C), 1)
+    owner = lax.shift_right_logical(lane, s.C.bit_length() - 1)
+    per_head = [jnp.where(owner == i, total[n], 0.0) for n in range(x.shape[0]) for i in range(s.p)]
+    row = lax.broadcasted_iota(jnp.int32, (1, s.C, s.p * s.C), 1)
+    diagonal = jnp.where(row == (lane & (s.C - 1))[None], 1.0, 0.0)
+    return dot_nt(diagonal, jnp.concatenate(per_head)[None])[0]
+
+
+def fold(row: jax.Array, width: int) -> jax.Array:
+    """Return rows [heads, 1, w] as [heads, 1, width] of the same sum; both are whole registers of lanes."""
+    folded = sum(row[:, :, i : i + LANES] for i in range(0, row.shape[2], LANES))
+    return lanes([folded, jnp.zeros_like(folded)]) if width > LANES else folded
 
 
 def strictly(s: Shape) -> jax.Array:
@@ -177,18 +181,21 @@ def chunk_gradients(q, k, v, gate, flow, X, S, do, dS, scale, s: Shape):
     dq_start, dk_start = (scale * start) * through_state[:, :C], -start * through_state[:, C:]
     dk_end = (end * beta) * multiply(W, dS, dtype, dot_nt)
 
-    weighted = A1 * KK + A2 * QK
-    dG_start = jnp.sum(q_own.astype(jnp.float32) * dq_start + k_own.astype(jnp.float32) * dk_start, 2, keepdims=True)
-    dG_end = jnp.sum(k_own.astype(jnp.float32) * dk_end, axis=2, keepdims=True)
-    kept = jnp.sum(jnp.sum(S.astype(jnp.float32) * dS, axis=2, keepdims=True), axis=1, keepdims=True)
-    last = jnp.sum(dG_end, axis=1, keepdims=True) + columns(flow.through) * kept
+    # The gradient of the cumulative gate, still to be summed over lanes; the last row also decays all that leaves.
+    q_f32, k_f32 = q_own.astype(jnp.float32), k_own.astype(jnp.float32)
+    leaving = k_f32 * dk_end
+    kept = fold(jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True), s.K)
+    last = jnp.sum(leaving, axis=1, keepdims=True) + columns(flow.through) * kept
     is_last = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1) == C - 1
-    dG = side_by_side(list(dG_start - dG_end + jnp.where(is_last, last, 0.0)))
-    dG = dG + row_sums(weighted, s) - column_sums(weighted, s)
-    dbeta = side_by_side(list(jnp.sum(dW * W, axis=2, keepdims=True))) + column_sums(dN * KK, s)
+    wide = q_f32 * dq_start + k_f32 * dk_start - leaving + jnp.where(is_last, last, 0.0)
+    weighted = A1 * KK + A2 * QK
+    dG = lane_sums(wide, s.K, dtype) + lane_sums(weighted, C, dtype) - row_sums(weighted, s)
+    dbeta = lane_sums(dW * W, s.V, dtype) + row_sums(dN * KK, s)
 
     entering = rows([(scale * start) * do.astype(jnp.float32), -start * dR])
-    dS = columns(flow.through) * dS + multiply(rows([q_own, k_own]), entering, dtype, dot_tn)
+    entering = jnp.stack([entering[i : i + s.group] for i in range(0, s.heads, s.group)])
+    entering = lanes([entering[:, i].astype(dtype) for i in range(s.group)])
+    dS = columns(flow.through) * dS + split_lanes(dot_tn(rows([q, k]), entering), s.group)
     return dq + per_key(dq_start, s), dk + per_key(dk_start + dk_end, s), dR, dG, dbeta, dS
 
 

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+
 from chunkwise.shared import l2norm, packed_recurrence, recurrence
 
 

@@ -1,0 +1,70 @@
+"""What the functions refuse, and how they say it."""
+
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.shared.testing import make_inputs
+
+CASES = [
+    (dict(k=jnp.zeros((1, 8, 2))), "`k` must have shape [B, T, H, K]; got (1, 8, 2)."),
+    (
+        dict(v=jnp.zeros((1, 8, 3, 16))),
+        "`v` must have a multiple of the heads of `k`; got 3 value heads for 2 key heads.",
+    ),
+    (dict(g=jnp.zeros((1, 8, 2))), "`g` must have shape [B, T, HV] = (1, 8, 4); got (1, 8, 2)."),
+    (dict(beta=jnp.zeros((1, 8, 4), jnp.int32)), "`beta` must be float32, bfloat16 or float16; got int32."),
+    (dict(initial_state=jnp.zeros((2, 4, 16, 16))), "`initial_state` must have shape [N, HV, K, V] = (1, 4, 16, 16)"),
+    (dict(cu_seqlens=jnp.array([0, 9], jnp.int32)), "`cu_seqlens` must rise from 0 to at most T = 8; got [0, 9]."),
+    (dict(implementation="cuda"), "`implementation` must be None or one of ('pallas', 'xla'); got 'cuda'."),
+]
+
+
+@pytest.mark.parametrize("function", [fused_chunk_gated_delta_rule, recurrent_gated_delta_rule])
+@pytest.mark.parametrize(("bad", "message"), CASES)
+def test_common(function, bad, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        function(**{**make_inputs(1, 8, 2, 4, 16, 16), **bad})
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (dict(chunk_size=48), "`chunk_size` must be one of (16, 32, 64, 128); got 48."),
+        (
+            dict(implementation="pallas", config=Config(heads=3)),
+            "`config.heads` must divide 4 value heads in whole groups of 2; got 3.",
+        ),
+    ],
+)
+def test_chunked(bad, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fused_chunk_gated_delta_rule(**make_inputs(1, 8, 2, 4, 16, 16), **bad)
+
+
+def test_wide_heads():
+    with pytest.raises(NotImplementedError, match='"pallas" takes K and V up to 256; got 16 and 320'):
+        fused_chunk_gated_delta_rule(**make_inputs(1, 8, 1, 1, 16, 320), implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (dict(state_indices=jnp.zeros(1, jnp.int32)), "`state_indices` must come with the pool as `initial_state`"),
+        (
+            dict(state_indices=jnp.zeros(2, jnp.int32), initial_state=jnp.zeros((5, 4, 16, 16))),
+            "`state_indices` must be int32 of shape (1,); got int32 (2,).",
+        ),
+        (dict(has_initial_state=jnp.ones(1)), "`has_initial_state` must be bool of shape (1,); got float32 (1,)."),
+    ],
+)
+def test_decode(bad, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        recurrent_gated_delta_rule(**make_inputs(1, 8, 2, 4, 16, 16), **bad)
+
+
+def test_decode_of_too_many_tokens():
+    with pytest.raises(NotImplementedError, match="takes a few tokens per sequence"):
+        recurrent_gated_delta_rule(**make_inputs(1, 20000, 1, 1, 16, 16), implementation="pallas")

@@ -1,0 +1,129 @@
+"""The kernels, interpreted, against the float64 recurrence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.shared.reference import reference
+from chunkwise.shared.testing import GATES, TOLERANCE, assert_close, error, make_inputs
+
+LADDER = (1, 63, 64, 65, 127, 128, 129, 447, 512, 640, 1920)
+DTYPES = (jnp.float32, jnp.bfloat16)
+
+
+def check(x, tolerance=None, **arguments):
+    """Compare o and the final state with the oracle."""
+    o, state = fused_chunk_gated_delta_rule(**x, **arguments, implementation="pallas")
+    known = ("cu_seqlens", "scale", "use_qk_l2norm_in_kernel")
+    want_o, want_state = reference(**x, **{n: a for n, a in arguments.items() if n in known})
+    tolerance = TOLERANCE[x["q"].dtype.name]
+    assert o.dtype == x["v"].dtype
+    assert_close("o", o, want_o, tolerance)
+    if arguments.get("output_final_state"):
+        assert_close("final_state", state, want_state, tolerance)
+    else:
+        assert state is None
+
+
+def rows(*inputs):
+    """Return inputs of one row as the rows of a batch."""
+    return {name: jnp.concatenate([x[name] for x in inputs]) for name in inputs[0]}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_gate_and_repeated_keys(dtype):
+    kinds = [dict(gate=gate) for gate in GATES]
+    kinds += [dict(repeat_key=True, beta=beta, gate=gate) for beta in (1.0, 1.9) for gate in ("zero", "spikes")]
+    inputs = [make_inputs(1, 200, 1, 2, 128, 128, dtype=dtype, seed=i, **kind) for i, kind in enumerate(kinds)]
+    o, _ = fused_chunk_gated_delta_rule(**rows(*inputs), implementation="pallas")
+    for i, x in enumerate(inputs):
+        assert_close(str(kinds[i]), o[i : i + 1], reference(**x)[0], TOLERANCE[x["q"].dtype.name])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "C", "T", "H", "HV", "K", "V"),
+    [
+        (jnp.float32, 16, 37, 1, 3, 60, 100),
+        (jnp.bfloat16, 32, 70, 2, 4, 64, 256),
+        (jnp.float32, 64, 1, 2, 2, 1, 130),
+        (jnp.bfloat16, 128, 130, 1, 2, 256, 128),
+    ],
+)
+def test_shapes_with_states(dtype, C, T, H, HV, K, V):
+    x = make_inputs(2, T, H, HV, K, V, dtype=dtype, num_states=2, normalise=False)
+    check(x, chunk_size=C, output_final_state=True, use_qk_l2norm_in_kernel=True, scale=0.3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_stream(dtype):
+    """Chunks hold several sequences; the tokens after the last one are padding."""
+    x = make_inputs(1, 210, 2, 2, 64, 64, dtype=dtype, gate="spikes")
+    check(x, cu_seqlens=jnp.array([0, 1, 64, 64, 70, 128, 200], jnp.int32))
+
+
+def test_packed_with_states():
+    x = make_inputs(1, 210, 1, 2, 64, 64, num_states=6)
+    check(x, cu_seqlens=jnp.array([0, 1, 64, 64, 70, 128, 200], jnp.int32), output_final_state=True)
+
+
+@pytest.mark.parametrize("C", [64, 128])
+def test_packed_ladder(C):
+    x = make_inputs(1, sum(LADDER), 1, 2, 128, 128, dtype=jnp.bfloat16)
+    cu_seqlens = jnp.asarray(np.cumsum((0, *LADDER)), jnp.int32)
+    o, _ = fused_chunk_gated_delta_rule(**x, cu_seqlens=cu_seqlens, chunk_size=C, implementation="pallas")
+    want = reference(**x, cu_seqlens=cu_seqlens)[0]
+    assert_close("o", o, want, 5e-3)
+    o = np.asarray(o, np.float64)
+    assert 1 - np.sum((o - want) ** 2) / np.sum((want - want.mean()) ** 2) > 0.9999
+
+
+def test_no_leak_between_heads_rows_and_sequences():
+    """A head, a row of the batch and a packed sequence give what they give alone."""
+    x = make_inputs(2, 100, 2, 4, 32, 32)
+    run = lambda x, **a: fused_chunk_gated_delta_rule(**x, **a, chunk_size=32, implementation="pallas")[0]
+    together = run(x, config=Config(heads=2))
+    alone = run({n: y[1:, :, y.shape[2] // 2 :] for n, y in x.items()})
+    assert_close("alone", together[1:, :, 2:], alone, 1e-6)
+    packed = {n: jnp.concatenate([y[:1], y[1:]], axis=1) for n, y in x.items()}
+    packed = run(packed, cu_seqlens=jnp.array([0, 100, 200], jnp.int32), config=Config(heads=2))
+    assert_close("packed", packed[:, 100:], together[1:], 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("B", "T", "cu_seqlens"), [(3, 1, None), (1, 7, [0, 1, 1, 4, 6])])
+def test_decode(dtype, B, T, cu_seqlens):
+    N = B if cu_seqlens is None else 4
+    cu_seqlens = None if cu_seqlens is None else jnp.array(cu_seqlens, jnp.int32)
+    x = make_inputs(B, T, 2, 4, 60, 128, dtype=dtype, num_states=N, normalise=False)
+    slots = jnp.array([7, 2, 5, 0], jnp.int32)[:N]
+    fresh = jnp.arange(N) != 1
+    pool = jnp.asarray(np.random.default_rng(1).standard_normal((9, 4, 60, 128)), jnp.float32)
+    pool = pool.at[slots].set(x.pop("initial_state"))
+    start = jnp.where(fresh[:, None, None, None], pool[slots], 0)
+    want_o, want_states = reference(**x, initial_state=start, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True)
+    o, after = recurrent_gated_delta_rule(
+        **x, initial_state=pool, output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens,
+        state_indices=slots, has_initial_state=fresh, implementation="pallas",
+    )  # fmt: skip
+    assert_close("o", o, want_o, TOLERANCE[jnp.dtype(dtype).name])
+    assert_close("states", after[slots], want_states, TOLERANCE["float32"])
+    others = np.setdiff1d(np.arange(9), slots)
+    np.testing.assert_array_equal(after[others], pool[others])
+
+
+def test_decode_continues_a_chunked_prefix():
+    x = make_inputs(2, 21, 1, 2, 32, 32)
+    prefix, rest = ({n: y[:, at] for n, y in x.items()} for at in (slice(0, 18), slice(18, 21)))
+    _, state = fused_chunk_gated_delta_rule(**prefix, output_final_state=True, chunk_size=16, implementation="pallas")
+    o, _ = recurrent_gated_delta_rule(**rest, initial_state=state, implementation="pallas")
+    assert_close("o", o, reference(**x)[0][:, 18:], TOLERANCE["float32"])
+
+
+def test_error_is_below_one_pass_of_the_matrix_unit():
+    """The metric can tell: rounding the values alone costs more than the float32 tolerance."""
+    x = make_inputs(1, 40, 1, 1, 32, 32)
+    rounded = {**x, "v": x["v"].astype(jnp.bfloat16).astype(jnp.float32)}
+    o = jax.jit(lambda x: fused_chunk_gated_delta_rule(**x, implementation="xla")[0])(rounded)
+    assert error(o, reference(**x)[0]) > 10 * TOLERANCE["float32"]

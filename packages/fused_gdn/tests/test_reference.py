@@ -1,0 +1,33 @@
+"""The plain JAX form and the exact inverse against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.fused_gdn import fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.fused_gdn.inverse import unit_lower_inverse
+from chunkwise.shared.reference import reference
+from chunkwise.shared.testing import TOLERANCE, assert_close, make_inputs
+
+
+@pytest.mark.parametrize("function", [fused_chunk_gated_delta_rule, recurrent_gated_delta_rule])
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 3, 3, 20]])
+def test_xla(function, cu_seqlens):
+    cu_seqlens = None if cu_seqlens is None else jnp.array(cu_seqlens, jnp.int32)
+    x = make_inputs(1, 21, 2, 4, 24, 40, num_states=1 if cu_seqlens is None else 3)
+    o, state = function(**x, output_final_state=True, cu_seqlens=cu_seqlens, implementation="xla")
+    want_o, want_state = reference(**x, cu_seqlens=cu_seqlens)
+    assert_close("o", o, want_o, TOLERANCE["float32"])
+    assert_close("final_state", state, want_state, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize(("C", "p"), [(16, 8), (32, 4), (64, 2), (128, 1), (64, 1)])
+@pytest.mark.parametrize("kind", ["random", "repeated keys"])
+def test_inverse(C, p, kind):
+    """Equal keys with beta = 1.9 are what products of powers fail on by many orders of magnitude."""
+    M = np.random.default_rng(0).standard_normal((2, p, C, C)) * 0.2 if kind == "random" else np.full((2, p, C, C), 1.9)
+    M = np.float32(np.tril(M, -1))
+    X = jax.jit(unit_lower_inverse)(jnp.asarray(np.concatenate(list(np.moveaxis(M, 1, 0)), axis=2)))
+    want = np.linalg.inv(np.eye(C) + M.astype(np.float64))
+    assert_close("X", X, np.concatenate(list(np.moveaxis(want, 1, 0)), axis=2), TOLERANCE["float32"])

@@ -1,0 +1,59 @@
+"""Every kernel compiles for every TPU generation."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.shared import tpu
+
+pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not tpu.has_libtpu(), reason="libtpu is not installed")]
+CHIPS = tuple(tpu.CHIPS)
+
+
+def specs(T, H, HV, K, V, dtype=jnp.bfloat16, B=1):
+    shapes = [(B, T, H, K), (B, T, H, K), (B, T, HV, V)]
+    return [*(jax.ShapeDtypeStruct(s, dtype) for s in shapes), *2 * [jax.ShapeDtypeStruct((B, T, HV), jnp.float32)]]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(("C", "packed", "K"), [(64, False, 128), (128, True, 128), (64, True, 256)])
+def test_forward_and_backward(chip, C, packed, K):
+    def gradients(q, k, v, g, beta, cu_seqlens, do):
+        def run(*x):
+            return fused_chunk_gated_delta_rule(
+                *x, cu_seqlens=cu_seqlens, chunk_size=C, implementation="pallas", config=Config(heads=2),
+                use_qk_l2norm_in_kernel=True,
+            )[0]  # fmt: skip
+
+        o, pull = jax.vjp(run, q, k, v, g, beta)
+        return o, pull(do)
+
+    cu_seqlens = jax.ShapeDtypeStruct((5,), jnp.int32) if packed else None
+    arguments = specs(300, 1, 2, K, K)
+    text = tpu.compile_for(gradients, *arguments, cu_seqlens, arguments[2], chip=chip).as_text()
+    # One launch forward; two backward, the states and the reverse pass.
+    assert text.count('custom_call_target="tpu_custom_call"') == 3
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_states_and_float32(chip):
+    def run(q, k, v, g, beta, h0, cu_seqlens):
+        return fused_chunk_gated_delta_rule(
+            q, k, v, g, beta, None, h0, True, cu_seqlens=cu_seqlens, implementation="pallas", config=Config(heads=2)
+        )
+
+    state, cu = jax.ShapeDtypeStruct((4, 2, 60, 100), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32)
+    tpu.compile_for(run, *specs(300, 2, 2, 60, 100, jnp.float32), state, cu, chip=chip)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_decode(chip):
+    def run(q, k, v, g, beta, pool, slots):
+        return recurrent_gated_delta_rule(
+            q, k, v, g, beta, None, pool, True, state_indices=slots, use_qk_l2norm_in_kernel=True,
+            implementation="pallas",
+        )  # fmt: skip
+
+    pool, slots = jax.ShapeDtypeStruct((300, 32, 128, 128), jnp.float32), jax.ShapeDtypeStruct((256,), jnp.int32)
+    tpu.compile_for(run, *specs(1, 16, 32, 128, 128, B=256), pool, slots, chip=chip)

@@ -1,0 +1,93 @@
+"""Gradients against float64, and the kernels under JAX's transformations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.fused_gdn import fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.shared.reference import reference
+from chunkwise.shared.testing import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, assert_close, make_inputs
+
+CUTS = [0, 1, 64, 64, 70, 128, 200]
+
+
+def cotangents(x, N, seed=9):
+    rng = np.random.default_rng(seed)
+    HV, V = x["v"].shape[2:]
+    do = jnp.asarray(rng.standard_normal(x["v"].shape), x["v"].dtype)
+    return do, jnp.asarray(rng.standard_normal((N, HV, x["k"].shape[-1], V)), jnp.float32) if N else None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gate", "T", "H", "HV", "K", "V", "C", "states", "packed"),
+    [
+        (jnp.float32, "logsigmoid", 50, 1, 2, 60, 100, 32, True, False),
+        (jnp.float32, "spikes", 210, 2, 2, 64, 64, 64, False, True),
+        (jnp.bfloat16, "zero", 150, 1, 2, 128, 128, 64, False, False),
+        (jnp.bfloat16, "logsigmoid/10", 210, 1, 2, 64, 128, 64, True, True),
+        (jnp.bfloat16, "strong", 130, 1, 1, 256, 64, 128, False, False),
+    ],
+)
+def test_gradients(dtype, gate, T, H, HV, K, V, C, states, packed):
+    N = (len(CUTS) - 1 if packed else 1) * states
+    cu_seqlens = jnp.array(CUTS, jnp.int32) if packed else None
+    x = make_inputs(1, T, H, HV, K, V, dtype=dtype, gate=gate, num_states=N)
+    do, dht = cotangents(x, N)
+    options = dict(cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=not packed)
+
+    @jax.jit
+    def gradients(x):
+        run = lambda x: fused_chunk_gated_delta_rule(
+            **x, **options, output_final_state=states, chunk_size=C, implementation="pallas"
+        )
+        return jax.vjp(run, x)[1]((do, dht))[0]
+
+    got, want = gradients(x), reference(**x, **options, do=do, dht=dht)[2]
+    assert set(got) == set(want)
+    for name in got:
+        tolerance = GATE_GRADIENT_TOLERANCE if name in ("g", "beta") else GRADIENT_TOLERANCE
+        assert got[name].dtype == x[name].dtype
+        if gate != "strong" or name != "g":
+            assert_close("d" + name, got[name], want[name], tolerance[jnp.dtype(dtype).name])
+        else:
+            # e^-30 leaves a gradient of nothing but rounding.
+            assert float(jnp.abs(got[name]).max()) < 1e-3
+
+
+def test_new_boundaries_do_not_trace_again():
+    traces = []
+
+    @jax.jit
+    def run(x, cu_seqlens):
+        traces.append(1)
+        return fused_chunk_gated_delta_rule(**x, cu_seqlens=cu_seqlens, chunk_size=16, implementation="pallas")[0]
+
+    x = make_inputs(1, 40, 1, 1, 16, 16)
+    for cuts in ([0, 5, 40], [0, 31, 33]):
+        cu_seqlens = jnp.array(cuts, jnp.int32)
+        assert_close("o", run(x, cu_seqlens), reference(**x, cu_seqlens=cu_seqlens)[0], 1e-5)
+    assert len(traces) == 1
+
+
+def test_vmap_remat_and_traced_scale():
+    x = make_inputs(2, 20, 1, 1, 16, 16)
+    scale = jnp.float32(0.7)
+    run = lambda x, scale: fused_chunk_gated_delta_rule(**x, scale=scale, chunk_size=16, implementation="pallas")[0]
+    loss = lambda x, scale: jnp.sum(jax.checkpoint(run)(x, scale) ** 2)
+    o = jax.vmap(run, in_axes=(0, None))({n: y[:, None] for n, y in x.items()}, scale)[:, 0]
+    want, _ = reference(**x, scale=0.7)
+    assert_close("o", o, want, 1e-5)
+    got = jax.grad(loss, argnums=(0, 1))(x, scale)
+    _, _, gradients = reference(**x, scale=0.7, do=2 * want)
+    assert_close("dq", got[0]["q"], gradients["q"], 1e-4)
+    assert_close("dscale", got[1], 2 * np.sum(want**2) / 0.7, 1e-4)
+
+
+def test_gradient_of_decode():
+    x = make_inputs(2, 2, 1, 2, 16, 16, num_states=2)
+    do, dht = cotangents(x, 2)
+    run = lambda x: recurrent_gated_delta_rule(**x, output_final_state=True, implementation="pallas")
+    got, want = jax.vjp(run, x)[1]((do, dht))[0], reference(**x, do=do, dht=dht)[2]
+    for name in got:
+        assert_close("d" + name, got[name], want[name], 1e-4)
