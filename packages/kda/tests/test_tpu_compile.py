@@ -36,9 +36,9 @@ def test_forward_compiles(C, K, dtype, packed, bound, chip):
     cu_seqlens = spec(4, dtype=jnp.int32) if packed else None
 
     def run(*x):
-        return fused_chunk_kda(
-            *x[:5], cu_seqlens=x[5], chunk_size=C, gate_lower_bound=bound, implementation="pallas"
-        )[0]
+        return fused_chunk_kda(*x[:5], cu_seqlens=x[5], chunk_size=C, gate_lower_bound=bound, implementation="pallas")[
+            0
+        ]
 
     text = compile_for(run, *specs(1, 300, 1, 2, K, K, dtype), cu_seqlens, chip=chip).as_text()
     assert f"fused_chunk_kda_fwd_c{C}" in text

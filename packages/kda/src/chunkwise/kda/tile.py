@@ -246,7 +246,7 @@ def inverse_tile(M, dtype=jnp.float32):
     """
     h, C, _ = M.shape
     b = min(C, SUBSTITUTED)
-    column_block = lax.broadcasted_iota(jnp.int32, (1, b, C), 2) // b
+    column_block = lax.broadcasted_iota(jnp.int32, (1, b, C), 2) >> (b.bit_length() - 1)
     packed = sum(jnp.where(column_block == n, M[:, n * b : (n + 1) * b], 0.0) for n in range(C // b))
     paired = h % 2 == 0 and C <= 64
     if paired:
