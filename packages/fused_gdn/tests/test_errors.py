@@ -34,7 +34,7 @@ def test_common(function, bad, message):
     [
         (dict(chunk_size=48), "`chunk_size` must be one of (16, 32, 64, 128); got 48."),
         (
-            dict(implementation="pallas", config=Config(heads=3)),
+            dict(implementation="pallas", config=Config(heads=3, heads_bwd=4)),
             "`config.heads` must divide 4 value heads in whole groups of 2; got 3.",
         ),
     ],

@@ -83,11 +83,11 @@ def test_no_leak_between_heads_rows_and_sequences():
     """A head, a row of the batch and a packed sequence give what they give alone."""
     x = make_inputs(2, 100, 2, 4, 32, 32)
     run = lambda x, **a: fused_chunk_gated_delta_rule(**x, **a, chunk_size=32, implementation="pallas")[0]
-    together = run(x, config=Config(heads=2))
+    together = run(x, config=Config(heads=2, heads_bwd=2))
     alone = run({n: y[1:, :, y.shape[2] // 2 :] for n, y in x.items()})
     assert_close("alone", together[1:, :, 2:], alone, 1e-6)
     packed = {n: jnp.concatenate([y[:1], y[1:]], axis=1) for n, y in x.items()}
-    packed = run(packed, cu_seqlens=jnp.array([0, 100, 200], jnp.int32), config=Config(heads=2))
+    packed = run(packed, cu_seqlens=jnp.array([0, 100, 200], jnp.int32), config=Config(heads=2, heads_bwd=2))
     assert_close("packed", packed[:, 100:], together[1:], 1e-6)
 
 

@@ -22,7 +22,7 @@ def test_forward_and_backward(chip, C, packed, K):
     def gradients(q, k, v, g, beta, cu_seqlens, do):
         def run(*x):
             return fused_chunk_gated_delta_rule(
-                *x, cu_seqlens=cu_seqlens, chunk_size=C, implementation="pallas", config=Config(heads=2),
+                *x, cu_seqlens=cu_seqlens, chunk_size=C, implementation="pallas", config=Config(heads=2, heads_bwd=2),
                 use_qk_l2norm_in_kernel=True,
             )[0]  # fmt: skip
 
@@ -40,7 +40,17 @@ def test_forward_and_backward(chip, C, packed, K):
 def test_states_and_float32(chip):
     def run(q, k, v, g, beta, h0, cu_seqlens):
         return fused_chunk_gated_delta_rule(
-            q, k, v, g, beta, None, h0, True, cu_seqlens=cu_seqlens, implementation="pallas", config=Config(heads=2)
+            q,
+            k,
+            v,
+            g,
+            beta,
+            None,
+            h0,
+            True,
+            cu_seqlens=cu_seqlens,
+            implementation="pallas",
+            config=Config(heads=2, heads_bwd=2),
         )
 
     state, cu = jax.ShapeDtypeStruct((4, 2, 60, 100), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32)

@@ -77,8 +77,9 @@ def fused_chunk_gated_delta_rule(
 
     Accuracy: RMS error over RMS of the float64 recurrence: 3e-6 for float32 and 3e-3 for bfloat16 inputs, for any gate,
     repeated keys, and beta up to 2. The cumulative gate, the inverse and the state are float32 in both.
-    Cost: about 2 B T HV (C + K) (2 K + V) flops; q, k and v are read once and o is written once. The backward reads
-    them twice, writes and reads a state per chunk, and keeps nothing but the inputs.
+    Cost: about 2 B T HV (C + K) (2 K + V) flops; q, k and v are read once and o is written once. Kept for
+    the backward: the inputs and the float32 inverse, 4 B T HV C bytes. The backward takes two launches: the states
+    before every chunk, then one reverse pass.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024), section 3.3.
     """
     B, T, H, HV, K, V = _check(q, k, v, g, beta, cu_seqlens)
@@ -93,10 +94,12 @@ def fused_chunk_gated_delta_rule(
     if max(K, V) > 256:
         raise NotImplementedError(f'"pallas" takes K and V up to 256; got {K} and {V}; use implementation="xla".')
     config = config or tiles.default_for(H, HV, chunk_size, tiles.pad_lanes(K), tiles.pad_lanes(V))
-    check(
-        HV % config.heads == 0 and config.heads % (HV // H) == 0,
-        f"`config.heads` must divide {HV} value heads in whole groups of {HV // H}; got {config.heads}.",
-    )
+    for name in ("heads", "heads_bwd"):
+        heads = getattr(config, name)
+        check(
+            HV % heads == 0 and heads % (HV // H) == 0,
+            f"`config.{name}` must divide {HV} value heads in whole groups of {HV // H}; got {heads}.",
+        )
     outside = scale if isinstance(scale, jax.Array) else None
     static = Static(chunk_size, 1.0 if outside is not None else float(scale), use_qk_l2norm_in_kernel,
                     output_final_state, config)  # fmt: skip
@@ -134,13 +137,16 @@ class Layout:
     starts a chunk, in a copy of the tokens.
     """
 
-    def __init__(self, static: Static, q, v, cu_seqlens, with_states: bool):
+    def __init__(self, static: Static, inputs, backward: bool = False):
+        q, _, v, _, _, initial_state, cu_seqlens = inputs
+        with_states = initial_state is not None or static.output_final_state
         self.B, T, H, self.K = q.shape
         self.HV, self.V = v.shape[2:]
-        self.T, self.H, C, heads = T, H, static.chunk_size, static.config.heads
-        self.heads = heads
-        group = self.HV // H
-        p = tiles.lane_packing(heads, group, C)
+        self.T, self.H, C, group = T, H, static.chunk_size, self.HV // H
+        each = (static.config.heads, static.config.heads_bwd)
+        self.heads = heads = each[backward]
+        # What the forward keeps is packed alike.
+        p = min(tiles.lane_packing(n, group, C) for n in each)
         self.shape = Shape(C, tiles.pad_lanes(self.K), tiles.pad_lanes(self.V), heads, group, p)
         stream = cu_seqlens is not None and not with_states
         self.chunks = Chunking(self.B, T, C, None if stream else cu_seqlens)
@@ -204,24 +210,26 @@ class Layout:
         )  # fmt: skip
 
 
-def _forward(static, q, k, v, g, beta, initial_state, cu_seqlens):
-    layout = Layout(static, q, v, cu_seqlens, initial_state is not None or static.output_final_state)
-    want = ("o", "ht") if static.output_final_state else ("o",)
-    operands = layout.operands(q, k, v, g, beta, initial_state)
-    out = kernel.launch(*operands, layout.N, want, static.config, layout.options, layout.shape)
+def _forward(static, *inputs, keep: bool = False):
+    layout, initial_state = Layout(static, inputs), inputs[5]
+    want = ("o", *["ht"] * static.output_final_state, *["X"] * keep)
+    operands = layout.operands(*inputs[:6])
+    out = kernel.launch(*operands, None, layout.N, want, static.config, layout.options, layout.shape)
     final_state = layout.from_states(out["ht"], initial_state) if static.output_final_state else None
-    return layout.from_tokens(out["o"], layout.HV, layout.V), final_state
+    results = layout.from_tokens(out["o"], layout.HV, layout.V), final_state
+    return (results, (inputs, out["X"])) if keep else results
 
 
-def _backward(static, inputs, cotangents):
-    q, k, v, g, beta, initial_state, cu_seqlens = inputs
+def _backward(static, kept, cotangents):
+    inputs, X = kept
+    q, k, v, g, beta, initial_state, _ = inputs
     do, dht = cotangents
-    layout = Layout(static, q, v, cu_seqlens, initial_state is not None or static.output_final_state)
-    s, operands = layout.shape, layout.operands(q, k, v, g, beta, initial_state)
-    kept = kernel.launch(*operands, layout.N, ("h", "X"), static.config, layout.options, s)
+    layout = Layout(static, inputs, backward=True)
+    s, operands = layout.shape, layout.operands(*inputs[:6])
+    h = kernel.launch(*operands, X, layout.N, ("h",), static.config, layout.options, s)["h"]
     *tokens, _, table, owner = operands
     out = kernel_bwd.launch(
-        *tokens, kept["h"], kept["X"], layout.tokens(do, s.V), layout.states(dht), table, owner, layout.N,
+        *tokens, h, X, layout.tokens(do, s.V), layout.states(dht), table, owner, layout.N,
         initial_state is not None, static.config, layout.options, s,
     )  # fmt: skip
     dh0 = None
@@ -239,7 +247,7 @@ def _backward(static, inputs, cotangents):
 
 
 _differentiable = jax.custom_vjp(_forward, nondiff_argnums=(0,))
-_differentiable.defvjp(lambda static, *inputs: (_forward(static, *inputs), inputs), _backward)
+_differentiable.defvjp(functools.partial(_forward, keep=True), _backward)
 _fused = jax.jit(_differentiable, static_argnums=0)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 LANES = 128
+VMEM_BUDGET = 40 * 2**20
 
 
 @dataclass(frozen=True)
@@ -12,10 +13,12 @@ class Config:
     Attributes:
       heads: value heads a grid step, whole groups that share a key head. Heads run in lock-step, so more of them hide
         the latency of one another.
+      heads_bwd: the same in the backward, which holds more tiles at once.
       vmem_bytes: scoped VMEM the kernels may use.
     """
 
     heads: int
+    heads_bwd: int
     vmem_bytes: int = 60 * 2**20
 
 
@@ -29,15 +32,15 @@ def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
     return 4 * (2 * K * V + 4 * C * (2 * K + 2 * V) + 6 * (C + K) * (K + LANES))
 
 
-def default_for(H: int, HV: int, C: int, K: int, V: int, most: int = 16) -> Config:
+def default_for(H: int, HV: int, C: int, K: int, V: int) -> Config:
     """Return the Config for these shapes: as many whole groups of heads as fit, at least one."""
-    group = HV // H
-    fits = [
-        n * group
-        for n in range(1, H + 1)
-        if H % n == 0 and n * group <= most and n * group * vmem_bytes_per_head(C, K, V) <= 40 * 2**20
-    ]
-    return Config(heads=max(fits, default=group))
+    group, each = HV // H, vmem_bytes_per_head(C, K, V)
+
+    def fit(most: int) -> int:
+        whole = [n * group for n in range(1, H + 1) if H % n == 0]
+        return max([n for n in whole if n <= most and n * each <= VMEM_BUDGET], default=group)
+
+    return Config(heads=fit(32), heads_bwd=fit(16))
 
 
 def lane_packing(heads: int, group: int, C: int) -> int:

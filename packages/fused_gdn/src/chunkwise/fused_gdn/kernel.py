@@ -189,10 +189,15 @@ def summary_state(k, X, decay, s: Shape):
 
 
 def summary_in(YZ, q, k, flow, scale, s: Shape):
-    """Return what multiplies the state, scale e^G Q - Y e^G K above -Z e^G K: [heads, C + K, K] float32."""
+    """Return what multiplies the state, scale e^G Q - Y e^G K above -Z e^G K: [heads, C + K, K] float32.
+
+    Without q, YZ is Z alone and so is the result.
+    """
     YZ_parts = parts(YZ * -flow.start_rows, k.dtype)
     right = place_tiles(key_packs(k, s), s.p)
     removed = split_lanes(dot(lanes(YZ_parts), rows([right] * len(YZ_parts))), s.p)
+    if q is None:
+        return removed
     q = jnp.stack([q[i // s.group] for i in range(s.heads)]).astype(jnp.float32)
     return rows([q * columns(flow.start * scale) + removed[:, : s.C], removed[:, s.C :]])
 
@@ -315,19 +320,25 @@ def _fwd_kernel(refs, *, s, opt):
     q, k, v, g, beta = load_chunk(refs, c, s, opt)
     gate = gates(g, beta, s, exact=k.dtype != jnp.bfloat16)
     flow = flow_of(gate, s, load_owner(refs, chunk))
-    KK, QK, D = scores(q, k, gate, flow.mask, s)
-    weight = D * gate.beta_rows
-    X, P = unit_lower_inverse(KK * weight), QK * (weight * opt.scale)
-    YZ = rows([summary_out(P, X, k.dtype, s.p), summary_state(k, X, flow.end * gate.beta, s)])
-    QF = summary_in(YZ, q, k, flow, opt.scale, s)
+    if refs.kept is None:
+        KK, QK, D = scores(q, k, gate, flow.mask, s)
+        weight = D * gate.beta_rows
+        X = unit_lower_inverse(KK * weight)
+    else:
+        X = refs.kept[...]
+    YZ = summary_state(k, X, flow.end * gate.beta, s)
+    if refs.o is not None:
+        YZ = rows([summary_out(QK * (weight * opt.scale), X, k.dtype, s.p), YZ])
+    QF = summary_in(YZ, None if refs.o is None else q, k, flow, opt.scale, s)
     S = state_ref[...]
     if refs.h is not None:
         refs.h[...] = S.astype(refs.h.dtype)
+    if refs.X is not None:
         refs.X[...] = X
     after = apply_summary(QF.astype(k.dtype), YZ.astype(k.dtype), S.astype(k.dtype), v, s.p)
     if refs.o is not None:
         store_tiles(refs.o, after[:, : s.C])
-    state_ref[...] = columns(flow.through) * S + after[:, s.C :]
+    state_ref[...] = columns(flow.through) * S + after[:, -s.K :]
     if refs.ht is not None:
 
         @pl.when(refs.table[LAST, chunk] == 1)
@@ -420,7 +431,7 @@ def named(body, operands, outputs, scratch, **static):
 
 
 def launch(
-    q, k, v, g, beta, initial_state, table, owner, N: int, want: tuple[str, ...], config: Config, opt, s: Shape
+    q, k, v, g, beta, initial_state, table, owner, kept, N: int, want: tuple[str, ...], config: Config, opt, s: Shape
 ):  # fmt: skip
     """Run the forward kernel on the flat views.
 
@@ -431,6 +442,7 @@ def launch(
       initial_state: [N, HV, K, V] float32 or None.
       table: int32 [6, B * NT], what every chunk is; rows as named above.
       owner: int32 [NT, 1, p C] where chunks hold several sequences, else None.
+      kept: X of an earlier launch, which is then not computed again, or None; "o" must not be wanted with it.
       N: number of states.
       want: which outputs of "o", "ht", "h", "X".
       config, opt, s: static.
@@ -448,17 +460,17 @@ def launch(
         "h": (cut.h, (B, NT, HV, s.K, s.V), k.dtype),
         "X": (cut.X, (B, NT, HV // s.p, s.C, s.p * s.C), jnp.float32),
     }
-    names = ("table", "q", "k", "v", "g", "beta", "h0", "owner")
+    names = ("table", "q", "k", "v", "g", "beta", "h0", "owner", "kept")
     out = pallas_call(
         named(_fwd_kernel, names, [(n, n in want) for n in kinds], ["state"], s=s, opt=opt),
-        table, q, k, v, g, beta, initial_state, owner,
+        table, q, k, v, g, beta, initial_state, owner, kept,
         name=f"fused_chunk_gated_delta_rule_{'fwd' if 'o' in want else 'states'}_c{s.C}",
         num_scalar_prefetch=1,
         # Batch and head blocks are independent; time is sequential, the state stays in VMEM.
         grid=(B, HV // s.heads, NT),
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         in_specs=[cut.q, cut.q, cut.v, cut.gate, cut.gate, None if initial_state is None else cut.state,
-                  None if owner is None else cut.owner],
+                  None if owner is None else cut.owner, None if kept is None else cut.X],
         out_specs=[kinds[n][0] for n in kinds if n in want],
         out_shape=[out_struct(*kinds[n][1:], q, k, v, g, beta, initial_state) for n in kinds if n in want],
         scratch_shapes=[pltpu.VMEM((s.heads, s.K, s.V), jnp.float32)],
