@@ -156,7 +156,7 @@ def _states(k, w, u, g_cum, g_gamma, initial_state, output_final_state, cu_seqle
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     check_initial_state(initial_state, (N, HV, K, V))
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
-    config = config or tiles.default_for(H, HV, chunk_size, K, V)
+    config = config or tiles.default_for(H, HV, chunk_size, K, V, g_cum is not None and g_cum.ndim == 4)
     h, v_new, final_state = _run(
         k, w, u, g_cum, g_gamma, initial_state, cu_seqlens, output_final_state, chunk_size, implementation, config
     )

@@ -83,7 +83,7 @@ def chunk_fwd_o(
     NT = num_chunks(T, chunk_size, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     check_array("h", h, "B NT HV K V", (B, NT, HV, K, V))
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
-    config = config or tiles.default_for(H, HV, chunk_size, K, V)
+    config = config or tiles.default_for(H, HV, chunk_size, K, V, g_cum is not None and g_cum.ndim == 4)
     scale = K**-0.5 if scale is None else scale
     return _run(q, k, v, h, g_cum, g_gamma, scale, cu_seqlens, chunk_size, implementation, config)
 

@@ -21,6 +21,6 @@ def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
     return 4 * (2 * (2 * C * K + 2 * C * V + K * V) + 2 * C * V + 3 * C * C)
 
 
-def default_for(H: int, HV: int, C: int, K: int, V: int) -> Config:
-    """Return the Config for these shapes."""
-    return Config(heads=pick_heads(HV, H, vmem_bytes_per_head(C, K, V), most=8))
+def default_for(H: int, HV: int, C: int, K: int, V: int, per_channel: bool = False) -> Config:
+    """Return the Config for these shapes; gates per channel are six times the work a head, so fewer heads fit."""
+    return Config(heads=pick_heads(HV, H, vmem_bytes_per_head(C, K, V), most=2 if per_channel else 8))

@@ -69,7 +69,7 @@ def chunk_scaled_dot_kkt(
     check_chunk_size(chunk_size)
     check_cu_seqlens(cu_seqlens, B, T)
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
-    config = config or tiles.default_for(H, HV, chunk_size, K, k.dtype.itemsize)
+    config = config or tiles.default_for(H, HV, chunk_size, K, k.dtype.itemsize, g_cum is not None and g_cum.ndim == 4)
     return _run(k, beta, g_cum, cu_seqlens, chunk_size, implementation, config)
 
 

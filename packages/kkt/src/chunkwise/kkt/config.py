@@ -21,6 +21,6 @@ def vmem_bytes_per_head(C: int, K: int, itemsize: int) -> int:
     return 2 * C * K * itemsize + 2 * C * C * 4 + 4 * C * C * 4
 
 
-def default_for(H: int, HV: int, C: int, K: int, itemsize: int) -> Config:
-    """Return the Config for these shapes."""
-    return Config(heads=pick_heads(HV, H, vmem_bytes_per_head(C, K, itemsize), most=32))
+def default_for(H: int, HV: int, C: int, K: int, itemsize: int, per_channel: bool = False) -> Config:
+    """Return the Config for these shapes; gates per channel are six times the work a head, so fewer heads fit."""
+    return Config(heads=pick_heads(HV, H, vmem_bytes_per_head(C, K, itemsize), most=2 if per_channel else 32))

@@ -74,7 +74,7 @@ def recompute_w_u(
     check_gates("g_cum", g_cum, (B, T, HV), K)
     check_cu_seqlens(cu_seqlens, B, T)
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
-    config = config or tiles.default_for(H, HV, C, K, V)
+    config = config or tiles.default_for(H, HV, C, K, V, g_cum is not None and g_cum.ndim == 4)
     return _run(k, v, beta, A_inv, g_cum, cu_seqlens, implementation, config)
 
 
