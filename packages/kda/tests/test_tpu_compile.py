@@ -2,7 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from chunkwise.kda import fused_chunk_kda, recurrent_kda
 from chunkwise.shared.testing import spec
@@ -67,3 +70,21 @@ def test_decode_compiles(K, V, T, chip):
 
     text = compile_for(run, spec(8, 4, K, V), *specs(8, T, 2, 4, K, V, jnp.bfloat16), chip=chip).as_text()
     assert f"recurrent_kda_fwd_t{T}" in text
+
+
+def test_compiles_under_shard_map():
+    """Batch rows over the chips of a topology, forward and backward, with the default check of varying axes."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS["v6e"])
+    mesh = Mesh(np.array(topology.devices), ("data",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("data")
+
+    def run(*x):
+        loss = lambda *x: fused_chunk_kda(*x, chunk_size=16, implementation="pallas")[0].astype(jnp.float32).sum()
+        return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(*x)
+
+    tensors = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, rows))
+        for x in specs(4, 64, 1, 2, 64, 64, jnp.bfloat16)
+    ]
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=(rows,) * 5, out_specs=(rows,) * 5)
+    assert "fused_chunk_kda_bwd_c16" in jax.jit(sharded).trace(*tensors).lower().compile().as_text()

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.kda import fused_chunk_kda, recurrent_kda
 from chunkwise.shared.testing import (
@@ -35,9 +36,19 @@ def test_transform(transform, implementation):
 
 
 @both
-def test_gradient_under_remat_and_vmap(implementation):
+def test_shard_map(implementation):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("data")
     x = arguments()
-    loss = lambda *x: jnp.sum(run(implementation, *x) ** 2)
+    # The interpreter of Pallas kernels lacks the check of varying axes; compiled kernels pass it.
+    options = dict(mesh=mesh, in_specs=(rows,) * 5, out_specs=rows, check_vma=implementation == "xla")
+    sharded = jax.jit(jax.shard_map(functools.partial(run, implementation), **options))
+    assert_close("o", sharded(*x), run(implementation, *x), 1e-6)
+
+
+def test_gradient_under_remat_and_vmap():
+    x = arguments()
+    loss = lambda *x: jnp.sum(run("pallas", *x) ** 2)
     plain = jax.grad(loss, argnums=(0, 3, 4))(*x)
     remat = jax.grad(jax.checkpoint(loss), argnums=(0, 3, 4))(*x)
     each = jax.vmap(jax.grad(lambda *x: loss(*(y[None] for y in x)), argnums=(0, 3, 4)))(*x)

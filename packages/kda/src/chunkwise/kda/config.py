@@ -30,6 +30,6 @@ def default_for(H: int, HV: int, C: int, K: int, V: int, itemsize: int) -> Confi
     size = vmem_bytes_per_head(C, K, V, itemsize)
     return Config(
         heads=pick_heads(HV, H, size, most=16),
-        backward_heads=pick_heads(HV, H, 2 * size, most=8),
+        backward_heads=pick_heads(HV, H, 2 * size, most=4),
         decode_heads=pick_heads(HV, H, 16 * K * V, most=16),
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.kda import tile
-from chunkwise.shared import dot_nt, strictly_lower
+from chunkwise.shared import dot_nt, strictly_lower, varying_zeros
 
 # Blocks of so many rows take all their levels as masked products; larger levels multiply only the pairs that exist.
 _BASE = 16
@@ -101,7 +101,7 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
         M, jnp.broadcast_to(jnp.eye(C), M.shape), left_side=True, lower=True, unit_diagonal=True
     )
     rows = jnp.concatenate([q, k], axis=2)
-    zero = jnp.zeros((n, v.shape[-1], K), jnp.float32)
+    zero = varying_zeros((n, v.shape[-1], K), q, k, v, g, beta)
     packed_states = tables.first is not None and initial_state is not None
     start = zero if initial_state is None or packed_states else initial_state
 
