@@ -39,7 +39,7 @@ def fused_chunk_gla(
 
         S_t = Diag(exp(g_t + g_gamma)) S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
 
-    Dims: B batch, T tokens, H heads, K and V key and value dimensions, C chunk size, N sequences (B, or those of a pack).
+    Dims: B batch, T tokens, H heads, K and V key and value dimensions, C chunk size, N sequences (B, or those packed).
 
     Args:
       q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
@@ -65,8 +65,8 @@ def fused_chunk_gla(
     Differentiable once, in reverse, in every floating-point argument; "xla" by any transform of JAX.
     Accuracy: 3e-7 relative to the recurrence in float64 for float32 inputs, 3e-3 for bfloat16 inputs; any gate.
     Cost: 2 T H (C (K + V) + 2 K V) flops and one read of q, k, v and write of o; the backward reads q, k, v, do and
-      one state every `num_steps` chunks, and writes dq, dk, dv. With states in or out a packed batch also pays for every
-      sequence's state.
+      one state every `num_steps` chunks, and writes dq, dk, dv. With states in or out a packed batch also pays for
+      the state of every sequence.
     Source: Yang et al., Gated Linear Attention Transformers (2023), sections 3 and 4; Dao and Gu, Transformers are SSMs
       (2024), for a gate per head.
     """
@@ -78,7 +78,7 @@ def fused_chunk_gla(
         NT = -(-T // chunk_size)
         config = sizes.default_for(H, K, v.shape[3], chunk_size, NT, q.dtype.itemsize, per_channel)
     check(
-        config.heads >= 1 and H % config.heads == 0 and config.num_steps >= 1,
+        all(n >= 1 and H % n == 0 for n in (config.heads, config.heads_bwd)) and config.num_steps >= 1,
         f"`config` must have heads that divide H = {H} and at least one step; got {config}.",
     )
     scale = K**-0.5 if scale is None else scale

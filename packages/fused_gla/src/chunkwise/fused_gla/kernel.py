@@ -28,8 +28,8 @@ class Operands(NamedTuple):
       gamma: constant gates [H, 1, C], or None.
       scale: float32 [1].
       initial_state: [N, H, V, K] float32, or None for zeros.
-      tables: None, or of a packed batch: cu_seqlens [N + 1], the sequence of the first and of the last token of every chunk
-        [NT], and that of every token [NT, 1, C]; int32.
+      tables: None, or of a packed batch: cu_seqlens [N + 1], the sequence of the first and of the last token of every
+        chunk [NT], and that of every token [NT, 1, C]; int32.
     """
 
     q: jax.Array
@@ -83,7 +83,7 @@ class Shape:
         return pl.BlockSpec((self.steps, 1, self.C), lambda b, h, t, *_: (time(t), 0, 0))
 
     def state(self) -> pl.BlockSpec:
-        """Return the spec of one state per sequence: a block of [B, H, V, K], or all of HBM where a loop visits them."""
+        """Return the spec of the states of sequences: a block of [B, H, V, K], or all of them where a loop visits."""
         if self.visit:
             return pl.BlockSpec(memory_space=pl.ANY)
         return pl.BlockSpec((None, self.heads, self.V, self.K), lambda b, h, t, *_: (b, h, 0, 0))
@@ -147,7 +147,6 @@ class Chunk:
 
     def __init__(self, s: Shape, refs: Inputs, step, i, decays: tiles.Decays | None):
         self.s, self.refs, self.i, self.index = s, refs, i, step * s.steps + i
-        self.q, self.k, self.v = self.load(refs.q, s.K), self.load(refs.k, s.K), self.load(refs.v, s.V)
         self.same = None
         if refs.owner is not None:
             self.row = refs.owner[i][None]
@@ -155,6 +154,7 @@ class Chunk:
             self.same = self.row == self.column
             self.last = refs.last[self.index]
             self.open = jnp.where(self.index == 0, -1, refs.last[jnp.maximum(self.index - 1, 0)])
+        self.q, self.k, self.v = self.load(refs.q, s.K), self.load(refs.k, s.K), self.load(refs.v, s.V)
         if decays is None:
             self.g = self._gates()
             decays = tiles.decays(self.g, self.same)
@@ -164,10 +164,10 @@ class Chunk:
         return pl.ds(pl.multiple_of(self.i * self.s.C, self.s.C), self.s.C)
 
     def load(self, ref, D: int) -> jax.Array:
-        """Return tokens as a tile [heads, C, D]; rows past the end of the batch, which hold anything, become zeros."""
+        """Return tokens as a tile [heads, C, D]; padding, which may hold anything, becomes zeros."""
         rows = self._rows()
         x = jnp.stack([ref[rows, h * D : (h + 1) * D] for h in range(self.s.heads)])
-        return x if self.s.T % self.s.C == 0 else self._inside(x.astype(jnp.float32), 1).astype(x.dtype)
+        return self._inside(x.astype(jnp.float32), 1).astype(x.dtype)
 
     def store(self, ref, x: jax.Array):
         """Write a tile [heads, C, D] to the tokens of the chunk."""
@@ -175,13 +175,13 @@ class Chunk:
         for h in range(self.s.heads):
             ref[self._rows(), h * D : (h + 1) * D] = x[h].astype(ref.dtype)
 
-    def owned(self, x: jax.Array) -> jax.Array:
-        """Return x [heads, C, D] with zeros for the tokens that belong to no sequence."""
-        if self.same is None:
-            return x
-        return jnp.where(self.column < self.refs.bounds.shape[0] - 1, x.astype(jnp.float32), 0.0).astype(x.dtype)
-
     def _inside(self, x: jax.Array, axis: int) -> jax.Array:
+        """Return x with zeros for tokens past the end of the batch or of the last sequence; `axis` walks the tokens."""
+        if self.same is not None:
+            owner = self.column if axis == 1 else self.row
+            return jnp.where(owner < self.refs.bounds.shape[0] - 1, x, 0.0)
+        if self.s.T % self.s.C == 0:
+            return x
         shape = [1, 1, 1]
         shape[axis] = self.s.C
         position = lax.broadcasted_iota(jnp.int32, tuple(shape), axis)
@@ -190,22 +190,20 @@ class Chunk:
     def _gates(self) -> jax.Array:
         s, refs = self.s, self.refs
         if s.per_channel:
-            g = self.load(refs.g, s.K)
-        else:
-            g = jnp.zeros((s.heads, 1, s.C), jnp.float32) if refs.g is None else refs.g[self.i]
-        if refs.gamma is None:
-            return g
-        constant = refs.gamma[:, :, :1] if s.per_channel else refs.gamma[...]
-        constant = jnp.broadcast_to(constant, (s.heads, s.C, 1) if s.per_channel else g.shape)
-        return g + (constant if s.T % s.C == 0 else self._inside(constant, 1 if s.per_channel else 2))
+            constant = 0.0 if refs.gamma is None else self._inside(refs.gamma[:, :, :1] + jnp.zeros((1, s.C, 1)), 1)
+            return self.load(refs.g, s.K) + constant
+        g = jnp.zeros((s.heads, 1, s.C), jnp.float32)
+        g = g if refs.g is None else g + refs.g[self.i]
+        g = g if refs.gamma is None else g + refs.gamma[...]
+        return self._inside(g, 2)
 
     def of(self, n, x: jax.Array) -> jax.Array:
         """Return x, shaped like the gates, with zeros for the tokens of other sequences than n."""
         return jnp.where((self.column if self.s.per_channel else self.row) == n, x, 0.0)
 
     # Without tables the chunk lies inside one sequence. With them, the state before the chunk acts on the tokens of the
-    # sequence that is open there, the state after it belongs to the last one, and the first passes into the second if the
-    # two are one. Where a loop visits every sequence, n says which one.
+    # sequence that is open there, the state after it belongs to the last one, and the first passes into the second if
+    # the two are one. Where a loop visits every sequence, n says which one.
 
     def from_start(self, n=None) -> jax.Array:
         """Return the decay from the state before the chunk, or at the start of sequence n, to each of its tokens."""
@@ -242,8 +240,10 @@ def constant_decays(s: Shape, refs: Inputs) -> tiles.Decays | None:
     """Return the decays of every chunk where they are the same for all: constant gates, whole chunks, one sequence."""
     if refs.g is not None or refs.owner is not None or s.T % s.C:
         return None
-    zeros = jnp.zeros((s.heads, 1, s.C), jnp.float32)
-    return tiles.decays(zeros if refs.gamma is None else refs.gamma[...])
+    # The maximum of equal lanes: a reduction leaves its result in every lane, a slice is broadcast at every use.
+    gamma = jnp.zeros((s.heads, 1, s.C), jnp.float32) if refs.gamma is None else refs.gamma[...]
+    gamma = jnp.max(gamma, axis=2, keepdims=True)
+    return tiles.constant_decays(gamma, s.C)
 
 
 def fetch_state(states_ref, n, block, target_ref):
@@ -290,7 +290,7 @@ def _gla_fwd_kernel(*refs, s: Shape):
             return o
 
         o = lax.fori_loop(*c.sequences(), visit, own) if s.visit else state_pass(own)
-        c.store(o_ref, c.owned(o))
+        c.store(o_ref, o)
 
     lax.fori_loop(0, s.steps, chunk, None)
     if final_ref is not None and not s.visit:

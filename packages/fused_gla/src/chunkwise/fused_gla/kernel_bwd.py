@@ -44,7 +44,7 @@ def _gla_bwd_kernel(*refs, s: Shape):
     def chunk(j, _):
         i = s.steps - 1 - j
         c = Chunk(s, x, step, i, constant)
-        do = c.owned(c.load(do_ref, s.V))
+        do = c.load(do_ref, s.V)
 
         def state_pass(S, n=None):
             """Return the gradients through the state, that of its decay as one of the gates."""
@@ -52,7 +52,7 @@ def _gla_bwd_kernel(*refs, s: Shape):
                 S, dS_ref[...], c.q, c.k, c.v, do, scale, c.from_start(n), c.to_end(n), c.through(n)
             )
             dS_ref[...] = grads.S
-            through = jnp.broadcast_to(grads.through, (s.heads, s.C, s.K) if s.per_channel else (s.heads, 1, s.C))
+            through = jnp.broadcast_to(grads.through, c.g.shape) if constant is None else grads.through
             return grads.q, grads.k, grads.v, through if n is None else c.of(n, through)
 
         def visit(m, sums):
@@ -76,12 +76,19 @@ def _gla_bwd_kernel(*refs, s: Shape):
         c.store(dq_ref, dq + own.q)
         c.store(dk_ref, dk + own.k)
         c.store(dv_ref, dv + dot_tn((scale * P).astype(do.dtype), do))
-        if dg_ref is not None:
-            dg = through + tiles.gate_bwd(own.exponents, c.q * dq, c.k * dk, c.same)
-            if s.per_channel:
-                c.store(dg_ref, dg)
-            else:
-                dg_ref[i] = dg
+        if dg_ref is None:
+            return
+        d_from_start, d_to_end = c.q * dq, c.k * dk
+        if constant is not None:
+            # Only the sum over time is wanted: it stands on the first token of the chunk.
+            dg = tiles.constant_gate_bwd(own.exponents, d_from_start, d_to_end, through)
+            dg_ref[i] = jnp.where(lax.broadcasted_iota(jnp.int32, (1, 1, s.C), 2) == 0, dg, 0.0)
+            return
+        dg = through + tiles.gate_bwd(own.exponents, d_from_start, d_to_end, c.same)
+        if s.per_channel:
+            c.store(dg_ref, dg)
+        else:
+            dg_ref[i] = dg
 
     lax.fori_loop(0, s.steps, chunk, None)
     if dinitial_ref is not None and not s.visit:

@@ -73,5 +73,8 @@ def _run(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqle
     if cu_seqlens is None:
         o, state = recurrence(q, k, v, g, None, scale, initial_state, jnp.float32)
     else:
+        # Padding may hold anything, and its gradient is zero.
+        owned = jnp.arange(q.shape[1]) < cu_seqlens[-1]
+        q, k, v, g = (jnp.where(owned.reshape(1, -1, *(1,) * (x.ndim - 2)), x, 0) for x in (q, k, v, g))
         o, state = packed_recurrence(q, k, v, g, None, scale, initial_state, cu_seqlens, jnp.float32)
     return o.astype(v.dtype), state if output_final_state else None

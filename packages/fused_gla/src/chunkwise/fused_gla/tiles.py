@@ -4,7 +4,7 @@ Tiles are [h, C, D]: h heads in lock-step, C tokens. A gate is a row [h, 1, C] (
 (one per channel). The state is kept transposed, S [h, V, K]: a per-channel decay is then a row that multiplies it.
 
 Every exponent is a sum of gates over a span of tokens, added up directly and never taken as a difference of two
-cumulative sums: no exponent is positive, and a small sum beside a large one keeps all its digits. The spans are products
+cumulative sums: no exponent is positive, and a small sum beside a large one keeps all its digits. The sums are products
 with matrices of zeros and ones.
 """
 
@@ -12,16 +12,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from chunkwise.shared import column_index, dot, dot_nt, dot_tn, lower, row_index, strictly_lower
+from chunkwise.shared import column_index, dot, dot_nt, dot_tn, lower, masked_exp, row_index, strictly_lower
 
 
 class Decays(NamedTuple):
     """The decays of a chunk, all at most 1.
 
     Attributes:
-      pairs: [h, C, C], from token j to token i > j of one sequence, else 0; per channel the tuple of [h, C, K] with, for
-        every level of `_levels`, the decay between each token and the anchor of its block.
+      pairs: [h, C, C], from token j to token i > j of one sequence, else 0; per channel a tuple of [h, C, K], for every
+        level of `_levels` the decay between each token and the anchor of its block.
       from_start: [h, C, 1 or K], from the start of the chunk, or of the token's sequence in it, to the token.
       to_end: [h, C, 1 or K], from the token to the end of the chunk, or of its sequence in it.
       through: [h, 1, 1 or K], over the whole chunk.
@@ -51,7 +52,9 @@ def _spans(C: int, same: jax.Array | None) -> jax.Array:
     to each token, then those after it, within its sequence.
     """
     i, m = row_index(C), column_index(C)
-    spans = [((i ^ m) < b) & jnp.where((i & b) != 0, m <= i, m > i) for b in _levels(C)]
+    # In the right half of a block the tokens up to i, in the left half those after it.
+    agree = lambda x, y: (x & y) | ~(x | y)
+    spans = [((i ^ m) < b) & agree((i & b) != 0, m <= i) for b in _levels(C)]
     spans += [_within(m <= i, same), _within(m > i, same)]
     h = spans[-1].shape[0]
     return jnp.concatenate([_for_heads(x, h).astype(jnp.float32) for x in spans], axis=1)
@@ -94,6 +97,18 @@ def decays(g: jax.Array, same: jax.Array | None = None) -> Decays:
     )
 
 
+def constant_decays(gamma: jax.Array, C: int) -> Decays:
+    """Return the decays of a whole chunk of one sequence whose gate is gamma [h, 1, 1] for every token."""
+    after_start = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1).astype(jnp.float32)
+    apart = (row_index(C) - column_index(C)).astype(jnp.float32)
+    return Decays(
+        pairs=masked_exp(apart * gamma, strictly_lower(C)),
+        from_start=jnp.exp((after_start + 1.0) * gamma),
+        to_end=jnp.exp((C - 1.0 - after_start) * gamma),
+        through=jnp.exp(C * gamma),
+    )
+
+
 def scores(q: jax.Array, k: jax.Array, pairs, same: jax.Array | None = None) -> jax.Array:
     """Return P_ij = <q_i, e^(G_i - G_j) k_j> for i >= j of one sequence, else 0, as [h, C, C] float32."""
     C = q.shape[1]
@@ -108,7 +123,7 @@ def scores(q: jax.Array, k: jax.Array, pairs, same: jax.Array | None = None) -> 
 
 
 def _scaled(x: jax.Array, decay: jax.Array) -> jax.Array:
-    """Return x decayed, as an operand of the type of x: the decay is applied in float32 and the product rounded once."""
+    """Return x decayed, as an operand of the type of x: decayed in float32, then rounded once."""
     return (x.astype(jnp.float32) * decay).astype(x.dtype)
 
 
@@ -204,6 +219,19 @@ def gate_bwd(exponents, d_from_start: jax.Array, d_to_end: jax.Array, same: jax.
     # Row i, column m: a token of the left part reaches its end through m > i.
     left = jnp.where(_within(~lower(C), same), _row_sum(d_to_end), 0.0)
     return jnp.sum(jnp.where(lower(C), through, left), axis=1, keepdims=True)
+
+
+def constant_gate_bwd(exponents, d_from_start, d_to_end, d_through) -> jax.Array:
+    """Return what a chunk adds to the gradient of a constant gate, as [h, 1, 1]; the arguments are those of `gate_bwd`.
+
+    Each exponent of `constant_decays` is a number of tokens times the gate.
+    """
+    C = exponents.shape[1]
+    after_start = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1).astype(jnp.float32)
+    apart = (row_index(C) - column_index(C)).astype(jnp.float32)
+    states = (after_start + 1.0) * d_from_start + (C - 1.0 - after_start) * d_to_end
+    total = lambda x: _row_sum(jnp.sum(x, axis=1, keepdims=True))
+    return total(apart * exponents) + total(states) + C * d_through
 
 
 def _row_sum(x: jax.Array) -> jax.Array:

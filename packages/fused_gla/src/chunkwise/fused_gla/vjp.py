@@ -24,7 +24,7 @@ def _fwd(C, config, final, *args):
 
 def _forward(C, config, final, keep, *args):
     q, _, v, *_, cu_seqlens = args
-    s, x = _prepare(C, config, final, *args)
+    s, x = _prepare(C, config.heads, config.num_steps, final, *args)
     o, state, kept = kernel.launch(s, x, final, keep)
     o = _heads(o, s.H, v.shape[3])
     if final:
@@ -36,7 +36,7 @@ def _bwd(C, config, final, residuals, cotangents):
     args, kept = residuals
     q, k, v, g, gamma, scale, initial_state, cu_seqlens = args
     (do, dfinal), (K, V) = cotangents, (q.shape[3], v.shape[3])
-    s, x = _prepare(C, config, final, *args)
+    s, x = _prepare(C, config.heads_bwd, config.num_steps, final, *args)
     dstate = None if dfinal is None else _state(dfinal, s)
     dq, dk, dv, dg, dinitial = kernel_bwd.launch(s, x, _flat(do.astype(x.v.dtype)), dstate, kept)
     dq, dk, dv = _heads(dq, s.H, K), _heads(dk, s.H, K), _heads(dv, s.H, V)
@@ -59,13 +59,13 @@ def _bwd(C, config, final, residuals, cotangents):
 fused.defvjp(_fwd, _bwd)
 
 
-def _prepare(C, config, final, q, k, v, g, gamma, scale, initial_state, cu_seqlens):
+def _prepare(C, heads, num_steps, final, q, k, v, g, gamma, scale, initial_state, cu_seqlens):
     """Return the static sizes and the operands in the layouts of the launches."""
     (B, T, H, K), V = q.shape, v.shape[3]
     per_channel = g is not None and g.ndim == 4
     NT = -(-T // C)
     s = kernel.Shape(
-        B, T, H, K + -K % LANES, V + -V % LANES, C, config.heads, largest_divisor(NT, config.num_steps), per_channel,
+        B, T, H, K + -K % LANES, V + -V % LANES, C, heads, largest_divisor(NT, num_steps), per_channel,
         visit=cu_seqlens is not None and (final or initial_state is not None),
     )  # fmt: skip
     # The matrix unit takes bfloat16 operands only if all three are bfloat16.

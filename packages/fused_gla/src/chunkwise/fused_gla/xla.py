@@ -1,8 +1,8 @@
 """The same chunked computation in plain JAX, differentiable by JAX.
 
 A packed batch without states keeps its chunks aligned to the token stream and masks the pairs of different sequences:
-its cost follows tokens, not sequences. With states, chunks restart at every sequence, so that every sequence has a chunk
-boundary where its state can be handed in and out.
+its cost follows tokens, not sequences. With states, chunks restart at every sequence, so that every sequence has a
+chunk boundary where its state can be handed in and out.
 """
 
 import jax
@@ -22,6 +22,10 @@ def gla(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, C):
     stream = cu_seqlens is not None and initial_state is None and not output_final_state
     chunks = Chunking(B, T, C, None if stream else cu_seqlens)
     masks = stream_masks(T, C, cu_seqlens) if stream else None
+    if stream:
+        # Padding may hold anything, and the products read every row of a chunk.
+        owned = jnp.arange(T) < cu_seqlens[-1]
+        q, k, v, g = (jnp.where(owned.reshape(1, T, *(1,) * (x.ndim - 2)), x, 0) for x in (q, k, v, g))
     rows = chunks.split(g) if g.ndim == 4 else chunks.split_rows(g)
     q, k, v, g = (_tiles(x) for x in (chunks.split(q), chunks.split(k), chunks.split(v), rows))
     same = None if masks is None else jnp.repeat(masks.same, H, axis=0)
@@ -37,8 +41,6 @@ def gla(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, C):
     P = scale * tiles.scores(q, k, pairs, same)
     o = dot(P.astype(v.dtype), v) + scale * tiles.read_state(q, _tiles(before), from_start)
     o = chunks.merge(o.reshape(chunks.NC, H, *o.shape[1:])).astype(v.dtype)
-    if stream:
-        return jnp.where((jnp.arange(T) < cu_seqlens[-1])[None, :, None, None], o, 0), None
     if not output_final_state:
         return o, None
     last = chunks.final_chunk

@@ -1,0 +1,44 @@
+"""Every ValueError, by its text; the arguments are shapes only, so nothing can have been computed."""
+
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.fused_gla import Config, fused_chunk_gla, recurrent_gla, recurrent_simple_gla
+from chunkwise.shared.testing import spec
+
+GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), g=spec(2, 64, 2))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(k=[1.0]), "`k` must be an array [B, T, H, K]; got list."),
+        (dict(k=spec(2, 64, 8)), "`k` must have shape [B, T, H, K]; got (2, 64, 8)."),
+        (dict(k=spec(2, 64, 2, 8, dtype=jnp.int32)), "`k` must be float32, bfloat16 or float16; got int32."),
+        (dict(q=spec(2, 64, 1, 8)), "`q` must have shape [B, T, H, K] = (2, 64, 2, 8); got (2, 64, 1, 8)."),
+        (dict(v=spec(2, 64, 4, 8)), "`v` must have shape [B, T, H, V] = (2, 64, 2, any); got (2, 64, 4, 8)."),
+        (dict(g=spec(2, 64, 1)), "`g` must have shape [B, T, H] = (2, 64, 2); got (2, 64, 1)."),
+        (dict(g=spec(2, 64, 2, 4)), "`g` must have shape [B, T, H, K] = (2, 64, 2, 8); got (2, 64, 2, 4)."),
+        (dict(g_gamma=spec(3)), "`g_gamma` must have shape [H] = (2); got (3,)."),
+        (
+            dict(initial_state=spec(1, 2, 8, 4)),
+            "`initial_state` must have shape [N, HV, K, V] = (2, 2, 8, 4); got (1, 2, 8, 4).",
+        ),
+        (dict(chunk_size=48), "`chunk_size` must be one of (16, 32, 64, 128); got 48."),
+        (dict(cu_seqlens=spec(2, dtype=jnp.int32)), "`cu_seqlens` must come with a batch of 1; got B = 2."),
+        (dict(implementation="fused"), "`implementation` must be None or one of ('pallas', 'xla'); got 'fused'."),
+        (dict(config=Config(3, 1, 1)), "`config` must have heads that divide H = 2 and at least one step; got Config("),
+    ],
+)
+def test_value_error(wrong, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fused_chunk_gla(**GOOD | wrong)
+
+
+def test_recurrent():
+    with pytest.raises(ValueError, match=re.escape("`g` must have shape [B, T, H, K]; got (2, 64, 2).")):
+        recurrent_gla(**GOOD)
+    with pytest.raises(ValueError, match=re.escape("`implementation` must be None or one of ('xla',); got 'pallas'.")):
+        recurrent_simple_gla(**GOOD, implementation="pallas")

@@ -1,0 +1,92 @@
+"""The tile mathematics by itself, and how the kernels are launched."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.fused_gla import Config, fused_chunk_gla, tiles
+from chunkwise.shared.testing import assert_close, boundaries, make_gate, make_inputs, text_for_tpu
+
+
+def pair_sums(g, C):
+    """Return sum of g over j < m <= i, [h, C, C, D], in float64."""
+    sums = np.zeros((g.shape[0], C, C, g.shape[2]))
+    for i in range(C):
+        for j in range(i):
+            sums[:, i, j] = np.sum(g[:, j + 1 : i + 1], axis=1)
+    return sums
+
+
+@pytest.mark.parametrize("C", [16, 64])
+@pytest.mark.parametrize("strength", [1e-3, 2.0, 30.0])
+def test_scores_per_channel(C, strength):
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 2, C, 5))
+    g = -strength * rng.random((2, C, 5))
+    decays = tiles.decays(jnp.asarray(g, jnp.float32))
+    P = tiles.scores(jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32), decays.pairs)
+    want = np.tril(np.einsum("hic,hijc,hjc->hij", q, np.exp(pair_sums(g, C)), k))
+    assert_close("P", P, want, 1e-6)
+
+
+def test_decays_keep_their_digits_beside_large_ones():
+    # Differences of cumulative sums lose 3e-5 nats here.
+    g = make_gate("spikes", np.random.default_rng(0), (1, 128, 1)).astype(np.float32).astype(np.float64)
+    decays = tiles.decays(jnp.asarray(g, jnp.float32).reshape(1, 1, 128))
+    assert_close("pairs", decays.pairs, np.tril(np.exp(pair_sums(g, 128)[..., 0]), -1), 1e-6)
+
+
+def test_constant_decays_are_those_of_equal_gates():
+    gamma = jnp.asarray([-0.03, -2.0, -30.0])[:, None, None]
+    general = tiles.decays(jnp.broadcast_to(gamma, (3, 1, 16)))
+    for name, want, got in zip(general._fields, general, tiles.constant_decays(gamma, 16), strict=True):
+        assert_close(name, got, want, 1e-6)
+
+
+def gradients(x, **options):
+    def loss(x):
+        o, state = fused_chunk_gla(**x, output_final_state=True, chunk_size=16, implementation="pallas", **options)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(state))
+
+    return jax.tree.leaves(jax.jit(jax.value_and_grad(loss))(x))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+def test_every_number_of_steps_gives_the_same_bits(packed):
+    x = make_inputs(1, 190, 2, K=8, V=8, num_states=3 if packed else 1)
+    del x["beta"]
+    options = dict(cu_seqlens=boundaries(20, 140, 30)) if packed else {}
+    # Twelve chunks. Loops of one trip are left out: XLA unrolls them on CPU and contracts products differently.
+    first, *others = (gradients(x, config=Config(1, 1, steps), **options) for steps in (3, 5, 6))
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)
+    for config in (Config(2, 1, 1), Config(1, 2, 100)):
+        for want, got in zip(first, gradients(x, config=config, **options), strict=True):
+            assert_close("gradient", got, want, 1e-6)
+
+
+def test_one_launch_per_direction():
+    x = make_inputs(1, 64, 1, K=128, V=128)
+    del x["beta"]
+
+    def run(x):
+        return jnp.sum(fused_chunk_gla(**x, implementation="pallas")[0])
+
+    forward, both = text_for_tpu(run, x), text_for_tpu(jax.grad(run), x)
+    assert forward.count("stablehlo.custom_call @tpu_custom_call") == 1
+    assert both.count("stablehlo.custom_call @tpu_custom_call") == 2
+    assert "fused_chunk_gla_fwd_c64" in forward
+    assert "fused_chunk_gla_bwd_c64" in both
+
+
+def test_xla_costs_what_its_tokens_cost():
+    def flops(N):
+        spec = jax.ShapeDtypeStruct((1, 8192, 1, 64), jnp.float32)
+        cu = jax.ShapeDtypeStruct((N + 1,), jnp.int32)
+        run = jax.jit(lambda q, k, v, g, cu: fused_chunk_gla(q, k, v, g, cu_seqlens=cu, implementation="xla")[0])
+        g = jax.ShapeDtypeStruct((1, 8192, 1), jnp.float32)
+        cost = run.lower(spec, spec, spec, g, cu).compile().cost_analysis()
+        return np.array([cost["flops"], cost["bytes accessed"]])
+
+    assert (flops(512) <= 1.5 * flops(1)).all()

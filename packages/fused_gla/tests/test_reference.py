@@ -1,0 +1,143 @@
+"""Outputs, states and gradients against the float64 recurrence on the same rounded inputs."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.fused_gla import fused_chunk_gla, recurrent_gla, recurrent_simple_gla
+from chunkwise.shared.reference import reference
+from chunkwise.shared.testing import GATES, assert_close, boundaries, make_inputs
+
+OUTPUT = {"float32": 1e-5, "bfloat16": 4e-3}
+REST = {"float32": 1e-4, "bfloat16": 5e-3}
+# One number a head, the sum of signed terms over all tokens.
+GAMMA = {"float32": 1e-4, "bfloat16": 2e-2}
+both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
+
+
+def normal(x):
+    """Return x as float32 flushes it: gradients through gates of -100 are as small as 1e-43."""
+    x = np.asarray(x, np.float64)
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, 0.0, x)
+
+
+def retention(H):
+    return tuple(np.log(1 - 2.0 ** (-5 - h)) for h in range(H))
+
+
+def lightning(H, share=0.5):
+    return tuple(-(8 / H) * (1 - share) * h for h in range(H))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of the operator.
+
+    gate is one of GATES, or "each": as many heads, one for each. lengths are those of a packed batch; the tokens after
+    them are padding and NaN.
+    """
+
+    gate: str | None = "logsigmoid"
+    per_channel: bool = False
+    gamma: tuple[float, ...] | None = None
+    B: int = 1
+    T: int = 40
+    H: int = 1
+    K: int = 8
+    V: int = 8
+    chunk_size: int = 16
+    dtype: str = "float32"
+    lengths: tuple[int, ...] | None = None
+    states: bool = True
+
+    def __str__(self):
+        return "-".join(f"{n}={x}" for n, x in vars(self).items() if x != getattr(Case, n))
+
+    def inputs(self):
+        N = self.B if self.lengths is None else len(self.lengths)
+        sizes = dict(K=self.K, V=self.V, dtype=jnp.dtype(self.dtype), per_channel=self.per_channel)
+        gates = GATES if self.gate == "each" else (self.gate or "zero",)
+        heads = [make_inputs(self.B, self.T, self.H, **sizes, gate=gate, num_states=N * self.states) for gate in gates]
+        x = {n: jnp.concatenate([h[n] for h in heads], axis=1 if n == "initial_state" else 2) for n in heads[0]}
+        del x["beta"]
+        if self.gate is None:
+            del x["g"]
+        if self.gamma is not None:
+            x["g_gamma"] = jnp.asarray(self.gamma, jnp.float32)
+        return x
+
+    def check(self, fn):
+        x, cu = self.inputs(), None if self.lengths is None else boundaries(*self.lengths)
+        rng = np.random.default_rng(1)
+        do = jnp.asarray(rng.standard_normal(x["v"].shape), self.dtype)
+        shape = x["initial_state"].shape if self.states else ()
+        dht = jnp.asarray(rng.standard_normal(shape), jnp.float32) if self.states else None
+        want = reference(**x, cu_seqlens=cu, do=do, dht=dht)
+        end = self.T if cu is None else sum(self.lengths)
+        poison = lambda y: y.at[:, end:].set(jnp.nan) if y.shape[1:2] == (self.T,) else y
+        x = {name: poison(y) for name, y in x.items()}
+
+        @jax.jit
+        def run(x, cu, do, dht):
+            out, pullback = jax.vjp(lambda x: fn(**x, output_final_state=self.states, cu_seqlens=cu), x)
+            return *out, pullback((do, dht))[0]
+
+        o, state, grads = run(x, cu, do, dht)
+        assert o.dtype == x["v"].dtype
+        assert not np.asarray(o)[:, end:].any(), "padding must be zero"
+        for h in range(o.shape[2]):
+            assert_close(f"o, head {h}", o[:, :, h], want[0][:, :, h], OUTPUT[self.dtype])
+            if self.states:
+                assert_close(f"final_state, head {h}", state[:, h], want[1][:, h], OUTPUT[self.dtype])
+        for name, grad in grads.items():
+            assert grad.dtype == x[name].dtype
+            axis = {"g_gamma": 0, "initial_state": 1}.get(name, 2)
+            tolerance = (GAMMA if name == "g_gamma" else REST)[self.dtype]
+            heads = zip(np.moveaxis(np.asarray(grad), axis, 0), np.moveaxis(want[2][name], axis, 0), strict=True)
+            for h, (got, ref) in enumerate(heads):
+                assert_close(f"d{name}, head {h}", normal(got), normal(ref), tolerance)
+
+
+# Few, because interpreted kernels are slow; together they hold every gate, chunk size, type, kind of tail and packing.
+CASES = (
+    Case("each", B=2, T=70, chunk_size=32),
+    Case("each", True, states=False),
+    Case("each", lengths=(3, 0, 30)),
+    Case("logsigmoid/10", dtype="bfloat16", T=130, K=60, V=100, chunk_size=64),
+    Case("spikes", True, dtype="bfloat16", T=130, K=100, V=60, chunk_size=64),
+    Case("logsigmoid", gamma=(-0.1, -2.0), H=2),
+    Case("spikes", True, gamma=(-0.1, -2.0), H=2),
+    Case(None, gamma=retention(4), H=4, T=64),
+    Case(None, gamma=lightning(4), H=4, T=64, dtype="bfloat16"),
+    Case(None, gamma=(-1.0, -5.0, -30.0), H=3, T=192, chunk_size=64),
+    Case(None, gamma=(-1.0, -30.0), H=2, T=150, chunk_size=128),
+    Case(None),
+    Case(T=1, states=False),
+    Case(T=5, K=256, V=1),
+    Case(T=30, K=320, V=129),
+    Case("logsigmoid*10", True, T=20, K=320, V=8),
+    Case(T=64, lengths=(1, 0, 17, 32, 0, 3)),
+    Case(T=64, lengths=(0, 17, 15, 1, 0), states=False),
+    Case("spikes", True, T=50, lengths=(16, 0, 1, 20)),
+    Case("strong", True, T=48, lengths=(16, 0, 32), states=False),
+    Case(None, gamma=(-0.3,), T=50, lengths=(17, 20), dtype="bfloat16"),
+)
+
+
+@both
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_recurrence(case, implementation):
+    case.check(lambda **x: fused_chunk_gla(**x, chunk_size=case.chunk_size, implementation=implementation))
+
+
+@pytest.mark.parametrize("case", [Case(gamma=(-0.1,)), Case(T=20, lengths=(3, 0, 16))], ids=str)
+def test_recurrent_simple_gla(case):
+    case.check(recurrent_simple_gla)
+
+
+@pytest.mark.parametrize("case", [Case(per_channel=True), Case(per_channel=True, T=20, lengths=(3, 0, 16))], ids=str)
+def test_recurrent_gla(case):
+    case.check(recurrent_gla)

@@ -1,0 +1,63 @@
+"""Both kernels compile for every TPU generation, within the memory that training has."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.fused_gla import fused_chunk_gla
+from chunkwise.shared.testing import spec
+from chunkwise.shared.tpu import CHIPS, compile_for, has_libtpu
+
+pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
+
+
+def compile_gradient(x, chip, B, T, H, **options):
+    """Compile the gradients of x, whose q, k, v are flat [B, T, H * D] as a projection leaves them, and of do."""
+    unflatten = lambda y: y.reshape(B, T, H, -1) if y.shape[:2] == (B, T) and y.shape[2] != H else y
+
+    def run(x, cu_seqlens, do):
+        def flat(x):
+            x = {name: unflatten(y) for name, y in x.items()}
+            o, state = fused_chunk_gla(**x, cu_seqlens=cu_seqlens, implementation="pallas", **options)
+            return o.reshape(B, T, -1), state
+
+        (_, state), pullback = jax.vjp(flat, x)
+        return pullback((do, state))[0]
+
+    packed = x.pop("cu_seqlens", None)
+    return compile_for(run, x, packed, x["v"], chip=chip)
+
+
+def tokens(B, T, H, K, V, **more):
+    return dict(zip("qkv", (spec(B, T, H * D, dtype=jnp.bfloat16) for D in (K, K, V)), strict=True)) | more
+
+
+CASES = {
+    "constant": (dict(B=1, T=4096, H=8, K=128, V=128), lambda: dict(g_gamma=spec(8)), {}),
+    "head, chunk 128": (dict(B=1, T=300, H=2, K=256, V=128), lambda: dict(g=spec(1, 300, 2)), dict(chunk_size=128)),
+    "channel": (dict(B=1, T=512, H=2, K=128, V=128), lambda: dict(g=spec(1, 512, 256)), {}),
+    "packed with states": (
+        dict(B=1, T=300, H=2, K=64, V=100),
+        lambda: dict(
+            g=spec(1, 300, 2), cu_seqlens=spec(5, dtype=jnp.int32), initial_state=spec(4, 2, 64, 100)
+        ),
+        dict(output_final_state=True),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("case", CASES)
+def test_compiles(case, chip):
+    sizes, more, options = CASES[case]
+    x = tokens(**sizes, **more())
+    text = compile_gradient(x, chip, sizes["B"], sizes["T"], sizes["H"], **options).as_text()
+    assert "fused_chunk_gla_fwd" in text
+    assert "fused_chunk_gla_bwd" in text
+
+
+def test_memory_of_training():
+    sizes = dict(B=2, T=4096, H=16, K=128, V=128)
+    memory = compile_gradient(tokens(**sizes, g_gamma=spec(16)), "v6e", 2, 4096, 16).memory_analysis()
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    assert total <= 256 * 2**20

@@ -1,0 +1,84 @@
+"""Under jit, vmap, remat, grad, eval_shape and export, and invariance to what else is in the batch."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.fused_gla import fused_chunk_gla
+from chunkwise.shared.reference import reference
+from chunkwise.shared.testing import (
+    TRANSFORMS,
+    assert_close,
+    assert_gradients,
+    assert_traced_once,
+    assert_transform,
+    boundaries,
+    make_inputs,
+)
+
+both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
+
+
+def arguments(B=1, T=20, K=3, V=2, **options):
+    x = make_inputs(B, T, K=K, V=V, **options)
+    del x["beta"]
+    return x
+
+
+def run(implementation, **options):
+    options = dict(chunk_size=16, output_final_state=True) | options
+    return lambda **x: fused_chunk_gla(**x, **options, implementation=implementation)
+
+
+@both
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transform(transform, implementation):
+    x = arguments(B=2, num_states=2)
+    assert_transform(transform, lambda *a: run(implementation)(**dict(zip(x, a, strict=True))), tuple(x.values()))
+
+
+@both
+@pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
+@pytest.mark.parametrize("lengths", [None, (1, 0, 17)], ids=["fixed", "packed"])
+def test_gradients(lengths, per_channel, implementation):
+    x = arguments(T=18, per_channel=per_channel, num_states=3 if lengths else 1)
+    x |= dict(g_gamma=jnp.asarray([-0.1]), scale=jnp.float32(0.7))
+    cut = dict(cu_seqlens=None if lengths is None else boundaries(*lengths))
+    assert_gradients(run(implementation, **cut), lambda **x: reference(**x, **cut), x)
+
+
+@both
+@pytest.mark.parametrize("states", [False, True], ids=["no states", "states"])
+def test_boundaries_are_traced(states, implementation):
+    x = arguments(num_states=3 * states)
+    fn = lambda x, cu: run(implementation, cu_seqlens=cu, output_final_state=states)(**x)
+    assert_traced_once(fn, *((x, boundaries(*lengths)) for lengths in [(1, 0, 19), (16, 2, 2)]))
+
+
+@both
+def test_alone_batched_and_packed_agree(implementation):
+    x = arguments(B=2, T=24, num_states=2)
+    o, state = run(implementation)(**x)
+    alone = {name: y[:1] for name, y in x.items()}
+    pack = {name: y if name == "initial_state" else y.reshape(1, 48, *y.shape[2:]) for name, y in x.items()}
+    assert_close("alone", run(implementation)(**alone)[0], o[:1], 1e-6)
+    packed, packed_state = run(implementation, cu_seqlens=boundaries(24, 24))(**pack)
+    assert_close("packed", packed.reshape(o.shape), o, 1e-6)
+    assert_close("packed state", packed_state, state, 1e-6)
+
+
+@both
+def test_a_sequence_split_in_two_equals_the_whole(implementation):
+    x = arguments(T=40)
+    o, state = run(implementation)(**x)
+    first, middle = run(implementation)(**{name: y[:, :23] for name, y in x.items()})
+    second, end = run(implementation)(**{name: y[:, 23:] for name, y in x.items()}, initial_state=middle)
+    assert_close("o", jnp.concatenate([first, second], axis=1), o, 1e-6)
+    assert_close("state", end, state, 1e-6)
+
+
+def test_second_derivative_of_the_kernel_is_refused():
+    x = arguments()
+    loss = lambda q: jnp.sum(run("pallas")(**x | dict(q=q))[0] ** 3)
+    with pytest.raises(Exception, match=r"custom_vjp|JVP|Linearization|differentiat"):
+        jax.jvp(jax.grad(loss), (x["q"],), (x["q"],))
