@@ -58,12 +58,10 @@ def test_every_number_of_steps_gives_the_same_bits(packed):
     del x["beta"]
     options = dict(cu_seqlens=boundaries(20, 140, 30)) if packed else {}
     # Twelve chunks. Loops of one trip are left out: XLA unrolls them on CPU and contracts products differently.
-    first, *others = (gradients(x, config=Config(1, 1, steps), **options) for steps in (3, 5, 6))
-    for other in others:
-        jax.tree.map(np.testing.assert_array_equal, first, other)
-    for config in (Config(2, 1, 1), Config(1, 2, 100)):
-        for want, got in zip(first, gradients(x, config=config, **options), strict=True):
-            assert_close("gradient", got, want, 1e-6)
+    first, other = (gradients(x, config=Config(1, 1, steps), **options) for steps in (3, 6))
+    jax.tree.map(np.testing.assert_array_equal, first, other)
+    for want, got in zip(first, gradients(x, config=Config(2, 2, 100), **options), strict=True):
+        assert_close("gradient", got, want, 1e-6)
 
 
 def test_one_launch_per_direction():
