@@ -7,6 +7,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from chunkwise import pipeline
 from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.shared import tpu
 
@@ -46,6 +47,21 @@ def test_gradient_compiles(chip, N):
     text = tpu.compile_for(jax.grad(loss), tuple(tensors), cu_seqlens, chip=chip).as_text()
     # The output itself is not needed: the backward of six stages and the forward of five.
     assert text.count('custom_call_target="tpu_custom_call"') == 11
+
+
+@pytest.mark.parametrize("name", ["kda", "gla"])
+@pytest.mark.parametrize("chip", tpu.CHIPS)
+def test_gates_per_channel_compile(chip, name):
+    """The staged chain with a gate per channel, forward and backward."""
+    q, _, v, _, beta, _ = specs(1, 128)
+    g = jax.ShapeDtypeStruct(v.shape, jnp.float32)
+    tensors = (v, v, v, g) if name == "gla" else (q, q, v, g, beta)
+
+    def loss(*tensors):
+        return jnp.sum(getattr(pipeline, f"chunk_{name}")(*tensors, implementation="staged")[0].astype(jnp.float32))
+
+    text = tpu.compile_for(jax.grad(loss, argnums=tuple(range(len(tensors)))), *tensors, chip=chip).as_text()
+    assert "chunk_fwd_o_bwd_c64_gk" in text
 
 
 def test_chain_compiles_under_shard_map():

@@ -1,0 +1,98 @@
+"""Every operator under every implementation: outputs, states and gradients against the float64 recurrence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise import pipeline
+from chunkwise.shared.reference import reference
+from chunkwise.shared.testing import GRADIENT_TOLERANCE, TOLERANCE, assert_close, make_inputs
+
+IMPLEMENTATIONS = ("xla", "staged", "fused")
+OPERATORS = ("gated_delta_rule", "kda", "gla", "simple_gla")
+PACKED = jnp.array([0, 1, 30, 30, 65], jnp.int32)  # 1 token, an empty sequence, tails, 5 tokens of padding
+
+
+def operator_inputs(name, dtype=jnp.float32, states=0, gate="logsigmoid"):
+    """Return the inputs of an operator by argument name."""
+    inputs = make_inputs(
+        1, 70, 2, 2, 16, 24, dtype=dtype, gate=gate, per_channel=name in ("kda", "gla"), num_states=states
+    )
+    if name.endswith("gla"):
+        del inputs["beta"]
+    if name == "simple_gla":
+        inputs["g_gamma"] = jnp.array([-0.1, -0.5])
+    return inputs
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_outputs_and_gradients(name, implementation, packed):
+    inputs = operator_inputs(name, states=4 if packed else 1)
+    options = {"cu_seqlens": PACKED} if packed else {}
+    rng = np.random.default_rng(1)
+    do, dht = (rng.standard_normal(inputs[x].shape) for x in ("v", "initial_state"))
+
+    def loss(x):
+        o, state = getattr(pipeline, f"chunk_{name}")(
+            **x, **options, output_final_state=True, chunk_size=32, implementation=implementation
+        )
+        return jnp.sum(o * do) + jnp.sum(state * dht), (o, state)
+
+    grads, (o, state) = jax.grad(loss, has_aux=True)(inputs)
+    o_ref, state_ref, expected = reference(**inputs, **options, do=do, dht=dht)
+    assert_close("o", o, o_ref, TOLERANCE["float32"])
+    assert_close("final_state", state, state_ref, TOLERANCE["float32"])
+    assert grads.keys() == expected.keys()
+    for argument, grad in grads.items():
+        assert_close(f"d{argument}", grad, expected[argument], GRADIENT_TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("gate", ["spikes", "zero"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_packed_without_states_in_bfloat16(name, implementation, gate):
+    inputs = operator_inputs(name, jnp.bfloat16, gate=gate)
+    o, state = getattr(pipeline, f"chunk_{name}")(**inputs, cu_seqlens=PACKED, implementation=implementation)
+    assert state is None
+    assert o.dtype == jnp.bfloat16
+    assert_close("o", o, reference(**inputs, cu_seqlens=PACKED)[0], TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_recurrent(name, implementation):
+    inputs = operator_inputs(name, states=1)
+    recurrent = getattr(pipeline, f"recurrent_{name}")
+    o, state = recurrent(**inputs, output_final_state=True, implementation=implementation)
+    o_ref, state_ref = reference(**inputs)
+    assert_close("o", o, o_ref, TOLERANCE["float32"])
+    assert_close("final_state", state, state_ref, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("name", ["gated_delta_rule", "kda"])
+def test_recurrent_fused(name):
+    inputs = {x: y[:, :2] if x != "initial_state" else y for x, y in operator_inputs(name, states=1).items()}
+    recurrent = getattr(pipeline, f"recurrent_{name}")
+    o, state = recurrent(**inputs, output_final_state=True, implementation="fused")
+    o_ref, state_ref = reference(**inputs)
+    assert_close("o", o, o_ref, TOLERANCE["float32"])
+    assert_close("final_state", state, state_ref, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_unknown_implementation(name):
+    for kind in ("chunk", "recurrent"):
+        with pytest.raises(ValueError, match="`implementation` must be None or one of .*; got 'cuda'"):
+            getattr(pipeline, f"{kind}_{name}")(**operator_inputs(name), implementation="cuda")
+
+
+def test_equal_channels_reproduce_the_gated_delta_rule():
+    inputs = operator_inputs("gated_delta_rule")
+    expected, _ = pipeline.chunk_gated_delta_rule(**inputs, implementation="xla")
+    inputs["g"] = jnp.broadcast_to(inputs["g"][..., None], (*inputs["g"].shape, 16))
+    for implementation in IMPLEMENTATIONS:
+        o, _ = pipeline.chunk_kda(**inputs, implementation=implementation)
+        assert_close(implementation, o, expected, TOLERANCE["float32"])
