@@ -89,10 +89,3 @@ def test_a_sequence_split_in_two_equals_the_whole(implementation):
     second, end = run(implementation)(**{name: y[:, 23:] for name, y in x.items()}, initial_state=middle)
     assert_close("o", jnp.concatenate([first, second], axis=1), o, 1e-6)
     assert_close("state", end, state, 1e-6)
-
-
-def test_second_derivative_of_the_kernel_is_refused():
-    x = arguments()
-    loss = lambda q: jnp.sum(run("pallas")(**x | dict(q=q))[0] ** 3)
-    with pytest.raises(Exception, match=r"custom_vjp|JVP|Linearization|differentiat"):
-        jax.jvp(jax.grad(loss), (x["q"],), (x["q"],))
