@@ -85,7 +85,7 @@ def test_recurrent_fused(name):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_unknown_implementation(name):
     for kind in ("chunk", "recurrent"):
-        with pytest.raises(ValueError, match="`implementation` must be None or one of .*; got 'cuda'"):
+        with pytest.raises(ValueError, match=r"`implementation` must be None or one of .*; got 'cuda'"):
             getattr(pipeline, f"{kind}_{name}")(**operator_inputs(name), implementation="cuda")
 
 

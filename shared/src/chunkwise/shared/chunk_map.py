@@ -15,7 +15,7 @@ def map_chunks(
     name: str,
     HV: int,
     heads: int,
-    outputs: Sequence[tuple[tuple[int, int], jax.typing.DTypeLike]],
+    outputs: Sequence[tuple[tuple[int, ...], jax.typing.DTypeLike]],
     flops: int,
     transcendentals: int = 0,
     scalars: Sequence[jax.Array] = (),

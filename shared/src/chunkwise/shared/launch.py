@@ -96,7 +96,9 @@ def largest_divisor(size: int, most: int) -> int:
     return max(n for n in range(1, max(1, min(size, most)) + 1) if size % n == 0)
 
 
-def head_block(heads: int, *tail: int, group: int = 1, axes: tuple[int, int] = (0, 1)) -> pl.BlockSpec:
+def head_block(
+    heads: int, *tail: int, group: int = 1, axes: tuple[int, int] = (0, 1), backwards_from: int | None = None
+) -> pl.BlockSpec:
     """Return the spec of `heads` value heads of one chunk of an array [NC, H, *tail].
 
     Args:
@@ -104,12 +106,15 @@ def head_block(heads: int, *tail: int, group: int = 1, axes: tuple[int, int] = (
       *tail: the remaining dimensions, taken whole.
       group: value heads that share one head of the array; 1 for arrays with a head per value head.
       axes: the grid axes that walk the chunks and the blocks of heads.
+      backwards_from: the chunk of the first grid step, if the axis walks the chunks backwards.
     """
     own = max(heads // group, 1)
     steps = max(group // heads, 1)
 
     def index(*ids):
         chunk, block = ids[axes[0]], ids[axes[1]]
+        if backwards_from is not None:
+            chunk = backwards_from - chunk
         return (chunk, lax.div(block, jnp.int32(steps)) if steps > 1 else block, *(0 for _ in tail))
 
     return pl.BlockSpec((None, own, *tail), index)

@@ -103,8 +103,7 @@ def launch(x: Operands, h, v_new, table: Table, last: jax.Array, dh, dv_new, dht
     N, heads = dht.shape[0], config.heads
 
     def reverse(*tail, group=1):
-        forward = head_block(heads, *tail, group=group, axes=(1, 0))
-        return pl.BlockSpec(forward.block_shape, lambda h, n, *_: forward.index_map(h, NC - 1 - n))
+        return head_block(heads, *tail, group=group, axes=(1, 0), backwards_from=NC - 1)
 
     def given(array, spec):
         return None if array is None else spec

@@ -1,6 +1,7 @@
 """The operators as chains of stage kernels: the readable form, and the cross-check of the fused kernels."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from chunkwise.shared import l2norm
 from chunkwise.solve_tril import solve_tril
 from chunkwise.wy_fast import recompute_w_u
 
-_PALLAS = {"implementation": "pallas"}
+_PALLAS: dict[str, Any] = {"implementation": "pallas"}
 
 
 def normalised(x: jax.Array, wanted: bool) -> jax.Array:
@@ -41,10 +42,9 @@ def gla(q, k, v, g, g_gamma, scale, initial_state, cu_seqlens, output_final_stat
     """Gated linear attention for gates per head [B, T, H], constant per head [H], or per channel [B, T, H, K]."""
     g_cum = None if g is None else chunk_local_cumsum(g, C, cu_seqlens=cu_seqlens, **_PALLAS)
     # Gates per channel have a place of their own among the arguments of the states.
-    gates = {"gk_cum" if g is not None and g.ndim == 4 else "g_cum": g_cum, "g_gamma": g_gamma}
+    per_head, per_channel = (None, g_cum) if g is not None and g.ndim == 4 else (g_cum, None)
     h, final_state = chunk_fwd_h(
-        k, v, **gates, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-        chunk_size=C, **_PALLAS,
-    )  # fmt: skip
+        k, v, per_head, g_gamma, per_channel, initial_state, output_final_state, cu_seqlens, C, **_PALLAS
+    )
     o = chunk_fwd_o(q, k, v, h, g_cum, g_gamma, scale, cu_seqlens, C, **_PALLAS)
     return o.astype(v.dtype), final_state

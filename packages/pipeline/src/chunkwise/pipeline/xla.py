@@ -70,5 +70,5 @@ def _decays(g, masks):
         from_start = jnp.where(masks.carried[:, None, None], from_start, 0.0)
         to_end = jnp.where(masks.ending[:, None, None], to_end, 0.0)
         through = jnp.where(masks.through[:, None, None, None], through, 0.0)
-    difference = sum(jnp.swapaxes(x, -1, -2) - x for x in (coarse, fine))
-    return masked_exp(difference, below), *(jnp.swapaxes(x, -1, -2) for x in (from_start, to_end)), through
+    coarse, fine = (jnp.swapaxes(x, -1, -2) - x for x in (coarse, fine))
+    return masked_exp(coarse + fine, below), *(jnp.swapaxes(x, -1, -2) for x in (from_start, to_end)), through
