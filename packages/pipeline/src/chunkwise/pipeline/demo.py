@@ -18,9 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from chunkwise.chunk_h import chunk_gated_delta_rule_fwd_h
@@ -28,6 +26,7 @@ from chunkwise.chunk_o import chunk_fwd_o
 from chunkwise.cumsum import chunk_local_cumsum
 from chunkwise.kkt import chunk_scaled_dot_kkt
 from chunkwise.pipeline.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.pipeline.tables import make_console, make_progress, make_table
 from chunkwise.shared import stage_reference as exact
 from chunkwise.shared.reference import reference
 from chunkwise.shared.testing import TOLERANCE, error
@@ -170,9 +169,7 @@ def measure(stage: str, flops: float, fn: Callable, *args, **kwargs):
 
 def as_table(rows: list[Row], console: Console) -> Table:
     """Return the rows as a table."""
-    table = Table("stage", "shape", box=box.ROUNDED if console.is_terminal else box.ASCII2)
-    for name in ("time, ms", "GFLOP/s", "error"):
-        table.add_column(name, justify="right")
+    table = make_table(console, ("stage", "shape"), ("time, ms", "GFLOP/s", "error"))
     for row in rows:
         colour = "green" if row.error <= LIMIT else "bold red"
         shape = " x ".join(map(str, row.shape))
@@ -210,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder of the plot")
     options = parser.parse_args(argv)
     started = time.perf_counter()
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = make_console()
     documents = read_documents(options.tokens)
     lengths = sorted(map(len, documents))
     console.print(
@@ -220,8 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     x = embed(documents)
     rows: list[Row] = []
-    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with make_progress(console) as progress:
         task = progress.add_task("compiling, running, checking", total=9)
 
         def collect(source: Iterator[Row]) -> None:

@@ -1,0 +1,51 @@
+"""What is installed, what it runs on, and what it selects here: `chunkwise info`."""
+
+import pkgutil
+import platform
+from importlib import metadata
+
+import jax
+
+import chunkwise
+from chunkwise.pipeline.check import OPERATORS, STAGES
+from chunkwise.pipeline.choice import choose
+from chunkwise.shared import choose_implementation
+
+LIBRARIES = ("jax", "jaxlib", "libtpu", "numpy")
+
+
+def version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, None if there is none."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def packages() -> dict[str, str | None]:
+    """Return the version of every chunkwise distribution that can be imported; None for a bare source tree."""
+    names = sorted(f"chunkwise-{module.name.replace('_', '-')}" for module in pkgutil.iter_modules(chunkwise.__path__))
+    return {name: version(name) for name in names}
+
+
+def selected() -> dict[str, str]:
+    """Return what implementation=None means here, for keys and values of 128 channels."""
+    chosen = {}
+    for kernel in (*OPERATORS, *STAGES):
+        if kernel in OPERATORS and kernel.chunked:
+            chosen[kernel.name] = choose(None, 128, 128)
+        else:
+            known = kernel.implementations
+            chosen[kernel.name] = choose_implementation(None, known, on_tpu=known[-1])
+    return chosen
+
+
+def gather() -> dict:
+    """Return everything, by section."""
+    return {
+        "packages": packages(),
+        "libraries": {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES},
+        "backend": jax.default_backend(),
+        "devices": [f"{device.id}: {device.device_kind}" for device in jax.devices()],
+        "implementation": selected(),
+    }

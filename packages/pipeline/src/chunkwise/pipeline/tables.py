@@ -1,0 +1,31 @@
+"""Tables and progress: in colour on a terminal, plain ASCII text in a pipe."""
+
+import sys
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+
+def make_console(width: int = 110) -> Console:
+    """Return a console as wide as the terminal, or `width` where the output is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else width)
+
+
+def make_table(console: Console, left: Iterable[str], right: Iterable[str] = ()) -> Table:
+    """Return an empty table with columns aligned to the left and, after them, to the right."""
+    table = Table(box=box.ROUNDED if console.is_terminal else box.ASCII2)
+    # Cells too narrow fold: the mark of one cut short is not ASCII.
+    for name in left:
+        table.add_column(name, overflow="fold")
+    for name in right:
+        table.add_column(name, justify="right", overflow="fold")
+    return table
+
+
+def make_progress(console: Console) -> Progress:
+    """Return a progress bar that leaves no trace, and that only a terminal shows."""
+    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
