@@ -29,7 +29,7 @@ def pad_lanes(size: int) -> int:
 
 def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
     """Return the VMEM one value head takes: the state twice, the blocks and the float32 tiles in flight."""
-    return 4 * (2 * K * V + 4 * C * (2 * K + 2 * V) + 6 * (C + K) * (K + LANES))
+    return 4 * (2 * K * V + 4 * C * (2 * K + 2 * V) + 3 * (C + K) * (K + LANES))
 
 
 def default_for(H: int, HV: int, C: int, K: int, V: int) -> Config:
