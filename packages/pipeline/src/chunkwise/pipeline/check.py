@@ -188,7 +188,8 @@ def _oracle(delta: bool, gates: str, case: Case):
     rng = np.random.default_rng(1)
     do = jnp.asarray(rng.standard_normal(x["v"].shape), case.dtype)
     dht = jnp.asarray(rng.standard_normal(x["initial_state"].shape), jnp.float32)
-    o, state, gradients = reference(**x, cu_seqlens=case.cu_seqlens, do=do, dht=dht)
+    o, state, *rest = reference(**x, cu_seqlens=case.cu_seqlens, do=do, dht=dht)
+    (gradients,) = rest
     return (do, dht), {"o": o, "final_state": state}, {f"d{name}": dx for name, dx in gradients.items()}
 
 
@@ -237,7 +238,7 @@ def check_operator(operator: Operator, implementation: str, label: str, case: Ca
         return results | {f"d{name}": value for name, value in dx.items()}
 
     inputs = operator_inputs(operator, case), case.cu_seqlens
-    programs = [(", gradients", run_and_pull_back, (*inputs, cotangents), forward | gradients)]
+    programs: list[tuple[str, Callable, tuple, dict]] = [(", gradients", run_and_pull_back, (*inputs, cotangents), forward | gradients)]
     # Plain JAX computes the same with gradients or without; kernels keep more where there are gradients to come.
     if implementation != "xla":
         programs.insert(0, ("", run, inputs, forward))
@@ -264,11 +265,11 @@ def check_stage(stage: Stage, implementation: str, label: str, case: Case) -> It
     yield measure((stage.name, implementation, case.dtype, label), run, (x, case.cu_seqlens), expected, limits)
 
 
-def plan(interpret: bool) -> list[Callable[[], Iterator[Row]]]:
+def plan(interpret: bool) -> list[functools.partial[Iterator[Row]]]:
     """Return the checks of this machine: plain JAX, and Pallas kernels on a TPU or, if `interpret`, interpreted."""
     on_tpu = jax.default_backend() == "tpu"
     compiled = ON_TPU if on_tpu else ELSEWHERE
-    checks = []
+    checks: list[functools.partial[Iterator[Row]]] = []
     for check, kernels in ((check_stage, STAGES), (check_operator, OPERATORS)):
         for kernel in kernels:
             for implementation in kernel.implementations:
