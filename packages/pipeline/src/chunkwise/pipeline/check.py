@@ -238,7 +238,9 @@ def check_operator(operator: Operator, implementation: str, label: str, case: Ca
         return results | {f"d{name}": value for name, value in dx.items()}
 
     inputs = operator_inputs(operator, case), case.cu_seqlens
-    programs: list[tuple[str, Callable, tuple, dict]] = [(", gradients", run_and_pull_back, (*inputs, cotangents), forward | gradients)]
+    programs: list[tuple[str, Callable, tuple, dict]] = [
+        (", gradients", run_and_pull_back, (*inputs, cotangents), forward | gradients)
+    ]
     # Plain JAX computes the same with gradients or without; kernels keep more where there are gradients to come.
     if implementation != "xla":
         programs.insert(0, ("", run, inputs, forward))
