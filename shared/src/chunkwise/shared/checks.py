@@ -87,7 +87,7 @@ def check_cu_seqlens(cu_seqlens, B: int, T: int) -> None:
     )
 
 
-def check_initial_state(initial_state, shape: tuple[int, ...]) -> None:
+def check_initial_state(initial_state, shape: tuple[int | None, ...]) -> None:
     """Check that the state handed in is [N, HV, K, V]."""
     if initial_state is not None:
         check_array("initial_state", initial_state, "N HV K V", shape)

@@ -1,7 +1,7 @@
 """The contract: documentation, argument checks, choice of implementation and gradient wiring."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -210,7 +210,7 @@ class Layout:
         )  # fmt: skip
 
 
-def _forward(static, *inputs, keep: bool = False):
+def _forward(static, *inputs, keep: bool = False) -> Any:
     layout, initial_state = Layout(static, inputs), inputs[5]
     want = ("o", *["ht"] * static.output_final_state, *["X"] * keep)
     operands = layout.operands(*inputs[:6])
@@ -228,10 +228,8 @@ def _backward(static, kept, cotangents):
     s, operands = layout.shape, layout.operands(*inputs[:6])
     h = kernel.launch(*operands, X, layout.N, ("h",), static.config, layout.options, s)["h"]
     *tokens, _, table, owner = operands
-    out = kernel_bwd.launch(
-        *tokens, h, X, layout.tokens(do, s.V), layout.states(dht), table, owner, layout.N,
-        initial_state is not None, static.config, layout.options, s,
-    )  # fmt: skip
+    operands = (*tokens, h, X, layout.tokens(do, s.V), layout.states(dht), table, owner)
+    out = kernel_bwd.launch(operands, layout.N, initial_state is not None, static.config, layout.options, s)
     dh0 = None
     if initial_state is not None:
         dh0 = layout.from_states(out["dh0"], dht).astype(initial_state.dtype)

@@ -14,6 +14,8 @@ with two products of a strip and a block-diagonal matrix: exact, and no more of 
 The products take six bfloat16 passes over operands split into three parts, which is float32 accuracy.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -43,14 +45,15 @@ def diagonal_strip(M: jax.Array, b: int) -> jax.Array:
     """Return the diagonal blocks of M [n, C, p C] as a strip [n, b, p C]."""
     C, width = M.shape[1:]
     owner = block_of(lane_index(width) & (C - 1), b)
-    return sum(jnp.where(owner == t, _rows(M, t, b), 0.0) for t in range(C // b))
+    return functools.reduce(jnp.add, [jnp.where(owner == t, _rows(M, t, b), 0.0) for t in range(C // b)])
 
 
 def lower_left_strip(M: jax.Array, b: int) -> jax.Array:
     """Return the lower left b x b block of every 2b block of M, in the lanes of its columns; other lanes zero."""
     C, width = M.shape[1:]
     owner = block_of(lane_index(width) & (C - 1), b)
-    return sum(jnp.where(owner == 2 * t, _rows(M, 2 * t + 1, b), 0.0) for t in range(C // (2 * b)))
+    rows = [jnp.where(owner == 2 * t, _rows(M, 2 * t + 1, b), 0.0) for t in range(C // (2 * b))]
+    return functools.reduce(jnp.add, rows)
 
 
 def substitute(M: jax.Array) -> jax.Array:

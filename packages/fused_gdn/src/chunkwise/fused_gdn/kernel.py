@@ -17,7 +17,7 @@ The matrices of p heads lie side by side in the lanes ("packed", see inverse.py)
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -320,6 +320,8 @@ def _fwd_kernel(refs, *, s, opt):
     q, k, v, g, beta = load_chunk(refs, c, s, opt)
     gate = gates(g, beta, s, exact=k.dtype != jnp.bfloat16)
     flow = flow_of(gate, s, load_owner(refs, chunk))
+    QK: Any = None
+    weight: Any = None
     if refs.kept is None:
         KK, QK, D = scores(q, k, gate, flow.mask, s)
         weight = D * gate.beta_rows

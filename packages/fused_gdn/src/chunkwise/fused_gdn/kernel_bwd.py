@@ -9,6 +9,8 @@ With W' = X (V - e^G K S) and W = B W' (v_new), the names of kernel.py, and dS' 
 dN needs no further product with X: -X^T (B dW R^T) X^T = -dR W'^T.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -53,7 +55,7 @@ def lane_sums(x: jax.Array, w: int, dtype) -> jax.Array:
     head = lax.broadcasted_iota(jnp.int32, (1, heads * w, heads), 2)
     own = jnp.where(lax.shift_right_logical(lane, w.bit_length() - 1) == head, 1.0, 0.0)
     sums = dot(rows(flat), own.astype(flat[0].dtype))[0]
-    return sum(sums[i * x.shape[1] : (i + 1) * x.shape[1]] for i in range(len(flat)))
+    return functools.reduce(jnp.add, [sums[i * x.shape[1] : (i + 1) * x.shape[1]] for i in range(len(flat))])
 
 
 def row_sums(x: jax.Array, s: Shape) -> jax.Array:
@@ -69,7 +71,7 @@ def row_sums(x: jax.Array, s: Shape) -> jax.Array:
 
 def fold(row: jax.Array, width: int) -> jax.Array:
     """Return rows [heads, 1, w] as [heads, 1, width] of the same sum; both are whole registers of lanes."""
-    folded = sum(row[:, :, i : i + LANES] for i in range(0, row.shape[2], LANES))
+    folded = functools.reduce(jnp.add, [row[:, :, i : i + LANES] for i in range(0, row.shape[2], LANES)])
     return lanes([folded, jnp.zeros_like(folded)]) if width > LANES else folded
 
 
@@ -243,22 +245,20 @@ def _bwd_kernel(refs, *, s, opt, NT):
             refs.dh0[...] = dS_ref[...]
 
 
-def launch(
-    q, k, v, g, beta, h, X, do, dht, table, owner, N: int, want_state: bool, config: Config, opt: Options, s: Shape
-):  # fmt: skip
+def launch(operands, N: int, want_state: bool, config: Config, opt: Options, s: Shape):
     """Run the reverse kernel on the flat views.
 
     Args:
-      q, k, v, g, beta, table, owner, N: as in the forward.
-      h, X: what the forward kernel computes for the backward.
-      do: like v.
-      dht: gradient of the final states [N, HV, K, V] float32, or None.
+      operands: q, k, v, g and beta as in the forward; h and X, what the forward kernel computes for the backward; do,
+        like v; dht, the gradient of the final states [N, HV, K, V] float32 or None; table and owner as in the forward.
+      N: as in the forward.
       want_state: whether the gradient of the initial state is needed.
       config, opt, s: static.
 
     Returns:
       A dict of dq, dk, dv like q, k, v, dg, dbeta float32 like g, and dh0 [N, HV, K, V] float32 if wanted.
     """
+    q, k, v, g, beta, h, X, do, dht, table, owner = operands
     B, T, _ = q.shape
     HV, NT = v.shape[2] // s.V, pl.cdiv(T, s.C)
     cut = blocks(s, NT, reverse=True)

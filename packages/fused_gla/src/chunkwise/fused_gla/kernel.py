@@ -6,7 +6,7 @@ axis of the grid and the state lives in VMEM across it. A packed batch keeps its
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,19 +121,19 @@ class Shape:
 
 
 class Inputs(NamedTuple):
-    """The Refs that both kernels begin with; a table or an operand that is absent is None."""
+    """The Refs that both kernels begin with; a table or an operand that is absent is None, which Any stands for."""
 
-    bounds: jax.Ref | None
-    first: jax.Ref | None
-    last: jax.Ref | None
+    bounds: Any
+    first: Any
+    last: Any
     q: jax.Ref
     k: jax.Ref
     v: jax.Ref
-    g: jax.Ref | None
-    gamma: jax.Ref | None
+    g: Any
+    gamma: Any
     scale: jax.Ref
-    initial_state: jax.Ref | None
-    owner: jax.Ref | None
+    initial_state: Any
+    owner: Any
 
 
 class Chunk:
@@ -160,7 +160,7 @@ class Chunk:
             decays = tiles.decays(self.g, self.same)
         self.decays = decays
 
-    def _rows(self) -> pl.Slice:
+    def _rows(self):
         return pl.ds(pl.multiple_of(self.i * self.s.C, self.s.C), self.s.C)
 
     def load(self, ref, D: int) -> jax.Array:

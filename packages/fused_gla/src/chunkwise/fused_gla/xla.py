@@ -5,6 +5,8 @@ its cost follows tokens, not sequences. With states, chunks restart at every seq
 chunk boundary where its state can be handed in and out.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -57,12 +59,14 @@ def _column(mask: jax.Array, H: int) -> jax.Array:
     return jnp.repeat(mask, H, axis=0)[:, :, None]
 
 
-def _states(chunks: Chunking, added, through, initial_state) -> jax.Array:
+def _states(chunks: Chunking, added, through, initial_state: Any) -> jax.Array:
     """Return the state before every chunk [NC, H, V, K] from what chunks add to it and how it decays over them."""
     by_time = lambda x: jnp.moveaxis(chunks.per_batch(x), 1, 0)
     restarts = chunks.packed and initial_state is not None
     zeros = varying_zeros((chunks.B, *added.shape[1:]), added, through, initial_state)
-    initial = zeros if initial_state is None or restarts else initial_state + zeros
+    initial = zeros
+    if initial_state is not None and not restarts:
+        initial = zeros + jnp.asarray(initial_state)
 
     def step(S, x):
         added, through, first, sequence = x

@@ -176,14 +176,15 @@ def _xla(q, k, v, g, beta, scale, state, cu_seqlens, output_final_state, normali
     elif state is not None:
         start = state.reshape(B * HV, *state.shape[2:])
     keep = cu_seqlens is not None and output_final_state
-    o, last, states = xla.chunk_kda(*map(steps, (q, k, v, g, beta.astype(jnp.float32))), start, tables, base, keep)
+    q, k, v_steps, g, beta = (steps(x) for x in (q, k, v, g, beta.astype(jnp.float32)))
+    o, last, states = xla.chunk_kda(q, k, v_steps, g, beta, start, tables, base, keep)
     o = jnp.moveaxis(o.reshape(o.shape[0], batch, HV, *o.shape[2:]), 1, 0)
     o = chunks.merge(o.reshape(-1, *o.shape[2:])).astype(v.dtype)
     if stream:
         return _owned(o, cu_seqlens), None
     if not output_final_state:
         return o, None
-    last = states[chunks.final_chunk] if keep else last.reshape(B, HV, *last.shape[1:])
+    last = last.reshape(B, HV, *last.shape[1:]) if states is None else states[chunks.final_chunk]
     return o, _final(last, chunks, state)
 
 

@@ -1,7 +1,7 @@
 """The forward of Kimi delta attention in one launch: kernel body and launcher."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +155,7 @@ def _kda_kernel(first_ref, sequence_ref, last_ref, opening_ref, matrix_ref, q_re
     def _():
         S_ref[...] = jnp.zeros_like(S_ref) if h0_ref is None else h0_ref[...]
 
-    blocks = [None if ref is None else ref[...] for ref in (q_ref, k_ref, v_ref, g_ref, beta_ref, owner_ref)]
+    blocks: list[Any] = [None if ref is None else ref[...] for ref in (q_ref, k_ref, v_ref, g_ref, beta_ref, owner_ref)]
     x = load_chunk(matrix_ref[...], *blocks, opening_ref[step], static, static.config.heads)
     S = S_ref[...]
     if h_ref is not None:

@@ -9,7 +9,8 @@ e^(sum of g over (n, i]) and e^(sum of g over (j, n]): two exponents that are ne
 the rows and of the columns a whole level is one matrix product, for any gate.
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -247,7 +248,8 @@ def inverse_tile(M, dtype=jnp.float32):
     h, C, _ = M.shape
     b = min(C, SUBSTITUTED)
     column_block = lax.broadcasted_iota(jnp.int32, (1, b, C), 2) >> (b.bit_length() - 1)
-    packed = sum(jnp.where(column_block == n, M[:, n * b : (n + 1) * b], 0.0) for n in range(C // b))
+    blocks = [jnp.where(column_block == n, M[:, n * b : (n + 1) * b], 0.0) for n in range(C // b)]
+    packed = functools.reduce(jnp.add, blocks)
     paired = h % 2 == 0 and C <= 64
     if paired:
         packed = jnp.concatenate([packed[: h // 2], packed[h // 2 :]], axis=2)
@@ -273,14 +275,14 @@ class Masks(NamedTuple):
       same: [1, C, C], rows of one sequence.
       carried, ending: [1, C, 1], rows of the sequence that is open where the chunk begins and ends.
       through: [1, 1, 1], the chunk lies inside one sequence.
-      valid: [1, C, 1], rows of any sequence.
+      valid: [1, C, 1], rows of any sequence; None where the caller masks its rows itself.
     """
 
     same: jax.Array
     carried: jax.Array
     ending: jax.Array
     through: jax.Array
-    valid: jax.Array
+    valid: Any
 
 
 def stream_tile(owner, opening, sequences) -> Masks:

@@ -27,7 +27,8 @@ def _backward(static, final_state, residuals, cotangents):
     if dh0 is not None:
         visited = jnp.zeros((static.N,), bool).at[x.sequence].set(True)
         dh0 = jnp.where(visited[:, None, None, None], dh0, 0.0)
-    return (Operands(None, None, None, None, dq, dk, dv, dg, dbeta, None, dh0),)
+    tables = {"first": None, "sequence": None, "last": None, "opening": None, "owner": None}
+    return (x._replace(**tables, q=dq, k=dk, v=dv, g=dg, beta=dbeta, initial_state=dh0),)
 
 
 fused.defvjp(_forward, _backward)

@@ -1,6 +1,6 @@
 """Kimi delta attention in plain JAX, chunk by chunk: the fast path off TPU, differentiable, and a second opinion."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def interactions(q, k, g, base, dtype):
     return scores_q, scores_k, blocks(prefix, C), blocks(suffix, C)
 
 
-def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states):
+def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states) -> tuple[jax.Array, Any, Any]:
     """Run chunks in order.
 
     Args:
