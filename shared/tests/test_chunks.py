@@ -84,7 +84,7 @@ def test_constant_gate_stops_at_the_last_valid_row():
 
 
 def test_no_gate_is_a_gate_of_zero():
-    assert not Chunking(1, 18, 16).split_cumulative_rows(None, 3).any()
+    assert not Chunking(1, 18, 16).split_gates(None, 3).any()
 
 
 def test_pad_tokens():

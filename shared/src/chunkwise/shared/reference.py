@@ -1,22 +1,55 @@
 """The oracle: every operator as its token recurrence in float64, with gradients, on the host's CPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.recurrence import l2norm, recurrence
+from chunkwise.shared.recurrence import recurrence
 
 
-def _run(x: dict, scale: float, normalise: bool):
-    q, k = (l2norm(x["q"]), l2norm(x["k"])) if normalise else (x["q"], x["k"])
+def _arguments(x: dict, normalise: bool, xp):
+    """Return q, k, v, g, beta with a head per value head, q and k normalised, constant gates added; xp is a numpy."""
+    q, k = x["q"], x["k"]
+    if normalise:
+        q, k = (y / xp.sqrt(xp.sum(y * y, axis=-1, keepdims=True) + 1e-6) for y in (q, k))
     HV = x["v"].shape[2]
-    q, k = (jnp.repeat(y, HV // y.shape[2], axis=2) for y in (q, k))
+    q, k = (xp.repeat(y, HV // y.shape[2], axis=2) for y in (q, k))
     g = x.get("g")
-    g = jnp.zeros(x["v"].shape[:3]) if g is None else g
+    g = xp.zeros(x["v"].shape[:3]) if g is None else g
     if x.get("g_gamma") is not None:
         constant = x["g_gamma"] * x["inside"]
         g = g + (constant[..., None] if g.ndim == 4 else constant)
-    return recurrence(q, k, x["v"], g, x.get("beta"), scale, x.get("initial_state"), jnp.float64)
+    return q, k, x["v"], g, x.get("beta")
+
+
+def _forward(x: dict, scale: float, normalise: bool):
+    """Run the recurrence in numpy: nothing to compile, and no code in common with what it judges."""
+    q, k, v, g, beta = _arguments(x, normalise, np)
+    B, T, HV, K = k.shape
+    S = np.zeros((B, HV, K, v.shape[-1])) + x.get("initial_state", 0.0)
+    decay = np.exp(g if g.ndim == 4 else g[..., None])[..., None]
+    o = np.empty(v.shape)
+    for t in range(T):
+        S = decay[:, t] * S
+        added = v[:, t]
+        if beta is not None:
+            added = beta[:, t, :, None] * (added - (k[:, t, :, None] @ S)[:, :, 0])
+        S = S + k[:, t, :, :, None] * added[:, :, None]
+        o[:, t] = scale * (q[:, t, :, None] @ S)[:, :, 0]
+    return o, S
+
+
+@functools.partial(jax.jit, static_argnums=(4,))
+def _forward_and_gradients(x: dict, scale, do, dht, normalise: bool):
+    """Run the recurrence in JAX, with the gradients of sum(o * do) + sum(final_state * dht)."""
+
+    def run(x):
+        return recurrence(*_arguments(x, normalise, jnp), scale, x.get("initial_state"), jnp.float64)
+
+    (o, state), pullback = jax.vjp(run, x)
+    return o, state, pullback((do, dht))[0]
 
 
 def _sequences(x, cu_seqlens):
@@ -66,14 +99,14 @@ def reference(
     paste = (lambda y: y) if cu is None else (lambda y: _tokens(y, cu, T))
     x = {name: cut(value) if name in _PER_TOKEN else value for name, value in x.items()}
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
+    normalise = bool(use_qk_l2norm_in_kernel)
+    if do is None and dht is None:
+        o, state = _forward(x, scale, normalise)
+        return paste(o), state
+    do = np.zeros(x["v"].shape) if do is None else cut(np.asarray(do, np.float64))
+    N, HV, K, V = x["v"].shape[0], x["v"].shape[2], k.shape[-1], x["v"].shape[-1]
+    dht = np.zeros((N, HV, K, V)) if dht is None else np.asarray(dht, np.float64)
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
-        run = jax.jit(lambda y: _run(y, scale, use_qk_l2norm_in_kernel))
-        if do is None and dht is None:
-            o, state = run(x)
-            return paste(np.asarray(o)), np.asarray(state)
-        (o, state), pullback = jax.vjp(run, {name: jnp.asarray(value) for name, value in x.items()})
-        do = np.zeros(o.shape) if do is None else cut(np.asarray(do, np.float64))
-        dht = np.zeros(state.shape) if dht is None else np.asarray(dht, np.float64)
-        (grads,) = pullback((jnp.asarray(do), jnp.asarray(dht)))
-    grads = {n: paste(np.asarray(d)) if n in _PER_TOKEN else np.asarray(d) for n, d in grads.items() if n != "inside"}
-    return paste(np.asarray(o)), np.asarray(state), grads
+        o, state, grads = jax.tree.map(np.asarray, _forward_and_gradients(x, scale, do, dht, normalise))
+    grads = {name: paste(d) if name in _PER_TOKEN else d for name, d in grads.items() if name != "inside"}
+    return paste(o), state, grads
