@@ -96,3 +96,14 @@ def test_equal_channels_reproduce_the_gated_delta_rule():
     for implementation in IMPLEMENTATIONS:
         o, _ = pipeline.chunk_kda(**inputs, implementation=implementation)
         assert_close(implementation, o, expected, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_one_whole_chunk_at_full_width(name):
+    """A loop over one chunk gets unrolled; the products around it were once fused into garbage (see chunk_h/xla.py)."""
+    for H in (1, 16):
+        inputs = make_inputs(1, 64, H, H, 128, 128, per_channel=name in ("kda", "gla"))
+        if name.endswith("gla"):
+            del inputs["beta"]
+        o, _ = getattr(pipeline, f"chunk_{name}")(**inputs, implementation="xla")
+        assert_close("o", o, reference(**inputs)[0], TOLERANCE["float32"])

@@ -40,10 +40,17 @@ def states(k, w, u, to_end, through, initial_state, table: Table, B: int):
         after = next_state_tile(S, k, v_new, to_end, through)
         return after, (jnp.where(action == UNUSED, 0.0, S), v_new, after)
 
+    NT = u.shape[0] // B
+
     def over_time(a):
-        return None if a is None else jnp.moveaxis(a.reshape(B, -1, *a.shape[1:]), 1, 0)
+        if a is None:
+            return None
+        a = jnp.moveaxis(a.reshape(B, NT, *a.shape[1:]), 1, 0)
+        # A loop of one step is unrolled, and the CPU backend of XLA (jax 0.10 to 0.12) then fuses the products of all
+        # stages into one operation that computes garbage. A second chunk, of zeros, keeps the loop.
+        return a if NT > 1 else jnp.concatenate([a, jnp.zeros_like(a)])
 
     chunks = tuple(over_time(a) for a in (k, w, u, to_end, through, *table))
     body = jax.vmap(tile, in_axes=(0, *(None if a is None else 0 for a in chunks)))
     _, results = lax.scan(lambda S, chunk: body(S, *chunk), zeros, chunks)
-    return tuple(jnp.moveaxis(y, 0, 1).reshape(-1, *y.shape[2:]) for y in results)
+    return tuple(jnp.moveaxis(y[:NT], 0, 1).reshape(-1, *y.shape[2:]) for y in results)
