@@ -12,10 +12,8 @@ from chunkwise.fused_gdn.kernel import Options, Shape
 from chunkwise.shared import (
     Chunking,
     check,
-    check_array,
     check_chunk_size,
-    check_cu_seqlens,
-    check_heads,
+    check_delta_rule,
     check_initial_state,
     choose_implementation,
     pad_tokens,
@@ -82,7 +80,7 @@ def fused_chunk_gated_delta_rule(
     before every chunk, then one reverse pass.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024), section 3.3.
     """
-    B, T, H, HV, K, V = _check(q, k, v, g, beta, cu_seqlens)
+    B, T, H, HV, K, V = check_delta_rule(q, k, v, g, beta, cu_seqlens)
     check_chunk_size(chunk_size)
     check_initial_state(initial_state, (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, HV, K, V))
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
@@ -107,17 +105,6 @@ def fused_chunk_gated_delta_rule(
     if outside is not None:
         o = (o.astype(jnp.float32) * outside).astype(o.dtype)
     return o, final_state
-
-
-def _check(q, k, v, g, beta, cu_seqlens):
-    B, T, H, K = check_array("q", q, "B T H K")
-    check_array("k", k, "B T H K", (B, T, H, K))
-    HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
-    check_heads(H, HV)
-    check_array("g", g, "B T HV", (B, T, HV))
-    check_array("beta", beta, "B T HV", (B, T, HV))
-    check_cu_seqlens(cu_seqlens, B, T)
-    return B, T, H, HV, K, V
 
 
 class Static(NamedTuple):
@@ -307,7 +294,7 @@ def recurrent_gated_delta_rule(
     Cost: 7 flops per token and state entry; every state is read and written once.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024).
     """
-    B, T, H, HV, K, V = _check(q, k, v, g, beta, cu_seqlens)
+    B, T, H, HV, K, V = check_delta_rule(q, k, v, g, beta, cu_seqlens)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if state_indices is None:
         check_initial_state(initial_state, (N, HV, K, V))

@@ -11,10 +11,8 @@ from chunkwise.kda.vjp import fused
 from chunkwise.shared import (
     Chunking,
     check,
-    check_array,
     check_chunk_size,
-    check_cu_seqlens,
-    check_heads,
+    check_delta_rule,
     check_initial_state,
     choose_implementation,
     l2norm,
@@ -28,13 +26,7 @@ _MOST_CHANNELS = 256
 
 def _check(q, k, v, g, beta, initial_state, cu_seqlens, gate_lower_bound):
     """Check the arguments and return the sizes H, HV, K, V."""
-    B, T, H, K = check_array("q", q, "B T H K")
-    check_array("k", k, "B T H K", (B, T, H, K))
-    HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
-    check_heads(H, HV)
-    check_array("g", g, "B T HV K", (B, T, HV, K))
-    check_array("beta", beta, "B T HV", (B, T, HV))
-    check_cu_seqlens(cu_seqlens, B, T)
+    B, T, H, HV, K, V = check_delta_rule(q, k, v, g, beta, cu_seqlens, per_channel=True)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     check_initial_state(initial_state, (N, HV, K, V))
     check(

@@ -7,7 +7,11 @@ import jax
 from chunkwise import fused_gdn
 from chunkwise.pipeline import staged, xla
 from chunkwise.pipeline.choice import choose, choose_recurrent
-from chunkwise.shared import check_array, check_chunk_size, check_cu_seqlens, check_heads, check_initial_state
+from chunkwise.shared import (
+    check_chunk_size,
+    check_delta_rule,
+    check_initial_state,
+)
 
 
 def chunk_gated_delta_rule(
@@ -82,13 +86,7 @@ def chunk_gated_delta_rule(
 
 
 def _check(q, k, v, g, beta, initial_state, cu_seqlens):
-    B, T, H, K = check_array("q", q, "B T H K")
-    check_array("k", k, "B T H K", (B, T, H, K))
-    HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
-    check_heads(H, HV)
-    check_array("g", g, "B T HV", (B, T, HV))
-    check_array("beta", beta, "B T HV", (B, T, HV))
-    check_cu_seqlens(cu_seqlens, B, T)
+    B, T, H, HV, K, V = check_delta_rule(q, k, v, g, beta, cu_seqlens)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     check_initial_state(initial_state, (N, HV, K, V))
 

@@ -7,10 +7,8 @@ from chunkwise.pipeline import staged
 from chunkwise.pipeline.choice import choose, choose_recurrent
 from chunkwise.shared import (
     check,
-    check_array,
     check_chunk_size,
-    check_cu_seqlens,
-    check_heads,
+    check_delta_rule,
     check_initial_state,
 )
 
@@ -73,13 +71,7 @@ def chunk_kda(
     Cost: see `chunkwise.kda.fused_chunk_kda`.
     Source: Kimi Linear (2025).
     """
-    B, T, H, K = check_array("q", q, "B T H K")
-    check_array("k", k, "B T H K", (B, T, H, K))
-    HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
-    check_heads(H, HV)
-    check_array("g", g, "B T HV K", (B, T, HV, K))
-    check_array("beta", beta, "B T HV", (B, T, HV))
-    check_cu_seqlens(cu_seqlens, B, T)
+    B, T, H, HV, K, V = check_delta_rule(q, k, v, g, beta, cu_seqlens, per_channel=True)
     check_initial_state(initial_state, (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, HV, K, V))
     check_chunk_size(chunk_size)
     check(
