@@ -1,5 +1,8 @@
 """Every kernel compiles for every TPU generation."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -58,12 +61,19 @@ def test_states_and_float32(chip):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-def test_decode(chip):
-    def run(q, k, v, g, beta, pool, slots):
+def test_decode_in_place(chip):
+    """256 sequences of 4 tokens: the donated pool is the result, and nothing of its size is made besides it."""
+
+    def run(pool, slots, *x):
         return recurrent_gated_delta_rule(
-            q, k, v, g, beta, None, pool, True, state_indices=slots, use_qk_l2norm_in_kernel=True,
-            implementation="pallas",
-        )  # fmt: skip
+            *x, None, pool, True, state_indices=slots, use_qk_l2norm_in_kernel=True, implementation="pallas"
+        )
 
     pool, slots = jax.ShapeDtypeStruct((300, 32, 128, 128), jnp.float32), jax.ShapeDtypeStruct((256,), jnp.int32)
-    tpu.compile_for(run, *specs(1, 16, 32, 128, 128, B=256), pool, slots, chip=chip)
+    compiled = tpu.compile_for(run, pool, slots, *specs(4, 16, 32, 128, 128, B=256), chip=chip, donate_argnums=(0,))
+    memory, size = compiled.memory_analysis(), 4 * math.prod(pool.shape)
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < size / 10
+    (launch,) = re.findall(r'.*custom_call_target="tpu_custom_call".*', compiled.as_text())
+    assert "recurrent_gated_delta_rule_fwd" in launch
+    assert "output_to_operand_aliasing={{1}: (9, {})}" in launch

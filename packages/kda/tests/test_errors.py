@@ -49,5 +49,5 @@ def test_what_one_implementation_lacks():
     wide = GOOD | dict(v=spec(2, 64, 4, 300))
     with pytest.raises(NotImplementedError, match="take K and V up to 256; got K = 8, V = 300"):
         fused_chunk_kda(**wide, implementation="pallas")
-    with pytest.raises(NotImplementedError, match="has no `cu_seqlens`"):
-        recurrent_kda(**ONE, cu_seqlens=jnp.array([0, 40, 64]), implementation="pallas")
+    with pytest.raises(NotImplementedError, match="takes a few tokens per sequence"):
+        recurrent_kda(**{name: spec(1, 40000, *x.shape[2:]) for name, x in GOOD.items()}, implementation="pallas")

@@ -173,12 +173,23 @@ def test_gradients_of_packed_sequences(implementation, states):
 
 
 @types
-@pytest.mark.parametrize(("T", "H", "HV", "K", "V"), [(1, 2, 4, 32, 48), (3, 1, 1, 130, 7)])
 @both
-def test_decode(implementation, T, H, HV, K, V, dtype):
-    compare(inputs_of(3, T, H, HV, K, V, dtype=dtype, num_states=3), recurrent_kda, implementation=implementation)
+def test_decode(implementation, dtype):
+    compare(inputs_of(3, 3, 1, 2, 130, 7, dtype=dtype, num_states=3), recurrent_kda, implementation=implementation)
 
 
-def test_packed_decode():
-    inputs = inputs_of(1, T_PACKED, 1, 2, 16, 24, num_states=len(PACKED) - 1)
-    compare(inputs, recurrent_kda, cu_seqlens=PACKED)
+@both
+def test_packed_decode_from_a_pool(implementation):
+    """The first sequence starts in a freed slot; shared has the tests of the kernel."""
+    inputs = inputs_of(1, T_PACKED, 1, 2, 16, 24, num_states=10)
+    slots, kept = jnp.array([4, 8, 0, 9, 1, 6, 3], jnp.int32), jnp.arange(7) > 0
+    pool = inputs.pop("initial_state")
+    o, after = recurrent_kda(
+        **inputs, initial_state=pool, output_final_state=True, cu_seqlens=PACKED, state_indices=slots,
+        has_initial_state=kept, implementation=implementation,
+    )  # fmt: skip
+    start = pool[slots] * kept[:, None, None, None]
+    o_ref, state_ref = reference(**inputs, initial_state=start, cu_seqlens=PACKED)
+    assert_close("o", o, o_ref, TOLERANCE["float32"])
+    assert_close("states", after[slots], state_ref, TOLERANCE["float32"])
+    np.testing.assert_array_equal(np.delete(after, slots, 0), np.delete(pool, slots, 0))

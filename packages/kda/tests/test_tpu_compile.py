@@ -1,5 +1,7 @@
 """The kernels compile for every TPU generation."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,14 +64,23 @@ def test_backward_compiles(packed, chip):
     assert "fused_chunk_kda_bwd_c64" in text
 
 
-@chips
-@pytest.mark.parametrize(("K", "V", "T"), [(128, 128, 1), (60, 100, 2), (256, 256, 1)])
-def test_decode_compiles(K, V, T, chip):
-    def run(state, *x):
-        return recurrent_kda(*x, initial_state=state, output_final_state=True, implementation="pallas")
+@pytest.mark.parametrize(
+    ("K", "V", "chip"), [*((128, 128, chip) for chip in CHIPS), (60, 100, "v5e"), (256, 256, "v6e")]
+)
+def test_decode_in_place(K, V, chip):
+    """256 sequences of 2 tokens: the donated pool is the result, and whole registers of it are not copied."""
 
-    text = compile_for(run, spec(8, 4, K, V), *specs(8, T, 2, 4, K, V, jnp.bfloat16), chip=chip).as_text()
-    assert f"recurrent_kda_fwd_t{T}" in text
+    def run(pool, slots, *x):
+        return recurrent_kda(*x, None, pool, True, state_indices=slots, implementation="pallas")
+
+    pool, slots = spec(300, 8, K, V), spec(256, dtype=jnp.int32)
+    compiled = compile_for(run, pool, slots, *specs(256, 2, 4, 8, K, V, jnp.bfloat16), chip=chip, donate_argnums=(0,))
+    memory, size = compiled.memory_analysis(), 4 * 300 * 8 * K * V
+    assert memory.alias_size_in_bytes >= size
+    assert K % 128 or memory.temp_size_in_bytes < size / 4
+    (launch,) = re.findall(r'.*custom_call_target="tpu_custom_call".*', compiled.as_text())
+    assert "recurrent_kda_fwd" in launch
+    assert "output_to_operand_aliasing={{1}: (9, {})}" in launch
 
 
 def test_compiles_under_shard_map():

@@ -23,6 +23,7 @@ from chunkwise.shared.decayed import (
     gate_kind,
     per_channel,
 )
+from chunkwise.shared.decode import check_slots, decode, token_by_token
 from chunkwise.shared.dot import bf16_parts, dot, dot_nt, dot_parts, dot_tn, emulate_mxu, operand_dtype
 from chunkwise.shared.launch import head_block, largest_divisor, pallas_call, pick_heads
 from chunkwise.shared.recurrence import l2norm, packed_recurrence, recurrence, update
@@ -54,11 +55,13 @@ __all__ = [
     "check_gates",
     "check_heads",
     "check_initial_state",
+    "check_slots",
     "choose_implementation",
     "column_index",
     "decay_from_start",
     "decayed_scores",
     "decayed_scores_bwd",
+    "decode",
     "dot",
     "dot_nt",
     "dot_parts",
@@ -91,6 +94,7 @@ __all__ = [
     "sum_groups",
     "to_column",
     "to_row",
+    "token_by_token",
     "update",
     "varying_zeros",
 ]

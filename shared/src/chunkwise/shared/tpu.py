@@ -26,7 +26,7 @@ def setup(libtpu_flags: str = "") -> None:
     )
 
 
-def compile_for(fn, *specs, chip: str = "v6e", auto_layout: bool = False):
+def compile_for(fn, *specs, chip: str = "v6e", auto_layout: bool = False, donate_argnums: tuple[int, ...] = ()):
     """Return the executable of `fn` for one device of a TPU generation; nothing is allocated.
 
     Args:
@@ -34,6 +34,7 @@ def compile_for(fn, *specs, chip: str = "v6e", auto_layout: bool = False):
       *specs: a `jax.ShapeDtypeStruct`, None, or a tree of them for every argument.
       chip: a key of CHIPS.
       auto_layout: let inputs and outputs take the layout that suits the program, as inside a larger one.
+      donate_argnums: arguments whose memory the outputs may take, as in `jax.jit`.
     """
     device = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices[0]
     placement = jax.sharding.SingleDeviceSharding(device)
@@ -42,7 +43,8 @@ def compile_for(fn, *specs, chip: str = "v6e", auto_layout: bool = False):
     # A kernel may ask for the kind of device while it is lowered.
     mesh = jax.sharding.Mesh(np.array([device]), ("x",)).abstract_mesh
     with jax.sharding.use_abstract_mesh(mesh):
-        return jax.jit(fn, in_shardings=placement, out_shardings=placement).trace(*specs).lower().compile()
+        placed = jax.jit(fn, in_shardings=placement, out_shardings=placement, donate_argnums=donate_argnums)
+        return placed.trace(*specs).lower().compile()
 
 
 def has_libtpu() -> bool:

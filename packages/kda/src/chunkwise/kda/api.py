@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.kda import config as tiles
-from chunkwise.kda import kernel, recurrent, tile, xla
+from chunkwise.kda import kernel, tile, xla
 from chunkwise.kda.vjp import fused
 from chunkwise.shared import (
     Chunking,
@@ -14,9 +14,10 @@ from chunkwise.shared import (
     check_chunk_size,
     check_delta_rule,
     check_initial_state,
+    check_slots,
     choose_implementation,
+    decode,
     l2norm,
-    packed_recurrence,
     stream_masks,
 )
 
@@ -24,16 +25,14 @@ _IMPLEMENTATIONS = ("pallas", "xla")
 _MOST_CHANNELS = 256
 
 
-def _check(q, k, v, g, beta, initial_state, cu_seqlens, gate_lower_bound):
-    """Check the arguments and return the sizes H, HV, K, V."""
+def _check(q, k, v, g, beta, cu_seqlens, gate_lower_bound):
+    """Check the arguments but for the states and return the sizes B, H, HV, K, V."""
     B, T, H, HV, K, V = check_delta_rule(q, k, v, g, beta, cu_seqlens, per_channel=True)
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    check_initial_state(initial_state, (N, HV, K, V))
     check(
         gate_lower_bound is None or (isinstance(gate_lower_bound, (int, float)) and gate_lower_bound <= 0),
         f"`gate_lower_bound` must be None or a number <= 0; got {gate_lower_bound!r}.",
     )
-    return H, HV, K, V
+    return B, H, HV, K, V
 
 
 def _check_channels(K: int, V: int):
@@ -105,7 +104,8 @@ def fused_chunk_kda(
     Cost: about 2 B T HV (2 C K log2 C + 3 K V + 2 C V) flops; q, k, v, g are read and o is written once.
     Source: Kimi Linear (2025), section 3; the anchored products and the joined inverse are described in `tile`.
     """
-    H, HV, K, V = _check(q, k, v, g, beta, initial_state, cu_seqlens, gate_lower_bound)
+    B, H, HV, K, V = _check(q, k, v, g, beta, cu_seqlens, gate_lower_bound)
+    check_initial_state(initial_state, (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, HV, K, V))
     check_chunk_size(chunk_size)
     implementation = choose_implementation(implementation, _IMPLEMENTATIONS, on_tpu="pallas")
     scale = K**-0.5 if scale is None else scale
@@ -238,42 +238,52 @@ def recurrent_kda(
     use_qk_l2norm_in_kernel: bool = False,
     gate_lower_bound: float | None = None,
     cu_seqlens: jax.Array | None = None,
+    state_indices: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
     implementation: str | None = None,
-    config: tiles.Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Kimi delta attention token by token, the decode path: for one new token or a few per sequence.
+    """Kimi delta attention token by token, the decode path: one new token or a few for every sequence, in one launch.
 
-    The arguments, results and errors of `fused_chunk_kda`, less chunk_size. "pallas" is one launch for all sequences of
-    the batch; the state enters and leaves in the same memory, in place where the caller donates initial_state under
-    jit. It takes no cu_seqlens: that needs "xla", which None then selects. Both are differentiable.
+    The equation, arguments, results and errors of `fused_chunk_kda`, less chunk_size and config. For serving,
+    initial_state may be a pool of states::
+
+        o, pool = recurrent_kda(q, k, v, g, beta, None, pool, True, state_indices=slots)
+
+    Under jit with the pool donated (donate_argnums), its states are updated in place and nothing else of it is touched.
+    Both implementations are differentiable.
+
+    Args:
+      q, k, v, g, beta, scale, output_final_state, use_qk_l2norm_in_kernel, gate_lower_bound, cu_seqlens: as there.
+      initial_state: [N, HV, K, V], or a pool [slots, HV, K, V] with state_indices; None for zeros. A pool that is not
+        float32 is copied.
+      state_indices: int32 [N], traced: the slot of every sequence. Slots must be distinct and exist; the values are
+        not checked.
+      has_initial_state: bool [N], traced: False where a sequence starts from zero, whatever its slot holds, as in a
+        slot that was freed; None for True.
+      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX, also the gradient of
+        "pallas"), None (the best for the backend).
+
+    Returns:
+      o [B, T, HV, V] in the type of v, and the states float32 in the shape of initial_state, None unless asked for.
+      Slots that are not named keep every bit.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: "pallas" with K or V above 256, or more tokens than fit into VMEM.
 
     Accuracy: 5e-7 relative to the recurrence in float64; everything is computed in float32, as sums.
-    Cost: 7 B T HV K V flops; the state is read and written once.
+    Cost: 7 B T HV K V flops; every state is read and written once.
     Source: Kimi Linear (2025).
     """
-    H, HV, K, V = _check(q, k, v, g, beta, initial_state, cu_seqlens, gate_lower_bound)
-    on_tpu = "pallas" if cu_seqlens is None and max(K, V) <= _MOST_CHANNELS else "xla"
+    B, H, HV, K, V = _check(q, k, v, g, beta, cu_seqlens, gate_lower_bound)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    check_slots(initial_state, state_indices, has_initial_state, N, HV, K, V)
+    on_tpu = "pallas" if max(K, V) <= _MOST_CHANNELS else "xla"
     implementation = choose_implementation(implementation, _IMPLEMENTATIONS, on_tpu=on_tpu)
-    scale = K**-0.5 if scale is None else scale
-    if implementation == "xla":
-        o, state = _recurrent_xla(q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel)
-        return o, state if output_final_state else None
-    if cu_seqlens is not None:
-        raise NotImplementedError('The Pallas kernel of `recurrent_kda` has no `cu_seqlens`; use implementation="xla".')
-    _check_channels(K, V)
-    config = config or tiles.default_for(H, HV, 64, K, V, 4)
-    number = isinstance(scale, (int, float))
-    static_scale = float(scale) if number else 1.0
-    o, state = recurrent.decode(q, k, v, g, beta, initial_state, static_scale, use_qk_l2norm_in_kernel, config)
-    return _scaled(o, scale, number), state if output_final_state else None
-
-
-@functools.partial(jax.jit, static_argnums=(8,))
-def _recurrent_xla(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise):
-    if cu_seqlens is None:
-        return recurrent.plain(q, k, v, g, beta, initial_state, scale, normalise)
-    q, k = (x.astype(jnp.float32) for x in (q, k))
-    q, k = (l2norm(q), l2norm(k)) if normalise else (q, k)
-    q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
-    o, state = packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, jnp.float32)
-    return o.astype(v.dtype), state
+    if implementation == "pallas":
+        _check_channels(K, V)
+    o, states = decode(
+        q, k, v, g, beta, K**-0.5 if scale is None else scale, initial_state, cu_seqlens, state_indices,
+        has_initial_state, normalise=use_qk_l2norm_in_kernel, name="recurrent_kda_fwd", implementation=implementation,
+    )  # fmt: skip
+    return o, states if output_final_state else None

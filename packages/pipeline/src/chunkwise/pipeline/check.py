@@ -54,21 +54,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator of the pipeline: what it takes, and what it comes in; the last of `implementations` is the TPU's.
+    """An operator of the pipeline: what it takes, and what it comes in, the TPU's choice last.
 
     Attributes:
       name: its name in `chunkwise.pipeline`.
       delta: it takes beta, and fewer key heads than value heads.
       gates: "head", "channel" or "constant", which is a gate per head and a constant one.
-      implementations: those of batches of equal lengths.
-      packed: those of packed batches, if they differ.
+      implementations: what it comes in.
     """
 
     name: str
     delta: bool
     gates: str
     implementations: tuple[str, ...] = ("xla", "staged", "fused")
-    packed: tuple[str, ...] | None = None
 
     @property
     def chunked(self) -> bool:
@@ -100,7 +98,7 @@ OPERATORS = (
     Operator("chunk_gla", False, "channel"),
     Operator("chunk_simple_gla", False, "constant"),
     Operator("recurrent_gated_delta_rule", True, "head", ("xla", "fused")),
-    Operator("recurrent_kda", True, "channel", ("xla", "fused"), packed=("xla",)),
+    Operator("recurrent_kda", True, "channel", ("xla", "fused")),
     Operator("recurrent_gla", False, "channel", ("xla",)),
     Operator("recurrent_simple_gla", False, "constant", ("xla",)),
 )
@@ -278,7 +276,5 @@ def plan(interpret: bool) -> list[functools.partial[Iterator[Row]]]:
                 if not (implementation == "xla" or on_tpu or interpret):
                     continue
                 for label, case in cases(*(compiled if on_tpu or implementation == "xla" else INTERPRETED)):
-                    packed = getattr(kernel, "packed", None)
-                    if case.lengths is None or packed is None or implementation in packed:
-                        checks.append(functools.partial(check, kernel, implementation, label, case))
+                    checks.append(functools.partial(check, kernel, implementation, label, case))
     return checks

@@ -104,12 +104,16 @@ def recurrent_kda(
     use_qk_l2norm_in_kernel: bool = False,
     gate_lower_bound: float | None = None,
     cu_seqlens: jax.Array | None = None,
+    state_indices: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Kimi delta attention token by token, the decode path: for one new token or a few per sequence.
 
-    The arguments, results and errors of `chunk_kda`, less chunk_size. implementation is "xla", "fused" (one Pallas
-    launch for all sequences; no cu_seqlens) or None.
+    The arguments, results and errors of `chunk_kda`, less chunk_size. For serving, initial_state may be a pool of
+    states [slots, HV, K, V] with state_indices, int32 [N], the slot of every sequence, and has_initial_state, bool [N],
+    False where a sequence starts from zero; see `chunkwise.kda.recurrent_kda`. implementation is "xla", "fused" (one
+    Pallas launch for all sequences) or None.
 
     Accuracy: 5e-7 relative to the recurrence in float64; everything is computed in float32, as sums.
     Cost: 7 B T HV K V flops; the state is read and written once.
@@ -117,5 +121,6 @@ def recurrent_kda(
     """
     return kda.recurrent_kda(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        gate_lower_bound=gate_lower_bound, cu_seqlens=cu_seqlens, implementation=choose_recurrent(implementation),
+        gate_lower_bound=gate_lower_bound, cu_seqlens=cu_seqlens, state_indices=state_indices,
+        has_initial_state=has_initial_state, implementation=choose_recurrent(implementation),
     )  # fmt: skip
