@@ -19,6 +19,19 @@ def specs(T, H, HV, K, V, dtype=jnp.bfloat16, B=1):
     return [*(jax.ShapeDtypeStruct(s, dtype) for s in shapes), *2 * [jax.ShapeDtypeStruct((B, T, HV), jnp.float32)]]
 
 
+def assert_float32_accuracy(text, tensors):
+    """Fail unless every product of float32 operands asks for float32 accuracy; the others have bfloat16 operands.
+
+    The six products of the inverse are of bfloat16 parts: a CPU multiplies these as a TPU does, so what test_inverse
+    measures holds there too.
+    """
+    for kernel in tpu.kernel_products(text):
+        assert set(kernel) <= {("f32", "f32", "fp32"), ("bf16", "bf16", "")}
+        assert ("f32", "f32", "fp32") in kernel
+        assert tensors == jnp.float32 or ("bf16", "bf16", "") in kernel
+    assert not re.search(r" (dot|convolution)\(", text), "no products but those of the kernels"
+
+
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(("C", "packed", "K"), [(64, False, 128), (128, True, 128), (64, True, 256)])
 def test_forward_and_backward(chip, C, packed, K):
@@ -37,6 +50,7 @@ def test_forward_and_backward(chip, C, packed, K):
     text = tpu.compile_for(gradients, *arguments, cu_seqlens, arguments[2], chip=chip).as_text()
     # One launch forward; two backward, the states and the reverse pass.
     assert text.count('custom_call_target="tpu_custom_call"') == 3
+    assert_float32_accuracy(text, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -57,7 +71,8 @@ def test_states_and_float32(chip):
         )
 
     state, cu = jax.ShapeDtypeStruct((4, 2, 60, 100), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32)
-    tpu.compile_for(run, *specs(300, 2, 2, 60, 100, jnp.float32), state, cu, chip=chip)
+    text = tpu.compile_for(run, *specs(300, 2, 2, 60, 100, jnp.float32), state, cu, chip=chip).as_text()
+    assert_float32_accuracy(text, jnp.float32)
 
 
 @pytest.mark.parametrize("chip", CHIPS)

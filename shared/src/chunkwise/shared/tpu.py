@@ -3,13 +3,16 @@
 Install `chunkwise-shared[tpu]`. Call `setup()` before the first computation of the process.
 """
 
+import base64
 import importlib.util
 import os
+import re
 
 import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
+from jax.extend.mlir import ir
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
@@ -45,6 +48,28 @@ def compile_for(fn, *specs, chip: str = "v6e", auto_layout: bool = False, donate
     with jax.sharding.use_abstract_mesh(mesh):
         placed = jax.jit(fn, in_shardings=placement, out_shardings=placement, donate_argnums=donate_argnums)
         return placed.trace(*specs).lower().compile()
+
+
+def kernel_products(text: str) -> list[list[tuple[str, str, str]]]:
+    """Return the matrix products of every Pallas kernel in a lowered or compiled program's text, in order.
+
+    A product is (type of the left operand, of the right one, precision), such as ("f32", "f32", "fp32"), which is
+    float32 accuracy, or ("bf16", "bf16", ""), one pass. ("f32", "f32", "") may be one bfloat16 pass too.
+    """
+    # Pallas has no public reader of its kernels.
+    from jax._src.lib import tpu as dialect
+
+    kernels = []
+    for body in re.findall(r'body(?:\\22|"): ?(?:\\22|")([\w+/=]+)', text):
+        context = ir.Context()
+        dialect.register_dialect(context)
+        context.allow_unregistered_dialects = True
+        with context:
+            lines = str(ir.Module.parse(base64.b64decode(body))).splitlines()
+        precision = [re.search(r"contract_precision<(\w+)>|$", line)[1] or "" for line in lines]
+        operands = [re.search(r"matmul.*: \(vector<[\dx]+x(\w+)>, vector<[\dx]+x(\w+)>", line) for line in lines]
+        kernels.append([(*types.groups(), p) for types, p in zip(operands, precision, strict=True) if types])
+    return kernels
 
 
 def has_libtpu() -> bool:
