@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m benchmarks time` on this machine, `python -m benchmarks tpu` for TPUs that are not here."""
+"""Benchmarks: `python -m benchmarks -h` lists the commands; every result is checked before it counts."""

@@ -1,64 +1,158 @@
-"""The command line of the benchmarks."""
+"""The command line of the benchmarks: `python -m benchmarks time`, `stages`, `accuracy`, `tpu`, `plot`."""
 
 import argparse
 import json
+import platform
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
-from rich.progress import track
+from rich.console import Console
 
-from benchmarks import timing, tpu
+from benchmarks import accuracy, operators, plots, stages, tpu
 from benchmarks.cases import CASES
-from chunkwise.pipeline.tables import make_console, make_table
+from benchmarks.compare import compare
+from chunkwise.pipeline.check import STAGES
+from chunkwise.pipeline.tables import make_console, make_progress, make_table
+
+TEXT = {"case", "stage", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "figure", "failed"}
 
 
-def _shown(value) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def parse(arguments=None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    saved = argparse.ArgumentParser(add_help=False)
+    saved.add_argument("--json", type=Path, help="write the result here")
+    saved.add_argument("--base", type=Path, help="compare with a result; exit code 1 if a row is worse")
+    saved.add_argument("--tolerance", type=float, default=0.1, help="by how much a figure may grow over --base")
+    sizes = argparse.ArgumentParser(add_help=False)
+    sizes.add_argument("--case", action="append", choices=list(CASES), help="a model's layer; may be repeated")
+    sizes.add_argument("--tokens", action="append", type=int, help="instead of the case's own; may be repeated")
+    sizes.add_argument("--backward", action="store_true", help="forward and backward instead of forward")
+    known = ["xla", "staged", "fused", "pallas", "tokamax"]
+    sizes.add_argument("--implementation", action="append", choices=known, help="may be repeated")
+    timed = argparse.ArgumentParser(add_help=False)
+    timed.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    timed.add_argument("--repeats", type=int, default=7)
+    commands.add_parser("time", parents=[sizes, timed, saved], help="operators on this machine, beside their peers")
+    one = commands.add_parser("stages", parents=[sizes, timed, saved], help="the stages of the gated delta rule")
+    one.add_argument("--stage", action="append", choices=[stage.name for stage in STAGES])
+    one = commands.add_parser("tpu", parents=[sizes, saved], help="the TPU compiler's estimate; needs no TPU")
+    one.add_argument("--chip", action="append", choices=list(tpu.RATES))
+    one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
+    one = commands.add_parser("accuracy", parents=[saved], help="errors against gate strength and repeated keys")
+    one.add_argument("sweep", choices=["gate", "keys"])
+    one.add_argument("--operator", action="append", choices=accuracy.OPERATORS)
+    one.add_argument("--implementation", action="append", choices=["xla", "staged", "fused"])
+    one.add_argument("--tokens", type=int, default=256)
+    one = commands.add_parser("plot", help="a PNG of a saved result")
+    one.add_argument("result", type=Path)
+    one.add_argument("output", type=Path)
+    return parser.parse_args(arguments)
 
 
-def _print(rows: list[dict]) -> None:
-    console, columns = make_console(150), list(dict.fromkeys(key for row in rows for key in row))
-    table = make_table(console, left=columns)
+def shapes(options: argparse.Namespace) -> Iterator[tuple]:
+    """Yield (name, case, T, label) of the cases asked for."""
+    for name in options.case or ["gdn-16"]:
+        for T in options.tokens or [CASES[name].T]:
+            label = {"case": name, "T": T, "pass": "forward+backward" if options.backward else "forward"}
+            yield name, CASES[name], T, label
+
+
+def jobs(options: argparse.Namespace) -> Iterator[tuple]:
+    """Yield (what it does, function that returns rows) of a command."""
+    default = ["xla"] if jax.default_backend() != "tpu" else ["xla", "staged", "fused"]
+    if options.command == "time":
+        dtype = jnp.dtype(options.dtype)
+        for name, case, T, label in shapes(options):
+            run = lambda case=case, T=T: operators.measure(
+                case, T, dtype, options.implementation or default, options.backward, options.repeats
+            )
+            yield f"{name}, T = {T}", label | {"dtype": options.dtype}, run
+    elif options.command == "stages":
+        dtype = jnp.dtype(options.dtype)
+        default = ["xla"] if jax.default_backend() != "tpu" else ["xla", "pallas"]
+        for name, case, T, label in shapes(options):
+            x = stages.all_arguments(case, T, dtype)
+            for stage in STAGES:
+                if options.stage and stage.name not in options.stage:
+                    continue
+                run = lambda case=case, stage=stage, T=T, x=x: stages.measure(
+                    case, stage, T, dtype, options.implementation or default, options.backward, options.repeats, x
+                )
+                yield f"{name}, {stage.name}", label | {"dtype": options.dtype, "stage": stage.name}, run
+    elif options.command == "tpu":
+        for name, case, T, label in shapes(options):
+            for implementation in options.implementation or ["fused", *tpu.peers()]:
+                for chip in options.chip or list(tpu.RATES):
+                    if tpu.can_run(case, implementation, options.backward):
+                        run = lambda a=(name, implementation, chip, T, options.backward): [
+                            tpu.measure(*a, options.timeout)
+                        ]
+                        yield (
+                            f"{name}, {implementation}, {chip}",
+                            label | {"implementation": implementation, "chip": chip},
+                            run,
+                        )
+    else:
+        sweep = {"gate": "gate strength", "keys": "repeated keys"}[options.sweep]
+        some = accuracy.OPERATORS if options.sweep == "gate" else ("gated_delta_rule", "kda")
+        for operator in options.operator or some:
+            run = lambda operator=operator: accuracy.measure(
+                operator, sweep, options.implementation or ["xla", "fused"], options.tokens
+            )
+            yield operator, {}, run
+
+
+def show(rows: list[dict], console: Console) -> None:
+    """Print rows as a table."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = [key for key in columns if key in TEXT]
+    table = make_table(console, text, [key for key in columns if key not in TEXT])
     for row in rows:
-        table.add_row(*(_shown(row.get(key)) for key in columns))
+        style = "red" if row.get("correct") is False or row.get("worse") or row.get("failed") else None
+        table.add_row(*(_cell(row.get(key)) for key in (*text, *(k for k in columns if k not in TEXT))), style=style)
     console.print(table)
 
 
-def main() -> None:
-    """Parse the arguments, measure, print a table, and write JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("what", choices=["time", "tpu"], help="time on this machine, or the TPU compiler's estimate")
-    parser.add_argument("--case", action="append", choices=list(CASES), help="a model's shape; may be repeated")
-    parser.add_argument("--implementation", action="append", choices=["xla", "staged", "fused"])
-    parser.add_argument("--tokens", type=int, help="tokens instead of the case's own")
-    parser.add_argument("--backward", action="store_true", help="forward and backward instead of forward")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="time only; tpu: bfloat16")
-    parser.add_argument("--chip", action="append", choices=list(tpu.RATES), help="tpu only")
-    parser.add_argument("--repeats", type=int, default=5, help="time only")
-    parser.add_argument("--timeout", type=float, default=600, help="tpu only: seconds for one estimate")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    options = parser.parse_args()
-    rows = []
-    for name in options.case or ["gdn-16"]:
-        case, T = CASES[name], options.tokens or CASES[name].T
-        label = {"case": name, "T": T, "pass": "forward+backward" if options.backward else "forward"}
-        if options.what == "time":
-            implementations = options.implementation or ["xla"]
-            results = timing.measure(
-                case, T, jnp.dtype(options.dtype), implementations, options.backward, options.repeats
-            )
-            rows += [label | {"dtype": options.dtype} | row for row in results]
-            continue
-        jobs = [(i, c) for i in options.implementation or ["fused"] for c in options.chip or ["v6e"]]
-        for implementation, chip in track(jobs, description=name, transient=True):
-            row = tpu.measure(name, implementation, chip, T, options.backward, options.timeout)
-            rows.append(label | {"implementation": implementation, "chip": chip} | row)
-    _print(rows)
+def _cell(value) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def main(arguments=None) -> int:
+    """Measure, print a table, write JSON, compare; return 1 if a result is wrong or worse than the base."""
+    options = parse(arguments)
+    if options.command == "plot":
+        saved = json.loads(options.result.read_text())
+        plots.draw(saved["command"], saved["rows"], options.output)
+        return 0
+    console, rows = make_console(200), []
+    with make_progress(console) as progress:
+        planned = list(jobs(options))
+        task = progress.add_task("", total=len(planned))
+        for description, label, run in planned:
+            progress.update(task, description=description)
+            rows += [label | row for row in run()]
+            progress.advance(task)
+    show(rows, console)
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+        about = {"jax": jax.__version__, "backend": jax.default_backend(), "device": jax.devices()[0].device_kind}
+        about |= {"command": options.command, "python": platform.python_version()}
+        options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    wrong = any(row.get("correct") is False for row in rows)
+    if options.base:
+        lines = compare(rows, json.loads(options.base.read_text())["rows"], options.tolerance)
+        show(lines, console)
+        wrong = wrong or any(line["worse"] for line in lines)
+    return int(wrong)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,75 +2,114 @@
 
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from benchmarks.cases import Case
-from chunkwise.shared.reference import reference
-from chunkwise.shared.testing import TOLERANCE, error
+from chunkwise.shared.testing import error
 
 
-def _seconds(run) -> float:
+@dataclass
+class Run:
+    """Something to time: `call()` returns a dict of results, which `jax.block_until_ready` waits for."""
+
+    name: str
+    call: Callable[[], dict]
+    compile_s: float | None = None
+    memory: int | None = None
+
+
+def compiled(name: str, fn: Callable, *args) -> Run:
+    """Compile a function of JAX for its arguments; memory is that of arguments, results and temporaries together."""
     start = time.perf_counter()
-    jax.block_until_ready(run())
+    program = jax.jit(fn).lower(*args).compile()
+    seconds, m = time.perf_counter() - start, program.memory_analysis()
+    memory = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
+    return Run(name, lambda: program(*args), seconds, memory)
+
+
+def with_gradients(fn: Callable, cotangents: dict) -> Callable:
+    """Return fn(x, cu_seqlens) with the gradient of every input x beside its results."""
+
+    def run(x, cu_seqlens):
+        results, pullback = jax.vjp(lambda y: fn(y, cu_seqlens), x)
+        return results | {f"d{name}": dx for name, dx in pullback(cotangents)[0].items()}
+
+    return run
+
+
+def seconds(call: Callable) -> float:
+    """Return how long one call takes."""
+    start = time.perf_counter()
+    jax.block_until_ready(call())
     return time.perf_counter() - start
 
 
-def _torch(x: dict):
-    """Return transformers' own chunked gated delta rule on the same inputs, and its backward; None if not installed."""
-    try:
-        import torch
-        from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
-    except ImportError:
-        return None
-    torch.set_num_threads(2)
-    groups = x["v"].shape[2] // x["q"].shape[2]
-    tensors = {n: torch.tensor(np.asarray(y, np.float32)) for n, y in x.items()}
-    tensors |= {n: tensors[n].repeat_interleave(groups, dim=2) for n in "qk"}
-    names = ("q", "k", "v", "g", "beta")
-
-    def forward():
-        with torch.no_grad():
-            return torch_chunk_gated_delta_rule(*(tensors[n] for n in names))[0]
-
-    def backward():
-        leaves = [tensors[n].clone().requires_grad_(True) for n in names]
-        torch_chunk_gated_delta_rule(*leaves)[0].sum().backward()
-
-    return forward, backward
+def machine_peaks(dtype) -> tuple[float, float]:
+    """Measure this machine: flops a second of one large product, and bytes a second of a copy; the best of 5."""
+    n = 2048 if jax.default_backend() == "cpu" else 8192
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    product, copy = jax.jit(lambda a: jnp.dot(a, a, precision=precision)), jax.jit(lambda a: a + 1)
+    square = jnp.ones((n, n), dtype)
+    best = lambda fn: min(seconds(lambda: fn(square)) for _ in range(6))
+    return 2 * n**3 / best(product), 2 * square.nbytes / best(copy)
 
 
-def measure(case: Case, T: int, dtype, implementations, backward: bool, repeats: int) -> list[dict]:
-    """Return a row for every implementation and for the peer of the gated delta rule that is installed."""
-    x, cu_seqlens = case.inputs(T, dtype), case.boundaries(T)
-    expected = reference(**x, cu_seqlens=cu_seqlens)[0]
-    runs, rows = {}, []
-    for name in implementations:
-        forward = jax.jit(lambda x, name=name: case.run(name, x, cu_seqlens))
-        gradient = jax.jit(jax.grad(lambda x, name=name: case.run(name, x, cu_seqlens).astype(jnp.float32).sum()))
-        call, start = gradient if backward else forward, time.perf_counter()
-        call = call.lower(x).compile()
-        compile_seconds = time.perf_counter() - start
-        err = error(jnp.asarray(forward(x), jnp.float32), expected)
-        runs[name] = lambda call=call: call(x)
-        rows.append({"implementation": name, "error": err, "compile_s": compile_seconds})
-    peer = _torch(x) if case.operator == "gated_delta_rule" and cu_seqlens is None and dtype == jnp.float32 else None
-    if peer is not None:
-        runs["transformers"] = peer[1] if backward else peer[0]
-        rows.append({"implementation": "transformers", "error": error(peer[0]().numpy(), expected), "compile_s": 0.0})
-    times = {name: [] for name in runs}
+def measure(
+    runs: list[Run], peers: list[Run], verdict: Callable, flops: int, moved: int, peaks, repeats: int
+) -> list[dict]:
+    """Time runs and peers in turn, and return a row for each.
+
+    Args:
+      runs: ours.
+      peers: those that ours are compared with.
+      verdict: from the results of a call to (error, whether they are correct).
+      flops, moved: of the case, for rates and the roofline.
+      peaks: flops and bytes a second of the machine.
+      repeats: calls of each.
+    """
+    everyone = [*runs, *peers]
+    judged = {run.name: verdict(jax.block_until_ready(run.call())) for run in everyone}
+    times: dict[str, list[float]] = {run.name: [] for run in everyone}
     for _ in range(repeats):
-        for name, run in runs.items():
-            times[name].append(_seconds(run))
-    for row in rows:
-        samples = times[row["implementation"]]
-        row["median_s"], row["spread_s"] = statistics.median(samples), max(samples) - min(samples)
-        row["correct"] = row["error"] <= TOLERANCE[jnp.dtype(dtype).name]
-        row["gflops"] = case.flops(T) * (3 if backward else 1) / row["median_s"] / 1e9
-    peers = [row for row in rows if row["implementation"] == "transformers" and row["correct"]]
-    for row in rows:
-        usable = peers and row["correct"] and row is not peers[0]
-        row["times_peer"] = peers[0]["median_s"] / row["median_s"] if usable else None
+        for run in everyone:
+            times[run.name].append(seconds(run.call))
+    medians = {name: statistics.median(samples) for name, samples in times.items()}
+    floor = max(flops / peaks[0], moved / peaks[1])
+    rows = []
+    for run in everyone:
+        (err, correct), median = judged[run.name], medians[run.name]
+        low, high = np.percentile(times[run.name], [25, 75])
+        row = {
+            "implementation": run.name,
+            "error": err,
+            "correct": correct,
+            "median_ms": 1e3 * median,
+            "spread_ms": 1e3 * float(high - low),
+            "tflop_s": flops / median / 1e12,
+            "gb_s": moved / median / 1e9,
+            "roofline": floor / median,
+            "memory_mib": None if run.memory is None else run.memory / 2**20,
+            "compile_s": run.compile_s,
+        }
+        for peer in peers if run in runs else ():
+            both = correct and judged[peer.name][1]
+            row[f"x {peer.name}"] = medians[peer.name] / median if both else None
+        rows.append(row)
     return rows
+
+
+def _as_numpy(x) -> np.ndarray:
+    """Return an array of JAX or a tensor of torch in numpy."""
+    return x.float().cpu().numpy() if hasattr(x, "cpu") else np.asarray(x, np.float64)
+
+
+def worst(results: dict, expected: dict, tolerances: dict) -> tuple[float, bool]:
+    """Return the error nearest to its tolerance, or furthest past it, and whether all are within theirs."""
+    errors = {name: error(_as_numpy(results[name]), want) for name, want in expected.items()}
+    name = max(errors, key=lambda n: errors[n] / tolerances[n])
+    return errors[name], all(errors[n] <= tolerances[n] for n in errors)

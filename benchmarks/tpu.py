@@ -1,10 +1,13 @@
 """What a program would cost on TPUs that are not here, as the TPU compiler estimates it: not a measurement.
 
-Every estimate runs in a process of its own, because the compiler aborts the process on what it cannot profile.
+Every estimate runs in a process of its own, because the compiler aborts the process on what it cannot profile; such a
+program is compiled again without the profile, and its row then has no cycles.
 """
 
 import glob
+import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,54 +18,140 @@ import time
 RATES = {"v5e": (1.5, 0.82), "v5p": (1.75, 2.77), "v6e": (1.75, 1.64), "tpu7x": (2.2, 3.69)}
 
 
-def estimate(name: str, implementation: str, chip: str, T: int, backward: bool) -> dict:
+def _ours(case, implementation, T, backward, x, cu_seqlens):
+    import jax.numpy as jnp
+    from jax import ShapeDtypeStruct
+
+    from benchmarks.timing import with_gradients
+
+    fn = case.function(implementation)
+    if not backward:
+        return fn, (x, cu_seqlens)
+    do = ShapeDtypeStruct(x["v"].shape, jnp.bfloat16)
+    return lambda x, cu_seqlens, do: with_gradients(fn, {"o": do})(x, cu_seqlens), (x, cu_seqlens, do)
+
+
+def _tokamax(case, T):
+    """Return tokamax's kernel for the same layer and the shapes it takes: forward, one sequence.
+
+    Its gated delta rule comes fused with the convolution before it; its KDA takes heads first.
+    """
+    import jax.numpy as jnp
+    from jax import ShapeDtypeStruct
+
+    if case.operator == "kda":
+        from tokamax._src.ops.kda import pallas_mosaic_tpu as kda
+
+        op = kda.PallasMosaicTpuKimiDeltaAttention()
+        heads = lambda *tail: (case.HV, 1, T, *tail)
+        specs = [ShapeDtypeStruct(heads(n), jnp.bfloat16) for n in (case.K, case.K, case.V)]
+        specs += [ShapeDtypeStruct(heads(case.K), jnp.float32), ShapeDtypeStruct(heads(), jnp.float32)]
+        return lambda *x: op(*x, scale=case.K**-0.5), specs
+    from tokamax._src.ops.causal_conv1d_gated_delta_rule import arg_specs, pallas_mosaic_tpu
+
+    op = pallas_mosaic_tpu.PallasMosaicTpuCausalConv1dGatedDeltaRule()
+    spec = arg_specs.make_gdn_spec(
+        project="", name="", lengths=[T], n_kq=case.H, n_v=case.HV, d_k=case.K, d_v=case.V, state_dtype=jnp.float32
+    )
+    sizes = {name: value for name, value in spec.args.items() if isinstance(value, int)}
+    names = [name for name in spec.args if name not in sizes]
+    specs = [ShapeDtypeStruct(spec.args[name].shape, spec.args[name].dtype) for name in names]
+    return lambda *x: op(**dict(zip(names, x, strict=True)), **sizes), specs
+
+
+def _static(folder: str) -> dict:
+    """Return registers spilled in loops, and the share of matrix slots used in the largest loop, of dumped kernels."""
+    spills, largest = 0, (0, None)
+    for path in glob.glob(f"{folder}/*-final_hlo-static-per-bundle-utilization.txt"):
+        with open(path, errors="replace") as text:
+            head, _, body = text.read().partition("== UTILIZATION:")
+        found = re.search(r"\n([A-Z:, ]+)\n\s*([\d ]+)\n", head)
+        rows = [[int(n) for n in line.split()] for line in body.strip().splitlines()]
+        if not found or not rows:
+            continue
+        slots, capacity = [name.strip() for name in found[1].split(",")], [int(n) for n in found[2].split()]
+        used = [sum(column) for column in zip(*rows, strict=True)]
+        totals = dict(zip(slots, used, strict=False))
+        spills += sum(count for name, count in totals.items() if "SPILL" in name and "STORE" in name)
+        if len(rows) > largest[0] and "MXU" in totals:
+            largest = len(rows), totals["MXU"] / (len(rows) * capacity[slots.index("MXU")])
+    return {"spills": spills, "matrix_use": largest[1]}
+
+
+def estimate(name: str, implementation: str, chip: str, T: int, backward: bool, profile: bool) -> dict:
     """Compile a case for `chip` and return what the compiler says of it; call in a fresh process only."""
     from chunkwise.shared import tpu
 
-    profile = tempfile.mkdtemp(prefix="chunkwise_profile_")
-    tpu.setup(f"--xla_jf_dump_static_llo_profile_to={profile}")
+    folder = tempfile.mkdtemp(prefix="chunkwise_llo_")
+    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final.*"
+    tpu.setup(flags + (f" --xla_jf_dump_static_llo_profile_to={folder}/profile" if profile else ""))
+    os.makedirs(f"{folder}/profile")
     import jax
     import jax.numpy as jnp
 
     from benchmarks.cases import CASES
 
     case = CASES[name]
-    specs, cu_seqlens = case.specs(T, jnp.bfloat16), None
-    if case.sequences:
-        cu_seqlens = jax.ShapeDtypeStruct((case.sequences + 1,), jnp.int32)
-
-    def forward(x, cu_seqlens):
-        return case.run(implementation, x, cu_seqlens)
-
-    gradient = jax.grad(lambda x, cu_seqlens: forward(x, cu_seqlens).astype(jnp.float32).sum())
+    cu_seqlens = jax.ShapeDtypeStruct((case.sequences + 1,), jnp.int32) if case.sequences else None
+    if implementation == "tokamax":
+        fn, specs = _tokamax(case, T)
+    else:
+        fn, specs = _ours(case, implementation, T, backward, case.specs(T, jnp.bfloat16), cu_seqlens)
     start = time.perf_counter()
-    program = tpu.compile_for(gradient if backward else forward, specs, cu_seqlens, chip=chip, auto_layout=True)
-    compile_seconds = time.perf_counter() - start
-    cycles = 0
-    for path in glob.glob(profile + "/*"):
+    program = tpu.compile_for(fn, *specs, chip=chip, auto_layout=True)
+    compile_s = time.perf_counter() - start
+    kernel = around = 0
+    for path in glob.glob(f"{folder}/profile/*"):
         with open(path, errors="replace") as text:
-            cycles += sum(int(n) for n in re.findall(r"estimated_cycles: (\d+)", text.read()))
-    memory, (clock, bandwidth) = program.memory_analysis(), RATES[chip]
-    moved = memory.argument_size_in_bytes + memory.output_size_in_bytes
+            for operation, cycles in re.findall(r'hlo_op_name: "([^"]+)"\s+estimated_cycles: (\d+)', text.read()):
+                if _is_kernel(operation, program):
+                    kernel += int(cycles)
+                else:
+                    around += int(cycles)
+    clock, bandwidth = RATES[chip]
+    floor = case.bytes(T, jnp.bfloat16, backward) / bandwidth / 1e9
+    time_ms = (kernel + around) / clock / 1e6
     return {
-        "cycles": cycles,
-        "estimate_ms": cycles / clock / 1e6,
-        "floor_ms": moved / bandwidth / 1e9,
-        "temporaries_mib": memory.temp_size_in_bytes / 2**20,
-        "compile_s": compile_seconds,
+        "kernel_cycles": kernel or None,
+        "around_cycles": around if kernel else None,
+        "estimate_ms": max(time_ms, floor) if kernel else None,
+        "floor_ms": floor,
+        "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
+        **_static(folder),
+        "compile_s": compile_s,
     }
+
+
+def _is_kernel(operation: str, program) -> bool:
+    """Return whether an operation of a compiled program is a Pallas kernel."""
+    return re.search(rf"%?{re.escape(operation)} = .*custom-call", program.as_text()) is not None
+
+
+def peers() -> list[str]:
+    """Return the peers that are installed."""
+    return ["tokamax"] if importlib.util.find_spec("tokamax") else []
+
+
+def can_run(case, implementation: str, backward: bool) -> bool:
+    """Return whether an implementation has the case: tokamax has two operators, forward, unpacked."""
+    return implementation != "tokamax" or (case.delta and not backward and not case.sequences)
 
 
 def measure(name: str, implementation: str, chip: str, T: int, backward: bool, timeout: float) -> dict:
     """Run `estimate` in a process of its own; a row with `failed` set where the compiler gave none."""
-    code = f"import json; from benchmarks.tpu import estimate; print(json.dumps(estimate({name!r}, {implementation!r}, \
-{chip!r}, {T}, {backward})))"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"failed": f"no result within {timeout:.0f} s"}
-    if done.returncode:
-        return {"failed": f"the compiler ended with {done.returncode}"}
-    return json.loads(done.stdout.splitlines()[-1])
+    failure = ""
+    for profile in (True, False):
+        arguments = f"{name!r}, {implementation!r}, {chip!r}, {T}, {backward}, {profile}"
+        code = f"import json; from benchmarks.tpu import estimate; print(json.dumps(estimate({arguments})))"
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout, check=False
+            )
+        except subprocess.TimeoutExpired:
+            failure = f"no result within {timeout:.0f} s"
+            continue
+        if done.returncode == 0:
+            return json.loads(done.stdout.splitlines()[-1])
+        problem = re.findall(r"^\w*(?:Error|Exception)\w*: (.*)", done.stderr, re.MULTILINE)
+        failure = problem[-1][:160] if problem else f"the compiler ended with {done.returncode}"
+    return {"failed": failure}

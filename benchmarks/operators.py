@@ -1,0 +1,44 @@
+"""Whole operators beside their peers, judged by the float64 recurrence."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import peers, timing
+from benchmarks.cases import Case
+from chunkwise.pipeline.check import tolerance
+from chunkwise.shared.reference import reference
+
+
+def judged_part(case: Case, x: dict, start: int) -> dict:
+    """Return the last key head with its value heads, of the tokens from `start` on: heads and sequences do not mix."""
+    heads = {"q": 1, "k": 1, "dq": 1, "dk": 1}
+    group = case.HV // case.H
+    return {name: y[:, start:, -heads.get(name, group) :] for name, y in x.items()}
+
+
+def measure(case: Case, T: int, dtype, implementations, backward: bool, repeats: int) -> list[dict]:
+    """Return a row for every implementation and for every peer that is installed and takes the case.
+
+    The check covers every token of the last sequence in the last key head's group, in the very arrays that are timed.
+    """
+    x, cu_seqlens = case.inputs(T, dtype), case.boundaries(T)
+    do = jnp.asarray(np.random.default_rng(1).standard_normal(x["v"].shape), dtype)
+    functions = {name: case.function(name) for name in implementations}
+    if backward:
+        functions = {name: timing.with_gradients(fn, {"o": do}) for name, fn in functions.items()}
+    runs = [timing.compiled(name, fn, x, cu_seqlens) for name, fn in functions.items()]
+
+    start = T - T // case.sequences if case.sequences else 0
+    part = judged_part(case, x | {"do": do}, start)
+    part_do = part.pop("do")
+    o, _, *gradients = reference(**part, do=part_do if backward else None)
+    expected = {"o": o} | ({f"d{name}": value for name, value in gradients[0].items()} if backward else {})
+    limits = {name: tolerance(name, jnp.dtype(dtype).name) for name in expected}
+
+    def verdict(results):
+        return timing.worst(judged_part(case, results, start), expected, limits)
+
+    return timing.measure(
+        runs, peers.available(case, x, cu_seqlens, do if backward else None), verdict, case.flops(T, backward),
+        case.bytes(T, dtype, backward), timing.machine_peaks(dtype), repeats,
+    )  # fmt: skip

@@ -1,0 +1,123 @@
+"""Other people's implementations of the same operators, where they are installed."""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks.cases import Case
+from benchmarks.timing import Run, compiled, with_gradients
+
+# The scan keeps a state per token for its backward; more than this is no comparison.
+_SCAN_STATES = 2**31
+
+
+def available(case: Case, x: dict, cu_seqlens, do) -> list[Run]:
+    """Return the peers that can run a case here; with do, forward and backward."""
+    found = (make(case, x, cu_seqlens, do) for make in (_transformers, _scan, _fla))
+    return [run for run in found if run is not None]
+
+
+def _scan(case: Case, x: dict, cu_seqlens, do) -> Run | None:
+    """The recurrence as one writes it in JAX: `lax.scan` over tokens, all heads and sequences side by side."""
+    tokens = x["v"].shape[1]
+    if do is not None and 4 * tokens * case.HV * case.K * case.V > _SCAN_STATES:
+        return None
+    N = max(1, case.sequences)
+
+    def token(S, x):
+        q, k, v, g, beta = x
+        S = jnp.exp(g)[..., None] * S
+        if beta is not None:
+            v = beta[..., None] * (v - jnp.einsum("nhk,nhkv->nhv", k, S))
+        S = S + k[..., None] * v[..., None, :]
+        return S, jnp.einsum("nhk,nhkv->nhv", q, S)
+
+    def run(x, cu_seqlens):
+        def by_time(y):
+            y = y.astype(jnp.float32).reshape(N, tokens // N, *y.shape[2:])
+            return jnp.moveaxis(y, 1, 0)
+
+        q, k = (by_time(jnp.repeat(x[name], case.HV // case.H, axis=2)) for name in "qk")
+        g = by_time(x["g"])
+        beta = by_time(x["beta"]) if case.delta else None
+        S = jnp.zeros((N, case.HV, case.K, case.V))
+        gate = g if case.per_channel else g[..., None]
+        _, o = lax.scan(token, S, (q * case.K**-0.5, k, by_time(x["v"]), gate, beta))
+        return {"o": jnp.moveaxis(o, 0, 1).reshape(x["v"].shape).astype(x["v"].dtype)}
+
+    return compiled("scan", run if do is None else with_gradients(run, {"o": do}), x, cu_seqlens)
+
+
+def _to_torch(x: jax.Array, device: str):
+    import torch
+
+    tensor = torch.tensor(np.asarray(x, np.float32), device=device)
+    return tensor.to(torch.bfloat16) if x.dtype == jnp.bfloat16 else tensor
+
+
+def _torch_run(name: str, function, x: dict, do, device: str) -> Run:
+    """Return the run of function(**tensors) -> (o, ...), with autograd if there is a do."""
+    import torch
+
+    tensors = {n: _to_torch(y, device) for n, y in x.items()}
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def forward():
+        with torch.no_grad():
+            o = function(**tensors)[0]
+        wait()
+        return {"o": o}
+
+    if do is None:
+        return Run(name, forward)
+    cotangent = _to_torch(do, device)
+
+    def forward_and_backward():
+        leaves = {n: y.requires_grad_(True) for n, y in tensors.items()}
+        o = function(**leaves)[0]
+        gradients = torch.autograd.grad(o, list(leaves.values()), cotangent)
+        wait()
+        return {"o": o.detach()} | {f"d{n}": dy for n, dy in zip(leaves, gradients, strict=True)}
+
+    return Run(name, forward_and_backward)
+
+
+def _transformers(case: Case, x: dict, cu_seqlens, do) -> Run | None:
+    """Qwen3-Next's own function in torch, on the CPU with 2 threads; key heads are repeated as its layer does."""
+    if case.operator != "gated_delta_rule" or cu_seqlens is not None or x["v"].dtype != jnp.float32:
+        return None
+    try:
+        import torch
+
+        model = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    except ImportError:
+        return None
+    torch.set_num_threads(2)
+    group = case.HV // case.H
+
+    def function(q, k, v, g, beta):
+        q, k = (y.repeat_interleave(group, dim=2) for y in (q, k))
+        return model.torch_chunk_gated_delta_rule(q, k, v, g, beta)
+
+    return _torch_run("transformers", function, x, do, "cpu")
+
+
+def _fla(case: Case, x: dict, cu_seqlens, do) -> Run | None:
+    """The Triton kernels of flash-linear-attention (fla-core), on an NVIDIA GPU."""
+    try:
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        module = importlib.import_module(f"fla.ops.{case.operator}")
+    except ImportError:
+        return None
+    function = getattr(module, f"chunk_{case.operator}")
+    if cu_seqlens is not None:
+        ends = torch.tensor(np.asarray(cu_seqlens), dtype=torch.int64, device="cuda")
+        function = functools.partial(function, cu_seqlens=ends)
+    return _torch_run("fla", function, x, do, "cuda")

@@ -1,0 +1,80 @@
+"""Pictures of saved results."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def _groups(rows: Iterable[dict], *keys: str) -> dict[str, list[dict]]:
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(", ".join(str(row[key]) for key in keys if row.get(key)), []).append(row)
+    return groups
+
+
+def _lines(axes, rows, keys, x, y):
+    for marker, (label, group) in zip("osv^D<>*phX" * 3, _groups(rows, *keys).items(), strict=False):
+        points = sorted((row[x], row[y]) for row in group if row.get(y) is not None)
+        if points:
+            axes.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=label)
+    axes.grid(alpha=0.3)
+
+
+def _time(rows, plt):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    keys = ("case", "stage", "pass", "dtype", "implementation")
+    varying = [key for key in keys if len({row.get(key) for row in rows}) > 1] or ["implementation"]
+    rows = [row for row in rows if row["correct"]]
+    _lines(left, rows, varying, "T", "median_ms")
+    _lines(right, rows, varying, "T", "memory_mib")
+    left.set(xscale="log", yscale="log", xlabel="T, tokens", ylabel="time, ms")
+    right.set(xscale="log", yscale="log", xlabel="T, tokens", ylabel="memory, MiB")
+    left.legend(fontsize=7)
+    return figure
+
+
+def _accuracy(rows, plt):
+    operators = list(dict.fromkeys(row["operator"] for row in rows))
+    width = 2.6 * len(operators) + 1
+    figure, row_of_axes = plt.subplots(
+        1, len(operators), figsize=(width, 3.2), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, operator in zip(row_of_axes[0], operators, strict=True):
+        _lines(axes, [row for row in rows if row["operator"] == operator], ("form", "dtype"), "point", "error")
+        strengths = rows[0]["sweep"] == "gate strength"
+        axes.set(yscale="log", title=operator, xlabel="mean gate, nats a token" if strengths else "share of equal keys")
+        if strengths:
+            axes.set_xscale("log")
+    row_of_axes[0][0].set_ylabel("RMS error over RMS")
+    row_of_axes[0][0].legend(fontsize=7)
+    return figure
+
+
+def _tpu(rows, plt):
+    rows = [row for row in rows if row.get("kernel_cycles")]
+    groups, chips = _groups(rows, "case", "pass", "implementation"), list(dict.fromkeys(row["chip"] for row in rows))
+    figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
+    for index, (label, group) in enumerate(groups.items()):
+        cycles = {row["chip"]: row["kernel_cycles"] + row["around_cycles"] for row in group}
+        places = [chips.index(chip) + 0.8 * (index / len(groups) - 0.5) for chip in cycles]
+        axes.bar(places, [c / 1e6 for c in cycles.values()], 0.75 / len(groups), align="edge", label=label)
+    axes.set(ylabel="million cycles, estimated", yscale="log")
+    axes.set_xticks(range(len(chips)), chips)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=7)
+    return figure
+
+
+KINDS = {"time": _time, "stages": _time, "accuracy": _accuracy, "tpu": _tpu}
+
+
+def draw(kind: str, rows: list[dict], path: Path) -> None:
+    """Draw the rows of a result of a command: `kind` is its name."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure = KINDS[kind](rows, plt)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
+    plt.close(figure)

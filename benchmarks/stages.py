@@ -1,0 +1,111 @@
+"""The stages of the gated delta rule one by one, each on the results of plain JAX for the stages before it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.cases import Case
+from chunkwise.pipeline.check import STAGES, Stage
+from chunkwise.shared.testing import GRADIENT_TOLERANCE, STAGE_TOLERANCE, TOLERANCE
+
+C = 64
+# What each stage reads, and its flops a token and value head; triangles count half.
+READS = {
+    "chunk_local_cumsum": ("g",),
+    "chunk_scaled_dot_kkt": ("k", "beta", "g_cum"),
+    "solve_tril": ("A",),
+    "recompute_w_u": ("k", "v", "beta", "A_inv", "g_cum"),
+    "chunk_gated_delta_rule_fwd_h": ("k", "w", "u", "g_cum", "initial_state"),
+    "chunk_fwd_h": ("k", "v", "g_cum", "initial_state"),
+    "chunk_fwd_o": ("q", "k", "v_new", "h", "g_cum"),
+}
+FLOPS = {
+    "chunk_local_cumsum": lambda K, V: 1,
+    "chunk_scaled_dot_kkt": lambda K, V: C * K,
+    "solve_tril": lambda K, V: C * C // 3,
+    "recompute_w_u": lambda K, V: C * (K + V),
+    "chunk_gated_delta_rule_fwd_h": lambda K, V: 4 * K * V,
+    "chunk_fwd_h": lambda K, V: 2 * K * V,
+    "chunk_fwd_o": lambda K, V: C * K + 2 * K * V + C * V,
+}
+
+
+def function(stage: Stage, implementation: str):
+    """Return the stage as a function from its inputs by name, and cu_seqlens or None, to its results by name."""
+
+    def run(x, cu_seqlens):
+        results = stage.run(x, C, cu_seqlens=cu_seqlens, implementation=implementation)
+        return dict(zip(stage.results, results if isinstance(results, tuple) else (results,), strict=True))
+
+    return run
+
+
+def all_arguments(case: Case, T: int, dtype) -> dict:
+    """Return the inputs and results of all stages by name."""
+    x, cu_seqlens = case.inputs(T, dtype), case.boundaries(T)
+    x["initial_state"] = jnp.zeros((max(1, case.sequences), case.HV, case.K, case.V))
+    for stage in STAGES:
+        if stage.name != "chunk_fwd_h":
+            x |= jax.jit(function(stage, "xla"))(x, cu_seqlens)
+    return x
+
+
+def last_group(case: Case, x: dict) -> dict:
+    """Return the last key head and its value heads in float64: heads do not mix."""
+    group, part = case.HV // case.H, {}
+    for name, y in x.items():
+        heads = 1 if name in ("q", "k") else group
+        y = np.asarray(y, np.float64)
+        part[name] = y[:, -heads:] if name.endswith("_state") else y[:, :, -heads:]
+    return part
+
+
+def gradient_errors(case: Case, stage: Stage, x: dict, cotangents: dict, gradients: dict, cu_seqlens):
+    """Yield the error of every gradient along one random direction, against a central difference in float64."""
+    x, cotangents, gradients = (last_group(case, y) for y in (x, cotangents, gradients))
+    rng, step = np.random.default_rng(2), 1e-4
+
+    def loss(x):
+        results = stage.definition(x, cu_seqlens, C)
+        results = dict(zip(stage.results, results if isinstance(results, tuple) else (results,), strict=True))
+        return sum(np.sum(cotangents[name] * y) for name, y in results.items())
+
+    for name, dx in gradients.items():
+        # Mostly along the sign of the gradient: little cancels, so the difference is large.
+        direction = np.where(rng.random(dx.shape) < 0.8, np.sign(dx), 0.0)
+        forward, back = (loss(x | {name: x[name] + side * step * direction}) for side in (1, -1))
+        expected = (forward - back) / (2 * step)
+        yield abs(np.sum(dx * direction) - expected) / max(abs(expected), 1e-30)
+
+
+def measure(case: Case, stage: Stage, T: int, dtype, implementations, backward: bool, repeats: int, x: dict):
+    """Return a row for every implementation; `x` holds all arguments."""
+    cu_seqlens = case.boundaries(T)
+    x = {name: x[name] for name in READS[stage.name]}
+    part = last_group(case, x)
+    expected = stage.definition(part, cu_seqlens, C)
+    expected = dict(zip(stage.results, expected if isinstance(expected, tuple) else (expected,), strict=True))
+    shapes = jax.eval_shape(function(stage, "xla"), x, cu_seqlens)
+    rng = np.random.default_rng(1)
+    cotangents = {name: jnp.asarray(rng.standard_normal(y.shape), y.dtype) for name, y in shapes.items()}
+    rounded = stage.results == ("o",) and dtype != jnp.float32
+    limit = TOLERANCE[jnp.dtype(dtype).name] if rounded else STAGE_TOLERANCE
+    functions = {name: function(stage, name) for name in implementations}
+    if backward:
+        functions = {name: timing.with_gradients(fn, cotangents) for name, fn in functions.items()}
+    runs = [timing.compiled(name, fn, x, cu_seqlens) for name, fn in functions.items()]
+
+    def verdict(results):
+        got = last_group(case, {name: results[name] for name in expected})
+        err, correct = timing.worst(got, expected, dict.fromkeys(expected, limit))
+        if backward:
+            gradients = {name: results[f"d{name}"] for name in x}
+            errors = gradient_errors(case, stage, x, cotangents, gradients, cu_seqlens)
+            correct = correct and all(e <= GRADIENT_TOLERANCE[jnp.dtype(dtype).name] for e in errors)
+        return err, correct
+
+    size = lambda arrays: sum(y.size * y.dtype.itemsize for y in arrays.values())
+    moved = size(x) * (2 if backward else 1) + size(shapes)
+    flops = T * case.HV * FLOPS[stage.name](case.K, case.V) * (3 if backward else 1)
+    return timing.measure(runs, [], verdict, flops, moved, timing.machine_peaks(dtype), repeats)
