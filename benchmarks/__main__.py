@@ -122,7 +122,7 @@ def _cell(value) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):
-        return "yes" if value else "NO"
+        return "yes" if value else "no"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
@@ -133,6 +133,7 @@ def main(arguments=None) -> int:
         saved = json.loads(options.result.read_text())
         plots.draw(saved["command"], saved["rows"], options.output)
         return 0
+    base = json.loads(options.base.read_text())["rows"] if options.base else None
     console, rows = make_console(200), []
     with make_progress(console) as progress:
         planned = list(jobs(options))
@@ -147,8 +148,8 @@ def main(arguments=None) -> int:
         about |= {"command": options.command, "python": platform.python_version()}
         options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     wrong = any(row.get("correct") is False for row in rows)
-    if options.base:
-        lines = compare(rows, json.loads(options.base.read_text())["rows"], options.tolerance)
+    if base is not None:
+        lines = compare(rows, base, options.tolerance)
         show(lines, console)
         wrong = wrong or any(line["worse"] for line in lines)
     return int(wrong)
