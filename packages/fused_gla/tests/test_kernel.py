@@ -24,23 +24,23 @@ def test_scores_per_channel(C, strength):
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((2, 2, C, 5))
     g = -strength * rng.random((2, C, 5))
-    decays = tiles.decays(jnp.asarray(g, jnp.float32))
-    P = tiles.scores(jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32), decays.pairs)
-    want = np.tril(np.einsum("hic,hijc,hjc->hij", q, np.exp(pair_sums(g, C)), k))
+    decays = tiles.decays(jnp.asarray(g, jnp.float32), 0.5)
+    P = tiles.scores(jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32), decays)
+    want = 0.5 * np.tril(np.einsum("hic,hijc,hjc->hij", q, np.exp(pair_sums(g, C)), k))
     assert_close("P", P, want, 1e-6)
 
 
 def test_decays_keep_their_digits_beside_large_ones():
     # Differences of cumulative sums lose 3e-5 nats here.
     g = make_gate("spikes", np.random.default_rng(0), (1, 128, 1)).astype(np.float32).astype(np.float64)
-    decays = tiles.decays(jnp.asarray(g, jnp.float32).reshape(1, 1, 128))
-    assert_close("pairs", decays.pairs, np.tril(np.exp(pair_sums(g, 128)[..., 0]), -1), 1e-6)
+    decays = tiles.decays(jnp.asarray(g, jnp.float32).reshape(1, 1, 128), 1.0)
+    assert_close("pairs", decays.pairs, np.tril(np.exp(pair_sums(g, 128)[..., 0])), 1e-6)
 
 
 def test_constant_decays_are_those_of_equal_gates():
     gamma = jnp.asarray([-0.03, -2.0, -30.0])[:, None, None]
-    general = tiles.decays(jnp.broadcast_to(gamma, (3, 1, 16)))
-    for name, want, got in zip(general._fields, general, tiles.constant_decays(gamma, 16), strict=True):
+    general = tiles.decays(jnp.broadcast_to(gamma, (3, 1, 16)), 0.5)
+    for name, want, got in zip(general._fields, general, tiles.constant_decays(gamma, 0.5, 16), strict=True):
         assert_close(name, got, want, 1e-6)
 
 

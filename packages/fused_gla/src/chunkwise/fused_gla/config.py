@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from chunkwise.shared import largest_divisor
 
-_BUDGET_BYTES = 32 * 2**20
+# Of the 48 MiB that a launch may take.
+_BUDGET_BYTES = 45 * 2**20
 
 
 @dataclass(frozen=True)
@@ -23,22 +24,33 @@ class Config:
     num_steps: int
 
 
-def vmem_bytes_per_head(C: int, K: int, V: int, itemsize: int, per_channel: bool, num_steps: int, bwd: bool) -> int:
-    """Return the VMEM that one head takes: two buffers of every block, the states, the tiles in flight."""
+def vmem_bytes(
+    heads: int, C: int, K: int, V: int, itemsize: int, per_channel: bool, num_steps: int, bwd: bool
+) -> int:
+    """Return the VMEM that a grid step takes: two buffers of every block, the states, the tiles in flight."""
     channels = (4 * K + 3 * V if bwd else 2 * K + 2 * V) * itemsize + (4 * K * (1 + bwd) if per_channel else 0)
-    states = (num_steps + 8 if bwd else 5) * K * V * 4
+    states = (num_steps + 4 if bwd else 5) * K * V * 4
     levels = C.bit_length() * C * K * 4 * (3 if bwd else 2) if per_channel else 0
-    return 2 * C * num_steps * channels + states + levels + 6 * C * (C + K + V) * 4
+    # The backward of gates per head is a pipeline: few heads are in flight, whose decays stay.
+    pipelined = bwd and not per_channel
+    in_flight = 8 * C * (C + K + V) * 4 + 4 * K * V * 4
+    decays = C * (C + 2 * max(K, V)) * 4 if pipelined else 0
+    return heads * (2 * C * num_steps * channels + states + levels + decays) + min(heads, 6 if pipelined else heads) * (
+        in_flight if bwd else 6 * C * (C + K + V) * 4
+    )
 
 
 def default_for(H: int, K: int, V: int, C: int, NT: int, itemsize: int, per_channel: bool) -> Config:
     """Return the Config for these shapes: at least 4 heads where they fit, then up to 512 tokens, then more heads."""
     K, V = K + -K % 128, V + -V % 128
+
+    def fitting(most: int, bwd: bool) -> int:
+        fits = lambda n: vmem_bytes(n, C, K, V, itemsize, per_channel, num_steps, bwd) <= _BUDGET_BYTES
+        return max((n for n in range(1, most + 1) if H % n == 0 and fits(n)), default=1)
+
     num_steps = largest_divisor(NT, 512 // C)
     while True:
-        size = (C, K, V, itemsize, per_channel, num_steps)
-        heads = largest_divisor(H, min(16, _BUDGET_BYTES // vmem_bytes_per_head(*size, bwd=False)))
-        heads_bwd = largest_divisor(H, min(8, _BUDGET_BYTES // vmem_bytes_per_head(*size, bwd=True)))
+        heads, heads_bwd = fitting(16, bwd=False), fitting(8 if per_channel else 16, bwd=True)
         if num_steps == 1 or heads_bwd >= min(H, 4):
             return Config(heads, heads_bwd, num_steps)
         num_steps = largest_divisor(NT, num_steps - 1)

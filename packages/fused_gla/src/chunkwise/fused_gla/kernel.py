@@ -57,6 +57,8 @@ class Shape:
     per_channel: bool
     # Packed sequences with states of their own: every sequence of a chunk is visited by a loop.
     visit: bool
+    # Every chunk has the same decays: constant gates, whole chunks, one sequence.
+    constant: bool
 
     @property
     def NT(self) -> int:
@@ -67,6 +69,13 @@ class Shape:
     def grid(self) -> tuple[int, int, int]:
         """Batch rows, blocks of heads, and time."""
         return self.B, self.H // self.heads, self.NT // self.steps
+
+    def chunks(self, step) -> jax.Array:
+        """Return the chunks of a grid step: always `steps`, but XLA cannot tell.
+
+        It would inline a loop of one trip into other code when it interprets the kernel, and round that differently.
+        """
+        return jnp.minimum(self.steps, self.NT - step * self.steps)
 
     def tokens(self, D: int, time) -> pl.BlockSpec:
         """Return the spec of the tokens of a grid step in [B, T, H * D]; `time` maps the last grid index."""
@@ -137,7 +146,7 @@ class Inputs(NamedTuple):
 
 
 class Chunk:
-    """Chunk i of a grid step, inside a kernel.
+    """Chunk i of a grid step, some or all of its heads, inside a kernel.
 
     Attributes:
       q, k, v: tiles [heads, C, D].
@@ -145,8 +154,8 @@ class Chunk:
       decays: as `tiles.Decays`.
     """
 
-    def __init__(self, s: Shape, refs: Inputs, step, i, decays: tiles.Decays | None):
-        self.s, self.refs, self.i, self.index = s, refs, i, step * s.steps + i
+    def __init__(self, s: Shape, refs: Inputs, step, i, decays: tiles.Decays | None, heads: slice):
+        self.s, self.refs, self.i, self.index, self.heads = s, refs, i, step * s.steps + i, heads
         self.same = None
         if refs.owner is not None:
             self.row = refs.owner[i][None]
@@ -157,7 +166,7 @@ class Chunk:
         self.q, self.k, self.v = self.load(refs.q, s.K), self.load(refs.k, s.K), self.load(refs.v, s.V)
         if decays is None:
             self.g = self._gates()
-            decays = tiles.decays(self.g, self.same)
+            decays = tiles.decays(self.g, refs.scale[0], self.same)
         self.decays = decays
 
     def _rows(self):
@@ -166,14 +175,16 @@ class Chunk:
     def load(self, ref, D: int) -> jax.Array:
         """Return tokens as a tile [heads, C, D]; padding, which may hold anything, becomes zeros."""
         rows = self._rows()
-        x = jnp.stack([ref[rows, h * D : (h + 1) * D] for h in range(self.s.heads)])
+        x = jnp.stack([ref[rows, h * D : (h + 1) * D] for h in range(self.heads.start, self.heads.stop)])
+        if self.same is None and self.s.T % self.s.C == 0:
+            return x
         return self._inside(x.astype(jnp.float32), 1).astype(x.dtype)
 
     def store(self, ref, x: jax.Array):
         """Write a tile [heads, C, D] to the tokens of the chunk."""
         D = x.shape[2]
-        for h in range(self.s.heads):
-            ref[self._rows(), h * D : (h + 1) * D] = x[h].astype(ref.dtype)
+        for h in range(self.heads.start, self.heads.stop):
+            ref[self._rows(), h * D : (h + 1) * D] = x[h - self.heads.start].astype(ref.dtype)
 
     def _inside(self, x: jax.Array, axis: int) -> jax.Array:
         """Return x with zeros for tokens past the end of the batch or of the last sequence; `axis` walks the tokens."""
@@ -190,11 +201,11 @@ class Chunk:
     def _gates(self) -> jax.Array:
         s, refs = self.s, self.refs
         if s.per_channel:
-            constant = 0.0 if refs.gamma is None else self._inside(refs.gamma[:, :, :1] + jnp.zeros((1, s.C, 1)), 1)
+            constant = 0.0 if refs.gamma is None else self._inside(refs.gamma[self.heads, :, :1] + jnp.zeros((1, s.C, 1)), 1)
             return self.load(refs.g, s.K) + constant
-        g = jnp.zeros((s.heads, 1, s.C), jnp.float32)
-        g = g if refs.g is None else g + refs.g[self.i]
-        g = g if refs.gamma is None else g + refs.gamma[...]
+        g = jnp.zeros((self.heads.stop - self.heads.start, 1, s.C), jnp.float32)
+        g = g if refs.g is None else g + refs.g[self.i, self.heads]
+        g = g if refs.gamma is None else g + refs.gamma[self.heads]
         return self._inside(g, 2)
 
     def of(self, n, x: jax.Array) -> jax.Array:
@@ -236,14 +247,12 @@ class Chunk:
         return self.refs.bounds[n + 1] <= (self.index + 1) * self.s.C
 
 
-def constant_decays(s: Shape, refs: Inputs) -> tiles.Decays | None:
-    """Return the decays of every chunk where they are the same for all: constant gates, whole chunks, one sequence."""
-    if refs.g is not None or refs.owner is not None or s.T % s.C:
-        return None
+def constant_decays(s: Shape, refs: Inputs) -> tiles.Decays:
+    """Return the decays of every chunk where `constant` says that they are the same for all."""
     # The maximum of equal lanes: a reduction leaves its result in every lane, a slice is broadcast at every use.
     gamma = jnp.zeros((s.heads, 1, s.C), jnp.float32) if refs.gamma is None else refs.gamma[...]
     gamma = jnp.max(gamma, axis=2, keepdims=True)
-    return tiles.constant_decays(gamma, s.C)
+    return tiles.constant_decays(gamma, refs.scale[0], s.C)
 
 
 def fetch_state(states_ref, n, block, target_ref):
@@ -262,7 +271,7 @@ def put_state(source_ref, states_ref, n, block):
 
 def _gla_fwd_kernel(*refs, s: Shape):
     x, (o_ref, final_ref, kept_ref, S_ref) = Inputs(*refs[:11]), refs[11:]
-    block, step, scale = pl.program_id(1), pl.program_id(2), x.scale[0]
+    block, step = pl.program_id(1), pl.program_id(2)
 
     @pl.when(step == 0)
     def _():
@@ -271,17 +280,17 @@ def _gla_fwd_kernel(*refs, s: Shape):
 
     if kept_ref is not None:
         kept_ref[...] = S_ref[...]
-    constant = constant_decays(s, x)
+    constant = constant_decays(s, x) if s.constant else None
 
     def chunk(i, _):
-        c = Chunk(s, x, step, i, constant)
-        P = scale * tiles.scores(c.q, c.k, c.decays.pairs, c.same)
+        c = Chunk(s, x, step, i, constant, slice(0, s.heads))
+        P = tiles.scores(c.q, c.k, c.decays, c.same)
         own = dot(P.astype(c.v.dtype), c.v)
 
         def state_pass(o, n=None):
             S = S_ref[...]
             S_ref[...] = tiles.next_state(S, c.k, c.v, c.to_end(n), c.through(n))
-            return o + scale * tiles.read_state(c.q, S, c.from_start(n))
+            return o + tiles.read_state(c.q, S, c.from_start(n))
 
         def visit(n, o):
             pl.when(c.starts(n))(lambda: fetch_state(x.initial_state, n, block, S_ref))
@@ -292,7 +301,7 @@ def _gla_fwd_kernel(*refs, s: Shape):
         o = lax.fori_loop(*c.sequences(), visit, own) if s.visit else state_pass(own)
         c.store(o_ref, o)
 
-    lax.fori_loop(0, s.steps, chunk, None)
+    lax.fori_loop(0, s.chunks(step), chunk, None)
     if final_ref is not None and not s.visit:
 
         @pl.when(step == s.grid[2] - 1)

@@ -18,20 +18,23 @@ from chunkwise.shared import column_index, dot, dot_nt, dot_tn, lower, masked_ex
 
 
 class Decays(NamedTuple):
-    """The decays of a chunk, all at most 1.
+    """The decays of a chunk, all at most 1, those that lead to an output times the scale.
 
     Attributes:
-      pairs: [h, C, C], from token j to token i > j of one sequence, else 0; per channel a tuple of [h, C, K], for every
-        level of `_levels` the decay between each token and the anchor of its block.
-      from_start: [h, C, 1 or K], from the start of the chunk, or of the token's sequence in it, to the token.
+      pairs: [h, C, C], scale times the decay from token j to token i >= j of one sequence, else 0; per channel a tuple
+        of [h, C, K], for every level of `_levels` the decay between each token and the anchor of its block.
+      from_start: [h, C, 1 or K], scale times the decay from the start of the chunk, or of the token's sequence in it, to
+        the token.
       to_end: [h, C, 1 or K], from the token to the end of the chunk, or of its sequence in it.
       through: [h, 1, 1 or K], over the whole chunk.
+      scale: float32.
     """
 
     pairs: jax.Array | tuple[jax.Array, ...]
     from_start: jax.Array
     to_end: jax.Array
     through: jax.Array
+    scale: jax.Array | float
 
 
 def _levels(C: int) -> list[int]:
@@ -72,54 +75,57 @@ def _for_heads(x: jax.Array, h: int) -> jax.Array:
     return jnp.broadcast_to(x, (h, *x.shape[1:]))
 
 
-def decays(g: jax.Array, same: jax.Array | None = None) -> Decays:
+def decays(g: jax.Array, scale: jax.Array | float, same: jax.Array | None = None) -> Decays:
     """Return the decays of a chunk.
 
     Args:
       g: gates in nats, [h, 1, C] or [h, C, K], zero on padding.
+      scale: of the outputs, float32.
       same: bool [1 or h, C, C], whether two tokens belong to one sequence; None if all do.
     """
     if _per_channel(g):
         h, C, _ = g.shape
         sums = dot(_for_heads(_spans(C, same), h), g)
         *pairs, from_start, to_end = (jnp.exp(sums[:, n : n + C]) for n in range(0, sums.shape[1], C))
-        return Decays(tuple(pairs), from_start, to_end, jnp.exp(jnp.sum(g, axis=1, keepdims=True)))
+        return Decays(tuple(pairs), scale * from_start, to_end, jnp.exp(jnp.sum(g, axis=1, keepdims=True)), scale)
     h, C = g.shape[0], g.shape[2]
     up_to = jnp.where(lower(C), g, 0.0)
     between = dot(up_to, _for_heads(strictly_lower(C).astype(jnp.float32), h))
     own = up_to if same is None else jnp.where(same, up_to, 0.0)
     after = jnp.where(_within(~lower(C), same), g, 0.0)
     return Decays(
-        pairs=jnp.where(_within(strictly_lower(C), same), jnp.exp(between), 0.0),
-        from_start=jnp.exp(jnp.sum(own, axis=2, keepdims=True)),
+        pairs=jnp.where(_within(lower(C), same), scale * jnp.exp(between), 0.0),
+        from_start=scale * jnp.exp(jnp.sum(own, axis=2, keepdims=True)),
         to_end=jnp.exp(jnp.sum(after, axis=2, keepdims=True)),
         through=jnp.exp(jnp.sum(g, axis=2, keepdims=True)),
+        scale=scale,
     )
 
 
-def constant_decays(gamma: jax.Array, C: int) -> Decays:
+def constant_decays(gamma: jax.Array, scale: jax.Array | float, C: int) -> Decays:
     """Return the decays of a whole chunk of one sequence whose gate is gamma [h, 1, 1] for every token."""
     after_start = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1).astype(jnp.float32)
     apart = (row_index(C) - column_index(C)).astype(jnp.float32)
     return Decays(
-        pairs=masked_exp(apart * gamma, strictly_lower(C)),
-        from_start=jnp.exp((after_start + 1.0) * gamma),
+        pairs=scale * masked_exp(apart * gamma, lower(C)),
+        from_start=scale * jnp.exp((after_start + 1.0) * gamma),
         to_end=jnp.exp((C - 1.0 - after_start) * gamma),
         through=jnp.exp(C * gamma),
+        scale=scale,
     )
 
 
-def scores(q: jax.Array, k: jax.Array, pairs, same: jax.Array | None = None) -> jax.Array:
-    """Return P_ij = <q_i, e^(G_i - G_j) k_j> for i >= j of one sequence, else 0, as [h, C, C] float32."""
-    C = q.shape[1]
-    diagonal = row_index(C) == column_index(C)
+def scores(q: jax.Array, k: jax.Array, decays: Decays, same: jax.Array | None = None) -> jax.Array:
+    """Return P_ij = scale <q_i, e^(G_i - G_j) k_j> for i >= j of one sequence, else 0, as [h, C, C] float32."""
+    C, pairs = q.shape[1], decays.pairs
     if not isinstance(pairs, tuple):
-        return dot_nt(q, k) * jnp.where(diagonal, 1.0, pairs)
+        return dot_nt(q, k) * pairs
+    diagonal = row_index(C) == column_index(C)
     P = jnp.where(diagonal, jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=2, keepdims=True), 0.0)
     for b, decay in zip(_levels(C), pairs, strict=True):
         product = dot_nt(_scaled(q, decay), _scaled(k, decay))
         P = jnp.where(_within(_split_by(b, C), same), product, P)
-    return P
+    return decays.scale * P
 
 
 def _scaled(x: jax.Array, decay: jax.Array) -> jax.Array:
@@ -128,7 +134,7 @@ def _scaled(x: jax.Array, decay: jax.Array) -> jax.Array:
 
 
 def read_state(q: jax.Array, S: jax.Array, from_start: jax.Array) -> jax.Array:
-    """Return what every token reads from the state before the chunk, [h, C, V] float32."""
+    """Return what every token reads from the state before the chunk, times the scale, [h, C, V] float32."""
     if from_start.shape[2] == 1:
         return from_start * dot_nt(q, S.astype(q.dtype))
     return dot_nt(_scaled(q, from_start), S.astype(q.dtype))
@@ -147,16 +153,17 @@ class ScoreGradients(NamedTuple):
     exponents: jax.Array | tuple[jax.Array, ...]
 
 
-def scores_bwd(dP: jax.Array, q: jax.Array, k: jax.Array, pairs, P: jax.Array, same=None) -> ScoreGradients:
+def scores_bwd(dP, q: jax.Array, k: jax.Array, decays: Decays, P: jax.Array, same=None) -> ScoreGradients:
     """Return the gradients of `scores` given dP [h, C, C] float32, whatever it holds outside of the pairs, and P.
 
     The diagonal of P does not depend on the gates: leaving it out of their gradient matters where the decays are 1e-13.
     """
-    C, dtype = q.shape[1], q.dtype
+    C, dtype, pairs = q.shape[1], q.dtype, decays.pairs
     if not isinstance(pairs, tuple):
-        decayed = (dP * jnp.where(row_index(C) == column_index(C), 1.0, pairs)).astype(dtype)
+        decayed = (dP * pairs).astype(dtype)
         exponents = jnp.where(strictly_lower(C), dP * P, 0.0)
         return ScoreGradients(dot(decayed, k), dot_tn(decayed, q), exponents)
+    dP = decays.scale * dP
     on_diagonal = jnp.sum(jnp.where(row_index(C) == column_index(C), dP, 0.0), axis=2, keepdims=True)
     q32, k32 = q.astype(jnp.float32), k.astype(jnp.float32)
     dq, dk, exponents = on_diagonal * k32, on_diagonal * q32, []
@@ -179,24 +186,102 @@ class StateGradients(NamedTuple):
     S: jax.Array
 
 
-def state_bwd(S, dS, q, k, v, do, scale, from_start, to_end, through) -> StateGradients:
+def state_bwd(S, dS, q, k, v, do, from_start, to_end, through) -> StateGradients:
     """Return the gradients of `read_state` and `next_state` together.
 
     Args:
       S: [h, V, K], the state before the chunk.
       dS: [h, V, K], the gradient of the state after it.
-      q, k, v, do: tiles; do is the gradient of the output, which is what is read times scale.
-      scale: float32.
+      q, k, v, do: tiles; do is the gradient of the output.
       from_start, to_end, through: as in `Decays`.
     """
     axes = (1, 2) if through.shape[2] == 1 else 1
-    dS_mxu = dS.astype(q.dtype)
+    dS_mxu, dS_before = dS.astype(q.dtype), through * dS
     return StateGradients(
-        q=from_start * (scale * dot(do, S.astype(q.dtype))),
+        q=from_start * dot(do, S.astype(q.dtype)),
         k=to_end * dot(v, dS_mxu),
         v=dot_nt(_scaled(k, to_end), dS_mxu),
-        through=through * jnp.sum(S * dS, axis=axes, keepdims=True),
-        S=through * dS + scale * dot_tn(do, _scaled(q, from_start)),
+        through=jnp.sum(S * dS_before, axis=axes, keepdims=True),
+        S=dS_before + dot_tn(do, _scaled(q, from_start)),
+    )
+
+
+class ChunkGradients(NamedTuple):
+    """Gradients of a chunk whose gates are per head, and of the gradient of the state, all float32.
+
+    Attributes:
+      q, k, v: [h, C, D].
+      S: [h, V, K], the gradient of the state before the chunk.
+      exponents: [h, C, C], of the exponents in `Decays.pairs`, transposed: row j, column i; also on the diagonal.
+      from_start, to_end: [h, C, K], of the exponents of `Decays`, by channel.
+      through: [h, 1, 1 or K], of that of `Decays.through`.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    S: jax.Array
+    exponents: jax.Array
+    from_start: jax.Array
+    to_end: jax.Array
+    through: jax.Array
+
+
+class Products(NamedTuple):
+    """The products of a backward chunk that wait for no other: `chunk_bwd` takes them up.
+
+    Attributes:
+      by_k: [h, C, V + C], of k with dS and with q.
+      by_v: [h, C, K + C], of v with dS and with do.
+      by_do: [h, C, K], of do with S.
+      do_t: [h, V, C], do transposed.
+    """
+
+    by_k: jax.Array
+    by_v: jax.Array
+    by_do: jax.Array
+    do_t: jax.Array
+
+
+def chunk_products(S, dS, q, k, v, do) -> Products:
+    """Return the first products of a chunk whose gates are per head; the arguments are those of `state_bwd`.
+
+    What the matrix unit waits for are the operands it keeps. Products with a common left operand therefore stand side by
+    side, and the scores are transposed, as two of the three products that read them want.
+    """
+    transposed = lambda x: jnp.swapaxes(x, 1, 2)
+    do_t, dS_mxu = transposed(do), dS.astype(q.dtype)
+    return Products(
+        by_k=dot(k, jnp.concatenate([transposed(dS_mxu), transposed(q)], axis=2)),
+        by_v=dot(v, jnp.concatenate([dS_mxu, do_t], axis=2)),
+        by_do=dot(do, S.astype(q.dtype)),
+        do_t=do_t,
+    )
+
+
+def chunk_bwd(products: Products, S, dS, q, k, do, pairs_t, from_start, to_end, through) -> ChunkGradients:
+    """Return all gradients of a chunk whose gates are per head: `scores_bwd` and `state_bwd` in one.
+
+    Args:
+      products: of `chunk_products`.
+      S, dS, q, k, do, from_start, through: as in `state_bwd`.
+      pairs_t: `Decays.pairs` transposed.
+      to_end: as in `Decays`; if it is broadcast, at least as wide as K and V.
+    """
+    by_k, by_v, by_do, do_t = products
+    dtype, K, V = q.dtype, q.shape[2], do.shape[2]
+    P, dP, dS_before = pairs_t * by_k[:, :, V:], by_v[:, :, K:], through * dS
+    decayed = (pairs_t * dP).astype(dtype)
+    dq, dk = from_start * by_do, to_end[:, :, :K] * by_v[:, :, :K]
+    return ChunkGradients(
+        q=dq + dot(jnp.swapaxes(decayed, 1, 2), k),
+        k=dk + dot(decayed, q),
+        v=to_end[:, :, :V] * by_k[:, :, :V] + dot(P.astype(dtype), do),
+        S=dS_before + dot(do_t, _scaled(q, from_start)),
+        exponents=P * dP,
+        from_start=q * dq,
+        to_end=k * dk,
+        through=jnp.sum(S * dS_before, axis=(1, 2) if through.shape[2] == 1 else 1, keepdims=True),
     )
 
 
@@ -222,16 +307,24 @@ def gate_bwd(exponents, d_from_start: jax.Array, d_to_end: jax.Array, same: jax.
 
 
 def constant_gate_bwd(exponents, d_from_start, d_to_end, d_through) -> jax.Array:
-    """Return what a chunk adds to the gradient of a constant gate, as [h, 1, 1]; the arguments are those of `gate_bwd`.
+    """Return what a chunk adds to the gradient of a constant gate, as parts [h, 8, K] of a sum.
 
     Each exponent of `constant_decays` is a number of tokens times the gate.
+
+    Args:
+      exponents: [h, C, C], transposed as in `ChunkGradients`.
+      d_from_start, d_to_end: as in `gate_bwd`.
+      d_through: gradient of the exponent of `through`, [h, 1, K].
     """
-    C = exponents.shape[1]
+    h, C, K = d_to_end.shape
     after_start = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1).astype(jnp.float32)
-    apart = (row_index(C) - column_index(C)).astype(jnp.float32)
-    states = (after_start + 1.0) * d_from_start + (C - 1.0 - after_start) * d_to_end
-    total = lambda x: _row_sum(jnp.sum(x, axis=1, keepdims=True))
-    return total(apart * exponents) + total(states) + C * d_through
+    apart = (column_index(C) - row_index(C)).astype(jnp.float32)
+    # Whole vectors are added: the sums inside of them are left to the caller, once for all chunks.
+    parts = lambda x: jnp.sum(x.reshape(h, -1, 8, x.shape[2]), axis=1)
+    pairs = jnp.pad(parts(apart * exponents), [(0, 0), (0, 0), (0, K - C)])
+    first = lax.broadcasted_iota(jnp.int32, (1, 8, 1), 1) == 0
+    states = parts((after_start + 1.0) * d_from_start + (C - 1.0 - after_start) * d_to_end)
+    return states + pairs + jnp.where(first, C * d_through, 0.0)
 
 
 def _row_sum(x: jax.Array) -> jax.Array:

@@ -43,7 +43,9 @@ def _bwd(C, config, final, residuals, cotangents):
     # The output is linear in the scale and in q: one gradient gives the other.
     dscale = jnp.sum(dq.astype(jnp.float32) * q.astype(jnp.float32)) / scale[0]
     dgamma = None
-    if dg is not None:
+    if dg is not None and s.constant:
+        dgamma, dg = jnp.sum(dg, axis=(0, 2, 3)).astype(gamma.dtype), None
+    elif dg is not None:
         dg = _heads(dg, s.H, K) if s.per_channel else jnp.moveaxis(dg[:, :, :, 0], 2, 3).reshape(s.B, -1, s.H)[:, : s.T]
         if gamma is not None:
             dgamma = jnp.sum(dg, axis=(0, 1, 3) if s.per_channel else (0, 1)).astype(gamma.dtype)
@@ -67,6 +69,7 @@ def _prepare(C, heads, num_steps, final, q, k, v, g, gamma, scale, initial_state
     s = kernel.Shape(
         B, T, H, K + -K % LANES, V + -V % LANES, C, heads, largest_divisor(NT, num_steps), per_channel,
         visit=cu_seqlens is not None and (final or initial_state is not None),
+        constant=g is None and cu_seqlens is None and T % C == 0,
     )  # fmt: skip
     # The matrix unit takes bfloat16 operands only if all three are bfloat16.
     dtype = jnp.result_type(*(operand_dtype(x.dtype) for x in (q, k, v)))

@@ -31,7 +31,8 @@ def gla(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, C):
     rows = chunks.split(g) if g.ndim == 4 else chunks.split_rows(g)
     q, k, v, g = (_tiles(x) for x in (chunks.split(q), chunks.split(k), chunks.split(v), rows))
     same = None if masks is None else jnp.repeat(masks.same, H, axis=0)
-    pairs, from_start, to_end, through = tiles.decays(g, same)
+    decays = tiles.decays(g, scale, same)
+    _, from_start, to_end, through, _ = decays
     if masks is not None:
         from_start = jnp.where(_column(masks.carried, H), from_start, 0.0)
         to_end = jnp.where(_column(masks.ending, H), to_end, 0.0)
@@ -40,8 +41,8 @@ def gla(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, C):
     added = tiles.next_state(jnp.zeros((), jnp.float32), k, v, to_end, through)
     added, through = (x.reshape(chunks.NC, H, *x.shape[1:]) for x in (added, through))
     before = _states(chunks, added, through, initial_state)
-    P = scale * tiles.scores(q, k, pairs, same)
-    o = dot(P.astype(v.dtype), v) + scale * tiles.read_state(q, _tiles(before), from_start)
+    P = tiles.scores(q, k, decays, same)
+    o = dot(P.astype(v.dtype), v) + tiles.read_state(q, _tiles(before), from_start)
     o = chunks.merge(o.reshape(chunks.NC, H, *o.shape[1:])).astype(v.dtype)
     if not output_final_state:
         return o, None
