@@ -44,9 +44,14 @@ def with_gradients(fn: Callable, cotangents: dict) -> Callable:
 
 def seconds(call: Callable) -> float:
     """Return how long one call takes."""
-    start = time.perf_counter()
+    return wall_and_cpu(call)[0]
+
+
+def wall_and_cpu(call: Callable) -> tuple[float, float]:
+    """Return how long one call takes, and the processor's time in it, all threads of this process together."""
+    start, start_cpu = time.perf_counter(), time.process_time()
     jax.block_until_ready(call())
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - start_cpu
 
 
 def machine_peaks(dtype) -> tuple[float, float]:
@@ -75,9 +80,12 @@ def measure(
     everyone = [*runs, *peers]
     judged = {run.name: verdict(jax.block_until_ready(run.call())) for run in everyone}
     times: dict[str, list[float]] = {run.name: [] for run in everyone}
+    processor: dict[str, list[float]] = {run.name: [] for run in everyone}
     for _ in range(repeats):
         for run in everyone:
-            times[run.name].append(seconds(run.call))
+            wall, cpu = wall_and_cpu(run.call)
+            times[run.name].append(wall)
+            processor[run.name].append(cpu)
     medians = {name: statistics.median(samples) for name, samples in times.items()}
     floor = max(flops / peaks[0], moved / peaks[1])
     rows = []
@@ -90,6 +98,8 @@ def measure(
             "correct": correct,
             "median_ms": 1e3 * median,
             "spread_ms": 1e3 * float(high - low),
+            # Other work on the machine stretches the time, and hardly this.
+            "cpu_ms": 1e3 * min(processor[run.name]),
             "tflop_s": flops / median / 1e12,
             "gb_s": moved / median / 1e9,
             "roofline": floor / median,

@@ -1,33 +1,181 @@
-"""The benchmarks run, and print no ratio for a result that is wrong."""
+"""The benchmarks run, on shapes of nothing, and print no ratio for a result that is wrong."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
+from chunkwise.shared import tpu as compiler
+
 ROOT = Path(__file__).parents[1]
 
 
-def test_time(tmp_path):
-    rows = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "benchmarks", "time", "--tokens", "64", "--repeats", "1", "--json", str(rows)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.isascii()
-    ours = json.loads(rows.read_text())[0]
-    assert ours["correct"]
-    assert ours["median_s"] > 0
-
-
-def test_no_ratio_without_correctness(monkeypatch):
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    """The benchmarks are no package: they are imported from the root. Their cases here: one small layer, and packed."""
     monkeypatch.syspath_prepend(ROOT)
-    timing = pytest.importorskip("benchmarks.timing")
-    case = pytest.importorskip("benchmarks.cases").Case("gated_delta_rule", H=1, HV=1, K=8, V=8)
-    exact = timing.reference
-    monkeypatch.setattr(timing, "reference", lambda **x: (exact(**x)[0] + 1.0, None))
-    rows = timing.measure(case, 16, jnp.float32, ["xla"], backward=False, repeats=1)
-    assert not rows[0]["correct"]
-    assert all(row["times_peer"] is None for row in rows)
+    from benchmarks import __main__ as command
+    from benchmarks.cases import CASES, Case
+
+    monkeypatch.setitem(CASES, "small", Case("gated_delta_rule", H=1, HV=2, K=8, V=8, T=64))
+    monkeypatch.setitem(CASES, "packed", Case("kda", H=1, HV=1, K=8, V=8, T=48, sequences=3))
+    monkeypatch.setattr("benchmarks.timing.machine_peaks", lambda dtype: (1e9, 1e9))
+    return command
+
+
+@pytest.fixture
+def run(benchmarks, tmp_path):
+    """Run a command; return its exit code and its rows."""
+
+    def run(*arguments):
+        path = tmp_path / "result.json"
+        code = benchmarks.main([*arguments, "--json", str(path)])
+        return code, json.loads(path.read_text())["rows"]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--case", "small", "--backward"], ["--case", "packed", "--dtype", "bfloat16"]],
+    ids=["backward", "packed"],
+)
+def test_time(run, arguments, capsys):
+    code, rows = run("time", *arguments, "--repeats", "1")
+    assert code == 0
+    assert capsys.readouterr().out.isascii()
+    assert [row["implementation"] for row in rows if row["implementation"] != "transformers"] == ["xla", "scan"]
+    ours = rows[0]
+    assert all(row["correct"] for row in rows)
+    assert ours["memory_mib"] > 0
+    assert ours["compile_s"] > 0
+    assert ours["x scan"] == pytest.approx(rows[-1]["median_ms"] / ours["median_ms"])
+    assert ours["tflop_s"] * ours["median_ms"] == pytest.approx(rows[-1]["tflop_s"] * rows[-1]["median_ms"])
+
+
+def test_no_ratio_without_correctness(run, monkeypatch):
+    from benchmarks import operators
+
+    exact = operators.reference
+    monkeypatch.setattr(operators, "reference", lambda **x: (exact(**x)[0] + 1.0, None))
+    code, rows = run("time", "--case", "packed", "--repeats", "1")
+    assert code == 1
+    assert not any(row["correct"] for row in rows)
+    assert rows[0]["x scan"] is None
+
+
+def test_stages(run):
+    stages = ["--stage", "chunk_scaled_dot_kkt", "--stage", "chunk_fwd_o"]
+    code, rows = run("stages", "--case", "small", "--backward", "--repeats", "1", *stages)
+    assert code == 0
+    assert [row["stage"] for row in rows] == ["chunk_scaled_dot_kkt", "chunk_fwd_o"]
+    assert all(row["correct"] for row in rows)
+
+
+def test_a_wrong_gradient_of_a_stage_is_found():
+    from benchmarks import stages
+    from benchmarks.cases import CASES
+
+    case, cumsum = CASES["small"], stages.STAGES[0]
+    x = {"g": case.inputs(64, jnp.float32)["g"]}
+    cotangents = {"g_cum": jnp.ones_like(x["g"])}
+    right = {"g": jnp.broadcast_to(jnp.arange(64.0, 0, -1)[:, None], x["g"].shape)}
+    wrong = {"g": 1.01 * right["g"]}
+    errors = [next(stages.gradient_errors(case, cumsum, x, cotangents, dg, None)) for dg in (right, wrong)]
+    assert errors[0] < 1e-8
+    assert errors[1] == pytest.approx(0.01, rel=1e-3)
+
+
+def test_accuracy(run, monkeypatch):
+    from benchmarks import accuracy
+
+    monkeypatch.setattr(accuracy, "STRENGTHS", (0.1, 5.0))
+    code, rows = run("accuracy", "gate", "--operator", "simple_gla", "--implementation", "xla", "--tokens", "64")
+    assert code == 0
+    errors = {(row["form"], row["dtype"], row["point"]): row["error"] for row in rows}
+    assert errors["factored form", "float32", 0.1] < 1e-5
+    assert errors["factored form", "float32", 5.0] is None
+    assert errors["xla", "float32", 5.0] < 1e-5
+
+
+def test_forms_of_the_inverse():
+    from benchmarks import accuracy
+
+    x = accuracy.inputs("gated_delta_rule", 0.01, 0.0, 1.0, jnp.float32, 64, 32)
+    ours, *others = (fn(x) for fn in accuracy.forms("gated_delta_rule", "repeated keys", ["xla"]).values())
+    # Keys that hardly resemble one another: every form is right.
+    for other in others:
+        assert jnp.allclose(ours, other, atol=1e-2)
+
+
+ROW = {"case": "a", "T": 8, "implementation": "xla", "median_ms": 2.0, "correct": True}
+
+
+@pytest.mark.parametrize(
+    ("now", "worse"),
+    [
+        ([ROW], False),
+        ([ROW | {"median_ms": 2.1}], False),
+        ([ROW | {"median_ms": 2.3}], True),
+        ([ROW | {"correct": False}], True),
+        ([], True),
+    ],
+    ids=["equal", "within", "slower", "wrong", "missing"],
+)
+def test_compare(now, worse):
+    from benchmarks.compare import compare
+
+    assert [line["worse"] for line in compare(now, [ROW], tolerance=0.1)] == [worse]
+
+
+def test_compare_from_the_command_line(run, tmp_path):
+    arguments = ["accuracy", "keys", "--operator", "kda", "--implementation", "xla", "--tokens", "64"]
+    _, rows = run(*arguments)
+    base = tmp_path / "base.json"
+    base.write_text(json.dumps({"rows": rows}))
+    assert run(*arguments, "--base", str(base))[0] == 0
+    base.write_text(json.dumps({"rows": [row | {"error": 1e-12} for row in rows if row["error"]]}))
+    assert run(*arguments, "--base", str(base))[0] == 1
+
+
+TIMED = {"T": 8, "implementation": "xla", "correct": True, "median_ms": 1.0, "memory_mib": 2.0}
+SWEPT = {"sweep": "gate strength", "operator": "kda", "form": "xla", "dtype": "float32", "point": 1.0, "error": 1e-7}
+ESTIMATED = {"case": "a", "pass": "forward", "implementation": "fused", "kernel_cycles": 10, "around_cycles": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("time", [TIMED, TIMED | {"T": 16}]),
+        ("accuracy", [SWEPT, SWEPT | {"form": "factored form", "error": None}]),
+        ("tpu", [ESTIMATED | {"chip": chip} for chip in ("v5e", "v6e")]),
+    ],
+)
+def test_plot(benchmarks, kind, rows, tmp_path):
+    saved, picture = tmp_path / "rows.json", tmp_path / "picture.png"
+    saved.write_text(json.dumps({"command": kind, "rows": rows}))
+    assert benchmarks.main(["plot", str(saved), str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_static_figures(tmp_path):
+    from benchmarks.tpu import _static
+
+    name = "0-kernel-1-final_hlo-static-per-bundle-utilization.txt"
+    head = "\nMXU, VALU, VSTORE:SPILL\n 2 4 1\n== UTILIZATION:\n"
+    (tmp_path / name).write_text(head + "2 0 0\n0 4 1\n1 1 1\n1 0 0\n")
+    assert _static(str(tmp_path)) == {"spills": 2, "matrix_use": 0.5}
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(not compiler.has_libtpu(), reason="needs libtpu")
+def test_tpu_estimate():
+    """A process of its own for the compiler; the smallest kernel of the real cases that it profiles."""
+    from benchmarks import tpu
+
+    row = tpu.measure("gla", "fused", "v6e", 128, backward=False, timeout=300)
+    assert not row.get("failed")
+    assert row["kernel_cycles"] > 0
+    assert row["floor_ms"] > 0
+    assert 0 < row["matrix_use"] < 1

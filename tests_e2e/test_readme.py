@@ -1,24 +1,174 @@
-"""The Python blocks of the root README, run in one go, and the output it promises."""
+"""Everything that README.md and docs/ tell a reader to type is run, or at least exists.
+
+Python blocks of a page run in one go, and print what the block after them promises. Of the commands, those that take
+seconds run; those that install, or take minutes, cannot run inside a test session: for them the session, folder or
+option that they name must exist.
+"""
 
 import contextlib
+import importlib.util
 import io
 import re
+import shlex
+import sys
+import types
+import warnings
 from pathlib import Path
 
 import pytest
 
 from chunkwise.shared import tpu
+from chunkwise.shared.testing import boundaries, make_inputs
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.tpu
-@pytest.mark.skipif(not tpu.has_libtpu(), reason="the README compiles for a TPU, which needs libtpu")
-def test_readme():
-    blocks = re.findall(r"^```python\n(.*?)^```\n(?:```\n(.*?)^```)?", README.read_text(), re.MULTILINE | re.DOTALL)
-    names: dict = {}
-    for code, promised in blocks:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, str(README), "exec"), names)
-        assert printed.getvalue() == promised
+def stand_in(monkeypatch, module: str):
+    """Put a module with flash-linear-attention's call into place where the library, which needs a GPU, is missing.
+
+    The arguments are those of fla-core 0.6 and of vLLM's copy, so that a call which they would refuse fails here too.
+    """
+
+    def chunk_gated_delta_rule(
+        q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+        cu_seqlens=None,
+    ):  # fmt: skip
+        return None, None
+
+    parts = module.split(".")
+    for end in range(1, len(parts) + 1):
+        name = ".".join(parts[:end])
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules[module].chunk_gated_delta_rule = chunk_gated_delta_rule
+
+
+def without_libraries(monkeypatch, code: str) -> bool:
+    """Return whether a block runs: fla and vllm get a stand-in, a block of torch needs torch."""
+    for module in re.findall(r"^from ((?:fla|vllm)\.[\w.]+)", code, re.MULTILINE):
+        stand_in(monkeypatch, module)
+    return "transformers" not in code or (
+        importlib.util.find_spec("torch") is not None and importlib.util.find_spec("transformers") is not None
+    )
+
+
+def inputs() -> dict:
+    """Return the names that the page on the gated delta rule takes as given."""
+    x = make_inputs(T=40, H=2, K=16, V=16)
+    return x | {"cu_seqlens": boundaries(7, 33)}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.tpu] if "compile_for(" in page.read_text() else [])
+        for page in PAGES
+    ],
+)
+def test_python(page, monkeypatch):
+    text = page.read_text()
+    if "tpu.compile_for" in text and not tpu.has_libtpu():
+        pytest.skip("the page compiles for a TPU, which needs libtpu")
+    names: dict = inputs()
+    blocks = [match.groups() for match in BLOCK.finditer(text)]
+    for (kind, code), (next_kind, promised) in zip(blocks, [*blocks[1:], ("python", "")], strict=True):
+        if kind != "python" or not without_libraries(monkeypatch, code):
+            continue
+        given, printed = dict(names), io.StringIO()
+        if "import torch_chunk_gated_delta_rule" in code:
+            given |= as_torch(names)
+        with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+            if "transformers" in code:
+                warnings.simplefilter("ignore")
+            exec(compile(code, str(page), "exec"), given)
+        names |= given if "transformers" not in code else {}
+        if printed.getvalue() or "print(" in code:
+            assert next_kind == "", f"{page.name}: the output of a block must follow it"
+            assert printed.getvalue() == promised
+
+
+def as_torch(names: dict) -> dict:
+    import numpy as np
+    import torch
+
+    return {name: torch.tensor(np.asarray(names[name])) for name in ("q", "k", "v", "g", "beta")}
+
+
+def commands() -> list:
+    """Return (page, command) of every line of every ```sh block."""
+    found = []
+    for page in PAGES:
+        for kind, block in BLOCK.findall(page.read_text()):
+            for line in block.splitlines() if kind == "sh" else ():
+                found += [(page.name, part.strip()) for part in line.split("#")[0].split("&&") if part.strip()]
+    return found
+
+
+def check_nox(arguments: list[str]) -> None:
+    """A session installs an environment of its own, which takes minutes: it must exist."""
+    noxfile = (ROOT / "noxfile.py").read_text()
+    packages = {path.parent.name for path in ROOT.glob("*/*/pyproject.toml")} | {"shared"}
+    sessions = set(re.findall(r"^def (\w+)\(session\)", noxfile, re.MULTILINE))
+    sessions |= {f"{kind}-{name}" for kind in ("test", "solo") for name in packages}
+    assert arguments[:1] in ([], ["-s"], ["-l"])
+    assert set(arguments[1:]) <= sessions
+
+
+def check_pip(arguments: list[str]) -> None:
+    """Tests install nothing: a folder must be a distribution, another name one that the project declares."""
+    assert arguments[0] == "install"
+    declared = "".join(path.read_text() for path in [ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml")])
+    for name in arguments[1:]:
+        if name.startswith("./"):
+            assert (ROOT / name.split("[")[0] / "pyproject.toml").exists(), name
+        elif not name.startswith("-"):
+            assert re.match(r"\w+", name)[0] in declared + "nox tokamax", name
+
+
+def check_chunkwise(arguments: list[str], monkeypatch) -> None:
+    """Every kernel takes a minute and is what `chunkwise check` is tested for in its package: one kernel here."""
+    from chunkwise.pipeline import cli
+
+    only = ["--kernel", "chunk_local_cumsum"] if arguments[0] == "check" and "--kernel" not in arguments else []
+    assert cli.main([*arguments, *only]) == 0
+
+
+def check_benchmarks(arguments: list[str], tmp_path) -> None:
+    """Minutes each: the options must be known. A plot takes a second and is drawn."""
+    from benchmarks import __main__ as benchmarks
+
+    options = benchmarks.parse(arguments)
+    if options.command == "plot":
+        picture = tmp_path / options.output.name
+        assert benchmarks.main(["plot", str(ROOT / options.result), str(picture)]) == 0
+        assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("page", "command"), commands(), ids=[command for _, command in commands()])
+def test_command(page, command, monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(ROOT)
+    words = shlex.split(command)
+    if words[:2] == ["python", "-m"]:
+        words = words[2:]
+    program, arguments = words[0], words[1:]
+    if program == "nox":
+        check_nox(arguments)
+    elif program == "pip":
+        check_pip(arguments)
+    elif program == "chunkwise":
+        check_chunkwise(arguments, monkeypatch)
+    elif program == "benchmarks":
+        check_benchmarks(arguments, tmp_path)
+    elif program == "chunkwise.pipeline.demo":
+        # Two minutes; its own tests are in its package.
+        assert importlib.util.find_spec(program)
+    else:
+        pytest.fail(f"{page}: nothing here knows how to check {command!r}")
+
+
+def test_links():
+    """Links between pages and to pictures lead somewhere."""
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"

@@ -8,6 +8,8 @@ sequences: its cost follows tokens, not sequences. With states, chunks restart a
 sequence has a chunk boundary where its state can be handed in and out.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -40,31 +42,35 @@ def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
     masks = stream_masks(T, C, cu_seqlens) if stream else None
     h0 = None if initial_state is None else initial_state.astype(jnp.float32)
 
-    def heads(x):
-        return jnp.moveaxis(x, 2, 1).reshape(-1, C, *x.shape[3:])
+    # One axis for batch and tokens: an axis of size 1 between others makes XLA copy what a loop reads.
+    def by_time(x):
+        return jnp.moveaxis(chunks.spread(x).reshape(B, -1, C, *x.shape[2:]), 1, 0).reshape(-1, B * C, *x.shape[2:])
 
-    @jax.checkpoint
+    # Heads come first inside the scan only, where a chunk is in cache.
+    def heads(x):
+        return jnp.moveaxis(x.reshape(B, C, *x.shape[1:]), 2, 1).reshape(-1, C, *x.shape[2:])
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
     def step(S, x):
         tokens, masks, first, sequence = x
         if chunks.packed:
             S = jnp.where(first, 0.0 if h0 is None else h0[sequence], S)
         if stream:
             # Padding may hold anything, and products read every row of a chunk.
-            tokens = [jnp.where(masks.valid.reshape(1, C, *(1,) * (x.ndim - 2)), x, 0) for x in tokens]
+            tokens = [jnp.where(masks.valid.reshape(C, *(1,) * (x.ndim - 1)), x, 0) for x in tokens]
         q, k, v, g, beta = (heads(x) for x in tokens)
         S, o = _chunk(S, q, k, v, g.astype(jnp.float32)[:, None], beta.astype(jnp.float32)[:, None], scale, masks)
-        o = jnp.moveaxis(o.reshape(B, HV, C, V), 1, 2).astype(v.dtype)
+        o = jnp.moveaxis(o.reshape(B, HV, C, V), 1, 2).reshape(B * C, HV, V).astype(v.dtype)
         return S, (o, S if chunks.packed and output_final_state else None)
 
     start = varying_zeros((B * HV, K, V), q, k, v, g, beta, initial_state)
     if h0 is not None and not chunks.packed:
         start += h0.reshape(start.shape)
-    # Heads come first inside the scan only, where a chunk is in cache.
-    tokens = [chunks.spread(x).reshape(B, -1, C, *x.shape[2:]) for x in (q, k, v, g, beta)]
-    tokens = [jnp.moveaxis(x, 1, 0) for x in tokens]
+    tokens = [by_time(x) for x in (q, k, v, g, beta)]
     first, sequence = (chunks.per_batch(x)[0] for x in (chunks.first, chunks.sequence))
     S, (o, after) = lax.scan(step, start, jax.tree.map(_keep_loop, (tokens, masks, first, sequence)))
-    o = chunks.gather(jnp.moveaxis(o[: chunks.NC // B], 0, 1).reshape(B, -1, HV, V))
+    o = o[: chunks.NC // B].reshape(-1, B, C, HV, V)
+    o = chunks.gather(jnp.moveaxis(o, 1, 0).reshape(B, -1, HV, V))
     if stream:
         owned = jnp.arange(T) < cu_seqlens[-1]
         return jnp.where(owned[None, :, None, None], o, 0), None
