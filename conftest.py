@@ -1,4 +1,4 @@
-"""Test set-up for every package: the environment that libtpu reads, and compiled programs dropped after each file."""
+"""Test set-up for every package: the environment that libtpu reads, and how programs are compiled for the CPU."""
 
 import jax
 import pytest
@@ -7,8 +7,23 @@ from chunkwise.shared import tpu
 
 tpu.setup()
 
+KERNELS = ("pallas", "staged", "fused")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _drop_compiled_programs():
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def _compile_interpreted_kernels_quickly(request):
+    """Compile interpreted kernels without optimisation, in half the time: nobody runs them but these tests.
+
+    They are tests with such an `implementation`, or marked as interpreted. The others compile as for a user.
+    """
+    implementation = getattr(request.node, "callspec", None) and request.node.callspec.params.get("implementation")
+    quickly = implementation in KERNELS or request.node.get_closest_marker("interpreted")
+    jax.config.update("jax_disable_most_optimizations", bool(quickly))
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -9,6 +9,7 @@ from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule, recurrent_
 from chunkwise.shared.reference import reference
 from chunkwise.shared.testing import GATES, TOLERANCE, assert_close, error, make_inputs
 
+pytestmark = pytest.mark.interpreted
 DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -55,10 +56,9 @@ def test_shapes_with_states(dtype, C, T, H, HV, K, V):
     check(x, chunk_size=C, output_final_state=True, use_qk_l2norm_in_kernel=True, scale=0.3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_packed_stream(dtype):
+def test_packed_stream():
     """Chunks hold several sequences; the tokens after the last one are padding."""
-    x = make_inputs(1, 210, 2, 2, 64, 64, dtype=dtype, gate="spikes")
+    x = make_inputs(1, 210, 1, 2, 64, 64, dtype=jnp.bfloat16, gate="spikes")
     check(x, cu_seqlens=jnp.array([0, 1, 64, 64, 70, 128, 200], jnp.int32))
 
 
@@ -69,14 +69,14 @@ def test_packed_with_states():
 
 def test_no_leak_between_heads_rows_and_sequences():
     """A head, a row of the batch and a packed sequence give what they give alone."""
-    x = make_inputs(2, 100, 2, 4, 32, 32)
-    run = lambda x, **a: fused_chunk_gated_delta_rule(**x, **a, chunk_size=32, implementation="pallas")[0]
+    x = make_inputs(2, 50, 2, 4, 32, 32)
+    run = lambda x, **a: fused_chunk_gated_delta_rule(**x, **a, chunk_size=16, implementation="pallas")[0]
     together = run(x, config=Config(heads=2, heads_bwd=2))
     alone = run({n: y[1:, :, y.shape[2] // 2 :] for n, y in x.items()})
     assert_close("alone", together[1:, :, 2:], alone, 1e-6)
     packed = {n: jnp.concatenate([y[:1], y[1:]], axis=1) for n, y in x.items()}
-    packed = run(packed, cu_seqlens=jnp.array([0, 100, 200], jnp.int32), config=Config(heads=2, heads_bwd=2))
-    assert_close("packed", packed[:, 100:], together[1:], 1e-6)
+    packed = run(packed, cu_seqlens=jnp.array([0, 50, 100], jnp.int32), config=Config(heads=2, heads_bwd=2))
+    assert_close("packed", packed[:, 50:], together[1:], 1e-6)
 
 
 def test_decode_from_a_pool():

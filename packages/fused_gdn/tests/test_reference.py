@@ -22,6 +22,7 @@ def test_xla(function, cu_seqlens):
     assert_close("final_state", state, want_state, TOLERANCE["float32"])
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("C", "p"), [(16, 8), (32, 4), (64, 2), (128, 1), (64, 1)])
 @pytest.mark.parametrize("kind", ["random", "repeated keys"])
 def test_inverse(C, p, kind):

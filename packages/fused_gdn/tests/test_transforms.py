@@ -9,6 +9,7 @@ from chunkwise.fused_gdn import fused_chunk_gated_delta_rule
 from chunkwise.shared.reference import reference
 from chunkwise.shared.testing import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, assert_close, make_inputs
 
+pytestmark = pytest.mark.interpreted
 CUTS = [0, 1, 64, 64, 70, 128, 200]
 
 

@@ -118,8 +118,7 @@ def test_unnormalised_keys_with_l2norm_and_own_scale(implementation):
     inputs = inputs_of(1, 40, 1, 2, 24, 24, normalise=False)
     options = dict(implementation=implementation, chunk_size=16, use_qk_l2norm_in_kernel=True)
     compare(inputs, scale=0.37, **options)
-    traced, _ = jax.jit(lambda s: fused_chunk_kda(**inputs, scale=s, **options))(0.37)
-    assert_close("o", traced, fused_chunk_kda(**inputs, scale=0.37, **options)[0], 1e-6)
+    compare(inputs, scale=jnp.float32(0.37), final_state=False, **options)
 
 
 @both
@@ -130,9 +129,8 @@ def test_unnormalised_keys(implementation):
     compare(inputs, implementation=implementation, chunk_size=16)
 
 
-@types
-@pytest.mark.parametrize("gate", ["logsigmoid", "spikes", "zero"])
-@pytest.mark.parametrize("states", [True, False])
+@pytest.mark.parametrize("gate", ["spikes", "zero"])
+@pytest.mark.parametrize(("states", "dtype"), [(True, jnp.float32), (False, jnp.float32), (False, jnp.bfloat16)])
 @both
 def test_packed(implementation, states, gate, dtype):
     N = len(PACKED) - 1 if states else 0

@@ -31,29 +31,27 @@ def test_gates(implementation, gate, dtype):
     compare(inputs, implementation=implementation)
 
 
-@pytest.mark.parametrize("chunk_size", [16, 32, 64, 128])
-@pytest.mark.parametrize("T", [1, 7, 64, 130])
+@pytest.mark.parametrize(("T", "chunk_size"), [(1, 64), (7, 16), (64, 64), (130, 32), (130, 128)])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_lengths_and_chunk_sizes(implementation, T, chunk_size):
     compare(make_inputs(2, T, 2, 2, 16, 16, num_states=2), implementation=implementation, chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize(("K", "V"), [(1, 1), (60, 100), (64, 128), (100, 60), (128, 64), (256, 128), (128, 256)])
+@pytest.mark.parametrize(("K", "V"), [(1, 60), (100, 1), (256, 128)])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_head_dimensions(implementation, K, V):
     compare(make_inputs(1, 70, 1, 2, K, V, num_states=1), implementation=implementation)
 
 
-@pytest.mark.parametrize(("H", "HV"), [(1, 1), (3, 3), (1, 4), (2, 6)])
+@pytest.mark.parametrize(("H", "HV"), [(3, 3), (2, 6)])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_grouped_heads(implementation, H, HV):
     compare(make_inputs(1, 70, H, HV, 16, 16, num_states=1), implementation=implementation, chunk_size=32)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_l2norm_and_own_scale(implementation, dtype):
-    inputs = make_inputs(1, 70, 2, 2, 24, 24, dtype=dtype, normalise=False)
+def test_l2norm_and_own_scale(implementation):
+    inputs = make_inputs(1, 70, 2, 2, 24, 24, normalise=False)
     compare(inputs, implementation=implementation, use_qk_l2norm_in_kernel=True, scale=0.37)
 
 
@@ -64,7 +62,7 @@ def test_l2norm_and_own_scale(implementation, dtype):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_repeated_keys(implementation, chunk_size, beta, gate, dtype):
     """Whole chunks of one token, as any repeated word makes them."""
-    inputs = make_inputs(1, 400, 1, 1, 64, 64, dtype=dtype, gate=gate, beta=beta)
+    inputs = make_inputs(1, 260, 1, 1, 64, 64, dtype=dtype, gate=gate, beta=beta)
     inputs["k"] = inputs["k"].at[:, 128:256].set(inputs["k"][:, 128:129])
     compare(inputs, implementation=implementation, chunk_size=chunk_size)
 
@@ -78,7 +76,7 @@ def test_packed_with_states(implementation, gate, dtype):
 
 
 @pytest.mark.parametrize("gate", ["logsigmoid", "spikes", "zero", "strong"])
-@pytest.mark.parametrize("chunk_size", [16, 64, 128])
+@pytest.mark.parametrize("chunk_size", [16, 128])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_packed_without_states(implementation, chunk_size, gate):
     inputs = make_inputs(1, 147, 1, 2, 32, 48, gate=gate)
@@ -95,10 +93,9 @@ def test_recurrent(packed):
     compare(inputs, recurrent_gated_delta_rule, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_recurrent_continues_chunked(dtype):
-    inputs = make_inputs(2, 71, 1, 2, 16, 16, dtype=dtype)
+def test_recurrent_continues_chunked():
+    inputs = make_inputs(2, 71, 1, 2, 16, 16)
     prompt, token = ({name: x[:, cut] for name, x in inputs.items()} for cut in (slice(70), slice(70, None)))
     _, state = chunk_gated_delta_rule(**prompt, output_final_state=True, implementation="xla")
     o, _ = recurrent_gated_delta_rule(**token, initial_state=state)
-    assert_close("o", o, reference(**inputs)[0][:, 70:], TOLERANCE[str(dtype.dtype)])
+    assert_close("o", o, reference(**inputs)[0][:, 70:], TOLERANCE["float32"])
