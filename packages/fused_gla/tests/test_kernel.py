@@ -52,16 +52,18 @@ def gradients(x, **options):
     return jax.tree.leaves(jax.jit(jax.value_and_grad(loss))(x))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
-def test_every_number_of_steps_gives_the_same_bits(packed):
-    x = make_inputs(1, 190, 2, K=8, V=8, num_states=3 if packed else 1)
+@pytest.mark.parametrize(("kind", "steps"), [("constant", (1, 2, 4)), ("head", (1, 4)), ("channel, packed", (1, 2))])
+def test_every_number_of_steps_gives_the_same_bits(kind, steps):
+    # Four chunks: a loop over the chunks of a step, over the states before them, or over the steps has a single trip.
+    packed = "packed" in kind
+    x = make_inputs(1, 64, 2, K=8, V=8, num_states=3 if packed else 1, per_channel="channel" in kind)
     del x["beta"]
-    options = dict(cu_seqlens=boundaries(20, 140, 30)) if packed else {}
-    # Twelve chunks. Loops of one trip are left out: XLA unrolls them on CPU and contracts products differently.
-    first, other = (gradients(x, config=Config(1, 1, steps), **options) for steps in (3, 6))
-    jax.tree.map(np.testing.assert_array_equal, first, other)
-    for want, got in zip(first, gradients(x, config=Config(2, 2, 100), **options), strict=True):
-        assert_close("gradient", got, want, 1e-6)
+    if kind == "constant":
+        x |= dict(g=None, g_gamma=jnp.asarray([-0.1, -2.0]))
+    options = dict(cu_seqlens=boundaries(3, 40, 10)) if packed else {}
+    first, *others = (gradients(x, config=Config(2, 2, n), **options) for n in steps)
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)
 
 
 def test_one_launch_per_direction():
@@ -76,6 +78,39 @@ def test_one_launch_per_direction():
     assert both.count("stablehlo.custom_call @tpu_custom_call") == 2
     assert "fused_chunk_gla_fwd_c64" in forward
     assert "fused_chunk_gla_bwd_c64" in both
+
+
+def equations(jaxpr):
+    """Yield the equations of a jaxpr and of all those inside of it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for x in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "jaxpr") or hasattr(x, "eqns")):
+            x = getattr(x, "jaxpr", x)
+            if hasattr(x, "eqns"):
+                yield from equations(x)
+
+
+def test_kernels_cost_what_their_tokens_cost():
+    def work(*lengths):
+        """Return the grid of every launch, and all its operations with the shapes of their results."""
+        x = make_inputs(1, 128, 1, K=128, V=128)
+        del x["beta"]
+        run = lambda x, cu: jnp.sum(fused_chunk_gla(**x, cu_seqlens=cu, implementation="pallas")[0])
+        program = jax.make_jaxpr(jax.grad(run))(x, boundaries(*lengths))
+        return [
+            (
+                launch.params["grid_mapping"].grid,
+                [(e.primitive, [v.aval.str_short() for v in e.outvars]) for e in equations(launch.params["jaxpr"])],
+            )
+            for launch in equations(program.jaxpr)
+            if launch.primitive.name == "pallas_call"
+        ]
+
+    one, many = work(128), work(*[4] * 32)
+    assert one == many
+    # Their only loops are over the chunks of a step, whose number the sequences have no part in.
+    loops = [sum(primitive.name == "while" for primitive, _ in body) for _, body in one]
+    assert set(loops) == {1, 2}
 
 
 def test_xla_costs_what_its_tokens_cost():

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from chunkwise.shared import largest_divisor
 
-# Of the 48 MiB that a launch may take.
-_BUDGET_BYTES = 45 * 2**20
+_BUDGET_BYTES = 32 * 2**20
+# Nearly all of what a launch may take: twice the heads halve the cost of filling and draining the pipeline.
+_PIPELINE_BUDGET_BYTES = 44 * 2**20
 
 
 @dataclass(frozen=True)
@@ -24,20 +25,18 @@ class Config:
     num_steps: int
 
 
-def vmem_bytes(
-    heads: int, C: int, K: int, V: int, itemsize: int, per_channel: bool, num_steps: int, bwd: bool
-) -> int:
+def vmem_bytes(heads: int, C: int, K: int, V: int, itemsize: int, per_channel: bool, num_steps: int, bwd: bool) -> int:
     """Return the VMEM that a grid step takes: two buffers of every block, the states, the tiles in flight."""
     channels = (4 * K + 3 * V if bwd else 2 * K + 2 * V) * itemsize + (4 * K * (1 + bwd) if per_channel else 0)
-    states = (num_steps + 4 if bwd else 5) * K * V * 4
+    blocks = 2 * C * num_steps * channels
+    in_flight = 6 * C * (C + K + V) * 4
+    if bwd and not per_channel:
+        # A pipeline: few heads are in flight, but the decays of all of them stay.
+        kept = (num_steps + 4) * K * V + C * (C + 2 * max(K, V))
+        return heads * (blocks + 4 * kept) + min(heads, 4) * (in_flight + 3 * K * V * itemsize)
+    states = (num_steps + 8 if bwd else 5) * K * V * 4
     levels = C.bit_length() * C * K * 4 * (3 if bwd else 2) if per_channel else 0
-    # The backward of gates per head is a pipeline: few heads are in flight, whose decays stay.
-    pipelined = bwd and not per_channel
-    in_flight = 8 * C * (C + K + V) * 4 + 4 * K * V * 4
-    decays = C * (C + 2 * max(K, V)) * 4 if pipelined else 0
-    return heads * (2 * C * num_steps * channels + states + levels + decays) + min(heads, 6 if pipelined else heads) * (
-        in_flight if bwd else 6 * C * (C + K + V) * 4
-    )
+    return heads * (blocks + states + levels + in_flight)
 
 
 def default_for(H: int, K: int, V: int, C: int, NT: int, itemsize: int, per_channel: bool) -> Config:
@@ -45,7 +44,8 @@ def default_for(H: int, K: int, V: int, C: int, NT: int, itemsize: int, per_chan
     K, V = K + -K % 128, V + -V % 128
 
     def fitting(most: int, bwd: bool) -> int:
-        fits = lambda n: vmem_bytes(n, C, K, V, itemsize, per_channel, num_steps, bwd) <= _BUDGET_BYTES
+        budget = _PIPELINE_BUDGET_BYTES if bwd and not per_channel else _BUDGET_BYTES
+        fits = lambda n: vmem_bytes(n, C, K, V, itemsize, per_channel, num_steps, bwd) <= budget
         return max((n for n in range(1, most + 1) if H % n == 0 and fits(n)), default=1)
 
     num_steps = largest_divisor(NT, 512 // C)

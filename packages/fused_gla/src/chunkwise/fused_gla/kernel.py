@@ -201,7 +201,9 @@ class Chunk:
     def _gates(self) -> jax.Array:
         s, refs = self.s, self.refs
         if s.per_channel:
-            constant = 0.0 if refs.gamma is None else self._inside(refs.gamma[self.heads, :, :1] + jnp.zeros((1, s.C, 1)), 1)
+            constant = (
+                0.0 if refs.gamma is None else self._inside(refs.gamma[self.heads, :, :1] + jnp.zeros((1, s.C, 1)), 1)
+            )
             return self.load(refs.g, s.K) + constant
         g = jnp.zeros((self.heads.stop - self.heads.start, 1, s.C), jnp.float32)
         g = g if refs.g is None else g + refs.g[self.i, self.heads]
