@@ -215,9 +215,9 @@ def _backward(static, kept, cotangents):
     do, dht = cotangents
     layout = Layout(static, inputs, backward=True)
     s, operands = layout.shape, layout.operands(*inputs[:6])
-    h = kernel.launch(*operands, X, layout.N, ("h",), static.config, layout.options, s)["h"]
-    *tokens, _, table, owner = operands
-    operands = (*tokens, h, X, layout.tokens(do, s.V), layout.states(dht), table, owner)
+    kept = kernel.launch(*operands, X, layout.N, ("h", "W"), static.config, layout.options, s)
+    q_, k_, _, g_, beta_, _, table, owner = operands
+    operands = (q_, k_, g_, beta_, kept["h"], kept["W"], X, layout.tokens(do, s.V), layout.states(dht), table, owner)
     out = kernel_bwd.launch(operands, layout.N, initial_state is not None, static.config, layout.options, s)
     dh0 = None
     if initial_state is not None:

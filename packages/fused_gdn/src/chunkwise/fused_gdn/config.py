@@ -40,7 +40,7 @@ def default_for(H: int, HV: int, C: int, K: int, V: int) -> Config:
         whole = [n * group for n in range(1, H + 1) if H % n == 0]
         return max([n for n in whole if n <= most and n * each <= VMEM_BUDGET], default=group)
 
-    return Config(heads=fit(32), heads_bwd=fit(16))
+    return Config(heads=fit(32), heads_bwd=fit(32))
 
 
 def lane_packing(heads: int, group: int, C: int) -> int:

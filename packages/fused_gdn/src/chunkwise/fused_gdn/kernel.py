@@ -1,23 +1,22 @@
 """Forward in one launch: tile mathematics, kernel body, launcher.
 
-A chunk is affine in the state S before it. With K, Q, V the rows of the chunk, B = diag(beta), G the cumulative gate
-and D_ij = exp(G_i - G_j),
+With K, Q, V the rows of a chunk, S the state before it, B = diag(beta), G the cumulative gate and
+D_ij = exp(G_i - G_j),
 
-    X  = (I + tril(K K^T * D, -1) B)^-1                      unit lower triangular, no state in it
-    Y  = scale tril(Q K^T * D) B X                           [C, C]
-    Z  = K^T diag(exp(G_last - G)) B X                       [K, C]
-    o  = (scale e^G Q - Y e^G K) S            + Y V
-    S' = (e^G_last - Z e^G K) S               + Z V
+    X  = (I + tril(K K^T * D, -1) B)^-1           P = scale tril(Q K^T * D) B     no state in them
+    R  = V - e^G K S                              what the keys do not recall yet
+    W  = X R                                      the same token by token, B W is v_new
+    o  = scale e^G Q S + P W                      S' = e^G_last S + K^T e^(G_last - G) B W
 
-which is the delta rule regrouped: Y V - Y e^G K S is P v_new. Only one product depends on the state, so the chain from
-chunk to chunk is short, and no large terms cancel: v_new oscillates where keys repeat, Y and Z do not. That is why a
-single bfloat16 pass is enough for the products with S and V. What leads up to Y, Z and Y K is kept to 16 bits, X to 24.
+X and P of a chunk are made in the step before the one that takes the state through it. With bfloat16 tensors S enters
+its products as bfloat16: what rounding misses of S stays in S. X, P, R and W must not be rounded so: where keys repeat
+they oscillate, and the sums over them cancel. They keep 16 bits, as two bfloat16 parts; the inverse itself keeps 24.
 
 The matrices of p heads lie side by side in the lanes ("packed", see inverse.py): n = heads / p packs.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn.config import Config
-from chunkwise.fused_gdn.inverse import block_of, lane_index, place, unit_lower_inverse
+from chunkwise.fused_gdn.inverse import block_of, lane_index, rotate, unit_lower_inverse
 from chunkwise.shared import (
     bf16_parts,
     dot,
@@ -65,6 +64,12 @@ class Shape(NamedTuple):
         """Key heads of a pack: 1 where all its heads share one."""
         return max(1, self.p // self.group)
 
+    def wide(self) -> "Shape":
+        """Return the shape with two packs side by side where their keys fill the 256 rows of a matrix unit."""
+        both = self._replace(p=2 * self.p)
+        fits = self.heads % both.p == 0 and both.keys * max(self.K, self.p * self.C) <= 256
+        return both if fits and both.p % min(both.p, self.group) == 0 else self
+
 
 def parts(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
     """Return float32 x as operands: two bfloat16 parts (16 bits), or itself where the tensors are not bfloat16."""
@@ -96,21 +101,52 @@ def place_tiles(tiles: list[jax.Array], p: int) -> jax.Array:
     return rows([lanes([tiles[i // each] if i == j else zero for j in range(p)]) for i in range(p)])
 
 
-def columns(x: jax.Array) -> jax.Array:
-    """Return values [C, heads] as columns [heads, C, 1]."""
-    return jnp.stack([x[:, i : i + 1] for i in range(x.shape[1])])
+def select(x: jax.Array, selection: jax.Array) -> jax.Array:
+    """Return x @ selection for float32 x [m, k] and a matrix of zeros and ones [k, n]: exact.
+
+    The matrix unit has time for it, and the unit that moves lanes has not.
+    """
+    selection = jnp.where(selection, 1.0, 0.0).astype(jnp.bfloat16)
+    return dot(lanes([part[None] for part in bf16_parts(x)]), rows([selection[None]] * 3))[0]
 
 
-def packed_columns(x: jax.Array, s: Shape) -> jax.Array:
-    """Return values [C, heads] as packed columns, each value over the C lanes of its head: [n, C, p C]."""
-    owner = block_of(lane_index(s.p * s.C)[0], s.C)
-    packs = []
-    for first in range(0, s.heads, s.p):
-        column = jnp.broadcast_to(x[:, first : first + 1], (s.C, s.p * s.C))
-        for i in range(1, s.p):
-            column = jnp.where(owner == i, x[:, first + i : first + i + 1], column)
-        packs.append(column)
-    return jnp.stack(packs)
+def select_rows(x: jax.Array, selection: jax.Array) -> jax.Array:
+    """Return x^T @ selection for x [k, m] and a matrix of zeros and ones [k, n]: exact."""
+    selection = jnp.where(selection, 1.0, 0.0).astype(jnp.bfloat16)
+    return dot_tn(rows([part[None] for part in bf16_parts(x)]), rows([selection[None]] * 3))[0]
+
+
+def select_tn(selection: jax.Array, x: jax.Array) -> jax.Array:
+    """Return selection^T @ x for x [k, m] and a matrix of zeros and ones [k, n]: exact."""
+    selection = jnp.where(selection, 1.0, 0.0).astype(jnp.bfloat16)
+    return dot_tn(rows([selection[None]] * 3), rows([part[None] for part in bf16_parts(x)]))[0]
+
+
+def spread(x: jax.Array, w: int) -> jax.Array:
+    """Return values [m, heads] with each repeated over w lanes, [m, heads * w]."""
+    heads = x.shape[1]
+    lane = lax.broadcasted_iota(jnp.int32, (heads, heads * w), 1)
+    return select(x, block_of(lane, w) == lax.broadcasted_iota(jnp.int32, (heads, heads * w), 0))
+
+
+def packed_columns(xs: list[jax.Array], s: Shape) -> list[jax.Array]:
+    """Return values [C, heads] as packed columns, each value over the C lanes of its head: [n, C, p C] float32."""
+    wide, w = spread(jnp.concatenate(xs), s.C), s.p * s.C
+    packs = jnp.stack([wide[:, i : i + w] for i in range(0, wide.shape[1], w)])
+    return [packs[:, i * s.C : (i + 1) * s.C] for i in range(len(xs))]
+
+
+def head_columns(x: jax.Array, s: Shape, width: int) -> jax.Array:
+    """Return packed columns [n, C, p C] head by head, each value over all lanes: [heads, C, width]."""
+    tiles, period = [x], s.p * s.C
+    while period > s.C:
+        period //= 2
+        low = (lane_index(x.shape[2]) & period) == 0
+        turned = [rotate(tile, period) for tile in tiles]
+        pairs = zip(tiles, turned, strict=True)
+        tiles = [jnp.where(low, *both) for tile, turn in pairs for both in ((tile, turn), (turn, tile))]
+    heads = jnp.stack([tile[i] for i in range(x.shape[0]) for tile in tiles])
+    return lanes([heads] * (width // x.shape[2]))
 
 
 def packed_rows(x: jax.Array, s: Shape) -> jax.Array:
@@ -126,17 +162,17 @@ def packed_rows(x: jax.Array, s: Shape) -> jax.Array:
 
 
 class Gates(NamedTuple):
-    """Cumulative gates and step sizes of a chunk.
+    """Cumulative gates and step sizes of a chunk, packed.
 
     Attributes:
-      G: parts of the cumulative gate [C, heads]; their sum is the gate. Two parts keep differences of large sums exact.
-      G_rows: the same as packed rows [n, 1, p C].
-      beta: [C, heads] float32.
-      beta_rows: [n, 1, p C].
+      G: parts of the cumulative gate as columns [n, C, p C]; their sum is the gate. Two parts keep differences of large
+        sums exact.
+      G_rows: the same as rows [n, 1, p C].
+      beta, beta_rows: likewise.
     """
 
-    G: tuple[jax.Array, ...]
-    G_rows: tuple[jax.Array, ...]
+    G: list[jax.Array]
+    G_rows: list[jax.Array]
     beta: jax.Array
     beta_rows: jax.Array
 
@@ -145,14 +181,10 @@ def gates(g: jax.Array, beta: jax.Array, s: Shape, exact: bool) -> Gates:
     """Sum up the gates g [C, heads] of a chunk, as columns and as rows."""
     i = lax.broadcasted_iota(jnp.int32, (s.C, s.p * s.C), 0)
     j = lax.broadcasted_iota(jnp.int32, (s.C, s.p * s.C), 1) & (s.C - 1)
-    before, diagonal = jnp.where(i <= j, 1.0, 0.0)[None], jnp.where(i == j, 1.0, 0.0)[None]
-    terms = [x[None] for x in (split_gate(g) if exact else (g,))]
-    return Gates(
-        G=tuple(dot_tn(before[:, :, : s.C], x)[0] for x in terms),
-        G_rows=tuple(packed_rows(dot_tn(x, before)[0], s) for x in terms),
-        beta=beta,
-        beta_rows=packed_rows(dot_tn(beta[None], diagonal)[0], s),
-    )
+    before, terms = i <= j, split_gate(g) if exact else (g,)
+    *G, beta_columns = packed_columns([*(select_tn(before[:, : s.C], x) for x in terms), beta], s)
+    G_rows = [packed_rows(select_rows(x, before), s) for x in terms]
+    return Gates(G, G_rows, beta_columns, packed_rows(select_rows(beta, i == j), s))
 
 
 def gap(later, earlier):
@@ -162,44 +194,13 @@ def gap(later, earlier):
 
 def scores(q, k, g: Gates, mask, s: Shape):
     """Return K K^T, Q K^T and the decays D (zero outside of `mask`), packed [n, C, p C]; q, k [key heads, C, K]."""
-    own_k, own_q, each = key_packs(k, s), key_packs(q, s), s.p // s.keys
+    w = s.wide()
+    own_k, own_q, each = key_packs(k, w), key_packs(q, w), w.p // w.keys
     zero = jnp.zeros_like(own_k[0])
     left = rows([lanes(own_k), lanes(own_q)])
-    right = rows([lanes([own_k[j] if i // each == j else zero for j in range(s.keys)]) for i in range(s.p)])
-    products = dot_nt(left, right)
-    difference = gap([packed_columns(x, s) for x in g.G], g.G_rows)
-    return products[:, : s.C], products[:, s.C :], jnp.exp(jnp.where(mask, difference, NEVER))
-
-
-def summary_out(P, X, dtype, p):
-    """Return Y = P X, packed [n, C, p C] float32."""
-    # The four products of the two parts at once: side by side in the contraction and in the columns.
-    P_parts, X_parts = parts(P, dtype), parts(X, dtype)
-    right = lanes([place(x, p) for x in X_parts])
-    wide = dot(lanes(P_parts), rows([right] * len(P_parts)))
-    width = P.shape[2]
-    return functools.reduce(jnp.add, [wide[:, :, i * width : (i + 1) * width] for i in range(len(X_parts))])
-
-
-def summary_state(k, X, decay, s: Shape):
-    """Return Z = K^T diag(decay) X, packed [n, K, p C] float32, for decay [C, heads]."""
-    X_parts = parts(packed_columns(decay, s) * X, k.dtype)
-    own = key_packs(k, s)
-    return dot_tn(rows(own * len(X_parts)), rows([place(x, s.keys) for x in X_parts]))
-
-
-def summary_in(YZ, q, k, flow, scale, s: Shape):
-    """Return what multiplies the state, scale e^G Q - Y e^G K above -Z e^G K: [heads, C + K, K] float32.
-
-    Without q, YZ is Z alone and so is the result.
-    """
-    YZ_parts = parts(YZ * -flow.start_rows, k.dtype)
-    right = place_tiles(key_packs(k, s), s.p)
-    removed = split_lanes(dot(lanes(YZ_parts), rows([right] * len(YZ_parts))), s.p)
-    if q is None:
-        return removed
-    q = jnp.stack([q[i // s.group] for i in range(s.heads)]).astype(jnp.float32)
-    return rows([q * columns(flow.start * scale) + removed[:, : s.C], removed[:, s.C :]])
+    right = rows([lanes([own_k[j] if i // each == j else zero for j in range(w.keys)]) for i in range(w.p)])
+    products = split_lanes(dot_nt(left, right), w.p // s.p)
+    return products[:, : s.C], products[:, s.C :], jnp.exp(jnp.where(mask, gap(g.G, g.G_rows), NEVER))
 
 
 def split_lanes(x: jax.Array, p: int) -> jax.Array:
@@ -208,20 +209,30 @@ def split_lanes(x: jax.Array, p: int) -> jax.Array:
     return jnp.stack([x[i, :, j * w : (j + 1) * w] for i in range(x.shape[0]) for j in range(p)])
 
 
-def apply_summary(QF, YZ, S, v, p):
-    """Return [Q' S + Y V; F S + Z V], [heads, C + K, V] float32, as one product a head.
+def read_state(k, q, S, s: Shape):
+    """Return K S and Q S as [heads, C, V] float32 (None without q), one product for all value heads of a key head."""
+    left = k if q is None else rows([k, q])
+    read = dot(left, lanes([jnp.stack([S[i] for i in range(j, s.heads, s.group)]) for j in range(s.group)]))
+    read = split_lanes(read, s.group)
+    return read[:, : s.C], None if q is None else read[:, s.C :]
 
-    Args:
-      QF: [heads, C + K, K] operands that multiply the state.
-      YZ: packed [n, C + K, p C].
-      S: [heads, K, V], operand type.
-      v: [heads, C, V].
-    """
-    heads, C = v.shape[:2]
-    zero = jnp.zeros_like(v[:1])
-    v_placed = [jnp.concatenate([v[i : i + 1] if i % p == j else zero for j in range(p)], axis=1) for i in range(heads)]
-    left = jnp.concatenate([lanes([QF[i : i + 1], YZ[i // p][None]]) for i in range(heads)])
-    return dot(left, rows([S, jnp.concatenate(v_placed)]))
+
+def multiply_packed(A, x, p: int, dtype):
+    """Return A x of every head, [heads, C, V] float32, for `parts` of packed A side by side and x [heads, C, V]."""
+    count = A.shape[2] // (p * x.shape[1])
+    A, x = [A[:, :, i * p * x.shape[1] : (i + 1) * p * x.shape[1]] for i in range(count)], parts(x, dtype)
+    right = [place_tiles([jnp.stack([y[i] for i in range(j, y.shape[0], p)]) for j in range(p)], p) for y in x]
+    if count == 1:
+        return split_lanes(dot(A[0], right[0]), p)
+    # Without the product of the two small parts, which is past the 16 bits.
+    return split_lanes(dot(lanes([A[0], A[1], A[0]]), rows([right[0], right[0], right[1]])), p)
+
+
+def write_state(k, W, s: Shape):
+    """Return K^T W, [heads, K, V] float32, for W [heads, C, V] at 16 bits, one product for all heads of a key head."""
+    W = parts(W, k.dtype)
+    members = rows([lanes([jnp.stack([x[i] for i in range(j, s.heads, s.group)]) for j in range(s.group)]) for x in W])
+    return split_lanes(dot_tn(rows([k] * len(W)), members), s.group)
 
 
 class Options(NamedTuple):
@@ -268,17 +279,13 @@ class Flow(NamedTuple):
 
     Attributes:
       mask: [1, C, p C], pairs i >= j that may interact.
-      start: [C, heads], of the state before the chunk, at each row.
-      start_rows: the same as packed rows [n, 1, p C].
-      end: [C, heads], of each row, at the end.
-      through: [1, heads], of the state before the chunk, at the end.
+      start: packed columns [n, C, p C], of the state before the chunk, at each row; the last row passes it through.
+      end: likewise, of each row, at the end.
     """
 
     mask: jax.Array
     start: jax.Array
-    start_rows: jax.Array
     end: jax.Array
-    through: jax.Array
 
 
 def flow_of(g: Gates, s: Shape, owner=None) -> Flow:
@@ -291,75 +298,87 @@ def flow_of(g: Gates, s: Shape, owner=None) -> Flow:
         every token, of the token before the chunk, of the last token, and the number of sequences. Tokens from there
         on belong to none.
     """
-    last = [x[-1:] for x in g.G]
-    start, start_rows = jnp.exp(sum(g.G)), jnp.exp(sum(g.G_rows))
-    end, through = jnp.exp(gap(last, g.G)), jnp.exp(sum(last))
+    start, end = jnp.exp(sum(g.G)), jnp.exp(gap([x[:, -1:] for x in g.G], g.G))
     mask = lower_mask(s)
     if owner is None:
-        return Flow(mask, start, start_rows, end, through)
+        return Flow(mask, start, end)
     row, before, final, count = owner
-    column = to_column(row[None, :, : s.C].astype(jnp.float32))[0].astype(jnp.int32)
+    column = to_column(row[None, :, : s.C].astype(jnp.float32)).astype(jnp.int32)
     return Flow(
-        mask & (column[None] == row[None]) & (column[None] < count),
+        mask & (column == row[None]) & (column < count),
         jnp.where((column == before) & (column < count), start, 0.0),
-        jnp.where((row[None] == before) & (row[None] < count), start_rows, 0.0),
         jnp.where((column == final) & (column < count), end, 0.0),
-        jnp.where(before == final, through, 0.0),
     )
 
 
-def _fwd_kernel(refs, *, s, opt):
-    c = pl.program_id(2)
-    chunk = pl.program_id(0) * pl.num_programs(2) + c
-    state_ref = refs.state
+def _fwd_kernel(refs, *, s, opt, NT):
+    """Take the state through chunk c - 1 and prepare chunk c.
 
-    @pl.when(refs.table[FIRST, chunk] == 1)
+    Neither waits for the other: the products with the state fill the matrix unit while rows are eliminated in the
+    inverse, which does not use it.
+    """
+    c, first = pl.program_id(2), pl.program_id(0) * NT
+    prepared, passed = first + jnp.minimum(c, NT - 1), first + jnp.maximum(c - 1, 0)
+
+    # Chunk 0 begins a sequence, so the state that step 0 makes of nothing is gone before step 1 uses it.
+    @pl.when(refs.table[FIRST, passed] == 1)
     def _():
-        state_ref[...] = jnp.zeros_like(state_ref) if refs.h0 is None else refs.h0[...]
+        refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]
 
-    q, k, v, g, beta = load_chunk(refs, c, s, opt)
+    q, k, g, beta = load_chunk(refs, prepared - first, s, opt)
     gate = gates(g, beta, s, exact=k.dtype != jnp.bfloat16)
-    flow = flow_of(gate, s, load_owner(refs, chunk))
-    QK: Any = None
-    weight: Any = None
+    flow = flow_of(gate, s, load_owner(refs, prepared))
     if refs.kept is None:
         KK, QK, D = scores(q, k, gate, flow.mask, s)
         weight = D * gate.beta_rows
-        X = unit_lower_inverse(KK * weight)
-    else:
-        X = refs.kept[...]
-    YZ = summary_state(k, X, flow.end * gate.beta, s)
-    if refs.o is not None:
-        YZ = rows([summary_out(QK * (weight * opt.scale), X, k.dtype, s.p), YZ])
-    QF = summary_in(YZ, None if refs.o is None else q, k, flow, opt.scale, s)
-    S = state_ref[...]
-    if refs.h is not None:
-        refs.h[...] = S.astype(refs.h.dtype)
+    pass_state(refs, passed - first, opt, s)
+    X = unit_lower_inverse(KK * weight) if refs.kept is None else refs.kept[...]
     if refs.X is not None:
         refs.X[...] = X
-    after = apply_summary(QF.astype(k.dtype), YZ.astype(k.dtype), S.astype(k.dtype), v, s.p)
+    refs.inverse[...] = lanes(parts(X, k.dtype))
+    refs.start[...], refs.end[...] = flow.start, flow.end * gate.beta
+    refs.k_passed[...] = k
     if refs.o is not None:
-        store_tiles(refs.o, after[:, : s.C])
-    state_ref[...] = columns(flow.through) * S + after[:, -s.K :]
+        refs.q_passed[...] = q
+        refs.scores[...] = lanes(parts(QK * (weight * opt.scale), k.dtype))
     if refs.ht is not None:
 
-        @pl.when(refs.table[LAST, chunk] == 1)
+        @pl.when((c > 0) & (refs.table[LAST, passed] == 1))
         def _():
-            refs.ht[...] = state_ref[...]
+            refs.ht[...] = refs.state[...]
+
+
+def pass_state(refs, c, opt: Options, s: Shape) -> None:
+    """Write the output of chunk c, whose X and P lie in scratch, and take the state through it."""
+    S, start, k = refs.state[...], head_columns(refs.start[...], s, s.V), refs.k_passed[...]
+    if refs.h is not None:
+        refs.h[...] = S.astype(refs.h.dtype)
+    KS, QS = read_state(k, None if refs.o is None else refs.q_passed[...], S.astype(k.dtype), s)
+    R = load_tokens(refs.v, c, s.V, s, opt).astype(jnp.float32) - start * KS
+    W = multiply_packed(refs.inverse[...], R, s.p, k.dtype)
+    if refs.W is not None:
+        store_tiles(refs.W, W)
+    if refs.o is not None:
+        store_tiles(refs.o, (opt.scale * start) * QS + multiply_packed(refs.scores[...], W, s.p, k.dtype))
+    refs.state[...] = start[:, -1:] * S + write_state(k, head_columns(refs.end[...], s, s.V) * W, s)
 
 
 # Rows of the table of chunks: what a chunk is in its sequence, and with an owner, the sequences around it.
 SEQUENCE, FIRST, LAST, BEFORE, FINAL, COUNT = range(6)
 
 
+def load_tokens(ref, c, width: int, s: Shape, opt: Options) -> jax.Array:
+    """Load the heads of chunk c of a flat view as tiles [heads, C, width]."""
+    return zero_tail(load_tiles(ref, width), c, s, opt.T)
+
+
 def load_chunk(refs, c, s: Shape, opt: Options):
-    """Load q, k, v tiles and g, beta [C, heads] float32 of chunk c of a row of the batch."""
-    tiles = load_tiles(refs.q, s.K), load_tiles(refs.k, s.K), load_tiles(refs.v, s.V)
-    scalars = refs.g[...].astype(jnp.float32), refs.beta[...].astype(jnp.float32)
-    q, k, v, g, beta = (zero_tail(x, c, s, opt.T) for x in (*tiles, *scalars))
+    """Load q, k tiles and g, beta [C, heads] float32 of chunk c of a row of the batch."""
+    q, k = (load_tokens(ref, c, s.K, s, opt) for ref in (refs.q, refs.k))
+    g, beta = (zero_tail(ref[...].astype(jnp.float32), c, s, opt.T) for ref in (refs.g, refs.beta))
     if opt.normalise:
         q, k = (l2norm(x.astype(jnp.float32)).astype(x.dtype) for x in (q, k))
-    return q, k, v, g, beta
+    return q, k, g, beta
 
 
 def load_owner(refs, chunk):
@@ -389,9 +408,8 @@ class Blocks(NamedTuple):
     X: pl.BlockSpec
 
 
-def blocks(s: Shape, NT: int, reverse: bool = False) -> Blocks:
-    """Return the BlockSpecs; `reverse` walks the chunks backwards."""
-    at = (lambda c: NT - 1 - c) if reverse else (lambda c: c)
+def blocks(s: Shape, NT: int, at) -> Blocks:
+    """Return the BlockSpecs for the chunk `at(c)` of NT in step c."""
 
     def tokens(width):
         return pl.BlockSpec((None, s.C, width), lambda b, h, c, *_: (b, at(c), h))
@@ -446,36 +464,50 @@ def launch(
       owner: int32 [NT, 1, p C] where chunks hold several sequences, else None.
       kept: X of an earlier launch, which is then not computed again, or None; "o" must not be wanted with it.
       N: number of states.
-      want: which outputs of "o", "ht", "h", "X".
+      want: which outputs of "o", "ht", "h", "W", "X".
       config, opt, s: static.
 
     Returns:
       A dict of the outputs wanted: o like v, ht [N, HV, K, V] float32, h [B, NT, HV, K, V] the state before every
-      chunk in the type of k, X [B, NT, HV / p, C, p C] float32.
+      chunk in the type of k, W float32 like v, X [B, NT, HV / p, C, p C] float32.
     """
     B, T, _ = q.shape
     HV, NT = v.shape[2] // s.V, pl.cdiv(T, s.C)
-    cut = blocks(s, NT)
+    cut, passed = blocks(s, NT, lambda c: jnp.minimum(c, NT - 1)), blocks(s, NT, lambda c: jnp.maximum(c - 1, 0))
     kinds = {
-        "o": (cut.v, v.shape, v.dtype),
-        "ht": (cut.state, (N, HV, s.K, s.V), jnp.float32),
-        "h": (cut.h, (B, NT, HV, s.K, s.V), k.dtype),
+        "o": (passed.v, v.shape, v.dtype),
+        "ht": (passed.state, (N, HV, s.K, s.V), jnp.float32),
+        "h": (passed.h, (B, NT, HV, s.K, s.V), k.dtype),
+        "W": (passed.v, v.shape, jnp.float32),
         "X": (cut.X, (B, NT, HV // s.p, s.C, s.p * s.C), jnp.float32),
     }
     names = ("table", "q", "k", "v", "g", "beta", "h0", "owner", "kept")
+    n, keys = s.heads // s.p, s.heads // s.group
+    packed, wide = (n, s.C, s.p * s.C), (n, s.C, s.p * s.C * len(parts(jnp.zeros(()), k.dtype)))
+    # The state, and what a step makes of its chunk for the next step to use.
+    scratch = {
+        "state": pltpu.VMEM((s.heads, s.K, s.V), jnp.float32),
+        "start": pltpu.VMEM(packed, jnp.float32),
+        "end": pltpu.VMEM(packed, jnp.float32),
+        "inverse": pltpu.VMEM(wide, k.dtype),
+        "k_passed": pltpu.VMEM((keys, s.C, s.K), k.dtype),
+    }
+    if "o" in want:
+        scratch |= {"scores": pltpu.VMEM(wide, k.dtype), "q_passed": pltpu.VMEM((keys, s.C, s.K), k.dtype)}
     out = pallas_call(
-        named(_fwd_kernel, names, [(n, n in want) for n in kinds], ["state"], s=s, opt=opt),
+        named(_fwd_kernel, names, [(n, n in want) for n in kinds], list(scratch), s=s, opt=opt, NT=NT),
         table, q, k, v, g, beta, initial_state, owner, kept,
         name=f"fused_chunk_gated_delta_rule_{'fwd' if 'o' in want else 'states'}_c{s.C}",
         num_scalar_prefetch=1,
-        # Batch and head blocks are independent; time is sequential, the state stays in VMEM.
-        grid=(B, HV // s.heads, NT),
+        # Batch and head blocks are independent; time is sequential, the state stays in VMEM. One more step, because
+        # the state passes a chunk in the step after the one that prepares it.
+        grid=(B, HV // s.heads, NT + 1),
         dimension_semantics=("parallel", "parallel", "arbitrary"),
-        in_specs=[cut.q, cut.q, cut.v, cut.gate, cut.gate, None if initial_state is None else cut.state,
+        in_specs=[cut.q, cut.q, passed.v, cut.gate, cut.gate, None if initial_state is None else passed.state,
                   None if owner is None else cut.owner, None if kept is None else cut.X],
         out_specs=[kinds[n][0] for n in kinds if n in want],
         out_shape=[out_struct(*kinds[n][1:], q, k, v, g, beta, initial_state) for n in kinds if n in want],
-        scratch_shapes=[pltpu.VMEM((s.heads, s.K, s.V), jnp.float32)],
+        scratch_shapes=list(scratch.values()),
         cost_estimate=pl.CostEstimate(
             flops=2 * B * NT * HV * (s.C + s.K) * (2 * s.C * s.K + s.K * s.V + s.C * s.V),
             transcendentals=B * NT * HV * s.C * s.C,

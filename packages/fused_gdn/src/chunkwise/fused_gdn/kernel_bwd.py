@@ -1,12 +1,12 @@
 """Backward: one reverse pass over the chunks; tile mathematics, kernel body, launcher.
 
-With W' = X (V - e^G K S) and W = B W' (v_new), the names of kernel.py, and dS' arriving from the right:
+With the names of kernel.py, where S and W are computed again, and dS' arriving from the right:
 
-    dW = P^T dO + e^(G_last - G) K dS'        dR = X^T B dW            dV = dR
-    dN = -tril(dR W'^T, -1)                   dP = tril(dO W^T)        N, P: the matrices of `scores`
+    dv_new = (scale tril(Q K^T * D))^T dO + e^(G_last - G) K dS'      dR = X^T B dv_new      dV = dR
+    dN = -tril(dR W^T, -1)                    dA = tril(dO (B W)^T)    of N = K K^T * D and A = scale Q K^T * D
     dS = e^G_last dS' + Q^T (scale e^G dO) - K^T (e^G dR)
 
-dN needs no further product with X: -X^T (B dW R^T) X^T = -dR W'^T.
+dN needs no further product with X: -X^T (B dv_new R^T) X^T = -dR W^T.
 """
 
 import functools
@@ -24,22 +24,22 @@ from chunkwise.fused_gdn.kernel import (
     Options,
     Shape,
     blocks,
-    columns,
     flow_of,
     gates,
+    head_columns,
     key_packs,
     lanes,
     load_chunk,
     load_owner,
-    load_tiles,
+    load_tokens,
     named,
     parts,
     place_tiles,
+    read_state,
     rows,
     scores,
     split_lanes,
     store_tiles,
-    zero_tail,
 )
 from chunkwise.shared import dot, dot_nt, dot_tn, out_struct, pallas_call
 
@@ -107,13 +107,6 @@ def multiply(a, b, dtype, contract=dot):
     return contract(a.astype(dtype), b.astype(dtype))
 
 
-def apply_packed(X, tiles, dtype, p: int):
-    """Return X R of every head, [heads, C, w], for packed X [n, C, p C] at 16 bits and tiles R [heads, C, w]."""
-    X_parts = parts(X, dtype)
-    packs = pack_members(tiles.astype(dtype), p)
-    return split_lanes(dot(lanes(X_parts), rows([place_tiles(packs, p)] * len(X_parts))), p)
-
-
 def apply_transposed(X, tiles, dtype, p: int):
     """Return X^T R of every head, [heads, C, w]."""
     X_parts, right = parts(X, dtype), side_lanes(tiles.astype(dtype), p)
@@ -147,15 +140,15 @@ def key_gradients(A1, A2, q, k, s: Shape):
     return jnp.stack(dq), jnp.stack(dk)
 
 
-def chunk_gradients(q, k, v, gate, flow, X, S, do, dS, scale, s: Shape):
+def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: Shape):
     """Return the gradients of one chunk.
 
     Args:
       q, k: [key heads, C, K].
-      v: [heads, C, V].
       gate, flow: of the chunk.
       X: packed [n, C, p C].
       S: state before the chunk [heads, K, V], operand type.
+      W: [heads, C, V] float32.
       do: [heads, C, V].
       dS: float32 [heads, K, V], gradient of the state after the chunk.
       scale: multiplies q.
@@ -166,13 +159,12 @@ def chunk_gradients(q, k, v, gate, flow, X, S, do, dS, scale, s: Shape):
     """
     dtype, C = k.dtype, s.C
     q_own, k_own = (jnp.stack([x[i // s.group] for i in range(s.heads)]) for x in (q, k))
-    start, end, beta = columns(flow.start), columns(flow.end), columns(gate.beta)
+    start_k, end_k, beta_k = (head_columns(x, s, s.K) for x in (flow.start, flow.end, gate.beta))
+    start, end, beta = (head_columns(x, s, s.V) for x in (flow.start, flow.end, gate.beta))
     KK, QK, D = scores(q, k, gate, flow.mask, s)
 
-    R = v.astype(jnp.float32) - start * dot(k_own, S)
-    W = apply_packed(X, R, dtype, s.p)  # v_new without beta
-    dW = apply_transposed(QK * (D * scale), do, dtype, s.p) + end * multiply(k_own, dS, dtype)
-    dR = apply_transposed(X, beta * dW, dtype, s.p)
+    dv_new = apply_transposed(QK * (D * scale), do, dtype, s.p) + end * read_state(k, None, dS.astype(dtype), s)[0]
+    dR = apply_transposed(X, beta * dv_new, dtype, s.p)
 
     pairs = outer(rows([dR, do.astype(jnp.float32)]), W, dtype, s.p)
     dN = jnp.where(strictly(s), -pairs[:, :C], 0.0) * D
@@ -180,24 +172,24 @@ def chunk_gradients(q, k, v, gate, flow, X, S, do, dS, scale, s: Shape):
     dq, dk = key_gradients(A1, A2, q, k, s)
 
     through_state = multiply(rows([do.astype(jnp.float32), dR]), S, dtype, dot_nt)
-    dq_start, dk_start = (scale * start) * through_state[:, :C], -start * through_state[:, C:]
-    dk_end = (end * beta) * multiply(W, dS, dtype, dot_nt)
+    dq_start, dk_start = (scale * start_k) * through_state[:, :C], -start_k * through_state[:, C:]
+    dk_end = (end_k * beta_k) * multiply(W, dS, dtype, dot_nt)
 
     # The gradient of the cumulative gate, still to be summed over lanes; the last row also decays all that leaves.
     q_f32, k_f32 = q_own.astype(jnp.float32), k_own.astype(jnp.float32)
     leaving = k_f32 * dk_end
     kept = fold(jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True), s.K)
-    last = jnp.sum(leaving, axis=1, keepdims=True) + columns(flow.through) * kept
+    last = jnp.sum(leaving, axis=1, keepdims=True) + start_k[:, -1:] * kept
     is_last = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1) == C - 1
     wide = q_f32 * dq_start + k_f32 * dk_start - leaving + jnp.where(is_last, last, 0.0)
     weighted = A1 * KK + A2 * QK
     dG = lane_sums(wide, s.K, dtype) + lane_sums(weighted, C, dtype) - row_sums(weighted, s)
-    dbeta = lane_sums(dW * W, s.V, dtype) + row_sums(dN * KK, s)
+    dbeta = lane_sums(dv_new * W, s.V, dtype) + row_sums(dN * KK, s)
 
     entering = rows([(scale * start) * do.astype(jnp.float32), -start * dR])
     entering = jnp.stack([entering[i : i + s.group] for i in range(0, s.heads, s.group)])
     entering = lanes([entering[:, i].astype(dtype) for i in range(s.group)])
-    dS = columns(flow.through) * dS + split_lanes(dot_tn(rows([q, k]), entering), s.group)
+    dS = start[:, -1:] * dS + split_lanes(dot_tn(rows([q, k]), entering), s.group)
     return dq + per_key(dq_start, s), dk + per_key(dk_start + dk_end, s), dR, dG, dbeta, dS
 
 
@@ -222,16 +214,16 @@ def _bwd_kernel(refs, *, s, opt, NT):
     def _():
         dS_ref[...] = jnp.zeros_like(dS_ref) if refs.dht is None else refs.dht[...]
 
-    q, k, v, g, beta = load_chunk(refs, c, s, opt)
-    do = zero_tail(load_tiles(refs.do, s.V), c, s, opt.T)
+    q, k, g, beta = load_chunk(refs, c, s, opt)
+    do, W = load_tokens(refs.do, c, s.V, s, opt), load_tokens(refs.W, c, s.V, s, opt)
     gate = gates(g, beta, s, exact=k.dtype != jnp.bfloat16)
     flow = flow_of(gate, s, load_owner(refs, chunk))
     dq, dk, dv, dG, dbeta, dS = chunk_gradients(
-        q, k, v, gate, flow, refs.X[...], refs.h[...], do, dS_ref[...], opt.scale, s
+        q, k, gate, flow, refs.X[...], refs.h[...], W, do, dS_ref[...], opt.scale, s
     )
     if opt.normalise:
-        dq = l2norm_gradient(zero_tail(load_tiles(refs.q, s.K), c, s, opt.T), dq)
-        dk = l2norm_gradient(zero_tail(load_tiles(refs.k, s.K), c, s, opt.T), dk)
+        dq = l2norm_gradient(load_tokens(refs.q, c, s.K, s, opt), dq)
+        dk = l2norm_gradient(load_tokens(refs.k, c, s.K, s, opt), dk)
     for ref, tiles in ((refs.dq, dq), (refs.dk, dk), (refs.dv, dv)):
         store_tiles(ref, tiles)
     i, j = (lax.broadcasted_iota(jnp.int32, (1, s.C, s.C), axis) for axis in (1, 2))
@@ -249,8 +241,8 @@ def launch(operands, N: int, want_state: bool, config: Config, opt: Options, s: 
     """Run the reverse kernel on the flat views.
 
     Args:
-      operands: q, k, v, g and beta as in the forward; h and X, what the forward kernel computes for the backward; do,
-        like v; dht, the gradient of the final states [N, HV, K, V] float32 or None; table and owner as in the forward.
+      operands: q, k, g and beta as in the forward; h, W and X, what its kernel computes for the backward; do, like v;
+        dht, the gradient of the final states [N, HV, K, V] float32 or None; table and owner as in the forward.
       N: as in the forward.
       want_state: whether the gradient of the initial state is needed.
       config, opt, s: static.
@@ -258,38 +250,38 @@ def launch(operands, N: int, want_state: bool, config: Config, opt: Options, s: 
     Returns:
       A dict of dq, dk, dv like q, k, v, dg, dbeta float32 like g, and dh0 [N, HV, K, V] float32 if wanted.
     """
-    q, k, v, g, beta, h, X, do, dht, table, owner = operands
+    q, k, g, beta, h, W, X, do, dht, table, owner = operands
     B, T, _ = q.shape
-    HV, NT = v.shape[2] // s.V, pl.cdiv(T, s.C)
-    cut = blocks(s, NT, reverse=True)
+    HV, NT = do.shape[2] // s.V, pl.cdiv(T, s.C)
+    cut = blocks(s, NT, lambda c: NT - 1 - c)
     kinds = {
         "dq": (cut.q, q.shape, q.dtype),
         "dk": (cut.q, k.shape, k.dtype),
-        "dv": (cut.v, v.shape, v.dtype),
+        "dv": (cut.v, do.shape, do.dtype),
         "dg": (cut.gate, g.shape, jnp.float32),
         "dbeta": (cut.gate, g.shape, jnp.float32),
         "dh0": (cut.state, (N, HV, s.K, s.V), jnp.float32),
     }
     wanted = [n for n in kinds if n != "dh0" or want_state]
-    names = ("table", "q", "k", "v", "g", "beta", "h", "X", "do", "dht", "owner")
+    names = ("table", "q", "k", "g", "beta", "h", "W", "X", "do", "dht", "owner")
     out = pallas_call(
         named(_bwd_kernel, names, [(n, n in wanted) for n in kinds], ["dS"], s=s, opt=opt, NT=NT),
-        table, q, k, v, g, beta, h, X, do, dht, owner,
+        table, q, k, g, beta, h, W, X, do, dht, owner,
         name=f"fused_chunk_gated_delta_rule_bwd_c{s.C}",
         num_scalar_prefetch=1,
         # Batch and head blocks are independent; time is sequential and runs backwards, the gradient of the state stays
         # in VMEM.
         grid=(B, HV // s.heads, NT),
         dimension_semantics=("parallel", "parallel", "arbitrary"),
-        in_specs=[cut.q, cut.q, cut.v, cut.gate, cut.gate, cut.h, cut.X, cut.v, None if dht is None else cut.state,
+        in_specs=[cut.q, cut.q, cut.gate, cut.gate, cut.h, cut.v, cut.X, cut.v, None if dht is None else cut.state,
                   None if owner is None else cut.owner],
         out_specs=[kinds[n][0] for n in wanted],
-        out_shape=[out_struct(*kinds[n][1:], q, k, v, g, beta, do, dht) for n in wanted],
+        out_shape=[out_struct(*kinds[n][1:], q, k, g, beta, do, dht) for n in wanted],
         scratch_shapes=[pltpu.VMEM((s.heads, s.K, s.V), jnp.float32)],
         cost_estimate=pl.CostEstimate(
             flops=2 * B * NT * HV * s.C * (6 * s.C * s.K + 3 * s.C * s.V + 5 * s.K * s.V),
             transcendentals=B * NT * HV * s.C * s.C,
-            bytes_accessed=2 * (q.nbytes + k.nbytes) + 3 * v.nbytes + h.nbytes + X.nbytes,
+            bytes_accessed=2 * (q.nbytes + k.nbytes + do.nbytes) + W.nbytes + h.nbytes + X.nbytes,
         ),
         vmem_limit_bytes=config.vmem_bytes,
     )  # fmt: skip
