@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.fused_gla import fused_chunk_gla
 from chunkwise.shared.reference import reference
@@ -35,6 +36,30 @@ def run(implementation, **options):
 def test_transform(transform, implementation):
     x = arguments(B=2, num_states=2)
     assert_transform(transform, lambda *a: run(implementation)(**dict(zip(x, a, strict=True))), tuple(x.values()))
+
+
+@both
+def test_shard_map(implementation):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("data")
+    x = arguments(B=2, num_states=2)
+    # The interpreter of Pallas kernels lacks the check of varying axes; compiled kernels pass it.
+    options = dict(mesh=mesh, in_specs=(rows,), out_specs=rows, check_vma=implementation == "xla")
+    fn = lambda x: run(implementation)(**x)
+    for want, got in zip(fn(x), jax.jit(jax.shard_map(fn, **options))(x), strict=True):
+        assert_close("under shard_map", got, want, 1e-6)
+
+
+@pytest.mark.interpreted
+def test_gradients_under_remat_and_vmap():
+    x, gamma = arguments(B=2), jnp.asarray([-0.1])
+    loss = lambda x, gamma: jnp.sum(run("pallas")(**x, g_gamma=gamma)[0] ** 2)
+    plain = jax.grad(loss, argnums=(0, 1))(x, gamma)
+    remat = jax.grad(jax.checkpoint(loss), argnums=(0, 1))(x, gamma)
+    alone = jax.grad(lambda x, gamma: loss({name: y[None] for name, y in x.items()}, gamma), argnums=(0, 1))
+    each, each_gamma = jax.vmap(alone, in_axes=(0, None))(x, gamma)
+    for got in (remat, (each, each_gamma.sum(axis=0))):
+        jax.tree.map(lambda want, y: assert_close("gradient", y, want, 1e-5), plain, got)
 
 
 @both

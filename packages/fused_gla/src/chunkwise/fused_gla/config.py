@@ -35,7 +35,8 @@ def vmem_bytes(heads: int, C: int, K: int, V: int, itemsize: int, per_channel: b
         kept = (num_steps + 4) * K * V + C * (C + 2 * max(K, V))
         return heads * (blocks + 4 * kept) + min(heads, 4) * (in_flight + 3 * K * V * itemsize)
     states = (num_steps + 8 if bwd else 5) * K * V * 4
-    levels = C.bit_length() * C * K * 4 * (3 if bwd else 2) if per_channel else 0
+    # Products of float32 operands are split into parts.
+    levels = C.bit_length() * C * K * itemsize * (6 if bwd else 4) if per_channel else 0
     return heads * (blocks + states + levels + in_flight)
 
 

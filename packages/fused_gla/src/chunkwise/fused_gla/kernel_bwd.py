@@ -78,8 +78,8 @@ def _gla_bwd_kernel(*refs, s: Shape):
         dg_ref[i, heads] = grads.through + tiles.gate_bwd(exponents, grads.from_start, grads.to_end, c.same)
 
     def chunk_per_head(j, _):
-        # A pipeline by hand: the matrix unit works in program order, and while it computes the products of some heads the
-        # vector unit finishes those before them.
+        # A pipeline by hand: the matrix unit works in program order, and while it computes the products of some heads
+        # the vector unit finishes those before them.
         i, started = s.chunks(step) - 1 - j, []
         for first in range(0, s.heads, PAIR):
             started.append(start(i, slice(first, min(first + PAIR, s.heads))))

@@ -23,8 +23,8 @@ class Decays(NamedTuple):
     Attributes:
       pairs: [h, C, C], scale times the decay from token j to token i >= j of one sequence, else 0; per channel a tuple
         of [h, C, K], for every level of `_levels` the decay between each token and the anchor of its block.
-      from_start: [h, C, 1 or K], scale times the decay from the start of the chunk, or of the token's sequence in it, to
-        the token.
+      from_start: [h, C, 1 or K], scale times the decay from the start of the chunk, or of the token's sequence in it,
+        to the token.
       to_end: [h, C, 1 or K], from the token to the end of the chunk, or of its sequence in it.
       through: [h, 1, 1 or K], over the whole chunk.
       scale: float32.
@@ -246,8 +246,8 @@ class Products(NamedTuple):
 def chunk_products(S, dS, q, k, v, do) -> Products:
     """Return the first products of a chunk whose gates are per head; the arguments are those of `state_bwd`.
 
-    What the matrix unit waits for are the operands it keeps. Products with a common left operand therefore stand side by
-    side, and the scores are transposed, as two of the three products that read them want.
+    What the matrix unit waits for are the operands it keeps. Products with a common left operand therefore stand side
+    by side, and the scores are transposed, as two of the three products that read them want.
     """
     transposed = lambda x: jnp.swapaxes(x, 1, 2)
     do_t, dS_mxu = transposed(do), dS.astype(q.dtype)
