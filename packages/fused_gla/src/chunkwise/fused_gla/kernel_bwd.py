@@ -49,7 +49,7 @@ def _gla_bwd_kernel(*refs, s: Shape):
             start_ref[...] = before
             pl.when(c.starts(n))(lambda: fetch_state(x.initial_state, n, block, start_ref))
             before = start_ref[...]
-        S_ref[i + 1] = tiles.next_state(before, c.k, c.v, c.to_end(n), c.through(n))
+        S_ref[i + 1] = tiles.next_state(before, c.k, c.v, c.to_end(n)[:, :, : s.K], c.through(n))
 
     lax.fori_loop(0, s.chunks(step) - 1, states, None)
 
