@@ -66,9 +66,9 @@ def kernel_products(text: str) -> list[list[tuple[str, str, str]]]:
         context.allow_unregistered_dialects = True
         with context:
             lines = str(ir.Module.parse(base64.b64decode(body))).splitlines()
-        precision = [re.search(r"contract_precision<(\w+)>|$", line)[1] or "" for line in lines]
+        precision = [m[1] if (m := re.search(r"contract_precision<(\w+)>", line)) else "" for line in lines]
         operands = [re.search(r"matmul.*: \(vector<[\dx]+x(\w+)>, vector<[\dx]+x(\w+)>", line) for line in lines]
-        kernels.append([(*types.groups(), p) for types, p in zip(operands, precision, strict=True) if types])
+        kernels.append([(m[1], m[2], p) for m, p in zip(operands, precision, strict=True) if m])
     return kernels
 
 

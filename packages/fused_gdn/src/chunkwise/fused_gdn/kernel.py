@@ -328,19 +328,20 @@ def _fwd_kernel(refs, *, s, opt, NT):
     q, k, g, beta = load_chunk(refs, prepared - first, s, opt)
     gate = gates(g, beta, s, exact=k.dtype != jnp.bfloat16)
     flow = flow_of(gate, s, load_owner(refs, prepared))
-    if refs.kept is None:
-        KK, QK, D = scores(q, k, gate, flow.mask, s)
-        weight = D * gate.beta_rows
+    made = None if refs.o is None else scores(q, k, gate, flow.mask, s)
     pass_state(refs, passed - first, opt, s)
-    X = unit_lower_inverse(KK * weight) if refs.kept is None else refs.kept[...]
+    if made is None:
+        X = refs.kept[...]
+    else:
+        KK, QK, D = made
+        weight = D * gate.beta_rows
+        X = unit_lower_inverse(KK * weight)
+        refs.q_passed[...], refs.scores[...] = q, lanes(parts(QK * (weight * opt.scale), k.dtype))
     if refs.X is not None:
         refs.X[...] = X
     refs.inverse[...] = lanes(parts(X, k.dtype))
     refs.start[...], refs.end[...] = flow.start, flow.end * gate.beta
     refs.k_passed[...] = k
-    if refs.o is not None:
-        refs.q_passed[...] = q
-        refs.scores[...] = lanes(parts(QK * (weight * opt.scale), k.dtype))
     if refs.ht is not None:
 
         @pl.when((c > 0) & (refs.table[LAST, passed] == 1))
@@ -358,7 +359,7 @@ def pass_state(refs, c, opt: Options, s: Shape) -> None:
     W = multiply_packed(refs.inverse[...], R, s.p, k.dtype)
     if refs.W is not None:
         store_tiles(refs.W, W)
-    if refs.o is not None:
+    if QS is not None:
         store_tiles(refs.o, (opt.scale * start) * QS + multiply_packed(refs.scores[...], W, s.p, k.dtype))
     refs.state[...] = start[:, -1:] * S + write_state(k, head_columns(refs.end[...], s, s.V) * W, s)
 
@@ -462,7 +463,7 @@ def launch(
       initial_state: [N, HV, K, V] float32 or None.
       table: int32 [6, B * NT], what every chunk is; rows as named above.
       owner: int32 [NT, 1, p C] where chunks hold several sequences, else None.
-      kept: X of an earlier launch, which is then not computed again, or None; "o" must not be wanted with it.
+      kept: X of an earlier launch, which is then not computed again, or None. "o" is wanted without it, and only then.
       N: number of states.
       want: which outputs of "o", "ht", "h", "W", "X".
       config, opt, s: static.
@@ -492,7 +493,7 @@ def launch(
         "inverse": pltpu.VMEM(wide, k.dtype),
         "k_passed": pltpu.VMEM((keys, s.C, s.K), k.dtype),
     }
-    if "o" in want:
+    if kept is None:
         scratch |= {"scores": pltpu.VMEM(wide, k.dtype), "q_passed": pltpu.VMEM((keys, s.C, s.K), k.dtype)}
     out = pallas_call(
         named(_fwd_kernel, names, [(n, n in want) for n in kinds], list(scratch), s=s, opt=opt, NT=NT),

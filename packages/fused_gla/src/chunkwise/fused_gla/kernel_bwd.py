@@ -4,6 +4,8 @@ The forward kept the state before every grid step. A step first recomputes the s
 walks them in reverse with the gradient of the state. Both are float32 where they are read.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -28,7 +30,7 @@ def _gla_bwd_kernel(*refs, s: Shape):
         whole = not s.visit and dfinal_ref is not None
         dS_ref[...] = dfinal_ref[...] if whole else jnp.zeros(dS_ref.shape, dS_ref.dtype)
         if s.constant:
-            decays = constant_decays(s, x)
+            decays: Any = constant_decays(s, x)
             for ref, decay in zip(decay_refs, decays._replace(pairs=jnp.swapaxes(decays.pairs, 1, 2)), strict=False):
                 ref[...] = jnp.broadcast_to(decay, ref.shape)
             if dg_ref is not None:
