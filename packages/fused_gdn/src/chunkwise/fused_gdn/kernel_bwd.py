@@ -6,7 +6,8 @@ With the names of kernel.py, where S and W are computed again, and dS' arriving 
     dN = -tril(dR W^T, -1)                    dA = tril(dO (B W)^T)    of N = K K^T * D and A = scale Q K^T * D
     dS = e^G_last dS' + Q^T (scale e^G dO) - K^T (e^G dR)
 
-dN needs no further product with X: -X^T (B dv_new R^T) X^T = -dR W^T.
+dN needs no further product with X: -X^T (B dv_new R^T) X^T = -dR W^T. As in the forward, what oscillates where keys repeat
+(W, dv_new, N, A and their gradients) keeps 16 bits in its products with bfloat16 tensors, S and dS keep 8.
 """
 
 import functools
@@ -107,16 +108,23 @@ def multiply(a, b, dtype, contract=dot):
     return contract(a.astype(dtype), b.astype(dtype))
 
 
+def pairs(a: tuple, b: tuple) -> tuple[list, list]:
+    """Return the parts of a and of b whose products make up a b, less those of two small parts, in two lists."""
+    both = [(x, y) for i, x in enumerate(a) for j, y in enumerate(b) if i + j < 2]
+    return [x for x, _ in both], [y for _, y in both]
+
+
 def apply_transposed(X, tiles, dtype, p: int):
-    """Return X^T R of every head, [heads, C, w]."""
-    X_parts, right = parts(X, dtype), side_lanes(tiles.astype(dtype), p)
-    return diagonal_blocks(dot_tn(rows(X_parts), rows([right] * len(X_parts))), p)
+    """Return X^T R of every head, [heads, C, w], at 16 bits."""
+    right = parts(tiles, dtype) if tiles.dtype == jnp.float32 else (tiles,)
+    X_parts, right = pairs(parts(X, dtype), tuple(side_lanes(x, p) for x in right))
+    return diagonal_blocks(dot_tn(rows(X_parts), rows(right)), p)
 
 
 def outer(a, b, dtype, p: int):
-    """Return a b^T of every head, packed [n, m, p C], for tiles a [heads, m, w] and b [heads, C, w]."""
-    packs = pack_members(b.astype(dtype), p)
-    return dot_nt(side_lanes(a.astype(dtype), p), place_tiles(packs, p))
+    """Return a b^T of every head, packed [n, m, p C], for tiles a [heads, m, w] and b [heads, C, w], b at 16 bits."""
+    b_parts = [place_tiles(pack_members(x, p), p) for x in parts(b, dtype)]
+    return dot_nt(lanes([side_lanes(a.astype(dtype), p)] * len(b_parts)), lanes(b_parts))
 
 
 def key_gradients(A1, A2, q, k, s: Shape):
@@ -125,10 +133,10 @@ def key_gradients(A1, A2, q, k, s: Shape):
     dq = A2 K and dk = (A1 + A1^T) K + A2^T Q, summed over the value heads of a key head.
     """
     own_q, own_k, each = key_packs(q, s), key_packs(k, s), s.p // s.keys
-    zero, A = jnp.zeros_like(own_k[0]), rows([A1, A2]).astype(k.dtype)
+    zero, A = jnp.zeros_like(own_k[0]), parts(rows([A1, A2]), k.dtype)
     right = rows([lanes([own_k[j] if i // each == j else zero for j in range(s.keys)]) for i in range(s.p)])
-    direct = dot(A, right)
-    turned = dot_tn(A, rows([lanes(own_k), lanes(own_q)]))
+    direct = dot(lanes(A), rows([right] * len(A)))
+    turned = dot_tn(rows(A), rows([lanes(own_k), lanes(own_q)] * len(A)))
     dq, dk = [0.0] * k.shape[0], [0.0] * k.shape[0]
     for n in range(s.heads // s.p):
         for j in range(s.keys):
@@ -166,9 +174,9 @@ def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: Shape):
     dv_new = apply_transposed(QK * (D * scale), do, dtype, s.p) + end * read_state(k, None, dS.astype(dtype), s)[0]
     dR = apply_transposed(X, beta * dv_new, dtype, s.p)
 
-    pairs = outer(rows([dR, do.astype(jnp.float32)]), W, dtype, s.p)
-    dN = jnp.where(strictly(s), -pairs[:, :C], 0.0) * D
-    A1, A2 = dN * gate.beta_rows, pairs[:, C:] * (D * gate.beta_rows * scale)
+    outers = outer(rows([dR, do.astype(jnp.float32)]), W, dtype, s.p)
+    dN = jnp.where(strictly(s), -outers[:, :C], 0.0) * D
+    A1, A2 = dN * gate.beta_rows, outers[:, C:] * (D * gate.beta_rows * scale)
     dq, dk = key_gradients(A1, A2, q, k, s)
 
     through_state = multiply(rows([do.astype(jnp.float32), dR]), S, dtype, dot_nt)
