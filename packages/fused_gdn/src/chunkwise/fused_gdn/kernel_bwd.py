@@ -6,8 +6,8 @@ With the names of kernel.py, where S and W are computed again, and dS' arriving 
     dN = -tril(dR W^T, -1)                    dA = tril(dO (B W)^T)    of N = K K^T * D and A = scale Q K^T * D
     dS = e^G_last dS' + Q^T (scale e^G dO) - K^T (e^G dR)
 
-dN needs no further product with X: -X^T (B dv_new R^T) X^T = -dR W^T. As in the forward, what oscillates where keys repeat
-(W, dv_new, N, A and their gradients) keeps 16 bits in its products with bfloat16 tensors, S and dS keep 8.
+dN needs no further product with X: -X^T (B dv_new R^T) X^T = -dR W^T. As in the forward, what oscillates where keys
+repeat (W, dv_new, A and the gradients of N and A) keeps 16 bits with bfloat16 tensors; S and dS enter at 8.
 """
 
 import functools
