@@ -12,12 +12,10 @@ class Config:
     Attributes:
       heads: value heads a grid step of the forward.
       backward_heads: value heads a grid step of the backward.
-      decode_heads: value heads a grid step of the decode.
     """
 
     heads: int
     backward_heads: int
-    decode_heads: int
 
 
 def vmem_bytes_per_head(C: int, K: int, V: int, itemsize: int) -> int:
@@ -31,5 +29,4 @@ def default_for(H: int, HV: int, C: int, K: int, V: int, itemsize: int) -> Confi
     return Config(
         heads=pick_heads(HV, H, size, most=16),
         backward_heads=pick_heads(HV, H, 2 * size, most=4),
-        decode_heads=pick_heads(HV, H, 16 * K * V, most=16),
     )
