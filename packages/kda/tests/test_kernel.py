@@ -61,7 +61,7 @@ def test_any_number_of_heads_a_step_gives_the_same():
     x = make_inputs(1, 20, 2, 4, 16, 16, per_channel=True)
     runs = [
         fused_chunk_kda(**x, chunk_size=16, implementation="pallas", config=config)[0]
-        for config in (None, Config(1, 1, 1), Config(2, 2, 2))
+        for config in (None, Config(1, 1), Config(2, 2))
     ]
     for o in runs[1:]:
         assert_close("o", o, runs[0], 1e-6)
