@@ -209,15 +209,18 @@ def _forward(static, *inputs, keep: bool = False) -> Any:
     return (results, (inputs, out["X"])) if keep else results
 
 
-def _backward(static, kept, cotangents):
-    inputs, X = kept
+def _backward(static, residuals, cotangents):
+    inputs, X = residuals
     q, k, v, g, beta, initial_state, _ = inputs
     do, dht = cotangents
     layout = Layout(static, inputs, backward=True)
     s, operands = layout.shape, layout.operands(*inputs[:6])
     kept = kernel.launch(*operands, X, layout.N, ("h", "W"), static.config, layout.options, s)
-    q_, k_, _, g_, beta_, _, table, owner = operands
-    operands = (q_, k_, g_, beta_, kept["h"], kept["W"], X, layout.tokens(do, s.V), layout.states(dht), table, owner)
+    flat_q, flat_k, _, flat_g, flat_beta, _, table, owner = operands
+    operands = (
+        flat_q, flat_k, flat_g, flat_beta, kept["h"], kept["W"], X, layout.tokens(do, s.V), layout.states(dht),
+        table, owner,
+    )  # fmt: skip
     out = kernel_bwd.launch(operands, layout.N, initial_state is not None, static.config, layout.options, s)
     dh0 = None
     if initial_state is not None:

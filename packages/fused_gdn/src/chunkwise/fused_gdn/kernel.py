@@ -101,25 +101,53 @@ def place_tiles(tiles: list[jax.Array], p: int) -> jax.Array:
     return rows([lanes([tiles[i // each] if i == j else zero for j in range(p)]) for i in range(p)])
 
 
-def select(x: jax.Array, selection: jax.Array) -> jax.Array:
-    """Return x @ selection for float32 x [m, k] and a matrix of zeros and ones [k, n]: exact.
+def pack_members(x: jax.Array, p: int) -> list[jax.Array]:
+    """Return tiles [heads, m, w] as the j-th heads of all packs of p, p tiles [n, m, w]."""
+    return [jnp.stack([x[i] for i in range(j, x.shape[0], p)]) for j in range(p)]
 
-    The matrix unit has time for it, and the unit that moves lanes has not.
+
+def side_lanes(x: jax.Array, p: int) -> jax.Array:
+    """Return tiles [heads, m, w] packed, [n, m, p w]."""
+    return lanes(pack_members(x, p))
+
+
+def placed_keys(own: list[jax.Array], s: Shape) -> jax.Array:
+    """Return the keys of `key_packs` below one another for all heads of a pack, each in the lanes of its key head."""
+    each, zero = s.p // s.keys, jnp.zeros_like(own[0])
+    return rows([lanes([own[j] if i // each == j else zero for j in range(s.keys)]) for i in range(s.p)])
+
+
+def part_pairs(a, b) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Return the `parts` of a and of b whose products make up a b, less those of two small parts, in two lists."""
+    both = [(x, y) for i, x in enumerate(a) for j, y in enumerate(b) if i + j < 2]
+    return [x for x, _ in both], [y for _, y in both]
+
+
+def selecting(x: jax.Array, selection: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Return operands of an exact product of float32 x and a matrix of zeros and ones, part by part.
+
+    The matrix unit has time for such products, and the unit that moves lanes has not.
     """
-    selection = jnp.where(selection, 1.0, 0.0).astype(jnp.bfloat16)
-    return dot(lanes([part[None] for part in bf16_parts(x)]), rows([selection[None]] * 3))[0]
+    ones = jnp.where(selection, 1.0, 0.0).astype(jnp.bfloat16)[None]
+    return [part[None] for part in bf16_parts(x)], [ones] * 3
+
+
+def select(x: jax.Array, selection: jax.Array) -> jax.Array:
+    """Return x @ selection for x [m, k] and a matrix of zeros and ones [k, n]: exact."""
+    x_parts, ones = selecting(x, selection)
+    return dot(lanes(x_parts), rows(ones))[0]
 
 
 def select_rows(x: jax.Array, selection: jax.Array) -> jax.Array:
     """Return x^T @ selection for x [k, m] and a matrix of zeros and ones [k, n]: exact."""
-    selection = jnp.where(selection, 1.0, 0.0).astype(jnp.bfloat16)
-    return dot_tn(rows([part[None] for part in bf16_parts(x)]), rows([selection[None]] * 3))[0]
+    x_parts, ones = selecting(x, selection)
+    return dot_tn(rows(x_parts), rows(ones))[0]
 
 
 def select_tn(selection: jax.Array, x: jax.Array) -> jax.Array:
     """Return selection^T @ x for x [k, m] and a matrix of zeros and ones [k, n]: exact."""
-    selection = jnp.where(selection, 1.0, 0.0).astype(jnp.bfloat16)
-    return dot_tn(rows([selection[None]] * 3), rows([part[None] for part in bf16_parts(x)]))[0]
+    x_parts, ones = selecting(x, selection)
+    return dot_tn(rows(ones), rows(x_parts))[0]
 
 
 def spread(x: jax.Array, w: int) -> jax.Array:
@@ -195,11 +223,9 @@ def gap(later, earlier):
 def scores(q, k, g: Gates, mask, s: Shape):
     """Return K K^T, Q K^T and the decays D (zero outside of `mask`), packed [n, C, p C]; q, k [key heads, C, K]."""
     w = s.wide()
-    own_k, own_q, each = key_packs(k, w), key_packs(q, w), w.p // w.keys
-    zero = jnp.zeros_like(own_k[0])
+    own_k, own_q = key_packs(k, w), key_packs(q, w)
     left = rows([lanes(own_k), lanes(own_q)])
-    right = rows([lanes([own_k[j] if i // each == j else zero for j in range(w.keys)]) for i in range(w.p)])
-    products = split_lanes(dot_nt(left, right), w.p // s.p)
+    products = split_lanes(dot_nt(left, placed_keys(own_k, w)), w.p // s.p)
     return products[:, : s.C], products[:, s.C :], jnp.exp(jnp.where(mask, gap(g.G, g.G_rows), NEVER))
 
 
@@ -212,27 +238,22 @@ def split_lanes(x: jax.Array, p: int) -> jax.Array:
 def read_state(k, q, S, s: Shape):
     """Return K S and Q S as [heads, C, V] float32 (None without q), one product for all value heads of a key head."""
     left = k if q is None else rows([k, q])
-    read = dot(left, lanes([jnp.stack([S[i] for i in range(j, s.heads, s.group)]) for j in range(s.group)]))
-    read = split_lanes(read, s.group)
+    read = split_lanes(dot(left, side_lanes(S, s.group)), s.group)
     return read[:, : s.C], None if q is None else read[:, s.C :]
 
 
 def multiply_packed(A, x, p: int, dtype):
     """Return A x of every head, [heads, C, V] float32, for `parts` of packed A side by side and x [heads, C, V]."""
-    count = A.shape[2] // (p * x.shape[1])
-    A, x = [A[:, :, i * p * x.shape[1] : (i + 1) * p * x.shape[1]] for i in range(count)], parts(x, dtype)
-    right = [place_tiles([jnp.stack([y[i] for i in range(j, y.shape[0], p)]) for j in range(p)], p) for y in x]
-    if count == 1:
-        return split_lanes(dot(A[0], right[0]), p)
-    # Without the product of the two small parts, which is past the 16 bits.
-    return split_lanes(dot(lanes([A[0], A[1], A[0]]), rows([right[0], right[0], right[1]])), p)
+    w = p * x.shape[1]
+    right = [place_tiles(pack_members(part, p), p) for part in parts(x, dtype)]
+    left, right = part_pairs([A[:, :, i : i + w] for i in range(0, A.shape[2], w)], right)
+    return split_lanes(dot(lanes(left), rows(right)), p)
 
 
 def write_state(k, W, s: Shape):
     """Return K^T W, [heads, K, V] float32, for W [heads, C, V] at 16 bits, one product for all heads of a key head."""
     W = parts(W, k.dtype)
-    members = rows([lanes([jnp.stack([x[i] for i in range(j, s.heads, s.group)]) for j in range(s.group)]) for x in W])
-    return split_lanes(dot_tn(rows([k] * len(W)), members), s.group)
+    return split_lanes(dot_tn(rows([k] * len(W)), rows([side_lanes(x, s.group) for x in W])), s.group)
 
 
 class Options(NamedTuple):

@@ -34,11 +34,15 @@ from chunkwise.fused_gdn.kernel import (
     load_owner,
     load_tokens,
     named,
+    pack_members,
+    part_pairs,
     parts,
     place_tiles,
+    placed_keys,
     read_state,
     rows,
     scores,
+    side_lanes,
     split_lanes,
     store_tiles,
 )
@@ -88,16 +92,6 @@ def diagonal_blocks(x: jax.Array, p: int) -> jax.Array:
     return jnp.stack([x[i, j * m : (j + 1) * m, j * w : (j + 1) * w] for i in range(x.shape[0]) for j in range(p)])
 
 
-def pack_members(x: jax.Array, p: int) -> list[jax.Array]:
-    """Return tiles [heads, m, w] as the j-th heads of all packs, p tiles [n, m, w]."""
-    return [jnp.stack([x[i] for i in range(j, x.shape[0], p)]) for j in range(p)]
-
-
-def side_lanes(x: jax.Array, p: int) -> jax.Array:
-    """Return tiles [heads, m, w] packed, [n, m, p w]."""
-    return lanes(pack_members(x, p))
-
-
 def per_key(x: jax.Array, s: Shape) -> jax.Array:
     """Sum tiles [heads, m, w] over the value heads of every key head, [key heads, m, w]."""
     return jnp.stack([sum(x[i + j] for j in range(s.group)) for i in range(0, s.heads, s.group)])
@@ -108,16 +102,10 @@ def multiply(a, b, dtype, contract=dot):
     return contract(a.astype(dtype), b.astype(dtype))
 
 
-def pairs(a: tuple, b: tuple) -> tuple[list, list]:
-    """Return the parts of a and of b whose products make up a b, less those of two small parts, in two lists."""
-    both = [(x, y) for i, x in enumerate(a) for j, y in enumerate(b) if i + j < 2]
-    return [x for x, _ in both], [y for _, y in both]
-
-
 def apply_transposed(X, tiles, dtype, p: int):
     """Return X^T R of every head, [heads, C, w], at 16 bits."""
     right = parts(tiles, dtype) if tiles.dtype == jnp.float32 else (tiles,)
-    X_parts, right = pairs(parts(X, dtype), tuple(side_lanes(x, p) for x in right))
+    X_parts, right = part_pairs(parts(X, dtype), [side_lanes(x, p) for x in right])
     return diagonal_blocks(dot_tn(rows(X_parts), rows(right)), p)
 
 
@@ -133,9 +121,8 @@ def key_gradients(A1, A2, q, k, s: Shape):
     dq = A2 K and dk = (A1 + A1^T) K + A2^T Q, summed over the value heads of a key head.
     """
     own_q, own_k, each = key_packs(q, s), key_packs(k, s), s.p // s.keys
-    zero, A = jnp.zeros_like(own_k[0]), parts(rows([A1, A2]), k.dtype)
-    right = rows([lanes([own_k[j] if i // each == j else zero for j in range(s.keys)]) for i in range(s.p)])
-    direct = dot(lanes(A), rows([right] * len(A)))
+    A = parts(rows([A1, A2]), k.dtype)
+    direct = dot(lanes(A), rows([placed_keys(own_k, s)] * len(A)))
     turned = dot_tn(rows(A), rows([lanes(own_k), lanes(own_q)] * len(A)))
     dq, dk = [0.0] * k.shape[0], [0.0] * k.shape[0]
     for n in range(s.heads // s.p):
@@ -195,8 +182,7 @@ def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: Shape):
     dbeta = lane_sums(dv_new * W, s.V, dtype) + row_sums(dN * KK, s)
 
     entering = rows([(scale * start) * do.astype(jnp.float32), -start * dR])
-    entering = jnp.stack([entering[i : i + s.group] for i in range(0, s.heads, s.group)])
-    entering = lanes([entering[:, i].astype(dtype) for i in range(s.group)])
+    entering = side_lanes(entering.astype(dtype), s.group)
     dS = start[:, -1:] * dS + split_lanes(dot_tn(rows([q, k]), entering), s.group)
     return dq + per_key(dq_start, s), dk + per_key(dk_start + dk_end, s), dR, dG, dbeta, dS
 
