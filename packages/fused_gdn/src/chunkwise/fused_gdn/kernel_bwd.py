@@ -97,9 +97,9 @@ def per_key(x: jax.Array, s: Shape) -> jax.Array:
     return jnp.stack([sum(x[i + j] for j in range(s.group)) for i in range(0, s.heads, s.group)])
 
 
-def multiply(a, b, dtype, contract=dot):
-    """Return the product of float32 tiles as one pass of operands of `dtype`."""
-    return contract(a.astype(dtype), b.astype(dtype))
+def multiply_nt(a, b, dtype):
+    """Return a b^T of float32 tiles as one pass of operands of `dtype`."""
+    return dot_nt(a.astype(dtype), b.astype(dtype))
 
 
 def apply_transposed(X, tiles, dtype, p: int):
@@ -166,9 +166,9 @@ def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: Shape):
     A1, A2 = dN * gate.beta_rows, outers[:, C:] * (D * gate.beta_rows * scale)
     dq, dk = key_gradients(A1, A2, q, k, s)
 
-    through_state = multiply(rows([do.astype(jnp.float32), dR]), S, dtype, dot_nt)
+    through_state = multiply_nt(rows([do.astype(jnp.float32), dR]), S, dtype)
     dq_start, dk_start = (scale * start_k) * through_state[:, :C], -start_k * through_state[:, C:]
-    dk_end = (end_k * beta_k) * multiply(W, dS, dtype, dot_nt)
+    dk_end = (end_k * beta_k) * multiply_nt(W, dS, dtype)
 
     # The gradient of the cumulative gate, still to be summed over lanes; the last row also decays all that leaves.
     q_f32, k_f32 = q_own.astype(jnp.float32), k_own.astype(jnp.float32)
