@@ -96,6 +96,21 @@ def equations(jaxpr):
                 yield from equations(x)
 
 
+def test_fixed_gates_have_no_gradient_to_pay_for():
+    x = make_inputs(1, 16, 1, K=8, V=8)
+    x = {name: x[name] for name in "qkv"}
+    run = lambda x, gamma: jnp.sum(fused_chunk_gla(**x, g_gamma=gamma, implementation="pallas")[0])
+    both, tokens = jax.grad(run, argnums=(0, 1)), jax.grad(run)
+    jax.tree.map(np.testing.assert_array_equal, tokens(x, jnp.asarray([-0.1])), both(x, jnp.asarray([-0.1]))[0])
+    for gradient, results in ((tokens, 3), (both, 4)):
+        *_, backward = (
+            e
+            for e in equations(jax.make_jaxpr(gradient)(x, jnp.asarray([-0.1])).jaxpr)
+            if str(e.primitive) == "pallas_call"
+        )
+        assert len(backward.outvars) == results
+
+
 def test_kernels_cost_what_their_tokens_cost():
     def work(*lengths):
         """Return the grid of every launch, and all its operations with the shapes of their results."""

@@ -13,8 +13,6 @@ from chunkwise.shared.testing import GATES, assert_close, boundaries, make_input
 
 OUTPUT = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}
 REST = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 5e-3}
-# A head's gradient of g_gamma is one number, a sum over all tokens: few digits are left where its terms cancel.
-GAMMA = REST | {"bfloat16": 2e-2}
 
 
 def normal(x):
@@ -93,15 +91,11 @@ class Case:
                 assert_close(f"final_state, head {h}", state[:, h], want[1][:, h], OUTPUT[self.dtype])
         for name, grad in grads.items():
             assert grad.dtype == x[name].dtype
-            if name == "g_gamma":
-                terms = np.abs(want[2]["g"].reshape(-1, self.T, *want[2]["g"].shape[2:])).sum(axis=(0, 1))
-                terms = terms if terms.ndim == 1 else terms.sum(axis=1)
-                distance = np.abs(np.asarray(grad, np.float64) - want[2][name])
-                assert (distance <= REST[self.dtype] * terms).all(), f"dg_gamma: {distance} of terms {terms}"
-            axis, tolerance = {"g_gamma": (0, GAMMA), "initial_state": (1, REST)}.get(name, (2, REST))
+            axis = {"g_gamma": 0, "initial_state": 1}.get(name, 2)
             heads = zip(np.moveaxis(np.asarray(grad), axis, 0), np.moveaxis(want[2][name], axis, 0), strict=True)
             for h, (got, ref) in enumerate(heads):
-                assert_close(f"d{name}, head {h}", normal(got), normal(ref), tolerance[self.dtype])
+                # A head's gradient of g_gamma is one number, a sum over all tokens, of which a tenth may be left.
+                assert_close(f"d{name}, head {h}", normal(got), normal(ref), REST[self.dtype])
 
 
 # Few, because compiling takes long; together they hold every gate, chunk size, type, kind of tail and packing.
@@ -109,7 +103,7 @@ CASES = (
     Case("each", B=2, T=70, chunk_size=32),
     Case("each", True, states=False),
     Case("each", lengths=(3, 0, 30)),
-    Case("spikes", True, gamma=(-0.1, -2.0), H=2),
+    Case("spikes", True, gamma=(-0.1, -2.0), H=2, dtype="bfloat16"),
     Case(None, gamma=lightning(4), H=4, T=64, dtype="bfloat16"),
     Case(None, gamma=(-1.0, -5.0, -30.0), H=3, T=192, chunk_size=64),
     Case(None, dtype="float16"),

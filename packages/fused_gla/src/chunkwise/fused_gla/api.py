@@ -14,7 +14,6 @@ from chunkwise.shared import (
     check_cu_seqlens,
     check_initial_state,
     choose_implementation,
-    operand_dtype,
 )
 
 
@@ -43,10 +42,11 @@ def fused_chunk_gla(
 
     Args:
       q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
-      v: values [B, T, H, V]. If all three are bfloat16, products take bfloat16 operands, else float32 ones at full
-        precision; they accumulate in float32. States and gates are float32.
+      v: values [B, T, H, V]. If all three are bfloat16, the kernels' products take bfloat16 operands, else float32 ones
+        at full precision, as "xla" does; they accumulate in float32. States and gates are float32.
       g: log decay in nats, at most 0: [B, T, H] per head or [B, T, H, K] per channel; None for no decay.
-      g_gamma: constant log decay per head [H] in nats, added to g.
+      g_gamma: constant log decay per head [H] in nats, added to g. Where its gradient is asked for, computed tiles
+        enter bfloat16 products with 16 bits: it is one number for all tokens, and they cancel.
       scale: multiplies the output; defaults to K ** -0.5. A number or a traced scalar.
       initial_state: [N, H, K, V], or None for zeros.
       output_final_state: whether to return the final state; static.
@@ -120,10 +120,7 @@ def _run(q, k, v, g, g_gamma, scale, initial_state, final, cu_seqlens, C, implem
         return vjp.fused(C, config, final, q, k, v, g, g_gamma, scale, initial_state, cu_seqlens)
     if initial_state is not None:
         initial_state = jnp.swapaxes(initial_state.astype(jnp.float32), 2, 3)
-    # float16 is no operand type of a matrix unit.
-    dtype = jnp.result_type(*(operand_dtype(x.dtype) for x in (q, k, v)))
-    gates = total_gate(q, g, g_gamma)
-    o, state = xla.gla(
-        q.astype(dtype), k.astype(dtype), v.astype(dtype), gates, scale, initial_state, final, cu_seqlens, C
-    )
+    # JAX would round the gradient of a bfloat16 operand, which is that of the scores and of the states.
+    exact = (x.astype(jnp.float32) for x in (q, k, v))
+    o, state = xla.gla(*exact, total_gate(q, g, g_gamma), scale, initial_state, final, cu_seqlens, C)
     return o.astype(v.dtype), None if state is None else jnp.swapaxes(state, 2, 3)

@@ -59,6 +59,8 @@ class Shape:
     visit: bool
     # Every chunk has the same decays: constant gates, whole chunks, one sequence.
     constant: bool
+    # Parts of computed tiles in bfloat16 products: two where a gradient of constant gates is to be had.
+    parts: int
 
     @property
     def NT(self) -> int:
@@ -291,7 +293,7 @@ def _gla_fwd_kernel(*refs, s: Shape):
 
         def state_pass(o, n=None):
             S = S_ref[...]
-            S_ref[...] = tiles.next_state(S, c.k, c.v, c.to_end(n), c.through(n))
+            S_ref[...] = tiles.next_state(S, c.k, c.v, c.to_end(n), c.through(n), s.parts)
             return o + tiles.read_state(c.q, S, c.from_start(n))
 
         def visit(n, o):

@@ -51,22 +51,23 @@ def _gla_bwd_kernel(*refs, s: Shape):
             start_ref[...] = before
             pl.when(c.starts(n))(lambda: fetch_state(x.initial_state, n, block, start_ref))
             before = start_ref[...]
-        S_ref[i + 1] = tiles.next_state(before, c.k, c.v, c.to_end(n)[:, :, : s.K], c.through(n))
+        S_ref[i + 1] = tiles.next_state(before, c.k, c.v, c.to_end(n)[:, :, : s.K], c.through(n), s.parts)
 
     lax.fori_loop(0, s.chunks(step) - 1, states, None)
 
     def start(i, heads):
         c = load_chunk(i, heads)
         do = c.load(do_ref, s.V)
-        return c, do, tiles.chunk_products(S_ref[i, heads], dS_ref[heads], c.q, c.k, c.v, do)
+        return c, do, tiles.chunk_products(S_ref[i, heads], dS_ref[heads], c.q, c.k, c.v, do, s.parts)
 
     def finish(c, do, products):
         i, heads = c.i, c.heads
         # The decays that are the same for every chunk are kept transposed.
         pairs_t = c.decays.pairs if s.constant else jnp.swapaxes(c.decays.pairs, 1, 2)
         grads = tiles.chunk_bwd(
-            products, S_ref[i, heads], dS_ref[heads], c.q, c.k, do, pairs_t, c.from_start(), c.to_end(), c.through()
-        )
+            products, S_ref[i, heads], dS_ref[heads], c.q, c.k, do, pairs_t,
+            c.from_start(), c.to_end(), c.through(), s.parts,
+        )  # fmt: skip
         dS_ref[heads] = grads.S
         c.store(dq_ref, grads.q)
         c.store(dk_ref, grads.k)
@@ -97,7 +98,8 @@ def _gla_bwd_kernel(*refs, s: Shape):
 
         def state_pass(S, n=None):
             """Return the gradients through the state, that of its decay as one of the gates."""
-            grads = tiles.state_bwd(S, dS_ref[...], c.q, c.k, c.v, do, c.from_start(n), c.to_end(n), c.through(n))
+            decays = c.from_start(n), c.to_end(n), c.through(n)
+            grads = tiles.state_bwd(S, dS_ref[...], c.q, c.k, c.v, do, *decays, s.parts)
             dS_ref[...] = grads.S
             through = jnp.broadcast_to(grads.through, c.g.shape)
             return grads.q, grads.k, grads.v, through if n is None else c.of(n, through)
@@ -119,7 +121,7 @@ def _gla_bwd_kernel(*refs, s: Shape):
             dq, dk, dv, through = state_pass(S_ref[i])
 
         P, dP = tiles.scores(c.q, c.k, c.decays, c.same), dot_nt(do, c.v)
-        own = tiles.scores_bwd(dP, c.q, c.k, c.decays, P, c.same)
+        own = tiles.scores_bwd(dP, c.q, c.k, c.decays, P, c.same, s.parts)
         c.store(dq_ref, dq + own.q)
         c.store(dk_ref, dk + own.k)
         c.store(dv_ref, dv + dot_tn(P.astype(do.dtype), do))
@@ -140,23 +142,24 @@ def _gla_bwd_kernel(*refs, s: Shape):
             dinitial_ref[...] = dS_ref[...]
 
 
-def launch(s: Shape, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept: jax.Array):
+def launch(s: Shape, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept: jax.Array, gates: bool):
     """Return (dq, dk, dv, dg, dinitial) in the layouts of the operands.
 
-    dg is None without gates; where all are constant it is [B, H, 8, K], parts of the gradient of gamma.
+    dg is None unless `gates`; where all gates are constant it is [B, H, 8, K], parts of the gradient of gamma.
 
     Args:
       s, x: as in the forward.
       do: gradient of o [B, T, H * V], of the type of v.
       dfinal: gradient of the final state [N, H, V, K], or None for zeros.
       kept: states before the grid steps, from the forward.
+      gates: whether the gradient of the gates is wanted.
     """
     inputs = [y for y in (*x[:-1], do, dfinal) if y is not None]
     last = s.NT // s.steps - 1
     time = lambda t: last - t
     out = lambda y, dtype: out_struct(y.shape, dtype, *inputs)
     dg = None
-    if x.g is not None or x.gamma is not None:
+    if gates:
         shape = x.k.shape if s.per_channel else (s.B, s.NT, s.H, 1, s.C)
         shape = (s.B, s.H, 8, s.K) if s.constant else shape
         dg = out_struct(shape, jnp.float32, *inputs)

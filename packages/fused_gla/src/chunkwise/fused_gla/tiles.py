@@ -6,6 +6,9 @@ Tiles are [h, C, D]: h heads in lock-step, C tokens. A gate is a row [h, 1, C] (
 Every exponent is a sum of gates over a span of tokens, added up directly and never taken as a difference of two
 cumulative sums: no exponent is positive, and a small sum beside a large one keeps all its digits. The sums are products
 with matrices of zeros and ones.
+
+The user's bfloat16 tiles are exact as operands of a product. A tile that was computed enters in `parts` of 8 bits. One
+will do for tensors; the gradient of a constant gate adds up all tokens to one number, where they cancel, and wants two.
 """
 
 from typing import NamedTuple
@@ -14,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared import column_index, dot, dot_nt, dot_tn, lower, masked_exp, row_index, strictly_lower
+from chunkwise.shared import bf16_parts, column_index, dot, dot_nt, dot_tn, lower, masked_exp, row_index, strictly_lower
 
 
 class Decays(NamedTuple):
@@ -133,6 +136,19 @@ def _scaled(x: jax.Array, decay: jax.Array) -> jax.Array:
     return (x.astype(jnp.float32) * decay).astype(x.dtype)
 
 
+def _operands(x: jax.Array, dtype, parts: int) -> tuple[jax.Array, ...]:
+    """Return x as operands of `dtype`: itself, or bfloat16 parts where it was computed."""
+    return (x,) if x.dtype == dtype else bf16_parts(x, parts)
+
+
+def _product(contract, a: jax.Array, b: jax.Array, dtype, parts: int) -> jax.Array:
+    """Return a b for `dot`, a^T b for `dot_tn`, from operands of `dtype`, without the products of two second parts."""
+    a_parts, b_parts = _operands(a, dtype, parts), _operands(b, dtype, parts)
+    pairs = [(x, y) for i, x in enumerate(a_parts) for j, y in enumerate(b_parts) if i + j < parts]
+    left, right = zip(*pairs, strict=True)
+    return contract(jnp.concatenate(left, axis=2 if contract is dot else 1), jnp.concatenate(right, axis=1))
+
+
 def read_state(q: jax.Array, S: jax.Array, from_start: jax.Array) -> jax.Array:
     """Return what every token reads from the state before the chunk, times the scale, [h, C, V] float32."""
     if from_start.shape[2] == 1:
@@ -140,9 +156,9 @@ def read_state(q: jax.Array, S: jax.Array, from_start: jax.Array) -> jax.Array:
     return dot_nt(_scaled(q, from_start), S.astype(q.dtype))
 
 
-def next_state(S: jax.Array, k: jax.Array, v: jax.Array, to_end: jax.Array, through: jax.Array) -> jax.Array:
+def next_state(S: jax.Array, k: jax.Array, v: jax.Array, to_end: jax.Array, through: jax.Array, parts=1) -> jax.Array:
     """Return the state after the chunk, [h, V, K] float32."""
-    return through * S + dot_tn(v, _scaled(k, to_end))
+    return through * S + _product(dot_tn, v, k.astype(jnp.float32) * to_end, v.dtype, parts)
 
 
 class ScoreGradients(NamedTuple):
@@ -153,7 +169,7 @@ class ScoreGradients(NamedTuple):
     exponents: jax.Array | tuple[jax.Array, ...]
 
 
-def scores_bwd(dP, q: jax.Array, k: jax.Array, decays: Decays, P: jax.Array, same=None) -> ScoreGradients:
+def scores_bwd(dP, q: jax.Array, k: jax.Array, decays: Decays, P: jax.Array, same=None, parts=1) -> ScoreGradients:
     """Return the gradients of `scores` given dP [h, C, C] float32, whatever it holds outside of the pairs, and P.
 
     The diagonal of P does not depend on the gates: leaving it out of their gradient matters where the decays are 1e-13.
@@ -168,9 +184,9 @@ def scores_bwd(dP, q: jax.Array, k: jax.Array, decays: Decays, P: jax.Array, sam
     q32, k32 = q.astype(jnp.float32), k.astype(jnp.float32)
     dq, dk, exponents = on_diagonal * k32, on_diagonal * q32, []
     for b, decay in zip(_levels(C), pairs, strict=True):
-        own = jnp.where(_within(_split_by(b, C), same), dP, 0.0).astype(dtype)
-        dq_b = decay * dot(own, _scaled(k, decay))
-        dk_b = decay * dot_tn(own, _scaled(q, decay))
+        own = jnp.where(_within(_split_by(b, C), same), dP, 0.0)
+        dq_b = decay * _product(dot, own, k32 * decay, dtype, parts)
+        dk_b = decay * _product(dot_tn, own, q32 * decay, dtype, parts)
         dq, dk = dq + dq_b, dk + dk_b
         exponents.append(q32 * dq_b + k32 * dk_b)
     return ScoreGradients(dq, dk, tuple(exponents))
@@ -186,7 +202,7 @@ class StateGradients(NamedTuple):
     S: jax.Array
 
 
-def state_bwd(S, dS, q, k, v, do, from_start, to_end, through) -> StateGradients:
+def state_bwd(S, dS, q, k, v, do, from_start, to_end, through, parts) -> StateGradients:
     """Return the gradients of `read_state` and `next_state` together.
 
     Args:
@@ -194,15 +210,16 @@ def state_bwd(S, dS, q, k, v, do, from_start, to_end, through) -> StateGradients
       dS: [h, V, K], the gradient of the state after it.
       q, k, v, do: tiles; do is the gradient of the output.
       from_start, to_end, through: as in `Decays`.
+      parts: of S and dS, and of q decayed.
     """
     axes = (1, 2) if through.shape[2] == 1 else 1
-    dS_mxu, dS_before = dS.astype(q.dtype), through * dS
+    dtype, dS_before = q.dtype, through * dS
     return StateGradients(
-        q=from_start * dot(do, S.astype(q.dtype)),
-        k=to_end * dot(v, dS_mxu),
-        v=dot_nt(_scaled(k, to_end), dS_mxu),
+        q=from_start * _product(dot, do, S, dtype, parts),
+        k=to_end * _product(dot, v, dS, dtype, parts),
+        v=dot_nt(_scaled(k, to_end), dS.astype(dtype)),
         through=jnp.sum(S * dS_before, axis=axes, keepdims=True),
-        S=dS_before + dot_tn(do, _scaled(q, from_start)),
+        S=dS_before + _product(dot_tn, do, q.astype(jnp.float32) * from_start, dtype, parts),
     )
 
 
@@ -232,52 +249,57 @@ class Products(NamedTuple):
 
     Attributes:
       by_k: [h, C, V + C], of k with dS and with q.
-      by_v: [h, C, K + C], of v with dS and with do.
+      by_v: [h, C, K], of v with dS.
+      scores: [h, C, C], of v with do: the gradient of the scores, transposed.
       by_do: [h, C, K], of do with S.
-      do_t: [h, V, C], do transposed.
+      do_t: [h, V, parts C], do transposed, as often as q decayed has parts.
     """
 
     by_k: jax.Array
     by_v: jax.Array
+    scores: jax.Array
     by_do: jax.Array
     do_t: jax.Array
 
 
-def chunk_products(S, dS, q, k, v, do) -> Products:
+def chunk_products(S, dS, q, k, v, do, parts) -> Products:
     """Return the first products of a chunk whose gates are per head; the arguments are those of `state_bwd`.
 
     What the matrix unit waits for are the operands it keeps. Products with a common left operand therefore stand side
     by side, and the scores are transposed, as two of the three products that read them want.
     """
     transposed = lambda x: jnp.swapaxes(x, 1, 2)
-    do_t, dS_mxu = transposed(do), dS.astype(q.dtype)
+    dS, *dS_more = _operands(dS, q.dtype, parts)
+    do_t = transposed(jnp.concatenate([do] * (1 + len(dS_more)), axis=1))
+    of_v = dot(v, jnp.concatenate([dS, do_t[:, :, : do.shape[1]]], axis=2))
     return Products(
-        by_k=dot(k, jnp.concatenate([transposed(dS_mxu), transposed(q)], axis=2)),
-        by_v=dot(v, jnp.concatenate([dS_mxu, do_t], axis=2)),
-        by_do=dot(do, S.astype(q.dtype)),
+        by_k=dot(k, jnp.concatenate([transposed(dS), transposed(q)], axis=2)),
+        by_v=of_v[:, :, : q.shape[2]] + sum(dot(v, part) for part in dS_more),
+        scores=of_v[:, :, q.shape[2] :],
+        by_do=_product(dot, do, S, q.dtype, parts),
         do_t=do_t,
     )
 
 
-def chunk_bwd(products: Products, S, dS, q, k, do, pairs_t, from_start, to_end, through) -> ChunkGradients:
+def chunk_bwd(products: Products, S, dS, q, k, do, pairs_t, from_start, to_end, through, parts) -> ChunkGradients:
     """Return all gradients of a chunk whose gates are per head: `scores_bwd` and `state_bwd` in one.
 
     Args:
       products: of `chunk_products`.
-      S, dS, q, k, do, from_start, through: as in `state_bwd`.
+      S, dS, q, k, do, from_start, through, parts: as in `state_bwd`.
       pairs_t: `Decays.pairs` transposed.
       to_end: as in `Decays`; if it is broadcast, at least as wide as K and V.
     """
-    by_k, by_v, by_do, do_t = products
+    by_k, by_v, dP, by_do, do_t = products
     dtype, K, V = q.dtype, q.shape[2], do.shape[2]
-    P, dP, dS_before = pairs_t * by_k[:, :, V:], by_v[:, :, K:], through * dS
-    decayed = (pairs_t * dP).astype(dtype)
-    dq, dk = from_start * by_do, to_end[:, :, :K] * by_v[:, :, :K]
+    P, dS_before = pairs_t * by_k[:, :, V:], through * dS
+    decayed, q_decayed = (pairs_t * dP).astype(dtype), q.astype(jnp.float32) * from_start
+    dq, dk = from_start * by_do, to_end[:, :, :K] * by_v
     return ChunkGradients(
         q=dq + dot(jnp.swapaxes(decayed, 1, 2), k),
         k=dk + dot(decayed, q),
         v=to_end[:, :, :V] * by_k[:, :, :V] + dot(P.astype(dtype), do),
-        S=dS_before + dot(do_t, _scaled(q, from_start)),
+        S=dS_before + dot(do_t, jnp.concatenate(_operands(q_decayed, dtype, parts), axis=1)),
         exponents=P * dP,
         from_start=q * dq,
         to_end=k * dk,

@@ -1,9 +1,11 @@
 """The kernels as one differentiable function of the user's tensors."""
 
 import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from chunkwise.fused_gla import kernel, kernel_bwd
 from chunkwise.shared import largest_divisor, operand_dtype
@@ -14,17 +16,33 @@ LANES = 128
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def fused(C, config, final, q, k, v, g, gamma, scale, initial_state, cu_seqlens):
     """Return (o [B, T, H, V], final_state [N, H, K, V] or None); the arguments are those of the operator."""
-    return _forward(C, config, final, False, q, k, v, g, gamma, scale, initial_state, cu_seqlens)[0]
+    return _forward(C, config, final, 1, False, q, k, v, g, gamma, scale, initial_state, cu_seqlens)[0]
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Wanted:
+    """Whether anybody asks for the gradient of g, and of gamma, which models often hold fixed."""
+
+    g: bool
+    gamma: bool
+
+    @property
+    def parts(self) -> int:
+        """Return the bfloat16 parts of computed tiles; see `tiles`."""
+        return 2 if self.gamma else 1
 
 
 def _fwd(C, config, final, *args):
-    out, kept = _forward(C, config, final, True, *args)
-    return out, (args, kept)
+    wanted = Wanted(*(x is not None and x.perturbed for x in args[3:5]))
+    args = jax.tree.map(lambda x: x.value, args)
+    out, kept = _forward(C, config, final, wanted.parts, True, *args)
+    return out, (args, kept, wanted)
 
 
-def _forward(C, config, final, keep, *args):
+def _forward(C, config, final, parts, keep, *args):
     q, _, v, *_, cu_seqlens = args
-    s, x = _prepare(C, config.heads, config.num_steps, final, *args)
+    s, x = _prepare(C, config.heads, config.num_steps, parts, final, *args)
     o, state, kept = kernel.launch(s, x, final, keep)
     o = _heads(o, s.H, v.shape[3])
     if final:
@@ -33,12 +51,13 @@ def _forward(C, config, final, keep, *args):
 
 
 def _bwd(C, config, final, residuals, cotangents):
-    args, kept = residuals
+    args, kept, wanted = residuals
     q, k, v, g, gamma, scale, initial_state, cu_seqlens = args
-    (do, dfinal), (K, V) = cotangents, (q.shape[3], v.shape[3])
-    s, x = _prepare(C, config.heads_bwd, config.num_steps, final, *args)
-    dstate = None if dfinal is None else _state(dfinal, s)
-    dq, dk, dv, dg, dinitial = kernel_bwd.launch(s, x, _flat(do.astype(x.v.dtype)), dstate, kept)
+    do, dfinal = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+    do, K, V = jnp.zeros(v.shape, v.dtype) if do is None else do, q.shape[3], v.shape[3]
+    s, x = _prepare(C, config.heads_bwd, config.num_steps, wanted.parts, final, *args)
+    do, dstate = _flat(do.astype(x.v.dtype)), None if dfinal is None else _state(dfinal, s)
+    dq, dk, dv, dg, dinitial = kernel_bwd.launch(s, x, do, dstate, kept, wanted.g or wanted.gamma)
     dq, dk, dv = _heads(dq, s.H, K), _heads(dk, s.H, K), _heads(dv, s.H, V)
     # The output is linear in the scale and in q: one gradient gives the other.
     dscale = jnp.sum(dq.astype(jnp.float32) * q.astype(jnp.float32)) / scale[0]
@@ -47,7 +66,7 @@ def _bwd(C, config, final, residuals, cotangents):
         dgamma, dg = jnp.sum(dg, axis=(0, 2, 3)).astype(gamma.dtype), None
     elif dg is not None:
         dg = _heads(dg, s.H, K) if s.per_channel else jnp.moveaxis(dg[:, :, :, 0], 2, 3).reshape(s.B, -1, s.H)[:, : s.T]
-        if gamma is not None:
+        if wanted.gamma:
             dgamma = jnp.sum(dg, axis=(0, 1, 3) if s.per_channel else (0, 1)).astype(gamma.dtype)
         dg = None if g is None else dg.astype(g.dtype)
     if initial_state is not None:
@@ -58,10 +77,10 @@ def _bwd(C, config, final, residuals, cotangents):
     )  # fmt: skip
 
 
-fused.defvjp(_fwd, _bwd)
+fused.defvjp(_fwd, _bwd, symbolic_zeros=True)
 
 
-def _prepare(C, heads, num_steps, final, q, k, v, g, gamma, scale, initial_state, cu_seqlens):
+def _prepare(C, heads, num_steps, parts, final, q, k, v, g, gamma, scale, initial_state, cu_seqlens):
     """Return the static sizes and the operands in the layouts of the launches."""
     (B, T, H, K), V = q.shape, v.shape[3]
     per_channel = g is not None and g.ndim == 4
@@ -70,6 +89,7 @@ def _prepare(C, heads, num_steps, final, q, k, v, g, gamma, scale, initial_state
         B, T, H, K + -K % LANES, V + -V % LANES, C, heads, largest_divisor(NT, num_steps), per_channel,
         visit=cu_seqlens is not None and (final or initial_state is not None),
         constant=g is None and cu_seqlens is None and T % C == 0,
+        parts=parts,
     )  # fmt: skip
     # The matrix unit takes bfloat16 operands only if all three are bfloat16.
     dtype = jnp.result_type(*(operand_dtype(x.dtype) for x in (q, k, v)))
