@@ -5,6 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 import jax
@@ -199,27 +200,45 @@ def tolerance(name: str, dtype: str) -> float:
     return kind[dtype]
 
 
-def measure(label: tuple[str, str, str, str], fn: Callable, args: tuple, expected: dict, tolerances: dict) -> Row:
-    """Compile fn, run it, and compare its results, a dict, with those expected; report whatever it raises."""
-    try:
-        compiled = jax.jit(fn).lower(*args).compile()
-        results = jax.block_until_ready(compiled(*args))
-        seconds = []
-        for _ in range(3):
-            start = time.perf_counter()
-            jax.block_until_ready(compiled(*args))
-            seconds.append(time.perf_counter() - start)
-    except Exception as problem:  # whatever it is, the other kernels are still to be checked
-        text = str(problem).strip().splitlines()
-        return Row(*label, message=f"{type(problem).__name__}: {text[0] if text else ''}")
-    errors = {name: testing.error(results[name], want) for name, want in expected.items()}
-    # The nearest to its tolerance, or the furthest past it.
-    worst = max(errors, key=lambda name: errors[name] / tolerances[name])
-    return Row(*label, worst, errors[worst], tolerances[worst], statistics.median(seconds))
+@dataclass(frozen=True)
+class Program:
+    """A line to come: a function that is being compiled, and the results, a dict, that are expected of it."""
+
+    label: tuple[str, str, str, str]
+    compiling: Future
+    args: tuple
+    expected: dict
+    tolerances: dict
+
+    @staticmethod
+    def start(pool: Executor, label: tuple, fn: Callable, args: tuple, expected: dict, tolerances: dict) -> "Program":
+        """Compile fn for args in the pool: that is what the time of a check goes into, and it leaves Python free."""
+        compiling = pool.submit(lambda: jax.jit(fn).lower(*args).compile())
+        return Program(label, compiling, args, expected, tolerances)
+
+    def measure(self) -> Row:
+        """Run it and compare its results with those expected; report whatever was raised."""
+        try:
+            compiled = self.compiling.result()
+            results = jax.block_until_ready(compiled(*self.args))
+            seconds = []
+            for _ in range(3):
+                start = time.perf_counter()
+                jax.block_until_ready(compiled(*self.args))
+                seconds.append(time.perf_counter() - start)
+        except Exception as problem:  # whatever it is, the other kernels are still to be checked
+            text = str(problem).strip().splitlines()
+            return Row(*self.label, message=f"{type(problem).__name__}: {text[0] if text else ''}")
+        errors = {name: testing.error(results[name], want) for name, want in self.expected.items()}
+        # The nearest to its tolerance, or the furthest past it.
+        worst = max(errors, key=lambda name: errors[name] / self.tolerances[name])
+        return Row(*self.label, worst, errors[worst], self.tolerances[worst], statistics.median(seconds))
 
 
-def check_operator(operator: Operator, implementation: str, label: str, case: Case) -> Iterator[Row]:
-    """Yield the rows of one implementation of an operator: forward, then forward and gradients."""
+def check_operator(
+    operator: Operator, implementation: str, label: str, case: Case, pool: Executor
+) -> Iterator[Program]:
+    """Yield the programs of one implementation of an operator: forward, then forward and gradients."""
     cotangents, forward, gradients = _oracle(operator.delta, operator.gates, case)
     options = {"chunk_size": case.chunk_size} if operator.chunked else {}
 
@@ -244,11 +263,12 @@ def check_operator(operator: Operator, implementation: str, label: str, case: Ca
         programs.insert(0, ("", run, inputs, forward))
     for suffix, fn, args, expected in programs:
         limits = {name: tolerance(name, case.dtype) for name in expected}
-        yield measure((operator.name, implementation, case.dtype, label + suffix), fn, args, expected, limits)
+        of = operator.name, implementation, case.dtype, label + suffix
+        yield Program.start(pool, of, fn, args, expected, limits)
 
 
-def check_stage(stage: Stage, implementation: str, label: str, case: Case) -> Iterator[Row]:
-    """Yield the row of one implementation of a stage, which is given the rounded results of the stages before it."""
+def check_stage(stage: Stage, implementation: str, label: str, case: Case, pool: Executor) -> Iterator[Program]:
+    """Yield the program of one implementation of a stage, given the rounded results of the stages before it."""
     x = _arguments(case)
     results = stage.definition(x, case.cu_seqlens, case.chunk_size)
     expected = dict(zip(stage.results, results if isinstance(results, tuple) else (results,), strict=True))
@@ -262,14 +282,18 @@ def check_stage(stage: Stage, implementation: str, label: str, case: Case) -> It
     rounded = stage.results == ("o",) and case.dtype != "float32"
     limit = testing.TOLERANCE[case.dtype] if rounded else testing.STAGE_TOLERANCE
     limits = dict.fromkeys(stage.results, limit)
-    yield measure((stage.name, implementation, case.dtype, label), run, (x, case.cu_seqlens), expected, limits)
+    of = stage.name, implementation, case.dtype, label
+    yield Program.start(pool, of, run, (x, case.cu_seqlens), expected, limits)
 
 
-def plan(interpret: bool) -> list[functools.partial[Iterator[Row]]]:
-    """Return the checks of this machine: plain JAX, and Pallas kernels on a TPU or, if `interpret`, interpreted."""
+def plan(interpret: bool) -> list[functools.partial[Iterator[Program]]]:
+    """Return the checks of this machine: plain JAX, and Pallas kernels on a TPU or, if `interpret`, interpreted.
+
+    Each is a function of the pool that compiles its programs.
+    """
     on_tpu = jax.default_backend() == "tpu"
     compiled = ON_TPU if on_tpu else ELSEWHERE
-    checks: list[functools.partial[Iterator[Row]]] = []
+    checks: list[functools.partial[Iterator[Program]]] = []
     for check, kernels in ((check_stage, STAGES), (check_operator, OPERATORS)):
         for kernel in kernels:
             for implementation in kernel.implementations:

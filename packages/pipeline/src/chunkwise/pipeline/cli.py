@@ -3,8 +3,10 @@
 import argparse
 import json
 import math
+import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import jax
 from rich.console import Console
@@ -37,14 +39,19 @@ def run_check(options: argparse.Namespace, console: Console) -> int:
     checks = [x for x in check.plan(options.interpret) if options.kernel in x.args[0].name]
     if not checks:
         raise SystemExit(f"`--kernel` must be part of the name of a kernel; got {options.kernel!r}.")
-    rows: list[check.Row] = []
     # The progress bar would end up in the JSON.
-    with make_progress(Console(quiet=True) if options.json else console) as progress:
-        task = progress.add_task("", total=len(checks))
-        for one in checks:
-            progress.update(task, description=one.args[0].name)
-            rows.extend(one())
+    with (
+        make_progress(Console(quiet=True) if options.json else console) as progress,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
+        task = progress.add_task("compile", total=None)
+        programs = [program for one in checks for program in one(pool)]
+        progress.update(task, total=len(programs))
+        # None is timed before the last is compiled: they would share the processor.
+        for _ in as_completed([program.compiling for program in programs]):
             progress.advance(task)
+        progress.update(task, description="run")
+        rows = [program.measure() for program in programs]
     failed = [row for row in rows if not row.passed]
     if options.json:
         about = {"jax": jax.__version__, "backend": jax.default_backend(), "device": jax.devices()[0].device_kind}
