@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared import decode
+from chunkwise.shared import decode, token_by_token
 from chunkwise.shared.reference import reference
 from chunkwise.shared.testing import GRADIENT_TOLERANCE, TOLERANCE, assert_close, boundaries, make_inputs
 
@@ -65,3 +65,15 @@ def test_gradients_reach_the_pool_and_a_traced_scale():
     for name in x:
         assert_close(f"d{name}", got[name], want[name], GRADIENT_TOLERANCE["float32"])
     assert_close("dscale", dscale, np.sum(o * do) / 0.3, GRADIENT_TOLERANCE["float32"])
+
+
+def test_padding_may_hold_anything():
+    x = make_inputs(1, 6, K=4, V=4, num_states=2, normalise=False)
+    poisoned = {name: y if name == "initial_state" else y.at[:, 5:].set(jnp.nan) for name, y in x.items()}
+
+    def loss(x):
+        o, states = token_by_token(**x, scale=0.3, cu_seqlens=boundaries(2, 3), normalise=True)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(states))
+
+    gradient = jax.jit(jax.grad(loss))
+    jax.tree.map(np.testing.assert_array_equal, gradient(poisoned), gradient(x))

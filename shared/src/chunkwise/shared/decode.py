@@ -39,7 +39,12 @@ def check_slots(initial_state, state_indices, has_initial_state, N: int, HV: int
 
 
 def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool):
-    """Return (o, states) of the recurrence in float32, o in the type of v; the arguments of the operators."""
+    """Return (o, states) of the recurrence in float32, o in the type of v; beta is None without the delta rule."""
+    if cu_seqlens is not None:
+        # Padding may hold anything, and its gradient is zero.
+        owned = jnp.arange(q.shape[1]) < cu_seqlens[-1]
+        mask = lambda x: jnp.where(owned.reshape(1, -1, *(1,) * (x.ndim - 2)), x, 0)
+        q, k, v, g, beta = jax.tree.map(mask, (q, k, v, g, beta))
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if normalise:
         q, k = l2norm(q), l2norm(k)

@@ -1,10 +1,9 @@
 """The token recurrences in plain JAX: the decode path, for one new token or a few per sequence."""
 
 import jax
-import jax.numpy as jnp
 
 from chunkwise.fused_gla.api import check_arguments, total_gate
-from chunkwise.shared import packed_recurrence, recurrence
+from chunkwise.shared import token_by_token
 
 
 def recurrent_simple_gla(
@@ -70,11 +69,5 @@ def _run(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqle
         raise ValueError(f"`implementation` must be None or one of ('xla',); got {implementation!r}.")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     g = total_gate(q, g, g_gamma)
-    if cu_seqlens is None:
-        o, state = recurrence(q, k, v, g, None, scale, initial_state, jnp.float32)
-    else:
-        # Padding may hold anything, and its gradient is zero.
-        owned = jnp.arange(q.shape[1]) < cu_seqlens[-1]
-        q, k, v, g = (jnp.where(owned.reshape(1, -1, *(1,) * (x.ndim - 2)), x, 0) for x in (q, k, v, g))
-        o, state = packed_recurrence(q, k, v, g, None, scale, initial_state, cu_seqlens, jnp.float32)
-    return o.astype(v.dtype), state if output_final_state else None
+    o, state = token_by_token(q, k, v, g, None, scale, initial_state, cu_seqlens, normalise=False)
+    return o, state if output_final_state else None
