@@ -6,7 +6,7 @@ import pytest
 
 from chunkwise.fused_gla import fused_chunk_gla
 from chunkwise.shared.testing import spec
-from chunkwise.shared.tpu import CHIPS, compile_for, has_libtpu
+from chunkwise.shared.tpu import CHIPS, compile_for, has_libtpu, kernel_products
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 
@@ -57,8 +57,13 @@ def test_compiles(case, chip):
     assert "fused_chunk_gla_bwd" in text
 
 
-def test_memory_of_training():
+def test_memory_and_products_of_training():
     sizes = dict(B=2, T=4096, H=16, K=128, V=128)
-    memory = compile_gradient(tokens(**sizes, g_gamma=spec(16)), "v6e", 2, 4096, 16).memory_analysis()
+    program = compile_gradient(tokens(**sizes, g_gamma=spec(16)), "v6e", 2, 4096, 16)
+    memory, text = program.memory_analysis(), program.as_text()
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert total <= 256 * 2**20
+    kernels = kernel_products(text)
+    assert len(kernels) == 2
+    assert {product for kernel in kernels for product in kernel} == {("bf16", "bf16", "")}
+    assert " reverse(" not in text, "time runs backwards through the index maps"
