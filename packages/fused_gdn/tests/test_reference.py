@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chunkwise.fused_gdn import fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.fused_gdn.inverse import unit_lower_inverse
+from chunkwise.shared.inverse import unit_lower_inverse
 from chunkwise.shared.reference import reference
 from chunkwise.shared.testing import TOLERANCE, assert_close, make_inputs
 

@@ -88,17 +88,20 @@ def bf16_parts(x: jax.Array, count: int = 3) -> tuple[jax.Array, ...]:
 
 
 def dot_parts(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> jax.Array:
-    """Return a b for a and b as three `bf16_parts` each, at float32 accuracy: what `Precision.HIGHEST` does.
+    """Return a b for a and b as `bf16_parts`: at 16 bits for two each, at float32 accuracy for three.
 
-    It adds the same six one-pass products, without those past the 24 bits, but hands the matrix unit each part of b
-    once: the parts of a lie below one another, two parts of b side by side, the third parts of two tiles too. And the
-    caller may split an operand before he repeats or masks it. The rows of a must be a multiple of 16.
+    Three do what `Precision.HIGHEST` does: the same six one-pass products, without those past the 24 bits. But the
+    matrix unit is handed each part of b once: the parts of a lie below one another, two parts of b side by side, the
+    third parts of two tiles too. And the caller may split an operand before he repeats or masks it. The rows of a must
+    be a multiple of 16.
     """
     beside = lambda *x: jnp.concatenate(x, axis=2)
     below = lambda *x: jnp.concatenate(x, axis=1)
     m, n = a[0].shape[1], b[0].shape[2]
     both = dot(below(*a), beside(*b[:2]), jnp.bfloat16)
     part = lambda i, j: both[:, i * m : (i + 1) * m, j * n : (j + 1) * n]
+    if len(a) == 2:
+        return part(0, 0) + (part(0, 1) + part(1, 0))
     half = a[0].shape[0] // 2
     if a[0].shape[0] % 2:
         third = dot(a[0], b[2], jnp.bfloat16)

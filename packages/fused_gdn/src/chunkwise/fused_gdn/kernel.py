@@ -12,7 +12,7 @@ X and P of a chunk are made in the step before the one that takes the state thro
 its products as bfloat16: what rounding misses of S stays in S. X, P, R and W must not be rounded so: where keys repeat
 they oscillate, and the sums over them cancel. They keep 16 bits, as two bfloat16 parts; the inverse itself keeps 24.
 
-The matrices of p heads lie side by side in the lanes ("packed", see inverse.py): n = heads / p packs.
+The matrices of p heads lie side by side in the lanes ("packed", see chunkwise.shared.packed): n = heads / p packs.
 """
 
 import functools
@@ -25,17 +25,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn.config import Config
-from chunkwise.fused_gdn.inverse import block_of, lane_index, rotate, unit_lower_inverse
-from chunkwise.shared import (
-    bf16_parts,
-    dot,
-    dot_nt,
-    dot_tn,
-    l2norm,
-    out_struct,
-    pallas_call,
-    split_gate,
-    to_column,
+from chunkwise.shared import bf16_parts, dot, dot_nt, dot_tn, l2norm, out_struct, pallas_call, split_gate, to_column
+from chunkwise.shared.inverse import unit_lower_inverse
+from chunkwise.shared.packed import (
+    block_of,
+    lane_index,
+    lanes,
+    multiply_packed,
+    parts,
+    rotate,
+    rows,
+    side_lanes,
+    split_lanes,
 )
 
 # exp of it is zero, and it can be added to without overflow.
@@ -71,56 +72,16 @@ class Shape(NamedTuple):
         return both if fits and both.p % min(both.p, self.group) == 0 else self
 
 
-def parts(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
-    """Return float32 x as operands: two bfloat16 parts (16 bits), or itself where the tensors are not bfloat16."""
-    return bf16_parts(x, 2) if dtype == jnp.bfloat16 else (x,)
-
-
-def lanes(tiles) -> jax.Array:
-    """Return [n, m, w] tiles side by side."""
-    return jnp.concatenate(tiles, axis=2)
-
-
-def rows(tiles) -> jax.Array:
-    """Return [n, m, w] tiles below one another."""
-    return jnp.concatenate(tiles, axis=1)
-
-
 def key_packs(x: jax.Array, s: Shape) -> list[jax.Array]:
     """Return the key heads of every pack: `s.keys` tiles [n, C, K] of x [key heads, C, K]."""
     n = s.heads // s.p
     return [jnp.stack([x[(i * s.p + j * (s.p // s.keys)) // s.group] for i in range(n)]) for j in range(s.keys)]
 
 
-def place_tiles(tiles: list[jax.Array], p: int) -> jax.Array:
-    """Return p tiles [n, C, w] block-diagonally, [n, p C, p w]; fewer tiles than p are repeated in order."""
-    each = p // len(tiles)
-    zero = jnp.zeros_like(tiles[0])
-    if p == 1:
-        return tiles[0]
-    return rows([lanes([tiles[i // each] if i == j else zero for j in range(p)]) for i in range(p)])
-
-
-def pack_members(x: jax.Array, p: int) -> list[jax.Array]:
-    """Return tiles [heads, m, w] as the j-th heads of all packs of p, p tiles [n, m, w]."""
-    return [jnp.stack([x[i] for i in range(j, x.shape[0], p)]) for j in range(p)]
-
-
-def side_lanes(x: jax.Array, p: int) -> jax.Array:
-    """Return tiles [heads, m, w] packed, [n, m, p w]."""
-    return lanes(pack_members(x, p))
-
-
 def placed_keys(own: list[jax.Array], s: Shape) -> jax.Array:
     """Return the keys of `key_packs` below one another for all heads of a pack, each in the lanes of its key head."""
     each, zero = s.p // s.keys, jnp.zeros_like(own[0])
     return rows([lanes([own[j] if i // each == j else zero for j in range(s.keys)]) for i in range(s.p)])
-
-
-def part_pairs(a, b) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the `parts` of a and of b whose products make up a b, less those of two small parts, in two lists."""
-    both = [(x, y) for i, x in enumerate(a) for j, y in enumerate(b) if i + j < 2]
-    return [x for x, _ in both], [y for _, y in both]
 
 
 def selecting(x: jax.Array, selection: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -229,25 +190,11 @@ def scores(q, k, g: Gates, mask, s: Shape):
     return products[:, : s.C], products[:, s.C :], jnp.exp(jnp.where(mask, gap(g.G, g.G_rows), NEVER))
 
 
-def split_lanes(x: jax.Array, p: int) -> jax.Array:
-    """Return [n, m, p w] as [n p, m, w]."""
-    w = x.shape[2] // p
-    return jnp.stack([x[i, :, j * w : (j + 1) * w] for i in range(x.shape[0]) for j in range(p)])
-
-
 def read_state(k, q, S, s: Shape):
     """Return K S and Q S as [heads, C, V] float32 (None without q), one product for all value heads of a key head."""
     left = k if q is None else rows([k, q])
     read = split_lanes(dot(left, side_lanes(S, s.group)), s.group)
     return read[:, : s.C], None if q is None else read[:, s.C :]
-
-
-def multiply_packed(A, x, p: int, dtype):
-    """Return A x of every head, [heads, C, V] float32, for `parts` of packed A side by side and x [heads, C, V]."""
-    w = p * x.shape[1]
-    right = [place_tiles(pack_members(part, p), p) for part in parts(x, dtype)]
-    left, right = part_pairs([A[:, :, i : i + w] for i in range(0, A.shape[2], w)], right)
-    return split_lanes(dot(lanes(left), rows(right)), p)
 
 
 def write_state(k, W, s: Shape):

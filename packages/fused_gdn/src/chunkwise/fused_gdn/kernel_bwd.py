@@ -29,24 +29,17 @@ from chunkwise.fused_gdn.kernel import (
     gates,
     head_columns,
     key_packs,
-    lanes,
     load_chunk,
     load_owner,
     load_tokens,
     named,
-    pack_members,
-    part_pairs,
-    parts,
-    place_tiles,
     placed_keys,
     read_state,
-    rows,
     scores,
-    side_lanes,
-    split_lanes,
     store_tiles,
 )
 from chunkwise.shared import dot, dot_nt, dot_tn, out_struct, pallas_call
+from chunkwise.shared.packed import apply_transposed, lanes, outer, parts, rows, side_lanes, split_lanes
 
 
 def lane_sums(x: jax.Array, w: int, dtype) -> jax.Array:
@@ -86,12 +79,6 @@ def strictly(s: Shape) -> jax.Array:
     return i > (lax.broadcasted_iota(jnp.int32, (1, s.C, s.p * s.C), 2) & (s.C - 1))
 
 
-def diagonal_blocks(x: jax.Array, p: int) -> jax.Array:
-    """Return the p diagonal blocks of [n, p m, p w] as [n p, m, w]."""
-    m, w = x.shape[1] // p, x.shape[2] // p
-    return jnp.stack([x[i, j * m : (j + 1) * m, j * w : (j + 1) * w] for i in range(x.shape[0]) for j in range(p)])
-
-
 def per_key(x: jax.Array, s: Shape) -> jax.Array:
     """Sum tiles [heads, m, w] over the value heads of every key head, [key heads, m, w]."""
     return jnp.stack([sum(x[i + j] for j in range(s.group)) for i in range(0, s.heads, s.group)])
@@ -100,19 +87,6 @@ def per_key(x: jax.Array, s: Shape) -> jax.Array:
 def multiply_nt(a, b, dtype):
     """Return a b^T of float32 tiles as one pass of operands of `dtype`."""
     return dot_nt(a.astype(dtype), b.astype(dtype))
-
-
-def apply_transposed(X, tiles, dtype, p: int):
-    """Return X^T R of every head, [heads, C, w], at 16 bits."""
-    right = parts(tiles, dtype) if tiles.dtype == jnp.float32 else (tiles,)
-    X_parts, right = part_pairs(parts(X, dtype), [side_lanes(x, p) for x in right])
-    return diagonal_blocks(dot_tn(rows(X_parts), rows(right)), p)
-
-
-def outer(a, b, dtype, p: int):
-    """Return a b^T of every head, packed [n, m, p C], for tiles a [heads, m, w] and b [heads, C, w], b at 16 bits."""
-    b_parts = [place_tiles(pack_members(x, p), p) for x in parts(b, dtype)]
-    return dot_nt(lanes([side_lanes(a.astype(dtype), p)] * len(b_parts)), lanes(b_parts))
 
 
 def key_gradients(A1, A2, q, k, s: Shape):

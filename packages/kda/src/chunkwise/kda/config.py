@@ -28,5 +28,5 @@ def default_for(H: int, HV: int, C: int, K: int, V: int, itemsize: int) -> Confi
     size = vmem_bytes_per_head(C, K, V, itemsize)
     return Config(
         heads=pick_heads(HV, H, size, most=16),
-        backward_heads=pick_heads(HV, H, 2 * size, most=4),
+        backward_heads=pick_heads(HV, H, size * 5 // 4, most=16),
     )

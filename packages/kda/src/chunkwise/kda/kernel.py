@@ -1,7 +1,22 @@
-"""The forward of Kimi delta attention in one launch: kernel body and launcher."""
+"""The forward of Kimi delta attention in one launch: tile mathematics, kernel body, launcher.
 
-import functools
-from typing import Any, NamedTuple
+With K, Q, V the rows of a chunk, S the state before it, B = diag(beta), D_ij = e^(G_i - G_j) per channel, and <.>_D the
+products of `tile.interaction_tile`,
+
+    X  = (I + tril(<K, K>_D, -1) B)^-1            P = scale tril(<Q, K>_D) B      no state in them
+    R  = V - (K e^G) S                            what the keys do not recall yet
+    W  = X R                                      B W is v_new
+    o  = scale (Q e^G) S + P W                    S' = e^G_last S + (K e^(G_last - G))^T B W
+
+X and P of a chunk are made in the step before the one that takes the state through it: the products with the state fill
+the matrix unit while rows are eliminated in the inverse, which does not use it. With bfloat16 tensors S and the rows of
+decayed queries and keys enter their products as bfloat16. X, P, R, W and the decayed keys as columns must not be
+rounded so: where keys repeat, W oscillates and the sums over it cancel. They keep 16 bits, as two bfloat16 parts.
+
+The [C, C] matrices of p heads lie side by side in the lanes ("packed", see chunkwise.shared.packed).
+"""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +26,29 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import tile
 from chunkwise.kda.config import Config
-from chunkwise.shared import dot, l2norm, out_struct, pallas_call, repeat_heads, strictly_lower, to_column
+from chunkwise.shared import (
+    column_index,
+    dot_nt,
+    dot_tn,
+    l2norm,
+    operand_dtype,
+    out_struct,
+    pallas_call,
+    row_index,
+    to_column,
+)
+from chunkwise.shared.inverse import unit_lower_inverse
+from chunkwise.shared.packed import (
+    lanes,
+    multiply_packed,
+    pack_members,
+    part_pairs,
+    parts,
+    place_tiles,
+    rows,
+    side_lanes,
+    split_lanes,
+)
 
 LANES = 128
 
@@ -49,7 +86,7 @@ class Static(NamedTuple):
     """What is known when the kernel is built.
 
     Attributes:
-      H, HV, C: heads and chunk size.
+      H, HV, C, K, V: heads, chunk size, dimensions padded to lanes.
       N: states in and out.
       sequences: how many sequences the owners number.
       scale: multiplies the queries.
@@ -61,12 +98,22 @@ class Static(NamedTuple):
     H: int
     HV: int
     C: int
+    K: int
+    V: int
     N: int
     sequences: int | None
     scale: float
     normalise: bool
     base: int
     config: Config
+
+    @property
+    def p(self) -> int:
+        """Heads that lie side by side in the lanes: a power of two that divides the heads of a grid step."""
+        p = max(1, LANES // self.C)
+        while self.config.heads % p or self.config.backward_heads % p:
+            p //= 2
+        return p
 
 
 def take_heads(x, heads):
@@ -80,92 +127,153 @@ def put_heads(x):
     return jnp.concatenate(list(x), axis=1)
 
 
-def load_keys(x, heads, own, normalise):
-    """Return queries or keys [C, own K] as float32 [heads, C, K] of the value heads."""
-    x = take_heads(x.astype(jnp.float32), own)
-    return repeat_heads(l2norm(x) if normalise else x, heads)
+def load_keys(x, own, normalise):
+    """Return queries or keys [C, own K] as float32 [own, C, K], rounded as the tensors are."""
+    heads = take_heads(x.astype(jnp.float32), own)
+    return l2norm(heads).astype(x.dtype).astype(jnp.float32) if normalise else heads
 
 
-def gate_sums(g, matrix, heads):
-    """Return the sums of the gate [C, heads K]; `matrix` is [4 C, 3 C], the level matrix three times in a row."""
-    C = g.shape[0]
-    g = g * tile.LOG2_E
-    parts = jnp.concatenate(tile.split3(g), axis=0)
-    small = take_heads(dot(matrix[None], parts[None], jnp.bfloat16)[0], heads)
-    g = take_heads(g, heads)
-    odd = (lax.broadcasted_iota(jnp.int32, g.shape, 1) & 1) != 0
-    two, four, prefix, suffix = (small[:, n * C : (n + 1) * C] for n in range(4))
-    return tile.widen(prefix, suffix, [jnp.where(odd, g, 0.0), two, four], tile.SUBLANES)
+def store_block_sums(ref, g, first: int = 0) -> None:
+    """Store the gates g [C, heads K] of heads from tile `first` on, to base 2, and their `tile.block_sums` in `ref`.
 
-
-class Chunk(NamedTuple):
-    """What both directions compute from the inputs of a chunk alone; float32 tiles of the value heads.
-
-    Attributes:
-      q, k: [h, C, K], normalised if asked for; q scaled.
-      v: [h, C, V].
-      beta: [h, C, 1].
-      sums: of the gate.
-      scores: [h, C, C], queries with keys, lower triangular.
-      N: [h, C, C], keys with keys, strictly lower triangular.
-      X: [h, C, C], the inverse (I + beta N)^-1.
-      boundary: decays to the boundaries of the chunk.
-      masks: of a chunk that holds several sequences, or None.
+    Sums inside of blocks of 8 rows need whole registers of first, of second rows and so on: loads with a stride from
+    ref [5, heads K / 128, C, 128] bring them, stores with a stride take them back.
     """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    beta: jax.Array
-    sums: tile.Sums
-    scores: jax.Array
-    N: jax.Array
-    X: jax.Array
-    boundary: tuple
-    masks: tile.Masks | None
+    C = g.shape[0]
+    by_row = [pl.ds(r, C // tile.SUBLANES, stride=tile.SUBLANES) for r in range(tile.SUBLANES)]
+    for n in range(g.shape[1] // LANES):
+        ref[0, first + n] = g[:, n * LANES : (n + 1) * LANES] * tile.LOG2_E
+        sums = tile.block_sums([ref.at[0, first + n][row, :] for row in by_row])
+        for i, x in enumerate(sums):
+            for row, y in zip(by_row, x, strict=True):
+                ref.at[i + 1, first + n][row, :] = y
 
 
-def load_chunk(matrix, q, k, v, g, beta, owner, opening, static: Static, heads: int) -> Chunk:
-    """Return the chunk of the loaded blocks q, k [C, own K], v [C, h V], g [C, h K], beta [h, C], owner [1, C]."""
-    own, dtype, masks = own_heads(heads, static), v.dtype, None
-    if owner is not None:
-        masks = tile.stream_tile(owner[None], opening, static.sequences)
-        valid = masks.valid[0]
-        q, k, v, g = (jnp.where(valid, x.astype(jnp.float32), 0.0) for x in (q, k, v, g))
-        beta = jnp.where(owner < static.sequences, beta, 0.0)
-    q = load_keys(q, heads, own, static.normalise) * static.scale
-    k = load_keys(k, heads, own, static.normalise)
-    sums = gate_sums(g, matrix, heads)
-    beta = to_column(beta[:, None])
-    scores = tile.interaction_tile(jnp.concatenate([q, k], axis=1), k, sums.levels, static.base, dtype)
+def load_sums(ref, heads: range, K: int) -> tile.Sums:
+    """Return the sums of the gates of some heads from what `store_block_sums` left."""
+    each = K // LANES
+
+    def load(i):
+        return jnp.stack([jnp.concatenate([ref[i, n * each + m] for m in range(each)], axis=1) for n in heads])
+
+    return tile.chunk_sums(*map(load, range(5)))
+
+
+def transposed(x):
+    """Return the matrices [p, C, R] of a pack transposed and side by side, [1, R, p C]."""
+    p, C, R = x.shape
+    return jnp.swapaxes(x.reshape(p * C, R), 0, 1)[None]
+
+
+def prepare_pack(q, k, beta, sums: tile.Sums, table, masks, static: Static, dtype):
+    """Return what the state needs of a pack of heads in a chunk.
+
+    Args:
+      q, k: [p, C, K] float32, q scaled.
+      beta: [p, C, 1].
+      sums: of the gate.
+      table: `tile.level_table`.
+      masks: of a chunk that holds several sequences, or None.
+      static, dtype: of the kernel and of the operands of its products.
+
+    Returns:
+      The queries above the keys, decayed from the start of the chunk [p, 2 C, K]; the keys times beta, decayed to its
+      end [p, C, K]; the decay over all of it [p, 1, K]; packed scores of queries above those of keys, [1, 2 C, p C].
+    """
+    from_start, to_end, through = tile.boundary_tile(sums, masks)
+    both = transposed(tile.interaction_tile(q, k, sums.levels, table[None], static.base, dtype))
     if masks is not None:
-        scores = jnp.where(tile.twice(masks.same), scores, 0.0)
-    N = jnp.where(strictly_lower(static.C), scores[:, static.C :], 0.0)
-    X, boundary = tile.inverse_tile(beta * N, dtype), tile.boundary_tile(sums, masks)
-    v = take_heads(v.astype(jnp.float32), heads)
-    return Chunk(q, k, v, beta, sums, scores[:, : static.C], N, X, boundary, masks)
+        both = jnp.where(tile.twice(lanes([masks.same] * len(q))), both, 0.0)
+    return rows([q, k]) * tile.twice(from_start), (k * beta) * to_end, through, both
 
 
-def _kda_kernel(first_ref, sequence_ref, last_ref, opening_ref, matrix_ref, q_ref, k_ref, v_ref, g_ref, beta_ref,
-                owner_ref, h0_ref, o_ref, ht_ref, h_ref, S_ref, *, static):  # fmt: skip
-    del sequence_ref, last_ref  # read by the index maps, and by the backward
-    step = pl.program_id(1)
+def _fwd_kernel(refs, *, static: Static, NC: int):
+    """Take the state through chunk c - 1 and prepare chunk c."""
+    step, heads, C = pl.program_id(1), static.config.heads, static.C
+    prepared, passed = jnp.minimum(step, NC - 1), jnp.maximum(step - 1, 0)
+    own, p, dtype = own_heads(heads, static), static.p, refs.v.dtype
 
-    @pl.when(first_ref[step] == 1)
+    # Chunk 0 begins a sequence, so the state that step 0 makes of nothing is gone before step 1 uses it.
+    @pl.when(refs.first[passed] == 1)
     def _():
-        S_ref[...] = jnp.zeros_like(S_ref) if h0_ref is None else h0_ref[...]
+        refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]
 
-    blocks: list[Any] = [None if ref is None else ref[...] for ref in (q_ref, k_ref, v_ref, g_ref, beta_ref, owner_ref)]
-    x = load_chunk(matrix_ref[...], *blocks, opening_ref[step], static, static.config.heads)
-    S = S_ref[...]
-    if h_ref is not None:
-        h_ref[...] = S
-    rows = jnp.concatenate([x.q, x.k], axis=1)
-    o, S = tile.output_tile(S, rows, x.k, x.v, x.beta, x.scores, x.X, x.boundary, v_ref.dtype)
-    o_ref[...] = put_heads(o).astype(o_ref.dtype)
-    S_ref[...] = S
-    if ht_ref is not None:
-        ht_ref[...] = S
+    q, k, g, beta, masks = load_chunk(refs, prepared, static, own)
+    q = q * static.scale
+    beta_rows = side_lanes(beta[:, None], p)
+    made = []
+    # Pack by pack, so that few tiles are alive; what follows runs in lock-step, which hides its latency.
+    for n in range(0, heads, p):
+        pack = range(n, n + p)
+        q_pack, k_pack = (jnp.stack([x[i * own // heads] for i in pack]) for x in (q, k))
+        store_block_sums(refs.sums, g[:, n * static.K : (n + p) * static.K], n * static.K // LANES)
+        sums = load_sums(refs.sums, pack, static.K)
+        made.append(prepare_pack(q_pack, k_pack, columns(beta[n : n + p]), sums, refs.table[...], masks, static, dtype))
+    pass_state(refs, static, dtype)
+    decayed, ends, through, both = (jnp.concatenate(x) for x in zip(*made, strict=True))
+    P, M = both[:, :C] * beta_rows, both[:, C:] * beta_rows
+    X = unit_lower_inverse(M, 3 if operand_dtype(dtype) == jnp.float32 else 2)
+    refs.decayed[...] = decayed.astype(refs.decayed.dtype)
+    refs.ends[...], refs.through[...] = rows(parts(ends, dtype)), through
+    refs.inverse[...], refs.scores[...] = lanes(parts(X, dtype)), lanes(parts(P, dtype))
+    if refs.X is not None:
+        refs.X[...], refs.both[...] = X, both
+    if refs.ht is not None:
+
+        @pl.when((step > 0) & (refs.last[passed] == 1))
+        def _():
+            refs.ht[...] = refs.state[...]
+
+
+def columns(x):
+    """Return rows [p, C] as columns [p, C, 1]."""
+    diagonal = row_index(x.shape[1]) == column_index(x.shape[1])
+    return jnp.sum(jnp.where(diagonal, x[:, None], 0.0), axis=-1, keepdims=True)
+
+
+def load_chunk(refs, chunk, static: Static, own: int):
+    """Return q, k [own, C, K] float32, g [C, heads K], beta [heads, C] and the masks, None inside one sequence."""
+    q, k, g, beta, masks = refs.q[...], refs.k[...], refs.g[...], refs.beta[...], None
+    if refs.owner is not None:
+        masks = tile.stream_tile(refs.owner[...][None], refs.opening[chunk], static.sequences)
+        valid = masks.valid[0]
+        q, k, g = (jnp.where(valid, x, jnp.zeros_like(x)) for x in (q, k, g))
+        beta = jnp.where(refs.owner[...] < static.sequences, beta, 0.0)
+    return load_keys(q, own, static.normalise), load_keys(k, own, static.normalise), g, beta, masks
+
+
+def read_state(decayed, S):
+    """Return the product of decayed [heads, R, K] and the transposed S [heads, V, K], [heads, R, V] float32."""
+    heads, _, K = decayed.shape
+    p = 2 if heads % 2 == 0 and 2 * K <= 256 else 1
+    S = place_tiles(pack_members(S.astype(decayed.dtype), p), p)
+    return split_lanes(dot_nt(side_lanes(decayed, p), S), p)
+
+
+def write_state(W, ends):
+    """Return W^T ends, [heads, V, K] float32, for `parts` of W and of ends [heads, C, K]."""
+    left, right = part_pairs(W, ends)
+    return dot_tn(rows(left), rows(right))
+
+
+def pass_state(refs, static: Static, dtype) -> None:
+    """Write the output of the chunk whose X and P lie in scratch, and take the state through it."""
+    heads, C = static.config.heads, static.C
+    S, v = refs.state[...], refs.v[...].astype(jnp.float32)
+    if refs.h is not None:
+        refs.h[...] = S.astype(refs.h.dtype)
+    if refs.v_owner is not None:
+        row = refs.v_owner[...][None].astype(jnp.float32)
+        v = jnp.where(to_column(row)[0] < static.sequences, v, 0.0)
+    seen = read_state(refs.decayed[...], S)
+    W = multiply_packed(refs.inverse[...], take_heads(v, heads) - seen[:, C:], static.p, dtype)
+    if refs.W is not None:
+        refs.W[...] = put_heads(W)
+    o = seen[:, :C] + multiply_packed(refs.scores[...], W, static.p, dtype)
+    refs.o[...] = put_heads(o).astype(refs.o.dtype)
+    ends = refs.ends[...]
+    ends = [ends[:, i : i + C] for i in range(0, ends.shape[1], C)]
+    refs.state[...] = refs.through[...] * S + write_state(parts(W, dtype), ends)
 
 
 def own_heads(heads: int, static: Static) -> int:
@@ -173,9 +281,17 @@ def own_heads(heads: int, static: Static) -> int:
     return max(heads * static.H // static.HV, 1)
 
 
-def specs(static: Static, heads: int, K: int, V: int, chunk):
-    """Return the specs of keys, values, gates, beta, owners and states; `chunk` maps a grid step to its chunk."""
-    C, per_key_block = static.C, max(static.HV // static.H // heads, 1)
+class Refs:
+    """The Refs of a kernel by name; None where an operand or output is absent."""
+
+    def __init__(self, names, values):
+        self.__dict__.update(zip(names, values, strict=True))
+
+
+def specs(static: Static, heads: int, chunk):
+    """Return the specs of what a grid step (block of heads, n) works on; `chunk` maps n to its chunk."""
+    C, K, V, p = static.C, static.K, static.V, static.p
+    per_key_block = max(static.HV // static.H // heads, 1)
 
     def block(*shape, index):
         return pl.BlockSpec(shape, lambda h, n, first, sequence, last, opening: index(h, chunk(n), sequence))
@@ -188,60 +304,83 @@ def specs(static: Static, heads: int, K: int, V: int, chunk):
         owner=block(None, 1, C, index=lambda h, n, s: (n, 0, 0)),
         state=block(None, heads, V, K, index=lambda h, n, s: (s[n], h, 0, 0)),
         boundary=block(None, heads, V, K, index=lambda h, n, s: (n, h, 0, 0)),
+        packed=block(None, heads // p, C, p * C, index=lambda h, n, s: (n, h, 0, 0)),
+        both=block(None, heads // p, 2 * C, p * C, index=lambda h, n, s: (n, h, 0, 0)),
     )
 
 
-def sums_matrix(C: int) -> jax.Array:
-    """Return the constant operand of `gate_sums`."""
-    return jnp.asarray(jnp.tile(tile.level_matrix(C), (1, 3)), jnp.bfloat16)
-
-
-def launch(x: Operands, static: Static, final_state: bool = True, boundaries: bool = False):
+def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = False):
     """Run the forward.
 
     Returns:
-      o [NC C, HV V], the final states [N, HV, V, K] or None, and the states before every chunk [NC, HV, V, K] or None.
+      o [NC C, HV V], the final states [N, HV, V, K] or None, and with `keep` what the backward needs: h, the states
+      before every chunk [NC, HV, V, K] in the type of v, and in float32 W like v, packed X [NC, HV / p, C, p C] and
+      packed scores of queries above those of keys [NC, HV / p, 2 C, p C].
     """
     NC, HV, C = x.beta.shape
-    K, V, heads = x.g.shape[1] // HV, x.v.shape[1] // HV, static.config.heads
-    spec = specs(static, heads, K, V, lambda n: n)
-    matrix = sums_matrix(C)
+    K, V, heads = static.K, static.V, static.config.heads
+    p, dtype = static.p, x.v.dtype
+    operand = operand_dtype(dtype)
+    count = 2 if operand == jnp.bfloat16 else 1
+    now, passed = (
+        specs(static, heads, at) for at in (lambda n: jnp.minimum(n, NC - 1), lambda n: jnp.maximum(n - 1, 0))
+    )
+    matrices = out_struct((NC, HV // p, C, p * C), jnp.float32, *x)
+    outputs = {
+        "o": (passed["value"], out_struct(x.v.shape, dtype, *x)),
+        "ht": (passed["state"], out_struct((static.N, HV, V, K), jnp.float32, *x)),
+        "h": (passed["boundary"], out_struct((NC, HV, V, K), operand, *x)),
+        "W": (passed["value"], out_struct(x.v.shape, jnp.float32, *x)),
+        "X": (now["packed"], matrices),
+        "both": (now["both"], out_struct((NC, HV // p, 2 * C, p * C), jnp.float32, *x)),
+    }
+    wanted = ["o", *["ht"] * final_state, *["h", "W", "X", "both"] * keep]
+    # The state, and what a step makes of its chunk for the next step to use; last, the sums of the gate.
+    scratch = {
+        "state": pltpu.VMEM((heads, V, K), jnp.float32),
+        "decayed": pltpu.VMEM((heads, 2 * C, K), operand),
+        "ends": pltpu.VMEM((heads, count * C, K), operand),
+        "through": pltpu.VMEM((heads, 1, K), jnp.float32),
+        "inverse": pltpu.VMEM((heads // p, C, count * p * C), operand),
+        "scores": pltpu.VMEM((heads // p, C, count * p * C), operand),
+        "sums": pltpu.VMEM((5, heads * K // LANES, C, LANES), jnp.float32),
+    }
+    operands = {
+        "table": (jnp.asarray(tile.level_table(C, static.base)), pl.BlockSpec((C, 2 * C), lambda *_: (0, 0))),
+        "q": (x.q, now["key"]),
+        "k": (x.k, now["key"]),
+        "v": (x.v, passed["value"]),
+        "g": (x.g, now["gate"]),
+        "beta": (x.beta.reshape(NC, HV // heads, heads, C), now["beta"]),
+        "owner": (x.owner, now["owner"]),
+        "v_owner": (x.owner, passed["owner"]),
+        "h0": (x.initial_state, passed["state"]),
+    }
+    names = ["first", "sequence", "last", "opening", *operands, *wanted, *scratch]
 
-    def given(flag, value):
-        return value if flag else None
+    def kernel(*values):
+        refs = Refs(outputs, [None] * len(outputs))
+        refs.__dict__.update(zip(names, values, strict=True))
+        _fwd_kernel(refs, static=static, NC=NC)
 
-    return pallas_call(
-        functools.partial(_kda_kernel, static=static),
+    results = pallas_call(
+        kernel,
         *x[:4],
-        matrix,
-        *x[4:8],
-        x.beta.reshape(NC, HV // heads, heads, C),
-        *x[9:],
+        *(value for value, _ in operands.values()),
         name=f"fused_chunk_kda_fwd_c{C}",
         num_scalar_prefetch=4,
-        # Blocks of heads are independent; chunks pass the state on in scratch, so they run in order.
-        grid=(HV // heads, NC),
+        # Blocks of heads are independent; chunks pass the state on in scratch, so they run in order. One more step,
+        # because the state passes a chunk in the step after the one that prepares it.
+        grid=(HV // heads, NC + 1),
         dimension_semantics=("parallel", "arbitrary"),
-        in_specs=[
-            pl.BlockSpec(matrix.shape, lambda h, n, *tables: (0, 0)),
-            spec["key"],
-            spec["key"],
-            spec["value"],
-            spec["gate"],
-            spec["beta"],
-            given(x.owner is not None, spec["owner"]),
-            given(x.initial_state is not None, spec["state"]),
-        ],
-        out_specs=[spec["value"], given(final_state, spec["state"]), given(boundaries, spec["boundary"])],
-        out_shape=[
-            out_struct(x.v.shape, x.v.dtype, *x),
-            given(final_state, out_struct((static.N, HV, V, K), jnp.float32, *x)),
-            given(boundaries, out_struct((NC, HV, V, K), jnp.float32, *x)),
-        ],
-        scratch_shapes=[pltpu.VMEM((heads, V, K), jnp.float32)],
+        in_specs=[None if value is None else spec for value, spec in operands.values()],
+        out_specs=[outputs[name][0] for name in wanted],
+        out_shape=[outputs[name][1] for name in wanted],
+        scratch_shapes=list(scratch.values()),
         cost_estimate=pl.CostEstimate(
             flops=2 * NC * HV * C * (2 * C * K * C.bit_length() + 4 * C * C + 3 * K * V + 2 * C * V),
             transcendentals=NC * HV * C * K * (C.bit_length() + 2),
             bytes_accessed=sum(a.nbytes for a in x if a is not None) + x.v.nbytes,
         ),
     )
+    return dict(zip(wanted, results, strict=True))

@@ -1,6 +1,17 @@
-"""The backward of Kimi delta attention in one launch, chunks in reverse: tile mathematics, kernel body, launcher."""
+"""The backward of Kimi delta attention in one launch, chunks in reverse: tile mathematics, kernel body, launcher.
 
-import functools
+With the names of kernel.py, A = <Q, K>_D and N = tril(<K, K>_D, -1) without beta, Q scaled, and dS' arriving from the
+right:
+
+    dv_new = A^T dO + (K e^(G_last - G)) dS'      dR = X^T B dv_new      dV = dR
+    dA = tril(dO W^T) B                           dN = -tril(dR W^T, -1) B
+    dS = e^G_last dS' + (Q e^G)^T dO - (K e^G)^T dR
+
+dA and dN go back through the products of every level, each with its own factors of rows and of columns, so that no
+exponent is positive here either. X, W, A, N and S before every chunk are kept by the forward. As there, what oscillates
+where keys repeat (W, dv_new, dA and dN, the decayed keys as columns) keeps 16 bits with bfloat16 tensors.
+"""
+
 from typing import NamedTuple
 
 import jax
@@ -12,176 +23,239 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import tile
 from chunkwise.kda.kernel import (
-    Chunk,
+    LANES,
     Operands,
+    Refs,
     Static,
+    columns,
     load_chunk,
+    load_sums,
     own_heads,
     put_heads,
     specs,
-    sums_matrix,
+    store_block_sums,
     take_heads,
 )
-from chunkwise.shared import column_index, dot, dot_nt, dot_tn, out_struct, pallas_call, row_index, strictly_lower
+from chunkwise.shared import (
+    bf16_parts,
+    column_index,
+    dot,
+    dot_nt,
+    dot_tn,
+    operand_dtype,
+    out_struct,
+    pallas_call,
+    row_index,
+)
+from chunkwise.shared.packed import apply_transposed, lanes, multiply_packed, outer, parts, rows, side_lanes
 
 
-class Gradients(NamedTuple):
-    """Gradients of a chunk's tiles, all of the value heads.
-
-    Attributes:
-      q, k: [h, C, K] of the scaled queries and of the keys.
-      v: [h, C, V].
-      later: [h, C, K], what a row passes to its own and all earlier gates.
-      earlier: [h, C, K], what a row passes to all later gates.
-      beta: [h, C, 1].
-      S: [h, V, K], of the state before the chunk.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    later: jax.Array
-    earlier: jax.Array
-    beta: jax.Array
-    S: jax.Array
+def pair_table(C: int, base: int) -> np.ndarray:
+    """Return int32 [2 C, C], which product holds the pair of row i, of queries, then of keys, and column j < i."""
+    table = tile.level_table(C, base)[:, C:].T
+    return np.concatenate([table, table])
 
 
-def interaction_bwd_tile(rows, k, levels, base, dP, dN, dtype):
-    """Return the gradients of `interaction_tile` of rows [h, 2 C, K] and of k as columns [h, C, K].
+def unpacked(x, p: int):
+    """Return packed matrices [n, R, p C] transposed, head by head, [n p, C, R]."""
+    turned = jnp.concatenate([jnp.swapaxes(x[i], 0, 1) for i in range(x.shape[0])])
+    return turned.reshape(x.shape[0] * p, -1, x.shape[1])
+
+
+def interaction_bwd_tile(q, k, levels, table, base, d, p: int, dtype):
+    """Return the gradients of `tile.interaction_tile` of rows [h, 2 C, K] and of k as columns [h, C, K].
 
     Only of pairs i > j: the diagonal has no gate, and a gate's gradient would be the difference of its two equal parts.
+
+    Args:
+      q, k, levels, base, dtype: as there.
+      table: `pair_table`.
+      d: packed gradient [n, 2 C, p C] of the scores of queries above those of keys.
+      p: heads of a pack.
     """
-    C = k.shape[1]
-    d_scores = jnp.concatenate([dP, dN], axis=1)
-    transposed = jnp.swapaxes(d_scores, 1, 2)
-    d_rows, d_columns = jnp.zeros_like(rows), jnp.zeros_like(k)
-
-    def add(d, d_columns, d_transposed, e_row, e_column):
-        """Add to d_columns; return it and the gradient of the rows that d [h, R, C] holds."""
-        d_columns += e_column * dot(d_transposed, rows * tile.twice(e_row), dtype)
-        return tile.fine_dot(d, k * e_column, dtype), d_columns
-
-    # Row indices of the pairs in both arrays: queries' and keys' rows follow one another.
-    i, j = (lax.broadcasted_iota(jnp.int32, (1, 2 * C, C), axis) & (C - 1) for axis in (1, 2))
-    j_T, i_T = (lax.broadcasted_iota(jnp.int32, (1, C, 2 * C), axis) & (C - 1) for axis in (1, 2))
-    if base > 1:
-        e_row, e_column = (jnp.exp2(sign * tile.middle_exponent(levels, base)) for sign in (1.0, -1.0))
-        d = jnp.where(((i ^ j) < base) & (i > j), d_scores, 0.0)
-        d_T = jnp.where(((i_T ^ j_T) < base) & (i_T > j_T), transposed, 0.0)
-        d, d_columns = add(d, d_columns, d_T, e_row, e_column)
-        d_rows += tile.twice(e_row) * d
-    for level in range(base.bit_length() - 1, len(levels)):
-        b, e = 1 << level, jnp.exp2(levels[level])
-        d = jnp.where(tile.level_pairs(i, j, b), d_scores, 0.0)
-        d_T = jnp.where(tile.level_pairs(i_T, j_T, b), transposed, 0.0)
-        if b < tile.SUBLANES:
-            d, d_columns = add(d, d_columns, d_T, e, e)
-            d_rows += tile.twice(e) * d
-        else:  # only right halves have pairs as rows
-            d, d_columns = add(tile.halves(d, b)[1], d_columns, d_T, e, e)
-            left, right = tile.halves(d_rows, b)
-            d_rows = tile.join_halves(left, right + tile.twice(tile.halves(e, b)[1]) * d, b)
+    operand = operand_dtype(dtype)
+    both, turned = rows([q, k]), unpacked(d, p)
+    pairs, pairs_turned = jnp.concatenate([table] * p, axis=1)[None], jnp.swapaxes(table, 0, 1)[None]
+    split = [y.astype(jnp.float32) for y in parts(d, dtype)]
+    d_rows, d_columns = jnp.zeros_like(both), jnp.zeros_like(k)
+    for x in tile.level_factors(levels, base):
+        if x.b is None:
+            # Columns of level 1 have no decay: they are the keys, which are exact.
+            own = k.astype(operand) if (x.index, base) == (0, 1) else k * x.columns
+            decayed, mine, left = both * x.rows, split, turned
+            here, here_turned = pairs == x.index, pairs_turned == x.index
+        else:  # only right halves have pairs as rows, left halves as columns; the others meet zeros
+            own = tile.halves(k, x.b)[0] * x.columns
+            own = tile.join_halves(own, own, x.b)
+            decayed = tile.halves(both, x.b)[1] * x.rows
+            decayed = tile.join_halves(decayed, decayed, x.b)
+            mine = [tile.halves(y, x.b)[1] for y in split]
+            left = tile.halves(turned, x.b)[0]
+            here, here_turned = tile.halves(pairs, x.b)[1] == x.index, tile.halves(pairs_turned, x.b)[0] == x.index
+        mine = lanes([jnp.where(here, y, 0.0).astype(operand) for y in mine])
+        add_rows = x.rows * multiply_packed(mine, own, p, dtype)
+        add_columns = x.columns * dot(jnp.where(here_turned, left, 0.0).astype(operand), decayed.astype(operand))
+        if x.b is None:
+            d_rows, d_columns = d_rows + add_rows, d_columns + add_columns
+        else:
+            untouched, right = tile.halves(d_rows, x.b)
+            d_rows = tile.join_halves(untouched, right + add_rows, x.b)
+            left, untouched = tile.halves(d_columns, x.b)
+            d_columns = tile.join_halves(left + add_columns, untouched, x.b)
     return d_rows, d_columns
 
 
-def chunk_bwd_tile(x: Chunk, S, dS, do, base, dtype) -> Gradients:
-    """Return the gradients of a chunk.
+class Outer(NamedTuple):
+    """The gradients that pass between the chunk's values, its scores and the state.
+
+    Attributes:
+      dv: [h, C, V], of the values, which is dR.
+      d_scores: packed [n, 2 C, p C], of the scores of queries above those of keys, pairs i > j.
+      d_start: [h, 2 C, K], of queries above keys, through the state before the chunk.
+      d_end: [h, C, K], of keys, through the state after it.
+      d_own: [h, C, 1], of the products of every query with its own key.
+      later: [h, 1, K], what passes through the state to all gates.
+      beta: [h, C, 1], and packed as rows [n, 1, p C]: their sum is the gradient.
+      S: [h, V, K], of the state before the chunk.
+    """
+
+    dv: jax.Array
+    d_scores: jax.Array
+    d_start: jax.Array
+    d_end: jax.Array
+    d_own: jax.Array
+    later: jax.Array
+    beta: tuple[jax.Array, jax.Array]
+    S: jax.Array
+
+
+def outer_bwd_tile(q, k, beta, beta_row, boundary, kept, do, dS, same, dtype) -> Outer:
+    """Return the gradients of a chunk but for what goes through the interaction of its keys.
 
     Args:
-      x: the chunk.
-      S: [h, V, K], the state before it.
-      dS: [h, V, K], gradient of the state after it.
-      do: [h, C, V], gradient of the output.
-      base: rows of the diagonal blocks that one product covers.
+      q, k: [h, C, K] float32, q scaled.
+      beta: [h, C, 1], and packed: beta_row [n, 1, p C].
+      boundary: of `tile.boundary_tile`.
+      kept: what the forward kept: S [h, V, K] before the chunk, W [h, C, V], packed X and scores.
+      do: [h, C, V], gradient of the output, in the type of the tensors.
+      dS: [h, V, K] float32, gradient of the state after the chunk.
+      same: [1, C, C], rows of one sequence, or None.
       dtype: of the operands of the products.
     """
-    C = x.k.shape[1]
-    from_start, to_end, through = x.boundary
-    rows = jnp.concatenate([x.q, x.k], axis=1)
-    error = x.v - dot_nt(x.k * from_start, S, dtype)
-    v_new = tile.fine_dot(x.X, x.beta * error, dtype)
-
-    dv_new = tile.fine_dot(jnp.swapaxes(x.scores, 1, 2), do, dtype) + tile.fine_nt(x.k * to_end, dS, dtype)
-    d_error = tile.fine_dot(jnp.swapaxes(x.X, 1, 2), dv_new, dtype)
-    dP_dM = tile.fine_nt(jnp.concatenate([do, -d_error], axis=1), v_new, dtype)
-    same = strictly_lower(C) if x.masks is None else strictly_lower(C) & x.masks.same
-    dP, dM = (jnp.where(same, d, 0.0) for d in (dP_dM[:, :C], dP_dM[:, C:]))
-    d_diagonal = jnp.sum(do * v_new, axis=-1, keepdims=True)
-    d_beta = jnp.sum(dM * x.N, axis=-1, keepdims=True) + jnp.sum(d_error * error, axis=-1, keepdims=True)
-    dv = x.beta * d_error
-
-    down = jnp.concatenate([do, -dv], axis=1)
-    d_boundary = dot(down, S, dtype) * tile.twice(from_start)
-    d_end = dot(v_new, dS, dtype) * to_end
-    d_rows, d_columns = interaction_bwd_tile(rows, x.k, x.sums.levels, base, dP, x.beta * dM, dtype)
-    d_rows = d_rows + d_boundary
-    # All gates see the state pass through, each row's gates the pairs below it, and what runs to the end the gates
-    # after it. Sums of one kind only: differences of cumulative ones would cancel where gates are strong.
-    passing = through * jnp.sum(S * dS, axis=1, keepdims=True)
-    last = lax.broadcasted_iota(jnp.int32, x.k.shape, 1) == C - 1
-    return Gradients(
-        q=d_rows[:, :C] + d_diagonal * x.k,
-        k=d_rows[:, C:] + d_columns + d_end + d_diagonal * x.q,
-        v=dv,
-        later=x.q * d_rows[:, :C] + x.k * (d_rows[:, C:] - d_columns) + jnp.where(last, passing, 0.0),
-        earlier=x.k * d_end,
-        beta=d_beta,
-        S=through * dS + dot_tn(down, rows * tile.twice(from_start), dtype),
+    S, W, X, scores = kept
+    C, p, operand = k.shape[1], k.shape[0] // X.shape[0], operand_dtype(dtype)
+    from_start, to_end, through = boundary
+    dS_operand = dS.astype(operand)
+    dv_new = apply_transposed(scores[:, :C], do, dtype, p) + dot_nt((k * to_end).astype(operand), dS_operand)
+    dR = apply_transposed(X, beta * dv_new, dtype, p)
+    do = do.astype(jnp.float32)
+    outers = outer(rows([do, -dR]), W, dtype, p)
+    i, j = (lax.broadcasted_iota(jnp.int32, (1, 2 * C, p * C), axis) & (C - 1) for axis in (1, 2))
+    pairs = i > j if same is None else (i > j) & tile.twice(lanes([same] * p))
+    d_scores = jnp.where(pairs, outers, 0.0)
+    down = rows([do, -dR]).astype(operand)
+    decayed = (rows([q, k]) * tile.twice(from_start)).astype(operand)
+    return Outer(
+        dv=dR,
+        d_scores=d_scores * beta_row,
+        d_start=dot(down, S.astype(operand)) * tile.twice(from_start),
+        d_end=dot((beta * W).astype(operand), dS_operand) * to_end,
+        d_own=beta * jnp.sum(do * W, axis=-1, keepdims=True),
+        later=through * jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True),
+        beta=(
+            jnp.sum(dv_new * W, axis=-1, keepdims=True),
+            jnp.sum(d_scores[:, C:] * scores[:, C:], axis=1, keepdims=True),
+        ),
+        S=through * dS + dot_tn(down, decayed),
     )
 
 
-def store_keys(d, x, own, normalise):
-    """Return the gradient [C, own K] of the block x [C, own K] of queries or keys from that of the heads' tiles."""
-    heads, C, K = d.shape
-    d = jnp.sum(d.reshape(own, heads // own, C, K), axis=1)
-    if normalise:
-        x = take_heads(x.astype(jnp.float32), own)
-        r = lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
-        d = r * (d - x * (r * r * jnp.sum(x * d, axis=-1, keepdims=True)))
-    return put_heads(d)
+def chunk_bwd_tile(q, k, d_rows, d_columns, x: Outer):
+    """Return the gradients of the scaled queries and the keys [h, C, K], and of what their gates get (later, earlier).
+
+    All gates see the state pass through, each row's gates the pairs below it, and what runs to the end the gates after
+    it. `later` [h, C, K] is what a row passes to its own and all earlier gates, `earlier` what it passes to all later
+    ones: sums of one kind only, because differences of cumulative ones would cancel where gates are strong.
+    """
+    C = k.shape[1]
+    d_rows = d_rows + x.d_start
+    last = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1) == C - 1
+    later = q * d_rows[:, :C] + k * (d_rows[:, C:] - d_columns) + jnp.where(last, x.later, 0.0)
+    dq, dk = d_rows[:, :C] + x.d_own * k, d_rows[:, C:] + d_columns + x.d_end + x.d_own * q
+    return dq, dk, later, k * x.d_end
 
 
-def _kda_bwd_kernel(first_ref, sequence_ref, last_ref, opening_ref, matrix_ref, sum_ref, q_ref, k_ref, v_ref, g_ref,
-                    beta_ref, owner_ref, h_ref, do_ref, dht_ref, dq_ref, dk_ref, dv_ref, dg_ref, dbeta_ref, dh0_ref,
-                    dS_ref, *, static):  # fmt: skip
-    del first_ref, sequence_ref  # read by the forward, and by the index maps
-    heads, dtype = static.config.backward_heads, v_ref.dtype
-    own, C, step = own_heads(heads, static), static.C, pl.program_id(1)
-    chunk = pl.num_programs(1) - 1 - step
+def gate_gradient(later, earlier, dtype):
+    """Return the gradient of the gates of a pack, [C, p K]: sums over rows, as a product with zeros and ones."""
+    C, count = later.shape[1], 2 if operand_dtype(dtype) == jnp.bfloat16 else 3
+    by_part = [*bf16_parts(put_heads(later), count), *bf16_parts(put_heads(earlier), count)]
+    collect = [row_index(C) <= column_index(C)] * count + [row_index(C) > column_index(C)] * count
+    collect = lanes([jnp.where(x, 1.0, 0.0) for x in collect]).astype(jnp.bfloat16)
+    return dot(collect, jnp.concatenate(by_part)[None])[0]
 
-    @pl.when((step == 0) | (last_ref[chunk] == 1))
+
+def l2norm_gradient(x, dy):
+    """Return the gradient of x through `l2norm`."""
+    r = lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+    return r * (dy - x * (r * r * jnp.sum(x * dy, axis=-1, keepdims=True)))
+
+
+def _bwd_kernel(refs, *, static: Static, NC: int):
+    heads, dtype, C, K, p = static.config.backward_heads, refs.do.dtype, static.C, static.K, static.p
+    own, step = own_heads(heads, static), pl.program_id(1)
+    chunk = NC - 1 - step
+
+    @pl.when((step == 0) | (refs.last[chunk] == 1))
     def _():
-        dS_ref[...] = jnp.zeros_like(dS_ref) if dht_ref is None else dht_ref[...]
+        refs.state[...] = jnp.zeros_like(refs.state) if refs.dht is None else refs.dht[...]
 
-    q, k = q_ref[...], k_ref[...]
-    owner = None if owner_ref is None else owner_ref[...]
-    x = load_chunk(
-        matrix_ref[...], q, k, v_ref[...], g_ref[...], beta_ref[...], owner, opening_ref[chunk], static, heads
-    )
-    do = take_heads(do_ref[...].astype(jnp.float32), heads)
-    if x.masks is not None:
-        q, k = (jnp.where(x.masks.valid[0], y.astype(jnp.float32), 0.0) for y in (q, k))
-        do = jnp.where(x.masks.valid, do, 0.0)
-    d = chunk_bwd_tile(x, h_ref[...], dS_ref[...], do, static.base, dtype)
-    dS_ref[...] = d.S
-    if dh0_ref is not None:
-        dh0_ref[...] = d.S
-    dq_ref[...] = store_keys(static.scale * d.q, q, own, static.normalise).astype(dq_ref.dtype)
-    dk_ref[...] = store_keys(d.k, k, own, static.normalise).astype(dk_ref.dtype)
-    dv_ref[...] = put_heads(d.v).astype(dv_ref.dtype)
-    # Sums over rows, exact in three bfloat16 parts.
-    sums = jnp.concatenate([*tile.split3(put_heads(d.later)), *tile.split3(put_heads(d.earlier))], axis=0)
-    dg_ref[...] = dot(sum_ref[...][None], sums[None], jnp.bfloat16)[0]
+    q, k, g, beta_rows, masks = load_chunk(refs, chunk, static, own)
+    store_block_sums(refs.sums, g)
+    q, k = (jnp.stack([x[n * own // heads] for n in range(heads)]) for x in (q * static.scale, k))
+    do, W, beta = refs.do[...], take_heads(refs.W[...], heads), columns(beta_rows)
+    if masks is not None:
+        do = jnp.where(masks.valid[0], do, jnp.zeros_like(do))
+    boundary = tile.boundary_tile(load_sums(refs.sums, range(heads), K), masks)
+    x = outer_bwd_tile(
+        q, k, beta, side_lanes(beta_rows[:, None], p), boundary, (refs.h[...], W, refs.X[...], refs.both[...]),
+        take_heads(do, heads), refs.state[...], None if masks is None else masks.same, dtype,
+    )  # fmt: skip
+    refs.state[...] = x.S
+    if refs.dh0 is not None:
+        refs.dh0[...] = x.S
+    refs.dv[...] = put_heads(x.dv).astype(refs.dv.dtype)
+    column, row = x.beta
+    by_head = [row[n // p, :, n % p * C : (n % p + 1) * C] for n in range(heads)]
     diagonal = row_index(C) == column_index(C)
-    dbeta_ref[...] = jnp.sum(jnp.where(diagonal, d.beta, 0.0), axis=1)
+    refs.dbeta[...] = jnp.sum(jnp.where(diagonal, column, 0.0), axis=1) + jnp.concatenate(by_head)
+
+    made = []
+    for n in range(0, heads, p):
+        at, levels = slice(n, n + p), load_sums(refs.sums, range(n, n + p), K).levels
+        made.append(
+            interaction_bwd_tile(
+                q[at], k[at], levels, refs.table[...], static.base, x.d_scores[n // p : n // p + 1], p, dtype
+            )
+        )
+    d_rows, d_columns = (jnp.concatenate(y) for y in zip(*made, strict=True))
+    dq, dk, later, earlier = chunk_bwd_tile(q, k, d_rows, d_columns, x)
+    refs.dg[...] = gate_gradient(later, earlier, dtype)
+    d_queries, d_keys = [static.scale * dq], [dk]
+    for ref, x_ref, d in ((refs.dq, refs.q, d_queries), (refs.dk, refs.k, d_keys)):
+        # Summed over the value heads of a key head.
+        d = jnp.sum(jnp.concatenate(d).reshape(own, heads // own, C, K), axis=1)
+        if static.normalise:
+            x = x_ref[...].astype(jnp.float32)
+            d = l2norm_gradient(take_heads(x if masks is None else jnp.where(masks.valid[0], x, 0.0), own), d)
+        ref[...] = put_heads(d).astype(ref.dtype)
 
 
-def launch(x: Operands, h: jax.Array, do: jax.Array, dht: jax.Array | None, static: Static):
+def launch(x: Operands, h, W, X, both, do: jax.Array, dht: jax.Array | None, static: Static):
     """Run the backward.
 
     Args:
       x: the operands of the forward.
-      h: [NC, HV, V, K], the states before every chunk.
+      h, W, X, both: what it kept for the backward.
       do: [NC C, HV V].
       dht: [N, HV, V, K] float32, or None for zeros.
       static: what is known when the kernel is built.
@@ -191,69 +265,71 @@ def launch(x: Operands, h: jax.Array, do: jax.Array, dht: jax.Array | None, stat
       sequence has no chunk is undefined.
     """
     NC, HV, C = x.beta.shape
-    heads = static.config.backward_heads
-    K, V, own, blocks = x.g.shape[1] // HV, x.v.shape[1] // HV, own_heads(heads, static), HV // heads
-    spec = specs(static, heads, K, V, lambda n: NC - 1 - n)
-    matrix = sums_matrix(C)
-    ones = np.ones((C, C))
-    collect = jnp.asarray(np.concatenate([np.triu(ones)] * 3 + [np.tril(ones, -1)] * 3, axis=1), jnp.bfloat16)
+    heads, K, V = static.config.backward_heads, static.K, static.V
+    own, blocks = own_heads(heads, static), HV // heads
+    spec = specs(static, heads, lambda n: NC - 1 - n)
     key_type = x.q.dtype if blocks * own == static.H else jnp.float32
-
-    def given(flag, value):
-        return value if flag else None
-
     # A block of heads inside a group of value heads gives a partial sum of the group.
     d_key = pl.BlockSpec((C, own * K), lambda b, n, *tables: (NC - 1 - n, b))
-    has_state = x.initial_state is not None
-    dq, dk, dv, dg, dbeta, dh0 = pallas_call(
-        functools.partial(_kda_bwd_kernel, static=static),
+    d_keys = d_key, out_struct((NC * C, blocks * own * K), key_type, *x)
+    operands = {
+        "table": (jnp.asarray(pair_table(C, static.base)), pl.BlockSpec((2 * C, C), lambda *_: (0, 0))),
+        "q": (x.q, spec["key"]),
+        "k": (x.k, spec["key"]),
+        "g": (x.g, spec["gate"]),
+        "beta": (x.beta.reshape(NC, blocks, heads, C), spec["beta"]),
+        "owner": (x.owner, spec["owner"]),
+        "h": (h, spec["boundary"]),
+        "W": (W, spec["value"]),
+        "X": (X, spec["packed"]),
+        "both": (both, spec["both"]),
+        "do": (do, spec["value"]),
+        "dht": (dht, spec["state"]),
+    }
+    outputs = {
+        "dq": d_keys,
+        "dk": d_keys,
+        "dv": (spec["value"], out_struct(x.v.shape, x.v.dtype, *x)),
+        "dg": (spec["gate"], out_struct(x.g.shape, jnp.float32, *x)),
+        "dbeta": (spec["beta"], out_struct((NC, blocks, heads, C), jnp.float32, *x)),
+        "dh0": (spec["state"], out_struct((static.N, HV, V, K), jnp.float32, *x)),
+    }
+    wanted = [name for name in outputs if name != "dh0" or x.initial_state is not None]
+    scratch = {
+        "state": pltpu.VMEM((heads, V, K), jnp.float32),
+        "sums": pltpu.VMEM((5, heads * K // LANES, C, LANES), jnp.float32),
+    }
+    names = ["first", "sequence", "last", "opening", *operands, *wanted, *scratch]
+
+    def kernel(*values):
+        refs = Refs(outputs, [None] * len(outputs))
+        refs.__dict__.update(zip(names, values, strict=True))
+        _bwd_kernel(refs, static=static, NC=NC)
+
+    results = pallas_call(
+        kernel,
         *x[:4],
-        matrix,
-        collect,
-        *x[4:8],
-        x.beta.reshape(NC, blocks, heads, C),
-        x.owner,
-        h,
-        do,
-        dht,
+        *(value for value, _ in operands.values()),
         name=f"fused_chunk_kda_bwd_c{C}",
         num_scalar_prefetch=4,
         # Blocks of heads are independent; the state's gradient passes from chunk to chunk in scratch, in reverse order.
         grid=(blocks, NC),
         dimension_semantics=("parallel", "arbitrary"),
-        in_specs=[
-            pl.BlockSpec(matrix.shape, lambda b, n, *tables: (0, 0)),
-            pl.BlockSpec(collect.shape, lambda b, n, *tables: (0, 0)),
-            spec["key"],
-            spec["key"],
-            spec["value"],
-            spec["gate"],
-            spec["beta"],
-            given(x.owner is not None, spec["owner"]),
-            spec["boundary"],
-            spec["value"],
-            given(dht is not None, spec["state"]),
-        ],
-        out_specs=[d_key, d_key, spec["value"], spec["gate"], spec["beta"], given(has_state, spec["state"])],
-        out_shape=[
-            out_struct((NC * C, blocks * own * K), key_type, *x),
-            out_struct((NC * C, blocks * own * K), key_type, *x),
-            out_struct(x.v.shape, x.v.dtype, *x),
-            out_struct(x.g.shape, jnp.float32, *x),
-            out_struct((NC, blocks, heads, C), jnp.float32, *x),
-            given(has_state, out_struct((static.N, HV, V, K), jnp.float32, *x)),
-        ],
-        scratch_shapes=[pltpu.VMEM((heads, V, K), jnp.float32)],
+        in_specs=[None if value is None else part for value, part in operands.values()],
+        out_specs=[outputs[name][0] for name in wanted],
+        out_shape=[outputs[name][1] for name in wanted],
+        scratch_shapes=list(scratch.values()),
         cost_estimate=pl.CostEstimate(
             flops=2 * NC * HV * C * (6 * C * K * C.bit_length() + 6 * C * C + 8 * K * V + 6 * C * V),
             transcendentals=NC * HV * C * K * (C.bit_length() + 2),
-            bytes_accessed=2 * sum(a.nbytes for a in x if a is not None) + h.nbytes + do.nbytes,
+            bytes_accessed=2 * sum(a.nbytes for a in x if a is not None) + h.nbytes + W.nbytes + X.nbytes + both.nbytes,
         ),
     )
+    grads = dict(zip(wanted, results, strict=True))
 
     def group_sum(d):
         d = d.reshape(NC * C, static.H, -1, K)
         return jnp.sum(d, axis=2, dtype=jnp.float32).reshape(NC * C, -1).astype(x.q.dtype)
 
-    dq, dk = (d if d.shape[1] == static.H * K else group_sum(d) for d in (dq, dk))
-    return dq, dk, dv, dg, dbeta.reshape(x.beta.shape), dh0
+    dq, dk = (d if d.shape[1] == static.H * K else group_sum(d) for d in (grads["dq"], grads["dk"]))
+    return dq, dk, grads["dv"], grads["dg"], grads["dbeta"].reshape(x.beta.shape), grads.get("dh0")

@@ -1,7 +1,6 @@
 """Tile mathematics of Kimi delta attention: arrays in, arrays out, shared by the kernels and the plain JAX form.
 
-Tiles are [heads, C, D]; gates inside are to base 2, which is what the machine's exponential takes. Everything is
-batched over heads, which run in lock-step and hide the latency of one another.
+Tiles are [heads, C, D]; gates inside are to base 2, which is what the machine's exponential takes.
 
 Pairs (i, j), i > j, of a chunk belong to the level b = 1, 2, ..., C/2 at which i is in the right and j in the left
 half of one block of 2b rows. Between them lies the last row n of the left half, so their decay is the product of
@@ -9,7 +8,6 @@ e^(sum of g over (n, i]) and e^(sum of g over (j, n]): two exponents that are ne
 the rows and of the columns a whole level is one matrix product, for any gate.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,15 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from chunkwise.shared import column_index, dot, dot_nt, dot_tn, last_valid, operand_dtype, row_index, to_column
+from chunkwise.shared import dot_nt, last_valid, operand_dtype, to_column
+from chunkwise.shared.packed import lanes, parts, rows
 
 # Exponents of a base block that is anchored in its middle stay below this: e^40 squared is far inside float32.
 _SAFE_EXPONENT = 40.0
 LOG2_E = 1.4426950408889634
 # Rows of one vector register: blocks of so many rows are taken apart and put together for free.
 SUBLANES = 8
-# Diagonal blocks of so many rows are inverted by substitution.
-SUBSTITUTED = 16
 
 
 def base_block(C: int, gate_lower_bound: float | None) -> int:
@@ -38,80 +35,18 @@ def base_block(C: int, gate_lower_bound: float | None) -> int:
     return size
 
 
-def level_matrix(C: int) -> np.ndarray:
-    """Return the 0/1 matrix [4 C, C] whose product with g [C, K] gives the sums of the small levels.
+def level_table(C: int, base: int) -> np.ndarray:
+    """Return int32 [C, 2 C], which product holds the pair of column j and row i, of queries, then of keys; -1 for none.
 
-    Sums of levels 2 and 4 (see `widen`), then the inclusive sums from the start of every block of 8 rows and the
-    exclusive ones to its end.
+    Product l is that of level b = 2^l, or for l = 0 that of the base blocks. The last row of a left half has no decay
+    in it as a row or as a column, so there its own query and key stand; those of row C - 1 do in none: log2 C.
     """
-    i, t = np.arange(C)[:, None], np.arange(C)[None]
-
-    def prefix(b):
-        return ((t // b) == (i // b)) & (t <= i)
-
-    def suffix(b):
-        return ((t // b) == (i // b)) & (t > i)
-
-    levels = [np.where(i & b, prefix(b), suffix(b)) for b in (2, 4)]
-    return np.concatenate([*levels, prefix(SUBLANES), suffix(SUBLANES)])
-
-
-def _high(x):
-    """Return x cut to the bits that bfloat16 holds; a mask, because a compiler may drop a cast there and back."""
-    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-65536)
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def split2(x: jax.Array) -> list[jax.Array]:
-    """Return x as the sum of two bfloat16 arrays, 16 bits of it."""
-    high = _high(x)
-    return [high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)]
-
-
-def split3(x: jax.Array) -> list[jax.Array]:
-    """Return x as the sum of three bfloat16 arrays, all of its bits."""
-    high = _high(x)
-    return [high.astype(jnp.bfloat16), *split2(x - high)]
-
-
-def fine_dot(a, b, dtype):
-    """Return a b with 16 bits of either operand in one product: where bfloat16 would not do for the operands.
-
-    Where keys repeat, new values alternate and their sums cancel: rounding them one by one to bfloat16 would cost
-    ten times the accuracy. The two halves of an operand lie side by side in the contraction.
-    """
-    if operand_dtype(dtype) == jnp.float32:
-        return dot(a, b, dtype)
-    (a_high, a_low), (b_high, b_low) = split2(a), split2(b)
-    return dot(jnp.concatenate([a_high, a_high, a_low], 2), jnp.concatenate([b_high, b_low, b_high], 1), dtype)
-
-
-def fine_tn(a, b, dtype):
-    """Return a^T b; see `fine_dot`."""
-    if operand_dtype(dtype) == jnp.float32:
-        return dot_tn(a, b, dtype)
-    (a_high, a_low), (b_high, b_low) = split2(a), split2(b)
-    return dot_tn(jnp.concatenate([a_high, a_high, a_low], 1), jnp.concatenate([b_high, b_low, b_high], 1), dtype)
-
-
-def fine_nt(a, b, dtype):
-    """Return a b^T; see `fine_dot`."""
-    if operand_dtype(dtype) == jnp.float32:
-        return dot_nt(a, b, dtype)
-    (a_high, a_low), (b_high, b_low) = split2(a), split2(b)
-    return dot_nt(jnp.concatenate([a_high, a_high, a_low], 2), jnp.concatenate([b_high, b_low, b_high], 2), dtype)
-
-
-def fine_columns(rows, columns, dtype):
-    """Return rows columns^T with 16 bits of the columns only.
-
-    The rounding of a row is the same for all its columns: it acts like another query or key, and no sum of new values
-    amplifies it. That of a column differs from row to row of the sum.
-    """
-    if operand_dtype(dtype) == jnp.float32:
-        return dot_nt(rows, columns, dtype)
-    rows = rows.astype(jnp.bfloat16)
-    return dot_nt(jnp.concatenate([rows, rows], 2), jnp.concatenate(split2(columns), 2), dtype)
+    j, i = np.arange(C)[:, None], np.arange(C)[None]
+    level = np.frompyfunc(lambda x: x.bit_length() - 1, 1, 1)(i ^ j).astype(np.int32)
+    own = np.frompyfunc(lambda x: (~x & (x + 1)).bit_length() - 1, 1, 1)(i + 0 * j).astype(np.int32)
+    level = np.where(i == j, own, level)
+    level = np.where((i ^ j) < base, 0, level) if base > 1 else level
+    return np.concatenate([np.where(i >= j, level, -1), np.where(i > j, level, -1)], axis=1)
 
 
 class Sums(NamedTuple):
@@ -128,29 +63,36 @@ class Sums(NamedTuple):
     suffix: jax.Array
 
 
-def widen(prefix: jax.Array, suffix: jax.Array, levels: list[jax.Array], b: int) -> Sums:
-    """Return all sums from those of blocks of b rows by joining neighbouring blocks."""
-    h, C, K = prefix.shape
-    while b < C:
-        shape = (h, C // (2 * b), 2, b, K)
-        (P_left, P_right), (S_left, S_right) = (
-            (x[:, :, 0], x[:, :, 1]) for x in (prefix.reshape(shape), suffix.reshape(shape))
-        )
-        levels = [*levels, jnp.stack([S_left, P_right], 2).reshape(h, C, K)]
-        prefix = jnp.stack([P_left, P_right + P_left[:, :, -1:]], 2).reshape(h, C, K)
-        suffix = jnp.stack([S_left + P_right[:, :, -1:], S_right], 2).reshape(h, C, K)
+def join_sums(prefix: list[jax.Array], suffix: list[jax.Array], total) -> tuple[list, list, list]:
+    """Join neighbouring blocks of rows until one is left; `total` takes the sum of a block from its prefix.
+
+    Returns:
+      The sums of every level on the way, the prefixes and the suffixes, all cut like the arguments.
+    """
+    levels, n, b = [], len(prefix), 1
+    while b < n:
+        levels.append([prefix[i] if i & b else suffix[i] for i in range(n)])
+        lefts = [total(prefix[(i & -2 * b) + b - 1]) if i & b else 0.0 for i in range(n)]
+        rights = [0.0 if i & b else total(prefix[i | (2 * b - 1)]) for i in range(n)]
+        prefix = [x + y if i & b else x for i, (x, y) in enumerate(zip(prefix, lefts, strict=True))]
+        suffix = [x if i & b else x + y for i, (x, y) in enumerate(zip(suffix, rights, strict=True))]
         b *= 2
-    return Sums(levels, prefix, suffix)
+    return levels, prefix, suffix
 
 
-def level_pairs(i, j, b: int) -> jax.Array:
-    """Return whether pairs (i, j) of row indices belong to level b."""
-    return ((i ^ j) < 2 * b) & ((i & b) > (j & b))
+def block_sums(g: list[jax.Array]) -> list[list[jax.Array]]:
+    """Return the sums of levels 2 and 4, prefix and suffix of blocks of 8 rows, given and returned row by row."""
+    (_, two, four), prefix, suffix = join_sums(g, [jnp.zeros_like(x) for x in g], lambda x: x)
+    return [two, four, prefix, suffix]
 
 
-def level_mask(C: int, b: int) -> jax.Array:
-    """Return [1, C, C]: the pairs of level b."""
-    return level_pairs(row_index(C), column_index(C), b)
+def chunk_sums(g, two, four, prefix, suffix) -> Sums:
+    """Return all sums of a chunk from the gate to base 2 and its `block_sums`, all [h, C, K]."""
+    C = g.shape[1]
+    odd = (lax.broadcasted_iota(jnp.int32, (1, C, 1), 1) & 1) != 0
+    cut = [[x[:, i : i + SUBLANES] for i in range(0, C, SUBLANES)] for x in (prefix, suffix)]
+    levels, prefix, suffix = join_sums(*cut, lambda x: x[:, SUBLANES - 1 :])
+    return Sums([jnp.where(odd, g, 0.0), two, four, *map(rows, levels)], rows(prefix), rows(suffix))
 
 
 def middle_exponent(levels, base: int) -> jax.Array:
@@ -162,43 +104,7 @@ def middle_exponent(levels, base: int) -> jax.Array:
 
 def twice(x: jax.Array) -> jax.Array:
     """Return x above x: the same for the rows of queries and of keys."""
-    return jnp.concatenate([x, x], axis=1)
-
-
-def interaction_tile(rows, k, levels, base, dtype):
-    """Return the decayed products of queries and keys with keys.
-
-    Args:
-      rows: [h, 2 C, K], queries above keys.
-      k: [h, C, K].
-      levels: the sums of the gate per level.
-      base: rows of the diagonal blocks that one product covers; 1 for any gate.
-      dtype: of the operands of the products.
-
-    Returns:
-      [h, 2 C, C] float32: <q_i, e^(G_i - G_j) k_j> above <k_i, e^(G_i - G_j) k_j> for i >= j, else 0.
-    """
-    h, C, _ = k.shape
-    i, j = row_index(C), column_index(C)
-    if base == 1:
-        own = jnp.where(i == j, jnp.sum(rows[:, :C] * k, axis=-1, keepdims=True), 0.0)
-        out = jnp.concatenate([own, jnp.zeros_like(own)], axis=1)
-    else:
-        d = middle_exponent(levels, base)
-        inside = ((i ^ j) < base) & (i >= j)
-        out = jnp.where(twice(inside), fine_columns(rows * twice(jnp.exp2(d)), k * jnp.exp2(-d), dtype), 0.0)
-    for level in range(base.bit_length() - 1, len(levels)):
-        b, e = 1 << level, jnp.exp2(levels[level])
-        if b < SUBLANES:
-            products = fine_columns(rows * twice(e), k * e, dtype)
-            out = jnp.where(twice(level_mask(C, b)), products, out)
-            continue
-        # Only right halves have pairs as rows; taking whole registers apart is free.
-        right, left_out, right_out = halves(rows, b)[1], *halves(out, b)
-        products = fine_columns(right * twice(halves(e, b)[1]), k * e, dtype)
-        mask = twice(halves(jnp.broadcast_to(level_mask(C, b), (h, C, C)), b)[1])
-        out = join_halves(left_out, jnp.where(mask, products, right_out), b)
-    return out
+    return rows([x, x])
 
 
 def halves(x, b):
@@ -211,61 +117,79 @@ def halves(x, b):
 def join_halves(left, right, b):
     """Return [h, R, D] from the rows of left and of right halves; the inverse of `halves`."""
     h, R, D = left.shape
-    parts = [x.reshape(h, R // b, b, D) for x in (left, right)]
-    return jnp.stack(parts, axis=2).reshape(h, 2 * R, D)
+    both = [x.reshape(h, R // b, b, D) for x in (left, right)]
+    return jnp.stack(both, axis=2).reshape(h, 2 * R, D)
 
 
-def spread(x: jax.Array, b: int, j: int) -> jax.Array:
-    """Return x [h, R, L] with column j of every block of b lanes copied over the block."""
-    h, R, L = x.shape
-    lane = lax.broadcasted_iota(jnp.int32, (h * R, L), 1)
-    return jnp.take_along_axis(x.reshape(h * R, L), (lane & -b) + j, axis=1).reshape(h, R, L)
+class Level(NamedTuple):
+    """One of the products that make up the interaction.
 
-
-def substitute(M, b):
-    """Return (I + M)^-1 of the blocks of b lanes of M [h, b, L], strictly lower, side by side: row after row."""
-    h, _, L = M.shape
-    shape = (h, SUBLANES, L)
-    row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2))
-    # Only what has lower rows is touched: register n holds rows 8 n to 8 n + 7.
-    X = [jnp.where((column & (b - 1)) == row + n * SUBLANES, 1.0, 0.0) for n in range(b // SUBLANES)]
-    for j in range(b - 1):
-        at = j // SUBLANES
-        solved = X[at][:, j % SUBLANES : j % SUBLANES + 1]
-        factor = spread(M[:, at * SUBLANES :], b, j)
-        for n in range(at, len(X)):
-            X[n] = X[n] - factor[:, (n - at) * SUBLANES : (n - at + 1) * SUBLANES] * solved
-    return jnp.concatenate(X, axis=1)
-
-
-def inverse_tile(M, dtype=jnp.float32):
-    """Return (I + M)^-1 of strictly lower M [h, C, C], exactly.
-
-    The diagonal blocks, two heads side by side where that fills the lanes, are solved row by row without the matrix
-    unit. Then neighbouring blocks are joined, (2b, 2b) from (b, b): the corner is -X_right M_corner X_left. Products
-    take float32 operands, or 16 bits of them where `dtype` is bfloat16 and M itself holds no more.
+    Attributes:
+      index: in `level_table`.
+      b: rows of a half of its blocks where these are whole registers, else None: then all rows and columns take part.
+      columns: float32 [h, C, K] or, with b, those of left halves [h, C / 2, K]: the factors of keys as columns.
+      rows: float32 [h, 2 C, K] or, with b, those of right halves [h, C, K]: of queries, then of keys as rows.
     """
-    h, C, _ = M.shape
-    b = min(C, SUBSTITUTED)
-    column_block = lax.broadcasted_iota(jnp.int32, (1, b, C), 2) >> (b.bit_length() - 1)
-    blocks = [jnp.where(column_block == n, M[:, n * b : (n + 1) * b], 0.0) for n in range(C // b)]
-    packed = functools.reduce(jnp.add, blocks)
-    paired = h % 2 == 0 and C <= 64
-    if paired:
-        packed = jnp.concatenate([packed[: h // 2], packed[h // 2 :]], axis=2)
-    X = substitute(packed, b)
-    if paired:
-        X = jnp.concatenate([X[:, :, :C], X[:, :, C:]], axis=0)
-    X = jnp.concatenate([jnp.where(column_block == n, X, 0.0) for n in range(C // b)], axis=1)
-    while b < C:
-        # Only the lower rows of a pair of blocks change.
-        upper, lower_left = halves(X, b)
-        S = jnp.where(halves(jnp.broadcast_to(level_mask(C, b), M.shape), b)[1], halves(M, b)[1], 0.0)
-        corner = fine_dot(S, X, dtype)
-        corner = join_halves(jnp.zeros_like(corner), corner, b)
-        X = join_halves(upper, lower_left - fine_dot(lower_left, corner, dtype), b)
-        b *= 2
-    return X
+
+    index: int
+    b: int | None
+    columns: jax.Array
+    rows: jax.Array
+
+
+def level_factors(levels, base: int):
+    """Yield the factors of every product, as `Level`; both halves of a chunk's rows have those of the row."""
+    if base > 1:
+        d = middle_exponent(levels, base)
+        yield Level(0, None, jnp.exp2(-d), twice(jnp.exp2(d)))
+    for index in range(base.bit_length() - 1, len(levels)):
+        b, e = 1 << index, jnp.exp2(levels[index])
+        if b < SUBLANES:
+            yield Level(index, None, e, twice(e))
+        else:
+            left, right = halves(e, b)
+            yield Level(index, b, left, twice(right))
+
+
+def interaction_tile(q, k, levels, table, base, dtype):
+    """Return the decayed products of queries and keys with keys, transposed.
+
+    Args:
+      q, k: [h, C, K] float32.
+      levels: the sums of the gate per level.
+      table: `level_table` [1, C, 2 C].
+      base: rows of the diagonal blocks that one product covers; 1 for any gate.
+      dtype: of the operands of the products. The columns keep 16 bits: the rounding of a row is the same for all its
+        columns, it acts like another query or key, and no sum of new values amplifies it; that of a column differs
+        from row to row of the sum.
+
+    Returns:
+      [h, C, 2 C] float32: for key j <q_i, e^(G_i - G_j) k_j>, i >= j, beside <k_i, e^(G_i - G_j) k_j>, i > j.
+    """
+    C, operand = k.shape[1], operand_dtype(dtype)
+    both = rows([q, k])
+    raw = both.astype(operand)
+    last = jnp.sum(q[:, C - 1 :] * k[:, C - 1 :], axis=-1, keepdims=True)
+    out = jnp.where(table == C.bit_length() - 1, last, 0.0)
+    for x in level_factors(levels, base):
+        if x.b is None:
+            # Columns of level 1 have no decay: they are the keys, which are exact.
+            own = (k.astype(operand),) if (x.index, base) == (0, 1) else parts(k * x.columns, dtype)
+            decayed = (both * x.rows).astype(operand)
+            product = dot_nt(lanes(own), lanes([decayed] * len(own)))
+            out = jnp.where(table == x.index, product, out)
+            continue
+        # Only left halves have pairs as columns, right halves as rows; taking whole registers apart is free.
+        own = parts(halves(k, x.b)[0] * x.columns, dtype)
+        decayed = halves(both, x.b)[1] * x.rows
+        if x.b == SUBLANES:
+            decayed = join_halves(halves(both, x.b)[0], decayed, x.b).astype(operand)
+        else:
+            decayed = join_halves(halves(raw, x.b)[0], decayed.astype(operand), x.b)
+        product = dot_nt(lanes(own), lanes([decayed] * len(own)))
+        left, right = halves(out, x.b)
+        out = join_halves(jnp.where(halves(table, x.b)[0] == x.index, product, left), right, x.b)
+    return out
 
 
 class Masks(NamedTuple):
@@ -302,31 +226,9 @@ def boundary_tile(sums: Sums, masks: Masks | None):
       through [h, 1, K], over the whole chunk, zero if a sequence ends in it.
     """
     C = sums.prefix.shape[1]
-    from_start, to_end, through = jnp.exp2(sums.prefix), jnp.exp2(sums.suffix), jnp.exp2(sums.prefix[:, C - 1 :])
+    from_start, to_end = jnp.exp2(sums.prefix), jnp.exp2(sums.suffix)
+    through = from_start[:, C - 1 :]
     if masks is not None:
         from_start, to_end = jnp.where(masks.carried, from_start, 0.0), jnp.where(masks.ending, to_end, 0.0)
         through = jnp.where(masks.through, through, 0.0)
     return from_start, to_end, through
-
-
-def output_tile(S, rows, k, v, beta_col, scores, X, boundary, dtype):
-    """Return the output of a chunk and the state after it.
-
-    Args:
-      S: [h, V, K] float32, the transposed state before the chunk.
-      rows: [h, 2 C, K], scaled queries above keys.
-      k, v: [h, C, K], [h, C, V].
-      beta_col: [h, C, 1].
-      scores: [h, C, C], queries with keys.
-      X: [h, C, C], the inverse.
-      boundary: of `boundary_tile`.
-      dtype: of the operands of the products.
-
-    Returns:
-      (o [h, C, V] float32, S [h, V, K]).
-    """
-    C = k.shape[1]
-    from_start, to_end, through = boundary
-    seen = dot_nt(rows * twice(from_start), S, dtype)
-    v_new = fine_dot(X, beta_col * (v - seen[:, C:]), dtype)
-    return seen[:, :C] + fine_dot(scores, v_new, dtype), through * S + fine_tn(v_new, k * to_end, dtype)

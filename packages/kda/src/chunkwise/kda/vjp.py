@@ -12,18 +12,19 @@ from chunkwise.kda.kernel import Operands, Static
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def fused(x: Operands, static: Static, final_state: bool):
     """Return (o [NC C, HV V], the final states [N, HV, V, K] or None)."""
-    return kernel.launch(x, static, final_state)[:2]
+    out = kernel.launch(x, static, final_state)
+    return out["o"], out.get("ht")
 
 
 def _forward(x, static, final_state):
-    o, ht, h = kernel.launch(x, static, final_state, boundaries=True)
-    return (o, ht), (x, h)
+    out = kernel.launch(x, static, final_state, keep=True)
+    return (out["o"], out.get("ht")), (x, out["h"], out["W"], out["X"], out["both"])
 
 
 def _backward(static, final_state, residuals, cotangents):
-    x, h = residuals
+    x, *kept = residuals
     do, dht = cotangents
-    dq, dk, dv, dg, dbeta, dh0 = kernel_bwd.launch(x, h, do, dht, static)
+    dq, dk, dv, dg, dbeta, dh0 = kernel_bwd.launch(x, *kept, do, dht, static)
     if dh0 is not None:
         visited = jnp.zeros((static.N,), bool).at[x.sequence].set(True)
         dh0 = jnp.where(visited[:, None, None, None], dh0, 0.0)

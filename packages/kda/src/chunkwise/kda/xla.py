@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.kda import tile
-from chunkwise.shared import dot_nt, strictly_lower, varying_zeros
+from chunkwise.shared import dot, dot_nt, dot_tn, strictly_lower, varying_zeros
 
 # Blocks of so many rows take all their levels as masked products; larger levels multiply only the pairs that exist.
 _BASE = 16
@@ -32,7 +32,7 @@ class Tables(NamedTuple):
     through: jax.Array | None = None
 
 
-def interactions(q, k, g, base, dtype):
+def interactions(q, k, g, base):
     """Return (scores of queries with keys, of keys with keys, sums of the gate) of chunks [M, C, K].
 
     Blocks of `_BASE` rows as in the kernels, then neighbouring blocks are joined: the corner is one product.
@@ -44,16 +44,19 @@ def interactions(q, k, g, base, dtype):
         return x.reshape(M * C // size, size, x.shape[-1])
 
     q, k, g = blocks(q, b), blocks(k, b), blocks(g * tile.LOG2_E, b)
-    sums = tile.widen(g, jnp.zeros_like(g), [], 1)
-    scores = tile.interaction_tile(jnp.concatenate([q, k], axis=1), k, sums.levels, min(base, b), dtype)
-    prefix, suffix = sums.prefix, sums.suffix
+    by_row = [g[:, r :: tile.SUBLANES] for r in range(tile.SUBLANES)]
+    _, prefix, suffix = sums = tile.chunk_sums(
+        g, *(jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_sums(by_row))
+    )
+    table = jnp.asarray(tile.level_table(b, min(base, b)))[None]
+    scores = jnp.swapaxes(tile.interaction_tile(q, k, sums.levels, table, min(base, b), jnp.float32), 1, 2)
     scores_q, scores_k = scores[:, :b], scores[:, b:]
     while b < C:
         pairs = [x.reshape(M * C // (2 * b), 2, b, -1) for x in (q, k, prefix, suffix, scores_q, scores_k)]
         (_, q_right), (k_left, k_right), (P_left, P_right), (S_left, S_right) = ((x[:, 0], x[:, 1]) for x in pairs[:4])
         decay = jnp.exp2(P_right)
         rows = jnp.concatenate([q_right * decay, k_right * decay], axis=1)
-        corner = dot_nt(rows, k_left * jnp.exp2(S_left), dtype)
+        corner = dot_nt(rows, k_left * jnp.exp2(S_left))
 
         def joined(x, lower_left):
             left, right = x[:, 0], x[:, 1]
@@ -84,7 +87,6 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
       o [steps, n, C, V] float32, the state after the last chunk [n, V, K], and after every chunk or None.
     """
     steps, n, C, K = k.shape
-    dtype = jnp.float32
 
     def flat(x):
         return x.reshape(steps * n, *x.shape[2:])
@@ -92,7 +94,7 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
     def per_step(x):
         return x.reshape(steps, n, *x.shape[1:])
 
-    scores, M, prefix, suffix = map(per_step, interactions(flat(q), flat(k), flat(g), base, dtype))
+    scores, M, prefix, suffix = map(per_step, interactions(flat(q), flat(k), flat(g), base))
     if tables.same is not None:
         scores, M = (jnp.where(tables.same[:, None], x, 0.0) for x in (scores, M))
     beta = beta[..., None]
@@ -112,8 +114,10 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
         masks = None
         if tables.carried is not None:
             masks = tile.Masks(t.same, t.carried[None, :, None], t.ending[None, :, None], t.through, None)
-        boundary = tile.boundary_tile(tile.Sums([], prefix, suffix), masks)
-        o, S = tile.output_tile(S, rows, k, v, beta, scores, X, boundary, dtype)
+        from_start, to_end, through = tile.boundary_tile(tile.Sums([], prefix, suffix), masks)
+        seen = dot_nt(rows * tile.twice(from_start), S)
+        v_new = dot(X, beta * (v - seen[:, C:]))
+        o, S = seen[:, :C] + dot(scores, v_new), through * S + dot_tn(v_new, k * to_end)
         return S, (o, S if keep_states else None)
 
     S, (o, states) = lax.scan(step, start, (rows, k, v.astype(jnp.float32), beta, scores, X, prefix, suffix, tables))

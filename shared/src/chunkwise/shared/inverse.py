@@ -11,7 +11,8 @@ register or two. From there on the ladder joins two neighbours at a time,
     [M21 X2]     =  [-X2^-1 M21 X1^-1         X2^-1]
 
 with two products of a strip and a block-diagonal matrix: exact, and no more of M is multiplied than the blocks in use.
-The products take six bfloat16 passes over operands split into three parts, which is float32 accuracy.
+The products take bfloat16 passes over operands split into parts: six over three parts, which is float32 accuracy,
+or three over two, which is enough for a matrix that holds 16 bits itself.
 """
 
 import functools
@@ -19,22 +20,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.shared import bf16_parts, dot_parts
+from chunkwise.shared.dot import bf16_parts, dot_parts
+from chunkwise.shared.packed import block_of, lane_index, rotate
 
 # Rows eliminated on the vector unit before the first product.
 SUBSTITUTION = 16
-
-
-def lane_index(size: int) -> jax.Array:
-    """Return the lane of shape [1, 1, size]."""
-    return lax.broadcasted_iota(jnp.int32, (1, 1, size), 2)
-
-
-def block_of(index: jax.Array, b: int) -> jax.Array:
-    """Return index // b for a power of two b."""
-    return lax.shift_right_logical(index, b.bit_length() - 1)
 
 
 def _rows(x: jax.Array, t: int, b: int) -> jax.Array:
@@ -84,25 +75,12 @@ def spread(x: jax.Array, b: int) -> jax.Array:
     return jnp.concatenate([jnp.where(owner == t, x, jnp.zeros_like(x)) for t in range(x.shape[2] // b)], axis=1)
 
 
-def multiply_strips(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the products of the blocks of two float32 strips [n, rows, width], as a strip, at float32 accuracy."""
-    return dot_parts(bf16_parts(a), tuple(spread(part, a.shape[1]) for part in bf16_parts(b)))
+def multiply_strips(a: jax.Array, b: jax.Array, count: int) -> jax.Array:
+    """Return the products of the blocks of two float32 strips [n, rows, width], as a strip, from `count` parts."""
+    return dot_parts(bf16_parts(a, count), tuple(spread(part, a.shape[1]) for part in bf16_parts(b, count)))
 
 
-def rotate(x: jax.Array, shift: int) -> jax.Array:
-    """Return x with its lanes moved up by `shift`, around the end."""
-    return pltpu.roll(x, shift % x.shape[2], 2)
-
-
-def place(x: jax.Array, p: int) -> jax.Array:
-    """Return packed matrices [n, C, w] block-diagonally in p groups of lanes, [n, p C, w]."""
-    if p == 1:
-        return x
-    owner = block_of(lane_index(x.shape[2]), x.shape[2] // p)
-    return jnp.concatenate([jnp.where(owner == i, x, jnp.zeros_like(x)) for i in range(p)], axis=1)
-
-
-def join(X: jax.Array, S: jax.Array) -> jax.Array:
+def join(X: jax.Array, S: jax.Array, count: int) -> jax.Array:
     """Join neighbouring inverse blocks: strips X [n, b, width] and S of `lower_left_strip` -> [n, 2b, width].
 
     Only every second block of S is in use, so two matrices share a product: one of them moves over by a block.
@@ -115,18 +93,21 @@ def join(X: jax.Array, S: jax.Array) -> jax.Array:
     X_a, X_b, S_a, S_b = X[:half], X[half:], S[:half], S[half:]
     left = jnp.where(even, X_a, rotate(X_b, b))
     right = jnp.where(even, rotate(X_a, -b), X_b)
-    T = multiply_strips(jnp.where(even, S_a, rotate(S_b, b)), left)
-    corner = multiply_strips(right, T)
+    T = multiply_strips(jnp.where(even, S_a, rotate(S_b, b)), left, count)
+    corner = multiply_strips(right, T, count)
     corner = jnp.concatenate([corner, rotate(corner, -b)])
     joined = jnp.concatenate([jnp.where(even, X, 0.0), jnp.where(even, -corner, X)], axis=1)
     return joined[:n]
 
 
-def unit_lower_inverse(M: jax.Array) -> jax.Array:
-    """Return (I + M)^-1 of packed matrices [n, C, p C] float32; only what is below the diagonal is read."""
+def unit_lower_inverse(M: jax.Array, count: int = 3) -> jax.Array:
+    """Return (I + M)^-1 of packed matrices [n, C, p C] float32; only what is below the diagonal is read.
+
+    The products take operands of `count` bfloat16 parts, 8 bits each.
+    """
     b = min(SUBSTITUTION, M.shape[1])
     X = substitute(diagonal_strip(M, b))
     while b < M.shape[1]:
-        X = join(X, lower_left_strip(M, b))
+        X = join(X, lower_left_strip(M, b), count)
         b *= 2
     return X

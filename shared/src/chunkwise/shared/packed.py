@@ -1,0 +1,126 @@
+"""Tiles of several heads side by side in the lanes, so that small matrices fill a register and a matrix unit.
+
+Tiles are [heads, rows, columns]. p heads form a *pack*: their [C, C] matrices lie side by side, [n, C, p C] with
+n = heads / p, and one product with p tiles placed block-diagonally serves them all. Slices of whole lanes and pieces
+with a zero in the place of a tile cost nothing in a kernel.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+from chunkwise.shared.dot import bf16_parts, dot, dot_nt, dot_tn
+
+
+def lane_index(size: int) -> jax.Array:
+    """Return the lane of shape [1, 1, size]."""
+    return lax.broadcasted_iota(jnp.int32, (1, 1, size), 2)
+
+
+def block_of(index: jax.Array, b: int) -> jax.Array:
+    """Return index // b for a power of two b."""
+    return lax.shift_right_logical(index, b.bit_length() - 1)
+
+
+def rotate(x: jax.Array, shift: int) -> jax.Array:
+    """Return x with its lanes moved up by `shift`, around the end."""
+    return pltpu.roll(x, shift % x.shape[2], 2)
+
+
+def lanes(tiles) -> jax.Array:
+    """Return [n, m, w] tiles side by side."""
+    return jnp.concatenate(tiles, axis=2)
+
+
+def rows(tiles) -> jax.Array:
+    """Return [n, m, w] tiles below one another."""
+    return jnp.concatenate(tiles, axis=1)
+
+
+def split_lanes(x: jax.Array, p: int) -> jax.Array:
+    """Return [n, m, p w] as [n p, m, w]."""
+    w = x.shape[2] // p
+    return jnp.stack([x[i, :, j * w : (j + 1) * w] for i in range(x.shape[0]) for j in range(p)])
+
+
+def diagonal_blocks(x: jax.Array, p: int) -> jax.Array:
+    """Return the p diagonal blocks of [n, p m, p w] as [n p, m, w]."""
+    m, w = x.shape[1] // p, x.shape[2] // p
+    return jnp.stack([x[i, j * m : (j + 1) * m, j * w : (j + 1) * w] for i in range(x.shape[0]) for j in range(p)])
+
+
+def pack_members(x: jax.Array, p: int) -> list[jax.Array]:
+    """Return tiles [heads, m, w] as the j-th heads of all packs of p, p tiles [n, m, w]."""
+    return [jnp.stack([x[i] for i in range(j, x.shape[0], p)]) for j in range(p)]
+
+
+def side_lanes(x: jax.Array, p: int) -> jax.Array:
+    """Return tiles [heads, m, w] packed, [n, m, p w]."""
+    return lanes(pack_members(x, p))
+
+
+def place(x: jax.Array, p: int) -> jax.Array:
+    """Return packed matrices [n, C, w] block-diagonally in p groups of lanes, [n, p C, w]."""
+    if p == 1:
+        return x
+    owner = block_of(lane_index(x.shape[2]), x.shape[2] // p)
+    return jnp.concatenate([jnp.where(owner == i, x, jnp.zeros_like(x)) for i in range(p)], axis=1)
+
+
+def place_tiles(tiles: list[jax.Array], p: int) -> jax.Array:
+    """Return p tiles [n, C, w] block-diagonally, [n, p C, p w]; fewer tiles than p are repeated in order."""
+    each = p // len(tiles)
+    zero = jnp.zeros_like(tiles[0])
+    if p == 1:
+        return tiles[0]
+    return rows([lanes([tiles[i // each] if i == j else zero for j in range(p)]) for i in range(p)])
+
+
+def parts(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
+    """Return float32 x as operands: two bfloat16 parts (16 bits), or itself where the tensors are not bfloat16."""
+    return bf16_parts(x, 2) if dtype == jnp.bfloat16 else (x,)
+
+
+def as_parts(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
+    """Return the `parts` of a computed x, which is float32; a tensor of another type is exact as it is."""
+    return parts(x, dtype) if x.dtype == jnp.float32 else (x,)
+
+
+def part_pairs(a, b) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Return the `parts` of a and of b whose products make up a b, less those of two small parts, in two lists."""
+    both = [(x, y) for i, x in enumerate(a) for j, y in enumerate(b) if i + j < 2]
+    return [x for x, _ in both], [y for _, y in both]
+
+
+def multiply_packed(A, x, p: int, dtype):
+    """Return A x of every head, [heads, m, V] float32, for `parts` of packed A side by side and x [heads, C, V].
+
+    An x that is not float32 is exact.
+    """
+    w = p * x.shape[1]
+    right = [place_tiles(pack_members(part, p), p) for part in as_parts(x, dtype)]
+    left, right = part_pairs([A[:, :, i : i + w] for i in range(0, A.shape[2], w)], right)
+    return split_lanes(dot(lanes(left), rows(right)), p)
+
+
+def apply_transposed(X, tiles, dtype, p: int):
+    """Return X^T R of every head, [heads, C, w], at 16 bits."""
+    X_parts, right = part_pairs(parts(X, dtype), [side_lanes(x, p) for x in as_parts(tiles, dtype)])
+    return diagonal_blocks(dot_tn(rows(X_parts), rows(right)), p)
+
+
+def outer(a: jax.Array, b: jax.Array, dtype, p: int) -> jax.Array:
+    """Return a b^T of every head, packed [n, m, p C], for tiles a [heads, m, w] and b [heads, C, w], b at 16 bits.
+
+    The parts of b stand below one another: time on the matrix unit goes with the size of a, not with what it meets.
+    """
+    b_parts = parts(b, dtype)
+    products = dot_nt(a.astype(dtype), rows(b_parts))
+    C, first = b.shape[1], lane_index(products.shape[2]) < b.shape[1]
+    if len(b_parts) == 1:
+        return side_lanes(products, p)
+    if p == 2 and products.shape[2] == 128:  # two heads at a time: one rotation aligns the second parts of both
+        even, odd = pack_members(products, 2)
+        return jnp.where(first, even, odd) + rotate(jnp.where(first, odd, even), C)
+    return side_lanes(products[:, :, :C] + products[:, :, C:], p)
