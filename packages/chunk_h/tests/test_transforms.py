@@ -2,13 +2,19 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
 from chunkwise.shared import stage_reference
+from chunkwise.shared.reference import reference
 from chunkwise.shared.testing import (
+    GRADIENT_TOLERANCE,
     TRANSFORMS,
     Case,
+    assert_close,
     assert_gradients,
     assert_traced_once,
     assert_transform,
@@ -59,6 +65,31 @@ def test_gradients_of_linear_attention(gate, implementation):
 
     linear = functools.partial(chunk_fwd_h, output_final_state=True, chunk_size=16, implementation=implementation)
     assert_gradients(linear, definition, args)
+
+
+@both
+@pytest.mark.parametrize("kind", ["head", "channel"])
+def test_gradients_of_strong_constant_gates(kind, implementation):
+    """Each head by itself, and a tail: the key at the end is not decayed, and is e^30 times what depends on gates."""
+    lengths, gamma = (21, 0, 16), jnp.array([-1.0, -5.0, -30.0])
+    cut = dict(cu_seqlens=boundaries(*lengths))
+    x = Case(T=40, H=3, HV=3, K=4, V=2, chunk_size=16, lengths=lengths).arguments()
+    k, v, start = x["k"], x["v"], x["initial_state"]
+    dht = np.random.default_rng(1).standard_normal(start.shape)
+
+    def loss(gamma):
+        gates = dict(g_gamma=gamma)
+        if kind == "channel":
+            local = jnp.asarray(stage_reference.cumsum(np.ones((1, 40, 3, 4)), chunk_size=16, **cut), jnp.float32)
+            gates = dict(gk_cum=gamma[:, None] * local)
+        return jnp.sum(dht * chunk_fwd_h(k, v, **gates, initial_state=start, output_final_state=True, chunk_size=16,
+                                         implementation=implementation, **cut)[1])  # fmt: skip
+
+    k, v = (jnp.nan_to_num(y) for y in (k, v))
+    want = reference(k, k, v, g_gamma=gamma, initial_state=start, **cut, do=np.zeros(v.shape), dht=dht)[2]["g_gamma"]
+    got = jax.grad(loss)(gamma)
+    for head, strength in enumerate(gamma):
+        assert_close(f"dg_gamma at {strength}", got[head], want[head], GRADIENT_TOLERANCE["float32"])
 
 
 @both

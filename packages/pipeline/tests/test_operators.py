@@ -55,6 +55,30 @@ def test_outputs_and_gradients(name, implementation, packed):
         assert_close(f"d{argument}", grad, expected[argument], GRADIENT_TOLERANCE["float32"])
 
 
+# The package tests the other two.
+@pytest.mark.parametrize(("chunk_size", "packed"), [(16, True), (64, False)])
+def test_gradient_of_strong_constant_gates_staged(chunk_size, packed):
+    """Each head by itself: it is a sum of terms of e^g_gamma, beside others of 1 that do not depend on the gate."""
+    inputs = make_inputs(1, 70, 3, 3, 8, 8, num_states=4 if packed else 1)
+    del inputs["beta"], inputs["g"]
+    gamma = jnp.array([-1.0, -5.0, -30.0])
+    options = {"cu_seqlens": PACKED} if packed else {}
+    rng = np.random.default_rng(1)
+    do, dht = (rng.standard_normal(inputs[x].shape) for x in ("v", "initial_state"))
+
+    def loss(gamma):
+        o, state = pipeline.chunk_simple_gla(
+            **inputs, g_gamma=gamma, **options, output_final_state=True, chunk_size=chunk_size,
+            implementation="staged",
+        )  # fmt: skip
+        return jnp.sum(o * do) + jnp.sum(state * dht)
+
+    want = reference(**inputs, g_gamma=gamma, **options, do=do, dht=dht)[2]["g_gamma"]
+    got = jax.grad(loss)(gamma)
+    for head, strength in enumerate(gamma):
+        assert_close(f"dg_gamma at {strength}", got[head], want[head], GRADIENT_TOLERANCE["float32"])
+
+
 @pytest.mark.parametrize("gate", ["spikes", "zero"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", OPERATORS)

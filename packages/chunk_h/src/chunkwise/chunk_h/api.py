@@ -173,10 +173,11 @@ def _run(k, w, u, g_cum, g_gamma, initial_state, cu_seqlens, output_final_state,
     w = None if w is None else chunks.split(w)
     operands = kernel.Operands(chunks.split(k), w, chunks.split(u), g, initial_state)
     table = kernel.make_table(chunks.first, chunks.length, chunks.sequence)
+    end = jnp.where(chunks.last, chunks.length - 1, chunk_size).astype(jnp.int32)
     if implementation == "pallas":
-        h, v_new, final_state = vjp.states(operands, table, chunks.last.astype(jnp.int32), chunks.N, config)
+        h, v_new, final_state = vjp.states(operands, table, end, chunks.N, config)
     else:
-        decays = xla.end_decays(jnp.swapaxes(g, -1, -2) if g.shape[2] == 1 else g)
+        decays = xla.end_decays(jnp.swapaxes(g, -1, -2) if g.shape[2] == 1 else g, end)
         h, v_new, after = xla.states(operands.k, w, operands.u, *decays, initial_state, table, chunks.B)
         final_state = after[chunks.final_chunk]
     v_new = None if w is None else chunks.merge(v_new)

@@ -4,7 +4,7 @@ Backwards over the chunks, dS' being the gradient of the state after the chunk a
 
     dv = dv_new + (e k) dS';  dk = e (v_new dS'^T);  dw = -dv S^T;  du = dv
     dS = dh + e^{G_last} dS' - w^T dv
-    dG = -k dk, and on the last row also the sum of k dk and of e^{G_last} S dS'
+    dG = -k dk, and on the last row the sum of k dk over the others and of e^{G_last} S dS'
 """
 
 import jax
@@ -30,26 +30,30 @@ from chunkwise.shared import (
 )
 
 
-def state_gate_gradient_tile(kdk, SdS, through, g):
+def state_gate_gradient_tile(kdk, SdS, through, g, end):
     """Return dG in the form of g.
+
+    The token at the end adds its key undecayed, whatever the gates: added and subtracted, its k dk would swamp terms
+    of e^-30.
 
     Args:
       kdk: k * dk [HV, C, K].
       SdS: S * dS' [HV, K, V].
       through: the decay over the whole chunk, [HV, 1, 1] or [HV, K, 1].
       g: the gates.
+      end: the last row of a token, or more than all rows for the last of the chunk.
     """
-    C = kdk.shape[1]
     decayed, time = gate_gradient(kdk, g), 1 if per_channel(g) else 2
+    at_end = lax.broadcasted_iota(jnp.int32, decayed.shape, time) == jnp.minimum(end, kdk.shape[1] - 1)
+    decayed = jnp.where(at_end, 0.0, decayed)
     last = through * jnp.sum(SdS, axis=2, keepdims=True)
     last = to_row(last) if per_channel(g) else jnp.sum(last, axis=1, keepdims=True)
     last += jnp.sum(decayed, axis=time, keepdims=True)
-    position = lax.broadcasted_iota(jnp.int32, decayed.shape, time)
-    return jnp.where(position == C - 1, last, 0.0) - decayed
+    return jnp.where(at_end, last, -decayed)
 
 
 def _state_bwd_kernel(
-    action_ref, sequence_ref, last_ref, k_ref, w_ref, g_ref, h_ref, v_ref, dh_ref, dv_ref, dht_ref,
+    action_ref, sequence_ref, end_ref, k_ref, w_ref, g_ref, h_ref, v_ref, dh_ref, dv_ref, dht_ref,
     dk_ref, dw_ref, du_ref, dg_ref, dh0_ref, dS_ref,
 ):  # fmt: skip
     del sequence_ref  # read by the index maps only
@@ -60,7 +64,7 @@ def _state_bwd_kernel(
         # The chunks after the last sequence are unused: no result, but what they compute must be finite.
         dS_ref[...] = jnp.zeros_like(dS_ref)
 
-    @pl.when(last_ref[n] == 1)
+    @pl.when(end_ref[n] < k_ref.shape[1])
     def _():
         dS_ref[...] = dht_ref[...]
 
@@ -74,7 +78,7 @@ def _state_bwd_kernel(
     dk = to_end * dot_nt(v_ref[...].astype(jnp.float32), dS)
     dk_ref[...] = dk
     du_ref[...] = dv.astype(du_ref.dtype)
-    dg_ref[...] = state_gate_gradient_tile(k * dk, S * dS, through, g)
+    dg_ref[...] = state_gate_gradient_tile(k * dk, S * dS, through, g, end_ref[n])
     dS = through * dS + dh_ref[...]
     if w_ref is not None:
         dw_ref[...] = -dot_nt(dv, S)
@@ -83,14 +87,14 @@ def _state_bwd_kernel(
     dh0_ref[...] = dS
 
 
-def launch(x: Operands, h, v_new, table: Table, last: jax.Array, dh, dv_new, dht, config: Config) -> Operands:
+def launch(x: Operands, h, v_new, table: Table, end: jax.Array, dh, dv_new, dht, config: Config) -> Operands:
     """Run the kernel.
 
     Args:
       x: the operands of the forward.
       h, v_new: its results; v_new is u without w.
       table: the table of the forward.
-      last: int32 [NC], 1 where a sequence ends.
+      end: int32 [NC], the row of the last token of a sequence that ends in the chunk, else C.
       dh, dv_new, dht: cotangents of its results; dv_new is None without w.
       config: tile sizes.
 
@@ -111,13 +115,13 @@ def launch(x: Operands, h, v_new, table: Table, last: jax.Array, dh, dv_new, dht
     def like(array, *tail):
         return None if array is None else out_struct((NC, HV, *tail), jnp.float32, *x)
 
-    state = pl.BlockSpec((None, heads, K, V), lambda h, n, a, sequence, last: (sequence[NC - 1 - n], h, 0, 0))
+    state = pl.BlockSpec((None, heads, K, V), lambda h, n, a, sequence, end: (sequence[NC - 1 - n], h, 0, 0))
     gates = reverse(*x.g.shape[2:])
     keys, values = given(x.w, reverse(C, K)), reverse(C, V)
     dk, dw, du, dg, dh0 = pallas_call(
         _state_bwd_kernel,
         *table,
-        last,
+        end,
         x.k,
         x.w,
         x.g,

@@ -8,14 +8,16 @@ from chunkwise.chunk_h.kernel import RESTART, UNUSED, Table, new_values_tile, ne
 from chunkwise.shared import varying_zeros
 
 
-def end_decays(g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def end_decays(g: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the decay from each token to the end of the chunk and the one over the whole chunk.
 
     For cumulative gates, [NC, HV, C, 1] per head or [NC, HV, C, K] per channel: the decays are in that shape and in
-    [NC, HV, 1, 1] or [NC, HV, K, 1].
+    [NC, HV, 1, 1] or [NC, HV, K, 1]. The rows from `end` [NC] on, or else the last, have no gate behind them: their
+    decay is the number 1, whose gradient cannot swamp those of decays of e^-30.
     """
-    g_last = g[:, :, -1:]
-    return jnp.exp(g_last - g), jnp.swapaxes(jnp.exp(g_last), -1, -2)
+    g_last, C = g[:, :, -1:], g.shape[2]
+    before = jnp.arange(C) < jnp.minimum(end, C - 1)[:, None]
+    return jnp.exp(jnp.where(before[:, None, :, None], g_last - g, 0.0)), jnp.swapaxes(jnp.exp(g_last), -1, -2)
 
 
 def states(k, w, u, to_end, through, initial_state, table: Table, B: int):
