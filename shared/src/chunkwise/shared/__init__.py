@@ -14,7 +14,7 @@ from chunkwise.shared.checks import (
 )
 from chunkwise.shared.chunk_map import map_chunks
 from chunkwise.shared.chunks import Chunking, StreamMasks, num_chunks, pad_tokens, stream_masks
-from chunkwise.shared.compat import out_struct, varying_zeros
+from chunkwise.shared.compat import out_struct, vary_alike, varying_zeros
 from chunkwise.shared.decayed import (
     decay_from_start,
     decayed_scores,
@@ -41,6 +41,7 @@ from chunkwise.shared.tiles import (
     to_column,
     to_row,
 )
+from chunkwise.shared.unread import unless_unread
 
 __all__ = [
     "CHUNK_SIZES",
@@ -95,6 +96,8 @@ __all__ = [
     "to_column",
     "to_row",
     "token_by_token",
+    "unless_unread",
     "update",
+    "vary_alike",
     "varying_zeros",
 ]

@@ -18,6 +18,21 @@ def varying_zeros(shape: Sequence[int], *operands: jax.Array | None) -> jax.Arra
     return lax.pcast(zeros, tuple(axes), to="varying") if axes else zeros
 
 
+def vary_alike(*operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
+    """Return the operands, each varying over the mesh axes of all of them.
+
+    A custom_vjp under `shard_map` wants this: the gradients that its kernel returns vary over all axes, and JAX then
+    sums that of a replicated operand over the devices.
+    """
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands if x is not None))
+
+    def widen(x):
+        missing = () if x is None else tuple(axes - jax.typeof(x).manual_axis_type.varying)
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return tuple(widen(x) for x in operands)
+
+
 def out_struct(shape: Sequence[int], dtype, *operands: jax.Array | None) -> jax.ShapeDtypeStruct:
     """Return the type of a kernel output that varies over the same mesh axes as `operands`.
 

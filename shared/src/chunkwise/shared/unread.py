@@ -1,0 +1,40 @@
+"""Kernels that compute less where a program does not read all of their results.
+
+JAX drops what nobody reads, but it cannot look into the launch of a kernel: one result in use keeps all of them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.shared.compat import varying_zeros
+
+
+def unless_unread(whole: Callable, part: Callable, *args: Any) -> tuple[Any, Any]:
+    """Return whole(*args), a pair (kept, rest), or where the program reads no rest, compute part(*args) = kept alone.
+
+    For the forward rule of a custom_vjp with one launch for what the backward reads and for the output, which under
+    `jax.checkpoint` may have been read long before. Works under jit, vmap, shard_map and remat; not differentiable.
+
+    What JAX has for this is `optimize_remat` of a custom_vjp: where nobody reads the residuals, the function stands in
+    for its forward rule. So here the rest is the residual, and it is got out as the cotangent of an argument of its own
+    shape, which nothing reads.
+
+    Args:
+      whole: returns (kept, rest), trees of arrays of floating type.
+      part: returns kept. It must depend on the same arguments, or vmap of one that only `whole` reads would tell them
+        apart.
+      *args: trees of arrays.
+    """
+    rest = jax.eval_shape(whole, *args)[1]
+    slots = jax.tree.map(lambda x: varying_zeros(x.shape, *jax.tree.leaves(args)).astype(x.dtype), rest)
+
+    @jax.custom_vjp
+    def kept(slots, args):
+        return part(*args)
+
+    kept.defvjp(lambda slots, args: whole(*args), lambda rest, _: (rest, None), optimize_remat=True)
+    out, pullback = jax.vjp(lambda slots: kept(slots, args), slots)
+    return out, pullback(jax.tree.map(jnp.zeros_like, out))[0]
