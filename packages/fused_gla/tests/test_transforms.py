@@ -1,5 +1,7 @@
 """Under jit, vmap, remat, grad, eval_shape and export, and invariance to what else is in the batch."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from chunkwise.shared.testing import (
     assert_transform,
     boundaries,
     make_inputs,
+    text_for_tpu,
 )
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
@@ -48,6 +51,38 @@ def test_shard_map(implementation):
     fn = lambda x: run(implementation)(**x)
     for want, got in zip(fn(x), jax.jit(jax.shard_map(fn, **options))(x), strict=True):
         assert_close("under shard_map", got, want, 1e-6)
+
+
+def test_shard_map_sums_the_gradient_of_a_replicated_gate():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    x = arguments(B=2) | dict(g_gamma=jnp.asarray([-0.1]))
+    specs = {name: PartitionSpec() if name == "g_gamma" else PartitionSpec("data") for name in x}
+    gradient = jax.grad(lambda x: jnp.sum(run("pallas")(**x)[0]))
+    text = text_for_tpu(jax.shard_map(gradient, mesh=mesh, in_specs=(specs,), out_specs=specs), x)
+    assert text.count("stablehlo.all_reduce") == 1
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("transform", ["jit", "remat", "vmap over q"])
+def test_an_output_that_nobody_reads_is_not_computed(transform):
+    x = arguments(B=2, num_states=2)
+    fn = lambda x: run("pallas")(**x)
+    fn = jax.checkpoint(fn) if transform == "remat" else fn
+
+    def gradients(q, read):
+        out, pullback = jax.vjp(fn, x | dict(q=q))
+        return pullback((x["v"], x["initial_state"]))[0], out if read else None
+
+    q, programs = x["q"], [functools.partial(gradients, read=read) for read in (False, True)]
+    if transform == "vmap over q":
+        q, programs = jnp.stack([q, -q]), [jax.vmap(program) for program in programs]
+    launches = [
+        [text_for_tpu(program, q).count(f'fused_chunk_gla_{kernel}_c16"') for kernel in ("fwd", "states", "bwd")]
+        for program in programs
+    ]
+    assert launches == [[0, 1, 1], [1, 1, 1] if transform == "remat" else [1, 0, 1]]
+    (unread, _), (read, _) = (jax.jit(program)(q) for program in programs)
+    jax.tree.map(np.testing.assert_array_equal, unread, read)
 
 
 @pytest.mark.interpreted

@@ -14,6 +14,7 @@ from chunkwise.shared import (
     check_cu_seqlens,
     check_initial_state,
     choose_implementation,
+    vary_alike,
 )
 
 
@@ -117,7 +118,7 @@ def total_gate(q, g, g_gamma) -> jax.Array:
 def _run(q, k, v, g, g_gamma, scale, initial_state, final, cu_seqlens, C, implementation, config):
     if implementation == "pallas":
         scale = jnp.full((1,), scale, jnp.float32)
-        return vjp.fused(C, config, final, q, k, v, g, g_gamma, scale, initial_state, cu_seqlens)
+        return vjp.fused(C, config, final, *vary_alike(q, k, v, g, g_gamma, scale, initial_state, cu_seqlens))
     if initial_state is not None:
         initial_state = jnp.swapaxes(initial_state.astype(jnp.float32), 2, 3)
     # JAX would round the gradient of a bfloat16 operand, which is that of the scores and of the states.

@@ -108,12 +108,16 @@ class Shape:
         """Return the spec of the gates, as rows or by channel."""
         return self.tokens(self.K, time) if self.per_channel else self.rows(time)
 
-    def launch(self, kernel, x: Operands, *more, time, in_specs=(), **call):
-        """Launch `kernel` on x and `more` operands, whose specs are `in_specs`; `time` maps the last grid index."""
+    def launch(self, kernel, x: Operands, *more, time, in_specs=(), queries=True, **call):
+        """Launch `kernel` on x and `more` operands, whose specs are `in_specs`; `time` maps the last grid index.
+
+        Without `queries` the kernel does not read q, of which it gets one block: it must stay an operand, so that vmap
+        over q alone gives every result its axis.
+        """
         *tables, owner = x.tables or (None,)
         body = functools.partial(kernel, s=self)
         specs = [
-            self.tokens(self.K, time),
+            self.tokens(self.K, time) if queries else pl.BlockSpec((None, 16, 128), lambda *_: (0, 0, 0)),
             self.tokens(self.K, time),
             self.tokens(self.V, time),
             None if x.g is None else self.gates(time),
@@ -151,12 +155,12 @@ class Chunk:
     """Chunk i of a grid step, some or all of its heads, inside a kernel.
 
     Attributes:
-      q, k, v: tiles [heads, C, D].
+      q, k, v: tiles [heads, C, D]; q only if `queries`.
       same: bool [1, C, C], pairs of one sequence; None where all tokens are of one.
       decays: as `tiles.Decays`.
     """
 
-    def __init__(self, s: Shape, refs: Inputs, step, i, decays: tiles.Decays | None, heads: slice):
+    def __init__(self, s: Shape, refs: Inputs, step, i, decays: tiles.Decays | None, heads: slice, queries=True):
         self.s, self.refs, self.i, self.index, self.heads = s, refs, i, step * s.steps + i, heads
         self.same = None
         if refs.owner is not None:
@@ -165,7 +169,9 @@ class Chunk:
             self.same = self.row == self.column
             self.last = refs.last[self.index]
             self.open = jnp.where(self.index == 0, -1, refs.last[jnp.maximum(self.index - 1, 0)])
-        self.q, self.k, self.v = self.load(refs.q, s.K), self.load(refs.k, s.K), self.load(refs.v, s.V)
+        self.k, self.v = self.load(refs.k, s.K), self.load(refs.v, s.V)
+        if queries:
+            self.q = self.load(refs.q, s.K)
         if decays is None:
             self.g = self._gates()
             decays = tiles.decays(self.g, refs.scale[0], self.same)
@@ -287,14 +293,16 @@ def _gla_fwd_kernel(*refs, s: Shape):
     constant = constant_decays(s, x) if s.constant else None
 
     def chunk(i, _):
-        c = Chunk(s, x, step, i, constant, slice(0, s.heads))
-        P = tiles.scores(c.q, c.k, c.decays, c.same)
-        own = dot(P.astype(c.v.dtype), c.v)
+        c = Chunk(s, x, step, i, constant, slice(0, s.heads), queries=o_ref is not None)
+        own = None
+        if o_ref is not None:
+            P = tiles.scores(c.q, c.k, c.decays, c.same)
+            own = dot(P.astype(c.v.dtype), c.v)
 
         def state_pass(o, n=None):
             S = S_ref[...]
             S_ref[...] = tiles.next_state(S, c.k, c.v, c.to_end(n), c.through(n), s.parts)
-            return o + tiles.read_state(c.q, S, c.from_start(n))
+            return None if o is None else o + tiles.read_state(c.q, S, c.from_start(n))
 
         def visit(n, o):
             pl.when(c.starts(n))(lambda: fetch_state(x.initial_state, n, block, S_ref))
@@ -303,7 +311,8 @@ def _gla_fwd_kernel(*refs, s: Shape):
             return o
 
         o = lax.fori_loop(*c.sequences(), visit, own) if s.visit else state_pass(own)
-        c.store(o_ref, o)
+        if o is not None:
+            c.store(o_ref, o)
 
     lax.fori_loop(0, s.chunks(step), chunk, None)
     if final_ref is not None and not s.visit:
@@ -313,25 +322,27 @@ def _gla_fwd_kernel(*refs, s: Shape):
             final_ref[...] = S_ref[...]
 
 
-def launch(s: Shape, x: Operands, final: bool, keep: bool):
-    """Return (o [B, T, H * V], final state [N, H, V, K] or None, states before the grid steps or None)."""
+def launch(s: Shape, x: Operands, output: bool, final: bool, keep: bool):
+    """Return (o [B, T, H * V], final state [N, H, V, K], states before the grid steps); None for what is not wanted."""
     NG, state = s.NT // s.steps, (s.H, s.V, s.K)
     N = x.tables[0].shape[0] - 1 if x.tables else s.B
     inputs = [y for y in x[:-1] if y is not None]
-    time = lambda t: t
+    time, tokens = lambda t: t, s.B * s.NT * s.C * s.H
     return s.launch(
-        _gla_fwd_kernel, x, time=time,
-        name=f"fused_chunk_gla_fwd_c{s.C}" + ("_varlen" if x.tables else ""),
-        out_specs=(s.tokens(s.V, time), s.state() if final else None, s.kept(time) if keep else None),
+        _gla_fwd_kernel, x, time=time, queries=output,
+        name=f"fused_chunk_gla_{'fwd' if output else 'states'}_c{s.C}" + ("_varlen" if x.tables else ""),
+        out_specs=(
+            s.tokens(s.V, time) if output else None, s.state() if final else None, s.kept(time) if keep else None
+        ),
         out_shape=(
-            out_struct(x.v.shape, x.v.dtype, *inputs),
+            out_struct(x.v.shape, x.v.dtype, *inputs) if output else None,
             out_struct((N, *state), jnp.float32, *inputs) if final else None,
             out_struct((s.B, NG, *state), jnp.float32, *inputs) if keep else None,
         ),
         scratch_shapes=[pltpu.VMEM((s.heads, s.V, s.K), jnp.float32)],
         cost_estimate=pl.CostEstimate(
-            flops=2 * s.B * s.NT * s.C * s.H * (s.C * (s.K + s.V) + 2 * s.K * s.V),
-            transcendentals=s.B * s.NT * s.C * s.H * s.C,
-            bytes_accessed=sum(y.size * y.dtype.itemsize for y in (*inputs, x.v)),
+            flops=2 * tokens * (s.K * s.V + output * (s.C * (s.K + s.V) + s.K * s.V)),
+            transcendentals=tokens * (s.C if output else 2),
+            bytes_accessed=sum(y.size * y.dtype.itemsize for y in ([*inputs, x.v] if output else inputs[1:])),
         ),
     )  # fmt: skip

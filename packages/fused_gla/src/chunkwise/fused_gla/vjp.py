@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from chunkwise.fused_gla import kernel, kernel_bwd
-from chunkwise.shared import largest_divisor, operand_dtype
+from chunkwise.shared import largest_divisor, operand_dtype, unless_unread
 
 LANES = 128
 
@@ -16,7 +16,8 @@ LANES = 128
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def fused(C, config, final, q, k, v, g, gamma, scale, initial_state, cu_seqlens):
     """Return (o [B, T, H, V], final_state [N, H, K, V] or None); the arguments are those of the operator."""
-    return _forward(C, config, final, 1, False, q, k, v, g, gamma, scale, initial_state, cu_seqlens)[0]
+    args = q, k, v, g, gamma, scale, initial_state, cu_seqlens
+    return _forward(C, config, final, 1, True, False, *args)[1]
 
 
 @jax.tree_util.register_static
@@ -36,18 +37,24 @@ class Wanted:
 def _fwd(C, config, final, *args):
     wanted = Wanted(*(x is not None and x.perturbed for x in args[3:5]))
     args = jax.tree.map(lambda x: x.value, args)
-    out, kept = _forward(C, config, final, wanted.parts, True, *args)
+    # Under rematerialisation nobody reads the output again, nor in a program of gradients only.
+    forward = functools.partial(_forward, C, config, final, wanted.parts)
+    whole, states = functools.partial(forward, True, True), lambda *args: forward(False, True, *args)[0]
+    kept, out = unless_unread(whole, states, *args)
     return out, (args, kept, wanted)
 
 
-def _forward(C, config, final, parts, keep, *args):
+def _forward(C, config, final, parts, output, keep, *args):
+    """Return the kept states and (o, final state); each only if `keep`, or if `output`."""
     q, _, v, *_, cu_seqlens = args
     s, x = _prepare(C, config.heads, config.num_steps, parts, final, *args)
-    o, state, kept = kernel.launch(s, x, final, keep)
+    o, state, kept = kernel.launch(s, x, output, output and final, keep)
+    if not output:
+        return kept, None
     o = _heads(o, s.H, v.shape[3])
     if final:
         state = _nonempty(jnp.swapaxes(state, 2, 3)[:, :, : q.shape[3], : v.shape[3]], args[6], cu_seqlens)
-    return (o.astype(v.dtype), state), kept
+    return kept, (o.astype(v.dtype), state)
 
 
 def _bwd(C, config, final, residuals, cotangents):
