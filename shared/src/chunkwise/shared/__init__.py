@@ -25,7 +25,7 @@ from chunkwise.shared.decayed import (
 )
 from chunkwise.shared.decode import check_slots, decode, token_by_token
 from chunkwise.shared.dot import bf16_parts, dot, dot_nt, dot_parts, dot_tn, emulate_mxu, operand_dtype
-from chunkwise.shared.launch import head_block, largest_divisor, pallas_call, pick_heads
+from chunkwise.shared.launch import head_block, largest_divisor, named, pallas_call, pick_heads
 from chunkwise.shared.recurrence import l2norm, packed_recurrence, recurrence, update
 from chunkwise.shared.tiles import (
     column_index,
@@ -77,6 +77,7 @@ __all__ = [
     "lower",
     "map_chunks",
     "masked_exp",
+    "named",
     "num_chunks",
     "operand_dtype",
     "out_struct",

@@ -76,6 +76,34 @@ def pallas_call(
     )
 
 
+class Refs:
+    """The Refs of a kernel by name; None where an operand or output is absent."""
+
+    def __init__(self, names, values):
+        self.__dict__.update(zip(names, values, strict=True))
+
+
+def named(body, operands, outputs, scratch, **static):
+    """Return `body`, which takes its Refs by name, as a positional kernel for `pallas_call`.
+
+    Args:
+      body: called with an object that holds the Refs as attributes, and with the static arguments.
+      operands: names of the operands, scalar tables first; the Ref of an absent one is None.
+      outputs: pairs (name, whether it is wanted); that of an unwanted one is None.
+      scratch: names of the scratch buffers.
+      **static: what is known when the kernel is built.
+    """
+    present = [name for name, wanted in outputs if wanted]
+
+    def kernel(*values):
+        refs = Refs([*operands, *present, *scratch], values)
+        for name, _ in outputs:
+            refs.__dict__.setdefault(name, None)
+        body(refs, **static)
+
+    return kernel
+
+
 def pick_heads(HV: int, H: int, bytes_per_head: int, most: int, budget: int = VMEM_LIMIT_BYTES // 2) -> int:
     """Return how many value heads one grid step takes.
 

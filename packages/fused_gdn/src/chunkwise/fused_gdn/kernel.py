@@ -25,7 +25,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn.config import Config
-from chunkwise.shared import bf16_parts, dot, dot_nt, dot_tn, l2norm, out_struct, pallas_call, split_gate, to_column
+from chunkwise.shared import (
+    bf16_parts,
+    dot,
+    dot_nt,
+    dot_tn,
+    l2norm,
+    named,
+    out_struct,
+    pallas_call,
+    split_gate,
+    to_column,
+)
 from chunkwise.shared.inverse import unit_lower_inverse
 from chunkwise.shared.packed import (
     block_of,
@@ -397,26 +408,6 @@ def blocks(s: Shape, NT: int, at) -> Blocks:
         h=per_chunk(s.heads, s.K, s.V),
         X=per_chunk(s.heads // s.p, s.C, s.p * s.C),
     )
-
-
-class Refs:
-    """The Refs of a kernel by name; None where an operand or output is absent."""
-
-    def __init__(self, names, values):
-        self.__dict__.update(zip(names, values, strict=True))
-
-
-def named(body, operands, outputs, scratch, **static):
-    """Return `body` of a `Refs` as the positional kernel of `pallas_call`; absent outputs are None."""
-    present = [name for name, wanted in outputs if wanted]
-
-    def kernel(*values):
-        refs = Refs([*operands, *present, *scratch], values)
-        for name, _ in outputs:
-            refs.__dict__.setdefault(name, None)
-        body(refs, **static)
-
-    return kernel
 
 
 def launch(

@@ -32,13 +32,12 @@ from chunkwise.fused_gdn.kernel import (
     load_chunk,
     load_owner,
     load_tokens,
-    named,
     placed_keys,
     read_state,
     scores,
     store_tiles,
 )
-from chunkwise.shared import dot, dot_nt, dot_tn, out_struct, pallas_call
+from chunkwise.shared import dot, dot_nt, dot_tn, named, out_struct, pallas_call
 from chunkwise.shared.packed import apply_transposed, lanes, outer, parts, rows, side_lanes, split_lanes
 
 

@@ -31,6 +31,7 @@ from chunkwise.shared import (
     dot_nt,
     dot_tn,
     l2norm,
+    named,
     operand_dtype,
     out_struct,
     pallas_call,
@@ -281,13 +282,6 @@ def own_heads(heads: int, static: Static) -> int:
     return max(heads * static.H // static.HV, 1)
 
 
-class Refs:
-    """The Refs of a kernel by name; None where an operand or output is absent."""
-
-    def __init__(self, names, values):
-        self.__dict__.update(zip(names, values, strict=True))
-
-
 def specs(static: Static, heads: int, chunk):
     """Return the specs of what a grid step (block of heads, n) works on; `chunk` maps n to its chunk."""
     C, K, V, p = static.C, static.K, static.V, static.p
@@ -356,15 +350,9 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
         "v_owner": (x.owner, passed["owner"]),
         "h0": (x.initial_state, passed["state"]),
     }
-    names = ["first", "sequence", "last", "opening", *operands, *wanted, *scratch]
-
-    def kernel(*values):
-        refs = Refs(outputs, [None] * len(outputs))
-        refs.__dict__.update(zip(names, values, strict=True))
-        _fwd_kernel(refs, static=static, NC=NC)
-
+    names = ["first", "sequence", "last", "opening", *operands]
     results = pallas_call(
-        kernel,
+        named(_fwd_kernel, names, [(name, name in wanted) for name in outputs], list(scratch), static=static, NC=NC),
         *x[:4],
         *(value for value, _ in operands.values()),
         name=f"fused_chunk_kda_fwd_c{C}",

@@ -9,7 +9,7 @@ right:
 
 dA and dN go back through the products of every level, each with its own factors of rows and of columns, so that no
 exponent is positive here either. X, W, A, N and S before every chunk are kept by the forward. As there, what oscillates
-where keys repeat (W, dv_new, dA and dN, the decayed keys as columns) keeps 16 bits with bfloat16 tensors.
+where keys repeat (W, dv_new, dA and dN) keeps 16 bits with bfloat16 tensors.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,6 @@ from chunkwise.kda import tile
 from chunkwise.kda.kernel import (
     LANES,
     Operands,
-    Refs,
     Static,
     columns,
     load_chunk,
@@ -42,6 +41,7 @@ from chunkwise.shared import (
     dot,
     dot_nt,
     dot_tn,
+    named,
     operand_dtype,
     out_struct,
     pallas_call,
@@ -80,9 +80,7 @@ def interaction_bwd_tile(q, k, levels, table, base, d, p: int, dtype):
     d_rows, d_columns = jnp.zeros_like(both), jnp.zeros_like(k)
     for x in tile.level_factors(levels, base):
         if x.b is None:
-            # Columns of level 1 have no decay: they are the keys, which are exact.
-            own = k.astype(operand) if (x.index, base) == (0, 1) else k * x.columns
-            decayed, mine, left = both * x.rows, split, turned
+            own, decayed, mine, left = k * x.columns, both * x.rows, split, turned
             here, here_turned = pairs == x.index, pairs_turned == x.index
         else:  # only right halves have pairs as rows, left halves as columns; the others meet zeros
             own = tile.halves(k, x.b)[0] * x.columns
@@ -93,8 +91,9 @@ def interaction_bwd_tile(q, k, levels, table, base, d, p: int, dtype):
             left = tile.halves(turned, x.b)[0]
             here, here_turned = tile.halves(pairs, x.b)[1] == x.index, tile.halves(pairs_turned, x.b)[0] == x.index
         mine = lanes([jnp.where(here, y, 0.0).astype(operand) for y in mine])
-        add_rows = x.rows * multiply_packed(mine, own, p, dtype)
-        add_columns = x.columns * dot(jnp.where(here_turned, left, 0.0).astype(operand), decayed.astype(operand))
+        add_rows = x.rows * multiply_packed(mine, own.astype(operand), p, dtype)
+        turned_parts = parts(jnp.where(here_turned, left, 0.0), dtype)
+        add_columns = x.columns * dot(lanes(turned_parts), rows([decayed.astype(operand)] * len(turned_parts)))
         if x.b is None:
             d_rows, d_columns = d_rows + add_rows, d_columns + add_columns
         else:
@@ -148,19 +147,18 @@ def outer_bwd_tile(q, k, beta, beta_row, boundary, kept, do, dS, same, dtype) ->
     dS_operand = dS.astype(operand)
     dv_new = apply_transposed(scores[:, :C], do, dtype, p) + dot_nt((k * to_end).astype(operand), dS_operand)
     dR = apply_transposed(X, beta * dv_new, dtype, p)
-    do = do.astype(jnp.float32)
-    outers = outer(rows([do, -dR]), W, dtype, p)
+    down = rows([do.astype(operand), (-dR).astype(operand)])
+    outers = outer(down, W, dtype, p)
     i, j = (lax.broadcasted_iota(jnp.int32, (1, 2 * C, p * C), axis) & (C - 1) for axis in (1, 2))
     pairs = i > j if same is None else (i > j) & tile.twice(lanes([same] * p))
     d_scores = jnp.where(pairs, outers, 0.0)
-    down = rows([do, -dR]).astype(operand)
     decayed = (rows([q, k]) * tile.twice(from_start)).astype(operand)
     return Outer(
         dv=dR,
         d_scores=d_scores * beta_row,
         d_start=dot(down, S.astype(operand)) * tile.twice(from_start),
         d_end=dot((beta * W).astype(operand), dS_operand) * to_end,
-        d_own=beta * jnp.sum(do * W, axis=-1, keepdims=True),
+        d_own=beta * jnp.sum(do.astype(jnp.float32) * W, axis=-1, keepdims=True),
         later=through * jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True),
         beta=(
             jnp.sum(dv_new * W, axis=-1, keepdims=True),
@@ -299,15 +297,9 @@ def launch(x: Operands, h, W, X, both, do: jax.Array, dht: jax.Array | None, sta
         "state": pltpu.VMEM((heads, V, K), jnp.float32),
         "sums": pltpu.VMEM((5, heads * K // LANES, C, LANES), jnp.float32),
     }
-    names = ["first", "sequence", "last", "opening", *operands, *wanted, *scratch]
-
-    def kernel(*values):
-        refs = Refs(outputs, [None] * len(outputs))
-        refs.__dict__.update(zip(names, values, strict=True))
-        _bwd_kernel(refs, static=static, NC=NC)
-
+    names = ["first", "sequence", "last", "opening", *operands]
     results = pallas_call(
-        kernel,
+        named(_bwd_kernel, names, [(name, name in wanted) for name in outputs], list(scratch), static=static, NC=NC),
         *x[:4],
         *(value for value, _ in operands.values()),
         name=f"fused_chunk_kda_bwd_c{C}",
