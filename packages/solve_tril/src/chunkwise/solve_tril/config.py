@@ -10,8 +10,8 @@ class Config:
     """How the launch is cut.
 
     Attributes:
-      matrices: chunks of heads inverted in lock-step in a grid step. The ladder is a chain of dependent products, so
-        one matrix alone leaves the matrix unit idle; too many spill registers and take long to compile.
+      matrices: chunks of heads inverted in lock-step in a grid step: the rows of one matrix are eliminated in a chain,
+        which others hide. Too many spill registers and take long to compile.
     """
 
     matrices: int
@@ -19,4 +19,4 @@ class Config:
 
 def default_for(NC: int, HV: int, C: int) -> Config:
     """Return the Config for NC chunks of HV heads."""
-    return Config(matrices=largest_divisor(NC * HV, 256 // C))
+    return Config(matrices=largest_divisor(NC * HV, 4096 // C))
