@@ -68,3 +68,14 @@ def test_memory_and_products_of_training():
     assert len(kernels) == 2
     assert {product for kernel in kernels for product in kernel} == {("bf16", "bf16", "")}
     assert " reverse(" not in text, "time runs backwards through the index maps"
+
+
+def test_states_of_a_pack_compile_under_vmap():
+    def run(x, cu_seqlens):
+        one = lambda x: fused_chunk_gla(**x, cu_seqlens=cu_seqlens, output_final_state=True, implementation="pallas")
+        out, pullback = jax.vjp(one, x)
+        return pullback((x["v"], x["initial_state"])), out
+
+    x = dict(zip("qkv", [spec(2, 1, 100, 1, 128)] * 3, strict=True)) | dict(initial_state=spec(2, 3, 1, 128, 128))
+    text = compile_for(jax.vmap(run, in_axes=(0, None)), x, spec(4, dtype=jnp.int32)).as_text()
+    assert "fused_chunk_gla_bwd_c64_varlen" in text

@@ -127,12 +127,18 @@ class Shape:
             None if x.tables is None else self.owners(time),
             *in_specs,
         ]
-        return pallas_call(
-            body if tables else functools.partial(body, None, None, None),
-            *tables, *x[:-1], owner, *more, num_scalar_prefetch=len(tables), grid=self.grid,
-            # Batch rows and blocks of heads are independent; time carries the state.
-            dimension_semantics=("parallel", "parallel", "arbitrary"), in_specs=specs, **call,
-        )  # fmt: skip
+
+        def run(*operands):
+            return pallas_call(
+                body if tables else functools.partial(body, None, None, None),
+                *operands, num_scalar_prefetch=len(tables), grid=self.grid,
+                # Batch rows and blocks of heads are independent; time carries the state.
+                dimension_semantics=("parallel", "parallel", "arbitrary"), in_specs=specs, **call,
+            )  # fmt: skip
+
+        # Pallas has no batch axis for states that a kernel copies from HBM by itself.
+        run = jax.custom_batching.sequential_vmap(run) if self.visit else run
+        return run(*tables, *x[:-1], owner, *more)
 
 
 class Inputs(NamedTuple):
