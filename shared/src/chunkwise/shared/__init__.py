@@ -26,7 +26,7 @@ from chunkwise.shared.decayed import (
 from chunkwise.shared.decode import check_slots, decode, token_by_token
 from chunkwise.shared.dot import bf16_parts, dot, dot_nt, dot_parts, dot_tn, emulate_mxu, operand_dtype
 from chunkwise.shared.launch import head_block, largest_divisor, named, pallas_call, pick_heads
-from chunkwise.shared.recurrence import l2norm, packed_recurrence, recurrence, update
+from chunkwise.shared.recurrence import l2norm, l2norm_gradient, packed_recurrence, recurrence, update
 from chunkwise.shared.tiles import (
     column_index,
     last_valid,
@@ -72,6 +72,7 @@ __all__ = [
     "gate_kind",
     "head_block",
     "l2norm",
+    "l2norm_gradient",
     "largest_divisor",
     "last_valid",
     "lower",

@@ -16,6 +16,14 @@ def l2norm(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
+def l2norm_gradient(x: jax.Array, dy: jax.Array) -> jax.Array:
+    """Return the gradient of x through `l2norm`."""
+    x = x.astype(jnp.float32)
+    r = lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+    y = x * r
+    return r * (dy - y * jnp.sum(y * dy, axis=-1, keepdims=True))
+
+
 def update(S, q, k, v, g, beta, scale):
     """Advance states by one token.
 

@@ -37,7 +37,7 @@ from chunkwise.fused_gdn.kernel import (
     scores,
     store_tiles,
 )
-from chunkwise.shared import dot, dot_nt, dot_tn, named, out_struct, pallas_call
+from chunkwise.shared import dot, dot_nt, dot_tn, l2norm_gradient, named, out_struct, pallas_call
 from chunkwise.shared.packed import apply_transposed, lanes, outer, parts, rows, side_lanes, split_lanes
 
 
@@ -158,14 +158,6 @@ def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: Shape):
     entering = side_lanes(entering.astype(dtype), s.group)
     dS = start[:, -1:] * dS + split_lanes(dot_tn(rows([q, k]), entering), s.group)
     return dq + per_key(dq_start, s), dk + per_key(dk_start + dk_end, s), dR, dG, dbeta, dS
-
-
-def l2norm_gradient(x: jax.Array, dy: jax.Array) -> jax.Array:
-    """Return the gradient of x through `l2norm`."""
-    x = x.astype(jnp.float32)
-    r = lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
-    y = x * r
-    return r * (dy - y * jnp.sum(y * dy, axis=-1, keepdims=True))
 
 
 def _bwd_kernel(refs, *, s, opt, NT):

@@ -41,6 +41,7 @@ from chunkwise.shared import (
     dot,
     dot_nt,
     dot_tn,
+    l2norm_gradient,
     named,
     operand_dtype,
     out_struct,
@@ -192,12 +193,6 @@ def gate_gradient(later, earlier, dtype):
     return dot(collect, jnp.concatenate(by_part)[None])[0]
 
 
-def l2norm_gradient(x, dy):
-    """Return the gradient of x through `l2norm`."""
-    r = lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
-    return r * (dy - x * (r * r * jnp.sum(x * dy, axis=-1, keepdims=True)))
-
-
 def _bwd_kernel(refs, *, static: Static, NC: int):
     heads, dtype, C, K, p = static.config.backward_heads, refs.do.dtype, static.C, static.K, static.p
     own, step = own_heads(heads, static), pl.program_id(1)
@@ -229,22 +224,18 @@ def _bwd_kernel(refs, *, static: Static, NC: int):
 
     made = []
     for n in range(0, heads, p):
-        at, levels = slice(n, n + p), load_sums(refs.sums, range(n, n + p), K).levels
-        made.append(
-            interaction_bwd_tile(
-                q[at], k[at], levels, refs.table[...], static.base, x.d_scores[n // p : n // p + 1], p, dtype
-            )
-        )
+        at, d_scores = slice(n, n + p), x.d_scores[n // p : n // p + 1]
+        levels = load_sums(refs.sums, range(n, n + p), K).levels
+        made.append(interaction_bwd_tile(q[at], k[at], levels, refs.table[...], static.base, d_scores, p, dtype))
     d_rows, d_columns = (jnp.concatenate(y) for y in zip(*made, strict=True))
     dq, dk, later, earlier = chunk_bwd_tile(q, k, d_rows, d_columns, x)
     refs.dg[...] = gate_gradient(later, earlier, dtype)
-    d_queries, d_keys = [static.scale * dq], [dk]
-    for ref, x_ref, d in ((refs.dq, refs.q, d_queries), (refs.dk, refs.k, d_keys)):
+    for ref, y, d in ((refs.dq, refs.q[...], static.scale * dq), (refs.dk, refs.k[...], dk)):
         # Summed over the value heads of a key head.
-        d = jnp.sum(jnp.concatenate(d).reshape(own, heads // own, C, K), axis=1)
+        d = jnp.sum(d.reshape(own, heads // own, C, K), axis=1)
         if static.normalise:
-            x = x_ref[...].astype(jnp.float32)
-            d = l2norm_gradient(take_heads(x if masks is None else jnp.where(masks.valid[0], x, 0.0), own), d)
+            y = y if masks is None else jnp.where(masks.valid[0], y, jnp.zeros_like(y))
+            d = l2norm_gradient(take_heads(y, own), d)
         ref[...] = put_heads(d).astype(ref.dtype)
 
 

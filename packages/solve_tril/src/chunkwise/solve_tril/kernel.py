@@ -15,9 +15,9 @@ LANES = 128
 def solve_tile(A):
     """Return (I + A)^-1 for A [n, C, C]; entries of A on and above the diagonal are not read.
 
-    Rows of 16 x 16 blocks are eliminated one by one, then neighbouring blocks are joined, by products: exact substitution
-    (see `chunkwise.shared.inverse`). Powers of A would be exact in algebra only: they cancel catastrophically when
-    keys repeat.
+    Rows of 16 x 16 blocks are eliminated one by one, then neighbouring blocks are joined by products, which is exact
+    substitution (see `chunkwise.shared.inverse`). Powers of A would be exact in algebra only: they cancel
+    catastrophically when keys repeat.
     """
     n, C, _ = A.shape
     p = max(1, LANES // C)
