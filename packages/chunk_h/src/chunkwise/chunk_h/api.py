@@ -17,6 +17,7 @@ from chunkwise.shared import (
     check_heads,
     check_initial_state,
     choose_implementation,
+    vary_alike,
 )
 
 
@@ -171,7 +172,7 @@ def _run(k, w, u, g_cum, g_gamma, initial_state, cu_seqlens, output_final_state,
         g = g + chunks.gamma_rows(g_gamma)
     initial_state = None if initial_state is None else initial_state.astype(jnp.float32)
     w = None if w is None else chunks.split(w)
-    operands = kernel.Operands(chunks.split(k), w, chunks.split(u), g, initial_state)
+    operands = kernel.Operands(*vary_alike(chunks.split(k), w, chunks.split(u), g, initial_state))
     table = kernel.make_table(chunks.first, chunks.length, chunks.sequence)
     end = jnp.where(chunks.last, chunks.length - 1, chunk_size).astype(jnp.int32)
     if implementation == "pallas":

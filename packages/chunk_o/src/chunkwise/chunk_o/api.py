@@ -18,6 +18,7 @@ from chunkwise.shared import (
     decay_from_start,
     decayed_scores,
     num_chunks,
+    vary_alike,
 )
 
 
@@ -98,7 +99,7 @@ def _run(q, k, v, h, g_cum, g_gamma, scale, cu_seqlens, chunk_size, implementati
     q_c, k_c, v_c = chunks.split(q), chunks.split(k), chunks.split(v)
     h = h.astype(jnp.float32).reshape(-1, *h.shape[2:])
     if implementation == "pallas":
-        o = vjp.output(q_c, k_c, v_c, h, g, jnp.full((1,), scale, jnp.float32), config)
+        o = vjp.output(*vary_alike(q_c, k_c, v_c, h, g, jnp.full((1,), scale, jnp.float32)), config)
     else:
         from_start, scores = jax.vmap(decay_from_start)(g), jax.vmap(decayed_scores)(q_c, k_c, g)
         o = xla.output(q_c, k_c, v_c, h, from_start, scores, scale)
