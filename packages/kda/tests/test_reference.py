@@ -191,3 +191,12 @@ def test_packed_decode_from_a_pool(implementation):
     assert_close("o", o, o_ref, TOLERANCE["float32"])
     assert_close("states", after[slots], state_ref, TOLERANCE["float32"])
     np.testing.assert_array_equal(np.delete(after, slots, 0), np.delete(pool, slots, 0))
+
+
+@pytest.mark.parametrize("g", [-5.0, -30.0])
+@both
+def test_gradients_of_strong_constant_gates(implementation, g):
+    """The gates' own gradients are e^g small: what no gate decays must not be added and taken away again."""
+    inputs = inputs_of(1, 41, 1, 1, 16, 16, num_states=1)
+    inputs["g"] = jnp.full_like(inputs["g"], g)
+    compare_gradients(inputs, implementation=implementation, chunk_size=16)

@@ -1,6 +1,7 @@
 """The JAX names that differ between the supported releases, kept in one place."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ def varying_zeros(shape: Sequence[int], *operands: jax.Array | None) -> jax.Arra
     return lax.pcast(zeros, tuple(axes), to="varying") if axes else zeros
 
 
-def vary_alike(*operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
+def vary_alike(*operands: jax.Array | None) -> tuple[Any, ...]:
     """Return the operands, each varying over the mesh axes of all of them.
 
     A custom_vjp under `shard_map` wants this: the gradients that its kernel returns vary over all axes, and JAX then

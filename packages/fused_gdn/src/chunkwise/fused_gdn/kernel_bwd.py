@@ -123,7 +123,8 @@ def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: Shape):
       s: static.
 
     Returns:
-      dq, dk [key heads, C, K], dv [heads, C, V], dG (of the cumulative gate) and dbeta [C, heads], dS before the chunk.
+      dq, dk [key heads, C, K], dv [heads, C, V]; [C, heads] what a row passes to its own and all earlier gates, what it
+      passes to all later gates, and dbeta; dS before the chunk.
     """
     dtype, C = k.dtype, s.C
     q_own, k_own = (jnp.stack([x[i // s.group] for i in range(s.heads)]) for x in (q, k))
@@ -131,7 +132,8 @@ def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: Shape):
     start, end, beta = (head_columns(x, s, s.V) for x in (flow.start, flow.end, gate.beta))
     KK, QK, D = scores(q, k, gate, flow.mask, s)
 
-    dv_new = apply_transposed(QK * (D * scale), do, dtype, s.p) + end * read_state(k, None, dS.astype(dtype), s)[0]
+    written = end * read_state(k, None, dS.astype(dtype), s)[0]
+    dv_new = apply_transposed(QK * (D * scale), do, dtype, s.p) + written
     dR = apply_transposed(X, beta * dv_new, dtype, s.p)
 
     outers = outer(rows([dR, do.astype(jnp.float32)]), W, dtype, s.p)
@@ -143,21 +145,21 @@ def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: Shape):
     dq_start, dk_start = (scale * start_k) * through_state[:, :C], -start_k * through_state[:, C:]
     dk_end = (end_k * beta_k) * multiply_nt(W, dS, dtype)
 
-    # The gradient of the cumulative gate, still to be summed over lanes; the last row also decays all that leaves.
-    q_f32, k_f32 = q_own.astype(jnp.float32), k_own.astype(jnp.float32)
-    leaving = k_f32 * dk_end
+    # What passes through a row's own and all earlier gates, and apart from it what passes all later ones. What passes
+    # none, a row's own product, stands in neither: added and taken away again it would drown the rest at strong gates.
     kept = fold(jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True), s.K)
-    last = jnp.sum(leaving, axis=1, keepdims=True) + start_k[:, -1:] * kept
     is_last = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1) == C - 1
-    wide = q_f32 * dq_start + k_f32 * dk_start - leaving + jnp.where(is_last, last, 0.0)
-    weighted = A1 * KK + A2 * QK
-    dG = lane_sums(wide, s.K, dtype) + lane_sums(weighted, C, dtype) - row_sums(weighted, s)
+    entered = q_own.astype(jnp.float32) * dq_start + k_own.astype(jnp.float32) * dk_start
+    entered = entered + jnp.where(is_last, start_k[:, -1:] * kept, 0.0)
+    pairs = jnp.where(strictly(s), A1 * KK + A2 * QK, 0.0)
+    later = lane_sums(entered, s.K, dtype) + lane_sums(pairs, C, dtype) - row_sums(pairs, s)
+    earlier = lane_sums(beta * written * W, s.V, dtype)
     dbeta = lane_sums(dv_new * W, s.V, dtype) + row_sums(dN * KK, s)
 
     entering = rows([(scale * start) * do.astype(jnp.float32), -start * dR])
     entering = side_lanes(entering.astype(dtype), s.group)
     dS = start[:, -1:] * dS + split_lanes(dot_tn(rows([q, k]), entering), s.group)
-    return dq + per_key(dq_start, s), dk + per_key(dk_start + dk_end, s), dR, dG, dbeta, dS
+    return dq + per_key(dq_start, s), dk + per_key(dk_start + dk_end, s), dR, later, earlier, dbeta, dS
 
 
 def _bwd_kernel(refs, *, s, opt, NT):
@@ -177,7 +179,7 @@ def _bwd_kernel(refs, *, s, opt, NT):
     do, W = load_tokens(refs.do, c, s.V, s, opt), load_tokens(refs.W, c, s.V, s, opt)
     gate = gates(g, beta, s, exact=k.dtype != jnp.bfloat16)
     flow = flow_of(gate, s, load_owner(refs, chunk))
-    dq, dk, dv, dG, dbeta, dS = chunk_gradients(
+    dq, dk, dv, later, earlier, dbeta, dS = chunk_gradients(
         q, k, gate, flow, refs.X[...], refs.h[...], W, do, dS_ref[...], opt.scale, s
     )
     if opt.normalise:
@@ -186,7 +188,8 @@ def _bwd_kernel(refs, *, s, opt, NT):
     for ref, tiles in ((refs.dq, dq), (refs.dk, dk), (refs.dv, dv)):
         store_tiles(ref, tiles)
     i, j = (lax.broadcasted_iota(jnp.int32, (1, s.C, s.C), axis) for axis in (1, 2))
-    refs.dg[...] = dot(jnp.where(i <= j, 1.0, 0.0), dG[None])[0]
+    collect = lanes([jnp.where(i <= j, 1.0, 0.0), jnp.where(i > j, 1.0, 0.0)])
+    refs.dg[...] = dot(collect, rows([later[None], earlier[None]]))[0]
     refs.dbeta[...] = dbeta
     dS_ref[...] = dS
     if refs.dh0 is not None:

@@ -216,7 +216,7 @@ def _pallas(q, k, v, g, beta, state, cu_seqlens, scale, output_final_state, norm
     )
     static = kernel.Static(
         H=H, HV=HV, C=C, K=_lanes(K), V=_lanes(V), N=chunks.N, scale=scale, normalise=normalise, base=base,
-        sequences=None if cu_seqlens is None else cu_seqlens.shape[0] - 1, config=config,
+        sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, config=config,
     )  # fmt: skip
     o, last = fused(x, static, output_final_state)
     o = chunks.gather(o.reshape(B, NC // B * C, HV, -1)[..., :V])

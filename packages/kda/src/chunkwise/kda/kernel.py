@@ -89,7 +89,7 @@ class Static(NamedTuple):
     Attributes:
       H, HV, C, K, V: heads, chunk size, dimensions padded to lanes.
       N: states in and out.
-      sequences: how many sequences the owners number.
+      sequences: how many sequences the owners number, 0 without owners.
       scale: multiplies the queries.
       normalise: whether queries and keys are scaled to unit length first.
       base: rows of the diagonal blocks that one product covers.
@@ -102,7 +102,7 @@ class Static(NamedTuple):
     K: int
     V: int
     N: int
-    sequences: int | None
+    sequences: int
     scale: float
     normalise: bool
     base: int
