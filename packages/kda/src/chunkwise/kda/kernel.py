@@ -184,7 +184,7 @@ def prepare_pack(q, k, beta, sums: tile.Sums, table, masks, static: Static, dtyp
     from_start, to_end, through = tile.boundary_tile(sums, masks)
     both = transposed(tile.interaction_tile(q, k, sums.levels, table[None], static.base, dtype))
     if masks is not None:
-        both = jnp.where(tile.twice(lanes([masks.same] * len(q))), both, 0.0)
+        both = jnp.where(tile.packed_pairs(masks.same, len(q)), both, 0.0)
     return rows([q, k]) * tile.twice(from_start), (k * beta) * to_end, through, both
 
 

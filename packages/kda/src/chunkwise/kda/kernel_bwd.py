@@ -151,7 +151,7 @@ def outer_bwd_tile(q, k, beta, beta_row, boundary, kept, do, dS, same, dtype) ->
     down = rows([do.astype(operand), (-dR).astype(operand)])
     outers = outer(down, W, dtype, p)
     i, j = (lax.broadcasted_iota(jnp.int32, (1, 2 * C, p * C), axis) & (C - 1) for axis in (1, 2))
-    pairs = i > j if same is None else (i > j) & tile.twice(lanes([same] * p))
+    pairs = i > j if same is None else (i > j) & tile.packed_pairs(same, p)
     d_scores = jnp.where(pairs, outers, 0.0)
     decayed = (rows([q, k]) * tile.twice(from_start)).astype(operand)
     return Outer(

@@ -232,3 +232,8 @@ def boundary_tile(sums: Sums, masks: Masks | None):
         from_start, to_end = jnp.where(masks.carried, from_start, 0.0), jnp.where(masks.ending, to_end, 0.0)
         through = jnp.where(masks.through, through, 0.0)
     return from_start, to_end, through
+
+
+def packed_pairs(same: jax.Array, p: int) -> jax.Array:
+    """Return `Masks.same` for queries above keys, p heads side by side, [1, 2 C, p C]; a kernel cannot join masks."""
+    return twice(lanes([jnp.where(same, 1.0, 0.0)] * p)) > 0.0
