@@ -12,6 +12,22 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.shared.dot import bf16_parts, dot, dot_nt, dot_tn
 
+# Lanes of a vector register.
+LANES = 128
+
+
+def pad_lanes(size: int) -> int:
+    """Return the size that a head dimension takes in a flat view: a multiple of 128 lanes."""
+    return -(-size // LANES) * LANES
+
+
+def packing(C: int, *heads: int) -> int:
+    """Return how many [C, C] matrices to lay side by side: as many as fill the lanes and divide all of `heads`."""
+    p = max(1, LANES // C)
+    while any(n % p for n in heads):
+        p //= 2
+    return p
+
 
 def lane_index(size: int) -> jax.Array:
     """Return the lane of shape [1, 1, size]."""
@@ -58,14 +74,6 @@ def pack_members(x: jax.Array, p: int) -> list[jax.Array]:
 def side_lanes(x: jax.Array, p: int) -> jax.Array:
     """Return tiles [heads, m, w] packed, [n, m, p w]."""
     return lanes(pack_members(x, p))
-
-
-def place(x: jax.Array, p: int) -> jax.Array:
-    """Return packed matrices [n, C, w] block-diagonally in p groups of lanes, [n, p C, w]."""
-    if p == 1:
-        return x
-    owner = block_of(lane_index(x.shape[2]), x.shape[2] // p)
-    return jnp.concatenate([jnp.where(owner == i, x, jnp.zeros_like(x)) for i in range(p)], axis=1)
 
 
 def place_tiles(tiles: list[jax.Array], p: int) -> jax.Array:
@@ -120,7 +128,7 @@ def outer(a: jax.Array, b: jax.Array, dtype, p: int) -> jax.Array:
     C, first = b.shape[1], lane_index(products.shape[2]) < b.shape[1]
     if len(b_parts) == 1:
         return side_lanes(products, p)
-    if p == 2 and products.shape[2] == 128:  # two heads at a time: one rotation aligns the second parts of both
+    if p == 2 and products.shape[2] == LANES:  # two heads at a time: one rotation aligns the second parts of both
         even, odd = pack_members(products, 2)
         return jnp.where(first, even, odd) + rotate(jnp.where(first, odd, even), C)
     return side_lanes(products[:, :, :C] + products[:, :, C:], p)

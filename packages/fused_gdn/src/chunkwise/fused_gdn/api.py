@@ -20,6 +20,7 @@ from chunkwise.shared import (
     decode,
     pad_tokens,
 )
+from chunkwise.shared.packed import pad_lanes
 
 
 def fused_chunk_gated_delta_rule(
@@ -93,7 +94,7 @@ def fused_chunk_gated_delta_rule(
         )
     if max(K, V) > 256:
         raise NotImplementedError(f'"pallas" takes K and V up to 256; got {K} and {V}; use implementation="xla".')
-    config = config or tiles.default_for(H, HV, chunk_size, tiles.pad_lanes(K), tiles.pad_lanes(V))
+    config = config or tiles.default_for(H, HV, chunk_size, pad_lanes(K), pad_lanes(V))
     for name in ("heads", "heads_bwd"):
         heads = getattr(config, name)
         check(
@@ -136,7 +137,7 @@ class Layout:
         self.heads = heads = each[backward]
         # What the forward keeps is packed alike.
         p = min(tiles.lane_packing(n, group, C) for n in each)
-        self.shape = Shape(C, tiles.pad_lanes(self.K), tiles.pad_lanes(self.V), heads, group, p)
+        self.shape = Shape(C, pad_lanes(self.K), pad_lanes(self.V), heads, group, p)
         stream = cu_seqlens is not None and not with_states
         self.chunks = Chunking(self.B, T, C, None if stream else cu_seqlens)
         self.N = self.chunks.N

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-LANES = 128
+from chunkwise.shared.packed import LANES, packing
+
 VMEM_BUDGET = 40 * 2**20
 
 
@@ -20,11 +21,6 @@ class Config:
     heads: int
     heads_bwd: int
     vmem_bytes: int = 60 * 2**20
-
-
-def pad_lanes(size: int) -> int:
-    """Return the size that a head dimension takes in a flat view: a multiple of 128 lanes."""
-    return -(-size // LANES) * LANES
 
 
 def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
@@ -45,7 +41,7 @@ def default_for(H: int, HV: int, C: int, K: int, V: int) -> Config:
 
 def lane_packing(heads: int, group: int, C: int) -> int:
     """Return how many heads lie side by side in the lanes: a power of two that divides, or is divided by, the group."""
-    p = max(1, LANES // C)
-    while heads % p or (p % group and group % p):
+    p = packing(C, heads)
+    while p % group and group % p:
         p //= 2
     return p

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.fused_gdn.config import LANES, Config
+from chunkwise.fused_gdn.config import Config
 from chunkwise.fused_gdn.kernel import (
     FIRST,
     LAST,
@@ -38,7 +38,7 @@ from chunkwise.fused_gdn.kernel import (
     store_tiles,
 )
 from chunkwise.shared import dot, dot_nt, dot_tn, l2norm_gradient, named, out_struct, pallas_call
-from chunkwise.shared.packed import apply_transposed, lanes, outer, parts, rows, side_lanes, split_lanes
+from chunkwise.shared.packed import LANES, apply_transposed, lanes, outer, parts, rows, side_lanes, split_lanes
 
 
 def lane_sums(x: jax.Array, w: int, dtype) -> jax.Array:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.shared import bf16_parts, column_index, dot, dot_nt, dot_tn, lower, masked_exp, row_index, strictly_lower
+from chunkwise.shared.packed import part_pairs
 
 
 class Decays(NamedTuple):
@@ -143,9 +144,7 @@ def _operands(x: jax.Array, dtype, parts: int) -> tuple[jax.Array, ...]:
 
 def _product(contract, a: jax.Array, b: jax.Array, dtype, parts: int) -> jax.Array:
     """Return a b for `dot`, a^T b for `dot_tn`, from operands of `dtype`, without the products of two second parts."""
-    a_parts, b_parts = _operands(a, dtype, parts), _operands(b, dtype, parts)
-    pairs = [(x, y) for i, x in enumerate(a_parts) for j, y in enumerate(b_parts) if i + j < parts]
-    left, right = zip(*pairs, strict=True)
+    left, right = part_pairs(_operands(a, dtype, parts), _operands(b, dtype, parts))
     return contract(jnp.concatenate(left, axis=2 if contract is dot else 1), jnp.concatenate(right, axis=1))
 
 

@@ -20,6 +20,7 @@ from chunkwise.shared import (
     l2norm,
     stream_masks,
 )
+from chunkwise.shared.packed import pad_lanes
 
 _IMPLEMENTATIONS = ("pallas", "xla")
 _MOST_CHANNELS = 256
@@ -116,7 +117,7 @@ def fused_chunk_kda(
             q, k, v, g, beta, scale, state, cu_seqlens, output_final_state, use_qk_l2norm_in_kernel, chunk_size, base
         )
     _check_channels(K, V)
-    config = config or tiles.default_for(H, HV, chunk_size, _lanes(K), _lanes(V), v.dtype.itemsize)
+    config = config or tiles.default_for(H, HV, chunk_size, pad_lanes(K), pad_lanes(V), v.dtype.itemsize)
     number = isinstance(scale, (int, float))  # a kernel takes a number; a traced scale multiplies the output
     o, final_state = _pallas(
         q, k, v, g, beta, state, cu_seqlens, float(scale) if number else 1.0, output_final_state,
@@ -180,10 +181,6 @@ def _xla(q, k, v, g, beta, scale, state, cu_seqlens, output_final_state, normali
     return o, _final(last, chunks, state)
 
 
-def _lanes(D: int) -> int:
-    return -(-D // kernel.LANES) * kernel.LANES
-
-
 @functools.partial(jax.jit, static_argnums=(7, 8, 9, 10, 11, 12))
 def _pallas(q, k, v, g, beta, state, cu_seqlens, scale, output_final_state, normalise, C, base, config):
     B, T, H, K = k.shape
@@ -194,7 +191,7 @@ def _pallas(q, k, v, g, beta, state, cu_seqlens, scale, output_final_state, norm
 
     def rows(x):
         """Return tokens [B, T, heads, D] as rows [NC C, heads D], D padded to whole lanes."""
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, _lanes(x.shape[-1]) - x.shape[-1])))
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, pad_lanes(x.shape[-1]) - x.shape[-1])))
         return chunks.spread(x).reshape(NC * C, -1)
 
     owner, opening = None, chunks.sequence
@@ -203,7 +200,7 @@ def _pallas(q, k, v, g, beta, state, cu_seqlens, scale, output_final_state, norm
         owner = jnp.searchsorted(cu_seqlens[1:], token, side="right").astype(jnp.int32).reshape(NC, 1, C)
         opening = jnp.concatenate([owner[:1, 0, 0], owner[:-1, 0, -1]])
     if state is not None:
-        state = jnp.pad(state, ((0, 0), (0, 0), (0, _lanes(V) - V), (0, _lanes(K) - K)))
+        state = jnp.pad(state, ((0, 0), (0, 0), (0, pad_lanes(V) - V), (0, pad_lanes(K) - K)))
     x = kernel.Operands(
         chunks.first.astype(jnp.int32),
         chunks.sequence,
@@ -215,7 +212,7 @@ def _pallas(q, k, v, g, beta, state, cu_seqlens, scale, output_final_state, norm
         state,
     )
     static = kernel.Static(
-        H=H, HV=HV, C=C, K=_lanes(K), V=_lanes(V), N=chunks.N, scale=scale, normalise=normalise, base=base,
+        H=H, HV=HV, C=C, K=pad_lanes(K), V=pad_lanes(V), N=chunks.N, scale=scale, normalise=normalise, base=base,
         sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, config=config,
     )  # fmt: skip
     o, last = fused(x, static, output_final_state)

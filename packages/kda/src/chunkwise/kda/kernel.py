@@ -27,7 +27,6 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.kda import tile
 from chunkwise.kda.config import Config
 from chunkwise.shared import (
-    column_index,
     dot_nt,
     dot_tn,
     l2norm,
@@ -35,14 +34,15 @@ from chunkwise.shared import (
     operand_dtype,
     out_struct,
     pallas_call,
-    row_index,
     to_column,
 )
 from chunkwise.shared.inverse import unit_lower_inverse
 from chunkwise.shared.packed import (
+    LANES,
     lanes,
     multiply_packed,
     pack_members,
+    packing,
     part_pairs,
     parts,
     place_tiles,
@@ -50,8 +50,6 @@ from chunkwise.shared.packed import (
     side_lanes,
     split_lanes,
 )
-
-LANES = 128
 
 
 class Operands(NamedTuple):
@@ -111,16 +109,12 @@ class Static(NamedTuple):
     @property
     def p(self) -> int:
         """Heads that lie side by side in the lanes: a power of two that divides the heads of a grid step."""
-        p = max(1, LANES // self.C)
-        while self.config.heads % p or self.config.backward_heads % p:
-            p //= 2
-        return p
+        return packing(self.C, self.config.heads, self.config.backward_heads)
 
 
 def take_heads(x, heads):
     """Return [C, heads D] as [heads, C, D]; a slice of whole lanes costs nothing."""
-    D = x.shape[1] // heads
-    return jnp.stack([x[:, n * D : (n + 1) * D] for n in range(heads)])
+    return split_lanes(x[None], heads)
 
 
 def put_heads(x):
@@ -209,7 +203,9 @@ def _fwd_kernel(refs, *, static: Static, NC: int):
         q_pack, k_pack = (jnp.stack([x[i * own // heads] for i in pack]) for x in (q, k))
         store_block_sums(refs.sums, g[:, n * static.K : (n + p) * static.K], n * static.K // LANES)
         sums = load_sums(refs.sums, pack, static.K)
-        made.append(prepare_pack(q_pack, k_pack, columns(beta[n : n + p]), sums, refs.table[...], masks, static, dtype))
+        made.append(
+            prepare_pack(q_pack, k_pack, to_column(beta[n : n + p, None]), sums, refs.table[...], masks, static, dtype)
+        )
     pass_state(refs, static, dtype)
     decayed, ends, through, both = (jnp.concatenate(x) for x in zip(*made, strict=True))
     P, M = both[:, :C] * beta_rows, both[:, C:] * beta_rows
@@ -224,12 +220,6 @@ def _fwd_kernel(refs, *, static: Static, NC: int):
         @pl.when((step > 0) & (refs.last[passed] == 1))
         def _():
             refs.ht[...] = refs.state[...]
-
-
-def columns(x):
-    """Return rows [p, C] as columns [p, C, 1]."""
-    diagonal = row_index(x.shape[1]) == column_index(x.shape[1])
-    return jnp.sum(jnp.where(diagonal, x[:, None], 0.0), axis=-1, keepdims=True)
 
 
 def load_chunk(refs, chunk, static: Static, own: int):

@@ -23,10 +23,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import tile
 from chunkwise.kda.kernel import (
-    LANES,
     Operands,
     Static,
-    columns,
     load_chunk,
     load_sums,
     own_heads,
@@ -47,8 +45,10 @@ from chunkwise.shared import (
     out_struct,
     pallas_call,
     row_index,
+    to_column,
+    to_row,
 )
-from chunkwise.shared.packed import apply_transposed, lanes, multiply_packed, outer, parts, rows, side_lanes
+from chunkwise.shared.packed import LANES, apply_transposed, lanes, multiply_packed, outer, parts, rows, side_lanes
 
 
 def pair_table(C: int, base: int) -> np.ndarray:
@@ -184,8 +184,8 @@ def chunk_bwd_tile(q, k, d_rows, d_columns, x: Outer):
     return dq, dk, later, k * x.d_end
 
 
-def gate_gradient(later, earlier, dtype):
-    """Return the gradient of the gates of a pack, [C, p K]: sums over rows, as a product with zeros and ones."""
+def sum_over_rows(later, earlier, dtype):
+    """Return the gradient of the gates, [C, heads K], from that of `chunk_bwd_tile`: a product with zeros and ones."""
     C, count = later.shape[1], 2 if operand_dtype(dtype) == jnp.bfloat16 else 3
     by_part = [*bf16_parts(put_heads(later), count), *bf16_parts(put_heads(earlier), count)]
     collect = [row_index(C) <= column_index(C)] * count + [row_index(C) > column_index(C)] * count
@@ -205,7 +205,7 @@ def _bwd_kernel(refs, *, static: Static, NC: int):
     q, k, g, beta_rows, masks = load_chunk(refs, chunk, static, own)
     store_block_sums(refs.sums, g)
     q, k = (jnp.stack([x[n * own // heads] for n in range(heads)]) for x in (q * static.scale, k))
-    do, W, beta = refs.do[...], take_heads(refs.W[...], heads), columns(beta_rows)
+    do, W, beta = refs.do[...], take_heads(refs.W[...], heads), to_column(beta_rows[:, None])
     if masks is not None:
         do = jnp.where(masks.valid[0], do, jnp.zeros_like(do))
     boundary = tile.boundary_tile(load_sums(refs.sums, range(heads), K), masks)
@@ -219,8 +219,7 @@ def _bwd_kernel(refs, *, static: Static, NC: int):
     refs.dv[...] = put_heads(x.dv).astype(refs.dv.dtype)
     column, row = x.beta
     by_head = [row[n // p, :, n % p * C : (n % p + 1) * C] for n in range(heads)]
-    diagonal = row_index(C) == column_index(C)
-    refs.dbeta[...] = jnp.sum(jnp.where(diagonal, column, 0.0), axis=1) + jnp.concatenate(by_head)
+    refs.dbeta[...] = to_row(column)[:, 0] + jnp.concatenate(by_head)
 
     made = []
     for n in range(0, heads, p):
@@ -229,7 +228,7 @@ def _bwd_kernel(refs, *, static: Static, NC: int):
         made.append(interaction_bwd_tile(q[at], k[at], levels, refs.table[...], static.base, d_scores, p, dtype))
     d_rows, d_columns = (jnp.concatenate(y) for y in zip(*made, strict=True))
     dq, dk, later, earlier = chunk_bwd_tile(q, k, d_rows, d_columns, x)
-    refs.dg[...] = gate_gradient(later, earlier, dtype)
+    refs.dg[...] = sum_over_rows(later, earlier, dtype)
     for ref, y, d in ((refs.dq, refs.q[...], static.scale * dq), (refs.dk, refs.k[...], dk)):
         # Summed over the value heads of a key head.
         d = jnp.sum(d.reshape(own, heads // own, C, K), axis=1)

@@ -6,10 +6,8 @@ from jax.experimental import pallas as pl
 
 from chunkwise.shared import out_struct, pallas_call
 from chunkwise.shared.inverse import unit_lower_inverse
-from chunkwise.shared.packed import side_lanes, split_lanes
+from chunkwise.shared.packed import packing, side_lanes, split_lanes
 from chunkwise.solve_tril.config import Config
-
-LANES = 128
 
 
 def solve_tile(A):
@@ -19,10 +17,7 @@ def solve_tile(A):
     substitution (see `chunkwise.shared.inverse`). Powers of A would be exact in algebra only: they cancel
     catastrophically when keys repeat.
     """
-    n, C, _ = A.shape
-    p = max(1, LANES // C)
-    while n % p:
-        p //= 2
+    p = packing(A.shape[1], A.shape[0])
     return split_lanes(unit_lower_inverse(side_lanes(A, p)), p)
 
 
