@@ -80,24 +80,43 @@ def multiply_strips(a: jax.Array, b: jax.Array, count: int) -> jax.Array:
     return dot_parts(bf16_parts(a, count), tuple(spread(part, a.shape[1]) for part in bf16_parts(b, count)))
 
 
-def join(X: jax.Array, S: jax.Array, count: int) -> jax.Array:
-    """Join neighbouring inverse blocks: strips X [n, b, width] and S of `lower_left_strip` -> [n, 2b, width].
+def begin_inverse(M: jax.Array) -> jax.Array:
+    """Return the strip that `ladder` starts from: the inverse of the diagonal blocks of I + M, row by row."""
+    return substitute(diagonal_strip(M, min(SUBSTITUTION, M.shape[1])))
 
-    Only every second block of S is in use, so two matrices share a product: one of them moves over by a block.
+
+def ladder(X: jax.Array, M: jax.Array, count: int = 3):
+    """Join neighbouring inverse blocks until one is left; a generator, because every product waits for the one before.
+
+    Only every second block of a strip of M is in use, so two matrices share a product: one of them moves over by a
+    block.
+
+    Args:
+      X: strip [n, b, width] of `begin_inverse`.
+      M: packed matrices [n, C, width] float32.
+      count: bfloat16 parts of the operands of the products, 8 bits each.
+
+    Yields:
+      None where other products should stand between two of these, so that the matrix unit has work; the inverse at last.
     """
     n, b, width = X.shape
     if n % 2:  # an odd one out is its own partner
-        X, S = jnp.concatenate([X, X[-1:]]), jnp.concatenate([S, S[-1:]])
-    even = (block_of(lane_index(width), b) & 1) == 0
+        X, M = jnp.concatenate([X, X[-1:]]), jnp.concatenate([M, M[-1:]])
     half = X.shape[0] // 2
-    X_a, X_b, S_a, S_b = X[:half], X[half:], S[:half], S[half:]
-    left = jnp.where(even, X_a, rotate(X_b, b))
-    right = jnp.where(even, rotate(X_a, -b), X_b)
-    T = multiply_strips(jnp.where(even, S_a, rotate(S_b, b)), left, count)
-    corner = multiply_strips(right, T, count)
-    corner = jnp.concatenate([corner, rotate(corner, -b)])
-    joined = jnp.concatenate([jnp.where(even, X, 0.0), jnp.where(even, -corner, X)], axis=1)
-    return joined[:n]
+    while b < M.shape[1]:
+        even = (block_of(lane_index(width), b) & 1) == 0
+        S = lower_left_strip(M, b)
+        X_a, X_b, S_a, S_b = X[:half], X[half:], S[:half], S[half:]
+        left = jnp.where(even, X_a, rotate(X_b, b))
+        right = jnp.where(even, rotate(X_a, -b), X_b)
+        T = multiply_strips(jnp.where(even, S_a, rotate(S_b, b)), left, count)
+        yield
+        corner = multiply_strips(right, T, count)
+        yield
+        corner = jnp.concatenate([corner, rotate(corner, -b)])
+        X = jnp.concatenate([jnp.where(even, X, 0.0), jnp.where(even, -corner, X)], axis=1)
+        b *= 2
+    yield X[:n]
 
 
 def unit_lower_inverse(M: jax.Array, count: int = 3) -> jax.Array:
@@ -105,9 +124,5 @@ def unit_lower_inverse(M: jax.Array, count: int = 3) -> jax.Array:
 
     The products take operands of `count` bfloat16 parts, 8 bits each.
     """
-    b = min(SUBSTITUTION, M.shape[1])
-    X = substitute(diagonal_strip(M, b))
-    while b < M.shape[1]:
-        X = join(X, lower_left_strip(M, b), count)
-        b *= 2
+    *_, X = ladder(begin_inverse(M), M, count)
     return X

@@ -37,7 +37,7 @@ from chunkwise.shared import (
     split_gate,
     to_column,
 )
-from chunkwise.shared.inverse import unit_lower_inverse
+from chunkwise.shared.inverse import SUBSTITUTION, begin_inverse, ladder
 from chunkwise.shared.packed import (
     block_of,
     lane_index,
@@ -50,8 +50,11 @@ from chunkwise.shared.packed import (
     split_lanes,
 )
 
-# exp of it is zero, and it can be added to without overflow.
+LOG2_E = 1.4426950408889634
+# 2 to its power is zero, and it can be added to without overflow.
 NEVER = -1e30
+# Heads that take the state through a chunk together: the products of one stage of theirs hide the latency of another.
+STAGE = 8
 
 
 class Shape(NamedTuple):
@@ -83,6 +86,39 @@ class Shape(NamedTuple):
         return both if fits and both.p % min(both.p, self.group) == 0 else self
 
 
+class Part(NamedTuple):
+    """Some of the heads of a grid step, what products are issued for together.
+
+    Attributes:
+      shape: that of these heads alone.
+      first, first_key: the first value and key head among all.
+    """
+
+    shape: Shape
+    first: int = 0
+    first_key: int = 0
+
+    @property
+    def heads(self) -> slice:
+        return slice(self.first, self.first + self.shape.heads)
+
+    @property
+    def packs(self) -> slice:
+        return slice(self.first // self.shape.p, (self.first + self.shape.heads) // self.shape.p)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.first_key, self.first_key + self.shape.heads // self.shape.group)
+
+    def cut(self, most: int) -> "list[Part]":
+        """Return equal parts of at most `most` heads, if packs and key heads let it: whole groups, or parts of one."""
+        s = self.shape
+        sizes = [n for n in range(s.p, s.heads + 1, s.p) if s.heads % n == 0 and (n % s.group == 0 or s.group % n == 0)]
+        n = max([n for n in sizes if n <= most], default=sizes[0])
+        shape = s._replace(heads=n, group=min(n, s.group))
+        return [Part(shape, self.first + i, self.first_key + i // s.group) for i in range(0, s.heads, n)]
+
+
 def key_packs(x: jax.Array, s: Shape) -> list[jax.Array]:
     """Return the key heads of every pack: `s.keys` tiles [n, C, K] of x [key heads, C, K]."""
     n = s.heads // s.p
@@ -110,28 +146,28 @@ def select(x: jax.Array, selection: jax.Array) -> jax.Array:
     return dot(lanes(x_parts), rows(ones))[0]
 
 
+def select_from(selection: jax.Array, x: jax.Array) -> jax.Array:
+    """Return selection @ x for x [k, m] and a matrix of zeros and ones [n, k]: exact."""
+    x_parts, ones = selecting(x, selection)
+    return dot(lanes(ones), rows(x_parts))[0]
+
+
 def select_rows(x: jax.Array, selection: jax.Array) -> jax.Array:
     """Return x^T @ selection for x [k, m] and a matrix of zeros and ones [k, n]: exact."""
     x_parts, ones = selecting(x, selection)
     return dot_tn(rows(x_parts), rows(ones))[0]
 
 
-def select_tn(selection: jax.Array, x: jax.Array) -> jax.Array:
-    """Return selection^T @ x for x [k, m] and a matrix of zeros and ones [k, n]: exact."""
-    x_parts, ones = selecting(x, selection)
-    return dot_tn(rows(ones), rows(x_parts))[0]
+def spread(x: jax.Array, w: int, heads: slice) -> jax.Array:
+    """Return values [m, any] of `heads` with each repeated over w lanes, [m, heads * w]."""
+    shape = (x.shape[1], (heads.stop - heads.start) * w)
+    head = block_of(lax.broadcasted_iota(jnp.int32, shape, 1), w) + heads.start
+    return select(x, head == lax.broadcasted_iota(jnp.int32, shape, 0))
 
 
-def spread(x: jax.Array, w: int) -> jax.Array:
-    """Return values [m, heads] with each repeated over w lanes, [m, heads * w]."""
-    heads = x.shape[1]
-    lane = lax.broadcasted_iota(jnp.int32, (heads, heads * w), 1)
-    return select(x, block_of(lane, w) == lax.broadcasted_iota(jnp.int32, (heads, heads * w), 0))
-
-
-def packed_columns(xs: list[jax.Array], s: Shape) -> list[jax.Array]:
-    """Return values [C, heads] as packed columns, each value over the C lanes of its head: [n, C, p C] float32."""
-    wide, w = spread(jnp.concatenate(xs), s.C), s.p * s.C
+def packed_columns(xs: list[jax.Array], heads: slice, s: Shape) -> list[jax.Array]:
+    """Return values [C, any] of `heads` as packed columns, each over the C lanes of its head: [n, C, p C] float32."""
+    wide, w = spread(jnp.concatenate(xs), s.C, heads), s.p * s.C
     packs = jnp.stack([wide[:, i : i + w] for i in range(0, wide.shape[1], w)])
     return [packs[:, i * s.C : (i + 1) * s.C] for i in range(len(xs))]
 
@@ -161,13 +197,12 @@ def packed_rows(x: jax.Array, s: Shape) -> jax.Array:
     return jnp.stack(packs)
 
 
-class Gates(NamedTuple):
-    """Cumulative gates and step sizes of a chunk, packed.
+class Sums(NamedTuple):
+    """Cumulative gates and step sizes of a chunk, to base 2, which is what the machine's exponential takes.
 
     Attributes:
-      G: parts of the cumulative gate as columns [n, C, p C]; their sum is the gate. Two parts keep differences of large
-        sums exact.
-      G_rows: the same as rows [n, 1, p C].
+      G: parts of the cumulative gate [C, heads]; their sum is the gate. Two parts keep differences of large sums exact.
+      G_rows: the same as rows [heads, p C], repeated p times along the lanes.
       beta, beta_rows: likewise.
     """
 
@@ -177,14 +212,34 @@ class Gates(NamedTuple):
     beta_rows: jax.Array
 
 
-def gates(g: jax.Array, beta: jax.Array, s: Shape, exact: bool) -> Gates:
-    """Sum up the gates g [C, heads] of a chunk, as columns and as rows."""
+def gate_sums(g: jax.Array, beta: jax.Array, s: Shape, exact: bool) -> Sums:
+    """Sum up the gates g [C, heads], in nats, of a chunk."""
     i = lax.broadcasted_iota(jnp.int32, (s.C, s.p * s.C), 0)
     j = lax.broadcasted_iota(jnp.int32, (s.C, s.p * s.C), 1) & (s.C - 1)
-    before, terms = i <= j, split_gate(g) if exact else (g,)
-    *G, beta_columns = packed_columns([*(select_tn(before[:, : s.C], x) for x in terms), beta], s)
-    G_rows = [packed_rows(select_rows(x, before), s) for x in terms]
-    return Gates(G, G_rows, beta_columns, packed_rows(select_rows(beta, i == j), s))
+    g = g * LOG2_E
+    terms = split_gate(g) if exact else (g,)
+    G = [select_from(i[:, : s.C] >= j[:, : s.C], x) for x in terms]
+    # One product turns all of them into rows; masks cannot be joined, numbers can.
+    both = jnp.concatenate([jnp.where(i <= j, 1, 0), jnp.where(i == j, 1, 0)], axis=1) == 1
+    turned = select_rows(jnp.concatenate([*terms, beta], axis=1), both)
+    *G_rows, beta_rows = [turned[n : n + s.heads] for n in range(0, turned.shape[0], s.heads)]
+    return Sums(G, [x[:, : s.p * s.C] for x in G_rows], beta, beta_rows[:, s.p * s.C :])
+
+
+class Gates(NamedTuple):
+    """`Sums` of some heads, packed: columns [n, C, p C] and rows [n, 1, p C]."""
+
+    G: list[jax.Array]
+    G_rows: list[jax.Array]
+    beta: jax.Array
+    beta_rows: jax.Array
+
+
+def gates(x: Sums, heads: slice, s: Shape) -> Gates:
+    """Return the gates of `heads`, whose shape is `s`."""
+    *G, beta = packed_columns([*x.G, x.beta], heads, s)
+    *G_rows, beta_rows = [packed_rows(rows[heads], s) for rows in (*x.G_rows, x.beta_rows)]
+    return Gates(G, G_rows, beta, beta_rows)
 
 
 def gap(later, earlier):
@@ -198,7 +253,7 @@ def scores(q, k, g: Gates, mask, s: Shape):
     own_k, own_q = key_packs(k, w), key_packs(q, w)
     left = rows([lanes(own_k), lanes(own_q)])
     products = split_lanes(dot_nt(left, placed_keys(own_k, w)), w.p // s.p)
-    return products[:, : s.C], products[:, s.C :], jnp.exp(jnp.where(mask, gap(g.G, g.G_rows), NEVER))
+    return products[:, : s.C], products[:, s.C :], jnp.exp2(jnp.where(mask, gap(g.G, g.G_rows), NEVER))
 
 
 def read_state(k, q, S, s: Shape):
@@ -228,16 +283,11 @@ class Options(NamedTuple):
     scale: float
 
 
-def load_tiles(ref, width: int) -> jax.Array:
-    """Return the heads of a flat block [C, heads * width] as tiles [heads, C, width]."""
-    return jnp.stack([ref[:, i : i + width] for i in range(0, ref.shape[1], width)])
-
-
-def store_tiles(ref, tiles: jax.Array) -> None:
-    """Store tiles [heads, C, width] as a flat block [C, heads * width]."""
+def store_tiles(ref, tiles: jax.Array, first: int = 0) -> None:
+    """Store tiles [heads, C, width] as the heads from `first` on of a flat block [C, heads * width]."""
     width = tiles.shape[2]
     for i in range(tiles.shape[0]):
-        ref[:, i * width : (i + 1) * width] = tiles[i].astype(ref.dtype)
+        ref[:, (first + i) * width : (first + i + 1) * width] = tiles[i].astype(ref.dtype)
 
 
 def zero_tail(x: jax.Array, c, s: Shape, T: int) -> jax.Array:
@@ -277,7 +327,7 @@ def flow_of(g: Gates, s: Shape, owner=None) -> Flow:
         every token, of the token before the chunk, of the last token, and the number of sequences. Tokens from there
         on belong to none.
     """
-    start, end = jnp.exp(sum(g.G)), jnp.exp(gap([x[:, -1:] for x in g.G], g.G))
+    start, end = jnp.exp2(sum(g.G)), jnp.exp2(gap([x[:, -1:] for x in g.G], g.G))
     mask = lower_mask(s)
     if owner is None:
         return Flow(mask, start, end)
@@ -305,22 +355,39 @@ def _fwd_kernel(refs, *, s, opt, NT):
         refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]
 
     q, k, g, beta = load_chunk(refs, prepared - first, s, opt)
-    gate = gates(g, beta, s, exact=k.dtype != jnp.bfloat16)
-    flow = flow_of(gate, s, load_owner(refs, prepared))
-    made = None if refs.o is None else scores(q, k, gate, flow.mask, s)
-    pass_state(refs, passed - first, opt, s)
-    if made is None:
+    owner, bf16 = load_owner(refs, prepared), k.dtype == jnp.bfloat16
+    X, steps = None, iter(())
+    if refs.o is None:
         X = refs.kept[...]
     else:
-        KK, QK, D = made
-        weight = D * gate.beta_rows
-        X = unit_lower_inverse(KK * weight)
-        refs.q_passed[...], refs.scores[...] = q, lanes(parts(QK * (weight * opt.scale), k.dtype))
+        steps = ladder(refs.strip[...], refs.M[...], 2 if bf16 else 3)
+
+    # The matrix unit takes products in the order in which they stand here, and where one waits, all wait. Between those
+    # of the inverse, of which each waits for the one before, some heads are prepared and others meet the state.
+    sums = gate_sums(g, beta, s, exact=not bf16)
+    stages, made, seen = Part(s).cut(STAGE), [], []
+    for n, stage in enumerate(stages):
+        X = next(steps, X)
+        made += [(part, prepare(refs, q, k, sums, part, owner, opt)) for part in stage.cut(STAGE // 2)]
+        if n:
+            seen.append(see_state(refs, stages[n - 1], s))
+    *_, X = X, *steps
+    seen.append(see_state(refs, stages[-1], s))
+    W = []
+    for n, stage in enumerate(stages):
+        W.append(renew(refs, passed - first, X, stage, seen[n], opt, s))
+        if n:
+            pass_state(refs, stages[n - 1], seen[n - 1], W[n - 1], opt, s)
+    pass_state(refs, stages[-1], seen[-1], W[-1], opt, s)
+
     if refs.X is not None:
         refs.X[...] = X
-    refs.inverse[...] = lanes(parts(X, k.dtype))
-    refs.start[...], refs.end[...] = flow.start, flow.end * gate.beta
     refs.k_passed[...] = k
+    if refs.o is not None:
+        refs.q_passed[...] = q
+    for part, values in made:
+        for name, x in values.items():
+            getattr(refs, name)[part.packs] = x
     if refs.ht is not None:
 
         @pl.when((c > 0) & (refs.table[LAST, passed] == 1))
@@ -328,28 +395,70 @@ def _fwd_kernel(refs, *, s, opt, NT):
             refs.ht[...] = refs.state[...]
 
 
-def pass_state(refs, c, opt: Options, s: Shape) -> None:
-    """Write the output of chunk c, whose X and P lie in scratch, and take the state through it."""
-    S, start, k = refs.state[...], head_columns(refs.start[...], s, s.V), refs.k_passed[...]
+def prepare(refs, q, k, sums: Sums, part: Part, owner, opt: Options) -> dict[str, jax.Array]:
+    """Return what the next step needs of some heads of a chunk, by the names of the scratch."""
+    s = part.shape
+    g = gates(sums, part.heads, s)
+    flow = flow_of(g, s, owner)
+    made = {"start": flow.start, "end": flow.end * g.beta}
+    if refs.o is None:
+        return made
+    KK, QK, D = scores(q[part.keys], k[part.keys], g, flow.mask, s)
+    weight = D * g.beta_rows
+    M, P = KK * weight, QK * (weight * opt.scale)
+    return made | {"M": M, "strip": begin_inverse(M), "scores": lanes(parts(P, k.dtype))}
+
+
+class Seen(NamedTuple):
+    """What the rows of a chunk see of the state before it.
+
+    Attributes:
+      start: `Flow.start`, head by head [heads, C, V].
+      KS, QS: as `read_state` returns them.
+    """
+
+    start: jax.Array
+    KS: jax.Array
+    QS: jax.Array | None
+
+
+def see_state(refs, part: Part, s: Shape) -> Seen:
+    """Multiply keys and queries of the chunk in scratch by the state."""
+    S, k, q = refs.state[part.heads], refs.k_passed[part.keys], None
     if refs.h is not None:
-        refs.h[...] = S.astype(refs.h.dtype)
-    KS, QS = read_state(k, None if refs.o is None else refs.q_passed[...], S.astype(k.dtype), s)
-    R = load_tokens(refs.v, c, s.V, s, opt).astype(jnp.float32) - start * KS
-    W = multiply_packed(refs.inverse[...], R, s.p, k.dtype)
+        refs.h[part.heads] = S.astype(refs.h.dtype)
+    if refs.o is not None:
+        q = refs.q_passed[part.keys]
+    return Seen(head_columns(refs.start[part.packs], s, s.V), *read_state(k, q, S.astype(k.dtype), part.shape))
+
+
+def renew(refs, c, X, part: Part, seen: Seen, opt: Options, s: Shape) -> jax.Array:
+    """Return W [heads, C, V] of chunk c."""
+    v = load_tokens(refs.v, c, s.V, s, opt, part.heads).astype(jnp.float32)
+    W = multiply_packed(lanes(parts(X[part.packs], refs.k.dtype)), v - seen.start * seen.KS, s.p, refs.k.dtype)
     if refs.W is not None:
-        store_tiles(refs.W, W)
-    if QS is not None:
-        store_tiles(refs.o, (opt.scale * start) * QS + multiply_packed(refs.scores[...], W, s.p, k.dtype))
-    refs.state[...] = start[:, -1:] * S + write_state(k, head_columns(refs.end[...], s, s.V) * W, s)
+        store_tiles(refs.W, W, part.first)
+    return W
+
+
+def pass_state(refs, part: Part, seen: Seen, W, opt: Options, s: Shape) -> None:
+    """Write the output of the chunk in scratch and take the state through it."""
+    k, end = refs.k_passed[part.keys], head_columns(refs.end[part.packs], s, s.V)
+    if refs.o is not None:
+        own = multiply_packed(refs.scores[part.packs], W, s.p, k.dtype)
+        store_tiles(refs.o, (opt.scale * seen.start) * seen.QS + own, part.first)
+    S = refs.state[part.heads]
+    refs.state[part.heads] = seen.start[:, -1:] * S + write_state(k, end * W, part.shape)
 
 
 # Rows of the table of chunks: what a chunk is in its sequence, and with an owner, the sequences around it.
 SEQUENCE, FIRST, LAST, BEFORE, FINAL, COUNT = range(6)
 
 
-def load_tokens(ref, c, width: int, s: Shape, opt: Options) -> jax.Array:
-    """Load the heads of chunk c of a flat view as tiles [heads, C, width]."""
-    return zero_tail(load_tiles(ref, width), c, s, opt.T)
+def load_tokens(ref, c, width: int, s: Shape, opt: Options, heads: slice = slice(None)) -> jax.Array:
+    """Load the heads of chunk c of a flat view, or some of them, as tiles [heads, C, width]."""
+    each = range(ref.shape[1] // width)[heads]
+    return zero_tail(jnp.stack([ref[:, i * width : (i + 1) * width] for i in each]), c, s, opt.T)
 
 
 def load_chunk(refs, c, s: Shape, opt: Options):
@@ -439,7 +548,7 @@ def launch(
         "ht": (passed.state, (N, HV, s.K, s.V), jnp.float32),
         "h": (passed.h, (B, NT, HV, s.K, s.V), k.dtype),
         "W": (passed.v, v.shape, jnp.float32),
-        "X": (cut.X, (B, NT, HV // s.p, s.C, s.p * s.C), jnp.float32),
+        "X": (passed.X, (B, NT, HV // s.p, s.C, s.p * s.C), jnp.float32),
     }
     names = ("table", "q", "k", "v", "g", "beta", "h0", "owner", "kept")
     n, keys = s.heads // s.p, s.heads // s.group
@@ -449,11 +558,15 @@ def launch(
         "state": pltpu.VMEM((s.heads, s.K, s.V), jnp.float32),
         "start": pltpu.VMEM(packed, jnp.float32),
         "end": pltpu.VMEM(packed, jnp.float32),
-        "inverse": pltpu.VMEM(wide, k.dtype),
         "k_passed": pltpu.VMEM((keys, s.C, s.K), k.dtype),
     }
     if kept is None:
-        scratch |= {"scores": pltpu.VMEM(wide, k.dtype), "q_passed": pltpu.VMEM((keys, s.C, s.K), k.dtype)}
+        scratch |= {
+            "q_passed": pltpu.VMEM((keys, s.C, s.K), k.dtype),
+            "scores": pltpu.VMEM(wide, k.dtype),
+            "M": pltpu.VMEM(packed, jnp.float32),
+            "strip": pltpu.VMEM((n, min(s.C, SUBSTITUTION), s.p * s.C), jnp.float32),
+        }
     out = pallas_call(
         named(_fwd_kernel, names, [(n, n in want) for n in kinds], list(scratch), s=s, opt=opt, NT=NT),
         table, q, k, v, g, beta, initial_state, owner, kept,
@@ -464,7 +577,7 @@ def launch(
         grid=(B, HV // s.heads, NT + 1),
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         in_specs=[cut.q, cut.q, passed.v, cut.gate, cut.gate, None if initial_state is None else passed.state,
-                  None if owner is None else cut.owner, None if kept is None else cut.X],
+                  None if owner is None else cut.owner, None if kept is None else passed.X],
         out_specs=[kinds[n][0] for n in kinds if n in want],
         out_shape=[out_struct(*kinds[n][1:], q, k, v, g, beta, initial_state) for n in kinds if n in want],
         scratch_shapes=list(scratch.values()),

@@ -26,6 +26,7 @@ from chunkwise.fused_gdn.kernel import (
     Shape,
     blocks,
     flow_of,
+    gate_sums,
     gates,
     head_columns,
     key_packs,
@@ -177,7 +178,7 @@ def _bwd_kernel(refs, *, s, opt, NT):
 
     q, k, g, beta = load_chunk(refs, c, s, opt)
     do, W = load_tokens(refs.do, c, s.V, s, opt), load_tokens(refs.W, c, s.V, s, opt)
-    gate = gates(g, beta, s, exact=k.dtype != jnp.bfloat16)
+    gate = gates(gate_sums(g, beta, s, exact=k.dtype != jnp.bfloat16), slice(0, s.heads), s)
     flow = flow_of(gate, s, load_owner(refs, chunk))
     dq, dk, dv, later, earlier, dbeta, dS = chunk_gradients(
         q, k, gate, flow, refs.X[...], refs.h[...], W, do, dS_ref[...], opt.scale, s
