@@ -18,7 +18,8 @@ class Case:
       operator: operator without its prefix `chunk_`.
       H, HV, K, V: heads and head dimensions.
       T: tokens, unless the command line says otherwise.
-      sequences: equally long packed sequences; 0 for one that is not packed.
+      sequences: packed sequences; 0 for one that is not packed.
+      ragged: whether the n-th of them is n + 1 times as long as the first, instead of all equally long.
     """
 
     operator: str
@@ -28,6 +29,7 @@ class Case:
     V: int = 128
     T: int = 8192
     sequences: int = 0
+    ragged: bool = False
 
     @property
     def per_channel(self) -> bool:
@@ -63,7 +65,10 @@ class Case:
         """Return cu_seqlens int32 [sequences + 1], or None."""
         if not self.sequences:
             return None
-        return jnp.arange(self.sequences + 1, dtype=jnp.int32) * (T // self.sequences)
+        n = jnp.arange(self.sequences + 1, dtype=jnp.int32)
+        if self.ragged:
+            return T * (n * (n + 1)) // (self.sequences * (self.sequences + 1))
+        return n * (T // self.sequences)
 
     def flops(self, T: int, backward: bool, C: int = 64) -> int:
         """Return the flops of chunks of C: scores, states, outputs, and for the delta rule its solve.
@@ -85,6 +90,7 @@ class Case:
 
 CASES = {
     "qwen3-next-80b": Case("gated_delta_rule", H=16, HV=32),
+    "qwen3-next-80b-ragged": Case("gated_delta_rule", H=16, HV=32, sequences=16, ragged=True),
     "qwen3.5-397b": Case("gated_delta_rule", H=16, HV=64),
     "kimi-linear-48b": Case("kda", H=32, HV=32),
     "minimax-text-01": Case("simple_gla", H=64, HV=64),

@@ -93,9 +93,13 @@ def _static(folder: str) -> dict:
 
 def estimate(name: str, implementation: str, chip: str, T: int, backward: bool, profile: bool) -> dict:
     """Compile a case for `chip` and return what the compiler says of it; call in a fresh process only."""
+    with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:  # dumps take gigabytes
+        return _estimate(name, implementation, chip, T, backward, profile, folder)
+
+
+def _estimate(name, implementation, chip, T, backward, profile, folder) -> dict:
     from chunkwise.shared import tpu
 
-    folder = tempfile.mkdtemp(prefix="chunkwise_llo_")
     flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final.*"
     tpu.setup(flags + (f" --xla_jf_dump_static_llo_profile_to={folder}/profile" if profile else ""))
     os.makedirs(f"{folder}/profile")

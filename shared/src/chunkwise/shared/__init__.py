@@ -13,7 +13,7 @@ from chunkwise.shared.checks import (
     choose_implementation,
 )
 from chunkwise.shared.chunk_map import map_chunks
-from chunkwise.shared.chunks import Chunking, StreamMasks, num_chunks, pad_tokens, stream_masks
+from chunkwise.shared.chunks import Chunking, Pieces, StreamMasks, num_chunks, pad_tokens, pieces, stream_masks
 from chunkwise.shared.compat import out_struct, vary_alike, varying_zeros
 from chunkwise.shared.decayed import (
     decay_from_start,
@@ -46,6 +46,7 @@ from chunkwise.shared.unread import unless_unread
 __all__ = [
     "CHUNK_SIZES",
     "Chunking",
+    "Pieces",
     "StreamMasks",
     "bf16_parts",
     "check",
@@ -84,6 +85,7 @@ __all__ = [
     "out_struct",
     "packed_recurrence",
     "pad_tokens",
+    "pieces",
     "pair_decay",
     "pallas_call",
     "per_channel",

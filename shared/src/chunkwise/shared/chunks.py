@@ -1,11 +1,13 @@
 """Cutting a batch of tokens into chunks, fixed or packed, inside jit.
 
-Two ways to cut:
+Three ways to cut:
 
 - `Chunking` restarts the chunks at every sequence. Every chunk holds rows of one sequence, padded with zeros, which
   leaves all results exact. This is what the stage kernels read.
 - `StreamMasks` keeps the chunks aligned to the token stream and says which rows of a chunk belong together. Its
   cost follows the number of tokens, whatever the number of sequences.
+- `Pieces` cuts the aligned chunks once more at the ends of sequences: no copy of the tokens, and every sequence has a
+  boundary where its state can be handed in and out.
 
 `cu_seqlens` is a traced int32 array [N + 1]: sequence n holds the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1.
 Tokens from cu_seqlens[N] on are padding: they belong to no sequence and their results are zero.
@@ -187,4 +189,49 @@ def stream_masks(T: int, chunk_size: int, cu_seqlens: jax.Array) -> StreamMasks:
         ending=owner == final[:, None],
         through=opening == final,
         valid=owner < cu_seqlens.shape[0] - 1,
+    )
+
+
+class Pieces(NamedTuple):
+    """The pieces into which the chunks of a packed stream fall at the ends of sequences: NT + N of them, B = 1.
+
+    They are in order, every chunk has one at least, and the rows of a piece belong to one sequence. Unused pieces, and
+    those of tokens that belong to none, have no rows.
+
+    Attributes:
+      sequence: int32 [S].
+      first, last: bool [S], whether it is the first or the last piece of its sequence.
+      chunk: int32 [S].
+      begin, end: int32 [S], its rows of the chunk.
+      opens, closes: bool [S], whether it is the first or the last piece of its chunk.
+    """
+
+    sequence: jax.Array
+    first: jax.Array
+    last: jax.Array
+    chunk: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    opens: jax.Array
+    closes: jax.Array
+
+
+def pieces(T: int, chunk_size: int, cu_seqlens: jax.Array) -> Pieces:
+    """Cut a packed stream of T tokens every `chunk_size` tokens and at the end of every sequence."""
+    N, NT = cu_seqlens.shape[0] - 1, num_chunks(T, chunk_size)
+    begin = jnp.sort(jnp.concatenate([jnp.arange(NT, dtype=jnp.int32) * chunk_size, cu_seqlens[1:]]))
+    end = jnp.append(begin[1:], NT * chunk_size)
+    chunk = jnp.minimum(begin // chunk_size, NT - 1)
+    owner = jnp.searchsorted(cu_seqlens[1:], begin, side="right").astype(jnp.int32)
+    used, sequence = (owner < N) & (begin < end), jnp.minimum(owner, N - 1)
+    change, ends = chunk[1:] != chunk[:-1], jnp.ones(1, bool)
+    return Pieces(
+        sequence=sequence,
+        first=used & (begin == cu_seqlens[sequence]),
+        last=used & (end == cu_seqlens[sequence + 1]),
+        chunk=chunk,
+        begin=begin - chunk * chunk_size,
+        end=jnp.where(used, end, begin) - chunk * chunk_size,
+        opens=jnp.append(ends, change),
+        closes=jnp.append(change, ends),
     )

@@ -12,7 +12,7 @@ register or two. From there on the ladder joins two neighbours at a time,
 
 with two products of a strip and a block-diagonal matrix: exact, and no more of M is multiplied than the blocks in use.
 The products take bfloat16 passes over operands split into parts: six over three parts, which is float32 accuracy,
-or three over two, which is enough for a matrix that holds 16 bits itself.
+or four over two, which is enough for a matrix that holds 16 bits itself.
 """
 
 import functools
@@ -97,7 +97,7 @@ def ladder(X: jax.Array, M: jax.Array, count: int = 3):
       count: bfloat16 parts of the operands of the products, 8 bits each.
 
     Yields:
-      None where other products should stand between two of these, so that the matrix unit has work; the inverse at last.
+      None where other products should stand between two of these, to keep the matrix unit busy; the inverse at last.
     """
     n, b, width = X.shape
     if n % 2:  # an odd one out is its own partner

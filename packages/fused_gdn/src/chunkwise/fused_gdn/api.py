@@ -19,6 +19,7 @@ from chunkwise.shared import (
     choose_implementation,
     decode,
     pad_tokens,
+    pieces,
 )
 from chunkwise.shared.packed import pad_lanes
 
@@ -123,8 +124,8 @@ class Static(NamedTuple):
 class Layout:
     """How the user's arrays become what the kernels read, and back.
 
-    Without states a packed batch stays one stream whose chunks may hold several sequences; with states every sequence
-    starts a chunk, in a copy of the tokens.
+    Without states a packed batch stays one stream whose chunks may hold several sequences; with states a chunk takes
+    as many steps as it holds sequences.
     """
 
     def __init__(self, static: Static, inputs, backward: bool = False):
@@ -138,43 +139,46 @@ class Layout:
         # What the forward keeps is packed alike.
         p = min(tiles.lane_packing(n, group, C) for n in each)
         self.shape = Shape(C, pad_lanes(self.K), pad_lanes(self.V), heads, group, p)
-        stream = cu_seqlens is not None and not with_states
-        self.chunks = Chunking(self.B, T, C, None if stream else cu_seqlens)
-        self.N = self.chunks.N
-        self.padded = self.chunks.NC * C if self.chunks.packed else max(T, C)
-        self.options = Options(self.padded, static.normalise, static.scale)
-        self.owner, around = None, [jnp.zeros_like(self.chunks.sequence)] * 3
-        if stream:
+        packed = cu_seqlens is not None
+        self.N = cu_seqlens.shape[0] - 1 if packed else self.B
+        self.padded = max(T, C)
+        self.options = Options(self.padded, packed and with_states, static.normalise, static.scale)
+        self.owner, self.empty = None, None
+        if self.options.pieces:
+            self.empty = jnp.diff(cu_seqlens) == 0
+            self.table = jnp.stack([x.astype(jnp.int32) for x in pieces(T, C, cu_seqlens)])
+            return
+        chunks = Chunking(self.B, T, C)
+        rows = [chunks.sequence, chunks.first.astype(jnp.int32), chunks.last.astype(jnp.int32)]
+        if packed:
             count = cu_seqlens.shape[0] - 1
-            token = jnp.arange(self.chunks.NC * C, dtype=jnp.int32)
+            token = jnp.arange(chunks.NC * C, dtype=jnp.int32)
             owner = jnp.searchsorted(cu_seqlens[1:], token, side="right").astype(jnp.int32)
             owner = jnp.where(token < T, owner, count).reshape(-1, C)
             final = owner[:, -1]
-            around = [jnp.concatenate([owner[:1, 0], final[:-1]]), final, jnp.full_like(final, count)]
+            rows += [jnp.concatenate([owner[:1, 0], final[:-1]]), final, jnp.full_like(final, count)]
             self.owner = jnp.tile(owner, (1, p))[:, None]
-        self.table = jnp.stack([
-            self.chunks.sequence, self.chunks.first.astype(jnp.int32), self.chunks.last.astype(jnp.int32), *around
-        ])  # fmt: skip
+        self.table = jnp.stack(rows)
 
     def tokens(self, x: jax.Array, width: int) -> jax.Array:
         """Return [B, T, heads, D] as the flat view [B, T', heads * width]; a reshape for whole lanes and chunks."""
-        x = pad_tokens(self.chunks.spread(x) if self.chunks.packed else x, self.padded)
+        x = pad_tokens(x, self.padded)
         if x.shape[3] != width:
             x = jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[3])])
         return x.reshape(*x.shape[:2], -1)
 
     def from_tokens(self, x: jax.Array, heads: int, size: int) -> jax.Array:
         """Return the flat view as [B, T, heads, size]."""
-        return self.chunks.gather(x.reshape(*x.shape[:2], heads, -1)[..., :size])
+        return x.reshape(*x.shape[:2], heads, -1)[:, : self.T, :, :size]
 
     def scalars(self, x: jax.Array) -> jax.Array:
         """Return [B, T, HV] as [B, blocks, T', heads]."""
-        x = pad_tokens(self.chunks.spread(x) if self.chunks.packed else x, self.padded)
+        x = pad_tokens(x, self.padded)
         return jnp.moveaxis(x.reshape(*x.shape[:2], -1, self.heads), 2, 1)
 
     def from_scalars(self, x: jax.Array) -> jax.Array:
         """Return [B, blocks, T', heads] as [B, T, HV]."""
-        return self.chunks.gather(jnp.moveaxis(x, 1, 2).reshape(x.shape[0], x.shape[2], -1))
+        return jnp.moveaxis(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)[:, : self.T]
 
     def states(self, x: jax.Array | None) -> jax.Array | None:
         """Return states [N, HV, K, V] float32, padded to whole lanes."""
@@ -186,10 +190,9 @@ class Layout:
     def from_states(self, x: jax.Array, empty: jax.Array | None) -> jax.Array:
         """Return states without padding; those of empty sequences are `empty`, None for zeros."""
         x = x[:, :, : self.K, : self.V]
-        if not self.chunks.packed:
+        if self.empty is None:
             return x
-        nothing = self.chunks.empty[:, None, None, None]
-        return jnp.where(nothing, 0.0 if empty is None else empty.astype(jnp.float32), x)
+        return jnp.where(self.empty[:, None, None, None], 0.0 if empty is None else empty.astype(jnp.float32), x)
 
     def operands(self, q, k, v, g, beta, initial_state):
         """Return the operands of the forward kernel."""

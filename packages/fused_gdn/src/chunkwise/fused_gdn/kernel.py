@@ -8,9 +8,9 @@ D_ij = exp(G_i - G_j),
     W  = X R                                      the same token by token, B W is v_new
     o  = scale e^G Q S + P W                      S' = e^G_last S + K^T e^(G_last - G) B W
 
-X and P of a chunk are made in the step before the one that takes the state through it. With bfloat16 tensors S enters
-its products as bfloat16: what rounding misses of S stays in S. X, P, R and W must not be rounded so: where keys repeat
-they oscillate, and the sums over them cancel. They keep 16 bits, as two bfloat16 parts; the inverse itself keeps 24.
+P of a chunk, and X as far as it takes no products, are made in the step before the one that takes the state through it.
+With bfloat16 tensors S enters its products as bfloat16: what rounding misses of S stays in S. X, P, R and W must not be
+rounded so: where keys repeat they oscillate, and the sums over them cancel. They keep 16 bits, as two bfloat16 parts.
 
 The matrices of p heads lie side by side in the lanes ("packed", see chunkwise.shared.packed): n = heads / p packs.
 """
@@ -100,14 +100,17 @@ class Part(NamedTuple):
 
     @property
     def heads(self) -> slice:
+        """Its value heads."""
         return slice(self.first, self.first + self.shape.heads)
 
     @property
     def packs(self) -> slice:
+        """Its packs."""
         return slice(self.first // self.shape.p, (self.first + self.shape.heads) // self.shape.p)
 
     @property
     def keys(self) -> slice:
+        """Its key heads."""
         return slice(self.first_key, self.first_key + self.shape.heads // self.shape.group)
 
     def cut(self, most: int) -> "list[Part]":
@@ -274,27 +277,50 @@ class Options(NamedTuple):
 
     Attributes:
       T: tokens; the last chunk may hold fewer than C.
+      pieces: a step is a piece of a chunk instead of a chunk (`chunkwise.shared.Pieces`).
       normalise: apply the l2 norm to q and k.
       scale: multiplies q.
     """
 
     T: int
+    pieces: bool
     normalise: bool
     scale: float
 
 
-def store_tiles(ref, tiles: jax.Array, first: int = 0) -> None:
+def own_rows(refs, step, c, s: Shape, opt: Options) -> jax.Array | None:
+    """Return which rows of chunk c belong to a step, bool [C, 1]; None for all. Others may hold anything."""
+    row = lax.broadcasted_iota(jnp.int32, (s.C, 1), 0)
+    if opt.pieces:
+        return (row >= refs.table[BEGIN, step]) & (row < refs.table[END, step])
+    return row < opt.T - c * s.C if opt.T % s.C else None
+
+
+def load_tokens(ref, own, width: int, heads: slice = slice(None)) -> jax.Array:
+    """Load the heads of a flat block, or some of them, as tiles [heads, C, width]; rows that are not own are zero."""
+    each = range(ref.shape[1] // width)[heads]
+    tiles = jnp.stack([ref[:, i * width : (i + 1) * width] for i in each])
+    return tiles if own is None else jnp.where(own, tiles, jnp.zeros_like(tiles))
+
+
+def store_own(ref, at, x, own) -> None:
+    """Store x in the lanes `at`, the own rows only; None for all."""
+    x = x.astype(ref.dtype)
+    ref[:, at] = x if own is None else jnp.where(own, x, ref[:, at])
+
+
+def store_tiles(ref, tiles: jax.Array, own=None, first: int = 0) -> None:
     """Store tiles [heads, C, width] as the heads from `first` on of a flat block [C, heads * width]."""
     width = tiles.shape[2]
     for i in range(tiles.shape[0]):
-        ref[:, (first + i) * width : (first + i + 1) * width] = tiles[i].astype(ref.dtype)
+        store_own(ref, slice((first + i) * width, (first + i + 1) * width), tiles[i], own)
 
 
-def zero_tail(x: jax.Array, c, s: Shape, T: int) -> jax.Array:
-    """Return x [..., C, width] of chunk c with the rows past the end of T tokens zero; they may hold anything."""
-    if T % s.C == 0:
-        return x
-    return jnp.where(lax.broadcasted_iota(jnp.int32, (s.C, 1), 0) < T - c * s.C, x, jnp.zeros_like(x))
+def clear(outputs) -> None:
+    """Store zeros."""
+    for ref in outputs:
+        if ref is not None:
+            ref[...] = jnp.zeros_like(ref)
 
 
 def lower_mask(s: Shape):
@@ -354,7 +380,13 @@ def _fwd_kernel(refs, *, s, opt, NT):
     def _():
         refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]
 
-    q, k, g, beta = load_chunk(refs, prepared - first, s, opt)
+    if opt.pieces:  # rows that no piece owns stay zero
+
+        @pl.when(refs.table[OPENS, passed] == 1)
+        def _():
+            clear([refs.o, refs.W])
+
+    q, k, g, beta = load_chunk(refs, own_rows(refs, prepared, prepared - first, s, opt), s, opt)
     owner, bf16 = load_owner(refs, prepared), k.dtype == jnp.bfloat16
     X, steps = None, iter(())
     if refs.o is None:
@@ -372,13 +404,14 @@ def _fwd_kernel(refs, *, s, opt, NT):
         if n:
             seen.append(see_state(refs, stages[n - 1], s))
     *_, X = X, *steps
+    own = own_rows(refs, passed, passed - first, s, opt)
     seen.append(see_state(refs, stages[-1], s))
     W = []
     for n, stage in enumerate(stages):
-        W.append(renew(refs, passed - first, X, stage, seen[n], opt, s))
+        W.append(renew(refs, own, X, stage, seen[n], opt, s))
         if n:
-            pass_state(refs, stages[n - 1], seen[n - 1], W[n - 1], opt, s)
-    pass_state(refs, stages[-1], seen[-1], W[-1], opt, s)
+            pass_state(refs, own, stages[n - 1], seen[n - 1], W[n - 1], opt, s)
+    pass_state(refs, own, stages[-1], seen[-1], W[-1], opt, s)
 
     if refs.X is not None:
         refs.X[...] = X
@@ -432,39 +465,37 @@ def see_state(refs, part: Part, s: Shape) -> Seen:
     return Seen(head_columns(refs.start[part.packs], s, s.V), *read_state(k, q, S.astype(k.dtype), part.shape))
 
 
-def renew(refs, c, X, part: Part, seen: Seen, opt: Options, s: Shape) -> jax.Array:
-    """Return W [heads, C, V] of chunk c."""
-    v = load_tokens(refs.v, c, s.V, s, opt, part.heads).astype(jnp.float32)
+def renew(refs, own, X, part: Part, seen: Seen, opt: Options, s: Shape) -> jax.Array:
+    """Return W [heads, C, V] of the chunk in scratch, whose rows are `own`."""
+    v = load_tokens(refs.v, own, s.V, part.heads).astype(jnp.float32)
     W = multiply_packed(lanes(parts(X[part.packs], refs.k.dtype)), v - seen.start * seen.KS, s.p, refs.k.dtype)
     if refs.W is not None:
-        store_tiles(refs.W, W, part.first)
+        store_tiles(refs.W, W, own if opt.pieces else None, part.first)
     return W
 
 
-def pass_state(refs, part: Part, seen: Seen, W, opt: Options, s: Shape) -> None:
+def pass_state(refs, own, part: Part, seen: Seen, W, opt: Options, s: Shape) -> None:
     """Write the output of the chunk in scratch and take the state through it."""
     k, end = refs.k_passed[part.keys], head_columns(refs.end[part.packs], s, s.V)
     if refs.o is not None:
-        own = multiply_packed(refs.scores[part.packs], W, s.p, k.dtype)
-        store_tiles(refs.o, (opt.scale * seen.start) * seen.QS + own, part.first)
+        o = (opt.scale * seen.start) * seen.QS + multiply_packed(refs.scores[part.packs], W, s.p, k.dtype)
+        store_tiles(refs.o, o, own if opt.pieces else None, part.first)
     S = refs.state[part.heads]
     refs.state[part.heads] = seen.start[:, -1:] * S + write_state(k, end * W, part.shape)
 
 
-# Rows of the table of chunks: what a chunk is in its sequence, and with an owner, the sequences around it.
-SEQUENCE, FIRST, LAST, BEFORE, FINAL, COUNT = range(6)
+# Rows of the table of steps: what a chunk is in its sequence; with an owner, the sequences around it; what a piece is.
+SEQUENCE, FIRST, LAST = range(3)
+BEFORE, FINAL, COUNT = range(3, 6)
+CHUNK, BEGIN, END, OPENS, CLOSES = range(3, 8)
 
 
-def load_tokens(ref, c, width: int, s: Shape, opt: Options, heads: slice = slice(None)) -> jax.Array:
-    """Load the heads of chunk c of a flat view, or some of them, as tiles [heads, C, width]."""
-    each = range(ref.shape[1] // width)[heads]
-    return zero_tail(jnp.stack([ref[:, i * width : (i + 1) * width] for i in each]), c, s, opt.T)
-
-
-def load_chunk(refs, c, s: Shape, opt: Options):
-    """Load q, k tiles and g, beta [C, heads] float32 of chunk c of a row of the batch."""
-    q, k = (load_tokens(ref, c, s.K, s, opt) for ref in (refs.q, refs.k))
-    g, beta = (zero_tail(ref[...].astype(jnp.float32), c, s, opt.T) for ref in (refs.g, refs.beta))
+def load_chunk(refs, own, s: Shape, opt: Options):
+    """Load q, k tiles and g, beta [C, heads] float32 of a chunk of a row of the batch."""
+    q, k = (load_tokens(ref, own, s.K) for ref in (refs.q, refs.k))
+    g, beta = (ref[...].astype(jnp.float32) for ref in (refs.g, refs.beta))
+    if own is not None:
+        g, beta = (jnp.where(own, x, 0.0) for x in (g, beta))
     if opt.normalise:
         q, k = (l2norm(x.astype(jnp.float32)).astype(x.dtype) for x in (q, k))
     return q, k, g, beta
@@ -497,11 +528,14 @@ class Blocks(NamedTuple):
     X: pl.BlockSpec
 
 
-def blocks(s: Shape, NT: int, at) -> Blocks:
-    """Return the BlockSpecs for the chunk `at(c)` of NT in step c."""
+def blocks(s: Shape, NT: int, at, pieces: bool) -> Blocks:
+    """Return the BlockSpecs for the chunk or piece `at(c)` of NT in step c."""
+
+    def chunk(b, c, table):
+        return table[CHUNK, b * NT + at(c)] if pieces else at(c)
 
     def tokens(width):
-        return pl.BlockSpec((None, s.C, width), lambda b, h, c, *_: (b, at(c), h))
+        return pl.BlockSpec((None, s.C, width), lambda b, h, c, table, *_: (b, chunk(b, c, table), h))
 
     def per_chunk(*tail):
         return pl.BlockSpec((None, None, *tail), lambda b, h, c, *_: (b, at(c), h, 0, 0))
@@ -509,7 +543,7 @@ def blocks(s: Shape, NT: int, at) -> Blocks:
     return Blocks(
         q=tokens(s.heads // s.group * s.K),
         v=tokens(s.heads * s.V),
-        gate=pl.BlockSpec((None, None, s.C, s.heads), lambda b, h, c, *_: (b, h, at(c), 0)),
+        gate=pl.BlockSpec((None, None, s.C, s.heads), lambda b, h, c, table, *_: (b, h, chunk(b, c, table), 0)),
         owner=pl.BlockSpec((None, 1, s.p * s.C), lambda b, h, c, *_: (at(c), 0, 0)),
         state=pl.BlockSpec(
             (None, s.heads, s.K, s.V), lambda b, h, c, table, *_: (table[SEQUENCE, b * NT + at(c)], h, 0, 0)
@@ -529,7 +563,7 @@ def launch(
       v: [B, T, HV * V].
       g, beta: [B, blocks, T, heads].
       initial_state: [N, HV, K, V] float32 or None.
-      table: int32 [6, B * NT], what every chunk is; rows as named above.
+      table: int32 [rows, B * NT], what every chunk or piece is; rows as named above.
       owner: int32 [NT, 1, p C] where chunks hold several sequences, else None.
       kept: X of an earlier launch, which is then not computed again, or None. "o" is wanted without it, and only then.
       N: number of states.
@@ -541,8 +575,10 @@ def launch(
       chunk in the type of k, W float32 like v, X [B, NT, HV / p, C, p C] float32.
     """
     B, T, _ = q.shape
-    HV, NT = v.shape[2] // s.V, pl.cdiv(T, s.C)
-    cut, passed = blocks(s, NT, lambda c: jnp.minimum(c, NT - 1)), blocks(s, NT, lambda c: jnp.maximum(c - 1, 0))
+    HV, NT = v.shape[2] // s.V, table.shape[1] // B
+    cut, passed = (
+        blocks(s, NT, at, opt.pieces) for at in (lambda c: jnp.minimum(c, NT - 1), lambda c: jnp.maximum(c - 1, 0))
+    )
     kinds = {
         "o": (passed.v, v.shape, v.dtype),
         "ht": (passed.state, (N, HV, s.K, s.V), jnp.float32),

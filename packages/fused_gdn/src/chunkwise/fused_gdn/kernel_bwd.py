@@ -20,11 +20,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn.config import Config
 from chunkwise.fused_gdn.kernel import (
+    CLOSES,
     FIRST,
     LAST,
     Options,
     Shape,
     blocks,
+    clear,
     flow_of,
     gate_sums,
     gates,
@@ -33,9 +35,11 @@ from chunkwise.fused_gdn.kernel import (
     load_chunk,
     load_owner,
     load_tokens,
+    own_rows,
     placed_keys,
     read_state,
     scores,
+    store_own,
     store_tiles,
 )
 from chunkwise.shared import dot, dot_nt, dot_tn, l2norm_gradient, named, out_struct, pallas_call
@@ -176,22 +180,30 @@ def _bwd_kernel(refs, *, s, opt, NT):
     def _():
         dS_ref[...] = jnp.zeros_like(dS_ref) if refs.dht is None else refs.dht[...]
 
-    q, k, g, beta = load_chunk(refs, c, s, opt)
-    do, W = load_tokens(refs.do, c, s.V, s, opt), load_tokens(refs.W, c, s.V, s, opt)
+    if opt.pieces:  # rows that no piece owns stay zero
+
+        @pl.when(refs.table[CLOSES, chunk] == 1)
+        def _():
+            clear([refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta])
+
+    own = own_rows(refs, chunk, c, s, opt)
+    q, k, g, beta = load_chunk(refs, own, s, opt)
+    do, W = load_tokens(refs.do, own, s.V), load_tokens(refs.W, own, s.V)
     gate = gates(gate_sums(g, beta, s, exact=k.dtype != jnp.bfloat16), slice(0, s.heads), s)
     flow = flow_of(gate, s, load_owner(refs, chunk))
     dq, dk, dv, later, earlier, dbeta, dS = chunk_gradients(
         q, k, gate, flow, refs.X[...], refs.h[...], W, do, dS_ref[...], opt.scale, s
     )
     if opt.normalise:
-        dq = l2norm_gradient(load_tokens(refs.q, c, s.K, s, opt), dq)
-        dk = l2norm_gradient(load_tokens(refs.k, c, s.K, s, opt), dk)
+        dq = l2norm_gradient(load_tokens(refs.q, own, s.K), dq)
+        dk = l2norm_gradient(load_tokens(refs.k, own, s.K), dk)
+    kept = own if opt.pieces else None
     for ref, tiles in ((refs.dq, dq), (refs.dk, dk), (refs.dv, dv)):
-        store_tiles(ref, tiles)
+        store_tiles(ref, tiles, kept)
     i, j = (lax.broadcasted_iota(jnp.int32, (1, s.C, s.C), axis) for axis in (1, 2))
     collect = lanes([jnp.where(i <= j, 1.0, 0.0), jnp.where(i > j, 1.0, 0.0)])
-    refs.dg[...] = dot(collect, rows([later[None], earlier[None]]))[0]
-    refs.dbeta[...] = dbeta
+    store_own(refs.dg, slice(None), dot(collect, rows([later[None], earlier[None]]))[0], kept)
+    store_own(refs.dbeta, slice(None), dbeta, kept)
     dS_ref[...] = dS
     if refs.dh0 is not None:
 
@@ -214,9 +226,9 @@ def launch(operands, N: int, want_state: bool, config: Config, opt: Options, s: 
       A dict of dq, dk, dv like q, k, v, dg, dbeta float32 like g, and dh0 [N, HV, K, V] float32 if wanted.
     """
     q, k, g, beta, h, W, X, do, dht, table, owner = operands
-    B, T, _ = q.shape
-    HV, NT = do.shape[2] // s.V, pl.cdiv(T, s.C)
-    cut = blocks(s, NT, lambda c: NT - 1 - c)
+    B = q.shape[0]
+    HV, NT = do.shape[2] // s.V, table.shape[1] // B
+    cut = blocks(s, NT, lambda c: NT - 1 - c, opt.pieces)
     kinds = {
         "dq": (cut.q, q.shape, q.dtype),
         "dk": (cut.q, k.shape, k.dtype),
