@@ -10,7 +10,6 @@ sequence has a chunk boundary where its state can be handed in and out.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -18,12 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from chunkwise.chunk_h.kernel import next_state_tile
 from chunkwise.shared import (
     Chunking,
     column_index,
     dot,
     dot_nt,
-    dot_tn,
     masked_exp,
     repeat_heads,
     row_index,
@@ -36,10 +35,6 @@ from chunkwise.solve_tril.xla import inverse
 
 # Products inside a chunk cost C per token, steps of the scan 1 / C: on CPUs 16 and 128 were slower than 32, 64 equal.
 _MOST_ROWS = 32
-
-# Parts of the heads that pass the state side by side: XLA's CPU backend runs independent operations of a loop on all
-# cores, but none of these products on more than one.
-_PARTS = 4
 
 # What the backward reads instead of computing it again.
 _KEPT = "kept"
@@ -72,7 +67,6 @@ def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
     chunks = Chunking(B, T, C, None if stream else cu_seqlens)
     masks = stream_masks(T, C, cu_seqlens) if stream else None
     h0 = None if initial_state is None else initial_state.astype(jnp.float32)
-    parts = math.gcd(_PARTS, B * HV)
 
     # One axis for batch and tokens: an axis of size 1 between others makes XLA copy what a loop reads.
     def by_time(x):
@@ -85,27 +79,19 @@ def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
     # Values per token are so few that they are put in order, heads first, for all chunks at once.
     def rows(x):
         x = jnp.moveaxis(chunks.per_batch(chunks.split_rows(x)), 1, 0).reshape(-1, B * HV, 1, C)
-        return jnp.where(masks.valid[:, None, None], x, 0.0) if stream else x
-
-    def cut(x):
-        return jnp.split(x, parts)
+        return x if masks is None else jnp.where(masks.valid[:, None, None], x, 0.0)
 
     @_checkpoint
-    def step(states, x):
+    def step(S, x):
         tokens, decays, beta, masks, first, sequence = x
         if chunks.packed:
-            fresh = jnp.zeros((HV, K, V)) if h0 is None else h0[sequence]
-            states = [jnp.where(first, new, S) for new, S in zip(cut(fresh), states, strict=True)]
+            S = jnp.where(first, 0.0 if h0 is None else h0[sequence], S)
         if stream:
             # Padding may hold anything, and products read every row of a chunk.
             tokens = [jnp.where(masks.valid[:, None, None], x, 0) for x in tokens]
-        q, k, v = map(heads, tokens)
-        prepared = _prepare(q, k, decays, beta, None if masks is None else masks.same)
-        done = [_pass(*x, scale) for x in zip(states, *map(cut, (v, *prepared)), strict=True)]
-        states = [S for S, _ in done]
-        o = jnp.concatenate([o for _, o in done])
+        S, o = _chunk(S, *map(heads, tokens), decays, beta, scale, None if masks is None else masks.same)
         o = jnp.moveaxis(o.reshape(B, HV, C, V), 1, 2).reshape(B * C, HV, V).astype(v.dtype)
-        return states, (o, jnp.concatenate(states) if chunks.packed and output_final_state else None)
+        return S, (o, S if chunks.packed and output_final_state else None)
 
     start = varying_zeros((B * HV, K, V), q, k, v, g, beta, initial_state)
     if h0 is not None and not chunks.packed:
@@ -115,8 +101,7 @@ def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
     tokens, g, beta, masks, first, sequence = jax.tree.map(
         _keep_loop, (tokens, rows(g), rows(beta), masks, first, sequence)
     )
-    xs = tokens, _decays(g, masks), beta, masks, first, sequence
-    states, (o, after) = lax.scan(step, cut(start), xs)
+    S, (o, after) = lax.scan(step, start, (tokens, _decays(g, masks), beta, masks, first, sequence))
     o = o[: chunks.NC // B].reshape(-1, B, C, HV, V)
     o = chunks.gather(jnp.moveaxis(o, 1, 0).reshape(B, -1, HV, V))
     if stream:
@@ -125,7 +110,7 @@ def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
     if not output_final_state:
         return o, None
     if not chunks.packed:
-        return o, jnp.concatenate(states).reshape(B, HV, K, V)
+        return o, S.reshape(B, HV, K, V)
     return o, jnp.where(chunks.empty[:, None, None, None], 0.0 if h0 is None else h0, after[chunks.final_chunk])
 
 
@@ -138,70 +123,53 @@ def _keep_loop(x):
     return x if x.shape[0] > 1 else jnp.concatenate([x, jnp.zeros_like(x)])
 
 
-def _prepare(q, k, decays, beta, same):
-    """Return what a chunk does to a state, which does not depend on it: the operands of `_pass` between v and scale.
+def _chunk(S, q, k, v, decays, beta, scale, same):
+    """Return the state after a chunk and its output, from the state S [HV, K, V] before it.
+
+    The new values are beta (I + A)^-1 (v - e^G k S), which is u - w S with one product less: here beta multiplies the
+    columns of A, so that its own gradient needs no division by it.
 
     Args:
-      q, k: [h, C, K].
-      decays: of the chunk, `Decays` without the axis of chunks.
+      q, k, v: [h, C, K], [h, C, K], [HV, C, V].
+      decays: `Decays` of the chunk.
       beta: rows [HV, 1, C].
+      scale: multiplies the output.
       same: bool [C, C], rows of one sequence, where the chunk may hold several; else None.
     """
-    HV, _, C = beta.shape
+    HV, C, _ = v.shape
     coarse, fine, from_start, to_end, through = decays
     below = strictly_lower(C) if same is None else strictly_lower(C) & same
     # The diagonal is left out: its 1 does not depend on gates, and in their gradient it would swamp decays of 1e-13.
     decay = masked_exp((_column(coarse) - coarse) + (_column(fine) - fine), below)
     both = jnp.concatenate([k, q], axis=1)
     kk, qk = jnp.split(repeat_heads(dot_nt(both, k), HV), 2, axis=1)
-    A = decay * kk * beta
-    A_inv = checkpoint_name(lax.stop_gradient(inverse(A)), _KEPT)
+    both = repeat_heads(both, HV) * _column(jnp.concatenate([from_start, from_start], axis=2))
+    seen_k, seen_q = jnp.split(dot(both, S), 2, axis=1)
+    v_new = _column(beta) * _solve(decay * kk * beta, v - seen_k)
     # A token reads its own value undecayed.
     scores = jnp.where(row_index(C) == column_index(C), qk, decay * qk)
-    rows = repeat_heads(both, HV) * _column(jnp.concatenate([from_start, from_start], axis=2))
-    return rows, repeat_heads(k, HV) * _column(to_end), A, A_inv, scores, _column(beta), through
+    return next_state_tile(S, k, v_new, _column(to_end), through), scale * (seen_q + dot(scores, v_new))
 
 
-def _pass(S, v, rows, k, A, A_inv, scores, beta, through, scale):
-    """Return the state after a chunk and the output of the chunk, for some of the heads.
-
-    The new values are beta (I + A)^-1 (v - e^G k S), which is u - w S with one product less: here beta multiplies the
-    columns of A, so that its own gradient needs no division by it.
-
-    Args:
-      S: the state before the chunk [h, K, V].
-      v: [h, C, V].
-      rows: keys, then queries, decayed from the start of the chunk [h, 2C, K].
-      k: keys, decayed to the end of the chunk [h, C, K].
-      A, A_inv: [h, C, C], strictly lower, and (I + A)^-1.
-      scores: decayed products of queries and keys [h, C, C].
-      beta: [h, C, 1].
-      through: decay over the whole chunk [h, 1, 1].
-      scale: multiplies the output.
-    """
-    seen_k, seen_q = jnp.split(dot(rows, S), 2, axis=1)
-    v_new = beta * _solve(A, A_inv, v - seen_k)
-    return through * S + dot_tn(k, v_new), scale * (seen_q + dot(scores, v_new))
+def _column(row):
+    return jnp.swapaxes(row, 1, 2)
 
 
 @jax.custom_jvp
-def _solve(A, A_inv, R):
-    """Return X = (I + A)^-1 R for A [h, C, C] and R [h, C, V], given the inverse.
+def _solve(A, R):
+    """Return X = (I + A)^-1 R for strictly lower A [HV, C, C] and R [HV, C, V].
 
-    dX = (I + A)^-1 (dR - dA X): the derivative does not go through the inverse, which is taken as a constant.
+    dX = (I + A)^-1 (dR - dA X): nothing is differentiated through the steps of the inverse.
     """
-    return dot(A_inv, R)
+    return dot(inverse(A), R)
 
 
 @_solve.defjvp
 def _solve_jvp(primals, tangents):
-    (_, A_inv, R), (dA, _, dR) = primals, tangents
+    (A, R), (dA, dR) = primals, tangents
+    A_inv = checkpoint_name(inverse(A), _KEPT)
     X = checkpoint_name(dot(A_inv, R), _KEPT)
     return X, dot(A_inv, dR - dot(dA, X))
-
-
-def _column(row):
-    return jnp.swapaxes(row, -1, -2)
 
 
 def _decays(g, masks):
