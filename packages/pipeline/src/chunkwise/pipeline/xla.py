@@ -33,7 +33,8 @@ from chunkwise.shared import (
 )
 from chunkwise.solve_tril.xla import inverse
 
-# Products inside a chunk cost C per token, steps of the scan 1 / C: on CPUs 16 and 128 were slower than 32, 64 equal.
+# Products inside a chunk cost C per token, steps of the scan and states that the backward keeps 1 / C: see
+# docs/performance.md.
 _MOST_ROWS = 32
 
 # What the backward reads instead of computing it again.
