@@ -136,6 +136,20 @@ def test_vmap(implementation):
         assert_close("vmap", got.reshape(expected.shape), expected, 1e-6)
 
 
+def test_forward_mode():
+    inputs = make_inputs(1, 40, 1, 2, 16, 16)
+    rng = np.random.default_rng(1)
+    tangents, do = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), (inputs, inputs["v"]))
+
+    def run(x):
+        return chunk_gated_delta_rule(**x, implementation="xla")[0]
+
+    forward = jnp.sum(do * jax.jvp(run, (inputs,), (tangents,))[1])
+    (grads,) = jax.vjp(run, inputs)[1](do)
+    reverse = sum(jnp.sum(grads[name] * tangents[name]) for name in inputs)
+    assert_close("derivative", forward, reverse, 1e-5)
+
+
 def test_remat():
     inputs = make_inputs(1, 70, 1, 1, 16, 16)
 
