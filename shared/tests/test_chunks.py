@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkwise.shared import Chunking, num_chunks, pad_tokens, stream_masks
+from chunkwise.shared import Chunking, num_chunks, pad_tokens, pieces, stream_masks
 from chunkwise.shared.stage_reference import chunks_of
 from chunkwise.shared.testing import boundaries
 
@@ -103,3 +103,23 @@ def test_stream_masks(lengths):
     np.testing.assert_array_equal(masks.ending, owner == owner[:, -1:])
     np.testing.assert_array_equal(masks.through, opening == owner[:, -1])
     np.testing.assert_array_equal(masks.valid, owner < 6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(LENGTHS)
+def test_pieces(lengths):
+    """Every token of a sequence is in one piece, in order; states enter and leave once; chunks open and close once."""
+    cuts = boundaries(*lengths)
+    p = jax.tree.map(np.asarray, pieces(T, C, cuts))
+    assert len(p.chunk) == T // C + 6
+    rows = [(s, c * C + i) for s, c, b, e in zip(p.sequence, p.chunk, p.begin, p.end, strict=True) for i in range(b, e)]
+    assert rows == list(zip(np.repeat(np.arange(6), lengths), range(sum(lengths)), strict=True))
+    filled = [n for n in range(6) if lengths[n]]
+    for flags, edges in ((p.first, cuts[:-1]), (p.last, cuts[1:])):
+        assert list(p.sequence[flags]) == filled
+        tokens = (p.chunk * C + (p.begin if flags is p.first else p.end))[flags]
+        assert list(tokens) == [int(edges[n]) for n in filled]
+    for flags in (p.opens, p.closes):
+        assert list(p.chunk[flags]) == list(range(T // C))
+    assert (np.diff(p.chunk) >= 0).all()
+    assert (np.diff(p.sequence) >= 0).all()

@@ -16,6 +16,8 @@ or four over two, which is enough for a matrix that holds 16 bits itself.
 """
 
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +87,7 @@ def begin_inverse(M: jax.Array) -> jax.Array:
     return substitute(diagonal_strip(M, min(SUBSTITUTION, M.shape[1])))
 
 
-def ladder(X: jax.Array, M: jax.Array, count: int = 3):
+def ladder(X: jax.Array, M: jax.Array, count: int = 3) -> Iterator[Any]:
     """Join neighbouring inverse blocks until one is left; a generator, because every product waits for the one before.
 
     Only every second block of a strip of M is in use, so two matrices share a product: one of them moves over by a

@@ -477,7 +477,7 @@ def renew(refs, own, X, part: Part, seen: Seen, opt: Options, s: Shape) -> jax.A
 def pass_state(refs, own, part: Part, seen: Seen, W, opt: Options, s: Shape) -> None:
     """Write the output of the chunk in scratch and take the state through it."""
     k, end = refs.k_passed[part.keys], head_columns(refs.end[part.packs], s, s.V)
-    if refs.o is not None:
+    if seen.QS is not None:
         o = (opt.scale * seen.start) * seen.QS + multiply_packed(refs.scores[part.packs], W, s.p, k.dtype)
         store_tiles(refs.o, o, own if opt.pieces else None, part.first)
     S = refs.state[part.heads]
