@@ -22,8 +22,8 @@ def specs(T, H, HV, K, V, dtype=jnp.bfloat16, B=1):
 def assert_float32_accuracy(text, tensors):
     """Fail unless every product of float32 operands asks for float32 accuracy; the others have bfloat16 operands.
 
-    The six products of the inverse are of bfloat16 parts: a CPU multiplies these as a TPU does, so what test_inverse
-    measures holds there too.
+    The products of the inverse are of bfloat16 parts, three for float32 tensors and two for bfloat16 ones: a CPU
+    multiplies these as a TPU does, so what tests of the inverse and of repeated keys measure holds there too.
     """
     for kernel in tpu.kernel_products(text):
         assert set(kernel) <= {("f32", "f32", "fp32"), ("bf16", "bf16", "")}
@@ -74,23 +74,19 @@ def test_sixteen_long_sequences(chip):
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_states_and_float32(chip):
-    def run(q, k, v, g, beta, h0, cu_seqlens):
-        return fused_chunk_gated_delta_rule(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            None,
-            h0,
-            True,
-            cu_seqlens=cu_seqlens,
-            implementation="pallas",
-            config=Config(heads=2, heads_bwd=2),
-        )
+    """Forward and backward of a pack whose sequences hand in and out their states."""
 
+    def run(cu_seqlens, cotangents, *x):
+        forward = lambda *x: fused_chunk_gated_delta_rule(
+            *x[:5], None, x[5], True, cu_seqlens=cu_seqlens, implementation="pallas",
+            config=Config(heads=2, heads_bwd=2),
+        )  # fmt: skip
+        results, pull = jax.vjp(forward, *x)
+        return results, pull(cotangents)
+
+    x = specs(300, 2, 2, 60, 100, jnp.float32)
     state, cu = jax.ShapeDtypeStruct((4, 2, 60, 100), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32)
-    text = tpu.compile_for(run, *specs(300, 2, 2, 60, 100, jnp.float32), state, cu, chip=chip).as_text()
+    text = tpu.compile_for(run, cu, (x[2], state), *x, state, chip=chip).as_text()
     assert_float32_accuracy(text, jnp.float32)
 
 
