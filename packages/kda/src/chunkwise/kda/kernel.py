@@ -8,14 +8,15 @@ products of `tile.interaction_tile`,
     W  = X R                                      B W is v_new
     o  = scale (Q e^G) S + P W                    S' = e^G_last S + (K e^(G_last - G))^T B W
 
-X and P of a chunk are made in the step before the one that takes the state through it: the products with the state fill
-the matrix unit while rows are eliminated in the inverse, which does not use it. With bfloat16 tensors S and the rows of
-decayed queries and keys enter their products as bfloat16. X, P, R, W and the decayed keys as columns must not be
-rounded so: where keys repeat, W oscillates and the sums over it cancel. They keep 16 bits, as two bfloat16 parts.
+P of a chunk, and X as far as it takes no products, are made in the step before the one that takes the state through it:
+the two halves of a step do not wait for one another. With bfloat16 tensors S and the rows of decayed queries and keys
+enter their products as bfloat16. X, P, R, W and the decayed keys as columns must not be rounded so: where keys repeat,
+W oscillates and the sums over it cancel. They keep 16 bits, as two bfloat16 parts.
 
 The [C, C] matrices of p heads lie side by side in the lanes ("packed", see chunkwise.shared.packed).
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -36,7 +37,7 @@ from chunkwise.shared import (
     pallas_call,
     to_column,
 )
-from chunkwise.shared.inverse import unit_lower_inverse
+from chunkwise.shared.inverse import SUBSTITUTION, begin_inverse, ladder
 from chunkwise.shared.packed import (
     LANES,
     lanes,
@@ -50,6 +51,9 @@ from chunkwise.shared.packed import (
     side_lanes,
     split_lanes,
 )
+
+# Heads that take the state through a chunk together.
+STAGE = 4
 
 
 class Operands(NamedTuple):
@@ -196,9 +200,11 @@ def _fwd_kernel(refs, *, static: Static, NC: int):
     q, k, g, beta, masks = load_chunk(refs, prepared, static, own)
     q = q * static.scale
     beta_rows = side_lanes(beta[:, None], p)
-    made = []
-    # Pack by pack, so that few tiles are alive; what follows runs in lock-step, which hides its latency.
+    made, passing = [], pass_chunk(refs, static, dtype)
+    # Pack by pack, so that few tiles are alive. The matrix unit takes products in the order in which they stand here,
+    # and where one waits, all wait: those of the chunk before, which wait for one another, stand between two packs.
     for n in range(0, heads, p):
+        next(passing, None)
         pack = range(n, n + p)
         q_pack, k_pack = (jnp.stack([x[i * own // heads] for i in pack]) for x in (q, k))
         store_block_sums(refs.sums, g[:, n * static.K : (n + p) * static.K], n * static.K // LANES)
@@ -206,15 +212,16 @@ def _fwd_kernel(refs, *, static: Static, NC: int):
         made.append(
             prepare_pack(q_pack, k_pack, to_column(beta[n : n + p, None]), sums, refs.table[...], masks, static, dtype)
         )
-    pass_state(refs, static, dtype)
+    for _ in passing:
+        pass
     decayed, ends, through, both = (jnp.concatenate(x) for x in zip(*made, strict=True))
     P, M = both[:, :C] * beta_rows, both[:, C:] * beta_rows
-    X = unit_lower_inverse(M, 3 if operand_dtype(dtype) == jnp.float32 else 2)
+    refs.strip[...], refs.M[...] = begin_inverse(M), M
     refs.decayed[...] = decayed.astype(refs.decayed.dtype)
     refs.ends[...], refs.through[...] = rows(parts(ends, dtype)), through
-    refs.inverse[...], refs.scores[...] = lanes(parts(X, dtype)), lanes(parts(P, dtype))
-    if refs.X is not None:
-        refs.X[...], refs.both[...] = X, both
+    refs.scores[...] = lanes(parts(P, dtype))
+    if refs.both is not None:
+        refs.both[...] = both
     if refs.ht is not None:
 
         @pl.when((step > 0) & (refs.last[passed] == 1))
@@ -247,24 +254,48 @@ def write_state(W, ends):
     return dot_tn(rows(left), rows(right))
 
 
-def pass_state(refs, static: Static, dtype) -> None:
-    """Write the output of the chunk whose X and P lie in scratch, and take the state through it."""
-    heads, C = static.config.heads, static.C
-    S, v = refs.state[...], refs.v[...].astype(jnp.float32)
+def pass_chunk(refs, static: Static, dtype) -> Iterator[None]:
+    """Finish the inverse of the chunk in scratch and take the state through it; yield where products may stand."""
+    heads, p = static.config.heads, static.p
+    X = None
+    for step in ladder(refs.strip[...], refs.M[...], 3 if operand_dtype(dtype) == jnp.float32 else 2):
+        X = step
+        yield
+    if refs.X is not None:
+        refs.X[...] = X
+    size = max(n for n in range(p, max(p, STAGE) + 1, p) if heads % n == 0)
+    stages = [slice(n, n + size) for n in range(0, heads, size)]
+    running = []
+    while stages or running:
+        if stages:
+            running.insert(0, pass_state(refs, X, stages.pop(0), static, dtype))
+        # The latest first, each a product behind the one before.
+        running = [stage for stage in running if next(stage, running) is not running]
+        yield
+
+
+def pass_state(refs, X, own: slice, static: Static, dtype) -> Iterator[None]:
+    """Write the output of some heads of the chunk in scratch, take their state through it; yield between products."""
+    C, V, p = static.C, static.V, static.p
+    packs, at = slice(own.start // p, own.stop // p), slice(own.start * V, own.stop * V)
+    S = refs.state[own]
     if refs.h is not None:
-        refs.h[...] = S.astype(refs.h.dtype)
+        refs.h[own] = S.astype(refs.h.dtype)
+    seen = read_state(refs.decayed[own], S)
+    yield
+    v = refs.v[:, at].astype(jnp.float32)
     if refs.v_owner is not None:
         row = refs.v_owner[...][None].astype(jnp.float32)
         v = jnp.where(to_column(row)[0] < static.sequences, v, 0.0)
-    seen = read_state(refs.decayed[...], S)
-    W = multiply_packed(refs.inverse[...], take_heads(v, heads) - seen[:, C:], static.p, dtype)
+    W = multiply_packed(lanes(parts(X[packs], dtype)), take_heads(v, own.stop - own.start) - seen[:, C:], p, dtype)
     if refs.W is not None:
-        refs.W[...] = put_heads(W)
-    o = seen[:, :C] + multiply_packed(refs.scores[...], W, static.p, dtype)
-    refs.o[...] = put_heads(o).astype(refs.o.dtype)
-    ends = refs.ends[...]
+        refs.W[:, at] = put_heads(W)
+    yield
+    o = seen[:, :C] + multiply_packed(refs.scores[packs], W, p, dtype)
+    refs.o[:, at] = put_heads(o).astype(refs.o.dtype)
+    ends = refs.ends[own]
     ends = [ends[:, i : i + C] for i in range(0, ends.shape[1], C)]
-    refs.state[...] = refs.through[...] * S + write_state(parts(W, dtype), ends)
+    refs.state[own] = refs.through[own] * refs.state[own] + write_state(parts(W, dtype), ends)
 
 
 def own_heads(heads: int, static: Static) -> int:
@@ -315,7 +346,7 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
         "ht": (passed["state"], out_struct((static.N, HV, V, K), jnp.float32, *x)),
         "h": (passed["boundary"], out_struct((NC, HV, V, K), operand, *x)),
         "W": (passed["value"], out_struct(x.v.shape, jnp.float32, *x)),
-        "X": (now["packed"], matrices),
+        "X": (passed["packed"], matrices),
         "both": (now["both"], out_struct((NC, HV // p, 2 * C, p * C), jnp.float32, *x)),
     }
     wanted = ["o", *["ht"] * final_state, *["h", "W", "X", "both"] * keep]
@@ -325,7 +356,8 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
         "decayed": pltpu.VMEM((heads, 2 * C, K), operand),
         "ends": pltpu.VMEM((heads, count * C, K), operand),
         "through": pltpu.VMEM((heads, 1, K), jnp.float32),
-        "inverse": pltpu.VMEM((heads // p, C, count * p * C), operand),
+        "strip": pltpu.VMEM((heads // p, min(C, SUBSTITUTION), p * C), jnp.float32),
+        "M": pltpu.VMEM((heads // p, C, p * C), jnp.float32),
         "scores": pltpu.VMEM((heads // p, C, count * p * C), operand),
         "sums": pltpu.VMEM((5, heads * K // LANES, C, LANES), jnp.float32),
     }
