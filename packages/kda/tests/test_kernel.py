@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from chunkwise.kda import Config, fused_chunk_kda, tile
+from chunkwise.shared import LOG2_E
 from chunkwise.shared.testing import assert_close, make_inputs, text_for_tpu
 
 
@@ -40,7 +41,7 @@ def test_interaction(C, base):
     g = -rng.random((1, C, 8))
     args = (jnp.asarray(x, jnp.float32) for x in (q, k))
     table = jnp.asarray(tile.level_table(C, base))[None]
-    levels = sums_of(g * tile.LOG2_E).levels
+    levels = sums_of(g * LOG2_E).levels
     turned = tile.interaction_tile(*args, levels, table, base, jnp.float32)
     G = np.cumsum(g, axis=1)
     decay = np.exp(np.tril(np.ones((C, C)))[None, :, :, None] * (G[:, :, None] - G[:, None]))

@@ -28,6 +28,7 @@ from chunkwise.shared.dot import bf16_parts, dot, dot_nt, dot_parts, dot_tn, emu
 from chunkwise.shared.launch import head_block, largest_divisor, named, pallas_call, pick_heads
 from chunkwise.shared.recurrence import l2norm, l2norm_gradient, packed_recurrence, recurrence, update
 from chunkwise.shared.tiles import (
+    LOG2_E,
     column_index,
     last_valid,
     lower,
@@ -46,6 +47,7 @@ from chunkwise.shared.unread import unless_unread
 __all__ = [
     "CHUNK_SIZES",
     "Chunking",
+    "LOG2_E",
     "Pieces",
     "StreamMasks",
     "bf16_parts",
@@ -85,8 +87,8 @@ __all__ = [
     "out_struct",
     "packed_recurrence",
     "pad_tokens",
-    "pieces",
     "pair_decay",
+    "pieces",
     "pallas_call",
     "per_channel",
     "pick_heads",

@@ -100,9 +100,8 @@ def dot_parts(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> jax.Array:
     m, n = a[0].shape[1], b[0].shape[2]
     both = dot(below(*a), beside(*b[:2]), jnp.bfloat16)
     part = lambda i, j: both[:, i * m : (i + 1) * m, j * n : (j + 1) * n]
-    if (
-        len(a) == 2
-    ):  # the product of both second parts is there anyway; without it repeated keys are off 10 times as much
+    if len(a) == 2:
+        # The product of both second parts is there anyway; without it repeated keys are off ten times as much.
         return part(0, 0) + (part(0, 1) + part(1, 0) + part(1, 1))
     half = a[0].shape[0] // 2
     if a[0].shape[0] % 2:

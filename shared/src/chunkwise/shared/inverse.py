@@ -30,6 +30,11 @@ from chunkwise.shared.packed import block_of, lane_index, rotate
 SUBSTITUTION = 16
 
 
+def strip_rows(C: int) -> int:
+    """Return the rows of the strip of `begin_inverse` for matrices of C rows."""
+    return min(SUBSTITUTION, C)
+
+
 def _rows(x: jax.Array, t: int, b: int) -> jax.Array:
     return x[:, t * b : (t + 1) * b]
 
@@ -84,7 +89,7 @@ def multiply_strips(a: jax.Array, b: jax.Array, count: int) -> jax.Array:
 
 def begin_inverse(M: jax.Array) -> jax.Array:
     """Return the strip that `ladder` starts from: the inverse of the diagonal blocks of I + M, row by row."""
-    return substitute(diagonal_strip(M, min(SUBSTITUTION, M.shape[1])))
+    return substitute(diagonal_strip(M, strip_rows(M.shape[1])))
 
 
 def ladder(X: jax.Array, M: jax.Array, count: int = 3) -> Iterator[Any]:

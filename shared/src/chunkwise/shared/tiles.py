@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+# Gates to base 2 are gates in nats times this; base 2 is what the machine's exponential takes.
+LOG2_E = 1.4426950408889634
+
 
 def row_index(size: int) -> jax.Array:
     """Return i of shape [1, size, size]."""

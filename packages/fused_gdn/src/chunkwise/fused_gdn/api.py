@@ -64,7 +64,7 @@ def fused_chunk_gated_delta_rule(
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced: new values never recompile. B must be 1.
         Sequences may be empty; tokens from cu_seqlens[N] on are padding and give zeros. The values are checked outside
         of jit only. Without states in or out, chunks stay aligned to the stream and the cost follows the tokens; with
-        states, every sequence starts a chunk.
+        states, a chunk takes as many steps as it holds sequences.
       chunk_size: C, one of 16, 32, 64, 128; static. All agree up to rounding.
       implementation: "pallas" (TPU kernels, interpreted elsewhere), "xla" (plain JAX, token by token), None (the best
         for the backend).
@@ -151,12 +151,11 @@ class Layout:
         chunks = Chunking(self.B, T, C)
         rows = [chunks.sequence, chunks.first.astype(jnp.int32), chunks.last.astype(jnp.int32)]
         if packed:
-            count = cu_seqlens.shape[0] - 1
             token = jnp.arange(chunks.NC * C, dtype=jnp.int32)
             owner = jnp.searchsorted(cu_seqlens[1:], token, side="right").astype(jnp.int32)
-            owner = jnp.where(token < T, owner, count).reshape(-1, C)
+            owner = jnp.where(token < T, owner, self.N).reshape(-1, C)
             final = owner[:, -1]
-            rows += [jnp.concatenate([owner[:1, 0], final[:-1]]), final, jnp.full_like(final, count)]
+            rows += [jnp.concatenate([owner[:1, 0], final[:-1]]), final, jnp.full_like(final, self.N)]
             self.owner = jnp.tile(owner, (1, p))[:, None]
         self.table = jnp.stack(rows)
 

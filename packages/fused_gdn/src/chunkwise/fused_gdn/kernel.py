@@ -26,6 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn.config import Config
 from chunkwise.shared import (
+    LOG2_E,
     bf16_parts,
     dot,
     dot_nt,
@@ -37,7 +38,7 @@ from chunkwise.shared import (
     split_gate,
     to_column,
 )
-from chunkwise.shared.inverse import SUBSTITUTION, begin_inverse, ladder
+from chunkwise.shared.inverse import begin_inverse, ladder, strip_rows
 from chunkwise.shared.packed import (
     block_of,
     lane_index,
@@ -50,7 +51,6 @@ from chunkwise.shared.packed import (
     split_lanes,
 )
 
-LOG2_E = 1.4426950408889634
 # 2 to its power is zero, and it can be added to without overflow.
 NEVER = -1e30
 # Heads that take the state through a chunk together: the products of one stage of theirs hide the latency of another.
@@ -241,7 +241,7 @@ class Gates(NamedTuple):
 def gates(x: Sums, heads: slice, s: Shape) -> Gates:
     """Return the gates of `heads`, whose shape is `s`."""
     *G, beta = packed_columns([*x.G, x.beta], heads, s)
-    *G_rows, beta_rows = [packed_rows(rows[heads], s) for rows in (*x.G_rows, x.beta_rows)]
+    *G_rows, beta_rows = [packed_rows(row[heads], s) for row in (*x.G_rows, x.beta_rows)]
     return Gates(G, G_rows, beta, beta_rows)
 
 
@@ -601,7 +601,7 @@ def launch(
             "q_passed": pltpu.VMEM((keys, s.C, s.K), k.dtype),
             "scores": pltpu.VMEM(wide, k.dtype),
             "M": pltpu.VMEM(packed, jnp.float32),
-            "strip": pltpu.VMEM((n, min(s.C, SUBSTITUTION), s.p * s.C), jnp.float32),
+            "strip": pltpu.VMEM((n, strip_rows(s.C), s.p * s.C), jnp.float32),
         }
     out = pallas_call(
         named(_fwd_kernel, names, [(n, n in want) for n in kinds], list(scratch), s=s, opt=opt, NT=NT),

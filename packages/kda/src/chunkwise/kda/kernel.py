@@ -28,6 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.kda import tile
 from chunkwise.kda.config import Config
 from chunkwise.shared import (
+    LOG2_E,
     dot_nt,
     dot_tn,
     l2norm,
@@ -37,7 +38,7 @@ from chunkwise.shared import (
     pallas_call,
     to_column,
 )
-from chunkwise.shared.inverse import SUBSTITUTION, begin_inverse, ladder
+from chunkwise.shared.inverse import begin_inverse, ladder, strip_rows
 from chunkwise.shared.packed import (
     LANES,
     lanes,
@@ -141,7 +142,7 @@ def store_block_sums(ref, g, first: int = 0) -> None:
     C = g.shape[0]
     by_row = [pl.ds(r, C // tile.SUBLANES, stride=tile.SUBLANES) for r in range(tile.SUBLANES)]
     for n in range(g.shape[1] // LANES):
-        ref[0, first + n] = g[:, n * LANES : (n + 1) * LANES] * tile.LOG2_E
+        ref[0, first + n] = g[:, n * LANES : (n + 1) * LANES] * LOG2_E
         sums = tile.block_sums([ref.at[0, first + n][row, :] for row in by_row])
         for i, x in enumerate(sums):
             for row, y in zip(by_row, x, strict=True):
@@ -356,7 +357,7 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
         "decayed": pltpu.VMEM((heads, 2 * C, K), operand),
         "ends": pltpu.VMEM((heads, count * C, K), operand),
         "through": pltpu.VMEM((heads, 1, K), jnp.float32),
-        "strip": pltpu.VMEM((heads // p, min(C, SUBSTITUTION), p * C), jnp.float32),
+        "strip": pltpu.VMEM((heads // p, strip_rows(C), p * C), jnp.float32),
         "M": pltpu.VMEM((heads // p, C, p * C), jnp.float32),
         "scores": pltpu.VMEM((heads // p, C, count * p * C), operand),
         "sums": pltpu.VMEM((5, heads * K // LANES, C, LANES), jnp.float32),

@@ -20,7 +20,6 @@ from chunkwise.shared.packed import lanes, parts, rows
 
 # Exponents of a base block that is anchored in its middle stay below this: e^40 squared is far inside float32.
 _SAFE_EXPONENT = 40.0
-LOG2_E = 1.4426950408889634
 # Rows of one vector register: blocks of so many rows are taken apart and put together for free.
 SUBLANES = 8
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.kda import tile
-from chunkwise.shared import dot, dot_nt, dot_tn, strictly_lower, varying_zeros
+from chunkwise.shared import LOG2_E, dot, dot_nt, dot_tn, strictly_lower, varying_zeros
 
 # Blocks of so many rows take all their levels as masked products; larger levels multiply only the pairs that exist.
 _BASE = 16
@@ -43,7 +43,7 @@ def interactions(q, k, g, base):
     def blocks(x, size):
         return x.reshape(M * C // size, size, x.shape[-1])
 
-    q, k, g = blocks(q, b), blocks(k, b), blocks(g * tile.LOG2_E, b)
+    q, k, g = blocks(q, b), blocks(k, b), blocks(g * LOG2_E, b)
     by_row = [g[:, r :: tile.SUBLANES] for r in range(tile.SUBLANES)]
     _, prefix, suffix = sums = tile.chunk_sums(
         g, *(jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_sums(by_row))
