@@ -10,49 +10,56 @@ from chunkwise.shared import LOG2_E
 from chunkwise.shared.testing import assert_close, make_inputs, text_for_tpu
 
 
-def sums_of(g):
-    """Return the sums of gates g [1, C, K]."""
+def decays_of(g, base):
+    """Return the decays of gates g [1, C, K] to base 2."""
     by_row = [jnp.asarray(g[:, r :: tile.SUBLANES], jnp.float32) for r in range(tile.SUBLANES)]
-    blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_sums(by_row)]
-    return tile.chunk_sums(jnp.asarray(g, jnp.float32), *blocks)
+    blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_decays(by_row, base)]
+    return tile.chunk_decays(blocks, base)
 
 
 @pytest.mark.parametrize("C", [16, 64])
+@pytest.mark.parametrize("base", [1, 8])
 @pytest.mark.parametrize("strength", [1e-3, 1.0, 30.0])
-def test_sums_of_the_gate(C, strength):
+def test_decays(C, base, strength):
     g = -strength * np.random.default_rng(0).random((1, C, 8))
-    sums = sums_of(g)
+    decays = decays_of(g, base)
     G = np.cumsum(g, axis=1)
-    assert_close("prefix", sums.prefix, G, 1e-6)
-    assert_close("suffix", sums.suffix, G[:, -1:] - G, 1e-6)
-    for level, sums_of_level in enumerate(sums.levels):
+    assert_close("start", decays.start, np.exp2(G), 1e-6)
+    assert_close("end", decays.end, np.exp2(G[:, -1:] - G), 1e-6)
+    for level, decay in enumerate(decays.levels, start=base.bit_length() - 1):
         b = 1 << level
         last_left = (np.arange(C) | (2 * b - 1)) - b
-        distance = -np.abs(G - G[:, last_left])
-        assert_close(f"level {b}", sums_of_level, distance, 1e-6)
+        assert_close(f"level {b}", decay, np.exp2(-np.abs(G - G[:, last_left])), 1e-6)
+    if base > 1:
+        G = np.cumsum(np.maximum(g, tile.LEAST_GATE), axis=1)
+        middle = G - G[:, np.arange(C) // base * base + base // 2 - 1]
+        for factor, sign in zip(decays.base, (1, -1), strict=True):
+            assert np.isfinite(factor).all()
+            assert_close("factor", factor * np.exp2(-sign * middle), np.ones_like(g), 1e-5)
 
 
 @pytest.mark.parametrize("C", [16, 64])
-@pytest.mark.parametrize("base", [1, 4, 16])
-def test_interaction(C, base):
-    """Every pair and every own product stands in exactly one of the products."""
+@pytest.mark.parametrize("base", [1, 8])
+@pytest.mark.parametrize("strength", [1.0, 100.0])
+def test_interaction(C, base, strength):
+    """Every pair and every own product stands in exactly one of the products, and none of them overflows."""
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((2, 1, C, 8))
-    g = -rng.random((1, C, 8))
+    g = -strength * rng.random((1, C, 8))
     args = (jnp.asarray(x, jnp.float32) for x in (q, k))
     table = jnp.asarray(tile.level_table(C, base))[None]
-    levels = sums_of(g * LOG2_E).levels
-    turned = tile.interaction_tile(*args, levels, table, base, jnp.float32)
+    turned = tile.interaction_tile(*args, decays_of(g * LOG2_E, base), table, jnp.float32)
     G = np.cumsum(g, axis=1)
     decay = np.exp(np.tril(np.ones((C, C)))[None, :, :, None] * (G[:, :, None] - G[:, None]))
     expected = [np.tril(np.einsum("hik,hijk,hjk->hij", x, decay, k), last) for x, last in ((q, 0), (k, -1))]
     assert_close("scores", jnp.swapaxes(turned, 1, 2), np.concatenate(expected, axis=1), 1e-6)
 
 
-@pytest.mark.parametrize("bound", [None, -30.0, -5.0, -1.0, 0.0])
-def test_base_block(bound):
-    base = tile.base_block(64, bound)
-    assert base == {None: 1, -30.0: 2, -5.0: 16, -1.0: 64, 0.0: 64}[bound]
+@pytest.mark.parametrize(("bound", "base"), [(None, 1), (-30.0, 1), (-16.0, 8), (-5.0, 8), (0.0, 8)])
+def test_base_block(bound, base):
+    """Any gate may come without a bound: bfloat16 tensors take 8 rows at once all the same."""
+    assert tile.base_block(bound, jnp.float32) == base
+    assert tile.base_block(bound, jnp.bfloat16) == 8
 
 
 @pytest.mark.interpreted

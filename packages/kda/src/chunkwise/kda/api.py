@@ -110,18 +110,29 @@ def fused_chunk_kda(
     check_chunk_size(chunk_size)
     implementation = choose_implementation(implementation, _IMPLEMENTATIONS, on_tpu="pallas")
     scale = K**-0.5 if scale is None else scale
-    base = tile.base_block(chunk_size, gate_lower_bound)
+    bases = [tile.base_block(gate_lower_bound, dtype) for dtype in (v.dtype, jnp.float32)]
     state = None if initial_state is None else jnp.swapaxes(initial_state.astype(jnp.float32), -1, -2)
     if implementation == "xla":
         return _xla(
-            q, k, v, g, beta, scale, state, cu_seqlens, output_final_state, use_qk_l2norm_in_kernel, chunk_size, base
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale,
+            state,
+            cu_seqlens,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            chunk_size,
+            bases[1],
         )
     _check_channels(K, V)
     config = config or tiles.default_for(H, HV, chunk_size, pad_lanes(K), pad_lanes(V), v.dtype.itemsize)
     number = isinstance(scale, (int, float))  # a kernel takes a number; a traced scale multiplies the output
     o, final_state = _pallas(
         q, k, v, g, beta, state, cu_seqlens, float(scale) if number else 1.0, output_final_state,
-        use_qk_l2norm_in_kernel, chunk_size, base, config,
+        use_qk_l2norm_in_kernel, chunk_size, *bases, config,
     )  # fmt: skip
     return _scaled(o, scale, number), final_state
 
@@ -181,8 +192,8 @@ def _xla(q, k, v, g, beta, scale, state, cu_seqlens, output_final_state, normali
     return o, _final(last, chunks, state)
 
 
-@functools.partial(jax.jit, static_argnums=(7, 8, 9, 10, 11, 12))
-def _pallas(q, k, v, g, beta, state, cu_seqlens, scale, output_final_state, normalise, C, base, config):
+@functools.partial(jax.jit, static_argnums=(7, 8, 9, 10, 11, 12, 13))
+def _pallas(q, k, v, g, beta, state, cu_seqlens, scale, output_final_state, normalise, C, base, backward_base, config):
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
     stream = cu_seqlens is not None and state is None and not output_final_state
@@ -213,7 +224,7 @@ def _pallas(q, k, v, g, beta, state, cu_seqlens, scale, output_final_state, norm
     )
     static = kernel.Static(
         H=H, HV=HV, C=C, K=pad_lanes(K), V=pad_lanes(V), N=chunks.N, scale=scale, normalise=normalise, base=base,
-        sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, config=config,
+        backward_base=backward_base, sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, config=config,
     )  # fmt: skip
     o, last = fused(x, static, output_final_state)
     o = chunks.gather(o.reshape(B, NC // B * C, HV, -1)[..., :V])

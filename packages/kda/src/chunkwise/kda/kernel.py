@@ -95,7 +95,8 @@ class Static(NamedTuple):
       sequences: how many sequences the owners number, 0 without owners.
       scale: multiplies the queries.
       normalise: whether queries and keys are scaled to unit length first.
-      base: rows of the diagonal blocks that one product covers.
+      base: rows of the diagonal blocks that one product covers, in the forward.
+      backward_base: in the backward, where gradients of strong gates are as small as the decays.
       config: tile sizes.
     """
 
@@ -109,6 +110,7 @@ class Static(NamedTuple):
     scale: float
     normalise: bool
     base: int
+    backward_base: int
     config: Config
 
     @property
@@ -133,30 +135,35 @@ def load_keys(x, own, normalise):
     return l2norm(heads).astype(x.dtype).astype(jnp.float32) if normalise else heads
 
 
-def store_block_sums(ref, g, first: int = 0) -> None:
-    """Store the gates g [C, heads K] of heads from tile `first` on, to base 2, and their `tile.block_sums` in `ref`.
+def decays_scratch(heads: int, C: int, K: int, base: int):
+    """Return the scratch of `store_block_decays`."""
+    return pltpu.VMEM((5 if base == 1 else 4, heads * K // LANES, C, LANES), jnp.float32)
 
-    Sums inside of blocks of 8 rows need whole registers of first, of second rows and so on: loads with a stride from
-    ref [5, heads K / 128, C, 128] bring them, stores with a stride take them back.
+
+def store_block_decays(ref, g, base: int, first: int = 0) -> None:
+    """Store the `tile.block_decays` of the gates g [C, heads K] of heads from tile `first` on.
+
+    Inside of blocks of 8 rows whole registers of first, of second rows and so on are needed: loads with a stride from
+    ref [n, heads K / 128, C, 128] bring them, stores with a stride take them back.
     """
     C = g.shape[0]
     by_row = [pl.ds(r, C // tile.SUBLANES, stride=tile.SUBLANES) for r in range(tile.SUBLANES)]
     for n in range(g.shape[1] // LANES):
         ref[0, first + n] = g[:, n * LANES : (n + 1) * LANES] * LOG2_E
-        sums = tile.block_sums([ref.at[0, first + n][row, :] for row in by_row])
-        for i, x in enumerate(sums):
+        decays = tile.block_decays([ref.at[0, first + n][row, :] for row in by_row], base)
+        for i, x in enumerate(decays):
             for row, y in zip(by_row, x, strict=True):
-                ref.at[i + 1, first + n][row, :] = y
+                ref.at[i, first + n][row, :] = y
 
 
-def load_sums(ref, heads: range, K: int) -> tile.Sums:
-    """Return the sums of the gates of some heads from what `store_block_sums` left."""
+def load_decays(ref, heads: range, K: int, base: int) -> tile.Decays:
+    """Return the decays of some heads from what `store_block_decays` left."""
     each = K // LANES
 
     def load(i):
         return jnp.stack([jnp.concatenate([ref[i, n * each + m] for m in range(each)], axis=1) for n in heads])
 
-    return tile.chunk_sums(*map(load, range(5)))
+    return tile.chunk_decays([load(i) for i in range(ref.shape[0])], base)
 
 
 def transposed(x):
@@ -165,13 +172,13 @@ def transposed(x):
     return jnp.swapaxes(x.reshape(p * C, R), 0, 1)[None]
 
 
-def prepare_pack(q, k, beta, sums: tile.Sums, table, masks, static: Static, dtype):
+def prepare_pack(q, k, beta, decays: tile.Decays, table, masks, static: Static, dtype):
     """Return what the state needs of a pack of heads in a chunk.
 
     Args:
       q, k: [p, C, K] float32, q scaled.
       beta: [p, C, 1].
-      sums: of the gate.
+      decays: between the rows of the chunk.
       table: `tile.level_table`.
       masks: of a chunk that holds several sequences, or None.
       static, dtype: of the kernel and of the operands of its products.
@@ -180,8 +187,8 @@ def prepare_pack(q, k, beta, sums: tile.Sums, table, masks, static: Static, dtyp
       The queries above the keys, decayed from the start of the chunk [p, 2 C, K]; the keys times beta, decayed to its
       end [p, C, K]; the decay over all of it [p, 1, K]; packed scores of queries above those of keys, [1, 2 C, p C].
     """
-    from_start, to_end, through = tile.boundary_tile(sums, masks)
-    both = transposed(tile.interaction_tile(q, k, sums.levels, table[None], static.base, dtype))
+    from_start, to_end, through = tile.boundary_tile(decays, masks)
+    both = transposed(tile.interaction_tile(q, k, decays, table[None], dtype))
     if masks is not None:
         both = jnp.where(tile.packed_pairs(masks.same, len(q)), both, 0.0)
     return rows([q, k]) * tile.twice(from_start), (k * beta) * to_end, through, both
@@ -196,7 +203,9 @@ def _fwd_kernel(refs, *, static: Static, NC: int):
     # Chunk 0 begins a sequence, so the state that step 0 makes of nothing is gone before step 1 uses it.
     @pl.when(refs.first[passed] == 1)
     def _():
-        refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]
+        @pl.loop(0, heads)
+        def _(n):
+            refs.state[n] = jnp.zeros_like(refs.state[n]) if refs.h0 is None else refs.h0[n]
 
     q, k, g, beta, masks = load_chunk(refs, prepared, static, own)
     q = q * static.scale
@@ -208,10 +217,12 @@ def _fwd_kernel(refs, *, static: Static, NC: int):
         next(passing, None)
         pack = range(n, n + p)
         q_pack, k_pack = (jnp.stack([x[i * own // heads] for i in pack]) for x in (q, k))
-        store_block_sums(refs.sums, g[:, n * static.K : (n + p) * static.K], n * static.K // LANES)
-        sums = load_sums(refs.sums, pack, static.K)
+        store_block_decays(refs.decays, g[:, n * static.K : (n + p) * static.K], static.base, n * static.K // LANES)
+        decays = load_decays(refs.decays, pack, static.K, static.base)
         made.append(
-            prepare_pack(q_pack, k_pack, to_column(beta[n : n + p, None]), sums, refs.table[...], masks, static, dtype)
+            prepare_pack(
+                q_pack, k_pack, to_column(beta[n : n + p, None]), decays, refs.table[...], masks, static, dtype
+            )
         )
     for _ in passing:
         pass
@@ -351,7 +362,7 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
         "both": (now["both"], out_struct((NC, HV // p, 2 * C, p * C), jnp.float32, *x)),
     }
     wanted = ["o", *["ht"] * final_state, *["h", "W", "X", "both"] * keep]
-    # The state, and what a step makes of its chunk for the next step to use; last, the sums of the gate.
+    # The state, and what a step makes of its chunk for the next step to use; last, decays.
     scratch = {
         "state": pltpu.VMEM((heads, V, K), jnp.float32),
         "decayed": pltpu.VMEM((heads, 2 * C, K), operand),
@@ -360,7 +371,7 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
         "strip": pltpu.VMEM((heads // p, strip_rows(C), p * C), jnp.float32),
         "M": pltpu.VMEM((heads // p, C, p * C), jnp.float32),
         "scores": pltpu.VMEM((heads // p, C, count * p * C), operand),
-        "sums": pltpu.VMEM((5, heads * K // LANES, C, LANES), jnp.float32),
+        "decays": decays_scratch(heads, C, K, static.base),
     }
     operands = {
         "table": (jnp.asarray(tile.level_table(C, static.base)), pl.BlockSpec((C, 2 * C), lambda *_: (0, 0))),

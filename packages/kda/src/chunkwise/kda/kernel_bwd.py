@@ -25,12 +25,13 @@ from chunkwise.kda import tile
 from chunkwise.kda.kernel import (
     Operands,
     Static,
+    decays_scratch,
     load_chunk,
-    load_sums,
+    load_decays,
     own_heads,
     put_heads,
     specs,
-    store_block_sums,
+    store_block_decays,
     take_heads,
 )
 from chunkwise.shared import (
@@ -48,7 +49,7 @@ from chunkwise.shared import (
     to_column,
     to_row,
 )
-from chunkwise.shared.packed import LANES, apply_transposed, lanes, multiply_packed, outer, parts, rows, side_lanes
+from chunkwise.shared.packed import apply_transposed, lanes, multiply_packed, outer, parts, rows, side_lanes
 
 
 def pair_table(C: int, base: int) -> np.ndarray:
@@ -63,13 +64,13 @@ def unpacked(x, p: int):
     return turned.reshape(x.shape[0] * p, -1, x.shape[1])
 
 
-def interaction_bwd_tile(q, k, levels, table, base, d, p: int, dtype):
+def interaction_bwd_tile(q, k, decays: tile.Decays, table, d, p: int, dtype):
     """Return the gradients of `tile.interaction_tile` of rows [h, 2 C, K] and of k as columns [h, C, K].
 
     Only of pairs i > j: the diagonal has no gate, and a gate's gradient would be the difference of its two equal parts.
 
     Args:
-      q, k, levels, base, dtype: as there.
+      q, k, decays, dtype: as there.
       table: `pair_table`.
       d: packed gradient [n, 2 C, p C] of the scores of queries above those of keys.
       p: heads of a pack.
@@ -79,7 +80,7 @@ def interaction_bwd_tile(q, k, levels, table, base, d, p: int, dtype):
     pairs, pairs_turned = jnp.concatenate([table] * p, axis=1)[None], jnp.swapaxes(table, 0, 1)[None]
     split = [y.astype(jnp.float32) for y in parts(d, dtype)]
     d_rows, d_columns = jnp.zeros_like(both), jnp.zeros_like(k)
-    for x in tile.level_factors(levels, base):
+    for x in tile.level_factors(decays):
         if x.b is None:
             own, decayed, mine, left = k * x.columns, both * x.rows, split, turned
             here, here_turned = pairs == x.index, pairs_turned == x.index
@@ -203,12 +204,12 @@ def _bwd_kernel(refs, *, static: Static, NC: int):
         refs.state[...] = jnp.zeros_like(refs.state) if refs.dht is None else refs.dht[...]
 
     q, k, g, beta_rows, masks = load_chunk(refs, chunk, static, own)
-    store_block_sums(refs.sums, g)
+    store_block_decays(refs.decays, g, static.backward_base)
     q, k = (jnp.stack([x[n * own // heads] for n in range(heads)]) for x in (q * static.scale, k))
     do, W, beta = refs.do[...], take_heads(refs.W[...], heads), to_column(beta_rows[:, None])
     if masks is not None:
         do = jnp.where(masks.valid[0], do, jnp.zeros_like(do))
-    boundary = tile.boundary_tile(load_sums(refs.sums, range(heads), K), masks)
+    boundary = tile.boundary_tile(load_decays(refs.decays, range(heads), K, static.backward_base), masks)
     x = outer_bwd_tile(
         q, k, beta, side_lanes(beta_rows[:, None], p), boundary, (refs.h[...], W, refs.X[...], refs.both[...]),
         take_heads(do, heads), refs.state[...], None if masks is None else masks.same, dtype,
@@ -224,8 +225,8 @@ def _bwd_kernel(refs, *, static: Static, NC: int):
     made = []
     for n in range(0, heads, p):
         at, d_scores = slice(n, n + p), x.d_scores[n // p : n // p + 1]
-        levels = load_sums(refs.sums, range(n, n + p), K).levels
-        made.append(interaction_bwd_tile(q[at], k[at], levels, refs.table[...], static.base, d_scores, p, dtype))
+        decays = load_decays(refs.decays, range(n, n + p), K, static.backward_base)
+        made.append(interaction_bwd_tile(q[at], k[at], decays, refs.table[...], d_scores, p, dtype))
     d_rows, d_columns = (jnp.concatenate(y) for y in zip(*made, strict=True))
     dq, dk, later, earlier = chunk_bwd_tile(q, k, d_rows, d_columns, x)
     refs.dg[...] = sum_over_rows(later, earlier, dtype)
@@ -261,7 +262,7 @@ def launch(x: Operands, h, W, X, both, do: jax.Array, dht: jax.Array | None, sta
     d_key = pl.BlockSpec((C, own * K), lambda b, n, *tables: (NC - 1 - n, b))
     d_keys = d_key, out_struct((NC * C, blocks * own * K), key_type, *x)
     operands = {
-        "table": (jnp.asarray(pair_table(C, static.base)), pl.BlockSpec((2 * C, C), lambda *_: (0, 0))),
+        "table": (jnp.asarray(pair_table(C, static.backward_base)), pl.BlockSpec((2 * C, C), lambda *_: (0, 0))),
         "q": (x.q, spec["key"]),
         "k": (x.k, spec["key"]),
         "g": (x.g, spec["gate"]),
@@ -285,7 +286,7 @@ def launch(x: Operands, h, W, X, both, do: jax.Array, dht: jax.Array | None, sta
     wanted = [name for name in outputs if name != "dh0" or x.initial_state is not None]
     scratch = {
         "state": pltpu.VMEM((heads, V, K), jnp.float32),
-        "sums": pltpu.VMEM((5, heads * K // LANES, C, LANES), jnp.float32),
+        "decays": decays_scratch(heads, C, K, static.backward_base),
     }
     names = ["first", "sequence", "last", "opening", *operands]
     results = pallas_call(

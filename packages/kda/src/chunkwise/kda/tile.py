@@ -8,30 +8,30 @@ e^(sum of g over (n, i]) and e^(sum of g over (j, n]): two exponents that are ne
 the rows and of the columns a whole level is one matrix product, for any gate.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from chunkwise.shared import dot_nt, last_valid, operand_dtype, to_column
+from chunkwise.shared import LOG2_E, dot_nt, last_valid, operand_dtype, to_column
 from chunkwise.shared.packed import lanes, parts, rows
 
-# Exponents of a base block that is anchored in its middle stay below this: e^40 squared is far inside float32.
-_SAFE_EXPONENT = 40.0
 # Rows of one vector register: blocks of so many rows are taken apart and put together for free.
 SUBLANES = 8
+# The least gate, to base 2, inside of base blocks of 8 rows. Four such gates leave 2^-96, so that with any gates the
+# factors of one product are numbers; a decay below it counts as 2^-24 = 6e-8, which a bfloat16 row cannot tell from 0.
+LEAST_GATE = -24.0
 
 
-def base_block(C: int, gate_lower_bound: float | None) -> int:
-    """Return the size of the diagonal blocks that one product anchored in the middle covers; 1 without a bound."""
-    if gate_lower_bound is None:
-        return 1
-    size = 1
-    while 2 * size <= C and size * -gate_lower_bound <= _SAFE_EXPONENT:
-        size *= 2
-    return size
+def base_block(gate_lower_bound: float | None, dtype) -> int:
+    """Return the size of the diagonal blocks that one product anchored in the middle covers: 8 rows, or 1 for none.
+
+    It is 8 where no gate is below `LEAST_GATE`, and for any gate if the tensors are bfloat16.
+    """
+    bounded = gate_lower_bound is not None and gate_lower_bound * LOG2_E >= LEAST_GATE
+    return SUBLANES if bounded or operand_dtype(dtype) == jnp.bfloat16 else 1
 
 
 def level_table(C: int, base: int) -> np.ndarray:
@@ -48,57 +48,72 @@ def level_table(C: int, base: int) -> np.ndarray:
     return np.concatenate([np.where(i >= j, level, -1), np.where(i > j, level, -1)], axis=1)
 
 
-class Sums(NamedTuple):
-    """Sums of the gate over the chunk, to base 2, all of one sign, so that nothing cancels.
+class Decays(NamedTuple):
+    """Decays between rows of a chunk, all [h, C, K].
 
     Attributes:
-      levels: per level b = 1, 2, ..., C/2 [h, C, K]: in right halves the sum over (n, i], in left halves over (j, n].
-      prefix: [h, C, K], the sum from the first row to i, both included.
-      suffix: [h, C, K], the sum over the rows after i.
+      base: the factors of rows and of columns of base blocks, anchored in their middle; None if the base is 1.
+      levels: per level b = base, 2 base, ..., C/2, in right halves over (n, i], in left halves over (j, n].
+      start: from the start of the chunk to row i, its gate included.
+      end: from row i to the end, its gate not included.
     """
 
+    base: tuple[jax.Array, jax.Array] | None
     levels: list[jax.Array]
-    prefix: jax.Array
-    suffix: jax.Array
+    start: jax.Array
+    end: jax.Array
 
 
-def join_sums(prefix: list[jax.Array], suffix: list[jax.Array], total) -> tuple[list, list, list]:
-    """Join neighbouring blocks of rows until one is left; `total` takes the sum of a block from its prefix.
+def join_blocks(start: list, end: list, join, total) -> list[list]:
+    """Join neighbouring blocks of rows until one is left.
+
+    Args:
+      start, end: what is between the start of its block and a row, between the row and the end of the block.
+      join: of two such things, where one follows the other.
+      total: of a block, from the last of its `start`.
 
     Returns:
-      The sums of every level on the way, the prefixes and the suffixes, all cut like the arguments.
+      Those of every level on the way, start and end, all cut like the arguments.
     """
-    levels, n, b = [], len(prefix), 1
+    levels, n, b = [], len(start), 1
     while b < n:
-        levels.append([prefix[i] if i & b else suffix[i] for i in range(n)])
-        lefts = [total(prefix[(i & -2 * b) + b - 1]) if i & b else 0.0 for i in range(n)]
-        rights = [0.0 if i & b else total(prefix[i | (2 * b - 1)]) for i in range(n)]
-        prefix = [x + y if i & b else x for i, (x, y) in enumerate(zip(prefix, lefts, strict=True))]
-        suffix = [x if i & b else x + y for i, (x, y) in enumerate(zip(suffix, rights, strict=True))]
+        levels.append([start[i] if i & b else end[i] for i in range(n)])
+        totals = [total(start[i | (b - 1)]) for i in range(n)]
+        start = [join(totals[i ^ b], x) if i & b else x for i, x in enumerate(start)]
+        end = [x if i & b else join(x, totals[i ^ b]) for i, x in enumerate(end)]
         b *= 2
-    return levels, prefix, suffix
+    return [*levels, start, end]
 
 
-def block_sums(g: list[jax.Array]) -> list[list[jax.Array]]:
-    """Return the sums of levels 2 and 4, prefix and suffix of blocks of 8 rows, given and returned row by row."""
-    (_, two, four), prefix, suffix = join_sums(g, [jnp.zeros_like(x) for x in g], lambda x: x)
-    return [two, four, prefix, suffix]
+def middle_sums(g: list[jax.Array]) -> list[jax.Array]:
+    """Return the sums from the middle of blocks of 8 rows to each row, given and returned row by row."""
+    half = SUBLANES // 2
+    g = [jnp.maximum(x, LEAST_GATE) for x in g]
+    left = list(itertools.accumulate(g[half - 1 : 0 : -1], jnp.subtract, initial=jnp.zeros_like(g[0])))
+    return left[::-1] + list(itertools.accumulate(g[half:]))
 
 
-def chunk_sums(g, two, four, prefix, suffix) -> Sums:
-    """Return all sums of a chunk from the gate to base 2 and its `block_sums`, all [h, C, K]."""
-    C = g.shape[1]
-    odd = (lax.broadcasted_iota(jnp.int32, (1, C, 1), 1) & 1) != 0
-    cut = [[x[:, i : i + SUBLANES] for i in range(0, C, SUBLANES)] for x in (prefix, suffix)]
-    levels, prefix, suffix = join_sums(*cut, lambda x: x[:, SUBLANES - 1 :])
-    return Sums([jnp.where(odd, g, 0.0), two, four, *map(rows, levels)], rows(prefix), rows(suffix))
+def block_decays(g: list[jax.Array], base: int) -> list[list[jax.Array]]:
+    """Return the decays in blocks of 8 rows that `chunk_decays` starts from, from gates to base 2, row by row.
+
+    Sums of gates have one sign, so nothing cancels; None is the sum of no gate.
+    """
+    join = lambda x, y: y if x is None else x if y is None else x + y
+    sums = join_blocks(g, [None] * len(g), join, lambda x: x)
+    if base > 1:
+        middle = middle_sums(g)
+        sums[:-2] = [middle, [-x for x in middle]]
+    return [[jnp.ones_like(g[0]) if x is None else jnp.exp2(x) for x in each] for each in sums]
 
 
-def middle_exponent(levels, base: int) -> jax.Array:
-    """Return the sums from the middle of every block of `base` rows to each row: negative after it, positive before."""
-    d = levels[base.bit_length() - 2]
-    after = (lax.broadcasted_iota(jnp.int32, d.shape, 1) & (base // 2)) != 0
-    return jnp.where(after, d, -d)
+def chunk_decays(blocks, base: int) -> Decays:
+    """Return all decays of a chunk from its `block_decays`, each [h, C, K]: decays in a row are multiplied."""
+    *inside, start, end = blocks
+    cut = [[x[:, i : i + SUBLANES] for i in range(0, start.shape[1], SUBLANES)] for x in (start, end)]
+    *levels, start, end = map(rows, join_blocks(*cut, jnp.multiply, lambda x: x[:, SUBLANES - 1 :]))
+    return (
+        Decays(None, inside + levels, start, end) if base == 1 else Decays((inside[0], inside[1]), levels, start, end)
+    )
 
 
 def twice(x: jax.Array) -> jax.Array:
@@ -136,13 +151,15 @@ class Level(NamedTuple):
     rows: jax.Array
 
 
-def level_factors(levels, base: int):
+def level_factors(x: Decays):
     """Yield the factors of every product, as `Level`; both halves of a chunk's rows have those of the row."""
-    if base > 1:
-        d = middle_exponent(levels, base)
-        yield Level(0, None, jnp.exp2(-d), twice(jnp.exp2(d)))
-    for index in range(base.bit_length() - 1, len(levels)):
-        b, e = 1 << index, jnp.exp2(levels[index])
+    C = x.start.shape[1]
+    if x.base is not None:
+        for_rows, for_columns = x.base
+        yield Level(0, None, for_columns, twice(for_rows))
+    for n, e in enumerate(x.levels):
+        index = C.bit_length() - 1 - len(x.levels) + n
+        b = 1 << index
         if b < SUBLANES:
             yield Level(index, None, e, twice(e))
         else:
@@ -150,14 +167,13 @@ def level_factors(levels, base: int):
             yield Level(index, b, left, twice(right))
 
 
-def interaction_tile(q, k, levels, table, base, dtype):
+def interaction_tile(q, k, decays: Decays, table, dtype):
     """Return the decayed products of queries and keys with keys, transposed.
 
     Args:
       q, k: [h, C, K] float32.
-      levels: the sums of the gate per level.
-      table: `level_table` [1, C, 2 C].
-      base: rows of the diagonal blocks that one product covers; 1 for any gate.
+      decays: between the rows.
+      table: `level_table` [1, C, 2 C], for the base of the decays.
       dtype: of the operands of the products. The columns keep 16 bits: the rounding of a row is the same for all its
         columns, it acts like another query or key, and no sum of new values amplifies it; that of a column differs
         from row to row of the sum.
@@ -170,10 +186,11 @@ def interaction_tile(q, k, levels, table, base, dtype):
     raw = both.astype(operand)
     last = jnp.sum(q[:, C - 1 :] * k[:, C - 1 :], axis=-1, keepdims=True)
     out = jnp.where(table == C.bit_length() - 1, last, 0.0)
-    for x in level_factors(levels, base):
+    for x in level_factors(decays):
         if x.b is None:
             # Columns of level 1 have no decay: they are the keys, which are exact.
-            own = (k.astype(operand),) if (x.index, base) == (0, 1) else parts(k * x.columns, dtype)
+            exact = x.index == 0 and decays.base is None
+            own = (k.astype(operand),) if exact else parts(k * x.columns, dtype)
             decayed = (both * x.rows).astype(operand)
             product = dot_nt(lanes(own), lanes([decayed] * len(own)))
             out = jnp.where(table == x.index, product, out)
@@ -216,7 +233,7 @@ def stream_tile(owner, opening, sequences) -> Masks:
     return Masks(col == row, col == opening, col == last, last == opening, col < sequences)
 
 
-def boundary_tile(sums: Sums, masks: Masks | None):
+def boundary_tile(decays: Decays, masks: Masks | None):
     """Return the decays to the boundaries of the chunk.
 
     Returns:
@@ -224,9 +241,8 @@ def boundary_tile(sums: Sums, masks: Masks | None):
       to_end [h, C, K], from each row to the end, zero for rows of sequences that ended.
       through [h, 1, K], over the whole chunk, zero if a sequence ends in it.
     """
-    C = sums.prefix.shape[1]
-    from_start, to_end = jnp.exp2(sums.prefix), jnp.exp2(sums.suffix)
-    through = from_start[:, C - 1 :]
+    from_start, to_end = decays.start, decays.end
+    through = from_start[:, -1:]
     if masks is not None:
         from_start, to_end = jnp.where(masks.carried, from_start, 0.0), jnp.where(masks.ending, to_end, 0.0)
         through = jnp.where(masks.through, through, 0.0)

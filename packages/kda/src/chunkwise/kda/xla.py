@@ -33,7 +33,7 @@ class Tables(NamedTuple):
 
 
 def interactions(q, k, g, base):
-    """Return (scores of queries with keys, of keys with keys, sums of the gate) of chunks [M, C, K].
+    """Return scores of queries with keys, of keys with keys, decays from the start and to the end of chunks [M, C, K].
 
     Blocks of `_BASE` rows as in the kernels, then neighbouring blocks are joined: the corner is one product.
     """
@@ -45,18 +45,16 @@ def interactions(q, k, g, base):
 
     q, k, g = blocks(q, b), blocks(k, b), blocks(g * LOG2_E, b)
     by_row = [g[:, r :: tile.SUBLANES] for r in range(tile.SUBLANES)]
-    _, prefix, suffix = sums = tile.chunk_sums(
-        g, *(jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_sums(by_row))
-    )
-    table = jnp.asarray(tile.level_table(b, min(base, b)))[None]
-    scores = jnp.swapaxes(tile.interaction_tile(q, k, sums.levels, table, min(base, b), jnp.float32), 1, 2)
+    in_blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_decays(by_row, base)]
+    *_, start, end = decays = tile.chunk_decays(in_blocks, base)
+    table = jnp.asarray(tile.level_table(b, base))[None]
+    scores = jnp.swapaxes(tile.interaction_tile(q, k, decays, table, jnp.float32), 1, 2)
     scores_q, scores_k = scores[:, :b], scores[:, b:]
     while b < C:
-        pairs = [x.reshape(M * C // (2 * b), 2, b, -1) for x in (q, k, prefix, suffix, scores_q, scores_k)]
-        (_, q_right), (k_left, k_right), (P_left, P_right), (S_left, S_right) = ((x[:, 0], x[:, 1]) for x in pairs[:4])
-        decay = jnp.exp2(P_right)
-        rows = jnp.concatenate([q_right * decay, k_right * decay], axis=1)
-        corner = dot_nt(rows, k_left * jnp.exp2(S_left))
+        pairs = [x.reshape(M * C // (2 * b), 2, b, -1) for x in (q, k, start, end, scores_q, scores_k)]
+        (_, q_right), (k_left, k_right), (s_left, s_right), (e_left, e_right) = ((x[:, 0], x[:, 1]) for x in pairs[:4])
+        rows = jnp.concatenate([q_right * s_right, k_right * s_right], axis=1)
+        corner = dot_nt(rows, k_left * e_left)
 
         def joined(x, lower_left):
             left, right = x[:, 0], x[:, 1]
@@ -64,10 +62,10 @@ def interactions(q, k, g, base):
             return jnp.concatenate([top, jnp.concatenate([lower_left, right], axis=2)], axis=1)
 
         scores_q, scores_k = joined(pairs[4], corner[:, :b]), joined(pairs[5], corner[:, b:])
-        prefix = jnp.concatenate([P_left, P_right + P_left[:, -1:]], axis=1)
-        suffix = jnp.concatenate([S_left + P_right[:, -1:], S_right], axis=1)
+        start = jnp.concatenate([s_left, s_left[:, -1:] * s_right], axis=1)
+        end = jnp.concatenate([e_left * s_right[:, -1:], e_right], axis=1)
         b *= 2
-    return scores_q, scores_k, blocks(prefix, C), blocks(suffix, C)
+    return scores_q, scores_k, blocks(start, C), blocks(end, C)
 
 
 def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states) -> tuple[jax.Array, Any, Any]:
@@ -94,7 +92,7 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
     def per_step(x):
         return x.reshape(steps, n, *x.shape[1:])
 
-    scores, M, prefix, suffix = map(per_step, interactions(flat(q), flat(k), flat(g), base))
+    scores, M, from_start, to_end = map(per_step, interactions(flat(q), flat(k), flat(g), base))
     if tables.same is not None:
         scores, M = (jnp.where(tables.same[:, None], x, 0.0) for x in (scores, M))
     beta = beta[..., None]
@@ -108,17 +106,19 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
     start = zero if initial_state is None or packed_states else initial_state
 
     def step(S, x):
-        rows, k, v, beta, scores, X, prefix, suffix, t = x
+        rows, k, v, beta, scores, X, from_start, to_end, t = x
         if tables.first is not None:
             S = jnp.where(t.first, zero if initial_state is None else initial_state[t.sequence], S)
         masks = None
         if tables.carried is not None:
             masks = tile.Masks(t.same, t.carried[None, :, None], t.ending[None, :, None], t.through, None)
-        from_start, to_end, through = tile.boundary_tile(tile.Sums([], prefix, suffix), masks)
+        from_start, to_end, through = tile.boundary_tile(tile.Decays(None, [], from_start, to_end), masks)
         seen = dot_nt(rows * tile.twice(from_start), S)
         v_new = dot(X, beta * (v - seen[:, C:]))
         o, S = seen[:, :C] + dot(scores, v_new), through * S + dot_tn(v_new, k * to_end)
         return S, (o, S if keep_states else None)
 
-    S, (o, states) = lax.scan(step, start, (rows, k, v.astype(jnp.float32), beta, scores, X, prefix, suffix, tables))
+    S, (o, states) = lax.scan(
+        step, start, (rows, k, v.astype(jnp.float32), beta, scores, X, from_start, to_end, tables)
+    )
     return o, S, states
