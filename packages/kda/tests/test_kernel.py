@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from chunkwise.kda import Config, fused_chunk_kda, tile
 from chunkwise.shared import LOG2_E
@@ -11,7 +12,7 @@ from chunkwise.shared.testing import assert_close, make_inputs, text_for_tpu
 
 
 def decays_of(g, base):
-    """Return the decays of gates g [1, C, K] to base 2."""
+    """Return the decays of gates g [h, C, K] to base 2."""
     by_row = [jnp.asarray(g[:, r :: tile.SUBLANES], jnp.float32) for r in range(tile.SUBLANES)]
     blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_decays(by_row, base)]
     return tile.chunk_decays(blocks, base)
@@ -41,14 +42,23 @@ def test_decays(C, base, strength):
 @pytest.mark.parametrize("C", [16, 64])
 @pytest.mark.parametrize("base", [1, 8])
 @pytest.mark.parametrize("strength", [1.0, 100.0])
-def test_interaction(C, base, strength):
+@pytest.mark.parametrize("pairs", [False, True])
+def test_interaction(C, base, strength, pairs):
     """Every pair and every own product stands in exactly one of the products, and none of them overflows."""
     rng = np.random.default_rng(0)
-    q, k = rng.standard_normal((2, 1, C, 8))
-    g = -strength * rng.random((1, C, 8))
+    q, k = rng.standard_normal((2, 2, C, 8))
+    g = -strength * rng.random((2, C, 8))
     args = (jnp.asarray(x, jnp.float32) for x in (q, k))
     table = jnp.asarray(tile.level_table(C, base))[None]
-    turned = tile.interaction_tile(*args, decays_of(g * LOG2_E, base), table, jnp.float32)
+    leaves, structure = jax.tree.flatten(decays_of(g * LOG2_E, base))
+
+    def kernel(q, k, table, *refs):
+        *decays, out = refs
+        decays = jax.tree.unflatten(structure, [x[...] for x in decays])
+        out[...] = tile.interaction_tile(q[...], k[...], decays, table[...], jnp.float32, pairs)
+
+    shape = jax.ShapeDtypeStruct((2, C, 2 * C), jnp.float32)
+    turned = pl.pallas_call(kernel, out_shape=shape, interpret=True)(*args, table, *leaves)
     G = np.cumsum(g, axis=1)
     decay = np.exp(np.tril(np.ones((C, C)))[None, :, :, None] * (G[:, :, None] - G[:, None]))
     expected = [np.tril(np.einsum("hik,hijk,hjk->hij", x, decay, k), last) for x, last in ((q, 0), (k, -1))]

@@ -188,7 +188,7 @@ def prepare_pack(q, k, beta, decays: tile.Decays, table, masks, static: Static, 
       end [p, C, K]; the decay over all of it [p, 1, K]; packed scores of queries above those of keys, [1, 2 C, p C].
     """
     from_start, to_end, through = tile.boundary_tile(decays, masks)
-    both = transposed(tile.interaction_tile(q, k, decays, table[None], dtype))
+    both = transposed(tile.interaction_tile(q, k, decays, table[None], dtype, pairs=len(q) % 2 == 0))
     if masks is not None:
         both = jnp.where(tile.packed_pairs(masks.same, len(q)), both, 0.0)
     return rows([q, k]) * tile.twice(from_start), (k * beta) * to_end, through, both

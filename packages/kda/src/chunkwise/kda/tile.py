@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.shared import LOG2_E, dot_nt, last_valid, operand_dtype, to_column
-from chunkwise.shared.packed import lanes, parts, rows
+from chunkwise.shared.packed import lanes, pack_members, parts, rotate, rows
 
 # Rows of one vector register: blocks of so many rows are taken apart and put together for free.
 SUBLANES = 8
@@ -37,13 +37,11 @@ def base_block(gate_lower_bound: float | None, dtype) -> int:
 def level_table(C: int, base: int) -> np.ndarray:
     """Return int32 [C, 2 C], which product holds the pair of column j and row i, of queries, then of keys; -1 for none.
 
-    Product l is that of level b = 2^l, or for l = 0 that of the base blocks. The last row of a left half has no decay
-    in it as a row or as a column, so there its own query and key stand; those of row C - 1 do in none: log2 C.
+    Product l is that of level b = 2^l, or for l = 0 that of the base blocks, which holds rows with themselves too.
+    Without base blocks the product of a row with itself is none of them: log2 C.
     """
     j, i = np.arange(C)[:, None], np.arange(C)[None]
-    level = np.frompyfunc(lambda x: x.bit_length() - 1, 1, 1)(i ^ j).astype(np.int32)
-    own = np.frompyfunc(lambda x: (~x & (x + 1)).bit_length() - 1, 1, 1)(i + 0 * j).astype(np.int32)
-    level = np.where(i == j, own, level)
+    level = np.frompyfunc(lambda x: (x or C).bit_length() - 1, 1, 1)(i ^ j).astype(np.int32)
     level = np.where((i ^ j) < base, 0, level) if base > 1 else level
     return np.concatenate([np.where(i >= j, level, -1), np.where(i > j, level, -1)], axis=1)
 
@@ -167,7 +165,7 @@ def level_factors(x: Decays):
             yield Level(index, b, left, twice(right))
 
 
-def interaction_tile(q, k, decays: Decays, table, dtype):
+def interaction_tile(q, k, decays: Decays, table, dtype, pairs: bool = False):
     """Return the decayed products of queries and keys with keys, transposed.
 
     Args:
@@ -177,15 +175,18 @@ def interaction_tile(q, k, decays: Decays, table, dtype):
       dtype: of the operands of the products. The columns keep 16 bits: the rounding of a row is the same for all its
         columns, it acts like another query or key, and no sum of new values amplifies it; that of a column differs
         from row to row of the sum.
+      pairs: whether two heads share the products of large levels: the time of a product goes with what stands still in
+        the matrix unit, all rows, while a level needs the right halves only. Those of an odd head take the place of the
+        left halves of the even one.
 
     Returns:
       [h, C, 2 C] float32: for key j <q_i, e^(G_i - G_j) k_j>, i >= j, beside <k_i, e^(G_i - G_j) k_j>, i > j.
     """
-    C, operand = k.shape[1], operand_dtype(dtype)
+    h, C, operand = k.shape[0], k.shape[1], operand_dtype(dtype)
     both = rows([q, k])
-    raw = both.astype(operand)
-    last = jnp.sum(q[:, C - 1 :] * k[:, C - 1 :], axis=-1, keepdims=True)
-    out = jnp.where(table == C.bit_length() - 1, last, 0.0)
+    out = 0.0
+    if decays.base is None:
+        out = jnp.where(table == C.bit_length() - 1, jnp.sum(q * k, axis=-1, keepdims=True), 0.0)
     for x in level_factors(decays):
         if x.b is None:
             # Columns of level 1 have no decay: they are the keys, which are exact.
@@ -196,13 +197,21 @@ def interaction_tile(q, k, decays: Decays, table, dtype):
             out = jnp.where(table == x.index, product, out)
             continue
         # Only left halves have pairs as columns, right halves as rows; taking whole registers apart is free.
-        own = parts(halves(k, x.b)[0] * x.columns, dtype)
+        own = lanes(parts(halves(k, x.b)[0] * x.columns, dtype))
         decayed = halves(both, x.b)[1] * x.rows
+        even, odd = pack_members(decayed, 2) if pairs else (decayed, decayed)
         if x.b == SUBLANES:
-            decayed = join_halves(halves(both, x.b)[0], decayed, x.b).astype(operand)
+            decayed = join_halves(odd, even, x.b).astype(operand)
         else:
-            decayed = join_halves(halves(raw, x.b)[0], decayed.astype(operand), x.b)
-        product = dot_nt(lanes(own), lanes([decayed] * len(own)))
+            decayed = join_halves(odd.astype(operand), even.astype(operand), x.b)
+        decayed = lanes([decayed] * (own.shape[2] // decayed.shape[2]))
+        if pairs:
+            product = dot_nt(rows(pack_members(own, 2)), decayed)
+            product = jnp.stack([product[:, : C // 2], rotate(product[:, C // 2 :], x.b)], axis=1).reshape(
+                h, C // 2, 2 * C
+            )
+        else:
+            product = dot_nt(own, decayed)
         left, right = halves(out, x.b)
         out = join_halves(jnp.where(halves(table, x.b)[0] == x.index, product, left), right, x.b)
     return out
