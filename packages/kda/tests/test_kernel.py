@@ -11,11 +11,10 @@ from chunkwise.shared import LOG2_E
 from chunkwise.shared.testing import assert_close, make_inputs, text_for_tpu
 
 
-def decays_of(g, base):
-    """Return the decays of gates g [h, C, K] to base 2."""
+def blocks_of(g, base):
+    """Return the decays in blocks of gates g [h, C, K] to base 2."""
     by_row = [jnp.asarray(g[:, r :: tile.SUBLANES], jnp.float32) for r in range(tile.SUBLANES)]
-    blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_decays(by_row, base)]
-    return tile.chunk_decays(blocks, base)
+    return [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_decays(by_row, base)]
 
 
 @pytest.mark.parametrize("C", [16, 64])
@@ -23,7 +22,7 @@ def decays_of(g, base):
 @pytest.mark.parametrize("strength", [1e-3, 1.0, 30.0])
 def test_decays(C, base, strength):
     g = -strength * np.random.default_rng(0).random((1, C, 8))
-    decays = decays_of(g, base)
+    decays = tile.chunk_decays(blocks_of(g, base), base)
     G = np.cumsum(g, axis=1)
     assert_close("start", decays.start, np.exp2(G), 1e-6)
     assert_close("end", decays.end, np.exp2(G[:, -1:] - G), 1e-6)
@@ -50,19 +49,26 @@ def test_interaction(C, base, strength, pairs):
     g = -strength * rng.random((2, C, 8))
     args = (jnp.asarray(x, jnp.float32) for x in (q, k))
     table = jnp.asarray(tile.level_table(C, base))[None]
-    leaves, structure = jax.tree.flatten(decays_of(g * LOG2_E, base))
 
     def kernel(q, k, table, *refs):
-        *decays, out = refs
-        decays = jax.tree.unflatten(structure, [x[...] for x in decays])
-        out[...] = tile.interaction_tile(q[...], k[...], decays, table[...], jnp.float32, pairs)
+        *blocks, turned, q_start, k_start, k_end, through = refs
+        blocks = [x[...] for x in blocks]
+        x = tile.interaction_tile(q[...], k[...], blocks, table[...], base, jnp.float32, pairs)
+        turned[...], (q_start[...], k_start[...], k_end[...], through[...]) = x
 
-    shape = jax.ShapeDtypeStruct((2, C, 2 * C), jnp.float32)
-    turned = pl.pallas_call(kernel, out_shape=shape, interpret=True)(*args, table, *leaves)
+    shapes = [jax.ShapeDtypeStruct(x, jnp.float32) for x in [(2, C, 2 * C), *[g.shape] * 3, (2, 1, 8)]]
+    turned, *decayed = pl.pallas_call(kernel, out_shape=shapes, interpret=True)(
+        *args, table, *blocks_of(g * LOG2_E, base)
+    )
     G = np.cumsum(g, axis=1)
     decay = np.exp(np.tril(np.ones((C, C)))[None, :, :, None] * (G[:, :, None] - G[:, None]))
     expected = [np.tril(np.einsum("hik,hijk,hjk->hij", x, decay, k), last) for x, last in ((q, 0), (k, -1))]
     assert_close("scores", jnp.swapaxes(turned, 1, 2), np.concatenate(expected, axis=1), 1e-6)
+    start, end = np.exp(G), np.exp(G[:, -1:] - G)
+    for name, x, ref in zip(
+        ("q", "k", "end", "through"), decayed, (q * start, k * start, k * end, start[:, -1:]), strict=True
+    ):
+        assert_close(name, x, ref, 1e-6)
 
 
 @pytest.mark.parametrize(("bound", "base"), [(None, 1), (-30.0, 1), (-16.0, 8), (-5.0, 8), (0.0, 8)])

@@ -97,6 +97,18 @@ def test_many_heads_batches_and_chunks_keep_their_states_apart(implementation, H
 
 
 @types
+@both
+def test_gates_no_product_could_hold(implementation, dtype):
+    """Gates of 0, -20 and -200 side by side, in every channel another order: e^-G of a few rows is no number."""
+    inputs = inputs_of(1, 64, 1, 1, 32, 32, dtype=dtype)
+    inputs["g"] = jnp.asarray(
+        np.random.default_rng(2).choice([0.0, -1e-3, -20.0, -200.0], inputs["g"].shape), jnp.float32
+    )
+    compare(inputs, implementation=implementation)
+    compare_gradients(inputs, implementation=implementation)
+
+
+@types
 @pytest.mark.parametrize("gate", ["zero", "logsigmoid/10", "logsigmoid"])
 @pytest.mark.parametrize("beta", [1.0, 1.9])
 @both

@@ -17,6 +17,7 @@ The [C, C] matrices of p heads lie side by side in the lanes ("packed", see chun
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -156,14 +157,14 @@ def store_block_decays(ref, g, base: int, first: int = 0) -> None:
                 ref.at[i, first + n][row, :] = y
 
 
-def load_decays(ref, heads: range, K: int, base: int) -> tile.Decays:
-    """Return the decays of some heads from what `store_block_decays` left."""
+def load_block_decays(ref, heads: range, K: int) -> list[jax.Array]:
+    """Return the `tile.block_decays` of some heads, each [heads, C, K]."""
     each = K // LANES
 
     def load(i):
         return jnp.stack([jnp.concatenate([ref[i, n * each + m] for m in range(each)], axis=1) for n in heads])
 
-    return tile.chunk_decays([load(i) for i in range(ref.shape[0])], base)
+    return [load(i) for i in range(ref.shape[0])]
 
 
 def transposed(x):
@@ -172,13 +173,13 @@ def transposed(x):
     return jnp.swapaxes(x.reshape(p * C, R), 0, 1)[None]
 
 
-def prepare_pack(q, k, beta, decays: tile.Decays, table, masks, static: Static, dtype):
+def prepare_pack(q, k, beta, blocks, table, masks, static: Static, dtype):
     """Return what the state needs of a pack of heads in a chunk.
 
     Args:
       q, k: [p, C, K] float32, q scaled.
       beta: [p, C, 1].
-      decays: between the rows of the chunk.
+      blocks: `tile.block_decays`.
       table: `tile.level_table`.
       masks: of a chunk that holds several sequences, or None.
       static, dtype: of the kernel and of the operands of its products.
@@ -187,11 +188,12 @@ def prepare_pack(q, k, beta, decays: tile.Decays, table, masks, static: Static, 
       The queries above the keys, decayed from the start of the chunk [p, 2 C, K]; the keys times beta, decayed to its
       end [p, C, K]; the decay over all of it [p, 1, K]; packed scores of queries above those of keys, [1, 2 C, p C].
     """
-    from_start, to_end, through = tile.boundary_tile(decays, masks)
-    both = transposed(tile.interaction_tile(q, k, decays, table[None], dtype, pairs=len(q) % 2 == 0))
+    turned, x = tile.interaction_tile(q, k, blocks, table[None], static.base, dtype, pairs=len(q) % 2 == 0)
+    both = transposed(turned)
     if masks is not None:
         both = jnp.where(tile.packed_pairs(masks.same, len(q)), both, 0.0)
-    return rows([q, k]) * tile.twice(from_start), (k * beta) * to_end, through, both
+    q_start, k_start, k_end, through = tile.within_sequence([x.q_start, x.k_start], [x.k_end], x.through, masks)
+    return rows([q_start, k_start]), k_end * beta, through, both
 
 
 def _fwd_kernel(refs, *, static: Static, NC: int):
@@ -200,17 +202,10 @@ def _fwd_kernel(refs, *, static: Static, NC: int):
     prepared, passed = jnp.minimum(step, NC - 1), jnp.maximum(step - 1, 0)
     own, p, dtype = own_heads(heads, static), static.p, refs.v.dtype
 
-    # Chunk 0 begins a sequence, so the state that step 0 makes of nothing is gone before step 1 uses it.
-    @pl.when(refs.first[passed] == 1)
-    def _():
-        @pl.loop(0, heads)
-        def _(n):
-            refs.state[n] = jnp.zeros_like(refs.state[n]) if refs.h0 is None else refs.h0[n]
-
     q, k, g, beta, masks = load_chunk(refs, prepared, static, own)
     q = q * static.scale
     beta_rows = side_lanes(beta[:, None], p)
-    made, passing = [], pass_chunk(refs, static, dtype)
+    made, passing = [], pass_chunk(refs, static, dtype, refs.first[passed] == 1)
     # Pack by pack, so that few tiles are alive. The matrix unit takes products in the order in which they stand here,
     # and where one waits, all wait: those of the chunk before, which wait for one another, stand between two packs.
     for n in range(0, heads, p):
@@ -218,10 +213,10 @@ def _fwd_kernel(refs, *, static: Static, NC: int):
         pack = range(n, n + p)
         q_pack, k_pack = (jnp.stack([x[i * own // heads] for i in pack]) for x in (q, k))
         store_block_decays(refs.decays, g[:, n * static.K : (n + p) * static.K], static.base, n * static.K // LANES)
-        decays = load_decays(refs.decays, pack, static.K, static.base)
+        blocks = load_block_decays(refs.decays, pack, static.K)
         made.append(
             prepare_pack(
-                q_pack, k_pack, to_column(beta[n : n + p, None]), decays, refs.table[...], masks, static, dtype
+                q_pack, k_pack, to_column(beta[n : n + p, None]), blocks, refs.table[...], masks, static, dtype
             )
         )
     for _ in passing:
@@ -266,7 +261,7 @@ def write_state(W, ends):
     return dot_tn(rows(left), rows(right))
 
 
-def pass_chunk(refs, static: Static, dtype) -> Iterator[None]:
+def pass_chunk(refs, static: Static, dtype, begins) -> Iterator[None]:
     """Finish the inverse of the chunk in scratch and take the state through it; yield where products may stand."""
     heads, p = static.config.heads, static.p
     X = None
@@ -280,17 +275,20 @@ def pass_chunk(refs, static: Static, dtype) -> Iterator[None]:
     running = []
     while stages or running:
         if stages:
-            running.insert(0, pass_state(refs, X, stages.pop(0), static, dtype))
+            running.insert(0, pass_state(refs, X, stages.pop(0), static, dtype, begins))
         # The latest first, each a product behind the one before.
         running = [stage for stage in running if next(stage, running) is not running]
         yield
 
 
-def pass_state(refs, X, own: slice, static: Static, dtype) -> Iterator[None]:
-    """Write the output of some heads of the chunk in scratch, take their state through it; yield between products."""
+def pass_state(refs, X, own: slice, static: Static, dtype, begins) -> Iterator[None]:
+    """Write the output of some heads of the chunk in scratch, take their state through it; yield between products.
+
+    Where a sequence `begins` with the chunk, what the state held is not looked at.
+    """
     C, V, p = static.C, static.V, static.p
     packs, at = slice(own.start // p, own.stop // p), slice(own.start * V, own.stop * V)
-    S = refs.state[own]
+    S = jnp.where(begins, 0.0 if refs.h0 is None else refs.h0[own], refs.state[own])
     if refs.h is not None:
         refs.h[own] = S.astype(refs.h.dtype)
     seen = read_state(refs.decayed[own], S)
@@ -307,7 +305,7 @@ def pass_state(refs, X, own: slice, static: Static, dtype) -> Iterator[None]:
     refs.o[:, at] = put_heads(o).astype(refs.o.dtype)
     ends = refs.ends[own]
     ends = [ends[:, i : i + C] for i in range(0, ends.shape[1], C)]
-    refs.state[own] = refs.through[own] * refs.state[own] + write_state(parts(W, dtype), ends)
+    refs.state[own] = refs.through[own] * S + write_state(parts(W, dtype), ends)
 
 
 def own_heads(heads: int, static: Static) -> int:
@@ -345,6 +343,9 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
       packed scores of queries above those of keys [NC, HV / p, 2 C, p C].
     """
     NC, HV, C = x.beta.shape
+    if keep:  # a gradient compiles two kernels, so they are smaller
+        config = static.config
+        static = static._replace(config=replace(config, heads=min(config.heads, config.backward_heads)))
     K, V, heads = static.K, static.V, static.config.heads
     p, dtype = static.p, x.v.dtype
     operand = operand_dtype(dtype)

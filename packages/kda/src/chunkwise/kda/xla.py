@@ -32,8 +32,8 @@ class Tables(NamedTuple):
     through: jax.Array | None = None
 
 
-def interactions(q, k, g, base):
-    """Return scores of queries with keys, of keys with keys, decays from the start and to the end of chunks [M, C, K].
+def interactions(q, k, g, base) -> tuple[jax.Array, jax.Array, tile.Decayed]:
+    """Return scores of queries with keys, of keys with keys, and what passes the boundaries of chunks [M, C, K].
 
     Blocks of `_BASE` rows as in the kernels, then neighbouring blocks are joined: the corner is one product.
     """
@@ -46,26 +46,32 @@ def interactions(q, k, g, base):
     q, k, g = blocks(q, b), blocks(k, b), blocks(g * LOG2_E, b)
     by_row = [g[:, r :: tile.SUBLANES] for r in range(tile.SUBLANES)]
     in_blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_decays(by_row, base)]
-    *_, start, end = decays = tile.chunk_decays(in_blocks, base)
     table = jnp.asarray(tile.level_table(b, base))[None]
-    scores = jnp.swapaxes(tile.interaction_tile(q, k, decays, table, jnp.float32), 1, 2)
+    turned, x = tile.interaction_tile(q, k, in_blocks, table, base, jnp.float32)
+    scores = jnp.swapaxes(turned, 1, 2)
     scores_q, scores_k = scores[:, :b], scores[:, b:]
+
+    def pairs(x):
+        return [x.reshape(len(x) // 2, 2, *x.shape[1:])[:, n] for n in range(2)]
+
     while b < C:
-        pairs = [x.reshape(M * C // (2 * b), 2, b, -1) for x in (q, k, start, end, scores_q, scores_k)]
-        (_, q_right), (k_left, k_right), (s_left, s_right), (e_left, e_right) = ((x[:, 0], x[:, 1]) for x in pairs[:4])
-        rows = jnp.concatenate([q_right * s_right, k_right * s_right], axis=1)
-        corner = dot_nt(rows, k_left * e_left)
+        (_, q_right), (k_left, k_right), (e_left, e_right), (t_left, t_right) = map(pairs, x)
+        corner = dot_nt(jnp.concatenate([q_right, k_right], axis=1), e_left)
 
         def joined(x, lower_left):
-            left, right = x[:, 0], x[:, 1]
+            left, right = pairs(x)
             top = jnp.concatenate([left, jnp.zeros_like(left)], axis=2)
             return jnp.concatenate([top, jnp.concatenate([lower_left, right], axis=2)], axis=1)
 
-        scores_q, scores_k = joined(pairs[4], corner[:, :b]), joined(pairs[5], corner[:, b:])
-        start = jnp.concatenate([s_left, s_left[:, -1:] * s_right], axis=1)
-        end = jnp.concatenate([e_left * s_right[:, -1:], e_right], axis=1)
+        scores_q, scores_k = joined(scores_q, corner[:, :b]), joined(scores_k, corner[:, b:])
+        x = tile.Decayed(
+            q_start=jnp.concatenate([pairs(x.q_start)[0], q_right * t_left], axis=1),
+            k_start=jnp.concatenate([k_left, k_right * t_left], axis=1),
+            k_end=jnp.concatenate([e_left * t_right, e_right], axis=1),
+            through=t_left * t_right,
+        )
         b *= 2
-    return scores_q, scores_k, blocks(start, C), blocks(end, C)
+    return scores_q, scores_k, x
 
 
 def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states) -> tuple[jax.Array, Any, Any]:
@@ -92,7 +98,7 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
     def per_step(x):
         return x.reshape(steps, n, *x.shape[1:])
 
-    scores, M, from_start, to_end = map(per_step, interactions(flat(q), flat(k), flat(g), base))
+    scores, M, decayed = jax.tree.map(per_step, interactions(flat(q), flat(k), flat(g), base))
     if tables.same is not None:
         scores, M = (jnp.where(tables.same[:, None], x, 0.0) for x in (scores, M))
     beta = beta[..., None]
@@ -100,25 +106,22 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
     X = lax.linalg.triangular_solve(
         M, jnp.broadcast_to(jnp.eye(C), M.shape), left_side=True, lower=True, unit_diagonal=True
     )
-    rows = jnp.concatenate([q, k], axis=2)
     zero = varying_zeros((n, v.shape[-1], K), q, k, v, g, beta)
     packed_states = tables.first is not None and initial_state is not None
     start = zero if initial_state is None or packed_states else initial_state
 
     def step(S, x):
-        rows, k, v, beta, scores, X, from_start, to_end, t = x
+        v, beta, scores, X, decayed, t = x
         if tables.first is not None:
             S = jnp.where(t.first, zero if initial_state is None else initial_state[t.sequence], S)
         masks = None
         if tables.carried is not None:
             masks = tile.Masks(t.same, t.carried[None, :, None], t.ending[None, :, None], t.through, None)
-        from_start, to_end, through = tile.boundary_tile(tile.Decays(None, [], from_start, to_end), masks)
-        seen = dot_nt(rows * tile.twice(from_start), S)
+        *start, k_end, through = tile.within_sequence(decayed[:2], decayed[2:3], decayed.through, masks)
+        seen = dot_nt(jnp.concatenate(start, axis=1), S)
         v_new = dot(X, beta * (v - seen[:, C:]))
-        o, S = seen[:, :C] + dot(scores, v_new), through * S + dot_tn(v_new, k * to_end)
+        o, S = seen[:, :C] + dot(scores, v_new), through * S + dot_tn(v_new, k_end)
         return S, (o, S if keep_states else None)
 
-    S, (o, states) = lax.scan(
-        step, start, (rows, k, v.astype(jnp.float32), beta, scores, X, from_start, to_end, tables)
-    )
+    S, (o, states) = lax.scan(step, start, (v.astype(jnp.float32), beta, scores, X, decayed, tables))
     return o, S, states
