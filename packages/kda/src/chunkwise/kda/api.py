@@ -76,15 +76,15 @@ def fused_chunk_kda(
       q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16. Products take bfloat16 operands where v is
         bfloat16, else float32 ones at full precision; everything else is float32.
       v: values [B, T, HV, V], likewise.
-      g: log decay per channel [B, T, HV, K] in nats, <= 0, any strength. With bfloat16 tensors the forward kernel takes a
-        decay between neighbouring rows of 8 for at least 2^-24 = 6e-8, far below their rounding.
+      g: log decay per channel [B, T, HV, K] in nats, <= 0, any strength. With bfloat16 tensors the forward kernel
+        takes a decay between neighbouring rows of 8 for at least 2^-24 = 6e-8, far below their rounding.
       beta: step sizes [B, T, HV], in (0, 1), or (0, 2) where negative eigenvalues are allowed.
       scale: multiplies q; defaults to K ** -0.5. A number or a traced scalar.
       initial_state: [N, HV, K, V], any floating type; None for zeros.
       output_final_state: return the state after every sequence; static.
       use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6), in float32; static.
-      gate_lower_bound: a promise that every g >= it, in nats; static. From -16.6 on one product replaces three where the
-        tensors are not bfloat16, and in the backward. The result is the same.
+      gate_lower_bound: a promise that every g >= it, in nats; static. From -16.6 on one product replaces three where
+        the tensors are not bfloat16, and in the backward. The result is the same.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced: new values never recompile. B must be 1.
         Sequences may be empty; tokens from cu_seqlens[N] on are padding and give zeros. The values are checked outside
         of jit only. Without states the chunks stay aligned to the stream and cost follows tokens; with states they

@@ -17,7 +17,6 @@ The [C, C] matrices of p heads lie side by side in the lanes ("packed", see chun
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -343,9 +342,6 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
       packed scores of queries above those of keys [NC, HV / p, 2 C, p C].
     """
     NC, HV, C = x.beta.shape
-    if keep:  # a gradient compiles two kernels, so they are smaller
-        config = static.config
-        static = static._replace(config=replace(config, heads=min(config.heads, config.backward_heads)))
     K, V, heads = static.K, static.V, static.config.heads
     p, dtype = static.p, x.v.dtype
     operand = operand_dtype(dtype)

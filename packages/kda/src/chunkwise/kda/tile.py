@@ -41,7 +41,7 @@ def level_table(C: int, base: int) -> np.ndarray:
     Without base blocks the product of a row with itself is none of them: log2 C.
     """
     j, i = np.arange(C)[:, None], np.arange(C)[None]
-    level = np.frompyfunc(lambda x: (x or C).bit_length() - 1, 1, 1)(i ^ j).astype(np.int32)
+    level = np.floor(np.log2(np.where(i == j, C, i ^ j))).astype(np.int32)
     level = np.where((i ^ j) < base, 0, level) if base > 1 else level
     return np.concatenate([np.where(i >= j, level, -1), np.where(i > j, level, -1)], axis=1)
 
@@ -218,9 +218,9 @@ def interaction_tile(q, k, blocks, table, base: int, dtype, pairs: bool = False)
     """
     h, C, operand = k.shape[0], k.shape[1], operand_dtype(dtype)
     *inside, start, end = blocks
-    both, out = rows([q, k]), 0.0
+    both, out = rows([q, k]), jnp.zeros((h, C, 2 * C), jnp.float32)
     if base == 1:
-        out = jnp.where(table == C.bit_length() - 1, jnp.sum(q * k, axis=-1, keepdims=True), 0.0)
+        out = jnp.where(table == C.bit_length() - 1, jnp.sum(q * k, axis=-1, keepdims=True), out)
     for index, (for_rows, for_columns) in enumerate(zip(inside, inside, strict=True) if base == 1 else [inside]):
         # Columns of level 1 have no decay: they are the keys, which are exact.
         own = (k.astype(operand),) if (index, base) == (0, 1) else parts(k * for_columns, dtype)
