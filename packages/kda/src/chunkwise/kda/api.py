@@ -111,29 +111,18 @@ def fused_chunk_kda(
     check_chunk_size(chunk_size)
     implementation = choose_implementation(implementation, _IMPLEMENTATIONS, on_tpu="pallas")
     scale = K**-0.5 if scale is None else scale
-    bases = [tile.base_block(gate_lower_bound, dtype) for dtype in (v.dtype, jnp.float32)]
+    base, exact = (tile.base_block(gate_lower_bound, dtype) for dtype in (v.dtype, jnp.float32))
     state = None if initial_state is None else jnp.swapaxes(initial_state.astype(jnp.float32), -1, -2)
     if implementation == "xla":
         return _xla(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale,
-            state,
-            cu_seqlens,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            chunk_size,
-            bases[1],
+            q, k, v, g, beta, scale, state, cu_seqlens, output_final_state, use_qk_l2norm_in_kernel, chunk_size, exact
         )
     _check_channels(K, V)
     config = config or tiles.default_for(H, HV, chunk_size, pad_lanes(K), pad_lanes(V), v.dtype.itemsize)
     number = isinstance(scale, (int, float))  # a kernel takes a number; a traced scale multiplies the output
     o, final_state = _pallas(
         q, k, v, g, beta, state, cu_seqlens, float(scale) if number else 1.0, output_final_state,
-        use_qk_l2norm_in_kernel, chunk_size, *bases, config,
+        use_qk_l2norm_in_kernel, chunk_size, base, exact, config,
     )  # fmt: skip
     return _scaled(o, scale, number), final_state
 

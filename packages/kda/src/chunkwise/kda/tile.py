@@ -76,11 +76,20 @@ def join_blocks(start: list, end: list, total: list, join) -> list[list]:
     levels, n, b = [], len(start), 1
     while b < n:
         levels.append([start[i] if i & b else end[i] for i in range(n)])
-        start = [join(total[i // b - 1], x) if i & b else x for i, x in enumerate(start)]
-        end = [x if i & b else join(x, total[i // b + 1]) for i, x in enumerate(end)]
+        start, end = join_starts(start, total, b, join), join_ends(end, total, b, join)
         total = join_totals(total, join)
         b *= 2
     return [*levels, start, end]
+
+
+def join_starts(start: list, total: list, b: int, join) -> list:
+    """Return what is between the start of two joined blocks of b pieces and a row."""
+    return [join(total[i // b - 1], x) if i & b else x for i, x in enumerate(start)]
+
+
+def join_ends(end: list, total: list, b: int, join) -> list:
+    """Return what is between a row and the end of two joined blocks of b pieces."""
+    return [x if i & b else join(x, total[i // b + 1]) for i, x in enumerate(end)]
 
 
 def join_totals(total: list, join) -> list:
@@ -248,10 +257,8 @@ def interaction_tile(q, k, blocks, table, base: int, dtype, pairs: bool = False)
         (here, _), (left, right) = halves(table, size), halves(out, size)
         out = join_halves(jnp.where(here == size.bit_length() - 1, product, left), right, size)
 
-        q_start, k_start = (
-            [x * total[i // b - 1] if i & b else x for i, x in enumerate(pieces)] for pieces in (q_start, k_start)
-        )
-        k_end = [x if i & b else x * total[i // b + 1] for i, x in enumerate(k_end)]
+        q_start, k_start = (join_starts(x, total, b, jnp.multiply) for x in (q_start, k_start))
+        k_end = join_ends(k_end, total, b, jnp.multiply)
         total = join_totals(total, jnp.multiply)
         b *= 2
     return out, Decayed(rows(q_start), rows(k_start), rows(k_end), total[0][:, :1])
