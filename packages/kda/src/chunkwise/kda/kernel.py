@@ -55,6 +55,11 @@ from chunkwise.shared.packed import (
 
 # Heads that take the state through a chunk together.
 STAGE = 4
+# What a step of 8 packs does one after the other: "m" makes the tiles of a pack, "i" begins the inverse of those made
+# since the last "i", "p" takes the chunk before through its next products. The matrix unit takes products in the order
+# in which they stand here, and where one waits, all wait. Found by search: a pack at a time, with a "p" before each, is
+# the rule that it varies.
+ORDER = "pmmpmpmmppmpmpmpipp"
 
 
 class Operands(NamedTuple):
@@ -156,14 +161,14 @@ def store_block_decays(ref, g, base: int, first: int = 0) -> None:
                 ref.at[i, first + n][row, :] = y
 
 
-def load_block_decays(ref, heads: range, K: int) -> list[jax.Array]:
-    """Return the `tile.block_decays` of some heads, each [heads, C, K]."""
+def load_decays(ref, heads: range, K: int, base: int) -> tile.Decays:
+    """Return the decays of some heads from what `store_block_decays` left."""
     each = K // LANES
 
     def load(i):
         return jnp.stack([jnp.concatenate([ref[i, n * each + m] for m in range(each)], axis=1) for n in heads])
 
-    return [load(i) for i in range(ref.shape[0])]
+    return tile.chunk_decays([load(i) for i in range(ref.shape[0])], base)
 
 
 def transposed(x):
@@ -172,27 +177,38 @@ def transposed(x):
     return jnp.swapaxes(x.reshape(p * C, R), 0, 1)[None]
 
 
-def prepare_pack(q, k, beta, blocks, table, masks, static: Static, dtype):
-    """Return what the state needs of a pack of heads in a chunk.
+class Prepared(NamedTuple):
+    """What the state needs of a chunk, of some heads.
+
+    Attributes:
+      decayed: the queries above the keys, decayed from the start of the chunk [h, 2 C, K].
+      ends: the keys times beta, decayed to its end [h, C, K].
+      through: the decay over all of it [h, 1, K].
+      both: packed scores of queries above those of keys, [n, 2 C, p C].
+    """
+
+    decayed: jax.Array
+    ends: jax.Array
+    through: jax.Array
+    both: jax.Array
+
+
+def prepare_pack(q, k, beta, decays: tile.Decays, table, masks, static: Static, dtype) -> Prepared:
+    """Return what the state needs of a pack of heads.
 
     Args:
       q, k: [p, C, K] float32, q scaled.
       beta: [p, C, 1].
-      blocks: `tile.block_decays`.
+      decays: between the rows of the chunk.
       table: `tile.level_table`.
       masks: of a chunk that holds several sequences, or None.
       static, dtype: of the kernel and of the operands of its products.
-
-    Returns:
-      The queries above the keys, decayed from the start of the chunk [p, 2 C, K]; the keys times beta, decayed to its
-      end [p, C, K]; the decay over all of it [p, 1, K]; packed scores of queries above those of keys, [1, 2 C, p C].
     """
-    turned, x = tile.interaction_tile(q, k, blocks, table[None], static.base, dtype, pairs=len(q) % 2 == 0)
-    both = transposed(turned)
+    both = transposed(tile.interaction_tile(q, k, decays, table[None], dtype, pairs=len(q) % 2 == 0))
     if masks is not None:
         both = jnp.where(tile.packed_pairs(masks.same, len(q)), both, 0.0)
-    q_start, k_start, k_end, through = tile.within_sequence([x.q_start, x.k_start], [x.k_end], x.through, masks)
-    return rows([q_start, k_start]), k_end * beta, through, both
+    from_start, to_end, through = tile.boundary_tile(decays, masks)
+    return Prepared(rows([q, k]) * tile.twice(from_start), (k * beta) * to_end, through, both)
 
 
 def _fwd_kernel(refs, *, static: Static, NC: int):
@@ -204,25 +220,30 @@ def _fwd_kernel(refs, *, static: Static, NC: int):
     q, k, g, beta, masks = load_chunk(refs, prepared, static, own)
     q = q * static.scale
     beta_rows = side_lanes(beta[:, None], p)
-    made, passing = [], pass_chunk(refs, static, dtype, refs.first[passed] == 1)
-    # Pack by pack, so that few tiles are alive. The matrix unit takes products in the order in which they stand here,
-    # and where one waits, all wait: those of the chunk before, which wait for one another, stand between two packs.
-    for n in range(0, heads, p):
-        next(passing, None)
+
+    def make(n):
+        """Return what the state needs of the heads from n on."""
         pack = range(n, n + p)
         q_pack, k_pack = (jnp.stack([x[i * own // heads] for i in pack]) for x in (q, k))
         store_block_decays(refs.decays, g[:, n * static.K : (n + p) * static.K], static.base, n * static.K // LANES)
-        blocks = load_block_decays(refs.decays, pack, static.K)
-        made.append(
-            prepare_pack(
-                q_pack, k_pack, to_column(beta[n : n + p, None]), blocks, refs.table[...], masks, static, dtype
-            )
-        )
+        decays, beta_pack = load_decays(refs.decays, pack, static.K, static.base), to_column(beta[n : n + p, None])
+        return prepare_pack(q_pack, k_pack, beta_pack, decays, refs.table[...], masks, static, dtype)
+
+    made, begun = [], []
+    passing = pass_chunk(refs, static, dtype, refs.first[passed] == 1)
+    for what in order(heads // p):
+        if what == "p":
+            next(passing, None)
+        elif what == "m":
+            made.append(make(len(made) * p))
+        else:
+            both = jnp.concatenate([x.both for x in made[len(begun) :]])
+            P, M = (x * beta_rows[len(begun) : len(made)] for x in (both[:, :C], both[:, C:]))
+            begun += zip(begin_inverse(M)[:, None], M[:, None], P[:, None], strict=True)
     for _ in passing:
         pass
     decayed, ends, through, both = (jnp.concatenate(x) for x in zip(*made, strict=True))
-    P, M = both[:, :C] * beta_rows, both[:, C:] * beta_rows
-    refs.strip[...], refs.M[...] = begin_inverse(M), M
+    refs.strip[...], refs.M[...], P = (jnp.concatenate(x) for x in zip(*begun, strict=True))
     refs.decayed[...] = decayed.astype(refs.decayed.dtype)
     refs.ends[...], refs.through[...] = rows(parts(ends, dtype)), through
     refs.scores[...] = lanes(parts(P, dtype))
@@ -233,6 +254,11 @@ def _fwd_kernel(refs, *, static: Static, NC: int):
         @pl.when((step > 0) & (refs.last[passed] == 1))
         def _():
             refs.ht[...] = refs.state[...]
+
+
+def order(packs: int) -> str:
+    """Return what a step does, see `ORDER`."""
+    return ORDER if ORDER.count("m") == packs else "pm" * packs + "i"
 
 
 def load_chunk(refs, chunk, static: Static, own: int):

@@ -26,8 +26,8 @@ from chunkwise.kda.kernel import (
     Operands,
     Static,
     decays_scratch,
-    load_block_decays,
     load_chunk,
+    load_decays,
     own_heads,
     put_heads,
     specs,
@@ -136,7 +136,7 @@ def outer_bwd_tile(q, k, beta, beta_row, boundary, kept, do, dS, same, dtype) ->
     Args:
       q, k: [h, C, K] float32, q scaled.
       beta: [h, C, 1], and packed: beta_row [n, 1, p C].
-      boundary: the decays from the start [h, C, K], to the end and through the chunk, within one sequence.
+      boundary: of `tile.boundary_tile`.
       kept: what the forward kept: S [h, V, K] before the chunk, W [h, C, V], packed X and scores.
       do: [h, C, V], gradient of the output, in the type of the tensors.
       dS: [h, V, K] float32, gradient of the state after the chunk.
@@ -194,11 +194,6 @@ def sum_over_rows(later, earlier, dtype):
     return dot(collect, jnp.concatenate(by_part)[None])[0]
 
 
-def load_decays(refs, heads: range, static: Static) -> tile.Decays:
-    """Return the decays of some heads."""
-    return tile.chunk_decays(load_block_decays(refs.decays, heads, static.K), static.backward_base)
-
-
 def _bwd_kernel(refs, *, static: Static, NC: int):
     heads, dtype, C, K, p = static.config.backward_heads, refs.do.dtype, static.C, static.K, static.p
     own, step = own_heads(heads, static), pl.program_id(1)
@@ -214,8 +209,8 @@ def _bwd_kernel(refs, *, static: Static, NC: int):
     do, W, beta = refs.do[...], take_heads(refs.W[...], heads), to_column(beta_rows[:, None])
     if masks is not None:
         do = jnp.where(masks.valid[0], do, jnp.zeros_like(do))
-    decays = load_decays(refs, range(heads), static)
-    boundary = tile.within_sequence([decays.start], [decays.end], decays.start[:, -1:], masks)
+    decays = load_decays(refs.decays, range(heads), K, static.backward_base)
+    boundary = tile.boundary_tile(decays, masks)
     x = outer_bwd_tile(
         q, k, beta, side_lanes(beta_rows[:, None], p), boundary, (refs.h[...], W, refs.X[...], refs.both[...]),
         take_heads(do, heads), refs.state[...], None if masks is None else masks.same, dtype,
@@ -231,7 +226,7 @@ def _bwd_kernel(refs, *, static: Static, NC: int):
     made = []
     for n in range(0, heads, p):
         at, d_scores = slice(n, n + p), x.d_scores[n // p : n // p + 1]
-        decays = load_decays(refs, range(n, n + p), static)
+        decays = load_decays(refs.decays, range(n, n + p), K, static.backward_base)
         made.append(interaction_bwd_tile(q[at], k[at], decays, refs.table[...], d_scores, p, dtype))
     d_rows, d_columns = (jnp.concatenate(y) for y in zip(*made, strict=True))
     dq, dk, later, earlier = chunk_bwd_tile(q, k, d_rows, d_columns, x)

@@ -62,13 +62,13 @@ class Decays(NamedTuple):
     end: jax.Array
 
 
-def join_blocks(start: list, end: list, total: list, join) -> list[list]:
+def join_blocks(start: list, end: list, join, total) -> list[list]:
     """Join neighbouring blocks of rows until one is left.
 
     Args:
       start, end: what is between the start of its block and a row, between the row and the end of the block.
-      total: of whole blocks.
       join: of two such things, where one follows the other.
+      total: of a block, from the last of its `start`.
 
     Returns:
       Those of every level on the way, start and end, all cut like the arguments.
@@ -76,25 +76,11 @@ def join_blocks(start: list, end: list, total: list, join) -> list[list]:
     levels, n, b = [], len(start), 1
     while b < n:
         levels.append([start[i] if i & b else end[i] for i in range(n)])
-        start, end = join_starts(start, total, b, join), join_ends(end, total, b, join)
-        total = join_totals(total, join)
+        totals = [total(start[i | (b - 1)]) for i in range(n)]
+        start = [join(totals[i ^ b], x) if i & b else x for i, x in enumerate(start)]
+        end = [x if i & b else join(x, totals[i ^ b]) for i, x in enumerate(end)]
         b *= 2
     return [*levels, start, end]
-
-
-def join_starts(start: list, total: list, b: int, join) -> list:
-    """Return what is between the start of two joined blocks of b pieces and a row."""
-    return [join(total[i // b - 1], x) if i & b else x for i, x in enumerate(start)]
-
-
-def join_ends(end: list, total: list, b: int, join) -> list:
-    """Return what is between a row and the end of two joined blocks of b pieces."""
-    return [x if i & b else join(x, total[i // b + 1]) for i, x in enumerate(end)]
-
-
-def join_totals(total: list, join) -> list:
-    """Return what pairs of neighbouring blocks have in all."""
-    return [join(*pair) for pair in zip(total[::2], total[1::2], strict=True)]
 
 
 def middle_sums(g: list[jax.Array]) -> list[jax.Array]:
@@ -111,28 +97,18 @@ def block_decays(g: list[jax.Array], base: int) -> list[list[jax.Array]]:
     Sums of gates have one sign, so nothing cancels; None is the sum of no gate.
     """
     join = lambda x, y: y if x is None else x if y is None else x + y
-    sums = join_blocks(g, [None] * len(g), g, join)
+    sums = join_blocks(g, [None] * len(g), join, lambda x: x)
     if base > 1:
         middle = middle_sums(g)
         sums[:-2] = [middle, [-x for x in middle]]
     return [[jnp.ones_like(g[0]) if x is None else jnp.exp2(x) for x in each] for each in sums]
 
 
-def cut_rows(x: jax.Array) -> list[jax.Array]:
-    """Return x [h, C, K] in pieces of 8 rows."""
-    return [x[:, i : i + SUBLANES] for i in range(0, x.shape[1], SUBLANES)]
-
-
-def block_totals(start: jax.Array) -> list[jax.Array]:
-    """Return the decay over every block of 8 rows, in all rows of a register [h, 8, K]."""
-    return [jnp.broadcast_to(x[:, SUBLANES - 1 :], x.shape) for x in cut_rows(start)]
-
-
 def chunk_decays(blocks, base: int) -> Decays:
     """Return all decays of a chunk from its `block_decays`, each [h, C, K]: decays in a row are multiplied."""
     *inside, start, end = blocks
-    joined = join_blocks(cut_rows(start), cut_rows(end), block_totals(start), jnp.multiply)
-    *levels, start, end = map(rows, joined)
+    cut = [[x[:, i : i + SUBLANES] for i in range(0, start.shape[1], SUBLANES)] for x in (start, end)]
+    *levels, start, end = map(rows, join_blocks(*cut, jnp.multiply, lambda x: x[:, SUBLANES - 1 :]))
     if base == 1:
         return Decays(None, inside + levels, start, end)
     return Decays((inside[0], inside[1]), levels, start, end)
@@ -176,9 +152,6 @@ class Level(NamedTuple):
 def level_factors(x: Decays):
     """Yield the factors of every product, as `Level`; both halves of a chunk's rows have those of the row."""
     C = x.start.shape[1]
-    if x.base is not None:
-        for_rows, for_columns = x.base
-        yield Level(0, None, for_columns, twice(for_rows))
     for n, e in enumerate(x.levels):
         index = C.bit_length() - 1 - len(x.levels) + n
         b = 1 << index
@@ -187,34 +160,18 @@ def level_factors(x: Decays):
         else:
             left, right = halves(e, b)
             yield Level(index, b, left, twice(right))
+    if x.base is not None:
+        for_rows, for_columns = x.base
+        yield Level(0, None, for_columns, twice(for_rows))
 
 
-class Decayed(NamedTuple):
-    """Queries and keys with the decay between their row and a boundary of the chunk, all [h, C, K].
-
-    Attributes:
-      q_start, k_start: from the start of the chunk to the row, its gate included.
-      k_end: from the row to the end.
-      through: [h, 1, K], the decay over the whole chunk.
-    """
-
-    q_start: jax.Array
-    k_start: jax.Array
-    k_end: jax.Array
-    through: jax.Array
-
-
-def interaction_tile(q, k, blocks, table, base: int, dtype, pairs: bool = False) -> tuple[jax.Array, Decayed]:
-    """Return the decayed products of queries and keys with keys, transposed, and what passes the chunk's boundaries.
-
-    Queries and keys carry the decay of their block along while blocks are joined: at level b they are the rows and the
-    columns of the product, at last they belong to the whole chunk.
+def interaction_tile(q, k, decays: Decays, table, dtype, pairs: bool = False) -> jax.Array:
+    """Return the decayed products of queries and keys with keys, transposed.
 
     Args:
       q, k: [h, C, K] float32.
-      blocks: `block_decays`, each [h, C, K].
-      table: `level_table` [1, C, 2 C], for the same base.
-      base: rows of the diagonal blocks that one product covers.
+      decays: between the rows.
+      table: `level_table` [1, C, 2 C], for the base of the decays.
       dtype: of the operands of the products. The columns keep 16 bits: the rounding of a row is the same for all its
         columns, it acts like another query or key, and no sum of new values amplifies it; that of a column differs
         from row to row of the sum.
@@ -226,42 +183,34 @@ def interaction_tile(q, k, blocks, table, base: int, dtype, pairs: bool = False)
       [h, C, 2 C] float32: for key j <q_i, e^(G_i - G_j) k_j>, i >= j, beside <k_i, e^(G_i - G_j) k_j>, i > j.
     """
     h, C, operand = k.shape[0], k.shape[1], operand_dtype(dtype)
-    *inside, start, end = blocks
     both, out = rows([q, k]), jnp.zeros((h, C, 2 * C), jnp.float32)
-    if base == 1:
+    if decays.base is None:
         out = jnp.where(table == C.bit_length() - 1, jnp.sum(q * k, axis=-1, keepdims=True), out)
-    for index, (for_rows, for_columns) in enumerate(zip(inside, inside, strict=True) if base == 1 else [inside]):
-        # Columns of level 1 have no decay: they are the keys, which are exact.
-        own = (k.astype(operand),) if (index, base) == (0, 1) else parts(k * for_columns, dtype)
-        decayed = (both * twice(for_rows)).astype(operand)
-        out = jnp.where(table == index, dot_nt(lanes(own), lanes([decayed] * len(own))), out)
-
-    q_start, k_start, k_end, total = cut_rows(q * start), cut_rows(k * start), cut_rows(k * end), block_totals(start)
-    n, b = C // SUBLANES, 1
-    while b < n:
+    for x in level_factors(decays):
+        if x.b is None:
+            # Columns of level 1 have no decay: they are the keys, which are exact.
+            exact = x.index == 0 and decays.base is None
+            own = (k.astype(operand),) if exact else parts(k * x.columns, dtype)
+            decayed = (both * x.rows).astype(operand)
+            out = jnp.where(table == x.index, dot_nt(lanes(own), lanes([decayed] * len(own))), out)
+            continue
         # Only left halves have pairs as columns, right halves as rows; taking whole registers apart is free.
-        size = b * SUBLANES
-        own = lanes(parts(rows([x for i, x in enumerate(k_end) if not i & b]), dtype))
-        decayed = rows([x for pieces in (q_start, k_start) for i, x in enumerate(pieces) if i & b])
+        own = lanes(parts(halves(k, x.b)[0] * x.columns, dtype))
+        decayed = halves(both, x.b)[1] * x.rows
         even, odd = pack_members(decayed, 2) if pairs else (decayed, decayed)
-        if b == 1:
-            decayed = join_halves(odd, even, size).astype(operand)
+        if x.b == SUBLANES:  # half a register of bfloat16: joined before
+            decayed = join_halves(odd, even, x.b).astype(operand)
         else:
-            decayed = join_halves(odd.astype(operand), even.astype(operand), size)
+            decayed = join_halves(odd.astype(operand), even.astype(operand), x.b)
         decayed = lanes([decayed] * (own.shape[2] // decayed.shape[2]))
         if pairs:
             product = dot_nt(rows(pack_members(own, 2)), decayed)
-            product = rows([product[:, : C // 2], rotate(product[:, C // 2 :], size)]).reshape(h, C // 2, 2 * C)
+            product = rows([product[:, : C // 2], rotate(product[:, C // 2 :], x.b)]).reshape(h, C // 2, 2 * C)
         else:
             product = dot_nt(own, decayed)
-        (here, _), (left, right) = halves(table, size), halves(out, size)
-        out = join_halves(jnp.where(here == size.bit_length() - 1, product, left), right, size)
-
-        q_start, k_start = (join_starts(x, total, b, jnp.multiply) for x in (q_start, k_start))
-        k_end = join_ends(k_end, total, b, jnp.multiply)
-        total = join_totals(total, jnp.multiply)
-        b *= 2
-    return out, Decayed(rows(q_start), rows(k_start), rows(k_end), total[0][:, :1])
+        left, right = halves(out, x.b)
+        out = join_halves(jnp.where(halves(table, x.b)[0] == x.index, product, left), right, x.b)
+    return out
 
 
 class Masks(NamedTuple):
@@ -302,6 +251,11 @@ def within_sequence(carried: list, ending: list, through: jax.Array, masks: Mask
         return *carried, *ending, through
     carried = [jnp.where(masks.carried, x, 0.0) for x in carried]
     return *carried, *(jnp.where(masks.ending, x, 0.0) for x in ending), jnp.where(masks.through, through, 0.0)
+
+
+def boundary_tile(decays: Decays, masks: Masks | None):
+    """Return the decays from the start of a chunk, to its end and through it, within one sequence."""
+    return within_sequence([decays.start], [decays.end], decays.start[:, -1:], masks)
 
 
 def packed_pairs(same: jax.Array, p: int) -> jax.Array:

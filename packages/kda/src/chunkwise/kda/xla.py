@@ -32,7 +32,22 @@ class Tables(NamedTuple):
     through: jax.Array | None = None
 
 
-def interactions(q, k, g, base) -> tuple[jax.Array, jax.Array, tile.Decayed]:
+class Decayed(NamedTuple):
+    """Queries and keys with the decay between their row and a boundary of their block, all [n, b, K].
+
+    Attributes:
+      q_start, k_start: from the start of the block to the row, its gate included.
+      k_end: from the row to the end.
+      through: [n, 1, K], the decay over the whole block.
+    """
+
+    q_start: jax.Array
+    k_start: jax.Array
+    k_end: jax.Array
+    through: jax.Array
+
+
+def interactions(q, k, g, base) -> tuple[jax.Array, jax.Array, Decayed]:
     """Return scores of queries with keys, of keys with keys, and what passes the boundaries of chunks [M, C, K].
 
     Blocks of `_BASE` rows as in the kernels, then neighbouring blocks are joined: the corner is one product.
@@ -46,9 +61,9 @@ def interactions(q, k, g, base) -> tuple[jax.Array, jax.Array, tile.Decayed]:
     q, k, g = blocks(q, b), blocks(k, b), blocks(g * LOG2_E, b)
     by_row = [g[:, r :: tile.SUBLANES] for r in range(tile.SUBLANES)]
     in_blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_decays(by_row, base)]
-    table = jnp.asarray(tile.level_table(b, base))[None]
-    turned, x = tile.interaction_tile(q, k, in_blocks, table, base, jnp.float32)
-    scores = jnp.swapaxes(turned, 1, 2)
+    decays, table = tile.chunk_decays(in_blocks, base), jnp.asarray(tile.level_table(b, base))[None]
+    scores = jnp.swapaxes(tile.interaction_tile(q, k, decays, table, jnp.float32), 1, 2)
+    x = Decayed(q * decays.start, k * decays.start, k * decays.end, decays.start[:, -1:])
     scores_q, scores_k = scores[:, :b], scores[:, b:]
 
     def pairs(x):
@@ -64,7 +79,7 @@ def interactions(q, k, g, base) -> tuple[jax.Array, jax.Array, tile.Decayed]:
             return jnp.concatenate([top, jnp.concatenate([lower_left, right], axis=2)], axis=1)
 
         scores_q, scores_k = joined(scores_q, corner[:, :b]), joined(scores_k, corner[:, b:])
-        x = tile.Decayed(
+        x = Decayed(
             q_start=jnp.concatenate([pairs(x.q_start)[0], q_right * t_left], axis=1),
             k_start=jnp.concatenate([k_left, k_right * t_left], axis=1),
             k_end=jnp.concatenate([e_left * t_right, e_right], axis=1),
@@ -117,8 +132,8 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
         masks = None
         if tables.carried is not None:
             masks = tile.Masks(t.same, t.carried[None, :, None], t.ending[None, :, None], t.through, None)
-        *start, k_end, through = tile.within_sequence(decayed[:2], decayed[2:3], decayed.through, masks)
-        seen = dot_nt(jnp.concatenate(start, axis=1), S)
+        q_start, k_start, k_end, through = tile.within_sequence(decayed[:2], decayed[2:3], decayed.through, masks)
+        seen = dot_nt(jnp.concatenate([q_start, k_start], axis=1), S)
         v_new = dot(X, beta * (v - seen[:, C:]))
         o, S = seen[:, :C] + dot(scores, v_new), through * S + dot_tn(v_new, k_end)
         return S, (o, S if keep_states else None)
