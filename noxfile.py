@@ -23,7 +23,7 @@ GROUPS = nox.project.load_toml("pyproject.toml")
 # A reference to a sibling in a pyproject.toml: its distribution name and how hatchling finds its folder.
 SIBLING = re.compile(r"(chunkwise-[a-z-]+) @ \{root:[^\"]*")
 # A worker a core; a file stays with one worker, so that it compiles once what its tests share.
-WORKERS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
+WORKERS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--durations", "10")
 
 nox.options.error_on_external_run = True
 

@@ -50,14 +50,20 @@ def _accuracy(rows, plt):
 
 
 def _tpu(rows, plt):
-    rows = [row for row in rows if row.get("kernel_cycles")]
+    rows = [row for row in rows if row.get("kernel_cycles") or row.get("bundles")]
     groups, chips = _groups(rows, "case", "pass", "implementation"), list(dict.fromkeys(row["chip"] for row in rows))
     figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
     for index, (label, group) in enumerate(groups.items()):
-        cycles = {row["chip"]: row["kernel_cycles"] + row["around_cycles"] for row in group}
-        places = [chips.index(chip) + 0.8 * (index / len(groups) - 0.5) for chip in cycles]
-        axes.bar(places, [c / 1e6 for c in cycles.values()], 0.75 / len(groups), align="edge", label=label)
-    axes.set(ylabel="million cycles, estimated", yscale="log")
+        color = f"C{index}"
+        for row in group:
+            place = chips.index(row["chip"]) + 0.8 * (index / len(groups) - 0.5)
+            cycles = row["kernel_cycles"] and row["kernel_cycles"] + row["around_cycles"]
+            # Where the compiler gave no cycles, an outline: the bundles, which is at least.
+            style = {"color": color} if cycles else {"edgecolor": color, "fill": False}
+            axes.bar(place, (cycles or row["bundles"]) / 1e6, 0.75 / len(groups), align="edge", **style)
+        axes.bar(0, 0, color=color, label=label)
+    axes.set(ylabel="million cycles, estimated\n(outlines: bundles)")
+    axes.margins(y=0.25)
     axes.set_xticks(range(len(chips)), chips)
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize=7)

@@ -94,6 +94,27 @@ def _static(folder: str) -> dict:
     return {"spills": spills, "matrix_use": largest[1]}
 
 
+def _bundles(folder: str, program) -> int | None:
+    """Return what the kernels would take if nothing in them waited: bundles of the loop over the grid times its steps.
+
+    None where a kernel has no such loop, or another one beside or in it.
+    """
+    total = 0
+    for path in glob.glob(f"{folder}/*-final_bundles.txt"):
+        name = re.fullmatch(r"\d+-(.*)-\d+-final_bundles\.txt", os.path.basename(path))
+        if not name or not _is_kernel(name[1], program):
+            continue
+        with open(path, errors="replace") as text:
+            lines = [line for line in text if re.match(r"\s*(0x[0-9a-f]+|0)\s[^{]*:", line)]
+        inside = [n for n, line in enumerate(lines) if re.match(r"[^{]*:\s*>", line)]
+        exits = [x for line in lines for x in re.findall(r": > \{.*?(\d+) /\* loop exit test", line)]
+        if len(exits) != 1 or any(re.match(r"[^{]*:\s*>\s*>", line) for line in lines):
+            return None
+        # Copies of the first and the last step's blocks take a turn of the loop each.
+        total += (inside[-1] - inside[0] + 1) * (int(exits[0]) - 2)
+    return total or None
+
+
 def estimate(name: str, implementation: str, chip: str, T: int, backward: bool, profile: bool) -> dict:
     """Compile a case for `chip` and return what the compiler says of it; call in a fresh process only."""
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:  # dumps take gigabytes
@@ -134,6 +155,7 @@ def _estimate(name, implementation, chip, T, backward, profile, folder) -> dict:
     return {
         "kernel_cycles": kernel or None,
         "around_cycles": around if kernel else None,
+        "bundles": _bundles(folder, program),
         "estimate_ms": max(time_ms, floor) if kernel else None,
         "floor_ms": floor,
         "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,

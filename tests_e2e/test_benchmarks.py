@@ -150,7 +150,7 @@ ESTIMATED = {"case": "a", "pass": "forward", "implementation": "fused", "kernel_
     [
         ("time", [TIMED, TIMED | {"T": 16}]),
         ("accuracy", [SWEPT, SWEPT | {"form": "factored form", "error": None}]),
-        ("tpu", [ESTIMATED | {"chip": chip} for chip in ("v5e", "v6e")]),
+        ("tpu", [ESTIMATED | {"chip": "v5e", "kernel_cycles": None, "bundles": 7}, ESTIMATED | {"chip": "v6e"}]),
     ],
 )
 def test_plot(benchmarks, kind, rows, tmp_path):
@@ -167,6 +167,20 @@ def test_static_figures(tmp_path):
     head = "\nMXU, VALU, VSTORE:SPILL\n 2 4 1\n== UTILIZATION:\n"
     (tmp_path / name).write_text(head + "2 0 0\n0 4 1\n1 1 1\n1 0 0\n")
     assert _static(str(tmp_path)) == {"spills": 2, "matrix_use": 0.5}
+
+
+@pytest.mark.parametrize(("inner", "expected"), [("", 3 * 4), ("> ", None)], ids=["one loop", "a loop in it"])
+def test_bundles_of_the_loop_over_the_grid(inner, expected, tmp_path):
+    from types import SimpleNamespace
+
+    from benchmarks.tpu import _bundles
+
+    lines = ["0   :  { %a }", "0x1 LB: > { %b }", f"0x2   : >{inner} {{ %c }}"]
+    lines += ["0x3   : > { %p = scmp.ge.s32.totalorder %s, 6 /* loop exit test */ }", "0x4   :  { %d }"]
+    for name in ("kernel.1", "copy.2"):  # the copy is not a kernel
+        (tmp_path / f"7-{name}-03-final_bundles.txt").write_text("\n".join(lines))
+    program = SimpleNamespace(as_text=lambda: "%kernel.1 = f32[8] custom-call(%x)\n%copy.2 = f32[8] copy(%y)")
+    assert _bundles(str(tmp_path), program) == expected
 
 
 @pytest.mark.tpu
