@@ -55,11 +55,10 @@ from chunkwise.shared.packed import (
 
 # Heads that take the state through a chunk together.
 STAGE = 4
-# What a step of 8 packs does one after the other: "m" makes the tiles of a pack, "i" begins the inverse of those made
-# since the last "i", "p" takes the chunk before through its next products. The matrix unit takes products in the order
-# in which they stand here, and where one waits, all wait. Found by search: a pack at a time, with a "p" before each, is
-# the rule that it varies.
-ORDER = "pmmpmpmmppmpmpmpipp"
+# What a step of 8 packs does one after the other before it begins the inverse: "m" makes the tiles of a pack, "p" takes
+# the chunk before through its next products, which wait for one another. The matrix unit takes products in this order,
+# and where one waits, all wait. Found by search: see the README.
+ORDER = "pmmpmpmmppmpmpmp"
 
 
 class Operands(NamedTuple):
@@ -229,21 +228,18 @@ def _fwd_kernel(refs, *, static: Static, NC: int):
         decays, beta_pack = load_decays(refs.decays, pack, static.K, static.base), to_column(beta[n : n + p, None])
         return prepare_pack(q_pack, k_pack, beta_pack, decays, refs.table[...], masks, static, dtype)
 
-    made, begun = [], []
-    passing = pass_chunk(refs, static, dtype, refs.first[passed] == 1)
+    made, passing = [], pass_chunk(refs, static, dtype, refs.first[passed] == 1)
     for what in order(heads // p):
         if what == "p":
             next(passing, None)
-        elif what == "m":
-            made.append(make(len(made) * p))
         else:
-            both = jnp.concatenate([x.both for x in made[len(begun) :]])
-            P, M = (x * beta_rows[len(begun) : len(made)] for x in (both[:, :C], both[:, C:]))
-            begun += zip(begin_inverse(M)[:, None], M[:, None], P[:, None], strict=True)
+            made.append(make(len(made) * p))
+    decayed, ends, through, both = (jnp.concatenate(x) for x in zip(*made, strict=True))
+    P, M = both[:, :C] * beta_rows, both[:, C:] * beta_rows
+    strip = begin_inverse(M)
     for _ in passing:
         pass
-    decayed, ends, through, both = (jnp.concatenate(x) for x in zip(*made, strict=True))
-    refs.strip[...], refs.M[...], P = (jnp.concatenate(x) for x in zip(*begun, strict=True))
+    refs.strip[...], refs.M[...] = strip, M
     refs.decayed[...] = decayed.astype(refs.decayed.dtype)
     refs.ends[...], refs.through[...] = rows(parts(ends, dtype)), through
     refs.scores[...] = lanes(parts(P, dtype))
@@ -257,8 +253,8 @@ def _fwd_kernel(refs, *, static: Static, NC: int):
 
 
 def order(packs: int) -> str:
-    """Return what a step does, see `ORDER`."""
-    return ORDER if ORDER.count("m") == packs else "pm" * packs + "i"
+    """Return what a step does with so many packs, see `ORDER`."""
+    return ORDER if ORDER.count("m") == packs else "pm" * packs
 
 
 def load_chunk(refs, chunk, static: Static, own: int):
