@@ -3,6 +3,7 @@
 `nox` alone runs what CI runs. A package is a folder with a pyproject.toml: shared, and everything in packages/.
 """
 
+import os
 import re
 import shutil
 import tarfile
@@ -24,6 +25,9 @@ GROUPS = nox.project.load_toml("pyproject.toml")
 SIBLING = re.compile(r"(chunkwise-[a-z-]+) @ \{root:[^\"]*")
 # A worker a core; a file stays with one worker, so that it compiles once what its tests share.
 WORKERS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--durations", "10")
+
+# pip compiles every module of jax, torch and transformers to bytecode, which takes longer than a session's own work.
+os.environ["PIP_COMPILE"] = "0"
 
 nox.options.error_on_external_run = True
 

@@ -94,15 +94,15 @@ def _static(folder: str) -> dict:
     return {"spills": spills, "matrix_use": largest[1]}
 
 
-def _bundles(folder: str, program) -> int | None:
+def _bundles(folder: str, kernels: set[str]) -> int | None:
     """Return what the kernels would take if nothing in them waited: bundles of the loop over the grid times its steps.
 
-    None where a kernel has no such loop, or another one beside or in it.
+    `kernels` are names of operations. None where a kernel has no such loop, or another one beside or in it.
     """
     total = 0
     for path in glob.glob(f"{folder}/*-final_bundles.txt"):
         name = re.fullmatch(r"\d+-(.*)-\d+-final_bundles\.txt", os.path.basename(path))
-        if not name or not _is_kernel(name[1], program):
+        if not name or name[1] not in kernels:
             continue
         with open(path, errors="replace") as text:
             lines = [line for line in text if re.match(r"\s*(0x[0-9a-f]+|0)\s[^{]*:", line)]
@@ -141,11 +141,13 @@ def _estimate(name, implementation, chip, T, backward, profile, folder) -> dict:
     start = time.perf_counter()
     program = tpu.compile_for(fn, *specs, chip=chip, auto_layout=True)
     compile_s = time.perf_counter() - start
+    launch = r'^\s*(?:ROOT )?%?(\S+) = .* custom-call\(.*custom_call_target="tpu_custom_call"'
+    kernels = set(re.findall(launch, program.as_text(), re.MULTILINE))
     kernel = around = 0
     for path in glob.glob(f"{folder}/profile/*"):
         with open(path, errors="replace") as text:
             for operation, cycles in re.findall(r'hlo_op_name: "([^"]+)"\s+estimated_cycles: (\d+)', text.read()):
-                if _is_kernel(operation, program):
+                if operation in kernels:
                     kernel += int(cycles)
                 else:
                     around += int(cycles)
@@ -155,18 +157,13 @@ def _estimate(name, implementation, chip, T, backward, profile, folder) -> dict:
     return {
         "kernel_cycles": kernel or None,
         "around_cycles": around if kernel else None,
-        "bundles": _bundles(folder, program),
+        "bundles": _bundles(folder, kernels),
         "estimate_ms": max(time_ms, floor) if kernel else None,
         "floor_ms": floor,
         "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
         **_static(folder),
         "compile_s": compile_s,
     }
-
-
-def _is_kernel(operation: str, program) -> bool:
-    """Return whether an operation of a compiled program is a Pallas kernel."""
-    return re.search(rf"%?{re.escape(operation)} = .*custom-call", program.as_text()) is not None
 
 
 def peers() -> list[str]:

@@ -29,6 +29,7 @@ from chunkwise.shared.launch import head_block, largest_divisor, named, pallas_c
 from chunkwise.shared.recurrence import l2norm, l2norm_gradient, packed_recurrence, recurrence, update
 from chunkwise.shared.tiles import (
     LOG2_E,
+    clip_gate,
     column_index,
     last_valid,
     lower,
@@ -61,6 +62,7 @@ __all__ = [
     "check_initial_state",
     "check_slots",
     "choose_implementation",
+    "clip_gate",
     "column_index",
     "decay_from_start",
     "decayed_scores",

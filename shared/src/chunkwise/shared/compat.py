@@ -35,10 +35,10 @@ def vary_alike(*operands: jax.Array | None) -> tuple[Any, ...]:
 
 
 def out_struct(shape: Sequence[int], dtype, *operands: jax.Array | None) -> jax.ShapeDtypeStruct:
-    """Return the type of a kernel output that varies over the same mesh axes as `operands`.
+    """Return the type of a kernel output that varies over the mesh axes of all `operands`.
 
     Under `shard_map` an output must say over which mesh axes it varies; outside of one there are none.
     """
     kinds = [jax.typeof(x).manual_axis_type for x in operands if x is not None]
-    widest = max(kinds, key=lambda kind: len(kind.varying), default=None)
-    return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=widest)
+    kind = type(kinds[0])(varying=frozenset().union(*(kind.varying for kind in kinds))) if kinds else None
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=kind)

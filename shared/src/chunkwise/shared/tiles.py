@@ -75,6 +75,14 @@ def last_valid(g_row: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(lane == size - 1, g_row, 0.0), axis=-1, keepdims=True)
 
 
+def clip_gate(g: jax.Array) -> jax.Array:
+    """Return gates in float32, none below -110 nats: e^-110 is 0 in float32 already.
+
+    So a gate that only says "forget everything", -1e9 or -inf, leaves the sums of the others finite and exact.
+    """
+    return jnp.maximum(g.astype(jnp.float32), -110.0)
+
+
 def split_gate(g: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (coarse, fine) with g = coarse + fine exactly and coarse a multiple of 1/16 nat.
 
