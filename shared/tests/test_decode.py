@@ -4,10 +4,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from chunkwise.shared import decode, token_by_token
+from chunkwise.shared import decode, decode_fits, token_by_token
 from chunkwise.shared.reference import reference
-from chunkwise.shared.testing import GRADIENT_TOLERANCE, TOLERANCE, assert_close, boundaries, make_inputs
+from chunkwise.shared.testing import (
+    GRADIENT_TOLERANCE,
+    TOLERANCE,
+    assert_close,
+    boundaries,
+    make_inputs,
+    spec,
+    text_for_tpu,
+)
 
 HV, K, V = 4, 24, 40
 
@@ -77,3 +87,40 @@ def test_padding_may_hold_anything():
 
     gradient = jax.jit(jax.grad(loss))
     jax.tree.map(np.testing.assert_array_equal, gradient(poisoned), gradient(x))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "H", "HV", "K", "fit"),
+    [(256, 16, 32, 128, True), (2048, 16, 32, 128, False), (1, 1, 64, 128, True), (1, 1, 64, 256, False)],
+    ids=["decode", "too many tokens", "large group", "too large group"],
+)
+def test_what_fits(tokens, H, HV, K, fit):
+    """The kernel says itself what it cannot take; a lowering tells."""
+    x = [spec(1, tokens, heads, K) for heads in (H, H, HV)] + [spec(1, tokens, HV)] * 2
+    assert decode_fits(*x) == fit
+    run = lambda *x: decode(
+        *x, 1.0, None, None, None, None, normalise=False, name="decode", implementation="pallas"
+    )[0]  # fmt: skip
+    if fit:
+        assert "decode" in text_for_tpu(run, *x)
+    else:
+        with pytest.raises(NotImplementedError, match="do not fit into VMEM"):
+            text_for_tpu(run, *x)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_gradient_passes_the_check_of_shard_map(implementation):
+    """Without a state, and with keys and queries that all devices share while each has value heads of its own."""
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(AxisType.Auto,))
+    x = make_inputs(1, 2, 1, 2, 8, 8)
+    specs = {name: P() if name in ("q", "k") else P(None, None, "heads") for name in x}
+
+    def loss(x):
+        o, state = decode(
+            **x, scale=1.0, initial_state=None, cu_seqlens=None, state_indices=None, has_initial_state=None,
+            normalise=False, name="decode", implementation=implementation,
+        )  # fmt: skip
+        return jnp.sum(o) + jnp.sum(state)
+
+    text = text_for_tpu(jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(specs,), out_specs=specs), x)
+    assert "stablehlo.all_reduce" in text

@@ -10,10 +10,20 @@ from chunkwise.shared.checks import (
     check_gates,
     check_heads,
     check_initial_state,
+    check_scale,
     choose_implementation,
 )
 from chunkwise.shared.chunk_map import map_chunks
-from chunkwise.shared.chunks import Chunking, Pieces, StreamMasks, num_chunks, pad_tokens, pieces, stream_masks
+from chunkwise.shared.chunks import (
+    Chunking,
+    Pieces,
+    StreamMasks,
+    num_chunks,
+    pad_tokens,
+    pieces,
+    stream_masks,
+    zero_padding,
+)
 from chunkwise.shared.compat import out_struct, vary_alike, varying_zeros
 from chunkwise.shared.decayed import (
     decay_from_start,
@@ -23,7 +33,7 @@ from chunkwise.shared.decayed import (
     gate_kind,
     per_channel,
 )
-from chunkwise.shared.decode import check_slots, decode, token_by_token
+from chunkwise.shared.decode import check_slots, decode, decode_fits, token_by_token
 from chunkwise.shared.dot import bf16_parts, dot, dot_nt, dot_parts, dot_tn, emulate_mxu, operand_dtype
 from chunkwise.shared.launch import head_block, largest_divisor, named, pallas_call, pick_heads
 from chunkwise.shared.recurrence import l2norm, l2norm_gradient, packed_recurrence, recurrence, update
@@ -60,6 +70,7 @@ __all__ = [
     "check_gates",
     "check_heads",
     "check_initial_state",
+    "check_scale",
     "check_slots",
     "choose_implementation",
     "clip_gate",
@@ -68,6 +79,7 @@ __all__ = [
     "decayed_scores",
     "decayed_scores_bwd",
     "decode",
+    "decode_fits",
     "dot",
     "dot_nt",
     "dot_parts",
@@ -108,4 +120,5 @@ __all__ = [
     "update",
     "vary_alike",
     "varying_zeros",
+    "zero_padding",
 ]

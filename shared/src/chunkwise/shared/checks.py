@@ -51,6 +51,12 @@ def check_gates(name: str, g, shape: tuple[int, int, int], K: int) -> None:
         check_array(name, g, "B T HV K" if channels else "B T HV", (*shape, K) if channels else shape)
 
 
+def check_scale(scale) -> None:
+    """Check that the scale of the output is one number, traced or not; None passes."""
+    number = scale is None or (jnp.ndim(scale) == 0 and jnp.issubdtype(jnp.result_type(scale), jnp.number))
+    check(number, f"`scale` must be None, a number or a scalar array; got {scale!r}.")
+
+
 def check_chunk_size(chunk_size: int) -> None:
     """Check that the chunk size is one that the kernels are built for."""
     check(chunk_size in CHUNK_SIZES, f"`chunk_size` must be one of {CHUNK_SIZES}; got {chunk_size!r}.")

@@ -32,6 +32,14 @@ def pad_tokens(x: jax.Array, T: int) -> jax.Array:
     return x if missing == 0 else jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
 
 
+def zero_padding(x: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
+    """Return tokens x [B, T, ...] with zeros for those of no sequence, whatever they held; x itself if not packed."""
+    if cu_seqlens is None:
+        return x
+    owned = jnp.arange(x.shape[1]) < cu_seqlens[-1]
+    return jnp.where(owned.reshape(1, -1, *(1,) * (x.ndim - 2)), x, 0)
+
+
 class Chunking:
     """How [B, T, ...] tokens are cut into NC chunks of C rows, chunks restarting at every sequence.
 

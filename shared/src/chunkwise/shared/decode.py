@@ -12,7 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.shared.checks import check, check_initial_state
-from chunkwise.shared.compat import out_struct
+from chunkwise.shared.chunks import zero_padding
+from chunkwise.shared.compat import out_struct, vary_alike, varying_zeros
 from chunkwise.shared.launch import pallas_call
 from chunkwise.shared.recurrence import l2norm, packed_recurrence, recurrence
 from chunkwise.shared.tiles import repeat_heads, to_column
@@ -40,11 +41,8 @@ def check_slots(initial_state, state_indices, has_initial_state, N: int, HV: int
 
 def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool):
     """Return (o, states) of the recurrence in float32, o in the type of v; beta is None without the delta rule."""
-    if cu_seqlens is not None:
-        # Padding may hold anything, and its gradient is zero.
-        owned = jnp.arange(q.shape[1]) < cu_seqlens[-1]
-        mask = lambda x: jnp.where(owned.reshape(1, -1, *(1,) * (x.ndim - 2)), x, 0)
-        q, k, v, g, beta = jax.tree.map(mask, (q, k, v, g, beta))
+    # Padding may hold anything, and its gradient is zero.
+    q, k, v, g, beta = jax.tree.map(lambda x: zero_padding(x, cu_seqlens), (q, k, v, g, beta))
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if normalise:
         q, k = l2norm(q), l2norm(k)
@@ -75,7 +73,7 @@ def decode(
       o [B, T, HV, V] and the states, or the pool, after the tokens, float32.
 
     Raises:
-      NotImplementedError: "pallas", and the tokens do not fit into VMEM.
+      NotImplementedError: "pallas", and the tokens and states do not fit into VMEM; see `decode_fits`.
     """
     # A kernel takes a number; a traced scale multiplies the output.
     traced = isinstance(scale, jax.Array)
@@ -90,9 +88,11 @@ def decode(
 def _run(q, k, v, g, beta, pool, cu_seqlens, slots, kept, scale, normalise, name, implementation):
     if pool is None:
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        pool = jnp.zeros((N, v.shape[2], q.shape[3], v.shape[3]), jnp.float32)
-    arguments = scale, normalise, q, k, v, g, beta, pool.astype(jnp.float32), cu_seqlens, slots, kept
-    return _xla(*arguments) if implementation == "xla" else _pallas(name, *arguments)
+        pool = varying_zeros((N, v.shape[2], q.shape[3], v.shape[3]), q, k, v, g, beta)
+    arrays = q, k, v, g, beta, pool.astype(jnp.float32), cu_seqlens, slots, kept
+    if implementation == "xla":
+        return _xla(scale, normalise, *arrays)
+    return _pallas(name, scale, normalise, *vary_alike(*arrays))
 
 
 def _xla(scale, normalise, q, k, v, g, beta, pool, cu_seqlens, slots, kept):
@@ -165,11 +165,38 @@ def as_scalars(row: jax.Array) -> jax.Array:
     return jnp.stack([row[:, i : i + 1] for i in range(row.shape[1])])
 
 
-def block_bytes(x, heads: int) -> int:
+def _padded(size: int, whole: int) -> int:
+    return -(-size // whole) * whole
+
+
+def _token_bytes(x, heads: int) -> int:
     """Return the VMEM of `heads` heads of tokens x [T, all heads, ...], in whole registers."""
-    size, rows = x.dtype.itemsize, 32 // x.dtype.itemsize
-    padded = -(-heads // rows) * rows * -(-x.shape[2] // 128) if x.ndim == 3 else 1
-    return size * x.shape[0] * padded * 128
+    rows = 32 // x.dtype.itemsize
+    tile = _padded(heads, rows) * _padded(x.shape[2], 128) if len(x.shape) == 3 else 128
+    return x.dtype.itemsize * x.shape[0] * tile
+
+
+def _key_heads_a_step(q, k, v, g, beta) -> int | None:
+    """Return for how many key heads of tokens [T, heads, ...] the states and all tokens fit into VMEM, None if none."""
+    H, group = q.shape[1], v.shape[1] // q.shape[1]
+    # Read and written, two buffers each.
+    state = 4 * 4 * group * _padded(q.shape[2], 8) * _padded(v.shape[2], 128)
+
+    def tokens(own):
+        # The outputs have two buffers.
+        return sum(_token_bytes(x, own) for x in (q, k)) + sum(_token_bytes(x, own * group) for x in (v, v, v, g, beta))
+
+    fit = [n for n in range(1, H + 1) if H % n == 0 and tokens(n) <= TOKEN_BYTES]
+    if not fit or tokens(fit[0]) + fit[0] * state > VMEM_BYTES:
+        return None
+    return max([n for n in fit if n * state <= STATE_BYTES], default=fit[0])
+
+
+def decode_fits(q, k, v, g, beta) -> bool:
+    """Return whether the kernel takes so many tokens q [B, T, H, K] and so large states: else "xla" must."""
+    flat = lambda x, dtype: jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), dtype)
+    tokens = *(flat(x, x.dtype) for x in (q, k, v)), *(flat(x, jnp.float32) for x in (g, beta))
+    return _key_heads_a_step(*tokens) is not None
 
 
 def launch(q, k, v, g, beta, pool, slot, start, count, kept, scale: float, normalise: bool, name: str):
@@ -190,23 +217,17 @@ def launch(q, k, v, g, beta, pool, slot, start, count, kept, scale: float, norma
       o [T, HV, V] in the type of v and the pool after.
 
     Raises:
-      NotImplementedError: the tokens do not fit into VMEM.
+      NotImplementedError: the tokens and states do not fit into VMEM.
     """
     T, H, K = q.shape
     HV, V = v.shape[1:]
     group = HV // H
-
-    def token_bytes(own):
-        # The outputs have two buffers.
-        return sum(block_bytes(x, own) for x in (q, k)) + sum(block_bytes(x, own * group) for x in (v, v, v, g, beta))
-
-    choices = [n for n in range(1, H + 1) if H % n == 0 and token_bytes(n) <= TOKEN_BYTES]
-    if not choices:
+    own = _key_heads_a_step(q, k, v, g, beta)
+    if own is None:
         raise NotImplementedError(
-            f'"pallas" takes a few tokens per sequence; {T} tokens need {token_bytes(1) >> 20} MiB of VMEM: '
-            f'use the chunked operator or implementation="xla".'
+            f'"pallas" takes a few tokens per sequence; {T} tokens and states [{K}, {V}] of {group} value heads for a '
+            f'key head do not fit into VMEM: use the chunked operator or implementation="xla".'
         )
-    own = max([n for n in choices if 16 * n * group * K * V <= STATE_BYTES], default=1)
     heads, blocks = own * group, H // own
 
     def cut(x, width):

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from chunkwise.shared.compat import varying_zeros
+
 
 def l2norm(x: jax.Array) -> jax.Array:
     """Return x * rsqrt(sum x^2 + 1e-6) over the last axis; the type of x must already be the one to compute in."""
@@ -63,10 +65,16 @@ def recurrence(q, k, v, g, beta, scale, initial_state, dtype):
       (o [B, T, HV, V], final_state [B, HV, K, V]), both in `dtype`.
     """
     B, _, HV, K = k.shape
-    state = jnp.zeros((B, HV, K, v.shape[-1]), dtype) if initial_state is None else initial_state.astype(dtype)
+    state = _start((B, HV, K, v.shape[-1]), q, k, v, g, beta, initial_state, dtype)
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), (q, k, v, g, beta))
     state, o = lax.scan(lambda S, x: update(S, *x, scale), state, tokens)
     return jnp.moveaxis(o, 0, 1), state
+
+
+def _start(shape, q, k, v, g, beta, initial_state, dtype):
+    """Return the states to start from; under `shard_map` a carry must vary over the axes of all operands at once."""
+    zeros = varying_zeros(shape, q, k, v, g, beta, initial_state).astype(dtype)
+    return zeros if initial_state is None else zeros + initial_state.astype(dtype)
 
 
 def packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, dtype):
@@ -76,7 +84,7 @@ def packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, dtype)
     """
     T, HV, K = k.shape[1:]
     N = cu_seqlens.shape[0] - 1
-    states = jnp.zeros((N, HV, K, v.shape[-1]), dtype) if initial_state is None else initial_state.astype(dtype)
+    states = _start((N, HV, K, v.shape[-1]), q, k, v, g, beta, initial_state, dtype)
     owner = jnp.searchsorted(cu_seqlens[1:], jnp.arange(T, dtype=jnp.int32), side="right")
 
     def step(states, x):
