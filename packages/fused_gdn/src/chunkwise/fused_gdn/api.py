@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from chunkwise.fused_gdn import config as tiles
 from chunkwise.fused_gdn import kernel, kernel_bwd, xla
-from chunkwise.fused_gdn.kernel import Options, Shape
+from chunkwise.fused_gdn.kernel import Options
+from chunkwise.fused_gdn.tile import Shape
 from chunkwise.shared import (
     Chunking,
     check,

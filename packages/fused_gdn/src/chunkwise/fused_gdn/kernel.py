@@ -1,4 +1,4 @@
-"""Forward in one launch: tile mathematics, kernel body, launcher.
+"""Forward in one launch: loading and storing, kernel body, launcher; tile mathematics is in tile.py.
 
 With K, Q, V the rows of a chunk, S the state before it, B = diag(beta), G the cumulative gate and
 D_ij = exp(G_i - G_j),
@@ -15,7 +15,6 @@ rounded so: where keys repeat they oscillate, and the sums over them cancel. The
 The matrices of p heads lie side by side in the lanes ("packed", see chunkwise.shared.packed): n = heads / p packs.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -25,251 +24,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn.config import Config
-from chunkwise.shared import (
-    LOG2_E,
-    bf16_parts,
-    dot,
-    dot_nt,
-    dot_tn,
-    l2norm,
-    named,
-    out_struct,
-    pallas_call,
-    split_gate,
-    to_column,
+from chunkwise.fused_gdn.tile import (
+    Part,
+    Shape,
+    Sums,
+    flow_of,
+    gate_sums,
+    gates,
+    head_columns,
+    read_state,
+    scores,
+    write_state,
 )
+from chunkwise.shared import l2norm, named, out_struct, pallas_call
 from chunkwise.shared.inverse import begin_inverse, ladder, strip_rows
-from chunkwise.shared.packed import (
-    block_of,
-    lane_index,
-    lanes,
-    multiply_packed,
-    parts,
-    rotate,
-    rows,
-    side_lanes,
-    split_lanes,
-)
+from chunkwise.shared.packed import lanes, multiply_packed, parts
 
-# 2 to its power is zero, and it can be added to without overflow.
-NEVER = -1e30
 # Heads that take the state through a chunk together: the products of one stage of theirs hide the latency of another.
 STAGE = 8
-
-
-class Shape(NamedTuple):
-    """What a grid step works on; all static.
-
-    Attributes:
-      C, K, V: chunk size and padded dimensions.
-      heads: value heads.
-      group: value heads that share a key head.
-      p: heads that lie side by side in the lanes.
-    """
-
-    C: int
-    K: int
-    V: int
-    heads: int
-    group: int
-    p: int
-
-    @property
-    def keys(self) -> int:
-        """Key heads of a pack: 1 where all its heads share one."""
-        return max(1, self.p // self.group)
-
-    def wide(self) -> "Shape":
-        """Return the shape with two packs side by side where their keys fill the 256 rows of a matrix unit."""
-        both = self._replace(p=2 * self.p)
-        fits = self.heads % both.p == 0 and both.keys * max(self.K, self.p * self.C) <= 256
-        return both if fits and both.p % min(both.p, self.group) == 0 else self
-
-
-class Part(NamedTuple):
-    """Some of the heads of a grid step, what products are issued for together.
-
-    Attributes:
-      shape: that of these heads alone.
-      first, first_key: the first value and key head among all.
-    """
-
-    shape: Shape
-    first: int = 0
-    first_key: int = 0
-
-    @property
-    def heads(self) -> slice:
-        """Its value heads."""
-        return slice(self.first, self.first + self.shape.heads)
-
-    @property
-    def packs(self) -> slice:
-        """Its packs."""
-        return slice(self.first // self.shape.p, (self.first + self.shape.heads) // self.shape.p)
-
-    @property
-    def keys(self) -> slice:
-        """Its key heads."""
-        return slice(self.first_key, self.first_key + self.shape.heads // self.shape.group)
-
-    def cut(self, most: int) -> "list[Part]":
-        """Return equal parts of at most `most` heads, if packs and key heads let it: whole groups, or parts of one."""
-        s = self.shape
-        sizes = [n for n in range(s.p, s.heads + 1, s.p) if s.heads % n == 0 and (n % s.group == 0 or s.group % n == 0)]
-        n = max([n for n in sizes if n <= most], default=sizes[0])
-        shape = s._replace(heads=n, group=min(n, s.group))
-        return [Part(shape, self.first + i, self.first_key + i // s.group) for i in range(0, s.heads, n)]
-
-
-def key_packs(x: jax.Array, s: Shape) -> list[jax.Array]:
-    """Return the key heads of every pack: `s.keys` tiles [n, C, K] of x [key heads, C, K]."""
-    n = s.heads // s.p
-    return [jnp.stack([x[(i * s.p + j * (s.p // s.keys)) // s.group] for i in range(n)]) for j in range(s.keys)]
-
-
-def placed_keys(own: list[jax.Array], s: Shape) -> jax.Array:
-    """Return the keys of `key_packs` below one another for all heads of a pack, each in the lanes of its key head."""
-    each, zero = s.p // s.keys, jnp.zeros_like(own[0])
-    return rows([lanes([own[j] if i // each == j else zero for j in range(s.keys)]) for i in range(s.p)])
-
-
-def selecting(x: jax.Array, selection: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return operands of an exact product of float32 x and a matrix of zeros and ones, part by part.
-
-    The matrix unit has time for such products, and the unit that moves lanes has not.
-    """
-    ones = jnp.where(selection, 1.0, 0.0).astype(jnp.bfloat16)[None]
-    return [part[None] for part in bf16_parts(x)], [ones] * 3
-
-
-def select(x: jax.Array, selection: jax.Array) -> jax.Array:
-    """Return x @ selection for x [m, k] and a matrix of zeros and ones [k, n]: exact."""
-    x_parts, ones = selecting(x, selection)
-    return dot(lanes(x_parts), rows(ones))[0]
-
-
-def select_from(selection: jax.Array, x: jax.Array) -> jax.Array:
-    """Return selection @ x for x [k, m] and a matrix of zeros and ones [n, k]: exact."""
-    x_parts, ones = selecting(x, selection)
-    return dot(lanes(ones), rows(x_parts))[0]
-
-
-def select_rows(x: jax.Array, selection: jax.Array) -> jax.Array:
-    """Return x^T @ selection for x [k, m] and a matrix of zeros and ones [k, n]: exact."""
-    x_parts, ones = selecting(x, selection)
-    return dot_tn(rows(x_parts), rows(ones))[0]
-
-
-def spread(x: jax.Array, w: int, heads: slice) -> jax.Array:
-    """Return values [m, any] of `heads` with each repeated over w lanes, [m, heads * w]."""
-    shape = (x.shape[1], (heads.stop - heads.start) * w)
-    head = block_of(lax.broadcasted_iota(jnp.int32, shape, 1), w) + heads.start
-    return select(x, head == lax.broadcasted_iota(jnp.int32, shape, 0))
-
-
-def packed_columns(xs: list[jax.Array], heads: slice, s: Shape) -> list[jax.Array]:
-    """Return values [C, any] of `heads` as packed columns, each over the C lanes of its head: [n, C, p C] float32."""
-    wide, w = spread(jnp.concatenate(xs), s.C, heads), s.p * s.C
-    packs = jnp.stack([wide[:, i : i + w] for i in range(0, wide.shape[1], w)])
-    return [packs[:, i * s.C : (i + 1) * s.C] for i in range(len(xs))]
-
-
-def head_columns(x: jax.Array, s: Shape, width: int) -> jax.Array:
-    """Return packed columns [n, C, p C] head by head, each value over all lanes: [heads, C, width]."""
-    tiles, period = [x], s.p * s.C
-    while period > s.C:
-        period //= 2
-        low = (lane_index(x.shape[2]) & period) == 0
-        turned = [rotate(tile, period) for tile in tiles]
-        pairs = zip(tiles, turned, strict=True)
-        tiles = [jnp.where(low, *both) for tile, turn in pairs for both in ((tile, turn), (turn, tile))]
-    heads = jnp.stack([tile[i] for i in range(x.shape[0]) for tile in tiles])
-    return lanes([heads] * (width // x.shape[2]))
-
-
-def packed_rows(x: jax.Array, s: Shape) -> jax.Array:
-    """Return rows [heads, p C], each repeated p times along the lanes, as packed rows [n, 1, p C]."""
-    owner = block_of(lane_index(s.p * s.C)[0], s.C)
-    packs = []
-    for first in range(0, s.heads, s.p):
-        row = x[first : first + 1]
-        for i in range(1, s.p):
-            row = jnp.where(owner == i, x[first + i : first + i + 1], row)
-        packs.append(row)
-    return jnp.stack(packs)
-
-
-class Sums(NamedTuple):
-    """Cumulative gates and step sizes of a chunk, to base 2, which is what the machine's exponential takes.
-
-    Attributes:
-      G: parts of the cumulative gate [C, heads]; their sum is the gate. Two parts keep differences of large sums exact.
-      G_rows: the same as rows [heads, p C], repeated p times along the lanes.
-      beta, beta_rows: likewise.
-    """
-
-    G: list[jax.Array]
-    G_rows: list[jax.Array]
-    beta: jax.Array
-    beta_rows: jax.Array
-
-
-def gate_sums(g: jax.Array, beta: jax.Array, s: Shape, exact: bool) -> Sums:
-    """Sum up the gates g [C, heads], in nats, of a chunk."""
-    i = lax.broadcasted_iota(jnp.int32, (s.C, s.p * s.C), 0)
-    j = lax.broadcasted_iota(jnp.int32, (s.C, s.p * s.C), 1) & (s.C - 1)
-    g = g * LOG2_E
-    terms = split_gate(g) if exact else (g,)
-    G = [select_from(i[:, : s.C] >= j[:, : s.C], x) for x in terms]
-    # One product turns all of them into rows; masks cannot be joined, numbers can.
-    both = jnp.concatenate([jnp.where(i <= j, 1, 0), jnp.where(i == j, 1, 0)], axis=1) == 1
-    turned = select_rows(jnp.concatenate([*terms, beta], axis=1), both)
-    *G_rows, beta_rows = [turned[n : n + s.heads] for n in range(0, turned.shape[0], s.heads)]
-    return Sums(G, [x[:, : s.p * s.C] for x in G_rows], beta, beta_rows[:, s.p * s.C :])
-
-
-class Gates(NamedTuple):
-    """`Sums` of some heads, packed: columns [n, C, p C] and rows [n, 1, p C]."""
-
-    G: list[jax.Array]
-    G_rows: list[jax.Array]
-    beta: jax.Array
-    beta_rows: jax.Array
-
-
-def gates(x: Sums, heads: slice, s: Shape) -> Gates:
-    """Return the gates of `heads`, whose shape is `s`."""
-    *G, beta = packed_columns([*x.G, x.beta], heads, s)
-    *G_rows, beta_rows = [packed_rows(row[heads], s) for row in (*x.G_rows, x.beta_rows)]
-    return Gates(G, G_rows, beta, beta_rows)
-
-
-def gap(later, earlier):
-    """Return the sum over parts of later - earlier."""
-    return functools.reduce(jnp.add, [a - b for a, b in zip(later, earlier, strict=True)])
-
-
-def scores(q, k, g: Gates, mask, s: Shape):
-    """Return K K^T, Q K^T and the decays D (zero outside of `mask`), packed [n, C, p C]; q, k [key heads, C, K]."""
-    w = s.wide()
-    own_k, own_q = key_packs(k, w), key_packs(q, w)
-    left = rows([lanes(own_k), lanes(own_q)])
-    products = split_lanes(dot_nt(left, placed_keys(own_k, w)), w.p // s.p)
-    return products[:, : s.C], products[:, s.C :], jnp.exp2(jnp.where(mask, gap(g.G, g.G_rows), NEVER))
-
-
-def read_state(k, q, S, s: Shape):
-    """Return K S and Q S as [heads, C, V] float32 (None without q), one product for all value heads of a key head."""
-    left = k if q is None else rows([k, q])
-    read = split_lanes(dot(left, side_lanes(S, s.group)), s.group)
-    return read[:, : s.C], None if q is None else read[:, s.C :]
-
-
-def write_state(k, W, s: Shape):
-    """Return K^T W, [heads, K, V] float32, for W [heads, C, V] at 16 bits, one product for all heads of a key head."""
-    W = parts(W, k.dtype)
-    return split_lanes(dot_tn(rows([k] * len(W)), rows([side_lanes(x, s.group) for x in W])), s.group)
+# Rows of the table of steps: what a chunk is in its sequence; with an owner, the sequences around it; what a piece is.
+SEQUENCE, FIRST, LAST = range(3)
+BEFORE, FINAL, COUNT = range(3, 6)
+CHUNK, BEGIN, END, OPENS, CLOSES = range(3, 8)
 
 
 class Options(NamedTuple):
@@ -323,47 +99,22 @@ def clear(outputs) -> None:
             ref[...] = jnp.zeros_like(ref)
 
 
-def lower_mask(s: Shape):
-    """Return i >= j of shape [1, C, p C]."""
-    i = lax.broadcasted_iota(jnp.int32, (1, s.C, s.p * s.C), 1)
-    return i >= (lane_index(s.p * s.C) & (s.C - 1))
+def load_chunk(refs, own, s: Shape, opt: Options):
+    """Load q, k tiles and g, beta [C, heads] float32 of a chunk of a row of the batch."""
+    q, k = (load_tokens(ref, own, s.K) for ref in (refs.q, refs.k))
+    g, beta = (ref[...].astype(jnp.float32) for ref in (refs.g, refs.beta))
+    if own is not None:
+        g, beta = (jnp.where(own, x, 0.0) for x in (g, beta))
+    if opt.normalise:
+        q, k = (l2norm(x.astype(jnp.float32)).astype(x.dtype) for x in (q, k))
+    return q, k, g, beta
 
 
-class Flow(NamedTuple):
-    """How the state enters and leaves the rows of a chunk: factors exp(.) <= 1, zero for rows of other sequences.
-
-    Attributes:
-      mask: [1, C, p C], pairs i >= j that may interact.
-      start: packed columns [n, C, p C], of the state before the chunk, at each row; the last row passes it through.
-      end: likewise, of each row, at the end.
-    """
-
-    mask: jax.Array
-    start: jax.Array
-    end: jax.Array
-
-
-def flow_of(g: Gates, s: Shape, owner=None) -> Flow:
-    """Return the flow of a chunk.
-
-    Args:
-      g: its gates.
-      s: its shape.
-      owner: None for a chunk that lies inside one sequence; else (row [1, p C], before, last, count): the sequence of
-        every token, of the token before the chunk, of the last token, and the number of sequences. Tokens from there
-        on belong to none.
-    """
-    start, end = jnp.exp2(sum(g.G)), jnp.exp2(gap([x[:, -1:] for x in g.G], g.G))
-    mask = lower_mask(s)
-    if owner is None:
-        return Flow(mask, start, end)
-    row, before, final, count = owner
-    column = to_column(row[None, :, : s.C].astype(jnp.float32)).astype(jnp.int32)
-    return Flow(
-        mask & (column == row[None]) & (column < count),
-        jnp.where((column == before) & (column < count), start, 0.0),
-        jnp.where((column == final) & (column < count), end, 0.0),
-    )
+def load_owner(refs, chunk):
+    """Return the owner of `flow_of`, None where chunks lie inside one sequence."""
+    if refs.owner is None:
+        return None
+    return refs.owner[...], refs.table[BEFORE, chunk], refs.table[FINAL, chunk], refs.table[COUNT, chunk]
 
 
 def _fwd_kernel(refs, *, s, opt, NT):
@@ -482,30 +233,6 @@ def pass_state(refs, own, part: Part, seen: Seen, W, opt: Options, s: Shape) -> 
         store_tiles(refs.o, o, own if opt.pieces else None, part.first)
     S = refs.state[part.heads]
     refs.state[part.heads] = seen.start[:, -1:] * S + write_state(k, end * W, part.shape)
-
-
-# Rows of the table of steps: what a chunk is in its sequence; with an owner, the sequences around it; what a piece is.
-SEQUENCE, FIRST, LAST = range(3)
-BEFORE, FINAL, COUNT = range(3, 6)
-CHUNK, BEGIN, END, OPENS, CLOSES = range(3, 8)
-
-
-def load_chunk(refs, own, s: Shape, opt: Options):
-    """Load q, k tiles and g, beta [C, heads] float32 of a chunk of a row of the batch."""
-    q, k = (load_tokens(ref, own, s.K) for ref in (refs.q, refs.k))
-    g, beta = (ref[...].astype(jnp.float32) for ref in (refs.g, refs.beta))
-    if own is not None:
-        g, beta = (jnp.where(own, x, 0.0) for x in (g, beta))
-    if opt.normalise:
-        q, k = (l2norm(x.astype(jnp.float32)).astype(x.dtype) for x in (q, k))
-    return q, k, g, beta
-
-
-def load_owner(refs, chunk):
-    """Return the owner of `flow_of`, None where chunks lie inside one sequence."""
-    if refs.owner is None:
-        return None
-    return refs.owner[...], refs.table[BEFORE, chunk], refs.table[FINAL, chunk], refs.table[COUNT, chunk]
 
 
 class Blocks(NamedTuple):

@@ -24,23 +24,25 @@ from chunkwise.fused_gdn.kernel import (
     FIRST,
     LAST,
     Options,
-    Shape,
     blocks,
     clear,
+    load_chunk,
+    load_owner,
+    load_tokens,
+    own_rows,
+    store_own,
+    store_tiles,
+)
+from chunkwise.fused_gdn.tile import (
+    Shape,
     flow_of,
     gate_sums,
     gates,
     head_columns,
     key_packs,
-    load_chunk,
-    load_owner,
-    load_tokens,
-    own_rows,
     placed_keys,
     read_state,
     scores,
-    store_own,
-    store_tiles,
 )
 from chunkwise.shared import dot, dot_nt, dot_tn, l2norm_gradient, named, out_struct, pallas_call
 from chunkwise.shared.packed import LANES, apply_transposed, lanes, outer, parts, rows, side_lanes, split_lanes
