@@ -1,8 +1,10 @@
 """Two results of the same command side by side."""
 
-# What names a row, and what is compared: the smaller the better.
+# What names a row.
 NAMES = ("case", "stage", "T", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "point")
-FIGURES = ("median_ms", "kernel_cycles", "error")
+# The first of these that the base has is compared, and then its memory; the smaller the better.
+FIGURES = ("median_ms", "cycles", "bundles", "error")
+MEMORY = ("memory_mib", "temporaries_mib")
 
 
 def name(row: dict) -> tuple:
@@ -10,21 +12,30 @@ def name(row: dict) -> tuple:
     return tuple(row.get(key) for key in NAMES)
 
 
+def figures(row: dict) -> dict[str, float]:
+    """Return the figures of a row by name; cycles are those of the kernels and of what is around them."""
+    found = {key: row.get(key) for key in (*FIGURES, *MEMORY)}
+    if row.get("kernel_cycles") is not None:
+        found["cycles"] = row["kernel_cycles"] + (row.get("around_cycles") or 0)
+    return {key: value for key, value in found.items() if value is not None}
+
+
 def compare(rows: list[dict], base: list[dict], tolerance: float) -> list[dict]:
-    """Return a row for every row of the base: both figures, their ratio, and a verdict.
+    """Return a row for every figure of every row of the base: both values, their ratio, and a verdict.
 
     It is worse if the figure grew by more than the tolerance, if there is none any more, or if a result that was
-    correct is not.
+    correct is not. Memory below 1 MiB counts as 1 MiB.
     """
     now, lines = {name(row): row for row in rows}, []
     for before in base:
         after = now.get(name(before), {})
-        figure = next((key for key in FIGURES if before.get(key) is not None), None)
-        if figure is None:
-            continue
-        old, new = before[figure], after.get(figure)
-        worse = new is None or new > old * (1 + tolerance) or (before.get("correct") and not after.get("correct"))
-        line = {key: before[key] for key in NAMES if before.get(key) is not None}
-        ratio = None if new is None else new / old if old else 1.0
-        lines.append(line | {"figure": figure, "base": old, "now": new, "ratio": ratio, "worse": bool(worse)})
+        label = {key: before[key] for key in NAMES if before.get(key) is not None}
+        wrong = bool(before.get("correct") and not after.get("correct"))
+        values, found = figures(before), figures(after)
+        for figure in [key for key in FIGURES if key in values][:1] + [key for key in MEMORY if key in values]:
+            old, new = values[figure], found.get(figure)
+            least = max(old, 1.0) if figure in MEMORY else old
+            ratio = new / old if new is not None and old else None
+            worse = wrong or new is None or new > least * (1 + tolerance)
+            lines.append(label | {"figure": figure, "base": old, "now": new, "ratio": ratio, "worse": worse})
     return lines

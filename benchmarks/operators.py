@@ -9,11 +9,11 @@ from chunkwise.pipeline.check import tolerance
 from chunkwise.shared.reference import reference
 
 
-def judged_part(case: Case, x: dict, start: int) -> dict:
-    """Return the last key head with its value heads, of the tokens from `start` on: heads and sequences do not mix."""
+def judged_part(case: Case, x: dict, tokens: slice) -> dict:
+    """Return some tokens of the last key head with its value heads: heads and sequences do not mix."""
     heads = {"q": 1, "k": 1, "dq": 1, "dk": 1}
     group = case.HV // case.H
-    return {name: y[:, start:, -heads.get(name, group) :] for name, y in x.items()}
+    return {name: y[:, tokens, -heads.get(name, group) :] for name, y in x.items()}
 
 
 def measure(case: Case, T: int, dtype, implementations, backward: bool, repeats: int) -> list[dict]:
@@ -28,15 +28,15 @@ def measure(case: Case, T: int, dtype, implementations, backward: bool, repeats:
         functions = {name: timing.with_gradients(fn, {"o": do}) for name, fn in functions.items()}
     runs = [timing.compiled(name, fn, x, cu_seqlens) for name, fn in functions.items()]
 
-    start = T - T // case.sequences if case.sequences else 0
-    part = judged_part(case, x | {"do": do}, start)
+    last = slice(None) if cu_seqlens is None else slice(int(cu_seqlens[-2]), int(cu_seqlens[-1]))
+    part = judged_part(case, x | {"do": do}, last)
     part_do = part.pop("do")
     o, _, *gradients = reference(**part, do=part_do if backward else None)
     expected = {"o": o} | ({f"d{name}": value for name, value in gradients[0].items()} if backward else {})
     limits = {name: tolerance(name, jnp.dtype(dtype).name) for name in expected}
 
     def verdict(results):
-        return timing.worst(judged_part(case, results, start), expected, limits)
+        return timing.worst(judged_part(case, results, last), expected, limits)
 
     return timing.measure(
         runs, peers.available(case, x, cu_seqlens, do if backward else None), verdict, case.flops(T, backward),

@@ -22,11 +22,12 @@ def available(case: Case, x: dict, cu_seqlens, do) -> list[Run]:
 
 
 def _scan(case: Case, x: dict, cu_seqlens, do) -> Run | None:
-    """The recurrence as one writes it in JAX: `lax.scan` over tokens, all heads and sequences side by side."""
-    tokens = x["v"].shape[1]
+    """The recurrence as one writes it in JAX: `lax.scan` over tokens; heads and sequences, of one length, at once."""
+    tokens, N = x["v"].shape[1], max(1, case.sequences)
+    if case.ragged or tokens % N:
+        return None
     if do is not None and 4 * tokens * case.HV * case.K * case.V > _SCAN_STATES:
         return None
-    N = max(1, case.sequences)
 
     def token(S, x):
         q, k, v, g, beta = x

@@ -13,12 +13,13 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(autouse=True)
 def benchmarks(monkeypatch):
-    """The benchmarks are no package: they are imported from the root. Their cases here: one small layer, and packed."""
+    """The benchmarks are no package: they are imported from the root. Their cases here: small layers, packed or not."""
     monkeypatch.syspath_prepend(ROOT)
     from benchmarks import __main__ as command
     from benchmarks.cases import CASES, Case
 
     monkeypatch.setitem(CASES, "small", Case("gated_delta_rule", H=1, HV=2, K=8, V=8, T=64))
+    monkeypatch.setitem(CASES, "ragged", Case("simple_gla", H=1, HV=1, K=8, V=8, T=48, sequences=3, ragged=True))
     monkeypatch.setitem(CASES, "packed", Case("kda", H=1, HV=1, K=8, V=8, T=48, sequences=3))
     monkeypatch.setattr("benchmarks.timing.machine_peaks", lambda dtype: (1e9, 1e9))
     return command
@@ -52,6 +53,13 @@ def test_time(run, arguments, capsys):
     assert ours["compile_s"] > 0
     assert ours["x scan"] == pytest.approx(rows[-1]["median_ms"] / ours["median_ms"])
     assert ours["tflop_s"] * ours["median_ms"] == pytest.approx(rows[-1]["tflop_s"] * rows[-1]["median_ms"])
+
+
+def test_time_of_sequences_of_different_lengths(run):
+    """The last of them is judged, wherever it begins; the scan, which needs equal lengths, is left out."""
+    code, rows = run("time", "--case", "ragged", "--repeats", "1")
+    assert code == 0
+    assert [(row["implementation"], row["correct"]) for row in rows] == [("xla", True)]
 
 
 def test_no_ratio_without_correctness(run, monkeypatch):
@@ -109,24 +117,38 @@ def test_forms_of_the_inverse():
         assert jnp.allclose(ours, other, atol=1e-2)
 
 
-ROW = {"case": "a", "T": 8, "implementation": "xla", "median_ms": 2.0, "correct": True}
+ROW = {"case": "a", "T": 8, "implementation": "xla", "median_ms": 2.0, "memory_mib": 100.0, "correct": True}
+KERNEL = {"case": "a", "chip": "v6e", "kernel_cycles": 100, "around_cycles": 10, "bundles": 90, "temporaries_mib": 0.0}
+WITHOUT_CYCLES = KERNEL | {"kernel_cycles": None, "around_cycles": None}
 
 
 @pytest.mark.parametrize(
-    ("now", "worse"),
+    ("before", "now", "worse"),
     [
-        ([ROW], False),
-        ([ROW | {"median_ms": 2.1}], False),
-        ([ROW | {"median_ms": 2.3}], True),
-        ([ROW | {"correct": False}], True),
-        ([], True),
+        (ROW, [ROW], {"median_ms": False, "memory_mib": False}),
+        (ROW, [ROW | {"median_ms": 2.1}], {"median_ms": False, "memory_mib": False}),
+        (ROW, [ROW | {"median_ms": 2.3}], {"median_ms": True, "memory_mib": False}),
+        (ROW, [ROW | {"memory_mib": 120.0}], {"median_ms": False, "memory_mib": True}),
+        (ROW, [ROW | {"correct": False}], {"median_ms": True, "memory_mib": True}),
+        (ROW, [], {"median_ms": True, "memory_mib": True}),
+        (KERNEL, [KERNEL | {"temporaries_mib": 0.5}], {"cycles": False, "temporaries_mib": False}),
+        (KERNEL, [KERNEL | {"kernel_cycles": 111}], {"cycles": False, "temporaries_mib": False}),
+        (KERNEL, [KERNEL | {"around_cycles": 30}], {"cycles": True, "temporaries_mib": False}),
+        (KERNEL, [KERNEL | {"temporaries_mib": 2.0}], {"cycles": False, "temporaries_mib": True}),
+        (KERNEL, [WITHOUT_CYCLES], {"cycles": True, "temporaries_mib": False}),
+        (WITHOUT_CYCLES, [KERNEL], {"bundles": False, "temporaries_mib": False}),
+        (WITHOUT_CYCLES, [KERNEL | {"bundles": 100}], {"bundles": True, "temporaries_mib": False}),
+        ({"case": "a", "failed": "no result"}, [KERNEL], {}),
     ],
-    ids=["equal", "within", "slower", "wrong", "missing"],
-)
-def test_compare(now, worse):
+    ids=[
+        "equal", "within", "slower", "memory", "wrong", "missing", "small memory", "cycles within", "around the kernel",
+        "temporaries", "no cycles any more", "bundles", "more bundles", "failed",
+    ],
+)  # fmt: skip
+def test_compare(before, now, worse):
     from benchmarks.compare import compare
 
-    assert [line["worse"] for line in compare(now, [ROW], tolerance=0.1)] == [worse]
+    assert {line["figure"]: line["worse"] for line in compare(now, [before], tolerance=0.1)} == worse
 
 
 def test_compare_from_the_command_line(run, tmp_path, monkeypatch):
@@ -171,16 +193,13 @@ def test_static_figures(tmp_path):
 
 @pytest.mark.parametrize(("inner", "expected"), [("", 3 * 4), ("> ", None)], ids=["one loop", "a loop in it"])
 def test_bundles_of_the_loop_over_the_grid(inner, expected, tmp_path):
-    from types import SimpleNamespace
-
     from benchmarks.tpu import _bundles
 
     lines = ["0   :  { %a }", "0x1 LB: > { %b }", f"0x2   : >{inner} {{ %c }}"]
     lines += ["0x3   : > { %p = scmp.ge.s32.totalorder %s, 6 /* loop exit test */ }", "0x4   :  { %d }"]
     for name in ("kernel.1", "copy.2"):  # the copy is not a kernel
         (tmp_path / f"7-{name}-03-final_bundles.txt").write_text("\n".join(lines))
-    program = SimpleNamespace(as_text=lambda: "%kernel.1 = f32[8] custom-call(%x)\n%copy.2 = f32[8] copy(%y)")
-    assert _bundles(str(tmp_path), program) == expected
+    assert _bundles(str(tmp_path), {"kernel.1"}) == expected
 
 
 @pytest.mark.tpu
