@@ -16,11 +16,15 @@ from chunkwise.shared import (
     check_chunk_size,
     check_delta_rule,
     check_initial_state,
+    check_scale,
     check_slots,
     choose_implementation,
+    clip_gate,
     decode,
+    operand_dtype,
     pad_tokens,
     pieces,
+    vary_alike,
 )
 from chunkwise.shared.packed import pad_lanes
 
@@ -87,6 +91,7 @@ def fused_chunk_gated_delta_rule(
     """
     B, T, H, HV, K, V = check_delta_rule(q, k, v, g, beta, cu_seqlens)
     check_chunk_size(chunk_size)
+    check_scale(scale)
     check_initial_state(initial_state, (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, HV, K, V))
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     scale = K**-0.5 if scale is None else scale
@@ -100,8 +105,8 @@ def fused_chunk_gated_delta_rule(
     for name in ("heads", "heads_bwd"):
         heads = getattr(config, name)
         check(
-            HV % heads == 0 and heads % (HV // H) == 0,
-            f"`config.{name}` must divide {HV} value heads in whole groups of {HV // H}; got {heads}.",
+            heads >= 1 and HV % heads == 0,
+            f"`config.{name}` must divide {HV} value heads; got {heads}.",
         )
     outside = scale if isinstance(scale, jax.Array) else None
     static = Static(chunk_size, 1.0 if outside is not None else float(scale), use_qk_l2norm_in_kernel,
@@ -135,6 +140,8 @@ class Layout:
         self.B, T, H, self.K = q.shape
         self.HV, self.V = v.shape[2:]
         self.T, self.H, C, group = T, H, static.chunk_size, self.HV // H
+        # The matrix unit takes bfloat16 operands only if all three are bfloat16.
+        self.dtype = jnp.result_type(*(operand_dtype(x.dtype) for x in inputs[:3]))
         each = (static.config.heads, static.config.heads_bwd)
         self.heads = heads = each[backward]
         # What the forward keeps is packed alike.
@@ -156,13 +163,17 @@ class Layout:
             owner = jnp.searchsorted(cu_seqlens[1:], token, side="right").astype(jnp.int32)
             owner = jnp.where(token < T, owner, self.N).reshape(-1, C)
             final = owner[:, -1]
-            rows += [jnp.concatenate([owner[:1, 0], final[:-1]]), final, jnp.full_like(final, self.N)]
+            filled = jnp.sum(owner < self.N, axis=1, dtype=jnp.int32)
+            rows += [jnp.concatenate([owner[:1, 0], final[:-1]]), final, filled]
             self.owner = jnp.tile(owner, (1, p))[:, None]
         self.table = jnp.stack(rows)
 
     def tokens(self, x: jax.Array, width: int) -> jax.Array:
-        """Return [B, T, heads, D] as the flat view [B, T', heads * width]; a reshape for whole lanes and chunks."""
-        x = pad_tokens(x, self.padded)
+        """Return [B, T, heads, D] as the flat view [B, T', heads * width], one type for all.
+
+        A reshape for whole lanes and chunks.
+        """
+        x = pad_tokens(x.astype(self.dtype), self.padded)
         if x.shape[3] != width:
             x = jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[3])])
         return x.reshape(*x.shape[:2], -1)
@@ -209,7 +220,7 @@ def _forward(static, *inputs, keep: bool = False) -> Any:
     operands = layout.operands(*inputs[:6])
     out = kernel.launch(*operands, None, layout.N, want, static.config, layout.options, layout.shape)
     final_state = layout.from_states(out["ht"], initial_state) if static.output_final_state else None
-    results = layout.from_tokens(out["o"], layout.HV, layout.V), final_state
+    results = layout.from_tokens(out["o"], layout.HV, layout.V).astype(inputs[2].dtype), final_state
     return (results, (inputs, out["X"])) if keep else results
 
 
@@ -242,7 +253,15 @@ def _backward(static, residuals, cotangents):
 
 _differentiable = jax.custom_vjp(_forward, nondiff_argnums=(0,))
 _differentiable.defvjp(functools.partial(_forward, keep=True), _backward)
-_fused = jax.jit(_differentiable, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _fused(static, q, k, v, g, beta, initial_state, cu_seqlens):
+    """Run the kernels on operands whose gradients JAX finishes: repeated keys, clipped gates, replicated operands."""
+    repeats = tiles.key_repeats(q.shape[2], v.shape[2], static.config)
+    if repeats > 1:
+        q, k = (jnp.repeat(x, repeats, axis=2) for x in (q, k))
+    return _differentiable(static, *vary_alike(q, k, v, clip_gate(g), beta, initial_state, cu_seqlens))
 
 
 def recurrent_gated_delta_rule(
@@ -304,6 +323,7 @@ def recurrent_gated_delta_rule(
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024).
     """
     B, T, H, HV, K, V = check_delta_rule(q, k, v, g, beta, cu_seqlens)
+    check_scale(scale)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     check_slots(initial_state, state_indices, has_initial_state, N, HV, K, V)
     o, states = decode(

@@ -1,5 +1,6 @@
 """Tile sizes of the kernels."""
 
+import math
 from dataclasses import dataclass
 
 from chunkwise.shared.packed import LANES, packing
@@ -12,8 +13,8 @@ class Config:
     """How the launches are cut.
 
     Attributes:
-      heads: value heads a grid step, whole groups that share a key head. Heads run in lock-step, so more of them hide
-        the latency of one another.
+      heads: value heads a grid step, a divisor of HV. Heads run in lock-step, so more of them hide the latency of one
+        another. Where they are not whole groups that share a key head, q and k are repeated in memory.
       heads_bwd: the same in the backward, which holds more tiles at once.
       vmem_bytes: scoped VMEM the kernels may use.
     """
@@ -29,14 +30,20 @@ def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
 
 
 def default_for(H: int, HV: int, C: int, K: int, V: int) -> Config:
-    """Return the Config for these shapes: as many whole groups of heads as fit, at least one."""
+    """Return the Config for these shapes: as many whole groups of heads as fit, or as many heads of a larger group."""
     group, each = HV // H, vmem_bytes_per_head(C, K, V)
 
     def fit(most: int) -> int:
-        whole = [n * group for n in range(1, H + 1) if H % n == 0]
-        return max([n for n in whole if n <= most and n * each <= VMEM_BUDGET], default=group)
+        sizes = [n for n in range(1, most + 1) if HV % n == 0 and (n % group == 0 or group % n == 0)]
+        return max([n for n in sizes if n * each <= VMEM_BUDGET], default=1)
 
     return Config(heads=fit(32), heads_bwd=fit(32))
+
+
+def key_repeats(H: int, HV: int, config: Config) -> int:
+    """Return how often to repeat the key heads so that the grid steps of both directions hold whole groups."""
+    group = HV // H
+    return group // math.gcd(group, config.heads, config.heads_bwd)
 
 
 def lane_packing(heads: int, group: int, C: int) -> int:

@@ -42,9 +42,10 @@ from chunkwise.shared.packed import lanes, multiply_packed, parts
 
 # Heads that take the state through a chunk together: the products of one stage of theirs hide the latency of another.
 STAGE = 8
-# Rows of the table of steps: what a chunk is in its sequence; with an owner, the sequences around it; what a piece is.
+# Rows of the table of steps: what a chunk is in its sequence; with an owner, the sequences of the token before it and
+# of its last token, and how many of its rows are not padding; what a piece is.
 SEQUENCE, FIRST, LAST = range(3)
-BEFORE, FINAL, COUNT = range(3, 6)
+BEFORE, FINAL, FILLED = range(3, 6)
 CHUNK, BEGIN, END, OPENS, CLOSES = range(3, 8)
 
 
@@ -69,6 +70,8 @@ def own_rows(refs, step, c, s: Shape, opt: Options) -> jax.Array | None:
     row = lax.broadcasted_iota(jnp.int32, (s.C, 1), 0)
     if opt.pieces:
         return (row >= refs.table[BEGIN, step]) & (row < refs.table[END, step])
+    if refs.owner is not None:
+        return row < refs.table[FILLED, step]
     return row < opt.T - c * s.C if opt.T % s.C else None
 
 
@@ -114,7 +117,7 @@ def load_owner(refs, chunk):
     """Return the owner of `flow_of`, None where chunks lie inside one sequence."""
     if refs.owner is None:
         return None
-    return refs.owner[...], refs.table[BEFORE, chunk], refs.table[FINAL, chunk], refs.table[COUNT, chunk]
+    return refs.owner[...], refs.table[BEFORE, chunk], refs.table[FINAL, chunk]
 
 
 def _fwd_kernel(refs, *, s, opt, NT):
@@ -126,7 +129,8 @@ def _fwd_kernel(refs, *, s, opt, NT):
     c, first = pl.program_id(2), pl.program_id(0) * NT
     prepared, passed = first + jnp.minimum(c, NT - 1), first + jnp.maximum(c - 1, 0)
 
-    # Chunk 0 begins a sequence, so the state that step 0 makes of nothing is gone before step 1 uses it.
+    # What begins a sequence replaces the state that step 0 makes of nothing. Pieces before it have no rows: what such a
+    # state makes of them is never stored.
     @pl.when(refs.table[FIRST, passed] == 1)
     def _():
         refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]

@@ -238,20 +238,20 @@ def flow_of(g: Gates, s: Shape, owner=None) -> Flow:
     Args:
       g: its gates.
       s: its shape.
-      owner: None for a chunk that lies inside one sequence; else (row [1, p C], before, last, count): the sequence of
-        every token, of the token before the chunk, of the last token, and the number of sequences. Tokens from there
-        on belong to none.
+      owner: None for a chunk that lies inside one sequence; else (row [1, p C], before, final): the sequence of every
+        token, of the token before the chunk and of the last token. Padding follows all sequences; its keys, values and
+        gates must be zero.
     """
     start, end = jnp.exp2(sum(g.G)), jnp.exp2(gap([x[:, -1:] for x in g.G], g.G))
     mask = lower_mask(s)
     if owner is None:
         return Flow(mask, start, end)
-    row, before, final, count = owner
+    row, before, final = owner
     column = to_column(row[None, :, : s.C].astype(jnp.float32)).astype(jnp.int32)
     return Flow(
-        mask & (column == row[None]) & (column < count),
-        jnp.where((column == before) & (column < count), start, 0.0),
-        jnp.where((column == final) & (column < count), end, 0.0),
+        mask & (column == row[None]),
+        jnp.where(column == before, start, 0.0),
+        jnp.where(column == final, end, 0.0),
     )
 
 
