@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -44,6 +45,27 @@ def test_check_interprets_kernels(capsys):
         (i, d, c) for i in ("xla", "pallas") for d in check.DTYPES for c in ("fixed", "packed")
     }
     assert all(row["passed"] and 0 <= row["error"] <= row["tolerance"] for row in rows)
+
+
+def test_check_covers_packs_without_states():
+    """As in training, where chunks go across sequences; what padding holds does not matter."""
+    planned = [x for x in check.plan(interpret=True) if x.keywords]
+    chunked = [x for x in check.OPERATORS if x.chunked]
+    assert len(planned) == len(chunked) * 3 * len(check.DTYPES)
+    one = next(x for x in planned if x.args[:2] == (chunked[0], "xla"))
+    with ThreadPoolExecutor(1) as pool:
+        (row,) = (program.measure() for program in one(pool))
+    assert row.passed, row
+    assert row.case == "stream, gradients"
+
+
+def test_the_reference_needs_the_cpu(monkeypatch):
+    def refuse(backend):
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    monkeypatch.setattr("jax.local_devices", refuse)
+    with pytest.raises(SystemExit, match="add it to JAX_PLATFORMS, as in tpu,cpu"):
+        cli.main(["check"])
 
 
 def test_check_fails_where_a_kernel_is_wrong_or_raises(kernels, capsys):

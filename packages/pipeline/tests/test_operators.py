@@ -1,5 +1,7 @@
 """Every operator under every implementation: outputs, states and gradients against the float64 recurrence."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,16 +16,23 @@ OPERATORS = ("gated_delta_rule", "kda", "gla", "simple_gla")
 PACKED = jnp.array([0, 1, 30, 30, 65], jnp.int32)  # 1 token, an empty sequence, tails, 5 tokens of padding
 
 
-def operator_inputs(name, dtype=jnp.float32, states=0, gate="logsigmoid"):
+def operator_inputs(name, dtype=jnp.float32, states=0, gate="logsigmoid", normalise=True):
     """Return the inputs of an operator by argument name."""
     inputs = make_inputs(
-        1, 70, 2, 2, 16, 24, dtype=dtype, gate=gate, per_channel=name in ("kda", "gla"), num_states=states
-    )
+        1, 70, 2, 2, 16, 24, dtype=dtype, gate=gate, per_channel=name in ("kda", "gla"), num_states=states,
+        normalise=normalise,
+    )  # fmt: skip
     if name.endswith("gla"):
         del inputs["beta"]
     if name == "simple_gla":
         inputs["g_gamma"] = jnp.array([-0.1, -0.5])
     return inputs
+
+
+def poison(inputs):
+    """Return the inputs of a pack with NaN in its padding, which may hold anything."""
+    tokens = ("q", "k", "v", "g", "beta")
+    return {name: x.at[:, int(PACKED[-1]) :].set(jnp.nan) if name in tokens else x for name, x in inputs.items()}
 
 
 # Without packing all but these staged chains is tested elsewhere: by a package, or here for the gated delta rule.
@@ -35,24 +44,28 @@ def operator_inputs(name, dtype=jnp.float32, states=0, gate="logsigmoid"):
     ],
 )
 def test_outputs_and_gradients(name, implementation, packed):
-    inputs = operator_inputs(name, states=4 if packed else 1)
+    """One program for gates of ordinary strength and for gates that forget everything."""
     options = {"cu_seqlens": PACKED} if packed else {}
+    if not name.endswith("gla"):
+        options["use_qk_l2norm_in_kernel"] = True
     rng = np.random.default_rng(1)
-    do, dht = (rng.standard_normal(inputs[x].shape) for x in ("v", "initial_state"))
 
-    def loss(x):
-        o, state = getattr(pipeline, f"chunk_{name}")(
-            **x, **options, output_final_state=True, chunk_size=32, implementation=implementation
-        )
-        return jnp.sum(o * do) + jnp.sum(state * dht), (o, state)
+    @jax.jit
+    def run(x, do, dht):
+        operator = functools.partial(getattr(pipeline, f"chunk_{name}"), **options, output_final_state=True)
+        outputs, pullback = jax.vjp(lambda x: operator(**x, chunk_size=32, implementation=implementation), x)
+        return outputs, pullback((do, dht))[0]
 
-    grads, (o, state) = jax.grad(loss, has_aux=True)(inputs)
-    o_ref, state_ref, expected = reference(**inputs, **options, do=do, dht=dht)
-    assert_close("o", o, o_ref, TOLERANCE["float32"])
-    assert_close("final_state", state, state_ref, TOLERANCE["float32"])
-    assert grads.keys() == expected.keys()
-    for argument, grad in grads.items():
-        assert_close(f"d{argument}", grad, expected[argument], GRADIENT_TOLERANCE["float32"])
+    for gate in ("logsigmoid", "resets"):
+        inputs = operator_inputs(name, states=4 if packed else 1, gate=gate, normalise=False)
+        do, dht = (rng.standard_normal(inputs[x].shape).astype(np.float32) for x in ("v", "initial_state"))
+        (o, state), grads = run(poison(inputs) if packed else inputs, do, dht)
+        o_ref, state_ref, expected = reference(**inputs, **options, do=do, dht=dht)
+        assert_close("o", o, o_ref, TOLERANCE["float32"])
+        assert_close("final_state", state, state_ref, TOLERANCE["float32"])
+        assert grads.keys() == expected.keys()
+        for argument, grad in grads.items():
+            assert_close(f"d{argument}", grad, expected[argument], GRADIENT_TOLERANCE["float32"])
 
 
 # The package tests the other two.
@@ -79,12 +92,12 @@ def test_gradient_of_strong_constant_gates_staged(chunk_size, packed):
         assert_close(f"dg_gamma at {strength}", got[head], want[head], GRADIENT_TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("gate", ["spikes", "zero"])
+@pytest.mark.parametrize("gate", ["spikes", "zero", "resets"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_packed_without_states_in_bfloat16(name, implementation, gate):
     inputs = operator_inputs(name, jnp.bfloat16, gate=gate)
-    o, state = getattr(pipeline, f"chunk_{name}")(**inputs, cu_seqlens=PACKED, implementation=implementation)
+    o, state = getattr(pipeline, f"chunk_{name}")(**poison(inputs), cu_seqlens=PACKED, implementation=implementation)
     assert state is None
     assert o.dtype == jnp.bfloat16
     assert_close("o", o, reference(**inputs, cu_seqlens=PACKED)[0], TOLERANCE["bfloat16"])
@@ -118,13 +131,27 @@ def test_unknown_implementation(name):
             getattr(pipeline, f"{kind}_{name}")(**operator_inputs(name), implementation="cuda")
 
 
-def test_equal_channels_reproduce_the_gated_delta_rule():
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_the_token_by_token_form_does_not_come_as(name):
+    for implementation in ("staged", "fused") if name.endswith("gla") else ("staged",):
+        with pytest.raises(NotImplementedError, match=f"`recurrent_{name}` comes as 'xla'.*; got '{implementation}'"):
+            getattr(pipeline, f"recurrent_{name}")(**operator_inputs(name), implementation=implementation)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_scale_is_one_number(name):
+    for kind in ("chunk", "recurrent"):
+        with pytest.raises(ValueError, match="`scale` must be None, a number or a scalar array; got"):
+            getattr(pipeline, f"{kind}_{name}")(**operator_inputs(name), scale=jnp.ones(24))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_equal_channels_reproduce_the_gated_delta_rule(implementation):
     inputs = operator_inputs("gated_delta_rule")
-    expected, _ = pipeline.chunk_gated_delta_rule(**inputs, implementation="xla")
+    expected, _ = pipeline.chunk_gated_delta_rule(**inputs, chunk_size=16, implementation="xla")
     inputs["g"] = jnp.broadcast_to(inputs["g"][..., None], (*inputs["g"].shape, 16))
-    for implementation in IMPLEMENTATIONS:
-        o, _ = pipeline.chunk_kda(**inputs, implementation=implementation)
-        assert_close(implementation, o, expected, TOLERANCE["float32"])
+    o, _ = pipeline.chunk_kda(**inputs, chunk_size=16, implementation=implementation)
+    assert_close("o", o, expected, TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("name", OPERATORS)

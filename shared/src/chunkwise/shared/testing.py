@@ -24,7 +24,8 @@ def make_gate(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np
 
     Args:
       kind: one of GATES. "logsigmoid*10" is ten times the log sigmoid of a normal variable; "spikes" is the log
-        sigmoid with -30 on every seventh token; "strong" is -30 on every token.
+        sigmoid with -30 on every seventh token; "strong" is -30 on every token. Or "resets", for operators only: -1e9
+        and -inf in turn on every seventh token, which no sum of gates survives.
       rng: source of randomness.
       shape: shape of the result.
     """
@@ -36,6 +37,9 @@ def make_gate(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np
             return np.full(shape, -30.0)
         case "spikes":
             gate[:, ::7] = -30.0
+            return gate
+        case "resets":
+            gate[:, ::7], gate[:, 7::14] = -1e9, -np.inf
             return gate
     strength = kind.removeprefix("logsigmoid")
     return gate * (1.0 if not strength else float(strength[1:]) if strength[0] == "*" else 1 / float(strength[1:]))

@@ -14,8 +14,11 @@ def choose(implementation: str | None, K: int, V: int, most: int = _MOST_CHANNEL
     return choose_implementation(implementation, IMPLEMENTATIONS, on_tpu=on_tpu)
 
 
-def choose_recurrent(implementation: str | None) -> str | None:
-    """Return the name under which a kernel package knows the implementation of its recurrent operator."""
+def choose_recurrent(name: str, implementation: str | None, known: tuple[str, ...] = ("xla", "fused")) -> str | None:
+    """Return the name under which a kernel package knows the implementation of its recurrent operator `name`."""
     if implementation is None:
         return None
-    return {"xla": "xla", "fused": "pallas"}[choose_implementation(implementation, ("xla", "fused"), on_tpu="fused")]
+    choose_implementation(implementation, IMPLEMENTATIONS, on_tpu="xla")
+    if implementation not in known:
+        raise NotImplementedError(f"`{name}` comes as {' and '.join(map(repr, known))}; got {implementation!r}.")
+    return {"xla": "xla", "fused": "pallas"}[implementation]

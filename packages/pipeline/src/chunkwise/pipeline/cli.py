@@ -36,6 +36,10 @@ def main(argv: list[str] | None = None) -> int:
 def run_check(options: argparse.Namespace, console: Console) -> int:
     """Check the kernels and print a table of them."""
     started = time.perf_counter()
+    try:
+        jax.local_devices(backend="cpu")
+    except RuntimeError:
+        raise SystemExit("The float64 reference runs on the CPU: add it to JAX_PLATFORMS, as in tpu,cpu.") from None
     checks = [x for x in check.plan(options.interpret) if options.kernel in x.args[0].name]
     if not checks:
         raise SystemExit(f"`--kernel` must be part of the name of a kernel; got {options.kernel!r}.")
@@ -45,11 +49,14 @@ def run_check(options: argparse.Namespace, console: Console) -> int:
         ThreadPoolExecutor(os.cpu_count()) as pool,
     ):
         task = progress.add_task("compile", total=None)
-        programs = [program for one in checks for program in one(pool)]
-        progress.update(task, total=len(programs))
-        # None is timed before the last is compiled: they would share the processor.
-        for _ in as_completed([program.compiling for program in programs]):
-            progress.advance(task)
+        try:
+            programs = [program for one in checks for program in one(pool)]
+            progress.update(task, total=len(programs))
+            # None is timed before the last is compiled: they would share the processor.
+            for _ in as_completed([program.compiling for program in programs]):
+                progress.advance(task)
+        finally:  # an interrupt does not wait for what is still to be compiled
+            pool.shutdown(cancel_futures=True)
         progress.update(task, description="run")
         rows = [program.measure() for program in programs]
     failed = [row for row in rows if not row.passed]

@@ -11,6 +11,7 @@ from chunkwise.shared import (
     check_chunk_size,
     check_delta_rule,
     check_initial_state,
+    check_scale,
 )
 
 
@@ -70,7 +71,7 @@ def chunk_gated_delta_rule(
     Cost: about 2 B T HV (4 C K + 3 K V + 2 C V) flops and 1.3 C^2 per token for the inverse.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024).
     """
-    _check(q, k, v, g, beta, initial_state, cu_seqlens)
+    _check(q, k, v, g, beta, scale, initial_state, cu_seqlens)
     check_chunk_size(chunk_size)
     implementation = choose(implementation, k.shape[-1], v.shape[-1])
     scale = k.shape[-1] ** -0.5 if scale is None else scale
@@ -85,15 +86,16 @@ def chunk_gated_delta_rule(
     )
 
 
-def _check(q, k, v, g, beta, initial_state, cu_seqlens):
+def _check(q, k, v, g, beta, scale, initial_state, cu_seqlens):
     B, T, H, HV, K, V = check_delta_rule(q, k, v, g, beta, cu_seqlens)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     check_initial_state(initial_state, (N, HV, K, V))
+    check_scale(scale)
 
 
 @functools.partial(jax.jit, static_argnums=(8, 9, 10))
 def _xla(q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, normalise, chunk_size):
-    q, k = staged.normalised(q, normalise), staged.normalised(k, normalise)
+    q, k = (staged.normalised(x, normalise, cu_seqlens) for x in (q, k))
     return xla.gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, chunk_size)
 
 
@@ -127,5 +129,5 @@ def recurrent_gated_delta_rule(
     return fused_gdn.recurrent_gated_delta_rule(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens, state_indices=state_indices, has_initial_state=has_initial_state,
-        implementation=choose_recurrent(implementation),
+        implementation=choose_recurrent("recurrent_gated_delta_rule", implementation),
     )  # fmt: skip

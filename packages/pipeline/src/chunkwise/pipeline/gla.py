@@ -5,7 +5,7 @@ import jax
 from chunkwise import fused_gla
 from chunkwise.pipeline import staged
 from chunkwise.pipeline.choice import choose, choose_recurrent
-from chunkwise.shared import check_array, check_chunk_size, check_cu_seqlens, check_initial_state
+from chunkwise.shared import check_array, check_chunk_size, check_cu_seqlens, check_initial_state, check_scale
 
 # The fused kernels of gated linear attention take keys and values of any size.
 _MOST_CHANNELS = 1 << 30
@@ -23,13 +23,14 @@ def _run(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqle
     )  # fmt: skip
 
 
-def _check(q, k, v, initial_state, cu_seqlens, chunk_size):
+def _check(q, k, v, scale, initial_state, cu_seqlens, chunk_size):
     """Check what both operators share and return B, T, H, K."""
     B, T, H, K = check_array("q", q, "B T H K")
     check_array("k", k, "B T H K", (B, T, H, K))
     V = check_array("v", v, "B T H V", (B, T, H, None))[3]
     check_cu_seqlens(cu_seqlens, B, T)
     check_initial_state(initial_state, (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, H, K, V))
+    check_scale(scale)
     check_chunk_size(chunk_size)
     return B, T, H, K
 
@@ -86,7 +87,7 @@ def chunk_simple_gla(
     Cost: see `chunkwise.fused_gla.fused_chunk_gla`.
     Source: Dao and Gu, Transformers are SSMs (2024); Sun et al., Retentive Network (2023).
     """
-    B, T, H, _ = _check(q, k, v, initial_state, cu_seqlens, chunk_size)
+    B, T, H, _ = _check(q, k, v, scale, initial_state, cu_seqlens, chunk_size)
     if g is not None:
         check_array("g", g, "B T H", (B, T, H))
     if g_gamma is not None:
@@ -132,7 +133,7 @@ def chunk_gla(
     Cost: see `chunkwise.fused_gla.fused_chunk_gla`.
     Source: Yang et al., Gated Linear Attention Transformers (2023).
     """
-    shape = _check(q, k, v, initial_state, cu_seqlens, chunk_size)
+    shape = _check(q, k, v, scale, initial_state, cu_seqlens, chunk_size)
     check_array("g", g, "B T H K", shape)
     return _run(q, k, v, g, None, scale, initial_state, output_final_state, cu_seqlens, chunk_size, implementation)
 
@@ -156,7 +157,7 @@ def recurrent_simple_gla(
     """
     return fused_gla.recurrent_simple_gla(
         q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens,
-        implementation=choose_recurrent(implementation),
+        implementation=choose_recurrent("recurrent_simple_gla", implementation, ("xla",)),
     )  # fmt: skip
 
 
@@ -178,5 +179,5 @@ def recurrent_gla(
     """
     return fused_gla.recurrent_gla(
         q, k, v, g, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens,
-        implementation=choose_recurrent(implementation),
+        implementation=choose_recurrent("recurrent_gla", implementation, ("xla",)),
     )  # fmt: skip

@@ -122,5 +122,5 @@ def recurrent_kda(
     return kda.recurrent_kda(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         gate_lower_bound=gate_lower_bound, cu_seqlens=cu_seqlens, state_indices=state_indices,
-        has_initial_state=has_initial_state, implementation=choose_recurrent(implementation),
+        has_initial_state=has_initial_state, implementation=choose_recurrent("recurrent_kda", implementation),
     )  # fmt: skip

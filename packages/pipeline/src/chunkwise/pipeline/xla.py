@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from chunkwise.chunk_h.kernel import next_state_tile
 from chunkwise.shared import (
     Chunking,
+    clip_gate,
     column_index,
     dot,
     dot_nt,
@@ -30,6 +31,7 @@ from chunkwise.shared import (
     stream_masks,
     strictly_lower,
     varying_zeros,
+    zero_padding,
 )
 from chunkwise.solve_tril.xla import inverse
 
@@ -100,14 +102,13 @@ def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
     first, sequence = (chunks.per_batch(x)[0] for x in (chunks.first, chunks.sequence))
     tokens = [by_time(x) for x in (q, k, v)]
     tokens, g, beta, masks, first, sequence = jax.tree.map(
-        _keep_loop, (tokens, rows(g), rows(beta), masks, first, sequence)
+        _keep_loop, (tokens, rows(clip_gate(g)), rows(beta), masks, first, sequence)
     )
     S, (o, after) = lax.scan(step, start, (tokens, _decays(g, masks), beta, masks, first, sequence))
     o = o[: chunks.NC // B].reshape(-1, B, C, HV, V)
     o = chunks.gather(jnp.moveaxis(o, 1, 0).reshape(B, -1, HV, V))
     if stream:
-        owned = jnp.arange(T) < cu_seqlens[-1]
-        return jnp.where(owned[None, :, None, None], o, 0), None
+        return zero_padding(o, cu_seqlens), None
     if not output_final_state:
         return o, None
     if not chunks.packed:
