@@ -1,4 +1,4 @@
-"""Everything that README.md and docs/ tell a reader to type is run, or at least exists.
+"""Everything that README.md and docs/ tell a reader to type is run, or at least exists, and so do all links.
 
 Python blocks of a page run in one go, and print what the block after them promises. Of the commands, those that take
 seconds run; those that install, or take minutes, cannot run inside a test session: for them the session, folder or
@@ -22,6 +22,8 @@ from chunkwise.shared.testing import boundaries, make_inputs
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Their examples run in their own packages' sessions.
+PACKAGE_PAGES = [ROOT / "shared/README.md", *sorted(ROOT.glob("packages/*/README.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -167,8 +169,26 @@ def test_command(page, command, monkeypatch, tmp_path, capsys):
         pytest.fail(f"{page}: nothing here knows how to check {command!r}")
 
 
-def test_links():
-    """Links between pages and to pictures lead somewhere."""
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+def anchors(page: Path) -> set[str]:
+    """Return the names of a page's headings, as links write them."""
+    headings = re.findall(r"^#+ (.*)", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *PACKAGE_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_links(page):
+    """Links to pages, their headings and pictures lead somewhere."""
+    for target in re.findall(r"\]\(([^)]+)\)", BLOCK.sub("", page.read_text())):
+        if not target.startswith("http"):
+            path, _, heading = target.partition("#")
+            other = page.parent / path if path else page
+            assert other.exists(), target
+            assert not heading or heading in anchors(other), target
+
+
+@pytest.mark.parametrize("page", PACKAGE_PAGES, ids=lambda page: page.parent.name)
+def test_commands_of_a_package(page):
+    """The sessions and folders that a README of a package names exist."""
+    for line in re.findall(r"`((?:nox|pip) [^`]+)`", page.read_text()):
+        program, *arguments = line.split()
+        {"nox": check_nox, "pip": check_pip}[program](arguments)
