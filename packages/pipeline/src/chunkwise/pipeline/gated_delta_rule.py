@@ -45,7 +45,7 @@ def chunk_gated_delta_rule(
       q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16. Keys should have unit length (or pass
         use_qk_l2norm_in_kernel): the recurrence itself diverges where beta |k|^2 > 2.
       v: values [B, T, HV, V], likewise.
-      g: log decay [B, T, HV] in nats, <= 0, any strength.
+      g: log decay [B, T, HV] in nats, <= 0, any strength: -inf forgets everything before.
       beta: step sizes [B, T, HV], in (0, 1), or (0, 2) where negative eigenvalues are allowed.
       scale: multiplies q; defaults to K ** -0.5. A number or a traced scalar.
       initial_state: [N, HV, K, V], any floating type; None for zeros.
@@ -117,10 +117,30 @@ def recurrent_gated_delta_rule(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated delta rule token by token, the decode path: for one new token or a few per sequence.
 
-    The arguments, results and errors of `chunk_gated_delta_rule`, less chunk_size. For serving, initial_state may be a
-    pool of states [slots, HV, K, V] with state_indices, int32 [N], the slot of every sequence, and has_initial_state,
-    bool [N], False where a sequence starts from zero; see `chunkwise.fused_gdn.recurrent_gated_delta_rule`.
-    implementation is "xla", "fused" (one Pallas launch for all sequences) or None.
+    In value head n, with key head n // (HV // H), and the state read after the update::
+
+        S~  = e^g_t S_{t-1}
+        S_t = S~ + beta_t k_t (v_t - S~^T k_t)^T
+        o_t = scale S_t^T q_t
+
+    Dims: as in `chunk_gated_delta_rule`: q, k [B, T, H, K], v [B, T, HV, V], g (nats) and beta [B, T, HV].
+
+    Args:
+      q, k, v, g, beta, scale, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens: of `chunk_gated_delta_rule`.
+      initial_state: [N, HV, K, V], or a pool of states [slots, HV, K, V] with state_indices; None for zeros.
+      state_indices: int32 [N], traced: the slot of every sequence, all distinct.
+      has_initial_state: bool [N], traced: False where a sequence starts from zero whatever its slot holds; None for
+        True.
+      implementation: "xla", "fused" (one Pallas launch for all sequences), None (the best for the backend; on a TPU
+        "fused" as long as tokens and states fit into its fast memory).
+
+    Returns:
+      o [B, T, HV, V] in the type of v, and the states after the last tokens, float32 in the shape of initial_state,
+      None unless asked for. With the pool donated under jit, its states are updated in place.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: "staged", or "fused" with more tokens or larger states than fit.
 
     Accuracy: 5e-7 relative to the recurrence in float64; everything is computed in float32, as sums.
     Cost: 7 B T HV K V flops; the state is read and written once.
