@@ -18,6 +18,7 @@ CASES = [
     (dict(beta=jnp.zeros((1, 8, 4), jnp.int32)), "`beta` must be float32, bfloat16 or float16; got int32."),
     (dict(initial_state=jnp.zeros((2, 4, 16, 16))), "`initial_state` must have shape [N, HV, K, V] = (1, 4, 16, 16)"),
     (dict(cu_seqlens=jnp.array([0, 9], jnp.int32)), "`cu_seqlens` must rise from 0 to at most T = 8; got [0, 9]."),
+    (dict(scale=jnp.ones(16)), "`scale` must be None, a number or a scalar array; got "),
     (dict(implementation="cuda"), "`implementation` must be None or one of ('pallas', 'xla'); got 'cuda'."),
 ]
 
@@ -35,7 +36,7 @@ def test_common(function, bad, message):
         (dict(chunk_size=48), "`chunk_size` must be one of (16, 32, 64, 128); got 48."),
         (
             dict(implementation="pallas", config=Config(heads=3, heads_bwd=4)),
-            "`config.heads` must divide 4 value heads in whole groups of 2; got 3.",
+            "`config.heads` must divide 4 value heads; got 3.",
         ),
     ],
 )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.fused_gdn import config as tiles
 from chunkwise.shared.reference import reference
 from chunkwise.shared.testing import GATES, TOLERANCE, assert_close, error, make_inputs
 
@@ -14,12 +15,15 @@ DTYPES = (jnp.float32, jnp.bfloat16)
 
 
 def check(x, tolerance=None, **arguments):
-    """Compare o and the final state with the oracle."""
+    """Compare o and the final state with the oracle; what follows the last sequence of a pack is NaN."""
+    end = x["v"].shape[1] if arguments.get("cu_seqlens") is None else int(arguments["cu_seqlens"][-1])
+    x = {n: y if n == "initial_state" else y.at[:, end:].set(jnp.nan) for n, y in x.items()}
     o, state = fused_chunk_gated_delta_rule(**x, **arguments, implementation="pallas")
     known = ("cu_seqlens", "scale", "use_qk_l2norm_in_kernel")
     want_o, want_state = reference(**x, **{n: a for n, a in arguments.items() if n in known})
     tolerance = TOLERANCE[x["q"].dtype.name]
     assert o.dtype == x["v"].dtype
+    assert not o[:, end:].any()
     assert_close("o", o, want_o, tolerance)
     if arguments.get("output_final_state"):
         assert_close("final_state", state, want_state, tolerance)
@@ -63,8 +67,9 @@ def test_packed_stream():
 
 
 def test_packed_with_states():
-    x = make_inputs(1, 210, 1, 2, 64, 64, num_states=6)
-    check(x, cu_seqlens=jnp.array([0, 1, 64, 64, 70, 128, 200], jnp.int32), output_final_state=True)
+    """The first sequence and the fourth are empty."""
+    x = make_inputs(1, 210, 1, 2, 64, 64, num_states=7)
+    check(x, cu_seqlens=jnp.array([0, 0, 1, 64, 64, 70, 128, 200], jnp.int32), output_final_state=True)
 
 
 def test_no_leak_between_heads_rows_and_sequences():
@@ -72,11 +77,30 @@ def test_no_leak_between_heads_rows_and_sequences():
     x = make_inputs(2, 50, 2, 4, 32, 32)
     run = lambda x, **a: fused_chunk_gated_delta_rule(**x, **a, chunk_size=16, implementation="pallas")[0]
     together = run(x, config=Config(heads=2, heads_bwd=2))
-    alone = run({n: y[1:, :, y.shape[2] // 2 :] for n, y in x.items()})
+    # Two value heads in two steps, so their key head is repeated.
+    alone = run({n: y[1:, :, y.shape[2] // 2 :] for n, y in x.items()}, config=Config(heads=1, heads_bwd=1))
     assert_close("alone", together[1:, :, 2:], alone, 1e-6)
     packed = {n: jnp.concatenate([y[:1], y[1:]], axis=1) for n, y in x.items()}
     packed = run(packed, cu_seqlens=jnp.array([0, 50, 100], jnp.int32), config=Config(heads=2, heads_bwd=2))
     assert_close("packed", packed[:, 50:], together[1:], 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("H", "HV", "C", "K", "heads", "repeats"),
+    [
+        (16, 32, 64, 128, 32, 1),
+        (1, 64, 64, 128, 32, 2),
+        (2, 96, 64, 128, 24, 2),
+        (1, 12, 128, 256, 6, 2),
+        (7, 7, 16, 128, 7, 1),
+    ],
+)
+def test_heads_of_a_step_fit_into_vmem(H, HV, C, K, heads, repeats):
+    """A group of value heads too large for one step is cut, and its key head repeated."""
+    config = tiles.default_for(H, HV, C, K, K)
+    assert config == Config(heads, heads)
+    assert tiles.key_repeats(H, HV, config) == repeats
+    assert heads * tiles.vmem_bytes_per_head(C, K, K) <= tiles.VMEM_BUDGET < config.vmem_bytes
 
 
 def test_decode_from_a_pool():

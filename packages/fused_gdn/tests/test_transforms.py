@@ -1,13 +1,23 @@
 """Gradients against float64, and the kernels under JAX's transformations."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
-from chunkwise.fused_gdn import fused_chunk_gated_delta_rule
+from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule
 from chunkwise.shared.reference import reference
-from chunkwise.shared.testing import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, assert_close, make_inputs
+from chunkwise.shared.testing import (
+    GATE_GRADIENT_TOLERANCE,
+    GRADIENT_TOLERANCE,
+    TOLERANCE,
+    assert_close,
+    make_inputs,
+    text_for_tpu,
+)
 
 pytestmark = pytest.mark.interpreted
 CUTS = [0, 1, 64, 64, 70, 128, 200]
@@ -20,11 +30,43 @@ def cotangents(x, N, seed=9):
     return do, jnp.asarray(rng.standard_normal((N, HV, x["k"].shape[-1], V)), jnp.float32) if N else None
 
 
+@functools.partial(
+    jax.jit, static_argnames=("output_final_state", "chunk_size", "use_qk_l2norm_in_kernel", "implementation", "config")
+)
+def run_backward(x, do, dht, **options):
+    (o, _), pull = jax.vjp(lambda x: fused_chunk_gated_delta_rule(**x, **options), x)
+    return o, pull((do, dht))[0]
+
+
+def check(x, N=0, cu_seqlens=None, exact=None, ignore=(), use_qk_l2norm_in_kernel=False, **options):
+    """Compare o and all gradients with the oracle, for `exact` inputs; what follows the last sequence is NaN."""
+    do, dht = cotangents(x, N)
+    options |= dict(cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, output_final_state=N > 0)
+    want_o, _, want = reference(
+        **(exact or x), cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, do=do, dht=dht
+    )
+    end = do.shape[1] if cu_seqlens is None else int(cu_seqlens[-1])
+    poison = lambda y: y.at[:, end:].set(jnp.nan)
+    x = {n: y if n == "initial_state" else poison(y) for n, y in x.items()}
+    o, got = run_backward(x, poison(do), dht, implementation="pallas", **options)
+    assert set(got) == set(want)
+    half = all(x[n].dtype == jnp.bfloat16 for n in "qkv")
+    limit = lambda table, y: {**table, "float16": 5e-4}["bfloat16" if half else y.dtype.name]
+    assert o.dtype == x["v"].dtype
+    assert_close("o", o, want_o, limit(TOLERANCE, o))
+    assert not o[:, end:].any()
+    for name in got.keys() - set(ignore):
+        tolerance = GATE_GRADIENT_TOLERANCE if name in ("g", "beta") else GRADIENT_TOLERANCE
+        assert got[name].dtype == x[name].dtype
+        assert_close("d" + name, got[name], want[name], limit(tolerance, got[name]))
+        assert name == "initial_state" or not got[name][:, end:].any()
+
+
 @pytest.mark.parametrize(
     ("dtype", "gate", "T", "H", "HV", "K", "V", "C", "states", "packed"),
     [
         (jnp.float32, "logsigmoid", 50, 1, 2, 60, 100, 32, True, False),
-        (jnp.float32, "spikes", 210, 2, 2, 64, 64, 64, False, True),
+        (jnp.float32, "spikes", 256, 2, 2, 64, 64, 64, False, True),
         (jnp.bfloat16, "zero", 150, 1, 2, 128, 128, 64, False, False),
         (jnp.bfloat16, "logsigmoid/10", 210, 1, 2, 64, 128, 64, True, True),
         (jnp.bfloat16, "strong", 130, 1, 1, 256, 64, 128, False, False),
@@ -36,22 +78,26 @@ def test_gradients(dtype, gate, T, H, HV, K, V, C, states, packed):
     N = (len(CUTS) - 1 if packed else 1) * states
     cu_seqlens = jnp.array(CUTS, jnp.int32) if packed else None
     x = make_inputs(1, T, H, HV, K, V, dtype=dtype, gate=gate, num_states=N)
-    do, dht = cotangents(x, N)
-    options = dict(cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=not packed)
+    check(x, N, cu_seqlens, chunk_size=C, use_qk_l2norm_in_kernel=not packed)
 
-    @jax.jit
-    def gradients(x):
-        run = lambda x: fused_chunk_gated_delta_rule(
-            **x, **options, output_final_state=states, chunk_size=C, implementation="pallas"
-        )
-        return jax.vjp(run, x)[1]((do, dht))[0]
 
-    got, want = gradients(x), reference(**x, **options, do=do, dht=dht)[2]
-    assert set(got) == set(want)
-    for name in got:
-        tolerance = GATE_GRADIENT_TOLERANCE if name in ("g", "beta") else GRADIENT_TOLERANCE
-        assert got[name].dtype == x[name].dtype
-        assert_close("d" + name, got[name], want[name], tolerance[jnp.dtype(dtype).name])
+def test_types_may_differ():
+    """In a pack whose padding begins inside of a chunk, with a key head repeated for two steps."""
+    x = make_inputs(1, 40, 1, 2, 16, 16)
+    x |= {n: x[n].astype(t) for n, t in dict(q=jnp.bfloat16, k=jnp.float16, v=jnp.float16, g=jnp.bfloat16).items()}
+    check(x, cu_seqlens=jnp.array([0, 5, 21], jnp.int32), chunk_size=16, config=Config(heads=1, heads_bwd=1))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("strength", [-1e5, -1e9, -jnp.inf])
+def test_gates_that_forget_everything(dtype, strength):
+    """The oracle is given -1e4, which is as much in float64 as well. Programs of other tests of this file."""
+    single = dtype == jnp.float32
+    T, size, C = (41, 16, 16) if single else (200, 64, 64)
+    x = make_inputs(1, T, 1, 1, size, size, dtype=dtype, num_states=int(single))
+    x["g"] = x["g"].at[:, ::7].set(strength)
+    exact = {**x, "g": jnp.maximum(x["g"], -1e4)}
+    check(x, int(single), exact=exact, chunk_size=C, use_qk_l2norm_in_kernel=single)
 
 
 def test_new_boundaries_do_not_trace_again():
@@ -72,15 +118,35 @@ def test_new_boundaries_do_not_trace_again():
 def test_vmap_remat_and_traced_scale():
     x = make_inputs(2, 20, 1, 1, 16, 16)
     scale = jnp.float32(0.7)
-    run = lambda x, scale: fused_chunk_gated_delta_rule(**x, scale=scale, chunk_size=16, implementation="pallas")[0]
-    loss = lambda x, scale: jnp.sum(jax.checkpoint(run)(x, scale) ** 2)
-    o = jax.vmap(run, in_axes=(0, None))({n: y[:, None] for n, y in x.items()}, scale)[:, 0]
     want, _ = reference(**x, scale=0.7)
-    assert_close("o", o, want, 1e-5)
-    got = jax.grad(loss, argnums=(0, 1))(x, scale)
     _, _, gradients = reference(**x, scale=0.7, do=2 * want)
-    assert_close("dq", got[0]["q"], gradients["q"], 1e-4)
-    assert_close("dscale", got[1], 2 * np.sum(want**2) / 0.7, 1e-4)
+
+    @jax.checkpoint
+    def run(x, scale):
+        return fused_chunk_gated_delta_rule(**x, scale=scale, chunk_size=16, implementation="pallas")[0]
+
+    @jax.jit
+    def mapped(x, scale, do):
+        rows = {n: y[:, None] for n, y in x.items()}
+        o, pull = jax.vjp(jax.vmap(run, in_axes=(0, None)), rows, scale)
+        return o, *pull(do)
+
+    o, got, dscale = mapped(x, scale, jnp.asarray(2 * want, jnp.float32)[:, None])
+    assert_close("o", o[:, 0], want, 1e-5)
+    for name, dx in got.items():
+        assert_close("d" + name, dx[:, 0], gradients[name], 1e-4)
+    assert_close("dscale", dscale, 2 * np.sum(want**2) / 0.7, 1e-4)
+
+
+def test_gradient_passes_the_check_of_shard_map():
+    """Lowered for a TPU, where the check acts: key heads and the state on every device, value heads on their own."""
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(AxisType.Auto,))
+    x = make_inputs(1, 20, 1, 1, 16, 16, num_states=1)
+    specs = {n: PartitionSpec(None, None, "heads") if n in ("v", "g", "beta") else PartitionSpec() for n in x}
+    run = lambda x: fused_chunk_gated_delta_rule(**x, output_final_state=True, chunk_size=16, implementation="pallas")
+    loss = lambda x: sum(jnp.sum(y) for y in run(x))
+    text = text_for_tpu(jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(specs,), out_specs=specs), x)
+    assert text.count('"stablehlo.all_reduce"') == 3
 
 
 def test_gradients_of_repeated_keys_in_bfloat16():
@@ -90,15 +156,6 @@ def test_gradients_of_repeated_keys_in_bfloat16():
     dg is nothing but rounding; with beta = 1.9 and no decay it is off by 3e-2, a limit that the README states.
     """
 
-    @jax.jit
-    def gradients(x, do):
-        run = lambda x: fused_chunk_gated_delta_rule(**x, implementation="pallas")[0]
-        return jax.vjp(run, x)[1](do)[0]
-
     for gate, beta in (("zero", 1.9), ("zero", 1.0), ("logsigmoid/10", 1.9)):
         x = make_inputs(1, 200, 1, 1, 64, 64, dtype=jnp.bfloat16, gate=gate, beta=beta, repeat_key=True)
-        do, _ = cotangents(x, 0)
-        got, want = gradients(x, do), reference(**x, do=do)[2]
-        for name in got.keys() - ({"g"} if gate == "zero" else set()):
-            tolerance = GATE_GRADIENT_TOLERANCE if name in ("g", "beta") else GRADIENT_TOLERANCE
-            assert_close(f"d{name} {gate} {beta}", got[name], want[name], tolerance["bfloat16"])
+        check(x, chunk_size=64, ignore=("g",) if gate == "zero" else ())
