@@ -48,13 +48,13 @@ def cumsum(g, chunk_size: int = 64, cu_seqlens=None, reverse: bool = False) -> n
 
 
 def kkt(k, beta, g_cum, chunk_size: int = 64, cu_seqlens=None) -> np.ndarray:
-    """Return A_ij = beta_i <k_i, k_j> e^(G_i - G_j) for i > j as [B, T, HV, C]."""
+    """Return A_ij = beta_i <k_i, e^(G_i - G_j) k_j> for i > j as [B, T, HV, C]; g_cum [B, T, HV] or [B, T, HV, K]."""
     B, T, HV = np.shape(beta)
     k, beta, g_cum = _heads(k, HV), _heads(beta, HV), _heads(g_cum, HV)
     A = np.zeros((B, T, HV, chunk_size))
     for c in chunks_of(B, T, chunk_size, cu_seqlens):
         k_c, beta_c, G = k[c.row, :, c.tokens], beta[c.row, :, c.tokens], g_cum[c.row, :, c.tokens]
-        own = beta_c[..., None] * (k_c @ k_c.mT) * _decay(G, -1)
+        own = beta_c[..., None] * _scores(k_c, k_c, G, -1)
         A[c.row, c.tokens, :, : own.shape[-1]] = np.moveaxis(own, 0, 1)
     return A
 
@@ -72,10 +72,11 @@ def inverse(A, cu_seqlens=None) -> np.ndarray:
 
 
 def w_u(k, v, beta, A_inv, g_cum, cu_seqlens=None) -> tuple[np.ndarray, np.ndarray]:
-    """Return w = A_inv (beta k e^G) [B, T, HV, K] and u = A_inv (beta v) [B, T, HV, V]."""
+    """Return w = A_inv (beta k e^G) [B, T, HV, K] and u = A_inv (beta v) [B, T, HV, V]; gates as in `kkt`."""
     B, T, HV, C = np.shape(A_inv)
     k, v, A_inv = _heads(k, HV), _heads(v, HV), _heads(A_inv, HV)
-    beta, g_cum = _heads(beta, HV)[..., None], _heads(g_cum, HV)[..., None]
+    beta, g_cum = _heads(beta, HV)[..., None], _heads(g_cum, HV)
+    g_cum = g_cum if g_cum.ndim == 4 else g_cum[..., None]
     w, u = np.zeros((B, T, HV, k.shape[-1])), np.zeros((B, T, HV, v.shape[-1]))
     for c in chunks_of(B, T, C, cu_seqlens):
         at = (c.row, slice(None), c.tokens)
@@ -109,7 +110,10 @@ def states(k, w, u, g_cum, initial_state=None, chunk_size: int = 64, cu_seqlens=
 
 
 def output(q, k, v, h, g_cum, scale=None, chunk_size: int = 64, cu_seqlens=None) -> np.ndarray:
-    """Return o_i = scale (e^G_i S^T q_i + sum over j <= i of <q_i, k_j> e^(G_i - G_j) v_j) as [B, T, HV, V]."""
+    """Return o_i = scale (S^T (e^G_i q_i) + sum over j <= i of <q_i, e^(G_i - G_j) k_j> v_j) as [B, T, HV, V].
+
+    Gates as in `kkt`.
+    """
     B, T, HV, V = np.shape(v)
     scale = np.shape(k)[-1] ** -0.5 if scale is None else scale
     q, k, v, g_cum, h = (*(_heads(x, HV) for x in (q, k, v, g_cum)), np.asarray(h, np.float64))
@@ -117,8 +121,8 @@ def output(q, k, v, h, g_cum, scale=None, chunk_size: int = 64, cu_seqlens=None)
     for c in chunks_of(B, T, chunk_size, cu_seqlens):
         at = (c.row, slice(None), c.tokens)
         G = g_cum[at]
-        carried = np.exp(G)[..., None] * (q[at] @ h[c.row, c.place])
-        own = (q[at] @ k[at].mT * _decay(G, 0)) @ v[at]
+        carried = (q[at] * np.exp(G if G.ndim == 3 else G[..., None])) @ h[c.row, c.place]
+        own = _scores(q[at], k[at], G, 0) @ v[at]
         o[c.row, c.tokens] = scale * np.moveaxis(carried + own, 0, 1)
     return o
 
@@ -140,7 +144,11 @@ def _heads(x, HV: int) -> np.ndarray:
     return np.repeat(x, HV // x.shape[1], axis=1)
 
 
-def _decay(G: np.ndarray, diagonal: int) -> np.ndarray:
-    """Return e^(G_i - G_j) [HV, c, c] of the lower triangle from `diagonal` down, else 0."""
-    pairs = np.tril(np.ones(2 * G.shape[-1:], bool), diagonal)
-    return np.where(pairs, np.exp(np.where(pairs, G[..., :, None] - G[..., None, :], 0.0)), 0.0)
+def _scores(q: np.ndarray, k: np.ndarray, G: np.ndarray, diagonal: int) -> np.ndarray:
+    """Return <q_i, e^(G_i - G_j) k_j> [HV, c, c] of the lower triangle from `diagonal` down, else 0."""
+    G = G if G.ndim == 3 else G[..., None]
+    pairs = np.tril(np.ones(2 * G.shape[1:2], bool), diagonal)[..., None]
+    decay = np.where(pairs, np.exp(np.where(pairs, G[:, :, None] - G[:, None], 0.0)), 0.0)
+    if decay.shape[-1] == 1:
+        return q @ k.mT * decay[..., 0]
+    return np.einsum("hic,hijc,hjc->hij", q, decay, k)

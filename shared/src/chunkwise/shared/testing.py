@@ -153,6 +153,15 @@ class Case:
                 x[name][:, sum(self.lengths) :] = np.nan
         return {name: jnp.asarray(value) for name, value in x.items()}
 
+    def channel_gates(self) -> jax.Array:
+        """Return cumulative gates per channel [B, T, HV, K] of gates of 0, -0.001, -2 and -30 nats, mixed.
+
+        They are multiples of 2^-10 and their sums are below 2^14, so float32 holds the sums exactly.
+        """
+        shape = self.B, self.T, self.HV, self.K
+        gates = np.random.default_rng(0).choice([0.0, -(2.0**-10), -2.0, -30.0], shape)
+        return jnp.asarray(stage_reference.cumsum(gates, self.chunk_size, self.cu_seqlens), jnp.float32)
+
     def assert_close(self, name: str, x, ref, tolerance: float = STAGE_TOLERANCE) -> float:
         """Do as the function of this name for x [B, T, ...], and demand exact zeros on padding; return the error."""
         if self.lengths is not None:
