@@ -19,10 +19,30 @@ def test_definition(case, implementation):
     args = [x[name] for name in NAMES]
     cut = dict(chunk_size=case.chunk_size, cu_seqlens=case.cu_seqlens)
     o = chunk_fwd_o(*args, **cut, implementation=implementation)
-    # The one stage whose result is in the type of the inputs.
-    assert o.dtype == case.dtype
-    tolerance = 1e-6 if case.dtype == "float32" else TOLERANCE[case.dtype]
-    case.assert_close("o", o, stage_reference.output(*args, **cut), tolerance)
+    # The one stage whose result is in the type of its values: v_new is float32 whatever the inputs are.
+    assert o.dtype == x["v_new"].dtype
+    case.assert_close("o", o, stage_reference.output(*args, **cut), 1e-6)
+
+
+@both
+@pytest.mark.parametrize(("keys", "values"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16",) * 2])
+def test_output_has_the_type_of_the_values(keys, values, implementation):
+    case = Case(T=20, K=8, V=4, chunk_size=16)
+    x = case.arguments()
+    q, k, v = x["q"].astype(keys), x["k"].astype(keys), x["v"].astype(values)
+    o = chunk_fwd_o(q, k, v, x["h"], x["g_cum"], chunk_size=16, implementation=implementation)
+    assert o.dtype == values
+    expected = stage_reference.output(q, k, v, x["h"], x["g_cum"], None, 16)
+    case.assert_close("o", o, expected, 1e-6 if values == "float32" else TOLERANCE[values])
+
+
+@both
+def test_strong_gates_per_channel(implementation):
+    case = Case(T=40, H=1, HV=2, K=6, V=4, chunk_size=16, lengths=(3, 0, 33))
+    x, cut = case.arguments(), dict(chunk_size=16, cu_seqlens=case.cu_seqlens)
+    args = [*(x[name] for name in NAMES[:-1]), case.channel_gates()]
+    o = chunk_fwd_o(*args, **cut, implementation=implementation)
+    case.assert_close("o", o, stage_reference.output(*args, **cut), 1e-6)
 
 
 @both

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -10,6 +11,7 @@ from chunkwise.shared import stage_reference
 from chunkwise.shared.testing import (
     TRANSFORMS,
     Case,
+    assert_close,
     assert_gradients,
     assert_traced_once,
     assert_transform,
@@ -42,6 +44,13 @@ def test_gradients(lengths, implementation):
     x = arguments() if lengths is None else arguments(HV=1, T=18, lengths=lengths)
     x["scale"] = jnp.float32(0.7)
     assert_gradients(run(implementation, **cut), functools.partial(stage_reference.output, chunk_size=16, **cut), x)
+
+
+@both
+def test_gradient_of_a_scale_of_zero(implementation):
+    x = arguments()
+    one, loss = run(implementation)(**x, scale=1.0), lambda scale: jnp.sum(run(implementation)(**x, scale=scale))
+    assert_close("dscale", jax.grad(loss)(jnp.float32(0.0)), jnp.sum(one), 1e-5)
 
 
 @both

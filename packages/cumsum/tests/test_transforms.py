@@ -1,10 +1,12 @@
-"""Under jit, vmap, remat, grad, eval_shape and export."""
+"""Under jit, vmap, remat, grad, shard_map, eval_shape and export."""
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.cumsum import chunk_local_cumsum
 from chunkwise.shared import stage_reference
@@ -14,6 +16,7 @@ from chunkwise.shared.testing import (
     assert_traced_once,
     assert_transform,
     boundaries,
+    text_for_tpu,
 )
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
@@ -47,3 +50,12 @@ def test_boundaries_are_traced(implementation):
     g = gates(1, 20, 3)
     batches = [(g, boundaries(*lengths)) for lengths in [(1, 0, 19), (16, 2, 2)]]
     assert_traced_once(lambda g, cu_seqlens: run(implementation, cu_seqlens=cu_seqlens)(g), *batches)
+
+
+def test_gradient_passes_the_check_of_shard_map():
+    """Lowered for a TPU, whose kernels have the check of varying axes; every device cuts the same gates its own way."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    specs = PartitionSpec(), PartitionSpec("data")
+    gradient = jax.grad(lambda g, cu_seqlens: jnp.sum(run("pallas", cu_seqlens=cu_seqlens)(g)))
+    sharded = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    assert "stablehlo.all_reduce" in text_for_tpu(sharded, gates(1, 20, 3), boundaries(1, 0, 19))

@@ -21,6 +21,14 @@ def test_definition(case, implementation):
 
 
 @both
+def test_strong_gates_per_channel(implementation):
+    case = Case(T=40, H=1, HV=2, K=6, chunk_size=16, lengths=(3, 0, 33))
+    x, g_cum, cut = case.arguments(), case.channel_gates(), dict(chunk_size=16, cu_seqlens=case.cu_seqlens)
+    A = chunk_scaled_dot_kkt(x["k"], x["beta"], g_cum, **cut, implementation=implementation)
+    case.assert_close("A", A, stage_reference.kkt(x["k"], x["beta"], g_cum, **cut))
+
+
+@both
 def test_without_gate(implementation):
     case = Case(T=20, HV=2, K=8, chunk_size=16)
     x = case.arguments()

@@ -23,6 +23,16 @@ def test_definition(case, implementation):
 
 
 @both
+def test_strong_gates_per_channel(implementation):
+    case = Case(T=40, H=1, HV=2, K=6, V=4, chunk_size=16, lengths=(3, 0, 33))
+    x = case.arguments()
+    args = [*(x[name] for name in ("k", "v", "beta", "A_inv")), case.channel_gates(), case.cu_seqlens]
+    got = recompute_w_u(*args, implementation=implementation)
+    for name, y, want in zip("wu", got, stage_reference.w_u(*args), strict=True):
+        case.assert_close(name, y, want)
+
+
+@both
 def test_without_gate(implementation):
     case = Case(T=20, HV=2, K=8, V=4, chunk_size=16)
     x = case.arguments()

@@ -1,8 +1,11 @@
-"""Under jit, vmap, remat, grad, eval_shape and export."""
+"""Under jit, vmap, remat, grad, shard_map, eval_shape and export."""
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.shared import stage_reference
 from chunkwise.shared.testing import (
@@ -12,6 +15,7 @@ from chunkwise.shared.testing import (
     assert_traced_once,
     assert_transform,
     boundaries,
+    text_for_tpu,
 )
 from chunkwise.wy_fast import recompute_w_u
 
@@ -44,3 +48,13 @@ def test_boundaries_are_traced(implementation):
     x = tuple(arguments().values())
     batches = [(*x, boundaries(*lengths)) for lengths in [(1, 0, 19), (16, 2, 2)]]
     assert_traced_once(functools.partial(recompute_w_u, implementation=implementation), *batches)
+
+
+def test_gradient_passes_the_check_of_shard_map():
+    """Lowered for a TPU, whose kernels have the check of varying axes; a replicated operand's gradient is a sum."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    x = arguments(B=2)
+    specs = {name: PartitionSpec(*("data",) * (name == "k")) for name in x}
+    gradient = jax.grad(lambda x: sum(jnp.sum(y) for y in jax.tree.leaves(recompute_w_u(**x, implementation="pallas"))))
+    text = text_for_tpu(jax.shard_map(gradient, mesh=mesh, in_specs=(specs,), out_specs=specs), x)
+    assert "stablehlo.all_reduce" in text

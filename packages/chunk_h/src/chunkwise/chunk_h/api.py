@@ -46,11 +46,10 @@ def chunk_gated_delta_rule_fwd_h(
 
     Args:
       k: keys [B, T, H, K], float32, bfloat16 or float16.
-      w: effective keys [B, T, HV, K] from `chunkwise.wy_fast.recompute_w_u`.
-      u: effective values [B, T, HV, V], likewise. Two bfloat16 tensors are multiplied as
-        they are, everything else in float32 at full precision.
-      g_cum: chunk-local inclusive cumulative log decay in nats: [B, T, HV] per head, [B, T, HV, K] per channel of the
-        key, None for no decay.
+      w: effective keys [B, T, HV, K], float32 from `chunkwise.wy_fast.recompute_w_u`; narrower types are widened.
+      u: effective values [B, T, HV, V], likewise. Products are float32 at full precision.
+      g_cum: chunk-local inclusive cumulative log decay in nats, float32 from `chunkwise.cumsum.chunk_local_cumsum`
+        (narrower types are widened): [B, T, HV] per head, [B, T, HV, K] per channel of the key, None for no decay.
       initial_state: [N, HV, K, V], any floating type; None for zeros.
       output_final_state: return the state after every sequence.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
@@ -109,9 +108,10 @@ def chunk_fwd_h(
     Args:
       k: keys [B, T, H, K], float32, bfloat16 or float16.
       v: values [B, T, HV, V], likewise.
-      g_cum: chunk-local inclusive cumulative log decay [B, T, HV] in nats; None for no decay.
-      g_gamma: constant log decay per head [HV] in nats, added to the one of g_cum.
-      gk_cum: chunk-local inclusive cumulative log decay per channel [B, T, HV, K] in nats; excludes the other two.
+      g_cum: chunk-local inclusive cumulative log decay [B, T, HV] in nats, float32 from
+        `chunkwise.cumsum.chunk_local_cumsum` (narrower types are widened); None for no decay.
+      g_gamma: constant log decay per head [HV] in nats, any floating type, added to the one of g_cum.
+      gk_cum: the same as g_cum per channel of the key [B, T, HV, K]; excludes the other two.
       initial_state: [N, HV, K, V], any floating type; None for zeros.
       output_final_state: return the state after every sequence.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1.

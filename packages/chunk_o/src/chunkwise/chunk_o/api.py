@@ -14,6 +14,7 @@ from chunkwise.shared import (
     check_cu_seqlens,
     check_gates,
     check_heads,
+    check_scale,
     choose_implementation,
     decay_from_start,
     decayed_scores,
@@ -51,11 +52,12 @@ def chunk_fwd_o(
       q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
       v: values [B, T, HV, V], likewise. Two bfloat16 tensors are multiplied as
         they are, everything else in float32 at full precision.
-      h: states before each chunk [B, NT, HV, K, V]; NT is ceil(T / C), or T // C + N for a packed batch.
-      g_cum: chunk-local inclusive cumulative log decay in nats: [B, T, HV] per head, [B, T, HV, K] per channel of the
-        key, None for no decay.
-      g_gamma: constant log decay per head [HV] in nats, added to the one of g_cum.
-      scale: multiplies the output; defaults to K ** -0.5. A number or a traced scalar.
+      h: states before each chunk [B, NT, HV, K, V], float32 from `chunkwise.chunk_h` (narrower types are widened); NT
+        is ceil(T / C), or T // C + N for a packed batch.
+      g_cum: chunk-local inclusive cumulative log decay in nats, float32 from `chunkwise.cumsum.chunk_local_cumsum`
+        (narrower types are widened): [B, T, HV] per head, [B, T, HV, K] per channel of the key, None for no decay.
+      g_gamma: constant log decay per head [HV] in nats, any floating type, added to the one of g_cum.
+      scale: multiplies the output; defaults to K ** -0.5. A number, or a scalar array, traced or not.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
         Tokens from cu_seqlens[N] on are padding and give zeros. The values are checked outside of jit only.
       chunk_size: C, one of 16, 32, 64, 128; static.
@@ -63,7 +65,7 @@ def chunk_fwd_o(
       config: tile sizes of the kernel.
 
     Returns:
-      o [B, T, HV, V] in the type of q. Differentiable in every array and a traced scale under both implementations.
+      o [B, T, HV, V] in the type of v. Differentiable in every array and a traced scale under both implementations.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
@@ -79,6 +81,7 @@ def chunk_fwd_o(
     check_gates("g_cum", g_cum, (B, T, HV), K)
     if g_gamma is not None:
         check_array("g_gamma", g_gamma, "HV", (HV,))
+    check_scale(scale)
     check_chunk_size(chunk_size)
     check_cu_seqlens(cu_seqlens, B, T)
     NT = num_chunks(T, chunk_size, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
@@ -86,7 +89,10 @@ def chunk_fwd_o(
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     config = config or tiles.default_for(H, HV, chunk_size, K, V, g_cum is not None and g_cum.ndim == 4)
     scale = K**-0.5 if scale is None else scale
-    return _run(q, k, v, h, g_cum, g_gamma, scale, cu_seqlens, chunk_size, implementation, config)
+    # A scale that the kernel knows has no gradient: an array multiplies what it returns.
+    after = implementation == "pallas" and isinstance(scale, jax.Array)
+    o = _run(q, k, v, h, g_cum, g_gamma, 1.0 if after else scale, cu_seqlens, chunk_size, implementation, config)
+    return (o.astype(jnp.float32) * scale).astype(o.dtype) if after else o
 
 
 @functools.partial(jax.jit, static_argnums=(8, 9, 10))
@@ -103,4 +109,4 @@ def _run(q, k, v, h, g_cum, g_gamma, scale, cu_seqlens, chunk_size, implementati
     else:
         from_start, scores = jax.vmap(decay_from_start)(g), jax.vmap(decayed_scores)(q_c, k_c, g)
         o = xla.output(q_c, k_c, v_c, h, from_start, scores, scale)
-    return chunks.merge(o.astype(q.dtype))
+    return chunks.merge(o.astype(v.dtype))

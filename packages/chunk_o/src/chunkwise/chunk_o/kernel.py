@@ -36,7 +36,7 @@ def launch(q, k, v, h, g, scale: jax.Array, config: Config) -> jax.Array:
     """Run the kernel on chunks.
 
     q, k [NC, H, C, K], v [NC, HV, C, V], h [NC, HV, K, V], g rows or channels, scale float32 [1] ->
-    o [NC, HV, C, V] in the type of q.
+    o [NC, HV, C, V] in the type of v.
     """
     NC, HV, C, V = v.shape
     K = k.shape[-1]
@@ -51,7 +51,7 @@ def launch(q, k, v, h, g, scale: jax.Array, config: Config) -> jax.Array:
         name=f"chunk_fwd_o_fwd_c{C}{gate_kind(g)}",
         HV=HV,
         heads=config.heads,
-        outputs=[((C, V), q.dtype)],
+        outputs=[((C, V), v.dtype)],
         flops=2 * NC * HV * C * (C * K + K * V + C * V),
         transcendentals=NC * HV * C * C,
     )

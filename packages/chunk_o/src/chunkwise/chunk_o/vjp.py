@@ -19,7 +19,8 @@ def _forward(q, k, v, h, g, scale, config):
 
 
 def _backward(config, operands, do):
-    return kernel_bwd.launch(*operands, do, config)
+    # The scale is a number: see `api`.
+    return *kernel_bwd.launch(*operands, do, config), None
 
 
 output.defvjp(_forward, _backward)

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 
 from chunkwise.cumsum import config as tiles
 from chunkwise.cumsum import kernel, xla
-from chunkwise.shared import Chunking, check, check_array, check_chunk_size, check_cu_seqlens, choose_implementation
+from chunkwise.shared import (
+    Chunking,
+    check,
+    check_array,
+    check_chunk_size,
+    check_cu_seqlens,
+    choose_implementation,
+    vary_alike,
+)
 
 
 def chunk_local_cumsum(
@@ -54,7 +62,7 @@ def chunk_local_cumsum(
     check_chunk_size(chunk_size)
     check_cu_seqlens(cu_seqlens, *shape[:2])
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
-    return _cumsum(g, cu_seqlens, chunk_size, reverse, implementation, config)
+    return _cumsum(*vary_alike(g, cu_seqlens), chunk_size, reverse, implementation, config)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))

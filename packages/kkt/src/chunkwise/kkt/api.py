@@ -14,6 +14,7 @@ from chunkwise.shared import (
     check_gates,
     check_heads,
     choose_implementation,
+    vary_alike,
 )
 
 
@@ -42,8 +43,9 @@ def chunk_scaled_dot_kkt(
       k: keys [B, T, H, K], float32, bfloat16 or float16. Products take bfloat16 operands if k is bfloat16, else
         float32 ones at full precision; they accumulate in float32.
       beta: step sizes [B, T, HV], any floating type.
-      g_cum: chunk-local inclusive cumulative log decay in nats, nonincreasing inside a chunk: [B, T, HV] per head,
-        [B, T, HV, K] per channel of the key, None for no decay. `chunkwise.cumsum.chunk_local_cumsum` makes it.
+      g_cum: chunk-local inclusive cumulative log decay in nats, nonincreasing inside a chunk, float32 from
+        `chunkwise.cumsum.chunk_local_cumsum` (narrower types are widened): [B, T, HV] per head, [B, T, HV, K] per
+        channel of the key, None for no decay.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
         Tokens from cu_seqlens[N] on are padding and give zero rows. The values are checked outside of jit only.
       chunk_size: C, one of 16, 32, 64, 128; static.
@@ -77,7 +79,7 @@ def chunk_scaled_dot_kkt(
 def _run(k, beta, g_cum, cu_seqlens, chunk_size, implementation, config):
     chunks = Chunking(*k.shape[:2], chunk_size, cu_seqlens)
     beta = chunks.split_rows(beta)
-    operands = chunks.split(k), beta, chunks.split_gates(g_cum, beta.shape[1])
+    operands = vary_alike(chunks.split(k), beta, chunks.split_gates(g_cum, beta.shape[1]))
     if implementation == "pallas":
         return chunks.merge(vjp.kkt(*operands, config))
     return chunks.merge(xla.kkt(*operands))

@@ -15,6 +15,7 @@ from chunkwise.shared import (
     check_heads,
     choose_implementation,
     decay_from_start,
+    vary_alike,
 )
 from chunkwise.wy_fast import config as tiles
 from chunkwise.wy_fast import vjp, xla
@@ -46,9 +47,10 @@ def recompute_w_u(
       k: keys [B, T, H, K], float32, bfloat16 or float16.
       v: values [B, T, HV, V], likewise. Products are float32 at full precision.
       beta: step sizes [B, T, HV], any floating type.
-      A_inv: [B, T, HV, C] from `chunkwise.solve_tril.solve_tril`; its last dimension is the chunk size.
-      g_cum: chunk-local inclusive cumulative log decay in nats: [B, T, HV] per head, [B, T, HV, K] per channel of the
-        key, None for no decay.
+      A_inv: [B, T, HV, C], float32 from `chunkwise.solve_tril.solve_tril` (narrower types are widened); its last
+        dimension is the chunk size.
+      g_cum: chunk-local inclusive cumulative log decay in nats, float32 from `chunkwise.cumsum.chunk_local_cumsum`
+        (narrower types are widened): [B, T, HV] per head, [B, T, HV, K] per channel of the key, None for no decay.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
         Tokens from cu_seqlens[N] on are padding and give zero rows. The values are checked outside of jit only.
       implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
@@ -84,7 +86,7 @@ def _run(k, v, beta, A_inv, g_cum, cu_seqlens, implementation, config):
     g = chunks.split_gates(g_cum, v.shape[2])
     operands = chunks.split(k), chunks.split(v), chunks.split(A_inv.astype(jnp.float32)), chunks.split_rows(beta)
     if implementation == "pallas":
-        w, u = vjp.w_u(*operands, g, config)
+        w, u = vjp.w_u(*vary_alike(*operands, g), config)
     else:
         w, u = xla.w_u(*operands, jax.vmap(decay_from_start)(g))
     return chunks.merge(w), chunks.merge(u)
