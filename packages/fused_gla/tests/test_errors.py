@@ -2,11 +2,12 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.fused_gla import Config, fused_chunk_gla, recurrent_gla, recurrent_simple_gla
-from chunkwise.shared.testing import spec
+from chunkwise.fused_gla import Config, fits, fused_chunk_gla, recurrent_gla, recurrent_simple_gla
+from chunkwise.shared.testing import spec, text_for_tpu
 
 GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), g=spec(2, 64, 2))
 
@@ -26,6 +27,7 @@ GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), g=spe
             dict(initial_state=spec(1, 2, 8, 4)),
             "`initial_state` must have shape [N, HV, K, V] = (2, 2, 8, 4); got (1, 2, 8, 4).",
         ),
+        (dict(scale=jnp.ones(4)), "`scale` must be None, a number or a scalar array; got "),
         (dict(chunk_size=48), "`chunk_size` must be one of (16, 32, 64, 128); got 48."),
         (dict(cu_seqlens=spec(2, dtype=jnp.int32)), "`cu_seqlens` must come with a batch of 1; got B = 2."),
         (dict(implementation="fused"), "`implementation` must be None or one of ('pallas', 'xla'); got 'fused'."),
@@ -40,5 +42,21 @@ def test_value_error(wrong, message):
 def test_recurrent():
     with pytest.raises(ValueError, match=re.escape("`g` must have shape [B, T, H, K]; got (2, 64, 2).")):
         recurrent_gla(**GOOD)
+    with pytest.raises(ValueError, match=re.escape("`g` must be an array [B, T, H, K]; got NoneType.")):
+        recurrent_gla(**GOOD | dict(g=None))
+    with pytest.raises(ValueError, match=re.escape("`scale` must be None, a number or a scalar array; got ")):
+        recurrent_simple_gla(**GOOD, scale=jnp.ones(4))
     with pytest.raises(ValueError, match=re.escape("`implementation` must be None or one of ('xla',); got 'pallas'.")):
         recurrent_simple_gla(**GOOD, implementation="pallas")
+
+
+def test_heads_that_are_too_large_for_the_kernels(monkeypatch):
+    large = dict(q=spec(1, 64, 2, 2048), k=spec(1, 64, 2, 2048), v=spec(1, 64, 2, 2048))
+    assert fits(**GOOD)
+    assert not fits(**large)
+    message = '"pallas" keeps the states of a head in VMEM; K = 2048 and V = 2048 need more of it than there is: use '
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        fused_chunk_gla(**large, implementation="pallas")
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert "tpu_custom_call" not in text_for_tpu(lambda x: fused_chunk_gla(**x)[0], large)
+    assert "tpu_custom_call" in text_for_tpu(lambda x: fused_chunk_gla(**x)[0], GOOD)

@@ -111,6 +111,17 @@ def test_fixed_gates_have_no_gradient_to_pay_for():
         assert len(backward.outvars) == results
 
 
+def test_steps_are_sized_by_the_type_of_the_products():
+    def grids(*dtypes):
+        x = [jax.ShapeDtypeStruct((1, 512, 4, 512), dtype) for dtype in dtypes]
+        run = lambda *x: jnp.sum(fused_chunk_gla(*x, implementation="pallas")[0])
+        program = jax.make_jaxpr(jax.grad(run, argnums=(0, 1, 2)))(*x)
+        return [e.params["grid_mapping"].grid for e in equations(program.jaxpr) if e.primitive.name == "pallas_call"]
+
+    assert grids("bfloat16", "float32", "float32") == grids(*["float16"] * 3) == grids(*["float32"] * 3)
+    assert grids(*["float32"] * 3) != grids(*["bfloat16"] * 3)
+
+
 def test_kernels_cost_what_their_tokens_cost():
     def work(*lengths):
         """Return the grid of every launch, and all its operations with the shapes of their results."""

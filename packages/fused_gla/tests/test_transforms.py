@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from chunkwise.fused_gla import fused_chunk_gla
+from chunkwise.fused_gla import fused_chunk_gla, recurrent_simple_gla
 from chunkwise.shared.reference import reference
 from chunkwise.shared.testing import (
     TRANSFORMS,
@@ -117,6 +117,26 @@ def test_gradients_are_finite_differences(per_channel, lengths, implementation):
         change = (loss(exact | {name: y + step}) - loss(exact | {name: y - step})) / 2
         size = np.linalg.norm(step) * np.linalg.norm(grads[name])
         assert abs(np.sum(np.asarray(grads[name], np.float64) * step) - change) <= 1e-5 * size, name
+
+
+@both
+def test_gradient_of_a_scale_of_zero(implementation):
+    """A learnable scale may start at zero, and padding may hold anything."""
+    x, cut = arguments(), dict(cu_seqlens=boundaries(17))
+    do = np.random.default_rng(1).standard_normal(x["v"].shape)
+    do[:, 17:] = 0.0
+    want = np.sum(reference(**x, **cut, scale=1.0)[0] * do)
+    x["q"] = x["q"].at[:, 17:].set(jnp.nan)
+    loss = lambda scale: jnp.sum(run(implementation, **cut)(**x, scale=scale)[0] * do)
+    assert_close("dscale", jax.grad(loss)(jnp.float32(0.0)), want, 1e-5)
+
+
+def test_recurrences_compile_once(caplog):
+    x = arguments()
+    recurrent_simple_gla(**x)
+    with jax.log_compiles():
+        recurrent_simple_gla(**x | dict(q=x["k"]), scale=0.3)
+    assert not caplog.records
 
 
 @both

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from chunkwise.shared import largest_divisor
+from chunkwise.shared.launch import VMEM_LIMIT_BYTES
+from chunkwise.shared.packed import pad_lanes
 
 _BUDGET_BYTES = 32 * 2**20
 # Nearly all of what a launch may take: twice the heads halve the cost of filling and draining the pipeline.
@@ -40,18 +42,23 @@ def vmem_bytes(heads: int, C: int, K: int, V: int, itemsize: int, per_channel: b
     return heads * (blocks + states + levels + in_flight)
 
 
-def default_for(H: int, K: int, V: int, C: int, NT: int, itemsize: int, per_channel: bool) -> Config:
-    """Return the Config for these shapes: at least 4 heads where they fit, then up to 512 tokens, then more heads."""
-    K, V = K + -K % 128, V + -V % 128
+def default_for(H: int, K: int, V: int, C: int, NT: int, itemsize: int, per_channel: bool) -> Config | None:
+    """Return the Config for these shapes: at least 4 heads where they fit, then up to 512 tokens, then more heads.
+
+    None where one head and one chunk do not fit.
+    """
+    K, V = pad_lanes(K), pad_lanes(V)
 
     def fitting(most: int, bwd: bool) -> int:
         budget = _PIPELINE_BUDGET_BYTES if bwd and not per_channel else _BUDGET_BYTES
-        fits = lambda n: vmem_bytes(n, C, K, V, itemsize, per_channel, num_steps, bwd) <= budget
-        return max((n for n in range(1, most + 1) if H % n == 0 and fits(n)), default=1)
+        need = lambda n: vmem_bytes(n, C, K, V, itemsize, per_channel, num_steps, bwd)
+        # The least that a step can be may take all that there is.
+        fits = lambda n: need(n) <= (VMEM_LIMIT_BYTES if n == num_steps == 1 else budget)
+        return max((n for n in range(1, most + 1) if H % n == 0 and fits(n)), default=0)
 
     num_steps = largest_divisor(NT, 512 // C)
     while True:
         heads, heads_bwd = fitting(16, bwd=False), fitting(8 if per_channel else 16, bwd=True)
         if num_steps == 1 or heads_bwd >= min(H, 4):
-            return Config(heads, heads_bwd, num_steps)
+            return Config(heads, heads_bwd, num_steps) if heads and heads_bwd else None
         num_steps = largest_divisor(NT, num_steps - 1)

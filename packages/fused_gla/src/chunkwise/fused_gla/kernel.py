@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gla import tiles
-from chunkwise.shared import dot, out_struct, pallas_call, to_column
+from chunkwise.shared import clip_gate, dot, out_struct, pallas_call, to_column
 
 
 class Operands(NamedTuple):
@@ -218,7 +218,7 @@ class Chunk:
             constant = (
                 0.0 if refs.gamma is None else self._inside(refs.gamma[self.heads, :, :1] + jnp.zeros((1, s.C, 1)), 1)
             )
-            return self.load(refs.g, s.K) + constant
+            return clip_gate(self.load(refs.g, s.K)) + constant
         g = jnp.zeros((self.heads.stop - self.heads.start, 1, s.C), jnp.float32)
         g = g if refs.g is None else g + refs.g[self.i, self.heads]
         g = g if refs.gamma is None else g + refs.gamma[self.heads]

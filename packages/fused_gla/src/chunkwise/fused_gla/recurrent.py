@@ -3,7 +3,7 @@
 import jax
 
 from chunkwise.fused_gla.api import check_arguments, total_gate
-from chunkwise.shared import token_by_token
+from chunkwise.shared import check, check_array, token_by_token
 
 
 def recurrent_simple_gla(
@@ -25,9 +25,27 @@ def recurrent_simple_gla(
 
         S_t = exp(g_t + g_gamma) S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
 
-    Dims, Args, Returns and Raises are those of `fused_chunk_gla` with g [B, T, H], without chunk_size and config.
-    `implementation` is None or "xla". Differentiable by JAX.
+    Dims: B batch, T tokens, H heads, K and V key and value dimensions, N sequences (B, or those packed).
 
+    Args:
+      q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
+      v: values [B, T, H, V], likewise.
+      g: log decay [B, T, H] in nats, at most 0, -inf included, of any of these types; None for no decay.
+      g_gamma: constant log decay per head [H] in nats, likewise, added to g.
+      scale: multiplies the output; defaults to K ** -0.5. A number, or a scalar array, traced or not.
+      initial_state: [N, H, K, V], likewise, or None for zeros.
+      output_final_state: whether to return the final state; static.
+      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Tokens from cu_seqlens[N] on are
+        padding and give zeros. The values are checked outside of jit only.
+      implementation: None or "xla": there is no kernel.
+
+    Returns:
+      (o [B, T, H, V] in the type of v, final_state [N, H, K, V] float32 or None).
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+
+    Differentiable by JAX. Compiled once for the shapes of its arguments.
     Accuracy: 1e-6 relative to float64 for float32 inputs; the arithmetic is float32.
     Cost: 6 T H K V flops and a state read and written a token: meant for few tokens.
     Source: Dao and Gu, Transformers are SSMs (2024); Sun et al., Retentive Network (2023) for a constant gate.
@@ -53,21 +71,43 @@ def recurrent_gla(
 
         S_t = Diag(exp(g_t)) S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
 
-    Dims, Args, Returns and Raises are those of `fused_chunk_gla` with g [B, T, H, K], without chunk_size and config.
-    `implementation` is None or "xla". Differentiable by JAX.
+    Dims: B batch, T tokens, H heads, K and V key and value dimensions, N sequences (B, or those packed).
 
+    Args:
+      q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
+      v: values [B, T, H, V], likewise.
+      g: log decay per channel of the key [B, T, H, K] in nats, at most 0, -inf included, of any of these types.
+      scale: multiplies the output; defaults to K ** -0.5. A number, or a scalar array, traced or not.
+      initial_state: [N, H, K, V], likewise, or None for zeros.
+      output_final_state: whether to return the final state; static.
+      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Tokens from cu_seqlens[N] on are
+        padding and give zeros. The values are checked outside of jit only.
+      implementation: None or "xla": there is no kernel.
+
+    Returns:
+      (o [B, T, H, V] in the type of v, final_state [N, H, K, V] float32 or None).
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+
+    Differentiable by JAX. Compiled once for the shapes of its arguments.
     Accuracy: 1e-6 relative to float64 for float32 inputs; the arithmetic is float32.
     Cost: 6 T H K V flops and a state read and written a token: meant for few tokens.
     Source: Yang et al., Gated Linear Attention Transformers (2023).
     """
+    check_array("g", g, "B T H K")
     return _run(q, k, v, g, None, scale, initial_state, output_final_state, cu_seqlens, implementation, 4)
 
 
 def _run(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens, implementation, gate_rank):
-    check_arguments(q, k, v, g, g_gamma, initial_state, cu_seqlens, gate_ranks=(gate_rank,))
-    if implementation not in (None, "xla"):
-        raise ValueError(f"`implementation` must be None or one of ('xla',); got {implementation!r}.")
+    check_arguments(q, k, v, g, g_gamma, scale, initial_state, cu_seqlens, gate_ranks=(gate_rank,))
+    check(implementation in (None, "xla"), f"`implementation` must be None or one of ('xla',); got {implementation!r}.")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    g = total_gate(q, g, g_gamma)
-    o, state = token_by_token(q, k, v, g, None, scale, initial_state, cu_seqlens, normalise=False)
+    o, state = _compiled(q, k, v, g, g_gamma, scale, initial_state, cu_seqlens)
     return o, state if output_final_state else None
+
+
+@jax.jit
+def _compiled(q, k, v, g, g_gamma, scale, initial_state, cu_seqlens):
+    g = total_gate(q, g, g_gamma)
+    return token_by_token(q, k, v, g, None, scale, initial_state, cu_seqlens, normalise=False)

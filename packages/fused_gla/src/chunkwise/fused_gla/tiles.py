@@ -17,7 +17,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared import bf16_parts, column_index, dot, dot_nt, dot_tn, lower, masked_exp, row_index, strictly_lower
+from chunkwise.shared import (
+    bf16_parts,
+    column_index,
+    dot,
+    dot_nt,
+    dot_tn,
+    lower,
+    masked_exp,
+    per_channel,
+    row_index,
+    strictly_lower,
+)
 from chunkwise.shared.packed import part_pairs
 
 
@@ -71,10 +82,6 @@ def _within(mask: jax.Array, same: jax.Array | None) -> jax.Array:
     return mask if same is None else mask & same
 
 
-def _per_channel(g: jax.Array) -> bool:
-    return g.shape[1] > 1
-
-
 def _for_heads(x: jax.Array, h: int) -> jax.Array:
     return jnp.broadcast_to(x, (h, *x.shape[1:]))
 
@@ -87,7 +94,7 @@ def decays(g: jax.Array, scale: jax.Array | float, same: jax.Array | None = None
       scale: of the outputs, float32.
       same: bool [1 or h, C, C], whether two tokens belong to one sequence; None if all do.
     """
-    if _per_channel(g):
+    if per_channel(g):
         h, C, _ = g.shape
         sums = dot(_for_heads(_spans(C, same), h), g)
         *pairs, from_start, to_end = (jnp.exp(sums[:, n : n + C]) for n in range(0, sums.shape[1], C))

@@ -8,9 +8,13 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from chunkwise.fused_gla import kernel, kernel_bwd
-from chunkwise.shared import largest_divisor, operand_dtype, unless_unread
+from chunkwise.shared import clip_gate, largest_divisor, operand_dtype, unless_unread
+from chunkwise.shared.packed import pad_lanes
 
-LANES = 128
+
+def computed_type(q, k, v) -> jnp.dtype:
+    """Return the type of the kernels' operands: the matrix unit takes bfloat16 only if all three are bfloat16."""
+    return jnp.result_type(*(operand_dtype(x.dtype) for x in (q, k, v)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -59,15 +63,13 @@ def _forward(C, config, final, parts, output, keep, *args):
 
 def _bwd(C, config, final, residuals, cotangents):
     args, kept, wanted = residuals
-    q, k, v, g, gamma, scale, initial_state, cu_seqlens = args
+    q, k, v, g, gamma, _, initial_state, cu_seqlens = args
     do, dfinal = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     do, K, V = jnp.zeros(v.shape, v.dtype) if do is None else do, q.shape[3], v.shape[3]
     s, x = _prepare(C, config.heads_bwd, config.num_steps, wanted.parts, final, *args)
     do, dstate = _flat(do.astype(x.v.dtype)), None if dfinal is None else _state(dfinal, s)
     dq, dk, dv, dg, dinitial = kernel_bwd.launch(s, x, do, dstate, kept, wanted.g or wanted.gamma)
     dq, dk, dv = _heads(dq, s.H, K), _heads(dk, s.H, K), _heads(dv, s.H, V)
-    # The output is linear in the scale and in q: one gradient gives the other.
-    dscale = jnp.sum(dq.astype(jnp.float32) * q.astype(jnp.float32)) / scale[0]
     dgamma = None
     if dg is not None and s.constant:
         dgamma, dg = jnp.sum(dg, axis=(0, 2, 3)).astype(gamma.dtype), None
@@ -79,9 +81,7 @@ def _bwd(C, config, final, residuals, cotangents):
     if initial_state is not None:
         dinitial = jnp.swapaxes(dinitial, 2, 3)[:, :, :K, :V]
         dinitial = _nonempty(dinitial, dfinal, cu_seqlens).astype(initial_state.dtype)
-    return (
-        dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg, dgamma, dscale[None], dinitial, None
-    )  # fmt: skip
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg, dgamma, None, dinitial, None
 
 
 fused.defvjp(_fwd, _bwd, symbolic_zeros=True)
@@ -93,18 +93,18 @@ def _prepare(C, heads, num_steps, parts, final, q, k, v, g, gamma, scale, initia
     per_channel = g is not None and g.ndim == 4
     NT = -(-T // C)
     s = kernel.Shape(
-        B, T, H, K + -K % LANES, V + -V % LANES, C, heads, largest_divisor(NT, num_steps), per_channel,
+        B, T, H, pad_lanes(K), pad_lanes(V), C, heads, largest_divisor(NT, num_steps), per_channel,
         visit=cu_seqlens is not None and (final or initial_state is not None),
         constant=g is None and cu_seqlens is None and T % C == 0,
         parts=parts,
     )  # fmt: skip
-    # The matrix unit takes bfloat16 operands only if all three are bfloat16.
-    dtype = jnp.result_type(*(operand_dtype(x.dtype) for x in (q, k, v)))
+    dtype = computed_type(q, k, v)
     q, k, v = (_flat(x.astype(dtype)) for x in (q, k, v))
     if g is not None:
-        g = _flat(g.astype(jnp.float32)) if per_channel else _rows(g.astype(jnp.float32), NT, C)
+        # Gates per channel are clipped where a kernel loads them: a pass over them in HBM would cost time.
+        g = _flat(g.astype(jnp.float32)) if per_channel else _rows(clip_gate(g), NT, C)
     if gamma is not None:
-        gamma = jnp.broadcast_to(gamma.astype(jnp.float32)[:, None, None], (H, 1, C))
+        gamma = jnp.broadcast_to(clip_gate(gamma)[:, None, None], (H, 1, C))
     state = None if initial_state is None else _state(initial_state, s)
     return s, kernel.Operands(q, k, v, g, gamma, scale, state, _tables(cu_seqlens, NT, C))
 
@@ -112,7 +112,7 @@ def _prepare(C, heads, num_steps, parts, final, q, k, v, g, gamma, scale, initia
 def _flat(x: jax.Array) -> jax.Array:
     """Return [B, T, H, D] as [B, T, H * D] with every head padded to whole vectors of lanes."""
     B, T, _, D = x.shape
-    return jnp.pad(x, [(0, 0)] * 3 + [(0, -D % LANES)]).reshape(B, T, -1)
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, pad_lanes(D) - D)]).reshape(B, T, -1)
 
 
 def _heads(x: jax.Array, H: int, D: int) -> jax.Array:
