@@ -1,11 +1,15 @@
 """Every error, by its text; the arguments are shapes only, so nothing can have been computed."""
 
+import math
 import re
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from chunkwise.kda import fused_chunk_kda, recurrent_kda
+from chunkwise.kda import Config, fused_chunk_kda, recurrent_kda
+from chunkwise.kda.api import check_gate_lower_bound
 from chunkwise.shared.testing import spec
 
 GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 4, 6), g=spec(2, 64, 4, 8), beta=spec(2, 64, 4))
@@ -23,7 +27,12 @@ WRONG = [
         dict(initial_state=spec(2, 4, 6, 8)),
         "`initial_state` must have shape [N, HV, K, V] = (2, 4, 8, 6); got (2, 4, 6, 8).",
     ),
-    (dict(gate_lower_bound=1.0), "`gate_lower_bound` must be None or a number <= 0; got 1.0."),
+    *(
+        (dict(gate_lower_bound=x), f"`gate_lower_bound` must be None or a number <= 0; got {x!r}.")
+        for x in (1.0, np.float32(0.5), math.nan, True, "-5", jnp.float32(-5.0))
+    ),
+    (dict(scale=spec(6)), "`scale` must be None, a number or a scalar array; got (6,)."),
+    (dict(scale="0.5"), "`scale` must be None, a number or a scalar array; got '0.5'."),
     (dict(cu_seqlens=spec(2, dtype=jnp.int32)), "`cu_seqlens` must come with a batch of 1; got B = 2."),
     (
         ONE | dict(cu_seqlens=jnp.array([0, 40, 30])),
@@ -45,9 +54,34 @@ def test_chunk_size():
         fused_chunk_kda(**GOOD, chunk_size=48)
 
 
+def test_any_number_is_a_gate_lower_bound():
+    for x in (None, 0, -5, -5.0, -math.inf, np.float32(-5.0), np.int64(-5), np.float16(-5.0)):
+        check_gate_lower_bound(x)
+
+
+def test_traced_gate_lower_bound():
+    run = jax.jit(lambda bound: fused_chunk_kda(**GOOD, gate_lower_bound=bound))
+    with pytest.raises(ValueError, match="`gate_lower_bound` must be None or a number <= 0; got "):
+        run(-5.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config(2, 6), "`config.heads` must divide 6 value heads in whole groups of 3 or inside of one; got 2."),
+        (Config(3, 4), "`config.heads_bwd` must divide 6 value heads in whole groups of 3 or inside of one; got 4."),
+        (Config(0, 3), "`config.heads` must divide 6 value heads in whole groups of 3 or inside of one; got 0."),
+    ],
+)
+def test_config(config, message):
+    x = GOOD | dict(v=spec(2, 64, 6, 6), g=spec(2, 64, 6, 8), beta=spec(2, 64, 6))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(lambda x: fused_chunk_kda(**x, implementation="pallas", config=config), x)
+
+
 def test_what_one_implementation_lacks():
     wide = GOOD | dict(v=spec(2, 64, 4, 300))
-    with pytest.raises(NotImplementedError, match="take K and V up to 256; got K = 8, V = 300"):
-        fused_chunk_kda(**wide, implementation="pallas")
+    with pytest.raises(NotImplementedError, match='"pallas" takes K and V up to 256; got 8 and 300'):
+        jax.eval_shape(lambda x: fused_chunk_kda(**x, implementation="pallas"), wide)
     with pytest.raises(NotImplementedError, match="takes a few tokens per sequence"):
         recurrent_kda(**{name: spec(1, 40000, *x.shape[2:]) for name, x in GOOD.items()}, implementation="pallas")

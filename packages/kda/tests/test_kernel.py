@@ -1,12 +1,14 @@
 """The tile mathematics by itself, and how the kernels are launched."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from chunkwise.kda import Config, fused_chunk_kda, tile
+from chunkwise.kda import fused_chunk_kda, tile
 from chunkwise.shared import LOG2_E
 from chunkwise.shared.testing import assert_close, make_inputs, text_for_tpu
 
@@ -70,23 +72,17 @@ def test_base_block(bound, base):
     assert tile.base_block(bound, jnp.bfloat16) == 8
 
 
-@pytest.mark.interpreted
-def test_any_number_of_heads_a_step_gives_the_same():
-    x = make_inputs(1, 20, 2, 4, 16, 16, per_channel=True)
-    runs = [
-        fused_chunk_kda(**x, chunk_size=16, implementation="pallas", config=config)[0]
-        for config in (None, Config(1, 1), Config(2, 4))
-    ]
-    for o in runs[1:]:
-        assert_close("o", o, runs[0], 1e-6)
-
-
 def test_one_launch_a_direction():
-    x = make_inputs(1, 32, 1, 1, 128, 128, per_channel=True)
+    """And beta enters as rows [heads, C]: a column of it would fill whole registers of 128 lanes."""
+    x = make_inputs(1, 32, 2, 2, 128, 128, per_channel=True)
     run = lambda x: fused_chunk_kda(**x, chunk_size=16, implementation="pallas")[0]
-    text = text_for_tpu(run, x)
-    assert text.count("tpu_custom_call") == 1
-    assert "fused_chunk_kda_fwd_c16" in text
     text = text_for_tpu(jax.grad(lambda x: run(x).sum()), x)
-    assert text.count("tpu_custom_call") == 2
-    assert "fused_chunk_kda_bwd_c16" in text
+    forward, backward = re.findall(r"stablehlo.custom_call @tpu_custom_call.*", text)
+    assert "fused_chunk_kda_fwd_c16" in forward
+    assert "fused_chunk_kda_bwd_c16" in backward
+    for launch in (forward, backward):
+        types = launch.rsplit(" : ", 1)[1]
+        assert "tensor<2x1x2x16xf32>" in types.split(" -> ")[0]
+        assert "x1xf32>" not in types
+    (forward,) = re.findall(r"stablehlo.custom_call @tpu_custom_call.*", text_for_tpu(run, x))
+    assert "fused_chunk_kda_fwd_c16" in forward

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.kda import Config, fused_chunk_kda, recurrent_kda
+from chunkwise.kda import Config, fused_chunk_kda, kernel, recurrent_kda
+from chunkwise.kda.config import default_for
 from chunkwise.shared.reference import reference
 from chunkwise.shared.testing import (
     GATE_GRADIENT_TOLERANCE,
@@ -23,13 +24,24 @@ PACKED = boundaries(1, 0, 17, 16, 0, 20, 3)  # empty sequences, tails, several s
 T_PACKED = 62  # 5 tokens of padding
 KEPT = ("cu_seqlens", "scale", "use_qk_l2norm_in_kernel")
 
+# To compile a program takes seconds, so that tests share theirs: B, T, H, HV, K, V.
+CHUNKS_OF_64 = (2, 130, 1, 2, 32, 48)
+CHUNKS_OF_16 = (2, 41, 1, 2, 16, 24)
+PACKED_SIZES = (1, T_PACKED, 1, 2, 16, 24)
+
 
 def inputs_of(*sizes, **options):
     return make_inputs(*sizes, per_channel=True, **options)
 
 
+def tolerance_of(table, inputs, dtype):
+    """Return the tolerance of what is computed from the inputs and returned in `dtype`."""
+    computed = "bfloat16" if all(inputs[name].dtype == jnp.bfloat16 for name in ("q", "k", "v")) else "float32"
+    return max(table[computed], (table | {"float16": 1e-3})[str(dtype)])
+
+
 def compare(inputs, operator=fused_chunk_kda, final_state=True, **options):
-    """Run the operator and the oracle on the same inputs and compare output and final state."""
+    """Run the operator and the oracle on the same inputs, compare output and final state and return both."""
     o, state = operator(**inputs, output_final_state=final_state, **options)
     o_ref, state_ref = reference(**inputs, **{k: v for k, v in options.items() if k in KEPT})
     tolerance = TOLERANCE[str(inputs["v"].dtype)]
@@ -40,10 +52,11 @@ def compare(inputs, operator=fused_chunk_kda, final_state=True, **options):
         assert_close("final_state", state, state_ref, tolerance)
     else:
         assert state is None
+    return o, state
 
 
-def compare_gradients(inputs, final_state=True, **options):
-    """Compare the output and the gradients of all inputs, with a cotangent of the final state if there is one."""
+def pull(inputs, final_state=True, weight=1.0, **options):
+    """Return the outputs, their cotangents, of which that of o has a weight, and the gradients of the inputs."""
     rng = np.random.default_rng(1)
 
     def run(inputs):
@@ -51,15 +64,27 @@ def compare_gradients(inputs, final_state=True, **options):
 
     outputs, pullback = jax.vjp(run, inputs)
     do, dht = (None if x is None else jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in outputs)
-    (gradients,) = pullback((do, dht))
-    kept = {k: v for k, v in options.items() if k in KEPT}
-    o_ref, _, expected = reference(**inputs, **kept, do=do, dht=dht)
-    kind = str(inputs["v"].dtype)
-    assert_close("o", outputs[0], o_ref, TOLERANCE[kind])
+    do = weight * do
+    return outputs, (do, dht), pullback((do, dht))[0]
+
+
+def compare_gradients(inputs, final_state=True, **options):
+    """Compare the outputs and the gradients of all inputs, with a cotangent of the final state if there is one.
+
+    Returns:
+      All of them by name.
+    """
+    (o, state), (do, dht), gradients = pull(inputs, final_state, **options)
+    o_ref, state_ref, expected = reference(**inputs, **{k: v for k, v in options.items() if k in KEPT}, do=do, dht=dht)
+    assert o.dtype == inputs["v"].dtype
+    assert_close("o", o, o_ref, tolerance_of(TOLERANCE, inputs, o.dtype))
+    if final_state:
+        assert_close("final_state", state, state_ref, tolerance_of(TOLERANCE, inputs, state.dtype))
     for name, gradient in gradients.items():
         assert gradient.dtype == inputs[name].dtype
-        tolerance = (GATE_GRADIENT_TOLERANCE if name in ("g", "beta") else GRADIENT_TOLERANCE)[kind]
-        assert_close(f"d{name}", gradient, expected[name], tolerance)
+        table = GATE_GRADIENT_TOLERANCE if name in ("g", "beta") else GRADIENT_TOLERANCE
+        assert_close(f"d{name}", gradient, expected[name], tolerance_of(table, inputs, gradient.dtype))
+    return dict(o=o, **{f"d{name}": gradient for name, gradient in gradients.items()})
 
 
 @types
@@ -67,107 +92,143 @@ def compare_gradients(inputs, final_state=True, **options):
 @both
 def test_gates(implementation, gate, dtype):
     """T leaves a tail; the gates range from none to -30 per token, also mixed in one chunk and from token to token."""
-    compare(inputs_of(2, 70, 1, 2, 32, 48, dtype=dtype, gate=gate, num_states=2), implementation=implementation)
+    compare(inputs_of(*CHUNKS_OF_64, dtype=dtype, gate=gate, num_states=2), implementation=implementation)
 
 
 @types
 @both
 def test_constant_gates_mixed_over_channels(implementation, dtype):
-    inputs = inputs_of(2, 70, 1, 2, 32, 48, dtype=dtype, num_states=2)
+    inputs = inputs_of(*CHUNKS_OF_64, dtype=dtype, num_states=2)
     inputs["g"] = jnp.broadcast_to(jnp.tile(jnp.array([0.0, -1e-3, -2.0, -30.0]), 8), inputs["g"].shape)
     compare(inputs, implementation=implementation)
 
 
-@pytest.mark.parametrize(("T", "chunk_size"), [(1, 16), (35, 32), (35, 128)])
-@both
-def test_lengths_and_chunk_sizes(implementation, T, chunk_size):
-    inputs = inputs_of(1, T, 1, 1, 16, 16, num_states=1)
-    compare(inputs, implementation=implementation, chunk_size=chunk_size)
-
-
-@pytest.mark.parametrize(("K", "V"), [(1, 60), (100, 1), (256, 200)])
-@both
-def test_head_dimensions(implementation, K, V):
-    compare(inputs_of(1, 20, 1, 1, K, V, num_states=1), implementation=implementation, chunk_size=16)
-
-
-# The last: two blocks of 8 packs, which have an order of their own.
-@pytest.mark.parametrize(("H", "HV", "config"), [(1, 4, None), (20, 20, None), (16, 16, Config(8, 1))])
-@both
-def test_many_heads_batches_and_chunks_keep_their_states_apart(implementation, H, HV, config):
-    inputs = inputs_of(2, 40, H, HV, 8, 8, num_states=2)
-    compare(inputs, implementation=implementation, chunk_size=16, config=config)
-
-
-@types
-@both
-def test_gates_no_product_could_hold(implementation, dtype):
+def gates_no_product_could_hold(inputs, *more):
     """Gates of 0, -20 and -200 side by side, in every channel another order: e^-G of a few rows is no number."""
-    inputs = inputs_of(1, 64, 1, 1, 32, 32, dtype=dtype)
-    inputs["g"] = jnp.asarray(
-        np.random.default_rng(2).choice([0.0, -1e-3, -20.0, -200.0], inputs["g"].shape), jnp.float32
-    )
-    compare(inputs, implementation=implementation)
-    compare_gradients(inputs, implementation=implementation)
+    gates = [0.0, -1e-3, -20.0, -200.0, *more]
+    inputs["g"] = jnp.asarray(np.random.default_rng(2).choice(gates, inputs["g"].shape), jnp.float32)
+    return inputs
 
 
 @types
-@pytest.mark.parametrize("gate", ["zero", "logsigmoid/10", "logsigmoid"])
-@pytest.mark.parametrize("beta", [1.0, 1.9])
+@pytest.mark.parametrize("more", [(), (-1e9, -np.inf)], ids=["", "inf"])
 @both
-def test_repeated_keys(implementation, beta, gate, dtype):
-    inputs = inputs_of(1, 128, 1, 2, 64, 48, dtype=dtype, gate=gate, beta=beta, repeat_key=True)
+def test_gates_no_product_could_hold(implementation, more, dtype):
+    inputs = inputs_of(*CHUNKS_OF_64, dtype=dtype, num_states=2)
+    compare(gates_no_product_could_hold(inputs, *more), implementation=implementation)
+    inputs = inputs_of(1, 64, 1, 1, 32, 32, dtype=dtype)
+    compare_gradients(gates_no_product_could_hold(inputs, *more), implementation=implementation)
+
+
+@types
+@pytest.mark.parametrize(
+    ("gate", "beta"),
+    [
+        ("zero", 1.0),
+        # With beta = 2 and no gate a state forgets no rounding, which reaches 1.3e-5 after 130 tokens.
+        ("zero", 1.9),
+        *((gate, beta) for gate in ("logsigmoid/10", "logsigmoid") for beta in (1.0, 2.0)),
+    ],
+)
+@both
+def test_repeated_keys(implementation, gate, beta, dtype):
+    inputs = inputs_of(*CHUNKS_OF_64, dtype=dtype, gate=gate, beta=beta, repeat_key=True, num_states=2)
     compare(inputs, implementation=implementation)
 
 
-@pytest.mark.parametrize(("bound", "dtype"), [(-5.0, jnp.bfloat16), (-0.5, jnp.float32)])
 @both
-def test_gate_lower_bound_changes_nothing(implementation, bound, dtype):
-    inputs = inputs_of(1, 64, 1, 1, 32, 32, dtype=dtype)
-    inputs["g"] = bound * jax.nn.sigmoid(5.0 * inputs["g"] + 5.0)
-    compare(inputs, implementation=implementation, gate_lower_bound=bound)
-
-
-@both
-def test_unnormalised_keys_with_l2norm_and_own_scale(implementation):
-    inputs = inputs_of(1, 40, 1, 2, 24, 24, normalise=False)
-    options = dict(implementation=implementation, chunk_size=16, use_qk_l2norm_in_kernel=True)
-    compare(inputs, scale=0.37, **options)
-    compare(inputs, scale=jnp.float32(0.37), final_state=False, **options)
+def test_chunk_sizes_agree(implementation):
+    inputs = inputs_of(1, 35, 1, 1, 16, 16, num_states=1)
+    results = [compare(inputs, implementation=implementation, chunk_size=C) for C in (16, 32, 64, 128)]
+    for o, state in results[1:]:
+        assert_close("o", o, results[0][0], 2e-6)
+        assert_close("final_state", state, results[0][1], 2e-6)
 
 
 @both
-def test_unnormalised_keys(implementation):
-    """Keys of length 3 with beta |k|^2 < 2: the interaction matrix is as large as the recurrence allows."""
-    inputs = inputs_of(1, 40, 1, 2, 24, 24, beta=0.2)
-    inputs["k"] = 3.0 * inputs["k"]
-    compare(inputs, implementation=implementation, chunk_size=16)
+def test_one_token(implementation):
+    compare(inputs_of(1, 1, 1, 1, 16, 16, num_states=1), implementation=implementation, chunk_size=16)
 
 
-@pytest.mark.parametrize("gate", ["spikes", "zero"])
-@pytest.mark.parametrize(("states", "dtype"), [(True, jnp.float32), (False, jnp.float32), (False, jnp.bfloat16)])
+@pytest.mark.parametrize(("H", "HV", "K", "V"), [(2, 4, 1, 1), (1, 1, 256, 200)])
 @both
-def test_packed(implementation, states, gate, dtype):
-    N = len(PACKED) - 1 if states else 0
-    inputs = inputs_of(1, T_PACKED, 1, 2, 16, 24, dtype=dtype, gate=gate, num_states=N)
-    for name in ("q", "k", "v", "g", "beta"):  # what padding holds must not matter
-        inputs[name] = inputs[name].at[:, int(PACKED[-1]) :].set(jnp.nan)
-    o, state = fused_chunk_kda(
-        **inputs, output_final_state=states, cu_seqlens=PACKED, chunk_size=16, implementation=implementation
-    )
-    clean = {k: jnp.nan_to_num(v) for k, v in inputs.items()}
-    o_ref, state_ref = reference(**clean, cu_seqlens=PACKED)
-    assert_close("o", o, o_ref, TOLERANCE[str(jnp.dtype(dtype))])
-    if states:
-        assert_close("final_state", state, state_ref, TOLERANCE[str(jnp.dtype(dtype))])
+def test_head_dimensions(implementation, H, HV, K, V):
+    compare(inputs_of(1, 20, H, HV, K, V, num_states=1), implementation=implementation, chunk_size=16)
+
+
+@pytest.mark.interpreted
+def test_the_step_that_is_measured():
+    """16 heads a step, two side by side in the lanes, in the order that was searched for; two such blocks of heads."""
+    assert default_for(32, 32, 64, 128, 128, itemsize=2) == Config(16, 16)
+    assert kernel.order(8) == kernel.ORDER
+    inputs = inputs_of(2, 130, 32, 32, 8, 8, dtype=jnp.bfloat16)
+    compare(inputs, final_state=False, implementation="pallas")
+
+
+@pytest.mark.interpreted
+def test_any_number_of_heads_a_step_gives_the_same():
+    """Blocks of half a group of value heads, of one whole group and of two."""
+    inputs = inputs_of(1, 20, 2, 4, 16, 16)
+    options = dict(final_state=False, chunk_size=16, implementation="pallas")
+    first, second = (compare_gradients(inputs, config=config, **options) for config in (Config(2, 1), Config(1, 4)))
+    for name, x in first.items():
+        assert_close(name, x, second[name], 1e-5)
+
+
+@both
+def test_unnormalised_keys_with_l2norm_and_traced_scale(implementation):
+    compare(
+        inputs_of(1, 40, 1, 2, 24, 24, normalise=False), final_state=False, implementation=implementation,
+        chunk_size=16, use_qk_l2norm_in_kernel=True, scale=jnp.float32(0.37),
+    )  # fmt: skip
 
 
 @types
 @pytest.mark.parametrize("gate", ["logsigmoid", "strong", "spikes"])
 @both
 def test_gradients(implementation, gate, dtype):
-    inputs = inputs_of(2, 23, 1, 2, 16, 24, dtype=dtype, gate=gate, num_states=2)
+    inputs = inputs_of(*CHUNKS_OF_16, dtype=dtype, gate=gate, num_states=2)
     compare_gradients(inputs, implementation=implementation, chunk_size=16)
+
+
+@pytest.mark.parametrize("kinds", [dict(q="float16", k="float16", v="float16"), dict(q="bfloat16", v="bfloat16")])
+@both
+def test_gradients_of_other_types(implementation, kinds):
+    """Each in the type of its input; with float32 keys dk is not rounded to the type of queries and values."""
+    inputs = inputs_of(*CHUNKS_OF_16, num_states=2)
+    inputs |= {name: inputs[name].astype(kind) for name, kind in kinds.items()}
+    compare_gradients(inputs, implementation=implementation, chunk_size=16)
+
+
+@both
+def test_unnormalised_keys(implementation):
+    """Keys of length 3 with beta |k|^2 < 2: the interaction matrix is as large as the recurrence allows."""
+    inputs = inputs_of(*CHUNKS_OF_16, beta=0.2, num_states=2)
+    inputs["k"] = 3.0 * inputs["k"]
+    compare_gradients(inputs, implementation=implementation, chunk_size=16)
+
+
+@pytest.mark.parametrize("g", [-5.0, -30.0])
+@both
+def test_gradients_of_strong_constant_gates(implementation, g):
+    """The gates' own gradients are e^g small: what no gate decays must not be added and taken away again."""
+    inputs = inputs_of(*CHUNKS_OF_16, num_states=2)
+    inputs["g"] = jnp.full_like(inputs["g"], g)
+    compare_gradients(inputs, implementation=implementation, chunk_size=16)
+
+
+@types
+@pytest.mark.parametrize(("bound", "g"), [(-16.0, -16.0), (-16.0, -8.0), (-5.0, None)])
+@both
+def test_gate_lower_bound_changes_nothing(implementation, bound, g, dtype):
+    inputs = inputs_of(*CHUNKS_OF_16, dtype=dtype, num_states=2)
+    bounded = bound * jax.nn.sigmoid(5.0 * inputs["g"] + 5.0)
+    inputs["g"] = bounded if g is None else jnp.full_like(bounded, g)
+    options = dict(implementation=implementation, chunk_size=16)
+    promised = compare_gradients(inputs, gate_lower_bound=bound, **options)
+    for name, x in compare_gradients(inputs, **options).items():
+        table = GATE_GRADIENT_TOLERANCE if name in ("dg", "dbeta") else GRADIENT_TOLERANCE
+        assert_close(name, promised[name], x, tolerance_of(table, inputs, x.dtype))
 
 
 @both
@@ -177,12 +238,64 @@ def test_gradients_at_chunk_64_with_norm_bound_and_repeated_keys(implementation)
     compare_gradients(inputs, final_state=False, implementation=implementation, **options)
 
 
+def packed_inputs(states, **options):
+    return inputs_of(*PACKED_SIZES, num_states=len(PACKED) - 1 if states else 0, **options)
+
+
+def spoil_padding(inputs):
+    """Return the inputs with padding that must not matter."""
+    end = int(PACKED[-1])
+    return inputs | {name: inputs[name].at[:, end:].set(jnp.nan) for name in ("q", "k", "v", "g", "beta")}
+
+
+@pytest.mark.parametrize("gate", ["logsigmoid", "spikes", "zero"])
 @pytest.mark.parametrize("states", [True, False])
 @both
-def test_gradients_of_packed_sequences(implementation, states):
-    N = len(PACKED) - 1 if states else 0
-    inputs = inputs_of(1, T_PACKED, 1, 2, 16, 24, num_states=N)
-    compare_gradients(inputs, final_state=states, cu_seqlens=PACKED, chunk_size=16, implementation=implementation)
+def test_packed(implementation, states, gate):
+    inputs = spoil_padding(packed_inputs(states, gate=gate))
+    results = compare_gradients(
+        inputs, final_state=states, cu_seqlens=PACKED, chunk_size=16, implementation=implementation
+    )
+    for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        assert not results[name][:, int(PACKED[-1]) :].any()
+
+
+@pytest.mark.parametrize("gate", ["spikes", "zero"])
+@both
+def test_packed_bfloat16(implementation, gate):
+    inputs = spoil_padding(packed_inputs(False, gate=gate, dtype=jnp.bfloat16))
+    compare(inputs, final_state=False, cu_seqlens=PACKED, chunk_size=16, implementation=implementation)
+
+
+@pytest.mark.parametrize("of", ["row", "head", "sequence", "sequence of a stream"])
+@both
+def test_enormous_values_leak_nowhere(implementation, of):
+    """With values and cotangents of one of them 1e10 times as large, all others keep every bit."""
+    packed, states = "sequence" in of, of != "sequence of a stream"
+    inputs = packed_inputs(states) if packed else inputs_of(*CHUNKS_OF_16, num_states=2)
+    # Of tokens [B, T, HV, ...] and of states [N, HV, ...]; the third sequence shares its chunks with others.
+    first, last = int(PACKED[2]), int(PACKED[3])
+    (axis, at), (state_axis, n) = {
+        "row": ((0, slice(1)), (0, 0)),
+        "head": ((2, slice(1)), (1, 0)),
+    }.get(of, ((1, slice(first, last)), (0, 2)))
+    weight = np.ones((*inputs["v"].shape[:3], 1), np.float32)
+    weight[(slice(None),) * axis + (at,)] = 1e10
+    options = dict(final_state=states, implementation=implementation, chunk_size=16)
+    options |= dict(cu_seqlens=PACKED) if packed else {}
+
+    def others(inputs, weight):
+        (o, state), _, gradients = pull(inputs, weight=weight, **options)
+        tokens = dict(o=o, **{f"d{name}": gradients[name] for name in ("v", "g", "beta")})
+        # The heads share queries and keys.
+        tokens |= {} if of == "head" else {f"d{name}": gradients[name] for name in ("q", "k")}
+        kept = {name: np.delete(x, at, axis) for name, x in tokens.items()}
+        states = dict(final_state=state, dh0=gradients.get("initial_state"))
+        return kept | {name: np.delete(x, n, state_axis) for name, x in states.items() if x is not None}
+
+    expected = others(inputs, np.ones_like(weight))
+    for name, x in others(inputs | dict(v=inputs["v"] * weight), weight).items():
+        np.testing.assert_array_equal(x, expected[name], err_msg=name)
 
 
 @types
@@ -206,12 +319,3 @@ def test_packed_decode_from_a_pool(implementation):
     assert_close("o", o, o_ref, TOLERANCE["float32"])
     assert_close("states", after[slots], state_ref, TOLERANCE["float32"])
     np.testing.assert_array_equal(np.delete(after, slots, 0), np.delete(pool, slots, 0))
-
-
-@pytest.mark.parametrize("g", [-5.0, -30.0])
-@both
-def test_gradients_of_strong_constant_gates(implementation, g):
-    """The gates' own gradients are e^g small: what no gate decays must not be added and taken away again."""
-    inputs = inputs_of(1, 41, 1, 1, 16, 16, num_states=1)
-    inputs["g"] = jnp.full_like(inputs["g"], g)
-    compare_gradients(inputs, implementation=implementation, chunk_size=16)

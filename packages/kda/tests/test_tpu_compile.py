@@ -14,7 +14,6 @@ from chunkwise.shared.testing import spec
 from chunkwise.shared.tpu import CHIPS, compile_for, has_libtpu
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
-chips = pytest.mark.parametrize("chip", CHIPS)
 
 
 def specs(B, T, H, HV, K, V, dtype):
@@ -27,12 +26,13 @@ def specs(B, T, H, HV, K, V, dtype):
     )
 
 
-@chips
 @pytest.mark.parametrize(
-    ("C", "K", "dtype"),
+    ("C", "K", "dtype", "chip"),
     [
-        (64, 256, jnp.float32),
-        (128, 128, jnp.bfloat16),
+        *((128, 128, jnp.bfloat16, chip) for chip in CHIPS),
+        *((64, 256, jnp.float32, chip) for chip in ("v5e", "tpu7x")),
+        (32, 128, jnp.float32, "v6e"),
+        (16, 128, jnp.bfloat16, "v5p"),
     ],
 )
 def test_forward_compiles(C, K, dtype, chip):
@@ -41,9 +41,15 @@ def test_forward_compiles(C, K, dtype, chip):
     assert f"fused_chunk_kda_fwd_c{C}" in text
 
 
-@chips
-@pytest.mark.parametrize(("packed", "bound"), [(False, None), (True, -5.0)], ids=["fixed", "packed"])
-def test_forward_and_backward_compile(packed, bound, chip):
+@pytest.mark.parametrize(
+    ("packed", "bound", "K", "dtype", "chip"),
+    [
+        *((False, None, 128, jnp.bfloat16, chip) for chip in CHIPS),
+        *((True, -5.0, 128, jnp.bfloat16, chip) for chip in ("v5e", "v6e", "tpu7x")),
+        (True, None, 256, jnp.float32, "v5p"),
+    ],
+)
+def test_forward_and_backward_compile(packed, bound, K, dtype, chip):
     cu_seqlens = spec(4, dtype=jnp.int32) if packed else None
 
     def run(*x):
@@ -53,13 +59,13 @@ def test_forward_and_backward_compile(packed, bound, chip):
 
         return jax.grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)(*x[:5])
 
-    text = compile_for(run, *specs(1, 300, 1, 2, 128, 128, jnp.bfloat16), cu_seqlens, chip=chip).as_text()
+    text = compile_for(run, *specs(1, 300, 1, 2, K, K, dtype), cu_seqlens, chip=chip).as_text()
     assert "fused_chunk_kda_fwd_c64" in text
     assert "fused_chunk_kda_bwd_c64" in text
 
 
 @pytest.mark.parametrize(
-    ("K", "V", "chip"), [*((128, 128, chip) for chip in CHIPS), (60, 100, "v5e"), (256, 256, "v6e")]
+    ("K", "V", "chip"), [*((128, 128, chip) for chip in CHIPS), (60, 100, "v5e"), (320, 256, "v6e")]
 )
 def test_decode_in_place(K, V, chip):
     """256 sequences of 2 tokens: the donated pool is the result, and whole registers of it are not copied."""

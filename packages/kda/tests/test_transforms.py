@@ -8,27 +8,34 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.kda import fused_chunk_kda
+from chunkwise.shared.reference import reference
 from chunkwise.shared.testing import (
+    GRADIENT_TOLERANCE,
     assert_close,
     assert_traced_once,
     assert_transform,
     boundaries,
     make_inputs,
+    text_for_tpu,
 )
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
 
 
-def arguments(B=2, **options):
-    x = make_inputs(B, 20, 1, 2, 16, 8, per_channel=True, **options)
-    return tuple(x[name] for name in ("q", "k", "v", "g", "beta"))
+NAMES = ("q", "k", "v", "g", "beta")
+HEADS = PartitionSpec(None, None, "data")
+
+
+def arguments(B=2):
+    x = make_inputs(B, 20, 1, 1, 16, 8, per_channel=True)
+    return tuple(x[name] for name in NAMES)
 
 
 def run(implementation, *x):
     return fused_chunk_kda(*x, chunk_size=16, implementation=implementation)[0]
 
 
-# Under jit is `test_boundaries_are_traced`, under remat `test_gradient_under_remat_and_vmap`.
+# Under jit is `test_boundaries_are_traced`, under remat `test_gradient_under_vmap_and_remat`.
 @both
 @pytest.mark.parametrize("transform", ["vmap", "export"])
 def test_transform(transform, implementation):
@@ -47,15 +54,27 @@ def test_shard_map(implementation):
 
 
 @pytest.mark.interpreted
-def test_gradient_under_remat_and_vmap():
-    x = arguments()
-    loss = lambda *x: jnp.sum(run("pallas", *x) ** 2)
-    plain = jax.grad(loss, argnums=(0, 3, 4))(*x)
-    remat = jax.grad(jax.checkpoint(loss), argnums=(0, 3, 4))(*x)
-    each = jax.vmap(jax.grad(lambda *x: loss(*(y[None] for y in x)), argnums=(0, 3, 4)))(*x)
-    for got in (remat, each):
-        for want, have in zip(plain, got, strict=True):
-            assert_close("gradient", have, want, 1e-5)
+def test_gradient_under_vmap_and_remat():
+    x = make_inputs(2, 20, 1, 1, 16, 8, per_channel=True)
+    loss = lambda x: jnp.sum(run("pallas", *(x[name][None] for name in NAMES)) ** 2)
+    gradients = jax.jit(jax.vmap(jax.grad(jax.checkpoint(loss))))(x)
+    expected = reference(**x, do=2.0 * reference(**x)[0])[2]
+    for name, gradient in gradients.items():
+        assert_close(f"d{name}", gradient, expected[name], GRADIENT_TOLERANCE["float32"])
+
+
+@both
+@pytest.mark.parametrize("replicated", [("q", "k"), ("initial_state",), NAMES])
+def test_gradient_passes_the_check_of_shard_map(replicated, implementation):
+    """Lowered for a TPU: the check of varying axes acts on compiled kernels; the others are cut by rows or by heads."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    x = make_inputs(2, 20, 1, 1, 16, 8, per_channel=True, num_states=2)
+    cut = lambda name: PartitionSpec("data") if "q" not in replicated or name == "initial_state" else HEADS
+    specs = {name: PartitionSpec() if name in replicated else cut(name) for name in x}
+    operator = functools.partial(fused_chunk_kda, output_final_state=True, implementation=implementation)
+    loss = lambda x: sum(jnp.sum(y) for y in operator(**x))
+    text = text_for_tpu(jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(specs,), out_specs=specs), x)
+    assert text.count("stablehlo.all_reduce") >= len(replicated)
 
 
 @both

@@ -10,12 +10,12 @@ class Config:
     """How the launches are cut.
 
     Attributes:
-      heads: value heads a grid step of the forward.
-      backward_heads: value heads a grid step of the backward.
+      heads: value heads a grid step of the forward: whole groups that share a key head, or a part of one.
+      heads_bwd: value heads a grid step of the backward, likewise.
     """
 
     heads: int
-    backward_heads: int
+    heads_bwd: int
 
 
 def vmem_bytes_per_head(C: int, K: int, V: int, itemsize: int) -> int:
@@ -28,5 +28,5 @@ def default_for(H: int, HV: int, C: int, K: int, V: int, itemsize: int) -> Confi
     size = vmem_bytes_per_head(C, K, V, itemsize)
     return Config(
         heads=pick_heads(HV, H, size, most=16),
-        backward_heads=pick_heads(HV, H, size * 5 // 4, most=16),
+        heads_bwd=pick_heads(HV, H, size * 5 // 4, most=16),
     )

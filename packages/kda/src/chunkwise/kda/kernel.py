@@ -69,8 +69,8 @@ class Operands(NamedTuple):
       sequence: int32 [NC], nondecreasing: the sequence of every chunk.
       last: int32 [NC], 1 where a chunk ends a sequence.
       opening: int32 [NC], the sequence that is open where the chunk begins; read with `owner` only.
-      q, k: [NC C, H K].
-      v: [NC C, HV V].
+      q, k: [NC C, H K], bfloat16 or float32, in which products take them.
+      v: [NC C, HV V], of the same type.
       g: [NC C, HV K] float32.
       beta: [NC, HV, C] float32.
       owner: int32 [NC, 1, C], the sequence of every row of chunks that hold several; None where a chunk holds one.
@@ -120,7 +120,7 @@ class Static(NamedTuple):
     @property
     def p(self) -> int:
         """Heads that lie side by side in the lanes: a power of two that divides the heads of a grid step."""
-        return packing(self.C, self.config.heads, self.config.backward_heads)
+        return packing(self.C, self.config.heads, self.config.heads_bwd)
 
 
 def take_heads(x, heads):

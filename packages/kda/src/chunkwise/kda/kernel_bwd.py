@@ -7,9 +7,10 @@ right:
     dA = tril(dO W^T) B                           dN = -tril(dR W^T, -1) B
     dS = e^G_last dS' + (Q e^G)^T dO - (K e^G)^T dR
 
-dA and dN go back through the products of every level, each with its own factors of rows and of columns, so that no
-exponent is positive here either. X, W, A, N and S before every chunk are kept by the forward. As there, what oscillates
-where keys repeat (W, dv_new, dA and dN) keeps 16 bits with bfloat16 tensors.
+dA and dN go back through the products of every level, each with its own factors of rows and of columns. None is above
+one, but with a bound on the gates those of base blocks: at most 2^96, and every pair of them multiplies to a decay.
+X, W, A, N and S before every chunk are kept by the forward. As there, what oscillates where keys repeat (W, dv_new,
+dA and dN) keeps 16 bits with bfloat16 tensors.
 """
 
 from typing import NamedTuple
@@ -185,17 +186,22 @@ def chunk_bwd_tile(q, k, d_rows, d_columns, x: Outer):
     return dq, dk, later, k * x.d_end
 
 
-def sum_over_rows(later, earlier, dtype):
-    """Return the gradient of the gates, [C, heads K], from that of `chunk_bwd_tile`: a product with zeros and ones."""
+def sum_over_rows(later, earlier, same, dtype):
+    """Return the gradient of the gates, [C, heads K], from that of `chunk_bwd_tile`: a product with zeros and ones.
+
+    What the rows of one sequence pass to the gates of another adds up to zero, but for rounding: `same` leaves it out.
+    """
     C, count = later.shape[1], 2 if operand_dtype(dtype) == jnp.bfloat16 else 3
     by_part = [*bf16_parts(put_heads(later), count), *bf16_parts(put_heads(earlier), count)]
     collect = [row_index(C) <= column_index(C)] * count + [row_index(C) > column_index(C)] * count
+    if same is not None:
+        collect = [x & same for x in collect]
     collect = lanes([jnp.where(x, 1.0, 0.0) for x in collect]).astype(jnp.bfloat16)
     return dot(collect, jnp.concatenate(by_part)[None])[0]
 
 
 def _bwd_kernel(refs, *, static: Static, NC: int):
-    heads, dtype, C, K, p = static.config.backward_heads, refs.do.dtype, static.C, static.K, static.p
+    heads, dtype, C, K, p = static.config.heads_bwd, refs.do.dtype, static.C, static.K, static.p
     own, step = own_heads(heads, static), pl.program_id(1)
     chunk = NC - 1 - step
 
@@ -209,11 +215,12 @@ def _bwd_kernel(refs, *, static: Static, NC: int):
     do, W, beta = refs.do[...], take_heads(refs.W[...], heads), to_column(beta_rows[:, None])
     if masks is not None:
         do = jnp.where(masks.valid[0], do, jnp.zeros_like(do))
+    same = None if masks is None else masks.same
     decays = load_decays(refs.decays, range(heads), K, static.backward_base)
     boundary = tile.boundary_tile(decays, masks)
     x = outer_bwd_tile(
         q, k, beta, side_lanes(beta_rows[:, None], p), boundary, (refs.h[...], W, refs.X[...], refs.both[...]),
-        take_heads(do, heads), refs.state[...], None if masks is None else masks.same, dtype,
+        take_heads(do, heads), refs.state[...], same, dtype,
     )  # fmt: skip
     refs.state[...] = x.S
     if refs.dh0 is not None:
@@ -230,7 +237,7 @@ def _bwd_kernel(refs, *, static: Static, NC: int):
         made.append(interaction_bwd_tile(q[at], k[at], decays, refs.table[...], d_scores, p, dtype))
     d_rows, d_columns = (jnp.concatenate(y) for y in zip(*made, strict=True))
     dq, dk, later, earlier = chunk_bwd_tile(q, k, d_rows, d_columns, x)
-    refs.dg[...] = sum_over_rows(later, earlier, dtype)
+    refs.dg[...] = sum_over_rows(later, earlier, same, dtype)
     for ref, y, d in ((refs.dq, refs.q[...], static.scale * dq), (refs.dk, refs.k[...], dk)):
         # Summed over the value heads of a key head.
         d = jnp.sum(d.reshape(own, heads // own, C, K), axis=1)
@@ -255,7 +262,7 @@ def launch(x: Operands, h, W, X, both, do: jax.Array, dht: jax.Array | None, sta
       sequence has no chunk is undefined.
     """
     NC, HV, C = x.beta.shape
-    heads, K, V = static.config.backward_heads, static.K, static.V
+    heads, K, V = static.config.heads_bwd, static.K, static.V
     own, blocks = own_heads(heads, static), HV // heads
     spec = specs(static, heads, lambda n: NC - 1 - n)
     key_type = x.q.dtype if blocks * own == static.H else jnp.float32

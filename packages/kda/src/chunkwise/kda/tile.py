@@ -188,9 +188,7 @@ def interaction_tile(q, k, decays: Decays, table, dtype, pairs: bool = False) ->
         out = jnp.where(table == C.bit_length() - 1, jnp.sum(q * k, axis=-1, keepdims=True), out)
     for x in level_factors(decays):
         if x.b is None:
-            # Columns of level 1 have no decay: they are the keys, which are exact.
-            exact = x.index == 0 and decays.base is None
-            own = (k.astype(operand),) if exact else parts(k * x.columns, dtype)
+            own = parts(k * x.columns, dtype)
             decayed = (both * x.rows).astype(operand)
             out = jnp.where(table == x.index, dot_nt(lanes(own), lanes([decayed] * len(own))), out)
             continue

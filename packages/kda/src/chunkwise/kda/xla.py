@@ -63,8 +63,11 @@ def interactions(q, k, g, base) -> tuple[jax.Array, jax.Array, Decayed]:
     in_blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_decays(by_row, base)]
     decays, table = tile.chunk_decays(in_blocks, base), jnp.asarray(tile.level_table(b, base))[None]
     scores = jnp.swapaxes(tile.interaction_tile(q, k, decays, table, jnp.float32), 1, 2)
+    # A row with itself has no decay. In the product of a base block its gate would get a gradient as a row and lose it
+    # as a column, up to a rounding far above the gradients of strong gates.
+    own = jnp.sum(q * k, axis=-1, keepdims=True)
     x = Decayed(q * decays.start, k * decays.start, k * decays.end, decays.start[:, -1:])
-    scores_q, scores_k = scores[:, :b], scores[:, b:]
+    scores_q, scores_k = jnp.where(jnp.eye(b, dtype=bool), own, scores[:, :b]), scores[:, b:]
 
     def pairs(x):
         return [x.reshape(len(x) // 2, 2, *x.shape[1:])[:, n] for n in range(2)]
@@ -93,9 +96,8 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
     """Run chunks in order.
 
     Args:
-      q, k: [steps, n, C, K] float32, n = batch * heads; q scaled.
-      v: [steps, n, C, V].
-      g: [steps, n, C, K] float32.
+      q, k, g: [steps, n, C, K] float32, n = batch * heads; q scaled.
+      v: [steps, n, C, V] float32.
       beta: [steps, n, C] float32.
       initial_state: [n, V, K], or [N, n, V, K] with tables.first, or None for zeros.
       tables: what happens to the state.
@@ -121,9 +123,9 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
     X = lax.linalg.triangular_solve(
         M, jnp.broadcast_to(jnp.eye(C), M.shape), left_side=True, lower=True, unit_diagonal=True
     )
-    zero = varying_zeros((n, v.shape[-1], K), q, k, v, g, beta)
+    zero = varying_zeros((n, v.shape[-1], K), q, k, v, g, beta, initial_state)
     packed_states = tables.first is not None and initial_state is not None
-    start = zero if initial_state is None or packed_states else initial_state
+    start = zero if initial_state is None or packed_states else zero + initial_state
 
     def step(S, x):
         v, beta, scores, X, decayed, t = x
@@ -138,5 +140,5 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
         o, S = seen[:, :C] + dot(scores, v_new), through * S + dot_tn(v_new, k_end)
         return S, (o, S if keep_states else None)
 
-    S, (o, states) = lax.scan(step, start, (v.astype(jnp.float32), beta, scores, X, decayed, tables))
+    S, (o, states) = lax.scan(step, start, (v, beta, scores, X, decayed, tables))
     return o, S, states
