@@ -89,7 +89,7 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
             for implementation in options.implementation or ["fused", *tpu.peers()]:
                 for chip in options.chip or list(tpu.RATES):
                     if tpu.can_run(case, implementation, options.backward):
-                        run = lambda a=(name, implementation, chip, T, options.backward): [
+                        run = lambda a=(case, implementation, chip, T, options.backward): [
                             tpu.measure(*a, options.timeout)
                         ]
                         yield (

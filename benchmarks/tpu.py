@@ -14,6 +14,8 @@ import sys
 import tempfile
 import time
 
+from benchmarks.cases import Case
+
 # Peak clock in GHz and memory bandwidth in TB/s of one core.
 RATES = {"v5e": (1.5, 0.82), "v5p": (1.75, 2.77), "v6e": (1.75, 1.64), "tpu7x": (2.2, 3.69)}
 
@@ -115,13 +117,13 @@ def _bundles(folder: str, kernels: set[str]) -> int | None:
     return total or None
 
 
-def estimate(name: str, implementation: str, chip: str, T: int, backward: bool, profile: bool) -> dict:
+def estimate(case: Case, implementation: str, chip: str, T: int, backward: bool, profile: bool) -> dict:
     """Compile a case for `chip` and return what the compiler says of it; call in a fresh process only."""
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:  # dumps take gigabytes
-        return _estimate(name, implementation, chip, T, backward, profile, folder)
+        return _estimate(case, implementation, chip, T, backward, profile, folder)
 
 
-def _estimate(name, implementation, chip, T, backward, profile, folder) -> dict:
+def _estimate(case, implementation, chip, T, backward, profile, folder) -> dict:
     from chunkwise.shared import tpu
 
     flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final.*"
@@ -130,9 +132,6 @@ def _estimate(name, implementation, chip, T, backward, profile, folder) -> dict:
     import jax
     import jax.numpy as jnp
 
-    from benchmarks.cases import CASES
-
-    case = CASES[name]
     cu_seqlens = jax.ShapeDtypeStruct((case.sequences + 1,), jnp.int32) if case.sequences else None
     if implementation == "tokamax":
         fn, specs = _tokamax(case, T)
@@ -176,12 +175,12 @@ def can_run(case, implementation: str, backward: bool) -> bool:
     return implementation != "tokamax" or (case.delta and not backward and not case.sequences)
 
 
-def measure(name: str, implementation: str, chip: str, T: int, backward: bool, timeout: float) -> dict:
+def measure(case: Case, implementation: str, chip: str, T: int, backward: bool, timeout: float) -> dict:
     """Run `estimate` in a process of its own; a row with `failed` set where the compiler gave none."""
     failure = ""
     for profile in (True, False):
-        arguments = f"{name!r}, {implementation!r}, {chip!r}, {T}, {backward}, {profile}"
-        code = f"import json; from benchmarks.tpu import estimate; print(json.dumps(estimate({arguments})))"
+        arguments = f"{case!r}, {implementation!r}, {chip!r}, {T}, {backward}, {profile}"
+        code = f"import json; from benchmarks.tpu import Case, estimate; print(json.dumps(estimate({arguments})))"
         try:
             done = subprocess.run(
                 [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout, check=False
