@@ -248,3 +248,14 @@ def test_recurrent_under_jit_and_grad():
     _, _, expected = reference(**inputs, do=do)
     for name, grad in grads.items():
         assert_close(f"d{name}", grad, expected[name], GRADIENT_TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize(("name", "K"), [("gla", 2048), ("gated_delta_rule", 320)])
+def test_none_takes_the_stages_where_fused_kernels_do_not_fit(monkeypatch, name, K):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    inputs = jax.eval_shape(lambda: make_inputs(1, 64, 1, 1, K, K, per_channel=name == "gla"))
+    if name == "gla":
+        del inputs["beta"]
+    text = text_for_tpu(lambda x: getattr(pipeline, f"chunk_{name}")(**x)[0], inputs)
+    assert "chunk_fwd_o" in text
+    assert "fused" not in text

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.fused_gla import tiles
-from chunkwise.shared import Chunking, dot, stream_masks, varying_zeros
+from chunkwise.shared import Chunking, dot, stream_masks, varying_zeros, zero_padding
 
 
 def gla(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, C):
@@ -26,8 +26,7 @@ def gla(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, C):
     masks = stream_masks(T, C, cu_seqlens) if stream else None
     if stream:
         # Padding may hold anything, and the products read every row of a chunk.
-        owned = jnp.arange(T) < cu_seqlens[-1]
-        q, k, v, g = (jnp.where(owned.reshape(1, T, *(1,) * (x.ndim - 2)), x, 0) for x in (q, k, v, g))
+        q, k, v, g = (zero_padding(x, cu_seqlens) for x in (q, k, v, g))
     rows = chunks.split(g) if g.ndim == 4 else chunks.split_rows(g)
     q, k, v, g = (_tiles(x) for x in (chunks.split(q), chunks.split(k), chunks.split(v), rows))
     same = None if masks is None else jnp.repeat(masks.same, H, axis=0)

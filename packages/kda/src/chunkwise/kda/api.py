@@ -18,10 +18,12 @@ from chunkwise.shared import (
     check_slots,
     choose_implementation,
     decode,
+    decode_fits,
     l2norm,
     operand_dtype,
     stream_masks,
     vary_alike,
+    zero_padding,
 )
 from chunkwise.shared.packed import pad_lanes
 
@@ -159,17 +161,12 @@ def _final(state, chunks, start):
     return jnp.swapaxes(jnp.where(chunks.empty[:, None, None, None], start, state), -1, -2)
 
 
-def _owned(o, cu_seqlens):
-    """Return o with zeros for the tokens of no sequence."""
-    return jnp.where((jnp.arange(o.shape[1]) < cu_seqlens[-1])[None, :, None, None], o, 0)
-
-
 @functools.partial(jax.jit, static_argnums=(8, 9, 10, 11))
 def _xla(q, k, v, g, beta, scale, state, cu_seqlens, output_final_state, normalise, C, base):
     B, T, HV, _ = v.shape
     stream = cu_seqlens is not None and state is None and not output_final_state
-    if stream:  # what padding holds must not matter, not even NaN
-        q, k, v, g, beta = (_owned(x.reshape(B, T, -1, 1), cu_seqlens).reshape(x.shape) for x in (q, k, v, g, beta))
+    # What padding holds must not matter, not even NaN.
+    q, k, v, g, beta = (zero_padding(x, cu_seqlens) for x in (q, k, v, g, beta))
     q, k = (l2norm(q), l2norm(k)) if normalise else (q, k)
     q, k = (jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * scale, k))
     chunks = Chunking(B, T, C, None if stream else cu_seqlens)
@@ -195,7 +192,7 @@ def _xla(q, k, v, g, beta, scale, state, cu_seqlens, output_final_state, normali
     o = jnp.moveaxis(o.reshape(o.shape[0], batch, HV, *o.shape[2:]), 1, 0)
     o = chunks.merge(o.reshape(-1, *o.shape[2:]))
     if stream:
-        return _owned(o, cu_seqlens), None
+        return zero_padding(o, cu_seqlens), None
     if not output_final_state:
         return o, None
     last = last.reshape(B, HV, *last.shape[1:]) if states is None else states[chunks.final_chunk]
@@ -309,9 +306,10 @@ def recurrent_kda(
     B, H, HV, K, V = _check(q, k, v, g, beta, scale, cu_seqlens, gate_lower_bound)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     check_slots(initial_state, state_indices, has_initial_state, N, HV, K, V)
+    on_tpu = "pallas" if decode_fits(q, k, v, g, beta) else "xla"
     o, states = decode(
         q, k, v, g, beta, K**-0.5 if scale is None else scale, initial_state, cu_seqlens, state_indices,
         has_initial_state, normalise=use_qk_l2norm_in_kernel, name="recurrent_kda_fwd",
-        implementation=choose_implementation(implementation, _IMPLEMENTATIONS, on_tpu="pallas"),
+        implementation=choose_implementation(implementation, _IMPLEMENTATIONS, on_tpu),
     )  # fmt: skip
     return o, states if output_final_state else None

@@ -4,14 +4,13 @@ from chunkwise.shared import choose_implementation
 
 IMPLEMENTATIONS = ("xla", "staged", "fused")
 
-# The fused kernels of the delta rule keep whole states of a head in fast memory.
-_MOST_CHANNELS = 256
+# The fused kernels of the delta rules keep whole states of a head in fast memory.
+MOST_CHANNELS = 256
 
 
-def choose(implementation: str | None, K: int, V: int, most: int = _MOST_CHANNELS) -> str:
-    """Return the implementation of a chunk operator; on a TPU None means "fused" where its sizes allow."""
-    on_tpu = "fused" if max(K, V) <= most else "staged"
-    return choose_implementation(implementation, IMPLEMENTATIONS, on_tpu=on_tpu)
+def choose(implementation: str | None, fits: bool) -> str:
+    """Return the implementation of a chunk operator; on a TPU None means "fused" where its sizes fit."""
+    return choose_implementation(implementation, IMPLEMENTATIONS, on_tpu="fused" if fits else "staged")
 
 
 def choose_recurrent(name: str, implementation: str | None, known: tuple[str, ...] = ("xla", "fused")) -> str | None:

@@ -6,7 +6,7 @@ import jax
 
 from chunkwise import fused_gdn
 from chunkwise.pipeline import staged, xla
-from chunkwise.pipeline.choice import choose, choose_recurrent
+from chunkwise.pipeline.choice import MOST_CHANNELS, choose, choose_recurrent
 from chunkwise.shared import (
     check_chunk_size,
     check_delta_rule,
@@ -73,7 +73,7 @@ def chunk_gated_delta_rule(
     """
     _check(q, k, v, g, beta, scale, initial_state, cu_seqlens)
     check_chunk_size(chunk_size)
-    implementation = choose(implementation, k.shape[-1], v.shape[-1])
+    implementation = choose(implementation, max(k.shape[-1], v.shape[-1]) <= MOST_CHANNELS)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     if implementation == "fused":
         return fused_gdn.fused_chunk_gated_delta_rule(

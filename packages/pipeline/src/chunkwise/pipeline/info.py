@@ -33,7 +33,7 @@ def selected() -> dict[str, str]:
     chosen = {}
     for kernel in (*OPERATORS, *STAGES):
         if kernel in OPERATORS and kernel.chunked:
-            chosen[kernel.name] = choose(None, 128, 128)
+            chosen[kernel.name] = choose(None, fits=True)
         else:
             known = kernel.implementations
             chosen[kernel.name] = choose_implementation(None, known, on_tpu=known[-1])

@@ -3,13 +3,14 @@
 import jax
 
 from chunkwise import kda
+from chunkwise.kda.api import check_gate_lower_bound
 from chunkwise.pipeline import staged
-from chunkwise.pipeline.choice import choose, choose_recurrent
+from chunkwise.pipeline.choice import MOST_CHANNELS, choose, choose_recurrent
 from chunkwise.shared import (
-    check,
     check_chunk_size,
     check_delta_rule,
     check_initial_state,
+    check_scale,
 )
 
 
@@ -74,11 +75,9 @@ def chunk_kda(
     B, T, H, HV, K, V = check_delta_rule(q, k, v, g, beta, cu_seqlens, per_channel=True)
     check_initial_state(initial_state, (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, HV, K, V))
     check_chunk_size(chunk_size)
-    check(
-        gate_lower_bound is None or gate_lower_bound <= 0,
-        f"`gate_lower_bound` must be None or at most 0; got {gate_lower_bound!r}.",
-    )
-    implementation = choose(implementation, K, V)
+    check_scale(scale)
+    check_gate_lower_bound(gate_lower_bound)
+    implementation = choose(implementation, max(K, V) <= MOST_CHANNELS)
     scale = K**-0.5 if scale is None else scale
     if implementation == "staged":
         return staged.delta_rule(
