@@ -74,7 +74,7 @@ def test_sixteen_long_sequences(chip):
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_states_and_float32(chip):
-    """Forward and backward of a pack whose sequences hand in and out their states."""
+    """Forward and backward of a pack whose sequences hand in and out their states; no TPU loads float16."""
 
     def run(cu_seqlens, cotangents, *x):
         forward = lambda *x: fused_chunk_gated_delta_rule(
@@ -85,6 +85,7 @@ def test_states_and_float32(chip):
         return results, pull(cotangents)
 
     x = specs(300, 2, 2, 60, 100, jnp.float32)
+    x = [y if i in (0, 2) else jax.ShapeDtypeStruct(y.shape, jnp.float16) for i, y in enumerate(x)]
     state, cu = jax.ShapeDtypeStruct((4, 2, 60, 100), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32)
     text = tpu.compile_for(run, cu, (x[2], state), *x, state, chip=chip).as_text()
     assert_float32_accuracy(text, jnp.float32)

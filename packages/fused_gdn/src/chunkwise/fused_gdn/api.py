@@ -19,7 +19,6 @@ from chunkwise.shared import (
     check_scale,
     check_slots,
     choose_implementation,
-    clip_gate,
     decode,
     operand_dtype,
     pad_tokens,
@@ -57,23 +56,24 @@ def fused_chunk_gated_delta_rule(
     up to 256, C chunk size, N sequences: B, or len(cu_seqlens) - 1.
 
     Args:
-      q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16. Keys should have unit length (or pass
-        use_qk_l2norm_in_kernel): the recurrence itself diverges where beta |k|^2 > 2.
-      v: values [B, T, HV, V], likewise.
-      g: log decay [B, T, HV] in nats, <= 0, any strength.
+      q, k: queries and keys [B, T, H, K]. All tensors are float32, bfloat16 or float16, and may differ. Keys should
+        have unit length (or pass use_qk_l2norm_in_kernel): the recurrence itself diverges where beta |k|^2 > 2.
+      v: values [B, T, HV, V]. Only if q, k and v are all bfloat16 do products take bfloat16 operands, else float32.
+      g: log decay [B, T, HV] in nats, <= 0, any strength; -inf forgets everything. Computed with in float32, as beta.
       beta: step sizes [B, T, HV], in (0, 1), or (0, 2) where negative eigenvalues are allowed.
       scale: multiplies q; defaults to K ** -0.5. A number, static, or a traced scalar, which multiplies the output.
-      initial_state: [N, HV, K, V], any floating type; None for zeros.
+      initial_state: [N, HV, K, V], None for zeros. States are float32 inside.
       output_final_state: return the state after every sequence; static.
       use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6), in float32; static.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced: new values never recompile. B must be 1.
-        Sequences may be empty; tokens from cu_seqlens[N] on are padding and give zeros. The values are checked outside
-        of jit only. Without states in or out, chunks stay aligned to the stream and the cost follows the tokens; with
-        states, a chunk takes as many steps as it holds sequences.
+        Sequences may be empty. Tokens from cu_seqlens[N] on are padding: they may hold anything, NaN too, and their
+        outputs and gradients are zeros. The values are checked outside of jit only. Without states in or out, chunks
+        stay aligned to the stream and the cost follows the tokens; with states, a chunk takes as many steps as it
+        holds sequences.
       chunk_size: C, one of 16, 32, 64, 128; static. All agree up to rounding.
-      implementation: "pallas" (TPU kernels, interpreted elsewhere), "xla" (plain JAX, token by token), None (the best
-        for the backend).
-      config: tile sizes of the kernels.
+      implementation: "pallas" (TPU kernels, interpreted elsewhere), "xla" (plain JAX, token by token), None ("pallas"
+        on a TPU, "xla" elsewhere).
+      config: tile sizes of the kernels. A group of value heads too large for a step is cut, and q and k are repeated.
 
     Returns:
       o [B, T, HV, V] in the type of v, and final_state [N, HV, K, V] float32, None unless asked for.
@@ -82,11 +82,14 @@ def fused_chunk_gated_delta_rule(
       ValueError: an argument has the wrong rank, shape or type.
       NotImplementedError: "pallas" with K or V above 256.
 
-    Accuracy: RMS error over RMS of the float64 recurrence: 3e-6 for float32 and 3e-3 for bfloat16 inputs, for any gate,
-    repeated keys, and beta up to 2. The cumulative gate, the inverse and the state are float32 in both.
-    Cost: about 2 B T HV (C + K) (2 K + V) flops; q, k and v are read once and o is written once. Kept for
-    the backward: the inputs and the float32 inverse, 4 B T HV C bytes. The backward takes two launches: the states
-    before every chunk, then one reverse pass.
+    Differentiable once, in reverse, in every floating-point argument; "xla" by any transform of JAX.
+    Accuracy: RMS error over RMS of the float64 recurrence, for any gate. float32: o and states 3e-7, gradients 2e-6.
+    bfloat16: o and states 3e-3, gradients of g and beta 6e-3, others 4e-3. Worst is one key for all tokens with
+    beta 1.9 and no decay: float32 o 6e-6, gradients of g and beta 7e-5; bfloat16 o 3e-3, gradients of g and beta 7e-2,
+    others 9e-3. The cumulative gate, the inverse and the state are float32 in both.
+    Cost: about 2 B T HV (C + K) (2 K + V) flops; q, k and v are read once and o is written once. Kept for the
+    backward: the inputs and the float32 inverse, 4 B T HV C bytes. The backward takes two launches: the states before
+    every chunk, then one reverse pass.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024), section 3.3.
     """
     B, T, H, HV, K, V = check_delta_rule(q, k, v, g, beta, cu_seqlens)
@@ -183,8 +186,8 @@ class Layout:
         return x.reshape(*x.shape[:2], heads, -1)[:, : self.T, :, :size]
 
     def scalars(self, x: jax.Array) -> jax.Array:
-        """Return [B, T, HV] as [B, blocks, T', heads]."""
-        x = pad_tokens(x, self.padded)
+        """Return [B, T, HV] as [B, blocks, T', heads], in a type that a TPU loads."""
+        x = pad_tokens(x.astype(operand_dtype(x.dtype)), self.padded)
         return jnp.moveaxis(x.reshape(*x.shape[:2], -1, self.heads), 2, 1)
 
     def from_scalars(self, x: jax.Array) -> jax.Array:
@@ -257,11 +260,11 @@ _differentiable.defvjp(functools.partial(_forward, keep=True), _backward)
 
 @functools.partial(jax.jit, static_argnums=0)
 def _fused(static, q, k, v, g, beta, initial_state, cu_seqlens):
-    """Run the kernels on operands whose gradients JAX finishes: repeated keys, clipped gates, replicated operands."""
+    """Run the kernels where groups are cut and operands replicated: JAX sums the gradients of their copies."""
     repeats = tiles.key_repeats(q.shape[2], v.shape[2], static.config)
     if repeats > 1:
         q, k = (jnp.repeat(x, repeats, axis=2) for x in (q, k))
-    return _differentiable(static, *vary_alike(q, k, v, clip_gate(g), beta, initial_state, cu_seqlens))
+    return _differentiable(static, *vary_alike(q, k, v, g, beta, initial_state, cu_seqlens))
 
 
 def recurrent_gated_delta_rule(
@@ -293,9 +296,9 @@ def recurrent_gated_delta_rule(
     N sequences: B, or len(cu_seqlens) - 1.
 
     Args:
-      q, k: [B, T, H, K], float32, bfloat16 or float16.
-      v: [B, T, HV, V], likewise.
-      g: log decay [B, T, HV] in nats, <= 0.
+      q, k: [B, T, H, K]. All tensors are float32, bfloat16 or float16, and may differ; all is computed in float32.
+      v: [B, T, HV, V].
+      g: log decay [B, T, HV] in nats, <= 0, any strength; -inf forgets everything.
       beta: step sizes [B, T, HV].
       scale: multiplies q; defaults to K ** -0.5. A number, static, or a traced scalar, which multiplies the output.
       initial_state: [N, HV, K, V], or a pool [slots, HV, K, V] with state_indices; None for zeros. A pool that is not
@@ -308,7 +311,7 @@ def recurrent_gated_delta_rule(
       has_initial_state: bool [N], traced: False where a sequence starts from zero, whatever its slot holds, as in a
         slot that was freed; None for True.
       implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX, also the gradient of
-        "pallas"), None (the best for the backend).
+        "pallas"), None ("pallas" on a TPU, "xla" elsewhere).
 
     Returns:
       o [B, T, HV, V] in the type of v, and the states float32 in the shape of initial_state, None unless asked for.

@@ -36,7 +36,7 @@ from chunkwise.fused_gdn.tile import (
     scores,
     write_state,
 )
-from chunkwise.shared import l2norm, named, out_struct, pallas_call
+from chunkwise.shared import clip_gate, l2norm, named, out_struct, pallas_call
 from chunkwise.shared.inverse import begin_inverse, ladder, strip_rows
 from chunkwise.shared.packed import lanes, multiply_packed, parts
 
@@ -105,7 +105,7 @@ def clear(outputs) -> None:
 def load_chunk(refs, own, s: Shape, opt: Options):
     """Load q, k tiles and g, beta [C, heads] float32 of a chunk of a row of the batch."""
     q, k = (load_tokens(ref, own, s.K) for ref in (refs.q, refs.k))
-    g, beta = (ref[...].astype(jnp.float32) for ref in (refs.g, refs.beta))
+    g, beta = clip_gate(refs.g[...]), refs.beta[...].astype(jnp.float32)
     if own is not None:
         g, beta = (jnp.where(own, x, 0.0) for x in (g, beta))
     if opt.normalise:

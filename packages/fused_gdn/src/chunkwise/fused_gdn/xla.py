@@ -1,4 +1,4 @@
-"""The same operator in plain JAX, token by token: the yardstick, and the path without a TPU."""
+"""The same operator in plain JAX, token by token: the yardstick, and what None selects where there is no TPU."""
 
 import functools
 
