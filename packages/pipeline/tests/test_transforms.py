@@ -259,3 +259,14 @@ def test_none_takes_the_stages_where_fused_kernels_do_not_fit(monkeypatch, name,
     text = text_for_tpu(lambda x: getattr(pipeline, f"chunk_{name}")(**x)[0], inputs)
     assert "chunk_fwd_o" in text
     assert "fused" not in text
+
+
+@pytest.mark.parametrize("name", ["kda", "gated_delta_rule"])
+def test_none_decodes_many_tokens_without_the_kernel(monkeypatch, name):
+    """The kernel keeps all tokens in fast memory; asked for by name, it says that they are too many."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    inputs = jax.eval_shape(lambda: make_inputs(1, 2048, 16, 16, 128, 128, per_channel=name == "kda"))
+    run = functools.partial(getattr(pipeline, f"recurrent_{name}"), output_final_state=True)
+    assert "tpu_custom_call" not in text_for_tpu(lambda x: run(**x), inputs)
+    with pytest.raises(NotImplementedError, match="takes a few tokens per sequence"):
+        text_for_tpu(lambda x: run(**x, implementation="fused"), inputs)

@@ -20,6 +20,7 @@ from chunkwise.shared import (
     check_slots,
     choose_implementation,
     decode,
+    decode_fits,
     operand_dtype,
     pad_tokens,
     pieces,
@@ -329,9 +330,10 @@ def recurrent_gated_delta_rule(
     check_scale(scale)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     check_slots(initial_state, state_indices, has_initial_state, N, HV, K, V)
+    on_tpu = "pallas" if decode_fits(q, k, v, g, beta) else "xla"
     o, states = decode(
         q, k, v, g, beta, K**-0.5 if scale is None else scale, initial_state, cu_seqlens, state_indices,
         has_initial_state, normalise=use_qk_l2norm_in_kernel, name="recurrent_gated_delta_rule_fwd",
-        implementation=choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas"),
+        implementation=choose_implementation(implementation, ("pallas", "xla"), on_tpu),
     )  # fmt: skip
     return o, states if output_final_state else None
