@@ -130,7 +130,7 @@ def fused_chunk_kda(
     check_initial_state(initial_state, (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, HV, K, V))
     check_chunk_size(chunk_size)
     implementation = choose_implementation(implementation, _IMPLEMENTATIONS, on_tpu="pallas")
-    scale = K**-0.5 if scale is None else scale
+    scale = K**-0.5 if scale is None else float(scale) if isinstance(scale, numbers.Real) else scale
     dtype = operand_dtype(jnp.result_type(q.dtype, k.dtype, v.dtype) if implementation == "pallas" else jnp.float32)
     base, exact = (tile.base_block(gate_lower_bound, x) for x in (dtype, jnp.float32))
     tensors = *(x.astype(dtype) for x in (q, k, v)), *(x.astype(jnp.float32) for x in (g, beta))
@@ -146,9 +146,9 @@ def fused_chunk_kda(
         )
     config = config or tiles.default_for(H, HV, chunk_size, pad_lanes(K), pad_lanes(V), dtype.itemsize)
     _check_config(config, H, HV)
-    number = isinstance(scale, numbers.Real)  # a kernel takes a number; a traced scale multiplies the output
+    number = isinstance(scale, float)  # a kernel takes a number; a scalar array multiplies the output
     o, final_state = _pallas(
-        *tensors, state, cu_seqlens, float(scale) if number else 1.0, output_final_state, use_qk_l2norm_in_kernel,
+        *tensors, state, cu_seqlens, scale if number else 1.0, output_final_state, use_qk_l2norm_in_kernel,
         chunk_size, base, exact, config,
     )  # fmt: skip
     o = o if number else o.astype(jnp.float32) * scale
@@ -297,7 +297,7 @@ def recurrent_kda(
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
-      NotImplementedError: "pallas" with more tokens than fit into VMEM.
+      NotImplementedError: "pallas" with more tokens or larger states than fit into VMEM.
 
     Accuracy: 5e-7 relative to the recurrence in float64; everything is computed in float32, as sums.
     Cost: 7 B T HV K V flops; every state is read and written once.

@@ -124,8 +124,9 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
         M, jnp.broadcast_to(jnp.eye(C), M.shape), left_side=True, lower=True, unit_diagonal=True
     )
     zero = varying_zeros((n, v.shape[-1], K), q, k, v, g, beta, initial_state)
-    packed_states = tables.first is not None and initial_state is not None
-    start = zero if initial_state is None or packed_states else zero + initial_state
+    start = zero
+    if initial_state is not None and tables.first is None:
+        start += initial_state
 
     def step(S, x):
         v, beta, scores, X, decayed, t = x
