@@ -10,10 +10,12 @@ from chunkwise.shared.tpu import CHIPS, compile_for, has_libtpu
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 
 
+# A packed batch has more chunks for the same kernel: only its tables are new, and they compile longer than the kernel.
+SIZES = [(64, 128, False), (64, 256, False), (128, 128, False), (128, 256, False), (128, 256, True)]
+
+
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
-@pytest.mark.parametrize("K", [128, 256])
-@pytest.mark.parametrize("C", [64, 128])
+@pytest.mark.parametrize(("C", "K", "packed"), SIZES)
 def test_compiles(C, K, packed, chip):
     k, beta, g_cum = spec(1, 300, 2, K, dtype=jnp.bfloat16), spec(1, 300, 4, dtype=jnp.bfloat16), spec(1, 300, 4)
     cu_seqlens = spec(4, dtype=jnp.int32) if packed else None
