@@ -36,7 +36,9 @@ def chunk_local_cumsum(
     Dims: B batch, T tokens, H heads, K channels, C chunk size, N packed sequences.
 
     Args:
-      g: log decays [B, T, H] or [B, T, H, K] in nats, float32, bfloat16 or float16.
+      g: log decays [B, T, H] or [B, T, H, K] in nats, finite, float32, bfloat16 or float16. Gates that only say "forget
+        everything", -1e9 or -inf, should pass `chunkwise.shared.clip_gate` before: a sum with them in it has no digits
+        left for the others.
       chunk_size: C, one of 16, 32, 64, 128; static.
       reverse: sum from the end of the chunk; static.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
