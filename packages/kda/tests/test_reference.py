@@ -27,7 +27,10 @@ KEPT = ("cu_seqlens", "scale", "use_qk_l2norm_in_kernel")
 # To compile a program takes seconds, so that tests share theirs: B, T, H, HV, K, V.
 CHUNKS_OF_64 = (2, 130, 1, 2, 32, 48)
 CHUNKS_OF_16 = (2, 41, 1, 2, 16, 24)
-PACKED_SIZES = (1, T_PACKED, 1, 2, 16, 24)
+PACKED_SIZES = (1, T_PACKED, 2, 2, 16, 24)
+# Gradients at chunk 64, with two heads side by side in the lanes.
+SIZES_64 = (1, 70, 1, 2, 32, 48)
+OPTIONS_64 = dict(use_qk_l2norm_in_kernel=True, scale=0.3)
 
 
 def inputs_of(*sizes, **options):
@@ -116,8 +119,8 @@ def gates_no_product_could_hold(inputs, *more):
 def test_gates_no_product_could_hold(implementation, more, dtype):
     inputs = inputs_of(*CHUNKS_OF_64, dtype=dtype, num_states=2)
     compare(gates_no_product_could_hold(inputs, *more), implementation=implementation)
-    inputs = inputs_of(1, 64, 1, 1, 32, 32, dtype=dtype)
-    compare_gradients(gates_no_product_could_hold(inputs, *more), implementation=implementation)
+    inputs = inputs_of(*SIZES_64, dtype=dtype, num_states=1, normalise=False)
+    compare_gradients(gates_no_product_could_hold(inputs, *more), implementation=implementation, **OPTIONS_64)
 
 
 @types
@@ -145,15 +148,11 @@ def test_chunk_sizes_agree(implementation):
         assert_close("final_state", state, results[0][1], 2e-6)
 
 
+# The first: one token, and two groups of heads a step.
+@pytest.mark.parametrize("sizes", [(1, 1, 2, 4, 1, 1), (1, 20, 1, 1, 256, 200)])
 @both
-def test_one_token(implementation):
-    compare(inputs_of(1, 1, 1, 1, 16, 16, num_states=1), implementation=implementation, chunk_size=16)
-
-
-@pytest.mark.parametrize(("H", "HV", "K", "V"), [(2, 4, 1, 1), (1, 1, 256, 200)])
-@both
-def test_head_dimensions(implementation, H, HV, K, V):
-    compare(inputs_of(1, 20, H, HV, K, V, num_states=1), implementation=implementation, chunk_size=16)
+def test_head_dimensions(implementation, sizes):
+    compare(inputs_of(*sizes, num_states=1), implementation=implementation, chunk_size=16)
 
 
 @pytest.mark.interpreted
@@ -167,20 +166,19 @@ def test_the_step_that_is_measured():
 
 @pytest.mark.interpreted
 def test_any_number_of_heads_a_step_gives_the_same():
-    """Blocks of half a group of value heads, of one whole group and of two."""
-    inputs = inputs_of(1, 20, 2, 4, 16, 16)
-    options = dict(final_state=False, chunk_size=16, implementation="pallas")
-    first, second = (compare_gradients(inputs, config=config, **options) for config in (Config(2, 1), Config(1, 4)))
-    for name, x in first.items():
-        assert_close(name, x, second[name], 1e-5)
+    """Half a group of value heads, against a whole one, which is the default."""
+    inputs = inputs_of(*CHUNKS_OF_16, num_states=2)
+    options = dict(chunk_size=16, implementation="pallas")
+    half, whole = (compare_gradients(inputs, config=config, **options) for config in (Config(1, 1), None))
+    for name, x in half.items():
+        assert_close(name, x, whole[name], 1e-5)
 
 
 @both
-def test_unnormalised_keys_with_l2norm_and_traced_scale(implementation):
-    compare(
-        inputs_of(1, 40, 1, 2, 24, 24, normalise=False), final_state=False, implementation=implementation,
-        chunk_size=16, use_qk_l2norm_in_kernel=True, scale=jnp.float32(0.37),
-    )  # fmt: skip
+def test_traced_scale(implementation):
+    inputs = inputs_of(1, 20, 1, 1, 16, 16)
+    scale = jnp.float32(0.37)
+    compare(inputs, final_state=False, implementation=implementation, chunk_size=16, scale=scale)
 
 
 @types
@@ -221,21 +219,20 @@ def test_gradients_of_strong_constant_gates(implementation, g):
 @pytest.mark.parametrize(("bound", "g"), [(-16.0, -16.0), (-16.0, -8.0), (-5.0, None)])
 @both
 def test_gate_lower_bound_changes_nothing(implementation, bound, g, dtype):
-    inputs = inputs_of(*CHUNKS_OF_16, dtype=dtype, num_states=2)
+    inputs = inputs_of(*SIZES_64, dtype=dtype, num_states=1, normalise=False)
     bounded = bound * jax.nn.sigmoid(5.0 * inputs["g"] + 5.0)
     inputs["g"] = bounded if g is None else jnp.full_like(bounded, g)
-    options = dict(implementation=implementation, chunk_size=16)
-    promised = compare_gradients(inputs, gate_lower_bound=bound, **options)
-    for name, x in compare_gradients(inputs, **options).items():
+    free = compare_gradients(inputs, implementation=implementation, **OPTIONS_64)
+    promised = compare_gradients(inputs, gate_lower_bound=bound, implementation=implementation, **OPTIONS_64)
+    for name, x in free.items():
         table = GATE_GRADIENT_TOLERANCE if name in ("dg", "dbeta") else GRADIENT_TOLERANCE
         assert_close(name, promised[name], x, tolerance_of(table, inputs, x.dtype))
 
 
 @both
-def test_gradients_at_chunk_64_with_norm_bound_and_repeated_keys(implementation):
-    inputs = inputs_of(1, 70, 1, 1, 16, 16, repeat_key=True, normalise=False)
-    options = dict(use_qk_l2norm_in_kernel=True, scale=0.3, gate_lower_bound=-5.0)
-    compare_gradients(inputs, final_state=False, implementation=implementation, **options)
+def test_gradients_of_repeated_keys_with_a_bound(implementation):
+    inputs = inputs_of(*SIZES_64, repeat_key=True, num_states=1, normalise=False)
+    compare_gradients(inputs, implementation=implementation, gate_lower_bound=-5.0, **OPTIONS_64)
 
 
 def packed_inputs(states, **options):
