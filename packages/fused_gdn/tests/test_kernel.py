@@ -106,6 +106,7 @@ def test_heads_of_a_step_fit_into_vmem(H, HV, C, K, heads, repeats):
 def test_decode_from_a_pool():
     """Three sequences of a pack, the second of them in a freed slot; shared has the tests of the kernel."""
     x = make_inputs(1, 5, 2, 4, 60, 128, num_states=7, normalise=False)
+    x["g"] = x["g"].at[:, 4].set(-jnp.inf)
     cu_seqlens, slots = jnp.array([0, 1, 3, 5], jnp.int32), jnp.array([6, 2, 5], jnp.int32)
     pool, kept = x.pop("initial_state"), jnp.array([True, False, True])
     options = dict(cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True)
