@@ -57,6 +57,17 @@ def test_gates_per_channel_compile(chip, name):
     assert "chunk_fwd_o_bwd_c64_gk" in text
 
 
+@pytest.mark.parametrize("name", ["chunk_kda", "recurrent_kda"])
+def test_float16_compiles(name):
+    """TPU kernels cannot read it: they get float32."""
+    q, k, v, _, beta, _ = specs(1, 2)
+    x = [jax.ShapeDtypeStruct(y.shape, jnp.float16) for y in (q, k, v, v, beta)]
+    options = {"implementation": "staged" if name == "chunk_kda" else "fused"}
+    compiled = tpu.compile_for(lambda *x: getattr(pipeline, name)(*x, **options)[0], *x)
+    assert "tpu_custom_call" in compiled.as_text()
+    assert compiled.out_info.dtype == jnp.float16
+
+
 def test_chain_compiles_under_shard_map():
     """Batch rows over the chips of a topology, with the default check of varying axes."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name=tpu.CHIPS["v6e"])

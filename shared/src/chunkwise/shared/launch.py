@@ -15,6 +15,13 @@ from chunkwise.shared.compat import CompilerParams, PrefetchScalarGridSpec
 VMEM_LIMIT_BYTES = 48 * 2**20
 
 
+def _without_float16(x):
+    """Return an array, or its type, in float32 if it is in float16, which TPU kernels can neither read nor write."""
+    if x is None or x.dtype != jnp.float16:
+        return x
+    return x.update(dtype=jnp.float32) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(jnp.float32)
+
+
 def pallas_call(
     kernel: Callable,
     *operands: jax.Array | None,
@@ -34,7 +41,7 @@ def pallas_call(
 
     The choice is made when the program is lowered, not when it is traced, so ahead-of-time compilation and
     `jax.export` for a TPU from another host get the real kernel. An operand may be None: its spec is None too and the
-    kernel receives None in the place of a Ref.
+    kernel receives None in the place of a Ref. The kernel sees float16 as float32.
 
     Args:
       kernel: the body, called with scalar-prefetch Refs, input Refs, output Refs and scratch Refs in this order.
@@ -62,18 +69,20 @@ def pallas_call(
                 out_specs=out_specs,
                 scratch_shapes=list(scratch_shapes),
             ),
-            out_shape=out_shape,
+            out_shape=jax.tree.map(_without_float16, out_shape),
             compiler_params=CompilerParams(dimension_semantics=dimension_semantics, vmem_limit_bytes=vmem_limit_bytes),
             cost_estimate=cost_estimate,
             input_output_aliases=input_output_aliases or {},
             interpret=interpret,
         )(*args)
 
-    return lax.platform_dependent(
-        *operands,
+    results = lax.platform_dependent(
+        *map(_without_float16, operands),
         tpu=functools.partial(call, interpret=False),
         default=functools.partial(call, interpret=True),
     )
+    flat, structure = jax.tree.flatten(results)
+    return structure.unflatten(x.astype(want.dtype) for x, want in zip(flat, jax.tree.leaves(out_shape), strict=True))
 
 
 class Refs:
