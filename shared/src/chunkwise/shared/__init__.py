@@ -1,5 +1,6 @@
 """What the chunkwise packages share: chunk tables, launch helpers, products, checks, the oracle and test inputs."""
 
+from chunkwise.shared.block_inverse import block_inverse
 from chunkwise.shared.checks import (
     CHUNK_SIZES,
     check,
@@ -36,7 +37,7 @@ from chunkwise.shared.decayed import (
 from chunkwise.shared.decode import check_slots, decode, decode_fits, token_by_token
 from chunkwise.shared.dot import bf16_parts, dot, dot_nt, dot_parts, dot_tn, emulate_mxu, operand_dtype
 from chunkwise.shared.launch import head_block, largest_divisor, named, pallas_call, pick_heads
-from chunkwise.shared.recurrence import l2norm, l2norm_gradient, packed_recurrence, recurrence, update
+from chunkwise.shared.recurrence import l2norm, l2norm_gradient, packed_recurrence, recurrence, unit_rows, update
 from chunkwise.shared.tiles import (
     LOG2_E,
     clip_gate,
@@ -62,6 +63,7 @@ __all__ = [
     "Pieces",
     "StreamMasks",
     "bf16_parts",
+    "block_inverse",
     "check",
     "check_array",
     "check_chunk_size",
@@ -116,6 +118,7 @@ __all__ = [
     "to_column",
     "to_row",
     "token_by_token",
+    "unit_rows",
     "unless_unread",
     "update",
     "vary_alike",

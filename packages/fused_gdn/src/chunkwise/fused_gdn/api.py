@@ -72,8 +72,8 @@ def fused_chunk_gated_delta_rule(
         stay aligned to the stream and the cost follows the tokens; with states, a chunk takes as many steps as it
         holds sequences.
       chunk_size: C, one of 16, 32, 64, 128; static. All agree up to rounding.
-      implementation: "pallas" (TPU kernels, interpreted elsewhere), "xla" (plain JAX, token by token), None ("pallas"
-        on a TPU, "xla" elsewhere).
+      implementation: "pallas" (TPU kernels, interpreted elsewhere), "xla" (plain JAX, in chunks of at most 32), None
+        ("pallas" on a TPU, "xla" elsewhere).
       config: tile sizes of the kernels. A group of value heads too large for a step is cut, and q and k are repeated.
 
     Returns:
@@ -100,8 +100,8 @@ def fused_chunk_gated_delta_rule(
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     scale = K**-0.5 if scale is None else scale
     if implementation == "xla":
-        return xla.gated_delta_rule(
-            q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, use_qk_l2norm_in_kernel
+        return _xla(
+            q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, chunk_size
         )
     if max(K, V) > 256:
         raise NotImplementedError(f'"pallas" takes K and V up to 256; got {K} and {V}; use implementation="xla".')
@@ -119,6 +119,9 @@ def fused_chunk_gated_delta_rule(
     if outside is not None:
         o = (o.astype(jnp.float32) * outside).astype(o.dtype)
     return o, final_state
+
+
+_xla = jax.jit(xla.gated_delta_rule, static_argnums=(7, 9, 10))
 
 
 class Static(NamedTuple):

@@ -1,14 +1,192 @@
-"""The same operator in plain JAX, token by token: the yardstick, and what None selects where there is no TPU."""
+"""The same operator in plain JAX, chunk by chunk.
+
+One scan over chunks does everything of a chunk while it is in cache: its time is that of the products. The backward
+reads the states before the chunks, the inverses and the new values, which the forward keeps, and computes the rest of
+a chunk again: two products for each of the forward, none for the inverse.
+
+A packed batch without states keeps its chunks aligned to the token stream and masks the pairs of different
+sequences: its cost follows tokens, not sequences. With states, chunks restart at every sequence, so that every
+sequence has a chunk boundary where its state can be handed in and out.
+"""
 
 import functools
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from chunkwise.shared import token_by_token
+from chunkwise.shared import (
+    Chunking,
+    block_inverse,
+    clip_gate,
+    column_index,
+    dot,
+    dot_nt,
+    dot_tn,
+    masked_exp,
+    repeat_heads,
+    row_index,
+    split_gate,
+    stream_masks,
+    strictly_lower,
+    unit_rows,
+    varying_zeros,
+    zero_padding,
+)
+
+# Products inside a chunk cost C per token, steps of the scan and states that the backward keeps 1 / C: see
+# docs/performance.md.
+_MOST_ROWS = 32
+
+# What the backward reads instead of computing it again.
+_KEPT = "kept"
+_checkpoint = functools.partial(
+    jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(_KEPT)
+)
 
 
-@functools.partial(jax.jit, static_argnums=(8, 9))
-def gated_delta_rule(q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, normalise):
-    """Run the recurrence in float32; the arguments of the operators, q and k [B, T, H, K]."""
-    o, state = token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise)
-    return o, state if output_final_state else None
+class Decays(NamedTuple):
+    """The decays of chunks, rows [NT, HV, 1, C].
+
+    Attributes:
+      coarse, fine: parts of the cumulative gates, in nats; see `split_gate`.
+      from_start: from the start of the chunk to each token, 0 for tokens of later sequences.
+      to_end: from each token to the end of the chunk, 0 for tokens of sequences that ended.
+      through: [NT, HV, 1, 1], over the whole chunk, 0 if another sequence begins in it.
+    """
+
+    coarse: jax.Array
+    fine: jax.Array
+    from_start: jax.Array
+    to_end: jax.Array
+    through: jax.Array
+
+
+def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, normalise, C):
+    """Return (o, final_state) for checked arguments; final_state is None unless asked for."""
+    q, k = (unit_rows(x, normalise, cu_seqlens) for x in (q, k))
+    (B, T, HV, V), K, C = v.shape, k.shape[-1], min(C, _MOST_ROWS)
+    stream = cu_seqlens is not None and initial_state is None and not output_final_state
+    chunks = Chunking(B, T, C, None if stream else cu_seqlens)
+    masks = stream_masks(T, C, cu_seqlens) if stream else None
+    h0 = None if initial_state is None else initial_state.astype(jnp.float32)
+
+    # One axis for batch and tokens: an axis of size 1 between others makes XLA copy what a loop reads.
+    def by_time(x):
+        return jnp.moveaxis(chunks.spread(x).reshape(B, -1, C, *x.shape[2:]), 1, 0).reshape(-1, B * C, *x.shape[2:])
+
+    # Heads come first inside the scan only, where a chunk is in cache.
+    def heads(x):
+        return jnp.moveaxis(x.reshape(B, C, *x.shape[1:]), 2, 1).reshape(-1, C, *x.shape[2:])
+
+    # Values per token are so few that they are put in order, heads first, for all chunks at once.
+    def rows(x):
+        x = jnp.moveaxis(chunks.per_batch(chunks.split_rows(x)), 1, 0).reshape(-1, B * HV, 1, C)
+        return x if masks is None else jnp.where(masks.valid[:, None, None], x, 0.0)
+
+    @_checkpoint
+    def step(S, x):
+        tokens, decays, beta, masks, first, sequence = x
+        if chunks.packed:
+            S = jnp.where(first, 0.0 if h0 is None else h0[sequence], S)
+        if stream:
+            # Padding may hold anything, and products read every row of a chunk.
+            tokens = [jnp.where(masks.valid[:, None, None], x, 0) for x in tokens]
+        S, o = _chunk(S, *map(heads, tokens), decays, beta, scale, None if masks is None else masks.same)
+        o = jnp.moveaxis(o.reshape(B, HV, C, V), 1, 2).reshape(B * C, HV, V).astype(v.dtype)
+        return S, (o, S if chunks.packed and output_final_state else None)
+
+    start = varying_zeros((B * HV, K, V), q, k, v, g, beta, initial_state)
+    if h0 is not None and not chunks.packed:
+        start += h0.reshape(start.shape)
+    first, sequence = (chunks.per_batch(x)[0] for x in (chunks.first, chunks.sequence))
+    tokens = [by_time(x) for x in (q, k, v)]
+    tokens, g, beta, masks, first, sequence = jax.tree.map(
+        _keep_loop, (tokens, rows(clip_gate(g)), rows(beta), masks, first, sequence)
+    )
+    S, (o, after) = lax.scan(step, start, (tokens, _decays(g, masks), beta, masks, first, sequence))
+    o = o[: chunks.NC // B].reshape(-1, B, C, HV, V)
+    o = chunks.gather(jnp.moveaxis(o, 1, 0).reshape(B, -1, HV, V))
+    if stream:
+        return zero_padding(o, cu_seqlens), None
+    if not output_final_state:
+        return o, None
+    if not chunks.packed:
+        return o, S.reshape(B, HV, K, V)
+    return o, jnp.where(chunks.empty[:, None, None, None], 0.0 if h0 is None else h0, after[chunks.final_chunk])
+
+
+def _keep_loop(x):
+    """Return operands of a scan, of two steps at least.
+
+    A loop of one step is unrolled, and the CPU backend of XLA (jax 0.10 to 0.12) then fuses the products of all stages
+    into one operation that computes garbage. A second chunk, of zeros, keeps the loop.
+    """
+    return x if x.shape[0] > 1 else jnp.concatenate([x, jnp.zeros_like(x)])
+
+
+def _chunk(S, q, k, v, decays, beta, scale, same):
+    """Return the state after a chunk and its output, from the state S [HV, K, V] before it.
+
+    The new values are beta (I + A)^-1 (v - e^G k S), which is u - w S with one product less: here beta multiplies the
+    columns of A, so that its own gradient needs no division by it.
+
+    Args:
+      q, k, v: [h, C, K], [h, C, K], [HV, C, V].
+      decays: `Decays` of the chunk.
+      beta: rows [HV, 1, C].
+      scale: multiplies the output.
+      same: bool [C, C], rows of one sequence, where the chunk may hold several; else None.
+    """
+    HV, C, _ = v.shape
+    coarse, fine, from_start, to_end, through = decays
+    below = strictly_lower(C) if same is None else strictly_lower(C) & same
+    # The diagonal is left out: its 1 does not depend on gates, and in their gradient it would swamp decays of 1e-13.
+    decay = masked_exp((_column(coarse) - coarse) + (_column(fine) - fine), below)
+    both = jnp.concatenate([k, q], axis=1)
+    kk, qk = jnp.split(repeat_heads(dot_nt(both, k), HV), 2, axis=1)
+    both = repeat_heads(both, HV) * _column(jnp.concatenate([from_start, from_start], axis=2))
+    seen_k, seen_q = jnp.split(dot(both, S), 2, axis=1)
+    v_new = _column(beta) * _solve(decay * kk * beta, v - seen_k)
+    # A token reads its own value undecayed.
+    scores = jnp.where(row_index(C) == column_index(C), qk, decay * qk)
+    after = through * S + dot_tn(repeat_heads(k, HV) * _column(to_end), v_new)
+    return after, scale * (seen_q + dot(scores, v_new))
+
+
+def _column(row):
+    return jnp.swapaxes(row, 1, 2)
+
+
+@jax.custom_jvp
+def _solve(A, R):
+    """Return X = (I + A)^-1 R for strictly lower A [HV, C, C] and R [HV, C, V].
+
+    dX = (I + A)^-1 (dR - dA X): nothing is differentiated through the steps of the inverse.
+    """
+    return dot(block_inverse(A), R)
+
+
+@_solve.defjvp
+def _solve_jvp(primals, tangents):
+    (A, R), (dA, dR) = primals, tangents
+    A_inv = checkpoint_name(block_inverse(A), _KEPT)
+    X = checkpoint_name(dot(A_inv, R), _KEPT)
+    return X, dot(A_inv, dR - dot(dA, X))
+
+
+def _decays(g, masks):
+    """Return the decays of chunks from their gates g, rows [NT, HV, 1, C], within the sequences of `masks`."""
+    coarse, fine = (lax.cumsum(part, axis=3) for part in split_gate(g))
+    from_start = jnp.exp(coarse + fine)
+    # Summed from the end, not as a difference to the last row, where a decay of 1 would depend on gates that cancel.
+    after = lax.cumsum(g, axis=3, reverse=True)[..., 1:]
+    to_end = jnp.exp(jnp.pad(after, [(0, 0), (0, 0), (0, 0), (0, 1)]))
+    through = from_start[..., -1:]
+    if masks is not None:
+        from_start = jnp.where(masks.carried[:, None, None], from_start, 0.0)
+        to_end = jnp.where(masks.ending[:, None, None], to_end, 0.0)
+        through = jnp.where(masks.through[:, None, None, None], through, 0.0)
+    return Decays(coarse, fine, from_start, to_end, through)

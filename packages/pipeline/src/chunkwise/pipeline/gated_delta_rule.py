@@ -1,11 +1,9 @@
 """The gated delta rule: documentation, argument checks, and the choice of implementation."""
 
-import functools
-
 import jax
 
 from chunkwise import fused_gdn
-from chunkwise.pipeline import staged, xla
+from chunkwise.pipeline import staged
 from chunkwise.pipeline.choice import MOST_CHANNELS, choose, choose_recurrent
 from chunkwise.shared import (
     check_chunk_size,
@@ -71,32 +69,21 @@ def chunk_gated_delta_rule(
     Cost: about 2 B T HV (4 C K + 3 K V + 2 C V) flops and 1.3 C^2 per token for the inverse.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024).
     """
-    _check(q, k, v, g, beta, scale, initial_state, cu_seqlens)
+    B, _, _, HV, K, V = check_delta_rule(q, k, v, g, beta, cu_seqlens)
+    check_initial_state(initial_state, (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, HV, K, V))
     check_chunk_size(chunk_size)
-    implementation = choose(implementation, max(k.shape[-1], v.shape[-1]) <= MOST_CHANNELS)
-    scale = k.shape[-1] ** -0.5 if scale is None else scale
-    if implementation == "fused":
-        return fused_gdn.fused_chunk_gated_delta_rule(
-            q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens, chunk_size=chunk_size,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, implementation="pallas",
-        )  # fmt: skip
-    run = staged.delta_rule if implementation == "staged" else _xla
-    return run(
-        q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, use_qk_l2norm_in_kernel, chunk_size
-    )
-
-
-def _check(q, k, v, g, beta, scale, initial_state, cu_seqlens):
-    B, T, H, HV, K, V = check_delta_rule(q, k, v, g, beta, cu_seqlens)
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    check_initial_state(initial_state, (N, HV, K, V))
     check_scale(scale)
-
-
-@functools.partial(jax.jit, static_argnums=(8, 9, 10))
-def _xla(q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, normalise, chunk_size):
-    q, k = (staged.normalised(x, normalise, cu_seqlens) for x in (q, k))
-    return xla.gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, chunk_size)
+    implementation = choose(implementation, max(K, V) <= MOST_CHANNELS)
+    scale = K**-0.5 if scale is None else scale
+    if implementation == "staged":
+        return staged.delta_rule(
+            q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, use_qk_l2norm_in_kernel, chunk_size
+        )
+    return fused_gdn.fused_chunk_gated_delta_rule(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens, chunk_size=chunk_size,
+        implementation="pallas" if implementation == "fused" else "xla",
+    )  # fmt: skip
 
 
 def recurrent_gated_delta_rule(

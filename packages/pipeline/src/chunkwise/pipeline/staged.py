@@ -4,29 +4,22 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
 from chunkwise.chunk_o import chunk_fwd_o
 from chunkwise.cumsum import chunk_local_cumsum
 from chunkwise.kkt import chunk_scaled_dot_kkt
-from chunkwise.shared import clip_gate, l2norm, zero_padding
+from chunkwise.shared import clip_gate, unit_rows
 from chunkwise.solve_tril import solve_tril
 from chunkwise.wy_fast import recompute_w_u
 
 _PALLAS: dict[str, Any] = {"implementation": "pallas"}
 
 
-def normalised(x: jax.Array, wanted: bool, cu_seqlens: jax.Array | None) -> jax.Array:
-    """Return x with unit rows, computed in float32, in the type of x; x itself if not wanted."""
-    # Padding may hold anything: the gradient of its norm must not be 0 times NaN.
-    return l2norm(zero_padding(x, cu_seqlens).astype(jnp.float32)).astype(x.dtype) if wanted else x
-
-
 @functools.partial(jax.jit, static_argnums=(8, 9, 10))
 def delta_rule(q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, normalise, C):
     """Gated delta rule for gates per head g [B, T, HV], Kimi delta attention for gates per channel [B, T, HV, K]."""
-    q, k = (normalised(x, normalise, cu_seqlens) for x in (q, k))
+    q, k = (unit_rows(x, normalise, cu_seqlens) for x in (q, k))
     g_cum = chunk_local_cumsum(clip_gate(g), C, cu_seqlens=cu_seqlens, **_PALLAS)
     A = chunk_scaled_dot_kkt(k, beta, g_cum, cu_seqlens, C, **_PALLAS)
     A_inv = solve_tril(A, cu_seqlens, **_PALLAS)

@@ -1,0 +1,46 @@
+"""The exact inverse of unit lower triangular matrices in plain JAX: substitution by blocks."""
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.shared.dot import dot
+
+# Below this size a product is so small that substitution row by row, over all matrices at once, is faster.
+_BASE = 16
+
+
+def _substitute(A):
+    """Return (I + A)^-1 for small matrices [M, b, b], row by row: X_r = e_r - sum over j < r of A_rj X_j."""
+    size = A.shape[-1]
+    identity = jnp.eye(size, dtype=A.dtype)
+    rows = [jnp.broadcast_to(identity[0], A[:, 0].shape)]
+    for r in range(1, size):
+        known = jnp.stack(rows, axis=1)
+        rows.append(identity[r] - jnp.sum(A[:, r, :r, None] * known, axis=1))
+    return jnp.stack(rows, axis=1)
+
+
+def _invert(A):
+    size = A.shape[-1]
+    if size <= _BASE:
+        return _substitute(A)
+    half = size // 2
+    # Both diagonal blocks at once: the upper left ones first, then the lower right ones.
+    X = _invert(jnp.concatenate([A[:, :half, :half], A[:, half:, half:]]))
+    upper, lower = jnp.split(X, 2)
+    corner = -dot(lower, dot(A[:, half:, :half], upper), jnp.float32)
+    top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=2)
+    return jnp.concatenate([top, jnp.concatenate([corner, lower], axis=2)], axis=1)
+
+
+@jax.custom_jvp
+def block_inverse(A: jax.Array) -> jax.Array:
+    """Return (I + A)^-1 for A [M, C, C], strictly lower; entries on and above the diagonal are not read."""
+    return _invert(A)
+
+
+@block_inverse.defjvp
+def _inverse_jvp(primals, tangents):
+    (A,), (dA,) = primals, tangents
+    X = block_inverse(A)
+    return X, -dot(X, dot(jnp.tril(dA, -1), X))
