@@ -65,7 +65,7 @@ def check(x, N=0, cu_seqlens=None, exact=None, ignore=(), use_qk_l2norm_in_kerne
 @pytest.mark.parametrize(
     ("dtype", "gate", "T", "H", "HV", "K", "V", "C", "states", "packed"),
     [
-        (jnp.float32, "logsigmoid", 50, 1, 2, 60, 100, 32, True, False),
+        (jnp.float32, "logsigmoid", 50, 2, 6, 60, 100, 32, True, False),
         (jnp.float32, "spikes", 256, 2, 2, 64, 64, 64, False, True),
         (jnp.bfloat16, "zero", 150, 1, 2, 128, 128, 64, False, False),
         (jnp.bfloat16, "logsigmoid/10", 210, 1, 2, 64, 128, 64, True, True),

@@ -45,7 +45,8 @@ class Shape(NamedTuple):
         """Return the shape with two packs side by side where their keys fill the 256 rows of a matrix unit."""
         both = self._replace(p=2 * self.p)
         fits = self.heads % both.p == 0 and both.keys * max(self.K, self.p * self.C) <= 256
-        return both if fits and both.p % min(both.p, self.group) == 0 else self
+        # A pack holds whole groups, or a part of one.
+        return both if fits and (both.p % self.group == 0 or self.group % both.p == 0) else self
 
 
 class Part(NamedTuple):
