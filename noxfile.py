@@ -87,6 +87,13 @@ def e2e(session):
 
 
 @nox.session(default=False)
+def random(session):
+    """A search for mistakes: operators on random batches against the float64 recurrence, others every time."""
+    prepare(session, "test")
+    session.run("pytest", *WORKERS[:4], "tests_random", *session.posargs)
+
+
+@nox.session(default=False)
 def tpu(session):
     """Only the compilations for real TPUs."""
     prepare(session, "test")

@@ -1,0 +1,88 @@
+"""Any operator, under any implementation, on any batch: outputs, states and gradients against the float64 recurrence.
+
+Every batch is another program to compile, 120 of them: this is a search for mistakes, by `python -m nox -s random`, and
+not for CI. What it finds becomes a test of its own.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkwise import pipeline
+from chunkwise.pipeline.check import tolerance
+from chunkwise.shared.reference import reference
+from chunkwise.shared.testing import GATES, assert_close, boundaries, make_inputs
+
+OPERATORS = ("gated_delta_rule", "kda", "gla", "simple_gla")
+
+
+@st.composite
+def batches(draw, delta: bool, gates: tuple[str, ...]):
+    """Draw the sizes, types and gates of a batch; packs may end before their last token."""
+    H, T = draw(st.integers(1, 3)), draw(st.integers(1, 140))
+    lengths = draw(st.none() | st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(lambda x: sum(x) <= T))
+    return dict(
+        B=draw(st.integers(1, 3)) if lengths is None else 1,
+        T=T,
+        lengths=lengths,
+        H=H,
+        HV=H * draw(st.integers(1, 3)) if delta else H,
+        # Of one channel the norm leaves nothing but a sign, and its gradient is rounding.
+        K=draw(st.sampled_from((2, 8, 33, 64))),
+        V=draw(st.sampled_from((1, 8, 40, 64))),
+        chunk_size=draw(st.sampled_from((16, 32, 64, 128))),
+        dtype=draw(st.sampled_from(("float32", "bfloat16"))),
+        gate=draw(st.sampled_from(gates)),
+        start=draw(st.booleans()),
+        end=draw(st.booleans()),
+        normalise=delta and draw(st.booleans()),
+    )
+
+
+def run(operator: str, implementation: str, b: dict) -> None:
+    """Compare one batch with the oracle, NaN in its padding."""
+    N = b["B"] if b["lengths"] is None else len(b["lengths"])
+    x = make_inputs(
+        b["B"], b["T"], b["H"], b["HV"], b["K"], b["V"], dtype=jnp.dtype(b["dtype"]), gate=b["gate"],
+        per_channel=operator in ("kda", "gla"), num_states=N * b["start"], normalise=not b["normalise"],
+    )  # fmt: skip
+    if operator.endswith("gla"):
+        del x["beta"]
+    options = {} if b["lengths"] is None else {"cu_seqlens": boundaries(*b["lengths"])}
+    if b["normalise"]:
+        options["use_qk_l2norm_in_kernel"] = True
+    rng = np.random.default_rng(1)
+    do = jnp.asarray(rng.standard_normal(x["v"].shape), b["dtype"])
+    dht = jnp.asarray(rng.standard_normal((N, b["HV"], b["K"], b["V"])), jnp.float32) if b["end"] else None
+    used = b["T"] if b["lengths"] is None else sum(b["lengths"])
+    poisoned = {name: y if name == "initial_state" else y.at[:, used:].set(jnp.nan) for name, y in x.items()}
+
+    @jax.jit
+    def outputs_and_gradients(x):
+        function = lambda x: getattr(pipeline, f"chunk_{operator}")(
+            **x, **options, output_final_state=b["end"], chunk_size=b["chunk_size"], implementation=implementation
+        )
+        outputs, pullback = jax.vjp(function, x)
+        return outputs, pullback((do, dht))[0]
+
+    (o, state), gradients = outputs_and_gradients(poisoned)
+    want_o, want_state, want = reference(**x, **options, do=do, dht=dht)
+    results = {"o": (o, want_o)} | {f"d{name}": (dx, want[name]) for name, dx in gradients.items()}
+    if b["end"]:
+        results["final_state"] = state, want_state
+    for name, (got, expected) in results.items():
+        assert_close(name, got, expected, tolerance(name, b["dtype"]))
+    jax.clear_caches()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("implementation", ["xla", "staged", "fused"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_random_batches(operator, implementation):
+    # Stages hand on a sum of gates as one float32: ten resets in a chunk cost it digits, errors are then about 1e-5.
+    gates = GATES if implementation == "staged" else (*GATES, "resets")
+    search = given(batches(operator in OPERATORS[:2], gates))(lambda b: run(operator, implementation, b))
+    settings(max_examples=10, deadline=None, database=None)(search)()
