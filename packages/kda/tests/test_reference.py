@@ -16,6 +16,7 @@ from chunkwise.shared.testing import (
     assert_close,
     boundaries,
     make_inputs,
+    spoil_padding,
 )
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
@@ -239,17 +240,11 @@ def packed_inputs(states, **options):
     return inputs_of(*PACKED_SIZES, num_states=len(PACKED) - 1 if states else 0, **options)
 
 
-def spoil_padding(inputs):
-    """Return the inputs with padding that must not matter."""
-    end = int(PACKED[-1])
-    return inputs | {name: inputs[name].at[:, end:].set(jnp.nan) for name in ("q", "k", "v", "g", "beta")}
-
-
 @pytest.mark.parametrize("gate", ["logsigmoid", "spikes", "zero"])
 @pytest.mark.parametrize("states", [True, False])
 @both
 def test_packed(implementation, states, gate):
-    inputs = spoil_padding(packed_inputs(states, gate=gate))
+    inputs = spoil_padding(packed_inputs(states, gate=gate), PACKED)
     results = compare_gradients(
         inputs, final_state=states, cu_seqlens=PACKED, chunk_size=16, implementation=implementation
     )
@@ -260,7 +255,7 @@ def test_packed(implementation, states, gate):
 @pytest.mark.parametrize("gate", ["spikes", "zero"])
 @both
 def test_packed_bfloat16(implementation, gate):
-    inputs = spoil_padding(packed_inputs(False, gate=gate, dtype=jnp.bfloat16))
+    inputs = spoil_padding(packed_inputs(False, gate=gate, dtype=jnp.bfloat16), PACKED)
     compare(inputs, final_state=False, cu_seqlens=PACKED, chunk_size=16, implementation=implementation)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from chunkwise import pipeline
 from chunkwise.shared.reference import reference
-from chunkwise.shared.testing import GRADIENT_TOLERANCE, TOLERANCE, assert_close, make_inputs
+from chunkwise.shared.testing import GRADIENT_TOLERANCE, TOLERANCE, assert_close, make_inputs, spoil_padding
 
 IMPLEMENTATIONS = ("xla", "staged", "fused")
 OPERATORS = ("gated_delta_rule", "kda", "gla", "simple_gla")
@@ -27,12 +27,6 @@ def operator_inputs(name, dtype=jnp.float32, states=0, gate="logsigmoid", normal
     if name == "simple_gla":
         inputs["g_gamma"] = jnp.array([-0.1, -0.5])
     return inputs
-
-
-def poison(inputs):
-    """Return the inputs of a pack with NaN in its padding, which may hold anything."""
-    tokens = ("q", "k", "v", "g", "beta")
-    return {name: x.at[:, int(PACKED[-1]) :].set(jnp.nan) if name in tokens else x for name, x in inputs.items()}
 
 
 # Without packing all but these staged chains is tested elsewhere: by a package, or here for the gated delta rule.
@@ -59,7 +53,7 @@ def test_outputs_and_gradients(name, implementation, packed):
     for gate in ("logsigmoid", "resets"):
         inputs = operator_inputs(name, states=4 if packed else 1, gate=gate, normalise=False)
         do, dht = (rng.standard_normal(inputs[x].shape).astype(np.float32) for x in ("v", "initial_state"))
-        (o, state), grads = run(poison(inputs) if packed else inputs, do, dht)
+        (o, state), grads = run(spoil_padding(inputs, options.get("cu_seqlens")), do, dht)
         o_ref, state_ref, expected = reference(**inputs, **options, do=do, dht=dht)
         assert_close("o", o, o_ref, TOLERANCE["float32"])
         assert_close("final_state", state, state_ref, TOLERANCE["float32"])
@@ -97,7 +91,9 @@ def test_gradient_of_strong_constant_gates_staged(chunk_size, packed):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_packed_without_states_in_bfloat16(name, implementation, gate):
     inputs = operator_inputs(name, jnp.bfloat16, gate=gate)
-    o, state = getattr(pipeline, f"chunk_{name}")(**poison(inputs), cu_seqlens=PACKED, implementation=implementation)
+    o, state = getattr(pipeline, f"chunk_{name}")(
+        **spoil_padding(inputs, PACKED), cu_seqlens=PACKED, implementation=implementation
+    )
     assert state is None
     assert o.dtype == jnp.bfloat16
     assert_close("o", o, reference(**inputs, cu_seqlens=PACKED)[0], TOLERANCE["bfloat16"])

@@ -36,7 +36,7 @@ from chunkwise.shared.decayed import (
 )
 from chunkwise.shared.decode import check_slots, decode, decode_fits, token_by_token
 from chunkwise.shared.dot import bf16_parts, dot, dot_nt, dot_parts, dot_tn, emulate_mxu, operand_dtype
-from chunkwise.shared.launch import head_block, largest_divisor, named, pallas_call, pick_heads
+from chunkwise.shared.launch import head_block, largest_divisor, named, pallas_call, pick_heads, scaled, split_scale
 from chunkwise.shared.recurrence import l2norm, l2norm_gradient, packed_recurrence, recurrence, unit_rows, update
 from chunkwise.shared.tiles import (
     LOG2_E,
@@ -111,7 +111,9 @@ __all__ = [
     "recurrence",
     "repeat_heads",
     "row_index",
+    "scaled",
     "split_gate",
+    "split_scale",
     "stream_masks",
     "strictly_lower",
     "sum_groups",

@@ -1,6 +1,7 @@
 """Argument checks: one sentence, before anything is computed."""
 
 import itertools
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +54,12 @@ def check_gates(name: str, g, shape: tuple[int, int, int], K: int) -> None:
 
 def check_scale(scale) -> None:
     """Check that the scale of the output is one number, traced or not; None passes."""
-    number = scale is None or (jnp.ndim(scale) == 0 and jnp.issubdtype(jnp.result_type(scale), jnp.number))
-    check(number, f"`scale` must be None, a number or a scalar array; got {scale!r}.")
+    number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
+    scalar = getattr(scale, "shape", None) == () and jnp.issubdtype(scale.dtype, jnp.number)
+    check(
+        scale is None or number or scalar,
+        f"`scale` must be None, a number or a scalar array; got {getattr(scale, 'shape', scale)!r}.",
+    )
 
 
 def check_chunk_size(chunk_size: int) -> None:

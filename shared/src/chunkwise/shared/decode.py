@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from chunkwise.shared.checks import check, check_initial_state
 from chunkwise.shared.chunks import zero_padding
 from chunkwise.shared.compat import out_struct, vary_alike, varying_zeros
-from chunkwise.shared.launch import pallas_call
+from chunkwise.shared.launch import pallas_call, scaled, split_scale
+from chunkwise.shared.packed import LANES, pad_lanes
 from chunkwise.shared.recurrence import l2norm, packed_recurrence, recurrence
 from chunkwise.shared.tiles import repeat_heads, to_column
 
@@ -75,13 +76,12 @@ def decode(
     Raises:
       NotImplementedError: "pallas", and the tokens and states do not fit into VMEM; see `decode_fits`.
     """
-    # A kernel takes a number; a traced scale multiplies the output.
-    traced = isinstance(scale, jax.Array)
+    inside, after = split_scale(scale)
     o, states = _run(
-        q, k, v, g, beta, initial_state, cu_seqlens, state_indices, has_initial_state, 1.0 if traced else float(scale),
-        normalise, name, implementation,
+        q, k, v, g, beta, initial_state, cu_seqlens, state_indices, has_initial_state, inside, normalise, name,
+        implementation,
     )  # fmt: skip
-    return (o.astype(jnp.float32) * scale).astype(o.dtype) if traced else o, states
+    return scaled(o, after), states
 
 
 @functools.partial(jax.jit, static_argnums=(9, 10, 11, 12))
@@ -165,14 +165,10 @@ def as_scalars(row: jax.Array) -> jax.Array:
     return jnp.stack([row[:, i : i + 1] for i in range(row.shape[1])])
 
 
-def _padded(size: int, whole: int) -> int:
-    return -(-size // whole) * whole
-
-
 def _token_bytes(x, heads: int) -> int:
     """Return the VMEM of `heads` heads of tokens x [T, all heads, ...], in whole registers."""
     rows = 32 // x.dtype.itemsize
-    tile = _padded(heads, rows) * _padded(x.shape[2], 128) if len(x.shape) == 3 else 128
+    tile = -(-heads // rows) * rows * pad_lanes(x.shape[2]) if len(x.shape) == 3 else LANES
     return x.dtype.itemsize * x.shape[0] * tile
 
 
@@ -180,7 +176,7 @@ def _key_heads_a_step(q, k, v, g, beta) -> int | None:
     """Return for how many key heads of tokens [T, heads, ...] the states and all tokens fit into VMEM, None if none."""
     H, group = q.shape[1], v.shape[1] // q.shape[1]
     # Read and written, two buffers each.
-    state = 4 * 4 * group * _padded(q.shape[2], 8) * _padded(v.shape[2], 128)
+    state = 4 * 4 * group * (-(-q.shape[2] // 8) * 8) * pad_lanes(v.shape[2])
 
     def tokens(own):
         # The outputs have two buffers.

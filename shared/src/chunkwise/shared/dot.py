@@ -18,9 +18,9 @@ from jax import lax
 _passes: int | None = None
 
 
-def operand_dtype(dtype) -> jnp.dtype:
-    """Return the type in which tensors of `dtype` enter the matrix unit: bfloat16 stays, all else is float32."""
-    return jnp.dtype(jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32)
+def operand_dtype(*dtypes) -> jnp.dtype:
+    """Return the type in which tensors of `dtypes` enter the matrix unit: bfloat16 if all are, else float32."""
+    return jnp.dtype(jnp.bfloat16 if all(x == jnp.bfloat16 for x in dtypes) else jnp.float32)
 
 
 @contextlib.contextmanager
@@ -42,9 +42,7 @@ def emulate_mxu(passes: int = 1):
 
 def _contract(a: jax.Array, b: jax.Array, axes: tuple[int, int], dtype) -> jax.Array:
     dims = (((axes[0],), (axes[1],)), ((0,), (0,)))
-    if dtype is None:
-        dtype = jnp.bfloat16 if a.dtype == b.dtype == jnp.bfloat16 else jnp.float32
-    dtype = operand_dtype(dtype)
+    dtype = operand_dtype(a.dtype, b.dtype) if dtype is None else operand_dtype(dtype)
     a, b = a.astype(dtype), b.astype(dtype)
     precision = lax.Precision.DEFAULT if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
 

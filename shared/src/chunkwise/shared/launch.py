@@ -85,6 +85,19 @@ def pallas_call(
     return structure.unflatten(x.astype(want.dtype) for x, want in zip(flat, jax.tree.leaves(out_shape), strict=True))
 
 
+def split_scale(scale) -> tuple[float, jax.Array | None]:
+    """Return what a kernel multiplies its output by, a number, and what `scaled` does after it, a scalar array or None.
+
+    A number in a kernel has no gradient, and a kernel cannot capture a traced scalar.
+    """
+    return (1.0, scale) if isinstance(scale, jax.Array) else (float(scale), None)
+
+
+def scaled(o: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Return the output of a kernel times the scale that it did not know; o itself for None."""
+    return o if scale is None else (o.astype(jnp.float32) * scale).astype(o.dtype)
+
+
 class Refs:
     """The Refs of a kernel by name; None where an operand or output is absent."""
 

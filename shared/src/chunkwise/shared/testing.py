@@ -78,6 +78,16 @@ def make_inputs(
     return inputs
 
 
+def spoil_padding(inputs: dict[str, jax.Array], cu_seqlens: jax.Array | None) -> dict[str, jax.Array]:
+    """Return the inputs of an operator with NaN in the padding of a pack, which may hold anything."""
+    if cu_seqlens is None:
+        return inputs
+    end = int(cu_seqlens[-1])
+    return {
+        name: x if name in ("initial_state", "g_gamma") else x.at[:, end:].set(jnp.nan) for name, x in inputs.items()
+    }
+
+
 def error(x, ref) -> float:
     """Return RMS(x - ref) / RMS(ref) in float64; infinity where x is not finite. A zero reference wants exact zeros."""
     x, ref = np.asarray(x, np.float64), np.asarray(ref, np.float64)

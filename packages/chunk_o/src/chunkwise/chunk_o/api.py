@@ -19,6 +19,8 @@ from chunkwise.shared import (
     decay_from_start,
     decayed_scores,
     num_chunks,
+    scaled,
+    split_scale,
     vary_alike,
 )
 
@@ -89,10 +91,8 @@ def chunk_fwd_o(
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     config = config or tiles.default_for(H, HV, chunk_size, K, V, g_cum is not None and g_cum.ndim == 4)
     scale = K**-0.5 if scale is None else scale
-    # A scale that the kernel knows has no gradient: an array multiplies what it returns.
-    after = implementation == "pallas" and isinstance(scale, jax.Array)
-    o = _run(q, k, v, h, g_cum, g_gamma, 1.0 if after else scale, cu_seqlens, chunk_size, implementation, config)
-    return (o.astype(jnp.float32) * scale).astype(o.dtype) if after else o
+    inside, after = split_scale(scale) if implementation == "pallas" else (scale, None)
+    return scaled(_run(q, k, v, h, g_cum, g_gamma, inside, cu_seqlens, chunk_size, implementation, config), after)
 
 
 @functools.partial(jax.jit, static_argnums=(8, 9, 10))

@@ -24,9 +24,14 @@ from chunkwise.shared import (
     operand_dtype,
     pad_tokens,
     pieces,
+    scaled,
+    split_scale,
     vary_alike,
 )
 from chunkwise.shared.packed import pad_lanes
+
+# The kernels keep whole states of a head in fast memory.
+MOST_CHANNELS = 256
 
 
 def fused_chunk_gated_delta_rule(
@@ -103,8 +108,10 @@ def fused_chunk_gated_delta_rule(
         return _xla(
             q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, chunk_size
         )
-    if max(K, V) > 256:
-        raise NotImplementedError(f'"pallas" takes K and V up to 256; got {K} and {V}; use implementation="xla".')
+    if max(K, V) > MOST_CHANNELS:
+        raise NotImplementedError(
+            f'"pallas" takes K and V up to {MOST_CHANNELS}; got {K} and {V}; use implementation="xla".'
+        )
     config = config or tiles.default_for(H, HV, chunk_size, pad_lanes(K), pad_lanes(V))
     for name in ("heads", "heads_bwd"):
         heads = getattr(config, name)
@@ -112,13 +119,11 @@ def fused_chunk_gated_delta_rule(
             heads >= 1 and HV % heads == 0,
             f"`config.{name}` must divide {HV} value heads; got {heads}.",
         )
-    outside = scale if isinstance(scale, jax.Array) else None
-    static = Static(chunk_size, 1.0 if outside is not None else float(scale), use_qk_l2norm_in_kernel,
+    inside, after = split_scale(scale)
+    static = Static(chunk_size, inside, use_qk_l2norm_in_kernel,
                     output_final_state, config)  # fmt: skip
     o, final_state = _fused(static, q, k, v, g, beta, initial_state, cu_seqlens)
-    if outside is not None:
-        o = (o.astype(jnp.float32) * outside).astype(o.dtype)
-    return o, final_state
+    return scaled(o, after), final_state
 
 
 _xla = jax.jit(xla.gated_delta_rule, static_argnums=(7, 9, 10))
@@ -147,8 +152,7 @@ class Layout:
         self.B, T, H, self.K = q.shape
         self.HV, self.V = v.shape[2:]
         self.T, self.H, C, group = T, H, static.chunk_size, self.HV // H
-        # The matrix unit takes bfloat16 operands only if all three are bfloat16.
-        self.dtype = jnp.result_type(*(operand_dtype(x.dtype) for x in inputs[:3]))
+        self.dtype = operand_dtype(*(x.dtype for x in inputs[:3]))
         each = (static.config.heads, static.config.heads_bwd)
         self.heads = heads = each[backward]
         # What the forward keeps is packed alike.

@@ -16,6 +16,9 @@ from chunkwise.shared import (
     check_scale,
     choose_implementation,
     clip_gate,
+    operand_dtype,
+    scaled,
+    split_scale,
     vary_alike,
 )
 
@@ -91,13 +94,11 @@ def fused_chunk_gla(
             f'use implementation="xla".'
         )
     scale = K**-0.5 if scale is None else scale
-    # A scale that the kernels know has no gradient: an array multiplies what they return.
-    after = implementation == "pallas" and isinstance(scale, jax.Array)
+    inside, after = split_scale(scale) if implementation == "pallas" else (scale, None)
     o, state = _run(
-        q, k, v, g, g_gamma, 1.0 if after else scale, initial_state, output_final_state, cu_seqlens, chunk_size,
-        implementation, config,
-    )  # fmt: skip
-    return (o.astype(jnp.float32) * scale).astype(o.dtype) if after else o, state
+        q, k, v, g, g_gamma, inside, initial_state, output_final_state, cu_seqlens, chunk_size, implementation, config
+    )
+    return scaled(o, after), state
 
 
 def fits(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None = None, chunk_size: int = 64) -> bool:
@@ -107,8 +108,8 @@ def fits(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None = None, c
 
 def _default_config(q, k, v, g, chunk_size) -> Config | None:
     (_, T, H, K), V = q.shape, v.shape[3]
-    per_channel = g is not None and g.ndim == 4
-    return default_for(H, K, V, chunk_size, -(-T // chunk_size), vjp.computed_type(q, k, v).itemsize, per_channel)
+    per_channel, size = g is not None and g.ndim == 4, operand_dtype(q.dtype, k.dtype, v.dtype).itemsize
+    return default_for(H, K, V, chunk_size, -(-T // chunk_size), size, per_channel)
 
 
 def check_arguments(q, k, v, g, g_gamma, scale, initial_state, cu_seqlens, gate_ranks) -> tuple[int, int, int, int]:

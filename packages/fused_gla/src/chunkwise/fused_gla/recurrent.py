@@ -3,7 +3,7 @@
 import jax
 
 from chunkwise.fused_gla.api import check_arguments, total_gate
-from chunkwise.shared import check, check_array, token_by_token
+from chunkwise.shared import check_array, choose_implementation, token_by_token
 
 
 def recurrent_simple_gla(
@@ -101,7 +101,7 @@ def recurrent_gla(
 
 def _run(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens, implementation, gate_rank):
     check_arguments(q, k, v, g, g_gamma, scale, initial_state, cu_seqlens, gate_ranks=(gate_rank,))
-    check(implementation in (None, "xla"), f"`implementation` must be None or one of ('xla',); got {implementation!r}.")
+    choose_implementation(implementation, ("xla",), on_tpu="xla")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     o, state = _compiled(q, k, v, g, g_gamma, scale, initial_state, cu_seqlens)
     return o, state if output_final_state else None

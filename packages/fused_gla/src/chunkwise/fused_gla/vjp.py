@@ -12,11 +12,6 @@ from chunkwise.shared import clip_gate, largest_divisor, operand_dtype, unless_u
 from chunkwise.shared.packed import pad_lanes
 
 
-def computed_type(q, k, v) -> jnp.dtype:
-    """Return the type of the kernels' operands: the matrix unit takes bfloat16 only if all three are bfloat16."""
-    return jnp.result_type(*(operand_dtype(x.dtype) for x in (q, k, v)))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def fused(C, config, final, q, k, v, g, gamma, scale, initial_state, cu_seqlens):
     """Return (o [B, T, H, V], final_state [N, H, K, V] or None); the arguments are those of the operator."""
@@ -98,7 +93,7 @@ def _prepare(C, heads, num_steps, parts, final, q, k, v, g, gamma, scale, initia
         constant=g is None and cu_seqlens is None and T % C == 0,
         parts=parts,
     )  # fmt: skip
-    dtype = computed_type(q, k, v)
+    dtype = operand_dtype(q.dtype, k.dtype, v.dtype)
     q, k, v = (_flat(x.astype(dtype)) for x in (q, k, v))
     if g is not None:
         # Gates per channel are clipped where a kernel loads them: a pass over them in HBM would cost time.

@@ -15,12 +15,15 @@ from chunkwise.shared import (
     check_chunk_size,
     check_delta_rule,
     check_initial_state,
+    check_scale,
     check_slots,
     choose_implementation,
     decode,
     decode_fits,
     l2norm,
     operand_dtype,
+    scaled,
+    split_scale,
     stream_masks,
     vary_alike,
     zero_padding,
@@ -28,7 +31,8 @@ from chunkwise.shared import (
 from chunkwise.shared.packed import pad_lanes
 
 _IMPLEMENTATIONS = ("pallas", "xla")
-_MOST_CHANNELS = 256
+# The kernels keep whole states of a head in fast memory.
+MOST_CHANNELS = 256
 
 
 def check_gate_lower_bound(gate_lower_bound) -> None:
@@ -43,10 +47,7 @@ def check_gate_lower_bound(gate_lower_bound) -> None:
 def _check(q, k, v, g, beta, scale, cu_seqlens, gate_lower_bound):
     """Check the arguments but for the states and return the sizes B, H, HV, K, V."""
     B, T, H, HV, K, V = check_delta_rule(q, k, v, g, beta, cu_seqlens, per_channel=True)
-    check(
-        scale is None or isinstance(scale, numbers.Real) or getattr(scale, "shape", None) == (),
-        f"`scale` must be None, a number or a scalar array; got {getattr(scale, 'shape', scale)!r}.",
-    )
+    check_scale(scale)
     check_gate_lower_bound(gate_lower_bound)
     return B, H, HV, K, V
 
@@ -130,8 +131,8 @@ def fused_chunk_kda(
     check_initial_state(initial_state, (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, HV, K, V))
     check_chunk_size(chunk_size)
     implementation = choose_implementation(implementation, _IMPLEMENTATIONS, on_tpu="pallas")
-    scale = K**-0.5 if scale is None else float(scale) if isinstance(scale, numbers.Real) else scale
-    dtype = operand_dtype(jnp.result_type(q.dtype, k.dtype, v.dtype) if implementation == "pallas" else jnp.float32)
+    scale = K**-0.5 if scale is None else scale
+    dtype = operand_dtype(q.dtype, k.dtype, v.dtype) if implementation == "pallas" else jnp.dtype(jnp.float32)
     base, exact = (tile.base_block(gate_lower_bound, x) for x in (dtype, jnp.float32))
     tensors = *(x.astype(dtype) for x in (q, k, v)), *(x.astype(jnp.float32) for x in (g, beta))
     state = None if initial_state is None else jnp.swapaxes(initial_state.astype(jnp.float32), -1, -2)
@@ -140,19 +141,18 @@ def fused_chunk_kda(
             *tensors, scale, state, cu_seqlens, output_final_state, use_qk_l2norm_in_kernel, chunk_size, base
         )
         return o.astype(v.dtype), final_state
-    if max(K, V) > _MOST_CHANNELS:
+    if max(K, V) > MOST_CHANNELS:
         raise NotImplementedError(
-            f'"pallas" takes K and V up to {_MOST_CHANNELS}; got {K} and {V}; use implementation="xla".'
+            f'"pallas" takes K and V up to {MOST_CHANNELS}; got {K} and {V}; use implementation="xla".'
         )
     config = config or tiles.default_for(H, HV, chunk_size, pad_lanes(K), pad_lanes(V), dtype.itemsize)
     _check_config(config, H, HV)
-    number = isinstance(scale, float)  # a kernel takes a number; a scalar array multiplies the output
+    inside, after = split_scale(scale)
     o, final_state = _pallas(
-        *tensors, state, cu_seqlens, scale if number else 1.0, output_final_state, use_qk_l2norm_in_kernel,
-        chunk_size, base, exact, config,
+        *tensors, state, cu_seqlens, inside, output_final_state, use_qk_l2norm_in_kernel, chunk_size, base, exact,
+        config,
     )  # fmt: skip
-    o = o if number else o.astype(jnp.float32) * scale
-    return o.astype(v.dtype), final_state
+    return scaled(o, after).astype(v.dtype), final_state
 
 
 def _final(state, chunks, start):

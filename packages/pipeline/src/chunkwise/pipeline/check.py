@@ -180,14 +180,6 @@ def operator_inputs(operator: Operator, case: Case, states: bool) -> dict[str, j
 _arguments = functools.cache(Case.arguments)
 
 
-def poison(x: dict[str, jax.Array], case: Case) -> dict[str, jax.Array]:
-    """Return the inputs of a pack with NaN in its padding, which may hold anything."""
-    if case.lengths is None:
-        return x
-    tokens = ("q", "k", "v", "g", "beta")
-    return {name: y.at[:, sum(case.lengths) :].set(jnp.nan) if name in tokens else y for name, y in x.items()}
-
-
 @functools.cache
 def _oracle(delta: bool, gates: str, case: Case, states: bool):
     """Return cotangents of the results, and what float64 makes of them and of the inputs."""
@@ -197,9 +189,9 @@ def _oracle(delta: bool, gates: str, case: Case, states: bool):
     dht = jnp.asarray(rng.standard_normal(x["initial_state"].shape), jnp.float32) if states else None
     o, state, *rest = reference(**x, cu_seqlens=case.cu_seqlens, do=do, dht=dht)
     (gradients,) = rest
-    cotangents, results = (
-        ({"o": do, "final_state": dht}, {"o": o, "final_state": state}) if states else ({"o": do}, {"o": o})
-    )
+    cotangents, results = {"o": do}, {"o": o}
+    if states:
+        cotangents, results = cotangents | {"final_state": dht}, results | {"final_state": state}
     return cotangents, results, {f"d{name}": dx for name, dx in gradients.items()}
 
 
@@ -264,7 +256,7 @@ def check_operator(
         results, pullback = jax.vjp(lambda y: run(y, cu_seqlens), x)
         return results | {f"d{name}": value for name, value in pullback(cotangents)[0].items()}
 
-    inputs = poison(operator_inputs(operator, case, states), case), case.cu_seqlens
+    inputs = testing.spoil_padding(operator_inputs(operator, case, states), case.cu_seqlens), case.cu_seqlens
     programs: list[tuple[str, Callable, tuple, dict]] = [
         (", gradients", run_and_pull_back, (*inputs, cotangents), forward | gradients)
     ]

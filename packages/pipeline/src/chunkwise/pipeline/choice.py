@@ -4,9 +4,6 @@ from chunkwise.shared import choose_implementation
 
 IMPLEMENTATIONS = ("xla", "staged", "fused")
 
-# The fused kernels of the delta rules keep whole states of a head in fast memory.
-MOST_CHANNELS = 256
-
 
 def choose(implementation: str | None, fits: bool) -> str:
     """Return the implementation of a chunk operator; on a TPU None means "fused" where its sizes fit."""

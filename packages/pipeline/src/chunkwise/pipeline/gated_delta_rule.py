@@ -3,8 +3,9 @@
 import jax
 
 from chunkwise import fused_gdn
+from chunkwise.fused_gdn.api import MOST_CHANNELS
 from chunkwise.pipeline import staged
-from chunkwise.pipeline.choice import MOST_CHANNELS, choose, choose_recurrent
+from chunkwise.pipeline.choice import choose, choose_recurrent
 from chunkwise.shared import (
     check_chunk_size,
     check_delta_rule,

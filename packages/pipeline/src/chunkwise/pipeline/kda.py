@@ -3,9 +3,9 @@
 import jax
 
 from chunkwise import kda
-from chunkwise.kda.api import check_gate_lower_bound
+from chunkwise.kda.api import MOST_CHANNELS, check_gate_lower_bound
 from chunkwise.pipeline import staged
-from chunkwise.pipeline.choice import MOST_CHANNELS, choose, choose_recurrent
+from chunkwise.pipeline.choice import choose, choose_recurrent
 from chunkwise.shared import (
     check_chunk_size,
     check_delta_rule,
