@@ -37,7 +37,8 @@ def parse(arguments=None) -> argparse.Namespace:
     timed = argparse.ArgumentParser(add_help=False)
     timed.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     timed.add_argument("--repeats", type=int, default=7)
-    commands.add_parser("time", parents=[sizes, timed, saved], help="operators on this machine, beside their peers")
+    one = commands.add_parser("time", parents=[sizes, timed, saved], help="operators on this machine, beside peers")
+    one.add_argument("--devices", type=int, default=1, help="split heads over so many; a CPU is made into them")
     one = commands.add_parser("stages", parents=[sizes, timed, saved], help="the stages of the gated delta rule")
     one.add_argument("--stage", action="append", choices=[stage.name for stage in STAGES])
     one = commands.add_parser("tpu", parents=[sizes, saved], help="the TPU compiler's estimate; needs no TPU")
@@ -69,9 +70,9 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
         dtype = jnp.dtype(options.dtype)
         for name, case, T, label in shapes(options):
             run = lambda case=case, T=T: operators.measure(
-                case, T, dtype, options.implementation or default, options.backward, options.repeats
+                case, T, dtype, options.implementation or default, options.backward, options.repeats, options.devices
             )
-            yield f"{name}, T = {T}", label | {"dtype": options.dtype}, run
+            yield f"{name}, T = {T}", label | {"dtype": options.dtype, "devices": options.devices}, run
     elif options.command == "stages":
         dtype = jnp.dtype(options.dtype)
         default = ["xla"] if jax.default_backend() != "tpu" else ["xla", "pallas"]
@@ -133,6 +134,8 @@ def main(arguments=None) -> int:
         saved = json.loads(options.result.read_text())
         plots.draw(saved["command"], saved["rows"], options.output)
         return 0
+    if getattr(options, "devices", 1) > 1:
+        jax.config.update("jax_num_cpu_devices", options.devices)
     base = json.loads(options.base.read_text())["rows"] if options.base else None
     console, rows = make_console(200), []
     with make_progress(console) as progress:

@@ -1,7 +1,8 @@
 """Two results of the same command side by side."""
 
 # What names a row.
-NAMES = ("case", "stage", "T", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "point")
+NAMES = ("case", "stage", "T", "pass", "dtype", "implementation", "devices", "chip")
+NAMES += ("sweep", "operator", "form", "point")
 # The first of these that the base has is compared, and then its memory; the smaller the better.
 FIGURES = ("median_ms", "cycles", "bundles", "error")
 MEMORY = ("memory_mib", "temporaries_mib")

@@ -16,17 +16,18 @@ def judged_part(case: Case, x: dict, tokens: slice) -> dict:
     return {name: y[:, tokens, -heads.get(name, group) :] for name, y in x.items()}
 
 
-def measure(case: Case, T: int, dtype, implementations, backward: bool, repeats: int) -> list[dict]:
+def measure(case: Case, T: int, dtype, implementations, backward: bool, repeats: int, devices: int) -> list[dict]:
     """Return a row for every implementation and for every peer that is installed and takes the case.
 
+    Heads are split over `devices`, those of the scan too.
     The check covers every token of the last sequence in the last key head's group, in the very arrays that are timed.
     """
     x, cu_seqlens = case.inputs(T, dtype), case.boundaries(T)
     do = jnp.asarray(np.random.default_rng(1).standard_normal(x["v"].shape), dtype)
-    functions = {name: case.function(name) for name in implementations}
+    functions, args = {name: case.function(name) for name in implementations}, (x, cu_seqlens)
     if backward:
-        functions = {name: timing.with_gradients(fn, {"o": do}) for name, fn in functions.items()}
-    runs = [timing.compiled(name, fn, x, cu_seqlens) for name, fn in functions.items()]
+        functions, args = {name: timing.with_gradients(fn) for name, fn in functions.items()}, (*args, {"o": do})
+    runs = [timing.compiled(name, fn, *args, devices=devices) for name, fn in functions.items()]
 
     last = slice(None) if cu_seqlens is None else slice(int(cu_seqlens[-2]), int(cu_seqlens[-1]))
     part = judged_part(case, x | {"do": do}, last)
@@ -39,6 +40,6 @@ def measure(case: Case, T: int, dtype, implementations, backward: bool, repeats:
         return timing.worst(judged_part(case, results, last), expected, limits)
 
     return timing.measure(
-        runs, peers.available(case, x, cu_seqlens, do if backward else None), verdict, case.flops(T, backward),
-        case.bytes(T, dtype, backward), timing.machine_peaks(dtype), repeats,
+        runs, peers.available(case, x, cu_seqlens, do if backward else None, devices), verdict,
+        case.flops(T, backward), case.bytes(T, dtype, backward), timing.machine_peaks(dtype), repeats,
     )  # fmt: skip

@@ -15,13 +15,17 @@ from benchmarks.timing import Run, compiled, with_gradients
 _SCAN_STATES = 2**31
 
 
-def available(case: Case, x: dict, cu_seqlens, do) -> list[Run]:
+def available(case: Case, x: dict, cu_seqlens, do, devices: int) -> list[Run]:
     """Return the peers that can run a case here; with do, forward and backward."""
-    found = (make(case, x, cu_seqlens, do) for make in (_transformers, _scan, _fla))
+    found = (
+        _transformers(case, x, cu_seqlens, do),
+        _scan(case, x, cu_seqlens, do, devices),
+        _fla(case, x, cu_seqlens, do),
+    )
     return [run for run in found if run is not None]
 
 
-def _scan(case: Case, x: dict, cu_seqlens, do) -> Run | None:
+def _scan(case: Case, x: dict, cu_seqlens, do, devices: int) -> Run | None:
     """The recurrence as one writes it in JAX: `lax.scan` over tokens; heads and sequences, of one length, at once."""
     tokens, N = x["v"].shape[1], max(1, case.sequences)
     if case.ragged or tokens % N:
@@ -45,12 +49,14 @@ def _scan(case: Case, x: dict, cu_seqlens, do) -> Run | None:
         q, k = (by_time(jnp.repeat(x[name], case.HV // case.H, axis=2)) for name in "qk")
         g = by_time(x["g"])
         beta = by_time(x["beta"]) if case.delta else None
-        S = jnp.zeros((N, case.HV, case.K, case.V))
+        S = jnp.zeros((N, x["v"].shape[2], case.K, case.V))
         gate = g if case.per_channel else g[..., None]
         _, o = lax.scan(token, S, (q * case.K**-0.5, k, by_time(x["v"]), gate, beta))
         return {"o": jnp.moveaxis(o, 0, 1).reshape(x["v"].shape).astype(x["v"].dtype)}
 
-    return compiled("scan", run if do is None else with_gradients(run, {"o": do}), x, cu_seqlens)
+    if do is None:
+        return compiled("scan", run, x, cu_seqlens, devices=devices)
+    return compiled("scan", with_gradients(run), x, cu_seqlens, {"o": do}, devices=devices)
 
 
 def _to_torch(x: jax.Array, device: str):

@@ -91,10 +91,10 @@ def measure(case: Case, stage: Stage, T: int, dtype, implementations, backward: 
     cotangents = {name: jnp.asarray(rng.standard_normal(y.shape), y.dtype) for name, y in shapes.items()}
     rounded = stage.results == ("o",) and dtype != jnp.float32
     limit = TOLERANCE[jnp.dtype(dtype).name] if rounded else STAGE_TOLERANCE
-    functions = {name: function(stage, name) for name in implementations}
+    functions, args = {name: function(stage, name) for name in implementations}, (x, cu_seqlens)
     if backward:
-        functions = {name: timing.with_gradients(fn, cotangents) for name, fn in functions.items()}
-    runs = [timing.compiled(name, fn, x, cu_seqlens) for name, fn in functions.items()]
+        functions, args = {name: timing.with_gradients(fn) for name, fn in functions.items()}, (*args, cotangents)
+    runs = [timing.compiled(name, fn, *args) for name, fn in functions.items()]
 
     def verdict(results):
         got = last_group(case, {name: results[name] for name in expected})

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from chunkwise.shared.testing import error
 
@@ -23,19 +24,30 @@ class Run:
     memory: int | None = None
 
 
-def compiled(name: str, fn: Callable, *args) -> Run:
+def compiled(name: str, fn: Callable, *args, devices: int = 1) -> Run:
     """Compile a function of JAX for its arguments; memory is that of arguments, results and temporaries together."""
+    if devices > 1:
+        fn, args = by_heads(fn, args, devices)
     start = time.perf_counter()
     program = jax.jit(fn).lower(*args).compile()
     seconds, m = time.perf_counter() - start, program.memory_analysis()
-    memory = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
+    memory = devices * (m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes)
     return Run(name, lambda: program(*args), seconds, memory)
 
 
-def with_gradients(fn: Callable, cotangents: dict) -> Callable:
-    """Return fn(x, cu_seqlens) with the gradient of every input x beside its results."""
+def by_heads(fn: Callable, args: tuple, devices: int) -> tuple[Callable, tuple]:
+    """Return fn and its arguments with all heads split over devices: the third axis of every array in a dict."""
+    mesh = jax.make_mesh((devices,), ("heads",), (AxisType.Auto,), devices=jax.devices()[:devices])
+    heads = PartitionSpec(None, None, "heads")
+    specs = tuple(heads if isinstance(x, dict) else PartitionSpec() for x in args)
+    args = tuple(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True))
+    return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False), args
 
-    def run(x, cu_seqlens):
+
+def with_gradients(fn: Callable) -> Callable:
+    """Return a function (x, cu_seqlens, cotangents) with the gradient of every input x beside the results of fn."""
+
+    def run(x, cu_seqlens, cotangents):
         results, pullback = jax.vjp(lambda y: fn(y, cu_seqlens), x)
         return results | {f"d{name}": dx for name, dx in pullback(cotangents)[0].items()}
 

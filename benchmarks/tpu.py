@@ -40,7 +40,7 @@ def _ours(case, implementation, T, backward, cu_seqlens):
     do = ShapeDtypeStruct((1, T, case.HV * case.V), jnp.bfloat16)
 
     def gradients(flat, cu_seqlens, do):
-        results = with_gradients(run, {"o": do})(flat, cu_seqlens)
+        results = with_gradients(run)(flat, cu_seqlens, {"o": do})
         return {name: x for name, x in results.items() if name != "o"}
 
     return jax.jit(gradients), (flat, cu_seqlens, do)

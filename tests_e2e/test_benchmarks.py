@@ -1,6 +1,9 @@
 """The benchmarks run, on shapes of nothing, and print no ratio for a result that is wrong."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -61,6 +64,18 @@ def test_time_of_sequences_of_different_lengths(run):
     code, rows = run("time", "--case", "ragged", "--repeats", "1")
     assert code == 0
     assert [(row["implementation"], row["correct"]) for row in rows] == [("xla", True)]
+
+
+def test_heads_over_devices(tmp_path):
+    """A process of its own: a CPU is made into devices before JAX first uses it."""
+    path = tmp_path / "result.json"
+    # The scan over tokens, a peer, is compiled likewise.
+    arguments = ["--case", "gdn-16", "--tokens", "32", "--devices", "2", "--backward", "--repeats", "1", "--json"]
+    command = [sys.executable, "-m", "benchmarks", "time", *arguments, str(path)]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=True, timeout=300)
+    rows = json.loads(path.read_text())["rows"]
+    assert all(row["correct"] and row["devices"] == 2 for row in rows)
+    assert {"xla", "scan"} <= {row["implementation"] for row in rows}
 
 
 def test_no_ratio_without_correctness(run, monkeypatch):
