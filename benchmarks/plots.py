@@ -12,10 +12,12 @@ def _groups(rows: Iterable[dict], *keys: str) -> dict[str, list[dict]]:
 
 
 def _lines(axes, rows, keys, x, y):
-    for marker, (label, group) in zip("osv^D<>*phX" * 3, _groups(rows, *keys).items(), strict=False):
+    # A group without points keeps its colour, so that the pictures of a row agree.
+    for index, (label, group) in enumerate(_groups(rows, *keys).items()):
         points = sorted((row[x], row[y]) for row in group if row.get(y) is not None)
         if points:
-            axes.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=label)
+            style = {"color": f"C{index}", "marker": "osv^D<>*phX"[index % 11]}
+            axes.plot(*zip(*points, strict=True), markersize=4, label=label, **style)
     axes.grid(alpha=0.3)
 
 
