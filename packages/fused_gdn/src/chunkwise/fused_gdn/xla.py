@@ -1,8 +1,8 @@
 """The same operator in plain JAX, chunk by chunk.
 
-One scan over pairs of chunks does everything of a chunk while it is in cache: its time is that of the products. The
-backward reads the states before the pairs, the inverses and the new values, which the forward keeps, and computes the
-rest of a pair again: two products for each of the forward, none for the inverse.
+One scan over chunks does everything of a chunk while it is in cache: its time is that of the products. The backward
+reads the states before the chunks, the inverses and the new values, which the forward keeps, and computes the rest of
+a chunk again: two products for each of the forward, none for the inverse.
 
 A packed batch without states keeps its chunks aligned to the token stream and masks the pairs of different
 sequences: its cost follows tokens, not sequences. With states, chunks restart at every sequence, so that every
@@ -39,8 +39,6 @@ from chunkwise.shared import (
 # Products inside a chunk cost C per token, steps of the scan and states that the backward keeps 1 / C: see
 # docs/performance.md.
 _MOST_ROWS = 32
-# The backward keeps the state before each step of the scan.
-_CHUNKS_A_STEP = 2
 
 # What the backward reads instead of computing it again.
 _KEPT = "kept"
@@ -88,7 +86,8 @@ def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
         x = jnp.moveaxis(chunks.per_batch(chunks.split_rows(x)), 1, 0).reshape(-1, B * HV, 1, C)
         return x if masks is None else jnp.where(masks.valid[:, None, None], x, 0.0)
 
-    def chunk(S, x):
+    @_checkpoint
+    def step(S, x):
         tokens, decays, beta, masks, first, sequence = x
         if chunks.packed:
             S = jnp.where(first, 0.0 if h0 is None else h0[sequence], S)
@@ -99,23 +98,15 @@ def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
         o = jnp.moveaxis(o.reshape(B, HV, C, V), 1, 2).reshape(B * C, HV, V).astype(v.dtype)
         return S, (o, S if chunks.packed and output_final_state else None)
 
-    @_checkpoint
-    def step(S, x):
-        return lax.scan(chunk, S, x, unroll=_CHUNKS_A_STEP)
-
     start = varying_zeros((B * HV, K, V), q, k, v, g, beta, initial_state)
     if h0 is not None and not chunks.packed:
         start += h0.reshape(start.shape)
     first, sequence = (chunks.per_batch(x)[0] for x in (chunks.first, chunks.sequence))
     tokens = [by_time(x) for x in (q, k, v)]
     tokens, g, beta, masks, first, sequence = jax.tree.map(
-        _whole_steps, (tokens, rows(clip_gate(g)), rows(beta), masks, first, sequence)
+        _keep_loop, (tokens, rows(clip_gate(g)), rows(beta), masks, first, sequence)
     )
-    steps = jax.tree.map(
-        lambda x: x.reshape(-1, _CHUNKS_A_STEP, *x.shape[1:]), (tokens, _decays(g, masks), beta, masks, first, sequence)
-    )
-    S, by_step = lax.scan(step, start, steps)
-    o, after = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), by_step)
+    S, (o, after) = lax.scan(step, start, (tokens, _decays(g, masks), beta, masks, first, sequence))
     o = o[: chunks.NC // B].reshape(-1, B, C, HV, V)
     o = chunks.gather(jnp.moveaxis(o, 1, 0).reshape(B, -1, HV, V))
     if stream:
@@ -127,14 +118,13 @@ def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
     return o, jnp.where(chunks.empty[:, None, None, None], 0.0 if h0 is None else h0, after[chunks.final_chunk])
 
 
-def _whole_steps(x):
-    """Return what chunks read, with chunks of zeros up to a whole number of steps of the scan, two at least.
+def _keep_loop(x):
+    """Return operands of a scan, of two steps at least.
 
     A loop of one step is unrolled, and the CPU backend of XLA (jax 0.10 to 0.12) then fuses the products of all stages
-    into one operation that computes garbage.
+    into one operation that computes garbage. A second chunk, of zeros, keeps the loop.
     """
-    steps = max(2, -(-x.shape[0] // _CHUNKS_A_STEP))
-    return jnp.pad(x, [(0, steps * _CHUNKS_A_STEP - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+    return x if x.shape[0] > 1 else jnp.concatenate([x, jnp.zeros_like(x)])
 
 
 def _chunk(S, q, k, v, decays, beta, scale, same):
