@@ -15,7 +15,7 @@ from chunkwise.shared.checks import check, check_initial_state
 from chunkwise.shared.chunks import zero_padding
 from chunkwise.shared.compat import out_struct, vary_alike, varying_zeros
 from chunkwise.shared.launch import pallas_call, scaled, split_scale
-from chunkwise.shared.packed import LANES, pad_lanes
+from chunkwise.shared.packed import LANES, pad_lanes, round_up
 from chunkwise.shared.recurrence import l2norm, packed_recurrence, recurrence
 from chunkwise.shared.tiles import repeat_heads, to_column
 
@@ -168,7 +168,7 @@ def as_scalars(row: jax.Array) -> jax.Array:
 def _token_bytes(x, heads: int) -> int:
     """Return the VMEM of `heads` heads of tokens x [T, all heads, ...], in whole registers."""
     rows = 32 // x.dtype.itemsize
-    tile = -(-heads // rows) * rows * pad_lanes(x.shape[2]) if len(x.shape) == 3 else LANES
+    tile = round_up(heads, rows) * pad_lanes(x.shape[2]) if len(x.shape) == 3 else LANES
     return x.dtype.itemsize * x.shape[0] * tile
 
 
@@ -176,7 +176,7 @@ def _key_heads_a_step(q, k, v, g, beta) -> int | None:
     """Return for how many key heads of tokens [T, heads, ...] the states and all tokens fit into VMEM, None if none."""
     H, group = q.shape[1], v.shape[1] // q.shape[1]
     # Read and written, two buffers each.
-    state = 4 * 4 * group * (-(-q.shape[2] // 8) * 8) * pad_lanes(v.shape[2])
+    state = 4 * 4 * group * round_up(q.shape[2], 8) * pad_lanes(v.shape[2])
 
     def tokens(own):
         # The outputs have two buffers.

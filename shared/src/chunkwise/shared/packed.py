@@ -16,9 +16,14 @@ from chunkwise.shared.dot import bf16_parts, dot, dot_nt, dot_tn
 LANES = 128
 
 
+def round_up(size: int, whole: int) -> int:
+    """Return the least multiple of `whole` that is not below `size`."""
+    return -(-size // whole) * whole
+
+
 def pad_lanes(size: int) -> int:
     """Return the size that a head dimension takes in a flat view: a multiple of 128 lanes."""
-    return -(-size // LANES) * LANES
+    return round_up(size, LANES)
 
 
 def packing(C: int, *heads: int) -> int:
