@@ -24,10 +24,8 @@ def measure(case: Case, T: int, dtype, implementations, backward: bool, repeats:
     """
     x, cu_seqlens = case.inputs(T, dtype), case.boundaries(T)
     do = jnp.asarray(np.random.default_rng(1).standard_normal(x["v"].shape), dtype)
-    functions, args = {name: case.function(name) for name in implementations}, (x, cu_seqlens)
-    if backward:
-        functions, args = {name: timing.with_gradients(fn) for name, fn in functions.items()}, (*args, {"o": do})
-    runs = [timing.compiled(name, fn, *args, devices=devices) for name, fn in functions.items()]
+    cotangents = {"o": do} if backward else None
+    runs = [timing.compiled(name, case.function(name), x, cu_seqlens, cotangents, devices) for name in implementations]
 
     last = slice(None) if cu_seqlens is None else slice(int(cu_seqlens[-2]), int(cu_seqlens[-1]))
     part = judged_part(case, x | {"do": do}, last)

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.cases import Case
-from benchmarks.timing import Run, compiled, with_gradients
+from benchmarks.timing import Run, compiled
 
 # The scan keeps a state per token for its backward; more than this is no comparison.
 _SCAN_STATES = 2**31
@@ -54,9 +54,7 @@ def _scan(case: Case, x: dict, cu_seqlens, do, devices: int) -> Run | None:
         _, o = lax.scan(token, S, (q * case.K**-0.5, k, by_time(x["v"]), gate, beta))
         return {"o": jnp.moveaxis(o, 0, 1).reshape(x["v"].shape).astype(x["v"].dtype)}
 
-    if do is None:
-        return compiled("scan", run, x, cu_seqlens, devices=devices)
-    return compiled("scan", with_gradients(run), x, cu_seqlens, {"o": do}, devices=devices)
+    return compiled("scan", run, x, cu_seqlens, None if do is None else {"o": do}, devices)
 
 
 def _to_torch(x: jax.Array, device: str):

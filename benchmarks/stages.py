@@ -91,10 +91,8 @@ def measure(case: Case, stage: Stage, T: int, dtype, implementations, backward: 
     cotangents = {name: jnp.asarray(rng.standard_normal(y.shape), y.dtype) for name, y in shapes.items()}
     rounded = stage.results == ("o",) and dtype != jnp.float32
     limit = TOLERANCE[jnp.dtype(dtype).name] if rounded else STAGE_TOLERANCE
-    functions, args = {name: function(stage, name) for name in implementations}, (x, cu_seqlens)
-    if backward:
-        functions, args = {name: timing.with_gradients(fn) for name, fn in functions.items()}, (*args, cotangents)
-    runs = [timing.compiled(name, fn, *args) for name, fn in functions.items()]
+    pulled = cotangents if backward else None
+    runs = [timing.compiled(name, function(stage, name), x, cu_seqlens, pulled) for name in implementations]
 
     def verdict(results):
         got = last_group(case, {name: results[name] for name in expected})

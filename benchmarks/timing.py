@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from chunkwise.shared.testing import error
+from chunkwise.shared.testing import error, with_gradients
 
 
 @dataclass
@@ -24,8 +24,14 @@ class Run:
     memory: int | None = None
 
 
-def compiled(name: str, fn: Callable, *args, devices: int = 1) -> Run:
-    """Compile a function of JAX for its arguments; memory is that of arguments, results and temporaries together."""
+def compiled(name: str, fn: Callable, x: dict, cu_seqlens, cotangents: dict | None = None, devices: int = 1) -> Run:
+    """Compile a function of JAX for its arguments, with gradients if there are cotangents, heads split over devices.
+
+    Memory is that of arguments, results and temporaries together.
+    """
+    args: tuple = (x, cu_seqlens)
+    if cotangents is not None:
+        fn, args = with_gradients(fn), (*args, cotangents)
     if devices > 1:
         fn, args = by_heads(fn, args, devices)
     start = time.perf_counter()
@@ -42,16 +48,6 @@ def by_heads(fn: Callable, args: tuple, devices: int) -> tuple[Callable, tuple]:
     specs = tuple(heads if isinstance(x, dict) else PartitionSpec() for x in args)
     args = tuple(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True))
     return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False), args
-
-
-def with_gradients(fn: Callable) -> Callable:
-    """Return a function (x, cu_seqlens, cotangents) with the gradient of every input x beside the results of fn."""
-
-    def run(x, cu_seqlens, cotangents):
-        results, pullback = jax.vjp(lambda y: fn(y, cu_seqlens), x)
-        return results | {f"d{name}": dx for name, dx in pullback(cotangents)[0].items()}
-
-    return run
 
 
 def seconds(call: Callable) -> float:

@@ -26,7 +26,7 @@ def _ours(case, implementation, T, backward, cu_seqlens):
     import jax.numpy as jnp
     from jax import ShapeDtypeStruct
 
-    from benchmarks.timing import with_gradients
+    from chunkwise.shared.testing import with_gradients
 
     shapes = case.specs(T, jnp.bfloat16)
     flat = {n: ShapeDtypeStruct((1, T, x.size // T), x.dtype) for n, x in shapes.items()}

@@ -1,6 +1,7 @@
 """Seeded inputs, the error metric and its thresholds, for tests, benchmarks and the check command."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,16 @@ def spoil_padding(inputs: dict[str, jax.Array], cu_seqlens: jax.Array | None) ->
     return {
         name: x if name in ("initial_state", "g_gamma") else x.at[:, end:].set(jnp.nan) for name, x in inputs.items()
     }
+
+
+def with_gradients(fn: Callable) -> Callable:
+    """Return a function (x, cu_seqlens, cotangents) with the gradient of every input x beside the results of fn."""
+
+    def run(x, cu_seqlens, cotangents):
+        results, pullback = jax.vjp(lambda y: fn(y, cu_seqlens), x)
+        return results | {f"d{name}": dx for name, dx in pullback(cotangents)[0].items()}
+
+    return run
 
 
 def error(x, ref) -> float:

@@ -252,13 +252,9 @@ def check_operator(
         )
         return {"o": o, "final_state": state} if states else {"o": o}
 
-    def run_and_pull_back(x, cu_seqlens, cotangents):
-        results, pullback = jax.vjp(lambda y: run(y, cu_seqlens), x)
-        return results | {f"d{name}": value for name, value in pullback(cotangents)[0].items()}
-
     inputs = testing.spoil_padding(operator_inputs(operator, case, states), case.cu_seqlens), case.cu_seqlens
     programs: list[tuple[str, Callable, tuple, dict]] = [
-        (", gradients", run_and_pull_back, (*inputs, cotangents), forward | gradients)
+        (", gradients", testing.with_gradients(run), (*inputs, cotangents), forward | gradients)
     ]
     # Plain JAX computes the same with gradients or without; kernels keep more where there are gradients to come.
     if implementation != "xla" and states:
