@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from chunkwise.shared import tpu
+from chunkwise.shared.testing import tpu
 
 tpu.setup()
 

@@ -16,6 +16,7 @@ from benchmarks.cases import CASES
 from benchmarks.compare import compare
 from chunkwise.pipeline.check import STAGES
 from chunkwise.pipeline.tables import make_console, make_progress, make_table
+from chunkwise.shared.chips import CHIPS
 
 TEXT = {"case", "stage", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "figure", "failed"}
 
@@ -42,7 +43,7 @@ def parse(arguments=None) -> argparse.Namespace:
     one = commands.add_parser("stages", parents=[sizes, timed, saved], help="the stages of the gated delta rule")
     one.add_argument("--stage", action="append", choices=[stage.name for stage in STAGES])
     one = commands.add_parser("tpu", parents=[sizes, saved], help="the TPU compiler's estimate; needs no TPU")
-    one.add_argument("--chip", action="append", choices=list(tpu.RATES))
+    one.add_argument("--chip", action="append", choices=list(CHIPS))
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("accuracy", parents=[saved], help="errors against gate strength and repeated keys")
     one.add_argument("sweep", choices=["gate", "keys"])
@@ -88,7 +89,7 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
     elif options.command == "tpu":
         for name, case, T, label in shapes(options):
             for implementation in options.implementation or ["fused", *tpu.peers()]:
-                for chip in options.chip or list(tpu.RATES):
+                for chip in options.chip or list(CHIPS):
                     if tpu.can_run(case, implementation, options.backward):
                         run = lambda a=(case, implementation, chip, T, options.backward): [
                             tpu.measure(*a, options.timeout)

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise import pipeline
-from chunkwise.shared import dot, dot_nt, dot_tn
-from chunkwise.shared.reference import reference
-from chunkwise.shared.testing import error, make_inputs
+from chunkwise.shared.kernels import dot, dot_nt, dot_tn
+from chunkwise.shared.testing import error, make_inputs, reference
 
 STRENGTHS = (0.01, 0.1, 0.5, 1.0, 1.4, 2.0, 5.0, 10.0, 30.0, 80.0)
 REPEATED = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)

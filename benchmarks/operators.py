@@ -6,7 +6,7 @@ import numpy as np
 from benchmarks import peers, timing
 from benchmarks.cases import Case
 from chunkwise.pipeline.check import tolerance
-from chunkwise.shared.reference import reference
+from chunkwise.shared.testing import reference
 
 
 def judged_part(case: Case, x: dict, tokens: slice) -> dict:

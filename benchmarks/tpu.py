@@ -15,9 +15,7 @@ import tempfile
 import time
 
 from benchmarks.cases import Case
-
-# Peak clock in GHz and memory bandwidth in TB/s of one core.
-RATES = {"v5e": (1.5, 0.82), "v5p": (1.75, 2.77), "v6e": (1.75, 1.64), "tpu7x": (2.2, 3.69)}
+from chunkwise.shared.chips import CHIPS
 
 
 def _ours(case, implementation, T, backward, cu_seqlens):
@@ -124,7 +122,7 @@ def estimate(case: Case, implementation: str, chip: str, T: int, backward: bool,
 
 
 def _estimate(case, implementation, chip, T, backward, profile, folder) -> dict:
-    from chunkwise.shared import tpu
+    from chunkwise.shared.testing import tpu
 
     flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final.*"
     tpu.setup(flags + (f" --xla_jf_dump_static_llo_profile_to={folder}/profile" if profile else ""))
@@ -150,7 +148,7 @@ def _estimate(case, implementation, chip, T, backward, profile, folder) -> dict:
                     kernel += int(cycles)
                 else:
                     around += int(cycles)
-    clock, bandwidth = RATES[chip]
+    clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
     floor = case.bytes(T, jnp.bfloat16, backward) / bandwidth / 1e9
     time_ms = (kernel + around) / clock / 1e6
     return {

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.shared import tpu as compiler
+from chunkwise.shared.testing import tpu as compiler
 
 ROOT = Path(__file__).parents[1]
 

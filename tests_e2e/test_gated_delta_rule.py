@@ -11,8 +11,7 @@ from chunkwise.chunk_o import chunk_fwd_o
 from chunkwise.cumsum import chunk_local_cumsum
 from chunkwise.kkt import chunk_scaled_dot_kkt
 from chunkwise.pipeline import chunk_gated_delta_rule
-from chunkwise.shared.reference import reference
-from chunkwise.shared.testing import TOLERANCE, assert_close, boundaries, make_inputs
+from chunkwise.shared.testing import TOLERANCE, assert_close, boundaries, make_inputs, reference
 from chunkwise.solve_tril import solve_tril
 from chunkwise.wy_fast import recompute_w_u
 

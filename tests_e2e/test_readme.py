@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from chunkwise.shared import tpu
-from chunkwise.shared.testing import boundaries, make_inputs
+from chunkwise.shared.testing import boundaries, make_inputs, tpu
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

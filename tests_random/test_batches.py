@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from chunkwise import pipeline
 from chunkwise.pipeline.check import tolerance
-from chunkwise.shared.reference import reference
-from chunkwise.shared.testing import GATES, assert_close, boundaries, make_inputs, spoil_padding
+from chunkwise.shared.testing import GATES, assert_close, boundaries, make_inputs, reference, spoil_padding
 
 OPERATORS = ("gated_delta_rule", "kda", "gla", "simple_gla")
 

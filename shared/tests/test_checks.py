@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.shared import (
+from chunkwise.shared.operators import (
     check_array,
     check_chunk_size,
     check_cu_seqlens,

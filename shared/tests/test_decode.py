@@ -7,14 +7,14 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from chunkwise.shared import decode, decode_fits, token_by_token
-from chunkwise.shared.reference import reference
+from chunkwise.shared.operators import decode, decode_fits, token_by_token
 from chunkwise.shared.testing import (
     GRADIENT_TOLERANCE,
     TOLERANCE,
     assert_close,
     boundaries,
     make_inputs,
+    reference,
     spec,
     text_for_tpu,
 )

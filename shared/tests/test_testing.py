@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared import largest_divisor, pick_heads, split_gate, to_column
+from chunkwise.shared.kernels import largest_divisor, pick_heads, split_gate, to_column
 from chunkwise.shared.testing import (
     CASES,
     GATES,
@@ -16,7 +16,7 @@ from chunkwise.shared.testing import (
     numeric_gradients,
     spec,
 )
-from chunkwise.shared.tpu import CHIPS, compile_for, has_libtpu
+from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu
 
 
 def test_split_gate_is_exact():

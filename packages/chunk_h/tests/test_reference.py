@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
-from chunkwise.shared import stage_reference
-from chunkwise.shared.testing import CASES, Case, assert_close
+from chunkwise.shared.testing import CASES, Case, assert_close, stage_oracle
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
 TOLERANCE = 1e-6
@@ -20,7 +19,7 @@ def test_delta_rule(case, implementation):
     cut = dict(cu_seqlens=case.cu_seqlens, chunk_size=case.chunk_size)
     h, v_new, final = chunk_gated_delta_rule_fwd_h(k, w, u, g_cum, start, True, **cut, implementation=implementation)
     assert h.dtype == v_new.dtype == final.dtype == jnp.float32
-    expected_h, expected_v, expected_final = stage_reference.states(k, w, u, g_cum, start, **cut)
+    expected_h, expected_v, expected_final = stage_oracle.states(k, w, u, g_cum, start, **cut)
     assert_close("h", h, expected_h, TOLERANCE)
     case.assert_close("v_new", v_new, expected_v, TOLERANCE)
     assert_close("final_state", final, expected_final, TOLERANCE)
@@ -37,9 +36,9 @@ def gates(kind, x, case, cut):
     gamma = (
         -jnp.linspace(0.1, 30.0, case.HV) if kind == "strong_gamma" else jnp.log(1 - 2.0 ** -jnp.arange(5, 5 + case.HV))
     )
-    constant = stage_reference.cumsum(np.broadcast_to(gamma, x["g"].shape), **cut)
+    constant = stage_oracle.cumsum(np.broadcast_to(gamma, x["g"].shape), **cut)
     channels = -np.abs(np.random.default_rng(3).standard_normal((*x["g"].shape, case.K))) * 3
-    channels = stage_reference.cumsum(channels, **cut).astype(np.float32)
+    channels = stage_oracle.cumsum(channels, **cut).astype(np.float32)
     match kind:
         case "none":
             return {}, 0.0 * constant
@@ -65,7 +64,7 @@ def test_linear_attention(case, kind, implementation):
     k, v, start = x["k"], x["v"], x["initial_state"]
     h, final = chunk_fwd_h(k, v, **given, initial_state=start, output_final_state=True, **cut,
                            implementation=implementation)  # fmt: skip
-    expected_h, _, expected_final = stage_reference.states(k, None, v, g_cum, start, **cut)
+    expected_h, _, expected_final = stage_oracle.states(k, None, v, g_cum, start, **cut)
     assert_close("h", h, expected_h, TOLERANCE)
     assert_close("final_state", final, expected_final, TOLERANCE)
 
@@ -76,7 +75,7 @@ def test_without_states(implementation):
     x = case.arguments()
     args = [x[name] for name in ("k", "w", "u", "g_cum")]
     h, v_new, final = chunk_gated_delta_rule_fwd_h(*args, chunk_size=16, implementation=implementation)
-    expected_h, expected_v, _ = stage_reference.states(*args, chunk_size=16)
+    expected_h, expected_v, _ = stage_oracle.states(*args, chunk_size=16)
     assert final is None
     assert_close("h", h, expected_h, TOLERANCE)
     assert_close("v_new", v_new, expected_v, TOLERANCE)

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
-from chunkwise.shared import stage_reference
-from chunkwise.shared.reference import reference
 from chunkwise.shared.testing import (
     GRADIENT_TOLERANCE,
     TRANSFORMS,
@@ -19,6 +17,8 @@ from chunkwise.shared.testing import (
     assert_traced_once,
     assert_transform,
     boundaries,
+    reference,
+    stage_oracle,
 )
 
 NAMES = ("k", "w", "u", "g_cum", "initial_state")
@@ -46,7 +46,7 @@ def test_transform(transform, implementation):
 @pytest.mark.parametrize("lengths", [None, (1, 0, 17)], ids=["fixed", "packed"])
 def test_gradients(lengths, implementation):
     cut = dict(cu_seqlens=None if lengths is None else boundaries(*lengths))
-    definition = functools.partial(stage_reference.states, chunk_size=16, **cut)
+    definition = functools.partial(stage_oracle.states, chunk_size=16, **cut)
     x = arguments(HV=1) if lengths is None else arguments(HV=1, T=18, lengths=lengths)
     assert_gradients(run(implementation, **cut), definition, x)
 
@@ -60,7 +60,7 @@ def test_gradients_of_linear_attention(gate, implementation):
     args[gate] = x["g_cum"] if gate == "g_cum" else x["g_cum"][..., None] * (1 + x["k"] ** 2)
 
     def definition(k, v, initial_state, **gates):
-        h, _, final_state = stage_reference.states(k, None, v, *gates.values(), initial_state, 16)
+        h, _, final_state = stage_oracle.states(k, None, v, *gates.values(), initial_state, 16)
         return h, final_state
 
     linear = functools.partial(chunk_fwd_h, output_final_state=True, chunk_size=16, implementation=implementation)
@@ -80,7 +80,7 @@ def test_gradients_of_strong_constant_gates(kind, implementation):
     def loss(gamma):
         gates = dict(g_gamma=gamma)
         if kind == "channel":
-            local = jnp.asarray(stage_reference.cumsum(np.ones((1, 40, 3, 4)), chunk_size=16, **cut), jnp.float32)
+            local = jnp.asarray(stage_oracle.cumsum(np.ones((1, 40, 3, 4)), chunk_size=16, **cut), jnp.float32)
             gates = dict(gk_cum=gamma[:, None] * local)
         return jnp.sum(dht * chunk_fwd_h(k, v, **gates, initial_state=start, output_final_state=True, chunk_size=16,
                                          implementation=implementation, **cut)[1])  # fmt: skip

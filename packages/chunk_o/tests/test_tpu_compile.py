@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.chunk_o import chunk_fwd_o
-from chunkwise.shared import num_chunks
+from chunkwise.shared.kernels import num_chunks
 from chunkwise.shared.testing import spec
-from chunkwise.shared.tpu import CHIPS, compile_for, has_libtpu
+from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 

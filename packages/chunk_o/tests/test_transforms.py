@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.chunk_o import chunk_fwd_o
-from chunkwise.shared import stage_reference
 from chunkwise.shared.testing import (
     TRANSFORMS,
     Case,
@@ -16,6 +15,7 @@ from chunkwise.shared.testing import (
     assert_traced_once,
     assert_transform,
     boundaries,
+    stage_oracle,
 )
 
 NAMES = ("q", "k", "v", "h", "g_cum")
@@ -43,7 +43,7 @@ def test_gradients(lengths, implementation):
     cut = dict(cu_seqlens=None if lengths is None else boundaries(*lengths))
     x = arguments() if lengths is None else arguments(HV=1, T=18, lengths=lengths)
     x["scale"] = jnp.float32(0.7)
-    assert_gradients(run(implementation, **cut), functools.partial(stage_reference.output, chunk_size=16, **cut), x)
+    assert_gradients(run(implementation, **cut), functools.partial(stage_oracle.output, chunk_size=16, **cut), x)
 
 
 @both

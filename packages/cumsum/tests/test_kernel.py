@@ -7,7 +7,7 @@ import pytest
 from chunkwise.cumsum import Config, chunk_local_cumsum
 from chunkwise.cumsum.config import default_for
 from chunkwise.cumsum.kernel import cumsum_tile, launch
-from chunkwise.shared import emulate_mxu
+from chunkwise.shared.kernels import emulate_mxu
 from chunkwise.shared.testing import assert_close, error, text_for_tpu
 
 

@@ -9,13 +9,13 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.cumsum import chunk_local_cumsum
-from chunkwise.shared import stage_reference
 from chunkwise.shared.testing import (
     TRANSFORMS,
     assert_gradients,
     assert_traced_once,
     assert_transform,
     boundaries,
+    stage_oracle,
     text_for_tpu,
 )
 
@@ -41,7 +41,7 @@ def test_transform(transform, implementation):
 @pytest.mark.parametrize("lengths", [None, (1, 0, 17)], ids=["fixed", "packed"])
 def test_gradients(lengths, reverse, implementation):
     cut = dict(cu_seqlens=None if lengths is None else boundaries(*lengths), reverse=reverse)
-    definition = functools.partial(stage_reference.cumsum, chunk_size=16, **cut)
+    definition = functools.partial(stage_oracle.cumsum, chunk_size=16, **cut)
     assert_gradients(run(implementation, **cut), definition, dict(g=gates(1, 20, 2, 3)))
 
 

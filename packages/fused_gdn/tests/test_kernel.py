@@ -7,8 +7,7 @@ import pytest
 
 from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.fused_gdn import config as tiles
-from chunkwise.shared.reference import reference
-from chunkwise.shared.testing import GATES, TOLERANCE, assert_close, error, make_inputs
+from chunkwise.shared.testing import GATES, TOLERANCE, assert_close, error, make_inputs, reference
 
 pytestmark = pytest.mark.interpreted
 DTYPES = (jnp.float32, jnp.bfloat16)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from chunkwise.fused_gdn import fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.shared.inverse import unit_lower_inverse
-from chunkwise.shared.reference import reference
-from chunkwise.shared.testing import TOLERANCE, assert_close, make_inputs
+from chunkwise.shared.kernels import unit_lower_inverse
+from chunkwise.shared.testing import TOLERANCE, assert_close, make_inputs, reference
 
 
 @pytest.mark.parametrize("function", [fused_chunk_gated_delta_rule, recurrent_gated_delta_rule])

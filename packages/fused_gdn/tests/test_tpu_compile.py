@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.shared import tpu
+from chunkwise.shared.testing import tpu
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not tpu.has_libtpu(), reason="libtpu is not installed")]
 CHIPS = tuple(tpu.CHIPS)

@@ -9,13 +9,13 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule
-from chunkwise.shared.reference import reference
 from chunkwise.shared.testing import (
     GATE_GRADIENT_TOLERANCE,
     GRADIENT_TOLERANCE,
     TOLERANCE,
     assert_close,
     make_inputs,
+    reference,
     text_for_tpu,
 )
 

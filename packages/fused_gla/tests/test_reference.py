@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from chunkwise.fused_gla import fused_chunk_gla, recurrent_gla, recurrent_simple_gla
-from chunkwise.shared.reference import reference
-from chunkwise.shared.testing import GATES, assert_close, boundaries, make_inputs
+from chunkwise.shared.testing import GATES, assert_close, boundaries, make_inputs, reference
 
 OUTPUT = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}
 # Gates that only say "forget everything", on every seventh token.

@@ -6,7 +6,7 @@ import pytest
 
 from chunkwise.fused_gla import fused_chunk_gla
 from chunkwise.shared.testing import spec
-from chunkwise.shared.tpu import CHIPS, compile_for, has_libtpu, kernel_products
+from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu, kernel_products
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 

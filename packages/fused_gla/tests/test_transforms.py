@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.fused_gla import fused_chunk_gla, recurrent_simple_gla
-from chunkwise.shared.reference import reference
 from chunkwise.shared.testing import (
     TRANSFORMS,
     assert_close,
@@ -17,6 +16,7 @@ from chunkwise.shared.testing import (
     assert_transform,
     boundaries,
     make_inputs,
+    reference,
     text_for_tpu,
 )
 

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from chunkwise.kda import fused_chunk_kda, tile
-from chunkwise.shared import LOG2_E
+from chunkwise.shared.kernels import LOG2_E
 from chunkwise.shared.testing import assert_close, make_inputs, text_for_tpu
 
 

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from chunkwise.kda import fused_chunk_kda, recurrent_kda
-from chunkwise.shared.reference import reference
-from chunkwise.shared.testing import assert_close, boundaries, make_inputs
+from chunkwise.shared.testing import assert_close, boundaries, make_inputs, reference
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
 T, HALF = 42, 21  # lengths and options that the tests share, because a program is compiled once for them

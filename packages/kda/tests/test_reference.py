@@ -7,7 +7,6 @@ import pytest
 
 from chunkwise.kda import Config, fused_chunk_kda, kernel, recurrent_kda
 from chunkwise.kda.config import default_for
-from chunkwise.shared.reference import reference
 from chunkwise.shared.testing import (
     GATE_GRADIENT_TOLERANCE,
     GATES,
@@ -16,6 +15,7 @@ from chunkwise.shared.testing import (
     assert_close,
     boundaries,
     make_inputs,
+    reference,
     spoil_padding,
 )
 

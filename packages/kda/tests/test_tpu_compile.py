@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from chunkwise.kda import fused_chunk_kda, recurrent_kda
 from chunkwise.shared.testing import spec
-from chunkwise.shared.tpu import CHIPS, compile_for, has_libtpu
+from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 
@@ -85,7 +85,7 @@ def test_decode_in_place(K, V, chip):
 
 def test_compiles_under_shard_map():
     """Batch rows over the chips of a topology, forward and backward, with the default check of varying axes."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS["v6e"])
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS["v6e"].topology)
     mesh = Mesh(np.array(topology.devices), ("data",), axis_types=(AxisType.Auto,))
     rows = PartitionSpec("data")
 

@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.kda import fused_chunk_kda
-from chunkwise.shared.reference import reference
 from chunkwise.shared.testing import (
     GRADIENT_TOLERANCE,
     assert_close,
@@ -16,6 +15,7 @@ from chunkwise.shared.testing import (
     assert_transform,
     boundaries,
     make_inputs,
+    reference,
     text_for_tpu,
 )
 

@@ -5,7 +5,7 @@ import pytest
 
 from chunkwise.kkt import chunk_scaled_dot_kkt
 from chunkwise.shared.testing import spec
-from chunkwise.shared.tpu import CHIPS, compile_for, has_libtpu
+from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 

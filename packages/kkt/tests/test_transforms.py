@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.kkt import chunk_scaled_dot_kkt
-from chunkwise.shared import stage_reference
 from chunkwise.shared.testing import (
     TRANSFORMS,
     Case,
@@ -16,6 +15,7 @@ from chunkwise.shared.testing import (
     assert_traced_once,
     assert_transform,
     boundaries,
+    stage_oracle,
     text_for_tpu,
 )
 
@@ -41,7 +41,7 @@ def test_transform(transform, implementation):
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_gradients(implementation, lengths):
     cu_seqlens = None if lengths is None else boundaries(*lengths)
-    definition = functools.partial(stage_reference.kkt, chunk_size=16, cu_seqlens=cu_seqlens)
+    definition = functools.partial(stage_oracle.kkt, chunk_size=16, cu_seqlens=cu_seqlens)
     assert_gradients(run(implementation, cu_seqlens), definition, arguments())
 
 

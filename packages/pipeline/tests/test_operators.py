@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from chunkwise import pipeline
-from chunkwise.shared.reference import reference
-from chunkwise.shared.testing import GRADIENT_TOLERANCE, TOLERANCE, assert_close, make_inputs, spoil_padding
+from chunkwise.shared.testing import GRADIENT_TOLERANCE, TOLERANCE, assert_close, make_inputs, reference, spoil_padding
 
 IMPLEMENTATIONS = ("xla", "staged", "fused")
 OPERATORS = ("gated_delta_rule", "kda", "gla", "simple_gla")

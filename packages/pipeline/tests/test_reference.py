@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.shared.reference import reference
-from chunkwise.shared.testing import GATES, TOLERANCE, assert_close, make_inputs
+from chunkwise.shared.testing import GATES, TOLERANCE, assert_close, make_inputs, reference
 
 IMPLEMENTATIONS = ("xla", "staged")
 PACKED = jnp.array([0, 1, 1, 36, 69, 69, 133, 140], jnp.int32)  # 1 token, empty ones, tails, 7 tokens of padding

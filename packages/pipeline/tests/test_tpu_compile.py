@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from chunkwise import pipeline
 from chunkwise.pipeline import chunk_gated_delta_rule
-from chunkwise.shared import tpu
+from chunkwise.shared.testing import tpu
 
 pytestmark = pytest.mark.tpu
 

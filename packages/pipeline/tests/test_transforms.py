@@ -10,13 +10,13 @@ from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise import pipeline
 from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.shared.reference import reference
 from chunkwise.shared.testing import (
     GATE_GRADIENT_TOLERANCE,
     GRADIENT_TOLERANCE,
     TOLERANCE,
     assert_close,
     make_inputs,
+    reference,
     text_for_tpu,
 )
 

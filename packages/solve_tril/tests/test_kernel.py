@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared import stage_reference
-from chunkwise.shared.inverse import unit_lower_inverse
-from chunkwise.shared.testing import Case, error, make_inputs, text_for_tpu
+from chunkwise.shared.kernels import unit_lower_inverse
+from chunkwise.shared.testing import Case, error, make_inputs, stage_oracle, text_for_tpu
 from chunkwise.solve_tril import Config, solve_tril
 from chunkwise.solve_tril.kernel import solve_tile
 
@@ -21,7 +20,7 @@ def repeated_keys(C, beta):
     """Return A [1, C, C] of a chunk of one token, with noise of 1e-3 on the keys, and its inverse."""
     x = make_inputs(T=C, K=64, gate="zero", repeat_key=True, beta=beta, seed=1)
     noise = make_inputs(T=C, K=64, seed=2)["k"]
-    A = jnp.asarray(stage_reference.kkt(x["k"] + 1e-3 * noise, x["beta"], x["g"], C), jnp.float32)[:, :, 0]
+    A = jnp.asarray(stage_oracle.kkt(x["k"] + 1e-3 * noise, x["beta"], x["g"], C), jnp.float32)[:, :, 0]
     return A, np.linalg.inv(np.eye(C) + np.asarray(A, np.float64))
 
 

@@ -3,8 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.shared import stage_reference
-from chunkwise.shared.testing import CASES, Case, assert_close, make_inputs
+from chunkwise.shared.testing import CASES, Case, assert_close, make_inputs, stage_oracle
 from chunkwise.solve_tril import solve_tril
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
@@ -16,7 +15,7 @@ def test_definition(case, implementation):
     A = case.arguments()["A"]
     A_inv = solve_tril(A, case.cu_seqlens, implementation=implementation)
     assert A_inv.dtype == jnp.float32
-    case.assert_close("A_inv", A_inv, stage_reference.inverse(A, case.cu_seqlens))
+    case.assert_close("A_inv", A_inv, stage_oracle.inverse(A, case.cu_seqlens))
 
 
 @both
@@ -25,10 +24,10 @@ def test_definition(case, implementation):
 def test_one_key_for_all_tokens(beta, chunk_size, implementation):
     # The worst case of the delta rule, and what any repeated word comes close to.
     x = make_inputs(T=chunk_size, K=16, gate="zero", repeat_key=True, beta=beta)
-    A = jnp.asarray(stage_reference.kkt(x["k"], x["beta"], x["g"], chunk_size), jnp.float32)
+    A = jnp.asarray(stage_oracle.kkt(x["k"], x["beta"], x["g"], chunk_size), jnp.float32)
     A_inv = solve_tril(A, implementation=implementation)
     # At beta = 1.9 the condition number is 3,000 and the rounding of the first products alone costs 2e-6.
-    assert_close("A_inv", A_inv, stage_reference.inverse(A), 1e-6 if beta == 1.0 else 5e-6)
+    assert_close("A_inv", A_inv, stage_oracle.inverse(A), 1e-6 if beta == 1.0 else 5e-6)
 
 
 @both
@@ -47,4 +46,4 @@ def test_entries_on_and_above_the_diagonal_are_not_read(chunk_size, implementati
 def test_narrow_types_are_widened(implementation):
     A = Case(T=20, K=8, chunk_size=16).arguments()["A"].astype(jnp.bfloat16)
     A_inv = solve_tril(A, implementation=implementation)
-    assert_close("A_inv", A_inv, stage_reference.inverse(A), 1e-6)
+    assert_close("A_inv", A_inv, stage_oracle.inverse(A), 1e-6)

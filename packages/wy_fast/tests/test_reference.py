@@ -3,8 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.shared import stage_reference
-from chunkwise.shared.testing import CASES, Case
+from chunkwise.shared.testing import CASES, Case, stage_oracle
 from chunkwise.wy_fast import recompute_w_u
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
@@ -18,7 +17,7 @@ def test_definition(case, implementation):
     w, u = recompute_w_u(*args, case.cu_seqlens, implementation=implementation)
     # Whatever the inputs are: u - w S cancels where keys repeat.
     assert w.dtype == u.dtype == jnp.float32
-    for name, got, want in zip("wu", (w, u), stage_reference.w_u(*args, case.cu_seqlens), strict=True):
+    for name, got, want in zip("wu", (w, u), stage_oracle.w_u(*args, case.cu_seqlens), strict=True):
         case.assert_close(name, got, want)
 
 
@@ -28,7 +27,7 @@ def test_strong_gates_per_channel(implementation):
     x = case.arguments()
     args = [*(x[name] for name in ("k", "v", "beta", "A_inv")), case.channel_gates(), case.cu_seqlens]
     got = recompute_w_u(*args, implementation=implementation)
-    for name, y, want in zip("wu", got, stage_reference.w_u(*args), strict=True):
+    for name, y, want in zip("wu", got, stage_oracle.w_u(*args), strict=True):
         case.assert_close(name, y, want)
 
 
@@ -38,5 +37,5 @@ def test_without_gate(implementation):
     x = case.arguments()
     args = [x[name] for name in ("k", "v", "beta", "A_inv")]
     got = recompute_w_u(*args, implementation=implementation)
-    for name, y, want in zip("wu", got, stage_reference.w_u(*args, jnp.zeros_like(x["g"])), strict=True):
+    for name, y, want in zip("wu", got, stage_oracle.w_u(*args, jnp.zeros_like(x["g"])), strict=True):
         case.assert_close(name, y, want)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from chunkwise.shared import stage_reference
 from chunkwise.shared.testing import (
     TRANSFORMS,
     Case,
@@ -15,6 +14,7 @@ from chunkwise.shared.testing import (
     assert_traced_once,
     assert_transform,
     boundaries,
+    stage_oracle,
     text_for_tpu,
 )
 from chunkwise.wy_fast import recompute_w_u
@@ -40,7 +40,7 @@ def test_transform(transform, implementation):
 def test_gradients(lengths, implementation):
     cut = dict(cu_seqlens=None if lengths is None else boundaries(*lengths))
     run = functools.partial(recompute_w_u, implementation=implementation, **cut)
-    assert_gradients(run, functools.partial(stage_reference.w_u, **cut), arguments(T=17, HV=1, V=1))
+    assert_gradients(run, functools.partial(stage_oracle.w_u, **cut), arguments(T=17, HV=1, V=1))
 
 
 @both

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from chunkwise.chunk_h import config as tiles
 from chunkwise.chunk_h import kernel, vjp, xla
-from chunkwise.shared import (
-    Chunking,
+from chunkwise.shared.compat import vary_alike
+from chunkwise.shared.kernels import Chunking
+from chunkwise.shared.operators import (
     check,
     check_array,
     check_chunk_size,
@@ -17,7 +18,6 @@ from chunkwise.shared import (
     check_heads,
     check_initial_state,
     choose_implementation,
-    vary_alike,
 )
 
 

@@ -12,13 +12,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.chunk_h.config import Config
-from chunkwise.shared import (
+from chunkwise.shared.compat import out_struct
+from chunkwise.shared.kernels import (
     dot,
     dot_tn,
     gate_kind,
     head_block,
     last_valid,
-    out_struct,
     pallas_call,
     per_channel,
     repeat_heads,

@@ -15,13 +15,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.chunk_h.config import Config
 from chunkwise.chunk_h.kernel import RESTART, Operands, Table, decays_tile, suffix
-from chunkwise.shared import (
+from chunkwise.shared.compat import out_struct
+from chunkwise.shared.kernels import (
     dot,
     dot_nt,
     dot_tn,
     gate_gradient,
     head_block,
-    out_struct,
     pallas_call,
     per_channel,
     repeat_heads,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.chunk_h.kernel import RESTART, UNUSED, Table, new_values_tile, next_state_tile
-from chunkwise.shared import varying_zeros
+from chunkwise.shared.compat import varying_zeros
 
 
 def end_decays(g: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from chunkwise.chunk_o import config as tiles
 from chunkwise.chunk_o import vjp, xla
-from chunkwise.shared import (
-    Chunking,
+from chunkwise.shared.compat import vary_alike
+from chunkwise.shared.kernels import Chunking, decay_from_start, decayed_scores, num_chunks, scaled, split_scale
+from chunkwise.shared.operators import (
     check_array,
     check_chunk_size,
     check_cu_seqlens,
@@ -16,12 +17,6 @@ from chunkwise.shared import (
     check_heads,
     check_scale,
     choose_implementation,
-    decay_from_start,
-    decayed_scores,
-    num_chunks,
-    scaled,
-    split_scale,
-    vary_alike,
 )
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.chunk_o.config import Config
-from chunkwise.shared import decay_from_start, decayed_scores, dot, gate_kind, map_chunks, repeat_heads
+from chunkwise.shared.kernels import decay_from_start, decayed_scores, dot, gate_kind, map_chunks, repeat_heads
 
 
 def output_tile(q, k, v, h, from_start, scores, scale):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.chunk_o.config import Config
-from chunkwise.shared import (
+from chunkwise.shared.kernels import (
     decay_from_start,
     decayed_scores,
     decayed_scores_bwd,

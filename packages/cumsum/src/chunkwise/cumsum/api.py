@@ -7,15 +7,9 @@ import jax.numpy as jnp
 
 from chunkwise.cumsum import config as tiles
 from chunkwise.cumsum import kernel, xla
-from chunkwise.shared import (
-    Chunking,
-    check,
-    check_array,
-    check_chunk_size,
-    check_cu_seqlens,
-    choose_implementation,
-    vary_alike,
-)
+from chunkwise.shared.compat import vary_alike
+from chunkwise.shared.kernels import Chunking
+from chunkwise.shared.operators import check, check_array, check_chunk_size, check_cu_seqlens, choose_implementation
 
 
 def chunk_local_cumsum(
@@ -37,8 +31,8 @@ def chunk_local_cumsum(
 
     Args:
       g: log decays [B, T, H] or [B, T, H, K] in nats, finite, float32, bfloat16 or float16. Gates that only say "forget
-        everything", -1e9 or -inf, should pass `chunkwise.shared.clip_gate` before: a sum with them in it has no digits
-        left for the others.
+        everything", -1e9 or -inf, should pass `chunkwise.shared.kernels.clip_gate` before: a sum that contains them has
+        no digits left for the others.
       chunk_size: C, one of 16, 32, 64, 128; static.
       reverse: sum from the end of the chunk; static.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.

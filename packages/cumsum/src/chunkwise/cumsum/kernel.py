@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from chunkwise.cumsum.config import Config
-from chunkwise.shared import column_index, dot, out_struct, pallas_call, row_index
+from chunkwise.shared.compat import out_struct
+from chunkwise.shared.kernels import column_index, dot, pallas_call, row_index
 
 
 def cumsum_tile(g, reverse: bool):

@@ -10,8 +10,9 @@ from chunkwise.fused_gdn import config as tiles
 from chunkwise.fused_gdn import kernel, kernel_bwd, xla
 from chunkwise.fused_gdn.kernel import Options
 from chunkwise.fused_gdn.tile import Shape
-from chunkwise.shared import (
-    Chunking,
+from chunkwise.shared.compat import vary_alike
+from chunkwise.shared.kernels import Chunking, operand_dtype, pad_lanes, pad_tokens, pieces, scaled, split_scale
+from chunkwise.shared.operators import (
     check,
     check_chunk_size,
     check_delta_rule,
@@ -21,14 +22,7 @@ from chunkwise.shared import (
     choose_implementation,
     decode,
     decode_fits,
-    operand_dtype,
-    pad_tokens,
-    pieces,
-    scaled,
-    split_scale,
-    vary_alike,
 )
-from chunkwise.shared.packed import pad_lanes
 
 # The kernels keep whole states of a head in fast memory.
 MOST_CHANNELS = 256

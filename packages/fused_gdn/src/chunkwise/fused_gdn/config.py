@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from chunkwise.shared.packed import LANES, packing
+from chunkwise.shared.kernels import LANES, packing
 
 VMEM_BUDGET = 40 * 2**20
 

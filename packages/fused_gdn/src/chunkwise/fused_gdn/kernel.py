@@ -12,7 +12,7 @@ P of a chunk, and X as far as it takes no products, are made in the step before 
 With bfloat16 tensors S enters its products as bfloat16: what rounding misses of S stays in S. X, P, R and W must not be
 rounded so: where keys repeat they oscillate, and the sums over them cancel. They keep 16 bits, as two bfloat16 parts.
 
-The matrices of p heads lie side by side in the lanes ("packed", see chunkwise.shared.packed): n = heads / p packs.
+The matrices of p heads lie side by side in the lanes ("packed", see shared.kernels.packed): n = heads / p packs.
 """
 
 from typing import NamedTuple
@@ -36,9 +36,19 @@ from chunkwise.fused_gdn.tile import (
     scores,
     write_state,
 )
-from chunkwise.shared import clip_gate, l2norm, named, out_struct, pallas_call
-from chunkwise.shared.inverse import begin_inverse, ladder, strip_rows
-from chunkwise.shared.packed import lanes, multiply_packed, parts
+from chunkwise.shared.compat import out_struct
+from chunkwise.shared.kernels import (
+    begin_inverse,
+    clip_gate,
+    l2norm,
+    ladder,
+    lanes,
+    multiply_packed,
+    named,
+    pallas_call,
+    parts,
+    strip_rows,
+)
 
 # Heads that take the state through a chunk together: the products of one stage of theirs hide the latency of another.
 STAGE = 8
@@ -54,7 +64,7 @@ class Options(NamedTuple):
 
     Attributes:
       T: tokens; the last chunk may hold fewer than C.
-      pieces: a step is a piece of a chunk instead of a chunk (`chunkwise.shared.Pieces`).
+      pieces: a step is a piece of a chunk instead of a chunk (`chunkwise.shared.operators.Pieces`).
       normalise: apply the l2 norm to q and k.
       scale: multiplies q.
     """

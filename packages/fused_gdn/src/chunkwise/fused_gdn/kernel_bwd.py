@@ -44,8 +44,23 @@ from chunkwise.fused_gdn.tile import (
     read_state,
     scores,
 )
-from chunkwise.shared import dot, dot_nt, dot_tn, l2norm_gradient, named, out_struct, pallas_call
-from chunkwise.shared.packed import LANES, apply_transposed, lanes, outer, parts, rows, side_lanes, split_lanes
+from chunkwise.shared.compat import out_struct
+from chunkwise.shared.kernels import (
+    LANES,
+    apply_transposed,
+    dot,
+    dot_nt,
+    dot_tn,
+    l2norm_gradient,
+    lanes,
+    named,
+    outer,
+    pallas_call,
+    parts,
+    rows,
+    side_lanes,
+    split_lanes,
+)
 
 
 def lane_sums(x: jax.Array, w: int, dtype) -> jax.Array:

@@ -2,7 +2,7 @@
 
 Heads of a grid step, the gates of a chunk and how the state enters and leaves its rows, scores, and products with the
 state. Tiles are [heads, C, width]; the [C, C] matrices of p heads lie side by side in the lanes ("packed", see
-chunkwise.shared.packed): n = heads / p packs [n, C, p C]. Values per token, [C, heads], become packed columns and rows.
+shared.kernels.packed): n = heads / p packs [n, C, p C]. Values per token, [C, heads], become packed columns and rows.
 """
 
 import functools
@@ -12,8 +12,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared import LOG2_E, bf16_parts, dot, dot_nt, dot_tn, split_gate, to_column
-from chunkwise.shared.packed import block_of, lane_index, lanes, parts, rotate, rows, side_lanes, split_lanes
+from chunkwise.shared.kernels import (
+    LOG2_E,
+    bf16_parts,
+    block_of,
+    dot,
+    dot_nt,
+    dot_tn,
+    lane_index,
+    lanes,
+    parts,
+    rotate,
+    rows,
+    side_lanes,
+    split_gate,
+    split_lanes,
+    to_column,
+)
 
 # 2 to its power is zero, and it can be added to without overflow.
 NEVER = -1e30

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from chunkwise.shared import (
+from chunkwise.shared.compat import varying_zeros
+from chunkwise.shared.kernels import (
     Chunking,
-    block_inverse,
     clip_gate,
     column_index,
     dot,
@@ -31,10 +31,9 @@ from chunkwise.shared import (
     split_gate,
     stream_masks,
     strictly_lower,
-    unit_rows,
-    varying_zeros,
     zero_padding,
 )
+from chunkwise.shared.operators import block_inverse, unit_rows
 
 # Products inside a chunk cost C per token, steps of the scan and states that the backward keeps 1 / C: see
 # docs/performance.md.

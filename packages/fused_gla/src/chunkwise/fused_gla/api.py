@@ -7,7 +7,9 @@ import jax.numpy as jnp
 
 from chunkwise.fused_gla import vjp, xla
 from chunkwise.fused_gla.config import Config, default_for
-from chunkwise.shared import (
+from chunkwise.shared.compat import vary_alike
+from chunkwise.shared.kernels import clip_gate, operand_dtype, scaled, split_scale
+from chunkwise.shared.operators import (
     check,
     check_array,
     check_chunk_size,
@@ -15,11 +17,6 @@ from chunkwise.shared import (
     check_initial_state,
     check_scale,
     choose_implementation,
-    clip_gate,
-    operand_dtype,
-    scaled,
-    split_scale,
-    vary_alike,
 )
 
 

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from chunkwise.shared import largest_divisor
-from chunkwise.shared.launch import VMEM_LIMIT_BYTES
-from chunkwise.shared.packed import pad_lanes
+from chunkwise.shared.chips import VMEM_LIMIT_BYTES
+from chunkwise.shared.kernels import largest_divisor, pad_lanes
 
 _BUDGET_BYTES = 32 * 2**20
 # Nearly all of what a launch may take: twice the heads halve the cost of filling and draining the pipeline.

@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gla import tiles
-from chunkwise.shared import clip_gate, dot, out_struct, pallas_call, to_column
+from chunkwise.shared.compat import out_struct
+from chunkwise.shared.kernels import clip_gate, dot, pallas_call, to_column
 
 
 class Operands(NamedTuple):

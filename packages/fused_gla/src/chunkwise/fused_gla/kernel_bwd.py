@@ -14,7 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gla import tiles
 from chunkwise.fused_gla.kernel import Chunk, Inputs, Operands, Shape, constant_decays, fetch_state, put_state
-from chunkwise.shared import dot_nt, dot_tn, out_struct, strictly_lower
+from chunkwise.shared.compat import out_struct
+from chunkwise.shared.kernels import dot_nt, dot_tn, strictly_lower
 
 # Heads that the backward takes in lock-step, and how many such groups it starts before it finishes the first.
 PAIR, AHEAD = 2, 2

@@ -3,7 +3,7 @@
 import jax
 
 from chunkwise.fused_gla.api import check_arguments, total_gate
-from chunkwise.shared import check_array, choose_implementation, token_by_token
+from chunkwise.shared.operators import check_array, choose_implementation, token_by_token
 
 
 def recurrent_simple_gla(

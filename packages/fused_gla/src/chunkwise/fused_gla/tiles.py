@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared import (
+from chunkwise.shared.kernels import (
     bf16_parts,
     column_index,
     dot,
@@ -25,11 +25,11 @@ from chunkwise.shared import (
     dot_tn,
     lower,
     masked_exp,
+    part_pairs,
     per_channel,
     row_index,
     strictly_lower,
 )
-from chunkwise.shared.packed import part_pairs
 
 
 class Decays(NamedTuple):

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from chunkwise.fused_gla import kernel, kernel_bwd
-from chunkwise.shared import clip_gate, largest_divisor, operand_dtype, unless_unread
-from chunkwise.shared.packed import pad_lanes
+from chunkwise.shared.kernels import clip_gate, largest_divisor, operand_dtype, pad_lanes, unless_unread
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

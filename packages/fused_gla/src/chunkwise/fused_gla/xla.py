@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.fused_gla import tiles
-from chunkwise.shared import Chunking, dot, stream_masks, varying_zeros, zero_padding
+from chunkwise.shared.compat import varying_zeros
+from chunkwise.shared.kernels import Chunking, dot, stream_masks, zero_padding
 
 
 def gla(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, C):

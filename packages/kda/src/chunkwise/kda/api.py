@@ -9,8 +9,18 @@ import jax.numpy as jnp
 from chunkwise.kda import config as tiles
 from chunkwise.kda import kernel, tile, xla
 from chunkwise.kda.vjp import fused
-from chunkwise.shared import (
+from chunkwise.shared.compat import vary_alike
+from chunkwise.shared.kernels import (
     Chunking,
+    l2norm,
+    operand_dtype,
+    pad_lanes,
+    scaled,
+    split_scale,
+    stream_masks,
+    zero_padding,
+)
+from chunkwise.shared.operators import (
     check,
     check_chunk_size,
     check_delta_rule,
@@ -20,15 +30,7 @@ from chunkwise.shared import (
     choose_implementation,
     decode,
     decode_fits,
-    l2norm,
-    operand_dtype,
-    scaled,
-    split_scale,
-    stream_masks,
-    vary_alike,
-    zero_padding,
 )
-from chunkwise.shared.packed import pad_lanes
 
 _IMPLEMENTATIONS = ("pallas", "xla")
 # The kernels keep whole states of a head in fast memory.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from chunkwise.shared import pick_heads
+from chunkwise.shared.kernels import pick_heads
 
 
 @dataclass(frozen=True)

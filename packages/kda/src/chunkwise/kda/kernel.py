@@ -13,7 +13,7 @@ the two halves of a step do not wait for one another. With bfloat16 tensors S an
 enter their products as bfloat16. X, P, R, W and the decayed keys as columns must not be rounded so: where keys repeat,
 W oscillates and the sums over it cancel. They keep 16 bits, as two bfloat16 parts.
 
-The [C, C] matrices of p heads lie side by side in the lanes ("packed", see chunkwise.shared.packed).
+The [C, C] matrices of p heads lie side by side in the lanes ("packed", see shared.kernels.packed).
 """
 
 from collections.abc import Iterator
@@ -27,30 +27,30 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import tile
 from chunkwise.kda.config import Config
-from chunkwise.shared import (
+from chunkwise.shared.compat import out_struct
+from chunkwise.shared.kernels import (
+    LANES,
     LOG2_E,
+    begin_inverse,
     dot_nt,
     dot_tn,
     l2norm,
-    named,
-    operand_dtype,
-    out_struct,
-    pallas_call,
-    to_column,
-)
-from chunkwise.shared.inverse import begin_inverse, ladder, strip_rows
-from chunkwise.shared.packed import (
-    LANES,
+    ladder,
     lanes,
     multiply_packed,
+    named,
+    operand_dtype,
     pack_members,
     packing,
+    pallas_call,
     part_pairs,
     parts,
     place_tiles,
     rows,
     side_lanes,
     split_lanes,
+    strip_rows,
+    to_column,
 )
 
 # Heads that take the state through a chunk together.

@@ -35,22 +35,28 @@ from chunkwise.kda.kernel import (
     store_block_decays,
     take_heads,
 )
-from chunkwise.shared import (
+from chunkwise.shared.compat import out_struct
+from chunkwise.shared.kernels import (
+    apply_transposed,
     bf16_parts,
     column_index,
     dot,
     dot_nt,
     dot_tn,
     l2norm_gradient,
+    lanes,
+    multiply_packed,
     named,
     operand_dtype,
-    out_struct,
+    outer,
     pallas_call,
+    parts,
     row_index,
+    rows,
+    side_lanes,
     to_column,
     to_row,
 )
-from chunkwise.shared.packed import apply_transposed, lanes, multiply_packed, outer, parts, rows, side_lanes
 
 
 def pair_table(C: int, base: int) -> np.ndarray:

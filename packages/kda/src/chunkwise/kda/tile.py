@@ -15,8 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared import LOG2_E, dot_nt, last_valid, operand_dtype, to_column
-from chunkwise.shared.packed import lanes, pack_members, parts, rotate, rows
+from chunkwise.shared.kernels import (
+    LOG2_E,
+    dot_nt,
+    lanes,
+    last_valid,
+    operand_dtype,
+    pack_members,
+    parts,
+    rotate,
+    rows,
+    to_column,
+)
 
 # Rows of one vector register: blocks of so many rows are taken apart and put together for free.
 SUBLANES = 8

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.kda import tile
-from chunkwise.shared import LOG2_E, dot, dot_nt, dot_tn, strictly_lower, varying_zeros
+from chunkwise.shared.compat import varying_zeros
+from chunkwise.shared.kernels import LOG2_E, dot, dot_nt, dot_tn, strictly_lower
 
 # Blocks of so many rows take all their levels as masked products; larger levels multiply only the pairs that exist.
 _BASE = 16

@@ -6,15 +6,15 @@ import jax
 
 from chunkwise.kkt import config as tiles
 from chunkwise.kkt import vjp, xla
-from chunkwise.shared import (
-    Chunking,
+from chunkwise.shared.compat import vary_alike
+from chunkwise.shared.kernels import Chunking
+from chunkwise.shared.operators import (
     check_array,
     check_chunk_size,
     check_cu_seqlens,
     check_gates,
     check_heads,
     choose_implementation,
-    vary_alike,
 )
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.kkt.config import Config
-from chunkwise.shared import decayed_scores, gate_kind, map_chunks, to_column
+from chunkwise.shared.kernels import decayed_scores, gate_kind, map_chunks, to_column
 
 
 def kkt_tile(k, beta, g):

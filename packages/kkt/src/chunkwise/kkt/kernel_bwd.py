@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.kkt.config import Config
-from chunkwise.shared import (
+from chunkwise.shared.kernels import (
     decayed_scores,
     decayed_scores_bwd,
     gate_kind,

@@ -17,10 +17,9 @@ from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
 from chunkwise.chunk_o import chunk_fwd_o
 from chunkwise.cumsum import chunk_local_cumsum
 from chunkwise.kkt import chunk_scaled_dot_kkt
-from chunkwise.shared import stage_reference as exact
 from chunkwise.shared import testing
-from chunkwise.shared.reference import reference
-from chunkwise.shared.testing import Case
+from chunkwise.shared.testing import Case, reference
+from chunkwise.shared.testing import stage_oracle as exact
 from chunkwise.solve_tril import solve_tril
 from chunkwise.wy_fast import recompute_w_u
 

@@ -1,6 +1,6 @@
 """The names of the implementations, and which of them None means."""
 
-from chunkwise.shared import choose_implementation
+from chunkwise.shared.operators import choose_implementation
 
 IMPLEMENTATIONS = ("xla", "staged", "fused")
 

@@ -27,9 +27,8 @@ from chunkwise.cumsum import chunk_local_cumsum
 from chunkwise.kkt import chunk_scaled_dot_kkt
 from chunkwise.pipeline.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.pipeline.tables import make_console, make_progress, make_table
-from chunkwise.shared import stage_reference as exact
-from chunkwise.shared.reference import reference
-from chunkwise.shared.testing import TOLERANCE, error
+from chunkwise.shared.testing import TOLERANCE, error, reference
+from chunkwise.shared.testing import stage_oracle as exact
 from chunkwise.solve_tril import solve_tril
 from chunkwise.wy_fast import recompute_w_u
 

@@ -6,12 +6,7 @@ from chunkwise import fused_gdn
 from chunkwise.fused_gdn.api import MOST_CHANNELS
 from chunkwise.pipeline import staged
 from chunkwise.pipeline.choice import choose, choose_recurrent
-from chunkwise.shared import (
-    check_chunk_size,
-    check_delta_rule,
-    check_initial_state,
-    check_scale,
-)
+from chunkwise.shared.operators import check_chunk_size, check_delta_rule, check_initial_state, check_scale
 
 
 def chunk_gated_delta_rule(

@@ -5,7 +5,7 @@ import jax
 from chunkwise import fused_gla
 from chunkwise.pipeline import staged
 from chunkwise.pipeline.choice import choose, choose_recurrent
-from chunkwise.shared import check_array, check_chunk_size, check_cu_seqlens, check_initial_state, check_scale
+from chunkwise.shared.operators import check_array, check_chunk_size, check_cu_seqlens, check_initial_state, check_scale
 
 
 def _run(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens, chunk_size, implementation):

@@ -9,7 +9,7 @@ import jax
 import chunkwise
 from chunkwise.pipeline.check import OPERATORS, STAGES
 from chunkwise.pipeline.choice import choose
-from chunkwise.shared import choose_implementation
+from chunkwise.shared.operators import choose_implementation
 
 LIBRARIES = ("jax", "jaxlib", "libtpu", "numpy")
 

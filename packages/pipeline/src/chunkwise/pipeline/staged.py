@@ -9,7 +9,8 @@ from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
 from chunkwise.chunk_o import chunk_fwd_o
 from chunkwise.cumsum import chunk_local_cumsum
 from chunkwise.kkt import chunk_scaled_dot_kkt
-from chunkwise.shared import clip_gate, unit_rows
+from chunkwise.shared.kernels import clip_gate
+from chunkwise.shared.operators import unit_rows
 from chunkwise.solve_tril import solve_tril
 from chunkwise.wy_fast import recompute_w_u
 

@@ -5,14 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared import (
-    Chunking,
-    check,
-    check_array,
-    check_cu_seqlens,
-    choose_implementation,
-)
-from chunkwise.shared.checks import CHUNK_SIZES
+from chunkwise.shared.kernels import Chunking
+from chunkwise.shared.operators import CHUNK_SIZES, check, check_array, check_cu_seqlens, choose_implementation
 from chunkwise.solve_tril import config as tiles
 from chunkwise.solve_tril import vjp, xla
 

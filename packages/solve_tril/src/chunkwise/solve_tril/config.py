@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from chunkwise.shared import largest_divisor
+from chunkwise.shared.kernels import largest_divisor
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from chunkwise.shared import out_struct, pallas_call
-from chunkwise.shared.inverse import unit_lower_inverse
-from chunkwise.shared.packed import packing, side_lanes, split_lanes
+from chunkwise.shared.compat import out_struct
+from chunkwise.shared.kernels import packing, pallas_call, side_lanes, split_lanes, unit_lower_inverse
 from chunkwise.solve_tril.config import Config
 
 
@@ -14,7 +13,7 @@ def solve_tile(A):
     """Return (I + A)^-1 for A [n, C, C]; entries of A on and above the diagonal are not read.
 
     Rows of 16 x 16 blocks are eliminated one by one, then neighbouring blocks are joined by products, which is exact
-    substitution (see `chunkwise.shared.inverse`). Powers of A would be exact in algebra only: they cancel
+    substitution (see `chunkwise.shared.kernels.inverse`). Powers of A would be exact in algebra only: they cancel
     catastrophically when keys repeat.
     """
     p = packing(A.shape[1], A.shape[0])

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from chunkwise.shared import dot_nt, dot_tn, out_struct, pallas_call, strictly_lower
+from chunkwise.shared.compat import out_struct
+from chunkwise.shared.kernels import dot_nt, dot_tn, pallas_call, strictly_lower
 from chunkwise.solve_tril import kernel
 from chunkwise.solve_tril.config import Config
 

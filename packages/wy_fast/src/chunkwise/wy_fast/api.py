@@ -5,17 +5,16 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared import (
+from chunkwise.shared.compat import vary_alike
+from chunkwise.shared.kernels import Chunking, decay_from_start
+from chunkwise.shared.operators import (
     CHUNK_SIZES,
-    Chunking,
     check,
     check_array,
     check_cu_seqlens,
     check_gates,
     check_heads,
     choose_implementation,
-    decay_from_start,
-    vary_alike,
 )
 from chunkwise.wy_fast import config as tiles
 from chunkwise.wy_fast import vjp, xla

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared import decay_from_start, dot, gate_kind, map_chunks, repeat_heads
+from chunkwise.shared.kernels import decay_from_start, dot, gate_kind, map_chunks, repeat_heads
 from chunkwise.wy_fast.config import Config
 
 

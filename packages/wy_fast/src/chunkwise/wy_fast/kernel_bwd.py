@@ -6,7 +6,7 @@ dQ = dw (e^G k)^T + du v^T, e^G dk = Q^T dw, dv = Q^T du, and beta sums over its
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared import (
+from chunkwise.shared.kernels import (
     decay_from_start,
     dot_nt,
     dot_tn,

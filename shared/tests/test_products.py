@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared import dot, dot_nt, dot_tn, emulate_mxu
+from chunkwise.shared.kernels import dot, dot_nt, dot_tn, emulate_mxu
 from chunkwise.shared.testing import assert_close, error
 
 

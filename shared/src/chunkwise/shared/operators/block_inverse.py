@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.dot import dot
+from chunkwise.shared.kernels.products import dot
 
 # Below this size a product is so small that substitution row by row, over all matrices at once, is faster.
 _BASE = 16

@@ -1,7 +1,7 @@
 """The stages of the gated delta rule in float64 numpy, chunk by chunk, straight from their definitions.
 
 The oracle of a single stage: it takes the same, already rounded, arguments as the stage does, so an error is that
-stage's own. The oracle of the whole chain is the token recurrence of `chunkwise.shared.reference`.
+stage's own. The oracle of the whole chain is the token recurrence of `chunkwise.shared.testing.oracle`.
 
 Shapes, packing and the order of chunks are those of the stage packages; cu_seqlens must be concrete.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chunkwise.shared.chunks import num_chunks
+from chunkwise.shared.kernels.chunks import num_chunks
 
 
 class Chunk(NamedTuple):

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.dot import bf16_parts, dot_parts
-from chunkwise.shared.packed import block_of, lane_index, rotate
+from chunkwise.shared.kernels.packed import block_of, lane_index, rotate
+from chunkwise.shared.kernels.products import bf16_parts, dot_parts
 
 # Rows eliminated on the vector unit before the first product.
 SUBSTITUTION = 16

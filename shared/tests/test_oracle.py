@@ -4,9 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared import packed_recurrence, recurrence
-from chunkwise.shared.reference import reference
-from chunkwise.shared.testing import assert_close, boundaries, make_inputs, numeric_gradients
+from chunkwise.shared.operators import packed_recurrence, recurrence
+from chunkwise.shared.testing import assert_close, boundaries, make_inputs, numeric_gradients, reference
 
 OPERATORS = ["gdn", "kda", "simple_gla", "gla", "gamma", "gamma_and_g"]
 

@@ -9,10 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from chunkwise.shared.chips import VMEM_LIMIT_BYTES
 from chunkwise.shared.compat import CompilerParams, PrefetchScalarGridSpec
-
-# VMEM is 128 MiB on v5e and v6e and 64 MiB per core on v5p and tpu7x; leave room for the compiler's own buffers.
-VMEM_LIMIT_BYTES = 48 * 2**20
 
 
 def _without_float16(x):

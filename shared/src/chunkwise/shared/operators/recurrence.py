@@ -10,27 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.chunks import zero_padding
 from chunkwise.shared.compat import varying_zeros
-
-
-def l2norm(x: jax.Array) -> jax.Array:
-    """Return x * rsqrt(sum x^2 + 1e-6) over the last axis; the type of x must already be the one to compute in."""
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+from chunkwise.shared.kernels.chunks import zero_padding
+from chunkwise.shared.kernels.tiles import l2norm
 
 
 def unit_rows(x: jax.Array, wanted: bool, cu_seqlens: jax.Array | None) -> jax.Array:
     """Return x [B, T, ...] with unit rows, computed in float32, in the type of x; x itself if not wanted."""
     # Padding may hold anything: the gradient of its norm must not be 0 times NaN.
     return l2norm(zero_padding(x, cu_seqlens).astype(jnp.float32)).astype(x.dtype) if wanted else x
-
-
-def l2norm_gradient(x: jax.Array, dy: jax.Array) -> jax.Array:
-    """Return the gradient of x through `l2norm`."""
-    x = x.astype(jnp.float32)
-    r = lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
-    y = x * r
-    return r * (dy - y * jnp.sum(y * dy, axis=-1, keepdims=True))
 
 
 def update(S, q, k, v, g, beta, scale):

@@ -7,8 +7,8 @@ here tell them apart by shape, so a stage is written once. No exponent is ever p
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.dot import dot, dot_nt, dot_tn
-from chunkwise.shared.tiles import (
+from chunkwise.shared.kernels.products import dot, dot_nt, dot_tn
+from chunkwise.shared.kernels.tiles import (
     column_index,
     pair_decay,
     repeat_heads,

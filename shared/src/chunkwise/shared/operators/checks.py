@@ -5,8 +5,12 @@ import numbers
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 CHUNK_SIZES = (16, 32, 64, 128)
+DEFAULT_CHUNK_SIZE = 64
+# What operators come in: plain JAX, a chain of one kernel per stage, one kernel per direction.
+IMPLEMENTATIONS = ("xla", "staged", "fused")
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -62,13 +66,50 @@ def check_scale(scale) -> None:
     )
 
 
-def check_chunk_size(chunk_size: int) -> None:
+def check_flags(**flags) -> None:
+    """Check that static arguments, given by their names, are True or False: they cannot be traced, nor be texts."""
+    for name, value in flags.items():
+        check(
+            isinstance(value, bool | np.bool_),
+            f"`{name}` must be True or False, known when the program is built; got {_shown(value)}.",
+        )
+
+
+def _shown(value) -> str:
+    """Return a value as an error message shows it: an array, traced or not, by its type and shape."""
+    array = hasattr(value, "shape") and hasattr(value, "dtype")
+    return f"an array {value.dtype} {tuple(value.shape)}" if array else repr(value)
+
+
+def check_chunk_size(chunk_size) -> None:
     """Check that the chunk size is one that the kernels are built for."""
-    check(chunk_size in CHUNK_SIZES, f"`chunk_size` must be one of {CHUNK_SIZES}; got {chunk_size!r}.")
+    number = isinstance(chunk_size, numbers.Integral) and not isinstance(chunk_size, bool)
+    check(number and chunk_size in CHUNK_SIZES, f"`chunk_size` must be one of {CHUNK_SIZES}; got {_shown(chunk_size)}.")
+
+
+def choose_chunk_size(chunk_size: int | None, implementation: str = "", T: int = DEFAULT_CHUNK_SIZE) -> int:
+    """Return the chunk size to use: the one asked for, or for None the best for an implementation and T tokens.
+
+    Stages take None without further arguments, because the stages of a chain must agree.
+    """
+    if chunk_size is not None:
+        check_chunk_size(chunk_size)
+        return int(chunk_size)
+    # Rows past the last token cost as much as others.
+    return min(size for size in CHUNK_SIZES if size >= min(T, DEFAULT_CHUNK_SIZE))
 
 
 def choose_implementation(implementation: str | None, known: tuple[str, ...], on_tpu: str) -> str:
-    """Return the implementation to run; None means `on_tpu` where the default backend is a TPU and "xla" elsewhere."""
+    """Return the implementation to run; None means `on_tpu` where the default backend is a TPU and "xla" elsewhere.
+
+    Raises:
+      ValueError: there is no implementation of this name.
+      NotImplementedError: there is, but not of this operator.
+    """
+    if implementation in IMPLEMENTATIONS and implementation not in known:
+        raise NotImplementedError(
+            f"`implementation` must be None or one of {known} for this operator; got {implementation!r}."
+        )
     check(
         implementation is None or implementation in known,
         f"`implementation` must be None or one of {known}; got {implementation!r}.",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.shared.dot import bf16_parts, dot, dot_nt, dot_tn
+from chunkwise.shared.kernels.products import bf16_parts, dot, dot_nt, dot_tn
 
 # Lanes of a vector register.
 LANES = 128
@@ -41,7 +41,8 @@ def lane_index(size: int) -> jax.Array:
 
 def block_of(index: jax.Array, b: int) -> jax.Array:
     """Return index // b for a power of two b."""
-    return lax.shift_right_logical(index, b.bit_length() - 1)
+    # Under jax_enable_x64 a Python number would be 64 bits wide.
+    return lax.shift_right_logical(index, jnp.int32(b.bit_length() - 1))
 
 
 def rotate(x: jax.Array, shift: int) -> jax.Array:

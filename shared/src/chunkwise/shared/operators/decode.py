@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.checks import check, check_initial_state
-from chunkwise.shared.chunks import zero_padding
 from chunkwise.shared.compat import out_struct, vary_alike, varying_zeros
-from chunkwise.shared.launch import pallas_call, scaled, split_scale
-from chunkwise.shared.packed import LANES, pad_lanes, round_up
-from chunkwise.shared.recurrence import l2norm, packed_recurrence, recurrence
-from chunkwise.shared.tiles import repeat_heads, to_column
+from chunkwise.shared.kernels.chunks import zero_padding
+from chunkwise.shared.kernels.launch import pallas_call, scaled, split_scale
+from chunkwise.shared.kernels.packed import LANES, pad_lanes, round_up
+from chunkwise.shared.kernels.tiles import l2norm, repeat_heads, to_column
+from chunkwise.shared.operators.checks import check, check_initial_state
+from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence
 
 # VMEM for the states (two buffers each of those read and written), for the tokens, and for all of it.
 STATE_BYTES = 16 * 2**20

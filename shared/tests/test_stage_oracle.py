@@ -4,9 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared import stage_reference as stages
-from chunkwise.shared.reference import reference
-from chunkwise.shared.testing import error, make_inputs
+from chunkwise.shared.testing import error, make_inputs, reference, stage_oracle
 
 
 @pytest.mark.parametrize("chunk_size", [16, 64])
@@ -17,7 +15,7 @@ def test_chain(chunk_size, lengths, gate):
     cu_seqlens = None if lengths is None else np.cumsum([0, *lengths], dtype=np.int32)
     N = B if lengths is None else len(lengths)
     x = make_inputs(B, T, H=1, HV=2, K=6, V=4, gate=gate, num_states=N)
-    stage = stages.chain(**x, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
+    stage = stage_oracle.chain(**x, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
     cu_seqlens = None if lengths is None else jnp.asarray(cu_seqlens)
     expected_o, expected_final = reference(**x, cu_seqlens=cu_seqlens)
     assert error(stage["o"], expected_o) < 1e-12

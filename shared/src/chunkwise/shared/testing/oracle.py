@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.recurrence import recurrence
+from chunkwise.shared.operators.recurrence import recurrence
 
 
 def _arguments(x: dict, normalise: bool, xp):

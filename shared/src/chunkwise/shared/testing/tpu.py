@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 from jax.extend.mlir import ir
 
-CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+from chunkwise.shared.chips import CHIPS
 
 
 def setup(libtpu_flags: str = "") -> None:
@@ -35,11 +35,11 @@ def compile_for(fn, *specs, chip: str = "v6e", auto_layout: bool = False, donate
     Args:
       fn: a function of arrays.
       *specs: a `jax.ShapeDtypeStruct`, None, or a tree of them for every argument.
-      chip: a key of CHIPS.
+      chip: a name in `chunkwise.shared.chips`.
       auto_layout: let inputs and outputs take the layout that suits the program, as inside a larger one.
       donate_argnums: arguments whose memory the outputs may take, as in `jax.jit`.
     """
-    device = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices[0]
+    device = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology).devices[0]
     placement = jax.sharding.SingleDeviceSharding(device)
     if auto_layout:
         placement = Format(Layout.AUTO, placement)

@@ -106,3 +106,16 @@ def sum_groups(x: jax.Array, heads: int) -> jax.Array:
     """Return x [NC, HV, ...] summed over the value heads that share a head: [NC, heads, ...]."""
     NC, HV, *tail = x.shape
     return jnp.sum(x.reshape(NC, heads, HV // heads, *tail), axis=2)
+
+
+def l2norm(x: jax.Array) -> jax.Array:
+    """Return x * rsqrt(sum x^2 + 1e-6) over the last axis; the type of x must already be the one to compute in."""
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def l2norm_gradient(x: jax.Array, dy: jax.Array) -> jax.Array:
+    """Return the gradient of x through `l2norm`."""
+    x = x.astype(jnp.float32)
+    r = lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+    y = x * r
+    return r * (dy - y * jnp.sum(y * dy, axis=-1, keepdims=True))

@@ -6,7 +6,7 @@ import jax
 from jax.experimental import pallas as pl
 
 from chunkwise.shared.compat import out_struct
-from chunkwise.shared.launch import head_block, pallas_call
+from chunkwise.shared.kernels.launch import head_block, pallas_call
 
 
 def map_chunks(

@@ -1,0 +1,36 @@
+"""The TPU generations that the kernels are built for: the one table of what they can do.
+
+A new generation is one line here. Tests compile every kernel for all of them.
+"""
+
+from typing import NamedTuple
+
+
+class Chip(NamedTuple):
+    """What one TensorCore of a generation can do.
+
+    Attributes:
+      topology: the smallest topology of libtpu that holds one.
+      clock_ghz: peak clock.
+      bandwidth_tb_s: of its HBM.
+      vmem_bytes: fast memory.
+      matrix_unit: rows and columns of its matrix unit.
+    """
+
+    topology: str
+    clock_ghz: float
+    bandwidth_tb_s: float
+    vmem_bytes: int
+    matrix_unit: int
+
+
+# Clocks are inferred from the published peak rates.
+CHIPS = {
+    "v5e": Chip("v5e:2x2", 1.5, 0.82, 128 * 2**20, 128),
+    "v5p": Chip("v5p:2x2x1", 1.75, 2.77, 64 * 2**20, 128),
+    "v6e": Chip("v6e:2x2", 1.75, 1.64, 128 * 2**20, 256),
+    "tpu7x": Chip("tpu7x:2x2x1", 2.2, 3.69, 64 * 2**20, 256),
+}
+
+# What a kernel may use on every one of them, with room left for the compiler's own buffers.
+VMEM_LIMIT_BYTES = 3 * min(chip.vmem_bytes for chip in CHIPS.values()) // 4

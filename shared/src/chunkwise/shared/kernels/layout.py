@@ -1,0 +1,272 @@
+"""The way of the user's arrays into the fused kernels and back: flat tokens, blocks of heads, and the table of steps.
+
+A tensor [B, T, heads, D] is seen flat, [B, T, heads * lanes]: a head is a slice of whole lanes, and so is a block of
+heads. That view costs nothing where D is a multiple of 128, because projections produce it. The grid of a launch is
+(row of the batch, block of heads, step): time is its last axis and sequential, and the state lives in VMEM across it.
+
+A step is a chunk, or a piece of one. The table of steps says which; see `Step`. There are three ways to cut:
+
+- A row of the batch is one sequence, and a step is a chunk of it.
+- In a packed batch without states a step is a chunk of the stream, which may hold several sequences: the table and the
+  owner of every token say how they lie in it, and `sequence_masks` keeps them apart.
+- In a packed batch with states a step is a piece of a chunk that belongs to one sequence, so that every sequence has a
+  boundary where its state can be handed in and out.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from chunkwise.shared.kernels.chunks import Chunking, num_chunks, pad_tokens, pieces
+from chunkwise.shared.kernels.packed import pad_lanes, split_lanes
+from chunkwise.shared.kernels.tiles import to_column
+
+# Outside of kernels: the user's arrays as the kernels read them, and back. JAX transposes these for the backward.
+
+
+def to_lanes(x: jax.Array, T: int) -> jax.Array:
+    """Return [B, t, heads, D] as the flat view [B, T, heads * lanes], with zeros where it is padded."""
+    x = pad_tokens(x, T)
+    D = x.shape[3]
+    if pad_lanes(D) != D:
+        x = jnp.pad(x, [(0, 0)] * 3 + [(0, pad_lanes(D) - D)])
+    return x.reshape(*x.shape[:2], -1)
+
+
+def from_lanes(x: jax.Array, heads: int, D: int, T: int) -> jax.Array:
+    """Return the flat view as [B, T, heads, D], without its padding; the inverse of `to_lanes`."""
+    return x.reshape(*x.shape[:2], heads, -1)[:, :T, :, :D]
+
+
+def to_blocks(x: jax.Array, heads: int, T: int) -> jax.Array:
+    """Return a value per token [B, t, HV] as [B, HV / heads, T, heads], zeros past the last token."""
+    x = pad_tokens(x, T)
+    return jnp.moveaxis(x.reshape(*x.shape[:2], -1, heads), 2, 1)
+
+
+def from_blocks(x: jax.Array, T: int) -> jax.Array:
+    """Return [B, blocks, t, heads] as [B, T, HV]; the inverse of `to_blocks`."""
+    return jnp.moveaxis(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)[:, :T]
+
+
+def pad_states(x: jax.Array | None) -> jax.Array | None:
+    """Return states [N, HV, K, V], or [N, HV, V, K], in float32 with both last dimensions padded to whole lanes."""
+    if x is None:
+        return None
+    missing = [(0, pad_lanes(n) - n) for n in x.shape[2:]]
+    return jnp.pad(x.astype(jnp.float32), [(0, 0), (0, 0), *missing])
+
+
+def unless_empty(states: jax.Array, otherwise: jax.Array | None, cu_seqlens: jax.Array | None) -> jax.Array:
+    """Return states [N, ...], for empty sequences, which no kernel visits, those of `otherwise`, or zeros for None."""
+    if cu_seqlens is None:
+        return states
+    empty = (jnp.diff(cu_seqlens) == 0).reshape(-1, *(1,) * (states.ndim - 1))
+    return jnp.where(empty, jnp.zeros((), states.dtype) if otherwise is None else otherwise, states)
+
+
+def token_owners(T: int, cu_seqlens: jax.Array) -> jax.Array:
+    """Return int32 [T], the sequence of every token of a stream; N for a token of none."""
+    token = jnp.arange(T, dtype=jnp.int32)
+    return jnp.searchsorted(cu_seqlens[1:], token, side="right").astype(jnp.int32)
+
+
+# Rows of the table of steps.
+SEQUENCE, FIRST, LAST, CHUNK, BEGIN, END, OPENS, CLOSES, BEFORE, FINAL = range(10)
+
+
+class Steps(NamedTuple):
+    """What every step of a launch works on.
+
+    Attributes:
+      table: int32 [10, B * steps], read through `Step`.
+      owner: int32 [NT, 1, C], the sequence of every token where a chunk may hold several, else None.
+    """
+
+    table: jax.Array
+    owner: jax.Array | None
+
+
+def make_steps(B: int, T: int, C: int, cu_seqlens: jax.Array | None, with_states: bool) -> Steps:
+    """Return the steps of a batch: its chunks, or for a packed batch with states the pieces of its chunks."""
+    NT = num_chunks(T, C)
+    if cu_seqlens is not None and with_states:
+        p = pieces(T, C, cu_seqlens)
+        rows = (p.sequence, p.first, p.last, p.chunk, p.begin, p.end, p.opens, p.closes, p.sequence, p.sequence)
+        return Steps(jnp.stack([x.astype(jnp.int32) for x in rows]), None)
+    chunks = Chunking(B, T, C)
+    ones, chunk = jnp.ones(B * NT, jnp.int32), jnp.tile(jnp.arange(NT, dtype=jnp.int32), B)
+    before = final = chunks.sequence
+    end, owner = chunks.length, None
+    if cu_seqlens is not None:
+        N = cu_seqlens.shape[0] - 1
+        owner = token_owners(NT * C, cu_seqlens).reshape(NT, C)
+        owner = jnp.where(jnp.arange(NT * C, dtype=jnp.int32).reshape(NT, C) < T, owner, jnp.int32(N))
+        final = owner[:, -1]
+        before = jnp.concatenate([owner[:1, 0], final[:-1]])
+        end = jnp.sum(owner < N, axis=1, dtype=jnp.int32)
+        owner = owner[:, None]
+    rows = (chunks.sequence, chunks.first, chunks.last, chunk, 0 * ones, end, ones, ones, before, final)
+    return Steps(jnp.stack([x.astype(jnp.int32) for x in rows]), owner)
+
+
+# Inside of kernels.
+
+
+class Step:
+    """A step of a launch, as the table in scalar memory says; every attribute is a scalar int32.
+
+    Attributes:
+      sequence: the sequence that hands its state in and out.
+      first, last: 1 where the step is the first or the last of its sequence.
+      chunk: the chunk of the row of the batch.
+      begin, end: its rows of the chunk; other rows may hold anything.
+      opens, closes: 1 where the step is the first or the last of its chunk.
+      before, final: the sequences of the token before the chunk and of its last token.
+    """
+
+    def __init__(self, table_ref, n):
+        self._table, self._n = table_ref, n
+
+    sequence = property(lambda self: self._table[SEQUENCE, self._n])
+    first = property(lambda self: self._table[FIRST, self._n])
+    last = property(lambda self: self._table[LAST, self._n])
+    chunk = property(lambda self: self._table[CHUNK, self._n])
+    begin = property(lambda self: self._table[BEGIN, self._n])
+    end = property(lambda self: self._table[END, self._n])
+    opens = property(lambda self: self._table[OPENS, self._n])
+    closes = property(lambda self: self._table[CLOSES, self._n])
+    before = property(lambda self: self._table[BEFORE, self._n])
+    final = property(lambda self: self._table[FINAL, self._n])
+
+    def rows(self, C: int) -> jax.Array:
+        """Return which rows of the chunk belong to the step, bool [C, 1]."""
+        row = lax.broadcasted_iota(jnp.int32, (C, 1), 0)
+        return (row >= self.begin) & (row < self.end)
+
+
+class SequenceMasks(NamedTuple):
+    """How the sequences of a chunk lie in it.
+
+    Attributes:
+      same: bool [1, C, w], pairs of rows and columns of one sequence.
+      carried: bool [1, C, 1], rows of the sequence that is open where the chunk begins: they see the state before it.
+      ending: bool [1, C, 1], rows of the sequence that is open where the chunk ends: they reach the state after it.
+      through: bool scalar, the chunk lies inside one sequence, so that the state passes through it.
+    """
+
+    same: jax.Array
+    carried: jax.Array
+    ending: jax.Array
+    through: jax.Array
+
+
+def sequence_masks(owner: jax.Array, C: int, before: jax.Array, final: jax.Array) -> SequenceMasks:
+    """Return the masks of a chunk.
+
+    Args:
+      owner: int32 [1, w], the sequence of every token, repeated where w is a multiple of C.
+      C: rows of the chunk.
+      before, final: the sequences of the token before the chunk and of its last token.
+    """
+    # [1, 1, C] -> [1, C, 1]; sequences are counted exactly in float32.
+    column = to_column(owner[None, :, :C].astype(jnp.float32)).astype(jnp.int32)
+    return SequenceMasks(column == owner[None], column == before, column == final, before == final)
+
+
+def load_heads(ref, width: int, heads: slice = slice(None), own: jax.Array | None = None, at=slice(None)) -> jax.Array:
+    """Load heads of a flat block [rows, heads * width] as tiles [heads, C, width].
+
+    Args:
+      ref: the block.
+      width: lanes of a head.
+      heads: which of them.
+      own: bool [C, 1], rows that are not own become zero; None for all.
+      at: which rows.
+    """
+    each = range(ref.shape[1] // width)[heads]
+    tiles = jnp.stack([ref[at, i * width : (i + 1) * width] for i in each])
+    return tiles if own is None else jnp.where(own[None], tiles, jnp.zeros_like(tiles))
+
+
+def store_own(ref, lanes, x: jax.Array, own: jax.Array | None = None, at=slice(None)) -> None:
+    """Store x [C, n] in `lanes` of a block, only the rows that are `own`; None for all."""
+    x = x.astype(ref.dtype)
+    ref[at, lanes] = x if own is None else jnp.where(own, x, ref[at, lanes])
+
+
+def store_heads(ref, tiles: jax.Array, own: jax.Array | None = None, first: int = 0, at=slice(None)) -> None:
+    """Store tiles [heads, C, width] as the heads from `first` on of a flat block; the inverse of `load_heads`."""
+    width = tiles.shape[2]
+    for i in range(tiles.shape[0]):
+        store_own(ref, slice((first + i) * width, (first + i + 1) * width), tiles[i], own, at)
+
+
+def take_heads(x: jax.Array, heads: int) -> jax.Array:
+    """Return a flat tile [C, heads * width] as [heads, C, width]; a slice of whole lanes costs nothing."""
+    return split_lanes(x[None], heads)
+
+
+def put_heads(x: jax.Array) -> jax.Array:
+    """Return tiles [heads, C, width] as a flat tile [C, heads * width]; the inverse of `take_heads`."""
+    return jnp.concatenate(list(x), axis=1)
+
+
+def sum_value_heads(x: jax.Array, group: int) -> jax.Array:
+    """Return tiles [heads, m, w] summed over the `group` value heads of every key head, [heads / group, m, w]."""
+    return jnp.stack([sum(x[i + j] for j in range(group)) for i in range(0, x.shape[0], group)])
+
+
+def clear(*refs) -> None:
+    """Store zeros; None is passed over."""
+    for ref in refs:
+        if ref is not None:
+            ref[...] = jnp.zeros_like(ref)
+
+
+class Blocks:
+    """The BlockSpecs of a launch over the grid (row of the batch, block of heads, turn), one scalar table first.
+
+    A turn works on the step `at(turn)`: kernels that prepare a step in one turn and use it in the next take two of
+    these, and backward kernels count down.
+    """
+
+    def __init__(self, C: int, steps: int, at: Callable, pieces: bool):
+        self.C, self.steps, self.at, self.pieces = C, steps, at, pieces
+
+    def _chunk(self, b, turn, table):
+        step = self.at(turn)
+        return table[CHUNK, b * self.steps + step] if self.pieces else step
+
+    def tokens(self, lanes: int, share: int = 1) -> pl.BlockSpec:
+        """Cut flat tokens [B, T, all lanes]; `share` blocks of heads read the same block of lanes."""
+
+        def index(b, h, turn, table, *_):
+            return b, self._chunk(b, turn, table), h if share == 1 else lax.div(h, jnp.int32(share))
+
+        return pl.BlockSpec((None, self.C, lanes), index)
+
+    def values(self, heads: int) -> pl.BlockSpec:
+        """Cut a value per token [B, blocks, T, heads]."""
+        index = lambda b, h, turn, table, *_: (b, h, self._chunk(b, turn, table), 0)
+        return pl.BlockSpec((None, None, self.C, heads), index)
+
+    def owner(self, lanes: int) -> pl.BlockSpec:
+        """Cut the owners of tokens [NT, 1, lanes]."""
+        return pl.BlockSpec((None, 1, lanes), lambda b, h, turn, *_: (self.at(turn), 0, 0))
+
+    def state(self, *tail: int) -> pl.BlockSpec:
+        """Cut one state per sequence [N, HV, ...]; `tail` is (heads a block, ...)."""
+
+        def index(b, h, turn, table, *_):
+            return table[SEQUENCE, b * self.steps + self.at(turn)], h, *(0 for _ in tail[1:])
+
+        return pl.BlockSpec((None, *tail), index)
+
+    def per_step(self, *tail: int) -> pl.BlockSpec:
+        """Cut what there is once a step, [B, steps, all, ...]; `tail` is (those of a block, ...)."""
+        return pl.BlockSpec((None, None, *tail), lambda b, h, turn, *_: (b, self.at(turn), h, *(0 for _ in tail[1:])))

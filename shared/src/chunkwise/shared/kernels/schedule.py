@@ -1,0 +1,28 @@
+"""The order of products in a kernel.
+
+The matrix unit takes products in the order of the program, and where one waits for another, all behind it wait too. So
+work that consists of products that wait for one another is cut into stages, a few heads each, and the stages are
+interleaved: between two products of one stage stand those of others.
+"""
+
+from collections.abc import Iterable, Iterator
+
+
+def stagger(stages: Iterable[Iterator]) -> Iterator[None]:
+    """Run stages one behind the other, like the teams of a relay that start one after the other.
+
+    A stage is a generator that yields where it would wait. Every turn begins the next stage and takes those that run
+    one step further, the latest first.
+
+    Yields:
+      None after every turn, so that the caller can put other products between two turns.
+    """
+    waiting, running, done = iter(stages), [], object()
+    while True:
+        started = next(waiting, None)
+        if started is not None:
+            running.insert(0, started)
+        if not running:
+            return
+        running = [stage for stage in running if next(stage, done) is not done]
+        yield

@@ -1,0 +1,83 @@
+"""The arguments of an operator on their way from the call to an implementation."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from chunkwise.shared.operators.checks import check_flags, check_scale, choose_chunk_size, choose_implementation
+
+
+class Arguments(NamedTuple):
+    """The arrays of an operator; None where it has no such argument, or none was given.
+
+    Attributes:
+      q, k: [B, T, H, K].
+      v: [B, T, HV, V].
+      g: log decay in nats, [B, T, HV] or [B, T, HV, K].
+      beta: [B, T, HV].
+      g_gamma: constant log decay [HV].
+      scale: a number, or a scalar array, which may be traced.
+      initial_state: [N, HV, K, V].
+      cu_seqlens: int32 [N + 1].
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array | None = None
+    beta: jax.Array | None = None
+    g_gamma: jax.Array | None = None
+    scale: Any = None
+    initial_state: jax.Array | None = None
+    cu_seqlens: jax.Array | None = None
+
+    @property
+    def num_states(self) -> int:
+        """N, the number of sequences: rows of the batch, or those packed."""
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def with_state(self) -> bool:
+        """Whether a state comes in."""
+        return self.initial_state is not None
+
+
+class Options(NamedTuple):
+    """The static arguments of an operator: what is known when its program is built.
+
+    Attributes:
+      output_final_state: return the states after the last tokens.
+      normalise: scale queries and keys to unit length (`use_qk_l2norm_in_kernel`).
+      chunk_size: tokens of a chunk; None for the best.
+      gate_lower_bound: a promise that every gate is at least this, in nats; None for no promise.
+    """
+
+    output_final_state: bool = False
+    normalise: bool = False
+    chunk_size: int | None = None
+    gate_lower_bound: float | None = None
+
+
+# From checked arguments and options to the output [B, T, HV, V] and the final states [N, HV, K, V] or None.
+Implementation = Callable[[Arguments, Options], tuple[jax.Array, jax.Array | None]]
+
+
+def run_chunked(
+    x: Arguments, options: Options, implementation: str | None, known: Mapping[str, Implementation], on_tpu: str
+) -> tuple[jax.Array, jax.Array | None]:
+    """Check what all operators share, fill in scale and chunk size, and run an implementation.
+
+    Args:
+      x: arguments whose arrays the caller has checked.
+      options: as the user gave them.
+      implementation: the name of one of `known`, or None for the best.
+      known: implementations by name.
+      on_tpu: what None means on a TPU; elsewhere it means "xla".
+    """
+    check_flags(output_final_state=options.output_final_state, use_qk_l2norm_in_kernel=options.normalise)
+    check_scale(x.scale)
+    chosen = choose_implementation(implementation, tuple(known), on_tpu)
+    chunk_size = choose_chunk_size(options.chunk_size, chosen, x.q.shape[1])
+    x = x._replace(scale=x.q.shape[-1] ** -0.5 if x.scale is None else x.scale)
+    return known[chosen](x, options._replace(chunk_size=chunk_size))

@@ -1,0 +1,42 @@
+"""What tests and benchmarks use: float64 oracles, seeded inputs, comparisons, and the TPU compiler (`testing.tpu`)."""
+
+from chunkwise.shared.testing.cases import CASES, Case
+from chunkwise.shared.testing.compare import (
+    GATE_GRADIENT_TOLERANCE,
+    GRADIENT_TOLERANCE,
+    STAGE_TOLERANCE,
+    TOLERANCE,
+    assert_close,
+    assert_gradients,
+    error,
+    numeric_gradients,
+    with_gradients,
+)
+from chunkwise.shared.testing.inputs import GATES, boundaries, make_gate, make_inputs, spec, spoil_padding
+from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
+
+__all__ = [
+    "CASES",
+    "Case",
+    "GATES",
+    "GATE_GRADIENT_TOLERANCE",
+    "GRADIENT_TOLERANCE",
+    "STAGE_TOLERANCE",
+    "TOLERANCE",
+    "TRANSFORMS",
+    "assert_close",
+    "assert_gradients",
+    "assert_traced_once",
+    "assert_transform",
+    "boundaries",
+    "error",
+    "make_gate",
+    "make_inputs",
+    "numeric_gradients",
+    "reference",
+    "spec",
+    "spoil_padding",
+    "text_for_tpu",
+    "with_gradients",
+]

@@ -1,0 +1,91 @@
+"""Batches to run a stage on, with every intermediate result of the gated delta rule."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import boundaries, make_inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A batch to run a stage on: sizes, types, gates, packing.
+
+    Attributes:
+      B, T, H, HV, K, V, chunk_size: sizes.
+      dtype: type of q, k, v and beta.
+      gate: one of GATES.
+      lengths: lengths of the sequences of a packed batch; the tokens after them, up to T, are padding.
+    """
+
+    B: int = 1
+    T: int = 64
+    H: int = 1
+    HV: int = 1
+    K: int = 64
+    V: int = 64
+    chunk_size: int = 64
+    dtype: str = "float32"
+    gate: str = "logsigmoid"
+    lengths: tuple[int, ...] | None = None
+
+    def __str__(self):
+        """Name the case by its sizes."""
+        packed = "" if self.lengths is None else f"-packed{len(self.lengths)}"
+        sizes = f"B{self.B}-T{self.T}-H{self.H}-HV{self.HV}-K{self.K}-V{self.V}-c{self.chunk_size}"
+        return f"{sizes}-{self.dtype}-{self.gate}{packed}"
+
+    @property
+    def cu_seqlens(self) -> jax.Array | None:
+        """Boundaries int32 [N + 1], None for a batch of equal lengths."""
+        return None if self.lengths is None else boundaries(*self.lengths)
+
+    def arguments(self) -> dict[str, jax.Array]:
+        """Return the inputs and every intermediate result of the gated delta rule, float32, by name.
+
+        Tokens past the last sequence are NaN: no stage may read them.
+        """
+        N = self.B if self.lengths is None else len(self.lengths)
+        sizes = (self.B, self.T, self.H, self.HV, self.K, self.V)
+        x = make_inputs(*sizes, dtype=jnp.dtype(self.dtype), gate=self.gate, num_states=N)
+        results = stage_oracle.chain(**x, chunk_size=self.chunk_size, cu_seqlens=self.cu_seqlens)
+        x |= {name: value.astype(np.float32) for name, value in results.items()}
+        if self.lengths is not None:
+            for name in x.keys() - {"h", "initial_state", "final_state"}:
+                x[name] = np.array(x[name])
+                x[name][:, sum(self.lengths) :] = np.nan
+        return {name: jnp.asarray(value) for name, value in x.items()}
+
+    def channel_gates(self) -> jax.Array:
+        """Return cumulative gates per channel [B, T, HV, K] of gates of 0, -0.001, -2 and -30 nats, mixed.
+
+        They are multiples of 2^-10 and their sums are below 2^14, so float32 holds the sums exactly.
+        """
+        shape = self.B, self.T, self.HV, self.K
+        gates = np.random.default_rng(0).choice([0.0, -(2.0**-10), -2.0, -30.0], shape)
+        return jnp.asarray(stage_oracle.cumsum(gates, self.chunk_size, self.cu_seqlens), jnp.float32)
+
+    def assert_close(self, name: str, x, ref, tolerance: float = STAGE_TOLERANCE) -> float:
+        """Do as the function of this name for x [B, T, ...], and demand exact zeros on padding; return the error."""
+        if self.lengths is not None:
+            assert not np.asarray(x)[:, sum(self.lengths) :].any(), f"{name}: padding must be zero"
+        return assert_close(name, x, ref, tolerance)
+
+
+# Few, because interpreted kernels are slow; together they hold every chunk size, gate, type and kind of tail, head
+# dimensions from 1 to 256, grouped heads, and empty sequences everywhere in a packed batch.
+CASES = (
+    Case(T=1, K=64, V=128),
+    Case(B=2, T=37, HV=2, K=60, V=100, gate="spikes"),
+    Case(T=70, H=2, HV=2, K=1, V=60, chunk_size=32, gate="strong"),
+    Case(T=64, HV=3, K=128, V=256, chunk_size=32, dtype="bfloat16", gate="logsigmoid*10"),
+    Case(T=130, K=100, V=1, chunk_size=128, gate="logsigmoid/10"),
+    Case(B=2, T=35, H=2, HV=4, K=256, V=64, chunk_size=16, dtype="bfloat16", gate="zero"),
+    Case(T=100, HV=2, K=60, V=64, chunk_size=16, lengths=(1, 0, 17, 32, 0, 33, 3)),
+    Case(T=140, K=64, V=100, dtype="bfloat16", gate="logsigmoid*100", lengths=(0, 64, 65, 1, 0)),
+    Case(T=20, HV=2, K=128, V=60, chunk_size=128, gate="spikes", lengths=(0, 0, 3, 12, 0)),
+)

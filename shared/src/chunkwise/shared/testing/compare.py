@@ -1,0 +1,89 @@
+"""The error metric, its thresholds, and comparisons that name what is wrong."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# err(x, ref) = RMS(x - ref) / RMS(ref): outputs and states, then gradients.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3}
+
+GRADIENT_TOLERANCE = {"float32": 1e-4, "bfloat16": 8e-3}
+
+GATE_GRADIENT_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+
+# What one stage loses on its own arguments; its results are float32 whatever the inputs are.
+STAGE_TOLERANCE = 1e-6
+
+
+def error(x, ref) -> float:
+    """Return RMS(x - ref) / RMS(ref) in float64; infinity where x is not finite. A zero reference wants exact zeros."""
+    x, ref = np.asarray(x, np.float64), np.asarray(ref, np.float64)
+    if x.shape != ref.shape or not np.isfinite(x).all():
+        return float("inf")
+    size = np.sqrt(np.mean(ref**2)) if ref.size else 0.0
+    wrong = np.sqrt(np.mean((x - ref) ** 2)) if ref.size else 0.0
+    return float(wrong / size) if size > 0 else (0.0 if wrong == 0 else float("inf"))
+
+
+def assert_close(name: str, x, ref, tolerance: float) -> float:
+    """Fail unless error(x, ref) <= tolerance, naming the worst coordinate and both values; return the error."""
+    x = np.asarray(jnp.asarray(x).astype(jnp.float32) if isinstance(x, jax.Array) else x, np.float64)
+    ref = np.asarray(ref, np.float64)
+    assert x.shape == ref.shape, f"{name}: shape {x.shape}, reference {ref.shape}"
+    err = error(x, ref)
+    if not err <= tolerance:
+        distance = np.where(np.isfinite(x), np.abs(x - ref), np.inf)
+        worst = np.unravel_index(np.argmax(distance), ref.shape)
+        raise AssertionError(
+            f"{name}: error {err:.3e} > {tolerance:.1e}; worst at {tuple(int(i) for i in worst)}: "
+            f"got {x[worst]:.9g}, reference {ref[worst]:.9g}"
+        )
+    return err
+
+
+def with_gradients(fn: Callable) -> Callable:
+    """Return a function (x, cu_seqlens, cotangents) with the gradient of every input x beside the results of fn."""
+
+    def run(x, cu_seqlens, cotangents):
+        results, pullback = jax.vjp(lambda y: fn(y, cu_seqlens), x)
+        return results | {f"d{name}": dx for name, dx in pullback(cotangents)[0].items()}
+
+    return run
+
+
+def numeric_gradients(fn, args: dict, cotangents) -> dict[str, np.ndarray]:
+    """Return the gradients of sum(fn(**args) * cotangents) by central differences of a float64 numpy function."""
+    args = {name: np.array(x, np.float64) for name, x in args.items()}
+
+    def loss():
+        return sum(np.sum(y * c) for y, c in zip(jax.tree.leaves(fn(**args)), cotangents, strict=True))
+
+    grads = {name: np.zeros(x.shape) for name, x in args.items()}
+    step = 1e-5
+    for name, x in args.items():
+        for at in np.ndindex(x.shape):
+            middle = x[at]
+            x[at] = middle + step
+            above = loss()
+            x[at] = middle - step
+            grads[name][at] = (above - loss()) / (2 * step)
+            x[at] = middle
+    return grads
+
+
+def assert_gradients(fn, definition, args: dict, tolerance: float = GRADIENT_TOLERANCE["float32"]) -> None:
+    """Fail unless the gradients of fn(**args), plain and under remat, are the numeric ones of its numpy definition."""
+    rng = np.random.default_rng(1)
+    cotangents = [jnp.asarray(rng.standard_normal(y.shape), y.dtype) for y in jax.tree.leaves(fn(**args))]
+
+    def loss(run, args):
+        outputs = jax.tree.leaves(run(**args))
+        return sum(jnp.vdot(y, c) for y, c in zip(outputs, cotangents, strict=True))
+
+    expected = numeric_gradients(definition, args, [np.asarray(c, np.float64) for c in cotangents])
+    for label, run in (("", fn), (" under remat", jax.checkpoint(fn))):
+        grads = jax.grad(loss, argnums=1)(run, args)
+        for name, want in expected.items():
+            assert_close(f"d{name}{label}", grads[name], want, tolerance)

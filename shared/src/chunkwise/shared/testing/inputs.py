@@ -1,0 +1,86 @@
+"""Seeded inputs of operators and stages."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+GATES = ("logsigmoid/10", "logsigmoid", "logsigmoid*10", "logsigmoid*100", "zero", "spikes", "strong")
+
+
+def make_gate(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Return log decays of `shape` [B, T, ...] in nats.
+
+    Args:
+      kind: one of GATES. "logsigmoid*10" is ten times the log sigmoid of a normal variable; "spikes" is the log
+        sigmoid with -30 on every seventh token; "strong" is -30 on every token. Or "resets", for operators only: -1e9
+        and -inf in turn on every seventh token, which no sum of gates survives.
+      rng: source of randomness.
+      shape: shape of the result.
+    """
+    gate = -np.logaddexp(0.0, rng.standard_normal(shape))
+    match kind:
+        case "zero":
+            return np.zeros(shape)
+        case "strong":
+            return np.full(shape, -30.0)
+        case "spikes":
+            gate[:, ::7] = -30.0
+            return gate
+        case "resets":
+            gate[:, ::7], gate[:, 7::14] = -1e9, -np.inf
+            return gate
+    strength = kind.removeprefix("logsigmoid")
+    return gate * (1.0 if not strength else float(strength[1:]) if strength[0] == "*" else 1 / float(strength[1:]))
+
+
+def make_inputs(
+    B=1, T=64, H=1, HV=None, K=64, V=64, *, dtype=jnp.float32, seed=0, gate="logsigmoid", per_channel=False,
+    num_states=0, repeat_key=False, beta=None, normalise=True,
+):  # fmt: skip
+    """Return seeded operator inputs: a dict of q, k, v, g, beta and, if asked for, initial_state.
+
+    Args:
+      B, T, H, HV, K, V: sizes; HV defaults to H.
+      dtype: type of q, k, v and beta; gates and states are float32.
+      seed: seed of the generator.
+      gate: one of GATES.
+      per_channel: gates of shape [B, T, HV, K] instead of [B, T, HV].
+      num_states: number of initial states; 0 leaves them out.
+      repeat_key: one key for all tokens, the worst case of the inverse.
+      beta: a constant beta; by default the sigmoid of a normal variable.
+      normalise: scale keys and queries to unit length, as the models do; without it the delta rule diverges.
+    """
+    rng = np.random.default_rng(seed)
+    HV = HV or H
+    unit = (lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)) if normalise else (lambda x: x)
+    q, k = unit(rng.standard_normal((B, T, H, K))), unit(rng.standard_normal((B, T, H, K)))
+    if repeat_key:
+        k = np.broadcast_to(k[:, :1], k.shape)
+    v = rng.standard_normal((B, T, HV, V))
+    g = make_gate(gate, rng, (B, T, HV, K) if per_channel else (B, T, HV))
+    rate = 1 / (1 + np.exp(-rng.standard_normal((B, T, HV)))) if beta is None else np.full((B, T, HV), beta)
+    inputs = {name: jnp.asarray(x, dtype) for name, x in dict(q=q, k=k, v=v, beta=rate).items()}
+    inputs["g"] = jnp.asarray(g, jnp.float32)
+    if num_states:
+        inputs["initial_state"] = jnp.asarray(rng.standard_normal((num_states, HV, K, V)), jnp.float32)
+    return inputs
+
+
+def spoil_padding(inputs: dict[str, jax.Array], cu_seqlens: jax.Array | None) -> dict[str, jax.Array]:
+    """Return the inputs of an operator with NaN in the padding of a pack, which may hold anything."""
+    if cu_seqlens is None:
+        return inputs
+    end = int(cu_seqlens[-1])
+    return {
+        name: x if name in ("initial_state", "g_gamma") else x.at[:, end:].set(jnp.nan) for name, x in inputs.items()
+    }
+
+
+def spec(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    """Return the shape and type of an array, to be checked or compiled for without data."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def boundaries(*lengths: int) -> jax.Array:
+    """Return cu_seqlens int32 [N + 1] of sequences of these lengths."""
+    return jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
