@@ -1,5 +1,6 @@
 """Launching Pallas kernels: block specs, head blocking, and compiled or interpreted by platform."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -11,6 +12,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.shared.chips import VMEM_LIMIT_BYTES
 from chunkwise.shared.compat import CompilerParams, PrefetchScalarGridSpec
+from chunkwise.shared.kernels.products import interpreted_products
 
 
 def _without_float16(x):
@@ -57,8 +59,13 @@ def pallas_call(
     """
 
     def call(*args, interpret: bool):
+        # A function of its own for every branch, because JAX remembers what it traced of a function.
+        def body(*refs):
+            with interpreted_products() if interpret else contextlib.nullcontext():
+                kernel(*refs)
+
         return pl.pallas_call(
-            kernel,
+            body,
             name=name,
             grid_spec=PrefetchScalarGridSpec(
                 num_scalar_prefetch=num_scalar_prefetch,
@@ -88,7 +95,7 @@ def split_scale(scale) -> tuple[float, jax.Array | None]:
 
     A number in a kernel has no gradient, and a kernel cannot capture a traced scalar.
     """
-    return (1.0, scale) if isinstance(scale, jax.Array) else (float(scale), None)
+    return (1.0, scale.astype(jnp.float32)) if isinstance(scale, jax.Array) else (float(scale), None)
 
 
 def scaled(o: jax.Array, scale: jax.Array | None) -> jax.Array:

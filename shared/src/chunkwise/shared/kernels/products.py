@@ -10,12 +10,15 @@ delta rule amplifies a hundredfold where keys repeat, because the values it adds
 """
 
 import contextlib
+import contextvars
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 _passes: int | None = None
+# Whether the kernel that is being traced will be interpreted; see `interpreted_products`.
+_interpreted = contextvars.ContextVar("interpreted", default=False)
 
 
 def operand_dtype(*dtypes) -> jnp.dtype:
@@ -40,11 +43,27 @@ def emulate_mxu(passes: int = 1):
         _passes = before
 
 
+@contextlib.contextmanager
+def interpreted_products():
+    """Give the products of a kernel that is traced inside to a backend other than a TPU.
+
+    Some backends have no product of bfloat16 operands for every shape. In float32 the products of bfloat16 numbers are
+    exact, so the results are the same.
+    """
+    token = _interpreted.set(True)
+    try:
+        yield
+    finally:
+        _interpreted.reset(token)
+
+
 def _contract(a: jax.Array, b: jax.Array, axes: tuple[int, int], dtype) -> jax.Array:
     dims = (((axes[0],), (axes[1],)), ((0,), (0,)))
     dtype = operand_dtype(a.dtype, b.dtype) if dtype is None else operand_dtype(dtype)
     a, b = a.astype(dtype), b.astype(dtype)
-    precision = lax.Precision.DEFAULT if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
+    if dtype == jnp.bfloat16 and _interpreted.get():
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
 
     def product(x, y):
         return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
