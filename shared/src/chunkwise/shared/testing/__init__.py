@@ -14,6 +14,7 @@ from chunkwise.shared.testing.compare import (
 )
 from chunkwise.shared.testing.inputs import GATES, boundaries, make_gate, make_inputs, spec, spoil_padding
 from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.poison import assert_isolated
 from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "TRANSFORMS",
     "assert_close",
     "assert_gradients",
+    "assert_isolated",
     "assert_traced_once",
     "assert_transform",
     "boundaries",

@@ -1,0 +1,119 @@
+"""Isolation: what is not finite in one sequence must not change one bit of any other."""
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkwise.shared.kernels.chunks import num_chunks
+from chunkwise.shared.testing.compare import with_gradients
+
+# Arrays that are not tokens [B, T, ...]: one entry for every sequence [N, ...], one for every chunk [B, NT, ...].
+STATES = frozenset({"initial_state", "final_state"})
+CHUNKS = frozenset({"h"})
+
+
+def assert_isolated(
+    fn: Callable[[dict, Any], dict],
+    x: dict[str, jax.Array],
+    cu_seqlens: jax.Array | None = None,
+    *,
+    chunk_size: int | None = None,
+    shared: Collection[str] = (),
+    visible: bool = True,
+) -> None:
+    """Fail unless a sequence that holds something not finite leaves every bit of the others as it was.
+
+    Every input, and the cotangent of every result, is poisoned in turn, in every sequence that has tokens: with NaN in
+    the whole of its first token, then with infinity in one number of its last token. The padding of a packed batch is
+    poisoned like a sequence, and must not change anything at all. Results and gradients are compared.
+
+    Args:
+      fn: a function of named arrays and cu_seqlens that returns named results. Arrays named in `STATES` have an entry
+        for every sequence [N, ...], those in `CHUNKS` one for every chunk [B, NT, ...], all others are tokens
+        [B, T, ...].
+      x: inputs, all finite and of floating type.
+      cu_seqlens: concrete boundaries of a packed batch; without them the rows of the batch are the sequences.
+      chunk_size: tokens of a chunk; needed if a result or an input has an entry for every chunk of a packed batch.
+      shared: inputs that all sequences share, as g_gamma: they are not poisoned, nor is their gradient compared.
+      visible: demand that NaN in an input makes some result of its own sequence not finite, so that nothing is hidden.
+    """
+    results = jax.eval_shape(fn, x, cu_seqlens)
+    rng = np.random.default_rng(7)
+    cotangents = {name: jnp.asarray(rng.standard_normal(y.shape), y.dtype) for name, y in results.items()}
+    run = jax.jit(with_gradients(fn))
+    clean = _numpy(run(x, cu_seqlens, cotangents))
+    for name, value in clean.items():
+        assert np.isfinite(value.astype(np.float64)).all(), f"{name} is not finite before anything is poisoned"
+    B, T = next(y.shape[:2] for name, y in x.items() if name not in STATES | CHUNKS | set(shared))
+    owners = _Owners(B, T, None if cu_seqlens is None else np.asarray(cu_seqlens), chunk_size)
+    gradients = {f"d{name}": name for name in x}
+    for group, arrays in (("input", x), ("cotangent of", cotangents)):
+        for name in arrays:
+            if name in shared:
+                continue
+            for n, label, dirty in owners.poisoned(name, arrays[name]):
+                inputs = (x | {name: dirty}, cotangents) if group == "input" else (x, cotangents | {name: dirty})
+                got = _numpy(run(inputs[0], cu_seqlens, inputs[1]))
+                what = f"{label} in the {group} {name} of {owners.name(n)}"
+                for result, want in clean.items():
+                    base = gradients.get(result, result)
+                    if base not in shared:
+                        others = owners.mask(base) != n if n < owners.N else np.ones(owners.mask(base).shape, bool)
+                        _assert_same_bits(result, got[result][others], want[others], what)
+                if visible and group == "input" and label == "NaN" and n < owners.N:
+                    own = [got[y][owners.mask(y) == n] for y in results]
+                    seen = not all(np.isfinite(y.astype(np.float64)).all() for y in own)
+                    assert seen, f"{what} is hidden: all of its results are finite"
+
+
+class _Owners:
+    """Which sequence owns what; N owns padding and unused chunks."""
+
+    def __init__(self, B: int, T: int, cu_seqlens: np.ndarray | None, chunk_size: int | None):
+        self.packed = cu_seqlens is not None
+        if cu_seqlens is None:
+            self.N = B
+            self.tokens = self.chunks = self.states = np.arange(B)
+            return
+        self.N = N = len(cu_seqlens) - 1
+        lengths = np.diff(cu_seqlens)
+        self.states = np.arange(N)
+        self.tokens = np.concatenate([np.repeat(np.arange(N), lengths), np.full(T - cu_seqlens[-1], N)])[None]
+        if chunk_size is not None:
+            used = np.repeat(np.arange(N), -(-lengths // chunk_size))
+            self.chunks = np.full((1, num_chunks(T, chunk_size, N)), N)
+            self.chunks[0, : len(used)] = used
+
+    def mask(self, name: str) -> np.ndarray:
+        """Return the owner of every leading entry of the array of a name."""
+        return self.states if name in STATES else self.chunks if name in CHUNKS else self.tokens
+
+    def name(self, n: int) -> str:
+        """Return how a message names an owner."""
+        return "the padding" if n == self.N else f"sequence {n}" if self.packed else f"row {n}"
+
+    def poisoned(self, name: str, x: jax.Array) -> Iterator[tuple[int, str, jax.Array]]:
+        """Yield (owner, what was written, poisoned copy) for every owner that has something of x."""
+        owner, clean = self.mask(name), np.asarray(x)
+        for n in np.unique(owner):
+            entries = np.argwhere(owner == n)
+            first, last = tuple(entries[0]), tuple(entries[-1])
+            dirty = clean.copy()
+            dirty[owner == n if n == self.N else first] = np.nan
+            yield int(n), "NaN", jnp.asarray(dirty)
+            dirty = clean.copy()
+            dirty[(*last, *(-1,) * (x.ndim - len(last)))] = np.inf
+            yield int(n), "infinity", jnp.asarray(dirty)
+
+
+def _numpy(results: dict) -> dict[str, np.ndarray]:
+    return {name: np.asarray(value) for name, value in results.items() if value is not None}
+
+
+def _assert_same_bits(name: str, got: np.ndarray, want: np.ndarray, what: str) -> None:
+    if got.tobytes() != want.tobytes():
+        wrong = int(np.sum(~(got == want)))
+        raise AssertionError(f"{what} changed {name} of others: {wrong} of {want.size} numbers differ")
