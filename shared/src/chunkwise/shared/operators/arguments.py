@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from chunkwise.shared.operators.checks import check_flags, check_scale, choose_chunk_size, choose_implementation
 
@@ -59,6 +60,13 @@ class Options(NamedTuple):
     gate_lower_bound: float | None = None
 
 
+def scale_of(x: Arguments) -> float | jax.Array:
+    """Return the scale to use: a number, or a float32 scalar array; K ** -0.5 if none was given."""
+    if isinstance(x.scale, jax.Array):
+        return x.scale.astype(jnp.float32)
+    return x.q.shape[-1] ** -0.5 if x.scale is None else float(x.scale)
+
+
 # From checked arguments and options to the output [B, T, HV, V] and the final states [N, HV, K, V] or None.
 Implementation = Callable[[Arguments, Options], tuple[jax.Array, jax.Array | None]]
 
@@ -79,5 +87,4 @@ def run_chunked(
     check_scale(x.scale)
     chosen = choose_implementation(implementation, tuple(known), on_tpu)
     chunk_size = choose_chunk_size(options.chunk_size, chosen, x.q.shape[1])
-    x = x._replace(scale=x.q.shape[-1] ** -0.5 if x.scale is None else x.scale)
-    return known[chosen](x, options._replace(chunk_size=chunk_size))
+    return known[chosen](x._replace(scale=scale_of(x)), options._replace(chunk_size=chunk_size))

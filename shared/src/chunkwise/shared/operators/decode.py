@@ -1,10 +1,12 @@
 """Decode of the delta rules: a few tokens of many sequences in one launch, their states updated in place.
 
 A grid step takes the states of some heads of one sequence: it reads them once, runs the sequence's tokens, and writes
-them back over themselves. A token is bound by memory, so its products are sums on the vector unit, in float32.
+them back over themselves. Memory bounds a token, so its products are sums on the vector unit, in float32. States are
+[K, V] here, as the user has them.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +15,60 @@ from jax.experimental import pallas as pl
 
 from chunkwise.shared.compat import out_struct, vary_alike, varying_zeros
 from chunkwise.shared.kernels.chunks import zero_padding
-from chunkwise.shared.kernels.launch import pallas_call, scaled, split_scale
+from chunkwise.shared.kernels.launch import named, pallas_call, scaled, split_scale
 from chunkwise.shared.kernels.packed import LANES, pad_lanes, round_up
 from chunkwise.shared.kernels.tiles import l2norm, repeat_heads, to_column
-from chunkwise.shared.operators.checks import check, check_initial_state
+from chunkwise.shared.operators.arguments import Arguments, Options, scale_of
+from chunkwise.shared.operators.checks import (
+    check,
+    check_flags,
+    check_initial_state,
+    check_scale,
+    choose_implementation,
+)
 from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence
 
 # VMEM for the states (two buffers each of those read and written), for the tokens, and for all of it.
 STATE_BYTES = 16 * 2**20
 TOKEN_BYTES = 32 * 2**20
 VMEM_BYTES = 60 * 2**20
+
+
+class Slots(NamedTuple):
+    """Where the states of N sequences lie.
+
+    Attributes:
+      state_indices: int32 [N], the slot of every sequence in a pool of states [slots, HV, K, V]. Slots are distinct.
+        A sequence with a negative one starts from zeros, and its state is dropped; negative ones may repeat. None for
+        sequence n in slot n.
+      has_initial_state: bool [N], False if a sequence starts from zeros whatever its slot holds; None for True.
+    """
+
+    state_indices: jax.Array | None = None
+    has_initial_state: jax.Array | None = None
+
+
+class Static(NamedTuple):
+    """What is known when the program is built: sizes of the arrays, and what the kernel does.
+
+    Attributes:
+      B, T, H, HV, K, V: sizes of q [B, T, H, K] and v [B, T, HV, V], as the user has them: nothing is padded.
+      N: number of sequences.
+      scale: number that the kernel multiplies the output by.
+      normalise: scale queries and keys to unit length.
+      name: of the kernel.
+    """
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    N: int
+    scale: float
+    normalise: bool
+    name: str
 
 
 def check_slots(initial_state, state_indices, has_initial_state, N: int, HV: int, K: int, V: int) -> None:
@@ -33,10 +79,13 @@ def check_slots(initial_state, state_indices, has_initial_state, N: int, HV: int
         check(initial_state is not None, "`state_indices` must come with the pool as `initial_state`; got None.")
         check_initial_state(initial_state, (None, HV, K, V))
     for name, x, dtype in (("state_indices", state_indices, jnp.int32), ("has_initial_state", has_initial_state, bool)):
+        if x is None:
+            continue
+        array = hasattr(x, "shape") and hasattr(x, "dtype")
         check(
-            x is None or (x.shape == (N,) and x.dtype == dtype),
+            array and x.shape == (N,) and x.dtype == dtype,
             f"`{name}` must be {jnp.dtype(dtype).name} of shape {(N,)}; got "
-            f"{x if x is None else f'{x.dtype} {tuple(x.shape)}'}.",
+            f"{f'{x.dtype} {tuple(x.shape)}' if array else type(x).__name__}.",
         )
 
 
@@ -55,104 +104,226 @@ def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise
     return o.astype(v.dtype), states
 
 
+def run_recurrent(
+    x: Arguments, slots: Slots, options: Options, implementation: str | None, name: str
+) -> tuple[jax.Array, jax.Array | None]:
+    """Check what the recurrent delta rules share, fill in the scale, and run a few tokens of every sequence.
+
+    Args:
+      x: arguments whose tensors the caller has checked: g per head [B, T, HV] or per channel [B, T, HV, K]. With
+        slots.state_indices, x.initial_state is a pool [slots, HV, K, V].
+      slots: where the states lie.
+      options: chunk_size and gate_lower_bound are not read.
+      implementation: "fused" for the kernel, "xla" for plain JAX, or None for the best.
+      name: of the kernel.
+
+    Returns:
+      o [B, T, HV, V] and the states after the tokens, None unless asked for: a pool in its own type, in which the
+      slots that no sequence has keep every bit; without a pool [N, HV, K, V] float32.
+
+    Raises:
+      ValueError: an argument is wrong.
+      NotImplementedError: "fused", and the tokens and states do not fit into VMEM.
+    """
+    check_flags(output_final_state=options.output_final_state, use_qk_l2norm_in_kernel=options.normalise)
+    check_scale(x.scale)
+    check_slots(x.initial_state, *slots, x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3])
+    on_tpu = "fused" if _key_heads_a_step(x) is not None else "xla"
+    chosen = choose_implementation(implementation, ("fused", "xla"), on_tpu)
+    inside, after = split_scale(scale_of(x))
+    B, T, H, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    static = Static(B, T, H, HV, K, V, x.num_states, inside, options.normalise, name)
+    o, states = _run(static, chosen, x._replace(scale=None), slots)
+    return scaled(o, after), states if options.output_final_state else None
+
+
 def decode(
     q, k, v, g, beta, scale, initial_state, cu_seqlens, state_indices, has_initial_state, *, normalise: bool, name: str,
     implementation: str,
 ):  # fmt: skip
-    """Run a delta rule over a few tokens per sequence.
-
-    Args:
-      q, k, v, g, beta, scale, initial_state, cu_seqlens: of the operators; g per head [B, T, HV] or per channel
-        [B, T, HV, K]. With state_indices, initial_state is a pool [slots, HV, K, V].
-      state_indices: int32 [N], the slot of every sequence; distinct. None for sequence n in slot n.
-      has_initial_state: bool [N], False where a sequence starts from zero whatever its slot holds; None for True.
-      normalise: whether to apply the l2 norm to q and k; static.
-      name: of the kernel; static.
-      implementation: "pallas" or "xla"; static.
-
-    Returns:
-      o [B, T, HV, V] and the states, or the pool, after the tokens, float32.
-
-    Raises:
-      NotImplementedError: "pallas", and the tokens and states do not fit into VMEM; see `decode_fits`.
-    """
-    inside, after = split_scale(scale)
-    o, states = _run(
-        q, k, v, g, beta, initial_state, cu_seqlens, state_indices, has_initial_state, inside, normalise, name,
-        implementation,
-    )  # fmt: skip
-    return scaled(o, after), states
+    """Return (o, states) of `run_recurrent`."""
+    x = Arguments(q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    chosen = "fused" if implementation == "pallas" else implementation
+    options = Options(output_final_state=True, normalise=normalise)
+    return run_recurrent(x, Slots(state_indices, has_initial_state), options, chosen, name)
 
 
-@functools.partial(jax.jit, static_argnums=(9, 10, 11, 12))
-def _run(q, k, v, g, beta, pool, cu_seqlens, slots, kept, scale, normalise, name, implementation):
+def decode_fits(q, k, v, g, beta) -> bool:
+    """Return whether the kernel takes so many tokens q [B, T, H, K] and so large states: else "xla" must."""
+    return _key_heads_a_step(Arguments(q, k, v, g, beta)) is not None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run(static: Static, implementation: str, x: Arguments, slots: Slots):
+    pool = x.initial_state
     if pool is None:
-        N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        pool = varying_zeros((N, v.shape[2], q.shape[3], v.shape[3]), q, k, v, g, beta)
-    arrays = q, k, v, g, beta, pool.astype(jnp.float32), cu_seqlens, slots, kept
+        pool = varying_zeros((static.N, static.HV, static.K, static.V), x.q, x.k, x.v, x.g, x.beta)
+    if slots.state_indices is None:
+        pool = pool.astype(jnp.float32)
+    x = x._replace(initial_state=pool)
     if implementation == "xla":
-        return _xla(scale, normalise, *arrays)
-    return _pallas(name, scale, normalise, *vary_alike(*arrays))
+        return _plain(static, x, slots)
+    leaves, structure = jax.tree.flatten((x, slots))
+    return _fused(static, *structure.unflatten(vary_alike(*leaves)))
 
 
-def _xla(scale, normalise, q, k, v, g, beta, pool, cu_seqlens, slots, kept):
-    states = pool if slots is None else pool[slots]
-    if kept is not None:
-        states = jnp.where(kept[:, None, None, None], states, 0.0)
-    o, states = token_by_token(q, k, v, g, beta, scale, states, cu_seqlens, normalise)
-    return o, states if slots is None else pool.at[slots].set(states)
+def _read(pool: jax.Array, slots: Slots) -> jax.Array:
+    """Return the states that the sequences start from, [N, HV, K, V] float32."""
+    states = pool
+    if slots.state_indices is not None:
+        states = pool.at[_past_the_end(pool, slots)].get(mode="fill", fill_value=0)
+    states = states.astype(jnp.float32)
+    if slots.has_initial_state is None:
+        return states
+    # A freed slot may hold anything: zeros are selected, not multiplied.
+    return jnp.where(slots.has_initial_state[:, None, None, None], states, 0.0)
 
 
-def _forward(name, scale, normalise, q, k, v, g, beta, pool, cu_seqlens, slots, kept):
-    B, T = q.shape[:2]
-    starts = jnp.arange(B + 1, dtype=jnp.int32) * T if cu_seqlens is None else cu_seqlens
-    N = starts.shape[0] - 1
-    slots = jnp.arange(N, dtype=jnp.int32) if slots is None else slots
-    kept = jnp.ones((N,), jnp.int32) if kept is None else kept.astype(jnp.int32)
-    tokens = [x.reshape(B * T, *x.shape[2:]) for x in (q, k, v, g.astype(jnp.float32), beta.astype(jnp.float32))]
-    o, pool = launch(*tokens, pool, slots, starts[:-1], jnp.diff(starts), kept, scale, normalise, name)
-    return o.reshape(v.shape), pool
+def _write(pool: jax.Array, slots: Slots, states: jax.Array) -> jax.Array:
+    """Return the pool with the states [N, HV, K, V] in their slots, or the states themselves if there is no pool."""
+    if slots.state_indices is None:
+        return states
+    return pool.at[_past_the_end(pool, slots)].set(states.astype(pool.dtype), mode="drop")
 
 
-def _backward(name, scale, normalise, inputs, cotangents):
-    *arrays, cu_seqlens, slots, kept = inputs
-    pull = jax.vjp(lambda *x: _xla(scale, normalise, *x, cu_seqlens, slots, kept), *arrays)[1]
-    return *pull(cotangents), None, None, None
+def _past_the_end(pool: jax.Array, slots: Slots) -> jax.Array:
+    """Return the slots, negative ones moved past the end of the pool: JAX would count them from the end."""
+    return jnp.where(slots.state_indices < 0, jnp.int32(pool.shape[0]), slots.state_indices)
+
+
+def _plain(static: Static, x: Arguments, slots: Slots):
+    """Return o and the states, or the pool, in plain JAX."""
+    states = _read(x.initial_state, slots)
+    o, states = token_by_token(
+        x.q, x.k, x.v, x.g, x.beta, static.scale, states, x.cu_seqlens, normalise=static.normalise
+    )
+    return o, _write(x.initial_state, slots, states)
+
+
+def _forward(static: Static, x: Arguments, slots: Slots):
+    """Return o and the states, or the pool, by the kernel."""
+    pool = x.initial_state
+    if pool.dtype != jnp.float16:
+        return _launch_tokens(static, x, slots)
+    # A TPU kernel cannot read float16, and a copy of the whole pool would cost more than all else: it gets the named
+    # states alone. A pool without slots is float32 already.
+    o, states = _launch_tokens(static, x._replace(initial_state=_read(pool, slots)), Slots())
+    return o, _write(pool, slots, states)
+
+
+def _launch_tokens(static: Static, x: Arguments, slots: Slots):
+    """Launch the kernel on the user's arrays."""
+    s = static
+    if x.cu_seqlens is None:
+        starts = jnp.arange(s.B + 1, dtype=jnp.int32) * jnp.int32(s.T)
+    else:
+        starts = x.cu_seqlens
+    place = jnp.arange(s.N, dtype=jnp.int32)
+    slot = place if slots.state_indices is None else slots.state_indices
+    continues = slot >= 0
+    if slots.has_initial_state is not None:
+        continues &= slots.has_initial_state
+    gates = x.g.astype(jnp.float32), x.beta.astype(jnp.float32)
+    tokens = [y.reshape(s.B * s.T, *y.shape[2:]) for y in (x.q, x.k, x.v, *gates)]
+    near = place if slots.state_indices is None else _nearest(slot)
+    tables = slot, near, starts[:-1], jnp.diff(starts), continues.astype(jnp.int32)
+    o, pool = launch(Operands(*tables, *tokens, x.initial_state), static, _key_heads_a_step(x))
+    return o.reshape(x.v.shape), pool
+
+
+def _nearest(slot: jax.Array) -> jax.Array:
+    """Return int32 [N], the nearest sequence up to n that has a slot; the first that has one if there is none before.
+
+    With no slot at all it is 0.
+    """
+    has = slot >= 0
+    before = lax.cummax(jnp.where(has, jnp.arange(slot.shape[0], dtype=jnp.int32), jnp.int32(-1)))
+    return jnp.where(before < 0, lax.argmax(has, 0, jnp.int32), before)
+
+
+def _backward(static: Static, inputs, cotangents):
+    x, slots = inputs
+    pull = jax.vjp(lambda y: _plain(static, y._replace(cu_seqlens=x.cu_seqlens), slots), x._replace(cu_seqlens=None))[1]
+    return *pull(cotangents), None
 
 
 # The gradient is that of the plain form: a few tokens are not worth a kernel.
-_pallas = jax.custom_vjp(_forward, nondiff_argnums=(0, 1, 2))
-_pallas.defvjp(lambda name, scale, normalise, *x: (_forward(name, scale, normalise, *x), x), _backward)
+_fused = jax.custom_vjp(_forward, nondiff_argnums=(0,))
+_fused.defvjp(lambda static, x, slots: (_forward(static, x, slots), (x, slots)), _backward)
 
 
-def _decode_kernel(
-    slot_ref, start_ref, count_ref, kept_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, pool_ref, o_ref, after_ref,
-    *, scale, normalise,
-):  # fmt: skip
+class Operands(NamedTuple):
+    """What the kernel reads: scalar tables, then tokens of all sequences one after the other, then states.
+
+    Attributes:
+      slot: int32 [N], the slot of every sequence; distinct if not negative.
+      near: int32 [N], the sequence whose slot a grid step holds: itself, or for a negative slot one before or after
+        it, so that the step moves no state.
+      start, count: int32 [N], the first token of a sequence and how many it has.
+      continues: int32 [N], 1 if it continues the state in its slot, 0 if it starts from zeros.
+      q, k: [tokens, H, K].
+      v: [tokens, HV, V].
+      g: [tokens, HV] or [tokens, HV, K] float32.
+      beta: [tokens, HV] float32.
+      pool: states [slots, HV, K, V] float32 or bfloat16; updated in place if its buffer is donated.
+    """
+
+    slot: jax.Array
+    near: jax.Array
+    start: jax.Array
+    count: jax.Array
+    continues: jax.Array
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
+    pool: jax.Array
+
+
+# The scalar tables among the operands.
+_TABLES = 5
+
+
+def _decode_kernel(refs, static: Static):
     n = pl.program_id(1)
-    heads = v_ref.shape[1]
-    start = start_ref[n]
+    heads = refs.v.shape[1]
+    start = refs.start[n]
+    written = refs.slot[n] >= 0
 
-    # Tokens of no sequence are zero.
     @pl.when(n == 0)
     def _():
-        o_ref[...] = jnp.zeros_like(o_ref)
+        # Tokens of no sequence are zero.
+        refs.o[...] = jnp.zeros_like(refs.o)
+
+        # If no sequence has a slot, nobody writes the block that the steps hold: it leaves as it came.
+        @pl.when(jnp.logical_not(written))
+        def _():
+            refs.after[...] = refs.pool[...]
 
     def token(i, S):
         t = start + i
-        q, k, v = (as_rows(ref[t].astype(jnp.float32)) for ref in (q_ref, k_ref, v_ref))
-        if normalise:
+        # One row per head, then columns for the keys and queries: [heads, 1, D] -> [heads, K, 1].
+        q, k, v = (as_rows(ref[t].astype(jnp.float32)) for ref in (refs.q, refs.k, refs.v))
+        if static.normalise:
             q, k = l2norm(q), l2norm(k)
         q, k = (repeat_heads(to_column(x), heads) for x in (q, k))
-        g = as_scalars(g_ref[pl.ds(t, 1)]) if len(g_ref.shape) == 2 else to_column(as_rows(g_ref[t]))
-        S = jnp.exp(g) * S
-        S = S + k * (as_scalars(beta_ref[pl.ds(t, 1)]) * (v - jnp.sum(S * k, axis=1, keepdims=True)))
-        o = scale * jnp.sum(S * q, axis=1, keepdims=True)
-        o_ref[t] = jnp.concatenate(list(o)).astype(o_ref.dtype)
+        # The gate is [heads, 1, 1], or [heads, K, 1] per channel.
+        g = as_scalars(refs.g[pl.ds(t, 1)]) if len(refs.g.shape) == 2 else to_column(as_rows(refs.g[t]))
+        S = jnp.exp(g) * S  # [heads, K, V]
+        S = S + k * (as_scalars(refs.beta[pl.ds(t, 1)]) * (v - jnp.sum(S * k, axis=1, keepdims=True)))
+        o = static.scale * jnp.sum(S * q, axis=1, keepdims=True)  # [heads, 1, V]
+        refs.o[t] = jnp.concatenate(list(o)).astype(refs.o.dtype)
         return S
 
-    S = jnp.where(kept_ref[n] == 1, pool_ref[...], 0.0)
-    after_ref[...] = lax.fori_loop(0, count_ref[n], token, S)
+    # A freed slot may hold anything: zeros are selected, not multiplied.
+    S = jnp.where(refs.continues[n] == 1, refs.pool[...].astype(jnp.float32), 0.0)  # [heads, K, V]
+    S = lax.fori_loop(jnp.int32(0), refs.count[n], token, S)
+
+    @pl.when(written)
+    def _():
+        refs.after[...] = S.astype(refs.after.dtype)
 
 
 def as_rows(x: jax.Array) -> jax.Array:
@@ -165,22 +336,26 @@ def as_scalars(row: jax.Array) -> jax.Array:
     return jnp.stack([row[:, i : i + 1] for i in range(row.shape[1])])
 
 
-def _token_bytes(x, heads: int) -> int:
-    """Return the VMEM of `heads` heads of tokens x [T, all heads, ...], in whole registers."""
-    rows = 32 // x.dtype.itemsize
-    tile = round_up(heads, rows) * pad_lanes(x.shape[2]) if len(x.shape) == 3 else LANES
-    return x.dtype.itemsize * x.shape[0] * tile
+def _token_bytes(x, heads: int, dtype) -> int:
+    """Return the VMEM of `heads` heads of tokens x [B, T, all heads, ...] of a type, in whole registers."""
+    # The kernel sees float16 as float32.
+    itemsize = 4 if dtype == jnp.float16 else jnp.dtype(dtype).itemsize
+    tile = round_up(heads, 32 // itemsize) * pad_lanes(x.shape[3]) if len(x.shape) == 4 else LANES
+    return itemsize * x.shape[0] * x.shape[1] * tile
 
 
-def _key_heads_a_step(q, k, v, g, beta) -> int | None:
-    """Return for how many key heads of tokens [T, heads, ...] the states and all tokens fit into VMEM, None if none."""
-    H, group = q.shape[1], v.shape[1] // q.shape[1]
+def _key_heads_a_step(x: Arguments) -> int | None:
+    """Return for how many key heads the states and all tokens of x fit into VMEM, None if not for one."""
+    q, v = x.q, x.v
+    H, group = q.shape[2], v.shape[2] // q.shape[2]
     # Read and written, two buffers each.
-    state = 4 * 4 * group * round_up(q.shape[2], 8) * pad_lanes(v.shape[2])
+    state = 4 * 4 * group * round_up(q.shape[3], 8) * pad_lanes(v.shape[3])
 
-    def tokens(own):
+    def tokens(key_heads):
         # The outputs have two buffers.
-        return sum(_token_bytes(x, own) for x in (q, k)) + sum(_token_bytes(x, own * group) for x in (v, v, v, g, beta))
+        alike = [(y, key_heads) for y in (q, x.k)] + [(v, key_heads * group)] * 3
+        gates = sum(_token_bytes(y, key_heads * group, jnp.float32) for y in (x.g, x.beta))
+        return sum(_token_bytes(y, heads, y.dtype) for y, heads in alike) + gates
 
     fit = [n for n in range(1, H + 1) if H % n == 0 and tokens(n) <= TOKEN_BYTES]
     if not fit or tokens(fit[0]) + fit[0] * state > VMEM_BYTES:
@@ -188,73 +363,83 @@ def _key_heads_a_step(q, k, v, g, beta) -> int | None:
     return max([n for n in fit if n * state <= STATE_BYTES], default=fit[0])
 
 
-def decode_fits(q, k, v, g, beta) -> bool:
-    """Return whether the kernel takes so many tokens q [B, T, H, K] and so large states: else "xla" must."""
-    flat = lambda x, dtype: jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), dtype)
-    tokens = *(flat(x, x.dtype) for x in (q, k, v)), *(flat(x, jnp.float32) for x in (g, beta))
-    return _key_heads_a_step(*tokens) is not None
+def recurrent_cost(
+    *, B: int, T: int, H: int, HV: int, K: int, V: int, N: int | None = None, itemsize: int = 2,
+    state_itemsize: int = 4, per_channel: bool = False,
+) -> pl.CostEstimate:  # fmt: skip
+    """Return what the delta rules cost token by token: 7 flops a token and state entry, every state moved twice.
+
+    Args:
+      B, T, H, HV, K, V: sizes.
+      N: sequences; None for B.
+      itemsize, state_itemsize: bytes of an entry of q, k, v and o, and of the states. Gates are float32.
+      per_channel: gates per channel of the key.
+    """
+    gates = B * T * HV * (K if per_channel else 1)
+    moved = itemsize * B * T * (2 * H * K + 2 * HV * V) + 4 * (gates + B * T * HV)
+    return pl.CostEstimate(
+        flops=7 * B * T * HV * K * V,
+        transcendentals=gates,
+        bytes_accessed=moved + 2 * state_itemsize * (B if N is None else N) * HV * K * V,
+    )
 
 
-def launch(q, k, v, g, beta, pool, slot, start, count, kept, scale: float, normalise: bool, name: str):
+def launch(x: Operands, static: Static, key_heads: int | None) -> tuple[jax.Array, jax.Array]:
     """Run the kernel.
 
     Args:
-      q, k: tokens [T, H, K] of all sequences, one after the other.
-      v: [T, HV, V].
-      g: [T, HV] or [T, HV, K] float32.
-      beta: [T, HV] float32.
-      pool: states [slots, HV, K, V] float32; updated in place where its buffer is donated.
-      slot: int32 [N], the slot of every sequence; distinct.
-      start, count: int32 [N], its first token and how many.
-      kept: int32 [N], 1 where it continues the state in its slot, 0 where it starts from zero.
-      scale, normalise, name: static.
+      x: operands.
+      static: sizes and options.
+      key_heads: key heads a grid step, None if the tokens and states of not even one fit into VMEM.
 
     Returns:
-      o [T, HV, V] in the type of v and the pool after.
+      o [tokens, HV, V] in the type of v and the pool after.
 
     Raises:
       NotImplementedError: the tokens and states do not fit into VMEM.
     """
-    T, H, K = q.shape
-    HV, V = v.shape[1:]
-    group = HV // H
-    own = _key_heads_a_step(q, k, v, g, beta)
-    if own is None:
+    s, group = static, static.HV // static.H
+    if key_heads is None:
         raise NotImplementedError(
-            f'"pallas" takes a few tokens per sequence; {T} tokens and states [{K}, {V}] of {group} value heads for a '
-            f'key head do not fit into VMEM: use the chunked operator or implementation="xla".'
+            f'"fused" takes a few tokens per sequence; {s.B * s.T} tokens and states [{s.K}, {s.V}] of {group} value '
+            f'heads for a key head do not fit into VMEM: use the chunked operator or implementation="xla".'
         )
-    heads, blocks = own * group, H // own
+    heads, blocks = key_heads * group, s.H // key_heads
 
     def cut(x, width):
-        return jnp.moveaxis(x.reshape(T, blocks, width, *x.shape[2:]), 1, 0)
-
-    tokens = cut(q, own), cut(k, own), cut(v, heads), cut(g, heads), cut(beta, heads)
+        return jnp.moveaxis(x.reshape(x.shape[0], blocks, width, *x.shape[2:]), 1, 0)
 
     def whole(x, buffers):
         index = lambda h, n, *_: (h, *[0] * (x.ndim - 1))
         return pl.BlockSpec((None, *x.shape[1:]), index, pipeline_mode=pl.Buffered(buffers))
 
-    state = pl.BlockSpec((None, heads, K, V), lambda h, n, slot, *_: (slot[n], h, 0, 0))
+    def state_index(h, n, slot, near, *_):
+        # Without any slot the steps hold slot 0, which they leave as it is.
+        return jnp.maximum(slot[near[n]], jnp.int32(0)), h, 0, 0
+
+    state = pl.BlockSpec((None, heads, s.K, s.V), state_index)
+    x = x._replace(
+        q=cut(x.q, key_heads), k=cut(x.k, key_heads), v=cut(x.v, heads), g=cut(x.g, heads), beta=cut(x.beta, heads)
+    )
+    tokens = x[_TABLES:-1]
     o, pool = pallas_call(
-        functools.partial(_decode_kernel, scale=scale, normalise=normalise),
-        slot, start, count, kept, *tokens, pool,
-        name=name,
-        num_scalar_prefetch=4,
+        named(_decode_kernel, Operands._fields, [("o", True), ("after", True)], [], static=static),
+        *x,
+        name=s.name,
+        num_scalar_prefetch=_TABLES,
         # Blocks of heads are independent; sequences share the block of outputs, so they come one after the other.
-        grid=(blocks, slot.shape[0]),
+        grid=(blocks, s.N),
         dimension_semantics=("parallel", "arbitrary"),
-        in_specs=[*(whole(x, 1) for x in tokens), state],
-        out_specs=[whole(tokens[2], 2), state],
-        out_shape=[out_struct(tokens[2].shape, v.dtype, q, k, v, g, beta, pool),
-                   out_struct(pool.shape, jnp.float32, q, k, v, g, beta, pool)],
+        in_specs=[*(whole(y, 1) for y in tokens), state],
+        out_specs=[whole(x.v, 2), state],
+        out_shape=[out_struct(x.v.shape, x.v.dtype, *tokens, x.pool),
+                   out_struct(x.pool.shape, x.pool.dtype, *tokens, x.pool)],
         # Counted with the scalar tables.
-        input_output_aliases={9: 1},
-        cost_estimate=pl.CostEstimate(
-            flops=7 * T * HV * K * V,
-            transcendentals=g.size,
-            bytes_accessed=8 * slot.shape[0] * HV * K * V + q.nbytes + k.nbytes + 2 * v.nbytes + g.nbytes,
+        input_output_aliases={Operands._fields.index("pool"): 1},
+        cost_estimate=recurrent_cost(
+            B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, N=s.N, itemsize=x.v.dtype.itemsize,
+            state_itemsize=x.pool.dtype.itemsize, per_channel=x.g.ndim == 4,
         ),
         vmem_limit_bytes=VMEM_BYTES,
     )  # fmt: skip
-    return jnp.moveaxis(o, 0, 1).reshape(v.shape), pool
+    return jnp.moveaxis(o, 0, 1).reshape(-1, s.HV, s.V), pool
