@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from chunkwise.pipeline import check, cli
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS
+from chunkwise.pipeline.stages import STAGES
 
-CUMSUM, SIMPLE_GLA = check.STAGES[0], check.OPERATORS[-1]
+CUMSUM, SIMPLE_GLA = STAGES[0], OPERATORS["recurrent_simple_gla"]
 
 
 def raising(*args, **kwargs):
@@ -21,7 +23,7 @@ def kernels(monkeypatch):
 
     def choose(stages=(), operators=()):
         monkeypatch.setattr(check, "STAGES", stages)
-        monkeypatch.setattr(check, "OPERATORS", operators)
+        monkeypatch.setattr(check, "OPERATORS", {operator.name: operator for operator in operators})
 
     return choose
 
@@ -49,14 +51,51 @@ def test_check_interprets_kernels(capsys):
 
 def test_check_covers_packs_without_states():
     """As in training, where chunks go across sequences; what padding holds does not matter."""
-    planned = [x for x in check.plan(interpret=True) if x.keywords]
-    chunked = [x for x in check.OPERATORS if x.chunked]
-    assert len(planned) == len(chunked) * 3 * len(check.DTYPES)
-    one = next(x for x in planned if x.args[:2] == (chunked[0], "xla"))
+    planned = [x for x in check.plan(interpret=True) if not x.states]
+    assert len(planned) == len(CHUNKED) * 3 * len(check.DTYPES)
+    one = next(x for x in planned if (x.kernel, x.implementation) == (OPERATORS["chunk_gla"], "xla"))
     with ThreadPoolExecutor(1) as pool:
-        (row,) = (program.measure() for program in one(pool))
+        (row,) = (program.measure() for program in one.start(pool))
     assert row.passed, row
     assert row.case == "stream, gradients"
+
+
+def test_check_says_what_it_does_while_it_does_it(kernels, capsys, monkeypatch):
+    """Every line is printed before the next check is compiled, what it does on the error stream."""
+    kernels(stages=(CUMSUM, dataclasses.replace(CUMSUM, name="second")))
+    monkeypatch.setattr(cli, "BATCH", 4)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    started, seen = check.Check.start, []
+
+    def start(self, pool):
+        seen.append((self.kernel.name, capsys.readouterr()))
+        return started(self, pool)
+
+    monkeypatch.setattr(check.Check, "start", start)
+    assert cli.main(["check"]) == 0
+    before = next(printed for name, printed in seen if name == "second")
+    assert before.out.count(CUMSUM.name) == before.out.count("pass") == 4
+    assert "second" not in before.out
+    assert before.err.splitlines() == [f"running {CUMSUM.name}, xla ...", "compiling second, xla ..."]
+
+
+def test_quick_checks_every_kernel_once(kernels, capsys):
+    for interpret in (False, True):
+        planned = check.plan(interpret, quick=True)
+        names = [(x.kernel.name, x.implementation) for x in planned]
+        assert len(names) == len(set(names))
+        assert set(names) == {(x.kernel.name, x.implementation) for x in check.plan(interpret)}
+    kernels(stages=(CUMSUM,), operators=(SIMPLE_GLA,))
+    assert cli.main(["check", "--quick"]) == 0
+    assert "2 of 2 passed" in capsys.readouterr().out
+
+
+def test_the_quickest_come_first():
+    planned = check.plan(interpret=True)
+    plain = [x.implementation == "xla" for x in planned]
+    assert plain == sorted(plain, reverse=True)
+    assert planned[0].kernel in STAGES
+    assert planned[plain.index(False) - 1].kernel in CHUNKED
 
 
 def test_the_reference_needs_the_cpu(monkeypatch):
@@ -92,11 +131,11 @@ def test_results_that_are_not_numbers_fail(kernels, capsys):
 @pytest.mark.parametrize("interpret", [False, True])
 def test_plan(backend, interpret, monkeypatch):
     monkeypatch.setattr("jax.default_backend", lambda: backend)
-    planned = [one.args for one in check.plan(interpret)]
+    planned = check.plan(interpret)
     kernels = backend == "tpu" or interpret
-    assert {kernel.name for kernel, *_ in planned} == {x.name for x in (*check.STAGES, *check.OPERATORS)}
-    assert {how for _, how, *_ in planned} == ({"xla", "pallas", "staged", "fused"} if kernels else {"xla"})
-    sizes = {case.T for _, how, _, case in planned if how != "xla"}
+    assert {x.kernel.name for x in planned} == {x.name for x in (*STAGES, *OPERATORS.values())}
+    assert {x.implementation for x in planned} == ({"xla", "pallas", "staged", "fused"} if kernels else {"xla"})
+    sizes = {x.case.T for x in planned if x.implementation != "xla"}
     assert sizes == ({200} if backend == "tpu" else {20} if interpret else set())
 
 

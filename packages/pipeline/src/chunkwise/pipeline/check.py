@@ -6,22 +6,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise import pipeline
-from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
-from chunkwise.chunk_o import chunk_fwd_o
-from chunkwise.cumsum import chunk_local_cumsum
-from chunkwise.kkt import chunk_scaled_dot_kkt
+from chunkwise.pipeline.operators import OPERATORS, Operator
+from chunkwise.pipeline.stages import STAGES, Stage
 from chunkwise.shared import testing
 from chunkwise.shared.testing import Case, reference
-from chunkwise.shared.testing import stage_oracle as exact
-from chunkwise.solve_tril import solve_tril
-from chunkwise.wy_fast import recompute_w_u
 
 # Sizes and, packed, lengths: a tail in the last chunk, empty sequences, padding. Small where compiling or interpreting
 # costs more than running.
@@ -32,8 +26,7 @@ DTYPES = ("float32", "bfloat16")
 GATE_LIKE = ("g", "g_gamma", "beta")
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One line of the table; without a result, `error` is infinite and `message` says what was raised."""
 
     kernel: str
@@ -52,146 +45,22 @@ class Row:
         return not self.message and self.error <= self.tolerance
 
 
-@dataclass(frozen=True)
-class Operator:
-    """An operator of the pipeline: what it takes, and what it comes in, the TPU's choice last.
+def operator_inputs(operator: Operator, *sizes: int, **options) -> dict[str, jax.Array]:
+    """Return seeded inputs of an operator by name: `make_inputs` of the same arguments, less what it does not take.
 
-    Attributes:
-      name: its name in `chunkwise.pipeline`.
-      delta: it takes beta, and fewer key heads than value heads.
-      gates: "head", "channel" or "constant", which is a gate per head and a constant one.
-      implementations: what it comes in.
+    An operator with constant gates gets them beside those of the tokens. One without the delta rule has as many key
+    heads as value heads: those of `sizes` must agree.
     """
-
-    name: str
-    delta: bool
-    gates: str
-    implementations: tuple[str, ...] = ("xla", "staged", "fused")
-
-    @property
-    def chunked(self) -> bool:
-        """Whether it goes chunk by chunk, not token by token."""
-        return self.name.startswith("chunk_")
+    return _make_inputs(operator.delta, operator.gates, *sizes, **options)
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A stage of the chain: how to run it and its definition, both of the arguments of a Case by name.
-
-    Attributes:
-      name: its name in its package.
-      run: of arguments x, further keywords of the stage, and the chunk size.
-      definition: of arguments x, cu_seqlens and the chunk size, in float64.
-      results: the names of its results, as `chunkwise.shared.testing.Case` gives them.
-    """
-
-    name: str
-    run: Callable
-    definition: Callable
-    results: tuple[str, ...]
-    implementations: tuple[str, ...] = ("xla", "pallas")
-
-
-OPERATORS = (
-    Operator("chunk_gated_delta_rule", True, "head"),
-    Operator("chunk_kda", True, "channel"),
-    Operator("chunk_gla", False, "channel"),
-    Operator("chunk_simple_gla", False, "constant"),
-    Operator("recurrent_gated_delta_rule", True, "head", ("xla", "fused")),
-    Operator("recurrent_kda", True, "channel", ("xla", "fused")),
-    Operator("recurrent_gla", False, "channel", ("xla",)),
-    Operator("recurrent_simple_gla", False, "constant", ("xla",)),
-)
-
-STAGES = (
-    Stage(
-        "chunk_local_cumsum",
-        lambda x, C, **o: chunk_local_cumsum(x["g"], C, **o),
-        lambda x, cu, C: exact.cumsum(x["g"], C, cu),
-        ("g_cum",),
-    ),
-    Stage(
-        "chunk_scaled_dot_kkt",
-        lambda x, C, **o: chunk_scaled_dot_kkt(x["k"], x["beta"], x["g_cum"], chunk_size=C, **o),
-        lambda x, cu, C: exact.kkt(x["k"], x["beta"], x["g_cum"], C, cu),
-        ("A",),
-    ),
-    Stage(
-        "solve_tril",
-        lambda x, C, **o: solve_tril(x["A"], **o),
-        lambda x, cu, C: exact.inverse(x["A"], cu),
-        ("A_inv",),
-    ),
-    Stage(
-        "recompute_w_u",
-        lambda x, C, **o: recompute_w_u(x["k"], x["v"], x["beta"], x["A_inv"], x["g_cum"], **o),
-        lambda x, cu, C: exact.w_u(x["k"], x["v"], x["beta"], x["A_inv"], x["g_cum"], cu),
-        ("w", "u"),
-    ),
-    Stage(
-        "chunk_gated_delta_rule_fwd_h",
-        lambda x, C, **o: chunk_gated_delta_rule_fwd_h(
-            x["k"], x["w"], x["u"], x["g_cum"], x["initial_state"], True, chunk_size=C, **o
-        ),
-        lambda x, cu, C: exact.states(x["k"], x["w"], x["u"], x["g_cum"], x["initial_state"], C, cu),
-        ("h", "v_new", "final_state"),
-    ),
-    Stage(
-        "chunk_fwd_h",
-        lambda x, C, **o: chunk_fwd_h(
-            x["k"], x["v"], x["g_cum"], initial_state=x["initial_state"], output_final_state=True, chunk_size=C, **o
-        ),
-        lambda x, cu, C: exact.states(x["k"], None, x["v"], x["g_cum"], x["initial_state"], C, cu)[::2],
-        ("h", "final_state"),
-    ),
-    Stage(
-        "chunk_fwd_o",
-        lambda x, C, **o: chunk_fwd_o(x["q"], x["k"], x["v_new"], x["h"], x["g_cum"], chunk_size=C, **o),
-        lambda x, cu, C: exact.output(x["q"], x["k"], x["v_new"], x["h"], x["g_cum"], None, C, cu),
-        ("o",),
-    ),
-)
-
-
-def cases(base: Case, lengths: tuple[int, ...]) -> Iterator[tuple[str, Case]]:
-    """Yield (label, case) in both types, fixed and packed."""
-    sizes = vars(base)
-    for dtype in DTYPES:
-        yield "fixed", Case(**sizes | {"dtype": dtype, "B": 2})
-        yield "packed", Case(**sizes | {"dtype": dtype, "lengths": lengths, "gate": "spikes"})
-
-
-def operator_inputs(operator: Operator, case: Case, states: bool) -> dict[str, jax.Array]:
-    """Return the differentiable inputs of an operator."""
-    H = case.H if operator.delta else case.HV
-    N = 0 if not states else case.B if case.lengths is None else len(case.lengths)
-    x = testing.make_inputs(
-        case.B, case.T, H, case.HV, case.K, case.V, dtype=jnp.dtype(case.dtype), gate=case.gate,
-        per_channel=operator.gates == "channel", num_states=N,
-    )  # fmt: skip
-    if not operator.delta:
+def _make_inputs(delta: bool, gates: str, *sizes: int, **options) -> dict[str, jax.Array]:
+    x = testing.make_inputs(*sizes, per_channel=gates == "channel", **options)
+    if not delta:
         del x["beta"]
-    if operator.gates == "constant":
-        x["g_gamma"] = -jnp.geomspace(0.01, 1.0, case.HV, dtype=jnp.float32)
+    if gates == "constant":
+        x["g_gamma"] = -jnp.geomspace(0.01, 1.0, x["v"].shape[2], dtype=jnp.float32)
     return x
-
-
-_arguments = functools.cache(Case.arguments)
-
-
-@functools.cache
-def _oracle(delta: bool, gates: str, case: Case, states: bool):
-    """Return cotangents of the results, and what float64 makes of them and of the inputs."""
-    x = operator_inputs(Operator("", delta, gates), case, states)
-    rng = np.random.default_rng(1)
-    do = jnp.asarray(rng.standard_normal(x["v"].shape), case.dtype)
-    dht = jnp.asarray(rng.standard_normal(x["initial_state"].shape), jnp.float32) if states else None
-    o, state, *rest = reference(**x, cu_seqlens=case.cu_seqlens, do=do, dht=dht)
-    (gradients,) = rest
-    cotangents, results = {"o": do}, {"o": o}
-    if states:
-        cotangents, results = cotangents | {"final_state": dht}, results | {"final_state": state}
-    return cotangents, results, {f"d{name}": dx for name, dx in gradients.items()}
 
 
 def tolerance(name: str, dtype: str) -> float:
@@ -202,21 +71,22 @@ def tolerance(name: str, dtype: str) -> float:
     return kind[dtype]
 
 
-@dataclass(frozen=True)
-class Program:
-    """A line to come: a function that is being compiled, and the results, a dict, that are expected of it."""
+class Program(NamedTuple):
+    """A line to come: a function that is being compiled, and how to get the results, a dict, that are expected of it.
+
+    Attributes:
+      label: kernel, implementation, type and case.
+      compiling: the compiled function of `args`.
+      args: of the function.
+      expected: returns the exact results by name; quick if it was called before.
+      tolerance: of a result by name.
+    """
 
     label: tuple[str, str, str, str]
     compiling: Future
     args: tuple
-    expected: dict
-    tolerances: dict
-
-    @staticmethod
-    def start(pool: Executor, label: tuple, fn: Callable, args: tuple, expected: dict, tolerances: dict) -> "Program":
-        """Compile fn for args in the pool: that is what the time of a check goes into, and it leaves Python free."""
-        compiling = pool.submit(lambda: jax.jit(fn).lower(*args).compile())
-        return Program(label, compiling, args, expected, tolerances)
+    expected: Callable[[], dict]
+    tolerance: Callable[[str], float]
 
     def measure(self) -> Row:
         """Run it and compare its results with those expected; report whatever was raised."""
@@ -231,76 +101,151 @@ class Program:
         except Exception as problem:  # whatever it is, the other kernels are still to be checked
             text = str(problem).strip().splitlines()
             return Row(*self.label, message=f"{type(problem).__name__}: {text[0] if text else ''}")
-        errors = {name: testing.error(results[name], want) for name, want in self.expected.items()}
+        errors = {name: testing.error(results[name], want) for name, want in self.expected().items()}
         # The nearest to its tolerance, or the furthest past it.
-        worst = max(errors, key=lambda name: errors[name] / self.tolerances[name])
-        return Row(*self.label, worst, errors[worst], self.tolerances[worst], statistics.median(seconds))
+        worst = max(errors, key=lambda name: errors[name] / self.tolerance(name))
+        return Row(*self.label, worst, errors[worst], self.tolerance(worst), statistics.median(seconds))
 
 
-def check_operator(
-    operator: Operator, implementation: str, label: str, case: Case, pool: Executor, states: bool = True
-) -> Iterator[Program]:
-    """Yield the programs of one implementation of an operator: forward, then forward and gradients."""
-    cotangents, forward, gradients = _oracle(operator.delta, operator.gates, case, states)
-    options = {"chunk_size": case.chunk_size} if operator.chunked else {}
+def _compile(pool: Executor, fn: Callable, args: tuple) -> Future:
+    """Compile fn for args in the pool: that is what the time of a check goes into, and it leaves Python free."""
+    return pool.submit(lambda: jax.jit(fn).lower(*args).compile())
 
-    def run(x, cu_seqlens):
-        function = getattr(pipeline, operator.name)
-        o, state = function(
-            **x, output_final_state=states, cu_seqlens=cu_seqlens, implementation=implementation, **options
+
+class Check(NamedTuple):
+    """A kernel in one implementation on one batch.
+
+    Attributes:
+      kernel: the operator or stage.
+      implementation: one of its implementations.
+      label: names the batch: "fixed", "packed" or "stream".
+      case: the batch.
+      states: whether an operator gets and returns states.
+      forward: whether to run a kernel's forward alone too, which does not keep what the gradients need.
+    """
+
+    kernel: Operator | Stage
+    implementation: str
+    label: str
+    case: Case
+    states: bool = True
+    forward: bool = True
+
+    def start(self, pool: Executor) -> Iterator[Program]:
+        """Yield its programs, which the pool is compiling."""
+        return self._stage(pool) if isinstance(self.kernel, Stage) else self._operator(pool)
+
+    def _operator(self, pool: Executor) -> Iterator[Program]:
+        operator, case = self.kernel, self.case
+        options = {"chunk_size": case.chunk_size} if operator.chunked else {}
+
+        def run(x, cu_seqlens):
+            o, state = operator.function(
+                **x, output_final_state=self.states, cu_seqlens=cu_seqlens, implementation=self.implementation,
+                **options,
+            )  # fmt: skip
+            return {"o": o, "final_state": state} if self.states else {"o": o}
+
+        x = _inputs(operator.delta, operator.gates, case, self.states)
+        inputs = testing.spoil_padding(x, case.cu_seqlens), case.cu_seqlens
+        cotangents = _cotangents(x, case)
+        programs: list[tuple[str, Callable, tuple]] = [
+            (", gradients", testing.with_gradients(run), (*inputs, cotangents))
+        ]
+        # Plain JAX computes the same with gradients or without.
+        if self.implementation != "xla" and self.states and self.forward:
+            programs.insert(0, ("", run, inputs))
+        for suffix, fn, args in programs:
+            label = operator.name, self.implementation, case.dtype, self.label + suffix
+            exact = functools.partial(_exact, operator.delta, operator.gates, case, self.states)
+            expected = exact if suffix else lambda exact=exact: {n: exact()[n] for n in ("o", "final_state")}
+            limit = functools.partial(tolerance, dtype=case.dtype)
+            yield Program(label, _compile(pool, fn, args), args, expected, limit)
+
+    def _stage(self, pool: Executor) -> Iterator[Program]:
+        """Run it on the rounded results of the stages before it."""
+        stage, case = self.kernel, self.case
+        x = _arguments(case)
+
+        def run(x, cu_seqlens):
+            return stage.by_name(
+                stage.run(x, case.chunk_size, cu_seqlens=cu_seqlens, implementation=self.implementation)
+            )
+
+        # Results of stages are float32, but for the output, which is in the type of the inputs.
+        rounded = stage.results == ("o",) and case.dtype != "float32"
+        limit = testing.TOLERANCE[case.dtype] if rounded else testing.STAGE_TOLERANCE
+        args = {name: x[name] for name in stage.reads}, case.cu_seqlens
+        yield Program(
+            (stage.name, self.implementation, case.dtype, self.label),
+            _compile(pool, run, args),
+            args,
+            lambda: stage.by_name(stage.definition(x, case.cu_seqlens, case.chunk_size)),
+            lambda name: limit,
         )
-        return {"o": o, "final_state": state} if states else {"o": o}
-
-    inputs = testing.spoil_padding(operator_inputs(operator, case, states), case.cu_seqlens), case.cu_seqlens
-    programs: list[tuple[str, Callable, tuple, dict]] = [
-        (", gradients", testing.with_gradients(run), (*inputs, cotangents), forward | gradients)
-    ]
-    # Plain JAX computes the same with gradients or without; kernels keep more where there are gradients to come.
-    if implementation != "xla" and states:
-        programs.insert(0, ("", run, inputs, forward))
-    for suffix, fn, args, expected in programs:
-        limits = {name: tolerance(name, case.dtype) for name in expected}
-        of = operator.name, implementation, case.dtype, label + suffix
-        yield Program.start(pool, of, fn, args, expected, limits)
 
 
-def check_stage(stage: Stage, implementation: str, label: str, case: Case, pool: Executor) -> Iterator[Program]:
-    """Yield the program of one implementation of a stage, given the rounded results of the stages before it."""
-    x = _arguments(case)
-    results = stage.definition(x, case.cu_seqlens, case.chunk_size)
-    expected = dict(zip(stage.results, results if isinstance(results, tuple) else (results,), strict=True))
-
-    def run(x, cu_seqlens):
-        results = stage.run(x, case.chunk_size, cu_seqlens=cu_seqlens, implementation=implementation)
-        results = [y for y in (results if isinstance(results, tuple) else (results,)) if y is not None]
-        return dict(zip(stage.results, results, strict=True))
-
-    # Results of stages are float32, but for the output, which is in the type of the inputs.
-    rounded = stage.results == ("o",) and case.dtype != "float32"
-    limit = testing.TOLERANCE[case.dtype] if rounded else testing.STAGE_TOLERANCE
-    limits = dict.fromkeys(stage.results, limit)
-    of = stage.name, implementation, case.dtype, label
-    yield Program.start(pool, of, run, (x, case.cu_seqlens), expected, limits)
+_arguments = functools.cache(Case.arguments)
 
 
-def plan(interpret: bool) -> list[functools.partial[Iterator[Program]]]:
-    """Return the checks of this machine: plain JAX, and Pallas kernels on a TPU or, if `interpret`, interpreted.
+@functools.cache
+def _inputs(delta: bool, gates: str, case: Case, states: bool) -> dict[str, jax.Array]:
+    """Return the inputs of an operator, the same for all that take the same."""
+    H = case.H if delta else case.HV
+    N = case.B if case.lengths is None else len(case.lengths)
+    return _make_inputs(
+        delta, gates, case.B, case.T, H, case.HV, case.K, case.V, dtype=jnp.dtype(case.dtype), gate=case.gate,
+        num_states=N if states else 0,
+    )  # fmt: skip
 
-    Each is a function of the pool that compiles its programs.
+
+def _cotangents(x: dict[str, jax.Array], case: Case) -> dict[str, jax.Array]:
+    """Return cotangents of the results for inputs x, seeded."""
+    rng = np.random.default_rng(1)
+    do = jnp.asarray(rng.standard_normal(x["v"].shape), case.dtype)
+    if "initial_state" not in x:
+        return {"o": do}
+    return {"o": do, "final_state": jnp.asarray(rng.standard_normal(x["initial_state"].shape), jnp.float32)}
+
+
+@functools.cache
+def _exact(delta: bool, gates: str, case: Case, states: bool) -> dict[str, np.ndarray]:
+    """Return the results of an operator and all gradients in float64."""
+    x = _inputs(delta, gates, case, states)
+    cotangents = _cotangents(x, case)
+    do, dht = cotangents["o"], cotangents.get("final_state")
+    o, state, gradients = reference(**x, cu_seqlens=case.cu_seqlens, do=do, dht=dht)
+    return {"o": o} | ({"final_state": state} if states else {}) | {f"d{name}": dx for name, dx in gradients.items()}
+
+
+def _cases(base: Case, lengths: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Case]]:
+    """Yield (label, case) in both types, fixed and packed; if `quick`, packed in the first type only."""
+    sizes = vars(base)
+    for dtype in DTYPES[:1] if quick else DTYPES:
+        if not quick:
+            yield "fixed", Case(**sizes | {"dtype": dtype, "B": 2})
+        yield "packed", Case(**sizes | {"dtype": dtype, "lengths": lengths, "gate": "spikes"})
+
+
+def plan(interpret: bool, quick: bool = False) -> list[Check]:
+    """Return the checks of this machine, the quickest first.
+
+    Args:
+      interpret: off TPU, include Pallas kernels, interpreted.
+      quick: check every kernel in every implementation on one batch only.
     """
     on_tpu = jax.default_backend() == "tpu"
     compiled = ON_TPU if on_tpu else ELSEWHERE
-    checks: list[functools.partial[Iterator[Program]]] = []
-    for check, kernels in ((check_stage, STAGES), (check_operator, OPERATORS)):
-        for kernel in kernels:
-            for implementation in kernel.implementations:
-                if not (implementation == "xla" or on_tpu or interpret):
-                    continue
-                for label, case in cases(*(compiled if on_tpu or implementation == "xla" else INTERPRETED)):
-                    checks.append(functools.partial(check, kernel, implementation, label, case))
-                    # As in training: without states, chunks go across the sequences of a pack.
-                    if case.lengths and isinstance(kernel, Operator) and kernel.chunked:
-                        checks.append(
-                            functools.partial(check_operator, kernel, implementation, "stream", case, states=False)
-                        )
-    return checks
+    checks = []
+    for kernel in (*STAGES, *OPERATORS.values()):
+        for implementation in kernel.implementations:
+            if not (implementation == "xla" or on_tpu or interpret):
+                continue
+            sizes = compiled if on_tpu or implementation == "xla" else INTERPRETED
+            for label, case in _cases(*sizes, quick):
+                checks.append(Check(kernel, implementation, label, case, forward=not quick))
+                # As in training: without states, chunks go across the sequences of a pack.
+                if case.lengths and isinstance(kernel, Operator) and kernel.chunked and not quick:
+                    checks.append(Check(kernel, implementation, "stream", case, states=False))
+    # Plain JAX compiles the fastest, and stages and steps of one token faster than whole operators, as in the tables.
+    return sorted(checks, key=lambda check: check.implementation != "xla")

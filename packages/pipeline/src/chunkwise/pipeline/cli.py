@@ -6,70 +6,82 @@ import math
 import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import jax
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress, TaskID
 
 from chunkwise.pipeline import check, info
 from chunkwise.pipeline.tables import make_console, make_progress, make_table
+
+
+# So many checks are compiled at once, or one for each core of a larger machine; their lines follow together.
+BATCH = 8
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return 1 if a check fails."""
     parser = argparse.ArgumentParser(prog="chunkwise", description="Chunked linear attention for JAX.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    both = argparse.ArgumentParser(add_help=False)
-    both.add_argument("--json", action="store_true", help="print JSON")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print JSON")
     about = "run every kernel on this machine against float64; exit code 1 on any failure"
-    command = commands.add_parser("check", parents=[both], help=about, description=about)
-    command.add_argument("--interpret", action="store_true", help="also interpret the Pallas kernels off TPU (slow)")
+    command = commands.add_parser("check", parents=[common], help=about, description=about)
+    command.add_argument(
+        "--quick", action="store_true", help="one batch for every kernel and implementation, forward and backward"
+    )
+    command.add_argument(
+        "--interpret", action="store_true", help="off TPU, run the Pallas kernels too, interpreted (slow)"
+    )
     command.add_argument("--kernel", default="", metavar="TEXT", help="only kernels with this in their name")
     command.set_defaults(run=run_check)
     about = "print what is installed, what it runs on, and which implementation None selects"
-    commands.add_parser("info", parents=[both], help=about, description=about).set_defaults(run=run_info)
+    commands.add_parser("info", parents=[common], help=about, description=about).set_defaults(run=run_info)
     options = parser.parse_args(argv)
     return options.run(options, make_console(width=140))
 
 
 def run_check(options: argparse.Namespace, console: Console) -> int:
-    """Check the kernels and print a table of them."""
+    """Check the kernels and print a line for each as it is ready."""
     started = time.perf_counter()
     try:
         jax.local_devices(backend="cpu")
     except RuntimeError:
         raise SystemExit("The float64 reference runs on the CPU: add it to JAX_PLATFORMS, as in tpu,cpu.") from None
-    checks = [x for x in check.plan(options.interpret) if options.kernel in x.args[0].name]
+    checks = [x for x in check.plan(options.interpret, options.quick) if options.kernel in x.kernel.name]
     if not checks:
         raise SystemExit(f"`--kernel` must be part of the name of a kernel; got {options.kernel!r}.")
-    # The progress bar would end up in the JSON.
-    with (
-        make_progress(Console(quiet=True) if options.json else console) as progress,
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-    ):
-        task = progress.add_task("compile", total=None)
+    # Nothing but JSON may be printed with it.
+    lines = Console(quiet=True) if options.json else console
+    rows: list[check.Row] = []
+    lines.print(LINE.format(*HEADINGS), style="bold")
+    with make_progress(lines) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
+        task = progress.add_task("", total=len(checks))
         try:
-            programs = [program for one in checks for program in one(pool)]
-            progress.update(task, total=len(programs))
-            # None is timed before the last is compiled: they would share the processor.
-            for _ in as_completed([program.compiling for program in programs]):
-                progress.advance(task)
+            for batch in batched(checks, max(BATCH, os.cpu_count() or 1)):
+                names = list(dict.fromkeys(f"{x.kernel.name}, {x.implementation}" for x in batch))
+                label = names[0] + (f", and {len(names) - 1} more" if names[1:] else "")
+                announce(f"compiling {label}", progress, task)
+                programs = [program for one in batch for program in one.start(pool)]
+                # The exact results, while the pool compiles; what is timed afterwards has the processor for itself.
+                for program in programs:
+                    program.expected()
+                wait([program.compiling for program in programs])
+                announce(f"running {label}", progress, task)
+                for program in programs:
+                    rows.append(program.measure())
+                    lines.print(*as_lines(rows[-1]), sep="\n")
+                progress.advance(task, len(batch))
         finally:  # an interrupt does not wait for what is still to be compiled
             pool.shutdown(cancel_futures=True)
-        progress.update(task, description="run")
-        rows = [program.measure() for program in programs]
     failed = [row for row in rows if not row.passed]
     if options.json:
         about = {"jax": jax.__version__, "backend": jax.default_backend(), "device": jax.devices()[0].device_kind}
         print(json.dumps(about | {"failed": len(failed), "rows": [as_json(row) for row in rows]}, indent=1))
         return int(bool(failed))
-    console.print(as_table(rows, console))
-    for row in failed:
-        if row.message:
-            console.print(
-                escape(f"{row.kernel}, {row.implementation}, {row.dtype}, {row.case}: {row.message}"), style="red"
-            )
     console.print(
         f"{len(rows) - len(failed)} of {len(rows)} passed on {jax.devices()[0].device_kind}, jax {jax.__version__}, in "
         f"{time.perf_counter() - started:.0f} seconds, compilation included.\n"
@@ -79,23 +91,39 @@ def run_check(options: argparse.Namespace, console: Console) -> int:
     return int(bool(failed))
 
 
+def batched(checks: list[check.Check], size: int) -> Iterator[list[check.Check]]:
+    """Yield the checks, `size` at a time."""
+    for start in range(0, len(checks), size):
+        yield checks[start : start + size]
+
+
+def announce(text: str, progress: Progress, task: TaskID) -> None:
+    """Say what is being done: in the bar on a terminal, elsewhere as a line of the error stream."""
+    progress.update(task, description=text)
+    if progress.disable:
+        print(f"{text} ...", file=sys.stderr, flush=True)
+
+
 def as_json(row: check.Row) -> dict:
     """Return a row for JSON, which has no infinity."""
-    values = vars(row) | {"passed": row.passed}
+    values = row._asdict() | {"passed": row.passed}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
     }
 
 
-def as_table(rows: list[check.Row], console: Console):
-    """Return the rows as a table."""
-    left = ("kernel", "implementation", "type", "case", "result")
-    table = make_table(console, left, ("error", "tolerance", "time, ms", "verdict"))
-    for row in rows:
-        verdict = "[green]pass[/]" if row.passed else f"[bold red]{'RAISED' if row.message else 'FAIL'}[/]"
-        numbers = ("",) * 3 if row.message else (f"{row.error:.1e}", f"{row.tolerance:.0e}", f"{1e3 * row.seconds:.2f}")
-        table.add_row(row.kernel, row.implementation, row.dtype, row.case, row.worst, *numbers, verdict)
-    return table
+# One line of the table; the widths hold every name there is.
+LINE = "{:30} {:8} {:9} {:17} {:12} {:>8} {:>7} {:>10}  {}"
+HEADINGS = ("kernel", "how", "type", "case", "result", "error", "limit", "time, ms", "verdict")
+
+
+def as_lines(row: check.Row) -> list[str]:
+    """Return a row as a line of the table, and a second line if it raised something."""
+    verdict = "[green]pass[/]" if row.passed else f"[bold red]{'RAISED' if row.message else 'FAIL'}[/]"
+    numbers = ("",) * 3 if row.message else (f"{row.error:.1e}", f"{row.tolerance:.0e}", f"{1e3 * row.seconds:.2f}")
+    line = LINE.format(row.kernel, row.implementation, row.dtype, row.case, row.worst, *numbers, verdict)
+    name = f"{row.kernel}, {row.implementation}, {row.dtype}, {row.case}"
+    return [line, *([f"[red]{escape(f'{name}: {row.message}')}[/]"] if row.message else [])]
 
 
 def run_info(options: argparse.Namespace, console: Console) -> int:

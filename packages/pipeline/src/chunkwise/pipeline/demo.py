@@ -25,7 +25,7 @@ from chunkwise.chunk_h import chunk_gated_delta_rule_fwd_h
 from chunkwise.chunk_o import chunk_fwd_o
 from chunkwise.cumsum import chunk_local_cumsum
 from chunkwise.kkt import chunk_scaled_dot_kkt
-from chunkwise.pipeline.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.pipeline.operators import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.pipeline.tables import make_console, make_progress, make_table
 from chunkwise.shared.testing import TOLERANCE, error, reference
 from chunkwise.shared.testing import stage_oracle as exact

@@ -7,8 +7,8 @@ from importlib import metadata
 import jax
 
 import chunkwise
-from chunkwise.pipeline.check import OPERATORS, STAGES
-from chunkwise.pipeline.choice import choose
+from chunkwise.pipeline.operators import OPERATORS
+from chunkwise.pipeline.stages import STAGES
 from chunkwise.shared.operators import choose_implementation
 
 LIBRARIES = ("jax", "jaxlib", "libtpu", "numpy")
@@ -30,14 +30,10 @@ def packages() -> dict[str, str | None]:
 
 def selected() -> dict[str, str]:
     """Return what implementation=None means here, for keys and values of 128 channels."""
-    chosen = {}
-    for kernel in (*OPERATORS, *STAGES):
-        if kernel in OPERATORS and kernel.chunked:
-            chosen[kernel.name] = choose(None, fits=True)
-        else:
-            known = kernel.implementations
-            chosen[kernel.name] = choose_implementation(None, known, on_tpu=known[-1])
-    return chosen
+    return {
+        kernel.name: choose_implementation(None, kernel.implementations, on_tpu=kernel.implementations[-1])
+        for kernel in (*OPERATORS.values(), *STAGES)
+    }
 
 
 def gather() -> dict:

@@ -1,0 +1,192 @@
+"""The operators and the one table of them: an operator more is a function and a line here, and a package.
+
+A function here is what its package's is, with "staged", the chain of stage kernels, as one more implementation. The
+package holds documentation, checks and the choice of implementation.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+from jax.experimental import pallas as pl
+
+from chunkwise import fused_gdn, fused_gla, kda
+from chunkwise.pipeline import staged, transition
+from chunkwise.pipeline.docstrings import documented_by
+from chunkwise.shared.operators import Arguments, Options, check_array
+
+
+recurrent_gated_delta_rule = transition.recurrent(fused_gdn, fused_gdn.recurrent_gated_delta_rule, ("xla", "fused"))
+recurrent_kda = transition.recurrent(kda, kda.recurrent_kda, ("xla", "fused"))
+recurrent_gla = transition.recurrent(fused_gla, fused_gla.recurrent_gla, ("xla",))
+recurrent_simple_gla = transition.recurrent(fused_gla, fused_gla.recurrent_simple_gla, ("xla",))
+
+
+@documented_by(fused_gdn.fused_chunk_gated_delta_rule)
+def chunk_gated_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Gated delta rule over whole sequences, chunk by chunk."""
+    x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens)
+    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size)
+    return transition.chunk(fused_gdn)(x, options, implementation, {"staged": staged.delta_rule})
+
+
+@documented_by(kda.fused_chunk_kda)
+def chunk_kda(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    gate_lower_bound: float | None = None,
+    cu_seqlens: jax.Array | None = None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Kimi delta attention over whole sequences, chunk by chunk."""
+    x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens)
+    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound)
+    return transition.chunk(kda)(x, options, implementation, {"staged": staged.delta_rule})
+
+
+@documented_by(fused_gla.fused_chunk_gla)
+def chunk_gla(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    cu_seqlens: jax.Array | None = None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Gated linear attention with a gate per channel, over whole sequences, chunk by chunk.
+
+    In every head, with the state read after the update::
+
+        S_t = Diag(e^g_t) S_{t-1} + k_t v_t^T
+        o_t = scale S_t^T q_t
+
+    Args:
+      g: log decay per channel of the key [B, T, H, K] in nats, at most 0, of any strength: -inf forgets everything
+        before. Of any of these types.
+
+    Source: Yang et al., Gated Linear Attention Transformers (2023), sections 3 and 4.
+    """
+    check_array("g", g, "B T H K")
+    x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens)
+    options = Options(output_final_state, chunk_size=chunk_size)
+    return transition.chunk(fused_gla)(x, options, implementation, {"staged": staged.gla})
+
+
+@documented_by(fused_gla.fused_chunk_gla)
+def chunk_simple_gla(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None = None,
+    g_gamma: jax.Array | None = None,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    cu_seqlens: jax.Array | None = None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Gated linear attention with a gate per head, over whole sequences, chunk by chunk.
+
+    In every head, with the state read after the update::
+
+        S_t = e^(g_t + g_gamma) S_{t-1} + k_t v_t^T
+        o_t = scale S_t^T q_t
+
+    Retention and lightning attention are this with constant gates g_gamma.
+
+    Args:
+      g: log decay per head [B, T, H] in nats, at most 0, of any strength: -inf forgets everything before. Of any of
+        these types; None for none.
+
+    Source: Dao and Gu, Transformers are SSMs (2024); Sun et al., Retentive Network (2023), for constant gates.
+    """
+    if g is not None:
+        check_array("g", g, "B T H")
+    x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens)
+    options = Options(output_final_state, chunk_size=chunk_size)
+    return transition.chunk(fused_gla)(x, options, implementation, {"staged": staged.gla})
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator, as those see it that treat all operators alike: checks, benchmarks, tests.
+
+    Attributes:
+      function: what a user calls.
+      delta: whether it takes beta, and may have fewer key heads than value heads.
+      gates: "head" for g [B, T, HV]; "channel" for g [B, T, HV, K]; "constant" for a gate per head and g_gamma [HV].
+      implementations: what it comes in; the last is the TPU's choice for sizes that fit.
+      cost: of its sizes, as its package's `cost`; None if it has no such function.
+    """
+
+    function: Callable
+    delta: bool
+    gates: str
+    implementations: tuple[str, ...]
+    cost: Callable[..., pl.CostEstimate] | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in `chunkwise.pipeline`."""
+        return self.function.__name__
+
+    @property
+    def chunked(self) -> bool:
+        """Whether it goes chunk by chunk, and not token by token."""
+        return self.name.startswith("chunk_")
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether it has a gate for every channel of the key."""
+        return self.gates == "channel"
+
+
+_CHUNK = ("xla", "staged", "fused")
+
+OPERATORS = {
+    operator.name: operator
+    for operator in (
+        Operator(recurrent_simple_gla, False, "constant", ("xla",)),
+        Operator(recurrent_gla, False, "channel", ("xla",)),
+        Operator(recurrent_gated_delta_rule, True, "head", ("xla", "fused")),
+        Operator(recurrent_kda, True, "channel", ("xla", "fused")),
+        Operator(chunk_simple_gla, False, "constant", _CHUNK, None),
+        Operator(chunk_gla, False, "channel", _CHUNK, None),
+        Operator(chunk_gated_delta_rule, True, "head", _CHUNK, None),
+        Operator(chunk_kda, True, "channel", _CHUNK, None),
+    )
+}
+
+CHUNKED = tuple(operator for operator in OPERATORS.values() if operator.chunked)
+RECURRENT = tuple(operator for operator in OPERATORS.values() if not operator.chunked)

@@ -1,0 +1,125 @@
+"""Every operator under the modes of JAX that forbid or change what others do by habit.
+
+Interpreted kernels take seconds to compile, so this is a sample. Every implementation of every operator runs, forward
+and backward, in 64-bit mode and under the strict modes, which are one program: no promotion of types or ranks, and no
+NaN anywhere. A pack with states goes through the most code, so it stands for all batches where a kernel is interpreted;
+"staged" runs with gates per head and per channel once each, since its stages do not know whose they are. Without jit,
+where every operation is a program of its own, plain JAX runs for all operators and kernels for a few.
+"""
+
+import contextlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.pipeline import cli
+from chunkwise.pipeline.check import operator_inputs, tolerance
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT
+from chunkwise.shared.testing import assert_close, boundaries, reference
+
+MODES = {
+    "x64": {"jax_enable_x64": True},
+    "strict": {
+        "jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "raise", "jax_debug_nans": True,
+    },
+    "no jit": {"jax_disable_jit": True},
+}  # fmt: skip
+PACKED = boundaries(1, 0, 12, 5)
+
+
+@contextlib.contextmanager
+def under(mode):
+    """Set the options of a mode, for all threads."""
+    before = {name: getattr(jax.config, name) for name in MODES[mode]}
+    try:
+        for name, value in MODES[mode].items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def sample():
+    """Return (mode, operator, implementation, whether packed)."""
+    cases = []
+    for operator in OPERATORS.values():
+        for implementation in operator.implementations:
+            for mode in ("x64", "strict"):
+                if implementation == "staged" and operator.name not in ("chunk_gated_delta_rule", "chunk_gla"):
+                    continue
+                cases.append((mode, operator.name, implementation, True))
+                if implementation == "xla":
+                    cases.append((mode, operator.name, implementation, False))
+        cases.append(("no jit", operator.name, "xla", True))
+    return [*cases, ("no jit", "chunk_simple_gla", "fused", True), ("no jit", "recurrent_kda", "fused", True)]
+
+
+@pytest.mark.parametrize(("mode", "name", "implementation", "packed"), sample())
+def test_results_and_gradients(mode, name, implementation, packed):
+    operator = OPERATORS[name]
+    cu_seqlens = PACKED if packed else None
+    x = operator_inputs(operator, 1, 20, 1, 1, 8, 16, num_states=len(PACKED) - 1 if packed else 1)
+    rng = np.random.default_rng(1)
+    do, dht = (jnp.asarray(rng.standard_normal(x[n].shape), jnp.float32) for n in ("v", "initial_state"))
+    options = {"chunk_size": 16} if operator.chunked else {}
+    if operator.delta:
+        options["use_qk_l2norm_in_kernel"] = True
+
+    @jax.jit
+    def run(x, do, dht):
+        outputs, pullback = jax.vjp(
+            lambda x: operator.function(
+                **x, cu_seqlens=cu_seqlens, output_final_state=True, implementation=implementation, **options
+            ),
+            x,
+        )
+        return outputs, pullback((do, dht))[0]
+
+    with under(mode):
+        (o, state), gradients = jax.block_until_ready(run(x, do, dht))
+    options.pop("chunk_size", None)
+    o_ref, state_ref, expected = reference(**x, **options, cu_seqlens=cu_seqlens, do=do, dht=dht)
+    results = {"o": (o, o_ref), "final_state": (state, state_ref)}
+    results |= {f"d{n}": (gradients[n], dx) for n, dx in expected.items()}
+    for result, (got, want) in results.items():
+        assert got.dtype == jnp.float32, result
+        assert_close(result, got, want, tolerance(result, "float32"))
+
+
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+def test_float64_inputs_are_refused(operator):
+    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8, num_states=1)
+    with under("x64"):
+        for name in x:
+            wide = x | {name: np.asarray(x[name], np.float64)}
+            with pytest.raises(ValueError, match=f"`{name}` must be float32, bfloat16 or float16; got float64"):
+                operator.function(**wide)
+
+
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+def test_a_float64_scale_is_a_float32_scale(operator):
+    """A number that is traced is float64 in 64-bit mode."""
+    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    expected = operator.function(**x, scale=0.3)[0]
+    with under("x64"):
+        o = jax.jit(lambda x, scale: operator.function(**x, scale=scale)[0])(x, np.float64(0.3))
+    assert o.dtype == jnp.float32
+    assert_close("o", o, expected, tolerance("o", "float32"))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("kernel", ["kkt", "recurrent_gla"])
+def test_check_in_64_bit_mode(kernel, capsys):
+    with under("x64"):
+        assert cli.main(["check", "--quick", "--interpret", "--kernel", kernel, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["failed"] == 0
+
+
+def test_the_sample_holds_all_implementations():
+    names = {(name, implementation) for _, name, implementation, _ in sample()}
+    missing = {(x.name, i) for x in (*CHUNKED, *RECURRENT) for i in x.implementations} - names
+    assert missing == {("chunk_kda", "staged"), ("chunk_simple_gla", "staged")}
