@@ -19,7 +19,7 @@ CASES = [
     (dict(initial_state=jnp.zeros((2, 4, 16, 16))), "`initial_state` must have shape [N, HV, K, V] = (1, 4, 16, 16)"),
     (dict(cu_seqlens=jnp.array([0, 9], jnp.int32)), "`cu_seqlens` must rise from 0 to at most T = 8; got [0, 9]."),
     (dict(scale=jnp.ones(16)), "`scale` must be None, a number or a scalar array; got "),
-    (dict(implementation="cuda"), "`implementation` must be None or one of ('pallas', 'xla'); got 'cuda'."),
+    (dict(implementation="cuda"), "`implementation` must be None or one of ('fused', 'xla'); got 'cuda'."),
 ]
 
 
@@ -35,7 +35,7 @@ def test_common(function, bad, message):
     [
         (dict(chunk_size=48), "`chunk_size` must be one of (16, 32, 64, 128); got 48."),
         (
-            dict(implementation="pallas", config=Config(heads=3, heads_bwd=4)),
+            dict(implementation="fused", config=Config(heads=3, heads_bwd=4)),
             "`config.heads` must divide 4 value heads; got 3.",
         ),
     ],
@@ -46,8 +46,8 @@ def test_chunked(bad, message):
 
 
 def test_wide_heads():
-    with pytest.raises(NotImplementedError, match='"pallas" takes K and V up to 256; got 16 and 320'):
-        fused_chunk_gated_delta_rule(**make_inputs(1, 8, 1, 1, 16, 320), implementation="pallas")
+    with pytest.raises(NotImplementedError, match='"fused" takes K and V up to 256; got 16 and 320'):
+        fused_chunk_gated_delta_rule(**make_inputs(1, 8, 1, 1, 16, 320), implementation="fused")
 
 
 @pytest.mark.parametrize(
@@ -68,4 +68,4 @@ def test_decode(bad, message):
 
 def test_decode_of_too_many_tokens():
     with pytest.raises(NotImplementedError, match="takes a few tokens per sequence"):
-        recurrent_gated_delta_rule(**make_inputs(1, 20000, 1, 1, 16, 16), implementation="pallas")
+        recurrent_gated_delta_rule(**make_inputs(1, 20000, 1, 1, 16, 16), implementation="fused")

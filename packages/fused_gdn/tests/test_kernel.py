@@ -17,7 +17,7 @@ def check(x, tolerance=None, **arguments):
     """Compare o and the final state with the oracle; what follows the last sequence of a pack is NaN."""
     end = x["v"].shape[1] if arguments.get("cu_seqlens") is None else int(arguments["cu_seqlens"][-1])
     x = {n: y if n == "initial_state" else y.at[:, end:].set(jnp.nan) for n, y in x.items()}
-    o, state = fused_chunk_gated_delta_rule(**x, **arguments, implementation="pallas")
+    o, state = fused_chunk_gated_delta_rule(**x, **arguments, implementation="fused")
     known = ("cu_seqlens", "scale", "use_qk_l2norm_in_kernel")
     want_o, want_state = reference(**x, **{n: a for n, a in arguments.items() if n in known})
     tolerance = TOLERANCE[x["q"].dtype.name]
@@ -40,7 +40,7 @@ def test_every_gate_and_repeated_keys(dtype):
     kinds = [dict(gate=gate) for gate in GATES]
     kinds += [dict(repeat_key=True, beta=beta, gate=gate) for beta in (1.0, 1.9) for gate in ("zero", "spikes")]
     inputs = [make_inputs(1, 200, 1, 2, 128, 128, dtype=dtype, seed=i, **kind) for i, kind in enumerate(kinds)]
-    o, _ = fused_chunk_gated_delta_rule(**rows(*inputs), implementation="pallas")
+    o, _ = fused_chunk_gated_delta_rule(**rows(*inputs), implementation="fused")
     for i, x in enumerate(inputs):
         assert_close(str(kinds[i]), o[i : i + 1], reference(**x)[0], TOLERANCE[x["q"].dtype.name])
 
@@ -74,7 +74,7 @@ def test_packed_with_states():
 def test_no_leak_between_heads_rows_and_sequences():
     """A head, a row of the batch and a packed sequence give what they give alone."""
     x = make_inputs(2, 50, 2, 4, 32, 32)
-    run = lambda x, **a: fused_chunk_gated_delta_rule(**x, **a, chunk_size=16, implementation="pallas")[0]
+    run = lambda x, **a: fused_chunk_gated_delta_rule(**x, **a, chunk_size=16, implementation="fused")[0]
     together = run(x, config=Config(heads=2, heads_bwd=2))
     # Two value heads in two steps, so their key head is repeated.
     alone = run({n: y[1:, :, y.shape[2] // 2 :] for n, y in x.items()}, config=Config(heads=1, heads_bwd=1))
@@ -112,7 +112,7 @@ def test_decode_from_a_pool():
     want_o, want = reference(**x, **options, initial_state=pool[slots] * kept[:, None, None, None])
     o, after = recurrent_gated_delta_rule(
         **x, **options, initial_state=pool, output_final_state=True, state_indices=slots, has_initial_state=kept,
-        implementation="pallas",
+        implementation="fused",
     )  # fmt: skip
     assert_close("o", o, want_o, TOLERANCE["float32"])
     assert_close("states", after[slots], want, TOLERANCE["float32"])
@@ -122,8 +122,8 @@ def test_decode_from_a_pool():
 def test_decode_continues_a_chunked_prefix():
     x = make_inputs(2, 21, 1, 2, 32, 32)
     prefix, rest = ({n: y[:, at] for n, y in x.items()} for at in (slice(0, 18), slice(18, 21)))
-    _, state = fused_chunk_gated_delta_rule(**prefix, output_final_state=True, chunk_size=16, implementation="pallas")
-    o, _ = recurrent_gated_delta_rule(**rest, initial_state=state, implementation="pallas")
+    _, state = fused_chunk_gated_delta_rule(**prefix, output_final_state=True, chunk_size=16, implementation="fused")
+    o, _ = recurrent_gated_delta_rule(**rest, initial_state=state, implementation="fused")
     assert_close("o", o, reference(**x)[0][:, 18:], TOLERANCE["float32"])
 
 

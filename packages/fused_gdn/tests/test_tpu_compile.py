@@ -37,7 +37,7 @@ def test_forward_and_backward(chip, C, packed, K):
     def gradients(q, k, v, g, beta, cu_seqlens, do):
         def run(*x):
             return fused_chunk_gated_delta_rule(
-                *x, cu_seqlens=cu_seqlens, chunk_size=C, implementation="pallas", config=Config(heads=2, heads_bwd=2),
+                *x, cu_seqlens=cu_seqlens, chunk_size=C, implementation="fused", config=Config(heads=2, heads_bwd=2),
                 use_qk_l2norm_in_kernel=True,
             )[0]  # fmt: skip
 
@@ -61,7 +61,7 @@ def test_sixteen_long_sequences(chip):
         # As the projections of a model leave them: in any other layout XLA copies q, k and v first.
         heads = lambda x: x.reshape(1, T, H, K)
         forward = lambda q, k, v, g, beta: fused_chunk_gated_delta_rule(
-            heads(q), heads(k), heads(v), g, beta, cu_seqlens=cu_seqlens, implementation="pallas"
+            heads(q), heads(k), heads(v), g, beta, cu_seqlens=cu_seqlens, implementation="fused"
         )[0].reshape(do.shape)
         o, pull = jax.vjp(forward, q, k, v, g, beta)
         return o, pull(do)
@@ -78,7 +78,7 @@ def test_states_and_float32(chip):
 
     def run(cu_seqlens, cotangents, *x):
         forward = lambda *x: fused_chunk_gated_delta_rule(
-            *x[:5], None, x[5], True, cu_seqlens=cu_seqlens, implementation="pallas",
+            *x[:5], None, x[5], True, cu_seqlens=cu_seqlens, implementation="fused",
             config=Config(heads=2, heads_bwd=2),
         )  # fmt: skip
         results, pull = jax.vjp(forward, *x)
@@ -97,7 +97,7 @@ def test_decode_in_place(chip):
 
     def run(pool, slots, *x):
         return recurrent_gated_delta_rule(
-            *x, None, pool, True, state_indices=slots, use_qk_l2norm_in_kernel=True, implementation="pallas"
+            *x, None, pool, True, state_indices=slots, use_qk_l2norm_in_kernel=True, implementation="fused"
         )
 
     pool, slots = jax.ShapeDtypeStruct((300, 32, 128, 128), jnp.float32), jax.ShapeDtypeStruct((256,), jnp.int32)

@@ -48,7 +48,7 @@ def check(x, N=0, cu_seqlens=None, exact=None, ignore=(), use_qk_l2norm_in_kerne
     end = do.shape[1] if cu_seqlens is None else int(cu_seqlens[-1])
     poison = lambda y: y.at[:, end:].set(jnp.nan)
     x = {n: y if n == "initial_state" else poison(y) for n, y in x.items()}
-    o, got = run_backward(x, poison(do), dht, implementation="pallas", **options)
+    o, got = run_backward(x, poison(do), dht, implementation="fused", **options)
     assert set(got) == set(want)
     half = all(x[n].dtype == jnp.bfloat16 for n in "qkv")
     limit = lambda table, y: {**table, "float16": 5e-4}["bfloat16" if half else y.dtype.name]
@@ -106,7 +106,7 @@ def test_new_boundaries_do_not_trace_again():
     @jax.jit
     def run(x, cu_seqlens):
         traces.append(1)
-        return fused_chunk_gated_delta_rule(**x, cu_seqlens=cu_seqlens, chunk_size=16, implementation="pallas")[0]
+        return fused_chunk_gated_delta_rule(**x, cu_seqlens=cu_seqlens, chunk_size=16, implementation="fused")[0]
 
     x = make_inputs(1, 40, 1, 1, 16, 16)
     for cuts in ([0, 5, 40], [0, 31, 33]):
@@ -123,7 +123,7 @@ def test_vmap_remat_and_traced_scale():
 
     @jax.checkpoint
     def run(x, scale):
-        return fused_chunk_gated_delta_rule(**x, scale=scale, chunk_size=16, implementation="pallas")[0]
+        return fused_chunk_gated_delta_rule(**x, scale=scale, chunk_size=16, implementation="fused")[0]
 
     @jax.jit
     def mapped(x, scale, do):
@@ -143,7 +143,7 @@ def test_gradient_passes_the_check_of_shard_map():
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(AxisType.Auto,))
     x = make_inputs(1, 20, 1, 1, 16, 16, num_states=1)
     specs = {n: PartitionSpec(None, None, "heads") if n in ("v", "g", "beta") else PartitionSpec() for n in x}
-    run = lambda x: fused_chunk_gated_delta_rule(**x, output_final_state=True, chunk_size=16, implementation="pallas")
+    run = lambda x: fused_chunk_gated_delta_rule(**x, output_final_state=True, chunk_size=16, implementation="fused")
     loss = lambda x: sum(jnp.sum(y) for y in run(x))
     text = text_for_tpu(jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(specs,), out_specs=specs), x)
     assert text.count('"stablehlo.all_reduce"') == 3

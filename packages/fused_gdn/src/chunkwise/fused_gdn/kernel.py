@@ -12,18 +12,24 @@ P of a chunk, and X as far as it takes no products, are made in the step before 
 With bfloat16 tensors S enters its products as bfloat16: what rounding misses of S stays in S. X, P, R and W must not be
 rounded so: where keys repeat they oscillate, and the sums over them cancel. They keep 16 bits, as two bfloat16 parts.
 
-The matrices of p heads lie side by side in the lanes ("packed", see shared.kernels.packed): n = heads / p packs.
+The matrices of p heads lie side by side in the lanes ("packed", see shared.kernels.packed): n = heads / p packs. States
+are [K, V], as the user has them.
+
+A chunk may hold several sequences. Rows that are not finite are then zero in all products, see
+shared.kernels.quarantine, and all results of their sequence in that chunk, in all heads of the grid step, become NaN.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from chunkwise.fused_gdn import config as tiles
 from chunkwise.fused_gdn.config import Config
+from chunkwise.fused_gdn.cost import cost, states_cost
 from chunkwise.fused_gdn.tile import (
     Part,
     Shape,
@@ -38,148 +44,215 @@ from chunkwise.fused_gdn.tile import (
 )
 from chunkwise.shared.compat import out_struct
 from chunkwise.shared.kernels import (
+    Blocks,
+    SequenceMasks,
+    Step,
     begin_inverse,
+    clear,
     clip_gate,
     l2norm,
     ladder,
     lanes,
+    load_heads,
     multiply_packed,
     named,
+    not_finite,
+    only_if,
     pallas_call,
     parts,
+    rows_not_finite,
+    sequence_masks,
+    spoil,
+    stagger,
+    store_heads,
     strip_rows,
+    whole_sequences,
 )
 
 # Heads that take the state through a chunk together: the products of one stage of theirs hide the latency of another.
 STAGE = 8
-# Rows of the table of steps: what a chunk is in its sequence; with an owner, the sequences of the token before it and
-# of its last token, and how many of its rows are not padding; what a piece is.
-SEQUENCE, FIRST, LAST = range(3)
-BEFORE, FINAL, FILLED = range(3, 6)
-CHUNK, BEGIN, END, OPENS, CLOSES = range(3, 8)
 
 
-class Options(NamedTuple):
-    """What the kernels are asked for; all static.
+class Operands(NamedTuple):
+    """What the launches read; None if a launch does not.
+
+    Tokens are flat [B, T, heads * lanes], values per token are cut in blocks of heads [B, blocks, T, heads]. q, k, v
+    and do have the type in which products take them.
 
     Attributes:
-      T: tokens; the last chunk may hold fewer than C.
-      pieces: a step is a piece of a chunk instead of a chunk (`chunkwise.shared.operators.Pieces`).
-      normalise: apply the l2 norm to q and k.
-      scale: multiplies q.
+      table: int32 [10, B * steps], the table of steps of `shared.kernels.layout`.
+      q, k: [B, T, H * K].
+      v: [B, T, HV * V].
+      g, beta: [B, blocks, T, heads].
+      h0: initial states [N, HV, K, V] float32, or None for zeros.
+      owner: int32 [NT, 1, p C], the sequence of every token, p times; None unless chunks may hold several.
+      X: packed inverses of all steps [B, steps, HV / p, C, p C] float32, kept by the forward for the backward.
+      h: the states before all steps [B, steps, HV, K, V] in the type of k.
+      W: float32 like v.
+      do: like v.
+      dht: the gradient of the final states [N, HV, K, V] float32, or None for zeros.
     """
 
+    table: jax.Array
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array | None
+    g: jax.Array
+    beta: jax.Array
+    h0: jax.Array | None = None
+    owner: jax.Array | None = None
+    X: jax.Array | None = None
+    h: jax.Array | None = None
+    W: jax.Array | None = None
+    do: jax.Array | None = None
+    dht: jax.Array | None = None
+
+
+class Static(NamedTuple):
+    """What is known when a kernel is built.
+
+    Attributes:
+      B, T, H, HV, K, V: sizes of the flat arrays: T at least C, K and V padded to whole lanes.
+      C: tokens of a chunk.
+      N: states in and out.
+      steps: of a row of the batch.
+      scale: number that multiplies q.
+      normalise: apply the l2 norm to q and k.
+      pieces: a step is a piece of a chunk instead of a chunk.
+      config: tile sizes.
+    """
+
+    B: int
     T: int
-    pieces: bool
-    normalise: bool
+    H: int
+    HV: int
+    K: int
+    V: int
+    C: int
+    N: int
+    steps: int
     scale: float
+    normalise: bool
+    pieces: bool
+    config: Config
+
+    def shape(self, heads: int) -> Shape:
+        """Return the shape of a step of so many value heads."""
+        group = self.HV // self.H
+        # What the forward keeps for the backward is packed alike in both.
+        p = min(tiles.lane_packing(n, group, self.C) for n in (self.config.heads, self.config.heads_bwd))
+        return Shape(self.C, self.K, self.V, heads, group, p)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes that costs depend on."""
+        return {name: getattr(self, name) for name in ("B", "T", "H", "HV", "K", "V", "C")}
 
 
-def own_rows(refs, step, c, s: Shape, opt: Options) -> jax.Array | None:
-    """Return which rows of chunk c belong to a step, bool [C, 1]; None for all. Others may hold anything."""
-    row = lax.broadcasted_iota(jnp.int32, (s.C, 1), 0)
-    if opt.pieces:
-        return (row >= refs.table[BEGIN, step]) & (row < refs.table[END, step])
-    if refs.owner is not None:
-        return row < refs.table[FILLED, step]
-    return row < opt.T - c * s.C if opt.T % s.C else None
+def own_rows(refs, step: Step, static: Static) -> jax.Array | None:
+    """Return which rows of a chunk belong to a step, bool [C, 1]; None for all. Others may hold anything."""
+    some = static.pieces or refs.owner is not None or static.T % static.C
+    return step.rows(static.C) if some else None
 
 
-def load_tokens(ref, own, width: int, heads: slice = slice(None)) -> jax.Array:
-    """Load the heads of a flat block, or some of them, as tiles [heads, C, width]; rows that are not own are zero."""
-    each = range(ref.shape[1] // width)[heads]
-    tiles = jnp.stack([ref[:, i * width : (i + 1) * width] for i in each])
-    return tiles if own is None else jnp.where(own, tiles, jnp.zeros_like(tiles))
-
-
-def store_own(ref, at, x, own) -> None:
-    """Store x in the lanes `at`, the own rows only; None for all."""
-    x = x.astype(ref.dtype)
-    ref[:, at] = x if own is None else jnp.where(own, x, ref[:, at])
-
-
-def store_tiles(ref, tiles: jax.Array, own=None, first: int = 0) -> None:
-    """Store tiles [heads, C, width] as the heads from `first` on of a flat block [C, heads * width]."""
-    width = tiles.shape[2]
-    for i in range(tiles.shape[0]):
-        store_own(ref, slice((first + i) * width, (first + i + 1) * width), tiles[i], own)
-
-
-def clear(outputs) -> None:
-    """Store zeros."""
-    for ref in outputs:
-        if ref is not None:
-            ref[...] = jnp.zeros_like(ref)
-
-
-def load_chunk(refs, own, s: Shape, opt: Options):
-    """Load q, k tiles and g, beta [C, heads] float32 of a chunk of a row of the batch."""
-    q, k = (load_tokens(ref, own, s.K) for ref in (refs.q, refs.k))
+def load_chunk(refs, own, s: Shape, static: Static):
+    """Load q, k tiles [key heads, C, K] and g, beta [C, heads] float32 of a chunk of a row of the batch."""
+    q, k = (load_heads(ref, s.K, own=own) for ref in (refs.q, refs.k))
     g, beta = clip_gate(refs.g[...]), refs.beta[...].astype(jnp.float32)
     if own is not None:
         g, beta = (jnp.where(own, x, 0.0) for x in (g, beta))
-    if opt.normalise:
+    if static.normalise:
         q, k = (l2norm(x.astype(jnp.float32)).astype(x.dtype) for x in (q, k))
     return q, k, g, beta
 
 
-def load_owner(refs, chunk):
-    """Return the owner of `flow_of`, None where chunks lie inside one sequence."""
-    if refs.owner is None:
-        return None
-    return refs.owner[...], refs.table[BEFORE, chunk], refs.table[FINAL, chunk]
+def load_masks(owner_ref, step: Step, C: int) -> SequenceMasks:
+    """Return how the sequences lie in the chunk of a step."""
+    return sequence_masks(owner_ref[...], C, step.before, step.final)
 
 
-def _fwd_kernel(refs, *, s, opt, NT):
-    """Take the state through chunk c - 1 and prepare chunk c.
+def several(step: Step) -> jax.Array:
+    """Return whether a chunk holds several sequences, or begins with a new one, which must not read the state."""
+    return step.before != step.final
+
+
+def keys_not_finite(refs, own, s: Shape) -> jax.Array:
+    """Return which own rows of q, k, g or beta are not finite, float32 [1, C, 1]."""
+    keys = (load_heads(ref, s.K, own=own) for ref in (refs.q, refs.k))
+    values = (jnp.where(own, x.astype(jnp.float32), 0.0)[None] for x in (clip_gate(refs.g[...]), refs.beta[...]))
+    return rows_not_finite(*keys, *values)
+
+
+def _fwd_kernel(refs, *, static: Static, s: Shape):
+    """Take the state through the step before and prepare the next one.
 
     Neither waits for the other: the products with the state fill the matrix unit while rows are eliminated in the
     inverse, which does not use it.
     """
-    c, first = pl.program_id(2), pl.program_id(0) * NT
-    prepared, passed = first + jnp.minimum(c, NT - 1), first + jnp.maximum(c - 1, 0)
+    turn, first = pl.program_id(2), pl.program_id(0) * jnp.int32(static.steps)
+    prepared = Step(refs.table, first + jnp.minimum(turn, jnp.int32(static.steps - 1)))
+    passed = Step(refs.table, first + jnp.maximum(turn - 1, jnp.int32(0)))
 
-    # What begins a sequence replaces the state that step 0 makes of nothing. Pieces before it have no rows: what such a
-    # state makes of them is never stored.
-    @pl.when(refs.table[FIRST, passed] == 1)
+    # Turn 0 runs on uninitialised scratch. A sequence's first step resets the state; pieces before it have no rows, so
+    # that nothing of theirs is stored.
+    @pl.when(passed.first == 1)
     def _():
         refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]
 
-    if opt.pieces:  # rows that no piece owns stay zero
+    if static.pieces:
 
-        @pl.when(refs.table[OPENS, passed] == 1)
+        @pl.when(passed.opens == 1)
         def _():
-            clear([refs.o, refs.W])
+            clear(refs.o, refs.W)  # rows that belong to no piece stay zero
 
-    q, k, g, beta = load_chunk(refs, own_rows(refs, prepared, prepared - first, s, opt), s, opt)
-    owner, bf16 = load_owner(refs, prepared), k.dtype == jnp.bfloat16
+    own, own_passed = own_rows(refs, prepared, static), own_rows(refs, passed, static)
+    masks, spoilt = None, None
+    if refs.owner is not None:
+        # What is not finite becomes zero before any product reads it, by the selection that padding needs anyway.
+        spoilt = only_if(several(passed), lambda: quarantine_passed(refs, own_passed, passed, s), s.C)
+        own_passed &= spoilt[0] == 0.0
+        found = only_if(several(prepared), lambda: keys_not_finite(refs, own, s), s.C)
+        own &= found[0] == 0.0
+        masks = load_masks(refs.owner, prepared, s.C)
+    q, k, g, beta = load_chunk(refs, own, s, static)
+    bf16 = k.dtype == jnp.bfloat16
     X, steps = None, iter(())
     if refs.o is None:
-        X = refs.kept[...]
+        X = refs.X[...]
     else:
         steps = ladder(refs.strip[...], refs.M[...], 2 if bf16 else 3)
 
     # The matrix unit takes products in the order in which they stand here, and where one waits, all wait. Between those
     # of the inverse, of which each waits for the one before, some heads are prepared and others meet the state.
-    sums = gate_sums(g, beta, s, exact=not bf16)
-    stages, made, seen = Part(s).cut(STAGE), [], []
-    for n, stage in enumerate(stages):
-        X = next(steps, X)
-        made += [(part, prepare(refs, q, k, sums, part, owner, opt)) for part in stage.cut(STAGE // 2)]
-        if n:
-            seen.append(see_state(refs, stages[n - 1], s))
-    *_, X = X, *steps
-    own = own_rows(refs, passed, passed - first, s, opt)
-    seen.append(see_state(refs, stages[-1], s))
-    W = []
-    for n, stage in enumerate(stages):
-        W.append(renew(refs, own, X, stage, seen[n], opt, s))
-        if n:
-            pass_state(refs, own, stages[n - 1], seen[n - 1], W[n - 1], opt, s)
-    pass_state(refs, own, stages[-1], seen[-1], W[-1], opt, s)
+    sums = gate_sums(g, beta, s, not bf16, masks)
+    stages, made, seen = Part(s).cut(STAGE), [], {}
 
-    if refs.X is not None:
-        refs.X[...] = X
+    def prepare_and_see(stage: Part) -> Iterator[None]:
+        made.extend((part, prepare(refs, q, k, sums, part, masks, static)) for part in stage.cut(STAGE // 2))
+        yield
+        seen[stage.first] = see_state(refs, stage, s)
+
+    turns = stagger(prepare_and_see(stage) for stage in stages)
+    for _ in stages:
+        X = next(steps, X)
+        next(turns)
+    *_, X = X, *steps
+    for _ in turns:
+        pass
+    stored = own_passed if static.pieces else None
+    passing = (pass_chunk(refs, own_passed, stored, X, stage, seen[stage.first], static, s) for stage in stages)
+    for _ in stagger(passing):
+        pass
+
+    if refs.X_out is not None:
+        refs.X_out[...] = X
+    if spoilt is not None:
+
+        @pl.when(several(passed))
+        def _():
+            spoil_passed(refs, spoilt, passed, s)
+
+        refs.found[...], refs.owner_passed[...] = found, refs.owner[...]
+    # The next turn takes these from scratch; stored last, because this one still reads those of the step before.
     refs.k_passed[...] = k
     if refs.o is not None:
         refs.q_passed[...] = q
@@ -188,22 +261,54 @@ def _fwd_kernel(refs, *, s, opt, NT):
             getattr(refs, name)[part.packs] = x
     if refs.ht is not None:
 
-        @pl.when((c > 0) & (refs.table[LAST, passed] == 1))
+        @pl.when((turn > 0) & (passed.last == 1))
         def _():
             refs.ht[...] = refs.state[...]
 
 
-def prepare(refs, q, k, sums: Sums, part: Part, owner, opt: Options) -> dict[str, jax.Array]:
-    """Return what the next step needs of some heads of a chunk, by the names of the scratch."""
+def quarantine_passed(refs, own, passed: Step, s: Shape) -> jax.Array:
+    """Clear a state that is not finite; return the rows of sequences that are not finite, float32 [1, C, 1].
+
+    The rows of q, k, g and beta were looked at when the chunk was prepared.
+    """
+    masks = load_masks(refs.owner_passed, passed, s.C)
+    state = not_finite(refs.state[...])  # [1, 1, 1]
+
+    @pl.when(jnp.max(state) > 0.0)
+    def _():
+        clear(refs.state)
+
+    found = jnp.maximum(refs.found[...], rows_not_finite(load_heads(refs.v, s.V, own=own)))
+    found = jnp.maximum(found, jnp.where(masks.carried, state, 0.0))
+    return whole_sequences(found, masks.same[:, :, : s.C])
+
+
+def spoil_passed(refs, spoilt, passed: Step, s: Shape) -> None:
+    """Store NaN in the results of spoilt rows, and as the state if it is that of a spoilt sequence."""
+
+    @pl.when(jnp.max(spoilt) > 0.0)
+    def _():
+        for ref in (refs.o, refs.W):
+            if ref is not None:
+                spoil(ref, spoilt)
+        masks = load_masks(refs.owner_passed, passed, s.C)
+
+        @pl.when(jnp.max(jnp.where(masks.ending, spoilt, 0.0)) > 0.0)
+        def _():
+            refs.state[...] = jnp.full(refs.state.shape, jnp.nan, jnp.float32)
+
+
+def prepare(refs, q, k, sums: Sums, part: Part, masks, static: Static) -> dict[str, jax.Array]:
+    """Return what the next turn needs of some heads of a chunk, by the names of the scratch."""
     s = part.shape
     g = gates(sums, part.heads, s)
-    flow = flow_of(g, s, owner)
-    made = {"start": flow.start, "end": flow.end * g.beta}
+    flow = flow_of(g, s, masks)
+    made = {"start": flow.start, "end": flow.end * g.beta}  # [n, C, p C]
     if refs.o is None:
         return made
-    KK, QK, D = scores(q[part.keys], k[part.keys], g, flow.mask, s)
+    KK, QK, D = scores(q[part.keys], k[part.keys], g, flow.pairs, s)  # [n, C, p C]
     weight = D * g.beta_rows
-    M, P = KK * weight, QK * (weight * opt.scale)
+    M, P = KK * weight, QK * (weight * static.scale)
     return made | {"M": M, "strip": begin_inverse(M), "scores": lanes(parts(P, k.dtype))}
 
 
@@ -222,7 +327,7 @@ class Seen(NamedTuple):
 
 def see_state(refs, part: Part, s: Shape) -> Seen:
     """Multiply keys and queries of the chunk in scratch by the state."""
-    S, k, q = refs.state[part.heads], refs.k_passed[part.keys], None
+    S, k, q = refs.state[part.heads], refs.k_passed[part.keys], None  # [heads, K, V], [key heads, C, K]
     if refs.h is not None:
         refs.h[part.heads] = S.astype(refs.h.dtype)
     if refs.o is not None:
@@ -230,139 +335,110 @@ def see_state(refs, part: Part, s: Shape) -> Seen:
     return Seen(head_columns(refs.start[part.packs], s, s.V), *read_state(k, q, S.astype(k.dtype), part.shape))
 
 
-def renew(refs, own, X, part: Part, seen: Seen, opt: Options, s: Shape) -> jax.Array:
-    """Return W [heads, C, V] of the chunk in scratch, whose rows are `own`."""
-    v = load_tokens(refs.v, own, s.V, part.heads).astype(jnp.float32)
-    W = multiply_packed(lanes(parts(X[part.packs], refs.k.dtype)), v - seen.start * seen.KS, s.p, refs.k.dtype)
+def pass_chunk(refs, own, stored, X, part: Part, seen: Seen, static: Static, s: Shape) -> Iterator[None]:
+    """Compute W of the chunk in scratch, and one product later write its output and take the state through it.
+
+    Args:
+      refs: of the kernel.
+      own: its rows, bool [C, 1], or None for all.
+      stored: the rows to store, likewise.
+      X: packed inverses [n, C, p C] of all heads.
+      part: the heads to take.
+      seen: what they see of the state.
+      static, s: of the kernel.
+    """
+    dtype = refs.k.dtype
+    v = load_heads(refs.v, s.V, part.heads, own).astype(jnp.float32)  # [heads, C, V]
+    W = multiply_packed(lanes(parts(X[part.packs], dtype)), v - seen.start * seen.KS, s.p, dtype)  # [heads, C, V]
     if refs.W is not None:
-        store_tiles(refs.W, W, own if opt.pieces else None, part.first)
-    return W
-
-
-def pass_state(refs, own, part: Part, seen: Seen, W, opt: Options, s: Shape) -> None:
-    """Write the output of the chunk in scratch and take the state through it."""
-    k, end = refs.k_passed[part.keys], head_columns(refs.end[part.packs], s, s.V)
+        store_heads(refs.W, W, stored, part.first)
+    yield
+    k, end = refs.k_passed[part.keys], head_columns(refs.end[part.packs], s, s.V)  # [key heads, C, K], [heads, C, V]
     if seen.QS is not None:
-        o = (opt.scale * seen.start) * seen.QS + multiply_packed(refs.scores[part.packs], W, s.p, k.dtype)
-        store_tiles(refs.o, o, own if opt.pieces else None, part.first)
+        inside = multiply_packed(refs.scores[part.packs], W, s.p, dtype)  # [heads, C, V]
+        store_heads(refs.o, (static.scale * seen.start) * seen.QS + inside, stored, part.first)
     S = refs.state[part.heads]
     refs.state[part.heads] = seen.start[:, -1:] * S + write_state(k, end * W, part.shape)
 
 
-class Blocks(NamedTuple):
-    """BlockSpecs of the grid (batch, block of heads, chunk), by what they cut.
-
-    Attributes:
-      q, v: flat views [B, T, H * K] and [B, T, HV * V].
-      gate: [B, blocks, T, heads].
-      owner: [NT, 1, p C].
-      state: one state per sequence [N, HV, K, V].
-      h, X: per chunk, [B, NT, HV, K, V] and [B, NT, HV / p, C, p C].
-    """
-
-    q: pl.BlockSpec
-    v: pl.BlockSpec
-    gate: pl.BlockSpec
-    owner: pl.BlockSpec
-    state: pl.BlockSpec
-    h: pl.BlockSpec
-    X: pl.BlockSpec
+def specs_of(static: Static, s: Shape, at) -> dict[str, pl.BlockSpec]:
+    """Return the BlockSpecs of the operands, by name, for the step `at(turn)` in every turn."""
+    cut = Blocks(static.C, static.steps, at, static.pieces)
+    key, value = cut.tokens(s.heads // s.group * s.K), cut.tokens(s.heads * s.V)
+    gate, state = cut.values(s.heads), cut.state(s.heads, s.K, s.V)
+    return dict(
+        q=key, k=key, v=value, g=gate, beta=gate, h0=state, owner=cut.owner(s.p * s.C),
+        X=cut.per_step(s.heads // s.p, s.C, s.p * s.C), h=cut.per_step(s.heads, s.K, s.V), W=value, do=value, dht=state,
+    )  # fmt: skip
 
 
-def blocks(s: Shape, NT: int, at, pieces: bool) -> Blocks:
-    """Return the BlockSpecs for the chunk or piece `at(c)` of NT in step c."""
-
-    def chunk(b, c, table):
-        return table[CHUNK, b * NT + at(c)] if pieces else at(c)
-
-    def tokens(width):
-        return pl.BlockSpec((None, s.C, width), lambda b, h, c, table, *_: (b, chunk(b, c, table), h))
-
-    def per_chunk(*tail):
-        return pl.BlockSpec((None, None, *tail), lambda b, h, c, *_: (b, at(c), h, 0, 0))
-
-    return Blocks(
-        q=tokens(s.heads // s.group * s.K),
-        v=tokens(s.heads * s.V),
-        gate=pl.BlockSpec((None, None, s.C, s.heads), lambda b, h, c, table, *_: (b, h, chunk(b, c, table), 0)),
-        owner=pl.BlockSpec((None, 1, s.p * s.C), lambda b, h, c, *_: (at(c), 0, 0)),
-        state=pl.BlockSpec(
-            (None, s.heads, s.K, s.V), lambda b, h, c, table, *_: (table[SEQUENCE, b * NT + at(c)], h, 0, 0)
-        ),
-        h=per_chunk(s.heads, s.K, s.V),
-        X=per_chunk(s.heads // s.p, s.C, s.p * s.C),
-    )
+def in_specs(x: Operands, specs: dict[str, pl.BlockSpec]) -> list[pl.BlockSpec | None]:
+    """Return the specs of the operands behind the table, None for those that are None."""
+    return [specs[name] if value is not None else None for name, value in x._asdict().items() if name != "table"]
 
 
-def launch(
-    q, k, v, g, beta, initial_state, table, owner, kept, N: int, want: tuple[str, ...], config: Config, opt, s: Shape
-):  # fmt: skip
-    """Run the forward kernel on the flat views.
+def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]:
+    """Run the forward kernel.
 
     Args:
-      q, k: [B, T, H * K].
-      v: [B, T, HV * V].
-      g, beta: [B, blocks, T, heads].
-      initial_state: [N, HV, K, V] float32 or None.
-      table: int32 [rows, B * NT], what every chunk or piece is; rows as named above.
-      owner: int32 [NT, 1, p C] where chunks hold several sequences, else None.
-      kept: X of an earlier launch, which is then not computed again, or None. "o" is wanted without it, and only then.
-      N: number of states.
+      x: operands. With X, of an earlier launch, it is not computed again; "o" is wanted without it, and only then.
+      static: what is known.
       want: which outputs of "o", "ht", "h", "W", "X".
-      config, opt, s: static.
 
     Returns:
-      A dict of the outputs wanted: o like v, ht [N, HV, K, V] float32, h [B, NT, HV, K, V] the state before every
-      chunk in the type of k, W float32 like v, X [B, NT, HV / p, C, p C] float32.
+      A dict of the outputs wanted: o like v, ht the final states [N, HV, K, V] float32, of which those of empty
+      sequences are undefined, and h, W, X as in `Operands`.
     """
-    B, T, _ = q.shape
-    HV, NT = v.shape[2] // s.V, table.shape[1] // B
-    cut, passed = (
-        blocks(s, NT, at, opt.pieces) for at in (lambda c: jnp.minimum(c, NT - 1), lambda c: jnp.maximum(c - 1, 0))
-    )
+    B, HV, steps, s = static.B, static.HV, static.steps, static.shape(static.config.heads)
+    prepared = specs_of(static, s, lambda turn: jnp.minimum(turn, jnp.int32(steps - 1)))
+    passed = specs_of(static, s, lambda turn: jnp.maximum(turn - 1, jnp.int32(0)))
     kinds = {
-        "o": (passed.v, v.shape, v.dtype),
-        "ht": (passed.state, (N, HV, s.K, s.V), jnp.float32),
-        "h": (passed.h, (B, NT, HV, s.K, s.V), k.dtype),
-        "W": (passed.v, v.shape, jnp.float32),
-        "X": (passed.X, (B, NT, HV // s.p, s.C, s.p * s.C), jnp.float32),
+        "o": (passed["v"], x.v.shape, x.v.dtype),
+        "ht": (passed["h0"], (static.N, HV, s.K, s.V), jnp.float32),
+        "h": (passed["h"], (B, steps, HV, s.K, s.V), x.k.dtype),
+        "W": (passed["W"], x.v.shape, jnp.float32),
+        "X": (passed["X"], (B, steps, HV // s.p, s.C, s.p * s.C), jnp.float32),
     }
-    names = ("table", "q", "k", "v", "g", "beta", "h0", "owner", "kept")
+    wanted = [name for name in kinds if name in want]
     n, keys = s.heads // s.p, s.heads // s.group
-    packed, wide = (n, s.C, s.p * s.C), (n, s.C, s.p * s.C * len(parts(jnp.zeros(()), k.dtype)))
-    # The state, and what a step makes of its chunk for the next step to use.
+    packed, wide = (n, s.C, s.p * s.C), (n, s.C, s.p * s.C * len(parts(jnp.zeros((), jnp.float32), x.k.dtype)))
+    # The state, and what a turn makes of its chunk for the next turn to use.
     scratch = {
         "state": pltpu.VMEM((s.heads, s.K, s.V), jnp.float32),
         "start": pltpu.VMEM(packed, jnp.float32),
         "end": pltpu.VMEM(packed, jnp.float32),
-        "k_passed": pltpu.VMEM((keys, s.C, s.K), k.dtype),
+        "k_passed": pltpu.VMEM((keys, s.C, s.K), x.k.dtype),
     }
-    if kept is None:
+    if x.owner is not None:
         scratch |= {
-            "q_passed": pltpu.VMEM((keys, s.C, s.K), k.dtype),
-            "scores": pltpu.VMEM(wide, k.dtype),
+            "found": pltpu.VMEM((1, s.C, 1), jnp.float32),
+            "owner_passed": pltpu.VMEM((1, s.p * s.C), jnp.int32),
+        }
+    if x.X is None:
+        scratch |= {
+            "q_passed": pltpu.VMEM((keys, s.C, s.K), x.k.dtype),
+            "scores": pltpu.VMEM(wide, x.k.dtype),
             "M": pltpu.VMEM(packed, jnp.float32),
             "strip": pltpu.VMEM((n, strip_rows(s.C), s.p * s.C), jnp.float32),
         }
+    # An operand and an output of one name are two Refs: the names of the outputs X, h and W differ in the kernel.
+    present = [({"X": "X_out"}.get(name, name), name in want) for name in kinds]
+    operands = [name for name in Operands._fields if name not in ("h", "W", "do", "dht")]
+    estimate = cost if "o" in want else states_cost
     out = pallas_call(
-        named(_fwd_kernel, names, [(n, n in want) for n in kinds], list(scratch), s=s, opt=opt, NT=NT),
-        table, q, k, v, g, beta, initial_state, owner, kept,
+        named(_fwd_kernel, operands, present, list(scratch), static=static, s=s),
+        *(getattr(x, name) for name in operands),
         name=f"fused_chunk_gated_delta_rule_{'fwd' if 'o' in want else 'states'}_c{s.C}",
         num_scalar_prefetch=1,
-        # Batch and head blocks are independent; time is sequential, the state stays in VMEM. One more step, because
-        # the state passes a chunk in the step after the one that prepares it.
-        grid=(B, HV // s.heads, NT + 1),
+        # Batch and head blocks are independent; time is sequential, the state stays in VMEM. One more turn, because
+        # the state passes a chunk in the turn after the one that prepares it.
+        grid=(B, HV // s.heads, steps + 1),
         dimension_semantics=("parallel", "parallel", "arbitrary"),
-        in_specs=[cut.q, cut.q, passed.v, cut.gate, cut.gate, None if initial_state is None else passed.state,
-                  None if owner is None else cut.owner, None if kept is None else passed.X],
-        out_specs=[kinds[n][0] for n in kinds if n in want],
-        out_shape=[out_struct(*kinds[n][1:], q, k, v, g, beta, initial_state) for n in kinds if n in want],
+        in_specs=in_specs(x, prepared | {name: passed[name] for name in ("v", "h0", "X")})[: len(operands) - 1],
+        out_specs=[kinds[name][0] for name in wanted],
+        out_shape=[out_struct(*kinds[name][1:], x.q, x.k, x.v, x.g, x.beta, x.h0) for name in wanted],
         scratch_shapes=list(scratch.values()),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * B * NT * HV * (s.C + s.K) * (2 * s.C * s.K + s.K * s.V + s.C * s.V),
-            transcendentals=B * NT * HV * s.C * s.C,
-            bytes_accessed=q.nbytes + k.nbytes + 2 * v.nbytes,
-        ),
-        vmem_limit_bytes=config.vmem_bytes,
+        cost_estimate=estimate(**static.sizes(), itemsize=x.k.dtype.itemsize),
+        vmem_limit_bytes=static.config.vmem_bytes,
     )  # fmt: skip
-    return dict(zip([n for n in kinds if n in want], out, strict=True))
+    return dict(zip(wanted, out, strict=True))

@@ -8,6 +8,9 @@ With the names of kernel.py, where S and W are computed again, and dS' arriving 
 
 dN needs no further product with X: -X^T (B dv_new R^T) X^T = -dR W^T. As in the forward, what oscillates where keys
 repeat (W, dv_new, A and the gradients of N and A) keeps 16 bits with bfloat16 tensors; S and dS enter at 8.
+
+In a chunk that holds several sequences, all rows of a sequence that is not finite are zero in all products, and its
+gradients there become NaN. W says by NaN which values, or states, were not finite.
 """
 
 import functools
@@ -18,20 +21,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.fused_gdn.config import Config
+from chunkwise.fused_gdn.cost import cost
 from chunkwise.fused_gdn.kernel import (
-    CLOSES,
-    FIRST,
-    LAST,
-    Options,
-    blocks,
-    clear,
+    Operands,
+    Static,
+    in_specs,
+    keys_not_finite,
     load_chunk,
-    load_owner,
-    load_tokens,
+    load_masks,
     own_rows,
-    store_own,
-    store_tiles,
+    several,
+    specs_of,
 )
 from chunkwise.fused_gdn.tile import (
     Shape,
@@ -39,7 +39,9 @@ from chunkwise.fused_gdn.tile import (
     gate_sums,
     gates,
     head_columns,
+    indicator,
     key_packs,
+    packed_index,
     placed_keys,
     read_state,
     scores,
@@ -47,19 +49,32 @@ from chunkwise.fused_gdn.tile import (
 from chunkwise.shared.compat import out_struct
 from chunkwise.shared.kernels import (
     LANES,
+    Step,
     apply_transposed,
+    block_of,
+    clear,
     dot,
     dot_nt,
     dot_tn,
     l2norm_gradient,
+    lane_index,
     lanes,
+    load_heads,
     named,
+    not_finite,
+    only_if,
     outer,
     pallas_call,
     parts,
     rows,
+    rows_not_finite,
     side_lanes,
     split_lanes,
+    spoil,
+    store_heads,
+    store_own,
+    sum_value_heads,
+    whole_sequences,
 )
 
 
@@ -70,22 +85,19 @@ def lane_sums(x: jax.Array, w: int, dtype) -> jax.Array:
     """
     heads = x.shape[0] * x.shape[2] // w
     flat = parts(lanes([x[i : i + 1] for i in range(x.shape[0])]), dtype)
-    lane = lax.broadcasted_iota(jnp.int32, (1, heads * w, heads), 1)
-    head = lax.broadcasted_iota(jnp.int32, (1, heads * w, heads), 2)
-    own = jnp.where(lax.shift_right_logical(lane, w.bit_length() - 1) == head, 1.0, 0.0)
-    sums = dot(rows(flat), own.astype(flat[0].dtype))[0]
+    lane, head = (lax.broadcasted_iota(jnp.int32, (1, heads * w, heads), axis) for axis in (1, 2))
+    ones = indicator(block_of(lane, w) == head).astype(flat[0].dtype)  # [1, heads w, heads]
+    sums = dot(rows(flat), ones)[0]  # [parts C, heads]
     return functools.reduce(jnp.add, [sums[i * x.shape[1] : (i + 1) * x.shape[1]] for i in range(len(flat))])
 
 
 def row_sums(x: jax.Array, s: Shape) -> jax.Array:
     """Return the sums over the rows of packed x [n, C, p C], as [C, heads]."""
     total = jnp.sum(x, axis=1, keepdims=True)
-    lane = lax.broadcasted_iota(jnp.int32, (1, s.p * s.C), 1)
-    owner = lax.shift_right_logical(lane, s.C.bit_length() - 1)
-    per_head = [jnp.where(owner == i, total[n], 0.0) for n in range(x.shape[0]) for i in range(s.p)]
-    row = lax.broadcasted_iota(jnp.int32, (1, s.C, s.p * s.C), 1)
-    diagonal = jnp.where(row == (lane & (s.C - 1))[None], 1.0, 0.0)
-    return dot_nt(diagonal, jnp.concatenate(per_head)[None])[0]
+    head = block_of(lane_index(s.p * s.C)[0], s.C)
+    per_head = [jnp.where(head == i, total[n], 0.0) for n in range(x.shape[0]) for i in range(s.p)]  # [1, p C] each
+    i, j = packed_index(s)
+    return dot_nt(indicator(i == j), jnp.concatenate(per_head)[None])[0]
 
 
 def fold(row: jax.Array, width: int) -> jax.Array:
@@ -96,13 +108,8 @@ def fold(row: jax.Array, width: int) -> jax.Array:
 
 def strictly(s: Shape) -> jax.Array:
     """Return i > j of shape [1, C, p C]."""
-    i = lax.broadcasted_iota(jnp.int32, (1, s.C, s.p * s.C), 1)
-    return i > (lax.broadcasted_iota(jnp.int32, (1, s.C, s.p * s.C), 2) & (s.C - 1))
-
-
-def per_key(x: jax.Array, s: Shape) -> jax.Array:
-    """Sum tiles [heads, m, w] over the value heads of every key head, [key heads, m, w]."""
-    return jnp.stack([sum(x[i + j] for j in range(s.group)) for i in range(0, s.heads, s.group)])
+    i, j = packed_index(s)
+    return i > j
 
 
 def multiply_nt(a, b, dtype):
@@ -115,10 +122,10 @@ def key_gradients(A1, A2, q, k, s: Shape):
 
     dq = A2 K and dk = (A1 + A1^T) K + A2^T Q, summed over the value heads of a key head.
     """
-    own_q, own_k, each = key_packs(q, s), key_packs(k, s), s.p // s.keys
-    A = parts(rows([A1, A2]), k.dtype)
-    direct = dot(lanes(A), rows([placed_keys(own_k, s)] * len(A)))
-    turned = dot_tn(rows(A), rows([lanes(own_k), lanes(own_q)] * len(A)))
+    q_packs, k_packs, each = key_packs(q, s), key_packs(k, s), s.p // s.keys
+    A = parts(rows([A1, A2]), k.dtype)  # [n, 2 C, p C] each
+    direct = dot(lanes(A), rows([placed_keys(k_packs, s)] * len(A)))  # [n, 2 C, keys K]
+    turned = dot_tn(rows(A), rows([lanes(k_packs), lanes(q_packs)] * len(A)))  # [n, p C, keys K]
     dq, dk = [0.0] * k.shape[0], [0.0] * k.shape[0]
     for n in range(s.heads // s.p):
         for j in range(s.keys):
@@ -149,132 +156,170 @@ def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: Shape):
       passes to all later gates, and dbeta; dS before the chunk.
     """
     dtype, C = k.dtype, s.C
-    q_own, k_own = (jnp.stack([x[i // s.group] for i in range(s.heads)]) for x in (q, k))
+    q_heads, k_heads = (jnp.stack([x[i // s.group] for i in range(s.heads)]) for x in (q, k))  # [heads, C, K]
+    # Factors of rows over all lanes, of tiles [heads, C, K] and of tiles [heads, C, V].
     start_k, end_k, beta_k = (head_columns(x, s, s.K) for x in (flow.start, flow.end, gate.beta))
     start, end, beta = (head_columns(x, s, s.V) for x in (flow.start, flow.end, gate.beta))
-    KK, QK, D = scores(q, k, gate, flow.mask, s)
+    KK, QK, D = scores(q, k, gate, flow.pairs, s)  # [n, C, p C]
 
-    written = end * read_state(k, None, dS.astype(dtype), s)[0]
-    dv_new = apply_transposed(QK * (D * scale), do, dtype, s.p) + written
-    dR = apply_transposed(X, beta * dv_new, dtype, s.p)
+    # What reaches the new values: from the outputs of the chunk, and from the state after it.
+    written = end * read_state(k, None, dS.astype(dtype), s)[0]  # [heads, C, V]
+    dv_new = apply_transposed(QK * (D * scale), do, dtype, s.p) + written  # [heads, C, V]
+    dR = apply_transposed(X, beta * dv_new, dtype, s.p)  # [heads, C, V]
 
-    outers = outer(rows([dR, do.astype(jnp.float32)]), W, dtype, s.p)
-    dN = jnp.where(strictly(s), -outers[:, :C], 0.0) * D
-    A1, A2 = dN * gate.beta_rows, outers[:, C:] * (D * gate.beta_rows * scale)
-    dq, dk = key_gradients(A1, A2, q, k, s)
+    # From there to the scores, and through them to queries and keys.
+    outers = outer(rows([dR, do.astype(jnp.float32)]), W, dtype, s.p)  # [n, 2 C, p C]
+    dN = jnp.where(strictly(s), -outers[:, :C], 0.0) * D  # [n, C, p C]
+    A1, A2 = dN * gate.beta_rows, outers[:, C:] * (D * gate.beta_rows * scale)  # [n, C, p C]
+    dq, dk = key_gradients(A1, A2, q, k, s)  # [key heads, C, K]
 
-    through_state = multiply_nt(rows([do.astype(jnp.float32), dR]), S, dtype)
-    dq_start, dk_start = (scale * start_k) * through_state[:, :C], -start_k * through_state[:, C:]
-    dk_end = (end_k * beta_k) * multiply_nt(W, dS, dtype)
+    # What queries and keys multiply: the state before the chunk, and for keys the one after it.
+    through_state = multiply_nt(rows([do.astype(jnp.float32), dR]), S, dtype)  # [heads, 2 C, K]
+    dq_start, dk_start = (scale * start_k) * through_state[:, :C], -start_k * through_state[:, C:]  # [heads, C, K]
+    dk_end = (end_k * beta_k) * multiply_nt(W, dS, dtype)  # [heads, C, K]
 
     # What passes through a row's own and all earlier gates, and apart from it what passes all later ones. What passes
     # none, a row's own product, stands in neither: added and taken away again it would drown the rest at strong gates.
-    kept = fold(jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True), s.K)
+    passes = fold(jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True), s.K)  # [heads, 1, K]
     is_last = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1) == C - 1
-    entered = q_own.astype(jnp.float32) * dq_start + k_own.astype(jnp.float32) * dk_start
-    entered = entered + jnp.where(is_last, start_k[:, -1:] * kept, 0.0)
-    pairs = jnp.where(strictly(s), A1 * KK + A2 * QK, 0.0)
+    entered = q_heads.astype(jnp.float32) * dq_start + k_heads.astype(jnp.float32) * dk_start  # [heads, C, K]
+    entered = entered + jnp.where(is_last, start_k[:, -1:] * passes, 0.0)
+    pairs = jnp.where(strictly(s), A1 * KK + A2 * QK, 0.0)  # [n, C, p C]
     later = lane_sums(entered, s.K, dtype) + lane_sums(pairs, C, dtype) - row_sums(pairs, s)
     earlier = lane_sums(beta * written * W, s.V, dtype)
     dbeta = lane_sums(dv_new * W, s.V, dtype) + row_sums(dN * KK, s)
 
-    entering = rows([(scale * start) * do.astype(jnp.float32), -start * dR])
-    entering = side_lanes(entering.astype(dtype), s.group)
+    entering = rows([(scale * start) * do.astype(jnp.float32), -start * dR])  # [heads, 2 C, V]
+    entering = side_lanes(entering.astype(dtype), s.group)  # [key heads, 2 C, group V]
     dS = start[:, -1:] * dS + split_lanes(dot_tn(rows([q, k]), entering), s.group)
-    return dq + per_key(dq_start, s), dk + per_key(dk_start + dk_end, s), dR, later, earlier, dbeta, dS
+    dq, dk = dq + sum_value_heads(dq_start, s.group), dk + sum_value_heads(dk_start + dk_end, s.group)
+    return dq, dk, dR, later, earlier, dbeta, dS
 
 
-def _bwd_kernel(refs, *, s, opt, NT):
-    c = NT - 1 - pl.program_id(2)
-    chunk = pl.program_id(0) * NT + c
-    dS_ref = refs.dS
+def _bwd_kernel(refs, *, static: Static, s: Shape):
+    turn, first = pl.program_id(2), pl.program_id(0) * jnp.int32(static.steps)
+    step = Step(refs.table, first + (jnp.int32(static.steps - 1) - turn))
 
-    @pl.when(pl.program_id(2) == 0)
+    @pl.when(turn == 0)
     def _():
-        dS_ref[...] = jnp.zeros_like(dS_ref)
+        clear(refs.dS)
 
-    @pl.when(refs.table[LAST, chunk] == 1)
+    @pl.when(step.last == 1)
     def _():
-        dS_ref[...] = jnp.zeros_like(dS_ref) if refs.dht is None else refs.dht[...]
+        refs.dS[...] = jnp.zeros_like(refs.dS) if refs.dht is None else refs.dht[...]
 
-    if opt.pieces:  # rows that no piece owns stay zero
+    gradients = (refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta)
+    if static.pieces:
 
-        @pl.when(refs.table[CLOSES, chunk] == 1)
+        @pl.when(step.closes == 1)
         def _():
-            clear([refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta])
+            clear(*gradients)  # rows that belong to no piece stay zero
 
-    own = own_rows(refs, chunk, c, s, opt)
-    q, k, g, beta = load_chunk(refs, own, s, opt)
-    do, W = load_tokens(refs.do, own, s.V), load_tokens(refs.W, own, s.V)
-    gate = gates(gate_sums(g, beta, s, exact=k.dtype != jnp.bfloat16), slice(0, s.heads), s)
-    flow = flow_of(gate, s, load_owner(refs, chunk))
+    own, masks, spoilt = own_rows(refs, step, static), None, None
+    if refs.owner is not None:
+        spoilt = only_if(several(step), lambda: quarantine(refs, own, step, s), s.C)
+        own &= spoilt[0] == 0.0
+        masks = load_masks(refs.owner, step, s.C)
+    q, k, g, beta = load_chunk(refs, own, s, static)
+    do, W = load_heads(refs.do, s.V, own=own), load_heads(refs.W, s.V, own=own)  # [heads, C, V]
+    gate = gates(gate_sums(g, beta, s, k.dtype != jnp.bfloat16, masks), slice(0, s.heads), s)
     dq, dk, dv, later, earlier, dbeta, dS = chunk_gradients(
-        q, k, gate, flow, refs.X[...], refs.h[...], W, do, dS_ref[...], opt.scale, s
+        q, k, gate, flow_of(gate, s, masks), refs.X[...], refs.h[...], W, do, refs.dS[...], static.scale, s
     )
-    if opt.normalise:
-        dq = l2norm_gradient(load_tokens(refs.q, own, s.K), dq)
-        dk = l2norm_gradient(load_tokens(refs.k, own, s.K), dk)
-    kept = own if opt.pieces else None
+    if static.normalise:
+        dq = l2norm_gradient(load_heads(refs.q, s.K, own=own), dq)
+        dk = l2norm_gradient(load_heads(refs.k, s.K, own=own), dk)
+
+    stored = own if static.pieces else None
     for ref, tiles in ((refs.dq, dq), (refs.dk, dk), (refs.dv, dv)):
-        store_tiles(ref, tiles, kept)
+        store_heads(ref, tiles, stored)
+    # A gate gets what the rows from it on pass to all earlier gates, and what those before it pass to later gates.
     i, j = (lax.broadcasted_iota(jnp.int32, (1, s.C, s.C), axis) for axis in (1, 2))
-    collect = lanes([jnp.where(i <= j, 1.0, 0.0), jnp.where(i > j, 1.0, 0.0)])
-    store_own(refs.dg, slice(None), dot(collect, rows([later[None], earlier[None]]))[0], kept)
-    store_own(refs.dbeta, slice(None), dbeta, kept)
-    dS_ref[...] = dS
+    below, above = (i <= j, i > j) if masks is None else (masks.same[:, :, : s.C] & x for x in (i <= j, i > j))
+    collect = lanes([indicator(below), indicator(above)])  # [1, C, 2 C]
+    store_own(refs.dg, slice(None), dot(collect, rows([later[None], earlier[None]]))[0], stored)
+    store_own(refs.dbeta, slice(None), dbeta, stored)
+    refs.dS[...] = dS
+
+    if spoilt is not None:
+
+        @pl.when(several(step))
+        def _():
+            spoil_gradients(gradients, refs.dS, spoilt, masks)
+
     if refs.dh0 is not None:
 
-        @pl.when(refs.table[FIRST, chunk] == 1)
+        @pl.when(step.first == 1)
         def _():
-            refs.dh0[...] = dS_ref[...]
+            refs.dh0[...] = refs.dS[...]
 
 
-def launch(operands, N: int, want_state: bool, config: Config, opt: Options, s: Shape):
-    """Run the reverse kernel on the flat views.
+def quarantine(refs, own, step: Step, s: Shape) -> jax.Array:
+    """Clear a gradient of the state that is not finite; return the rows of spoilt sequences, float32 [1, C, 1]."""
+    masks = load_masks(refs.owner, step, s.C)
+    state = not_finite(refs.dS[...])  # [1, 1, 1]
+
+    @pl.when(jnp.max(state) > 0.0)
+    def _():
+        clear(refs.dS)
+
+    values = (load_heads(ref, s.V, own=own) for ref in (refs.do, refs.W))
+    found = jnp.maximum(keys_not_finite(refs, own, s), rows_not_finite(*values))
+    found = jnp.maximum(found, jnp.where(masks.ending, state, 0.0))
+    return whole_sequences(found, masks.same[:, :, : s.C])
+
+
+def spoil_gradients(gradients, dS_ref, spoilt, masks) -> None:
+    """Store NaN in the gradients of spoilt rows, and as that of the state if it belongs to a spoilt sequence."""
+
+    @pl.when(jnp.max(spoilt) > 0.0)
+    def _():
+        for ref in gradients:
+            spoil(ref, spoilt)
+
+        @pl.when(jnp.max(jnp.where(masks.carried, spoilt, 0.0)) > 0.0)
+        def _():
+            dS_ref[...] = jnp.full(dS_ref.shape, jnp.nan, jnp.float32)
+
+
+def launch(x: Operands, static: Static, with_state: bool):
+    """Run the reverse kernel.
 
     Args:
-      operands: q, k, g and beta as in the forward; h, W and X, what its kernel computes for the backward; do, like v;
-        dht, the gradient of the final states [N, HV, K, V] float32 or None; table and owner as in the forward.
-      N: as in the forward.
-      want_state: whether the gradient of the initial state is needed.
-      config, opt, s: static.
+      x: operands; v and h0 are not read.
+      static: what is known.
+      with_state: whether the gradient of the initial states is wanted.
 
     Returns:
-      A dict of dq, dk, dv like q, k, v, dg, dbeta float32 like g, and dh0 [N, HV, K, V] float32 if wanted.
+      A dict of dq, dk, dv like q, k, v, dg, dbeta float32 like g, and dh0 [N, HV, K, V] float32 if wanted, undefined
+      for empty sequences.
     """
-    q, k, g, beta, h, W, X, do, dht, table, owner = operands
-    B = q.shape[0]
-    HV, NT = do.shape[2] // s.V, table.shape[1] // B
-    cut = blocks(s, NT, lambda c: NT - 1 - c, opt.pieces)
+    x = x._replace(v=None, h0=None)
+    B, HV, steps, s = static.B, static.HV, static.steps, static.shape(static.config.heads_bwd)
+    specs = specs_of(static, s, lambda turn: jnp.int32(steps - 1) - turn)
     kinds = {
-        "dq": (cut.q, q.shape, q.dtype),
-        "dk": (cut.q, k.shape, k.dtype),
-        "dv": (cut.v, do.shape, do.dtype),
-        "dg": (cut.gate, g.shape, jnp.float32),
-        "dbeta": (cut.gate, g.shape, jnp.float32),
-        "dh0": (cut.state, (N, HV, s.K, s.V), jnp.float32),
+        "dq": (specs["q"], x.q.shape, x.q.dtype),
+        "dk": (specs["k"], x.k.shape, x.k.dtype),
+        "dv": (specs["v"], x.do.shape, x.do.dtype),
+        "dg": (specs["g"], x.g.shape, jnp.float32),
+        "dbeta": (specs["g"], x.g.shape, jnp.float32),
+        "dh0": (specs["h0"], (static.N, HV, s.K, s.V), jnp.float32),
     }
-    wanted = [n for n in kinds if n != "dh0" or want_state]
-    names = ("table", "q", "k", "g", "beta", "h", "W", "X", "do", "dht", "owner")
+    wanted = [name for name in kinds if name != "dh0" or with_state]
     out = pallas_call(
-        named(_bwd_kernel, names, [(n, n in wanted) for n in kinds], ["dS"], s=s, opt=opt, NT=NT),
-        table, q, k, g, beta, h, W, X, do, dht, owner,
+        named(_bwd_kernel, Operands._fields, [(n, n in wanted) for n in kinds], ["dS"], static=static, s=s),
+        *x,
         name=f"fused_chunk_gated_delta_rule_bwd_c{s.C}",
         num_scalar_prefetch=1,
         # Batch and head blocks are independent; time is sequential and runs backwards, the gradient of the state stays
         # in VMEM.
-        grid=(B, HV // s.heads, NT),
+        grid=(B, HV // s.heads, steps),
         dimension_semantics=("parallel", "parallel", "arbitrary"),
-        in_specs=[cut.q, cut.q, cut.gate, cut.gate, cut.h, cut.v, cut.X, cut.v, None if dht is None else cut.state,
-                  None if owner is None else cut.owner],
-        out_specs=[kinds[n][0] for n in wanted],
-        out_shape=[out_struct(*kinds[n][1:], q, k, g, beta, do, dht) for n in wanted],
+        in_specs=in_specs(x, specs),
+        out_specs=[kinds[name][0] for name in wanted],
+        out_shape=[out_struct(*kinds[name][1:], x.q, x.k, x.g, x.beta, x.do, x.dht) for name in wanted],
         scratch_shapes=[pltpu.VMEM((s.heads, s.K, s.V), jnp.float32)],
-        cost_estimate=pl.CostEstimate(
-            flops=2 * B * NT * HV * s.C * (6 * s.C * s.K + 3 * s.C * s.V + 5 * s.K * s.V),
-            transcendentals=B * NT * HV * s.C * s.C,
-            bytes_accessed=2 * (q.nbytes + k.nbytes + do.nbytes) + W.nbytes + h.nbytes + X.nbytes,
-        ),
-        vmem_limit_bytes=config.vmem_bytes,
-    )  # fmt: skip
+        cost_estimate=cost(**static.sizes(), itemsize=x.k.dtype.itemsize, backward=True),
+        vmem_limit_bytes=static.config.vmem_bytes,
+    )
     return dict(zip(wanted, out, strict=True))

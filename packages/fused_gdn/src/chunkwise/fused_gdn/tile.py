@@ -3,6 +3,7 @@
 Heads of a grid step, the gates of a chunk and how the state enters and leaves its rows, scores, and products with the
 state. Tiles are [heads, C, width]; the [C, C] matrices of p heads lie side by side in the lanes ("packed", see
 shared.kernels.packed): n = heads / p packs [n, C, p C]. Values per token, [C, heads], become packed columns and rows.
+States are [K, V], as the user has them.
 """
 
 import functools
@@ -14,6 +15,7 @@ from jax import lax
 
 from chunkwise.shared.kernels import (
     LOG2_E,
+    SequenceMasks,
     bf16_parts,
     block_of,
     dot,
@@ -27,7 +29,6 @@ from chunkwise.shared.kernels import (
     side_lanes,
     split_gate,
     split_lanes,
-    to_column,
 )
 
 # 2 to its power is zero, and it can be added to without overflow.
@@ -35,10 +36,10 @@ NEVER = -1e30
 
 
 class Shape(NamedTuple):
-    """What a grid step works on; all static.
+    """The sizes of the tiles that a grid step, or a part of its heads, works on; all static.
 
     Attributes:
-      C, K, V: chunk size and padded dimensions.
+      C, K, V: chunk size, and head dimensions padded to whole lanes.
       heads: value heads.
       group: value heads that share a key head.
       p: heads that lie side by side in the lanes.
@@ -53,19 +54,19 @@ class Shape(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Key heads of a pack: 1 where all its heads share one."""
+        """Key heads of a pack: 1 if all its heads share one."""
         return max(1, self.p // self.group)
 
     def wide(self) -> "Shape":
-        """Return the shape with two packs side by side where their keys fill the 256 rows of a matrix unit."""
-        both = self._replace(p=2 * self.p)
-        fits = self.heads % both.p == 0 and both.keys * max(self.K, self.p * self.C) <= 256
+        """Return the shape with two packs side by side, if their keys fill the 256 rows of a matrix unit."""
+        double = self._replace(p=2 * self.p)
+        fits = self.heads % double.p == 0 and double.keys * max(self.K, self.p * self.C) <= 256
         # A pack holds whole groups, or a part of one.
-        return both if fits and (both.p % self.group == 0 or self.group % both.p == 0) else self
+        return double if fits and (double.p % self.group == 0 or self.group % double.p == 0) else self
 
 
 class Part(NamedTuple):
-    """Some of the heads of a grid step, what products are issued for together.
+    """Some of the heads of a grid step: those that products are issued for together.
 
     Attributes:
       shape: that of these heads alone.
@@ -106,10 +107,16 @@ def key_packs(x: jax.Array, s: Shape) -> list[jax.Array]:
     return [jnp.stack([x[(i * s.p + j * (s.p // s.keys)) // s.group] for i in range(n)]) for j in range(s.keys)]
 
 
-def placed_keys(own: list[jax.Array], s: Shape) -> jax.Array:
+def placed_keys(tiles: list[jax.Array], s: Shape) -> jax.Array:
     """Return the keys of `key_packs` below one another for all heads of a pack, each in the lanes of its key head."""
-    each, zero = s.p // s.keys, jnp.zeros_like(own[0])
-    return rows([lanes([own[j] if i // each == j else zero for j in range(s.keys)]) for i in range(s.p)])
+    each, zero = s.p // s.keys, jnp.zeros_like(tiles[0])
+    return rows([lanes([tiles[j] if i // each == j else zero for j in range(s.keys)]) for i in range(s.p)])
+
+
+def indicator(condition: jax.Array) -> jax.Array:
+    """Return 1 and 0 in float32."""
+    # Under jax_enable_x64 two Python numbers would make 64 bits.
+    return jnp.where(condition, jnp.float32(1.0), jnp.float32(0.0))
 
 
 def selecting(x: jax.Array, selection: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -117,7 +124,7 @@ def selecting(x: jax.Array, selection: jax.Array) -> tuple[list[jax.Array], list
 
     The matrix unit has time for such products, and the unit that moves lanes has not.
     """
-    ones = jnp.where(selection, 1.0, 0.0).astype(jnp.bfloat16)[None]
+    ones = indicator(selection).astype(jnp.bfloat16)[None]
     return [part[None] for part in bf16_parts(x)], [ones] * 3
 
 
@@ -139,16 +146,16 @@ def select_rows(x: jax.Array, selection: jax.Array) -> jax.Array:
     return dot_tn(rows(x_parts), rows(ones))[0]
 
 
-def spread(x: jax.Array, w: int, heads: slice) -> jax.Array:
+def over_lanes(x: jax.Array, w: int, heads: slice) -> jax.Array:
     """Return values [m, any] of `heads` with each repeated over w lanes, [m, heads * w]."""
     shape = (x.shape[1], (heads.stop - heads.start) * w)
-    head = block_of(lax.broadcasted_iota(jnp.int32, shape, 1), w) + heads.start
+    head = block_of(lax.broadcasted_iota(jnp.int32, shape, 1), w) + jnp.int32(heads.start)
     return select(x, head == lax.broadcasted_iota(jnp.int32, shape, 0))
 
 
 def packed_columns(xs: list[jax.Array], heads: slice, s: Shape) -> list[jax.Array]:
     """Return values [C, any] of `heads` as packed columns, each over the C lanes of its head: [n, C, p C] float32."""
-    wide, w = spread(jnp.concatenate(xs), s.C, heads), s.p * s.C
+    wide, w = over_lanes(jnp.concatenate(xs), s.C, heads), s.p * s.C
     packs = jnp.stack([wide[:, i : i + w] for i in range(0, wide.shape[1], w)])
     return [packs[:, i * s.C : (i + 1) * s.C] for i in range(len(xs))]
 
@@ -157,25 +164,33 @@ def head_columns(x: jax.Array, s: Shape, width: int) -> jax.Array:
     """Return packed columns [n, C, p C] head by head, each value over all lanes: [heads, C, width]."""
     tiles, period = [x], s.p * s.C
     while period > s.C:
+        # Of every tile one half of the heads moves over the other half: twice as many tiles, each of half the heads.
         period //= 2
-        low = (lane_index(x.shape[2]) & period) == 0
+        low = (lane_index(x.shape[2]) & jnp.int32(period)) == 0
         turned = [rotate(tile, period) for tile in tiles]
         pairs = zip(tiles, turned, strict=True)
-        tiles = [jnp.where(low, *both) for tile, turn in pairs for both in ((tile, turn), (turn, tile))]
+        tiles = [jnp.where(low, *pair) for tile, turn in pairs for pair in ((tile, turn), (turn, tile))]
     heads = jnp.stack([tile[i] for i in range(x.shape[0]) for tile in tiles])
     return lanes([heads] * (width // x.shape[2]))
 
 
 def packed_rows(x: jax.Array, s: Shape) -> jax.Array:
     """Return rows [heads, p C], each repeated p times along the lanes, as packed rows [n, 1, p C]."""
-    owner = block_of(lane_index(s.p * s.C)[0], s.C)
+    head = block_of(lane_index(s.p * s.C)[0], s.C)
     packs = []
     for first in range(0, s.heads, s.p):
         row = x[first : first + 1]
         for i in range(1, s.p):
-            row = jnp.where(owner == i, x[first + i : first + i + 1], row)
+            row = jnp.where(head == i, x[first + i : first + i + 1], row)
         packs.append(row)
     return jnp.stack(packs)
+
+
+def packed_index(s: Shape) -> tuple[jax.Array, jax.Array]:
+    """Return the row and the column of packed matrices, inside of each: both int32 [1, C, p C]."""
+    shape = (1, s.C, s.p * s.C)
+    i, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2))
+    return i, lane & jnp.int32(s.C - 1)
 
 
 class Sums(NamedTuple):
@@ -193,16 +208,19 @@ class Sums(NamedTuple):
     beta_rows: jax.Array
 
 
-def gate_sums(g: jax.Array, beta: jax.Array, s: Shape, exact: bool) -> Sums:
-    """Sum up the gates g [C, heads], in nats, of a chunk."""
-    i = lax.broadcasted_iota(jnp.int32, (s.C, s.p * s.C), 0)
-    j = lax.broadcasted_iota(jnp.int32, (s.C, s.p * s.C), 1) & (s.C - 1)
+def gate_sums(g: jax.Array, beta: jax.Array, s: Shape, exact: bool, masks: SequenceMasks | None) -> Sums:
+    """Sum up the gates g [C, heads], in nats, of a chunk: each sequence of `masks` for itself.
+
+    Then what one sequence holds does not change the rounding of another.
+    """
+    i, j = (x[0] for x in packed_index(s))  # [C, p C]
+    earlier, later = (i >= j, i <= j) if masks is None else (masks.same[0] & (i >= j), masks.same[0] & (i <= j))
     g = g * LOG2_E
     terms = split_gate(g) if exact else (g,)
-    G = [select_from(i[:, : s.C] >= j[:, : s.C], x) for x in terms]
+    G = [select_from(earlier[:, : s.C], x) for x in terms]
     # One product turns all of them into rows; masks cannot be joined, numbers can.
-    both = jnp.concatenate([jnp.where(i <= j, 1, 0), jnp.where(i == j, 1, 0)], axis=1) == 1
-    turned = select_rows(jnp.concatenate([*terms, beta], axis=1), both)
+    selection = jnp.concatenate([indicator(later), indicator(i == j)], axis=1) > 0.0
+    turned = select_rows(jnp.concatenate([*terms, beta], axis=1), selection)  # [(terms + 1) heads, 2 p C]
     *G_rows, beta_rows = [turned[n : n + s.heads] for n in range(0, turned.shape[0], s.heads)]
     return Sums(G, [x[:, : s.p * s.C] for x in G_rows], beta, beta_rows[:, s.p * s.C :])
 
@@ -228,61 +246,48 @@ def gap(later, earlier):
     return functools.reduce(jnp.add, [a - b for a, b in zip(later, earlier, strict=True)])
 
 
-def lower_mask(s: Shape):
-    """Return i >= j of shape [1, C, p C]."""
-    i = lax.broadcasted_iota(jnp.int32, (1, s.C, s.p * s.C), 1)
-    return i >= (lane_index(s.p * s.C) & (s.C - 1))
-
-
 class Flow(NamedTuple):
     """How the state enters and leaves the rows of a chunk: factors exp(.) <= 1, zero for rows of other sequences.
 
     Attributes:
-      mask: [1, C, p C], pairs i >= j that may interact.
+      pairs: bool [1, C, p C], pairs i >= j that may interact.
       start: packed columns [n, C, p C], of the state before the chunk, at each row; the last row passes it through.
       end: likewise, of each row, at the end.
     """
 
-    mask: jax.Array
+    pairs: jax.Array
     start: jax.Array
     end: jax.Array
 
 
-def flow_of(g: Gates, s: Shape, owner=None) -> Flow:
+def flow_of(g: Gates, s: Shape, masks: SequenceMasks | None) -> Flow:
     """Return the flow of a chunk.
 
     Args:
       g: its gates.
       s: its shape.
-      owner: None for a chunk that lies inside one sequence; else (row [1, p C], before, final): the sequence of every
-        token, of the token before the chunk and of the last token. Padding follows all sequences; its keys, values and
-        gates must be zero.
+      masks: None for a chunk that lies inside one sequence. Padding follows all sequences; its keys, values and gates
+        must be zero.
     """
-    start, end = jnp.exp2(sum(g.G)), jnp.exp2(gap([x[:, -1:] for x in g.G], g.G))
-    mask = lower_mask(s)
-    if owner is None:
-        return Flow(mask, start, end)
-    row, before, final = owner
-    column = to_column(row[None, :, : s.C].astype(jnp.float32)).astype(jnp.int32)
-    return Flow(
-        mask & (column == row[None]),
-        jnp.where(column == before, start, 0.0),
-        jnp.where(column == final, end, 0.0),
-    )
+    start, end = jnp.exp2(sum(g.G)), jnp.exp2(gap([x[:, -1:] for x in g.G], g.G))  # both [n, C, p C]
+    i, j = packed_index(s)
+    if masks is None:
+        return Flow(i >= j, start, end)
+    return Flow(masks.same & (i >= j), jnp.where(masks.carried, start, 0.0), jnp.where(masks.ending, end, 0.0))
 
 
-def scores(q, k, g: Gates, mask, s: Shape):
-    """Return K K^T, Q K^T and the decays D (zero outside of `mask`), packed [n, C, p C]; q, k [key heads, C, K]."""
+def scores(q, k, g: Gates, pairs, s: Shape):
+    """Return K K^T, Q K^T and the decays D (zero outside of `pairs`), packed [n, C, p C]; q, k [key heads, C, K]."""
     w = s.wide()
-    own_k, own_q = key_packs(k, w), key_packs(q, w)
-    left = rows([lanes(own_k), lanes(own_q)])
-    products = split_lanes(dot_nt(left, placed_keys(own_k, w)), w.p // s.p)
-    return products[:, : s.C], products[:, s.C :], jnp.exp2(jnp.where(mask, gap(g.G, g.G_rows), NEVER))
+    k_packs, q_packs = key_packs(k, w), key_packs(q, w)
+    left = rows([lanes(k_packs), lanes(q_packs)])  # [packs of w, 2 C, keys of w * K]
+    products = split_lanes(dot_nt(left, placed_keys(k_packs, w)), w.p // s.p)  # [n, 2 C, p C]
+    return products[:, : s.C], products[:, s.C :], jnp.exp2(jnp.where(pairs, gap(g.G, g.G_rows), NEVER))
 
 
 def read_state(k, q, S, s: Shape):
     """Return K S and Q S as [heads, C, V] float32 (None without q), one product for all value heads of a key head."""
-    left = k if q is None else rows([k, q])
+    left = k if q is None else rows([k, q])  # [key heads, C or 2 C, K]
     read = split_lanes(dot(left, side_lanes(S, s.group)), s.group)
     return read[:, : s.C], None if q is None else read[:, s.C :]
 

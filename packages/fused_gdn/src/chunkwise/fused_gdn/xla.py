@@ -20,20 +20,24 @@ from jax.ad_checkpoint import checkpoint_name
 from chunkwise.shared.compat import varying_zeros
 from chunkwise.shared.kernels import (
     Chunking,
+    StreamMasks,
     clip_gate,
     column_index,
     dot,
     dot_nt,
     dot_tn,
+    lower,
     masked_exp,
     repeat_heads,
     row_index,
     split_gate,
     stream_masks,
     strictly_lower,
+    token_owners,
+    unless_empty,
     zero_padding,
 )
-from chunkwise.shared.operators import block_inverse, unit_rows
+from chunkwise.shared.operators import Arguments, Options, block_inverse, unit_rows
 
 # Products inside a chunk cost C per token, steps of the scan and states that the backward keeps 1 / C: see
 # docs/performance.md.
@@ -63,13 +67,17 @@ class Decays(NamedTuple):
     through: jax.Array
 
 
-def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, normalise, C):
+def gated_delta_rule(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
     """Return (o, final_state) for checked arguments; final_state is None unless asked for."""
-    q, k = (unit_rows(x, normalise, cu_seqlens) for x in (q, k))
-    (B, T, HV, V), K, C = v.shape, k.shape[-1], min(C, _MOST_ROWS)
+    v, scale, initial_state, cu_seqlens = x.v, x.scale, x.initial_state, x.cu_seqlens
+    output_final_state = options.output_final_state
+    q, k = (unit_rows(y, options.normalise, cu_seqlens) for y in (x.q, x.k))
+    (B, T, HV, V), K, C = v.shape, k.shape[-1], min(options.chunk_size or _MOST_ROWS, _MOST_ROWS)
     stream = cu_seqlens is not None and initial_state is None and not output_final_state
     chunks = Chunking(B, T, C, None if stream else cu_seqlens)
     masks = stream_masks(T, C, cu_seqlens) if stream else None
+    gates, beta = clip_gate(x.g), x.beta.astype(jnp.float32)
+    spoilt = _spoilt_tokens((q, k, v, gates, beta), cu_seqlens) if stream else None
     h0 = None if initial_state is None else initial_state.astype(jnp.float32)
 
     # One axis for batch and tokens: an axis of size 1 between others makes XLA copy what a loop reads.
@@ -82,8 +90,7 @@ def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
 
     # Values per token are so few that they are put in order, heads first, for all chunks at once.
     def rows(x):
-        x = jnp.moveaxis(chunks.per_batch(chunks.split_rows(x)), 1, 0).reshape(-1, B * HV, 1, C)
-        return x if masks is None else jnp.where(masks.valid[:, None, None], x, 0.0)
+        return jnp.moveaxis(chunks.per_batch(chunks.split_rows(x)), 1, 0).reshape(-1, B * HV, 1, C)
 
     @_checkpoint
     def step(S, x):
@@ -91,30 +98,53 @@ def gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state,
         if chunks.packed:
             S = jnp.where(first, 0.0 if h0 is None else h0[sequence], S)
         if stream:
-            # Padding may hold anything, and products read every row of a chunk.
-            tokens = [jnp.where(masks.valid[:, None, None], x, 0) for x in tokens]
+            tokens = [_select(masks, x, (C, 1, 1)) for x in tokens]
         S, o = _chunk(S, *map(heads, tokens), decays, beta, scale, None if masks is None else masks.same)
         o = jnp.moveaxis(o.reshape(B, HV, C, V), 1, 2).reshape(B * C, HV, V).astype(v.dtype)
         return S, (o, S if chunks.packed and output_final_state else None)
 
-    start = varying_zeros((B * HV, K, V), q, k, v, g, beta, initial_state)
+    start = varying_zeros((B * HV, K, V), q, k, v, gates, beta, initial_state)
     if h0 is not None and not chunks.packed:
         start += h0.reshape(start.shape)
     first, sequence = (chunks.per_batch(x)[0] for x in (chunks.first, chunks.sequence))
-    tokens = [by_time(x) for x in (q, k, v)]
-    tokens, g, beta, masks, first, sequence = jax.tree.map(
-        _keep_loop, (tokens, rows(clip_gate(g)), rows(beta), masks, first, sequence)
+    tokens, gates, beta = [by_time(x) for x in (q, k, v)], rows(gates), rows(beta)
+    if stream:
+        # Padding may hold anything, and products read every row of a chunk.
+        masks = masks._replace(valid=masks.valid & ~_by_chunk(spoilt, C))
+        gates, beta = (_select(masks, x, (-1, 1, 1, C)) for x in (gates, beta))
+    tokens, gates, beta, masks, first, sequence = jax.tree.map(
+        _keep_loop, (tokens, gates, beta, masks, first, sequence)
     )
-    S, (o, after) = lax.scan(step, start, (tokens, _decays(g, masks), beta, masks, first, sequence))
+    S, (o, after) = lax.scan(step, start, (tokens, _decays(gates, masks), beta, masks, first, sequence))
     o = o[: chunks.NC // B].reshape(-1, B, C, HV, V)
     o = chunks.gather(jnp.moveaxis(o, 1, 0).reshape(B, -1, HV, V))
     if stream:
-        return zero_padding(o, cu_seqlens), None
+        o = zero_padding(o, cu_seqlens)
+        return jnp.where(spoilt.reshape(1, T, 1, 1), jnp.full((), jnp.nan, o.dtype), o), None
     if not output_final_state:
         return o, None
     if not chunks.packed:
         return o, S.reshape(B, HV, K, V)
-    return o, jnp.where(chunks.empty[:, None, None, None], 0.0 if h0 is None else h0, after[chunks.final_chunk])
+    return o, unless_empty(after[chunks.final_chunk], h0, cu_seqlens)
+
+
+def _spoilt_tokens(tokens, cu_seqlens) -> jax.Array:
+    """Return which tokens belong to a sequence that holds something not finite, bool [T]."""
+    T = tokens[0].shape[1]
+    found = functools.reduce(jnp.logical_or, [jnp.any(~jnp.isfinite(x[0]).reshape(T, -1), axis=1) for x in tokens])
+    before = jnp.pad(jnp.cumsum(found.astype(jnp.int32), dtype=jnp.int32), (1, 0))  # among the tokens before each
+    in_sequence = before[cu_seqlens[1:]] > before[cu_seqlens[:-1]]
+    return jnp.append(in_sequence, False)[token_owners(T, cu_seqlens)]
+
+
+def _by_chunk(x: jax.Array, C: int) -> jax.Array:
+    """Return x [T] as chunks [NT, C], False past the end."""
+    return jnp.pad(x, (0, -x.shape[0] % C)).reshape(-1, C)
+
+
+def _select(masks: StreamMasks, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return x, or zeros for tokens that are not valid; the mask gets this shape."""
+    return jnp.where(masks.valid.reshape(shape), x, jnp.zeros((), x.dtype))
 
 
 def _keep_loop(x):
@@ -137,17 +167,17 @@ def _chunk(S, q, k, v, decays, beta, scale, same):
       decays: `Decays` of the chunk.
       beta: rows [HV, 1, C].
       scale: multiplies the output.
-      same: bool [C, C], rows of one sequence, where the chunk may hold several; else None.
+      same: bool [C, C], rows of one sequence, if the chunk may hold several; else None.
     """
     HV, C, _ = v.shape
     coarse, fine, from_start, to_end, through = decays
-    below = strictly_lower(C) if same is None else strictly_lower(C) & same
+    below = strictly_lower(C) if same is None else strictly_lower(C) & same[None]
     # The diagonal is left out: its 1 does not depend on gates, and in their gradient it would swamp decays of 1e-13.
     decay = masked_exp((_column(coarse) - coarse) + (_column(fine) - fine), below)
-    both = jnp.concatenate([k, q], axis=1)
-    kk, qk = jnp.split(repeat_heads(dot_nt(both, k), HV), 2, axis=1)
-    both = repeat_heads(both, HV) * _column(jnp.concatenate([from_start, from_start], axis=2))
-    seen_k, seen_q = jnp.split(dot(both, S), 2, axis=1)
+    keys = jnp.concatenate([k, q], axis=1)  # [h, 2 C, K]: one product serves keys and queries
+    kk, qk = jnp.split(repeat_heads(dot_nt(keys, k), HV), 2, axis=1)  # [HV, C, C]
+    keys = repeat_heads(keys, HV) * _column(jnp.concatenate([from_start, from_start], axis=2))  # [HV, 2 C, K]
+    seen_k, seen_q = jnp.split(dot(keys, S), 2, axis=1)  # [HV, C, V]
     v_new = _column(beta) * _solve(decay * kk * beta, v - seen_k)
     # A token reads its own value undecayed.
     scores = jnp.where(row_index(C) == column_index(C), qk, decay * qk)
@@ -178,14 +208,22 @@ def _solve_jvp(primals, tangents):
 
 def _decays(g, masks):
     """Return the decays of chunks from their gates g, rows [NT, HV, 1, C], within the sequences of `masks`."""
-    coarse, fine = (lax.cumsum(part, axis=3) for part in split_gate(g))
-    from_start = jnp.exp(coarse + fine)
-    # Summed from the end, not as a difference to the last row, where a decay of 1 would depend on gates that cancel.
-    after = lax.cumsum(g, axis=3, reverse=True)[..., 1:]
-    to_end = jnp.exp(jnp.pad(after, [(0, 0), (0, 0), (0, 0), (0, 1)]))
-    through = from_start[..., -1:]
-    if masks is not None:
-        from_start = jnp.where(masks.carried[:, None, None], from_start, 0.0)
-        to_end = jnp.where(masks.ending[:, None, None], to_end, 0.0)
-        through = jnp.where(masks.through[:, None, None, None], through, 0.0)
+    if masks is None:
+        coarse, fine = (lax.cumsum(part, axis=3) for part in split_gate(g))
+        # Summed from the end: in the difference to the last row a decay of 1 would depend on gates that cancel.
+        after = lax.cumsum(g, axis=3, reverse=True)[..., 1:]
+        to_end = jnp.exp(jnp.pad(after, [(0, 0), (0, 0), (0, 0), (0, 1)]))
+        from_start = jnp.exp(coarse + fine)
+        return Decays(coarse, fine, from_start, to_end, from_start[..., -1:])
+    # Every sequence for itself, so that what one holds does not change the rounding of another.
+    C, same = g.shape[3], masks.same
+    coarse, fine = (_sums(part, same & lower(C)) for part in split_gate(g))
+    from_start = jnp.where(masks.carried[:, None, None], jnp.exp(coarse + fine), 0.0)
+    to_end = jnp.where(masks.ending[:, None, None], jnp.exp(_sums(g, same & ~lower(C))), 0.0)
+    through = jnp.where(masks.through[:, None, None, None], from_start[..., -1:], 0.0)
     return Decays(coarse, fine, from_start, to_end, through)
+
+
+def _sums(g, selected):
+    """Return the sums of gates g, rows [NT, HV, 1, C], over the columns j selected for every i, bool [NT, C, C]."""
+    return dot_nt(g[:, :, 0], selected.astype(jnp.float32))[:, :, None]

@@ -44,7 +44,8 @@ def rows_not_finite(*tiles: jax.Array) -> jax.Array:
     for tile in tiles:
         # [1, C, w]; integers have no reduction over lanes on every generation, so they become 1 and 0 first.
         size = _largest(_sizes(tile))
-        found.append(jnp.max(jnp.where(size >= jnp.int32(_INFINITY), 1.0, 0.0), axis=2, keepdims=True))
+        found.append(jnp.where(size >= jnp.int32(_INFINITY), jnp.float32(1.0), jnp.float32(0.0)))
+        found[-1] = jnp.max(found[-1], axis=2, keepdims=True)
     return functools.reduce(jnp.maximum, found)
 
 

@@ -1,0 +1,59 @@
+"""What the gated delta rule costs, for XLA's scheduler, the docstrings and the benchmarks."""
+
+from jax.experimental import pallas as pl
+
+
+def cost(
+    *, B: int, T: int, H: int, HV: int, K: int, V: int, C: int, itemsize: int = 2, backward: bool = False
+) -> pl.CostEstimate:
+    """Return what the chunked form costs: the flops of its matrix products, and every array moved once.
+
+    The forward multiplies queries and keys by keys (C K each), the inverse and the scores by values (C V each), and the
+    state by queries, keys and new values (K V each). The backward has two products for each of these.
+
+    Args:
+      B, T, H, HV, K, V, C: sizes, as in `fused_chunk_gated_delta_rule`; C is the chunk size.
+      itemsize: bytes of an element of q, k, v and o; gates and beta have 4.
+      backward: of the backward alone instead of the forward.
+    """
+    times = 2 if backward else 1
+    keys, values, gates = 2 * H * K * itemsize, 2 * HV * V * itemsize, 2 * 4 * HV
+    return pl.CostEstimate(
+        flops=times * 2 * B * T * HV * (2 * C * K + 2 * C * V + 3 * K * V),
+        # The decay between every two rows of a chunk, from its start to every row, and from there to its end.
+        transcendentals=B * T * HV * (C + 2),
+        # The backward reads these and writes a gradient for each.
+        bytes_accessed=times * B * T * (keys + values + gates),
+    )
+
+
+def states_cost(*, B: int, T: int, H: int, HV: int, K: int, V: int, C: int, itemsize: int = 2) -> pl.CostEstimate:
+    """Return what the backward's first launch costs: the states before all chunks and the new values, once more.
+
+    The inverse is multiplied by values, the state by keys and by new values. The inverse is read and the new values are
+    written in float32. The arguments are those of `cost`.
+    """
+    states, inverse = K * V * itemsize // C, 4 * C
+    return pl.CostEstimate(
+        flops=2 * B * T * HV * (C * V + 2 * K * V),
+        transcendentals=2 * B * T * HV,
+        bytes_accessed=B * T * (H * K * itemsize + HV * (V * (itemsize + 4) + states + inverse + 8)),
+    )
+
+
+def decode_cost(*, B: int, T: int, H: int, HV: int, K: int, V: int, N: int, itemsize: int = 2) -> pl.CostEstimate:
+    """Return what the recurrence costs token by token, N states read and written once.
+
+    A token decays the state (1 flop an entry), reads it twice and adds to it (2 each).
+
+    Args:
+      B, T, H, HV, K, V: sizes, as in `recurrent_gated_delta_rule`.
+      N: sequences.
+      itemsize: bytes of an element of q, k, v and o; gates, beta and states have 4.
+    """
+    moved = 2 * H * K * itemsize + 2 * HV * V * itemsize + 2 * 4 * HV
+    return pl.CostEstimate(
+        flops=7 * B * T * HV * K * V,
+        transcendentals=B * T * HV,
+        bytes_accessed=B * T * moved + 8 * N * HV * K * V,
+    )
