@@ -1,5 +1,8 @@
 """Decode out of a pool of states, by the kernel and in plain JAX, against the float64 recurrence."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,47 +10,64 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from chunkwise.shared.operators import decode, decode_fits, token_by_token
+from chunkwise.shared.operators import Arguments, Options, Slots, recurrent_cost, run_recurrent, token_by_token
 from chunkwise.shared.testing import (
     GRADIENT_TOLERANCE,
     TOLERANCE,
     assert_close,
+    assert_isolated,
     boundaries,
     make_inputs,
     reference,
     spec,
     text_for_tpu,
 )
+from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu
 
 HV, K, V = 4, 24, 40
+IMPLEMENTATIONS = ["xla", "fused"]
+each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-def pool_of(slots: int):
-    return np.float32(np.random.default_rng(1).standard_normal((slots, HV, K, V)))
+def pool_of(slots: int, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(1).standard_normal((slots, HV, K, V)), dtype)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def run(x, slots=None, has_initial_state=None, normalise=True, implementation="xla", **others):
+    """Return o and the states; `slots` are numbers."""
+    slots = slots if slots is None else jnp.asarray(slots, jnp.int32)
+    has_initial_state = has_initial_state if has_initial_state is None else jnp.asarray(has_initial_state)
+    options = Options(output_final_state=True, normalise=normalise)
+    return run_recurrent(
+        Arguments(**{"scale": 0.3, **x, **others}), Slots(slots, has_initial_state), options, implementation, "decode"
+    )
+
+
+def expected(x, pool, slots, has_initial_state=None, cu_seqlens=None):
+    """Return o and the states [N, HV, K, V] of the float64 recurrence, and the slots that are written."""
+    slots = np.asarray(slots)
+    read = (slots >= 0) & (True if has_initial_state is None else np.asarray(has_initial_state))
+    start = np.where(read[:, None, None, None], np.asarray(pool, np.float64)[np.maximum(slots, 0)], 0.0)
+    o, states = reference(**x, scale=0.3, cu_seqlens=cu_seqlens, initial_state=start, use_qk_l2norm_in_kernel=True)
+    return o, states, slots[slots >= 0]
+
+
+@each
 @pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
 @pytest.mark.parametrize(
     ("dtype", "B", "T", "lengths"),
-    [(jnp.float32, 256, 1, None), (jnp.bfloat16, 1, 8, (1, 0, 4, 2))],
-    ids=["256 sequences", "packed"],
+    [(jnp.float32, 64, 1, None), (jnp.bfloat16, 1, 8, (1, 0, 4, 2))],
+    ids=["64 sequences", "packed"],
 )
 def test_pool(dtype, B, T, lengths, per_channel, implementation):
     """Named slots are updated, freed ones start from zero whatever they hold, all others keep every bit."""
     N, cu_seqlens = (B, None) if lengths is None else (len(lengths), boundaries(*lengths))
     x = make_inputs(B, T, 2, HV, K, V, dtype=dtype, per_channel=per_channel, normalise=False)
-    pool, slots = pool_of(N + 5), np.int32(np.random.default_rng(2).permutation(N + 5)[:N])
+    slots = np.random.default_rng(2).permutation(N + 5)[:N]
     kept = np.arange(N) % 3 != 1  # in the pack, that frees the slot of the empty sequence
-    start = np.where(kept[:, None, None, None], pool[slots], 0.0)
-    pool[slots[~kept]] = np.nan
-    o, after = decode(
-        **x, scale=0.3, initial_state=jnp.asarray(pool), cu_seqlens=cu_seqlens, state_indices=jnp.asarray(slots),
-        has_initial_state=jnp.asarray(kept), normalise=True, name="decode", implementation=implementation,
-    )  # fmt: skip
-    options = dict(scale=0.3, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True)
-    want_o, want = reference(**x, **options, initial_state=start)
-    after = np.asarray(after)
+    pool = pool_of(N + 5).at[slots[~kept]].set(jnp.nan)
+    o, after = run(x, slots, kept, initial_state=pool, cu_seqlens=cu_seqlens, implementation=implementation)
+    want_o, want, _ = expected(x, pool, slots, kept, cu_seqlens)
     assert o.dtype == dtype
     assert_close("o", o, want_o, TOLERANCE[jnp.dtype(dtype).name])
     assert_close("states", after[slots], want, TOLERANCE["float32"])
@@ -55,17 +75,110 @@ def test_pool(dtype, B, T, lengths, per_channel, implementation):
     np.testing.assert_array_equal(after[others], pool[others])
 
 
+@each
+@pytest.mark.parametrize(
+    "slots",
+    [[-1, 2, 4, 1], [2, -1, 0, 4], [1, 0, 2, -1], [-1, -3, 0, -1], [4, -1, -1, -1], [-1, -1, -1, -1]],
+    ids=["first", "inside", "last", "one left", "one first", "all"],
+)
+def test_negative_slots(slots, implementation):
+    """They start from zeros and are not written: their sequence, packed, changes no bit of the pool, nor reads one."""
+    lengths = (2, 1, 0, 3)
+    x = make_inputs(1, 7, 2, HV, K, V, normalise=False)
+    cu_seqlens, unnamed = boundaries(*lengths), np.setdiff1d(np.arange(5), slots)
+    # Nobody may look at what nobody names: a wrong slot would be NaN.
+    pool = pool_of(5).at[unnamed].set(jnp.nan)
+    o, after = run(x, slots, initial_state=pool, cu_seqlens=cu_seqlens, implementation=implementation)
+    want_o, want, written = expected(x, jnp.nan_to_num(pool), slots, cu_seqlens=cu_seqlens)
+    assert_close("o", o, want_o, TOLERANCE["float32"])
+    assert_close("states", after[written], want[np.asarray(slots) >= 0], TOLERANCE["float32"])
+    assert np.asarray(after[unnamed]).tobytes() == np.asarray(pool[unnamed]).tobytes()
+
+
+@each
+def test_negative_slots_of_a_batch_that_were_freed_too(implementation):
+    x = make_inputs(3, 1, 2, HV, K, V, normalise=False)
+    pool = pool_of(2).at[1].set(jnp.nan)
+    o, after = run(x, [-7, 1, -7], [True, False, False], initial_state=pool, implementation=implementation)
+    want_o, want, _ = expected(x, pool, [-7, 1, -7], [True, False, False])
+    assert_close("o", o, want_o, TOLERANCE["float32"])
+    assert_close("states", after[1], want[1], TOLERANCE["float32"])
+    np.testing.assert_array_equal(after[0], pool[0])
+
+
+@each
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_a_pool_keeps_its_type(dtype, implementation):
+    """It is computed with in float32 and rounded once, when it is stored; states without slots are float32."""
+    x = make_inputs(3, 4, 2, HV, K, V, normalise=False)
+    slots, pool = [3, -1, 0], pool_of(4, dtype)
+    o, after = run(x, slots, initial_state=pool, implementation=implementation)
+    want_o, want, written = expected(x, pool, slots)
+    assert after.dtype == dtype
+    assert_close("o", o, want_o, TOLERANCE["float32"])
+    # Half a unit in the last place of every number, as an error of the whole.
+    rounding = float(jnp.finfo(dtype).eps) / 2
+    assert_close("states", after[written], want[[0, 2]], rounding)
+    np.testing.assert_array_equal(after[np.array([1, 2])], pool[np.array([1, 2])])
+    assert run(x, initial_state=pool[:3], implementation=implementation)[1].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_no_copy_of_the_pool_in_float32(dtype):
+    """A TPU kernel cannot read float16: it gets the named states."""
+    x = {name: spec(*y.shape, dtype=y.dtype) for name, y in make_inputs(3, 1, 2, HV, K, V).items()}
+    step = lambda x, pool, slots: run_recurrent(
+        Arguments(**x, initial_state=pool), Slots(slots), Options(True), "fused", "decode"
+    )
+    text = text_for_tpu(step, x, spec(50, HV, K, V, dtype=dtype), spec(3, dtype=jnp.int32))
+    short = {jnp.bfloat16: "bf16", jnp.float16: "f16"}[dtype]
+    assert f"tensor<50x{HV}x{K}x{V}x{short}>" in text
+    assert f"tensor<50x{HV}x{K}x{V}xf32>" not in text
+
+
+@each
+def test_negative_slots_have_no_gradient(implementation):
+    """The gradient of the pool is that of the named states, in the type of the pool; all else is zero."""
+    x = make_inputs(2, 2, 2, HV, K, V)
+    do = np.random.default_rng(3).standard_normal(x["v"].shape)
+    pool = pool_of(4, jnp.bfloat16)
+
+    def loss(pool):
+        o, after = run(x, [2, -1], normalise=False, initial_state=pool, implementation=implementation)
+        return jnp.sum(o * do) + jnp.sum(after[0].astype(jnp.float32))
+
+    got = jax.grad(loss)(pool)
+    start = np.stack([np.asarray(pool[2], np.float64), np.zeros((HV, K, V))])
+    _, _, want = reference(**x, scale=0.3, initial_state=start, do=do)
+    assert got.dtype == jnp.bfloat16
+    assert_close("dpool", got[2], want["initial_state"][0], TOLERANCE["bfloat16"])
+    np.testing.assert_array_equal(got[0], jnp.ones((HV, K, V)))
+    assert not got[np.array([1, 3])].any()
+
+
+@each
+def test_isolation(implementation):
+    """What is not finite in one sequence, or in its slot, changes no bit of another."""
+    x = make_inputs(1, 6, 1, 2, 8, 8, num_states=3)
+    slots = jnp.array([2, 0, 1])
+
+    def fn(x, cu_seqlens):
+        # Sequence n lies in slot slots[n].
+        pool = jnp.zeros_like(x["initial_state"]).at[slots].set(x["initial_state"])
+        arguments = dict(initial_state=pool, cu_seqlens=cu_seqlens, implementation=implementation)
+        o, after = run(x, slots, normalise=False, **arguments)
+        return dict(o=o, final_state=after[slots])
+
+    assert_isolated(fn, x, boundaries(2, 0, 3))
+
+
 def test_gradients_reach_the_pool_and_a_traced_scale():
     x = make_inputs(2, 2, 2, HV, K, V, per_channel=True)
-    x["initial_state"], slots = jnp.asarray(pool_of(4)), jnp.array([3, 0], jnp.int32)
+    x["initial_state"], slots = pool_of(4), np.array([3, 0])
     do = np.random.default_rng(3).standard_normal(x["v"].shape)
 
     def loss(x, scale):
-        o, _ = decode(
-            **x, scale=scale, cu_seqlens=None, state_indices=slots, has_initial_state=None, normalise=False,
-            name="decode", implementation="pallas",
-        )  # fmt: skip
-        return jnp.sum(o * do)
+        return jnp.sum(run(x, slots, normalise=False, scale=scale, implementation="fused")[0] * do)
 
     got, dscale = jax.grad(loss, argnums=(0, 1))(x, jnp.float32(0.3))
     o, _, want = reference(**x | {"initial_state": x["initial_state"][slots]}, scale=0.3, do=do)
@@ -97,18 +210,15 @@ def test_padding_may_hold_anything():
 def test_what_fits(tokens, H, HV, K, fit):
     """The kernel says itself what it cannot take; a lowering tells."""
     x = [spec(1, tokens, heads, K) for heads in (H, H, HV)] + [spec(1, tokens, HV)] * 2
-    assert decode_fits(*x) == fit
-    run = lambda *x: decode(
-        *x, 1.0, None, None, None, None, normalise=False, name="decode", implementation="pallas"
-    )[0]  # fmt: skip
+    step = lambda *x: run_recurrent(Arguments(*x), Slots(), Options(), "fused", "decode")[0]
     if fit:
-        assert "decode" in text_for_tpu(run, *x)
+        assert "decode" in text_for_tpu(step, *x)
     else:
-        with pytest.raises(NotImplementedError, match="do not fit into VMEM"):
-            text_for_tpu(run, *x)
+        with pytest.raises(NotImplementedError, match=r'"fused" takes a few tokens.*do not fit into VMEM'):
+            text_for_tpu(step, *x)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+@each
 def test_gradient_passes_the_check_of_shard_map(implementation):
     """Without a state, and with keys and queries that all devices share while each has value heads of its own."""
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(AxisType.Auto,))
@@ -116,11 +226,257 @@ def test_gradient_passes_the_check_of_shard_map(implementation):
     specs = {name: P() if name in ("q", "k") else P(None, None, "heads") for name in x}
 
     def loss(x):
-        o, state = decode(
-            **x, scale=1.0, initial_state=None, cu_seqlens=None, state_indices=None, has_initial_state=None,
-            normalise=False, name="decode", implementation=implementation,
-        )  # fmt: skip
+        o, state = run(x, normalise=False, implementation=implementation)
         return jnp.sum(o) + jnp.sum(state)
 
     text = text_for_tpu(jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(specs,), out_specs=specs), x)
     assert "stablehlo.all_reduce" in text
+
+
+def in_a_mode(implementation):
+    """Return o, the states and all gradients; the scale is of the widest type there is."""
+    x = make_inputs(1, 2, 1, 2, 4, 4, dtype=jnp.bfloat16) | dict(initial_state=pool_of(2)[:, :2, :4, :4])
+    arguments = dict(slots=[1, -1], has_initial_state=[True, True], cu_seqlens=boundaries(1, 1))
+    step = lambda x, scale: run(x, scale=scale, implementation=implementation, **arguments)
+    scale = jnp.asarray(np.float64(0.3))
+    (o, states), pull = jax.vjp(step, x, scale)
+    gradients = pull((jnp.ones_like(o), jnp.ones_like(states)))
+    assert gradients[1].dtype == scale.dtype
+    return o, states, gradients[0]
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        ("jax_enable_x64", True), ("jax_numpy_dtype_promotion", "strict"), ("jax_numpy_rank_promotion", "raise"),
+        ("jax_debug_nans", True), ("jax_disable_jit", True),
+    ],
+    ids=lambda mode: mode[0],
+)  # fmt: skip
+@each
+def test_modes_of_jax(mode, implementation):
+    """In every mode of JAX the results are the same, and so are their types; under x64 a scale may be float64."""
+    name, value = mode
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        got = in_a_mode(implementation)
+    finally:
+        jax.config.update(name, before)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(plain_mode()), strict=True):
+        assert a.dtype == b.dtype
+        assert_close(name, a, b, TOLERANCE[b.dtype.name])
+
+
+@functools.cache
+def plain_mode():
+    return in_a_mode("xla")
+
+
+x = {name: spec(*y.shape, dtype=y.dtype) for name, y in make_inputs(3, 1, 2, HV, K, V).items()}
+    step = lambda x, pool, slots: run_recurrent(
+        Arguments(**x, initial_state=pool), Slots(slots), Options(True), "fused", "decode"
+    )
+    text = text_for_tpu(step, x, spec(50, HV, K, V, dtype=dtype), spec(3, dtype=jnp.int32))
+    short = {jnp.bfloat16: "bf16", jnp.float16: "f16"}[dtype]
+    assert f"tensor<50x{HV}x{K}x{V}x{short}>" in text
+    assert f"tensor<50x{HV}x{K}x{V}xf32>" not in text
+
+
+@each
+def test_negative_slots_have_no_gradient(implementation):
+    """The gradient of the pool is that of the named states, in the type of the pool; all else is zero."""
+    x = make_inputs(2, 2, 2, HV, K, V)
+    do = np.random.default_rng(3).standard_normal(x["v"].shape)
+    pool = pool_of(4, jnp.bfloat16)
+
+    def loss(pool):
+        o, after = run(x, [2, -1], normalise=False, initial_state=pool, implementation=implementation)
+        return jnp.sum(o * do) + jnp.sum(after[0].astype(jnp.float32))
+
+    got = jax.grad(loss)(pool)
+    start = np.stack([np.asarray(pool[2], np.float64), np.zeros((HV, K, V))])
+    _, _, want = reference(**x, scale=0.3, initial_state=start, do=do)
+    assert got.dtype == jnp.bfloat16
+    assert_close("dpool", got[2], want["initial_state"][0], TOLERANCE["bfloat16"])
+    np.testing.assert_array_equal(got[0], jnp.ones((HV, K, V)))
+    assert not got[np.array([1, 3])].any()
+
+
+@each
+def test_isolation(implementation):
+    """What is not finite in one sequence, or in its slot, changes no bit of another."""
+    x = make_inputs(1, 6, 1, 2, 8, 8, num_states=3)
+    slots = jnp.array([2, 0, 1])
+
+    def fn(x, cu_seqlens):
+        # Sequence n lies in slot slots[n].
+        pool = jnp.zeros_like(x["initial_state"]).at[slots].set(x["initial_state"])
+        arguments = dict(initial_state=pool, cu_seqlens=cu_seqlens, implementation=implementation)
+        o, after = run(x, slots, normalise=False, **arguments)
+        return dict(o=o, final_state=after[slots])
+
+    assert_isolated(fn, x, boundaries(2, 0, 3))
+
+
+def test_gradients_reach_the_pool_and_a_traced_scale():
+    x = make_inputs(2, 2, 2, HV, K, V, per_channel=True)
+    x["initial_state"], slots = pool_of(4), np.array([3, 0])
+    do = np.random.default_rng(3).standard_normal(x["v"].shape)
+
+    def loss(x, scale):
+        return jnp.sum(run(x, slots, normalise=False, scale=scale, implementation="fused")[0] * do)
+
+    got, dscale = jax.grad(loss, argnums=(0, 1))(x, jnp.float32(0.3))
+    o, _, want = reference(**x | {"initial_state": x["initial_state"][slots]}, scale=0.3, do=do)
+    named = want["initial_state"]
+    want["initial_state"] = np.zeros(x["initial_state"].shape)
+    want["initial_state"][slots] = named
+    for name in x:
+        assert_close(f"d{name}", got[name], want[name], GRADIENT_TOLERANCE["float32"])
+    assert_close("dscale", dscale, np.sum(o * do) / 0.3, GRADIENT_TOLERANCE["float32"])
+
+
+def test_padding_may_hold_anything():
+    x = make_inputs(1, 6, K=4, V=4, num_states=2, normalise=False)
+    poisoned = {name: y if name == "initial_state" else y.at[:, 5:].set(jnp.nan) for name, y in x.items()}
+
+    def loss(x):
+        o, states = token_by_token(**x, scale=0.3, cu_seqlens=boundaries(2, 3), normalise=True)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(states))
+
+    gradient = jax.jit(jax.grad(loss))
+    jax.tree.map(np.testing.assert_array_equal, gradient(poisoned), gradient(x))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "H", "HV", "K", "fit"),
+    [(256, 16, 32, 128, True), (2048, 16, 32, 128, False), (1, 1, 64, 128, True), (1, 1, 64, 256, False)],
+    ids=["decode", "too many tokens", "large group", "too large group"],
+)
+def test_what_fits(tokens, H, HV, K, fit):
+    """The kernel says itself what it cannot take; a lowering tells."""
+    x = [spec(1, tokens, heads, K) for heads in (H, H, HV)] + [spec(1, tokens, HV)] * 2
+    step = lambda *x: run_recurrent(Arguments(*x), Slots(), Options(), "fused", "decode")[0]
+    if fit:
+        assert "decode" in text_for_tpu(step, *x)
+    else:
+        with pytest.raises(NotImplementedError, match=r'"fused" takes a few tokens.*do not fit into VMEM'):
+            text_for_tpu(step, *x)
+
+
+@each
+def test_gradient_passes_the_check_of_shard_map(implementation):
+    """Without a state, and with keys and queries that all devices share while each has value heads of its own."""
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(AxisType.Auto,))
+    x = make_inputs(1, 2, 1, 2, 8, 8)
+    specs = {name: P() if name in ("q", "k") else P(None, None, "heads") for name in x}
+
+    def loss(x):
+        o, state = run(x, normalise=False, implementation=implementation)
+        return jnp.sum(o) + jnp.sum(state)
+
+    text = text_for_tpu(jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(specs,), out_specs=specs), x)
+    assert "stablehlo.all_reduce" in text
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        ("jax_enable_x64", True), ("jax_numpy_dtype_promotion", "strict"), ("jax_numpy_rank_promotion", "raise"),
+        ("jax_debug_nans", True), ("jax_disable_jit", True),
+    ],
+    ids=lambda mode: mode[0],
+)  # fmt: skip
+@each
+def test_modes_of_jax(mode, implementation):
+    """In every mode of JAX the results are the same, and so are their types; under x64 a scale may be float64."""
+    x = make_inputs(1, 4, 1, 2, 8, 8, dtype=jnp.bfloat16) | dict(initial_state=pool_of(3)[:, :2, :8, :8])
+    arguments = dict(slots=[1, -1, 0], has_initial_state=[True, True, False], cu_seqlens=boundaries(1, 0, 2))
+
+    def results(scale):
+        step = lambda x, scale: run(x, scale=scale, implementation=implementation, **arguments)
+        (o, states), pull = jax.vjp(step, x, scale)
+        return o, states, *pull((jnp.ones_like(o), jnp.ones_like(states)))
+
+    want = results(jnp.float32(0.3))
+    name, value = mode
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        scale = jnp.asarray(np.float64(0.3))
+        got = results(scale)
+        assert got[3].dtype == scale.dtype
+    finally:
+        jax.config.update(name, before)
+    for a, b in zip(jax.tree.leaves(got[:3]), jax.tree.leaves(want[:3]), strict=True):
+        assert a.dtype == b.dtype
+        assert_close(name, a, b, TOLERANCE["bfloat16"] if b.dtype == jnp.bfloat16 else TOLERANCE["float32"])
+
+
+x = {name: spec(*y.shape, dtype=y.dtype) for name, y in make_inputs(2, 1, 1, 2, 8, 8).items()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(slots=spec(2, dtype=jnp.int32)), "`state_indices` must come with the pool as `initial_state`; got None."),
+        (
+            dict(slots=spec(3, dtype=jnp.int32), pool=spec(4, 2, 8, 8)),
+            "`state_indices` must be int32 of shape (2,); got int32 (3,).",
+        ),
+        (dict(slots=[0, 1], pool=spec(4, 2, 8, 8)), "`state_indices` must be int32 of shape (2,); got list."),
+        (
+            dict(started=spec(2, dtype=jnp.int32), pool=spec(2, 2, 8, 8)),
+            "`has_initial_state` must be bool of shape (2,); got int32 (2,).",
+        ),
+        (
+            dict(slots=spec(2, dtype=jnp.int32), pool=spec(4, 2, 8, 9)),
+            "`initial_state` must have shape [N, HV, K, V] = (any, 2, 8, 8); got (4, 2, 8, 9).",
+        ),
+        (dict(scale="1"), "`scale` must be None, a number or a scalar array; got '1'."),
+        (
+            dict(options=Options(output_final_state=spec(1))),
+            "`output_final_state` must be True or False, known when the program is built; got an array float32 (1,).",
+        ),
+        (dict(implementation="pallas"), "`implementation` must be None or one of ('fused', 'xla'); got 'pallas'."),
+    ],
+)
+def test_errors(arguments, message):
+    a = dict(slots=None, started=None, pool=None, options=Options(), implementation=None, scale=None) | arguments
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run_recurrent(
+            Arguments(**x, scale=a["scale"], initial_state=a["pool"]), Slots(a["slots"], a["started"]), a["options"],
+            a["implementation"], "decode",
+        )  # fmt: skip
+
+
+def test_cost():
+    """Seven flops a state entry and token; the states are moved twice, tokens once."""
+    sizes = dict(B=2, T=3, H=1, HV=2, K=8, V=16)
+    cost = recurrent_cost(**sizes, itemsize=2)
+    states, tokens = 2 * 2 * 8 * 16, 2 * 3
+    assert cost.flops == 7 * tokens * 2 * 8 * 16
+    assert cost.transcendentals == tokens * 2
+    assert cost.bytes_accessed == 2 * 4 * states + tokens * (2 * (2 * 8 + 2 * 2 * 16) + 4 * 4)
+    more = recurrent_cost(**sizes, N=5, itemsize=2, state_itemsize=2, per_channel=True)
+    assert more.transcendentals == tokens * 2 * 8
+    assert more.bytes_accessed - cost.bytes_accessed == (2 * 2 * 5 / 2 - 2 * 4) * states + tokens * 4 * 2 * 7
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_compiles_in_place(dtype, chip):
+    """With a donated pool nothing is allocated beside what comes in and out."""
+    heads = dict(q=(8, 128), k=(8, 128), v=(16, 128), g=(16,), beta=(16,))
+    tokens = {name: spec(8, 1, *tail, dtype=jnp.bfloat16) for name, tail in heads.items()}
+    step = lambda pool, x, slots: run_recurrent(
+        Arguments(**x, initial_state=pool), Slots(slots), Options(True, True), "fused", "decode"
+    )
+    pool = spec(64, 16, 128, 128, dtype=dtype)
+    program = compile_for(step, pool, tokens, spec(8, dtype=jnp.int32), chip=chip, donate_argnums=(0,))
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= 64 * 16 * 128 * 128 * jnp.dtype(dtype).itemsize
+    assert memory.temp_size_in_bytes < 2**20

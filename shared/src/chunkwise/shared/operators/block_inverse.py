@@ -16,7 +16,7 @@ def _substitute(A):
     rows = [jnp.broadcast_to(identity[0], A[:, 0].shape)]
     for r in range(1, size):
         known = jnp.stack(rows, axis=1)
-        rows.append(identity[r] - jnp.sum(A[:, r, :r, None] * known, axis=1))
+        rows.append(identity[r : r + 1] - jnp.sum(A[:, r, :r, None] * known, axis=1))
     return jnp.stack(rows, axis=1)
 
 

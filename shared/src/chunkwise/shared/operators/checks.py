@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 CHUNK_SIZES = (16, 32, 64, 128)
-DEFAULT_CHUNK_SIZE = 64
+_DEFAULT_CHUNK_SIZE = 64
 # What operators come in: plain JAX, a chain of one kernel per stage, one kernel per direction.
-IMPLEMENTATIONS = ("xla", "staged", "fused")
+_IMPLEMENTATIONS = ("xla", "staged", "fused")
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -59,7 +59,9 @@ def check_gates(name: str, g, shape: tuple[int, int, int], K: int) -> None:
 def check_scale(scale) -> None:
     """Check that the scale of the output is one number, traced or not; None passes."""
     number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
-    scalar = getattr(scale, "shape", None) == () and jnp.issubdtype(scale.dtype, jnp.number)
+    scalar = getattr(scale, "shape", None) == () and any(
+        jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer)
+    )
     check(
         scale is None or number or scalar,
         f"`scale` must be None, a number or a scalar array; got {getattr(scale, 'shape', scale)!r}.",
@@ -87,7 +89,7 @@ def check_chunk_size(chunk_size) -> None:
     check(number and chunk_size in CHUNK_SIZES, f"`chunk_size` must be one of {CHUNK_SIZES}; got {_shown(chunk_size)}.")
 
 
-def choose_chunk_size(chunk_size: int | None, implementation: str = "", T: int = DEFAULT_CHUNK_SIZE) -> int:
+def choose_chunk_size(chunk_size: int | None, implementation: str = "", T: int = _DEFAULT_CHUNK_SIZE) -> int:
     """Return the chunk size to use: the one asked for, or for None the best for an implementation and T tokens.
 
     Stages take None without further arguments, because the stages of a chain must agree.
@@ -96,7 +98,7 @@ def choose_chunk_size(chunk_size: int | None, implementation: str = "", T: int =
         check_chunk_size(chunk_size)
         return int(chunk_size)
     # Rows past the last token cost as much as others.
-    return min(size for size in CHUNK_SIZES if size >= min(T, DEFAULT_CHUNK_SIZE))
+    return min(size for size in CHUNK_SIZES if size >= min(T, _DEFAULT_CHUNK_SIZE))
 
 
 def choose_implementation(implementation: str | None, known: tuple[str, ...], on_tpu: str) -> str:
@@ -106,7 +108,7 @@ def choose_implementation(implementation: str | None, known: tuple[str, ...], on
       ValueError: there is no implementation of this name.
       NotImplementedError: there is, but not of this operator.
     """
-    if implementation in IMPLEMENTATIONS and implementation not in known:
+    if implementation in _IMPLEMENTATIONS and implementation not in known:
         raise NotImplementedError(
             f"`implementation` must be None or one of {known} for this operator; got {implementation!r}."
         )

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.shared.compat import out_struct, vary_alike, varying_zeros
 from chunkwise.shared.kernels.chunks import zero_padding
 from chunkwise.shared.kernels.launch import named, pallas_call, scaled, split_scale
 from chunkwise.shared.kernels.packed import LANES, pad_lanes, round_up
-from chunkwise.shared.kernels.tiles import l2norm, repeat_heads, to_column
+from chunkwise.shared.kernels.tiles import l2norm, to_column
 from chunkwise.shared.operators.arguments import Arguments, Options, scale_of
 from chunkwise.shared.operators.checks import (
     check,
@@ -28,10 +29,11 @@ from chunkwise.shared.operators.checks import (
 )
 from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence
 
-# VMEM for the states (two buffers each of those read and written), for the tokens, and for all of it.
-STATE_BYTES = 16 * 2**20
-TOKEN_BYTES = 32 * 2**20
-VMEM_BYTES = 60 * 2**20
+# VMEM for the states (two buffers of those read, two of those written, and those worked on), for the tokens, and for
+# all of it.
+_STATE_BYTES = 16 * 2**20
+_TOKEN_BYTES = 32 * 2**20
+_VMEM_BYTES = 60 * 2**20
 
 
 class Slots(NamedTuple):
@@ -71,7 +73,7 @@ class Static(NamedTuple):
     name: str
 
 
-def check_slots(initial_state, state_indices, has_initial_state, N: int, HV: int, K: int, V: int) -> None:
+def _check_slots(initial_state, state_indices, has_initial_state, N: int, HV: int, K: int, V: int) -> None:
     """Check the states of N sequences, and which slot of a pool each of them has."""
     if state_indices is None:
         check_initial_state(initial_state, (N, HV, K, V))
@@ -127,31 +129,15 @@ def run_recurrent(
     """
     check_flags(output_final_state=options.output_final_state, use_qk_l2norm_in_kernel=options.normalise)
     check_scale(x.scale)
-    check_slots(x.initial_state, *slots, x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3])
+    B, T, H, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    _check_slots(x.initial_state, *slots, x.num_states, HV, K, V)
     on_tpu = "fused" if _key_heads_a_step(x) is not None else "xla"
     chosen = choose_implementation(implementation, ("fused", "xla"), on_tpu)
     inside, after = split_scale(scale_of(x))
-    B, T, H, K = x.q.shape
-    HV, V = x.v.shape[2:]
     static = Static(B, T, H, HV, K, V, x.num_states, inside, options.normalise, name)
     o, states = _run(static, chosen, x._replace(scale=None), slots)
     return scaled(o, after), states if options.output_final_state else None
-
-
-def decode(
-    q, k, v, g, beta, scale, initial_state, cu_seqlens, state_indices, has_initial_state, *, normalise: bool, name: str,
-    implementation: str,
-):  # fmt: skip
-    """Return (o, states) of `run_recurrent`."""
-    x = Arguments(q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    chosen = "fused" if implementation == "pallas" else implementation
-    options = Options(output_final_state=True, normalise=normalise)
-    return run_recurrent(x, Slots(state_indices, has_initial_state), options, chosen, name)
-
-
-def decode_fits(q, k, v, g, beta) -> bool:
-    """Return whether the kernel takes so many tokens q [B, T, H, K] and so large states: else "xla" must."""
-    return _key_heads_a_step(Arguments(q, k, v, g, beta)) is not None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -176,7 +162,7 @@ def _read(pool: jax.Array, slots: Slots) -> jax.Array:
     states = states.astype(jnp.float32)
     if slots.has_initial_state is None:
         return states
-    # A freed slot may hold anything: zeros are selected, not multiplied.
+    # A freed slot may hold anything, so zeros are selected: 0 times NaN is NaN.
     return jnp.where(slots.has_initial_state[:, None, None, None], states, 0.0)
 
 
@@ -215,10 +201,7 @@ def _forward(static: Static, x: Arguments, slots: Slots):
 def _launch_tokens(static: Static, x: Arguments, slots: Slots):
     """Launch the kernel on the user's arrays."""
     s = static
-    if x.cu_seqlens is None:
-        starts = jnp.arange(s.B + 1, dtype=jnp.int32) * jnp.int32(s.T)
-    else:
-        starts = x.cu_seqlens
+    starts = jnp.arange(s.B + 1, dtype=jnp.int32) * jnp.int32(s.T) if x.cu_seqlens is None else x.cu_seqlens
     place = jnp.arange(s.N, dtype=jnp.int32)
     slot = place if slots.state_indices is None else slots.state_indices
     continues = slot >= 0
@@ -228,7 +211,7 @@ def _launch_tokens(static: Static, x: Arguments, slots: Slots):
     tokens = [y.reshape(s.B * s.T, *y.shape[2:]) for y in (x.q, x.k, x.v, *gates)]
     near = place if slots.state_indices is None else _nearest(slot)
     tables = slot, near, starts[:-1], jnp.diff(starts), continues.astype(jnp.int32)
-    o, pool = launch(Operands(*tables, *tokens, x.initial_state), static, _key_heads_a_step(x))
+    o, pool = _launch(Operands(*tables, *tokens, x.initial_state), static, _key_heads_a_step(x))
     return o.reshape(x.v.shape), pool
 
 
@@ -302,36 +285,44 @@ def _decode_kernel(refs, static: Static):
         def _():
             refs.after[...] = refs.pool[...]
 
-    def token(i, S):
+    def token(i, carry):
         t = start + i
-        # One row per head, then columns for the keys and queries: [heads, 1, D] -> [heads, K, 1].
-        q, k, v = (as_rows(ref[t].astype(jnp.float32)) for ref in (refs.q, refs.k, refs.v))
+        # One row per head, [heads, 1, D].
+        q, k, v = (_as_rows(ref[t].astype(jnp.float32)) for ref in (refs.q, refs.k, refs.v))
         if static.normalise:
             q, k = l2norm(q), l2norm(k)
-        q, k = (repeat_heads(to_column(x), heads) for x in (q, k))
-        # The gate is [heads, 1, 1], or [heads, K, 1] per channel.
-        g = as_scalars(refs.g[pl.ds(t, 1)]) if len(refs.g.shape) == 2 else to_column(as_rows(refs.g[t]))
-        S = jnp.exp(g) * S  # [heads, K, V]
-        S = S + k * (as_scalars(refs.beta[pl.ds(t, 1)]) * (v - jnp.sum(S * k, axis=1, keepdims=True)))
-        o = static.scale * jnp.sum(S * q, axis=1, keepdims=True)  # [heads, 1, V]
-        refs.o[t] = jnp.concatenate(list(o)).astype(refs.o.dtype)
-        return S
+        # The gate is [heads, 1, 1], or as rows [heads, 1, K] per channel.
+        g = _as_scalars(refs.g[pl.ds(t, 1)]) if len(refs.g.shape) == 2 else _as_rows(refs.g[t])
+        decay, beta = jnp.exp(g), _as_scalars(refs.beta[pl.ds(t, 1)])
+        # Head by head, so that a state is in registers only while it is worked on: all of them would be spilled.
+        o = []
+        for head in range(heads):
+            key = head * q.shape[0] // heads
+            if head * q.shape[0] % heads == 0:
+                q_column, k_column = (to_column(x[key : key + 1])[0] for x in (q, k))  # [K, 1]
+            rate = decay[head : head + 1]  # [1, 1, 1] or [1, 1, K]
+            S = (rate if rate.shape[2] == 1 else to_column(rate))[0] * refs.S[head]  # [K, V]
+            new = beta[head] * (v[head] - jnp.sum(S * k_column, axis=0, keepdims=True))  # [1, V]
+            refs.S[head] = S = S + k_column * new
+            o.append(static.scale * jnp.sum(S * q_column, axis=0, keepdims=True))
+        refs.o[t] = jnp.concatenate(o).astype(refs.o.dtype)
+        return carry
 
-    # A freed slot may hold anything: zeros are selected, not multiplied.
-    S = jnp.where(refs.continues[n] == 1, refs.pool[...].astype(jnp.float32), 0.0)  # [heads, K, V]
-    S = lax.fori_loop(jnp.int32(0), refs.count[n], token, S)
+    # A freed slot may hold anything, so zeros are selected: 0 times NaN is NaN.
+    refs.S[...] = jnp.where(refs.continues[n] == 1, refs.pool[...].astype(jnp.float32), 0.0)
+    lax.fori_loop(jnp.int32(0), refs.count[n], token, None)
 
     @pl.when(written)
     def _():
-        refs.after[...] = S.astype(refs.after.dtype)
+        refs.after[...] = refs.S[...].astype(refs.after.dtype)
 
 
-def as_rows(x: jax.Array) -> jax.Array:
+def _as_rows(x: jax.Array) -> jax.Array:
     """Return [heads, D] as [heads, 1, D]."""
     return jnp.stack([x[i : i + 1] for i in range(x.shape[0])])
 
 
-def as_scalars(row: jax.Array) -> jax.Array:
+def _as_scalars(row: jax.Array) -> jax.Array:
     """Return a row [1, heads] as [heads, 1, 1]."""
     return jnp.stack([row[:, i : i + 1] for i in range(row.shape[1])])
 
@@ -348,8 +339,8 @@ def _key_heads_a_step(x: Arguments) -> int | None:
     """Return for how many key heads the states and all tokens of x fit into VMEM, None if not for one."""
     q, v = x.q, x.v
     H, group = q.shape[2], v.shape[2] // q.shape[2]
-    # Read and written, two buffers each.
-    state = 4 * 4 * group * round_up(q.shape[3], 8) * pad_lanes(v.shape[3])
+    # Read and written, two buffers each, and worked on.
+    state = 5 * 4 * group * round_up(q.shape[3], 8) * pad_lanes(v.shape[3])
 
     def tokens(key_heads):
         # The outputs have two buffers.
@@ -357,10 +348,10 @@ def _key_heads_a_step(x: Arguments) -> int | None:
         gates = sum(_token_bytes(y, key_heads * group, jnp.float32) for y in (x.g, x.beta))
         return sum(_token_bytes(y, heads, y.dtype) for y, heads in alike) + gates
 
-    fit = [n for n in range(1, H + 1) if H % n == 0 and tokens(n) <= TOKEN_BYTES]
-    if not fit or tokens(fit[0]) + fit[0] * state > VMEM_BYTES:
+    fit = [n for n in range(1, H + 1) if H % n == 0 and tokens(n) <= _TOKEN_BYTES]
+    if not fit or tokens(fit[0]) + fit[0] * state > _VMEM_BYTES:
         return None
-    return max([n for n in fit if n * state <= STATE_BYTES], default=fit[0])
+    return max([n for n in fit if n * state <= _STATE_BYTES], default=fit[0])
 
 
 def recurrent_cost(
@@ -384,7 +375,7 @@ def recurrent_cost(
     )
 
 
-def launch(x: Operands, static: Static, key_heads: int | None) -> tuple[jax.Array, jax.Array]:
+def _launch(x: Operands, static: Static, key_heads: int | None) -> tuple[jax.Array, jax.Array]:
     """Run the kernel.
 
     Args:
@@ -423,7 +414,7 @@ def launch(x: Operands, static: Static, key_heads: int | None) -> tuple[jax.Arra
     )
     tokens = x[_TABLES:-1]
     o, pool = pallas_call(
-        named(_decode_kernel, Operands._fields, [("o", True), ("after", True)], [], static=static),
+        named(_decode_kernel, Operands._fields, [("o", True), ("after", True)], ["S"], static=static),
         *x,
         name=s.name,
         num_scalar_prefetch=_TABLES,
@@ -434,12 +425,13 @@ def launch(x: Operands, static: Static, key_heads: int | None) -> tuple[jax.Arra
         out_specs=[whole(x.v, 2), state],
         out_shape=[out_struct(x.v.shape, x.v.dtype, *tokens, x.pool),
                    out_struct(x.pool.shape, x.pool.dtype, *tokens, x.pool)],
+        scratch_shapes=[pltpu.VMEM((heads, s.K, s.V), jnp.float32)],
         # Counted with the scalar tables.
         input_output_aliases={Operands._fields.index("pool"): 1},
         cost_estimate=recurrent_cost(
             B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, N=s.N, itemsize=x.v.dtype.itemsize,
             state_itemsize=x.pool.dtype.itemsize, per_channel=x.g.ndim == 4,
         ),
-        vmem_limit_bytes=VMEM_BYTES,
+        vmem_limit_bytes=_VMEM_BYTES,
     )  # fmt: skip
     return jnp.moveaxis(o, 0, 1).reshape(-1, s.HV, s.V), pool

@@ -21,7 +21,7 @@ def unit_rows(x: jax.Array, wanted: bool, cu_seqlens: jax.Array | None) -> jax.A
     return l2norm(zero_padding(x, cu_seqlens).astype(jnp.float32)).astype(x.dtype) if wanted else x
 
 
-def update(S, q, k, v, g, beta, scale):
+def _update(S, q, k, v, g, beta, scale):
     """Advance states by one token.
 
     Args:
@@ -52,7 +52,7 @@ def recurrence(q, k, v, g, beta, scale, initial_state, dtype):
       v: [B, T, HV, V].
       g: [B, T, HV] or [B, T, HV, K].
       beta: [B, T, HV] or None.
-      scale: multiplies the output.
+      scale: multiplies the output; a number, or a scalar of any type.
       initial_state: [B, HV, K, V] or None.
       dtype: float32, or float64 under `jax.enable_x64`.
 
@@ -60,9 +60,10 @@ def recurrence(q, k, v, g, beta, scale, initial_state, dtype):
       (o [B, T, HV, V], final_state [B, HV, K, V]), both in `dtype`.
     """
     B, _, HV, K = k.shape
+    scale = jnp.asarray(scale, dtype)
     state = _start((B, HV, K, v.shape[-1]), q, k, v, g, beta, initial_state, dtype)
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), (q, k, v, g, beta))
-    state, o = lax.scan(lambda S, x: update(S, *x, scale), state, tokens)
+    state, o = lax.scan(lambda S, x: _update(S, *x, scale), state, tokens)
     return jnp.moveaxis(o, 0, 1), state
 
 
@@ -79,12 +80,13 @@ def packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, dtype)
     """
     T, HV, K = k.shape[1:]
     N = cu_seqlens.shape[0] - 1
+    scale = jnp.asarray(scale, dtype)
     states = _start((N, HV, K, v.shape[-1]), q, k, v, g, beta, initial_state, dtype)
     owner = jnp.searchsorted(cu_seqlens[1:], jnp.arange(T, dtype=jnp.int32), side="right")
 
     def step(states, x):
         n, token = x
-        S, o = update(states[jnp.minimum(n, N - 1)], *token, scale)
+        S, o = _update(states[jnp.minimum(n, N - 1)], *token, scale)
         return states.at[n].set(S, mode="drop"), jnp.where(n < N, o, 0)
 
     tokens = jax.tree.map(lambda x: x[0].astype(dtype), (q, k, v, g, beta))

@@ -29,8 +29,7 @@ def error(x, ref) -> float:
 
 def assert_close(name: str, x, ref, tolerance: float) -> float:
     """Fail unless error(x, ref) <= tolerance, naming the worst coordinate and both values; return the error."""
-    x = np.asarray(jnp.asarray(x).astype(jnp.float32) if isinstance(x, jax.Array) else x, np.float64)
-    ref = np.asarray(ref, np.float64)
+    x, ref = np.asarray(x, np.float64), np.asarray(ref, np.float64)
     assert x.shape == ref.shape, f"{name}: shape {x.shape}, reference {ref.shape}"
     err = error(x, ref)
     if not err <= tolerance:

@@ -19,7 +19,7 @@ def _arguments(x: dict, normalise: bool, xp):
     g = x.get("g")
     g = xp.zeros(x["v"].shape[:3]) if g is None else g
     if x.get("g_gamma") is not None:
-        constant = x["g_gamma"] * x["inside"]
+        constant = x["g_gamma"][None, None] * x["inside"]
         g = g + (constant[..., None] if g.ndim == 4 else constant)
     return q, k, x["v"], g, x.get("beta")
 
@@ -106,7 +106,9 @@ def reference(
     do = np.zeros(x["v"].shape) if do is None else cut(np.asarray(do, np.float64))
     N, HV, K, V = x["v"].shape[0], x["v"].shape[2], k.shape[-1], x["v"].shape[-1]
     dht = np.zeros((N, HV, K, V)) if dht is None else np.asarray(dht, np.float64)
-    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
+    # Token by token and not compiled, it would take minutes.
+    cpu = jax.default_device(jax.local_devices(backend="cpu")[0])
+    with jax.enable_x64(True), jax.disable_jit(False), cpu:
         o, state, grads = jax.tree.map(np.asarray, _forward_and_gradients(x, scale, do, dht, normalise))
     grads = {name: paste(d) if name in _PER_TOKEN else d for name, d in grads.items() if name != "inside"}
     return paste(o), state, grads
