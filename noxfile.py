@@ -1,6 +1,6 @@
-"""The sessions, discovered from the tree; `nox -l` lists them.
+"""The sessions, found from the tree: `nox -l` lists them, and `nox` alone runs those that every change must pass.
 
-`nox` alone runs what CI runs. A package is a folder with a pyproject.toml: shared, and everything in packages/.
+A package is a folder with a pyproject.toml: shared, and every such folder of packages/.
 """
 
 import os
@@ -23,7 +23,7 @@ GROUPS = nox.project.load_toml("pyproject.toml")
 
 # A reference to a sibling in a pyproject.toml: its distribution name and how hatchling finds its folder.
 SIBLING = re.compile(r"(chunkwise-[a-z-]+) @ \{root:[^\"]*")
-# A worker a core; a file stays with one worker, so that it compiles once what its tests share.
+# One worker for each core. A file stays with one worker, so that what its tests share is compiled once.
 WORKERS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--durations", "10")
 
 # pip compiles every module of jax, torch and transformers to bytecode, which takes longer than a session's own work.
@@ -33,21 +33,21 @@ nox.options.error_on_external_run = True
 
 
 def needed(name: str) -> list[str]:
-    """Return the folders that a package needs: its siblings, theirs, and its own."""
+    """Return the folders that a package needs: those of its siblings, of their siblings, and its own."""
     own = [match[1] for line in METADATA[name]["dependencies"] if (match := SIBLING.match(line))]
     folders = [other for other in PACKAGES if METADATA[other]["name"] in own]
     return list(dict.fromkeys([*(x for folder in folders for x in needed(folder)), name]))
 
 
 def prepare(session: nox.Session, group: str, packages=tuple(PACKAGES)) -> None:
-    """Install a dependency group, and packages in place."""
+    """Install a dependency group, and install packages in place."""
     session.install(*nox.project.dependency_groups(GROUPS, group))
-    # Without dependencies, because pip refuses a sibling both by folder and by reference.
+    # Without dependencies, because pip refuses a sibling that it gets both by folder and by reference.
     session.install("--no-deps", "--no-build-isolation", *(x for name in packages for x in ("-e", PACKAGES[name])))
 
 
 def run_example(session: nox.Session, name: str) -> None:
-    """Run the Python blocks of a package's README, in one go, on what is installed."""
+    """Run the Python blocks of a package's README in one go, with what is installed."""
     readme = (PACKAGES[name] / "README.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     if not blocks:
@@ -59,7 +59,7 @@ def run_example(session: nox.Session, name: str) -> None:
 
 @nox.session
 def lint(session):
-    """Style and format."""
+    """Check style and format."""
     session.install(*nox.project.dependency_groups(GROUPS, "lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -67,41 +67,41 @@ def lint(session):
 
 @nox.session
 def types(session):
-    """Static types of everything that is shipped."""
+    """Check the static types of everything that is shipped."""
     prepare(session, "types")
     session.run("pyrefly", "check")
 
 
 @nox.session
 def tests(session):
-    """The tests of all packages in one run, compilations for TPUs included."""
+    """Run the tests of all packages in one go, with the compilations for TPUs."""
     prepare(session, "test")
     session.run("pytest", *WORKERS, *PACKAGES.values(), *session.posargs)
 
 
 @nox.session
 def e2e(session):
-    """The operators as a user calls them, and beside those of transformers."""
+    """Run the operators as a user calls them, and beside those of transformers."""
     prepare(session, "e2e")
     session.run("pytest", *WORKERS, "tests_e2e", *session.posargs)
 
 
 @nox.session(default=False)
 def random(session):
-    """A search for mistakes: operators on random batches against the float64 recurrence, others every time."""
+    """Search for mistakes: compare operators with float64 on random batches, other ones every time."""
     prepare(session, "test")
     session.run("pytest", *WORKERS[:4], "tests_random", *session.posargs)
 
 
 @nox.session(default=False)
 def tpu(session):
-    """Only the compilations for real TPUs."""
+    """Run only the compilations for real TPUs."""
     prepare(session, "test")
     session.run("pytest", *WORKERS, "-m", "tpu", *PACKAGES.values(), "tests_e2e", *session.posargs)
 
 
 def add_package_sessions(name: str) -> None:
-    """Define test-<package>, the tests of one package, and solo-<package>, that package in an empty environment."""
+    """Define test-<package>, which tests one package, and solo-<package>, which installs it alone."""
 
     def test(session):
         prepare(session, "test", needed(name))
@@ -116,7 +116,7 @@ def add_package_sessions(name: str) -> None:
             session.error(f"Installing {name} must bring {sorted(expected)}; got {sorted(installed)}.")
         run_example(session, name)
 
-    test.__doc__ = f"The tests of {name}, beside nothing but what it needs."
+    test.__doc__ = f"Run the tests of {name} with nothing installed but what it needs."
     solo.__doc__ = f"Install {name} alone, as a user would, and run the example of its README."
     nox.session(test, name=f"test-{name}", default=False)
     nox.session(solo, name=f"solo-{name}")
@@ -178,6 +178,6 @@ def build(session):
 
 @nox.session(default=False)
 def demo(session):
-    """The main job on real input: the gated delta rule over the text of Python's standard library."""
+    """Run the main job on real input: the gated delta rule over the text of Python's standard library."""
     session.install(f"{PACKAGES['pipeline']}[demo]")
     session.run("python", "-m", "chunkwise.pipeline.demo", *session.posargs)

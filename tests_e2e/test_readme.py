@@ -1,8 +1,9 @@
 """Everything that README.md and docs/ tell a reader to type is run, or at least exists, and so do all links.
 
-Python blocks of a page run in one go, and print what the block after them promises. Of the commands, those that take
-seconds run; those that install, or take minutes, cannot run inside a test session: for them the session, folder or
-option that they name must exist.
+The Python blocks of a page run in one go, and print what the block after them promises. The first block of a page
+also runs alone, because a reader copies it first. Commands that take seconds run. Commands that
+install something or take minutes cannot run inside a test session, so for them the session, folder or option that they
+name must exist.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ def stand_in(monkeypatch, module: str):
 
 
 def without_libraries(monkeypatch, code: str) -> bool:
-    """Return whether a block runs: fla and vllm get a stand-in, a block of torch needs torch."""
+    """Return whether a block can run: fla and vllm get a stand-in, and a block that uses torch needs torch."""
     for module in re.findall(r"^from ((?:fla|vllm)\.[\w.]+)", code, re.MULTILINE):
         stand_in(monkeypatch, module)
     return "transformers" not in code or (
@@ -54,10 +55,17 @@ def without_libraries(monkeypatch, code: str) -> bool:
     )
 
 
-def inputs() -> dict:
-    """Return the names that the page on the gated delta rule takes as given."""
-    x = make_inputs(T=40, H=2, K=16, V=16)
-    return x | {"cu_seqlens": boundaries(7, 33)}
+def first_example(page: Path) -> str | None:
+    """Return the first Python block of a page."""
+    blocks = (code for kind, code in BLOCK.findall(page.read_text()) if kind == "python")
+    return next(blocks, None)
+
+
+def given_names(page: Path) -> dict:
+    """Return the names that a page takes as given: that on the gated delta rule has arguments of its calls."""
+    if page.stem != "gated-delta-rule":
+        return {}
+    return make_inputs(T=40, H=2, K=16, V=16) | {"cu_seqlens": boundaries(7, 33)}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +79,7 @@ def test_python(page, monkeypatch):
     text = page.read_text()
     if "tpu.compile_for" in text and not tpu.has_libtpu():
         pytest.skip("the page compiles for a TPU, which needs libtpu")
-    names: dict = inputs()
+    names = given_names(page)
     blocks = [match.groups() for match in BLOCK.finditer(text)]
     for (kind, code), (next_kind, promised) in zip(blocks, [*blocks[1:], ("python", "")], strict=True):
         if kind != "python" or not without_libraries(monkeypatch, code):
@@ -87,6 +95,12 @@ def test_python(page, monkeypatch):
         if printed.getvalue() or "print(" in code:
             assert next_kind == "", f"{page.name}: the output of a block must follow it"
             assert printed.getvalue() == promised
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if first_example(page)], ids=lambda page: page.stem)
+def test_first_example_is_whole(page):
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(first_example(page), str(page), "exec"), {})
 
 
 def as_torch(names: dict) -> dict:
