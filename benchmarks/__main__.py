@@ -14,7 +14,8 @@ from rich.console import Console
 from benchmarks import accuracy, operators, plots, stages, tpu
 from benchmarks.cases import CASES
 from benchmarks.compare import compare
-from chunkwise.pipeline.check import STAGES
+from chunkwise.pipeline.operators import OPERATORS
+from chunkwise.pipeline.stages import STAGES
 from chunkwise.pipeline.tables import make_console, make_progress, make_table
 from chunkwise.shared.chips import CHIPS
 
@@ -47,7 +48,7 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("accuracy", parents=[saved], help="errors against gate strength and repeated keys")
     one.add_argument("sweep", choices=["gate", "keys"])
-    one.add_argument("--operator", action="append", choices=accuracy.OPERATORS)
+    one.add_argument("--operator", action="append", choices=accuracy.NAMES)
     one.add_argument("--implementation", action="append", choices=["xla", "staged", "fused"])
     one.add_argument("--tokens", type=int, default=256)
     one = commands.add_parser("plot", help="a PNG of a saved result")
@@ -101,7 +102,7 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
                         )
     else:
         sweep = {"gate": "gate strength", "keys": "repeated keys"}[options.sweep]
-        some = accuracy.OPERATORS if options.sweep == "gate" else ("gated_delta_rule", "kda")
+        some = [x for x in accuracy.NAMES if options.sweep == "gate" or OPERATORS[f"chunk_{x}"].delta]
         for operator in options.operator or some:
             run = lambda operator=operator: accuracy.measure(
                 operator, sweep, options.implementation or ["xla", "fused"], options.tokens

@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise import pipeline
+from chunkwise.pipeline.check import operator_inputs
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.shared.kernels import dot, dot_nt, dot_tn
-from chunkwise.shared.testing import error, make_inputs, reference
+from chunkwise.shared.testing import error, reference
 
 STRENGTHS = (0.01, 0.1, 0.5, 1.0, 1.4, 2.0, 5.0, 10.0, 30.0, 80.0)
 REPEATED = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
-OPERATORS = ("gated_delta_rule", "kda", "gla", "simple_gla")
+# As they are named on the command line and in results.
+NAMES = tuple(operator.name.removeprefix("chunk_") for operator in CHUNKED)
 C = 64
 # The mean of the log sigmoid of a normal variable.
 _MEAN = 0.806
@@ -68,18 +70,17 @@ def chunked(q, k, v, g, beta=None, *, scores, inverse=None):
 
 def inputs(operator: str, strength: float, repeated: float, beta, dtype, T: int, K: int) -> dict:
     """Return inputs with gates of a mean strength in nats a token, and one key on a share of the tokens."""
-    x = make_inputs(
-        1, T, 1, 1, K, K, dtype=dtype, beta=beta, per_channel=operator in ("kda", "gla"),
-        gate=f"logsigmoid*{strength / _MEAN}" if strength else "zero",
-    )  # fmt: skip
+    gate = f"logsigmoid*{strength / _MEAN}" if strength else "zero"
+    x = operator_inputs(OPERATORS[f"chunk_{operator}"], 1, T, 1, 1, K, K, dtype=dtype, beta=beta, gate=gate)
+    x.pop("g_gamma", None)
     same = np.random.default_rng(3).random(T) < repeated
     x["k"] = jnp.where(same[None, :, None, None], x["k"][:, :1], x["k"])
-    return x if operator in ("gated_delta_rule", "kda") else {n: y for n, y in x.items() if n != "beta"}
+    return x
 
 
 def forms(operator: str, sweep: str, implementations) -> dict:
     """Return what to compare, by name: functions from inputs to o."""
-    run = getattr(pipeline, f"chunk_{operator}")
+    run = OPERATORS[f"chunk_{operator}"].function
     ours = {name: lambda x, name=name: run(**x, implementation=name)[0] for name in implementations}
     solve = jnp.linalg.inv
     if sweep == "gate strength":

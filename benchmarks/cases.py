@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from chunkwise import pipeline
-from chunkwise.shared.testing import make_inputs
+from chunkwise.pipeline.check import operator_inputs
+from chunkwise.pipeline.operators import OPERATORS, Operator
+from chunkwise.shared.operators import choose_chunk_size
 
 
 @dataclass(frozen=True)
@@ -32,30 +33,26 @@ class Case:
     ragged: bool = False
 
     @property
-    def per_channel(self) -> bool:
-        """Whether the gate is per channel of the key."""
-        return self.operator in ("kda", "gla")
-
-    @property
-    def delta(self) -> bool:
-        """Whether it takes beta."""
-        return self.operator in ("gated_delta_rule", "kda")
+    def table(self) -> Operator:
+        """The operator's line in the table of operators."""
+        return OPERATORS[f"chunk_{self.operator}"]
 
     def function(self, implementation: str) -> Callable:
         """Return the function from the inputs by name, and cu_seqlens or None, to a dict of o."""
-        operator = getattr(pipeline, f"chunk_{self.operator}")
+        operator = self.table.function
         return lambda x, cu_seqlens: {"o": operator(**x, cu_seqlens=cu_seqlens, implementation=implementation)[0]}
 
     def inputs(self, T: int, dtype) -> dict:
-        """Return seeded inputs by argument name."""
-        x = make_inputs(1, T, self.H, self.HV, self.K, self.V, dtype=dtype, per_channel=self.per_channel)
-        return {name: y for name, y in x.items() if self.delta or name != "beta"}
+        """Return seeded inputs by argument name; the gates are those of the tokens."""
+        x = operator_inputs(self.table, 1, T, self.H, self.HV, self.K, self.V, dtype=dtype)
+        x.pop("g_gamma", None)
+        return x
 
     def specs(self, T: int, dtype) -> dict:
         """Return the shapes and types of the inputs without data."""
-        gate = (self.HV, self.K) if self.per_channel else (self.HV,)
+        gate = (self.HV, self.K) if self.table.per_channel else (self.HV,)
         shapes = {"q": (self.H, self.K), "k": (self.H, self.K), "v": (self.HV, self.V), "g": gate}
-        shapes |= {"beta": (self.HV,)} if self.delta else {}
+        shapes |= {"beta": (self.HV,)} if self.table.delta else {}
         return {
             name: jax.ShapeDtypeStruct((1, T, *tail), jnp.float32 if name == "g" else dtype)
             for name, tail in shapes.items()
@@ -70,22 +67,17 @@ class Case:
             return T * (n * (n + 1)) // (self.sequences * (self.sequences + 1))
         return n * (T // self.sequences)
 
-    def flops(self, T: int, backward: bool, C: int = 64) -> int:
-        """Return the flops of chunks of C: scores, states, outputs, and for the delta rule its solve.
+    def cost(self, T: int, dtype, backward: bool) -> tuple[int, int]:
+        """Return flops and bytes: those that the package's `cost` counts, the forward's or both directions' together.
 
-        Triangles count half. The backward counts twice the forward. The same for every implementation, whatever it
-        really does, so that their rates compare.
+        They are the same for every implementation, whatever it really does, so that their rates compare: the flops of
+        the matrix products of whole chunks, and every tensor moved once in each direction. Earlier results counted
+        triangles half, the inverse too, and a backward as two forwards: their times compare, their rates do not.
         """
-        count = C * (self.K + self.V) + 4 * self.K * self.V
-        if self.delta:
-            count += C * self.K + C * (self.K + self.V) + 2 * self.K * self.V + C * C // 3
-        return T * self.HV * count * (3 if backward else 1)
-
-    def bytes(self, T: int, dtype, backward: bool) -> int:
-        """Return the bytes of all arguments and results, each moved once: no implementation moves less."""
-        inputs = sum(x.size * x.dtype.itemsize for x in self.specs(T, dtype).values())
-        o = T * self.HV * self.V * jnp.dtype(dtype).itemsize
-        return 2 * inputs + o if backward else inputs + o
+        sizes = dict(B=1, T=T, H=self.H, HV=self.HV, K=self.K, V=self.V, C=choose_chunk_size(None, T=T))
+        itemsize = jnp.dtype(dtype).itemsize
+        costs = [self.table.cost(**sizes, itemsize=itemsize, backward=way) for way in (False, True)[: 1 + backward]]
+        return sum(x.flops for x in costs), sum(x.bytes_accessed for x in costs)
 
 
 CASES = {

@@ -39,5 +39,5 @@ def measure(case: Case, T: int, dtype, implementations, backward: bool, repeats:
 
     return timing.measure(
         runs, peers.available(case, x, cu_seqlens, do if backward else None, devices), verdict,
-        case.flops(T, backward), case.bytes(T, dtype, backward), timing.machine_peaks(dtype), repeats,
+        *case.cost(T, dtype, backward), timing.machine_peaks(dtype), repeats,
     )  # fmt: skip

@@ -48,9 +48,9 @@ def _scan(case: Case, x: dict, cu_seqlens, do, devices: int) -> Run | None:
 
         q, k = (by_time(jnp.repeat(x[name], case.HV // case.H, axis=2)) for name in "qk")
         g = by_time(x["g"])
-        beta = by_time(x["beta"]) if case.delta else None
+        beta = by_time(x["beta"]) if case.table.delta else None
         S = jnp.zeros((N, x["v"].shape[2], case.K, case.V))
-        gate = g if case.per_channel else g[..., None]
+        gate = g if case.table.per_channel else g[..., None]
         _, o = lax.scan(token, S, (q * case.K**-0.5, k, by_time(x["v"]), gate, beta))
         return {"o": jnp.moveaxis(o, 0, 1).reshape(x["v"].shape).astype(x["v"].dtype)}
 

@@ -6,37 +6,17 @@ import numpy as np
 
 from benchmarks import timing
 from benchmarks.cases import Case
-from chunkwise.pipeline.check import STAGES, Stage
+from chunkwise.pipeline.stages import STAGES, Stage
 from chunkwise.shared.testing import GRADIENT_TOLERANCE, STAGE_TOLERANCE, TOLERANCE
 
 C = 64
-# What each stage reads, and its flops a token and value head; triangles count half.
-READS = {
-    "chunk_local_cumsum": ("g",),
-    "chunk_scaled_dot_kkt": ("k", "beta", "g_cum"),
-    "solve_tril": ("A",),
-    "recompute_w_u": ("k", "v", "beta", "A_inv", "g_cum"),
-    "chunk_gated_delta_rule_fwd_h": ("k", "w", "u", "g_cum", "initial_state"),
-    "chunk_fwd_h": ("k", "v", "g_cum", "initial_state"),
-    "chunk_fwd_o": ("q", "k", "v_new", "h", "g_cum"),
-}
-FLOPS = {
-    "chunk_local_cumsum": lambda K, V: 1,
-    "chunk_scaled_dot_kkt": lambda K, V: C * K,
-    "solve_tril": lambda K, V: C * C // 3,
-    "recompute_w_u": lambda K, V: C * (K + V),
-    "chunk_gated_delta_rule_fwd_h": lambda K, V: 4 * K * V,
-    "chunk_fwd_h": lambda K, V: 2 * K * V,
-    "chunk_fwd_o": lambda K, V: C * K + 2 * K * V + C * V,
-}
 
 
 def function(stage: Stage, implementation: str):
     """Return the stage as a function from its inputs by name, and cu_seqlens or None, to its results by name."""
 
     def run(x, cu_seqlens):
-        results = stage.run(x, C, cu_seqlens=cu_seqlens, implementation=implementation)
-        return dict(zip(stage.results, results if isinstance(results, tuple) else (results,), strict=True))
+        return stage.by_name(stage.run(x, C, cu_seqlens=cu_seqlens, implementation=implementation))
 
     return run
 
@@ -67,8 +47,7 @@ def gradient_errors(case: Case, stage: Stage, x: dict, cotangents: dict, gradien
     rng, step = np.random.default_rng(2), 1e-4
 
     def loss(x):
-        results = stage.definition(x, cu_seqlens, C)
-        results = dict(zip(stage.results, results if isinstance(results, tuple) else (results,), strict=True))
+        results = stage.by_name(stage.definition(x, cu_seqlens, C))
         return sum(np.sum(cotangents[name] * y) for name, y in results.items())
 
     for name, dx in gradients.items():
@@ -82,10 +61,9 @@ def gradient_errors(case: Case, stage: Stage, x: dict, cotangents: dict, gradien
 def measure(case: Case, stage: Stage, T: int, dtype, implementations, backward: bool, repeats: int, x: dict):
     """Return a row for every implementation; `x` holds all arguments."""
     cu_seqlens = case.boundaries(T)
-    x = {name: x[name] for name in READS[stage.name]}
+    x = {name: x[name] for name in stage.reads}
     part = last_group(case, x)
-    expected = stage.definition(part, cu_seqlens, C)
-    expected = dict(zip(stage.results, expected if isinstance(expected, tuple) else (expected,), strict=True))
+    expected = stage.by_name(stage.definition(part, cu_seqlens, C))
     shapes = jax.eval_shape(function(stage, "xla"), x, cu_seqlens)
     rng = np.random.default_rng(1)
     cotangents = {name: jnp.asarray(rng.standard_normal(y.shape), y.dtype) for name, y in shapes.items()}
@@ -103,7 +81,7 @@ def measure(case: Case, stage: Stage, T: int, dtype, implementations, backward: 
             correct = correct and all(e <= GRADIENT_TOLERANCE[jnp.dtype(dtype).name] for e in errors)
         return err, correct
 
-    size = lambda arrays: sum(y.size * y.dtype.itemsize for y in arrays.values())
-    moved = size(x) * (2 if backward else 1) + size(shapes)
-    flops = T * case.HV * FLOPS[stage.name](case.K, case.V) * (3 if backward else 1)
+    sizes = dict(B=1, T=T, H=case.H, HV=case.HV, K=case.K, V=case.V, C=C, itemsize=jnp.dtype(dtype).itemsize)
+    costs = [stage.cost(**sizes, backward=way) for way in (False, True)[: 1 + backward]]
+    flops, moved = (sum(getattr(x, name) for x in costs) for name in ("flops", "bytes_accessed"))
     return timing.measure(runs, [], verdict, flops, moved, timing.machine_peaks(dtype), repeats)

@@ -149,7 +149,7 @@ def _estimate(case, implementation, chip, T, backward, profile, folder) -> dict:
                 else:
                     around += int(cycles)
     clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
-    floor = case.bytes(T, jnp.bfloat16, backward) / bandwidth / 1e9
+    floor = case.cost(T, jnp.bfloat16, backward)[1] / bandwidth / 1e9
     time_ms = (kernel + around) / clock / 1e6
     return {
         "kernel_cycles": kernel or None,
@@ -170,7 +170,7 @@ def peers() -> list[str]:
 
 def can_run(case, implementation: str, backward: bool) -> bool:
     """Return whether an implementation has the case: tokamax has two operators, forward, unpacked."""
-    return implementation != "tokamax" or (case.delta and not backward and not case.sequences)
+    return implementation != "tokamax" or (case.table.delta and not backward and not case.sequences)
 
 
 def measure(case: Case, implementation: str, chip: str, T: int, backward: bool, timeout: float) -> dict:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from chunkwise.shared.testing import TOLERANCE, assert_close, reference
 from chunkwise.shared.testing import tpu as compiler
 
 ROOT = Path(__file__).parents[1]
@@ -78,6 +79,19 @@ def test_heads_over_devices(tmp_path):
     assert {"xla", "scan"} <= {row["implementation"] for row in rows}
 
 
+def test_cost_is_the_packages():
+    from benchmarks.cases import CASES, Case
+
+    # 2 T HV (2 C K + 2 C V + 3 K V) flops, and the backward twice as many.
+    gdn = Case("gated_delta_rule", H=1, HV=2, K=8, V=16)
+    forward = 2 * 128 * 2 * (2 * 64 * 8 + 2 * 64 * 16 + 3 * 8 * 16)
+    assert gdn.cost(128, jnp.bfloat16, backward=False)[0] == forward
+    assert gdn.cost(128, jnp.bfloat16, backward=True)[0] == 3 * forward
+    for case in CASES.values():
+        for one, both in zip(*(case.cost(256, jnp.bfloat16, backward) for backward in (False, True)), strict=True):
+            assert 0 < one < both
+
+
 def test_no_ratio_without_correctness(run, monkeypatch):
     from benchmarks import operators
 
@@ -128,10 +142,12 @@ def test_forms_of_the_inverse():
 
     x = accuracy.inputs("gated_delta_rule", 0.01, 0.0, 1.0, jnp.float32, 64, 32)
     forms = accuracy.forms("gated_delta_rule", "repeated keys", ["xla"])
-    ours, *others = (jax.jit(fn)(x) for fn in forms.values())
-    # Keys that hardly resemble one another: every form is right.
+    ours, *others = ((name, jax.jit(fn)(x)) for name, fn in forms.items())
+    expected = reference(**x)[0]
+    assert_close(*ours, expected, TOLERANCE["float32"])
+    # Keys that hardly resemble one another: powers of their products vanish, and every form is right.
     for other in others:
-        assert jnp.allclose(ours, other, atol=1e-2)
+        assert_close(*other, expected, TOLERANCE["float32"])
 
 
 ROW = {"case": "a", "T": 8, "implementation": "xla", "median_ms": 2.0, "memory_mib": 100.0, "correct": True}

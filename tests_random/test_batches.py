@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkwise import pipeline
-from chunkwise.pipeline.check import tolerance
-from chunkwise.shared.testing import GATES, assert_close, boundaries, make_inputs, reference, spoil_padding
-
-OPERATORS = ("gated_delta_rule", "kda", "gla", "simple_gla")
+from chunkwise.pipeline.check import operator_inputs, tolerance
+from chunkwise.pipeline.operators import CHUNKED, Operator
+from chunkwise.shared.testing import GATES, assert_close, boundaries, reference, spoil_padding
 
 
 @st.composite
@@ -41,15 +39,13 @@ def batches(draw, delta: bool, gates: tuple[str, ...]):
     )
 
 
-def run(operator: str, implementation: str, b: dict) -> None:
+def run(operator: Operator, implementation: str, b: dict) -> None:
     """Compare one batch with the oracle, NaN in its padding."""
     N = b["B"] if b["lengths"] is None else len(b["lengths"])
-    x = make_inputs(
-        b["B"], b["T"], b["H"], b["HV"], b["K"], b["V"], dtype=jnp.dtype(b["dtype"]), gate=b["gate"],
-        per_channel=operator in ("kda", "gla"), num_states=N * b["start"], normalise=not b["normalise"],
+    x = operator_inputs(
+        operator, b["B"], b["T"], b["H"], b["HV"], b["K"], b["V"], dtype=jnp.dtype(b["dtype"]), gate=b["gate"],
+        num_states=N * b["start"], normalise=not b["normalise"],
     )  # fmt: skip
-    if operator.endswith("gla"):
-        del x["beta"]
     options = {} if b["lengths"] is None else {"cu_seqlens": boundaries(*b["lengths"])}
     if b["normalise"]:
         options["use_qk_l2norm_in_kernel"] = True
@@ -59,7 +55,7 @@ def run(operator: str, implementation: str, b: dict) -> None:
 
     @jax.jit
     def outputs_and_gradients(x):
-        function = lambda x: getattr(pipeline, f"chunk_{operator}")(
+        function = lambda x: operator.function(
             **x, **options, output_final_state=b["end"], chunk_size=b["chunk_size"], implementation=implementation
         )
         outputs, pullback = jax.vjp(function, x)
@@ -76,10 +72,12 @@ def run(operator: str, implementation: str, b: dict) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("implementation", ["xla", "staged", "fused"])
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(
+    ("operator", "implementation"),
+    [pytest.param(x, i, id=f"{x.name}-{i}") for x in CHUNKED for i in x.implementations],
+)
 def test_random_batches(operator, implementation):
     # Stages hand on a sum of gates as one float32: ten resets in a chunk cost it digits, errors are then about 1e-5.
     gates = GATES if implementation == "staged" else (*GATES, "resets")
-    search = given(batches(operator in OPERATORS[:2], gates))(lambda b: run(operator, implementation, b))
+    search = given(batches(operator.delta, gates))(lambda b: run(operator, implementation, b))
     settings(max_examples=10, deadline=None, database=None)(search)()

@@ -1,9 +1,15 @@
 """Bad input gets one clear sentence, before anything is computed."""
 
+import inspect
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.pipeline import chunk_gated_delta_rule, chunk_gla, chunk_simple_gla, recurrent_gated_delta_rule
+from chunkwise.pipeline.check import operator_inputs
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT
 from chunkwise.shared.testing import make_inputs
 
 CASES = {
@@ -43,3 +49,114 @@ def test_batch_with_boundaries():
 def test_chunk_size():
     with pytest.raises(ValueError, match=r"`chunk_size` must be one of \(16, 32, 64, 128\); got 48"):
         chunk_gated_delta_rule(**make_inputs(1, 8, 1, 1, 16, 16), chunk_size=48)
+
+
+EVERY = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+# What a flag, a size and a promise cannot be.
+FLAGS = {
+    "output_final_state": "must be True or False, known when the program is built",
+    "use_qk_l2norm_in_kernel": "must be True or False, known when the program is built",
+}
+WRONG = {
+    "array": jnp.ones((), bool),
+    "vector": np.ones(3, bool),
+    "text": "False",
+    "number": 1,
+    "none": None,
+}
+
+
+@EVERY
+@pytest.mark.parametrize("wrong", WRONG)
+def test_flags_are_true_or_false(operator, wrong):
+    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    for flag, message in FLAGS.items():
+        if flag in inspect.signature(operator.function).parameters:
+            with pytest.raises(ValueError, match=f"`{flag}` {message}; got"):
+                operator.function(**x, **{flag: WRONG[wrong]})
+
+
+@EVERY
+def test_flags_cannot_be_traced(operator):
+    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    for flag, message in FLAGS.items():
+        if flag in inspect.signature(operator.function).parameters:
+            run = jax.jit(lambda x, value, flag=flag: operator.function(**x, **{flag: value})[0])
+            with pytest.raises(ValueError, match=rf"`{flag}` {message}; got an array bool \(\)"):
+                run(x, True)
+
+
+@EVERY
+def test_numbers_of_numpy_are_flags(operator):
+    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    assert operator.function(**x, output_final_state=np.True_)[1] is not None
+
+
+@pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
+@pytest.mark.parametrize("wrong", [64.0, 48, "64", True, np.full(2, 64), jnp.array(64)], ids=repr)
+def test_chunk_size_is_one_of_four(operator, wrong):
+    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    with pytest.raises(ValueError, match=r"`chunk_size` must be one of \(16, 32, 64, 128\); got"):
+        operator.function(**x, chunk_size=wrong)
+
+
+@pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
+def test_chunk_size_cannot_be_traced(operator):
+    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    run = jax.jit(lambda x, C: operator.function(**x, chunk_size=C)[0])
+    with pytest.raises(ValueError, match=r"`chunk_size` must be one of .*; got an array int32 \(\)"):
+        run(x, 64)
+
+
+@EVERY
+@pytest.mark.parametrize("wrong", ["cuda", 1, True], ids=repr)
+def test_implementation_is_a_name(operator, wrong):
+    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    with pytest.raises(ValueError, match=f"`implementation` must be None or one of .*; got {wrong!r}"):
+        operator.function(**x, implementation=wrong)
+
+
+@pytest.mark.parametrize("operator", RECURRENT, ids=lambda operator: operator.name)
+def test_implementations_that_the_token_by_token_form_lacks(operator):
+    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    for implementation in {"staged", "fused"} - set(operator.implementations):
+        with pytest.raises(NotImplementedError, match=f"`implementation` must be .*; got '{implementation}'"):
+            operator.function(**x, implementation=implementation)
+
+
+@EVERY
+def test_scale_is_one_number(operator):
+    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    for wrong in (jnp.ones(24), "1", True):
+        with pytest.raises(ValueError, match="`scale` must be None, a number or a scalar array; got"):
+            operator.function(**x, scale=wrong)
+
+
+@pytest.mark.parametrize("operator", [x for x in OPERATORS.values() if "kda" in x.name], ids=lambda x: x.name)
+@pytest.mark.parametrize("wrong", [1.0, "-5", True, jnp.array(-5.0)], ids=repr)
+def test_gate_lower_bound_is_a_number(operator, wrong):
+    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    with pytest.raises(ValueError, match="`gate_lower_bound` must be None or a number <= 0; got"):
+        operator.function(**x, gate_lower_bound=wrong)
+
+
+def test_the_rank_of_the_gate_is_the_operators():
+    x = operator_inputs(OPERATORS["chunk_gla"], 1, 4, 1, 1, 8, 8)
+    with pytest.raises(ValueError, match=r"`g` must have shape \[B, T, H\]; got \(1, 4, 1, 8\)"):
+        chunk_simple_gla(**x)
+    with pytest.raises(ValueError, match=r"`g` must have shape \[B, T, H, K\]; got \(1, 4, 1\)"):
+        chunk_gla(**x | {"g": x["g"][..., 0]})
+
+
+@pytest.mark.parametrize(
+    ("name", "K"),
+    [("chunk_gated_delta_rule", 257), ("chunk_kda", 257), ("chunk_gla", 2048), ("chunk_simple_gla", 4096)],
+)
+def test_states_too_large_for_the_fused_kernels(name, K):
+    """As the docstring says; the stages take them."""
+    operator = OPERATORS[name]
+    x = jax.eval_shape(lambda: operator_inputs(operator, 1, 16, 1, 1, K, K))
+    assert 'NotImplementedError: "fused"' in operator.function.__doc__
+    with pytest.raises(NotImplementedError, match='"fused"'):
+        jax.eval_shape(lambda x: operator.function(**x, implementation="fused"), x)
+    jax.eval_shape(lambda x: operator.function(**x, implementation="staged"), x)

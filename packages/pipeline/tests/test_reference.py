@@ -10,7 +10,7 @@ IMPLEMENTATIONS = ("xla", "staged")
 PACKED = jnp.array([0, 1, 1, 36, 69, 69, 133, 140], jnp.int32)  # 1 token, empty ones, tails, 7 tokens of padding
 
 
-def compare(inputs, operator=chunk_gated_delta_rule, reference_options=None, **options):
+def compare(inputs, operator=chunk_gated_delta_rule, **options):
     """Run the operator and the oracle on the same inputs and compare output and final state."""
     o, state = operator(**inputs, output_final_state=True, **options)
     kept = {k: v for k, v in options.items() if k in ("cu_seqlens", "scale", "use_qk_l2norm_in_kernel")}

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from chunkwise import pipeline
 from chunkwise.pipeline import chunk_gated_delta_rule
+from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu
 
 pytestmark = pytest.mark.tpu
@@ -30,7 +31,7 @@ def chain(q, k, v, g, beta, cu_seqlens):
 
 
 @pytest.mark.parametrize("N", [None, 3])
-@pytest.mark.parametrize("chip", tpu.CHIPS)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_chain_and_gradient_compile(chip, N):
     def loss(tensors, cu_seqlens):
         o, state = chain(*tensors, cu_seqlens)
@@ -43,7 +44,7 @@ def test_chain_and_gradient_compile(chip, N):
 
 
 @pytest.mark.parametrize("name", ["kda", "gla"])
-@pytest.mark.parametrize("chip", tpu.CHIPS)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_gates_per_channel_compile(chip, name):
     """The staged chain with a gate per channel, forward and backward."""
     q, _, v, _, beta, _ = specs(1, 128)
@@ -70,7 +71,7 @@ def test_float16_compiles(name):
 
 def test_chain_compiles_under_shard_map():
     """Batch rows over the chips of a topology, with the default check of varying axes."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=tpu.CHIPS["v6e"])
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS["v6e"].topology)
     mesh = Mesh(np.array(topology.devices), ("data",), axis_types=(AxisType.Auto,))
     rows = PartitionSpec("data")
 

@@ -133,56 +133,57 @@ class Check(NamedTuple):
 
     def start(self, pool: Executor) -> Iterator[Program]:
         """Yield its programs, which the pool is compiling."""
-        return self._stage(pool) if isinstance(self.kernel, Stage) else self._operator(pool)
+        if isinstance(self.kernel, Stage):
+            return _start_stage(self, self.kernel, pool)
+        return _start_operator(self, self.kernel, pool)
 
-    def _operator(self, pool: Executor) -> Iterator[Program]:
-        operator, case = self.kernel, self.case
-        options = {"chunk_size": case.chunk_size} if operator.chunked else {}
 
-        def run(x, cu_seqlens):
-            o, state = operator.function(
-                **x, output_final_state=self.states, cu_seqlens=cu_seqlens, implementation=self.implementation,
-                **options,
-            )  # fmt: skip
-            return {"o": o, "final_state": state} if self.states else {"o": o}
+def _start_operator(check: Check, operator: Operator, pool: Executor) -> Iterator[Program]:
+    """Yield the programs of an operator: forward and gradients, and before it the forward alone."""
+    case = check.case
+    options = {"chunk_size": case.chunk_size} if operator.chunked else {}
 
-        x = _inputs(operator.delta, operator.gates, case, self.states)
-        inputs = testing.spoil_padding(x, case.cu_seqlens), case.cu_seqlens
-        cotangents = _cotangents(x, case)
-        programs: list[tuple[str, Callable, tuple]] = [
-            (", gradients", testing.with_gradients(run), (*inputs, cotangents))
-        ]
-        # Plain JAX computes the same with gradients or without.
-        if self.implementation != "xla" and self.states and self.forward:
-            programs.insert(0, ("", run, inputs))
-        for suffix, fn, args in programs:
-            label = operator.name, self.implementation, case.dtype, self.label + suffix
-            exact = functools.partial(_exact, operator.delta, operator.gates, case, self.states)
-            expected = exact if suffix else lambda exact=exact: {n: exact()[n] for n in ("o", "final_state")}
-            limit = functools.partial(tolerance, dtype=case.dtype)
-            yield Program(label, _compile(pool, fn, args), args, expected, limit)
+    def run(x, cu_seqlens):
+        o, state = operator.function(
+            **x, output_final_state=check.states, cu_seqlens=cu_seqlens, implementation=check.implementation,
+            **options,
+        )  # fmt: skip
+        return {"o": o, "final_state": state} if check.states else {"o": o}
 
-    def _stage(self, pool: Executor) -> Iterator[Program]:
-        """Run it on the rounded results of the stages before it."""
-        stage, case = self.kernel, self.case
-        x = _arguments(case)
+    x = _inputs(operator.delta, operator.gates, case, check.states)
+    inputs = testing.spoil_padding(x, case.cu_seqlens), case.cu_seqlens
+    cotangents = _cotangents(x, case)
+    programs: list[tuple[str, Callable, tuple]] = [(", gradients", testing.with_gradients(run), (*inputs, cotangents))]
+    # Plain JAX computes the same with gradients or without.
+    if check.implementation != "xla" and check.states and check.forward:
+        programs.insert(0, ("", run, inputs))
+    for suffix, fn, args in programs:
+        label = operator.name, check.implementation, case.dtype, check.label + suffix
+        exact = functools.partial(_exact, operator.delta, operator.gates, case, check.states)
+        expected = exact if suffix else lambda exact=exact: {n: exact()[n] for n in ("o", "final_state")}
+        limit = functools.partial(tolerance, dtype=case.dtype)
+        yield Program(label, _compile(pool, fn, args), args, expected, limit)
 
-        def run(x, cu_seqlens):
-            return stage.by_name(
-                stage.run(x, case.chunk_size, cu_seqlens=cu_seqlens, implementation=self.implementation)
-            )
 
-        # Results of stages are float32, but for the output, which is in the type of the inputs.
-        rounded = stage.results == ("o",) and case.dtype != "float32"
-        limit = testing.TOLERANCE[case.dtype] if rounded else testing.STAGE_TOLERANCE
-        args = {name: x[name] for name in stage.reads}, case.cu_seqlens
-        yield Program(
-            (stage.name, self.implementation, case.dtype, self.label),
-            _compile(pool, run, args),
-            args,
-            lambda: stage.by_name(stage.definition(x, case.cu_seqlens, case.chunk_size)),
-            lambda name: limit,
-        )
+def _start_stage(check: Check, stage: Stage, pool: Executor) -> Iterator[Program]:
+    """Yield the program of a stage, on the rounded results of the stages before it."""
+    case = check.case
+    x = _arguments(case)
+
+    def run(x, cu_seqlens):
+        return stage.by_name(stage.run(x, case.chunk_size, cu_seqlens=cu_seqlens, implementation=check.implementation))
+
+    # Results of stages are float32, but for the output, which is in the type of the inputs.
+    rounded = stage.results == ("o",) and case.dtype != "float32"
+    limit = testing.TOLERANCE[case.dtype] if rounded else testing.STAGE_TOLERANCE
+    args = {name: x[name] for name in stage.reads}, case.cu_seqlens
+    yield Program(
+        (stage.name, check.implementation, case.dtype, check.label),
+        _compile(pool, run, args),
+        args,
+        lambda: stage.by_name(stage.definition(x, case.cu_seqlens, case.chunk_size)),
+        lambda name: limit,
+    )
 
 
 _arguments = functools.cache(Case.arguments)
@@ -214,7 +215,8 @@ def _exact(delta: bool, gates: str, case: Case, states: bool) -> dict[str, np.nd
     x = _inputs(delta, gates, case, states)
     cotangents = _cotangents(x, case)
     do, dht = cotangents["o"], cotangents.get("final_state")
-    o, state, gradients = reference(**x, cu_seqlens=case.cu_seqlens, do=do, dht=dht)
+    o, state, *rest = reference(**x, cu_seqlens=case.cu_seqlens, do=do, dht=dht)
+    (gradients,) = rest
     return {"o": o} | ({"final_state": state} if states else {}) | {f"d{name}": dx for name, dx in gradients.items()}
 
 
@@ -232,7 +234,7 @@ def plan(interpret: bool, quick: bool = False) -> list[Check]:
 
     Args:
       interpret: off TPU, include Pallas kernels, interpreted.
-      quick: check every kernel in every implementation on one batch only.
+      quick: check every kernel in every implementation on one batch only, off TPU a small one.
     """
     on_tpu = jax.default_backend() == "tpu"
     compiled = ON_TPU if on_tpu else ELSEWHERE
@@ -241,8 +243,9 @@ def plan(interpret: bool, quick: bool = False) -> list[Check]:
         for implementation in kernel.implementations:
             if not (implementation == "xla" or on_tpu or interpret):
                 continue
-            sizes = compiled if on_tpu or implementation == "xla" else INTERPRETED
-            for label, case in _cases(*sizes, quick):
+            # Small programs compile faster.
+            small = not on_tpu and (quick or implementation != "xla")
+            for label, case in _cases(*(INTERPRETED if small else compiled), quick):
                 checks.append(Check(kernel, implementation, label, case, forward=not quick))
                 # As in training: without states, chunks go across the sequences of a pack.
                 if case.lengths and isinstance(kernel, Operator) and kernel.chunked and not quick:

@@ -17,7 +17,6 @@ from rich.progress import Progress, TaskID
 from chunkwise.pipeline import check, info
 from chunkwise.pipeline.tables import make_console, make_progress, make_table
 
-
 # So many checks are compiled at once, or one for each core of a larger machine; their lines follow together.
 BATCH = 8
 

@@ -9,7 +9,7 @@ F = TypeVar("F", bound=Callable)
 
 IMPLEMENTATION = """\
   implementation: "xla" (plain JAX, runs everywhere), "staged" (a chain of Pallas TPU kernels, one for every stage),
-    "fused" (one Pallas TPU kernel for a direction); off TPU the kernels are interpreted. None is the best for the
+    "fused" (one Pallas TPU kernel for each direction); off TPU the kernels are interpreted. None is the best for the
     backend: off TPU "xla"; on a TPU "fused" if its kernels take these sizes, else "staged". "staged" hands one float32
     sum of gates from stage to stage: with float32 tensors its error grows to 5e-5 if the gates in a chunk of 128
     tokens range over five decades; the accuracy below is that of the other two."""
@@ -40,11 +40,15 @@ def _merge(theirs: str, own: str, function: Callable) -> str:
     first_line = head.split("\n", 1)[0]
     more = "\n" in own_head.strip()
     head = own_head if more else head.replace(first_line, own_head.strip(), 1)
-    arguments = _merge_entries(
-        next(x for x in sections if _label(x) == "Args"), replaced.pop("Args", "Args:\n"), function
-    )
-    sections = [arguments if _label(x) == "Args" else replaced.get(_label(x), x) for x in sections]
-    return "".join(x.rstrip("\n") + _space_after(x) for x in (head, *sections)).rstrip("\n") + "\n"
+    merged = [head.rstrip("\n") + "\n\n"]
+    for section in sections:
+        label = _label(section)
+        part = replaced.get(label, section)
+        if label == "Args":
+            part = _merge_entries(section, replaced.get(label, ""), function)
+        # What follows a section is where it was.
+        merged.append(part.rstrip("\n") + section[len(section.rstrip("\n")) :])
+    return "".join(merged).rstrip("\n") + "\n"
 
 
 def _merge_entries(theirs: str, own: str, function: Callable) -> str:
@@ -55,7 +59,7 @@ def _merge_entries(theirs: str, own: str, function: Callable) -> str:
         replaced |= dict.fromkeys(_names(entry), entry)
     entries = [x for x in _ENTRY.split(theirs)[1:] if any(name in taken for name in _names(x))]
     merged = dict.fromkeys(replaced.get(_names(x)[0], x).rstrip("\n") for x in entries)
-    return "\n".join(("Args:", *merged)) + "\n\n"
+    return "\n".join(("Args:", *merged))
 
 
 def _label(section: str) -> str:
@@ -66,8 +70,3 @@ def _label(section: str) -> str:
 def _names(entry: str) -> list[str]:
     """Return the arguments that an entry describes."""
     return [name.strip() for name in entry.split(":", 1)[0].split(",")]
-
-
-def _space_after(section: str) -> str:
-    """Return the line breaks that end a part: those that it has."""
-    return section[len(section.rstrip("\n")) :] or "\n"

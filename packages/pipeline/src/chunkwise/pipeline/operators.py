@@ -11,19 +11,21 @@ from dataclasses import dataclass
 import jax
 from jax.experimental import pallas as pl
 
-from chunkwise import fused_gdn, fused_gla, kda
-from chunkwise.pipeline import staged, transition
+from chunkwise.fused_gdn import api as gdn
+from chunkwise.fused_gdn import recurrent_gated_delta_rule
+from chunkwise.fused_gdn.cost import cost as gdn_cost
+from chunkwise.fused_gla import api as gla
+from chunkwise.fused_gla import recurrent_gla, recurrent_simple_gla
+from chunkwise.fused_gla.cost import cost as gla_cost
+from chunkwise.kda import api as kda
+from chunkwise.kda import recurrent_kda
+from chunkwise.kda.cost import cost as kda_cost
+from chunkwise.pipeline import staged
 from chunkwise.pipeline.docstrings import documented_by
 from chunkwise.shared.operators import Arguments, Options, check_array
 
 
-recurrent_gated_delta_rule = transition.recurrent(fused_gdn, fused_gdn.recurrent_gated_delta_rule, ("xla", "fused"))
-recurrent_kda = transition.recurrent(kda, kda.recurrent_kda, ("xla", "fused"))
-recurrent_gla = transition.recurrent(fused_gla, fused_gla.recurrent_gla, ("xla",))
-recurrent_simple_gla = transition.recurrent(fused_gla, fused_gla.recurrent_simple_gla, ("xla",))
-
-
-@documented_by(fused_gdn.fused_chunk_gated_delta_rule)
+@documented_by(gdn.fused_chunk_gated_delta_rule)
 def chunk_gated_delta_rule(
     q: jax.Array,
     k: jax.Array,
@@ -42,7 +44,7 @@ def chunk_gated_delta_rule(
     """Gated delta rule over whole sequences, chunk by chunk."""
     x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens)
     options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size)
-    return transition.chunk(fused_gdn)(x, options, implementation, {"staged": staged.delta_rule})
+    return gdn.chunk(x, options, implementation, {"staged": staged.delta_rule})
 
 
 @documented_by(kda.fused_chunk_kda)
@@ -62,13 +64,18 @@ def chunk_kda(
     chunk_size: int | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Kimi delta attention over whole sequences, chunk by chunk."""
+    """Kimi delta attention over whole sequences, chunk by chunk.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: "fused" with K or V above 256.
+    """
     x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens)
     options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound)
-    return transition.chunk(kda)(x, options, implementation, {"staged": staged.delta_rule})
+    return kda.chunk(x, options, implementation, {"staged": staged.delta_rule})
 
 
-@documented_by(fused_gla.fused_chunk_gla)
+@documented_by(gla.fused_chunk_gla)
 def chunk_gla(
     q: jax.Array,
     k: jax.Array,
@@ -98,10 +105,10 @@ def chunk_gla(
     check_array("g", g, "B T H K")
     x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens)
     options = Options(output_final_state, chunk_size=chunk_size)
-    return transition.chunk(fused_gla)(x, options, implementation, {"staged": staged.gla})
+    return gla.chunk(x, options, implementation, {"staged": staged.gla})
 
 
-@documented_by(fused_gla.fused_chunk_gla)
+@documented_by(gla.fused_chunk_gla)
 def chunk_simple_gla(
     q: jax.Array,
     k: jax.Array,
@@ -135,7 +142,7 @@ def chunk_simple_gla(
         check_array("g", g, "B T H")
     x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens)
     options = Options(output_final_state, chunk_size=chunk_size)
-    return transition.chunk(fused_gla)(x, options, implementation, {"staged": staged.gla})
+    return gla.chunk(x, options, implementation, {"staged": staged.gla})
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,7 @@ class Operator:
       delta: whether it takes beta, and may have fewer key heads than value heads.
       gates: "head" for g [B, T, HV]; "channel" for g [B, T, HV, K]; "constant" for a gate per head and g_gamma [HV].
       implementations: what it comes in; the last is the TPU's choice for sizes that fit.
-      cost: of its sizes, as its package's `cost`; None if it has no such function.
+      cost: its package's `cost`, a function of the sizes; None for the forms that go token by token.
     """
 
     function: Callable
@@ -181,10 +188,10 @@ OPERATORS = {
         Operator(recurrent_gla, False, "channel", ("xla",)),
         Operator(recurrent_gated_delta_rule, True, "head", ("xla", "fused")),
         Operator(recurrent_kda, True, "channel", ("xla", "fused")),
-        Operator(chunk_simple_gla, False, "constant", _CHUNK, None),
-        Operator(chunk_gla, False, "channel", _CHUNK, None),
-        Operator(chunk_gated_delta_rule, True, "head", _CHUNK, None),
-        Operator(chunk_kda, True, "channel", _CHUNK, None),
+        Operator(chunk_simple_gla, False, "constant", _CHUNK, gla_cost),
+        Operator(chunk_gla, False, "channel", _CHUNK, functools.partial(gla_cost, per_channel=True)),
+        Operator(chunk_gated_delta_rule, True, "head", _CHUNK, gdn_cost),
+        Operator(chunk_kda, True, "channel", _CHUNK, kda_cost),
     )
 }
 

@@ -21,6 +21,8 @@ _PALLAS: dict[str, Any] = {"implementation": "pallas"}
 @functools.partial(jax.jit, static_argnums=1)
 def delta_rule(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
     """Gated delta rule for gates per head g [B, T, HV], Kimi delta attention for gates per channel [B, T, HV, K]."""
+    assert x.g is not None
+    assert x.beta is not None
     cu, C = x.cu_seqlens, options.chunk_size
     q, k = (unit_rows(y, options.normalise, cu) for y in (x.q, x.k))
     g_cum = chunk_local_cumsum(clip_gate(x.g), C, cu_seqlens=cu, **_PALLAS)
@@ -49,6 +51,6 @@ def gla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
     return o.astype(x.v.dtype), final_state
 
 
-def _scale(x: Arguments) -> jax.Array:
+def _scale(x: Arguments) -> Any:
     """Return the scale as float32: under jit it is traced, and in 64-bit mode a number would be float64."""
     return jnp.asarray(x.scale, jnp.float32)
