@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -22,6 +23,11 @@ LINEAR = dict(k=spec(2, 64, 2, 8), v=spec(2, 64, 4, 6))
         (dict(g_cum=spec(2, 64, 2)), "`g_cum` must have shape [B, T, HV] = (2, 64, 4); got (2, 64, 2)."),
         (dict(k=spec(2, 64, 3, 8)), "`v` must have a multiple of the heads of `k`; got 4 value heads for 3 key heads."),
         (dict(chunk_size=63), "`chunk_size` must be one of (16, 32, 64, 128); got 63."),
+        (dict(chunk_size=True), "`chunk_size` must be one of (16, 32, 64, 128); got True."),
+        (
+            dict(output_final_state=jnp.ones(1)),
+            "`output_final_state` must be True or False, known when the program is built; got an array float32 (1,).",
+        ),
         (dict(cu_seqlens=spec(2, dtype=jnp.int32)), "`cu_seqlens` must come with a batch of 1; got B = 2."),
         (
             dict(initial_state=spec(1, 4, 8, 6)),
@@ -51,3 +57,13 @@ def test_delta_rule(wrong, message):
 def test_linear_attention(wrong, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         chunk_fwd_h(**LINEAR | wrong)
+
+
+def test_traced_static_arguments():
+    run = lambda flag, size: chunk_fwd_h(**LINEAR, output_final_state=flag, chunk_size=size)
+    with pytest.raises(ValueError, match=re.escape("known when the program is built; got an array bool ().")):
+        jax.eval_shape(run, spec(dtype=bool), spec(dtype=jnp.int32))
+    with pytest.raises(
+        ValueError, match=re.escape("`chunk_size` must be one of (16, 32, 64, 128); got an array int32")
+    ):
+        jax.eval_shape(lambda size: chunk_fwd_h(**LINEAR, chunk_size=size), spec(dtype=jnp.int32))

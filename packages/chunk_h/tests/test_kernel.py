@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from chunkwise.chunk_h import Config, chunk_fwd_h, chunk_gated_delta_rule_fwd_h
-from chunkwise.chunk_h.kernel import new_values_tile, next_state_tile
-from chunkwise.shared.testing import Case, assert_close, text_for_tpu
+from chunkwise.chunk_h.tile import new_values_tile, next_state_tile
+from chunkwise.shared.testing import STAGE_TOLERANCE, Case, assert_close, text_for_tpu
 
 NAMES = ("k", "w", "u", "g_cum", "initial_state")
 
@@ -23,8 +23,8 @@ def test_tiles(gate_width):
     v_new = new_values_tile(S, w, u)
     after = next_state_tile(S, k, v_new, to_end, through)
     S, k, w, u, to_end, through = x
-    assert_close("v_new", v_new, u - w @ S, 1e-6)
-    assert_close("S", after, through * S + (np.repeat(k, 2, axis=0) * to_end).mT @ (u - w @ S), 1e-6)
+    assert_close("v_new", v_new, u - w @ S, STAGE_TOLERANCE)
+    assert_close("S", after, through * S + (np.repeat(k, 2, axis=0) * to_end).mT @ (u - w @ S), STAGE_TOLERANCE)
     np.testing.assert_array_equal(new_values_tile(S, None, jnp.asarray(u, jnp.bfloat16)), jnp.asarray(u, jnp.bfloat16))
 
 

@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
-from chunkwise.shared.testing import CASES, Case, assert_close, stage_oracle
+from chunkwise.shared.testing import CASES, STAGE_TOLERANCE, Case, assert_close, stage_oracle
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
-TOLERANCE = 1e-6
 
 
 @both
@@ -20,9 +19,9 @@ def test_delta_rule(case, implementation):
     h, v_new, final = chunk_gated_delta_rule_fwd_h(k, w, u, g_cum, start, True, **cut, implementation=implementation)
     assert h.dtype == v_new.dtype == final.dtype == jnp.float32
     expected_h, expected_v, expected_final = stage_oracle.states(k, w, u, g_cum, start, **cut)
-    assert_close("h", h, expected_h, TOLERANCE)
-    case.assert_close("v_new", v_new, expected_v, TOLERANCE)
-    assert_close("final_state", final, expected_final, TOLERANCE)
+    assert_close("h", h, expected_h, STAGE_TOLERANCE)
+    case.assert_close("v_new", v_new, expected_v, STAGE_TOLERANCE)
+    assert_close("final_state", final, expected_final, STAGE_TOLERANCE)
     if case.lengths is not None:
         used = sum(-(-length // case.chunk_size) for length in case.lengths)
         assert h.shape[1] == case.T // case.chunk_size + len(case.lengths)
@@ -65,8 +64,8 @@ def test_linear_attention(case, kind, implementation):
     h, final = chunk_fwd_h(k, v, **given, initial_state=start, output_final_state=True, **cut,
                            implementation=implementation)  # fmt: skip
     expected_h, _, expected_final = stage_oracle.states(k, None, v, g_cum, start, **cut)
-    assert_close("h", h, expected_h, TOLERANCE)
-    assert_close("final_state", final, expected_final, TOLERANCE)
+    assert_close("h", h, expected_h, STAGE_TOLERANCE)
+    assert_close("final_state", final, expected_final, STAGE_TOLERANCE)
 
 
 @both
@@ -77,6 +76,6 @@ def test_without_states(implementation):
     h, v_new, final = chunk_gated_delta_rule_fwd_h(*args, chunk_size=16, implementation=implementation)
     expected_h, expected_v, _ = stage_oracle.states(*args, chunk_size=16)
     assert final is None
-    assert_close("h", h, expected_h, TOLERANCE)
-    assert_close("v_new", v_new, expected_v, TOLERANCE)
+    assert_close("h", h, expected_h, STAGE_TOLERANCE)
+    assert_close("v_new", v_new, expected_v, STAGE_TOLERANCE)
     assert chunk_fwd_h(x["k"], x["v"], chunk_size=16, implementation=implementation)[1] is None

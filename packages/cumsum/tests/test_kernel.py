@@ -6,16 +6,17 @@ import pytest
 
 from chunkwise.cumsum import Config, chunk_local_cumsum
 from chunkwise.cumsum.config import default_for
-from chunkwise.cumsum.kernel import cumsum_tile, launch
+from chunkwise.cumsum.kernel import launch
+from chunkwise.cumsum.tile import cumsum_tile
 from chunkwise.shared.kernels import emulate_mxu
-from chunkwise.shared.testing import assert_close, error, text_for_tpu
+from chunkwise.shared.testing import STAGE_TOLERANCE, assert_close, error, text_for_tpu
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 def test_tile(reverse):
     g = np.random.default_rng(0).standard_normal((3, 16, 5))
     expected = np.cumsum(g[:, ::-1], axis=1)[:, ::-1] if reverse else np.cumsum(g, axis=1)
-    assert_close("G", cumsum_tile(jnp.asarray(g, jnp.float32), reverse), expected, 1e-6)
+    assert_close("G", cumsum_tile(jnp.asarray(g, jnp.float32), reverse), expected, STAGE_TOLERANCE)
 
 
 def test_a_single_pass_of_the_matrix_unit_would_lose_the_gate():

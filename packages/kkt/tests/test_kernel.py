@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from chunkwise.kkt import Config, chunk_scaled_dot_kkt
-from chunkwise.kkt.kernel import kkt_tile
-from chunkwise.shared.testing import Case, assert_close, text_for_tpu
+from chunkwise.kkt.tile import kkt_tile
+from chunkwise.shared.testing import STAGE_TOLERANCE, Case, assert_close, text_for_tpu
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
@@ -17,7 +17,7 @@ def test_tile(per_channel):
     (A,) = kkt_tile(*(jnp.asarray(x, jnp.float32) for x in (k, beta, G if per_channel else G.mT)))
     k, pairs = np.repeat(k, 2, axis=0), np.tril(np.ones((16, 16)), -1)
     decay = np.exp(np.where(pairs[..., None], G[:, :, None] - G[:, None], 0.0))
-    assert_close("A", A, beta.mT * pairs * np.einsum("hic,hijc,hjc->hij", k, decay * np.ones(5), k), 1e-6)
+    assert_close("A", A, beta.mT * pairs * np.einsum("hic,hijc,hjc->hij", k, decay * np.ones(5), k), STAGE_TOLERANCE)
 
 
 def test_strictly_lower_and_finite_where_the_decay_above_the_diagonal_overflows():

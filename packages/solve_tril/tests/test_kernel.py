@@ -10,7 +10,7 @@ import pytest
 from chunkwise.shared.kernels import unit_lower_inverse
 from chunkwise.shared.testing import Case, error, make_inputs, stage_oracle, text_for_tpu
 from chunkwise.solve_tril import Config, solve_tril
-from chunkwise.solve_tril.kernel import solve_tile
+from chunkwise.solve_tril.tile import solve_tile
 
 # Compiled once for every size. Operands of 16 bits are three passes of a matrix unit where full precision takes six.
 AT_FULL_PRECISION, AT_16_BITS = jax.jit(solve_tile), jax.jit(lambda A: unit_lower_inverse(A, 2))

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.testing import Case, assert_close, text_for_tpu
+from chunkwise.shared.testing import STAGE_TOLERANCE, Case, assert_close, text_for_tpu
 from chunkwise.wy_fast import Config, recompute_w_u
-from chunkwise.wy_fast.kernel import wy_tile
+from chunkwise.wy_fast.tile import wy_tile
 
 NAMES = ("k", "v", "beta", "A_inv", "g_cum")
 
@@ -19,8 +19,8 @@ def test_tile():
     shapes = [(2, 16, 5), (4, 16, 3), (4, 16, 16), (4, 1, 16), (4, 16, 1)]
     k, v, A_inv, beta, from_start = (rng.standard_normal(shape) for shape in shapes)
     w, u = wy_tile(*(jnp.asarray(x, jnp.float32) for x in (k, v, A_inv, beta, from_start)))
-    assert_close("w", w, A_inv @ (beta.mT * from_start * np.repeat(k, 2, axis=0)), 1e-6)
-    assert_close("u", u, A_inv @ (beta.mT * v), 1e-6)
+    assert_close("w", w, A_inv @ (beta.mT * from_start * np.repeat(k, 2, axis=0)), STAGE_TOLERANCE)
+    assert_close("u", u, A_inv @ (beta.mT * v), STAGE_TOLERANCE)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])

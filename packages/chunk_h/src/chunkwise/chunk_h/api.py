@@ -1,6 +1,7 @@
 """The contract: documentation, argument checks and the choice of implementation."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,50 @@ from chunkwise.shared.kernels import Chunking
 from chunkwise.shared.operators import (
     check,
     check_array,
-    check_chunk_size,
     check_cu_seqlens,
+    check_flags,
     check_gates,
     check_heads,
     check_initial_state,
+    choose_chunk_size,
     choose_implementation,
 )
+
+
+class Arrays(NamedTuple):
+    """The arrays of both functions; None where one is not given.
+
+    Attributes:
+      k, w, u: keys, effective keys (None without the delta rule) and values, as tokens.
+      g_cum: gates per head or per channel.
+      g_gamma: constant gates [HV].
+      initial_state: [N, HV, K, V].
+      cu_seqlens: int32 [N + 1].
+    """
+
+    k: jax.Array
+    w: jax.Array | None
+    u: jax.Array
+    g_cum: jax.Array | None
+    g_gamma: jax.Array | None
+    initial_state: jax.Array | None
+    cu_seqlens: jax.Array | None
+
+
+class Static(NamedTuple):
+    """What is known when the program is built.
+
+    Attributes:
+      C: tokens of a chunk.
+      output_final_state: return the states after the last tokens.
+      implementation: "pallas" or "xla".
+      config: tile sizes of the kernel.
+    """
+
+    C: int
+    output_final_state: bool
+    implementation: str
+    config: tiles.Config
 
 
 def chunk_gated_delta_rule_fwd_h(
@@ -29,7 +67,7 @@ def chunk_gated_delta_rule_fwd_h(
     initial_state: jax.Array | None = None,
     output_final_state: bool = False,
     cu_seqlens: jax.Array | None = None,
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
     *,
     implementation: str | None = None,
     config: tiles.Config | None = None,
@@ -51,10 +89,10 @@ def chunk_gated_delta_rule_fwd_h(
       g_cum: chunk-local inclusive cumulative log decay in nats, float32 from `chunkwise.cumsum.chunk_local_cumsum`
         (narrower types are widened): [B, T, HV] per head, [B, T, HV, K] per channel of the key, None for no decay.
       initial_state: [N, HV, K, V], any floating type; None for zeros.
-      output_final_state: return the state after every sequence.
+      output_final_state: return the state after every sequence; static.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
         Tokens from cu_seqlens[N] on are padding and give zeros. The values are checked outside of jit only.
-      chunk_size: C, one of 16, 32, 64, 128; static.
+      chunk_size: C, one of 16, 32, 64, 128, or None for 64; static. The stages of a chain must agree.
       implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
       config: tile sizes of the kernel.
 
@@ -66,7 +104,7 @@ def chunk_gated_delta_rule_fwd_h(
       state is float32 whatever the inputs are.
 
     Raises:
-      ValueError: an argument has the wrong rank, shape or type.
+      ValueError: an argument has the wrong rank, shape or type, or a static one is traced.
 
     Accuracy: 5e-7 relative to the recurrence in float64.
     Cost: 4 B T HV K V flops.
@@ -76,9 +114,8 @@ def chunk_gated_delta_rule_fwd_h(
     K = check_array("k", k, "B T H K", (B, T, None, None))[3]
     check_array("w", w, "B T HV K", (B, T, HV, K))
     check_gates("g_cum", g_cum, (B, T, HV), K)
-    return _states(
-        k, w, u, g_cum, None, initial_state, output_final_state, cu_seqlens, chunk_size, implementation, config
-    )
+    x = Arrays(k, w, u, g_cum, None, initial_state, cu_seqlens)
+    return _states(x, output_final_state, chunk_size, implementation, config)
 
 
 def chunk_fwd_h(
@@ -90,7 +127,7 @@ def chunk_fwd_h(
     initial_state: jax.Array | None = None,
     output_final_state: bool = False,
     cu_seqlens: jax.Array | None = None,
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
     *,
     implementation: str | None = None,
     config: tiles.Config | None = None,
@@ -113,9 +150,9 @@ def chunk_fwd_h(
       g_gamma: constant log decay per head [HV] in nats, any floating type, added to the one of g_cum.
       gk_cum: the same as g_cum per channel of the key [B, T, HV, K]; excludes the other two.
       initial_state: [N, HV, K, V], any floating type; None for zeros.
-      output_final_state: return the state after every sequence.
+      output_final_state: return the state after every sequence; static.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1.
-      chunk_size: C, one of 16, 32, 64, 128; static.
+      chunk_size: C, one of 16, 32, 64, 128, or None for 64; static. The stages of a chain must agree.
       implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
       config: tile sizes of the kernel.
 
@@ -125,7 +162,8 @@ def chunk_fwd_h(
       final_state [N, HV, K, V] float32, or None.
 
     Raises:
-      ValueError: an argument has the wrong rank, shape or type, or both kinds of gates are given.
+      ValueError: an argument has the wrong rank, shape or type, a static one is traced, or both kinds of gates are
+        given.
 
     Accuracy: 3e-7 relative to the recurrence in float64.
     Cost: 2 B T HV K V flops.
@@ -141,49 +179,48 @@ def chunk_fwd_h(
         check_array("gk_cum", gk_cum, "B T HV K", (B, T, HV, K))
         check(g_cum is None and g_gamma is None, "`gk_cum` must come without `g_cum` and `g_gamma`; got both.")
         g_cum = gk_cum
-    h, _, final_state = _states(
-        k, None, v, g_cum, g_gamma, initial_state, output_final_state, cu_seqlens, chunk_size, implementation, config
-    )
+    x = Arrays(k, None, v, g_cum, g_gamma, initial_state, cu_seqlens)
+    h, _, final_state = _states(x, output_final_state, chunk_size, implementation, config)
     return h, final_state
 
 
-def _states(k, w, u, g_cum, g_gamma, initial_state, output_final_state, cu_seqlens, chunk_size, implementation, config):
+def _states(x: Arrays, output_final_state, chunk_size, implementation, config):
     """Check what both functions share and run."""
-    B, T, H, K = k.shape
-    HV, V = u.shape[2:]
+    B, T, H, K = x.k.shape
+    HV, V = x.u.shape[2:]
     check_heads(H, HV)
-    check_chunk_size(chunk_size)
-    check_cu_seqlens(cu_seqlens, B, T)
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    check_initial_state(initial_state, (N, HV, K, V))
+    check_flags(output_final_state=output_final_state)
+    C = choose_chunk_size(chunk_size)
+    check_cu_seqlens(x.cu_seqlens, B, T)
+    N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+    check_initial_state(x.initial_state, (N, HV, K, V))
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
-    config = config or tiles.default_for(H, HV, chunk_size, K, V, g_cum is not None and g_cum.ndim == 4)
-    h, v_new, final_state = _run(
-        k, w, u, g_cum, g_gamma, initial_state, cu_seqlens, output_final_state, chunk_size, implementation, config
-    )
-    return h, v_new, final_state
+    config = config or tiles.default_for(H, HV, C, K, V, x.g_cum is not None and x.g_cum.ndim == 4)
+    return _run(x, Static(C, bool(output_final_state), implementation, config))
 
 
-@functools.partial(jax.jit, static_argnums=(7, 8, 9, 10))
-def _run(k, w, u, g_cum, g_gamma, initial_state, cu_seqlens, output_final_state, chunk_size, implementation, config):
-    chunks = Chunking(*k.shape[:2], chunk_size, cu_seqlens)
-    g = chunks.split_gates(g_cum, u.shape[2])
-    if g_gamma is not None:
-        g = g + chunks.gamma_rows(g_gamma)
-    initial_state = None if initial_state is None else initial_state.astype(jnp.float32)
-    w = None if w is None else chunks.split(w)
-    operands = kernel.Operands(*vary_alike(chunks.split(k), w, chunks.split(u), g, initial_state))
+@functools.partial(jax.jit, static_argnums=(1,))
+def _run(x: Arrays, static: Static):
+    chunks = Chunking(*x.k.shape[:2], static.C, x.cu_seqlens)
+    g = chunks.split_gates(x.g_cum, x.u.shape[2])  # rows [NC, HV, 1, C] or channels [NC, HV, C, K]
+    if x.g_gamma is not None:
+        g = g + chunks.gamma_rows(x.g_gamma)
+    initial_state = None if x.initial_state is None else x.initial_state.astype(jnp.float32)
+    w = None if x.w is None else chunks.split(x.w)  # [NC, HV, C, K]
+    operands = kernel.Operands(*vary_alike(chunks.split(x.k), w, chunks.split(x.u), g, initial_state))
     table = kernel.make_table(chunks.first, chunks.length, chunks.sequence)
-    end = jnp.where(chunks.last, chunks.length - 1, chunk_size).astype(jnp.int32)
-    if implementation == "pallas":
-        h, v_new, final_state = vjp.states(operands, table, end, chunks.N, config)
+    # The row of the last token of a sequence, C in a chunk in which none ends.
+    end = jnp.where(chunks.last, chunks.length - 1, static.C).astype(jnp.int32)
+    if static.implementation == "pallas":
+        h, v_new, final_state = vjp.states(operands, table, end, chunks.N, static.config)
     else:
         decays = xla.end_decays(jnp.swapaxes(g, -1, -2) if g.shape[2] == 1 else g, end)
         h, v_new, after = xla.states(operands.k, w, operands.u, *decays, initial_state, table, chunks.B)
         final_state = after[chunks.final_chunk]
     v_new = None if w is None else chunks.merge(v_new)
-    if not output_final_state:
+    if not static.output_final_state:
         return chunks.per_batch(h), v_new, None
+    # A sequence without tokens has no chunk: its state stays what it was.
     start = 0.0 if initial_state is None else initial_state
     final_state = jnp.where(chunks.empty[:, None, None, None], start, final_state)
     return chunks.per_batch(h), v_new, final_state

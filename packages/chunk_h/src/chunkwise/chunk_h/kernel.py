@@ -1,7 +1,4 @@
-"""The pass of the state over the chunks: tile mathematics, kernel body, launcher.
-
-v_new = u - w S;  S' = e^{G_last} S + (k e^{G_last - G})^T v_new. Without w, v_new is u: plain linear attention.
-"""
+"""The kernel of the pass of the state over the chunks: its tables, its body and its launcher."""
 
 from typing import NamedTuple
 
@@ -12,18 +9,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.chunk_h.config import Config
+from chunkwise.chunk_h.cost import cost
+from chunkwise.chunk_h.tile import decays_tile, new_values_tile, next_state_tile
 from chunkwise.shared.compat import out_struct
-from chunkwise.shared.kernels import (
-    dot,
-    dot_tn,
-    gate_kind,
-    head_block,
-    last_valid,
-    pallas_call,
-    per_channel,
-    repeat_heads,
-    to_column,
-)
+from chunkwise.shared.kernels import gate_kind, head_block, pallas_call
 
 # What a chunk does to the carried state before it reads it.
 CONTINUE, RESTART, UNUSED = 0, 1, 2
@@ -65,36 +54,6 @@ def make_table(first: jax.Array, length: jax.Array, sequence: jax.Array) -> Tabl
     return Table(action, sequence)
 
 
-def decays_tile(g):
-    """Return the decay from each token to the end of the chunk and the one over the whole chunk.
-
-    From rows [HV, 1, C]: [HV, C, 1] and [HV, 1, 1]. From gates per channel [HV, C, K]: [HV, C, K] and [HV, K, 1].
-    """
-    if per_channel(g):
-        g_last = g[:, -1:]
-        return jnp.exp(g_last - g), to_column(jnp.exp(g_last))
-    g_last = last_valid(g)
-    return jnp.exp(g_last - to_column(g)), jnp.exp(g_last)
-
-
-def new_values_tile(S, w, u):
-    """Return v_new = u - w S [HV, C, V] float32 from the state S [HV, K, V]; u itself if w is None."""
-    u = u.astype(jnp.float32)
-    return u if w is None else u - dot(w, S)
-
-
-def next_state_tile(S, k, v_new, to_end, through):
-    """Return the state after the chunk.
-
-    Args:
-      S: [HV, K, V], the state before the chunk.
-      k: [h, C, K], keys of the key heads.
-      v_new: [HV, C, V] float32.
-      to_end, through: from `decays_tile`.
-    """
-    return through * S + dot_tn(repeat_heads(k, S.shape[0]) * to_end, v_new)
-
-
 def load(ref):
     """Return the tile of a Ref; None for an operand that is not there."""
     return None if ref is None else ref[...]
@@ -104,16 +63,18 @@ def _state_kernel(action_ref, sequence_ref, k_ref, w_ref, u_ref, g_ref, h0_ref, 
     del sequence_ref  # read by the index maps only
     action = action_ref[pl.program_id(1)]
 
+    # Step 0 runs on uninitialised scratch; the first chunk of a sequence resets it.
     @pl.when(action == RESTART)
     def _():
         S_ref[...] = jnp.zeros_like(S_ref) if h0_ref is None else h0_ref[...]
 
-    S = S_ref[...]
+    S = S_ref[...]  # [heads, K, V]
+    # A select, not a product: the carried state may hold NaN, and unused chunks must be zero.
     h_ref[...] = jnp.where(action == UNUSED, 0.0, S)
-    v_new = new_values_tile(S, load(w_ref), u_ref[...])
+    v_new = new_values_tile(S, load(w_ref), u_ref[...])  # [heads, C, V]
     if v_ref is not None:
         v_ref[...] = v_new
-    S = next_state_tile(S, k_ref[...], v_new, *decays_tile(g_ref[...]))
+    S = next_state_tile(S, k_ref[...], v_new, *decays_tile(g_ref[...]))  # [heads, K, V]
     # An unused chunk holds zeros only, so it repeats the final state of the sequence before it.
     S_ref[...] = S
     ht_ref[...] = S
@@ -122,6 +83,13 @@ def _state_kernel(action_ref, sequence_ref, k_ref, w_ref, u_ref, g_ref, h0_ref, 
 def suffix(x: Operands) -> str:
     """Return what names the variant of a kernel: its chunk size and the kind of its gates."""
     return f"c{x.k.shape[2]}{gate_kind(x.g)}"
+
+
+def launch_cost(x: Operands, backward: bool = False) -> pl.CostEstimate:
+    """Return what a launch on these operands costs."""
+    NC, H, C, K = x.k.shape
+    sizes = dict(B=NC, T=C, H=H, HV=x.u.shape[1], K=K, V=x.u.shape[3], C=C, itemsize=x.k.dtype.itemsize)
+    return cost(**sizes, per_channel=bool(gate_kind(x.g)), delta_rule=x.w is not None, backward=backward)
 
 
 def launch(x: Operands, table: Table, N: int, config: Config):
@@ -169,9 +137,5 @@ def launch(x: Operands, table: Table, N: int, config: Config):
             out_struct((N, HV, K, V), jnp.float32, *x),
         ],
         scratch_shapes=[pltpu.VMEM((heads, K, V), jnp.float32)],
-        cost_estimate=pl.CostEstimate(
-            flops=2 * NC * HV * C * K * V * (1 if x.w is None else 2),
-            transcendentals=x.g.size,
-            bytes_accessed=sum(a.nbytes for a in x if a is not None) + 4 * NC * HV * (K + C) * V,
-        ),
+        cost_estimate=launch_cost(x),
     )

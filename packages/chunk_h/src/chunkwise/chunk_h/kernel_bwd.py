@@ -1,55 +1,15 @@
-"""The gradient of the pass of the state: tile mathematics, kernel body, launcher.
-
-Backwards over the chunks, dS' being the gradient of the state after the chunk and e the decay to its end:
-
-    dv = dv_new + (e k) dS';  dk = e (v_new dS'^T);  dw = -dv S^T;  du = dv
-    dS = dh + e^{G_last} dS' - w^T dv
-    dG = -k dk, and on the last row the sum of k dk over the others and of e^{G_last} S dS'
-"""
+"""The kernel of the gradient of the pass of the state: its body and its launcher."""
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.chunk_h.config import Config
-from chunkwise.chunk_h.kernel import RESTART, Operands, Table, decays_tile, suffix
+from chunkwise.chunk_h.kernel import RESTART, Operands, Table, launch_cost, load, suffix
+from chunkwise.chunk_h.tile import state_bwd_tile
 from chunkwise.shared.compat import out_struct
-from chunkwise.shared.kernels import (
-    dot,
-    dot_nt,
-    dot_tn,
-    gate_gradient,
-    head_block,
-    pallas_call,
-    per_channel,
-    repeat_heads,
-    sum_groups,
-    to_row,
-)
-
-
-def state_gate_gradient_tile(kdk, SdS, through, g, end):
-    """Return dG in the form of g.
-
-    The token at the end adds its key undecayed, whatever the gates: added and subtracted, its k dk would swamp terms
-    of e^-30.
-
-    Args:
-      kdk: k * dk [HV, C, K].
-      SdS: S * dS' [HV, K, V].
-      through: the decay over the whole chunk, [HV, 1, 1] or [HV, K, 1].
-      g: the gates.
-      end: the last row of a token, or more than all rows for the last of the chunk.
-    """
-    decayed, time = gate_gradient(kdk, g), 1 if per_channel(g) else 2
-    at_end = lax.broadcasted_iota(jnp.int32, decayed.shape, time) == jnp.minimum(end, kdk.shape[1] - 1)
-    decayed = jnp.where(at_end, 0.0, decayed)
-    last = through * jnp.sum(SdS, axis=2, keepdims=True)
-    last = to_row(last) if per_channel(g) else jnp.sum(last, axis=1, keepdims=True)
-    last += jnp.sum(decayed, axis=time, keepdims=True)
-    return jnp.where(at_end, last, -decayed)
+from chunkwise.shared.kernels import head_block, pallas_call, sum_groups
 
 
 def _state_bwd_kernel(
@@ -61,29 +21,32 @@ def _state_bwd_kernel(
 
     @pl.when(pl.program_id(1) == 0)
     def _():
-        # The chunks after the last sequence are unused: no result, but what they compute must be finite.
+        # The unused chunks after the last sequence come first: they have no result, but compute on finite numbers.
         dS_ref[...] = jnp.zeros_like(dS_ref)
 
+    # The chunk in which a sequence ends comes first of its chunks: it starts from the gradient of the final state.
     @pl.when(end_ref[n] < k_ref.shape[1])
     def _():
         dS_ref[...] = dht_ref[...]
 
-    k = repeat_heads(k_ref[...], h_ref.shape[0])
-    g = g_ref[...]
-    to_end, through = decays_tile(g)
-    S, dS = h_ref[...], dS_ref[...]
-    dv = dot(k * to_end, dS)
-    if dv_ref is not None:
-        dv += dv_ref[...]
-    dk = to_end * dot_nt(v_ref[...].astype(jnp.float32), dS)
+    dk, dw, dv, dg, dS = state_bwd_tile(
+        h_ref[...],  # [heads, K, V]
+        k_ref[...],  # [key heads, C, K]
+        load(w_ref),  # [heads, C, K]
+        v_ref[...],  # [heads, C, V]
+        g_ref[...],
+        dS_ref[...],  # [heads, K, V]
+        dh_ref[...],  # [heads, K, V]
+        load(dv_ref),  # [heads, C, V]
+        end_ref[n],
+    )
     dk_ref[...] = dk
     du_ref[...] = dv.astype(du_ref.dtype)
-    dg_ref[...] = state_gate_gradient_tile(k * dk, S * dS, through, g, end_ref[n])
-    dS = through * dS + dh_ref[...]
-    if w_ref is not None:
-        dw_ref[...] = -dot_nt(dv, S)
-        dS -= dot_tn(w_ref[...].astype(jnp.float32), dv)
+    dg_ref[...] = dg
+    if dw_ref is not None:
+        dw_ref[...] = dw
     dS_ref[...] = dS
+    # The last of these to be written is that of the first chunk.
     dh0_ref[...] = dS
 
 
@@ -154,11 +117,7 @@ def launch(x: Operands, h, v_new, table: Table, end: jax.Array, dh, dv_new, dht,
             out_struct((N, HV, K, V), jnp.float32, *x),
         ],
         scratch_shapes=[pltpu.VMEM((heads, K, V), jnp.float32)],
-        cost_estimate=pl.CostEstimate(
-            flops=2 * NC * HV * C * K * V * (2 if x.w is None else 4),
-            transcendentals=x.g.size,
-            bytes_accessed=sum(a.nbytes for a in (*x, h, v_new, dh, dv_new) if a is not None) * 2,
-        ),
+        cost_estimate=launch_cost(x, backward=True),
     )
     if x.w is not None:
         dw = dw.astype(x.w.dtype)

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.chunk_h.kernel import RESTART, UNUSED, Table, new_values_tile, next_state_tile
+from chunkwise.chunk_h.kernel import RESTART, UNUSED, Table
+from chunkwise.chunk_h.tile import new_values_tile, next_state_tile
 from chunkwise.shared.compat import varying_zeros
 
 
@@ -16,7 +17,7 @@ def end_decays(g: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
     decay is the number 1, whose gradient cannot swamp those of decays of e^-30.
     """
     g_last, C = g[:, :, -1:], g.shape[2]
-    before = jnp.arange(C) < jnp.minimum(end, C - 1)[:, None]
+    before = jnp.arange(C, dtype=jnp.int32)[None] < jnp.minimum(end, C - 1)[:, None]  # [NC, C]
     return jnp.exp(jnp.where(before[:, None, :, None], g_last - g, 0.0)), jnp.swapaxes(jnp.exp(g_last), -1, -2)
 
 

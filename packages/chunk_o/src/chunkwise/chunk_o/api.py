@@ -1,6 +1,7 @@
 """The contract: documentation, argument checks and the choice of implementation."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,49 @@ from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.kernels import Chunking, decay_from_start, decayed_scores, num_chunks, scaled, split_scale
 from chunkwise.shared.operators import (
     check_array,
-    check_chunk_size,
     check_cu_seqlens,
     check_gates,
     check_heads,
     check_scale,
+    choose_chunk_size,
     choose_implementation,
 )
+
+
+class Arrays(NamedTuple):
+    """The arrays of the function, and its scale; None where one is not given.
+
+    Attributes:
+      q, k, v: tokens.
+      h: the states before the chunks.
+      g_cum: gates per head or per channel.
+      g_gamma: constant gates [HV].
+      scale: a number, or a scalar array, which may be traced.
+      cu_seqlens: int32 [N + 1].
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    h: jax.Array
+    g_cum: jax.Array | None
+    g_gamma: jax.Array | None
+    scale: Any
+    cu_seqlens: jax.Array | None
+
+
+class Static(NamedTuple):
+    """What is known when the program is built.
+
+    Attributes:
+      C: tokens of a chunk.
+      implementation: "pallas" or "xla".
+      config: tile sizes of the kernel.
+    """
+
+    C: int
+    implementation: str
+    config: tiles.Config
 
 
 def chunk_fwd_o(
@@ -29,7 +66,7 @@ def chunk_fwd_o(
     g_gamma: jax.Array | None = None,
     scale: float | None = None,
     cu_seqlens: jax.Array | None = None,
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
     *,
     implementation: str | None = None,
     config: tiles.Config | None = None,
@@ -47,8 +84,8 @@ def chunk_fwd_o(
 
     Args:
       q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
-      v: values [B, T, HV, V], likewise. Two bfloat16 tensors are multiplied as
-        they are, everything else in float32 at full precision.
+      v: values [B, T, HV, V], likewise. Two bfloat16 tensors are multiplied as they are, everything else in float32 at
+        full precision.
       h: states before each chunk [B, NT, HV, K, V], float32 from `chunkwise.chunk_h` (narrower types are widened); NT
         is ceil(T / C), or T // C + N for a packed batch.
       g_cum: chunk-local inclusive cumulative log decay in nats, float32 from `chunkwise.cumsum.chunk_local_cumsum`
@@ -57,7 +94,7 @@ def chunk_fwd_o(
       scale: multiplies the output; defaults to K ** -0.5. A number, or a scalar array, traced or not.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
         Tokens from cu_seqlens[N] on are padding and give zeros. The values are checked outside of jit only.
-      chunk_size: C, one of 16, 32, 64, 128; static.
+      chunk_size: C, one of 16, 32, 64, 128, or None for 64; static. The stages of a chain must agree.
       implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
       config: tile sizes of the kernel.
 
@@ -65,10 +102,10 @@ def chunk_fwd_o(
       o [B, T, HV, V] in the type of v. Differentiable in every array and a traced scale under both implementations.
 
     Raises:
-      ValueError: an argument has the wrong rank, shape or type.
+      ValueError: an argument has the wrong rank, shape or type, or a static one is traced.
 
     Accuracy: 3e-7 relative to the definition in float64 for float32 inputs, 2e-3 for bfloat16 inputs.
-    Cost: 2 B T HV (C K + K V + C V) flops.
+    Cost: 2 B T (H C K + HV (K V + C V)) flops, with HV in the place of H for gates per channel.
     Source: Yang et al., Gated Linear Attention Transformers (2023), section 3; Gated Delta Networks (2024).
     """
     B, T, H, K = check_array("k", k, "B T H K")
@@ -79,29 +116,31 @@ def chunk_fwd_o(
     if g_gamma is not None:
         check_array("g_gamma", g_gamma, "HV", (HV,))
     check_scale(scale)
-    check_chunk_size(chunk_size)
+    C = choose_chunk_size(chunk_size)
     check_cu_seqlens(cu_seqlens, B, T)
-    NT = num_chunks(T, chunk_size, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+    NT = num_chunks(T, C, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     check_array("h", h, "B NT HV K V", (B, NT, HV, K, V))
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
-    config = config or tiles.default_for(H, HV, chunk_size, K, V, g_cum is not None and g_cum.ndim == 4)
+    config = config or tiles.default_for(H, HV, C, K, V, g_cum is not None and g_cum.ndim == 4)
     scale = K**-0.5 if scale is None else scale
     inside, after = split_scale(scale) if implementation == "pallas" else (scale, None)
-    return scaled(_run(q, k, v, h, g_cum, g_gamma, inside, cu_seqlens, chunk_size, implementation, config), after)
+    x = Arrays(q, k, v, h, g_cum, g_gamma, inside, cu_seqlens)
+    return scaled(_run(x, Static(C, implementation, config)), after)
 
 
-@functools.partial(jax.jit, static_argnums=(8, 9, 10))
-def _run(q, k, v, h, g_cum, g_gamma, scale, cu_seqlens, chunk_size, implementation, config):
-    chunks = Chunking(*k.shape[:2], chunk_size, cu_seqlens)
-    g = chunks.split_gates(g_cum, v.shape[2])
-    if g_gamma is not None:
-        gamma = chunks.gamma_rows(g_gamma)
+@functools.partial(jax.jit, static_argnums=(1,))
+def _run(x: Arrays, static: Static):
+    chunks = Chunking(*x.k.shape[:2], static.C, x.cu_seqlens)
+    g = chunks.split_gates(x.g_cum, x.v.shape[2])  # rows [NC, HV, 1, C] or channels [NC, HV, C, K]
+    if x.g_gamma is not None:
+        gamma = chunks.gamma_rows(x.g_gamma)  # [NC, HV, 1, C]
         g = g + (gamma if g.shape[2] == 1 else jnp.swapaxes(gamma, -1, -2))
-    q_c, k_c, v_c = chunks.split(q), chunks.split(k), chunks.split(v)
-    h = h.astype(jnp.float32).reshape(-1, *h.shape[2:])
-    if implementation == "pallas":
-        o = vjp.output(*vary_alike(q_c, k_c, v_c, h, g, jnp.full((1,), scale, jnp.float32)), config)
+    q, k, v = chunks.split(x.q), chunks.split(x.k), chunks.split(x.v)  # [NC, H or HV, C, K or V]
+    h = x.h.astype(jnp.float32).reshape(-1, *x.h.shape[2:])  # [NC, HV, K, V]
+    scale = jnp.asarray(x.scale, jnp.float32)
+    if static.implementation == "pallas":
+        o = vjp.output(*vary_alike(q, k, v, h, g, scale.reshape(1)), static.config)
     else:
-        from_start, scores = jax.vmap(decay_from_start)(g), jax.vmap(decayed_scores)(q_c, k_c, g)
-        o = xla.output(q_c, k_c, v_c, h, from_start, scores, scale)
-    return chunks.merge(o.astype(v.dtype))
+        from_start, scores = jax.vmap(decay_from_start)(g), jax.vmap(decayed_scores)(q, k, g)
+        o = xla.output(q, k, v, h, from_start, scores, scale)
+    return chunks.merge(o.astype(x.v.dtype))

@@ -2,7 +2,7 @@
 
 import jax
 
-from chunkwise.chunk_o.kernel import output_tile
+from chunkwise.chunk_o.tile import output_tile
 
 
 def output(q, k, v, h, from_start, scores, scale) -> jax.Array:

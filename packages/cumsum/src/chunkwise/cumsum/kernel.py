@@ -1,4 +1,4 @@
-"""G_i = sum of g over the first i + 1 rows of a chunk: tile mathematics, kernel body, launcher."""
+"""The kernel of the cumulative sum: its body and its launcher."""
 
 import functools
 
@@ -7,23 +7,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from chunkwise.cumsum.config import Config
+from chunkwise.cumsum.cost import cost
+from chunkwise.cumsum.tile import cumsum_tile
 from chunkwise.shared.compat import out_struct
-from chunkwise.shared.kernels import column_index, dot, pallas_call, row_index
-
-
-def cumsum_tile(g, reverse: bool):
-    """Return the inclusive cumulative sum of g [n, C, D] over its rows.
-
-    A product with a triangle of ones: the products are exact and every sum is formed from the gates themselves.
-    """
-    C = g.shape[1]
-    i, j = row_index(C), column_index(C)
-    ones = jnp.where(i <= j if reverse else i >= j, 1.0, 0.0)
-    return dot(jnp.broadcast_to(ones, (g.shape[0], C, C)), g)
+from chunkwise.shared.kernels import pallas_call
 
 
 def _cumsum_kernel(g_ref, g_cum_ref, *, reverse):
-    g_cum_ref[...] = cumsum_tile(g_ref[...], reverse)
+    g_cum_ref[...] = cumsum_tile(g_ref[...], reverse)  # [chunks, C, lanes]
 
 
 def launch(g: jax.Array, reverse: bool, config: Config) -> jax.Array:
@@ -40,5 +31,5 @@ def launch(g: jax.Array, reverse: bool, config: Config) -> jax.Array:
         in_specs=[block],
         out_specs=block,
         out_shape=out_struct(g.shape, jnp.float32, g),
-        cost_estimate=pl.CostEstimate(flops=2 * C * g.size, transcendentals=0, bytes_accessed=8 * g.size),
+        cost_estimate=cost(B=NC, T=C, H=D, C=C),
     )

@@ -10,10 +10,10 @@ from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.kernels import Chunking
 from chunkwise.shared.operators import (
     check_array,
-    check_chunk_size,
     check_cu_seqlens,
     check_gates,
     check_heads,
+    choose_chunk_size,
     choose_implementation,
 )
 
@@ -23,7 +23,7 @@ def chunk_scaled_dot_kkt(
     beta: jax.Array,
     g_cum: jax.Array | None = None,
     cu_seqlens: jax.Array | None = None,
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
     *,
     implementation: str | None = None,
     config: tiles.Config | None = None,
@@ -48,7 +48,7 @@ def chunk_scaled_dot_kkt(
         channel of the key, None for no decay.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
         Tokens from cu_seqlens[N] on are padding and give zero rows. The values are checked outside of jit only.
-      chunk_size: C, one of 16, 32, 64, 128; static.
+      chunk_size: C, one of 16, 32, 64, 128, or None for 64; static. The stages of a chain must agree.
       implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
       config: tile sizes of the kernel.
 
@@ -57,18 +57,18 @@ def chunk_scaled_dot_kkt(
       beta and g_cum under both implementations.
 
     Raises:
-      ValueError: an argument has the wrong rank, shape or type.
+      ValueError: an argument has the wrong rank, shape or type, or a static one is traced.
 
     Accuracy: 2e-7 relative to the definition in float64 for float32 inputs, 1e-7 for bfloat16 inputs, whose products
     are exact in float32.
-    Cost: 2 B T C H K flops and 4 B T C HV bytes written.
+    Cost: 2 B T C H K flops, with HV in the place of H for gates per channel, and 4 B T C HV bytes written.
     Source: Yang et al., Gated Delta Networks (2024), section 3.3; the WY form of Bischof and Van Loan (1985).
     """
     B, T, H, K = check_array("k", k, "B T H K")
     HV = check_array("beta", beta, "B T HV", (B, T, None))[2]
     check_heads(H, HV)
     check_gates("g_cum", g_cum, (B, T, HV), K)
-    check_chunk_size(chunk_size)
+    chunk_size = choose_chunk_size(chunk_size)
     check_cu_seqlens(cu_seqlens, B, T)
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     config = config or tiles.default_for(H, HV, chunk_size, K, k.dtype.itemsize, g_cum is not None and g_cum.ndim == 4)

@@ -1,45 +1,29 @@
-"""The gradient of A_ij = beta_i <k_i, e^(G_i - G_j) k_j>, i > j: tile mathematics, launcher."""
+"""The kernel of the gradient of the interaction matrix: its launcher."""
 
 import jax
 import jax.numpy as jnp
 
 from chunkwise.kkt.config import Config
-from chunkwise.shared.kernels import (
-    decayed_scores,
-    decayed_scores_bwd,
-    gate_kind,
-    map_chunks,
-    repeat_heads,
-    sum_groups,
-    to_column,
-    to_row,
-)
-
-
-def kkt_bwd_tile(k, beta, g, dA):
-    """Return dk [HV, C, K], dbeta [HV, 1, C] and dg in the form of g; operands as in the forward, dA [HV, C, C]."""
-    dbeta = jnp.sum(dA * decayed_scores(k, k, g), axis=2, keepdims=True)
-    k = repeat_heads(k, beta.shape[0])
-    # Every key is once the row and once the column.
-    dk_row, dk_column, dg = decayed_scores_bwd(k, k, g, to_column(beta) * dA)
-    return dk_row + dk_column, to_row(dbeta), dg
+from chunkwise.kkt.cost import cost
+from chunkwise.kkt.tile import kkt_bwd_tile
+from chunkwise.shared.kernels import gate_kind, map_chunks, sum_groups
 
 
 def launch(k: jax.Array, beta: jax.Array, g: jax.Array, dA: jax.Array, config: Config):
     """Run the kernel on chunks, operands as in the forward: returns dk in the type of k, dbeta and dg."""
     NC, H, C, K = k.shape
-    HV = beta.shape[1]
+    HV, kind, itemsize = beta.shape[1], gate_kind(g), k.dtype.itemsize
     dk, dbeta, dg = map_chunks(
         kkt_bwd_tile,
         k,
         beta,
         g,
         dA,
-        name=f"chunk_scaled_dot_kkt_bwd_c{C}{gate_kind(g)}",
+        name=f"chunk_scaled_dot_kkt_bwd_c{C}{kind}",
         HV=HV,
         heads=config.heads,
         outputs=[((C, K), jnp.float32), ((1, C), jnp.float32), (g.shape[2:], jnp.float32)],
-        flops=6 * NC * HV * C * C * K,
-        transcendentals=NC * HV * C * C,
+        cost=cost(B=NC, T=C, H=H, HV=HV, K=K, C=C, itemsize=itemsize, per_channel=bool(kind), backward=True),
     )
+    # The kernel writes a gradient per value head; those that share a key head are summed here.
     return sum_groups(dk, H).astype(k.dtype), dbeta, dg

@@ -2,7 +2,7 @@
 
 import jax
 
-from chunkwise.kkt.kernel import kkt_tile
+from chunkwise.kkt.tile import kkt_tile
 
 
 def kkt(k: jax.Array, beta: jax.Array, g: jax.Array) -> jax.Array:

@@ -1,32 +1,12 @@
-"""w = A_inv (beta e^G k), u = A_inv (beta v): tile mathematics, launcher."""
+"""The kernel of the effective keys and values: its launcher."""
 
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import decay_from_start, dot, gate_kind, map_chunks, repeat_heads
+from chunkwise.shared.kernels import gate_kind, map_chunks
 from chunkwise.wy_fast.config import Config
-
-
-def wy_tile(k, v, A_inv, beta, from_start):
-    """Return the effective keys and values of one chunk.
-
-    Args:
-      k: [h, C, K], keys of the key heads.
-      v: [HV, C, V].
-      A_inv: [HV, C, C].
-      beta: [HV, 1, C]; it multiplies the columns of A_inv.
-      from_start: [HV, C, 1 or K], the decay e^G from the start of the chunk to each token.
-
-    Returns:
-      w [HV, C, K] and u [HV, C, V], float32.
-    """
-    scaled = A_inv * beta
-    return dot(scaled, repeat_heads(k, v.shape[0]) * from_start), dot(scaled, v)
-
-
-def wy_gates_tile(k, v, A_inv, beta, g):
-    """Return `wy_tile` from cumulative gates, rows [HV, 1, C] or per channel [HV, C, K]."""
-    return wy_tile(k, v, A_inv, beta, decay_from_start(g))
+from chunkwise.wy_fast.cost import cost
+from chunkwise.wy_fast.tile import wy_gates_tile
 
 
 def launch(
@@ -38,7 +18,8 @@ def launch(
     w [NC, HV, C, K] and u [NC, HV, C, V], float32.
     """
     NC, HV, C, V = v.shape
-    K = k.shape[-1]
+    H, K = k.shape[1], k.shape[3]
+    kind, itemsize = gate_kind(g), v.dtype.itemsize
     w, u = map_chunks(
         wy_gates_tile,
         k,
@@ -46,11 +27,10 @@ def launch(
         A_inv,
         beta,
         g,
-        name=f"recompute_w_u_fwd_c{C}{gate_kind(g)}",
+        name=f"recompute_w_u_fwd_c{C}{kind}",
         HV=HV,
         heads=config.heads,
         outputs=[((C, K), jnp.float32), ((C, V), jnp.float32)],
-        flops=2 * NC * HV * C * C * (K + V),
-        transcendentals=g.size,
+        cost=cost(B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind)),
     )
     return w, u

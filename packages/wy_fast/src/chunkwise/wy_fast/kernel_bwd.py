@@ -1,40 +1,19 @@
-"""The gradient of w = Q (e^G k) and u = Q v, Q = A_inv beta by columns: tile mathematics, launcher.
-
-dQ = dw (e^G k)^T + du v^T, e^G dk = Q^T dw, dv = Q^T du, and beta sums over its column what it multiplies.
-"""
+"""The kernel of the gradient of the effective keys and values: its launcher."""
 
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import (
-    decay_from_start,
-    dot_nt,
-    dot_tn,
-    gate_gradient,
-    gate_kind,
-    map_chunks,
-    repeat_heads,
-    sum_groups,
-)
+from chunkwise.shared.kernels import gate_kind, map_chunks, sum_groups
 from chunkwise.wy_fast.config import Config
-
-
-def wy_bwd_tile(k, v, A_inv, beta, g, dw, du):
-    """Return dk [HV, C, K], dv [HV, C, V], dA_inv [HV, C, C], dbeta [HV, 1, C] and dg; operands as in the forward."""
-    from_start = decay_from_start(g)
-    decayed = repeat_heads(k, v.shape[0]) * from_start
-    scaled = A_inv * beta
-    dscaled = dot_nt(dw, decayed) + dot_nt(du, v)
-    ddecayed = dot_tn(scaled, dw)
-    dbeta = jnp.sum(A_inv * dscaled, axis=1, keepdims=True)
-    dg = gate_gradient(decayed * ddecayed, g)
-    return from_start * ddecayed, dot_tn(scaled, du), beta * dscaled, dbeta, dg
+from chunkwise.wy_fast.cost import cost
+from chunkwise.wy_fast.tile import wy_bwd_tile
 
 
 def launch(k, v, A_inv, beta, g, dw: jax.Array, du: jax.Array, config: Config):
     """Run the kernel on chunks: the gradients of all operands of the forward, in their types."""
     NC, HV, C, V = v.shape
     H, K = k.shape[1], k.shape[3]
+    kind, itemsize = gate_kind(g), v.dtype.itemsize
     dk, dv, dA_inv, dbeta, dg = map_chunks(
         wy_bwd_tile,
         k,
@@ -44,7 +23,7 @@ def launch(k, v, A_inv, beta, g, dw: jax.Array, du: jax.Array, config: Config):
         g,
         dw,
         du,
-        name=f"recompute_w_u_bwd_c{C}{gate_kind(g)}",
+        name=f"recompute_w_u_bwd_c{C}{kind}",
         HV=HV,
         heads=config.heads,
         outputs=[
@@ -54,7 +33,7 @@ def launch(k, v, A_inv, beta, g, dw: jax.Array, du: jax.Array, config: Config):
             ((1, C), jnp.float32),
             (g.shape[2:], jnp.float32),
         ],
-        flops=4 * NC * HV * C * C * (K + V),
-        transcendentals=g.size,
+        cost=cost(B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind), backward=True),
     )
+    # The kernel writes a gradient per value head; those that share a key head are summed here.
     return sum_groups(dk, H).astype(k.dtype), dv, dA_inv, dbeta, dg

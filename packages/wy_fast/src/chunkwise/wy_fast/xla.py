@@ -2,7 +2,7 @@
 
 import jax
 
-from chunkwise.wy_fast.kernel import wy_tile
+from chunkwise.wy_fast.tile import wy_tile
 
 
 def w_u(k: jax.Array, v: jax.Array, A_inv: jax.Array, beta: jax.Array, from_start: jax.Array):

@@ -1,7 +1,16 @@
 """What kernels are made of: launches, layout, tiles, products, decays and the inverse."""
 
 from chunkwise.shared.kernels.chunk_map import map_chunks
-from chunkwise.shared.kernels.chunks import Chunking, num_chunks, pad_tokens, pieces, stream_masks, zero_padding
+from chunkwise.shared.kernels.chunks import (
+    Chunking,
+    StreamMasks,
+    num_chunks,
+    pad_tokens,
+    pieces,
+    stream_masks,
+    zero_padding,
+)
+from chunkwise.shared.kernels.config import HeadConfig, choose_heads
 from chunkwise.shared.kernels.decayed import (
     decay_from_start,
     decayed_scores,
@@ -19,6 +28,27 @@ from chunkwise.shared.kernels.launch import (
     pick_heads,
     scaled,
     split_scale,
+)
+from chunkwise.shared.kernels.layout import (
+    Blocks,
+    SequenceMasks,
+    Step,
+    clear,
+    from_blocks,
+    from_lanes,
+    load_heads,
+    make_steps,
+    pad_states,
+    put_heads,
+    sequence_masks,
+    store_heads,
+    store_own,
+    sum_value_heads,
+    to_blocks,
+    to_lanes,
+    to_rows,
+    token_owners,
+    unless_empty,
 )
 from chunkwise.shared.kernels.packed import (
     LANES,
@@ -40,6 +70,8 @@ from chunkwise.shared.kernels.packed import (
     split_lanes,
 )
 from chunkwise.shared.kernels.products import bf16_parts, dot, dot_nt, dot_tn, emulate_mxu, operand_dtype
+from chunkwise.shared.kernels.quarantine import not_finite, only_if, rows_not_finite, spoil, whole_sequences
+from chunkwise.shared.kernels.schedule import stagger
 from chunkwise.shared.kernels.tiles import (
     LOG2_E,
     clip_gate,
@@ -57,16 +89,22 @@ from chunkwise.shared.kernels.tiles import (
     to_column,
     to_row,
 )
-from chunkwise.shared.kernels.unread import unless_unread
 
 __all__ = [
+    "Blocks",
     "Chunking",
+    "HeadConfig",
     "LANES",
     "LOG2_E",
+    "SequenceMasks",
+    "Step",
+    "StreamMasks",
     "apply_transposed",
     "begin_inverse",
     "bf16_parts",
     "block_of",
+    "choose_heads",
+    "clear",
     "clip_gate",
     "column_index",
     "decay_from_start",
@@ -76,6 +114,8 @@ __all__ = [
     "dot_nt",
     "dot_tn",
     "emulate_mxu",
+    "from_blocks",
+    "from_lanes",
     "gate_gradient",
     "gate_kind",
     "head_block",
@@ -86,17 +126,22 @@ __all__ = [
     "lanes",
     "largest_divisor",
     "last_valid",
+    "load_heads",
     "lower",
+    "make_steps",
     "map_chunks",
     "masked_exp",
     "multiply_packed",
     "named",
+    "not_finite",
     "num_chunks",
+    "only_if",
     "operand_dtype",
     "outer",
     "pack_members",
     "packing",
     "pad_lanes",
+    "pad_states",
     "pad_tokens",
     "pallas_call",
     "part_pairs",
@@ -105,22 +150,35 @@ __all__ = [
     "pick_heads",
     "pieces",
     "place_tiles",
+    "put_heads",
     "repeat_heads",
     "rotate",
     "row_index",
     "rows",
+    "rows_not_finite",
     "scaled",
+    "sequence_masks",
     "side_lanes",
     "split_gate",
     "split_lanes",
     "split_scale",
+    "spoil",
+    "stagger",
+    "store_heads",
+    "store_own",
     "stream_masks",
     "strictly_lower",
     "strip_rows",
     "sum_groups",
+    "sum_value_heads",
+    "to_blocks",
     "to_column",
+    "to_lanes",
     "to_row",
+    "to_rows",
+    "token_owners",
     "unit_lower_inverse",
-    "unless_unread",
+    "unless_empty",
+    "whole_sequences",
     "zero_padding",
 ]

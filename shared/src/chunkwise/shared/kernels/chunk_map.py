@@ -16,8 +16,7 @@ def map_chunks(
     HV: int,
     heads: int,
     outputs: Sequence[tuple[tuple[int, ...], jax.typing.DTypeLike]],
-    flops: int,
-    transcendentals: int = 0,
+    cost: pl.CostEstimate,
     scalars: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
     """Run `tile` on every chunk, `heads` value heads in lock-step, as one Pallas launch.
@@ -29,9 +28,9 @@ def map_chunks(
       *operands: chunks [NC, H or HV, rows, columns].
       name: name of the kernel.
       HV: value heads.
-      heads: value heads a grid step, from `pick_heads`.
+      heads: value heads a grid step, from `choose_heads`.
       outputs: ((rows, columns), dtype) of every result; its head dimension is HV.
-      flops, transcendentals: what the launch costs.
+      cost: what the launch costs, for the scheduler of XLA.
       scalars: float32 [1] arrays, kept in scalar memory; they may be traced, so a kernel cannot capture them.
 
     Returns:
@@ -46,7 +45,6 @@ def map_chunks(
             ref[...] = value.astype(ref.dtype)
 
     results = [out_struct((NC, HV, *tail), dtype, *operands) for tail, dtype in outputs]
-    moved = sum(x.size * x.dtype.itemsize for x in (*operands, *results))
     return pallas_call(
         kernel,
         *scalars,
@@ -59,5 +57,5 @@ def map_chunks(
         in_specs=[head_block(heads, *x.shape[2:], group=HV // x.shape[1]) for x in operands],
         out_specs=[head_block(heads, *tail) for tail, _ in outputs],
         out_shape=results,
-        cost_estimate=pl.CostEstimate(flops=flops, transcendentals=transcendentals, bytes_accessed=moved),
+        cost_estimate=cost,
     )

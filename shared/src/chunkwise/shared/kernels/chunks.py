@@ -36,8 +36,13 @@ def zero_padding(x: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
     """Return tokens x [B, T, ...] with zeros for those of no sequence, whatever they held; x itself if not packed."""
     if cu_seqlens is None:
         return x
-    owned = jnp.arange(x.shape[1]) < cu_seqlens[-1]
+    owned = jnp.arange(x.shape[1], dtype=jnp.int32) < cu_seqlens[-1]
     return jnp.where(owned.reshape(1, -1, *(1,) * (x.ndim - 2)), x, 0)
+
+
+def _owner_of(index: jax.Array, ends: jax.Array) -> jax.Array:
+    """Return int32 the first entry of the rising `ends` that is past `index`: len(ends) if none is."""
+    return jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
 
 
 class Chunking:
@@ -74,11 +79,11 @@ class Chunking:
         self.NC = num_chunks(T, chunk_size, self.N)
         lengths = jnp.diff(cu_seqlens)
         counts = (lengths + chunk_size - 1) // chunk_size
-        ends = jnp.cumsum(counts)
+        ends = jnp.cumsum(counts, dtype=jnp.int32)
         chunk = jnp.arange(self.NC, dtype=jnp.int32)
         used = chunk < ends[-1]
-        sequence = jnp.searchsorted(ends, jnp.minimum(chunk, jnp.maximum(ends[-1] - 1, 0)), side="right")
-        self.sequence = jnp.minimum(sequence, self.N - 1).astype(jnp.int32)
+        sequence = _owner_of(jnp.minimum(chunk, jnp.maximum(ends[-1] - 1, 0)), ends)
+        self.sequence = jnp.minimum(sequence, self.N - 1)
         local = chunk - (ends - counts)[self.sequence]
         self.first = used & (local == 0)
         self.last = used & (local == counts[self.sequence] - 1)
@@ -87,14 +92,14 @@ class Chunking:
         self.empty = lengths == 0
         self.final_chunk = jnp.maximum(ends - 1, 0)
         # The token of every row, T where the row is padding, and the row of every token, out of range for padding.
-        row = jnp.arange(chunk_size, dtype=jnp.int32)
+        row = jnp.arange(chunk_size, dtype=jnp.int32)[None]
         start = cu_seqlens[self.sequence] + local * chunk_size
         self._token = jnp.where(row < self.length[:, None], start[:, None] + row, T).reshape(-1)
         final = start + self.length - 1
         last_repeated = jnp.minimum(start[:, None] + row, final[:, None])
         self._token_or_last = jnp.where(used[:, None], last_repeated, T).reshape(-1)
         token = jnp.arange(T, dtype=jnp.int32)
-        owner = jnp.searchsorted(cu_seqlens[1:], token, side="right")
+        owner = _owner_of(token, cu_seqlens[1:])
         inside = jnp.minimum(owner, self.N - 1)
         position = (ends - counts)[inside] * chunk_size + token - cu_seqlens[inside]
         self._row = jnp.where(owner < self.N, position, self.NC * chunk_size)
@@ -134,8 +139,8 @@ class Chunking:
 
     def gamma_rows(self, g_gamma: jax.Array) -> jax.Array:
         """Return the cumulative gates of a constant gate [H] as rows [NC, H, 1, C]; padded rows repeat the last."""
-        count = jnp.minimum(jnp.arange(1, self.C + 1), self.length[:, None])
-        return g_gamma.astype(jnp.float32)[None, :, None, None] * count[:, None, None, :]
+        count = jnp.minimum(jnp.arange(1, self.C + 1, dtype=jnp.int32)[None], self.length[:, None])
+        return g_gamma.astype(jnp.float32)[None, :, None, None] * count[:, None, None, :].astype(jnp.float32)
 
     def _as_chunks(self, rows: jax.Array) -> jax.Array:
         tail = rows.shape[1 if self.packed else 2 :]
@@ -188,7 +193,7 @@ def stream_masks(T: int, chunk_size: int, cu_seqlens: jax.Array) -> StreamMasks:
     """Build the masks of a packed stream of T tokens, cut every `chunk_size` tokens."""
     NT = num_chunks(T, chunk_size)
     token = jnp.arange(NT * chunk_size, dtype=jnp.int32)
-    owner = jnp.searchsorted(cu_seqlens[1:], token, side="right").reshape(NT, chunk_size)
+    owner = _owner_of(token, cu_seqlens[1:]).reshape(NT, chunk_size)
     final = owner[:, -1]
     opening = jnp.concatenate([owner[:1, 0], final[:-1]])
     return StreamMasks(
@@ -228,9 +233,9 @@ def pieces(T: int, chunk_size: int, cu_seqlens: jax.Array) -> Pieces:
     """Cut a packed stream of T tokens every `chunk_size` tokens and at the end of every sequence."""
     N, NT = cu_seqlens.shape[0] - 1, num_chunks(T, chunk_size)
     begin = jnp.sort(jnp.concatenate([jnp.arange(NT, dtype=jnp.int32) * chunk_size, cu_seqlens[1:]]))
-    end = jnp.append(begin[1:], NT * chunk_size)
+    end = jnp.append(begin[1:], jnp.int32(NT * chunk_size))
     chunk = jnp.minimum(begin // chunk_size, NT - 1)
-    owner = jnp.searchsorted(cu_seqlens[1:], begin, side="right").astype(jnp.int32)
+    owner = _owner_of(begin, cu_seqlens[1:])
     used, sequence = (owner < N) & (begin < end), jnp.minimum(owner, N - 1)
     change, ends = chunk[1:] != chunk[:-1], jnp.ones(1, bool)
     return Pieces(

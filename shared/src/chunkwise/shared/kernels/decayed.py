@@ -51,11 +51,12 @@ def _levels(g: jax.Array):
     for level in range(C.bit_length() - 1):
         b = 1 << level
         anchor = (i & ~(2 * b - 1)) + b - 1
-        # G_i - G_n as one product with a matrix of 1 and -1: rows may be anywhere, and the products are exact.
-        difference = jnp.where(i == j, 1.0, 0.0) - jnp.where(j == anchor, 1.0, 0.0)
+        # G_i - G_n is one product with a matrix of 1 and -1 [1, C, C]: it gathers row n for every i, and is exact.
+        one, zero = jnp.float32(1.0), jnp.float32(0.0)
+        difference = jnp.where(i == j, one, zero) - jnp.where(j == anchor, one, zero)
         difference = dot(jnp.broadcast_to(difference, (g.shape[0], C, C)), g)
-        right = (i[:, :, :1] & b) != 0
-        mask = ((i ^ j) < 2 * b) & ((i & b) > (j & b))
+        right = (i[:, :, :1] & b) != 0  # [1, C, 1]
+        mask = ((i ^ j) < 2 * b) & ((i & b) > (j & b))  # [1, C, C]
         yield mask, jnp.exp(jnp.where(right, difference, -difference)), right
 
 
@@ -72,7 +73,7 @@ def decayed_scores(q: jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
     HV, C = g.shape[0], k.shape[1]
     if not per_channel(g):
         return pair_decay(to_column(g), g, strictly_lower(C)) * repeat_heads(dot_nt(q, k), HV)
-    q, k = repeat_heads(q, HV), repeat_heads(k, HV)
+    q, k = (repeat_heads(x, HV).astype(jnp.float32) for x in (q, k))  # [HV, C, K]
     scores = jnp.zeros((HV, C, C), jnp.float32)
     for mask, decay, right in _levels(g):
         scores += jnp.where(mask, dot_nt(jnp.where(right, q * decay, 0.0), jnp.where(right, 0.0, k * decay)), 0.0)
@@ -91,10 +92,12 @@ def decayed_scores_bwd(q: jax.Array, k: jax.Array, g: jax.Array, dP: jax.Array):
     """
     C = k.shape[1]
     if not per_channel(g):
-        W = dP * pair_decay(to_column(g), g, strictly_lower(C))
-        through = W * dot_nt(q, k)
+        W = dP * pair_decay(to_column(g), g, strictly_lower(C))  # [HV, C, C]
+        through = W * dot_nt(q, k)  # [HV, C, C]
+        # Row i gains what G_i multiplies, column j loses what G_j divides.
         dg = to_row(jnp.sum(through, axis=2, keepdims=True)) - jnp.sum(through, axis=1, keepdims=True)
         return dot(W, k), dot_tn(W, q), dg
+    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     dq, dk = jnp.zeros(q.shape, jnp.float32), jnp.zeros(k.shape, jnp.float32)
     for mask, decay, right in _levels(g):
         W = jnp.where(mask, dP, 0.0)

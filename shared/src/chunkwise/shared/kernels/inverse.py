@@ -4,7 +4,7 @@ The matrices of p heads lie side by side in the lanes, [n, C, p * C], so a chunk
 and one product serves p heads. A *strip* of block size b is [n, b, p * C]: the lanes of block t
 hold the t-th diagonal block (of whichever head owns these lanes), the rows are the rows inside the block.
 
-Rows are eliminated one at a time inside blocks of `SUBSTITUTION` rows, on the vector unit, where a strip is a single
+Inside blocks of `SUBSTITUTION` rows, the vector unit eliminates one row after the other: a strip of that height is one
 register or two. From there on the ladder joins two neighbours at a time,
 
     [X1  0 ]^-1     [ X1^-1                   0    ]
@@ -57,9 +57,9 @@ def lower_left_strip(M: jax.Array, b: int) -> jax.Array:
 def substitute(M: jax.Array) -> jax.Array:
     """Return the inverse strip of I + the strictly lower part of a strip M [n, b, width], row by row."""
     n, b, width = M.shape
-    lane = lax.broadcasted_iota(jnp.int32, (n, b, width), 2) & (b - 1)
+    lane = lax.broadcasted_iota(jnp.int32, (n, b, width), 2) & (b - 1)  # the column inside the block
     row = lax.broadcasted_iota(jnp.int32, (n, b, width), 1)
-    X = jnp.where(lane == row, 1.0, 0.0)
+    X = jnp.where(lane == row, jnp.float32(1.0), jnp.float32(0.0))
     M = jnp.where(lane < row, M, 0.0)
     for j in range(b - 1):
         first = j // 8 * 8  # rows above are finished
@@ -104,17 +104,19 @@ def ladder(X: jax.Array, M: jax.Array, count: int = 3) -> Iterator[Any]:
       count: bfloat16 parts of the operands of the products, 8 bits each.
 
     Yields:
-      None where other products should stand between two of these, to keep the matrix unit busy; the inverse at last.
+      None at the places at which other products should stand between two of these, to keep the matrix unit busy. The
+      last value is the inverse [n, C, width].
     """
     n, b, width = X.shape
     if n % 2:  # an odd one out is its own partner
         X, M = jnp.concatenate([X, X[-1:]]), jnp.concatenate([M, M[-1:]])
     half = X.shape[0] // 2
     while b < M.shape[1]:
-        even = (block_of(lane_index(width), b) & 1) == 0
-        S = lower_left_strip(M, b)
+        even = (block_of(lane_index(width), b) & 1) == 0  # [1, 1, width]
+        S = lower_left_strip(M, b)  # [n, b, width]
         X_a, X_b, S_a, S_b = X[:half], X[half:], S[:half], S[half:]
-        left = jnp.where(even, X_a, rotate(X_b, b))
+        # Even blocks of lanes serve the first matrix of a pair, odd ones the second.
+        left = jnp.where(even, X_a, rotate(X_b, b))  # [n / 2, b, width]
         right = jnp.where(even, rotate(X_a, -b), X_b)
         T = multiply_strips(jnp.where(even, S_a, rotate(S_b, b)), left, count)
         yield

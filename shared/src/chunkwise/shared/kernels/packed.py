@@ -47,7 +47,7 @@ def block_of(index: jax.Array, b: int) -> jax.Array:
 
 def rotate(x: jax.Array, shift: int) -> jax.Array:
     """Return x with its lanes moved up by `shift`, around the end."""
-    return pltpu.roll(x, shift % x.shape[2], 2)
+    return pltpu.roll(x, jnp.int32(shift % x.shape[2]), 2)
 
 
 def lanes(tiles) -> jax.Array:
@@ -103,8 +103,8 @@ def as_parts(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
 
 def part_pairs(a, b) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return the `parts` of a and of b whose products make up a b, less those of two small parts, in two lists."""
-    both = [(x, y) for i, x in enumerate(a) for j, y in enumerate(b) if i + j < 2]
-    return [x for x, _ in both], [y for _, y in both]
+    pairs = [(x, y) for i, x in enumerate(a) for j, y in enumerate(b) if i + j < 2]
+    return [x for x, _ in pairs], [y for _, y in pairs]
 
 
 def multiply_packed(A, x, p: int, dtype):

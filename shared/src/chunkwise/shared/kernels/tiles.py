@@ -44,10 +44,10 @@ def to_column(row: jax.Array) -> jax.Array:
 
 def repeat_heads(x: jax.Array, heads: int) -> jax.Array:
     """Return x [h, ...] as [heads, ...]: value head n reads head n // (heads // h). Costs nothing in a kernel."""
-    own = x.shape[0]
-    if own == heads:
+    h = x.shape[0]
+    if h == heads:
         return x
-    grouped = jnp.broadcast_to(x[:, None], (own, heads // own, *x.shape[1:]))
+    grouped = jnp.broadcast_to(x[:, None], (h, heads // h, *x.shape[1:]))
     return grouped.reshape(heads, *x.shape[1:])
 
 

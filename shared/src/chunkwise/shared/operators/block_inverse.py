@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.shared.kernels.products import dot
+from chunkwise.shared.kernels.tiles import column_index, row_index, strictly_lower
 
 # Below this size a product is so small that substitution row by row, over all matrices at once, is faster.
 _BASE = 16
@@ -12,8 +13,8 @@ _BASE = 16
 def _substitute(A):
     """Return (I + A)^-1 for small matrices [M, b, b], row by row: X_r = e_r - sum over j < r of A_rj X_j."""
     size = A.shape[-1]
-    identity = jnp.eye(size, dtype=A.dtype)
-    rows = [jnp.broadcast_to(identity[0], A[:, 0].shape)]
+    identity = (row_index(size) == column_index(size))[0].astype(A.dtype)  # [b, b]
+    rows = [jnp.broadcast_to(identity[:1], A[:, 0].shape)]
     for r in range(1, size):
         known = jnp.stack(rows, axis=1)
         rows.append(identity[r : r + 1] - jnp.sum(A[:, r, :r, None] * known, axis=1))
@@ -43,4 +44,4 @@ def block_inverse(A: jax.Array) -> jax.Array:
 def _inverse_jvp(primals, tangents):
     (A,), (dA,) = primals, tangents
     X = block_inverse(A)
-    return X, -dot(X, dot(jnp.tril(dA, -1), X))
+    return X, -dot(X, dot(jnp.where(strictly_lower(A.shape[1]), dA, 0.0), X))

@@ -1,0 +1,109 @@
+"""The pass of the state over one chunk, and its gradient; arrays in, arrays out.
+
+v_new = u - w S;  S' = e^{G_last} S + (k e^{G_last - G})^T v_new. Without w, v_new is u: plain linear attention.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from chunkwise.shared.kernels import (
+    dot,
+    dot_nt,
+    dot_tn,
+    gate_gradient,
+    last_valid,
+    per_channel,
+    repeat_heads,
+    to_column,
+    to_row,
+)
+
+
+def decays_tile(g):
+    """Return the decay from each token to the end of the chunk and the one over the whole chunk.
+
+    From rows [HV, 1, C]: [HV, C, 1] and [HV, 1, 1]. From gates per channel [HV, C, K]: [HV, C, K] and [HV, K, 1].
+    """
+    if per_channel(g):
+        g_last = g[:, -1:]  # [HV, 1, K]
+        return jnp.exp(g_last - g), to_column(jnp.exp(g_last))
+    g_last = last_valid(g)  # [HV, 1, 1]
+    return jnp.exp(g_last - to_column(g)), jnp.exp(g_last)
+
+
+def decayed_keys(k, to_end):
+    """Return e^(G_last - G) k [HV, C, K] float32 from the keys of the key heads and the decays [HV, C, 1 or K]."""
+    return repeat_heads(k, to_end.shape[0]).astype(jnp.float32) * to_end
+
+
+def new_values_tile(S, w, u):
+    """Return v_new = u - w S [HV, C, V] float32 from the state S [HV, K, V]; u itself if w is None."""
+    u = u.astype(jnp.float32)
+    return u if w is None else u - dot(w, S)
+
+
+def next_state_tile(S, k, v_new, to_end, through):
+    """Return the state after the chunk [HV, K, V].
+
+    Args:
+      S: [HV, K, V], the state before the chunk.
+      k: [h, C, K], keys of the key heads.
+      v_new: [HV, C, V] float32.
+      to_end, through: from `decays_tile`.
+    """
+    return through * S + dot_tn(decayed_keys(k, to_end), v_new)
+
+
+def state_bwd_tile(S, k, w, v_new, g, dS, dh, dv_new, end):
+    """Return the gradients of one chunk: dk, dw (None without w), du, dg, and dS of the state before the chunk.
+
+    With dS' the gradient of the state after the chunk and e the decay to its end:
+
+        dv = dv_new + (e k) dS';  dk = e (v_new dS'^T);  dw = -dv S^T;  du = dv
+        dS = dh + e^{G_last} dS' - w^T dv
+        dG = -k dk, and on the last row the sum of k dk over the others and of e^{G_last} S dS'
+
+    Args:
+      S: [HV, K, V], the state before the chunk.
+      k: [h, C, K], keys of the key heads.
+      w: [HV, C, K], or None.
+      v_new: [HV, C, V].
+      g: the gates.
+      dS: [HV, K, V], the gradient of the state after the chunk.
+      dh: [HV, K, V], what else reads the state before the chunk.
+      dv_new: [HV, C, V], or None without w.
+      end: as in `state_gate_gradient_tile`.
+    """
+    to_end, through = decays_tile(g)
+    dv = dot(decayed_keys(k, to_end), dS)  # [HV, C, V]
+    if dv_new is not None:
+        dv += dv_new
+    dk = to_end * dot_nt(v_new.astype(jnp.float32), dS)  # [HV, C, K]
+    k = repeat_heads(k, S.shape[0]).astype(jnp.float32)  # [HV, C, K]
+    dg = state_gate_gradient_tile(k * dk, S * dS, through, g, end)
+    before = through * dS + dh  # [HV, K, V]
+    if w is None:
+        return dk, None, dv, dg, before
+    return dk, -dot_nt(dv, S), dv, dg, before - dot_tn(w.astype(jnp.float32), dv)
+
+
+def state_gate_gradient_tile(kdk, SdS, through, g, end):
+    """Return dG in the form of g.
+
+    The token at the end adds its key undecayed, whatever the gates: added and subtracted, its k dk would swamp terms
+    of e^-30.
+
+    Args:
+      kdk: k * dk [HV, C, K].
+      SdS: S * dS' [HV, K, V].
+      through: the decay over the whole chunk, [HV, 1, 1] or [HV, K, 1].
+      g: the gates.
+      end: the last row of a token, or more than all rows for the last of the chunk.
+    """
+    decayed, time = gate_gradient(kdk, g), 1 if per_channel(g) else 2  # [HV, C, K] or [HV, 1, C]
+    at_end = lax.broadcasted_iota(jnp.int32, decayed.shape, time) == jnp.minimum(end, jnp.int32(kdk.shape[1] - 1))
+    decayed = jnp.where(at_end, 0.0, decayed)
+    last = through * jnp.sum(SdS, axis=2, keepdims=True)  # [HV, K, 1]
+    last = to_row(last) if per_channel(g) else jnp.sum(last, axis=1, keepdims=True)  # [HV, 1, K] or [HV, 1, 1]
+    last += jnp.sum(decayed, axis=time, keepdims=True)
+    return jnp.where(at_end, last, -decayed)

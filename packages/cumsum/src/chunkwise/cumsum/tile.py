@@ -1,0 +1,16 @@
+"""G_i = sum of g over the first i + 1 rows of a chunk; arrays in, arrays out."""
+
+import jax.numpy as jnp
+
+from chunkwise.shared.kernels import column_index, dot, row_index
+
+
+def cumsum_tile(g, reverse: bool):
+    """Return the inclusive cumulative sum of g [n, C, D] over its rows, from the last one up if `reverse`.
+
+    It is a product with a triangle of ones: the products are exact and every sum is formed from the gates themselves.
+    """
+    C = g.shape[1]
+    i, j = row_index(C), column_index(C)
+    ones = jnp.where(i <= j if reverse else i >= j, jnp.float32(1.0), jnp.float32(0.0))  # [1, C, C]
+    return dot(jnp.broadcast_to(ones, (g.shape[0], C, C)), g)

@@ -1,0 +1,59 @@
+"""The sum with its gradient, which is the sum in the other direction.
+
+Here it is the whole function of tokens that has a gradient of its own, not the kernel as in the other stages: a packed
+batch is cut into chunks by a gather, whose own gradient would be a scatter, which is slower than a second gather.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.cumsum import config as tiles
+from chunkwise.cumsum import kernel, xla
+from chunkwise.shared.kernels import Chunking
+
+
+class Static(NamedTuple):
+    """What is known when the program is built.
+
+    Attributes:
+      C: tokens of a chunk.
+      reverse: sum from the end of the chunk.
+      implementation: "pallas" or "xla".
+      config: tile sizes of the kernel; None for the default.
+    """
+
+    C: int
+    reverse: bool
+    implementation: str
+    config: tiles.Config | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(jax.jit, static_argnums=(2,))
+def cumsum(g: jax.Array, cu_seqlens: jax.Array | None, static: Static) -> jax.Array:
+    """Return the cumulative sum of g [B, T, H, ...] inside every chunk, float32."""
+    chunks = Chunking(*g.shape[:2], static.C, cu_seqlens)
+    flat = g.astype(jnp.float32).reshape(*g.shape[:2], 1, -1)  # [B, T, 1, D]
+    rows = chunks.split(flat)[:, 0]  # [NC, C, D]
+    if static.implementation == "pallas":
+        rows = kernel.launch(rows, static.reverse, static.config or tiles.default_for(*rows.shape))
+    else:
+        rows = xla.cumsum(rows, static.reverse)
+    return chunks.merge(rows[:, None]).reshape(g.shape)
+
+
+def _forward(g, cu_seqlens, static):
+    # An empty array remembers the type of g.
+    return cumsum(g, cu_seqlens, static), (cu_seqlens, jnp.zeros((0,), g.dtype))
+
+
+def _backward(static, residuals, dg_cum):
+    cu_seqlens, empty = residuals
+    dg = cumsum(dg_cum, cu_seqlens, static._replace(reverse=not static.reverse))
+    return dg.astype(empty.dtype), None
+
+
+cumsum.defvjp(_forward, _backward)

@@ -1,0 +1,30 @@
+"""What the interaction matrix costs."""
+
+from jax.experimental import pallas as pl
+
+
+def cost(
+    *, B: int, T: int, H: int, HV: int, K: int, C: int,
+    itemsize: int = 2, per_channel: bool = False, backward: bool = False,
+) -> pl.CostEstimate:  # fmt: skip
+    """Return the cost of the matrix, or of its gradient.
+
+    Args:
+      B, T, H, HV, K, C: sizes.
+      itemsize: bytes of a number of k; everything else is float32.
+      per_channel: gates per channel: value heads cannot share the products of keys, because each decays them its way.
+      backward: the cost of the gradient, which computes the products of keys again.
+    """
+    tokens = B * T
+    scores = HV if per_channel else H
+    gates = HV * (K if per_channel else 1)
+    # The gradient of the keys is a product for the rows and one for the columns.
+    products = scores + 2 * HV if backward else scores
+    exponentials = gates * (C.bit_length() - 1) if per_channel else HV * C
+    # k, beta and the gates are read, A is written. The gradient reads that of A and writes those of the operands.
+    operands = H * K * itemsize + 4 * HV + 4 * gates
+    return pl.CostEstimate(
+        flops=2 * tokens * C * K * products,
+        transcendentals=tokens * exponentials,
+        bytes_accessed=tokens * (operands * (2 if backward else 1) + 4 * HV * C),
+    )
