@@ -201,7 +201,8 @@ def _states(x: Arrays, output_final_state, chunk_size, implementation, config):
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def _run(x: Arrays, static: Static):
-    chunks = Chunking(*x.k.shape[:2], static.C, x.cu_seqlens)
+    B, T = x.k.shape[:2]
+    chunks = Chunking(B, T, static.C, x.cu_seqlens)
     g = chunks.split_gates(x.g_cum, x.u.shape[2])  # rows [NC, HV, 1, C] or channels [NC, HV, C, K]
     if x.g_gamma is not None:
         g = g + chunks.gamma_rows(x.g_gamma)

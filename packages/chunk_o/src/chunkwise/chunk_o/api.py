@@ -130,7 +130,8 @@ def chunk_fwd_o(
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def _run(x: Arrays, static: Static):
-    chunks = Chunking(*x.k.shape[:2], static.C, x.cu_seqlens)
+    B, T = x.k.shape[:2]
+    chunks = Chunking(B, T, static.C, x.cu_seqlens)
     g = chunks.split_gates(x.g_cum, x.v.shape[2])  # rows [NC, HV, 1, C] or channels [NC, HV, C, K]
     if x.g_gamma is not None:
         gamma = chunks.gamma_rows(x.g_gamma)  # [NC, HV, 1, C]

@@ -35,8 +35,9 @@ class Static(NamedTuple):
 @functools.partial(jax.jit, static_argnums=(2,))
 def cumsum(g: jax.Array, cu_seqlens: jax.Array | None, static: Static) -> jax.Array:
     """Return the cumulative sum of g [B, T, H, ...] inside every chunk, float32."""
-    chunks = Chunking(*g.shape[:2], static.C, cu_seqlens)
-    flat = g.astype(jnp.float32).reshape(*g.shape[:2], 1, -1)  # [B, T, 1, D]
+    B, T = g.shape[:2]
+    chunks = Chunking(B, T, static.C, cu_seqlens)
+    flat = g.astype(jnp.float32).reshape(B, T, 1, -1)  # [B, T, 1, D]
     rows = chunks.split(flat)[:, 0]  # [NC, C, D]
     if static.implementation == "pallas":
         rows = kernel.launch(rows, static.reverse, static.config or tiles.default_for(*rows.shape))
