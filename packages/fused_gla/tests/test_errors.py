@@ -30,7 +30,13 @@ GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), g=spe
         (dict(scale=jnp.ones(4)), "`scale` must be None, a number or a scalar array; got "),
         (dict(chunk_size=48), "`chunk_size` must be one of (16, 32, 64, 128); got 48."),
         (dict(cu_seqlens=spec(2, dtype=jnp.int32)), "`cu_seqlens` must come with a batch of 1; got B = 2."),
-        (dict(implementation="fused"), "`implementation` must be None or one of ('pallas', 'xla'); got 'fused'."),
+        (dict(chunk_size=jnp.ones(2)), "`chunk_size` must be one of (16, 32, 64, 128); got an array float32 (2,)."),
+        (dict(implementation="pallas"), "`implementation` must be None or one of ('fused', 'xla'); got 'pallas'."),
+        (
+            dict(output_final_state="yes"),
+            "`output_final_state` must be True or False, known when the program is ",
+        ),
+        (dict(output_final_state=spec(1)), "`output_final_state` must be True or False, known when the program is"),
         (dict(config=Config(3, 1, 1)), "`config` must have heads that divide H = 2 and at least one step; got Config("),
     ],
 )
@@ -46,17 +52,20 @@ def test_recurrent():
         recurrent_gla(**GOOD | dict(g=None))
     with pytest.raises(ValueError, match=re.escape("`scale` must be None, a number or a scalar array; got ")):
         recurrent_simple_gla(**GOOD, scale=jnp.ones(4))
-    with pytest.raises(ValueError, match=re.escape("`implementation` must be None or one of ('xla',); got 'pallas'.")):
-        recurrent_simple_gla(**GOOD, implementation="pallas")
+    with pytest.raises(ValueError, match=re.escape("`output_final_state` must be True or False, known when the ")):
+        recurrent_simple_gla(**GOOD, output_final_state=1)
+    message = "`implementation` must be None or one of ('xla',) for this operator; got 'fused'."
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        recurrent_simple_gla(**GOOD, implementation="fused")
 
 
 def test_heads_that_are_too_large_for_the_kernels(monkeypatch):
     large = dict(q=spec(1, 64, 2, 2048), k=spec(1, 64, 2, 2048), v=spec(1, 64, 2, 2048))
     assert fits(**GOOD)
     assert not fits(**large)
-    message = '"pallas" keeps the states of a head in VMEM; K = 2048 and V = 2048 need more of it than there is: use '
+    message = '"fused" keeps the states of a head in VMEM; K = 2048 and V = 2048 need more of it than there is: use '
     with pytest.raises(NotImplementedError, match=re.escape(message)):
-        fused_chunk_gla(**large, implementation="pallas")
+        fused_chunk_gla(**large, implementation="fused")
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert "tpu_custom_call" not in text_for_tpu(lambda x: fused_chunk_gla(**x)[0], large)
     assert "tpu_custom_call" in text_for_tpu(lambda x: fused_chunk_gla(**x)[0], GOOD)

@@ -10,10 +10,12 @@ import pytest
 from chunkwise.fused_gla import fused_chunk_gla, recurrent_gla, recurrent_simple_gla
 from chunkwise.shared.testing import GATES, assert_close, boundaries, make_inputs, reference
 
+# Tighter for bfloat16 than the thresholds that all packages share: without a delta rule nothing amplifies a rounding.
+# float16 has four times the digits of bfloat16.
 OUTPUT = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}
+REST = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 5e-3}
 # Gates that only say "forget everything", on every seventh token.
 RESETS = (-1e5, -1e9, -np.inf)
-REST = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 5e-3}
 
 
 def normal(x):
@@ -133,8 +135,12 @@ KERNEL_CASES = (
     Case(None, gamma=(-0.1,), T=16, K=64, V=256),
     Case("logsigmoid*10", True, T=20, K=512, V=8),
     Case(None, gamma=(-0.3,), T=50, lengths=(17, 20), dtype="bfloat16"),
+    # XLA has no product of bfloat16 operands on CPUs for such shapes.
+    Case(dtype="bfloat16", T=20, V=1),
+    Case(dtype="bfloat16", T=20, H=3),
+    Case(dtype="bfloat16", T=20, V=16),
 )
-RUNS = [(case, "xla") for case in CASES] + [(case, "pallas") for case in CASES + KERNEL_CASES]
+RUNS = [(case, "xla") for case in CASES] + [(case, "fused") for case in CASES + KERNEL_CASES]
 
 
 @pytest.mark.parametrize(("case", "implementation"), RUNS, ids=str)

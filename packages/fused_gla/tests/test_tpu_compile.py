@@ -18,7 +18,7 @@ def compile_gradient(x, chip, B, T, H, layer=lambda fn: fn, **options):
     def run(x, cu_seqlens, do):
         def flat(x):
             x = {name: unflatten(y) for name, y in x.items()}
-            o, state = fused_chunk_gla(**x, cu_seqlens=cu_seqlens, implementation="pallas", **options)
+            o, state = fused_chunk_gla(**x, cu_seqlens=cu_seqlens, implementation="fused", **options)
             return o.reshape(B, T, -1), state
 
         (o, state), pullback = jax.vjp(layer(flat), x)
@@ -72,7 +72,7 @@ def test_memory_and_products_of_training():
 
 def test_states_of_a_pack_compile_under_vmap():
     def run(x, cu_seqlens):
-        one = lambda x: fused_chunk_gla(**x, cu_seqlens=cu_seqlens, output_final_state=True, implementation="pallas")
+        one = lambda x: fused_chunk_gla(**x, cu_seqlens=cu_seqlens, output_final_state=True, implementation="fused")
         out, pullback = jax.vjp(one, x)
         return pullback((x["v"], x["initial_state"])), out
 

@@ -10,6 +10,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.fused_gla import fused_chunk_gla, recurrent_simple_gla
 from chunkwise.shared.testing import (
+    STAGE_TOLERANCE,
+    TOLERANCE,
     TRANSFORMS,
     assert_close,
     assert_traced_once,
@@ -20,7 +22,7 @@ from chunkwise.shared.testing import (
     text_for_tpu,
 )
 
-both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
+each_implementation = pytest.mark.parametrize("implementation", ["xla", "fused"])
 
 
 def arguments(B=1, T=20, K=3, V=2, **options):
@@ -34,14 +36,14 @@ def run(implementation, **options):
     return lambda **x: fused_chunk_gla(**x, **options, implementation=implementation)
 
 
-@both
+@each_implementation
 @pytest.mark.parametrize("transform", sorted(TRANSFORMS.keys() - {"jit"}))
 def test_transform(transform, implementation):
     x = arguments(B=2, num_states=2)
     assert_transform(transform, lambda *a: run(implementation)(**dict(zip(x, a, strict=True))), tuple(x.values()))
 
 
-@both
+@each_implementation
 def test_shard_map(implementation):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     rows = PartitionSpec("data")
@@ -50,14 +52,14 @@ def test_shard_map(implementation):
     options = dict(mesh=mesh, in_specs=(rows,), out_specs=rows, check_vma=implementation == "xla")
     fn = lambda x: run(implementation)(**x)
     for want, got in zip(fn(x), jax.jit(jax.shard_map(fn, **options))(x), strict=True):
-        assert_close("under shard_map", got, want, 1e-6)
+        assert_close("under shard_map", got, want, STAGE_TOLERANCE)
 
 
 def test_shard_map_sums_the_gradient_of_a_replicated_gate():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     x = arguments(B=2) | dict(g_gamma=jnp.asarray([-0.1]))
     specs = {name: PartitionSpec() if name == "g_gamma" else PartitionSpec("data") for name in x}
-    gradient = jax.grad(lambda x: jnp.sum(run("pallas")(**x)[0]))
+    gradient = jax.grad(lambda x: jnp.sum(run("fused")(**x)[0]))
     text = text_for_tpu(jax.shard_map(gradient, mesh=mesh, in_specs=(specs,), out_specs=specs), x)
     assert text.count("stablehlo.all_reduce") == 1
 
@@ -66,7 +68,7 @@ def test_shard_map_sums_the_gradient_of_a_replicated_gate():
 @pytest.mark.parametrize("transform", ["jit", "remat", "vmap over q"])
 def test_an_output_that_nobody_reads_is_not_computed(transform):
     x = arguments(B=2, num_states=2)
-    fn = lambda x: run("pallas")(**x)
+    fn = lambda x: run("fused")(**x)
     fn = jax.checkpoint(fn) if transform == "remat" else fn
 
     def gradients(q, read):
@@ -88,16 +90,16 @@ def test_an_output_that_nobody_reads_is_not_computed(transform):
 @pytest.mark.interpreted
 def test_gradients_under_remat_and_vmap():
     x, gamma = arguments(B=2), jnp.asarray([-0.1])
-    loss = lambda x, gamma: jnp.sum(run("pallas")(**x, g_gamma=gamma)[0] ** 2)
+    loss = lambda x, gamma: jnp.sum(run("fused")(**x, g_gamma=gamma)[0] ** 2)
     want = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, gamma)
     row = jax.checkpoint(lambda x, gamma: loss({name: y[None] for name, y in x.items()}, gamma))
     dx, dgamma = jax.jit(jax.vmap(jax.grad(row, argnums=(0, 1)), in_axes=(0, None)))(x, gamma)
-    jax.tree.map(lambda y, got: assert_close("gradient", got, y, 1e-5), want, (dx, dgamma.sum(axis=0)))
+    jax.tree.map(lambda y, got: assert_close("gradient", got, y, TOLERANCE["float32"]), want, (dx, dgamma.sum(axis=0)))
 
 
 @pytest.mark.parametrize(
     ("per_channel", "lengths", "implementation"),
-    [(False, None, "xla"), (False, None, "pallas"), (True, (1, 0, 17), "pallas")],
+    [(False, None, "xla"), (False, None, "fused"), (True, (1, 0, 17), "fused")],
 )
 def test_gradients_are_finite_differences(per_channel, lengths, implementation):
     x = arguments(T=18, per_channel=per_channel, num_states=3 if lengths else 1)
@@ -119,7 +121,7 @@ def test_gradients_are_finite_differences(per_channel, lengths, implementation):
         assert abs(np.sum(np.asarray(grads[name], np.float64) * step) - change) <= 1e-5 * size, name
 
 
-@both
+@each_implementation
 def test_gradient_of_a_scale_of_zero(implementation):
     """A learnable scale may start at zero, and padding may hold anything."""
     x, cut = arguments(), dict(cu_seqlens=boundaries(17))
@@ -128,7 +130,7 @@ def test_gradient_of_a_scale_of_zero(implementation):
     want = np.sum(reference(**x, **cut, scale=1.0)[0] * do)
     x["q"] = x["q"].at[:, 17:].set(jnp.nan)
     loss = lambda scale: jnp.sum(run(implementation, **cut)(**x, scale=scale)[0] * do)
-    assert_close("dscale", jax.grad(loss)(jnp.float32(0.0)), want, 1e-5)
+    assert_close("dscale", jax.grad(loss)(jnp.float32(0.0)), want, TOLERANCE["float32"])
 
 
 def test_recurrences_compile_once(caplog):
@@ -139,7 +141,7 @@ def test_recurrences_compile_once(caplog):
     assert not caplog.records
 
 
-@both
+@each_implementation
 @pytest.mark.parametrize("states", [False, True], ids=["no states", "states"])
 def test_boundaries_are_traced(states, implementation):
     x = arguments(num_states=3 * states)
@@ -147,23 +149,23 @@ def test_boundaries_are_traced(states, implementation):
     assert_traced_once(fn, *((x, boundaries(*lengths)) for lengths in [(1, 0, 19), (16, 2, 2)]))
 
 
-@both
+@each_implementation
 def test_alone_batched_and_packed_agree(implementation):
     x = arguments(B=2, T=24, num_states=2)
     o, state = run(implementation)(**x)
     alone = {name: y[:1] for name, y in x.items()}
     pack = {name: y if name == "initial_state" else y.reshape(1, 48, *y.shape[2:]) for name, y in x.items()}
-    assert_close("alone", run(implementation)(**alone)[0], o[:1], 1e-6)
+    assert_close("alone", run(implementation)(**alone)[0], o[:1], STAGE_TOLERANCE)
     packed, packed_state = run(implementation, cu_seqlens=boundaries(24, 24))(**pack)
-    assert_close("packed", packed.reshape(o.shape), o, 1e-6)
-    assert_close("packed state", packed_state, state, 1e-6)
+    assert_close("packed", packed.reshape(o.shape), o, STAGE_TOLERANCE)
+    assert_close("packed state", packed_state, state, STAGE_TOLERANCE)
 
 
-@both
+@each_implementation
 def test_a_sequence_split_in_two_equals_the_whole(implementation):
     x = arguments(T=40)
     o, state = run(implementation)(**x)
     first, middle = run(implementation)(**{name: y[:, :23] for name, y in x.items()})
     second, end = run(implementation)(**{name: y[:, 23:] for name, y in x.items()}, initial_state=middle)
-    assert_close("o", jnp.concatenate([first, second], axis=1), o, 1e-6)
-    assert_close("state", end, state, 1e-6)
+    assert_close("o", jnp.concatenate([first, second], axis=1), o, STAGE_TOLERANCE)
+    assert_close("state", end, state, STAGE_TOLERANCE)

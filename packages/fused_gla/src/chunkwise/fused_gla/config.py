@@ -33,8 +33,8 @@ def vmem_bytes(heads: int, C: int, K: int, V: int, itemsize: int, per_channel: b
     in_flight = 6 * C * (C + K + V) * 4
     if bwd and not per_channel:
         # A pipeline: few heads are in flight, but the decays of all of them stay.
-        kept = (num_steps + 4) * K * V + C * (C + 2 * max(K, V))
-        return heads * (blocks + 4 * kept) + min(heads, 4) * (in_flight + 3 * K * V * itemsize)
+        resident = (num_steps + 4) * K * V + C * (C + 2 * max(K, V))
+        return heads * (blocks + 4 * resident) + min(heads, 4) * (in_flight + 3 * K * V * itemsize)
     states = (num_steps + 8 if bwd else 5) * K * V * 4
     # Products of float32 operands are split into parts.
     levels = C.bit_length() * C * K * itemsize * (6 if bwd else 4) if per_channel else 0

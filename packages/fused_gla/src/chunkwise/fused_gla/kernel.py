@@ -1,12 +1,15 @@
-"""Forward in one launch: the layout both directions share, kernel body, launcher.
+"""Forward in one launch: what both directions share, kernel body, launcher.
 
-Operands stay in the user's layout, seen flat as [B, T, H * D]: a head is a slice of lanes. Time is the last, sequential
-axis of the grid and the state lives in VMEM across it. A packed batch keeps its chunks aligned to the token stream.
+Operands are the user's arrays seen flat, [B, T, heads * lanes]: a head is a slice of whole lanes. Time is the last,
+sequential axis of the grid and the state lives in VMEM across it. The state layout is not the user's [K, V]: kernels
+keep states as [V, K], so that a decay per channel is a row.
+
+A packed batch keeps its chunks aligned to the token stream. Without states in or out, masks keep the sequences of a
+chunk apart. With them, a loop visits every sequence of a chunk and takes its state from HBM or writes it there.
 """
 
 import functools
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,342 +17,505 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.fused_gla import tiles
+from chunkwise.fused_gla import tile
+from chunkwise.fused_gla.config import Config
+from chunkwise.fused_gla.cost import cost
 from chunkwise.shared.compat import out_struct
-from chunkwise.shared.kernels import clip_gate, dot, pallas_call, to_column
+from chunkwise.shared.kernels import (
+    clear,
+    clip_gate,
+    dot,
+    load_heads,
+    named,
+    not_finite,
+    num_chunks,
+    operand_dtype,
+    pallas_call,
+    rows_not_finite,
+    sequence_masks,
+    spoil,
+    store_heads,
+    to_column,
+    to_row,
+    token_owners,
+    whole_sequences,
+)
+
+
+class Static(NamedTuple):
+    """What is known of a launch when its program is built.
+
+    Attributes:
+      B, T: rows of the batch and tokens.
+      H, HV: heads of q and k, and of v; the same number.
+      K, V: lanes of a head, padded to whole vectors.
+      C: tokens of a chunk.
+      N: sequences, and states.
+      steps: grid steps that a row of the batch takes.
+      chunks: chunks of a grid step.
+      scale: multiplies the output.
+      config: heads of a grid step, forward and backward.
+      widths: K and V without padding.
+      per_channel: the gates are per channel of the key.
+      visit: packed sequences have states of their own: a loop visits every sequence of a chunk.
+      constant: every chunk has the same decays: constant gates, whole chunks, one sequence.
+      final: the states after the last tokens are wanted.
+      parts: parts of computed tiles in bfloat16 products: two where the gradient of constant gates is wanted.
+    """
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    C: int
+    N: int
+    steps: int
+    chunks: int
+    scale: float
+    config: Config
+    widths: tuple[int, int]
+    per_channel: bool
+    visit: bool
+    constant: bool
+    final: bool
+    parts: int = 1
 
 
 class Operands(NamedTuple):
     """What the launches read.
 
     Attributes:
-      q, k: [B, T, H * K], one type; K is a multiple of 128.
-      v: [B, T, H * V], of the same type; V is a multiple of 128.
-      g: gates in nats, float32: rows [B, NT, H, 1, C], channels [B, T, H * K], or None.
-      gamma: constant gates [H, 1, C], or None.
-      scale: float32 [1].
-      initial_state: [N, H, V, K] float32, or None for zeros.
-      tables: None, or of a packed batch: cu_seqlens [N + 1], the sequence of the first and of the last token of every
-        chunk [NT], and that of every token [NT, 1, C]; int32.
+      q, k: [B, T, H * K], each of the user's type.
+      v: [B, T, HV * V].
+      g: gates in nats: per head rows [B, NT, HV, 1, C] float32, per channel [B, T, HV * K], or None.
+      gamma: constant gates [HV, 1, 1] float32, or None.
+      initial_state: [N, HV, V, K] float32, or None for zeros.
+      cu_seqlens: boundaries of a packed batch, int32 [N + 1], or None.
     """
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    g: jax.Array | None
-    gamma: jax.Array | None
-    scale: jax.Array
-    initial_state: jax.Array | None
-    tables: tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None
+    g: jax.Array | None = None
+    gamma: jax.Array | None = None
+    initial_state: jax.Array | None = None
+    cu_seqlens: jax.Array | None = None
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Static sizes of a launch; heads and steps are those of one grid step."""
+class Blocks:
+    """The BlockSpecs of a launch over the grid (row of the batch, block of heads, step); `time` maps the last index.
 
-    B: int
-    T: int
-    H: int
-    K: int
-    V: int
-    C: int
-    heads: int
-    steps: int
-    per_channel: bool
-    # Packed sequences with states of their own: every sequence of a chunk is visited by a loop.
-    visit: bool
-    # Every chunk has the same decays: constant gates, whole chunks, one sequence.
-    constant: bool
-    # Parts of computed tiles in bfloat16 products: two where a gradient of constant gates is to be had.
-    parts: int
-
-    @property
-    def NT(self) -> int:
-        """Chunks a batch row."""
-        return -(-self.T // self.C)
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Batch rows, blocks of heads, and time."""
-        return self.B, self.H // self.heads, self.NT // self.steps
-
-    def chunks(self, step) -> jax.Array:
-        """Return the chunks of a grid step: always `steps`, but XLA cannot tell.
-
-        It would inline a loop of one trip into other code when it interprets the kernel, and round that differently.
-        """
-        return jnp.minimum(self.steps, self.NT - step * self.steps)
-
-    def tokens(self, D: int, time) -> pl.BlockSpec:
-        """Return the spec of the tokens of a grid step in [B, T, H * D]; `time` maps the last grid index."""
-        block = (None, self.steps * self.C, self.heads * D)
-        return pl.BlockSpec(block, lambda b, h, t, *_: (b, time(t), h))
-
-    def rows(self, time) -> pl.BlockSpec:
-        """Return the spec of values per token [B, NT, H, 1, C]."""
-        block = (None, self.steps, self.heads, 1, self.C)
-        return pl.BlockSpec(block, lambda b, h, t, *_: (b, time(t), h, 0, 0))
-
-    def owners(self, time) -> pl.BlockSpec:
-        """Return the spec of the sequence of every token [NT, 1, C]."""
-        return pl.BlockSpec((self.steps, 1, self.C), lambda b, h, t, *_: (time(t), 0, 0))
-
-    def state(self) -> pl.BlockSpec:
-        """Return the spec of the states of sequences: a block of [B, H, V, K], or all of them where a loop visits."""
-        if self.visit:
-            return pl.BlockSpec(memory_space=pl.ANY)
-        return pl.BlockSpec((None, self.heads, self.V, self.K), lambda b, h, t, *_: (b, h, 0, 0))
-
-    def kept(self, time) -> pl.BlockSpec:
-        """Return the spec of the state before every grid step [B, NT / steps, H, V, K]."""
-        block = (None, None, self.heads, self.V, self.K)
-        return pl.BlockSpec(block, lambda b, h, t, *_: (b, time(t), h, 0, 0))
-
-    def gates(self, time) -> pl.BlockSpec:
-        """Return the spec of the gates, as rows or by channel."""
-        return self.tokens(self.K, time) if self.per_channel else self.rows(time)
-
-    def launch(self, kernel, x: Operands, *more, time, in_specs=(), queries=True, **call):
-        """Launch `kernel` on x and `more` operands, whose specs are `in_specs`; `time` maps the last grid index.
-
-        Without `queries` the kernel does not read q, of which it gets one block: it must stay an operand, so that vmap
-        over q alone gives every result its axis.
-        """
-        *tables, owner = x.tables or (None,)
-        body = functools.partial(kernel, s=self)
-        specs = [
-            self.tokens(self.K, time) if queries else pl.BlockSpec((None, 16, 128), lambda *_: (0, 0, 0)),
-            self.tokens(self.K, time),
-            self.tokens(self.V, time),
-            None if x.g is None else self.gates(time),
-            None if x.gamma is None else pl.BlockSpec((self.heads, 1, self.C), lambda b, h, t, *_: (h, 0, 0)),
-            pl.BlockSpec(memory_space=pltpu.SMEM),
-            None if x.initial_state is None else self.state(),
-            None if x.tables is None else self.owners(time),
-            *in_specs,
-        ]
-
-        def run(*operands):
-            return pallas_call(
-                body if tables else functools.partial(body, None, None, None),
-                *operands, num_scalar_prefetch=len(tables), grid=self.grid,
-                # Batch rows and blocks of heads are independent; time carries the state.
-                dimension_semantics=("parallel", "parallel", "arbitrary"), in_specs=specs, **call,
-            )  # fmt: skip
-
-        # Pallas has no batch axis for states that a kernel copies from HBM by itself.
-        run = jax.custom_batching.sequential_vmap(run) if self.visit else run
-        return run(*tables, *x[:-1], owner, *more)
-
-
-class Inputs(NamedTuple):
-    """The Refs that both kernels begin with; a table or an operand that is absent is None, which Any stands for."""
-
-    bounds: Any
-    first: Any
-    last: Any
-    q: jax.Ref
-    k: jax.Ref
-    v: jax.Ref
-    g: Any
-    gamma: Any
-    scale: jax.Ref
-    initial_state: Any
-    owner: Any
-
-
-class Chunk:
-    """Chunk i of a grid step, some or all of its heads, inside a kernel.
-
-    Attributes:
-      q, k, v: tiles [heads, C, D]; q only if `queries`.
-      same: bool [1, C, C], pairs of one sequence; None where all tokens are of one.
-      decays: as `tiles.Decays`.
+    These are not the `Blocks` of shared, which cut one chunk a step: a chunk of gated linear attention is so little
+    work that the cost of a grid step shows, so a step here takes several.
     """
 
-    def __init__(self, s: Shape, refs: Inputs, step, i, decays: tiles.Decays | None, heads: slice, queries=True):
-        self.s, self.refs, self.i, self.index, self.heads = s, refs, i, step * s.steps + i, heads
-        self.same = None
-        if refs.owner is not None:
-            self.row = refs.owner[i][None]
-            self.column = to_column(self.row.astype(jnp.float32)).astype(jnp.int32)
-            self.same = self.row == self.column
-            self.last = refs.last[self.index]
-            self.open = jnp.where(self.index == 0, -1, refs.last[jnp.maximum(self.index - 1, 0)])
-        self.k, self.v = self.load(refs.k, s.K), self.load(refs.v, s.V)
-        if queries:
-            self.q = self.load(refs.q, s.K)
-        if decays is None:
-            self.g = self._gates()
-            decays = tiles.decays(self.g, refs.scale[0], self.same)
-        self.decays = decays
+    def __init__(self, s: Static, heads: int, time):
+        self.s, self.heads, self.time = s, heads, time
+        self.grid = s.B, s.HV // heads, s.steps
 
-    def _rows(self):
-        return pl.ds(pl.multiple_of(self.i * self.s.C, self.s.C), self.s.C)
+    def tokens(self, D: int) -> pl.BlockSpec:
+        """Cut flat tokens [B, T, HV * D]."""
+        block = (None, self.s.chunks * self.s.C, self.heads * D)
+        return pl.BlockSpec(block, lambda b, h, t, *_: (b, self.time(t), h))
 
-    def load(self, ref, D: int) -> jax.Array:
-        """Return tokens as a tile [heads, C, D]; padding, which may hold anything, becomes zeros."""
-        rows = self._rows()
-        x = jnp.stack([ref[rows, h * D : (h + 1) * D] for h in range(self.heads.start, self.heads.stop)])
-        if self.same is None and self.s.T % self.s.C == 0:
-            return x
-        return self._inside(x.astype(jnp.float32), 1).astype(x.dtype)
+    def rows(self) -> pl.BlockSpec:
+        """Cut values per token [B, NT, HV, 1, C]."""
+        block = (None, self.s.chunks, self.heads, 1, self.s.C)
+        return pl.BlockSpec(block, lambda b, h, t, *_: (b, self.time(t), h, 0, 0))
 
-    def store(self, ref, x: jax.Array):
-        """Write a tile [heads, C, D] to the tokens of the chunk."""
-        D = x.shape[2]
-        for h in range(self.heads.start, self.heads.stop):
-            ref[self._rows(), h * D : (h + 1) * D] = x[h - self.heads.start].astype(ref.dtype)
+    def owners(self) -> pl.BlockSpec:
+        """Cut the sequence of every token [NT, 1, C]."""
+        return pl.BlockSpec((self.s.chunks, 1, self.s.C), lambda b, h, t, *_: (self.time(t), 0, 0))
 
-    def _inside(self, x: jax.Array, axis: int) -> jax.Array:
-        """Return x with zeros for tokens past the end of the batch or of the last sequence; `axis` walks the tokens."""
-        if self.same is not None:
-            owner = self.column if axis == 1 else self.row
-            return jnp.where(owner < self.refs.bounds.shape[0] - 1, x, 0.0)
-        if self.s.T % self.s.C == 0:
-            return x
-        shape = [1, 1, 1]
-        shape[axis] = self.s.C
-        position = lax.broadcasted_iota(jnp.int32, tuple(shape), axis)
-        return jnp.where(position < self.s.T - self.index * self.s.C, x, 0.0)
+    def gates(self) -> pl.BlockSpec:
+        """Cut the gates, as rows or by channel."""
+        return self.tokens(self.s.K) if self.s.per_channel else self.rows()
 
-    def _gates(self) -> jax.Array:
+    def per_head(self, *tail: int) -> pl.BlockSpec:
+        """Cut one tile for every head and row of the batch, [B, HV, *tail]."""
+        return pl.BlockSpec((None, self.heads, *tail), lambda b, h, t, *_: (b, h, 0, 0))
+
+    def states(self) -> pl.BlockSpec:
+        """Cut states of sequences [N, HV, V, K]; all of them stay in HBM if a loop visits the sequences."""
+        return pl.BlockSpec(memory_space=pl.ANY) if self.s.visit else self.per_head(self.s.V, self.s.K)
+
+    def kept(self) -> pl.BlockSpec:
+        """Cut the state before every grid step, [B, steps, HV, V, K]."""
+        block = (None, None, self.heads, self.s.V, self.s.K)
+        return pl.BlockSpec(block, lambda b, h, t, *_: (b, self.time(t), h, 0, 0))
+
+    def operands(self, x: Operands, queries: bool) -> list[pl.BlockSpec | None]:
+        """Cut all operands but the boundaries; without `queries`, of q only one block that nobody reads."""
+        C = self.s.C
+        return [
+            self.tokens(self.s.K) if queries else pl.BlockSpec((None, 16, 128), lambda *_: (0, 0, 0)),
+            self.tokens(self.s.K),
+            self.tokens(self.s.V),
+            None if x.g is None else self.gates(),
+            None if x.gamma is None else pl.BlockSpec((self.heads, 1, C), lambda b, h, t, *_: (h, 0, 0)),
+            None if x.initial_state is None else self.states(),
+            None if x.cu_seqlens is None else self.owners(),
+        ]
+
+
+# The sequences of a packed batch: the tables in scalar memory, then what is read like an operand.
+TABLES = ("bounds", "first", "before", "last")
+NAMES = ("q", "k", "v", "g", "gamma", "initial_state", "owner")
+
+
+def make_tables(s: Static, cu_seqlens: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """Return how the sequences of a packed batch lie in its chunks: `TABLES`, and the owner of every token.
+
+    The tables are cu_seqlens [N + 1] and for every chunk [NT] the sequence of its first token, of the token before it,
+    and of its last token; the owner is [NT, 1, C]; all int32.
+    """
+    NT = num_chunks(s.T, s.C)
+    owner = token_owners(NT * s.C, cu_seqlens).reshape(NT, 1, s.C)
+    first, last = owner[:, 0, 0], owner[:, 0, -1]
+    return [cu_seqlens, first, jnp.concatenate([first[:1], last[:-1]]), last], owner
+
+
+def run_kernel(body, s: Static, blocks: Blocks, x: Operands, outputs, scratch, more=(), queries=True, **call):
+    """Launch a kernel whose body is called with its Refs by name, and with s; return its results, None for unwanted.
+
+    Args:
+      body: the body.
+      s, x: static sizes and operands.
+      blocks: how they are cut.
+      outputs: (name, spec, type) for every result; the type of an unwanted one is None.
+      scratch: (name, type) for every scratch buffer.
+      more: (name, spec, array) for every operand after those in x.
+      queries: whether the kernel reads q. It stays an operand if not, so that vmap over q alone gives every result
+        its axis.
+      **call: as in `pallas_call`.
+    """
+    tables, owner = ([], None) if x.cu_seqlens is None else make_tables(s, x.cu_seqlens)
+    # Whole rows: a single number would be broadcast over the lanes at every use.
+    gamma = None if x.gamma is None else jnp.broadcast_to(x.gamma, (s.HV, 1, s.C))
+    names = *TABLES[: len(tables)], *NAMES, *(name for name, *_ in more)
+    wanted = [(name, shape is not None) for name, _, shape in outputs]
+    kernel = named(body, names, wanted, [name for name, _ in scratch], s=s)
+
+    def run(*operands):
+        return pallas_call(
+            kernel, *operands,
+            num_scalar_prefetch=len(tables),
+            grid=blocks.grid,
+            # Rows of the batch and blocks of heads are independent; time carries the state.
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            in_specs=[*blocks.operands(x, queries), *(spec if y is not None else None for _, spec, y in more)],
+            out_specs=[spec for _, spec, shape in outputs if shape is not None],
+            out_shape=[shape for *_, shape in outputs if shape is not None],
+            scratch_shapes=[buffer for _, buffer in scratch],
+            **call,
+        )  # fmt: skip
+
+    # Pallas has no batch axis for states that a kernel copies from HBM by itself.
+    run = jax.custom_batching.sequential_vmap(run) if s.visit else run
+    results = iter(run(*tables, x.q, x.k, x.v, x.g, gamma, x.initial_state, owner, *(y for *_, y in more)))
+    return tuple(next(results) if present else None for _, present in wanted)
+
+
+def chunks_of(s: Static, step) -> jax.Array:
+    """Return the chunks of a grid step: always `s.chunks`, but XLA cannot tell.
+
+    It would inline a loop of one trip into other code when it interprets the kernel, and round that differently.
+    """
+    return jnp.minimum(jnp.int32(s.chunks), jnp.int32(s.chunks * s.steps) - step * jnp.int32(s.chunks))
+
+
+class Place:
+    """How chunk i of a grid step lies in the batch, inside a kernel.
+
+    Without tables the chunk lies inside one sequence. With them, the state before the chunk acts on the tokens of the
+    sequence that is open there, the state after it belongs to the last one, and the first passes into the second if
+    the two are one. If a loop visits every sequence, its methods take the sequence n.
+
+    A sequence with something that is not finite must not reach the others of its chunk, and a product reads every row.
+    So in chunks of several sequences such a sequence is taken for padding, whose rows load as zeros and which no mask
+    lets through; `spoil_tokens` and `spoil_state` then store NaN in its results.
+
+    Attributes:
+      at: rows of the chunk in a block of tokens.
+      masks: as `SequenceMasks`; None without tables.
+      own: bool [1, C, 1], tokens of a sequence; None if all are. Other rows may hold anything.
+      own_row: bool [1, 1, C], the same as a row.
+    """
+
+    def __init__(self, s: Static, refs, step, i, tiles=(), states=()):
+        """Find the place of the chunk.
+
+        Args:
+          s, refs: of the kernel.
+          step, i: grid step and chunk.
+          tiles: pairs (name of a Ref of tokens, lanes of a head) that must be finite, beside the gates.
+          states: Refs [heads, V, K] of the state before the chunk, and of the gradient of the one after it. Zeros
+            replace them if they are not finite and another sequence could meet them.
+        """
+        self.s, self.refs, self.i = s, refs, i
+        self.index = step * jnp.int32(s.chunks) + i
+        self.at = pl.ds(pl.multiple_of(i * jnp.int32(s.C), s.C), s.C)
+        self.masks = self.own = self.own_row = None
+        if hasattr(refs, "bounds"):
+            self.first, self.before, self.last = (x[self.index] for x in (refs.first, refs.before, refs.last))
+            self.several = self.before != self.last
+            owner = refs.owner[i][None]  # [1, 1, C]
+            row, self.spoilt = lax.cond(
+                self.several, lambda: self._quarantine(owner, tiles, states), lambda: (owner, jnp.float32(0.0))
+            )
+            self.masks = sequence_masks(row[0], s.C, self.before, self.last)
+            self.own, self.own_row = self.masks.owner < jnp.int32(s.N), row < jnp.int32(s.N)
+        elif s.T % s.C:
+            left = jnp.int32(s.T) - self.index * jnp.int32(s.C)
+            self.own = lax.broadcasted_iota(jnp.int32, (1, s.C, 1), 1) < left
+            self.own_row = lax.broadcasted_iota(jnp.int32, (1, 1, s.C), 2) < left
+
+    def _quarantine(self, owner: jax.Array, tiles, states) -> tuple[jax.Array, jax.Array]:
+        """Return the owners [1, 1, C], spoilt sequences taken for padding, and whether there are any, 1 or 0."""
+        s, refs = self.s, self.refs
+        masks = sequence_masks(owner[0], s.C, self.before, self.last)
+        found = rows_not_finite(*(load_heads(getattr(refs, name), D, at=self.at) for name, D in tiles))  # [1, C, 1]
+        if refs.g is not None and s.per_channel:
+            gates = clip_gate(load_heads(refs.g, s.K, at=self.at))  # [heads, C, K]
+            found = jnp.maximum(found, rows_not_finite(gates))
+        elif refs.g is not None:
+            # Zero times a gate is zero if it is finite, else NaN, which no comparison likes.
+            zero = jnp.sum(refs.g[self.i] * 0.0, axis=0, keepdims=True)  # [1, 1, C]
+            found = jnp.maximum(found, to_column(1.0 - (zero == 0.0).astype(jnp.float32)))
+        for ref, touched in zip(states, (masks.carried, masks.ending), strict=False):
+            bad = not_finite(ref[...])  # [1, 1, 1]
+            found = jnp.maximum(found, jnp.where(touched, bad, 0.0))
+            pl.when(jnp.max(bad) > 0.0)(functools.partial(clear, ref))
+        found = whole_sequences(found, masks.same)  # [1, C, 1]
+        found = jnp.where(masks.owner < jnp.int32(s.N), found, 0.0)
+        return jnp.where(to_row(found) > 0.0, jnp.int32(s.N), owner), jnp.max(found)
+
+    def _is_spoilt(self) -> jax.Array:
+        """Return the tokens of spoilt sequences as a row, float32 [1, 1, C]."""
+        owned = self.refs.owner[self.i][None] < jnp.int32(self.s.N)
+        return jnp.where(self.own_row, 0.0, owned.astype(jnp.float32))
+
+    def spoil_tokens(self, *refs) -> None:
+        """Store NaN in the tokens of spoilt sequences, in blocks of tokens or of rows per head; None is passed over."""
+        if self.masks is None:
+            return
+
+        @pl.when(self.spoilt > 0.0)
+        def _():
+            row = self._is_spoilt()
+            for ref in refs:
+                if ref is not None and len(ref.shape) == 2:
+                    spoil(ref.at[self.at], to_column(row))
+                elif ref is not None:
+                    ref[self.i] = jnp.where(row > 0.0, jnp.nan, ref[self.i])
+
+    def spoil_state(self, ref, n) -> None:
+        """Store NaN in the states of sequence n if it is a spoilt one."""
+        if self.masks is None:
+            return
+
+        @pl.when(self.spoilt > 0.0)
+        def _():
+            found = jnp.where(self.refs.owner[self.i][None] == n, self._is_spoilt(), 0.0)
+
+            @pl.when(jnp.max(found) > 0.0)
+            def _():
+                ref[...] = jnp.full(ref.shape, jnp.nan, ref.dtype)
+
+    def load(self, ref, D: int, heads: slice = slice(None)) -> jax.Array:
+        """Return tokens as tiles [heads, C, D]; rows that are not own become zeros."""
+        return load_heads(ref, D, heads, None if self.own is None else self.own[0], self.at)
+
+    def store(self, ref, x: jax.Array, heads: slice) -> None:
+        """Write tiles [heads, C, D] to the tokens of the chunk."""
+        store_heads(ref, x, first=heads.start, at=self.at)
+
+    def gates(self, heads: slice) -> jax.Array:
+        """Return all gates of the chunk, [heads, 1, C] or [heads, C, K], zeros where no own token is."""
         s, refs = self.s, self.refs
         if s.per_channel:
-            constant = (
-                0.0 if refs.gamma is None else self._inside(refs.gamma[self.heads, :, :1] + jnp.zeros((1, s.C, 1)), 1)
-            )
-            return clip_gate(self.load(refs.g, s.K)) + constant
-        g = jnp.zeros((self.heads.stop - self.heads.start, 1, s.C), jnp.float32)
-        g = g if refs.g is None else g + refs.g[self.i, self.heads]
-        g = g if refs.gamma is None else g + refs.gamma[self.heads]
-        return self._inside(g, 2)
+            g = clip_gate(self.load(refs.g, s.K, heads))  # [heads, C, K]
+            return g if refs.gamma is None else g + _select(self.own, refs.gamma[heads, :, :1])
+        g = jnp.zeros((heads.stop - heads.start, 1, s.C), jnp.float32)
+        g = g if refs.g is None else g + refs.g[self.i, heads]
+        g = g if refs.gamma is None else g + refs.gamma[heads]
+        return _select(self.own_row, g)
 
     def of(self, n, x: jax.Array) -> jax.Array:
         """Return x, shaped like the gates, with zeros for the tokens of other sequences than n."""
-        return jnp.where((self.column if self.s.per_channel else self.row) == n, x, 0.0)
+        owner = self.masks.owner if self.s.per_channel else self.refs.owner[self.i][None]
+        return jnp.where(owner == n, x, 0.0)
 
-    # Without tables the chunk lies inside one sequence. With them, the state before the chunk acts on the tokens of the
-    # sequence that is open there, the state after it belongs to the last one, and the first passes into the second if
-    # the two are one. Where a loop visits every sequence, n says which one.
+    def add(self, n, x: jax.Array, more: jax.Array) -> jax.Array:
+        """Return tiles x [heads, C, D] plus `more` for the tokens of n; a select, because the rest may be NaN."""
+        return x + more if n is None else jnp.where(self.masks.owner == n, x + more, x)
+
+    def sequences(self) -> tuple[jax.Array, jax.Array]:
+        """Return the range of the sequences that have tokens in the chunk, empty ones between them included."""
+        return self.first, jnp.minimum(self.last + 1, jnp.int32(self.s.N))
+
+    def starts(self, n) -> jax.Array:
+        """Return whether sequence n starts in the chunk or later."""
+        return self.refs.bounds[n] >= self.index * jnp.int32(self.s.C)
+
+    def ends(self, n) -> jax.Array:
+        """Return whether sequence n ends in the chunk or before."""
+        return self.refs.bounds[n + 1] <= (self.index + 1) * jnp.int32(self.s.C)
+
+
+def _select(mask: jax.Array | None, x: jax.Array) -> jax.Array:
+    return x if mask is None else jnp.where(mask, x, 0.0)
+
+
+class Chunk:
+    """Tiles of a chunk, some or all of its heads.
+
+    Attributes:
+      q, k, v: tiles [heads, C, D] in the type in which they enter products; q only if `queries`.
+      g: gates [heads, 1, C] or [heads, C, K]; not if the decays are given.
+      decays: as `tile.Decays`.
+    """
+
+    def __init__(self, place: Place, heads: slice, decays: tile.Decays | None = None, queries=True):
+        s, refs = place.s, place.refs
+        self.place, self.heads = place, heads
+        self.dtype = operand_dtype(refs.q.dtype, refs.k.dtype, refs.v.dtype)
+        self.k = place.load(refs.k, s.K, heads).astype(self.dtype)  # [heads, C, K]
+        self.v = place.load(refs.v, s.V, heads).astype(self.dtype)  # [heads, C, V]
+        if queries:
+            self.q = place.load(refs.q, s.K, heads).astype(self.dtype)  # [heads, C, K]
+        if decays is None:
+            self.g = place.gates(heads)
+            decays = tile.decays(self.g, s.scale, None if place.masks is None else place.masks.same)
+        self.decays = decays
+
+    @property
+    def same(self) -> jax.Array | None:
+        """Pairs of one sequence, bool [1, C, C]; None if all tokens are of one."""
+        return None if self.place.masks is None else self.place.masks.same
 
     def from_start(self, n=None) -> jax.Array:
         """Return the decay from the state before the chunk, or at the start of sequence n, to each of its tokens."""
-        x = self.decays.from_start
-        return x if self.same is None else jnp.where(self.column == (self.open if n is None else n), x, 0.0)
+        x, masks = self.decays.from_start, self.place.masks
+        return x if masks is None else jnp.where(masks.carried if n is None else masks.owner == n, x, 0.0)
 
     def to_end(self, n=None) -> jax.Array:
         """Return the decay from each token of the last sequence, or of n, to the state after the chunk."""
-        x = self.decays.to_end
-        return x if self.same is None else jnp.where(self.column == (self.last if n is None else n), x, 0.0)
+        x, masks = self.decays.to_end, self.place.masks
+        return x if masks is None else jnp.where(masks.ending if n is None else masks.owner == n, x, 0.0)
 
     def through(self, n=None) -> jax.Array:
         """Return the decay of the carried state over the chunk, or of that of sequence n over its tokens."""
         if n is not None:
-            axis = 1 if self.s.per_channel else 2
-            return jnp.exp(jnp.sum(self.of(n, self.g), axis=axis, keepdims=True))
-        x = self.decays.through
-        return x if self.same is None else jnp.where(self.open == self.last, x, 0.0)
-
-    def sequences(self) -> tuple[jax.Array, jax.Array]:
-        """Return the range of the sequences that have tokens in the chunk, empty ones between them included."""
-        return self.refs.first[self.index], jnp.minimum(self.last + 1, self.refs.bounds.shape[0] - 1)
-
-    def starts(self, n) -> jax.Array:
-        """Return whether sequence n starts in the chunk or later."""
-        return self.refs.bounds[n] >= self.index * self.s.C
-
-    def ends(self, n) -> jax.Array:
-        """Return whether sequence n ends in the chunk or before."""
-        return self.refs.bounds[n + 1] <= (self.index + 1) * self.s.C
+            axis = 1 if self.place.s.per_channel else 2
+            return jnp.exp(jnp.sum(self.place.of(n, self.g), axis=axis, keepdims=True))
+        x, masks = self.decays.through, self.place.masks
+        return x if masks is None else jnp.where(masks.through, x, 0.0)
 
 
-def constant_decays(s: Shape, refs: Inputs) -> tiles.Decays:
-    """Return the decays of every chunk where `constant` says that they are the same for all."""
+def constant_decays(s: Static, refs, heads: int) -> tile.Decays:
+    """Return the decays of every chunk if `s.constant` says that they are the same for all."""
     # The maximum of equal lanes: a reduction leaves its result in every lane, a slice is broadcast at every use.
-    gamma = jnp.zeros((s.heads, 1, s.C), jnp.float32) if refs.gamma is None else refs.gamma[...]
-    gamma = jnp.max(gamma, axis=2, keepdims=True)
-    return tiles.constant_decays(gamma, refs.scale[0], s.C)
+    gamma = jnp.zeros((heads, 1, s.C), jnp.float32) if refs.gamma is None else refs.gamma[...]
+    gamma = jnp.max(gamma, axis=2, keepdims=True)  # [heads, 1, 1]
+    return tile.constant_decays(gamma, s.scale, s.C)
 
 
 def fetch_state(states_ref, n, block, target_ref):
     """Copy the states of sequence n and a block of heads from HBM, or set them to zero."""
     if states_ref is None:
-        target_ref[...] = jnp.zeros(target_ref.shape, target_ref.dtype)
+        clear(target_ref)
     else:
-        pltpu.sync_copy(states_ref.at[n, pl.ds(block * target_ref.shape[0], target_ref.shape[0])], target_ref)
+        heads = target_ref.shape[0]
+        pltpu.sync_copy(states_ref.at[n, pl.ds(block * jnp.int32(heads), heads)], target_ref)
 
 
 def put_state(source_ref, states_ref, n, block):
     """Copy the states of a block of heads to sequence n in HBM."""
     if states_ref is not None:
-        pltpu.sync_copy(source_ref, states_ref.at[n, pl.ds(block * source_ref.shape[0], source_ref.shape[0])])
+        heads = source_ref.shape[0]
+        pltpu.sync_copy(source_ref, states_ref.at[n, pl.ds(block * jnp.int32(heads), heads)])
 
 
-def _gla_fwd_kernel(*refs, s: Shape):
-    x, (o_ref, final_ref, kept_ref, S_ref) = Inputs(*refs[:11]), refs[11:]
+def _gla_fwd_kernel(refs, s: Static):
     block, step = pl.program_id(1), pl.program_id(2)
+    heads = slice(0, refs.S.shape[0])
 
     @pl.when(step == 0)
     def _():
-        whole = not s.visit and x.initial_state is not None
-        S_ref[...] = x.initial_state[...] if whole else jnp.zeros(S_ref.shape, S_ref.dtype)
+        if refs.initial_state is None or s.visit:
+            clear(refs.S)
+        else:
+            refs.S[...] = refs.initial_state[...]
 
-    if kept_ref is not None:
-        kept_ref[...] = S_ref[...]
-    constant = constant_decays(s, x) if s.constant else None
+    # The backward starts from this state when it recomputes those between the chunks of the step.
+    if refs.kept is not None:
+        refs.kept[...] = refs.S[...]
+    constant = constant_decays(s, refs, heads.stop) if s.constant else None
+    tiles = [("q", s.K)] * (refs.o is not None) + [("k", s.K), ("v", s.V)]
 
     def chunk(i, _):
-        c = Chunk(s, x, step, i, constant, slice(0, s.heads), queries=o_ref is not None)
-        own = None
-        if o_ref is not None:
-            P = tiles.scores(c.q, c.k, c.decays, c.same)
-            own = dot(P.astype(c.v.dtype), c.v)
+        place = Place(s, refs, step, i, tiles, states=() if s.visit else (refs.S,))
+        c = Chunk(place, heads, constant, queries=refs.o is not None)
+        o = None
+        if refs.o is not None:
+            # What the tokens of the chunk give to one another; what comes from the state before it is added below.
+            P = tile.scores(c.q, c.k, c.decays, c.same)  # [heads, C, C]
+            o = dot(P.astype(c.v.dtype), c.v)  # [heads, C, V]
 
         def state_pass(o, n=None):
-            S = S_ref[...]
-            S_ref[...] = tiles.next_state(S, c.k, c.v, c.to_end(n), c.through(n), s.parts)
-            return None if o is None else o + tiles.read_state(c.q, S, c.from_start(n))
+            S = refs.S[...]  # [heads, V, K]
+            refs.S[...] = tile.next_state(S, c.k, c.v, c.to_end(n), c.through(n), s.parts)
+            return None if o is None else place.add(n, o, tile.read_state(c.q, S, c.from_start(n)))
 
         def visit(n, o):
-            pl.when(c.starts(n))(lambda: fetch_state(x.initial_state, n, block, S_ref))
+            pl.when(place.starts(n))(lambda: fetch_state(refs.initial_state, n, block, refs.S))
             o = state_pass(o, n)
-            pl.when(c.ends(n))(lambda: put_state(S_ref, final_ref, n, block))
+            place.spoil_state(refs.S, n)
+            pl.when(place.ends(n))(lambda: put_state(refs.S, refs.final, n, block))
             return o
 
-        o = lax.fori_loop(*c.sequences(), visit, own) if s.visit else state_pass(own)
+        if s.visit:
+            o = lax.fori_loop(*place.sequences(), visit, o)
+        else:
+            o = state_pass(o)
+            place.spoil_state(refs.S, place.last if place.masks is not None else None)
         if o is not None:
-            c.store(o_ref, o)
+            place.store(refs.o, o, heads)
+        place.spoil_tokens(refs.o)
 
-    lax.fori_loop(0, s.chunks(step), chunk, None)
-    if final_ref is not None and not s.visit:
+    lax.fori_loop(jnp.int32(0), chunks_of(s, step), chunk, None)
+    if refs.final is not None and not s.visit:
 
-        @pl.when(step == s.grid[2] - 1)
+        @pl.when(step == s.steps - 1)
         def _():
-            final_ref[...] = S_ref[...]
+            refs.final[...] = refs.S[...]
 
 
-def launch(s: Shape, x: Operands, output: bool, final: bool, keep: bool):
-    """Return (o [B, T, H * V], final state [N, H, V, K], states before the grid steps); None for what is not wanted."""
-    NG, state = s.NT // s.steps, (s.H, s.V, s.K)
-    N = x.tables[0].shape[0] - 1 if x.tables else s.B
-    inputs = [y for y in x[:-1] if y is not None]
-    time, tokens = lambda t: t, s.B * s.NT * s.C * s.H
-    return s.launch(
-        _gla_fwd_kernel, x, time=time, queries=output,
-        name=f"fused_chunk_gla_{'fwd' if output else 'states'}_c{s.C}" + ("_varlen" if x.tables else ""),
-        out_specs=(
-            s.tokens(s.V, time) if output else None, s.state() if final else None, s.kept(time) if keep else None
-        ),
-        out_shape=(
-            out_struct(x.v.shape, x.v.dtype, *inputs) if output else None,
-            out_struct((N, *state), jnp.float32, *inputs) if final else None,
-            out_struct((s.B, NG, *state), jnp.float32, *inputs) if keep else None,
-        ),
-        scratch_shapes=[pltpu.VMEM((s.heads, s.V, s.K), jnp.float32)],
-        cost_estimate=pl.CostEstimate(
-            flops=2 * tokens * (s.K * s.V + output * (s.C * (s.K + s.V) + s.K * s.V)),
-            transcendentals=tokens * (s.C if output else 2),
-            bytes_accessed=sum(y.size * y.dtype.itemsize for y in ([*inputs, x.v] if output else inputs[1:])),
+def launch(s: Static, x: Operands, output: bool = True, keep: bool = False):
+    """Return (o [B, T, HV * V], final states [N, HV, V, K], states before the grid steps); None for what is unwanted.
+
+    Args:
+      s, x: static sizes and operands.
+      output: compute o, and the final states if `s.final`.
+      keep: return the state before every grid step, [B, steps, HV, V, K] float32, for the backward.
+    """
+    blocks = Blocks(s, s.config.heads, lambda t: t)
+    final, state = output and s.final, (s.HV, s.V, s.K)
+    inputs = [y for y in x if y is not None]
+    return run_kernel(
+        _gla_fwd_kernel, s, blocks, x, queries=output,
+        name=f"fused_chunk_gla_{'fwd' if output else 'states'}_c{s.C}" + ("" if x.cu_seqlens is None else "_varlen"),
+        outputs=[
+            ("o", blocks.tokens(s.V), out_struct(x.v.shape, x.v.dtype, *inputs) if output else None),
+            ("final", blocks.states(), out_struct((s.N, *state), jnp.float32, *inputs) if final else None),
+            ("kept", blocks.kept(), out_struct((s.B, s.steps, *state), jnp.float32, *inputs) if keep else None),
+        ],
+        scratch=[("S", pltpu.VMEM((blocks.heads, s.V, s.K), jnp.float32))],
+        cost_estimate=cost(
+            B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, C=s.C, itemsize=x.v.dtype.itemsize,
+            per_channel=s.per_channel, output=output,
         ),
     )  # fmt: skip

@@ -1,7 +1,8 @@
-"""Backward in one launch, time reversed through the index maps: kernel body, launcher.
+"""Backward in one launch, time reversed through the index maps: two algorithms for a chunk, kernel body, launcher.
 
 The forward kept the state before every grid step. A step first recomputes the states before its chunks into VMEM, then
-walks them in reverse with the gradient of the state. Both are float32 where they are read.
+walks them in reverse with the gradient of the state. Both are float32 where they are read, and [V, K] like all states
+in the kernels.
 """
 
 from typing import Any
@@ -12,184 +13,250 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.fused_gla import tiles
-from chunkwise.fused_gla.kernel import Chunk, Inputs, Operands, Shape, constant_decays, fetch_state, put_state
+from chunkwise.fused_gla import tile
+from chunkwise.fused_gla.cost import cost
+from chunkwise.fused_gla.kernel import (
+    Blocks,
+    Chunk,
+    Operands,
+    Place,
+    Static,
+    chunks_of,
+    constant_decays,
+    fetch_state,
+    put_state,
+    run_kernel,
+)
 from chunkwise.shared.compat import out_struct
-from chunkwise.shared.kernels import dot_nt, dot_tn, strictly_lower
+from chunkwise.shared.kernels import (
+    clear,
+    dot_nt,
+    dot_tn,
+    only_if,
+    rows_not_finite,
+    stagger,
+    strictly_lower,
+    whole_sequences,
+)
 
 # Heads that the backward takes in lock-step, and how many such groups it starts before it finishes the first.
 PAIR, AHEAD = 2, 2
+# Decays that are the same for every chunk, in scratch.
+DECAYS = ("pairs_t", "from_start", "to_end", "through")
 
 
-def _gla_bwd_kernel(*refs, s: Shape):
-    x, (do_ref, dfinal_ref, kept_ref, dq_ref, dk_ref, dv_ref, dg_ref, dinitial_ref) = Inputs(*refs[:11]), refs[11:19]
-    S_ref, dS_ref, start_ref, *decay_refs = refs[19:]
-    block, step = pl.program_id(1), s.grid[2] - 1 - pl.program_id(2)
+def _kept_decays(s: Static, refs, heads: slice) -> tile.Decays | None:
+    """Return the decays of constant gates, of which those of pairs are kept transposed; None for other gates."""
+    return tile.Decays(*(getattr(refs, name)[heads] for name in DECAYS), s.scale) if s.constant else None
 
-    @pl.when(step == s.grid[2] - 1)
-    def _():
-        whole = not s.visit and dfinal_ref is not None
-        dS_ref[...] = dfinal_ref[...] if whole else jnp.zeros(dS_ref.shape, dS_ref.dtype)
-        if s.constant:
-            decays: Any = constant_decays(s, x)
-            for ref, decay in zip(decay_refs, decays._replace(pairs=jnp.swapaxes(decays.pairs, 1, 2)), strict=False):
-                ref[...] = jnp.broadcast_to(decay, ref.shape)
-            if dg_ref is not None:
-                dg_ref[...] = jnp.zeros(dg_ref.shape, dg_ref.dtype)
 
-    S_ref[0] = kept_ref[...]
+def _recompute_state(s: Static, refs, step, i, block) -> None:
+    """Store the state after chunk i, which is the one before chunk i + 1."""
+    before, n = refs.S.at[i], None
+    place = Place(s, refs, step, i, (("k", s.K), ("v", s.V)), () if s.visit else (before,))
+    heads = slice(0, refs.dS.shape[0])
+    c = Chunk(place, heads, _kept_decays(s, refs, heads), queries=False)
+    S = before[...]  # [heads, V, K]
+    if s.visit:
+        # Of the sequences in the chunk only the last one matters for the next; it may start here.
+        n = jnp.minimum(place.last, jnp.int32(s.N - 1))
+        refs.start[...] = S
+        pl.when(place.starts(n))(lambda: fetch_state(refs.initial_state, n, block, refs.start))
+        S = refs.start[...]
+    refs.S[i + 1] = tile.next_state(S, c.k, c.v, c.to_end(n)[:, :, : s.K], c.through(n), s.parts)
+    if place.masks is not None:
+        place.spoil_state(refs.S.at[i + 1], place.last)
+        if not s.visit:
+            # It may have been replaced by zeros; the gradients must find it as it was.
+            place.spoil_state(before, place.before)
 
-    def load_chunk(i, heads=slice(0, s.heads)):
-        constant = tiles.Decays(*(r[heads] for r in decay_refs), x.scale[0]) if s.constant else None
-        return Chunk(s, x, step, i, constant, heads)
 
-    def states(i, _):
-        c = load_chunk(i)
-        before, n = S_ref[i], None
-        if s.visit:
-            # Of the sequences in the chunk only the last one matters for the next; it may start here.
-            n = jnp.minimum(c.last, x.bounds.shape[0] - 2)
-            start_ref[...] = before
-            pl.when(c.starts(n))(lambda: fetch_state(x.initial_state, n, block, start_ref))
-            before = start_ref[...]
-        S_ref[i + 1] = tiles.next_state(before, c.k, c.v, c.to_end(n)[:, :, : s.K], c.through(n), s.parts)
+def _place(s: Static, refs, step, i) -> Place:
+    """Return the place of chunk i, whose gradients are to be computed."""
+    tiles = ("q", s.K), ("k", s.K), ("v", s.V), ("do", s.V)
+    return Place(s, refs, step, i, tiles, () if s.visit else (refs.S.at[i], refs.dS))
 
-    lax.fori_loop(0, s.chunks(step) - 1, states, None)
 
-    def start(i, heads):
-        c = load_chunk(i, heads)
-        do = c.load(do_ref, s.V)
-        return c, do, tiles.chunk_products(S_ref[i, heads], dS_ref[heads], c.q, c.k, c.v, do, s.parts)
+def _chunk_in_groups(s: Static, refs, step, i, block) -> None:
+    """Store the gradients of chunk i, whose gates are per head and whose sequences have no states of their own.
 
-    def finish(c, do, products):
-        i, heads = c.i, c.heads
-        # The decays that are the same for every chunk are kept transposed.
-        pairs_t = c.decays.pairs if s.constant else jnp.swapaxes(c.decays.pairs, 1, 2)
-        grads = tiles.chunk_bwd(
-            products, S_ref[i, heads], dS_ref[heads], c.q, c.k, do, pairs_t,
+    The matrix unit works in program order: while it computes the products of some heads, the vector unit finishes
+    those before them.
+    """
+    place = _place(s, refs, step, i)
+
+    def group(heads: slice):
+        c = Chunk(place, heads, _kept_decays(s, refs, heads))
+        do = place.load(refs.do, s.V, heads).astype(c.dtype)  # [heads, C, V]
+        products = tile.chunk_products(refs.S[i, heads], refs.dS[heads], c.q, c.k, c.v, do, s.parts)
+        # These products wait for no other, so the next groups may begin before this one ends.
+        for _ in range(AHEAD):
+            yield
+        pairs_t = c.decays.pairs if s.constant else jnp.swapaxes(c.decays.pairs, 1, 2)  # [heads, C, C]
+        grads = tile.chunk_bwd(
+            products, refs.S[i, heads], refs.dS[heads], c.q, c.k, do, pairs_t,
             c.from_start(), c.to_end(), c.through(), s.parts,
         )  # fmt: skip
-        dS_ref[heads] = grads.S
-        c.store(dq_ref, grads.q)
-        c.store(dk_ref, grads.k)
-        c.store(dv_ref, grads.v)
-        if dg_ref is None:
+        refs.dS[heads] = grads.S
+        for ref, x in ((refs.dq, grads.q), (refs.dk, grads.k), (refs.dv, grads.v)):
+            place.store(ref, x, heads)
+        if refs.dg is None:
             return
         if s.constant:
-            dg_ref[heads] += tiles.constant_gate_bwd(grads.exponents, grads.from_start, grads.to_end, grads.through)
+            refs.dg[heads] += tile.constant_gate_bwd(
+                grads.exponents, grads.from_start, grads.to_end, grads.through
+            )  # fmt: skip
             return
-        exponents = jnp.where(strictly_lower(s.C), jnp.swapaxes(grads.exponents, 1, 2), 0.0)
-        dg_ref[i, heads] = grads.through + tiles.gate_bwd(exponents, grads.from_start, grads.to_end, c.same)
+        # A token and itself have no gate between them.
+        exponents = jnp.where(strictly_lower(s.C), jnp.swapaxes(grads.exponents, 1, 2), 0.0)  # [heads, C, C]
+        refs.dg[i, heads] = grads.through + tile.gate_bwd(exponents, grads.from_start, grads.to_end, c.same)
 
-    def chunk_per_head(j, _):
-        # A pipeline by hand: the matrix unit works in program order, and while it computes the products of some heads
-        # the vector unit finishes those before them.
-        i, started = s.chunks(step) - 1 - j, []
-        for first in range(0, s.heads, PAIR):
-            started.append(start(i, slice(first, min(first + PAIR, s.heads))))
-            if len(started) > AHEAD:
-                finish(*started.pop(0))
-        for pair in started:
-            finish(*pair)
+    every = refs.dS.shape[0]
+    for _ in stagger(group(slice(first, min(first + PAIR, every))) for first in range(0, every, PAIR)):
+        pass
+    _spoil(s, refs, place)
 
-    def chunk(j, _):
-        i = s.chunks(step) - 1 - j
-        c = load_chunk(i)
-        do = c.load(do_ref, s.V)
 
-        def state_pass(S, n=None):
-            """Return the gradients through the state, that of its decay as one of the gates."""
-            decays = c.from_start(n), c.to_end(n), c.through(n)
-            grads = tiles.state_bwd(S, dS_ref[...], c.q, c.k, c.v, do, *decays, s.parts)
-            dS_ref[...] = grads.S
-            through = jnp.broadcast_to(grads.through, c.g.shape)
-            return grads.q, grads.k, grads.v, through if n is None else c.of(n, through)
+def _chunk_in_step(s: Static, refs, step, i, block) -> None:
+    """Store the gradients of chunk i, all heads in lock-step: gates per channel, or a loop that visits sequences."""
+    place = _place(s, refs, step, i)
+    heads = slice(0, refs.dS.shape[0])
+    c = Chunk(place, heads)
+    do = place.load(refs.do, s.V).astype(c.dtype)  # [heads, C, V]
 
-        def visit(m, sums):
-            first, end = c.sequences()
-            n = end - 1 - (m - first)
-            start_ref[...] = S_ref[i]
-            pl.when(c.starts(n))(lambda: fetch_state(x.initial_state, n, block, start_ref))
-            pl.when(c.ends(n))(lambda: fetch_state(dfinal_ref, n, block, dS_ref))
-            sums = jax.tree.map(jnp.add, sums, state_pass(start_ref[...], n))
-            pl.when(c.starts(n))(lambda: put_state(dS_ref, dinitial_ref, n, block))
-            return sums
+    def state_pass(sums, S, n=None):
+        """Return the gradients of q, k, v and the gates with those through the state added; its decay is a gate."""
+        decays = c.from_start(n), c.to_end(n), c.through(n)
+        grads = tile.state_bwd(S, refs.dS[...], c.q, c.k, c.v, do, *decays, s.parts)
+        refs.dS[...] = grads.S
+        through = jnp.broadcast_to(grads.through, c.g.shape)
+        if sums is None:
+            return grads.q, grads.k, grads.v, through
+        *sums, gates = sums
+        sums = (place.add(n, x, more) for x, more in zip(sums, (grads.q, grads.k, grads.v), strict=True))
+        return *sums, gates + place.of(n, through)
 
-        if s.visit:
-            zeros = tuple(jnp.zeros(y.shape, jnp.float32) for y in (c.q, c.k, c.v, c.g))
-            dq, dk, dv, through = lax.fori_loop(*c.sequences(), visit, zeros)
-        else:
-            dq, dk, dv, through = state_pass(S_ref[i])
+    def visit(m, sums):
+        first, end = place.sequences()
+        n = end - 1 - (m - first)
+        refs.start[...] = refs.S[i]
+        pl.when(place.starts(n))(lambda: fetch_state(refs.initial_state, n, block, refs.start))
+        pl.when(place.ends(n))(lambda: fetch_state(refs.dfinal, n, block, refs.dS))
+        sums = state_pass(sums, refs.start[...], n)
+        place.spoil_state(refs.dS, n)
+        pl.when(place.starts(n))(lambda: put_state(refs.dS, refs.dinitial, n, block))
+        return sums
 
-        P, dP = tiles.scores(c.q, c.k, c.decays, c.same), dot_nt(do, c.v)
-        own = tiles.scores_bwd(dP, c.q, c.k, c.decays, P, c.same, s.parts)
-        c.store(dq_ref, dq + own.q)
-        c.store(dk_ref, dk + own.k)
-        c.store(dv_ref, dv + dot_tn(P.astype(do.dtype), do))
-        if dg_ref is None:
-            return
-        d_from_start, d_to_end = c.q * dq, c.k * dk
-        dg = through + tiles.gate_bwd(own.exponents, d_from_start, d_to_end, c.same)
+    if s.visit:
+        zeros = tuple(jnp.zeros(y.shape, jnp.float32) for y in (c.q, c.k, c.v, c.g))
+        dq, dk, dv, through = lax.fori_loop(*place.sequences(), visit, zeros)
+    else:
+        dq, dk, dv, through = state_pass(None, refs.S[i])
+
+    P, dP = tile.scores(c.q, c.k, c.decays, c.same), dot_nt(do, c.v)  # [heads, C, C]
+    inside = tile.scores_bwd(dP, c.q, c.k, c.decays, P, c.same, s.parts)
+    place.store(refs.dq, dq + inside.q, heads)
+    place.store(refs.dk, dk + inside.k, heads)
+    place.store(refs.dv, dv + dot_tn(P.astype(do.dtype), do), heads)
+    if refs.dg is not None:
+        d_from_start, d_to_end = c.q * dq, c.k * dk  # [heads, C, K]
+        spoilt = None
+        if s.visit and s.per_channel:
+            # States that are not finite got into the rows of their sequence, and here a product mixes the rows again.
+            found = only_if(place.several, lambda: rows_not_finite(d_from_start, d_to_end), s.C)
+            spoilt = whole_sequences(found, c.same) > 0.0  # [1, C, 1]
+            d_from_start, d_to_end = (jnp.where(spoilt, 0.0, x) for x in (d_from_start, d_to_end))
+        dg = through + tile.gate_bwd(inside.exponents, d_from_start, d_to_end, c.same)  # as the gates
         if s.per_channel:
-            c.store(dg_ref, dg)
+            place.store(refs.dg, dg if spoilt is None else jnp.where(spoilt, jnp.nan, dg), heads)
         else:
-            dg_ref[i] = dg
+            refs.dg[i] = dg
+    _spoil(s, refs, place)
 
-    lax.fori_loop(0, s.chunks(step), chunk if s.per_channel or s.visit else chunk_per_head, None)
-    if dinitial_ref is not None and not s.visit:
+
+def _spoil(s: Static, refs, place: Place) -> None:
+    """Store NaN in the gradients of spoilt sequences; a loop that visits them has seen to the states."""
+    place.spoil_tokens(refs.dq, refs.dk, refs.dv, None if s.constant else refs.dg)
+    if place.masks is not None and not s.visit:
+        place.spoil_state(refs.dS, place.before)
+
+
+def _gla_bwd_kernel(refs, s: Static):
+    block, step = pl.program_id(1), s.steps - 1 - pl.program_id(2)
+
+    @pl.when(step == s.steps - 1)
+    def _():
+        if refs.dfinal is None or s.visit:
+            clear(refs.dS)
+        else:
+            refs.dS[...] = refs.dfinal[...]
+        if s.constant:
+            decays: Any = constant_decays(s, refs, refs.dS.shape[0])
+            decays = decays._replace(pairs=jnp.swapaxes(decays.pairs, 1, 2))
+            for name, decay in zip(DECAYS, decays, strict=False):
+                ref = getattr(refs, name)
+                ref[...] = jnp.broadcast_to(decay, ref.shape)
+            clear(refs.dg)
+
+    refs.S[0] = refs.kept[...]
+    count = chunks_of(s, step)
+    lax.fori_loop(jnp.int32(0), count - 1, lambda i, _: _recompute_state(s, refs, step, i, block), None)
+    gradients = _chunk_in_step if s.per_channel or s.visit else _chunk_in_groups
+    lax.fori_loop(jnp.int32(0), count, lambda j, _: gradients(s, refs, step, count - 1 - j, block), None)
+    if refs.dinitial is not None and not s.visit:
 
         @pl.when(step == 0)
         def _():
-            dinitial_ref[...] = dS_ref[...]
+            refs.dinitial[...] = refs.dS[...]
 
 
-def launch(s: Shape, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept: jax.Array, gates: bool):
-    """Return (dq, dk, dv, dg, dinitial) in the layouts of the operands.
+def launch(s: Static, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept: jax.Array, gates: bool):
+    """Return (dq, dk, dv, dg, dinitial) in the layouts of the operands; None for what is not wanted.
 
-    dg is None unless `gates`; where all gates are constant it is [B, H, 8, K], parts of the gradient of gamma.
+    If all gates are constant, dg is [B, HV, 8, K], parts of the gradient of gamma.
 
     Args:
       s, x: as in the forward.
-      do: gradient of o [B, T, H * V], of the type of v.
-      dfinal: gradient of the final state [N, H, V, K], or None for zeros.
+      do: gradient of o [B, T, HV * V].
+      dfinal: gradient of the final states [N, HV, V, K], or None for zeros.
       kept: states before the grid steps, from the forward.
       gates: whether the gradient of the gates is wanted.
     """
-    inputs = [y for y in (*x[:-1], do, dfinal) if y is not None]
-    last = s.NT // s.steps - 1
-    time = lambda t: last - t
-    out = lambda y, dtype: out_struct(y.shape, dtype, *inputs)
-    dg = None
-    if gates:
-        shape = x.k.shape if s.per_channel else (s.B, s.NT, s.H, 1, s.C)
-        shape = (s.B, s.H, 8, s.K) if s.constant else shape
-        dg = out_struct(shape, jnp.float32, *inputs)
-    dg_spec = pl.BlockSpec((None, s.heads, 8, s.K), lambda b, h, t: (b, h, 0, 0)) if s.constant else s.gates(time)
-    state, tokens = (s.heads, s.V, s.K), s.B * s.NT * s.C * s.H
-    decays = [(s.C, s.C), (s.C, s.K), (s.C, max(s.K, s.V)), (1, s.K)] if s.constant else []
-    return s.launch(
-        _gla_bwd_kernel, x, do, dfinal, kept, time=time,
-        name=f"fused_chunk_gla_bwd_c{s.C}" + ("_varlen" if x.tables else ""),
-        in_specs=[s.tokens(s.V, time), None if dfinal is None else s.state(), s.kept(time)],
-        out_specs=(
-            s.tokens(s.K, time), s.tokens(s.K, time), s.tokens(s.V, time),
-            None if dg is None else dg_spec, None if x.initial_state is None else s.state(),
-        ),
-        out_shape=(
-            out(x.q, x.q.dtype), out(x.k, x.k.dtype), out(x.v, x.v.dtype), dg,
-            None if x.initial_state is None else out(x.initial_state, jnp.float32),
-        ),
-        scratch_shapes=[
-            # At least two: of a single state XLA would fold the index away, and round other code when it interprets.
-            pltpu.VMEM((max(s.steps, 2), *state), jnp.float32),
-            pltpu.VMEM(state, jnp.float32),
-            pltpu.VMEM(state if s.visit else (1, 8, 128), jnp.float32),
-            # Decays that are the same for every chunk, kept as whole tiles: a column would be broadcast at every use.
-            *(pltpu.VMEM((s.heads, *tail), jnp.float32) for tail in decays),
+    inputs = [y for y in (*x, do, dfinal) if y is not None]
+    blocks = Blocks(s, s.config.heads_bwd, lambda t: s.steps - 1 - t)
+    out = lambda y: out_struct(y.shape, y.dtype, *inputs)
+    dg = blocks.gates(), x.k.shape if s.per_channel else (s.B, s.steps * s.chunks, s.HV, 1, s.C)
+    if s.constant:
+        dg = blocks.per_head(8, s.K), (s.B, s.HV, 8, s.K)
+    # Kept as whole tiles: a column would be broadcast at every use.
+    tails = (s.C, s.C), (s.C, s.K), (s.C, max(s.K, s.V)), (1, s.K)
+    decays = {name: (blocks.heads, *tail) for name, tail in zip(DECAYS, tails, strict=True) if s.constant}
+    state = blocks.heads, s.V, s.K
+    scratch = {
+        # At least two: of a single state XLA would fold the index away, and round other code when it interprets.
+        "S": (max(s.chunks, 2), *state),
+        "dS": state,
+        # The state of the sequence that the loop visits.
+        "start": state if s.visit else (1, 8, 128),
+    } | decays
+    return run_kernel(
+        _gla_bwd_kernel, s, blocks, x,
+        name=f"fused_chunk_gla_bwd_c{s.C}" + ("" if x.cu_seqlens is None else "_varlen"),
+        more=[
+            ("do", blocks.tokens(s.V), do),
+            ("dfinal", blocks.states(), dfinal),
+            ("kept", blocks.kept(), kept),
         ],
-        cost_estimate=pl.CostEstimate(
-            flops=2 * tokens * (s.C * (3 * s.K + 2 * s.V) + 5 * s.K * s.V),
-            transcendentals=tokens * s.C,
-            bytes_accessed=sum(y.size * y.dtype.itemsize for y in (*inputs, kept, x.q, x.k, x.v)),
+        outputs=[
+            ("dq", blocks.tokens(s.K), out(x.q)),
+            ("dk", blocks.tokens(s.K), out(x.k)),
+            ("dv", blocks.tokens(s.V), out(x.v)),
+            ("dg", dg[0], out_struct(dg[1], jnp.float32, *inputs) if gates else None),
+            ("dinitial", blocks.states(), None if x.initial_state is None else out(x.initial_state)),
+        ],
+        scratch=[(name, pltpu.VMEM(shape, jnp.float32)) for name, shape in scratch.items()],
+        cost_estimate=cost(
+            B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, C=s.C, itemsize=x.v.dtype.itemsize, backward=True,
+            per_channel=s.per_channel,
         ),
     )  # fmt: skip

@@ -1,9 +1,17 @@
 """The token recurrences in plain JAX: the decode path, for one new token or a few per sequence."""
 
 import jax
+import jax.numpy as jnp
 
 from chunkwise.fused_gla.api import check_arguments, total_gate
-from chunkwise.shared.operators import check_array, choose_implementation, token_by_token
+from chunkwise.shared.operators import (
+    Arguments,
+    check_array,
+    check_flags,
+    check_scale,
+    choose_implementation,
+    token_by_token,
+)
 
 
 def recurrent_simple_gla(
@@ -36,7 +44,7 @@ def recurrent_simple_gla(
       initial_state: [N, H, K, V], likewise, or None for zeros.
       output_final_state: whether to return the final state; static.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Tokens from cu_seqlens[N] on are
-        padding and give zeros. The values are checked outside of jit only.
+        padding, may hold anything and give zeros. The values are checked outside of jit only.
       implementation: None or "xla": there is no kernel.
 
     Returns:
@@ -44,13 +52,15 @@ def recurrent_simple_gla(
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: another implementation is asked for.
 
     Differentiable by JAX. Compiled once for the shapes of its arguments.
     Accuracy: 1e-6 relative to float64 for float32 inputs; the arithmetic is float32.
-    Cost: 6 T H K V flops and a state read and written a token: meant for few tokens.
+    Cost: 5 B T H K V flops, and a state read and written a token: meant for few tokens.
     Source: Dao and Gu, Transformers are SSMs (2024); Sun et al., Retentive Network (2023) for a constant gate.
     """
-    return _run(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens, implementation, 3)
+    x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens)
+    return _run(x, output_final_state, implementation, 3)
 
 
 def recurrent_gla(
@@ -81,7 +91,7 @@ def recurrent_gla(
       initial_state: [N, H, K, V], likewise, or None for zeros.
       output_final_state: whether to return the final state; static.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Tokens from cu_seqlens[N] on are
-        padding and give zeros. The values are checked outside of jit only.
+        padding, may hold anything and give zeros. The values are checked outside of jit only.
       implementation: None or "xla": there is no kernel.
 
     Returns:
@@ -89,25 +99,28 @@ def recurrent_gla(
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: another implementation is asked for.
 
     Differentiable by JAX. Compiled once for the shapes of its arguments.
     Accuracy: 1e-6 relative to float64 for float32 inputs; the arithmetic is float32.
-    Cost: 6 T H K V flops and a state read and written a token: meant for few tokens.
+    Cost: 5 B T H K V flops, and a state read and written a token: meant for few tokens.
     Source: Yang et al., Gated Linear Attention Transformers (2023).
     """
     check_array("g", g, "B T H K")
-    return _run(q, k, v, g, None, scale, initial_state, output_final_state, cu_seqlens, implementation, 4)
+    x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens)
+    return _run(x, output_final_state, implementation, 4)
 
 
-def _run(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens, implementation, gate_rank):
-    check_arguments(q, k, v, g, g_gamma, scale, initial_state, cu_seqlens, gate_ranks=(gate_rank,))
+def _run(x: Arguments, output_final_state, implementation, gate_rank):
+    check_arguments(x, gate_ranks=(gate_rank,))
+    check_scale(x.scale)
+    check_flags(output_final_state=output_final_state)
     choose_implementation(implementation, ("xla",), on_tpu="xla")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    o, state = _compiled(q, k, v, g, g_gamma, scale, initial_state, cu_seqlens)
+    o, state = _compiled(x._replace(scale=x.q.shape[-1] ** -0.5 if x.scale is None else x.scale))
     return o, state if output_final_state else None
 
 
 @jax.jit
-def _compiled(q, k, v, g, g_gamma, scale, initial_state, cu_seqlens):
-    g = total_gate(q, g, g_gamma)
-    return token_by_token(q, k, v, g, None, scale, initial_state, cu_seqlens, normalise=False)
+def _compiled(x: Arguments):
+    scale = jnp.asarray(x.scale, jnp.float32)
+    return token_by_token(x.q, x.k, x.v, total_gate(x), None, scale, x.initial_state, x.cu_seqlens, normalise=False)

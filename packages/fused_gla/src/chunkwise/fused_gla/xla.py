@@ -2,54 +2,97 @@
 
 A packed batch without states keeps its chunks aligned to the token stream and masks the pairs of different sequences:
 its cost follows tokens, not sequences. With states, chunks restart at every sequence, so that every sequence has a
-chunk boundary where its state can be handed in and out.
+chunk boundary where its state can be handed in and out. States are [V, K] here, as in the kernels.
 """
 
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.fused_gla import tiles
+from chunkwise.fused_gla import tile
 from chunkwise.shared.compat import varying_zeros
-from chunkwise.shared.kernels import Chunking, dot, stream_masks, zero_padding
+from chunkwise.shared.kernels import Chunking, dot, stream_masks, token_owners
+from chunkwise.shared.operators import Arguments, Options
 
 
-def gla(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, C):
-    """Return (o, final_state) for checked arguments; g [B, T, H] or [B, T, H, K] float32 in nats.
+def gla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
+    """Return (o, final states) for checked arguments in float32, g [B, T, H] or [B, T, H, K], states [N, H, V, K].
 
     The chunks of all heads are one batch of tiles [NC * H, C, D].
     """
-    B, T, H, _ = q.shape
-    stream = cu_seqlens is not None and initial_state is None and not output_final_state
-    chunks = Chunking(B, T, C, None if stream else cu_seqlens)
-    masks = stream_masks(T, C, cu_seqlens) if stream else None
+    B, T, H, _ = x.q.shape
+    stream = x.cu_seqlens is not None and x.initial_state is None and not options.output_final_state
+    chunks = Chunking(B, T, options.chunk_size, None if stream else x.cu_seqlens)
+    masks = stream_masks(T, options.chunk_size, x.cu_seqlens) if stream else None
+    healthy = spoilt = None
+    q, k, v, g = x.q, x.k, x.v, x.g
     if stream:
-        # Padding may hold anything, and the products read every row of a chunk.
-        q, k, v, g = (zero_padding(x, cu_seqlens) for x in (q, k, v, g))
+        # The products read every row of a chunk, and a mask that multiplies does not stop what is not finite.
+        healthy, spoilt = _quarantine(x)
+        q, k, v, g = (jnp.where(_tail(healthy, y), y, 0.0) for y in (q, k, v, g))
     rows = chunks.split(g) if g.ndim == 4 else chunks.split_rows(g)
-    q, k, v, g = (_tiles(x) for x in (chunks.split(q), chunks.split(k), chunks.split(v), rows))
-    same = None if masks is None else jnp.repeat(masks.same, H, axis=0)
-    decays = tiles.decays(g, scale, same)
+    q, k, v, g = (_tiles(y) for y in (chunks.split(q), chunks.split(k), chunks.split(v), rows))  # [NC H, C, D]
+    same = None if masks is None else jnp.repeat(masks.same, H, axis=0)  # [NC H, C, C]
+    decays = tile.decays(g, x.scale, same)
     _, from_start, to_end, through, _ = decays
     if masks is not None:
         from_start = jnp.where(_column(masks.carried, H), from_start, 0.0)
         to_end = jnp.where(_column(masks.ending, H), to_end, 0.0)
         through = jnp.where(_column(masks.through[:, None], H), through, 0.0)
 
-    added = tiles.next_state(jnp.zeros((), jnp.float32), k, v, to_end, through)
-    added, through = (x.reshape(chunks.NC, H, *x.shape[1:]) for x in (added, through))
-    before = _states(chunks, added, through, initial_state)
-    P = tiles.scores(q, k, decays, same)
-    o = dot(P.astype(v.dtype), v) + tiles.read_state(q, _tiles(before), from_start)
+    # What every chunk adds to the state, and how it decays over it, [NC, H, V or 1, K or 1]: a scan over chunks.
+    added = tile.next_state(jnp.zeros((), jnp.float32), k, v, to_end, through)
+    added, through = (y.reshape(chunks.NC, H, *y.shape[1:]) for y in (added, through))
+    before = _states(chunks, added, through, x.initial_state)  # [NC, H, V, K]
+    P = tile.scores(q, k, decays, same)  # [NC H, C, C]
+    o = dot(P.astype(v.dtype), v) + tile.read_state(q, _tiles(before), from_start)  # [NC H, C, V]
     o = chunks.merge(o.reshape(chunks.NC, H, *o.shape[1:])).astype(v.dtype)
-    if not output_final_state:
+    if spoilt is not None:
+        o = _sealed(jnp.where(_tail(spoilt, o), jnp.nan, o), x, spoilt)
+    if not options.output_final_state:
         return o, None
     last = chunks.final_chunk
     final = through[last] * before[last] + added[last]
-    start = 0.0 if initial_state is None else initial_state
+    start = jnp.zeros((), jnp.float32) if x.initial_state is None else x.initial_state
     return o, jnp.where(chunks.empty[:, None, None, None], start, final)
+
+
+def _not_finite(owner: jax.Array, N: int, *arrays: jax.Array) -> jax.Array:
+    """Return the tokens of sequences, or padding, that hold something not finite in arrays [1, T, ...], bool [T]."""
+    finite = (jnp.all(jnp.isfinite(y[0]), axis=tuple(range(1, y.ndim - 1))) for y in arrays)
+    found = ~functools.reduce(jnp.logical_and, finite)
+    return jnp.zeros((N + 1,), bool).at[owner].max(found)[owner]
+
+
+def _quarantine(x: Arguments) -> tuple[jax.Array, jax.Array]:
+    """Return which tokens may enter products, and which are of sequences that hold something not finite, bool [T]."""
+    owner, N = token_owners(x.q.shape[1], x.cu_seqlens), x.num_states
+    bad = _not_finite(owner, N, x.q, x.k, x.v, x.g)
+    return (owner < jnp.int32(N)) & ~bad, (owner < jnp.int32(N)) & bad
+
+
+def _sealed(o: jax.Array, x: Arguments, spoilt: jax.Array) -> jax.Array:
+    """Return o. If its cotangent is not finite in a sequence, the gradients of no other sequence see that.
+
+    JAX has one linear function with a transpose of the caller's that all its transforms know: the solution of a linear
+    system. Here the system is the identity.
+    """
+    owner, N = token_owners(x.q.shape[1], x.cu_seqlens), x.num_states
+    same = lambda *y: y[-1]
+
+    def transpose(_, do):
+        return jnp.where(_tail(spoilt | _not_finite(owner, N, do), do), 0.0, do)
+
+    o = lax.custom_linear_solve(same, o, same, transpose)
+    # So that nothing is hidden: zero times a cotangent that is not finite is NaN in the gradient of the same token's v.
+    return o + 0.0 * jnp.where(_tail(owner < jnp.int32(N), x.v), x.v, 0.0)
+
+
+def _tail(tokens: jax.Array, x: jax.Array) -> jax.Array:
+    """Return a value per token [T] so that it meets x [1, T, ...]."""
+    return tokens.reshape(1, -1, *(1,) * (x.ndim - 2))
 
 
 def _tiles(x: jax.Array) -> jax.Array:
@@ -60,7 +103,7 @@ def _column(mask: jax.Array, H: int) -> jax.Array:
     return jnp.repeat(mask, H, axis=0)[:, :, None]
 
 
-def _states(chunks: Chunking, added, through, initial_state: Any) -> jax.Array:
+def _states(chunks: Chunking, added, through, initial_state) -> jax.Array:
     """Return the state before every chunk [NC, H, V, K] from what chunks add to it and how it decays over them."""
     by_time = lambda x: jnp.moveaxis(chunks.per_batch(x), 1, 0)
     restarts = chunks.packed and initial_state is not None

@@ -53,6 +53,12 @@ def from_blocks(x: jax.Array, T: int) -> jax.Array:
     return jnp.moveaxis(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)[:, :T]
 
 
+def to_rows(x: jax.Array, C: int) -> jax.Array:
+    """Return a value per token [B, t, HV] as rows of its chunks [B, NT, HV, C], zeros past the last token."""
+    x = pad_tokens(x, num_chunks(x.shape[1], C) * C)
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, C, x.shape[2]), 2, 3)
+
+
 def pad_states(x: jax.Array | None) -> jax.Array | None:
     """Return states [N, HV, K, V], or [N, HV, V, K], in float32 with both last dimensions padded to whole lanes."""
     if x is None:
@@ -148,6 +154,11 @@ class Step:
         row = lax.broadcasted_iota(jnp.int32, (C, 1), 0)
         return (row >= self.begin) & (row < self.end)
 
+    def columns(self, C: int) -> jax.Array:
+        """Return the same for values that lie in the lanes, bool [1, C]."""
+        column = lax.broadcasted_iota(jnp.int32, (1, C), 1)
+        return (column >= self.begin) & (column < self.end)
+
 
 class SequenceMasks(NamedTuple):
     """How the sequences of a chunk lie in it.
@@ -157,12 +168,14 @@ class SequenceMasks(NamedTuple):
       carried: bool [1, C, 1], rows of the sequence that is open where the chunk begins: they see the state before it.
       ending: bool [1, C, 1], rows of the sequence that is open where the chunk ends: they reach the state after it.
       through: bool scalar, the chunk lies inside one sequence, so that the state passes through it.
+      owner: int32 [1, C, 1], the sequence of every row.
     """
 
     same: jax.Array
     carried: jax.Array
     ending: jax.Array
     through: jax.Array
+    owner: jax.Array
 
 
 def sequence_masks(owner: jax.Array, C: int, before: jax.Array, final: jax.Array) -> SequenceMasks:
@@ -175,7 +188,7 @@ def sequence_masks(owner: jax.Array, C: int, before: jax.Array, final: jax.Array
     """
     # [1, 1, C] -> [1, C, 1]; sequences are counted exactly in float32.
     column = to_column(owner[None, :, :C].astype(jnp.float32)).astype(jnp.int32)
-    return SequenceMasks(column == owner[None], column == before, column == final, before == final)
+    return SequenceMasks(column == owner[None], column == before, column == final, before == final, column)
 
 
 def load_heads(ref, width: int, heads: slice = slice(None), own: jax.Array | None = None, at=slice(None)) -> jax.Array:
@@ -254,6 +267,11 @@ class Blocks:
         """Cut a value per token [B, blocks, T, heads]."""
         index = lambda b, h, turn, table, *_: (b, h, self._chunk(b, turn, table), 0)
         return pl.BlockSpec((None, None, self.C, heads), index)
+
+    def rows(self, heads: int) -> pl.BlockSpec:
+        """Cut a value per token as rows [B, NT, blocks, heads, C]."""
+        index = lambda b, h, turn, table, *_: (b, self._chunk(b, turn, table), h, 0, 0)
+        return pl.BlockSpec((None, None, None, heads, self.C), index)
 
     def owner(self, lanes: int) -> pl.BlockSpec:
         """Cut the owners of tokens [NT, 1, lanes]."""

@@ -1,7 +1,8 @@
 """The mathematics of one chunk of gated linear attention, forward and backward; arrays in, arrays out.
 
 Tiles are [h, C, D]: h heads in lock-step, C tokens. A gate is a row [h, 1, C] (one value per token) or a tile [h, C, K]
-(one per channel). The state is kept transposed, S [h, V, K]: a per-channel decay is then a row that multiplies it.
+(one per channel). The state layout is not the user's [K, V]: kernels keep the transposed state S [h, V, K], so that a
+decay per channel is a row [h, 1, K] that multiplies it.
 
 Every exponent is a sum of gates over a span of tokens, added up directly and never taken as a difference of two
 cumulative sums: no exponent is positive, and a small sum beside a large one keeps all its digits. The sums are products
@@ -69,9 +70,10 @@ def _spans(C: int, same: jax.Array | None) -> jax.Array:
     First, for every level, the tokens between each token and the last one of the left half of its block; then those up
     to each token, then those after it, within its sequence.
     """
-    i, m = row_index(C), column_index(C)
-    # In the right half of a block the tokens up to i, in the left half those after it.
+    i, m = row_index(C), column_index(C)  # [1, C, C]
+    # In the right half of a block a row adds up the tokens up to i, in the left half those after it.
     agree = lambda x, y: (x & y) | ~(x | y)
+    # Each [1, C, C].
     spans = [((i ^ m) < b) & agree((i & b) != 0, m <= i) for b in _levels(C)]
     spans += [_within(m <= i, same), _within(m > i, same)]
     h = spans[-1].shape[0]
@@ -96,17 +98,19 @@ def decays(g: jax.Array, scale: jax.Array | float, same: jax.Array | None = None
     """
     if per_channel(g):
         h, C, _ = g.shape
+        # [h, (levels + 2) C, K], cut into tiles [h, C, K]: one product makes every sum of gates.
         sums = dot(_for_heads(_spans(C, same), h), g)
         *pairs, from_start, to_end = (jnp.exp(sums[:, n : n + C]) for n in range(0, sums.shape[1], C))
         return Decays(tuple(pairs), scale * from_start, to_end, jnp.exp(jnp.sum(g, axis=1, keepdims=True)), scale)
     h, C = g.shape[0], g.shape[2]
+    # Row i holds the gates of the tokens up to i, [h, C, C]; entry (i, j) of the product adds up those after j.
     up_to = jnp.where(lower(C), g, 0.0)
-    between = dot(up_to, _for_heads(strictly_lower(C).astype(jnp.float32), h))
-    own = up_to if same is None else jnp.where(same, up_to, 0.0)
-    after = jnp.where(_within(~lower(C), same), g, 0.0)
+    between = dot(up_to, _for_heads(strictly_lower(C).astype(jnp.float32), h))  # [h, C, C]
+    from_first = up_to if same is None else jnp.where(same, up_to, 0.0)  # [h, C, C]
+    after = jnp.where(_within(~lower(C), same), g, 0.0)  # [h, C, C]
     return Decays(
         pairs=jnp.where(_within(lower(C), same), scale * jnp.exp(between), 0.0),
-        from_start=scale * jnp.exp(jnp.sum(own, axis=2, keepdims=True)),
+        from_start=scale * jnp.exp(jnp.sum(from_first, axis=2, keepdims=True)),
         to_end=jnp.exp(jnp.sum(after, axis=2, keepdims=True)),
         through=jnp.exp(jnp.sum(g, axis=2, keepdims=True)),
         scale=scale,
@@ -115,8 +119,9 @@ def decays(g: jax.Array, scale: jax.Array | float, same: jax.Array | None = None
 
 def constant_decays(gamma: jax.Array, scale: jax.Array | float, C: int) -> Decays:
     """Return the decays of a whole chunk of one sequence whose gate is gamma [h, 1, 1] for every token."""
-    after_start = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1).astype(jnp.float32)
-    apart = (row_index(C) - column_index(C)).astype(jnp.float32)
+    # Every exponent is a number of tokens times the gate: no sums, no products.
+    after_start = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1).astype(jnp.float32)  # [1, C, 1]
+    apart = (row_index(C) - column_index(C)).astype(jnp.float32)  # [1, C, C]
     return Decays(
         pairs=scale * masked_exp(apart * gamma, lower(C)),
         from_start=scale * jnp.exp((after_start + 1.0) * gamma),
@@ -130,11 +135,12 @@ def scores(q: jax.Array, k: jax.Array, decays: Decays, same: jax.Array | None = 
     """Return P_ij = scale <q_i, e^(G_i - G_j) k_j> for i >= j of one sequence, else 0, as [h, C, C] float32."""
     C, pairs = q.shape[1], decays.pairs
     if not isinstance(pairs, tuple):
-        return dot_nt(q, k) * pairs
-    diagonal = row_index(C) == column_index(C)
+        return dot_nt(q, k) * pairs  # [h, C, C]
+    # A token and itself have no decay between them; every other pair is split by the middle of one block.
+    diagonal = row_index(C) == column_index(C)  # [1, C, C]
     P = jnp.where(diagonal, jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=2, keepdims=True), 0.0)
     for b, decay in zip(_levels(C), pairs, strict=True):
-        product = dot_nt(_scaled(q, decay), _scaled(k, decay))
+        product = dot_nt(_scaled(q, decay), _scaled(k, decay))  # [h, C, C]
         P = jnp.where(_within(_split_by(b, C), same), product, P)
     return decays.scale * P
 
@@ -182,17 +188,18 @@ def scores_bwd(dP, q: jax.Array, k: jax.Array, decays: Decays, P: jax.Array, sam
     """
     C, dtype, pairs = q.shape[1], q.dtype, decays.pairs
     if not isinstance(pairs, tuple):
-        decayed = (dP * pairs).astype(dtype)
-        exponents = jnp.where(strictly_lower(C), dP * P, 0.0)
+        decayed = (dP * pairs).astype(dtype)  # [h, C, C]
+        exponents = jnp.where(strictly_lower(C), dP * P, 0.0)  # [h, C, C]
         return ScoreGradients(dot(decayed, k), dot_tn(decayed, q), exponents)
     dP = decays.scale * dP
-    on_diagonal = jnp.sum(jnp.where(row_index(C) == column_index(C), dP, 0.0), axis=2, keepdims=True)
-    q32, k32 = q.astype(jnp.float32), k.astype(jnp.float32)
+    on_diagonal = jnp.sum(jnp.where(row_index(C) == column_index(C), dP, 0.0), axis=2, keepdims=True)  # [h, C, 1]
+    q32, k32 = q.astype(jnp.float32), k.astype(jnp.float32)  # [h, C, K]
     dq, dk, exponents = on_diagonal * k32, on_diagonal * q32, []
     for b, decay in zip(_levels(C), pairs, strict=True):
-        own = jnp.where(_within(_split_by(b, C), same), dP, 0.0)
-        dq_b = decay * _product(dot, own, k32 * decay, dtype, parts)
-        dk_b = decay * _product(dot_tn, own, q32 * decay, dtype, parts)
+        # Only the pairs that this level splits; a select, because the others may hold anything.
+        dP_b = jnp.where(_within(_split_by(b, C), same), dP, 0.0)  # [h, C, C]
+        dq_b = decay * _product(dot, dP_b, k32 * decay, dtype, parts)  # [h, C, K]
+        dk_b = decay * _product(dot_tn, dP_b, q32 * decay, dtype, parts)  # [h, C, K]
         dq, dk = dq + dq_b, dk + dk_b
         exponents.append(q32 * dq_b + k32 * dk_b)
     return ScoreGradients(dq, dk, tuple(exponents))
@@ -219,7 +226,7 @@ def state_bwd(S, dS, q, k, v, do, from_start, to_end, through, parts) -> StateGr
       parts: of S and dS, and of q decayed.
     """
     axes = (1, 2) if through.shape[2] == 1 else 1
-    dtype, dS_before = q.dtype, through * dS
+    dtype, dS_before = q.dtype, through * dS  # [h, V, K]
     return StateGradients(
         q=from_start * _product(dot, do, S, dtype, parts),
         k=to_end * _product(dot, v, dS, dtype, parts),
@@ -275,9 +282,9 @@ def chunk_products(S, dS, q, k, v, do, parts) -> Products:
     by side, and the scores are transposed, as two of the three products that read them want.
     """
     transposed = lambda x: jnp.swapaxes(x, 1, 2)
-    dS, *dS_more = _operands(dS, q.dtype, parts)
-    do_t = transposed(jnp.concatenate([do] * (1 + len(dS_more)), axis=1))
-    of_v = dot(v, jnp.concatenate([dS, do_t[:, :, : do.shape[1]]], axis=2))
+    dS, *dS_more = _operands(dS, q.dtype, parts)  # [h, V, K] each
+    do_t = transposed(jnp.concatenate([do] * (1 + len(dS_more)), axis=1))  # [h, V, parts C]
+    of_v = dot(v, jnp.concatenate([dS, do_t[:, :, : do.shape[1]]], axis=2))  # [h, C, K + C]
     return Products(
         by_k=dot(k, jnp.concatenate([transposed(dS), transposed(q)], axis=2)),
         by_v=of_v[:, :, : q.shape[2]] + sum(dot(v, part) for part in dS_more),
@@ -298,8 +305,11 @@ def chunk_bwd(products: Products, S, dS, q, k, do, pairs_t, from_start, to_end, 
     """
     by_k, by_v, dP, by_do, do_t = products
     dtype, K, V = q.dtype, q.shape[2], do.shape[2]
+    # P transposed [h, C, C], as dP is, and [h, V, K].
     P, dS_before = pairs_t * by_k[:, :, V:], through * dS
+    # [h, C, C] and [h, C, K].
     decayed, q_decayed = (pairs_t * dP).astype(dtype), q.astype(jnp.float32) * from_start
+    # What comes through the states, [h, C, K]; what comes through the scores is added below.
     dq, dk = from_start * by_do, to_end[:, :, :K] * by_v
     return ChunkGradients(
         q=dq + dot(jnp.swapaxes(decayed, 1, 2), k),
@@ -322,14 +332,14 @@ def gate_bwd(exponents, d_from_start: jax.Array, d_to_end: jax.Array, same: jax.
       same: as in `decays`.
     """
     if isinstance(exponents, tuple):
-        stacked = jnp.concatenate([*exponents, d_from_start, d_to_end], axis=1)
+        stacked = jnp.concatenate([*exponents, d_from_start, d_to_end], axis=1)  # [h, (levels + 2) C, K]
         h, C, _ = d_to_end.shape
         return dot_tn(_for_heads(_spans(C, same), h), stacked)
     # Token m sits in the exponent of every pair i >= m > j: sum over j < m by a product, then over i >= m.
     h, C, _ = exponents.shape
-    before = _for_heads((row_index(C) < column_index(C)).astype(jnp.float32), h)
+    before = _for_heads((row_index(C) < column_index(C)).astype(jnp.float32), h)  # [h, C, C]
     through = dot(exponents, before) + jnp.where(_within(lower(C), same), _row_sum(d_from_start), 0.0)
-    # Row i, column m: a token of the left part reaches its end through m > i.
+    # Row i, column m, [h, C, C]: a token of the left part reaches its end through m > i.
     left = jnp.where(_within(~lower(C), same), _row_sum(d_to_end), 0.0)
     return jnp.sum(jnp.where(lower(C), through, left), axis=1, keepdims=True)
 
@@ -345,11 +355,12 @@ def constant_gate_bwd(exponents, d_from_start, d_to_end, d_through) -> jax.Array
       d_through: gradient of the exponent of `through`, [h, 1, K].
     """
     h, C, K = d_to_end.shape
-    after_start = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1).astype(jnp.float32)
-    apart = (column_index(C) - row_index(C)).astype(jnp.float32)
+    after_start = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1).astype(jnp.float32)  # [1, C, 1]
+    apart = (column_index(C) - row_index(C)).astype(jnp.float32)  # [1, C, C]
     # Whole vectors are added: the sums inside of them are left to the caller, once for all chunks.
     parts = lambda x: jnp.sum(x.reshape(h, -1, 8, x.shape[2]), axis=1)
-    pairs = jnp.pad(parts(apart * exponents), [(0, 0), (0, 0), (0, K - C)])
+    pairs = jnp.pad(parts(apart * exponents), [(0, 0), (0, 0), (0, K - C)])  # [h, 8, K]
+    # The chunk's decay belongs to one row of the sum only.
     first = lax.broadcasted_iota(jnp.int32, (1, 8, 1), 1) == 0
     states = parts((after_start + 1.0) * d_from_start + (C - 1.0 - after_start) * d_to_end)
     return states + pairs + jnp.where(first, C * d_through, 0.0)

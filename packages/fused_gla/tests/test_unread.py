@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.kernels import unless_unread
+from chunkwise.fused_gla.unread import unless_unread
 
 TRANSFORMS = {
     "jit": lambda fn: fn,
@@ -16,7 +16,7 @@ TRANSFORMS = {
 }
 
 
-def both(x, y):
+def pair(x, y):
     """A pair of trees: whole multiplies by a sine, part by a cosine of another phase."""
     whole = lambda x, y: (dict(a=x * jnp.sin(y)), (x.astype(jnp.bfloat16), x + y))
     part = lambda x, y: dict(a=x * jnp.cos(y - np.pi / 2))
@@ -26,7 +26,7 @@ def both(x, y):
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_what_is_read_is_computed(transform):
     x, y = jnp.arange(4.0), jnp.float32(0.3)
-    fn = TRANSFORMS[transform](both)
+    fn = TRANSFORMS[transform](pair)
     for read in (True, False):
         program = jax.jit(lambda x, y, read=read: fn(x, y) if read else fn(x, y)[0])
         text = program.lower(x, y).as_text()
