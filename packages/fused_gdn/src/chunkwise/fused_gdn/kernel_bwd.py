@@ -257,7 +257,7 @@ def _bwd_kernel(refs, *, static: Static, s: Shape):
 def quarantine(refs, own, step: Step, s: Shape) -> jax.Array:
     """Clear a gradient of the state that is not finite; return the rows of spoilt sequences, float32 [1, C, 1]."""
     masks = load_masks(refs.owner, step, s.C)
-    state = not_finite(refs.dS[...])  # [1, 1, 1]
+    state = not_finite(refs.dS[:, :8])  # [1, 1, 1]
 
     @pl.when(jnp.max(state) > 0.0)
     def _():

@@ -5,7 +5,8 @@ reads the states before the chunks, the inverses and the new values, which the f
 a chunk again: two products for each of the forward, none for the inverse.
 
 A packed batch without states keeps its chunks aligned to the token stream and masks the pairs of different
-sequences: its cost follows tokens, not sequences. With states, chunks restart at every sequence, so that every
+sequences: its cost follows tokens, not sequences. A mask does not stop NaN, so a sequence that is not finite is taken
+as zeros, its outputs are NaN and its gradients zeros. With states, chunks restart at every sequence, so that every
 sequence has a chunk boundary where its state can be handed in and out.
 """
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from chunkwise.shared.compat import varying_zeros
+from chunkwise.shared.compat import vary_alike, varying_zeros
 from chunkwise.shared.kernels import (
     Chunking,
     StreamMasks,
@@ -119,7 +120,7 @@ def gated_delta_rule(x: Arguments, options: Options) -> tuple[jax.Array, jax.Arr
     o = o[: chunks.NC // B].reshape(-1, B, C, HV, V)
     o = chunks.gather(jnp.moveaxis(o, 1, 0).reshape(B, -1, HV, V))
     if stream:
-        o = zero_padding(o, cu_seqlens)
+        o = zero_padding(_keep_apart(o, cu_seqlens), cu_seqlens)
         return jnp.where(spoilt.reshape(1, T, 1, 1), jnp.full((), jnp.nan, o.dtype), o), None
     if not output_final_state:
         return o, None
@@ -135,6 +136,20 @@ def _spoilt_tokens(tokens, cu_seqlens) -> jax.Array:
     before = jnp.pad(jnp.cumsum(found.astype(jnp.int32), dtype=jnp.int32), (1, 0))  # among the tokens before each
     in_sequence = before[cu_seqlens[1:]] > before[cu_seqlens[:-1]]
     return jnp.append(in_sequence, False)[token_owners(T, cu_seqlens)]
+
+
+def _keep_apart(o, cu_seqlens):
+    """Return o; in the backward zeros take the place of its cotangent in sequences where that is not finite.
+
+    This is the one identity of JAX whose transpose may be chosen and that every transform takes.
+    """
+    o, cu_seqlens = vary_alike(o, cu_seqlens)
+
+    def transpose(_, do):
+        spoilt = _spoilt_tokens((do,), cu_seqlens).reshape(1, -1, 1, 1)
+        return jnp.where(spoilt, jnp.zeros((), do.dtype), do)
+
+    return lax.custom_linear_solve(lambda x: x, o, lambda _, x: x, transpose)
 
 
 def _by_chunk(x: jax.Array, C: int) -> jax.Array:
