@@ -150,7 +150,7 @@ def test_the_rank_of_the_gate_is_the_operators():
 
 @pytest.mark.parametrize(
     ("name", "K"),
-    [("chunk_gated_delta_rule", 257), ("chunk_kda", 257), ("chunk_gla", 2048), ("chunk_simple_gla", 4096)],
+    [("chunk_gated_delta_rule", 257), ("chunk_kda", 257), ("chunk_gla", 2048), ("chunk_simple_gla", 2048)],
 )
 def test_states_too_large_for_the_fused_kernels(name, K):
     """As the docstring says; the stages take them."""

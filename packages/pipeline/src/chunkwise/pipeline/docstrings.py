@@ -10,9 +10,9 @@ F = TypeVar("F", bound=Callable)
 IMPLEMENTATION = """\
   implementation: "xla" (plain JAX, runs everywhere), "staged" (a chain of Pallas TPU kernels, one for every stage),
     "fused" (one Pallas TPU kernel for each direction); off TPU the kernels are interpreted. None is the best for the
-    backend: off TPU "xla"; on a TPU "fused" if its kernels take these sizes, else "staged". "staged" hands one float32
-    sum of gates from stage to stage: with float32 tensors its error grows to 5e-5 if the gates in a chunk of 128
-    tokens range over five decades; the accuracy below is that of the other two."""
+    backend: off TPU "xla"; on a TPU "fused" if its kernels take these sizes, else "staged". The accuracy below is that
+    of "xla" and "fused". "staged" hands one float32 sum of gates from stage to stage: if a chunk holds weak and strong
+    gates at once, its error with float32 tensors can reach 5e-5."""
 
 _SECTION = re.compile(r"^(?=(?:Dims|Args|Returns|Raises|Accuracy|Cost|Source):)", re.MULTILINE)
 _ENTRY = re.compile(r"^(?=  \S)", re.MULTILINE)
