@@ -38,7 +38,7 @@ WRONG = [
         ONE | dict(cu_seqlens=jnp.array([0, 40, 30])),
         "`cu_seqlens` must rise from 0 to at most T = 64; got [0, 40, 30].",
     ),
-    (dict(implementation="gpu"), "`implementation` must be None or one of ('pallas', 'xla'); got 'gpu'."),
+    (dict(implementation="gpu"), "`implementation` must be None or one of ('fused', 'xla'); got 'gpu'."),
 ]
 
 
@@ -76,12 +76,12 @@ def test_traced_gate_lower_bound():
 def test_config(config, message):
     x = GOOD | dict(v=spec(2, 64, 6, 6), g=spec(2, 64, 6, 8), beta=spec(2, 64, 6))
     with pytest.raises(ValueError, match=re.escape(message)):
-        jax.eval_shape(lambda x: fused_chunk_kda(**x, implementation="pallas", config=config), x)
+        jax.eval_shape(lambda x: fused_chunk_kda(**x, implementation="fused", config=config), x)
 
 
 def test_what_one_implementation_lacks():
     wide = GOOD | dict(v=spec(2, 64, 4, 300))
-    with pytest.raises(NotImplementedError, match='"pallas" takes K and V up to 256; got 8 and 300'):
-        jax.eval_shape(lambda x: fused_chunk_kda(**x, implementation="pallas"), wide)
+    with pytest.raises(NotImplementedError, match='"fused" takes K and V up to 256; got 8 and 300'):
+        jax.eval_shape(lambda x: fused_chunk_kda(**x, implementation="fused"), wide)
     with pytest.raises(NotImplementedError, match="takes a few tokens per sequence"):
-        recurrent_kda(**{name: spec(1, 40000, *x.shape[2:]) for name, x in GOOD.items()}, implementation="pallas")
+        recurrent_kda(**{name: spec(1, 40000, *x.shape[2:]) for name, x in GOOD.items()}, implementation="fused")

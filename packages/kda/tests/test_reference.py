@@ -11,6 +11,7 @@ from chunkwise.shared.testing import (
     GATE_GRADIENT_TOLERANCE,
     GATES,
     GRADIENT_TOLERANCE,
+    STAGE_TOLERANCE,
     TOLERANCE,
     assert_close,
     boundaries,
@@ -19,7 +20,7 @@ from chunkwise.shared.testing import (
     spoil_padding,
 )
 
-both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
+both = pytest.mark.parametrize("implementation", ["xla", "fused"])
 types = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 PACKED = boundaries(1, 0, 17, 16, 0, 20, 3)  # empty sequences, tails, several sequences in a chunk
 T_PACKED = 62  # 5 tokens of padding
@@ -32,6 +33,10 @@ PACKED_SIZES = (1, T_PACKED, 2, 2, 16, 24)
 # Gradients at chunk 64, with two heads side by side in the lanes.
 SIZES_64 = (1, 70, 1, 2, 32, 48)
 OPTIONS_64 = dict(use_qk_l2norm_in_kernel=True, scale=0.3)
+
+
+# What two ways to the same number may differ by if both compute in float32: a few of its roundings.
+FLOAT32_ROUNDING = STAGE_TOLERANCE
 
 
 def inputs_of(*sizes, **options):
@@ -144,9 +149,10 @@ def test_repeated_keys(implementation, gate, beta, dtype):
 def test_chunk_sizes_agree(implementation):
     inputs = inputs_of(1, 35, 1, 1, 16, 16, num_states=1)
     results = [compare(inputs, implementation=implementation, chunk_size=C) for C in (16, 32, 64, 128)]
+    # Each of the two may be off by its rounding.
     for o, state in results[1:]:
-        assert_close("o", o, results[0][0], 2e-6)
-        assert_close("final_state", state, results[0][1], 2e-6)
+        assert_close("o", o, results[0][0], 2 * FLOAT32_ROUNDING)
+        assert_close("final_state", state, results[0][1], 2 * FLOAT32_ROUNDING)
 
 
 # The first: one token, and two groups of heads a step.
@@ -162,17 +168,17 @@ def test_the_step_that_is_measured():
     assert default_for(32, 32, 64, 128, 128, itemsize=2) == Config(16, 16)
     assert kernel.order(8) == kernel.ORDER
     inputs = inputs_of(2, 130, 32, 32, 8, 8, dtype=jnp.bfloat16)
-    compare(inputs, final_state=False, implementation="pallas")
+    compare(inputs, final_state=False, implementation="fused")
 
 
 @pytest.mark.interpreted
 def test_any_number_of_heads_a_step_gives_the_same():
     """Half a group of value heads, against a whole one, which is the default."""
     inputs = inputs_of(*CHUNKS_OF_16, num_states=2)
-    options = dict(chunk_size=16, implementation="pallas")
+    options = dict(chunk_size=16, implementation="fused")
     half, whole = (compare_gradients(inputs, config=config, **options) for config in (Config(1, 1), None))
     for name, x in half.items():
-        assert_close(name, x, whole[name], 1e-5)
+        assert_close(name, x, whole[name], TOLERANCE["float32"])
 
 
 @both
@@ -226,8 +232,16 @@ def test_gate_lower_bound_changes_nothing(implementation, bound, g, dtype):
     free = compare_gradients(inputs, implementation=implementation, **OPTIONS_64)
     promised = compare_gradients(inputs, gate_lower_bound=bound, implementation=implementation, **OPTIONS_64)
     for name, x in free.items():
-        table = GATE_GRADIENT_TOLERANCE if name in ("dg", "dbeta") else GRADIENT_TOLERANCE
-        assert_close(name, promised[name], x, tolerance_of(table, inputs, x.dtype))
+        if dtype == jnp.float32 or implementation == "xla":
+            # Computed in float32, with factors of another size.
+            assert_close(name, promised[name], x, FLOAT32_ROUNDING)
+        elif name in ("dq", "dk", "dg"):
+            # The backward rounds its operands to bfloat16 after it has multiplied them by these factors.
+            assert_close(
+                name, promised[name], x, (GATE_GRADIENT_TOLERANCE if name == "dg" else GRADIENT_TOLERANCE)["bfloat16"]
+            )
+        else:
+            np.testing.assert_array_equal(promised[name], x, err_msg=name)
 
 
 @both

@@ -36,7 +36,7 @@ def specs(B, T, H, HV, K, V, dtype):
     ],
 )
 def test_forward_compiles(C, K, dtype, chip):
-    run = lambda *x: fused_chunk_kda(*x, chunk_size=C, implementation="pallas")[0]
+    run = lambda *x: fused_chunk_kda(*x, chunk_size=C, implementation="fused")[0]
     text = compile_for(run, *specs(1, 300, 1, 2, K, K, dtype), chip=chip).as_text()
     assert f"fused_chunk_kda_fwd_c{C}" in text
 
@@ -54,7 +54,7 @@ def test_forward_and_backward_compile(packed, bound, K, dtype, chip):
 
     def run(*x):
         def loss(*y):
-            o, _ = fused_chunk_kda(*y, cu_seqlens=x[5], gate_lower_bound=bound, implementation="pallas")
+            o, _ = fused_chunk_kda(*y, cu_seqlens=x[5], gate_lower_bound=bound, implementation="fused")
             return o.astype(jnp.float32).sum(), o
 
         return jax.grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)(*x[:5])
@@ -71,7 +71,7 @@ def test_decode_in_place(K, V, chip):
     """256 sequences of 2 tokens: the donated pool is the result, and whole registers of it are not copied."""
 
     def run(pool, slots, *x):
-        return recurrent_kda(*x, None, pool, True, state_indices=slots, implementation="pallas")
+        return recurrent_kda(*x, None, pool, True, state_indices=slots, implementation="fused")
 
     pool, slots = spec(300, 8, K, V), spec(256, dtype=jnp.int32)
     compiled = compile_for(run, pool, slots, *specs(256, 2, 4, 8, K, V, jnp.bfloat16), chip=chip, donate_argnums=(0,))
@@ -90,7 +90,7 @@ def test_compiles_under_shard_map():
     rows = PartitionSpec("data")
 
     def run(*x):
-        loss = lambda *x: fused_chunk_kda(*x, chunk_size=16, implementation="pallas")[0].astype(jnp.float32).sum()
+        loss = lambda *x: fused_chunk_kda(*x, chunk_size=16, implementation="fused")[0].astype(jnp.float32).sum()
         return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(*x)
 
     tensors = [

@@ -2,37 +2,40 @@
 
 import functools
 import numbers
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
 from chunkwise.kda import config as tiles
-from chunkwise.kda import kernel, tile, xla
+from chunkwise.kda import tile, xla
+from chunkwise.kda.kernel import Operands, Static
 from chunkwise.kda.vjp import fused
 from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.kernels import (
-    Chunking,
-    l2norm,
+    from_lanes,
+    make_steps,
     operand_dtype,
     pad_lanes,
+    pad_states,
     scaled,
     split_scale,
-    stream_masks,
-    zero_padding,
+    to_lanes,
+    to_rows,
+    unless_empty,
 )
 from chunkwise.shared.operators import (
+    Arguments,
+    Implementation,
+    Options,
+    Slots,
     check,
-    check_chunk_size,
     check_delta_rule,
     check_initial_state,
-    check_scale,
-    check_slots,
-    choose_implementation,
-    decode,
-    decode_fits,
+    run_chunked,
+    run_recurrent,
 )
 
-_IMPLEMENTATIONS = ("pallas", "xla")
 # The kernels keep whole states of a head in fast memory.
 MOST_CHANNELS = 256
 
@@ -46,12 +49,10 @@ def check_gate_lower_bound(gate_lower_bound) -> None:
     )
 
 
-def _check(q, k, v, g, beta, scale, cu_seqlens, gate_lower_bound):
-    """Check the arguments but for the states and return the sizes B, H, HV, K, V."""
-    B, T, H, HV, K, V = check_delta_rule(q, k, v, g, beta, cu_seqlens, per_channel=True)
-    check_scale(scale)
-    check_gate_lower_bound(gate_lower_bound)
-    return B, H, HV, K, V
+def _check(x: Arguments, options: Options) -> None:
+    """Check what the two operators share."""
+    check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens, per_channel=True)
+    check_gate_lower_bound(options.gate_lower_bound)
 
 
 def _check_config(config: tiles.Config, H: int, HV: int) -> None:
@@ -77,7 +78,7 @@ def fused_chunk_kda(
     use_qk_l2norm_in_kernel: bool = False,
     gate_lower_bound: float | None = None,
     cu_seqlens: jax.Array | None = None,
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
     implementation: str | None = None,
     config: tiles.Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -108,11 +109,12 @@ def fused_chunk_kda(
         three where not all tensors are bfloat16, and in the backward. The result is the same, while entries of q and
         k stay below 2^31: they meet factors of up to 2^96.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced: new values never recompile. B must be 1.
-        Sequences may be empty; tokens from cu_seqlens[N] on are padding and give zeros. The values are checked outside
-        of jit only. Without states the chunks stay aligned to the stream and cost follows tokens; with states they
-        restart at every sequence.
-      chunk_size: 16, 32, 64 or 128; static. All agree up to rounding.
-      implementation: "pallas" (one TPU kernel a direction, interpreted elsewhere), "xla" (plain JAX), None (the best
+        Sequences may be empty; tokens from cu_seqlens[N] on are padding, which may hold anything, and give zeros. The
+        values are checked outside of jit only. Without states cost follows tokens; with states a chunk costs as much
+        again for every sequence that begins inside it. What is not finite in one sequence never reaches another, nor
+        another row of a batch; other heads of the same sequence it may.
+      chunk_size: 16, 32, 64, 128 or None for the best; static. All agree up to rounding.
+      implementation: "fused" (one TPU kernel a direction, interpreted elsewhere), "xla" (plain JAX), None (the best
         for the backend).
       config: tile sizes of the kernels.
 
@@ -122,124 +124,97 @@ def fused_chunk_kda(
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type, or blocks of `config` cut groups of value heads.
-      NotImplementedError: "pallas" with K or V above 256.
+      NotImplementedError: "fused" with K or V above 256.
 
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 for float32 and .005 for bfloat16 inputs, for any
     gate, repeated keys and beta up to 2; gradients below 1e-4 and .008 (g and beta .02).
-    Cost: about 2 B T HV (2 C K log2 C + 3 K V + 2 C V) flops; q, k, v, g are read and o is written once.
+    Cost: 2 B T HV (2 C K + 2 C V + 3 K V) flops, the backward twice as much; q, k, v and g are read and o is written
+      once.
     Source: Kimi Linear (2025), section 3; the anchored products and the joined inverse are described in `tile`.
     """
-    B, H, HV, K, V = _check(q, k, v, g, beta, scale, cu_seqlens, gate_lower_bound)
-    check_initial_state(initial_state, (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, HV, K, V))
-    check_chunk_size(chunk_size)
-    implementation = choose_implementation(implementation, _IMPLEMENTATIONS, on_tpu="pallas")
-    scale = K**-0.5 if scale is None else scale
-    dtype = operand_dtype(q.dtype, k.dtype, v.dtype) if implementation == "pallas" else jnp.dtype(jnp.float32)
-    base, exact = (tile.base_block(gate_lower_bound, x) for x in (dtype, jnp.float32))
-    tensors = *(x.astype(dtype) for x in (q, k, v)), *(x.astype(jnp.float32) for x in (g, beta))
-    state = None if initial_state is None else jnp.swapaxes(initial_state.astype(jnp.float32), -1, -2)
-    if implementation == "xla":
-        o, final_state = _xla(
-            *tensors, scale, state, cu_seqlens, output_final_state, use_qk_l2norm_in_kernel, chunk_size, base
-        )
-        return o.astype(v.dtype), final_state
+    x = Arguments(q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound)
+    return chunk(x, options, implementation, config=config)
+
+
+def chunk(
+    x: Arguments,
+    options: Options,
+    implementation: str | None,
+    others: Mapping[str, Implementation] = {},
+    config: tiles.Config | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Check the arguments of `fused_chunk_kda` and run the implementation asked for.
+
+    Args:
+      x, options, implementation, config: the arguments.
+      others: more implementations, by name. None means "fused" on a TPU if K and V fit, else "staged" if it is one of
+        these, else "xla".
+    """
+    _check(x, options)
+    check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
+    fits = max(x.q.shape[3], x.v.shape[3]) <= MOST_CHANNELS
+    known = {"fused": functools.partial(_fused, config=config), "xla": _xla, **others}
+    on_tpu = "fused" if fits else "staged" if "staged" in others else "xla"
+    return run_chunked(x, options, implementation, known, on_tpu)
+
+
+def _transposed(states: jax.Array | None) -> jax.Array | None:
+    """Return the user's states [N, HV, K, V] as the kernels hold them, [N, HV, V, K] float32, or back."""
+    return None if states is None else jnp.swapaxes(states.astype(jnp.float32), -1, -2)
+
+
+def _xla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
+    base = tile.base_block(options.gate_lower_bound, jnp.float32)
+    scale = jnp.asarray(x.scale, jnp.float32)
+    static = xla.Static(options.chunk_size, bool(options.normalise), bool(options.output_final_state), base)
+    return xla.run(x._replace(scale=scale), static)
+
+
+def _fused(x: Arguments, options: Options, config: tiles.Config | None) -> tuple[jax.Array, jax.Array | None]:
+    B, T, H, K = x.q.shape
+    HV, V = x.v.shape[2:]
     if max(K, V) > MOST_CHANNELS:
         raise NotImplementedError(
-            f'"pallas" takes K and V up to {MOST_CHANNELS}; got {K} and {V}; use implementation="xla".'
+            f'"fused" takes K and V up to {MOST_CHANNELS}; got {K} and {V}; use implementation="xla".'
         )
-    config = config or tiles.default_for(H, HV, chunk_size, pad_lanes(K), pad_lanes(V), dtype.itemsize)
+    C, dtype = options.chunk_size, operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
+    config = config or tiles.default_for(H, HV, C, pad_lanes(K), pad_lanes(V), dtype.itemsize)
     _check_config(config, H, HV)
-    inside, after = split_scale(scale)
-    o, final_state = _pallas(
-        *tensors, state, cu_seqlens, inside, output_final_state, use_qk_l2norm_in_kernel, chunk_size, base, exact,
-        config,
+    inside, after = split_scale(x.scale)
+    packed, N = x.cu_seqlens is not None, x.num_states
+    with_states = x.with_state or options.output_final_state
+    pieces, NT = packed and with_states, -(-T // C)
+    static = Static(
+        B=B, T=max(T, C), H=H, HV=HV, K=pad_lanes(K), V=pad_lanes(V), C=C, N=N, steps=NT + N * pieces, scale=inside,
+        normalise=bool(options.normalise), pieces=pieces, config=config, with_state=x.with_state, head_sizes=(K, V),
+        base=tile.base_block(options.gate_lower_bound, dtype),
+        backward_base=tile.base_block(options.gate_lower_bound, jnp.float32),
     )  # fmt: skip
-    return scaled(o, after).astype(v.dtype), final_state
+    o, final_state = _launch(x._replace(scale=None), static, bool(options.output_final_state))
+    return scaled(o, after).astype(x.v.dtype), final_state
 
 
-def _final(state, chunks, start):
-    """Return the final states as [N, HV, K, V]: those of empty sequences are their initial ones."""
-    start = jnp.zeros_like(state) if start is None else start
-    return jnp.swapaxes(jnp.where(chunks.empty[:, None, None, None], start, state), -1, -2)
-
-
-@functools.partial(jax.jit, static_argnums=(8, 9, 10, 11))
-def _xla(q, k, v, g, beta, scale, state, cu_seqlens, output_final_state, normalise, C, base):
-    B, T, HV, _ = v.shape
-    stream = cu_seqlens is not None and state is None and not output_final_state
-    # What padding holds must not matter, not even NaN.
-    q, k, v, g, beta = (zero_padding(x, cu_seqlens) for x in (q, k, v, g, beta))
-    q, k = (l2norm(q), l2norm(k)) if normalise else (q, k)
-    q, k = (jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * scale, k))
-    chunks = Chunking(B, T, C, None if stream else cu_seqlens)
-    batch = B if cu_seqlens is None else 1
-
-    def steps(x):
-        """Return tokens as [steps, batch * heads, C, ...]."""
-        x = chunks.split(x)
-        x = jnp.moveaxis(x.reshape(batch, -1, *x.shape[1:]), 0, 1)
-        return x.reshape(x.shape[0], batch * HV, *x.shape[3:])
-
-    tables, start = xla.Tables(), state
-    if stream:
-        masks = stream_masks(T, C, cu_seqlens)
-        tables = xla.Tables(same=masks.same, carried=masks.carried, ending=masks.ending, through=masks.through)
-    elif cu_seqlens is not None:
-        tables = xla.Tables(first=chunks.first, sequence=chunks.sequence)
-    elif state is not None:
-        start = state.reshape(B * HV, *state.shape[2:])
-    keep = cu_seqlens is not None and output_final_state
-    q, k, v, g, beta = map(steps, (q, k, v, g, beta))
-    o, last, states = xla.chunk_kda(q, k, v, g, beta, start, tables, base, keep)
-    o = jnp.moveaxis(o.reshape(o.shape[0], batch, HV, *o.shape[2:]), 1, 0)
-    o = chunks.merge(o.reshape(-1, *o.shape[2:]))
-    if stream:
-        return zero_padding(o, cu_seqlens), None
-    if not output_final_state:
-        return o, None
-    last = last.reshape(B, HV, *last.shape[1:]) if states is None else states[chunks.final_chunk]
-    return o, _final(last, chunks, state)
-
-
-@functools.partial(jax.jit, static_argnums=(7, 8, 9, 10, 11, 12, 13))
-def _pallas(q, k, v, g, beta, state, cu_seqlens, scale, output_final_state, normalise, C, base, backward_base, config):
-    B, T, H, K = k.shape
-    HV, V = v.shape[2:]
-    stream = cu_seqlens is not None and state is None and not output_final_state
-    chunks = Chunking(B, T, C, None if stream else cu_seqlens)
-    NC = chunks.NC
-
-    def rows(x):
-        """Return tokens [B, T, heads, D] as rows [NC C, heads D], D padded to whole lanes."""
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, pad_lanes(x.shape[-1]) - x.shape[-1])))
-        return chunks.spread(x).reshape(NC * C, -1)
-
-    owner, opening = None, chunks.sequence
-    if stream:
-        token = jnp.arange(NC * C, dtype=jnp.int32)
-        owner = jnp.searchsorted(cu_seqlens[1:], token, side="right").astype(jnp.int32).reshape(NC, 1, C)
-        opening = jnp.concatenate([owner[:1, 0, 0], owner[:-1, 0, -1]])
-    if state is not None:
-        state = jnp.pad(state, ((0, 0), (0, 0), (0, pad_lanes(V) - V), (0, pad_lanes(K) - K)))
-    x = kernel.Operands(
-        chunks.first.astype(jnp.int32),
-        chunks.sequence,
-        chunks.last.astype(jnp.int32),
-        opening,
-        *map(rows, (q, k, v, g)),
-        chunks.split(beta),
-        owner,
-        state,
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _launch(x: Arguments, static: Static, output_final_state: bool) -> tuple[jax.Array, jax.Array | None]:
+    """Bring the user's arrays into the layout of the kernels and their results back."""
+    T, (K, V) = x.q.shape[1], static.head_sizes
+    dtype = operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
+    steps = make_steps(static.B, T, static.C, x.cu_seqlens, with_states=x.with_state or output_final_state)
+    operands = Operands(
+        *steps,
+        x.cu_seqlens,
+        *(to_lanes(y.astype(dtype), static.T) for y in (x.q, x.k, x.v)),
+        to_lanes(x.g.astype(jnp.float32), static.T),
+        to_rows(x.beta.astype(jnp.float32), static.C),
+        pad_states(_transposed(x.initial_state)),
     )
-    static = kernel.Static(
-        H=H, HV=HV, C=C, K=pad_lanes(K), V=pad_lanes(V), N=chunks.N, scale=scale, normalise=normalise, base=base,
-        backward_base=backward_base, sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, config=config,
-    )  # fmt: skip
-    o, last = fused(kernel.Operands(*vary_alike(*x)), static, output_final_state)
-    o = chunks.gather(o.reshape(B, NC // B * C, HV, -1)[..., :V])
-    if not output_final_state:
+    o, states = fused(Operands(*vary_alike(*operands)), static, output_final_state)
+    o = from_lanes(o, static.HV, V, T)
+    if states is None:
         return o, None
-    return o, _final(last, chunks, state)[:, :, :K, :V]
+    # No kernel visits an empty sequence.
+    return o, _transposed(unless_empty(states, operands.initial_state, x.cu_seqlens)[..., :V, :K])
 
 
 def recurrent_kda(
@@ -284,34 +259,29 @@ def recurrent_kda(
       beta: step sizes [B, T, HV].
       scale, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens: as in `fused_chunk_kda`.
       gate_lower_bound: as there; it changes nothing here.
-      initial_state: [N, HV, K, V], or a pool [slots, HV, K, V] with state_indices; None for zeros. A pool that is not
-        float32 is copied.
+      initial_state: [N, HV, K, V], or a pool [slots, HV, K, V] with state_indices, of any floating type; None for
+        zeros.
       state_indices: int32 [N], traced: the slot of every sequence. Slots must be distinct and exist; the values are
-        not checked.
-      has_initial_state: bool [N], traced: False where a sequence starts from zero, whatever its slot holds, as in a
-        slot that was freed; None for True.
-      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX, also the gradient of
-        "pallas"), None (the best for the backend).
+        not checked. A sequence with a negative slot starts from zeros and its state is dropped; negative slots are
+        neither read nor written and may repeat.
+      has_initial_state: bool [N], traced: False if a sequence starts from zeros whatever its slot holds, as in a slot
+        that was freed; None for True.
+      implementation: "fused" (one TPU kernel, interpreted elsewhere), "xla" (plain JAX, also the gradient of
+        "fused"), None (the best for the backend).
 
     Returns:
-      o [B, T, HV, V] in the type of v, and the states float32 in the shape of initial_state, None unless asked for.
-      Slots that are not named keep every bit.
+      o [B, T, HV, V] in the type of v, and the states, None unless asked for: float32 [N, HV, K, V], or the pool in
+      its own type, in which the slots of no sequence keep every bit.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
-      NotImplementedError: "pallas" with more tokens or larger states than fit into VMEM.
+      NotImplementedError: "fused" with more tokens or larger states than fit into VMEM.
 
     Accuracy: 5e-7 relative to the recurrence in float64; everything is computed in float32, as sums.
     Cost: 7 B T HV K V flops; every state is read and written once.
     Source: Kimi Linear (2025).
     """
-    B, H, HV, K, V = _check(q, k, v, g, beta, scale, cu_seqlens, gate_lower_bound)
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    check_slots(initial_state, state_indices, has_initial_state, N, HV, K, V)
-    on_tpu = "pallas" if decode_fits(q, k, v, g, beta) else "xla"
-    o, states = decode(
-        q, k, v, g, beta, K**-0.5 if scale is None else scale, initial_state, cu_seqlens, state_indices,
-        has_initial_state, normalise=use_qk_l2norm_in_kernel, name="recurrent_kda_fwd",
-        implementation=choose_implementation(implementation, _IMPLEMENTATIONS, on_tpu),
-    )  # fmt: skip
-    return o, states if output_final_state else None
+    x = Arguments(q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    options = Options(output_final_state, use_qk_l2norm_in_kernel, gate_lower_bound=gate_lower_bound)
+    _check(x, options)
+    return run_recurrent(x, Slots(state_indices, has_initial_state), options, implementation, "recurrent_kda_fwd")

@@ -1,4 +1,4 @@
-"""The forward of Kimi delta attention in one launch: tile mathematics, kernel body, launcher.
+"""The forward of Kimi delta attention in one launch: loading and storing, kernel body, launcher.
 
 With K, Q, V the rows of a chunk, S the state before it, B = diag(beta), D_ij = e^(G_i - G_j) per channel, and <.>_D the
 products of `tile.interaction_tile`,
@@ -8,10 +8,15 @@ products of `tile.interaction_tile`,
     W  = X R                                      B W is v_new
     o  = scale (Q e^G) S + P W                    S' = e^G_last S + (K e^(G_last - G))^T B W
 
-P of a chunk, and X as far as it takes no products, are made in the step before the one that takes the state through it:
-the two halves of a step do not wait for one another. With bfloat16 tensors S and the rows of decayed queries and keys
-enter their products as bfloat16. X, P, R, W and the decayed keys as columns must not be rounded so: where keys repeat,
-W oscillates and the sums over it cancel. They keep 16 bits, as two bfloat16 parts.
+The kernels hold every state transposed, [V, K]: a decay per channel then multiplies its lanes. P of a chunk, and X as
+far as it takes no products, are made in the turn before the one that takes the state through it: the two halves of a
+turn do not wait for one another. With bfloat16 tensors S and the rows of decayed queries and keys enter their products
+as bfloat16. X, P, R, W and the decayed keys as columns must not be rounded so: where keys repeat, W oscillates and the
+sums over it cancel. They keep 16 bits, as two bfloat16 parts.
+
+Chunks of a packed batch without states may hold several sequences. Rows that hold something not finite are zeroed there
+before any product, as in shared.kernels.quarantine, and all results of their sequence in that chunk become NaN, in all
+heads of the block.
 
 The [C, C] matrices of p heads lie side by side in the lanes ("packed", see shared.kernels.packed).
 """
@@ -21,24 +26,31 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import tile
 from chunkwise.kda.config import Config
+from chunkwise.kda.cost import cost
 from chunkwise.shared.compat import out_struct
 from chunkwise.shared.kernels import (
     LANES,
     LOG2_E,
+    Blocks,
+    SequenceMasks,
+    Step,
     begin_inverse,
+    clear,
     dot_nt,
     dot_tn,
     l2norm,
     ladder,
     lanes,
+    load_heads,
     multiply_packed,
     named,
+    not_finite,
+    only_if,
     operand_dtype,
     pack_members,
     packing,
@@ -47,46 +59,49 @@ from chunkwise.shared.kernels import (
     parts,
     place_tiles,
     rows,
+    rows_not_finite,
+    sequence_masks,
     side_lanes,
     split_lanes,
+    spoil,
+    stagger,
+    store_heads,
     strip_rows,
     to_column,
+    to_row,
+    whole_sequences,
 )
 
 # Heads that take the state through a chunk together.
 STAGE = 4
-# What a step of 8 packs does one after the other before it begins the inverse: "m" makes the tiles of a pack, "p" takes
+# What a turn of 8 packs does one after the other before it begins the inverse: "m" makes the tiles of a pack, "p" takes
 # the chunk before through its next products, which wait for one another. The matrix unit takes products in this order,
 # and where one waits, all wait. Found by search: see the README.
 ORDER = "pmmpmpmmppmpmpmp"
 
 
 class Operands(NamedTuple):
-    """What the kernels read: tokens padded to whole chunks, head dimensions to whole lanes, a head a slice of lanes.
+    """What the kernels read: head dimensions padded to whole lanes, a head a slice of lanes (`shared.kernels.layout`).
 
     Attributes:
-      first: int32 [NC], 1 where a chunk starts a sequence.
-      sequence: int32 [NC], nondecreasing: the sequence of every chunk.
-      last: int32 [NC], 1 where a chunk ends a sequence.
-      opening: int32 [NC], the sequence that is open where the chunk begins; read with `owner` only.
-      q, k: [NC C, H K], bfloat16 or float32, in which products take them.
-      v: [NC C, HV V], of the same type.
-      g: [NC C, HV K] float32.
-      beta: [NC, HV, C] float32.
-      owner: int32 [NC, 1, C], the sequence of every row of chunks that hold several; None where a chunk holds one.
+      table: int32 [10, B * steps], what every step works on; see `Step`.
+      owner: int32 [NT, 1, C], the sequence of every token where chunks may hold several, else None.
+      cu_seqlens: int32 [N + 1], which no kernel reads: it says which sequences are empty. None if not packed.
+      q, k: [B, T, H K], bfloat16 or float32, in which products take them.
+      v: [B, T, HV V], of the same type.
+      g: [B, T, HV K] float32.
+      beta: [B, NT, HV, C] float32: a column of it would fill whole registers of 128 lanes.
       initial_state: [N, HV, V, K] float32, transposed, or None for zeros.
     """
 
-    first: jax.Array
-    sequence: jax.Array
-    last: jax.Array
-    opening: jax.Array
+    table: jax.Array
+    owner: jax.Array | None
+    cu_seqlens: jax.Array | None
     q: jax.Array
     k: jax.Array
     v: jax.Array
     g: jax.Array
     beta: jax.Array
-    owner: jax.Array | None
     initial_state: jax.Array | None
 
 
@@ -94,49 +109,53 @@ class Static(NamedTuple):
     """What is known when the kernel is built.
 
     Attributes:
-      H, HV, C, K, V: heads, chunk size, dimensions padded to lanes.
+      B, T: rows of the batch and their tokens, at least C; the last chunk may hold fewer rows than C.
+      H, HV: key and value heads.
+      K, V: head dimensions, padded to whole lanes.
+      C: chunk size.
       N: states in and out.
-      sequences: how many sequences the owners number, 0 without owners.
-      scale: multiplies the queries.
+      steps: of a row of the batch: chunks, or pieces of chunks.
+      scale: the number that multiplies the queries.
       normalise: whether queries and keys are scaled to unit length first.
+      pieces: a step is a piece of a chunk instead of a chunk.
+      config: tile sizes.
+      with_state: whether an initial state comes in, so that it has a gradient.
+      head_sizes: K and V of the user's arrays.
       base: rows of the diagonal blocks that one product covers, in the forward.
       backward_base: in the backward, where gradients of strong gates are as small as the decays.
-      config: tile sizes.
     """
 
+    B: int
+    T: int
     H: int
     HV: int
-    C: int
     K: int
     V: int
+    C: int
     N: int
-    sequences: int
+    steps: int
     scale: float
     normalise: bool
+    pieces: bool
+    config: Config
+    with_state: bool
+    head_sizes: tuple[int, int]
     base: int
     backward_base: int
-    config: Config
 
     @property
     def p(self) -> int:
         """Heads that lie side by side in the lanes: a power of two that divides the heads of a grid step."""
         return packing(self.C, self.config.heads, self.config.heads_bwd)
 
+    @property
+    def group(self) -> int:
+        """Value heads that share a key head."""
+        return self.HV // self.H
 
-def take_heads(x, heads):
-    """Return [C, heads D] as [heads, C, D]; a slice of whole lanes costs nothing."""
-    return split_lanes(x[None], heads)
-
-
-def put_heads(x):
-    """Return [heads, C, D] as [C, heads D]."""
-    return jnp.concatenate(list(x), axis=1)
-
-
-def load_keys(x, own, normalise):
-    """Return queries or keys [C, own K] as float32 [own, C, K], rounded as the tensors are."""
-    heads = take_heads(x.astype(jnp.float32), own)
-    return l2norm(heads).astype(x.dtype).astype(jnp.float32) if normalise else heads
+    def key_heads(self, heads: int) -> int:
+        """Return how many key heads serve a block of `heads` value heads."""
+        return max(heads // self.group, 1)
 
 
 def decays_scratch(heads: int, C: int, K: int, base: int):
@@ -144,17 +163,22 @@ def decays_scratch(heads: int, C: int, K: int, base: int):
     return pltpu.VMEM((5 if base == 1 else 4, heads * K // LANES, C, LANES), jnp.float32)
 
 
-def store_block_decays(ref, g, base: int, first: int = 0) -> None:
+def store_block_decays(ref, g, base: int, goes_on=None, first: int = 0) -> None:
     """Store the `tile.block_decays` of the gates g [C, heads K] of heads from tile `first` on.
+
+    `goes_on` is a Ref [C, 128] of `tile.continuing`, or None.
 
     Inside of blocks of 8 rows whole registers of first, of second rows and so on are needed: loads with a stride from
     ref [n, heads K / 128, C, 128] bring them, stores with a stride take them back.
     """
     C = g.shape[0]
     by_row = [pl.ds(r, C // tile.SUBLANES, stride=tile.SUBLANES) for r in range(tile.SUBLANES)]
+    goes_on = None if goes_on is None else [goes_on[row, :] for row in by_row]  # each [C / 8, 128]
     for n in range(g.shape[1] // LANES):
-        ref[0, first + n] = g[:, n * LANES : (n + 1) * LANES] * LOG2_E
-        decays = tile.block_decays([ref.at[0, first + n][row, :] for row in by_row], base)
+        ref[0, first + n] = g[:, n * LANES : (n + 1) * LANES] * LOG2_E  # [C, 128]
+        decays = tile.block_decays(
+            [ref.at[0, first + n][row, :] for row in by_row], base, goes_on
+        )  # 8 times [C / 8, 128] each
         for i, x in enumerate(decays):
             for row, y in zip(by_row, x, strict=True):
                 ref.at[i, first + n][row, :] = y
@@ -183,96 +207,214 @@ class Prepared(NamedTuple):
       decayed: the queries above the keys, decayed from the start of the chunk [h, 2 C, K].
       ends: the keys times beta, decayed to its end [h, C, K].
       through: the decay over all of it [h, 1, K].
-      both: packed scores of queries above those of keys, [n, 2 C, p C].
+      scores: packed scores of queries above those of keys, [n, 2 C, p C].
     """
 
     decayed: jax.Array
     ends: jax.Array
     through: jax.Array
-    both: jax.Array
+    scores: jax.Array
 
 
-def prepare_pack(q, k, beta, decays: tile.Decays, table, masks, static: Static, dtype) -> Prepared:
+def prepare_pack(q, k, beta, decays: tile.Decays, levels, masks: SequenceMasks | None, dtype) -> Prepared:
     """Return what the state needs of a pack of heads.
 
     Args:
       q, k: [p, C, K] float32, q scaled.
       beta: [p, C, 1].
       decays: between the rows of the chunk.
-      table: `tile.level_table`.
+      levels: `tile.level_table`.
       masks: of a chunk that holds several sequences, or None.
-      static, dtype: of the kernel and of the operands of its products.
+      dtype: of the operands of the products.
     """
-    both = transposed(tile.interaction_tile(q, k, decays, table[None], dtype, pairs=len(q) % 2 == 0))
+    interaction = tile.interaction_tile(q, k, decays, levels[None], dtype, pairs=len(q) % 2 == 0)  # [p, C, 2 C]
+    scores = transposed(interaction)  # [1, 2 C, p C]
     if masks is not None:
-        both = jnp.where(tile.packed_pairs(masks.same, len(q)), both, 0.0)
-    from_start, to_end, through = tile.boundary_tile(decays, masks)
-    return Prepared(rows([q, k]) * tile.twice(from_start), (k * beta) * to_end, through, both)
+        scores = jnp.where(tile.packed_pairs(masks.same, len(q)), scores, 0.0)  # [1, 2 C, p C]
+    from_start, to_end, through = tile.boundary_tile(decays, masks)  # [p, C, K], [p, C, K], [p, 1, K]
+    decayed = rows([q, k]) * tile.twice(from_start)  # [p, 2 C, K]
+    return Prepared(decayed, (k * beta) * to_end, through, scores)
 
 
-def _fwd_kernel(refs, *, static: Static, NC: int):
-    """Take the state through chunk c - 1 and prepare chunk c."""
-    step, heads, C = pl.program_id(1), static.config.heads, static.C
-    prepared, passed = jnp.minimum(step, NC - 1), jnp.maximum(step - 1, 0)
-    own, p, dtype = own_heads(heads, static), static.p, refs.v.dtype
+class Chunk(NamedTuple):
+    """What a step reads of its chunk; rows that are not its own are zero.
 
-    q, k, g, beta, masks = load_chunk(refs, prepared, static, own)
-    q = q * static.scale
-    beta_rows = side_lanes(beta[:, None], p)
+    Attributes:
+      q, k: [key heads, C, K] float32, rounded as the tensors are; q is not scaled.
+      g: [C, heads K] float32.
+      beta: [heads, C] float32.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    g: jax.Array
+    beta: jax.Array
+
+
+def own_rows(refs, step: Step, static: Static) -> jax.Array | None:
+    """Return which rows of the chunk belong to a step, bool [C, 1]; None for all. Others may hold anything."""
+    if static.pieces or refs.owner is not None or static.T % static.C:
+        return step.rows(static.C)
+    return None
+
+
+def load_keys(ref, own, static: Static) -> jax.Array:
+    """Return queries or keys as float32 [key heads, C, K], rounded as the tensors are."""
+    heads = load_heads(ref, static.K, own=own).astype(jnp.float32)  # [key heads, C, K]
+    return l2norm(heads).astype(ref.dtype).astype(jnp.float32) if static.normalise else heads
+
+
+def load_chunk(refs, own, static: Static) -> Chunk:
+    """Load what a step reads of its chunk, rows that are not own as zeros."""
+    g, beta = refs.g[...], refs.beta[...]  # [C, heads K], [heads, C]
+    if own is not None:
+        own_row = to_row(own.astype(jnp.float32)[None])[0] > 0.0  # [1, C]
+        g, beta = jnp.where(own, g, 0.0), jnp.where(own_row, beta, 0.0)
+    return Chunk(load_keys(refs.q, own, static), load_keys(refs.k, own, static), g, beta)
+
+
+def load_masks(owner_ref, step: Step, C: int) -> SequenceMasks:
+    """Return how the sequences of a step's chunk lie in it."""
+    return sequence_masks(owner_ref[...], C, step.before, step.final)
+
+
+def store_continuing(ref, masks: SequenceMasks) -> None:
+    """Store `tile.continuing` in a Ref [C, 128], if there is one."""
+    if ref is not None:
+        ref[...] = jnp.broadcast_to(tile.continuing(masks.same)[0], ref.shape)
+
+
+def several(step: Step) -> jax.Array:
+    """Return whether another sequence begins in the chunk of a step, or with it."""
+    return step.before != step.final
+
+
+def keys_not_finite(refs, own, masks: SequenceMasks, static: Static) -> jax.Array:
+    """Return the rows of sequences that hold something not finite in q, k, g or beta, float32 [1, C, 1]."""
+    g = jnp.where(own, refs.g[...], 0.0)
+    # A gate of -inf only forgets everything.
+    g = jnp.where(g == -jnp.inf, 0.0, g)[None]  # [1, C, heads K]
+    beta = jnp.where(own[None], to_column(refs.beta[...][:, None]), 0.0)  # [heads, C, 1]
+    q, k = (load_heads(ref, static.K, own=own) for ref in (refs.q, refs.k))  # [key heads, C, K]
+    return whole_sequences(rows_not_finite(q, k, g, beta), masks.same)
+
+
+def quarantine_passed(refs, own, step: Step, static: Static) -> jax.Array:
+    """Clear a state that is not finite; return the rows of sequences that are not finite, float32 [1, C, 1].
+
+    The rows of q, k, g and beta were looked at when the chunk was prepared.
+    """
+    masks = load_masks(refs.owner_passed, step, static.C)
+    # No sequence reads the state before its first step.
+    state = jnp.where(step.first == 1, 0.0, not_finite(refs.state[...]))  # [1, 1, 1]
+
+    @pl.when(jnp.max(state) > 0.0)
+    def _():
+        clear(refs.state)
+
+    found = jnp.maximum(refs.found[...], rows_not_finite(load_heads(refs.v, static.V, own=own)))  # [1, C, 1]
+    return whole_sequences(jnp.maximum(found, jnp.where(masks.carried, state, 0.0)), masks.same)
+
+
+def spoil_passed(refs, spoilt) -> None:
+    """Store NaN in the results of spoilt rows, and as the state if it is that of a spoilt sequence."""
+
+    @pl.when(jnp.max(spoilt) > 0.0)
+    def _():
+        spoil(refs.o, spoilt)
+        if refs.W is not None:
+            spoil(refs.W, spoilt)
+
+        # The last row of a chunk belongs to the sequence of the state after it.
+        @pl.when(jnp.max(spoilt[:, -1:]) > 0.0)
+        def _():
+            refs.state[...] = jnp.full(refs.state.shape, jnp.nan, jnp.float32)
+
+
+def _fwd_kernel(refs, *, static: Static):
+    """Take the state through the step of the turn before and prepare the next.
+
+    The first turn has no step before it, and the last none to prepare: they repeat the step they have. What the first
+    turn makes of uninitialised scratch, the second replaces.
+    """
+    turn, first, last = pl.program_id(2), pl.program_id(0) * static.steps, static.steps - 1
+    ahead = Step(refs.table, first + jnp.minimum(turn, last))
+    step = Step(refs.table, first + jnp.maximum(turn - 1, 0))
+    heads, C, p, dtype = static.config.heads, static.C, static.p, refs.v.dtype
+
+    if static.pieces:  # rows that no piece owns stay zero
+
+        @pl.when(step.opens == 1)
+        def _():
+            clear(refs.o, refs.W)
+
+    own, own_passed = own_rows(refs, ahead, static), own_rows(refs, step, static)
+    masks, spoilt, found = None, None, None
+    if refs.owner is not None:
+        # The selection that padding needs anyway makes zeros of what is not finite, before any product reads it.
+        spoilt = only_if(several(step), lambda: quarantine_passed(refs, own_passed, step, static), C)
+        own_passed &= spoilt[0] == 0.0
+        masks = load_masks(refs.owner, ahead, C)
+        store_continuing(getattr(refs, "goes_on", None), masks)
+        found = only_if(several(ahead), lambda: keys_not_finite(refs, own, masks, static), C)
+        own &= found[0] == 0.0
+    x = load_chunk(refs, own, static)
+    q = x.q * static.scale  # [key heads, C, K]
+    beta_rows = side_lanes(x.beta[:, None], p)  # [heads / p, 1, p C]
 
     def make(n):
         """Return what the state needs of the heads from n on."""
-        pack = range(n, n + p)
-        q_pack, k_pack = (jnp.stack([x[i * own // heads] for i in pack]) for x in (q, k))
-        store_block_decays(refs.decays, g[:, n * static.K : (n + p) * static.K], static.base, n * static.K // LANES)
-        decays, beta_pack = load_decays(refs.decays, pack, static.K, static.base), to_column(beta[n : n + p, None])
-        return prepare_pack(q_pack, k_pack, beta_pack, decays, refs.table[...], masks, static, dtype)
+        pack, K = range(n, n + p), static.K
+        q_pack, k_pack = (jnp.stack([y[i // static.group] for i in pack]) for y in (q, x.k))  # [p, C, K]
+        store_block_decays(
+            refs.decays, x.g[:, n * K : (n + p) * K], static.base, getattr(refs, "goes_on", None), n * K // LANES
+        )
+        decays, beta = load_decays(refs.decays, pack, K, static.base), to_column(x.beta[n : n + p, None])  # [p, C, 1]
+        return prepare_pack(q_pack, k_pack, beta, decays, refs.levels[...], masks, dtype)
 
-    made, passing = [], pass_chunk(refs, static, dtype, refs.first[passed] == 1)
+    # The products of a pack do not wait for those of the chunk before, so the two alternate.
+    made, passing = [], pass_chunk(refs, own_passed, step, static, dtype)
     for what in order(heads // p):
         if what == "p":
             next(passing, None)
         else:
             made.append(make(len(made) * p))
-    decayed, ends, through, both = (jnp.concatenate(x) for x in zip(*made, strict=True))
-    P, M = both[:, :C] * beta_rows, both[:, C:] * beta_rows
-    strip = begin_inverse(M)
+    decayed, ends, through, scores = (jnp.concatenate(y) for y in zip(*made, strict=True))
+    P, M = scores[:, :C] * beta_rows, scores[:, C:] * beta_rows  # [heads / p, C, p C]
+    strip = begin_inverse(M)  # [heads / p, 16, p C]
     for _ in passing:
         pass
+    if spoilt is not None:
+
+        @pl.when(several(step))
+        def _():
+            spoil_passed(refs, spoilt)
+
+        refs.found[...], refs.owner_passed[...] = found, refs.owner[...]
+    # Only now, because the chunk before is read until its state has passed.
     refs.strip[...], refs.M[...] = strip, M
     refs.decayed[...] = decayed.astype(refs.decayed.dtype)
     refs.ends[...], refs.through[...] = rows(parts(ends, dtype)), through
-    refs.scores[...] = lanes(parts(P, dtype))
-    if refs.both is not None:
-        refs.both[...] = both
+    refs.P[...] = lanes(parts(P, dtype))
+    if refs.scores is not None:
+        refs.scores[...] = scores
     if refs.ht is not None:
 
-        @pl.when((step > 0) & (refs.last[passed] == 1))
+        @pl.when((turn > 0) & (step.last == 1))
         def _():
             refs.ht[...] = refs.state[...]
 
 
 def order(packs: int) -> str:
-    """Return what a step does with so many packs, see `ORDER`."""
+    """Return what a turn does with so many packs, see `ORDER`."""
     return ORDER if ORDER.count("m") == packs else "pm" * packs
-
-
-def load_chunk(refs, chunk, static: Static, own: int):
-    """Return q, k [own, C, K] float32, g [C, heads K], beta [heads, C] and the masks, None inside one sequence."""
-    q, k, g, beta, masks = refs.q[...], refs.k[...], refs.g[...], refs.beta[...], None
-    if refs.owner is not None:
-        masks = tile.stream_tile(refs.owner[...][None], refs.opening[chunk], static.sequences)
-        valid = masks.valid[0]
-        q, k, g = (jnp.where(valid, x, jnp.zeros_like(x)) for x in (q, k, g))
-        beta = jnp.where(refs.owner[...] < static.sequences, beta, 0.0)
-    return load_keys(q, own, static.normalise), load_keys(k, own, static.normalise), g, beta, masks
 
 
 def read_state(decayed, S):
     """Return the product of decayed [heads, R, K] and the transposed S [heads, V, K], [heads, R, V] float32."""
     heads, _, K = decayed.shape
     p = 2 if heads % 2 == 0 and 2 * K <= 256 else 1
-    S = place_tiles(pack_members(S.astype(decayed.dtype), p), p)
+    S = place_tiles(pack_members(S.astype(decayed.dtype), p), p)  # [heads / p, p V, p K]
     return split_lanes(dot_nt(side_lanes(decayed, p), S), p)
 
 
@@ -282,146 +424,120 @@ def write_state(W, ends):
     return dot_tn(rows(left), rows(right))
 
 
-def pass_chunk(refs, static: Static, dtype, begins) -> Iterator[None]:
+def pass_chunk(refs, own, step: Step, static: Static, dtype) -> Iterator[None]:
     """Finish the inverse of the chunk in scratch and take the state through it; yield where products may stand."""
-    heads, p = static.config.heads, static.p
-    X = None
-    for step in ladder(refs.strip[...], refs.M[...], 3 if operand_dtype(dtype) == jnp.float32 else 2):
-        X = step
+    heads, p, X = static.config.heads, static.p, None
+    for product in ladder(refs.strip[...], refs.M[...], 3 if operand_dtype(dtype) == jnp.float32 else 2):
+        X = product  # the last is [heads / p, C, p C]
         yield
     if refs.X is not None:
         refs.X[...] = X
     size = max(n for n in range(p, max(p, STAGE) + 1, p) if heads % n == 0)
     stages = [slice(n, n + size) for n in range(0, heads, size)]
-    running = []
-    while stages or running:
-        if stages:
-            running.insert(0, pass_state(refs, X, stages.pop(0), static, dtype, begins))
-        # The latest first, each a product behind the one before.
-        running = [stage for stage in running if next(stage, running) is not running]
-        yield
+    yield from stagger(pass_state(refs, own, X, stage, step, static, dtype) for stage in stages)
 
 
-def pass_state(refs, X, own: slice, static: Static, dtype, begins) -> Iterator[None]:
-    """Write the output of some heads of the chunk in scratch, take their state through it; yield between products.
-
-    Where a sequence `begins` with the chunk, what the state held is not looked at.
-    """
-    C, V, p = static.C, static.V, static.p
-    packs, at = slice(own.start // p, own.stop // p), slice(own.start * V, own.stop * V)
-    S = jnp.where(begins, 0.0 if refs.h0 is None else refs.h0[own], refs.state[own])
+def pass_state(refs, own, X, heads: slice, step: Step, static: Static, dtype) -> Iterator[None]:
+    """Write the output of some heads of the chunk in scratch, take their state through it; yield between products."""
+    C, p, packs = static.C, static.p, slice(heads.start // static.p, heads.stop // static.p)
+    # What the state held before a sequence begins is not looked at: selecting costs less than clearing.
+    begins = step.first == 1
+    S = jnp.where(begins, 0.0 if refs.h0 is None else refs.h0[heads], refs.state[heads])  # [h, V, K]
     if refs.h is not None:
-        refs.h[own] = S.astype(refs.h.dtype)
-    seen = read_state(refs.decayed[own], S)
+        refs.h[heads] = S.astype(refs.h.dtype)
+    seen = read_state(refs.decayed[heads], S)  # [h, 2 C, V]
     yield
-    v = refs.v[:, at].astype(jnp.float32)
-    if refs.v_owner is not None:
-        row = refs.v_owner[...][None].astype(jnp.float32)
-        v = jnp.where(to_column(row)[0] < static.sequences, v, 0.0)
-    W = multiply_packed(lanes(parts(X[packs], dtype)), take_heads(v, own.stop - own.start) - seen[:, C:], p, dtype)
+    v = load_heads(refs.v, static.V, heads, own).astype(jnp.float32)  # [h, C, V]
+    W = multiply_packed(lanes(parts(X[packs], dtype)), v - seen[:, C:], p, dtype)  # [h, C, V]
+    # Pieces share the rows of a chunk; what a chunk stores past the last token is never read.
+    stored = own if static.pieces else None
     if refs.W is not None:
-        refs.W[:, at] = put_heads(W)
+        store_heads(refs.W, W, stored, heads.start)
     yield
-    o = seen[:, :C] + multiply_packed(refs.scores[packs], W, p, dtype)
-    refs.o[:, at] = put_heads(o).astype(refs.o.dtype)
-    ends = refs.ends[own]
+    o = seen[:, :C] + multiply_packed(refs.P[packs], W, p, dtype)  # [h, C, V]
+    store_heads(refs.o, o, stored, heads.start)
+    ends = refs.ends[heads]  # [h, parts C, K]
     ends = [ends[:, i : i + C] for i in range(0, ends.shape[1], C)]
-    refs.state[own] = refs.through[own] * S + write_state(parts(W, dtype), ends)
+    refs.state[heads] = refs.through[heads] * S + write_state(parts(W, dtype), ends)  # [h, V, K]
 
 
-def own_heads(heads: int, static: Static) -> int:
-    """Return how many key heads serve a block of `heads` value heads."""
-    return max(heads * static.H // static.HV, 1)
-
-
-def specs(static: Static, heads: int, chunk):
-    """Return the specs of what a grid step (block of heads, n) works on; `chunk` maps n to its chunk."""
-    C, K, V, p = static.C, static.K, static.V, static.p
-    per_key_block = max(static.HV // static.H // heads, 1)
-
-    def block(*shape, index):
-        return pl.BlockSpec(shape, lambda h, n, first, sequence, last, opening: index(h, chunk(n), sequence))
-
-    return dict(
-        key=block(C, own_heads(heads, static) * K, index=lambda h, n, s: (n, lax.div(h, jnp.int32(per_key_block)))),
-        value=block(C, heads * V, index=lambda h, n, s: (n, h)),
-        gate=block(C, heads * K, index=lambda h, n, s: (n, h)),
-        beta=block(None, None, heads, C, index=lambda h, n, s: (n, h, 0, 0)),
-        owner=block(None, 1, C, index=lambda h, n, s: (n, 0, 0)),
-        state=block(None, heads, V, K, index=lambda h, n, s: (s[n], h, 0, 0)),
-        boundary=block(None, heads, V, K, index=lambda h, n, s: (n, h, 0, 0)),
-        packed=block(None, heads // p, C, p * C, index=lambda h, n, s: (n, h, 0, 0)),
-        both=block(None, heads // p, 2 * C, p * C, index=lambda h, n, s: (n, h, 0, 0)),
-    )
-
-
-def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = False):
+def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = False) -> dict[str, jax.Array]:
     """Run the forward.
 
+    Args:
+      x: what the kernel reads.
+      static: what is known when it is built.
+      final_state: whether the final states are wanted.
+      keep: whether what the backward needs is wanted.
+
     Returns:
-      o [NC C, HV V], the final states [N, HV, V, K] or None, and with `keep` what the backward needs: h, the states
-      before every chunk [NC, HV, V, K] in the type of v, and in float32 W like v, packed X [NC, HV / p, C, p C] and
-      packed scores of queries above those of keys [NC, HV / p, 2 C, p C].
+      A dict of o [B, T, HV V] in the type of v; with `final_state` ht, the final states [N, HV, V, K] float32, that of
+      an empty sequence undefined; with `keep` what the backward needs: h, the states before every step
+      [B, steps, HV, V, K] in the type of products, and in float32 W like v, packed X [B, steps, HV / p, C, p C] and
+      packed scores of queries above those of keys [B, steps, HV / p, 2 C, p C].
     """
-    NC, HV, C = x.beta.shape
-    K, V, heads = static.K, static.V, static.config.heads
-    p, dtype = static.p, x.v.dtype
+    B, HV, C, K, V, steps, heads = static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads
+    p, dtype, last = static.p, x.v.dtype, steps - 1
     operand = operand_dtype(dtype)
     count = 2 if operand == jnp.bfloat16 else 1
-    now, passed = (
-        specs(static, heads, at) for at in (lambda n: jnp.minimum(n, NC - 1), lambda n: jnp.maximum(n - 1, 0))
+    ahead, passed = (
+        Blocks(C, steps, at, static.pieces)
+        for at in (lambda turn: jnp.minimum(turn, last), lambda turn: jnp.maximum(turn - 1, 0))
     )
-    matrices = out_struct((NC, HV // p, C, p * C), jnp.float32, *x)
+    key_lanes, share = static.key_heads(heads) * K, max(static.group // heads, 1)
+    packed = heads // p, C, p * C
     outputs = {
-        "o": (passed["value"], out_struct(x.v.shape, dtype, *x)),
-        "ht": (passed["state"], out_struct((static.N, HV, V, K), jnp.float32, *x)),
-        "h": (passed["boundary"], out_struct((NC, HV, V, K), operand, *x)),
-        "W": (passed["value"], out_struct(x.v.shape, jnp.float32, *x)),
-        "X": (passed["packed"], matrices),
-        "both": (now["both"], out_struct((NC, HV // p, 2 * C, p * C), jnp.float32, *x)),
+        "o": (passed.tokens(heads * V), x.v.shape, dtype),
+        "ht": (passed.state(heads, V, K), (static.N, HV, V, K), jnp.float32),
+        "h": (passed.per_step(heads, V, K), (B, steps, HV, V, K), operand),
+        "W": (passed.tokens(heads * V), x.v.shape, jnp.float32),
+        "X": (passed.per_step(*packed), (B, steps, HV // p, C, p * C), jnp.float32),
+        "scores": (ahead.per_step(heads // p, 2 * C, p * C), (B, steps, HV // p, 2 * C, p * C), jnp.float32),
     }
-    wanted = ["o", *["ht"] * final_state, *["h", "W", "X", "both"] * keep]
-    # The state, and what a step makes of its chunk for the next step to use; last, decays.
+    wanted = ["o", *["ht"] * final_state, *["h", "W", "X", "scores"] * keep]
+    # The state, and what a turn makes of its chunk for the next turn to use; then decays, and what keeps the sequences
+    # of the chunk of the turn before apart.
     scratch = {
         "state": pltpu.VMEM((heads, V, K), jnp.float32),
         "decayed": pltpu.VMEM((heads, 2 * C, K), operand),
         "ends": pltpu.VMEM((heads, count * C, K), operand),
         "through": pltpu.VMEM((heads, 1, K), jnp.float32),
         "strip": pltpu.VMEM((heads // p, strip_rows(C), p * C), jnp.float32),
-        "M": pltpu.VMEM((heads // p, C, p * C), jnp.float32),
-        "scores": pltpu.VMEM((heads // p, C, count * p * C), operand),
+        "M": pltpu.VMEM(packed, jnp.float32),
+        "P": pltpu.VMEM((heads // p, C, count * p * C), operand),
         "decays": decays_scratch(heads, C, K, static.base),
     }
+    if x.owner is not None:
+        scratch |= {"found": pltpu.VMEM((1, C, 1), jnp.float32), "owner_passed": pltpu.VMEM((1, C), jnp.int32)}
+    if x.owner is not None and static.base > 1:
+        scratch["goes_on"] = pltpu.VMEM((C, LANES), jnp.float32)
     operands = {
-        "table": (jnp.asarray(tile.level_table(C, static.base)), pl.BlockSpec((C, 2 * C), lambda *_: (0, 0))),
-        "q": (x.q, now["key"]),
-        "k": (x.k, now["key"]),
-        "v": (x.v, passed["value"]),
-        "g": (x.g, now["gate"]),
-        "beta": (x.beta.reshape(NC, HV // heads, heads, C), now["beta"]),
-        "owner": (x.owner, now["owner"]),
-        "v_owner": (x.owner, passed["owner"]),
-        "h0": (x.initial_state, passed["state"]),
+        "levels": (jnp.asarray(tile.level_table(C, static.base)), pl.BlockSpec((C, 2 * C), lambda *_: (0, 0))),
+        "q": (x.q, ahead.tokens(key_lanes, share)),
+        "k": (x.k, ahead.tokens(key_lanes, share)),
+        "v": (x.v, passed.tokens(heads * V)),
+        "g": (x.g, ahead.tokens(heads * K)),
+        "beta": (x.beta.reshape(B, -1, HV // heads, heads, C), ahead.rows(heads)),
+        "owner": (x.owner, ahead.owner(C)),
+        "h0": (x.initial_state, passed.state(heads, V, K)),
     }
-    names = ["first", "sequence", "last", "opening", *operands]
     results = pallas_call(
-        named(_fwd_kernel, names, [(name, name in wanted) for name in outputs], list(scratch), static=static, NC=NC),
-        *x[:4],
+        named(
+            _fwd_kernel, ["table", *operands], [(name, name in wanted) for name in outputs], list(scratch),
+            static=static,
+        ),
+        x.table,
         *(value for value, _ in operands.values()),
         name=f"fused_chunk_kda_fwd_c{C}",
-        num_scalar_prefetch=4,
-        # Blocks of heads are independent; chunks pass the state on in scratch, so they run in order. One more step,
-        # because the state passes a chunk in the step after the one that prepares it.
-        grid=(HV // heads, NC + 1),
-        dimension_semantics=("parallel", "arbitrary"),
+        num_scalar_prefetch=1,
+        # Rows of the batch and blocks of heads are independent; steps pass the state on in scratch, so they run in
+        # order. One more turn, because the state passes a step in the turn after the one that prepares it.
+        grid=(B, HV // heads, steps + 1),
+        dimension_semantics=("parallel", "parallel", "arbitrary"),
         in_specs=[None if value is None else spec for value, spec in operands.values()],
         out_specs=[outputs[name][0] for name in wanted],
-        out_shape=[outputs[name][1] for name in wanted],
+        out_shape=[out_struct(*outputs[name][1:], *x) for name in wanted],
         scratch_shapes=list(scratch.values()),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * NC * HV * C * (2 * C * K * C.bit_length() + 4 * C * C + 3 * K * V + 2 * C * V),
-            transcendentals=NC * HV * C * K * (C.bit_length() + 2),
-            bytes_accessed=sum(a.nbytes for a in x if a is not None) + x.v.nbytes,
-        ),
-    )
+        cost_estimate=cost(B=B, T=static.T, H=static.H, HV=HV, K=K, V=V, C=C, itemsize=dtype.itemsize),
+    )  # fmt: skip
     return dict(zip(wanted, results, strict=True))

@@ -1,7 +1,7 @@
-"""The backward of Kimi delta attention in one launch, chunks in reverse: tile mathematics, kernel body, launcher.
+"""The backward of Kimi delta attention in one launch, steps in reverse: tile mathematics, kernel body, launcher.
 
-With the names of kernel.py, A = <Q, K>_D and N = tril(<K, K>_D, -1) without beta, Q scaled, and dS' arriving from the
-right:
+States and their gradients are transposed, [V, K]. With the names of kernel.py, A = <Q, K>_D and N = tril(<K, K>_D, -1)
+without beta, Q scaled, and dS' arriving from the right:
 
     dv_new = A^T dO + (K e^(G_last - G)) dS'      dR = X^T B dv_new      dV = dR
     dA = tril(dO W^T) B                           dN = -tril(dR W^T, -1) B
@@ -9,7 +9,7 @@ right:
 
 dA and dN go back through the products of every level, each with its own factors of rows and of columns. None is above
 one, but with a bound on the gates those of base blocks: at most 2^96, and every pair of them multiplies to a decay.
-X, W, A, N and S before every chunk are kept by the forward. As there, what oscillates where keys repeat (W, dv_new,
+X, W, A, N and S before every step are kept by the forward. As there, what oscillates where keys repeat (W, dv_new,
 dA and dN) keeps 16 bits with bfloat16 tensors.
 """
 
@@ -23,39 +23,53 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import tile
+from chunkwise.kda.cost import cost
 from chunkwise.kda.kernel import (
-    Operands,
     Static,
     decays_scratch,
     load_chunk,
     load_decays,
-    own_heads,
-    put_heads,
-    specs,
+    load_masks,
+    own_rows,
+    several,
     store_block_decays,
-    take_heads,
+    store_continuing,
 )
 from chunkwise.shared.compat import out_struct
 from chunkwise.shared.kernels import (
+    LANES,
+    Blocks,
+    Step,
     apply_transposed,
     bf16_parts,
+    clear,
     column_index,
     dot,
     dot_nt,
     dot_tn,
     l2norm_gradient,
     lanes,
+    load_heads,
     multiply_packed,
     named,
+    not_finite,
+    only_if,
     operand_dtype,
     outer,
     pallas_call,
     parts,
+    put_heads,
     row_index,
     rows,
+    rows_not_finite,
     side_lanes,
+    spoil,
+    store_heads,
+    store_own,
+    sum_value_heads,
     to_column,
     to_row,
+    whole_sequences,
 )
 
 
@@ -83,33 +97,36 @@ def interaction_bwd_tile(q, k, decays: tile.Decays, table, d, p: int, dtype):
       p: heads of a pack.
     """
     operand = operand_dtype(dtype)
-    both, turned = rows([q, k]), unpacked(d, p)
-    pairs, pairs_turned = jnp.concatenate([table] * p, axis=1)[None], jnp.swapaxes(table, 0, 1)[None]
-    split = [y.astype(jnp.float32) for y in parts(d, dtype)]
-    d_rows, d_columns = jnp.zeros_like(both), jnp.zeros_like(k)
+    stacked, turned = rows([q, k]), unpacked(d, p)  # [h, 2 C, K], [h, C, 2 C]
+    pairs = jnp.concatenate([table] * p, axis=1)[None]  # [1, 2 C, p C]
+    pairs_turned = jnp.swapaxes(table, 0, 1)[None]  # [1, C, 2 C]
+    split = [y.astype(jnp.float32) for y in parts(d, dtype)]  # each [n, 2 C, p C]
+    d_rows, d_columns = jnp.zeros_like(stacked), jnp.zeros_like(k)  # [h, 2 C, K], [h, C, K]
     for x in tile.level_factors(decays):
-        if x.b is None:
-            own, decayed, mine, left = k * x.columns, both * x.rows, split, turned
+        if x.b is None:  # all rows and columns take part, and the table selects
+            columns, decayed = k * x.columns, stacked * x.rows  # [h, C, K], [h, 2 C, K]
+            mine, left = split, turned
             here, here_turned = pairs == x.index, pairs_turned == x.index
         else:  # only right halves have pairs as rows, left halves as columns; the others meet zeros
-            own = tile.halves(k, x.b)[0] * x.columns
-            own = tile.join_halves(own, own, x.b)
-            decayed = tile.halves(both, x.b)[1] * x.rows
-            decayed = tile.join_halves(decayed, decayed, x.b)
-            mine = [tile.halves(y, x.b)[1] for y in split]
-            left = tile.halves(turned, x.b)[0]
+            columns = tile.halves(k, x.b)[0] * x.columns  # [h, C / 2, K]
+            columns = tile.join_halves(columns, columns, x.b)  # [h, C, K]
+            decayed = tile.halves(stacked, x.b)[1] * x.rows  # [h, C, K]
+            decayed = tile.join_halves(decayed, decayed, x.b)  # [h, 2 C, K]
+            mine = [tile.halves(y, x.b)[1] for y in split]  # each [n, C, p C]
+            left = tile.halves(turned, x.b)[0]  # [h, C / 2, 2 C]
             here, here_turned = tile.halves(pairs, x.b)[1] == x.index, tile.halves(pairs_turned, x.b)[0] == x.index
-        mine = lanes([jnp.where(here, y, 0.0).astype(operand) for y in mine])
-        add_rows = x.rows * multiply_packed(mine, own.astype(operand), p, dtype)
-        turned_parts = parts(jnp.where(here_turned, left, 0.0), dtype)
-        add_columns = x.columns * dot(lanes(turned_parts), rows([decayed.astype(operand)] * len(turned_parts)))
+        mine = lanes([jnp.where(here, y, 0.0).astype(operand) for y in mine])  # [n, 2 C or C, parts p C]
+        add_rows = x.rows * multiply_packed(mine, columns.astype(operand), p, dtype)  # [h, 2 C or C, K]
+        turned_parts = parts(jnp.where(here_turned, left, 0.0), dtype)  # each [h, C or C / 2, 2 C]
+        product = dot(lanes(turned_parts), rows([decayed.astype(operand)] * len(turned_parts)))  # [h, C or C / 2, K]
+        add_columns = x.columns * product  # likewise
         if x.b is None:
             d_rows, d_columns = d_rows + add_rows, d_columns + add_columns
         else:
             untouched, right = tile.halves(d_rows, x.b)
-            d_rows = tile.join_halves(untouched, right + add_rows, x.b)
+            d_rows = tile.join_halves(untouched, right + add_rows, x.b)  # [h, 2 C, K]
             left, untouched = tile.halves(d_columns, x.b)
-            d_columns = tile.join_halves(left + add_columns, untouched, x.b)
+            d_columns = tile.join_halves(left + add_columns, untouched, x.b)  # [h, C, K]
     return d_rows, d_columns
 
 
@@ -121,7 +138,7 @@ class Outer(NamedTuple):
       d_scores: packed [n, 2 C, p C], of the scores of queries above those of keys, pairs i > j.
       d_start: [h, 2 C, K], of queries above keys, through the state before the chunk.
       d_end: [h, C, K], of keys, through the state after it.
-      d_own: [h, C, 1], of the products of every query with its own key.
+      d_itself: [h, C, 1], of the product of every query with the key of its row.
       later: [h, 1, K], what passes through the state to all gates.
       beta: [h, C, 1], and packed as rows [n, 1, p C]: their sum is the gradient.
       S: [h, V, K], of the state before the chunk.
@@ -131,7 +148,7 @@ class Outer(NamedTuple):
     d_scores: jax.Array
     d_start: jax.Array
     d_end: jax.Array
-    d_own: jax.Array
+    d_itself: jax.Array
     later: jax.Array
     beta: tuple[jax.Array, jax.Array]
     S: jax.Array
@@ -144,7 +161,8 @@ def outer_bwd_tile(q, k, beta, beta_row, boundary, kept, do, dS, same, dtype) ->
       q, k: [h, C, K] float32, q scaled.
       beta: [h, C, 1], and packed: beta_row [n, 1, p C].
       boundary: of `tile.boundary_tile`.
-      kept: what the forward kept: S [h, V, K] before the chunk, W [h, C, V], packed X and scores.
+      kept: what the forward kept: S [h, V, K] before the step, W [h, C, V], packed X [n, C, p C] and scores
+        [n, 2 C, p C].
       do: [h, C, V], gradient of the output, in the type of the tensors.
       dS: [h, V, K] float32, gradient of the state after the chunk.
       same: [1, C, C], rows of one sequence, or None.
@@ -153,21 +171,22 @@ def outer_bwd_tile(q, k, beta, beta_row, boundary, kept, do, dS, same, dtype) ->
     S, W, X, scores = kept
     C, p, operand = k.shape[1], k.shape[0] // X.shape[0], operand_dtype(dtype)
     from_start, to_end, through = boundary
-    dS_operand = dS.astype(operand)
+    dS_operand = dS.astype(operand)  # [h, V, K]
+    # What the new values give to outputs, and to the state after the chunk.
     dv_new = apply_transposed(scores[:, :C], do, dtype, p) + dot_nt((k * to_end).astype(operand), dS_operand)
-    dR = apply_transposed(X, beta * dv_new, dtype, p)
-    down = rows([do.astype(operand), (-dR).astype(operand)])
-    outers = outer(down, W, dtype, p)
+    dR = apply_transposed(X, beta * dv_new, dtype, p)  # [h, C, V]
+    down = rows([do.astype(operand), (-dR).astype(operand)])  # [h, 2 C, V]
+    outers = outer(down, W, dtype, p)  # [n, 2 C, p C]
     i, j = (lax.broadcasted_iota(jnp.int32, (1, 2 * C, p * C), axis) & (C - 1) for axis in (1, 2))
-    pairs = i > j if same is None else (i > j) & tile.packed_pairs(same, p)
-    d_scores = jnp.where(pairs, outers, 0.0)
-    decayed = (rows([q, k]) * tile.twice(from_start)).astype(operand)
+    pairs = i > j if same is None else (i > j) & tile.packed_pairs(same, p)  # [1, 2 C, p C]
+    d_scores = jnp.where(pairs, outers, 0.0)  # [n, 2 C, p C]
+    decayed = (rows([q, k]) * tile.twice(from_start)).astype(operand)  # [h, 2 C, K]
     return Outer(
         dv=dR,
         d_scores=d_scores * beta_row,
         d_start=dot(down, S.astype(operand)) * tile.twice(from_start),
         d_end=dot((beta * W).astype(operand), dS_operand) * to_end,
-        d_own=beta * jnp.sum(do.astype(jnp.float32) * W, axis=-1, keepdims=True),
+        d_itself=beta * jnp.sum(do.astype(jnp.float32) * W, axis=-1, keepdims=True),
         later=through * jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True),
         beta=(
             jnp.sum(dv_new * W, axis=-1, keepdims=True),
@@ -185,10 +204,10 @@ def chunk_bwd_tile(q, k, d_rows, d_columns, x: Outer):
     ones: sums of one kind only, because differences of cumulative ones would cancel where gates are strong.
     """
     C = k.shape[1]
-    d_rows = d_rows + x.d_start
+    d_rows = d_rows + x.d_start  # [h, 2 C, K]
     last = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1) == C - 1
-    later = q * d_rows[:, :C] + k * (d_rows[:, C:] - d_columns) + jnp.where(last, x.later, 0.0)
-    dq, dk = d_rows[:, :C] + x.d_own * k, d_rows[:, C:] + d_columns + x.d_end + x.d_own * q
+    later = q * d_rows[:, :C] + k * (d_rows[:, C:] - d_columns) + jnp.where(last, x.later, 0.0)  # [h, C, K]
+    dq, dk = d_rows[:, :C] + x.d_itself * k, d_rows[:, C:] + d_columns + x.d_end + x.d_itself * q
     return dq, dk, later, k * x.d_end
 
 
@@ -198,135 +217,212 @@ def sum_over_rows(later, earlier, same, dtype):
     What the rows of one sequence pass to the gates of another adds up to zero, but for rounding: `same` leaves it out.
     """
     C, count = later.shape[1], 2 if operand_dtype(dtype) == jnp.bfloat16 else 3
-    by_part = [*bf16_parts(put_heads(later), count), *bf16_parts(put_heads(earlier), count)]
+    by_part = [*bf16_parts(put_heads(later), count), *bf16_parts(put_heads(earlier), count)]  # each [C, heads K]
     collect = [row_index(C) <= column_index(C)] * count + [row_index(C) > column_index(C)] * count
     if same is not None:
         collect = [x & same for x in collect]
-    collect = lanes([jnp.where(x, 1.0, 0.0) for x in collect]).astype(jnp.bfloat16)
+    collect = lanes([x.astype(jnp.float32) for x in collect]).astype(jnp.bfloat16)  # [1, C, 2 count C]
     return dot(collect, jnp.concatenate(by_part)[None])[0]
 
 
-def _bwd_kernel(refs, *, static: Static, NC: int):
-    heads, dtype, C, K, p = static.config.heads_bwd, refs.do.dtype, static.C, static.K, static.p
-    own, step = own_heads(heads, static), pl.program_id(1)
-    chunk = NC - 1 - step
+def _bwd_kernel(refs, *, static: Static):
+    """Take the gradient of the state back through a step; the last step comes first."""
+    heads, dtype, C, K, V, p = static.config.heads_bwd, refs.do.dtype, static.C, static.K, static.V, static.p
+    turn, group = pl.program_id(2), min(static.group, static.config.heads_bwd)
+    step = Step(refs.table, pl.program_id(0) * static.steps + static.steps - 1 - turn)
 
-    @pl.when((step == 0) | (refs.last[chunk] == 1))
+    # The scratch is uninitialised at first, and no sequence may end with the last step.
+    @pl.when((turn == 0) | (step.last == 1))
     def _():
         refs.state[...] = jnp.zeros_like(refs.state) if refs.dht is None else refs.dht[...]
 
-    q, k, g, beta_rows, masks = load_chunk(refs, chunk, static, own)
-    store_block_decays(refs.decays, g, static.backward_base)
-    q, k = (jnp.stack([x[n * own // heads] for n in range(heads)]) for x in (q * static.scale, k))
-    do, W, beta = refs.do[...], take_heads(refs.W[...], heads), to_column(beta_rows[:, None])
-    if masks is not None:
-        do = jnp.where(masks.valid[0], do, jnp.zeros_like(do))
+    if static.pieces:  # rows that no piece owns stay zero
+
+        @pl.when(step.closes == 1)
+        def _():
+            clear(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta)
+
+    own, masks, spoilt = own_rows(refs, step, static), None, None
+    if refs.owner is not None:
+        # As in the forward, which stored NaN as the W of spoilt sequences.
+        masks = load_masks(refs.owner, step, C)
+        store_continuing(getattr(refs, "goes_on", None), masks)
+        spoilt = only_if(several(step), lambda: quarantine(refs, own, masks, static), C)
+        own &= spoilt[0] == 0.0
+    chunk = load_chunk(refs, own, static)
+    store_block_decays(refs.decays, chunk.g, static.backward_base, getattr(refs, "goes_on", None))
+    q, k = (
+        jnp.stack([x[n // group] for n in range(heads)]) for x in (chunk.q * static.scale, chunk.k)
+    )  # [heads, C, K]
+    do, W = (load_heads(ref, V, own=own) for ref in (refs.do, refs.W))  # [heads, C, V]
+    beta = to_column(chunk.beta[:, None])  # [heads, C, 1]
     same = None if masks is None else masks.same
     decays = load_decays(refs.decays, range(heads), K, static.backward_base)
     boundary = tile.boundary_tile(decays, masks)
-    x = outer_bwd_tile(
-        q, k, beta, side_lanes(beta_rows[:, None], p), boundary, (refs.h[...], W, refs.X[...], refs.both[...]),
-        take_heads(do, heads), refs.state[...], same, dtype,
-    )  # fmt: skip
+    kept = refs.h[...], W, refs.X[...], refs.scores[...]
+    x = outer_bwd_tile(q, k, beta, side_lanes(chunk.beta[:, None], p), boundary, kept, do, refs.state[...], same, dtype)
     refs.state[...] = x.S
     if refs.dh0 is not None:
-        refs.dh0[...] = x.S
-    refs.dv[...] = put_heads(x.dv).astype(refs.dv.dtype)
-    column, row = x.beta
-    by_head = [row[n // p, :, n % p * C : (n % p + 1) * C] for n in range(heads)]
-    refs.dbeta[...] = to_row(column)[:, 0] + jnp.concatenate(by_head)
 
+        @pl.when(step.first == 1)
+        def _():
+            refs.dh0[...] = refs.state[...]
+
+    # Pieces share the rows of a chunk; what a chunk stores past the last token is never read.
+    stored = own if static.pieces else None
+    store_heads(refs.dv, x.dv, stored)
+    column, row = x.beta  # [heads, C, 1], [heads / p, 1, p C]
+    by_head = [row[n // p, :, n % p * C : (n % p + 1) * C] for n in range(heads)]  # each [1, C]
+    dbeta = to_row(column)[:, 0] + jnp.concatenate(by_head)  # [heads, C]
+    refs.dbeta[...] = jnp.where(step.columns(C), dbeta, refs.dbeta[...]) if static.pieces else dbeta
+
+    # The products of the levels, pack by pack.
     made = []
     for n in range(0, heads, p):
-        at, d_scores = slice(n, n + p), x.d_scores[n // p : n // p + 1]
+        pack, d_scores = slice(n, n + p), x.d_scores[n // p : n // p + 1]  # [1, 2 C, p C]
         decays = load_decays(refs.decays, range(n, n + p), K, static.backward_base)
-        made.append(interaction_bwd_tile(q[at], k[at], decays, refs.table[...], d_scores, p, dtype))
-    d_rows, d_columns = (jnp.concatenate(y) for y in zip(*made, strict=True))
+        made.append(interaction_bwd_tile(q[pack], k[pack], decays, refs.levels[...], d_scores, p, dtype))
+    d_rows, d_columns = (jnp.concatenate(y) for y in zip(*made, strict=True))  # [heads, 2 C, K], [heads, C, K]
     dq, dk, later, earlier = chunk_bwd_tile(q, k, d_rows, d_columns, x)
-    refs.dg[...] = sum_over_rows(later, earlier, same, dtype)
-    for ref, y, d in ((refs.dq, refs.q[...], static.scale * dq), (refs.dk, refs.k[...], dk)):
-        # Summed over the value heads of a key head.
-        d = jnp.sum(d.reshape(own, heads // own, C, K), axis=1)
+    store_own(refs.dg, slice(None), sum_over_rows(later, earlier, same, dtype), stored)
+    for ref, source, d in ((refs.dq, refs.q, static.scale * dq), (refs.dk, refs.k, dk)):
+        d = sum_value_heads(d, group)  # [key heads, C, K]
         if static.normalise:
-            y = y if masks is None else jnp.where(masks.valid[0], y, jnp.zeros_like(y))
-            d = l2norm_gradient(take_heads(y, own), d)
-        ref[...] = put_heads(d).astype(ref.dtype)
+            d = l2norm_gradient(load_heads(source, K, own=own), d)
+        store_heads(ref, d, stored)
+    if spoilt is not None:
+
+        @pl.when(several(step))
+        def _():
+            spoil_results(refs, spoilt, masks)
 
 
-def launch(x: Operands, h, W, X, both, do: jax.Array, dht: jax.Array | None, static: Static):
+def quarantine(refs, own, masks, static: Static) -> jax.Array:
+    """Clear a gradient of the state that is not finite; return the rows of such sequences, float32 [1, C, 1]."""
+    state = not_finite(refs.state[...])  # [1, 1, 1]
+
+    @pl.when(jnp.max(state) > 0.0)
+    def _():
+        clear(refs.state)
+
+    found = rows_not_finite(*(load_heads(ref, static.V, own=own) for ref in (refs.do, refs.W)))  # [1, C, 1]
+    return whole_sequences(jnp.maximum(found, jnp.where(masks.ending, state, 0.0)), masks.same)
+
+
+def spoil_results(refs, spoilt, masks) -> None:
+    """Store NaN in the gradients of spoilt rows, and as that of the state if it is of a spoilt sequence."""
+
+    @pl.when(jnp.max(spoilt) > 0.0)
+    def _():
+        for ref in (refs.dq, refs.dk, refs.dv, refs.dg):
+            spoil(ref, spoilt)
+        refs.dbeta[...] = jnp.where(to_row(spoilt)[0] > 0.0, jnp.nan, refs.dbeta[...])
+
+        @pl.when(jnp.max(jnp.where(masks.carried, spoilt, 0.0)) > 0.0)
+        def _():
+            refs.state[...] = jnp.full(refs.state.shape, jnp.nan, jnp.float32)
+
+
+class Operands(NamedTuple):
+    """What the kernel reads; what is not said here is as in the forward.
+
+    Attributes:
+      table, owner, q, k, g, beta: as there.
+      h, W, X, scores: what the forward kept.
+      do: [B, T, HV V], in the type of v.
+      dht: [N, HV, V, K] float32, or None for zeros.
+    """
+
+    table: jax.Array
+    owner: jax.Array | None
+    q: jax.Array
+    k: jax.Array
+    g: jax.Array
+    beta: jax.Array
+    h: jax.Array
+    W: jax.Array
+    X: jax.Array
+    scores: jax.Array
+    do: jax.Array
+    dht: jax.Array | None
+
+
+def launch(x: Operands, static: Static) -> dict[str, jax.Array]:
     """Run the backward.
 
     Args:
-      x: the operands of the forward.
-      h, W, X, both: what it kept for the backward.
-      do: [NC C, HV V].
-      dht: [N, HV, V, K] float32, or None for zeros.
-      static: what is known when the kernel is built.
+      x: what the kernel reads.
+      static: what is known when it is built.
 
     Returns:
-      The gradients of q, k, v, g, beta and the initial state (None without one), in their shapes. That of a state whose
-      sequence has no chunk is undefined.
+      A dict of the gradients dq, dk, dv, dg, dbeta in the shapes of their inputs, dg and dbeta float32, and dh0
+      [N, HV, V, K] float32 if there is an initial state, that of an empty sequence undefined.
     """
-    NC, HV, C = x.beta.shape
-    heads, K, V = static.config.heads_bwd, static.K, static.V
-    own, blocks = own_heads(heads, static), HV // heads
-    spec = specs(static, heads, lambda n: NC - 1 - n)
-    key_type = x.q.dtype if blocks * own == static.H else jnp.float32
-    # A block of heads inside a group of value heads gives a partial sum of the group.
-    d_key = pl.BlockSpec((C, own * K), lambda b, n, *tables: (NC - 1 - n, b))
-    d_keys = d_key, out_struct((NC * C, blocks * own * K), key_type, *x)
+    B, HV, C, K, V, steps, heads = (
+        static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads_bwd
+    )  # fmt: skip
+    p, keys, blocks = static.p, static.key_heads(heads), HV // heads
+    cut = Blocks(C, steps, lambda turn: steps - 1 - turn, static.pieces)
+    key, share = cut.tokens(keys * K, max(static.group // heads, 1)), blocks * keys // static.H
+    beta = x.beta.reshape(B, -1, blocks, heads, C)
+    # A block of heads inside a group of value heads gives a partial sum of the group, in lanes of its own.
+    d_keys = cut.tokens(keys * K), (*x.q.shape[:2], blocks * keys * K), x.q.dtype if share == 1 else jnp.float32
+    packed = heads // p, C, p * C
     operands = {
-        "table": (jnp.asarray(pair_table(C, static.backward_base)), pl.BlockSpec((2 * C, C), lambda *_: (0, 0))),
-        "q": (x.q, spec["key"]),
-        "k": (x.k, spec["key"]),
-        "g": (x.g, spec["gate"]),
-        "beta": (x.beta.reshape(NC, blocks, heads, C), spec["beta"]),
-        "owner": (x.owner, spec["owner"]),
-        "h": (h, spec["boundary"]),
-        "W": (W, spec["value"]),
-        "X": (X, spec["packed"]),
-        "both": (both, spec["both"]),
-        "do": (do, spec["value"]),
-        "dht": (dht, spec["state"]),
+        "levels": (jnp.asarray(pair_table(C, static.backward_base)), pl.BlockSpec((2 * C, C), lambda *_: (0, 0))),
+        "q": (x.q, key),
+        "k": (x.k, key),
+        "g": (x.g, cut.tokens(heads * K)),
+        "beta": (beta, cut.rows(heads)),
+        "owner": (x.owner, cut.owner(C)),
+        "h": (x.h, cut.per_step(heads, V, K)),
+        "W": (x.W, cut.tokens(heads * V)),
+        "X": (x.X, cut.per_step(*packed)),
+        "scores": (x.scores, cut.per_step(heads // p, 2 * C, p * C)),
+        "do": (x.do, cut.tokens(heads * V)),
+        "dht": (x.dht, cut.state(heads, V, K)),
     }
     outputs = {
         "dq": d_keys,
         "dk": d_keys,
-        "dv": (spec["value"], out_struct(x.v.shape, x.v.dtype, *x)),
-        "dg": (spec["gate"], out_struct(x.g.shape, jnp.float32, *x)),
-        "dbeta": (spec["beta"], out_struct((NC, blocks, heads, C), jnp.float32, *x)),
-        "dh0": (spec["state"], out_struct((static.N, HV, V, K), jnp.float32, *x)),
+        "dv": (cut.tokens(heads * V), x.do.shape, x.do.dtype),
+        "dg": (cut.tokens(heads * K), x.g.shape, jnp.float32),
+        "dbeta": (cut.rows(heads), beta.shape, jnp.float32),
+        "dh0": (cut.state(heads, V, K), (static.N, HV, V, K), jnp.float32),
     }
-    wanted = [name for name in outputs if name != "dh0" or x.initial_state is not None]
+    wanted = [name for name in outputs if name != "dh0" or static.with_state]
+    # The gradient of the state, and decays.
     scratch = {
         "state": pltpu.VMEM((heads, V, K), jnp.float32),
         "decays": decays_scratch(heads, C, K, static.backward_base),
     }
-    names = ["first", "sequence", "last", "opening", *operands]
+    if x.owner is not None and static.backward_base > 1:
+        scratch["goes_on"] = pltpu.VMEM((C, LANES), jnp.float32)
     results = pallas_call(
-        named(_bwd_kernel, names, [(name, name in wanted) for name in outputs], list(scratch), static=static, NC=NC),
-        *x[:4],
+        named(
+            _bwd_kernel, ["table", *operands], [(name, name in wanted) for name in outputs], list(scratch),
+            static=static,
+        ),
+        x.table,
         *(value for value, _ in operands.values()),
         name=f"fused_chunk_kda_bwd_c{C}",
-        num_scalar_prefetch=4,
-        # Blocks of heads are independent; the state's gradient passes from chunk to chunk in scratch, in reverse order.
-        grid=(blocks, NC),
-        dimension_semantics=("parallel", "arbitrary"),
-        in_specs=[None if value is None else part for value, part in operands.values()],
+        num_scalar_prefetch=1,
+        # Rows of the batch and blocks of heads are independent; the state's gradient passes from step to step in
+        # scratch, the last step first.
+        grid=(B, blocks, steps),
+        dimension_semantics=("parallel", "parallel", "arbitrary"),
+        in_specs=[None if value is None else spec for value, spec in operands.values()],
         out_specs=[outputs[name][0] for name in wanted],
-        out_shape=[outputs[name][1] for name in wanted],
+        out_shape=[out_struct(*outputs[name][1:], *x) for name in wanted],
         scratch_shapes=list(scratch.values()),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * NC * HV * C * (6 * C * K * C.bit_length() + 6 * C * C + 8 * K * V + 6 * C * V),
-            transcendentals=NC * HV * C * K * (C.bit_length() + 2),
-            bytes_accessed=2 * sum(a.nbytes for a in x if a is not None) + h.nbytes + W.nbytes + X.nbytes + both.nbytes,
+        cost_estimate=cost(
+            B=B, T=static.T, H=static.H, HV=HV, K=K, V=V, C=C, itemsize=x.q.dtype.itemsize, backward=True
         ),
-    )
-    grads = dict(zip(wanted, results, strict=True))
-
-    def group_sum(d):
-        d = d.reshape(NC * C, static.H, -1, K)
-        return jnp.sum(d, axis=2, dtype=jnp.float32).reshape(NC * C, -1).astype(x.q.dtype)
-
-    dq, dk = (d if d.shape[1] == static.H * K else group_sum(d) for d in (grads["dq"], grads["dk"]))
-    return dq, dk, grads["dv"], grads["dg"], grads["dbeta"].reshape(x.beta.shape), grads.get("dh0")
+    )  # fmt: skip
+    gradients = dict(zip(wanted, results, strict=True))
+    gradients["dbeta"] = gradients["dbeta"].reshape(x.beta.shape)
+    if share > 1:
+        for name in ("dq", "dk"):
+            d = gradients[name].reshape(*x.q.shape[:2], static.H, share, K)
+            gradients[name] = jnp.sum(d, axis=3).reshape(x.q.shape).astype(x.q.dtype)
+    return gradients

@@ -8,7 +8,6 @@ e^(sum of g over (n, i]) and e^(sum of g over (j, n]): two exponents that are ne
 the rows and of the columns a whole level is one matrix product, for any gate.
 """
 
-import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,15 +16,16 @@ import numpy as np
 
 from chunkwise.shared.kernels import (
     LOG2_E,
+    SequenceMasks,
+    column_index,
     dot_nt,
     lanes,
-    last_valid,
     operand_dtype,
     pack_members,
     parts,
     rotate,
+    row_index,
     rows,
-    to_column,
 )
 
 # Rows of one vector register: blocks of so many rows are taken apart and put together for free.
@@ -93,23 +93,35 @@ def join_blocks(start: list, end: list, join, total) -> list[list]:
     return [*levels, start, end]
 
 
-def middle_sums(g: list[jax.Array]) -> list[jax.Array]:
-    """Return the sums from the middle of blocks of 8 rows to each row, given and returned row by row."""
+def middle_sums(g: list[jax.Array], goes_on: list[jax.Array] | None) -> list[jax.Array]:
+    """Return the sums from the middle of blocks of 8 rows to each row, given and returned row by row.
+
+    Args:
+      g: the gates.
+      goes_on: 1 for a row of the same sequence as the row before it, else 0; None if all are. A sum counts the gates of
+        the sequence of its row only, so that no sequence changes the rounding of another.
+    """
     half = SUBLANES // 2
     g = [jnp.maximum(x, LEAST_GATE) for x in g]
-    left = list(itertools.accumulate(g[half - 1 : 0 : -1], jnp.subtract, initial=jnp.zeros_like(g[0])))
-    return left[::-1] + list(itertools.accumulate(g[half:]))
+    sums = [jnp.zeros_like(g[0]), g[half]]  # of the two rows beside the middle
+    for row in range(half - 1, 0, -1):
+        x = sums[0] - g[row]
+        sums.insert(0, x if goes_on is None else x * goes_on[row])
+    for row in range(half + 1, SUBLANES):
+        x = sums[-1] if goes_on is None else sums[-1] * goes_on[row]
+        sums.append(x + g[row])
+    return sums
 
 
-def block_decays(g: list[jax.Array], base: int) -> list[list[jax.Array]]:
-    """Return the decays in blocks of 8 rows from gates to base 2, row by row.
+def block_decays(g: list[jax.Array], base: int, goes_on: list[jax.Array] | None = None) -> list[list[jax.Array]]:
+    """Return the decays in blocks of 8 rows from gates to base 2, row by row; `goes_on` as in `middle_sums`.
 
     Sums of gates have one sign, so nothing cancels; None is the sum of no gate.
     """
     join = lambda x, y: y if x is None else x if y is None else x + y
     sums = join_blocks(g, [None] * len(g), join, lambda x: x)
     if base > 1:
-        middle = middle_sums(g)
+        middle = middle_sums(g, goes_on)
         sums[:-2] = [middle, [-x for x in middle]]
     return [[jnp.ones_like(g[0]) if x is None else jnp.exp2(x) for x in each] for each in sums]
 
@@ -139,8 +151,8 @@ def halves(x, b):
 def join_halves(left, right, b):
     """Return [h, R, D] from the rows of left and of right halves; the inverse of `halves`."""
     h, R, D = left.shape
-    both = [x.reshape(h, R // b, b, D) for x in (left, right)]
-    return jnp.stack(both, axis=2).reshape(h, 2 * R, D)
+    blocks = [x.reshape(h, R // b, b, D) for x in (left, right)]  # each [h, R / b, b, D]
+    return jnp.stack(blocks, axis=2).reshape(h, 2 * R, D)
 
 
 class Level(NamedTuple):
@@ -193,67 +205,51 @@ def interaction_tile(q, k, decays: Decays, table, dtype, pairs: bool = False) ->
       [h, C, 2 C] float32: for key j <q_i, e^(G_i - G_j) k_j>, i >= j, beside <k_i, e^(G_i - G_j) k_j>, i > j.
     """
     h, C, operand = k.shape[0], k.shape[1], operand_dtype(dtype)
-    both, out = rows([q, k]), jnp.zeros((h, C, 2 * C), jnp.float32)
+    stacked = rows([q, k])  # [h, 2 C, K]
+    out = jnp.zeros((h, C, 2 * C), jnp.float32)  # [h, C, 2 C]
     if decays.base is None:
-        out = jnp.where(table == C.bit_length() - 1, jnp.sum(q * k, axis=-1, keepdims=True), out)
+        # No product holds a row with itself, which has no decay.
+        itself = jnp.sum(q * k, axis=-1, keepdims=True)  # [h, C, 1]
+        out = jnp.where(table == C.bit_length() - 1, itself, out)  # [h, C, 2 C]
     for x in level_factors(decays):
         if x.b is None:
-            own = parts(k * x.columns, dtype)
-            decayed = (both * x.rows).astype(operand)
-            out = jnp.where(table == x.index, dot_nt(lanes(own), lanes([decayed] * len(own))), out)
+            # Blocks of fewer rows than a register has: all rows and columns take part, and the table selects.
+            columns = parts(k * x.columns, dtype)  # each [h, C, K]
+            decayed = (stacked * x.rows).astype(operand)  # [h, 2 C, K]
+            product = dot_nt(lanes(columns), lanes([decayed] * len(columns)))  # [h, C, 2 C]
+            out = jnp.where(table == x.index, product, out)  # [h, C, 2 C]
             continue
         # Only left halves have pairs as columns, right halves as rows; taking whole registers apart is free.
-        own = lanes(parts(halves(k, x.b)[0] * x.columns, dtype))
-        decayed = halves(both, x.b)[1] * x.rows
-        even, odd = pack_members(decayed, 2) if pairs else (decayed, decayed)
-        if x.b == SUBLANES:  # half a register of bfloat16: joined before
-            decayed = join_halves(odd, even, x.b).astype(operand)
+        columns = lanes(parts(halves(k, x.b)[0] * x.columns, dtype))  # [h, C / 2, parts K]
+        decayed = halves(stacked, x.b)[1] * x.rows  # [h, C, K]
+        even, odd = pack_members(decayed, 2) if pairs else (decayed, decayed)  # each [h / 2, C, K], or [h, C, K]
+        if x.b == SUBLANES:  # half a register of bfloat16: joined before it is rounded
+            decayed = join_halves(odd, even, x.b).astype(operand)  # [h / 2, 2 C, K], or [h, 2 C, K]
         else:
-            decayed = join_halves(odd.astype(operand), even.astype(operand), x.b)
-        decayed = lanes([decayed] * (own.shape[2] // decayed.shape[2]))
+            decayed = join_halves(odd.astype(operand), even.astype(operand), x.b)  # likewise
+        decayed = lanes([decayed] * (columns.shape[2] // decayed.shape[2]))  # [.., 2 C, parts K]
         if pairs:
-            product = dot_nt(rows(pack_members(own, 2)), decayed)
-            product = rows([product[:, : C // 2], rotate(product[:, C // 2 :], x.b)]).reshape(h, C // 2, 2 * C)
+            # The columns of both heads of a pair lie below one another and meet the rows of both: the pairs of the odd
+            # one stand a block beside their place.
+            product = dot_nt(rows(pack_members(columns, 2)), decayed)  # [h / 2, C, 2 C]
+            product = rows([product[:, : C // 2], rotate(product[:, C // 2 :], x.b)])  # [h / 2, C, 2 C]
+            product = product.reshape(h, C // 2, 2 * C)  # [h, C / 2, 2 C]
         else:
-            product = dot_nt(own, decayed)
-        left, right = halves(out, x.b)
-        out = join_halves(jnp.where(halves(table, x.b)[0] == x.index, product, left), right, x.b)
+            product = dot_nt(columns, decayed)  # [h, C / 2, 2 C]
+        left, right = halves(out, x.b)  # each [h, C / 2, 2 C]
+        chosen = jnp.where(halves(table, x.b)[0] == x.index, product, left)  # [h, C / 2, 2 C]
+        out = join_halves(chosen, right, x.b)  # [h, C, 2 C]
     return out
 
 
-class Masks(NamedTuple):
-    """Which rows of a chunk that holds several sequences belong together.
-
-    Attributes:
-      same: [1, C, C], rows of one sequence.
-      carried, ending: [1, C, 1], rows of the sequence that is open where the chunk begins and ends.
-      through: [1, 1, 1], the chunk lies inside one sequence.
-      valid: [1, C, 1], rows of any sequence; None where the caller masks its rows itself.
-    """
-
-    same: jax.Array
-    carried: jax.Array
-    ending: jax.Array
-    through: jax.Array
-    valid: Any
-
-
-def stream_tile(owner, opening, sequences) -> Masks:
-    """Return the masks of a chunk from the sequence of every row [1, 1, C] and the one that is open before it."""
-    row = owner.astype(jnp.float32)
-    col, last = to_column(row), last_valid(row)
-    opening = opening.astype(jnp.float32)
-    return Masks(col == row, col == opening, col == last, last == opening, col < sequences)
-
-
-def within_sequence(carried: list, ending: list, through: jax.Array, masks: Masks | None):
+def within_sequence(carried: list, ending: list, through: jax.Array, masks: Any):
     """Return what passes the boundaries of a chunk, zero where it belongs to another sequence.
 
     Args:
       carried: tiles [h, C, K] that meet the state before the chunk.
       ending: those that meet the state after it.
       through: [h, 1, K], the decay over the chunk.
-      masks: of a chunk that holds several sequences, or None.
+      masks: of a chunk that holds several sequences, with carried, ending and through as `SequenceMasks`, or None.
     """
     if masks is None:
         return *carried, *ending, through
@@ -261,11 +257,21 @@ def within_sequence(carried: list, ending: list, through: jax.Array, masks: Mask
     return *carried, *(jnp.where(masks.ending, x, 0.0) for x in ending), jnp.where(masks.through, through, 0.0)
 
 
-def boundary_tile(decays: Decays, masks: Masks | None):
+def boundary_tile(decays: Decays, masks: SequenceMasks | None):
     """Return the decays from the start of a chunk, to its end and through it, within one sequence."""
     return within_sequence([decays.start], [decays.end], decays.start[:, -1:], masks)
 
 
+def continuing(same: jax.Array) -> jax.Array:
+    """Return 1 for rows of the sequence of the row before, else 0, [n, C, 1], from `SequenceMasks.same` [n, C, C]."""
+    C = same.shape[1]
+    before = row_index(C) == column_index(C) + jnp.int32(1)
+    return jnp.sum((before & same).astype(jnp.float32), axis=2, keepdims=True)
+
+
 def packed_pairs(same: jax.Array, p: int) -> jax.Array:
-    """Return `Masks.same` for queries above keys, p heads side by side, [1, 2 C, p C]; a kernel cannot join masks."""
-    return twice(lanes([jnp.where(same, 1.0, 0.0)] * p)) > 0.0
+    """Return `SequenceMasks.same` [1, C, C] for queries above keys, p heads side by side, [1, 2 C, p C].
+
+    A kernel cannot join masks, so numbers are joined.
+    """
+    return twice(lanes([same.astype(jnp.float32)] * p)) > 0.0

@@ -1,4 +1,4 @@
-"""The gradient of the fused launch."""
+"""The gradient of the fused launch, at the layout of the kernels: JAX transposes the way of the arrays there."""
 
 import functools
 
@@ -7,29 +7,54 @@ import jax.numpy as jnp
 
 from chunkwise.kda import kernel, kernel_bwd
 from chunkwise.kda.kernel import Operands, Static
+from chunkwise.shared.kernels import from_lanes, to_lanes, unless_empty
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def fused(x: Operands, static: Static, final_state: bool):
-    """Return (o [NC C, HV V], the final states [N, HV, V, K] or None)."""
+    """Return (o [B, T, HV V], the final states [N, HV, V, K] or None; that of an empty sequence is undefined)."""
     out = kernel.launch(x, static, final_state)
     return out["o"], out.get("ht")
 
 
+def _trim(x: jax.Array, heads: int, lanes: int, size: int) -> jax.Array:
+    """Return flat tokens [B, T, heads lanes] without padding, [B, T, heads, size]; x itself if it has none."""
+    return x if size == lanes else from_lanes(x, heads, size, x.shape[1])
+
+
+def _pad(x: jax.Array) -> jax.Array:
+    """Return what `_trim` was given."""
+    return to_lanes(x, x.shape[1]) if x.ndim == 4 else x
+
+
 def _forward(x, static, final_state):
     out = kernel.launch(x, static, final_state, keep=True)
-    return (out["o"], out.get("ht")), (x, out["h"], out["W"], out["X"], out["both"])
+    K, V = static.head_sizes
+    # What is kept for the backward holds no padding: it would be more than half of it if K is 60.
+    kept = dict(
+        q=_trim(x.q, static.H, static.K, K),
+        k=_trim(x.k, static.H, static.K, K),
+        g=_trim(x.g, static.HV, static.K, K),
+        W=_trim(out["W"], static.HV, static.V, V),
+        h=out["h"][..., :V, :K],
+        **{name: out[name] for name in ("X", "scores")},
+        **{name: getattr(x, name) for name in ("table", "owner", "beta")},
+    )
+    return (out["o"], out.get("ht")), (kept, x.cu_seqlens)
 
 
 def _backward(static, final_state, residuals, cotangents):
-    x, *kept = residuals
+    kept, cu_seqlens = residuals
     do, dht = cotangents
-    dq, dk, dv, dg, dbeta, dh0 = kernel_bwd.launch(x, *kept, do, dht, static)
-    if dh0 is not None:
-        visited = jnp.zeros((static.N,), bool).at[x.sequence].set(True)
-        dh0 = jnp.where(visited[:, None, None, None], dh0, 0.0)
-    tables = {"first": None, "sequence": None, "last": None, "opening": None, "owner": None}
-    return (x._replace(**tables, q=dq, k=dk, v=dv, g=dg, beta=dbeta, initial_state=dh0),)
+    K, V = static.head_sizes
+    tokens = {name: _pad(kept[name]) for name in ("q", "k", "g", "W")}
+    states = jnp.pad(kept["h"], [(0, 0)] * 3 + [(0, static.V - V), (0, static.K - K)])
+    x = kernel_bwd.Operands(**kept | tokens | dict(h=states), do=do, dht=dht)
+    d = kernel_bwd.launch(x, static)
+    # The kernel does not visit empty sequences, and their final states do not come from it.
+    dh0 = unless_empty(d["dh0"], None, cu_seqlens) if static.with_state else None
+    tables = {"table": None, "owner": None, "cu_seqlens": None}
+    return (Operands(**tables, **{name: d[f"d{name}"] for name in ("q", "k", "v", "g", "beta")}, initial_state=dh0),)
 
 
 fused.defvjp(_forward, _backward)

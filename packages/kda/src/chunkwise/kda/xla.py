@@ -1,5 +1,10 @@
-"""Kimi delta attention in plain JAX, chunk by chunk: the fast path off TPU, differentiable, and a second opinion."""
+"""Kimi delta attention in plain JAX, chunk by chunk: the fast path off TPU, differentiable, and a second opinion.
 
+As in the kernels a state is transposed, [V, K]. Without states the chunks of a packed batch stay aligned to the stream,
+and masks keep its sequences apart; with states every sequence begins a chunk of its own.
+"""
+
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -7,8 +12,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.kda import tile
-from chunkwise.shared.compat import varying_zeros
-from chunkwise.shared.kernels import LOG2_E, dot, dot_nt, dot_tn, strictly_lower
+from chunkwise.shared.compat import vary_alike, varying_zeros
+from chunkwise.shared.kernels import (
+    LOG2_E,
+    Chunking,
+    dot,
+    dot_nt,
+    dot_tn,
+    l2norm,
+    stream_masks,
+    strictly_lower,
+    token_owners,
+    unless_empty,
+    zero_padding,
+)
+from chunkwise.shared.operators import Arguments
 
 # Blocks of so many rows take all their levels as masked products; larger levels multiply only the pairs that exist.
 _BASE = 16
@@ -48,10 +66,11 @@ class Decayed(NamedTuple):
     through: jax.Array
 
 
-def interactions(q, k, g, base) -> tuple[jax.Array, jax.Array, Decayed]:
+def interactions(q, k, g, base, goes_on) -> tuple[jax.Array, jax.Array, Decayed]:
     """Return scores of queries with keys, of keys with keys, and what passes the boundaries of chunks [M, C, K].
 
     Blocks of `_BASE` rows as in the kernels, then neighbouring blocks are joined: the corner is one product.
+    `goes_on` is `tile.continuing` [M, C, 1], or None.
     """
     M, C = k.shape[:2]
     b = _BASE
@@ -60,15 +79,18 @@ def interactions(q, k, g, base) -> tuple[jax.Array, jax.Array, Decayed]:
         return x.reshape(M * C // size, size, x.shape[-1])
 
     q, k, g = blocks(q, b), blocks(k, b), blocks(g * LOG2_E, b)
-    by_row = [g[:, r :: tile.SUBLANES] for r in range(tile.SUBLANES)]
-    in_blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_decays(by_row, base)]
+    by_row, goes_on = (
+        None if x is None else [x[:, r :: tile.SUBLANES] for r in range(tile.SUBLANES)]
+        for x in (g, None if goes_on is None else blocks(goes_on, b))
+    )
+    in_blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_decays(by_row, base, goes_on)]
     decays, table = tile.chunk_decays(in_blocks, base), jnp.asarray(tile.level_table(b, base))[None]
     scores = jnp.swapaxes(tile.interaction_tile(q, k, decays, table, jnp.float32), 1, 2)
     # A row with itself has no decay. In the product of a base block its gate would get a gradient as a row and lose it
     # as a column, up to a rounding far above the gradients of strong gates.
-    own = jnp.sum(q * k, axis=-1, keepdims=True)
+    itself = jnp.sum(q * k, axis=-1, keepdims=True)
     x = Decayed(q * decays.start, k * decays.start, k * decays.end, decays.start[:, -1:])
-    scores_q, scores_k = jnp.where(jnp.eye(b, dtype=bool), own, scores[:, :b]), scores[:, b:]
+    scores_q, scores_k = jnp.where(jnp.eye(b, dtype=bool)[None], itself, scores[:, :b]), scores[:, b:]
 
     def pairs(x):
         return [x.reshape(len(x) // 2, 2, *x.shape[1:])[:, n] for n in range(2)]
@@ -116,14 +138,16 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
     def per_step(x):
         return x.reshape(steps, n, *x.shape[1:])
 
-    scores, M, decayed = jax.tree.map(per_step, interactions(flat(q), flat(k), flat(g), base))
+    goes_on = None
+    if tables.same is not None:
+        goes_on = flat(jnp.broadcast_to(tile.continuing(tables.same)[:, None], (steps, n, C, 1)))
+    scores, M, decayed = jax.tree.map(per_step, interactions(flat(q), flat(k), flat(g), base, goes_on))
     if tables.same is not None:
         scores, M = (jnp.where(tables.same[:, None], x, 0.0) for x in (scores, M))
     beta = beta[..., None]
     M = jnp.where(strictly_lower(C), beta * M, 0.0)
-    X = lax.linalg.triangular_solve(
-        M, jnp.broadcast_to(jnp.eye(C), M.shape), left_side=True, lower=True, unit_diagonal=True
-    )
+    identity = jnp.broadcast_to(jnp.eye(C, dtype=M.dtype), M.shape)
+    X = lax.linalg.triangular_solve(M, identity, left_side=True, lower=True, unit_diagonal=True)
     zero = varying_zeros((n, v.shape[-1], K), q, k, v, g, beta, initial_state)
     start = zero
     if initial_state is not None and tables.first is None:
@@ -135,7 +159,7 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
             S = jnp.where(t.first, zero if initial_state is None else initial_state[t.sequence], S)
         masks = None
         if tables.carried is not None:
-            masks = tile.Masks(t.same, t.carried[None, :, None], t.ending[None, :, None], t.through, None)
+            masks = t._replace(carried=t.carried[None, :, None], ending=t.ending[None, :, None])
         q_start, k_start, k_end, through = tile.within_sequence(decayed[:2], decayed[2:3], decayed.through, masks)
         seen = dot_nt(jnp.concatenate([q_start, k_start], axis=1), S)
         v_new = dot(X, beta * (v - seen[:, C:]))
@@ -144,3 +168,131 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
 
     S, (o, states) = lax.scan(step, start, (v, beta, scores, X, decayed, tables))
     return o, S, states
+
+
+def spoilt_tokens(owner: jax.Array, N: int, *tensors: jax.Array) -> jax.Array:
+    """Return which tokens of a stream belong to a sequence that holds something not finite, bool [T].
+
+    Args:
+      owner: int32 [T], the sequence of every token; N for padding.
+      N: sequences.
+      tensors: [1, T, ...].
+    """
+    found = jnp.zeros(owner.shape, bool)
+    for x in tensors:
+        found |= jnp.any(~jnp.isfinite(x[0]), axis=tuple(range(1, x.ndim - 1)))
+    return jnp.zeros((N + 1,), bool).at[owner].max(found)[owner] & (owner < N)
+
+
+def _select(tokens: jax.Array, x: jax.Array, value: float) -> jax.Array:
+    """Return x [1, T, ...] with a value for these tokens, bool [T]."""
+    return jnp.where(tokens.reshape(1, -1, *(1,) * (x.ndim - 2)), jnp.full((), value, x.dtype), x)
+
+
+class Static(NamedTuple):
+    """What is known when the program is built.
+
+    Attributes:
+      C: chunk size.
+      normalise: whether queries and keys are scaled to unit length.
+      output_final_state: whether the final states are wanted.
+      base: `tile.base_block`.
+    """
+
+    C: int
+    normalise: bool
+    output_final_state: bool
+    base: int
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def run(x: Arguments, static: Static) -> tuple[jax.Array, jax.Array | None]:
+    """Return (o [B, T, HV, V] in the type of v, the final states [N, HV, K, V] float32, or None unless asked for).
+
+    Args:
+      x: checked arguments; scale is a float32 scalar array.
+      static: what is known when the program is built.
+    """
+    if x.cu_seqlens is None or x.with_state or static.output_final_state:
+        return _run(x, static)
+    return _isolated(vary_alike(x.q, x.k, x.v, x.g, x.beta), x.scale, x.cu_seqlens, static), None
+
+
+def _find_spoilt(tokens, cu_seqlens) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    """Return the owners of tokens, those of sequences that hold something not finite, and tokens with zeros there."""
+    q, k, v, g, beta = tokens
+    owner = token_owners(v.shape[1], cu_seqlens)
+    # A gate of -inf only forgets everything.
+    gates = jnp.where(g == -jnp.inf, jnp.zeros((), g.dtype), g)
+    spoilt = spoilt_tokens(owner, cu_seqlens.shape[0] - 1, q, k, v, gates, beta)
+    return owner, spoilt, tuple(_select(spoilt, x, 0.0) for x in tokens)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _isolated(tokens, scale, cu_seqlens, static):
+    """Return o of a stream whose chunks may hold several sequences.
+
+    A mask that multiplies does not keep NaN out of other sequences. So zeros take the place of every sequence that
+    holds something not finite, also in its cotangent, and its results and gradients are NaN.
+    """
+    _, spoilt, clean = _find_spoilt(tokens, cu_seqlens)
+    return _select(spoilt, _run(Arguments(*clean, scale=scale, cu_seqlens=cu_seqlens), static)[0], jnp.nan)
+
+
+def _isolated_fwd(tokens, scale, cu_seqlens, static):
+    owner, spoilt, clean = _find_spoilt(tokens, cu_seqlens)
+
+    def run(tokens, scale):
+        return _run(Arguments(*tokens, scale=scale, cu_seqlens=cu_seqlens), static)[0]
+
+    o, pull = jax.vjp(run, clean, scale)
+    return _select(spoilt, o, jnp.nan), (pull, spoilt, owner, cu_seqlens)
+
+
+def _isolated_bwd(static, kept, do):
+    pull, spoilt, owner, cu_seqlens = kept
+    spoilt |= spoilt_tokens(owner, cu_seqlens.shape[0] - 1, do)
+    d_tokens, d_scale = pull(_select(spoilt, do, 0.0))
+    return tuple(_select(spoilt, d, jnp.nan) for d in d_tokens), d_scale, None
+
+
+_isolated.defvjp(_isolated_fwd, _isolated_bwd)
+
+
+def _run(x: Arguments, static: Static) -> tuple[jax.Array, jax.Array | None]:
+    B, T, HV, _ = x.v.shape
+    C, cu_seqlens = static.C, x.cu_seqlens
+    state = None if x.initial_state is None else jnp.swapaxes(x.initial_state.astype(jnp.float32), -1, -2)
+    stream = cu_seqlens is not None and state is None and not static.output_final_state
+    # What padding holds must not matter, not even NaN.
+    q, k, v, g, beta = (zero_padding(y.astype(jnp.float32), cu_seqlens) for y in (x.q, x.k, x.v, x.g, x.beta))
+    q, k = (l2norm(q), l2norm(k)) if static.normalise else (q, k)
+    q, k = (jnp.repeat(y, HV // y.shape[2], axis=2) for y in (q * x.scale, k))
+    chunks = Chunking(B, T, C, None if stream else cu_seqlens)
+    batch = B if cu_seqlens is None else 1
+
+    def steps(y):
+        """Return tokens as [steps, batch * heads, C, ...]."""
+        y = chunks.split(y)
+        y = jnp.moveaxis(y.reshape(batch, -1, *y.shape[1:]), 0, 1)
+        return y.reshape(y.shape[0], batch * HV, *y.shape[3:])
+
+    tables, start = Tables(), state
+    if stream:
+        masks = stream_masks(T, C, cu_seqlens)
+        tables = Tables(same=masks.same, carried=masks.carried, ending=masks.ending, through=masks.through)
+    elif cu_seqlens is not None:
+        tables = Tables(first=chunks.first, sequence=chunks.sequence)
+    elif state is not None:
+        start = state.reshape(B * HV, *state.shape[2:])
+    keep = cu_seqlens is not None and static.output_final_state
+    q, k, v, g, beta = map(steps, (q, k, v, g, beta))
+    o, last, states = chunk_kda(q, k, v, g, beta, start, tables, static.base, keep)
+    o = jnp.moveaxis(o.reshape(o.shape[0], batch, HV, *o.shape[2:]), 1, 0)
+    o = chunks.merge(o.reshape(-1, *o.shape[2:])).astype(x.v.dtype)
+    if stream:
+        return zero_padding(o, cu_seqlens), None
+    if not static.output_final_state:
+        return o, None
+    last = last.reshape(B, HV, *last.shape[1:]) if states is None else states[chunks.final_chunk]
+    return o, jnp.swapaxes(unless_empty(last, state, cu_seqlens), -1, -2)
