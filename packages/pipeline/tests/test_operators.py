@@ -124,7 +124,7 @@ def test_recurrent(operator, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_equal_channels_reproduce_the_gated_delta_rule(implementation):
-    inputs = operator_inputs("gated_delta_rule")
+    inputs = inputs_of(OPERATORS["chunk_gated_delta_rule"])
     expected, _ = chunk_gated_delta_rule(**inputs, chunk_size=16, implementation="xla")
     inputs["g"] = jnp.broadcast_to(inputs["g"][..., None], (*inputs["g"].shape, 16))
     o, _ = chunk_kda(**inputs, chunk_size=16, implementation=implementation)
