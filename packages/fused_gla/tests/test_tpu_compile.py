@@ -44,6 +44,16 @@ CASES = {
         ),
         dict(output_final_state=True),
     ),
+    "packed, head": (
+        dict(B=1, T=300, H=2, K=128, V=128),
+        lambda: dict(g=spec(1, 300, 2), cu_seqlens=spec(5, dtype=jnp.int32)),
+        {},
+    ),
+    "packed, channel": (
+        dict(B=1, T=300, H=2, K=128, V=128),
+        lambda: dict(g=spec(1, 300, 256), cu_seqlens=spec(5, dtype=jnp.int32)),
+        {},
+    ),
 }  # fmt: skip
 
 
