@@ -26,8 +26,9 @@ class Arguments(NamedTuple):
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    g: jax.Array | None = None
-    beta: jax.Array | None = None
+    # Whether these are None is known from the operator, which a type cannot tell.
+    g: Any = None
+    beta: Any = None
     g_gamma: jax.Array | None = None
     scale: Any = None
     initial_state: jax.Array | None = None
@@ -56,7 +57,8 @@ class Options(NamedTuple):
 
     output_final_state: bool = False
     normalise: bool = False
-    chunk_size: int | None = None
+    # An implementation always gets a number.
+    chunk_size: Any = None
     gate_lower_bound: float | None = None
 
 
@@ -86,5 +88,8 @@ def run_chunked(
     check_flags(output_final_state=options.output_final_state, use_qk_l2norm_in_kernel=options.normalise)
     check_scale(x.scale)
     chosen = choose_implementation(implementation, tuple(known), on_tpu)
-    chunk_size = choose_chunk_size(options.chunk_size, chosen, x.q.shape[1])
+    chunk_size = choose_chunk_size(
+        options.chunk_size, chosen, x.q.shape[1],
+        per_channel=x.g is not None and x.g.ndim == 4, delta=x.beta is not None,
+    )  # fmt: skip
     return known[chosen](x._replace(scale=scale_of(x)), options._replace(chunk_size=chunk_size))

@@ -89,16 +89,32 @@ def check_chunk_size(chunk_size) -> None:
     check(number and chunk_size in CHUNK_SIZES, f"`chunk_size` must be one of {CHUNK_SIZES}; got {_shown(chunk_size)}.")
 
 
-def choose_chunk_size(chunk_size: int | None, implementation: str = "", T: int = _DEFAULT_CHUNK_SIZE) -> int:
-    """Return the chunk size to use: the one asked for, or for None the best for an implementation and T tokens.
+def choose_chunk_size(
+    chunk_size: int | None,
+    implementation: str = "",
+    T: int = _DEFAULT_CHUNK_SIZE,
+    *,
+    per_channel: bool = False,
+    delta: bool = True,
+) -> int:
+    """Return the chunk size to use: the one asked for, or for None the best.
 
     Stages take None without further arguments, because the stages of a chain must agree.
+
+    Args:
+      chunk_size: what was asked for.
+      implementation: the kernels are best at 64. Plain JAX was measured on a CPU, see docs/performance.md.
+      T: tokens; rows past the last one cost as much as others.
+      per_channel: whether gates are per channel: their scores cost more in a large chunk.
+      delta: whether it is a delta rule: its inverse costs more in a large chunk.
     """
     if chunk_size is not None:
         check_chunk_size(chunk_size)
         return int(chunk_size)
-    # Rows past the last token cost as much as others.
-    return min(size for size in CHUNK_SIZES if size >= min(T, _DEFAULT_CHUNK_SIZE))
+    best = _DEFAULT_CHUNK_SIZE
+    if implementation == "xla":
+        best = 32 if per_channel else best if delta else 128
+    return min(size for size in CHUNK_SIZES if size >= min(T, best))
 
 
 def choose_implementation(implementation: str | None, known: tuple[str, ...], on_tpu: str) -> str:
