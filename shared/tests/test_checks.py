@@ -1,20 +1,33 @@
 """One sentence for every wrong argument."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from chunkwise.shared.operators import (
+    check,
     check_array,
-    check_chunk_size,
     check_cu_seqlens,
+    check_delta_rule,
+    check_gates,
     check_heads,
     check_initial_state,
+    check_scale,
+    choose_chunk_size,
     choose_implementation,
 )
+from chunkwise.shared.operators.checks import check_chunk_size, check_flags
 from chunkwise.shared.testing import spec
+
+
+def delta_rule(**others):
+    """Return the tensors of a delta rule in order."""
+    x = dict(q=spec(1, 5, 2, 8), k=spec(1, 5, 2, 8), v=spec(1, 5, 4, 6), g=spec(1, 5, 4), beta=spec(1, 5, 4))
+    return (x | others).values()
 
 
 @pytest.mark.parametrize(
@@ -33,6 +46,44 @@ from chunkwise.shared.testing import spec
         ),
         (lambda: check_heads(2, 3), "`v` must have a multiple of the heads of `k`; got 3 value heads for 2 key heads."),
         (lambda: check_chunk_size(65), "`chunk_size` must be one of (16, 32, 64, 128); got 65."),
+        (lambda: check(False, "`x` must be right."), "`x` must be right."),
+        (lambda: check_chunk_size(64.0), "`chunk_size` must be one of (16, 32, 64, 128); got 64.0."),
+        (lambda: choose_chunk_size(True), "`chunk_size` must be one of (16, 32, 64, 128); got True."),
+        (
+            lambda: choose_chunk_size(spec(1)),
+            "`chunk_size` must be one of (16, 32, 64, 128); got an array float32 (1,).",
+        ),
+        (
+            lambda: check_flags(a=True, flag="False"),
+            "`flag` must be True or False, known when the program is built; got 'False'.",
+        ),
+        (
+            lambda: jax.jit(lambda x: check_flags(flag=x))(True),
+            "`flag` must be True or False, known when the program is built; got an array bool ().",
+        ),
+        (
+            lambda: check_gates("g_cum", spec(1, 2, 3), (1, 2, 4), 8),
+            "`g_cum` must have shape [B, T, HV] = (1, 2, 4); got (1, 2, 3).",
+        ),
+        (
+            lambda: check_gates("g_cum", spec(1, 2, 4, 7), (1, 2, 4), 8),
+            "`g_cum` must have shape [B, T, HV, K] = (1, 2, 4, 8); got (1, 2, 4, 7).",
+        ),
+        (lambda: check_scale(True), "`scale` must be None, a number or a scalar array; got True."),
+        (lambda: check_scale(1j), "`scale` must be None, a number or a scalar array; got 1j."),
+        (lambda: check_scale(jnp.array(1j)), "`scale` must be None, a number or a scalar array; got ()."),
+        (
+            lambda: check_array("k", np.zeros((1, 2)), "B T"),
+            "`k` must be float32, bfloat16 or float16; got float64.",
+        ),
+        (
+            lambda: check_delta_rule(*delta_rule(g=spec(1, 5, 4, 8)), None),
+            "`g` must have shape [B, T, HV]; got (1, 5, 4, 8).",
+        ),
+        (
+            lambda: check_delta_rule(*delta_rule(v=spec(1, 5, 3, 8)), None),
+            "`v` must have a multiple of the heads of `k`; got 3 value heads for 2 key heads.",
+        ),
         (lambda: check_chunk_size("64"), "`chunk_size` must be one of (16, 32, 64, 128); got '64'."),
         (
             lambda: choose_implementation("gpu", ("pallas", "xla"), "pallas"),
@@ -72,7 +123,33 @@ def test_what_is_right_passes():
     check_heads(2, 6)
     check_initial_state(None, (1, 1, 1, 1))
     check_cu_seqlens(jnp.array([0, 0, 4]), 1, 5)
+    check_gates("g", None, (1, 2, 4), 8)
+    check_gates("g", spec(1, 2, 4, 8), (1, 2, 4), 8)
+    check_flags(a=True, b=np.False_)
+    for scale in (None, 1, 0.5, np.float64(2), jnp.float32(3), jnp.int32(1)):
+        check_scale(scale)
+    assert check_delta_rule(*delta_rule(), None) == (1, 5, 2, 4, 8, 6)
+    assert check_delta_rule(*delta_rule(g=spec(1, 5, 4, 8)), None, per_channel=True) == (1, 5, 2, 4, 8, 6)
+
+
+def test_chunk_size():
+    """The one asked for; else few rows for few tokens, and 64 for many."""
+    assert [choose_chunk_size(None, "fused", T) for T in (1, 16, 17, 33, 64, 5000)] == [16, 16, 32, 64, 64, 64]
+    assert choose_chunk_size(None) == 64
+    assert choose_chunk_size(np.int64(128)) == 128
+
+
+def test_an_implementation_that_another_operator_has():
+    message = "`implementation` must be None or one of ('xla',) for this operator; got 'staged'."
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        choose_implementation("staged", ("xla",), "xla")
 
 
 def test_traced_boundaries_are_not_read():
     jax.eval_shape(lambda cu: check_cu_seqlens(cu, 1, 5), spec(3, dtype=jnp.int32))
+
+
+def test_the_best_chunk_size_of_plain_jax():
+    best = functools.partial(choose_chunk_size, None, "xla", 5000)
+    assert (best(), best(per_channel=True), best(per_channel=True, delta=False), best(delta=False)) == (64, 32, 32, 128)
+    assert choose_chunk_size(64, "xla", 5000, per_channel=True) == 64

@@ -1,57 +1,32 @@
-"""The helpers of the tests themselves, and small tile mathematics."""
+"""The helpers of the tests themselves."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import largest_divisor, pick_heads, split_gate, to_column
+from chunkwise.shared.kernels import dot
 from chunkwise.shared.testing import (
     CASES,
     GATES,
+    TRANSFORMS,
+    Case,
     assert_close,
+    assert_gradients,
     assert_traced_once,
+    assert_transform,
+    boundaries,
     error,
+    make_gate,
     make_inputs,
     numeric_gradients,
     spec,
+    spoil_padding,
+    text_for_tpu,
+    with_gradients,
 )
-from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu
-
-
-def test_split_gate_is_exact():
-    rng = np.random.default_rng(0)
-    g = jnp.asarray(-np.exp(rng.uniform(-20, 7, 4096)), jnp.float32)
-    coarse, fine = split_gate(g)
-    np.testing.assert_array_equal(np.asarray(coarse, np.float64) + np.asarray(fine, np.float64), g)
-    np.testing.assert_array_equal(np.asarray(coarse) % 0.0625, 0.0)
-    assert np.abs(fine).max() <= 1 / 32
-
-
-def test_split_gate_keeps_differences_of_large_sums():
-    g = make_inputs(T=128, gate="spikes")["g"][0, :, 0]
-    coarse, fine = (jnp.cumsum(part) for part in split_gate(g))
-    exact = np.cumsum(np.asarray(g, np.float64))
-    kept = (coarse[1:] - coarse[:-1]) + (fine[1:] - fine[:-1])
-    plain = jnp.cumsum(g)[1:] - jnp.cumsum(g)[:-1]
-    # Against the tokens' own gates: the plain difference inherits the rounding of both sums.
-    assert np.abs(kept - np.diff(exact)).max() < 1e-6
-    assert np.abs(plain - np.diff(exact)).max() > 1e-5
-
-
-def test_to_column_is_exact():
-    row = jnp.asarray(np.random.default_rng(0).standard_normal((2, 1, 64)), jnp.float32)
-    np.testing.assert_array_equal(to_column(row), jnp.swapaxes(row, 1, 2))
-
-
-def test_pick_heads():
-    assert pick_heads(32, 16, 1, most=8) == 8
-    assert pick_heads(6, 2, 1, most=8) == 6
-    # Four heads would hold a group of three and a part of the next.
-    assert pick_heads(12, 4, 1, most=5) == 3
-    assert pick_heads(32, 16, 10, most=8, budget=25) == 2
-    assert pick_heads(32, 16, 100, most=8, budget=25) == 1
-    assert [largest_divisor(12, most) for most in (1, 5, 7, 100)] == [1, 4, 6, 12]
+from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu, kernel_products
 
 
 def test_error():
@@ -97,6 +72,37 @@ def test_make_inputs_options():
     assert (x["beta"] == jnp.float32(1.9)).all()
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_make_inputs_keeps_types_and_numbers_under_x64(dtype):
+    want = make_inputs(T=3, K=2, V=2, dtype=dtype, num_states=1)
+    with jax.enable_x64(True):
+        got = make_inputs(T=3, K=2, V=2, dtype=dtype, num_states=1)
+    assert {name: x.dtype for name, x in got.items()} == {name: x.dtype for name, x in want.items()}
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_make_gate():
+    gate = lambda kind: make_gate(kind, np.random.default_rng(0), (1, 15, 2))
+    np.testing.assert_allclose(gate("logsigmoid*10"), 100 * gate("logsigmoid/10"))
+    assert not gate("zero").any()
+    assert (gate("strong") == -30.0).all()
+    assert (gate("spikes")[:, ::7] == -30.0).all()
+    assert [gate("resets")[0, t, 0] for t in (0, 7, 14)] == [-1e9, -np.inf, -1e9]
+
+
+def test_boundaries_and_padding():
+    cu_seqlens = boundaries(2, 0, 1)
+    np.testing.assert_array_equal(cu_seqlens, [0, 2, 2, 3])
+    assert cu_seqlens.dtype == jnp.int32
+    x = make_inputs(T=5, K=2, V=2, num_states=3)
+    spoilt = spoil_padding(x, cu_seqlens)
+    for name, y in spoilt.items():
+        assert np.isnan(y).any() == (name != "initial_state")
+        assert np.isfinite(y[:, :3]).all()
+    assert spoil_padding(x, None) is x
+    assert (spec(2, 3).shape, spec(2, dtype=jnp.bfloat16).dtype) == ((2, 3), jnp.bfloat16)
+
+
 def test_cases_hold_what_they_promise():
     assert {c.chunk_size for c in CASES} == {16, 32, 64, 128}
     assert {c.gate for c in CASES} == set(GATES)
@@ -104,6 +110,25 @@ def test_cases_hold_what_they_promise():
     assert {c.K for c in CASES} | {c.V for c in CASES} == {1, 60, 64, 100, 128, 256}
     assert all(c.K != c.V for c in CASES)
     assert any(c.HV > c.H > 1 for c in CASES)
+
+
+def test_a_case_has_all_results_and_spoils_padding():
+    case = Case(T=20, K=4, V=2, chunk_size=16, dtype="bfloat16", lengths=(3, 0, 15))
+    assert str(case) == "B1-T20-H1-HV1-K4-V2-c16-bfloat16-logsigmoid-packed3"
+    np.testing.assert_array_equal(case.cu_seqlens, [0, 3, 3, 18])
+    x = case.arguments()
+    assert x["k"].dtype == jnp.bfloat16
+    assert {"g_cum", "A", "A_inv", "w", "u", "h", "v_new", "o", "final_state"} <= x.keys()
+    for name, y in x.items():
+        assert np.isfinite(y).all() == (name in ("h", "initial_state", "final_state"))
+    gates = case.channel_gates()
+    assert gates.shape == (1, 20, 1, 4)
+    np.testing.assert_array_equal(gates[:, 18:], 0.0)
+    o = x["o"].at[:, 18:].set(0.0)
+    assert case.assert_close("o", o, o) == 0.0
+    with pytest.raises(AssertionError, match="o: padding must be zero"):
+        case.assert_close("o", o + 1.0, o)
+    assert Case().cu_seqlens is None
 
 
 def test_numeric_gradients():
@@ -117,6 +142,43 @@ def test_assert_traced_once_counts():
         assert_traced_once(lambda x: 2 * x, (jnp.ones(2),), (jnp.ones(3),))
 
 
+def test_gradients_of_named_results():
+    fn = lambda x, cu_seqlens: dict(y=x["a"] * x["b"])
+    x = dict(a=jnp.array([2.0]), b=jnp.array([3.0]))
+    got = with_gradients(fn)(x, None, dict(y=jnp.array([10.0])))
+    assert {name: float(y[0]) for name, y in got.items()} == dict(y=6.0, da=30.0, db=20.0)
+
+
+def test_assert_gradients_finds_a_wrong_one():
+    @jax.custom_vjp
+    def wrong(x):
+        return x**2
+
+    wrong.defvjp(lambda x: (x**2, x), lambda x, d: (3 * x * d,))
+    args = dict(x=jnp.array([1.0, 2.0]))
+    assert_gradients(lambda x: x**2, lambda x: x**2, args)
+    with pytest.raises(AssertionError, match="dx: error"):
+        assert_gradients(wrong, lambda x: x**2, args)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms(transform):
+    x = jnp.arange(6.0).reshape(3, 2)
+    assert_transform(transform, lambda x: (jnp.sin(x), dict(y=x + 1)), (x,))
+
+
+def test_a_transform_that_changes_the_result():
+    with pytest.raises(AssertionError, match="vmap: error"):
+        assert_transform("vmap", lambda x: x / x.shape[0], (jnp.ones((3, 2)),))
+
+
+def test_text_for_tpu_is_that_of_the_tpu():
+    choose = lambda x: jax.lax.platform_dependent(x, tpu=jnp.sin, default=jnp.cos)
+    text = text_for_tpu(choose, jnp.ones(2))
+    assert "stablehlo.sine" in text
+    assert "stablehlo.cosine" not in text
+
+
 @pytest.mark.tpu
 @pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
 @pytest.mark.parametrize("auto_layout", [False, True])
@@ -124,3 +186,17 @@ def test_assert_traced_once_counts():
 def test_compile_for(chip, auto_layout):
     executable = compile_for(lambda x: x @ x, spec(256, 256), chip=chip, auto_layout=auto_layout)
     assert executable.memory_analysis().output_size_in_bytes == 256 * 256 * 4
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
+def test_kernel_products():
+    def launch(x):
+        def kernel(x_ref, o_ref):
+            x = x_ref[...]
+            o_ref[...] = dot(x, x) + dot(x, x, jnp.bfloat16)
+
+        return pl.pallas_call(kernel, out_shape=spec(1, 128, 128))(x)
+
+    assert kernel_products(text_for_tpu(launch, spec(1, 128, 128))) == [[("f32", "f32", "fp32"), ("bf16", "bf16", "")]]
+    assert kernel_products(text_for_tpu(lambda x: x @ x, spec(8, 8))) == []

@@ -147,10 +147,10 @@ def _run(static: Static, implementation: str, x: Arguments, slots: Slots):
         pool = varying_zeros((static.N, static.HV, static.K, static.V), x.q, x.k, x.v, x.g, x.beta)
     if slots.state_indices is None:
         pool = pool.astype(jnp.float32)
-    x = x._replace(initial_state=pool)
+    x = x._replace(initial_state=None)
     if implementation == "xla":
-        return _plain(static, x, slots)
-    leaves, structure = jax.tree.flatten((x, slots))
+        return _plain(static, x, pool, slots)
+    leaves, structure = jax.tree.flatten((x, pool, slots))
     return _fused(static, *structure.unflatten(vary_alike(*leaves)))
 
 
@@ -158,7 +158,7 @@ def _read(pool: jax.Array, slots: Slots) -> jax.Array:
     """Return the states that the sequences start from, [N, HV, K, V] float32."""
     states = pool
     if slots.state_indices is not None:
-        states = pool.at[_past_the_end(pool, slots)].get(mode="fill", fill_value=0)
+        states = pool.at[_past_the_end(slots.state_indices, pool)].get(mode="fill", fill_value=0)
     states = states.astype(jnp.float32)
     if slots.has_initial_state is None:
         return states
@@ -170,48 +170,47 @@ def _write(pool: jax.Array, slots: Slots, states: jax.Array) -> jax.Array:
     """Return the pool with the states [N, HV, K, V] in their slots, or the states themselves if there is no pool."""
     if slots.state_indices is None:
         return states
-    return pool.at[_past_the_end(pool, slots)].set(states.astype(pool.dtype), mode="drop")
+    return pool.at[_past_the_end(slots.state_indices, pool)].set(states.astype(pool.dtype), mode="drop")
 
 
-def _past_the_end(pool: jax.Array, slots: Slots) -> jax.Array:
-    """Return the slots, negative ones moved past the end of the pool: JAX would count them from the end."""
-    return jnp.where(slots.state_indices < 0, jnp.int32(pool.shape[0]), slots.state_indices)
+def _past_the_end(indices: jax.Array, pool: jax.Array) -> jax.Array:
+    """Return slots, negative ones moved past the end of the pool: JAX would count them from the end."""
+    return jnp.where(indices < 0, jnp.int32(pool.shape[0]), indices)
 
 
-def _plain(static: Static, x: Arguments, slots: Slots):
+def _plain(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or the pool, in plain JAX."""
-    states = _read(x.initial_state, slots)
+    states = _read(pool, slots)
     o, states = token_by_token(
         x.q, x.k, x.v, x.g, x.beta, static.scale, states, x.cu_seqlens, normalise=static.normalise
     )
-    return o, _write(x.initial_state, slots, states)
-
-
-def _forward(static: Static, x: Arguments, slots: Slots):
-    """Return o and the states, or the pool, by the kernel."""
-    pool = x.initial_state
-    if pool.dtype != jnp.float16:
-        return _launch_tokens(static, x, slots)
-    # A TPU kernel cannot read float16, and a copy of the whole pool would cost more than all else: it gets the named
-    # states alone. A pool without slots is float32 already.
-    o, states = _launch_tokens(static, x._replace(initial_state=_read(pool, slots)), Slots())
     return o, _write(pool, slots, states)
 
 
-def _launch_tokens(static: Static, x: Arguments, slots: Slots):
+def _forward(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
+    """Return o and the states, or the pool, by the kernel."""
+    if pool.dtype != jnp.float16:
+        return _launch_tokens(static, x, pool, slots)
+    # A TPU kernel cannot read float16, and a copy of the whole pool would cost more than all else: it gets the named
+    # states alone. A pool without slots is float32 already.
+    o, states = _launch_tokens(static, x, _read(pool, slots), Slots())
+    return o, _write(pool, slots, states)
+
+
+def _launch_tokens(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
     """Launch the kernel on the user's arrays."""
     s = static
     starts = jnp.arange(s.B + 1, dtype=jnp.int32) * jnp.int32(s.T) if x.cu_seqlens is None else x.cu_seqlens
     place = jnp.arange(s.N, dtype=jnp.int32)
     slot = place if slots.state_indices is None else slots.state_indices
+    near = place if slots.state_indices is None else _nearest(slot)
     continues = slot >= 0
     if slots.has_initial_state is not None:
         continues &= slots.has_initial_state
-    gates = x.g.astype(jnp.float32), x.beta.astype(jnp.float32)
-    tokens = [y.reshape(s.B * s.T, *y.shape[2:]) for y in (x.q, x.k, x.v, *gates)]
-    near = place if slots.state_indices is None else _nearest(slot)
     tables = slot, near, starts[:-1], jnp.diff(starts), continues.astype(jnp.int32)
-    o, pool = _launch(Operands(*tables, *tokens, x.initial_state), static, _key_heads_a_step(x))
+    tokens = x.q, x.k, x.v, x.g.astype(jnp.float32), x.beta.astype(jnp.float32)
+    flat = (y.reshape(s.B * s.T, *y.shape[2:]) for y in tokens)
+    o, pool = _launch(Operands(*tables, *flat, pool), static, _key_heads_a_step(x))
     return o.reshape(x.v.shape), pool
 
 
@@ -226,14 +225,15 @@ def _nearest(slot: jax.Array) -> jax.Array:
 
 
 def _backward(static: Static, inputs, cotangents):
-    x, slots = inputs
-    pull = jax.vjp(lambda y: _plain(static, y._replace(cu_seqlens=x.cu_seqlens), slots), x._replace(cu_seqlens=None))[1]
+    x, pool, slots = inputs
+    plain = lambda y, pool: _plain(static, y._replace(cu_seqlens=x.cu_seqlens), pool, slots)
+    pull = jax.vjp(plain, x._replace(cu_seqlens=None), pool)[1]
     return *pull(cotangents), None
 
 
 # The gradient is that of the plain form: a few tokens are not worth a kernel.
 _fused = jax.custom_vjp(_forward, nondiff_argnums=(0,))
-_fused.defvjp(lambda static, x, slots: (_forward(static, x, slots), (x, slots)), _backward)
+_fused.defvjp(lambda static, *inputs: (_forward(static, *inputs), inputs), _backward)
 
 
 class Operands(NamedTuple):
@@ -271,7 +271,7 @@ _TABLES = 5
 
 def _decode_kernel(refs, static: Static):
     n = pl.program_id(1)
-    heads = refs.v.shape[1]
+    group = refs.v.shape[1] // refs.q.shape[1]
     start = refs.start[n]
     written = refs.slot[n] >= 0
 
@@ -296,15 +296,14 @@ def _decode_kernel(refs, static: Static):
         decay, beta = jnp.exp(g), _as_scalars(refs.beta[pl.ds(t, 1)])
         # Head by head, so that a state is in registers only while it is worked on: all of them would be spilled.
         o = []
-        for head in range(heads):
-            key = head * q.shape[0] // heads
-            if head * q.shape[0] % heads == 0:
-                q_column, k_column = (to_column(x[key : key + 1])[0] for x in (q, k))  # [K, 1]
-            rate = decay[head : head + 1]  # [1, 1, 1] or [1, 1, K]
-            S = (rate if rate.shape[2] == 1 else to_column(rate))[0] * refs.S[head]  # [K, V]
-            new = beta[head] * (v[head] - jnp.sum(S * k_column, axis=0, keepdims=True))  # [1, V]
-            refs.S[head] = S = S + k_column * new
-            o.append(static.scale * jnp.sum(S * q_column, axis=0, keepdims=True))
+        for key in range(q.shape[0]):
+            q_column, k_column = (to_column(x[key : key + 1])[0] for x in (q, k))  # [K, 1]
+            for head in range(key * group, (key + 1) * group):
+                rate = decay[head : head + 1]  # [1, 1, 1] or [1, 1, K]
+                S = (rate if rate.shape[2] == 1 else to_column(rate))[0] * refs.S[head]  # [K, V]
+                new = beta[head] * (v[head] - jnp.sum(S * k_column, axis=0, keepdims=True))  # [1, V]
+                refs.S[head] = S = S + k_column * new
+                o.append(static.scale * jnp.sum(S * q_column, axis=0, keepdims=True))
         refs.o[t] = jnp.concatenate(o).astype(refs.o.dtype)
         return carry
 

@@ -12,6 +12,7 @@ from chunkwise.shared.testing.compare import (
     numeric_gradients,
     with_gradients,
 )
+from chunkwise.shared.testing.documents import documented_flops
 from chunkwise.shared.testing.inputs import GATES, boundaries, make_gate, make_inputs, spec, spoil_padding
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.poison import assert_isolated
@@ -32,6 +33,7 @@ __all__ = [
     "assert_traced_once",
     "assert_transform",
     "boundaries",
+    "documented_flops",
     "error",
     "make_gate",
     "make_inputs",

@@ -1,0 +1,69 @@
+"""The way of arguments from the call to an implementation."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.shared.operators import Arguments, Options
+from chunkwise.shared.operators.arguments import run_chunked, scale_of
+from chunkwise.shared.testing import spec
+
+x = Arguments(spec(2, 20, 1, 16), spec(2, 20, 1, 16), spec(2, 20, 1, 8))
+KNOWN = {name: lambda x, options, name=name: (name, x.scale, options) for name in ("fused", "xla")}
+
+
+def run(x=x, options=Options(), implementation=None):  # noqa: B008
+    return run_chunked(x, options, implementation, KNOWN, on_tpu="fused")
+
+
+def test_what_is_filled_in():
+    name, scale, options = run()
+    assert (name, scale, options.chunk_size) == ("xla", 0.25, 32)
+    assert run(implementation="fused")[0] == "fused"
+    assert run(options=Options(chunk_size=128))[2].chunk_size == 128
+    assert run(x._replace(scale=np.float64(2.0)))[1] == 2.0
+
+
+def test_what_is_known_of_sequences():
+    assert (x.num_states, x.with_state) == (2, False)
+    packed = x._replace(cu_seqlens=spec(5, dtype=jnp.int32), initial_state=spec(4, 1, 16, 8))
+    assert (packed.num_states, packed.with_state) == (4, True)
+
+
+def test_scale():
+    assert scale_of(x) == 0.25
+    assert isinstance(scale_of(x._replace(scale=np.array(0.5))), float)
+    with jax.enable_x64(True):
+        assert scale_of(x._replace(scale=jnp.float64(0.5))).dtype == jnp.float32
+    assert jax.jit(lambda s: scale_of(x._replace(scale=s)))(3).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (
+            dict(options=Options(output_final_state="no")), ValueError,
+            "`output_final_state` must be True or False, known when the program is built; got 'no'.",
+        ),
+        (
+            dict(options=Options(normalise=spec())), ValueError,
+            "`use_qk_l2norm_in_kernel` must be True or False, known when the program is built; got an array float32 ()",
+        ),
+        (dict(options=Options(chunk_size=64.0)), ValueError, "`chunk_size` must be one of (16, 32, 64, 128); got 64.0"),
+        (dict(x=x._replace(scale=spec(2))), ValueError, "`scale` must be None, a number or a scalar array; got (2,)."),
+        (
+            dict(implementation="gpu"), ValueError,
+            "`implementation` must be None or one of ('fused', 'xla'); got 'gpu'.",
+        ),
+        (
+            dict(implementation="staged"), NotImplementedError,
+            "`implementation` must be None or one of ('fused', 'xla') for this operator; got 'staged'.",
+        ),
+    ],
+)  # fmt: skip
+def test_errors(arguments, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        run(**arguments)

@@ -1,0 +1,149 @@
+"""Launches: Refs by name, absent operands, types that a TPU cannot read, scales, blocks of heads."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from chunkwise.shared.chips import CHIPS, VMEM_LIMIT_BYTES
+from chunkwise.shared.compat import out_struct, vary_alike, varying_zeros
+from chunkwise.shared.kernels import (
+    head_block,
+    largest_divisor,
+    map_chunks,
+    named,
+    pallas_call,
+    pick_heads,
+    scaled,
+    split_scale,
+)
+from chunkwise.shared.testing import text_for_tpu
+
+FREE = pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0)
+
+
+def add(x, y, want_copy, dtype):
+    """x + y by a kernel, and a copy of x if wanted; y may be None."""
+    whole = pl.BlockSpec(x.shape, lambda i: (0, 0))
+
+    def body(refs, bias):
+        assert (refs.copy is not None) == want_copy
+        refs.total[...] = refs.x[...]
+        refs.sum[...] = refs.total[...] + bias + (0.0 if refs.y is None else refs.y[...])
+        if want_copy:
+            refs.copy[...] = refs.x[...]
+
+    wanted = 1 + want_copy
+    return pallas_call(
+        named(body, ["x", "y"], [("sum", True), ("copy", want_copy)], ["total"], bias=1.0),
+        x,
+        y,
+        name="add",
+        grid=(1,),
+        dimension_semantics=("arbitrary",),
+        in_specs=[whole, None if y is None else whole],
+        out_specs=[whole] * wanted,
+        out_shape=[jax.ShapeDtypeStruct(x.shape, dtype)] * wanted,
+        scratch_shapes=[pltpu.VMEM(x.shape, jnp.float32)],
+        cost_estimate=FREE,
+    )
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("want_copy", [False, True])
+@pytest.mark.parametrize("second", [False, True])
+def test_names_and_absent_operands(second, want_copy):
+    x = jnp.arange(8 * 128, dtype=jnp.float32).reshape(8, 128)
+    results = add(x, x if second else None, want_copy, jnp.float32)
+    np.testing.assert_array_equal(results[0], (2 * x if second else x) + 1)
+    assert len(results) == 1 + want_copy
+    if want_copy:
+        np.testing.assert_array_equal(results[1], x)
+
+
+@pytest.mark.interpreted
+def test_float16_is_float32_in_the_kernel():
+    x = jnp.ones((8, 128), jnp.float16)
+    (result,) = add(x, None, False, jnp.float16)
+    assert result.dtype == jnp.float16
+    np.testing.assert_array_equal(result, 2 * x)
+    assert "memref<8x128xf16>" not in text_for_tpu(lambda x: add(x, None, False, jnp.float16), x)
+
+
+def test_the_platform_decides_when_the_program_is_lowered():
+    x = jnp.ones((8, 128))
+    assert "tpu_custom_call" in text_for_tpu(lambda x: add(x, None, False, jnp.float32), x)
+    assert "tpu_custom_call" not in jax.jit(lambda x: add(x, None, False, jnp.float32)).lower(x).as_text()
+
+
+@pytest.mark.interpreted
+def test_map_chunks():
+    """Heads that share one of an operand, a traced scalar, two results."""
+    x, y, factor = jnp.ones((3, 2, 8, 4)), jnp.arange(3 * 4 * 8 * 4.0).reshape(3, 4, 8, 4), jnp.array([3.0])
+
+    def tile(factor, x, y):
+        assert (x.shape, y.shape) == ((1, 8, 4), (2, 8, 4))
+        return x + factor * y, jnp.sum(y, axis=2, keepdims=True)
+
+    outputs = [((8, 4), jnp.float32), ((8, 1), jnp.bfloat16)]
+    first, second = map_chunks(tile, x, y, name="tile", HV=4, heads=2, outputs=outputs, cost=FREE, scalars=(factor,))
+    np.testing.assert_array_equal(first, 1 + 3 * y)
+    np.testing.assert_array_equal(second, y.sum(axis=3, keepdims=True).astype(jnp.bfloat16))
+
+
+def test_scales():
+    assert split_scale(2) == (2.0, None)
+    inside, after = split_scale(jnp.float32(2.0))
+    assert (inside, after) == (1.0, 2.0)
+    o = jnp.ones((2,), jnp.bfloat16)
+    assert scaled(o, None) is o
+    assert scaled(o, after).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(scaled(o, after), 2 * o)
+
+
+def test_pick_heads():
+    assert pick_heads(32, 16, 1, most=8) == 8
+    assert pick_heads(6, 2, 1, most=8) == 6
+    # Four heads would hold a group of three and a part of the next.
+    assert pick_heads(12, 4, 1, most=5) == 3
+    assert pick_heads(32, 16, 10, most=8, budget=25) == 2
+    assert pick_heads(32, 16, 100, most=8, budget=25) == 1
+    assert [largest_divisor(12, most) for most in (1, 5, 7, 100)] == [1, 4, 6, 12]
+
+
+def test_head_block():
+    index = lambda *ids, **options: tuple(int(i) for i in head_block(*ids, 16, 8, **options).index_map(5, 3))
+    assert index(2) == (5, 3, 0, 0)
+    # Four value heads share a head: two blocks of two read the same one.
+    assert index(2, group=4) == (5, 1, 0, 0)
+    assert index(2, axes=(1, 0), backwards_from=7) == (4, 5, 0, 0)
+    assert head_block(4, 16, 8, group=2).block_shape == (None, 2, 16, 8)
+
+
+def test_chips():
+    assert {"v5e", "v5p", "v6e", "tpu7x"} <= set(CHIPS)
+    assert min(chip.vmem_bytes for chip in CHIPS.values()) > VMEM_LIMIT_BYTES
+    assert all(chip.matrix_unit in (128, 256) and chip.bandwidth_tb_s > 0.5 < chip.clock_ghz for chip in CHIPS.values())
+
+
+def test_axes_of_a_mesh():
+    """A result, a carry and all operands vary over the axes of every operand; outside of shard_map nothing does."""
+    x, y = jnp.ones(4), jnp.ones(4)
+    assert (out_struct((2,), jnp.bfloat16, x).shape, out_struct((2,), jnp.bfloat16, x).dtype) == ((2,), jnp.bfloat16)
+    assert vary_alike(x, None)[1] is None
+    assert not varying_zeros((2,), x, None).any()
+
+    def inside(x, y):
+        axes = lambda z: jax.typeof(z).manual_axis_type.varying
+        assert (axes(x), axes(y)) == ({"a"}, set())
+        assert [axes(z) for z in vary_alike(x, y)] == [{"a"}] * 2
+        assert axes(varying_zeros((2,), x, y)) == {"a"}
+        assert out_struct((2,), jnp.float32, x, y).manual_axis_type.varying == {"a"}
+        return x
+
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(AxisType.Auto,))
+    jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a")))(x, y)

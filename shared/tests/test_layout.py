@@ -1,0 +1,248 @@
+"""The layout of fused kernels: flat tokens, the table of steps against a plain loop, masks, blocks of a launch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import pallas as pl
+
+from chunkwise.shared.kernels import layout, pallas_call
+from chunkwise.shared.testing import boundaries
+
+LENGTHS = st.lists(st.integers(0, 40), min_size=6, max_size=6)
+# A fixed number of tokens and sequences, so that the tables compile once; the last chunk is cut short.
+T, C, N = 245, 16, 6
+NT = -(-T // C)
+
+
+def tokens(*shape):
+    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
+
+
+@pytest.mark.parametrize("D", [5, 128, 130])
+def test_lanes(D):
+    x = tokens(2, 7, 3, D)
+    flat = layout.to_lanes(x, 8)
+    width = 128 if D <= 128 else 256
+    assert flat.shape == (2, 8, 3 * width)
+    np.testing.assert_array_equal(flat[1, 4, width : width + D], x[1, 4, 1])
+    assert not flat[:, 7].any()
+    assert not flat[0, 0, D:width].any()
+    np.testing.assert_array_equal(layout.from_lanes(flat, 3, D, 7), x)
+
+
+def test_lanes_are_transposed_by_jax():
+    """The gradient through the flat view is the plain one: what is padded has none."""
+    x = tokens(1, 3, 2, 5)
+    weights = tokens(1, 4, 256)
+    gradient = jax.grad(lambda x: jnp.sum(layout.to_lanes(x, 4) * weights))(x)
+    np.testing.assert_array_equal(gradient, layout.from_lanes(weights, 2, 5, 3))
+
+
+def test_values_per_token():
+    x = tokens(2, 7, 6)
+    blocks = layout.to_blocks(x, 3, 8)
+    assert blocks.shape == (2, 2, 8, 3)
+    np.testing.assert_array_equal(blocks[1, 1, 4], x[1, 4, 3:])
+    assert not blocks[:, :, 7].any()
+    np.testing.assert_array_equal(layout.from_blocks(blocks, 7), x)
+    rows = layout.to_rows(x, 4)
+    assert rows.shape == (2, 2, 6, 4)
+    np.testing.assert_array_equal(rows[1, 1, 5, :3], x[1, 4:, 5])
+    assert not rows[:, 1, :, 3].any()
+
+
+def test_states():
+    x = tokens(2, 3, 5, 130).astype(jnp.bfloat16)
+    padded = layout.pad_states(x)
+    assert (padded.shape, padded.dtype) == ((2, 3, 128, 256), jnp.float32)
+    np.testing.assert_array_equal(padded[:, :, :5, :130], x.astype(jnp.float32))
+    assert padded.astype(bool).sum() == x.astype(bool).sum()
+    assert layout.pad_states(None) is None
+
+
+def test_states_of_empty_sequences():
+    states, start, cu_seqlens = tokens(3, 2), 2.0 + tokens(3, 2), boundaries(4, 0, 1)
+    assert layout.unless_empty(states, start, None) is states
+    np.testing.assert_array_equal(layout.unless_empty(states, start, cu_seqlens)[1], start[1])
+    np.testing.assert_array_equal(layout.unless_empty(states, start, cu_seqlens)[::2], states[::2])
+    assert not layout.unless_empty(states, None, cu_seqlens)[1].any()
+
+
+def test_token_owners():
+    np.testing.assert_array_equal(layout.token_owners(6, boundaries(2, 0, 1)), [0, 0, 2, 3, 3, 3])
+
+
+def read(steps):
+    """Return every step of a table as a dict of numbers, read as a kernel does."""
+    table = np.asarray(steps.table)
+    names = ("sequence", "first", "last", "chunk", "begin", "end", "opens", "closes", "before", "final")
+    return [{name: int(getattr(layout.Step(table, n), name)) for name in names} for n in range(table.shape[1])]
+
+
+@pytest.mark.parametrize("with_states", [False, True])
+def test_steps_of_a_batch(with_states):
+    steps = layout.make_steps(2, 18, 16, None, with_states)
+    assert steps.owner is None
+    want = [
+        dict.fromkeys(("sequence", "before", "final"), b)
+        | dict(first=c == 0, last=c == 1, opens=1, closes=1, chunk=c, begin=0, end=16 - 14 * c)
+        for b in range(2)
+        for c in range(2)
+    ]
+    assert read(steps) == want
+
+
+stream = jax.jit(lambda cu_seqlens: layout.make_steps(1, T, C, cu_seqlens, False))
+in_pieces = jax.jit(lambda cu_seqlens: layout.make_steps(1, T, C, cu_seqlens, True))
+
+
+@settings(max_examples=25, deadline=None)
+@given(LENGTHS)
+def test_steps_of_a_stream(lengths):
+    """Every chunk is a step; its owners, and those before it and at its end, tell how sequences lie in it."""
+    steps = stream(boundaries(*lengths))
+    owner = np.repeat(np.arange(N + 1), [*lengths, NT * C - sum(lengths)])
+    np.testing.assert_array_equal(np.asarray(steps.owner).reshape(-1), owner)
+    for n, step in enumerate(read(steps)):
+        mine = owner[n * C : (n + 1) * C]
+        assert (step["chunk"], step["begin"], step["end"]) == (n, 0, (mine < N).sum())
+        assert (step["before"], step["final"]) == (owner[max(n * C - 1, 0)], mine[-1])
+        assert (step["opens"], step["closes"], step["first"], step["last"]) == (1, 1, n == 0, n == NT - 1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(LENGTHS)
+def test_steps_of_pieces(lengths):
+    """A step holds rows of one sequence; a sequence begins and ends in one step each; so does every chunk."""
+    steps = in_pieces(boundaries(*lengths))
+    assert steps.owner is None
+    seen, chunk, open_sequence = [], -1, None
+    for step in read(steps):
+        assert step["opens"] == (step["chunk"] != chunk)
+        chunk = step["chunk"]
+        rows = range(step["begin"], step["end"])
+        assert step["before"] == step["final"] == step["sequence"]
+        if step["first"]:
+            assert open_sequence is None
+            open_sequence = step["sequence"]
+        if rows:
+            assert open_sequence == step["sequence"]
+        seen += [(step["sequence"], chunk * C + row) for row in rows]
+        if step["last"]:
+            open_sequence = None
+    assert open_sequence is None
+    assert seen == list(zip(np.repeat(np.arange(N), lengths), range(sum(lengths)), strict=True))
+    assert sum(step["opens"] for step in read(steps)) == sum(step["closes"] for step in read(steps)) == NT
+
+
+def test_rows_and_columns_of_a_step():
+    step = layout.Step(np.array([[0]] * 4 + [[2]] + [[5]] + [[0]] * 4), 0)
+    inside = [False, False, True, True, True, False, False, False]
+    assert step.rows(8).shape == (8, 1)
+    np.testing.assert_array_equal(step.rows(8)[:, 0], inside)
+    assert step.columns(8).shape == (1, 8)
+    np.testing.assert_array_equal(step.columns(8)[0], inside)
+
+
+@pytest.mark.parametrize("width", [8, 16])
+def test_sequence_masks(width):
+    owner = np.array([3, 3, 4, 4, 4, 7, 7, 7])
+    tiled = jnp.asarray(np.tile(owner, width // 8)[None], jnp.int32)
+    masks = layout.sequence_masks(tiled, 8, jnp.int32(3), jnp.int32(7))
+    np.testing.assert_array_equal(masks.same[0], owner[:, None] == np.asarray(tiled))
+    np.testing.assert_array_equal(masks.carried[0, :, 0], owner == 3)
+    np.testing.assert_array_equal(masks.ending[0, :, 0], owner == 7)
+    np.testing.assert_array_equal(masks.owner[0, :, 0], owner)
+    assert not masks.through
+    assert layout.sequence_masks(tiled, 8, jnp.int32(7), jnp.int32(7)).through
+
+
+class Memory:
+    """A numpy array that is read and written as a Ref is."""
+
+    def __init__(self, x):
+        self.x, self.shape, self.dtype = np.array(x), x.shape, x.dtype
+
+    def __getitem__(self, at):
+        return jnp.asarray(self.x[at])
+
+    def __setitem__(self, at, value):
+        self.x[at] = value
+
+
+def test_loads_and_stores_of_heads():
+    x = tokens(6, 3 * 4)
+    inside = jnp.arange(6)[:, None] < 4
+    ref = Memory(x)
+    np.testing.assert_array_equal(layout.load_heads(ref, 4), x.reshape(6, 3, 4).swapaxes(0, 1))
+    np.testing.assert_array_equal(layout.load_heads(ref, 4, slice(1, 2), at=slice(2, 5))[0], x[2:5, 4:8])
+    owned = layout.load_heads(ref, 4, own=inside)
+    assert not owned[:, 4:].any()
+    np.testing.assert_array_equal(owned[2, :4], x[:4, 8:])
+    layout.store_heads(ref, jnp.ones((2, 6, 4)), inside, first=1)
+    want = np.array(x)
+    want[:4, 4:] = 1.0
+    np.testing.assert_array_equal(ref.x, want)
+    layout.store_own(ref, slice(0, 4), jnp.full((6, 4), 2.0))
+    assert (ref.x[:, :4] == 2.0).all()
+    layout.clear(ref, None)
+    assert not ref.x.any()
+
+
+def test_heads_of_a_flat_tile():
+    x = tokens(6, 3 * 4)
+    tiles = layout.take_heads(x, 3)
+    np.testing.assert_array_equal(tiles[1], x[:, 4:8])
+    np.testing.assert_array_equal(layout.put_heads(tiles), x)
+    np.testing.assert_array_equal(
+        layout.sum_value_heads(tokens(4, 3, 2), 2), tokens(4, 3, 2).reshape(2, 2, 3, 2).sum(1)
+    )
+
+
+@pytest.mark.parametrize("lengths", [None, (20, 0, 5)], ids=["batch", "pieces"])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_blocks_of_a_launch(lengths, backwards):
+    """A kernel that copies its blocks, step by step, copies the arrays."""
+    B, T, C, blocks = (2, 32, 16, 2) if lengths is None else (1, 32, 16, 2)
+    cu_seqlens = None if lengths is None else boundaries(*lengths)
+    steps = layout.make_steps(B, T, C, cu_seqlens, with_states=True)
+    S = steps.table.shape[1] // B
+    cut = layout.Blocks(C, S, (lambda turn: S - 1 - turn) if backwards else (lambda turn: turn), lengths is not None)
+    states = B if lengths is None else len(lengths)
+    arrays = dict(
+        tokens=(tokens(B, T, 2 * blocks * 128), cut.tokens(256)),
+        shared=(tokens(B, T, 128), cut.tokens(128, share=blocks)),
+        values=(tokens(B, blocks, T, 3), cut.values(3)),
+        rows=(tokens(B, T // C, blocks, 3, C), cut.rows(3)),
+        state=(tokens(states, 2 * blocks, 8, 128), cut.state(2, 8, 128)),
+        per_step=(tokens(B, S, 2 * blocks, 8), cut.per_step(2, 8)),
+    )
+    if lengths is None:
+        arrays["owner"] = (jnp.arange(S * C, dtype=jnp.int32).reshape(S, 1, C), cut.owner(C))
+
+    def kernel(table_ref, *refs):
+        for source, target in zip(refs[: len(arrays)], refs[len(arrays) :], strict=True):
+            target[...] = source[...]
+
+    values, specs = zip(*arrays.values(), strict=True)
+    results = pallas_call(
+        kernel,
+        steps.table,
+        *values,
+        name="copy_blocks",
+        num_scalar_prefetch=1,
+        grid=(B, blocks, S),
+        dimension_semantics=("arbitrary", "arbitrary", "arbitrary"),
+        in_specs=specs,
+        out_specs=list(specs),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values],
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0),
+    )
+    for name, x, got in zip(arrays, values, results, strict=True):
+        visited = np.ones(len(x), bool)
+        if name == "state" and lengths is not None:
+            visited = np.array(lengths) > 0
+        np.testing.assert_array_equal(got[visited], x[visited], err_msg=name)
