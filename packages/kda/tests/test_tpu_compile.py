@@ -80,7 +80,7 @@ def test_decode_in_place(K, V, chip):
     assert K % 128 or memory.temp_size_in_bytes < size / 4
     (launch,) = re.findall(r'.*custom_call_target="tpu_custom_call".*', compiled.as_text())
     assert "recurrent_kda_fwd" in launch
-    assert "output_to_operand_aliasing={{1}: (9, {})}" in launch
+    assert re.search(r"output_to_operand_aliasing=\{\{1\}: \(\d+, \{\}\)\}", launch)
 
 
 def test_compiles_under_shard_map():

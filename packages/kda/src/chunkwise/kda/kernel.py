@@ -352,12 +352,13 @@ def _fwd_kernel(refs, *, static: Static):
     masks, spoilt, found = None, None, None
     if refs.owner is not None:
         # The selection that padding needs anyway makes zeros of what is not finite, before any product reads it.
-        spoilt = only_if(several(step), lambda: quarantine_passed(refs, own_passed, step, static), C)
-        own_passed &= spoilt[0] == 0.0
+        valid, valid_passed = ahead.rows(C), step.rows(C)
+        spoilt = only_if(several(step), lambda: quarantine_passed(refs, valid_passed, step, static), C)
+        own_passed = valid_passed & (spoilt[0] == 0.0)
         masks = load_masks(refs.owner, ahead, C)
         store_continuing(getattr(refs, "goes_on", None), masks)
-        found = only_if(several(ahead), lambda: keys_not_finite(refs, own, masks, static), C)
-        own &= found[0] == 0.0
+        found = only_if(several(ahead), lambda: keys_not_finite(refs, valid, masks, static), C)
+        own = valid & (found[0] == 0.0)
     x = load_chunk(refs, own, static)
     q = x.q * static.scale  # [key heads, C, K]
     beta_rows = side_lanes(x.beta[:, None], p)  # [heads / p, 1, p C]
@@ -384,7 +385,7 @@ def _fwd_kernel(refs, *, static: Static):
     strip = begin_inverse(M)  # [heads / p, 16, p C]
     for _ in passing:
         pass
-    if spoilt is not None:
+    if refs.owner is not None:
 
         @pl.when(several(step))
         def _():

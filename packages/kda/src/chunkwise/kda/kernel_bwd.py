@@ -247,8 +247,9 @@ def _bwd_kernel(refs, *, static: Static):
         # As in the forward, which stored NaN as the W of spoilt sequences.
         masks = load_masks(refs.owner, step, C)
         store_continuing(getattr(refs, "goes_on", None), masks)
-        spoilt = only_if(several(step), lambda: quarantine(refs, own, masks, static), C)
-        own &= spoilt[0] == 0.0
+        valid = step.rows(C)
+        spoilt = only_if(several(step), lambda: quarantine(refs, valid, masks, static), C)
+        own = valid & (spoilt[0] == 0.0)
     chunk = load_chunk(refs, own, static)
     store_block_decays(refs.decays, chunk.g, static.backward_base, getattr(refs, "goes_on", None))
     q, k = (

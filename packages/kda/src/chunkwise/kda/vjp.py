@@ -1,6 +1,7 @@
 """The gradient of the fused launch, at the layout of the kernels: JAX transposes the way of the arrays there."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +54,9 @@ def _backward(static, final_state, residuals, cotangents):
     d = kernel_bwd.launch(x, static)
     # The kernel does not visit empty sequences, and their final states do not come from it.
     dh0 = unless_empty(d["dh0"], None, cu_seqlens) if static.with_state else None
-    tables = {"table": None, "owner": None, "cu_seqlens": None}
-    return (Operands(**tables, **{name: d[f"d{name}"] for name in ("q", "k", "v", "g", "beta")}, initial_state=dh0),)
+    cotangents: dict[str, Any] = dict.fromkeys(("table", "owner", "cu_seqlens"))
+    cotangents |= {name: d[f"d{name}"] for name in ("q", "k", "v", "g", "beta")}
+    return (Operands(**cotangents, initial_state=dh0),)
 
 
 fused.defvjp(_forward, _backward)

@@ -79,11 +79,13 @@ def interactions(q, k, g, base, goes_on) -> tuple[jax.Array, jax.Array, Decayed]
         return x.reshape(M * C // size, size, x.shape[-1])
 
     q, k, g = blocks(q, b), blocks(k, b), blocks(g * LOG2_E, b)
-    by_row, goes_on = (
-        None if x is None else [x[:, r :: tile.SUBLANES] for r in range(tile.SUBLANES)]
-        for x in (g, None if goes_on is None else blocks(goes_on, b))
-    )
-    in_blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_decays(by_row, base, goes_on)]
+
+    def by_row(x):
+        """Return the first, the second rows and so on of all blocks of 8."""
+        return [x[:, r :: tile.SUBLANES] for r in range(tile.SUBLANES)]
+
+    goes_on = None if goes_on is None else by_row(blocks(goes_on, b))
+    in_blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_decays(by_row(g), base, goes_on)]
     decays, table = tile.chunk_decays(in_blocks, base), jnp.asarray(tile.level_table(b, base))[None]
     scores = jnp.swapaxes(tile.interaction_tile(q, k, decays, table, jnp.float32), 1, 2)
     # A row with itself has no decay. In the product of a base block its gate would get a gradient as a row and lose it
