@@ -23,6 +23,12 @@ CASES = [
 ]
 
 
+CASES += [
+    (dict(output_final_state=jnp.array(True)), "`output_final_state` must be True or False"),
+    (dict(use_qk_l2norm_in_kernel="no"), "`use_qk_l2norm_in_kernel` must be True or False"),
+]
+
+
 @pytest.mark.parametrize("function", [fused_chunk_gated_delta_rule, recurrent_gated_delta_rule])
 @pytest.mark.parametrize(("bad", "message"), CASES)
 def test_common(function, bad, message):
@@ -34,6 +40,7 @@ def test_common(function, bad, message):
     ("bad", "message"),
     [
         (dict(chunk_size=48), "`chunk_size` must be one of (16, 32, 64, 128); got 48."),
+        (dict(chunk_size=64.0), "`chunk_size` must be one of (16, 32, 64, 128); got 64.0."),
         (
             dict(implementation="fused", config=Config(heads=3, heads_bwd=4)),
             "`config.heads` must divide 4 value heads; got 3.",

@@ -132,7 +132,10 @@ def gated_delta_rule(x: Arguments, options: Options) -> tuple[jax.Array, jax.Arr
 def _spoilt_tokens(tokens, cu_seqlens) -> jax.Array:
     """Return which tokens belong to a sequence that holds something not finite, bool [T]."""
     T = tokens[0].shape[1]
-    found = functools.reduce(jnp.logical_or, [jnp.any(~jnp.isfinite(x[0]).reshape(T, -1), axis=1) for x in tokens])
+    # Products with zeros, which are zero unless something is not finite: the fastest way to look at all of a token.
+    flat = [x.reshape(1, T, -1) for x in tokens]
+    sums = [dot(x, jnp.zeros((1, x.shape[2], 1), x.dtype))[0, :, 0] for x in flat]
+    found = functools.reduce(jnp.logical_or, [x != 0.0 for x in sums])
     before = jnp.pad(jnp.cumsum(found.astype(jnp.int32), dtype=jnp.int32), (1, 0))  # among the tokens before each
     in_sequence = before[cu_seqlens[1:]] > before[cu_seqlens[:-1]]
     return jnp.append(in_sequence, False)[token_owners(T, cu_seqlens)]
