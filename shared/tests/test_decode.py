@@ -245,20 +245,21 @@ def in_a_mode(implementation):
     return o, states, gradients[0]
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        ("jax_enable_x64", True), ("jax_numpy_dtype_promotion", "strict"), ("jax_numpy_rank_promotion", "raise"),
-        ("jax_debug_nans", True), ("jax_disable_jit", True),
-    ],
-    ids=lambda mode: mode[0],
+MODES = dict(
+    jax_enable_x64=True, jax_numpy_dtype_promotion="strict", jax_numpy_rank_promotion="raise", jax_debug_nans=True,
+    jax_disable_jit=True,
 )  # fmt: skip
-@each
-def test_modes_of_jax(mode, implementation):
+
+
+# Without jit the gradient of "fused" runs the plain form as well, one operation at a time.
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [(name, each) for name in MODES for each in IMPLEMENTATIONS if (name, each) != ("jax_disable_jit", "xla")],
+)
+def test_modes_of_jax(name, implementation):
     """In every mode of JAX the results are the same, and so are their types; under x64 a scale may be float64."""
-    name, value = mode
     before = getattr(jax.config, name)
-    jax.config.update(name, value)
+    jax.config.update(name, MODES[name])
     try:
         got = in_a_mode(implementation)
     finally:

