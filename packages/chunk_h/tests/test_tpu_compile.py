@@ -1,5 +1,6 @@
 """The kernels compile for every TPU generation."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -42,3 +43,19 @@ def test_linear_attention(per_channel, C, K, packed, chip):
     gates = dict(gk_cum=gk_cum) if per_channel else dict(g_cum=g_cum)
     text = compile_for(run, k, v, gates, start, cu_seqlens, chip=chip).as_text()
     assert f"chunk_fwd_h_fwd_c{C}" + ("_gk" if per_channel else "") in text
+
+
+def test_compiles_under_x64():
+    """Under x64 a Python number in an index map would be an int64, which no TPU kernel can return."""
+    k, _, w, g_cum, _, start, cu_seqlens = specs(128, True)
+
+    def run(k, w, g_cum, start, cu_seqlens):
+        states = lambda k, g_cum: chunk_gated_delta_rule_fwd_h(
+            k, w, w, g_cum, start, True, cu_seqlens, implementation="pallas"
+        )
+        results, pullback = jax.vjp(states, k, g_cum)
+        return pullback(results)
+
+    with jax.enable_x64(True):
+        text = compile_for(run, k, w, g_cum, start, cu_seqlens).as_text()
+    assert "chunk_gated_delta_rule_fwd_h_bwd_c64" in text

@@ -29,9 +29,14 @@ from chunkwise.shared.testing import spec
             dict(g=spec(1, 64, 2), cu_seqlens=jnp.array([0, 65])),
             "`cu_seqlens` must rise from 0 to at most T = 64; got [0, 65].",
         ),
-        (dict(implementation="fused"), "`implementation` must be None or one of ('pallas', 'xla'); got 'fused'."),
+        (dict(implementation="gpu"), "`implementation` must be None or one of ('pallas', 'xla'); got 'gpu'."),
     ],
 )
 def test_value_error(wrong, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         chunk_local_cumsum(**dict(g=spec(2, 64, 2)) | wrong)
+
+
+def test_implementation_of_operators_only():
+    with pytest.raises(NotImplementedError, match=r"`implementation` must be .* for this operator"):
+        chunk_local_cumsum(spec(2, 64, 2), implementation="fused")

@@ -22,7 +22,7 @@ from chunkwise.solve_tril import solve_tril
             dict(A=spec(1, 64, 1, 64), cu_seqlens=jnp.array([1, 64])),
             "`cu_seqlens` must rise from 0 to at most T = 64; got [1, 64].",
         ),
-        (dict(implementation="fused"), "`implementation` must be None or one of ('pallas', 'xla'); got 'fused'."),
+        (dict(implementation="gpu"), "`implementation` must be None or one of ('pallas', 'xla'); got 'gpu'."),
     ],
 )
 def test_value_error(wrong, message):

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -21,3 +22,10 @@ def test_compiles(C, packed, chip):
     text = compile_for(run, spec(1, 300, 4, C), cu_seqlens, chip=chip).as_text()
     assert "tpu_custom_call" in text
     assert f"solve_tril_fwd_c{C}" in text
+
+
+def test_compiles_under_x64():
+    """Under x64 a Python number in an index map, or as a rotation, would be an int64, which no TPU kernel takes."""
+    with jax.enable_x64(True):
+        text = compile_for(functools.partial(solve_tril, implementation="pallas"), spec(1, 300, 4, 64)).as_text()
+    assert "solve_tril_fwd_c64" in text

@@ -105,6 +105,7 @@ def chunk_gated_delta_rule_fwd_h(
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type, or a static one is traced.
+      NotImplementedError: `implementation` is one that only whole operators have.
 
     Accuracy: 5e-7 relative to the recurrence in float64.
     Cost: 4 B T HV K V flops.
@@ -164,6 +165,7 @@ def chunk_fwd_h(
     Raises:
       ValueError: an argument has the wrong rank, shape or type, a static one is traced, or both kinds of gates are
         given.
+      NotImplementedError: `implementation` is one that only whole operators have.
 
     Accuracy: 3e-7 relative to the recurrence in float64.
     Cost: 2 B T HV K V flops.

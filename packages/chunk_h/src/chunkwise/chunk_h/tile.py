@@ -31,11 +31,6 @@ def decays_tile(g):
     return jnp.exp(g_last - to_column(g)), jnp.exp(g_last)
 
 
-def decayed_keys(k, to_end):
-    """Return e^(G_last - G) k [HV, C, K] float32 from the keys of the key heads and the decays [HV, C, 1 or K]."""
-    return repeat_heads(k, to_end.shape[0]).astype(jnp.float32) * to_end
-
-
 def new_values_tile(S, w, u):
     """Return v_new = u - w S [HV, C, V] float32 from the state S [HV, K, V]; u itself if w is None."""
     u = u.astype(jnp.float32)
@@ -51,7 +46,8 @@ def next_state_tile(S, k, v_new, to_end, through):
       v_new: [HV, C, V] float32.
       to_end, through: from `decays_tile`.
     """
-    return through * S + dot_tn(decayed_keys(k, to_end), v_new)
+    k = repeat_heads(k, S.shape[0]).astype(jnp.float32)  # [HV, C, K]
+    return through * S + dot_tn(k * to_end, v_new)
 
 
 def state_bwd_tile(S, k, w, v_new, g, dS, dh, dv_new, end):
@@ -75,11 +71,11 @@ def state_bwd_tile(S, k, w, v_new, g, dS, dh, dv_new, end):
       end: as in `state_gate_gradient_tile`.
     """
     to_end, through = decays_tile(g)
-    dv = dot(decayed_keys(k, to_end), dS)  # [HV, C, V]
+    k = repeat_heads(k, S.shape[0]).astype(jnp.float32)  # [HV, C, K]
+    dv = dot(k * to_end, dS)  # [HV, C, V]
     if dv_new is not None:
         dv += dv_new
     dk = to_end * dot_nt(v_new.astype(jnp.float32), dS)  # [HV, C, K]
-    k = repeat_heads(k, S.shape[0]).astype(jnp.float32)  # [HV, C, K]
     dg = state_gate_gradient_tile(k * dk, S * dS, through, g, end)
     before = through * dS + dh  # [HV, K, V]
     if w is None:

@@ -103,6 +103,7 @@ def chunk_fwd_o(
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type, or a static one is traced.
+      NotImplementedError: `implementation` is one that only whole operators have.
 
     Accuracy: 3e-7 relative to the definition in float64 for float32 inputs, 2e-3 for bfloat16 inputs.
     Cost: 2 B T (H C K + HV (K V + C V)) flops, with HV in the place of H for gates per channel.

@@ -49,6 +49,7 @@ def chunk_local_cumsum(
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type, or a static one is traced.
+      NotImplementedError: `implementation` is one that only whole operators have.
 
     Accuracy: 1e-7 relative to the sum in float64. The rounding of G itself, half a unit in its last place, is what
     differences G[i] - G[j] inherit: 1.5e-5 nats once |G| passes 256.

@@ -58,6 +58,7 @@ def chunk_scaled_dot_kkt(
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type, or a static one is traced.
+      NotImplementedError: `implementation` is one that only whole operators have.
 
     Accuracy: 2e-7 relative to the definition in float64 for float32 inputs, 1e-7 for bfloat16 inputs, whose products
     are exact in float32.

@@ -41,6 +41,7 @@ def solve_tril(
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: `implementation` is one that only whole operators have.
 
     Accuracy: 3e-7 relative to the inverse in float64 for keys of unit length, 2e-7 if all keys are equal and beta = 1,
     4e-6 if beta = 1.9, where the matrix has condition 3,000.

@@ -61,6 +61,7 @@ def recompute_w_u(
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: `implementation` is one that only whole operators have.
 
     Accuracy: 2e-7 relative to the definition in float64.
     Cost: 2 B T C HV (K + V) flops.

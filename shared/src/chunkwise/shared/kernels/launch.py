@@ -1,6 +1,7 @@
 """Launching Pallas kernels: block specs, head blocking, and compiled or interpreted by platform."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -20,6 +21,18 @@ def _without_float16(x):
     if x is None or x.dtype != jnp.float16:
         return x
     return x.update(dtype=jnp.float32) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(jnp.float32)
+
+
+def _int32_indices(spec: pl.BlockSpec) -> pl.BlockSpec:
+    """Return a spec whose index map gives int32: under jax_enable_x64 a Python number would be 64 bits wide."""
+    index_map = spec.index_map
+    if index_map is None:
+        return spec
+
+    def typed(*ids):
+        return tuple(jnp.int32(i) if isinstance(i, int) else i for i in index_map(*ids))
+
+    return dataclasses.replace(spec, index_map=typed)
 
 
 def pallas_call(
@@ -70,8 +83,8 @@ def pallas_call(
             grid_spec=PrefetchScalarGridSpec(
                 num_scalar_prefetch=num_scalar_prefetch,
                 grid=grid,
-                in_specs=list(in_specs),
-                out_specs=out_specs,
+                in_specs=jax.tree.map(_int32_indices, list(in_specs)),
+                out_specs=jax.tree.map(_int32_indices, out_specs),
                 scratch_shapes=list(scratch_shapes),
             ),
             out_shape=jax.tree.map(_without_float16, out_shape),
