@@ -164,4 +164,5 @@ def test_the_backward_keeps_no_padding(per_channel):
     run = lambda x: fused_chunk_gla(**x, implementation="fused")[0]
     arrays = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(run, x)[1], x))
     states = 2 * 128 * 128 * 4  # before every grid step, of which there is one; padded, because a kernel wrote them
-    assert sum(y.size * y.dtype.itemsize for y in arrays) <= states + sum(y.nbytes for y in x.values())
+    numbers = 64  # JAX keeps a few scalars
+    assert sum(y.size * y.dtype.itemsize for y in arrays) <= states + sum(y.nbytes for y in x.values()) + numbers

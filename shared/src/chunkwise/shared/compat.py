@@ -1,4 +1,4 @@
-"""The JAX names that differ between the supported releases, kept in one place."""
+"""The JAX names that differ between the supported releases, and how arrays vary over a mesh, which differs too."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -192,8 +192,10 @@ def run_kernel(body, s: Static, blocks: Blocks, x: Operands, outputs, scratch, m
       **call: as in `pallas_call`.
     """
     tables, owner = ([], None) if x.cu_seqlens is None else make_tables(s, x.cu_seqlens)
+    # Gates per channel are clipped where a kernel loads them: a pass over them in HBM would cost time.
+    g = x.g if x.g is None or s.per_channel else clip_gate(x.g)
     # Whole rows: a single number would be broadcast over the lanes at every use.
-    gamma = None if x.gamma is None else jnp.broadcast_to(x.gamma, (s.HV, 1, s.C))
+    gamma = None if x.gamma is None else jnp.broadcast_to(clip_gate(x.gamma), (s.HV, 1, s.C))
     names = *TABLES[: len(tables)], *NAMES, *(name for name, *_ in more)
     wanted = [(name, shape is not None) for name, _, shape in outputs]
     kernel = named(body, names, wanted, [name for name, _ in scratch], s=s)
@@ -214,7 +216,7 @@ def run_kernel(body, s: Static, blocks: Blocks, x: Operands, outputs, scratch, m
 
     # Pallas has no batch axis for states that a kernel copies from HBM by itself.
     run = jax.custom_batching.sequential_vmap(run) if s.visit else run
-    results = iter(run(*tables, x.q, x.k, x.v, x.g, gamma, x.initial_state, owner, *(y for *_, y in more)))
+    results = iter(run(*tables, x.q, x.k, x.v, g, gamma, x.initial_state, owner, *(y for *_, y in more)))
     return tuple(next(results) if present else None for _, present in wanted)
 
 

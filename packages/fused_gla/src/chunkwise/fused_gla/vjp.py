@@ -17,7 +17,6 @@ from chunkwise.fused_gla.kernel import Operands, Static
 from chunkwise.fused_gla.unread import unless_unread
 from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.kernels import (
-    clip_gate,
     from_lanes,
     largest_divisor,
     num_chunks,
@@ -47,9 +46,8 @@ def fused(x: Arguments, scale: float, options: Options, config: Config):
     )  # fmt: skip
     g, gamma, states = x.g, x.g_gamma, x.initial_state
     if g is not None:
-        # Gates per channel are clipped where a kernel loads them: a pass over them in HBM would cost time.
-        g = to_lanes(g, T) if per_channel else to_rows(clip_gate(g), C)[:, :, :, None]
-    gamma = None if gamma is None else clip_gate(gamma)[:, None, None]
+        g = to_lanes(g, T) if per_channel else to_rows(g.astype(jnp.float32), C)[:, :, :, None]
+    gamma = None if gamma is None else gamma.astype(jnp.float32)[:, None, None]
     # The kernels' states are [V, K].
     states = None if states is None else pad_states(jnp.swapaxes(states, 2, 3))
     operands = vary_alike(to_lanes(x.q, T), to_lanes(x.k, T), to_lanes(x.v, T), g, gamma, states, x.cu_seqlens)
