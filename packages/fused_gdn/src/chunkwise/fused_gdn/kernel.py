@@ -93,19 +93,19 @@ class Operands(NamedTuple):
       dht: the gradient of the final states [N, HV, K, V] float32, or None for zeros.
     """
 
-    table: jax.Array
+    table: Any
     q: jax.Array
     k: jax.Array
-    v: jax.Array | None
+    v: Any
     g: jax.Array
     beta: jax.Array
     h0: jax.Array | None = None
-    owner: jax.Array | None = None
-    X: jax.Array | None = None
-    h: jax.Array | None = None
-    W: jax.Array | None = None
-    do: jax.Array | None = None
-    dht: jax.Array | None = None
+    owner: Any = None
+    X: Any = None
+    h: Any = None
+    W: Any = None
+    do: Any = None
+    dht: Any = None
 
 
 class Static(NamedTuple):
@@ -143,12 +143,12 @@ class Static(NamedTuple):
         p = min(tiles.lane_packing(n, group, self.C) for n in (self.config.heads, self.config.heads_bwd))
         return Shape(self.C, self.K, self.V, heads, group, p)
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, Any]:
         """Return the sizes that costs depend on."""
         return {name: getattr(self, name) for name in ("B", "T", "H", "HV", "K", "V", "C")}
 
 
-def own_rows(refs, step: Step, static: Static) -> jax.Array | None:
+def own_rows(refs, step: Step, static: Static) -> Any:
     """Return which rows of a chunk belong to a step, bool [C, 1]; None for all. Others may hold anything."""
     some = static.pieces or refs.owner is not None or static.T % static.C
     return step.rows(static.C) if some else None
@@ -205,7 +205,9 @@ def _fwd_kernel(refs, *, static: Static, s: Shape):
             clear(refs.o, refs.W)  # rows that belong to no piece stay zero
 
     own, own_passed = own_rows(refs, prepared, static), own_rows(refs, passed, static)
-    masks, spoilt = None, None
+    masks: Any = None
+    spoilt: Any = None
+    found: Any = None
     if refs.owner is not None:
         # What is not finite becomes zero before any product reads it, by the selection that padding needs anyway.
         spoilt = only_if(several(passed), lambda: quarantine_passed(refs, own_passed, passed, s), s.C)
@@ -245,7 +247,7 @@ def _fwd_kernel(refs, *, static: Static, s: Shape):
 
     if refs.X_out is not None:
         refs.X_out[...] = X
-    if spoilt is not None:
+    if refs.owner is not None:
 
         @pl.when(several(passed))
         def _():

@@ -1,7 +1,7 @@
 """The gradient of the fused launch, at the layout of the kernels: JAX transposes the way of the arrays there."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,12 @@ class Tensors(NamedTuple):
       initial_state: [N, HV, K, V], or None.
     """
 
-    q: jax.Array | jax.ShapeDtypeStruct
-    k: jax.Array | jax.ShapeDtypeStruct
-    v: jax.Array | jax.ShapeDtypeStruct
-    g: jax.Array | jax.ShapeDtypeStruct
-    beta: jax.Array | jax.ShapeDtypeStruct
-    initial_state: jax.Array | jax.ShapeDtypeStruct | None
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    beta: Any
+    initial_state: Any
 
     def types(self) -> "Tensors":
         """Return the shapes and types of arrays."""

@@ -11,7 +11,7 @@ sequence has a chunk boundary where its state can be handed in and out.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,9 +76,9 @@ def gated_delta_rule(x: Arguments, options: Options) -> tuple[jax.Array, jax.Arr
     (B, T, HV, V), K, C = v.shape, k.shape[-1], min(options.chunk_size or _MOST_ROWS, _MOST_ROWS)
     stream = cu_seqlens is not None and initial_state is None and not output_final_state
     chunks = Chunking(B, T, C, None if stream else cu_seqlens)
-    masks = stream_masks(T, C, cu_seqlens) if stream else None
+    masks: Any = stream_masks(T, C, cu_seqlens) if stream else None
     gates, beta = clip_gate(x.g), x.beta.astype(jnp.float32)
-    spoilt = _spoilt_tokens((q, k, v, gates, beta), cu_seqlens) if stream else None
+    spoilt: Any = _spoilt_tokens((q, k, v, gates, beta), cu_seqlens) if stream else None
     h0 = None if initial_state is None else initial_state.astype(jnp.float32)
 
     # One axis for batch and tokens: an axis of size 1 between others makes XLA copy what a loop reads.

@@ -9,7 +9,7 @@ chunk apart. With them, a loop visits every sequence of a chunk and takes its st
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -259,7 +259,9 @@ class Place:
         self.s, self.refs, self.i = s, refs, i
         self.index = step * jnp.int32(s.chunks) + i
         self.at = pl.ds(pl.multiple_of(i * jnp.int32(s.C), s.C), s.C)
-        self.masks = self.own = self.own_row = None
+        self.masks: Any = None
+        self.own: Any = None
+        self.own_row: Any = None
         if hasattr(refs, "bounds"):
             self.first, self.before, self.last = (x[self.index] for x in (refs.first, refs.before, refs.last))
             self.several = self.before != self.last
@@ -394,7 +396,7 @@ class Chunk:
         self.decays = decays
 
     @property
-    def same(self) -> jax.Array | None:
+    def same(self) -> Any:
         """Pairs of one sequence, bool [1, C, C]; None if all tokens are of one."""
         return None if self.place.masks is None else self.place.masks.same
 

@@ -92,7 +92,8 @@ def _chunk_in_groups(s: Static, refs, step, i, block) -> None:
         # These products wait for no other, so the next groups may begin before this one ends.
         for _ in range(AHEAD):
             yield
-        pairs_t = c.decays.pairs if s.constant else jnp.swapaxes(c.decays.pairs, 1, 2)  # [heads, C, C]
+        pairs: Any = c.decays.pairs
+        pairs_t = pairs if s.constant else jnp.swapaxes(pairs, 1, 2)  # [heads, C, C]
         grads = tile.chunk_bwd(
             products, refs.S[i, heads], refs.dS[heads], c.q, c.k, do, pairs_t,
             c.from_start(), c.to_end(), c.through(), s.parts,

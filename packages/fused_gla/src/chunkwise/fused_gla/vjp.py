@@ -5,7 +5,7 @@ its padding, casts, and the states of empty sequences.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,9 @@ class Wanted(NamedTuple):
 
 
 def _forward(s: Static, x: Operands):
-    wanted = Wanted(*(y is not None and y.perturbed for y in (x.g, x.gamma)))
+    # With symbolic zeros the arrays come with what is known of their tangents.
+    gates: Any = (x.g, x.gamma)
+    wanted = Wanted(*(y is not None and y.perturbed for y in gates))
     x = jax.tree.map(lambda y: y.value, x)
     # The gradient of constant gates is one number for all tokens, which cancel; see `tile`.
     s = s._replace(parts=2 if wanted.gamma else 1)
@@ -92,7 +94,8 @@ def _backward(s: Static, residuals, cotangents):
     s, x = s._replace(parts=2 if wanted.gamma else 1), pad(s, x)
     do, dfinal = (None if isinstance(y, SymbolicZero) else y for y in cotangents)
     do = jnp.zeros(x.v.shape, x.v.dtype) if do is None else do
-    dq, dk, dv, dg, dinitial = kernel_bwd.launch(s, x, do, dfinal, kept, wanted.g or wanted.gamma)
+    grads: Any = kernel_bwd.launch(s, x, do, dfinal, kept, wanted.g or wanted.gamma)
+    dq, dk, dv, dg, dinitial = grads
     dgamma = None
     if dg is not None and wanted.gamma:
         dgamma = _sum_gates(s, dg)

@@ -6,6 +6,7 @@ chunk boundary where its state can be handed in and out. States are [V, K] here,
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,9 @@ def gla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
     B, T, H, _ = x.q.shape
     stream = x.cu_seqlens is not None and x.initial_state is None and not options.output_final_state
     chunks = Chunking(B, T, options.chunk_size, None if stream else x.cu_seqlens)
-    masks = stream_masks(T, options.chunk_size, x.cu_seqlens) if stream else None
+    # Without boundaries there is no stream.
+    cu_seqlens: Any = x.cu_seqlens
+    masks = stream_masks(T, options.chunk_size, cu_seqlens) if stream else None
     healthy = spoilt = None
     q, k, v, g = x.q, x.k, x.v, x.g
     if stream:
@@ -66,9 +69,15 @@ def _not_finite(owner: jax.Array, N: int, *arrays: jax.Array) -> jax.Array:
     return jnp.zeros((N + 1,), bool).at[owner].max(found)[owner]
 
 
+def _owners(x: Arguments) -> jax.Array:
+    """Return the sequence of every token of a stream, int32 [T]."""
+    assert x.cu_seqlens is not None
+    return token_owners(x.q.shape[1], x.cu_seqlens)
+
+
 def _quarantine(x: Arguments) -> tuple[jax.Array, jax.Array]:
     """Return which tokens may enter products, and which are of sequences that hold something not finite, bool [T]."""
-    owner, N = token_owners(x.q.shape[1], x.cu_seqlens), x.num_states
+    owner, N = _owners(x), x.num_states
     bad = _not_finite(owner, N, x.q, x.k, x.v, x.g)
     return (owner < jnp.int32(N)) & ~bad, (owner < jnp.int32(N)) & bad
 
@@ -79,7 +88,7 @@ def _sealed(o: jax.Array, x: Arguments, spoilt: jax.Array) -> jax.Array:
     JAX has one linear function with a transpose of the caller's that all its transforms know: the solution of a linear
     system. Here the system is the identity.
     """
-    owner, N = token_owners(x.q.shape[1], x.cu_seqlens), x.num_states
+    owner, N = _owners(x), x.num_states
     same = lambda *y: y[-1]
 
     def transpose(_, do):

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def _without_float16(x):
 
 def _int32_indices(spec: pl.BlockSpec) -> pl.BlockSpec:
     """Return a spec whose index map gives int32: under jax_enable_x64 a Python number would be 64 bits wide."""
-    index_map = spec.index_map
+    index_map: Any = spec.index_map
     if index_map is None:
         return spec
 
