@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chunkwise.shared.kernels import decayed, packed, tiles
-from chunkwise.shared.testing import GRADIENT_TOLERANCE, STAGE_TOLERANCE, assert_close, make_inputs
+from chunkwise.shared.testing import GRADIENT_TOLERANCE, STAGE_TOLERANCE, assert_close
 
 
 def tile(*shape, seed=0):
@@ -43,35 +43,11 @@ def test_exponentials_are_masked_before_and_after():
     assert_close("decay", tiles.pair_decay(G.mT, G, tiles.lower(8))[0], want, STAGE_TOLERANCE)
 
 
-def test_last_valid():
-    np.testing.assert_array_equal(tiles.last_valid(tile(3, 1, 8)), tile(3, 1, 8)[:, :, 7:])
-
-
 def test_gates_that_forget_everything():
     clipped = tiles.clip_gate(jnp.array([-jnp.inf, -1e9, -100.0, 0.0], jnp.bfloat16))
     np.testing.assert_array_equal(clipped, [-110.0, -110.0, -100.0, 0.0])
     assert clipped.dtype == jnp.float32
     assert jnp.exp(clipped[0]) == 0.0
-
-
-def test_split_gate_is_exact():
-    rng = np.random.default_rng(0)
-    g = jnp.asarray(-np.exp(rng.uniform(-20, 7, 4096)), jnp.float32)
-    coarse, fine = tiles.split_gate(g)
-    np.testing.assert_array_equal(np.asarray(coarse, np.float64) + np.asarray(fine, np.float64), g)
-    np.testing.assert_array_equal(np.asarray(coarse) % 0.0625, 0.0)
-    assert np.abs(fine).max() <= 1 / 32
-
-
-def test_split_gate_keeps_differences_of_large_sums():
-    g = make_inputs(T=128, gate="spikes")["g"][0, :, 0]
-    coarse, fine = (jnp.cumsum(part) for part in tiles.split_gate(g))
-    exact = np.cumsum(np.asarray(g, np.float64))
-    kept = (coarse[1:] - coarse[:-1]) + (fine[1:] - fine[:-1])
-    plain = jnp.cumsum(g)[1:] - jnp.cumsum(g)[:-1]
-    # Against the tokens' own gates: the plain difference inherits the rounding of both sums.
-    assert np.abs(kept - np.diff(exact)).max() < 1e-6
-    assert np.abs(plain - np.diff(exact)).max() > 1e-5
 
 
 def test_l2norm_and_its_gradient():

@@ -1,7 +1,8 @@
 """The docstrings, the launches and the benchmarks count the same flops."""
 
 from chunkwise.fused_gdn import fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.fused_gdn.cost import cost, decode_cost, states_cost
+from chunkwise.fused_gdn.cost import cost, states_cost
+from chunkwise.shared.operators import recurrent_cost
 from chunkwise.shared.testing import documented_flops
 
 SIZES = dict(B=2, T=300, H=2, HV=6, K=128, V=256)
@@ -21,4 +22,4 @@ def test_bytes_are_those_of_the_arrays():
 
 
 def test_decode():
-    assert decode_cost(**SIZES, N=2).flops == documented_flops(recurrent_gated_delta_rule, **SIZES)
+    assert recurrent_cost(**SIZES).flops == documented_flops(recurrent_gated_delta_rule, **SIZES)

@@ -3,6 +3,7 @@
 v_new = u - w S;  S' = e^{G_last} S + (k e^{G_last - G})^T v_new. Without w, v_new is u: plain linear attention.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -11,12 +12,21 @@ from chunkwise.shared.kernels import (
     dot_nt,
     dot_tn,
     gate_gradient,
-    last_valid,
     per_channel,
     repeat_heads,
     to_column,
     to_row,
 )
+
+
+def last_valid(g_row: jax.Array) -> jax.Array:
+    """Return the last entry of each cumulative row [heads, 1, C] as [heads, 1, 1].
+
+    Padded rows carry a gate of 0, so the last entry is also the one of the last valid row.
+    """
+    size = g_row.shape[-1]
+    lane = lax.broadcasted_iota(jnp.int32, (1, 1, size), 2)
+    return jnp.sum(jnp.where(lane == size - 1, g_row, 0.0), axis=-1, keepdims=True)
 
 
 def decays_tile(g):

@@ -39,21 +39,3 @@ def states_cost(*, B: int, T: int, H: int, HV: int, K: int, V: int, C: int, item
         transcendentals=2 * B * T * HV,
         bytes_accessed=B * T * (H * K * itemsize + HV * (V * (itemsize + 4) + states + inverse + 8)),
     )
-
-
-def decode_cost(*, B: int, T: int, H: int, HV: int, K: int, V: int, N: int, itemsize: int = 2) -> pl.CostEstimate:
-    """Return what the recurrence costs token by token, N states read and written once.
-
-    A token decays the state (1 flop an entry), reads it twice and adds to it (2 each).
-
-    Args:
-      B, T, H, HV, K, V: sizes, as in `recurrent_gated_delta_rule`.
-      N: sequences.
-      itemsize: bytes of an element of q, k, v and o; gates, beta and states have 4.
-    """
-    moved = 2 * H * K * itemsize + 2 * HV * V * itemsize + 2 * 4 * HV
-    return pl.CostEstimate(
-        flops=7 * B * T * HV * K * V,
-        transcendentals=B * T * HV,
-        bytes_accessed=B * T * moved + 8 * N * HV * K * V,
-    )

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from chunkwise.fused_gdn.tile import split_gate
 from chunkwise.shared.compat import vary_alike, varying_zeros
 from chunkwise.shared.kernels import (
     Chunking,
@@ -31,7 +32,6 @@ from chunkwise.shared.kernels import (
     masked_exp,
     repeat_heads,
     row_index,
-    split_gate,
     stream_masks,
     strictly_lower,
     token_owners,

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.shared.kernels.chunks import Chunking, num_chunks, pad_tokens, pieces
-from chunkwise.shared.kernels.packed import pad_lanes, split_lanes
+from chunkwise.shared.kernels.packed import pad_lanes
 from chunkwise.shared.kernels.tiles import to_column
 
 # Outside of kernels: the user's arrays as the kernels read them, and back. JAX transposes these for the backward.
@@ -219,13 +219,8 @@ def store_heads(ref, tiles: jax.Array, own: jax.Array | None = None, first: int 
         store_own(ref, slice((first + i) * width, (first + i + 1) * width), tiles[i], own, at)
 
 
-def take_heads(x: jax.Array, heads: int) -> jax.Array:
-    """Return a flat tile [C, heads * width] as [heads, C, width]; a slice of whole lanes costs nothing."""
-    return split_lanes(x[None], heads)
-
-
 def put_heads(x: jax.Array) -> jax.Array:
-    """Return tiles [heads, C, width] as a flat tile [C, heads * width]; the inverse of `take_heads`."""
+    """Return tiles [heads, C, width] as a flat tile [C, heads * width]."""
     return jnp.concatenate(list(x), axis=1)
 
 

@@ -65,34 +65,12 @@ def pair_decay(g_col: jax.Array, g_row: jax.Array, mask: jax.Array) -> jax.Array
     return masked_exp(g_col - g_row, mask)
 
 
-def last_valid(g_row: jax.Array) -> jax.Array:
-    """Return the last entry of each cumulative row [heads, 1, C] as [heads, 1, 1].
-
-    Padded rows carry a gate of 0, so the last entry is also the one of the last valid row.
-    """
-    size = g_row.shape[-1]
-    lane = lax.broadcasted_iota(jnp.int32, (1, 1, size), 2)
-    return jnp.sum(jnp.where(lane == size - 1, g_row, 0.0), axis=-1, keepdims=True)
-
-
 def clip_gate(g: jax.Array) -> jax.Array:
     """Return gates in float32, none below -110 nats: e^-110 is 0 in float32 already.
 
     So a gate that only says "forget everything", -1e9 or -inf, leaves the sums of the others finite and exact.
     """
     return jnp.maximum(g.astype(jnp.float32), -110.0)
-
-
-def split_gate(g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (coarse, fine) with g = coarse + fine exactly and coarse a multiple of 1/16 nat.
-
-    Cumulative sums of the coarse part are exact up to a million nats and those of the fine part stay small, so
-    (coarse_i - coarse_j) + (fine_i - fine_j) keeps the difference of two large cumulative gates to 1e-7 nats. The
-    plain difference inherits the rounding of both: 3e-5 nats past a sum of 256, which a gate of -30 every few tokens
-    reaches at once.
-    """
-    coarse = jnp.round(g * 16.0) / 16.0
-    return coarse, g - coarse
 
 
 def to_row(column: jax.Array) -> jax.Array:
