@@ -4,22 +4,12 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
-from chunkwise.shared.testing import Case, assert_isolated
-
-BATCHES = [
-    Case(B=2, T=19, HV=2, K=4, V=3, chunk_size=16),
-    Case(T=30, HV=2, K=4, V=3, chunk_size=16, lengths=(5, 0, 18)),
-]
-
-
-def arguments(case, names):
-    x = {name: jnp.nan_to_num(value) for name, value in case.arguments().items()}
-    return {name: jnp.nan_to_num(case.channel_gates()) if name == "gk_cum" else x[name] for name in names}
+from chunkwise.shared.testing import ISOLATION_CASES, assert_isolated
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 @pytest.mark.parametrize("gates", ["g_cum", "gk_cum"])
-@pytest.mark.parametrize("case", BATCHES, ids=str)
+@pytest.mark.parametrize("case", ISOLATION_CASES, ids=str)
 def test_delta_rule(case, gates, implementation):
     names = ["k", "w", "u", gates, "initial_state"]
 
@@ -29,16 +19,16 @@ def test_delta_rule(case, gates, implementation):
         )
         return dict(zip(("h", "v_new", "final_state"), results, strict=True))
 
-    assert_isolated(run, arguments(case, names), case.cu_seqlens, chunk_size=16)
+    assert_isolated(run, case.finite_arguments(*names), case.cu_seqlens, chunk_size=16)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
-@pytest.mark.parametrize("case", BATCHES, ids=str)
+@pytest.mark.parametrize("case", ISOLATION_CASES, ids=str)
 def test_linear_attention_without_states(case, implementation):
     def run(x, cu_seqlens):
         options = dict(cu_seqlens=cu_seqlens, chunk_size=16, implementation=implementation)
         return dict(h=chunk_fwd_h(x["k"], x["v"], x["g_cum"], x["g_gamma"], **options)[0])
 
-    x = arguments(case, ["k", "v", "g_cum"]) | dict(g_gamma=jnp.array([-0.1, -2.0]))
+    x = case.finite_arguments("k", "v", "g_cum") | dict(g_gamma=jnp.array([-0.1, -2.0]))
     # A sequence of one chunk has no state but the zeros before it, so nothing of it is seen.
     assert_isolated(run, x, case.cu_seqlens, chunk_size=16, shared=["g_gamma"], visible=False)

@@ -4,22 +4,12 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.chunk_o import chunk_fwd_o
-from chunkwise.shared.testing import Case, assert_isolated
-
-BATCHES = [
-    Case(B=2, T=19, HV=2, K=4, V=3, chunk_size=16),
-    Case(T=30, HV=2, K=4, V=3, chunk_size=16, lengths=(5, 0, 18)),
-]
-
-
-def arguments(case, names):
-    x = {name: jnp.nan_to_num(value) for name, value in case.arguments().items()}
-    return {name: jnp.nan_to_num(case.channel_gates()) if name == "gk_cum" else x[name] for name in names}
+from chunkwise.shared.testing import ISOLATION_CASES, assert_isolated
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 @pytest.mark.parametrize("gates", ["g_cum", "gk_cum"])
-@pytest.mark.parametrize("case", BATCHES, ids=str)
+@pytest.mark.parametrize("case", ISOLATION_CASES, ids=str)
 def test_isolated(case, gates, implementation):
     names = ["q", "k", "v_new", "h", gates]
 
@@ -27,5 +17,5 @@ def test_isolated(case, gates, implementation):
         options = dict(scale=x["scale"], cu_seqlens=cu_seqlens, chunk_size=16, implementation=implementation)
         return dict(o=chunk_fwd_o(*(x[name] for name in names), **options))
 
-    x = arguments(case, names) | dict(scale=jnp.float32(0.3))
+    x = case.finite_arguments(*names) | dict(scale=jnp.float32(0.3))
     assert_isolated(run, x, case.cu_seqlens, chunk_size=16, shared=["scale"])

@@ -107,4 +107,4 @@ def test_decode_in_place(chip):
     assert memory.temp_size_in_bytes < size / 10
     (launch,) = re.findall(r'.*custom_call_target="tpu_custom_call".*', compiled.as_text())
     assert "recurrent_gated_delta_rule_fwd" in launch
-    assert "output_to_operand_aliasing={{1}: (9, {})}" in launch
+    assert re.search(r"output_to_operand_aliasing=\{\{1\}: \(\d+, \{\}\)\}", launch)

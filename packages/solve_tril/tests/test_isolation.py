@@ -1,27 +1,16 @@
 """What is not finite in one sequence leaves every bit of the others, and padding may hold anything."""
 
-import jax.numpy as jnp
 import pytest
 
-from chunkwise.shared.testing import Case, assert_isolated
+from chunkwise.shared.testing import ISOLATION_CASES, assert_isolated
 from chunkwise.solve_tril import solve_tril
-
-BATCHES = [
-    Case(B=2, T=19, HV=2, K=4, V=3, chunk_size=16),
-    Case(T=30, HV=2, K=4, V=3, chunk_size=16, lengths=(5, 0, 18)),
-]
-
-
-def arguments(case, names):
-    x = {name: jnp.nan_to_num(value) for name, value in case.arguments().items()}
-    return {name: jnp.nan_to_num(case.channel_gates()) if name == "gk_cum" else x[name] for name in names}
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
-@pytest.mark.parametrize("case", BATCHES, ids=str)
+@pytest.mark.parametrize("case", ISOLATION_CASES, ids=str)
 def test_isolated(case, implementation):
     def run(x, cu_seqlens):
         return dict(A_inv=solve_tril(x["A"], cu_seqlens, implementation=implementation))
 
     # The first row of A has nothing below the diagonal, so NaN in it is not read.
-    assert_isolated(run, arguments(case, ["A"]), case.cu_seqlens, visible=False)
+    assert_isolated(run, case.finite_arguments("A"), case.cu_seqlens, visible=False)

@@ -1,6 +1,6 @@
 """What tests and benchmarks use: float64 oracles, seeded inputs, comparisons, and the TPU compiler (`testing.tpu`)."""
 
-from chunkwise.shared.testing.cases import CASES, Case
+from chunkwise.shared.testing.cases import CASES, ISOLATION_CASES, Case
 from chunkwise.shared.testing.compare import (
     GATE_GRADIENT_TOLERANCE,
     GRADIENT_TOLERANCE,
@@ -24,6 +24,7 @@ __all__ = [
     "GATES",
     "GATE_GRADIENT_TOLERANCE",
     "GRADIENT_TOLERANCE",
+    "ISOLATION_CASES",
     "STAGE_TOLERANCE",
     "TOLERANCE",
     "TRANSFORMS",

@@ -60,6 +60,11 @@ class Case:
                 x[name][:, sum(self.lengths) :] = np.nan
         return {name: jnp.asarray(value) for name, value in x.items()}
 
+    def finite_arguments(self, *names: str) -> dict[str, jax.Array]:
+        """Return some of the arguments with zeros in the padding; `gk_cum` are the `channel_gates`."""
+        x = self.arguments() | {"gk_cum": self.channel_gates()}
+        return {name: jnp.nan_to_num(x[name]) for name in names}
+
     def channel_gates(self) -> jax.Array:
         """Return cumulative gates per channel [B, T, HV, K] of gates of 0, -0.001, -2 and -30 nats, mixed.
 
@@ -88,4 +93,10 @@ CASES = (
     Case(T=100, HV=2, K=60, V=64, chunk_size=16, lengths=(1, 0, 17, 32, 0, 33, 3)),
     Case(T=140, K=64, V=100, dtype="bfloat16", gate="logsigmoid*100", lengths=(0, 64, 65, 1, 0)),
     Case(T=20, HV=2, K=128, V=60, chunk_size=128, gate="spikes", lengths=(0, 0, 3, 12, 0)),
+)
+
+# Two rows of a batch, and a pack with an empty sequence and padding: for tests of isolation.
+ISOLATION_CASES = (
+    Case(B=2, T=19, HV=2, K=4, V=3, chunk_size=16),
+    Case(T=30, HV=2, K=4, V=3, chunk_size=16, lengths=(5, 0, 18)),
 )
