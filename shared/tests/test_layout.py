@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import layout, pallas_call
+from chunkwise.shared.kernels import layout, pallas_call, token_owners
 from chunkwise.shared.testing import boundaries
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=6, max_size=6)
@@ -72,7 +72,7 @@ def test_states_of_empty_sequences():
 
 
 def test_token_owners():
-    np.testing.assert_array_equal(layout.token_owners(6, boundaries(2, 0, 1)), [0, 0, 2, 3, 3, 3])
+    np.testing.assert_array_equal(token_owners(6, boundaries(2, 0, 1)), [0, 0, 2, 3, 3, 3])
 
 
 def read(steps):

@@ -8,6 +8,7 @@ from chunkwise.shared.kernels.chunks import (
     pad_tokens,
     pieces,
     stream_masks,
+    token_owners,
     zero_padding,
 )
 from chunkwise.shared.kernels.config import HeadConfig, choose_heads
@@ -47,7 +48,6 @@ from chunkwise.shared.kernels.layout import (
     to_blocks,
     to_lanes,
     to_rows,
-    token_owners,
     unless_empty,
 )
 from chunkwise.shared.kernels.packed import (

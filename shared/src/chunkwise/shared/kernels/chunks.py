@@ -45,6 +45,11 @@ def _owner_of(index: jax.Array, ends: jax.Array) -> jax.Array:
     return jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
 
 
+def token_owners(T: int, cu_seqlens: jax.Array) -> jax.Array:
+    """Return int32 [T], the sequence of every token of a stream; N for a token of none."""
+    return _owner_of(jnp.arange(T, dtype=jnp.int32), cu_seqlens[1:])
+
+
 class Chunking:
     """How [B, T, ...] tokens are cut into NC chunks of C rows, chunks restarting at every sequence.
 
@@ -99,7 +104,7 @@ class Chunking:
         last_repeated = jnp.minimum(start[:, None] + row, final[:, None])
         self._token_or_last = jnp.where(used[:, None], last_repeated, T).reshape(-1)
         token = jnp.arange(T, dtype=jnp.int32)
-        owner = _owner_of(token, cu_seqlens[1:])
+        owner = token_owners(T, cu_seqlens)
         inside = jnp.minimum(owner, self.N - 1)
         position = (ends - counts)[inside] * chunk_size + token - cu_seqlens[inside]
         self._row = jnp.where(owner < self.N, position, self.NC * chunk_size)
@@ -192,8 +197,7 @@ class StreamMasks(NamedTuple):
 def stream_masks(T: int, chunk_size: int, cu_seqlens: jax.Array) -> StreamMasks:
     """Build the masks of a packed stream of T tokens, cut every `chunk_size` tokens."""
     NT = num_chunks(T, chunk_size)
-    token = jnp.arange(NT * chunk_size, dtype=jnp.int32)
-    owner = _owner_of(token, cu_seqlens[1:]).reshape(NT, chunk_size)
+    owner = token_owners(NT * chunk_size, cu_seqlens).reshape(NT, chunk_size)
     final = owner[:, -1]
     opening = jnp.concatenate([owner[:1, 0], final[:-1]])
     return StreamMasks(

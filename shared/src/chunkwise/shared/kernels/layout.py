@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels.chunks import Chunking, num_chunks, pad_tokens, pieces
+from chunkwise.shared.kernels.chunks import Chunking, num_chunks, pad_tokens, pieces, token_owners
 from chunkwise.shared.kernels.packed import pad_lanes
 from chunkwise.shared.kernels.tiles import to_column
 
@@ -73,12 +73,6 @@ def unless_empty(states: jax.Array, otherwise: jax.Array | None, cu_seqlens: jax
         return states
     empty = (jnp.diff(cu_seqlens) == 0).reshape(-1, *(1,) * (states.ndim - 1))
     return jnp.where(empty, jnp.zeros((), states.dtype) if otherwise is None else otherwise, states)
-
-
-def token_owners(T: int, cu_seqlens: jax.Array) -> jax.Array:
-    """Return int32 [T], the sequence of every token of a stream; N for a token of none."""
-    token = jnp.arange(T, dtype=jnp.int32)
-    return jnp.searchsorted(cu_seqlens[1:], token, side="right").astype(jnp.int32)
 
 
 # Rows of the table of steps.
