@@ -6,8 +6,8 @@ a chunk again: two products for each of the forward, none for the inverse.
 
 A packed batch without states keeps its chunks aligned to the token stream and masks the pairs of different
 sequences: its cost follows tokens, not sequences. A mask does not stop NaN, so a sequence that is not finite is taken
-as zeros, its outputs are NaN and its gradients zeros. With states, chunks restart at every sequence, so that every
-sequence has a chunk boundary where its state can be handed in and out.
+as zeros and its outputs are NaN (see shared.operators.isolation). With states, chunks restart at every sequence, so
+that every sequence has a chunk boundary where its state can be handed in and out.
 """
 
 import functools
@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from chunkwise.fused_gdn.tile import split_gate
-from chunkwise.shared.compat import vary_alike, varying_zeros
+from chunkwise.shared.compat import varying_zeros
 from chunkwise.shared.kernels import (
     Chunking,
     StreamMasks,
@@ -34,11 +34,9 @@ from chunkwise.shared.kernels import (
     row_index,
     stream_masks,
     strictly_lower,
-    token_owners,
     unless_empty,
-    zero_padding,
 )
-from chunkwise.shared.operators import Arguments, Options, block_inverse, unit_rows
+from chunkwise.shared.operators import Arguments, Options, block_inverse, keep_apart, spoilt_tokens, unit_rows
 
 # Products inside a chunk cost C per token, steps of the scan and states that the backward keeps 1 / C: see
 # docs/performance.md.
@@ -78,7 +76,7 @@ def gated_delta_rule(x: Arguments, options: Options) -> tuple[jax.Array, jax.Arr
     chunks = Chunking(B, T, C, None if stream else cu_seqlens)
     masks: Any = stream_masks(T, C, cu_seqlens) if stream else None
     gates, beta = clip_gate(x.g), x.beta.astype(jnp.float32)
-    spoilt: Any = _spoilt_tokens((q, k, v, gates, beta), cu_seqlens) if stream else None
+    spoilt: Any = spoilt_tokens((q, k, v, gates, beta), x.cu_seqlens) if stream else None
     h0 = None if initial_state is None else initial_state.astype(jnp.float32)
 
     # One axis for batch and tokens: an axis of size 1 between others makes XLA copy what a loop reads.
@@ -120,39 +118,12 @@ def gated_delta_rule(x: Arguments, options: Options) -> tuple[jax.Array, jax.Arr
     o = o[: chunks.NC // B].reshape(-1, B, C, HV, V)
     o = chunks.gather(jnp.moveaxis(o, 1, 0).reshape(B, -1, HV, V))
     if stream:
-        o = zero_padding(_keep_apart(o, cu_seqlens), cu_seqlens)
-        return jnp.where(spoilt.reshape(1, T, 1, 1), jnp.full((), jnp.nan, o.dtype), o), None
+        return keep_apart(o, v, spoilt, cu_seqlens), None
     if not output_final_state:
         return o, None
     if not chunks.packed:
         return o, S.reshape(B, HV, K, V)
     return o, unless_empty(after[chunks.final_chunk], h0, cu_seqlens)
-
-
-def _spoilt_tokens(tokens, cu_seqlens) -> jax.Array:
-    """Return which tokens belong to a sequence that holds something not finite, bool [T]."""
-    T = tokens[0].shape[1]
-    # Products with zeros, which are zero unless something is not finite: the fastest way to look at all of a token.
-    flat = [x.reshape(1, T, -1) for x in tokens]
-    sums = [dot(x, jnp.zeros((1, x.shape[2], 1), x.dtype))[0, :, 0] for x in flat]
-    found = functools.reduce(jnp.logical_or, [x != 0.0 for x in sums])
-    before = jnp.pad(jnp.cumsum(found.astype(jnp.int32), dtype=jnp.int32), (1, 0))  # among the tokens before each
-    in_sequence = before[cu_seqlens[1:]] > before[cu_seqlens[:-1]]
-    return jnp.append(in_sequence, False)[token_owners(T, cu_seqlens)]
-
-
-def _keep_apart(o, cu_seqlens):
-    """Return o; in the backward zeros take the place of its cotangent in sequences where that is not finite.
-
-    This is the one identity of JAX whose transpose may be chosen and that every transform takes.
-    """
-    o, cu_seqlens = vary_alike(o, cu_seqlens)
-
-    def transpose(_, do):
-        spoilt = _spoilt_tokens((do,), cu_seqlens).reshape(1, -1, 1, 1)
-        return jnp.where(spoilt, jnp.zeros((), do.dtype), do)
-
-    return lax.custom_linear_solve(lambda x: x, o, lambda _, x: x, transpose)
 
 
 def _by_chunk(x: jax.Array, C: int) -> jax.Array:

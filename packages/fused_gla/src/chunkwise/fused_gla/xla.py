@@ -5,7 +5,6 @@ its cost follows tokens, not sequences. With states, chunks restart at every seq
 chunk boundary where its state can be handed in and out. States are [V, K] here, as in the kernels.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -14,8 +13,8 @@ from jax import lax
 
 from chunkwise.fused_gla import tile
 from chunkwise.shared.compat import varying_zeros
-from chunkwise.shared.kernels import Chunking, dot, stream_masks, token_owners
-from chunkwise.shared.operators import Arguments, Options
+from chunkwise.shared.kernels import Chunking, dot, stream_masks, zero_padding
+from chunkwise.shared.operators import Arguments, Options, keep_apart, select_tokens, spoilt_tokens
 
 
 def gla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
@@ -29,12 +28,11 @@ def gla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
     # Without boundaries there is no stream.
     cu_seqlens: Any = x.cu_seqlens
     masks = stream_masks(T, options.chunk_size, cu_seqlens) if stream else None
-    healthy = spoilt = None
+    spoilt = None
     q, k, v, g = x.q, x.k, x.v, x.g
     if stream:
-        # The products read every row of a chunk, and a mask that multiplies does not stop what is not finite.
-        healthy, spoilt = _quarantine(x)
-        q, k, v, g = (jnp.where(_tail(healthy, y), y, 0.0) for y in (q, k, v, g))
+        spoilt = spoilt_tokens((q, k, v, g), cu_seqlens)
+        q, k, v, g = (zero_padding(select_tokens(~spoilt, y), cu_seqlens) for y in (q, k, v, g))
     rows = chunks.split(g) if g.ndim == 4 else chunks.split_rows(g)
     q, k, v, g = (_tiles(y) for y in (chunks.split(q), chunks.split(k), chunks.split(v), rows))  # [NC H, C, D]
     same = None if masks is None else jnp.repeat(masks.same, H, axis=0)  # [NC H, C, C]
@@ -53,55 +51,13 @@ def gla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
     o = dot(P.astype(v.dtype), v) + tile.read_state(q, _tiles(before), from_start)  # [NC H, C, V]
     o = chunks.merge(o.reshape(chunks.NC, H, *o.shape[1:])).astype(v.dtype)
     if spoilt is not None:
-        o = _sealed(jnp.where(_tail(spoilt, o), jnp.nan, o), x, spoilt)
+        o = keep_apart(o, x.v, spoilt, cu_seqlens)
     if not options.output_final_state:
         return o, None
     last = chunks.final_chunk
     final = through[last] * before[last] + added[last]
     start = jnp.zeros((), jnp.float32) if x.initial_state is None else x.initial_state
     return o, jnp.where(chunks.empty[:, None, None, None], start, final)
-
-
-def _not_finite(owner: jax.Array, N: int, *arrays: jax.Array) -> jax.Array:
-    """Return the tokens of sequences, or padding, that hold something not finite in arrays [1, T, ...], bool [T]."""
-    finite = (jnp.all(jnp.isfinite(y[0]), axis=tuple(range(1, y.ndim - 1))) for y in arrays)
-    found = ~functools.reduce(jnp.logical_and, finite)
-    return jnp.zeros((N + 1,), bool).at[owner].max(found)[owner]
-
-
-def _owners(x: Arguments) -> jax.Array:
-    """Return the sequence of every token of a stream, int32 [T]."""
-    assert x.cu_seqlens is not None
-    return token_owners(x.q.shape[1], x.cu_seqlens)
-
-
-def _quarantine(x: Arguments) -> tuple[jax.Array, jax.Array]:
-    """Return which tokens may enter products, and which are of sequences that hold something not finite, bool [T]."""
-    owner, N = _owners(x), x.num_states
-    bad = _not_finite(owner, N, x.q, x.k, x.v, x.g)
-    return (owner < jnp.int32(N)) & ~bad, (owner < jnp.int32(N)) & bad
-
-
-def _sealed(o: jax.Array, x: Arguments, spoilt: jax.Array) -> jax.Array:
-    """Return o. If its cotangent is not finite in a sequence, the gradients of no other sequence see that.
-
-    JAX has one linear function with a transpose of the caller's that all its transforms know: the solution of a linear
-    system. Here the system is the identity.
-    """
-    owner, N = _owners(x), x.num_states
-    same = lambda *y: y[-1]
-
-    def transpose(_, do):
-        return jnp.where(_tail(spoilt | _not_finite(owner, N, do), do), 0.0, do)
-
-    o = lax.custom_linear_solve(same, o, same, transpose)
-    # So that nothing is hidden: zero times a cotangent that is not finite is NaN in the gradient of the same token's v.
-    return o + 0.0 * jnp.where(_tail(owner < jnp.int32(N), x.v), x.v, 0.0)
-
-
-def _tail(tokens: jax.Array, x: jax.Array) -> jax.Array:
-    """Return a value per token [T] so that it meets x [1, T, ...]."""
-    return tokens.reshape(1, -1, *(1,) * (x.ndim - 2))
 
 
 def _tiles(x: jax.Array) -> jax.Array:

@@ -12,21 +12,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.kda import tile
-from chunkwise.shared.compat import vary_alike, varying_zeros
+from chunkwise.shared.compat import varying_zeros
 from chunkwise.shared.kernels import (
     LOG2_E,
     Chunking,
+    clip_gate,
     dot,
     dot_nt,
     dot_tn,
     l2norm,
     stream_masks,
     strictly_lower,
-    token_owners,
     unless_empty,
     zero_padding,
 )
-from chunkwise.shared.operators import Arguments
+from chunkwise.shared.operators import Arguments, keep_apart, select_tokens, spoilt_tokens
 
 # Blocks of so many rows take all their levels as masked products; larger levels multiply only the pairs that exist.
 _BASE = 16
@@ -172,25 +172,6 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
     return o, S, states
 
 
-def spoilt_tokens(owner: jax.Array, N: int, *tensors: jax.Array) -> jax.Array:
-    """Return which tokens of a stream belong to a sequence that holds something not finite, bool [T].
-
-    Args:
-      owner: int32 [T], the sequence of every token; N for padding.
-      N: sequences.
-      tensors: [1, T, ...].
-    """
-    found = jnp.zeros(owner.shape, bool)
-    for x in tensors:
-        found |= jnp.any(~jnp.isfinite(x[0]), axis=tuple(range(1, x.ndim - 1)))
-    return jnp.zeros((N + 1,), bool).at[owner].max(found)[owner] & (owner < N)
-
-
-def _select(tokens: jax.Array, x: jax.Array, value: float) -> jax.Array:
-    """Return x [1, T, ...] with a value for these tokens, bool [T]."""
-    return jnp.where(tokens.reshape(1, -1, *(1,) * (x.ndim - 2)), jnp.full((), value, x.dtype), x)
-
-
 class Static(NamedTuple):
     """What is known when the program is built.
 
@@ -215,59 +196,16 @@ def run(x: Arguments, static: Static) -> tuple[jax.Array, jax.Array | None]:
       x: checked arguments; scale is a float32 scalar array.
       static: what is known when the program is built.
     """
-    if x.cu_seqlens is None or x.with_state or static.output_final_state:
-        return _run(x, static)
-    return _isolated(vary_alike(x.q, x.k, x.v, x.g, x.beta), x.scale, x.cu_seqlens, static), None
-
-
-def _find_spoilt(tokens, cu_seqlens) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
-    """Return the owners of tokens, those of sequences that hold something not finite, and tokens with zeros there."""
-    q, k, v, g, beta = tokens
-    owner = token_owners(v.shape[1], cu_seqlens)
-    # A gate of -inf only forgets everything.
-    gates = jnp.where(g == -jnp.inf, jnp.zeros((), g.dtype), g)
-    spoilt = spoilt_tokens(owner, cu_seqlens.shape[0] - 1, q, k, v, gates, beta)
-    return owner, spoilt, tuple(_select(spoilt, x, 0.0) for x in tokens)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _isolated(tokens, scale, cu_seqlens, static):
-    """Return o of a stream whose chunks may hold several sequences.
-
-    A mask that multiplies does not keep NaN out of other sequences. So zeros take the place of every sequence that
-    holds something not finite, also in its cotangent, and its results and gradients are NaN.
-    """
-    _, spoilt, clean = _find_spoilt(tokens, cu_seqlens)
-    return _select(spoilt, _run(Arguments(*clean, scale=scale, cu_seqlens=cu_seqlens), static)[0], jnp.nan)
-
-
-def _isolated_fwd(tokens, scale, cu_seqlens, static):
-    owner, spoilt, clean = _find_spoilt(tokens, cu_seqlens)
-
-    def run(tokens, scale):
-        return _run(Arguments(*tokens, scale=scale, cu_seqlens=cu_seqlens), static)[0]
-
-    o, pull = jax.vjp(run, clean, scale)
-    return _select(spoilt, o, jnp.nan), (pull, spoilt, owner, cu_seqlens)
-
-
-def _isolated_bwd(static, kept, do):
-    pull, spoilt, owner, cu_seqlens = kept
-    spoilt |= spoilt_tokens(owner, cu_seqlens.shape[0] - 1, do)
-    d_tokens, d_scale = pull(_select(spoilt, do, 0.0))
-    return tuple(_select(spoilt, d, jnp.nan) for d in d_tokens), d_scale, None
-
-
-_isolated.defvjp(_isolated_fwd, _isolated_bwd)
-
-
-def _run(x: Arguments, static: Static) -> tuple[jax.Array, jax.Array | None]:
     B, T, HV, _ = x.v.shape
     C, cu_seqlens = static.C, x.cu_seqlens
     state = None if x.initial_state is None else jnp.swapaxes(x.initial_state.astype(jnp.float32), -1, -2)
     stream = cu_seqlens is not None and state is None and not static.output_final_state
+    tokens = [x.q, x.k, x.v, x.g, x.beta]
+    spoilt: Any = spoilt_tokens((x.q, x.k, x.v, clip_gate(x.g), x.beta), x.cu_seqlens) if stream else None
+    if stream:
+        tokens = [select_tokens(~spoilt, y) for y in tokens]
     # What padding holds must not matter, not even NaN.
-    q, k, v, g, beta = (zero_padding(y.astype(jnp.float32), cu_seqlens) for y in (x.q, x.k, x.v, x.g, x.beta))
+    q, k, v, g, beta = (zero_padding(y.astype(jnp.float32), cu_seqlens) for y in tokens)
     q, k = (l2norm(q), l2norm(k)) if static.normalise else (q, k)
     q, k = (jnp.repeat(y, HV // y.shape[2], axis=2) for y in (q * x.scale, k))
     chunks = Chunking(B, T, C, None if stream else cu_seqlens)
@@ -293,7 +231,7 @@ def _run(x: Arguments, static: Static) -> tuple[jax.Array, jax.Array | None]:
     o = jnp.moveaxis(o.reshape(o.shape[0], batch, HV, *o.shape[2:]), 1, 0)
     o = chunks.merge(o.reshape(-1, *o.shape[2:])).astype(x.v.dtype)
     if stream:
-        return zero_padding(o, cu_seqlens), None
+        return keep_apart(o, x.v, spoilt, x.cu_seqlens), None
     if not static.output_final_state:
         return o, None
     last = last.reshape(B, HV, *last.shape[1:]) if states is None else states[chunks.final_chunk]

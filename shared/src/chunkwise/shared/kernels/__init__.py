@@ -1,5 +1,6 @@
 """What kernels are made of: launches, layout, tiles, products, decays and the inverse."""
 
+from chunkwise.shared.kernels.activations import activate, activate_with_slope
 from chunkwise.shared.kernels.chunk_map import map_chunks
 from chunkwise.shared.kernels.chunks import (
     Chunking,
@@ -97,6 +98,8 @@ __all__ = [
     "SequenceMasks",
     "Step",
     "StreamMasks",
+    "activate",
+    "activate_with_slope",
     "apply_transposed",
     "begin_inverse",
     "bf16_parts",

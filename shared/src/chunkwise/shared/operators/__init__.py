@@ -5,18 +5,23 @@ from chunkwise.shared.operators.block_inverse import block_inverse
 from chunkwise.shared.operators.checks import (
     CHUNK_SIZES,
     check,
+    check_activation,
     check_array,
     check_cu_seqlens,
     check_delta_rule,
     check_flags,
+    check_floating,
     check_gates,
     check_heads,
     check_initial_state,
     check_scale,
+    check_segment_ids,
+    check_slots,
     choose_chunk_size,
     choose_implementation,
 )
 from chunkwise.shared.operators.decode import Slots, recurrent_cost, run_recurrent, token_by_token
+from chunkwise.shared.operators.isolation import keep_apart, select_tokens, spoilt_tokens
 from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence, unit_rows
 
 __all__ = [
@@ -27,21 +32,28 @@ __all__ = [
     "Slots",
     "block_inverse",
     "check",
+    "check_activation",
     "check_array",
     "check_cu_seqlens",
     "check_delta_rule",
     "check_flags",
+    "check_floating",
     "check_gates",
     "check_heads",
     "check_initial_state",
     "check_scale",
+    "check_segment_ids",
+    "check_slots",
     "choose_chunk_size",
     "choose_implementation",
+    "keep_apart",
     "packed_recurrence",
     "recurrence",
     "recurrent_cost",
     "run_chunked",
     "run_recurrent",
+    "select_tokens",
+    "spoilt_tokens",
     "token_by_token",
     "unit_rows",
 ]

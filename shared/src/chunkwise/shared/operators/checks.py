@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from chunkwise.shared.kernels.activations import ACTIVATIONS
+
 CHUNK_SIZES = (16, 32, 64, 128)
 _DEFAULT_CHUNK_SIZE = 64
 # What operators come in: plain JAX, a chain of one kernel per stage, one kernel per direction.
@@ -20,6 +22,19 @@ def check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def check_floating(name: str, x, label: str) -> tuple[int, ...]:
+    """Check that x is an array of floating type and return its shape; `label` names its dimensions."""
+    check(hasattr(x, "shape") and hasattr(x, "dtype"), f"`{name}` must be an array {label}; got {type(x).__name__}.")
+    check(any(x.dtype == t for t in _FLOATS), f"`{name}` must be float32, bfloat16 or float16; got {x.dtype}.")
+    return tuple(x.shape)
+
+
+def check_activation(activation) -> None:
+    """Check the name of an activation; None is the identity."""
+    known = activation is None or (isinstance(activation, str) and activation in ACTIVATIONS)
+    check(known, f"`activation` must be one of {ACTIVATIONS}; got {activation!r}.")
+
+
 def check_array(name: str, x, dims: str, shape: tuple[int | None, ...] | None = None) -> tuple[int, ...]:
     """Check that x is a floating array with one dimension per name in `dims` and return its shape.
 
@@ -30,11 +45,7 @@ def check_array(name: str, x, dims: str, shape: tuple[int | None, ...] | None = 
       shape: required sizes; None leaves a dimension free.
     """
     label = "[" + ", ".join(dims.split()) + "]"
-    check(hasattr(x, "shape") and hasattr(x, "dtype"), f"`{name}` must be an array {label}; got {type(x).__name__}.")
-    check(
-        any(x.dtype == t for t in _FLOATS),
-        f"`{name}` must be float32, bfloat16 or float16; got {x.dtype}.",
-    )
+    check_floating(name, x, label)
     check(len(x.shape) == len(dims.split()), f"`{name}` must have shape {label}; got {tuple(x.shape)}.")
     check(all(x.shape), f"`{name}` must not be empty; got {tuple(x.shape)}.")
     if shape is not None:
@@ -155,6 +166,31 @@ def check_cu_seqlens(cu_seqlens, B: int, T: int) -> None:
         values[0] == 0 and rising and values[-1] <= T,
         f"`cu_seqlens` must rise from 0 to at most T = {T}; got {shown}.",
     )
+
+
+def _check_typed(name: str, x, shape: tuple[int, ...], dtype) -> None:
+    """Check that x is an array of this shape and type; None passes."""
+    if x is None:
+        return
+    array = hasattr(x, "shape") and hasattr(x, "dtype")
+    check(
+        array and tuple(x.shape) == shape and x.dtype == dtype,
+        f"`{name}` must be {jnp.dtype(dtype).name} of shape {shape}; got "
+        f"{f'{x.dtype} {tuple(x.shape)}' if array else type(x).__name__}.",
+    )
+
+
+def check_segment_ids(segment_ids, B: int, T: int, cu_seqlens) -> None:
+    """Check the ids of segments, one for every token, which exclude the boundaries of a packed batch."""
+    both = segment_ids is not None and cu_seqlens is not None
+    check(not both, "`segment_ids` must be None if `cu_seqlens` is given; got both.")
+    _check_typed("segment_ids", segment_ids, (B, T), jnp.int32)
+
+
+def check_slots(state_indices, has_initial_state, N: int) -> None:
+    """Check which slot of a pool N sequences have, and whether they have a state at all."""
+    _check_typed("state_indices", state_indices, (N,), jnp.int32)
+    _check_typed("has_initial_state", has_initial_state, (N,), bool)
 
 
 def check_initial_state(initial_state, shape: tuple[int | None, ...]) -> None:

@@ -25,6 +25,7 @@ from chunkwise.shared.operators.checks import (
     check_flags,
     check_initial_state,
     check_scale,
+    check_slots,
     choose_implementation,
 )
 from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence
@@ -80,15 +81,7 @@ def _check_slots(initial_state, state_indices, has_initial_state, N: int, HV: in
     else:
         check(initial_state is not None, "`state_indices` must come with the pool as `initial_state`; got None.")
         check_initial_state(initial_state, (None, HV, K, V))
-    for name, x, dtype in (("state_indices", state_indices, jnp.int32), ("has_initial_state", has_initial_state, bool)):
-        if x is None:
-            continue
-        array = hasattr(x, "shape") and hasattr(x, "dtype")
-        check(
-            array and x.shape == (N,) and x.dtype == dtype,
-            f"`{name}` must be {jnp.dtype(dtype).name} of shape {(N,)}; got "
-            f"{f'{x.dtype} {tuple(x.shape)}' if array else type(x).__name__}.",
-        )
+    check_slots(state_indices, has_initial_state, N)
 
 
 def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool):

@@ -1,0 +1,63 @@
+"""Keeping what is not finite in one sequence of a stream away from the others, in plain JAX.
+
+Chunks of a packed batch without states are aligned to the stream, so one chunk may hold several sequences. A mask that
+multiplies does not keep these apart: 0 times NaN is NaN, and a product reads every row of its operands. So zeros take
+the place of a spoilt sequence before the products, in the forward and in the backward, and its results are NaN.
+"""
+
+import functools
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from chunkwise.shared.compat import vary_alike
+from chunkwise.shared.kernels.chunks import token_owners, zero_padding
+from chunkwise.shared.kernels.products import dot
+
+
+def spoilt_tokens(tokens: Iterable[jax.Array], cu_seqlens: jax.Array) -> jax.Array:
+    """Return which tokens belong to a sequence that holds something not finite, bool [T]; False for padding.
+
+    Args:
+      tokens: arrays [1, T, ...], floating. Gates of -inf count too: pass them through `clip_gate` first.
+      cu_seqlens: int32 [N + 1].
+    """
+    flat = [x.reshape(1, x.shape[1], -1) for x in tokens]
+    # A product with zeros is zero unless something is not finite: the fastest way to look at all of a token.
+    sums = [dot(x, jnp.zeros((1, x.shape[2], 1), x.dtype))[0, :, 0] for x in flat]
+    found = functools.reduce(jnp.logical_or, [x != 0.0 for x in sums])
+    before = jnp.pad(jnp.cumsum(found.astype(jnp.int32), dtype=jnp.int32), (1, 0))  # among the tokens before each
+    in_sequence = before[cu_seqlens[1:]] > before[cu_seqlens[:-1]]
+    return jnp.append(in_sequence, False)[token_owners(found.shape[0], cu_seqlens)]
+
+
+def select_tokens(tokens: jax.Array, x: jax.Array, others: float = 0.0) -> jax.Array:
+    """Return x [1, T, ...] where a token is selected, bool [T], and the number `others` elsewhere."""
+    return jnp.where(tokens.reshape(1, -1, *(1,) * (x.ndim - 2)), x, jnp.full((), others, x.dtype))
+
+
+def keep_apart(o: jax.Array, v: jax.Array, spoilt: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
+    """Return the results of a stream: o, NaN for spoilt tokens, and zeros for padding.
+
+    In the backward zeros take the place of the cotangent in every sequence where it is not finite. So that this is not
+    hidden, the gradient of v gets NaN there.
+
+    Args:
+      o: [1, T, HV, V], computed with zeros for spoilt tokens.
+      v: of the same shape.
+      spoilt: bool [T], `spoilt_tokens` of all inputs.
+      cu_seqlens: int32 [N + 1].
+    """
+    o, v, spoilt, cu_seqlens = vary_alike(o, v, spoilt, cu_seqlens)
+
+    def transpose(_, do):
+        return select_tokens(~spoilt_tokens((do,), cu_seqlens), do)
+
+    # JAX has one linear function whose transpose the caller chooses and that every transform of JAX takes: the solution
+    # of a linear system. Here the system is the identity.
+    o = lax.custom_linear_solve(lambda x: x, o, lambda _, x: x, transpose)
+    # The sum adds zero. Its gradient is zero times the cotangent.
+    o = o + jnp.zeros((), o.dtype) * zero_padding(v, cu_seqlens).astype(o.dtype)
+    return zero_padding(select_tokens(~spoilt, o, jnp.nan), cu_seqlens)
