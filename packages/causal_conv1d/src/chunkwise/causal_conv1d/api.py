@@ -1,0 +1,193 @@
+"""The contract: documentation, argument checks and the choice of implementation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.causal_conv1d import config as tiles
+from chunkwise.causal_conv1d import kernel, vjp, xla
+from chunkwise.causal_conv1d.kernel import Operands, Static
+from chunkwise.causal_conv1d.sequences import Sequences, final_states, find, state_rows
+from chunkwise.shared.compat import vary_alike
+from chunkwise.shared.operators import (
+    check,
+    check_activation,
+    check_array,
+    check_cu_seqlens,
+    check_flags,
+    check_segment_ids,
+    check_slots,
+    choose_implementation,
+)
+
+
+def _check_weights(weight, bias, D: int) -> int:
+    """Check weight and bias for D channels and return the width."""
+    W = check_array("weight", weight, "D W", (D, None))[1]
+    widths = tiles.WIDTHS
+    check(W in widths, f"`weight` must have a width of {widths[0]} to {widths[-1]}; got {W}.")
+    if bias is not None:
+        check_array("bias", bias, "D", (D,))
+    return W
+
+
+def causal_conv1d(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    activation: str | None = "silu",
+    cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    implementation: str | None = None,
+    config: tiles.Config | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the depthwise causal convolution over time of every sequence, and its last inputs.
+
+    With x_t = 0, or the rows of the initial state, before a sequence::
+
+        y_t = act(bias + sum_j weight[:, W - 1 - j] * x_{t-j}),        j = 0 ... W - 1
+
+    Dims: B batch, T tokens, D channels, W width, N sequences: B, or len(cu_seqlens) - 1.
+
+    Args:
+      x: inputs [B, T, D], float32, bfloat16 or float16; computed in float32.
+      weight: [D, W], W from 2 to 8, the oldest token first, likewise.
+      bias: [D], likewise, or None for zeros.
+      initial_state: the W - 1 inputs before every sequence [N, W - 1, D], the oldest first, likewise; None for zeros.
+        causal-conv1d and vLLM hold it as [N, D, W - 1], and flash-linear-attention as [N, D, W] with one input more.
+      output_final_state: whether to return the last inputs; static.
+      activation: "silu", "sigmoid" or None for the identity; static.
+      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Sequences may be empty; tokens from
+        cu_seqlens[N] on are padding. The values are checked outside of jit only.
+      segment_ids: int32 [B, T], traced, instead of cu_seqlens: a sequence begins where the id changes, and tokens of
+        an id below 0 are padding. States are [B, W - 1, D] then: the initial one precedes the first sequence of a row,
+        and the final one holds the last inputs of its last sequence.
+      implementation: "pallas" (one TPU kernel a direction, interpreted elsewhere), "xla" (plain JAX), None (the best
+        for the backend).
+      config: tile sizes of the kernels.
+
+    Returns:
+      y [B, T, D] in the type of x, and the last W - 1 inputs of every sequence [N, W - 1, D] in the type of x, None
+      unless asked for. A sequence shorter than that begins with its initial state. Padding may hold anything and gives
+      zeros. Differentiable in x, weight, bias and initial_state under both implementations.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+
+    NaN or infinity in one sequence changes no bit of the others, but the gradients of weight and bias are sums over
+    all of them.
+    Accuracy: 1e-7 relative to the definition in float64 for float32 inputs, 2e-3 for bfloat16 inputs, whose result is
+    rounded to bfloat16; gradients 3e-7 and 3e-3.
+    Cost: 2 B T D W flops; x is read and y is written once. The backward reads x and dy and writes dx once.
+    Source: the short convolution of H3 (2022) and of Mamba (2023), as in the causal-conv1d package.
+    """
+    B, T, D = check_array("x", x, "B T D")
+    W = _check_weights(weight, bias, D)
+    check_cu_seqlens(cu_seqlens, B, T)
+    check_segment_ids(segment_ids, B, T, cu_seqlens)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        check_array("initial_state", initial_state, "N W-1 D", (N, W - 1, D))
+    check_activation(activation)
+    check_flags(output_final_state=output_final_state)
+    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    if config is not None:
+        fits = config.tokens % 16 == 0 and config.channels % 128 == 0 and min(config.tokens, config.channels) > 0
+        check(fits, f"`config` must have multiples of 16 tokens and of 128 channels; got {config}.")
+    return _run(
+        x, weight, bias, initial_state, cu_seqlens, segment_ids,
+        bool(output_final_state), activation, implementation, config,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
+def _run(x, weight, bias, states, cu_seqlens, segment_ids, final: bool, activation, implementation, config):
+    (B, T, D), W = x.shape, weight.shape[1]
+    s = find(B, T, cu_seqlens, segment_ids)
+    rows = weight.astype(jnp.float32).T  # [W, D]
+    shift = jnp.zeros((1, D), jnp.float32) if bias is None else bias.astype(jnp.float32)[None]
+    before = None if states is None else state_rows(rows, states)  # [N, W - 1, D]
+    if implementation == "xla":
+        y = xla.convolve(x, rows, shift, before, s, activation)
+    else:
+        static = Static(T, W, activation, config or tiles.default_for(T, D))
+        y = vjp.convolve(_operands(x, rows, shift, before, s, static), static)
+    return y, final_states(x, states, W, s) if final else None
+
+
+def _operands(x, weight, bias, before, s: Sequences, static: Static) -> Operands:
+    blocks, sequences, reach = kernel.tables(s, x.shape[0], before is not None, static)
+    rows = None if before is None else before.reshape(-1, 1, x.shape[2])
+    return Operands(*vary_alike(blocks, sequences, x, reach, weight, bias, rows))
+
+
+def causal_conv1d_update(
+    x: jax.Array,
+    states: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    activation: str | None = "silu",
+    cu_seqlens: jax.Array | None = None,
+    state_indices: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the convolution of one new token or a few of every sequence, and the pool of states after them.
+
+    For serving: `causal_conv1d` from and to a pool of states::
+
+        y, pool = causal_conv1d_update(x, pool, weight, bias, state_indices=slots)
+
+    Under jit with the pool donated (donate_argnums), its states are updated in place. Plain JAX: it moves the same
+    bytes as a kernel would.
+
+    Dims: B batch, T new tokens, D channels, W width, N sequences: B, or len(cu_seqlens) - 1.
+
+    Args:
+      x, weight, bias, activation, cu_seqlens: as in `causal_conv1d`.
+      states: the last W - 1 inputs of every sequence [N, W - 1, D], or a pool [slots, W - 1, D] with state_indices, of
+        any floating type.
+      state_indices: int32 [N], traced: the slot of every sequence. Slots must be distinct and exist; the values are
+        not checked. A sequence with a negative slot starts from zeros and its state is dropped; negative slots are
+        neither read nor written and may repeat.
+      has_initial_state: bool [N], traced: False if a sequence starts from zeros whatever its slot holds; None for True.
+
+    Returns:
+      y [B, T, D] in the type of x, and the pool in its own type, in which the slots of no sequence keep every bit.
+      Differentiable in x, states, weight and bias.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+
+    Accuracy: as `causal_conv1d`.
+    Cost: 2 B T D W flops; every state is read and written once.
+    Source: as `causal_conv1d`.
+    """
+    B, T, D = check_array("x", x, "B T D")
+    W = _check_weights(weight, bias, D)
+    check_cu_seqlens(cu_seqlens, B, T)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    check_array("states", states, "slots W-1 D", (N if state_indices is None else None, W - 1, D))
+    check_slots(state_indices, has_initial_state, N)
+    check_activation(activation)
+    return _update(x, states, weight, bias, cu_seqlens, state_indices, has_initial_state, activation)
+
+
+@functools.partial(jax.jit, static_argnums=(7,))
+def _update(x, states, weight, bias, cu_seqlens, slots, has_state, activation):
+    before = states
+    fresh = jnp.zeros(states.shape[:1], bool) if slots is None else slots < 0
+    if slots is not None:
+        # A negative slot stands for none, here the one behind the last: it is neither read nor written.
+        slots = jnp.where(fresh, jnp.int32(states.shape[0]), slots)
+        before = states.at[slots].get(mode="fill", fill_value=0)
+    if has_state is not None:
+        fresh = fresh | ~has_state
+    before = jnp.where(fresh[:, None, None], jnp.zeros((), states.dtype), before)
+    y, after = _run(x, weight, bias, before, cu_seqlens, None, True, activation, "xla", None)
+    after = after.astype(states.dtype)
+    return y, after if slots is None else states.at[slots].set(after, mode="drop")

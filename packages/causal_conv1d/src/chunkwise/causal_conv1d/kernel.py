@@ -1,0 +1,346 @@
+"""The kernels: a grid step takes a block of tokens and channels, and computes it strip by strip.
+
+A strip of tokens as it was j tokens before is a load at another row. So the block is copied as float32 into a window
+behind the last tokens of the block before it, one plane [tokens, 128] for every 128 channels: a load from such a plane
+may begin at any row.
+
+Blocks in which a sequence begins or ends, and the last block of a row, are *mixed*: only they look where sequences end.
+Channels past the end of the array hold anything, and nothing of theirs is stored.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from chunkwise.causal_conv1d import tile
+from chunkwise.causal_conv1d.config import HALO, Config
+from chunkwise.causal_conv1d.cost import cost
+from chunkwise.causal_conv1d.sequences import Sequences
+from chunkwise.shared.compat import out_struct
+from chunkwise.shared.kernels import LANES, activate, clear, named, pad_tokens, pallas_call, to_column
+
+# Tokens that are computed at once.
+_STRIP = 32
+# Rows of the tokens before a block that are loaded again in the backward: a block of bfloat16 has 16 rows at least.
+_BEFORE = 16
+
+
+class Operands(NamedTuple):
+    """What the launches read; None if a launch does not.
+
+    Attributes:
+      blocks: int32 [3, B * blocks]: whether a block is mixed, and the range of sequences whose first W - 1 tokens may
+        lie in it. None if no block is mixed.
+      sequences: int32 [2, N]: start and length of every sequence; None without initial states.
+      x: [B, T, D].
+      reach: float32 [B, blocks, 2, tokens]: age and left of `Sequences`; None if no block is mixed.
+      weight: float32 [W, D], the oldest token first.
+      bias: float32 [1, D].
+      rows: float32 [N * (W - 1), 1, D], `sequences.state_rows`, or None: a kernel may take any entry of the first axis.
+      dy: like x.
+    """
+
+    blocks: jax.Array | None
+    sequences: jax.Array | None
+    x: jax.Array
+    reach: jax.Array | None
+    weight: jax.Array
+    bias: jax.Array
+    rows: jax.Array | None
+    dy: jax.Array | None = None
+
+
+class Static(NamedTuple):
+    """What is known when a kernel is built.
+
+    Attributes:
+      T: tokens of a row of the batch.
+      W: width.
+      activation: of the output.
+      config: tile sizes.
+    """
+
+    T: int
+    W: int
+    activation: str | None
+    config: Config
+
+    @property
+    def count(self) -> int:
+        """Blocks of a row of the batch."""
+        return -(-self.T // self.config.tokens)
+
+
+def tables(s: Sequences, B: int, with_states: bool, static: Static) -> tuple[Any, Any, Any]:
+    """Return `Operands.blocks`, `.sequences` and `.reach`."""
+    size, count, most = static.config.tokens, static.count, static.W - 1
+    ragged = static.T % size > 0
+    if s.age is None and not with_states and not ragged:
+        return None, None, None
+    whole = jnp.full((B, static.T), most, jnp.int32)
+    fill = lambda x: jnp.pad(x, ((0, 0), (0, count * size - static.T)), constant_values=-1).reshape(B, count, size)
+    age, left = (fill(whole if x is None else jnp.minimum(x, most)) for x in (s.age, s.left))
+    mixed = jnp.any((age < most) | (left < most), axis=2)  # [B, blocks]
+    reach = jnp.stack([age, left], axis=2).astype(jnp.float32)
+    low = high = jnp.zeros((B, count), jnp.int32)
+    sequences = None
+    if with_states:
+        begin = jnp.arange(B * count, dtype=jnp.int32) * size
+        # Sequences are in the order of their tokens, rows of the batch one after the other.
+        start = s.row * jnp.int32(count * size) + s.start
+        low = jnp.searchsorted(start, begin - most, side="right").astype(jnp.int32).reshape(B, count)
+        high = jnp.searchsorted(start, begin + size, side="left").astype(jnp.int32).reshape(B, count)
+        mixed |= low < high
+        sequences = jnp.stack([start, s.length])
+    return jnp.stack([mixed.astype(jnp.int32), low, high]).reshape(3, -1), sequences, reach
+
+
+def _planes(s: Static) -> range:
+    return range(s.config.channels // LANES)
+
+
+def _lanes(n: int) -> slice:
+    """Return the channels of a plane."""
+    return slice(n * LANES, (n + 1) * LANES)
+
+
+def _fill(refs, s: Static) -> None:
+    """Copy the block of x into the window, behind the halo."""
+    for n in _planes(s):
+        for at, rows in _strips(s):
+            refs.window[n, HALO + at : HALO + at + rows] = refs.x[at : at + rows, _lanes(n)].astype(jnp.float32)
+
+
+def _branches(refs, block, s: Static, compute) -> None:
+    """Call compute(mixed) for a block: False means that no sequence begins or ends in it."""
+    if refs.blocks is None:
+        compute(False)
+        return
+    mixed = refs.blocks[0, block] > 0
+    pl.when(mixed)(lambda: compute(True))
+    pl.when(jnp.logical_not(mixed))(lambda: compute(False))
+
+
+def _spread_reach(refs) -> None:
+    """Store the age and what is left of every token over all lanes."""
+    for i in range(2):
+        column = to_column(refs.reach[i : i + 1][None])[0]  # [tokens, 1]
+        refs.wide[i] = jnp.broadcast_to(column, refs.wide.shape[1:])
+
+
+def _first_rows(refs, block, s: Static, visit) -> None:
+    """Call visit(row of the block, row of `Operands.rows`) for the first W - 1 tokens of sequences in a block."""
+
+    def sequence(n, _):
+        first = refs.sequences[0, n] - block * jnp.int32(s.config.tokens)
+        for age in range(s.W - 1):
+            row = first + jnp.int32(age)
+            inside = (row >= 0) & (row < jnp.int32(s.config.tokens)) & (jnp.int32(age) < refs.sequences[1, n])
+            pl.when(inside)(lambda row=row, age=age: visit(row, n * jnp.int32(s.W - 1) + jnp.int32(age)))
+
+    lax.fori_loop(refs.blocks[1, block], refs.blocks[2, block], sequence, None)
+
+
+def _add_rows(refs, block, s: Static) -> None:
+    """Put what states add to a mixed block into scratch."""
+    clear(refs.added)
+
+    def visit(row, source):
+        for n in _planes(s):
+            refs.added[n, pl.ds(row, 1)] = refs.rows[source, :, _lanes(n)]
+
+    _first_rows(refs, block, s, visit)
+
+
+def _strips(s: Static):
+    """Return the strips of a block as (first row, rows)."""
+    return [(at, min(_STRIP, s.config.tokens - at)) for at in range(0, s.config.tokens, _STRIP)]
+
+
+class _Plane(NamedTuple):
+    """What a plane of 128 channels of a block is computed from.
+
+    Attributes:
+      n: which plane.
+      weight: W rows [1, 128].
+      bias: [1, 128].
+    """
+
+    n: int
+    weight: list[jax.Array]
+    bias: jax.Array
+
+    @classmethod
+    def load(cls, refs, n: int, s: Static) -> "_Plane":
+        return cls(n, [refs.weight[i : i + 1, _lanes(n)] for i in range(s.W)], refs.bias[:, _lanes(n)])
+
+    def convolve(self, refs, at: int, rows: int, mixed: bool, s: Static):
+        """Return the taps of a strip, what enters the activation, and the age of its tokens or None."""
+        age = refs.wide[0, at : at + rows] if mixed else None
+        begin = HALO + at
+        taps = [refs.window[self.n, begin - j : begin - j + rows] for j in range(s.W)]
+        taps = tile.masked(taps, age)
+        pre = tile.convolve(taps, self.weight, self.bias)
+        if mixed and refs.rows is not None:
+            pre = pre + refs.added[self.n, at : at + rows]
+        return taps, pre, age
+
+
+def _fwd_kernel(refs, *, s: Static):
+    """Write y of a block; its last tokens stay in the window for the next block."""
+    block = pl.program_id(1) * jnp.int32(s.count) + pl.program_id(2)
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        refs.window[:, :HALO] = jnp.zeros_like(refs.window[:, :HALO])
+
+    @pl.when(pl.program_id(2) > 0)
+    def _():
+        refs.window[:, :HALO] = refs.window[:, s.config.tokens :]
+
+    _fill(refs, s)
+
+    def compute(mixed):
+        if mixed:
+            _spread_reach(refs)
+            if refs.rows is not None:
+                _add_rows(refs, block, s)
+        for n in _planes(s):
+            plane = _Plane.load(refs, n, s)
+            for at, rows in _strips(s):
+                _, pre, age = plane.convolve(refs, at, rows, mixed, s)
+                y = activate(pre, s.activation)
+                if mixed:
+                    y = jnp.where(age >= 0.0, y, 0.0)
+                refs.y[at : at + rows, _lanes(n)] = y.astype(refs.y.dtype)
+
+    _branches(refs, block, s, compute)
+
+
+def _bwd_kernel(refs, *, s: Static):
+    """Write dx of a block, last block first, and add to the gradients of weight and bias.
+
+    A token's gradient comes from the W - 1 tokens after it too: the first of the block after this one stay in scratch.
+    """
+    turn = pl.program_id(2)
+    place = jnp.int32(s.count - 1) - turn
+    block = pl.program_id(1) * jnp.int32(s.count) + place
+    tokens = s.config.tokens
+
+    @pl.when((pl.program_id(1) == 0) & (turn == 0))
+    def _():
+        clear(refs.dweight, refs.drows)
+
+    @pl.when(turn == 0)
+    def _():
+        refs.dpre[:, tokens:] = jnp.zeros_like(refs.dpre[:, tokens:])
+
+    @pl.when(turn > 0)
+    def _():
+        refs.dpre[:, tokens:] = refs.dpre[:, :HALO]
+
+    for n in _planes(s):
+        before = refs.before[:, _lanes(n)].astype(jnp.float32)[_BEFORE - HALO :]  # [8, 128]
+        # Nothing is before the first block.
+        refs.window[n, :HALO] = jnp.where(place > 0, before, 0.0)
+    _fill(refs, s)
+
+    def compute(mixed):
+        if mixed:
+            _spread_reach(refs)
+            if refs.rows is not None:
+                _add_rows(refs, block, s)
+        for n in _planes(s):
+            plane = _Plane.load(refs, n, s)
+            sums = [jnp.zeros((8, LANES), jnp.float32)] * (s.W + 1)
+            for at, rows in _strips(s):
+                taps, pre, age = plane.convolve(refs, at, rows, mixed, s)
+                dy = refs.dy[at : at + rows, _lanes(n)].astype(jnp.float32)
+                d = tile.gradient(pre, dy, s.activation, age)  # [rows, 128]
+                refs.dpre[n, at : at + rows] = d
+                products = [d * tap for tap in reversed(taps)] + [d]
+                sums = [total + tile.fold(x) for total, x in zip(sums, products, strict=True)]
+            for i, total in enumerate(sums):
+                refs.dweight[i, :, _lanes(n)] += total
+            for at, rows in _strips(s):
+                ahead = [refs.dpre[n, at + j : at + j + rows] for j in range(s.W)]
+                ahead = tile.masked(ahead, refs.wide[1, at : at + rows] if mixed else None)
+                refs.dx[at : at + rows, _lanes(n)] = tile.convolve(ahead, plane.weight).astype(refs.dx.dtype)
+        if mixed and refs.rows is not None:
+
+            def visit(row, source):
+                for n in _planes(s):
+                    refs.drows[source, :, _lanes(n)] = refs.dpre[n, pl.ds(row, 1)]
+
+            _first_rows(refs, block, s, visit)
+
+    _branches(refs, block, s, compute)
+
+
+def launch(x: Operands, s: Static):
+    """Run the forward kernel, or with dy the backward one.
+
+    Returns:
+      y like x; or (dx like x, the gradients of weight and bias, float32 [W + 1, 8, D], to be summed over the 8, and
+      that of `rows`, or None).
+    """
+    (B, T, D), (tokens, channels), count = x.x.shape, (s.config.tokens, s.config.channels), s.count
+    backward = x.dy is not None
+    # Blocks of tokens are walked in order, in the backward from the last to the first.
+    place = (lambda i: jnp.int32(count - 1) - i) if backward else (lambda i: i)
+    block = pl.BlockSpec((None, tokens, channels), lambda j, b, i, *_: (b, place(i), j))
+    before = lambda i: jnp.maximum(place(i) * jnp.int32(tokens // _BEFORE) - jnp.int32(1), jnp.int32(0))
+    over_channels = lambda rows: pl.BlockSpec((rows, channels), lambda j, b, i, *_: (0, j))
+    specs = {
+        "x": block,
+        "before": pl.BlockSpec((None, _BEFORE, channels), lambda j, b, i, *_: (b, before(i), j)),
+        "reach": pl.BlockSpec((None, None, 2, tokens), lambda j, b, i, *_: (b, place(i), 0, 0)),
+        "weight": over_channels(s.W),
+        "bias": over_channels(1),
+        "rows": None if x.rows is None else pl.BlockSpec((x.rows.shape[0], 1, channels), lambda j, b, i, *_: (0, 0, j)),
+        "dy": block,
+    }
+    operands = x._asdict() | ({"before": pad_tokens(x.x, max(T, _BEFORE))} if backward else {})
+    scalars = [name for name in ("blocks", "sequences") if operands[name] is not None]
+    names = scalars + [name for name in specs if operands.get(name) is not None]
+    planes = channels // LANES
+    scratch = {"window": pltpu.VMEM((planes, HALO + tokens, LANES), jnp.float32)}
+    if x.reach is not None:
+        scratch["wide"] = pltpu.VMEM((2, tokens, LANES), jnp.float32)
+    if x.rows is not None:
+        scratch["added"] = pltpu.VMEM((planes, tokens, LANES), jnp.float32)
+    outputs: dict[str, tuple] = {"y": (block, x.x.shape, x.x.dtype)}
+    if backward:
+        sums = pl.BlockSpec((s.W + 1, 8, channels), lambda j, b, i, *_: (0, 0, j))
+        outputs = {"dx": (block, x.x.shape, x.x.dtype), "dweight": (sums, (s.W + 1, 8, D), jnp.float32)}
+        scratch["dpre"] = pltpu.VMEM((planes, tokens + HALO, LANES), jnp.float32)
+        if x.rows is not None:
+            outputs["drows"] = (specs["rows"], x.rows.shape, jnp.float32)
+    absent = [name for name in ("blocks", "sequences", "reach", "rows", "drows") if name not in (*names, *outputs)]
+    out = pallas_call(
+        named(
+            _bwd_kernel if backward else _fwd_kernel,
+            names,
+            [(name, True) for name in outputs] + [(name, False) for name in absent],
+            list(scratch),
+            s=s,
+        ),
+        *(operands[name] for name in names),
+        name=f"causal_conv1d_{'bwd' if backward else 'fwd'}_w{s.W}",
+        num_scalar_prefetch=len(scalars),
+        # Channels are independent. Rows of the batch are too, but the backward sums over them. Tokens are sequential.
+        grid=(-(-D // channels), B, count),
+        dimension_semantics=("parallel", "arbitrary" if backward else "parallel", "arbitrary"),
+        in_specs=[specs[name] for name in names if name not in scalars],
+        out_specs=[spec for spec, _, _ in outputs.values()],
+        out_shape=[out_struct(shape, dtype, *x) for _, shape, dtype in outputs.values()],
+        scratch_shapes=list(scratch.values()),
+        cost_estimate=cost(B=B, T=T, D=D, W=s.W, itemsize=x.x.dtype.itemsize, backward=backward),
+    )
+    if not backward:
+        return out[0]
+    return (*out, None)[:3]

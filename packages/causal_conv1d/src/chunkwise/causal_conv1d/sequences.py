@@ -1,0 +1,101 @@
+"""Where sequences begin and end in a batch, for every form in which the caller says it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from chunkwise.shared.kernels import token_owners
+
+
+class Sequences(NamedTuple):
+    """The sequences of a batch. All are int32 arrays.
+
+    Attributes:
+      age: [B, T], tokens before this one in its sequence; -1 for padding. None if every row is one sequence.
+      left: [B, T], tokens after this one in its sequence, likewise.
+      row: [N], the row of the batch in which a state enters and leaves.
+      start, length: [N], the first token of the sequence that the initial state precedes, and its tokens.
+      last_start, end: [N], the first token of the sequence that the final state follows, and the token after its last.
+    """
+
+    age: Any
+    left: Any
+    row: jax.Array
+    start: jax.Array
+    length: jax.Array
+    last_start: jax.Array
+    end: jax.Array
+
+
+def _by_ids(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (age, left) of tokens: a sequence ends where the id [B, T] changes; ids below 0 are padding."""
+    T = ids.shape[1]
+    token = jnp.arange(T, dtype=jnp.int32)[None]
+    change = ids[:, 1:] != ids[:, :-1]
+    first = jnp.pad(change, ((0, 0), (1, 0)), constant_values=True)
+    last = jnp.pad(change, ((0, 0), (0, 1)), constant_values=True)
+    start = lax.cummax(jnp.where(first, token, jnp.int32(0)), axis=1)
+    final = lax.cummin(jnp.where(last, token, jnp.int32(T)), axis=1, reverse=True)
+    hidden = lambda x: jnp.where(ids < 0, jnp.int32(-1), x)
+    return hidden(token - start), hidden(final - token)
+
+
+def find(B: int, T: int, cu_seqlens: jax.Array | None, segment_ids: jax.Array | None) -> Sequences:
+    """Return the sequences of a batch of B rows of T tokens."""
+    rows, zeros, whole = jnp.arange(B, dtype=jnp.int32), jnp.zeros(B, jnp.int32), jnp.full(B, T, jnp.int32)
+    if cu_seqlens is not None:
+        N = cu_seqlens.shape[0] - 1
+        owner = token_owners(T, cu_seqlens)[None]
+        age, left = _by_ids(jnp.where(owner < N, owner, jnp.int32(-1)))
+        start, end = cu_seqlens[:-1], cu_seqlens[1:]
+        return Sequences(age, left, jnp.zeros(N, jnp.int32), start, end - start, start, end)
+    if segment_ids is None:
+        return Sequences(None, None, rows, zeros, whole, zeros, whole)
+    age, left = _by_ids(segment_ids)
+    valid = segment_ids >= 0
+    first = jnp.argmax(valid, axis=1).astype(jnp.int32)
+    last = jnp.int32(T - 1) - jnp.argmax(valid[:, ::-1], axis=1).astype(jnp.int32)
+    some = jnp.any(valid, axis=1)
+    at = lambda x, token: jnp.take_along_axis(x, token[:, None], axis=1)[:, 0]
+    length = jnp.where(some, at(left, first) + 1, 0)
+    # A row of padding leaves its state as it is: a sequence without tokens.
+    last_start = jnp.where(some, last - at(age, last), first)
+    return Sequences(age, left, rows, first, length, last_start, jnp.where(some, last + 1, first))
+
+
+def state_rows(weight: jax.Array, states: jax.Array) -> jax.Array:
+    """Return what initial states add to the first W - 1 tokens of their sequences.
+
+    Args:
+      weight: float32 [W, D], the oldest token first.
+      states: [N, W - 1, D], the tokens before each sequence.
+
+    Returns:
+      float32 [N, W - 1, D]: row a belongs to the token of age a, to which only the states from row a on reach.
+    """
+    states = states.astype(jnp.float32)
+    S = states.shape[1]
+    reach = lambda a: sum(weight[i - a : i - a + 1] * states[:, i] for i in range(a, S))
+    return jnp.stack([reach(a) for a in range(S)], axis=1)
+
+
+def final_states(x: jax.Array, states: jax.Array | None, W: int, s: Sequences) -> jax.Array:
+    """Return the last W - 1 inputs of every sequence [N, W - 1, D] in the type of x; short ones begin with their state.
+
+    Args:
+      x: [B, T, D].
+      states: the initial states [N, W - 1, D], or None for zeros.
+      W: width.
+      s: the sequences.
+    """
+    index = s.end[:, None] - jnp.int32(W - 1) + jnp.arange(W - 1, dtype=jnp.int32)[None]  # [N, W - 1]
+    rows = x.at[s.row[:, None], jnp.maximum(index, 0)].get(mode="clip")
+    before = jnp.zeros((), x.dtype)
+    if states is not None:
+        # A sequence that is not the first of its row does not continue the state.
+        opening = (s.start == s.last_start)[:, None, None]
+        at = jnp.clip(jnp.int32(W - 1) + index - s.last_start[:, None], 0, W - 2)
+        before = jnp.where(opening, jnp.take_along_axis(states, at[:, :, None], axis=1).astype(x.dtype), before)
+    return jnp.where((index >= s.last_start[:, None])[:, :, None], rows, before)

@@ -1,0 +1,28 @@
+"""The kernels as one differentiable function of their operands."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.causal_conv1d import kernel
+from chunkwise.causal_conv1d.kernel import Operands, Static
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def convolve(x: Operands, s: Static) -> jax.Array:
+    """Return y [B, T, D] in the type of x."""
+    return kernel.launch(x, s)
+
+
+def _forward(x, s):
+    return kernel.launch(x, s), x
+
+
+def _backward(s, x, dy):
+    dx, sums, drows = kernel.launch(x._replace(dy=dy), s)
+    sums = jnp.sum(sums, axis=1)  # [W + 1, D]
+    return (Operands(None, None, dx, None, sums[:-1], sums[-1:], drows),)
+
+
+convolve.defvjp(_forward, _backward)

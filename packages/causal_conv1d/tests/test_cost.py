@@ -1,0 +1,20 @@
+"""The documentation states the flops of the one function of cost, which every launch uses."""
+
+import pytest
+
+from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
+from chunkwise.causal_conv1d.cost import cost
+from chunkwise.shared.testing.documents import documented_flops
+
+SIZES = dict(B=2, T=300, D=96, W=4)
+
+
+@pytest.mark.parametrize("function", [causal_conv1d, causal_conv1d_update])
+def test_documented_flops(function):
+    assert cost(**SIZES).flops == documented_flops(function, **SIZES)
+
+
+def test_bytes():
+    # x and y; then x, dy and dx.
+    assert cost(**SIZES).bytes_accessed == 2 * 2 * 300 * 96 * 2
+    assert cost(**SIZES, itemsize=4, backward=True).bytes_accessed == 3 * 2 * 300 * 96 * 4
