@@ -1,0 +1,43 @@
+"""Tile sizes of the kernels."""
+
+import dataclasses
+import math
+
+from chunkwise.shared.kernels import LANES, largest_divisor
+
+# Of a block in bytes: large enough that copying it hides the cost of a grid step.
+_BLOCK = 2**20
+# Lanes of a block: no more than this if groups allow it.
+_MOST_LANES = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tile sizes.
+
+    Attributes:
+      rows: rows of a grid step, a multiple of `strip`.
+      groups: groups of channels of a grid step.
+      strip: rows that are computed at once, a multiple of 16.
+    """
+
+    rows: int
+    groups: int
+    strip: int
+
+
+def unit(D: int, width: int) -> int:
+    """Return the lanes that are computed at once: the fewest whole registers that hold whole groups of D."""
+    return min(math.lcm(D, LANES), width)
+
+
+def default_for(groups: int, D: int, itemsize: int) -> Config:
+    """Return the Config for rows of `groups` groups of D channels of `itemsize` bytes."""
+    each = unit(D, groups * D) // D  # groups of a unit
+    # A block ends where a unit does, or takes all lanes.
+    taken = groups
+    if groups * D > _MOST_LANES and groups % each == 0:
+        taken = each * largest_divisor(groups // each, max(_MOST_LANES // (each * D), 1))
+    strip = 16
+    rows = _BLOCK // (taken * D * itemsize) // strip * strip
+    return Config(min(max(rows, strip), 1024), taken, strip)

@@ -1,0 +1,20 @@
+"""What the gated norm costs."""
+
+from jax.experimental import pallas as pl
+
+
+def cost(*, rows: int, D: int, itemsize: int = 2, backward: bool = False) -> pl.CostEstimate:
+    """Return the cost of the norm of so many rows of D channels, or of its gradient.
+
+    Args:
+      rows, D: sizes.
+      itemsize: bytes of a number of x, z and y.
+      backward: the cost of the gradient, which computes the norm again.
+    """
+    numbers = rows * D
+    # Read x and z and write y; or read x, z and dy and write dx and dz.
+    return pl.CostEstimate(
+        flops=numbers * (20 if backward else 8),
+        transcendentals=numbers,
+        bytes_accessed=numbers * itemsize * (5 if backward else 3),
+    )

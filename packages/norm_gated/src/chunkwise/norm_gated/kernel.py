@@ -1,0 +1,108 @@
+"""The kernels: a grid step takes a block of rows, and computes it strip by strip.
+
+Rows are flat, [rows, groups D]: that is how projections and operators leave them, so nothing is laid out anew. Columns
+past the end of the array hold anything; nothing of theirs is stored. Rows past the end are kept out of the gradient of
+the weight.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from chunkwise.norm_gated.config import Config, unit
+from chunkwise.norm_gated.cost import cost
+from chunkwise.norm_gated.tile import Static, backward, forward
+from chunkwise.shared.compat import out_struct
+from chunkwise.shared.kernels import named, pallas_call
+
+# Rows of a register of float32.
+_SUBLANES = 8
+
+
+def _strips(config: Config, width: int, D: int, compute) -> None:
+    """Call compute(rows, lanes) for every strip of a block, lanes a unit at a time."""
+    step = unit(D, width)
+
+    def strip(i, _):
+        rows = pl.ds(pl.multiple_of(i * jnp.int32(config.strip), config.strip), config.strip)
+        for first in range(0, width, step):
+            compute(rows, slice(first, min(first + step, width)))
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(config.rows // config.strip), strip, None)
+
+
+def _load(ref, rows, lanes) -> jax.Array:
+    return ref[rows, lanes].astype(jnp.float32)
+
+
+def _fwd_kernel(refs, *, s: Static, config: Config):
+    """Write y of a block."""
+
+    def compute(rows, lanes):
+        x, z = (_load(ref, rows, lanes) for ref in (refs.x, refs.z))  # [strip, lanes]
+        refs.y[rows, lanes] = forward(x, z, refs.weight[:, lanes], s).astype(refs.y.dtype)
+
+    _strips(config, refs.x.shape[1], s.D, compute)
+
+
+def _bwd_kernel(refs, *, s: Static, config: Config, rows: int):
+    """Write dx and dz of a block, and the gradient of the weight summed over it, in 8 rows."""
+    refs.dweight[...] = jnp.zeros_like(refs.dweight)
+    first = pl.program_id(0) * jnp.int32(config.rows)
+
+    def compute(at, lanes):
+        x, z, dy = (_load(ref, at, lanes) for ref in (refs.x, refs.z, refs.dy))  # [strip, lanes]
+        dx, dz, dweight = backward(x, z, refs.weight[:, lanes], dy, s)
+        refs.dx[at, lanes], refs.dz[at, lanes] = dx.astype(refs.dx.dtype), dz.astype(refs.dz.dtype)
+        if rows % config.rows:
+            row = first + at.start + lax.broadcasted_iota(jnp.int32, dweight.shape, 0)
+            dweight = jnp.where(row < jnp.int32(rows), dweight, 0.0)
+        # Whole registers are added; the sum over the 8 rows of a register is left to the caller.
+        refs.dweight[:, lanes] += jnp.sum(dweight.reshape(-1, _SUBLANES, dweight.shape[1]), axis=0)
+
+    _strips(config, refs.x.shape[1], s.D, compute)
+
+
+def launch(x: jax.Array, z: jax.Array, weight: jax.Array, s: Static, config: Config, dy: jax.Array | None = None):
+    """Run the forward kernel, or with dy the backward one.
+
+    Args:
+      x, z, dy: [rows, groups * D].
+      weight: float32 [1, groups * D].
+      s: what is known.
+      config: tile sizes.
+
+    Returns:
+      y like x; or dx like x, dz like z and the gradient of the weight, float32 [n, groups * D], to be summed over n.
+    """
+    rows, width = x.shape
+    blocks, lanes = -(-rows // config.rows), config.groups * s.D
+    block = pl.BlockSpec((config.rows, lanes), lambda i, j: (i, j))
+    sums = pl.BlockSpec((_SUBLANES, lanes), lambda i, j: (i, j))
+    operands: dict[str, Any] = {"x": x, "z": z, "weight": weight}
+    outputs = {"y": (block, x.shape, x.dtype)}
+    body, known = _fwd_kernel, dict(s=s, config=config)
+    if dy is not None:
+        operands["dy"] = dy
+        outputs = {
+            "dx": (block, x.shape, x.dtype),
+            "dz": (block, z.shape, z.dtype),
+            "dweight": (sums, (blocks * _SUBLANES, width), jnp.float32),
+        }
+        body, known = _bwd_kernel, known | dict(rows=rows)
+    out = pallas_call(
+        named(body, operands, [(name, True) for name in outputs], (), **known),
+        *operands.values(),
+        name=f"rms_norm_gated_{'fwd' if dy is None else 'bwd'}_d{s.D}",
+        # Blocks of rows and of groups are independent.
+        grid=(blocks, -(-width // lanes)),
+        dimension_semantics=("parallel", "parallel"),
+        in_specs=[pl.BlockSpec((1, lanes), lambda i, j: (0, j)) if n == "weight" else block for n in operands],
+        out_specs=[spec for spec, _, _ in outputs.values()],
+        out_shape=[out_struct(shape, dtype, *operands.values()) for _, shape, dtype in outputs.values()],
+        cost_estimate=cost(rows=rows * width // s.D, D=s.D, itemsize=x.dtype.itemsize, backward=dy is not None),
+    )
+    return tuple(out) if dy is not None else out[0]

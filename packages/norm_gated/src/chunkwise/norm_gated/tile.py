@@ -1,0 +1,94 @@
+"""The mathematics of a tile of rows: several groups of D channels side by side in the lanes, each normed by itself."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from chunkwise.shared.kernels import LANES, activate_with_slope, pad_lanes
+
+
+class Static(NamedTuple):
+    """What is known when the program is built.
+
+    Attributes:
+      D: channels of a group, over which the mean is taken.
+      activation: of the gate.
+      norm_before_gate: whether x is normed before the gate multiplies it, or after.
+      eps: added to the mean of the squares.
+    """
+
+    D: int
+    activation: str | None
+    norm_before_gate: bool
+    eps: float
+
+
+def group_mean(x: jax.Array, D: int) -> jax.Array:
+    """Return the mean of every group of D lanes, in all lanes of the group: float32 [rows, lanes] -> the same.
+
+    A register of 128 lanes may hold parts of several groups. Every group sums the registers that it touches, without
+    what is not its own there.
+    """
+    rows, width = x.shape
+    if D % LANES == 0 or width == D:
+        means = [jnp.mean(x[:, i : i + D], axis=1, keepdims=True) for i in range(0, width, D)]
+        return jnp.concatenate([jnp.broadcast_to(y, (rows, D)) for y in means], axis=1)
+    means = []
+    for begin in range(0, width, D):
+        first, last = begin // LANES * LANES, min(pad_lanes(begin + D), width)
+        lane = lax.broadcasted_iota(jnp.int32, (rows, last - first), 1) + jnp.int32(first)
+        own = jnp.where((lane >= jnp.int32(begin)) & (lane < jnp.int32(begin + D)), x[:, first:last], 0.0)
+        means.append(jnp.sum(own, axis=1, keepdims=True) * jnp.float32(1.0 / D))  # [rows, 1]
+    registers = []
+    for first in range(0, width, LANES):
+        shape = (rows, min(LANES, width - first))
+        lane = lax.broadcasted_iota(jnp.int32, shape, 1) + jnp.int32(first)
+        mean, *others = range(first // D, -(-(first + shape[1]) // D))
+        register = jnp.broadcast_to(means[mean], shape)
+        for group in others:
+            register = jnp.where(lane >= jnp.int32(group * D), means[group], register)
+        registers.append(register)
+    return jnp.concatenate(registers, axis=1)
+
+
+class Normed(NamedTuple):
+    """What forward and backward know of a tile, all float32 [rows, lanes].
+
+    Attributes:
+      n: normed numbers.
+      r: what they were multiplied by.
+      gate, slope: the activation of z, and its derivative.
+    """
+
+    n: jax.Array
+    r: jax.Array
+    gate: jax.Array
+    slope: jax.Array
+
+
+def norm(x: jax.Array, z: jax.Array, s: Static) -> Normed:
+    """Norm a tile: n = u r with r = 1 / sqrt(mean(u^2) + eps), where u is x, or x gate if the gate comes first."""
+    gate, slope = activate_with_slope(z, s.activation)
+    u = x if s.norm_before_gate else x * gate
+    r = lax.rsqrt(group_mean(u * u, s.D) + jnp.float32(s.eps))
+    return Normed(u * r, r, gate, slope)
+
+
+def forward(x: jax.Array, z: jax.Array, weight: jax.Array, s: Static) -> jax.Array:
+    """Return y for x, z [rows, lanes] and weight [1, lanes], all float32."""
+    t = norm(x, z, s)
+    y = weight * t.n
+    return y * t.gate if s.norm_before_gate else y
+
+
+def backward(x: jax.Array, z: jax.Array, weight: jax.Array, dy: jax.Array, s: Static):
+    """Return dx, dz and every row's gradient of the weight, all [rows, lanes], for the gradient dy of y."""
+    t = norm(x, z, s)
+    below = dy * weight
+    dn = below * t.gate if s.norm_before_gate else below
+    du = t.r * (dn - t.n * group_mean(dn * t.n, s.D))
+    if s.norm_before_gate:
+        return du, below * t.n * t.slope, dy * t.n * t.gate
+    return du * t.gate, du * x * t.slope, dy * t.n

@@ -1,0 +1,28 @@
+"""The kernels as one differentiable function of flat rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.norm_gated import kernel
+from chunkwise.norm_gated.config import Config
+from chunkwise.norm_gated.tile import Static
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def norm(x: jax.Array, z: jax.Array, weight: jax.Array, s: Static, config: Config) -> jax.Array:
+    """Return y like x, for x, z [rows, groups * D] and the weight of every lane, float32 [1, groups * D]."""
+    return kernel.launch(x, z, weight, s, config)
+
+
+def _forward(x, z, weight, s, config):
+    return kernel.launch(x, z, weight, s, config), (x, z, weight)
+
+
+def _backward(s, config, residuals, dy):
+    dx, dz, dweight = kernel.launch(*residuals, s, config, dy)
+    return dx, dz, jnp.sum(dweight, axis=0, keepdims=True)
+
+
+norm.defvjp(_forward, _backward)

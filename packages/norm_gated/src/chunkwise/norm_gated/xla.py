@@ -1,0 +1,18 @@
+"""The same in plain JAX."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from chunkwise.norm_gated.tile import Static
+from chunkwise.shared.kernels import activate
+
+
+def norm(x: jax.Array, z: jax.Array, weight: jax.Array, s: Static) -> jax.Array:
+    """Return y [..., D] in the type of x."""
+    y, gate = x.astype(jnp.float32), activate(z.astype(jnp.float32), s.activation)
+    if not s.norm_before_gate:
+        y = y * gate
+    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + jnp.float32(s.eps))
+    y = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape) * y
+    return (y * gate if s.norm_before_gate else y).astype(x.dtype)

@@ -1,0 +1,32 @@
+"""Every ValueError, by its text; the arguments are shapes only, so nothing can have been computed."""
+
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.norm_gated import rms_norm_gated
+from chunkwise.shared.testing import spec
+
+GOOD = dict(x=spec(2, 8, 4, 16), z=spec(2, 8, 4, 16), weight=spec(16))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(x=1.0), "`x` must be an array [..., D]; got float."),
+        (dict(x=spec()), "`x` must have shape [..., D]; got ()."),
+        (dict(x=spec(2, 0)), "`x` must not be empty; got (2, 0)."),
+        (dict(x=spec(2, 8, 4, 16, dtype=jnp.int32)), "`x` must be float32, bfloat16 or float16; got int32."),
+        (dict(z=spec(2, 8, 64)), "`z` must have the shape of `x` (2, 8, 4, 16); got (2, 8, 64)."),
+        (dict(weight=spec(64)), "`weight` must have shape [D] = (16); got (64,)."),
+        (dict(activation="gelu"), "`activation` must be one of ('silu', 'sigmoid', None); got 'gelu'."),
+        (dict(norm_before_gate=1), "`norm_before_gate` must be True or False, known when the program is built; got 1."),
+        (dict(eps=-1.0), "`eps` must be a number, at least 0; got -1.0."),
+        (dict(implementation="fused"), "`implementation` must be None or one of ('pallas', 'xla')"),
+    ],
+)
+def test_value_error(wrong, message):
+    kind = NotImplementedError if "implementation" in wrong else ValueError
+    with pytest.raises(kind, match=re.escape(message)):
+        rms_norm_gated(**GOOD | wrong)
