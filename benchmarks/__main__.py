@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from benchmarks import accuracy, operators, plots, stages, tpu
-from benchmarks.cases import CASES
+from benchmarks.cases import CASES, Case
 from benchmarks.compare import compare
+from benchmarks.mixer import MIXERS
 from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.pipeline.stages import STAGES
 from chunkwise.pipeline.tables import make_console, make_progress, make_table
@@ -31,12 +32,12 @@ def parse(arguments=None) -> argparse.Namespace:
     saved.add_argument("--base", type=Path, help="compare with a result; exit code 1 if a row is worse")
     saved.add_argument("--tolerance", type=float, default=0.1, help="by how much a figure may grow over --base")
     sizes = argparse.ArgumentParser(add_help=False)
-    sizes.add_argument("--case", action="append", choices=list(CASES), help="a model's layer; may be repeated")
     sizes.add_argument("--tokens", action="append", type=int, help="instead of the case's own; may be repeated")
     sizes.add_argument("--backward", action="store_true", help="forward and backward instead of forward")
-    known = ["xla", "staged", "fused", "pallas", "tokamax"]
+    known = ["xla", "staged", "fused", "pallas", "mixed", "tokamax"]
     sizes.add_argument("--implementation", action="append", choices=known, help="may be repeated")
     timed = argparse.ArgumentParser(add_help=False)
+    add_cases(timed, CASES)
     timed.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     timed.add_argument("--repeats", type=int, default=7)
     one = commands.add_parser("time", parents=[sizes, timed, saved], help="operators on this machine, beside peers")
@@ -45,6 +46,7 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--stage", action="append", choices=[stage.name for stage in STAGES])
     one = commands.add_parser("tpu", parents=[sizes, saved], help="the TPU compiler's estimate; needs no TPU")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
+    add_cases(one, CASES | MIXERS)
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("accuracy", parents=[saved], help="errors against gate strength and repeated keys")
     one.add_argument("sweep", choices=["gate", "keys"])
@@ -57,12 +59,18 @@ def parse(arguments=None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def add_cases(parser: argparse.ArgumentParser, cases: dict[str, Case]) -> None:
+    """Add the option that chooses cases."""
+    parser.add_argument("--case", action="append", choices=list(cases), help="a model's layer; may be repeated")
+
+
 def shapes(options: argparse.Namespace) -> Iterator[tuple]:
     """Yield (name, case, T, label) of the cases asked for."""
     for name in options.case or ["gdn-16"]:
-        for T in options.tokens or [CASES[name].T]:
+        case = (CASES | MIXERS)[name]
+        for T in options.tokens or [case.T]:
             label = {"case": name, "T": T, "pass": "forward+backward" if options.backward else "forward"}
-            yield name, CASES[name], T, label
+            yield name, case, T, label
 
 
 def jobs(options: argparse.Namespace) -> Iterator[tuple]:

@@ -15,6 +15,7 @@ import tempfile
 import time
 
 from benchmarks.cases import Case
+from benchmarks.mixer import Mixer
 from chunkwise.shared.chips import CHIPS
 
 
@@ -27,7 +28,10 @@ def _ours(case, implementation, T, backward, cu_seqlens):
     from chunkwise.shared.testing import with_gradients
 
     shapes = case.specs(T, jnp.bfloat16)
-    flat = {n: ShapeDtypeStruct((1, T, x.size // T), x.dtype) for n, x in shapes.items()}
+    # Weights stay as they are.
+    flat = {
+        n: ShapeDtypeStruct((1, T, x.size // T), x.dtype) if x.shape[:2] == (1, T) else x for n, x in shapes.items()
+    }
 
     def run(flat, cu_seqlens):
         x = {name: y.reshape(shapes[name].shape) for name, y in flat.items()}
@@ -170,6 +174,8 @@ def peers() -> list[str]:
 
 def can_run(case, implementation: str, backward: bool) -> bool:
     """Return whether an implementation has the case: tokamax has two operators, forward, unpacked."""
+    if implementation == "mixed":
+        return isinstance(case, Mixer)
     return implementation != "tokamax" or (case.table.delta and not backward and not case.sequences)
 
 
@@ -178,7 +184,9 @@ def measure(case: Case, implementation: str, chip: str, T: int, backward: bool, 
     failure = ""
     for profile in (True, False):
         arguments = f"{case!r}, {implementation!r}, {chip!r}, {T}, {backward}, {profile}"
-        code = f"import json; from benchmarks.tpu import Case, estimate; print(json.dumps(estimate({arguments})))"
+        code = (
+            f"import json; from benchmarks.tpu import Case, Mixer, estimate; print(json.dumps(estimate({arguments})))"
+        )
         try:
             done = subprocess.run(
                 [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout, check=False

@@ -8,7 +8,7 @@ import pytest
 
 from chunkwise.pipeline import check, cli
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
-from chunkwise.pipeline.stages import STAGES
+from chunkwise.pipeline.stages import PARTS, STAGES
 
 CUMSUM, SIMPLE_GLA = STAGES[0], OPERATORS["recurrent_simple_gla"]
 
@@ -23,6 +23,7 @@ def kernels(monkeypatch):
 
     def choose(stages=(), operators=()):
         monkeypatch.setattr(check, "STAGES", stages)
+        monkeypatch.setattr(check, "PARTS", ())
         monkeypatch.setattr(check, "OPERATORS", {operator.name: operator for operator in operators})
 
     return choose
@@ -133,15 +134,15 @@ def test_plan(backend, interpret, monkeypatch):
     monkeypatch.setattr("jax.default_backend", lambda: backend)
     planned = check.plan(interpret)
     kernels = backend == "tpu" or interpret
-    assert {x.kernel.name for x in planned} == {x.name for x in (*STAGES, *OPERATORS.values())}
+    assert {x.kernel.name for x in planned} == {x.name for x in (*STAGES, *PARTS, *OPERATORS.values())}
     assert {x.implementation for x in planned} == ({"xla", "pallas", "staged", "fused"} if kernels else {"xla"})
     sizes = {x.case.T for x in planned if x.implementation != "xla"}
     assert sizes == ({200} if backend == "tpu" else {20} if interpret else set())
 
 
 def test_unknown_kernel():
-    with pytest.raises(SystemExit, match="`--kernel` must be part of the name of a kernel; got 'conv'"):
-        cli.main(["check", "--kernel", "conv"])
+    with pytest.raises(SystemExit, match="`--kernel` must be part of the name of a kernel; got 'softmax'"):
+        cli.main(["check", "--kernel", "softmax"])
 
 
 def test_info(capsys):

@@ -1,8 +1,11 @@
 """The demo on a little text."""
 
+import pytest
+
 from chunkwise.pipeline import demo
 
 
+@pytest.mark.thorough
 def test_demo(tmp_path, capsys):
     assert demo.main(["--tokens", "700", "--slice", "150", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out

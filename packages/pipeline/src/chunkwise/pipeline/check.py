@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.pipeline.operators import OPERATORS, Operator
-from chunkwise.pipeline.stages import STAGES, Stage
+from chunkwise.pipeline.stages import PARTS, STAGES, Stage
 from chunkwise.shared import testing
 from chunkwise.shared.testing import Case, reference
 
@@ -168,13 +168,12 @@ def _start_operator(check: Check, operator: Operator, pool: Executor) -> Iterato
 def _start_stage(check: Check, stage: Stage, pool: Executor) -> Iterator[Program]:
     """Yield the program of a stage, on the rounded results of the stages before it."""
     case = check.case
-    x = _arguments(case)
+    x = _arguments(stage.inputs, case)
 
     def run(x, cu_seqlens):
         return stage.by_name(stage.run(x, case.chunk_size, cu_seqlens=cu_seqlens, implementation=check.implementation))
 
-    # Results of stages are float32, but for the output, which is in the type of the inputs.
-    rounded = stage.results == ("o",) and case.dtype != "float32"
+    rounded = stage.rounds and case.dtype != "float32"
     limit = testing.TOLERANCE[case.dtype] if rounded else testing.STAGE_TOLERANCE
     args = {name: x[name] for name in stage.reads}, case.cu_seqlens
     yield Program(
@@ -186,7 +185,10 @@ def _start_stage(check: Check, stage: Stage, pool: Executor) -> Iterator[Program
     )
 
 
-_arguments = functools.cache(Case.arguments)
+@functools.cache
+def _arguments(inputs: Callable[[Case], dict], case: Case) -> dict[str, jax.Array]:
+    """Return the arguments that `Stage.inputs` makes of a case, the same for all stages of one chain."""
+    return inputs(case)
 
 
 @functools.cache
@@ -239,7 +241,7 @@ def plan(interpret: bool, quick: bool = False) -> list[Check]:
     on_tpu = jax.default_backend() == "tpu"
     compiled = ON_TPU if on_tpu else ELSEWHERE
     checks = []
-    for kernel in (*STAGES, *OPERATORS.values()):
+    for kernel in (*STAGES, *PARTS, *OPERATORS.values()):
         for implementation in kernel.implementations:
             if not (implementation == "xla" or on_tpu or interpret):
                 continue

@@ -8,7 +8,7 @@ import jax
 
 import chunkwise
 from chunkwise.pipeline.operators import OPERATORS
-from chunkwise.pipeline.stages import STAGES
+from chunkwise.pipeline.stages import PARTS, STAGES
 from chunkwise.shared.operators import choose_implementation
 
 LIBRARIES = ("jax", "jaxlib", "libtpu", "numpy")
@@ -32,7 +32,7 @@ def selected() -> dict[str, str]:
     """Return what implementation=None means here, for keys and values of 128 channels."""
     return {
         kernel.name: choose_implementation(None, kernel.implementations, on_tpu=kernel.implementations[-1])
-        for kernel in (*OPERATORS.values(), *STAGES)
+        for kernel in (*OPERATORS.values(), *STAGES, *PARTS)
     }
 
 

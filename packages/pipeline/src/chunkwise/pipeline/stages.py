@@ -1,11 +1,18 @@
-"""The one table of the stages of the chain, as those see it that treat all stages alike: checks and benchmarks."""
+"""The tables of the stages of the chain, and of what a layer needs around its operator.
+
+They are for those that treat all of them alike: checks and benchmarks.
+"""
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
+from chunkwise.causal_conv1d import causal_conv1d
+from chunkwise.causal_conv1d.cost import cost as causal_conv1d_cost
 from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
 from chunkwise.chunk_h.cost import cost as chunk_h_cost
 from chunkwise.chunk_o import chunk_fwd_o
@@ -14,6 +21,9 @@ from chunkwise.cumsum import chunk_local_cumsum
 from chunkwise.cumsum.cost import cost as cumsum_cost
 from chunkwise.kkt import chunk_scaled_dot_kkt
 from chunkwise.kkt.cost import cost as kkt_cost
+from chunkwise.norm_gated import rms_norm_gated
+from chunkwise.norm_gated.cost import cost as norm_gated_cost
+from chunkwise.shared.testing import Case, mixer_oracle
 from chunkwise.shared.testing import stage_oracle as exact
 from chunkwise.solve_tril import solve_tril
 from chunkwise.solve_tril.cost import cost as solve_tril_cost
@@ -23,16 +33,18 @@ from chunkwise.wy_fast.cost import cost as wy_fast_cost
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the chain: how to run it and its definition, both of the arguments of a Case by name.
+    """A stage of the chain, or a part of a layer: how to run it and its definition, both of its arguments by name.
 
     Attributes:
       name: its name in its package.
       run: of arguments x, further keywords of the stage, and the chunk size.
       definition: of arguments x, cu_seqlens and the chunk size, in float64.
-      reads: the names of its arguments, as `chunkwise.shared.testing.Case` gives them.
+      reads: the names of its arguments, as `inputs` gives them.
       results: the names of its results, likewise.
       cost: of the sizes B, T, H, HV, K, V, C, itemsize and backward: its package's `cost` of those that it takes.
       implementations: what it comes in; the last is the TPU's choice.
+      inputs: from a `chunkwise.shared.testing.Case` to the arguments.
+      rounds: whether the results are in the type of the inputs; else they are float32.
     """
 
     name: str
@@ -42,6 +54,8 @@ class Stage:
     results: tuple[str, ...]
     cost: Callable[..., pl.CostEstimate]
     implementations: tuple[str, ...] = ("xla", "pallas")
+    inputs: Callable[[Case], dict] = Case.arguments
+    rounds: bool = False
 
     def by_name(self, results) -> dict:
         """Return what `run` or `definition` returned by name; without states that were not asked for."""
@@ -110,5 +124,48 @@ STAGES = (
         ("q", "k", "v_new", "h", "g_cum"),
         ("o",),
         chunk_o_cost,
+        rounds=True,
+    ),
+)
+
+_WIDTH = 4
+
+
+def _convolution_inputs(case: Case) -> dict:
+    """Return the values of a case as channels side by side, with weights and initial states."""
+    rng, x = np.random.default_rng(0), case.arguments()["v"]
+    N, D = case.B if case.lengths is None else len(case.lengths), case.HV * case.V
+    shapes = {"weight": (D, _WIDTH), "bias": (D,), "initial_state": (N, _WIDTH - 1, D)}
+    drawn = {name: jnp.asarray(rng.standard_normal(shape), x.dtype) for name, shape in shapes.items()}
+    return drawn | {"x": x.reshape(case.B, case.T, D)}
+
+
+def _norm_inputs(case: Case) -> dict:
+    """Return the values of a case with a gate and a weight; a norm knows no padding."""
+    x = jnp.nan_to_num(case.arguments()["v"])
+    return {"x": x, "z": jnp.flip(x, axis=1), "weight": jnp.linspace(0.5, 1.5, case.V, dtype=x.dtype)}
+
+
+# What a layer needs around its operator.
+PARTS = (
+    Stage(
+        "causal_conv1d",
+        lambda x, C, **o: causal_conv1d(x["x"], x["weight"], x["bias"], x["initial_state"], True, **o),
+        lambda x, cu, C: mixer_oracle.causal_conv1d(x["x"], x["weight"], x["bias"], x["initial_state"], cu_seqlens=cu),
+        ("x", "weight", "bias", "initial_state"),
+        ("y", "final_state"),
+        lambda *, H, HV, K, V, C, **sizes: causal_conv1d_cost(D=2 * H * K + HV * V, W=_WIDTH, **sizes),
+        inputs=_convolution_inputs,
+        rounds=True,
+    ),
+    Stage(
+        "rms_norm_gated",
+        lambda x, C, cu_seqlens, **o: rms_norm_gated(x["x"], x["z"], x["weight"], **o),
+        lambda x, cu, C: mixer_oracle.rms_norm_gated(x["x"], x["z"], x["weight"]),
+        ("x", "z", "weight"),
+        ("y",),
+        lambda *, B, T, H, HV, K, V, C, **sizes: norm_gated_cost(rows=B * T * HV, D=V, **sizes),
+        inputs=_norm_inputs,
+        rounds=True,
     ),
 )

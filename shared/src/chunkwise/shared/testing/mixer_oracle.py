@@ -1,0 +1,76 @@
+"""What a layer does around its operator, in float64 numpy, straight from the definitions.
+
+The arguments are those of the packages; cu_seqlens and segment_ids must be concrete.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Sequence(NamedTuple):
+    """One sequence of a batch: tokens start to end - 1 of a row.
+
+    Attributes:
+      row, start, end: its tokens.
+      state: which state precedes it or follows it.
+      opens, closes: whether the initial state precedes it, and whether it leaves the final state.
+    """
+
+    row: int
+    start: int
+    end: int
+    state: int
+    opens: bool = True
+    closes: bool = True
+
+
+def sequences(B: int, T: int, cu_seqlens=None, segment_ids=None) -> list[Sequence]:
+    """Return the sequences of a batch: its rows, those that are packed, or the segments of equal ids of its rows."""
+    if cu_seqlens is not None:
+        return [Sequence(0, int(a), int(b), n) for n, (a, b) in enumerate(itertools.pairwise(np.asarray(cu_seqlens)))]
+    if segment_ids is None:
+        return [Sequence(row, 0, T, row) for row in range(B)]
+    found = []
+    for row, ids in enumerate(np.asarray(segment_ids)):
+        runs = [(int(x[0]), len(x)) for x in np.split(ids, np.flatnonzero(np.diff(ids)) + 1)]
+        ends = np.cumsum([n for _, n in runs])
+        own = [(int(end) - n, int(end)) for (name, n), end in zip(runs, ends, strict=True) if name >= 0]
+        found += [Sequence(row, *x, row, i == 0, i == len(own) - 1) for i, x in enumerate(own)]
+    return found
+
+
+def activation(x: np.ndarray, name: str | None) -> np.ndarray:
+    """Return the activation of x by its name: "silu", "sigmoid", or None for x itself."""
+    s = np.exp(-np.logaddexp(0.0, -x))
+    return {None: x, "sigmoid": s, "silu": x * s}[name]
+
+
+def causal_conv1d(
+    x, weight, bias=None, initial_state=None, *, name: str | None = "silu", cu_seqlens=None, segment_ids=None
+):  # fmt: skip
+    """Return (y, final state) of the short convolution, token by token; zeros for tokens of no sequence."""
+    x, weight = np.asarray(x, np.float64), np.asarray(weight, np.float64)
+    (B, T, D), W = x.shape, weight.shape[1]
+    y = np.zeros(x.shape)
+    final = np.zeros((B if cu_seqlens is None else len(cu_seqlens) - 1, W - 1, D))
+    before = final.copy() if initial_state is None else np.array(initial_state, np.float64)
+    final[...] = before
+    shift = 0.0 if bias is None else np.asarray(bias, np.float64)
+    for s in sequences(B, T, cu_seqlens, segment_ids):
+        seen = np.concatenate([before[s.state] if s.opens else np.zeros((W - 1, D)), x[s.row, s.start : s.end]])
+        for t in range(s.end - s.start):
+            y[s.row, s.start + t] = activation(np.sum(seen[t : t + W] * weight.T, axis=0) + shift, name)
+        if s.closes:
+            final[s.state] = seen[len(seen) - (W - 1) :]
+    return y, final
+
+
+def rms_norm_gated(x, z, weight, *, name: str | None = "silu", norm_before_gate: bool = True, eps: float = 1e-6):
+    """Return the gated RMSNorm over the last axis."""
+    x, z, weight = (np.asarray(y, np.float64) for y in (x, z, weight))
+    gate = activation(z, name)
+    u = x if norm_before_gate else x * gate
+    y = weight * u / np.sqrt(np.mean(u**2, axis=-1, keepdims=True) + eps)
+    return y * gate if norm_before_gate else y
