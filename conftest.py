@@ -8,6 +8,16 @@ from chunkwise.shared.testing import tpu
 tpu.setup()
 
 KERNELS = ("pallas", "staged", "fused")
+# The generation that every change is compiled for; the others are for the thorough tests.
+CHIP = "v6e"
+
+
+def pytest_collection_modifyitems(items):
+    """Mark the compilations for other TPU generations as thorough."""
+    for item in items:
+        chip = item.callspec.params.get("chip") if hasattr(item, "callspec") else None
+        if chip not in (None, CHIP):
+            item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture(autouse=True, scope="module")

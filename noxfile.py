@@ -26,6 +26,11 @@ SIBLING = re.compile(r"(chunkwise-[a-z-]+) @ \{root:[^\"]*")
 # One worker for each core. A file stays with one worker, so that what its tests share is compiled once.
 WORKERS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--durations", "10")
 
+# The packages that every change installs alone: a kernel, and the one that needs all others.
+SOLO = ("kkt", "pipeline")
+# The tests that every change must pass; the session `thorough` runs the others.
+QUICK = ("-m", "not thorough")
+
 # pip compiles every module of jax, torch and transformers to bytecode, which takes longer than a session's own work.
 os.environ["PIP_COMPILE"] = "0"
 
@@ -74,16 +79,23 @@ def types(session):
 
 @nox.session
 def tests(session):
-    """Run the tests of all packages in one go, with the compilations for TPUs."""
+    """Run the tests of all packages in one go, with the compilations for TPU v6e."""
     prepare(session, "test")
-    session.run("pytest", *WORKERS, *PACKAGES.values(), *session.posargs)
+    session.run("pytest", *WORKERS, *QUICK, *PACKAGES.values(), *session.posargs)
 
 
 @nox.session
 def e2e(session):
     """Run the operators as a user calls them, and beside those of transformers."""
     prepare(session, "e2e")
-    session.run("pytest", *WORKERS, "tests_e2e", *session.posargs)
+    session.run("pytest", *WORKERS, *QUICK, "tests_e2e", *session.posargs)
+
+
+@nox.session(default=False)
+def thorough(session):
+    """Run the tests that take long: more sizes and types, and the compilations for all TPU generations."""
+    prepare(session, "e2e")
+    session.run("pytest", *WORKERS, "-m", "thorough", *PACKAGES.values(), "tests_e2e", *session.posargs)
 
 
 @nox.session(default=False)
@@ -105,7 +117,7 @@ def add_package_sessions(name: str) -> None:
 
     def test(session):
         prepare(session, "test", needed(name))
-        session.run("pytest", *WORKERS, PACKAGES[name], *session.posargs)
+        session.run("pytest", *WORKERS, *QUICK, PACKAGES[name], *session.posargs)
 
     def solo(session):
         session.install(PACKAGES[name])
@@ -119,7 +131,7 @@ def add_package_sessions(name: str) -> None:
     test.__doc__ = f"Run the tests of {name} with nothing installed but what it needs."
     solo.__doc__ = f"Install {name} alone, as a user would, and run the example of its README."
     nox.session(test, name=f"test-{name}", default=False)
-    nox.session(solo, name=f"solo-{name}")
+    nox.session(solo, name=f"solo-{name}", default=name in SOLO)
 
 
 for package in PACKAGES:

@@ -15,11 +15,11 @@ PACKED, T_PACKED = boundaries(5, 0, 20, 7, 16), 52
 @pytest.mark.parametrize(
     ("of", "dtype", "config"),
     [
-        ("rows", jnp.float32, None),
-        ("rows with states", jnp.float32, None),
+        pytest.param("rows", jnp.float32, None, marks=pytest.mark.thorough),
+        pytest.param("rows with states", jnp.float32, None, marks=pytest.mark.thorough),
         ("sequences with states", jnp.float32, None),
         ("sequences", jnp.float32, None),
-        ("sequences", jnp.bfloat16, Config(heads=1, heads_bwd=2)),
+        pytest.param("sequences", jnp.bfloat16, Config(heads=1, heads_bwd=2), marks=pytest.mark.thorough),
     ],
 )
 def test_isolated(of, dtype, config, implementation):

@@ -15,12 +15,12 @@ T_PACKED = 52
 @pytest.mark.parametrize(
     ("of", "dtype", "bound"),
     [
-        ("rows", jnp.float32, None),
+        pytest.param("rows", jnp.float32, None, marks=pytest.mark.thorough),
         ("sequences", jnp.float32, None),
         ("stream", jnp.float32, None),
         # One product over blocks of 8 rows, in the backward too, or in the forward of bfloat16 alone.
-        ("stream", jnp.float32, -5.0),
-        ("stream", jnp.bfloat16, None),
+        pytest.param("stream", jnp.float32, -5.0, marks=pytest.mark.thorough),
+        pytest.param("stream", jnp.bfloat16, None, marks=pytest.mark.thorough),
     ],
 )
 def test_isolated(of, dtype, bound, implementation):

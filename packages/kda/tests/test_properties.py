@@ -71,6 +71,7 @@ def test_split_in_two_with_the_state_handed_over(implementation):
     assert_close("final_state", final, state, STAGE_TOLERANCE)
 
 
+@pytest.mark.thorough
 @both
 def test_alone_batched_and_packed_agree(implementation):
     x = inputs_of(2, HALF)

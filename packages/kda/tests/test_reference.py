@@ -119,6 +119,7 @@ def gates_no_product_could_hold(inputs, *more):
     return inputs
 
 
+@pytest.mark.thorough
 @types
 @pytest.mark.parametrize("more", [(), (-1e9, -np.inf)], ids=["", "inf"])
 @both
@@ -145,6 +146,7 @@ def test_repeated_keys(implementation, gate, beta, dtype):
     compare(inputs, implementation=implementation)
 
 
+@pytest.mark.thorough
 @both
 def test_chunk_sizes_agree(implementation):
     inputs = inputs_of(1, 35, 1, 1, 16, 16, num_states=1)
@@ -156,12 +158,14 @@ def test_chunk_sizes_agree(implementation):
 
 
 # The first: one token, and two groups of heads a step.
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [(1, 1, 2, 4, 1, 1), (1, 20, 1, 1, 256, 200)])
 @both
 def test_head_dimensions(implementation, sizes):
     compare(inputs_of(*sizes, num_states=1), implementation=implementation, chunk_size=16)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpreted
 def test_the_step_that_is_measured():
     """16 heads a step, two side by side in the lanes, in the order that was searched for; two such blocks of heads."""
@@ -171,6 +175,7 @@ def test_the_step_that_is_measured():
     compare(inputs, final_state=False, implementation="fused")
 
 
+@pytest.mark.thorough
 @pytest.mark.interpreted
 def test_any_number_of_heads_a_step_gives_the_same():
     """Half a group of value heads, against a whole one, which is the default."""
@@ -196,6 +201,7 @@ def test_gradients(implementation, gate, dtype):
     compare_gradients(inputs, implementation=implementation, chunk_size=16)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kinds", [dict(q="float16", k="float16", v="float16"), dict(q="bfloat16", v="bfloat16")])
 @both
 def test_gradients_of_other_types(implementation, kinds):

@@ -175,11 +175,11 @@ def several(step: Step) -> jax.Array:
     return step.before != step.final
 
 
-def keys_not_finite(refs, own, s: Shape) -> jax.Array:
-    """Return which own rows of q, k, g or beta are not finite, float32 [1, C, 1]."""
-    keys = (load_heads(ref, s.K, own=own) for ref in (refs.q, refs.k))
+def tokens_not_finite(refs, own, s: Shape, names: tuple[str, ...]) -> jax.Array:
+    """Return which own rows of g, beta, and q or k by their names, are not finite, float32 [1, C, 1]."""
+    heads = (load_heads(getattr(refs, name), s.K, own=own) for name in names)
     values = (jnp.where(own, x.astype(jnp.float32), 0.0)[None] for x in (clip_gate(refs.g[...]), refs.beta[...]))
-    return rows_not_finite(*keys, *values)
+    return rows_not_finite(*heads, *values)
 
 
 def _fwd_kernel(refs, *, static: Static, s: Shape):
@@ -212,7 +212,8 @@ def _fwd_kernel(refs, *, static: Static, s: Shape):
         # What is not finite becomes zero before any product reads it, by the selection that padding needs anyway.
         spoilt = only_if(several(passed), lambda: quarantine_passed(refs, own_passed, passed, s), s.C)
         own_passed &= spoilt[0] == 0.0
-        found = only_if(several(prepared), lambda: keys_not_finite(refs, own, s), s.C)
+        # Nothing but its own row reads a query.
+        found = only_if(several(prepared), lambda: tokens_not_finite(refs, own, s, ("k",)), s.C)
         own &= found[0] == 0.0
         masks = load_masks(refs.owner, prepared, s.C)
     q, k, g, beta = load_chunk(refs, own, s, static)
@@ -271,7 +272,7 @@ def _fwd_kernel(refs, *, static: Static, s: Shape):
 def quarantine_passed(refs, own, passed: Step, s: Shape) -> jax.Array:
     """Clear a state that is not finite; return the rows of sequences that are not finite, float32 [1, C, 1].
 
-    The rows of q, k, g and beta were looked at when the chunk was prepared.
+    The rows of k, g and beta were looked at when the chunk was prepared.
     """
     masks = load_masks(refs.owner_passed, passed, s.C)
     state = not_finite(refs.state[:, :8])  # [1, 1, 1]

@@ -26,12 +26,12 @@ from chunkwise.fused_gdn.kernel import (
     Operands,
     Static,
     in_specs,
-    keys_not_finite,
     load_chunk,
     load_masks,
     own_rows,
     several,
     specs_of,
+    tokens_not_finite,
 )
 from chunkwise.fused_gdn.tile import (
     Shape,
@@ -264,7 +264,7 @@ def quarantine(refs, own, step: Step, s: Shape) -> jax.Array:
         clear(refs.dS)
 
     values = (load_heads(ref, s.V, own=own) for ref in (refs.do, refs.W))
-    found = jnp.maximum(keys_not_finite(refs, own, s), rows_not_finite(*values))
+    found = jnp.maximum(tokens_not_finite(refs, own, s, ("q", "k")), rows_not_finite(*values))
     found = jnp.maximum(found, jnp.where(masks.ending, state, 0.0))
     return whole_sequences(found, masks.same[:, :, : s.C])
 
