@@ -33,6 +33,7 @@ from chunkwise.shared.operators import (
     check,
     check_delta_rule,
     check_initial_state,
+    lay_out_law,
     run_chunked,
     run_recurrent,
 )
@@ -117,7 +118,8 @@ def fused_chunk_kda(
         three where not all tensors are bfloat16, and in the backward. The result is the same, while entries of q and
         k stay below 2^31: they meet factors of up to 2^96.
       use_gate_in_kernel: g is the raw gate, and the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound
-        lower_bound * sigmoid(exp(A_log) (g + dt_bias)), in float32; static.
+        lower_bound * sigmoid(exp(A_log) (g + dt_bias)), in float32; static. The kernels do it themselves: raw gates are
+        read in their type, and no decay is written. With bfloat16 tensors the forward kernel takes softplus up to 6e-8.
       A_log: [HV], any of these types; needed with use_gate_in_kernel and None without it, as the next two.
       dt_bias: [HV, K], or flat [HV * K]; None for zeros.
       lower_bound: of the decay, a negative number: it selects the second law, and promises what gate_lower_bound does;
@@ -175,7 +177,7 @@ def chunk(
     fits = max(x.q.shape[3], x.v.shape[3]) <= MOST_CHANNELS
     known = {"fused": functools.partial(_fused, config=config), "xla": _xla, **others}
     on_tpu = "fused" if fits else "staged" if "staged" in others else "xla"
-    return run_chunked(x, options, implementation, known, on_tpu)
+    return run_chunked(x, options, implementation, known, on_tpu, raw_gates=("fused",))
 
 
 def _transposed(states: jax.Array | None) -> jax.Array | None:
@@ -204,11 +206,15 @@ def _fused(x: Arguments, options: Options, config: tiles.Config | None) -> tuple
     packed, N = x.cu_seqlens is not None, x.num_states
     with_states = x.with_state or options.output_final_state
     pieces, NT = packed and with_states, -(-T // C)
+    # What pads fewer tokens than a chunk is zeros, of which a law makes decays.
+    selects = (T if options.laws.use_gate_in_kernel else max(T, C)) % C > 0
     static = Static(
-        B=B, T=max(T, C), H=H, HV=HV, K=pad_lanes(K), V=pad_lanes(V), C=C, N=N, steps=NT + N * pieces, scale=inside,
-        normalise=bool(options.normalise), pieces=pieces, config=config, with_state=x.with_state, head_sizes=(K, V),
+        B=B, T=max(T, C), selects=selects, H=H, HV=HV, K=pad_lanes(K), V=pad_lanes(V), C=C, N=N,
+        steps=NT + N * pieces, scale=inside, normalise=bool(options.normalise), pieces=pieces, config=config,
+        with_state=x.with_state, head_sizes=(K, V),
         base=tile.base_block(options.gate_lower_bound, dtype),
         backward_base=tile.base_block(options.gate_lower_bound, jnp.float32),
+        lower_bound=options.laws.lower_bound,
     )  # fmt: skip
     o, final_state = _launch(x._replace(scale=None), static, bool(options.output_final_state))
     return scaled(o, after).astype(x.v.dtype), final_state
@@ -220,13 +226,20 @@ def _launch(x: Arguments, static: Static, output_final_state: bool) -> tuple[jax
     T, (K, V) = x.q.shape[1], static.head_sizes
     dtype = operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
     steps = make_steps(static.B, T, static.C, x.cu_seqlens, with_states=x.with_state or output_final_state)
+    g, law = x.g.astype(jnp.float32), None
+    if x.A_log is not None:
+        # Raw gates stay as narrow as they are, but no TPU loads float16.
+        g = x.g if x.g.dtype == jnp.bfloat16 else g
+        law = jnp.stack(lay_out_law(x.A_log, x.dt_bias, g.shape[2:]))  # [2, HV, K]
+        law = to_lanes(law[None], 2)[0]
     operands = Operands(
         *steps,
         x.cu_seqlens,
         *(to_lanes(y.astype(dtype), static.T) for y in (x.q, x.k, x.v)),
-        to_lanes(x.g.astype(jnp.float32), static.T),
+        to_lanes(g, static.T),
         to_rows(x.beta.astype(jnp.float32), static.C),
         pad_states(_transposed(x.initial_state)),
+        law,
     )
     o, states = fused(Operands(*vary_alike(*operands)), static, output_final_state)
     o = from_lanes(o, static.HV, V, T)

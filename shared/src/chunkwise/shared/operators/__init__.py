@@ -21,7 +21,7 @@ from chunkwise.shared.operators.checks import (
     choose_implementation,
 )
 from chunkwise.shared.operators.decode import Slots, recurrent_cost, run_recurrent, token_by_token
-from chunkwise.shared.operators.gates import Laws, decay, decays, step_sizes
+from chunkwise.shared.operators.gates import Laws, decay, decay_gradient, decays, lay_out_law, step_sizes
 from chunkwise.shared.operators.isolation import keep_apart, select_tokens, spoilt_tokens
 from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence, unit_rows
 
@@ -49,8 +49,10 @@ __all__ = [
     "choose_chunk_size",
     "choose_implementation",
     "decay",
+    "decay_gradient",
     "decays",
     "keep_apart",
+    "lay_out_law",
     "packed_recurrence",
     "recurrence",
     "recurrent_cost",

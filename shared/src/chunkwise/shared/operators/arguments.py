@@ -1,6 +1,6 @@
 """The arguments of an operator on their way from the call to an implementation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -82,14 +82,18 @@ def check_shared(x: Arguments, options: Options) -> None:
     check_laws(options.laws, x.A_log, x.dt_bias, x.g)
 
 
-def without_laws(x: Arguments, options: Options) -> tuple[Arguments, Options]:
-    """Return arguments whose gates are decays and whose step sizes are final, and options that say so."""
+def without_laws(x: Arguments, options: Options, raw_gates: bool = False) -> tuple[Arguments, Options]:
+    """Return arguments whose step sizes are final and whose gates are decays, and options that say so.
+
+    With `raw_gates` the gates stay raw, for an implementation that knows their law.
+    """
     laws = options.laws
-    if laws.use_gate_in_kernel:
-        x = x._replace(g=decays(x.g, x.A_log, x.dt_bias, laws.lower_bound, x.cu_seqlens), A_log=None, dt_bias=None)
     if laws.use_beta_sigmoid_in_kernel:
         x = x._replace(beta=step_sizes(x.beta, laws.allow_neg_eigval, x.cu_seqlens))
-    return x, options._replace(laws=Laws(), gate_lower_bound=_promised(options))
+    left = Laws(laws.use_gate_in_kernel, laws.lower_bound) if raw_gates else Laws()
+    if laws.use_gate_in_kernel and not raw_gates:
+        x = x._replace(g=decays(x.g, x.A_log, x.dt_bias, laws.lower_bound, x.cu_seqlens), A_log=None, dt_bias=None)
+    return x, options._replace(laws=left, gate_lower_bound=_promised(options))
 
 
 def _promised(options: Options) -> float | None:
@@ -103,7 +107,12 @@ Implementation = Callable[[Arguments, Options], tuple[jax.Array, jax.Array | Non
 
 
 def run_chunked(
-    x: Arguments, options: Options, implementation: str | None, known: Mapping[str, Implementation], on_tpu: str
+    x: Arguments,
+    options: Options,
+    implementation: str | None,
+    known: Mapping[str, Implementation],
+    on_tpu: str,
+    raw_gates: Collection[str] = (),
 ) -> tuple[jax.Array, jax.Array | None]:
     """Check what all operators share, fill in scale and chunk size, and run an implementation.
 
@@ -113,6 +122,7 @@ def run_chunked(
       implementation: the name of one of `known`, or None for the best.
       known: implementations by name.
       on_tpu: what None means on a TPU; elsewhere it means "xla".
+      raw_gates: those of `known` that take raw gates and their law; the others get decays.
     """
     check_shared(x, options)
     chosen = choose_implementation(implementation, tuple(known), on_tpu)
@@ -120,5 +130,5 @@ def run_chunked(
         options.chunk_size, chosen, x.q.shape[1],
         per_channel=x.g is not None and x.g.ndim == 4, delta=x.beta is not None,
     )  # fmt: skip
-    x, options = without_laws(x._replace(scale=scale_of(x)), options._replace(chunk_size=chunk_size))
-    return known[chosen](x, options)
+    x, options = x._replace(scale=scale_of(x)), options._replace(chunk_size=chunk_size)
+    return known[chosen](*without_laws(x, options, chosen in raw_gates))
