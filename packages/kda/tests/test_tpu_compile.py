@@ -64,6 +64,26 @@ def test_forward_and_backward_compile(packed, bound, K, dtype, chip):
     assert "fused_chunk_kda_bwd_c64" in text
 
 
+@pytest.mark.parametrize("chip", CHIPS)
+def test_raw_gates_compile(chip):
+    """Forward and backward; some chips pack the sequences, others bound the decay."""
+    cu_seqlens = spec(4, dtype=jnp.int32) if chip in ("v5e", "v6e") else None
+    law = dict(use_gate_in_kernel=True, lower_bound=None if chip in ("v5e", "tpu7x") else -5.0)
+
+    def run(*x):
+        def loss(*y):
+            o, _ = fused_chunk_kda(*y[:5], A_log=y[5], dt_bias=y[6], cu_seqlens=x[7], **law, implementation="fused")
+            return o.astype(jnp.float32).sum(), o
+
+        return jax.grad(loss, argnums=tuple(range(7)), has_aux=True)(*x[:7])
+
+    q, k, v, g, beta = specs(1, 300, 1, 2, 128, 128, jnp.bfloat16)
+    g = spec(*g.shape, dtype=jnp.bfloat16)
+    text = compile_for(run, q, k, v, g, beta, spec(2), spec(2, 128), cu_seqlens, chip=chip).as_text()
+    assert "fused_chunk_kda_fwd_c64" in text
+    assert "fused_chunk_kda_bwd_c64" in text
+
+
 @pytest.mark.parametrize(
     ("K", "V", "chip"), [*((128, 128, chip) for chip in CHIPS), (60, 100, "v5e"), (320, 256, "v6e")]
 )

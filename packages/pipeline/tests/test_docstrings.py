@@ -15,7 +15,7 @@ def entries(docstring):
     section = re.search(r"^Args:\n(.*?)^\S", inspect.cleandoc(docstring), re.MULTILINE | re.DOTALL)[1]
     return [
         name
-        for names in re.findall(r"^  ([a-z][\w, \n]*):", section, re.MULTILINE)
+        for names in re.findall(r"^  ([A-Za-z][\w, \n]*):", section, re.MULTILINE)
         for name in re.split(r",\s+", names)
     ]
 

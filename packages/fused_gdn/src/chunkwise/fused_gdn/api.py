@@ -25,6 +25,7 @@ from chunkwise.shared.kernels import (
 from chunkwise.shared.operators import (
     Arguments,
     Implementation,
+    Laws,
     Options,
     Slots,
     check,
@@ -49,6 +50,12 @@ def fused_chunk_gated_delta_rule(
     output_final_state: bool = False,
     *,
     use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
     cu_seqlens: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
@@ -77,6 +84,13 @@ def fused_chunk_gated_delta_rule(
       initial_state: [N, HV, K, V] of any of these types, None for zeros. States are float32 inside.
       output_final_state: return the state after every sequence; static.
       use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6), in float32; static.
+      use_gate_in_kernel: g is the raw gate, and the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound
+        lower_bound * sigmoid(exp(A_log) (g + dt_bias)), in float32; static.
+      A_log: [HV], any of these types; needed with use_gate_in_kernel and None without it, as the next two.
+      dt_bias: [HV]; None for zeros.
+      lower_bound: of the decay, a negative number: it selects the second law; static.
+      use_beta_sigmoid_in_kernel: beta is raw, and the step size is sigmoid(beta), in float32; static.
+      allow_neg_eigval: with use_beta_sigmoid_in_kernel, the step size is 2 sigmoid(beta); static.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced: new values never recompile. B must be 1.
         Sequences may be empty. Tokens from cu_seqlens[N] on are padding: they may hold anything, NaN too, and their
         outputs and gradients are zeros. The values are checked outside of jit only. Without states in or out, chunks
@@ -107,8 +121,11 @@ def fused_chunk_gated_delta_rule(
       launches: the states before every chunk, then one reverse pass.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024), section 3.3.
     """
-    x = Arguments(q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size)
+    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    x = Arguments(
+        q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias
+    )
+    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, laws=laws)
     return chunk(x, options, implementation, config=config)
 
 
@@ -201,6 +218,12 @@ def recurrent_gated_delta_rule(
     output_final_state: bool = False,
     *,
     use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
     cu_seqlens: jax.Array | None = None,
     state_indices: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
@@ -230,6 +253,8 @@ def recurrent_gated_delta_rule(
         zeros. A pool keeps its type.
       output_final_state: return the states after the tokens; static.
       use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6), in float32; static.
+      use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval: as in
+        `fused_chunk_gated_delta_rule`.
       cu_seqlens: int32 [N + 1], traced: sequence n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1. B must be 1.
       state_indices: int32 [N], traced: the slot of every sequence. Slots must be distinct and exist; the values are
         not checked. A sequence with a negative slot starts from zeros and its state is dropped: no slot is read or
@@ -252,7 +277,10 @@ def recurrent_gated_delta_rule(
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024).
     """
     check_delta_rule(q, k, v, g, beta, cu_seqlens)
-    x = Arguments(q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    options = Options(output_final_state, use_qk_l2norm_in_kernel)
+    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    x = Arguments(
+        q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias
+    )
+    options = Options(output_final_state, use_qk_l2norm_in_kernel, laws=laws)
     slots = Slots(state_indices, has_initial_state)
     return run_recurrent(x, slots, options, implementation, "recurrent_gated_delta_rule_fwd")

@@ -27,11 +27,13 @@ from chunkwise.shared.kernels import (
 from chunkwise.shared.operators import (
     Arguments,
     Implementation,
+    Laws,
     Options,
     Slots,
     check,
     check_delta_rule,
     check_initial_state,
+    lay_out_law,
     run_chunked,
     run_recurrent,
 )
@@ -77,6 +79,12 @@ def fused_chunk_kda(
     *,
     use_qk_l2norm_in_kernel: bool = False,
     gate_lower_bound: float | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
     cu_seqlens: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
@@ -105,9 +113,19 @@ def fused_chunk_kda(
       initial_state: [N, HV, K, V], any floating type; None for zeros.
       output_final_state: return the state after every sequence; static.
       use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6), in float32; static.
-      gate_lower_bound: a promise that every g >= it, in nats; None or a number. From -16.6 on one product replaces
+      gate_lower_bound: a promise that every g >= it, in nats; None or a number. Not the lower_bound below,
+        which names a law. From -16.6 on one product replaces
         three where not all tensors are bfloat16, and in the backward. The result is the same, while entries of q and
         k stay below 2^31: they meet factors of up to 2^96.
+      use_gate_in_kernel: g is the raw gate, and the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound
+        lower_bound * sigmoid(exp(A_log) (g + dt_bias)), in float32; static. The kernels do it themselves: raw gates are
+        read in their type, and no decay is written. With bfloat16 tensors the forward kernel takes softplus up to 6e-8.
+      A_log: [HV], any of these types; needed with use_gate_in_kernel and None without it, as the next two.
+      dt_bias: [HV, K], or flat [HV * K]; None for zeros.
+      lower_bound: of the decay, a negative number: it selects the second law, and promises what gate_lower_bound does;
+        static.
+      use_beta_sigmoid_in_kernel: beta is raw, and the step size is sigmoid(beta), in float32; static.
+      allow_neg_eigval: with use_beta_sigmoid_in_kernel, the step size is 2 sigmoid(beta); static.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced: new values never recompile. B must be 1.
         Sequences may be empty; tokens from cu_seqlens[N] on are padding, which may hold anything, and give zeros. The
         values are checked outside of jit only. Without states cost follows tokens; with states a chunk costs as much
@@ -132,8 +150,11 @@ def fused_chunk_kda(
       once.
     Source: Kimi Linear (2025), section 3; the anchored products and the joined inverse are described in `tile`.
     """
-    x = Arguments(q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound)
+    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    x = Arguments(
+        q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias
+    )
+    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws)
     return chunk(x, options, implementation, config=config)
 
 
@@ -156,7 +177,7 @@ def chunk(
     fits = max(x.q.shape[3], x.v.shape[3]) <= MOST_CHANNELS
     known = {"fused": functools.partial(_fused, config=config), "xla": _xla, **others}
     on_tpu = "fused" if fits else "staged" if "staged" in others else "xla"
-    return run_chunked(x, options, implementation, known, on_tpu)
+    return run_chunked(x, options, implementation, known, on_tpu, raw_gates=("fused",))
 
 
 def _transposed(states: jax.Array | None) -> jax.Array | None:
@@ -185,11 +206,15 @@ def _fused(x: Arguments, options: Options, config: tiles.Config | None) -> tuple
     packed, N = x.cu_seqlens is not None, x.num_states
     with_states = x.with_state or options.output_final_state
     pieces, NT = packed and with_states, -(-T // C)
+    # What pads fewer tokens than a chunk is zeros, of which a law makes decays.
+    selects = (T if options.laws.use_gate_in_kernel else max(T, C)) % C > 0
     static = Static(
-        B=B, T=max(T, C), H=H, HV=HV, K=pad_lanes(K), V=pad_lanes(V), C=C, N=N, steps=NT + N * pieces, scale=inside,
-        normalise=bool(options.normalise), pieces=pieces, config=config, with_state=x.with_state, head_sizes=(K, V),
+        B=B, T=max(T, C), selects=selects, H=H, HV=HV, K=pad_lanes(K), V=pad_lanes(V), C=C, N=N,
+        steps=NT + N * pieces, scale=inside, normalise=bool(options.normalise), pieces=pieces, config=config,
+        with_state=x.with_state, head_sizes=(K, V),
         base=tile.base_block(options.gate_lower_bound, dtype),
         backward_base=tile.base_block(options.gate_lower_bound, jnp.float32),
+        lower_bound=options.laws.lower_bound,
     )  # fmt: skip
     o, final_state = _launch(x._replace(scale=None), static, bool(options.output_final_state))
     return scaled(o, after).astype(x.v.dtype), final_state
@@ -201,13 +226,20 @@ def _launch(x: Arguments, static: Static, output_final_state: bool) -> tuple[jax
     T, (K, V) = x.q.shape[1], static.head_sizes
     dtype = operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
     steps = make_steps(static.B, T, static.C, x.cu_seqlens, with_states=x.with_state or output_final_state)
+    g, law = x.g.astype(jnp.float32), None
+    if x.A_log is not None:
+        # Raw gates stay as narrow as they are, but no TPU loads float16.
+        g = x.g if x.g.dtype == jnp.bfloat16 else g
+        law = jnp.stack(lay_out_law(x.A_log, x.dt_bias, g.shape[2:]))  # [2, HV, K]
+        law = to_lanes(law[None], 2)[0]
     operands = Operands(
         *steps,
         x.cu_seqlens,
         *(to_lanes(y.astype(dtype), static.T) for y in (x.q, x.k, x.v)),
-        to_lanes(x.g.astype(jnp.float32), static.T),
+        to_lanes(g, static.T),
         to_rows(x.beta.astype(jnp.float32), static.C),
         pad_states(_transposed(x.initial_state)),
+        law,
     )
     o, states = fused(Operands(*vary_alike(*operands)), static, output_final_state)
     o = from_lanes(o, static.HV, V, T)
@@ -229,6 +261,12 @@ def recurrent_kda(
     *,
     use_qk_l2norm_in_kernel: bool = False,
     gate_lower_bound: float | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
     cu_seqlens: jax.Array | None = None,
     state_indices: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
@@ -257,7 +295,8 @@ def recurrent_kda(
       v: values [B, T, HV, V], likewise.
       g: log decay per channel [B, T, HV, K] in nats, <= 0, any strength.
       beta: step sizes [B, T, HV].
-      scale, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens: as in `fused_chunk_kda`.
+      scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens: as in `fused_chunk_kda`.
       gate_lower_bound: as there; it changes nothing here.
       initial_state: [N, HV, K, V], or a pool [slots, HV, K, V] with state_indices, of any floating type; None for
         zeros.
@@ -281,7 +320,10 @@ def recurrent_kda(
     Cost: 7 B T HV K V flops; every state is read and written once.
     Source: Kimi Linear (2025).
     """
-    x = Arguments(q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, gate_lower_bound=gate_lower_bound)
+    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    x = Arguments(
+        q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias
+    )
+    options = Options(output_final_state, use_qk_l2norm_in_kernel, gate_lower_bound=gate_lower_bound, laws=laws)
     _check(x, options)
     return run_recurrent(x, Slots(state_indices, has_initial_state), options, implementation, "recurrent_kda_fwd")

@@ -71,6 +71,7 @@ from chunkwise.shared.kernels import (
     to_row,
     whole_sequences,
 )
+from chunkwise.shared.operators import decay
 
 # Heads that take the state through a chunk together.
 STAGE = 4
@@ -89,9 +90,10 @@ class Operands(NamedTuple):
       cu_seqlens: int32 [N + 1], which no kernel reads: it says which sequences are empty. None if not packed.
       q, k: [B, T, H K], bfloat16 or float32, in which products take them.
       v: [B, T, HV V], of the same type.
-      g: [B, T, HV K] float32.
+      g: [B, T, HV K] float32; with a law raw gates, bfloat16 or float32.
       beta: [B, NT, HV, C] float32: a column of it would fill whole registers of 128 lanes.
       initial_state: [N, HV, V, K] float32, transposed, or None for zeros.
+      law: A_log and dt_bias of every gate, [2, HV K] float32; None where g are decays.
     """
 
     table: jax.Array
@@ -103,6 +105,7 @@ class Operands(NamedTuple):
     g: jax.Array
     beta: jax.Array
     initial_state: jax.Array | None
+    law: jax.Array | None
 
 
 class Static(NamedTuple):
@@ -110,6 +113,7 @@ class Static(NamedTuple):
 
     Attributes:
       B, T: rows of the batch and their tokens, at least C; the last chunk may hold fewer rows than C.
+      selects: rows past the last token are not zeros, or zeros that a law makes a decay of, so they must be left out.
       H, HV: key and value heads.
       K, V: head dimensions, padded to whole lanes.
       C: chunk size.
@@ -123,10 +127,12 @@ class Static(NamedTuple):
       head_sizes: K and V of the user's arrays.
       base: rows of the diagonal blocks that one product covers, in the forward.
       backward_base: in the backward, where gradients of strong gates are as small as the decays.
+      lower_bound: of the law of raw gates, or None.
     """
 
     B: int
     T: int
+    selects: bool
     H: int
     HV: int
     K: int
@@ -142,6 +148,7 @@ class Static(NamedTuple):
     head_sizes: tuple[int, int]
     base: int
     backward_base: int
+    lower_bound: float | None
 
     @property
     def p(self) -> int:
@@ -163,8 +170,8 @@ def decays_scratch(heads: int, C: int, K: int, base: int):
     return pltpu.VMEM((5 if base == 1 else 4, heads * K // LANES, C, LANES), jnp.float32)
 
 
-def store_block_decays(ref, g, base: int, goes_on=None, first: int = 0) -> None:
-    """Store the `tile.block_decays` of the gates g [C, heads K] of heads from tile `first` on.
+def store_block_decays(ref, g, base: int, goes_on=None, first: int = 0, in_nats: bool = True) -> None:
+    """Store the `tile.block_decays` of the gates g [C, heads K] of heads from tile `first` on, to base 2 or in nats.
 
     `goes_on` is a Ref [C, 128] of `tile.continuing`, or None.
 
@@ -175,7 +182,8 @@ def store_block_decays(ref, g, base: int, goes_on=None, first: int = 0) -> None:
     by_row = [pl.ds(r, C // tile.SUBLANES, stride=tile.SUBLANES) for r in range(tile.SUBLANES)]
     goes_on = None if goes_on is None else [goes_on[row, :] for row in by_row]  # each [C / 8, 128]
     for n in range(g.shape[1] // LANES):
-        ref[0, first + n] = g[:, n * LANES : (n + 1) * LANES] * LOG2_E  # [C, 128]
+        each = g[:, n * LANES : (n + 1) * LANES]  # [C, 128]
+        ref[0, first + n] = each * LOG2_E if in_nats else each
         decays = tile.block_decays(
             [ref.at[0, first + n][row, :] for row in by_row], base, goes_on
         )  # 8 times [C / 8, 128] each
@@ -241,7 +249,7 @@ class Chunk(NamedTuple):
 
     Attributes:
       q, k: [key heads, C, K] float32, rounded as the tensors are; q is not scaled.
-      g: [C, heads K] float32.
+      g: [C, heads K] float32; with a law raw gates as they are, also in rows that are not own: see `decays_of`.
       beta: [heads, C] float32.
     """
 
@@ -253,7 +261,7 @@ class Chunk(NamedTuple):
 
 def own_rows(refs, step: Step, static: Static) -> jax.Array | None:
     """Return which rows of the chunk belong to a step, bool [C, 1]; None for all. Others may hold anything."""
-    if static.pieces or refs.owner is not None or static.T % static.C:
+    if static.pieces or refs.owner is not None or static.selects:
         return step.rows(static.C)
     return None
 
@@ -269,8 +277,26 @@ def load_chunk(refs, own, static: Static) -> Chunk:
     g, beta = refs.g[...], refs.beta[...]  # [C, heads K], [heads, C]
     if own is not None:
         own_row = to_row(own.astype(jnp.float32)[None])[0] > 0.0  # [1, C]
-        g, beta = jnp.where(own, g, 0.0), jnp.where(own_row, beta, 0.0)
+        # A law comes first: see `decays_of`.
+        g = jnp.where(own, g, 0.0) if refs.law is None else g
+        beta = jnp.where(own_row, beta, 0.0)
     return Chunk(load_keys(refs.q, own, static), load_keys(refs.k, own, static), g, beta)
+
+
+def law_block(lanes: int) -> pl.BlockSpec:
+    """Return how a launch cuts `Operands.law`: all of it in these lanes of a block of heads."""
+    return pl.BlockSpec((2, lanes), lambda b, h, *_: (0, h))
+
+
+def decays_of(g, refs, own, static: Static, first: int = 0, unit: float = 1.0, exact: bool = True):
+    """Return the decays of raw gates g [C, n] in the lanes from `first` on, zero in rows that are not own.
+
+    `unit` and `exact` as in `chunkwise.shared.operators.decay`.
+    """
+    A_log, dt_bias = (refs.law[i : i + 1, first : first + g.shape[1]] for i in range(2))  # [1, n]
+    g = decay(g.astype(jnp.float32), A_log, dt_bias, static.lower_bound, unit, exact)  # [C, n]
+    # What raw gates hold there may be anything, and of zeros the law makes decays.
+    return g if own is None else jnp.where(own, g, 0.0)
 
 
 def load_masks(owner_ref, step: Step, C: int) -> SequenceMasks:
@@ -291,7 +317,7 @@ def several(step: Step) -> jax.Array:
 
 def keys_not_finite(refs, own, masks: SequenceMasks, static: Static) -> jax.Array:
     """Return the rows of sequences that hold something not finite in q, k, g or beta, float32 [1, C, 1]."""
-    g = jnp.where(own, refs.g[...], 0.0)
+    g = jnp.where(own, refs.g[...], 0.0) if refs.law is None else decays_of(refs.g[...], refs, own, static)
     # A gate of -inf only forgets everything.
     g = jnp.where(g == -jnp.inf, 0.0, g)[None]  # [1, C, heads K]
     beta = jnp.where(own[None], to_column(refs.beta[...][:, None]), 0.0)  # [heads, C, 1]
@@ -367,9 +393,11 @@ def _fwd_kernel(refs, *, static: Static):
         """Return what the state needs of the heads from n on."""
         pack, K = range(n, n + p), static.K
         q_pack, k_pack = (jnp.stack([y[i // static.group] for i in pack]) for y in (q, x.k))  # [p, C, K]
-        store_block_decays(
-            refs.decays, x.g[:, n * K : (n + p) * K], static.base, getattr(refs, "goes_on", None), n * K // LANES
-        )
+        g, in_nats = x.g[:, n * K : (n + p) * K], refs.law is None
+        if refs.law is not None:
+            # Pack by pack, because all decays at once would not stay in registers.
+            g = decays_of(g, refs, own, static, n * K, LOG2_E, exact=operand_dtype(dtype) == jnp.float32)
+        store_block_decays(refs.decays, g, static.base, getattr(refs, "goes_on", None), n * K // LANES, in_nats)
         decays, beta = load_decays(refs.decays, pack, K, static.base), to_column(x.beta[n : n + p, None])  # [p, C, 1]
         return prepare_pack(q_pack, k_pack, beta, decays, refs.levels[...], masks, dtype)
 
@@ -521,6 +549,7 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
         "beta": (x.beta.reshape(B, -1, HV // heads, heads, C), ahead.rows(heads)),
         "owner": (x.owner, ahead.owner(C)),
         "h0": (x.initial_state, passed.state(heads, V, K)),
+        "law": (x.law, law_block(heads * K)),
     }
     results = pallas_call(
         named(

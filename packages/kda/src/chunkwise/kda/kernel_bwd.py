@@ -26,7 +26,9 @@ from chunkwise.kda import tile
 from chunkwise.kda.cost import cost
 from chunkwise.kda.kernel import (
     Static,
+    decays_of,
     decays_scratch,
+    law_block,
     load_chunk,
     load_decays,
     load_masks,
@@ -71,6 +73,7 @@ from chunkwise.shared.kernels import (
     to_row,
     whole_sequences,
 )
+from chunkwise.shared.operators import decay_gradient
 
 
 def pair_table(C: int, base: int) -> np.ndarray:
@@ -236,6 +239,12 @@ def _bwd_kernel(refs, *, static: Static):
     def _():
         refs.state[...] = jnp.zeros_like(refs.state) if refs.dht is None else refs.dht[...]
 
+    if refs.law is not None:
+
+        @pl.when(turn == 0)
+        def _():
+            clear(refs.dlaw)
+
     if static.pieces:  # rows that no piece owns stay zero
 
         @pl.when(step.closes == 1)
@@ -251,7 +260,8 @@ def _bwd_kernel(refs, *, static: Static):
         spoilt = only_if(several(step), lambda: quarantine(refs, valid, masks, static), C)
         own = valid & (spoilt[0] == 0.0)
     chunk = load_chunk(refs, own, static)
-    store_block_decays(refs.decays, chunk.g, static.backward_base, getattr(refs, "goes_on", None))
+    g = chunk.g if refs.law is None else decays_of(chunk.g, refs, own, static)
+    store_block_decays(refs.decays, g, static.backward_base, getattr(refs, "goes_on", None))
     q, k = (
         jnp.stack([x[n // group] for n in range(heads)]) for x in (chunk.q * static.scale, chunk.k)
     )  # [heads, C, K]
@@ -285,7 +295,10 @@ def _bwd_kernel(refs, *, static: Static):
         made.append(interaction_bwd_tile(q[pack], k[pack], decays, refs.levels[...], d_scores, p, dtype))
     d_rows, d_columns = (jnp.concatenate(y) for y in zip(*made, strict=True))  # [heads, 2 C, K], [heads, C, K]
     dq, dk, later, earlier = chunk_bwd_tile(q, k, d_rows, d_columns, x)
-    store_own(refs.dg, slice(None), sum_over_rows(later, earlier, same, dtype), stored)
+    dg = sum_over_rows(later, earlier, same, dtype)  # [C, heads K]
+    if refs.law is not None:
+        dg = through_law(refs, own, dg, static)
+    store_own(refs.dg, slice(None), dg, stored)
     for ref, source, d in ((refs.dq, refs.q, static.scale * dq), (refs.dk, refs.k, dk)):
         d = sum_value_heads(d, group)  # [key heads, C, K]
         if static.normalise:
@@ -296,6 +309,16 @@ def _bwd_kernel(refs, *, static: Static):
         @pl.when(several(step))
         def _():
             spoil_results(refs, spoilt, masks)
+
+
+def through_law(refs, own, dg, static: Static):
+    """Return the gradient of raw gates for that of decays, dg [C, heads K], and add to that of A_log and dt_bias."""
+    A_log, dt_bias = refs.law[:1], refs.law[1:]  # [1, heads K]
+    each = decay_gradient(refs.g[...].astype(jnp.float32), A_log, dt_bias, static.lower_bound, dg)  # [C, heads K]
+    # Raw gates of other rows may be anything, and zero times NaN is NaN.
+    dx, dA = each if own is None else (jnp.where(own, x, 0.0) for x in each)
+    refs.dlaw[...] += jnp.concatenate([jnp.sum(x, axis=0, keepdims=True) for x in (dA, dx)])
+    return dx
 
 
 def quarantine(refs, own, masks, static: Static) -> jax.Array:
@@ -318,6 +341,8 @@ def spoil_results(refs, spoilt, masks) -> None:
         for ref in (refs.dq, refs.dk, refs.dv, refs.dg):
             spoil(ref, spoilt)
         refs.dbeta[...] = jnp.where(to_row(spoilt)[0] > 0.0, jnp.nan, refs.dbeta[...])
+        if refs.law is not None:
+            refs.dlaw[...] = jnp.full(refs.dlaw.shape, jnp.nan, jnp.float32)
 
         @pl.when(jnp.max(jnp.where(masks.carried, spoilt, 0.0)) > 0.0)
         def _():
@@ -328,7 +353,7 @@ class Operands(NamedTuple):
     """What the kernel reads; what is not said here is as in the forward.
 
     Attributes:
-      table, owner, q, k, g, beta: as there.
+      table, owner, q, k, g, beta, law: as there.
       h, W, X, scores: what the forward kept.
       do: [B, T, HV V], in the type of v.
       dht: [N, HV, V, K] float32, or None for zeros.
@@ -346,6 +371,7 @@ class Operands(NamedTuple):
     scores: jax.Array
     do: jax.Array
     dht: jax.Array | None
+    law: jax.Array | None
 
 
 def launch(x: Operands, static: Static) -> dict[str, jax.Array]:
@@ -356,8 +382,8 @@ def launch(x: Operands, static: Static) -> dict[str, jax.Array]:
       static: what is known when it is built.
 
     Returns:
-      A dict of the gradients dq, dk, dv, dg, dbeta in the shapes of their inputs, dg and dbeta float32, and dh0
-      [N, HV, V, K] float32 if there is an initial state, that of an empty sequence undefined.
+      A dict of the gradients dq, dk, dv, dg, dbeta, dlaw in the shapes of their inputs, dbeta float32, dlaw None if
+      there is no law, and dh0 [N, HV, V, K] float32 if there is an initial state, that of an empty sequence undefined.
     """
     B, HV, C, K, V, steps, heads = (
         static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads_bwd
@@ -382,16 +408,20 @@ def launch(x: Operands, static: Static) -> dict[str, jax.Array]:
         "scores": (x.scores, cut.per_step(heads // p, 2 * C, p * C)),
         "do": (x.do, cut.tokens(heads * V)),
         "dht": (x.dht, cut.state(heads, V, K)),
+        "law": (x.law, law_block(heads * K)),
     }
     outputs = {
         "dq": d_keys,
         "dk": d_keys,
         "dv": (cut.tokens(heads * V), x.do.shape, x.do.dtype),
-        "dg": (cut.tokens(heads * K), x.g.shape, jnp.float32),
+        "dg": (cut.tokens(heads * K), x.g.shape, x.g.dtype),
         "dbeta": (cut.rows(heads), beta.shape, jnp.float32),
         "dh0": (cut.state(heads, V, K), (static.N, HV, V, K), jnp.float32),
+        # A sum for every row of the batch, whose steps add to it.
+        "dlaw": (pl.BlockSpec((None, 2, heads * K), lambda b, h, *_: (b, 0, h)), (B, 2, HV * K), jnp.float32),
     }
-    wanted = [name for name in outputs if name != "dh0" or static.with_state]
+    unwanted = {"dh0": not static.with_state, "dlaw": x.law is None}
+    wanted = [name for name in outputs if not unwanted.get(name)]
     # The gradient of the state, and decays.
     scratch = {
         "state": pltpu.VMEM((heads, V, K), jnp.float32),
@@ -422,6 +452,7 @@ def launch(x: Operands, static: Static) -> dict[str, jax.Array]:
     )  # fmt: skip
     gradients = dict(zip(wanted, results, strict=True))
     gradients["dbeta"] = gradients["dbeta"].reshape(x.beta.shape)
+    gradients["dlaw"] = jnp.sum(gradients["dlaw"], axis=0) if x.law is not None else None
     if share > 1:
         for name in ("dq", "dk"):
             d = gradients[name].reshape(*x.q.shape[:2], static.H, share, K)

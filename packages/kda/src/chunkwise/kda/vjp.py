@@ -39,7 +39,7 @@ def _forward(x, static, final_state):
         W=_trim(out["W"], static.HV, static.V, V),
         h=out["h"][..., :V, :K],
         **{name: out[name] for name in ("X", "scores")},
-        **{name: getattr(x, name) for name in ("table", "owner", "beta")},
+        **{name: getattr(x, name) for name in ("table", "owner", "beta", "law")},
     )
     return (out["o"], out.get("ht")), (kept, x.cu_seqlens)
 
@@ -55,7 +55,7 @@ def _backward(static, final_state, residuals, cotangents):
     # The kernel does not visit empty sequences, and their final states do not come from it.
     dh0 = unless_empty(d["dh0"], None, cu_seqlens) if static.with_state else None
     cotangents: dict[str, Any] = dict.fromkeys(("table", "owner", "cu_seqlens"))
-    cotangents |= {name: d[f"d{name}"] for name in ("q", "k", "v", "g", "beta")}
+    cotangents |= {name: d[f"d{name}"] for name in ("q", "k", "v", "g", "beta", "law")}
     return (Operands(**cotangents, initial_state=dh0),)
 
 

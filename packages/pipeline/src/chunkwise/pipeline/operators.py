@@ -22,7 +22,7 @@ from chunkwise.kda import recurrent_kda
 from chunkwise.kda.cost import cost as kda_cost
 from chunkwise.pipeline import staged
 from chunkwise.pipeline.docstrings import documented_by
-from chunkwise.shared.operators import Arguments, Options, check_array
+from chunkwise.shared.operators import Arguments, Laws, Options, check_array
 
 
 @documented_by(gdn.fused_chunk_gated_delta_rule)
@@ -37,13 +37,20 @@ def chunk_gated_delta_rule(
     output_final_state: bool = False,
     *,
     use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
     cu_seqlens: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated delta rule over whole sequences, chunk by chunk."""
-    x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens)
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size)
+    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias)
+    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, laws=laws)
     return gdn.chunk(x, options, implementation, {"staged": staged.delta_rule})
 
 
@@ -60,6 +67,12 @@ def chunk_kda(
     *,
     use_qk_l2norm_in_kernel: bool = False,
     gate_lower_bound: float | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
     cu_seqlens: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
@@ -70,8 +83,9 @@ def chunk_kda(
       ValueError: an argument has the wrong rank, shape or type.
       NotImplementedError: "fused" with K or V above 256.
     """
-    x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens)
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound)
+    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias)
+    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws)
     return kda.chunk(x, options, implementation, {"staged": staged.delta_rule})
 
 

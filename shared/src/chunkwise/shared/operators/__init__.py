@@ -1,6 +1,6 @@
 """What operators are made of: checks, chunk tables, the token recurrence, decode, the inverse in plain JAX."""
 
-from chunkwise.shared.operators.arguments import Arguments, Implementation, Options, run_chunked
+from chunkwise.shared.operators.arguments import Arguments, Implementation, Options, run_chunked, without_laws
 from chunkwise.shared.operators.block_inverse import block_inverse
 from chunkwise.shared.operators.checks import (
     CHUNK_SIZES,
@@ -21,6 +21,7 @@ from chunkwise.shared.operators.checks import (
     choose_implementation,
 )
 from chunkwise.shared.operators.decode import Slots, recurrent_cost, run_recurrent, token_by_token
+from chunkwise.shared.operators.gates import Laws, decay, decay_gradient, decays, lay_out_law, step_sizes
 from chunkwise.shared.operators.isolation import keep_apart, select_tokens, spoilt_tokens
 from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence, unit_rows
 
@@ -28,6 +29,7 @@ __all__ = [
     "Arguments",
     "CHUNK_SIZES",
     "Implementation",
+    "Laws",
     "Options",
     "Slots",
     "block_inverse",
@@ -46,7 +48,11 @@ __all__ = [
     "check_slots",
     "choose_chunk_size",
     "choose_implementation",
+    "decay",
+    "decay_gradient",
+    "decays",
     "keep_apart",
+    "lay_out_law",
     "packed_recurrence",
     "recurrence",
     "recurrent_cost",
@@ -54,6 +60,8 @@ __all__ = [
     "run_recurrent",
     "select_tokens",
     "spoilt_tokens",
+    "step_sizes",
     "token_by_token",
     "unit_rows",
+    "without_laws",
 ]

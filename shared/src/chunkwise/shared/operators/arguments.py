@@ -1,12 +1,13 @@
 """The arguments of an operator on their way from the call to an implementation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from chunkwise.shared.operators.checks import check_flags, check_scale, choose_chunk_size, choose_implementation
+from chunkwise.shared.operators.gates import Laws, check_laws, decays, step_sizes
 
 
 class Arguments(NamedTuple):
@@ -15,12 +16,13 @@ class Arguments(NamedTuple):
     Attributes:
       q, k: [B, T, H, K].
       v: [B, T, HV, V].
-      g: log decay in nats, [B, T, HV] or [B, T, HV, K].
-      beta: [B, T, HV].
+      g: log decay in nats, [B, T, HV] or [B, T, HV, K], or the raw gate of a law.
+      beta: [B, T, HV], likewise.
       g_gamma: constant log decay [HV].
       scale: a number, or a scalar array, which may be traced.
       initial_state: [N, HV, K, V].
       cu_seqlens: int32 [N + 1].
+      A_log, dt_bias: what the law of raw gates takes, [HV], and [HV] or [HV, K].
     """
 
     q: jax.Array
@@ -33,6 +35,8 @@ class Arguments(NamedTuple):
     scale: Any = None
     initial_state: jax.Array | None = None
     cu_seqlens: jax.Array | None = None
+    A_log: jax.Array | None = None
+    dt_bias: jax.Array | None = None
 
     @property
     def num_states(self) -> int:
@@ -53,6 +57,7 @@ class Options(NamedTuple):
       normalise: scale queries and keys to unit length (`use_qk_l2norm_in_kernel`).
       chunk_size: tokens of a chunk; None for the best.
       gate_lower_bound: a promise that every gate is at least this, in nats; None for no promise.
+      laws: what is made of raw gates and step sizes.
     """
 
     output_final_state: bool = False
@@ -60,6 +65,7 @@ class Options(NamedTuple):
     # An implementation always gets a number.
     chunk_size: Any = None
     gate_lower_bound: float | None = None
+    laws: Laws = Laws()
 
 
 def scale_of(x: Arguments) -> float | jax.Array:
@@ -69,12 +75,44 @@ def scale_of(x: Arguments) -> float | jax.Array:
     return x.q.shape[-1] ** -0.5 if x.scale is None else float(x.scale)
 
 
+def check_shared(x: Arguments, options: Options) -> None:
+    """Check the arguments that all operators take alike, but for those of a choice; the others are checked before."""
+    check_flags(output_final_state=options.output_final_state, use_qk_l2norm_in_kernel=options.normalise)
+    check_scale(x.scale)
+    check_laws(options.laws, x.A_log, x.dt_bias, x.g)
+
+
+def without_laws(x: Arguments, options: Options, raw_gates: bool = False) -> tuple[Arguments, Options]:
+    """Return arguments whose step sizes are final and whose gates are decays, and options that say so.
+
+    With `raw_gates` the gates stay raw, for an implementation that knows their law.
+    """
+    laws = options.laws
+    if laws.use_beta_sigmoid_in_kernel:
+        x = x._replace(beta=step_sizes(x.beta, laws.allow_neg_eigval, x.cu_seqlens))
+    left = Laws(laws.use_gate_in_kernel, laws.lower_bound) if raw_gates else Laws()
+    if laws.use_gate_in_kernel and not raw_gates:
+        x = x._replace(g=decays(x.g, x.A_log, x.dt_bias, laws.lower_bound, x.cu_seqlens), A_log=None, dt_bias=None)
+    return x, options._replace(laws=left, gate_lower_bound=_promised(options))
+
+
+def _promised(options: Options) -> float | None:
+    """Return the bound that no gate is below, None for no bound: of a promise and a law the higher one."""
+    bounds = [x for x in (options.gate_lower_bound, options.laws.lower_bound) if x is not None]
+    return max(bounds, default=None)
+
+
 # From checked arguments and options to the output [B, T, HV, V] and the final states [N, HV, K, V] or None.
 Implementation = Callable[[Arguments, Options], tuple[jax.Array, jax.Array | None]]
 
 
 def run_chunked(
-    x: Arguments, options: Options, implementation: str | None, known: Mapping[str, Implementation], on_tpu: str
+    x: Arguments,
+    options: Options,
+    implementation: str | None,
+    known: Mapping[str, Implementation],
+    on_tpu: str,
+    raw_gates: Collection[str] = (),
 ) -> tuple[jax.Array, jax.Array | None]:
     """Check what all operators share, fill in scale and chunk size, and run an implementation.
 
@@ -84,12 +122,13 @@ def run_chunked(
       implementation: the name of one of `known`, or None for the best.
       known: implementations by name.
       on_tpu: what None means on a TPU; elsewhere it means "xla".
+      raw_gates: those of `known` that take raw gates and their law; the others get decays.
     """
-    check_flags(output_final_state=options.output_final_state, use_qk_l2norm_in_kernel=options.normalise)
-    check_scale(x.scale)
+    check_shared(x, options)
     chosen = choose_implementation(implementation, tuple(known), on_tpu)
     chunk_size = choose_chunk_size(
         options.chunk_size, chosen, x.q.shape[1],
         per_channel=x.g is not None and x.g.ndim == 4, delta=x.beta is not None,
     )  # fmt: skip
-    return known[chosen](x._replace(scale=scale_of(x)), options._replace(chunk_size=chunk_size))
+    x, options = x._replace(scale=scale_of(x)), options._replace(chunk_size=chunk_size)
+    return known[chosen](*without_laws(x, options, chosen in raw_gates))

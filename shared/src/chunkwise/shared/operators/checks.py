@@ -84,11 +84,11 @@ def check_flags(**flags) -> None:
     for name, value in flags.items():
         check(
             isinstance(value, bool | np.bool_),
-            f"`{name}` must be True or False, known when the program is built; got {_shown(value)}.",
+            f"`{name}` must be True or False, known when the program is built; got {shown(value)}.",
         )
 
 
-def _shown(value) -> str:
+def shown(value) -> str:
     """Return a value as an error message shows it: an array, traced or not, by its type and shape."""
     array = hasattr(value, "shape") and hasattr(value, "dtype")
     return f"an array {value.dtype} {tuple(value.shape)}" if array else repr(value)
@@ -97,7 +97,7 @@ def _shown(value) -> str:
 def check_chunk_size(chunk_size) -> None:
     """Check that the chunk size is one that the kernels are built for."""
     number = isinstance(chunk_size, numbers.Integral) and not isinstance(chunk_size, bool)
-    check(number and chunk_size in CHUNK_SIZES, f"`chunk_size` must be one of {CHUNK_SIZES}; got {_shown(chunk_size)}.")
+    check(number and chunk_size in CHUNK_SIZES, f"`chunk_size` must be one of {CHUNK_SIZES}; got {shown(chunk_size)}.")
 
 
 def choose_chunk_size(

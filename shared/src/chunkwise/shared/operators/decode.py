@@ -19,12 +19,10 @@ from chunkwise.shared.kernels.chunks import zero_padding
 from chunkwise.shared.kernels.launch import named, pallas_call, scaled, split_scale
 from chunkwise.shared.kernels.packed import LANES, pad_lanes, round_up
 from chunkwise.shared.kernels.tiles import l2norm, to_column
-from chunkwise.shared.operators.arguments import Arguments, Options, scale_of
+from chunkwise.shared.operators.arguments import Arguments, Options, check_shared, scale_of, without_laws
 from chunkwise.shared.operators.checks import (
     check,
-    check_flags,
     check_initial_state,
-    check_scale,
     check_slots,
     choose_implementation,
 )
@@ -120,14 +118,14 @@ def run_recurrent(
       ValueError: an argument is wrong.
       NotImplementedError: "fused", and the tokens and states do not fit into VMEM.
     """
-    check_flags(output_final_state=options.output_final_state, use_qk_l2norm_in_kernel=options.normalise)
-    check_scale(x.scale)
+    check_shared(x, options)
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
     _check_slots(x.initial_state, *slots, x.num_states, HV, K, V)
     on_tpu = "fused" if _key_heads_a_step(x) is not None else "xla"
     chosen = choose_implementation(implementation, ("fused", "xla"), on_tpu)
     inside, after = split_scale(scale_of(x))
+    x, options = without_laws(x, options)
     static = Static(B, T, H, HV, K, V, x.num_states, inside, options.normalise, name)
     o, states = _run(static, chosen, x._replace(scale=None), slots)
     return scaled(o, after), states if options.output_final_state else None

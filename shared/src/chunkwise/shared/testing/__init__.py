@@ -14,6 +14,7 @@ from chunkwise.shared.testing.compare import (
 )
 from chunkwise.shared.testing.documents import documented_flops
 from chunkwise.shared.testing.inputs import GATES, boundaries, make_gate, make_inputs, spec, spoil_padding
+from chunkwise.shared.testing.laws import law_reference, raw_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.poison import assert_isolated
 from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
@@ -36,9 +37,11 @@ __all__ = [
     "boundaries",
     "documented_flops",
     "error",
+    "law_reference",
     "make_gate",
     "make_inputs",
     "numeric_gradients",
+    "raw_inputs",
     "reference",
     "spec",
     "spoil_padding",

@@ -6,6 +6,9 @@ import numpy as np
 
 GATES = ("logsigmoid/10", "logsigmoid", "logsigmoid*10", "logsigmoid*100", "zero", "spikes", "strong")
 
+# Inputs that have no entry for every token.
+_NOT_TOKENS = ("initial_state", "g_gamma", "A_log", "dt_bias")
+
 
 def make_gate(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Return log decays of `shape` [B, T, ...] in nats.
@@ -71,9 +74,7 @@ def spoil_padding(inputs: dict[str, jax.Array], cu_seqlens: jax.Array | None) ->
     if cu_seqlens is None:
         return inputs
     end = int(cu_seqlens[-1])
-    return {
-        name: x if name in ("initial_state", "g_gamma") else x.at[:, end:].set(jnp.nan) for name, x in inputs.items()
-    }
+    return {name: x if name in _NOT_TOKENS else x.at[:, end:].set(jnp.nan) for name, x in inputs.items()}
 
 
 def spec(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,98 @@
+"""Raw gates, of which the kernels make decays: values and gradients against float64."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.kda import fused_chunk_kda
+from chunkwise.shared.testing import (
+    GATE_GRADIENT_TOLERANCE,
+    GRADIENT_TOLERANCE,
+    TOLERANCE,
+    assert_close,
+    assert_isolated,
+    boundaries,
+    law_reference,
+    make_inputs,
+    raw_inputs,
+    reference,
+    spoil_padding,
+    text_for_tpu,
+)
+
+# 1 token, an empty sequence, two sequences in a chunk, padding in the last chunk.
+PACKED = boundaries(1, 17, 0, 3)
+LAW = ("g", "beta", "A_log", "dt_bias")
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("dtype", "bound", "T", "cu_seqlens", "states"),
+    [
+        # Fewer tokens than a chunk: the law makes decays of the zeros that pad it.
+        (jnp.float32, None, 5, None, 2),
+        (jnp.float32, -5.0, 24, PACKED, 4),
+        (jnp.bfloat16, None, 24, PACKED, 0),
+        (jnp.bfloat16, -5.0, 20, None, 2),
+    ],
+)
+def test_values_and_gradients(dtype, bound, T, cu_seqlens, states):
+    B = 1 if cu_seqlens is not None else 2
+    inputs = make_inputs(B, T, 1, 2, 8, 8, per_channel=True, dtype=dtype, num_states=states)
+    inputs = raw_inputs(inputs, dtype=dtype)
+    rng = np.random.default_rng(1)
+    do = jnp.asarray(rng.standard_normal(inputs["v"].shape), dtype)
+    dht = jnp.asarray(rng.standard_normal(inputs["initial_state"].shape), jnp.float32) if states else None
+
+    @jax.jit
+    def run(x, do, dht):
+        function = functools.partial(
+            fused_chunk_kda, use_gate_in_kernel=True, lower_bound=bound, use_beta_sigmoid_in_kernel=True,
+            cu_seqlens=cu_seqlens, output_final_state=states > 0, chunk_size=16, implementation="fused",
+        )  # fmt: skip
+        outputs, pull = jax.vjp(lambda x: function(**x), x)
+        return outputs, pull((do, dht))[0]
+
+    (o, state), grads = run(spoil_padding(inputs, cu_seqlens), do, dht)
+    laws, pull = law_reference(*(inputs[name] for name in LAW), lower_bound=bound)
+    decayed = {name: y for name, y in inputs.items() if name not in ("A_log", "dt_bias")} | laws
+    o_ref, state_ref, expected = reference(**decayed, cu_seqlens=cu_seqlens, do=do, dht=dht)
+    expected |= pull(expected["g"], expected["beta"])
+    kind = jnp.dtype(dtype).name
+    assert_close("o", o, o_ref, TOLERANCE[kind])
+    if states:
+        assert_close("final_state", state, state_ref, TOLERANCE[kind])
+    for name, grad in grads.items():
+        assert grad.dtype == inputs[name].dtype, name
+        tolerances = GATE_GRADIENT_TOLERANCE if name in LAW else GRADIENT_TOLERANCE
+        assert_close(f"d{name}", grad, expected[name], tolerances[kind])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("states", [0, 4])
+def test_isolated(states):
+    """A_log and dt_bias are of all sequences, so their gradients are sums over these."""
+    x = raw_inputs(make_inputs(1, 24, 1, 1, 8, 8, per_channel=True, num_states=states))
+    law = dict(use_gate_in_kernel=True, lower_bound=-5.0, use_beta_sigmoid_in_kernel=True)
+
+    def run(x, cu_seqlens):
+        o, state = fused_chunk_kda(
+            **x, **law, output_final_state=states > 0, cu_seqlens=cu_seqlens, chunk_size=16, implementation="fused"
+        )
+        return dict(o=o, final_state=state) if states else dict(o=o)
+
+    assert_isolated(run, x, PACKED, shared=("A_log", "dt_bias"))
+
+
+def test_raw_gates_stay_narrow():
+    """And no decay is in memory: nothing of the gates' size is float32, forward or backward."""
+    x = raw_inputs(make_inputs(1, 32, 1, 2, 256, 128, per_channel=True, dtype=jnp.bfloat16), dtype=jnp.bfloat16)
+    run = lambda x: fused_chunk_kda(**x, use_gate_in_kernel=True, chunk_size=16, implementation="fused")[0]
+    text = text_for_tpu(jax.grad(lambda x: run(x).astype(jnp.float32).sum()), x)
+    assert "fused_chunk_kda_bwd_c16" in text
+    assert "tensor<1x32x512xbf16>" in text
+    assert not re.search(r"tensor<1x32x(2x256|512)xf32>", text)

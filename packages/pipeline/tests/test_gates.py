@@ -1,0 +1,108 @@
+"""Raw gates and step sizes in every delta rule and implementation: values and gradients against float64."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.pipeline import chunk_gated_delta_rule
+from chunkwise.pipeline.check import operator_inputs, tolerance
+from chunkwise.pipeline.operators import OPERATORS
+from chunkwise.shared.testing import assert_close, boundaries, law_reference, raw_inputs, reference, spec, spoil_padding
+
+DELTA = [operator for operator in OPERATORS.values() if operator.delta]
+# 1 token, an empty sequence, two sequences in a chunk, padding.
+PACKED = boundaries(1, 17, 0, 3)
+LAWS = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+LAW = {"softplus": dict(lower_bound=None, allow_neg_eigval=True), "bounded": dict(lower_bound=-5.0)}
+
+
+# The laws come before all implementations but one, so each of these takes one of them.
+CASES = [
+    ("chunk_gated_delta_rule", "xla", "softplus packed"),
+    ("chunk_gated_delta_rule", "staged", "bounded"),
+    ("chunk_gated_delta_rule", "fused", "softplus stream"),
+    ("chunk_kda", "xla", "bounded stream"),
+    ("chunk_kda", "staged", "softplus packed"),
+    ("chunk_kda", "fused", "bounded"),
+    ("recurrent_gated_delta_rule", "xla", "bounded"),
+    ("recurrent_gated_delta_rule", "fused", "softplus packed"),
+    ("recurrent_kda", "xla", "softplus"),
+    ("recurrent_kda", "fused", "bounded packed"),
+]
+
+
+@pytest.mark.parametrize(("operator", "implementation", "case"), CASES)
+def test_values_and_gradients(operator, implementation, case):
+    operator, (law, *how) = OPERATORS[operator], case.split()
+    law, packed = LAW[law], bool(how)
+    states = 0 if "stream" in how else 4 if packed else 1
+    # A few tokens are what the recurrent kernel is for, and quick to interpret.
+    T = 2 if not operator.chunked and implementation == "fused" and not packed else 24
+    inputs = raw_inputs(operator_inputs(operator, 1, T, 1, 2, 8, 8, num_states=states))
+    cu_seqlens = PACKED if packed else None
+    options = dict(chunk_size=16) if operator.chunked else {}
+    rng = np.random.default_rng(1)
+    do = jnp.asarray(rng.standard_normal(inputs["v"].shape), jnp.float32)
+    dht = jnp.asarray(rng.standard_normal(inputs["initial_state"].shape), jnp.float32) if states else None
+
+    @jax.jit
+    def run(x, do, dht):
+        function = functools.partial(operator.function, **LAWS, **law, **options, cu_seqlens=cu_seqlens)
+        outputs, pull = jax.vjp(
+            lambda x: function(**x, output_final_state=states > 0, implementation=implementation), x
+        )
+        return outputs, pull((do, dht))[0]
+
+    (o, state), grads = run(spoil_padding(inputs, cu_seqlens), do, dht)
+    laws, pull = law_reference(*(inputs[name] for name in ("g", "beta", "A_log", "dt_bias")), **law)
+    decayed = {name: y for name, y in inputs.items() if name not in ("A_log", "dt_bias")} | laws
+    o_ref, state_ref, expected = reference(**decayed, cu_seqlens=cu_seqlens, do=do, dht=dht)
+    expected |= pull(expected["g"], expected["beta"])
+    assert_close("o", o, o_ref, tolerance("o", "float32"))
+    if states:
+        assert_close("final_state", state, state_ref, tolerance("final_state", "float32"))
+    assert grads.keys() == expected.keys()
+    for name, grad in grads.items():
+        assert_close(f"d{name}", grad, expected[name], tolerance(f"d{name}", "float32"))
+
+
+@pytest.mark.parametrize("operator", DELTA, ids=lambda operator: operator.name)
+def test_types_are_stated(operator):
+    """Raw gates keep their type, and no Python number widens one."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        inputs = raw_inputs(operator_inputs(operator, 1, 18, 1, 1, 8, 8), dtype=jnp.bfloat16)
+        for name in operator.implementations:
+            for law in LAW.values():
+                run = lambda x: operator.function(**x, **LAWS, **law, implementation=name)[0]  # noqa: B023
+                grads = jax.eval_shape(lambda x: jax.vjp(run, x)[1](inputs["v"])[0], inputs)  # noqa: B023
+                assert {n: d.dtype for n, d in grads.items()} == {n: x.dtype for n, x in inputs.items()}
+
+
+@pytest.mark.parametrize("operator", DELTA, ids=lambda operator: operator.name)
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(A_log=spec(2)), "`A_log` must be None without `use_gate_in_kernel`; got an array float32 (2,)."),
+        (dict(use_gate_in_kernel=True), "`A_log` must be an array [HV] with `use_gate_in_kernel`; got None."),
+        (dict(allow_neg_eigval=True), "`allow_neg_eigval` must be False without `use_beta_sigmoid_in_kernel`;"),
+    ],
+)
+def test_errors(operator, wrong, message):
+    x = jax.tree.map(lambda y: spec(*y.shape), operator_inputs(operator, 1, 20, 1, 2, 8, 8))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        operator.function(**x, **wrong)
+
+
+def test_a_bound_without_arrays_is_a_law_too():
+    """No bias means zeros, and the step sizes stay as they are."""
+    inputs = raw_inputs(operator_inputs(OPERATORS["chunk_gated_delta_rule"], 1, 20, 1, 1, 8, 8))
+    inputs["dt_bias"] = jnp.zeros_like(inputs["dt_bias"])
+    inputs["beta"] = jax.nn.sigmoid(inputs["beta"])
+    run = functools.partial(chunk_gated_delta_rule, use_gate_in_kernel=True, lower_bound=-5.0)
+    want, _ = run(**inputs)
+    del inputs["dt_bias"]
+    np.testing.assert_array_equal(run(**inputs)[0], want)

@@ -1,0 +1,129 @@
+"""The laws that make decays of raw gates and step sizes of raw ones, in float32; arrays in, arrays out.
+
+With x the raw gate, a = exp(A_log) and b = dt_bias, a decay in nats is
+
+    g = -a softplus(x + b)                  dx = -a sigmoid(x + b) dg      dA_log = sum g dg       db = sum dx
+    g = lower_bound sigmoid(u)              dx = a du                      dA_log = sum u du       db = sum dx
+        u = a (x + b)                       du = g (1 - sigmoid(u)) dg
+
+and a step size is sigmoid(y), or twice that, of the raw y.
+"""
+
+import functools
+import math
+import numbers
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.shared.kernels.chunks import zero_padding
+from chunkwise.shared.operators.checks import check, check_array, check_flags, shown
+
+
+class Laws(NamedTuple):
+    """Which laws an operator applies, by the names of its arguments: all static.
+
+    Attributes:
+      use_gate_in_kernel: the gate is raw.
+      lower_bound: of the decay, a negative number, for the second law; None for the first.
+      use_beta_sigmoid_in_kernel: the step size is raw.
+      allow_neg_eigval: it is doubled.
+    """
+
+    use_gate_in_kernel: bool = False
+    lower_bound: float | None = None
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
+
+
+def check_laws(laws: Laws, A_log, dt_bias, g) -> None:
+    """Check the laws, and the arrays that they take for gates g [B, T, HV] or [B, T, HV, K]."""
+    flags = {name: value for name, value in laws._asdict().items() if name != "lower_bound"}
+    check_flags(**flags)
+    doubled = laws.allow_neg_eigval and not laws.use_beta_sigmoid_in_kernel
+    check(not doubled, "`allow_neg_eigval` must be False without `use_beta_sigmoid_in_kernel`; got True.")
+    if not laws.use_gate_in_kernel:
+        for name, x in dict(A_log=A_log, dt_bias=dt_bias, lower_bound=laws.lower_bound).items():
+            check(x is None, f"`{name}` must be None without `use_gate_in_kernel`; got {shown(x)}.")
+        return
+    bound = laws.lower_bound
+    number = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
+    check(
+        bound is None or (number and -math.inf < bound < 0),
+        f"`lower_bound` must be None or a finite number < 0; got {shown(bound)}.",
+    )
+    HV, *channels = g.shape[2:]
+    check(A_log is not None, "`A_log` must be an array [HV] with `use_gate_in_kernel`; got None.")
+    check_array("A_log", A_log, "HV", (HV,))
+    if dt_bias is None:
+        return
+    if channels and len(getattr(dt_bias, "shape", ())) != 1:
+        check_array("dt_bias", dt_bias, "HV K", (HV, *channels))
+    else:
+        check_array("dt_bias", dt_bias, "HV*K" if channels else "HV", (math.prod(g.shape[2:]),))
+
+
+def lay_out_law(A_log: jax.Array, dt_bias: jax.Array | None, heads: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Return A_log and dt_bias in float32, both of the shape `heads`, (HV,) or (HV, K): one number for every gate."""
+    A_log = A_log.astype(jnp.float32).reshape(-1, *(1,) * (len(heads) - 1))
+    zeros = jnp.zeros(heads, jnp.float32)
+    return jnp.broadcast_to(A_log, heads), zeros if dt_bias is None else dt_bias.astype(jnp.float32).reshape(heads)
+
+
+def decay(
+    x: jax.Array, A_log: jax.Array, dt_bias: jax.Array, lower_bound: float | None, unit: float = 1.0, exact: bool = True
+) -> jax.Array:
+    """Return the decay of raw gates x; all float32 and of shapes that fit one another.
+
+    Args:
+      x, A_log, dt_bias, lower_bound: of the law.
+      unit: the result is in nats times this.
+      exact: decays are as exact where they are weak as where they are strong. Else all are exact up to 6e-8 exp(A_log)
+        nats, which takes fewer operations.
+    """
+    a, x = jnp.exp(A_log), x + dt_bias
+    if lower_bound is not None:
+        return (unit * float(lower_bound)) * jax.nn.sigmoid(a * x)
+    return (-unit * a) * (_softplus(x) if exact else _softplus_of_few_operations(x))
+
+
+def decay_gradient(
+    x: jax.Array, A_log: jax.Array, dt_bias: jax.Array, lower_bound: float | None, dg: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients of `decay` for that of its result: of x, and of A_log before its sum over tokens."""
+    a, y = jnp.exp(A_log), x + dt_bias
+    if lower_bound is None:
+        return -a * jax.nn.sigmoid(y) * dg, decay(x, A_log, dt_bias, None) * dg
+    u = a * y
+    open_ = jax.nn.sigmoid(u)
+    du = float(lower_bound) * open_ * (1.0 - open_) * dg
+    return a * du, u * du
+
+
+def _softplus(x: jax.Array) -> jax.Array:
+    """Return log(1 + e^x); neither does e^x overflow, nor is a small one lost beside 1."""
+    return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+
+
+def _softplus_of_few_operations(x: jax.Array) -> jax.Array:
+    """Return log(1 + e^x): a small e^x loses digits beside 1, and where it would overflow x itself is the result."""
+    return jnp.maximum(x, jnp.log(1.0 + jnp.exp(jnp.minimum(x, 80.0))))
+
+
+@functools.partial(jax.jit, static_argnames="lower_bound")
+# Recomputed in the backward: what would be kept otherwise is larger than the raw gates.
+@functools.partial(jax.checkpoint, static_argnums=3)
+def decays(
+    g: jax.Array, A_log: jax.Array, dt_bias: jax.Array | None, lower_bound: float | None, cu_seqlens: jax.Array | None
+) -> jax.Array:
+    """Return the decays of raw gates g [B, T, HV] or [B, T, HV, K] of any type; padding may hold anything."""
+    A_log, dt_bias = (y[None, None] for y in lay_out_law(A_log, dt_bias, g.shape[2:]))
+    return decay(zero_padding(g, cu_seqlens).astype(jnp.float32), A_log, dt_bias, lower_bound)
+
+
+@functools.partial(jax.jit, static_argnames="doubled")
+def step_sizes(beta: jax.Array, doubled: bool, cu_seqlens: jax.Array | None) -> jax.Array:
+    """Return the step sizes of raw ones [B, T, HV] of any type; padding may hold anything."""
+    beta = jax.nn.sigmoid(zero_padding(beta, cu_seqlens).astype(jnp.float32))
+    return 2.0 * beta if doubled else beta

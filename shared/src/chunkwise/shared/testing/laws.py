@@ -1,0 +1,56 @@
+"""Raw gates and step sizes, and the oracle of what operators make of them: float64 numpy, with gradients."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def raw_inputs(x: dict[str, jax.Array], seed: int = 3, dtype=jnp.float32) -> dict[str, jax.Array]:
+    """Return inputs of a delta rule with raw gates and step sizes of a type in the place of others, A_log and dt_bias.
+
+    Raw gates reach from -10 to 10: some tokens forget nearly nothing, others nearly everything.
+    """
+    rng, heads = np.random.default_rng(seed), x["g"].shape[2:]
+    return x | dict(
+        g=jnp.asarray(rng.uniform(-10, 10, x["g"].shape), dtype),
+        beta=jnp.asarray(rng.standard_normal(x["beta"].shape), dtype),
+        A_log=jnp.asarray(rng.uniform(-3, 1, heads[:1]), jnp.float32),
+        dt_bias=jnp.asarray(rng.standard_normal(heads), jnp.float32),
+    )
+
+
+def law_reference(
+    g, beta, A_log, dt_bias, *, lower_bound: float | None = None, allow_neg_eigval: bool = False
+) -> tuple[dict[str, np.ndarray], Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]]]:
+    """Return the decays g and step sizes beta, and a function from their gradients to those of the arguments by name.
+
+    Args:
+      g: raw gates [B, T, HV] or [B, T, HV, K].
+      beta: raw step sizes [B, T, HV].
+      A_log: [HV].
+      dt_bias: [HV] or [HV, K].
+      lower_bound: of the law with a bound; None for the other.
+      allow_neg_eigval: double the step sizes.
+    """
+    x, beta, A_log, dt_bias = (np.asarray(y, np.float64) for y in (g, beta, A_log, dt_bias))
+    a = np.exp(A_log).reshape(-1, *(1,) * (x.ndim - 3))
+    x, rate = x + dt_bias, (2.0 if allow_neg_eigval else 1.0) / (1 + np.exp(-beta))
+    if lower_bound is None:
+        decay, slope, power = -a * np.logaddexp(x, 0.0), -a / (1 + np.exp(-x)), -a * np.logaddexp(x, 0.0)
+    else:
+        open_ = 1 / (1 + np.exp(-a * x))
+        decay, slope = lower_bound * open_, lower_bound * open_ * (1 - open_) * a
+        power = slope * x
+
+    def pull(dg: np.ndarray, dbeta: np.ndarray) -> dict[str, np.ndarray]:
+        per_head = np.sum(power * dg, axis=(0, 1))
+        return dict(
+            g=slope * dg,
+            beta=dbeta * rate * (1 - rate / (2.0 if allow_neg_eigval else 1.0)),
+            A_log=per_head.reshape(len(A_log), -1).sum(axis=1),
+            dt_bias=np.sum(slope * dg, axis=(0, 1)),
+        )
+
+    return dict(g=decay, beta=rate), pull

@@ -1,0 +1,116 @@
+"""The laws of raw gates and step sizes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.shared.operators.gates import Laws, check_laws, decays, step_sizes
+from chunkwise.shared.testing import (
+    assert_close,
+    assert_gradients,
+    boundaries,
+    law_reference,
+    make_inputs,
+    raw_inputs,
+    spec,
+)
+
+LAWS = [(None, True), (None, False), (-5.0, True)]
+
+
+def small(per_channel, dtype=jnp.float32):
+    x = raw_inputs(make_inputs(1, 5, 1, 2, 3, 1, per_channel=per_channel), dtype=dtype)
+    return {name: x[name] for name in ("g", "beta", "A_log", "dt_bias")}
+
+
+@pytest.mark.parametrize(("bound", "per_channel"), LAWS)
+def test_gradients(bound, per_channel):
+    """Numeric ones: so the analytic ones of `law_reference` are right too, which other tests use."""
+    x = small(per_channel)
+    run = lambda g, beta, A_log, dt_bias: (decays(g, A_log, dt_bias, bound, None), step_sizes(beta, True, None))
+
+    def definition(**x):
+        y = law_reference(**x, lower_bound=bound, allow_neg_eigval=True)[0]
+        return y["g"], y["beta"]
+
+    assert_gradients(run, definition, x)
+    values, pull = law_reference(**x, lower_bound=bound, allow_neg_eigval=True)
+    cotangents = {name: np.random.default_rng(0).standard_normal(y.shape) for name, y in values.items()}
+    got = jax.vjp(run, *x.values())[1](tuple(jnp.asarray(y, jnp.float32) for y in cotangents.values()))
+    for (name, want), y in zip(pull(cotangents["g"], cotangents["beta"]).items(), got, strict=True):
+        assert_close(name, y, want, 1e-5)
+
+
+def test_softplus_overflows_nowhere_and_is_exact_where_it_is_small():
+    x = jnp.array([-1e4, -100.0, -80.0, -20.0, -1.0, 0.0, 1.0, 20.0, 100.0, 1e4, jnp.inf, -jnp.inf]).reshape(1, -1, 1)
+    got = np.asarray(decays(x, jnp.zeros(1), None, None, None)).ravel()
+    want = -np.logaddexp(np.asarray(x, np.float64).ravel(), 0.0)
+    # Below 2^-126 the processor may give zero.
+    np.testing.assert_allclose(got, np.where(want > -1e-37, 0.0, want), rtol=1e-6, atol=1e-37)
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_padding_reaches_nothing(bound):
+    x, cu_seqlens = small(True, jnp.bfloat16), boundaries(2, 1)
+    x |= {name: x[name].at[:, 3:].set(jnp.nan) for name in ("g", "beta")}
+
+    def run(x):
+        g, beta = decays(x["g"], x["A_log"], x["dt_bias"], bound, cu_seqlens), step_sizes(x["beta"], False, cu_seqlens)
+        return jnp.where(jnp.arange(5)[:, None] < 3, beta + g.sum(axis=3), 0.0)
+
+    for name, d in jax.grad(lambda x: run(x).sum())(x).items():
+        assert np.isfinite(np.asarray(d, np.float32)).all(), name
+        assert d.dtype == x[name].dtype
+
+
+def test_types_are_stated():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        x = small(True, jnp.bfloat16)
+        for bound in (None, -5.0):
+            g, beta = decays(x["g"], x["A_log"], x["dt_bias"], bound, boundaries(2)), step_sizes(x["beta"], True, None)
+            assert g.dtype == beta.dtype == jnp.float32
+
+
+RAW = dict(use_gate_in_kernel=True)
+
+
+@pytest.mark.parametrize(
+    ("laws", "A_log", "dt_bias", "message"),
+    [
+        ({}, spec(4), None, "`A_log` must be None without `use_gate_in_kernel`; got an array float32 (4,)."),
+        ({}, None, spec(4), "`dt_bias` must be None without `use_gate_in_kernel`; got an array float32 (4,)."),
+        (dict(lower_bound=-5.0), None, None, "`lower_bound` must be None without `use_gate_in_kernel`; got -5.0."),
+        (RAW, None, None, "`A_log` must be an array [HV] with `use_gate_in_kernel`; got None."),
+        (RAW, spec(3), None, "`A_log` must have shape [HV] = (4); got (3,)."),
+        (RAW, spec(4), spec(4), "`dt_bias` must have shape [HV*K] = (32); got (4,)."),
+        (RAW, spec(4), spec(4, 7), "`dt_bias` must have shape [HV, K] = (4, 8); got (4, 7)."),
+        *(
+            (RAW | dict(lower_bound=x), spec(4), None, f"`lower_bound` must be None or a finite number < 0; got {x!r}.")
+            for x in (0.0, 1, True, -float("inf"), float("nan"), "-5")
+        ),
+        (
+            RAW | dict(lower_bound=spec()), spec(4), None,
+            "`lower_bound` must be None or a finite number < 0; got an array float32 ().",
+        ),
+        (
+            dict(allow_neg_eigval=True), None, None,
+            "`allow_neg_eigval` must be False without `use_beta_sigmoid_in_kernel`; got True.",
+        ),
+        (
+            dict(use_gate_in_kernel=1), None, None,
+            "`use_gate_in_kernel` must be True or False, known when the program is built; got 1.",
+        ),
+    ],
+)  # fmt: skip
+def test_errors(laws, A_log, dt_bias, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_laws(Laws(**laws), A_log, dt_bias, spec(1, 20, 4, 8))
+
+
+def test_a_bias_may_be_flat():
+    for bias in (None, spec(4, 8), spec(32)):
+        check_laws(Laws(use_gate_in_kernel=True), spec(4), bias, spec(1, 20, 4, 8))
+    check_laws(Laws(use_gate_in_kernel=True), spec(4), spec(4), spec(1, 20, 4))
