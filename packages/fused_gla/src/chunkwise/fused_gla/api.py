@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from chunkwise.fused_gla import vjp, xla
 from chunkwise.fused_gla.config import Config, default_for
-from chunkwise.shared.kernels import clip_gate, operand_dtype, scaled, split_scale
+from chunkwise.shared.kernels import operand_dtype, scaled, split_scale
 from chunkwise.shared.operators import (
     Arguments,
     Implementation,
@@ -16,9 +16,12 @@ from chunkwise.shared.operators import (
     check,
     check_array,
     check_cu_seqlens,
+    check_gates,
+    check_heads,
     check_initial_state,
     choose_chunk_size,
     run_chunked,
+    total_gate,
 )
 
 
@@ -100,8 +103,11 @@ def chunk(
       others: more implementations by name. "staged" is what None means on a TPU if the kernels do not fit.
       config: as there.
     """
-    check_arguments(x, gate_ranks=(3, 4))
-    H, C = x.q.shape[2], choose_chunk_size(options.chunk_size, "fused", x.q.shape[1])
+    check_arguments(x)
+    (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
+    check(H == HV, f"`v` must have the heads of `k`; got {HV} value heads for {H} key heads.")
+    check_initial_state(x.initial_state, (x.num_states, HV, K, V))
+    C = choose_chunk_size(options.chunk_size, "fused", x.q.shape[1])
     if config is not None:
         check(
             all(n >= 1 and H % n == 0 for n in (config.heads, config.heads_bwd)) and config.num_steps >= 1,
@@ -126,19 +132,16 @@ def _default_config(x: Arguments, C: int) -> Config | None:
     return default_for(H, K, V, C, -(-T // C), size, per_channel)
 
 
-def check_arguments(x: Arguments, gate_ranks: tuple[int, ...]) -> None:
-    """Check the arrays of an operator, with gates of one of `gate_ranks`."""
+def check_arguments(x: Arguments) -> None:
+    """Check the arrays of an operator, but for its states."""
     B, T, H, K = check_array("k", x.k, "B T H K")
     check_array("q", x.q, "B T H K", (B, T, H, K))
-    V = check_array("v", x.v, "B T H V", (B, T, H, None))[3]
-    if x.g is not None:
-        rank = getattr(x.g, "ndim", None)
-        rank = rank if rank in gate_ranks else gate_ranks[0]
-        check_array("g", x.g, "B T H K" if rank == 4 else "B T H", (B, T, H, K)[:rank])
+    HV = check_array("v", x.v, "B T HV V", (B, T, None, None))[2]
+    check_heads(H, HV)
+    check_gates("g", x.g, (B, T, HV), K)
     if x.g_gamma is not None:
-        check_array("g_gamma", x.g_gamma, "H", (H,))
+        check_array("g_gamma", x.g_gamma, "HV", (HV,))
     check_cu_seqlens(x.cu_seqlens, B, T)
-    check_initial_state(x.initial_state, (x.num_states, H, K, V))
 
 
 def _fused(x: Arguments, options: Options, config: Config | None) -> tuple[jax.Array, jax.Array | None]:
@@ -165,12 +168,3 @@ def _xla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
         exact = exact._replace(initial_state=jnp.swapaxes(x.initial_state.astype(jnp.float32), 2, 3))
     o, state = xla.gla(exact, options)
     return o.astype(x.v.dtype), None if state is None else jnp.swapaxes(state, 2, 3)
-
-
-def total_gate(x: Arguments) -> jax.Array:
-    """Return the gates with the constant ones added, [B, T, H] or [B, T, H, K] float32; zeros for None."""
-    total = jnp.zeros(x.q.shape[:3], jnp.float32) if x.g is None else clip_gate(x.g)
-    if x.g_gamma is None:
-        return total
-    constant = clip_gate(x.g_gamma)
-    return total + (constant[None, None, :, None] if total.ndim == 4 else constant[None, None])

@@ -33,12 +33,3 @@ def cost(
         transcendentals=tokens * (decays if output else K if per_channel else 1),
         bytes_accessed=moved + 4 * tokens * (K if per_channel else 1) * (1 + backward),
     )
-
-
-def recurrent_cost(*, B: int, T: int, HV: int, K: int, V: int, itemsize: int = 2) -> pl.CostEstimate:
-    """Return what the recurrence costs: a state decays, takes a product of a key and a value, and is read."""
-    return pl.CostEstimate(
-        flops=5 * B * T * HV * K * V,
-        transcendentals=B * T * HV,
-        bytes_accessed=8 * B * T * HV * K * V + itemsize * B * T * HV * (2 * K + 2 * V),
-    )

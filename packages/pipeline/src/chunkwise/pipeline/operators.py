@@ -179,15 +179,16 @@ class Operator:
         return self.gates == "channel"
 
 
+_RECURRENT = ("xla", "fused")
 _CHUNK = ("xla", "staged", "fused")
 
 OPERATORS = {
     operator.name: operator
     for operator in (
-        Operator(recurrent_simple_gla, False, "constant", ("xla",)),
-        Operator(recurrent_gla, False, "channel", ("xla",)),
-        Operator(recurrent_gated_delta_rule, True, "head", ("xla", "fused")),
-        Operator(recurrent_kda, True, "channel", ("xla", "fused")),
+        Operator(recurrent_simple_gla, False, "constant", _RECURRENT),
+        Operator(recurrent_gla, False, "channel", _RECURRENT),
+        Operator(recurrent_gated_delta_rule, True, "head", _RECURRENT),
+        Operator(recurrent_kda, True, "channel", _RECURRENT),
         Operator(chunk_simple_gla, False, "constant", _CHUNK, gla_cost),
         Operator(chunk_gla, False, "channel", _CHUNK, functools.partial(gla_cost, per_channel=True)),
         Operator(chunk_gated_delta_rule, True, "head", _CHUNK, gdn_cost),

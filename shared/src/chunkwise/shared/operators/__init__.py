@@ -1,6 +1,6 @@
 """What operators are made of: checks, chunk tables, the token recurrence, decode, the inverse in plain JAX."""
 
-from chunkwise.shared.operators.arguments import Arguments, Implementation, Options, run_chunked
+from chunkwise.shared.operators.arguments import Arguments, Implementation, Options, run_chunked, total_gate
 from chunkwise.shared.operators.block_inverse import block_inverse
 from chunkwise.shared.operators.checks import (
     CHUNK_SIZES,
@@ -43,5 +43,6 @@ __all__ = [
     "run_chunked",
     "run_recurrent",
     "token_by_token",
+    "total_gate",
     "unit_rows",
 ]
