@@ -37,7 +37,10 @@ GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), g=spe
             "`output_final_state` must be True or False, known when the program is ",
         ),
         (dict(output_final_state=spec(1)), "`output_final_state` must be True or False, known when the program is"),
-        (dict(config=Config(3, 1, 1)), "`config` must have heads that divide H = 2 and at least one step; got Config("),
+        (
+            dict(config=Config(3, 1, 1)),
+            "`config` must have heads that divide HV = 2 into whole groups of 1 or parts of",
+        ),
     ],
 )
 def test_value_error(wrong, message):

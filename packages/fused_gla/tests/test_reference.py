@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.fused_gla import fused_chunk_gla, recurrent_gla, recurrent_simple_gla
+from chunkwise.fused_gla import Config, fused_chunk_gla, recurrent_gla, recurrent_simple_gla
 from chunkwise.shared.testing import GATES, assert_close, boundaries, make_inputs, reference
 
 # Tighter for bfloat16 than the thresholds that all packages share: without a delta rule nothing amplifies a rounding.
@@ -144,12 +144,28 @@ KERNEL_CASES = (
     Case(dtype="bfloat16", T=20, H=3),
     Case(dtype="bfloat16", T=20, V=16),
 )
+# Value heads that share key heads: pairs, and a group of all; a step holds whole groups or a part of one.
+GROUPED = (
+    (Case(T=20, H=2, group=2, gamma=(-0.1, -1.0, -0.2, -2.0)), Config(4, 2, 1)),
+    (Case(None, gamma=(-0.1, -1.0, -0.2, -2.0), T=32, group=4, dtype="bfloat16"), Config(2, 2, 2)),
+    (Case("spikes", True, T=20, H=2, group=2, lengths=(3, 0, 15), dtype="bfloat16"), Config(4, 2, 1)),
+    (Case("logsigmoid", True, T=20, group=2, states=False), Config(2, 1, 1)),
+    (Case(T=30, group=4, lengths=(17, 0, 12), states=False), Config(4, 4, 1)),
+    (Case(T=20, group=3, lengths=(3, 0, 13)), Config(3, 3, 1)),
+)
 RUNS = [(case, "xla") for case in CASES] + [(case, "fused") for case in CASES + KERNEL_CASES]
 
 
 @pytest.mark.parametrize(("case", "implementation"), RUNS, ids=str)
 def test_recurrence(case, implementation):
     case.check(lambda **x: fused_chunk_gla(**x, chunk_size=case.chunk_size, implementation=implementation))
+
+
+@pytest.mark.parametrize(("case", "config"), GROUPED, ids=str)
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
+def test_grouped_heads(case, config, implementation):
+    options = dict(config=config) if implementation == "fused" else {}
+    case.check(lambda **x: fused_chunk_gla(**x, chunk_size=16, implementation=implementation, **options))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "fused"])
