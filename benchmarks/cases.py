@@ -86,6 +86,7 @@ CASES = {
     "qwen3.5-397b": Case("gated_delta_rule", H=16, HV=64),
     "kimi-linear-48b": Case("kda", H=32, HV=32),
     "minimax-text-01": Case("simple_gla", H=64, HV=64),
+    "mamba-codestral-7b": Case("simple_gla", H=8, HV=128, V=64),
     "gla": Case("gla", H=16, HV=16),
     "gdn-16": Case("gated_delta_rule", H=16, HV=16, T=2048),
     "packed-16x16384": Case("gated_delta_rule", H=16, HV=16, T=16 * 16384, sequences=16),

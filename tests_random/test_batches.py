@@ -26,7 +26,7 @@ def batches(draw, delta: bool, gates: tuple[str, ...]):
         T=T,
         lengths=lengths,
         H=H,
-        HV=H * draw(st.integers(1, 3)) if delta else H,
+        HV=H * draw(st.integers(1, 3)),
         # Of one channel the norm leaves nothing but a sign, and its gradient is rounding.
         K=draw(st.sampled_from((2, 8, 33, 64))),
         V=draw(st.sampled_from((1, 8, 40, 64))),

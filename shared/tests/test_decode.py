@@ -53,16 +53,20 @@ def expected(x, pool, slots, has_initial_state=None, cu_seqlens=None):
 
 
 @each
-@pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
+@pytest.mark.parametrize("gates", ["head", "channel", "constant, no delta rule", "channel, no delta rule"])
 @pytest.mark.parametrize(
     ("dtype", "B", "T", "lengths"),
     [(jnp.float32, 64, 1, None), (jnp.bfloat16, 1, 8, (1, 0, 4, 2))],
     ids=["64 sequences", "packed"],
 )
-def test_pool(dtype, B, T, lengths, per_channel, implementation):
+def test_pool(dtype, B, T, lengths, gates, implementation):
     """Named slots are updated, freed ones start from zero whatever they hold, all others keep every bit."""
     N, cu_seqlens = (B, None) if lengths is None else (len(lengths), boundaries(*lengths))
-    x = make_inputs(B, T, 2, HV, K, V, dtype=dtype, per_channel=per_channel, normalise=False)
+    x = make_inputs(B, T, 2, HV, K, V, dtype=dtype, per_channel="channel" in gates, normalise=False)
+    if "no delta rule" in gates:
+        del x["beta"]
+    if "constant" in gates:
+        x["g_gamma"] = -jnp.arange(HV, dtype=jnp.float32)
     slots = np.random.default_rng(2).permutation(N + 5)[:N]
     kept = np.arange(N) % 3 != 1  # in the pack, that frees the slot of the empty sequence
     pool = pool_of(N + 5).at[slots[~kept]].set(jnp.nan)
@@ -312,13 +316,15 @@ def test_errors(arguments, message):
 
 
 def test_cost():
-    """Seven flops a state entry and token; the states are moved twice, tokens once."""
+    """Seven flops a state entry and token, five without the delta rule; the states are moved twice, tokens once."""
     sizes = dict(B=2, T=3, H=1, HV=2, K=8, V=16)
     cost = recurrent_cost(**sizes, itemsize=2)
     states, tokens = 2 * 2 * 8 * 16, 2 * 3
     assert cost.flops == 7 * tokens * 2 * 8 * 16
     assert cost.transcendentals == tokens * 2
     assert cost.bytes_accessed == 2 * 4 * states + tokens * (2 * (2 * 8 + 2 * 2 * 16) + 4 * 4)
+    assert recurrent_cost(**sizes, delta=False).flops == 5 * tokens * 2 * 8 * 16
+    assert cost.bytes_accessed - recurrent_cost(**sizes, delta=False).bytes_accessed == tokens * 2 * 4
     more = recurrent_cost(**sizes, N=5, itemsize=2, state_itemsize=2, per_channel=True)
     assert more.transcendentals == tokens * 2 * 8
     assert more.bytes_accessed - cost.bytes_accessed == (2 * 2 * 5 / 2 - 2 * 4) * states + tokens * 4 * 2 * 7

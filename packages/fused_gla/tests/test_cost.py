@@ -2,17 +2,21 @@
 
 import pytest
 
-from chunkwise.fused_gla import cost, fused_chunk_gla, recurrent_cost, recurrent_gla, recurrent_simple_gla
+from chunkwise.fused_gla import cost, fused_chunk_gla, recurrent_gla, recurrent_simple_gla
+from chunkwise.shared.operators import recurrent_cost
 from chunkwise.shared.testing import documented_flops
 
 SIZES = dict(B=2, T=64, K=8, V=4)
 
 
 def test_chunked():
-    want = documented_flops(fused_chunk_gla, **SIZES, H=3, C=16)
-    assert cost(**SIZES, H=3, HV=3, C=16).flops == want
+    sizes = SIZES | dict(H=3, HV=6, C=16)
+    want = documented_flops(fused_chunk_gla, **sizes)
+    assert cost(**sizes).flops == want
     # 2 C K for the scores, 2 C V for what they weight, 2 K V each for the update of the state and its reading.
-    assert want == 2 * 64 * 3 * (2 * 16 * 8 + 2 * 16 * 4 + 4 * 8 * 4)
+    assert want == 2 * 64 * (3 * 2 * 16 * 8 + 6 * (2 * 16 * 4 + 4 * 8 * 4))
+    # With gates per channel every value head has scores of its own.
+    assert cost(**sizes, per_channel=True).flops - want == 2 * 64 * 3 * 2 * 16 * 8
 
 
 def test_backward_and_states_alone():
@@ -23,4 +27,5 @@ def test_backward_and_states_alone():
 
 @pytest.mark.parametrize("recurrence", [recurrent_gla, recurrent_simple_gla])
 def test_recurrent(recurrence):
-    assert recurrent_cost(**SIZES, HV=3).flops == documented_flops(recurrence, **SIZES, H=3)
+    sizes = SIZES | dict(H=1, HV=3)
+    assert recurrent_cost(**sizes, delta=False).flops == documented_flops(recurrence, **sizes)

@@ -19,10 +19,10 @@ GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), g=spe
         (dict(k=spec(2, 64, 8)), "`k` must have shape [B, T, H, K]; got (2, 64, 8)."),
         (dict(k=spec(2, 64, 2, 8, dtype=jnp.int32)), "`k` must be float32, bfloat16 or float16; got int32."),
         (dict(q=spec(2, 64, 1, 8)), "`q` must have shape [B, T, H, K] = (2, 64, 2, 8); got (2, 64, 1, 8)."),
-        (dict(v=spec(2, 64, 4, 8)), "`v` must have shape [B, T, H, V] = (2, 64, 2, any); got (2, 64, 4, 8)."),
-        (dict(g=spec(2, 64, 1)), "`g` must have shape [B, T, H] = (2, 64, 2); got (2, 64, 1)."),
-        (dict(g=spec(2, 64, 2, 4)), "`g` must have shape [B, T, H, K] = (2, 64, 2, 8); got (2, 64, 2, 4)."),
-        (dict(g_gamma=spec(3)), "`g_gamma` must have shape [H] = (2); got (3,)."),
+        (dict(v=spec(2, 64, 3, 8)), "`v` must have a multiple of the heads of `k`; got 3 value heads for 2 key heads."),
+        (dict(g=spec(2, 64, 1)), "`g` must have shape [B, T, HV] = (2, 64, 2); got (2, 64, 1)."),
+        (dict(g=spec(2, 64, 2, 4)), "`g` must have shape [B, T, HV, K] = (2, 64, 2, 8); got (2, 64, 2, 4)."),
+        (dict(g_gamma=spec(3)), "`g_gamma` must have shape [HV] = (2); got (3,)."),
         (
             dict(initial_state=spec(1, 2, 8, 4)),
             "`initial_state` must have shape [N, HV, K, V] = (2, 2, 8, 4); got (1, 2, 8, 4).",
@@ -37,7 +37,10 @@ GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), g=spe
             "`output_final_state` must be True or False, known when the program is ",
         ),
         (dict(output_final_state=spec(1)), "`output_final_state` must be True or False, known when the program is"),
-        (dict(config=Config(3, 1, 1)), "`config` must have heads that divide H = 2 and at least one step; got Config("),
+        (
+            dict(config=Config(3, 1, 1)),
+            "`config` must have heads that divide HV = 2 into whole groups of 1 or parts of",
+        ),
     ],
 )
 def test_value_error(wrong, message):
@@ -46,17 +49,17 @@ def test_value_error(wrong, message):
 
 
 def test_recurrent():
-    with pytest.raises(ValueError, match=re.escape("`g` must have shape [B, T, H, K]; got (2, 64, 2).")):
+    with pytest.raises(ValueError, match=re.escape("`g` must have shape [B, T, HV, K]; got (2, 64, 2).")):
         recurrent_gla(**GOOD)
-    with pytest.raises(ValueError, match=re.escape("`g` must be an array [B, T, H, K]; got NoneType.")):
+    with pytest.raises(ValueError, match=re.escape("`g` must be an array [B, T, HV, K]; got NoneType.")):
         recurrent_gla(**GOOD | dict(g=None))
     with pytest.raises(ValueError, match=re.escape("`scale` must be None, a number or a scalar array; got ")):
         recurrent_simple_gla(**GOOD, scale=jnp.ones(4))
     with pytest.raises(ValueError, match=re.escape("`output_final_state` must be True or False, known when the ")):
         recurrent_simple_gla(**GOOD, output_final_state=1)
-    message = "`implementation` must be None or one of ('xla',) for this operator; got 'fused'."
+    message = "`implementation` must be None or one of ('fused', 'xla') for this operator; got 'staged'."
     with pytest.raises(NotImplementedError, match=re.escape(message)):
-        recurrent_simple_gla(**GOOD, implementation="fused")
+        recurrent_simple_gla(**GOOD, implementation="staged")
 
 
 def test_heads_that_are_too_large_for_the_kernels(monkeypatch):

@@ -1,5 +1,6 @@
 """Outputs, states and gradients against the float64 recurrence on the same rounded inputs."""
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.fused_gla import fused_chunk_gla, recurrent_gla, recurrent_simple_gla
+from chunkwise.fused_gla import Config, fused_chunk_gla, recurrent_gla, recurrent_simple_gla
 from chunkwise.shared.testing import GATES, assert_close, boundaries, make_inputs, reference
 
 # Tighter for bfloat16 than the thresholds that all packages share: without a delta rule nothing amplifies a rounding.
@@ -36,8 +37,8 @@ def lightning(H, share=0.5):
 class Case:
     """Inputs of the operator.
 
-    gate is one of GATES, or "each": as many heads, one for each, and one for each of RESETS. lengths are those of a
-    packed batch; the tokens after them are padding and NaN.
+    There are `group` value heads for each of H key heads. gate is one of GATES, or "each": as many heads, one for each,
+    and one for each of RESETS. lengths are those of a packed batch; the tokens after them are padding and NaN.
     """
 
     gate: str | None = "logsigmoid"
@@ -46,6 +47,7 @@ class Case:
     B: int = 1
     T: int = 40
     H: int = 1
+    group: int = 1
     K: int = 8
     V: int = 8
     chunk_size: int = 16
@@ -58,7 +60,9 @@ class Case:
 
     def inputs(self):
         N = self.B if self.lengths is None else len(self.lengths)
-        sizes = dict(K=self.K, V=self.V, dtype=jnp.dtype(self.dtype), per_channel=self.per_channel)
+        sizes = dict(
+            HV=self.H * self.group, K=self.K, V=self.V, dtype=jnp.dtype(self.dtype), per_channel=self.per_channel
+        )
         gates = GATES + RESETS if self.gate == "each" else (self.gate or "zero",)
         heads = [self.head(gate, num_states=N * self.states, **sizes) for gate in gates]
         x = {n: jnp.concatenate([h[n] for h in heads], axis=1 if n == "initial_state" else 2) for n in heads[0]}
@@ -83,7 +87,7 @@ class Case:
         dht = jnp.asarray(rng.standard_normal(shape), jnp.float32) if self.states else None
         # e^-10000 is 0 in float64 already, and the reference has no use for an infinite gate.
         exact = {name: jnp.maximum(y, -1e4) if name.startswith("g") else y for name, y in x.items()}
-        want = reference(**{"g": jnp.zeros(x["q"].shape[:3])} | exact, cu_seqlens=cu, do=do, dht=dht)
+        want = reference(**{"g": jnp.zeros(x["v"].shape[:3])} | exact, cu_seqlens=cu, do=do, dht=dht)
         end = self.T if cu is None else sum(self.lengths)
         poison = lambda y: y.at[:, end:].set(jnp.nan) if y.shape[1:2] == (self.T,) else y
         x = {name: poison(y) for name, y in x.items()}
@@ -140,6 +144,15 @@ KERNEL_CASES = (
     Case(dtype="bfloat16", T=20, H=3),
     Case(dtype="bfloat16", T=20, V=16),
 )
+# Value heads that share key heads: pairs, and a group of all; a step holds whole groups or a part of one.
+GROUPED = (
+    (Case(T=20, H=2, group=2, gamma=(-0.1, -1.0, -0.2, -2.0)), Config(4, 2, 1)),
+    (Case(None, gamma=(-0.1, -1.0, -0.2, -2.0), T=32, group=4, dtype="bfloat16"), Config(2, 2, 2)),
+    (Case("spikes", True, T=20, H=2, group=2, lengths=(3, 0, 15), dtype="bfloat16"), Config(4, 2, 1)),
+    (Case("logsigmoid", True, T=20, group=2, states=False), Config(2, 1, 1)),
+    (Case(T=30, group=4, lengths=(17, 0, 12), states=False), Config(4, 4, 1)),
+    (Case(T=20, group=3, lengths=(3, 0, 13)), Config(3, 3, 1)),
+)
 RUNS = [(case, "xla") for case in CASES] + [(case, "fused") for case in CASES + KERNEL_CASES]
 
 
@@ -148,11 +161,23 @@ def test_recurrence(case, implementation):
     case.check(lambda **x: fused_chunk_gla(**x, chunk_size=case.chunk_size, implementation=implementation))
 
 
-@pytest.mark.parametrize("case", [Case(gamma=(-0.1,)), Case(T=20, lengths=(3, 0, 16))], ids=str)
-def test_recurrent_simple_gla(case):
-    case.check(recurrent_simple_gla)
+@pytest.mark.parametrize(("case", "config"), GROUPED, ids=str)
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
+def test_grouped_heads(case, config, implementation):
+    options = dict(config=config) if implementation == "fused" else {}
+    case.check(lambda **x: fused_chunk_gla(**x, chunk_size=16, implementation=implementation, **options))
 
 
-@pytest.mark.parametrize("case", [Case("each", True, T=20, lengths=(3, 0, 16))], ids=str)
-def test_recurrent_gla(case):
-    case.check(recurrent_gla)
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(gamma=(-0.1, -2.0), group=2, dtype="bfloat16"),
+        Case(None, T=20, H=2, group=2, lengths=(3, 0, 16), states=False),
+        Case("each", True, T=18, group=2, lengths=(3, 0, 13)),
+    ],
+    ids=str,
+)
+def test_recurrent(case, implementation):
+    fn = recurrent_gla if case.per_channel else recurrent_simple_gla
+    case.check(functools.partial(fn, implementation=implementation))

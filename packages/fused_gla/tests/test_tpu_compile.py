@@ -4,20 +4,23 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.fused_gla import fused_chunk_gla
+from chunkwise.fused_gla import Config, fused_chunk_gla, recurrent_simple_gla
 from chunkwise.shared.testing import spec
 from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu, kernel_products
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 
 
-def compile_gradient(x, chip, B, T, H, layer=lambda fn: fn, **options):
-    """Compile the gradients of x, whose q, k, v are flat [B, T, H * D] as a projection leaves them, for do = v."""
-    unflatten = lambda y: y.reshape(B, T, H, -1) if y.shape[:2] == (B, T) and y.shape[2] != H else y
+def compile_gradient(x, chip, B, T, H, HV, layer=lambda fn: fn, **options):
+    """Compile the gradients of x, whose q, k, v are flat [B, T, heads * D] as a projection leaves them, for do = v."""
+
+    def unflatten(name, y):
+        heads = H if name in "qk" else HV
+        return y.reshape(B, T, heads, -1) if y.shape[:2] == (B, T) and y.shape[2] != heads else y
 
     def run(x, cu_seqlens, do):
         def flat(x):
-            x = {name: unflatten(y) for name, y in x.items()}
+            x = {name: unflatten(name, y) for name, y in x.items()}
             o, state = fused_chunk_gla(**x, cu_seqlens=cu_seqlens, implementation="fused", **options)
             return o.reshape(B, T, -1), state
 
@@ -28,8 +31,9 @@ def compile_gradient(x, chip, B, T, H, layer=lambda fn: fn, **options):
     return compile_for(run, x, packed, x["v"], chip=chip)
 
 
-def tokens(B, T, H, K, V, **more):
-    return dict(zip("qkv", (spec(B, T, H * D, dtype=jnp.bfloat16) for D in (K, K, V)), strict=True)) | more
+def tokens(B, T, H, K, V, HV=None, **more):
+    lanes = H * K, H * K, (HV or H) * V
+    return dict(zip("qkv", (spec(B, T, n, dtype=jnp.bfloat16) for n in lanes), strict=True)) | more
 
 
 CASES = {
@@ -37,6 +41,10 @@ CASES = {
     "head, chunk 128": (dict(B=1, T=4096, H=2, K=256, V=128), lambda: dict(g=spec(1, 4096, 2)), dict(chunk_size=128)),
     "head, wide": (dict(B=1, T=4096, H=2, K=512, V=512), lambda: dict(g=spec(1, 4096, 2)), {}),
     "channel": (dict(B=1, T=4096, H=2, K=128, V=128), lambda: dict(g=spec(1, 4096, 256)), {}),
+    "groups": (dict(B=1, T=1024, H=2, HV=16, K=128, V=64), lambda: dict(g=spec(1, 1024, 16)), {}),
+    "large group, channel": (
+        dict(B=1, T=256, H=2, HV=16, K=128, V=64), lambda: dict(g=spec(1, 256, 16 * 128)), dict(config=Config(4, 4, 1))
+    ),
     "packed with states": (
         dict(B=1, T=300, H=2, K=64, V=100),
         lambda: dict(
@@ -62,14 +70,26 @@ CASES = {
 def test_compiles(case, chip):
     sizes, more, options = CASES[case]
     x = tokens(**sizes, **more())
-    text = compile_gradient(x, chip, sizes["B"], sizes["T"], sizes["H"], jax.checkpoint, **options).as_text()
+    heads = sizes["H"], sizes.get("HV", sizes["H"])
+    text = compile_gradient(x, chip, sizes["B"], sizes["T"], *heads, jax.checkpoint, **options).as_text()
     for kernel in ("fwd", "states", "bwd"):
         assert f"fused_chunk_gla_{kernel}_c" in text
 
 
+@pytest.mark.parametrize("chip", CHIPS)
+def test_decode_compiles(chip):
+    """Mamba-2: value heads share key heads, and the states lie in a pool."""
+    x = dict(q=spec(4, 1, 2, 128), k=spec(4, 1, 2, 128), v=spec(4, 1, 16, 64), g=spec(4, 1, 16), g_gamma=spec(16))
+    step = lambda x, pool, slots: recurrent_simple_gla(
+        **x, initial_state=pool, output_final_state=True, state_indices=slots, implementation="fused"
+    )
+    text = compile_for(step, x, spec(9, 16, 128, 64), spec(4, dtype=jnp.int32), chip=chip).as_text()
+    assert "recurrent_simple_gla_fwd" in text
+
+
 def test_memory_and_products_of_training():
     sizes = dict(B=2, T=4096, H=16, K=128, V=128)
-    program = compile_gradient(tokens(**sizes, g_gamma=spec(16)), "v6e", 2, 4096, 16)
+    program = compile_gradient(tokens(**sizes, g_gamma=spec(16)), "v6e", 2, 4096, 16, 16)
     memory, text = program.memory_analysis(), program.as_text()
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert total <= 256 * 2**20

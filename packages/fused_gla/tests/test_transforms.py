@@ -137,7 +137,7 @@ def test_recurrences_compile_once(caplog):
     x = arguments()
     recurrent_simple_gla(**x)
     with jax.log_compiles():
-        recurrent_simple_gla(**x | dict(q=x["k"]), scale=0.3)
+        recurrent_simple_gla(**x | dict(q=x["k"]))
     assert not caplog.records
 
 

@@ -162,6 +162,5 @@ def test_info_on_a_tpu(monkeypatch, capsys):
     monkeypatch.setattr("jax.default_backend", lambda: "tpu")
     cli.main(["info", "--json"])
     chosen = json.loads(capsys.readouterr().out)["implementation"]
-    assert chosen["chunk_kda"] == chosen["recurrent_kda"] == "fused"
-    assert chosen["recurrent_gla"] == "xla"
+    assert chosen["chunk_kda"] == chosen["recurrent_gla"] == "fused"
     assert chosen["solve_tril"] == "pallas"

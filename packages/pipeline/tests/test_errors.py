@@ -142,9 +142,9 @@ def test_gate_lower_bound_is_a_number(operator, wrong):
 
 def test_the_rank_of_the_gate_is_the_operators():
     x = operator_inputs(OPERATORS["chunk_gla"], 1, 4, 1, 1, 8, 8)
-    with pytest.raises(ValueError, match=r"`g` must have shape \[B, T, H\]; got \(1, 4, 1, 8\)"):
+    with pytest.raises(ValueError, match=r"`g` must have shape \[B, T, HV\]; got \(1, 4, 1, 8\)"):
         chunk_simple_gla(**x)
-    with pytest.raises(ValueError, match=r"`g` must have shape \[B, T, H, K\]; got \(1, 4, 1\)"):
+    with pytest.raises(ValueError, match=r"`g` must have shape \[B, T, HV, K\]; got \(1, 4, 1\)"):
         chunk_gla(**x | {"g": x["g"][..., 0]})
 
 

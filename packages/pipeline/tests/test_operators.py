@@ -30,7 +30,7 @@ named = functools.partial(pytest.mark.parametrize, "operator", ids=lambda operat
 def inputs_of(operator, dtype=jnp.float32, states=0, gate="logsigmoid", normalise=True):
     """Return inputs of an operator by argument name."""
     return operator_inputs(
-        operator, 1, 70, 2, 2, 16, 24, dtype=dtype, gate=gate, num_states=states, normalise=normalise
+        operator, 1, 70, 2, 4, 16, 24, dtype=dtype, gate=gate, num_states=states, normalise=normalise
     )
 
 

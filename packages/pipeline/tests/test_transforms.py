@@ -261,7 +261,7 @@ def test_none_takes_the_stages_where_fused_kernels_do_not_fit(monkeypatch, name,
     assert "fused" not in text
 
 
-@pytest.mark.parametrize("name", ["recurrent_kda", "recurrent_gated_delta_rule"])
+@pytest.mark.parametrize("name", ["recurrent_kda", "recurrent_gated_delta_rule", "recurrent_simple_gla"])
 def test_none_decodes_many_tokens_without_the_kernel(monkeypatch, name):
     """The kernel keeps all tokens in fast memory; asked for by name, it says that they are too many."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")

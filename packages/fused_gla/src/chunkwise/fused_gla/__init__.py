@@ -2,7 +2,7 @@
 
 from chunkwise.fused_gla.api import chunk, fits, fused_chunk_gla
 from chunkwise.fused_gla.config import Config
-from chunkwise.fused_gla.cost import cost, recurrent_cost
+from chunkwise.fused_gla.cost import cost
 from chunkwise.fused_gla.recurrent import recurrent_gla, recurrent_simple_gla
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "cost",
     "fits",
     "fused_chunk_gla",
-    "recurrent_cost",
     "recurrent_gla",
     "recurrent_simple_gla",
 ]

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.fused_gla import vjp, xla
-from chunkwise.fused_gla.config import Config, default_for
-from chunkwise.shared.kernels import clip_gate, operand_dtype, scaled, split_scale
+from chunkwise.fused_gla.config import Config, default_for, divides
+from chunkwise.shared.kernels import operand_dtype, scaled, split_scale
 from chunkwise.shared.operators import (
     Arguments,
     Implementation,
@@ -16,9 +16,12 @@ from chunkwise.shared.operators import (
     check,
     check_array,
     check_cu_seqlens,
+    check_gates,
+    check_heads,
     check_initial_state,
     choose_chunk_size,
     run_chunked,
+    total_gate,
 )
 
 
@@ -39,22 +42,23 @@ def fused_chunk_gla(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return gated linear attention, simple (a gate per head) or with a gate per channel, in one launch per direction.
 
-    For every head::
+    In value head n, with key head n // (HV // H)::
 
         S_t = Diag(exp(g_t + g_gamma)) S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
 
-    Dims: B batch, T tokens, H heads, K and V key and value dimensions, C chunk size, N sequences (B, or those packed).
+    Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions,
+    C chunk size, N sequences (B, or those packed).
 
     Args:
       q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
-      v: values [B, T, H, V]. If all three are bfloat16, the kernels' products take bfloat16 operands, else float32 ones
-        at full precision, as "xla" does; they accumulate in float32. States and gates are float32.
-      g: log decay in nats, at most 0, -inf included: [B, T, H] per head or [B, T, H, K] per channel, of any of these
-        types; None for no decay.
-      g_gamma: constant log decay per head [H] in nats, likewise, added to g. If its gradient is asked for, computed
+      v: values [B, T, HV, V], likewise. If all three are bfloat16, the kernels' products take bfloat16 operands, else
+        float32 ones at full precision, as "xla" does; they accumulate in float32. States and gates are float32.
+      g: log decay in nats, at most 0, -inf included: [B, T, HV] per head or [B, T, HV, K] per channel, of any of
+        these types; None for no decay.
+      g_gamma: constant log decay per head [HV] in nats, likewise, added to g. If its gradient is asked for, computed
         tiles enter bfloat16 products with 16 bits: it is one number for all tokens, and they cancel.
       scale: multiplies the output; defaults to K ** -0.5. A number, or a scalar array, traced or not.
-      initial_state: [N, H, K, V], likewise, or None for zeros.
+      initial_state: [N, HV, K, V], likewise, or None for zeros.
       output_final_state: whether to return the final state; static.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Tokens from cu_seqlens[N] on are
         padding, may hold anything and give zeros. The values are checked outside of jit only.
@@ -64,7 +68,7 @@ def fused_chunk_gla(
       config: tile sizes of the kernels.
 
     Returns:
-      (o [B, T, H, V] in the type of v, final_state [N, H, K, V] float32 or None).
+      (o [B, T, HV, V] in the type of v, final_state [N, HV, K, V] float32 or None).
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
@@ -74,9 +78,10 @@ def fused_chunk_gla(
     NaN or infinity in one sequence changes no bit of the others. It spoils the results of its own sequence from the
     chunk on in which it is, at boundaries of sequences those of other heads too.
     Accuracy: 3e-7 relative to the recurrence in float64 for float32 inputs, 3e-3 for bfloat16 inputs; any gate.
-    Cost: 2 B T H (C K + C V + 2 K V) flops, and one read of q, k, v and write of o; the backward reads q, k, v, do and
-      one state every `num_steps` chunks, and writes dq, dk, dv. With states in or out a packed batch also pays for
-      the state of every sequence.
+    Cost: 2 B T (H C K + HV C V + 2 HV K V) flops, with gates per channel HV C K instead of H C K, and one read of q, k,
+      v and write of o; the backward reads q, k, v, do and one state every `num_steps` chunks, and writes dq, dk, dv. A
+      group of value heads larger than a grid step writes float32 sums of dq and dk for every step. With states in or
+      out a packed batch also pays for the state of every sequence.
     Source: Yang et al., Gated Linear Attention Transformers (2023), sections 3 and 4; Dao and Gu, Transformers are SSMs
       (2024), for a gate per head.
     """
@@ -100,12 +105,15 @@ def chunk(
       others: more implementations by name. "staged" is what None means on a TPU if the kernels do not fit.
       config: as there.
     """
-    check_arguments(x, gate_ranks=(3, 4))
-    H, C = x.q.shape[2], choose_chunk_size(options.chunk_size, "fused", x.q.shape[1])
+    check_arguments(x)
+    (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
+    check_initial_state(x.initial_state, (x.num_states, HV, K, V))
+    C = choose_chunk_size(options.chunk_size, "fused", x.q.shape[1])
     if config is not None:
         check(
-            all(n >= 1 and H % n == 0 for n in (config.heads, config.heads_bwd)) and config.num_steps >= 1,
-            f"`config` must have heads that divide H = {H} and at least one step; got {config}.",
+            all(divides(n, H, HV) for n in (config.heads, config.heads_bwd)) and config.num_steps >= 1,
+            f"`config` must have heads that divide HV = {HV} into whole groups of {HV // H} or parts of one, and at "
+            f"least one step; got {config}.",
         )
     fit = config is not None or _default_config(x, C) is not None
     on_tpu = "fused" if fit else "staged" if "staged" in others else "xla"
@@ -121,24 +129,21 @@ def fits(
 
 
 def _default_config(x: Arguments, C: int) -> Config | None:
-    (_, T, H, K), V = x.q.shape, x.v.shape[3]
+    (_, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     per_channel, size = x.g is not None and x.g.ndim == 4, operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype).itemsize
-    return default_for(H, K, V, C, -(-T // C), size, per_channel)
+    return default_for(H, HV, K, V, C, -(-T // C), size, per_channel)
 
 
-def check_arguments(x: Arguments, gate_ranks: tuple[int, ...]) -> None:
-    """Check the arrays of an operator, with gates of one of `gate_ranks`."""
+def check_arguments(x: Arguments) -> None:
+    """Check the arrays of an operator, but for its states."""
     B, T, H, K = check_array("k", x.k, "B T H K")
     check_array("q", x.q, "B T H K", (B, T, H, K))
-    V = check_array("v", x.v, "B T H V", (B, T, H, None))[3]
-    if x.g is not None:
-        rank = getattr(x.g, "ndim", None)
-        rank = rank if rank in gate_ranks else gate_ranks[0]
-        check_array("g", x.g, "B T H K" if rank == 4 else "B T H", (B, T, H, K)[:rank])
+    HV = check_array("v", x.v, "B T HV V", (B, T, None, None))[2]
+    check_heads(H, HV)
+    check_gates("g", x.g, (B, T, HV), K)
     if x.g_gamma is not None:
-        check_array("g_gamma", x.g_gamma, "H", (H,))
+        check_array("g_gamma", x.g_gamma, "HV", (HV,))
     check_cu_seqlens(x.cu_seqlens, B, T)
-    check_initial_state(x.initial_state, (x.num_states, H, K, V))
 
 
 def _fused(x: Arguments, options: Options, config: Config | None) -> tuple[jax.Array, jax.Array | None]:
@@ -165,12 +170,3 @@ def _xla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
         exact = exact._replace(initial_state=jnp.swapaxes(x.initial_state.astype(jnp.float32), 2, 3))
     o, state = xla.gla(exact, options)
     return o.astype(x.v.dtype), None if state is None else jnp.swapaxes(state, 2, 3)
-
-
-def total_gate(x: Arguments) -> jax.Array:
-    """Return the gates with the constant ones added, [B, T, H] or [B, T, H, K] float32; zeros for None."""
-    total = jnp.zeros(x.q.shape[:3], jnp.float32) if x.g is None else clip_gate(x.g)
-    if x.g_gamma is None:
-        return total
-    constant = clip_gate(x.g_gamma)
-    return total + (constant[None, None, :, None] if total.ndim == 4 else constant[None, None])

@@ -15,7 +15,8 @@ class Config:
     """How the launches are cut. The bits of the results do not depend on num_steps.
 
     Attributes:
-      heads: heads a grid step of the forward. They run in lock-step and hide the latency of one another. Divides H.
+      heads: value heads a grid step of the forward, a divisor of HV: whole groups that share a key head, or a part of
+        one. They run in lock-step and hide the latency of one another.
       heads_bwd: the same for the backward.
       num_steps: chunks a grid step; the largest divisor of the number of chunks up to it is used. The forward keeps one
         state per grid step for the backward, which recomputes the others.
@@ -26,22 +27,32 @@ class Config:
     num_steps: int
 
 
-def vmem_bytes(heads: int, C: int, K: int, V: int, itemsize: int, per_channel: bool, num_steps: int, bwd: bool) -> int:
+def divides(heads: int, H: int, HV: int) -> bool:
+    """Return whether steps of so many value heads hold whole groups that share a key head, or parts of one."""
+    group = HV // H
+    return heads >= 1 and HV % heads == 0 and (heads % group == 0 or group % heads == 0)
+
+
+def vmem_bytes(
+    heads: int, group: int, C: int, K: int, V: int, itemsize: int, per_channel: bool, num_steps: int, bwd: bool
+) -> int:
     """Return the VMEM that a grid step takes: two buffers of every block, the states, the tiles in flight."""
-    channels = (4 * K + 3 * V if bwd else 2 * K + 2 * V) * itemsize + (4 * K * (1 + bwd) if per_channel else 0)
-    blocks = 2 * C * num_steps * channels
+    # The gradients of a key head that several steps share are float32.
+    keys = 2 * K * (itemsize + bwd * (4 if group > heads else itemsize))
+    values = (3 if bwd else 2) * V * itemsize + (4 * K * (1 + bwd) if per_channel else 0)
+    blocks = 2 * C * num_steps * (max(heads // group, 1) * keys + heads * values)
     in_flight = 6 * C * (C + K + V) * 4
     if bwd and not per_channel:
         # A pipeline: few heads are in flight, but the decays of all of them stay.
         resident = (num_steps + 4) * K * V + C * (C + 2 * max(K, V))
-        return heads * (blocks + 4 * resident) + min(heads, 4) * (in_flight + 3 * K * V * itemsize)
+        return blocks + heads * 4 * resident + min(heads, 4) * (in_flight + 3 * K * V * itemsize)
     states = (num_steps + 8 if bwd else 5) * K * V * 4
     # Products of float32 operands are split into parts.
     levels = C.bit_length() * C * K * itemsize * (6 if bwd else 4) if per_channel else 0
-    return heads * (blocks + states + levels + in_flight)
+    return blocks + heads * (states + levels + in_flight)
 
 
-def default_for(H: int, K: int, V: int, C: int, NT: int, itemsize: int, per_channel: bool) -> Config | None:
+def default_for(H: int, HV: int, K: int, V: int, C: int, NT: int, itemsize: int, per_channel: bool) -> Config | None:
     """Return the Config for these shapes: at least 4 heads where they fit, then up to 512 tokens, then more heads.
 
     None where one head and one chunk do not fit.
@@ -50,14 +61,14 @@ def default_for(H: int, K: int, V: int, C: int, NT: int, itemsize: int, per_chan
 
     def fitting(most: int, bwd: bool) -> int:
         budget = _PIPELINE_BUDGET_BYTES if bwd and not per_channel else _BUDGET_BYTES
-        need = lambda n: vmem_bytes(n, C, K, V, itemsize, per_channel, num_steps, bwd)
+        need = lambda n: vmem_bytes(n, HV // H, C, K, V, itemsize, per_channel, num_steps, bwd)
         # The least that a step can be may take all that there is.
         fits = lambda n: need(n) <= (VMEM_LIMIT_BYTES if n == num_steps == 1 else budget)
-        return max((n for n in range(1, most + 1) if H % n == 0 and fits(n)), default=0)
+        return max((n for n in range(1, most + 1) if divides(n, H, HV) and fits(n)), default=0)
 
     num_steps = largest_divisor(NT, 512 // C)
     while True:
         heads, heads_bwd = fitting(16, bwd=False), fitting(8 if per_channel else 16, bwd=True)
-        if num_steps == 1 or heads_bwd >= min(H, 4):
+        if num_steps == 1 or heads_bwd >= min(HV, 4):
             return Config(heads, heads_bwd, num_steps) if heads and heads_bwd else None
         num_steps = largest_divisor(NT, num_steps - 1)

@@ -17,28 +17,21 @@ def cost(
       output: of the forward, whether it computes the output, or the states only.
     """
     tokens = B * T * HV
+    # Gates per channel make the scores of every value head others; else those of a group share their products.
+    scores = B * T * (HV if per_channel else H) * C * K
     if backward:
-        products = 3 * C * K + 2 * C * V + 5 * K * V
+        products = 3 * scores + tokens * (2 * C * V + 5 * K * V)
         moved = itemsize * B * T * (4 * H * K + 3 * HV * V)
     elif output:
-        products = C * K + C * V + 2 * K * V
+        products = scores + tokens * (C * V + 2 * K * V)
         moved = itemsize * B * T * (2 * H * K + 2 * HV * V)
     else:
-        products = K * V
+        products = tokens * K * V
         moved = itemsize * B * T * (H * K + HV * V)
     # A decay for every pair of tokens, or one per channel for every level of pairs and two for the states.
     decays = (C.bit_length() + 1) * K if per_channel else C
     return pl.CostEstimate(
-        flops=2 * tokens * products,
+        flops=2 * products,
         transcendentals=tokens * (decays if output else K if per_channel else 1),
         bytes_accessed=moved + 4 * tokens * (K if per_channel else 1) * (1 + backward),
-    )
-
-
-def recurrent_cost(*, B: int, T: int, HV: int, K: int, V: int, itemsize: int = 2) -> pl.CostEstimate:
-    """Return what the recurrence costs: a state decays, takes a product of a key and a value, and is read."""
-    return pl.CostEstimate(
-        flops=5 * B * T * HV * K * V,
-        transcendentals=B * T * HV,
-        bytes_accessed=8 * B * T * HV * K * V + itemsize * B * T * HV * (2 * K + 2 * V),
     )

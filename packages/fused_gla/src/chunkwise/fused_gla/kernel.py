@@ -47,7 +47,7 @@ class Static(NamedTuple):
 
     Attributes:
       B, T: rows of the batch and tokens.
-      H, HV: heads of q and k, and of v; the same number.
+      H, HV: heads of q and k, and of v: value head n reads key head n // (HV // H).
       K, V: lanes of a head, padded to whole vectors.
       C: tokens of a chunk.
       N: sequences, and states.
@@ -114,6 +114,21 @@ class Blocks:
     def __init__(self, s: Static, heads: int, time):
         self.s, self.heads, self.time = s, heads, time
         self.grid = s.B, s.HV // heads, s.steps
+        group = s.HV // s.H
+        # Key heads of a block; or if a group is larger than a block, how many blocks share its one key head.
+        self.keys, self.share = max(heads // group, 1), max(group // heads, 1)
+
+    def queries(self) -> pl.BlockSpec:
+        """Cut flat queries or keys [B, T, H * K]."""
+        block, share = (None, self.s.chunks * self.s.C, self.keys * self.s.K), self.share
+        return pl.BlockSpec(
+            block, lambda b, h, t, *_: (b, self.time(t), h if share == 1 else lax.div(h, jnp.int32(share)))
+        )
+
+    def query_sums(self) -> pl.BlockSpec:
+        """Cut what every block has of the gradients of queries or keys, [B, T, H * share * K]."""
+        block = (None, self.s.chunks * self.s.C, self.keys * self.s.K)
+        return pl.BlockSpec(block, lambda b, h, t, *_: (b, self.time(t), h))
 
     def tokens(self, D: int) -> pl.BlockSpec:
         """Cut flat tokens [B, T, HV * D]."""
@@ -150,8 +165,8 @@ class Blocks:
         """Cut all operands but the boundaries; without `queries`, of q only one block that nobody reads."""
         C = self.s.C
         return [
-            self.tokens(self.s.K) if queries else pl.BlockSpec((None, 16, 128), lambda *_: (0, 0, 0)),
-            self.tokens(self.s.K),
+            self.queries() if queries else pl.BlockSpec((None, 16, 128), lambda *_: (0, 0, 0)),
+            self.queries(),
             self.tokens(self.s.V),
             None if x.g is None else self.gates(),
             None if x.gamma is None else pl.BlockSpec((self.heads, 1, C), lambda b, h, t, *_: (h, 0, 0)),
@@ -332,6 +347,11 @@ class Place:
         """Return tokens as tiles [heads, C, D]; rows that are not own become zeros."""
         return load_heads(ref, D, heads, None if self.own is None else self.own[0], self.at)
 
+    def keys(self, heads: slice) -> slice:
+        """Return the key heads of some value heads of the block."""
+        group = self.refs.v.shape[1] // self.s.V // (self.refs.k.shape[1] // self.s.K)
+        return slice(heads.start // group, -(-heads.stop // group))
+
     def store(self, ref, x: jax.Array, heads: slice) -> None:
         """Write tiles [heads, C, D] to the tokens of the chunk."""
         store_heads(ref, x, first=heads.start, at=self.at)
@@ -377,7 +397,8 @@ class Chunk:
     """Tiles of a chunk, some or all of its heads.
 
     Attributes:
-      q, k, v: tiles [heads, C, D] in the type in which they enter products; q only if `queries`.
+      q, k: tiles [key heads, C, K] in the type in which they enter products; q only if `queries`.
+      v: tiles [heads, C, V], likewise.
       g: gates [heads, 1, C] or [heads, C, K]; not if the decays are given.
       decays: as `tile.Decays`.
     """
@@ -386,10 +407,10 @@ class Chunk:
         s, refs = place.s, place.refs
         self.place, self.heads = place, heads
         self.dtype = operand_dtype(refs.q.dtype, refs.k.dtype, refs.v.dtype)
-        self.k = place.load(refs.k, s.K, heads).astype(self.dtype)  # [heads, C, K]
+        self.k = place.load(refs.k, s.K, place.keys(heads)).astype(self.dtype)  # [key heads, C, K]
         self.v = place.load(refs.v, s.V, heads).astype(self.dtype)  # [heads, C, V]
         if queries:
-            self.q = place.load(refs.q, s.K, heads).astype(self.dtype)  # [heads, C, K]
+            self.q = place.load(refs.q, s.K, place.keys(heads)).astype(self.dtype)  # [key heads, C, K]
         if decays is None:
             self.g = place.gates(heads)
             decays = tile.decays(self.g, s.scale, None if place.masks is None else place.masks.same)

@@ -33,13 +33,14 @@ from chunkwise.shared.kernels import (
     dot_nt,
     dot_tn,
     only_if,
+    repeat_heads,
     rows_not_finite,
     stagger,
     strictly_lower,
     whole_sequences,
 )
 
-# Heads that the backward takes in lock-step, and how many such groups it starts before it finishes the first.
+# Heads that the backward takes in lock-step, and how many such pairs it starts before it finishes the first.
 PAIR, AHEAD = 2, 2
 # Decays that are the same for every chunk, in scratch.
 DECAYS = ("pairs_t", "from_start", "to_end", "through")
@@ -81,26 +82,35 @@ def _chunk_in_groups(s: Static, refs, step, i, block) -> None:
     """Store the gradients of chunk i, whose gates are per head and whose sequences have no states of their own.
 
     The matrix unit works in program order: while it computes the products of some heads, the vector unit finishes
-    those before them.
+    those before them. What value heads of one key head have in common goes from one pair to the next.
     """
     place = _place(s, refs, step, i)
+    every = refs.dS.shape[0]
+    # Value heads of a key head in the block; a pair holds whole groups or lies inside one.
+    group = every // (place.keys(slice(0, every)).stop)
+    pair = PAIR if PAIR % group == 0 or group % PAIR == 0 else 1
+    by_keys, sums = {}, {}
 
-    def group(heads: slice):
+    def gradients(heads: slice):
+        keys, begins, ends = place.keys(heads), heads.start % group == 0, heads.stop % group == 0
         c = Chunk(place, heads, _kept_decays(s, refs, heads))
         do = place.load(refs.do, s.V, heads).astype(c.dtype)  # [heads, C, V]
-        products = tile.chunk_products(refs.S[i, heads], refs.dS[heads], c.q, c.k, c.v, do, s.parts)
-        # These products wait for no other, so the next groups may begin before this one ends.
+        known = None if begins else by_keys[keys.start]
+        products = tile.chunk_products(refs.S[i, heads], refs.dS[heads], c.q, c.k, c.v, do, s.parts, known)
+        by_keys[keys.start] = products.by_keys
+        # These products wait for no other, so the next pairs may begin before this one ends.
         for _ in range(AHEAD):
             yield
         pairs: Any = c.decays.pairs
         pairs_t = pairs if s.constant else jnp.swapaxes(pairs, 1, 2)  # [heads, C, C]
         grads = tile.chunk_bwd(
             products, refs.S[i, heads], refs.dS[heads], c.q, c.k, do, pairs_t,
-            c.from_start(), c.to_end(), c.through(), s.parts,
+            c.from_start(), c.to_end(), c.through(), s.parts, None if begins else sums[keys.start], ends,
         )  # fmt: skip
-        refs.dS[heads] = grads.S
-        for ref, x in ((refs.dq, grads.q), (refs.dk, grads.k), (refs.dv, grads.v)):
-            place.store(ref, x, heads)
+        refs.dS[heads], sums[keys.start] = grads.S, grads.sums
+        for ref, x, at in ((refs.dq, grads.q, keys), (refs.dk, grads.k, keys), (refs.dv, grads.v, heads)):
+            if x is not None:
+                place.store(ref, x, at)
         if refs.dg is None:
             return
         if s.constant:
@@ -112,8 +122,7 @@ def _chunk_in_groups(s: Static, refs, step, i, block) -> None:
         exponents = jnp.where(strictly_lower(s.C), jnp.swapaxes(grads.exponents, 1, 2), 0.0)  # [heads, C, C]
         refs.dg[i, heads] = grads.through + tile.gate_bwd(exponents, grads.from_start, grads.to_end, c.same)
 
-    every = refs.dS.shape[0]
-    for _ in stagger(group(slice(first, min(first + PAIR, every))) for first in range(0, every, PAIR)):
+    for _ in stagger(gradients(slice(first, min(first + pair, every))) for first in range(0, every, pair)):
         pass
     _spoil(s, refs, place)
 
@@ -122,7 +131,7 @@ def _chunk_in_step(s: Static, refs, step, i, block) -> None:
     """Store the gradients of chunk i, all heads in lock-step: gates per channel, or a loop that visits sequences."""
     place = _place(s, refs, step, i)
     heads = slice(0, refs.dS.shape[0])
-    c = Chunk(place, heads)
+    keys, c = place.keys(heads), Chunk(place, heads)
     do = place.load(refs.do, s.V).astype(c.dtype)  # [heads, C, V]
 
     def state_pass(sums, S, n=None):
@@ -149,18 +158,19 @@ def _chunk_in_step(s: Static, refs, step, i, block) -> None:
         return sums
 
     if s.visit:
-        zeros = tuple(jnp.zeros(y.shape, jnp.float32) for y in (c.q, c.k, c.v, c.g))
+        of_q = heads.stop, s.C, s.K
+        zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in (of_q, of_q, c.v.shape, c.g.shape))
         dq, dk, dv, through = lax.fori_loop(*place.sequences(), visit, zeros)
     else:
         dq, dk, dv, through = state_pass(None, refs.S[i])
 
     P, dP = tile.scores(c.q, c.k, c.decays, c.same), dot_nt(do, c.v)  # [heads, C, C]
     inside = tile.scores_bwd(dP, c.q, c.k, c.decays, P, c.same, s.parts)
-    place.store(refs.dq, dq + inside.q, heads)
-    place.store(refs.dk, dk + inside.k, heads)
+    place.store(refs.dq, tile.to_key_heads(dq, keys.stop) + inside.q, keys)
+    place.store(refs.dk, tile.to_key_heads(dk, keys.stop) + inside.k, keys)
     place.store(refs.dv, dv + dot_tn(P.astype(do.dtype), do), heads)
     if refs.dg is not None:
-        d_from_start, d_to_end = c.q * dq, c.k * dk  # [heads, C, K]
+        d_from_start, d_to_end = (repeat_heads(y, heads.stop) * dy for y, dy in ((c.q, dq), (c.k, dk)))  # [heads, C, K]
         spoilt = None
         if s.visit and s.per_channel:
             # States that are not finite got into the rows of their sequence, and here a product mixes the rows again.
@@ -226,7 +236,7 @@ def launch(s: Static, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept
     inputs = [y for y in (*x, do, dfinal) if y is not None]
     blocks = Blocks(s, s.config.heads_bwd, lambda t: s.steps - 1 - t)
     out = lambda y: out_struct(y.shape, y.dtype, *inputs)
-    dg = blocks.gates(), x.k.shape if s.per_channel else (s.B, s.steps * s.chunks, s.HV, 1, s.C)
+    dg = blocks.gates(), (s.B, s.T, s.HV * s.K) if s.per_channel else (s.B, s.steps * s.chunks, s.HV, 1, s.C)
     if s.constant:
         dg = blocks.per_head(8, s.K), (s.B, s.HV, 8, s.K)
     # Kept as whole tiles: a column would be broadcast at every use.
@@ -240,7 +250,13 @@ def launch(s: Static, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept
         # The state of the sequence that the loop visits.
         "start": state if s.visit else (1, 8, 128),
     } | decays
-    return run_kernel(
+
+    def keys_out(y):
+        """Return the type of the gradient of queries or keys: sums to be added up where blocks share a key head."""
+        shape = *y.shape[:2], y.shape[2] * blocks.share
+        return out_struct(shape, y.dtype if blocks.share == 1 else jnp.float32, *inputs)
+
+    dq, dk, *rest = run_kernel(
         _gla_bwd_kernel, s, blocks, x,
         name=f"fused_chunk_gla_bwd_c{s.C}" + ("" if x.cu_seqlens is None else "_varlen"),
         more=[
@@ -249,8 +265,8 @@ def launch(s: Static, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept
             ("kept", blocks.kept(), kept),
         ],
         outputs=[
-            ("dq", blocks.tokens(s.K), out(x.q)),
-            ("dk", blocks.tokens(s.K), out(x.k)),
+            ("dq", blocks.query_sums(), keys_out(x.q)),
+            ("dk", blocks.query_sums(), keys_out(x.k)),
             ("dv", blocks.tokens(s.V), out(x.v)),
             ("dg", dg[0], out_struct(dg[1], jnp.float32, *inputs) if gates else None),
             ("dinitial", blocks.states(), None if x.initial_state is None else out(x.initial_state)),
@@ -261,3 +277,11 @@ def launch(s: Static, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept
             per_channel=s.per_channel,
         ),
     )  # fmt: skip
+    return *(_added_up(s, y, like, blocks.share) for y, like in ((dq, x.q), (dk, x.k))), *rest
+
+
+def _added_up(s: Static, y, like: jax.Array, share: int) -> jax.Array:
+    """Return the gradient of queries or keys from the sums [B, T, H * share * K] of blocks that share a key head."""
+    if share == 1:
+        return y
+    return jnp.sum(y.reshape(s.B, s.T, s.H, share, s.K), axis=3).reshape(like.shape).astype(like.dtype)

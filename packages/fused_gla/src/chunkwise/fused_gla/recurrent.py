@@ -1,17 +1,9 @@
-"""The token recurrences in plain JAX: the decode path, for one new token or a few per sequence."""
+"""The token recurrences: the decode path, for one new token or a few per sequence."""
 
 import jax
-import jax.numpy as jnp
 
-from chunkwise.fused_gla.api import check_arguments, total_gate
-from chunkwise.shared.operators import (
-    Arguments,
-    check_array,
-    check_flags,
-    check_scale,
-    choose_implementation,
-    token_by_token,
-)
+from chunkwise.fused_gla.api import check_arguments
+from chunkwise.shared.operators import Arguments, Options, Slots, check_array, run_recurrent
 
 
 def recurrent_simple_gla(
@@ -25,42 +17,64 @@ def recurrent_simple_gla(
     output_final_state: bool = False,
     *,
     cu_seqlens: jax.Array | None = None,
+    state_indices: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return simple gated linear attention token by token.
+    """Return simple gated linear attention token by token, in one launch.
 
-    For every head::
+    In value head n, with key head n // (HV // H)::
 
         S_t = exp(g_t + g_gamma) S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
 
-    Dims: B batch, T tokens, H heads, K and V key and value dimensions, N sequences (B, or those packed).
+    For serving, initial_state may be a pool of states::
+
+        o, pool = recurrent_simple_gla(q, k, v, g, None, None, pool, True, state_indices=slots)
+
+    If the pool is donated to the jitted program (donate_argnums), its states are updated in place and nothing else
+    of it is touched.
+
+    Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions,
+    N sequences: B, or len(cu_seqlens) - 1.
 
     Args:
-      q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
-      v: values [B, T, H, V], likewise.
-      g: log decay [B, T, H] in nats, at most 0, -inf included, of any of these types; None for no decay.
-      g_gamma: constant log decay per head [H] in nats, likewise, added to g.
-      scale: multiplies the output; defaults to K ** -0.5. A number, or a scalar array, traced or not.
-      initial_state: [N, H, K, V], likewise, or None for zeros.
-      output_final_state: whether to return the final state; static.
+      q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16; computed in float32, like all else.
+      v: values [B, T, HV, V], likewise.
+      g: log decay [B, T, HV] in nats, at most 0, -inf included, of any of these types; None for no decay.
+      g_gamma: constant log decay per head [HV] in nats, likewise, added to g.
+      scale: multiplies the output; defaults to K ** -0.5. A number, static, or a scalar array, which may be traced.
+      initial_state: [N, HV, K, V], or a pool [slots, HV, K, V] with state_indices, of any of these types; None for
+        zeros. A pool keeps its type.
+      output_final_state: return the states after the tokens; static.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Tokens from cu_seqlens[N] on are
         padding, may hold anything and give zeros. The values are checked outside of jit only.
-      implementation: None or "xla": there is no kernel.
+      state_indices: int32 [N], traced: the slot of every sequence. Slots must be distinct and exist; the values are
+        not checked. A sequence with a negative slot starts from zeros and its state is dropped; negative slots are
+        neither read nor written and may repeat.
+      has_initial_state: bool [N], traced: False if a sequence starts from zeros whatever its slot holds, as in a slot
+        that was freed; None for True.
+      implementation: "fused" (one TPU kernel, interpreted elsewhere), "xla" (plain JAX, also the gradient of
+        "fused"), None ("fused" on a TPU if the tokens and states fit into its fast memory, else "xla").
 
     Returns:
-      (o [B, T, H, V] in the type of v, final_state [N, H, K, V] float32 or None).
+      o [B, T, HV, V] in the type of v, and the states, None unless asked for: float32 [N, HV, K, V], or the pool in
+      its own type, in which the slots of no sequence keep every bit.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
-      NotImplementedError: another implementation is asked for.
+      NotImplementedError: "fused" with more tokens or larger states than fit into VMEM.
 
-    Differentiable by JAX. Compiled once for the shapes of its arguments.
+    Differentiable in every floating-point argument; "xla" by any transform of JAX.
     Accuracy: 1e-6 relative to float64 for float32 inputs; the arithmetic is float32.
-    Cost: 5 B T H K V flops, and a state read and written a token: meant for few tokens.
+    Cost: 5 B T HV K V flops; every state is read and written once.
     Source: Dao and Gu, Transformers are SSMs (2024); Sun et al., Retentive Network (2023) for a constant gate.
     """
+    if g is not None:
+        check_array("g", g, "B T HV")
     x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens)
-    return _run(x, output_final_state, implementation, 3)
+    check_arguments(x)
+    slots = Slots(state_indices, has_initial_state)
+    return run_recurrent(x, slots, Options(output_final_state), implementation, "recurrent_simple_gla_fwd")
 
 
 def recurrent_gla(
@@ -73,54 +87,40 @@ def recurrent_gla(
     output_final_state: bool = False,
     *,
     cu_seqlens: jax.Array | None = None,
+    state_indices: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return gated linear attention, with a gate per channel, token by token.
+    """Return gated linear attention, with a gate per channel, token by token, in one launch.
 
-    For every head::
+    In value head n, with key head n // (HV // H)::
 
         S_t = Diag(exp(g_t)) S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
 
-    Dims: B batch, T tokens, H heads, K and V key and value dimensions, N sequences (B, or those packed).
+    For serving, initial_state may be a pool of states, as in `recurrent_simple_gla`.
+
+    Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions,
+    N sequences: B, or len(cu_seqlens) - 1.
 
     Args:
-      q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
-      v: values [B, T, H, V], likewise.
-      g: log decay per channel of the key [B, T, H, K] in nats, at most 0, -inf included, of any of these types.
-      scale: multiplies the output; defaults to K ** -0.5. A number, or a scalar array, traced or not.
-      initial_state: [N, H, K, V], likewise, or None for zeros.
-      output_final_state: whether to return the final state; static.
-      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Tokens from cu_seqlens[N] on are
-        padding, may hold anything and give zeros. The values are checked outside of jit only.
-      implementation: None or "xla": there is no kernel.
+      q, k, v, scale, initial_state, output_final_state, cu_seqlens: as in `recurrent_simple_gla`.
+      g: log decay per channel of the key [B, T, HV, K] in nats, at most 0, -inf included, of any of the types of q.
+      state_indices, has_initial_state, implementation: as there.
 
     Returns:
-      (o [B, T, H, V] in the type of v, final_state [N, H, K, V] float32 or None).
+      o and the states, as there.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
-      NotImplementedError: another implementation is asked for.
+      NotImplementedError: "fused" with more tokens or larger states than fit into VMEM.
 
-    Differentiable by JAX. Compiled once for the shapes of its arguments.
+    Differentiable in every floating-point argument; "xla" by any transform of JAX.
     Accuracy: 1e-6 relative to float64 for float32 inputs; the arithmetic is float32.
-    Cost: 5 B T H K V flops, and a state read and written a token: meant for few tokens.
+    Cost: 5 B T HV K V flops; every state is read and written once.
     Source: Yang et al., Gated Linear Attention Transformers (2023).
     """
-    check_array("g", g, "B T H K")
+    check_array("g", g, "B T HV K")
     x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens)
-    return _run(x, output_final_state, implementation, 4)
-
-
-def _run(x: Arguments, output_final_state, implementation, gate_rank):
-    check_arguments(x, gate_ranks=(gate_rank,))
-    check_scale(x.scale)
-    check_flags(output_final_state=output_final_state)
-    choose_implementation(implementation, ("xla",), on_tpu="xla")
-    o, state = _compiled(x._replace(scale=x.q.shape[-1] ** -0.5 if x.scale is None else x.scale))
-    return o, state if output_final_state else None
-
-
-@jax.jit
-def _compiled(x: Arguments):
-    scale = jnp.asarray(x.scale, jnp.float32)
-    return token_by_token(x.q, x.k, x.v, total_gate(x), None, scale, x.initial_state, x.cu_seqlens, normalise=False)
+    check_arguments(x)
+    slots = Slots(state_indices, has_initial_state)
+    return run_recurrent(x, slots, Options(output_final_state), implementation, "recurrent_gla_fwd")

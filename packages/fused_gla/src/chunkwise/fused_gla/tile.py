@@ -1,8 +1,9 @@
 """The mathematics of one chunk of gated linear attention, forward and backward; arrays in, arrays out.
 
-Tiles are [h, C, D]: h heads in lock-step, C tokens. A gate is a row [h, 1, C] (one value per token) or a tile [h, C, K]
-(one per channel). The state layout is not the user's [K, V]: kernels keep the transposed state S [h, V, K], so that a
-decay per channel is a row [h, 1, K] that multiplies it.
+Tiles are [h, C, D]: h heads in lock-step, C tokens. Tiles of queries and keys are [n, C, K] where value heads share
+them: what does not depend on gates or values is computed once for all of a group. A gate is a row [h, 1, C] (one value
+per token) or a tile [h, C, K] (one per channel). The state layout is not the user's [K, V]: kernels keep the transposed
+state S [h, V, K], so that a decay per channel is a row [h, 1, K] that multiplies it.
 
 Every exponent is a sum of gates over a span of tokens, added up directly and never taken as a difference of two
 cumulative sums: no exponent is positive, and a small sum beside a large one keeps all its digits. The sums are products
@@ -28,8 +29,10 @@ from chunkwise.shared.kernels import (
     masked_exp,
     part_pairs,
     per_channel,
+    repeat_heads,
     row_index,
     strictly_lower,
+    sum_value_heads,
 )
 
 
@@ -135,7 +138,8 @@ def scores(q: jax.Array, k: jax.Array, decays: Decays, same: jax.Array | None = 
     """Return P_ij = scale <q_i, e^(G_i - G_j) k_j> for i >= j of one sequence, else 0, as [h, C, C] float32."""
     C, pairs = q.shape[1], decays.pairs
     if not isinstance(pairs, tuple):
-        return dot_nt(q, k) * pairs  # [h, C, C]
+        return repeat_heads(dot_nt(q, k), pairs.shape[0]) * pairs  # [h, C, C]
+    q, k = (repeat_heads(x, pairs[0].shape[0]) for x in (q, k))
     # A token and itself have no decay between them; every other pair is split by the middle of one block.
     diagonal = row_index(C) == column_index(C)  # [1, C, C]
     P = jnp.where(diagonal, jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=2, keepdims=True), 0.0)
@@ -143,6 +147,11 @@ def scores(q: jax.Array, k: jax.Array, decays: Decays, same: jax.Array | None = 
         product = dot_nt(_scaled(q, decay), _scaled(k, decay))  # [h, C, C]
         P = jnp.where(_within(_split_by(b, C), same), product, P)
     return decays.scale * P
+
+
+def to_key_heads(x: jax.Array, heads: int) -> jax.Array:
+    """Return x [h, ...] summed over the value heads of each of `heads` key heads, [heads, ...]."""
+    return x if x.shape[0] == heads else sum_value_heads(x, x.shape[0] // heads)
 
 
 def _scaled(x: jax.Array, decay: jax.Array) -> jax.Array:
@@ -163,6 +172,7 @@ def _product(contract, a: jax.Array, b: jax.Array, dtype, parts: int) -> jax.Arr
 
 def read_state(q: jax.Array, S: jax.Array, from_start: jax.Array) -> jax.Array:
     """Return what every token reads from the state before the chunk, times the scale, [h, C, V] float32."""
+    q = repeat_heads(q, S.shape[0])
     if from_start.shape[2] == 1:
         return from_start * dot_nt(q, S.astype(q.dtype))
     return dot_nt(_scaled(q, from_start), S.astype(q.dtype))
@@ -170,11 +180,12 @@ def read_state(q: jax.Array, S: jax.Array, from_start: jax.Array) -> jax.Array:
 
 def next_state(S: jax.Array, k: jax.Array, v: jax.Array, to_end: jax.Array, through: jax.Array, parts=1) -> jax.Array:
     """Return the state after the chunk, [h, V, K] float32."""
+    k = repeat_heads(k, v.shape[0])
     return through * S + _product(dot_tn, v, k.astype(jnp.float32) * to_end, v.dtype, parts)
 
 
 class ScoreGradients(NamedTuple):
-    """Gradients that come through the scores: of q and k, and of the exponents in `Decays.pairs`."""
+    """Gradients that come through the scores: of q and k [n, C, K], and of the exponents in `Decays.pairs`."""
 
     q: jax.Array
     k: jax.Array
@@ -186,14 +197,14 @@ def scores_bwd(dP, q: jax.Array, k: jax.Array, decays: Decays, P: jax.Array, sam
 
     The diagonal of P does not depend on the gates: leaving it out of their gradient matters where the decays are 1e-13.
     """
-    C, dtype, pairs = q.shape[1], q.dtype, decays.pairs
+    (n, C, _), dtype, pairs = q.shape, q.dtype, decays.pairs
     if not isinstance(pairs, tuple):
-        decayed = (dP * pairs).astype(dtype)  # [h, C, C]
+        decayed = to_key_heads(dP * pairs, n).astype(dtype)  # [n, C, C]
         exponents = jnp.where(strictly_lower(C), dP * P, 0.0)  # [h, C, C]
         return ScoreGradients(dot(decayed, k), dot_tn(decayed, q), exponents)
     dP = decays.scale * dP
     on_diagonal = jnp.sum(jnp.where(row_index(C) == column_index(C), dP, 0.0), axis=2, keepdims=True)  # [h, C, 1]
-    q32, k32 = q.astype(jnp.float32), k.astype(jnp.float32)  # [h, C, K]
+    q32, k32 = (repeat_heads(x, dP.shape[0]).astype(jnp.float32) for x in (q, k))  # [h, C, K]
     dq, dk, exponents = on_diagonal * k32, on_diagonal * q32, []
     for b, decay in zip(_levels(C), pairs, strict=True):
         # Only the pairs that this level splits; a select, because the others may hold anything.
@@ -202,11 +213,14 @@ def scores_bwd(dP, q: jax.Array, k: jax.Array, decays: Decays, P: jax.Array, sam
         dk_b = decay * _product(dot_tn, dP_b, q32 * decay, dtype, parts)  # [h, C, K]
         dq, dk = dq + dq_b, dk + dk_b
         exponents.append(q32 * dq_b + k32 * dk_b)
-    return ScoreGradients(dq, dk, tuple(exponents))
+    return ScoreGradients(to_key_heads(dq, n), to_key_heads(dk, n), tuple(exponents))
 
 
 class StateGradients(NamedTuple):
-    """Gradients that come through the state of a chunk; `through` is that of the exponent of `Decays.through`."""
+    """Gradients that come through the state of a chunk, those of q and k for every value head, [h, C, K].
+
+    `through` is the gradient of the exponent of `Decays.through`.
+    """
 
     q: jax.Array
     k: jax.Array
@@ -225,6 +239,7 @@ def state_bwd(S, dS, q, k, v, do, from_start, to_end, through, parts) -> StateGr
       from_start, to_end, through: as in `Decays`.
       parts: of S and dS, and of q decayed.
     """
+    q, k = (repeat_heads(x, v.shape[0]) for x in (q, k))
     axes = (1, 2) if through.shape[2] == 1 else 1
     dtype, dS_before = q.dtype, through * dS  # [h, V, K]
     return StateGradients(
@@ -236,19 +251,35 @@ def state_bwd(S, dS, q, k, v, do, from_start, to_end, through, parts) -> StateGr
     )
 
 
+class KeySums(NamedTuple):
+    """What the value heads of a key head have in common of the gradients of q and k, summed over them, float32.
+
+    Attributes:
+      scores: [n, C, C], the gradient of the scores times their decay, transposed.
+      q, k: [n, C, K], what comes through the states.
+    """
+
+    scores: jax.Array
+    q: jax.Array
+    k: jax.Array
+
+
 class ChunkGradients(NamedTuple):
     """Gradients of a chunk whose gates are per head, and of the gradient of the state, all float32.
 
     Attributes:
-      q, k, v: [h, C, D].
+      sums: of these heads and those before them in their group.
+      q, k: [n, C, K]; None unless these are the last of their group.
+      v: [h, C, V].
       S: [h, V, K], the gradient of the state before the chunk.
       exponents: [h, C, C], of the exponents in `Decays.pairs`, transposed: row j, column i; also on the diagonal.
       from_start, to_end: [h, C, K], of the exponents of `Decays`, by channel.
       through: [h, 1, 1 or K], of that of `Decays.through`.
     """
 
-    q: jax.Array
-    k: jax.Array
+    sums: KeySums
+    q: jax.Array | None
+    k: jax.Array | None
     v: jax.Array
     S: jax.Array
     exponents: jax.Array
@@ -261,7 +292,8 @@ class Products(NamedTuple):
     """The products of a backward chunk that wait for no other: `chunk_bwd` takes them up.
 
     Attributes:
-      by_k: [h, C, V + C], of k with dS and with q.
+      by_k: [h, C, V], of k with dS.
+      by_keys: [n, C, C], of k with q.
       by_v: [h, C, K], of v with dS.
       scores: [h, C, C], of v with do: the gradient of the scores, transposed.
       by_do: [h, C, K], of do with S.
@@ -269,14 +301,17 @@ class Products(NamedTuple):
     """
 
     by_k: jax.Array
+    by_keys: jax.Array
     by_v: jax.Array
     scores: jax.Array
     by_do: jax.Array
     do_t: jax.Array
 
 
-def chunk_products(S, dS, q, k, v, do, parts) -> Products:
-    """Return the first products of a chunk whose gates are per head; the arguments are those of `state_bwd`.
+def chunk_products(S, dS, q, k, v, do, parts, by_keys: jax.Array | None = None) -> Products:
+    """Return the first products of a chunk whose gates are per head.
+
+    The arguments are those of `state_bwd`, and `Products.by_keys` if other heads of the same group computed it.
 
     What the matrix unit waits for are the operands it keeps. Products with a common left operand therefore stand side
     by side, and the scores are transposed, as two of the three products that read them want.
@@ -285,8 +320,12 @@ def chunk_products(S, dS, q, k, v, do, parts) -> Products:
     dS, *dS_more = _operands(dS, q.dtype, parts)  # [h, V, K] each
     do_t = transposed(jnp.concatenate([do] * (1 + len(dS_more)), axis=1))  # [h, V, parts C]
     of_v = dot(v, jnp.concatenate([dS, do_t[:, :, : do.shape[1]]], axis=2))  # [h, C, K + C]
+    lanes = v.shape[0] // k.shape[0] * v.shape[2]
+    right = [_side_by_side(transposed(dS), k.shape[0])] + ([transposed(q)] if by_keys is None else [])
+    of_k = dot(k, jnp.concatenate(right, axis=2))  # [n, C, lanes + C]
     return Products(
-        by_k=dot(k, jnp.concatenate([transposed(dS), transposed(q)], axis=2)),
+        by_k=_one_by_one(of_k[:, :, :lanes], v.shape[0]),
+        by_keys=of_k[:, :, lanes:] if by_keys is None else by_keys,
         by_v=of_v[:, :, : q.shape[2]] + sum(dot(v, part) for part in dS_more),
         scores=of_v[:, :, q.shape[2] :],
         by_do=_product(dot, do, S, q.dtype, parts),
@@ -294,7 +333,26 @@ def chunk_products(S, dS, q, k, v, do, parts) -> Products:
     )
 
 
-def chunk_bwd(products: Products, S, dS, q, k, do, pairs_t, from_start, to_end, through, parts) -> ChunkGradients:
+def _side_by_side(x: jax.Array, n: int) -> jax.Array:
+    """Return tiles [h, R, L] as [n, R, h / n L]: the value heads of a key head side by side in the lanes."""
+    if x.shape[0] == n:
+        return x
+    grouped = x.reshape(n, -1, *x.shape[1:])
+    return jnp.concatenate([grouped[:, i] for i in range(grouped.shape[1])], axis=2)
+
+
+def _one_by_one(x: jax.Array, h: int) -> jax.Array:
+    """Return [n, R, h / n L] as tiles [h, R, L]; the inverse of `_side_by_side`."""
+    if x.shape[0] == h:
+        return x
+    L = x.shape[0] * x.shape[2] // h
+    each = [x[:, :, i : i + L] for i in range(0, x.shape[2], L)]
+    return jnp.stack(each, axis=1).reshape(h, x.shape[1], L)
+
+
+def chunk_bwd(
+    products: Products, S, dS, q, k, do, pairs_t, from_start, to_end, through, parts, before: KeySums | None, last: bool
+) -> ChunkGradients:
     """Return all gradients of a chunk whose gates are per head: `scores_bwd` and `state_bwd` in one.
 
     Args:
@@ -302,23 +360,30 @@ def chunk_bwd(products: Products, S, dS, q, k, do, pairs_t, from_start, to_end, 
       S, dS, q, k, do, from_start, through, parts: as in `state_bwd`.
       pairs_t: `Decays.pairs` transposed.
       to_end: as in `Decays`; if it is broadcast, at least as wide as K and V.
+      before: the sums of the heads before these, if these are not the first of their group.
+      last: whether these are the last of their group, or of the block's part of it.
     """
-    by_k, by_v, dP, by_do, do_t = products
-    dtype, K, V = q.dtype, q.shape[2], do.shape[2]
+    by_k, by_keys, by_v, dP, by_do, do_t = products
+    n, dtype, K, V = q.shape[0], q.dtype, q.shape[2], do.shape[2]
+    by_keys, q_each = (repeat_heads(x, do.shape[0]) for x in (by_keys, q))  # [h, C, C], [h, C, K]
     # P transposed [h, C, C], as dP is, and [h, V, K].
-    P, dS_before = pairs_t * by_k[:, :, V:], through * dS
-    # [h, C, C] and [h, C, K].
-    decayed, q_decayed = (pairs_t * dP).astype(dtype), q.astype(jnp.float32) * from_start
+    P, dS_before = pairs_t * by_keys, through * dS
+    q_decayed = q_each.astype(jnp.float32) * from_start  # [h, C, K]
     # What comes through the states, [h, C, K]; what comes through the scores is added below.
     dq, dk = from_start * by_do, to_end[:, :, :K] * by_v
+    sums = KeySums(*(to_key_heads(x, n) for x in (pairs_t * dP, dq, dk)))
+    if before is not None:
+        sums = KeySums(*(x + y for x, y in zip(before, sums, strict=True)))
+    decayed = sums.scores.astype(dtype)  # [n, C, C]
     return ChunkGradients(
-        q=dq + dot(jnp.swapaxes(decayed, 1, 2), k),
-        k=dk + dot(decayed, q),
-        v=to_end[:, :, :V] * by_k[:, :, :V] + dot(P.astype(dtype), do),
+        sums=sums,
+        q=sums.q + dot(jnp.swapaxes(decayed, 1, 2), k) if last else None,
+        k=sums.k + dot(decayed, q) if last else None,
+        v=to_end[:, :, :V] * by_k + dot(P.astype(dtype), do),
         S=dS_before + dot(do_t, jnp.concatenate(_operands(q_decayed, dtype, parts), axis=1)),
         exponents=P * dP,
-        from_start=q * dq,
-        to_end=k * dk,
+        from_start=q_each * dq,
+        to_end=repeat_heads(k, do.shape[0]) * dk,
         through=jnp.sum(S * dS_before, axis=(1, 2) if through.shape[2] == 1 else 1, keepdims=True),
     )
 

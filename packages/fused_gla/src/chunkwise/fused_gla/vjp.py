@@ -125,14 +125,14 @@ def trim(s: Static, x: Operands) -> Operands:
     """Return the operands without the padding of heads: what the forward keeps of them for the backward."""
     K, V = s.widths
 
-    def tokens(y, D, lanes):
-        return y if lanes == D else from_lanes(y, s.HV, D, s.T).reshape(s.B, s.T, -1)
+    def tokens(y, heads, D, lanes):
+        return y if lanes == D else from_lanes(y, heads, D, s.T).reshape(s.B, s.T, -1)
 
     return x._replace(
-        q=tokens(x.q, K, s.K),
-        k=tokens(x.k, K, s.K),
-        v=tokens(x.v, V, s.V),
-        g=tokens(x.g, K, s.K) if s.per_channel else x.g,
+        q=tokens(x.q, s.H, K, s.K),
+        k=tokens(x.k, s.H, K, s.K),
+        v=tokens(x.v, s.HV, V, s.V),
+        g=tokens(x.g, s.HV, K, s.K) if s.per_channel else x.g,
         initial_state=None if x.initial_state is None else x.initial_state[:, :, :V, :K],
     )
 
@@ -141,13 +141,13 @@ def pad(s: Static, x: Operands) -> Operands:
     """Return the operands as they were before `trim`."""
     K, V = s.widths
 
-    def tokens(y, D, lanes):
-        return y if lanes == D else to_lanes(y.reshape(s.B, s.T, s.HV, D), s.T)
+    def tokens(y, heads, D, lanes):
+        return y if lanes == D else to_lanes(y.reshape(s.B, s.T, heads, D), s.T)
 
     return x._replace(
-        q=tokens(x.q, K, s.K),
-        k=tokens(x.k, K, s.K),
-        v=tokens(x.v, V, s.V),
-        g=tokens(x.g, K, s.K) if s.per_channel else x.g,
+        q=tokens(x.q, s.H, K, s.K),
+        k=tokens(x.k, s.H, K, s.K),
+        v=tokens(x.v, s.HV, V, s.V),
+        g=tokens(x.g, s.HV, K, s.K) if s.per_channel else x.g,
         initial_state=pad_states(x.initial_state),
     )

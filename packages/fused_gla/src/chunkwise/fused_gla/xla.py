@@ -18,11 +18,11 @@ from chunkwise.shared.operators import Arguments, Options, keep_apart, select_to
 
 
 def gla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
-    """Return (o, final states) for checked arguments in float32, g [B, T, H] or [B, T, H, K], states [N, H, V, K].
+    """Return (o, final states) for checked arguments in float32, g [B, T, HV] or [B, T, HV, K], states [N, HV, V, K].
 
-    The chunks of all heads are one batch of tiles [NC * H, C, D].
+    The chunks of all heads are one batch of tiles [NC * heads, C, D].
     """
-    B, T, H, _ = x.q.shape
+    B, T, HV, _ = x.v.shape
     stream = x.cu_seqlens is not None and x.initial_state is None and not options.output_final_state
     chunks = Chunking(B, T, options.chunk_size, None if stream else x.cu_seqlens)
     # Without boundaries there is no stream.
@@ -34,22 +34,22 @@ def gla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
         spoilt = spoilt_tokens((q, k, v, g), cu_seqlens)
         q, k, v, g = (zero_padding(select_tokens(~spoilt, y), cu_seqlens) for y in (q, k, v, g))
     rows = chunks.split(g) if g.ndim == 4 else chunks.split_rows(g)
-    q, k, v, g = (_tiles(y) for y in (chunks.split(q), chunks.split(k), chunks.split(v), rows))  # [NC H, C, D]
-    same = None if masks is None else jnp.repeat(masks.same, H, axis=0)  # [NC H, C, C]
+    q, k, v, g = (_tiles(y) for y in (chunks.split(q), chunks.split(k), chunks.split(v), rows))  # [NC heads, C, D]
+    same = None if masks is None else jnp.repeat(masks.same, HV, axis=0)  # [NC HV, C, C]
     decays = tile.decays(g, x.scale, same)
     _, from_start, to_end, through, _ = decays
     if masks is not None:
-        from_start = jnp.where(_column(masks.carried, H), from_start, 0.0)
-        to_end = jnp.where(_column(masks.ending, H), to_end, 0.0)
-        through = jnp.where(_column(masks.through[:, None], H), through, 0.0)
+        from_start = jnp.where(_column(masks.carried, HV), from_start, 0.0)
+        to_end = jnp.where(_column(masks.ending, HV), to_end, 0.0)
+        through = jnp.where(_column(masks.through[:, None], HV), through, 0.0)
 
-    # What every chunk adds to the state, and how it decays over it, [NC, H, V or 1, K or 1]: a scan over chunks.
+    # What every chunk adds to the state, and how it decays over it, [NC, HV, V or 1, K or 1]: a scan over chunks.
     added = tile.next_state(jnp.zeros((), jnp.float32), k, v, to_end, through)
-    added, through = (y.reshape(chunks.NC, H, *y.shape[1:]) for y in (added, through))
-    before = _states(chunks, added, through, x.initial_state)  # [NC, H, V, K]
-    P = tile.scores(q, k, decays, same)  # [NC H, C, C]
-    o = dot(P.astype(v.dtype), v) + tile.read_state(q, _tiles(before), from_start)  # [NC H, C, V]
-    o = chunks.merge(o.reshape(chunks.NC, H, *o.shape[1:])).astype(v.dtype)
+    added, through = (y.reshape(chunks.NC, HV, *y.shape[1:]) for y in (added, through))
+    before = _states(chunks, added, through, x.initial_state)  # [NC, HV, V, K]
+    P = tile.scores(q, k, decays, same)  # [NC HV, C, C]
+    o = dot(P.astype(v.dtype), v) + tile.read_state(q, _tiles(before), from_start)  # [NC HV, C, V]
+    o = chunks.merge(o.reshape(chunks.NC, HV, *o.shape[1:])).astype(v.dtype)
     if spoilt is not None:
         o = keep_apart(o, x.v, spoilt, cu_seqlens)
     if not options.output_final_state:
@@ -64,12 +64,12 @@ def _tiles(x: jax.Array) -> jax.Array:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _column(mask: jax.Array, H: int) -> jax.Array:
-    return jnp.repeat(mask, H, axis=0)[:, :, None]
+def _column(mask: jax.Array, heads: int) -> jax.Array:
+    return jnp.repeat(mask, heads, axis=0)[:, :, None]
 
 
 def _states(chunks: Chunking, added, through, initial_state) -> jax.Array:
-    """Return the state before every chunk [NC, H, V, K] from what chunks add to it and how it decays over them."""
+    """Return the state before every chunk [NC, HV, V, K] from what chunks add to it and how it decays over them."""
     by_time = lambda x: jnp.moveaxis(chunks.per_batch(x), 1, 0)
     restarts = chunks.packed and initial_state is not None
     zeros = varying_zeros((chunks.B, *added.shape[1:]), added, through, initial_state)

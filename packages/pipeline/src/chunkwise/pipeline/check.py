@@ -48,8 +48,7 @@ class Row(NamedTuple):
 def operator_inputs(operator: Operator, *sizes: int, **options) -> dict[str, jax.Array]:
     """Return seeded inputs of an operator by name: `make_inputs` of the same arguments, less what it does not take.
 
-    An operator with constant gates gets them beside those of the tokens. One without the delta rule has as many key
-    heads as value heads: those of `sizes` must agree.
+    An operator with constant gates gets them beside those of the tokens.
     """
     return _make_inputs(operator.delta, operator.gates, *sizes, **options)
 
@@ -194,10 +193,9 @@ def _arguments(inputs: Callable[[Case], dict], case: Case) -> dict[str, jax.Arra
 @functools.cache
 def _inputs(delta: bool, gates: str, case: Case, states: bool) -> dict[str, jax.Array]:
     """Return the inputs of an operator, the same for all that take the same."""
-    H = case.H if delta else case.HV
     N = case.B if case.lengths is None else len(case.lengths)
     return _make_inputs(
-        delta, gates, case.B, case.T, H, case.HV, case.K, case.V, dtype=jnp.dtype(case.dtype), gate=case.gate,
+        delta, gates, case.B, case.T, case.H, case.HV, case.K, case.V, dtype=jnp.dtype(case.dtype), gate=case.gate,
         num_states=N if states else 0,
     )  # fmt: skip
 

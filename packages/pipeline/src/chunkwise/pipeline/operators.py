@@ -105,18 +105,21 @@ def chunk_gla(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated linear attention with a gate per channel, over whole sequences, chunk by chunk.
 
-    In every head, with the state read after the update::
+    In value head n, with key head n // (HV // H), and the state read after the update::
 
         S_t = Diag(e^g_t) S_{t-1} + k_t v_t^T
         o_t = scale S_t^T q_t
 
     Args:
-      g: log decay per channel of the key [B, T, H, K] in nats, at most 0, of any strength: -inf forgets everything
+      g: log decay per channel of the key [B, T, HV, K] in nats, at most 0, of any strength: -inf forgets everything
         before. Of any of these types.
 
+    Cost: 2 B T HV (C K + C V + 2 K V) flops, and one read of q, k, v and write of o; the backward reads q, k, v, do and
+      one state every few chunks, and writes dq, dk, dv. With states in or out a packed batch also pays for the state
+      of every sequence.
     Source: Yang et al., Gated Linear Attention Transformers (2023), sections 3 and 4.
     """
-    check_array("g", g, "B T H K")
+    check_array("g", g, "B T HV K")
     x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens)
     options = Options(output_final_state, chunk_size=chunk_size)
     return gla.chunk(x, options, implementation, {"staged": staged.gla})
@@ -139,7 +142,7 @@ def chunk_simple_gla(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated linear attention with a gate per head, over whole sequences, chunk by chunk.
 
-    In every head, with the state read after the update::
+    In value head n, with key head n // (HV // H), and the state read after the update::
 
         S_t = e^(g_t + g_gamma) S_{t-1} + k_t v_t^T
         o_t = scale S_t^T q_t
@@ -147,13 +150,13 @@ def chunk_simple_gla(
     Retention and lightning attention are this with constant gates g_gamma.
 
     Args:
-      g: log decay per head [B, T, H] in nats, at most 0, of any strength: -inf forgets everything before. Of any of
+      g: log decay per head [B, T, HV] in nats, at most 0, of any strength: -inf forgets everything before. Of any of
         these types; None for none.
 
     Source: Dao and Gu, Transformers are SSMs (2024); Sun et al., Retentive Network (2023), for constant gates.
     """
     if g is not None:
-        check_array("g", g, "B T H")
+        check_array("g", g, "B T HV")
     x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens)
     options = Options(output_final_state, chunk_size=chunk_size)
     return gla.chunk(x, options, implementation, {"staged": staged.gla})
@@ -165,7 +168,7 @@ class Operator:
 
     Attributes:
       function: what a user calls.
-      delta: whether it takes beta, and may have fewer key heads than value heads.
+      delta: whether it is a delta rule, which takes beta.
       gates: "head" for g [B, T, HV]; "channel" for g [B, T, HV, K]; "constant" for a gate per head and g_gamma [HV].
       implementations: what it comes in; the last is the TPU's choice for sizes that fit.
       cost: its package's `cost`, a function of the sizes; None for the forms that go token by token.
@@ -193,15 +196,16 @@ class Operator:
         return self.gates == "channel"
 
 
+_RECURRENT = ("xla", "fused")
 _CHUNK = ("xla", "staged", "fused")
 
 OPERATORS = {
     operator.name: operator
     for operator in (
-        Operator(recurrent_simple_gla, False, "constant", ("xla",)),
-        Operator(recurrent_gla, False, "channel", ("xla",)),
-        Operator(recurrent_gated_delta_rule, True, "head", ("xla", "fused")),
-        Operator(recurrent_kda, True, "channel", ("xla", "fused")),
+        Operator(recurrent_simple_gla, False, "constant", _RECURRENT),
+        Operator(recurrent_gla, False, "channel", _RECURRENT),
+        Operator(recurrent_gated_delta_rule, True, "head", _RECURRENT),
+        Operator(recurrent_kda, True, "channel", _RECURRENT),
         Operator(chunk_simple_gla, False, "constant", _CHUNK, gla_cost),
         Operator(chunk_gla, False, "channel", _CHUNK, functools.partial(gla_cost, per_channel=True)),
         Operator(chunk_gated_delta_rule, True, "head", _CHUNK, gdn_cost),

@@ -38,7 +38,7 @@ def delta_rule(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | N
 
 @functools.partial(jax.jit, static_argnums=1)
 def gla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
-    """Gated linear attention for gates per head [B, T, H], constant per head [H], or per channel [B, T, H, K]."""
+    """Gated linear attention for gates per head [B, T, HV], constant per head [HV], or per channel [B, T, HV, K]."""
     cu, C = x.cu_seqlens, options.chunk_size
     g_gamma = None if x.g_gamma is None else clip_gate(x.g_gamma)
     g_cum = None if x.g is None else chunk_local_cumsum(clip_gate(x.g), C, cu_seqlens=cu, **_PALLAS)

@@ -1,6 +1,13 @@
 """What operators are made of: checks, chunk tables, the token recurrence, decode, the inverse in plain JAX."""
 
-from chunkwise.shared.operators.arguments import Arguments, Implementation, Options, run_chunked, without_laws
+from chunkwise.shared.operators.arguments import (
+    Arguments,
+    Implementation,
+    Options,
+    run_chunked,
+    total_gate,
+    without_laws,
+)
 from chunkwise.shared.operators.block_inverse import block_inverse
 from chunkwise.shared.operators.checks import (
     CHUNK_SIZES,
@@ -62,6 +69,7 @@ __all__ = [
     "spoilt_tokens",
     "step_sizes",
     "token_by_token",
+    "total_gate",
     "unit_rows",
     "without_laws",
 ]

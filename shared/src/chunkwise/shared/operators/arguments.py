@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from chunkwise.shared.kernels.tiles import clip_gate
 from chunkwise.shared.operators.checks import check_flags, check_scale, choose_chunk_size, choose_implementation
 from chunkwise.shared.operators.gates import Laws, check_laws, decays, step_sizes
 
@@ -66,6 +67,15 @@ class Options(NamedTuple):
     chunk_size: Any = None
     gate_lower_bound: float | None = None
     laws: Laws = Laws()
+
+
+def total_gate(x: Arguments) -> jax.Array:
+    """Return the gates with the constant ones added, [B, T, HV] or [B, T, HV, K] float32; zeros for None."""
+    total = jnp.zeros(x.v.shape[:3], jnp.float32) if x.g is None else clip_gate(x.g)
+    if x.g_gamma is None:
+        return total
+    constant = clip_gate(x.g_gamma)
+    return total + (constant[None, None, :, None] if total.ndim == 4 else constant[None, None])
 
 
 def scale_of(x: Arguments) -> float | jax.Array:

@@ -1,4 +1,4 @@
-"""Decode of the delta rules: a few tokens of many sequences in one launch, their states updated in place.
+"""Decode of every operator: a few tokens of many sequences in one launch, their states updated in place.
 
 A grid step takes the states of some heads of one sequence: it reads them once, runs the sequence's tokens, and writes
 them back over themselves. Memory bounds a token, so its products are sums on the vector unit, in float32. States are
@@ -19,7 +19,14 @@ from chunkwise.shared.kernels.chunks import zero_padding
 from chunkwise.shared.kernels.launch import named, pallas_call, scaled, split_scale
 from chunkwise.shared.kernels.packed import LANES, pad_lanes, round_up
 from chunkwise.shared.kernels.tiles import l2norm, to_column
-from chunkwise.shared.operators.arguments import Arguments, Options, check_shared, scale_of, without_laws
+from chunkwise.shared.operators.arguments import (
+    Arguments,
+    Options,
+    check_shared,
+    scale_of,
+    total_gate,
+    without_laws,
+)
 from chunkwise.shared.operators.checks import (
     check,
     check_initial_state,
@@ -100,11 +107,12 @@ def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise
 def run_recurrent(
     x: Arguments, slots: Slots, options: Options, implementation: str | None, name: str
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Check what the recurrent delta rules share, fill in the scale, and run a few tokens of every sequence.
+    """Check what the recurrent operators share, fill in the scale, and run a few tokens of every sequence.
 
     Args:
-      x: arguments whose tensors the caller has checked: g per head [B, T, HV] or per channel [B, T, HV, K]. With
-        slots.state_indices, x.initial_state is a pool [slots, HV, K, V].
+      x: arguments whose tensors the caller has checked: g per head [B, T, HV] or per channel [B, T, HV, K], g_gamma
+        added to it, neither for no decay; beta for the delta rule. With slots.state_indices, x.initial_state is a pool
+        [slots, HV, K, V].
       slots: where the states lie.
       options: chunk_size and gate_lower_bound are not read.
       implementation: "fused" for the kernel, "xla" for plain JAX, or None for the best.
@@ -135,10 +143,10 @@ def run_recurrent(
 def _run(static: Static, implementation: str, x: Arguments, slots: Slots):
     pool = x.initial_state
     if pool is None:
-        pool = varying_zeros((static.N, static.HV, static.K, static.V), x.q, x.k, x.v, x.g, x.beta)
+        pool = varying_zeros((static.N, static.HV, static.K, static.V), *x[:6])
     if slots.state_indices is None:
         pool = pool.astype(jnp.float32)
-    x = x._replace(initial_state=None)
+    x = x._replace(initial_state=None, g=total_gate(x), g_gamma=None)
     if implementation == "xla":
         return _plain(static, x, pool, slots)
     leaves, structure = jax.tree.flatten((x, pool, slots))
@@ -199,8 +207,8 @@ def _launch_tokens(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
     if slots.has_initial_state is not None:
         continues &= slots.has_initial_state
     tables = slot, near, starts[:-1], jnp.diff(starts), continues.astype(jnp.int32)
-    tokens = x.q, x.k, x.v, x.g.astype(jnp.float32), x.beta.astype(jnp.float32)
-    flat = (y.reshape(s.B * s.T, *y.shape[2:]) for y in tokens)
+    beta = None if x.beta is None else x.beta.astype(jnp.float32)
+    flat = jax.tree.map(lambda y: y.reshape(s.B * s.T, *y.shape[2:]), (x.q, x.k, x.v, x.g, beta))
     o, pool = _launch(Operands(*tables, *flat, pool), static, _key_heads_a_step(x))
     return o.reshape(x.v.shape), pool
 
@@ -239,7 +247,7 @@ class Operands(NamedTuple):
       q, k: [tokens, H, K].
       v: [tokens, HV, V].
       g: [tokens, HV] or [tokens, HV, K] float32.
-      beta: [tokens, HV] float32.
+      beta: [tokens, HV] float32, or None without the delta rule.
       pool: states [slots, HV, K, V] float32 or bfloat16; updated in place if its buffer is donated.
     """
 
@@ -252,7 +260,7 @@ class Operands(NamedTuple):
     k: jax.Array
     v: jax.Array
     g: jax.Array
-    beta: jax.Array
+    beta: jax.Array | None
     pool: jax.Array
 
 
@@ -284,7 +292,8 @@ def _decode_kernel(refs, static: Static):
             q, k = l2norm(q), l2norm(k)
         # The gate is [heads, 1, 1], or as rows [heads, 1, K] per channel.
         g = _as_scalars(refs.g[pl.ds(t, 1)]) if len(refs.g.shape) == 2 else _as_rows(refs.g[t])
-        decay, beta = jnp.exp(g), _as_scalars(refs.beta[pl.ds(t, 1)])
+        decay = jnp.exp(g)
+        beta = None if refs.beta is None else _as_scalars(refs.beta[pl.ds(t, 1)])
         # Head by head, so that a state is in registers only while it is worked on: all of them would be spilled.
         o = []
         for key in range(q.shape[0]):
@@ -292,7 +301,9 @@ def _decode_kernel(refs, static: Static):
             for head in range(key * group, (key + 1) * group):
                 rate = decay[head : head + 1]  # [1, 1, 1] or [1, 1, K]
                 S = (rate if rate.shape[2] == 1 else to_column(rate))[0] * refs.S[head]  # [K, V]
-                new = beta[head] * (v[head] - jnp.sum(S * k_column, axis=0, keepdims=True))  # [1, V]
+                new = v[head]  # [1, V]
+                if beta is not None:
+                    new = beta[head] * (new - jnp.sum(S * k_column, axis=0, keepdims=True))
                 refs.S[head] = S = S + k_column * new
                 o.append(static.scale * jnp.sum(S * q_column, axis=0, keepdims=True))
         refs.o[t] = jnp.concatenate(o).astype(refs.o.dtype)
@@ -317,26 +328,26 @@ def _as_scalars(row: jax.Array) -> jax.Array:
     return jnp.stack([row[:, i : i + 1] for i in range(row.shape[1])])
 
 
-def _token_bytes(x, heads: int, dtype) -> int:
-    """Return the VMEM of `heads` heads of tokens x [B, T, all heads, ...] of a type, in whole registers."""
+def _token_bytes(heads: int, D: int, dtype=jnp.float32) -> int:
+    """Return the VMEM of a token's heads [heads, D] of a type, in whole registers; D is 0 for a number per head."""
     # The kernel sees float16 as float32.
     itemsize = 4 if dtype == jnp.float16 else jnp.dtype(dtype).itemsize
-    tile = round_up(heads, 32 // itemsize) * pad_lanes(x.shape[3]) if len(x.shape) == 4 else LANES
-    return itemsize * x.shape[0] * x.shape[1] * tile
+    return itemsize * (round_up(heads, 32 // itemsize) * pad_lanes(D) if D else LANES)
 
 
 def _key_heads_a_step(x: Arguments) -> int | None:
     """Return for how many key heads the states and all tokens of x fit into VMEM, None if not for one."""
-    q, v = x.q, x.v
-    H, group = q.shape[2], v.shape[2] // q.shape[2]
+    (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
+    group, gate = HV // H, K if x.g is not None and x.g.ndim == 4 else 0
     # Read and written, two buffers each, and worked on.
-    state = 5 * 4 * group * round_up(q.shape[3], 8) * pad_lanes(v.shape[3])
+    state = 5 * 4 * group * round_up(K, 8) * pad_lanes(V)
 
     def tokens(key_heads):
+        heads = key_heads * group
+        keys = sum(_token_bytes(key_heads, K, y.dtype) for y in (x.q, x.k))
         # The outputs have two buffers.
-        alike = [(y, key_heads) for y in (q, x.k)] + [(v, key_heads * group)] * 3
-        gates = sum(_token_bytes(y, key_heads * group, jnp.float32) for y in (x.g, x.beta))
-        return sum(_token_bytes(y, heads, y.dtype) for y, heads in alike) + gates
+        values = 3 * _token_bytes(heads, V, x.v.dtype) + _token_bytes(heads, gate)
+        return B * T * (keys + values + (0 if x.beta is None else _token_bytes(heads, 0)))
 
     fit = [n for n in range(1, H + 1) if H % n == 0 and tokens(n) <= _TOKEN_BYTES]
     if not fit or tokens(fit[0]) + fit[0] * state > _VMEM_BYTES:
@@ -346,20 +357,23 @@ def _key_heads_a_step(x: Arguments) -> int | None:
 
 def recurrent_cost(
     *, B: int, T: int, H: int, HV: int, K: int, V: int, N: int | None = None, itemsize: int = 2,
-    state_itemsize: int = 4, per_channel: bool = False,
+    state_itemsize: int = 4, per_channel: bool = False, delta: bool = True,
 ) -> pl.CostEstimate:  # fmt: skip
-    """Return what the delta rules cost token by token: 7 flops a token and state entry, every state moved twice.
+    """Return what an operator costs token by token: 5 or 7 flops a token and state entry, every state moved twice.
+
+    A state decays, takes the product of a key and a value, and is read; the delta rule reads it once more.
 
     Args:
       B, T, H, HV, K, V: sizes.
       N: sequences; None for B.
       itemsize, state_itemsize: bytes of an entry of q, k, v and o, and of the states. Gates are float32.
       per_channel: gates per channel of the key.
+      delta: the delta rule, which has step sizes.
     """
     gates = B * T * HV * (K if per_channel else 1)
-    moved = itemsize * B * T * (2 * H * K + 2 * HV * V) + 4 * (gates + B * T * HV)
+    moved = itemsize * B * T * (2 * H * K + 2 * HV * V) + 4 * (gates + B * T * HV * delta)
     return pl.CostEstimate(
-        flops=7 * B * T * HV * K * V,
+        flops=(7 if delta else 5) * B * T * HV * K * V,
         transcendentals=gates,
         bytes_accessed=moved + 2 * state_itemsize * (B if N is None else N) * HV * K * V,
     )
@@ -399,10 +413,10 @@ def _launch(x: Operands, static: Static, key_heads: int | None) -> tuple[jax.Arr
         return jnp.maximum(slot[near[n]], jnp.int32(0)), h, 0, 0
 
     state = pl.BlockSpec((None, heads, s.K, s.V), state_index)
-    x = x._replace(
-        q=cut(x.q, key_heads), k=cut(x.k, key_heads), v=cut(x.v, heads), g=cut(x.g, heads), beta=cut(x.beta, heads)
-    )
+    beta = None if x.beta is None else cut(x.beta, heads)
+    x = x._replace(q=cut(x.q, key_heads), k=cut(x.k, key_heads), v=cut(x.v, heads), g=cut(x.g, heads), beta=beta)
     tokens = x[_TABLES:-1]
+    inputs = [y for y in (*tokens, x.pool) if y is not None]
     o, pool = pallas_call(
         named(_decode_kernel, Operands._fields, [("o", True), ("after", True)], ["S"], static=static),
         *x,
@@ -411,16 +425,15 @@ def _launch(x: Operands, static: Static, key_heads: int | None) -> tuple[jax.Arr
         # Blocks of heads are independent; sequences share the block of outputs, so they come one after the other.
         grid=(blocks, s.N),
         dimension_semantics=("parallel", "arbitrary"),
-        in_specs=[*(whole(y, 1) for y in tokens), state],
+        in_specs=[*(None if y is None else whole(y, 1) for y in tokens), state],
         out_specs=[whole(x.v, 2), state],
-        out_shape=[out_struct(x.v.shape, x.v.dtype, *tokens, x.pool),
-                   out_struct(x.pool.shape, x.pool.dtype, *tokens, x.pool)],
+        out_shape=[out_struct(y.shape, y.dtype, *inputs) for y in (x.v, x.pool)],
         scratch_shapes=[pltpu.VMEM((heads, s.K, s.V), jnp.float32)],
-        # Counted with the scalar tables.
-        input_output_aliases={Operands._fields.index("pool"): 1},
+        # Counted with the scalar tables, without what is None.
+        input_output_aliases={_TABLES + len(inputs) - 1: 1},
         cost_estimate=recurrent_cost(
             B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, N=s.N, itemsize=x.v.dtype.itemsize,
-            state_itemsize=x.pool.dtype.itemsize, per_channel=x.g.ndim == 4,
+            state_itemsize=x.pool.dtype.itemsize, per_channel=x.g.ndim == 4, delta=x.beta is not None,
         ),
         vmem_limit_bytes=_VMEM_BYTES,
     )  # fmt: skip
