@@ -70,14 +70,14 @@ class Static(NamedTuple):
     config: Config
 
     @property
-    def count(self) -> int:
+    def blocks(self) -> int:
         """Blocks of a row of the batch."""
         return -(-self.T // self.config.tokens)
 
 
 def tables(s: Sequences, B: int, with_states: bool, static: Static) -> tuple[Any, Any, Any]:
     """Return `Operands.blocks`, `.sequences` and `.reach`."""
-    size, count, most = static.config.tokens, static.count, static.W - 1
+    size, count, most = static.config.tokens, static.blocks, static.W - 1
     ragged = static.T % size > 0
     if s.age is None and not with_states and not ragged:
         return None, None, None
@@ -192,7 +192,7 @@ class _Plane(NamedTuple):
 
 def _fwd_kernel(refs, *, s: Static):
     """Write y of a block; its last tokens stay in the window for the next block."""
-    block = pl.program_id(1) * jnp.int32(s.count) + pl.program_id(2)
+    block = pl.program_id(1) * jnp.int32(s.blocks) + pl.program_id(2)
 
     @pl.when(pl.program_id(2) == 0)
     def _():
@@ -214,7 +214,7 @@ def _fwd_kernel(refs, *, s: Static):
             for at, rows in _strips(s):
                 _, pre, age = plane.convolve(refs, at, rows, mixed, s)
                 y = activate(pre, s.activation)
-                if mixed:
+                if age is not None:
                     y = jnp.where(age >= 0.0, y, 0.0)
                 refs.y[at : at + rows, _lanes(n)] = y.astype(refs.y.dtype)
 
@@ -227,8 +227,8 @@ def _bwd_kernel(refs, *, s: Static):
     A token's gradient comes from the W - 1 tokens after it too: the first of the block after this one stay in scratch.
     """
     turn = pl.program_id(2)
-    place = jnp.int32(s.count - 1) - turn
-    block = pl.program_id(1) * jnp.int32(s.count) + place
+    place = jnp.int32(s.blocks - 1) - turn
+    block = pl.program_id(1) * jnp.int32(s.blocks) + place
     tokens = s.config.tokens
 
     @pl.when((pl.program_id(1) == 0) & (turn == 0))
@@ -281,14 +281,14 @@ def _bwd_kernel(refs, *, s: Static):
     _branches(refs, block, s, compute)
 
 
-def launch(x: Operands, s: Static):
+def launch(x: Operands, s: Static) -> dict[str, jax.Array]:
     """Run the forward kernel, or with dy the backward one.
 
     Returns:
-      y like x; or (dx like x, the gradients of weight and bias, float32 [W + 1, 8, D], to be summed over the 8, and
-      that of `rows`, or None).
+      A dict of y like x; or of dx like x, dweight, the gradients of weight and bias, float32 [W + 1, 8, D], to be
+      summed over the 8, and drows, that of `rows` if there are any.
     """
-    (B, T, D), (tokens, channels), count = x.x.shape, (s.config.tokens, s.config.channels), s.count
+    (B, T, D), (tokens, channels), count = x.x.shape, (s.config.tokens, s.config.channels), s.blocks
     backward = x.dy is not None
     # Blocks of tokens are walked in order, in the backward from the last to the first.
     place = (lambda i: jnp.int32(count - 1) - i) if backward else (lambda i: i)
@@ -341,6 +341,4 @@ def launch(x: Operands, s: Static):
         scratch_shapes=list(scratch.values()),
         cost_estimate=cost(B=B, T=T, D=D, W=s.W, itemsize=x.x.dtype.itemsize, backward=backward),
     )
-    if not backward:
-        return out[0]
-    return (*out, None)[:3]
+    return dict(zip(outputs, out, strict=True))

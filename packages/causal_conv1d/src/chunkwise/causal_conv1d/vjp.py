@@ -12,17 +12,17 @@ from chunkwise.causal_conv1d.kernel import Operands, Static
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def convolve(x: Operands, s: Static) -> jax.Array:
     """Return y [B, T, D] in the type of x."""
-    return kernel.launch(x, s)
+    return kernel.launch(x, s)["y"]
 
 
 def _forward(x, s):
-    return kernel.launch(x, s), x
+    return kernel.launch(x, s)["y"], x
 
 
 def _backward(s, x, dy):
-    dx, sums, drows = kernel.launch(x._replace(dy=dy), s)
-    sums = jnp.sum(sums, axis=1)  # [W + 1, D]
-    return (Operands(None, None, dx, None, sums[:-1], sums[-1:], drows),)
+    d = kernel.launch(x._replace(dy=dy), s)
+    sums = jnp.sum(d["dweight"], axis=1)  # [W + 1, D]
+    return (Operands(None, None, d["dx"], None, sums[:-1], sums[-1:], d.get("drows")),)
 
 
 convolve.defvjp(_forward, _backward)

@@ -68,7 +68,8 @@ class Decays(NamedTuple):
 
 def gated_delta_rule(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
     """Return (o, final_state) for checked arguments; final_state is None unless asked for."""
-    v, scale, initial_state, cu_seqlens = x.v, x.scale, x.initial_state, x.cu_seqlens
+    v, scale, initial_state = x.v, x.scale, x.initial_state
+    cu_seqlens: Any = x.cu_seqlens
     output_final_state = options.output_final_state
     q, k = (unit_rows(y, options.normalise, cu_seqlens) for y in (x.q, x.k))
     (B, T, HV, V), K, C = v.shape, k.shape[-1], min(options.chunk_size or _MOST_ROWS, _MOST_ROWS)
@@ -76,7 +77,7 @@ def gated_delta_rule(x: Arguments, options: Options) -> tuple[jax.Array, jax.Arr
     chunks = Chunking(B, T, C, None if stream else cu_seqlens)
     masks: Any = stream_masks(T, C, cu_seqlens) if stream else None
     gates, beta = clip_gate(x.g), x.beta.astype(jnp.float32)
-    spoilt: Any = spoilt_tokens((q, k, v, gates, beta), x.cu_seqlens) if stream else None
+    spoilt: Any = spoilt_tokens((q, k, v, gates, beta), cu_seqlens) if stream else None
     h0 = None if initial_state is None else initial_state.astype(jnp.float32)
 
     # One axis for batch and tokens: an axis of size 1 between others makes XLA copy what a loop reads.

@@ -197,11 +197,12 @@ def run(x: Arguments, static: Static) -> tuple[jax.Array, jax.Array | None]:
       static: what is known when the program is built.
     """
     B, T, HV, _ = x.v.shape
-    C, cu_seqlens = static.C, x.cu_seqlens
+    C = static.C
+    cu_seqlens: Any = x.cu_seqlens
     state = None if x.initial_state is None else jnp.swapaxes(x.initial_state.astype(jnp.float32), -1, -2)
     stream = cu_seqlens is not None and state is None and not static.output_final_state
     tokens = [x.q, x.k, x.v, x.g, x.beta]
-    spoilt: Any = spoilt_tokens((x.q, x.k, x.v, clip_gate(x.g), x.beta), x.cu_seqlens) if stream else None
+    spoilt: Any = spoilt_tokens((x.q, x.k, x.v, clip_gate(x.g), x.beta), cu_seqlens) if stream else None
     if stream:
         tokens = [select_tokens(~spoilt, y) for y in tokens]
     # What padding holds must not matter, not even NaN.
@@ -231,7 +232,7 @@ def run(x: Arguments, static: Static) -> tuple[jax.Array, jax.Array | None]:
     o = jnp.moveaxis(o.reshape(o.shape[0], batch, HV, *o.shape[2:]), 1, 0)
     o = chunks.merge(o.reshape(-1, *o.shape[2:])).astype(x.v.dtype)
     if stream:
-        return keep_apart(o, x.v, spoilt, x.cu_seqlens), None
+        return keep_apart(o, x.v, spoilt, cu_seqlens), None
     if not static.output_final_state:
         return o, None
     last = last.reshape(B, HV, *last.shape[1:]) if states is None else states[chunks.final_chunk]

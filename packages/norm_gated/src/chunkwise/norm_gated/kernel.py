@@ -66,7 +66,9 @@ def _bwd_kernel(refs, *, s: Static, config: Config, rows: int):
     _strips(config, refs.x.shape[1], s.D, compute)
 
 
-def launch(x: jax.Array, z: jax.Array, weight: jax.Array, s: Static, config: Config, dy: jax.Array | None = None):
+def launch(
+    x: jax.Array, z: jax.Array, weight: jax.Array, s: Static, config: Config, dy: jax.Array | None = None
+) -> dict[str, jax.Array]:
     """Run the forward kernel, or with dy the backward one.
 
     Args:
@@ -76,7 +78,7 @@ def launch(x: jax.Array, z: jax.Array, weight: jax.Array, s: Static, config: Con
       config: tile sizes.
 
     Returns:
-      y like x; or dx like x, dz like z and the gradient of the weight, float32 [n, groups * D], to be summed over n.
+      A dict of y like x; or of dx like x, dz like z and dweight, float32 [n, groups * D], to be summed over n.
     """
     rows, width = x.shape
     blocks, lanes = -(-rows // config.rows), config.groups * s.D
@@ -105,4 +107,4 @@ def launch(x: jax.Array, z: jax.Array, weight: jax.Array, s: Static, config: Con
         out_shape=[out_struct(shape, dtype, *operands.values()) for _, shape, dtype in outputs.values()],
         cost_estimate=cost(rows=rows * width // s.D, D=s.D, itemsize=x.dtype.itemsize, backward=dy is not None),
     )
-    return tuple(out) if dy is not None else out[0]
+    return dict(zip(outputs, out, strict=True))

@@ -13,16 +13,16 @@ from chunkwise.norm_gated.tile import Static
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def norm(x: jax.Array, z: jax.Array, weight: jax.Array, s: Static, config: Config) -> jax.Array:
     """Return y like x, for x, z [rows, groups * D] and the weight of every lane, float32 [1, groups * D]."""
-    return kernel.launch(x, z, weight, s, config)
+    return kernel.launch(x, z, weight, s, config)["y"]
 
 
 def _forward(x, z, weight, s, config):
-    return kernel.launch(x, z, weight, s, config), (x, z, weight)
+    return kernel.launch(x, z, weight, s, config)["y"], (x, z, weight)
 
 
 def _backward(s, config, residuals, dy):
-    dx, dz, dweight = kernel.launch(*residuals, s, config, dy)
-    return dx, dz, jnp.sum(dweight, axis=0, keepdims=True)
+    d = kernel.launch(*residuals, s, config, dy)
+    return d["dx"], d["dz"], jnp.sum(d["dweight"], axis=0, keepdims=True)
 
 
 norm.defvjp(_forward, _backward)
