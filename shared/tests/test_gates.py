@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.operators.gates import Laws, check_laws, decays, step_sizes
+from chunkwise.shared.operators.gates import Laws, check_laws, decay, decays, step_sizes
 from chunkwise.shared.testing import (
     assert_close,
     assert_gradients,
@@ -50,6 +50,13 @@ def test_softplus_overflows_nowhere_and_is_exact_where_it_is_small():
     want = -np.logaddexp(np.asarray(x, np.float64).ravel(), 0.0)
     # Below 2^-126 the processor may give zero.
     np.testing.assert_allclose(got, np.where(want > -1e-37, 0.0, want), rtol=1e-6, atol=1e-37)
+
+
+def test_few_operations_lose_digits_only_where_softplus_is_small():
+    x = jnp.array([-1e4, -100.0, -20.0, -1.0, 0.0, 1.0, 20.0, 79.0, 81.0, 100.0, 1e4, jnp.inf, -jnp.inf])
+    got = decay(x, jnp.zeros(()), jnp.zeros(()), None, unit=2.0, exact=False)
+    want = -2.0 * np.logaddexp(np.asarray(x, np.float64), 0.0)
+    np.testing.assert_allclose(np.asarray(got), want, rtol=1e-6, atol=2e-7)
 
 
 @pytest.mark.parametrize("bound", [None, -5.0])
