@@ -115,16 +115,6 @@ def _fill(refs, s: Static) -> None:
             refs.window[n, HALO + at : HALO + at + rows] = refs.x[at : at + rows, _lanes(n)].astype(jnp.float32)
 
 
-def _branches(refs, block, s: Static, compute) -> None:
-    """Call compute(mixed) for a block: False means that no sequence begins or ends in it."""
-    if refs.blocks is None:
-        compute(False)
-        return
-    mixed = refs.blocks[0, block] > 0
-    pl.when(mixed)(lambda: compute(True))
-    pl.when(jnp.logical_not(mixed))(lambda: compute(False))
-
-
 def _spread_reach(refs) -> None:
     """Store the age and what is left of every token over all lanes."""
     for i in range(2):
@@ -154,6 +144,23 @@ def _add_rows(refs, block, s: Static) -> None:
             refs.added[n, pl.ds(row, 1)] = refs.rows[source, :, _lanes(n)]
 
     _first_rows(refs, block, s, visit)
+
+
+def _branches(refs, block, s: Static, compute) -> None:
+    """Call compute(mixed) for a block, after what a mixed block needs is in scratch."""
+    if refs.blocks is None:
+        compute(False)
+        return
+    mixed = refs.blocks[0, block] > 0
+
+    @pl.when(mixed)
+    def _():
+        _spread_reach(refs)
+        if refs.rows is not None:
+            _add_rows(refs, block, s)
+        compute(True)
+
+    pl.when(jnp.logical_not(mixed))(lambda: compute(False))
 
 
 def _strips(s: Static):
@@ -205,10 +212,6 @@ def _fwd_kernel(refs, *, s: Static):
     _fill(refs, s)
 
     def compute(mixed):
-        if mixed:
-            _spread_reach(refs)
-            if refs.rows is not None:
-                _add_rows(refs, block, s)
         for n in _planes(s):
             plane = _Plane.load(refs, n, s)
             for at, rows in _strips(s):
@@ -250,10 +253,6 @@ def _bwd_kernel(refs, *, s: Static):
     _fill(refs, s)
 
     def compute(mixed):
-        if mixed:
-            _spread_reach(refs)
-            if refs.rows is not None:
-                _add_rows(refs, block, s)
         for n in _planes(s):
             plane = _Plane.load(refs, n, s)
             sums = [jnp.zeros((8, LANES), jnp.float32)] * (s.W + 1)
