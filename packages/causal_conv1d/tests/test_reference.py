@@ -82,7 +82,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize("states", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_values(batch, states, implementation):
@@ -122,7 +122,7 @@ def test_gradients_of_plain_jax_are_those_of_the_definition(batch):
         assert_close(f"d{name}", d[name], want, GRADIENT_TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize("states", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_gradients_of_the_kernel_are_those_of_plain_jax(batch, states):
     """Plain JAX is differentiated by JAX, and its gradients are compared with the definition above."""

@@ -228,6 +228,7 @@ def test_gradients_of_strong_constant_gates(implementation, g):
     compare_gradients(inputs, implementation=implementation, chunk_size=16)
 
 
+@pytest.mark.thorough
 @types
 @pytest.mark.parametrize(("bound", "g"), [(-16.0, -16.0), (-16.0, -8.0), (-5.0, None)])
 @both

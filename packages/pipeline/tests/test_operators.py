@@ -38,7 +38,12 @@ def inputs_of(operator, dtype=jnp.float32, states=0, gate="logsigmoid", normalis
 @pytest.mark.parametrize(
     ("operator", "implementation", "packed"),
     [
-        *(pytest.param(x, i, True, id=f"{x.name}-{i}-packed") for x in CHUNKED for i in x.implementations),
+        # Those of a package are tested there too.
+        *(
+            pytest.param(x, i, True, id=f"{x.name}-{i}-packed", marks=[] if i == "staged" else pytest.mark.thorough)
+            for x in CHUNKED
+            for i in x.implementations
+        ),
         *(
             pytest.param(x, "staged", False, id=f"{x.name}-staged")
             for x in CHUNKED
@@ -95,6 +100,7 @@ def test_gradient_of_strong_constant_gates_staged(chunk_size, packed):
         assert_close(f"dg_gamma at {strength}", got[head], want[head], GRADIENT_TOLERANCE["float32"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gate", ["spikes", "zero", "resets"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @named(CHUNKED)
@@ -149,6 +155,7 @@ def test_chunks_of_none(operator):
         assert_close("o", o, operator.function(**inputs, chunk_size=64, implementation="xla")[0], TOLERANCE["float32"])
 
 
+@pytest.mark.thorough
 @named(CHUNKED)
 def test_what_the_docstring_says_of_the_stages(operator):
     """Weak and strong gates in one chunk, over five decades: "staged" loses digits, up to the docstring's number."""
