@@ -22,7 +22,7 @@ VERSIONS = {project["name"]: project["version"] for project in METADATA.values()
 GROUPS = nox.project.load_toml("pyproject.toml")
 
 # A reference to a sibling in a pyproject.toml: its distribution name and how hatchling finds its folder.
-SIBLING = re.compile(r"(chunkwise-[a-z-]+) @ \{root:[^\"]*")
+SIBLING = re.compile(r"(chunkwise-[a-z0-9-]+) @ \{root:[^\"]*")
 # One worker for each core. A file stays with one worker, so that what its tests share is compiled once.
 WORKERS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--durations", "10")
 
@@ -146,7 +146,7 @@ def check_release(session: nox.Session, dist: Path) -> None:
     for path in archives:
         for member, text in metadata_texts(path):
             for line in text.splitlines():
-                if "file://" in line or "{root" in line or re.search(r"chunkwise-[a-z-]+ *@", line):
+                if "file://" in line or "{root" in line or re.search(r"chunkwise-[a-z0-9-]+ *@", line):
                     session.error(f"{path.name}: {member} must name its siblings by version; got {line!r}.")
 
 

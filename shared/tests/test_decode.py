@@ -10,7 +10,16 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from chunkwise.shared.operators import Arguments, Options, Slots, recurrent_cost, run_recurrent, token_by_token
+from chunkwise.shared.operators import (
+    Arguments,
+    Options,
+    Slots,
+    read_slots,
+    recurrent_cost,
+    run_recurrent,
+    token_by_token,
+    write_slots,
+)
 from chunkwise.shared.testing import (
     GRADIENT_TOLERANCE,
     TOLERANCE,
@@ -347,3 +356,15 @@ def test_compiles_in_place(dtype, chip):
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= 64 * 4 * 128 * 128 * jnp.dtype(dtype).itemsize
     assert memory.temp_size_in_bytes < 2**20
+
+
+def test_slots_are_read_and_written_in_the_type_of_the_pool():
+    pool = jnp.arange(1.0, 7.0).reshape(3, 2).astype(jnp.bfloat16).at[1].set(jnp.nan)
+    slots = Slots(jnp.array([2, -1, 1], jnp.int32), jnp.array([True, True, False]))
+    states = read_slots(pool, slots)
+    assert states.dtype == jnp.bfloat16
+    assert states.tolist() == [[5.0, 6.0], [0.0, 0.0], [0.0, 0.0]]
+    assert write_slots(pool, slots, states + 1).tolist() == [[1.0, 2.0], [1.0, 1.0], [6.0, 7.0]]
+    # Without slots the states are the pool.
+    assert read_slots(states, Slots()) is states
+    assert write_slots(pool, Slots(), states) is states

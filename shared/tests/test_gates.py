@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.operators.gates import Laws, check_laws, decay, decays, step_sizes
+from chunkwise.shared.kernels import decay
+from chunkwise.shared.operators.gates import Laws, check_laws, decays, step_sizes
 from chunkwise.shared.testing import (
     assert_close,
     assert_gradients,

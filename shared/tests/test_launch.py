@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from chunkwise.shared.chips import CHIPS, VMEM_LIMIT_BYTES
 from chunkwise.shared.compat import out_struct, vary_alike, varying_zeros
 from chunkwise.shared.kernels import (
+    divides_groups,
     head_block,
     largest_divisor,
     map_chunks,
@@ -103,6 +104,11 @@ def test_scales():
     assert scaled(o, None) is o
     assert scaled(o, after).dtype == jnp.bfloat16
     np.testing.assert_array_equal(scaled(o, after), 2 * o)
+
+
+def test_divides_groups():
+    """Of 12 value heads in groups of 3: parts of a group, whole groups, and neither."""
+    assert [n for n in range(14) if divides_groups(n, 4, 12)] == [1, 3, 6, 12]
 
 
 def test_pick_heads():

@@ -11,6 +11,7 @@ from chunkwise.causal_conv1d.kernel import Operands, Static
 from chunkwise.causal_conv1d.sequences import Sequences, final_states, find, state_rows
 from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.operators import (
+    Slots,
     check,
     check_activation,
     check_array,
@@ -19,6 +20,8 @@ from chunkwise.shared.operators import (
     check_segment_ids,
     check_slots,
     choose_implementation,
+    read_slots,
+    write_slots,
 )
 
 
@@ -174,20 +177,11 @@ def causal_conv1d_update(
     check_array("states", states, "slots W-1 D", (N if state_indices is None else None, W - 1, D))
     check_slots(state_indices, has_initial_state, N)
     check_activation(activation)
-    return _update(x, states, weight, bias, cu_seqlens, state_indices, has_initial_state, activation)
+    return _update(x, states, weight, bias, cu_seqlens, Slots(state_indices, has_initial_state), activation)
 
 
-@functools.partial(jax.jit, static_argnums=(7,))
-def _update(x, states, weight, bias, cu_seqlens, slots, has_state, activation):
-    before = states
-    fresh = jnp.zeros(states.shape[:1], bool) if slots is None else slots < 0
-    if slots is not None:
-        # A negative slot stands for none, here the one behind the last: it is neither read nor written.
-        slots = jnp.where(fresh, jnp.int32(states.shape[0]), slots)
-        before = states.at[slots].get(mode="fill", fill_value=0)
-    if has_state is not None:
-        fresh = fresh | ~has_state
-    before = jnp.where(fresh[:, None, None], jnp.zeros((), states.dtype), before)
+@functools.partial(jax.jit, static_argnums=(6,))
+def _update(x, states, weight, bias, cu_seqlens, slots: Slots, activation):
+    before = read_slots(states, slots)
     y, after = _run(x, weight, bias, before, cu_seqlens, None, True, activation, "xla", None)
-    after = after.astype(states.dtype)
-    return y, after if slots is None else states.at[slots].set(after, mode="drop")
+    return y, write_slots(states, slots, after.astype(states.dtype))

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from chunkwise.shared.kernels import LANES, packing
+from chunkwise.shared.kernels import LANES, packing, pick_heads
 
 VMEM_BUDGET = 40 * 2**20
 
@@ -31,13 +31,8 @@ def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
 
 def default_for(H: int, HV: int, C: int, K: int, V: int) -> Config:
     """Return the Config for these shapes: as many whole groups of heads as fit, or as many heads of a larger group."""
-    group, each = HV // H, vmem_bytes_per_head(C, K, V)
-
-    def fit(most: int) -> int:
-        sizes = [n for n in range(1, most + 1) if HV % n == 0 and (n % group == 0 or group % n == 0)]
-        return max([n for n in sizes if n * each <= VMEM_BUDGET], default=1)
-
-    return Config(heads=fit(32), heads_bwd=fit(32))
+    heads = pick_heads(HV, H, vmem_bytes_per_head(C, K, V), 32, VMEM_BUDGET)
+    return Config(heads=heads, heads_bwd=heads)
 
 
 def key_repeats(H: int, HV: int, config: Config) -> int:

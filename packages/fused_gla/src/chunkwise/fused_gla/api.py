@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.fused_gla import vjp, xla
-from chunkwise.fused_gla.config import Config, default_for, divides
-from chunkwise.shared.kernels import operand_dtype, scaled, split_scale
+from chunkwise.fused_gla.config import Config, default_for
+from chunkwise.shared.kernels import divides_groups, operand_dtype, scaled, split_scale
 from chunkwise.shared.operators import (
     Arguments,
     Implementation,
@@ -111,7 +111,7 @@ def chunk(
     C = choose_chunk_size(options.chunk_size, "fused", x.q.shape[1])
     if config is not None:
         check(
-            all(divides(n, H, HV) for n in (config.heads, config.heads_bwd)) and config.num_steps >= 1,
+            all(divides_groups(n, H, HV) for n in (config.heads, config.heads_bwd)) and config.num_steps >= 1,
             f"`config` must have heads that divide HV = {HV} into whole groups of {HV // H} or parts of one, and at "
             f"least one step; got {config}.",
         )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from chunkwise.shared.chips import VMEM_LIMIT_BYTES
-from chunkwise.shared.kernels import largest_divisor, pad_lanes
+from chunkwise.shared.kernels import divides_groups, largest_divisor, pad_lanes
 
 _BUDGET_BYTES = 32 * 2**20
 # Nearly all of what a launch may take: twice the heads halve the cost of filling and draining the pipeline.
@@ -25,12 +25,6 @@ class Config:
     heads: int
     heads_bwd: int
     num_steps: int
-
-
-def divides(heads: int, H: int, HV: int) -> bool:
-    """Return whether steps of so many value heads hold whole groups that share a key head, or parts of one."""
-    group = HV // H
-    return heads >= 1 and HV % heads == 0 and (heads % group == 0 or group % heads == 0)
 
 
 def vmem_bytes(
@@ -64,7 +58,7 @@ def default_for(H: int, HV: int, K: int, V: int, C: int, NT: int, itemsize: int,
         need = lambda n: vmem_bytes(n, HV // H, C, K, V, itemsize, per_channel, num_steps, bwd)
         # The least that a step can be may take all that there is.
         fits = lambda n: need(n) <= (VMEM_LIMIT_BYTES if n == num_steps == 1 else budget)
-        return max((n for n in range(1, most + 1) if divides(n, H, HV) and fits(n)), default=0)
+        return max((n for n in range(1, most + 1) if divides_groups(n, H, HV) and fits(n)), default=0)
 
     num_steps = largest_divisor(NT, 512 // C)
     while True:

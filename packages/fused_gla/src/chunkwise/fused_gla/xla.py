@@ -13,8 +13,8 @@ from jax import lax
 
 from chunkwise.fused_gla import tile
 from chunkwise.shared.compat import varying_zeros
-from chunkwise.shared.kernels import Chunking, dot, stream_masks, zero_padding
-from chunkwise.shared.operators import Arguments, Options, keep_apart, select_tokens, spoilt_tokens
+from chunkwise.shared.kernels import Chunking, dot, select_tokens, stream_masks, zero_padding
+from chunkwise.shared.operators import Arguments, Options, keep_apart, spoilt_tokens
 
 
 def gla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:

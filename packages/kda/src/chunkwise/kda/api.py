@@ -13,6 +13,7 @@ from chunkwise.kda.kernel import Operands, Static
 from chunkwise.kda.vjp import fused
 from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.kernels import (
+    divides_groups,
     from_lanes,
     make_steps,
     operand_dtype,
@@ -59,11 +60,10 @@ def _check(x: Arguments, options: Options) -> None:
 
 def _check_config(config: tiles.Config, H: int, HV: int) -> None:
     """Check that blocks of value heads hold whole groups that share a key head, or lie inside one."""
-    group = HV // H
     for name, heads in (("heads", config.heads), ("heads_bwd", config.heads_bwd)):
         check(
-            heads >= 1 and HV % heads == 0 and (heads % group == 0 or group % heads == 0),
-            f"`config.{name}` must divide {HV} value heads in whole groups of {group} or inside of one; got {heads}.",
+            divides_groups(heads, H, HV),
+            f"`config.{name}` must divide {HV} value heads in whole groups of {HV // H} or inside of one; got {heads}.",
         )
 
 

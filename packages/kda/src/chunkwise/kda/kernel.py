@@ -41,6 +41,7 @@ from chunkwise.shared.kernels import (
     Step,
     begin_inverse,
     clear,
+    decay,
     dot_nt,
     dot_tn,
     l2norm,
@@ -71,7 +72,6 @@ from chunkwise.shared.kernels import (
     to_row,
     whole_sequences,
 )
-from chunkwise.shared.operators import decay
 
 # Heads that take the state through a chunk together.
 STAGE = 4
@@ -291,7 +291,7 @@ def law_block(lanes: int) -> pl.BlockSpec:
 def decays_of(g, refs, own, static: Static, first: int = 0, unit: float = 1.0, exact: bool = True):
     """Return the decays of raw gates g [C, n] in the lanes from `first` on, zero in rows that are not own.
 
-    `unit` and `exact` as in `chunkwise.shared.operators.decay`.
+    `unit` and `exact` as in `chunkwise.shared.kernels.decay`.
     """
     A_log, dt_bias = (refs.law[i : i + 1, first : first + g.shape[1]] for i in range(2))  # [1, n]
     g = decay(g.astype(jnp.float32), A_log, dt_bias, static.lower_bound, unit, exact)  # [C, n]

@@ -46,6 +46,7 @@ from chunkwise.shared.kernels import (
     bf16_parts,
     clear,
     column_index,
+    decay_gradient,
     dot,
     dot_nt,
     dot_tn,
@@ -73,7 +74,6 @@ from chunkwise.shared.kernels import (
     to_row,
     whole_sequences,
 )
-from chunkwise.shared.operators import decay_gradient
 
 
 def pair_table(C: int, base: int) -> np.ndarray:

@@ -21,12 +21,13 @@ from chunkwise.shared.kernels import (
     dot_nt,
     dot_tn,
     l2norm,
+    select_tokens,
     stream_masks,
     strictly_lower,
     unless_empty,
     zero_padding,
 )
-from chunkwise.shared.operators import Arguments, keep_apart, select_tokens, spoilt_tokens
+from chunkwise.shared.operators import Arguments, keep_apart, spoilt_tokens
 
 # Blocks of so many rows take all their levels as masked products; larger levels multiply only the pairs that exist.
 _BASE = 16

@@ -8,6 +8,7 @@ from chunkwise.shared.kernels.chunks import (
     num_chunks,
     pad_tokens,
     pieces,
+    select_tokens,
     stream_masks,
     token_owners,
     zero_padding,
@@ -23,6 +24,7 @@ from chunkwise.shared.kernels.decayed import (
 )
 from chunkwise.shared.kernels.inverse import begin_inverse, ladder, strip_rows, unit_lower_inverse
 from chunkwise.shared.kernels.launch import (
+    divides_groups,
     head_block,
     largest_divisor,
     named,
@@ -31,6 +33,7 @@ from chunkwise.shared.kernels.launch import (
     scaled,
     split_scale,
 )
+from chunkwise.shared.kernels.laws import decay, decay_gradient
 from chunkwise.shared.kernels.layout import (
     Blocks,
     SequenceMasks,
@@ -108,9 +111,12 @@ __all__ = [
     "clear",
     "clip_gate",
     "column_index",
+    "decay",
     "decay_from_start",
+    "decay_gradient",
     "decayed_scores",
     "decayed_scores_bwd",
+    "divides_groups",
     "dot",
     "dot_nt",
     "dot_tn",
@@ -157,6 +163,7 @@ __all__ = [
     "rows",
     "rows_not_finite",
     "scaled",
+    "select_tokens",
     "sequence_masks",
     "side_lanes",
     "split_lanes",

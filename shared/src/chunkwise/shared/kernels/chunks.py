@@ -32,12 +32,16 @@ def pad_tokens(x: jax.Array, T: int) -> jax.Array:
     return x if missing == 0 else jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
 
 
+def select_tokens(tokens: jax.Array, x: jax.Array, others: float = 0.0) -> jax.Array:
+    """Return x [B, T, ...] where a token is selected, bool [T], and the number `others` elsewhere."""
+    return jnp.where(tokens.reshape(1, -1, *(1,) * (x.ndim - 2)), x, jnp.full((), others, x.dtype))
+
+
 def zero_padding(x: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
     """Return tokens x [B, T, ...] with zeros for those of no sequence, whatever they held; x itself if not packed."""
     if cu_seqlens is None:
         return x
-    owned = jnp.arange(x.shape[1], dtype=jnp.int32) < cu_seqlens[-1]
-    return jnp.where(owned.reshape(1, -1, *(1,) * (x.ndim - 2)), x, 0)
+    return select_tokens(jnp.arange(x.shape[1], dtype=jnp.int32) < cu_seqlens[-1], x)
 
 
 def _owner_of(index: jax.Array, ends: jax.Array) -> jax.Array:

@@ -144,19 +144,19 @@ def named(body, operands, outputs, scratch, **static):
     return kernel
 
 
+def divides_groups(heads: int, H: int, HV: int) -> bool:
+    """Return whether blocks of so many value heads hold whole groups that share a key head, or lie inside one."""
+    group = HV // H
+    return heads >= 1 and HV % heads == 0 and (heads % group == 0 or group % heads == 0)
+
+
 def pick_heads(HV: int, H: int, bytes_per_head: int, most: int, budget: int = VMEM_LIMIT_BYTES // 2) -> int:
     """Return how many value heads one grid step takes.
 
-    The largest divisor of HV that is at most `most`, fits the budget, and either holds whole groups of value heads
-    that share a key head or lies inside one group.
+    The largest number that is at most `most`, fits the budget, and `divides_groups`.
     """
-    group = HV // H
-    fitting = [
-        n
-        for n in range(1, min(most, HV) + 1)
-        if HV % n == 0 and (n % group == 0 or group % n == 0) and n * bytes_per_head <= budget
-    ]
-    return max(fitting, default=1)
+    sizes = (n for n in range(1, min(most, HV) + 1) if n * bytes_per_head <= budget)
+    return max((n for n in sizes if divides_groups(n, H, HV)), default=1)
 
 
 def largest_divisor(size: int, most: int) -> int:

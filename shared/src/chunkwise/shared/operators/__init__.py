@@ -1,13 +1,6 @@
 """What operators are made of: checks, chunk tables, the token recurrence, decode, the inverse in plain JAX."""
 
-from chunkwise.shared.operators.arguments import (
-    Arguments,
-    Implementation,
-    Options,
-    run_chunked,
-    total_gate,
-    without_laws,
-)
+from chunkwise.shared.operators.arguments import Arguments, Implementation, Options, run_chunked, total_gate
 from chunkwise.shared.operators.block_inverse import block_inverse
 from chunkwise.shared.operators.checks import (
     CHUNK_SIZES,
@@ -27,9 +20,16 @@ from chunkwise.shared.operators.checks import (
     choose_chunk_size,
     choose_implementation,
 )
-from chunkwise.shared.operators.decode import Slots, recurrent_cost, run_recurrent, token_by_token
-from chunkwise.shared.operators.gates import Laws, decay, decay_gradient, decays, lay_out_law, step_sizes
-from chunkwise.shared.operators.isolation import keep_apart, select_tokens, spoilt_tokens
+from chunkwise.shared.operators.decode import (
+    Slots,
+    read_slots,
+    recurrent_cost,
+    run_recurrent,
+    token_by_token,
+    write_slots,
+)
+from chunkwise.shared.operators.gates import Laws, lay_out_law
+from chunkwise.shared.operators.isolation import keep_apart, spoilt_tokens
 from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence, unit_rows
 
 __all__ = [
@@ -55,21 +55,17 @@ __all__ = [
     "check_slots",
     "choose_chunk_size",
     "choose_implementation",
-    "decay",
-    "decay_gradient",
-    "decays",
     "keep_apart",
     "lay_out_law",
     "packed_recurrence",
+    "read_slots",
     "recurrence",
     "recurrent_cost",
     "run_chunked",
     "run_recurrent",
-    "select_tokens",
     "spoilt_tokens",
-    "step_sizes",
     "token_by_token",
     "total_gate",
     "unit_rows",
-    "without_laws",
+    "write_slots",
 ]

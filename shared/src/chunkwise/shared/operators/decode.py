@@ -153,20 +153,20 @@ def _run(static: Static, implementation: str, x: Arguments, slots: Slots):
     return _fused(static, *structure.unflatten(vary_alike(*leaves)))
 
 
-def _read(pool: jax.Array, slots: Slots) -> jax.Array:
-    """Return the states that the sequences start from, [N, HV, K, V] float32."""
+def read_slots(pool: jax.Array, slots: Slots) -> jax.Array:
+    """Return the states that the sequences start from, [N, ...], of a pool [slots, ...] and in its type."""
     states = pool
     if slots.state_indices is not None:
         states = pool.at[_past_the_end(slots.state_indices, pool)].get(mode="fill", fill_value=0)
-    states = states.astype(jnp.float32)
     if slots.has_initial_state is None:
         return states
     # A freed slot may hold anything, so zeros are selected: 0 times NaN is NaN.
-    return jnp.where(slots.has_initial_state[:, None, None, None], states, 0.0)
+    kept = slots.has_initial_state.reshape(-1, *(1,) * (states.ndim - 1))
+    return jnp.where(kept, states, jnp.zeros((), states.dtype))
 
 
-def _write(pool: jax.Array, slots: Slots, states: jax.Array) -> jax.Array:
-    """Return the pool with the states [N, HV, K, V] in their slots, or the states themselves if there is no pool."""
+def write_slots(pool: jax.Array, slots: Slots, states: jax.Array) -> jax.Array:
+    """Return the pool with the states [N, ...] in their slots, or the states themselves if there is no pool."""
     if slots.state_indices is None:
         return states
     return pool.at[_past_the_end(slots.state_indices, pool)].set(states.astype(pool.dtype), mode="drop")
@@ -179,11 +179,11 @@ def _past_the_end(indices: jax.Array, pool: jax.Array) -> jax.Array:
 
 def _plain(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or the pool, in plain JAX."""
-    states = _read(pool, slots)
+    states = read_slots(pool, slots).astype(jnp.float32)
     o, states = token_by_token(
         x.q, x.k, x.v, x.g, x.beta, static.scale, states, x.cu_seqlens, normalise=static.normalise
     )
-    return o, _write(pool, slots, states)
+    return o, write_slots(pool, slots, states)
 
 
 def _forward(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
@@ -192,8 +192,8 @@ def _forward(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
         return _launch_tokens(static, x, pool, slots)
     # A TPU kernel cannot read float16, and a copy of the whole pool would cost more than all else: it gets the named
     # states alone. A pool without slots is float32 already.
-    o, states = _launch_tokens(static, x, _read(pool, slots), Slots())
-    return o, _write(pool, slots, states)
+    o, states = _launch_tokens(static, x, read_slots(pool, slots).astype(jnp.float32), Slots())
+    return o, write_slots(pool, slots, states)
 
 
 def _launch_tokens(static: Static, x: Arguments, pool: jax.Array, slots: Slots):

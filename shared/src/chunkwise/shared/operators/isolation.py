@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.shared.compat import vary_alike
-from chunkwise.shared.kernels.chunks import token_owners, zero_padding
+from chunkwise.shared.kernels.chunks import select_tokens, token_owners, zero_padding
 from chunkwise.shared.kernels.products import dot
 
 
@@ -31,11 +31,6 @@ def spoilt_tokens(tokens: Iterable[jax.Array], cu_seqlens: jax.Array) -> jax.Arr
     before = jnp.pad(jnp.cumsum(found.astype(jnp.int32), dtype=jnp.int32), (1, 0))  # among the tokens before each
     in_sequence = before[cu_seqlens[1:]] > before[cu_seqlens[:-1]]
     return jnp.append(in_sequence, False)[token_owners(found.shape[0], cu_seqlens)]
-
-
-def select_tokens(tokens: jax.Array, x: jax.Array, others: float = 0.0) -> jax.Array:
-    """Return x [1, T, ...] where a token is selected, bool [T], and the number `others` elsewhere."""
-    return jnp.where(tokens.reshape(1, -1, *(1,) * (x.ndim - 2)), x, jnp.full((), others, x.dtype))
 
 
 def keep_apart(o: jax.Array, v: jax.Array, spoilt: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
