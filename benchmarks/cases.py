@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from chunkwise.pipeline.check import operator_inputs
 from chunkwise.pipeline.operators import OPERATORS, Operator
+from chunkwise.shared.kernels import token_owners
 from chunkwise.shared.operators import choose_chunk_size
 
 
@@ -21,6 +22,7 @@ class Case:
       T: tokens, unless the command line says otherwise.
       sequences: packed sequences; 0 for one that is not packed.
       ragged: whether the n-th of them is n + 1 times as long as the first, instead of all equally long.
+      segments: whether ids of the tokens tell the sequences, instead of boundaries.
     """
 
     operator: str
@@ -31,6 +33,7 @@ class Case:
     T: int = 8192
     sequences: int = 0
     ragged: bool = False
+    segments: bool = False
 
     @property
     def table(self) -> Operator:
@@ -40,7 +43,14 @@ class Case:
     def function(self, implementation: str) -> Callable:
         """Return the function from the inputs by name, and cu_seqlens or None, to a dict of o."""
         operator = self.table.function
-        return lambda x, cu_seqlens: {"o": operator(**x, cu_seqlens=cu_seqlens, implementation=implementation)[0]}
+
+        def run(x, cu_seqlens):
+            told = {"cu_seqlens": cu_seqlens}
+            if self.segments:
+                told = {"segment_ids": token_owners(x["q"].shape[1], cu_seqlens)[None]}
+            return {"o": operator(**x, **told, implementation=implementation)[0]}
+
+        return run
 
     def inputs(self, T: int, dtype) -> dict:
         """Return seeded inputs by argument name; the gates are those of the tokens."""
@@ -89,5 +99,14 @@ CASES = {
     "mamba-codestral-7b": Case("simple_gla", H=8, HV=128, V=64),
     "gla": Case("gla", H=16, HV=16),
     "gdn-16": Case("gated_delta_rule", H=16, HV=16, T=2048),
+    **{
+        f"{name}-segments": Case(operator, H=H, HV=HV, sequences=16, ragged=True, segments=True)
+        for name, operator, H, HV in (
+            ("qwen3-next-80b", "gated_delta_rule", 16, 32),
+            ("kimi-linear-48b", "kda", 32, 32),
+            ("minimax-text-01", "simple_gla", 64, 64),
+            ("gla", "gla", 16, 16),
+        )
+    },
     "packed-16x16384": Case("gated_delta_rule", H=16, HV=16, T=16 * 16384, sequences=16),
 }

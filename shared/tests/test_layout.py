@@ -78,7 +78,7 @@ def test_token_owners():
 def read(steps):
     """Return every step of a table as a dict of numbers, read as a kernel does."""
     table = np.asarray(steps.table)
-    names = ("sequence", "first", "last", "chunk", "begin", "end", "opens", "closes", "before", "final")
+    names = ("sequence", "first", "last", "chunk", "begin", "end", "opens", "closes", "before", "final", "mixed")
     return [{name: int(getattr(layout.Step(table, n), name)) for name in names} for n in range(table.shape[1])]
 
 
@@ -88,7 +88,7 @@ def test_steps_of_a_batch(with_states):
     assert steps.owner is None
     want = [
         dict.fromkeys(("sequence", "before", "final"), b)
-        | dict(first=c == 0, last=c == 1, opens=1, closes=1, chunk=c, begin=0, end=16 - 14 * c)
+        | dict(mixed=0, first=c == 0, last=c == 1, opens=1, closes=1, chunk=c, begin=0, end=16 - 14 * c)
         for b in range(2)
         for c in range(2)
     ]
@@ -104,13 +104,29 @@ in_pieces = jax.jit(lambda cu_seqlens: layout.make_steps(1, T, C, cu_seqlens, Tr
 def test_steps_of_a_stream(lengths):
     """Every chunk is a step; its owners, and those before it and at its end, tell how sequences lie in it."""
     steps = stream(boundaries(*lengths))
-    owner = np.repeat(np.arange(N + 1), [*lengths, NT * C - sum(lengths)])
-    np.testing.assert_array_equal(np.asarray(steps.owner).reshape(-1), owner)
+    used = sum(lengths)
+    owner = np.append(np.repeat(np.arange(N), lengths), np.full(NT * C - used, N - 1))
+    codes = np.where(np.arange(NT * C) < used, owner, ~owner)
+    np.testing.assert_array_equal(np.asarray(steps.owner).reshape(-1), codes)
     for n, step in enumerate(read(steps)):
-        mine = owner[n * C : (n + 1) * C]
-        assert (step["chunk"], step["begin"], step["end"]) == (n, 0, (mine < N).sum())
-        assert (step["before"], step["final"]) == (owner[max(n * C - 1, 0)], mine[-1])
+        mine, before = owner[n * C : (n + 1) * C], owner[max(n * C - 1, 0)]
+        assert (step["chunk"], step["begin"], step["end"]) == (n, 0, min(T - n * C, C))
+        assert (step["before"], step["final"]) == (before, mine[-1])
+        assert step["mixed"] == (before != mine[-1] or (n + 1) * C > used)
         assert (step["opens"], step["closes"], step["first"], step["last"]) == (1, 1, n == 0, n == NT - 1)
+
+
+def test_steps_of_segments():
+    """Every row has its own segments. Padding counts to the segment before it, and begins no other."""
+    ids = jnp.asarray([[-1, 7, 7, 2, -1, 2, 2, 2, -1], [4, 4, 4, 4, 4, 4, 4, 4, 9]], jnp.int32)
+    steps = layout.make_steps(2, 9, 4, None, True, ids)
+    owner = [[~0, 0, 0, 1], [~1, 2, 2, 2], [~2] * 4, [0] * 4, [0] * 4, [1, ~1, ~1, ~1]]
+    np.testing.assert_array_equal(steps.owner[:, 0], owner)
+    columns = ("sequence", "before", "final", "mixed", "first", "last")
+    assert [tuple(step[name] for name in columns) for step in read(steps)] == [
+        (0, 0, 1, 1, 1, 0), (0, 1, 2, 1, 0, 0), (0, 2, 2, 1, 0, 1),
+        (1, 0, 0, 0, 1, 0), (1, 0, 0, 0, 0, 0), (1, 0, 1, 1, 0, 1),
+    ]  # fmt: skip
 
 
 @settings(max_examples=25, deadline=None)
@@ -149,13 +165,14 @@ def test_rows_and_columns_of_a_step():
 
 @pytest.mark.parametrize("width", [8, 16])
 def test_sequence_masks(width):
+    codes = np.array([3, 3, 4, ~4, 4, 7, 7, ~7])
     owner = np.array([3, 3, 4, 4, 4, 7, 7, 7])
-    tiled = jnp.asarray(np.tile(owner, width // 8)[None], jnp.int32)
+    tiled = jnp.asarray(np.tile(codes, width // 8)[None], jnp.int32)
     masks = layout.sequence_masks(tiled, 8, jnp.int32(3), jnp.int32(7))
-    np.testing.assert_array_equal(masks.same[0], owner[:, None] == np.asarray(tiled))
+    np.testing.assert_array_equal(masks.same[0], owner[:, None] == np.tile(owner, width // 8))
     np.testing.assert_array_equal(masks.carried[0, :, 0], owner == 3)
     np.testing.assert_array_equal(masks.ending[0, :, 0], owner == 7)
-    np.testing.assert_array_equal(masks.owner[0, :, 0], owner)
+    np.testing.assert_array_equal(masks.code[0, :, 0], codes)
     assert not masks.through
     assert layout.sequence_masks(tiled, 8, jnp.int32(7), jnp.int32(7)).through
 

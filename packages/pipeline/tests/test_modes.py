@@ -3,7 +3,7 @@
 Interpreted kernels take seconds to compile, so this is a sample, and the packages test their own kernels in all modes:
 every implementation of every operator runs forward and backward in 64-bit mode or under the strict modes, most in both.
 The strict modes are one program: no promotion of types or ranks, and no NaN anywhere. A pack with states goes through
-the most code, so it stands for all batches, but for two operators in plain JAX. "staged" runs with gates per head in
+the most code, so it stands for all batches, but for rows of segments under a few. "staged" runs with gates per head in
 one mode and per channel in the other, since its stages do not know whose they are. Without jit, where every operation
 is a program of its own, one operator of every kind runs.
 """
@@ -29,6 +29,7 @@ MODES = {
     "no jit": {"jax_disable_jit": True},
 }  # fmt: skip
 PACKED = boundaries(1, 0, 12, 5)
+SEGMENTS = jnp.asarray([[-1, *[3] * 8, *[1] * 9, -1, -1]], jnp.int32)
 
 
 @contextlib.contextmanager
@@ -55,24 +56,28 @@ ONCE = {
 
 
 def sample():
-    """Return (mode, operator, implementation, whether packed)."""
+    """Return (mode, operator, implementation, what the sequences are)."""
     cases = [
-        (mode, operator.name, implementation, True)
+        (mode, operator.name, implementation, "pack")
         for operator in OPERATORS.values()
         for implementation in operator.implementations
         for mode in ("x64", "strict")
         if ONCE.get((operator.name, implementation), "none" if implementation == "staged" else mode) == mode
     ]
-    cases += [("x64", "chunk_gated_delta_rule", "xla", False), ("strict", "chunk_gla", "xla", False)]
+    segments = ("gated_delta_rule", "xla"), ("simple_gla", "fused"), ("gla", "xla")
+    cases += [
+        (mode, f"chunk_{name}", implementation, "segments")
+        for mode, (name, implementation) in zip(("x64", "x64", "strict"), segments, strict=True)
+    ]
     kinds = ("recurrent_kda", "xla"), ("recurrent_kda", "fused"), ("chunk_gla", "xla"), ("chunk_simple_gla", "fused")
-    return cases + [("no jit", *kind, True) for kind in kinds]
+    return cases + [("no jit", *kind, "pack") for kind in kinds]
 
 
-@pytest.mark.parametrize(("mode", "name", "implementation", "packed"), sample())
-def test_results_and_gradients(mode, name, implementation, packed):
+@pytest.mark.parametrize(("mode", "name", "implementation", "sequences"), sample())
+def test_results_and_gradients(mode, name, implementation, sequences):
     operator = OPERATORS[name]
-    cu_seqlens = PACKED if packed else None
-    x = operator_inputs(operator, 1, 20, 1, 1, 8, 16, num_states=len(PACKED) - 1 if packed else 1)
+    told = {"cu_seqlens": PACKED} if sequences == "pack" else {"segment_ids": SEGMENTS}
+    x = operator_inputs(operator, 1, 20, 1, 1, 8, 16, num_states=len(PACKED) - 1 if sequences == "pack" else 1)
     rng = np.random.default_rng(1)
     do, dht = (jnp.asarray(rng.standard_normal(x[n].shape), jnp.float32) for n in ("v", "initial_state"))
     options = {"chunk_size": 16} if operator.chunked else {}
@@ -82,9 +87,7 @@ def test_results_and_gradients(mode, name, implementation, packed):
     @jax.jit
     def run(x, do, dht):
         outputs, pullback = jax.vjp(
-            lambda x: operator.function(
-                **x, cu_seqlens=cu_seqlens, output_final_state=True, implementation=implementation, **options
-            ),
+            lambda x: operator.function(**x, **told, output_final_state=True, implementation=implementation, **options),
             x,
         )
         return outputs, pullback((do, dht))[0]
@@ -92,7 +95,7 @@ def test_results_and_gradients(mode, name, implementation, packed):
     with under(mode):
         (o, state), gradients = jax.block_until_ready(run(x, do, dht))
     options.pop("chunk_size", None)
-    o_ref, state_ref, expected = reference(**x, **options, cu_seqlens=cu_seqlens, do=do, dht=dht)
+    o_ref, state_ref, expected = reference(**x, **options, **told, do=do, dht=dht)
     results = {"o": (o, o_ref), "final_state": (state, state_ref)}
     results |= {f"d{n}": (gradients[n], dx) for n, dx in expected.items()}
     for result, (got, want) in results.items():

@@ -57,6 +57,7 @@ def fused_chunk_gated_delta_rule(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
     config: tiles.Config | None = None,
@@ -96,6 +97,11 @@ def fused_chunk_gated_delta_rule(
         outputs and gradients are zeros. The values are checked outside of jit only. Without states in or out, chunks
         stay aligned to the stream and the cost follows the tokens; with states, a chunk takes as many steps as it
         holds sequences.
+      segment_ids: int32 [B, T], traced, instead of cu_seqlens and for any B: in every row the state starts anew where
+        the id changes, and tokens of ids below 0 are padding, which may hold anything and give zeros. initial_state and
+        final_state are then [B, HV, K, V]: before the first segment of a row and after its last. The cost is that of
+        the same tokens without ids. NaN or infinity in one segment does not change a bit of the results of others under
+        "fused"; elsewhere it may change their rounding.
       chunk_size: C, one of 16, 32, 64, 128, or None for the best; static. All agree up to rounding.
       implementation: "fused" (one Pallas TPU kernel for a direction, interpreted elsewhere), "xla" (plain JAX, in
         chunks of at most 32), None ("fused" on a TPU if K and V are at most 256, else "xla").
@@ -123,8 +129,9 @@ def fused_chunk_gated_delta_rule(
     """
     laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     x = Arguments(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias
-    )
+        q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
+        segment_ids=segment_ids,
+    )  # fmt: skip
     options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, laws=laws)
     return chunk(x, options, implementation, config=config)
 
@@ -147,7 +154,14 @@ def chunk(
     check_initial_state(x.initial_state, (x.num_states, HV, K, V))
     slower = "staged" if "staged" in others else "xla"
     known = {"fused": functools.partial(_fused, config=config), "xla": _xla, **others}
-    return run_chunked(x, options, implementation, known, on_tpu="fused" if max(K, V) <= MOST_CHANNELS else slower)
+    return run_chunked(
+        x,
+        options,
+        implementation,
+        known,
+        on_tpu="fused" if max(K, V) <= MOST_CHANNELS else slower,
+        segmented=("fused",),
+    )
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -191,7 +205,7 @@ def _launch(x: Arguments, options: Options, scale: float, config: tiles.Config) 
         steps=num_chunks(T, C) + x.num_states * pieces, scale=scale, normalise=bool(options.normalise), pieces=pieces,
         config=config,
     )  # fmt: skip
-    table, owner = make_steps(B, T, C, x.cu_seqlens, with_states)
+    table, owner = make_steps(B, T, C, x.cu_seqlens, with_states, x.segment_ids)
     if owner is not None:
         owner = jnp.tile(owner, (1, 1, static.shape(config.heads).p))
     tensors = Tensors(q, k, x.v, x.g, x.beta, x.initial_state)

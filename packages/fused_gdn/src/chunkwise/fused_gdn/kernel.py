@@ -15,8 +15,9 @@ rounded so: where keys repeat they oscillate, and the sums over them cancel. The
 The matrices of p heads lie side by side in the lanes ("packed", see shared.kernels.packed): n = heads / p packs. States
 are [K, V], as the user has them.
 
-A chunk may hold several sequences. Rows that are not finite are then zero in all products, see
-shared.kernels.quarantine, and all results of their sequence in that chunk, in all heads of the grid step, become NaN.
+A chunk of a stream, or of rows of segments, may hold several sequences or padding. Only the turns that meet such a
+chunk compute with masks. Rows that are not finite are then zero in all products, see shared.kernels.quarantine, and all
+results of their sequence in that chunk, in all heads of the grid step, become NaN.
 """
 
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ from chunkwise.fused_gdn.tile import (
     gate_sums,
     gates,
     head_columns,
+    indicator,
     read_state,
     scores,
     write_state,
@@ -54,6 +56,7 @@ from chunkwise.shared.kernels import (
     ladder,
     lanes,
     load_heads,
+    masked_or_not,
     multiply_packed,
     named,
     not_finite,
@@ -80,12 +83,12 @@ class Operands(NamedTuple):
     and do have the type in which products take them.
 
     Attributes:
-      table: int32 [10, B * steps], the table of steps of `shared.kernels.layout`.
+      table: int32 [11, B * steps], the table of steps of `shared.kernels.layout`.
       q, k: [B, T, H * K].
       v: [B, T, HV * V].
       g, beta: [B, blocks, T, heads].
       h0: initial states [N, HV, K, V] float32, or None for zeros.
-      owner: int32 [NT, 1, p C], the sequence of every token, p times; None unless chunks may hold several.
+      owner: int32 [B * NT, 1, p C], the `coded_owners` of tokens, p times; None unless chunks may hold several.
       X: packed inverses of all steps [B, steps, HV / p, C, p C] float32, kept by the forward for the backward.
       h: the states before all steps [B, steps, HV, K, V] in the type of k.
       W: float32 like v.
@@ -148,10 +151,9 @@ class Static(NamedTuple):
         return {name: getattr(self, name) for name in ("B", "T", "H", "HV", "K", "V", "C")}
 
 
-def own_rows(refs, step: Step, static: Static) -> Any:
+def own_rows(step: Step, static: Static) -> Any:
     """Return which rows of a chunk belong to a step, bool [C, 1]; None for all. Others may hold anything."""
-    some = static.pieces or refs.owner is not None or static.T % static.C
-    return step.rows(static.C) if some else None
+    return step.rows(static.C) if static.pieces or static.T % static.C else None
 
 
 def load_chunk(refs, own, s: Shape, static: Static):
@@ -168,11 +170,6 @@ def load_chunk(refs, own, s: Shape, static: Static):
 def load_masks(owner_ref, step: Step, C: int) -> SequenceMasks:
     """Return how the sequences lie in the chunk of a step."""
     return sequence_masks(owner_ref[...], C, step.before, step.final)
-
-
-def several(step: Step) -> jax.Array:
-    """Return whether a chunk holds several sequences, or begins with a new one, which must not read the state."""
-    return step.before != step.final
 
 
 def tokens_not_finite(refs, own, s: Shape, names: tuple[str, ...]) -> jax.Array:
@@ -204,18 +201,32 @@ def _fwd_kernel(refs, *, static: Static, s: Shape):
         def _():
             clear(refs.o, refs.W)  # rows that belong to no piece stay zero
 
-    own, own_passed = own_rows(refs, prepared, static), own_rows(refs, passed, static)
+    mixed = None if refs.owner is None else (prepared.mixed + passed.mixed) > 0
+    masked_or_not(mixed, lambda masked: _turn(refs, prepared, passed, masked, static, s))
+    if refs.ht is not None:
+
+        @pl.when((turn > 0) & (passed.last == 1))
+        def _():
+            refs.ht[...] = refs.state[...]
+
+
+def _turn(refs, prepared: Step, passed: Step, masked: bool | None, static: Static, s: Shape) -> None:
+    """Do as `_fwd_kernel`; `masked` says whether one of the two chunks is mixed, None that a chunk never is."""
     masks: Any = None
     spoilt: Any = None
     found: Any = None
-    if refs.owner is not None:
+    # All rows of a chunk that could be mixed and is not are its own.
+    own: Any = own_rows(prepared, static) if masked is None else None
+    own_passed: Any = own_rows(passed, static) if masked is None else None
+    if masked:
+        masks = load_masks(refs.owner, prepared, s.C)
         # What is not finite becomes zero before any product reads it, by the selection that padding needs anyway.
-        spoilt = only_if(several(passed), lambda: quarantine_passed(refs, own_passed, passed, s), s.C)
+        own, own_passed = masks.code[0] >= 0, refs.valid[0] > 0.0
+        spoilt = only_if(passed.mixed == 1, lambda: quarantine_passed(refs, own_passed, passed, s), s.C)
         own_passed &= spoilt[0] == 0.0
         # Nothing but its own row reads a query.
-        found = only_if(several(prepared), lambda: tokens_not_finite(refs, own, s, ("k",)), s.C)
+        found = only_if(prepared.mixed == 1, lambda: tokens_not_finite(refs, own, s, ("k",)), s.C)
         own &= found[0] == 0.0
-        masks = load_masks(refs.owner, prepared, s.C)
     q, k, g, beta = load_chunk(refs, own, s, static)
     bf16 = k.dtype == jnp.bfloat16
     X, steps = None, iter(())
@@ -248,13 +259,15 @@ def _fwd_kernel(refs, *, static: Static, s: Shape):
 
     if refs.X_out is not None:
         refs.X_out[...] = X
-    if refs.owner is not None:
+    if masked:
 
-        @pl.when(several(passed))
+        @pl.when(passed.mixed == 1)
         def _():
             spoil_passed(refs, spoilt, passed, s)
 
         refs.found[...], refs.owner_passed[...] = found, refs.owner[...]
+    if masked is not None:
+        refs.valid[...] = jnp.ones((1, s.C, 1), jnp.float32) if masks is None else indicator(masks.code >= 0)
     # The next turn takes these from scratch; stored last, because this one still reads those of the step before.
     refs.k_passed[...] = k
     if refs.o is not None:
@@ -262,20 +275,16 @@ def _fwd_kernel(refs, *, static: Static, s: Shape):
     for part, values in made:
         for name, x in values.items():
             getattr(refs, name)[part.packs] = x
-    if refs.ht is not None:
-
-        @pl.when((turn > 0) & (passed.last == 1))
-        def _():
-            refs.ht[...] = refs.state[...]
 
 
 def quarantine_passed(refs, own, passed: Step, s: Shape) -> jax.Array:
     """Clear a state that is not finite; return the rows of sequences that are not finite, float32 [1, C, 1].
 
-    The rows of k, g and beta were looked at when the chunk was prepared.
+    The rows of k, g and beta were looked at when the chunk was prepared. Padding counts to the sequence before it.
     """
     masks = load_masks(refs.owner_passed, passed, s.C)
-    state = not_finite(refs.state[:, :8])  # [1, 1, 1]
+    # What a product wrote is not finite in whole columns.
+    state = not_finite(refs.state[:, :8] if refs.h0 is None else refs.state[...])  # [1, 1, 1]
 
     @pl.when(jnp.max(state) > 0.0)
     def _():
@@ -291,10 +300,10 @@ def spoil_passed(refs, spoilt, passed: Step, s: Shape) -> None:
 
     @pl.when(jnp.max(spoilt) > 0.0)
     def _():
+        masks = load_masks(refs.owner_passed, passed, s.C)
         for ref in (refs.o, refs.W):
             if ref is not None:
-                spoil(ref, spoilt)
-        masks = load_masks(refs.owner_passed, passed, s.C)
+                spoil(ref, jnp.where(masks.code >= 0, spoilt, 0.0))
 
         @pl.when(jnp.max(jnp.where(masks.ending, spoilt, 0.0)) > 0.0)
         def _():
@@ -415,6 +424,7 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
     if x.owner is not None:
         scratch |= {
             "found": pltpu.VMEM((1, s.C, 1), jnp.float32),
+            "valid": pltpu.VMEM((1, s.C, 1), jnp.float32),
             "owner_passed": pltpu.VMEM((1, s.p * s.C), jnp.int32),
         }
     if x.X is None:

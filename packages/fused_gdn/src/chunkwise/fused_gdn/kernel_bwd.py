@@ -29,7 +29,6 @@ from chunkwise.fused_gdn.kernel import (
     load_chunk,
     load_masks,
     own_rows,
-    several,
     specs_of,
     tokens_not_finite,
 )
@@ -49,6 +48,7 @@ from chunkwise.fused_gdn.tile import (
 from chunkwise.shared.compat import out_struct
 from chunkwise.shared.kernels import (
     LANES,
+    SequenceMasks,
     Step,
     apply_transposed,
     block_of,
@@ -60,9 +60,9 @@ from chunkwise.shared.kernels import (
     lane_index,
     lanes,
     load_heads,
+    masked_or_not,
     named,
     not_finite,
-    only_if,
     outer,
     pallas_call,
     parts,
@@ -215,11 +215,24 @@ def _bwd_kernel(refs, *, static: Static, s: Shape):
         def _():
             clear(*gradients)  # rows that belong to no piece stay zero
 
-    own, masks, spoilt = own_rows(refs, step, static), None, None
-    if refs.owner is not None:
-        spoilt = only_if(several(step), lambda: quarantine(refs, own, step, s), s.C)
-        own &= spoilt[0] == 0.0
+    mixed = None if refs.owner is None else step.mixed == 1
+    masked_or_not(mixed, lambda masked: _turn(refs, step, masked, static, s))
+    if refs.dh0 is not None:
+
+        @pl.when(step.first == 1)
+        def _():
+            refs.dh0[...] = refs.dS[...]
+
+
+def _turn(refs, step: Step, masked: bool | None, static: Static, s: Shape) -> None:
+    """Do as `_bwd_kernel`; `masked` says whether the chunk is mixed, None that a chunk never is."""
+    gradients = (refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta)
+    own, masks, spoilt = own_rows(step, static) if masked is None else None, None, None
+    if masked:
         masks = load_masks(refs.owner, step, s.C)
+        own = masks.code[0] >= 0
+        spoilt = quarantine(refs, own, masks, s)
+        own &= spoilt[0] == 0.0
     q, k, g, beta = load_chunk(refs, own, s, static)
     do, W = load_heads(refs.do, s.V, own=own), load_heads(refs.W, s.V, own=own)  # [heads, C, V]
     gate = gates(gate_sums(g, beta, s, k.dtype != jnp.bfloat16, masks), slice(0, s.heads), s)
@@ -237,27 +250,20 @@ def _bwd_kernel(refs, *, static: Static, s: Shape):
     i, j = (lax.broadcasted_iota(jnp.int32, (1, s.C, s.C), axis) for axis in (1, 2))
     below, above = (i <= j, i > j) if masks is None else (masks.same[:, :, : s.C] & x for x in (i <= j, i > j))
     collect = lanes([indicator(below), indicator(above)])  # [1, C, 2 C]
-    store_own(refs.dg, slice(None), dot(collect, rows([later[None], earlier[None]]))[0], stored)
+    dg = dot(collect, rows([later[None], earlier[None]]))[0]  # [C, heads]
+    # Padding counts to the sequence before it, and its gates to what passes through.
+    store_own(refs.dg, slice(None), jnp.where(own, dg, 0.0) if masked else dg, stored)
     store_own(refs.dbeta, slice(None), dbeta, stored)
     refs.dS[...] = dS
 
-    if spoilt is not None:
-
-        @pl.when(several(step))
-        def _():
-            spoil_gradients(gradients, refs.dS, spoilt, masks)
-
-    if refs.dh0 is not None:
-
-        @pl.when(step.first == 1)
-        def _():
-            refs.dh0[...] = refs.dS[...]
+    if masked:
+        spoil_gradients(gradients, refs.dS, spoilt, masks)
 
 
-def quarantine(refs, own, step: Step, s: Shape) -> jax.Array:
+def quarantine(refs, own, masks: SequenceMasks, s: Shape) -> jax.Array:
     """Clear a gradient of the state that is not finite; return the rows of spoilt sequences, float32 [1, C, 1]."""
-    masks = load_masks(refs.owner, step, s.C)
-    state = not_finite(refs.dS[:, :8])  # [1, 1, 1]
+    # What a product wrote is not finite in whole columns.
+    state = not_finite(refs.dS[:, :8] if refs.dht is None else refs.dS[...])  # [1, 1, 1]
 
     @pl.when(jnp.max(state) > 0.0)
     def _():
@@ -275,7 +281,7 @@ def spoil_gradients(gradients, dS_ref, spoilt, masks) -> None:
     @pl.when(jnp.max(spoilt) > 0.0)
     def _():
         for ref in gradients:
-            spoil(ref, spoilt)
+            spoil(ref, jnp.where(masks.code >= 0, spoilt, 0.0))
 
         @pl.when(jnp.max(jnp.where(masks.carried, spoilt, 0.0)) > 0.0)
         def _():

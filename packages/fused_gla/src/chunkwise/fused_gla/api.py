@@ -36,6 +36,7 @@ def fused_chunk_gla(
     output_final_state: bool = False,
     *,
     cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
     config: Config | None = None,
@@ -62,6 +63,11 @@ def fused_chunk_gla(
       output_final_state: whether to return the final state; static.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Tokens from cu_seqlens[N] on are
         padding, may hold anything and give zeros. The values are checked outside of jit only.
+      segment_ids: int32 [B, T], traced, instead of cu_seqlens and for any B: in every row the state starts anew where
+        the id changes, and tokens of ids below 0 are padding, which may hold anything and give zeros. initial_state and
+        final_state are then [B, HV, K, V]: before the first segment of a row and after its last. The cost is that of
+        the same tokens without ids. NaN or infinity in one segment does not change a bit of the results of others under
+        "fused"; elsewhere it may change their rounding.
       chunk_size: C, one of 16, 32, 64, 128, or None for the best; static.
       implementation: "fused" (one launch per direction, interpreted off TPU), "xla" (plain JAX), or None (the best for
         the backend and the sizes).
@@ -85,7 +91,7 @@ def fused_chunk_gla(
     Source: Yang et al., Gated Linear Attention Transformers (2023), sections 3 and 4; Dao and Gu, Transformers are SSMs
       (2024), for a gate per head.
     """
-    x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens)
+    x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
     return chunk(x, Options(output_final_state, chunk_size=chunk_size), implementation, config=config)
 
 
@@ -118,7 +124,7 @@ def chunk(
     fit = config is not None or _default_config(x, C) is not None
     on_tpu = "fused" if fit else "staged" if "staged" in others else "xla"
     known = {"fused": functools.partial(_fused, config=config), "xla": _xla} | dict(others)
-    return run_chunked(x, options, implementation, known, on_tpu)
+    return run_chunked(x, options, implementation, known, on_tpu, segmented=("fused",))
 
 
 def fits(

@@ -5,7 +5,8 @@ sequential axis of the grid and the state lives in VMEM across it. The state lay
 keep states as [V, K], so that a decay per channel is a row.
 
 A packed batch keeps its chunks aligned to the token stream. Without states in or out, masks keep the sequences of a
-chunk apart. With them, a loop visits every sequence of a chunk and takes its state from HBM or writes it there.
+chunk apart, as they do in rows of segments. With them, a loop visits every sequence of a chunk and takes its state from
+HBM or writes it there. Only mixed chunks, of several sequences or with padding, compute with masks or visit sequences.
 """
 
 import functools
@@ -22,13 +23,15 @@ from chunkwise.fused_gla.config import Config
 from chunkwise.fused_gla.cost import cost
 from chunkwise.shared.compat import out_struct
 from chunkwise.shared.kernels import (
+    chunk_owners,
     clear,
     clip_gate,
+    decoded,
     dot,
     load_heads,
+    masked_or_not,
     named,
     not_finite,
-    num_chunks,
     operand_dtype,
     pallas_call,
     rows_not_finite,
@@ -37,7 +40,6 @@ from chunkwise.shared.kernels import (
     store_heads,
     to_column,
     to_row,
-    token_owners,
     whole_sequences,
 )
 
@@ -93,6 +95,7 @@ class Operands(NamedTuple):
       gamma: constant gates [HV, 1, 1] float32, or None.
       initial_state: [N, HV, V, K] float32, or None for zeros.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], or None.
+      segment_ids: of the tokens of rows, int32 [B, T], or None.
     """
 
     q: jax.Array
@@ -102,6 +105,12 @@ class Operands(NamedTuple):
     gamma: jax.Array | None = None
     initial_state: jax.Array | None = None
     cu_seqlens: jax.Array | None = None
+    segment_ids: jax.Array | None = None
+
+    @property
+    def several(self) -> bool:
+        """Whether a chunk may hold several sequences, or padding."""
+        return self.cu_seqlens is not None or self.segment_ids is not None
 
 
 class Blocks:
@@ -141,8 +150,9 @@ class Blocks:
         return pl.BlockSpec(block, lambda b, h, t, *_: (b, self.time(t), h, 0, 0))
 
     def owners(self) -> pl.BlockSpec:
-        """Cut the sequence of every token [NT, 1, C]."""
-        return pl.BlockSpec((self.s.chunks, 1, self.s.C), lambda b, h, t, *_: (self.time(t), 0, 0))
+        """Cut the `coded_owners` of tokens [B * NT, 1, C]."""
+        index = lambda b, h, t, *_: (b * jnp.int32(self.s.steps) + self.time(t), 0, 0)
+        return pl.BlockSpec((self.s.chunks, 1, self.s.C), index)
 
     def gates(self) -> pl.BlockSpec:
         """Cut the gates, as rows or by channel."""
@@ -162,7 +172,7 @@ class Blocks:
         return pl.BlockSpec(block, lambda b, h, t, *_: (b, self.time(t), h, 0, 0))
 
     def operands(self, x: Operands, queries: bool) -> list[pl.BlockSpec | None]:
-        """Cut all operands but the boundaries; without `queries`, of q only one block that nobody reads."""
+        """Cut all operands but those that tell sequences; without `queries`, of q only one block that nobody reads."""
         C = self.s.C
         return [
             self.queries() if queries else pl.BlockSpec((None, 16, 128), lambda *_: (0, 0, 0)),
@@ -171,25 +181,33 @@ class Blocks:
             None if x.g is None else self.gates(),
             None if x.gamma is None else pl.BlockSpec((self.heads, 1, C), lambda b, h, t, *_: (h, 0, 0)),
             None if x.initial_state is None else self.states(),
-            None if x.cu_seqlens is None else self.owners(),
+            self.owners() if x.several else None,
         ]
 
 
-# The sequences of a packed batch: the tables in scalar memory, then what is read like an operand.
-TABLES = ("bounds", "first", "before", "last")
+# How sequences lie in chunks: the tables in scalar memory, those of a loop that visits sequences, and what is read like
+# an operand.
+TABLES = ("before", "last", "mixed")
+VISITS = ("bounds", "first")
 NAMES = ("q", "k", "v", "g", "gamma", "initial_state", "owner")
 
 
-def make_tables(s: Static, cu_seqlens: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Return how the sequences of a packed batch lie in its chunks: `TABLES`, and the owner of every token.
+def make_tables(s: Static, x: Operands) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    """Return how the sequences lie in the chunks: tables by name, and the owner of every token.
 
-    The tables are cu_seqlens [N + 1] and for every chunk [NT] the sequence of its first token, of the token before it,
-    and of its last token; the owner is [NT, 1, C]; all int32.
+    The tables [B * NT] hold for every chunk the sequence of the token before it, that of its last token, and whether it
+    is mixed; for visits there are also cu_seqlens [N + 1], and the sequence of the first token of every chunk. The
+    owner is [B * NT, 1, C]; all are int32.
     """
-    NT = num_chunks(s.T, s.C)
-    owner = token_owners(NT * s.C, cu_seqlens).reshape(NT, 1, s.C)
-    first, last = owner[:, 0, 0], owner[:, 0, -1]
-    return [cu_seqlens, first, jnp.concatenate([first[:1], last[:-1]]), last], owner
+    if not x.several:
+        return {}, None
+    owner, *tables = chunk_owners(s.T, s.C, x.cu_seqlens, x.segment_ids)
+    named_tables = dict(zip(TABLES, tables, strict=True))
+    if s.visit:
+        # A chunk of padding visits no sequence.
+        first = jnp.where(owner[:, 0, 0] < 0, jnp.int32(s.N), owner[:, 0, 0])
+        named_tables |= dict(zip(VISITS, (x.cu_seqlens, first), strict=True))
+    return named_tables, owner
 
 
 def run_kernel(body, s: Static, blocks: Blocks, x: Operands, outputs, scratch, more=(), queries=True, **call):
@@ -206,12 +224,12 @@ def run_kernel(body, s: Static, blocks: Blocks, x: Operands, outputs, scratch, m
         its axis.
       **call: as in `pallas_call`.
     """
-    tables, owner = ([], None) if x.cu_seqlens is None else make_tables(s, x.cu_seqlens)
+    tables, owner = make_tables(s, x)
     # Gates per channel are clipped where a kernel loads them: a pass over them in HBM would cost time.
     g = x.g if x.g is None or s.per_channel else clip_gate(x.g)
     # Whole rows: a single number would be broadcast over the lanes at every use.
     gamma = None if x.gamma is None else jnp.broadcast_to(clip_gate(x.gamma), (s.HV, 1, s.C))
-    names = *TABLES[: len(tables)], *NAMES, *(name for name, *_ in more)
+    names = *tables, *NAMES, *(name for name, *_ in more)
     wanted = [(name, shape is not None) for name, _, shape in outputs]
     kernel = named(body, names, wanted, [name for name, _ in scratch], s=s)
 
@@ -231,7 +249,7 @@ def run_kernel(body, s: Static, blocks: Blocks, x: Operands, outputs, scratch, m
 
     # Pallas has no batch axis for states that a kernel copies from HBM by itself.
     run = jax.custom_batching.sequential_vmap(run) if s.visit else run
-    results = iter(run(*tables, x.q, x.k, x.v, g, gamma, x.initial_state, owner, *(y for *_, y in more)))
+    results = iter(run(*tables.values(), x.q, x.k, x.v, g, gamma, x.initial_state, owner, *(y for *_, y in more)))
     return tuple(next(results) if present else None for _, present in wanted)
 
 
@@ -243,56 +261,76 @@ def chunks_of(s: Static, step) -> jax.Array:
     return jnp.minimum(jnp.int32(s.chunks), jnp.int32(s.chunks * s.steps) - step * jnp.int32(s.chunks))
 
 
+class GridStep(NamedTuple):
+    """A step of the grid: the row of the batch, and the step of that row."""
+
+    row: jax.Array
+    step: jax.Array
+
+    def chunk(self, s: Static, i) -> jax.Array:
+        """Return which chunk of the row chunk i of the step is."""
+        return self.step * jnp.int32(s.chunks) + i
+
+    def in_tables(self, s: Static, i) -> jax.Array:
+        """Return which chunk of all rows that is."""
+        return self.row * jnp.int32(s.steps * s.chunks) + self.chunk(s, i)
+
+
+def is_mixed(s: Static, refs, at: GridStep, i) -> jax.Array | None:
+    """Return whether chunk i of a grid step is mixed; None if no chunk of this launch is."""
+    return refs.mixed[at.in_tables(s, i)] == 1 if hasattr(refs, "mixed") else None
+
+
 class Place:
     """How chunk i of a grid step lies in the batch, inside a kernel.
 
-    Without tables the chunk lies inside one sequence. With them, the state before the chunk acts on the tokens of the
-    sequence that is open there, the state after it belongs to the last one, and the first passes into the second if
+    In a chunk that is not mixed all tokens are of one sequence. Else the state before the chunk acts on the tokens of
+    the sequence that is open there, the state after it belongs to the last one, and the first passes into the second if
     the two are one. If a loop visits every sequence, its methods take the sequence n.
 
     A sequence with something that is not finite must not reach the others of its chunk, and a product reads every row.
-    So in chunks of several sequences such a sequence is taken for padding, whose rows load as zeros and which no mask
-    lets through; `spoil_tokens` and `spoil_state` then store NaN in its results.
+    So in mixed chunks such a sequence is taken for padding, whose rows load as zeros; `spoil_tokens` and `spoil_state`
+    then store NaN in its results.
 
     Attributes:
       at: rows of the chunk in a block of tokens.
-      masks: as `SequenceMasks`; None without tables.
+      masks: as `SequenceMasks`; None if the chunk is not mixed.
       own: bool [1, C, 1], tokens of a sequence; None if all are. Other rows may hold anything.
       own_row: bool [1, 1, C], the same as a row.
     """
 
-    def __init__(self, s: Static, refs, step, i, tiles=(), states=()):
+    def __init__(self, s: Static, refs, at: GridStep, i, masked: bool | None, tiles=(), states=()):
         """Find the place of the chunk.
 
         Args:
           s, refs: of the kernel.
-          step, i: grid step and chunk.
+          at, i: grid step and chunk.
+          masked: whether the chunk is mixed; None if no chunk of this launch is.
           tiles: pairs (name of a Ref of tokens, lanes of a head) that must be finite, beside the gates.
           states: Refs [heads, V, K] of the state before the chunk, and of the gradient of the one after it. Zeros
             replace them if they are not finite and another sequence could meet them.
         """
         self.s, self.refs, self.i = s, refs, i
-        self.index = step * jnp.int32(s.chunks) + i
+        self.index = at.chunk(s, i)
         self.at = pl.ds(pl.multiple_of(i * jnp.int32(s.C), s.C), s.C)
         self.masks: Any = None
         self.own: Any = None
         self.own_row: Any = None
-        if hasattr(refs, "bounds"):
-            self.first, self.before, self.last = (x[self.index] for x in (refs.first, refs.before, refs.last))
-            self.several = self.before != self.last
+        if masked is not None:
+            self.before, self.last = (table[at.in_tables(s, i)] for table in (refs.before, refs.last))
+        if masked:
             owner = refs.owner[i][None]  # [1, 1, C]
-            row, self.spoilt = lax.cond(
-                self.several, lambda: self._quarantine(owner, tiles, states), lambda: (owner, jnp.float32(0.0))
-            )
-            self.masks = sequence_masks(row[0], s.C, self.before, self.last)
-            self.own, self.own_row = self.masks.owner < jnp.int32(s.N), row < jnp.int32(s.N)
-        elif s.T % s.C:
+            self.found = self._quarantine(owner, tiles, states)
+            owner = jnp.where(self.found > 0.0, jnp.minimum(owner, ~owner), owner)
+            self.masks = sequence_masks(owner[0], s.C, self.before, self.last)
+            self.own, self.own_row = self.masks.code >= 0, owner >= 0
+        elif masked is None and s.T % s.C:
             left = jnp.int32(s.T) - self.index * jnp.int32(s.C)
             self.own = lax.broadcasted_iota(jnp.int32, (1, s.C, 1), 1) < left
             self.own_row = lax.broadcasted_iota(jnp.int32, (1, 1, s.C), 2) < left
 
-    def _quarantine(self, owner: jax.Array, tiles, states) -> tuple[jax.Array, jax.Array]:
-        """Return the owners [1, 1, C], spoilt sequences taken for padding, and whether there are any, 1 or 0."""
+    def _quarantine(self, owner: jax.Array, tiles, states) -> jax.Array:
+        """Return the tokens of spoilt sequences, with the padding that counts to them, as a row float32 [1, 1, C]."""
         s, refs = self.s, self.refs
         masks = sequence_masks(owner[0], s.C, self.before, self.last)
         found = rows_not_finite(*(load_heads(getattr(refs, name), D, at=self.at) for name, D in tiles))  # [1, C, 1]
@@ -303,27 +341,21 @@ class Place:
             # Zero times a gate is zero if it is finite, else NaN, which no comparison likes.
             zero = jnp.sum(refs.g[self.i] * 0.0, axis=0, keepdims=True)  # [1, 1, C]
             found = jnp.maximum(found, to_column(1.0 - (zero == 0.0).astype(jnp.float32)))
+        found = jnp.where(masks.code >= 0, found, 0.0)
         for ref, touched in zip(states, (masks.carried, masks.ending), strict=False):
             bad = not_finite(ref[...])  # [1, 1, 1]
             found = jnp.maximum(found, jnp.where(touched, bad, 0.0))
             pl.when(jnp.max(bad) > 0.0)(functools.partial(clear, ref))
-        found = whole_sequences(found, masks.same)  # [1, C, 1]
-        found = jnp.where(masks.owner < jnp.int32(s.N), found, 0.0)
-        return jnp.where(to_row(found) > 0.0, jnp.int32(s.N), owner), jnp.max(found)
-
-    def _is_spoilt(self) -> jax.Array:
-        """Return the tokens of spoilt sequences as a row, float32 [1, 1, C]."""
-        owned = self.refs.owner[self.i][None] < jnp.int32(self.s.N)
-        return jnp.where(self.own_row, 0.0, owned.astype(jnp.float32))
+        return to_row(whole_sequences(found, masks.same))
 
     def spoil_tokens(self, *refs) -> None:
         """Store NaN in the tokens of spoilt sequences, in blocks of tokens or of rows per head; None is passed over."""
         if self.masks is None:
             return
 
-        @pl.when(self.spoilt > 0.0)
+        @pl.when(jnp.max(self.found) > 0.0)
         def _():
-            row = self._is_spoilt()
+            row = jnp.where(self.refs.owner[self.i][None] >= 0, self.found, 0.0)  # [1, 1, C]
             for ref in refs:
                 if ref is not None and len(ref.shape) == 2:
                     spoil(ref.at[self.at], to_column(row))
@@ -334,14 +366,11 @@ class Place:
         """Store NaN in the states of sequence n if it is a spoilt one."""
         if self.masks is None:
             return
+        found = jnp.where(decoded(self.refs.owner[self.i][None]) == n, self.found, 0.0)
 
-        @pl.when(self.spoilt > 0.0)
+        @pl.when(jnp.max(found) > 0.0)
         def _():
-            found = jnp.where(self.refs.owner[self.i][None] == n, self._is_spoilt(), 0.0)
-
-            @pl.when(jnp.max(found) > 0.0)
-            def _():
-                ref[...] = jnp.full(ref.shape, jnp.nan, ref.dtype)
+            ref[...] = jnp.full(ref.shape, jnp.nan, ref.dtype)
 
     def load(self, ref, D: int, heads: slice = slice(None)) -> jax.Array:
         """Return tokens as tiles [heads, C, D]; rows that are not own become zeros."""
@@ -367,18 +396,22 @@ class Place:
         g = g if refs.gamma is None else g + refs.gamma[heads]
         return _select(self.own_row, g)
 
+    def of_tokens(self, x: jax.Array) -> jax.Array:
+        """Return x, shaped like the gates, with zeros for padding, which counts to the sequence before it in masks."""
+        return _select(self.own if self.s.per_channel else self.own_row, x)
+
     def of(self, n, x: jax.Array) -> jax.Array:
         """Return x, shaped like the gates, with zeros for the tokens of other sequences than n."""
-        owner = self.masks.owner if self.s.per_channel else self.refs.owner[self.i][None]
+        owner = self.masks.code if self.s.per_channel else self.refs.owner[self.i][None]
         return jnp.where(owner == n, x, 0.0)
 
     def add(self, n, x: jax.Array, more: jax.Array) -> jax.Array:
         """Return tiles x [heads, C, D] plus `more` for the tokens of n; a select, because the rest may be NaN."""
-        return x + more if n is None else jnp.where(self.masks.owner == n, x + more, x)
+        return x + more if n is None else jnp.where(self.masks.code == n, x + more, x)
 
     def sequences(self) -> tuple[jax.Array, jax.Array]:
         """Return the range of the sequences that have tokens in the chunk, empty ones between them included."""
-        return self.first, jnp.minimum(self.last + 1, jnp.int32(self.s.N))
+        return self.refs.first[self.index], jnp.minimum(self.last + 1, jnp.int32(self.s.N))
 
     def starts(self, n) -> jax.Array:
         """Return whether sequence n starts in the chunk or later."""
@@ -424,12 +457,12 @@ class Chunk:
     def from_start(self, n=None) -> jax.Array:
         """Return the decay from the state before the chunk, or at the start of sequence n, to each of its tokens."""
         x, masks = self.decays.from_start, self.place.masks
-        return x if masks is None else jnp.where(masks.carried if n is None else masks.owner == n, x, 0.0)
+        return x if masks is None else jnp.where(masks.carried if n is None else masks.code == n, x, 0.0)
 
     def to_end(self, n=None) -> jax.Array:
         """Return the decay from each token of the last sequence, or of n, to the state after the chunk."""
         x, masks = self.decays.to_end, self.place.masks
-        return x if masks is None else jnp.where(masks.ending if n is None else masks.owner == n, x, 0.0)
+        return x if masks is None else jnp.where(masks.ending if n is None else masks.code == n, x, 0.0)
 
     def through(self, n=None) -> jax.Array:
         """Return the decay of the carried state over the chunk, or of that of sequence n over its tokens."""
@@ -466,7 +499,7 @@ def put_state(source_ref, states_ref, n, block):
 
 def _gla_fwd_kernel(refs, s: Static):
     block, step = pl.program_id(1), pl.program_id(2)
-    heads = slice(0, refs.S.shape[0])
+    at, heads = GridStep(pl.program_id(0), step), slice(0, refs.S.shape[0])
 
     @pl.when(step == 0)
     def _():
@@ -481,8 +514,8 @@ def _gla_fwd_kernel(refs, s: Static):
     constant = constant_decays(s, refs, heads.stop) if s.constant else None
     tiles = [("q", s.K)] * (refs.o is not None) + [("k", s.K), ("v", s.V)]
 
-    def chunk(i, _):
-        place = Place(s, refs, step, i, tiles, states=() if s.visit else (refs.S,))
+    def chunk(i, masked):
+        place = Place(s, refs, at, i, masked, tiles, states=() if s.visit else (refs.S,))
         c = Chunk(place, heads, constant, queries=refs.o is not None)
         o = None
         if refs.o is not None:
@@ -495,23 +528,28 @@ def _gla_fwd_kernel(refs, s: Static):
             refs.S[...] = tile.next_state(S, c.k, c.v, c.to_end(n), c.through(n), s.parts)
             return None if o is None else place.add(n, o, tile.read_state(c.q, S, c.from_start(n)))
 
-        def visit(n, o):
+        def visit(n, o, among=None):
             pl.when(place.starts(n))(lambda: fetch_state(refs.initial_state, n, block, refs.S))
-            o = state_pass(o, n)
+            o = state_pass(o, among)
             place.spoil_state(refs.S, n)
             pl.when(place.ends(n))(lambda: put_state(refs.S, refs.final, n, block))
             return o
 
-        if s.visit:
-            o = lax.fori_loop(*place.sequences(), visit, o)
+        if s.visit and masked:
+            o = lax.fori_loop(*place.sequences(), lambda n, o: visit(n, o, n), o)
+        elif s.visit:
+            o = visit(place.last, o)
         else:
             o = state_pass(o)
-            place.spoil_state(refs.S, place.last if place.masks is not None else None)
+            place.spoil_state(refs.S, place.last if masked else None)
         if o is not None:
             place.store(refs.o, o, heads)
         place.spoil_tokens(refs.o)
 
-    lax.fori_loop(jnp.int32(0), chunks_of(s, step), chunk, None)
+    def turn(i, _):
+        masked_or_not(is_mixed(s, refs, at, i), functools.partial(chunk, i))
+
+    lax.fori_loop(jnp.int32(0), chunks_of(s, step), turn, None)
     if refs.final is not None and not s.visit:
 
         @pl.when(step == s.steps - 1)
@@ -532,7 +570,7 @@ def launch(s: Static, x: Operands, output: bool = True, keep: bool = False):
     inputs = [y for y in x if y is not None]
     return run_kernel(
         _gla_fwd_kernel, s, blocks, x, queries=output,
-        name=f"fused_chunk_gla_{'fwd' if output else 'states'}_c{s.C}" + ("" if x.cu_seqlens is None else "_varlen"),
+        name=f"fused_chunk_gla_{'fwd' if output else 'states'}_c{s.C}" + ("_varlen" if x.several else ""),
         outputs=[
             ("o", blocks.tokens(s.V), out_struct(x.v.shape, x.v.dtype, *inputs) if output else None),
             ("final", blocks.states(), out_struct((s.N, *state), jnp.float32, *inputs) if final else None),

@@ -5,6 +5,7 @@ walks them in reverse with the gradient of the state. Both are float32 where the
 in the kernels.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -18,12 +19,14 @@ from chunkwise.fused_gla.cost import cost
 from chunkwise.fused_gla.kernel import (
     Blocks,
     Chunk,
+    GridStep,
     Operands,
     Place,
     Static,
     chunks_of,
     constant_decays,
     fetch_state,
+    is_mixed,
     put_state,
     run_kernel,
 )
@@ -32,7 +35,7 @@ from chunkwise.shared.kernels import (
     clear,
     dot_nt,
     dot_tn,
-    only_if,
+    masked_or_not,
     repeat_heads,
     rows_not_finite,
     stagger,
@@ -51,10 +54,10 @@ def _kept_decays(s: Static, refs, heads: slice) -> tile.Decays | None:
     return tile.Decays(*(getattr(refs, name)[heads] for name in DECAYS), s.scale) if s.constant else None
 
 
-def _recompute_state(s: Static, refs, step, i, block) -> None:
+def _recompute_state(s: Static, refs, at: GridStep, i, block, masked) -> None:
     """Store the state after chunk i, which is the one before chunk i + 1."""
     before, n = refs.S.at[i], None
-    place = Place(s, refs, step, i, (("k", s.K), ("v", s.V)), () if s.visit else (before,))
+    place = Place(s, refs, at, i, masked, (("k", s.K), ("v", s.V)), () if s.visit else (before,))
     heads = slice(0, refs.dS.shape[0])
     c = Chunk(place, heads, _kept_decays(s, refs, heads), queries=False)
     S = before[...]  # [heads, V, K]
@@ -64,6 +67,7 @@ def _recompute_state(s: Static, refs, step, i, block) -> None:
         refs.start[...] = S
         pl.when(place.starts(n))(lambda: fetch_state(refs.initial_state, n, block, refs.start))
         S = refs.start[...]
+        n = n if masked else None
     refs.S[i + 1] = tile.next_state(S, c.k, c.v, c.to_end(n)[:, :, : s.K], c.through(n), s.parts)
     if place.masks is not None:
         place.spoil_state(refs.S.at[i + 1], place.last)
@@ -72,19 +76,19 @@ def _recompute_state(s: Static, refs, step, i, block) -> None:
             place.spoil_state(before, place.before)
 
 
-def _place(s: Static, refs, step, i) -> Place:
+def _place(s: Static, refs, at: GridStep, i, masked) -> Place:
     """Return the place of chunk i, whose gradients are to be computed."""
     tiles = ("q", s.K), ("k", s.K), ("v", s.V), ("do", s.V)
-    return Place(s, refs, step, i, tiles, () if s.visit else (refs.S.at[i], refs.dS))
+    return Place(s, refs, at, i, masked, tiles, () if s.visit else (refs.S.at[i], refs.dS))
 
 
-def _chunk_in_groups(s: Static, refs, step, i, block) -> None:
+def _chunk_in_groups(s: Static, refs, at: GridStep, i, block, masked) -> None:
     """Store the gradients of chunk i, whose gates are per head and whose sequences have no states of their own.
 
     The matrix unit works in program order: while it computes the products of some heads, the vector unit finishes
     those before them. What value heads of one key head have in common goes from one pair to the next.
     """
-    place = _place(s, refs, step, i)
+    place = _place(s, refs, at, i, masked)
     every = refs.dS.shape[0]
     # Value heads of a key head in the block; a pair holds whole groups or lies inside one.
     group = every // (place.keys(slice(0, every)).stop)
@@ -120,16 +124,17 @@ def _chunk_in_groups(s: Static, refs, step, i, block) -> None:
             return
         # A token and itself have no gate between them.
         exponents = jnp.where(strictly_lower(s.C), jnp.swapaxes(grads.exponents, 1, 2), 0.0)  # [heads, C, C]
-        refs.dg[i, heads] = grads.through + tile.gate_bwd(exponents, grads.from_start, grads.to_end, c.same)
+        dg = grads.through + tile.gate_bwd(exponents, grads.from_start, grads.to_end, c.same)  # [heads, 1, C]
+        refs.dg[i, heads] = place.of_tokens(dg)
 
     for _ in stagger(gradients(slice(first, min(first + pair, every))) for first in range(0, every, pair)):
         pass
     _spoil(s, refs, place)
 
 
-def _chunk_in_step(s: Static, refs, step, i, block) -> None:
+def _chunk_in_step(s: Static, refs, at: GridStep, i, block, masked) -> None:
     """Store the gradients of chunk i, all heads in lock-step: gates per channel, or a loop that visits sequences."""
-    place = _place(s, refs, step, i)
+    place = _place(s, refs, at, i, masked)
     heads = slice(0, refs.dS.shape[0])
     keys, c = place.keys(heads), Chunk(place, heads)
     do = place.load(refs.do, s.V).astype(c.dtype)  # [heads, C, V]
@@ -146,21 +151,23 @@ def _chunk_in_step(s: Static, refs, step, i, block) -> None:
         sums = (place.add(n, x, more) for x, more in zip(sums, (grads.q, grads.k, grads.v), strict=True))
         return *sums, gates + place.of(n, through)
 
-    def visit(m, sums):
-        first, end = place.sequences()
-        n = end - 1 - (m - first)
+    def visit(n, sums, among=None):
         refs.start[...] = refs.S[i]
         pl.when(place.starts(n))(lambda: fetch_state(refs.initial_state, n, block, refs.start))
         pl.when(place.ends(n))(lambda: fetch_state(refs.dfinal, n, block, refs.dS))
-        sums = state_pass(sums, refs.start[...], n)
+        sums = state_pass(sums, refs.start[...], among)
         place.spoil_state(refs.dS, n)
         pl.when(place.starts(n))(lambda: put_state(refs.dS, refs.dinitial, n, block))
         return sums
 
-    if s.visit:
+    if s.visit and masked:
         of_q = heads.stop, s.C, s.K
         zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in (of_q, of_q, c.v.shape, c.g.shape))
-        dq, dk, dv, through = lax.fori_loop(*place.sequences(), visit, zeros)
+        first, end = place.sequences()
+        back = lambda m, sums: visit(end - 1 - (m - first), sums, end - 1 - (m - first))
+        dq, dk, dv, through = lax.fori_loop(first, end, back, zeros)
+    elif s.visit:
+        dq, dk, dv, through = visit(place.last, None)
     else:
         dq, dk, dv, through = state_pass(None, refs.S[i])
 
@@ -172,12 +179,13 @@ def _chunk_in_step(s: Static, refs, step, i, block) -> None:
     if refs.dg is not None:
         d_from_start, d_to_end = (repeat_heads(y, heads.stop) * dy for y, dy in ((c.q, dq), (c.k, dk)))  # [heads, C, K]
         spoilt = None
-        if s.visit and s.per_channel:
+        if masked and s.visit and s.per_channel:
             # States that are not finite got into the rows of their sequence, and here a product mixes the rows again.
-            found = only_if(place.several, lambda: rows_not_finite(d_from_start, d_to_end), s.C)
+            found = rows_not_finite(d_from_start, d_to_end)
             spoilt = whole_sequences(found, c.same) > 0.0  # [1, C, 1]
             d_from_start, d_to_end = (jnp.where(spoilt, 0.0, x) for x in (d_from_start, d_to_end))
-        dg = through + tile.gate_bwd(inside.exponents, d_from_start, d_to_end, c.same)  # as the gates
+        dg = through + tile.gate_bwd(inside.exponents, d_from_start, d_to_end, c.same)
+        dg = place.of_tokens(dg)  # as the gates
         if s.per_channel:
             place.store(refs.dg, dg if spoilt is None else jnp.where(spoilt, jnp.nan, dg), heads)
         else:
@@ -194,6 +202,7 @@ def _spoil(s: Static, refs, place: Place) -> None:
 
 def _gla_bwd_kernel(refs, s: Static):
     block, step = pl.program_id(1), s.steps - 1 - pl.program_id(2)
+    at = GridStep(pl.program_id(0), step)
 
     @pl.when(step == s.steps - 1)
     def _():
@@ -211,9 +220,13 @@ def _gla_bwd_kernel(refs, s: Static):
 
     refs.S[0] = refs.kept[...]
     count = chunks_of(s, step)
-    lax.fori_loop(jnp.int32(0), count - 1, lambda i, _: _recompute_state(s, refs, step, i, block), None)
+
+    def turn(algorithm, i):
+        masked_or_not(is_mixed(s, refs, at, i), functools.partial(algorithm, s, refs, at, i, block))
+
+    lax.fori_loop(jnp.int32(0), count - 1, lambda i, _: turn(_recompute_state, i), None)
     gradients = _chunk_in_step if s.per_channel or s.visit else _chunk_in_groups
-    lax.fori_loop(jnp.int32(0), count, lambda j, _: gradients(s, refs, step, count - 1 - j, block), None)
+    lax.fori_loop(jnp.int32(0), count, lambda j, _: turn(gradients, count - 1 - j), None)
     if refs.dinitial is not None and not s.visit:
 
         @pl.when(step == 0)
@@ -258,7 +271,7 @@ def launch(s: Static, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept
 
     dq, dk, *rest = run_kernel(
         _gla_bwd_kernel, s, blocks, x,
-        name=f"fused_chunk_gla_bwd_c{s.C}" + ("" if x.cu_seqlens is None else "_varlen"),
+        name=f"fused_chunk_gla_bwd_c{s.C}" + ("_varlen" if x.several else ""),
         more=[
             ("do", blocks.tokens(s.V), do),
             ("dfinal", blocks.states(), dfinal),

@@ -41,7 +41,7 @@ def fused(x: Arguments, scale: float, options: Options, config: Config):
         widths=(K, V),
         per_channel=per_channel,
         visit=x.cu_seqlens is not None and (options.output_final_state or x.initial_state is not None),
-        constant=x.g is None and x.cu_seqlens is None and T % C == 0,
+        constant=x.g is None and x.cu_seqlens is None and x.segment_ids is None and T % C == 0,
         final=options.output_final_state,
     )  # fmt: skip
     g, gamma, states = x.g, x.g_gamma, x.initial_state
@@ -50,8 +50,9 @@ def fused(x: Arguments, scale: float, options: Options, config: Config):
     gamma = None if gamma is None else gamma.astype(jnp.float32)[:, None, None]
     # The kernels' states are [V, K].
     states = None if states is None else pad_states(jnp.swapaxes(states, 2, 3))
-    operands = vary_alike(to_lanes(x.q, T), to_lanes(x.k, T), to_lanes(x.v, T), g, gamma, states, x.cu_seqlens)
-    o, final = attend(s, Operands(*operands))
+    tokens = (to_lanes(y, T) for y in (x.q, x.k, x.v))
+    operands = Operands(*vary_alike(*tokens, g, gamma, states, x.cu_seqlens, x.segment_ids))
+    o, final = attend(s, operands)
     if final is not None:
         final = unless_empty(final, states, x.cu_seqlens)
         final = jnp.swapaxes(final[:, :, :V, :K], 2, 3)
@@ -102,7 +103,7 @@ def _backward(s: Static, residuals, cotangents):
     dg = None if dg is None or x.g is None else dg.astype(x.g.dtype)
     if dinitial is not None:
         dinitial = unless_empty(dinitial, None, x.cu_seqlens)
-    return (Operands(dq, dk, dv, dg, dgamma, dinitial, None),)
+    return (Operands(dq, dk, dv, dg, dgamma, dinitial),)
 
 
 attend.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -86,6 +86,7 @@ def fused_chunk_kda(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
     config: tiles.Config | None = None,
@@ -131,6 +132,11 @@ def fused_chunk_kda(
         values are checked outside of jit only. Without states cost follows tokens; with states a chunk costs as much
         again for every sequence that begins inside it. What is not finite in one sequence never reaches another, nor
         another row of a batch; other heads of the same sequence it may.
+      segment_ids: int32 [B, T], traced, instead of cu_seqlens and for any B: in every row the state starts anew where
+        the id changes, and tokens of ids below 0 are padding, which may hold anything and give zeros. initial_state and
+        final_state are then [B, HV, K, V]: before the first segment of a row and after its last. The cost is that of
+        the same tokens without ids. NaN or infinity in one segment does not change a bit of the results of others under
+        "fused"; elsewhere it may change their rounding.
       chunk_size: 16, 32, 64, 128 or None for the best; static. All agree up to rounding.
       implementation: "fused" (one TPU kernel a direction, interpreted elsewhere), "xla" (plain JAX), None (the best
         for the backend).
@@ -152,8 +158,9 @@ def fused_chunk_kda(
     """
     laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     x = Arguments(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias
-    )
+        q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
+        segment_ids=segment_ids,
+    )  # fmt: skip
     options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws)
     return chunk(x, options, implementation, config=config)
 
@@ -177,7 +184,7 @@ def chunk(
     fits = max(x.q.shape[3], x.v.shape[3]) <= MOST_CHANNELS
     known = {"fused": functools.partial(_fused, config=config), "xla": _xla, **others}
     on_tpu = "fused" if fits else "staged" if "staged" in others else "xla"
-    return run_chunked(x, options, implementation, known, on_tpu, raw_gates=("fused",))
+    return run_chunked(x, options, implementation, known, on_tpu, raw_gates=("fused",), segmented=("fused",))
 
 
 def _transposed(states: jax.Array | None) -> jax.Array | None:
@@ -225,7 +232,7 @@ def _launch(x: Arguments, static: Static, output_final_state: bool) -> tuple[jax
     """Bring the user's arrays into the layout of the kernels and their results back."""
     T, (K, V) = x.q.shape[1], static.head_sizes
     dtype = operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
-    steps = make_steps(static.B, T, static.C, x.cu_seqlens, with_states=x.with_state or output_final_state)
+    steps = make_steps(static.B, T, static.C, x.cu_seqlens, x.with_state or output_final_state, x.segment_ids)
     g, law = x.g.astype(jnp.float32), None
     if x.A_log is not None:
         # Raw gates stay as narrow as they are, but no TPU loads float16.

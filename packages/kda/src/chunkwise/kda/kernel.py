@@ -14,9 +14,9 @@ turn do not wait for one another. With bfloat16 tensors S and the rows of decaye
 as bfloat16. X, P, R, W and the decayed keys as columns must not be rounded so: where keys repeat, W oscillates and the
 sums over it cancel. They keep 16 bits, as two bfloat16 parts.
 
-Chunks of a packed batch without states may hold several sequences. Rows that hold something not finite are zeroed there
-before any product, as in shared.kernels.quarantine, and all results of their sequence in that chunk become NaN, in all
-heads of the block.
+Chunks of a packed batch without states, or of rows of segments, may hold several sequences or padding. Only the turns
+that meet such a chunk compute with masks. Rows that hold something not finite are zeroed there before any product, as
+in shared.kernels.quarantine, and all results of their sequence in that chunk become NaN, in all heads of the block.
 
 The [C, C] matrices of p heads lie side by side in the lanes ("packed", see shared.kernels.packed).
 """
@@ -48,6 +48,7 @@ from chunkwise.shared.kernels import (
     ladder,
     lanes,
     load_heads,
+    masked_or_not,
     multiply_packed,
     named,
     not_finite,
@@ -85,8 +86,8 @@ class Operands(NamedTuple):
     """What the kernels read: head dimensions padded to whole lanes, a head a slice of lanes (`shared.kernels.layout`).
 
     Attributes:
-      table: int32 [10, B * steps], what every step works on; see `Step`.
-      owner: int32 [NT, 1, C], the sequence of every token where chunks may hold several, else None.
+      table: int32 [11, B * steps], what every step works on; see `Step`.
+      owner: int32 [B * NT, 1, C], the `coded_owners` of tokens where chunks may hold several sequences, else None.
       cu_seqlens: int32 [N + 1], which no kernel reads: it says which sequences are empty. None if not packed.
       q, k: [B, T, H K], bfloat16 or float32, in which products take them.
       v: [B, T, HV V], of the same type.
@@ -259,11 +260,9 @@ class Chunk(NamedTuple):
     beta: jax.Array
 
 
-def own_rows(refs, step: Step, static: Static) -> jax.Array | None:
+def own_rows(step: Step, static: Static) -> jax.Array | None:
     """Return which rows of the chunk belong to a step, bool [C, 1]; None for all. Others may hold anything."""
-    if static.pieces or refs.owner is not None or static.selects:
-        return step.rows(static.C)
-    return None
+    return step.rows(static.C) if static.pieces or static.selects else None
 
 
 def load_keys(ref, own, static: Static) -> jax.Array:
@@ -310,11 +309,6 @@ def store_continuing(ref, masks: SequenceMasks) -> None:
         ref[...] = jnp.broadcast_to(tile.continuing(masks.same)[0], ref.shape)
 
 
-def several(step: Step) -> jax.Array:
-    """Return whether another sequence begins in the chunk of a step, or with it."""
-    return step.before != step.final
-
-
 def keys_not_finite(refs, own, masks: SequenceMasks, static: Static) -> jax.Array:
     """Return the rows of sequences that hold something not finite in q, k, g or beta, float32 [1, C, 1]."""
     g = jnp.where(own, refs.g[...], 0.0) if refs.law is None else decays_of(refs.g[...], refs, own, static)
@@ -328,11 +322,12 @@ def keys_not_finite(refs, own, masks: SequenceMasks, static: Static) -> jax.Arra
 def quarantine_passed(refs, own, step: Step, static: Static) -> jax.Array:
     """Clear a state that is not finite; return the rows of sequences that are not finite, float32 [1, C, 1].
 
-    The rows of q, k, g and beta were looked at when the chunk was prepared.
+    The rows of q, k, g and beta were looked at when the chunk was prepared. Padding counts to the sequence before it.
     """
     masks = load_masks(refs.owner_passed, step, static.C)
-    # No sequence reads the state before its first step.
-    state = jnp.where(step.first == 1, 0.0, not_finite(refs.state[...]))  # [1, 1, 1]
+    state = not_finite(refs.state[...])  # [1, 1, 1]
+    if refs.h0 is None:  # nothing reads the state before the first step
+        state = jnp.where(step.first == 1, 0.0, state)
 
     @pl.when(jnp.max(state) > 0.0)
     def _():
@@ -342,14 +337,14 @@ def quarantine_passed(refs, own, step: Step, static: Static) -> jax.Array:
     return whole_sequences(jnp.maximum(found, jnp.where(masks.carried, state, 0.0)), masks.same)
 
 
-def spoil_passed(refs, spoilt) -> None:
-    """Store NaN in the results of spoilt rows, and as the state if it is that of a spoilt sequence."""
+def spoil_passed(refs, spoilt, own) -> None:
+    """Store NaN in the results of rows [1, C, 1] that are spoilt and own, and as the state of a spoilt sequence."""
 
     @pl.when(jnp.max(spoilt) > 0.0)
     def _():
-        spoil(refs.o, spoilt)
-        if refs.W is not None:
-            spoil(refs.W, spoilt)
+        for ref in (refs.o, refs.W):
+            if ref is not None:
+                spoil(ref, spoilt * own)
 
         # The last row of a chunk belongs to the sequence of the state after it.
         @pl.when(jnp.max(spoilt[:, -1:]) > 0.0)
@@ -366,7 +361,6 @@ def _fwd_kernel(refs, *, static: Static):
     turn, first, last = pl.program_id(2), pl.program_id(0) * static.steps, static.steps - 1
     ahead = Step(refs.table, first + jnp.minimum(turn, last))
     step = Step(refs.table, first + jnp.maximum(turn - 1, 0))
-    heads, C, p, dtype = static.config.heads, static.C, static.p, refs.v.dtype
 
     if static.pieces:  # rows that no piece owns stay zero
 
@@ -374,16 +368,38 @@ def _fwd_kernel(refs, *, static: Static):
         def _():
             clear(refs.o, refs.W)
 
-    own, own_passed = own_rows(refs, ahead, static), own_rows(refs, step, static)
+    if refs.owner is not None and refs.h0 is not None:  # what a quarantine looks at
+
+        @pl.when(step.first == 1)
+        def _():
+            refs.state[...] = refs.h0[...]
+
+    mixed = None if refs.owner is None else (ahead.mixed + step.mixed) > 0
+    masked_or_not(mixed, lambda masked: _turn(refs, ahead, step, masked, static))
+    if refs.ht is not None:
+
+        @pl.when((turn > 0) & (step.last == 1))
+        def _():
+            refs.ht[...] = refs.state[...]
+
+
+def _turn(refs, ahead: Step, step: Step, masked: bool | None, static: Static) -> None:
+    """Do as `_fwd_kernel`; `masked` says whether one of the two chunks is mixed, None that a chunk never is."""
+    heads, C, p, dtype = static.config.heads, static.C, static.p, refs.v.dtype
     masks, spoilt, found = None, None, None
-    if refs.owner is not None:
+    # All rows of a chunk that could be mixed and is not are its own.
+    own = own_rows(ahead, static) if masked is None else None
+    own_passed = own_rows(step, static) if masked is None else None
+    goes_on = getattr(refs, "goes_on", None) if masked else None
+    if masked:
         # The selection that padding needs anyway makes zeros of what is not finite, before any product reads it.
-        valid, valid_passed = ahead.rows(C), step.rows(C)
-        spoilt = only_if(several(step), lambda: quarantine_passed(refs, valid_passed, step, static), C)
+        valid_passed = refs.valid[0] > 0.0
+        spoilt = only_if(step.mixed == 1, lambda: quarantine_passed(refs, valid_passed, step, static), C)
         own_passed = valid_passed & (spoilt[0] == 0.0)
         masks = load_masks(refs.owner, ahead, C)
-        store_continuing(getattr(refs, "goes_on", None), masks)
-        found = only_if(several(ahead), lambda: keys_not_finite(refs, valid, masks, static), C)
+        store_continuing(goes_on, masks)
+        valid = masks.code[0] >= 0
+        found = only_if(ahead.mixed == 1, lambda: keys_not_finite(refs, valid, masks, static), C)
         own = valid & (found[0] == 0.0)
     x = load_chunk(refs, own, static)
     q = x.q * static.scale  # [key heads, C, K]
@@ -397,7 +413,7 @@ def _fwd_kernel(refs, *, static: Static):
         if refs.law is not None:
             # Pack by pack, because all decays at once would not stay in registers.
             g = decays_of(g, refs, own, static, n * K, LOG2_E, exact=operand_dtype(dtype) == jnp.float32)
-        store_block_decays(refs.decays, g, static.base, getattr(refs, "goes_on", None), n * K // LANES, in_nats)
+        store_block_decays(refs.decays, g, static.base, goes_on, n * K // LANES, in_nats)
         decays, beta = load_decays(refs.decays, pack, K, static.base), to_column(x.beta[n : n + p, None])  # [p, C, 1]
         return prepare_pack(q_pack, k_pack, beta, decays, refs.levels[...], masks, dtype)
 
@@ -413,13 +429,16 @@ def _fwd_kernel(refs, *, static: Static):
     strip = begin_inverse(M)  # [heads / p, 16, p C]
     for _ in passing:
         pass
-    if refs.owner is not None:
+    if masked:
 
-        @pl.when(several(step))
+        @pl.when(step.mixed == 1)
         def _():
-            spoil_passed(refs, spoilt)
+            spoil_passed(refs, spoilt, refs.valid[...])
 
         refs.found[...], refs.owner_passed[...] = found, refs.owner[...]
+    if masked is not None:
+        all_rows = jnp.ones((1, C, 1), jnp.float32)
+        refs.valid[...] = all_rows if masks is None else jnp.where(masks.code >= 0, all_rows, 0.0)
     # Only now, because the chunk before is read until its state has passed.
     refs.strip[...], refs.M[...] = strip, M
     refs.decayed[...] = decayed.astype(refs.decayed.dtype)
@@ -427,11 +446,6 @@ def _fwd_kernel(refs, *, static: Static):
     refs.P[...] = lanes(parts(P, dtype))
     if refs.scores is not None:
         refs.scores[...] = scores
-    if refs.ht is not None:
-
-        @pl.when((turn > 0) & (step.last == 1))
-        def _():
-            refs.ht[...] = refs.state[...]
 
 
 def order(packs: int) -> str:
@@ -470,8 +484,9 @@ def pass_state(refs, own, X, heads: slice, step: Step, static: Static, dtype) ->
     """Write the output of some heads of the chunk in scratch, take their state through it; yield between products."""
     C, p, packs = static.C, static.p, slice(heads.start // static.p, heads.stop // static.p)
     # What the state held before a sequence begins is not looked at: selecting costs less than clearing.
-    begins = step.first == 1
-    S = jnp.where(begins, 0.0 if refs.h0 is None else refs.h0[heads], refs.state[heads])  # [h, V, K]
+    begins, S = step.first == 1, refs.state[heads]  # [h, V, K]
+    if refs.owner is None or refs.h0 is None:
+        S = jnp.where(begins, 0.0 if refs.h0 is None else refs.h0[heads], S)
     if refs.h is not None:
         refs.h[heads] = S.astype(refs.h.dtype)
     seen = read_state(refs.decayed[heads], S)  # [h, 2 C, V]
@@ -537,7 +552,8 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
         "decays": decays_scratch(heads, C, K, static.base),
     }
     if x.owner is not None:
-        scratch |= {"found": pltpu.VMEM((1, C, 1), jnp.float32), "owner_passed": pltpu.VMEM((1, C), jnp.int32)}
+        scratch |= {name: pltpu.VMEM((1, C, 1), jnp.float32) for name in ("found", "valid")}
+        scratch["owner_passed"] = pltpu.VMEM((1, C), jnp.int32)
     if x.owner is not None and static.base > 1:
         scratch["goes_on"] = pltpu.VMEM((C, LANES), jnp.float32)
     operands = {

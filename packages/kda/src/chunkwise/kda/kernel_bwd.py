@@ -33,7 +33,6 @@ from chunkwise.kda.kernel import (
     load_decays,
     load_masks,
     own_rows,
-    several,
     store_block_decays,
     store_continuing,
 )
@@ -53,10 +52,10 @@ from chunkwise.shared.kernels import (
     l2norm_gradient,
     lanes,
     load_heads,
+    masked_or_not,
     multiply_packed,
     named,
     not_finite,
-    only_if,
     operand_dtype,
     outer,
     pallas_call,
@@ -230,8 +229,7 @@ def sum_over_rows(later, earlier, same, dtype):
 
 def _bwd_kernel(refs, *, static: Static):
     """Take the gradient of the state back through a step; the last step comes first."""
-    heads, dtype, C, K, V, p = static.config.heads_bwd, refs.do.dtype, static.C, static.K, static.V, static.p
-    turn, group = pl.program_id(2), min(static.group, static.config.heads_bwd)
+    turn = pl.program_id(2)
     step = Step(refs.table, pl.program_id(0) * static.steps + static.steps - 1 - turn)
 
     # The scratch is uninitialised at first, and no sequence may end with the last step.
@@ -251,17 +249,32 @@ def _bwd_kernel(refs, *, static: Static):
         def _():
             clear(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta)
 
-    own, masks, spoilt = own_rows(refs, step, static), None, None
-    if refs.owner is not None:
+    mixed = None if refs.owner is None else step.mixed == 1
+    masked_or_not(mixed, lambda masked: _turn(refs, step, masked, static))
+    if refs.dh0 is not None:
+
+        @pl.when(step.first == 1)
+        def _():
+            refs.dh0[...] = refs.state[...]
+
+
+def _turn(refs, step: Step, masked: bool | None, static: Static) -> None:
+    """Do as `_bwd_kernel`; `masked` says whether the chunk is mixed, None that a chunk never is."""
+    heads, dtype, C, K, V, p = static.config.heads_bwd, refs.do.dtype, static.C, static.K, static.V, static.p
+    group = min(static.group, static.config.heads_bwd)
+    # All rows of a chunk that could be mixed and is not are its own.
+    own, masks, spoilt = own_rows(step, static) if masked is None else None, None, None
+    goes_on = getattr(refs, "goes_on", None) if masked else None
+    if masked:
         # As in the forward, which stored NaN as the W of spoilt sequences.
         masks = load_masks(refs.owner, step, C)
-        store_continuing(getattr(refs, "goes_on", None), masks)
-        valid = step.rows(C)
-        spoilt = only_if(several(step), lambda: quarantine(refs, valid, masks, static), C)
+        store_continuing(goes_on, masks)
+        valid = masks.code[0] >= 0
+        spoilt = quarantine(refs, valid, masks, static)
         own = valid & (spoilt[0] == 0.0)
     chunk = load_chunk(refs, own, static)
     g = chunk.g if refs.law is None else decays_of(chunk.g, refs, own, static)
-    store_block_decays(refs.decays, g, static.backward_base, getattr(refs, "goes_on", None))
+    store_block_decays(refs.decays, g, static.backward_base, goes_on)
     q, k = (
         jnp.stack([x[n // group] for n in range(heads)]) for x in (chunk.q * static.scale, chunk.k)
     )  # [heads, C, K]
@@ -273,12 +286,6 @@ def _bwd_kernel(refs, *, static: Static):
     kept = refs.h[...], W, refs.X[...], refs.scores[...]
     x = outer_bwd_tile(q, k, beta, side_lanes(chunk.beta[:, None], p), boundary, kept, do, refs.state[...], same, dtype)
     refs.state[...] = x.S
-    if refs.dh0 is not None:
-
-        @pl.when(step.first == 1)
-        def _():
-            refs.dh0[...] = refs.state[...]
-
     # Pieces share the rows of a chunk; what a chunk stores past the last token is never read.
     stored = own if static.pieces else None
     store_heads(refs.dv, x.dv, stored)
@@ -298,17 +305,16 @@ def _bwd_kernel(refs, *, static: Static):
     dg = sum_over_rows(later, earlier, same, dtype)  # [C, heads K]
     if refs.law is not None:
         dg = through_law(refs, own, dg, static)
+    elif masked:  # padding counts to the sequence before it, and its gates to what passes through
+        dg = jnp.where(own, dg, 0.0)
     store_own(refs.dg, slice(None), dg, stored)
     for ref, source, d in ((refs.dq, refs.q, static.scale * dq), (refs.dk, refs.k, dk)):
         d = sum_value_heads(d, group)  # [key heads, C, K]
         if static.normalise:
             d = l2norm_gradient(load_heads(source, K, own=own), d)
         store_heads(ref, d, stored)
-    if spoilt is not None:
-
-        @pl.when(several(step))
-        def _():
-            spoil_results(refs, spoilt, masks)
+    if masked:
+        spoil_results(refs, spoilt, masks)
 
 
 def through_law(refs, own, dg, static: Static):
@@ -338,9 +344,10 @@ def spoil_results(refs, spoilt, masks) -> None:
 
     @pl.when(jnp.max(spoilt) > 0.0)
     def _():
+        rows_of_tokens = jnp.where(masks.code >= 0, spoilt, 0.0)  # [1, C, 1]
         for ref in (refs.dq, refs.dk, refs.dv, refs.dg):
-            spoil(ref, spoilt)
-        refs.dbeta[...] = jnp.where(to_row(spoilt)[0] > 0.0, jnp.nan, refs.dbeta[...])
+            spoil(ref, rows_of_tokens)
+        refs.dbeta[...] = jnp.where(to_row(rows_of_tokens)[0] > 0.0, jnp.nan, refs.dbeta[...])
         if refs.law is not None:
             refs.dlaw[...] = jnp.full(refs.dlaw.shape, jnp.nan, jnp.float32)
 

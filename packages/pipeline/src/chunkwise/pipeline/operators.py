@@ -44,12 +44,13 @@ def chunk_gated_delta_rule(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated delta rule over whole sequences, chunk by chunk."""
     laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias)
+    x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, segment_ids)
     options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, laws=laws)
     return gdn.chunk(x, options, implementation, {"staged": staged.delta_rule})
 
@@ -74,6 +75,7 @@ def chunk_kda(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -84,7 +86,7 @@ def chunk_kda(
       NotImplementedError: "fused" with K or V above 256.
     """
     laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias)
+    x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, segment_ids)
     options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws)
     return kda.chunk(x, options, implementation, {"staged": staged.delta_rule})
 
@@ -100,6 +102,7 @@ def chunk_gla(
     output_final_state: bool = False,
     *,
     cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -120,7 +123,7 @@ def chunk_gla(
     Source: Yang et al., Gated Linear Attention Transformers (2023), sections 3 and 4.
     """
     check_array("g", g, "B T HV K")
-    x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens)
+    x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
     options = Options(output_final_state, chunk_size=chunk_size)
     return gla.chunk(x, options, implementation, {"staged": staged.gla})
 
@@ -137,6 +140,7 @@ def chunk_simple_gla(
     output_final_state: bool = False,
     *,
     cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -157,7 +161,7 @@ def chunk_simple_gla(
     """
     if g is not None:
         check_array("g", g, "B T HV")
-    x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens)
+    x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
     options = Options(output_final_state, chunk_size=chunk_size)
     return gla.chunk(x, options, implementation, {"staged": staged.gla})
 

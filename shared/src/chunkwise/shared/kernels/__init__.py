@@ -38,7 +38,9 @@ from chunkwise.shared.kernels.layout import (
     Blocks,
     SequenceMasks,
     Step,
+    chunk_owners,
     clear,
+    decoded,
     from_blocks,
     from_lanes,
     load_heads,
@@ -74,8 +76,16 @@ from chunkwise.shared.kernels.packed import (
     split_lanes,
 )
 from chunkwise.shared.kernels.products import bf16_parts, dot, dot_nt, dot_tn, emulate_mxu, operand_dtype
-from chunkwise.shared.kernels.quarantine import not_finite, only_if, rows_not_finite, spoil, whole_sequences
+from chunkwise.shared.kernels.quarantine import (
+    masked_or_not,
+    not_finite,
+    only_if,
+    rows_not_finite,
+    spoil,
+    whole_sequences,
+)
 from chunkwise.shared.kernels.schedule import stagger
+from chunkwise.shared.kernels.segments import coded_owners, find_segments, valid_tokens
 from chunkwise.shared.kernels.tiles import (
     LOG2_E,
     clip_gate,
@@ -108,19 +118,23 @@ __all__ = [
     "bf16_parts",
     "block_of",
     "choose_heads",
+    "chunk_owners",
     "clear",
     "clip_gate",
+    "coded_owners",
     "column_index",
     "decay",
     "decay_from_start",
     "decay_gradient",
     "decayed_scores",
     "decayed_scores_bwd",
+    "decoded",
     "divides_groups",
     "dot",
     "dot_nt",
     "dot_tn",
     "emulate_mxu",
+    "find_segments",
     "from_blocks",
     "from_lanes",
     "gate_gradient",
@@ -137,6 +151,7 @@ __all__ = [
     "make_steps",
     "map_chunks",
     "masked_exp",
+    "masked_or_not",
     "multiply_packed",
     "named",
     "not_finite",
@@ -185,6 +200,7 @@ __all__ = [
     "token_owners",
     "unit_lower_inverse",
     "unless_empty",
+    "valid_tokens",
     "whole_sequences",
     "zero_padding",
 ]

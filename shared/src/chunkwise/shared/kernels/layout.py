@@ -7,8 +7,8 @@ heads. That view costs nothing where D is a multiple of 128, because projections
 A step is a chunk, or a piece of one. The table of steps says which; see `Step`. There are three ways to cut:
 
 - A row of the batch is one sequence, and a step is a chunk of it.
-- In a packed batch without states a step is a chunk of the stream, which may hold several sequences: the table and the
-  owner of every token say how they lie in it, and `sequence_masks` keeps them apart.
+- In a packed batch without states, and in rows of segments, a step is a chunk that may hold several sequences: the
+  table and the owner of every token say how they lie in it, and `sequence_masks` keeps them apart.
 - In a packed batch with states a step is a piece of a chunk that belongs to one sequence, so that every sequence has a
   boundary where its state can be handed in and out.
 """
@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels.chunks import Chunking, num_chunks, pad_tokens, pieces, token_owners
+from chunkwise.shared.kernels.chunks import Chunking, num_chunks, pad_tokens, pieces
 from chunkwise.shared.kernels.packed import pad_lanes
+from chunkwise.shared.kernels.segments import coded_owners
 from chunkwise.shared.kernels.tiles import to_column
 
 # Outside of kernels: the user's arrays as the kernels read them, and back. JAX transposes these for the backward.
@@ -76,42 +77,93 @@ def unless_empty(states: jax.Array, otherwise: jax.Array | None, cu_seqlens: jax
 
 
 # Rows of the table of steps.
-SEQUENCE, FIRST, LAST, CHUNK, BEGIN, END, OPENS, CLOSES, BEFORE, FINAL = range(10)
+SEQUENCE, FIRST, LAST, CHUNK, BEGIN, END, OPENS, CLOSES, BEFORE, FINAL, MIXED = range(11)
 
 
 class Steps(NamedTuple):
     """What every step of a launch works on.
 
     Attributes:
-      table: int32 [10, B * steps], read through `Step`.
-      owner: int32 [NT, 1, C], the sequence of every token where a chunk may hold several, else None.
+      table: int32 [11, B * steps], read through `Step`.
+      owner: int32 [B * NT, 1, C], the `coded_owners` of tokens where a chunk may hold several sequences, else None.
     """
 
     table: jax.Array
     owner: jax.Array | None
 
 
-def make_steps(B: int, T: int, C: int, cu_seqlens: jax.Array | None, with_states: bool) -> Steps:
+def make_steps(
+    B: int,
+    T: int,
+    C: int,
+    cu_seqlens: jax.Array | None,
+    with_states: bool,
+    segment_ids: jax.Array | None = None,
+) -> Steps:
     """Return the steps of a batch: its chunks, or for a packed batch with states the pieces of its chunks."""
     NT = num_chunks(T, C)
     if cu_seqlens is not None and with_states:
         p = pieces(T, C, cu_seqlens)
-        rows = (p.sequence, p.first, p.last, p.chunk, p.begin, p.end, p.opens, p.closes, p.sequence, p.sequence)
+        rows = (
+            p.sequence,
+            p.first,
+            p.last,
+            p.chunk,
+            p.begin,
+            p.end,
+            p.opens,
+            p.closes,
+            p.sequence,
+            p.sequence,
+            0 * p.chunk,
+        )
         return Steps(jnp.stack([x.astype(jnp.int32) for x in rows]), None)
     chunks = Chunking(B, T, C)
     ones, chunk = jnp.ones(B * NT, jnp.int32), jnp.tile(jnp.arange(NT, dtype=jnp.int32), B)
-    before = final = chunks.sequence
-    end, owner = chunks.length, None
-    if cu_seqlens is not None:
-        N = cu_seqlens.shape[0] - 1
-        owner = token_owners(NT * C, cu_seqlens).reshape(NT, C)
-        owner = jnp.where(jnp.arange(NT * C, dtype=jnp.int32).reshape(NT, C) < T, owner, jnp.int32(N))
-        final = owner[:, -1]
-        before = jnp.concatenate([owner[:1, 0], final[:-1]])
-        end = jnp.sum(owner < N, axis=1, dtype=jnp.int32)
-        owner = owner[:, None]
-    rows = (chunks.sequence, chunks.first, chunks.last, chunk, 0 * ones, end, ones, ones, before, final)
+    before, final, owner, mixed = chunks.sequence, chunks.sequence, None, 0 * ones
+    if cu_seqlens is not None or segment_ids is not None:
+        owner, before, final, mixed = chunk_owners(T, C, cu_seqlens, segment_ids)
+    rows = (
+        chunks.sequence,
+        chunks.first,
+        chunks.last,
+        chunk,
+        0 * ones,
+        chunks.length,
+        ones,
+        ones,
+        before,
+        final,
+        mixed,
+    )
     return Steps(jnp.stack([x.astype(jnp.int32) for x in rows]), owner)
+
+
+def chunk_owners(
+    T: int, C: int, cu_seqlens: jax.Array | None, segment_ids: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return how the sequences of a stream, or of rows of segments, lie in the chunks of C tokens.
+
+    Returns:
+      int32: the `coded_owners` of chunks [B * NT, 1, C]; [B * NT] the sequence of the token before each chunk, of its
+      own first token if there is none before; that of its last token; and 1 where masks are needed: another sequence
+      begins in the chunk or with it, or it holds padding.
+    """
+    codes = coded_owners(cu_seqlens, segment_ids, T)
+    last = codes[:, -1:]
+    # Rows past the last token are padding.
+    past = jnp.broadcast_to(jnp.minimum(last, ~last), (codes.shape[0], num_chunks(T, C) * C - T))
+    owner = jnp.concatenate([codes, past], axis=1).reshape(codes.shape[0], -1, C)
+    final = decoded(owner[:, :, -1])
+    before = jnp.concatenate([decoded(owner[:, :1, 0]), final[:, :-1]], axis=1)
+    mixed = ((before != final) | (jnp.min(owner, axis=2) < 0)).astype(jnp.int32)
+    return owner.reshape(-1, 1, C), before.reshape(-1), final.reshape(-1), mixed.reshape(-1)
+
+
+def decoded(owner: jax.Array) -> jax.Array:
+    """Return the sequences of tokens, and for padding that before it, from `coded_owners`."""
+    # The complement of a negative number, without a selection.
+    return owner ^ lax.shift_right_arithmetic(owner, jnp.full_like(owner, 31))
 
 
 # Inside of kernels.
@@ -127,6 +179,7 @@ class Step:
       begin, end: its rows of the chunk; other rows may hold anything.
       opens, closes: 1 where the step is the first or the last of its chunk.
       before, final: the sequences of the token before the chunk and of its last token.
+      mixed: 1 where the chunk does not lie inside one sequence: see `chunk_owners`.
     """
 
     def __init__(self, table_ref, n):
@@ -142,6 +195,7 @@ class Step:
     closes = property(lambda self: self._table[CLOSES, self._n])
     before = property(lambda self: self._table[BEFORE, self._n])
     final = property(lambda self: self._table[FINAL, self._n])
+    mixed = property(lambda self: self._table[MIXED, self._n])
 
     def rows(self, C: int) -> jax.Array:
         """Return which rows of the chunk belong to the step, bool [C, 1]."""
@@ -155,34 +209,35 @@ class Step:
 
 
 class SequenceMasks(NamedTuple):
-    """How the sequences of a chunk lie in it.
+    """How the sequences of a chunk lie in it; padding counts to the sequence before it.
 
     Attributes:
       same: bool [1, C, w], pairs of rows and columns of one sequence.
       carried: bool [1, C, 1], rows of the sequence that is open where the chunk begins: they see the state before it.
       ending: bool [1, C, 1], rows of the sequence that is open where the chunk ends: they reach the state after it.
       through: bool scalar, the chunk lies inside one sequence, so that the state passes through it.
-      owner: int32 [1, C, 1], the sequence of every row.
+      code: int32 [1, C, 1], the `coded_owners` of the rows: below 0 for padding.
     """
 
     same: jax.Array
     carried: jax.Array
     ending: jax.Array
     through: jax.Array
-    owner: jax.Array
+    code: jax.Array
 
 
 def sequence_masks(owner: jax.Array, C: int, before: jax.Array, final: jax.Array) -> SequenceMasks:
     """Return the masks of a chunk.
 
     Args:
-      owner: int32 [1, w], the sequence of every token, repeated where w is a multiple of C.
+      owner: int32 [1, w], the `coded_owners` of the tokens, repeated where w is a multiple of C.
       C: rows of the chunk.
       before, final: the sequences of the token before the chunk and of its last token.
     """
     # [1, 1, C] -> [1, C, 1]; sequences are counted exactly in float32.
-    column = to_column(owner[None, :, :C].astype(jnp.float32)).astype(jnp.int32)
-    return SequenceMasks(column == owner[None], column == before, column == final, before == final, column)
+    code = to_column(owner[None, :, :C].astype(jnp.float32)).astype(jnp.int32)
+    column = decoded(code)
+    return SequenceMasks(column == decoded(owner)[None], column == before, column == final, before == final, code)
 
 
 def load_heads(ref, width: int, heads: slice = slice(None), own: jax.Array | None = None, at=slice(None)) -> jax.Array:
@@ -263,8 +318,8 @@ class Blocks:
         return pl.BlockSpec((None, None, None, heads, self.C), index)
 
     def owner(self, lanes: int) -> pl.BlockSpec:
-        """Cut the owners of tokens [NT, 1, lanes]."""
-        return pl.BlockSpec((None, 1, lanes), lambda b, h, turn, *_: (self.at(turn), 0, 0))
+        """Cut the owners of tokens [B * NT, 1, lanes]."""
+        return pl.BlockSpec((None, 1, lanes), lambda b, h, turn, *_: (b * self.steps + self.at(turn), 0, 0))
 
     def state(self, *tail: int) -> pl.BlockSpec:
         """Cut one state per sequence [N, HV, ...]; `tail` is (heads a block, ...)."""

@@ -11,8 +11,9 @@ So a chunk that holds several sequences does this, and other chunks cost nothing
 4. Store NaN in the results of these rows, and in the state that goes out if it belongs to such a sequence (`spoil`),
    so that nothing is hidden.
 
-A kernel does 1 and 2 inside of `only_if`, under the condition that the sequence of the token before the chunk is not
-that of its last token. A chunk that begins with a new sequence meets this condition too: it must not read the state.
+Padding counts to the sequence before it here, because the state passes through it. A kernel does 1 and 2 inside of
+`only_if`, where the table of steps says that the chunk is mixed. A chunk that begins with a new sequence is mixed too:
+it must not read the state. So is one with padding, whose rows would make NaN of a state that is not finite.
 """
 
 import functools
@@ -21,6 +22,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from chunkwise.shared.kernels.tiles import to_row
 
@@ -62,6 +64,20 @@ def whole_sequences(found: jax.Array, same: jax.Array) -> jax.Array:
       same: bool [1, C, C], pairs of rows of one sequence.
     """
     return jnp.max(jnp.where(same, to_row(found), 0.0), axis=2, keepdims=True)
+
+
+def masked_or_not(mixed: jax.Array | None, run: Callable[[bool | None], None]) -> None:
+    """Run a turn with masks where a chunk of it is mixed, and without them elsewhere, where they would only cost time.
+
+    Args:
+      mixed: bool scalar, or None if a chunk of this launch is never mixed.
+      run: gets True, False, or None for never.
+    """
+    if mixed is None:
+        run(None)
+    else:
+        pl.when(mixed)(lambda: run(True))
+        pl.when(jnp.logical_not(mixed))(lambda: run(False))
 
 
 def only_if(condition: jax.Array, find: Callable[[], jax.Array], C: int) -> jax.Array:

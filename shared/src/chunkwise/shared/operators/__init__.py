@@ -1,6 +1,6 @@
 """What operators are made of: checks, chunk tables, the token recurrence, decode, the inverse in plain JAX."""
 
-from chunkwise.shared.operators.arguments import Arguments, Implementation, Options, run_chunked, total_gate
+from chunkwise.shared.operators.arguments import Arguments, Options, total_gate
 from chunkwise.shared.operators.block_inverse import block_inverse
 from chunkwise.shared.operators.checks import (
     CHUNK_SIZES,
@@ -20,6 +20,7 @@ from chunkwise.shared.operators.checks import (
     choose_chunk_size,
     choose_implementation,
 )
+from chunkwise.shared.operators.chunked import Implementation, run_chunked
 from chunkwise.shared.operators.decode import (
     Slots,
     read_slots,
@@ -31,6 +32,7 @@ from chunkwise.shared.operators.decode import (
 from chunkwise.shared.operators.gates import Laws, lay_out_law
 from chunkwise.shared.operators.isolation import keep_apart, spoilt_tokens
 from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence, unit_rows
+from chunkwise.shared.operators.segments import run_segments, spoilt_segments
 
 __all__ = [
     "Arguments",
@@ -63,6 +65,8 @@ __all__ = [
     "recurrent_cost",
     "run_chunked",
     "run_recurrent",
+    "run_segments",
+    "spoilt_segments",
     "spoilt_tokens",
     "token_by_token",
     "total_gate",

@@ -1,13 +1,13 @@
 """The arguments of an operator on their way from the call to an implementation."""
 
-from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from chunkwise.shared.kernels.segments import valid_tokens
 from chunkwise.shared.kernels.tiles import clip_gate
-from chunkwise.shared.operators.checks import check_flags, check_scale, choose_chunk_size, choose_implementation
+from chunkwise.shared.operators.checks import check_flags, check_scale, check_segment_ids
 from chunkwise.shared.operators.gates import Laws, check_laws, decays, step_sizes
 
 
@@ -24,6 +24,7 @@ class Arguments(NamedTuple):
       initial_state: [N, HV, K, V].
       cu_seqlens: int32 [N + 1].
       A_log, dt_bias: what the law of raw gates takes, [HV], and [HV] or [HV, K].
+      segment_ids: int32 [B, T].
     """
 
     q: jax.Array
@@ -38,6 +39,7 @@ class Arguments(NamedTuple):
     cu_seqlens: jax.Array | None = None
     A_log: jax.Array | None = None
     dt_bias: jax.Array | None = None
+    segment_ids: jax.Array | None = None
 
     @property
     def num_states(self) -> int:
@@ -90,6 +92,7 @@ def check_shared(x: Arguments, options: Options) -> None:
     check_flags(output_final_state=options.output_final_state, use_qk_l2norm_in_kernel=options.normalise)
     check_scale(x.scale)
     check_laws(options.laws, x.A_log, x.dt_bias, x.g)
+    check_segment_ids(x.segment_ids, *x.q.shape[:2], x.cu_seqlens)
 
 
 def without_laws(x: Arguments, options: Options, raw_gates: bool = False) -> tuple[Arguments, Options]:
@@ -97,12 +100,12 @@ def without_laws(x: Arguments, options: Options, raw_gates: bool = False) -> tup
 
     With `raw_gates` the gates stay raw, for an implementation that knows their law.
     """
-    laws = options.laws
+    laws, valid = options.laws, valid_tokens(x.cu_seqlens, x.segment_ids, x.q.shape[1])
     if laws.use_beta_sigmoid_in_kernel:
-        x = x._replace(beta=step_sizes(x.beta, laws.allow_neg_eigval, x.cu_seqlens))
+        x = x._replace(beta=step_sizes(x.beta, laws.allow_neg_eigval, valid))
     left = Laws(laws.use_gate_in_kernel, laws.lower_bound) if raw_gates else Laws()
     if laws.use_gate_in_kernel and not raw_gates:
-        x = x._replace(g=decays(x.g, x.A_log, x.dt_bias, laws.lower_bound, x.cu_seqlens), A_log=None, dt_bias=None)
+        x = x._replace(g=decays(x.g, x.A_log, x.dt_bias, laws.lower_bound, valid), A_log=None, dt_bias=None)
     return x, options._replace(laws=left, gate_lower_bound=_promised(options))
 
 
@@ -110,35 +113,3 @@ def _promised(options: Options) -> float | None:
     """Return the bound that no gate is below, None for no bound: of a promise and a law the higher one."""
     bounds = [x for x in (options.gate_lower_bound, options.laws.lower_bound) if x is not None]
     return max(bounds, default=None)
-
-
-# From checked arguments and options to the output [B, T, HV, V] and the final states [N, HV, K, V] or None.
-Implementation = Callable[[Arguments, Options], tuple[jax.Array, jax.Array | None]]
-
-
-def run_chunked(
-    x: Arguments,
-    options: Options,
-    implementation: str | None,
-    known: Mapping[str, Implementation],
-    on_tpu: str,
-    raw_gates: Collection[str] = (),
-) -> tuple[jax.Array, jax.Array | None]:
-    """Check what all operators share, fill in scale and chunk size, and run an implementation.
-
-    Args:
-      x: arguments whose arrays the caller has checked.
-      options: as the user gave them.
-      implementation: the name of one of `known`, or None for the best.
-      known: implementations by name.
-      on_tpu: what None means on a TPU; elsewhere it means "xla".
-      raw_gates: those of `known` that take raw gates and their law; the others get decays.
-    """
-    check_shared(x, options)
-    chosen = choose_implementation(implementation, tuple(known), on_tpu)
-    chunk_size = choose_chunk_size(
-        options.chunk_size, chosen, x.q.shape[1],
-        per_channel=x.g is not None and x.g.ndim == 4, delta=x.beta is not None,
-    )  # fmt: skip
-    x, options = x._replace(scale=scale_of(x)), options._replace(chunk_size=chunk_size)
-    return known[chosen](*without_laws(x, options, chosen in raw_gates))

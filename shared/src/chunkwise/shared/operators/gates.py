@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels.chunks import zero_padding
+from chunkwise.shared.kernels.chunks import select_tokens
 from chunkwise.shared.kernels.laws import decay
 from chunkwise.shared.operators.checks import check, check_array, check_flags, shown
 
@@ -70,15 +70,20 @@ def lay_out_law(A_log: jax.Array, dt_bias: jax.Array | None, heads: tuple[int, .
 # Recomputed in the backward: what would be kept otherwise is larger than the raw gates.
 @functools.partial(jax.checkpoint, static_argnums=3)
 def decays(
-    g: jax.Array, A_log: jax.Array, dt_bias: jax.Array | None, lower_bound: float | None, cu_seqlens: jax.Array | None
+    g: jax.Array, A_log: jax.Array, dt_bias: jax.Array | None, lower_bound: float | None, valid: jax.Array | None
 ) -> jax.Array:
-    """Return the decays of raw gates g [B, T, HV] or [B, T, HV, K] of any type; padding may hold anything."""
+    """Return the decays of raw gates g [B, T, HV] or [B, T, HV, K] of any type.
+
+    Tokens that are not `valid`, bool [B, T], may hold anything; None if all are.
+    """
     A_log, dt_bias = (y[None, None] for y in lay_out_law(A_log, dt_bias, g.shape[2:]))
-    return decay(zero_padding(g, cu_seqlens).astype(jnp.float32), A_log, dt_bias, lower_bound)
+    g = g if valid is None else select_tokens(valid, g)
+    return decay(g.astype(jnp.float32), A_log, dt_bias, lower_bound)
 
 
 @functools.partial(jax.jit, static_argnames="doubled")
-def step_sizes(beta: jax.Array, doubled: bool, cu_seqlens: jax.Array | None) -> jax.Array:
-    """Return the step sizes of raw ones [B, T, HV] of any type; padding may hold anything."""
-    beta = jax.nn.sigmoid(zero_padding(beta, cu_seqlens).astype(jnp.float32))
+def step_sizes(beta: jax.Array, doubled: bool, valid: jax.Array | None) -> jax.Array:
+    """Return the step sizes of raw ones [B, T, HV] of any type; those that are not `valid` may hold anything."""
+    beta = beta if valid is None else select_tokens(valid, beta)
+    beta = jax.nn.sigmoid(beta.astype(jnp.float32))
     return 2.0 * beta if doubled else beta

@@ -17,6 +17,14 @@ from chunkwise.shared.kernels.chunks import select_tokens, token_owners, zero_pa
 from chunkwise.shared.kernels.products import dot
 
 
+def tokens_not_finite(tokens: Iterable[jax.Array]) -> jax.Array:
+    """Return which tokens hold something that is not finite in any of the arrays [B, T, ...], bool [B, T]."""
+    flat = [x.reshape(*x.shape[:2], -1) for x in tokens]
+    # A product with zeros is zero unless something is not finite: the fastest way to look at all of a token.
+    sums = [dot(x, jnp.zeros((x.shape[0], x.shape[2], 1), x.dtype))[:, :, 0] for x in flat]
+    return functools.reduce(jnp.logical_or, [x != 0.0 for x in sums])
+
+
 def spoilt_tokens(tokens: Iterable[jax.Array], cu_seqlens: jax.Array) -> jax.Array:
     """Return which tokens belong to a sequence that holds something not finite, bool [T]; False for padding.
 
@@ -24,10 +32,7 @@ def spoilt_tokens(tokens: Iterable[jax.Array], cu_seqlens: jax.Array) -> jax.Arr
       tokens: arrays [1, T, ...], floating. Gates of -inf count too: pass them through `clip_gate` first.
       cu_seqlens: int32 [N + 1].
     """
-    flat = [x.reshape(1, x.shape[1], -1) for x in tokens]
-    # A product with zeros is zero unless something is not finite: the fastest way to look at all of a token.
-    sums = [dot(x, jnp.zeros((1, x.shape[2], 1), x.dtype))[0, :, 0] for x in flat]
-    found = functools.reduce(jnp.logical_or, [x != 0.0 for x in sums])
+    found = tokens_not_finite(tokens)[0]
     before = jnp.pad(jnp.cumsum(found.astype(jnp.int32), dtype=jnp.int32), (1, 0))  # among the tokens before each
     in_sequence = before[cu_seqlens[1:]] > before[cu_seqlens[:-1]]
     return jnp.append(in_sequence, False)[token_owners(found.shape[0], cu_seqlens)]

@@ -17,6 +17,7 @@ from chunkwise.shared.testing.inputs import GATES, boundaries, make_gate, make_i
 from chunkwise.shared.testing.laws import law_reference, raw_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.poison import assert_isolated
+from chunkwise.shared.testing.segmented import SEGMENT_IDS, assert_segments, compile_segments, random_segment_ids
 from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
 
 __all__ = [
@@ -26,21 +27,25 @@ __all__ = [
     "GATE_GRADIENT_TOLERANCE",
     "GRADIENT_TOLERANCE",
     "ISOLATION_CASES",
+    "SEGMENT_IDS",
     "STAGE_TOLERANCE",
     "TOLERANCE",
     "TRANSFORMS",
     "assert_close",
     "assert_gradients",
     "assert_isolated",
+    "assert_segments",
     "assert_traced_once",
     "assert_transform",
     "boundaries",
+    "compile_segments",
     "documented_flops",
     "error",
     "law_reference",
     "make_gate",
     "make_inputs",
     "numeric_gradients",
+    "random_segment_ids",
     "raw_inputs",
     "reference",
     "spec",

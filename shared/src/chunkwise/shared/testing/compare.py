@@ -1,5 +1,6 @@
 """The error metric, its thresholds, and comparisons that name what is wrong."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -50,6 +51,12 @@ def with_gradients(fn: Callable) -> Callable:
         return results | {f"d{name}": dx for name, dx in pullback(cotangents)[0].items()}
 
     return run
+
+
+@functools.lru_cache(maxsize=8)
+def gradient_program(fn: Callable) -> Callable:
+    """Return `with_gradients` of fn, jitted: one program for all tests of one function."""
+    return jax.jit(with_gradients(fn))
 
 
 def numeric_gradients(fn, args: dict, cotangents) -> dict[str, np.ndarray]:

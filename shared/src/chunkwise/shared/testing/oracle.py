@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.shared.operators.recurrence import recurrence
+from chunkwise.shared.testing.mixer_oracle import sequences
 
 
 def _arguments(x: dict, normalise: bool, xp):
@@ -69,11 +70,56 @@ def _tokens(x, cu_seqlens, T):
     return out
 
 
+def _in_segments(x: dict, segment_ids: np.ndarray, do, dht, options: dict):
+    """Run `reference` over the segments of rows as over a pack of that many sequences."""
+    (B, T, HV, V), K = x["v"].shape, x["k"].shape[3]
+    found = sequences(B, T, segment_ids=segment_ids)
+    rows = np.concatenate([np.full(s.end - s.start, s.row) for s in found])
+    tokens = np.concatenate([np.arange(s.start, s.end) for s in found])
+    pack = lambda y: np.asarray(y, np.float64)[rows, tokens][None]
+    # The states of a row go in before its first segment and come out after its last.
+    (first, opening), (last, closing) = (
+        np.array([(n, s.row) for n, s in enumerate(found) if getattr(s, end)]).T for end in ("opens", "closes")
+    )
+
+    def to_segments(states, at, row):
+        out = np.zeros((len(found), HV, K, V))
+        out[at] = np.asarray(states, np.float64)[row]
+        return out
+
+    def to_rows(states, at, row, otherwise):
+        out = np.zeros((B, HV, K, V)) if otherwise is None else np.array(otherwise, np.float64)
+        out[row] = states[at]
+        return out
+
+    def unpack(y):
+        out = np.zeros((B, T, *y.shape[2:]))
+        out[rows, tokens] = y[0]
+        return out
+
+    packed = {name: pack(y) if name in _PER_TOKEN else y for name, y in x.items()}
+    before = x.get("initial_state")
+    if before is not None:
+        packed["initial_state"] = to_segments(before, first, opening)
+    cu_seqlens = np.cumsum([0, *(s.end - s.start for s in found)])
+    o, states, *grads = reference(
+        **packed, **options, cu_seqlens=cu_seqlens, do=None if do is None else pack(do),
+        dht=None if dht is None else to_segments(dht, last, closing),
+    )  # fmt: skip
+    results = unpack(o), to_rows(states, last, closing, before)
+    if not grads:
+        return results
+    (grads,) = grads
+    if before is not None:
+        grads["initial_state"] = to_rows(grads["initial_state"], first, opening, dht)
+    return *results, {name: unpack(d) if name in _PER_TOKEN else d for name, d in grads.items()}
+
+
 _PER_TOKEN = ("q", "k", "v", "g", "beta", "inside")
 
 
 def reference(
-    q, k, v, g=None, beta=None, *, g_gamma=None, scale=None, initial_state=None, cu_seqlens=None,
+    q, k, v, g=None, beta=None, *, g_gamma=None, scale=None, initial_state=None, cu_seqlens=None, segment_ids=None,
     use_qk_l2norm_in_kernel=False, do=None, dht=None,
 ):  # fmt: skip
     """Run an operator in float64 and, given cotangents, its gradients.
@@ -84,6 +130,7 @@ def reference(
       q, k, v, g, beta, g_gamma, initial_state: arrays of any floating type, shapes as in the operators.
       scale: defaults to K ** -0.5.
       cu_seqlens: concrete boundaries of a packed batch.
+      segment_ids: concrete ids of the tokens [B, T], instead.
       use_qk_l2norm_in_kernel: normalise q and k first.
       do: cotangent of o.
       dht: cotangent of the final state.
@@ -93,6 +140,9 @@ def reference(
     """
     arrays = dict(q=q, k=k, v=v, g=g, beta=beta, g_gamma=g_gamma, initial_state=initial_state)
     x = {name: np.asarray(value, np.float64) for name, value in arrays.items() if value is not None}
+    if segment_ids is not None:
+        options = dict(scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+        return _in_segments(x, np.asarray(segment_ids), do, dht, options)
     x["inside"] = np.ones((*x["v"].shape[:2], 1))  # zero on the rows that only pad a short sequence
     T, cu = x["v"].shape[1], None if cu_seqlens is None else np.asarray(cu_seqlens)
     cut = (lambda y: y) if cu is None else (lambda y: _sequences(y, cu))

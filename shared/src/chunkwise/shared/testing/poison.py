@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.shared.kernels.chunks import num_chunks
-from chunkwise.shared.testing.compare import with_gradients
+from chunkwise.shared.testing.compare import assert_close, gradient_program
+from chunkwise.shared.testing.mixer_oracle import sequences
 
 # Arrays that are not tokens [B, T, ...]: one entry for every sequence [N, ...], one for every chunk [B, NT, ...].
 STATES = frozenset({"initial_state", "final_state"})
@@ -20,9 +21,11 @@ def assert_isolated(
     x: dict[str, jax.Array],
     cu_seqlens: jax.Array | None = None,
     *,
+    segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     shared: Collection[str] = (),
     visible: bool = True,
+    tolerance: float = 0.0,
 ) -> None:
     """Fail unless a sequence that holds something not finite leaves every bit of the others as it was.
 
@@ -31,24 +34,27 @@ def assert_isolated(
     poisoned like a sequence, and must not change anything at all. Results and gradients are compared.
 
     Args:
-      fn: a function of named arrays and cu_seqlens that returns named results. Arrays named in `STATES` have an entry
-        for every sequence [N, ...], those in `CHUNKS` one for every chunk [B, NT, ...], all others are tokens
-        [B, T, ...].
+      fn: a function of named arrays and cu_seqlens, or segment_ids, that returns named results. Arrays named in
+        `STATES` have an entry for every sequence, or row of segments, [N, ...], those in `CHUNKS` one for every chunk
+        [B, NT, ...], all others are tokens [B, T, ...].
       x: inputs, all finite and of floating type.
       cu_seqlens: concrete boundaries of a packed batch; without them the rows of the batch are the sequences.
+      segment_ids: concrete ids of the segments of rows, instead.
       chunk_size: tokens of a chunk; needed if a result or an input has an entry for every chunk of a packed batch.
       shared: inputs that all sequences share, as g_gamma: they are not poisoned, nor is their gradient compared.
+      tolerance: how much others may change, by RMS; 0 for not one bit.
       visible: demand that NaN in an input makes some result of its own sequence not finite, so that nothing is hidden.
     """
-    results = jax.eval_shape(fn, x, cu_seqlens)
+    told = cu_seqlens if segment_ids is None else segment_ids
+    results = jax.eval_shape(fn, x, told)
     rng = np.random.default_rng(7)
     cotangents = {name: jnp.asarray(rng.standard_normal(y.shape), y.dtype) for name, y in results.items()}
-    run = jax.jit(with_gradients(fn))
-    clean = _numpy(run(x, cu_seqlens, cotangents))
+    run = gradient_program(fn)
+    clean = _numpy(run(x, told, cotangents))
     for name, value in clean.items():
         assert np.isfinite(value.astype(np.float64)).all(), f"{name} is not finite before anything is poisoned"
     B, T = next(y.shape[:2] for name, y in x.items() if name not in STATES | CHUNKS | set(shared))
-    owners = _Owners(B, T, None if cu_seqlens is None else np.asarray(cu_seqlens), chunk_size)
+    owners = _Owners(B, T, *(None if y is None else np.asarray(y) for y in (cu_seqlens, segment_ids)), chunk_size)
     gradients = {f"d{name}": name for name in x}
     for group, arrays in (("input", x), ("cotangent of", cotangents)):
         for name in arrays:
@@ -56,13 +62,13 @@ def assert_isolated(
                 continue
             for n, label, dirty in owners.poisoned(name, arrays[name]):
                 inputs = (x | {name: dirty}, cotangents) if group == "input" else (x, cotangents | {name: dirty})
-                got = _numpy(run(inputs[0], cu_seqlens, inputs[1]))
+                got = _numpy(run(inputs[0], told, inputs[1]))
                 what = f"{label} in the {group} {name} of {owners.name(n)}"
                 for result, want in clean.items():
                     base = gradients.get(result, result)
                     if base not in shared:
                         others = owners.mask(base) != n if n < owners.N else np.ones(owners.mask(base).shape, bool)
-                        _assert_same_bits(result, got[result][others], want[others], what)
+                        _assert_same(result, got[result][others], want[others], what, tolerance)
                 if visible and group == "input" and label == "NaN" and n < owners.N:
                     own = [got[y][owners.mask(y) == n] for y in results]
                     seen = not all(np.isfinite(y.astype(np.float64)).all() for y in own)
@@ -72,15 +78,30 @@ def assert_isolated(
 class _Owners:
     """Which sequence owns what; N owns padding and unused chunks."""
 
-    def __init__(self, B: int, T: int, cu_seqlens: np.ndarray | None, chunk_size: int | None):
-        self.packed = cu_seqlens is not None
+    def __init__(
+        self, B: int, T: int, cu_seqlens: np.ndarray | None, segment_ids: np.ndarray | None, chunk_size: int | None
+    ):
+        self.packed = cu_seqlens is not None or segment_ids is not None
+        if segment_ids is not None:
+            found = sequences(B, T, segment_ids=segment_ids)
+            self.N = len(found) + B
+            self.tokens = np.full((B, T), self.N)
+            # A row has one state before its first segment, and one after its last; without any, a state of its own.
+            self.states, self.final = np.arange(len(found), self.N), np.arange(len(found), self.N)
+            for n, s in enumerate(found):
+                self.tokens[s.row, s.start : s.end] = n
+                if s.opens:
+                    self.states[s.row] = n
+                if s.closes:
+                    self.final[s.row] = n
+            return
         if cu_seqlens is None:
             self.N = B
-            self.tokens = self.chunks = self.states = np.arange(B)
+            self.tokens = self.chunks = self.states = self.final = np.arange(B)
             return
         self.N = N = len(cu_seqlens) - 1
         lengths = np.diff(cu_seqlens)
-        self.states = np.arange(N)
+        self.states = self.final = np.arange(N)
         self.tokens = np.concatenate([np.repeat(np.arange(N), lengths), np.full(T - cu_seqlens[-1], N)])[None]
         if chunk_size is not None:
             used = np.repeat(np.arange(N), -(-lengths // chunk_size))
@@ -89,6 +110,8 @@ class _Owners:
 
     def mask(self, name: str) -> np.ndarray:
         """Return the owner of every leading entry of the array of a name."""
+        if name == "final_state":
+            return self.final
         return self.states if name in STATES else self.chunks if name in CHUNKS else self.tokens
 
     def name(self, n: int) -> str:
@@ -113,7 +136,9 @@ def _numpy(results: dict) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in results.items() if value is not None}
 
 
-def _assert_same_bits(name: str, got: np.ndarray, want: np.ndarray, what: str) -> None:
-    if got.tobytes() != want.tobytes():
+def _assert_same(name: str, got: np.ndarray, want: np.ndarray, what: str, tolerance: float) -> None:
+    if tolerance and want.any():
+        assert_close(f"{what}: {name} of others", got, want, tolerance)
+    elif got.tobytes() != want.tobytes():
         wrong = int(np.sum(~(got == want)))
         raise AssertionError(f"{what} changed {name} of others: {wrong} of {want.size} numbers differ")

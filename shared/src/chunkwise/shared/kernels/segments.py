@@ -1,0 +1,60 @@
+"""Segments: sequences that follow one another in the rows of a batch, as an id of every token says.
+
+A segment begins where the id changes. Tokens of ids below 0 are padding, which may stand anywhere in a row. They leave
+a state as it is, so they count to the segment before them: what is after the last of them is what was before it.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.shared.kernels.chunks import token_owners
+
+
+class Segments(NamedTuple):
+    """The segments of the rows of a batch.
+
+    Attributes:
+      owner: int32 [B, T], which segment of its row a token belongs to, counted from 0. Padding belongs to the segment
+        before it, or to the first.
+      valid: bool [B, T], False for padding.
+      begins: bool [B, T], the tokens with which the state starts anew: the first of every segment but that of a row.
+    """
+
+    owner: jax.Array
+    valid: jax.Array
+    begins: jax.Array
+
+
+def find_segments(segment_ids: jax.Array) -> Segments:
+    """Return the segments that ids [B, T] tell."""
+    valid = segment_ids >= 0
+    before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    begins = valid & (segment_ids != before)
+    count = jnp.cumsum(begins.astype(jnp.int32), axis=1, dtype=jnp.int32)
+    return Segments(jnp.maximum(count - 1, 0), valid, begins & (count > 1))
+
+
+def coded_owners(cu_seqlens: jax.Array | None, segment_ids: jax.Array | None, T: int) -> jax.Array:
+    """Return int32 [B, T], the sequence of every token, and for padding the complement of that before it.
+
+    Args:
+      cu_seqlens: int32 [N + 1], boundaries of a packed batch, or None.
+      segment_ids: int32 [B, T], or None.
+      T: tokens of a row.
+    """
+    if segment_ids is not None:
+        segments = find_segments(segment_ids)
+        return jnp.where(segments.valid, segments.owner, ~segments.owner)
+    assert cu_seqlens is not None
+    owner, last = token_owners(T, cu_seqlens)[None], jnp.int32(cu_seqlens.shape[0] - 2)
+    # Of what follows the last sequence only the sequence without tokens at the end would know better.
+    return jnp.where(owner <= last, owner, ~last)
+
+
+def valid_tokens(cu_seqlens: jax.Array | None, segment_ids: jax.Array | None, T: int) -> jax.Array | None:
+    """Return which tokens are not padding, bool [1, T] or [B, T]; None if none is."""
+    if segment_ids is not None:
+        return segment_ids >= 0
+    return None if cu_seqlens is None else (jnp.arange(T, dtype=jnp.int32) < cu_seqlens[-1])[None]

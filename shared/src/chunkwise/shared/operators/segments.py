@@ -1,0 +1,119 @@
+"""Rows of segments under an implementation that knows of none.
+
+A segment begins with a gate that forgets everything: e^-110 is 0 in float32, so that nothing before it reaches it. The
+tokens of padding are zeros, with a gate of 0, which leave a state as it is.
+
+A product with 0 does not stop NaN, so a segment that is not finite is taken as padding and its results become NaN, as
+in `isolation`.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from chunkwise.shared.compat import vary_alike
+from chunkwise.shared.kernels.chunks import select_tokens
+from chunkwise.shared.kernels.segments import Segments, find_segments
+from chunkwise.shared.kernels.tiles import clip_gate
+from chunkwise.shared.operators.arguments import Arguments, total_gate
+from chunkwise.shared.operators.isolation import tokens_not_finite
+
+# Of arguments without segment ids to the output [B, T, HV, V] and the final states [B, HV, K, V] or None.
+Run = Callable[[Arguments], tuple[jax.Array, jax.Array | None]]
+
+
+def run_segments(run: Run, x: Arguments) -> tuple[jax.Array, jax.Array | None]:
+    """Run an operator over the segments of `x.segment_ids`, by an implementation that knows of none.
+
+    Args:
+      run: takes arguments without segment ids, whose gates, [B, T, HV] or [B, T, HV, K], are decays.
+      x: arguments, whose gates are decays too.
+    """
+    segments = find_segments(x.segment_ids)
+    tokens = [clip_gate(y) if y is x.g else y for y in (x.q, x.k, x.v, x.g, x.beta) if y is not None]
+    spoilt = spoilt_segments(tokens, x.initial_state, None, segments)
+    taken = segments.valid & ~spoilt
+    g = select_tokens(taken, total_gate(x))
+    inputs = {name: select_tokens(taken, getattr(x, name)) for name in ("q", "k", "v", "beta") if _given(x, name)}
+    state = x.initial_state
+    if state is not None:
+        state = jnp.where(_not_finite(state), jnp.zeros((), state.dtype), state)
+    g = select_tokens(~segments.begins, g, -jnp.inf)
+    results = run(x._replace(**inputs, g=g, g_gamma=None, initial_state=state, segment_ids=None))
+    return _mark(results, x.v, x.initial_state, spoilt, segments)
+
+
+def _given(x: Arguments, name: str) -> bool:
+    return getattr(x, name) is not None
+
+
+def _not_finite(states: jax.Array) -> jax.Array:
+    """Return which rows of a batch have a state that is not finite, bool [B, 1, 1, 1]."""
+    return ~jnp.all(jnp.isfinite(states), axis=(1, 2, 3), keepdims=True)
+
+
+def spoilt_segments(
+    tokens: Iterable[jax.Array], first: jax.Array | None, last: jax.Array | None, segments: Segments
+) -> jax.Array:
+    """Return the tokens of segments that hold something not finite, bool [B, T].
+
+    Args:
+      tokens: arrays [B, T, ...], floating; what padding holds does not count.
+      first, last: states [B, HV, K, V] of the first and of the last segment of every row, or None.
+      segments: of the rows.
+    """
+    owner, valid, _ = segments
+    found = tokens_not_finite(tokens) & valid
+    for state, end in ((first, owner[:, :1]), (last, owner[:, -1:])):
+        if state is not None:
+            found |= _not_finite(state)[:, :, 0, 0] & (owner == end)
+    T, token = owner.shape[1], jnp.arange(owner.shape[1], dtype=jnp.int32)[None]
+    change = owner[:, 1:] != owner[:, :-1]
+    begins, ends = (jnp.pad(change, ((0, 0), pad), constant_values=True) for pad in ((1, 0), (0, 1)))
+    start = lax.cummax(jnp.where(begins, token, jnp.int32(0)), axis=1)
+    final = lax.cummin(jnp.where(ends, token, jnp.int32(T)), axis=1, reverse=True)
+    before = jnp.pad(jnp.cumsum(found.astype(jnp.int32), axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    return jnp.take_along_axis(before, final + 1, axis=1) > jnp.take_along_axis(before, start, axis=1)
+
+
+def _mark(results: tuple[jax.Array, Any], v: jax.Array, initial_state, spoilt: jax.Array, segments: Segments):
+    """Return the results with NaN in those of spoilt segments, and zeros for padding.
+
+    In the backward zeros take the place of the cotangents of every segment where one is not finite. So that this is not
+    hidden, the gradients of v and of the initial state get NaN there.
+    """
+    o, final, v, initial_state, spoilt, *arrays = vary_alike(*results, v, initial_state, spoilt, *segments)
+    segments = Segments(*arrays)
+
+    def transpose(_, cotangents):
+        do, dfinal = cotangents if final is not None else (*cotangents, None)
+        bad = spoilt_segments((do,), None, dfinal, segments)
+        do = select_tokens(~bad, do)
+        return (do,) if final is None else (do, _unless(bad[:, -1], dfinal, 0.0))
+
+    # As in `isolation.keep_apart`: the identity, whose transpose the caller chooses.
+    kept = (o,) if final is None else (o, final)
+    kept = lax.custom_linear_solve(lambda y: y, kept, lambda _, y: y, transpose)
+    # These sums add zeros. Their gradients are zero times the cotangents.
+    o = kept[0] + jnp.zeros((), o.dtype) * select_tokens(segments.valid, v).astype(o.dtype)
+    if initial_state is not None:
+        first = segments.owner == segments.owner[:, :1]
+        row = jnp.zeros((), o.dtype) * initial_state[:, None, :, 0].astype(o.dtype)  # [B, 1, HV, V]
+        o = o + jnp.where(first[:, :, None, None], row, jnp.zeros((), o.dtype))
+    o = select_tokens(segments.valid, select_tokens(~spoilt, o, jnp.nan))
+    if final is None:
+        return o, None
+    # One token of the last segment stands for all.
+    token = jnp.arange(v.shape[1], dtype=jnp.int32)[None]
+    last = token == jnp.max(jnp.where(segments.valid, token, jnp.int32(-1)), axis=1, keepdims=True)
+    one = jnp.sum(select_tokens(last, v), axis=1)[:, :, None]  # [B, HV, 1, V]
+    final = kept[1] + jnp.zeros((), final.dtype) * one.astype(final.dtype)
+    return o, _unless(spoilt[:, -1], final, jnp.nan)
+
+
+def _unless(rows: jax.Array, states: jax.Array, value: float) -> jax.Array:
+    """Return states [B, HV, K, V], for some rows of the batch, bool [B], this value."""
+    return jnp.where(rows[:, None, None, None], jnp.full((), value, states.dtype), states)
