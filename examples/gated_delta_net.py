@@ -55,7 +55,7 @@ class Weights(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """What the tokens so far leave to the next one.
+    """What the tokens so far leave to the next one; None before the first.
 
     Attributes:
       conv: the last W - 1 inputs of the convolution [B, W - 1, channels].
