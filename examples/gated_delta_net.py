@@ -1,8 +1,8 @@
-"""The gated DeltaNet layer of Qwen3-Next and Qwen3.5 in JAX: copy it, and load the weights of a checkpoint into it.
+"""The gated DeltaNet layer of Qwen3-Next, Qwen3.5 and OLMo-hybrid in JAX: copy it, and load a checkpoint into it.
 
     q, k, v = silu(conv(W_q x)), silu(conv(W_k x)), silu(conv(W_v x))      channel by channel over the last W tokens
     g       = -exp(A_log) softplus(W_a x + dt_bias)
-    beta    = sigmoid(W_b x)
+    beta    = sigmoid(W_b x), in OLMo-hybrid twice that
     o       = gated delta rule(q, k, v, g, beta), with q and k of unit length
     y       = W_out (rms_norm(o) silu(W_z x))
 
@@ -14,12 +14,19 @@ One function trains, prefills and decodes:
 Under jit, donate the cache of a decode step: its state is then updated in place.
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
+from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
+
+# What the packages around the operator call its implementations; and its decode step, which has no stages.
+AROUND = {None: None, "xla": "xla", "staged": "pallas", "fused": "pallas"}
+DECODE = {None: None, "xla": "xla", "staged": None, "fused": "fused"}
 
 
 class Weights(NamedTuple):
@@ -28,7 +35,7 @@ class Weights(NamedTuple):
     Attributes:
       q, k, v, z: projections [D, H, K], [D, H, K], [D, HV, V], [D, HV, V].
       a, b: projections [D, HV].
-      conv: of q, k and v, [W, H, K], [W, H, K], [W, HV, V], the oldest token first.
+      conv: of the channels of q, k and v, one after another, [2 H K + HV V, W], the oldest token first.
       A_log, dt_bias: [HV].
       norm: [V].
       out: [HV, V, D].
@@ -40,7 +47,7 @@ class Weights(NamedTuple):
     z: jax.Array
     a: jax.Array
     b: jax.Array
-    conv: tuple[jax.Array, jax.Array, jax.Array]
+    conv: jax.Array
     A_log: jax.Array
     dt_bias: jax.Array
     norm: jax.Array
@@ -48,18 +55,20 @@ class Weights(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """What the tokens so far leave to the next one.
+    """What the tokens so far leave to the next one; None before the first.
 
     Attributes:
-      conv: the last W inputs of each convolution, [B, W, H, K], [B, W, H, K], [B, W, HV, V].
-      state: the state of the gated delta rule [B, HV, K, V], float32.
+      conv: the last W - 1 inputs of the convolution [B, W - 1, channels].
+      state: the state of the operator [B, HV, K, V], float32.
     """
 
-    conv: tuple[jax.Array, jax.Array, jax.Array]
-    state: jax.Array
+    conv: jax.Array | None = None
+    state: jax.Array | None = None
 
 
-def gated_delta_net(x, w: Weights, cache: Cache | None = None, *, eps=1e-6, implementation=None):
+def gated_delta_net(
+    x, w: Weights, cache: Cache | None = None, *, eps=1e-6, allow_neg_eigval=False, implementation=None
+):  # fmt: skip
     """Run the layer over tokens that continue a cache, or that start their sequences.
 
     Args:
@@ -67,70 +76,71 @@ def gated_delta_net(x, w: Weights, cache: Cache | None = None, *, eps=1e-6, impl
       w: weights.
       cache: of the tokens before; None for none.
       eps: of the norm.
+      allow_neg_eigval: whether beta goes up to 2.
       implementation: of the operator; "staged" has no decode step, and decodes with the default.
 
     Returns:
       y [B, T, D], and the cache after the last token.
     """
-    B, T, _ = x.shape
-    earlier = [jnp.zeros((B, *c.shape), x.dtype) for c in w.conv] if cache is None else cache.conv
-    state = None if cache is None else cache.state
-    inputs = [jnp.einsum("btd,dhk->bthk", x, projection) for projection in (w.q, w.k, w.v)]
-    windows = [jnp.concatenate(pair, axis=1) for pair in zip(earlier, inputs, strict=True)]
-    q, k, v = (short_convolution(*pair) for pair in zip(windows, w.conv, strict=True))
-    g = -jnp.exp(w.A_log) * jax.nn.softplus((x @ w.a).astype(jnp.float32) + w.dt_bias)
-    beta = jax.nn.sigmoid(x @ w.b)
-
-    operator = chunk_gated_delta_rule
+    T, cache, around = x.shape[1], cache or Cache(), AROUND[implementation]
+    (q, k, v), conv = short_convolution(x, (w.q, w.k, w.v), w.conv, None, cache.conv, around)
+    operator, chosen = chunk_gated_delta_rule, implementation
     if T == 1:
-        operator = recurrent_gated_delta_rule
-        implementation = None if implementation == "staged" else implementation
+        operator, chosen = recurrent_gated_delta_rule, DECODE[implementation]
     o, state = operator(
-        q, k, v, g, beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True,
-        implementation=implementation,
+        q, k, v, x @ w.a, x @ w.b, initial_state=cache.state, output_final_state=True, use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True, A_log=w.A_log, dt_bias=w.dt_bias, use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=allow_neg_eigval, implementation=chosen,
     )  # fmt: skip
-
     z = jnp.einsum("btd,dhv->bthv", x, w.z)
-    y = (rms_norm(o, w.norm, eps) * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)
-    return jnp.einsum("bthv,hvd->btd", y, w.out), Cache(tuple(c[:, T:] for c in windows), state)
+    y = rms_norm_gated(o, z, w.norm, eps=eps, implementation=around)
+    return jnp.einsum("bthv,hvd->btd", y, w.out), Cache(conv, state)
 
 
-def short_convolution(x, weight):
-    """Return silu of the convolution of x [B, W + T, heads, D] with weight [W, heads, D] at its last T tokens."""
-    W, T = weight.shape[0], x.shape[1] - weight.shape[0]
-    return jax.nn.silu(sum(weight[i] * x[:, i + 1 : i + 1 + T] for i in range(W)))
+def short_convolution(x, projections, weight, bias, state, implementation):
+    """Return silu of the convolution of the projections [D, heads, size] of x, an array for each, and its last inputs.
 
-
-def rms_norm(x, weight, eps):
-    """Return weight * x / RMS(x) as float32; like the models, it rounds to the type of x before the weight."""
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (weight * y.astype(x.dtype)).astype(jnp.float32)
+    The channels of all projections, one after another, are one convolution.
+    """
+    (B, T, D), ends = x.shape, list(itertools.accumulate(w.size // w.shape[0] for w in projections))
+    inputs = jnp.concatenate([x @ w.reshape(D, -1) for w in projections], axis=2)
+    if T == 1 and state is not None:
+        y, state = causal_conv1d_update(inputs, state, weight, bias)
+    else:
+        y, state = causal_conv1d(inputs, weight, bias, state, True, implementation=implementation)
+    parts = zip(jnp.split(y, ends[:-1], axis=2), projections, strict=True)
+    return [part.reshape(B, T, *w.shape[1:]) for part, w in parts], state
 
 
 def load_weights(named, H: int, HV: int, K: int, V: int) -> Weights:
-    """Return the weights of a layer from arrays by their names in a checkpoint, those that follow "linear_attn.".
+    """Return the weights of a layer from arrays by their names in transformers, those that follow "linear_attn.".
 
-    Qwen3.5 keeps q, k and v in one matrix, head after head; Qwen3-Next keeps q, k, v and z of a key head together,
-    and likewise b and a.
+    Qwen3-Next keeps q, k, v and z of a key head together, and likewise b and a; Qwen3.5 keeps q, k and v in one matrix,
+    head after head; OLMo-hybrid has a matrix for each.
     """
-    n = {name.removesuffix(".weight"): jnp.asarray(x) for name, x in named.items()}
-    parts = [H * K, 2 * H * K]
+    n = arrays(named)
     if "in_proj_qkvz" in n:
         group, D = HV // H, n["in_proj_qkvz"].shape[1]
         q, k, v, z = jnp.split(n["in_proj_qkvz"].reshape(H, -1, D), [K, 2 * K, 2 * K + group * V], axis=1)
         b, a = jnp.split(n["in_proj_ba"].reshape(H, -1, D), 2, axis=1)
-    else:
-        q, k, v = jnp.split(n["in_proj_qkv"], parts)
+    elif "in_proj_qkv" in n:
+        q, k, v = jnp.split(n["in_proj_qkv"], [H * K, 2 * H * K])
         z, b, a = (n[f"in_proj_{name}"] for name in "zba")
-
-    def heads(x, *sizes):
-        """Return x [rows, columns] or [H, rows / H, columns] as [columns, *sizes]."""
-        return x.reshape(-1, x.shape[-1]).T.reshape(-1, *sizes)
-
-    conv_q, conv_k, conv_v = jnp.split(n["conv1d"][:, 0], parts)
+    else:
+        q, k, v, z, b, a = (n[f"{name}_proj"] for name in "qkvgba")
+        n |= {"norm": n["o_norm"], "out_proj": n["o_proj"]}
     return Weights(
         q=heads(q, H, K), k=heads(k, H, K), v=heads(v, HV, V), z=heads(z, HV, V), a=heads(a, HV), b=heads(b, HV),
-        conv=(heads(conv_q, H, K), heads(conv_k, H, K), heads(conv_v, HV, V)),
-        A_log=n["A_log"], dt_bias=n["dt_bias"], norm=n["norm"], out=n["out_proj"].T.reshape(HV, V, -1),
+        conv=n["conv1d"][:, 0], A_log=n["A_log"], dt_bias=n["dt_bias"], norm=n["norm"],
+        out=n["out_proj"].T.reshape(HV, V, -1),
     )  # fmt: skip
+
+
+def arrays(named) -> dict[str, jax.Array]:
+    """Return named arrays as JAX's, without the ending ".weight" of their names."""
+    return {name.removesuffix(".weight"): jnp.asarray(x) for name, x in named.items()}
+
+
+def heads(matrix, *sizes):
+    """Return a matrix [rows, columns] or [H, rows / H, columns], whose rows are heads, as [columns, *sizes]."""
+    return matrix.reshape(-1, matrix.shape[-1]).T.reshape(-1, *sizes)

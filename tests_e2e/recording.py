@@ -1,0 +1,103 @@
+"""A layer as transformers runs it: what it reads and writes while a small model runs, and comparisons with that."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.shared.testing import TOLERANCE, assert_close
+from gated_delta_net import Cache
+
+torch = pytest.importorskip("torch", reason="torch has a CPU build under Python 3.11 only")
+
+# Tokens of the calls of a model: a prefill over two chunks, a second one that continues it, and decode steps. Both
+# prefills are equally long, because compiling takes most of the time here.
+CALLS = (70, 70, 1, 1, 1)
+# The settings that all models share. Their layers for the test are the first, and most want a full attention too.
+SMALL = dict(vocab_size=50, hidden_size=64, initializer_range=0.3, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+ATTENTION = dict(
+    num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], intermediate_size=64,
+    num_attention_heads=2,
+)  # fmt: skip
+
+
+class Call(NamedTuple):
+    """One call of a layer: hidden states x [B, T, D], the output y, and the cache after it as our layers hold it."""
+
+    x: jax.Array
+    y: jax.Array
+    cache: Cache
+
+
+class Recording(NamedTuple):
+    """The weights of a layer, and its calls."""
+
+    weights: NamedTuple
+    calls: list[Call]
+
+    def nothing_before(self) -> Cache:
+        """Return the cache of as many sequences without a token."""
+        return jax.tree.map(jnp.zeros_like, self.calls[0].cache)
+
+
+def build(module: str, config: str, model: str, **settings):
+    """Return a small model of random weights, without a head; it skips the test if transformers does not have it."""
+    package = pytest.importorskip(f"transformers.models.{module}")
+    torch.manual_seed(0)
+    return getattr(package, model)(getattr(package, config)(**SMALL, **settings)).eval()
+
+
+def randomise(*parameters) -> None:
+    """Replace parameters, which are ones or zeros at first, so that a layer which ignores them is found out."""
+    for parameter in parameters:
+        torch.nn.init.normal_(parameter, 1.0, 0.3)
+
+
+def record(model, layer, load, cache="past_key_values", transposed=False) -> Recording:
+    """Return what a layer reads and writes while the model runs over random tokens.
+
+    Args:
+      model: the model.
+      layer: one of its first block.
+      load: makes our weights of the layer's arrays by name.
+      cache: how the model calls its cache.
+      transposed: whether its states are [B, HV, V, K].
+    """
+    seen, calls, past = [], [], None
+    layer.register_forward_hook(
+        # The hidden states come first, by position or by name.
+        lambda module, args, kwargs, y: seen.append((next(iter((*args, *kwargs.values()))), y)), with_kwargs=True
+    )  # fmt: skip
+    with torch.no_grad():
+        for tokens in torch.randint(50, (2, sum(CALLS))).split(CALLS, dim=1):
+            past = model(tokens, use_cache=True, **{cache: past})[cache]
+            conv, state = past.layers[0].conv_states[0], past.layers[0].recurrent_states[0]
+            # It keeps one input more than the convolution needs.
+            arrays = (*seen[-1], conv[..., 1:].mT, state.mT if transposed else state)
+            x, y, conv, state = (jnp.asarray(x.numpy().copy()) for x in arrays)
+            calls.append(Call(x, y, Cache(conv, state)))
+    return Recording(load({name: x.numpy() for name, x in layer.state_dict().items()}), calls)
+
+
+def check(call: Call, y, cache: Cache) -> None:
+    """Compare an output and the cache after it with those of a call."""
+    assert_close("y", y, call.y, TOLERANCE["float32"])
+    assert_close("convolution's cache", cache.conv, call.cache.conv, TOLERANCE["float32"])
+    assert_close("state", cache.state, call.cache.state, TOLERANCE["float32"])
+
+
+def check_calls(layer, recording: Recording, cache: Cache | None) -> None:
+    """Repeat the calls, from a cache without a token or None: prefills, then decode steps."""
+    for call in recording.calls:
+        y, cache = layer(call.x, recording.weights, cache)
+        check(call, y, cache)
+
+
+def check_token_by_token(layer, recording: Recording, cache: Cache | None) -> None:
+    """Repeat the first call token by token."""
+    call, outputs = recording.calls[0], []
+    for t in range(CALLS[0]):
+        y, cache = layer(call.x[:, t : t + 1], recording.weights, cache)
+        outputs.append(y)
+    check(call, jnp.concatenate(outputs, axis=1), cache)
