@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.operators import Arguments, Options
-from chunkwise.shared.operators.arguments import run_chunked, scale_of
+from chunkwise.shared.operators import Arguments, Options, run_chunked
+from chunkwise.shared.operators.arguments import scale_of
 from chunkwise.shared.testing import spec
 
 x = Arguments(spec(2, 20, 1, 16), spec(2, 20, 1, 16), spec(2, 20, 1, 8))

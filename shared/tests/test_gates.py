@@ -12,7 +12,6 @@ from chunkwise.shared.operators.gates import Laws, check_laws, decays, step_size
 from chunkwise.shared.testing import (
     assert_close,
     assert_gradients,
-    boundaries,
     law_reference,
     make_inputs,
     raw_inputs,
@@ -62,11 +61,11 @@ def test_few_operations_lose_digits_only_where_softplus_is_small():
 
 @pytest.mark.parametrize("bound", [None, -5.0])
 def test_padding_reaches_nothing(bound):
-    x, cu_seqlens = small(True, jnp.bfloat16), boundaries(2, 1)
+    x, valid = small(True, jnp.bfloat16), (jnp.arange(5) < 3)[None]
     x |= {name: x[name].at[:, 3:].set(jnp.nan) for name in ("g", "beta")}
 
     def run(x):
-        g, beta = decays(x["g"], x["A_log"], x["dt_bias"], bound, cu_seqlens), step_sizes(x["beta"], False, cu_seqlens)
+        g, beta = decays(x["g"], x["A_log"], x["dt_bias"], bound, valid), step_sizes(x["beta"], False, valid)
         return jnp.where(jnp.arange(5)[:, None] < 3, beta + g.sum(axis=3), 0.0)
 
     for name, d in jax.grad(lambda x: run(x).sum())(x).items():
@@ -78,7 +77,7 @@ def test_types_are_stated():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         x = small(True, jnp.bfloat16)
         for bound in (None, -5.0):
-            g, beta = decays(x["g"], x["A_log"], x["dt_bias"], bound, boundaries(2)), step_sizes(x["beta"], True, None)
+            g, beta = decays(x["g"], x["A_log"], x["dt_bias"], bound, None), step_sizes(x["beta"], True, None)
             assert g.dtype == beta.dtype == jnp.float32
 
 

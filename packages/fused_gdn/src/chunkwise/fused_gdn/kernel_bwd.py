@@ -14,6 +14,7 @@ gradients there become NaN. W says by NaN which values, or states, were not fini
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -227,7 +228,10 @@ def _bwd_kernel(refs, *, static: Static, s: Shape):
 def _turn(refs, step: Step, masked: bool | None, static: Static, s: Shape) -> None:
     """Do as `_bwd_kernel`; `masked` says whether the chunk is mixed, None that a chunk never is."""
     gradients = (refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta)
-    own, masks, spoilt = own_rows(step, static) if masked is None else None, None, None
+    # All rows of a chunk that could be mixed and is not are its own.
+    own: Any = own_rows(step, static) if masked is None else None
+    masks: Any = None
+    spoilt: Any = None
     if masked:
         masks = load_masks(refs.owner, step, s.C)
         own = masks.code[0] >= 0

@@ -202,7 +202,7 @@ def make_tables(s: Static, x: Operands) -> tuple[dict[str, jax.Array], jax.Array
     if not x.several:
         return {}, None
     owner, *tables = chunk_owners(s.T, s.C, x.cu_seqlens, x.segment_ids)
-    named_tables = dict(zip(TABLES, tables, strict=True))
+    named_tables: dict[str, Any] = dict(zip(TABLES, tables, strict=True))
     if s.visit:
         # A chunk of padding visits no sequence.
         first = jnp.where(owner[:, 0, 0] < 0, jnp.int32(s.N), owner[:, 0, 0])

@@ -13,7 +13,7 @@ X, W, A, N and S before every step are kept by the forward. As there, what oscil
 dA and dN) keeps 16 bits with bfloat16 tensors.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -263,7 +263,8 @@ def _turn(refs, step: Step, masked: bool | None, static: Static) -> None:
     heads, dtype, C, K, V, p = static.config.heads_bwd, refs.do.dtype, static.C, static.K, static.V, static.p
     group = min(static.group, static.config.heads_bwd)
     # All rows of a chunk that could be mixed and is not are its own.
-    own, masks, spoilt = own_rows(step, static) if masked is None else None, None, None
+    own: Any = own_rows(step, static) if masked is None else None
+    masks, spoilt = None, None
     goes_on = getattr(refs, "goes_on", None) if masked else None
     if masked:
         # As in the forward, which stored NaN as the W of spoilt sequences.

@@ -32,7 +32,8 @@ def run_segments(run: Run, x: Arguments) -> tuple[jax.Array, jax.Array | None]:
       run: takes arguments without segment ids, whose gates, [B, T, HV] or [B, T, HV, K], are decays.
       x: arguments, whose gates are decays too.
     """
-    segments = find_segments(x.segment_ids)
+    ids: Any = x.segment_ids
+    segments = find_segments(ids)
     tokens = [clip_gate(y) if y is x.g else y for y in (x.q, x.k, x.v, x.g, x.beta) if y is not None]
     spoilt = spoilt_segments(tokens, x.initial_state, None, segments)
     taken = segments.valid & ~spoilt
@@ -89,7 +90,8 @@ def _mark(results: tuple[jax.Array, Any], v: jax.Array, initial_state, spoilt: j
     segments = Segments(*arrays)
 
     def transpose(_, cotangents):
-        do, dfinal = cotangents if final is not None else (*cotangents, None)
+        do, *more = cotangents
+        dfinal: Any = more[0] if more else None
         bad = spoilt_segments((do,), None, dfinal, segments)
         do = select_tokens(~bad, do)
         return (do,) if final is None else (do, _unless(bad[:, -1], dfinal, 0.0))

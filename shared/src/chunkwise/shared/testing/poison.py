@@ -54,7 +54,8 @@ def assert_isolated(
     for name, value in clean.items():
         assert np.isfinite(value.astype(np.float64)).all(), f"{name} is not finite before anything is poisoned"
     B, T = next(y.shape[:2] for name, y in x.items() if name not in STATES | CHUNKS | set(shared))
-    owners = _Owners(B, T, *(None if y is None else np.asarray(y) for y in (cu_seqlens, segment_ids)), chunk_size)
+    cu, ids = (None if y is None else np.asarray(y) for y in (cu_seqlens, segment_ids))
+    owners = _Owners(B, T, cu, ids, chunk_size)
     gradients = {f"d{name}": name for name in x}
     for group, arrays in (("input", x), ("cotangent of", cotangents)):
         for name in arrays:
