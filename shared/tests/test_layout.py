@@ -43,11 +43,6 @@ def test_lanes_are_transposed_by_jax():
 
 def test_values_per_token():
     x = tokens(2, 7, 6)
-    blocks = layout.to_blocks(x, 3, 8)
-    assert blocks.shape == (2, 2, 8, 3)
-    np.testing.assert_array_equal(blocks[1, 1, 4], x[1, 4, 3:])
-    assert not blocks[:, :, 7].any()
-    np.testing.assert_array_equal(layout.from_blocks(blocks, 7), x)
     rows = layout.to_rows(x, 4)
     assert rows.shape == (2, 2, 6, 4)
     np.testing.assert_array_equal(rows[1, 1, 5, :3], x[1, 4:, 5])
@@ -209,9 +204,7 @@ def test_loads_and_stores_of_heads():
     assert not ref.x.any()
 
 
-def test_heads_of_a_flat_tile():
-    x = tokens(3, 6, 4)
-    np.testing.assert_array_equal(layout.put_heads(x)[:, 4:8], x[1])
+def test_value_heads_are_summed():
     np.testing.assert_array_equal(
         layout.sum_value_heads(tokens(4, 3, 2), 2), tokens(4, 3, 2).reshape(2, 2, 3, 2).sum(1)
     )

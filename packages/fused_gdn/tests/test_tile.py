@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.fused_gdn.tile import split_gate
+from chunkwise.fused_gdn.vjp import from_blocks, to_blocks
 from chunkwise.shared.testing import make_inputs
 
 
@@ -25,3 +26,12 @@ def test_split_gate_keeps_differences_of_large_sums():
     # Against the tokens' own gates: the plain difference inherits the rounding of both sums.
     assert np.abs(kept - np.diff(exact)).max() < 1e-6
     assert np.abs(plain - np.diff(exact)).max() > 1e-5
+
+
+def test_values_per_token_in_blocks_of_heads():
+    x = jnp.arange(2 * 7 * 6, dtype=jnp.float32).reshape(2, 7, 6)
+    blocks = to_blocks(x, 3, 8)
+    assert blocks.shape == (2, 2, 8, 3)
+    np.testing.assert_array_equal(blocks[1, 1, 4], x[1, 4, 3:])
+    assert not blocks[:, :, 7].any()
+    np.testing.assert_array_equal(from_blocks(blocks, 7), x)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from chunkwise.fused_gdn import kernel, kernel_bwd
 from chunkwise.fused_gdn.kernel import Operands, Static
-from chunkwise.shared.kernels import from_blocks, from_lanes, pad_states, to_blocks, to_lanes, unless_empty
+from chunkwise.shared.kernels import from_lanes, pad_states, pad_tokens, to_lanes, unless_empty
 
 
 class Tensors(NamedTuple):
@@ -31,6 +31,17 @@ class Tensors(NamedTuple):
     def types(self) -> "Tensors":
         """Return the shapes and types of arrays."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self)
+
+
+def to_blocks(x: jax.Array, heads: int, T: int) -> jax.Array:
+    """Return a value per token [B, t, HV] as [B, HV / heads, T, heads], zeros past the last token."""
+    x = pad_tokens(x, T)
+    return jnp.moveaxis(x.reshape(*x.shape[:2], -1, heads), 2, 1)
+
+
+def from_blocks(x: jax.Array, T: int) -> jax.Array:
+    """Return [B, blocks, t, heads] as [B, T, HV]; the inverse of `to_blocks`."""
+    return jnp.moveaxis(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)[:, :T]
 
 
 def lay_out(x: Tensors, tables: tuple, dtype, static: Static, heads: int) -> Operands:

@@ -60,7 +60,6 @@ from chunkwise.shared.kernels import (
     outer,
     pallas_call,
     parts,
-    put_heads,
     row_index,
     rows,
     rows_not_finite,
@@ -219,7 +218,8 @@ def sum_over_rows(later, earlier, same, dtype):
     What the rows of one sequence pass to the gates of another adds up to zero, but for rounding: `same` leaves it out.
     """
     C, count = later.shape[1], 2 if operand_dtype(dtype) == jnp.bfloat16 else 3
-    by_part = [*bf16_parts(put_heads(later), count), *bf16_parts(put_heads(earlier), count)]  # each [C, heads K]
+    later, earlier = (jnp.concatenate(list(x), axis=1) for x in (later, earlier))  # [C, heads K]
+    by_part = [*bf16_parts(later, count), *bf16_parts(earlier, count)]  # each [C, heads K]
     collect = [row_index(C) <= column_index(C)] * count + [row_index(C) > column_index(C)] * count
     if same is not None:
         collect = [x & same for x in collect]

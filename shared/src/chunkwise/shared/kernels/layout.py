@@ -43,17 +43,6 @@ def from_lanes(x: jax.Array, heads: int, D: int, T: int) -> jax.Array:
     return x.reshape(*x.shape[:2], heads, -1)[:, :T, :, :D]
 
 
-def to_blocks(x: jax.Array, heads: int, T: int) -> jax.Array:
-    """Return a value per token [B, t, HV] as [B, HV / heads, T, heads], zeros past the last token."""
-    x = pad_tokens(x, T)
-    return jnp.moveaxis(x.reshape(*x.shape[:2], -1, heads), 2, 1)
-
-
-def from_blocks(x: jax.Array, T: int) -> jax.Array:
-    """Return [B, blocks, t, heads] as [B, T, HV]; the inverse of `to_blocks`."""
-    return jnp.moveaxis(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)[:, :T]
-
-
 def to_rows(x: jax.Array, C: int) -> jax.Array:
     """Return a value per token [B, t, HV] as rows of its chunks [B, NT, HV, C], zeros past the last token."""
     x = pad_tokens(x, num_chunks(x.shape[1], C) * C)
@@ -266,11 +255,6 @@ def store_heads(ref, tiles: jax.Array, own: jax.Array | None = None, first: int 
     width = tiles.shape[2]
     for i in range(tiles.shape[0]):
         store_own(ref, slice((first + i) * width, (first + i + 1) * width), tiles[i], own, at)
-
-
-def put_heads(x: jax.Array) -> jax.Array:
-    """Return tiles [heads, C, width] as a flat tile [C, heads * width]."""
-    return jnp.concatenate(list(x), axis=1)
 
 
 def sum_value_heads(x: jax.Array, group: int) -> jax.Array:
