@@ -27,7 +27,7 @@ from chunkwise.shared.kernels import (
     unless_empty,
     zero_padding,
 )
-from chunkwise.shared.operators import Arguments, keep_apart, spoilt_tokens
+from chunkwise.shared.operators import Arguments, block_inverse, keep_apart, spoilt_tokens
 
 # Blocks of so many rows take all their levels as masked products; larger levels multiply only the pairs that exist.
 _BASE = 16
@@ -148,9 +148,7 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
     if tables.same is not None:
         scores, M = (jnp.where(tables.same[:, None], x, 0.0) for x in (scores, M))
     beta = beta[..., None]
-    M = jnp.where(strictly_lower(C), beta * M, 0.0)
-    identity = jnp.broadcast_to(jnp.eye(C, dtype=M.dtype), M.shape)
-    X = lax.linalg.triangular_solve(M, identity, left_side=True, lower=True, unit_diagonal=True)
+    X = per_step(block_inverse(flat(jnp.where(strictly_lower(C), beta * M, 0.0))))
     zero = varying_zeros((n, v.shape[-1], K), q, k, v, g, beta, initial_state)
     start = zero
     if initial_state is not None and tables.first is None:
