@@ -24,6 +24,7 @@ X = jnp.asarray(RNG.standard_normal((2, 20, 5)), jnp.float32)
 STATE = jnp.asarray(RNG.standard_normal((2, 3, 5)), jnp.float32)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transform(transform, implementation):

@@ -30,6 +30,7 @@ def run(implementation, **options):
     return functools.partial(chunk_local_cumsum, chunk_size=16, implementation=implementation, **options)
 
 
+@pytest.mark.interpreted
 @both
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transform(transform, implementation):
