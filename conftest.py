@@ -31,8 +31,8 @@ def _drop_compiled_programs():
 def _compile_interpreted_kernels_quickly(request):
     """Compile interpreted kernels without optimisation, in half the time: nobody runs them but these tests.
 
-    They are tests with such an `implementation`, or marked as interpreted, as are those of the transforms and modes of JAX,
-    which act before XLA does. The others compile as for a user: the values, gradients and isolation of plain JAX.
+    They are tests with such an `implementation`, or marked as interpreted, as are those of the transforms and modes of
+    JAX, which act before XLA does. The others compile as for a user: values, gradients and isolation of plain JAX.
     """
     implementation = getattr(request.node, "callspec", None) and request.node.callspec.params.get("implementation")
     quickly = implementation in KERNELS or request.node.get_closest_marker("interpreted")

@@ -103,6 +103,7 @@ def test_gradients_of_strong_constant_gates(kind, implementation):
         assert_close(f"dg_gamma at {strength}", got[head], want[head], GRADIENT_TOLERANCE["float32"])
 
 
+@pytest.mark.interpreted
 @both
 def test_boundaries_are_traced(implementation):
     x = arguments(T=20, lengths=(1, 0, 19))

@@ -61,6 +61,7 @@ def test_gradient_of_a_scale_of_zero(implementation):
     assert_close("dscale", jax.grad(loss)(jnp.float32(0.0)), jnp.sum(one), 1e-5)
 
 
+@pytest.mark.interpreted
 @both
 def test_boundaries_are_traced(implementation):
     x = arguments(lengths=(1, 0, 19))

@@ -46,6 +46,7 @@ def test_gradients(lengths, reverse, implementation):
     assert_gradients(run(implementation, **cut), definition, dict(g=gates(1, 20, 2, 3)))
 
 
+@pytest.mark.interpreted
 @both
 def test_boundaries_are_traced(implementation):
     g = gates(1, 20, 3)

@@ -327,7 +327,7 @@ def test_decode(implementation, dtype):
     compare(inputs_of(3, 3, 1, 2, 130, 7, dtype=dtype, num_states=3), recurrent_kda, implementation=implementation)
 
 
-@both
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("fused", marks=pytest.mark.thorough)])
 def test_packed_decode_from_a_pool(implementation):
     """The first sequence starts in a freed slot; shared has the tests of the kernel."""
     inputs = inputs_of(1, T_PACKED, 1, 2, 16, 24, num_states=10)

@@ -53,6 +53,7 @@ def test_gradients(implementation, lengths):
     assert_gradients(run(implementation, cu_seqlens), definition, arguments())
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_boundaries_are_traced(implementation):
     x = tuple(arguments().values())

@@ -5,8 +5,8 @@ every implementation of every operator runs forward and backward in 64-bit mode 
 tests run most in the other mode too. The strict modes are one program: no promotion of types or ranks, and no NaN
 anywhere. A pack with states goes through the most code, so it stands for all batches, but for two operators in plain
 JAX. "staged" runs with gates per head in one mode and per channel in the other, since its stages do not know whose they
-are. Without jit, where every operation is a program of its own, one operator runs, and one of every kind in the thorough
-tests.
+are. Without jit, where every operation is a program of its own, one operator runs, and in the thorough tests one of
+every kind.
 """
 
 import contextlib

@@ -26,8 +26,6 @@ PACKED = boundaries(1, 29, 0, 35)  # 1 token, an empty sequence, tails, 5 tokens
 EVERY = tuple(OPERATORS.values())
 thorough = pytest.mark.thorough
 named = functools.partial(pytest.mark.parametrize, "operator", ids=lambda operator: operator.name)
-# Every chunked operator; gates per channel take the longest to compile.
-longest_thorough = named([pytest.param(x, marks=thorough if x.per_channel else []) for x in CHUNKED])
 
 
 def inputs_of(operator, dtype=jnp.float32, states=0, gate="logsigmoid", normalise=True):
@@ -37,14 +35,19 @@ def inputs_of(operator, dtype=jnp.float32, states=0, gate="logsigmoid", normalis
     )
 
 
-# Without packing all but these staged chains is tested elsewhere: by a package, or here for the gated delta rule. A pack
-# goes through the same kernels and more tables, so one chain of the three is enough.
+# Without packing all but these staged chains is tested elsewhere: by a package, or here for the gated delta rule. A
+# pack goes through the same kernels and more tables, so one chain of the three is enough.
+def is_first(operator, implementation):
+    """Return whether a pack is a default test: `test_gates` has one of kda in stages, with raw gates."""
+    return implementation == "staged" and operator.name != "chunk_kda"
+
+
 @pytest.mark.parametrize(
     ("operator", "implementation", "packed"),
     [
         # Those of a package are tested there too.
         *(
-            pytest.param(x, i, True, id=f"{x.name}-{i}-packed", marks=[] if i == "staged" else thorough)
+            pytest.param(x, i, True, id=f"{x.name}-{i}-packed", marks=[] if is_first(x, i) else thorough)
             for x in CHUNKED
             for i in x.implementations
         ),
@@ -145,7 +148,7 @@ def test_equal_channels_reproduce_the_gated_delta_rule(implementation):
     assert_close("o", o, expected, TOLERANCE["float32"])
 
 
-@longest_thorough
+@named([pytest.param(x, marks=thorough if x.per_channel else []) for x in CHUNKED])
 def test_one_whole_chunk_at_full_width(operator):
     """A loop over one chunk gets unrolled; the products around it were once fused into garbage (see chunk_h/xla.py)."""
     for H in (1, 16):
@@ -154,7 +157,7 @@ def test_one_whole_chunk_at_full_width(operator):
         assert_close("o", o, reference(**inputs)[0], TOLERANCE["float32"])
 
 
-@longest_thorough
+@named([pytest.param(x, marks=thorough if x.per_channel or x.delta else []) for x in CHUNKED])
 def test_chunks_of_none(operator):
     """None is a chunk size like any other: results agree up to rounding, also for fewer tokens than a chunk."""
     for T in (5, 70):

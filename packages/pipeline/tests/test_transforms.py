@@ -101,8 +101,7 @@ def test_gradients_in_bfloat16(implementation):
         assert_close(f"d{name}", grad, expected[name], tolerance(f"d{name}", "bfloat16"))
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize("implementation", ["xla", "staged"])
+@staged_first
 def test_gradient_of_a_traced_scale(implementation):
     inputs = make_inputs(1, 20, 1, 1, 16, 16)
 
@@ -203,7 +202,8 @@ def test_staged_exports_its_kernels_for_tpu():
         assert kernel in text
 
 
-@staged_first
+@pytest.mark.interpreted
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("staged", marks=thorough)])
 def test_shard_map(implementation):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     inputs = make_inputs(2, 20, 1, 1, 16, 16)

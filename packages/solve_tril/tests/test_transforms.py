@@ -49,6 +49,7 @@ def test_gradients(sizes, implementation):
     assert_gradients(run, functools.partial(stage_oracle.inverse, **cut), dict(A=A))
 
 
+@pytest.mark.interpreted
 @both
 def test_boundaries_are_traced(implementation):
     A = matrices()

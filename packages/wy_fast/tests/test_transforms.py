@@ -51,6 +51,7 @@ def test_gradients(lengths, implementation):
     assert_gradients(run, functools.partial(stage_oracle.w_u, **cut), arguments(T=17, HV=1, V=1))
 
 
+@pytest.mark.interpreted
 @both
 def test_boundaries_are_traced(implementation):
     x = tuple(arguments().values())

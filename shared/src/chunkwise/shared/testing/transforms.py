@@ -35,8 +35,8 @@ def assert_transform(transform: str, fn, args) -> None:
 def assert_traced_once(fn, *batches: tuple, expected=None, tolerance: float = 1e-6) -> None:
     """Fail unless jit(fn) serves all argument tuples with a single trace and calls nothing on the host.
 
-    It must equal `expected`, a function of the same arguments, to a tolerance: fn itself by default, which is compiled a
-    second time for that.
+    It must equal `expected`, a function of the same arguments, to a tolerance: fn itself by default, which is compiled
+    a second time for that.
     """
     traces = []
 
