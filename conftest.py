@@ -13,10 +13,11 @@ CHIP = "v6e"
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the compilations for other TPU generations as thorough."""
+    """Mark the compilations for other TPU generations as thorough, and cases that repeat others in plain JAX."""
     for item in items:
-        chip = item.callspec.params.get("chip") if hasattr(item, "callspec") else None
-        if chip not in (None, CHIP):
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        repeats = getattr(parameters.get("case"), "repeats", False) and parameters.get("implementation") == "xla"
+        if repeats or parameters.get("chip", CHIP) != CHIP:
             item.add_marker(pytest.mark.thorough)
 
 
@@ -30,7 +31,8 @@ def _drop_compiled_programs():
 def _compile_interpreted_kernels_quickly(request):
     """Compile interpreted kernels without optimisation, in half the time: nobody runs them but these tests.
 
-    They are tests with such an `implementation`, or marked as interpreted. The others compile as for a user.
+    They are tests with such an `implementation`, or marked as interpreted, as are those of the transforms and modes of
+    JAX, which act before XLA does. The others compile as for a user: values, gradients and isolation of plain JAX.
     """
     implementation = getattr(request.node, "callspec", None) and request.node.callspec.params.get("implementation")
     quickly = implementation in KERNELS or request.node.get_closest_marker("interpreted")

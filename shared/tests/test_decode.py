@@ -120,7 +120,10 @@ def test_negative_slots_of_a_batch_that_were_freed_too(implementation):
 
 
 @each
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(jnp.bfloat16, id="bfloat16"), pytest.param(jnp.float16, id="float16", marks=pytest.mark.thorough)],
+)
 def test_a_pool_keeps_its_type(dtype, implementation):
     """It is computed with in float32 and rounded once, when it is stored; states without slots are float32."""
     x = make_inputs(3, 4, 2, HV, K, V, normalise=False)
@@ -264,10 +267,18 @@ MODES = dict(
 )  # fmt: skip
 
 
-# Without jit the gradient of "fused" runs the plain form as well, one operation at a time.
+# The gradient of "fused" runs the plain form as well, without jit one operation at a time.
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [(name, each) for name in MODES for each in IMPLEMENTATIONS if (name, each) != ("jax_disable_jit", "xla")],
+    [
+        *((name, "fused") for name in MODES if name != "jax_disable_jit"),
+        ("jax_enable_x64", "xla"),
+        pytest.param("jax_disable_jit", "fused", marks=pytest.mark.thorough),
+        *(
+            pytest.param(name, "xla", marks=pytest.mark.thorough)
+            for name in ("jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_debug_nans")
+        ),
+    ],
 )
 def test_modes_of_jax(name, implementation):
     """In every mode of JAX the results are the same, and so are their types; under x64 a scale may be float64."""

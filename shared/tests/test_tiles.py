@@ -8,6 +8,8 @@ import pytest
 from chunkwise.shared.kernels import decayed, packed, tiles
 from chunkwise.shared.testing import GRADIENT_TOLERANCE, STAGE_TOLERANCE, assert_close
 
+pytestmark = pytest.mark.interpreted
+
 
 def tile(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
@@ -119,7 +121,6 @@ def test_moving_tiles():
     assert packed.place_tiles([x], 1) is x
 
 
-@pytest.mark.interpreted
 def test_rotate():
     x = tile(1, 8, 128)
     np.testing.assert_array_equal(jax.jit(lambda x: packed.rotate(x, -3))(x), jnp.roll(x, -3, axis=2))

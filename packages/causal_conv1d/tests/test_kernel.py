@@ -10,6 +10,7 @@ from chunkwise.causal_conv1d.kernel import Static, tables
 from chunkwise.causal_conv1d.sequences import find, state_rows
 from chunkwise.shared.testing import assert_close, boundaries, text_for_tpu
 
+pytestmark = pytest.mark.interpreted
 SMALL = Config(16, 128)
 
 
@@ -42,8 +43,9 @@ def test_state_rows():
         np.testing.assert_allclose(rows[:, age], want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize("config", [SMALL, Config(48, 256), Config(64, 128)])
+@pytest.mark.parametrize(
+    "config", [SMALL, *(pytest.param(x, marks=pytest.mark.thorough) for x in (Config(48, 256), Config(64, 128)))]
+)
 def test_every_config_gives_the_same(config):
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
@@ -56,6 +58,7 @@ def test_every_config_gives_the_same(config):
         y, pull = jax.vjp(f, x, weight, None, state)
         return y, *pull(dy)
 
+    run = jax.jit(run, static_argnums=0)
     for got, want in zip(jax.tree.leaves(run(config)), jax.tree.leaves(run(None)), strict=True):
         assert_close("result", got, want, 1e-6)
 

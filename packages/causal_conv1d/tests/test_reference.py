@@ -1,5 +1,6 @@
 """Both implementations against the definition in float64: values, states and gradients, for every form of a batch."""
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -82,8 +83,15 @@ BATCHES = {
 }
 
 
+# The others hold other sizes.
+KINDS = ("rows", "packed", "segments")
+each_batch = pytest.mark.parametrize(
+    "batch", [pytest.param(x, marks=[] if x in KINDS else pytest.mark.thorough) for x in BATCHES]
+)
+
+
 @pytest.mark.parametrize("states", [pytest.param(False, marks=pytest.mark.thorough), True])
-@pytest.mark.parametrize("batch", BATCHES)
+@each_batch
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_values(batch, states, implementation):
     batch = BATCHES[batch]
@@ -100,7 +108,7 @@ def test_values(batch, states, implementation):
 
 
 @pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_activations(activation, bias, implementation):
     batch = BATCHES["rows"]
@@ -110,7 +118,7 @@ def test_activations(activation, bias, implementation):
     assert_close("y", y, mixer_oracle.causal_conv1d(**x, name=activation)[0], TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("batch", ["rows", "packed-short", "row-of-padding"])
+@pytest.mark.parametrize("batch", ["rows", "packed-short", pytest.param("row-of-padding", marks=pytest.mark.thorough)])
 def test_gradients_of_plain_jax_are_those_of_the_definition(batch):
     sizes = {"rows": dict(T=6, D=2, config=None), "packed-short": dict(D=1), "row-of-padding": dict(D=1)}[batch]
     batch = Batch(**vars(BATCHES[batch]) | sizes)
@@ -122,8 +130,9 @@ def test_gradients_of_plain_jax_are_those_of_the_definition(batch):
         assert_close(f"d{name}", d[name], want, GRADIENT_TOLERANCE["float32"])
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("states", [pytest.param(False, marks=pytest.mark.thorough), True])
-@pytest.mark.parametrize("batch", BATCHES)
+@each_batch
 def test_gradients_of_the_kernel_are_those_of_plain_jax(batch, states):
     """Plain JAX is differentiated by JAX, and its gradients are compared with the definition above."""
     types = (jnp.float32, jnp.bfloat16) if batch == "segments" else (jnp.float32,)
@@ -134,6 +143,7 @@ def test_gradients_of_the_kernel_are_those_of_plain_jax(batch, states):
         dy = jnp.asarray(rng.standard_normal(x["x"].shape), dtype)
         dfinal = jnp.asarray(rng.standard_normal((batch.N, batch.W - 1, batch.D)), dtype)
 
+        @functools.partial(jax.jit, static_argnums=0)
         def gradients(implementation, x, cotangents):
             run = lambda x: causal_conv1d(
                 **x, output_final_state=True, **batch.options(), implementation=implementation, config=batch.config
@@ -151,12 +161,15 @@ def test_gradients_of_the_kernel_are_those_of_plain_jax(batch, states):
             assert_close(f"d{name}", d, want[name], GRADIENT_TOLERANCE[dtype.dtype.name])
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
-def test_two_halves_are_the_whole(implementation):
+@pytest.mark.parametrize(
+    ("implementation", "cuts"),
+    [("xla", (1, 2, 7)), ("pallas", (2,)), pytest.param("pallas", (1, 7), marks=pytest.mark.thorough)],
+)
+def test_two_halves_are_the_whole(implementation, cuts):
     """The final state of the first half is what the second half continues from."""
     x = Batch(B=2, T=12, D=3).inputs(True)
     whole, last = causal_conv1d(**x, output_final_state=True, implementation=implementation)
-    for cut in (1, 2, 7):
+    for cut in cuts:
         parts, state = [], x["initial_state"]
         for half in (x["x"][:, :cut], x["x"][:, cut:]):
             y, state = causal_conv1d(**x | dict(x=half, initial_state=state), output_final_state=True,

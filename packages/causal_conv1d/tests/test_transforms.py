@@ -24,6 +24,7 @@ X = jnp.asarray(RNG.standard_normal((2, 20, 5)), jnp.float32)
 STATE = jnp.asarray(RNG.standard_normal((2, 3, 5)), jnp.float32)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transform(transform, implementation):
@@ -31,6 +32,7 @@ def test_transform(transform, implementation):
     assert_transform(transform, run, (X, STATE))
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_boundaries_are_traced(implementation):
     run = lambda x, cu: causal_conv1d(x, WEIGHT, cu_seqlens=cu, implementation=implementation)[0]

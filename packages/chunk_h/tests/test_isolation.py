@@ -7,8 +7,15 @@ from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
 from chunkwise.shared.testing import ISOLATION_CASES, assert_isolated
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
-@pytest.mark.parametrize("gates", ["g_cum", "gk_cum"])
+@pytest.mark.parametrize(
+    ("gates", "implementation"),
+    [
+        ("g_cum", "xla"),
+        ("g_cum", "pallas"),
+        ("gk_cum", "pallas"),
+        pytest.param("gk_cum", "xla", marks=pytest.mark.thorough),
+    ],
+)
 @pytest.mark.parametrize("case", ISOLATION_CASES, ids=str)
 def test_delta_rule(case, gates, implementation):
     names = ["k", "w", "u", gates, "initial_state"]

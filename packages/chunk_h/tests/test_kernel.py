@@ -11,6 +11,7 @@ from chunkwise.chunk_h import Config, chunk_fwd_h, chunk_gated_delta_rule_fwd_h
 from chunkwise.chunk_h.tile import new_values_tile, next_state_tile
 from chunkwise.shared.testing import STAGE_TOLERANCE, Case, assert_close, text_for_tpu
 
+pytestmark = pytest.mark.interpreted
 NAMES = ("k", "w", "u", "g_cum", "initial_state")
 
 

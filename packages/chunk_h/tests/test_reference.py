@@ -53,7 +53,7 @@ def gates(kind, x, case, cut):
 @both
 @pytest.mark.parametrize("kind", ["none", "g_cum", "retention", "strong_gamma", "both", "channels"])
 @pytest.mark.parametrize("case", [
-    Case(B=2, T=37, H=1, HV=2, K=60, V=20, chunk_size=16),
+    Case(B=2, T=37, H=1, HV=2, K=60, V=20, chunk_size=16, repeats=True),
     Case(T=40, H=2, HV=2, K=8, V=100, chunk_size=32, dtype="bfloat16", lengths=(0, 1, 33, 0, 3)),
 ], ids=str)  # fmt: skip
 def test_linear_attention(case, kind, implementation):

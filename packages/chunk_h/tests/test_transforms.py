@@ -36,14 +36,22 @@ def run(implementation, **cut):
     )
 
 
+@pytest.mark.interpreted
 @both
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transform(transform, implementation):
     assert_transform(transform, run(implementation), tuple(arguments(B=2).values()))
 
 
-@both
-@pytest.mark.parametrize("lengths", [None, (1, 0, 17)], ids=["fixed", "packed"])
+@pytest.mark.parametrize(
+    ("implementation", "lengths"),
+    [
+        pytest.param("xla", None, id="fixed-xla", marks=pytest.mark.thorough),
+        pytest.param("xla", (1, 0, 17), id="packed-xla"),
+        pytest.param("pallas", None, id="fixed-pallas"),
+        pytest.param("pallas", (1, 0, 17), id="packed-pallas"),
+    ],
+)
 def test_gradients(lengths, implementation):
     cut = dict(cu_seqlens=None if lengths is None else boundaries(*lengths))
     definition = functools.partial(stage_oracle.states, chunk_size=16, **cut)
@@ -51,8 +59,11 @@ def test_gradients(lengths, implementation):
     assert_gradients(run(implementation, **cut), definition, x)
 
 
-@both
-@pytest.mark.parametrize("gate", ["g_cum", "gk_cum"])
+@pytest.mark.parametrize(
+    ("gate", "implementation"),
+    [("g_cum", "xla"), ("g_cum", "pallas"), pytest.param("gk_cum", "xla", marks=pytest.mark.thorough),
+     ("gk_cum", "pallas")],
+)  # fmt: skip
 def test_gradients_of_linear_attention(gate, implementation):
     x = Case(T=20, HV=2, K=3, V=2, chunk_size=16).arguments()
     args = dict(k=x["k"], v=x["v"], initial_state=x["initial_state"])
@@ -87,11 +98,12 @@ def test_gradients_of_strong_constant_gates(kind, implementation):
 
     k, v = (jnp.nan_to_num(y) for y in (k, v))
     want = reference(k, k, v, g_gamma=gamma, initial_state=start, **cut, do=np.zeros(v.shape), dht=dht)[2]["g_gamma"]
-    got = jax.grad(loss)(gamma)
+    got = jax.jit(jax.grad(loss))(gamma)
     for head, strength in enumerate(gamma):
         assert_close(f"dg_gamma at {strength}", got[head], want[head], GRADIENT_TOLERANCE["float32"])
 
 
+@pytest.mark.interpreted
 @both
 def test_boundaries_are_traced(implementation):
     x = arguments(T=20, lengths=(1, 0, 19))

@@ -10,6 +10,7 @@ from chunkwise.chunk_o import Config, chunk_fwd_o
 from chunkwise.chunk_o.tile import output_tile
 from chunkwise.shared.testing import STAGE_TOLERANCE, Case, assert_close, text_for_tpu
 
+pytestmark = pytest.mark.interpreted
 NAMES = ("q", "k", "v_new", "h", "g_cum")
 
 

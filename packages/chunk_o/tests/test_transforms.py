@@ -31,14 +31,22 @@ def run(implementation, **cut):
     return functools.partial(chunk_fwd_o, chunk_size=16, implementation=implementation, **cut)
 
 
+@pytest.mark.interpreted
 @both
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transform(transform, implementation):
     assert_transform(transform, run(implementation), tuple(arguments(B=2).values()))
 
 
-@both
-@pytest.mark.parametrize("lengths", [None, (1, 0, 17)], ids=["fixed", "packed"])
+@pytest.mark.parametrize(
+    ("implementation", "lengths"),
+    [
+        pytest.param("xla", None, id="fixed-xla", marks=pytest.mark.thorough),
+        pytest.param("xla", (1, 0, 17), id="packed-xla"),
+        pytest.param("pallas", None, id="fixed-pallas"),
+        pytest.param("pallas", (1, 0, 17), id="packed-pallas"),
+    ],
+)
 def test_gradients(lengths, implementation):
     cut = dict(cu_seqlens=None if lengths is None else boundaries(*lengths))
     x = arguments() if lengths is None else arguments(HV=1, T=18, lengths=lengths)
@@ -53,6 +61,7 @@ def test_gradient_of_a_scale_of_zero(implementation):
     assert_close("dscale", jax.grad(loss)(jnp.float32(0.0)), jnp.sum(one), 1e-5)
 
 
+@pytest.mark.interpreted
 @both
 def test_boundaries_are_traced(implementation):
     x = arguments(lengths=(1, 0, 19))

@@ -11,6 +11,8 @@ from chunkwise.cumsum.tile import cumsum_tile
 from chunkwise.shared.kernels import emulate_mxu
 from chunkwise.shared.testing import STAGE_TOLERANCE, assert_close, error, text_for_tpu
 
+pytestmark = pytest.mark.interpreted
+
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 def test_tile(reverse):

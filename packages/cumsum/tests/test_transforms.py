@@ -30,6 +30,7 @@ def run(implementation, **options):
     return functools.partial(chunk_local_cumsum, chunk_size=16, implementation=implementation, **options)
 
 
+@pytest.mark.interpreted
 @both
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transform(transform, implementation):
@@ -45,6 +46,7 @@ def test_gradients(lengths, reverse, implementation):
     assert_gradients(run(implementation, **cut), definition, dict(g=gates(1, 20, 2, 3)))
 
 
+@pytest.mark.interpreted
 @both
 def test_boundaries_are_traced(implementation):
     g = gates(1, 20, 3)

@@ -11,15 +11,21 @@ from chunkwise.shared.testing import assert_isolated, boundaries, make_inputs
 PACKED, T_PACKED = boundaries(5, 0, 20, 7, 16), 52
 
 
-@pytest.mark.parametrize("implementation", ["xla", "fused"])
 @pytest.mark.parametrize(
-    ("of", "dtype", "config"),
+    ("of", "dtype", "config", "implementation"),
     [
-        pytest.param("rows", jnp.float32, None, marks=pytest.mark.thorough),
-        pytest.param("rows with states", jnp.float32, None, marks=pytest.mark.thorough),
-        ("sequences with states", jnp.float32, None),
-        ("sequences", jnp.float32, None),
-        pytest.param("sequences", jnp.bfloat16, Config(heads=1, heads_bwd=2), marks=pytest.mark.thorough),
+        ("sequences with states", jnp.float32, None, "fused"),
+        *(("sequences", jnp.float32, None, i) for i in ("xla", "fused")),
+        pytest.param("sequences with states", jnp.float32, None, "xla", marks=pytest.mark.thorough),
+        *(
+            pytest.param(*case, i, marks=pytest.mark.thorough)
+            for case in [
+                ("rows", jnp.float32, None),
+                ("rows with states", jnp.float32, None),
+                ("sequences", jnp.bfloat16, Config(heads=1, heads_bwd=2)),
+            ]
+            for i in ("xla", "fused")
+        ),
     ],
 )
 def test_isolated(of, dtype, config, implementation):

@@ -68,9 +68,9 @@ def check(x, N=0, cu_seqlens=None, exact=None, ignore=(), use_qk_l2norm_in_kerne
     [
         (jnp.float32, "logsigmoid", 50, 2, 6, 60, 100, 32, True, False),
         (jnp.float32, "spikes", 256, 2, 2, 64, 64, 64, False, True),
-        (jnp.bfloat16, "zero", 150, 1, 2, 128, 128, 64, False, False),
+        pytest.param(jnp.bfloat16, "zero", 150, 1, 2, 128, 128, 64, False, False, marks=pytest.mark.thorough),
         (jnp.bfloat16, "logsigmoid/10", 210, 1, 2, 64, 128, 64, True, True),
-        (jnp.bfloat16, "strong", 130, 1, 1, 256, 64, 128, False, False),
+        pytest.param(jnp.bfloat16, "strong", 130, 1, 1, 256, 64, 128, False, False, marks=pytest.mark.thorough),
         # Gradients of e^-30: what no gate decays must not be added and taken away again.
         (jnp.float32, "strong", 41, 1, 1, 16, 16, 16, True, False),
     ],
@@ -82,6 +82,7 @@ def test_gradients(dtype, gate, T, H, HV, K, V, C, states, packed):
     check(x, N, cu_seqlens, chunk_size=C, use_qk_l2norm_in_kernel=not packed)
 
 
+@pytest.mark.thorough
 def test_types_may_differ():
     """In a pack whose padding begins inside of a chunk, with a key head repeated for two steps."""
     x = make_inputs(1, 40, 1, 2, 16, 16)
@@ -89,7 +90,7 @@ def test_types_may_differ():
     check(x, cu_seqlens=jnp.array([0, 5, 21], jnp.int32), chunk_size=16, config=Config(heads=1, heads_bwd=1))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("strength", [-1e5, -1e9, -jnp.inf])
 def test_gates_that_forget_everything(dtype, strength):
     """The oracle is given -1e4, which is as much in float64 as well. Programs of other tests of this file."""
@@ -163,6 +164,7 @@ def test_gradient_passes_the_check_of_shard_map():
     assert text.count('"stablehlo.all_reduce"') == 3
 
 
+@pytest.mark.thorough
 def test_gradients_of_repeated_keys_in_bfloat16():
     """Whole chunks of one key: v_new oscillates and its sums cancel.
 

@@ -18,6 +18,7 @@ def pair_sums(g, C):
     return sums
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("C", [16, 64])
 @pytest.mark.parametrize("strength", [1e-3, 2.0, 30.0])
 def test_scores_per_channel(C, strength):
@@ -30,6 +31,7 @@ def test_scores_per_channel(C, strength):
     assert_close("P", P, want, STAGE_TOLERANCE)
 
 
+@pytest.mark.interpreted
 def test_decays_keep_their_digits_beside_large_ones():
     # Differences of cumulative sums lose 3e-5 nats here.
     g = make_gate("spikes", np.random.default_rng(0), (1, 128, 1)).astype(np.float32).astype(np.float64)
@@ -37,6 +39,7 @@ def test_decays_keep_their_digits_beside_large_ones():
     assert_close("pairs", decays.pairs, np.tril(np.exp(pair_sums(g, 128)[..., 0])), STAGE_TOLERANCE)
 
 
+@pytest.mark.interpreted
 def test_constant_decays_are_those_of_equal_gates():
     gamma = jnp.asarray([-0.03, -2.0, -30.0])[:, None, None]
     general = tile.decays(jnp.broadcast_to(gamma, (3, 1, 16)), 0.5)
@@ -52,12 +55,10 @@ def gradients(x, **options):
     return jax.tree.leaves(jax.jit(jax.value_and_grad(loss))(x))
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("kind", "steps"),
-    [
-        ("constant", (1, 2, 4)),
-        pytest.param("channel, packed", (1, 4), marks=pytest.mark.interpreted),
-    ],
+    [("constant", (1, 2, 4)), pytest.param("channel, packed", (1, 4), marks=pytest.mark.thorough)],
 )
 def test_every_number_of_steps_gives_the_same_bits(kind, steps):
     # Four chunks: a loop over the chunks of a step, over the states before them, or over the steps has a single trip.
@@ -96,6 +97,7 @@ def equations(jaxpr):
                 yield from equations(x)
 
 
+@pytest.mark.interpreted
 def test_fixed_gates_have_no_gradient_to_pay_for():
     x = make_inputs(1, 16, 1, K=8, V=8)
     x = {name: x[name] for name in "qkv"}

@@ -153,16 +153,35 @@ GROUPED = (
     (Case(T=30, group=4, lengths=(17, 0, 12), states=False), Config(4, 4, 1)),
     (Case(T=20, group=3, lengths=(3, 0, 13)), Config(3, 3, 1)),
 )
-RUNS = [(case, "xla") for case in CASES] + [(case, "fused") for case in CASES + KERNEL_CASES]
+# One of every kind; types, sizes and gates that repeat a kind are for the thorough tests.
+KINDS = {
+    "xla": [CASES[i] for i in (0, 1, 2, 5, 7, 10)],
+    "fused": [CASES[i] for i in (0, 1, 2, 3, 5, 6, 8, 9)] + [KERNEL_CASES[i] for i in (0, 1, 4, 6, 9)],
+}
 
 
-@pytest.mark.parametrize(("case", "implementation"), RUNS, ids=str)
+def runs(cases, implementation):
+    """Return the cases as parameters, those that repeat a kind as thorough ones."""
+    for case in cases:
+        yield pytest.param(case, implementation, marks=[] if case in KINDS[implementation] else pytest.mark.thorough)
+
+
+@pytest.mark.parametrize(
+    ("case", "implementation"), [*runs(CASES, "xla"), *runs(CASES + KERNEL_CASES, "fused")], ids=str
+)
 def test_recurrence(case, implementation):
     case.check(lambda **x: fused_chunk_gla(**x, chunk_size=case.chunk_size, implementation=implementation))
 
 
-@pytest.mark.parametrize(("case", "config"), GROUPED, ids=str)
-@pytest.mark.parametrize("implementation", ["xla", "fused"])
+@pytest.mark.parametrize(
+    ("implementation", "case", "config"),
+    [
+        pytest.param(i, *GROUPED[n], marks=[] if n in default else pytest.mark.thorough)
+        for i, default in (("xla", (2,)), ("fused", (2, 4)))
+        for n in range(len(GROUPED))
+    ],
+    ids=str,
+)
 def test_grouped_heads(case, config, implementation):
     options = dict(config=config) if implementation == "fused" else {}
     case.check(lambda **x: fused_chunk_gla(**x, chunk_size=16, implementation=implementation, **options))

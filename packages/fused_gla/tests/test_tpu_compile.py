@@ -65,8 +65,12 @@ CASES = {
 }  # fmt: skip
 
 
+# These differ from others in sizes alone.
+SIZES = ("head, chunk 128", "head, wide", "large group, channel", "packed, head")
+
+
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.thorough if x in SIZES else []) for x in CASES])
 def test_compiles(case, chip):
     sizes, more, options = CASES[case]
     x = tokens(**sizes, **more())

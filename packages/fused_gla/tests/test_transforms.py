@@ -22,7 +22,9 @@ from chunkwise.shared.testing import (
     text_for_tpu,
 )
 
+pytestmark = pytest.mark.interpreted
 each_implementation = pytest.mark.parametrize("implementation", ["xla", "fused"])
+fused_first = pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "fused"])
 
 
 def arguments(B=1, T=20, K=3, V=2, **options):
@@ -64,8 +66,7 @@ def test_shard_map_sums_the_gradient_of_a_replicated_gate():
     assert text.count("stablehlo.all_reduce") == 1
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize("transform", ["jit", "remat", "vmap over q"])
+@pytest.mark.parametrize("transform", ["jit", pytest.param("remat", marks=pytest.mark.thorough), "vmap over q"])
 def test_an_output_that_nobody_reads_is_not_computed(transform):
     x = arguments(B=2, num_states=2)
     fn = lambda x: run("fused")(**x)
@@ -87,7 +88,6 @@ def test_an_output_that_nobody_reads_is_not_computed(transform):
     jax.tree.map(np.testing.assert_array_equal, unread, read)
 
 
-@pytest.mark.interpreted
 def test_gradients_under_remat_and_vmap():
     x, gamma = arguments(B=2), jnp.asarray([-0.1])
     loss = lambda x, gamma: jnp.sum(run("fused")(**x, g_gamma=gamma)[0] ** 2)
@@ -141,15 +141,22 @@ def test_recurrences_compile_once(caplog):
     assert not caplog.records
 
 
-@each_implementation
-@pytest.mark.parametrize("states", [False, True], ids=["no states", "states"])
+@pytest.mark.parametrize(
+    ("states", "implementation"),
+    [
+        pytest.param(False, "xla", id="no states-xla"),
+        pytest.param(False, "fused", id="no states-fused", marks=pytest.mark.thorough),
+        pytest.param(True, "xla", id="states-xla", marks=pytest.mark.thorough),
+        pytest.param(True, "fused", id="states-fused"),
+    ],
+)
 def test_boundaries_are_traced(states, implementation):
     x = arguments(num_states=3 * states)
     fn = lambda x, cu: run(implementation, cu_seqlens=cu, output_final_state=states)(**x)
     assert_traced_once(fn, *((x, boundaries(*lengths)) for lengths in [(1, 0, 19), (16, 2, 2)]))
 
 
-@each_implementation
+@fused_first
 def test_alone_batched_and_packed_agree(implementation):
     x = arguments(B=2, T=24, num_states=2)
     o, state = run(implementation)(**x)
@@ -161,7 +168,7 @@ def test_alone_batched_and_packed_agree(implementation):
     assert_close("packed state", packed_state, state, STAGE_TOLERANCE)
 
 
-@each_implementation
+@fused_first
 def test_a_sequence_split_in_two_equals_the_whole(implementation):
     x = arguments(T=40)
     o, state = run(implementation)(**x)

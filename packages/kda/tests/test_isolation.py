@@ -11,12 +11,13 @@ PACKED = boundaries(3, 0, 4, 30, 13)
 T_PACKED = 52
 
 
+# Sequences with states have a default test in `test_gates`, with raw gates.
 @pytest.mark.parametrize("implementation", ["xla", "fused"])
 @pytest.mark.parametrize(
     ("of", "dtype", "bound"),
     [
         pytest.param("rows", jnp.float32, None, marks=pytest.mark.thorough),
-        ("sequences", jnp.float32, None),
+        pytest.param("sequences", jnp.float32, None, marks=pytest.mark.thorough),
         ("stream", jnp.float32, None),
         # One product over blocks of 8 rows, in the backward too, or in the forward of bfloat16 alone.
         pytest.param("stream", jnp.float32, -5.0, marks=pytest.mark.thorough),

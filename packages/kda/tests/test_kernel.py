@@ -21,6 +21,8 @@ from chunkwise.shared.testing import (
     text_for_tpu,
 )
 
+pytestmark = pytest.mark.interpreted
+
 
 def blocks_of(g, base):
     """Return the decays in blocks of gates g [h, C, K] to base 2."""

@@ -193,9 +193,16 @@ def test_traced_scale(implementation):
     compare(inputs, final_state=False, implementation=implementation, chunk_size=16, scale=scale)
 
 
-@types
-@pytest.mark.parametrize("gate", ["logsigmoid", "strong", "spikes"])
-@both
+@pytest.mark.parametrize(
+    ("implementation", "gate", "dtype"),
+    [
+        # Plain JAX computes in float32 whatever the types are; `test_gates` has gradients in bfloat16.
+        pytest.param(i, gate, dtype, marks=pytest.mark.thorough if dtype == jnp.bfloat16 else [])
+        for i in ("xla", "fused")
+        for gate in ("logsigmoid", "strong", "spikes")
+        for dtype in (jnp.float32, jnp.bfloat16)
+    ],
+)
 def test_gradients(implementation, gate, dtype):
     inputs = inputs_of(*CHUNKS_OF_16, dtype=dtype, gate=gate, num_states=2)
     compare_gradients(inputs, implementation=implementation, chunk_size=16)
@@ -261,8 +268,9 @@ def packed_inputs(states, **options):
     return inputs_of(*PACKED_SIZES, num_states=len(PACKED) - 1 if states else 0, **options)
 
 
+# Without states plain JAX is compared in bfloat16 below, and the kernels with raw gates in `test_gates`.
 @pytest.mark.parametrize("gate", ["logsigmoid", "spikes", "zero"])
-@pytest.mark.parametrize("states", [True, False])
+@pytest.mark.parametrize("states", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @both
 def test_packed(implementation, states, gate):
     inputs = spoil_padding(packed_inputs(states, gate=gate), PACKED)
@@ -274,16 +282,18 @@ def test_packed(implementation, states, gate):
 
 
 @pytest.mark.parametrize("gate", ["spikes", "zero"])
-@both
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("fused", marks=pytest.mark.thorough)])
 def test_packed_bfloat16(implementation, gate):
     inputs = spoil_padding(packed_inputs(False, gate=gate, dtype=jnp.bfloat16), PACKED)
     compare(inputs, final_state=False, cu_seqlens=PACKED, chunk_size=16, implementation=implementation)
 
 
-@pytest.mark.parametrize("of", ["row", "head", "sequence", "sequence of a stream"])
+@pytest.mark.parametrize(
+    "of", ["row", "head", "sequence", pytest.param("sequence of a stream", marks=pytest.mark.thorough)]
+)
 @both
 def test_enormous_values_leak_nowhere(implementation, of):
-    """With values and cotangents of one of them 1e10 times as large, all others keep every bit."""
+    """With values and cotangents of one of them 1e10 times as large, all others keep every bit. Programs of others."""
     packed, states = "sequence" in of, of != "sequence of a stream"
     inputs = packed_inputs(states) if packed else inputs_of(*CHUNKS_OF_16, num_states=2)
     # Of tokens [B, T, HV, ...] and of states [N, HV, ...]; the third sequence shares its chunks with others.
@@ -317,7 +327,7 @@ def test_decode(implementation, dtype):
     compare(inputs_of(3, 3, 1, 2, 130, 7, dtype=dtype, num_states=3), recurrent_kda, implementation=implementation)
 
 
-@both
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("fused", marks=pytest.mark.thorough)])
 def test_packed_decode_from_a_pool(implementation):
     """The first sequence starts in a freed slot; shared has the tests of the kernel."""
     inputs = inputs_of(1, T_PACKED, 1, 2, 16, 24, num_states=10)

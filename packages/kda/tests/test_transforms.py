@@ -11,6 +11,7 @@ from chunkwise.kda import fused_chunk_kda
 from chunkwise.shared.testing import (
     GRADIENT_TOLERANCE,
     STAGE_TOLERANCE,
+    TOLERANCE,
     assert_close,
     assert_traced_once,
     assert_transform,
@@ -20,8 +21,9 @@ from chunkwise.shared.testing import (
     text_for_tpu,
 )
 
+pytestmark = pytest.mark.interpreted
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])
-
+xla_first = pytest.mark.parametrize("implementation", ["xla", pytest.param("fused", marks=pytest.mark.thorough)])
 
 NAMES = ("q", "k", "v", "g", "beta")
 HEADS = PartitionSpec(None, None, "data")
@@ -36,14 +38,14 @@ def run(implementation, *x):
     return fused_chunk_kda(*x, chunk_size=16, implementation=implementation)[0]
 
 
-# Under jit is `test_boundaries_are_traced`, under remat `test_gradient_under_vmap_and_remat`.
-@both
+# Under jit is `test_boundaries_are_traced`, under remat and vmap `test_gradient_under_vmap_and_remat`.
+@xla_first
 @pytest.mark.parametrize("transform", ["vmap", "export"])
 def test_transform(transform, implementation):
     assert_transform(transform, functools.partial(run, implementation), arguments())
 
 
-@both
+@xla_first
 def test_shard_map(implementation):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     rows = PartitionSpec("data")
@@ -54,7 +56,6 @@ def test_shard_map(implementation):
     assert_close("o", sharded(*x), run(implementation, *x), STAGE_TOLERANCE)
 
 
-@pytest.mark.interpreted
 def test_gradient_under_vmap_and_remat():
     x = make_inputs(2, 20, 1, 1, 16, 8, per_channel=True)
     loss = lambda x: jnp.sum(run("fused", *(x[name][None] for name in NAMES)) ** 2)
@@ -64,8 +65,14 @@ def test_gradient_under_vmap_and_remat():
         assert_close(f"d{name}", gradient, expected[name], GRADIENT_TOLERANCE["float32"])
 
 
-@both
-@pytest.mark.parametrize("replicated", [("q", "k"), ("initial_state",), NAMES])
+@pytest.mark.parametrize(
+    ("replicated", "implementation"),
+    [
+        pytest.param(names, i, marks=[] if names == NAMES else pytest.mark.thorough)
+        for i in ("xla", "fused")
+        for names in [NAMES, ("q", "k"), ("initial_state",)]
+    ],
+)
 def test_gradient_passes_the_check_of_shard_map(replicated, implementation):
     """Lowered for a TPU: the check of varying axes acts on compiled kernels; the others are cut by rows or by heads."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
@@ -83,9 +90,11 @@ def test_boundaries_are_traced(implementation):
     x = arguments(B=1)
     batches = [(*x, boundaries(*lengths)) for lengths in [(1, 0, 19), (16, 2, 2)]]
     packed = lambda *x: fused_chunk_kda(*x[:5], cu_seqlens=x[5], chunk_size=16, implementation=implementation)[0]
-    assert_traced_once(packed, *batches)
+    expected = lambda *x: reference(*x[:5], cu_seqlens=x[5])[0]
+    assert_traced_once(packed, *batches, expected=expected, tolerance=TOLERANCE["float32"])
 
 
+@pytest.mark.thorough
 def test_cost_of_a_pack_follows_its_tokens():
     """512 documents of 16 tokens cost at most twice one document of 8,192, in what XLA counts."""
     x = [jax.ShapeDtypeStruct(s, jnp.float32) for s in [(1, 8192, 1, 64)] * 4 + [(1, 8192, 1)]]

@@ -8,6 +8,8 @@ from chunkwise.kkt import Config, chunk_scaled_dot_kkt
 from chunkwise.kkt.tile import kkt_tile
 from chunkwise.shared.testing import STAGE_TOLERANCE, Case, assert_close, text_for_tpu
 
+pytestmark = pytest.mark.interpreted
+
 
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_tile(per_channel):

@@ -31,20 +31,29 @@ def run(implementation, cu_seqlens=None):
     return functools.partial(chunk_scaled_dot_kkt, cu_seqlens=cu_seqlens, chunk_size=16, implementation=implementation)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transform(transform, implementation):
     assert_transform(transform, run(implementation), tuple(arguments(B=2).values()))
 
 
-@pytest.mark.parametrize("lengths", [None, (1, 0, 17)])
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+@pytest.mark.parametrize(
+    ("implementation", "lengths"),
+    [
+        pytest.param("xla", None, id="xla-fixed", marks=pytest.mark.thorough),
+        pytest.param("xla", (1, 0, 17), id="xla-packed"),
+        pytest.param("pallas", None, id="pallas-fixed"),
+        pytest.param("pallas", (1, 0, 17), id="pallas-packed"),
+    ],
+)
 def test_gradients(implementation, lengths):
     cu_seqlens = None if lengths is None else boundaries(*lengths)
     definition = functools.partial(stage_oracle.kkt, chunk_size=16, cu_seqlens=cu_seqlens)
     assert_gradients(run(implementation, cu_seqlens), definition, arguments())
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_boundaries_are_traced(implementation):
     x = tuple(arguments().values())

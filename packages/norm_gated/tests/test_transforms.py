@@ -24,13 +24,14 @@ def run(implementation):
     return functools.partial(rms_norm_gated, weight=WEIGHT, implementation=implementation)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transform(transform, implementation):
     assert_transform(transform, run(implementation), arguments())
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+@pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "pallas"])
 def test_64_bits_and_strict_promotion(implementation):
     loss = lambda x, z, weight: jnp.sum(rms_norm_gated(x, z, weight, implementation=implementation))
     gradient = jax.grad(loss, argnums=(0, 1, 2))

@@ -20,14 +20,14 @@ LAWS = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
 LAW = {"softplus": dict(lower_bound=None, allow_neg_eigval=True), "bounded": dict(lower_bound=-5.0)}
 
 
-# The laws come before all implementations but one, so each of these takes one of them.
+# The laws come before all implementations but one, which its package tests, so each of these takes one of them.
 CASES = [
     ("chunk_gated_delta_rule", "xla", "softplus packed"),
-    ("chunk_gated_delta_rule", "staged", "bounded"),
+    pytest.param("chunk_gated_delta_rule", "staged", "bounded", marks=pytest.mark.thorough),
     ("chunk_gated_delta_rule", "fused", "softplus stream"),
-    ("chunk_kda", "xla", "bounded stream"),
+    pytest.param("chunk_kda", "xla", "bounded stream", marks=pytest.mark.thorough),
     ("chunk_kda", "staged", "softplus packed"),
-    ("chunk_kda", "fused", "bounded"),
+    pytest.param("chunk_kda", "fused", "bounded", marks=pytest.mark.thorough),
     ("recurrent_gated_delta_rule", "xla", "bounded"),
     ("recurrent_gated_delta_rule", "fused", "softplus packed"),
     ("recurrent_kda", "xla", "softplus"),

@@ -7,15 +7,18 @@ import pytest
 from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.shared.testing import TOLERANCE, assert_close, make_inputs
 
-IMPLEMENTATIONS = ("xla", "staged")
+pytestmark = pytest.mark.interpreted
+thorough = pytest.mark.thorough
 
 
 def cut(inputs, start, stop):
     return {name: x[:, start:stop] for name, x in inputs.items()}
 
 
-@pytest.mark.parametrize("split", [1, 50])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("implementation", "split"),
+    [("xla", 1), pytest.param("xla", 50, marks=thorough), pytest.param("staged", 1, marks=thorough), ("staged", 50)],
+)
 def test_split_with_state_handed_over(implementation, split):
     inputs = make_inputs(1, 100, 1, 2, 16, 24, num_states=1)
     run = {"output_final_state": True, "chunk_size": 32, "implementation": implementation}
@@ -27,8 +30,12 @@ def test_split_with_state_handed_over(implementation, split):
     assert_close("final_state", state, whole_state, TOLERANCE["float32"])
 
 
-# Without states only "xla" takes another path: chunks that stay aligned to the stream.
-@pytest.mark.parametrize(("implementation", "states"), [("xla", False), ("xla", True), ("staged", True)])
+# Without states only "xla" takes another path: chunks that stay aligned to the stream. The others are compared with the
+# recurrence, alone, batched and packed.
+@pytest.mark.parametrize(
+    ("implementation", "states"),
+    [("xla", False), pytest.param("xla", True, marks=thorough), pytest.param("staged", True, marks=thorough)],
+)
 def test_alone_batched_and_packed_agree(implementation, states):
     T, N = 45, 3
     inputs = make_inputs(N, T, 1, 2, 16, 24, num_states=N if states else 0)
@@ -47,8 +54,12 @@ def test_alone_batched_and_packed_agree(implementation, states):
         assert_close("alone", alone, batched[n : n + 1], TOLERANCE["float32"])
 
 
-# Without states only "xla" takes another path: chunks that stay aligned to the stream.
-@pytest.mark.parametrize(("implementation", "states"), [("xla", False), ("xla", True), ("staged", True)])
+# Without states only "xla" takes another path: chunks that stay aligned to the stream. The others are poisoned in the
+# tests of isolation.
+@pytest.mark.parametrize(
+    ("implementation", "states"),
+    [("xla", False), pytest.param("xla", True, marks=thorough), pytest.param("staged", True, marks=thorough)],
+)
 def test_no_leak_between_sequences(implementation, states):
     """Changing one sequence of a pack, even to enormous values, leaves the others bit-identical."""
     cu_seqlens = jnp.array([0, 20, 53, 90], jnp.int32)

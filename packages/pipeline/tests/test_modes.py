@@ -1,11 +1,12 @@
 """Every operator under the modes of JAX that forbid or change what others do by habit.
 
 Interpreted kernels take seconds to compile, so this is a sample, and the packages test their own kernels in all modes:
-every implementation of every operator runs forward and backward in 64-bit mode or under the strict modes, most in both.
-The strict modes are one program: no promotion of types or ranks, and no NaN anywhere. A pack with states goes through
-the most code, so it stands for all batches, but for rows of segments under a few. "staged" runs with gates per head in
-one mode and per channel in the other, since its stages do not know whose they are. Without jit, where every operation
-is a program of its own, one operator of every kind runs.
+every implementation of every operator runs forward and backward in 64-bit mode or under the strict modes. The thorough
+tests run most in the other mode too. The strict modes are one program: no promotion of types or ranks, and no NaN
+anywhere. A pack with states goes through the most code, so it stands for all batches, but for rows of segments under
+a few. "staged" runs with gates per head in one mode and per channel in the other, since its stages do not know whose they
+are. Without jit, where every operation is a program of its own, one operator runs, and in the thorough tests one of
+every kind.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from chunkwise.pipeline.check import operator_inputs, tolerance
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT
 from chunkwise.shared.testing import assert_close, boundaries, reference
 
+pytestmark = pytest.mark.interpreted
 MODES = {
     "x64": {"jax_enable_x64": True},
     "strict": {
@@ -30,6 +32,7 @@ MODES = {
 }  # fmt: skip
 PACKED = boundaries(1, 0, 12, 5)
 SEGMENTS = jnp.asarray([[-1, *[3] * 8, *[1] * 9, -1, -1]], jnp.int32)
+thorough = pytest.mark.thorough
 
 
 @contextlib.contextmanager
@@ -73,7 +76,19 @@ def sample():
     return cases + [("no jit", *kind, "pack") for kind in kinds]
 
 
-@pytest.mark.parametrize(("mode", "name", "implementation", "sequences"), sample())
+def repeats(mode, name, implementation, sequences):
+    """Return whether a case of the sample repeats another in a second mode, or takes long without jit."""
+    if mode == "no jit":
+        return name != "chunk_simple_gla"
+    # Gates per head in 64-bit mode and gates per channel under the strict modes.
+    first = ONCE.get((name, implementation), "strict" if OPERATORS[name].per_channel else "x64")
+    return mode != first or (sequences == "segments" and implementation == "xla")
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "implementation", "sequences"),
+    [pytest.param(*case, marks=thorough if repeats(*case) else []) for case in sample()],
+)
 def test_results_and_gradients(mode, name, implementation, sequences):
     operator = OPERATORS[name]
     told = {"cu_seqlens": PACKED} if sequences == "pack" else {"segment_ids": SEGMENTS}
@@ -113,7 +128,11 @@ def test_float64_inputs_are_refused(operator):
                 operator.function(**wide)
 
 
-@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+# The chunked delta rules take the longest to compile.
+@pytest.mark.parametrize(
+    "operator",
+    [pytest.param(x, id=x.name, marks=thorough if x.chunked and x.delta else []) for x in OPERATORS.values()],
+)
 def test_a_float64_scale_is_a_float32_scale(operator):
     """A number that is traced is float64 in 64-bit mode."""
     x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
@@ -124,7 +143,6 @@ def test_a_float64_scale_is_a_float32_scale(operator):
     assert_close("o", o, expected, tolerance("o", "float32"))
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("kernel", ["kkt", "recurrent_gla"])
 def test_check_in_64_bit_mode(kernel, capsys):
     with under("x64"):

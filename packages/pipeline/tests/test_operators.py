@@ -24,6 +24,7 @@ from chunkwise.shared.testing import (
 IMPLEMENTATIONS = ("xla", "staged", "fused")
 PACKED = boundaries(1, 29, 0, 35)  # 1 token, an empty sequence, tails, 5 tokens of padding
 EVERY = tuple(OPERATORS.values())
+thorough = pytest.mark.thorough
 named = functools.partial(pytest.mark.parametrize, "operator", ids=lambda operator: operator.name)
 
 
@@ -34,18 +35,24 @@ def inputs_of(operator, dtype=jnp.float32, states=0, gate="logsigmoid", normalis
     )
 
 
-# Without packing all but these staged chains is tested elsewhere: by a package, or here for the gated delta rule.
+# Without packing all but these staged chains is tested elsewhere: by a package, or here for the gated delta rule. A
+# pack goes through the same kernels and more tables, so one chain of the three is enough.
+def is_first(operator, implementation):
+    """Return whether a pack is a default test: `test_gates` has one of kda in stages, with raw gates."""
+    return implementation == "staged" and operator.name != "chunk_kda"
+
+
 @pytest.mark.parametrize(
     ("operator", "implementation", "packed"),
     [
         # Those of a package are tested there too.
         *(
-            pytest.param(x, i, True, id=f"{x.name}-{i}-packed", marks=[] if i == "staged" else pytest.mark.thorough)
+            pytest.param(x, i, True, id=f"{x.name}-{i}-packed", marks=[] if is_first(x, i) else thorough)
             for x in CHUNKED
             for i in x.implementations
         ),
         *(
-            pytest.param(x, "staged", False, id=f"{x.name}-staged")
+            pytest.param(x, "staged", False, id=f"{x.name}-staged", marks=[] if x.name == "chunk_gla" else thorough)
             for x in CHUNKED
             if x.function is not chunk_gated_delta_rule
         ),
@@ -77,7 +84,8 @@ def test_outputs_and_gradients(operator, implementation, packed):
 
 
 # The package tests the other two.
-@pytest.mark.parametrize(("chunk_size", "packed"), [(16, True), (64, False)])
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("chunk_size", "packed"), [pytest.param(16, True, marks=thorough), (64, False)])
 def test_gradient_of_strong_constant_gates_staged(chunk_size, packed):
     """Each head by itself: it is a sum of terms of e^g_gamma, beside others of 1 that do not depend on the gate."""
     inputs = make_inputs(1, 70, 3, 3, 8, 8, num_states=4 if packed else 1)
@@ -128,7 +136,10 @@ def test_recurrent(operator, implementation):
     assert_close("final_state", state, state_ref, TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+# The package of kda has the same property of the other two.
+@pytest.mark.parametrize(
+    "implementation", [pytest.param("xla", marks=thorough), "staged", pytest.param("fused", marks=thorough)]
+)
 def test_equal_channels_reproduce_the_gated_delta_rule(implementation):
     inputs = inputs_of(OPERATORS["chunk_gated_delta_rule"])
     expected, _ = chunk_gated_delta_rule(**inputs, chunk_size=16, implementation="xla")
@@ -137,7 +148,7 @@ def test_equal_channels_reproduce_the_gated_delta_rule(implementation):
     assert_close("o", o, expected, TOLERANCE["float32"])
 
 
-@named(CHUNKED)
+@named([pytest.param(x, marks=thorough if x.per_channel else []) for x in CHUNKED])
 def test_one_whole_chunk_at_full_width(operator):
     """A loop over one chunk gets unrolled; the products around it were once fused into garbage (see chunk_h/xla.py)."""
     for H in (1, 16):
@@ -146,7 +157,7 @@ def test_one_whole_chunk_at_full_width(operator):
         assert_close("o", o, reference(**inputs)[0], TOLERANCE["float32"])
 
 
-@named(CHUNKED)
+@named([pytest.param(x, marks=thorough if x.per_channel or x.delta else []) for x in CHUNKED])
 def test_chunks_of_none(operator):
     """None is a chunk size like any other: results agree up to rounding, also for fewer tokens than a chunk."""
     for T in (5, 70):

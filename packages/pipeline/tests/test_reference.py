@@ -7,6 +7,9 @@ from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rul
 from chunkwise.shared.testing import GATES, TOLERANCE, assert_close, make_inputs, reference
 
 IMPLEMENTATIONS = ("xla", "staged")
+thorough = pytest.mark.thorough
+# Plain JAX has no blocks and no lanes for a size to fit into.
+staged_first = pytest.mark.parametrize("implementation", [pytest.param("xla", marks=thorough), "staged"])
 PACKED = jnp.array([0, 1, 1, 36, 69, 69, 133, 140], jnp.int32)  # 1 token, empty ones, tails, 7 tokens of padding
 
 
@@ -30,33 +33,35 @@ def test_gates(implementation, gate, dtype):
     compare(inputs, implementation=implementation)
 
 
-@pytest.mark.parametrize(("T", "chunk_size"), [(1, 16), (64, 64), (130, 128)])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("T", "chunk_size"), [(1, 16), pytest.param(64, 64, marks=thorough), (130, 128)])
+@staged_first
 def test_lengths_and_chunk_sizes(implementation, T, chunk_size):
     compare(make_inputs(2, T, 2, 2, 16, 16, num_states=2), implementation=implementation, chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize(("K", "V"), [(1, 60), (100, 1), (256, 128)])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("K", "V"), [pytest.param(1, 60, marks=thorough), (100, 1), pytest.param(256, 128, marks=thorough)]
+)
+@staged_first
 def test_head_dimensions(implementation, K, V):
     compare(make_inputs(1, 70, 1, 2, K, V, num_states=1), implementation=implementation)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@staged_first
 def test_grouped_heads(implementation):
     compare(make_inputs(1, 40, 2, 6, 16, 16, num_states=1), implementation=implementation, chunk_size=16)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@staged_first
 def test_l2norm_and_own_scale(implementation):
     inputs = make_inputs(1, 40, 2, 2, 24, 24, normalise=False)
     compare(inputs, implementation=implementation, chunk_size=16, use_qk_l2norm_in_kernel=True, scale=0.37)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=thorough)])
 @pytest.mark.parametrize("gate", ["zero", "logsigmoid/10"])
 @pytest.mark.parametrize("beta", [1.0, 1.9])
-@pytest.mark.parametrize("chunk_size", [64, 128])
+@pytest.mark.parametrize("chunk_size", [pytest.param(64, marks=thorough), 128])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_repeated_keys(implementation, chunk_size, beta, gate, dtype):
     """Whole chunks of one token, as any repeated word makes them."""
@@ -65,7 +70,7 @@ def test_repeated_keys(implementation, chunk_size, beta, gate, dtype):
     compare(inputs, implementation=implementation, chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=thorough)])
 @pytest.mark.parametrize("gate", ["logsigmoid", "spikes", "zero"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_packed_with_states(implementation, gate, dtype):
@@ -74,7 +79,9 @@ def test_packed_with_states(implementation, gate, dtype):
 
 
 @pytest.mark.parametrize("gate", ["logsigmoid", "spikes", "zero", "strong"])
-@pytest.mark.parametrize(("implementation", "chunk_size"), [("xla", 16), ("xla", 128), ("staged", 16)])
+@pytest.mark.parametrize(
+    ("implementation", "chunk_size"), [("xla", 16), pytest.param("xla", 128, marks=thorough), ("staged", 16)]
+)
 def test_packed_without_states(implementation, chunk_size, gate):
     inputs = make_inputs(1, 147, 1, 2, 32, 48, gate=gate)
     o, state = chunk_gated_delta_rule(**inputs, cu_seqlens=PACKED, chunk_size=chunk_size, implementation=implementation)

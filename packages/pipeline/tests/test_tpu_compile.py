@@ -30,7 +30,7 @@ def chain(q, k, v, g, beta, cu_seqlens):
     )
 
 
-@pytest.mark.parametrize("N", [None, 3])
+@pytest.mark.parametrize("N", [pytest.param(None, marks=pytest.mark.thorough), 3])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_chain_and_gradient_compile(chip, N):
     def loss(tensors, cu_seqlens):

@@ -23,6 +23,9 @@ from chunkwise.shared.testing import (
 CU_SEQLENS = jnp.array([0, 1, 30, 30, 65], jnp.int32)
 # Under a transform the arithmetic is the same; only the order of some sums may differ.
 SAME = 1e-6
+thorough = pytest.mark.thorough
+# What the packages test of "fused", and of plain JAX, is done here for the chain of stages.
+staged_first = pytest.mark.parametrize("implementation", [pytest.param("xla", marks=thorough), "staged"])
 
 
 @functools.cache
@@ -39,7 +42,8 @@ def gradients(implementation, packed, states, normalise):
     return jax.jit(jax.grad(loss))
 
 
-@pytest.mark.parametrize("case", ["fixed", "packed", "stream", "l2norm"])
+# The norm stands before what "fixed" runs without it.
+@pytest.mark.parametrize("case", [pytest.param("fixed", marks=thorough), "packed", "stream", "l2norm"])
 @pytest.mark.parametrize(
     ("implementation", "gate"),
     [
@@ -70,7 +74,7 @@ def test_gradients(implementation, gate, case):
         assert_close(f"d{name}", grad, expected[name], GRADIENT_TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("implementation", ["xla", "staged"])
+@staged_first
 def test_gradients_with_repeated_keys(implementation):
     do = np.random.default_rng(1).standard_normal((1, 150, 1, 16))
     loss = lambda x: jnp.sum(chunk_gated_delta_rule(**x, implementation=implementation)[0] * do)
@@ -83,7 +87,7 @@ def test_gradients_with_repeated_keys(implementation):
             assert_close(f"d{name}", grad, expected[name], GRADIENT_TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("implementation", ["xla", "staged"])
+@staged_first
 def test_gradients_in_bfloat16(implementation):
     inputs = make_inputs(1, 150, 1, 2, 32, 48, gate="logsigmoid/10", dtype=jnp.bfloat16, num_states=1)
     do = np.random.default_rng(1).standard_normal(inputs["v"].shape)
@@ -97,7 +101,7 @@ def test_gradients_in_bfloat16(implementation):
         assert_close(f"d{name}", grad, expected[name], tolerance(f"d{name}", "bfloat16"))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "staged"])
+@staged_first
 def test_gradient_of_a_traced_scale(implementation):
     inputs = make_inputs(1, 20, 1, 1, 16, 16)
 
@@ -111,6 +115,7 @@ def test_gradient_of_a_traced_scale(implementation):
     assert_close("dscale", slope, value, TOLERANCE["float32"])
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("implementation", "states"), [("xla", False), ("xla", True), ("staged", True)])
 def test_new_boundaries_do_not_retrace(implementation, states):
     inputs = make_inputs(1, 64, 1, 1, 16, 16)
@@ -131,7 +136,7 @@ def test_new_boundaries_do_not_retrace(implementation, states):
     assert_close("o", o, expected, TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("implementation", ["xla", "staged"])
+@staged_first
 def test_vmap(implementation):
     inputs = make_inputs(4, 20, 1, 2, 16, 16, num_states=4)
     rows = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), inputs)
@@ -144,6 +149,7 @@ def test_vmap(implementation):
         assert_close("vmap", got.reshape(expected.shape), expected, SAME)
 
 
+@pytest.mark.interpreted
 def test_forward_mode():
     inputs = make_inputs(1, 40, 1, 2, 16, 16)
     rng = np.random.default_rng(1)
@@ -158,6 +164,7 @@ def test_forward_mode():
     assert_close("derivative", forward, reverse, TOLERANCE["float32"])
 
 
+@thorough
 def test_remat():
     inputs = make_inputs(1, 70, 1, 1, 16, 16)
 
@@ -179,6 +186,7 @@ def test_eval_shape(implementation):
     assert (state.shape, state.dtype) == ((1, 2, 16, 24), jnp.float32)
 
 
+@pytest.mark.interpreted
 def test_export():
     inputs = make_inputs(1, 70, 1, 1, 16, 16)
     run = jax.jit(lambda x: chunk_gated_delta_rule(**x, implementation="xla")[0])
@@ -194,7 +202,8 @@ def test_staged_exports_its_kernels_for_tpu():
         assert kernel in text
 
 
-@pytest.mark.parametrize("implementation", ["xla", "staged"])
+@pytest.mark.interpreted
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("staged", marks=thorough)])
 def test_shard_map(implementation):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     inputs = make_inputs(2, 20, 1, 1, 16, 16)

@@ -12,6 +12,7 @@ from chunkwise.shared.testing import Case, error, make_inputs, stage_oracle, tex
 from chunkwise.solve_tril import Config, solve_tril
 from chunkwise.solve_tril.tile import solve_tile
 
+pytestmark = pytest.mark.interpreted
 # Compiled once for every size. Operands of 16 bits are three passes of a matrix unit where full precision takes six.
 AT_FULL_PRECISION, AT_16_BITS = jax.jit(solve_tile), jax.jit(lambda A: unit_lower_inverse(A, 2))
 
@@ -25,7 +26,7 @@ def repeated_keys(C, beta):
 
 
 @pytest.mark.parametrize("beta", [1.0, 1.9])
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [pytest.param(64, marks=pytest.mark.thorough), 128])
 def test_full_precision_is_needed_and_suffices(size, beta):
     A, expected = repeated_keys(size, beta)
     full = error(AT_FULL_PRECISION(A), expected)

@@ -9,8 +9,11 @@ from chunkwise.solve_tril import solve_tril
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
 
 
+# To the inverse only the size of a chunk and the packing matter.
 @both
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.thorough if case.repeats else []) for case in CASES], ids=str
+)
 def test_definition(case, implementation):
     A = case.arguments()["A"]
     A_inv = solve_tril(A, case.cu_seqlens, implementation=implementation)

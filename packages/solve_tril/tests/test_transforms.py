@@ -23,14 +23,25 @@ def matrices(**sizes):
     return Case(**dict(T=20, K=3, chunk_size=16) | sizes).arguments()["A"]
 
 
+@pytest.mark.interpreted
 @both
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transform(transform, implementation):
     assert_transform(transform, functools.partial(solve_tril, implementation=implementation), (matrices(B=2),))
 
 
-@pytest.mark.parametrize("sizes", [{}, dict(lengths=(1, 0, 17)), dict(T=32, chunk_size=32)], ids=str)
-@both
+SIZES = ({}, dict(lengths=(1, 0, 17)), dict(T=32, chunk_size=32))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "sizes"),
+    [
+        *(("pallas", sizes) for sizes in SIZES),
+        ("xla", SIZES[1]),
+        *(pytest.param("xla", sizes, marks=pytest.mark.thorough) for sizes in (SIZES[0], SIZES[2])),
+    ],
+    ids=str,
+)
 def test_gradients(sizes, implementation):
     cut = dict(cu_seqlens=boundaries(*sizes["lengths"]) if "lengths" in sizes else None)
     run = functools.partial(solve_tril, implementation=implementation, **cut)
@@ -38,6 +49,7 @@ def test_gradients(sizes, implementation):
     assert_gradients(run, functools.partial(stage_oracle.inverse, **cut), dict(A=A))
 
 
+@pytest.mark.interpreted
 @both
 def test_boundaries_are_traced(implementation):
     A = matrices()

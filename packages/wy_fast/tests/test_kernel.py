@@ -11,6 +11,7 @@ from chunkwise.shared.testing import STAGE_TOLERANCE, Case, assert_close, text_f
 from chunkwise.wy_fast import Config, recompute_w_u
 from chunkwise.wy_fast.tile import wy_tile
 
+pytestmark = pytest.mark.interpreted
 NAMES = ("k", "v", "beta", "A_inv", "g_cum")
 
 

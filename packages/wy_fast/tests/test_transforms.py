@@ -28,6 +28,7 @@ def arguments(**sizes):
     return {name: x[name] for name in NAMES}
 
 
+@pytest.mark.interpreted
 @both
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transform(transform, implementation):
@@ -35,14 +36,22 @@ def test_transform(transform, implementation):
     assert_transform(transform, run, tuple(arguments(B=2).values()))
 
 
-@pytest.mark.parametrize("lengths", [None, (1, 0, 15)], ids=["fixed", "packed"])
-@both
+@pytest.mark.parametrize(
+    ("implementation", "lengths"),
+    [
+        pytest.param("xla", None, id="xla-fixed", marks=pytest.mark.thorough),
+        pytest.param("xla", (1, 0, 15), id="xla-packed"),
+        pytest.param("pallas", None, id="pallas-fixed"),
+        pytest.param("pallas", (1, 0, 15), id="pallas-packed"),
+    ],
+)
 def test_gradients(lengths, implementation):
     cut = dict(cu_seqlens=None if lengths is None else boundaries(*lengths))
     run = functools.partial(recompute_w_u, implementation=implementation, **cut)
     assert_gradients(run, functools.partial(stage_oracle.w_u, **cut), arguments(T=17, HV=1, V=1))
 
 
+@pytest.mark.interpreted
 @both
 def test_boundaries_are_traced(implementation):
     x = tuple(arguments().values())

@@ -46,10 +46,6 @@ def main(argv: list[str] | None = None) -> int:
 def run_check(options: argparse.Namespace, console: Console) -> int:
     """Check the kernels and print a line for each as it is ready."""
     started = time.perf_counter()
-    try:
-        jax.local_devices(backend="cpu")
-    except RuntimeError:
-        raise SystemExit("The float64 reference runs on the CPU: add it to JAX_PLATFORMS, as in tpu,cpu.") from None
     checks = [x for x in check.plan(options.interpret, options.quick) if options.kernel in x.kernel.name]
     if not checks:
         raise SystemExit(f"`--kernel` must be part of the name of a kernel; got {options.kernel!r}.")

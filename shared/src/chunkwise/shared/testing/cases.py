@@ -1,6 +1,7 @@
 """Batches to run a stage on, with every intermediate result of the gated delta rule."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ class Case:
       dtype: type of q, k, v and beta.
       gate: one of GATES.
       lengths: lengths of the sequences of a packed batch; the tokens after them, up to T, are padding.
+      repeats: in plain JAX it shows nothing that the other cases do not; such a test is a thorough one.
     """
 
     B: int = 1
@@ -32,6 +34,7 @@ class Case:
     dtype: str = "float32"
     gate: str = "logsigmoid"
     lengths: tuple[int, ...] | None = None
+    repeats: bool = False
 
     def __str__(self):
         """Name the case by its sizes."""
@@ -49,16 +52,7 @@ class Case:
 
         Tokens past the last sequence are NaN: no stage may read them.
         """
-        N = self.B if self.lengths is None else len(self.lengths)
-        sizes = (self.B, self.T, self.H, self.HV, self.K, self.V)
-        x = make_inputs(*sizes, dtype=jnp.dtype(self.dtype), gate=self.gate, num_states=N)
-        results = stage_oracle.chain(**x, chunk_size=self.chunk_size, cu_seqlens=self.cu_seqlens)
-        x |= {name: value.astype(np.float32) for name, value in results.items()}
-        if self.lengths is not None:
-            for name in x.keys() - {"h", "initial_state", "final_state"}:
-                x[name] = np.array(x[name])
-                x[name][:, sum(self.lengths) :] = np.nan
-        return {name: jnp.asarray(value) for name, value in x.items()}
+        return dict(_arguments(self))
 
     def finite_arguments(self, *names: str) -> dict[str, jax.Array]:
         """Return some of the arguments with zeros in the padding; `gk_cum` are the `channel_gates`."""
@@ -81,22 +75,37 @@ class Case:
         return assert_close(name, x, ref, tolerance)
 
 
+@functools.cache
+def _arguments(case: Case) -> dict[str, jax.Array]:
+    """Return what `Case.arguments` documents: many tests run on the same cases."""
+    N = case.B if case.lengths is None else len(case.lengths)
+    sizes = (case.B, case.T, case.H, case.HV, case.K, case.V)
+    x = make_inputs(*sizes, dtype=jnp.dtype(case.dtype), gate=case.gate, num_states=N)
+    results = stage_oracle.chain(**x, chunk_size=case.chunk_size, cu_seqlens=case.cu_seqlens)
+    x |= {name: value.astype(np.float32) for name, value in results.items()}
+    if case.lengths is not None:
+        for name in x.keys() - {"h", "initial_state", "final_state"}:
+            x[name] = np.array(x[name])
+            x[name][:, sum(case.lengths) :] = np.nan
+    return {name: jnp.asarray(value) for name, value in x.items()}
+
+
 # Few, because interpreted kernels are slow; together they hold every chunk size, gate, type and kind of tail, head
 # dimensions from 1 to 256, grouped heads, and empty sequences everywhere in a packed batch.
 CASES = (
-    Case(T=1, K=64, V=128),
+    Case(T=1, K=64, V=128, repeats=True),
     Case(B=2, T=37, HV=2, K=60, V=100, gate="spikes"),
-    Case(T=70, H=2, HV=2, K=1, V=60, chunk_size=32, gate="strong"),
-    Case(T=64, HV=3, K=128, V=256, chunk_size=32, dtype="bfloat16", gate="logsigmoid*10"),
-    Case(T=130, K=100, V=1, chunk_size=128, gate="logsigmoid/10"),
+    Case(T=70, H=2, HV=2, K=1, V=60, chunk_size=32, gate="strong", repeats=True),
+    Case(T=64, HV=3, K=128, V=256, chunk_size=32, dtype="bfloat16", gate="logsigmoid*10", repeats=True),
+    Case(T=130, K=100, V=1, chunk_size=128, gate="logsigmoid/10", repeats=True),
     Case(B=2, T=35, H=2, HV=4, K=256, V=64, chunk_size=16, dtype="bfloat16", gate="zero"),
     Case(T=100, HV=2, K=60, V=64, chunk_size=16, lengths=(1, 0, 17, 32, 0, 33, 3)),
-    Case(T=140, K=64, V=100, dtype="bfloat16", gate="logsigmoid*100", lengths=(0, 64, 65, 1, 0)),
+    Case(T=140, K=64, V=100, dtype="bfloat16", gate="logsigmoid*100", lengths=(0, 64, 65, 1, 0), repeats=True),
     Case(T=20, HV=2, K=128, V=60, chunk_size=128, gate="spikes", lengths=(0, 0, 3, 12, 0)),
 )
 
 # Two rows of a batch, and a pack with an empty sequence and padding: for tests of isolation.
 ISOLATION_CASES = (
-    Case(B=2, T=19, HV=2, K=4, V=3, chunk_size=16),
+    Case(B=2, T=19, HV=2, K=4, V=3, chunk_size=16, repeats=True),
     Case(T=30, HV=2, K=4, V=3, chunk_size=16, lengths=(5, 0, 18)),
 )

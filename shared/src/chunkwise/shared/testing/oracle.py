@@ -1,56 +1,93 @@
-"""The oracle: every operator as its token recurrence in float64, with gradients, on the host's CPU."""
+"""The oracle: every operator as its token recurrence in float64 numpy, with gradients, on the host's CPU."""
 
-import functools
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.operators.recurrence import recurrence
 from chunkwise.shared.testing.mixer_oracle import sequences
 
 
-def _arguments(x: dict, normalise: bool, xp):
-    """Return q, k, v, g, beta with a head per value head, q and k normalised, constant gates added; xp is a numpy."""
+def _arguments(x: dict, normalise: bool):
+    """Return q, k, v, g, beta with a head per value head, q and k normalised, constant gates added."""
     q, k = x["q"], x["k"]
     if normalise:
-        q, k = (y / xp.sqrt(xp.sum(y * y, axis=-1, keepdims=True) + 1e-6) for y in (q, k))
+        q, k = (y / _norm(y) for y in (q, k))
     HV = x["v"].shape[2]
-    q, k = (xp.repeat(y, HV // y.shape[2], axis=2) for y in (q, k))
+    q, k = (np.repeat(y, HV // y.shape[2], axis=2) for y in (q, k))
     g = x.get("g")
-    g = xp.zeros(x["v"].shape[:3]) if g is None else g
+    g = np.zeros(x["v"].shape[:3]) if g is None else g
     if x.get("g_gamma") is not None:
         constant = x["g_gamma"][None, None] * x["inside"]
         g = g + (constant[..., None] if g.ndim == 4 else constant)
     return q, k, x["v"], g, x.get("beta")
 
 
-def _forward(x: dict, scale: float, normalise: bool):
-    """Run the recurrence in numpy: nothing to compile, and no code in common with what it judges."""
-    q, k, v, g, beta = _arguments(x, normalise, np)
+def _norm(x):
+    return np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def _decay(g):
+    """Return e^g [B, T, HV, K or 1, 1], which multiplies states."""
+    return np.exp(g if g.ndim == 4 else g[..., None])[..., None]
+
+
+def _forward(x: dict, scale: float, normalise: bool, keep: bool = False):
+    """Run the recurrence in numpy: nothing to compile, and no code in common with what it judges.
+
+    Returns:
+      o, the final state, and the states before all tokens if they are to be kept.
+    """
+    q, k, v, g, beta = _arguments(x, normalise)
     B, T, HV, K = k.shape
     S = np.zeros((B, HV, K, v.shape[-1])) + x.get("initial_state", 0.0)
-    decay = np.exp(g if g.ndim == 4 else g[..., None])[..., None]
-    o = np.empty(v.shape)
+    decay, o, before = _decay(g), np.empty(v.shape), []
     for t in range(T):
+        before += [S] if keep else []
         S = decay[:, t] * S
         added = v[:, t]
         if beta is not None:
             added = beta[:, t, :, None] * (added - (k[:, t, :, None] @ S)[:, :, 0])
         S = S + k[:, t, :, :, None] * added[:, :, None]
         o[:, t] = scale * (q[:, t, :, None] @ S)[:, :, 0]
-    return o, S
+    return o, S, before
 
 
-@functools.partial(jax.jit, static_argnums=(4,))
-def _forward_and_gradients(x: dict, scale, do, dht, normalise: bool):
-    """Run the recurrence in JAX, with the gradients of sum(o * do) + sum(final_state * dht)."""
+def _backward(x: dict, scale: float, normalise: bool, before: list, do, dht) -> dict:
+    """Return the gradients of sum(o * do) + sum(final_state * dht), given the states before all tokens."""
+    q, k, v, g, beta = _arguments(x, normalise)
+    decay, dS = _decay(g), dht
+    dq, dk, dv, dg = (np.empty(y.shape) for y in (q, k, v, g))
+    dbeta = None if beta is None else np.empty(beta.shape)
+    column = lambda y: y[..., None]
+    for t in reversed(range(k.shape[1])):
+        q_t, k_t, do_t, S = column(q[:, t]), column(k[:, t]), column(do[:, t]), decay[:, t] * before[t]
+        error = column(v[:, t]) - (0.0 if beta is None else S.mT @ k_t)
+        rate = 1.0 if beta is None else beta[:, t, :, None, None]
+        after = S + k_t @ (rate * error).mT
+        dq[:, t] = scale * (after @ do_t)[..., 0]
+        dS = dS + scale * (q_t @ do_t.mT)
+        dadded = dS.mT @ k_t
+        dv[:, t] = (rate * dadded)[..., 0]
+        dk_t = dS @ (rate * error)
+        if beta is not None:
+            dbeta[:, t] = np.sum(dadded * error, axis=(-2, -1))
+            dk_t = dk_t - S @ (rate * dadded)
+            dS = dS - k_t @ (rate * dadded).mT
+        dk[:, t] = dk_t[..., 0]
+        dg[:, t] = np.sum(dS * S, axis=-1 if g.ndim == 4 else (-2, -1))
+        dS = decay[:, t] * dS
+    found = {name: _back_to_heads(dy, x[name], normalise) for name, dy in (("q", dq), ("k", dk))}
+    found |= dict(v=dv, g=dg, beta=dbeta, initial_state=dS)
+    if "g_gamma" in x:
+        found["g_gamma"] = np.einsum("bth,bti->h", dg if dg.ndim == 3 else dg.sum(axis=-1), x["inside"])
+    return {name: found[name] for name in x if name in found}
 
-    def run(x):
-        return recurrence(*_arguments(x, normalise, jnp), scale, x.get("initial_state"), jnp.float64)
 
-    (o, state), pullback = jax.vjp(run, x)
-    return o, state, pullback((do, dht))[0]
+def _back_to_heads(dy, x, normalise: bool):
+    """Return the gradient of x [B, T, H, K] given that of its normalised copies for all value heads."""
+    dy = dy.reshape(*x.shape[:3], -1, x.shape[3]).sum(axis=3)
+    if not normalise:
+        return dy
+    y = x / _norm(x)
+    return (dy - y * np.sum(dy * y, axis=-1, keepdims=True)) / _norm(x)
 
 
 def _sequences(x, cu_seqlens):
@@ -151,14 +188,11 @@ def reference(
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
     normalise = bool(use_qk_l2norm_in_kernel)
     if do is None and dht is None:
-        o, state = _forward(x, scale, normalise)
+        o, state, _ = _forward(x, scale, normalise)
         return paste(o), state
     do = np.zeros(x["v"].shape) if do is None else cut(np.asarray(do, np.float64))
     N, HV, K, V = x["v"].shape[0], x["v"].shape[2], k.shape[-1], x["v"].shape[-1]
     dht = np.zeros((N, HV, K, V)) if dht is None else np.asarray(dht, np.float64)
-    # Token by token and not compiled, it would take minutes.
-    cpu = jax.default_device(jax.local_devices(backend="cpu")[0])
-    with jax.enable_x64(True), jax.disable_jit(False), cpu:
-        o, state, grads = jax.tree.map(np.asarray, _forward_and_gradients(x, scale, do, dht, normalise))
-    grads = {name: paste(d) if name in _PER_TOKEN else d for name, d in grads.items() if name != "inside"}
-    return paste(o), state, grads
+    o, state, before = _forward(x, scale, normalise, keep=True)
+    grads = _backward(x, scale, normalise, before, do, dht)
+    return paste(o), state, {name: paste(d) if name in _PER_TOKEN else d for name, d in grads.items()}

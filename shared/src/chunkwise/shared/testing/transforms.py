@@ -32,8 +32,12 @@ def assert_transform(transform: str, fn, args) -> None:
         assert_close(transform, got, want, 1e-6)
 
 
-def assert_traced_once(fn, *batches: tuple) -> None:
-    """Fail unless jit(fn) serves all argument tuples with a single trace, equals fn, and calls nothing on the host."""
+def assert_traced_once(fn, *batches: tuple, expected=None, tolerance: float = 1e-6) -> None:
+    """Fail unless jit(fn) serves all argument tuples with a single trace and calls nothing on the host.
+
+    It must equal `expected`, a function of the same arguments, to a tolerance: fn itself by default, which is compiled
+    a second time for that.
+    """
     traces = []
 
     def counted(*args):
@@ -42,8 +46,9 @@ def assert_traced_once(fn, *batches: tuple) -> None:
 
     compiled = jax.jit(counted)
     for args in batches:
-        for want, got in zip(jax.tree.leaves(fn(*args)), jax.tree.leaves(compiled(*args)), strict=True):
-            assert_close("under jit", got, want, 1e-6)
+        wanted = jax.tree.leaves((expected or fn)(*args))
+        for want, got in zip(wanted, jax.tree.leaves(compiled(*args)), strict=True):
+            assert_close("under jit", got, want, tolerance)
     assert len(traces) == 1, f"traced {len(traces)} times"
     assert "callback" not in compiled.lower(*batches[0]).as_text()
 
