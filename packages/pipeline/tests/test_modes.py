@@ -3,8 +3,8 @@
 Interpreted kernels take seconds to compile, so this is a sample, and the packages test their own kernels in all modes:
 every implementation of every operator runs forward and backward in 64-bit mode or under the strict modes. The thorough
 tests run most in the other mode too. The strict modes are one program: no promotion of types or ranks, and no NaN
-anywhere. A pack with states goes through the most code, so it stands for all batches, but for rows of segments under
-a few. "staged" runs with gates per head in one mode and per channel in the other, since its stages do not know whose they
+anywhere. A pack with states goes through the most code, so it stands for all batches, but for rows of segments under a
+few. "staged" runs with gates per head in one mode and per channel in the other, since its stages do not know whose they
 are. Without jit, where every operation is a program of its own, one operator runs, and in the thorough tests one of
 every kind.
 """
