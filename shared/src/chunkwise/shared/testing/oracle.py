@@ -1,5 +1,7 @@
 """The oracle: every operator as its token recurrence in float64 numpy, with gradients, on the host's CPU."""
 
+from typing import Any
+
 import numpy as np
 
 from chunkwise.shared.testing.mixer_oracle import sequences
@@ -55,7 +57,7 @@ def _backward(x: dict, scale: float, normalise: bool, before: list, do, dht) -> 
     q, k, v, g, beta = _arguments(x, normalise)
     decay, dS = _decay(g), dht
     dq, dk, dv, dg = (np.empty(y.shape) for y in (q, k, v, g))
-    dbeta = None if beta is None else np.empty(beta.shape)
+    dbeta: Any = None if beta is None else np.empty(beta.shape)
     column = lambda y: y[..., None]
     for t in reversed(range(k.shape[1])):
         q_t, k_t, do_t, S = column(q[:, t]), column(k[:, t]), column(do[:, t]), decay[:, t] * before[t]
