@@ -122,7 +122,7 @@ def add_package_sessions(name: str) -> None:
     def solo(session):
         session.install(PACKAGES[name])
         listed = session.run("python", "-m", "pip", "list", "--format=freeze", silent=True)
-        installed = set(re.findall(r"^chunkwise[a-z-]+", listed, re.MULTILINE))
+        installed = set(re.findall(r"^chunkwise[a-z0-9-]+", listed, re.MULTILINE))
         expected = {METADATA[x]["name"] for x in needed(name)}
         if installed != expected:
             session.error(f"Installing {name} must bring {sorted(expected)}; got {sorted(installed)}.")
