@@ -37,12 +37,13 @@ def parse(arguments=None) -> argparse.Namespace:
     known = ["xla", "staged", "fused", "pallas", "mixed", "tokamax"]
     sizes.add_argument("--implementation", action="append", choices=known, help="may be repeated")
     timed = argparse.ArgumentParser(add_help=False)
-    add_cases(timed, CASES)
     timed.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     timed.add_argument("--repeats", type=int, default=7)
     one = commands.add_parser("time", parents=[sizes, timed, saved], help="operators on this machine, beside peers")
+    add_cases(one, CASES | MIXERS)
     one.add_argument("--devices", type=int, default=1, help="split heads over so many; a CPU is made into them")
     one = commands.add_parser("stages", parents=[sizes, timed, saved], help="the stages of the gated delta rule")
+    add_cases(one, CASES)
     one.add_argument("--stage", action="append", choices=[stage.name for stage in STAGES])
     one = commands.add_parser("tpu", parents=[sizes, saved], help="the TPU compiler's estimate; needs no TPU")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
@@ -56,7 +57,11 @@ def parse(arguments=None) -> argparse.Namespace:
     one = commands.add_parser("plot", help="a PNG of a saved result")
     one.add_argument("result", type=Path)
     one.add_argument("output", type=Path)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    mixers = sorted(MIXERS.keys() & set(getattr(options, "case", None) or ()))
+    if mixers and getattr(options, "devices", 1) > 1:
+        parser.error(f"`--devices` splits the heads of an operator; got {mixers[0]}.")
+    return options
 
 
 def add_cases(parser: argparse.ArgumentParser, cases: dict[str, Case]) -> None:

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from chunkwise.pipeline.check import operator_inputs
+from chunkwise.pipeline.check import operator_inputs, tolerance
 from chunkwise.pipeline.operators import OPERATORS, Operator
 from chunkwise.shared.kernels import token_owners
 from chunkwise.shared.operators import choose_chunk_size
+from chunkwise.shared.testing import reference
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,23 @@ class Case:
             name: jax.ShapeDtypeStruct((1, T, *tail), jnp.float32 if name == "g" else dtype)
             for name, tail in shapes.items()
         }
+
+    def part(self, x: dict, tokens: slice) -> dict:
+        """Return some tokens of the last key head with its value heads, of inputs, results or gradients by name.
+
+        Heads do not mix, nor do sequences: if the tokens are a whole one, they give what they give among the others.
+        """
+        heads = {"q": 1, "k": 1, "dq": 1, "dk": 1}
+        return {name: y[:, tokens, -heads.get(name, self.HV // self.H) :] for name, y in x.items()}
+
+    def expected(self, part: dict, do) -> dict[str, np.ndarray]:
+        """Return o in float64 of one sequence of such a part, and the gradients of its inputs if there is a do."""
+        o, _, *gradients = reference(**part, do=do)
+        return {"o": o} | ({f"d{name}": y for name, y in gradients[0].items()} if gradients else {})
+
+    def tolerance(self, name: str, dtype: str) -> float:
+        """Return the tolerance of a result, or of a gradient, whose name begins with d."""
+        return tolerance(name, dtype)
 
     def boundaries(self, T: int):
         """Return cu_seqlens int32 [sequences + 1], or None."""

@@ -12,11 +12,17 @@ from chunkwise.causal_conv1d import causal_conv1d
 from chunkwise.causal_conv1d.cost import cost as convolution_cost
 from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.norm_gated.cost import cost as norm_cost
+from chunkwise.shared.testing import law_reference, mixer_oracle, reference
 
 _WIDTH = 4
 # How a mixer is built, by the name of its implementation: that of the operator, and that of what is around it. "mixed"
 # is the operator's kernel with the convolution and the norm of XLA.
-_BUILT = {"fused": ("fused", "pallas"), "mixed": ("fused", "xla"), "xla": ("xla", "xla")}
+_BUILT = {
+    "fused": ("fused", "pallas"),
+    "staged": ("staged", "pallas"),
+    "mixed": ("fused", "xla"),
+    "xla": ("xla", "xla"),
+}
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,55 @@ class Mixer(Case):
             return {"o": rms_norm_gated(o, z, x["norm"], activation=self.activation, implementation=around)}
 
         return run
+
+    def part(self, x: dict, tokens: slice) -> dict:
+        """As for an operator; a gradient is cut like its input, and weights to those of these heads."""
+        group = self.HV // self.H
+        channels = {name: width // self.H for name, width in self._widths.items()}
+
+        def cut(name, y):
+            if name in ("o", "do"):
+                return y[:, tokens, -group:]
+            if name in channels:
+                return y[:, tokens, -channels[name] :]
+            if name == "norm":
+                return y
+            return y[-channels[name.removeprefix("conv_")] if name.startswith("conv_") else -group :]
+
+        return {name: cut(name if name in ("do", "dt_bias") else name.removeprefix("d"), y) for name, y in x.items()}
+
+    def expected(self, part: dict, do) -> dict[str, np.ndarray]:
+        """As for an operator, but for weights whose gradients are sums over other heads or other sequences too."""
+        x = {name: np.asarray(y, np.float64) for name, y in part.items()}
+        T, HV = x["v"].shape[1], self.HV // self.H
+        heads = {"q": (1, self.K), "k": (1, self.K), "v": (HV, self.V)}
+        tokens = {
+            name: mixer_oracle.causal_conv1d(x[name], x[f"conv_{name}"])[0].reshape(1, T, *size)
+            for name, size in heads.items()
+        }
+        gates = x["g"].reshape(1, T, HV, self.K) if self.table.per_channel else x["g"]
+        laws, pull = law_reference(gates, x["beta"], x["A_log"], x["dt_bias"])
+        run = lambda do: reference(**tokens, **laws, use_qk_l2norm_in_kernel=True, do=do)
+        o, z = run(None)[0], x["z"].reshape(1, T, HV, self.V)
+        y = mixer_oracle.rms_norm_gated(o, z, x["norm"], name=self.activation)
+        if do is None:
+            return {"o": y}
+        d_o, dz, _ = mixer_oracle.rms_norm_gated_gradients(o, z, x["norm"], do, name=self.activation)
+        gradients = run(d_o)[2]
+        found = pull(gradients["g"], gradients["beta"]) | {"z": dz}
+        for name in heads:
+            found[name], found[f"conv_{name}"] = mixer_oracle.causal_conv1d_gradients(
+                x[name], x[f"conv_{name}"], gradients[name].reshape(x[name].shape)
+            )
+        own = [name for name in found if name in self._widths or not self.sequences]
+        return {"o": y} | {f"d{name}": found[name].reshape(x[name].shape) for name in own}
+
+    def tolerance(self, name: str, dtype: str) -> float:
+        """As for an operator; in bfloat16 q, k, v and o are rounded on the way, and so are their gradients."""
+        if name.startswith("dconv"):
+            # The weights are bfloat16 whatever the tokens are.
+            dtype = "bfloat16"
+        return super().tolerance(name, dtype) * (4 if dtype == "bfloat16" else 1)
 
     def cost(self, T: int, dtype, backward: bool) -> tuple[int, int]:
         """Return flops and bytes of the operator, the convolution and the norm, each tensor moved once in each."""

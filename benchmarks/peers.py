@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.cases import Case
+from benchmarks.mixer import Mixer
 from benchmarks.timing import Run, compiled
 
 # The scan keeps a state per token for its backward; more than this is no comparison.
@@ -16,7 +17,9 @@ _SCAN_STATES = 2**31
 
 
 def available(case: Case, x: dict, cu_seqlens, do, devices: int) -> list[Run]:
-    """Return the peers that can run a case here; with do, forward and backward."""
+    """Return the peers that can run a case here; with do, forward and backward. Nobody else has a whole mixer."""
+    if isinstance(case, Mixer):
+        return []
     found = (
         _transformers(case, x, cu_seqlens, do),
         _scan(case, x, cu_seqlens, do, devices),

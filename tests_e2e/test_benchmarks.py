@@ -100,11 +100,79 @@ def test_cost_is_the_packages():
             assert 0 < one < both
 
 
-def test_no_ratio_without_correctness(run, monkeypatch):
-    from benchmarks import operators
+def small_mixer(operator, **options):
+    from benchmarks.mixer import Mixer
 
-    exact = operators.reference
-    monkeypatch.setattr(operators, "reference", lambda **x: (exact(**x)[0] + 1.0, None))
+    return Mixer(operator, **dict(H=1, HV=2, K=8, V=8, T=16) | options)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("implementation", ["xla", "mixed", "staged", "fused"])
+@pytest.mark.parametrize(("operator", "activation"), [("gated_delta_rule", "silu"), ("kda", "sigmoid")])
+def test_mixer(operator, activation, implementation):
+    mixer = small_mixer(operator, activation=activation)
+    x = mixer.inputs(mixer.T, jnp.float32)
+    o = jax.jit(mixer.function(implementation))(x, None)["o"]
+    assert_close("o", o, mixer.expected(x, None)["o"], TOLERANCE["float32"])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("operator", "implementation", "dtype", "sequences"),
+    [("gated_delta_rule", "fused", "float32", 0), ("kda", "xla", "float32", 2), ("kda", "xla", "bfloat16", 0)],
+)
+def test_time_of_a_mixer(run, operator, implementation, dtype, sequences, monkeypatch):
+    """Judged with gradients, those of the last of two key heads and the last sequence of a pack; there are no peers."""
+    from benchmarks.mixer import MIXERS
+
+    monkeypatch.setitem(MIXERS, "mixer", small_mixer(operator, H=2, HV=4, sequences=sequences))
+    arguments = ["--implementation", implementation, "--dtype", dtype, "--backward", "--repeats", "1"]
+    code, rows = run("time", "--case", "mixer", *arguments)
+    assert code == 0
+    assert [(row["implementation"], row["correct"]) for row in rows] == [(implementation, True)]
+
+
+@pytest.mark.interpreted
+def test_a_wrong_gradient_of_a_mixer_is_found(run, monkeypatch):
+    from benchmarks import mixer
+
+    right = mixer.mixer_oracle.causal_conv1d_gradients
+    monkeypatch.setattr(mixer.mixer_oracle, "causal_conv1d_gradients", lambda *x: (right(*x)[0], 1.1 * right(*x)[1]))
+    monkeypatch.setitem(mixer.MIXERS, "mixer", small_mixer("gated_delta_rule"))
+    code, rows = run("time", "--case", "mixer", "--backward", "--repeats", "1")
+    assert code == 1
+    assert rows[0]["error"] == pytest.approx(0.1 / 1.1, rel=0.1)
+
+
+def test_heads_of_a_mixer_are_not_split(benchmarks, capsys):
+    with pytest.raises(SystemExit):
+        benchmarks.parse(["time", "--case", "mixer-kimi-linear", "--devices", "2"])
+    assert "`--devices` splits the heads of an operator; got mixer-kimi-linear." in capsys.readouterr().err
+
+
+def test_the_cost_of_a_mixer_is_that_of_its_parts():
+    from benchmarks.cases import Case
+    from benchmarks.mixer import MIXERS
+
+    T, H, HV, K, V, W, size = 64, 1, 2, 8, 8, 4, 2
+    mixer, operator = small_mixer("gated_delta_rule"), Case("gated_delta_rule", H=H, HV=HV, K=K, V=V)
+    convolved, rows = T * (2 * H * K + HV * V), T * HV
+    for backward, times, moved, norm, moved_by_norm in ((False, 1, 2, 8, 3), (True, 1 + 3, 2 + 3, 8 + 20, 3 + 5)):
+        flops, bytes_moved = operator.cost(T, jnp.bfloat16, backward)
+        assert mixer.cost(T, jnp.bfloat16, backward) == (
+            flops + 2 * W * convolved * times + rows * V * norm,
+            bytes_moved + size * (convolved * moved + rows * V * moved_by_norm),
+        )
+    for mixer in MIXERS.values():
+        for one, both in zip(*(mixer.cost(256, jnp.bfloat16, way) for way in (False, True)), strict=True):
+            assert 0 < one < both
+
+
+def test_no_ratio_without_correctness(run, monkeypatch):
+    from benchmarks import cases
+
+    exact = cases.reference
+    monkeypatch.setattr(cases, "reference", lambda **x: (exact(**x)[0] + 1.0, None))
     code, rows = run("time", "--case", "packed", "--repeats", "1")
     assert code == 1
     assert not any(row["correct"] for row in rows)

@@ -186,7 +186,7 @@ def test_any_number_of_heads_a_step_gives_the_same():
         assert_close(name, x, whole[name], TOLERANCE["float32"])
 
 
-@both
+@pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "fused"])
 def test_traced_scale(implementation):
     inputs = inputs_of(1, 20, 1, 1, 16, 16)
     scale = jnp.float32(0.37)
@@ -258,7 +258,7 @@ def test_gate_lower_bound_changes_nothing(implementation, bound, g, dtype):
             np.testing.assert_array_equal(promised[name], x, err_msg=name)
 
 
-@both
+@pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "fused"])
 def test_gradients_of_repeated_keys_with_a_bound(implementation):
     inputs = inputs_of(*SIZES_64, repeat_key=True, num_states=1, normalise=False)
     compare_gradients(inputs, implementation=implementation, gate_lower_bound=-5.0, **OPTIONS_64)

@@ -29,14 +29,20 @@ def run(operator, x, cu_seqlens):
 
 # Every package tests the implementations that it has itself; the chains of stages are the pipeline's own. A chunk of a
 # stage holds one sequence, so states make no difference to the masks: one pack stands for both. Rows are what every
-# stage is tested on by itself; one chain stands for all.
+# stage is tested on by itself; one chain stands for all. The stages of kda are those of the others.
+DEFAULT = {
+    "pack with states": ("chunk_simple_gla", "chunk_gla", "chunk_gated_delta_rule"),
+    "rows": ("chunk_gla",),
+}
+
+
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("operator", "batch"),
     [
-        pytest.param(x, batch, marks=pytest.mark.thorough if batch == "rows" and x.name != "chunk_gla" else [])
+        pytest.param(x, batch, marks=[] if x.name in default else pytest.mark.thorough)
+        for batch, default in DEFAULT.items()
         for x in CHUNKED
-        for batch in ("pack with states", "rows")
     ],
     ids=lambda x: getattr(x, "name", x),
 )

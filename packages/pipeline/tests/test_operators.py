@@ -136,10 +136,9 @@ def test_recurrent(operator, implementation):
     assert_close("final_state", state, state_ref, TOLERANCE["float32"])
 
 
-# The package of kda has the same property of the other two.
-@pytest.mark.parametrize(
-    "implementation", [pytest.param("xla", marks=thorough), "staged", pytest.param("fused", marks=thorough)]
-)
+# The package of kda tests this of its own implementations.
+@thorough
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_equal_channels_reproduce_the_gated_delta_rule(implementation):
     inputs = inputs_of(OPERATORS["chunk_gated_delta_rule"])
     expected, _ = chunk_gated_delta_rule(**inputs, chunk_size=16, implementation="xla")

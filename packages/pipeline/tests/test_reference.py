@@ -39,10 +39,10 @@ def test_lengths_and_chunk_sizes(implementation, T, chunk_size):
     compare(make_inputs(2, T, 2, 2, 16, 16, num_states=2), implementation=implementation, chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize(
-    ("K", "V"), [pytest.param(1, 60, marks=thorough), (100, 1), pytest.param(256, 128, marks=thorough)]
-)
-@staged_first
+# The packages test their stages at such dimensions.
+@thorough
+@pytest.mark.parametrize(("K", "V"), [(1, 60), (100, 1), (256, 128)])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_head_dimensions(implementation, K, V):
     compare(make_inputs(1, 70, 1, 2, K, V, num_states=1), implementation=implementation)
 

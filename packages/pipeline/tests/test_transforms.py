@@ -74,7 +74,8 @@ def test_gradients(implementation, gate, case):
         assert_close(f"d{name}", grad, expected[name], GRADIENT_TOLERANCE["float32"])
 
 
-@staged_first
+@thorough
+@pytest.mark.parametrize("implementation", ["xla", "staged"])
 def test_gradients_with_repeated_keys(implementation):
     do = np.random.default_rng(1).standard_normal((1, 150, 1, 16))
     loss = lambda x: jnp.sum(chunk_gated_delta_rule(**x, implementation=implementation)[0] * do)
