@@ -7,7 +7,7 @@ import pytest
 
 from chunkwise.pipeline.check import operator_inputs
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
-from chunkwise.shared.testing import SEGMENT_IDS, assert_segments, assert_traced_once
+from chunkwise.shared.testing import SEGMENT_IDS, assert_segments, assert_traced_once, over_segments
 
 B, T = SEGMENT_IDS.shape
 named = functools.partial(pytest.mark.parametrize, "operator", CHUNKED, ids=lambda operator: operator.name)
@@ -20,13 +20,7 @@ def inputs_of(operator):
 @pytest.mark.interpreted
 @named()
 def test_staged(operator):
-    def run(x, segment_ids):
-        o, state = operator.function(
-            **x, output_final_state=True, segment_ids=segment_ids, chunk_size=16, implementation="staged"
-        )
-        return dict(o=o, final_state=state)
-
-    assert_segments(run, inputs_of(operator))
+    assert_segments(over_segments(operator.function, "staged"), inputs_of(operator))
 
 
 def test_new_ids_are_the_same_program():

@@ -17,7 +17,14 @@ from chunkwise.shared.testing.inputs import GATES, boundaries, make_gate, make_i
 from chunkwise.shared.testing.laws import law_reference, raw_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.poison import assert_isolated
-from chunkwise.shared.testing.segmented import SEGMENT_IDS, assert_segments, compile_segments, random_segment_ids
+from chunkwise.shared.testing.segmented import (
+    SEGMENT_IDS,
+    assert_random_segments,
+    assert_segments,
+    compile_segments,
+    over_segments,
+    segment_launches,
+)
 from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
 
 __all__ = [
@@ -34,6 +41,7 @@ __all__ = [
     "assert_close",
     "assert_gradients",
     "assert_isolated",
+    "assert_random_segments",
     "assert_segments",
     "assert_traced_once",
     "assert_transform",
@@ -45,9 +53,10 @@ __all__ = [
     "make_gate",
     "make_inputs",
     "numeric_gradients",
-    "random_segment_ids",
+    "over_segments",
     "raw_inputs",
     "reference",
+    "segment_launches",
     "spec",
     "spoil_padding",
     "text_for_tpu",

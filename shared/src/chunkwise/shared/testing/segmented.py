@@ -1,5 +1,6 @@
 """Rows of segments: a hard batch of them, and the comparison of an operator with the float64 recurrence on it."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -15,6 +16,7 @@ from chunkwise.shared.testing.compare import (
 )
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import compile_for
+from chunkwise.shared.testing.transforms import text_for_tpu
 
 # Padding before, between and after segments, and between two of one id; a segment of one token; one that ends with a
 # chunk of 16; an ordinary row; a row of padding.
@@ -28,13 +30,50 @@ SEGMENT_IDS = np.array(
 )
 
 
-def random_segment_ids(seed: int, shape: tuple[int, int] = SEGMENT_IDS.shape) -> np.ndarray:
+def random_segment_ids(seed: int, shape: tuple[int, int]) -> np.ndarray:
     """Return random ids [B, T]: runs of 1 to 20 tokens, of which every fourth is padding."""
     rng, rows = np.random.default_rng(seed), []
     for _ in range(shape[0]):
         lengths = rng.integers(1, 20, shape[1])
         rows.append(np.repeat(rng.integers(-1, 3, shape[1]), lengths)[: shape[1]])
     return np.stack(rows).astype(np.int32)
+
+
+@functools.cache
+def over_segments(operator: Callable, implementation: str, states: bool = True) -> Callable[[dict, jax.Array], dict]:
+    """Return a function of inputs by name and segment ids to o and, with `states`, final_state by name.
+
+    It is the same one every time, so that what tests share of it is compiled once.
+    """
+
+    def run(x, segment_ids):
+        o, state = operator(
+            **x, output_final_state=states, segment_ids=segment_ids, chunk_size=16, implementation=implementation
+        )
+        return dict(o=o, final_state=state) if states else dict(o=o)
+
+    return run
+
+
+def assert_random_segments(fn: Callable[[dict, jax.Array], dict], x: dict[str, jax.Array], seed: int) -> None:
+    """Fail unless o and final_state are those of the recurrence, for random ids."""
+    B, T = x["v"].shape[:2]
+    ids = random_segment_ids(seed, (B, T))
+    got = _jitted(fn)(x, jnp.asarray(ids))
+    for name, want in zip(("o", "final_state"), reference(**x, segment_ids=ids), strict=True):
+        assert_close(name, got[name], want, TOLERANCE["float32"])
+
+
+_jitted = functools.cache(jax.jit)
+
+
+def segment_launches(fn: Callable[[dict, jax.Array], dict], x: dict[str, jax.Array]) -> tuple[int, int]:
+    """Return how many kernels are launched for a TPU: for the results, and for results and gradients."""
+    ids = jnp.zeros(x["v"].shape[:2], jnp.int32)
+    cotangents = jax.tree.map(lambda y: jnp.ones(y.shape, y.dtype), jax.eval_shape(fn, x, ids))
+    gradients = lambda x: with_gradients(fn)(x, ids, cotangents)
+    forward, both = (text_for_tpu(f, x).count("tpu_custom_call") for f in (lambda x: fn(x, ids), gradients))
+    return forward, both
 
 
 def assert_segments(
