@@ -96,7 +96,7 @@ def compare_gradients(inputs, final_state=True, **options):
     return dict(o=o, **{f"d{name}": gradient for name, gradient in gradients.items()})
 
 
-@types
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("gate", GATES)
 @both
 def test_gates(implementation, gate, dtype):
@@ -258,7 +258,8 @@ def test_gate_lower_bound_changes_nothing(implementation, bound, g, dtype):
             np.testing.assert_array_equal(promised[name], x, err_msg=name)
 
 
-@pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "fused"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
 def test_gradients_of_repeated_keys_with_a_bound(implementation):
     inputs = inputs_of(*SIZES_64, repeat_key=True, num_states=1, normalise=False)
     compare_gradients(inputs, implementation=implementation, gate_lower_bound=-5.0, **OPTIONS_64)
