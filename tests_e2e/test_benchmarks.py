@@ -107,8 +107,15 @@ def small_mixer(operator, **options):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("implementation", ["xla", "mixed", "staged", "fused"])
-@pytest.mark.parametrize(("operator", "activation"), [("gated_delta_rule", "silu"), ("kda", "sigmoid")])
+@pytest.mark.parametrize(
+    ("operator", "activation", "implementation"),
+    [
+        *(("gated_delta_rule", "silu", x) for x in ("xla", "mixed", "fused")),
+        ("kda", "sigmoid", "fused"),
+        pytest.param("gated_delta_rule", "silu", "staged", marks=pytest.mark.thorough),
+        *(pytest.param("kda", "sigmoid", x, marks=pytest.mark.thorough) for x in ("xla", "mixed", "staged")),
+    ],
+)
 def test_mixer(operator, activation, implementation):
     mixer = small_mixer(operator, activation=activation)
     x = mixer.inputs(mixer.T, jnp.float32)
@@ -119,7 +126,11 @@ def test_mixer(operator, activation, implementation):
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("operator", "implementation", "dtype", "sequences"),
-    [("gated_delta_rule", "fused", "float32", 0), ("kda", "xla", "float32", 2), ("kda", "xla", "bfloat16", 0)],
+    [
+        ("gated_delta_rule", "xla", "float32", 2),
+        pytest.param("gated_delta_rule", "fused", "float32", 0, marks=pytest.mark.thorough),
+        pytest.param("kda", "xla", "bfloat16", 0, marks=pytest.mark.thorough),
+    ],
 )
 def test_time_of_a_mixer(run, operator, implementation, dtype, sequences, monkeypatch):
     """Judged with gradients, those of the last of two key heads and the last sequence of a pack; there are no peers."""
