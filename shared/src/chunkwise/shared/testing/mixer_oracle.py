@@ -78,7 +78,9 @@ def causal_conv1d_gradients(x, weight, dy, *, name: str | None = "silu") -> tupl
     x, weight, dy = (np.asarray(y, np.float64) for y in (x, weight, dy))
     T, W = x.shape[1], weight.shape[1]
     seen = np.pad(x, [(0, 0), (W - 1, 0), (0, 0)])
-    before = sum(weight[:, i] * seen[:, i : i + T] for i in range(W))
+    before = np.zeros(x.shape)
+    for i in range(W):
+        before += weight[:, i] * seen[:, i : i + T]
     slope = dy * activation_slope(before, name)
     d_seen, d_weight = np.zeros(seen.shape), np.zeros(weight.shape)
     for i in range(W):

@@ -53,7 +53,7 @@ def _backward(x: dict, scale: float, normalise: bool, before: list, do, dht) -> 
     q, k, v, g, beta = _arguments(x, normalise)
     decay, dS = _decay(g), dht
     dq, dk, dv, dg = (np.empty(y.shape) for y in (q, k, v, g))
-    dbeta = None if beta is None else np.empty(beta.shape)
+    dbeta = np.empty(v.shape[:3])
     column = lambda y: y[..., None]
     for t in reversed(range(k.shape[1])):
         q_t, k_t, do_t, S = column(q[:, t]), column(k[:, t]), column(do[:, t]), decay[:, t] * before[t]
