@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkwise.shared.kernels import coded_owners, find_segments, valid_tokens
+from chunkwise.shared.kernels import coded_owners, find_segments, runs, valid_tokens
 from chunkwise.shared.operators import Arguments, recurrence, run_segments, spoilt_segments
 from chunkwise.shared.testing import SEGMENT_IDS, assert_segments, boundaries, make_inputs, reference
 
@@ -19,6 +19,12 @@ def test_a_segment_begins_where_the_id_changes():
     np.testing.assert_array_equal(segments.owner, [[0, 0, 0, 0, 1, 1, 1, 2], [0, 0, 1, 2, 2, 2, 2, 2]])
     np.testing.assert_array_equal(segments.valid, ids >= 0)
     assert np.argwhere(segments.begins).tolist() == [[0, 4], [0, 7], [1, 2], [1, 3]]
+
+
+def test_runs_of_equal_ids():
+    start, final = runs(jnp.asarray([[3, 3, 1, 3, 3], [0, 0, 0, 0, 0]], jnp.int32))
+    np.testing.assert_array_equal(start, [[0, 0, 2, 3, 3], [0] * 5])
+    np.testing.assert_array_equal(final, [[1, 1, 2, 4, 4], [4] * 5])
 
 
 def test_owners_mark_padding_by_their_complement():

@@ -4,9 +4,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from chunkwise.shared.kernels import token_owners
+from chunkwise.shared.kernels import runs, token_owners
 
 
 class Sequences(NamedTuple):
@@ -31,13 +30,7 @@ class Sequences(NamedTuple):
 
 def _by_ids(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (age, left) of tokens: a sequence ends where the id [B, T] changes; ids below 0 are padding."""
-    T = ids.shape[1]
-    token = jnp.arange(T, dtype=jnp.int32)[None]
-    change = ids[:, 1:] != ids[:, :-1]
-    first = jnp.pad(change, ((0, 0), (1, 0)), constant_values=True)
-    last = jnp.pad(change, ((0, 0), (0, 1)), constant_values=True)
-    start = lax.cummax(jnp.where(first, token, jnp.int32(0)), axis=1)
-    final = lax.cummin(jnp.where(last, token, jnp.int32(T)), axis=1, reverse=True)
+    token, (start, final) = jnp.arange(ids.shape[1], dtype=jnp.int32)[None], runs(ids)
     hidden = lambda x: jnp.where(ids < 0, jnp.int32(-1), x)
     return hidden(token - start), hidden(final - token)
 

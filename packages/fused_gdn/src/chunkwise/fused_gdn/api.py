@@ -154,14 +154,8 @@ def chunk(
     check_initial_state(x.initial_state, (x.num_states, HV, K, V))
     slower = "staged" if "staged" in others else "xla"
     known = {"fused": functools.partial(_fused, config=config), "xla": _xla, **others}
-    return run_chunked(
-        x,
-        options,
-        implementation,
-        known,
-        on_tpu="fused" if max(K, V) <= MOST_CHANNELS else slower,
-        segmented=("fused",),
-    )
+    on_tpu = "fused" if max(K, V) <= MOST_CHANNELS else slower
+    return run_chunked(x, options, implementation, known, on_tpu, segmented=("fused",))
 
 
 @functools.partial(jax.jit, static_argnums=1)

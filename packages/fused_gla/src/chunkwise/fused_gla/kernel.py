@@ -23,6 +23,7 @@ from chunkwise.fused_gla.config import Config
 from chunkwise.fused_gla.cost import cost
 from chunkwise.shared.compat import out_struct
 from chunkwise.shared.kernels import (
+    SequenceMasks,
     chunk_owners,
     clear,
     clip_gate,
@@ -320,19 +321,19 @@ class Place:
             self.before, self.last = (table[at.in_tables(s, i)] for table in (refs.before, refs.last))
         if masked:
             owner = refs.owner[i][None]  # [1, 1, C]
-            self.found = self._quarantine(owner, tiles, states)
-            owner = jnp.where(self.found > 0.0, jnp.minimum(owner, ~owner), owner)
-            self.masks = sequence_masks(owner[0], s.C, self.before, self.last)
-            self.own, self.own_row = self.masks.code >= 0, owner >= 0
+            masks = sequence_masks(owner[0], s.C, self.before, self.last)
+            found = self._quarantine(masks, tiles, states)  # [1, C, 1]
+            self.found = to_row(found)  # [1, 1, C]
+            self.masks = masks._replace(code=as_padding(masks.code, found))
+            self.own, self.own_row = self.masks.code >= 0, as_padding(owner, self.found) >= 0
         elif masked is None and s.T % s.C:
             left = jnp.int32(s.T) - self.index * jnp.int32(s.C)
             self.own = lax.broadcasted_iota(jnp.int32, (1, s.C, 1), 1) < left
             self.own_row = lax.broadcasted_iota(jnp.int32, (1, 1, s.C), 2) < left
 
-    def _quarantine(self, owner: jax.Array, tiles, states) -> jax.Array:
-        """Return the tokens of spoilt sequences, with the padding that counts to them, as a row float32 [1, 1, C]."""
+    def _quarantine(self, masks: SequenceMasks, tiles, states) -> jax.Array:
+        """Return the tokens of spoilt sequences, with the padding that counts to them, float32 [1, C, 1]."""
         s, refs = self.s, self.refs
-        masks = sequence_masks(owner[0], s.C, self.before, self.last)
         found = rows_not_finite(*(load_heads(getattr(refs, name), D, at=self.at) for name, D in tiles))  # [1, C, 1]
         if refs.g is not None and s.per_channel:
             gates = clip_gate(load_heads(refs.g, s.K, at=self.at))  # [heads, C, K]
@@ -346,7 +347,7 @@ class Place:
             bad = not_finite(ref[...])  # [1, 1, 1]
             found = jnp.maximum(found, jnp.where(touched, bad, 0.0))
             pl.when(jnp.max(bad) > 0.0)(functools.partial(clear, ref))
-        return to_row(whole_sequences(found, masks.same))
+        return whole_sequences(found, masks.same)
 
     def spoil_tokens(self, *refs) -> None:
         """Store NaN in the tokens of spoilt sequences, in blocks of tokens or of rows per head; None is passed over."""
@@ -420,6 +421,11 @@ class Place:
     def ends(self, n) -> jax.Array:
         """Return whether sequence n ends in the chunk or before."""
         return self.refs.bounds[n + 1] <= (self.index + 1) * jnp.int32(self.s.C)
+
+
+def as_padding(code: jax.Array, found: jax.Array) -> jax.Array:
+    """Return `coded_owners` with the tokens that are found, 1 and 0 of the same shape, marked as padding."""
+    return jnp.where(found > 0.0, jnp.minimum(code, ~code), code)
 
 
 def _select(mask: jax.Array | None, x: jax.Array) -> jax.Array:

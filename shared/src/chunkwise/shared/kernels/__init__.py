@@ -11,6 +11,7 @@ from chunkwise.shared.kernels.chunks import (
     select_tokens,
     stream_masks,
     token_owners,
+    valid_tokens,
     zero_padding,
 )
 from chunkwise.shared.kernels.config import HeadConfig, choose_heads
@@ -82,7 +83,7 @@ from chunkwise.shared.kernels.quarantine import (
     whole_sequences,
 )
 from chunkwise.shared.kernels.schedule import stagger
-from chunkwise.shared.kernels.segments import coded_owners, find_segments, valid_tokens
+from chunkwise.shared.kernels.segments import coded_owners, find_segments, runs
 from chunkwise.shared.kernels.tiles import (
     LOG2_E,
     clip_gate,
@@ -172,6 +173,7 @@ __all__ = [
     "row_index",
     "rows",
     "rows_not_finite",
+    "runs",
     "scaled",
     "select_tokens",
     "sequence_masks",

@@ -37,11 +37,17 @@ def select_tokens(tokens: jax.Array, x: jax.Array, others: float = 0.0) -> jax.A
     return jnp.where(tokens.reshape(-1, x.shape[1], *(1,) * (x.ndim - 2)), x, jnp.full((), others, x.dtype))
 
 
+def valid_tokens(cu_seqlens: jax.Array | None, segment_ids: jax.Array | None, T: int) -> jax.Array | None:
+    """Return which tokens are not padding, bool [1, T] or [B, T]; None if none is."""
+    if segment_ids is not None:
+        return segment_ids >= 0
+    return None if cu_seqlens is None else (jnp.arange(T, dtype=jnp.int32) < cu_seqlens[-1])[None]
+
+
 def zero_padding(x: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
     """Return tokens x [B, T, ...] with zeros for those of no sequence, whatever they held; x itself if not packed."""
-    if cu_seqlens is None:
-        return x
-    return select_tokens(jnp.arange(x.shape[1], dtype=jnp.int32) < cu_seqlens[-1], x)
+    valid = valid_tokens(cu_seqlens, None, x.shape[1])
+    return x if valid is None else select_tokens(valid, x)
 
 
 def _owner_of(index: jax.Array, ends: jax.Array) -> jax.Array:

@@ -93,38 +93,16 @@ def make_steps(
     NT = num_chunks(T, C)
     if cu_seqlens is not None and with_states:
         p = pieces(T, C, cu_seqlens)
-        rows = (
-            p.sequence,
-            p.first,
-            p.last,
-            p.chunk,
-            p.begin,
-            p.end,
-            p.opens,
-            p.closes,
-            p.sequence,
-            p.sequence,
-            0 * p.chunk,
-        )
+        # The fields of `Pieces` are the first rows of the table.
+        rows = (*p, p.sequence, p.sequence, jnp.zeros_like(p.chunk))
         return Steps(jnp.stack([x.astype(jnp.int32) for x in rows]), None)
     chunks = Chunking(B, T, C)
     ones, chunk = jnp.ones(B * NT, jnp.int32), jnp.tile(jnp.arange(NT, dtype=jnp.int32), B)
-    before, final, owner, mixed = chunks.sequence, chunks.sequence, None, 0 * ones
+    zeros = jnp.zeros_like(ones)
+    owner, mixing = None, (chunks.sequence, chunks.sequence, zeros)
     if cu_seqlens is not None or segment_ids is not None:
-        owner, before, final, mixed = chunk_owners(T, C, cu_seqlens, segment_ids)
-    rows = (
-        chunks.sequence,
-        chunks.first,
-        chunks.last,
-        chunk,
-        0 * ones,
-        chunks.length,
-        ones,
-        ones,
-        before,
-        final,
-        mixed,
-    )
+        owner, *mixing = chunk_owners(T, C, cu_seqlens, segment_ids)
+    rows = (chunks.sequence, chunks.first, chunks.last, chunk, zeros, chunks.length, ones, ones, *mixing)
     return Steps(jnp.stack([x.astype(jnp.int32) for x in rows]), owner)
 
 

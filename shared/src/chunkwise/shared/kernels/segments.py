@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from chunkwise.shared.kernels.chunks import token_owners
 
@@ -25,6 +26,16 @@ class Segments(NamedTuple):
     owner: jax.Array
     valid: jax.Array
     begins: jax.Array
+
+
+def runs(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return int32 [B, T], the first and the last token of the run of equal ids [B, T] that every token is in."""
+    T, token = ids.shape[1], jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    change = ids[:, 1:] != ids[:, :-1]
+    first = jnp.pad(change, ((0, 0), (1, 0)), constant_values=True)
+    last = jnp.pad(change, ((0, 0), (0, 1)), constant_values=True)
+    start = lax.cummax(jnp.where(first, token, jnp.int32(0)), axis=1)
+    return start, lax.cummin(jnp.where(last, token, jnp.int32(T)), axis=1, reverse=True)
 
 
 def find_segments(segment_ids: jax.Array) -> Segments:
@@ -51,10 +62,3 @@ def coded_owners(cu_seqlens: jax.Array | None, segment_ids: jax.Array | None, T:
     owner, last = token_owners(T, cu_seqlens)[None], jnp.int32(cu_seqlens.shape[0] - 2)
     # Of what follows the last sequence only the sequence without tokens at the end would know better.
     return jnp.where(owner <= last, owner, ~last)
-
-
-def valid_tokens(cu_seqlens: jax.Array | None, segment_ids: jax.Array | None, T: int) -> jax.Array | None:
-    """Return which tokens are not padding, bool [1, T] or [B, T]; None if none is."""
-    if segment_ids is not None:
-        return segment_ids >= 0
-    return None if cu_seqlens is None else (jnp.arange(T, dtype=jnp.int32) < cu_seqlens[-1])[None]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels.segments import valid_tokens
+from chunkwise.shared.kernels.chunks import valid_tokens
 from chunkwise.shared.kernels.tiles import clip_gate
 from chunkwise.shared.operators.checks import check_flags, check_scale, check_segment_ids
 from chunkwise.shared.operators.gates import Laws, check_laws, decays, step_sizes

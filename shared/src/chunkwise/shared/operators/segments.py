@@ -16,7 +16,7 @@ from jax import lax
 
 from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.kernels.chunks import select_tokens
-from chunkwise.shared.kernels.segments import Segments, find_segments
+from chunkwise.shared.kernels.segments import Segments, find_segments, runs
 from chunkwise.shared.kernels.tiles import clip_gate
 from chunkwise.shared.operators.arguments import Arguments, total_gate
 from chunkwise.shared.operators.isolation import tokens_not_finite
@@ -38,17 +38,14 @@ def run_segments(run: Run, x: Arguments) -> tuple[jax.Array, jax.Array | None]:
     spoilt = spoilt_segments(tokens, x.initial_state, None, segments)
     taken = segments.valid & ~spoilt
     g = select_tokens(taken, total_gate(x))
-    inputs = {name: select_tokens(taken, getattr(x, name)) for name in ("q", "k", "v", "beta") if _given(x, name)}
+    given = {name: getattr(x, name) for name in ("q", "k", "v", "beta")}
+    inputs = {name: select_tokens(taken, y) for name, y in given.items() if y is not None}
     state = x.initial_state
     if state is not None:
         state = jnp.where(_not_finite(state), jnp.zeros((), state.dtype), state)
     g = select_tokens(~segments.begins, g, -jnp.inf)
     results = run(x._replace(**inputs, g=g, g_gamma=None, initial_state=state, segment_ids=None))
     return _mark(results, x.v, x.initial_state, spoilt, segments)
-
-
-def _given(x: Arguments, name: str) -> bool:
-    return getattr(x, name) is not None
 
 
 def _not_finite(states: jax.Array) -> jax.Array:
@@ -71,11 +68,7 @@ def spoilt_segments(
     for state, end in ((first, owner[:, :1]), (last, owner[:, -1:])):
         if state is not None:
             found |= _not_finite(state)[:, :, 0, 0] & (owner == end)
-    T, token = owner.shape[1], jnp.arange(owner.shape[1], dtype=jnp.int32)[None]
-    change = owner[:, 1:] != owner[:, :-1]
-    begins, ends = (jnp.pad(change, ((0, 0), pad), constant_values=True) for pad in ((1, 0), (0, 1)))
-    start = lax.cummax(jnp.where(begins, token, jnp.int32(0)), axis=1)
-    final = lax.cummin(jnp.where(ends, token, jnp.int32(T)), axis=1, reverse=True)
+    start, final = runs(owner)
     before = jnp.pad(jnp.cumsum(found.astype(jnp.int32), axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
     return jnp.take_along_axis(before, final + 1, axis=1) > jnp.take_along_axis(before, start, axis=1)
 
