@@ -1,6 +1,6 @@
 """The JAX names that differ between the supported releases, and how arrays vary over a mesh, which differs too."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -12,11 +12,24 @@ CompilerParams = pltpu.CompilerParams
 PrefetchScalarGridSpec = pltpu.PrefetchScalarGridSpec
 
 
+def varying_axes(*operands: jax.Array | None) -> frozenset[str]:
+    """Return the mesh axes over which any of the operands varies: under `shard_map`, with its check."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands if x is not None))
+
+
+def vary_over(axes: Collection[str], x: Any) -> Any:
+    """Return a tree of arrays that vary over these mesh axes too."""
+
+    def widen(y):
+        missing = tuple(set(axes) - varying_axes(y))
+        return lax.pcast(y, missing, to="varying") if missing else y
+
+    return jax.tree.map(widen, x)
+
+
 def varying_zeros(shape: Sequence[int], *operands: jax.Array | None) -> jax.Array:
     """Return float32 zeros that vary over the mesh axes of `operands`: the first carry of a scan under `shard_map`."""
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands if x is not None))
-    zeros = jnp.zeros(shape, jnp.float32)
-    return lax.pcast(zeros, tuple(axes), to="varying") if axes else zeros
+    return vary_over(varying_axes(*operands), jnp.zeros(shape, jnp.float32))
 
 
 def vary_alike(*operands: jax.Array | None) -> tuple[Any, ...]:
@@ -25,13 +38,7 @@ def vary_alike(*operands: jax.Array | None) -> tuple[Any, ...]:
     A custom_vjp under `shard_map` wants this: the gradients that its kernel returns vary over all axes, and JAX then
     sums that of a replicated operand over the devices.
     """
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands if x is not None))
-
-    def widen(x):
-        missing = () if x is None else tuple(axes - jax.typeof(x).manual_axis_type.varying)
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return tuple(widen(x) for x in operands)
+    return vary_over(varying_axes(*operands), operands)
 
 
 def out_struct(shape: Sequence[int], dtype, *operands: jax.Array | None) -> jax.ShapeDtypeStruct:

@@ -24,9 +24,11 @@ from chunkwise.shared.kernels import (
 )
 from chunkwise.shared.operators import (
     Arguments,
+    Devices,
     Implementation,
     Laws,
     Options,
+    Sharding,
     Slots,
     check,
     check_delta_rule,
@@ -60,6 +62,8 @@ def fused_chunk_gated_delta_rule(
     segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
     config: tiles.Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated delta rule over whole sequences in one kernel launch, differentiable.
@@ -105,6 +109,13 @@ def fused_chunk_gated_delta_rule(
       chunk_size: C, one of 16, 32, 64, 128, or None for the best; static. All agree up to rounding.
       implementation: "fused" (one Pallas TPU kernel for a direction, interpreted elsewhere), "xla" (plain JAX, in
         chunks of at most 32), None ("fused" on a TPU if K and V are at most 256, else "xla").
+      sharding: how v is split over the devices of a mesh with automatic axes, a NamedSharding or a PartitionSpec;
+        static. Over explicit axes the type of v says it. Rows, tokens, value heads and value channels may be split,
+        also over several axes each; every device computes its part, and only gradients of arguments that devices
+        share are sums over them.
+      context_axis: the axis or axes of a mesh, inside a `shard_map`, over which T is split; static. Each device has
+        consecutive tokens. cu_seqlens are those of all tokens, and states are those before the first and after the last
+        token, the same on all devices. segment_ids are those of the device's tokens.
       config: tile sizes of the kernels. A group of value heads too large for a step is cut, and q and k are repeated.
 
     Returns:
@@ -132,7 +143,9 @@ def fused_chunk_gated_delta_rule(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
         segment_ids=segment_ids,
     )  # fmt: skip
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, laws=laws)
+    options = Options(
+        output_final_state, use_qk_l2norm_in_kernel, chunk_size, laws=laws, devices=Devices(sharding, context_axis)
+    )
     return chunk(x, options, implementation, config=config)
 
 
@@ -236,6 +249,8 @@ def recurrent_gated_delta_rule(
     state_indices: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
     implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated delta rule token by token, the decode path: one new token or a few for every sequence, in one launch.
 
@@ -271,6 +286,9 @@ def recurrent_gated_delta_rule(
         that was freed; None for True.
       implementation: "fused" (one Pallas TPU kernel, interpreted elsewhere), "xla" (plain JAX, also the gradient of
         "fused"), None ("fused" on a TPU if the tokens and states fit into its fast memory, else "xla").
+      sharding, context_axis: as in `fused_chunk_gated_delta_rule`. Devices that split the rows of a batch split
+        the pool too. The slot of a sequence must lie in the part of its device: the output is NaN where it does not,
+        and its state is dropped. A pool does not go with tokens that are split.
 
     Returns:
       o [B, T, HV, V] in the type of v, and the states after the tokens, None unless asked for: the pool, in its type,
@@ -289,6 +307,6 @@ def recurrent_gated_delta_rule(
     x = Arguments(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias
     )
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, laws=laws)
+    options = Options(output_final_state, use_qk_l2norm_in_kernel, laws=laws, devices=Devices(sharding, context_axis))
     slots = Slots(state_indices, has_initial_state)
     return run_recurrent(x, slots, options, implementation, "recurrent_gated_delta_rule_fwd")

@@ -11,8 +11,10 @@ from chunkwise.fused_gla.config import Config, default_for
 from chunkwise.shared.kernels import divides_groups, operand_dtype, scaled, split_scale
 from chunkwise.shared.operators import (
     Arguments,
+    Devices,
     Implementation,
     Options,
+    Sharding,
     check,
     check_array,
     check_cu_seqlens,
@@ -39,6 +41,8 @@ def fused_chunk_gla(
     segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return gated linear attention, simple (a gate per head) or with a gate per channel, in one launch per direction.
@@ -71,6 +75,13 @@ def fused_chunk_gla(
       chunk_size: C, one of 16, 32, 64, 128, or None for the best; static.
       implementation: "fused" (one launch per direction, interpreted off TPU), "xla" (plain JAX), or None (the best for
         the backend and the sizes).
+      sharding: how v is split over the devices of a mesh with automatic axes, a NamedSharding or a PartitionSpec;
+        static. Over explicit axes the type of v says it. Rows, tokens, value heads and value channels may be split,
+        also over several axes each; every device computes its part, and only gradients of arguments that devices
+        share are sums over them.
+      context_axis: the axis or axes of a mesh, inside a `shard_map`, over which T is split; static. Each device has
+        consecutive tokens. cu_seqlens are those of all tokens, and states are those before the first and after the last
+        token, the same on all devices. segment_ids are those of the device's tokens.
       config: tile sizes of the kernels.
 
     Returns:
@@ -92,7 +103,8 @@ def fused_chunk_gla(
       (2024), for a gate per head.
     """
     x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
-    return chunk(x, Options(output_final_state, chunk_size=chunk_size), implementation, config=config)
+    options = Options(output_final_state, chunk_size=chunk_size, devices=Devices(sharding, context_axis))
+    return chunk(x, options, implementation, config=config)
 
 
 def chunk(

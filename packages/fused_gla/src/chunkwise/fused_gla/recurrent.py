@@ -3,7 +3,7 @@
 import jax
 
 from chunkwise.fused_gla.api import check_arguments
-from chunkwise.shared.operators import Arguments, Options, Slots, check_array, run_recurrent
+from chunkwise.shared.operators import Arguments, Devices, Options, Sharding, Slots, check_array, run_recurrent
 
 
 def recurrent_simple_gla(
@@ -20,6 +20,8 @@ def recurrent_simple_gla(
     state_indices: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
     implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return simple gated linear attention token by token, in one launch.
 
@@ -55,6 +57,9 @@ def recurrent_simple_gla(
         that was freed; None for True.
       implementation: "fused" (one TPU kernel, interpreted elsewhere), "xla" (plain JAX, also the gradient of
         "fused"), None ("fused" on a TPU if the tokens and states fit into its fast memory, else "xla").
+      sharding, context_axis: as in `fused_chunk_gla`. Devices that split the rows of a batch split
+        the pool too. The slot of a sequence must lie in the part of its device: the output is NaN where it does not,
+        and its state is dropped. A pool does not go with tokens that are split.
 
     Returns:
       o [B, T, HV, V] in the type of v, and the states, None unless asked for: float32 [N, HV, K, V], or the pool in
@@ -73,8 +78,9 @@ def recurrent_simple_gla(
         check_array("g", g, "B T HV")
     x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens)
     check_arguments(x)
+    options = Options(output_final_state, devices=Devices(sharding, context_axis))
     slots = Slots(state_indices, has_initial_state)
-    return run_recurrent(x, slots, Options(output_final_state), implementation, "recurrent_simple_gla_fwd")
+    return run_recurrent(x, slots, options, implementation, "recurrent_simple_gla_fwd")
 
 
 def recurrent_gla(
@@ -90,6 +96,8 @@ def recurrent_gla(
     state_indices: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
     implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return gated linear attention, with a gate per channel, token by token, in one launch.
 
@@ -106,6 +114,7 @@ def recurrent_gla(
       q, k, v, scale, initial_state, output_final_state, cu_seqlens: as in `recurrent_simple_gla`.
       g: log decay per channel of the key [B, T, HV, K] in nats, at most 0, -inf included, of any of the types of q.
       state_indices, has_initial_state, implementation: as there.
+      sharding, context_axis: as there.
 
     Returns:
       o and the states, as there.
@@ -122,5 +131,6 @@ def recurrent_gla(
     check_array("g", g, "B T HV K")
     x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens)
     check_arguments(x)
+    options = Options(output_final_state, devices=Devices(sharding, context_axis))
     slots = Slots(state_indices, has_initial_state)
-    return run_recurrent(x, slots, Options(output_final_state), implementation, "recurrent_gla_fwd")
+    return run_recurrent(x, slots, options, implementation, "recurrent_gla_fwd")

@@ -27,9 +27,11 @@ from chunkwise.shared.kernels import (
 )
 from chunkwise.shared.operators import (
     Arguments,
+    Devices,
     Implementation,
     Laws,
     Options,
+    Sharding,
     Slots,
     check,
     check_delta_rule,
@@ -89,6 +91,8 @@ def fused_chunk_kda(
     segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
     config: tiles.Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Kimi delta attention over whole sequences, one launch a direction.
@@ -140,6 +144,13 @@ def fused_chunk_kda(
       chunk_size: 16, 32, 64, 128 or None for the best; static. All agree up to rounding.
       implementation: "fused" (one TPU kernel a direction, interpreted elsewhere), "xla" (plain JAX), None (the best
         for the backend).
+      sharding: how v is split over the devices of a mesh with automatic axes, a NamedSharding or a PartitionSpec;
+        static. Over explicit axes the type of v says it. Rows, tokens, value heads and value channels may be split,
+        also over several axes each; every device computes its part, and only gradients of arguments that devices
+        share are sums over them.
+      context_axis: the axis or axes of a mesh, inside a `shard_map`, over which T is split; static. Each device has
+        consecutive tokens. cu_seqlens are those of all tokens, and states are those before the first and after the last
+        token, the same on all devices. segment_ids are those of the device's tokens.
       config: tile sizes of the kernels.
 
     Returns:
@@ -161,7 +172,14 @@ def fused_chunk_kda(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
         segment_ids=segment_ids,
     )  # fmt: skip
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws)
+    options = Options(
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        chunk_size,
+        gate_lower_bound,
+        laws,
+        devices=Devices(sharding, context_axis),
+    )
     return chunk(x, options, implementation, config=config)
 
 
@@ -278,6 +296,8 @@ def recurrent_kda(
     state_indices: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
     implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Kimi delta attention token by token, the decode path: one new token or a few for every sequence, in one launch.
 
@@ -314,6 +334,9 @@ def recurrent_kda(
         that was freed; None for True.
       implementation: "fused" (one TPU kernel, interpreted elsewhere), "xla" (plain JAX, also the gradient of
         "fused"), None (the best for the backend).
+      sharding, context_axis: as in `fused_chunk_kda`. Devices that split the rows of a batch split
+        the pool too. The slot of a sequence must lie in the part of its device: the output is NaN where it does not,
+        and its state is dropped. A pool does not go with tokens that are split.
 
     Returns:
       o [B, T, HV, V] in the type of v, and the states, None unless asked for: float32 [N, HV, K, V], or the pool in
@@ -331,6 +354,12 @@ def recurrent_kda(
     x = Arguments(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias
     )
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, gate_lower_bound=gate_lower_bound, laws=laws)
+    options = Options(
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        gate_lower_bound=gate_lower_bound,
+        laws=laws,
+        devices=Devices(sharding, context_axis),
+    )
     _check(x, options)
     return run_recurrent(x, Slots(state_indices, has_initial_state), options, implementation, "recurrent_kda_fwd")

@@ -22,7 +22,7 @@ from chunkwise.kda import recurrent_kda
 from chunkwise.kda.cost import cost as kda_cost
 from chunkwise.pipeline import staged
 from chunkwise.pipeline.docstrings import documented_by
-from chunkwise.shared.operators import Arguments, Laws, Options, check_array
+from chunkwise.shared.operators import Arguments, Devices, Laws, Options, Sharding, check_array
 
 
 @documented_by(gdn.fused_chunk_gated_delta_rule)
@@ -47,11 +47,15 @@ def chunk_gated_delta_rule(
     segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated delta rule over whole sequences, chunk by chunk."""
     laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, segment_ids)
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, laws=laws)
+    options = Options(
+        output_final_state, use_qk_l2norm_in_kernel, chunk_size, laws=laws, devices=Devices(sharding, context_axis)
+    )
     return gdn.chunk(x, options, implementation, {"staged": staged.delta_rule})
 
 
@@ -78,6 +82,8 @@ def chunk_kda(
     segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Kimi delta attention over whole sequences, chunk by chunk.
 
@@ -87,7 +93,14 @@ def chunk_kda(
     """
     laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, segment_ids)
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws)
+    options = Options(
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        chunk_size,
+        gate_lower_bound,
+        laws,
+        devices=Devices(sharding, context_axis),
+    )
     return kda.chunk(x, options, implementation, {"staged": staged.delta_rule})
 
 
@@ -105,6 +118,8 @@ def chunk_gla(
     segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated linear attention with a gate per channel, over whole sequences, chunk by chunk.
 
@@ -124,7 +139,7 @@ def chunk_gla(
     """
     check_array("g", g, "B T HV K")
     x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
-    options = Options(output_final_state, chunk_size=chunk_size)
+    options = Options(output_final_state, chunk_size=chunk_size, devices=Devices(sharding, context_axis))
     return gla.chunk(x, options, implementation, {"staged": staged.gla})
 
 
@@ -143,6 +158,8 @@ def chunk_simple_gla(
     segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated linear attention with a gate per head, over whole sequences, chunk by chunk.
 
@@ -162,7 +179,7 @@ def chunk_simple_gla(
     if g is not None:
         check_array("g", g, "B T HV")
     x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
-    options = Options(output_final_state, chunk_size=chunk_size)
+    options = Options(output_final_state, chunk_size=chunk_size, devices=Devices(sharding, context_axis))
     return gla.chunk(x, options, implementation, {"staged": staged.gla})
 
 

@@ -1,6 +1,6 @@
 """What operators are made of: checks, chunk tables, the token recurrence, decode, the inverse in plain JAX."""
 
-from chunkwise.shared.operators.arguments import Arguments, Options, total_gate
+from chunkwise.shared.operators.arguments import Arguments, Devices, Options, Sharding, Slots, total_gate
 from chunkwise.shared.operators.block_inverse import block_inverse
 from chunkwise.shared.operators.checks import (
     CHUNK_SIZES,
@@ -22,7 +22,6 @@ from chunkwise.shared.operators.checks import (
 )
 from chunkwise.shared.operators.chunked import Implementation, run_chunked
 from chunkwise.shared.operators.decode import (
-    Slots,
     read_slots,
     recurrent_cost,
     run_recurrent,
@@ -37,9 +36,11 @@ from chunkwise.shared.operators.segments import run_segments, spoilt_segments
 __all__ = [
     "Arguments",
     "CHUNK_SIZES",
+    "Devices",
     "Implementation",
     "Laws",
     "Options",
+    "Sharding",
     "Slots",
     "block_inverse",
     "check",

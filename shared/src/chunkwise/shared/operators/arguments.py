@@ -4,11 +4,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise.shared.kernels.chunks import valid_tokens
 from chunkwise.shared.kernels.tiles import clip_gate
 from chunkwise.shared.operators.checks import check_flags, check_scale, check_segment_ids
 from chunkwise.shared.operators.gates import Laws, check_laws, decays, step_sizes
+
+# How an array is split over the devices of a mesh.
+Sharding = NamedSharding | PartitionSpec
 
 
 class Arguments(NamedTuple):
@@ -41,6 +45,11 @@ class Arguments(NamedTuple):
     dt_bias: jax.Array | None = None
     segment_ids: jax.Array | None = None
 
+    def arrays(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the arguments that are arrays, and the others, both by name."""
+        given = {name: x for name, x in self._asdict().items() if hasattr(x, "shape") and hasattr(x, "dtype")}
+        return given, {name: x for name, x in self._asdict().items() if name not in given}
+
     @property
     def num_states(self) -> int:
         """N, the number of sequences: rows of the batch, or those packed."""
@@ -52,6 +61,32 @@ class Arguments(NamedTuple):
         return self.initial_state is not None
 
 
+class Slots(NamedTuple):
+    """Where the states of N sequences lie.
+
+    Attributes:
+      state_indices: int32 [N], the slot of every sequence in a pool of states [slots, HV, K, V]. Slots are distinct.
+        A sequence with a negative one starts from zeros, and its state is dropped; negative ones may repeat. None for
+        sequence n in slot n.
+      has_initial_state: bool [N], False if a sequence starts from zeros whatever its slot holds; None for True.
+    """
+
+    state_indices: jax.Array | None = None
+    has_initial_state: jax.Array | None = None
+
+
+class Devices(NamedTuple):
+    """How an operator is split over devices, by the names of its arguments.
+
+    Attributes:
+      sharding: of v, over a mesh with automatic axes; None if types say it.
+      context_axis: the axes of a mesh, inside a `shard_map`, over which tokens are split; None for none.
+    """
+
+    sharding: Sharding | None = None
+    context_axis: str | tuple[str, ...] | None = None
+
+
 class Options(NamedTuple):
     """The static arguments of an operator: what is known when its program is built.
 
@@ -61,6 +96,7 @@ class Options(NamedTuple):
       chunk_size: tokens of a chunk; None for the best.
       gate_lower_bound: a promise that every gate is at least this, in nats; None for no promise.
       laws: what is made of raw gates and step sizes.
+      devices: how the operator is split over these.
     """
 
     output_final_state: bool = False
@@ -69,6 +105,7 @@ class Options(NamedTuple):
     chunk_size: Any = None
     gate_lower_bound: float | None = None
     laws: Laws = Laws()
+    devices: Devices = Devices()
 
 
 def total_gate(x: Arguments) -> jax.Array:

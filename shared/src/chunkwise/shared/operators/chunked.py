@@ -4,8 +4,9 @@ from collections.abc import Callable, Collection, Mapping
 
 import jax
 
-from chunkwise.shared.operators.arguments import Arguments, Options, check_shared, scale_of, without_laws
+from chunkwise.shared.operators.arguments import Arguments, Options, Slots, check_shared, scale_of, without_laws
 from chunkwise.shared.operators.checks import choose_chunk_size, choose_implementation
+from chunkwise.shared.operators.devices import over_devices
 from chunkwise.shared.operators.segments import run_segments
 
 # From checked arguments and options to the output [B, T, HV, V] and the final states [N, HV, K, V] or None.
@@ -34,13 +35,24 @@ def run_chunked(
     """
     check_shared(x, options)
     chosen = choose_implementation(implementation, tuple(known), on_tpu)
+
+    def run(x: Arguments, options: Options, _: Slots) -> tuple[jax.Array, jax.Array | None]:
+        return _run(x, options, chosen, known[chosen], chosen in raw_gates, chosen in segmented)
+
+    return over_devices(run, x, options)
+
+
+def _run(
+    x: Arguments, options: Options, chosen: str, implementation: Implementation, raw_gates: bool, segmented: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Run an implementation on the arguments of one device."""
     chunk_size = choose_chunk_size(
         options.chunk_size, chosen, x.q.shape[1],
         per_channel=x.g is not None and x.g.ndim == 4, delta=x.beta is not None,
     )  # fmt: skip
     x, options = x._replace(scale=scale_of(x)), options._replace(chunk_size=chunk_size)
-    x, options = without_laws(x, options, chosen in raw_gates)
-    if x.segment_ids is None or chosen in segmented:
-        return known[chosen](x, options)
+    x, options = without_laws(x, options, raw_gates)
+    if x.segment_ids is None or segmented:
+        return implementation(x, options)
     # A gate that forgets everything keeps no promise.
-    return run_segments(lambda y: known[chosen](y, options._replace(gate_lower_bound=None)), x)
+    return run_segments(lambda y: implementation(y, options._replace(gate_lower_bound=None)), x)

@@ -22,6 +22,7 @@ from chunkwise.shared.kernels.tiles import l2norm, to_column
 from chunkwise.shared.operators.arguments import (
     Arguments,
     Options,
+    Slots,
     check_shared,
     scale_of,
     total_gate,
@@ -33,6 +34,7 @@ from chunkwise.shared.operators.checks import (
     check_slots,
     choose_implementation,
 )
+from chunkwise.shared.operators.devices import over_devices
 from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence
 
 # VMEM for the states (two buffers of those read, two of those written, and those worked on), for the tokens, and for
@@ -40,20 +42,6 @@ from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence
 _STATE_BYTES = 16 * 2**20
 _TOKEN_BYTES = 32 * 2**20
 _VMEM_BYTES = 60 * 2**20
-
-
-class Slots(NamedTuple):
-    """Where the states of N sequences lie.
-
-    Attributes:
-      state_indices: int32 [N], the slot of every sequence in a pool of states [slots, HV, K, V]. Slots are distinct.
-        A sequence with a negative one starts from zeros, and its state is dropped; negative ones may repeat. None for
-        sequence n in slot n.
-      has_initial_state: bool [N], False if a sequence starts from zeros whatever its slot holds; None for True.
-    """
-
-    state_indices: jax.Array | None = None
-    has_initial_state: jax.Array | None = None
 
 
 class Static(NamedTuple):
@@ -127,15 +115,26 @@ def run_recurrent(
       NotImplementedError: "fused", and the tokens and states do not fit into VMEM.
     """
     check_shared(x, options)
-    B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
-    _check_slots(x.initial_state, *slots, x.num_states, HV, K, V)
+    _check_slots(x.initial_state, *slots, x.num_states, HV, x.q.shape[3], V)
     on_tpu = "fused" if _key_heads_a_step(x) is not None else "xla"
     chosen = choose_implementation(implementation, ("fused", "xla"), on_tpu)
+
+    def run(x: Arguments, options: Options, slots: Slots) -> tuple[jax.Array, jax.Array | None]:
+        return _run_tokens(x, slots, options, chosen, name)
+
+    return over_devices(run, x, options, slots)
+
+
+def _run_tokens(
+    x: Arguments, slots: Slots, options: Options, implementation: str, name: str
+) -> tuple[jax.Array, jax.Array | None]:
+    """Do as `run_recurrent` with the arguments of one device."""
+    (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     inside, after = split_scale(scale_of(x))
     x, options = without_laws(x, options)
     static = Static(B, T, H, HV, K, V, x.num_states, inside, options.normalise, name)
-    o, states = _run(static, chosen, x._replace(scale=None), slots)
+    o, states = _run(static, implementation, x._replace(scale=None), slots)
     return scaled(o, after), states if options.output_final_state else None
 
 

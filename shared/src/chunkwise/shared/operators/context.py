@@ -1,0 +1,249 @@
+"""Context parallelism: the tokens of a row are split over the devices of a mesh axis, consecutive ones on each.
+
+The tokens of a device take a state S to M S + N. N is the state after them from zero, and M what they do to a state:
+[K, K] per value head for a delta rule, a decay otherwise. So a device first makes its map, a scan over the devices
+gives the state before its tokens, and from there the operator runs as on one device. This is exact, and what a device
+sends, its map, does not depend on how many tokens it has.
+
+In the backward the cotangent of the state goes back the same way: with dN what the results of a device ask of the state
+before it, the cotangent before a device is M^T times that after it, plus dN.
+
+Only one state goes from device to device, however many documents there are. A document that begins inside a device, or
+with its first token, needs nothing from before it, and M is zero there.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from chunkwise.shared.compat import vary_over, varying_axes
+from chunkwise.shared.kernels.chunks import select_tokens
+from chunkwise.shared.operators.affine_scan import exclusive_scan, transposed
+from chunkwise.shared.operators.arguments import Arguments, total_gate
+
+# From the arguments of one device to the output [B, T, HV, V] and the states after its tokens.
+Run = Callable[[Arguments], tuple[jax.Array, Any]]
+
+# What a policy of `jax.checkpoint` can save, so that a recomputed forward needs neither the maps nor the scan again.
+MAP_NAME, STATE_NAME = "chunkwise_context_map", "chunkwise_context_state"
+
+# Value channels of one run at most: the fused kernels keep whole states of a head in fast memory.
+_WIDEST = 256
+
+
+class Part(NamedTuple):
+    """How the tokens of a device lie in the sequences. One state comes in for every row and one goes out.
+
+    Attributes:
+      enters: bool [B], whether the state that comes in reaches the first sequence of a row.
+      passes: bool [B], whether it goes through to the end of the row.
+      valid: bool [B, T], False for padding; None if all tokens are valid.
+      documents: of a packed batch with a state for every document; None otherwise.
+    """
+
+    enters: jax.Array
+    passes: jax.Array
+    valid: jax.Array | None = None
+    documents: "Documents | None" = None
+
+
+class Documents(NamedTuple):
+    """Where the documents of a packed batch lie on a device; the initial state of each is an argument.
+
+    Attributes:
+      first, last: int32 [1], the documents of the first and of the last token.
+      ends: bool [N], whether the device gives the final state of a document: exactly one does.
+    """
+
+    first: jax.Array
+    last: jax.Array
+    ends: jax.Array
+
+
+def _rows(x: Arguments) -> tuple[Arguments, Part]:
+    """Return the arguments of rows that are one sequence each, and their part."""
+    everything = jnp.ones(x.q.shape[:1], bool)
+    return x, Part(everything, everything)
+
+
+def _segments(x: Arguments, ids: jax.Array, before: jax.Array, any_before: jax.Array) -> tuple[Arguments, Part]:
+    """Return the arguments of rows of segments, and their part.
+
+    Args:
+      x: arguments without cu_seqlens.
+      ids: int32 [B, T] of the tokens of this device.
+      before: int32 [B], the id of the token before them; -1 for none.
+      any_before: bool [B], whether a token before them is not padding.
+    """
+    valid = ids >= 0
+    continues = (ids == before[:, None]) & valid
+    # Padding leaves a state as it is, so it also reaches the first segment of the whole row, wherever that begins.
+    empty = ~jnp.any(valid, axis=1)
+    enters = continues[:, 0] | ~any_before | empty
+    previous = jnp.concatenate([before[:, None], ids[:, :-1]], axis=1)
+    begins = valid & (ids != previous)
+    starts = jnp.sum(begins.astype(jnp.int32), axis=1)
+    # Without a segment before, the first one that begins here continues from the state that comes in.
+    passes = starts <= jnp.where(any_before, 0, 1)
+    return x._replace(cu_seqlens=None, segment_ids=ids), Part(enters, passes, valid)
+
+
+def _neighbouring_ids(ids: jax.Array, axis) -> tuple[jax.Array, jax.Array]:
+    """Return what `_segments` wants to know of the tokens before this device."""
+    D, r = lax.axis_size(axis), lax.axis_index(axis)
+    last, some = lax.all_gather((ids[:, -1], jnp.any(ids >= 0, axis=1)), axis)  # [D, B]
+    earlier = jnp.arange(D, dtype=jnp.int32)[:, None] < r
+    before = jnp.where(r > 0, last[jnp.maximum(r - 1, 0)], jnp.int32(-1))
+    return before, jnp.any(some & earlier, axis=0)
+
+
+def _documents(x: Arguments, axis) -> tuple[Arguments, Part]:
+    """Return the arguments of the part of a packed batch that this device has, and where its documents lie."""
+    cu: Any = x.cu_seqlens
+    T, N = x.q.shape[1], cu.shape[0] - 1
+    start = lax.axis_index(axis) * jnp.int32(T)
+    token = start + jnp.arange(T, dtype=jnp.int32)
+    first, last = (jnp.searchsorted(cu[1:], t, side="right").astype(jnp.int32) for t in (token[:1], token[-1:]))
+    near = jnp.minimum(first, N - 1)
+    enters = (first < N) & (cu[near] < start)
+    # A document without tokens ends with the token before it.
+    device = jnp.clip(lax.div(cu[1:] - 1, jnp.int32(T)), 0, lax.axis_size(axis) - 1)
+    documents = Documents(near, jnp.minimum(last, N - 1), device == lax.axis_index(axis))
+    part = Part(enters, enters & (first == last), (token < cu[-1])[None], documents)
+    return x._replace(cu_seqlens=jnp.clip(cu - start, 0, T)), part
+
+
+def _entry(part: Part, S: jax.Array, own: jax.Array | None) -> jax.Array:
+    """Return the initial states of an operator from the state S [B, HV, K, V] that comes in.
+
+    `own` are the initial states of documents [N, HV, K, V], of which S takes the place of one.
+    """
+    enters = part.enters[:, None, None, None]
+    if part.documents is None:
+        return jnp.where(enters, S, 0.0)
+    assert own is not None
+    own = jnp.pad(own.astype(jnp.float32), [(0, 0)] * 3 + [(0, S.shape[-1] - own.shape[-1])])
+    first = part.documents.first
+    return own.at[first].set(jnp.where(enters, S, own[first]))
+
+
+def _exit(part: Part, states: jax.Array) -> jax.Array:
+    """Return the state [B, HV, K, V] that goes out from the final states of an operator."""
+    return states if part.documents is None else states[part.documents.last]
+
+
+def _summary(run: Run, x: Arguments, part: Part) -> tuple[jax.Array, jax.Array]:
+    """Return M and N of the tokens of a device."""
+    (B, T, _, K), (HV, V) = x.q.shape, x.v.shape[2:]
+
+    def zeros(width):
+        return jnp.zeros((B, HV, K, width), jnp.float32)
+
+    def state_after(v, S, own):
+        # The queries and their scale do not matter to a state.
+        y = x._replace(q=x.k, v=v, scale=None, initial_state=_entry(part, S, own))
+        return _exit(part, run(y)[1])
+
+    if x.beta is None:
+        g = total_gate(x)
+        G = jnp.sum(g if part.valid is None else select_tokens(part.valid, g), axis=1)
+        M = jnp.exp(G)[..., None] if g.ndim == 4 else jnp.exp(G)[..., None, None]
+        return jnp.where(part.passes[:, None, None, None], M, 0.0), state_after(x.v, zeros(V), x.initial_state)
+    identity = jnp.broadcast_to(jnp.eye(K, dtype=jnp.float32), (B, HV, K, K))
+    nothing = jnp.zeros((B, T, HV, K), x.v.dtype)
+    if V + K <= _WIDEST:
+        # Further value channels without values: their state is what the tokens do to the identity.
+        v, S = jnp.concatenate([x.v, nothing], axis=3), jnp.concatenate([zeros(V), identity], axis=3)
+        both = state_after(v, S, x.initial_state)
+        return both[..., V:], both[..., :V]
+    none = None if x.initial_state is None else jnp.zeros((*x.initial_state.shape[:3], K), jnp.float32)
+    return state_after(nothing, identity, none), state_after(x.v, zeros(V), x.initial_state)
+
+
+def _local(x: Arguments, axis) -> tuple[Arguments, Part]:
+    """Return the arguments of one device and how its tokens lie in the sequences; it may look at its neighbours."""
+    if x.segment_ids is not None:
+        return _segments(x, x.segment_ids, *_neighbouring_ids(x.segment_ids, axis))
+    if x.cu_seqlens is None:
+        return _rows(x)
+    if x.initial_state is not None:
+        return _documents(x, axis)
+    # Without a state for every document its number says as much as its boundaries.
+    T = x.q.shape[1]
+    start = lax.axis_index(axis) * jnp.int32(T)
+    token = start + jnp.arange(-1, T, dtype=jnp.int32)
+    owner = jnp.searchsorted(x.cu_seqlens[1:], token, side="right").astype(jnp.int32)
+    ids = jnp.where((token >= 0) & (token < x.cu_seqlens[-1]), owner, jnp.int32(-1))[None]
+    return _segments(x, ids[:, 1:], ids[:, 0], (start > 0)[None])
+
+
+def run_context(run: Run, x: Arguments, axis, output_final_state: bool) -> tuple[jax.Array, jax.Array | None]:
+    """Run an operator over tokens that are split over the devices of a mesh axis, inside of a `shard_map`.
+
+    Args:
+      run: the operator over the tokens of one device.
+      x: its arguments: of the arrays with tokens the part of this device, of the others, states and cu_seqlens of all
+        tokens too, what all devices have.
+      axis: of the mesh, or several.
+      output_final_state: return the states after the last tokens.
+
+    Returns:
+      The output, and the states, None unless asked for: zeros on the devices that do not have a final state, so that
+      their sum over the devices is wanted.
+    """
+    (B, _, _, K), (HV, V) = x.q.shape, x.v.shape[2:]
+    if x.cu_seqlens is not None and x.initial_state is None and output_final_state:
+        N = x.cu_seqlens.shape[0] - 1
+        x = x._replace(initial_state=jnp.zeros((N, HV, K, V), jnp.float32))
+    x, part = _local(x, axis)
+    given, others = x.arrays()
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    given, part = vary_over(varying_axes(*given.values()).union(names), (given, part))
+    start = given.pop("initial_state") if x.initial_state is not None and part.documents is None else None
+    start = vary_over(varying_axes(x.q), jnp.zeros((B, HV, K, V), jnp.float32) if start is None else start)
+    floats = {name: y for name, y in given.items() if jnp.issubdtype(y.dtype, jnp.floating)}
+    fixed = {name: y for name, y in given.items() if name not in floats}
+
+    def arguments(floats, fixed):
+        named: dict[str, Any] = {**others, "initial_state": None, **floats, **fixed}
+        return Arguments(**named)
+
+    def local(floats, S, fixed, part):
+        y = arguments(floats, fixed)
+        o, states = run(y._replace(initial_state=_entry(part, S, y.initial_state)))
+        return o, states
+
+    def forward(floats, S, fixed, part):
+        M, N = _summary(run, arguments(floats, fixed), part)
+        M = checkpoint_name(M, MAP_NAME)
+        S = checkpoint_name(exclusive_scan(M, N, S, axis), STATE_NAME)
+        results, pull = jax.vjp(lambda floats, S: local(floats, S, fixed, part), floats, S)
+        return results, (M, S, pull, part)
+
+    def backward(residuals, cotangents):
+        M, S, pull, part = residuals
+        do, dstates = cotangents
+        dN = pull((do, dstates))[1]
+        dS = exclusive_scan(transposed(M), dN, jnp.zeros_like(dN), axis, reverse=True)
+        back = jnp.zeros_like(dstates)
+        back = dS if part.documents is None else back.at[part.documents.last].add(dS)
+        dfloats, dS = pull((do, dstates + back))
+        # The state before the first tokens is that of the first device alone.
+        first = lax.axis_index(axis) == 0
+        return dfloats, jnp.where(first, dS, 0.0), None, None
+
+    @jax.custom_vjp
+    def call(floats, S, fixed, part):
+        return forward(floats, S, fixed, part)[0]
+
+    call.defvjp(forward, backward)
+    o, states = call(floats, start, fixed, part)
+    if not output_final_state:
+        return o, None
+    mine = lax.axis_index(axis) == lax.axis_size(axis) - 1
+    mine = mine if part.documents is None else part.documents.ends[:, None, None, None]
+    return o, jnp.where(mine, states, 0.0)
