@@ -91,6 +91,14 @@ def e2e(session):
     session.run("pytest", *WORKERS, *QUICK, "tests_e2e", *session.posargs)
 
 
+@nox.session
+def mesh(session):
+    """Run the operators over eight simulated devices, and over two processes."""
+    prepare(session, "test")
+    # Collectives wait for threads of all devices: more of them than a small machine has cores.
+    session.run("pytest", *WORKERS, *QUICK, "tests_mesh", *session.posargs, env={"NPROC": "16"})
+
+
 @nox.session(default=False)
 def thorough(session):
     """Run the tests that take long: more sizes and types, and the compilations for all TPU generations."""

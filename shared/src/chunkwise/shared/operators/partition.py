@@ -148,7 +148,8 @@ def _sharding_of(v, sharding: Any) -> tuple[Any, Any]:
     explicit = [name for name in own.mesh.axis_names if _kind(own.mesh, name) == AxisType.Explicit]
     context = jax.sharding.get_abstract_mesh()
     if sharding is None:
-        return (own.mesh, own.spec) if explicit else (None, None)
+        # Outside of jit only the mesh of the array itself says where its devices are.
+        return (own.mesh if isinstance(v, jax.core.Tracer) else v.sharding.mesh, own.spec) if explicit else (None, None)
     check(
         isinstance(sharding, NamedSharding | PartitionSpec),
         f"`sharding` must be None, a NamedSharding or a PartitionSpec; got {type(sharding).__name__}.",
