@@ -79,7 +79,7 @@ STAGE = 4
 # What a turn of 8 packs does one after the other before it begins the inverse: "m" makes the tiles of a pack, "p" takes
 # the chunk before through its next products, which wait for one another. The matrix unit takes products in this order,
 # and where one waits, all wait. Found by search: see the README.
-ORDER = "pmmpmpmmppmpmpmp"
+ORDER = "pmpmmpmpmppmmpmp"
 
 
 class Operands(NamedTuple):
