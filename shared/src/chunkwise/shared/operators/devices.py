@@ -35,7 +35,7 @@ def over_devices(
         check(not axes, f"`context_axis` must be None where `sharding` splits tokens; got {devices.context_axis!r}.")
         axes = division.axes["t"]
     pool = slots != _NO_SLOTS
-    check(not (axes and pool), f"a pool of states must come with tokens that are not split; got them over {axes}.")
+    check(not (axes and pool), f"`state_indices` must come with tokens that are not split; got them over {axes}.")
 
     def on_device(x: Arguments, slots: Slots) -> tuple[jax.Array, jax.Array | None]:
         if not axes:

@@ -117,10 +117,9 @@ def find_division(arrays: Mapping[str, Any], sharding: Any) -> Division | None:
     mesh, spec = _sharding_of(v, sharding)
     if mesh is None:
         return None
-    known = set(mesh.axis_names)
     split = _axes_of(spec, v.ndim)
-    unknown = [name for axes in split for name in axes if name not in known]
-    check(not unknown, f"`sharding` must name axes of the mesh {mesh.axis_names}; got {spec}.")
+    known = all(name in mesh.axis_names for axes in split for name in axes)
+    check(known, f"`sharding` must name axes of the mesh {mesh.axis_names}; got {spec}.")
     split = [tuple(name for name in axes if _kind(mesh, name) != AxisType.Manual) for axes in split]
     for (_, what), axes, size in zip(_OF_V.items(), split, v.shape, strict=True):
         devices = size_of(mesh, axes)
@@ -160,6 +159,8 @@ def _sharding_of(v, sharding: Any) -> tuple[Any, Any]:
     else:
         check(not context.empty, "`sharding` must be a NamedSharding where no mesh is set; got a PartitionSpec.")
         mesh, spec = context, sharding
+    open_ = any(entry is PartitionSpec.UNCONSTRAINED for entry in spec)
+    check(not open_, f"`sharding` must say for every dimension of `v` how it is split; got {spec}.")
     check(len(spec) <= v.ndim, f"`sharding` must have at most {v.ndim} entries, those of `v`; got {spec}.")
     for have, want in zip(_own_axes(v), _axes_of(spec, v.ndim), strict=True):
         agrees = have == tuple(name for name in want if name in explicit)

@@ -85,7 +85,7 @@ def _backward(x: dict, scale: float, normalise: bool, before: list, do, dht) -> 
 
 def _back_to_heads(dy, x, normalise: bool):
     """Return the gradient of x [B, T, H, K] given that of its normalised copies for all value heads."""
-    dy = dy.reshape(*x.shape[:3], -1, x.shape[3]).sum(axis=3)
+    dy = dy.reshape(*x.shape[:3], dy.shape[2] // x.shape[2], x.shape[3]).sum(axis=3)
     if not normalise:
         return dy
     y = x / _norm(x)
@@ -95,7 +95,7 @@ def _back_to_heads(dy, x, normalise: bool):
 def _sequences(x, cu_seqlens):
     """Return tokens [1, T, ...] as [N, longest, ...], padded with zeros, which leave the recurrence unchanged."""
     lengths = np.diff(cu_seqlens)
-    out = np.zeros((len(lengths), max(1, lengths.max()), *x.shape[2:]))
+    out = np.zeros((len(lengths), max(1, lengths.max(initial=0)), *x.shape[2:]))
     for n, (start, length) in enumerate(zip(cu_seqlens, lengths, strict=False)):
         out[n, :length] = x[0, start : start + length]
     return out
@@ -113,12 +113,14 @@ def _in_segments(x: dict, segment_ids: np.ndarray, do, dht, options: dict):
     """Run `reference` over the segments of rows as over a pack of that many sequences."""
     (B, T, HV, V), K = x["v"].shape, x["k"].shape[3]
     found = sequences(B, T, segment_ids=segment_ids)
-    rows = np.concatenate([np.full(s.end - s.start, s.row) for s in found])
-    tokens = np.concatenate([np.arange(s.start, s.end) for s in found])
+    nothing = np.zeros(0, int)  # all may be padding
+    rows = np.concatenate([nothing, *(np.full(s.end - s.start, s.row) for s in found)])
+    tokens = np.concatenate([nothing, *(np.arange(s.start, s.end) for s in found)])
     pack = lambda y: np.asarray(y, np.float64)[rows, tokens][None]
     # The states of a row go in before its first segment and come out after its last.
     (first, opening), (last, closing) = (
-        np.array([(n, s.row) for n, s in enumerate(found) if getattr(s, end)]).T for end in ("opens", "closes")
+        np.array([(n, s.row) for n, s in enumerate(found) if getattr(s, end)], int).reshape(-1, 2).T
+        for end in ("opens", "closes")
     )
 
     def to_segments(states, at, row):

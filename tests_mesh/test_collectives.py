@@ -1,0 +1,124 @@
+"""What crosses devices, read from compiled programs: nothing in the forward, in the backward the sums that must be."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from chunkwise.pipeline.operators import OPERATORS
+from chunkwise.shared.testing import tpu
+from meshes import P, collectives, cotangents_of, inputs_of, make_mesh, run_of, spec_of
+
+needs_libtpu = pytest.mark.skipif(not tpu.has_libtpu(), reason="the TPU compiler is libtpu")
+thorough = pytest.mark.thorough
+
+
+def program(name: str, implementation: str, mesh, spec, x: dict, backward: bool, key_heads=None, replicated=()) -> str:
+    """Return the compiled text of an operator, or of its gradient alone, that is divided over a mesh."""
+    divided = run_of(name, implementation, sharding=NamedSharding(mesh, spec))
+    cotangents = cotangents_of(run_of(name, implementation), x, {})
+
+    def described(arrays):
+        return {
+            n: jax.ShapeDtypeStruct(
+                y.shape, y.dtype,
+                sharding=NamedSharding(mesh, P() if n in replicated else spec_of(n, y.ndim, spec, key_heads=key_heads)),
+            )
+            for n, y in arrays.items()
+        }  # fmt: skip
+
+    def gradients(x, cotangents):
+        return jax.vjp(lambda x: divided(x, {}), x)[1](cotangents)[0]
+
+    x, cotangents = described(x), described(cotangents)
+    places = lambda arrays: jax.tree.map(lambda y: y.sharding, arrays)
+    # Gradients lie as their arguments do.
+    if backward:
+        return jax.jit(gradients, out_shardings=places(x)).trace(x, cotangents).lower().compile().as_text()
+    return jax.jit(lambda x: divided(x, {}), out_shardings=places(cotangents)).trace(x).lower().compile().as_text()
+
+
+ALL = [
+    pytest.param(operator.name, implementation, marks=[thorough] if implementation == "staged" else [])
+    for operator in OPERATORS.values()
+    for implementation in operator.implementations
+]
+SPEC = P("a", None, "b")
+
+
+def sizes(name: str) -> dict:
+    return inputs_of(name, B=2, T=2 if name.startswith("recurrent") else 16, H=2, HV=4)
+
+
+@pytest.mark.parametrize(("name", "implementation"), ALL)
+@pytest.mark.interpreted
+def test_nothing_crosses_devices(name, implementation):
+    """Rows and heads divided, an axis unused, key heads divided like value heads: neither forward nor backward."""
+    mesh = make_mesh((2, 2, 2), "automatic")
+    for backward in (False, True):
+        text = program(name, implementation, mesh, SPEC, sizes(name), backward, key_heads="b")
+        assert collectives(text) == []
+
+
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "chunk_gla"])
+def test_shared_key_heads_are_summed(name):
+    """Where several devices read one key head: q and k in one sum each, or one for both, and nothing else."""
+    mesh, x = make_mesh((4,), "automatic"), sizes(name)
+    assert collectives(program(name, "xla", mesh, P(None, None, "a"), x, False)) == []
+    found = collectives(program(name, "xla", mesh, P(None, None, "a"), x, True))
+    assert set(found) == {"all-reduce"}
+    assert len(found) <= 2
+
+
+def test_value_channels_sum_what_they_share():
+    mesh, x = make_mesh((4,), "automatic"), sizes("chunk_gated_delta_rule")
+    spec = P(None, None, None, "a")
+    assert collectives(program("chunk_gated_delta_rule", "xla", mesh, spec, x, False)) == []
+    assert set(collectives(program("chunk_gated_delta_rule", "xla", mesh, spec, x, True))) == {"all-reduce"}
+
+
+@functools.cache
+def tpu_mesh(topology: str) -> Mesh:
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    return Mesh(np.array(devices[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+
+TPU_CASES = [
+    pytest.param(topology, *case.values, marks=[*case.marks, *([] if topology == "v6e:2x2" else [thorough])])
+    for topology in ("v6e:2x2", "v5p:2x2x1")
+    for case in ALL
+]
+
+
+@needs_libtpu
+@pytest.mark.tpu
+@pytest.mark.parametrize(("topology", "name", "implementation"), TPU_CASES)
+def test_nothing_crosses_tpus(topology, name, implementation):
+    x = inputs_of(name, B=2, T=2 if name.startswith("recurrent") else 64, H=2, HV=4, K=128, V=128)
+    x = {n: y.astype(jnp.bfloat16) if n in ("q", "k", "v") else y for n, y in x.items()}
+    for backward in (False, True):
+        text = program(name, implementation, tpu_mesh(topology), SPEC, x, backward, key_heads="b")
+        assert collectives(text) == []
+        kernels = text.count("tpu_custom_call")
+        assert kernels == 0 if implementation == "xla" or (backward and name.startswith("recurrent")) else kernels > 0
+
+
+@needs_libtpu
+@pytest.mark.tpu
+@pytest.mark.parametrize("topology", ["v6e:2x2", pytest.param("v5p:2x2x1", marks=thorough)])
+def test_tokens_over_tpus(topology):
+    """A map of a device goes to all others, once forward and once backward: nothing that depends on its tokens."""
+    sent = {}
+    for T in (256, 512):
+        x = inputs_of("chunk_gated_delta_rule", B=1, T=T, H=2, HV=4, K=128, V=128, states=0)
+        x = {n: y.astype(jnp.bfloat16) if n in ("q", "k", "v") else y for n, y in x.items()}
+        spec = P(None, ("a", "b"))
+        text = program("chunk_gated_delta_rule", "fused", tpu_mesh(topology), spec, x, False)
+        sent[T] = sorted(collectives(text))
+        assert "tpu_custom_call" in text
+    assert sent[256] == sent[512]
+    assert set(sent[256]) <= {"all-gather", "all-reduce"}

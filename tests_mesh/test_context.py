@@ -1,0 +1,179 @@
+"""Tokens split over devices: the result is that of one device, in float64-checked values and all gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+
+from chunkwise.pipeline.operators import CHUNKED
+from chunkwise.shared.operators import affine_scan
+from chunkwise.shared.testing import assert_close, with_gradients
+from meshes import (
+    P,
+    assert_divided,
+    assert_expected,
+    cotangents_of,
+    expected,
+    inputs_of,
+    make_mesh,
+    run_of,
+    spec_of,
+)
+
+# Nothing here depends on what XLA optimises, and its compilation is most of the time.
+pytestmark = pytest.mark.interpreted
+thorough = pytest.mark.thorough
+
+NAMES = [operator.name for operator in CHUNKED]
+# Of the gated delta rule and of linear attention one each in every case; the others in some.
+SOME = [
+    pytest.param(name, marks=[] if name in ("chunk_gated_delta_rule", "chunk_gla") else [thorough]) for name in NAMES
+]
+# Documents of 48 tokens on 8 devices of 6: empty ones, some inside of a device, some over many, a start at the first
+# token of a device, and padding.
+BOUNDARIES = jnp.array([0, 1, 1, 18, 20, 42, 42, 45], jnp.int32)
+# Of two rows: padding before, between and after segments, over a whole device, and at its borders; one id twice.
+SEGMENTS = np.array(
+    [
+        [*[5] * 7, *[2] * 11, *[-1] * 9, *[2] * 3, *[1] * 12, *[-2] * 6],
+        [*[-1] * 14, *[3] * 10, *[0] * 6, 3, *[4] * 17],
+    ],
+    np.int32,
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operators(name):
+    assert_divided(name, "xla", make_mesh((8,), "explicit"), P(None, "a"), "explicit", inputs_of(name))
+
+
+@pytest.mark.parametrize("gate", ["zero", "strong", "resets"])
+@pytest.mark.parametrize("name", SOME)
+def test_gates(name, gate):
+    x = inputs_of(name, gate=gate, B=1)
+    assert_divided(name, "xla", make_mesh((4,), "automatic"), P(None, "a"), "automatic", x)
+
+
+def test_repeated_keys():
+    """The map of a device is then as far from contracting as it can be."""
+    x = inputs_of("chunk_gated_delta_rule", B=1, repeat_key=True, beta=1.9, gate="zero")
+    mesh = make_mesh((8,), "explicit")
+    assert_divided("chunk_gated_delta_rule", "xla", mesh, P(None, "a"), "explicit", x)
+
+
+@pytest.mark.parametrize("spec", [P("a", "b"), P(None, "b", "a"), P(None, ("a", "b")), P("a", "b", "c", None)])
+def test_with_other_axes(spec):
+    shape = (2, 2, 2) if "c" in str(spec) else (2, 4)
+    x = inputs_of("chunk_gated_delta_rule")
+    assert_divided("chunk_gated_delta_rule", "xla", make_mesh(shape, "explicit"), spec, "explicit", x)
+
+
+@pytest.mark.parametrize("implementation", ["fused", pytest.param("staged", marks=thorough)])
+@pytest.mark.parametrize("name", SOME)
+def test_kernels(name, implementation):
+    x = inputs_of(name, B=1)
+    assert_divided(name, implementation, make_mesh((2,), "automatic"), P(None, "a"), "automatic", x)
+
+
+@pytest.mark.parametrize("states", [True, False], ids=["states", "no-states"])
+@pytest.mark.parametrize("name", NAMES)
+def test_documents_cross_devices(name, states):
+    x = inputs_of(name, B=1, states=len(BOUNDARIES) - 1 if states else 0)
+    mesh = make_mesh((8,), "automatic")
+    assert_divided(name, "xla", mesh, P(None, "a"), "automatic", x, {"cu_seqlens": BOUNDARIES}, states)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_segments_cross_devices(name):
+    x, fixed = inputs_of(name), {"segment_ids": jnp.asarray(SEGMENTS)}
+    assert_divided(name, "xla", make_mesh((8,), "explicit"), P(None, "a"), "explicit", x, fixed)
+
+
+def test_final_states_without_initial_ones():
+    x = inputs_of("chunk_gated_delta_rule", states=0)
+    mesh = make_mesh((8,), "explicit")
+    assert_divided("chunk_gated_delta_rule", "xla", mesh, P(None, "a"), "explicit", x)
+    x, fixed = inputs_of("chunk_gated_delta_rule", B=1, states=0), {"cu_seqlens": BOUNDARIES}
+    assert_divided("chunk_gated_delta_rule", "xla", mesh, P(None, "a"), "explicit", x, fixed)
+
+
+def test_wide_values():
+    """Values and the matrix of a map that do not fit into one launch take two."""
+    x = inputs_of("chunk_gated_delta_rule", B=1, T=16, H=1, HV=1, K=128, V=136)
+    mesh = make_mesh((2,), "explicit")
+    assert_divided("chunk_gated_delta_rule", "xla", mesh, P(None, "a"), "explicit", x)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axis", ["b", ("a", "b")], ids=str)
+def test_inside_a_shard_map(axis, check_vma):
+    """Replicated states go in and come out; JAX sums their gradients."""
+    name, mesh = "chunk_gated_delta_rule", make_mesh((2, 4), "explicit")
+    x, spec = inputs_of(name), P(None, axis)
+    run = run_of(name, "xla", context_axis=axis)
+    cotangents = cotangents_of(run_of(name, "xla"), x, {})
+    specs = {n: spec_of(n, y.ndim, spec) for n, y in (x | cotangents).items()}
+    of = lambda arrays: {n: specs[n] for n in arrays}
+    split = jax.shard_map(
+        lambda x: run(x, {}), mesh=mesh, in_specs=(of(x),), out_specs=of(cotangents), check_vma=check_vma
+    )
+    put = lambda arrays: {n: jax.device_put(y, NamedSharding(mesh, specs[n])) for n, y in arrays.items()}
+    got = jax.jit(with_gradients(lambda x, _: split(x)))(put(x), {}, put(cotangents))
+    assert_expected(got, expected(x, {}, cotangents))
+
+
+LENGTHS = st.lists(st.integers(0, 30), min_size=6, max_size=6)
+
+
+@functools.cache
+def over_eight(name: str):
+    mesh = make_mesh((8,), "automatic")
+    return jax.jit(with_gradients(run_of(name, "xla", sharding=NamedSharding(mesh, P(None, "a")))))
+
+
+@pytest.mark.parametrize("name", SOME)
+@settings(max_examples=12, deadline=None)
+@given(lengths=LENGTHS)
+def test_random_documents(name, lengths):
+    """One program for all of them: boundaries are traced."""
+    boundaries = np.minimum(np.cumsum([0, *lengths]), 48)
+    x, fixed = inputs_of(name, B=1, states=6), {"cu_seqlens": jnp.asarray(boundaries, jnp.int32)}
+    run = run_of(name, "xla")
+    cotangents = cotangents_of(run, x, fixed)
+    got = over_eight(name)(x, fixed, cotangents)
+    assert_expected(got, expected(x, fixed, cotangents), f"{lengths}")
+
+
+@pytest.mark.parametrize("name", SOME)
+@settings(max_examples=12, deadline=None)
+@given(runs=st.lists(st.tuples(st.integers(-1, 2), st.integers(1, 20)), min_size=1, max_size=12))
+def test_random_segments(name, runs):
+    ids = np.full((1, 48), -1, np.int32)
+    row = np.repeat([i for i, _ in runs], [n for _, n in runs])[:48]
+    ids[0, : len(row)] = row
+    x, fixed = inputs_of(name, B=1), {"segment_ids": jnp.asarray(ids)}
+    cotangents = cotangents_of(run_of(name, "xla"), x, fixed)
+    got = over_eight(name)(x, fixed, cotangents)
+    assert_expected(got, expected(x, fixed, cotangents), f"{runs}")
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("scan", affine_scan.SCANS.values(), ids=affine_scan.SCANS)
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+def test_scans(scan, reverse, devices):
+    """All ways give the state before every device, in float64 one map after the other."""
+    rng, K = np.random.default_rng(0), 4
+    M, N = rng.standard_normal((devices, K, K)) / 2, rng.standard_normal((devices, K, 3))
+    S, want = rng.standard_normal((K, 3)), [None] * devices
+    state = S
+    for d in reversed(range(devices)) if reverse else range(devices):
+        want[d], state = state, M[d] @ state + N[d]
+    mesh = make_mesh((devices,), "automatic")
+    run = lambda M, N, S: scan(M[0], N[0], S, "a", reverse)[None]
+    got = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(P("a"), P("a"), P()), out_specs=P("a")))
+    assert_close("S", got(*(jnp.asarray(y, jnp.float32) for y in (M, N, S))), np.stack(want), 1e-6)
