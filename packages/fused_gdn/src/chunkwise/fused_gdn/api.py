@@ -3,14 +3,15 @@
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from chunkwise.fused_gdn import config as tiles
-from chunkwise.fused_gdn import xla
-from chunkwise.fused_gdn.kernel import Static
-from chunkwise.fused_gdn.vjp import Tensors, fused, lay_out
+from chunkwise.fused_gdn import kernel, kernel_bwd, xla
+from chunkwise.fused_gdn.kernel import Operands, Static
+from chunkwise.fused_gdn.vjp import Tensors, fused, lay_out, repacked
 from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.kernels import (
     from_lanes,
@@ -18,14 +19,17 @@ from chunkwise.shared.kernels import (
     num_chunks,
     operand_dtype,
     pad_lanes,
+    pad_states,
     scaled,
     split_scale,
+    to_lanes,
     unless_empty,
 )
 from chunkwise.shared.operators import (
     Arguments,
     Devices,
     Implementation,
+    Launches,
     Laws,
     Options,
     Sharding,
@@ -166,9 +170,13 @@ def chunk(
     _, _, _, HV, K, V = check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens)
     check_initial_state(x.initial_state, (x.num_states, HV, K, V))
     slower = "staged" if "staged" in others else "xla"
-    known = {"fused": functools.partial(_fused, config=config), "xla": _xla, **others}
+    fused: Any = functools.partial(_fused, config=config)
+    summary: Any = functools.partial(_summary, config=config)
+    state_gradient: Any = functools.partial(_state_gradient, config=config)
+    known = {"fused": fused, "xla": _xla, **others}
     on_tpu = "fused" if max(K, V) <= MOST_CHANNELS else slower
-    return run_chunked(x, options, implementation, known, on_tpu, segmented=("fused",))
+    launches = Launches(fused, summary, state_gradient)
+    return run_chunked(x, options, implementation, known, on_tpu, segmented=("fused",), over_tokens={"fused": launches})
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -176,9 +184,9 @@ def _xla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
     return xla.gated_delta_rule(x._replace(scale=jnp.asarray(x.scale, jnp.float32)), options)
 
 
-def _fused(x: Arguments, options: Options, config: tiles.Config | None) -> tuple[jax.Array, jax.Array | None]:
-    H, K = x.q.shape[2:]
-    HV, V = x.v.shape[2:]
+def _config(x: Arguments, options: Options, config: tiles.Config | None) -> tiles.Config:
+    """Return the tile sizes for these arguments, checked."""
+    (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
     if max(K, V) > MOST_CHANNELS:
         raise NotImplementedError(
             f'"fused" takes K and V up to {MOST_CHANNELS}; got {K} and {V}; use implementation="xla".'
@@ -190,14 +198,50 @@ def _fused(x: Arguments, options: Options, config: tiles.Config | None) -> tuple
             heads >= 1 and HV % heads == 0,
             f"`config.{name}` must divide {HV} value heads; got {heads}.",
         )
+    return config
+
+
+def _fused(
+    x: Arguments, options: Options, kept: jax.Array | None = None, *, config: tiles.Config | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Run the kernels on checked arguments; `kept` are the inverses of `_summary`."""
     inside, after = split_scale(x.scale)
-    o, final_state = _launch(x._replace(scale=None), options, inside, config)
+    o, final_state = _launch(x._replace(scale=None), options, inside, _config(x, options, config), kept)
     return scaled(o, after), final_state
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _launch(x: Arguments, options: Options, scale: float, config: tiles.Config) -> tuple[jax.Array, jax.Array | None]:
-    """Bring the user's arrays into the layout of the kernels and their results back.
+def _summary(x: Arguments, options: Options, *, config: tiles.Config | None) -> tuple[jax.Array, jax.Array]:
+    """Return the states after the tokens, and the inverses of all chunks, which `_fused` and its gradient take."""
+    return _launch_states(x._replace(scale=None), options, _config(x, options, config))
+
+
+def _state_gradient(
+    x: Arguments, options: Options, kept: jax.Array, do: jax.Array, dstates: jax.Array, *, config: tiles.Config | None
+) -> jax.Array:
+    """Return the gradient of the initial states alone, from the cotangents of `_fused`."""
+    inside, after = split_scale(x.scale)
+    config = _config(x, options, config)
+    return _launch_back(x._replace(scale=None), options, inside, config, kept, scaled(do, after), dstates)
+
+
+class LaidOut(NamedTuple):
+    """The arguments of an operator on their way to a kernel.
+
+    Attributes:
+      static: what the kernel is built for.
+      tensors: the user's arrays, key heads repeated.
+      operands: the same in the layout of the kernels.
+    """
+
+    static: Static
+    tensors: Tensors
+    operands: Operands
+
+
+def _lay_out(
+    x: Arguments, options: Options, scale: float, config: tiles.Config, heads: int, kept: jax.Array | None = None
+) -> LaidOut:
+    """Bring the user's arrays into the layout of a launch of so many value heads a step.
 
     JAX transposes all of this for the backward: it sums the gradients of repeated keys, for example.
     """
@@ -213,19 +257,52 @@ def _launch(x: Arguments, options: Options, scale: float, config: tiles.Config) 
         config=config,
     )  # fmt: skip
     table, owner = make_steps(B, T, C, x.cu_seqlens, with_states, x.segment_ids)
+    p = static.shape(config.heads).p
     if owner is not None:
-        owner = jnp.tile(owner, (1, 1, static.shape(config.heads).p))
+        owner = jnp.tile(owner, (1, 1, p))
     tensors = Tensors(q, k, x.v, x.g, x.beta, x.initial_state)
-    dtype = operand_dtype(q.dtype, k.dtype, x.v.dtype)
-    operands = lay_out(tensors, (table, owner), dtype, static, config.heads)
+    operands = lay_out(tensors, (table, owner), operand_dtype(q.dtype, k.dtype, x.v.dtype), static, heads)
+    return LaidOut(static, tensors, operands._replace(X=None if kept is None else repacked(kept, p)))
+
+
+def _user_states(states: jax.Array, otherwise: jax.Array | None, x: Arguments) -> jax.Array:
+    """Return states of a kernel as the user has them; no kernel visits an empty sequence."""
+    return unless_empty(states, otherwise, x.cu_seqlens)[:, :, : x.q.shape[3], : x.v.shape[3]]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _launch(
+    x: Arguments, options: Options, scale: float, config: tiles.Config, kept: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Run the operator, differentiable."""
+    static, tensors, operands = _lay_out(x, options, scale, config, config.heads, kept)
     *varied, cu_seqlens = vary_alike(*operands, x.cu_seqlens)
     operands = operands._make(varied)
     o, states = fused(operands, cu_seqlens, static, tensors.types(), bool(options.output_final_state))
-    o = from_lanes(o, HV, V, T).astype(x.v.dtype)
-    if states is None:
-        return o, None
-    # No kernel visits an empty sequence.
-    return o, unless_empty(states, operands.h0, x.cu_seqlens)[:, :, :K, :V]
+    o = from_lanes(o, static.HV, x.v.shape[3], x.v.shape[1]).astype(x.v.dtype)
+    return o, None if states is None else _user_states(states, operands.h0, x)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _launch_states(x: Arguments, options: Options, config: tiles.Config) -> tuple[jax.Array, jax.Array]:
+    """Run the forward kernel without queries."""
+    static, _, operands = _lay_out(x, options, 1.0, config, config.heads)
+    out = kernel.launch(operands._make(vary_alike(*operands)), static, ("ht", "X"))
+    return _user_states(out["ht"], operands.h0, x), out["X"]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _launch_back(
+    x: Arguments, options: Options, scale: float, config: tiles.Config, kept: jax.Array, do: jax.Array,
+    dstates: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Run the reverse kernel for the gradient of the initial states alone."""
+    static, _, operands = _lay_out(x, options, scale, config, config.heads_bwd, kept)
+    do, dht = to_lanes(do.astype(operands.v.dtype), static.T), pad_states(dstates)
+    operands = operands._replace(do=do, dht=dht)
+    d = kernel_bwd.launch(operands._make(vary_alike(*operands)), static, ("dh0",))["dh0"]
+    # What an empty sequence gets, it gives back.
+    return _user_states(d, dht, x)
 
 
 def recurrent_gated_delta_rule(

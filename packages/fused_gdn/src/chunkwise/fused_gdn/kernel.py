@@ -230,7 +230,7 @@ def _turn(refs, prepared: Step, passed: Step, masked: bool | None, static: Stati
     q, k, g, beta = load_chunk(refs, own, s, static)
     bf16 = k.dtype == jnp.bfloat16
     X, steps = None, iter(())
-    if refs.o is None:
+    if refs.X is not None:
         X = refs.X[...]
     else:
         steps = ladder(refs.strip[...], refs.M[...], 2 if bf16 else 3)
@@ -316,12 +316,18 @@ def prepare(refs, q, k, sums: Sums, part: Part, masks, static: Static) -> dict[s
     g = gates(sums, part.heads, s)
     flow = flow_of(g, s, masks)
     made = {"start": flow.start, "end": flow.end * g.beta}  # [n, C, p C]
-    if refs.o is None:
+    with_keys, with_queries = refs.X is None, refs.o is not None
+    left = [k[part.keys]] * with_keys + [q[part.keys]] * with_queries
+    if not left:
         return made
-    KK, QK, D = scores(q[part.keys], k[part.keys], g, flow.pairs, s)  # [n, C, p C]
+    *products, D = scores(left, k[part.keys], g, flow.pairs, s)  # [n, C, p C]
     weight = D * g.beta_rows
-    M, P = KK * weight, QK * (weight * static.scale)
-    return made | {"M": M, "strip": begin_inverse(M), "scores": lanes(parts(P, k.dtype))}
+    if with_keys:
+        M = products[0] * weight
+        made |= {"M": M, "strip": begin_inverse(M)}
+    if with_queries:
+        made["scores"] = lanes(parts(products[-1] * (weight * static.scale), k.dtype))
+    return made
 
 
 class Seen(NamedTuple):
@@ -393,7 +399,7 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
     """Run the forward kernel.
 
     Args:
-      x: operands. With X, of an earlier launch, it is not computed again; "o" is wanted without it, and only then.
+      x: operands. With X, of an earlier launch, it is not computed again.
       static: what is known.
       want: which outputs of "o", "ht", "h", "W", "X".
 
@@ -427,13 +433,11 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
             "valid": pltpu.VMEM((1, s.C, 1), jnp.float32),
             "owner_passed": pltpu.VMEM((1, s.p * s.C), jnp.int32),
         }
+    if "o" in want:
+        scratch |= {"q_passed": pltpu.VMEM((keys, s.C, s.K), x.k.dtype), "scores": pltpu.VMEM(wide, x.k.dtype)}
     if x.X is None:
-        scratch |= {
-            "q_passed": pltpu.VMEM((keys, s.C, s.K), x.k.dtype),
-            "scores": pltpu.VMEM(wide, x.k.dtype),
-            "M": pltpu.VMEM(packed, jnp.float32),
-            "strip": pltpu.VMEM((n, strip_rows(s.C), s.p * s.C), jnp.float32),
-        }
+        strip = pltpu.VMEM((n, strip_rows(s.C), s.p * s.C), jnp.float32)
+        scratch |= {"M": pltpu.VMEM(packed, jnp.float32), "strip": strip}
     # An operand and an output of one name are two Refs: the names of the outputs X, h and W differ in the kernel.
     present = [({"X": "X_out"}.get(name, name), name in want) for name in kinds]
     operands = [name for name in Operands._fields if name not in ("h", "W", "do", "dht")]

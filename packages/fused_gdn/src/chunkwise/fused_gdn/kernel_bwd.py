@@ -138,19 +138,41 @@ def key_gradients(A1, A2, q, k, s: Shape):
     return jnp.stack(dq), jnp.stack(dk)
 
 
-def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: Shape):
-    """Return the gradients of one chunk.
+def state_gradient(q, k, gate, flow, QK, D, X, do, dS, scale, s: Shape):
+    """Take the gradient of the state back through a chunk; this needs neither the state nor the values.
 
     Args:
       q, k: [key heads, C, K].
       gate, flow: of the chunk.
+      QK, D: scores and decays of the chunk, packed [n, C, p C].
       X: packed [n, C, p C].
-      S: state before the chunk [heads, K, V], operand type.
-      W: [heads, C, V] float32.
       do: [heads, C, V].
       dS: float32 [heads, K, V], gradient of the state after the chunk.
       scale: multiplies q.
       s: static.
+
+    Returns:
+      The gradient of the state before the chunk, and on the way to it, [heads, C, V] each, what reaches the new values
+      from the state after the chunk, what reaches them in all, and the gradient of the values.
+    """
+    dtype = k.dtype
+    start, end, beta = (head_columns(x, s, s.V) for x in (flow.start, flow.end, gate.beta))  # [heads, C, V]
+    written = end * read_state(k, None, dS.astype(dtype), s)[0]
+    dv_new = apply_transposed(QK * (D * scale), do, dtype, s.p) + written
+    dR = apply_transposed(X, beta * dv_new, dtype, s.p)
+    entering = rows([(scale * start) * do.astype(jnp.float32), -start * dR])  # [heads, 2 C, V]
+    entering = side_lanes(entering.astype(dtype), s.group)  # [key heads, 2 C, group V]
+    dS = start[:, -1:] * dS + split_lanes(dot_tn(rows([q, k]), entering), s.group)
+    return dS, written, dv_new, dR
+
+
+def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: Shape):
+    """Return the gradients of one chunk.
+
+    Args:
+      q, k, gate, flow, X, do, dS, scale, s: as in `state_gradient`.
+      S: state before the chunk [heads, K, V], operand type.
+      W: [heads, C, V] float32.
 
     Returns:
       dq, dk [key heads, C, K], dv [heads, C, V]; [C, heads] what a row passes to its own and all earlier gates, what it
@@ -160,13 +182,10 @@ def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: Shape):
     q_heads, k_heads = (jnp.stack([x[i // s.group] for i in range(s.heads)]) for x in (q, k))  # [heads, C, K]
     # Factors of rows over all lanes, of tiles [heads, C, K] and of tiles [heads, C, V].
     start_k, end_k, beta_k = (head_columns(x, s, s.K) for x in (flow.start, flow.end, gate.beta))
-    start, end, beta = (head_columns(x, s, s.V) for x in (flow.start, flow.end, gate.beta))
-    KK, QK, D = scores(q, k, gate, flow.pairs, s)  # [n, C, p C]
-
+    beta = head_columns(gate.beta, s, s.V)
+    KK, QK, D = scores([k, q], k, gate, flow.pairs, s)  # [n, C, p C]
     # What reaches the new values: from the outputs of the chunk, and from the state after it.
-    written = end * read_state(k, None, dS.astype(dtype), s)[0]  # [heads, C, V]
-    dv_new = apply_transposed(QK * (D * scale), do, dtype, s.p) + written  # [heads, C, V]
-    dR = apply_transposed(X, beta * dv_new, dtype, s.p)  # [heads, C, V]
+    dS_before, written, dv_new, dR = state_gradient(q, k, gate, flow, QK, D, X, do, dS, scale, s)
 
     # From there to the scores, and through them to queries and keys.
     outers = outer(rows([dR, do.astype(jnp.float32)]), W, dtype, s.p)  # [n, 2 C, p C]
@@ -189,12 +208,8 @@ def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: Shape):
     later = lane_sums(entered, s.K, dtype) + lane_sums(pairs, C, dtype) - row_sums(pairs, s)
     earlier = lane_sums(beta * written * W, s.V, dtype)
     dbeta = lane_sums(dv_new * W, s.V, dtype) + row_sums(dN * KK, s)
-
-    entering = rows([(scale * start) * do.astype(jnp.float32), -start * dR])  # [heads, 2 C, V]
-    entering = side_lanes(entering.astype(dtype), s.group)  # [key heads, 2 C, group V]
-    dS = start[:, -1:] * dS + split_lanes(dot_tn(rows([q, k]), entering), s.group)
     dq, dk = dq + sum_value_heads(dq_start, s.group), dk + sum_value_heads(dk_start + dk_end, s.group)
-    return dq, dk, dR, later, earlier, dbeta, dS
+    return dq, dk, dR, later, earlier, dbeta, dS_before
 
 
 def _bwd_kernel(refs, *, static: Static, s: Shape):
@@ -209,12 +224,11 @@ def _bwd_kernel(refs, *, static: Static, s: Shape):
     def _():
         refs.dS[...] = jnp.zeros_like(refs.dS) if refs.dht is None else refs.dht[...]
 
-    gradients = (refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta)
-    if static.pieces:
+    if static.pieces and refs.dq is not None:
 
         @pl.when(step.closes == 1)
         def _():
-            clear(*gradients)  # rows that belong to no piece stay zero
+            clear(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta)  # rows that belong to no piece stay zero
 
     mixed = None if refs.owner is None else step.mixed == 1
     masked_or_not(mixed, lambda masked: _turn(refs, step, masked, static, s))
@@ -238,10 +252,18 @@ def _turn(refs, step: Step, masked: bool | None, static: Static, s: Shape) -> No
         spoilt = quarantine(refs, own, masks, s)
         own &= spoilt[0] == 0.0
     q, k, g, beta = load_chunk(refs, own, s, static)
-    do, W = load_heads(refs.do, s.V, own=own), load_heads(refs.W, s.V, own=own)  # [heads, C, V]
+    do = load_heads(refs.do, s.V, own=own)  # [heads, C, V]
     gate = gates(gate_sums(g, beta, s, k.dtype != jnp.bfloat16, masks), slice(0, s.heads), s)
+    flow = flow_of(gate, s, masks)
+    if refs.dq is None:
+        QK, D = scores([q], k, gate, flow.pairs, s)  # [n, C, p C]
+        refs.dS[...] = state_gradient(q, k, gate, flow, QK, D, refs.X[...], do, refs.dS[...], static.scale, s)[0]
+        if masked:
+            spoil_gradients((), refs.dS, spoilt, masks)
+        return
+    W = load_heads(refs.W, s.V, own=own)  # [heads, C, V]
     dq, dk, dv, later, earlier, dbeta, dS = chunk_gradients(
-        q, k, gate, flow_of(gate, s, masks), refs.X[...], refs.h[...], W, do, refs.dS[...], static.scale, s
+        q, k, gate, flow, refs.X[...], refs.h[...], W, do, refs.dS[...], static.scale, s
     )
     if static.normalise:
         dq = l2norm_gradient(load_heads(refs.q, s.K, own=own), dq)
@@ -273,7 +295,7 @@ def quarantine(refs, own, masks: SequenceMasks, s: Shape) -> jax.Array:
     def _():
         clear(refs.dS)
 
-    values = (load_heads(ref, s.V, own=own) for ref in (refs.do, refs.W))
+    values = (load_heads(ref, s.V, own=own) for ref in (refs.do, refs.W) if ref is not None)
     found = jnp.maximum(tokens_not_finite(refs, own, s, ("q", "k")), rows_not_finite(*values))
     found = jnp.maximum(found, jnp.where(masks.ending, state, 0.0))
     return whole_sequences(found, masks.same[:, :, : s.C])
@@ -292,17 +314,21 @@ def spoil_gradients(gradients, dS_ref, spoilt, masks) -> None:
             dS_ref[...] = jnp.full(dS_ref.shape, jnp.nan, jnp.float32)
 
 
-def launch(x: Operands, static: Static, with_state: bool):
+# The gradients of all tokens.
+ALL = ("dq", "dk", "dv", "dg", "dbeta")
+
+
+def launch(x: Operands, static: Static, want: tuple[str, ...]):
     """Run the reverse kernel.
 
     Args:
-      x: operands; v and h0 are not read.
+      x: operands; v and h0 are not read. Without h and W nothing but dh0 can be had.
       static: what is known.
-      with_state: whether the gradient of the initial states is wanted.
+      want: ALL, ALL and "dh0", or "dh0" alone.
 
     Returns:
-      A dict of dq, dk, dv like q, k, v, dg, dbeta float32 like g, and dh0 [N, HV, K, V] float32 if wanted, undefined
-      for empty sequences.
+      A dict of what is wanted: dq, dk, dv like q, k, v, dg, dbeta float32 like g, and dh0 [N, HV, K, V] float32, the
+      gradient of the initial states, undefined for empty sequences.
     """
     x = x._replace(v=None, h0=None)
     B, HV, steps, s = static.B, static.HV, static.steps, static.shape(static.config.heads_bwd)
@@ -315,11 +341,11 @@ def launch(x: Operands, static: Static, with_state: bool):
         "dbeta": (specs["g"], x.g.shape, jnp.float32),
         "dh0": (specs["h0"], (static.N, HV, s.K, s.V), jnp.float32),
     }
-    wanted = [name for name in kinds if name != "dh0" or with_state]
+    wanted = [name for name in kinds if name in want]
     out = pallas_call(
         named(_bwd_kernel, Operands._fields, [(n, n in wanted) for n in kinds], ["dS"], static=static, s=s),
         *x,
-        name=f"fused_chunk_gated_delta_rule_bwd_c{s.C}",
+        name=f"fused_chunk_gated_delta_rule_{'bwd' if 'dq' in want else 'bwd_state'}_c{s.C}",
         num_scalar_prefetch=1,
         # Batch and head blocks are independent; time is sequential and runs backwards, the gradient of the state stays
         # in VMEM.

@@ -287,13 +287,16 @@ def flow_of(g: Gates, s: Shape, masks: SequenceMasks | None) -> Flow:
     return Flow(masks.same & (i >= j), jnp.where(masks.carried, start, 0.0), jnp.where(masks.ending, end, 0.0))
 
 
-def scores(q, k, g: Gates, pairs, s: Shape):
-    """Return K K^T, Q K^T and the decays D (zero outside of `pairs`), packed [n, C, p C]; q, k [key heads, C, K]."""
+def scores(left: list[jax.Array], k, g: Gates, pairs, s: Shape):
+    """Return x k^T for every x of `left`, and the decays (zero outside of `pairs`): packed [n, C, p C].
+
+    All x and k are [key heads, C, K]; one product serves them all.
+    """
     w = s.wide()
-    k_packs, q_packs = key_packs(k, w), key_packs(q, w)
-    left = rows([lanes(k_packs), lanes(q_packs)])  # [packs of w, 2 C, keys of w * K]
-    products = split_lanes(dot_nt(left, placed_keys(k_packs, w)), w.p // s.p)  # [n, 2 C, p C]
-    return products[:, : s.C], products[:, s.C :], jnp.exp2(jnp.where(pairs, gap(g.G, g.G_rows), NEVER))
+    above = rows([lanes(key_packs(x, w)) for x in left])  # [packs of w, len(left) C, keys of w * K]
+    products = split_lanes(dot_nt(above, placed_keys(key_packs(k, w), w)), w.p // s.p)  # [n, len(left) C, p C]
+    each = [products[:, i * s.C : (i + 1) * s.C] for i in range(len(left))]
+    return *each, jnp.exp2(jnp.where(pairs, gap(g.G, g.G_rows), NEVER))
 
 
 def read_state(k, q, S, s: Shape):

@@ -44,6 +44,16 @@ def from_blocks(x: jax.Array, T: int) -> jax.Array:
     return jnp.moveaxis(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)[:, :T]
 
 
+def repacked(X: jax.Array, p: int) -> jax.Array:
+    """Return packed inverses [B, steps, HV / n, C, n C] with p heads side by side; the same if n is p."""
+    B, steps, packs, C, width = X.shape
+    if width == p * C:
+        return X
+    heads = jnp.swapaxes(X.reshape(B, steps, packs, C, width // C, C), 3, 4)  # [B, steps, packs, n, C, C]
+    heads = jnp.swapaxes(heads.reshape(B, steps, -1, p, C, C), 3, 4)  # [B, steps, HV / p, C, p, C]
+    return heads.reshape(B, steps, -1, C, p * C)
+
+
 def lay_out(x: Tensors, tables: tuple, dtype, static: Static, heads: int) -> Operands:
     """Return the operands of the forward kernel.
 
@@ -80,7 +90,8 @@ def fused(x: Operands, cu_seqlens: jax.Array | None, static: Static, like: Tenso
     """Run the forward.
 
     Args:
-      x: operands of the forward kernel.
+      x: operands of the forward kernel. With X, of an earlier launch, neither direction computes it again; it has no
+        gradient of its own.
       cu_seqlens: int32 [N + 1], or None.
       static: what is known.
       like: shapes and types of the user's arrays, which is what the backward keeps.
@@ -94,8 +105,9 @@ def fused(x: Operands, cu_seqlens: jax.Array | None, static: Static, like: Tenso
 
 
 def _forward(x, cu_seqlens, static, like, final_state):
-    out = kernel.launch(x, static, ("o", "ht", "X") if final_state else ("o", "X"))
-    return (out["o"], out.get("ht")), (_trim(x, like), (x.table, x.owner), cu_seqlens, out["X"])
+    kept = () if x.X is not None else ("X",)
+    out = kernel.launch(x, static, ("o", "ht", *kept) if final_state else ("o", *kept))
+    return (out["o"], out.get("ht")), (_trim(x, like), (x.table, x.owner), cu_seqlens, out.get("X", x.X))
 
 
 def _backward(static, like, final_state, residuals, cotangents):
@@ -107,7 +119,7 @@ def _backward(static, like, final_state, residuals, cotangents):
     if config.heads_bwd != config.heads:
         x = lay_out(tensors, tables, do.dtype, static, config.heads_bwd)._replace(X=X)
     x = x._replace(h=states["h"], W=states["W"], do=do, dht=dht)
-    d = kernel_bwd.launch(x, static, x.h0 is not None)
+    d = kernel_bwd.launch(x, static, (*kernel_bwd.ALL, "dh0") if x.h0 is not None else kernel_bwd.ALL)
     if config.heads_bwd != config.heads:
         for name in ("dg", "dbeta"):
             d[name] = to_blocks(from_blocks(d[name], static.T), config.heads, static.T)

@@ -20,7 +20,7 @@ from chunkwise.shared.operators.checks import (
     choose_chunk_size,
     choose_implementation,
 )
-from chunkwise.shared.operators.chunked import Implementation, run_chunked
+from chunkwise.shared.operators.chunked import Implementation, Launches, run_chunked
 from chunkwise.shared.operators.decode import (
     read_slots,
     recurrent_cost,
@@ -38,6 +38,7 @@ __all__ = [
     "CHUNK_SIZES",
     "Devices",
     "Implementation",
+    "Launches",
     "Laws",
     "Options",
     "Sharding",

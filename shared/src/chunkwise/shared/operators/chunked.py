@@ -1,16 +1,33 @@
 """The way of an operator over whole sequences from checked arrays to an implementation."""
 
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 
 from chunkwise.shared.operators.arguments import Arguments, Options, Slots, check_shared, scale_of, without_laws
 from chunkwise.shared.operators.checks import choose_chunk_size, choose_implementation
+from chunkwise.shared.operators.context import Form
 from chunkwise.shared.operators.devices import over_devices
 from chunkwise.shared.operators.segments import run_segments
 
 # From checked arguments and options to the output [B, T, HV, V] and the final states [N, HV, K, V] or None.
 Implementation = Callable[[Arguments, Options], tuple[jax.Array, jax.Array | None]]
+
+
+class Launches(NamedTuple):
+    """What an implementation does where tokens are split over devices, see `context.Form`; options as they are there.
+
+    Attributes:
+      run: from arguments, options and what was kept.
+      summary: from arguments and options.
+      state_gradient: from arguments, options, what was kept, and the cotangents.
+    """
+
+    run: Callable[[Arguments, Options, Any], tuple[jax.Array, Any]]
+    summary: Callable[[Arguments, Options], tuple[jax.Array, Any]]
+    state_gradient: Callable[[Arguments, Options, Any, jax.Array, jax.Array], jax.Array]
 
 
 def run_chunked(
@@ -21,6 +38,7 @@ def run_chunked(
     on_tpu: str,
     raw_gates: Collection[str] = (),
     segmented: Collection[str] = (),
+    over_tokens: Mapping[str, Launches] = MappingProxyType({}),
 ) -> tuple[jax.Array, jax.Array | None]:
     """Check what all operators share, fill in scale and chunk size, and run an implementation.
 
@@ -32,27 +50,32 @@ def run_chunked(
       on_tpu: what None means on a TPU; elsewhere it means "xla".
       raw_gates: those of `known` that take raw gates and their law; the others get decays.
       segmented: those that know segments; the others get gates that forget everything where a segment begins.
+      over_tokens: what those of `segmented` have for tokens that are split over devices; the others run as they are.
     """
     check_shared(x, options)
     chosen = choose_implementation(implementation, tuple(known), on_tpu)
 
+    def prepared(x: Arguments, options: Options) -> tuple[Arguments, Options]:
+        chunk_size = choose_chunk_size(
+            options.chunk_size, chosen, x.q.shape[1],
+            per_channel=x.g is not None and x.g.ndim == 4, delta=x.beta is not None,
+        )  # fmt: skip
+        x, options = x._replace(scale=scale_of(x)), options._replace(chunk_size=chunk_size)
+        return without_laws(x, options, chosen in raw_gates)
+
     def run(x: Arguments, options: Options, _: Slots) -> tuple[jax.Array, jax.Array | None]:
-        return _run(x, options, chosen, known[chosen], chosen in raw_gates, chosen in segmented)
+        x, options = prepared(x, options)
+        if x.segment_ids is None or chosen in segmented:
+            return known[chosen](x, options)
+        # A gate that forgets everything keeps no promise.
+        return run_segments(lambda y: known[chosen](y, options._replace(gate_lower_bound=None)), x)
 
-    return over_devices(run, x, options)
+    def form(options: Options) -> Form:
+        launches = over_tokens[chosen]
+        return Form(
+            lambda x, kept: launches.run(*prepared(x, options), kept),
+            lambda x: launches.summary(*prepared(x, options)),
+            lambda x, kept, do, dstates: launches.state_gradient(*prepared(x, options), kept, do, dstates),
+        )
 
-
-def _run(
-    x: Arguments, options: Options, chosen: str, implementation: Implementation, raw_gates: bool, segmented: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """Run an implementation on the arguments of one device."""
-    chunk_size = choose_chunk_size(
-        options.chunk_size, chosen, x.q.shape[1],
-        per_channel=x.g is not None and x.g.ndim == 4, delta=x.beta is not None,
-    )  # fmt: skip
-    x, options = x._replace(scale=scale_of(x)), options._replace(chunk_size=chunk_size)
-    x, options = without_laws(x, options, raw_gates)
-    if x.segment_ids is None or segmented:
-        return implementation(x, options)
-    # A gate that forgets everything keeps no promise.
-    return run_segments(lambda y: implementation(y, options._replace(gate_lower_bound=None)), x)
+    return over_devices(run, x, options, form=form if chosen in over_tokens else None)

@@ -25,8 +25,27 @@ from chunkwise.shared.kernels.chunks import select_tokens
 from chunkwise.shared.operators.affine_scan import exclusive_scan, transposed
 from chunkwise.shared.operators.arguments import Arguments, total_gate
 
-# From the arguments of one device to the output [B, T, HV, V] and the states after its tokens.
-Run = Callable[[Arguments], tuple[jax.Array, Any]]
+
+class Form(NamedTuple):
+    """What an operator does over the tokens of one device.
+
+    Attributes:
+      run: from arguments, and what `summary` kept, to the output [B, T, HV, V] and the states after the tokens. Its
+        gradient is that of the operator: what was kept has none of its own.
+      summary: from arguments to the states after the tokens alone, and what is to be kept.
+      state_gradient: from arguments, what was kept, and the cotangents of `run` to the gradient of the initial states
+        alone; None where it is taken from all gradients of `run`.
+    """
+
+    run: Callable[[Arguments, Any], tuple[jax.Array, Any]]
+    summary: Callable[[Arguments], tuple[jax.Array, Any]]
+    state_gradient: Callable[[Arguments, Any, jax.Array, jax.Array], jax.Array] | None = None
+
+
+def plain_form(run: Callable[[Arguments], tuple[jax.Array, Any]]) -> Form:
+    """Return the form of an operator that has no launches of its own for it."""
+    return Form(lambda x, _: run(x), lambda x: (run(x)[1], None))
+
 
 # What a policy of `jax.checkpoint` can save, so that a recomputed forward needs neither the maps nor the scan again.
 MAP_NAME, STATE_NAME = "chunkwise_context_map", "chunkwise_context_state"
@@ -136,8 +155,8 @@ def _exit(part: Part, states: jax.Array) -> jax.Array:
     return states if part.documents is None else states[part.documents.last]
 
 
-def _summary(run: Run, x: Arguments, part: Part) -> tuple[jax.Array, jax.Array]:
-    """Return M and N of the tokens of a device."""
+def _summary(form: Form, x: Arguments, part: Part) -> tuple[jax.Array, jax.Array, Any]:
+    """Return M and N of the tokens of a device, and what the form keeps."""
     (B, T, _, K), (HV, V) = x.q.shape, x.v.shape[2:]
 
     def zeros(width):
@@ -146,22 +165,23 @@ def _summary(run: Run, x: Arguments, part: Part) -> tuple[jax.Array, jax.Array]:
     def state_after(v, S, own):
         # The queries and their scale do not matter to a state.
         y = x._replace(q=x.k, v=v, scale=None, initial_state=_entry(part, S, own))
-        return _exit(part, run(y)[1])
+        states, kept = form.summary(y)
+        return _exit(part, states), kept
 
     if x.beta is None:
         g = total_gate(x)
         G = jnp.sum(g if part.valid is None else select_tokens(part.valid, g), axis=1)
         M = jnp.exp(G)[..., None] if g.ndim == 4 else jnp.exp(G)[..., None, None]
-        return jnp.where(part.passes[:, None, None, None], M, 0.0), state_after(x.v, zeros(V), x.initial_state)
+        return jnp.where(part.passes[:, None, None, None], M, 0.0), *state_after(x.v, zeros(V), x.initial_state)
     identity = jnp.broadcast_to(jnp.eye(K, dtype=jnp.float32), (B, HV, K, K))
     nothing = jnp.zeros((B, T, HV, K), x.v.dtype)
     if V + K <= _WIDEST:
         # Further value channels without values: their state is what the tokens do to the identity.
         v, S = jnp.concatenate([x.v, nothing], axis=3), jnp.concatenate([zeros(V), identity], axis=3)
-        both = state_after(v, S, x.initial_state)
-        return both[..., V:], both[..., :V]
+        both, kept = state_after(v, S, x.initial_state)
+        return both[..., V:], both[..., :V], kept
     none = None if x.initial_state is None else jnp.zeros((*x.initial_state.shape[:3], K), jnp.float32)
-    return state_after(nothing, identity, none), state_after(x.v, zeros(V), x.initial_state)
+    return state_after(nothing, identity, none)[0], *state_after(x.v, zeros(V), x.initial_state)
 
 
 def _local(x: Arguments, axis) -> tuple[Arguments, Part]:
@@ -181,11 +201,11 @@ def _local(x: Arguments, axis) -> tuple[Arguments, Part]:
     return _segments(x, ids[:, 1:], ids[:, 0], (start > 0)[None])
 
 
-def run_context(run: Run, x: Arguments, axis, output_final_state: bool) -> tuple[jax.Array, jax.Array | None]:
+def run_context(form: Form, x: Arguments, axis, output_final_state: bool) -> tuple[jax.Array, jax.Array | None]:
     """Run an operator over tokens that are split over the devices of a mesh axis, inside of a `shard_map`.
 
     Args:
-      run: the operator over the tokens of one device.
+      form: of the operator.
       x: its arguments: of the arrays with tokens the part of this device, of the others, states and cu_seqlens of all
         tokens too, what all devices have.
       axis: of the mesh, or several.
@@ -212,22 +232,27 @@ def run_context(run: Run, x: Arguments, axis, output_final_state: bool) -> tuple
         named: dict[str, Any] = {**others, "initial_state": None, **floats, **fixed}
         return Arguments(**named)
 
-    def local(floats, S, fixed, part):
+    def entering(floats, S, fixed, part):
         y = arguments(floats, fixed)
-        o, states = run(y._replace(initial_state=_entry(part, S, y.initial_state)))
-        return o, states
+        return y._replace(initial_state=_entry(part, S, y.initial_state))
 
     def forward(floats, S, fixed, part):
-        M, N = _summary(run, arguments(floats, fixed), part)
+        M, N, kept = _summary(form, arguments(floats, fixed), part)
         M = checkpoint_name(M, MAP_NAME)
         S = checkpoint_name(exclusive_scan(M, N, S, axis), STATE_NAME)
-        results, pull = jax.vjp(lambda floats, S: local(floats, S, fixed, part), floats, S)
-        return results, (M, S, pull, part)
+        run = lambda floats, S: form.run(entering(floats, S, fixed, part), kept)
+        results, pull = jax.vjp(run, floats, S)
+        return results, (M, S, kept, pull, floats, fixed, part)
 
     def backward(residuals, cotangents):
-        M, S, pull, part = residuals
+        M, S, kept, pull, floats, fixed, part = residuals
         do, dstates = cotangents
-        dN = pull((do, dstates))[1]
+        if form.state_gradient is None:
+            dN = pull((do, dstates))[1]
+        else:
+            dentry = form.state_gradient(entering(floats, S, fixed, part), kept, do, dstates)
+            own = floats.get("initial_state")
+            dN = jax.vjp(lambda S: _entry(part, S, own), S)[1](dentry)[0]
         dS = exclusive_scan(transposed(M), dN, jnp.zeros_like(dN), axis, reverse=True)
         back = jnp.zeros_like(dstates)
         back = dS if part.documents is None else back.at[part.documents.last].add(dS)

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 
 from chunkwise.shared.operators.arguments import Arguments, Devices, Options, Slots
 from chunkwise.shared.operators.checks import check
-from chunkwise.shared.operators.context import run_context
+from chunkwise.shared.operators.context import Form, plain_form, run_context
 from chunkwise.shared.operators.partition import Axes, divided, find_division
 
 # From the arguments of one device to the output [B, T, HV, V] and the states, None unless asked for.
@@ -18,13 +18,14 @@ _NO_SLOTS = Slots()
 
 
 def over_devices(
-    run: Run, x: Arguments, options: Options, slots: Slots = _NO_SLOTS
+    run: Run, x: Arguments, options: Options, slots: Slots = _NO_SLOTS, form: Callable[[Options], Form] | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run an operator as its arguments lie on the devices of a mesh, if on any, and as `options.devices` says.
 
     Args:
       run: the operator on one device.
       x, options, slots: its arguments, checked but for the devices.
+      form: its form where tokens are split, from options that ask for states; None for the plain form.
     """
     devices, options = options.devices, options._replace(devices=Devices())
     arrays, others = x.arrays()
@@ -41,7 +42,8 @@ def over_devices(
         if not axes:
             return run(x, options, slots)
         keeping = options._replace(output_final_state=True)
-        return run_context(lambda y: run(y, keeping, slots), x, axes, bool(options.output_final_state))
+        split = plain_form(lambda y: run(y, keeping, slots)) if form is None else form(keeping)
+        return run_context(split, x, axes, bool(options.output_final_state))
 
     if division is None:
         return _summed(on_device(x, slots), axes)
