@@ -31,6 +31,9 @@ SOLO = ("kkt", "pipeline")
 # The tests that every change must pass; the session `thorough` runs the others.
 QUICK = ("-m", "not thorough")
 
+# Collectives of simulated devices wait for threads of all of them: more than a small machine has cores.
+MANY_THREADS = {"NPROC": "16"}
+
 # pip compiles every module of jax, torch and transformers to bytecode, which takes longer than a session's own work.
 os.environ["PIP_COMPILE"] = "0"
 
@@ -95,8 +98,7 @@ def e2e(session):
 def mesh(session):
     """Run the operators over eight simulated devices, and over two processes."""
     prepare(session, "test")
-    # Collectives wait for threads of all devices: more of them than a small machine has cores.
-    session.run("pytest", *WORKERS, *QUICK, "tests_mesh", *session.posargs, env={"NPROC": "16"})
+    session.run("pytest", *WORKERS, *QUICK, "tests_mesh", *session.posargs, env=MANY_THREADS)
 
 
 @nox.session(default=False)
@@ -104,6 +106,7 @@ def thorough(session):
     """Run the tests that take long: more sizes and types, and the compilations for all TPU generations."""
     prepare(session, "e2e")
     session.run("pytest", *WORKERS, "-m", "thorough", *PACKAGES.values(), "tests_e2e", *session.posargs)
+    session.run("pytest", *WORKERS, "-m", "thorough", "tests_mesh", *session.posargs, env=MANY_THREADS)
 
 
 @nox.session(default=False)
@@ -118,6 +121,7 @@ def tpu(session):
     """Run only the compilations for real TPUs."""
     prepare(session, "test")
     session.run("pytest", *WORKERS, "-m", "tpu", *PACKAGES.values(), "tests_e2e", *session.posargs)
+    session.run("pytest", *WORKERS, "-m", "tpu", "tests_mesh", *session.posargs, env=MANY_THREADS)
 
 
 def add_package_sessions(name: str) -> None:
