@@ -107,7 +107,8 @@ def causal_conv1d(
     Returns:
       y [B, T, D] in the type of x, and the last W - 1 inputs of every sequence [N, W - 1, D] in the type of x, None
       unless asked for. A sequence shorter than that begins with its initial state. Padding may hold anything and gives
-      zeros. Differentiable in x, weight, bias and initial_state under both implementations.
+      zeros. Differentiable in x, weight, bias and initial_state under both implementations; over a mesh, by sharding or
+      by the type of x, in reverse only.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
@@ -160,6 +161,8 @@ def causal_conv1d(
 @functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
 def _run(x, weight, bias, states, cu_seqlens, segment_ids, final: bool, activation, implementation, config):
     (B, T, D), W = x.shape, weight.shape[1]
+    # Once, or JAX does it at every use, and sums every part of a gradient by itself.
+    x, weight, bias, states = vary_alike(x, weight, bias, states)
     s = find(B, T, cu_seqlens, segment_ids)
     rows = weight.astype(jnp.float32).T  # [W, D]
     shift = jnp.zeros((1, D), jnp.float32) if bias is None else bias.astype(jnp.float32)[None]

@@ -65,8 +65,8 @@ def rms_norm_gated(
       config: tile sizes of the kernels.
 
     Returns:
-      y [..., D] in the type of x. Differentiable in x, z and weight under both implementations; the gradient of weight
-      is summed in float32.
+      y [..., D] in the type of x. Differentiable in x, z and weight under both implementations, over a mesh in reverse
+      only; the gradient of weight is summed in float32.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
