@@ -138,6 +138,8 @@ def causal_conv1d(
         fits = config.tokens % 16 == 0 and config.channels % 128 == 0 and min(config.tokens, config.channels) > 0
         check(fits, f"`config` must have multiples of 16 tokens and of 128 channels; got {config}.")
     given = {name: y for name, y in given.items() if y is not None}
+    # Before devices share them, so that the sums of their gradients are rounded once.
+    given |= {name: given[name].astype(jnp.float32) for name in ("weight", "bias") if name in given}
     division = find_division(given, _LAYOUT, sharding)
     tokens = token_axes(division, context_axis)
     held = T if division is None else T // size_of(division.mesh, division.tokens)

@@ -90,7 +90,8 @@ def rms_norm_gated(
     check(number and eps >= 0, f"`eps` must be a number, at least 0; got {eps!r}.")
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     static = Static(shape[-1], activation, bool(norm_before_gate), float(eps))
-    given = {"x": x, "z": z, "weight": weight}
+    # In float32 before devices share it, so that the sum of its gradient is rounded once.
+    given = {"x": x, "z": z, "weight": weight.astype(jnp.float32)}
     norm = xla.norm if implementation == "xla" else functools.partial(_pallas, config=config)
     run = lambda given: (norm(given["x"], given["z"], given["weight"], static), None)
     return over_mesh(run, given, find_division(given, _layout(len(shape)), sharding), ())[0]
