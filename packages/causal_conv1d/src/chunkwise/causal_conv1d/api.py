@@ -4,13 +4,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from chunkwise.causal_conv1d import config as tiles
 from chunkwise.causal_conv1d import kernel, vjp, xla
+from chunkwise.causal_conv1d.context import find_part
 from chunkwise.causal_conv1d.kernel import Operands, Static
 from chunkwise.causal_conv1d.sequences import Sequences, final_states, find, state_rows
 from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.operators import (
+    Layout,
+    Sharding,
     Slots,
     check,
     check_activation,
@@ -20,8 +24,26 @@ from chunkwise.shared.operators import (
     check_segment_ids,
     check_slots,
     choose_implementation,
+    find_division,
+    over_mesh,
     read_slots,
+    size_of,
+    token_axes,
     write_slots,
+)
+
+_LAYOUT = Layout(
+    leading="x",
+    parts={"b": "rows", "t": "tokens", "d": "channels"},
+    arguments={
+        "x": "btd",
+        "weight": "d",
+        "bias": "d",
+        "initial_state": "s.d",
+        "cu_seqlens": "",
+        "segment_ids": "bt",
+    },
+    results=("btd", "s.d"),
 )
 
 
@@ -46,6 +68,8 @@ def causal_conv1d(
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
     config: tiles.Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the depthwise causal convolution over time of every sequence, and its last inputs.
@@ -71,12 +95,20 @@ def causal_conv1d(
         and the final one holds the last inputs of its last sequence.
       implementation: "pallas" (one TPU kernel a direction, interpreted elsewhere), "xla" (plain JAX), None (the best
         for the backend).
+      sharding: how x is split over the devices of a mesh with automatic axes, a NamedSharding or a PartitionSpec;
+        static. Over explicit axes the type of x says it. Rows, tokens and channels may be split, also over several axes
+        each; every device computes its part, and only gradients of arguments that devices share are sums over them.
+      context_axis: the axis or axes of a mesh, inside a `shard_map`, over which T is split; static. Each device has
+        consecutive tokens, at least W - 1, and sends so many inputs to its right neighbour. cu_seqlens are those of all
+        tokens, and states are those before the first and after the last token, the same on all devices. segment_ids are
+        those of the device's tokens.
       config: tile sizes of the kernels.
 
     Returns:
       y [B, T, D] in the type of x, and the last W - 1 inputs of every sequence [N, W - 1, D] in the type of x, None
       unless asked for. A sequence shorter than that begins with its initial state. Padding may hold anything and gives
-      zeros. Differentiable in x, weight, bias and initial_state under both implementations.
+      zeros. Differentiable in x, weight, bias and initial_state under both implementations; over a mesh, by sharding or
+      by the type of x, in reverse only.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
@@ -90,7 +122,11 @@ def causal_conv1d(
     """
     B, T, D = check_array("x", x, "B T D")
     W = _check_weights(weight, bias, D)
-    check_cu_seqlens(cu_seqlens, B, T)
+    given = {
+        "x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "cu_seqlens": cu_seqlens,
+        "segment_ids": segment_ids,
+    }  # fmt: skip
+    check_cu_seqlens(cu_seqlens, B, T * lax.axis_size(token_axes(None, context_axis)))
     check_segment_ids(segment_ids, B, T, cu_seqlens)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
@@ -101,15 +137,34 @@ def causal_conv1d(
     if config is not None:
         fits = config.tokens % 16 == 0 and config.channels % 128 == 0 and min(config.tokens, config.channels) > 0
         check(fits, f"`config` must have multiples of 16 tokens and of 128 channels; got {config}.")
-    return _run(
-        x, weight, bias, initial_state, cu_seqlens, segment_ids,
-        bool(output_final_state), activation, implementation, config,
-    )  # fmt: skip
+    given = {name: y for name, y in given.items() if y is not None}
+    # Before devices share them, so that the sums of their gradients are rounded once.
+    given |= {name: given[name].astype(jnp.float32) for name in ("weight", "bias") if name in given}
+    division = find_division(given, _LAYOUT, sharding)
+    tokens = token_axes(division, context_axis)
+    held = T if division is None else T // size_of(division.mesh, division.tokens)
+    check(
+        not tokens or held >= W - 1,
+        f"`x` must have at least W - 1 = {W - 1} tokens on each of the devices along {tokens}; got {held}.",
+    )
+    final = bool(output_final_state)
+
+    def on_device(given):
+        x, weight, bias, *others = (given.get(name) for name in _LAYOUT.arguments)
+        if not tokens:
+            return _run(x, weight, bias, *others, final, activation, implementation, config)
+        part = find_part(x, *others, W, final, tokens)
+        y, states = _run(x, weight, bias, *part[:3], final, activation, implementation, config)
+        return y, jnp.where(part.ends[:, None, None], states, jnp.zeros((), x.dtype)) if final else None
+
+    return over_mesh(on_device, given, division, tokens, final)
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
 def _run(x, weight, bias, states, cu_seqlens, segment_ids, final: bool, activation, implementation, config):
     (B, T, D), W = x.shape, weight.shape[1]
+    # Once, or JAX does it at every use, and sums every part of a gradient by itself.
+    x, weight, bias, states = vary_alike(x, weight, bias, states)
     s = find(B, T, cu_seqlens, segment_ids)
     rows = weight.astype(jnp.float32).T  # [W, D]
     shift = jnp.zeros((1, D), jnp.float32) if bias is None else bias.astype(jnp.float32)[None]

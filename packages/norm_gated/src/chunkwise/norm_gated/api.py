@@ -2,6 +2,7 @@
 
 import functools
 import numbers
+import string
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,16 @@ from chunkwise.norm_gated import vjp, xla
 from chunkwise.norm_gated.tile import Static
 from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.operators import (
+    Layout,
+    Sharding,
     check,
     check_activation,
     check_array,
     check_flags,
     check_floating,
     choose_implementation,
+    find_division,
+    over_mesh,
 )
 
 
@@ -29,6 +34,7 @@ def rms_norm_gated(
     norm_before_gate: bool = True,
     eps: float = 1e-6,
     implementation: str | None = None,
+    sharding: Sharding | None = None,
     config: tiles.Config | None = None,
 ) -> jax.Array:
     """Return the RMSNorm of x over its last axis, times a gate.
@@ -53,11 +59,14 @@ def rms_norm_gated(
       eps: added to the mean of the squares, a number, at least 0; static.
       implementation: "pallas" (one TPU kernel a direction, interpreted elsewhere), "xla" (plain JAX), None (the best
         for the backend).
+      sharding: how x is split over the devices of a mesh with automatic axes, a NamedSharding or a PartitionSpec;
+        static. Over explicit axes the type of x says it. All dimensions but the last may be split; every device
+        computes its part, and only the gradient of weight is a sum over them.
       config: tile sizes of the kernels.
 
     Returns:
-      y [..., D] in the type of x. Differentiable in x, z and weight under both implementations; the gradient of weight
-      is summed in float32.
+      y [..., D] in the type of x. Differentiable in x, z and weight under both implementations, over a mesh in reverse
+      only; the gradient of weight is summed in float32.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
@@ -81,9 +90,22 @@ def rms_norm_gated(
     check(number and eps >= 0, f"`eps` must be a number, at least 0; got {eps!r}.")
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     static = Static(shape[-1], activation, bool(norm_before_gate), float(eps))
-    if implementation == "xla":
-        return xla.norm(x, z, weight, static)
-    return _pallas(x, z, weight, static, config)
+    # In float32 before devices share it, so that the sum of its gradient is rounded once.
+    given = {"x": x, "z": z, "weight": weight.astype(jnp.float32)}
+    norm = xla.norm if implementation == "xla" else functools.partial(_pallas, config=config)
+    run = lambda given: (norm(given["x"], given["z"], given["weight"], static), None)
+    return over_mesh(run, given, find_division(given, _layout(len(shape)), sharding), ())[0]
+
+
+def _layout(ndim: int) -> Layout:
+    """Return how x of so many dimensions may be split: all but the last, which the mean goes over."""
+    letters = string.digits[: ndim - 1]
+    return Layout(
+        leading="x",
+        parts={letter: f"a dimension {letter}" for letter in letters},
+        arguments={"x": letters, "z": letters, "weight": ""},
+        results=(letters + ".",),
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))

@@ -1,5 +1,6 @@
 """What operators are made of: checks, chunk tables, the token recurrence, decode, the inverse in plain JAX."""
 
+from chunkwise.shared.operators.affine_scan import shift
 from chunkwise.shared.operators.arguments import Arguments, Devices, Options, Sharding, Slots, total_gate
 from chunkwise.shared.operators.block_inverse import block_inverse
 from chunkwise.shared.operators.checks import (
@@ -30,8 +31,10 @@ from chunkwise.shared.operators.decode import (
 )
 from chunkwise.shared.operators.gates import Laws, lay_out_law
 from chunkwise.shared.operators.isolation import keep_apart, spoilt_tokens
+from chunkwise.shared.operators.partition import Layout, find_division, over_mesh, size_of, token_axes
 from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence, unit_rows
 from chunkwise.shared.operators.segments import run_segments, spoilt_segments
+from chunkwise.shared.operators.stream import document_ids, document_of, documents_end, first_token, own_boundaries
 
 __all__ = [
     "Arguments",
@@ -40,6 +43,7 @@ __all__ = [
     "Implementation",
     "Launches",
     "Laws",
+    "Layout",
     "Options",
     "Sharding",
     "Slots",
@@ -59,8 +63,15 @@ __all__ = [
     "check_slots",
     "choose_chunk_size",
     "choose_implementation",
+    "document_ids",
+    "document_of",
+    "documents_end",
+    "find_division",
+    "first_token",
     "keep_apart",
     "lay_out_law",
+    "over_mesh",
+    "own_boundaries",
     "packed_recurrence",
     "read_slots",
     "recurrence",
@@ -68,8 +79,11 @@ __all__ = [
     "run_chunked",
     "run_recurrent",
     "run_segments",
+    "shift",
+    "size_of",
     "spoilt_segments",
     "spoilt_tokens",
+    "token_axes",
     "token_by_token",
     "total_gate",
     "unit_rows",

@@ -48,7 +48,7 @@ def _rank(axis, reverse: bool) -> tuple[int, jax.Array]:
     return D, jnp.int32(D - 1) - r if reverse else r
 
 
-def _shift(x, axis, distance: int, reverse: bool):
+def shift(x, axis, distance: int = 1, reverse: bool = False):
     """Return what the device at this distance before has, zeros where there is none."""
     first = range(lax.axis_size(axis) - distance)
     return lax.ppermute(x, axis, [(i + distance, i) if reverse else (i, i + distance) for i in first])
@@ -74,11 +74,11 @@ def doubling(M: jax.Array, N: jax.Array, S: jax.Array, axis, reverse: bool = Fal
     D, r = _rank(axis, reverse)
     S, distance = vary_over(varying_axes(M, N), S), 1
     while distance < D:
-        before = _shift((M, N), axis, distance, reverse)
+        before = shift((M, N), axis, distance, reverse)
         has = r >= distance
         M, N = jnp.where(has, apply(M, before[0]), M), jnp.where(has, apply(M, before[1]) + N, N)
         distance *= 2
-    return jnp.where(r == 0, S, _shift(apply(M, S) + N, axis, 1, reverse))
+    return jnp.where(r == 0, S, shift(apply(M, S) + N, axis, 1, reverse))
 
 
 def ring(M: jax.Array, N: jax.Array, S: jax.Array, axis, reverse: bool = False) -> jax.Array:
@@ -86,7 +86,7 @@ def ring(M: jax.Array, N: jax.Array, S: jax.Array, axis, reverse: bool = False) 
     D, r = _rank(axis, reverse)
     S = vary_over(varying_axes(M, N), S)
     for d in range(1, D):
-        S = jnp.where(r == d, _shift(apply(M, S) + N, axis, 1, reverse), S)
+        S = jnp.where(r == d, shift(apply(M, S) + N, axis, 1, reverse), S)
     return S
 
 

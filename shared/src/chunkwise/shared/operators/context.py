@@ -24,6 +24,7 @@ from chunkwise.shared.compat import vary_over, varying_axes
 from chunkwise.shared.kernels.chunks import select_tokens
 from chunkwise.shared.operators.affine_scan import exclusive_scan, transposed
 from chunkwise.shared.operators.arguments import Arguments, total_gate
+from chunkwise.shared.operators.stream import document_ids, document_of, documents_end, first_token, own_boundaries
 
 
 class Form(NamedTuple):
@@ -124,16 +125,14 @@ def _documents(x: Arguments, axis) -> tuple[Arguments, Part]:
     """Return the arguments of the part of a packed batch that this device has, and where its documents lie."""
     cu: Any = x.cu_seqlens
     T, N = x.q.shape[1], cu.shape[0] - 1
-    start = lax.axis_index(axis) * jnp.int32(T)
+    start = first_token(T, axis)
     token = start + jnp.arange(T, dtype=jnp.int32)
-    first, last = (jnp.searchsorted(cu[1:], t, side="right").astype(jnp.int32) for t in (token[:1], token[-1:]))
+    first, last = (document_of(t, cu) for t in (token[:1], token[-1:]))
     near = jnp.minimum(first, N - 1)
     enters = (first < N) & (cu[near] < start)
-    # A document without tokens ends with the token before it.
-    device = jnp.clip(lax.div(cu[1:] - 1, jnp.int32(T)), 0, lax.axis_size(axis) - 1)
-    documents = Documents(near, jnp.minimum(last, N - 1), device == lax.axis_index(axis))
+    documents = Documents(near, jnp.minimum(last, N - 1), documents_end(cu, T, axis))
     part = Part(enters, enters & (first == last), (token < cu[-1])[None], documents)
-    return x._replace(cu_seqlens=jnp.clip(cu - start, 0, T)), part
+    return x._replace(cu_seqlens=own_boundaries(cu, T, axis)), part
 
 
 def _entry(part: Part, S: jax.Array, own: jax.Array | None) -> jax.Array:
@@ -193,12 +192,8 @@ def _local(x: Arguments, axis) -> tuple[Arguments, Part]:
     if x.initial_state is not None:
         return _documents(x, axis)
     # Without a state for every document its number says as much as its boundaries.
-    T = x.q.shape[1]
-    start = lax.axis_index(axis) * jnp.int32(T)
-    token = start + jnp.arange(-1, T, dtype=jnp.int32)
-    owner = jnp.searchsorted(x.cu_seqlens[1:], token, side="right").astype(jnp.int32)
-    ids = jnp.where((token >= 0) & (token < x.cu_seqlens[-1]), owner, jnp.int32(-1))[None]
-    return _segments(x, ids[:, 1:], ids[:, 0], (start > 0)[None])
+    ids = document_ids(x.cu_seqlens, x.q.shape[1], axis, before=1)
+    return _segments(x, ids[:, 1:], ids[:, 0], (lax.axis_index(axis) > 0)[None])
 
 
 def run_context(form: Form, x: Arguments, axis, output_final_state: bool) -> tuple[jax.Array, jax.Array | None]:

@@ -1,20 +1,55 @@
-"""The way of an operator to the devices of a mesh: it divides itself, and its tokens may be split over some of them."""
+"""How whole operators are divided over the devices of a mesh, and how their tokens may be split over some of them."""
 
+import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
 
 from chunkwise.shared.operators.arguments import Arguments, Devices, Options, Slots
 from chunkwise.shared.operators.checks import check
 from chunkwise.shared.operators.context import Form, plain_form, run_context
-from chunkwise.shared.operators.partition import Axes, divided, find_division
+from chunkwise.shared.operators.partition import (
+    Arrays,
+    Axes,
+    Division,
+    Layout,
+    find_division,
+    over_mesh,
+    size_of,
+    token_axes,
+)
 
 # From the arguments of one device to the output [B, T, HV, V] and the states, None unless asked for.
 Run = Callable[[Arguments, Options, Slots], tuple[jax.Array, jax.Array | None]]
 
 _NO_SLOTS = Slots()
+# Letters: n value heads, d value channels, h and i the key heads of q and of k. The devices along axes that split value
+# heads and not key heads share key heads, and take those that their value heads read.
+_LAYOUT = Layout(
+    leading="v",
+    parts={"b": "rows", "t": "tokens", "n": "value heads", "d": "value channels"},
+    arguments={
+        "q": "bth",
+        "k": "bti",
+        "v": "btnd",
+        "g": "btn",
+        "beta": "btn",
+        "g_gamma": "n",
+        "scale": "",
+        "initial_state": "sn.d",
+        "cu_seqlens": "",
+        "A_log": "n",
+        "dt_bias": "n",
+        "segment_ids": "bt",
+        "state_indices": "s",
+        "has_initial_state": "s",
+    },
+    results=("btnd", "sn.d"),
+    prefixes={"h": "n", "i": "n"},
+)
+_KEY_HEADS = {"q": "h", "k": "i"}
 
 
 def over_devices(
@@ -30,48 +65,76 @@ def over_devices(
     devices, options = options.devices, options._replace(devices=Devices())
     arrays, others = x.arrays()
     arrays |= {name: y for name, y in slots._asdict().items() if y is not None}
-    division = find_division(arrays, devices.sharding)
-    axes = _context_axes(devices.context_axis)
-    if division is not None and division.axes["t"]:
-        check(not axes, f"`context_axis` must be None where `sharding` splits tokens; got {devices.context_axis!r}.")
-        axes = division.axes["t"]
-    pool = slots != _NO_SLOTS
-    check(not (axes and pool), f"`state_indices` must come with tokens that are not split; got them over {axes}.")
+    division = find_division(arrays, _LAYOUT, devices.sharding)
+    _check_slots(arrays, division)
+    tokens, pool = token_axes(division, devices.context_axis), slots != _NO_SLOTS
+    check(not (tokens and pool), f"`state_indices` must come with tokens that are not split; got them over {tokens}.")
+    with_states, group = bool(options.output_final_state), x.v.shape[2] // x.q.shape[2]
 
-    def on_device(x: Arguments, slots: Slots) -> tuple[jax.Array, jax.Array | None]:
-        if not axes:
-            return run(x, options, slots)
-        keeping = options._replace(output_final_state=True)
-        split = plain_form(lambda y: run(y, keeping, slots)) if form is None else form(keeping)
-        return run_context(split, x, axes, bool(options.output_final_state))
+    def on_device(arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
+        arrays, elsewhere = (arrays, None) if division is None else _own(arrays, division, group)
+        slots = Slots(*(arrays.get(name) for name in Slots._fields))
+        y = Arguments(**others | {name: z for name, z in arrays.items() if name not in Slots._fields})
+        if tokens:
+            keeping = options._replace(output_final_state=True)
+            split = plain_form(lambda y: run(y, keeping, slots)) if form is None else form(keeping)
+            return run_context(split, y, tokens, with_states)
+        o, states = run(y, options, slots)
+        if elsewhere is not None:
+            # A result that cannot be had must not look like one.
+            o = jnp.where(elsewhere[:, None, None, None], jnp.full((), jnp.nan, o.dtype), o)
+        return o, states
 
-    if division is None:
-        return _summed(on_device(x, slots), axes)
-
-    def on_arrays(arrays) -> tuple[jax.Array, jax.Array | None]:
-        mine = Slots(*(arrays.pop(name, None) for name in Slots._fields))
-        return _summed(on_device(Arguments(**others | arrays), mine), division.axes["t"])
-
-    results = divided(on_arrays, arrays, division, bool(options.output_final_state))
-    # Axes that a `shard_map` of the caller holds have their sum there, where JAX knows that it is the same on all.
-    return _summed(results, () if division.axes["t"] else axes)
+    return over_mesh(on_device, arrays, division, tokens, with_states)
 
 
-def _summed(results: tuple[jax.Array, jax.Array | None], axes: Axes) -> tuple[jax.Array, jax.Array | None]:
-    """Return results with the states of `run_context` on all devices."""
-    o, states = results
-    return o, lax.psum(states, axes) if axes and states is not None else states
-
-
-def _context_axes(axis) -> Axes:
-    """Return the axes that a user named as `context_axis`, checked."""
-    axes = () if axis is None else (axis,) if isinstance(axis, str) else axis
-    names = isinstance(axes, tuple) and all(isinstance(name, str) for name in axes)
-    check(names, f"`context_axis` must be None, the name of a mesh axis or a tuple of names; got {axis!r}.")
-    mesh = jax.sharding.get_abstract_mesh()
-    held = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual]
+def _check_slots(arrays: Arrays, division: Division | None) -> None:
+    """Check that the devices that share the rows of a batch can share a pool of states."""
+    if division is None or "state_indices" not in arrays:
+        return
+    axes = division.axes["s"]
+    slots, devices = arrays["initial_state"].shape[0], size_of(division.mesh, axes)
     check(
-        all(name in held for name in axes),
-        f"`context_axis` must name axes of the `shard_map` around the call, which has {tuple(held)}; got {axis!r}.",
+        slots % devices == 0,
+        f"`initial_state` must have slots that {devices} devices along {axes} can share; got {slots} slots.",
     )
-    return axes
+
+
+def _own(arrays: Arrays, division: Division, group: int) -> tuple[Arrays, jax.Array | None]:
+    """Return arguments with the key heads and the slots of one device, and which sequences have theirs elsewhere."""
+    arrays, elsewhere = _own_slots(arrays, division.axes["s"])
+    HV = arrays["v"].shape[2]
+    for name, letter in _KEY_HEADS.items():
+        rest = division.axes["n"][len(division.axes[letter]) :]
+        arrays[name] = _take_key_heads(arrays[name], rest, HV, group)
+    return arrays, elsewhere
+
+
+def _take_key_heads(x: jax.Array, rest: Axes, HV: int, group: int) -> jax.Array:
+    """Return the key heads that the value heads of a device read.
+
+    Args:
+      x: [B, T, H, K], which the devices along `rest` share.
+      rest: axes over which the value heads are split and x is not.
+      HV: value heads of a device.
+      group: value heads for a key head.
+    """
+    if not rest:
+        return x
+    each = math.gcd(HV, group)  # so many value heads of a device share a key head
+    first = lax.axis_index(rest) * jnp.int32(HV)
+    heads = lax.div(first + jnp.arange(0, HV, each, dtype=jnp.int32), jnp.int32(group))
+    return jnp.take(x, heads, axis=2)
+
+
+def _own_slots(arrays: Arrays, axes: Axes) -> tuple[Arrays, jax.Array | None]:
+    """Return arguments whose slots are counted in the part of the pool that a device has, and what lies elsewhere.
+
+    That is bool [N], the sequences whose slot is in the part of another device; None where there is no other.
+    """
+    if "state_indices" not in arrays or not axes:
+        return dict(arrays), None
+    slots, indices = arrays["initial_state"].shape[0], arrays["state_indices"]
+    local = indices - lax.axis_index(axes) * jnp.int32(slots)
+    own = (indices >= 0) & (local >= 0) & (local < slots)
+    return arrays | {"state_indices": jnp.where(own, local, jnp.int32(-1))}, (indices >= 0) & ~own

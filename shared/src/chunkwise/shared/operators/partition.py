@@ -1,8 +1,9 @@
-"""Operators that split themselves over the devices of a mesh, as the sharding of v [B, T, HV, V] says.
+"""Operators that split themselves over the devices of a mesh, as the sharding of one argument says.
 
-Rows of the batch, value heads and value channels do not depend on one another, so every device computes its own from
-what it holds of the other arguments. The forward needs no communication. In the backward the gradient of an argument
-that several devices share is summed over these, and over no others.
+That is the *leading* argument, v [B, T, HV, V] or x. What can be split, such as the rows of a batch, value heads or
+channels, does not depend on one another, so every device computes its own from what it holds of the other arguments.
+The forward needs no communication, unless tokens are split. In the backward the gradient of an argument that several
+devices share is summed over these, and over no others.
 
 The division is a `shard_map` inside of the operator. Its gradient is computed device by device, inside: so it works
 under a `shard_map` of the caller too, and the sums stand where this module puts them.
@@ -10,6 +11,7 @@ under a `shard_map` of the caller too, and the sums stand where this module puts
 
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -24,43 +26,48 @@ from chunkwise.shared.operators.checks import check
 Axes = tuple[str, ...]
 # Arguments by name.
 Arrays = dict[str, Any]
-# From arguments to the output [B, T, HV, V] and the states [N, HV, K, V] or None.
+# From arguments to the output and the states or None.
 Run = Callable[[Arrays], tuple[jax.Array, jax.Array | None]]
 
-# What the dimensions of an argument are split like, one letter each: b, t, n, d the dimensions of v, which are rows,
-# tokens, value heads and value channels; h key heads; s states; "." is not split. A further dimension is not either.
-_DIMENSIONS = {
-    "q": "bth",
-    "k": "bth",
-    "v": "btnd",
-    "g": "btn",
-    "beta": "btn",
-    "g_gamma": "n",
-    "scale": "",
-    "initial_state": "sn.d",
-    "cu_seqlens": "",
-    "A_log": "n",
-    "dt_bias": "n",
-    "segment_ids": "bt",
-    "state_indices": "s",
-    "has_initial_state": "s",
-}
-_OF_V = {"b": "rows", "t": "tokens", "n": "value heads", "d": "value channels"}
+
+class Layout(NamedTuple):
+    """What the dimensions of the arguments and results of an operator are split like, one letter each.
+
+    Equal letters are split alike. "b" are rows of the batch, "t" tokens, "s" states, which are split as rows are, or in
+    a packed batch not at all, and "." is not split. A dimension without a letter is not either.
+
+    Attributes:
+      leading: the name of the argument whose sharding says how letters are split.
+      parts: what the letters of the leading argument stand for.
+      arguments: the letters of every argument, by name.
+      results: the letters of the output, and of the states if there are any.
+      prefixes: letters of dimensions that may be smaller than that of another letter, by that other one: they are split
+        by as many of its first axes as can split them. One argument only has such a letter.
+    """
+
+    leading: str
+    parts: Mapping[str, str]
+    arguments: Mapping[str, str]
+    results: tuple[str, ...]
+    prefixes: Mapping[str, str] = MappingProxyType({})
+
+    def letters(self, name: str, ndim: int) -> str:
+        """Return the letters of an argument of so many dimensions."""
+        return self.arguments[name][:ndim].ljust(ndim, ".")
 
 
 class Division(NamedTuple):
     """How an operator is divided over a mesh.
 
     Attributes:
+      layout: of the operator.
       mesh: the mesh, which a `shard_map` of the caller may hold some axes of already.
-      axes: of the mesh, by the letters of the dimensions that they split; see `_DIMENSIONS`.
-      key_heads: likewise, of the key heads of q and of k, by name: the first of those of the value heads. The devices
-        along the others share key heads, and take those that their value heads read.
+      axes: of the mesh, by the letters of the dimensions that they split.
     """
 
+    layout: Layout
     mesh: Any
     axes: dict[str, Axes]
-    key_heads: dict[str, Axes]
 
     @property
     def names(self) -> Axes:
@@ -69,14 +76,17 @@ class Division(NamedTuple):
 
     @property
     def used(self) -> Axes:
-        """The axes that split v."""
-        return tuple(name for letter in _OF_V for name in self.axes[letter])
+        """The axes that split the leading argument."""
+        return tuple(name for letter in self.layout.parts for name in self.axes[letter])
+
+    @property
+    def tokens(self) -> Axes:
+        """The axes that split tokens."""
+        return self.axes.get("t", ())
 
     def of(self, name: str, ndim: int) -> list[Axes]:
         """Return the axes that split the dimensions of an argument."""
-        axes = self.axes | {"h": self.key_heads.get(name, ()), ".": ()}
-        letters = _DIMENSIONS[name][:ndim].ljust(ndim, ".")
-        return [axes[letter] for letter in letters]
+        return [self.axes[letter] for letter in self.layout.letters(name, ndim)]
 
     def summed_over(self, name: str, ndim: int) -> Axes:
         """Return the axes over which the gradient of an argument is a sum."""
@@ -103,52 +113,56 @@ def _spec(axes: list[Axes]) -> PartitionSpec:
     return PartitionSpec(*(x or None for x in axes))
 
 
-def find_division(arrays: Mapping[str, Any], sharding: Any) -> Division | None:
+def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: Any) -> Division | None:
     """Return how to divide an operator, or None where its arguments lie on no mesh with explicit axes, or on none.
 
     Args:
-      arrays: the arguments by name.
-      sharding: of v, a NamedSharding or a PartitionSpec, or None for that of its type.
+      arrays: the arguments by name, without those that are None.
+      layout: of the operator.
+      sharding: of the leading argument, a NamedSharding or a PartitionSpec, or None for that of its type.
 
     Raises:
-      ValueError: the sharding of v does not divide it, or that of another argument does not fit to it.
+      ValueError: the sharding does not divide the leading argument, or that of another argument does not fit to it.
     """
-    v = arrays["v"]
-    mesh, spec = _sharding_of(v, sharding)
+    name = layout.leading
+    x, parts = arrays[name], layout.parts
+    mesh, spec = _sharding_of(name, x, sharding)
     if mesh is None:
         return None
-    split = _axes_of(spec, v.ndim)
-    known = all(name in mesh.axis_names for axes in split for name in axes)
+    split = _axes_of(spec, x.ndim)
+    known = all(axis in mesh.axis_names for axes in split for axis in axes)
     check(known, f"`sharding` must name axes of the mesh {mesh.axis_names}; got {spec}.")
-    split = [tuple(name for name in axes if _kind(mesh, name) != AxisType.Manual) for axes in split]
-    for (_, what), axes, size in zip(_OF_V.items(), split, v.shape, strict=True):
-        devices = size_of(mesh, axes)
+    split = [tuple(axis for axis in axes if _kind(mesh, axis) != AxisType.Manual) for axes in split]
+    axes: dict[str, Axes] = {".": ()}
+    for dim, (letter, own, size) in enumerate(zip(layout.letters(name, x.ndim), split, x.shape, strict=True)):
+        devices = size_of(mesh, own)
+        check(letter in parts or not own, f"`{name}` must not be split along its dimension {dim}; got {spec}.")
         check(
             size % devices == 0,
-            f"`v` must have {what} that {devices} devices along {axes} can share; got {size} in {tuple(v.shape)}.",
+            f"`{name}` must have {parts.get(letter)} that {devices} devices along {own} can share; got {size} in "
+            f"{tuple(x.shape)}.",
         )
-    axes = dict(zip(_OF_V, split, strict=True))
-    axes["s"] = () if arrays.get("cu_seqlens") is not None else axes["b"]
-    _check_slots(arrays, mesh, axes["s"])
-    first = _shared_prefix(mesh, axes["n"], arrays["q"].shape[2])
-    division = Division(mesh, axes, {})
-    for name in ("q", "k"):
-        # Those of its type, if these are the first of the value heads too.
-        own = _own_axes(arrays[name])[2]
-        division.key_heads[name] = own if own and own == first[: len(own)] else first
-    for name, x in arrays.items():
-        _check_fits(name, x, division)
+        axes[letter] = own
+    axes["s"] = () if "cu_seqlens" in arrays else axes.get("b", ())
+    division = Division(layout, mesh, axes)
+    for name, y in arrays.items():
+        for letter, own, size in zip(layout.letters(name, y.ndim), _own_axes(y), y.shape, strict=True):
+            if letter in layout.prefixes:
+                first = _shared_prefix(mesh, axes[layout.prefixes[letter]], size)
+                # Those of its type, if these are the first ones too.
+                axes[letter] = own if own and own == first[: len(own)] else first
+        _check_fits(name, y, division)
     return division
 
 
-def _sharding_of(v, sharding: Any) -> tuple[Any, Any]:
-    """Return the mesh and the PartitionSpec of v, (None, None) for none."""
-    own = jax.typeof(v).sharding
+def _sharding_of(name: str, x, sharding: Any) -> tuple[Any, Any]:
+    """Return the mesh and the PartitionSpec of the leading argument, (None, None) for none."""
+    own = jax.typeof(x).sharding
     explicit = [name for name in own.mesh.axis_names if _kind(own.mesh, name) == AxisType.Explicit]
     context = jax.sharding.get_abstract_mesh()
     if sharding is None:
         # Outside of jit only the mesh of the array itself says where its devices are.
-        return (own.mesh if isinstance(v, jax.core.Tracer) else v.sharding.mesh, own.spec) if explicit else (None, None)
+        return (own.mesh if isinstance(x, jax.core.Tracer) else x.sharding.mesh, own.spec) if explicit else (None, None)
     check(
         isinstance(sharding, NamedSharding | PartitionSpec),
         f"`sharding` must be None, a NamedSharding or a PartitionSpec; got {type(sharding).__name__}.",
@@ -160,11 +174,11 @@ def _sharding_of(v, sharding: Any) -> tuple[Any, Any]:
         check(not context.empty, "`sharding` must be a NamedSharding where no mesh is set; got a PartitionSpec.")
         mesh, spec = context, sharding
     open_ = any(entry is PartitionSpec.UNCONSTRAINED for entry in spec)
-    check(not open_, f"`sharding` must say for every dimension of `v` how it is split; got {spec}.")
-    check(len(spec) <= v.ndim, f"`sharding` must have at most {v.ndim} entries, those of `v`; got {spec}.")
-    for have, want in zip(_own_axes(v), _axes_of(spec, v.ndim), strict=True):
-        agrees = have == tuple(name for name in want if name in explicit)
-        check(agrees, f"`sharding` must be that of `v` along explicit axes, {own.spec}; got {spec}.")
+    check(not open_, f"`sharding` must say for every dimension of `{name}` how it is split; got {spec}.")
+    check(len(spec) <= x.ndim, f"`sharding` must have at most {x.ndim} entries, those of `{name}`; got {spec}.")
+    for have, want in zip(_own_axes(x), _axes_of(spec, x.ndim), strict=True):
+        agrees = have == tuple(axis for axis in want if axis in explicit)
+        check(agrees, f"`sharding` must be that of `{name}` along explicit axes, {own.spec}; got {spec}.")
     return mesh, spec
 
 
@@ -173,32 +187,21 @@ def _own_axes(x) -> list[Axes]:
     return _axes_of(jax.typeof(x).sharding.spec, x.ndim)
 
 
-def _shared_prefix(mesh, axes: Axes, H: int) -> Axes:
-    """Return the first of the axes over which H key heads can be split."""
+def _shared_prefix(mesh, axes: Axes, size: int) -> Axes:
+    """Return the first of the axes over which a dimension of this size can be split."""
     n = len(axes)
-    while H % size_of(mesh, axes[:n]):
+    while size % size_of(mesh, axes[:n]):
         n -= 1
     return axes[:n]
 
 
-def _check_slots(arrays: Mapping[str, Any], mesh, axes: Axes) -> None:
-    """Check that the axes that split the rows of a batch can split a pool of states."""
-    if arrays.get("state_indices") is None:
-        return
-    slots, devices = arrays["initial_state"].shape[0], size_of(mesh, axes)
-    check(
-        slots % devices == 0,
-        f"`initial_state` must have slots that {devices} devices along {axes} can share; got {slots} slots.",
-    )
-
-
 def _check_fits(name: str, x, division: Division) -> None:
     """Check that an argument is split over explicit axes as the division wants it, or not at all."""
-    wanted = division.of(name, x.ndim)
+    wanted, leading = division.of(name, x.ndim), division.layout.leading
     for have, want in zip(_own_axes(x), wanted, strict=True):
         check(
             not have or have == want,
-            f"`{name}` must be split as {_spec(wanted)}, which `v` asks for, or not be split; got "
+            f"`{name}` must be split as {_spec(wanted)}, which `{leading}` asks for, or not be split; got "
             f"{jax.typeof(x).sharding.spec}.",
         )
 
@@ -217,36 +220,6 @@ def _place(x, spec: PartitionSpec, mesh):
     )
 
 
-def _take_key_heads(x: jax.Array, rest: Axes, HV: int, group: int) -> jax.Array:
-    """Return the key heads that the value heads of a device read.
-
-    Args:
-      x: [B, T, H, K], which the devices along `rest` share.
-      rest: axes over which the value heads are split and x is not.
-      HV: value heads of a device.
-      group: value heads for a key head.
-    """
-    if not rest:
-        return x
-    each = math.gcd(HV, group)  # so many value heads of a device share a key head
-    first = lax.axis_index(rest) * jnp.int32(HV)
-    heads = lax.div(first + jnp.arange(0, HV, each, dtype=jnp.int32), jnp.int32(group))
-    return jnp.take(x, heads, axis=2)
-
-
-def _own_slots(arrays: Arrays, axes: Axes) -> tuple[Arrays, jax.Array | None]:
-    """Return arguments whose slots are counted in the part of the pool that a device has, and what lies elsewhere.
-
-    That is bool [N], the sequences whose slot is in the part of another device; None where there is no other.
-    """
-    if arrays.get("state_indices") is None or not axes:
-        return arrays, None
-    slots, indices = arrays["initial_state"].shape[0], arrays["state_indices"]
-    local = indices - lax.axis_index(axes) * jnp.int32(slots)
-    own = (indices >= 0) & (local >= 0) & (local < slots)
-    return arrays | {"state_indices": jnp.where(own, local, jnp.int32(-1))}, (indices >= 0) & ~own
-
-
 def _unmarked(x: jax.Array) -> jax.Array:
     """Return x without the mark that it varies over the axes of a `shard_map` of the caller.
 
@@ -254,6 +227,54 @@ def _unmarked(x: jax.Array) -> jax.Array:
     that should be equal differ.
     """
     return lax.squeeze(lax.expand_dims(x, (0,)), (0,))
+
+
+def token_axes(division: Division | None, context_axis: Any) -> Axes:
+    """Return the axes that split the tokens of an operator, by its division or by what a user gave as `context_axis`.
+
+    Raises:
+      ValueError: both do, or `context_axis` does not name axes of the `shard_map` around the call.
+    """
+    axes = () if context_axis is None else (context_axis,) if isinstance(context_axis, str) else context_axis
+    names = isinstance(axes, tuple) and all(isinstance(name, str) for name in axes)
+    check(names, f"`context_axis` must be None, the name of a mesh axis or a tuple of names; got {context_axis!r}.")
+    mesh = jax.sharding.get_abstract_mesh()
+    held = tuple(name for name in mesh.axis_names if _kind(mesh, name) == AxisType.Manual)
+    check(
+        all(name in held for name in axes),
+        f"`context_axis` must name axes of the `shard_map` around the call, which has {held}; got {context_axis!r}.",
+    )
+    if division is None or not division.tokens:
+        return axes
+    check(not axes, f"`context_axis` must be None where `sharding` splits tokens; got {context_axis!r}.")
+    return division.tokens
+
+
+def over_mesh(
+    run: Run, arrays: Arrays, division: Division | None, tokens: Axes, with_states: bool = False
+) -> tuple[jax.Array, jax.Array | None]:
+    """Run an operator as its arguments lie on the devices of a mesh, if on any.
+
+    Args:
+      run: takes the arguments of one device, by name. Where tokens are split, it returns zeros for the states that
+        another device has: the result is their sum.
+      arrays: the arguments, without those that are None.
+      division: of the operator; None for none.
+      tokens: the axes that split tokens, see `token_axes`.
+      with_states: whether it returns states.
+    """
+    if division is None:
+        return _summed(run(arrays), tokens)
+    inside = division.tokens
+    results = divided(lambda arrays: _summed(run(arrays), inside), arrays, division, with_states)
+    # Axes that a `shard_map` of the caller holds have their sum there, where JAX knows that it is the same on all.
+    return _summed(results, () if inside else tokens)
+
+
+def _summed(results: tuple[jax.Array, jax.Array | None], axes: Axes) -> tuple[jax.Array, jax.Array | None]:
+    """Return results with the sum of the states over these axes."""
+    o, states = results
+    return o, lax.psum(states, axes) if axes and states is not None else states
 
 
 def divided(run: Run, arrays: Arrays, division: Division, with_states: bool) -> tuple[jax.Array, jax.Array | None]:
@@ -266,26 +287,19 @@ def divided(run: Run, arrays: Arrays, division: Division, with_states: bool) -> 
       with_states: whether it returns states.
     """
     arrays = dict(zip(arrays, vary_alike(*arrays.values()), strict=True))
-    H, HV = arrays["q"].shape[2], arrays["v"].shape[2]
-    axes, mesh, names, outer = division.axes, division.mesh, division.names, varying_axes(*arrays.values())
+    mesh, names, outer = division.mesh, division.names, varying_axes(*arrays.values())
     specs = {name: _spec(division.of(name, x.ndim)) for name, x in arrays.items()}
     arrays = {name: _place(x, specs[name], mesh) for name, x in arrays.items()}
     floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     others = {name: x for name, x in arrays.items() if name not in floats}
     sums = {name: division.summed_over(name, x.ndim) for name, x in floats.items()}
-    out_specs = (_spec([axes[x] for x in "btnd"]), _spec([axes["s"], axes["n"], (), axes["d"]]))[: 1 + with_states]
+    letters = division.layout.results[: 1 + with_states]
+    out_specs = tuple(_spec([division.axes[letter] for letter in x]) for x in letters)
     # The states are the same on all devices along the axes that split tokens: each gets its part of their cotangent.
-    share = 1.0 / size_of(mesh, axes["t"])
+    share = 1.0 / size_of(mesh, division.tokens)
 
     def local(floats, others):
-        mine, elsewhere = _own_slots(floats | others, axes["s"])
-        for name in ("q", "k"):
-            rest = axes["n"][len(division.key_heads[name]) :]
-            mine[name] = _take_key_heads(mine[name], rest, mine["v"].shape[2], HV // H)
-        o, states = run(mine)
-        if elsewhere is not None:
-            # A result that cannot be had must not look like one.
-            o = jnp.where(elsewhere[:, None, None, None], jnp.full((), jnp.nan, o.dtype), o)
+        o, states = run(floats | others)
         return (o,) if states is None else (o, states)
 
     def over_devices(f, in_specs, out_specs):

@@ -1,0 +1,113 @@
+"""Tokens that are split over the devices of a mesh axis, consecutive ones on each.
+
+The convolution of a device's tokens needs the W - 1 inputs before them, its *halo*, which the left neighbour sends.
+They become the initial state of the sequence of its first token, so all the rest is the convolution on one device.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from chunkwise.shared.compat import vary_over, varying_axes
+from chunkwise.shared.operators import document_ids, document_of, documents_end, first_token, own_boundaries, shift
+
+
+class Part(NamedTuple):
+    """What the convolution on one device takes instead of the arguments for all tokens.
+
+    Attributes:
+      states: float32 [N, W - 1, D], the inputs before its sequences.
+      cu_seqlens, segment_ids: of its tokens; None for none.
+      ends: bool [N], whether this device gives the final state of a sequence: exactly one does.
+    """
+
+    states: jax.Array
+    cu_seqlens: jax.Array | None
+    segment_ids: jax.Array | None
+    ends: Any
+
+
+def find_part(x: jax.Array, states, cu_seqlens, segment_ids, W: int, final: bool, axis: tuple[str, ...]) -> Part:
+    """Return the part of this device.
+
+    Args:
+      x: [B, T, D], T at least W - 1; of this device, as segment_ids are.
+      states, cu_seqlens, segment_ids: the other arguments of `causal_conv1d`.
+      W: width.
+      final: whether final states are wanted.
+      axis: the axes of the mesh.
+    """
+    (B, T, D), S = x.shape, W - 1
+    given = (x, states, cu_seqlens, segment_ids)
+    x, states, cu, ids = vary_over(varying_axes(*given).union(axis), given)
+    # The first device has no neighbour and gets zeros.
+    halo = shift(x[:, T - S :], axis).astype(jnp.float32)
+    if states is None and final:
+        states = jnp.zeros((B if cu is None else cu.shape[0] - 1, S, D), jnp.float32)
+    if cu is not None and states is not None:
+        return _documents(halo, states, cu, T, axis)
+    if cu is not None:
+        # Without a state for every document its number says as much as its boundaries.
+        return _segments(halo, None, document_ids(cu, T, axis, before=S), axis)
+    first = lax.axis_index(axis) == 0
+    if ids is not None:
+        before = jnp.where(first, jnp.int32(-1), shift(ids[:, T - S :], axis))
+        return _segments(halo, states, jnp.concatenate([before, ids], axis=1), axis)
+    states = halo if states is None else jnp.where(first, states.astype(jnp.float32), halo)
+    last = lax.axis_index(axis) == lax.axis_size(axis) - 1
+    return Part(states, None, None, jnp.broadcast_to(last, (B,)))
+
+
+def _segments(halo: jax.Array, states: jax.Array | None, ids: jax.Array, axis) -> Part:
+    """Return the part of rows of segments.
+
+    Args:
+      halo: float32 [B, W - 1, D].
+      states: [B, W - 1, D], the inputs before the first segment of every whole row; None for zeros that nobody asks
+        for after the last one.
+      ids: int32 [B, W - 1 + T], of the halo too.
+      axis: the axes of the mesh.
+    """
+    S = halo.shape[1]
+    before, ids = ids[:, :S], ids[:, S:]
+    continues = (before == ids[:, :1]) & (ids[:, :1] >= 0)
+    # Tokens of the halo in the segment of the first token: those behind the last one that is not.
+    own = jnp.sum(lax.cumprod(continues.astype(jnp.int32), axis=1, reverse=True), axis=1, dtype=jnp.int32)
+    if states is None:
+        return Part(_join(halo, jnp.zeros_like(halo), own), None, ids, None)
+    valid = lax.all_gather(jnp.sum((ids >= 0).astype(jnp.int32), axis=1, dtype=jnp.int32), axis)  # [devices, B]
+    device, rank = jnp.arange(valid.shape[0], dtype=jnp.int32)[:, None], lax.axis_index(axis)
+    earlier = jnp.sum(jnp.where(device < rank, valid, 0), axis=0, dtype=jnp.int32)
+    # No token that is not padding lies before this segment, so it is the first of the row.
+    opening = (earlier == own)[:, None, None]
+    # A row of padding leaves its state as it is, and any device can give it.
+    last = jnp.max(jnp.where(valid > 0, device, 0), axis=0)
+    return Part(_join(halo, jnp.where(opening, states.astype(jnp.float32), 0.0), own), None, ids, last == rank)
+
+
+def _documents(halo: jax.Array, states: jax.Array, cu_seqlens: jax.Array, T: int, axis) -> Part:
+    """Return the part of a packed batch with a state [N, W - 1, D] for every document."""
+    S, start, states = halo.shape[1], first_token(T, axis), states.astype(jnp.float32)
+    # N if the first token is padding, which no document has: nothing is written then.
+    n = document_of(start[None], cu_seqlens)
+    own = jnp.clip(start - cu_seqlens[n], 0, S)
+    entering = _join(halo, states.at[n].get(mode="clip"), own)
+    states = states.at[n].set(entering, mode="drop")
+    return Part(states, own_boundaries(cu_seqlens, T, axis), None, documents_end(cu_seqlens, T, axis))
+
+
+def _join(halo: jax.Array, before: jax.Array, own: jax.Array) -> jax.Array:
+    """Return the W - 1 inputs before the first token of this device.
+
+    Args:
+      halo: [B, W - 1, D].
+      before: likewise, the inputs before the sequence of the first token.
+      own: int32 [B], how many of the halo's last tokens are in that sequence.
+    """
+    S = halo.shape[1]
+    row = jnp.arange(S, dtype=jnp.int32)[None]
+    at = jnp.minimum(row + own[:, None], S - 1)
+    older = jnp.take_along_axis(before, at[:, :, None], axis=1)
+    return jnp.where((row >= S - own[:, None])[:, :, None], halo, older)

@@ -1,0 +1,34 @@
+"""Where the tokens of a device lie in a stream that is split over a mesh axis, T consecutive ones on every device."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def first_token(T: int, axis) -> jax.Array:
+    """Return which token of the stream is the first of this device, int32."""
+    return lax.axis_index(axis) * jnp.int32(T)
+
+
+def document_of(token: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
+    """Return which document of a packed batch every token is in, int32; N for a token after all of them."""
+    return jnp.searchsorted(cu_seqlens[1:], token, side="right").astype(jnp.int32)
+
+
+def document_ids(cu_seqlens: jax.Array, T: int, axis, before: int) -> jax.Array:
+    """Return int32 [1, before + T], the documents of so many tokens before this device and of its own; -1 for none."""
+    token = first_token(T, axis) + jnp.arange(-before, T, dtype=jnp.int32)
+    inside = (token >= 0) & (token < cu_seqlens[-1])
+    return jnp.where(inside, document_of(token, cu_seqlens), jnp.int32(-1))[None]
+
+
+def own_boundaries(cu_seqlens: jax.Array, T: int, axis) -> jax.Array:
+    """Return the boundaries of the documents within the tokens of this device; those of others are empty."""
+    return jnp.clip(cu_seqlens - first_token(T, axis), 0, T)
+
+
+def documents_end(cu_seqlens: jax.Array, T: int, axis) -> jax.Array:
+    """Return bool [N], the documents that end on this device: every one does on exactly one."""
+    # A document without tokens ends with the token before it.
+    device = jnp.clip(lax.div(cu_seqlens[1:] - 1, jnp.int32(T)), 0, lax.axis_size(axis) - 1)
+    return device == lax.axis_index(axis)
