@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
+from chunkwise.pipeline import chunk_gla
 from chunkwise.pipeline.operators import CHUNKED
 from chunkwise.shared.operators import affine_scan
 from chunkwise.shared.testing import assert_close, with_gradients
@@ -139,6 +140,19 @@ def test_inside_a_shard_map(axis, check_vma):
     put = lambda arrays: {n: jax.device_put(y, NamedSharding(mesh, specs[n])) for n, y in arrays.items()}
     got = jax.jit(with_gradients(lambda x, _: split(x)))(put(x), {}, put(cotangents))
     assert_expected(got, expected(x, {}, cotangents))
+
+
+def test_boundaries_inside_a_shard_map_are_those_of_all_tokens():
+    """Constants from outside too, which are checked."""
+    x, mesh = inputs_of("chunk_gla", B=1, states=0), make_mesh((8,), "automatic")
+
+    def split(boundaries):
+        run = lambda x: chunk_gla(**x, context_axis="a", cu_seqlens=boundaries)[0]
+        return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(None, "a"), out_specs=P(None, "a")))(x)
+
+    assert_close("o", split(BOUNDARIES), chunk_gla(**x, cu_seqlens=BOUNDARIES)[0], 1e-6)
+    with pytest.raises(ValueError, match="`cu_seqlens` must rise from 0 to at most T = 48; got"):
+        split(BOUNDARIES + BOUNDARIES)
 
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=6, max_size=6)

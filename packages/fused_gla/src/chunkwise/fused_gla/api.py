@@ -17,10 +17,10 @@ from chunkwise.shared.operators import (
     Sharding,
     check,
     check_array,
-    check_cu_seqlens,
     check_gates,
     check_heads,
     check_initial_state,
+    check_packed,
     choose_chunk_size,
     run_chunked,
     total_gate,
@@ -161,7 +161,7 @@ def check_arguments(x: Arguments) -> None:
     check_gates("g", x.g, (B, T, HV), K)
     if x.g_gamma is not None:
         check_array("g_gamma", x.g_gamma, "HV", (HV,))
-    check_cu_seqlens(x.cu_seqlens, B, T)
+    check_packed(x.cu_seqlens, B)
 
 
 def _fused(x: Arguments, options: Options, config: Config | None) -> tuple[jax.Array, jax.Array | None]:

@@ -4,12 +4,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise.shared.kernels.chunks import valid_tokens
 from chunkwise.shared.kernels.tiles import clip_gate
-from chunkwise.shared.operators.checks import check_flags, check_scale, check_segment_ids
+from chunkwise.shared.operators.checks import check_cu_seqlens, check_flags, check_scale, check_segment_ids
 from chunkwise.shared.operators.gates import Laws, check_laws, decays, step_sizes
+from chunkwise.shared.operators.partition import token_axes
 
 # How an array is split over the devices of a mesh.
 Sharding = NamedSharding | PartitionSpec
@@ -129,7 +131,10 @@ def check_shared(x: Arguments, options: Options) -> None:
     check_flags(output_final_state=options.output_final_state, use_qk_l2norm_in_kernel=options.normalise)
     check_scale(x.scale)
     check_laws(options.laws, x.A_log, x.dt_bias, x.g)
-    check_segment_ids(x.segment_ids, *x.q.shape[:2], x.cu_seqlens)
+    B, T = x.q.shape[:2]
+    # Boundaries are those of all tokens, of which an axis of a `shard_map` leaves a device its part.
+    check_cu_seqlens(x.cu_seqlens, B, T * lax.axis_size(token_axes(None, options.devices.context_axis)))
+    check_segment_ids(x.segment_ids, B, T, x.cu_seqlens)
 
 
 def without_laws(x: Arguments, options: Options, raw_gates: bool = False) -> tuple[Arguments, Options]:

@@ -146,8 +146,8 @@ def choose_implementation(implementation: str | None, known: tuple[str, ...], on
     return implementation or (on_tpu if jax.default_backend() == "tpu" else "xla")
 
 
-def check_cu_seqlens(cu_seqlens, B: int, T: int) -> None:
-    """Check the boundaries of a packed batch; their values only when they are concrete, outside of jit."""
+def check_packed(cu_seqlens, B: int) -> None:
+    """Check the shape and the type of the boundaries of a packed batch; None passes."""
     if cu_seqlens is None:
         return
     kind = type(cu_seqlens).__name__
@@ -157,7 +157,12 @@ def check_cu_seqlens(cu_seqlens, B: int, T: int) -> None:
         f"`cu_seqlens` must be int32 of shape [N + 1] with N >= 1; got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}.",
     )
     check(B == 1, f"`cu_seqlens` must come with a batch of 1; got B = {B}.")
-    if isinstance(cu_seqlens, jax.core.Tracer):
+
+
+def check_cu_seqlens(cu_seqlens, B: int, T: int) -> None:
+    """Check the boundaries of a packed batch; their values only when they are concrete, outside of jit."""
+    check_packed(cu_seqlens, B)
+    if cu_seqlens is None or isinstance(cu_seqlens, jax.core.Tracer):
         return
     values = [int(x) for x in jax.device_get(cu_seqlens)]
     rising = all(a <= b for a, b in itertools.pairwise(values))
@@ -208,5 +213,5 @@ def check_delta_rule(q, k, v, g, beta, cu_seqlens, per_channel: bool = False) ->
     gate = (B, T, HV, K) if per_channel else (B, T, HV)
     check_array("g", g, "B T HV K" if per_channel else "B T HV", gate)
     check_array("beta", beta, "B T HV", (B, T, HV))
-    check_cu_seqlens(cu_seqlens, B, T)
+    check_packed(cu_seqlens, B)
     return B, T, H, HV, K, V

@@ -208,16 +208,12 @@ def _check_fits(name: str, x, division: Division) -> None:
 
 def _place(x, spec: PartitionSpec, mesh):
     """Return an argument with this sharding along explicit axes; it leaves parts out and needs no communication."""
-    own = jax.typeof(x).sharding
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if AxisType.Explicit not in kinds.values():
+    explicit = [name for name in mesh.axis_names if _kind(mesh, name) == AxisType.Explicit]
+    if not explicit:
         return x
-    wanted = [tuple(name for name in axes if kinds[name] == AxisType.Explicit) for axes in _axes_of(spec, len(x.shape))]
-    return (
-        x
-        if own.mesh == mesh and wanted == _own_axes(x)
-        else jax.sharding.reshard(x, NamedSharding(mesh, _spec(wanted)))
-    )
+    wanted = [tuple(name for name in axes if name in explicit) for axes in _axes_of(spec, len(x.shape))]
+    placed = jax.typeof(x).sharding.mesh == mesh.abstract_mesh and wanted == _own_axes(x)
+    return x if placed else jax.sharding.reshard(x, NamedSharding(mesh, _spec(wanted)))
 
 
 def _unmarked(x: jax.Array) -> jax.Array:
@@ -326,7 +322,11 @@ def divided(run: Run, arrays: Arrays, division: Division, with_states: bool) -> 
         def body(pull, cotangents):
             do, *dstates = cotangents
             (d,) = jax.tree.map(lambda y: y[0], pull)((do, *(y * share for y in dstates)))
-            return {name: lax.psum(y, sums[name]) if sums[name] else y for name, y in d.items()}
+            return {name: summed(y, sums[name]) for name, y in d.items()}
+
+        def summed(y, axes):
+            # In float32 whatever the type is, as all sums here.
+            return lax.psum(y.astype(jnp.float32), axes).astype(y.dtype) if axes else y
 
         d = over_devices(body, (PartitionSpec(names), out_specs), of(floats))(pull, cotangents)
         return vary_over(outer, d), None
