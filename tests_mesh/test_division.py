@@ -9,11 +9,21 @@ from jax.sharding import AxisType, NamedSharding
 from chunkwise.pipeline import chunk_gated_delta_rule, chunk_kda, chunk_simple_gla, recurrent_gated_delta_rule
 from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.testing import assert_close, raw_inputs
-from meshes import MODES, P, assert_divided, inputs_of, make_mesh
+from meshes import P, assert_divided, inputs_of, make_mesh
 
 # Nothing here depends on what XLA optimises, and its compilation is most of the time.
 pytestmark = pytest.mark.interpreted
 thorough = pytest.mark.thorough
+
+# A kernel of each kind, and plain JAX where its gates differ.
+QUICK = [
+    ("chunk_gated_delta_rule", "fused"),
+    ("recurrent_gated_delta_rule", "fused"),
+    ("chunk_gla", "xla"),
+    ("chunk_kda", "xla"),
+    ("chunk_simple_gla", "xla"),
+    ("recurrent_kda", "xla"),
+]
 
 # Shape of the mesh, how v is split, and key and value heads.
 DIVISIONS = {
@@ -30,7 +40,7 @@ DIVISIONS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["explicit", pytest.param("automatic", marks=thorough)])
 @pytest.mark.parametrize("division", DIVISIONS.values(), ids=DIVISIONS)
 def test_divisions(division, mode):
     shape, spec, H, HV = division
@@ -41,7 +51,9 @@ def test_divisions(division, mode):
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
-        pytest.param(operator.name, implementation, marks=[thorough] if implementation == "staged" else [])
+        pytest.param(
+            operator.name, implementation, marks=[] if (operator.name, implementation) in QUICK else [thorough]
+        )
         for operator in OPERATORS.values()
         for implementation in operator.implementations
     ],
@@ -51,7 +63,7 @@ def test_operators(name, implementation):
     assert_divided(name, implementation, make_mesh((2, 2), "explicit"), P("a", None, "b"), "explicit", x)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["automatic", pytest.param("explicit", marks=thorough)])
 def test_packed_batch_over_heads(mode):
     x, fixed = inputs_of("chunk_kda", B=1, T=30, states=3), {"cu_seqlens": jnp.array([0, 7, 7, 25], jnp.int32)}
     assert_divided("chunk_kda", "xla", make_mesh((2,), mode), P(None, None, "a"), mode, x, fixed)
@@ -71,7 +83,7 @@ def test_key_heads_may_be_split_by_the_caller(key_heads):
     assert_divided("chunk_gated_delta_rule", "xla", mesh, spec, "explicit", x, key_heads=key_heads)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["automatic", pytest.param("explicit", marks=thorough)])
 def test_laws_and_their_gradients(mode):
     """The arrays of the laws have one entry for every value head, dt_bias flat one for every channel too."""
     x = raw_inputs(inputs_of("chunk_kda", T=20))

@@ -5,10 +5,13 @@ import io
 import re
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).parents[1] / "docs/distribution.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.interpreted
 def test_page():
     blocks, names = BLOCK.findall(PAGE.read_text()), {}
     for (kind, code), (_, promised) in zip(blocks, [*blocks[1:], ("", "")], strict=True):

@@ -6,8 +6,8 @@ which give the same states up to rounding, on D devices, each with M and N of |M
 
     way            bytes that a device sends    steps, one after the other
     all_gather     (D - 1) (|M| + |N|)          1, then a loop over D maps on every device
-    doubling       log2(D) (|M| + |N|)          log2(D), each with a product of two maps
-    ring           |N|                          D - 1
+    doubling       log2(D) (|M| + |N|) + |N|    log2(D), each with a product of two maps, and one more
+    ring           (D - 1) |N|                  D - 1
 
 The first is best for few devices, the second for many: see docs/performance.md.
 """

@@ -231,10 +231,14 @@ def run_context(form: Form, x: Arguments, axis, output_final_state: bool) -> tup
         y = arguments(floats, fixed)
         return y._replace(initial_state=_entry(part, S, y.initial_state))
 
-    def forward(floats, S, fixed, part):
+    def before(floats, S, fixed, part):
+        """Return the map of this device, the state before it, and what the form keeps."""
         M, N, kept = _summary(form, arguments(floats, fixed), part)
         M = checkpoint_name(M, MAP_NAME)
-        S = checkpoint_name(exclusive_scan(M, N, S, axis), STATE_NAME)
+        return M, checkpoint_name(exclusive_scan(M, N, S, axis), STATE_NAME), kept
+
+    def forward(floats, S, fixed, part):
+        M, S, kept = before(floats, S, fixed, part)
         run = lambda floats, S: form.run(entering(floats, S, fixed, part), kept)
         results, pull = jax.vjp(run, floats, S)
         return results, (M, S, kept, pull, floats, fixed, part)
@@ -258,7 +262,9 @@ def run_context(form: Form, x: Arguments, axis, output_final_state: bool) -> tup
 
     @jax.custom_vjp
     def call(floats, S, fixed, part):
-        return forward(floats, S, fixed, part)[0]
+        # Not `forward`: without gradients the operator keeps nothing.
+        _, S, kept = before(floats, S, fixed, part)
+        return form.run(entering(floats, S, fixed, part), kept)
 
     call.defvjp(forward, backward)
     o, states = call(floats, start, fixed, part)
