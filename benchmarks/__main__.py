@@ -1,7 +1,8 @@
-"""The command line of the benchmarks: `python -m benchmarks time`, `stages`, `accuracy`, `tpu`, `plot`."""
+"""The command line of the benchmarks: `python -m benchmarks time`, `stages`, `accuracy`, `tpu`, `scale`, `plot`."""
 
 import argparse
 import json
+import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from benchmarks import accuracy, operators, plots, stages, tpu
+from benchmarks import accuracy, operators, plots, scale, stages, tpu
 from benchmarks.cases import CASES, Case
 from benchmarks.compare import compare
 from benchmarks.mixer import MIXERS
@@ -19,8 +20,10 @@ from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.pipeline.stages import STAGES
 from chunkwise.pipeline.tables import make_console, make_progress, make_table
 from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.operators.affine_scan import SCANS
 
 TEXT = {"case", "stage", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "figure", "failed"}
+TEXT |= {"split", "topology", "scan", "collectives"}
 
 
 def parse(arguments=None) -> argparse.Namespace:
@@ -49,6 +52,16 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--chip", action="append", choices=list(CHIPS))
     add_cases(one, CASES | MIXERS)
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
+    one = commands.add_parser("scale", parents=[sizes, timed, saved], help="operators divided over devices")
+    add_cases(one, {name: case for name, case in CASES.items() if not case.sequences})
+    one.add_argument("--devices", action="append", type=int, help="simulated, 1 to 8; may be repeated")
+    one.add_argument(
+        "--topology", action="append", help="estimate for this one of TPUs, as v5p:2x2x2, with tokens each"
+    )
+    one.add_argument("--total", action="store_true", help="tokens are those of all devices of a topology together")
+    one.add_argument("--profile", action="store_true", help="cycles too, where the compiler can profile the kernels")
+    one.add_argument("--scan", action="append", choices=list(SCANS), help="the scan over a topology's devices alone")
+    one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("accuracy", parents=[saved], help="errors against gate strength and repeated keys")
     one.add_argument("sweep", choices=["gate", "keys"])
     one.add_argument("--operator", action="append", choices=accuracy.NAMES)
@@ -59,8 +72,13 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("output", type=Path)
     options = parser.parse_args(arguments)
     mixers = sorted(MIXERS.keys() & set(getattr(options, "case", None) or ()))
-    if mixers and getattr(options, "devices", 1) > 1:
+    if mixers and options.command == "time" and options.devices > 1:
         parser.error(f"`--devices` splits the heads of an operator; got {mixers[0]}.")
+    if options.command == "scale" and options.scan and not options.topology:
+        parser.error("`--scan` compiles for a `--topology`; got none.")
+    if options.command == "scale":
+        # Every ratio is to one device.
+        options.devices = sorted({1, *(options.devices or (2, 4, 8))})
     return options
 
 
@@ -113,6 +131,8 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
                             label | {"implementation": implementation, "chip": chip},
                             run,
                         )
+    elif options.command == "scale":
+        yield from scale_jobs(options, options.implementation)
     else:
         sweep = {"gate": "gate strength", "keys": "repeated keys"}[options.sweep]
         some = [x for x in accuracy.NAMES if options.sweep == "gate" or OPERATORS[f"chunk_{x}"].delta]
@@ -121,6 +141,26 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
                 operator, sweep, options.implementation or ["xla", "fused"], options.tokens
             )
             yield operator, {}, run
+
+
+def scale_jobs(options: argparse.Namespace, implementations: list[str] | None) -> Iterator[tuple]:
+    """Yield the jobs of `scale`: for topologies if there are any, on simulated devices otherwise."""
+    for name, case, T, label in shapes(options):
+        if not options.topology:
+            dtype = jnp.dtype(options.dtype)
+            run = lambda case=case, T=T, dtype=dtype: scale.simulated(
+                case, T, dtype, options.backward, options.repeats, options.devices, implementations or ["xla"]
+            )
+            yield f"{name}, T = {T}", label | {"dtype": options.dtype}, run
+        for topology in options.topology or ():
+            for scan in options.scan or ():
+                run = lambda a=(case, scan, topology, options.timeout): scale.measure_scan(*a)
+                yield f"{scan}, {topology}", {"case": name, "topology": topology, "scan": scan}, run
+            for implementation in () if options.scan else implementations or ["fused"]:
+                run = lambda a=(case, implementation, topology, T, options.total): scale.measure(
+                    *a, options.backward, options.profile, options.timeout
+                )
+                yield f"{name}, {topology}", label | {"implementation": implementation, "topology": topology}, run
 
 
 def show(rows: list[dict], console: Console) -> None:
@@ -149,7 +189,11 @@ def main(arguments=None) -> int:
         saved = json.loads(options.result.read_text())
         plots.draw(saved["command"], saved["rows"], options.output)
         return 0
-    if getattr(options, "devices", 1) > 1:
+    if options.command == "scale":
+        # A device has a thread, and a collective waits for all of them: on fewer cores it waits for ever.
+        os.environ.setdefault("NPROC", "16")
+        jax.config.update("jax_num_cpu_devices", options.devices[-1])
+    elif getattr(options, "devices", 1) > 1:
         jax.config.update("jax_num_cpu_devices", options.devices)
     base = json.loads(options.base.read_text())["rows"] if options.base else None
     console, rows = make_console(200), []
@@ -160,7 +204,10 @@ def main(arguments=None) -> int:
             progress.update(task, description=description)
             rows += [label | row for row in run()]
             progress.advance(task)
-    show(rows, console)
+    for part in scale.parts(rows) if options.command == "scale" else [rows]:
+        show(part, console)
+    if options.command == "scale" and not options.topology:
+        console.print(scale.NOTE)
     if options.json:
         about = {"jax": jax.__version__, "backend": jax.default_backend(), "device": jax.devices()[0].device_kind}
         about |= {"command": options.command, "python": platform.python_version()}

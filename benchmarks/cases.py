@@ -42,15 +42,18 @@ class Case:
         """The operator's line in the table of operators."""
         return OPERATORS[f"chunk_{self.operator}"]
 
-    def function(self, implementation: str) -> Callable:
-        """Return the function from the inputs by name, and cu_seqlens or None, to a dict of o."""
+    def function(self, implementation: str, sharding=None) -> Callable:
+        """Return the function from the inputs by name, and cu_seqlens or None, to a dict of o.
+
+        `sharding` is of v, over devices; None for one device.
+        """
         operator = self.table.function
 
         def run(x, cu_seqlens):
             told = {"cu_seqlens": cu_seqlens}
             if self.segments:
                 told = {"segment_ids": token_owners(x["q"].shape[1], cu_seqlens)[None]}
-            return {"o": operator(**x, **told, implementation=implementation)[0]}
+            return {"o": operator(**x, **told, implementation=implementation, sharding=sharding)[0]}
 
         return run
 

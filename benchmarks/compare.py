@@ -2,9 +2,9 @@
 
 # What names a row.
 NAMES = ("case", "stage", "T", "pass", "dtype", "implementation", "devices", "chip")
-NAMES += ("sweep", "operator", "form", "point")
+NAMES += ("sweep", "operator", "form", "point", "split", "topology", "scan")
 # The first of these that the base has is compared, and then its memory; the smaller the better.
-FIGURES = ("median_ms", "cycles", "bundles", "error")
+FIGURES = ("median_ms", "cycles", "bundles", "sent_mib", "error")
 MEMORY = ("memory_mib", "temporaries_mib")
 
 

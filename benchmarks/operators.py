@@ -1,5 +1,7 @@
 """Whole operators and mixers beside their peers, judged by the float64 recurrence."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,14 +20,16 @@ def measure(case: Case, T: int, dtype, implementations, backward: bool, repeats:
     cotangents = {"o": do} if backward else None
     runs = [timing.compiled(name, case.function(name), x, cu_seqlens, cotangents, devices) for name in implementations]
 
-    last = slice(None) if cu_seqlens is None else slice(int(cu_seqlens[-2]), int(cu_seqlens[-1]))
-    expected = case.expected(case.part(x, last), case.part({"do": do}, last)["do"] if backward else None)
-    limits = {name: case.tolerance(name, jnp.dtype(dtype).name) for name in expected}
-
-    def verdict(results):
-        return timing.worst(case.part(results, last), expected, limits)
-
     return timing.measure(
-        runs, peers.available(case, x, cu_seqlens, do if backward else None, devices), verdict,
+        runs, peers.available(case, x, cu_seqlens, do if backward else None, devices),
+        judge(case, x, cu_seqlens, do if backward else None),
         *case.cost(T, dtype, backward), timing.machine_peaks(dtype), repeats,
     )  # fmt: skip
+
+
+def judge(case: Case, x: dict, cu_seqlens, do) -> Callable:
+    """Return a function from results to their error and whether they are correct; of gradients too if there is a do."""
+    last = slice(None) if cu_seqlens is None else slice(int(cu_seqlens[-2]), int(cu_seqlens[-1]))
+    expected = case.expected(case.part(x, last), None if do is None else case.part({"do": do}, last)["do"])
+    limits = {name: case.tolerance(name, x["v"].dtype.name) for name in expected}
+    return lambda results: timing.worst(case.part(results, last), expected, limits)

@@ -72,7 +72,59 @@ def _tpu(rows, plt):
     return figure
 
 
-KINDS = {"time": _time, "stages": _time, "accuracy": _accuracy, "tpu": _tpu}
+def _scale(rows, plt):
+    if "sent_mib" not in rows[0]:
+        return _scale_simulated(rows, plt)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    if "scan" in rows[0]:
+        _lines(left, rows, ("scan",), "devices", "sent_mib")
+        _lines(right, rows, ("scan",), "devices", "temporaries_mib")
+        right.set(xscale="log", yscale="log", xlabel="devices", ylabel="temporaries of a device, MiB")
+    else:
+        divided = [row for row in rows if row["devices"] > 1]
+        names = {"sent_mib": "this operator, compiled", "all_gather_mib": "all_gather", "doubling_mib": "doubling"}
+        names |= {"ring_mib": "ring"}
+        names |= {key: key.removesuffix("_mib").replace("_", " ") for key in divided[0] if "attention" in key}
+        lines = [
+            {"way": text if text.startswith("this") else f"{text}, derived", "devices": row["devices"], "mib": row[key]}
+            for key, text in names.items()
+            for row in divided
+        ]
+        _lines(left, lines, ("way",), "devices", "mib")
+        figures = ("summary_bundles", "bundles")
+        for place, row in enumerate(divided):
+            alone = next(x for x in rows if x["devices"] == 1 and x["topology"] == row["topology"])
+            summary, whole = (row.get(key) or 0 for key in figures)
+            parts = (alone.get("bundles") or 0, summary, max(0, whole - summary - (alone.get("bundles") or 0)))
+            for index, height in enumerate(parts):
+                right.bar(place, height / 1e6, 0.6, sum(parts[:index]) / 1e6, color=f"C{index}")
+        for index, label in enumerate(("one device alone", "map of a device", "more in the operator")):
+            right.bar(0, 0, color=f"C{index}", label=label)
+        right.set_xticks(range(len(divided)), [f"{x['devices']} x {x['tokens_each']}" for x in divided])
+        right.set(xlabel="devices x tokens each", ylabel="million bundles of a device")
+        right.legend(fontsize=7)
+    left.set(xscale="log", yscale="log", xlabel="devices", ylabel="sent by a device, MiB")
+    left.legend(fontsize=6)
+    return figure
+
+
+def _scale_simulated(rows, plt):
+    figure, axes = plt.subplots(figsize=(5, 3.4), layout="constrained")
+    one = {"devices": 1, "to_one_device": 1.0}
+    splits = [row | one | {"split": split} for row in rows if row["devices"] == 1 for split in ("tokens", "heads")]
+    _lines(
+        axes,
+        [*splits, *(row for row in rows if row["devices"] > 1)],
+        ("case", "pass", "split"),
+        "devices",
+        "to_one_device",
+    )
+    axes.set(xlabel="devices, simulated", ylabel="time, one device is 1", ylim=(0, None))
+    axes.legend(fontsize=7)
+    return figure
+
+
+KINDS = {"time": _time, "stages": _time, "accuracy": _accuracy, "tpu": _tpu, "scale": _scale}
 
 
 def draw(kind: str, rows: list[dict], path: Path) -> None:

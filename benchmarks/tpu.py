@@ -4,6 +4,7 @@ Every estimate runs in a process of its own, because the compiler aborts the pro
 program is compiled again without the profile, and its row then has no cycles.
 """
 
+import collections
 import glob
 import importlib.util
 import json
@@ -19,8 +20,11 @@ from benchmarks.mixer import Mixer
 from chunkwise.shared.chips import CHIPS
 
 
-def _ours(case, implementation, T, backward, cu_seqlens):
-    """Return one of our implementations and its shapes: [B, T, heads * channels], as the projections leave them."""
+def ours(case, implementation: str, T: int, backward: bool, cu_seqlens, sharding=None):
+    """Return one of our implementations and its shapes: [B, T, heads * channels], as the projections leave them.
+
+    `sharding` is of v, over devices; None for one device.
+    """
     import jax
     import jax.numpy as jnp
     from jax import ShapeDtypeStruct
@@ -35,7 +39,8 @@ def _ours(case, implementation, T, backward, cu_seqlens):
 
     def run(flat, cu_seqlens):
         x = {name: y.reshape(shapes[name].shape) for name, y in flat.items()}
-        return {"o": case.function(implementation)(x, cu_seqlens)["o"].reshape(1, T, -1)}
+        function = case.function(implementation, sharding) if sharding else case.function(implementation)
+        return {"o": function(x, cu_seqlens)["o"].reshape(1, T, -1)}
 
     if not backward:
         return run, (flat, cu_seqlens)
@@ -98,7 +103,30 @@ def _static(folder: str) -> dict:
     return {"spills": spills, "matrix_use": largest[1]}
 
 
-def _bundles(folder: str, kernels: set[str]) -> int | None:
+def dump_flags(folder: str, profile: bool) -> str:
+    """Return the flags of libtpu that write a program's final code, and its profile, into a folder."""
+    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final.*"
+    os.makedirs(f"{folder}/profile")
+    return flags + (f" --xla_jf_dump_static_llo_profile_to={folder}/profile" if profile else "")
+
+
+def launches(text: str) -> list[str]:
+    """Return the names of the kernels' launches in a compiled program's text, in order."""
+    launch = r'^\s*(?:ROOT )?%?(\S+) = .* custom-call\(.*custom_call_target="tpu_custom_call"'
+    return re.findall(launch, text, re.MULTILINE)
+
+
+def profiled(folder: str) -> collections.Counter:
+    """Return the estimated cycles of operations by name, from a dumped profile; nothing where there is none."""
+    cycles = collections.Counter()
+    for path in glob.glob(f"{folder}/profile/*"):
+        with open(path, errors="replace") as text:
+            for operation, n in re.findall(r'hlo_op_name: "([^"]+)"\s+estimated_cycles: (\d+)', text.read()):
+                cycles[operation] += int(n)
+    return cycles
+
+
+def bundles(folder: str, kernels: set[str]) -> int | None:
     """Return what the kernels would take if nothing in them waited: bundles of the loop over the grid times its steps.
 
     `kernels` are names of operations. None where a kernel has no such loop, or another one beside or in it.
@@ -128,9 +156,7 @@ def estimate(case: Case, implementation: str, chip: str, T: int, backward: bool,
 def _estimate(case, implementation, chip, T, backward, profile, folder) -> dict:
     from chunkwise.shared.testing import tpu
 
-    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final.*"
-    tpu.setup(flags + (f" --xla_jf_dump_static_llo_profile_to={folder}/profile" if profile else ""))
-    os.makedirs(f"{folder}/profile")
+    tpu.setup(dump_flags(folder, profile))
     import jax
     import jax.numpy as jnp
 
@@ -138,27 +164,20 @@ def _estimate(case, implementation, chip, T, backward, profile, folder) -> dict:
     if implementation == "tokamax":
         fn, specs = _tokamax(case, T)
     else:
-        fn, specs = _ours(case, implementation, T, backward, cu_seqlens)
+        fn, specs = ours(case, implementation, T, backward, cu_seqlens)
     start = time.perf_counter()
     program = tpu.compile_for(fn, *specs, chip=chip, auto_layout=True)
     compile_s = time.perf_counter() - start
-    launch = r'^\s*(?:ROOT )?%?(\S+) = .* custom-call\(.*custom_call_target="tpu_custom_call"'
-    kernels = set(re.findall(launch, program.as_text(), re.MULTILINE))
-    kernel = around = 0
-    for path in glob.glob(f"{folder}/profile/*"):
-        with open(path, errors="replace") as text:
-            for operation, cycles in re.findall(r'hlo_op_name: "([^"]+)"\s+estimated_cycles: (\d+)', text.read()):
-                if operation in kernels:
-                    kernel += int(cycles)
-                else:
-                    around += int(cycles)
+    kernels, cycles = set(launches(program.as_text())), profiled(folder)
+    kernel = sum(n for name, n in cycles.items() if name in kernels)
+    around = sum(cycles.values()) - kernel
     clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
     floor = case.cost(T, jnp.bfloat16, backward)[1] / bandwidth / 1e9
     time_ms = (kernel + around) / clock / 1e6
     return {
         "kernel_cycles": kernel or None,
         "around_cycles": around if kernel else None,
-        "bundles": _bundles(folder, kernels),
+        "bundles": bundles(folder, kernels),
         "estimate_ms": max(time_ms, floor) if kernel else None,
         "floor_ms": floor,
         "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
@@ -181,12 +200,20 @@ def can_run(case, implementation: str, backward: bool) -> bool:
 
 def measure(case: Case, implementation: str, chip: str, T: int, backward: bool, timeout: float) -> dict:
     """Run `estimate` in a process of its own; a row with `failed` set where the compiler gave none."""
+    arguments = f"{case!r}, {implementation!r}, {chip!r}, {T}, {backward}"
+    codes = [f"from benchmarks.tpu import Case, Mixer, estimate; estimate({arguments}, {x})" for x in (True, False)]
+    return first_result(codes, timeout)
+
+
+def first_result(codes: list[str], timeout: float) -> dict:
+    """Return what the first of these programs gives that ends well, each in a process of its own.
+
+    The last statement of a program is an expression that JSON can hold; `failed` is set if none gave a result.
+    """
     failure = ""
-    for profile in (True, False):
-        arguments = f"{case!r}, {implementation!r}, {chip!r}, {T}, {backward}, {profile}"
-        code = (
-            f"import json; from benchmarks.tpu import Case, Mixer, estimate; print(json.dumps(estimate({arguments})))"
-        )
+    for code in codes:
+        imports, _, expression = code.rpartition("; ")
+        code = f"import json; {imports}; print(json.dumps({expression}))"
         try:
             done = subprocess.run(
                 [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout, check=False

@@ -87,6 +87,74 @@ sys.exit(command.main({arguments}))
     assert {"xla", "scan"} <= {row["implementation"] for row in rows}
 
 
+def test_tokens_and_heads_over_simulated_devices(tmp_path):
+    """A process of its own likewise."""
+    path = tmp_path / "result.json"
+    arguments = ["scale", "--case", "two heads", "--devices", "2", "--backward", "--repeats", "1", "--json", str(path)]
+    code = f"""
+import sys
+from benchmarks import __main__ as command
+from benchmarks.cases import CASES, Case
+CASES["two heads"] = Case("gated_delta_rule", H=2, HV=2, K=8, V=8, T=32)
+sys.exit(command.main({arguments}))
+"""
+    command, environment = [sys.executable, "-c", code], os.environ | {"JAX_PLATFORMS": "cpu"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["devices"], row["split"]) for row in rows] == [(1, None), (2, "tokens"), (2, "heads")]
+    assert all(row["correct"] for row in rows)
+    assert [row["to_one_device"] for row in rows] == [row["median_ms"] / rows[0]["median_ms"] for row in rows]
+
+
+def test_scan_without_a_topology(benchmarks, capsys):
+    with pytest.raises(SystemExit):
+        benchmarks.parse(["scale", "--scan", "ring"])
+    assert "`--scan` compiles for a `--topology`; got none." in capsys.readouterr().err
+
+
+GATHERED = "f32[4,32]{1,0:T(8,128)S(1)}"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (f"%a.1 = {GATHERED} all-gather(%x), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}", ("all-gather", 384)),
+        ("%a = f32[8]{0} all-gather(%x), replica_groups=[4,2]<=[8], dimensions={0}", ("all-gather", 16)),
+        (
+            "%a = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), channel_id=1, replica_groups=[1,4]<=[4]",
+            ("all-gather", 24),
+        ),
+        ("ROOT %r = bf16[8]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add", ("all-reduce", 16)),
+        ("%r = (f32[8]{0}, f32[4]{0}) all-reduce-start(%x, %y), replica_groups={}", ("all-reduce", 72)),
+        ("%s = f32[2]{0} reduce-scatter(%x), replica_groups={{0,1,2,3}}", ("reduce-scatter", 24)),
+        ("%p = f32[8]{0} collective-permute(%x), source_target_pairs={{0,1}}", ("collective-permute", 32)),
+        (
+            "%p = (f32[8]{0}, f32[8]{0}, u32[]{:S(2)}, u32[]) collective-permute-start(%x)",
+            ("collective-permute", 32),
+        ),
+        ("%d = f32[8]{0} all-gather-done(%a)", None),
+        ("%f = f32[8]{0} fusion(%all-gather.1), kind=kLoop", None),
+    ],
+)
+def test_bytes_of_collectives(line, expected):
+    from benchmarks.scale import collectives
+
+    assert collectives(f"ENTRY %main () -> f32[] {{\n  {line}\n}}", 4) == ([expected] if expected else [])
+
+
+def test_bytes_of_scans_and_of_ring_attention():
+    from benchmarks.cases import Case
+    from benchmarks.scale import map_bytes, ring_attention_bytes, scan_bytes
+
+    case = Case("gated_delta_rule", H=1, HV=2, K=8, V=16)
+    assert map_bytes(case) == (4 * 2 * 8 * 8, 4 * 2 * 8 * 16)
+    assert map_bytes(Case("gla", H=1, HV=2, K=8, V=16))[0] == 4 * 2 * 8
+    assert scan_bytes(case, "all_gather", 8) == 7 * 4 * 2 * 8 * 24
+    assert scan_bytes(case, "doubling", 8) == 4 * 2 * (3 * 8 * 24 + 8 * 16)
+    assert scan_bytes(case, "ring", 8) == 7 * 4 * 2 * 8 * 16
+    assert ring_attention_bytes(case, 8, T=64, kv_heads=2) == 7 * 64 * 2 * 24 * 2
+
+
 def test_cost_is_the_packages():
     from benchmarks.cases import CASES, Case
 
@@ -287,12 +355,22 @@ SWEPT = {"sweep": "gate strength", "operator": "kda", "form": "xla", "dtype": "f
 ESTIMATED = {"case": "a", "pass": "forward", "implementation": "fused", "kernel_cycles": 10, "around_cycles": 1}
 
 
+SIMULATED = {"case": "a", "pass": "forward", "devices": 1, "split": None, "to_one_device": 1.0}
+ALONE = {"topology": "v5p:2x2x1", "devices": 1, "tokens_each": 8, "bundles": 5, "sent_mib": 0.0}
+DIVIDED = ALONE | {"devices": 4, "bundles": 12, "summary_bundles": 6, "sent_mib": 3.0, "ring_attention_2_mib": 9.0}
+DIVIDED |= {"all_gather_mib": 3.0, "doubling_mib": 2.5, "ring_mib": 1.5}
+SCANNED = {"scan": "ring", "devices": 4, "sent_mib": 1.0, "temporaries_mib": 2.0}
+
+
 @pytest.mark.parametrize(
     ("kind", "rows"),
     [
         ("time", [TIMED, TIMED | {"T": 16}]),
         ("accuracy", [SWEPT, SWEPT | {"form": "factored form", "error": None}]),
         ("tpu", [ESTIMATED | {"chip": "v5e", "kernel_cycles": None, "bundles": 7}, ESTIMATED | {"chip": "v6e"}]),
+        ("scale", [SIMULATED, SIMULATED | {"devices": 2, "split": "tokens", "to_one_device": 1.5}]),
+        ("scale", [ALONE, DIVIDED]),
+        ("scale", [SCANNED, SCANNED | {"devices": 8}]),
     ],
 )
 def test_plot(benchmarks, kind, rows, tmp_path):
@@ -313,13 +391,13 @@ def test_static_figures(tmp_path):
 
 @pytest.mark.parametrize(("inner", "expected"), [("", 3 * 4), ("> ", None)], ids=["one loop", "a loop in it"])
 def test_bundles_of_the_loop_over_the_grid(inner, expected, tmp_path):
-    from benchmarks.tpu import _bundles
+    from benchmarks.tpu import bundles
 
     lines = ["0   :  { %a }", "0x1 LB: > { %b }", f"0x2   : >{inner} {{ %c }}"]
     lines += ["0x3   : > { %p = scmp.ge.s32.totalorder %s, 6 /* loop exit test */ }", "0x4   :  { %d }"]
     for name in ("kernel.1", "copy.2"):  # the copy is not a kernel
         (tmp_path / f"7-{name}-03-final_bundles.txt").write_text("\n".join(lines))
-    assert _bundles(str(tmp_path), {"kernel.1"}) == expected
+    assert bundles(str(tmp_path), {"kernel.1"}) == expected
 
 
 @pytest.mark.tpu

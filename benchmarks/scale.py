@@ -1,0 +1,308 @@
+"""Operators over devices: on simulated ones as they run here, and on TPU topologies as their compiler sees them.
+
+The simulated devices share the cores of this machine, so their times say what dividing an operator costs, as a ratio to
+one device, and not how much faster more devices are. A program for a topology is compiled and never runs: its bytes and
+its memory are those of the program, and its bundles or cycles are the compiler's static estimate of one device, without
+the time that collectives take.
+"""
+
+import collections
+import math
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+
+from benchmarks import operators, timing, tpu
+from benchmarks.cases import Case
+
+_COLLECTIVE = re.compile(
+    r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
+    r"(?P<start>-start)?\((?P<rest>.*)"
+)
+_SHAPE = re.compile(r"\b([a-z]+)(\d+)(?:e\w+)?\[([\d,]*)\]")
+MIB = 2**20
+# Printed below the times.
+NOTE = (
+    "The devices are simulated on the cores of one machine: only `to_one_device` counts, the cost of dividing the same "
+    "work. It is no speed-up. Above as many devices as cores they take turns."
+)
+
+
+def _sizes(shapes: str) -> list[int]:
+    """Return the bytes of the arrays that the text of a type lists."""
+    # Elements smaller than a byte do not cross devices here.
+    return [
+        int(bits) // 8 * math.prod(int(n) for n in dims.split(",") if n) for _, bits, dims in _SHAPE.findall(shapes)
+    ]
+
+
+def _group(rest: str, devices: int) -> int:
+    """Return how many devices take part in a collective, from its text: `{{0,1},{2,3}}` or `[2,2]<=[4]`."""
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
+        return len(listed[1].split(","))
+    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", rest)
+    return int(counted[1]) if counted else devices
+
+
+def collectives(text: str, devices: int) -> list[tuple[str, int]]:
+    """Return the kind of every collective in a compiled program's text, and the bytes that one device sends in it.
+
+    Bytes are the fewest that the kind needs, which a ring of the g devices in a group reaches: an all-gather of a
+    result of n bytes sends n (g - 1) / g, an all-reduce twice that, an all-to-all that, a reduce-scatter n (g - 1),
+    and a permutation n. A collective in the body of a loop counts once; the operators have none there.
+    """
+    found = []
+    for line in text.splitlines():
+        if not (match := _COLLECTIVE.search(line)):
+            continue
+        kind, sizes = match["kind"], _sizes(match["result"])
+        if match["start"] and kind in ("all-gather", "collective-permute"):
+            # What starts one returns the operands, the results, and scalars that track it.
+            arrays = [n for n in sizes if n > 4]
+            sizes = arrays[len(arrays) // 2 :]
+        n, g = sum(sizes), _group(match["rest"], devices)
+        sent = {
+            "all-gather": n * (g - 1) // g,
+            "all-reduce": 2 * n * (g - 1) // g,
+            "all-to-all": n * (g - 1) // g,
+            "reduce-scatter": n * (g - 1),
+            "collective-permute": n,
+        }[kind]
+        found.append((kind, sent))
+    return found
+
+
+def map_bytes(case: Case) -> tuple[int, int]:
+    """Return the bytes of both parts of a device's map, M and N, in float32."""
+    decay = case.K if case.table.per_channel else 1
+    return 4 * case.HV * (case.K**2 if case.table.delta else decay), 4 * case.HV * case.K * case.V
+
+
+def scan_bytes(case: Case, scan: str, devices: int) -> int:
+    """Return the bytes that a device sends in a scan of affine maps, by its form."""
+    M, N = map_bytes(case)
+    if scan == "all_gather":
+        return (devices - 1) * (M + N)
+    # Every device takes part in every step of a ring, although one state alone is right in each.
+    return (math.ceil(math.log2(devices)) * (M + N) + N) if scan == "doubling" else (devices - 1) * N
+
+
+def ring_attention_bytes(case: Case, devices: int, T: int, kv_heads: int) -> int:
+    """Return the bytes that a device sends if softmax attention passes bfloat16 keys and values around, forward.
+
+    `T` are the tokens of a device; heads are as wide as those of the case.
+    """
+    return (devices - 1) * T * kv_heads * (case.K + case.V) * 2
+
+
+def simulated(case: Case, T: int, dtype, backward: bool, repeats: int, devices: list[int], implementations) -> list:
+    """Return a row for every number of devices and for both ways to divide an operator over them.
+
+    They take turns, and every result is compared with float64.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    x, cu_seqlens = case.inputs(T, dtype), case.boundaries(T)
+    do = jnp.asarray(np.random.default_rng(1).standard_normal((1, T, case.HV, case.V)), dtype)
+    runs, about = [], {}
+    for implementation in implementations:
+        for D in devices:
+            mesh = jax.make_mesh((D,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:D])
+            for split, axes in {"tokens": (None, "x"), "heads": (None, None, "x")}.items():
+                if D == 1 and split == "heads":
+                    continue
+                sharding = NamedSharding(mesh, PartitionSpec(*axes)) if D > 1 else None
+                place = lambda y, sharding=sharding: y if sharding is None else jax.device_put(y, sharding)
+                name = f"{implementation} {D} {split}"
+                runs.append(
+                    timing.compiled(
+                        name, case.function(implementation, sharding), jax.tree.map(place, x), cu_seqlens,
+                        {"o": place(do)} if backward else None,
+                    )
+                )  # fmt: skip
+                about[name] = {"implementation": implementation, "devices": D, "split": split if D > 1 else None}
+    verdict = operators.judge(case, x, cu_seqlens, do if backward else None)
+    rows = timing.measure(runs, [], verdict, *case.cost(T, dtype, backward), (1.0, 1.0), repeats)
+    kept = ("error", "correct", "median_ms", "spread_ms", "cpu_ms", "compile_s")
+    rows = [about[row["implementation"]] | {key: row[key] for key in kept} for row in rows]
+    for row in rows:
+        one = next(r for r in rows if r["implementation"] == row["implementation"] and r["devices"] == 1)
+        right = row["correct"] and one["correct"]
+        row["to_one_device"] = row["median_ms"] / one["median_ms"] if right else None
+    return rows
+
+
+def _mesh(topology: str, divided: bool):
+    """Return a mesh of all devices of a topology along "x", or of one."""
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import AxisType, Mesh
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    return Mesh(np.array(devices if divided else devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+
+
+def estimate(case: Case, implementation: str, topology: str, T: int, backward: bool, divided: bool, profile: bool):
+    """Compile an operator with T tokens a device for all devices of a topology, or for one.
+
+    Call in a fresh process only. Returns what the compiler says of one device.
+    """
+    with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:  # dumps take gigabytes
+        return _estimate(case, implementation, topology, T, backward, divided, profile, folder)
+
+
+def _estimate(case, implementation, topology, T, backward, divided, profile, folder) -> dict:
+    from chunkwise.shared.testing import tpu as compiler
+
+    compiler.setup(tpu.dump_flags(folder, profile))
+    import jax
+    from jax.experimental.layout import Format, Layout
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = _mesh(topology, divided)
+    tokens = NamedSharding(mesh, PartitionSpec(None, "x"))
+    fn, specs = tpu.ours(case, implementation, T * mesh.size, backward, None, tokens if divided else None)
+    # As inside of a larger program, which leaves arrays as the operator wants them.
+    places = Format(Layout.AUTO, tokens)
+    start = time.perf_counter()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = jax.jit(fn, in_shardings=places, out_shardings=places).trace(*specs).lower().compile()
+    compile_s, text = time.perf_counter() - start, program.as_text()
+    # The launches before the first collective make the map of a device.
+    before = _COLLECTIVE.search(text)
+    kernels = tpu.launches(text)
+    summaries = tpu.launches(text[: text.rfind("\n", 0, before.start())]) if before else []
+    cycles = tpu.profiled(folder)
+    kernel = sum(cycles[name] for name in kernels)
+    return {
+        "kernels": len(kernels),
+        "summary_bundles": tpu.bundles(folder, set(summaries)),
+        "bundles": tpu.bundles(folder, set(kernels)),
+        "summary_cycles": sum(cycles[name] for name in summaries) if kernel and summaries else None,
+        "kernel_cycles": kernel or None,
+        "around_cycles": sum(cycles.values()) - kernel if kernel else None,
+        **_sent(text, mesh.size),
+        **_memory(program),
+        "compile_s": compile_s,
+    }
+
+
+def _sent(text: str, devices: int) -> dict:
+    """Return the collectives of a program by kind, and what a device sends in all of them."""
+    found = collectives(text, devices)
+    counts = collections.Counter(kind for kind, _ in found)
+    return {
+        "collectives": ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or None,
+        "sent_mib": sum(sent for _, sent in found) / MIB,
+    }
+
+
+def _memory(program) -> dict:
+    """Return what a program needs on a device."""
+    m = program.memory_analysis()
+    whole = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
+    return {
+        "arguments_mib": m.argument_size_in_bytes / MIB,
+        "temporaries_mib": m.temp_size_in_bytes / MIB,
+        "memory_mib": whole / MIB,
+    }
+
+
+def estimate_scan(case: Case, scan: str, topology: str) -> dict:
+    """Compile one scan of a case's affine maps alone for all devices of a topology; call in a fresh process only."""
+    from chunkwise.shared.testing import tpu as compiler
+
+    compiler.setup()
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from chunkwise.shared.operators.affine_scan import SCANS
+
+    mesh, P = _mesh(topology, True), PartitionSpec
+    D, decay = mesh.size, (case.K, 1) if case.table.per_channel else (1, 1)
+    shapes = {"M": (case.K, case.K) if case.table.delta else decay, "N": (case.K, case.V), "S": (case.K, case.V)}
+    rows = {"M": D, "N": D, "S": 1}
+    specs = {
+        n: jax.ShapeDtypeStruct(
+            (rows[n], case.HV, *shape), jnp.float32, sharding=NamedSharding(mesh, P(None if n == "S" else "x"))
+        )
+        for n, shape in shapes.items()
+    }
+    run = jax.shard_map(
+        lambda M, N, S: SCANS[scan](M, N, S, "x", False),
+        mesh=mesh, in_specs=(P("x"), P("x"), P()), out_specs=P("x"), check_vma=False,
+    )  # fmt: skip
+    start = time.perf_counter()
+    program = jax.jit(run).trace(**specs).lower().compile()
+    text = program.as_text()
+    return {
+        "devices": D,
+        "formula_mib": scan_bytes(case, scan, D) / MIB,
+        **_sent(text, D),
+        **_memory(program),
+        "compile_s": time.perf_counter() - start,
+    }
+
+
+def count(topology: str) -> dict:
+    """Return how many devices a topology has; call in a fresh process only."""
+    from chunkwise.shared.testing import tpu as compiler
+
+    compiler.setup()
+    return {"devices": _mesh(topology, True).size}
+
+
+def _in_process(call: str, timeout: float) -> dict:
+    code = f"from benchmarks.scale import Case, count, estimate, estimate_scan; {call}"
+    return tpu.first_result([code], timeout)
+
+
+def measure_scan(case: Case, scan: str, topology: str, timeout: float) -> list[dict]:
+    """Return the row of a scan alone, compiled in a process of its own."""
+    return [_in_process(f"estimate_scan({case!r}, {scan!r}, {topology!r})", timeout)]
+
+
+def measure(
+    case: Case, implementation: str, topology: str, T: int, total: bool, backward: bool, profile: bool, timeout: float
+) -> list[dict]:
+    """Return the rows of one device and of all of them, compiled in processes of their own.
+
+    `T` are the tokens of a device, or of all together if they are the `total`. `to_one_device` says how much more a
+    device has to do than it does alone with the same tokens.
+    """
+    D = _in_process(f"count({topology!r})", timeout).get("devices")
+    if D is None:
+        return [{"failed": "the compiler has no such topology"}]
+    T = T // D if total else T
+    arguments = f"{case!r}, {implementation!r}, {topology!r}, {T}, {backward}"
+    one, every = (_in_process(f"estimate({arguments}, {divided}, {profile})", timeout) for divided in (False, True))
+    figures = [_figure(x) for x in (one, every)]
+    every |= {
+        "to_one_device": figures[1] / figures[0] if figures[0] and figures[1] else None,
+        # What is not compiled: other forms of the scan, and softmax attention with so many heads of keys and values.
+        **{f"{scan}_mib": scan_bytes(case, scan, D) / MIB for scan in ("all_gather", "doubling", "ring")},
+        **{f"ring_attention_{n}_mib": ring_attention_bytes(case, D, T, n) / MIB for n in (case.HV, 2)},
+    }
+    return [{"devices": D, "tokens_each": T} | x for D, x in ((1, one), (D, every))]
+
+
+def _figure(row: dict) -> int | None:
+    """Return the cycles of a row, or its bundles if it has none."""
+    if row.get("kernel_cycles"):
+        return row["kernel_cycles"] + row["around_cycles"]
+    return row.get("bundles")
+
+
+def parts(rows: list[dict]) -> Iterator[list[dict]]:
+    """Yield the rows in tables that fit a page: what was measured or compiled, and what is derived from sizes alone."""
+    derived = [key for row in rows for key in row if re.fullmatch(r"(all_gather|doubling|ring\w*)_mib", key)]
+    names = ("topology", "devices", "tokens_each")
+    empty = {key for row in rows for key in row if all(other.get(key) is None for other in rows)}
+    yield [{key: y for key, y in row.items() if key not in empty.union(derived)} for row in rows]
+    if derived:
+        yield [{key: row.get(key) for key in (*names, *dict.fromkeys(derived))} for row in rows if derived[0] in row]
