@@ -65,7 +65,7 @@ def test_nothing_crosses_devices(name, implementation):
         assert collectives(text) == []
 
 
-@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "chunk_gla"])
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", pytest.param("chunk_gla", marks=thorough)])
 def test_shared_key_heads_are_summed(name):
     """Where several devices read one key head: q and k in one sum each, or one for both, and nothing else."""
     mesh, x = make_mesh((4,), "automatic"), sizes(name)

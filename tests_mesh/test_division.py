@@ -41,7 +41,10 @@ DIVISIONS = {
 
 
 @pytest.mark.parametrize("mode", ["explicit", pytest.param("automatic", marks=thorough)])
-@pytest.mark.parametrize("division", DIVISIONS.values(), ids=DIVISIONS)
+@pytest.mark.parametrize(
+    "division",
+    [pytest.param(x, id=name, marks=[thorough] if name in ("rows", "heads") else []) for name, x in DIVISIONS.items()],
+)
 def test_divisions(division, mode):
     shape, spec, H, HV = division
     x = inputs_of("chunk_gated_delta_rule", B=2, T=20, H=H, HV=HV)
