@@ -238,7 +238,7 @@ def estimate_scan(case: Case, scan: str, topology: str) -> dict:
         mesh=mesh, in_specs=(P("x"), P("x"), P()), out_specs=P("x"), check_vma=False,
     )  # fmt: skip
     start = time.perf_counter()
-    program = jax.jit(run).trace(**specs).lower().compile()
+    program = jax.jit(run).trace(specs["M"], specs["N"], specs["S"]).lower().compile()
     text = program.as_text()
     return {
         "devices": D,

@@ -441,11 +441,12 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
     # An operand and an output of one name are two Refs: the names of the outputs X, h and W differ in the kernel.
     present = [({"X": "X_out"}.get(name, name), name in want) for name in kinds]
     operands = [name for name in Operands._fields if name not in ("h", "W", "do", "dht")]
+    kind = "fwd" if "o" in want else "states" if "h" in want else "summary"
     estimate = cost if "o" in want else states_cost
     out = pallas_call(
         named(_fwd_kernel, operands, present, list(scratch), static=static, s=s),
         *(getattr(x, name) for name in operands),
-        name=f"fused_chunk_gated_delta_rule_{'fwd' if 'o' in want else 'states'}_c{s.C}",
+        name=f"fused_chunk_gated_delta_rule_{kind}_c{s.C}",
         num_scalar_prefetch=1,
         # Batch and head blocks are independent; time is sequential, the state stays in VMEM. One more turn, because
         # the state passes a chunk in the turn after the one that prepares it.
