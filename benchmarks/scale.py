@@ -165,7 +165,9 @@ def _estimate(case, implementation, topology, T, backward, divided, profile, fol
 
     mesh = _mesh(topology, divided)
     tokens = NamedSharding(mesh, PartitionSpec(None, "x"))
-    fn, specs = tpu.ours(case, implementation, T * mesh.size, backward, None, tokens if divided else None)
+    # A loss wants the output, which gradients alone may not need where the map has kept the inverses.
+    sharding = tokens if divided else None
+    fn, specs = tpu.ours(case, implementation, T * mesh.size, backward, None, sharding, results=True)
     # As inside of a larger program, which leaves arrays as the operator wants them.
     places = Format(Layout.AUTO, tokens)
     start = time.perf_counter()

@@ -20,10 +20,10 @@ from benchmarks.mixer import Mixer
 from chunkwise.shared.chips import CHIPS
 
 
-def ours(case, implementation: str, T: int, backward: bool, cu_seqlens, sharding=None):
+def ours(case, implementation: str, T: int, backward: bool, cu_seqlens, sharding=None, results: bool = False):
     """Return one of our implementations and its shapes: [B, T, heads * channels], as the projections leave them.
 
-    `sharding` is of v, over devices; None for one device.
+    `sharding` is of v, over devices; None for one device. With `results` the output is wanted beside the gradients.
     """
     import jax
     import jax.numpy as jnp
@@ -47,8 +47,8 @@ def ours(case, implementation: str, T: int, backward: bool, cu_seqlens, sharding
     do = ShapeDtypeStruct((1, T, case.HV * case.V), jnp.bfloat16)
 
     def gradients(flat, cu_seqlens, do):
-        results = with_gradients(run)(flat, cu_seqlens, {"o": do})
-        return {name: x for name, x in results.items() if name != "o"}
+        found = with_gradients(run)(flat, cu_seqlens, {"o": do})
+        return {name: x for name, x in found.items() if results or name != "o"}
 
     return jax.jit(gradients), (flat, cu_seqlens, do)
 
