@@ -142,6 +142,36 @@ def test_inside_a_shard_map(axis, check_vma):
     assert_expected(got, expected(x, {}, cotangents))
 
 
+@pytest.mark.parametrize("states", [True, False], ids=["states", "no-states"])
+def test_nan_stays_in_its_document(states):
+    """It crosses devices with its document, and no further."""
+    name, mesh = "chunk_gated_delta_rule", make_mesh((8,), "automatic")
+    x, fixed = inputs_of(name, B=1, states=7 if states else 0), {"cu_seqlens": BOUNDARIES}
+    spoilt = slice(1, 18)  # the third document, over three devices
+    run = jax.jit(with_gradients(run_of(name, "xla", states, sharding=NamedSharding(mesh, P(None, "a")))))
+    cotangents = cotangents_of(run_of(name, "xla", states), x, fixed)
+    want = run(x, fixed, cotangents)
+    got = run(x | {"v": x["v"].at[:, 3].set(jnp.nan)}, fixed, cotangents)
+    for result in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        others = np.ones(48, bool)
+        others[spoilt] = False
+        assert_close(result, np.asarray(got[result])[:, others], np.asarray(want[result])[:, others], 1e-6)
+    assert np.isnan(got["o"][:, spoilt]).any()
+    for result in ("final_state", "dinitial_state") if states else ():
+        others = np.arange(7) != 2
+        assert_close(result, np.asarray(got[result])[others], np.asarray(want[result])[others], 1e-6)
+
+
+def test_initial_states_in_bfloat16():
+    x, mesh = inputs_of("chunk_gla"), make_mesh((4,), "explicit")
+    x["initial_state"] = x["initial_state"].astype(jnp.bfloat16)
+    placed = jax.device_put(x, {n: NamedSharding(mesh, spec_of(n, y.ndim, P(None, "a"))) for n, y in x.items()})
+    loss = lambda x: jnp.sum(jnp.sin(chunk_gla(**x)[0]))
+    got, want = jax.jit(jax.grad(loss))(placed)["initial_state"], jax.jit(jax.grad(loss))(x)["initial_state"]
+    assert got.dtype == jnp.bfloat16
+    assert_close("dinitial_state", got.astype(jnp.float32), want.astype(jnp.float32), 5e-3)
+
+
 def test_boundaries_inside_a_shard_map_are_those_of_all_tokens():
     """Constants from outside too, which are checked."""
     x, mesh = inputs_of("chunk_gla", B=1, states=0), make_mesh((8,), "automatic")

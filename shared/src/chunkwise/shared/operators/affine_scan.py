@@ -33,8 +33,12 @@ def is_matrix(M: jax.Array) -> bool:
 
 
 def apply(M: jax.Array, S: jax.Array) -> jax.Array:
-    """Return M S, in full precision."""
-    return jnp.matmul(M, S, precision=lax.Precision.HIGHEST) if is_matrix(M) else M * S
+    """Return M S, in full precision; zeros for M of zeros, whatever S holds.
+
+    Such an M stands where another document begins, which a NaN in the state of the one before must not reach.
+    """
+    product = jnp.matmul(M, S, precision=lax.Precision.HIGHEST) if is_matrix(M) else M * S
+    return jnp.where(jnp.all(M == 0.0, axis=(-2, -1), keepdims=True), 0.0, product)
 
 
 def transposed(M: jax.Array) -> jax.Array:

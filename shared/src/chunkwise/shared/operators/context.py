@@ -219,7 +219,8 @@ def run_context(form: Form, x: Arguments, axis, output_final_state: bool) -> tup
     names = (axis,) if isinstance(axis, str) else tuple(axis)
     given, part = vary_over(varying_axes(*given.values()).union(names), (given, part))
     start = given.pop("initial_state") if x.initial_state is not None and part.documents is None else None
-    start = vary_over(varying_axes(x.q), jnp.zeros((B, HV, K, V), jnp.float32) if start is None else start)
+    start = jnp.zeros((B, HV, K, V), jnp.float32) if start is None else start.astype(jnp.float32)
+    start = vary_over(varying_axes(*given.values()), start)
     floats = {name: y for name, y in given.items() if jnp.issubdtype(y.dtype, jnp.floating)}
     fixed = {name: y for name, y in given.items() if name not in floats}
 
