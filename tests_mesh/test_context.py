@@ -31,7 +31,7 @@ pytestmark = pytest.mark.interpreted
 thorough = pytest.mark.thorough
 
 NAMES = [operator.name for operator in CHUNKED]
-# Of the gated delta rule and of linear attention one each in every case; the others in some.
+# A delta rule stands for the others, which the quick tests run in some cases only.
 SOME = [
     pytest.param(name, marks=[] if name in ("chunk_gated_delta_rule", "chunk_gla") else [thorough]) for name in NAMES
 ]
@@ -75,13 +75,14 @@ def test_with_other_axes(spec):
 
 
 @pytest.mark.parametrize("implementation", ["fused", pytest.param("staged", marks=thorough)])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == NAMES[2] else [thorough]) for n in NAMES])
+@pytest.mark.parametrize("name", SOME)
 def test_kernels(name, implementation):
     x = inputs_of(name, B=1)
     assert_divided(name, implementation, make_mesh((2,), "automatic"), P(None, "a"), "automatic", x)
 
 
-@pytest.mark.parametrize("states", [True, pytest.param(False, marks=thorough)], ids=["states", "no-states"])
+@thorough
+@pytest.mark.parametrize("states", [True, False], ids=["states", "no-states"])
 def test_documents_in_kernels(states):
     """Three launches where tokens are split: the states alone, the operator, the gradient of the state alone."""
     x = inputs_of("chunk_gated_delta_rule", B=1, states=len(BOUNDARIES) - 1 if states else 0)

@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[1] / "docs/distribution.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.interpreted
+@pytest.mark.thorough
 def test_page():
     blocks, names = BLOCK.findall(PAGE.read_text()), {}
     for (kind, code), (_, promised) in zip(blocks, [*blocks[1:], ("", "")], strict=True):

@@ -99,7 +99,10 @@ def over_context(axis, check: bool, states: bool, x: dict, fixed: dict, rows=Non
 
 
 thorough = pytest.mark.thorough
-split = pytest.mark.parametrize(("axis", "check"), [(("a", "b"), True), ("a", False)], ids=["xla", "pallas"])
+split = pytest.mark.parametrize(
+    ("axis", "check"),
+    [pytest.param(("a", "b"), True, id="xla"), pytest.param("a", False, id="pallas", marks=thorough)],
+)
 
 
 @split
