@@ -7,19 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise.causal_conv1d import causal_conv1d
 from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.shared.testing import assert_close, boundaries, spec, with_gradients
+from meshes import P, collectives, cotangents_of
+from meshes import make_mesh as make_mesh_of
 
-P = PartitionSpec
 # Nothing here depends on what XLA optimises, and its compilation is most of the time.
 pytestmark = pytest.mark.interpreted
 
 T, W, D, N = 32, 4, 8, 7
-COLLECTIVE = re.compile(r"= .*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
-MESHES = {1: ((8,), ("a",)), 2: ((2, 4), ("a", "b"))}
 # Lengths of N documents. On eight devices of four tokens each they begin and end anywhere.
 DOCUMENTS = {
     "begin at borders": (4, 8, 0, 4, 12, 1, 3),
@@ -39,8 +38,7 @@ SEGMENTS = {
 
 
 def make_mesh(axes: int, mode: str = "automatic"):
-    kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto
-    return jax.make_mesh(*MESHES[axes], axis_types=(kind,) * axes)
+    return make_mesh_of({1: (8,), 2: (2, 4)}[axes], mode)
 
 
 @functools.cache
@@ -66,11 +64,6 @@ def convolution(states: bool, **options):
 def whole(states: bool):
     """Return the convolution on one device, with gradients."""
     return jax.jit(with_gradients(convolution(states, implementation="xla")))
-
-
-def cotangents_of(run, x: dict, fixed: dict) -> dict:
-    rng, shapes = np.random.default_rng(1), jax.eval_shape(run, x, fixed)
-    return {name: jnp.asarray(rng.standard_normal(y.shape), y.dtype) for name, y in shapes.items()}
 
 
 def assert_same(got: dict, want: dict, label: str = "", tolerance: float = 1e-6) -> None:
@@ -260,8 +253,8 @@ def test_division_of_the_norm(name):
     assert_same(got, run(implementation="xla")(x, None, cotangents))
 
 
-def collectives(f, x: dict, **options) -> list[str]:
-    return COLLECTIVE.findall(jax.jit(f, **options).lower(x).compile().as_text())
+def crossing(f, x: dict, **options) -> list[str]:
+    return collectives(jax.jit(f, **options).lower(x).compile().as_text())
 
 
 @pytest.mark.parametrize(
@@ -272,9 +265,9 @@ def test_collectives_of_the_convolution(split, sums):
     mesh, x = make_mesh(2), arrays(8, 8)
     shardings = {name: NamedSharding(mesh, of_x(name, split, False)) for name in x}
     x, run = jax.device_put(x, shardings), convolution(True, implementation="xla", sharding=shardings["x"])
-    assert collectives(lambda x: run(x, {}), x) == []
+    assert crossing(lambda x: run(x, {}), x) == []
     gradient = jax.grad(lambda x: jnp.sum(run(x, {})["y"] * jnp.cos(x["x"])))
-    assert set(collectives(gradient, x, out_shardings=shardings)) == ({"all-reduce"} if sums else set())
+    assert set(crossing(gradient, x, out_shardings=shardings)) == ({"all-reduce"} if sums else set())
 
 
 def test_collectives_of_the_norm():
@@ -282,9 +275,9 @@ def test_collectives_of_the_norm():
     shardings = dict(x=NamedSharding(mesh, P("a", "b")), bias=NamedSharding(mesh, P()))
     x = jax.device_put({name: x[name] for name in shardings}, shardings)
     run = lambda x: rms_norm_gated(x["x"], x["x"], x["bias"], sharding=shardings["x"])
-    assert collectives(run, x) == []
+    assert crossing(run, x) == []
     gradient = jax.grad(lambda x: jnp.sum(run(x)))
-    assert set(collectives(gradient, x, out_shardings=shardings)) == {"all-reduce"}
+    assert set(crossing(gradient, x, out_shardings=shardings)) == {"all-reduce"}
 
 
 def test_channels_divided_inside_of_a_map_over_tokens():

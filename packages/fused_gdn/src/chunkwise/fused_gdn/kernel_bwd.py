@@ -138,41 +138,55 @@ def key_gradients(A1, A2, q, k, s: Shape):
     return jnp.stack(dq), jnp.stack(dk)
 
 
-def state_gradient(q, k, gate, flow, QK, D, X, do, dS, scale, s: Shape):
-    """Take the gradient of the state back through a chunk; this needs neither the state nor the values.
+def back_to_values(k, QK, D, X, do, dS, scale, end, beta, s: Shape):
+    """Return what reaches the values of a chunk, [heads, C, V] each; this needs neither the state nor the values.
 
     Args:
-      q, k: [key heads, C, K].
-      gate, flow: of the chunk.
-      QK, D: scores and decays of the chunk, packed [n, C, p C].
+      k: [key heads, C, K].
+      QK, D: scores and decays, packed [n, C, p C].
       X: packed [n, C, p C].
       do: [heads, C, V].
       dS: float32 [heads, K, V], gradient of the state after the chunk.
       scale: multiplies q.
+      end, beta: of `Flow` and `Gates`, over all lanes [heads, C, V].
       s: static.
 
     Returns:
-      The gradient of the state before the chunk, and on the way to it, [heads, C, V] each, what reaches the new values
-      from the state after the chunk, what reaches them in all, and the gradient of the values.
+      What reaches the new values from the state after the chunk, what reaches them in all, the gradient of the values.
     """
-    dtype = k.dtype
-    start, end, beta = (head_columns(x, s, s.V) for x in (flow.start, flow.end, gate.beta))  # [heads, C, V]
-    written = end * read_state(k, None, dS.astype(dtype), s)[0]
-    dv_new = apply_transposed(QK * (D * scale), do, dtype, s.p) + written
-    dR = apply_transposed(X, beta * dv_new, dtype, s.p)
+    written = end * read_state(k, None, dS.astype(k.dtype), s)[0]
+    dv_new = apply_transposed(QK * (D * scale), do, k.dtype, s.p) + written
+    return written, dv_new, apply_transposed(X, beta * dv_new, k.dtype, s.p)
+
+
+def back_to_state(q, k, do, dR, dS, scale, start, s: Shape):
+    """Return the gradient of the state before a chunk, [heads, K, V]; dR and the others as in `back_to_values`."""
     entering = rows([(scale * start) * do.astype(jnp.float32), -start * dR])  # [heads, 2 C, V]
-    entering = side_lanes(entering.astype(dtype), s.group)  # [key heads, 2 C, group V]
-    dS = start[:, -1:] * dS + split_lanes(dot_tn(rows([q, k]), entering), s.group)
-    return dS, written, dv_new, dR
+    entering = side_lanes(entering.astype(k.dtype), s.group)  # [key heads, 2 C, group V]
+    return start[:, -1:] * dS + split_lanes(dot_tn(rows([q, k]), entering), s.group)
+
+
+def state_gradient(q, k, gate, flow, X, do, dS, scale, s: Shape):
+    """Return the gradient of the state before a chunk alone; the arguments are those of `chunk_gradients`."""
+    start, end, beta = (head_columns(x, s, s.V) for x in (flow.start, flow.end, gate.beta))  # [heads, C, V]
+    QK, D = scores([q], k, gate, flow.pairs, s)  # [n, C, p C]
+    *_, dR = back_to_values(k, QK, D, X, do, dS, scale, end, beta, s)
+    return back_to_state(q, k, do, dR, dS, scale, start, s)
 
 
 def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: Shape):
     """Return the gradients of one chunk.
 
     Args:
-      q, k, gate, flow, X, do, dS, scale, s: as in `state_gradient`.
+      q, k: [key heads, C, K].
+      gate, flow: of the chunk.
+      X: packed [n, C, p C].
       S: state before the chunk [heads, K, V], operand type.
       W: [heads, C, V] float32.
+      do: [heads, C, V].
+      dS: float32 [heads, K, V], gradient of the state after the chunk.
+      scale: multiplies q.
+      s: static.
 
     Returns:
       dq, dk [key heads, C, K], dv [heads, C, V]; [C, heads] what a row passes to its own and all earlier gates, what it
@@ -182,10 +196,10 @@ def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: Shape):
     q_heads, k_heads = (jnp.stack([x[i // s.group] for i in range(s.heads)]) for x in (q, k))  # [heads, C, K]
     # Factors of rows over all lanes, of tiles [heads, C, K] and of tiles [heads, C, V].
     start_k, end_k, beta_k = (head_columns(x, s, s.K) for x in (flow.start, flow.end, gate.beta))
-    beta = head_columns(gate.beta, s, s.V)
+    start, end, beta = (head_columns(x, s, s.V) for x in (flow.start, flow.end, gate.beta))
     KK, QK, D = scores([k, q], k, gate, flow.pairs, s)  # [n, C, p C]
     # What reaches the new values: from the outputs of the chunk, and from the state after it.
-    dS_before, written, dv_new, dR = state_gradient(q, k, gate, flow, QK, D, X, do, dS, scale, s)
+    written, dv_new, dR = back_to_values(k, QK, D, X, do, dS, scale, end, beta, s)
 
     # From there to the scores, and through them to queries and keys.
     outers = outer(rows([dR, do.astype(jnp.float32)]), W, dtype, s.p)  # [n, 2 C, p C]
@@ -208,8 +222,9 @@ def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: Shape):
     later = lane_sums(entered, s.K, dtype) + lane_sums(pairs, C, dtype) - row_sums(pairs, s)
     earlier = lane_sums(beta * written * W, s.V, dtype)
     dbeta = lane_sums(dv_new * W, s.V, dtype) + row_sums(dN * KK, s)
+    dS = back_to_state(q, k, do, dR, dS, scale, start, s)
     dq, dk = dq + sum_value_heads(dq_start, s.group), dk + sum_value_heads(dk_start + dk_end, s.group)
-    return dq, dk, dR, later, earlier, dbeta, dS_before
+    return dq, dk, dR, later, earlier, dbeta, dS
 
 
 def _bwd_kernel(refs, *, static: Static, s: Shape):
@@ -256,8 +271,7 @@ def _turn(refs, step: Step, masked: bool | None, static: Static, s: Shape) -> No
     gate = gates(gate_sums(g, beta, s, k.dtype != jnp.bfloat16, masks), slice(0, s.heads), s)
     flow = flow_of(gate, s, masks)
     if refs.dq is None:
-        QK, D = scores([q], k, gate, flow.pairs, s)  # [n, C, p C]
-        refs.dS[...] = state_gradient(q, k, gate, flow, QK, D, refs.X[...], do, refs.dS[...], static.scale, s)[0]
+        refs.dS[...] = state_gradient(q, k, gate, flow, refs.X[...], do, refs.dS[...], static.scale, s)
         if masked:
             spoil_gradients((), refs.dS, spoilt, masks)
         return

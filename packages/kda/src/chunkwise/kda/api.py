@@ -172,14 +172,8 @@ def fused_chunk_kda(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
         segment_ids=segment_ids,
     )  # fmt: skip
-    options = Options(
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        chunk_size,
-        gate_lower_bound,
-        laws,
-        devices=Devices(sharding, context_axis),
-    )
+    devices = Devices(sharding, context_axis)
+    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws, devices)
     return chunk(x, options, implementation, config=config)
 
 
@@ -354,12 +348,7 @@ def recurrent_kda(
     x = Arguments(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias
     )
-    options = Options(
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        gate_lower_bound=gate_lower_bound,
-        laws=laws,
-        devices=Devices(sharding, context_axis),
-    )
+    devices = Devices(sharding, context_axis)
+    options = Options(output_final_state, use_qk_l2norm_in_kernel, None, gate_lower_bound, laws, devices)
     _check(x, options)
     return run_recurrent(x, Slots(state_indices, has_initial_state), options, implementation, "recurrent_kda_fwd")

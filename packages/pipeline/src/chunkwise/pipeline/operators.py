@@ -93,14 +93,8 @@ def chunk_kda(
     """
     laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, segment_ids)
-    options = Options(
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        chunk_size,
-        gate_lower_bound,
-        laws,
-        devices=Devices(sharding, context_axis),
-    )
+    devices = Devices(sharding, context_axis)
+    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws, devices)
     return kda.chunk(x, options, implementation, {"staged": staged.delta_rule})
 
 

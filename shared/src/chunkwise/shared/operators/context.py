@@ -196,14 +196,16 @@ def _local(x: Arguments, axis) -> tuple[Arguments, Part]:
     return _segments(x, ids[:, 1:], ids[:, 0], (lax.axis_index(axis) > 0)[None])
 
 
-def run_context(form: Form, x: Arguments, axis, output_final_state: bool) -> tuple[jax.Array, jax.Array | None]:
+def run_context(
+    form: Form, x: Arguments, axis: tuple[str, ...], output_final_state: bool
+) -> tuple[jax.Array, jax.Array | None]:
     """Run an operator over tokens that are split over the devices of a mesh axis, inside of a `shard_map`.
 
     Args:
       form: of the operator.
       x: its arguments: of the arrays with tokens the part of this device, of the others, states and cu_seqlens of all
         tokens too, what all devices have.
-      axis: of the mesh, or several.
+      axis: the axes of the mesh.
       output_final_state: return the states after the last tokens.
 
     Returns:
@@ -216,8 +218,7 @@ def run_context(form: Form, x: Arguments, axis, output_final_state: bool) -> tup
         x = x._replace(initial_state=jnp.zeros((N, HV, K, V), jnp.float32))
     x, part = _local(x, axis)
     given, others = x.arrays()
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
-    given, part = vary_over(varying_axes(*given.values()).union(names), (given, part))
+    given, part = vary_over(varying_axes(*given.values()).union(axis), (given, part))
     start = given.pop("initial_state") if x.initial_state is not None and part.documents is None else None
     start = jnp.zeros((B, HV, K, V), jnp.float32) if start is None else start.astype(jnp.float32)
     start = vary_over(varying_axes(*given.values()), start)
