@@ -14,12 +14,15 @@ from chunkwise.fused_gdn.kernel import Operands, Static
 from chunkwise.fused_gdn.vjp import Tensors, fused, lay_out, repacked
 from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.kernels import (
+    Routes,
+    as_stored,
     from_lanes,
+    from_stored,
     make_steps,
-    num_chunks,
     operand_dtype,
     pad_lanes,
     pad_states,
+    pool_steps,
     scaled,
     split_scale,
     to_lanes,
@@ -27,7 +30,9 @@ from chunkwise.shared.kernels import (
 )
 from chunkwise.shared.operators import (
     Arguments,
+    ChunkStates,
     Devices,
+    Forms,
     Implementation,
     Launches,
     Laws,
@@ -38,6 +43,7 @@ from chunkwise.shared.operators import (
     check_delta_rule,
     check_initial_state,
     run_chunked,
+    run_ragged,
     run_recurrent,
 )
 
@@ -179,6 +185,26 @@ def chunk(
     return run_chunked(x, options, implementation, known, on_tpu, segmented=("fused",), over_tokens={"fused": launches})
 
 
+def ragged(
+    x: Arguments,
+    slots: Slots,
+    options: Options,
+    implementation: str | None,
+    others: Mapping[str, Implementation] = MappingProxyType({}),
+    chunk_states: Mapping[str, ChunkStates] = MappingProxyType({}),
+) -> tuple[jax.Array, jax.Array]:
+    """Check the arguments of a serving step and run it; `x.initial_state` is the pool.
+
+    Args:
+      x, slots, options, implementation: the arguments.
+      others, chunk_states: more implementations, by name, and what they know of the states before chunks.
+    """
+    check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens)
+    forms = Forms(_pooled, {"xla": _xla, **others}, chunk_states)
+    fits = max(x.q.shape[3], x.v.shape[3]) <= MOST_CHANNELS
+    return run_ragged(x, slots, options, implementation, forms, fits, "recurrent_gated_delta_rule_fwd")
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def _xla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
     return xla.gated_delta_rule(x._replace(scale=jnp.asarray(x.scale, jnp.float32)), options)
@@ -215,6 +241,13 @@ def _summary(x: Arguments, options: Options, *, config: tiles.Config | None) -> 
     return _launch_states(x._replace(scale=None), options, _config(x, options, config))
 
 
+def _pooled(x: Arguments, options: Options, routes: Routes) -> tuple[jax.Array, jax.Array]:
+    """Run the kernel on checked arguments from a pool of states, `x.initial_state`, and into it."""
+    inside, after = split_scale(x.scale)
+    o, pool = _launch_pooled(x._replace(scale=None), options, inside, _config(x, options, None), routes)
+    return scaled(o, after), pool
+
+
 def _state_gradient(
     x: Arguments, options: Options, kept: jax.Array, do: jax.Array, dstates: jax.Array, *, config: tiles.Config | None
 ) -> jax.Array:
@@ -239,11 +272,13 @@ class LaidOut(NamedTuple):
 
 
 def _lay_out(
-    x: Arguments, options: Options, scale: float, config: tiles.Config, heads: int, kept: jax.Array | None = None
-) -> LaidOut:
+    x: Arguments, options: Options, scale: float, config: tiles.Config, heads: int, kept: jax.Array | None = None,
+    routes: Routes | None = None,
+) -> LaidOut:  # fmt: skip
     """Bring the user's arrays into the layout of a launch of so many value heads a step.
 
-    JAX transposes all of this for the backward: it sums the gradients of repeated keys, for example.
+    JAX transposes all of this for the backward: it sums the gradients of repeated keys, for example. With routes the
+    states are those of a pool, which stays as it is.
     """
     (B, T, H, K), (HV, V), C = x.q.shape, x.v.shape[2:], options.chunk_size
     packed, with_states = x.cu_seqlens is not None, x.with_state or options.output_final_state
@@ -251,18 +286,26 @@ def _lay_out(
     repeats = tiles.key_repeats(H, HV, config)
     q, k = (jnp.repeat(y, repeats, axis=2) if repeats > 1 else y for y in (x.q, x.k))
     pieces = packed and with_states
+    if routes is None:
+        steps = make_steps(B, T, C, x.cu_seqlens, with_states, x.segment_ids)
+    else:
+        steps = pool_steps(T, C, routes, options.block_size)
     static = Static(
         B=B, T=max(T, C), H=H * repeats, HV=HV, K=pad_lanes(K), V=pad_lanes(V), C=C, N=x.num_states,
-        steps=num_chunks(T, C) + x.num_states * pieces, scale=scale, normalise=bool(options.normalise), pieces=pieces,
+        steps=steps.table.shape[1] // B, scale=scale, normalise=bool(options.normalise), pieces=pieces,
         config=config,
     )  # fmt: skip
-    table, owner = make_steps(B, T, C, x.cu_seqlens, with_states, x.segment_ids)
+    table, owner = steps
     p = static.shape(config.heads).p
     if owner is not None:
         owner = jnp.tile(owner, (1, 1, p))
-    tensors = Tensors(q, k, x.v, x.g, x.beta, x.initial_state)
+    pool = None if routes is None else x.initial_state
+    tensors = Tensors(q, k, x.v, x.g, x.beta, x.initial_state if pool is None else None)
     operands = lay_out(tensors, (table, owner), operand_dtype(q.dtype, k.dtype, x.v.dtype), static, heads)
-    return LaidOut(static, tensors, operands._replace(X=None if kept is None else repacked(kept, p)))
+    operands = operands._replace(
+        X=None if kept is None else repacked(kept, p), pool=None if pool is None else as_stored(pool)
+    )
+    return LaidOut(static, tensors, operands)
 
 
 def _user_states(states: jax.Array, otherwise: jax.Array | None, x: Arguments) -> jax.Array:
@@ -289,6 +332,17 @@ def _launch_states(x: Arguments, options: Options, config: tiles.Config) -> tupl
     static, _, operands = _lay_out(x, options, 1.0, config, config.heads)
     out = kernel.launch(operands._make(vary_alike(*operands)), static, ("ht", "X"))
     return _user_states(out["ht"], operands.h0, x), out["X"]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _launch_pooled(
+    x: Arguments, options: Options, scale: float, config: tiles.Config, routes: Routes
+) -> tuple[jax.Array, jax.Array]:
+    """Run the forward kernel from a pool of states and into it."""
+    static, _, operands = _lay_out(x, options, scale, config, config.heads, routes=routes)
+    out = kernel.launch(operands._make(vary_alike(*operands)), static, ("o", "pool"))
+    o = from_lanes(out["o"], static.HV, x.v.shape[3], x.v.shape[1]).astype(x.v.dtype)
+    return o, from_stored(out["pool"], x.initial_state.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -52,6 +52,8 @@ from chunkwise.shared.kernels import (
     begin_inverse,
     clear,
     clip_gate,
+    fetch_states,
+    keep_block,
     l2norm,
     ladder,
     lanes,
@@ -63,6 +65,7 @@ from chunkwise.shared.kernels import (
     only_if,
     pallas_call,
     parts,
+    put_states,
     rows_not_finite,
     sequence_masks,
     spoil,
@@ -83,12 +86,13 @@ class Operands(NamedTuple):
     and do have the type in which products take them.
 
     Attributes:
-      table: int32 [11, B * steps], the table of steps of `shared.kernels.layout`.
+      table: int32 [11 or 14, B * steps], the table of steps of `shared.kernels.layout`.
       q, k: [B, T, H * K].
       v: [B, T, HV * V].
       g, beta: [B, blocks, T, heads].
       h0: initial states [N, HV, K, V] float32, or None for zeros.
       owner: int32 [B * NT, 1, p C], the `coded_owners` of tokens, p times; None unless chunks may hold several.
+      pool: states [slots, HV, K, V] of the user in place of h0, `as_stored`: not padded.
       X: packed inverses of all steps [B, steps, HV / p, C, p C] float32, kept by the forward for the backward.
       h: the states before all steps [B, steps, HV, K, V] in the type of k.
       W: float32 like v.
@@ -104,6 +108,7 @@ class Operands(NamedTuple):
     beta: jax.Array
     h0: jax.Array | None = None
     owner: Any = None
+    pool: Any = None
     X: Any = None
     h: Any = None
     W: Any = None
@@ -193,7 +198,10 @@ def _fwd_kernel(refs, *, static: Static, s: Shape):
     # that nothing of theirs is stored.
     @pl.when(passed.first == 1)
     def _():
-        refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]
+        if refs.pool is not None:
+            fetch_states(refs.pool, refs.state, passed.continues)
+        else:
+            refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]
 
     if static.pieces:
 
@@ -202,7 +210,22 @@ def _fwd_kernel(refs, *, static: Static, s: Shape):
             clear(refs.o, refs.W)  # rows that belong to no piece stay zero
 
     mixed = None if refs.owner is None else (prepared.mixed + passed.mixed) > 0
-    masked_or_not(mixed, lambda masked: _turn(refs, prepared, passed, masked, static, s))
+    take_turn = lambda masked: _turn(refs, prepared, passed, masked, static, s)
+    if refs.pool is not None:
+
+        @pl.when((turn == 0) & (passed.sequence == passed.target))
+        def _():
+            keep_block(refs.pool, refs.pool_out)
+
+        # Before the first step that has rows and after the last there is nothing to do: that costs next to nothing.
+        pl.when((prepared.busy | passed.busy) == 1)(lambda: take_turn(None))
+
+        @pl.when((turn > 0) & (passed.last == 1))
+        def _():
+            put_states(refs.state, refs.pool_out)
+
+        return
+    masked_or_not(mixed, take_turn)
     if refs.ht is not None:
 
         @pl.when((turn > 0) & (passed.last == 1))
@@ -401,11 +424,11 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
     Args:
       x: operands. With X, of an earlier launch, it is not computed again.
       static: what is known.
-      want: which outputs of "o", "ht", "h", "W", "X".
+      want: which outputs of "o", "ht", "h", "W", "X", "pool".
 
     Returns:
       A dict of the outputs wanted: o like v, ht the final states [N, HV, K, V] float32, of which those of empty
-      sequences are undefined, and h, W, X as in `Operands`.
+      sequences are undefined, and h, W, X, pool as in `Operands`. The pool is updated in place.
     """
     B, HV, steps, s = static.B, static.HV, static.steps, static.shape(static.config.heads)
     prepared = specs_of(static, s, lambda turn: jnp.minimum(turn, jnp.int32(steps - 1)))
@@ -417,6 +440,10 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
         "W": (passed["W"], x.v.shape, jnp.float32),
         "X": (passed["X"], (B, steps, HV // s.p, s.C, s.p * s.C), jnp.float32),
     }
+    if x.pool is not None:
+        cut = Blocks(s.C, steps, lambda turn: jnp.maximum(turn - 1, jnp.int32(0)), static.pieces)
+        passed["pool"] = cut.state(s.heads, *x.pool.shape[2:])
+        kinds["pool"] = (cut.target(s.heads, *x.pool.shape[2:]), x.pool.shape, x.pool.dtype)
     wanted = [name for name in kinds if name in want]
     n, keys = s.heads // s.p, s.heads // s.group
     packed, wide = (n, s.C, s.p * s.C), (n, s.C, s.p * s.C * len(parts(jnp.zeros((), jnp.float32), x.k.dtype)))
@@ -439,10 +466,13 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
         strip = pltpu.VMEM((n, strip_rows(s.C), s.p * s.C), jnp.float32)
         scratch |= {"M": pltpu.VMEM(packed, jnp.float32), "strip": strip}
     # An operand and an output of one name are two Refs: the names of the outputs X, h and W differ in the kernel.
-    present = [({"X": "X_out"}.get(name, name), name in want) for name in kinds]
+    present = [({"X": "X_out", "pool": "pool_out"}.get(name, name), name in want) for name in kinds]
     operands = [name for name in Operands._fields if name not in ("h", "W", "do", "dht")]
     kind = "fwd" if "o" in want else "states" if "h" in want else "summary"
     estimate = cost if "o" in want else states_cost
+    specs = prepared | {name: passed[name] for name in ("v", "h0", "pool", "X") if name in passed}
+    inputs = [name for name in operands if getattr(x, name) is not None]
+    aliases = {inputs.index("pool"): wanted.index("pool")} if "pool" in wanted else {}
     out = pallas_call(
         named(_fwd_kernel, operands, present, list(scratch), static=static, s=s),
         *(getattr(x, name) for name in operands),
@@ -452,10 +482,11 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
         # the state passes a chunk in the turn after the one that prepares it.
         grid=(B, HV // s.heads, steps + 1),
         dimension_semantics=("parallel", "parallel", "arbitrary"),
-        in_specs=in_specs(x, prepared | {name: passed[name] for name in ("v", "h0", "X")})[: len(operands) - 1],
+        in_specs=in_specs(x, specs)[: len(operands) - 1],
         out_specs=[kinds[name][0] for name in wanted],
-        out_shape=[out_struct(*kinds[name][1:], x.q, x.k, x.v, x.g, x.beta, x.h0) for name in wanted],
+        out_shape=[out_struct(*kinds[name][1:], x.q, x.k, x.v, x.g, x.beta, x.h0, x.pool) for name in wanted],
         scratch_shapes=list(scratch.values()),
+        input_output_aliases=aliases,
         cost_estimate=estimate(**static.sizes(), itemsize=x.k.dtype.itemsize),
         vmem_limit_bytes=static.config.vmem_bytes,
     )  # fmt: skip

@@ -57,6 +57,16 @@ def _owner_of(index: jax.Array, ends: jax.Array) -> jax.Array:
     return jnp.searchsorted(ends, index, side="right", method=method).astype(jnp.int32)
 
 
+def take(values: jax.Array, index: jax.Array) -> jax.Array:
+    """Return int32 values [..., n] at the places `index` [m], zeros past the end.
+
+    It compares all of them, which a TPU does sooner than it gathers.
+    """
+    places = jnp.arange(values.shape[-1], dtype=jnp.int32)[None] == index[:, None]  # [m, n]
+    places = places.reshape(*(1,) * (values.ndim - 1), *places.shape)
+    return jnp.sum(jnp.where(places, values[..., None, :], jnp.int32(0)), axis=-1, dtype=jnp.int32)
+
+
 def token_owners(T: int, cu_seqlens: jax.Array) -> jax.Array:
     """Return int32 [T], the sequence of every token of a stream; N for a token of none."""
     return _owner_of(jnp.arange(T, dtype=jnp.int32), cu_seqlens[1:])
@@ -247,20 +257,64 @@ class Pieces(NamedTuple):
 
 def pieces(T: int, chunk_size: int, cu_seqlens: jax.Array) -> Pieces:
     """Cut a packed stream of T tokens every `chunk_size` tokens and at the end of every sequence."""
-    N, NT = cu_seqlens.shape[0] - 1, num_chunks(T, chunk_size)
-    begin = jnp.sort(jnp.concatenate([jnp.arange(NT, dtype=jnp.int32) * chunk_size, cu_seqlens[1:]]))
-    end = jnp.append(begin[1:], jnp.int32(NT * chunk_size))
+    return cut(T, chunk_size, cu_seqlens[:-1], cu_seqlens[1:])[0]
+
+
+def cut(
+    T: int, chunk_size: int, start: jax.Array, end: jax.Array, cuts: tuple[jax.Array, jax.Array] | None = None
+) -> tuple[Pieces, jax.Array]:
+    """Cut the sequences of a stream of T tokens every `chunk_size` tokens, at their ends, and where else it is asked.
+
+    Nothing is sorted: the place of an end among all ends is a count of those before it.
+
+    Args:
+      T: tokens; static.
+      chunk_size: static.
+      start, end: int32 [N], the tokens of every sequence, rising; sequence n + 1 starts where n ends.
+      cuts: int32 [M] tokens at which more cuts lie, rising, and the sequence of each, N for a cut that is not made.
+
+    Returns:
+      The pieces, NT + N + M of them, and int32 [N + M] the piece that ends at the end of a sequence or at a cut: it has
+      no rows if it is not the only one that ends there.
+    """
+    N, NT = start.shape[0], num_chunks(T, chunk_size)
+    stream = jnp.int32(NT * chunk_size)
+    rank = jnp.arange(N, dtype=jnp.int32)
+    at = end
+    if cuts is not None:
+        token, owner = cuts
+        of = jnp.arange(token.shape[0], dtype=jnp.int32)
+        before = jnp.sum(owner[None] <= rank[:, None], axis=1, dtype=jnp.int32)
+        rank, at = jnp.concatenate([rank + before, of + owner]), jnp.concatenate([end, token])
+    chunk_end = jnp.arange(1, NT + 1, dtype=jnp.int32) * jnp.int32(chunk_size)
+    # An end that is that of a chunk as well makes one piece, not two.
+    lone = jnp.all(at[:, None] != chunk_end[None], axis=0)
+    rank = rank + jnp.sum(lone[None] & (chunk_end[None] < at[:, None]), axis=1, dtype=jnp.int32)
+    lone_before = jnp.sum(lone[None] & (chunk_end[None] < chunk_end[:, None]), axis=1, dtype=jnp.int32)
+    chunk_rank = lone_before + jnp.sum(at[None] <= chunk_end[:, None], axis=1, dtype=jnp.int32)
+    # The ends of all pieces, in order: every piece takes the one of its rank, unused ones that of the stream.
+    piece = jnp.arange(NT + at.shape[0], dtype=jnp.int32)
+    ranks, ends = jnp.concatenate([rank, chunk_rank]), jnp.concatenate([at, chunk_end])
+    valid = jnp.concatenate([jnp.ones(at.shape, bool), lone])
+    found = valid[None] & (ranks[None] <= piece[:, None])
+    stop = jnp.max(jnp.where(found, ends[None], jnp.int32(0)), axis=1)
+    used = piece < jnp.sum(valid, dtype=jnp.int32)
+    stop = jnp.where(used, stop, stream)
+    begin = jnp.concatenate([jnp.zeros(1, jnp.int32), stop[:-1]])
+    owner = jnp.sum(rank[None, :N] < piece[:, None], axis=1, dtype=jnp.int32)
+    exists, sequence = owner < N, jnp.minimum(owner, N - 1)
+    first_token, end_token = take(jnp.stack([start, end]), sequence)
+    own = exists & (begin < stop) & (begin >= first_token)
     chunk = jnp.minimum(begin // chunk_size, NT - 1)
-    owner = _owner_of(begin, cu_seqlens[1:])
-    used, sequence = (owner < N) & (begin < end), jnp.minimum(owner, N - 1)
-    change, ends = chunk[1:] != chunk[:-1], jnp.ones(1, bool)
-    return Pieces(
+    change, ends_of_row = chunk[1:] != chunk[:-1], jnp.ones(1, bool)
+    made = Pieces(
         sequence=sequence,
-        first=used & (begin == cu_seqlens[sequence]),
-        last=used & (end == cu_seqlens[sequence + 1]),
+        first=own & (begin == first_token),
+        last=own & (stop == end_token),
         chunk=chunk,
         begin=begin - chunk * chunk_size,
-        end=jnp.where(used, end, begin) - chunk * chunk_size,
-        opens=jnp.append(ends, change),
-        closes=jnp.append(change, ends),
+        end=jnp.where(own, stop, begin) - chunk * chunk_size,
+        opens=jnp.append(ends_of_row, change),
+        closes=jnp.append(change, ends_of_row),
     )
+    return made, rank

@@ -10,7 +10,7 @@ A step is a chunk, or a piece of one. The table of steps says which; see `Step`.
 - In a packed batch without states, and in rows of segments, a step is a chunk that may hold several sequences: the
   table and the owner of every token say how they lie in it, and `sequence_masks` keeps them apart.
 - In a packed batch with states a step is a piece of a chunk that belongs to one sequence, so that every sequence has a
-  boundary where its state can be handed in and out.
+  boundary where its state can be handed in and out: in arrays of their own, or in the slots of a pool.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels.chunks import Chunking, num_chunks, pad_tokens, pieces
+from chunkwise.shared.kernels.chunks import Chunking, cut, num_chunks, pad_tokens, pieces, take
 from chunkwise.shared.kernels.packed import pad_lanes
+from chunkwise.shared.kernels.pool import Routes, held_slots
 from chunkwise.shared.kernels.segments import coded_owners
 from chunkwise.shared.kernels.tiles import to_column
 
@@ -67,13 +68,15 @@ def unless_empty(states: jax.Array, otherwise: jax.Array | None, cu_seqlens: jax
 
 # Rows of the table of steps.
 SEQUENCE, FIRST, LAST, CHUNK, BEGIN, END, OPENS, CLOSES, BEFORE, FINAL, MIXED = range(11)
+# More of them where states lie in a pool.
+TARGET, CONTINUES, BUSY = range(11, 14)
 
 
 class Steps(NamedTuple):
     """What every step of a launch works on.
 
     Attributes:
-      table: int32 [11, B * steps], read through `Step`.
+      table: int32 [11, B * steps], read through `Step`; 14 rows where states lie in a pool.
       owner: int32 [B * NT, 1, C], the `coded_owners` of tokens where a chunk may hold several sequences, else None.
     """
 
@@ -104,6 +107,55 @@ def make_steps(
         owner, *mixing = chunk_owners(T, C, cu_seqlens, segment_ids)
     rows = (chunks.sequence, chunks.first, chunks.last, chunk, zeros, chunks.length, ones, ones, *mixing)
     return Steps(jnp.stack([x.astype(jnp.int32) for x in rows]), owner)
+
+
+def pool_steps(T: int, C: int, routes: Routes, block_size: int | None = None) -> Steps:
+    """Return the steps of a stream of T tokens whose states lie in the slots of a pool: pieces of its chunks.
+
+    A sequence that has no tokens takes no step, and its slots stay as they are.
+
+    Args:
+      T, C: tokens and chunk size; static.
+      routes: the sequences, and the slots of their states. Only the first column of `target` is read.
+      block_size: tokens of a block of `routes.blocks`; static.
+    """
+    start, end, N = routes.start, routes.end, routes.start.shape[0]
+    filled = start < end
+    target = jnp.where(filled, routes.target[:, 0], jnp.int32(-1))
+    if routes.blocks is None:
+        p, final = cut(T, C, start, end)
+    else:
+        assert block_size is not None
+        # Blocks are counted through all sequences: no more of them are full than fit into T tokens.
+        full = jnp.where(filled, (end - start) // block_size, jnp.int32(0))
+        index, after = jnp.arange(N, dtype=jnp.int32), jnp.arange(1, T // block_size + 1, dtype=jnp.int32)
+        upto = jnp.sum(jnp.where(index[None] <= index[:, None], full[None], jnp.int32(0)), axis=1, dtype=jnp.int32)
+        owner = jnp.sum(upto[None] < after[:, None], axis=1, dtype=jnp.int32)  # N for a block that is not full
+        first, earlier = take(jnp.stack([start, upto - full]), owner)
+        place = after - earlier  # counted from 1
+        token = jnp.where(owner < N, first + place * block_size, num_chunks(T, C) * C)
+        M = routes.blocks.shape[1]
+        slot = take(routes.blocks.reshape(-1), owner * M + place - 1)
+        slot = jnp.where((owner < N) & (place <= M), slot, jnp.int32(-1))
+        p, final = cut(T, C, start, end, (token, owner))
+        target = jnp.concatenate([target, slot])
+    # The slot that a piece writes, if one does: pieces that end nowhere write none.
+    steps = jnp.arange(p.chunk.shape[0], dtype=jnp.int32)
+    written = final[None] == steps[:, None]
+    written = jnp.sum(jnp.where(written, target[None] + 1, jnp.int32(0)), axis=1, dtype=jnp.int32) - 1
+    source = take(jnp.where(filled, routes.source, jnp.int32(-1))[None] + 1, p.sequence)[0] - 1
+    reads = jnp.where(p.first, source, jnp.int32(-1))
+    sources, targets = held_slots(reads, written)
+    # Between the first and the last piece that has rows.
+    rows = p.begin < p.end
+    busy = jnp.any(rows[None] & (steps[None] <= steps[:, None]), axis=1)
+    busy &= jnp.any(rows[None] & (steps[None] >= steps[:, None]), axis=1)
+    none = jnp.zeros_like(steps)
+    table = (
+        sources, p.first, written >= 0, p.chunk, p.begin, p.end, p.opens, p.closes, none, none, none,
+        targets, reads >= 0, busy,
+    )  # fmt: skip
+    return Steps(jnp.stack([x.astype(jnp.int32) for x in table]), None)
 
 
 def chunk_owners(
@@ -140,13 +192,16 @@ class Step:
     """A step of a launch, as the table in scalar memory says; every attribute is a scalar int32.
 
     Attributes:
-      sequence: the sequence that hands its state in and out.
+      sequence: the sequence that hands its state in and out; in a pool, the slot that the step holds to read it.
       first, last: 1 where the step is the first or the last of its sequence.
       chunk: the chunk of the row of the batch.
       begin, end: its rows of the chunk; other rows may hold anything.
       opens, closes: 1 where the step is the first or the last of its chunk.
       before, final: the sequences of the token before the chunk and of its last token.
       mixed: 1 where the chunk does not lie inside one sequence: see `chunk_owners`.
+      target: the slot that the step holds to write it, in a pool, as those that follow.
+      continues: 1 where its sequence starts from the state of a slot, and not from zeros.
+      busy: 0 where no step up to this one, or from this one on, has rows.
     """
 
     def __init__(self, table_ref, n):
@@ -163,6 +218,9 @@ class Step:
     before = property(lambda self: self._table[BEFORE, self._n])
     final = property(lambda self: self._table[FINAL, self._n])
     mixed = property(lambda self: self._table[MIXED, self._n])
+    target = property(lambda self: self._table[TARGET, self._n])
+    continues = property(lambda self: self._table[CONTINUES, self._n])
+    busy = property(lambda self: self._table[BUSY, self._n])
 
     def rows(self, C: int) -> jax.Array:
         """Return which rows of the chunk belong to the step, bool [C, 1]."""
@@ -284,10 +342,16 @@ class Blocks:
         return pl.BlockSpec((None, 1, lanes), lambda b, h, turn, *_: (b * self.steps + self.at(turn), 0, 0))
 
     def state(self, *tail: int) -> pl.BlockSpec:
-        """Cut one state per sequence [N, HV, ...]; `tail` is (heads a block, ...)."""
+        """Cut one state per sequence, or the slot to read, [N, HV, ...]; `tail` is (heads a block, ...)."""
+        return self._by_table(SEQUENCE, tail)
 
+    def target(self, *tail: int) -> pl.BlockSpec:
+        """Cut the slot to write of a pool [slots, HV, ...]."""
+        return self._by_table(TARGET, tail)
+
+    def _by_table(self, row: int, tail: tuple[int, ...]) -> pl.BlockSpec:
         def index(b, h, turn, table, *_):
-            return table[SEQUENCE, b * self.steps + self.at(turn)], h, *(0 for _ in tail[1:])
+            return table[row, b * self.steps + self.at(turn)], h, *(0 for _ in tail[1:])
 
         return pl.BlockSpec((None, *tail), index)
 

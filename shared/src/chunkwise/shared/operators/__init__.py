@@ -23,16 +23,11 @@ from chunkwise.shared.operators.checks import (
     choose_implementation,
 )
 from chunkwise.shared.operators.chunked import Implementation, Launches, run_chunked
-from chunkwise.shared.operators.decode import (
-    read_slots,
-    recurrent_cost,
-    run_recurrent,
-    token_by_token,
-    write_slots,
-)
+from chunkwise.shared.operators.decode import read_slots, recurrent_cost, run_recurrent, token_by_token, write_slots
 from chunkwise.shared.operators.gates import Laws, lay_out_law
 from chunkwise.shared.operators.isolation import keep_apart, spoilt_tokens
 from chunkwise.shared.operators.partition import Layout, find_division, over_mesh, size_of, token_axes
+from chunkwise.shared.operators.ragged import ChunkStates, Forms, run_ragged
 from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence, unit_rows
 from chunkwise.shared.operators.segments import run_segments, spoilt_segments
 from chunkwise.shared.operators.stream import document_ids, document_of, documents_end, first_token, own_boundaries
@@ -40,7 +35,9 @@ from chunkwise.shared.operators.stream import document_ids, document_of, documen
 __all__ = [
     "Arguments",
     "CHUNK_SIZES",
+    "ChunkStates",
     "Devices",
+    "Forms",
     "Implementation",
     "Launches",
     "Laws",
@@ -79,6 +76,7 @@ __all__ = [
     "recurrence",
     "recurrent_cost",
     "run_chunked",
+    "run_ragged",
     "run_recurrent",
     "run_segments",
     "shift",

@@ -64,17 +64,28 @@ class Arguments(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where the states of N sequences lie.
+    """Where the states of N sequences lie, and for a serving step which sequences there are; all int32, traced.
 
     Attributes:
-      state_indices: int32 [N], the slot of every sequence in a pool of states [slots, HV, K, V]. Slots are distinct.
+      state_indices: [N], the slot of every sequence in a pool of states [slots, HV, K, V]. Slots are distinct.
         A sequence with a negative one starts from zeros, and its state is dropped; negative ones may repeat. None for
-        sequence n in slot n.
+        sequence n in slot n. In a serving step also [N, W]: the slot of the state after every token.
       has_initial_state: bool [N], False if a sequence starts from zeros whatever its slot holds; None for True.
+      read_indices: [N], the slot to start from instead; None for that of state_indices.
+      num_accepted_tokens: [N], one more than the column of state_indices to start from; None for 1.
+      block_state_indices: [N, M], the slot of the state after every block of tokens, or None.
+      num_decodes: scalar, how many sequences, the first ones, have no more than W tokens and go token by token; None
+        for none.
+      num_sequences: scalar, how many of the N sequences exist; None for all.
     """
 
     state_indices: jax.Array | None = None
     has_initial_state: jax.Array | None = None
+    read_indices: jax.Array | None = None
+    num_accepted_tokens: jax.Array | None = None
+    block_state_indices: jax.Array | None = None
+    num_decodes: jax.Array | None = None
+    num_sequences: jax.Array | None = None
 
 
 class Devices(NamedTuple):
@@ -99,6 +110,7 @@ class Options(NamedTuple):
       gate_lower_bound: a promise that every gate is at least this, in nats; None for no promise.
       laws: what is made of raw gates and step sizes.
       devices: how the operator is split over these.
+      block_size: tokens of a block after which a state is kept; None for no blocks.
     """
 
     output_final_state: bool = False
@@ -108,6 +120,7 @@ class Options(NamedTuple):
     gate_lower_bound: float | None = None
     laws: Laws = Laws()
     devices: Devices = Devices()
+    block_size: int | None = None
 
 
 def total_gate(x: Arguments) -> jax.Array:

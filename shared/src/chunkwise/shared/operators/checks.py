@@ -198,6 +198,44 @@ def check_slots(state_indices, has_initial_state, N: int) -> None:
     _check_typed("has_initial_state", has_initial_state, (N,), bool)
 
 
+def _check_count(name: str, value, most: int) -> None:
+    """Check a number of sequences, which may be traced; None passes."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        check(0 <= value <= most, f"`{name}` must be from 0 to {most}; got {value}.")
+    elif value is not None:
+        _check_typed(name, value, (), jnp.int32)
+
+
+def check_step(slots, N: int, block_size, chunk_size) -> None:
+    """Check the shapes and types of what says which slots the N sequences of a serving step have."""
+    indices, name = slots.state_indices, "state_indices"
+    array = hasattr(indices, "shape") and hasattr(indices, "dtype")
+    fits = array and indices.ndim in (1, 2) and indices.shape[0] == N and all(indices.shape)
+    got = f"{indices.dtype} {tuple(indices.shape)}" if array else type(indices).__name__
+    check(
+        fits and indices.dtype == jnp.int32, f"`{name}` must be int32 of shape [N] or [N, W] with N = {N}; got {got}."
+    )
+    _check_typed("has_initial_state", slots.has_initial_state, (N,), bool)
+    _check_typed("read_indices", slots.read_indices, (N,), jnp.int32)
+    _check_typed("num_accepted_tokens", slots.num_accepted_tokens, (N,), jnp.int32)
+    _check_count("num_decodes", slots.num_decodes, N)
+    _check_count("num_sequences", slots.num_sequences, N)
+    blocks = slots.block_state_indices
+    check(
+        (blocks is None) == (block_size is None),
+        "`block_size` and `block_state_indices` must come together; got one of them.",
+    )
+    if blocks is None:
+        return
+    _check_typed("block_state_indices", blocks, (N, *getattr(blocks, "shape", (0, 0))[1:2]), jnp.int32)
+    number = isinstance(block_size, numbers.Integral) and not isinstance(block_size, bool)
+    check_chunk_size(chunk_size)
+    check(
+        number and block_size > 0 and block_size % chunk_size == 0,
+        f"`block_size` must be a multiple of the chunk size {chunk_size}; got {shown(block_size)}.",
+    )
+
+
 def check_initial_state(initial_state, shape: tuple[int | None, ...]) -> None:
     """Check that the state handed in is [N, HV, K, V]."""
     if initial_state is not None:

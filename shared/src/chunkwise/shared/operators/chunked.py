@@ -30,6 +30,16 @@ class Launches(NamedTuple):
     state_gradient: Callable[[Arguments, Options, Any, jax.Array, jax.Array], jax.Array]
 
 
+def prepare(x: Arguments, options: Options, implementation: str, raw_gates: bool = False) -> tuple[Arguments, Options]:
+    """Return the arguments and options that an implementation gets: with a scale, a chunk size, and final gates."""
+    chunk_size = choose_chunk_size(
+        options.chunk_size, implementation, x.q.shape[1],
+        per_channel=x.g is not None and x.g.ndim == 4, delta=x.beta is not None,
+    )  # fmt: skip
+    x, options = x._replace(scale=scale_of(x)), options._replace(chunk_size=chunk_size)
+    return without_laws(x, options, raw_gates)
+
+
 def run_chunked(
     x: Arguments,
     options: Options,
@@ -56,12 +66,7 @@ def run_chunked(
     chosen = choose_implementation(implementation, tuple(known), on_tpu)
 
     def prepared(x: Arguments, options: Options) -> tuple[Arguments, Options]:
-        chunk_size = choose_chunk_size(
-            options.chunk_size, chosen, x.q.shape[1],
-            per_channel=x.g is not None and x.g.ndim == 4, delta=x.beta is not None,
-        )  # fmt: skip
-        x, options = x._replace(scale=scale_of(x)), options._replace(chunk_size=chunk_size)
-        return without_laws(x, options, chosen in raw_gates)
+        return prepare(x, options, chosen, chosen in raw_gates)
 
     def run(x: Arguments, options: Options, _: Slots) -> tuple[jax.Array, jax.Array | None]:
         x, options = prepared(x, options)

@@ -1,8 +1,9 @@
 """Decode of every operator: a few tokens of many sequences in one launch, their states updated in place.
 
 A grid step takes the states of some heads of one sequence: it reads them once, runs the sequence's tokens, and writes
-them back over themselves. Memory bounds a token, so its products are sums on the vector unit, in float32. States are
-[K, V] here, as the user has them.
+them to the slot that they go to. If the states after several tokens are wanted, a step takes one token, and the states
+stay in fast memory between the steps of a sequence. Memory bounds a token, so its products are sums on the vector unit,
+in float32. States are [K, V] here, as the user has them.
 """
 
 import functools
@@ -18,6 +19,7 @@ from chunkwise.shared.compat import out_struct, vary_alike, varying_zeros
 from chunkwise.shared.kernels.chunks import zero_padding
 from chunkwise.shared.kernels.launch import named, pallas_call, scaled, split_scale
 from chunkwise.shared.kernels.packed import LANES, pad_lanes, round_up
+from chunkwise.shared.kernels.pool import Routes, as_stored, from_stored, held_slots, keep_block, rounded, widened
 from chunkwise.shared.kernels.tiles import l2norm, to_column
 from chunkwise.shared.operators.arguments import (
     Arguments,
@@ -50,6 +52,8 @@ class Static(NamedTuple):
     Attributes:
       B, T, H, HV, K, V: sizes of q [B, T, H, K] and v [B, T, HV, V], as the user has them: nothing is padded.
       N: number of sequences.
+      W: grid steps of a sequence, after each of which its states may go to a slot.
+      single: a grid step takes one token at most; else W is 1, and it takes all tokens of the sequence.
       scale: number that the kernel multiplies the output by.
       normalise: scale queries and keys to unit length.
       name: of the kernel.
@@ -62,19 +66,21 @@ class Static(NamedTuple):
     K: int
     V: int
     N: int
+    W: int
+    single: bool
     scale: float
     normalise: bool
     name: str
 
 
-def _check_slots(initial_state, state_indices, has_initial_state, N: int, HV: int, K: int, V: int) -> None:
+def _check_slots(initial_state, slots: Slots, N: int, HV: int, K: int, V: int) -> None:
     """Check the states of N sequences, and which slot of a pool each of them has."""
-    if state_indices is None:
+    if slots.state_indices is None:
         check_initial_state(initial_state, (N, HV, K, V))
     else:
         check(initial_state is not None, "`state_indices` must come with the pool as `initial_state`; got None.")
         check_initial_state(initial_state, (None, HV, K, V))
-    check_slots(state_indices, has_initial_state, N)
+    check_slots(slots.state_indices, slots.has_initial_state, N)
 
 
 def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool):
@@ -116,8 +122,8 @@ def run_recurrent(
     """
     check_shared(x, options)
     HV, V = x.v.shape[2:]
-    _check_slots(x.initial_state, *slots, x.num_states, HV, x.q.shape[3], V)
-    on_tpu = "fused" if _key_heads_a_step(x) is not None else "xla"
+    _check_slots(x.initial_state, slots, x.num_states, HV, x.q.shape[3], V)
+    on_tpu = "fused" if key_heads_a_step(x) is not None else "xla"
     chosen = choose_implementation(implementation, ("fused", "xla"), on_tpu)
 
     def run(x: Arguments, options: Options, slots: Slots) -> tuple[jax.Array, jax.Array | None]:
@@ -133,7 +139,8 @@ def _run_tokens(
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     inside, after = split_scale(scale_of(x))
     x, options = without_laws(x, options)
-    static = Static(B, T, H, HV, K, V, x.num_states, inside, options.normalise, name)
+    one = x.cu_seqlens is None and T == 1
+    static = Static(B, T, H, HV, K, V, x.num_states, 1, one, inside, options.normalise, name)
     o, states = _run(static, implementation, x._replace(scale=None), slots)
     return scaled(o, after), states if options.output_final_state else None
 
@@ -187,39 +194,35 @@ def _plain(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
 
 def _forward(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or the pool, by the kernel."""
-    if pool.dtype != jnp.float16:
-        return _launch_tokens(static, x, pool, slots)
-    # A TPU kernel cannot read float16, and a copy of the whole pool would cost more than all else: it gets the named
-    # states alone. A pool without slots is float32 already.
-    o, states = _launch_tokens(static, x, read_slots(pool, slots).astype(jnp.float32), Slots())
-    return o, write_slots(pool, slots, states)
-
-
-def _launch_tokens(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
-    """Launch the kernel on the user's arrays."""
     s = static
     starts = jnp.arange(s.B + 1, dtype=jnp.int32) * jnp.int32(s.T) if x.cu_seqlens is None else x.cu_seqlens
-    place = jnp.arange(s.N, dtype=jnp.int32)
-    slot = place if slots.state_indices is None else slots.state_indices
-    near = place if slots.state_indices is None else _nearest(slot)
-    continues = slot >= 0
+    slot = jnp.arange(s.N, dtype=jnp.int32) if slots.state_indices is None else slots.state_indices
+    source = slot
     if slots.has_initial_state is not None:
-        continues &= slots.has_initial_state
-    tables = slot, near, starts[:-1], jnp.diff(starts), continues.astype(jnp.int32)
+        source = jnp.where(slots.has_initial_state, slot, jnp.int32(-1))
+    return launch_tokens(static, x, pool, Routes(starts[:-1], starts[1:], source, slot[:, None]))
+
+
+def launch_tokens(static: Static, x: Arguments, pool: jax.Array, routes: Routes) -> tuple[jax.Array, jax.Array]:
+    """Launch the kernel on the user's arrays; return o and the pool, in which it changes the slots named alone.
+
+    Args:
+      static: sizes and options.
+      x: arguments of the operator, without its states; g are all its decays in float32.
+      pool: [slots, HV, K, V] of any floating type.
+      routes: the sequences. With `static.single` one has W tokens at most.
+    """
+    s = static
+    count = routes.end - routes.start
+    source, target = held_slots(routes.source, routes.target.reshape(-1))
+    tables = (
+        routes.start, count, source, (routes.source >= 0).astype(jnp.int32),
+        target, (routes.target.reshape(-1) >= 0).astype(jnp.int32),
+    )  # fmt: skip
     beta = None if x.beta is None else x.beta.astype(jnp.float32)
     flat = jax.tree.map(lambda y: y.reshape(s.B * s.T, *y.shape[2:]), (x.q, x.k, x.v, x.g, beta))
-    o, pool = _launch(Operands(*tables, *flat, pool), static, _key_heads_a_step(x))
-    return o.reshape(x.v.shape), pool
-
-
-def _nearest(slot: jax.Array) -> jax.Array:
-    """Return int32 [N], the nearest sequence up to n that has a slot; the first that has one if there is none before.
-
-    With no slot at all it is 0.
-    """
-    has = slot >= 0
-    before = lax.cummax(jnp.where(has, jnp.arange(slot.shape[0], dtype=jnp.int32), jnp.int32(-1)))
-    return jnp.where(before < 0, lax.argmax(has, 0, jnp.int32), before)
+    o, after = _launch(Operands(*tables, *flat, as_stored(pool)), static, key_heads_a_step(x))
+    return o.reshape(x.v.shape), from_stored(after, pool.dtype)
 
 
 def _backward(static: Static, inputs, cotangents):
@@ -238,23 +241,24 @@ class Operands(NamedTuple):
     """What the kernel reads: scalar tables, then tokens of all sequences one after the other, then states.
 
     Attributes:
-      slot: int32 [N], the slot of every sequence; distinct if not negative.
-      near: int32 [N], the sequence whose slot a grid step holds: itself, or for a negative slot one before or after
-        it, so that the step moves no state.
       start, count: int32 [N], the first token of a sequence and how many it has.
-      continues: int32 [N], 1 if it continues the state in its slot, 0 if it starts from zeros.
+      source: int32 [N], the slot whose block its steps hold to read it.
+      continues: int32 [N], 1 if it starts from the state in that slot, 0 if it starts from zeros.
+      target: int32 [N * W], the slot whose block a step holds to write it.
+      written: int32 [N * W], 1 if the step writes it.
       q, k: [tokens, H, K].
       v: [tokens, HV, V].
       g: [tokens, HV] or [tokens, HV, K] float32.
       beta: [tokens, HV] float32, or None without the delta rule.
-      pool: states [slots, HV, K, V] float32 or bfloat16; updated in place if its buffer is donated.
+      pool: states [slots, HV, K, V], `as_stored`; updated in place if its buffer is donated.
     """
 
-    slot: jax.Array
-    near: jax.Array
     start: jax.Array
     count: jax.Array
+    source: jax.Array
     continues: jax.Array
+    target: jax.Array
+    written: jax.Array
     q: jax.Array
     k: jax.Array
     v: jax.Array
@@ -264,57 +268,71 @@ class Operands(NamedTuple):
 
 
 # The scalar tables among the operands.
-_TABLES = 5
+_TABLES = 6
 
 
 def _decode_kernel(refs, static: Static):
-    n = pl.program_id(1)
+    n, t = pl.program_id(1), pl.program_id(2)
+    step = n * jnp.int32(static.W) + t
     group = refs.v.shape[1] // refs.q.shape[1]
-    start = refs.start[n]
-    written = refs.slot[n] >= 0
+    # A single token of a sequence takes its state as it comes in; others find it where the one before left it.
+    direct = static.single and static.W == 1
 
-    @pl.when(n == 0)
+    @pl.when(step == 0)
     def _():
         # Tokens of no sequence are zero.
         refs.o[...] = jnp.zeros_like(refs.o)
 
-        # If no sequence has a slot, nobody writes the block that the steps hold: it leaves as it came.
-        @pl.when(jnp.logical_not(written))
+        @pl.when(refs.source[0] == refs.target[0])
         def _():
-            refs.after[...] = refs.pool[...]
+            keep_block(refs.pool, refs.after)
+
+    def state_in(head):
+        # A freed slot may hold anything, so zeros are selected: 0 times NaN is NaN.
+        return jnp.where(refs.continues[n] == 1, widened(refs.pool[head]), 0.0)  # [K, V]
 
     def token(i, carry):
-        t = start + i
+        at = refs.start[n] + i
         # One row per head, [heads, 1, D].
-        q, k, v = (_as_rows(ref[t].astype(jnp.float32)) for ref in (refs.q, refs.k, refs.v))
+        q, k, v = (_as_rows(ref[at].astype(jnp.float32)) for ref in (refs.q, refs.k, refs.v))
         if static.normalise:
             q, k = l2norm(q), l2norm(k)
         # The gate is [heads, 1, 1], or as rows [heads, 1, K] per channel.
-        g = _as_scalars(refs.g[pl.ds(t, 1)]) if len(refs.g.shape) == 2 else _as_rows(refs.g[t])
+        g = _as_scalars(refs.g[pl.ds(at, 1)]) if len(refs.g.shape) == 2 else _as_rows(refs.g[at])
         decay = jnp.exp(g)
-        beta = None if refs.beta is None else _as_scalars(refs.beta[pl.ds(t, 1)])
+        beta = None if refs.beta is None else _as_scalars(refs.beta[pl.ds(at, 1)])
         # Head by head, so that a state is in registers only while it is worked on: all of them would be spilled.
         o = []
         for key in range(q.shape[0]):
             q_column, k_column = (to_column(x[key : key + 1])[0] for x in (q, k))  # [K, 1]
             for head in range(key * group, (key + 1) * group):
                 rate = decay[head : head + 1]  # [1, 1, 1] or [1, 1, K]
-                S = (rate if rate.shape[2] == 1 else to_column(rate))[0] * refs.S[head]  # [K, V]
+                S = state_in(head) if direct else refs.S[head]
+                S = (rate if rate.shape[2] == 1 else to_column(rate))[0] * S  # [K, V]
                 new = v[head]  # [1, V]
                 if beta is not None:
                     new = beta[head] * (new - jnp.sum(S * k_column, axis=0, keepdims=True))
                 refs.S[head] = S = S + k_column * new
                 o.append(static.scale * jnp.sum(S * q_column, axis=0, keepdims=True))
-        refs.o[t] = jnp.concatenate(o).astype(refs.o.dtype)
+        refs.o[at] = jnp.concatenate(o).astype(refs.o.dtype)
         return carry
 
-    # A freed slot may hold anything, so zeros are selected: 0 times NaN is NaN.
-    refs.S[...] = jnp.where(refs.continues[n] == 1, refs.pool[...].astype(jnp.float32), 0.0)
-    lax.fori_loop(jnp.int32(0), refs.count[n], token, None)
+    if not direct:
 
-    @pl.when(written)
+        @pl.when(t == 0)
+        def _():
+            for head in range(refs.S.shape[0]):
+                refs.S[head] = state_in(head)
+
+    if static.single:
+        pl.when(t < refs.count[n])(lambda: token(t, None))
+    else:
+        lax.fori_loop(jnp.int32(0), refs.count[n], token, None)
+
+    @pl.when(refs.written[step] == 1)
     def _():
-        refs.after[...] = refs.S[...].astype(refs.after.dtype)
+        for head in range(refs.S.shape[0]):
+            refs.after[head] = rounded(refs.S[head], refs.after.dtype)
 
 
 def _as_rows(x: jax.Array) -> jax.Array:
@@ -334,7 +352,7 @@ def _token_bytes(heads: int, D: int, dtype=jnp.float32) -> int:
     return itemsize * (round_up(heads, 32 // itemsize) * pad_lanes(D) if D else LANES)
 
 
-def _key_heads_a_step(x: Arguments) -> int | None:
+def key_heads_a_step(x: Arguments) -> int | None:
     """Return for how many key heads the states and all tokens of x fit into VMEM, None if not for one."""
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     group, gate = HV // H, K if x.g is not None and x.g.ndim == 4 else 0
@@ -404,14 +422,16 @@ def _launch(x: Operands, static: Static, key_heads: int | None) -> tuple[jax.Arr
         return jnp.moveaxis(x.reshape(x.shape[0], blocks, width, *x.shape[2:]), 1, 0)
 
     def whole(x, buffers):
-        index = lambda h, n, *_: (h, *[0] * (x.ndim - 1))
+        index = lambda h, n, t, *_: (h, *[0] * (x.ndim - 1))
         return pl.BlockSpec((None, *x.shape[1:]), index, pipeline_mode=pl.Buffered(buffers))
 
-    def state_index(h, n, slot, near, *_):
-        # Without any slot the steps hold slot 0, which they leave as it is.
-        return jnp.maximum(slot[near[n]], jnp.int32(0)), h, 0, 0
+    def slot_of(h, n, t, start, count, source, *_):
+        return source[n], h, 0, 0
 
-    state = pl.BlockSpec((None, heads, s.K, s.V), state_index)
+    def target_of(h, n, t, start, count, source, continues, target, *_):
+        return target[n * jnp.int32(s.W) + t], h, 0, 0
+
+    state, after = (pl.BlockSpec((None, heads, s.K, s.V), index) for index in (slot_of, target_of))
     beta = None if x.beta is None else cut(x.beta, heads)
     x = x._replace(q=cut(x.q, key_heads), k=cut(x.k, key_heads), v=cut(x.v, heads), g=cut(x.g, heads), beta=beta)
     tokens = x[_TABLES:-1]
@@ -422,10 +442,10 @@ def _launch(x: Operands, static: Static, key_heads: int | None) -> tuple[jax.Arr
         name=s.name,
         num_scalar_prefetch=_TABLES,
         # Blocks of heads are independent; sequences share the block of outputs, so they come one after the other.
-        grid=(blocks, s.N),
-        dimension_semantics=("parallel", "arbitrary"),
+        grid=(blocks, s.N, s.W),
+        dimension_semantics=("parallel", "arbitrary", "arbitrary"),
         in_specs=[*(None if y is None else whole(y, 1) for y in tokens), state],
-        out_specs=[whole(x.v, 2), state],
+        out_specs=[whole(x.v, 2), after],
         out_shape=[out_struct(y.shape, y.dtype, *inputs) for y in (x.v, x.pool)],
         scratch_shapes=[pltpu.VMEM((heads, s.K, s.V), jnp.float32)],
         # Counted with the scalar tables, without what is None.

@@ -1,0 +1,120 @@
+"""Pools of states: which slot a sequence starts from and ends in, and how a kernel reads and writes the slots in place.
+
+A kernel takes the block of a slot through the index maps of its grid, so that Pallas copies it to fast memory one step
+ahead. A block that is written goes back when the index moves on. So a step that moves no state keeps the index of a
+step that does: see `held`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from chunkwise.shared.kernels.chunks import take
+from chunkwise.shared.kernels.half import from_half_bits, to_half_bits
+
+
+class Routes(NamedTuple):
+    """Which tokens the sequences of a stream have, and where their states lie in a pool; a slot below 0 is none.
+
+    Attributes:
+      start, end: int32 [N], its tokens; both rise with n, and a sequence may be empty.
+      source: int32 [N], the slot of the state that it starts from; if none it starts from zeros.
+      target: int32 [N, W], the slot of the state after its token t, or with W = 1 after its last one; if none, the
+        state is dropped. That of a token it does not have is none.
+      blocks: int32 [N, M], the slot of the state after every block of its tokens, or None.
+    """
+
+    start: jax.Array
+    end: jax.Array
+    source: jax.Array
+    target: jax.Array
+    blocks: jax.Array | None = None
+
+
+def held(slots: jax.Array, otherwise: jax.Array) -> jax.Array:
+    """Return the slot whose block every step holds, int32 [S].
+
+    It is that of the nearest step up to it that has one, of the first that has one if there is none before, and
+    `otherwise` if no step has one.
+    """
+    index, has = jnp.arange(slots.shape[0], dtype=jnp.int32), slots >= 0
+    before = jnp.where(has[None] & (index[None] <= index[:, None]), index[None], jnp.int32(-1))  # [S, S]
+    before = jnp.max(before, axis=1)
+    first = jnp.min(jnp.where(has, index, jnp.int32(slots.shape[0])))
+    return jnp.where(first < slots.shape[0], take(slots, jnp.where(before < 0, first, before)), otherwise)
+
+
+def held_slots(source: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the slots whose blocks the steps hold that read `source` [R] and write `target` [S].
+
+    If no step writes, all hold the slot that the first step reads: `keep_block` then writes it as it is.
+    """
+    source = held(source, jnp.int32(0))
+    return source, held(target, source[0])
+
+
+# A TPU kernel reads no float16, and a copy of a pool in another type would cost more than all else. So it reads the
+# bits as whole numbers.
+
+
+def as_stored(pool: jax.Array) -> jax.Array:
+    """Return a pool as a kernel reads it, without a copy: float16 as its bits in int16."""
+    return lax.bitcast_convert_type(pool, jnp.int16) if pool.dtype == jnp.float16 else pool
+
+
+def from_stored(pool: jax.Array, dtype) -> jax.Array:
+    """Return what `as_stored` was given, of this type."""
+    return pool if pool.dtype == dtype else lax.bitcast_convert_type(pool, dtype)
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """Return stored states as float32, inside a kernel."""
+    return from_half_bits(x.astype(jnp.int32)) if x.dtype == jnp.int16 else x.astype(jnp.float32)
+
+
+def rounded(x: jax.Array, dtype) -> jax.Array:
+    """Return float32 as it is stored, inside a kernel."""
+    return to_half_bits(x).astype(jnp.int16) if dtype == jnp.int16 else x.astype(dtype)
+
+
+def keep_block(pool_ref, after_ref) -> None:
+    """Copy the block of a slot that is read to that which is written, if both are the same slot.
+
+    In the first step this makes a block right that no step writes, and harms none that a step does write.
+    """
+    after_ref[...] = pool_ref[...]
+
+
+def fetch_states(pool_ref, state_ref, continues: jax.Array, transposed: bool = False) -> None:
+    """Load the states [heads, K, V] of a slot as float32, or zeros, whatever the slot holds, if `continues` is 0.
+
+    Args:
+      pool_ref: the block of the pool.
+      state_ref: float32 [heads, K, V], or [heads, V, K] if `transposed`, both dimensions padded with zeros.
+      continues: scalar int32.
+      transposed: whether the kernel holds states transposed.
+    """
+    size = pool_ref.shape[:0:-1] if transposed else pool_ref.shape[1:]
+    if size != state_ref.shape[1:]:
+        state_ref[...] = jnp.zeros_like(state_ref)
+
+    def fetch(head, _):
+        x = widened(pool_ref[head])
+        # A slot that was freed may hold anything, so zeros are selected: 0 times NaN is NaN.
+        x = jnp.where(continues == 1, x, 0.0)
+        state_ref[head, : size[0], : size[1]] = x.T if transposed else x
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(pool_ref.shape[0]), fetch, None)
+
+
+def put_states(state_ref, pool_ref, transposed: bool = False) -> None:
+    """Store states in a slot, in the type of the pool: the inverse of `fetch_states`."""
+    size = pool_ref.shape[:0:-1] if transposed else pool_ref.shape[1:]
+
+    def put(head, _):
+        x = state_ref[head, : size[0], : size[1]]
+        pool_ref[head] = rounded(x.T if transposed else x, pool_ref.dtype)
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(pool_ref.shape[0]), put, None)

@@ -1,0 +1,248 @@
+"""One serving step of every operator: whatever a scheduler packed into a stream, over one pool of states.
+
+The first sequences decode: they have a token or a few, and go token by token, through the kernel of `decode`. The
+others are prefills, and go chunk by chunk. Both start from slots of the pool and end in slots of it, in place. Which
+sequence does what is traced, so that one program serves all steps.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from chunkwise.shared.kernels.launch import scaled, split_scale
+from chunkwise.shared.kernels.pool import Routes
+from chunkwise.shared.kernels.tiles import l2norm
+from chunkwise.shared.operators.arguments import (
+    Arguments,
+    Options,
+    Slots,
+    check_shared,
+    scale_of,
+    total_gate,
+    without_laws,
+)
+from chunkwise.shared.operators.checks import check, check_array, check_step, choose_implementation
+from chunkwise.shared.operators.chunked import Implementation, prepare
+from chunkwise.shared.operators.decode import Static, key_heads_a_step, launch_tokens, read_slots, write_slots
+from chunkwise.shared.operators.devices import over_devices
+from chunkwise.shared.operators.recurrence import recurrence
+
+# The chunk size where states after blocks of tokens are wanted, of which a block holds whole ones.
+BLOCK_CHUNK = 64
+# From arguments with a pool as initial states, options and routes to the output and the pool.
+Pooled = Callable[[Arguments, Options, Routes], tuple[jax.Array, jax.Array]]
+# From arguments and options to the states before all chunks, which restart at every sequence: [1, NT, HV, K, V].
+ChunkStates = Callable[[Arguments, Options], jax.Array]
+
+
+class Forms(NamedTuple):
+    """What an operator has for prefills.
+
+    Attributes:
+      pooled: the kernel that starts from a pool and ends in it, in place: the implementation "fused".
+      plain: other implementations by name, which get and return states of their own.
+      chunk_states: the states before the chunks, by the names of `plain`.
+      raw_gates: whether `pooled` takes raw gates and their law.
+    """
+
+    pooled: Pooled
+    plain: Mapping[str, Implementation]
+    chunk_states: Mapping[str, ChunkStates]
+    raw_gates: bool = False
+
+
+class Step(NamedTuple):
+    """What a serving step does.
+
+    Attributes:
+      decodes: routes of the sequences that go token by token; others have no tokens in it.
+      prefills: likewise of those that go chunk by chunk.
+      boundaries: int32 [N + 1], those of all sequences that exist.
+      tokens: scalar int32, how many tokens the decodes have.
+    """
+
+    decodes: Routes
+    prefills: Routes
+    boundaries: jax.Array
+    tokens: jax.Array
+
+
+def find_step(cu_seqlens: jax.Array, slots: Slots) -> Step:
+    """Return what a step does; sequences that do not exist have no tokens."""
+    N = cu_seqlens.shape[0] - 1
+    none, index = jnp.int32(-1), jnp.arange(N, dtype=jnp.int32)
+    indices: Any = slots.state_indices
+    indices = indices[:, None] if indices.ndim == 1 else indices
+    W = indices.shape[1]
+    exists = index < (N if slots.num_sequences is None else slots.num_sequences)
+    decodes = exists & (index < (0 if slots.num_decodes is None else slots.num_decodes))
+    # The last token of all that exist, and of the decodes; boundaries after the last sequence may be anything.
+    last, tokens = (jnp.max(jnp.where(some, cu_seqlens[1:], jnp.int32(0))) for some in (exists, decodes))
+    boundaries = jnp.concatenate([cu_seqlens[:1], jnp.where(exists, cu_seqlens[1:], last)])
+    start, end = boundaries[:-1], boundaries[1:]
+    source = slots.read_indices
+    if source is None:
+        column = jnp.zeros(N, jnp.int32) if slots.num_accepted_tokens is None else slots.num_accepted_tokens - 1
+        chosen = column[:, None] == jnp.arange(W, dtype=jnp.int32)[None]
+        source = jnp.max(jnp.where(chosen, indices, none), axis=1)
+    if slots.has_initial_state is not None:
+        source = jnp.where(slots.has_initial_state, source, none)
+
+    def routes(start, end, target, blocks=None):
+        return Routes(start, end, jnp.where(start < end, source, none), target, blocks)
+
+    stop = jnp.where(decodes, end, start)
+    reached = jnp.arange(W, dtype=jnp.int32)[None] < (stop - start)[:, None]
+    decoding = routes(start, stop, jnp.where(reached, indices, none))
+    start, end = jnp.maximum(start, tokens), jnp.maximum(end, tokens)
+    target = jnp.where(start < end, indices[:, 0], none)[:, None]
+    return Step(decoding, routes(start, end, target, slots.block_state_indices), boundaries, tokens)
+
+
+def run_ragged(
+    x: Arguments, slots: Slots, options: Options, implementation: str | None, forms: Forms, fits: bool, name: str
+) -> tuple[jax.Array, jax.Array]:
+    """Check what all serving steps share and run one.
+
+    Args:
+      x: arguments whose tensors the caller has checked; x.initial_state is the pool.
+      slots: the sequences and their slots.
+      options: as the user gave them.
+      implementation: "fused", the name of one of `forms.plain`, or None for the best.
+      forms: what the operator has for prefills.
+      fits: whether the kernel for prefills takes these sizes.
+      name: of the kernel that decodes.
+    """
+    check_shared(x, options)
+    (HV, V), K = x.v.shape[2:], x.q.shape[3]
+    check(x.cu_seqlens is not None, "`cu_seqlens` must be an int32 array [N + 1]; got None.")
+    check_array("states", x.initial_state, "slots HV K V", (None, HV, K, V))
+    if options.block_size is not None and options.chunk_size is None:
+        options = options._replace(chunk_size=BLOCK_CHUNK)
+    check_step(slots, x.num_states, options.block_size, options.chunk_size)
+    slower = "staged" if "staged" in forms.plain else "xla"
+    chosen = choose_implementation(implementation, ("fused", *forms.plain), "fused" if fits else slower)
+
+    # Whoever asks for the kernel gets it, or an error if it cannot have so many tokens.
+    plain = chosen == "xla" or (implementation != "fused" and key_heads_a_step(_leading(x, slots)) is None)
+
+    def run(x: Arguments, options: Options, slots: Slots) -> tuple[jax.Array, jax.Array]:
+        step = find_step(x.cu_seqlens, slots)
+        x = x._replace(cu_seqlens=step.boundaries)
+        pool, x = x.initial_state, x._replace(initial_state=None)
+        prefill = lambda pool: _prefill(x, pool, step.prefills, options, chosen, forms)
+        if slots.num_decodes is None:
+            return prefill(pool)
+        # A program that has no decodes, or a step that has no prefill, does not launch what it has no use for.
+        any_prefill = step.boundaries[-1] > step.tokens
+        nothing = lambda pool: (jnp.zeros(x.v.shape, x.v.dtype), pool)
+        o, pool = lax.cond(any_prefill, prefill, nothing, pool)
+        few = _leading(x, slots)
+        decode = lambda o, pool: _decode(few, o, pool, step, options, plain, name)
+        return lax.cond(step.tokens > 0, decode, lambda o, pool: (o, pool), o, pool)
+
+    counts = {name: getattr(slots, name) for name in ("num_decodes", "num_sequences")}
+    counts |= {name: jnp.int32(n) for name, n in counts.items() if isinstance(n, int)}
+    if slots.num_decodes is not None and isinstance(slots.num_decodes, int) and slots.num_decodes == 0:
+        counts["num_decodes"] = None
+    o, pool = over_devices(run, x, options._replace(output_final_state=True), slots._replace(**counts))
+    return o, pool
+
+
+def _of_tokens(x: Arguments) -> dict[str, jax.Array]:
+    """Return the arguments [B, T, ...] by name."""
+    return {name: y for name, y in x._asdict().items() if name in ("q", "k", "v", "g", "beta") and y is not None}
+
+
+def _leading(x: Arguments, slots: Slots) -> Arguments:
+    """Return the arguments of as many tokens as decodes can have."""
+    most = slots.state_indices.size
+    return x._replace(**{name: y[:, :most] for name, y in _of_tokens(x).items()})
+
+
+def _prefill(
+    x: Arguments, pool: jax.Array, routes: Routes, options: Options, implementation: str, forms: Forms
+) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs of the prefills, zeros elsewhere, and the pool after them."""
+    fused = implementation == "fused"
+    x, options = prepare(x, options, implementation, fused and forms.raw_gates)
+    if fused:
+        return forms.pooled(x._replace(initial_state=pool), options, routes)
+    # The tokens before the first prefill are a sequence of their own.
+    boundaries = jnp.concatenate([jnp.zeros(1, jnp.int32), routes.start[:1], routes.end])
+    states = read_slots(pool, Slots(routes.source)).astype(jnp.float32)
+    states = jnp.concatenate([jnp.zeros_like(states[:1]), states])
+    owned = lax.broadcasted_iota(jnp.int32, (1, x.v.shape[1]), 1) >= routes.start[0]
+    tokens = {
+        name: jnp.where(owned.reshape(*owned.shape, *(1,) * (y.ndim - 2)), y, jnp.zeros((), y.dtype))
+        for name, y in _of_tokens(x).items()
+    }
+    x = x._replace(initial_state=states, cu_seqlens=boundaries, **tokens)
+    o, after = forms.plain[implementation](x, options)
+    assert after is not None
+    if routes.blocks is not None:
+        kept = forms.chunk_states[implementation](x, options)[0]
+        pool = _write_blocks(pool, kept, after[1:], routes, options)
+    return o, write_slots(pool, Slots(routes.target[:, 0]), after[1:])
+
+
+def _write_blocks(pool, kept, after, routes: Routes, options: Options) -> jax.Array:
+    """Write the states after blocks of tokens, of those before all chunks [NT, ...] and those after sequences [N, ...].
+
+    The state after a block is that before the next chunk of its sequence, or that after the sequence.
+    """
+    C, size, blocks = options.chunk_size, options.block_size, routes.blocks
+    assert blocks is not None
+    assert size is not None
+    length = (routes.end - routes.start)[:, None]
+    chunks = -(-length[:, 0] // C)
+    # The tokens before the first prefill have chunks too.
+    first = jnp.cumsum(chunks, dtype=jnp.int32) - chunks - (-routes.start[0] // C)
+    stop = jnp.arange(1, blocks.shape[1] + 1, dtype=jnp.int32)[None] * jnp.int32(size)  # [1, M]
+    inside = jnp.minimum(first[:, None] + stop // C, kept.shape[0] - 1)  # [N, M]
+    sequence = jnp.arange(length.shape[0], dtype=jnp.int32)[:, None]
+    states = jnp.where((stop < length)[:, :, None, None, None], kept[inside], after[sequence + 0 * stop])
+    slot = jnp.where(stop <= length, blocks, jnp.int32(-1))
+    return write_slots(pool, Slots(slot.reshape(-1)), states.reshape(-1, *states.shape[2:]))
+
+
+def _decode(
+    x: Arguments, o: jax.Array, pool: jax.Array, step: Step, options: Options, plain: bool, name: str
+) -> tuple[jax.Array, jax.Array]:
+    """Return o with the outputs of the decodes, whose tokens are the first ones and all that x has, and the pool."""
+    (B, T, H, K), (HV, V), routes = x.q.shape, x.v.shape[2:], step.decodes
+    inside, after = split_scale(scale_of(x))
+    x, options = without_laws(x._replace(cu_seqlens=jnp.stack([jnp.int32(0), step.tokens])), options)
+    x = x._replace(g=total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)
+    N, W = routes.target.shape
+    static = Static(B, T, H, HV, K, V, N, W, True, inside, options.normalise, name)
+    if plain:
+        made, pool = _plain_tokens(static, x, pool, routes)
+    else:
+        made, pool = launch_tokens(static, x, pool, routes)
+    own = lax.broadcasted_iota(jnp.int32, (1, T, 1, 1), 1) < step.tokens
+    return o.at[:, :T].set(jnp.where(own, scaled(made, after), o[:, :T])), pool
+
+
+def _plain_tokens(static: Static, x: Arguments, pool: jax.Array, routes: Routes) -> tuple[jax.Array, jax.Array]:
+    """Do as `launch_tokens` in plain JAX: token t of all sequences at once."""
+    s = static
+    token = routes.start[:, None] + jnp.arange(s.W, dtype=jnp.int32)[None]  # [N, W]
+    token = jnp.where(token < routes.end[:, None], token, jnp.int32(s.T))
+    q, k, v, g, beta = jax.tree.map(
+        lambda y: y[0].at[token].get(mode="fill", fill_value=0).astype(jnp.float32), (x.q, x.k, x.v, x.g, x.beta)
+    )  # [N, W, ...]
+    if s.normalise:
+        q, k = l2norm(q), l2norm(k)
+    q, k = (jnp.repeat(y, s.HV // s.H, axis=2) for y in (q, k))
+    states, o = read_slots(pool, Slots(routes.source)).astype(jnp.float32), []
+    for t in range(s.W):
+        one = jax.tree.map(lambda y, t=t: y[:, t : t + 1], (q, k, v, g, beta))
+        made, states = recurrence(*one, s.scale, states, jnp.float32)
+        pool = write_slots(pool, Slots(routes.target[:, t]), states)
+        o.append(made)
+    made = jnp.concatenate(o, axis=1).astype(x.v.dtype)  # [N, W, HV, V]
+    return jnp.zeros_like(x.v).at[0, token].set(made, mode="drop"), pool
