@@ -108,17 +108,20 @@ def test_stream_masks(lengths):
 @settings(max_examples=30, deadline=None)
 @given(LENGTHS)
 def test_pieces(lengths):
-    """Every token of a sequence is in one piece, in order; states enter and leave once; chunks open and close once."""
+    """Every token of a sequence is in one piece, in order; chunks open and close once.
+
+    States enter and leave once, those of an empty sequence with a piece of its own.
+    """
     cuts = boundaries(*lengths)
     p = jax.tree.map(np.asarray, pieces(T, C, cuts))
     assert len(p.chunk) == T // C + 6
     rows = [(s, c * C + i) for s, c, b, e in zip(p.sequence, p.chunk, p.begin, p.end, strict=True) for i in range(b, e)]
     assert rows == list(zip(np.repeat(np.arange(6), lengths), range(sum(lengths)), strict=True))
-    filled = [n for n in range(6) if lengths[n]]
     for flags, edges in ((p.first, cuts[:-1]), (p.last, cuts[1:])):
-        assert list(p.sequence[flags]) == filled
+        assert list(p.sequence[flags]) == list(range(6))
         tokens = (p.chunk * C + (p.begin if flags is p.first else p.end))[flags]
-        assert list(tokens) == [int(edges[n]) for n in filled]
+        np.testing.assert_array_equal(tokens, edges)
+    np.testing.assert_array_equal(p.sequence[p.first & (p.begin == p.end)], np.flatnonzero(np.diff(cuts) == 0))
     for flags in (p.opens, p.closes):
         assert list(p.chunk[flags]) == list(range(T // C))
     assert (np.diff(p.chunk) >= 0).all()

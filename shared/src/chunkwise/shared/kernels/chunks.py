@@ -235,7 +235,7 @@ class Pieces(NamedTuple):
     """The pieces into which the chunks of a packed stream fall at the ends of sequences: NT + N of them, B = 1.
 
     They are in order, every chunk has one at least, and the rows of a piece belong to one sequence. Unused pieces, and
-    those of tokens that belong to none, have no rows.
+    those of tokens that belong to none, have no rows. An empty sequence has one piece, which has no rows either.
 
     Attributes:
       sequence: int32 [S].
@@ -305,12 +305,14 @@ def cut(
     exists, sequence = owner < N, jnp.minimum(owner, N - 1)
     first_token, end_token = take(jnp.stack([start, end]), sequence)
     own = exists & (begin < stop) & (begin >= first_token)
+    # The piece of an empty sequence is the one that ends where it ends.
+    empty = jnp.any((rank[None, :N] == piece[:, None]) & (start == end)[None], axis=1)
     chunk = jnp.minimum(begin // chunk_size, NT - 1)
     change, ends_of_row = chunk[1:] != chunk[:-1], jnp.ones(1, bool)
     made = Pieces(
         sequence=sequence,
-        first=own & (begin == first_token),
-        last=own & (stop == end_token),
+        first=(own & (begin == first_token)) | empty,
+        last=(own & (stop == end_token)) | empty,
         chunk=chunk,
         begin=begin - chunk * chunk_size,
         end=jnp.where(own, stop, begin) - chunk * chunk_size,

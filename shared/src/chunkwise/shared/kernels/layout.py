@@ -144,15 +144,16 @@ def pool_steps(T: int, C: int, routes: Routes, block_size: int | None = None) ->
     written = final[None] == steps[:, None]
     written = jnp.sum(jnp.where(written, target[None] + 1, jnp.int32(0)), axis=1, dtype=jnp.int32) - 1
     source = take(jnp.where(filled, routes.source, jnp.int32(-1))[None] + 1, p.sequence)[0] - 1
-    reads = jnp.where(p.first, source, jnp.int32(-1))
+    rows = p.begin < p.end
+    first = p.first & rows
+    reads = jnp.where(first, source, jnp.int32(-1))
     sources, targets = held_slots(reads, written)
     # Between the first and the last piece that has rows.
-    rows = p.begin < p.end
     busy = jnp.any(rows[None] & (steps[None] <= steps[:, None]), axis=1)
     busy &= jnp.any(rows[None] & (steps[None] >= steps[:, None]), axis=1)
     none = jnp.zeros_like(steps)
     table = (
-        sources, p.first, written >= 0, p.chunk, p.begin, p.end, p.opens, p.closes, none, none, none,
+        sources, first, written >= 0, p.chunk, p.begin, p.end, p.opens, p.closes, none, none, none,
         targets, reads >= 0, busy,
     )  # fmt: skip
     return Steps(jnp.stack([x.astype(jnp.int32) for x in table]), None)
