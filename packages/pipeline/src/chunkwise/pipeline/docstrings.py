@@ -18,22 +18,24 @@ _SECTION = re.compile(r"^(?=(?:Dims|Args|Returns|Raises|Accuracy|Cost|Source):)"
 _ENTRY = re.compile(r"^(?=  \S)", re.MULTILINE)
 
 
-def documented_by(source: Callable) -> Callable[[F], F]:
+def documented_by(source: Callable, implementation: str = IMPLEMENTATION) -> Callable[[F], F]:
     """Return a decorator that gives a function of the pipeline the docstring of `source`, the package's function.
 
     What the function's own docstring has replaces the same part of the other: its first line the first line, or the
     whole of what stands before the first section if it goes on after that line; a section; an entry of Args. The entry
-    of `implementation` is the pipeline's, and entries of arguments that the function does not take are left out.
+    of `implementation` is the one given, and entries of arguments that the function does not take are left out.
     """
 
     def decorate(function: F) -> F:
-        function.__doc__ = _merge(inspect.getdoc(source) or "", inspect.getdoc(function) or "", function)
+        function.__doc__ = _merge(
+            inspect.getdoc(source) or "", inspect.getdoc(function) or "", function, implementation
+        )
         return function
 
     return decorate
 
 
-def _merge(theirs: str, own: str, function: Callable) -> str:
+def _merge(theirs: str, own: str, function: Callable, implementation: str) -> str:
     """Return the docstring of `function`: `theirs`, with the parts that its `own` has."""
     (head, *sections), (own_head, *own_sections) = _SECTION.split(theirs), _SECTION.split(own)
     replaced = {_label(section): section for section in own_sections}
@@ -45,16 +47,16 @@ def _merge(theirs: str, own: str, function: Callable) -> str:
         label = _label(section)
         part = replaced.get(label, section)
         if label == "Args":
-            part = _merge_entries(section, replaced.get(label, ""), function)
+            part = _merge_entries(section, replaced.get(label, ""), function, implementation)
         # What follows a section is where it was.
         merged.append(part.rstrip("\n") + section[len(section.rstrip("\n")) :])
     return "".join(merged).rstrip("\n") + "\n"
 
 
-def _merge_entries(theirs: str, own: str, function: Callable) -> str:
+def _merge_entries(theirs: str, own: str, function: Callable, implementation: str) -> str:
     """Return the section Args of `theirs` for the arguments of `function`, with the entries that its `own` has."""
     taken = inspect.signature(function).parameters
-    replaced = {"implementation": IMPLEMENTATION}
+    replaced = {"implementation": implementation}
     for entry in _ENTRY.split(own)[1:]:
         replaced |= dict.fromkeys(_names(entry), entry)
     entries = [x for x in _ENTRY.split(theirs)[1:] if any(name in taken for name in _names(x))]

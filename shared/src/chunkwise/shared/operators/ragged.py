@@ -136,13 +136,24 @@ def run_ragged(
         prefill = lambda pool: _prefill(x, pool, step.prefills, options, chosen, forms)
         if slots.num_decodes is None:
             return prefill(pool)
-        # A program that has no decodes, or a step that has no prefill, does not launch what it has no use for.
-        any_prefill = step.boundaries[-1] > step.tokens
-        nothing = lambda pool: (jnp.zeros(x.v.shape, x.v.dtype), pool)
-        o, pool = lax.cond(any_prefill, prefill, nothing, pool)
         few = _leading(x, slots)
-        decode = lambda o, pool: _decode(few, o, pool, step, options, plain, name)
-        return lax.cond(step.tokens > 0, decode, lambda o, pool: (o, pool), o, pool)
+
+        def decode(pool):
+            return _decode(few, pool, step, options, plain, name)
+
+        def prefill_beside(leading, pool):
+            o, pool = prefill(pool)
+            T = few.v.shape[1]
+            own = lax.broadcasted_iota(jnp.int32, (1, T, 1, 1), 1) < step.tokens
+            return o.at[:, :T].set(jnp.where(own, leading, o[:, :T])), pool
+
+        if chosen == "fused":
+            # A kernel without work costs little, and XLA plans the fast memory of a kernel badly inside a condition.
+            return prefill_beside(*decode(pool))
+        nothing = lambda y: jnp.zeros(y.v.shape, y.v.dtype)
+        leading, pool = lax.cond(step.tokens > 0, decode, lambda pool: (nothing(few), pool), pool)
+        only = lambda leading, pool: (nothing(x).at[:, : few.v.shape[1]].set(leading), pool)
+        return lax.cond(step.boundaries[-1] > step.tokens, prefill_beside, only, leading, pool)
 
     counts = {name: getattr(slots, name) for name in ("num_decodes", "num_sequences")}
     counts |= {name: jnp.int32(n) for name, n in counts.items() if isinstance(n, int)}
@@ -210,9 +221,9 @@ def _write_blocks(pool, kept, after, routes: Routes, options: Options) -> jax.Ar
 
 
 def _decode(
-    x: Arguments, o: jax.Array, pool: jax.Array, step: Step, options: Options, plain: bool, name: str
+    x: Arguments, pool: jax.Array, step: Step, options: Options, plain: bool, name: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Return o with the outputs of the decodes, whose tokens are the first ones and all that x has, and the pool."""
+    """Return the outputs of the decodes, whose tokens are the first ones and all that x has, and the pool."""
     (B, T, H, K), (HV, V), routes = x.q.shape, x.v.shape[2:], step.decodes
     inside, after = split_scale(scale_of(x))
     x, options = without_laws(x._replace(cu_seqlens=jnp.stack([jnp.int32(0), step.tokens])), options)
@@ -223,8 +234,7 @@ def _decode(
         made, pool = _plain_tokens(static, x, pool, routes)
     else:
         made, pool = launch_tokens(static, x, pool, routes)
-    own = lax.broadcasted_iota(jnp.int32, (1, T, 1, 1), 1) < step.tokens
-    return o.at[:, :T].set(jnp.where(own, scaled(made, after), o[:, :T])), pool
+    return scaled(made, after), pool
 
 
 def _plain_tokens(static: Static, x: Arguments, pool: jax.Array, routes: Routes) -> tuple[jax.Array, jax.Array]:
