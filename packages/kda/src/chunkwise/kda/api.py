@@ -23,7 +23,6 @@ from chunkwise.shared.kernels import (
     split_scale,
     to_lanes,
     to_rows,
-    unless_empty,
 )
 from chunkwise.shared.operators import (
     Arguments,
@@ -253,7 +252,6 @@ def _launch(x: Arguments, static: Static, output_final_state: bool) -> tuple[jax
         law = to_lanes(law[None], 2)[0]
     operands = Operands(
         *steps,
-        x.cu_seqlens,
         *(to_lanes(y.astype(dtype), static.T) for y in (x.q, x.k, x.v)),
         to_lanes(g, static.T),
         to_rows(x.beta.astype(jnp.float32), static.C),
@@ -262,10 +260,7 @@ def _launch(x: Arguments, static: Static, output_final_state: bool) -> tuple[jax
     )
     o, states = fused(Operands(*vary_alike(*operands)), static, output_final_state)
     o = from_lanes(o, static.HV, V, T)
-    if states is None:
-        return o, None
-    # No kernel visits an empty sequence.
-    return o, _transposed(unless_empty(states, operands.initial_state, x.cu_seqlens)[..., :V, :K])
+    return o, None if states is None else _transposed(states[..., :V, :K])
 
 
 def recurrent_kda(

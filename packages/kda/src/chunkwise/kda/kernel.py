@@ -21,6 +21,7 @@ in shared.kernels.quarantine, and all results of their sequence in that chunk be
 The [C, C] matrices of p heads lie side by side in the lanes ("packed", see shared.kernels.packed).
 """
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -71,6 +72,7 @@ from chunkwise.shared.kernels import (
     strip_rows,
     to_column,
     to_row,
+    whole_or_cut,
     whole_sequences,
 )
 
@@ -88,7 +90,6 @@ class Operands(NamedTuple):
     Attributes:
       table: int32 [11, B * steps], what every step works on; see `Step`.
       owner: int32 [B * NT, 1, C], the `coded_owners` of tokens where chunks may hold several sequences, else None.
-      cu_seqlens: int32 [N + 1], which no kernel reads: it says which sequences are empty. None if not packed.
       q, k: [B, T, H K], bfloat16 or float32, in which products take them.
       v: [B, T, HV V], of the same type.
       g: [B, T, HV K] float32; with a law raw gates, bfloat16 or float32.
@@ -99,7 +100,6 @@ class Operands(NamedTuple):
 
     table: jax.Array
     owner: jax.Array | None
-    cu_seqlens: jax.Array | None
     q: jax.Array
     k: jax.Array
     v: jax.Array
@@ -357,7 +357,11 @@ def _fwd_kernel(refs, *, static: Static):
 
     The first turn has no step before it, and the last none to prepare: they repeat the step they have. What the first
     turn makes of uninitialised scratch, the second replaces.
+
+    A final state that is wanted is the state itself: its block stays where it is until another sequence begins.
     """
+    if refs.ht is not None:
+        refs.state = refs.ht
     turn, first, last = pl.program_id(2), pl.program_id(0) * static.steps, static.steps - 1
     ahead = Step(refs.table, first + jnp.minimum(turn, last))
     step = Step(refs.table, first + jnp.maximum(turn - 1, 0))
@@ -374,20 +378,26 @@ def _fwd_kernel(refs, *, static: Static):
         def _():
             refs.state[...] = refs.h0[...]
 
-    mixed = None if refs.owner is None else (ahead.mixed + step.mixed) > 0
-    masked_or_not(mixed, lambda masked: _turn(refs, ahead, step, masked, static))
-    if refs.ht is not None:
+    turns = functools.partial(_turn, refs, ahead, step, static)
+    if static.pieces:
+        whole_or_cut((ahead, step), static.C, turns)
 
-        @pl.when((turn > 0) & (step.last == 1))
+        # No turn takes a state through an empty sequence.
+        @pl.when((step.first == 1) & step.empty)
         def _():
-            refs.ht[...] = refs.state[...]
+            refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]
+    else:
+        masked_or_not(None if refs.owner is None else (ahead.mixed + step.mixed) > 0, turns)
 
 
-def _turn(refs, ahead: Step, step: Step, masked: bool | None, static: Static) -> None:
-    """Do as `_fwd_kernel`; `masked` says whether one of the two chunks is mixed, None that a chunk never is."""
+def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) -> None:
+    """Do as `_fwd_kernel`.
+
+    `masked` says whether one of the two chunks is mixed. False says also that all their rows belong to the two steps,
+    and None that no chunk is ever mixed, but that some rows may not belong to them.
+    """
     heads, C, p, dtype = static.config.heads, static.C, static.p, refs.v.dtype
     masks, spoilt, found = None, None, None
-    # All rows of a chunk that could be mixed and is not are its own.
     own = own_rows(ahead, static) if masked is None else None
     own_passed = own_rows(step, static) if masked is None else None
     goes_on = getattr(refs, "goes_on", None) if masked else None
@@ -436,7 +446,7 @@ def _turn(refs, ahead: Step, step: Step, masked: bool | None, static: Static) ->
             spoil_passed(refs, spoilt, refs.valid[...])
 
         refs.found[...], refs.owner_passed[...] = found, refs.owner[...]
-    if masked is not None:
+    if refs.owner is not None:
         all_rows = jnp.ones((1, C, 1), jnp.float32)
         refs.valid[...] = all_rows if masks is None else jnp.where(masks.code >= 0, all_rows, 0.0)
     # Only now, because the chunk before is read until its state has passed.
@@ -515,10 +525,10 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
       keep: whether what the backward needs is wanted.
 
     Returns:
-      A dict of o [B, T, HV V] in the type of v; with `final_state` ht, the final states [N, HV, V, K] float32, that of
-      an empty sequence undefined; with `keep` what the backward needs: h, the states before every step
-      [B, steps, HV, V, K] in the type of products, and in float32 W like v, packed X [B, steps, HV / p, C, p C] and
-      packed scores of queries above those of keys [B, steps, HV / p, 2 C, p C].
+      A dict of o [B, T, HV V] in the type of v; with `final_state` ht, the final states [N, HV, V, K] float32; with
+      `keep` what the backward needs: h, the states before every step [B, steps, HV, V, K] in the type of products, and
+      in float32 W like v, packed X [B, steps, HV / p, C, p C] and packed scores of queries above those of keys
+      [B, steps, HV / p, 2 C, p C].
     """
     B, HV, C, K, V, steps, heads = static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads
     p, dtype, last = static.p, x.v.dtype, steps - 1
@@ -539,10 +549,9 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
         "scores": (ahead.per_step(heads // p, 2 * C, p * C), (B, steps, HV // p, 2 * C, p * C), jnp.float32),
     }
     wanted = ["o", *["ht"] * final_state, *["h", "W", "X", "scores"] * keep]
-    # The state, and what a turn makes of its chunk for the next turn to use; then decays, and what keeps the sequences
-    # of the chunk of the turn before apart.
+    # What a turn makes of its chunk for the next turn to use; the state, unless the output holds it; decays, and what
+    # keeps the sequences of the chunk of the turn before apart.
     scratch = {
-        "state": pltpu.VMEM((heads, V, K), jnp.float32),
         "decayed": pltpu.VMEM((heads, 2 * C, K), operand),
         "ends": pltpu.VMEM((heads, count * C, K), operand),
         "through": pltpu.VMEM((heads, 1, K), jnp.float32),
@@ -550,7 +559,7 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
         "M": pltpu.VMEM(packed, jnp.float32),
         "P": pltpu.VMEM((heads // p, C, count * p * C), operand),
         "decays": decays_scratch(heads, C, K, static.base),
-    }
+    } | ({} if final_state else {"state": pltpu.VMEM((heads, V, K), jnp.float32)})
     if x.owner is not None:
         scratch |= {name: pltpu.VMEM((1, C, 1), jnp.float32) for name in ("found", "valid")}
         scratch["owner_passed"] = pltpu.VMEM((1, C), jnp.int32)

@@ -13,6 +13,7 @@ X, W, A, N and S before every step are kept by the forward. As there, what oscil
 dA and dN) keeps 16 bits with bfloat16 tensors.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -70,6 +71,7 @@ from chunkwise.shared.kernels import (
     sum_value_heads,
     to_column,
     to_row,
+    whole_or_cut,
     whole_sequences,
 )
 
@@ -228,7 +230,12 @@ def sum_over_rows(later, earlier, same, dtype):
 
 
 def _bwd_kernel(refs, *, static: Static):
-    """Take the gradient of the state back through a step; the last step comes first."""
+    """Take the gradient of the state back through a step; the last step comes first.
+
+    If that of the initial state is wanted, its block holds it until another sequence begins.
+    """
+    if refs.dh0 is not None:
+        refs.state = refs.dh0
     turn = pl.program_id(2)
     step = Step(refs.table, pl.program_id(0) * static.steps + static.steps - 1 - turn)
 
@@ -249,20 +256,17 @@ def _bwd_kernel(refs, *, static: Static):
         def _():
             clear(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta)
 
-    mixed = None if refs.owner is None else step.mixed == 1
-    masked_or_not(mixed, lambda masked: _turn(refs, step, masked, static))
-    if refs.dh0 is not None:
-
-        @pl.when(step.first == 1)
-        def _():
-            refs.dh0[...] = refs.state[...]
+    turns = functools.partial(_turn, refs, step, static)
+    if static.pieces:
+        whole_or_cut([step], static.C, turns)
+    else:
+        masked_or_not(None if refs.owner is None else step.mixed == 1, turns)
 
 
-def _turn(refs, step: Step, masked: bool | None, static: Static) -> None:
-    """Do as `_bwd_kernel`; `masked` says whether the chunk is mixed, None that a chunk never is."""
+def _turn(refs, step: Step, static: Static, masked: bool | None) -> None:
+    """Do as `_bwd_kernel`; `masked` as in the forward."""
     heads, dtype, C, K, V, p = static.config.heads_bwd, refs.do.dtype, static.C, static.K, static.V, static.p
     group = min(static.group, static.config.heads_bwd)
-    # All rows of a chunk that could be mixed and is not are its own.
     own: Any = own_rows(step, static) if masked is None else None
     masks, spoilt = None, None
     goes_on = getattr(refs, "goes_on", None) if masked else None
@@ -293,7 +297,7 @@ def _turn(refs, step: Step, masked: bool | None, static: Static) -> None:
     column, row = x.beta  # [heads, C, 1], [heads / p, 1, p C]
     by_head = [row[n // p, :, n % p * C : (n % p + 1) * C] for n in range(heads)]  # each [1, C]
     dbeta = to_row(column)[:, 0] + jnp.concatenate(by_head)  # [heads, C]
-    refs.dbeta[...] = jnp.where(step.columns(C), dbeta, refs.dbeta[...]) if static.pieces else dbeta
+    refs.dbeta[...] = dbeta if stored is None else jnp.where(step.columns(C), dbeta, refs.dbeta[...])
 
     # The products of the levels, pack by pack.
     made = []
@@ -391,7 +395,7 @@ def launch(x: Operands, static: Static) -> dict[str, jax.Array]:
 
     Returns:
       A dict of the gradients dq, dk, dv, dg, dbeta, dlaw in the shapes of their inputs, dbeta float32, dlaw None if
-      there is no law, and dh0 [N, HV, V, K] float32 if there is an initial state, that of an empty sequence undefined.
+      there is no law, and dh0 [N, HV, V, K] float32 if there is an initial state.
     """
     B, HV, C, K, V, steps, heads = (
         static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads_bwd
@@ -430,11 +434,9 @@ def launch(x: Operands, static: Static) -> dict[str, jax.Array]:
     }
     unwanted = {"dh0": not static.with_state, "dlaw": x.law is None}
     wanted = [name for name in outputs if not unwanted.get(name)]
-    # The gradient of the state, and decays.
-    scratch = {
-        "state": pltpu.VMEM((heads, V, K), jnp.float32),
-        "decays": decays_scratch(heads, C, K, static.backward_base),
-    }
+    scratch = {"decays": decays_scratch(heads, C, K, static.backward_base)}
+    if not static.with_state:  # else an output holds the gradient of the state
+        scratch["state"] = pltpu.VMEM((heads, V, K), jnp.float32)
     if x.owner is not None and static.backward_base > 1:
         scratch["goes_on"] = pltpu.VMEM((C, LANES), jnp.float32)
     results = pallas_call(

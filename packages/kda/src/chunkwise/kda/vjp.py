@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from chunkwise.kda import kernel, kernel_bwd
 from chunkwise.kda.kernel import Operands, Static
-from chunkwise.shared.kernels import from_lanes, to_lanes, unless_empty
+from chunkwise.shared.kernels import from_lanes, to_lanes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def fused(x: Operands, static: Static, final_state: bool):
-    """Return (o [B, T, HV V], the final states [N, HV, V, K] or None; that of an empty sequence is undefined)."""
+    """Return (o [B, T, HV V], the final states [N, HV, V, K] or None)."""
     out = kernel.launch(x, static, final_state)
     return out["o"], out.get("ht")
 
@@ -41,22 +41,19 @@ def _forward(x, static, final_state):
         **{name: out[name] for name in ("X", "scores")},
         **{name: getattr(x, name) for name in ("table", "owner", "beta", "law")},
     )
-    return (out["o"], out.get("ht")), (kept, x.cu_seqlens)
+    return (out["o"], out.get("ht")), kept
 
 
-def _backward(static, final_state, residuals, cotangents):
-    kept, cu_seqlens = residuals
+def _backward(static, final_state, kept, cotangents):
     do, dht = cotangents
     K, V = static.head_sizes
     tokens = {name: _pad(kept[name]) for name in ("q", "k", "g", "W")}
     states = jnp.pad(kept["h"], [(0, 0)] * 3 + [(0, static.V - V), (0, static.K - K)])
     x = kernel_bwd.Operands(**kept | tokens | dict(h=states), do=do, dht=dht)
     d = kernel_bwd.launch(x, static)
-    # The kernel does not visit empty sequences, and their final states do not come from it.
-    dh0 = unless_empty(d["dh0"], None, cu_seqlens) if static.with_state else None
-    cotangents: dict[str, Any] = dict.fromkeys(("table", "owner", "cu_seqlens"))
+    cotangents: dict[str, Any] = dict.fromkeys(("table", "owner"))
     cotangents |= {name: d[f"d{name}"] for name in ("q", "k", "v", "g", "beta", "law")}
-    return (Operands(**cotangents, initial_state=dh0),)
+    return (Operands(**cotangents, initial_state=d.get("dh0")),)
 
 
 fused.defvjp(_forward, _backward)

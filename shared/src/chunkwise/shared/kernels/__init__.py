@@ -54,6 +54,7 @@ from chunkwise.shared.kernels.layout import (
     to_lanes,
     to_rows,
     unless_empty,
+    whole_or_cut,
 )
 from chunkwise.shared.kernels.packed import (
     LANES,
@@ -206,6 +207,7 @@ __all__ = [
     "unit_lower_inverse",
     "unless_empty",
     "valid_tokens",
+    "whole_or_cut",
     "whole_sequences",
     "zero_padding",
 ]

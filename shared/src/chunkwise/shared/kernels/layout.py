@@ -13,7 +13,8 @@ A step is a chunk, or a piece of one. The table of steps says which; see `Step`.
   boundary where its state can be handed in and out: in arrays of their own, or in the slots of a pool.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -223,6 +224,11 @@ class Step:
     continues = property(lambda self: self._table[CONTINUES, self._n])
     busy = property(lambda self: self._table[BUSY, self._n])
 
+    @property
+    def empty(self) -> jax.Array:
+        """Whether no row belongs to the step."""
+        return self.begin == self.end
+
     def rows(self, C: int) -> jax.Array:
         """Return which rows of the chunk belong to the step, bool [C, 1]."""
         row = lax.broadcasted_iota(jnp.int32, (C, 1), 0)
@@ -232,6 +238,21 @@ class Step:
         """Return the same for values that lie in the lanes, bool [1, C]."""
         column = lax.broadcasted_iota(jnp.int32, (1, C), 1)
         return (column >= self.begin) & (column < self.end)
+
+
+def whole_or_cut(steps: Sequence[Step], C: int, run: Callable[[bool | None], None]) -> None:
+    """Run a turn over pieces of chunks, and select rows only where that is needed.
+
+    Args:
+      steps: the pieces of the turn.
+      C: rows of a chunk.
+      run: gets False where every piece is a whole chunk, None where one of them is not, and is not called where no
+        piece has rows.
+    """
+    whole = functools.reduce(jnp.logical_and, [(step.begin == 0) & (step.end == C) for step in steps])
+    empty = functools.reduce(jnp.logical_and, [step.empty for step in steps])
+    pl.when(whole)(lambda: run(False))
+    pl.when(jnp.logical_not(whole | empty))(lambda: run(None))
 
 
 class SequenceMasks(NamedTuple):
