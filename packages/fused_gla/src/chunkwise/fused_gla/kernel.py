@@ -5,11 +5,13 @@ sequential axis of the grid and the state lives in VMEM across it. The state lay
 keep states as [V, K], so that a decay per channel is a row.
 
 A packed batch keeps its chunks aligned to the token stream. Without states in or out, masks keep the sequences of a
-chunk apart, as they do in rows of segments. With them, a loop visits every sequence of a chunk and takes its state from
-HBM or writes it there. Only mixed chunks, of several sequences or with padding, compute with masks or visit sequences.
+chunk apart, as they do in rows of segments; only mixed chunks, of several sequences or with padding, compute with them.
+With states a grid step is a piece of a block of chunks: the tokens of one sequence in it. So every sequence has a
+boundary where its state comes in or goes out, and only chunks that are not wholly of the piece select rows.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,12 +26,14 @@ from chunkwise.fused_gla.cost import cost
 from chunkwise.shared.compat import out_struct
 from chunkwise.shared.kernels import (
     SequenceMasks,
+    Step,
     chunk_owners,
     clear,
     clip_gate,
     decoded,
     dot,
     load_heads,
+    make_steps,
     masked_or_not,
     named,
     not_finite,
@@ -43,6 +47,7 @@ from chunkwise.shared.kernels import (
     to_row,
     whole_sequences,
 )
+from chunkwise.shared.kernels.layout import CHUNK, SEQUENCE
 
 
 class Static(NamedTuple):
@@ -60,7 +65,7 @@ class Static(NamedTuple):
       config: heads of a grid step, forward and backward.
       widths: K and V without padding.
       per_channel: the gates are per channel of the key.
-      visit: packed sequences have states of their own: a loop visits every sequence of a chunk.
+      pieces: packed sequences have states of their own: a grid step is a piece of its chunks, of one sequence.
       constant: every chunk has the same decays: constant gates, whole chunks, one sequence.
       final: the states after the last tokens are wanted.
       parts: parts of computed tiles in bfloat16 products: two where the gradient of constant gates is wanted.
@@ -80,7 +85,7 @@ class Static(NamedTuple):
     config: Config
     widths: tuple[int, int]
     per_channel: bool
-    visit: bool
+    pieces: bool
     constant: bool
     final: bool
     parts: int = 1
@@ -128,27 +133,32 @@ class Blocks:
         # Key heads of a block; or if a group is larger than a block, how many blocks share its one key head.
         self.keys, self.share = max(heads // group, 1), max(group // heads, 1)
 
+    def _tokens(self, t, tables):
+        """Return the block of tokens of a grid step."""
+        return tables[0][CHUNK, self.time(t)] if self.s.pieces else self.time(t)
+
     def queries(self) -> pl.BlockSpec:
         """Cut flat queries or keys [B, T, H * K]."""
         block, share = (None, self.s.chunks * self.s.C, self.keys * self.s.K), self.share
         return pl.BlockSpec(
-            block, lambda b, h, t, *_: (b, self.time(t), h if share == 1 else lax.div(h, jnp.int32(share)))
+            block,
+            lambda b, h, t, *tables: (b, self._tokens(t, tables), h if share == 1 else lax.div(h, jnp.int32(share))),
         )
 
     def query_sums(self) -> pl.BlockSpec:
         """Cut what every block has of the gradients of queries or keys, [B, T, H * share * K]."""
         block = (None, self.s.chunks * self.s.C, self.keys * self.s.K)
-        return pl.BlockSpec(block, lambda b, h, t, *_: (b, self.time(t), h))
+        return pl.BlockSpec(block, lambda b, h, t, *tables: (b, self._tokens(t, tables), h))
 
     def tokens(self, D: int) -> pl.BlockSpec:
         """Cut flat tokens [B, T, HV * D]."""
         block = (None, self.s.chunks * self.s.C, self.heads * D)
-        return pl.BlockSpec(block, lambda b, h, t, *_: (b, self.time(t), h))
+        return pl.BlockSpec(block, lambda b, h, t, *tables: (b, self._tokens(t, tables), h))
 
     def rows(self) -> pl.BlockSpec:
         """Cut values per token [B, NT, HV, 1, C]."""
         block = (None, self.s.chunks, self.heads, 1, self.s.C)
-        return pl.BlockSpec(block, lambda b, h, t, *_: (b, self.time(t), h, 0, 0))
+        return pl.BlockSpec(block, lambda b, h, t, *tables: (b, self._tokens(t, tables), h, 0, 0))
 
     def owners(self) -> pl.BlockSpec:
         """Cut the `coded_owners` of tokens [B * NT, 1, C]."""
@@ -164,8 +174,11 @@ class Blocks:
         return pl.BlockSpec((None, self.heads, *tail), lambda b, h, t, *_: (b, h, 0, 0))
 
     def states(self) -> pl.BlockSpec:
-        """Cut states of sequences [N, HV, V, K]; all of them stay in HBM if a loop visits the sequences."""
-        return pl.BlockSpec(memory_space=pl.ANY) if self.s.visit else self.per_head(self.s.V, self.s.K)
+        """Cut states of sequences [N, HV, V, K]."""
+        if not self.s.pieces:
+            return self.per_head(self.s.V, self.s.K)
+        block = (None, self.heads, self.s.V, self.s.K)
+        return pl.BlockSpec(block, lambda b, h, t, table: (table[SEQUENCE, self.time(t)], h, 0, 0))
 
     def kept(self) -> pl.BlockSpec:
         """Cut the state before every grid step, [B, steps, HV, V, K]."""
@@ -182,14 +195,12 @@ class Blocks:
             None if x.g is None else self.gates(),
             None if x.gamma is None else pl.BlockSpec((self.heads, 1, C), lambda b, h, t, *_: (h, 0, 0)),
             None if x.initial_state is None else self.states(),
-            self.owners() if x.several else None,
+            self.owners() if x.several and not self.s.pieces else None,
         ]
 
 
-# How sequences lie in chunks: the tables in scalar memory, those of a loop that visits sequences, and what is read like
-# an operand.
+# How sequences lie in chunks: the tables in scalar memory; and what is read like an operand.
 TABLES = ("before", "last", "mixed")
-VISITS = ("bounds", "first")
 NAMES = ("q", "k", "v", "g", "gamma", "initial_state", "owner")
 
 
@@ -197,18 +208,14 @@ def make_tables(s: Static, x: Operands) -> tuple[dict[str, jax.Array], jax.Array
     """Return how the sequences lie in the chunks: tables by name, and the owner of every token.
 
     The tables [B * NT] hold for every chunk the sequence of the token before it, that of its last token, and whether it
-    is mixed; for visits there are also cu_seqlens [N + 1], and the sequence of the first token of every chunk. The
-    owner is [B * NT, 1, C]; all are int32.
+    is mixed. The owner is [B * NT, 1, C]; all are int32. For pieces there is one table instead, which `Step` reads.
     """
     if not x.several:
         return {}, None
+    if s.pieces:
+        return {"table": make_steps(s.B, s.T, s.chunks * s.C, x.cu_seqlens, with_states=True).table}, None
     owner, *tables = chunk_owners(s.T, s.C, x.cu_seqlens, x.segment_ids)
-    named_tables: dict[str, Any] = dict(zip(TABLES, tables, strict=True))
-    if s.visit:
-        # A chunk of padding visits no sequence.
-        first = jnp.where(owner[:, 0, 0] < 0, jnp.int32(s.N), owner[:, 0, 0])
-        named_tables |= dict(zip(VISITS, (x.cu_seqlens, first), strict=True))
-    return named_tables, owner
+    return dict(zip(TABLES, tables, strict=True)), owner
 
 
 def run_kernel(body, s: Static, blocks: Blocks, x: Operands, outputs, scratch, more=(), queries=True, **call):
@@ -248,38 +255,54 @@ def run_kernel(body, s: Static, blocks: Blocks, x: Operands, outputs, scratch, m
             **call,
         )  # fmt: skip
 
-    # Pallas has no batch axis for states that a kernel copies from HBM by itself.
-    run = jax.custom_batching.sequential_vmap(run) if s.visit else run
     results = iter(run(*tables.values(), x.q, x.k, x.v, g, gamma, x.initial_state, owner, *(y for *_, y in more)))
     return tuple(next(results) if present else None for _, present in wanted)
 
 
-def chunks_of(s: Static, step) -> jax.Array:
-    """Return the chunks of a grid step: always `s.chunks`, but XLA cannot tell.
-
-    It would inline a loop of one trip into other code when it interprets the kernel, and round that differently.
-    """
-    return jnp.minimum(jnp.int32(s.chunks), jnp.int32(s.chunks * s.steps) - step * jnp.int32(s.chunks))
-
-
 class GridStep(NamedTuple):
-    """A step of the grid: the row of the batch, and the step of that row."""
+    """A step of the grid: the row of the batch, the step of that row, and the piece of its chunks that it takes."""
 
     row: jax.Array
     step: jax.Array
+    piece: Step | None
 
     def chunk(self, s: Static, i) -> jax.Array:
-        """Return which chunk of the row chunk i of the step is."""
+        """Return which chunk of the row chunk i of the step is; not for pieces."""
         return self.step * jnp.int32(s.chunks) + i
 
     def in_tables(self, s: Static, i) -> jax.Array:
         """Return which chunk of all rows that is."""
         return self.row * jnp.int32(s.steps * s.chunks) + self.chunk(s, i)
 
+    def chunks(self, s: Static) -> tuple[jax.Array, jax.Array]:
+        """Return the range of the chunks of the step."""
+        if self.piece is not None:
+            begin, end = self.piece.begin, self.piece.end
+            first, last = (lax.shift_right_logical(n, jnp.int32(s.C.bit_length() - 1)) for n in (begin, end - 1))
+            return first, jnp.where(begin < end, last + 1, first)
+        # Always `s.chunks`, but XLA cannot tell. It would inline a loop of one trip into other code when it interprets
+        # the kernel, and round that differently.
+        most = jnp.int32(s.chunks * s.steps) - self.step * jnp.int32(s.chunks)
+        return jnp.int32(0), jnp.minimum(jnp.int32(s.chunks), most)
 
-def is_mixed(s: Static, refs, at: GridStep, i) -> jax.Array | None:
-    """Return whether chunk i of a grid step is mixed; None if no chunk of this launch is."""
-    return refs.mixed[at.in_tables(s, i)] == 1 if hasattr(refs, "mixed") else None
+
+def grid_step(s: Static, refs, step) -> GridStep:
+    """Return the step of the grid with this number in its row of the batch."""
+    return GridStep(pl.program_id(0), step, Step(refs.table, step) if s.pieces else None)
+
+
+def run_chunk(s: Static, refs, at: GridStep, i, run: Callable[[bool | None], None]) -> None:
+    """Run chunk i of a grid step, with masks or a selection of rows only where they are needed.
+
+    `run` gets True where the chunk is mixed, False where all its rows are of one sequence and of the step, and None
+    where some may not be and no chunk of the launch is mixed.
+    """
+    if at.piece is not None:
+        begin, end = i * jnp.int32(s.C), (i + 1) * jnp.int32(s.C)
+        cut = (at.piece.begin > begin) | (at.piece.end < end)
+        masked_or_not(cut, lambda cut: run(None if cut else False))
+    else:
+        masked_or_not(refs.mixed[at.in_tables(s, i)] == 1 if hasattr(refs, "mixed") else None, run)
 
 
 class Place:
@@ -287,7 +310,7 @@ class Place:
 
     In a chunk that is not mixed all tokens are of one sequence. Else the state before the chunk acts on the tokens of
     the sequence that is open there, the state after it belongs to the last one, and the first passes into the second if
-    the two are one. If a loop visits every sequence, its methods take the sequence n.
+    the two are one. A piece has only tokens of one sequence, and those of the chunk that are not its own load as zeros.
 
     A sequence with something that is not finite must not reach the others of its chunk, and a product reads every row.
     So in mixed chunks such a sequence is taken for padding, whose rows load as zeros; `spoil_tokens` and `spoil_state`
@@ -306,18 +329,17 @@ class Place:
         Args:
           s, refs: of the kernel.
           at, i: grid step and chunk.
-          masked: whether the chunk is mixed; None if no chunk of this launch is.
+          masked: as `run_chunk` says it.
           tiles: pairs (name of a Ref of tokens, lanes of a head) that must be finite, beside the gates.
           states: Refs [heads, V, K] of the state before the chunk, and of the gradient of the one after it. Zeros
             replace them if they are not finite and another sequence could meet them.
         """
         self.s, self.refs, self.i = s, refs, i
-        self.index = at.chunk(s, i)
         self.at = pl.ds(pl.multiple_of(i * jnp.int32(s.C), s.C), s.C)
         self.masks: Any = None
         self.own: Any = None
         self.own_row: Any = None
-        if masked is not None:
+        if masked is not None and not s.pieces:
             self.before, self.last = (table[at.in_tables(s, i)] for table in (refs.before, refs.last))
         if masked:
             owner = refs.owner[i][None]  # [1, 1, C]
@@ -326,10 +348,15 @@ class Place:
             self.found = to_row(found)  # [1, 1, C]
             self.masks = masks._replace(code=as_padding(masks.code, found))
             self.own, self.own_row = self.masks.code >= 0, as_padding(owner, self.found) >= 0
-        elif masked is None and s.T % s.C:
-            left = jnp.int32(s.T) - self.index * jnp.int32(s.C)
-            self.own = lax.broadcasted_iota(jnp.int32, (1, s.C, 1), 1) < left
-            self.own_row = lax.broadcasted_iota(jnp.int32, (1, 1, s.C), 2) < left
+        elif masked is None and (s.pieces or s.T % s.C):
+            begin, end = jnp.int32(0), jnp.int32(s.T)
+            first = at.chunk(s, i) * jnp.int32(s.C)
+            if at.piece is not None:
+                begin, end, first = at.piece.begin, at.piece.end, i * jnp.int32(s.C)
+            token, in_row = (
+                first + lax.broadcasted_iota(jnp.int32, (1, *x), axis) for x, axis in (((s.C, 1), 1), ((1, s.C), 2))
+            )
+            self.own, self.own_row = ((x >= begin) & (x < end) for x in (token, in_row))
 
     def _quarantine(self, masks: SequenceMasks, tiles, states) -> jax.Array:
         """Return the tokens of spoilt sequences, with the padding that counts to them, float32 [1, C, 1]."""
@@ -383,8 +410,18 @@ class Place:
         return slice(heads.start // group, -(-heads.stop // group))
 
     def store(self, ref, x: jax.Array, heads: slice) -> None:
-        """Write tiles [heads, C, D] to the tokens of the chunk."""
-        store_heads(ref, x, first=heads.start, at=self.at)
+        """Write tiles [heads, C, D] to the tokens of the chunk, or of the piece in it."""
+        own = self.own[0] if self.s.pieces and self.own is not None else None
+        store_heads(ref, x, own, first=heads.start, at=self.at)
+
+    def store_gates(self, ref, x: jax.Array, heads: slice) -> None:
+        """Write what is shaped like the gates to the tokens of the chunk, or of the piece in it; zeros for padding."""
+        if self.s.per_channel:
+            self.store(ref, _select(self.own, x), heads)
+        elif self.s.pieces and self.own is not None:
+            ref[self.i, heads] = jnp.where(self.own_row, x, ref[self.i, heads])
+        else:
+            ref[self.i, heads] = _select(self.own_row, x)
 
     def gates(self, heads: slice) -> jax.Array:
         """Return all gates of the chunk, [heads, 1, C] or [heads, C, K], zeros where no own token is."""
@@ -396,31 +433,6 @@ class Place:
         g = g if refs.g is None else g + refs.g[self.i, heads]
         g = g if refs.gamma is None else g + refs.gamma[heads]
         return _select(self.own_row, g)
-
-    def of_tokens(self, x: jax.Array) -> jax.Array:
-        """Return x, shaped like the gates, with zeros for padding, which counts to the sequence before it in masks."""
-        return _select(self.own if self.s.per_channel else self.own_row, x)
-
-    def of(self, n, x: jax.Array) -> jax.Array:
-        """Return x, shaped like the gates, with zeros for the tokens of other sequences than n."""
-        owner = self.masks.code if self.s.per_channel else self.refs.owner[self.i][None]
-        return jnp.where(owner == n, x, 0.0)
-
-    def add(self, n, x: jax.Array, more: jax.Array) -> jax.Array:
-        """Return tiles x [heads, C, D] plus `more` for the tokens of n; a select, because the rest may be NaN."""
-        return x + more if n is None else jnp.where(self.masks.code == n, x + more, x)
-
-    def sequences(self) -> tuple[jax.Array, jax.Array]:
-        """Return the range of the sequences that have tokens in the chunk, empty ones between them included."""
-        return self.refs.first[self.index], jnp.minimum(self.last + 1, jnp.int32(self.s.N))
-
-    def starts(self, n) -> jax.Array:
-        """Return whether sequence n starts in the chunk or later."""
-        return self.refs.bounds[n] >= self.index * jnp.int32(self.s.C)
-
-    def ends(self, n) -> jax.Array:
-        """Return whether sequence n ends in the chunk or before."""
-        return self.refs.bounds[n + 1] <= (self.index + 1) * jnp.int32(self.s.C)
 
 
 def as_padding(code: jax.Array, found: jax.Array) -> jax.Array:
@@ -460,21 +472,18 @@ class Chunk:
         """Pairs of one sequence, bool [1, C, C]; None if all tokens are of one."""
         return None if self.place.masks is None else self.place.masks.same
 
-    def from_start(self, n=None) -> jax.Array:
-        """Return the decay from the state before the chunk, or at the start of sequence n, to each of its tokens."""
+    def from_start(self) -> jax.Array:
+        """Return the decay from the state before the chunk to each token that it acts on."""
         x, masks = self.decays.from_start, self.place.masks
-        return x if masks is None else jnp.where(masks.carried if n is None else masks.code == n, x, 0.0)
+        return x if masks is None else jnp.where(masks.carried, x, 0.0)
 
-    def to_end(self, n=None) -> jax.Array:
-        """Return the decay from each token of the last sequence, or of n, to the state after the chunk."""
+    def to_end(self) -> jax.Array:
+        """Return the decay from each token that acts on the state after the chunk to that state."""
         x, masks = self.decays.to_end, self.place.masks
-        return x if masks is None else jnp.where(masks.ending if n is None else masks.code == n, x, 0.0)
+        return x if masks is None else jnp.where(masks.ending, x, 0.0)
 
-    def through(self, n=None) -> jax.Array:
-        """Return the decay of the carried state over the chunk, or of that of sequence n over its tokens."""
-        if n is not None:
-            axis = 1 if self.place.s.per_channel else 2
-            return jnp.exp(jnp.sum(self.place.of(n, self.g), axis=axis, keepdims=True))
+    def through(self) -> jax.Array:
+        """Return the decay of the state over the chunk."""
         x, masks = self.decays.through, self.place.masks
         return x if masks is None else jnp.where(masks.through, x, 0.0)
 
@@ -487,80 +496,51 @@ def constant_decays(s: Static, refs, heads: int) -> tile.Decays:
     return tile.constant_decays(gamma, s.scale, s.C)
 
 
-def fetch_state(states_ref, n, block, target_ref):
-    """Copy the states of sequence n and a block of heads from HBM, or set them to zero."""
-    if states_ref is None:
-        clear(target_ref)
-    else:
-        heads = target_ref.shape[0]
-        pltpu.sync_copy(states_ref.at[n, pl.ds(block * jnp.int32(heads), heads)], target_ref)
-
-
-def put_state(source_ref, states_ref, n, block):
-    """Copy the states of a block of heads to sequence n in HBM."""
-    if states_ref is not None:
-        heads = source_ref.shape[0]
-        pltpu.sync_copy(source_ref, states_ref.at[n, pl.ds(block * jnp.int32(heads), heads)])
-
-
 def _gla_fwd_kernel(refs, s: Static):
-    block, step = pl.program_id(1), pl.program_id(2)
-    at, heads = GridStep(pl.program_id(0), step), slice(0, refs.S.shape[0])
+    """Take the state through the chunks of a grid step.
 
-    @pl.when(step == 0)
+    A final state that is wanted is the state itself: its block stays where it is until another sequence begins.
+    """
+    at = grid_step(s, refs, pl.program_id(2))
+    S_ref = refs.S if refs.final is None else refs.final
+    heads = slice(0, S_ref.shape[0])
+    begins = at.step == 0
+    if at.piece is not None:
+        begins |= at.piece.first == 1
+
+    @pl.when(begins)
     def _():
-        if refs.initial_state is None or s.visit:
-            clear(refs.S)
-        else:
-            refs.S[...] = refs.initial_state[...]
+        S_ref[...] = jnp.zeros_like(S_ref) if refs.initial_state is None else refs.initial_state[...]
+
+    if at.piece is not None and refs.o is not None:  # tokens that no piece owns
+
+        @pl.when((at.piece.opens & at.piece.mixed) == 1)
+        def _():
+            clear(refs.o)
 
     # The backward starts from this state when it recomputes those between the chunks of the step.
     if refs.kept is not None:
-        refs.kept[...] = refs.S[...]
+        refs.kept[...] = S_ref[...]
     constant = constant_decays(s, refs, heads.stop) if s.constant else None
     tiles = [("q", s.K)] * (refs.o is not None) + [("k", s.K), ("v", s.V)]
 
     def chunk(i, masked):
-        place = Place(s, refs, at, i, masked, tiles, states=() if s.visit else (refs.S,))
+        place = Place(s, refs, at, i, masked, tiles, states=(S_ref,))
         c = Chunk(place, heads, constant, queries=refs.o is not None)
-        o = None
+        S = S_ref[...]  # [heads, V, K]
+        S_ref[...] = tile.next_state(S, c.k, c.v, c.to_end(), c.through(), s.parts)
+        place.spoil_state(S_ref, place.last if masked else None)
         if refs.o is not None:
-            # What the tokens of the chunk give to one another; what comes from the state before it is added below.
+            # What the tokens of the chunk give to one another, and what the state before it does.
             P = tile.scores(c.q, c.k, c.decays, c.same)  # [heads, C, C]
-            o = dot(P.astype(c.v.dtype), c.v)  # [heads, C, V]
-
-        def state_pass(o, n=None):
-            S = refs.S[...]  # [heads, V, K]
-            refs.S[...] = tile.next_state(S, c.k, c.v, c.to_end(n), c.through(n), s.parts)
-            return None if o is None else place.add(n, o, tile.read_state(c.q, S, c.from_start(n)))
-
-        def visit(n, o, among=None):
-            pl.when(place.starts(n))(lambda: fetch_state(refs.initial_state, n, block, refs.S))
-            o = state_pass(o, among)
-            place.spoil_state(refs.S, n)
-            pl.when(place.ends(n))(lambda: put_state(refs.S, refs.final, n, block))
-            return o
-
-        if s.visit and masked:
-            o = lax.fori_loop(*place.sequences(), lambda n, o: visit(n, o, n), o)
-        elif s.visit:
-            o = visit(place.last, o)
-        else:
-            o = state_pass(o)
-            place.spoil_state(refs.S, place.last if masked else None)
-        if o is not None:
+            o = dot(P.astype(c.v.dtype), c.v) + tile.read_state(c.q, S, c.from_start())  # [heads, C, V]
             place.store(refs.o, o, heads)
         place.spoil_tokens(refs.o)
 
     def turn(i, _):
-        masked_or_not(is_mixed(s, refs, at, i), functools.partial(chunk, i))
+        run_chunk(s, refs, at, i, functools.partial(chunk, i))
 
-    lax.fori_loop(jnp.int32(0), chunks_of(s, step), turn, None)
-    if refs.final is not None and not s.visit:
-
-        @pl.when(step == s.steps - 1)
-        def _():
-            refs.final[...] = refs.S[...]
+    lax.fori_loop(*at.chunks(s), turn, None)
 
 
 def launch(s: Static, x: Operands, output: bool = True, keep: bool = False):
@@ -582,7 +562,8 @@ def launch(s: Static, x: Operands, output: bool = True, keep: bool = False):
             ("final", blocks.states(), out_struct((s.N, *state), jnp.float32, *inputs) if final else None),
             ("kept", blocks.kept(), out_struct((s.B, s.steps, *state), jnp.float32, *inputs) if keep else None),
         ],
-        scratch=[("S", pltpu.VMEM((blocks.heads, s.V, s.K), jnp.float32))],
+        # The state, unless an output holds it.
+        scratch=[] if final else [("S", pltpu.VMEM((blocks.heads, s.V, s.K), jnp.float32))],
         cost_estimate=cost(
             B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, C=s.C, itemsize=x.v.dtype.itemsize,
             per_channel=s.per_channel, output=output,

@@ -23,11 +23,9 @@ from chunkwise.fused_gla.kernel import (
     Operands,
     Place,
     Static,
-    chunks_of,
     constant_decays,
-    fetch_state,
-    is_mixed,
-    put_state,
+    grid_step,
+    run_chunk,
     run_kernel,
 )
 from chunkwise.shared.compat import out_struct
@@ -35,12 +33,10 @@ from chunkwise.shared.kernels import (
     clear,
     dot_nt,
     dot_tn,
-    masked_or_not,
+    num_chunks,
     repeat_heads,
-    rows_not_finite,
     stagger,
     strictly_lower,
-    whole_sequences,
 )
 
 # Heads that the backward takes in lock-step, and how many such pairs it starts before it finishes the first.
@@ -54,36 +50,28 @@ def _kept_decays(s: Static, refs, heads: slice) -> tile.Decays | None:
     return tile.Decays(*(getattr(refs, name)[heads] for name in DECAYS), s.scale) if s.constant else None
 
 
-def _recompute_state(s: Static, refs, at: GridStep, i, block, masked) -> None:
+def _recompute_state(s: Static, refs, at: GridStep, i, masked) -> None:
     """Store the state after chunk i, which is the one before chunk i + 1."""
-    before, n = refs.S.at[i], None
-    place = Place(s, refs, at, i, masked, (("k", s.K), ("v", s.V)), () if s.visit else (before,))
+    before = refs.S.at[i]
+    place = Place(s, refs, at, i, masked, (("k", s.K), ("v", s.V)), (before,))
     heads = slice(0, refs.dS.shape[0])
     c = Chunk(place, heads, _kept_decays(s, refs, heads), queries=False)
     S = before[...]  # [heads, V, K]
-    if s.visit:
-        # Of the sequences in the chunk only the last one matters for the next; it may start here.
-        n = jnp.minimum(place.last, jnp.int32(s.N - 1))
-        refs.start[...] = S
-        pl.when(place.starts(n))(lambda: fetch_state(refs.initial_state, n, block, refs.start))
-        S = refs.start[...]
-        n = n if masked else None
-    refs.S[i + 1] = tile.next_state(S, c.k, c.v, c.to_end(n)[:, :, : s.K], c.through(n), s.parts)
+    refs.S[i + 1] = tile.next_state(S, c.k, c.v, c.to_end()[:, :, : s.K], c.through(), s.parts)
     if place.masks is not None:
         place.spoil_state(refs.S.at[i + 1], place.last)
-        if not s.visit:
-            # It may have been replaced by zeros; the gradients must find it as it was.
-            place.spoil_state(before, place.before)
+        # It may have been replaced by zeros; the gradients must find it as it was.
+        place.spoil_state(before, place.before)
 
 
 def _place(s: Static, refs, at: GridStep, i, masked) -> Place:
     """Return the place of chunk i, whose gradients are to be computed."""
     tiles = ("q", s.K), ("k", s.K), ("v", s.V), ("do", s.V)
-    return Place(s, refs, at, i, masked, tiles, () if s.visit else (refs.S.at[i], refs.dS))
+    return Place(s, refs, at, i, masked, tiles, (refs.S.at[i], refs.dS))
 
 
-def _chunk_in_groups(s: Static, refs, at: GridStep, i, block, masked) -> None:
-    """Store the gradients of chunk i, whose gates are per head and whose sequences have no states of their own.
+def _chunk_in_groups(s: Static, refs, at: GridStep, i, masked) -> None:
+    """Store the gradients of chunk i, whose gates are per head.
 
     The matrix unit works in program order: while it computes the products of some heads, the vector unit finishes
     those before them. What value heads of one key head have in common goes from one pair to the next.
@@ -125,91 +113,59 @@ def _chunk_in_groups(s: Static, refs, at: GridStep, i, block, masked) -> None:
         # A token and itself have no gate between them.
         exponents = jnp.where(strictly_lower(s.C), jnp.swapaxes(grads.exponents, 1, 2), 0.0)  # [heads, C, C]
         dg = grads.through + tile.gate_bwd(exponents, grads.from_start, grads.to_end, c.same)  # [heads, 1, C]
-        refs.dg[i, heads] = place.of_tokens(dg)
+        place.store_gates(refs.dg, dg, heads)
 
     for _ in stagger(gradients(slice(first, min(first + pair, every))) for first in range(0, every, pair)):
         pass
     _spoil(s, refs, place)
 
 
-def _chunk_in_step(s: Static, refs, at: GridStep, i, block, masked) -> None:
-    """Store the gradients of chunk i, all heads in lock-step: gates per channel, or a loop that visits sequences."""
+def _chunk_in_step(s: Static, refs, at: GridStep, i, masked) -> None:
+    """Store the gradients of chunk i, whose gates are per channel, all heads in lock-step."""
     place = _place(s, refs, at, i, masked)
     heads = slice(0, refs.dS.shape[0])
     keys, c = place.keys(heads), Chunk(place, heads)
     do = place.load(refs.do, s.V).astype(c.dtype)  # [heads, C, V]
-
-    def state_pass(sums, S, n=None):
-        """Return the gradients of q, k, v and the gates with those through the state added; its decay is a gate."""
-        decays = c.from_start(n), c.to_end(n), c.through(n)
-        grads = tile.state_bwd(S, refs.dS[...], c.q, c.k, c.v, do, *decays, s.parts)
-        refs.dS[...] = grads.S
-        through = jnp.broadcast_to(grads.through, c.g.shape)
-        if sums is None:
-            return grads.q, grads.k, grads.v, through
-        *sums, gates = sums
-        sums = (place.add(n, x, more) for x, more in zip(sums, (grads.q, grads.k, grads.v), strict=True))
-        return *sums, gates + place.of(n, through)
-
-    def visit(n, sums, among=None):
-        refs.start[...] = refs.S[i]
-        pl.when(place.starts(n))(lambda: fetch_state(refs.initial_state, n, block, refs.start))
-        pl.when(place.ends(n))(lambda: fetch_state(refs.dfinal, n, block, refs.dS))
-        sums = state_pass(sums, refs.start[...], among)
-        place.spoil_state(refs.dS, n)
-        pl.when(place.starts(n))(lambda: put_state(refs.dS, refs.dinitial, n, block))
-        return sums
-
-    if s.visit and masked:
-        of_q = heads.stop, s.C, s.K
-        zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in (of_q, of_q, c.v.shape, c.g.shape))
-        first, end = place.sequences()
-        back = lambda m, sums: visit(end - 1 - (m - first), sums, end - 1 - (m - first))
-        dq, dk, dv, through = lax.fori_loop(first, end, back, zeros)
-    elif s.visit:
-        dq, dk, dv, through = visit(place.last, None)
-    else:
-        dq, dk, dv, through = state_pass(None, refs.S[i])
-
+    # The decay of the state is a gate.
+    outer = tile.state_bwd(
+        refs.S[i], refs.dS[...], c.q, c.k, c.v, do, c.from_start(), c.to_end(), c.through(), s.parts
+    )  # fmt: skip
+    refs.dS[...] = outer.S
     P, dP = tile.scores(c.q, c.k, c.decays, c.same), dot_nt(do, c.v)  # [heads, C, C]
     inside = tile.scores_bwd(dP, c.q, c.k, c.decays, P, c.same, s.parts)
-    place.store(refs.dq, tile.to_key_heads(dq, keys.stop) + inside.q, keys)
-    place.store(refs.dk, tile.to_key_heads(dk, keys.stop) + inside.k, keys)
-    place.store(refs.dv, dv + dot_tn(P.astype(do.dtype), do), heads)
+    place.store(refs.dq, tile.to_key_heads(outer.q, keys.stop) + inside.q, keys)
+    place.store(refs.dk, tile.to_key_heads(outer.k, keys.stop) + inside.k, keys)
+    place.store(refs.dv, outer.v + dot_tn(P.astype(do.dtype), do), heads)
     if refs.dg is not None:
-        d_from_start, d_to_end = (repeat_heads(y, heads.stop) * dy for y, dy in ((c.q, dq), (c.k, dk)))  # [heads, C, K]
-        spoilt = None
-        if masked and s.visit and s.per_channel:
-            # States that are not finite got into the rows of their sequence, and here a product mixes the rows again.
-            found = rows_not_finite(d_from_start, d_to_end)
-            spoilt = whole_sequences(found, c.same) > 0.0  # [1, C, 1]
-            d_from_start, d_to_end = (jnp.where(spoilt, 0.0, x) for x in (d_from_start, d_to_end))
-        dg = through + tile.gate_bwd(inside.exponents, d_from_start, d_to_end, c.same)
-        dg = place.of_tokens(dg)  # as the gates
-        if s.per_channel:
-            place.store(refs.dg, dg if spoilt is None else jnp.where(spoilt, jnp.nan, dg), heads)
-        else:
-            refs.dg[i] = dg
+        from_start, to_end = (repeat_heads(y, heads.stop) * dy for y, dy in ((c.q, outer.q), (c.k, outer.k)))
+        dg = outer.through + tile.gate_bwd(inside.exponents, from_start, to_end, c.same)  # [heads, C, K]
+        place.store_gates(refs.dg, dg, heads)
     _spoil(s, refs, place)
 
 
 def _spoil(s: Static, refs, place: Place) -> None:
-    """Store NaN in the gradients of spoilt sequences; a loop that visits them has seen to the states."""
+    """Store NaN in the gradients of spoilt sequences, and of the state."""
     place.spoil_tokens(refs.dq, refs.dk, refs.dv, None if s.constant else refs.dg)
-    if place.masks is not None and not s.visit:
+    if place.masks is not None:
         place.spoil_state(refs.dS, place.before)
 
 
 def _gla_bwd_kernel(refs, s: Static):
-    block, step = pl.program_id(1), s.steps - 1 - pl.program_id(2)
-    at = GridStep(pl.program_id(0), step)
+    """Take the gradient of the state back through the chunks of a grid step; the last step comes first.
 
-    @pl.when(step == s.steps - 1)
+    If that of the initial state is wanted, its block holds it until another sequence begins.
+    """
+    if refs.dinitial is not None:
+        refs.dS = refs.dinitial
+    turn = pl.program_id(2)
+    at = grid_step(s, refs, s.steps - 1 - turn)
+    begins = turn == 0
+    if at.piece is not None:
+        begins |= at.piece.last == 1
+
+    @pl.when(begins)
     def _():
-        if refs.dfinal is None or s.visit:
-            clear(refs.dS)
-        else:
-            refs.dS[...] = refs.dfinal[...]
+        refs.dS[...] = jnp.zeros_like(refs.dS) if refs.dfinal is None else refs.dfinal[...]
         if s.constant:
             decays: Any = constant_decays(s, refs, refs.dS.shape[0])
             decays = decays._replace(pairs=jnp.swapaxes(decays.pairs, 1, 2))
@@ -218,20 +174,21 @@ def _gla_bwd_kernel(refs, s: Static):
                 ref[...] = jnp.broadcast_to(decay, ref.shape)
             clear(refs.dg)
 
-    refs.S[0] = refs.kept[...]
-    count = chunks_of(s, step)
+    if at.piece is not None:  # tokens that no piece owns
 
-    def turn(algorithm, i):
-        masked_or_not(is_mixed(s, refs, at, i), functools.partial(algorithm, s, refs, at, i, block))
-
-    lax.fori_loop(jnp.int32(0), count - 1, lambda i, _: turn(_recompute_state, i), None)
-    gradients = _chunk_in_step if s.per_channel or s.visit else _chunk_in_groups
-    lax.fori_loop(jnp.int32(0), count, lambda j, _: turn(gradients, count - 1 - j), None)
-    if refs.dinitial is not None and not s.visit:
-
-        @pl.when(step == 0)
+        @pl.when((at.piece.closes & at.piece.mixed) == 1)
         def _():
-            refs.dinitial[...] = refs.dS[...]
+            clear(refs.dq, refs.dk, refs.dv, refs.dg)
+
+    first, end = at.chunks(s)
+    refs.S[first] = refs.kept[...]
+
+    def run(algorithm, i):
+        run_chunk(s, refs, at, i, functools.partial(algorithm, s, refs, at, i))
+
+    lax.fori_loop(first, end - 1, lambda i, _: run(_recompute_state, i), None)
+    gradients = _chunk_in_step if s.per_channel else _chunk_in_groups
+    lax.fori_loop(first, end, lambda i, _: run(gradients, first + end - 1 - i), None)
 
 
 def launch(s: Static, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept: jax.Array, gates: bool):
@@ -249,7 +206,7 @@ def launch(s: Static, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept
     inputs = [y for y in (*x, do, dfinal) if y is not None]
     blocks = Blocks(s, s.config.heads_bwd, lambda t: s.steps - 1 - t)
     out = lambda y: out_struct(y.shape, y.dtype, *inputs)
-    dg = blocks.gates(), (s.B, s.T, s.HV * s.K) if s.per_channel else (s.B, s.steps * s.chunks, s.HV, 1, s.C)
+    dg = blocks.gates(), (s.B, s.T, s.HV * s.K) if s.per_channel else (s.B, num_chunks(s.T, s.C), s.HV, 1, s.C)
     if s.constant:
         dg = blocks.per_head(8, s.K), (s.B, s.HV, 8, s.K)
     # Kept as whole tiles: a column would be broadcast at every use.
@@ -259,9 +216,8 @@ def launch(s: Static, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept
     scratch = {
         # At least two: of a single state XLA would fold the index away, and round other code when it interprets.
         "S": (max(s.chunks, 2), *state),
-        "dS": state,
-        # The state of the sequence that the loop visits.
-        "start": state if s.visit else (1, 8, 128),
+        # An output holds it otherwise.
+        **({"dS": state} if x.initial_state is None else {}),
     } | decays
 
     def keys_out(y):

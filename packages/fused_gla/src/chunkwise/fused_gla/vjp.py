@@ -1,7 +1,7 @@
 """The kernels as one differentiable function of their operands.
 
 The operands are those of the launches, so JAX transposes what lies between them and the user's arrays: the flat view,
-its padding, casts, and the states of empty sequences.
+its padding and casts.
 """
 
 import functools
@@ -24,7 +24,6 @@ from chunkwise.shared.kernels import (
     pad_states,
     to_lanes,
     to_rows,
-    unless_empty,
 )
 from chunkwise.shared.operators import Arguments, Options
 
@@ -36,11 +35,13 @@ def fused(x: Arguments, scale: float, options: Options, config: Config):
     assert C is not None
     per_channel, NT = x.g is not None and x.g.ndim == 4, num_chunks(T, C)
     chunks = largest_divisor(NT, config.num_steps)
+    pieces = x.cu_seqlens is not None and (options.output_final_state or x.initial_state is not None)
     s = Static(
-        B, T, H, HV, pad_lanes(K), pad_lanes(V), C, x.num_states, NT // chunks, chunks, scale, config,
+        B, T, H, HV, pad_lanes(K), pad_lanes(V), C, x.num_states, NT // chunks + pieces * x.num_states, chunks, scale,
+        config,
         widths=(K, V),
         per_channel=per_channel,
-        visit=x.cu_seqlens is not None and (options.output_final_state or x.initial_state is not None),
+        pieces=pieces,
         constant=x.g is None and x.cu_seqlens is None and x.segment_ids is None and T % C == 0,
         final=options.output_final_state,
     )  # fmt: skip
@@ -54,14 +55,13 @@ def fused(x: Arguments, scale: float, options: Options, config: Config):
     operands = Operands(*vary_alike(*tokens, g, gamma, states, x.cu_seqlens, x.segment_ids))
     o, final = attend(s, operands)
     if final is not None:
-        final = unless_empty(final, states, x.cu_seqlens)
         final = jnp.swapaxes(final[:, :, :V, :K], 2, 3)
     return from_lanes(o, HV, V, T), final
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(s: Static, x: Operands):
-    """Return (o [B, T, HV * V], final states [N, HV, V, K] or None); those of empty sequences are not written."""
+    """Return (o [B, T, HV * V], final states [N, HV, V, K] or None)."""
     return kernel.launch(s, x)[:2]
 
 
@@ -101,8 +101,6 @@ def _backward(s: Static, residuals, cotangents):
     if dg is not None and wanted.gamma:
         dgamma = _sum_gates(s, dg)
     dg = None if dg is None or x.g is None else dg.astype(x.g.dtype)
-    if dinitial is not None:
-        dinitial = unless_empty(dinitial, None, x.cu_seqlens)
     return (Operands(dq, dk, dv, dg, dgamma, dinitial),)
 
 

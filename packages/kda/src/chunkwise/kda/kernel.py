@@ -368,7 +368,7 @@ def _fwd_kernel(refs, *, static: Static):
 
     if static.pieces:  # rows that no piece owns stay zero
 
-        @pl.when(step.opens == 1)
+        @pl.when((step.opens & step.mixed) == 1)
         def _():
             clear(refs.o, refs.W)
 

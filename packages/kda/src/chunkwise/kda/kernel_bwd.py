@@ -252,7 +252,7 @@ def _bwd_kernel(refs, *, static: Static):
 
     if static.pieces:  # rows that no piece owns stay zero
 
-        @pl.when(step.closes == 1)
+        @pl.when((step.closes & step.mixed) == 1)
         def _():
             clear(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta)
 

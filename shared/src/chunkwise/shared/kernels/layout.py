@@ -98,7 +98,8 @@ def make_steps(
     if cu_seqlens is not None and with_states:
         p = pieces(T, C, cu_seqlens)
         # The fields of `Pieces` are the first rows of the table.
-        rows = (*p, p.sequence, p.sequence, jnp.zeros_like(p.chunk))
+        padded = (p.chunk + 1) * C > cu_seqlens[-1]
+        rows = (*p, p.sequence, p.sequence, padded)
         return Steps(jnp.stack([x.astype(jnp.int32) for x in rows]), None)
     chunks = Chunking(B, T, C)
     ones, chunk = jnp.ones(B * NT, jnp.int32), jnp.tile(jnp.arange(NT, dtype=jnp.int32), B)
@@ -200,7 +201,8 @@ class Step:
       begin, end: its rows of the chunk; other rows may hold anything.
       opens, closes: 1 where the step is the first or the last of its chunk.
       before, final: the sequences of the token before the chunk and of its last token.
-      mixed: 1 where the chunk does not lie inside one sequence: see `chunk_owners`.
+      mixed: 1 where the chunk does not lie inside one sequence: see `chunk_owners`. Of a piece, where its chunk has
+        rows that no piece owns.
       target: the slot that the step holds to write it, in a pool, as those that follow.
       continues: 1 where its sequence starts from the state of a slot, and not from zeros.
       busy: 0 where no step up to this one, or from this one on, has rows.
