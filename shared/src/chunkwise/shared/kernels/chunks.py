@@ -278,37 +278,33 @@ def cut(
       no rows if it is not the only one that ends there.
     """
     N, NT = start.shape[0], num_chunks(T, chunk_size)
-    stream = jnp.int32(NT * chunk_size)
-    rank = jnp.arange(N, dtype=jnp.int32)
-    at = end
+    rank, at = jnp.arange(N, dtype=jnp.int32), end
     if cuts is not None:
         token, owner = cuts
-        of = jnp.arange(token.shape[0], dtype=jnp.int32)
         before = jnp.sum(owner[None] <= rank[:, None], axis=1, dtype=jnp.int32)
+        of = jnp.arange(token.shape[0], dtype=jnp.int32)
         rank, at = jnp.concatenate([rank + before, of + owner]), jnp.concatenate([end, token])
-    chunk_end = jnp.arange(1, NT + 1, dtype=jnp.int32) * jnp.int32(chunk_size)
-    # An end that is that of a chunk as well makes one piece, not two.
-    lone = jnp.all(at[:, None] != chunk_end[None], axis=0)
-    rank = rank + jnp.sum(lone[None] & (chunk_end[None] < at[:, None]), axis=1, dtype=jnp.int32)
-    lone_before = jnp.sum(lone[None] & (chunk_end[None] < chunk_end[:, None]), axis=1, dtype=jnp.int32)
-    chunk_rank = lone_before + jnp.sum(at[None] <= chunk_end[:, None], axis=1, dtype=jnp.int32)
-    # The ends of all pieces, in order: every piece takes the one of its rank, unused ones that of the stream.
-    piece = jnp.arange(NT + at.shape[0], dtype=jnp.int32)
-    ranks, ends = jnp.concatenate([rank, chunk_rank]), jnp.concatenate([at, chunk_end])
-    valid = jnp.concatenate([jnp.ones(at.shape, bool), lone])
-    found = valid[None] & (ranks[None] <= piece[:, None])
-    stop = jnp.max(jnp.where(found, ends[None], jnp.int32(0)), axis=1)
-    used = piece < jnp.sum(valid, dtype=jnp.int32)
-    stop = jnp.where(used, stop, stream)
-    begin = jnp.concatenate([jnp.zeros(1, jnp.int32), stop[:-1]])
-    owner = jnp.sum(rank[None, :N] < piece[:, None], axis=1, dtype=jnp.int32)
+    # An end that is that of a chunk as well makes one piece, not two: the first of those that are.
+    earlier = rank[None] < rank[:, None]
+    tied = (at > 0) & (at % chunk_size == 0) & ~jnp.any(earlier & (at[None] == at[:, None]), axis=1)
+    # The place of every end among all ends: those of chunks before it are a quotient.
+    tied_before = jnp.sum(tied[None] & (at[None] < at[:, None]), axis=1, dtype=jnp.int32)
+    place = rank + jnp.maximum(at - 1, 0) // chunk_size - tied_before
+    # What lies up to every piece; those of number -2 and -1 are none.
+    S = NT + at.shape[0]
+    piece = jnp.arange(-2, S, dtype=jnp.int32)
+    found = place[None] <= piece[:, None]  # [S + 2, N + M]
+    lone = piece + 1 - jnp.sum(found, axis=1, dtype=jnp.int32)
+    whole = jnp.clip(lone + jnp.sum(found & tied[None], axis=1, dtype=jnp.int32), 0, NT)  # chunks that end
+    stop = jnp.maximum(whole * chunk_size, jnp.max(jnp.where(found, at[None], 0), axis=1))
+    owner = jnp.sum(found[1:-1, :N], axis=1, dtype=jnp.int32)
+    begin, stop, whole = stop[1:-1], stop[2:], jnp.minimum(whole, NT - 1)
     exists, sequence = owner < N, jnp.minimum(owner, N - 1)
     first_token, end_token = take(jnp.stack([start, end]), sequence)
     own = exists & (begin < stop) & (begin >= first_token)
     # The piece of an empty sequence is the one that ends where it ends.
-    empty = jnp.any((rank[None, :N] == piece[:, None]) & (start == end)[None], axis=1)
-    chunk = jnp.minimum(begin // chunk_size, NT - 1)
-    change, ends_of_row = chunk[1:] != chunk[:-1], jnp.ones(1, bool)
+    empty = jnp.any((place[None, :N] == piece[2:, None]) & (start == end)[None], axis=1)
+    chunk = whole[1:-1]
     made = Pieces(
         sequence=sequence,
         first=(own & (begin == first_token)) | empty,
@@ -316,7 +312,7 @@ def cut(
         chunk=chunk,
         begin=begin - chunk * chunk_size,
         end=jnp.where(own, stop, begin) - chunk * chunk_size,
-        opens=jnp.append(ends_of_row, change),
-        closes=jnp.append(change, ends_of_row),
+        opens=(chunk != whole[:-2]) | (piece[2:] == 0),
+        closes=(chunk != whole[2:]) | (piece[2:] == S - 1),
     )
-    return made, rank
+    return made, place
