@@ -3,22 +3,28 @@
 import functools
 import numbers
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 
 from chunkwise.kda import config as tiles
-from chunkwise.kda import tile, xla
+from chunkwise.kda import kernel, tile, xla
 from chunkwise.kda.kernel import Operands, Static
 from chunkwise.kda.vjp import fused
 from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.kernels import (
+    Routes,
+    Steps,
+    as_stored,
     divides_groups,
     from_lanes,
+    from_stored,
     make_steps,
     operand_dtype,
     pad_lanes,
     pad_states,
+    pool_steps,
     scaled,
     split_scale,
     to_lanes,
@@ -26,7 +32,9 @@ from chunkwise.shared.kernels import (
 )
 from chunkwise.shared.operators import (
     Arguments,
+    ChunkStates,
     Devices,
+    Forms,
     Implementation,
     Laws,
     Options,
@@ -37,6 +45,7 @@ from chunkwise.shared.operators import (
     check_initial_state,
     lay_out_law,
     run_chunked,
+    run_ragged,
     run_recurrent,
 )
 
@@ -198,6 +207,26 @@ def chunk(
     return run_chunked(x, options, implementation, known, on_tpu, raw_gates=("fused",), segmented=("fused",))
 
 
+def ragged(
+    x: Arguments,
+    slots: Slots,
+    options: Options,
+    implementation: str | None,
+    others: Mapping[str, Implementation] = MappingProxyType({}),
+    chunk_states: Mapping[str, ChunkStates] = MappingProxyType({}),
+) -> tuple[jax.Array, jax.Array]:
+    """Check the arguments of a serving step and run it; `x.initial_state` is the pool.
+
+    Args:
+      x, slots, options, implementation: the arguments.
+      others, chunk_states: more implementations, by name, and what they know of the states before chunks.
+    """
+    _check(x, options)
+    forms = Forms(_pooled, {"xla": _xla, **others}, chunk_states, raw_gates=True)
+    fits = max(x.q.shape[3], x.v.shape[3]) <= MOST_CHANNELS
+    return run_ragged(x, slots, options, implementation, forms, fits, "recurrent_kda_fwd")
+
+
 def _transposed(states: jax.Array | None) -> jax.Array | None:
     """Return the user's states [N, HV, K, V] as the kernels hold them, [N, HV, V, K] float32, or back."""
     return None if states is None else jnp.swapaxes(states.astype(jnp.float32), -1, -2)
@@ -211,6 +240,22 @@ def _xla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _fused(x: Arguments, options: Options, config: tiles.Config | None) -> tuple[jax.Array, jax.Array | None]:
+    inside, after = split_scale(x.scale)
+    static = _static(x, options, config, inside)
+    o, final_state = _launch(x._replace(scale=None), static, bool(options.output_final_state))
+    return scaled(o, after).astype(x.v.dtype), final_state
+
+
+def _pooled(x: Arguments, options: Options, routes: Routes) -> tuple[jax.Array, jax.Array]:
+    """Run the kernel on checked arguments from a pool of states, `x.initial_state`, and into it."""
+    inside, after = split_scale(x.scale)
+    static = _static(x, options, None, inside)
+    o, pool = _launch_pooled(x._replace(scale=None), static, options.block_size, routes)
+    return scaled(o, after).astype(x.v.dtype), pool
+
+
+def _static(x: Arguments, options: Options, config: tiles.Config | None, scale: float) -> Static:
+    """Return what the kernels are told of checked arguments."""
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
     if max(K, V) > MOST_CHANNELS:
@@ -220,30 +265,43 @@ def _fused(x: Arguments, options: Options, config: tiles.Config | None) -> tuple
     C, dtype = options.chunk_size, operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
     config = config or tiles.default_for(H, HV, C, pad_lanes(K), pad_lanes(V), dtype.itemsize)
     _check_config(config, H, HV)
-    inside, after = split_scale(x.scale)
     packed, N = x.cu_seqlens is not None, x.num_states
     with_states = x.with_state or options.output_final_state
     pieces, NT = packed and with_states, -(-T // C)
     # What pads fewer tokens than a chunk is zeros, of which a law makes decays.
     selects = (T if options.laws.use_gate_in_kernel else max(T, C)) % C > 0
-    static = Static(
+    return Static(
         B=B, T=max(T, C), selects=selects, H=H, HV=HV, K=pad_lanes(K), V=pad_lanes(V), C=C, N=N,
-        steps=NT + N * pieces, scale=inside, normalise=bool(options.normalise), pieces=pieces, config=config,
+        steps=NT + N * pieces, scale=scale, normalise=bool(options.normalise), pieces=pieces, config=config,
         with_state=x.with_state, head_sizes=(K, V),
         base=tile.base_block(options.gate_lower_bound, dtype),
         backward_base=tile.base_block(options.gate_lower_bound, jnp.float32),
         lower_bound=options.laws.lower_bound,
     )  # fmt: skip
-    o, final_state = _launch(x._replace(scale=None), static, bool(options.output_final_state))
-    return scaled(o, after).astype(x.v.dtype), final_state
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _launch(x: Arguments, static: Static, output_final_state: bool) -> tuple[jax.Array, jax.Array | None]:
     """Bring the user's arrays into the layout of the kernels and their results back."""
     T, (K, V) = x.q.shape[1], static.head_sizes
-    dtype = operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
     steps = make_steps(static.B, T, static.C, x.cu_seqlens, x.with_state or output_final_state, x.segment_ids)
+    o, states = fused(_lay_out(x, static, steps), static, output_final_state)
+    return from_lanes(o, static.HV, V, T), None if states is None else _transposed(states[..., :V, :K])
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _launch_pooled(x: Arguments, static: Static, block_size: int | None, routes: Routes) -> tuple[jax.Array, jax.Array]:
+    """Run the forward kernel from a pool of states and into it."""
+    pool, T = x.initial_state, x.q.shape[1]
+    steps = pool_steps(T, static.C, routes, block_size)
+    operands = _lay_out(x._replace(initial_state=None), static, steps, as_stored(pool))
+    out = kernel.launch(operands, static._replace(steps=steps.table.shape[1]), final_state=False)
+    return from_lanes(out["o"], static.HV, x.v.shape[3], T), from_stored(out["pool_out"], pool.dtype)
+
+
+def _lay_out(x: Arguments, static: Static, steps: Steps, pool: jax.Array | None = None) -> Operands:
+    """Bring the user's arrays into the layout of the kernels; JAX transposes this for the backward."""
+    dtype = operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
     g, law = x.g.astype(jnp.float32), None
     if x.A_log is not None:
         # Raw gates stay as narrow as they are, but no TPU loads float16.
@@ -257,10 +315,9 @@ def _launch(x: Arguments, static: Static, output_final_state: bool) -> tuple[jax
         to_rows(x.beta.astype(jnp.float32), static.C),
         pad_states(_transposed(x.initial_state)),
         law,
+        pool,
     )
-    o, states = fused(Operands(*vary_alike(*operands)), static, output_final_state)
-    o = from_lanes(o, static.HV, V, T)
-    return o, None if states is None else _transposed(states[..., :V, :K])
+    return Operands(*vary_alike(*operands))
 
 
 def recurrent_kda(

@@ -45,6 +45,8 @@ from chunkwise.shared.kernels import (
     decay,
     dot_nt,
     dot_tn,
+    fetch_states,
+    keep_block,
     l2norm,
     ladder,
     lanes,
@@ -61,6 +63,7 @@ from chunkwise.shared.kernels import (
     part_pairs,
     parts,
     place_tiles,
+    put_states,
     rows,
     rows_not_finite,
     sequence_masks,
@@ -88,7 +91,7 @@ class Operands(NamedTuple):
     """What the kernels read: head dimensions padded to whole lanes, a head a slice of lanes (`shared.kernels.layout`).
 
     Attributes:
-      table: int32 [11, B * steps], what every step works on; see `Step`.
+      table: int32 [11 or 14, B * steps], what every step works on; see `Step`.
       owner: int32 [B * NT, 1, C], the `coded_owners` of tokens where chunks may hold several sequences, else None.
       q, k: [B, T, H K], bfloat16 or float32, in which products take them.
       v: [B, T, HV V], of the same type.
@@ -96,6 +99,7 @@ class Operands(NamedTuple):
       beta: [B, NT, HV, C] float32: a column of it would fill whole registers of 128 lanes.
       initial_state: [N, HV, V, K] float32, transposed, or None for zeros.
       law: A_log and dt_bias of every gate, [2, HV K] float32; None where g are decays.
+      pool: states [slots, HV, K, V] of the user in place of initial_state, `as_stored`: neither padded nor transposed.
     """
 
     table: jax.Array
@@ -107,6 +111,7 @@ class Operands(NamedTuple):
     beta: jax.Array
     initial_state: jax.Array | None
     law: jax.Array | None
+    pool: jax.Array | None = None
 
 
 class Static(NamedTuple):
@@ -378,16 +383,32 @@ def _fwd_kernel(refs, *, static: Static):
         def _():
             refs.state[...] = refs.h0[...]
 
+    if refs.pool is not None:
+
+        @pl.when(step.first == 1)
+        def _():
+            fetch_states(refs.pool, refs.state, step.continues, transposed=True)
+
+        @pl.when((turn == 0) & (step.sequence == step.target))
+        def _():
+            keep_block(refs.pool, refs.pool_out)
+
     turns = functools.partial(_turn, refs, ahead, step, static)
     if static.pieces:
         whole_or_cut((ahead, step), static.C, turns)
+    else:
+        masked_or_not(None if refs.owner is None else (ahead.mixed + step.mixed) > 0, turns)
+    if refs.pool is not None:
 
-        # No turn takes a state through an empty sequence.
+        @pl.when((turn > 0) & (step.last == 1))
+        def _():
+            put_states(refs.state, refs.pool_out, transposed=True)
+
+    elif static.pieces:  # no turn takes a state through an empty sequence
+
         @pl.when((step.first == 1) & step.empty)
         def _():
             refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]
-    else:
-        masked_or_not(None if refs.owner is None else (ahead.mixed + step.mixed) > 0, turns)
 
 
 def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) -> None:
@@ -495,7 +516,7 @@ def pass_state(refs, own, X, heads: slice, step: Step, static: Static, dtype) ->
     C, p, packs = static.C, static.p, slice(heads.start // static.p, heads.stop // static.p)
     # What the state held before a sequence begins is not looked at: selecting costs less than clearing.
     begins, S = step.first == 1, refs.state[heads]  # [h, V, K]
-    if refs.owner is None or refs.h0 is None:
+    if refs.pool is None and (refs.owner is None or refs.h0 is None):
         S = jnp.where(begins, 0.0 if refs.h0 is None else refs.h0[heads], S)
     if refs.h is not None:
         refs.h[heads] = S.astype(refs.h.dtype)
@@ -528,7 +549,7 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
       A dict of o [B, T, HV V] in the type of v; with `final_state` ht, the final states [N, HV, V, K] float32; with
       `keep` what the backward needs: h, the states before every step [B, steps, HV, V, K] in the type of products, and
       in float32 W like v, packed X [B, steps, HV / p, C, p C] and packed scores of queries above those of keys
-      [B, steps, HV / p, 2 C, p C].
+      [B, steps, HV / p, 2 C, p C]; if there is a pool, pool_out: the same, updated in place.
     """
     B, HV, C, K, V, steps, heads = static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads
     p, dtype, last = static.p, x.v.dtype, steps - 1
@@ -548,7 +569,9 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
         "X": (passed.per_step(*packed), (B, steps, HV // p, C, p * C), jnp.float32),
         "scores": (ahead.per_step(heads // p, 2 * C, p * C), (B, steps, HV // p, 2 * C, p * C), jnp.float32),
     }
-    wanted = ["o", *["ht"] * final_state, *["h", "W", "X", "scores"] * keep]
+    if x.pool is not None:
+        outputs["pool_out"] = passed.target(heads, *x.pool.shape[2:]), x.pool.shape, x.pool.dtype
+    wanted = ["o", *["pool_out"] * (x.pool is not None), *["ht"] * final_state, *["h", "W", "X", "scores"] * keep]
     # What a turn makes of its chunk for the next turn to use; the state, unless the output holds it; decays, and what
     # keeps the sequences of the chunk of the turn before apart.
     scratch = {
@@ -575,7 +598,9 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
         "owner": (x.owner, ahead.owner(C)),
         "h0": (x.initial_state, passed.state(heads, V, K)),
         "law": (x.law, law_block(heads * K)),
+        "pool": (x.pool, None if x.pool is None else passed.state(heads, *x.pool.shape[2:])),
     }
+    inputs = ["table", *(name for name, (value, _) in operands.items() if value is not None)]
     results = pallas_call(
         named(
             _fwd_kernel, ["table", *operands], [(name, name in wanted) for name in outputs], list(scratch),
@@ -594,5 +619,6 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
         out_shape=[out_struct(*outputs[name][1:], *x) for name in wanted],
         scratch_shapes=list(scratch.values()),
         cost_estimate=cost(B=B, T=static.T, H=static.H, HV=HV, K=K, V=V, C=C, itemsize=dtype.itemsize),
+        input_output_aliases={} if x.pool is None else {inputs.index("pool"): wanted.index("pool_out")},
     )  # fmt: skip
     return dict(zip(wanted, results, strict=True))

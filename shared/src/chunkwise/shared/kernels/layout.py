@@ -153,9 +153,10 @@ def pool_steps(T: int, C: int, routes: Routes, block_size: int | None = None) ->
     # Between the first and the last piece that has rows.
     busy = jnp.any(rows[None] & (steps[None] <= steps[:, None]), axis=1)
     busy &= jnp.any(rows[None] & (steps[None] >= steps[:, None]), axis=1)
+    padded = (p.chunk * C < start[0]) | ((p.chunk + 1) * C > end[-1])
     none = jnp.zeros_like(steps)
     table = (
-        sources, first, written >= 0, p.chunk, p.begin, p.end, p.opens, p.closes, none, none, none,
+        sources, first, written >= 0, p.chunk, p.begin, p.end, p.opens, p.closes, none, none, padded,
         targets, reads >= 0, busy,
     )  # fmt: skip
     return Steps(jnp.stack([x.astype(jnp.int32) for x in table]), None)

@@ -1,0 +1,16 @@
+"""Prefills that start from slots of a pool of states and end in them."""
+
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.kda import api
+from chunkwise.shared.testing import make_inputs
+from chunkwise.shared.testing.pooled import PREFILL_TOKENS, assert_prefills
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["", "blocks"])
+@pytest.mark.parametrize("pool", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.thorough)])
+def test_prefills(dtype, pool, blocks):
+    x = make_inputs(1, PREFILL_TOKENS, 1, 2, 16, 24, dtype=dtype, per_channel=True)
+    assert_prefills(api.ragged, x, pool, blocks=blocks, normalise=True, chunk_size=16)

@@ -1,0 +1,99 @@
+"""Prefills over a pool of states: a hard step of them, and an operator compared with the float64 recurrence on it."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkwise.shared.operators import Arguments, Options, Slots
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import boundaries, spoil_padding
+from chunkwise.shared.testing.oracle import reference
+
+# An empty sequence in the middle and one at the end, one that ends with a chunk of 16, and one of a token.
+LENGTHS = (17, 0, 1, 46, 16, 3, 0)
+PREFILL_TOKENS = 88  # 5 of them are padding
+BLOCK = 16
+# The slots that the sequences start from and end in: the first sequence reads another slot than it writes, the third
+# starts from zeros, the fourth has no slot at all, and the fifth writes none.
+READ = (3, 7, 1, -1, 0, 8, 2)
+WRITE = (5, 7, 1, -1, -1, 8, 2)
+HAS_STATE = (True, True, False, True, True, True, True)
+# The slots of the states after blocks of 16 tokens, of two sequences.
+BLOCKS = {0: (9,), 3: (10, -1)}
+NUM_SLOTS = 12
+
+
+@functools.cache
+def step_of(ragged: Callable, implementation: str, options: tuple) -> Callable:
+    """Return a jitted function of inputs by name, boundaries and slots to o and the pool; the same one every time."""
+
+    @jax.jit
+    def run(x, cu_seqlens, slots):
+        arguments = Arguments(**{"beta": None, **x}, scale=None, cu_seqlens=cu_seqlens)
+        return ragged(arguments, slots, Options(True, **dict(options)), implementation)
+
+    return run
+
+
+def assert_prefills(
+    ragged: Callable, x: dict[str, jax.Array], dtype, implementation: str = "fused", blocks: bool = False, **options
+) -> None:
+    """Fail unless a step of prefills gives the outputs and the pool of the recurrence, and leaves other slots alone.
+
+    Args:
+      ragged: the operator, from Arguments, Slots, Options and an implementation to o and the pool.
+      x: its inputs by name, PREFILL_TOKENS tokens; an initial state is not among them.
+      dtype: of the pool.
+      implementation: its name.
+      blocks: whether states after blocks of tokens are wanted too.
+      **options: of `Options`.
+    """
+    rng, (HV, V), K = np.random.default_rng(2), x["v"].shape[2:], x["q"].shape[3]
+    pool = rng.standard_normal((NUM_SLOTS, HV, K, V))
+    pool[[1, 4, 5, 9]] = np.nan  # slots that are free
+    pool = jnp.asarray(pool, dtype)
+    cu_seqlens, N = boundaries(*LENGTHS), len(LENGTHS)
+    named = np.full((N, 2), -1, np.int32)
+    for n, slots in BLOCKS.items():
+        named[n, : len(slots)] = slots
+    slots = Slots(
+        jnp.asarray(WRITE, jnp.int32), jnp.asarray(HAS_STATE), read_indices=jnp.asarray(READ, jnp.int32),
+        block_state_indices=jnp.asarray(named) if blocks else None,
+    )  # fmt: skip
+    options |= dict(block_size=BLOCK) if blocks else {}
+    run = step_of(ragged, implementation, tuple(options.items()))
+    o, after = run(spoil_padding(x, cu_seqlens) | dict(initial_state=pool), cu_seqlens, slots)
+
+    want, expected = np.zeros(o.shape), np.array(pool, np.float64)
+    normalise = dict(use_qk_l2norm_in_kernel=options.get("normalise", False))
+
+    def prefill(n, length):
+        tokens = slice(int(cu_seqlens[n]), int(cu_seqlens[n]) + length)
+        start = pool[READ[n]] if READ[n] >= 0 and HAS_STATE[n] else jnp.zeros_like(pool[0])
+        return tokens, *reference(
+            **{name: y[:, tokens] for name, y in x.items()}, initial_state=start[None], **normalise
+        )
+
+    for n, length in enumerate(LENGTHS):
+        if not length:
+            continue
+        tokens, want[:, tokens], state = prefill(n, length)
+        if WRITE[n] >= 0:
+            expected[WRITE[n]] = state[0]
+        for i, slot in enumerate(BLOCKS.get(n, ()) if blocks else ()):
+            if slot >= 0:
+                expected[slot] = prefill(n, (i + 1) * BLOCK)[2][0]
+    tolerance = TOLERANCE[str(x["v"].dtype)]
+    assert_close("o", o, want, tolerance)
+    assert after.dtype == pool.dtype
+    written = {slot for n, slot in enumerate(WRITE) if slot >= 0 and LENGTHS[n]}
+    written |= {slot for row in BLOCKS.values() for slot in row if slot >= 0} if blocks else set()
+    for slot in range(NUM_SLOTS):
+        if slot in written:
+            rounding = {"float32": 0.0, "float16": 1e-3, "bfloat16": 4e-3}[str(pool.dtype)]
+            assert_close(f"slot {slot}", after[slot], expected[slot], max(tolerance, rounding))
+        else:
+            assert np.asarray(after[slot]).tobytes() == np.asarray(pool[slot]).tobytes(), f"slot {slot} has changed"
