@@ -10,12 +10,16 @@ from chunkwise.pipeline.operators import (
     recurrent_kda,
     recurrent_simple_gla,
 )
+from chunkwise.pipeline.ragged import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
 
 __all__ = [
     "chunk_gated_delta_rule",
     "chunk_gla",
     "chunk_kda",
     "chunk_simple_gla",
+    "ragged_gated_delta_rule",
+    "ragged_kda",
+    "ragged_simple_gla",
     "recurrent_gated_delta_rule",
     "recurrent_gla",
     "recurrent_kda",

@@ -74,8 +74,8 @@ def ragged_gated_delta_rule(
       num_decodes: how many sequences, the first ones, go token by token. They have at most W tokens each, 1 where
         state_indices is [N]. A number or a traced int32 scalar; the number 0 compiles no decode.
       num_sequences: how many of the N sequences exist, likewise; None for all. The other entries may hold anything.
-      read_indices: int32 [N], the slot that a sequence starts from instead, such as that of a cached prefix. It stays as
-        it is, and several sequences may share it; negative for zeros.
+      read_indices: int32 [N], the slot that a sequence starts from instead, such as that of a cached prefix. It stays
+        as it is, and several sequences may share it; negative for zeros.
       num_accepted_tokens: int32 [N], 1 to W: a sequence starts from slot state_indices[n, num_accepted_tokens[n] - 1],
         the state after as many tokens of the step before as were accepted. None for 1; not read with read_indices.
       block_state_indices: int32 [N, M], the slot of the state after every block of `block_size` tokens of a prefill,

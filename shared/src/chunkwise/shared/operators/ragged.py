@@ -147,9 +147,7 @@ def run_ragged(
             own = lax.broadcasted_iota(jnp.int32, (1, T, 1, 1), 1) < step.tokens
             return o.at[:, :T].set(jnp.where(own, leading, o[:, :T])), pool
 
-        if chosen == "fused":
-            # A kernel without work costs little, and XLA plans the fast memory of a kernel badly inside a condition.
-            return prefill_beside(*decode(pool))
+        # A step that has no decode, or no prefill, spends nothing on them.
         nothing = lambda y: jnp.zeros(y.v.shape, y.v.dtype)
         leading, pool = lax.cond(step.tokens > 0, decode, lambda pool: (nothing(few), pool), pool)
         only = lambda leading, pool: (nothing(x).at[:, : few.v.shape[1]].set(leading), pool)
