@@ -5,7 +5,8 @@ import pytest
 
 from chunkwise.kda import api
 from chunkwise.shared.testing import make_inputs
-from chunkwise.shared.testing.pooled import PREFILL_TOKENS, assert_prefills
+from chunkwise.shared.testing.pooled import PREFILL_TOKENS, assert_prefills, compile_prefills
+from chunkwise.shared.testing.tpu import CHIPS, has_libtpu
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["", "blocks"])
@@ -14,3 +15,12 @@ from chunkwise.shared.testing.pooled import PREFILL_TOKENS, assert_prefills
 def test_prefills(dtype, pool, blocks):
     x = make_inputs(1, PREFILL_TOKENS, 1, 2, 16, 24, dtype=dtype, per_channel=True)
     assert_prefills(api.ragged, x, pool, blocks=blocks, normalise=True, chunk_size=16)
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
+@pytest.mark.parametrize(
+    "chip", [chip if chip == "v6e" else pytest.param(chip, marks=pytest.mark.thorough) for chip in CHIPS]
+)
+def test_compiles(chip):
+    assert "fused_chunk_kda_fwd_c64" in compile_prefills(api.ragged, chip, delta=True, per_channel=True)

@@ -2,19 +2,23 @@
 
 import functools
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 
 from chunkwise.fused_gla import vjp, xla
 from chunkwise.fused_gla.config import Config, default_for
-from chunkwise.shared.kernels import divides_groups, operand_dtype, scaled, split_scale
+from chunkwise.shared.kernels import Routes, divides_groups, operand_dtype, scaled, split_scale
 from chunkwise.shared.operators import (
     Arguments,
+    ChunkStates,
     Devices,
+    Forms,
     Implementation,
     Options,
     Sharding,
+    Slots,
     check,
     check_array,
     check_gates,
@@ -23,6 +27,7 @@ from chunkwise.shared.operators import (
     check_packed,
     choose_chunk_size,
     run_chunked,
+    run_ragged,
     total_gate,
 )
 
@@ -139,6 +144,27 @@ def chunk(
     return run_chunked(x, options, implementation, known, on_tpu, segmented=("fused",))
 
 
+def ragged(
+    x: Arguments,
+    slots: Slots,
+    options: Options,
+    implementation: str | None,
+    others: Mapping[str, Implementation] = MappingProxyType({}),
+    chunk_states: Mapping[str, ChunkStates] = MappingProxyType({}),
+) -> tuple[jax.Array, jax.Array]:
+    """Check the arguments of a serving step and run it; `x.initial_state` is the pool.
+
+    Args:
+      x, slots, options, implementation: the arguments.
+      others, chunk_states: more implementations, by name, and what they know of the states before chunks.
+    """
+    check_arguments(x)
+    fit = _default_config(x, choose_chunk_size(options.chunk_size, "fused", x.q.shape[1])) is not None
+    forms = Forms(_pooled, {"xla": _xla, **others}, chunk_states)
+    kind = "gla" if x.g is not None and x.g.ndim == 4 else "simple_gla"
+    return run_ragged(x, slots, options, implementation, forms, fit, f"recurrent_{kind}_fwd")
+
+
 def fits(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None = None, chunk_size: int | None = None
 ) -> bool:  # fmt: skip
@@ -164,17 +190,28 @@ def check_arguments(x: Arguments) -> None:
     check_packed(x.cu_seqlens, B)
 
 
-def _fused(x: Arguments, options: Options, config: Config | None) -> tuple[jax.Array, jax.Array | None]:
-    """Run the kernels on checked arguments."""
-    config = config or _default_config(x, choose_chunk_size(options.chunk_size))
+def _config(x: Arguments, options: Options) -> Config:
+    config = _default_config(x, choose_chunk_size(options.chunk_size))
     if config is None:
         raise NotImplementedError(
             f'"fused" keeps the states of a head in VMEM; K = {x.q.shape[3]} and V = {x.v.shape[3]} need more of it '
             f'than there is: use implementation="xla".'
         )
+    return config
+
+
+def _fused(x: Arguments, options: Options, config: Config | None) -> tuple[jax.Array, jax.Array | None]:
+    """Run the kernels on checked arguments."""
     inside, after = split_scale(x.scale)
-    o, state = vjp.fused(x._replace(scale=None), inside, options, config)
+    o, state = vjp.fused(x._replace(scale=None), inside, options, config or _config(x, options))
     return scaled(o, after), state
+
+
+def _pooled(x: Arguments, options: Options, routes: Routes) -> tuple[jax.Array, jax.Array]:
+    """Run the kernel on checked arguments from a pool of states, `x.initial_state`, and into it."""
+    inside, after = split_scale(x.scale)
+    o, pool = vjp.pooled(x._replace(scale=None), inside, options, _config(x, options), routes)
+    return scaled(o, after), pool
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -32,6 +32,8 @@ from chunkwise.shared.kernels import (
     clip_gate,
     decoded,
     dot,
+    fetch_states,
+    keep_block,
     load_heads,
     make_steps,
     masked_or_not,
@@ -39,6 +41,7 @@ from chunkwise.shared.kernels import (
     not_finite,
     operand_dtype,
     pallas_call,
+    put_states,
     rows_not_finite,
     sequence_masks,
     spoil,
@@ -47,7 +50,7 @@ from chunkwise.shared.kernels import (
     to_row,
     whole_sequences,
 )
-from chunkwise.shared.kernels.layout import CHUNK, SEQUENCE
+from chunkwise.shared.kernels.layout import CHUNK, SEQUENCE, TARGET
 
 
 class Static(NamedTuple):
@@ -102,6 +105,8 @@ class Operands(NamedTuple):
       initial_state: [N, HV, V, K] float32, or None for zeros.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], or None.
       segment_ids: of the tokens of rows, int32 [B, T], or None.
+      table: int32 [14, steps], the table of steps where states lie in a pool; else None.
+      pool: states [slots, HV, K, V] of the user, `as_stored`: neither padded nor transposed; or None.
     """
 
     q: jax.Array
@@ -112,6 +117,8 @@ class Operands(NamedTuple):
     initial_state: jax.Array | None = None
     cu_seqlens: jax.Array | None = None
     segment_ids: jax.Array | None = None
+    table: jax.Array | None = None
+    pool: jax.Array | None = None
 
     @property
     def several(self) -> bool:
@@ -177,8 +184,12 @@ class Blocks:
         """Cut states of sequences [N, HV, V, K]."""
         if not self.s.pieces:
             return self.per_head(self.s.V, self.s.K)
-        block = (None, self.heads, self.s.V, self.s.K)
-        return pl.BlockSpec(block, lambda b, h, t, table: (table[SEQUENCE, self.time(t)], h, 0, 0))
+        return self.slots(SEQUENCE, self.s.V, self.s.K)
+
+    def slots(self, row: int, *tail: int) -> pl.BlockSpec:
+        """Cut the slots of a pool [slots, HV, *tail] that a row of the table names."""
+        block = (None, self.heads, *tail)
+        return pl.BlockSpec(block, lambda b, h, t, table: (table[row, self.time(t)], h, 0, 0))
 
     def kept(self) -> pl.BlockSpec:
         """Cut the state before every grid step, [B, steps, HV, V, K]."""
@@ -212,13 +223,17 @@ def make_tables(s: Static, x: Operands) -> tuple[dict[str, jax.Array], jax.Array
     """
     if not x.several:
         return {}, None
+    if x.table is not None:
+        return {"table": x.table}, None
     if s.pieces:
         return {"table": make_steps(s.B, s.T, s.chunks * s.C, x.cu_seqlens, with_states=True).table}, None
     owner, *tables = chunk_owners(s.T, s.C, x.cu_seqlens, x.segment_ids)
     return dict(zip(TABLES, tables, strict=True)), owner
 
 
-def run_kernel(body, s: Static, blocks: Blocks, x: Operands, outputs, scratch, more=(), queries=True, **call):
+def run_kernel(
+    body, s: Static, blocks: Blocks, x: Operands, outputs, scratch, more=(), queries=True, in_place=None, **call
+):
     """Launch a kernel whose body is called with its Refs by name, and with s; return its results, None for unwanted.
 
     Args:
@@ -230,6 +245,7 @@ def run_kernel(body, s: Static, blocks: Blocks, x: Operands, outputs, scratch, m
       more: (name, spec, array) for every operand after those in x.
       queries: whether the kernel reads q. It stays an operand if not, so that vmap over q alone gives every result
         its axis.
+      in_place: the name of an operand and that of the output that takes its memory, or None.
       **call: as in `pallas_call`.
     """
     tables, owner = make_tables(s, x)
@@ -241,21 +257,23 @@ def run_kernel(body, s: Static, blocks: Blocks, x: Operands, outputs, scratch, m
     wanted = [(name, shape is not None) for name, _, shape in outputs]
     kernel = named(body, names, wanted, [name for name, _ in scratch], s=s)
 
-    def run(*operands):
-        return pallas_call(
-            kernel, *operands,
-            num_scalar_prefetch=len(tables),
-            grid=blocks.grid,
-            # Rows of the batch and blocks of heads are independent; time carries the state.
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
-            in_specs=[*blocks.operands(x, queries), *(spec if y is not None else None for _, spec, y in more)],
-            out_specs=[spec for _, spec, shape in outputs if shape is not None],
-            out_shape=[shape for *_, shape in outputs if shape is not None],
-            scratch_shapes=[buffer for _, buffer in scratch],
-            **call,
-        )  # fmt: skip
-
-    results = iter(run(*tables.values(), x.q, x.k, x.v, g, gamma, x.initial_state, owner, *(y for *_, y in more)))
+    operands = *tables.values(), x.q, x.k, x.v, g, gamma, x.initial_state, owner, *(y for *_, y in more)
+    read = [name for name, y in zip(names, operands, strict=True) if y is not None]
+    written = [name for name, present in wanted if present]
+    aliases = {} if in_place is None else {read.index(in_place[0]): written.index(in_place[1])}
+    results = iter(pallas_call(
+        kernel, *operands,
+        num_scalar_prefetch=len(tables),
+        grid=blocks.grid,
+        # Rows of the batch and blocks of heads are independent; time carries the state.
+        dimension_semantics=("parallel", "parallel", "arbitrary"),
+        in_specs=[*blocks.operands(x, queries), *(spec if y is not None else None for _, spec, y in more)],
+        out_specs=[spec for _, spec, shape in outputs if shape is not None],
+        out_shape=[shape for *_, shape in outputs if shape is not None],
+        scratch_shapes=[buffer for _, buffer in scratch],
+        input_output_aliases=aliases,
+        **call,
+    ))  # fmt: skip
     return tuple(next(results) if present else None for _, present in wanted)
 
 
@@ -510,7 +528,16 @@ def _gla_fwd_kernel(refs, s: Static):
 
     @pl.when(begins)
     def _():
-        S_ref[...] = jnp.zeros_like(S_ref) if refs.initial_state is None else refs.initial_state[...]
+        if refs.pool is not None:
+            fetch_states(refs.pool, S_ref, at.piece.continues, transposed=True)
+        else:
+            S_ref[...] = jnp.zeros_like(S_ref) if refs.initial_state is None else refs.initial_state[...]
+
+    if refs.pool is not None:
+
+        @pl.when((at.step == 0) & (at.piece.sequence == at.piece.target))
+        def _():
+            keep_block(refs.pool, refs.pool_out)
 
     if at.piece is not None and refs.o is not None:  # tokens that no piece owns
 
@@ -541,10 +568,17 @@ def _gla_fwd_kernel(refs, s: Static):
         run_chunk(s, refs, at, i, functools.partial(chunk, i))
 
     lax.fori_loop(*at.chunks(s), turn, None)
+    if refs.pool is not None:
+
+        @pl.when(at.piece.last == 1)
+        def _():
+            put_states(S_ref, refs.pool_out, transposed=True)
 
 
 def launch(s: Static, x: Operands, output: bool = True, keep: bool = False):
-    """Return (o [B, T, HV * V], final states [N, HV, V, K], states before the grid steps); None for what is unwanted.
+    """Return (o [B, T, HV * V], final states [N, HV, V, K], states before the grid steps, pool).
+
+    None for what is unwanted. The pool is updated in place.
 
     Args:
       s, x: static sizes and operands.
@@ -554,6 +588,9 @@ def launch(s: Static, x: Operands, output: bool = True, keep: bool = False):
     blocks = Blocks(s, s.config.heads, lambda t: t)
     final, state = output and s.final, (s.HV, s.V, s.K)
     inputs = [y for y in x if y is not None]
+    tail, pool = (), None
+    if x.pool is not None:
+        tail, pool = x.pool.shape[2:], out_struct(x.pool.shape, x.pool.dtype, *inputs)
     return run_kernel(
         _gla_fwd_kernel, s, blocks, x, queries=output,
         name=f"fused_chunk_gla_{'fwd' if output else 'states'}_c{s.C}" + ("_varlen" if x.several else ""),
@@ -561,7 +598,10 @@ def launch(s: Static, x: Operands, output: bool = True, keep: bool = False):
             ("o", blocks.tokens(s.V), out_struct(x.v.shape, x.v.dtype, *inputs) if output else None),
             ("final", blocks.states(), out_struct((s.N, *state), jnp.float32, *inputs) if final else None),
             ("kept", blocks.kept(), out_struct((s.B, s.steps, *state), jnp.float32, *inputs) if keep else None),
+            ("pool_out", blocks.slots(TARGET, *tail), pool),
         ],
+        more=[("pool", blocks.slots(SEQUENCE, *tail), x.pool)],
+        in_place=("pool", "pool_out") if x.pool is not None else None,
         # The state, unless an output holds it.
         scratch=[] if final else [("S", pltpu.VMEM((blocks.heads, s.V, s.K), jnp.float32))],
         cost_estimate=cost(

@@ -17,11 +17,15 @@ from chunkwise.fused_gla.kernel import Operands, Static
 from chunkwise.fused_gla.unread import unless_unread
 from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.kernels import (
+    Routes,
+    as_stored,
     from_lanes,
+    from_stored,
     largest_divisor,
     num_chunks,
     pad_lanes,
     pad_states,
+    pool_steps,
     to_lanes,
     to_rows,
 )
@@ -31,6 +35,28 @@ from chunkwise.shared.operators import Arguments, Options
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def fused(x: Arguments, scale: float, options: Options, config: Config):
     """Return (o [B, T, HV, V], final states [N, HV, K, V] or None) for checked arguments; `x.scale` is not read."""
+    s, operands = _lay_out(x, scale, options, config)
+    o, final = attend(s, operands)
+    if final is not None:
+        K, V = s.widths
+        final = jnp.swapaxes(final[:, :, :V, :K], 2, 3)
+    return from_lanes(o, s.HV, s.widths[1], s.T), final
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def pooled(x: Arguments, scale: float, options: Options, config: Config, routes: Routes):
+    """Return (o [1, T, HV, V], the pool) for checked arguments, of which `x.initial_state` is the pool."""
+    pool: Any = x.initial_state
+    s, operands = _lay_out(x._replace(initial_state=None), scale, options, config)
+    table = pool_steps(s.T, s.chunks * s.C, routes, options.block_size).table
+    operands = operands._replace(table=table, pool=as_stored(pool))
+    s = s._replace(steps=table.shape[1], final=False)
+    o, *_, after = kernel.launch(s, Operands(*vary_alike(*operands)))
+    return from_lanes(o, s.HV, s.widths[1], s.T), from_stored(after, pool.dtype)
+
+
+def _lay_out(x: Arguments, scale: float, options: Options, config: Config) -> tuple[Static, Operands]:
+    """Bring the user's arrays into the layout of the kernels."""
     (B, T, H, K), (HV, V), C = x.q.shape, x.v.shape[2:], options.chunk_size
     assert C is not None
     per_channel, NT = x.g is not None and x.g.ndim == 4, num_chunks(T, C)
@@ -52,11 +78,7 @@ def fused(x: Arguments, scale: float, options: Options, config: Config):
     # The kernels' states are [V, K].
     states = None if states is None else pad_states(jnp.swapaxes(states, 2, 3))
     tokens = (to_lanes(y, T) for y in (x.q, x.k, x.v))
-    operands = Operands(*vary_alike(*tokens, g, gamma, states, x.cu_seqlens, x.segment_ids))
-    o, final = attend(s, operands)
-    if final is not None:
-        final = jnp.swapaxes(final[:, :, :V, :K], 2, 3)
-    return from_lanes(o, HV, V, T), final
+    return s, Operands(*vary_alike(*tokens, g, gamma, states, x.cu_seqlens, x.segment_ids))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -82,7 +104,7 @@ def _forward(s: Static, x: Operands):
     s = s._replace(parts=2 if wanted.gamma else 1)
 
     def whole(x):
-        o, final, kept = kernel.launch(s, x, keep=True)
+        o, final, kept, _ = kernel.launch(s, x, keep=True)
         return kept, (o, final)
 
     # Under rematerialisation nobody reads the output again, nor in a program of gradients only.

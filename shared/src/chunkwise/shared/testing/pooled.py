@@ -1,6 +1,7 @@
 """Prefills over a pool of states: a hard step of them, and an operator compared with the float64 recurrence on it."""
 
 import functools
+import re
 from collections.abc import Callable
 
 import jax
@@ -9,8 +10,9 @@ import numpy as np
 
 from chunkwise.shared.operators import Arguments, Options, Slots
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
-from chunkwise.shared.testing.inputs import boundaries, spoil_padding
+from chunkwise.shared.testing.inputs import boundaries, spec, spoil_padding
 from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.tpu import compile_for
 
 # An empty sequence in the middle and one at the end, one that ends with a chunk of 16, and one of a token.
 LENGTHS = (17, 0, 1, 46, 16, 3, 0)
@@ -97,3 +99,30 @@ def assert_prefills(
             assert_close(f"slot {slot}", after[slot], expected[slot], max(tolerance, rounding))
         else:
             assert np.asarray(after[slot]).tobytes() == np.asarray(pool[slot]).tobytes(), f"slot {slot} has changed"
+
+
+def compile_prefills(ragged: Callable, chip: str, delta: bool, per_channel: bool, dtype=jnp.float32) -> str:
+    """Compile a step of prefills for a TPU and return its text; fail unless the donated pool is the result, uncopied.
+
+    Args:
+      ragged: as in `assert_prefills`.
+      chip: a name in `chunkwise.shared.chips`.
+      delta: whether there is a delta rule.
+      per_channel: whether gates are per channel.
+      dtype: of the pool.
+    """
+    T, H, HV, K, N = 320, 2, 4, 128, 5
+    tokens, pool = jnp.bfloat16, spec(64, HV, K, K, dtype=dtype)
+    x = dict(q=spec(1, T, H, K, dtype=tokens), k=spec(1, T, H, K, dtype=tokens), v=spec(1, T, HV, K, dtype=tokens))
+    x |= dict(g=spec(1, T, HV, K) if per_channel else spec(1, T, HV)) | (dict(beta=spec(1, T, HV)) if delta else {})
+    index = spec(N, dtype=jnp.int32)
+    slots = Slots(index, spec(N, dtype=jnp.bool_), read_indices=index)
+    run = step_of(ragged, "fused", ())
+    step = lambda pool, x, cu_seqlens, slots: run(x | dict(initial_state=pool), cu_seqlens, slots)
+    compiled = compile_for(step, pool, x, spec(N + 1, dtype=jnp.int32), slots, chip=chip, donate_argnums=(0,))
+    memory, size = compiled.memory_analysis(), np.dtype(dtype).itemsize * 64 * HV * K * K
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / 4
+    (launch,) = re.findall(r'.*custom_call_target="tpu_custom_call".*', compiled.as_text())
+    assert re.search(r"output_to_operand_aliasing=\{\{1\}: \(\d+, \{\}\)\}", launch)
+    return launch

@@ -1,0 +1,32 @@
+"""Prefills that start from slots of a pool of states and end in them."""
+
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.fused_gla import api
+from chunkwise.shared.testing import make_inputs
+from chunkwise.shared.testing.pooled import PREFILL_TOKENS, assert_prefills, compile_prefills
+from chunkwise.shared.testing.tpu import CHIPS, has_libtpu
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["", "blocks"])
+@pytest.mark.parametrize("pool", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
+def test_prefills(per_channel, pool, blocks):
+    x = make_inputs(1, PREFILL_TOKENS, 1, 2, 16, 24, per_channel=per_channel)
+    x.pop("beta")
+    assert_prefills(api.ragged, x, pool, blocks=blocks, chunk_size=16)
+
+
+chips = pytest.mark.parametrize(
+    "chip", [chip if chip == "v6e" else pytest.param(chip, marks=pytest.mark.thorough) for chip in CHIPS]
+)
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
+@chips
+@pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
+def test_compiles(per_channel, chip):
+    text = compile_prefills(api.ragged, chip, delta=False, per_channel=per_channel)
+    assert "fused_chunk_gla_fwd_c64" in text
