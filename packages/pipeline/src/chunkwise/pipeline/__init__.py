@@ -10,9 +10,10 @@ from chunkwise.pipeline.operators import (
     recurrent_kda,
     recurrent_simple_gla,
 )
-from chunkwise.pipeline.ragged import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
+from chunkwise.pipeline.ragged import check_step, ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
 
 __all__ = [
+    "check_step",
     "chunk_gated_delta_rule",
     "chunk_gla",
     "chunk_kda",

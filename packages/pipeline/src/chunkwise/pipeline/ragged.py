@@ -7,7 +7,18 @@ from chunkwise.fused_gla import api as gla
 from chunkwise.kda import api as kda
 from chunkwise.pipeline import staged
 from chunkwise.pipeline.docstrings import documented_by
-from chunkwise.shared.operators import Arguments, Devices, Laws, Options, Sharding, Slots
+from chunkwise.shared.operators import (
+    Arguments,
+    Devices,
+    Laws,
+    Options,
+    Sharding,
+    Slots,
+    check_packed,
+    check_step_types,
+    check_step_values,
+    with_counts,
+)
 
 _IMPLEMENTATION = """\
   implementation: "xla" (plain JAX, runs everywhere), "fused" (one Pallas TPU kernel for the decodes and one for the
@@ -214,3 +225,45 @@ def ragged_simple_gla(
         num_sequences,
     )  # fmt: skip
     return gla.ragged(x, slots, options, implementation, {"staged": staged.gla}, staged.GLA_STATES)
+
+
+def check_step(
+    cu_seqlens: jax.Array,
+    state_indices: jax.Array,
+    *,
+    num_slots: int,
+    num_tokens: int,
+    has_initial_state: jax.Array | None = None,
+    num_decodes: int | jax.Array = 0,
+    num_sequences: int | jax.Array | None = None,
+    read_indices: jax.Array | None = None,
+    num_accepted_tokens: jax.Array | None = None,
+    block_state_indices: jax.Array | None = None,
+    block_size: int | None = None,
+) -> None:
+    """Check the values that a serving step is made of, which its shapes and types cannot tell.
+
+    It finds boundaries that decrease or pass the end, counts that do not fit, decodes of too many tokens, slots out of
+    range, slots that are written twice, and slots that one sequence writes and another starts from. Outside of jit the
+    operators do so themselves. Under jit nothing can be raised, unless the program is made for it::
+
+        checked = checkify.checkify(step)  # step calls check_step; checkify is of jax.experimental
+        error, results = jax.jit(checked)(...)
+        error.throw()
+
+    Args:
+      cu_seqlens, state_indices, has_initial_state, num_decodes, num_sequences, read_indices, num_accepted_tokens,
+        block_state_indices, block_size: as in `ragged_gated_delta_rule`.
+      num_slots: slots of the pool; static.
+      num_tokens: T, tokens of the stream; static.
+
+    Raises:
+      ValueError: a shape or type is wrong, or outside of jit a value.
+    """
+    slots = Slots(
+        state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
+        num_sequences,
+    )  # fmt: skip
+    check_packed(cu_seqlens, 1)
+    check_step_types(slots, cu_seqlens.shape[0] - 1, block_size, 1)
+    check_step_values(cu_seqlens, with_counts(slots), num_slots, num_tokens, block_size)

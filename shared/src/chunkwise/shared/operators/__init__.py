@@ -19,6 +19,7 @@ from chunkwise.shared.operators.checks import (
     check_scale,
     check_segment_ids,
     check_slots,
+    check_step_types,
     choose_chunk_size,
     choose_implementation,
 )
@@ -27,7 +28,7 @@ from chunkwise.shared.operators.decode import read_slots, recurrent_cost, run_re
 from chunkwise.shared.operators.gates import Laws, lay_out_law
 from chunkwise.shared.operators.isolation import keep_apart, spoilt_tokens
 from chunkwise.shared.operators.partition import Layout, find_division, over_mesh, size_of, token_axes
-from chunkwise.shared.operators.ragged import ChunkStates, Forms, run_ragged
+from chunkwise.shared.operators.ragged import ChunkStates, Forms, check_step_values, run_ragged, with_counts
 from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence, unit_rows
 from chunkwise.shared.operators.segments import run_segments, spoilt_segments
 from chunkwise.shared.operators.stream import document_ids, document_of, documents_end, first_token, own_boundaries
@@ -60,6 +61,8 @@ __all__ = [
     "check_scale",
     "check_segment_ids",
     "check_slots",
+    "check_step_types",
+    "check_step_values",
     "choose_chunk_size",
     "choose_implementation",
     "document_ids",
@@ -87,5 +90,6 @@ __all__ = [
     "token_by_token",
     "total_gate",
     "unit_rows",
+    "with_counts",
     "write_slots",
 ]

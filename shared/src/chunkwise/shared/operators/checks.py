@@ -206,7 +206,7 @@ def _check_count(name: str, value, most: int) -> None:
         _check_typed(name, value, (), jnp.int32)
 
 
-def check_step(slots, N: int, block_size, chunk_size) -> None:
+def check_step_types(slots, N: int, block_size, chunk_size) -> None:
     """Check the shapes and types of what says which slots the N sequences of a serving step have."""
     indices, name = slots.state_indices, "state_indices"
     array = hasattr(indices, "shape") and hasattr(indices, "dtype")
@@ -229,7 +229,6 @@ def check_step(slots, N: int, block_size, chunk_size) -> None:
         return
     _check_typed("block_state_indices", blocks, (N, *getattr(blocks, "shape", (0, 0))[1:2]), jnp.int32)
     number = isinstance(block_size, numbers.Integral) and not isinstance(block_size, bool)
-    check_chunk_size(chunk_size)
     check(
         number and block_size > 0 and block_size % chunk_size == 0,
         f"`block_size` must be a multiple of the chunk size {chunk_size}; got {shown(block_size)}.",

@@ -5,12 +5,15 @@ others are prefills, and go chunk by chunk. Both start from slots of the pool an
 sequence does what is traced, so that one program serves all steps.
 """
 
+import itertools
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import checkify
 
 from chunkwise.shared.kernels.launch import scaled, split_scale
 from chunkwise.shared.kernels.pool import Routes
@@ -24,7 +27,7 @@ from chunkwise.shared.operators.arguments import (
     total_gate,
     without_laws,
 )
-from chunkwise.shared.operators.checks import check, check_array, check_step, choose_implementation
+from chunkwise.shared.operators.checks import check, check_array, check_step_types, choose_implementation
 from chunkwise.shared.operators.chunked import Implementation, prepare
 from chunkwise.shared.operators.decode import Static, key_heads_a_step, launch_tokens, read_slots, write_slots
 from chunkwise.shared.operators.devices import over_devices
@@ -102,6 +105,76 @@ def find_step(cu_seqlens: jax.Array, slots: Slots) -> Step:
     return Step(decoding, routes(start, end, target, slots.block_state_indices), boundaries, tokens)
 
 
+def find_faults(
+    cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
+) -> list[tuple[jax.Array, str]]:
+    """Return what may be wrong with the values of a step: pairs of a scalar bool, and the message if it is true."""
+    step, N = find_step(cu_seqlens, slots), cu_seqlens.shape[0] - 1
+    indices: Any = slots.state_indices
+    W = 1 if indices.ndim == 1 else indices.shape[1]
+    given = (slots.num_decodes, 0), (slots.num_sequences, N)
+    counts = (0, *(otherwise if x is None else x for x, otherwise in given), N)
+    _, decodes, sequences, _ = counts
+    exists = jnp.arange(N, dtype=jnp.int32) < sequences
+    start, end = cu_seqlens[:-1], cu_seqlens[1:]
+    accepted = jnp.ones(N, jnp.int32) if slots.num_accepted_tokens is None else slots.num_accepted_tokens
+    # Every slot that is written, and the sequence that writes it.
+    of = jnp.arange(N, dtype=jnp.int32)[:, None]
+    written = [(step.decodes.target, of), (step.prefills.target, of)]
+    if slots.block_state_indices is not None:
+        assert block_size is not None
+        blocks, p = slots.block_state_indices, step.prefills
+        stop = jnp.arange(1, blocks.shape[1] + 1, dtype=jnp.int32)[None] * jnp.int32(block_size)
+        written.append((jnp.where(stop <= (p.end - p.start)[:, None], blocks, jnp.int32(-1)), of))
+    target, writer = (
+        jnp.concatenate([y.reshape(-1) for y in each])
+        for each in zip(*((x, jnp.broadcast_to(n, x.shape)) for x, n in written), strict=True)
+    )
+    source = jnp.maximum(step.decodes.source, step.prefills.source)
+    kept, pairs = target >= 0, target[:, None] == target[None]
+    twice = jnp.sum(pairs & kept[None], axis=1, dtype=jnp.int32) > 1
+    crossed = (source[:, None] == target[None]) & kept[None] & (of != writer[None])
+    return [
+        (
+            jnp.any(jnp.stack([jnp.asarray(a > b) for a, b in itertools.pairwise(counts)])),
+            f"`num_decodes` must be at most `num_sequences`, and both from 0 to {N}.",
+        ),
+        (
+            (cu_seqlens[0] != 0) | jnp.any(exists & ((start > end) | (end > num_tokens))),
+            f"`cu_seqlens` must rise from 0 to at most T = {num_tokens}.",
+        ),
+        (
+            jnp.any((of[:, 0] < decodes) & (end - start > W)),
+            f"`num_decodes` must count sequences of at most {W} tokens.",
+        ),
+        (
+            jnp.any(exists & ((accepted < 1) | (accepted > W))),
+            f"`num_accepted_tokens` must be from 1 to {W}.",
+        ),
+        (
+            jnp.any(source >= num_slots) | jnp.any(target >= num_slots),
+            f"`state_indices` and the other indices must be below the number of slots {num_slots}.",
+        ),
+        (jnp.any(kept & twice), "`state_indices` must name a slot that is written only once; got one twice."),
+        (
+            jnp.any(crossed),
+            "`state_indices` must not name a slot that another sequence starts from; got one that is read and written.",
+        ),
+    ]
+
+
+def check_step_values(
+    cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
+) -> None:
+    """Check the values of a step: at once if they are known, else by `checkify.check`, which the caller makes pure."""
+    traced = any(isinstance(y, jax.core.Tracer) for y in (cu_seqlens, *slots))
+    for wrong, message in find_faults(cu_seqlens, slots, num_slots, num_tokens, block_size):
+        if traced:
+            checkify.check(jnp.logical_not(wrong), message)
+        else:
+            check(not bool(wrong), message)
+
+
 def run_ragged(
     x: Arguments, slots: Slots, options: Options, implementation: str | None, forms: Forms, fits: bool, name: str
 ) -> tuple[jax.Array, jax.Array]:
@@ -122,7 +195,10 @@ def run_ragged(
     check_array("states", x.initial_state, "slots HV K V", (None, HV, K, V))
     if options.block_size is not None and options.chunk_size is None:
         options = options._replace(chunk_size=BLOCK_CHUNK)
-    check_step(slots, x.num_states, options.block_size, options.chunk_size)
+    check_step_types(slots, x.num_states, options.block_size, options.chunk_size)
+    slots = with_counts(slots)
+    if not any(isinstance(y, jax.core.Tracer) for y in (x.cu_seqlens, *slots)):
+        check_step_values(x.cu_seqlens, slots, x.initial_state.shape[0], x.v.shape[1], options.block_size)
     slower = "staged" if "staged" in forms.plain else "xla"
     chosen = choose_implementation(implementation, ("fused", *forms.plain), "fused" if fits else slower)
 
@@ -153,12 +229,19 @@ def run_ragged(
         only = lambda leading, pool: (nothing(x).at[:, : few.v.shape[1]].set(leading), pool)
         return lax.cond(step.boundaries[-1] > step.tokens, prefill_beside, only, leading, pool)
 
-    counts = {name: getattr(slots, name) for name in ("num_decodes", "num_sequences")}
-    counts |= {name: jnp.int32(n) for name, n in counts.items() if isinstance(n, int)}
-    if slots.num_decodes is not None and isinstance(slots.num_decodes, int) and slots.num_decodes == 0:
-        counts["num_decodes"] = None
-    o, pool = over_devices(run, x, options._replace(output_final_state=True), slots._replace(**counts))
+    o, pool = over_devices(run, x, options._replace(output_final_state=True), slots)
+    assert pool is not None
     return o, pool
+
+
+def with_counts(slots: Slots) -> Slots:
+    """Return slots whose numbers of sequences are arrays; None for no decodes, as a number, and for all sequences."""
+    decodes, sequences = slots.num_decodes, slots.num_sequences
+    none = isinstance(decodes, numbers.Integral) and decodes == 0
+    return slots._replace(
+        num_decodes=None if none else jnp.asarray(decodes, jnp.int32),
+        num_sequences=None if sequences is None else jnp.asarray(sequences, jnp.int32),
+    )
 
 
 def _of_tokens(x: Arguments) -> dict[str, jax.Array]:

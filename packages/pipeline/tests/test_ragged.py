@@ -1,0 +1,262 @@
+"""Serving steps over a pool of states, against the float64 recurrence over a dict of states in plain Python."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+from chunkwise.pipeline import check_step, ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
+
+H, HV, K, V = 2, 4, 24, 40
+T, N, SLOTS, BLOCK = 150, 6, 40, 64
+OPERATORS = {"gated_delta_rule": ragged_gated_delta_rule, "kda": ragged_kda, "simple_gla": ragged_simple_gla}
+IMPLEMENTATIONS = ["xla", "fused"]
+# RMS errors over the RMS of the float64 recurrence.
+ACCURACY = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 4e-4}
+
+
+class Oracle:
+    """An operator token by token in float64, over a dict of states by slot."""
+
+    def __init__(self, operator: str, pool: np.ndarray):
+        self.delta = operator != "simple_gla"
+        self.states = {slot: state.astype(np.float64) for slot, state in enumerate(pool)}
+
+    def token(self, S, q, k, v, g, beta):
+        """Return the state [HV, K, V] after a token, and its output [HV, V]."""
+        decay = np.exp(g)
+        S = S * (decay[:, :, None] if decay.ndim == 2 else decay[:, None, None])
+        q, k = (np.repeat(x, HV // H, axis=0) for x in (q, k))
+        if self.delta:
+            v = beta[:, None] * (v - np.einsum("hkv,hk->hv", S, k))
+        S = S + k[:, :, None] * v[:, None]
+        return S, K**-0.5 * np.einsum("hkv,hk->hv", S, q)
+
+    def run(self, tokens, schedule) -> tuple[np.ndarray, set[int]]:
+        """Run a step on the dict; return its outputs [T, HV, V] and the slots that it wrote."""
+        before, o, written = dict(self.states), np.zeros((T, HV, V)), set()
+        for n in range(schedule["num_sequences"]):
+            begin, end = schedule["cu_seqlens"][n : n + 2]
+            row, decode = schedule["state_indices"][n], n < schedule["num_decodes"]
+            slot = schedule["read_indices"][n] if "read_indices" in schedule else None
+            if slot is None:
+                slot = row[schedule["num_accepted_tokens"][n] - 1]
+            S = np.zeros((HV, K, V))
+            if slot >= 0 and schedule["has_initial_state"][n]:
+                S = before[slot]
+            for t in range(end - begin):
+                S, o[begin + t] = self.token(S, *(x[0, begin + t].astype(np.float64) for x in tokens))
+                full = (t + 1) % BLOCK == 0 and (t + 1) // BLOCK <= schedule["block_state_indices"].shape[1]
+                to = [row[t]] if decode else [row[0]] if t == end - begin - 1 else []
+                to += [schedule["block_state_indices"][n, (t + 1) // BLOCK - 1]] if full and not decode else []
+                for target in to:
+                    if target >= 0:
+                        self.states[int(target)] = S
+                        written.add(int(target))
+        return o, written
+
+
+def make_tokens(operator: str, rng, used: int):
+    """Return q, k, v, g, beta of a stream whose padding is NaN."""
+    normal = lambda *shape: rng.standard_normal((1, T, *shape)).astype(np.float32)
+    q, k, v = normal(H, K), normal(H, K), normal(HV, V)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    g = -np.abs(normal(HV, K) if operator == "kda" else normal(HV))
+    tokens = q, k, v, g, 1 / (1 + np.exp(-normal(HV)))
+    for x in tokens:
+        x[:, used:] = np.nan
+    return tokens
+
+
+def make_schedule(rng, W: int, with_reads: bool = False) -> dict:
+    """Return a step of random decodes and prefills; what does not exist holds rubbish."""
+    sequences = int(rng.integers(0, N + 1))
+    decodes = int(rng.integers(0, sequences + 1))
+    lengths = [
+        int(rng.integers(0, W + 1)) if n < decodes else int(rng.choice([0, 1, 3, 40, 64, 70, 130]))
+        for n in range(sequences)
+    ]
+    while sum(lengths) > T:
+        lengths[int(np.argmax(lengths))] //= 2
+    cu_seqlens = rng.integers(-5, 400, N + 1).astype(np.int32)
+    cu_seqlens[: sequences + 1] = np.cumsum([0, *lengths])
+    slots = rng.permutation(SLOTS).astype(np.int32)
+    indices, blocks, shared = np.split(slots[: N * W + 2 * N + 2], [N * W, N * W + 2 * N])
+    schedule = dict(
+        cu_seqlens=cu_seqlens,
+        state_indices=np.where(rng.random((N, W)) < 0.15, -1, indices.reshape(N, W)).astype(np.int32),
+        has_initial_state=rng.random(N) < 0.7,
+        num_decodes=decodes,
+        num_sequences=sequences,
+        num_accepted_tokens=rng.integers(1, W + 1, N).astype(np.int32),
+        block_state_indices=np.where(rng.random((N, 2)) < 0.3, -1, blocks.reshape(N, 2)).astype(np.int32),
+    )
+    if with_reads:
+        schedule["read_indices"] = rng.choice(np.append(shared, -1), N).astype(np.int32)
+    return schedule
+
+
+@functools.cache
+def compiled(operator: str, implementation: str):
+    """Return a jitted step and a list with an entry for every time it was traced: the shapes of its arguments."""
+    traces = []
+
+    def step(tokens, pool, schedule):
+        traces.append((pool.dtype, jax.tree.structure(schedule), schedule["state_indices"].shape))
+        *tokens, beta = tokens
+        tokens = tokens if operator == "simple_gla" else [*tokens, beta]
+        schedule = dict(schedule)
+        boundaries, indices = schedule.pop("cu_seqlens"), schedule.pop("state_indices")
+        return OPERATORS[operator](
+            *tokens, pool, boundaries, indices, **schedule, block_size=BLOCK, implementation=implementation
+        )
+
+    return jax.jit(step), traces
+
+
+def assert_step(operator: str, implementation: str, schedule: dict, rng, dtype="float32") -> None:
+    """Compare a step with the oracle."""
+    sequences = schedule["num_sequences"]
+    tokens = make_tokens(operator, rng, schedule["cu_seqlens"][sequences])
+    pool = jnp.asarray(rng.standard_normal((SLOTS, HV, K, V)), dtype)
+    step, traces = compiled(operator, implementation)
+    counts = {name: jnp.int32(schedule[name]) for name in ("num_decodes", "num_sequences")}
+    o, after = step(tokens, pool, schedule | counts)
+    before, after = (np.asarray(x.astype(jnp.float32), np.float64) for x in (pool, after))
+    oracle = Oracle(operator, before)
+    want, written = oracle.run(tokens, schedule)
+    assert after.dtype == np.float64
+    assert len(traces) == len(set(traces))
+    others = [slot for slot in range(SLOTS) if slot not in written]
+    np.testing.assert_array_equal(after[others], before[others])
+    assert rms(np.asarray(o, np.float64)[0] - want) <= ACCURACY["float32"] * (1 + rms(want))
+    if written:
+        named = sorted(written)
+        expected = np.stack([oracle.states[slot] for slot in named])
+        assert rms(after[named] - expected) <= ACCURACY[dtype] * rms(expected)
+
+
+def rms(x: np.ndarray) -> float:
+    """Return the root of the mean square."""
+    return float(np.sqrt(np.mean(x**2)))
+
+
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, pytest.param("staged", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_random_steps(operator, implementation):
+    """Any mixture of decodes, speculation, prefills and cached blocks; one program for all of them."""
+
+    @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
+    @hypothesis.given(st.integers(0, 10**6), st.booleans())
+    def check(seed, with_reads):
+        rng = np.random.default_rng(seed)
+        # Another program: one operator is enough for it.
+        with_reads &= operator == "gated_delta_rule"
+        assert_step(operator, implementation, make_schedule(rng, 3, with_reads), rng)
+
+    check()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_types_of_pools(implementation, dtype):
+    """A pool keeps its type, and is rounded once, where a state is stored."""
+    rng = np.random.default_rng(1)
+    for _ in range(3):
+        assert_step("gated_delta_rule", implementation, make_schedule(rng, 3), rng, dtype)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_stale_slots(implementation):
+    """A freed slot may hold NaN, and so may every slot that no sequence reads."""
+    rng = np.random.default_rng(2)
+    schedule = make_schedule(rng, 1) | dict(
+        cu_seqlens=np.array([0, 1, 2, 66, 70, 70, 70], np.int32),
+        num_decodes=2, num_sequences=4, has_initial_state=np.zeros(N, bool),
+        state_indices=np.arange(N, dtype=np.int32)[:, None], num_accepted_tokens=np.ones(N, np.int32),
+        block_state_indices=np.full((N, 2), -1, np.int32),
+    )  # fmt: skip
+    tokens, pool = make_tokens("gated_delta_rule", rng, 70), jnp.full((SLOTS, HV, K, V), jnp.nan)
+    step, _ = compiled("gated_delta_rule", implementation)
+    o, after = step(
+        tokens, pool, schedule | {name: jnp.int32(schedule[name]) for name in ("num_decodes", "num_sequences")}
+    )
+    assert np.isfinite(o).all()
+    assert np.isfinite(after[:4]).all()
+    assert np.isnan(after[4:]).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_one_slot_each(implementation):
+    """State indices without columns are those of decodes of one token."""
+    rng = np.random.default_rng(3)
+    tokens = [jnp.asarray(x) for x in make_tokens("gated_delta_rule", rng, T)]
+    pool = jnp.asarray(rng.standard_normal((SLOTS, HV, K, V)), jnp.float32)
+    boundaries, slots = jnp.array([0, 1, 2, T], jnp.int32), jnp.array([4, -1, 9], jnp.int32)
+    run = lambda indices: ragged_gated_delta_rule(
+        *tokens, pool, boundaries, indices, num_decodes=2, implementation=implementation
+    )
+    for one, other in zip(run(slots), run(slots[:, None]), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# A step that is right: two decodes, one of them speculates, and a prefill that keeps a block.
+STEP = dict(
+    cu_seqlens=np.array([0, 1, 3, 80], np.int32), state_indices=np.array([[0, 1], [2, 3], [4, 5]], np.int32),
+    num_decodes=2, num_sequences=3, num_accepted_tokens=np.array([1, 2, 1], np.int32),
+    block_state_indices=np.array([[6], [7], [8]], np.int32), block_size=64,
+)  # fmt: skip
+WRONG = {
+    "rise": dict(cu_seqlens=np.array([0, 1, 0, 80], np.int32)),
+    "at most T": dict(cu_seqlens=np.array([0, 1, 3, 200], np.int32)),
+    "at most `num_sequences`": dict(num_decodes=3, num_sequences=2),
+    "at most 2 tokens": dict(cu_seqlens=np.array([0, 1, 4, 80], np.int32)),
+    "from 1 to 2": dict(num_accepted_tokens=np.array([1, 3, 1], np.int32)),
+    "below the number of slots": dict(state_indices=np.array([[0, 1], [2, 40], [4, 5]], np.int32)),
+    "only once": dict(state_indices=np.array([[0, 1], [2, 0], [4, 5]], np.int32)),
+    "another sequence": dict(read_indices=np.array([2, 2, 4], np.int32)),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_values(message):
+    """Values are checked outside of jit, and under jit by checkify."""
+    wrong = STEP | WRONG[message]
+    check_step(**STEP, num_slots=SLOTS, num_tokens=T)
+    with pytest.raises(ValueError, match=message):
+        check_step(**wrong, num_slots=SLOTS, num_tokens=T)
+    arrays = {name: jnp.asarray(x, jnp.int32) for name, x in wrong.items() if name != "block_size"}
+    run = jax.jit(checkify.checkify(lambda arrays: check_step(**arrays, block_size=64, num_slots=SLOTS, num_tokens=T)))
+    error, _ = run(arrays)
+    with pytest.raises(checkify.JaxRuntimeError, match=message):
+        error.throw()
+
+
+SHAPES = {
+    r"`state_indices` must be int32 of shape \[N\] or \[N, W\] with N = 3": dict(
+        state_indices=np.zeros(2, np.int32)
+    ),
+    r"`has_initial_state` must be bool of shape \(3,\); got": dict(has_initial_state=np.ones(3, np.int32)),
+    r"`num_decodes` must be from 0 to 3; got 4": dict(num_decodes=4),
+    r"`num_sequences` must be int32 of shape \(\); got": dict(num_sequences=np.float32(1)),
+    "`block_size` and `block_state_indices` must come together": dict(block_size=None),
+    "`block_size` must be a multiple of the chunk size 64; got 32": dict(block_size=32),
+}
+
+
+@pytest.mark.parametrize("message", SHAPES)
+def test_wrong_shapes(message):
+    """A wrong shape or type raises before anything runs, also under jit."""
+    tokens = [jnp.asarray(x) for x in make_tokens("gated_delta_rule", np.random.default_rng(0), T)]
+    arguments = STEP | SHAPES[message]
+    boundaries, indices = arguments.pop("cu_seqlens"), arguments.pop("state_indices")
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(
+            lambda *x: ragged_gated_delta_rule(*x, indices, **arguments),
+            *tokens, jnp.zeros((SLOTS, HV, K, V)), boundaries,
+        )  # fmt: skip
