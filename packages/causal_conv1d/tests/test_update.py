@@ -86,3 +86,57 @@ def test_gradients():
     want = jax.grad(loss(lambda x, s: causal_conv1d(x, weight, bias, s, True, implementation="xla")), (0, 1))(x, state)
     for a, b in zip(got, want, strict=True):
         assert_close("gradient", a, b, 1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_serving_steps(implementation):
+    """Random steps of decodes, speculation, prefills, shared prefixes and blocks, against a pool in plain Python."""
+    tokens, N, U, slots, block = 40, 4, 3, 40, 8
+    rng = np.random.default_rng(4)
+    _, weight, bias, _ = inputs()
+
+    @jax.jit
+    def run(x, pool, schedule):
+        schedule = dict(schedule)
+        return causal_conv1d_update(
+            x, pool, weight, bias, activation=None, block_size=block, implementation=implementation, **schedule
+        )
+
+    for turn in range(4):
+        sequences = int(rng.integers(1, N + 1))
+        decodes = int(rng.integers(0, sequences + 1))
+        lengths = [int(rng.integers(0, U + 1 if n < decodes else 11)) for n in range(sequences)]
+        cu_seqlens = np.full(N + 1, 99, np.int32)
+        cu_seqlens[: sequences + 1] = np.cumsum([0, *lengths])
+        names = rng.permutation(slots).astype(np.int32)
+        schedule = dict(
+            cu_seqlens=cu_seqlens,
+            state_indices=np.where(rng.random((N, U)) < 0.2, -1, names[: N * U].reshape(N, U)).astype(np.int32),
+            has_initial_state=rng.random(N) < 0.7,
+            num_decodes=np.int32(decodes),
+            num_sequences=np.int32(sequences),
+            num_accepted_tokens=rng.integers(1, U + 1, N).astype(np.int32),
+            block_state_indices=names[N * U : N * U + N, None],
+        )
+        if turn % 2:
+            schedule["read_indices"] = names[-N:]
+        x, pool = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, tokens, D), (slots, W - 1, D)))
+        x[:, cu_seqlens[sequences] :] = np.nan
+        y, after = run(x, pool, schedule)
+        want, states = np.zeros((tokens, D)), pool.copy()
+        for n, length in enumerate(lengths):
+            row = schedule["state_indices"][n]
+            slot = row[schedule["num_accepted_tokens"][n] - 1] if turn % 2 == 0 else schedule["read_indices"][n]
+            known = slot >= 0 and schedule["has_initial_state"][n]
+            history = np.concatenate([pool[slot] if known else np.zeros((W - 1, D), np.float32), x[0, cu_seqlens[n] :]])
+            for t in range(length):
+                window = history[t : t + W]
+                want[cu_seqlens[n] + t] = np.sum(window.astype(np.float64) * np.asarray(weight).T, axis=0) + bias
+                if n < decodes and row[t] >= 0:
+                    states[row[t]] = window[1:]
+                if n >= decodes and t + 1 == block:
+                    states[schedule["block_state_indices"][n, 0]] = window[1:]
+                if n >= decodes and t + 1 == length and row[0] >= 0:
+                    states[row[0]] = window[1:]
+        np.testing.assert_allclose(y[0], want, atol=1e-5)
+        np.testing.assert_array_equal(after, states)

@@ -238,9 +238,7 @@ def test_wrong_values(message):
 
 
 SHAPES = {
-    r"`state_indices` must be int32 of shape \[N\] or \[N, W\] with N = 3": dict(
-        state_indices=np.zeros(2, np.int32)
-    ),
+    r"`state_indices` must be int32 of shape \[N\] or \[N, W\] with N = 3": dict(state_indices=np.zeros(2, np.int32)),
     r"`has_initial_state` must be bool of shape \(3,\); got": dict(has_initial_state=np.ones(3, np.int32)),
     r"`num_decodes` must be from 0 to 3; got 4": dict(num_decodes=4),
     r"`num_sequences` must be int32 of shape \(\); got": dict(num_sequences=np.float32(1)),

@@ -21,14 +21,18 @@ from chunkwise.shared.operators import (
     check_array,
     check_cu_seqlens,
     check_flags,
+    check_packed,
     check_segment_ids,
     check_slots,
+    check_step_types,
     choose_implementation,
     find_division,
+    find_step,
     over_mesh,
     read_slots,
     size_of,
     token_axes,
+    with_counts,
     write_slots,
 )
 
@@ -193,6 +197,13 @@ def causal_conv1d_update(
     cu_seqlens: jax.Array | None = None,
     state_indices: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
+    num_decodes: int | jax.Array = 0,
+    num_sequences: int | jax.Array | None = None,
+    read_indices: jax.Array | None = None,
+    num_accepted_tokens: jax.Array | None = None,
+    block_state_indices: jax.Array | None = None,
+    block_size: int | None = None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the convolution of one new token or a few of every sequence, and the pool of states after them.
 
@@ -200,10 +211,16 @@ def causal_conv1d_update(
 
         y, pool = causal_conv1d_update(x, pool, weight, bias, state_indices=slots)
 
-    Under jit with the pool donated (donate_argnums), its states are updated in place. Plain JAX: it moves the same
-    bytes as a kernel would.
+    Under jit with the pool donated (donate_argnums), its states are updated in place. In a serving step it takes the
+    same stream, boundaries and indices as the operator after it, such as `ragged_gated_delta_rule` of
+    chunkwise.pipeline, for a pool of its own::
 
-    Dims: B batch, T new tokens, D channels, W width, N sequences: B, or len(cu_seqlens) - 1.
+        y, pool = causal_conv1d_update(
+            x, pool, weight, bias, cu_seqlens=boundaries, state_indices=slots, num_decodes=decodes
+        )
+
+    Dims: B batch, T new tokens, D channels, W width, N sequences: B, or len(cu_seqlens) - 1, U the most tokens of a
+    decode, M the most blocks of a prefill.
 
     Args:
       x, weight, bias, activation, cu_seqlens: as in `causal_conv1d`.
@@ -212,7 +229,19 @@ def causal_conv1d_update(
       state_indices: int32 [N], traced: the slot of every sequence. Slots must be distinct and exist; the values are
         not checked. A sequence with a negative slot starts from zeros and its state is dropped; negative slots are
         neither read nor written and may repeat.
+        In a serving step also [N, U]: after token t of a decode its state goes to slot state_indices[n, t], and a
+        prefill reads and writes column 0.
       has_initial_state: bool [N], traced: False if a sequence starts from zeros whatever its slot holds; None for True.
+      num_decodes: how many sequences, the first ones, decode: they have at most U tokens each, 1 where state_indices is
+        [N]. A number or a traced int32 scalar, as the next one. These and all that follow need cu_seqlens.
+      num_sequences: how many of the N sequences exist; None for all.
+      read_indices: int32 [N], the slot that a sequence starts from instead, which stays as it is; negative for zeros.
+      num_accepted_tokens: int32 [N], 1 to U: a sequence starts from state_indices[n, num_accepted_tokens[n] - 1].
+      block_state_indices: int32 [N, M], the slot of the state after every block of `block_size` tokens of a prefill,
+        counted from its first token in this call; negative ones are not written.
+      block_size: tokens of a block; static.
+      implementation: "pallas" (one TPU kernel, interpreted elsewhere), "xla" (plain JAX), None: "xla" for decodes
+        alone, and for a stream that is longer the best for the backend.
 
     Returns:
       y [B, T, D] in the type of x, and the pool in its own type, in which the slots of no sequence keep every bit.
@@ -227,16 +256,50 @@ def causal_conv1d_update(
     """
     B, T, D = check_array("x", x, "B T D")
     W = _check_weights(weight, bias, D)
-    check_cu_seqlens(cu_seqlens, B, T)
+    check_cu_seqlens(cu_seqlens, B, T) if num_sequences is None else check_packed(cu_seqlens, B)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     check_array("states", states, "slots W-1 D", (N if state_indices is None else None, W - 1, D))
-    check_slots(state_indices, has_initial_state, N)
     check_activation(activation)
-    return _update(x, states, weight, bias, cu_seqlens, Slots(state_indices, has_initial_state), activation)
+    slots = Slots(
+        state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
+        num_sequences,
+    )  # fmt: skip
+    none = isinstance(num_decodes, int) and num_decodes == 0
+    serving = getattr(state_indices, "ndim", 1) == 2 or not none or any(y is not None for y in (*slots[2:5], slots[6]))
+    most = N if state_indices is None else state_indices.size
+    best = "pallas" if serving and most < T else "xla"
+    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu=best)
+    if not serving:
+        check_slots(state_indices, has_initial_state, N)
+        return _update(x, states, weight, bias, cu_seqlens, slots, activation, implementation)
+    check(cu_seqlens is not None, "`cu_seqlens` must be given in a serving step; got None.")
+    check_step_types(slots, N, block_size, 1)
+    return _step(x, states, weight, bias, cu_seqlens, with_counts(slots), activation, implementation, block_size)
 
 
-@functools.partial(jax.jit, static_argnums=(6,))
-def _update(x, states, weight, bias, cu_seqlens, slots: Slots, activation):
+@functools.partial(jax.jit, static_argnums=(6, 7))
+def _update(x, states, weight, bias, cu_seqlens, slots: Slots, activation, implementation):
     before = read_slots(states, slots)
-    y, after = _run(x, weight, bias, before, cu_seqlens, None, True, activation, "xla", None)
+    y, after = _run(x, weight, bias, before, cu_seqlens, None, True, activation, implementation, None)
     return y, write_slots(states, slots, after.astype(states.dtype))
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7, 8))
+def _step(x, pool, weight, bias, cu_seqlens, slots: Slots, activation, implementation, block_size):
+    """Run a serving step: the states of a decode go to a slot after every token, those of a prefill after its last."""
+    step, W = find_step(cu_seqlens, slots), weight.shape[1]
+    # A sequence is a decode or a prefill, and in the other list it has no tokens and reads no slot.
+    before = read_slots(pool, Slots(jnp.maximum(step.decodes.source, step.prefills.source)))
+    y, after = _run(x, weight, bias, before, step.boundaries, None, True, activation, implementation, None)
+    s = find(*x.shape[:2], step.boundaries, None)
+    pool = write_slots(pool, Slots(step.prefills.target[:, 0]), after)
+    after_tokens = lambda count: final_states(x, before, W, s._replace(end=s.start + jnp.int32(count)))
+    for t in range(step.decodes.target.shape[1]):
+        pool = write_slots(pool, Slots(step.decodes.target[:, t]), after_tokens(t + 1))
+    if slots.block_state_indices is not None:
+        for m in range(slots.block_state_indices.shape[1]):
+            stop = (m + 1) * block_size
+            full = step.prefills.end - step.prefills.start >= stop
+            slot = jnp.where(full, slots.block_state_indices[:, m], jnp.int32(-1))
+            pool = write_slots(pool, Slots(slot), after_tokens(stop))
+    return y, pool
