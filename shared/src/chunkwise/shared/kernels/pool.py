@@ -13,6 +13,7 @@ from jax import lax
 
 from chunkwise.shared.kernels.chunks import take
 from chunkwise.shared.kernels.half import from_half_bits, to_half_bits
+from chunkwise.shared.kernels.launch import largest_divisor
 
 
 class Routes(NamedTuple):
@@ -100,21 +101,32 @@ def fetch_states(pool_ref, state_ref, continues: jax.Array, transposed: bool = F
     if size != state_ref.shape[1:]:
         state_ref[...] = jnp.zeros_like(state_ref)
 
-    def fetch(head, _):
+    def fetch(head):
         x = widened(pool_ref[head])
         # A slot that was freed may hold anything, so zeros are selected: 0 times NaN is NaN.
         x = jnp.where(continues == 1, x, 0.0)
         state_ref[head, : size[0], : size[1]] = x.T if transposed else x
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(pool_ref.shape[0]), fetch, None)
+    _each_head(pool_ref.shape[0], fetch)
+
+
+def _each_head(heads: int, run) -> None:
+    """Run something for every head, some in a row: one transposition begins before another ends."""
+    some = largest_divisor(heads, 8)
+
+    def turn(i, _):
+        for n in range(some):
+            run(i * jnp.int32(some) + jnp.int32(n))
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(heads // some), turn, None)
 
 
 def put_states(state_ref, pool_ref, transposed: bool = False) -> None:
     """Store states in a slot, in the type of the pool: the inverse of `fetch_states`."""
     size = pool_ref.shape[:0:-1] if transposed else pool_ref.shape[1:]
 
-    def put(head, _):
+    def put(head):
         x = state_ref[head, : size[0], : size[1]]
         pool_ref[head] = rounded(x.T if transposed else x, pool_ref.dtype)
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(pool_ref.shape[0]), put, None)
+    _each_head(pool_ref.shape[0], put)
