@@ -1,5 +1,7 @@
 """The staged chain compiles for real TPUs, and across several of them."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,3 +88,31 @@ def test_chain_compiles_under_shard_map():
     sharded = jax.shard_map(run, mesh=mesh, in_specs=(rows,) * 5, out_specs=(rows, rows))
     text = jax.jit(sharded).trace(*tensors).lower().compile().as_text()
     assert "chunk_gated_delta_rule_fwd_h_fwd_c64" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gated_delta_rule", "float16"), ("kda", "bfloat16"), ("simple_gla", "float32")]
+)
+@pytest.mark.parametrize(
+    "chip", [chip if chip == "v6e" else pytest.param(chip, marks=pytest.mark.thorough) for chip in CHIPS]
+)
+def test_serving_steps_compile(chip, name, dtype):
+    """Every operator, every type of pool, also of sizes that fill no register; the kernels take the pool as it is."""
+    N, W, K, V = 3, 2, 64, 96
+    q, v, g = ((1, 200, *tail) for tail in ((2, K), (4, V), (4,)))
+    int32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    pool = jax.ShapeDtypeStruct((50, 4, K, V), jnp.dtype(dtype))
+    tensors = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (q, q, v)]
+    tensors += [jax.ShapeDtypeStruct((*g, K) if name == "kda" else g, jnp.float32)]
+    tensors += [jax.ShapeDtypeStruct(g, jnp.float32)] * (name != "simple_gla")
+    operator = getattr(pipeline, f"ragged_{name}")
+
+    def step(pool, boundaries, slots, decodes, *tensors):
+        return operator(*tensors, pool, boundaries, slots, num_decodes=decodes, implementation="fused")
+
+    text = tpu.compile_for(
+        step, pool, int32(N + 1), int32(N, W), int32(), *tensors, chip=chip, donate_argnums=(0,)
+    ).as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 2
+    kind = {"float16": "f16|s16", "bfloat16": "bf16", "float32": "f32"}[dtype]
+    assert not re.findall(rf"= (?:{kind})\[50,4,{K},{V}\]\S* (?:copy|fusion|gather|scatter)\(", text)
