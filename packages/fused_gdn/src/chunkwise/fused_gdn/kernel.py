@@ -163,12 +163,12 @@ def own_rows(step: Step, static: Static) -> Any:
 
 def load_chunk(refs, own, s: Shape, static: Static):
     """Load q, k tiles [key heads, C, K] and g, beta [C, heads] float32 of a chunk of a row of the batch."""
-    q, k = (load_heads(ref, s.K, own=own) for ref in (refs.q, refs.k))
+    q, k = (None if ref is None else load_heads(ref, s.K, own=own) for ref in (refs.q, refs.k))
     g, beta = clip_gate(refs.g[...]), refs.beta[...].astype(jnp.float32)
     if own is not None:
         g, beta = (jnp.where(own, x, 0.0) for x in (g, beta))
     if static.normalise:
-        q, k = (l2norm(x.astype(jnp.float32)).astype(x.dtype) for x in (q, k))
+        q, k = (None if x is None else l2norm(x.astype(jnp.float32)).astype(x.dtype) for x in (q, k))
     return q, k, g, beta
 
 

@@ -1,0 +1,268 @@
+"""What the tokens do to a state, in one launch without queries and outputs: kernel body and launcher.
+
+With the names of kernel.py, X applied to values and keys needs no state:
+
+    u = e^(G_last - G) B X V        w = -e^(G_last - G) B X e^G K        S' = e^G_last S + K^T (u + w S)
+
+So three turns work on three chunks: one prepares a chunk, the next makes its X, u and w, and the one after that takes the
+state through it, with two products that wait for one another instead of three. V and K are exact operands where the
+tensors are bfloat16, which halves the products with X; X, w and u + w S keep 16 bits.
+
+A state may have more channels than there are values: the values of those are zeros that nobody stores or reads. From the
+identity they become M, the matrix that takes a state through all tokens.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from chunkwise.fused_gdn.cost import states_cost
+from chunkwise.fused_gdn.kernel import (
+    STAGE,
+    Operands,
+    Static,
+    in_specs,
+    load_chunk,
+    load_masks,
+    own_rows,
+    specs_of,
+    tokens_not_finite,
+)
+from chunkwise.fused_gdn.tile import (
+    Part,
+    Shape,
+    Sums,
+    flow_of,
+    gate_sums,
+    gates,
+    head_columns,
+    indicator,
+    scores,
+    write_state,
+)
+from chunkwise.shared.compat import out_struct
+from chunkwise.shared.kernels import (
+    Step,
+    begin_inverse,
+    clear,
+    dot,
+    ladder,
+    lanes,
+    load_heads,
+    masked_or_not,
+    multiply_packed,
+    named,
+    not_finite,
+    only_if,
+    pallas_call,
+    parts,
+    rows,
+    rows_not_finite,
+    stagger,
+    strip_rows,
+    to_row,
+    whole_sequences,
+)
+
+
+def _map_kernel(refs, *, static: Static, s: Shape):
+    """Take the state through the chunk of two turns ago, multiply that of the turn before by X and prepare the next."""
+    turn, first = pl.program_id(2), pl.program_id(0) * jnp.int32(static.steps)
+    prepared, inverted, passed = (Step(refs.table, first + _at(turn, n, static.steps)) for n in range(3))
+
+    # The first turns run on uninitialised scratch; the first step of a sequence resets the state.
+    @pl.when(passed.first == 1)
+    def _():
+        refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]
+
+    mixed = None if refs.owner is None else (prepared.mixed + inverted.mixed + passed.mixed) > 0
+    masked_or_not(mixed, lambda masked: _turn(refs, prepared, inverted, passed, masked, static, s))
+
+    @pl.when((turn > 1) & (passed.last == 1))
+    def _():
+        refs.ht[...] = refs.state[...]
+
+
+def _at(turn, behind: int, steps: int) -> jax.Array:
+    """Return the step that a turn works on so many turns after the one that prepares it."""
+    return jnp.clip(turn - jnp.int32(behind), jnp.int32(0), jnp.int32(steps - 1))
+
+
+def _turn(refs, prepared: Step, inverted: Step, passed: Step, masked: bool | None, static: Static, s: Shape) -> None:
+    """Do as `_map_kernel`; `masked` says whether one of the chunks is mixed, None that a chunk never is."""
+    masks: Any = None
+    spoilt: Any = None
+    found: Any = None
+    found_v: Any = None
+    # All rows of a chunk that could be mixed and is not are its own.
+    own: Any = own_rows(prepared, static) if masked is None else None
+    own_v: Any = own_rows(inverted, static) if masked is None else None
+    if masked:
+        masks = load_masks(refs.owner, prepared, s.C)
+        # What is not finite becomes zero before any product reads it, by the selection that padding needs anyway.
+        own, own_v = masks.code[0] >= 0, refs.valid[0] > 0.0
+        found = only_if(prepared.mixed == 1, lambda: tokens_not_finite(refs, own, s, ("k",)), s.C)
+        found_v = only_if(inverted.mixed == 1, lambda: values_not_finite(refs, own_v, s), s.C)
+        spoilt = only_if(passed.mixed == 1, lambda: quarantine_state(refs, passed, s), s.C)
+        own, own_v = own & (found[0] == 0.0), own_v & (found_v[0] == 0.0)
+    _, k, g, beta = load_chunk(refs, own, s, static)
+    exact = k.dtype != jnp.bfloat16
+    sums = gate_sums(g, beta, s, exact, masks)
+
+    # The matrix unit takes products in the order in which they stand here, and where one waits, all wait. Between those
+    # of the inverse, of which each waits for the one before, some heads are prepared and others pass the state on.
+    stages, made = Part(s).cut(STAGE), []
+    halves = iter([part for stage in stages for part in stage.cut(STAGE // 2)])
+    passing = stagger(pass_chunk(refs, stage) for stage in stages)
+    X: Any = None
+    for X in ladder(refs.strip[...], refs.M[...], 3 if exact else 2):
+        next(passing, None)
+        made.extend((part, prepare(k, sums, part, masks)) for part in [next(halves, None)] if part)
+    made.extend((part, prepare(k, sums, part, masks)) for part in halves)
+    applied = [(stage, apply_inverse(refs, X, own_v, stage)) for stage in stages]
+    for _ in passing:
+        pass
+
+    refs.X_out[...] = X
+    if masked:
+
+        @pl.when(jnp.max(spoilt) > 0.0)
+        def _():
+            ending = load_masks(refs.owner_passed, passed, s.C).ending
+
+            @pl.when(jnp.max(jnp.where(ending, spoilt, 0.0)) > 0.0)
+            def _():
+                refs.state[...] = jnp.full(refs.state.shape, jnp.nan, jnp.float32)
+
+        refs.found[...], refs.found_v[...] = found, found_v
+        refs.owner_passed[...], refs.owner_inverted[...] = refs.owner_inverted[...], refs.owner[...]
+    if masked is not None:
+        refs.valid[...] = jnp.ones((1, s.C, 1), jnp.float32) if masks is None else indicator(masks.code >= 0)
+    # The next turns take these from scratch; stored last, because this one still reads those of the steps before.
+    refs.k_passed[...], refs.last_passed[...] = refs.k_inverted[...], refs.last[...]
+    refs.k_inverted[...] = k
+    for part, (u, w) in applied:
+        refs.u[part.heads], refs.w[part.heads] = u, w
+    for part, values in made:
+        for name, x in values.items():
+            getattr(refs, name)[part.packs] = x
+
+
+def values_not_finite(refs, own, s: Shape) -> jax.Array:
+    """Return which rows of the chunk whose inverse is made are not finite, float32 [1, C, 1]."""
+    return jnp.maximum(refs.found[...], rows_not_finite(load_heads(refs.v, s.V, own=own)))
+
+
+def quarantine_state(refs, passed: Step, s: Shape) -> jax.Array:
+    """Clear a state that is not finite; return the rows of sequences that are not finite, float32 [1, C, 1]."""
+    masks = load_masks(refs.owner_passed, passed, s.C)
+    # What a product wrote is not finite in whole columns.
+    state = not_finite(refs.state[:, :8] if refs.h0 is None else refs.state[...])  # [1, 1, 1]
+
+    @pl.when(jnp.max(state) > 0.0)
+    def _():
+        clear(refs.state)
+
+    found = jnp.maximum(refs.found_v[...], jnp.where(masks.carried, state, 0.0))
+    return whole_sequences(found, masks.same[:, :, : s.C])
+
+
+def prepare(k, sums: Sums, part: Part, masks) -> dict[str, jax.Array]:
+    """Return what the next turn needs of some heads of a chunk, by the names of the scratch."""
+    s = part.shape
+    g = gates(sums, part.heads, s)
+    flow = flow_of(g, s, masks)
+    KK, D = scores([k[part.keys]], k[part.keys], g, flow.pairs, s)  # [n, C, p C]
+    M = KK * (D * g.beta_rows)
+    start = jnp.exp2(sum(g.G_rows))  # [n, 1, p C]
+    if masks is not None:
+        start = jnp.where(lanes([to_row(indicator(masks.carried))] * s.p) > 0.0, start, 0.0)
+    made = {"M": M, "strip": begin_inverse(M), "end": flow.end * g.beta}
+    return made | {"start": start, "last": flow.start[:, -1:]}
+
+
+def apply_inverse(refs, X, own, part: Part) -> tuple[jax.Array, jax.Array]:
+    """Return u [heads, C, V] and the parts of w side by side [heads, C, parts K]."""
+    s, dtype = part.shape, refs.k.dtype
+    X = refs.end[part.packs] * X[part.packs]  # [n, C, p C]
+    v = load_heads(refs.v, s.V, part.heads, own)  # [heads, C, V]
+    k = refs.k_inverted[part.keys]
+    k = jnp.stack([k[i // s.group] for i in range(s.heads)])  # [heads, C, K]
+    u = multiply_packed(lanes(parts(X, dtype)), v, s.p, dtype)
+    w = multiply_packed(lanes(parts(X * -refs.start[part.packs], dtype)), k, s.p, dtype)
+    return u, lanes(parts(w, dtype))
+
+
+def pass_chunk(refs, part: Part) -> Iterator[None]:
+    """Take the state through the chunk of two turns ago, in two products that wait for one another."""
+    s, dtype, S = part.shape, refs.k.dtype, refs.state[part.heads]  # [heads, K, channels]
+    w = refs.w[part.heads]  # [heads, C, parts K]
+    W = dot(w, rows([S.astype(dtype)] * (w.shape[2] // s.K)))  # [heads, C, channels]
+    yield
+    valued = W[:, :, : s.V] + refs.u[part.heads]
+    W = valued if s.V == W.shape[2] else lanes([valued, W[:, :, s.V :]])
+    last = head_columns(refs.last_passed[part.packs], s, S.shape[2])  # [heads, 1, channels]
+    refs.state[part.heads] = last * S + write_state(refs.k_passed[part.keys], W, s)
+
+
+def launch(x: Operands, static: Static, channels: int) -> dict[str, Any]:
+    """Run the kernel.
+
+    Args:
+      x: operands; q is not read. The states h0 are [N, HV, K, channels].
+      static: what is known.
+      channels: of a state, at least V.
+
+    Returns:
+      A dict: ht the final states [N, HV, K, channels] float32, of which those of empty sequences are undefined, and X
+      as in `Operands`.
+    """
+    x = x._replace(q=None)
+    B, HV, steps, s = static.B, static.HV, static.steps, static.shape(static.config.heads)
+    prepared, inverted, passed = (specs_of(static, s, lambda turn, n=n: _at(turn, n, steps)) for n in range(3))
+    state = specs_of(static, s._replace(V=channels), lambda turn: _at(turn, 2, steps))["h0"]
+    n, keys, width = s.heads // s.p, s.heads // s.group, s.p * s.C
+    packed, row, operand = (n, s.C, width), (n, 1, width), x.k.dtype
+    several = len(parts(jnp.zeros((), jnp.float32), operand))
+    # The state, and what a turn makes of its chunks for the next turns to use.
+    scratch = {
+        "state": pltpu.VMEM((s.heads, s.K, channels), jnp.float32),
+        "M": pltpu.VMEM(packed, jnp.float32),
+        "strip": pltpu.VMEM((n, strip_rows(s.C), width), jnp.float32),
+        "end": pltpu.VMEM(packed, jnp.float32),
+        "start": pltpu.VMEM(row, jnp.float32),
+        "last": pltpu.VMEM(row, jnp.float32),
+        "last_passed": pltpu.VMEM(row, jnp.float32),
+        "k_inverted": pltpu.VMEM((keys, s.C, s.K), operand),
+        "k_passed": pltpu.VMEM((keys, s.C, s.K), operand),
+        "u": pltpu.VMEM((s.heads, s.C, s.V), jnp.float32),
+        "w": pltpu.VMEM((s.heads, s.C, several * s.K), operand),
+    }
+    if x.owner is not None:
+        rows_of, owners = pltpu.VMEM((1, s.C, 1), jnp.float32), pltpu.VMEM((1, width), jnp.int32)
+        scratch |= {"found": rows_of, "found_v": rows_of, "valid": rows_of}
+        scratch |= {"owner_inverted": owners, "owner_passed": owners}
+    operands = [name for name in Operands._fields if name not in ("X", "h", "W", "do", "dht")]
+    present = [("ht", True), ("X_out", True)]
+    shapes = [(static.N, HV, s.K, channels), (B, steps, HV // s.p, s.C, width)]
+    ht, X = pallas_call(
+        named(_map_kernel, operands, present, list(scratch), static=static, s=s),
+        *(getattr(x, name) for name in operands),
+        name=f"fused_chunk_gated_delta_rule_summary_c{s.C}",
+        num_scalar_prefetch=1,
+        # Batch and head blocks are independent; time is sequential, the state stays in VMEM. Two more turns, because
+        # the state passes a chunk two turns after the one that prepares it.
+        grid=(B, HV // s.heads, steps + 2),
+        dimension_semantics=("parallel", "parallel", "arbitrary"),
+        in_specs=in_specs(x, prepared | {"v": inverted["v"], "h0": state})[: len(operands) - 1],
+        out_specs=[state, inverted["X"]],
+        out_shape=[out_struct(shape, jnp.float32, x.k, x.v, x.g, x.beta, x.h0) for shape in shapes],
+        scratch_shapes=list(scratch.values()),
+        cost_estimate=states_cost(**static.sizes() | {"V": channels}, itemsize=operand.itemsize),
+        vmem_limit_bytes=static.config.vmem_bytes,
+    )  # fmt: skip
+    return {"ht": ht, "X": X}
