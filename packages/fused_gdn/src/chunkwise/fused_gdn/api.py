@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.fused_gdn import config as tiles
-from chunkwise.fused_gdn import kernel, kernel_bwd, xla
+from chunkwise.fused_gdn import kernel_bwd, kernel_map, xla
 from chunkwise.fused_gdn.kernel import Operands, Static
 from chunkwise.fused_gdn.vjp import Tensors, fused, lay_out, repacked
 from chunkwise.shared.compat import vary_alike
@@ -237,7 +237,10 @@ def _fused(
 
 
 def _summary(x: Arguments, options: Options, *, config: tiles.Config | None) -> tuple[jax.Array, jax.Array]:
-    """Return the states after the tokens, and the inverses of all chunks, which `_fused` and its gradient take."""
+    """Return the states after the tokens, and the inverses of all chunks, which `_fused` and its gradient take.
+
+    Initial states may have more channels than `x.v`, whose values are zeros.
+    """
     return _launch_states(x._replace(scale=None), options, _config(x, options, config))
 
 
@@ -310,7 +313,8 @@ def _lay_out(
 
 def _user_states(states: jax.Array, otherwise: jax.Array | None, x: Arguments) -> jax.Array:
     """Return states of a kernel as the user has them; no kernel visits an empty sequence."""
-    return unless_empty(states, otherwise, x.cu_seqlens)[:, :, : x.q.shape[3], : x.v.shape[3]]
+    channels = x.v.shape[3] if x.initial_state is None else x.initial_state.shape[3]
+    return unless_empty(states, otherwise, x.cu_seqlens)[:, :, : x.q.shape[3], :channels]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -328,9 +332,9 @@ def _launch(
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _launch_states(x: Arguments, options: Options, config: tiles.Config) -> tuple[jax.Array, jax.Array]:
-    """Run the forward kernel without queries."""
+    """Run the kernel that only takes states through the tokens."""
     static, _, operands = _lay_out(x, options, 1.0, config, config.heads)
-    out = kernel.launch(operands._make(vary_alike(*operands)), static, ("ht", "X"))
+    out = kernel_map.launch(operands._make(vary_alike(*operands)), static)
     return _user_states(out["ht"], operands.h0, x), out["X"]
 
 

@@ -258,26 +258,43 @@ def _turn(refs, prepared: Step, passed: Step, masked: bool | None, static: Stati
     else:
         steps = ladder(refs.strip[...], refs.M[...], 2 if bf16 else 3)
 
-    # The matrix unit takes products in the order in which they stand here, and where one waits, all wait. Between those
-    # of the inverse, of which each waits for the one before, some heads are prepared and others meet the state.
     sums = gate_sums(g, beta, s, not bf16, masks)
     stages, made, seen = Part(s).cut(STAGE), [], {}
+    stored = own_passed if static.pieces else None
+
+    def make(part: Part) -> None:
+        made.append((part, prepare(refs, q, k, sums, part, masks, static)))
 
     def prepare_and_see(stage: Part) -> Iterator[None]:
-        made.extend((part, prepare(refs, q, k, sums, part, masks, static)) for part in stage.cut(STAGE // 2))
+        for part in stage.cut(STAGE // 2):
+            make(part)
         yield
         seen[stage.first] = see_state(refs, stage, s)
 
-    turns = stagger(prepare_and_see(stage) for stage in stages)
-    for _ in stages:
-        X = next(steps, X)
-        next(turns)
-    *_, X = X, *steps
-    for _ in turns:
-        pass
-    stored = own_passed if static.pieces else None
-    passing = (pass_chunk(refs, own_passed, stored, X, stage, seen[stage.first], static, s) for stage in stages)
-    for _ in stagger(passing):
+    def see_and_pass(stage: Part) -> Iterator[None]:
+        if stage.first not in seen:
+            seen[stage.first] = see_state(refs, stage, s)
+            yield
+        yield from pass_chunk(refs, own_passed, stored, X, stage, seen.pop(stage.first), static, s)
+
+    # The matrix unit takes products in the order in which they stand here, and where one waits, all wait. Between those
+    # of the inverse, of which each waits for the one before, some heads are prepared and others meet the state. With
+    # the inverse at hand, a stage does all it has to do at once, and fewer tiles wait in memory.
+    passing = stagger(see_and_pass(stage) for stage in stages)
+    if refs.X is None:
+        turns = stagger(prepare_and_see(stage) for stage in stages)
+        for _ in stages:
+            X = next(steps, X)
+            next(turns)
+        *_, X = X, *steps
+        for _ in turns:
+            pass
+    else:
+        for stage in stages:
+            for part in stage.cut(STAGE // 2):
+                next(passing, None)
+                make(part)
+    for _ in passing:
         pass
 
     if refs.X_out is not None:

@@ -4,14 +4,15 @@ With the names of kernel.py, X applied to values and keys needs no state:
 
     u = e^(G_last - G) B X V        w = -e^(G_last - G) B X e^G K        S' = e^G_last S + K^T (u + w S)
 
-So three turns work on three chunks: one prepares a chunk, the next makes its X, u and w, and the one after that takes the
-state through it, with two products that wait for one another instead of three. V and K are exact operands where the
-tensors are bfloat16, which halves the products with X; X, w and u + w S keep 16 bits.
+So a chunk takes three turns: one prepares it, the next makes its X, u and w, and the last takes the state through it,
+with two products that wait for one another instead of three. V and K are exact operands where the tensors are bfloat16,
+which makes the products with X shorter; X, w and u + w S keep 16 bits.
 
-A state may have more channels than there are values: the values of those are zeros that nobody stores or reads. From the
-identity they become M, the matrix that takes a state through all tokens.
+A state may have more channels than there are values: the values of those are zeros that nobody stores or reads. From
+the identity they become M, the matrix that takes a state through all tokens.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,7 +78,7 @@ def _map_kernel(refs, *, static: Static, s: Shape):
     # The first turns run on uninitialised scratch; the first step of a sequence resets the state.
     @pl.when(passed.first == 1)
     def _():
-        refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]
+        refs.state[...] = refs.h0[...]
 
     mixed = None if refs.owner is None else (prepared.mixed + inverted.mixed + passed.mixed) > 0
     masked_or_not(mixed, lambda masked: _turn(refs, prepared, inverted, passed, masked, static, s))
@@ -116,18 +117,21 @@ def _turn(refs, prepared: Step, inverted: Step, passed: Step, masked: bool | Non
     # The matrix unit takes products in the order in which they stand here, and where one waits, all wait. Between those
     # of the inverse, of which each waits for the one before, some heads are prepared and others pass the state on.
     stages, made = Part(s).cut(STAGE), []
-    halves = iter([part for stage in stages for part in stage.cut(STAGE // 2)])
+    halves = [part for stage in stages for part in stage.cut(STAGE // 2)]
+    preparing = ((part, prepare(k, sums, part, masks)) for part in halves)
     passing = stagger(pass_chunk(refs, stage) for stage in stages)
     X: Any = None
-    for X in ladder(refs.strip[...], refs.M[...], 3 if exact else 2):
+    for step in ladder(refs.strip[...], refs.M[...], 3 if exact else 2):
+        X = step
         next(passing, None)
-        made.extend((part, prepare(k, sums, part, masks)) for part in [next(halves, None)] if part)
-    made.extend((part, prepare(k, sums, part, masks)) for part in halves)
-    applied = [(stage, apply_inverse(refs, X, own_v, stage)) for stage in stages]
+        made.extend(itertools.islice(preparing, 1))
     for _ in passing:
         pass
-
+    made.extend(preparing)
     refs.X_out[...] = X
+    for stage in stages:
+        refs.u[stage.heads], refs.w[stage.heads] = apply_inverse(refs, X, own_v, stage)
+
     if masked:
 
         @pl.when(jnp.max(spoilt) > 0.0)
@@ -145,8 +149,6 @@ def _turn(refs, prepared: Step, inverted: Step, passed: Step, masked: bool | Non
     # The next turns take these from scratch; stored last, because this one still reads those of the steps before.
     refs.k_passed[...], refs.last_passed[...] = refs.k_inverted[...], refs.last[...]
     refs.k_inverted[...] = k
-    for part, (u, w) in applied:
-        refs.u[part.heads], refs.w[part.heads] = u, w
     for part, values in made:
         for name, x in values.items():
             getattr(refs, name)[part.packs] = x
@@ -160,8 +162,7 @@ def values_not_finite(refs, own, s: Shape) -> jax.Array:
 def quarantine_state(refs, passed: Step, s: Shape) -> jax.Array:
     """Clear a state that is not finite; return the rows of sequences that are not finite, float32 [1, C, 1]."""
     masks = load_masks(refs.owner_passed, passed, s.C)
-    # What a product wrote is not finite in whole columns.
-    state = not_finite(refs.state[:, :8] if refs.h0 is None else refs.state[...])  # [1, 1, 1]
+    state = not_finite(refs.state[...])  # [1, 1, 1]
 
     @pl.when(jnp.max(state) > 0.0)
     def _():
@@ -204,24 +205,24 @@ def pass_chunk(refs, part: Part) -> Iterator[None]:
     W = dot(w, rows([S.astype(dtype)] * (w.shape[2] // s.K)))  # [heads, C, channels]
     yield
     valued = W[:, :, : s.V] + refs.u[part.heads]
-    W = valued if s.V == W.shape[2] else lanes([valued, W[:, :, s.V :]])
+    W = valued if W.shape[2] == s.V else lanes([valued, W[:, :, s.V :]])
     last = head_columns(refs.last_passed[part.packs], s, S.shape[2])  # [heads, 1, channels]
     refs.state[part.heads] = last * S + write_state(refs.k_passed[part.keys], W, s)
 
 
-def launch(x: Operands, static: Static, channels: int) -> dict[str, Any]:
+def launch(x: Operands, static: Static) -> dict[str, Any]:
     """Run the kernel.
 
     Args:
-      x: operands; q is not read. The states h0 are [N, HV, K, channels].
+      x: operands; q is not read. The states h0 are [N, HV, K, channels], at least V of them.
       static: what is known.
-      channels: of a state, at least V.
 
     Returns:
       A dict: ht the final states [N, HV, K, channels] float32, of which those of empty sequences are undefined, and X
       as in `Operands`.
     """
-    x = x._replace(q=None)
+    assert x.h0 is not None
+    x, channels = x._replace(q=None), x.h0.shape[3]
     B, HV, steps, s = static.B, static.HV, static.steps, static.shape(static.config.heads)
     prepared, inverted, passed = (specs_of(static, s, lambda turn, n=n: _at(turn, n, steps)) for n in range(3))
     state = specs_of(static, s._replace(V=channels), lambda turn: _at(turn, 2, steps))["h0"]

@@ -33,7 +33,8 @@ class Form(NamedTuple):
     Attributes:
       run: from arguments, and what `summary` kept, to the output [B, T, HV, V] and the states after the tokens. Its
         gradient is that of the operator: what was kept has none of its own.
-      summary: from arguments to the states after the tokens alone, and what is to be kept.
+      summary: from arguments to the states after the tokens alone, and what is to be kept. The initial states may have
+        more channels than v, whose values are zeros.
       state_gradient: from arguments, what was kept, and the cotangents of `run` to the gradient of the initial states
         alone; None where it is taken from all gradients of `run`.
     """
@@ -45,7 +46,13 @@ class Form(NamedTuple):
 
 def plain_form(run: Callable[[Arguments], tuple[jax.Array, Any]]) -> Form:
     """Return the form of an operator that has no launches of its own for it."""
-    return Form(lambda x, _: run(x), lambda x: (run(x)[1], None))
+
+    def summary(x: Arguments) -> tuple[jax.Array, None]:
+        S: Any = x.initial_state
+        missing = S.shape[3] - x.v.shape[3]
+        return run(x._replace(v=jnp.pad(x.v, [(0, 0)] * 3 + [(0, missing)])))[1], None
+
+    return Form(lambda x, _: run(x), summary)
 
 
 # What a policy of `jax.checkpoint` can save, so that a recomputed forward needs neither the maps nor the scan again.
@@ -173,13 +180,12 @@ def _summary(form: Form, x: Arguments, part: Part) -> tuple[jax.Array, jax.Array
         M = jnp.exp(G)[..., None] if g.ndim == 4 else jnp.exp(G)[..., None, None]
         return jnp.where(part.passes[:, None, None, None], M, 0.0), *state_after(x.v, zeros(V), x.initial_state)
     identity = jnp.broadcast_to(jnp.eye(K, dtype=jnp.float32), (B, HV, K, K))
-    nothing = jnp.zeros((B, T, HV, K), x.v.dtype)
     if V + K <= _WIDEST:
-        # Further value channels without values: their state is what the tokens do to the identity.
-        v, S = jnp.concatenate([x.v, nothing], axis=3), jnp.concatenate([zeros(V), identity], axis=3)
-        both, kept = state_after(v, S, x.initial_state)
+        # Further channels without values: their state is what the tokens do to the identity.
+        both, kept = state_after(x.v, jnp.concatenate([zeros(V), identity], axis=3), x.initial_state)
         return both[..., V:], both[..., :V], kept
     none = None if x.initial_state is None else jnp.zeros((*x.initial_state.shape[:3], K), jnp.float32)
+    nothing = jnp.zeros((B, T, HV, K), x.v.dtype)
     return state_after(nothing, identity, none)[0], *state_after(x.v, zeros(V), x.initial_state)
 
 
