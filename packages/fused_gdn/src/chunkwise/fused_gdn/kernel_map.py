@@ -127,10 +127,11 @@ def _turn(refs, prepared: Step, inverted: Step, passed: Step, masked: bool | Non
         made.extend(itertools.islice(preparing, 1))
     for _ in passing:
         pass
-    made.extend(preparing)
     refs.X_out[...] = X
     for stage in stages:
+        made.extend(itertools.islice(preparing, 1))
         refs.u[stage.heads], refs.w[stage.heads] = apply_inverse(refs, X, own_v, stage)
+    made.extend(preparing)
 
     if masked:
 
