@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from jax.experimental.pallas import tpu as pltpu
+
 from chunkwise.shared.kernels import LANES, packing, pick_heads
 
 VMEM_BUDGET = 40 * 2**20
@@ -29,9 +31,20 @@ def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
     return 4 * (2 * K * V + 4 * C * (2 * K + 2 * V) + 3 * (C + K) * (K + LANES))
 
 
+def cores() -> int:
+    """Return how many cores of the device share the blocks of a launch: 1 where it is no TPU."""
+    try:
+        return pltpu.get_tpu_info().num_cores
+    except (ValueError, NotImplementedError):
+        return 1
+
+
 def default_for(H: int, HV: int, C: int, K: int, V: int) -> Config:
-    """Return the Config for these shapes: as many whole groups of heads as fit, or as many heads of a larger group."""
-    heads = pick_heads(HV, H, vmem_bytes_per_head(C, K, V), 32, VMEM_BUDGET)
+    """Return the Config for these shapes: as many whole groups of heads as fit, or as many heads of a larger group.
+
+    Every core of the device gets a block.
+    """
+    heads = pick_heads(HV, H, vmem_bytes_per_head(C, K, V), min(32, max(1, HV // cores())), VMEM_BUDGET)
     return Config(heads=heads, heads_bwd=heads)
 
 

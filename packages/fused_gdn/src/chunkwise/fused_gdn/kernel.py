@@ -485,7 +485,7 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
     # An operand and an output of one name are two Refs: the names of the outputs X, h and W differ in the kernel.
     present = [({"X": "X_out", "pool": "pool_out"}.get(name, name), name in want) for name in kinds]
     operands = [name for name in Operands._fields if name not in ("h", "W", "do", "dht")]
-    kind = "fwd" if "o" in want else "states" if "h" in want else "summary"
+    kind = "fwd" if "o" in want else "states"
     estimate = cost if "o" in want else states_cost
     specs = prepared | {name: passed[name] for name in ("v", "h0", "pool", "X") if name in passed}
     inputs = [name for name in operands if getattr(x, name) is not None]
