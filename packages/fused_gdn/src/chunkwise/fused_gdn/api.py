@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.fused_gdn import config as tiles
-from chunkwise.fused_gdn import kernel_bwd, kernel_map, xla
+from chunkwise.fused_gdn import kernel, kernel_bwd, kernel_map, xla
 from chunkwise.fused_gdn.kernel import Operands, Static
 from chunkwise.fused_gdn.vjp import Tensors, fused, lay_out, repacked
 from chunkwise.shared.compat import vary_alike
