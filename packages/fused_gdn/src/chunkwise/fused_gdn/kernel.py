@@ -101,7 +101,7 @@ class Operands(NamedTuple):
     """
 
     table: Any
-    q: jax.Array
+    q: Any
     k: jax.Array
     v: Any
     g: jax.Array
@@ -161,7 +161,7 @@ def own_rows(step: Step, static: Static) -> Any:
     return step.rows(static.C) if static.pieces or static.T % static.C else None
 
 
-def load_chunk(refs, own, s: Shape, static: Static):
+def load_chunk(refs, own, s: Shape, static: Static) -> Any:
     """Load q, k tiles [key heads, C, K] and g, beta [C, heads] float32 of a chunk of a row of the batch."""
     q, k = (None if ref is None else load_heads(ref, s.K, own=own) for ref in (refs.q, refs.k))
     g, beta = clip_gate(refs.g[...]), refs.beta[...].astype(jnp.float32)

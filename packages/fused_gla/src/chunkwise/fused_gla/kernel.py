@@ -282,7 +282,8 @@ class GridStep(NamedTuple):
 
     row: jax.Array
     step: jax.Array
-    piece: Step | None
+    # Whether it is None is known from the launch.
+    piece: Any
 
     def chunk(self, s: Static, i) -> jax.Array:
         """Return which chunk of the row chunk i of the step is; not for pieces."""

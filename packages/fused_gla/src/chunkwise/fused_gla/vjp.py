@@ -51,7 +51,8 @@ def pooled(x: Arguments, scale: float, options: Options, config: Config, routes:
     table = pool_steps(s.T, s.chunks * s.C, routes, options.block_size).table
     operands = operands._replace(table=table, pool=as_stored(pool))
     s = s._replace(steps=table.shape[1], final=False)
-    o, *_, after = kernel.launch(s, Operands(*vary_alike(*operands)))
+    results: Any = kernel.launch(s, Operands(*vary_alike(*operands)))
+    o, *_, after = results
     return from_lanes(o, s.HV, s.widths[1], s.T), from_stored(after, pool.dtype)
 
 

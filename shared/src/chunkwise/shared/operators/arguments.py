@@ -41,8 +41,8 @@ class Arguments(NamedTuple):
     beta: Any = None
     g_gamma: jax.Array | None = None
     scale: Any = None
-    initial_state: jax.Array | None = None
-    cu_seqlens: jax.Array | None = None
+    initial_state: Any = None
+    cu_seqlens: Any = None
     A_log: jax.Array | None = None
     dt_bias: jax.Array | None = None
     segment_ids: jax.Array | None = None
@@ -79,13 +79,14 @@ class Slots(NamedTuple):
       num_sequences: scalar, how many of the N sequences exist; None for all.
     """
 
-    state_indices: jax.Array | None = None
-    has_initial_state: jax.Array | None = None
-    read_indices: jax.Array | None = None
-    num_accepted_tokens: jax.Array | None = None
-    block_state_indices: jax.Array | None = None
-    num_decodes: jax.Array | None = None
-    num_sequences: jax.Array | None = None
+    # What a caller gives may be a number, and which of them are None depends on the operator.
+    state_indices: Any = None
+    has_initial_state: Any = None
+    read_indices: Any = None
+    num_accepted_tokens: Any = None
+    block_state_indices: Any = None
+    num_decodes: Any = None
+    num_sequences: Any = None
 
 
 class Devices(NamedTuple):

@@ -201,7 +201,7 @@ def check_slots(state_indices, has_initial_state, N: int) -> None:
 def _check_count(name: str, value, most: int) -> None:
     """Check a number of sequences, which may be traced; None passes."""
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        check(0 <= value <= most, f"`{name}` must be from 0 to {most}; got {value}.")
+        check(0 <= int(value) <= most, f"`{name}` must be from 0 to {most}; got {value}.")
     elif value is not None:
         _check_typed(name, value, (), jnp.int32)
 
@@ -230,7 +230,7 @@ def check_step_types(slots, N: int, block_size, chunk_size) -> None:
     _check_typed("block_state_indices", blocks, (N, *getattr(blocks, "shape", (0, 0))[1:2]), jnp.int32)
     number = isinstance(block_size, numbers.Integral) and not isinstance(block_size, bool)
     check(
-        number and block_size > 0 and block_size % chunk_size == 0,
+        number and int(block_size) > 0 and int(block_size) % chunk_size == 0,
         f"`block_size` must be a multiple of the chunk size {chunk_size}; got {shown(block_size)}.",
     )
 
