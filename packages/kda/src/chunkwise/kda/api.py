@@ -4,6 +4,7 @@ import functools
 import numbers
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -292,7 +293,8 @@ def _launch(x: Arguments, static: Static, output_final_state: bool) -> tuple[jax
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _launch_pooled(x: Arguments, static: Static, block_size: int | None, routes: Routes) -> tuple[jax.Array, jax.Array]:
     """Run the forward kernel from a pool of states and into it."""
-    pool, T = x.initial_state, x.q.shape[1]
+    pool: Any = x.initial_state
+    T = x.q.shape[1]
     steps = pool_steps(T, static.C, routes, block_size)
     operands = _lay_out(x._replace(initial_state=None), static, steps, as_stored(pool))
     out = kernel.launch(operands, static._replace(steps=steps.table.shape[1]), final_state=False)
