@@ -521,28 +521,29 @@ def _gla_fwd_kernel(refs, s: Static):
     A final state that is wanted is the state itself: its block stays where it is until another sequence begins.
     """
     at = grid_step(s, refs, pl.program_id(2))
+    piece: Any = at.piece
     S_ref = refs.S if refs.final is None else refs.final
     heads = slice(0, S_ref.shape[0])
     begins = at.step == 0
-    if at.piece is not None:
-        begins |= at.piece.first == 1
+    if piece is not None:
+        begins |= piece.first == 1
 
     @pl.when(begins)
     def _():
         if refs.pool is not None:
-            fetch_states(refs.pool, S_ref, at.piece.continues, transposed=True)
+            fetch_states(refs.pool, S_ref, piece.continues, transposed=True)
         else:
             S_ref[...] = jnp.zeros_like(S_ref) if refs.initial_state is None else refs.initial_state[...]
 
     if refs.pool is not None:
 
-        @pl.when((at.step == 0) & (at.piece.sequence == at.piece.target))
+        @pl.when((at.step == 0) & (piece.sequence == piece.target))
         def _():
             keep_block(refs.pool, refs.pool_out)
 
-    if at.piece is not None and refs.o is not None:  # tokens that no piece owns
+    if piece is not None and refs.o is not None:  # tokens that no piece owns
 
-        @pl.when((at.piece.opens & at.piece.mixed) == 1)
+        @pl.when((piece.opens & piece.mixed) == 1)
         def _():
             clear(refs.o)
 
@@ -571,7 +572,7 @@ def _gla_fwd_kernel(refs, s: Static):
     lax.fori_loop(*at.chunks(s), turn, None)
     if refs.pool is not None:
 
-        @pl.when(at.piece.last == 1)
+        @pl.when(piece.last == 1)
         def _():
             put_states(S_ref, refs.pool_out, transposed=True)
 

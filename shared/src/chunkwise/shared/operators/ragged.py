@@ -237,7 +237,7 @@ def run_ragged(
 def with_counts(slots: Slots) -> Slots:
     """Return slots whose numbers of sequences are arrays; None for no decodes, as a number, and for all sequences."""
     decodes, sequences = slots.num_decodes, slots.num_sequences
-    none = isinstance(decodes, numbers.Integral) and decodes == 0
+    none = decodes is None or (isinstance(decodes, numbers.Integral) and decodes == 0)
     return slots._replace(
         num_decodes=None if none else jnp.asarray(decodes, jnp.int32),
         num_sequences=None if sequences is None else jnp.asarray(sequences, jnp.int32),
