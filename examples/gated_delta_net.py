@@ -102,12 +102,19 @@ def short_convolution(x, projections, weight, bias, state, implementation):
 
     The channels of all projections, one after another, are one convolution.
     """
+
+    def convolve(inputs):
+        if x.shape[1] == 1 and state is not None:
+            return causal_conv1d_update(inputs, state, weight, bias)
+        return causal_conv1d(inputs, weight, bias, state, True, implementation=implementation)
+
+    return convolve_heads(x, projections, convolve)
+
+
+def convolve_heads(x, projections, convolve):
+    """Return what `convolve` makes of all projections of x at once, an array for each, and its state."""
     (B, T, D), ends = x.shape, list(itertools.accumulate(w.size // w.shape[0] for w in projections))
-    inputs = jnp.concatenate([x @ w.reshape(D, -1) for w in projections], axis=2)
-    if T == 1 and state is not None:
-        y, state = causal_conv1d_update(inputs, state, weight, bias)
-    else:
-        y, state = causal_conv1d(inputs, weight, bias, state, True, implementation=implementation)
+    y, state = convolve(jnp.concatenate([x @ w.reshape(D, -1) for w in projections], axis=2))
     parts = zip(jnp.split(y, ends[:-1], axis=2), projections, strict=True)
     return [part.reshape(B, T, *w.shape[1:]) for part, w in parts], state
 
