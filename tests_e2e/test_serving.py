@@ -3,6 +3,7 @@
 Greedy generation must not depend on how a text is cut into steps, nor on what else runs in a step.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -127,19 +128,30 @@ def case():
     model.generation_config.eos_token_id = None
     named = {name: x.numpy().copy() for name, x in model.state_dict().items()}
     prompts = [torch.randint(50, (1, length)) for length in (37, 5, 50)]
+    # For so little, more threads wait longer than they compute.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.no_grad():
         texts = [model.generate(prompt, max_new_tokens=20, do_sample=False, use_cache=True) for prompt in prompts]
         for x in model.parameters():
             x += 0.02 * torch.randn(x.shape)
         # It reads whole texts at once. That changes nothing: what follows a wrong draft is dropped.
         drafts = [[0, *model(text).logits[0, :-1].argmax(1).tolist()] for text in texts]
+    torch.set_num_threads(threads)
     generated = [text[0, prompt.shape[1] :].tolist() for prompt, text in zip(prompts, texts, strict=True)]
     assert all(len(set(tokens)) > 8 for tokens in generated)
     return Case(load(named, H=2, HV=4, K=16, V=24), [prompt[0].tolist() for prompt in prompts], generated, drafts)
 
 
+@pytest.fixture(params=[None, pytest.param("fused", marks=pytest.mark.thorough)])
+def implementation(request, monkeypatch):
+    """Run the operator of the engine's layers by the default, or by interpreted kernels."""
+    operator = functools.partial(serving.ragged_gated_delta_rule, implementation=request.param)
+    monkeypatch.setattr(serving, "ragged_gated_delta_rule", operator)
+
+
 @pytest.mark.interpreted
-def test_chunked_prefill(case):
+def test_chunked_prefill(case, implementation):
     requests = case.requests()
     engine = Engine(case.model, case.pools(2), 16, run_step)
     engine.serve(requests)
@@ -149,7 +161,7 @@ def test_chunked_prefill(case):
 
 
 @pytest.mark.interpreted
-def test_speculation(case):
+def test_speculation(case, implementation):
     T, W, requests, drafts = 24, 3, case.requests(), case.drafts
     N, accepted, counts, steps = len(requests), [1] * len(requests), set(), 0
     # Every request has a slot for the state after each of W tokens.
