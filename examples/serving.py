@@ -28,12 +28,7 @@ from gated_delta_net import Weights, convolve_heads
 
 
 class Pool(NamedTuple):
-    """What a layer remembers of all requests.
-
-    Attributes:
-      conv: the last W - 1 inputs of the convolution [slots, W - 1, channels].
-      states: the states of the operator [slots, HV, K, V].
-    """
+    """A layer's last inputs of the convolution [slots, W - 1, channels], and states of the operator [slots, HV, K, V]."""
 
     conv: jax.Array
     states: jax.Array
@@ -181,11 +176,11 @@ class Engine:
 def random_model(vocabulary=97, layers=2, D=32, H=2, HV=4, K=16, V=16, W=4) -> Model:
     """Return a model of random weights."""
     normal = lambda *shape, rows=D: jnp.asarray(rng.standard_normal(shape) * rows**-0.5, jnp.float32)
-    rng, channels = np.random.default_rng(0), 2 * H * K + HV * V
+    rng = np.random.default_rng(0)
     weights = tuple(
         Weights(
             q=normal(D, H, K), k=normal(D, H, K), v=normal(D, HV, V), z=normal(D, HV, V), a=normal(D, HV),
-            b=normal(D, HV), conv=normal(channels, W, rows=W), A_log=normal(HV), dt_bias=normal(HV),
+            b=normal(D, HV), conv=normal(2 * H * K + HV * V, W, rows=W), A_log=normal(HV), dt_bias=normal(HV),
             norm=jnp.ones(V), out=normal(HV, V, D, rows=HV * V),
         )
         for _ in range(layers)
