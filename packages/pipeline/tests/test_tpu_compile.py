@@ -1,5 +1,6 @@
 """The staged chain compiles for real TPUs, and across several of them."""
 
+import math
 import re
 
 import jax
@@ -69,6 +70,39 @@ def test_float16_compiles(name):
     compiled = tpu.compile_for(lambda *x: getattr(pipeline, name)(*x, **options)[0], *x)
     assert "tpu_custom_call" in compiled.as_text()
     assert compiled.out_info.dtype == jnp.float16
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.thorough)])
+def test_serving_step_moves_no_states(dtype):
+    """Decodes and prefills beside each other: only the two kernels touch the pool, and no other array holds a state."""
+    slots, N, HV, K, V = 37, 8, 4, 128, 128
+    *tensors, cu_seqlens = specs(1, 80, N)
+    pool = jax.ShapeDtypeStruct((slots, HV, K, V), dtype)
+    slot, has = jax.ShapeDtypeStruct((N,), jnp.int32), jax.ShapeDtypeStruct((N,), bool)
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+
+    def step(pool, tensors, cu_seqlens, slot, has, num_decodes, num_sequences):
+        return pipeline.ragged_gated_delta_rule(
+            *tensors, pool, cu_seqlens, slot, has_initial_state=has, num_decodes=num_decodes,
+            num_sequences=num_sequences, implementation="fused",
+        )  # fmt: skip
+
+    inputs = pool, tuple(tensors), cu_seqlens, slot, has, count, count
+    text = tpu.compile_for(step, *inputs, chip="v6e", donate_argnums=(0,)).as_text()
+    # The type and the operation of every result.
+    made = re.findall(r"^\s*(?:ROOT )?%?\S+ = (.+?) ([a-z][a-z0-9-]*)\(", text, re.MULTILINE)
+    sizes = [
+        (operation, size)
+        for result, operation in made
+        for dims in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", result)
+        # As large as the states of one sequence.
+        if (size := math.prod(map(int, dims.split(",")))) >= HV * K * V
+    ]
+    assert {size for _, size in sizes} == {slots * HV * K * V}
+    touching = [operation for operation, _ in sizes]
+    assert set(touching) <= {"parameter", "tuple", "get-tuple-element", "bitcast", "conditional", "custom-call"}
+    assert touching.count("custom-call") == 2
+    assert re.search(r"input_output_alias=\{[^\n]*\(0, \{\}, ", text)
 
 
 def test_chain_compiles_under_shard_map():
