@@ -209,25 +209,33 @@ def run_ragged(
         step = find_step(x.cu_seqlens, slots)
         x = x._replace(cu_seqlens=step.boundaries)
         pool, x = x.initial_state, x._replace(initial_state=None)
-        prefill = lambda pool: _prefill(x, pool, step.prefills, options, chosen, forms)
         if slots.num_decodes is None:
-            return prefill(pool)
-        few = _leading(x, slots)
+            return _prefill(x, pool, step.prefills, options, chosen, forms)
+        # XLA moves no reshape into a condition or out of it: so what passes has its heads in one row, as the kernels
+        # take it and as projections leave it.
+        rows = {name: _in_rows(y) for name, y in _of_tokens(x).items()}
+        shapes = {name: y.shape[2:] for name, y in _of_tokens(x).items()}
+        T = min(x.v.shape[1], slots.state_indices.size)
+
+        def tokens(most: int | None = None) -> Arguments:
+            return x._replace(**{name: y[:, :most].reshape(1, -1, *shapes[name]) for name, y in rows.items()})
 
         def decode(pool):
-            return _decode(few, pool, step, options, plain, name)
+            o, pool = _decode(tokens(T), pool, step, options, plain, name)
+            return _in_rows(o), pool
 
         def prefill_beside(leading, pool):
-            o, pool = prefill(pool)
-            T = few.v.shape[1]
-            own = lax.broadcasted_iota(jnp.int32, (1, T, 1, 1), 1) < step.tokens
+            o, pool = _prefill(tokens(), pool, step.prefills, options, chosen, forms)
+            o = _in_rows(o)
+            own = lax.broadcasted_iota(jnp.int32, (1, T, 1), 1) < step.tokens
             return o.at[:, :T].set(jnp.where(own, leading, o[:, :T])), pool
 
         # A step that has no decode, or no prefill, spends nothing on them.
-        nothing = lambda y: jnp.zeros(y.v.shape, y.v.dtype)
-        leading, pool = lax.cond(step.tokens > 0, decode, lambda pool: (nothing(few), pool), pool)
-        only = lambda leading, pool: (nothing(x).at[:, : few.v.shape[1]].set(leading), pool)
-        return lax.cond(step.boundaries[-1] > step.tokens, prefill_beside, only, leading, pool)
+        nothing = lambda T: jnp.zeros((1, T, rows["v"].shape[2]), x.v.dtype)
+        leading, pool = lax.cond(step.tokens > 0, decode, lambda pool: (nothing(T), pool), pool)
+        only = lambda leading, pool: (nothing(x.v.shape[1]).at[:, :T].set(leading), pool)
+        o, pool = lax.cond(step.boundaries[-1] > step.tokens, prefill_beside, only, leading, pool)
+        return o.reshape(x.v.shape), pool
 
     o, pool = over_devices(run, x, options._replace(output_final_state=True), slots)
     assert pool is not None
@@ -247,6 +255,11 @@ def with_counts(slots: Slots) -> Slots:
 def _of_tokens(x: Arguments) -> dict[str, jax.Array]:
     """Return the arguments [B, T, ...] by name."""
     return {name: y for name, y in x._asdict().items() if name in ("q", "k", "v", "g", "beta") and y is not None}
+
+
+def _in_rows(x: jax.Array) -> jax.Array:
+    """Return [B, T, heads, ...] as [B, T, row]."""
+    return x.reshape(*x.shape[:2], -1)
 
 
 def _leading(x: Arguments, slots: Slots) -> Arguments:
