@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: `python -m benchmarks time`, `stages`, `accuracy`, `tpu`, `scale`, `plot`."""
+"""The command line: `python -m benchmarks time`, `stages`, `accuracy`, `tpu`, `scale`, `step`, `plot`."""
 
 import argparse
 import json
@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from benchmarks import accuracy, operators, plots, scale, stages, tpu
+from benchmarks import accuracy, operators, plots, scale, stages, step, tpu
 from benchmarks.cases import CASES, Case
 from benchmarks.compare import compare
 from benchmarks.mixer import MIXERS
+from chunkwise import pipeline
 from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.pipeline.stages import STAGES
 from chunkwise.pipeline.tables import make_console, make_progress, make_table
@@ -23,7 +24,7 @@ from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.operators.affine_scan import SCANS
 
 TEXT = {"case", "stage", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "figure", "failed"}
-TEXT |= {"split", "topology", "scan", "collectives"}
+TEXT |= {"split", "topology", "scan", "collectives", "mixture"}
 
 
 def parse(arguments=None) -> argparse.Namespace:
@@ -61,6 +62,14 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--total", action="store_true", help="tokens are those of all devices of a topology together")
     one.add_argument("--profile", action="store_true", help="cycles too, where the compiler can profile the kernels")
     one.add_argument("--scan", action="append", choices=list(SCANS), help="the scan over a topology's devices alone")
+    one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
+    one = commands.add_parser("step", parents=[timed, saved], help="a serving step of decodes and prefills")
+    add_cases(
+        one, {name: x for name, x in CASES.items() if hasattr(pipeline, f"ragged_{x.operator}") and not x.segments}
+    )
+    one.add_argument("--mixture", action="append", choices=list(step.MIXTURES), help="of sequences; may be repeated")
+    one.add_argument("--implementation", action="append", choices=["xla", "staged", "fused"], help="may be repeated")
+    one.add_argument("--chip", action="append", choices=list(CHIPS), help="estimate for it instead of timing")
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("accuracy", parents=[saved], help="errors against gate strength and repeated keys")
     one.add_argument("sweep", choices=["gate", "keys"])
@@ -133,6 +142,8 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
                         )
     elif options.command == "scale":
         yield from scale_jobs(options, options.implementation)
+    elif options.command == "step":
+        yield from step_jobs(options, options.implementation or default)
     else:
         sweep = {"gate": "gate strength", "keys": "repeated keys"}[options.sweep]
         some = [x for x in accuracy.NAMES if options.sweep == "gate" or OPERATORS[f"chunk_{x}"].delta]
@@ -161,6 +172,20 @@ def scale_jobs(options: argparse.Namespace, implementations: list[str] | None) -
                     *a, options.backward, options.profile, options.timeout
                 )
                 yield f"{name}, {topology}", label | {"implementation": implementation, "topology": topology}, run
+
+
+def step_jobs(options: argparse.Namespace, implementations: list[str]) -> Iterator[tuple]:
+    """Yield the jobs of `step`: for chips if there are any, on this machine otherwise."""
+    dtype = jnp.dtype(options.dtype)
+    for case in options.case or ["qwen3-next-80b"]:
+        for name in options.mixture or step.MIXTURES:
+            about, label = (CASES[case], step.MIXTURES[name]), {"case": case, "mixture": name}
+            if not options.chip:
+                run = lambda a=about: step.measure(*a, dtype, implementations, options.repeats)
+                yield f"{case}, {name}", label | {"dtype": options.dtype}, run
+            for chip in options.chip or ():
+                run = lambda a=about, chip=chip: [step.estimate(*a, chip, options.timeout)]
+                yield f"{case}, {name}, {chip}", label | {"chip": chip}, run
 
 
 def show(rows: list[dict], console: Console) -> None:

@@ -2,7 +2,7 @@
 
 # What names a row.
 NAMES = ("case", "stage", "T", "pass", "dtype", "implementation", "devices", "chip")
-NAMES += ("sweep", "operator", "form", "point", "split", "topology", "scan")
+NAMES += ("sweep", "operator", "form", "point", "split", "topology", "scan", "mixture")
 # The first of these that the base has is compared, and then its memory; the smaller the better.
 FIGURES = ("median_ms", "cycles", "bundles", "sent_mib", "error")
 MEMORY = ("memory_mib", "temporaries_mib")

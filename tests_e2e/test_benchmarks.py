@@ -400,6 +400,162 @@ def test_bundles_of_the_loop_over_the_grid(inner, expected, tmp_path):
     assert bundles(str(tmp_path), {"kernel.1"}) == expected
 
 
+@pytest.mark.parametrize("case", ["small", "packed", "ragged"])
+@pytest.mark.parametrize("mixture", [dict(decodes=3), dict(decodes=2, W=3, pool="bfloat16"), dict(prefills=(5, 70))])
+def test_time_of_a_step(run, case, mixture, monkeypatch):
+    from benchmarks.step import MIXTURES, Mixture
+
+    monkeypatch.setitem(MIXTURES, "some", Mixture(**mixture))
+    code, rows = run("step", "--case", case, "--mixture", "some", "--repeats", "1")
+    assert code == 0
+    assert [(row["implementation"], row["correct"]) for row in rows] == [("xla", True)]
+    assert rows[0]["tokens_s"] == pytest.approx(1e3 * rows[0]["tokens"] / rows[0]["median_ms"])
+
+
+def test_a_wrong_state_of_a_step_is_found(run, monkeypatch):
+    from benchmarks import step
+
+    exact = step.reference
+    monkeypatch.setattr(step, "reference", lambda *x, **y: (exact(*x, **y)[0], exact(*x, **y)[1] + 0.1))
+    monkeypatch.setitem(step.MIXTURES, "some", step.Mixture(1, prefills=(9,)))
+    code, rows = run("step", "--case", "small", "--mixture", "some", "--repeats", "1")
+    assert code == 1
+    assert not rows[0]["correct"]
+
+
+# A loop of 5 grid steps: what every step runs has a region with a loop in it, and one in one.
+KERNEL_CODE = """\
+     0   :  { %a }
+   0x1 LB: > { %b /* bounds:
+ no bundle */ }
+   0x2   : > { %c = sbr.rel (%p0) target = $region9 }
+   0x3   :  {}
+   0x4   :  {}
+   0x5   :  {}
+   0x6   :  {}
+   0x7   : > { %d } /* Start region 8 */
+   0x8   : > { %e = sbr.rel (!%p1) target = $region3 ;; %f }
+   0x9   :  {}
+   0xa   :  {}
+   0xb   :  {}
+   0xc   :  {}
+   0xd   : > { %g = sbr.rel (%p2) target = $region4 }
+   0xe   :  {}
+   0xf   :  {}
+  0x10   :  {}
+  0x11   :  {}
+  0x12   : > { %h }
+  0x13   : > { %i }
+  0x14 LB: >> { %j } /* Start region 6 */
+  0x15   :  {}
+  0x16   : >> { %k = scmp.ge.s32.totalorder %s, 32 /* loop exit test */ }
+  0x17   : >> { %l = sbr.rel (!%p3) target = $region6 }
+  0x18 PF: > { %m } /* Start/End empty region 4 :: Start region 5 */
+  0x19 PF: > { %n } /* Start/End empty region 3 */
+  0x1a PF: > { %o } /* Start/End empty region 9 */
+  0x1b   : > { %q = scmp.ge.s32.totalorder %s, 7 /* loop exit test */ }
+  0x1c   : > { %r = sbr.rel (!%p4) target = $region2 }
+  0x1d   :  { %s }
+"""
+
+
+def test_loop_of_a_kernel():
+    from benchmarks.step import kernel_bundles, read_loop
+
+    loop = read_loop(KERNEL_CODE)
+    # The first bundle, the branch with its delay, and three bundles at the end; a region starts after the delay.
+    assert (loop.turns, loop.always) == (7, 1 + 5 + 3)
+    # Its own bundle, the first branch and the end; the outer region without the one in it; two bundles and the loop.
+    assert loop.body == 1 + 5 + 1
+    assert [region.bundles for region in loop.regions] == [5 + 1, 2 + 32 * 4]
+    assert kernel_bundles(loop, 5, [3, 2]) == 7 * 9 + 5 * 7 + 3 * 6 + 2 * 130
+    with pytest.raises(ValueError, match="5 steps and 2 regions"):
+        kernel_bundles(loop, 5, [3])
+    # A small region that follows those of the kernel cuts the last block.
+    cut = loop._replace(regions=[*loop.regions, loop.regions[0]])
+    assert kernel_bundles(cut, 5, [3, 2]) == kernel_bundles(cut, 5, [3, 2, 5])
+
+
+def test_steps_that_run_the_regions_of_the_kernels():
+    """Two decodes of 3 tokens, and prefills of 70 and 64 tokens, which are 4 pieces of 3 chunks."""
+    from benchmarks.step import Mixture, decode_runs, prefill_runs
+
+    from chunkwise.shared.operators import Slots
+    from chunkwise.shared.operators.ragged import find_step
+
+    mixture = Mixture(2, W=3, prefills=(70, 64))
+    step = jax.tree.map(jnp.asarray, mixture.step())
+    found = find_step(step.pop("cu_seqlens"), Slots(**step))
+    # The first step zeroes the outputs, and keeps the block that it reads, which it also writes.
+    assert decode_runs(found.decodes) == (12, [1, 1, 4, 6, 6])
+    # Rows 6 to 63, 64 to 75, 76 to 127 and 128 to 139, and one more turn. The first two turns open the first chunk.
+    turns, (first, opens, keep, busy, last) = prefill_runs(found.prefills, mixture.T, 64)
+    assert (first, opens, keep, busy, last) == (2, 4, 1, 5, 2)
+    assert turns > busy
+
+
+PROGRAM = """\
+%wanted.1 (a: f32[]) -> f32[] {
+  ROOT %recurrent_x.1 = f32[8]{0} custom-call(%a), custom_call_target="tpu_custom_call"
+}
+%nothing.1 (a: f32[]) -> f32[] {
+  ROOT %broadcast.1 = f32[8]{0} broadcast(%a)
+}
+%other.1 (a: f32[]) -> f32[] {
+  %copy.1 = f32[8]{0:T(8,128)S(1)} copy(%a)
+  ROOT %fused_x.2 = f32[8]{0} custom-call(%copy.1), custom_call_target="tpu_custom_call"
+}
+%nothing.2 (a: f32[]) -> f32[] {
+  ROOT %fusion.2 = (f32[8]{0}, s32[]) fusion(%a), kind=kLoop, calls=%inner
+}
+
+ENTRY %main (a: f32[]) -> f32[] {
+  %fusion.1 = f32[8]{0} fusion(%a), kind=kLoop, calls=%inner
+  %fusion.3 = f32[8]{0} fusion(%a), kind=kLoop, calls=%inner
+  %cond.1 = f32[8]{0} conditional(%p, %a, %a), branch_computations={%nothing.1, %wanted.1}
+  ROOT %cond.2 = f32[8]{0} conditional(%p, %a, %a), true_computation=%other.1, false_computation=%nothing.2
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [({"recurrent_x.1"}, 2 + 16), ({"fused_x.2"}, 2 + 2 + 4), ({"recurrent_x.1", "fused_x.2"}, 2 + 4), (set(), 20)],
+    ids=["decodes", "prefills", "both", "none"],
+)
+def test_cycles_of_the_branches_that_run(wanted, expected):
+    """The third fusion is not profiled, because it is the same code as the first."""
+    from benchmarks.step import branch_cycles
+
+    cycles = {"fusion.1": 1, "broadcast.1": 2, "copy.1": 4, "fused_x.2": 8, "fusion.2": 16, "recurrent_x.1": 32}
+    assert branch_cycles(PROGRAM, cycles, wanted) == expected
+
+
+def test_bytes_of_a_step():
+    from benchmarks.cases import Case
+    from benchmarks.step import Mixture, moved_bytes
+
+    case, state = Case("gated_delta_rule", H=1, HV=2, K=8, V=16), 2 * 8 * 16
+    token = 2 * (2 * 8 + 2 * 2 * 16) + 4 * 2 * 2
+    decodes, prefills = moved_bytes(case, Mixture(3, W=2, prefills=(5, 6), pool="float16"))
+    assert decodes == 3 * (2 * token + 3 * 2 * state)
+    assert prefills == 11 * token + 2 * 2 * 2 * state
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(not compiler.has_libtpu(), reason="needs libtpu")
+def test_tpu_estimate_of_a_step():
+    """Both kernels of one program, whose regions are as many as those counted."""
+    from benchmarks.cases import Case
+    from benchmarks.step import Mixture, estimate
+
+    row = estimate(Case("gated_delta_rule", H=2, HV=4), Mixture(2, prefills=(70,)), "v6e", timeout=300)
+    assert not row.get("failed")
+    assert row["decode_bundles"] > 0
+    assert row["prefill_bundles"] > 0
+    assert row["cycles"] > row["around_cycles"] + row["decode_floor"] + row["prefill_floor"]
+
+
 @pytest.mark.tpu
 @pytest.mark.skipif(not compiler.has_libtpu(), reason="needs libtpu")
 def test_tpu_estimate():

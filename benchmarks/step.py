@@ -1,0 +1,442 @@
+"""A serving step on this machine, and as the TPU compiler sees it: an estimate, not a measurement.
+
+What a step does is traced, so the compiler does not know which parts of the program run: its profile counts every
+`pl.when` of a kernel as not taken, and both branches of every condition. So a step is counted here from the code:
+
+- A kernel: the bundles of its loop over the grid, every region of it as often as this mixture runs it, and never less
+  than the time that its bytes take at the peak bandwidth of the memory.
+- The operations around the kernels: the compiler's estimated cycles of those that this mixture runs. They come from a
+  second compilation, in which the kernels are hollow, because the compiler cannot profile all of them.
+"""
+
+import glob
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from benchmarks import timing, tpu
+from benchmarks.cases import Case
+from chunkwise import pipeline
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.kernels.layout import BUSY, FIRST, LAST, OPENS, SEQUENCE, TARGET, pool_steps
+from chunkwise.shared.kernels.pool import Routes, held_slots
+from chunkwise.shared.operators import Slots
+from chunkwise.shared.operators.ragged import find_step
+from chunkwise.shared.testing import reference
+
+# Of a program that is only compiled.
+SLOTS = 1024
+# Bundles after a branch that run whether it is taken or not.
+DELAY = 4
+# More bundles than a copy of a block that reaches past the end of an array takes, and fewer than a part of a kernel.
+CUT = 40
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a scheduler packed into one step.
+
+    Attributes:
+      decodes: sequences that go token by token, all from a state.
+      W: tokens of each, after every one of which the state is kept.
+      prefills: tokens of every other sequence, each from a state too.
+      pool: type of the states.
+    """
+
+    decodes: int = 0
+    W: int = 1
+    prefills: tuple[int, ...] = ()
+    pool: str = "float32"
+
+    @property
+    def N(self) -> int:
+        """Sequences."""
+        return self.decodes + len(self.prefills)
+
+    @property
+    def T(self) -> int:
+        """Tokens."""
+        return self.decodes * self.W + sum(self.prefills)
+
+    def step(self) -> dict[str, np.ndarray]:
+        """Return what changes from step to step, by argument name."""
+        lengths = [self.W] * self.decodes + list(self.prefills)
+        indices = np.arange(self.N * self.W, dtype=np.int32)
+        return {
+            "cu_seqlens": np.cumsum([0, *lengths], dtype=np.int32),
+            "state_indices": indices if self.W == 1 else indices.reshape(self.N, self.W),
+            "has_initial_state": np.ones(self.N, bool),
+            "num_decodes": np.int32(self.decodes),
+            "num_sequences": np.int32(self.N),
+        }
+
+
+_RAGGED = tuple(8192 * (n + 1) // 136 for n in range(15))
+MIXTURES = {
+    "decode-32": Mixture(32),
+    "decode-64": Mixture(64),
+    "decode-64-bfloat16": Mixture(64, pool="bfloat16"),
+    "decode-64-float16": Mixture(64, pool="float16"),
+    "decode-256": Mixture(256),
+    "speculate-64x3": Mixture(64, W=3),
+    "prefill-4096": Mixture(prefills=(4096,)),
+    "decode-32-prefill-4096": Mixture(32, prefills=(4096,)),
+    "prefill-8192": Mixture(prefills=(8192,)),
+    "prefill-8192-ragged": Mixture(prefills=(*_RAGGED, 8192 - sum(_RAGGED))),
+}
+
+
+def function(case: Case, implementation: str):
+    """Return the step of tensors, the pool and what changes from step to step, each by argument name."""
+    operator = getattr(pipeline, f"ragged_{case.operator}")
+    normalise = {"use_qk_l2norm_in_kernel": True} if case.table.delta else {}
+    return lambda x, states, step: operator(**x, states=states, **step, **normalise, implementation=implementation)
+
+
+def measure(case: Case, mixture: Mixture, dtype, implementations, repeats: int) -> list[dict]:
+    """Return a row for every implementation: the time of a step on this machine whose pool is donated.
+
+    The check covers the output and the state of the last sequence, in the group of the last key head.
+    """
+    x, step, rng = case.inputs(mixture.T, dtype), mixture.step(), np.random.default_rng(2)
+    pool = rng.standard_normal((mixture.N * mixture.W, case.HV, case.K, case.V)).astype(jnp.dtype(mixture.pool))
+    cu, group = step["cu_seqlens"], case.HV // case.H
+    last, slots = slice(int(cu[-2]), int(cu[-1])), step["state_indices"].reshape(mixture.N, mixture.W)[-1]
+    final = int(slots[0] if mixture.prefills else slots[-1])
+    normalise = {"use_qk_l2norm_in_kernel": True} if case.table.delta else {}
+    o, state = reference(**case.part(x, last), initial_state=pool[slots[:1], -group:].astype(np.float64), **normalise)
+    expected = {"o": o, "states": state}
+    runs = []
+    for name in implementations:
+        fn = jax.jit(function(case, name), donate_argnums=1)
+        held = [jnp.asarray(pool)]
+
+        def call(fn=fn, held=held):
+            o, held[0] = fn(x, held[0], step)
+            return {"o": o, "states": held[0]}
+
+        runs.append(timing.Run(name, call))
+
+    def verdict(results):
+        some = case.part({"o": results["o"]}, last) | {"states": results["states"][final : final + 1, -group:]}
+        # Of the two types that round it, the coarser one says how near a state is.
+        coarser = max((x["v"].dtype.name, mixture.pool), key=lambda name: jnp.finfo(name).eps)
+        limits = {"o": case.tolerance("o", x["v"].dtype.name), "states": case.tolerance("o", coarser)}
+        return timing.worst(some, expected, limits)
+
+    rows = timing.measure(runs, [], verdict, 1, 1, (1.0, 1.0), repeats)
+    kept = ("implementation", "error", "correct", "median_ms", "spread_ms", "cpu_ms")
+    tokens = {"tokens": mixture.T}
+    return [{k: row[k] for k in kept} | tokens | {"tokens_s": mixture.T / row["median_ms"] * 1e3} for row in rows]
+
+
+class Region(NamedTuple):
+    """A part of a kernel's loop over the grid that a branch skips.
+
+    Attributes:
+      start, stop: its bundles.
+      bundles: what it takes if it runs, loops in it as often as they turn, regions in it not at all.
+    """
+
+    start: int
+    stop: int
+    bundles: int
+
+
+class Loop(NamedTuple):
+    """A kernel's loop over its grid.
+
+    Attributes:
+      turns: how often it turns: twice more than the grid has steps.
+      always: bundles of a turn that no branch skips.
+      body: bundles that every step of the grid runs.
+      regions: what a step may skip, in the order of the kernel's text; a region comes before those in it.
+    """
+
+    turns: int
+    always: int
+    body: int
+    regions: list[Region]
+
+
+class _Bundle(NamedTuple):
+    label: str
+    depth: int
+    text: str
+
+
+def _bundles(text: str) -> list[_Bundle]:
+    """Return the bundles of a dump, each with the comments that follow it."""
+    found: list[_Bundle] = []
+    for line in text.splitlines():
+        if match := re.match(r"\s*(?:0x[0-9a-f]+|0)\s+([A-Z, ]*):\s*((?:> ?)*)\{(.*)", line):
+            depth = match[2].count(">")
+            # Empty bundles carry no depth.
+            if not match[3].startswith("}") or not found:
+                found.append(_Bundle(match[1], depth, match[3]))
+            else:
+                found.append(_Bundle(match[1], found[-1].depth, match[3]))
+        elif found:
+            found[-1] = found[-1]._replace(text=f"{found[-1].text}\n{line}")
+    return found
+
+
+def _exit(bundles: list[_Bundle]) -> int | None:
+    """Return the constant in the exit test of a loop, None if there is no single one."""
+    found = [int(n) for bundle in bundles for n in re.findall(r"(\d+) /\* loop exit test", bundle.text)]
+    return found[0] if len(found) == 1 else None
+
+
+def read_loop(text: str) -> Loop:
+    """Return the loop over the grid of a kernel, from the text of its final bundles."""
+    code = _bundles(text)
+    inside = [n for n, bundle in enumerate(code) if bundle.depth]
+    first, stop = inside[0], inside[-1] + 1
+    # How often a bundle runs in a turn: more than once in an inner loop.
+    times = [1] * len(code)
+    outer, n = [], first
+    while n < stop:
+        end = n
+        while end < stop and code[end].depth > 1 and (end == n or "L" not in code[end].label):
+            end += 1
+        if end == n:
+            outer.append(code[n])
+            n += 1
+            continue
+        trips = _exit(code[n:end])
+        if trips is None or any(bundle.depth > 2 for bundle in code[n:end]):
+            raise ValueError("A loop in a kernel has no known number of turns.")
+        times[n:end] = [trips] * (end - n)
+        n = end
+    turns = _exit(outer)
+    if turns is None:
+        raise ValueError("The loop over the grid has no known number of turns.")
+    spans = []
+    for n in range(first, stop):
+        for target in re.findall(r"sbr\.rel \(!?%\w+\) target = \$region(\d+)", code[n].text):
+            label = re.compile(rf"Start(?:/End empty)? region {target}\b")
+            end = next((m for m in range(n + 1, stop) if label.search(code[m].text)), None)
+            if end is not None:
+                spans.append((n + 1 + DELAY, end))
+    own = []
+    for start, end in spans:
+        nested = {m for a, b in spans if (a, b) != (start, end) and start <= a and b <= end for m in range(a, b)}
+        own.append(Region(start, end, sum(times[m] for m in range(start, end) if m not in nested)))
+    within = lambda x: [y for y in own if y is not x and x.start <= y.start and y.stop <= x.stop]
+    # What a step of the grid runs is a region too, because the turns that only copy skip it. Regions beside it copy
+    # blocks that reach past the end of an array; they are counted in every turn, which is more than run them.
+    body = max(own, key=lambda x: len(within(x)))
+    always = sum(times[first:stop]) - sum(times[body.start : body.stop])
+    return Loop(turns, always, body.bundles, within(body))
+
+
+def kernel_bundles(loop: Loop, steps: int, runs: list[int]) -> int:
+    """Return the bundles of a kernel.
+
+    Args:
+      loop: its loop over the grid.
+      steps: steps of the grid for one block of heads.
+      runs: how many of these run each region.
+    """
+    blocks, rest = divmod(loop.turns - 2, steps)
+    # The last block that a step writes may reach past the end of an array: what cuts it is counted in every step.
+    cuts = loop.regions[len(runs) :]
+    runs = runs + [steps] * len(cuts)
+    if rest or len(runs) != len(loop.regions) or any(region.bundles > CUT for region in cuts):
+        raise ValueError(f"A kernel has {loop.turns - 2} steps and {len(loop.regions)} regions; {steps}, {runs}.")
+    regions = sum(region.bundles * n for region, n in zip(loop.regions, runs, strict=True))
+    return loop.turns * loop.always + blocks * (steps * loop.body + regions)
+
+
+def decode_runs(routes: Routes) -> tuple[int, list[int]]:
+    """Return the steps of the decode kernel and how many run each of its regions, in the order of its text."""
+    N, W = routes.target.shape
+    source, target = held_slots(routes.source, routes.target.reshape(-1))
+    tokens = int(jnp.sum(routes.end - routes.start))
+    states_in = [] if W == 1 else [N]
+    return N * W, [1, int(source[0] == target[0]), *states_in, tokens, int(jnp.sum(routes.target >= 0))]
+
+
+def prefill_runs(routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
+    """Return the turns of the prefill kernel and how many run each of its regions, in the order of its text."""
+    table = np.asarray(pool_steps(T, C, routes).table)
+    turn = np.arange(table.shape[1] + 1)
+    prepared, passed = table[:, np.minimum(turn, len(turn) - 2)], table[:, np.maximum(turn - 1, 0)]
+    return len(turn), [
+        int(np.sum(passed[FIRST])),
+        int(np.sum(passed[OPENS])),
+        int(passed[SEQUENCE, 0] == passed[TARGET, 0]),
+        int(np.sum(prepared[BUSY] | passed[BUSY])),
+        int(np.sum(passed[LAST, 1:])),
+    ]
+
+
+def moved_bytes(case: Case, mixture: Mixture) -> tuple[int, int]:
+    """Return the bytes that the decodes and the prefills must move: every token and every state, bfloat16 tensors."""
+    state = case.HV * case.K * case.V * jnp.dtype(mixture.pool).itemsize
+    # q, k, v and o, the decay and the step size.
+    token = 2 * 2 * (case.H * case.K + case.HV * case.V) + 4 * 2 * case.HV
+    decodes = mixture.decodes * (mixture.W * token + (1 + mixture.W) * state)
+    return decodes, sum(mixture.prefills) * token + 2 * len(mixture.prefills) * state
+
+
+_OPERATION = re.compile(r"\s*(?:ROOT )?%?(?P<name>\S+) = (?P<result>.+?) (?P<kind>[a-z][a-z0-9-]*)\(")
+
+
+def branch_cycles(text: str, cycles: Mapping[str, int], wanted: set[str]) -> int:
+    """Return the cycles of a program's operations that run if of its kernels those in `wanted` do, without kernels.
+
+    A condition takes the branch that has a wanted kernel, else the one that has none, else the most expensive one. Of
+    operations that are the same code the compiler profiles one: one of its name and type stands for the others.
+    """
+    parts: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for line in text.splitlines():
+        if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            lines = parts.setdefault(head[2], [])
+            entry = head[2] if head[1] else entry
+        else:
+            lines.append(line)
+    kernels = set(tpu.launches(text))
+
+    def branches(line: str) -> list[str]:
+        listed = re.search(r"branch_computations=\{([^}]*)\}", line)
+        named = listed[1] if listed else ",".join(re.findall(r"(?:true|false)_computation=(%?[\w.\-]+)", line))
+        return [name.strip().lstrip("%") for name in named.split(",")]
+
+    def found(part: str) -> set[str]:
+        here = {name for line in parts[part] for name in re.findall(r"^\s*(?:ROOT )?%?(\S+) = ", line)} & kernels
+        return here.union(*(found(x) for line in parts[part] if " conditional(" in line for x in branches(line)))
+
+    alike = {}
+    for line in text.splitlines():
+        if (operation := _OPERATION.match(line)) and operation["name"] in cycles:
+            alike[operation["name"].split(".")[0], operation["result"]] = cycles[operation["name"]]
+
+    def total(part: str) -> int:
+        n = 0
+        for line in parts[part]:
+            operation = _OPERATION.match(line)
+            if not operation or operation["name"] in kernels:
+                continue
+            if operation["kind"] in ("while", "call"):
+                raise ValueError(f"The step has an operation whose parts are not counted: {operation['name']}.")
+            if operation["kind"] == "conditional":
+                some = branches(line)
+                chosen = [x for x in some if found(x) & wanted] or [x for x in some if not found(x)] or some
+                n += max(total(x) for x in chosen)
+            else:
+                same = alike.get((operation["name"].split(".")[0], operation["result"]), 0)
+                n += cycles.get(operation["name"], same)
+        return n
+
+    return total(entry)
+
+
+def _compiled(case: Case, mixture: Mixture, chip: str, flags: str) -> str:
+    """Compile the step for a chip with these flags and return its text; in a fresh process only."""
+    from chunkwise.shared.testing import tpu as compiler
+
+    compiler.setup(flags)
+    shapes = case.specs(mixture.T, jnp.bfloat16)
+    # Tokens come flat, as projections leave them.
+    flat = {name: jax.ShapeDtypeStruct((1, mixture.T, x.size // mixture.T), x.dtype) for name, x in shapes.items()}
+    pool = jax.ShapeDtypeStruct((SLOTS, case.HV, case.K, case.V), jnp.dtype(mixture.pool))
+    step = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), mixture.step())
+
+    def run(flat, pool, step):
+        x = {name: y.reshape(shapes[name].shape) for name, y in flat.items()}
+        o, pool = function(case, "fused")(x, pool, step)
+        return o.reshape(1, mixture.T, -1), pool
+
+    return compiler.compile_for(run, flat, pool, step, chip=chip, auto_layout=True, donate_argnums=(1,)).as_text()
+
+
+def _kernel_text(folder: str, launch: str) -> str:
+    """Return the final bundles of a kernel."""
+    name = re.compile(rf"\d+-{re.escape(launch)}-\d+-final_bundles\.txt")
+    (path,) = [path for path in glob.glob(f"{folder}/*-final_bundles.txt") if name.fullmatch(os.path.basename(path))]
+    with open(path, errors="replace") as text:
+        return text.read()
+
+
+def _kind(launch: str) -> str:
+    """Return what a launch does: its name has a chunk size if it goes chunk by chunk."""
+    return "prefill" if re.search(r"_c\d+", launch) else "decode"
+
+
+def _wanted(mixture: Mixture, text: str) -> list[str]:
+    """Return the launches of a compiled program that run in this mixture."""
+    runs = {"decode": mixture.decodes > 0, "prefill": bool(mixture.prefills)}
+    return [launch for launch in tpu.launches(text) if runs[_kind(launch)]]
+
+
+def count_kernels(case: Case, mixture: Mixture, chip: str) -> dict[str, int]:
+    """Return the bundles of both kernels in this mixture, 0 where one does not run; in a fresh process only."""
+    step: dict[str, Any] = {name: jnp.asarray(y) for name, y in mixture.step().items()}
+    found = find_step(step.pop("cu_seqlens"), Slots(**step))
+    counts = {"decode": 0, "prefill": 0}
+    with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
+        text = _compiled(case, mixture, chip, tpu.dump_flags(folder, profile=False))
+        for launch in _wanted(mixture, text):
+            chunk = re.search(r"_c(\d+)", launch)
+            runs = prefill_runs(found.prefills, mixture.T, int(chunk[1])) if chunk else decode_runs(found.decodes)
+            counts[_kind(launch)] += kernel_bundles(read_loop(_kernel_text(folder, launch)), *runs)
+    return counts
+
+
+def hollow(_, *operands, name: str, out_shape, input_output_aliases=None, **__):
+    """Do as `pallas_call` with a kernel of the same name, operands and results that does nothing."""
+    operands = [x for x in operands if x is not None]
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        lambda *refs: None, name=name, out_shape=out_shape, in_specs=[anywhere] * len(operands),
+        out_specs=[anywhere] * len(out_shape), input_output_aliases=input_output_aliases or {},
+    )(*operands)  # fmt: skip
+
+
+def count_around(case: Case, mixture: Mixture, chip: str) -> int:
+    """Return the estimated cycles of the operations around the kernels in this mixture; in a fresh process only."""
+    modules = ("chunkwise.shared.operators.decode", "chunkwise.fused_gdn.kernel")
+    with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
+        os.makedirs(f"{folder}/profile")
+        with mock.patch(f"{modules[0]}.pallas_call", hollow), mock.patch(f"{modules[1]}.pallas_call", hollow):
+            text = _compiled(case, mixture, chip, f"--xla_jf_dump_static_llo_profile_to={folder}/profile")
+        return branch_cycles(text, tpu.profiled(folder), set(_wanted(mixture, text)))
+
+
+def estimate(case: Case, mixture: Mixture, chip: str, timeout: float) -> dict:
+    """Return what a step would cost on a chip that is not here; `failed` is set where the compiler gave no result."""
+    if case.operator != "gated_delta_rule":
+        return {"failed": "only the kernels of the gated delta rule are counted"}
+    counts: dict[str, Any] = {}
+    for name in ("count_kernels", "count_around"):
+        code = (
+            f"from benchmarks.step import Case, Mixture, {name}; {{{name!r}: {name}({case!r}, {mixture!r}, {chip!r})}}"
+        )
+        counts |= tpu.first_result([code], timeout)
+        if "failed" in counts:
+            return counts
+    decode, prefill, around = *counts["count_kernels"].values(), counts["count_around"]
+    clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
+    floors = [round(n / bandwidth * clock / 1e3) for n in moved_bytes(case, mixture)]
+    cycles = max(decode, floors[0]) + max(prefill, floors[1]) + around
+    return {
+        "decode_bundles": decode or None,
+        "decode_floor": floors[0] or None,
+        "prefill_bundles": prefill or None,
+        "prefill_floor": floors[1] or None,
+        "around_cycles": around,
+        "cycles": cycles,
+        "to_floor": cycles / sum(floors),
+        "estimate_ms": cycles / clock / 1e6,
+    }
