@@ -382,11 +382,12 @@ def _wanted(mixture: Mixture, text: str) -> list[str]:
 
 def count_kernels(case: Case, mixture: Mixture, chip: str) -> dict[str, int]:
     """Return the bundles of both kernels in this mixture, 0 where one does not run; in a fresh process only."""
-    step: dict[str, Any] = {name: jnp.asarray(y) for name, y in mixture.step().items()}
-    found = find_step(step.pop("cu_seqlens"), Slots(**step))
     counts = {"decode": 0, "prefill": 0}
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
         text = _compiled(case, mixture, chip, tpu.dump_flags(folder, profile=False))
+        # After the flags of the compiler are set, which it reads before the first computation.
+        step: dict[str, Any] = {name: jnp.asarray(y) for name, y in mixture.step().items()}
+        found = find_step(step.pop("cu_seqlens"), Slots(**step))
         for launch in _wanted(mixture, text):
             chunk = re.search(r"_c(\d+)", launch)
             runs = prefill_runs(found.prefills, mixture.T, int(chunk[1])) if chunk else decode_runs(found.decodes)
