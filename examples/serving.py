@@ -28,7 +28,7 @@ from gated_delta_net import Weights, convolve_heads
 
 
 class Pool(NamedTuple):
-    """A layer's last inputs of the convolution [slots, W - 1, channels], and states of the operator [slots, HV, K, V]."""
+    """The last inputs of a layer's convolution [slots, W - 1, channels], and its states [slots, HV, K, V]."""
 
     conv: jax.Array
     states: jax.Array
