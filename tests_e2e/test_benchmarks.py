@@ -67,6 +67,7 @@ def test_time_of_sequences_of_different_lengths(run):
     assert [(row["implementation"], row["correct"]) for row in rows] == [("xla", True)]
 
 
+@pytest.mark.thorough
 def test_heads_over_devices(tmp_path):
     """A process of its own: a CPU is made into devices before JAX first uses it."""
     path = tmp_path / "result.json"

@@ -37,7 +37,9 @@ def recording(request):
     return record(model, layer, functools.partial(load_weights, **SIZES))
 
 
-implementations = pytest.mark.parametrize("implementation", ["xla", "staged", "fused"])
+implementations = pytest.mark.parametrize(
+    "implementation", ["xla", pytest.param("staged", marks=pytest.mark.thorough), "fused"]
+)
 
 
 @implementations
