@@ -194,6 +194,11 @@ def _plain(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
 
 def _forward(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or the pool, by the kernel."""
+    if pool.dtype == jnp.float16:
+        # To read its bits XLA would make a pass over the whole pool, which costs more than all else: the kernel gets
+        # the named states alone. A pool without slots is float32 already.
+        o, states = _forward(static, x, read_slots(pool, slots).astype(jnp.float32), Slots())
+        return o, write_slots(pool, slots, states)
     s = static
     starts = jnp.arange(s.B + 1, dtype=jnp.int32) * jnp.int32(s.T) if x.cu_seqlens is None else x.cu_seqlens
     slot = jnp.arange(s.N, dtype=jnp.int32) if slots.state_indices is None else slots.state_indices
