@@ -28,6 +28,7 @@ from chunkwise.shared.operators import (
     choose_implementation,
     find_division,
     find_step,
+    full_blocks,
     over_mesh,
     read_slots,
     size_of,
@@ -265,7 +266,8 @@ def causal_conv1d_update(
         num_sequences,
     )  # fmt: skip
     none = isinstance(num_decodes, int) and num_decodes == 0
-    serving = getattr(state_indices, "ndim", 1) == 2 or not none or any(y is not None for y in (*slots[2:5], slots[6]))
+    more = slots._replace(state_indices=None, has_initial_state=None, num_decodes=None)
+    serving = getattr(state_indices, "ndim", 1) == 2 or not none or any(y is not None for y in more)
     most = N if state_indices is None else state_indices.size
     best = "pallas" if serving and most < T else "xla"
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu=best)
@@ -297,9 +299,7 @@ def _step(x, pool, weight, bias, cu_seqlens, slots: Slots, activation, implement
     for t in range(step.decodes.target.shape[1]):
         pool = write_slots(pool, Slots(step.decodes.target[:, t]), after_tokens(t + 1))
     if slots.block_state_indices is not None:
-        for m in range(slots.block_state_indices.shape[1]):
-            stop = (m + 1) * block_size
-            full = step.prefills.end - step.prefills.start >= stop
-            slot = jnp.where(full, slots.block_state_indices[:, m], jnp.int32(-1))
-            pool = write_slots(pool, Slots(slot), after_tokens(stop))
+        _, slot = full_blocks(step.prefills, block_size)
+        for m in range(slot.shape[1]):
+            pool = write_slots(pool, Slots(slot[:, m]), after_tokens((m + 1) * block_size))
     return y, pool

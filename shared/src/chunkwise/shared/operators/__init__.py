@@ -28,7 +28,15 @@ from chunkwise.shared.operators.decode import read_slots, recurrent_cost, run_re
 from chunkwise.shared.operators.gates import Laws, lay_out_law
 from chunkwise.shared.operators.isolation import keep_apart, spoilt_tokens
 from chunkwise.shared.operators.partition import Layout, find_division, over_mesh, size_of, token_axes
-from chunkwise.shared.operators.ragged import ChunkStates, Forms, check_step_values, find_step, run_ragged, with_counts
+from chunkwise.shared.operators.ragged import (
+    ChunkStates,
+    Forms,
+    check_step_values,
+    find_step,
+    full_blocks,
+    run_ragged,
+    with_counts,
+)
 from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence, unit_rows
 from chunkwise.shared.operators.segments import run_segments, spoilt_segments
 from chunkwise.shared.operators.stream import document_ids, document_of, documents_end, first_token, own_boundaries
@@ -71,6 +79,7 @@ __all__ = [
     "find_division",
     "find_step",
     "first_token",
+    "full_blocks",
     "keep_apart",
     "lay_out_law",
     "over_mesh",

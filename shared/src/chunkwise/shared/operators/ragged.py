@@ -105,6 +105,13 @@ def find_step(cu_seqlens: jax.Array, slots: Slots) -> Step:
     return Step(decoding, routes(start, end, target, slots.block_state_indices), boundaries, tokens)
 
 
+def full_blocks(routes: Routes, block_size: int) -> tuple[jax.Array, jax.Array]:
+    """Return the tokens up to the end of every block, int32 [1, M], and its slot [N, M], none if it is not full."""
+    blocks: Any = routes.blocks
+    stop = jnp.arange(1, blocks.shape[1] + 1, dtype=jnp.int32)[None] * jnp.int32(block_size)
+    return stop, jnp.where(stop <= (routes.end - routes.start)[:, None], blocks, jnp.int32(-1))
+
+
 def find_faults(
     cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
 ) -> list[tuple[jax.Array, str]]:
@@ -123,9 +130,7 @@ def find_faults(
     written = [(step.decodes.target, of), (step.prefills.target, of)]
     if slots.block_state_indices is not None:
         assert block_size is not None
-        blocks, p = slots.block_state_indices, step.prefills
-        stop = jnp.arange(1, blocks.shape[1] + 1, dtype=jnp.int32)[None] * jnp.int32(block_size)
-        written.append((jnp.where(stop <= (p.end - p.start)[:, None], blocks, jnp.int32(-1)), of))
+        written.append((full_blocks(step.prefills, block_size)[1], of))
     target, writer = (
         jnp.concatenate([y.reshape(-1) for y in each])
         for each in zip(*((x, jnp.broadcast_to(n, x.shape)) for x, n in written), strict=True)
@@ -202,9 +207,6 @@ def run_ragged(
     slower = "staged" if "staged" in forms.plain else "xla"
     chosen = choose_implementation(implementation, ("fused", *forms.plain), "fused" if fits else slower)
 
-    # Whoever asks for the kernel gets it, or an error if it cannot have so many tokens.
-    plain = chosen == "xla" or (implementation != "fused" and key_heads_a_step(_leading(x, slots)) is None)
-
     def run(x: Arguments, options: Options, slots: Slots) -> tuple[jax.Array, jax.Array]:
         step = find_step(x.cu_seqlens, slots)
         x = x._replace(cu_seqlens=step.boundaries)
@@ -215,13 +217,17 @@ def run_ragged(
         # take it and as projections leave it.
         rows = {name: _in_rows(y) for name, y in _of_tokens(x).items()}
         shapes = {name: y.shape[2:] for name, y in _of_tokens(x).items()}
+        # As many as decodes can have.
         T = min(x.v.shape[1], slots.state_indices.size)
 
         def tokens(most: int | None = None) -> Arguments:
             return x._replace(**{name: y[:, :most].reshape(1, -1, *shapes[name]) for name, y in rows.items()})
 
         def decode(pool):
-            o, pool = _decode(tokens(T), pool, step, options, plain, name)
+            few = tokens(T)
+            # Whoever asks for the kernel gets it, or an error if it cannot have so many tokens.
+            plain = chosen == "xla" or (implementation != "fused" and key_heads_a_step(few) is None)
+            o, pool = _decode(few, pool, step, options, plain, name)
             return _in_rows(o), pool
 
         def prefill_beside(leading, pool):
@@ -262,12 +268,6 @@ def _in_rows(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], -1)
 
 
-def _leading(x: Arguments, slots: Slots) -> Arguments:
-    """Return the arguments of as many tokens as decodes can have."""
-    most = slots.state_indices.size
-    return x._replace(**{name: y[:, :most] for name, y in _of_tokens(x).items()})
-
-
 def _prefill(
     x: Arguments, pool: jax.Array, routes: Routes, options: Options, implementation: str, forms: Forms
 ) -> tuple[jax.Array, jax.Array]:
@@ -299,18 +299,16 @@ def _write_blocks(pool, kept, after, routes: Routes, options: Options) -> jax.Ar
 
     The state after a block is that before the next chunk of its sequence, or that after the sequence.
     """
-    C, size, blocks = options.chunk_size, options.block_size, routes.blocks
-    assert blocks is not None
-    assert size is not None
+    C = options.chunk_size
+    assert options.block_size is not None
+    stop, slot = full_blocks(routes, options.block_size)
     length = (routes.end - routes.start)[:, None]
     chunks = -(-length[:, 0] // C)
     # The tokens before the first prefill have chunks too.
     first = jnp.cumsum(chunks, dtype=jnp.int32) - chunks - (-routes.start[0] // C)
-    stop = jnp.arange(1, blocks.shape[1] + 1, dtype=jnp.int32)[None] * jnp.int32(size)  # [1, M]
     inside = jnp.minimum(first[:, None] + stop // C, kept.shape[0] - 1)  # [N, M]
     sequence = jnp.arange(length.shape[0], dtype=jnp.int32)[:, None]
     states = jnp.where((stop < length)[:, :, None, None, None], kept[inside], after[sequence + 0 * stop])
-    slot = jnp.where(stop <= length, blocks, jnp.int32(-1))
     return write_slots(pool, Slots(slot.reshape(-1)), states.reshape(-1, *states.shape[2:]))
 
 
