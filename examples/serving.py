@@ -21,49 +21,26 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from chunkwise.causal_conv1d import causal_conv1d_update
-from chunkwise.norm_gated import rms_norm_gated
-from chunkwise.pipeline import ragged_gated_delta_rule
-from gated_delta_net import Weights, convolve_heads
+from chunkwise.layers import (
+    Cache,
+    GatedDeltaNetConfig,
+    GatedDeltaNetWeights,
+    Step,
+    empty_cache,
+    init_gated_delta_net,
+    ragged_gated_delta_net,
+)
 
-
-class Pool(NamedTuple):
-    """The last inputs of a layer's convolution [slots, W - 1, channels], and its states [slots, HV, K, V]."""
-
-    conv: jax.Array
-    states: jax.Array
+VOCABULARY = 97
+CONFIG = GatedDeltaNetConfig(D=32, H=2, HV=4, K=16, V=16)
 
 
 class Model(NamedTuple):
     """A language model of nothing but gated DeltaNet layers: embedding [vocabulary, D] and head [D, vocabulary]."""
 
     embedding: jax.Array
-    layers: tuple[Weights, ...]
+    layers: tuple[GatedDeltaNetWeights, ...]
     head: jax.Array
-
-
-def serving_layer(x, w: Weights, pool: Pool, slots: dict):
-    """Run a layer over the tokens of a step, as `gated_delta_net` does over those of one text.
-
-    Args:
-      x: hidden states [1, T, D], those of all requests one after another.
-      w: weights.
-      pool: of this layer.
-      slots: which tokens belong to which request, and where its state is: arguments of the operator by name. The
-        convolution takes the same.
-
-    Returns:
-      y [1, T, D], and the pool after the step.
-    """
-    (q, k, v), conv = convolve_heads(
-        x, (w.q, w.k, w.v), lambda inputs: causal_conv1d_update(inputs, pool.conv, w.conv, **slots)
-    )
-    o, states = ragged_gated_delta_rule(
-        q, k, v, x @ w.a, x @ w.b, pool.states, **slots, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-        A_log=w.A_log, dt_bias=w.dt_bias, use_beta_sigmoid_in_kernel=True,
-    )  # fmt: skip
-    y = rms_norm_gated(o, jnp.einsum("btd,dhv->bthv", x, w.z), w.norm, eps=1e-6)
-    return jnp.einsum("bthv,hvd->btd", y, w.out), Pool(conv, states)
 
 
 def rms_norm(x):
@@ -71,11 +48,11 @@ def rms_norm(x):
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def run_model(model: Model, pools: tuple[Pool, ...], tokens, slots: dict):
+def run_model(model: Model, pools: tuple[Cache, ...], tokens, step: Step):
     """Return logits for what follows each of the tokens [1, T], and the pools of all layers after the step."""
     x, after = model.embedding[tokens], []
     for w, pool in zip(model.layers, pools, strict=True):
-        y, pool = serving_layer(rms_norm(x), w, pool, slots)
+        y, pool = ragged_gated_delta_net(rms_norm(x), w, CONFIG, pool, step)
         x, after = x + y, [*after, pool]
     return rms_norm(x) @ model.head, tuple(after)
 
@@ -109,17 +86,17 @@ class Engine:
       run: what runs the model, as `run_model` does.
     """
 
-    def __init__(self, model, pools: tuple[Pool, ...], budget: int, run=run_model):
-        self.model, self.pools, self.budget, self.N = model, pools, budget, len(pools[0].states)
+    def __init__(self, model, pools: tuple[Cache, ...], budget: int, run=run_model):
+        self.model, self.pools, self.budget, self.N = model, pools, budget, len(pools[0].state)
         self.free, self.running, self.steps, self.traces = list(range(self.N)), [], 0, 0
 
-        def step(pools, model, tokens, slots):
+        def compute(pools, model, tokens, step):
             self.traces += 1  # Python comes here when JAX traces the step, and never again.
-            logits, pools = run(model, pools, tokens, slots)
+            logits, pools = run(model, pools, tokens, step)
             return jnp.argmax(logits[0], axis=1), pools
 
         # The pools are donated, so the step writes into them.
-        self.compiled = jax.jit(step, donate_argnums=0)
+        self.compiled = jax.jit(compute, donate_argnums=0)
         # A step without requests changes no slot, but it compiles the program before the first request comes.
         self.compute([])
 
@@ -129,15 +106,15 @@ class Engine:
         tokens = np.zeros((1, self.budget), np.int32)
         tokens[0, : ends[-1]] = [token for _, part in parts for token in part]
         # The shapes are always those of a full step. Sequences that do not exist are empty, and have no slot.
-        slots = dict(
+        step = Step(
             cu_seqlens=np.full(N + 1, ends[-1], np.int32), state_indices=np.full(N, -1, np.int32),
             has_initial_state=np.zeros(N, bool), num_decodes=np.int32(sum(bool(r.generated) for r, _ in parts)),
         )  # fmt: skip
-        slots["cu_seqlens"][: n + 1] = ends
-        slots["state_indices"][:n] = [request.slot for request, _ in parts]
+        step.cu_seqlens[: n + 1] = ends
+        step.state_indices[:n] = [request.slot for request, _ in parts]
         # A new request starts from zeros. Nobody needs to clear what its slot still holds.
-        slots["has_initial_state"][:n] = [request.computed > 0 for request, _ in parts]
-        following, self.pools = self.compiled(self.pools, self.model, tokens, slots)
+        step.has_initial_state[:n] = [request.computed > 0 for request, _ in parts]
+        following, self.pools = self.compiled(self.pools, self.model, tokens, step)
         return np.asarray(following)[ends[1:] - 1].tolist()
 
     def step(self, waiting: list[Request]) -> None:
@@ -173,25 +150,17 @@ class Engine:
             self.step(waiting)
 
 
-def random_model(vocabulary=97, layers=2, D=32, H=2, HV=4, K=16, V=16, W=4) -> Model:
+def random_model(layers: int = 2) -> Model:
     """Return a model of random weights."""
-    normal = lambda *shape, rows=D: jnp.asarray(rng.standard_normal(shape) * rows**-0.5, jnp.float32)
-    rng = np.random.default_rng(0)
-    weights = tuple(
-        Weights(
-            q=normal(D, H, K), k=normal(D, H, K), v=normal(D, HV, V), z=normal(D, HV, V), a=normal(D, HV),
-            b=normal(D, HV), conv=normal(2 * H * K + HV * V, W, rows=W), A_log=normal(HV), dt_bias=normal(HV),
-            norm=jnp.ones(V), out=normal(HV, V, D, rows=HV * V),
-        )
-        for _ in range(layers)
-    )  # fmt: skip
-    return Model(normal(vocabulary, D, rows=1), weights, normal(D, vocabulary))
+    first, last, *keys = jax.random.split(jax.random.key(0), 2 + layers)
+    embedding = jax.random.normal(first, (VOCABULARY, CONFIG.D))
+    head = jax.random.normal(last, (CONFIG.D, VOCABULARY)) * CONFIG.D**-0.5
+    return Model(embedding, tuple(init_gated_delta_net(key, CONFIG) for key in keys), head)
 
 
-def empty_pools(layers, slots: int) -> tuple[Pool, ...]:
+def empty_pools(model: Model, slots: int) -> tuple[Cache, ...]:
     """Return a pool for every layer, in float32."""
-    sizes = [(w.conv.shape[1] - 1, w.conv.shape[0], w.v.shape[1], w.k.shape[2], w.v.shape[2]) for w in layers]
-    return tuple(Pool(jnp.zeros((slots, *size[:2])), jnp.zeros((slots, *size[2:]))) for size in sizes)
+    return tuple(empty_cache(CONFIG, slots) for _ in model.layers)
 
 
 def main() -> tuple[Model, list[Request]]:
@@ -199,8 +168,10 @@ def main() -> tuple[Model, list[Request]]:
     model, rng, console = random_model(), np.random.default_rng(1), Console()
     # Two requests arrive in every third step.
     sizes = enumerate(rng.integers([2, 4], [60, 24], (8, 2)).tolist())
-    requests = [Request(i, rng.integers(97, size=size).tolist(), wanted, i // 2 * 3) for i, (size, wanted) in sizes]
-    engine = Engine(model, empty_pools(model.layers, slots=3), budget=24)
+    requests = [
+        Request(i, rng.integers(VOCABULARY, size=size).tolist(), wanted, i // 2 * 3) for i, (size, wanted) in sizes
+    ]
+    engine = Engine(model, empty_pools(model, slots=3), budget=24)
     start = time.perf_counter()
     engine.serve(requests)
     seconds = time.perf_counter() - start

@@ -4,10 +4,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from chunkwise.layers import Cache, Mamba2Config
 from chunkwise.shared.testing import TOLERANCE, assert_close
-from gated_delta_net import Cache
 
 torch = pytest.importorskip("torch", reason="torch has a CPU build under Python 3.11 only")
 
@@ -54,36 +55,55 @@ def randomise(*parameters) -> None:
         torch.nn.init.normal_(parameter, 1.0, 0.3)
 
 
-def record(model, layer, load, cache="past_key_values", transposed=False) -> Recording:
+def conv_and_state(past, transposed=False) -> tuple:
+    """Return what the first layer keeps in a cache: the inputs of its convolution [B, W - 1, channels], its state.
+
+    Args:
+      past: the cache.
+      transposed: whether its states are [B, HV, V, K].
+    """
+    conv, state = past.layers[0].conv_states[0], past.layers[0].recurrent_states[0]
+    # It keeps one input more than the convolution needs.
+    return conv[..., 1:].mT, state.mT if transposed else state
+
+
+def as_parts(conv, config) -> tuple[jax.Array, ...]:
+    """Return the channels of q, k and v of a convolution of them all; Mamba-2 has them in the other order."""
+    order = -1 if isinstance(config, Mamba2Config) else 1
+    return tuple(jnp.split(conv, np.cumsum(config.channels[::order])[:-1], axis=2)[::order])
+
+
+def record(model, layer, load, config, cache="past_key_values", kept=conv_and_state) -> Recording:
     """Return what a layer reads and writes while the model runs over random tokens.
 
     Args:
       model: the model.
       layer: one of its first block.
-      load: makes our weights of the layer's arrays by name.
+      load: makes our weights of the layer's arrays by name, and of a config.
+      config: that of our layer.
       cache: how the model calls its cache.
-      transposed: whether its states are [B, HV, V, K].
+      kept: what the layer keeps in a cache, as `conv_and_state` returns it.
     """
     seen, calls, past = [], [], None
-    layer.register_forward_hook(
-        # The hidden states come first, by position or by name.
-        lambda module, args, kwargs, y: seen.append((next(iter((*args, *kwargs.values()))), y)), with_kwargs=True
-    )  # fmt: skip
+
+    def see(module, args, kwargs, y):
+        # The hidden states come first, by position or by name; some layers return their state too.
+        seen.append((next(iter((*args, *kwargs.values()))), y[0] if isinstance(y, tuple) else y))
+
+    layer.register_forward_hook(see, with_kwargs=True)
     with torch.no_grad():
         for tokens in torch.randint(50, (2, sum(CALLS))).split(CALLS, dim=1):
             past = model(tokens, use_cache=True, **{cache: past})[cache]
-            conv, state = past.layers[0].conv_states[0], past.layers[0].recurrent_states[0]
-            # It keeps one input more than the convolution needs.
-            arrays = (*seen[-1], conv[..., 1:].mT, state.mT if transposed else state)
-            x, y, conv, state = (jnp.asarray(x.numpy().copy()) for x in arrays)
-            calls.append(Call(x, y, Cache(conv, state)))
-    return Recording(load({name: x.numpy() for name, x in layer.state_dict().items()}), calls)
+            x, y, conv, state = (None if x is None else jnp.asarray(x.numpy().copy()) for x in (*seen[-1], *kept(past)))
+            calls.append(Call(x, y, Cache(() if conv is None else as_parts(conv, config), state)))
+    return Recording(load({name: x.numpy() for name, x in layer.state_dict().items()}, config), calls)
 
 
 def check(call: Call, y, cache: Cache) -> None:
     """Compare an output and the cache after it with those of a call."""
     assert_close("y", y, call.y, TOLERANCE["float32"])
-    assert_close("convolution's cache", cache.conv, call.cache.conv, TOLERANCE["float32"])
+    for name, have, want in zip("qkv", cache.conv, call.cache.conv, strict=False):
+        assert_close(f"convolution of {name}", have, want, TOLERANCE["float32"])
     assert_close("state", cache.state, call.cache.state, TOLERANCE["float32"])
 
 

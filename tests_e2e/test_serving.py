@@ -12,8 +12,16 @@ import numpy as np
 import pytest
 
 import serving
-from gated_delta_net import Weights, gated_delta_net, load_weights
-from serving import Engine, Request, empty_pools, rms_norm, serving_layer
+from chunkwise.layers import (
+    GatedDeltaNetConfig,
+    GatedDeltaNetWeights,
+    Step,
+    empty_cache,
+    gated_delta_net,
+    load_gated_delta_net,
+    ragged_gated_delta_net,
+)
+from serving import Engine, Request, rms_norm
 
 
 def test_example(capsys):
@@ -27,7 +35,7 @@ def test_example(capsys):
         """Return the greedy tokens after every token of one text, by the chunk operator."""
         x = model.embedding[tokens][None]
         for w in model.layers:
-            x = x + gated_delta_net(rms_norm(x), w)[0]
+            x = x + gated_delta_net(rms_norm(x), w, serving.CONFIG)[0]
         return jnp.argmax(rms_norm(x[0]) @ model.head, axis=1)
 
     for r in requests:
@@ -41,10 +49,13 @@ def test_example(capsys):
     assert len({token for r in requests for token in r.generated}) > 20
 
 
+CONFIG = GatedDeltaNetConfig(D=64, H=2, HV=4, K=16, V=24)
+
+
 class Block(NamedTuple):
     """A block of Qwen3.5: a layer or None, and a perceptron, each after a norm."""
 
-    layer: Weights | None
+    layer: GatedDeltaNetWeights | None
     before: jax.Array
     between: jax.Array
     gate: jax.Array
@@ -59,28 +70,28 @@ class Qwen(NamedTuple):
     head: jax.Array
 
 
-def run_step(model: Qwen, pools, tokens, slots):
+def run_step(model: Qwen, pools, tokens, step, implementation=None):
     """Do as `serving.run_model` does."""
     x, after, left = model.embedding[tokens], [], iter(pools)
     for b in model.blocks:
         if b.layer is not None:
-            y, pool = serving_layer(rms_norm(x) * b.before, b.layer, next(left), slots)
+            normed, pool = rms_norm(x) * b.before, next(left)
+            y, pool = ragged_gated_delta_net(normed, b.layer, CONFIG, pool, step, implementation=implementation)
             x, after = x + y, [*after, pool]
         y = rms_norm(x) * b.between
         x = x + (jax.nn.silu(y @ b.gate) * (y @ b.up)) @ b.down
     return rms_norm(x) * model.norm @ model.head, tuple(after)
 
 
-def load(named, **sizes) -> Qwen:
+def load(named) -> Qwen:
     """Return our model from arrays by their names in transformers."""
     n = {name.removeprefix("model.").removesuffix(".weight"): jnp.asarray(x) for name, x in named.items()}
     blocks = []
     for i in range(3):
         own = {name.removeprefix(f"layers.{i}."): x for name, x in n.items() if name.startswith(f"layers.{i}.")}
-        layer = {name.removeprefix("linear_attn."): x for name, x in own.items() if "linear_attn" in name}
         blocks.append(
             Block(
-                load_weights(layer, **sizes) if layer else None,
+                load_gated_delta_net(own, CONFIG, "linear_attn.") if "linear_attn.A_log" in own else None,
                 *(1 + own[f"{name}_layernorm"] for name in ("input", "post_attention")),
                 *(own[f"mlp.{name}_proj"].T for name in ("gate", "up", "down")),
             )
@@ -108,7 +119,7 @@ class Case(NamedTuple):
         return [Request(i, prompt, len(after), 2 * i) for i, (prompt, after) in pairs]
 
     def pools(self, slots: int):
-        return empty_pools([b.layer for b in self.model.blocks if b.layer], slots)
+        return tuple(empty_cache(CONFIG, slots) for b in self.model.blocks if b.layer)
 
 
 @pytest.fixture(scope="module")
@@ -140,32 +151,33 @@ def case():
     torch.set_num_threads(threads)
     generated = [text[0, prompt.shape[1] :].tolist() for prompt, text in zip(prompts, texts, strict=True)]
     assert all(len(set(tokens)) > 8 for tokens in generated)
-    return Case(load(named, H=2, HV=4, K=16, V=24), [prompt[0].tolist() for prompt in prompts], generated, drafts)
+    return Case(load(named), [prompt[0].tolist() for prompt in prompts], generated, drafts)
 
 
-@pytest.fixture(params=[None, pytest.param("fused", marks=pytest.mark.thorough)])
-def implementation(request, monkeypatch):
-    """Run the operator of the engine's layers by the default, or by interpreted kernels."""
-    operator = functools.partial(serving.ragged_gated_delta_rule, implementation=request.param)
-    monkeypatch.setattr(serving, "ragged_gated_delta_rule", operator)
+implementations = pytest.mark.parametrize("implementation", [None, pytest.param("fused", marks=pytest.mark.thorough)])
 
 
+@implementations
 @pytest.mark.interpreted
 def test_chunked_prefill(case, implementation):
     requests = case.requests()
-    engine = Engine(case.model, case.pools(2), 16, run_step)
+    engine = Engine(case.model, case.pools(2), 16, functools.partial(run_step, implementation=implementation))
     engine.serve(requests)
     assert [r.generated for r in requests] == case.generated
     assert engine.traces == 1
     assert max(r.steps - r.wanted for r in requests) >= 2  # Some prompts took several steps.
 
 
+@implementations
 @pytest.mark.interpreted
 def test_speculation(case, implementation):
     T, W, requests, drafts = 24, 3, case.requests(), case.drafts
     N, accepted, counts, steps = len(requests), [1] * len(requests), set(), 0
     # Every request has a slot for the state after each of W tokens.
-    pools, step = case.pools(N * W), jax.jit(run_step, donate_argnums=1)
+    pools, step = (
+        case.pools(N * W),
+        jax.jit(functools.partial(run_step, implementation=implementation), donate_argnums=1),
+    )
 
     while not all(len(r.generated) >= r.wanted for r in requests):
         running = [r for r in requests if r.arrival <= steps and len(r.generated) < r.wanted]
@@ -180,16 +192,16 @@ def test_speculation(case, implementation):
         n, tokens = len(parts), np.zeros((1, T), np.int32)
         ends = np.cumsum([0, *(len(part) for _, part in parts)])
         tokens[0, : ends[-1]] = [token for _, part in parts for token in part]
-        slots = dict(
+        at = Step(
             cu_seqlens=np.full(N + 1, ends[-1], np.int32), state_indices=np.full((N, W), -1, np.int32),
             has_initial_state=np.zeros(N, bool), num_accepted_tokens=np.ones(N, np.int32), num_sequences=np.int32(n),
             num_decodes=np.int32(sum(bool(r.generated) for r, _ in parts)),
         )  # fmt: skip
-        slots["cu_seqlens"][: n + 1] = ends
-        slots["state_indices"][:n] = [range(r.id * W, r.id * W + W) for r, _ in parts]
-        slots["has_initial_state"][:n] = [r.computed > 0 for r, _ in parts]
-        slots["num_accepted_tokens"][:n] = [accepted[r.id] for r, _ in parts]
-        logits, pools = step(case.model, pools, tokens, slots)
+        at.cu_seqlens[: n + 1] = ends
+        at.state_indices[:n] = [range(r.id * W, r.id * W + W) for r, _ in parts]
+        at.has_initial_state[:n] = [r.computed > 0 for r, _ in parts]
+        at.num_accepted_tokens[:n] = [accepted[r.id] for r, _ in parts]
+        logits, pools = step(case.model, pools, tokens, at)
 
         following = jnp.argmax(logits[0], axis=1).tolist()
         for (r, part), start, end in zip(parts, ends, ends[1:], strict=False):

@@ -1,0 +1,72 @@
+"""Layers of linear attention, as pure functions of hidden states and of plain trees of weights."""
+
+from chunkwise.layers.config import (
+    GatedDeltaNetConfig,
+    KimiDeltaAttentionConfig,
+    LayerConfig,
+    LightningAttentionConfig,
+    Mamba2Config,
+)
+from chunkwise.layers.delta_net import (
+    GatedDeltaNetWeights,
+    gated_delta_net,
+    init_gated_delta_net,
+    load_gated_delta_net,
+    ragged_gated_delta_net,
+)
+from chunkwise.layers.kimi import (
+    KimiDeltaAttentionWeights,
+    init_kimi_delta_attention,
+    kimi_delta_attention,
+    load_kimi_delta_attention,
+    ragged_kimi_delta_attention,
+)
+from chunkwise.layers.lightning import (
+    LightningAttentionWeights,
+    init_lightning_attention,
+    lightning_attention,
+    load_lightning_attention,
+    ragged_lightning_attention,
+)
+from chunkwise.layers.mamba2 import (
+    Mamba2Weights,
+    init_mamba2_mixer,
+    load_mamba2_mixer,
+    mamba2_mixer,
+    ragged_mamba2_mixer,
+)
+from chunkwise.layers.running import Cache, Step, empty_cache
+from chunkwise.layers.sharding import Shardings, shardings
+
+__all__ = [
+    "Cache",
+    "GatedDeltaNetConfig",
+    "GatedDeltaNetWeights",
+    "KimiDeltaAttentionConfig",
+    "KimiDeltaAttentionWeights",
+    "LayerConfig",
+    "LightningAttentionConfig",
+    "LightningAttentionWeights",
+    "Mamba2Config",
+    "Mamba2Weights",
+    "Shardings",
+    "Step",
+    "empty_cache",
+    "gated_delta_net",
+    "init_gated_delta_net",
+    "init_kimi_delta_attention",
+    "init_lightning_attention",
+    "init_mamba2_mixer",
+    "kimi_delta_attention",
+    "lightning_attention",
+    "load_gated_delta_net",
+    "load_kimi_delta_attention",
+    "load_lightning_attention",
+    "load_mamba2_mixer",
+    "mamba2_mixer",
+    "ragged_gated_delta_net",
+    "ragged_kimi_delta_attention",
+    "ragged_lightning_attention",
+    "ragged_mamba2_mixer",
+    "shardings",
+]

@@ -1,0 +1,119 @@
+"""The sizes of a layer, under the names that its operator has for them."""
+
+import dataclasses
+import numbers
+
+from chunkwise.shared.operators import check, check_flags
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """What all layers have.
+
+    Attributes:
+      D: size of the hidden states.
+      H: heads of queries and keys.
+      HV: heads of values, a multiple of H.
+      K, V: dimensions of a key and of a value.
+      W: width of the short convolution.
+      eps: of the gated norm.
+    """
+
+    D: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    W: int = 4
+    eps: float = 1e-6
+
+    def __post_init__(self):
+        for name in ("D", "H", "HV", "K", "V", "W"):
+            size = getattr(self, name)
+            whole = isinstance(size, numbers.Integral) and not isinstance(size, bool)
+            check(whole and size > 0, f"`{name}` must be a whole number above 0; got {size!r}.")
+        check(self.HV % self.H == 0, f"`HV` must be a multiple of `H`; got {self.HV} and {self.H}.")
+        check(2 <= self.W <= 8, f"`W` must be from 2 to 8; got {self.W}.")
+        check(self.eps >= 0, f"`eps` must be at least 0; got {self.eps!r}.")
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """Channels of the short convolutions: of queries, of keys and of values."""
+        return self.H * self.K, self.H * self.K, self.HV * self.V
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaNetConfig(LayerConfig):
+    """The sizes of `gated_delta_net`.
+
+    Attributes:
+      allow_neg_eigval: whether beta goes up to 2, as in OLMo-hybrid.
+    """
+
+    allow_neg_eigval: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_flags(allow_neg_eigval=self.allow_neg_eigval)
+
+
+@dataclasses.dataclass(frozen=True)
+class KimiDeltaAttentionConfig(LayerConfig):
+    """The sizes of `kimi_delta_attention`.
+
+    Attributes:
+      R: rank of the projections of the decay and of the norm's gate; None for one matrix each.
+      lower_bound: of the decay, below 0, for the law with a sigmoid; None for the law with a softplus.
+    """
+
+    eps: float = 1e-5
+    R: int | None = None
+    lower_bound: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(self.R is None or self.R > 0, f"`R` must be None or above 0; got {self.R!r}.")
+        below = self.lower_bound is None or self.lower_bound < 0
+        check(below, f"`lower_bound` must be None or below 0; got {self.lower_bound!r}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2Config(LayerConfig):
+    """The sizes of `mamba2_mixer`: H groups, HV heads, K channels of a state, V channels of a head.
+
+    Attributes:
+      conv_bias: whether the convolutions have a bias.
+      dt_limit: least and most of a time step; transformers limits those of a prefill only.
+    """
+
+    eps: float = 1e-5
+    conv_bias: bool = True
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_flags(conv_bias=self.conv_bias)
+        low, high = self.dt_limit
+        check(0 <= low < high, f"`dt_limit` must rise from at least 0; got {self.dt_limit}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class LightningAttentionConfig(LayerConfig):
+    """The sizes of `lightning_attention`, which has no convolution.
+
+    Attributes:
+      layer: number of this layer, from 0: decays get weaker from layer to layer.
+      layers: of the whole model.
+    """
+
+    layer: int = 0
+    layers: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(0 <= self.layer < self.layers, f"`layer` must be from 0 to {self.layers - 1}; got {self.layer}.")
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """None: there is no convolution."""
+        return ()

@@ -1,0 +1,203 @@
+"""Kimi delta attention, the layer of Kimi-Linear and of Ling 3.0."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.layers.config import KimiDeltaAttentionConfig
+from chunkwise.layers.norm import norm_heads
+from chunkwise.layers.running import (
+    Cache,
+    Operators,
+    Run,
+    Sequences,
+    Serving,
+    Step,
+    by_head,
+    convolve_heads,
+    keep,
+    project,
+    project_out,
+)
+from chunkwise.layers.weights import Checkpoint, Initial, check_input, check_weights
+from chunkwise.pipeline import chunk_kda, ragged_kda, recurrent_kda
+from chunkwise.shared.operators import Sharding
+
+_OPERATORS = Operators(chunk_kda, recurrent_kda, ragged_kda)
+
+
+class KimiDeltaAttentionWeights(NamedTuple):
+    """The weights of `kimi_delta_attention`.
+
+    Attributes:
+      q, k, v: projections [D, H K], [D, H K], [D, HV V], head after head.
+      f, z: those of the decay and of the norm's gate, as factors: [D, HV K] and [D, HV V], or with a rank
+        [D, R], [R, HV K] and [D, R], [R, HV V].
+      b: projection [D, HV], of beta.
+      conv: of the channels of q, k and v, [H K, W], [H K, W], [HV V, W], the oldest token first.
+      A_log, dt_bias: [HV], [HV, K], float32.
+      norm: [V].
+      out: [HV V, D].
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    f: tuple[jax.Array, ...]
+    z: tuple[jax.Array, ...]
+    b: jax.Array
+    conv: tuple[jax.Array, ...]
+    A_log: jax.Array
+    dt_bias: jax.Array
+    norm: jax.Array
+    out: jax.Array
+
+
+def split_weights(config: KimiDeltaAttentionConfig) -> KimiDeltaAttentionWeights:
+    """Return how weights are split over devices, in the letters of `division.Letters`."""
+    factors = (".n",) if config.R is None else ("..", ".n")
+    return KimiDeltaAttentionWeights(
+        q=".h", k=".h", v=".n", f=factors, z=factors, b=".n", conv=("h.", "h.", "n."), A_log="n", dt_bias="n.",
+        norm=".", out="n.",
+    )  # fmt: skip
+
+
+def init_kimi_delta_attention(
+    key: jax.Array, config: KimiDeltaAttentionConfig, dtype=jnp.float32
+) -> KimiDeltaAttentionWeights:
+    """Return random weights of a layer that is to be trained.
+
+    Projections keep the size of what they multiply; the rate exp(A_log) is uniform from 1 to 16, and steps are from
+    0.001 to 0.1, as in flash-linear-attention.
+
+    Args:
+      key: of JAX's random numbers.
+      config: sizes of the layer.
+      dtype: of all weights but A_log and dt_bias, which are float32.
+    """
+    c, new = config, Initial(key, dtype)
+    q, k, v = c.channels
+
+    def factors(columns):
+        sizes = (c.D, columns) if c.R is None else (c.D, c.R, columns)
+        return tuple(new.matrix(*pair) for pair in itertools.pairwise(sizes))
+
+    return KimiDeltaAttentionWeights(
+        q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), f=factors(c.HV * c.K), z=factors(v),
+        b=new.matrix(c.D, c.HV), conv=tuple(new.convolution(n, c.W) for n in c.channels), A_log=new.log_decay(c.HV),
+        dt_bias=new.step_bias(c.HV, c.K), norm=new.ones(c.V), out=new.matrix(v, c.D),
+    )  # fmt: skip
+
+
+def load_kimi_delta_attention(
+    named: Mapping[str, Any], config: KimiDeltaAttentionConfig, prefix: str = ""
+) -> KimiDeltaAttentionWeights:
+    """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
+
+    The names are those of Kimi-Linear, with a rank, or of Ling 3.0, without; as published, and as transformers has them
+    once it has read a checkpoint.
+
+    Args:
+      named: arrays by their names in the checkpoint, numpy's or JAX's.
+      config: sizes of the layer.
+      prefix: what the names of this layer start with, such as "model.layers.0.self_attn."; other names are ignored.
+
+    Raises:
+      ValueError: a name is missing, an array has another shape than `config` asks for, or the layer has weights that
+        `kimi_delta_attention` does not.
+    """
+    c, found = config, Checkpoint(named, prefix)
+    found.rename("forget_gate.", "")
+    found.rename("dense", "o_proj")
+    q, k, v = c.channels
+
+    def factors(name, columns):
+        if c.R is None:
+            return (found.matrix(f"{name}_proj", c.D, columns),)
+        return found.matrix(f"{name}_a_proj", c.D, c.R), found.matrix(f"{name}_b_proj", c.R, columns)
+
+    weights = KimiDeltaAttentionWeights(
+        *(found.matrix(f"{name}_proj", c.D, n) for name, n in dict(q=q, k=k, v=v).items()),
+        f=factors("f", c.HV * c.K), z=factors("g", v), b=found.matrix("b_proj", c.D, c.HV),
+        conv=found.convolutions(("q", "k", "v"), c.channels, c.W), A_log=found.float32("A_log", c.HV),
+        dt_bias=found.float32("dt_bias", c.HV, c.K), norm=found.read("o_norm", c.V), out=found.matrix("o_proj", v, c.D),
+    )  # fmt: skip
+    found.end()
+    return weights
+
+
+def kimi_delta_attention(
+    x: jax.Array,
+    weights: KimiDeltaAttentionWeights,
+    config: KimiDeltaAttentionConfig,
+    cache: Cache | None = None,
+    output_cache: bool = False,
+    *,
+    cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
+) -> tuple[jax.Array, Cache | None]:
+    """Return what Kimi delta attention makes of hidden states, and its cache after them.
+
+    For training, prefill and decode. In every value head::
+
+        q, k, v = silu(conv(W_q x)), silu(conv(W_k x)), silu(conv(W_v x))      channel by channel over the last W tokens
+        g       = -exp(A_log) softplus(W_f x + dt_bias), or lower_bound sigmoid(exp(A_log) (W_f x + dt_bias))
+        beta    = sigmoid(W_b x)
+        o       = KDA(q, k, v, g, beta), with q and k of unit length
+        y       = W_out (rms_norm(o) sigmoid(W_z x))
+
+    Args:
+      x, weights, config, cache, output_cache: as in `gated_delta_net`, and so are all others.
+
+    Returns:
+      y [B, T, D] in the type of x, and the cache, None unless asked for. Differentiable in x, the weights and the
+      cache.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+
+    Accuracy: with random weights 1e-5 relative to transformers' layers in float32.
+    Cost: 2 B T D (2 H K + 2 HV V + HV) flops for the projections, those of the factors, and those of the operator.
+    Source: Kimi Team, Kimi Linear (2025); the second law of the decay is that of Ling 3.0.
+    """
+    run = Sequences(cache, output_cache, cu_seqlens, segment_ids, implementation, sharding, context_axis)
+    y, cache = _mix(x, weights, config, run)
+    return y, cache if output_cache else None
+
+
+def ragged_kimi_delta_attention(
+    x: jax.Array,
+    weights: KimiDeltaAttentionWeights,
+    config: KimiDeltaAttentionConfig,
+    pool: Cache,
+    step: Step,
+    *,
+    block_size: int | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+) -> tuple[jax.Array, Cache]:
+    """Return what Kimi delta attention makes of the tokens of a serving step, and its pool after the step.
+
+    The equations are those of `kimi_delta_attention`, and the arguments those of `ragged_gated_delta_net`.
+    """
+    return _mix(x, weights, config, Serving(pool, step, block_size, implementation, sharding))
+
+
+def _mix(x, w: KimiDeltaAttentionWeights, config: KimiDeltaAttentionConfig, run: Run) -> tuple[jax.Array, Cache]:
+    check_input(x, config, run)
+    check_weights(w, init_kimi_delta_attention, config)
+    projected = [keep(project(x, weight)) for weight in (w.q, w.k, w.v)]
+    f, z, b = (keep(project(x, *factors)) for factors in (w.f, w.z, (w.b,)))
+    (q, k, v), conv = convolve_heads(run, config, projected, w.conv)
+    o, state = run.operate(
+        _OPERATORS, q, k, v, by_head(f, config.HV), b, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+        A_log=w.A_log, dt_bias=w.dt_bias, lower_bound=config.lower_bound, use_beta_sigmoid_in_kernel=True,
+    )  # fmt: skip
+    y = norm_heads(run, o, z, w.norm, activation="sigmoid", eps=config.eps)
+    return project_out(y, w.out, x), Cache(conv, state)

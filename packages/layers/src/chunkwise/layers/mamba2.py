@@ -1,0 +1,188 @@
+"""The mixer of Mamba-2."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkwise.layers.config import Mamba2Config
+from chunkwise.layers.norm import norm_groups
+from chunkwise.layers.running import (
+    Cache,
+    Operators,
+    Run,
+    Sequences,
+    Serving,
+    Step,
+    convolve_heads,
+    keep,
+    project,
+    project_out,
+)
+from chunkwise.layers.weights import Checkpoint, Initial, check_input, check_weights
+from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
+from chunkwise.shared.operators import Sharding
+
+_OPERATORS = Operators(chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
+
+
+class Mamba2Weights(NamedTuple):
+    """The weights of `mamba2_mixer`, under the names of attention: the paper calls q, k and v C, B and x.
+
+    Attributes:
+      q, k, v, z: projections [D, H K], [D, H K], [D, HV V], [D, HV V], head after head.
+      dt: projection [D, HV].
+      conv, bias: of the channels of q, k and v, [H K, W], [H K, W], [HV V, W], the oldest token first, and
+        [H K], [H K], [HV V] or nothing.
+      A_log, dt_bias, skip: [HV], float32; the paper calls the last D.
+      norm: [HV V].
+      out: [HV V, D].
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    z: jax.Array
+    dt: jax.Array
+    conv: tuple[jax.Array, ...]
+    bias: tuple[jax.Array, ...]
+    A_log: jax.Array
+    dt_bias: jax.Array
+    skip: jax.Array
+    norm: jax.Array
+    out: jax.Array
+
+
+def split_weights(config: Mamba2Config) -> Mamba2Weights:
+    """Return how weights are split over devices, in the letters of `division.Letters`."""
+    return Mamba2Weights(
+        q=".h", k=".h", v=".n", z=".n", dt=".n", conv=("h.", "h.", "n."),
+        bias=("h", "h", "n") if config.conv_bias else (), A_log="n", dt_bias="n", skip="n", norm="n", out="n.",
+    )  # fmt: skip
+
+
+def init_mamba2_mixer(key: jax.Array, config: Mamba2Config, dtype=jnp.float32) -> Mamba2Weights:
+    """Return random weights of a layer that is to be trained.
+
+    Projections keep the size of what they multiply; the rate exp(A_log) is uniform from 1 to 16, and steps are from
+    0.001 to 0.1, as in the mamba_ssm package.
+
+    Args:
+      key: of JAX's random numbers.
+      config: sizes of the layer.
+      dtype: of all weights but A_log, dt_bias and skip, which are float32.
+    """
+    c, new = config, Initial(key, dtype)
+    q, k, v = c.channels
+    return Mamba2Weights(
+        q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), z=new.matrix(c.D, v),
+        dt=new.matrix(c.D, c.HV), conv=tuple(new.convolution(n, c.W) for n in c.channels),
+        bias=tuple(jnp.zeros(n, dtype) for n in c.channels) if c.conv_bias else (), A_log=new.log_decay(c.HV),
+        dt_bias=new.step_bias(c.HV), skip=jnp.ones(c.HV, jnp.float32), norm=new.ones(v), out=new.matrix(v, c.D),
+    )  # fmt: skip
+
+
+def load_mamba2_mixer(named: Mapping[str, Any], config: Mamba2Config, prefix: str = "") -> Mamba2Weights:
+    """Return the weights of a layer of a checkpoint, in its types, with A_log, dt_bias and D in float32.
+
+    Args:
+      named: arrays by their names in the checkpoint, numpy's or JAX's.
+      config: sizes of the layer.
+      prefix: what the names of this layer start with, such as "backbone.layers.0.mixer."; other names are ignored.
+
+    Raises:
+      ValueError: a name is missing, an array has another shape than `config` asks for, or the layer has weights that
+        `mamba2_mixer` does not, such as a bias of a projection.
+    """
+    c, found = config, Checkpoint(named, prefix)
+    q, k, v = c.channels
+    # The gate, then x, B and C, which one convolution takes, then the time step.
+    parts = found.matrix("in_proj", c.D, 2 * v + k + q + c.HV)
+    z, v_, k_, q_, dt = jnp.split(parts, np.cumsum([v, v, k, q]), axis=1)
+    conv = found.convolutions(("x", "B", "C"), (v, k, q), c.W)
+    bias = tuple(jnp.split(found.read("conv1d.bias", v + k + q), [v, v + k])) if c.conv_bias else ()
+    weights = Mamba2Weights(
+        q_, k_, v_, z, dt, conv[::-1], bias[::-1], A_log=found.float32("A_log", c.HV),
+        dt_bias=found.float32("dt_bias", c.HV), skip=found.float32("D", c.HV), norm=found.read("norm", v),
+        out=found.matrix("out_proj", v, c.D),
+    )  # fmt: skip
+    found.end()
+    return weights
+
+
+def mamba2_mixer(
+    x: jax.Array,
+    weights: Mamba2Weights,
+    config: Mamba2Config,
+    cache: Cache | None = None,
+    output_cache: bool = False,
+    *,
+    cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
+) -> tuple[jax.Array, Cache | None]:
+    """Return what Mamba-2's mixer makes of hidden states, and its cache after them.
+
+    For training, prefill and decode. In every value head::
+
+        q, k, v = silu(conv(W_q x)), silu(conv(W_k x)), silu(conv(W_v x))      channel by channel over the last W tokens
+        dt      = softplus(W_dt x + dt_bias), at least and at most dt_limit
+        o       = simple GLA(q, k, dt v, g = -exp(A_log) dt) + skip v
+        y       = W_out rms_norm(o silu(W_z x))                                 H groups of heads, each normed as one
+
+    Args:
+      x, weights, config, cache, output_cache: as in `gated_delta_net`, and so are all others. The state of the cache
+        is [N, HV, K, V]; transformers holds it as [N, HV, V, K].
+
+    Returns:
+      y [B, T, D] in the type of x, and the cache, None unless asked for. Differentiable in x, the weights and the
+      cache.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+
+    Accuracy: with random weights 1e-5 relative to transformers' layer in float32.
+    Cost: 2 B T D (2 H K + 3 HV V + HV) flops for the projections, and those of the operator.
+    Source: Dao and Gu, Transformers are SSMs (2024).
+    """
+    run = Sequences(cache, output_cache, cu_seqlens, segment_ids, implementation, sharding, context_axis)
+    y, cache = _mix(x, weights, config, run)
+    return y, cache if output_cache else None
+
+
+def ragged_mamba2_mixer(
+    x: jax.Array,
+    weights: Mamba2Weights,
+    config: Mamba2Config,
+    pool: Cache,
+    step: Step,
+    *,
+    block_size: int | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+) -> tuple[jax.Array, Cache]:
+    """Return what Mamba-2's mixer makes of the tokens of a serving step, and its pool after the step.
+
+    The equations are those of `mamba2_mixer`, and the arguments those of `ragged_gated_delta_net`.
+    """
+    return _mix(x, weights, config, Serving(pool, step, block_size, implementation, sharding))
+
+
+def _mix(x, w: Mamba2Weights, config: Mamba2Config, run: Run) -> tuple[jax.Array, Cache]:
+    check_input(x, config, run)
+    check_weights(w, init_mamba2_mixer, config)
+    projected = [keep(project(x, weight)) for weight in (w.q, w.k, w.v)]
+    z, dt = (keep(project(x, weight)) for weight in (w.z, w.dt))
+    (q, k, v), conv = convolve_heads(run, config, projected, w.conv, w.bias)
+    # Without a limit the step is above 0 by itself.
+    dt = jax.nn.softplus(dt.astype(jnp.float32) + w.dt_bias)
+    dt = jnp.clip(dt, *config.dt_limit)
+    u = (dt[..., None] * v.astype(jnp.float32)).astype(x.dtype)
+    o, state = run.operate(_OPERATORS, q, k, u, -jnp.exp(w.A_log) * dt, scale=1.0)
+    o = (o.astype(jnp.float32) + w.skip[:, None] * v.astype(jnp.float32)).astype(x.dtype)
+    y = norm_groups(run, o, z, w.norm, config.H, activation="silu", norm_before_gate=False, eps=config.eps)
+    return project_out(y, w.out, x), Cache(conv, state)

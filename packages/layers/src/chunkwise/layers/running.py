@@ -1,0 +1,190 @@
+"""What is around the mathematics of a layer: its caches, and over which tokens it runs.
+
+A layer is one function of its hidden states, written once. It calls `convolve` and `operate` of what it runs over:
+sequences, for training, prefill and decode, or a step of a serving engine.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
+from chunkwise.layers.config import LayerConfig
+from chunkwise.layers.division import split_heads
+from chunkwise.shared.operators import Sharding
+
+# What the packages around the operator call its implementations; and its decode step, which has no stages.
+AROUND = {None: None, "xla": "xla", "staged": "pallas", "fused": "pallas"}
+_DECODE = {None: None, "xla": "xla", "staged": None, "fused": "fused"}
+# The name of what matrices make of hidden states, for jax.checkpoint.
+PROJECTED = "chunkwise_projected"
+
+
+class Cache(NamedTuple):
+    """What the tokens so far leave to the next one, for N sequences; or a pool of it, with a slot in place of each.
+
+    Attributes:
+      conv: the last W - 1 inputs of the convolutions of queries, keys and values, [N, W - 1, channels] each; empty
+        where the layer has none.
+      state: the state of the operator [N, HV, K, V].
+    """
+
+    conv: tuple[jax.Array, ...]
+    state: jax.Array
+
+
+def empty_cache(config: LayerConfig, N: int, dtype=jnp.float32, state_dtype=jnp.float32) -> Cache:
+    """Return the cache of N sequences that have no token yet, or a pool of N slots.
+
+    Args:
+      config: sizes of the layer.
+      N: sequences or slots.
+      dtype: of the inputs of the convolutions, that of the hidden states.
+      state_dtype: of the states. `Cache.state` of a layer is always float32; a pool keeps its type.
+    """
+    conv = tuple(jnp.zeros((N, config.W - 1, channels), dtype) for channels in config.channels)
+    return Cache(conv, jnp.zeros((N, config.HV, config.K, config.V), state_dtype))
+
+
+class Step(NamedTuple):
+    """Which tokens of a serving step belong to which sequence, and where its state is.
+
+    These are arguments of `chunkwise.pipeline.ragged_gated_delta_rule` by their names, whose page says what they mean.
+    All layers of a model take the same.
+    """
+
+    cu_seqlens: jax.Array
+    state_indices: jax.Array
+    has_initial_state: jax.Array | None = None
+    num_decodes: int | jax.Array = 0
+    num_sequences: int | jax.Array | None = None
+    read_indices: jax.Array | None = None
+    num_accepted_tokens: jax.Array | None = None
+    block_state_indices: jax.Array | None = None
+
+
+class Operators(NamedTuple):
+    """An operator in its three forms: over whole sequences, token by token, and over a serving step."""
+
+    chunk: Callable
+    recurrent: Callable
+    ragged: Callable
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Runs a layer over sequences, from a cache or from zeros; arguments are those of the layer."""
+
+    cache: Cache | None
+    output_cache: bool
+    cu_seqlens: jax.Array | None
+    segment_ids: jax.Array | None
+    implementation: str | None
+    sharding: Sharding | None
+    context_axis: Any
+
+    @property
+    def own_cache(self) -> tuple[str, Cache | None]:
+        """What it starts from, after the name of the argument."""
+        return "cache", self.cache
+
+    @property
+    def _packing(self) -> dict:
+        return dict(cu_seqlens=self.cu_seqlens, segment_ids=self.segment_ids, context_axis=self.context_axis)
+
+    def _decodes(self, x) -> bool:
+        """Return whether each row of x is one token."""
+        return x.shape[1] == 1 and all(value is None for value in self._packing.values())
+
+    def convolve(self, i: int, x, weight, bias, heads: int):
+        """Return the convolution of number i with SiLU, of the channels [B, T, C] of so many heads, and its cache."""
+        before = None if self.cache is None else self.cache.conv[i]
+        if before is not None and self.output_cache and self._decodes(x):
+            return causal_conv1d_update(x, before, weight, bias)
+        return causal_conv1d(
+            x, weight, bias, before, self.output_cache, **self._packing, implementation=AROUND[self.implementation],
+            sharding=split_heads(self.sharding, heads),
+        )  # fmt: skip
+
+    def operate(self, operators: Operators, *arrays, **options):
+        """Return the output of an operator [B, T, HV, V] and its final states."""
+        operator, packing, implementation = operators.chunk, self._packing, self.implementation
+        if self._decodes(arrays[0]):
+            operator, packing, implementation = operators.recurrent, {}, _DECODE[implementation]
+        return operator(
+            *arrays, initial_state=None if self.cache is None else self.cache.state,
+            output_final_state=self.output_cache, **options, **packing, implementation=implementation,
+            sharding=self.sharding,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Runs a layer over a serving step, from a pool and into it; arguments are those of the layer."""
+
+    pool: Cache
+    step: Step
+    block_size: int | None
+    implementation: str | None
+    sharding: Sharding | None
+
+    @property
+    def own_cache(self) -> tuple[str, Cache | None]:
+        """Do as `Sequences.own_cache` does."""
+        return "pool", self.pool
+
+    @property
+    def _slots(self) -> dict:
+        return self.step._asdict() | {"block_size": self.block_size}
+
+    def convolve(self, i: int, x, weight, bias, heads: int):
+        """Do as `Sequences.convolve` does."""
+        implementation = AROUND[self.implementation]
+        return causal_conv1d_update(x, self.pool.conv[i], weight, bias, **self._slots, implementation=implementation)
+
+    def operate(self, operators: Operators, *arrays, **options):
+        """Do as `Sequences.operate` does."""
+        return operators.ragged(
+            *arrays, self.pool.state, **options, **self._slots, implementation=self.implementation,
+            sharding=self.sharding,
+        )  # fmt: skip
+
+
+Run = Sequences | Serving
+
+
+def by_head(x, heads: int):
+    """Return channels [B, T, heads size] as [B, T, heads, size]."""
+    return x.reshape(*x.shape[:2], heads, -1)
+
+
+def convolve_heads(run: Run, config: LayerConfig, projected, weights, biases=None):
+    """Return silu of the convolutions of queries, keys and values by head, and what they leave in the cache."""
+    heads = (config.H, config.H, config.HV)
+    biases = biases or (None,) * 3
+    pairs = [run.convolve(i, *each) for i, each in enumerate(zip(projected, weights, biases, heads, strict=True))]
+    return [by_head(y, count) for (y, _), count in zip(pairs, heads, strict=True)], tuple(conv for _, conv in pairs)
+
+
+def keep(x):
+    """Return x, under a name by which `remat_policy` keeps it."""
+    return checkpoint_name(x, PROJECTED)
+
+
+def project(x, *factors):
+    """Return x [B, T, D] times matrices, in the type of x."""
+    for factor in factors:
+        x = x @ factor.astype(x.dtype)
+    return x
+
+
+def project_out(o, weight, x):
+    """Return o [B, T, HV, V] times a matrix [HV V, D], in the type of x [B, T, D] and split over devices as x is."""
+    flat = o.reshape(*o.shape[:2], -1).astype(x.dtype)
+    sharding = jax.typeof(x).sharding
+    explicit = {"out_sharding": sharding} if any(entry is not None for entry in jax.typeof(flat).sharding.spec) else {}
+    return jnp.einsum("btc,cd->btd", flat, weight.astype(x.dtype), **explicit)

@@ -1,0 +1,66 @@
+"""Where the weights, the caches and the hidden states of a layer lie on a mesh of devices."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from chunkwise.layers import delta_net, kimi, lightning, mamba2
+from chunkwise.layers.config import (
+    GatedDeltaNetConfig,
+    KimiDeltaAttentionConfig,
+    LayerConfig,
+    LightningAttentionConfig,
+    Mamba2Config,
+)
+from chunkwise.layers.division import Letters
+from chunkwise.layers.running import Cache
+from chunkwise.shared.operators import check
+
+_SPLITS = {
+    GatedDeltaNetConfig: delta_net.split_weights,
+    KimiDeltaAttentionConfig: kimi.split_weights,
+    Mamba2Config: mamba2.split_weights,
+    LightningAttentionConfig: lightning.split_weights,
+}
+
+
+class Shardings(NamedTuple):
+    """PartitionSpecs of what a layer takes and returns.
+
+    Attributes:
+      weights: of the weights, in their own structure.
+      x: of the hidden states [B, T, D], read and written.
+      cache: of a cache with a state for each row.
+      values: of v [B, T, HV, V], which a layer takes as `sharding`.
+    """
+
+    weights: Any
+    x: PartitionSpec
+    cache: Cache
+    values: PartitionSpec
+
+
+def shardings(config: LayerConfig, mesh_axes: Mapping[str, Any], mesh: jax.sharding.Mesh | None = None) -> Shardings:
+    """Return how a layer is divided over a mesh: rows of the batch, tokens, and heads.
+
+    Heads divide projections, convolutions, decays and states, as in tensor parallelism, and the last product is a sum
+    over the devices of heads. Tokens divide sequences, as in context parallelism; the convolution and the operator
+    exchange what they need.
+
+    Args:
+      config: sizes of a layer.
+      mesh_axes: an axis of the mesh, or several, by what it divides: "batch", "tokens", "heads". What is missing is not
+        divided. The rows of a cache are divided as "batch", so a pool wants it missing.
+      mesh: the mesh. It is needed only where key heads, fewer than value heads, are not a multiple of the devices of
+        heads: they are divided over as many of the first axes as can share them, and repeated over the others.
+
+    Raises:
+      ValueError: `mesh_axes` has another key, or value heads are not a multiple of the devices of heads.
+    """
+    check(type(config) in _SPLITS, f"`config` must be that of a layer; got {type(config).__name__}.")
+    letters = Letters(config, mesh_axes, mesh)
+    cache = Cache(("b.h", "b.h", "b.n")[: len(config.channels)], "bn..")
+    specs = jax.tree.map(letters.spec, (_SPLITS[type(config)](config), "bt.", cache, "btn."))
+    return Shardings(*specs)

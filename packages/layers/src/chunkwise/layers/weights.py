@@ -1,0 +1,145 @@
+"""Weights: how they begin, and how those of a checkpoint are read."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkwise.shared.operators import check, check_array
+
+
+class Initial:
+    """Draws weights, each from a key of its own.
+
+    Args:
+      key: of JAX's random numbers.
+      dtype: of the weights that multiply activations; the others are float32.
+    """
+
+    def __init__(self, key: jax.Array, dtype):
+        self.key, self.dtype = key, dtype
+
+    def _next(self) -> jax.Array:
+        self.key, key = jax.random.split(self.key)
+        return key
+
+    def matrix(self, rows: int, columns: int) -> jax.Array:
+        """Return a projection of variance 1 / rows, so that it keeps the size of what it multiplies."""
+        return (jax.random.normal(self._next(), (rows, columns), jnp.float32) * rows**-0.5).astype(self.dtype)
+
+    def convolution(self, channels: int, W: int) -> jax.Array:
+        """Return the weights of a convolution, uniform up to W ** -0.5."""
+        return self.uniform((channels, W), -(W**-0.5), W**-0.5).astype(self.dtype)
+
+    def uniform(self, shape: tuple[int, ...], low: float, high: float) -> jax.Array:
+        """Return uniform numbers in float32."""
+        return jax.random.uniform(self._next(), shape, jnp.float32, low, high)
+
+    def log_decay(self, *shape: int, least: float = 1.0, most: float = 16.0) -> jax.Array:
+        """Return A_log: the logarithm of a uniform rate."""
+        return jnp.log(self.uniform(shape, least, most))
+
+    def step_bias(self, *shape: int, least: float = 1e-3, most: float = 0.1) -> jax.Array:
+        """Return dt_bias: softplus makes steps of it whose logarithm is uniform."""
+        step = jnp.exp(self.uniform(shape, np.log(least), np.log(most)))
+        return step + jnp.log(-jnp.expm1(-step))
+
+    def ones(self, *shape: int) -> jax.Array:
+        """Return ones, in the type of the weights."""
+        return jnp.ones(shape, self.dtype)
+
+
+def check_input(x, config, run) -> None:
+    """Check hidden states, and that what a layer runs over has caches of its sizes."""
+    B, T, _ = check_array("x", x, "B T D", (None, None, config.D))
+    name, cache = run.own_cache
+    if cache is None:
+        return
+    whole = hasattr(cache, "conv") and hasattr(cache, "state")
+    check(whole, f"`{name}` must be a Cache; got {type(cache).__name__}.")
+    check_array(f"{name}.state", cache.state, "N HV K V", (None, config.HV, config.K, config.V))
+    wanted, have = len(config.channels), len(cache.conv)
+    check(wanted == have, f"`{name}.conv` must have {wanted} arrays; got {have}.")
+    for i, (conv, channels) in enumerate(zip(cache.conv, config.channels, strict=True)):
+        check_array(f"{name}.conv[{i}]", conv, "N W-1 C", (cache.state.shape[0], config.W - 1, channels))
+
+
+@functools.cache
+def _shapes(init: Callable, config):
+    return jax.eval_shape(lambda: init(jax.random.key(0), config))
+
+
+def check_weights(weights, init: Callable, config) -> None:
+    """Check that weights have the shapes that `init` gives them for a config."""
+    wanted = _shapes(init, config)
+    kind = type(wanted)
+    check(isinstance(weights, kind), f"`weights` must be {kind.__name__}; got {type(weights).__name__}.")
+    for name, want, have in zip(kind._fields, wanted, weights, strict=True):
+        want, have = (tuple(jnp.shape(x) for x in jax.tree.leaves(each)) for each in (want, have))
+        check(want == have, f"`weights.{name}` must have shape {_shown(want)}; got {_shown(have)}.")
+
+
+def _shown(shapes: tuple) -> str:
+    return str(shapes[0] if len(shapes) == 1 else shapes or None)
+
+
+class Checkpoint:
+    """The arrays of one layer of a checkpoint, by the names that transformers has for them.
+
+    Every name must be read, so that a layer which has more than these layers know is found out.
+
+    Args:
+      named: arrays by name, numpy's or JAX's.
+      prefix: of the layer's names, such as "model.layers.0.linear_attn."; other names are left alone.
+    """
+
+    def __init__(self, named: Mapping[str, Any], prefix: str):
+        self.prefix = prefix
+        self.named = {
+            name.removeprefix(prefix).removesuffix(".weight"): x for name, x in named.items() if name.startswith(prefix)
+        }
+        check(bool(self.named), f"`named` must have names that start with {prefix!r}; got none.")
+
+    def rename(self, start: str, other: str) -> None:
+        """Replace the start of names."""
+        self.named = {
+            other + name.removeprefix(start) if name.startswith(start) else name: x for name, x in self.named.items()
+        }
+
+    def ignore(self, *names: str) -> None:
+        """Leave out names, if they are there."""
+        self.named = {name: x for name, x in self.named.items() if name not in names}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.named
+
+    def read(self, name: str, *shape: int) -> jax.Array:
+        """Return an array, which must have this shape."""
+        full = self.prefix + name
+        check(name in self.named, f"`named` must have {full!r}; got {sorted(self.named)}.")
+        x = jnp.asarray(self.named.pop(name))
+        check(x.shape == shape, f"`named` must have {full!r} of shape {shape}, as `config` asks for; got {x.shape}.")
+        return x
+
+    def matrix(self, name: str, rows: int, columns: int) -> jax.Array:
+        """Return a projection [columns, rows] as [rows, columns]."""
+        return self.read(name, columns, rows).T
+
+    def convolutions(self, names: tuple[str, ...], channels: tuple[int, ...], W: int) -> tuple[jax.Array, ...]:
+        """Return the weights of convolutions, each under its name or all as "conv1d"."""
+        if "conv1d" in self:
+            whole = self.read("conv1d", sum(channels), 1, W)[:, 0]
+            return tuple(jnp.split(whole, np.cumsum(channels)[:-1]))
+        return tuple(self.read(f"{name}_conv1d", n, 1, W)[:, 0] for name, n in zip(names, channels, strict=True))
+
+    def float32(self, name: str, *shape: int) -> jax.Array:
+        """Return an array with as many entries in float32, reshaped: checkpoints differ in dimensions of 1."""
+        own = np.shape(self.named.get(name))
+        return self.read(name, *(own if np.prod(own) == np.prod(shape) else shape)).reshape(shape).astype(jnp.float32)
+
+    def end(self) -> None:
+        """Check that every name was read."""
+        check(not self.named, f"`named` must have no weights that the layer lacks; got {sorted(self.named)}.")
