@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from chunkwise.layers.running import AROUND, Run
 from chunkwise.shared.operators import check, check_array
 
 
@@ -52,9 +53,12 @@ class Initial:
         return jnp.ones(shape, self.dtype)
 
 
-def check_input(x, config, run) -> None:
-    """Check hidden states, and that what a layer runs over has caches of its sizes."""
-    B, T, _ = check_array("x", x, "B T D", (None, None, config.D))
+def check_input(x, config, run: Run) -> None:
+    """Check hidden states, and what a layer runs over: its caches and the name of the implementation."""
+    check_array("x", x, "B T D", (None, None, config.D))
+    names = tuple(name for name in AROUND if name)
+    known = run.implementation in AROUND
+    check(known, f"`implementation` must be None or one of {names}; got {run.implementation!r}.")
     name, cache = run.own_cache
     if cache is None:
         return

@@ -1,0 +1,127 @@
+"""The layers in float64 numpy, from the recurrence of their operators, token by token."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from chunkwise.layers import (
+    Cache,
+    GatedDeltaNetConfig,
+    KimiDeltaAttentionConfig,
+    LightningAttentionConfig,
+    Mamba2Config,
+    gated_delta_net,
+    init_gated_delta_net,
+    init_kimi_delta_attention,
+    init_lightning_attention,
+    init_mamba2_mixer,
+    kimi_delta_attention,
+    lightning_attention,
+    mamba2_mixer,
+    ragged_gated_delta_net,
+    ragged_kimi_delta_attention,
+    ragged_lightning_attention,
+    ragged_mamba2_mixer,
+)
+from chunkwise.shared.testing import law_reference, mixer_oracle, reference
+
+SIZES = dict(D=20, H=2, HV=4, K=12, V=8)
+
+
+class Layer(NamedTuple):
+    """A layer and its sizes."""
+
+    config: object
+    init: object
+    run: object
+    ragged: object
+
+
+LAYERS = {
+    "gated_delta_net": Layer(
+        GatedDeltaNetConfig(**SIZES, allow_neg_eigval=True),
+        init_gated_delta_net, gated_delta_net, ragged_gated_delta_net,
+    ),
+    "kimi_delta_attention": Layer(
+        KimiDeltaAttentionConfig(**SIZES, R=6, W=3),
+        init_kimi_delta_attention, kimi_delta_attention, ragged_kimi_delta_attention,
+    ),
+    "kimi_delta_attention_bounded": Layer(
+        KimiDeltaAttentionConfig(**SIZES, lower_bound=-3.0),
+        init_kimi_delta_attention, kimi_delta_attention, ragged_kimi_delta_attention,
+    ),
+    "mamba2_mixer": Layer(
+        Mamba2Config(**SIZES, dt_limit=(1e-3, 0.6)), init_mamba2_mixer, mamba2_mixer, ragged_mamba2_mixer
+    ),
+    "lightning_attention": Layer(
+        LightningAttentionConfig(**SIZES, layer=1, layers=3),
+        init_lightning_attention, lightning_attention, ragged_lightning_attention,
+    ),
+}  # fmt: skip
+
+
+def silu(x):
+    return mixer_oracle.activation(x, "silu")
+
+
+def make(name: str, B=2, T=21, seed=0, dtype=np.float32):
+    """Return hidden states [B, T, D] and weights of a layer, none of which are all ones or zeros."""
+    layer, rng = LAYERS[name], np.random.default_rng(seed)
+    weights = jax.jit(lambda: layer.init(jax.random.key(seed), layer.config))()
+    spread = lambda w: (w + 0.2 * rng.standard_normal(w.shape)).astype(np.float32)
+    weights = jax.tree.map(lambda w: spread(np.asarray(w)), weights)
+    return rng.standard_normal((B, T, SIZES["D"])).astype(dtype), weights
+
+
+def make_cache(name: str, N: int, seed=1) -> Cache:
+    """Return a random cache of N sequences."""
+    config, rng = LAYERS[name].config, np.random.default_rng(seed)
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    conv = tuple(normal(N, config.W - 1, channels) for channels in config.channels)
+    return Cache(conv, normal(N, config.HV, config.K, config.V))
+
+
+def oracle(name: str, x, w, cache: Cache | None = None, **packing) -> tuple[np.ndarray, Cache]:
+    """Return y and the cache after a layer, in float64."""
+    c = LAYERS[name].config
+    x, w = np.asarray(x, np.float64), jax.tree.map(lambda y: np.asarray(y, np.float64), w)
+    heads, state = (c.H, c.H, c.HV), None if cache is None else cache.state
+    by_head = lambda y, count: y.reshape(*x.shape[:2], count, -1)
+    projected, conv, options = [x @ w.q, x @ w.k, x @ w.v], [], packing | dict(initial_state=state)
+    if c.channels:
+        for i in range(3):
+            projected[i], last = mixer_oracle.causal_conv1d(
+                projected[i], w.conv[i], w.bias[i] if hasattr(w, "bias") else None,
+                None if cache is None else cache.conv[i], **packing,
+            )  # fmt: skip
+            conv.append(last)
+    else:
+        projected = [silu(y) for y in projected]
+    q, k, v = (by_head(y, count) for y, count in zip(projected, heads, strict=True))
+    delta = dict(use_qk_l2norm_in_kernel=True) | options
+    if name == "gated_delta_net":
+        laws, _ = law_reference(x @ w.a, x @ w.b, w.A_log, w.dt_bias, allow_neg_eigval=True)
+        o, state = reference(q, k, v, laws["g"], laws["beta"], **delta)
+        y = mixer_oracle.rms_norm_gated(o, by_head(x @ w.z, c.HV), w.norm, eps=c.eps)
+    elif "kimi" in name:
+        f, z = x, x
+        for factor in w.f:
+            f = f @ factor
+        for factor in w.z:
+            z = z @ factor
+        laws, _ = law_reference(by_head(f, c.HV), x @ w.b, w.A_log, w.dt_bias, lower_bound=c.lower_bound)
+        o, state = reference(q, k, v, laws["g"], laws["beta"], **delta)
+        y = mixer_oracle.rms_norm_gated(o, by_head(z, c.HV), w.norm, name="sigmoid", eps=c.eps)
+    elif name == "mamba2_mixer":
+        dt = np.clip(np.logaddexp(x @ w.dt + w.dt_bias, 0), *c.dt_limit)
+        o, state = reference(q, k, dt[..., None] * v, -np.exp(w.A_log) * dt, scale=1.0, **options)
+        o, z = o + w.skip[:, None] * v, x @ w.z
+        y = mixer_oracle.rms_norm_gated(
+            by_head(o, c.H), by_head(z, c.H), w.norm.reshape(c.H, -1), norm_before_gate=False, eps=c.eps
+        )
+    else:
+        slope = 2.0 ** (-8 * np.arange(1, c.HV + 1) / c.HV) * (1 - c.layer / (c.layers - 1 + 1e-5) + 1e-5)
+        o, state = reference(q, k, v, g_gamma=-slope, scale=1.0, **options)
+        y = mixer_oracle.rms_norm_gated(by_head(o, 1), by_head(x @ w.z, 1), w.norm, name="sigmoid", eps=c.eps)
+    return y.reshape(*x.shape[:2], -1) @ w.out, Cache(tuple(conv), state)

@@ -1,0 +1,121 @@
+"""Wrong use of a layer gets an error that names the argument."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.layers import (
+    GatedDeltaNetConfig,
+    KimiDeltaAttentionConfig,
+    LightningAttentionConfig,
+    Mamba2Config,
+    empty_cache,
+    gated_delta_net,
+    init_gated_delta_net,
+    init_mamba2_mixer,
+    load_gated_delta_net,
+    mamba2_mixer,
+    shardings,
+)
+
+CONFIG = GatedDeltaNetConfig(D=8, H=2, HV=4, K=4, V=4)
+X = jnp.zeros((2, 5, 8))
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return init_gated_delta_net(jax.random.key(0), CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GatedDeltaNetConfig(8, 2, 3, 4, 4), "`HV` must be a multiple of `H`; got 3 and 2"),
+        (lambda: GatedDeltaNetConfig(8, 0, 4, 4, 4), "`H` must be a whole number above 0; got 0"),
+        (lambda: GatedDeltaNetConfig(8, 2, 4, 4.0, 4), "`K` must be a whole number above 0; got 4.0"),
+        (lambda: GatedDeltaNetConfig(8, 2, 4, 4, 4, W=9), "`W` must be from 2 to 8; got 9"),
+        (lambda: GatedDeltaNetConfig(8, 2, 4, 4, 4, eps=-1.0), "`eps` must be at least 0"),
+        (lambda: GatedDeltaNetConfig(8, 2, 4, 4, 4, allow_neg_eigval=2), "`allow_neg_eigval` must be True or False"),
+        (lambda: KimiDeltaAttentionConfig(8, 2, 4, 4, 4, lower_bound=1.0), "`lower_bound` must be None or below 0"),
+        (lambda: KimiDeltaAttentionConfig(8, 2, 4, 4, 4, R=0), "`R` must be None or above 0"),
+        (lambda: Mamba2Config(8, 2, 4, 4, 4, dt_limit=(1.0, 0.5)), "`dt_limit` must rise from at least 0"),
+        (lambda: LightningAttentionConfig(8, 2, 4, 4, 4, layer=2, layers=2), "`layer` must be from 0 to 1; got 2"),
+    ],
+)
+def test_config(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(x=jnp.zeros((2, 5, 9))), r"`x` must have shape \[B, T, D\] = \(any, any, 8\); got \(2, 5, 9\)"),
+        (dict(weights=()), "`weights` must be GatedDeltaNetWeights; got tuple"),
+        (dict(cache=jnp.zeros(3)), "`cache` must be a Cache; got "),
+        (dict(cache=empty_cache(Mamba2Config(8, 2, 4, 3, 4), 2)), r"`cache.state` must have shape"),
+        (
+            dict(cache=empty_cache(LightningAttentionConfig(8, 2, 4, 4, 4), 2)),
+            r"`cache.conv` must have 3 arrays; got 0",
+        ),
+        (dict(cache=empty_cache(CONFIG, 3)), r"`initial_state` must have shape"),
+        (dict(implementation="pallas"), "`implementation` must be"),
+    ],
+)
+def test_call(weights, change, message):
+    arguments = dict(x=X, weights=weights, config=CONFIG) | change
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        gated_delta_net(**arguments)
+
+
+def test_weights_of_another_config(weights):
+    with pytest.raises(ValueError, match=r"`weights.q` must have shape \(8, 8\); got \(8, 6\)"):
+        gated_delta_net(X, weights._replace(q=weights.q[:, :6]), CONFIG)
+    with pytest.raises(ValueError, match=r"`weights.conv` must have shape"):
+        gated_delta_net(X, weights._replace(conv=weights.conv[:2]), CONFIG)
+
+
+def checkpoint() -> dict:
+    """Names and arrays as Qwen3.5 has them."""
+    q, v = CONFIG.H * CONFIG.K, CONFIG.HV * CONFIG.V
+    shapes = {
+        "in_proj_qkv.weight": (2 * q + v, 8), "in_proj_z.weight": (v, 8), "in_proj_a.weight": (4, 8),
+        "in_proj_b.weight": (4, 8), "conv1d.weight": (2 * q + v, 1, 4), "A_log": (4,), "dt_bias": (4,),
+        "norm.weight": (4,), "out_proj.weight": (8, v),
+    }  # fmt: skip
+    return {f"layer.{name}": jnp.ones(shape, jnp.bfloat16) for name, shape in shapes.items()}
+
+
+def test_checkpoint():
+    read = lambda named: load_gated_delta_net(named, CONFIG, "layer.")
+    weights = read(checkpoint() | {"another": jnp.ones(3)})
+    assert weights.q.dtype == jnp.bfloat16
+    assert weights.A_log.dtype == weights.dt_bias.dtype == jnp.float32
+    without = {name: x for name, x in checkpoint().items() if "norm" not in name}
+    with pytest.raises(ValueError, match=r"`named` must have 'layer\.norm'; got"):
+        read(without)
+    with pytest.raises(ValueError, match=r"`named` must have 'layer.A_log' of shape \(4,\), as `config` asks for"):
+        read(checkpoint() | {"layer.A_log": jnp.ones(5)})
+    with pytest.raises(ValueError, match=r"no weights that the layer lacks; got \['out_proj.bias'\]"):
+        read(checkpoint() | {"layer.out_proj.bias": jnp.ones(8)})
+    with pytest.raises(ValueError, match=r"`named` must have names that start with 'other\.'; got none"):
+        load_gated_delta_net(checkpoint(), CONFIG, "other.")
+
+
+def test_shardings():
+    with pytest.raises(
+        ValueError, match=r"`mesh_axes` must have keys of \('batch', 'tokens', 'heads'\); got \('model',\)"
+    ):
+        shardings(CONFIG, {"model": "x"})
+    mesh = jax.sharding.AbstractMesh((3,), ("x",))
+    with pytest.raises(ValueError, match=r"`HV` must be a multiple of the devices along \('x',\); got 4"):
+        shardings(CONFIG, {"heads": "x"}, mesh)
+    with pytest.raises(ValueError, match="`config` must be that of a layer; got dict"):
+        shardings({}, {})
+
+
+def test_a_bias_that_the_config_does_not_have():
+    config = Mamba2Config(8, 2, 4, 4, 4)
+    weights = init_mamba2_mixer(jax.random.key(0), config)._replace(bias=())
+    with pytest.raises(ValueError, match=r"`weights\.bias` must have shape"):
+        mamba2_mixer(X, weights, config)

@@ -1,0 +1,163 @@
+"""Every layer against float64: outputs, caches and gradients of rows, packs, segments, pieces and serving steps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.layers import Step, empty_cache
+from chunkwise.shared.testing import TOLERANCE, assert_close
+from layer_oracle import LAYERS, make, make_cache, oracle
+
+# Tokens that no sequence has hold numbers which must not matter.
+PACKED = np.array([0, 1, 1, 12, 19], np.int32)
+IDS = np.array([[-1, 4, 4, 4, 4, 7, 7, 7, 4, *[2] * 9, -1, -1, -1], [*[0] * 20, 1]], np.int32)
+pytestmark = pytest.mark.interpreted
+layers = pytest.mark.parametrize("name", LAYERS)
+implementations = pytest.mark.parametrize("implementation", ["xla", pytest.param("fused", marks=pytest.mark.thorough)])
+
+
+@functools.cache
+def compiled(name, implementation, output_cache=True):
+    """The layer as one program for all tests of the same shapes."""
+    layer = LAYERS[name]
+    return jax.jit(
+        lambda x, w, cache, packing: layer.run(
+            x, w, layer.config, cache, output_cache, **packing, implementation=implementation
+        )
+    )
+
+
+def assert_same(got, want, tolerance=TOLERANCE["float32"]):
+    """Compare (y, cache) with float64."""
+    (y, cache), (y64, cache64) = got, want
+    assert_close("y", y, y64, tolerance)
+    assert_close("state", cache.state, cache64.state, tolerance)
+    for i, (conv, conv64) in enumerate(zip(cache.conv, cache64.conv, strict=True)):
+        assert_close(f"conv[{i}]", conv, conv64, tolerance)
+
+
+@implementations
+@layers
+def test_rows_from_a_cache(name, implementation):
+    (x, w), cache = make(name), make_cache(name, 2)
+    run = compiled(name, implementation)
+    assert_same(run(x, w, cache, {}), oracle(name, x, w, cache))
+
+
+@implementations
+@layers
+def test_packed_sequences(name, implementation):
+    (x, w), cache = make(name, B=1), make_cache(name, 4)
+    got = compiled(name, implementation)(x, w, cache, {"cu_seqlens": PACKED})
+    assert_same(got, oracle(name, x, w, cache, cu_seqlens=PACKED))
+
+
+@implementations
+@layers
+def test_segments(name, implementation):
+    (x, w), cache = make(name), make_cache(name, 2)
+    got = compiled(name, implementation)(x, w, cache, {"segment_ids": IDS})
+    assert_same(got, oracle(name, x, w, cache, segment_ids=IDS))
+    assert not np.asarray(got[0])[IDS < 0].any()
+
+
+@implementations
+@layers
+def test_pieces_and_tokens(name, implementation):
+    """A prompt in two pieces and then tokens make what all of it makes at once."""
+    (x, w), run = make(name, T=26), compiled(name, implementation)
+    cache, parts = empty_cache(LAYERS[name].config, 2), []
+    for start, end in ((0, 12), (12, 24), (24, 25), (25, 26)):
+        y, cache = run(x[:, start:end], w, cache, {})
+        parts.append(y)
+    assert_same((jnp.concatenate(parts, axis=1), cache), oracle(name, x, w))
+
+
+@implementations
+@layers
+def test_serving_steps(name, implementation):
+    """Two sequences arrive, one after the other, and decode, in any slots of a pool with other things in it."""
+    (x, w), layer = make(name), LAYERS[name]
+    pool = jax.tree.map(lambda y: y + jnp.nan, empty_cache(layer.config, 5))
+    used, done, parts = [3, 1], [0, 0], [[], []]
+    step = jax.jit(
+        lambda tokens, pool, at: layer.ragged(tokens, w, layer.config, pool, at, implementation=implementation)
+    )
+    # Which sequence computes how many tokens, decodes first.
+    for plan in ([(0, 13)], [(0, 1), (1, 12)], [(0, 1), (1, 9)], [(0, 1), (1, 0)]):
+        ends = np.cumsum([0, *(count for _, count in plan)]).astype(np.int32)
+        tokens = np.zeros((1, 13, x.shape[2]), np.float32)
+        at = Step(
+            np.resize(ends, 3),
+            np.full(2, -1, np.int32),
+            np.zeros(2, bool),
+            np.int32(len(plan) - 1),
+            np.int32(len(plan)),
+        )
+        at.cu_seqlens[len(ends) :] = ends[-1]
+        for i, (n, count) in enumerate(plan):
+            tokens[0, ends[i] : ends[i + 1]] = x[n, done[n] : done[n] + count]
+            at.state_indices[i], at.has_initial_state[i] = used[n], done[n] > 0
+            done[n] += count
+        y, pool = step(tokens, pool, at)
+        for i, (n, _) in enumerate(plan):
+            parts[n].append(y[0, ends[i] : ends[i + 1]])
+    for n in range(2):
+        want, cache = oracle(name, x[n : n + 1, : done[n]], w)
+        own = jax.tree.map(lambda y: y[used[n], None], pool)  # noqa: B023
+        assert_same((jnp.concatenate(parts[n])[None], own), (want, cache))
+    assert bool(jnp.isnan(pool.state[0]).all()), "a slot that no sequence names changed"
+
+
+@layers
+def test_types(name):
+    """bfloat16 hidden states with float32 or bfloat16 weights give bfloat16, as exact as its rounding."""
+    x, w = make(name)
+    x, layer = jnp.asarray(x, jnp.bfloat16), LAYERS[name]
+    low = layer.init(jax.random.key(0), layer.config, jnp.bfloat16)
+    keep = lambda like, y: jnp.asarray(y, like.dtype)
+    rounded = jax.tree.map(keep, low, w)
+    for weights in (rounded, jax.tree.map(lambda y: y.astype(jnp.float32), rounded)):
+        y, cache = compiled(name, "xla")(x, weights, None, {})
+        assert y.dtype == jnp.bfloat16
+        assert cache.state.dtype == jnp.float32
+        assert_close("y", y, oracle(name, x, weights)[0], 2e-2)
+
+
+@pytest.fixture(scope="module", params=LAYERS)
+def gradients(request):
+    """Inputs of a loss, the loss in float64, and its gradients as our layers compute them."""
+    name = request.param
+    (x, w), cache, layer = make(name, B=1), make_cache(name, 4), LAYERS[name]
+    rng = np.random.default_rng(5)
+    y, after = oracle(name, x, w, cache, cu_seqlens=PACKED)
+    cotangents = jax.tree.map(lambda z: rng.standard_normal(z.shape), (y, after))
+
+    def loss(x, w, cache):
+        got = layer.run(x, w, layer.config, cache, True, cu_seqlens=jnp.asarray(PACKED))
+        return sum(jnp.sum(a * b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(cotangents), strict=True))
+
+    def exact(x, w, cache):
+        got = oracle(name, x, w, cache, cu_seqlens=PACKED)
+        return sum(np.sum(a * b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(cotangents), strict=True))
+
+    return (x, w, cache), exact, jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, w, cache)
+
+
+def test_gradients(gradients):
+    """The derivative of a loss along a random direction of every argument is that of the float64 layer."""
+    arguments, exact, got = gradients
+    rng, (leaves, tree) = np.random.default_rng(6), jax.tree.flatten(arguments)
+    for i, (leaf, gradient, (path, _)) in enumerate(
+        zip(leaves, jax.tree.leaves(got), jax.tree.leaves_with_path(arguments), strict=True)
+    ):
+        direction = rng.standard_normal(leaf.shape)
+        moved = lambda h: exact(*tree.unflatten([*leaves[:i], leaf + h * direction, *leaves[i + 1 :]]))  # noqa: B023
+        want = (moved(1e-5) - moved(-1e-5)) / 2e-5
+        size = np.linalg.norm(np.asarray(gradient, np.float64)) * np.linalg.norm(direction)
+        assert abs(np.sum(direction * np.asarray(gradient, np.float64)) - want) < 1e-5 * size, jax.tree_util.keystr(
+            path
+        )
