@@ -1,0 +1,151 @@
+"""What is around a model: its checkpoint, greedy generation of text with caches, and the command line.
+
+A model is a file that has three functions::
+
+    load(directory)                                        its config and weights
+    start(config, B, S, dtype)                             the past of B rows before their first token, with S places
+    run(weights, config, tokens, past, segment_ids, ...)   hidden states of tokens, and the past after them
+"""
+
+import argparse
+import functools
+import json
+import time
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from safetensors.numpy import load_file
+
+# The arrays of a checkpoint by name.
+Named = dict[str, np.ndarray]
+
+
+def read_checkpoint(directory, renamed: dict[str, str], ignored: tuple[str, ...] = ()) -> tuple[dict, Named]:
+    """Return the config of a checkpoint, and its arrays by name.
+
+    Args:
+      directory: with config.json, and with model.safetensors or several files and an index.
+      renamed: parts of names, and what they are replaced by.
+      ignored: how the names of arrays start that are of no use here.
+    """
+    directory = Path(directory)
+    # transformers writes infinity as {"__float__": "Infinity"}.
+    special = lambda x: float(x["__float__"]) if "__float__" in x else x
+    config = json.loads((directory / "config.json").read_text(), object_hook=special)
+    index, named = directory / "model.safetensors.index.json", {}
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    for file in sorted(files):
+        for name, x in load_file(directory / file).items():
+            if not name.startswith(ignored):
+                named[functools.reduce(lambda so_far, pair: so_far.replace(*pair), renamed.items(), name)] = x
+    # Models of images have one for each part.
+    return config.get("text_config", config), named
+
+
+def take(named: Named, name: str) -> jax.Array:
+    """Take an array out of a checkpoint."""
+    return jnp.asarray(named.pop(name))
+
+
+def matrix(named: Named, name: str) -> jax.Array:
+    """Take a projection out of a checkpoint, which has it as [columns, rows]."""
+    return take(named, f"{name}.weight").T
+
+
+def part(named: Named, prefix: str) -> Named:
+    """Take all arrays whose names start with a prefix out of a checkpoint, by the rest of their names."""
+    return {name.removeprefix(prefix): named.pop(name) for name in list(named) if name.startswith(prefix)}
+
+
+def take_head(named: Named, embedding: jax.Array) -> jax.Array:
+    """Take the matrix [D, vocabulary] before the logits out of a checkpoint, which may be that of the embedding."""
+    return matrix(named, "lm_head") if "lm_head.weight" in named else embedding.T
+
+
+def check_all_taken(named: Named) -> None:
+    """Check that a model has taken every array of its checkpoint."""
+    if named:
+        raise ValueError(f"the checkpoint must have no weights that the model lacks; got {sorted(named)}.")
+
+
+def compile_run(model: ModuleType, config, implementation: str | None = None):
+    """Return the function from weights, past, tokens and segment_ids to hidden states and the past after the tokens.
+
+    It writes into the caches that it is given. It is compiled once for each number of tokens.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def run(weights, past, tokens, segment_ids=None):
+        return model.run(weights, config, tokens, past, segment_ids, implementation)
+
+    return run
+
+
+@jax.jit
+def logits(x, head):
+    """Return the logits [B, T, vocabulary] after hidden states."""
+    return jnp.dot(x, head, preferred_element_type=jnp.float32)
+
+
+@jax.jit
+def next_tokens(x, head):
+    """Return the likeliest tokens [B, 1] after the last hidden states."""
+    return jnp.argmax(logits(x[:, -1:], head), axis=-1).astype(jnp.int32)
+
+
+def pad(prompts: list[list[int]], piece: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return prompts in one array, padded at the left to a multiple of `piece`, and their segment_ids: 0, or -1."""
+    T = -(-max(map(len, prompts)) // piece) * piece
+    tokens, ids = np.zeros((len(prompts), T), np.int32), np.full((len(prompts), T), -1, np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, T - len(prompt) :], ids[row, T - len(prompt) :] = prompt, 0
+    return tokens, ids
+
+
+def generate(run, weights, past, tokens, segment_ids, count: int, piece: int) -> np.ndarray:
+    """Return the `count` likeliest tokens [B, count] after prompts, one after another.
+
+    Prompts are read in pieces of one size, then every step reads a token of each row. So two programs do it all. Rows
+    end together, because prompts are padded at the left.
+
+    Args:
+      run: what `compile_run` returns.
+      weights: of the model.
+      past: with places for the prompts and the new tokens; it is used up.
+      tokens, segment_ids: what `pad` returns.
+      count: new tokens of a row.
+      piece: tokens of a row that are read at once.
+    """
+    for tokens_, ids in zip(*(np.split(x, x.shape[1] // piece, axis=1) for x in (tokens, segment_ids)), strict=True):
+        x, past = run(weights, past, tokens_, ids)
+    generated = [next_tokens(x, weights.head)]
+    while len(generated) < count:
+        # Tokens stay on the device, and nobody waits for a step.
+        x, past = run(weights, past, generated[-1])
+        generated.append(next_tokens(x, weights.head))
+    return np.concatenate(generated, axis=1)
+
+
+def main(model: ModuleType, arguments=None) -> np.ndarray:
+    """Continue prompts from the command line."""
+    parser = argparse.ArgumentParser(description=model.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", help="of a checkpoint: config.json, *.safetensors")
+    parser.add_argument("--prompt-tokens", nargs="+", type=int, action="append", required=True, help="may be repeated")
+    parser.add_argument("--count", type=int, default=32, help="tokens to generate")
+    parser.add_argument("--piece", type=int, default=256, help="tokens of a prompt to read at once")
+    parser.add_argument("--implementation", choices=["xla", "staged", "fused"], help="of the operators")
+    options = parser.parse_args(arguments)
+    config, weights = model.load(options.directory)
+    tokens, ids = pad(options.prompt_tokens, options.piece)
+    past = model.start(config, len(tokens), tokens.shape[1] + options.count, weights.embedding.dtype)
+    start, run = time.perf_counter(), compile_run(model, config, options.implementation)
+    generated = generate(run, weights, past, tokens, ids, options.count, options.piece)
+    console = Console()
+    for row in generated.tolist():
+        console.print(*row)
+    console.print(f"{generated.size} tokens, with compilation in {time.perf_counter() - start:.1f} s")
+    return generated

@@ -1,0 +1,190 @@
+"""OLMo-hybrid's language model: three blocks of a gated DeltaNet to one of attention.
+
+    python examples/olmo_hybrid.py DIRECTORY --prompt-tokens 760 6511 314 9338 369
+
+DIRECTORY holds a checkpoint as published. With D the size of the hidden states x, blocks norm in different places:
+
+    x = x + gated_delta_net(norm(x))       x = x + norm(attention(x))
+    x = x + mlp(norm(x))                   x = x + norm(mlp(x))
+
+Its delta rule may take steps beta of up to 2, so that a state can be turned around.
+
+Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024); Grazzi et al., Unlocking State-Tracking in Linear RNNs
+Through Negative Eigenvalues (2024); OLMo Team, 2 OLMo 2 Furious (2024), for the norms; the names are those of
+transformers.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from blocks import (
+    KeyValues,
+    Mlp,
+    Past,
+    Places,
+    attend,
+    empty_key_values,
+    empty_past,
+    mlp,
+    remember,
+    rms_norm,
+    rotate,
+    take_places,
+)
+from chunkwise.layers import (
+    GatedDeltaNetConfig,
+    GatedDeltaNetWeights,
+    empty_cache,
+    gated_delta_net,
+    load_gated_delta_net,
+)
+from generation import check_all_taken, main, matrix, part, read_checkpoint, take, take_head
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of a model.
+
+    Attributes:
+      attention: of every block, whether it has attention.
+      delta: sizes of the gated DeltaNets.
+      H, HK, K: heads of queries, heads of keys and values, and the size of a head of the attention.
+      theta: of rotary positions; None for none, as in the published models.
+      eps: of the norms.
+    """
+
+    attention: tuple[bool, ...]
+    delta: GatedDeltaNetConfig
+    H: int
+    HK: int
+    K: int
+    theta: float | None
+    eps: float
+
+
+class Attention(NamedTuple):
+    """The weights of attention: q [D, H K], k and v [D, HK K], norms [H K] and [HK K], out [H K, D]."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    q_norm: jax.Array
+    k_norm: jax.Array
+    out: jax.Array
+
+
+class Block(NamedTuple):
+    """The weights of a block: norms [D] before or after the mixer and the perceptron, and these."""
+
+    norm: jax.Array
+    mixer: GatedDeltaNetWeights | Attention
+    mlp_norm: jax.Array
+    mlp: Mlp
+
+
+class Model(NamedTuple):
+    """The weights of the model: embedding [vocabulary, D], blocks, norm [D], head [D, vocabulary]."""
+
+    embedding: jax.Array
+    blocks: tuple[Block, ...]
+    norm: jax.Array
+    head: jax.Array
+
+
+def run(weights: Model, config: Config, tokens, past: Past, segment_ids=None, implementation: str | None = None):
+    """Return the hidden states [B, T, D] of tokens [B, T] after the last norm, and the past after them.
+
+    The arguments are those of `qwen3_5.run`.
+    """
+    x, caches, norm = weights.embedding[tokens], [], lambda x, weight: rms_norm(x, weight, config.eps)
+    places, past = take_places(past, tokens, segment_ids)
+    for block, cache in zip(weights.blocks, past.layers, strict=True):
+        if isinstance(block.mixer, Attention):
+            y, cache = attention(x, block.mixer, config, cache, places)
+            x = x + norm(y, block.norm)
+            x = x + norm(mlp(x, block.mlp), block.mlp_norm)
+        else:
+            y, cache = gated_delta_net(
+                norm(x, block.norm), block.mixer, config.delta, cache, True, segment_ids=segment_ids,
+                implementation=implementation,
+            )  # fmt: skip
+            x = x + y
+            x = x + mlp(norm(x, block.mlp_norm), block.mlp)
+        caches.append(cache)
+    return norm(x, weights.norm), past._replace(layers=tuple(caches))
+
+
+def attention(x, w: Attention, config: Config, cache: KeyValues, places: Places):
+    """Return what attention makes of x [B, T, D], and its cache.
+
+    The norms are those of all heads together::
+
+        q, k, v = rotate(norm(W_q x)), rotate(norm(W_k x)), W_v x
+        y       = W_out softmax(q k^T / sqrt(K)) v
+    """
+    c = config
+    q, k, v = rms_norm(x @ w.q, w.q_norm, c.eps), rms_norm(x @ w.k, w.k_norm, c.eps), x @ w.v
+    q, k, v = (y.reshape(*x.shape[:2], -1, c.K) for y in (q, k, v))
+    if c.theta is not None:
+        q, k = (rotate(y, places.positions, c.theta, c.K) for y in (q, k))
+    cache = KeyValues(remember(cache.keys, k, places), remember(cache.values, v, places))
+    return attend(q, *cache, places, c.K**-0.5).reshape(*x.shape[:2], -1) @ w.out, cache
+
+
+def start(config: Config, B: int, S: int, dtype) -> Past:
+    """Return the past of B rows before their first token, with places for S tokens."""
+    key_values = lambda: empty_key_values(B, S, config.HK, config.K, dtype)
+    layers = (key_values() if own else empty_cache(config.delta, B, dtype) for own in config.attention)
+    return empty_past(layers, B, S)
+
+
+def load(directory) -> tuple[Config, Model]:
+    """Return the sizes and the weights of a checkpoint."""
+    names = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+    found, named = read_checkpoint(directory, names)
+    config = read_config(found)
+    embedding = take(named, "model.embed_tokens.weight")
+
+    def block(i: int, attention: bool) -> Block:
+        at = f"model.layers.{i}"
+        if attention:
+            q, k, v, out = (matrix(named, f"{at}.self_attn.{name}_proj") for name in "qkvo")
+            q_norm, k_norm = (take(named, f"{at}.self_attn.{name}_norm.weight") for name in "qk")
+            mixer, norms = Attention(q, k, v, q_norm, k_norm, out), ("post_attention", "post_feedforward")
+        else:
+            own = part(named, f"{at}.linear_attn.")
+            # transformers saves these three in equal parts, whatever their channels. Together they are right.
+            own["conv1d.weight"] = np.concatenate([own.pop(f"{name}_conv1d.weight") for name in "qkv"])
+            mixer, norms = load_gated_delta_net(own, config.delta), ("input", "post_attention")
+        perceptron = Mlp(*(matrix(named, f"{at}.mlp.{name}_proj") for name in ("gate", "up", "down")))
+        norm, mlp_norm = (take(named, f"{at}.{name}_layernorm.weight") for name in norms)
+        return Block(norm, mixer, mlp_norm, perceptron)
+
+    blocks = tuple(block(*each) for each in enumerate(config.attention))
+    model = Model(embedding, blocks, take(named, "model.norm.weight"), take_head(named, embedding))
+    check_all_taken(named)
+    return config, model
+
+
+def read_config(found: dict) -> Config:
+    """Return the sizes that a config.json has."""
+    f, H = found, found["num_attention_heads"]
+    # The norm of a gated DeltaNet has an epsilon of its own, which no config says.
+    delta = GatedDeltaNetConfig(
+        D=f["hidden_size"], H=f["linear_num_key_heads"], HV=f["linear_num_value_heads"], K=f["linear_key_head_dim"],
+        V=f["linear_value_head_dim"], W=f["linear_conv_kernel_dim"], eps=1e-5,
+        allow_neg_eigval=f["linear_allow_neg_eigval"],
+    )  # fmt: skip
+    return Config(
+        attention=tuple(kind == "full_attention" for kind in f["layer_types"]), delta=delta, H=H,
+        HK=f["num_key_value_heads"], K=f["hidden_size"] // H, theta=(f["rope_parameters"] or {}).get("rope_theta"),
+        eps=f["rms_norm_eps"],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.modules[__name__])

@@ -1,0 +1,170 @@
+"""The models of examples/, read from checkpoints that transformers saves, and transformers' own models beside them.
+
+Each model is small and has random weights. Prompts are of different lengths, so a batch of them is padded at the left.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kimi_linear
+import mamba2
+import olmo_hybrid
+import qwen3_5
+from chunkwise.shared.testing import TOLERANCE, assert_close
+from generation import compile_run, generate, logits, pad
+from recording import ATTENTION, SMALL, build, randomise, torch
+
+# Tokens of a piece of a prompt: a chunk and a part of one. One row of the prompts begins with a piece of padding, and
+# the other with almost one: its first piece has fewer tokens than the convolutions take.
+PIECE, PROMPTS, COUNT = 70, (100, 142), 32
+
+
+class Model(NamedTuple):
+    """A model.
+
+    Attributes:
+      ours: its module in examples/.
+      names: of its module in transformers, its configuration and the class of the model.
+      settings: of the configuration.
+      ones: parts of the names of the parameters that are ones or zeros at first.
+      embedding: size of the embedding, with which the model does not say the same few tokens again and again.
+      shards: what save_pretrained takes as max_shard_size; None for one file.
+    """
+
+    ours: Any
+    names: tuple[str, str, str]
+    settings: dict
+    ones: tuple[str, ...] = ("norm", "dt_bias")
+    embedding: float = 1.0
+    shards: str | None = None
+
+
+MODELS = {
+    "qwen3_5": Model(
+        qwen3_5, ("qwen3_5", "Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+        ATTENTION | dict(
+            num_key_value_heads=1, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4,
+            linear_key_head_dim=16, linear_value_head_dim=24, rms_norm_eps=1e-3, tie_word_embeddings=True,
+            rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25),
+        ),
+    ),
+    "mamba2": Model(
+        mamba2, ("mamba2", "Mamba2Config", "Mamba2ForCausalLM"),
+        dict(
+            num_hidden_layers=2, num_heads=4, head_dim=32, state_size=16, n_groups=2, chunk_size=32,
+            layer_norm_epsilon=1e-3,
+        ),
+        ones=("norm", "mixer.D", "conv1d.bias", "dt_bias"), embedding=0.3,
+    ),
+    "olmo_hybrid": Model(
+        olmo_hybrid, ("olmo_hybrid", "OlmoHybridConfig", "OlmoHybridForCausalLM"),
+        ATTENTION | dict(num_key_value_heads=1, linear_key_head_dim=24, linear_value_head_dim=48, rms_norm_eps=1e-3),
+    ),
+    "kimi_linear": Model(
+        kimi_linear, ("kimi_linear", "KimiLinearConfig", "KimiLinearForCausalLM"),
+        ATTENTION | dict(
+            num_key_value_heads=2, mlp_layer_types=["dense", "sparse"], kv_lora_rank=16, qk_rope_head_dim=8,
+            qk_nope_head_dim=12, v_head_dim=20, linear_num_heads=2, linear_head_dim=16, moe_intermediate_size=32,
+            num_local_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, rms_norm_eps=1e-3,
+        ),
+        ones=("norm", "dt_bias", "e_score_correction_bias"), shards="100KB",
+    ),
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A model, and what transformers makes of prompts.
+
+    Attributes:
+      name: of the model.
+      config, weights: as our model reads them from the checkpoint.
+      directory: of the checkpoint.
+      tokens, segment_ids: the prompts as one batch.
+      logits: after every token of the prompts.
+      generated: the tokens that follow.
+    """
+
+    name: str
+    config: Any
+    weights: Any
+    directory: Any
+    tokens: np.ndarray
+    segment_ids: np.ndarray
+    logits: np.ndarray
+    generated: np.ndarray
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request, tmp_path_factory):
+    m, directory = MODELS[request.param], tmp_path_factory.mktemp(request.param)
+    model = build(*m.names, **m.settings)
+    randomise(*(x for name, x in model.state_dict().items() if any(part in name for part in m.ones)))
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=m.embedding)
+    for name, x in model.state_dict().items():
+        # Its chunks add up decays and subtract such sums, which costs 1e-5 where a decay is of several nats a token.
+        if "A_log" in name:
+            x -= 3
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(directory, **({"max_shard_size": m.shards} if m.shards else {}))
+    tokens, ids = pad([torch.randint(SMALL["vocab_size"], (length,)).tolist() for length in PROMPTS], PIECE)
+    prompts, mask = torch.tensor(tokens, dtype=torch.long), torch.tensor(ids + 1, dtype=torch.long)
+    # For so little, more threads wait longer than they compute.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        texts = model.generate(prompts, attention_mask=mask, max_new_tokens=COUNT, do_sample=False, use_cache=True)
+        expected = model(prompts, attention_mask=mask).logits
+    torch.set_num_threads(threads)
+    generated = texts[:, prompts.shape[1] :].numpy()
+    assert all(len(set(row)) > 8 for row in generated.tolist())
+    return Case(request.param, *m.ours.load(directory), directory, tokens, ids, expected.numpy(), generated)
+
+
+def start(case: Case):
+    return MODELS[case.name].ours.start(case.config, len(case.tokens), case.tokens.shape[1] + COUNT, jnp.float32)
+
+
+_compiled = {}
+
+
+def compiled(case: Case, implementation):
+    """The model, compiled once for all of its tests."""
+    key = case.name, implementation
+    if key not in _compiled:
+        _compiled[key] = compile_run(MODELS[case.name].ours, case.config, implementation)
+    return _compiled[key]
+
+
+implementations = pytest.mark.parametrize(
+    "implementation", ["xla", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("staged", "fused"))]
+)
+
+
+def check_logits(case, x, begin):
+    """Compare the logits after hidden states of the prompts' tokens from `begin` on; padding may have any."""
+    span = slice(begin, begin + x.shape[1])
+    real = case.segment_ids[:, span] == 0
+    assert_close("logits", logits(x, case.weights.head)[real], case.logits[:, span][real], TOLERANCE["float32"])
+
+
+@implementations
+@pytest.mark.interpreted
+def test_prefill_in_pieces(case, implementation):
+    run, past = compiled(case, implementation), start(case)
+    for begin in range(0, case.tokens.shape[1], PIECE):
+        span = slice(begin, begin + PIECE)
+        x, past = run(case.weights, past, case.tokens[:, span], case.segment_ids[:, span])
+        check_logits(case, x, begin)
+
+
+@implementations
+@pytest.mark.interpreted
+def test_generation(case, implementation):
+    run = compiled(case, implementation)
+    tokens = generate(run, case.weights, start(case), case.tokens, case.segment_ids, COUNT, PIECE)
+    np.testing.assert_array_equal(tokens, case.generated)
+    # One program reads pieces, and another generates.
+    assert run._cache_size() == 2
