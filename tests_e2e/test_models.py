@@ -3,18 +3,21 @@
 Each model is small and has random weights. Prompts are of different lengths, so a batch of them is padded at the left.
 """
 
+import json
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import kimi_linear
 import mamba2
 import olmo_hybrid
 import qwen3_5
 from chunkwise.shared.testing import TOLERANCE, assert_close
-from generation import compile_run, generate, logits, pad
+from generation import compile_run, generate, logits, main, pad
 from recording import ATTENTION, SMALL, build, randomise, torch
 
 # Tokens of a piece of a prompt: a chunk and a part of one. One row of the prompts begins with a piece of padding, and
@@ -168,3 +171,67 @@ def test_generation(case, implementation):
     np.testing.assert_array_equal(tokens, case.generated)
     # One program reads pieces, and another generates.
     assert run._cache_size() == 2
+
+
+@pytest.mark.parametrize("case", ["qwen3_5"], indirect=True)
+def test_checkpoint_of_a_model_of_images_too(case, tmp_path):
+    """Published, Qwen3.5 is a part of a larger model."""
+    named = load_file(case.directory / "model.safetensors")
+    named = {name.replace("model.", "model.language_model."): x for name, x in named.items()}
+    save_file(named | {"model.visual.x": np.ones(1), "mtp.x": np.ones(1)}, tmp_path / "model.safetensors")
+    config = json.loads((case.directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": config, "vision_config": {}}))
+    config, weights = qwen3_5.load(tmp_path)
+    assert config == case.config
+    jax.tree.map(np.testing.assert_array_equal, weights, case.weights)
+    save_file(named | {"model.layers.0.other": np.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"no weights that the model lacks; got \['model.layers.0.other'\]"):
+        qwen3_5.load(tmp_path)
+
+
+def test_config_as_published(tmp_path):
+    """transformers changes what Kimi-Linear's config says."""
+    from transformers.models.kimi_linear import KimiLinearConfig
+
+    # That of moonshotai/Kimi-Linear-48B-A3B-Instruct, without what is not read.
+    published = dict(
+        hidden_size=2304, num_hidden_layers=27, num_attention_heads=32, num_key_value_heads=32, q_lora_rank=None,
+        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=1,
+        num_experts=256, num_experts_per_token=8, num_expert_group=1, topk_group=1, moe_renormalize=True,
+        routed_scaling_factor=2.446, rms_norm_eps=1e-5,
+        linear_attn_config=dict(
+            full_attn_layers=[4, 8, 12, 16, 20, 24, 27], head_dim=128, num_heads=32, short_conv_kernel_size=4,
+            kda_layers=[i for i in range(1, 27) if i % 4],
+        ),
+    )  # fmt: skip
+    KimiLinearConfig(**published).save_pretrained(tmp_path)
+    ours = kimi_linear.read_config(json.loads((tmp_path / "config.json").read_text()))
+    assert ours == kimi_linear.read_config(published)
+    assert sum(ours.attention) == 7
+
+
+@pytest.mark.interpreted
+def test_command_in_bfloat16(tmp_path, capsys):
+    m = MODELS["mamba2"]
+    model = build(*m.names, **m.settings).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    embedding = mamba2.load(tmp_path)[1].embedding
+    assert embedding.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(embedding, model.get_input_embeddings().weight.detach().float().numpy())
+    arguments = [
+        str(tmp_path),
+        "--prompt-tokens",
+        "1",
+        "2",
+        "3",
+        "--prompt-tokens",
+        "4",
+        "--count",
+        "3",
+        "--piece",
+        "8",
+    ]
+    tokens = main(mamba2, arguments)
+    assert tokens.shape == (2, 3)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == [" ".join(map(str, row)) for row in tokens.tolist()]

@@ -11,16 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import blocks
+import qwen3_5
 import serving
-from chunkwise.layers import (
-    GatedDeltaNetConfig,
-    GatedDeltaNetWeights,
-    Step,
-    empty_cache,
-    gated_delta_net,
-    load_gated_delta_net,
-    ragged_gated_delta_net,
-)
+from chunkwise.layers import Step, empty_cache, gated_delta_net, ragged_gated_delta_net
 from serving import Engine, Request, rms_norm
 
 
@@ -49,66 +43,31 @@ def test_example(capsys):
     assert len({token for r in requests for token in r.generated}) > 20
 
 
-CONFIG = GatedDeltaNetConfig(D=64, H=2, HV=4, K=16, V=24)
-
-
-class Block(NamedTuple):
-    """A block of Qwen3.5: a layer or None, and a perceptron, each after a norm."""
-
-    layer: GatedDeltaNetWeights | None
-    before: jax.Array
-    between: jax.Array
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array
-
-
-class Qwen(NamedTuple):
-    embedding: jax.Array
-    blocks: tuple[Block, ...]
-    norm: jax.Array
-    head: jax.Array
-
-
-def run_step(model: Qwen, pools, tokens, step, implementation=None):
-    """Do as `serving.run_model` does."""
-    x, after, left = model.embedding[tokens], [], iter(pools)
-    for b in model.blocks:
-        if b.layer is not None:
-            normed, pool = rms_norm(x) * b.before, next(left)
-            y, pool = ragged_gated_delta_net(normed, b.layer, CONFIG, pool, step, implementation=implementation)
-            x, after = x + y, [*after, pool]
-        y = rms_norm(x) * b.between
-        x = x + (jax.nn.silu(y @ b.gate) * (y @ b.up)) @ b.down
-    return rms_norm(x) * model.norm @ model.head, tuple(after)
-
-
-def load(named) -> Qwen:
-    """Return our model from arrays by their names in transformers."""
-    n = {name.removeprefix("model.").removesuffix(".weight"): jnp.asarray(x) for name, x in named.items()}
-    blocks = []
-    for i in range(3):
-        own = {name.removeprefix(f"layers.{i}."): x for name, x in n.items() if name.startswith(f"layers.{i}.")}
-        blocks.append(
-            Block(
-                load_gated_delta_net(own, CONFIG, "linear_attn.") if "linear_attn.A_log" in own else None,
-                *(1 + own[f"{name}_layernorm"] for name in ("input", "post_attention")),
-                *(own[f"mlp.{name}_proj"].T for name in ("gate", "up", "down")),
+def run_step(case: "Case", weights, pools, tokens, step, implementation=None):
+    """Do as `serving.run_model` does, with Qwen3.5's blocks; the attention of this model adds zeros."""
+    x, after, left = weights.embedding[tokens], [], iter(pools)
+    norm = lambda x, weight: blocks.rms_norm(x, weight, case.config.eps)
+    for b in weights.blocks:
+        if not isinstance(b.mixer, qwen3_5.Attention):
+            y, pool = ragged_gated_delta_net(
+                norm(x, b.norm), b.mixer, case.config.delta, next(left), step, implementation=implementation
             )
-        )
-    return Qwen(n["embed_tokens"], tuple(blocks), 1 + n["norm"], n["lm_head"].T)
+            x, after = x + y, [*after, pool]
+        x = x + blocks.mlp(norm(x, b.mlp_norm), b.mlp)
+    return norm(x, weights.norm) @ weights.head, tuple(after)
 
 
 class Case(NamedTuple):
     """Qwen3.5 as transformers runs it, one text at a time.
 
     Attributes:
-      model: the model as ours.
+      config, model: the model of examples/qwen3_5.py.
       prompts, generated: texts, and how they go on.
       drafts: for every position of every whole text, what a model of other weights says before it.
     """
 
-    model: Qwen
+    config: qwen3_5.Config
+    model: qwen3_5.Model
     prompts: list[list[int]]
     generated: list[list[int]]
     drafts: list[list[int]]
@@ -119,11 +78,11 @@ class Case(NamedTuple):
         return [Request(i, prompt, len(after), 2 * i) for i, (prompt, after) in pairs]
 
     def pools(self, slots: int):
-        return tuple(empty_cache(CONFIG, slots) for b in self.model.blocks if b.layer)
+        return tuple(empty_cache(self.config.delta, slots) for attention in self.config.attention if not attention)
 
 
 @pytest.fixture(scope="module")
-def case():
+def case(tmp_path_factory):
     from recording import build, randomise, torch
 
     # The cache of transformers counts its tokens in a full attention. That of this model, in a third block, adds zeros.
@@ -137,7 +96,8 @@ def case():
     randomise(*(x for name, x in model.named_parameters() if "norm" in name or "dt_bias" in name))
     torch.nn.init.normal_(model.model.embed_tokens.weight)
     model.generation_config.eos_token_id = None
-    named = {name: x.numpy().copy() for name, x in model.state_dict().items()}
+    directory = tmp_path_factory.mktemp("qwen3_5")
+    model.save_pretrained(directory)
     prompts = [torch.randint(50, (1, length)) for length in (37, 5, 50)]
     # For so little, more threads wait longer than they compute.
     threads = torch.get_num_threads()
@@ -151,7 +111,7 @@ def case():
     torch.set_num_threads(threads)
     generated = [text[0, prompt.shape[1] :].tolist() for prompt, text in zip(prompts, texts, strict=True)]
     assert all(len(set(tokens)) > 8 for tokens in generated)
-    return Case(load(named), [prompt[0].tolist() for prompt in prompts], generated, drafts)
+    return Case(*qwen3_5.load(directory), [prompt[0].tolist() for prompt in prompts], generated, drafts)
 
 
 implementations = pytest.mark.parametrize("implementation", [None, pytest.param("fused", marks=pytest.mark.thorough)])
@@ -161,7 +121,7 @@ implementations = pytest.mark.parametrize("implementation", [None, pytest.param(
 @pytest.mark.interpreted
 def test_chunked_prefill(case, implementation):
     requests = case.requests()
-    engine = Engine(case.model, case.pools(2), 16, functools.partial(run_step, implementation=implementation))
+    engine = Engine(case.model, case.pools(2), 16, functools.partial(run_step, case, implementation=implementation))
     engine.serve(requests)
     assert [r.generated for r in requests] == case.generated
     assert engine.traces == 1
@@ -176,7 +136,7 @@ def test_speculation(case, implementation):
     # Every request has a slot for the state after each of W tokens.
     pools, step = (
         case.pools(N * W),
-        jax.jit(functools.partial(run_step, implementation=implementation), donate_argnums=1),
+        jax.jit(functools.partial(run_step, case, implementation=implementation), donate_argnums=1),
     )
 
     while not all(len(r.generated) >= r.wanted for r in requests):
