@@ -52,6 +52,7 @@ def test_forward_and_backward(chip, C, packed, K):
     assert_float32_accuracy(text, jnp.bfloat16)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chip", CHIPS)
 def test_sixteen_long_sequences(chip):
     """16 x 16,384 tokens in one pack, forward and backward: memory is what the backward needs of the forward."""

@@ -36,7 +36,7 @@ LAW = ("g", "beta", "A_log", "dt_bias")
         # Fewer tokens than a chunk: the law makes decays of the zeros that pad it.
         pytest.param(jnp.float32, None, 5, None, 2, marks=pytest.mark.thorough),
         (jnp.float32, -5.0, 24, PACKED, 4),
-        (jnp.bfloat16, None, 24, PACKED, 0),
+        pytest.param(jnp.bfloat16, None, 24, PACKED, 0, marks=pytest.mark.thorough),
         pytest.param(jnp.bfloat16, -5.0, 20, None, 2, marks=pytest.mark.thorough),
     ],
 )
@@ -72,8 +72,9 @@ def test_values_and_gradients(dtype, bound, T, cu_seqlens, states):
         assert_close(f"d{name}", grad, expected[name], tolerances[kind])
 
 
+@pytest.mark.thorough
 @pytest.mark.interpreted
-@pytest.mark.parametrize("states", [pytest.param(0, marks=pytest.mark.thorough), 4])
+@pytest.mark.parametrize("states", [0, 4])
 def test_isolated(states):
     """A_log and dt_bias are of all sequences, so their gradients are sums over these."""
     x = raw_inputs(make_inputs(1, 24, 1, 1, 8, 8, per_channel=True, num_states=states))

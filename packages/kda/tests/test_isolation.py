@@ -12,7 +12,7 @@ T_PACKED = 52
 
 
 # Sequences with states have a default test in `test_gates`, with raw gates.
-@pytest.mark.parametrize("implementation", ["xla", "fused"])
+@pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "fused"])
 @pytest.mark.parametrize(
     ("of", "dtype", "bound"),
     [

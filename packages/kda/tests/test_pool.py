@@ -8,10 +8,21 @@ from chunkwise.shared.testing import make_inputs
 from chunkwise.shared.testing.pooled import PREFILL_TOKENS, assert_prefills, compile_prefills
 from chunkwise.shared.testing.tpu import CHIPS, has_libtpu
 
+thorough = pytest.mark.thorough
 
-@pytest.mark.parametrize("blocks", [False, True], ids=["", "blocks"])
-@pytest.mark.parametrize("pool", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.thorough)])
+
+@pytest.mark.parametrize(
+    ("dtype", "pool", "blocks"),
+    [
+        # Each type of a pool, and blocks once.
+        pytest.param(
+            dtype, pool, blocks, marks=[] if (dtype, blocks) == (jnp.float32, pool == jnp.bfloat16) else thorough
+        )
+        for dtype in (jnp.float32, jnp.bfloat16)
+        for pool in (jnp.float32, jnp.bfloat16, jnp.float16)
+        for blocks in (False, True)
+    ],
+)
 def test_prefills(dtype, pool, blocks):
     x = make_inputs(1, PREFILL_TOKENS, 1, 2, 16, 24, dtype=dtype, per_channel=True)
     assert_prefills(api.ragged, x, pool, blocks=blocks, normalise=True, chunk_size=16)

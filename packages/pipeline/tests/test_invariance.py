@@ -17,7 +17,7 @@ def cut(inputs, start, stop):
 
 @pytest.mark.parametrize(
     ("implementation", "split"),
-    [("xla", 1), pytest.param("xla", 50, marks=thorough), pytest.param("staged", 1, marks=thorough), ("staged", 50)],
+    [("xla", 1), *(pytest.param(*case, marks=thorough) for case in (("xla", 50), ("staged", 1), ("staged", 50)))],
 )
 def test_split_with_state_handed_over(implementation, split):
     inputs = make_inputs(1, 100, 1, 2, 16, 24, num_states=1)
