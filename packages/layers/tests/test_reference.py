@@ -15,8 +15,17 @@ from layer_oracle import LAYERS, make, make_cache, oracle
 PACKED = np.array([0, 1, 1, 12, 19], np.int32)
 IDS = np.array([[-1, 4, 4, 4, 4, 7, 7, 7, 4, *[2] * 9, -1, -1, -1], [*[0] * 20, 1]], np.int32)
 pytestmark = pytest.mark.interpreted
-layers = pytest.mark.parametrize("name", LAYERS)
-implementations = pytest.mark.parametrize("implementation", ["xla", pytest.param("fused", marks=pytest.mark.thorough)])
+thorough = pytest.mark.thorough
+
+
+def layers(*quick: str):
+    """Run a test for all layers, of which only some are quick enough for every change: the others repeat them."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[] if name in quick else thorough) for name in LAYERS]
+    )
+
+
+implementations = pytest.mark.parametrize("implementation", ["xla", pytest.param("fused", marks=thorough)])
 
 
 @functools.cache
@@ -40,7 +49,7 @@ def assert_same(got, want, tolerance=TOLERANCE["float32"]):
 
 
 @implementations
-@layers
+@layers(*LAYERS)
 def test_rows_from_a_cache(name, implementation):
     (x, w), cache = make(name), make_cache(name, 2)
     run = compiled(name, implementation)
@@ -48,7 +57,7 @@ def test_rows_from_a_cache(name, implementation):
 
 
 @implementations
-@layers
+@layers("mamba2_mixer", "lightning_attention")
 def test_packed_sequences(name, implementation):
     (x, w), cache = make(name, B=1), make_cache(name, 4)
     got = compiled(name, implementation)(x, w, cache, {"cu_seqlens": PACKED})
@@ -56,7 +65,7 @@ def test_packed_sequences(name, implementation):
 
 
 @implementations
-@layers
+@layers("gated_delta_net", "lightning_attention")
 def test_segments(name, implementation):
     (x, w), cache = make(name), make_cache(name, 2)
     got = compiled(name, implementation)(x, w, cache, {"segment_ids": IDS})
@@ -65,7 +74,7 @@ def test_segments(name, implementation):
 
 
 @implementations
-@layers
+@layers("mamba2_mixer")
 def test_pieces_and_tokens(name, implementation):
     """A prompt in two pieces and then tokens make what all of it makes at once."""
     (x, w), run = make(name, T=26), compiled(name, implementation)
@@ -77,7 +86,7 @@ def test_pieces_and_tokens(name, implementation):
 
 
 @implementations
-@layers
+@layers("gated_delta_net", "mamba2_mixer", "lightning_attention")
 def test_serving_steps(name, implementation):
     """Two sequences arrive, one after the other, and decode, in any slots of a pool with other things in it."""
     (x, w), layer = make(name), LAYERS[name]
@@ -112,7 +121,7 @@ def test_serving_steps(name, implementation):
     assert bool(jnp.isnan(pool.state[0]).all()), "a slot that no sequence names changed"
 
 
-@layers
+@layers("gated_delta_net", "lightning_attention")
 def test_types(name):
     """bfloat16 hidden states with float32 or bfloat16 weights give bfloat16, as exact as its rounding."""
     x, w = make(name)
@@ -127,7 +136,10 @@ def test_types(name):
         assert_close("y", y, oracle(name, x, weights)[0], 2e-2)
 
 
-@pytest.fixture(scope="module", params=LAYERS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=thorough if name == "kimi_delta_attention_bounded" else []) for name in LAYERS],
+)
 def gradients(request):
     """Inputs of a loss, the loss in float64, and its gradients as our layers compute them."""
     name = request.param
