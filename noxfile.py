@@ -201,6 +201,14 @@ def build(session):
 
 
 @nox.session(default=False)
+def docs(session):
+    """Build the documentation site into build/site, and look at it in a browser."""
+    prepare(session, "docs")
+    session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run("pytest", "tests_docs", "-rs", *session.posargs)
+
+
+@nox.session(default=False)
 def demo(session):
     """Run the main job on real input: the gated delta rule over the text of Python's standard library."""
     session.install(f"{PACKAGES['pipeline']}[demo]")

@@ -370,8 +370,8 @@ def recurrent_kda(
       v: values [B, T, HV, V], likewise.
       g: log decay per channel [B, T, HV, K] in nats, <= 0, any strength.
       beta: step sizes [B, T, HV].
-      scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens: as in `fused_chunk_kda`.
+      scale, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens: as in `fused_chunk_kda`.
+      use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval: likewise.
       gate_lower_bound: as there; it changes nothing here.
       initial_state: [N, HV, K, V], or a pool [slots, HV, K, V] with state_indices, of any floating type; None for
         zeros.

@@ -252,8 +252,8 @@ def check_step(
         error.throw()
 
     Args:
-      cu_seqlens, state_indices, has_initial_state, num_decodes, num_sequences, read_indices, num_accepted_tokens,
-        block_state_indices, block_size: as in `ragged_gated_delta_rule`.
+      cu_seqlens, state_indices, has_initial_state, num_decodes, num_sequences: as in `ragged_gated_delta_rule`.
+      read_indices, num_accepted_tokens, block_state_indices, block_size: likewise.
       num_slots: slots of the pool; static.
       num_tokens: T, tokens of the stream; static.
 

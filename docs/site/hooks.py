@@ -1,0 +1,116 @@
+"""What the documentation site adds to MkDocs: pages that lie outside of docs/, links to them, and mathematics.
+
+- The README is the first page. CONTRIBUTING.md, CHANGELOG.md, the README of every package and the examples are pages too.
+- The page of a package ends with its reference: what `__all__` names, out of the docstrings.
+- A link in a page is written for the repository, where it leads to a file. Here it leads to the page of that file.
+- $...$ and $$...$$ become MathML, which browsers draw without a script or a font of ours.
+"""
+
+import ast
+import posixpath
+import re
+from pathlib import Path
+
+from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[2]
+# Code is what no rule here touches: blocks between fences, and words between backticks.
+CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
+MATHS = re.compile(r"\$\$(.+?)\$\$|\$(\S(?:[^$\n]*\S)?)\$", re.DOTALL)
+
+
+def outside_code(markdown: str, change) -> str:
+    """Return a page with `change` applied to everything that is not code."""
+    parts = CODE.split(markdown)
+    return "".join(part if odd else change(part) for odd, part in zip([0, 1] * len(parts), parts, strict=False))
+
+
+def exported(init: Path) -> list[str]:
+    """Return what the `__all__` of a package names."""
+    for node in ast.parse(init.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def reference(init: Path) -> str:
+    """Return the Markdown from which mkdocstrings makes the reference of a package."""
+    parts = init.parent.parts
+    module = ".".join(parts[parts.index("src") + 1 :])
+    return "\n\n".join(f"::: {module}.{name}" for name in exported(init))
+
+
+def source_page(path: Path) -> str:
+    """Return a page that shows a file of code."""
+    return f"# {path.relative_to(ROOT)}\n\n```python\n{path.read_text()}```\n"
+
+
+def pages_elsewhere() -> dict[str, tuple[str, str]]:
+    """Return the page and its text of every file outside of docs/ that has one, by its path in the repository."""
+    pages = {"README.md": ("index.md", (ROOT / "README.md").read_text())}
+    for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
+        pages[name] = (name.lower(), (ROOT / name).read_text())
+    for folder in package_folders():
+        text = (folder / "README.md").read_text()
+        first, *groups = sorted(folder.glob("src/chunkwise/**/__init__.py"))
+        if exported(first):
+            text += f"\n## Reference\n\n{reference(first)}\n"
+        pages[f"{folder.relative_to(ROOT)}/README.md"] = (f"packages/{folder.name}.md", text)
+        for init in filter(exported, groups):
+            name = f"{folder.name}.{init.parent.name}"
+            title = f"# chunkwise.{name}\n\n{ast.get_docstring(ast.parse(init.read_text()))}\n\n"
+            pages[str(init.relative_to(ROOT))] = (f"packages/{name}.md", title + reference(init))
+    for path in sorted(ROOT.glob("examples/*.py")):
+        pages[str(path.relative_to(ROOT))] = (f"examples/{path.stem}.md", source_page(path))
+    return pages
+
+
+def package_folders() -> list[Path]:
+    """Return the folders of all packages: shared, which users call least, is the last."""
+    folders = sorted((path.parent for path in ROOT.glob("packages/*/pyproject.toml")), key=lambda path: path.name)
+    return [*folders, ROOT / "shared"]
+
+
+def on_config(config):
+    """Append the pages of packages and examples to the navigation, and tell mkdocstrings where the sources are."""
+    config.extra["elsewhere"] = elsewhere = pages_elsewhere()
+    for title, folder in (("Packages", "packages/"), ("Examples", "examples/")):
+        config.nav.append({title: [page for page, _ in elsewhere.values() if page.startswith(folder)]})
+    options = config.plugins["mkdocstrings"].config["handlers"]["python"]
+    options["paths"] = [str(path / "src") for path in package_folders()]
+    return config
+
+
+def on_files(files, config):
+    """Add the pages that lie outside of docs/."""
+    for page, text in config.extra["elsewhere"].values():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Turn links between files into links between pages, and mathematics into MathML."""
+    elsewhere = {path: there for path, (there, _) in config.extra["elsewhere"].items()}
+    here = next((path for path, there in elsewhere.items() if there == page.file.src_uri), f"docs/{page.file.src_uri}")
+
+    def link(match):
+        path, heading = match[1], match[2] or ""
+        if not path:
+            return match[0]
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
+        target = elsewhere.get(path) or path.removeprefix("docs/")
+        if files.get_file_from_path(target) is None:
+            raise PluginError(f"{here}: no page shows {path}, to which there is a link.")
+        return f"]({posixpath.relpath(target, posixpath.dirname(page.file.src_uri))}{heading})"
+
+    return outside_code(markdown, lambda text: LINK.sub(link, MATHS.sub(maths, text.replace("<", "&lt;"))))
+
+
+def maths(match) -> str:
+    """Return the MathML of one formula."""
+    block, inline = match[1], match[2]
+    drawn = convert((block or inline).replace("&lt;", "<"), display="block" if block else "inline")
+    return f'<div class="formula">{drawn}</div>' if block else drawn

@@ -1,0 +1,102 @@
+"""A Chromium without a window, which PySide6-WebEngine brings: it opens pages, and says what happened to them."""
+
+import json
+import os
+
+os.environ["QT_QPA_PLATFORM"] = "offscreen"
+# The pages are our own, and the sandbox cannot be had by root.
+os.environ["QTWEBENGINE_DISABLE_SANDBOX"] = "1"
+os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = "--disable-gpu"
+
+import shiboken6
+from PySide6.QtCore import QEventLoop, QTimer, QUrl
+from PySide6.QtWebEngineCore import QWebEnginePage, QWebEngineProfile, QWebEngineUrlRequestInterceptor
+from PySide6.QtWebEngineWidgets import QWebEngineView
+from PySide6.QtWidgets import QApplication
+
+PHONE = (390, 844)
+
+
+class Requests(QWebEngineUrlRequestInterceptor):
+    """Writes down what a page asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.urls = []
+
+    def interceptRequest(self, info):
+        self.urls.append(info.requestUrl().toString())
+
+
+class Page(QWebEnginePage):
+    """Writes down what a page says on the console."""
+
+    said: list
+
+    def javaScriptConsoleMessage(self, level, message, line, source):
+        self.said.append(f"{level.name}: {message} ({source}:{line})")
+
+
+class Browser:
+    """One tab. What the page said and asked for since it was opened lies in `said` and `asked`."""
+
+    def __init__(self):
+        self.app = QApplication.instance() or QApplication([])
+        self.profile = QWebEngineProfile()
+        self.requests = Requests()
+        self.profile.setUrlRequestInterceptor(self.requests)
+        self.view = QWebEngineView()
+        self.page = Page(self.profile, self.view)
+        self.view.setPage(self.page)
+        self.view.show()
+
+    @property
+    def said(self) -> list[str]:
+        return self.page.said
+
+    @property
+    def asked(self) -> list[str]:
+        return self.requests.urls
+
+    def open(self, url: str, size: tuple[int, int] = PHONE) -> bool:
+        """Open a page in a window of that size, and return whether it came."""
+        self.page.said, self.requests.urls = [], []
+        self.view.resize(*size)
+        return self._wait(lambda done: (self.page.loadFinished.connect(done), self.page.load(QUrl(url))))
+
+    def run(self, script: str):
+        """Return the value of a JavaScript expression."""
+        return json.loads(self._wait(lambda done: self.page.runJavaScript(f"JSON.stringify({script})", 0, done)))
+
+    def wait_for(self, script: str, seconds: float = 10.0):
+        """Return the value of an expression as soon as it is true; what it is in the end if it never is."""
+        for _ in range(int(seconds / 0.02)):
+            if value := self.run(script):
+                return value
+            self._wait(lambda done: QTimer.singleShot(20, lambda: done(None)))
+        return self.run(script)
+
+    def picture(self, path) -> None:
+        """Save what the window shows, for a person to look at."""
+        self.view.grab().save(str(path))
+
+    def close(self) -> None:
+        # Qt wants a page gone before its profile.
+        shiboken6.delete(self.view)
+        shiboken6.delete(self.profile)
+
+    def _wait(self, begin, seconds: float = 60.0):
+        """Return what the callback that `begin` gets is called with."""
+        loop, result = QEventLoop(), []
+
+        def done(value=None):
+            result.append(value)
+            loop.quit()
+
+        begin(done)
+        if not result:
+            QTimer.singleShot(int(1000 * seconds), loop.quit)
+            loop.exec()
+        if not result:
+            raise TimeoutError(f"The browser must answer within {seconds} s.")
+        return result[0]

@@ -1,0 +1,141 @@
+"""The documentation site, as `mkdocs build` left it in build/site, in a browser: `nox -s docs` builds it and runs this.
+
+Every page is opened once at the width of a phone, and writes down what the tests look at. The server is on this machine.
+"""
+
+import ast
+import functools
+import http.server
+import threading
+from pathlib import Path
+from urllib.parse import urldefrag
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SITE = ROOT / "build/site"
+PAGES = sorted(path.relative_to(SITE).as_posix().removesuffix("index.html") for path in SITE.rglob("index.html"))
+INITS = [path for path in ROOT.glob("*/**/src/chunkwise/**/__init__.py") if "__all__" in path.read_text()]
+
+pytest.importorskip(
+    "PySide6.QtWebEngineWidgets", reason="the site is tested in PySide6-WebEngine, which is not here", exc_type=ImportError
+)
+
+# What the tests want to know of an open page. A formula's own elements are none of HTML, and no page is wider than its window.
+LOOK = """({
+    links: [...document.links].map(a => a.href),
+    names: [...document.querySelectorAll('[id]')].map(x => x.id),
+    unknown: [...document.querySelectorAll('*')].filter(x => x instanceof HTMLUnknownElement).map(x => x.outerHTML),
+    width: document.scrollingElement.scrollWidth,
+    wide: [...document.querySelectorAll('article *')].filter(x => x.getBoundingClientRect().right > innerWidth + 1)
+        .map(x => x.tagName + ': ' + x.textContent.slice(0, 60)),
+    window: innerWidth,
+    formulas: [...document.querySelectorAll('math')].map(x => x.getBoundingClientRect().width),
+    raw: [...document.querySelectorAll('article p, article li, article td')]
+        .map(x => [...x.childNodes].filter(n => n.nodeName === '#text').map(n => n.textContent).join(' '))
+        .filter(text => /\\$|\\\\[a-z]+/.test(text)),
+})"""
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="session")
+def address():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=SITE)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    from browser import Browser
+
+    tab = Browser()
+    yield tab
+    tab.close()
+
+
+@pytest.fixture(scope="session")
+def look(browser, address):
+    """Return a function that opens a page once and says what is on it."""
+
+    @functools.cache
+    def look(page: str) -> dict:
+        assert browser.open(address + page)
+        return browser.run(LOOK) | {"said": browser.said, "asked": browser.asked}
+
+    return look
+
+
+def test_site_is_built():
+    assert PAGES, "there must be a site in build/site; `nox -s docs` builds one"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_is_sound(look, address, page):
+    seen = look(page)
+    assert not seen["said"], "nothing must be said on the console"
+    assert not seen["unknown"], "a page must hold elements of HTML only"
+    assert not [url for url in seen["asked"] if not url.startswith((address, "data:", "blob:"))], "all must be local"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_fits_a_phone(look, page):
+    seen = look(page)
+    assert seen["window"] == 390
+    assert seen["width"] <= seen["window"], seen["wide"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_formulas_are_drawn(look, page):
+    seen = look(page)
+    assert all(width > 0 for width in seen["formulas"])
+    assert not seen["raw"], "a formula must not stay as it is typed"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(look, address, page):
+    for link in look(page)["links"]:
+        url, name = urldefrag(link)
+        if url.startswith(address):
+            target = url.removeprefix(address)
+            if target in PAGES:
+                assert not name or name in look(target)["names"], f"{link}: the page must hold that heading"
+            else:
+                assert (SITE / target).is_file(), link
+
+
+def functions(init: Path) -> list[str]:
+    """Return the functions and classes that a package exports, by their full names."""
+    for node in ast.parse(init.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names = ast.literal_eval(node.value)
+    module = ".".join(init.parent.parts[init.parent.parts.index("src") + 1 :])
+    return [f"{module}.{name}" for name in names if not name.isupper()]
+
+
+@pytest.mark.parametrize("init", INITS, ids=lambda init: init.parent.name)
+def test_search_finds_what_a_package_exports(browser, address, init):
+    assert browser.open(address)
+    for name in functions(init):
+        word = name.rsplit(".", 1)[1]
+        found = browser.wait_for(SEARCH % (word, name))
+        assert found, f"a search for {word} must find {name}"
+
+
+# Types a word, and says whether a result leads to the place of a name. Results come when the search is done with them.
+SEARCH = """(() => {
+    const [word, place] = ['%s', '%s']
+    const field = document.querySelector('[data-md-component=search-query]')
+    if (field.value !== word) {
+        document.querySelector('[data-md-toggle=search]').checked = true
+        field.focus()
+        field.value = word
+        field.dispatchEvent(new Event('keyup', {bubbles: true}))
+    }
+    return [...document.querySelectorAll('.md-search-result__link')].some(a => new URL(a.href).hash === '#' + place)
+})()"""
