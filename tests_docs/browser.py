@@ -1,4 +1,4 @@
-"""A Chromium without a window, which PySide6-WebEngine brings: it opens pages, and says what happened to them."""
+"""A Chromium without a window, which PyQt6-WebEngine brings: it opens pages, and says what happened to them."""
 
 import json
 import os
@@ -8,11 +8,11 @@ os.environ["QT_QPA_PLATFORM"] = "offscreen"
 os.environ["QTWEBENGINE_DISABLE_SANDBOX"] = "1"
 os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = "--disable-gpu"
 
-import shiboken6
-from PySide6.QtCore import QEventLoop, QTimer, QUrl
-from PySide6.QtWebEngineCore import QWebEnginePage, QWebEngineProfile, QWebEngineUrlRequestInterceptor
-from PySide6.QtWebEngineWidgets import QWebEngineView
-from PySide6.QtWidgets import QApplication
+from PyQt6 import sip
+from PyQt6.QtCore import QEventLoop, QTimer, QUrl
+from PyQt6.QtWebEngineCore import QWebEnginePage, QWebEngineProfile, QWebEngineUrlRequestInterceptor
+from PyQt6.QtWebEngineWidgets import QWebEngineView
+from PyQt6.QtWidgets import QApplication
 
 PHONE = (390, 844)
 
@@ -41,7 +41,7 @@ class Browser:
     """One tab. What the page said and asked for since it was opened lies in `said` and `asked`."""
 
     def __init__(self):
-        self.app = QApplication.instance() or QApplication([])
+        self.app = QApplication.instance() or QApplication(["chunkwise"])
         self.profile = QWebEngineProfile()
         self.requests = Requests()
         self.profile.setUrlRequestInterceptor(self.requests)
@@ -62,18 +62,21 @@ class Browser:
         """Open a page in a window of that size, and return whether it came."""
         self.page.said, self.requests.urls = [], []
         self.view.resize(*size)
-        return self._wait(lambda done: (self.page.loadFinished.connect(done), self.page.load(QUrl(url))))
+        self.page.load(QUrl(url))
+        came = self._wait(self.page.loadFinished.connect)
+        self.page.loadFinished.disconnect()
+        return came
 
     def run(self, script: str):
         """Return the value of a JavaScript expression."""
-        return json.loads(self._wait(lambda done: self.page.runJavaScript(f"JSON.stringify({script})", 0, done)))
+        return json.loads(self._wait(lambda done: self.page.runJavaScript(f"JSON.stringify({script})", done)))
 
     def wait_for(self, script: str, seconds: float = 10.0):
         """Return the value of an expression as soon as it is true; what it is in the end if it never is."""
         for _ in range(int(seconds / 0.02)):
             if value := self.run(script):
                 return value
-            self._wait(lambda done: QTimer.singleShot(20, lambda: done(None)))
+            self.sleep(0.02)
         return self.run(script)
 
     def picture(self, path) -> None:
@@ -82,21 +85,27 @@ class Browser:
 
     def close(self) -> None:
         # Qt wants a page gone before its profile.
-        shiboken6.delete(self.view)
-        shiboken6.delete(self.profile)
+        sip.delete(self.view)
+        sip.delete(self.profile)
+
+    def sleep(self, seconds: float) -> None:
+        loop = QEventLoop()
+        QTimer.singleShot(int(1000 * seconds), loop.quit)
+        loop.exec()
 
     def _wait(self, begin, seconds: float = 60.0):
-        """Return what the callback that `begin` gets is called with."""
-        loop, result = QEventLoop(), []
+        """Return what the function is called with that `begin` gets."""
+        loop, values, timer = QEventLoop(), [], QTimer(singleShot=True)
 
-        def done(value=None):
-            result.append(value)
+        def done(value):
+            values.append(value)
             loop.quit()
 
+        timer.timeout.connect(loop.quit)
+        timer.start(int(1000 * seconds))
         begin(done)
-        if not result:
-            QTimer.singleShot(int(1000 * seconds), loop.quit)
+        if not values:
             loop.exec()
-        if not result:
+        if not values:
             raise TimeoutError(f"The browser must answer within {seconds} s.")
-        return result[0]
+        return values[0]

@@ -1,6 +1,6 @@
 """The documentation site, as `mkdocs build` left it in build/site, in a browser: `nox -s docs` builds it and runs this.
 
-Every page is opened once at the width of a phone, and writes down what the tests look at. The server is on this machine.
+Every page is opened once, at the width of a phone, and says what the tests look at. The server is on this machine.
 """
 
 import ast
@@ -18,10 +18,10 @@ PAGES = sorted(path.relative_to(SITE).as_posix().removesuffix("index.html") for 
 INITS = [path for path in ROOT.glob("*/**/src/chunkwise/**/__init__.py") if "__all__" in path.read_text()]
 
 pytest.importorskip(
-    "PySide6.QtWebEngineWidgets", reason="the site is tested in PySide6-WebEngine, which is not here", exc_type=ImportError
+    "PyQt6.QtWebEngineWidgets", reason="the site is tested in PyQt6-WebEngine, which is not here", exc_type=ImportError
 )
 
-# What the tests want to know of an open page. A formula's own elements are none of HTML, and no page is wider than its window.
+# What the tests want to know of an open page.
 LOOK = """({
     links: [...document.links].map(a => a.href),
     names: [...document.querySelectorAll('[id]')].map(x => x.id),
@@ -31,6 +31,7 @@ LOOK = """({
         .map(x => x.tagName + ': ' + x.textContent.slice(0, 60)),
     window: innerWidth,
     formulas: [...document.querySelectorAll('math')].map(x => x.getBoundingClientRect().width),
+    undrawn: [...document.querySelectorAll('math')].map(x => x.textContent).filter(text => /[\\\\&]/.test(text)),
     raw: [...document.querySelectorAll('article p, article li, article td')]
         .map(x => [...x.childNodes].filter(n => n.nodeName === '#text').map(n => n.textContent).join(' '))
         .filter(text => /\\$|\\\\[a-z]+/.test(text)),
@@ -94,6 +95,7 @@ def test_page_fits_a_phone(look, page):
 def test_formulas_are_drawn(look, page):
     seen = look(page)
     assert all(width > 0 for width in seen["formulas"])
+    assert not seen["undrawn"], "a formula must hold no command that is not known"
     assert not seen["raw"], "a formula must not stay as it is typed"
 
 

@@ -13,15 +13,15 @@ CODE = re.compile(r"((?:\n\n(?: {4}.*\n?|\n)+)|`[^`\n]+`)")
 
 
 class PlainText(griffe.Extension):
-    """Shows docstrings as they are meant: plain text with a few signs of Markdown."""
+    """Shows docstrings as they are meant: plain text with a few signs of Markdown.
 
-    def on_function(self, *, func: griffe.Function, **_):
-        """Take the docstring that a decorator made, as those of the pipeline's operators."""
-        if func.decorators and (text := inspect.getdoc(runtime(func))):
-            func.docstring = griffe.Docstring(text, parent=func)
+    Those of the pipeline's operators are made by a decorator, so that they are taken from the functions themselves.
+    """
 
     def on_object(self, *, obj: griffe.Object, **_):
-        """Give our own sections a paragraph each, and keep signs of mathematics from being read as Markdown."""
+        """Take the docstring that a decorator made, and show it as it is meant."""
+        if obj.is_function and obj.decorators and (text := inspect.getdoc(runtime(obj))):
+            obj.docstring = griffe.Docstring(text, parent=obj)
         if obj.docstring:
             obj.docstring.value = as_markdown(inspect.cleandoc(obj.docstring.value))
 

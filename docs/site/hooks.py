@@ -1,6 +1,6 @@
 """What the documentation site adds to MkDocs: pages that lie outside of docs/, links to them, and mathematics.
 
-- The README is the first page. CONTRIBUTING.md, CHANGELOG.md, the README of every package and the examples are pages too.
+- The README is the first page. CONTRIBUTING.md, CHANGELOG.md, the READMEs of the packages and the examples are pages.
 - The page of a package ends with its reference: what `__all__` names, out of the docstrings.
 - A link in a page is written for the repository, where it leads to a file. Here it leads to the page of that file.
 - $...$ and $$...$$ become MathML, which browsers draw without a script or a font of ours.
@@ -16,8 +16,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
-# Code is what no rule here touches: blocks between fences, and words between backticks.
-CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+# Code is what no rule here touches: blocks between fences, indented blocks, and words between backticks.
+CODE = re.compile(r"(^```.*?^```$|(?<=\n\n)(?: {4}[^\n]*\n)+|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
 MATHS = re.compile(r"\$\$(.+?)\$\$|\$(\S(?:[^$\n]*\S)?)\$", re.DOTALL)
 
@@ -77,8 +77,8 @@ def package_folders() -> list[Path]:
 def on_config(config):
     """Append the pages of packages and examples to the navigation, and tell mkdocstrings where the sources are."""
     config.extra["elsewhere"] = elsewhere = pages_elsewhere()
-    for title, folder in (("Packages", "packages/"), ("Examples", "examples/")):
-        config.nav.append({title: [page for page, _ in elsewhere.values() if page.startswith(folder)]})
+    for title, folder, first in (("Packages", "packages/", ["packages.md"]), ("Examples", "examples/", [])):
+        config.nav.append({title: first + [page for page, _ in elsewhere.values() if page.startswith(folder)]})
     options = config.plugins["mkdocstrings"].config["handlers"]["python"]
     options["paths"] = [str(path / "src") for path in package_folders()]
     return config
