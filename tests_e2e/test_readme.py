@@ -94,7 +94,7 @@ def test_python(page, monkeypatch):
             if "transformers" in code:
                 warnings.simplefilter("ignore")
             exec(compile(code, str(page), "exec"), given)
-        names |= given if "transformers" not in code else {}
+        names |= given
         if printed.getvalue() or "print(" in code:
             assert next_kind == "", f"{page.name}: the output of a block must follow it"
             assert printed.getvalue() == promised
