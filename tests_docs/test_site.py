@@ -23,11 +23,13 @@ pytest.importorskip(
 
 # What the tests want to know of an open page.
 LOOK = """({
+    missing: [...document.images].filter(x => !x.naturalWidth).map(x => x.src),
     links: [...document.links].map(a => a.href),
     names: [...document.querySelectorAll('[id]')].map(x => x.id),
     unknown: [...document.querySelectorAll('*')].filter(x => x instanceof HTMLUnknownElement).map(x => x.outerHTML),
     width: document.scrollingElement.scrollWidth,
-    wide: [...document.querySelectorAll('article *')].filter(x => x.getBoundingClientRect().right > innerWidth + 1)
+    wide: [...document.querySelectorAll('article :not(pre *, .md-typeset__scrollwrap *, .formula *)')]
+        .filter(x => x.getBoundingClientRect().right > innerWidth + 1)
         .map(x => x.tagName + ': ' + x.textContent.slice(0, 60)),
     window: innerWidth,
     formulas: [...document.querySelectorAll('math')].map(x => x.getBoundingClientRect().width),
@@ -81,6 +83,7 @@ def test_page_is_sound(look, address, page):
     seen = look(page)
     assert not seen["said"], "nothing must be said on the console"
     assert not seen["unknown"], "a page must hold elements of HTML only"
+    assert not seen["missing"], "pictures must come"
     assert not [url for url in seen["asked"] if not url.startswith((address, "data:", "blob:"))], "all must be local"
 
 
