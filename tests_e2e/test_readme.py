@@ -9,6 +9,7 @@ name must exist.
 import contextlib
 import importlib.util
 import io
+import itertools
 import re
 import shlex
 import sys
@@ -86,7 +87,7 @@ def test_python(page, monkeypatch):
         pytest.skip("the page compiles for a TPU, which needs libtpu")
     names = {}
     blocks = [match.groups() for match in BLOCK.finditer(text)]
-    for (kind, code), (next_kind, promised) in zip(blocks, [*blocks[1:], ("python", "")], strict=True):
+    for (kind, code), (next_kind, promised) in itertools.pairwise([*blocks, ("python", "")]):
         if kind != "python" or not without_libraries(monkeypatch, code):
             continue
         given, printed = dict(names), io.StringIO()

@@ -77,8 +77,10 @@ def package_folders() -> list[Path]:
 def on_config(config):
     """Append the pages of packages and examples to the navigation, and tell mkdocstrings where the sources are."""
     config.extra["elsewhere"] = elsewhere = pages_elsewhere()
-    for title, folder, first in (("Packages", "packages/", ["packages.md"]), ("Examples", "examples/", [])):
-        config.nav.append({title: first + [page for page, _ in elsewhere.values() if page.startswith(folder)]})
+    for title in ("Packages", "Examples"):
+        folder = title.lower()
+        pages = [page for page, _ in elsewhere.values() if page.startswith(f"{folder}/")]
+        config.nav.append({title: [f"{folder}.md", *pages]})
     options = config.plugins["mkdocstrings"].config["handlers"]["python"]
     options["paths"] = [str(path / "src") for path in package_folders()]
     return config
