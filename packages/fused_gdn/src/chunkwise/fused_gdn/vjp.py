@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from chunkwise.fused_gdn import kernel, kernel_bwd
 from chunkwise.fused_gdn.kernel import Operands, Static
-from chunkwise.shared.kernels import from_lanes, pad_states, pad_tokens, to_lanes, unless_empty
+from chunkwise.shared.kernels import from_lanes, keep, pad_states, pad_tokens, to_lanes, unless_empty
 
 
 class Tensors(NamedTuple):
@@ -106,7 +106,7 @@ def fused(x: Operands, cu_seqlens: jax.Array | None, static: Static, like: Tenso
 
 def _forward(x, cu_seqlens, static, like, final_state):
     kept = () if x.X is not None else ("X",)
-    out = kernel.launch(x, static, ("o", "ht", *kept) if final_state else ("o", *kept))
+    out = keep(kernel.launch(x, static, ("o", "ht", *kept) if final_state else ("o", *kept)))
     return (out["o"], out.get("ht")), (_trim(x, like), (x.table, x.owner), cu_seqlens, out.get("X", x.X))
 
 

@@ -21,6 +21,7 @@ from chunkwise.shared.kernels import (
     as_stored,
     from_lanes,
     from_stored,
+    keep,
     largest_divisor,
     num_chunks,
     pad_lanes,
@@ -109,7 +110,7 @@ def _forward(s: Static, x: Operands):
         return kept, (o, final)
 
     # Under rematerialisation nobody reads the output again, nor in a program of gradients only.
-    kept, out = unless_unread(whole, lambda x: kernel.launch(s, x, output=False, keep=True)[2], x)
+    kept, out = keep(unless_unread(whole, lambda x: kernel.launch(s, x, output=False, keep=True)[2], x))
     return out, (trim(s, x), kept, wanted)
 
 

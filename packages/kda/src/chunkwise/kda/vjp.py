@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from chunkwise.kda import kernel, kernel_bwd
 from chunkwise.kda.kernel import Operands, Static
-from chunkwise.shared.kernels import from_lanes, to_lanes
+from chunkwise.shared.kernels import from_lanes, keep, to_lanes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -29,7 +29,7 @@ def _pad(x: jax.Array) -> jax.Array:
 
 
 def _forward(x, static, final_state):
-    out = kernel.launch(x, static, final_state, keep=True)
+    out = keep(kernel.launch(x, static, final_state, keep=True))
     K, V = static.head_sizes
     # What is kept for the backward holds no padding: it would be more than half of it if K is 60.
     kept = dict(

@@ -35,7 +35,7 @@ from chunkwise.layers.mamba2 import (
     mamba2_mixer,
     ragged_mamba2_mixer,
 )
-from chunkwise.layers.running import Cache, Step, empty_cache
+from chunkwise.layers.running import Cache, Step, empty_cache, remat_policy
 from chunkwise.layers.sharding import Shardings, shardings
 
 __all__ = [
@@ -68,5 +68,6 @@ __all__ = [
     "ragged_kimi_delta_attention",
     "ragged_lightning_attention",
     "ragged_mamba2_mixer",
+    "remat_policy",
     "shardings",
 ]

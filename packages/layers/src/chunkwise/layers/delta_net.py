@@ -16,7 +16,6 @@ from chunkwise.layers.running import (
     Serving,
     Step,
     convolve_heads,
-    keep,
     project,
     project_out,
 )
@@ -216,8 +215,8 @@ def ragged_gated_delta_net(
 def _mix(x, w: GatedDeltaNetWeights, config: GatedDeltaNetConfig, run: Run) -> tuple[jax.Array, Cache]:
     check_input(x, config, run)
     check_weights(w, init_gated_delta_net, config)
-    projected = [keep(project(x, weight)) for weight in (w.q, w.k, w.v)]
-    z, a, b = (keep(project(x, weight)) for weight in (w.z, w.a, w.b))
+    projected = [project(x, weight) for weight in (w.q, w.k, w.v)]
+    z, a, b = (project(x, weight) for weight in (w.z, w.a, w.b))
     (q, k, v), conv = convolve_heads(run, config, projected, w.conv)
     o, state = run.operate(
         _OPERATORS, q, k, v, a, b, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=w.A_log,

@@ -18,7 +18,6 @@ from chunkwise.layers.running import (
     Step,
     by_head,
     convolve_heads,
-    keep,
     project,
     project_out,
 )
@@ -192,8 +191,8 @@ def ragged_kimi_delta_attention(
 def _mix(x, w: KimiDeltaAttentionWeights, config: KimiDeltaAttentionConfig, run: Run) -> tuple[jax.Array, Cache]:
     check_input(x, config, run)
     check_weights(w, init_kimi_delta_attention, config)
-    projected = [keep(project(x, weight)) for weight in (w.q, w.k, w.v)]
-    f, z, b = (keep(project(x, *factors)) for factors in (w.f, w.z, (w.b,)))
+    projected = [project(x, weight) for weight in (w.q, w.k, w.v)]
+    f, z, b = (project(x, *factors) for factors in (w.f, w.z, (w.b,)))
     (q, k, v), conv = convolve_heads(run, config, projected, w.conv)
     o, state = run.operate(
         _OPERATORS, q, k, v, by_head(f, config.HV), b, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,

@@ -16,7 +16,6 @@ from chunkwise.layers.running import (
     Serving,
     Step,
     by_head,
-    keep,
     project,
     project_out,
 )
@@ -167,10 +166,9 @@ def _mix(x, w: LightningAttentionWeights, config: LightningAttentionConfig, run:
     check_weights(w, init_lightning_attention, config)
     heads = (config.H, config.H, config.HV)
     q, k, v = (
-        by_head(jax.nn.silu(keep(project(x, weight))), count)
-        for weight, count in zip((w.q, w.k, w.v), heads, strict=True)
+        by_head(jax.nn.silu(project(x, weight)), count) for weight, count in zip((w.q, w.k, w.v), heads, strict=True)
     )
-    z = keep(project(x, w.z))
+    z = project(x, w.z)
     o, state = run.operate(_OPERATORS, q, k, v, None, g_gamma=_decay(config), scale=1.0)
     y = norm_groups(run, o, z, w.norm, 1, activation="sigmoid", norm_before_gate=True, eps=config.eps)
     return project_out(y, w.out, x), Cache((), state)

@@ -17,7 +17,6 @@ from chunkwise.layers.running import (
     Serving,
     Step,
     convolve_heads,
-    keep,
     project,
     project_out,
 )
@@ -175,8 +174,8 @@ def ragged_mamba2_mixer(
 def _mix(x, w: Mamba2Weights, config: Mamba2Config, run: Run) -> tuple[jax.Array, Cache]:
     check_input(x, config, run)
     check_weights(w, init_mamba2_mixer, config)
-    projected = [keep(project(x, weight)) for weight in (w.q, w.k, w.v)]
-    z, dt = (keep(project(x, weight)) for weight in (w.z, w.dt))
+    projected = [project(x, weight) for weight in (w.q, w.k, w.v)]
+    z, dt = (project(x, weight) for weight in (w.z, w.dt))
     (q, k, v), conv = convolve_heads(run, config, projected, w.conv, w.bias)
     # Without a limit the step is above 0 by itself.
     dt = jax.nn.softplus(dt.astype(jnp.float32) + w.dt_bias)

@@ -15,13 +15,18 @@ from jax.ad_checkpoint import checkpoint_name
 from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
 from chunkwise.layers.config import LayerConfig
 from chunkwise.layers.division import split_heads
+from chunkwise.shared.kernels import KEPT_NAME
 from chunkwise.shared.operators import Sharding
 
 # What the packages around the operator call its implementations; and its decode step, which has no stages.
 AROUND = {None: None, "xla": "xla", "staged": "pallas", "fused": "pallas"}
 _DECODE = {None: None, "xla": "xla", "staged": None, "fused": "fused"}
 # The name of what matrices make of hidden states, for jax.checkpoint.
-PROJECTED = "chunkwise_projected"
+_PROJECTED = "chunkwise_projected"
+
+# What `jax.checkpoint` of a layer, or of a block with one, keeps: the products with matrices and what the operator's
+# kernel makes. The backward repeats what takes little time and much memory: norms, gates, convolutions.
+remat_policy = jax.checkpoint_policies.save_only_these_names(_PROJECTED, KEPT_NAME)
 
 
 class Cache(NamedTuple):
@@ -170,16 +175,11 @@ def convolve_heads(run: Run, config: LayerConfig, projected, weights, biases=Non
     return [by_head(y, count) for (y, _), count in zip(pairs, heads, strict=True)], tuple(conv for _, conv in pairs)
 
 
-def keep(x):
-    """Return x, under a name by which `remat_policy` keeps it."""
-    return checkpoint_name(x, PROJECTED)
-
-
 def project(x, *factors):
-    """Return x [B, T, D] times matrices, in the type of x."""
+    """Return x [B, T, D] times matrices, in the type of x, under a name by which `remat_policy` keeps it."""
     for factor in factors:
         x = x @ factor.astype(x.dtype)
-    return x
+    return checkpoint_name(x, _PROJECTED)
 
 
 def project_out(o, weight, x):

@@ -86,6 +86,7 @@ from chunkwise.shared.kernels.quarantine import (
     spoil,
     whole_sequences,
 )
+from chunkwise.shared.kernels.remat import KEPT_NAME, keep
 from chunkwise.shared.kernels.schedule import stagger
 from chunkwise.shared.kernels.segments import coded_owners, find_segments, runs
 from chunkwise.shared.kernels.tiles import (
@@ -108,6 +109,7 @@ __all__ = [
     "Blocks",
     "Chunking",
     "HeadConfig",
+    "KEPT_NAME",
     "LANES",
     "LOG2_E",
     "Routes",
@@ -146,6 +148,7 @@ __all__ = [
     "gate_gradient",
     "gate_kind",
     "head_block",
+    "keep",
     "keep_block",
     "l2norm",
     "l2norm_gradient",
