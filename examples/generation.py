@@ -120,8 +120,9 @@ def generate(run, weights, past, tokens, segment_ids, count: int, piece: int) ->
       count: new tokens of a row.
       piece: tokens of a row that are read at once.
     """
-    for tokens_, ids in zip(*(np.split(x, x.shape[1] // piece, axis=1) for x in (tokens, segment_ids)), strict=True):
-        x, past = run(weights, past, tokens_, ids)
+    for begin in range(0, tokens.shape[1], piece):
+        span = slice(begin, begin + piece)
+        x, past = run(weights, past, tokens[:, span], segment_ids[:, span])
     generated = [next_tokens(x, weights.head)]
     while len(generated) < count:
         # Tokens stay on the device, and nobody waits for a step.
