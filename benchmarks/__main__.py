@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from benchmarks import accuracy, operators, plots, scale, stages, step, tpu
+from benchmarks.block import BLOCKS
 from benchmarks.cases import CASES, Case
 from benchmarks.compare import compare
 from benchmarks.mixer import MIXERS
@@ -51,7 +52,7 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--stage", action="append", choices=[stage.name for stage in STAGES])
     one = commands.add_parser("tpu", parents=[sizes, saved], help="the TPU compiler's estimate; needs no TPU")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
-    add_cases(one, CASES | MIXERS)
+    add_cases(one, CASES | MIXERS | BLOCKS)
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("scale", parents=[sizes, timed, saved], help="operators divided over devices")
     add_cases(one, {name: case for name, case in CASES.items() if not case.sequences})
@@ -99,7 +100,7 @@ def add_cases(parser: argparse.ArgumentParser, cases: dict[str, Case]) -> None:
 def shapes(options: argparse.Namespace) -> Iterator[tuple]:
     """Yield (name, case, T, label) of the cases asked for."""
     for name in options.case or ["gdn-16"]:
-        case = (CASES | MIXERS)[name]
+        case = (CASES | MIXERS | BLOCKS)[name]
         for T in options.tokens or [case.T]:
             label = {"case": name, "T": T, "pass": "forward+backward" if options.backward else "forward"}
             yield name, case, T, label

@@ -42,6 +42,11 @@ class Case:
         """The operator's line in the table of operators."""
         return OPERATORS[f"chunk_{self.operator}"]
 
+    @property
+    def width(self) -> int:
+        """Return the channels of o, of all heads together."""
+        return self.HV * self.V
+
     def function(self, implementation: str, sharding=None) -> Callable:
         """Return the function from the inputs by name, and cu_seqlens or None, to a dict of o.
 
