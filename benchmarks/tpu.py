@@ -127,6 +127,15 @@ def profiled(folder: str) -> collections.Counter:
     return cycles
 
 
+def operations(text: str) -> int | None:
+    """Return the cycles that the compiler expects of a program's operations, without kernels, from its compiled text.
+
+    None if there is a loop, because the text does not say how often it runs.
+    """
+    entry = text[text.index("\nENTRY ") :].partition("\n}")[0]
+    return None if " while(" in entry else sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', entry)))
+
+
 def bundles(folder: str, kernels: set[str]) -> int | None:
     """Return what the kernels would take if nothing in them waited: bundles of the loop over the grid times its steps.
 
@@ -184,6 +193,26 @@ def _estimate(case, implementation, chip, T, backward, profile, folder) -> dict:
         "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
         **_static(folder),
         "compile_s": compile_s,
+    }
+
+
+def estimate_block(case: Block, implementation: str, chip: str, T: int, backward: bool) -> dict:
+    """Do as `estimate` does for a whole block, which takes too long to profile and to dump: kernels have no cycles."""
+    from chunkwise.shared.testing import tpu
+
+    tpu.setup()
+    import jax.numpy as jnp
+
+    fn, specs = ours(case, implementation, T, backward, None)
+    start = time.perf_counter()
+    program = tpu.compile_for(fn, *specs, chip=chip, auto_layout=True)
+    text = program.as_text()
+    return {
+        "operations_cycles": operations(text),
+        "kernels": len(launches(text)),
+        "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
+        "floor_ms": case.cost(T, jnp.bfloat16, backward)[1] / CHIPS[chip].bandwidth_tb_s / 1e9,
+        "compile_s": time.perf_counter() - start,
     }
 
 

@@ -270,6 +270,17 @@ def test_a_block_of_a_model():
     assert not can_run(block, "tokamax", False)
 
 
+def test_cycles_of_operations():
+    from benchmarks.tpu import operations
+
+    cycles = lambda n: f'backend_config={{"estimated_cycles":"{n}"}}'
+    inside = f"%fused (x: f32[]) -> f32[] {{\n  ROOT %m = f32[] multiply(%x, %x), {cycles(5)}\n}}\n"
+    main = f"%a = f32[] fusion(%x), {cycles(100)}\n  ROOT %b = f32[] add(%a, %a), {cycles(20)}"
+    entry = f"\nENTRY %main () -> f32[] {{\n  {main}\n}}"
+    assert operations(inside + entry) == 120
+    assert operations(inside + entry.replace("add(", "while(")) is None
+
+
 def test_no_ratio_without_correctness(run, monkeypatch):
     from benchmarks import cases
 
