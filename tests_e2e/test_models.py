@@ -76,6 +76,10 @@ MODELS = {
         ones=("norm", "dt_bias", "e_score_correction_bias"), shards="100KB",
     ),
 }  # fmt: skip
+# Published, OLMo-hybrid has no rotary positions.
+MODELS["olmo_hybrid_published"] = MODELS["olmo_hybrid"]._replace(
+    settings=MODELS["olmo_hybrid"].settings | dict(rope_parameters=dict(rope_type="default", rope_theta=None))
+)
 
 
 class Case(NamedTuple):
@@ -100,7 +104,10 @@ class Case(NamedTuple):
     generated: np.ndarray
 
 
-@pytest.fixture(scope="module", params=MODELS)
+quick = [name for name in MODELS if name != "olmo_hybrid_published"]
+
+
+@pytest.fixture(scope="module", params=[*quick, pytest.param("olmo_hybrid_published", marks=pytest.mark.thorough)])
 def case(request, tmp_path_factory):
     m, directory = MODELS[request.param], tmp_path_factory.mktemp(request.param)
     model = build(*m.names, **m.settings)
