@@ -148,5 +148,6 @@ def test_serving_steps_compile(chip, name, dtype):
         step, pool, int32(N + 1), int32(N, W), int32(), *tensors, chip=chip, donate_argnums=(0,)
     ).as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 2
-    kind = {"float16": "f16|s16", "bfloat16": "bf16", "float32": "f32"}[dtype]
-    assert not re.findall(rf"= (?:{kind})\[50,4,{K},{V}\]\S* (?:copy|fusion|gather|scatter)\(", text)
+    found = re.findall(rf"= (\w+)\[50,4,{K},{V}\]\S* (copy|fusion|gather|scatter)\(", text)
+    # No kernel takes float16: the states that a step names are gathered, and one operation scatters them back.
+    assert sorted(found) == ([("f16", "fusion"), ("f16", "scatter")] if dtype == "float16" else [])

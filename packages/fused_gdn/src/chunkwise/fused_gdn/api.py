@@ -15,9 +15,7 @@ from chunkwise.fused_gdn.vjp import Tensors, fused, lay_out, repacked
 from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.kernels import (
     Routes,
-    as_stored,
     from_lanes,
-    from_stored,
     make_steps,
     operand_dtype,
     pad_lanes,
@@ -305,9 +303,7 @@ def _lay_out(
     pool = None if routes is None else x.initial_state
     tensors = Tensors(q, k, x.v, x.g, x.beta, x.initial_state if pool is None else None)
     operands = lay_out(tensors, (table, owner), operand_dtype(q.dtype, k.dtype, x.v.dtype), static, heads)
-    operands = operands._replace(
-        X=None if kept is None else repacked(kept, p), pool=None if pool is None else as_stored(pool)
-    )
+    operands = operands._replace(X=None if kept is None else repacked(kept, p), pool=pool)
     return LaidOut(static, tensors, operands)
 
 
@@ -346,7 +342,7 @@ def _launch_pooled(
     static, _, operands = _lay_out(x, options, scale, config, config.heads, routes=routes)
     out = kernel.launch(operands._make(vary_alike(*operands)), static, ("o", "pool"))
     o = from_lanes(out["o"], static.HV, x.v.shape[3], x.v.shape[1]).astype(x.v.dtype)
-    return o, from_stored(out["pool"], x.initial_state.dtype)
+    return o, out["pool"]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

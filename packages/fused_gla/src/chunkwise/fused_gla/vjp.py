@@ -18,9 +18,7 @@ from chunkwise.fused_gla.unread import unless_unread
 from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.kernels import (
     Routes,
-    as_stored,
     from_lanes,
-    from_stored,
     keep,
     largest_divisor,
     num_chunks,
@@ -50,11 +48,11 @@ def pooled(x: Arguments, scale: float, options: Options, config: Config, routes:
     pool: Any = x.initial_state
     s, operands = _lay_out(x._replace(initial_state=None), scale, options, config)
     table = pool_steps(s.T, s.chunks * s.C, routes, options.block_size).table
-    operands = operands._replace(table=table, pool=as_stored(pool))
+    operands = operands._replace(table=table, pool=pool)
     s = s._replace(steps=table.shape[1], final=False)
     results: Any = kernel.launch(s, Operands(*vary_alike(*operands)))
     o, *_, after = results
-    return from_lanes(o, s.HV, s.widths[1], s.T), from_stored(after, pool.dtype)
+    return from_lanes(o, s.HV, s.widths[1], s.T), after
 
 
 def _lay_out(x: Arguments, scale: float, options: Options, config: Config) -> tuple[Static, Operands]:

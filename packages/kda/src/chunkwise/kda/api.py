@@ -17,10 +17,8 @@ from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.kernels import (
     Routes,
     Steps,
-    as_stored,
     divides_groups,
     from_lanes,
-    from_stored,
     make_steps,
     operand_dtype,
     pad_lanes,
@@ -296,9 +294,9 @@ def _launch_pooled(x: Arguments, static: Static, block_size: int | None, routes:
     pool: Any = x.initial_state
     T = x.q.shape[1]
     steps = pool_steps(T, static.C, routes, block_size)
-    operands = _lay_out(x._replace(initial_state=None), static, steps, as_stored(pool))
+    operands = _lay_out(x._replace(initial_state=None), static, steps, pool)
     out = kernel.launch(operands, static._replace(steps=steps.table.shape[1]), final_state=False)
-    return from_lanes(out["o"], static.HV, x.v.shape[3], T), from_stored(out["pool_out"], pool.dtype)
+    return from_lanes(out["o"], static.HV, x.v.shape[3], T), out["pool_out"]
 
 
 def _lay_out(x: Arguments, static: Static, steps: Steps, pool: jax.Array | None = None) -> Operands:

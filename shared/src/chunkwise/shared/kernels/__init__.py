@@ -76,7 +76,7 @@ from chunkwise.shared.kernels.packed import (
     side_lanes,
     split_lanes,
 )
-from chunkwise.shared.kernels.pool import Routes, as_stored, fetch_states, from_stored, keep_block, put_states
+from chunkwise.shared.kernels.pool import Routes, fetch_states, keep_block, put_states
 from chunkwise.shared.kernels.products import bf16_parts, dot, dot_nt, dot_tn, emulate_mxu, operand_dtype
 from chunkwise.shared.kernels.quarantine import (
     masked_or_not,
@@ -120,7 +120,6 @@ __all__ = [
     "activate",
     "activate_with_slope",
     "apply_transposed",
-    "as_stored",
     "begin_inverse",
     "bf16_parts",
     "block_of",
@@ -144,7 +143,6 @@ __all__ = [
     "fetch_states",
     "find_segments",
     "from_lanes",
-    "from_stored",
     "gate_gradient",
     "gate_kind",
     "head_block",

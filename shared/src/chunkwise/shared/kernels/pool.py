@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.shared.kernels.chunks import take
-from chunkwise.shared.kernels.half import from_half_bits, to_half_bits
 from chunkwise.shared.kernels.launch import largest_divisor
 
 
@@ -56,30 +55,6 @@ def held_slots(source: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Arr
     return source, held(target, source[0])
 
 
-# A TPU kernel reads no float16, and a copy of a pool in another type would cost more than all else. So it reads the
-# bits as whole numbers.
-
-
-def as_stored(pool: jax.Array) -> jax.Array:
-    """Return a pool as a kernel reads it, without a copy: float16 as its bits in int16."""
-    return lax.bitcast_convert_type(pool, jnp.int16) if pool.dtype == jnp.float16 else pool
-
-
-def from_stored(pool: jax.Array, dtype) -> jax.Array:
-    """Return what `as_stored` was given, of this type."""
-    return pool if pool.dtype == dtype else lax.bitcast_convert_type(pool, dtype)
-
-
-def widened(x: jax.Array) -> jax.Array:
-    """Return stored states as float32, inside a kernel."""
-    return from_half_bits(x.astype(jnp.int32)) if x.dtype == jnp.int16 else x.astype(jnp.float32)
-
-
-def rounded(x: jax.Array, dtype) -> jax.Array:
-    """Return float32 as it is stored, inside a kernel."""
-    return to_half_bits(x).astype(jnp.int16) if dtype == jnp.int16 else x.astype(dtype)
-
-
 def keep_block(pool_ref, after_ref) -> None:
     """Copy the block of a slot that is read to that which is written, if both are the same slot.
 
@@ -102,7 +77,7 @@ def fetch_states(pool_ref, state_ref, continues: jax.Array, transposed: bool = F
         state_ref[...] = jnp.zeros_like(state_ref)
 
     def fetch(head):
-        x = widened(pool_ref[head])
+        x = pool_ref[head].astype(jnp.float32)
         # A slot that was freed may hold anything, so zeros are selected: 0 times NaN is NaN.
         x = jnp.where(continues == 1, x, 0.0)
         state_ref[head, : size[0], : size[1]] = x.T if transposed else x
@@ -127,6 +102,6 @@ def put_states(state_ref, pool_ref, transposed: bool = False) -> None:
 
     def put(head):
         x = state_ref[head, : size[0], : size[1]]
-        pool_ref[head] = rounded(x.T if transposed else x, pool_ref.dtype)
+        pool_ref[head] = (x.T if transposed else x).astype(pool_ref.dtype)
 
     _each_head(pool_ref.shape[0], put)

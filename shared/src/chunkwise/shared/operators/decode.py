@@ -19,7 +19,7 @@ from chunkwise.shared.compat import out_struct, vary_alike, varying_zeros
 from chunkwise.shared.kernels.chunks import zero_padding
 from chunkwise.shared.kernels.launch import named, pallas_call, scaled, split_scale
 from chunkwise.shared.kernels.packed import LANES, pad_lanes, round_up
-from chunkwise.shared.kernels.pool import Routes, as_stored, from_stored, held_slots, keep_block, rounded, widened
+from chunkwise.shared.kernels.pool import Routes, held_slots, keep_block
 from chunkwise.shared.kernels.tiles import l2norm, to_column
 from chunkwise.shared.operators.arguments import (
     Arguments,
@@ -195,8 +195,7 @@ def _plain(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
 def _forward(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or the pool, by the kernel."""
     if pool.dtype == jnp.float16:
-        # To read its bits XLA would make a pass over the whole pool, which costs more than all else: the kernel gets
-        # the named states alone. A pool without slots is float32 already.
+        # No TPU kernel takes float16: it gets the named states alone. A pool without slots is float32 already.
         o, states = _forward(static, x, read_slots(pool, slots).astype(jnp.float32), Slots())
         return o, write_slots(pool, slots, states)
     s = static
@@ -214,7 +213,7 @@ def launch_tokens(static: Static, x: Arguments, pool: jax.Array, routes: Routes)
     Args:
       static: sizes and options.
       x: arguments of the operator, without its states; g are all its decays in float32.
-      pool: [slots, HV, K, V] of any floating type.
+      pool: [slots, HV, K, V] float32 or bfloat16.
       routes: the sequences. With `static.single` one has W tokens at most.
     """
     s = static
@@ -226,8 +225,8 @@ def launch_tokens(static: Static, x: Arguments, pool: jax.Array, routes: Routes)
     )  # fmt: skip
     beta = None if x.beta is None else x.beta.astype(jnp.float32)
     flat = jax.tree.map(lambda y: y.reshape(s.B * s.T, *y.shape[2:]), (x.q, x.k, x.v, x.g, beta))
-    o, after = _launch(Operands(*tables, *flat, as_stored(pool)), static, key_heads_a_step(x))
-    return o.reshape(x.v.shape), from_stored(after, pool.dtype)
+    o, after = _launch(Operands(*tables, *flat, pool), static, key_heads_a_step(x))
+    return o.reshape(x.v.shape), after
 
 
 def _backward(static: Static, inputs, cotangents):
@@ -255,7 +254,7 @@ class Operands(NamedTuple):
       v: [tokens, HV, V].
       g: [tokens, HV] or [tokens, HV, K] float32.
       beta: [tokens, HV] float32, or None without the delta rule.
-      pool: states [slots, HV, K, V], `as_stored`; updated in place if its buffer is donated.
+      pool: states [slots, HV, K, V]; updated in place if its buffer is donated.
     """
 
     start: jax.Array
@@ -294,7 +293,7 @@ def _decode_kernel(refs, static: Static):
 
     def state_in(head):
         # A freed slot may hold anything, so zeros are selected: 0 times NaN is NaN.
-        return jnp.where(refs.continues[n] == 1, widened(refs.pool[head]), 0.0)  # [K, V]
+        return jnp.where(refs.continues[n] == 1, refs.pool[head].astype(jnp.float32), 0.0)  # [K, V]
 
     def token(i, carry):
         at = refs.start[n] + i
@@ -337,7 +336,7 @@ def _decode_kernel(refs, static: Static):
     @pl.when(refs.written[step] == 1)
     def _():
         for head in range(refs.S.shape[0]):
-            refs.after[head] = rounded(refs.S[head], refs.after.dtype)
+            refs.after[head] = refs.S[head].astype(refs.after.dtype)
 
 
 def _as_rows(x: jax.Array) -> jax.Array:

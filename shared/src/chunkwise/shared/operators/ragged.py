@@ -5,6 +5,7 @@ others are prefills, and go chunk by chunk. Both start from slots of the pool an
 sequence does what is traced, so that one program serves all steps.
 """
 
+import functools
 import itertools
 import numbers
 from collections.abc import Callable, Mapping
@@ -112,6 +113,54 @@ def full_blocks(routes: Routes, block_size: int) -> tuple[jax.Array, jax.Array]:
     return stop, jnp.where(stop <= (routes.end - routes.start)[:, None], blocks, jnp.int32(-1))
 
 
+class Few(NamedTuple):
+    """The states that a step names, as a pool of their own.
+
+    Attributes:
+      states: [few, HV, K, V] float32.
+      step: the step in this pool.
+      slots: int32 [few], where its states belong after the step, none for those that nobody keeps.
+    """
+
+    states: jax.Array
+    step: Step
+    slots: jax.Array
+
+
+def name_few(pool: jax.Array, step: Step, T: int, block_size: int | None) -> Few:
+    """Return a small pool for a step of T tokens: sequence n has its slots n W to n W + W - 1, full blocks those after.
+
+    A sequence starts from its first slot, wherever its state comes from.
+    """
+    N, W = step.decodes.target.shape
+    none = jnp.int32(-1)
+    own = jnp.arange(N * W, dtype=jnp.int32).reshape(N, W)
+    # A sequence decodes or is a prefill, so one of the two is none.
+    source = jnp.maximum(step.decodes.source, step.prefills.source)
+    slots = jnp.maximum(step.decodes.target, jnp.pad(step.prefills.target, [(0, 0), (0, W - 1)], constant_values=-1))
+    slots, blocks = slots.reshape(-1), step.prefills.blocks
+    if blocks is not None:
+        assert block_size is not None
+        kept = full_blocks(step.prefills, block_size)[1].reshape(-1)
+        place = jnp.cumsum(kept >= 0, dtype=jnp.int32) - 1
+        blocks = jnp.where(kept >= 0, N * W + place, none).reshape(blocks.shape)
+        # No more blocks are full than fit into T tokens.
+        full = jnp.full(min(T // block_size, kept.size), none)
+        full = full.at[jnp.where(kept >= 0, place, full.size)].set(kept, mode="drop")
+        slots = jnp.concatenate([slots, full])
+    states, tail = read_slots(pool, Slots(source)).astype(jnp.float32), [(0, 0)] * (pool.ndim - 1)
+    states = jnp.pad(states[:, None], [(0, 0), (0, W - 1), *tail]).reshape(N * W, *pool.shape[1:])
+    states = jnp.pad(states, [(0, slots.size - N * W), *tail])
+
+    def renamed(routes: Routes, **changed) -> Routes:
+        source = jnp.where(routes.source >= 0, own[:, 0], none)
+        target = jnp.where(routes.target >= 0, own[:, : routes.target.shape[1]], none)
+        return routes._replace(source=source, target=target, **changed)
+
+    step = step._replace(decodes=renamed(step.decodes), prefills=renamed(step.prefills, blocks=blocks))
+    return Few(states, step, slots)
+
+
 def find_faults(
     cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
 ) -> list[tuple[jax.Array, str]]:
@@ -209,16 +258,24 @@ def run_ragged(
 
     def run(x: Arguments, options: Options, slots: Slots) -> tuple[jax.Array, jax.Array]:
         step = find_step(x.cu_seqlens, slots)
-        x = x._replace(cu_seqlens=step.boundaries)
-        pool, x = x.initial_state, x._replace(initial_state=None)
-        if slots.num_decodes is None:
+        pool, x = x.initial_state, x._replace(cu_seqlens=step.boundaries, initial_state=None)
+        take = functools.partial(take_step, x, options, slots.num_decodes is not None)
+        if pool.dtype != jnp.float16 or chosen == "xla":
+            return take(pool, step)
+        # No TPU kernel takes float16.
+        few = name_few(pool, step, x.v.shape[1], options.block_size)
+        o, states = take(few.states, few.step)
+        return o, write_slots(pool, Slots(few.slots), states)
+
+    def take_step(x: Arguments, options: Options, decodes: bool, pool, step: Step) -> tuple[jax.Array, jax.Array]:
+        if not decodes:
             return _prefill(x, pool, step.prefills, options, chosen, forms)
         # XLA moves no reshape into a condition or out of it: so what passes has its heads in one row, as the kernels
         # take it and as projections leave it.
         rows = {name: _in_rows(y) for name, y in _of_tokens(x).items()}
         shapes = {name: y.shape[2:] for name, y in _of_tokens(x).items()}
         # As many as decodes can have.
-        T = min(x.v.shape[1], slots.state_indices.size)
+        T = min(x.v.shape[1], step.decodes.target.size)
 
         def tokens(most: int | None = None) -> Arguments:
             return x._replace(**{name: y[:, :most].reshape(1, -1, *shapes[name]) for name, y in rows.items()})
