@@ -72,6 +72,7 @@ from chunkwise.shared.kernels import (
     stagger,
     store_heads,
     strip_rows,
+    whole_or_cut,
     whole_sequences,
 )
 
@@ -92,7 +93,7 @@ class Operands(NamedTuple):
       g, beta: [B, blocks, T, heads].
       h0: initial states [N, HV, K, V] float32, or None for zeros.
       owner: int32 [B * NT, 1, p C], the `coded_owners` of tokens, p times; None unless chunks may hold several.
-      pool: states [slots, HV, K, V] of the user in place of h0, `as_stored`: not padded.
+      pool: states [slots, HV, K, V] of the user in place of h0: not padded.
       X: packed inverses of all steps [B, steps, HV / p, C, p C] float32, kept by the forward for the backward.
       h: the states before all steps [B, steps, HV, K, V] in the type of k.
       W: float32 like v.
@@ -205,12 +206,12 @@ def _fwd_kernel(refs, *, static: Static, s: Shape):
 
     if static.pieces:
 
-        @pl.when(passed.opens == 1)
+        @pl.when((passed.opens & passed.mixed) == 1)
         def _():
             clear(refs.o, refs.W)  # rows that belong to no piece stay zero
 
     mixed = None if refs.owner is None else (prepared.mixed + passed.mixed) > 0
-    take_turn = lambda masked: _turn(refs, prepared, passed, masked, static, s)
+    take_turn, pieces = (lambda masked: _turn(refs, prepared, passed, masked, static, s)), (prepared, passed)
     if refs.pool is not None:
 
         @pl.when((turn == 0) & (passed.sequence == passed.target))
@@ -218,14 +219,17 @@ def _fwd_kernel(refs, *, static: Static, s: Shape):
             keep_block(refs.pool, refs.pool_out)
 
         # Before the first step that has rows and after the last there is nothing to do: that costs next to nothing.
-        pl.when((prepared.busy | passed.busy) == 1)(lambda: take_turn(None))
+        pl.when((prepared.busy | passed.busy) == 1)(lambda: whole_or_cut(pieces, s.C, take_turn, also_empty=True))
 
         @pl.when((turn > 0) & (passed.last == 1))
         def _():
             put_states(refs.state, refs.pool_out)
 
         return
-    masked_or_not(mixed, take_turn)
+    if static.pieces:
+        whole_or_cut(pieces, s.C, take_turn, also_empty=True)
+    else:
+        masked_or_not(mixed, take_turn)
     if refs.ht is not None:
 
         @pl.when((turn > 0) & (passed.last == 1))
@@ -234,7 +238,10 @@ def _fwd_kernel(refs, *, static: Static, s: Shape):
 
 
 def _turn(refs, prepared: Step, passed: Step, masked: bool | None, static: Static, s: Shape) -> None:
-    """Do as `_fwd_kernel`; `masked` says whether one of the two chunks is mixed, None that a chunk never is."""
+    """Do as `_fwd_kernel`; `masked` says whether one of the two chunks is mixed, None that a chunk never is.
+
+    False says also that all rows of the two chunks belong to the two steps.
+    """
     masks: Any = None
     spoilt: Any = None
     found: Any = None
@@ -306,7 +313,7 @@ def _turn(refs, prepared: Step, passed: Step, masked: bool | None, static: Stati
             spoil_passed(refs, spoilt, passed, s)
 
         refs.found[...], refs.owner_passed[...] = found, refs.owner[...]
-    if masked is not None:
+    if refs.owner is not None:
         refs.valid[...] = jnp.ones((1, s.C, 1), jnp.float32) if masks is None else indicator(masks.code >= 0)
     # The next turn takes these from scratch; stored last, because this one still reads those of the step before.
     refs.k_passed[...] = k
@@ -506,5 +513,6 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
         input_output_aliases=aliases,
         cost_estimate=estimate(**static.sizes(), itemsize=x.k.dtype.itemsize),
         vmem_limit_bytes=static.config.vmem_bytes,
+        in_bounds=x.pool is None,  # nothing else comes from the caller's numbers
     )  # fmt: skip
     return dict(zip(wanted, out, strict=True))

@@ -75,6 +75,7 @@ from chunkwise.shared.kernels import (
     store_heads,
     store_own,
     sum_value_heads,
+    whole_or_cut,
     whole_sequences,
 )
 
@@ -241,12 +242,15 @@ def _bwd_kernel(refs, *, static: Static, s: Shape):
 
     if static.pieces and refs.dq is not None:
 
-        @pl.when(step.closes == 1)
+        @pl.when((step.closes & step.mixed) == 1)
         def _():
             clear(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta)  # rows that belong to no piece stay zero
 
-    mixed = None if refs.owner is None else step.mixed == 1
-    masked_or_not(mixed, lambda masked: _turn(refs, step, masked, static, s))
+    take_turn = lambda masked: _turn(refs, step, masked, static, s)
+    if static.pieces:
+        whole_or_cut([step], static.C, take_turn, also_empty=True)
+    else:
+        masked_or_not(None if refs.owner is None else step.mixed == 1, take_turn)
     if refs.dh0 is not None:
 
         @pl.when(step.first == 1)
@@ -255,7 +259,10 @@ def _bwd_kernel(refs, *, static: Static, s: Shape):
 
 
 def _turn(refs, step: Step, masked: bool | None, static: Static, s: Shape) -> None:
-    """Do as `_bwd_kernel`; `masked` says whether the chunk is mixed, None that a chunk never is."""
+    """Do as `_bwd_kernel`; `masked` says whether the chunk is mixed, None that a chunk never is.
+
+    False says also that all its rows belong to the step.
+    """
     gradients = (refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta)
     # All rows of a chunk that could be mixed and is not are its own.
     own: Any = own_rows(step, static) if masked is None else None
@@ -371,5 +378,6 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]):
         scratch_shapes=[pltpu.VMEM((s.heads, s.K, s.V), jnp.float32)],
         cost_estimate=cost(**static.sizes(), itemsize=x.k.dtype.itemsize, backward=True),
         vmem_limit_bytes=static.config.vmem_bytes,
+        in_bounds=True,
     )
     return dict(zip(wanted, out, strict=True))

@@ -266,5 +266,6 @@ def launch(x: Operands, static: Static) -> dict[str, Any]:
         scratch_shapes=list(scratch.values()),
         cost_estimate=states_cost(**static.sizes() | {"V": channels}, itemsize=operand.itemsize),
         vmem_limit_bytes=static.config.vmem_bytes,
+        in_bounds=True,
     )  # fmt: skip
     return {"ht": ht, "X": X}

@@ -106,7 +106,7 @@ class Operands(NamedTuple):
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], or None.
       segment_ids: of the tokens of rows, int32 [B, T], or None.
       table: int32 [14, steps], the table of steps where states lie in a pool; else None.
-      pool: states [slots, HV, K, V] of the user, `as_stored`: neither padded nor transposed; or None.
+      pool: states [slots, HV, K, V] of the user: neither padded nor transposed; or None.
     """
 
     q: jax.Array
@@ -272,6 +272,7 @@ def run_kernel(
         out_shape=[shape for *_, shape in outputs if shape is not None],
         scratch_shapes=[buffer for _, buffer in scratch],
         input_output_aliases=aliases,
+        in_bounds=in_place is None,  # nothing but the slots of a pool comes from the caller's numbers
         **call,
     ))  # fmt: skip
     return tuple(next(results) if present else None for _, present in wanted)
@@ -298,7 +299,9 @@ class GridStep(NamedTuple):
         if self.piece is not None:
             begin, end = self.piece.begin, self.piece.end
             first, last = (lax.shift_right_logical(n, jnp.int32(s.C.bit_length() - 1)) for n in (begin, end - 1))
-            return first, jnp.where(begin < end, last + 1, first)
+            # A piece without rows may begin where its chunks end. Boundaries may be wrong, and pass that too.
+            first = jnp.minimum(first, jnp.int32(s.chunks - 1))
+            return first, jnp.where(begin < end, jnp.minimum(last + 1, jnp.int32(s.chunks)), first)
         # Always `s.chunks`, but XLA cannot tell. It would inline a loop of one trip into other code when it interprets
         # the kernel, and round that differently.
         most = jnp.int32(s.chunks * s.steps) - self.step * jnp.int32(s.chunks)

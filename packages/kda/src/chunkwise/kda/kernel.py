@@ -99,7 +99,7 @@ class Operands(NamedTuple):
       beta: [B, NT, HV, C] float32: a column of it would fill whole registers of 128 lanes.
       initial_state: [N, HV, V, K] float32, transposed, or None for zeros.
       law: A_log and dt_bias of every gate, [2, HV K] float32; None where g are decays.
-      pool: states [slots, HV, K, V] of the user in place of initial_state, `as_stored`: neither padded nor transposed.
+      pool: states [slots, HV, K, V] of the user in place of initial_state: neither padded nor transposed.
     """
 
     table: jax.Array
@@ -371,11 +371,16 @@ def _fwd_kernel(refs, *, static: Static):
     ahead = Step(refs.table, first + jnp.minimum(turn, last))
     step = Step(refs.table, first + jnp.maximum(turn - 1, 0))
 
-    if static.pieces:  # rows that no piece owns stay zero
+    def clear_others() -> None:
+        """Make the rows zero that no piece owns."""
+        pl.when((step.opens & step.mixed) == 1)(lambda: clear(refs.o, refs.W))
 
-        @pl.when((step.opens & step.mixed) == 1)
+    def pass_empty() -> None:
+        """Take a state through an empty sequence, which no turn does."""
+
+        @pl.when((step.first == 1) & step.empty)
         def _():
-            clear(refs.o, refs.W)
+            refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]
 
     if refs.owner is not None and refs.h0 is not None:  # what a quarantine looks at
 
@@ -395,7 +400,7 @@ def _fwd_kernel(refs, *, static: Static):
 
     turns = functools.partial(_turn, refs, ahead, step, static)
     if static.pieces:
-        whole_or_cut((ahead, step), static.C, turns)
+        whole_or_cut((ahead, step), static.C, turns, clear_others, pass_empty if refs.pool is None else lambda: None)
     else:
         masked_or_not(None if refs.owner is None else (ahead.mixed + step.mixed) > 0, turns)
     if refs.pool is not None:
@@ -403,12 +408,6 @@ def _fwd_kernel(refs, *, static: Static):
         @pl.when((turn > 0) & (step.last == 1))
         def _():
             put_states(refs.state, refs.pool_out, transposed=True)
-
-    elif static.pieces:  # no turn takes a state through an empty sequence
-
-        @pl.when((step.first == 1) & step.empty)
-        def _():
-            refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]
 
 
 def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) -> None:
@@ -620,5 +619,6 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
         scratch_shapes=list(scratch.values()),
         cost_estimate=cost(B=B, T=static.T, H=static.H, HV=HV, K=K, V=V, C=C, itemsize=dtype.itemsize),
         input_output_aliases={} if x.pool is None else {inputs.index("pool"): wanted.index("pool_out")},
+        in_bounds=x.pool is None,  # nothing else comes from the caller's numbers
     )  # fmt: skip
     return dict(zip(wanted, results, strict=True))

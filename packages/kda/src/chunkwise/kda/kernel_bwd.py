@@ -250,15 +250,14 @@ def _bwd_kernel(refs, *, static: Static):
         def _():
             clear(refs.dlaw)
 
-    if static.pieces:  # rows that no piece owns stay zero
-
-        @pl.when((step.closes & step.mixed) == 1)
-        def _():
-            clear(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta)
+    def clear_others() -> None:
+        """Make the rows zero that no piece owns."""
+        results = refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta
+        pl.when((step.closes & step.mixed) == 1)(lambda: clear(*results))
 
     turns = functools.partial(_turn, refs, step, static)
     if static.pieces:
-        whole_or_cut([step], static.C, turns)
+        whole_or_cut([step], static.C, turns, clear_others)
     else:
         masked_or_not(None if refs.owner is None else step.mixed == 1, turns)
 
@@ -456,6 +455,7 @@ def launch(x: Operands, static: Static) -> dict[str, jax.Array]:
         out_specs=[outputs[name][0] for name in wanted],
         out_shape=[out_struct(*outputs[name][1:], *x) for name in wanted],
         scratch_shapes=list(scratch.values()),
+        in_bounds=True,
         cost_estimate=cost(
             B=B, T=static.T, H=static.H, HV=HV, K=K, V=V, C=C, itemsize=x.q.dtype.itemsize, backward=True
         ),

@@ -49,6 +49,7 @@ def pallas_call(
     num_scalar_prefetch: int = 0,
     input_output_aliases: dict[int, int] | None = None,
     vmem_limit_bytes: int = VMEM_LIMIT_BYTES,
+    in_bounds: bool = False,
 ):
     """Run a Pallas TPU kernel: compiled where the program is lowered for a TPU, interpreted everywhere else.
 
@@ -66,6 +67,8 @@ def pallas_call(
       num_scalar_prefetch: how many leading operands are scalar tables read by the index maps.
       input_output_aliases: operand index to output index, for states updated in place.
       vmem_limit_bytes: scoped VMEM that the kernel may use.
+      in_bounds: whether no index can leave an array, whatever the caller's arrays hold. Then a TPU does not check the
+        address of every copy, which takes some 13 bundles each; else it halts where one does.
 
     Returns:
       The outputs, in the structure of `out_shape`.
@@ -88,7 +91,11 @@ def pallas_call(
                 scratch_shapes=list(scratch_shapes),
             ),
             out_shape=jax.tree.map(_without_float16, out_shape),
-            compiler_params=CompilerParams(dimension_semantics=dimension_semantics, vmem_limit_bytes=vmem_limit_bytes),
+            compiler_params=CompilerParams(
+                dimension_semantics=dimension_semantics,
+                vmem_limit_bytes=vmem_limit_bytes,
+                disable_bounds_checks=in_bounds,
+            ),
             cost_estimate=cost_estimate,
             input_output_aliases=input_output_aliases or {},
             interpret=interpret,

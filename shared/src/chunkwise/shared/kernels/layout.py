@@ -243,19 +243,32 @@ class Step:
         return (column >= self.begin) & (column < self.end)
 
 
-def whole_or_cut(steps: Sequence[Step], C: int, run: Callable[[bool | None], None]) -> None:
+def whole_or_cut(
+    steps: Sequence[Step],
+    C: int,
+    run: Callable[[bool | None], None],
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[], None] = lambda: None,
+    also_empty: bool = False,
+) -> None:
     """Run a turn over pieces of chunks, and select rows only where that is needed.
 
     Args:
       steps: the pieces of the turn.
       C: rows of a chunk.
-      run: gets False where every piece is a whole chunk, None where one of them is not, and is not called where no
-        piece has rows.
+      run: gets False where every piece is a whole chunk, and None where one of them is not.
+      before, after: what else a turn does unless every piece is a whole chunk. Most are, and ask for it only once.
+      also_empty: run also where no piece has rows.
     """
     whole = functools.reduce(jnp.logical_and, [(step.begin == 0) & (step.end == C) for step in steps])
     empty = functools.reduce(jnp.logical_and, [step.empty for step in steps])
     pl.when(whole)(lambda: run(False))
-    pl.when(jnp.logical_not(whole | empty))(lambda: run(None))
+
+    @pl.when(jnp.logical_not(whole))
+    def _():
+        before()
+        pl.when(jnp.logical_not(empty) | also_empty)(lambda: run(None))
+        after()
 
 
 class SequenceMasks(NamedTuple):
