@@ -26,13 +26,21 @@ from jax.experimental import pallas as pl
 from benchmarks import timing, tpu
 from benchmarks.cases import Case
 from chunkwise import pipeline
+from chunkwise.fused_gla.config import default_for
 from chunkwise.shared.chips import CHIPS
-from chunkwise.shared.kernels.layout import BUSY, FIRST, LAST, OPENS, SEQUENCE, TARGET, pool_steps
+from chunkwise.shared.kernels import largest_divisor, num_chunks
+from chunkwise.shared.kernels.layout import BEGIN, BUSY, END, FIRST, LAST, MIXED, OPENS, SEQUENCE, TARGET, pool_steps
 from chunkwise.shared.kernels.pool import Routes, held_slots
 from chunkwise.shared.operators import Slots
 from chunkwise.shared.operators.ragged import find_step
 from chunkwise.shared.testing import reference
 
+# Where the kernels of prefills are launched.
+PREFILLS = {
+    "gated_delta_rule": "chunkwise.fused_gdn.kernel",
+    "kda": "chunkwise.kda.kernel",
+    "simple_gla": "chunkwise.fused_gla.kernel",
+}
 # Of a program that is only compiled.
 SLOTS = 1024
 # Bundles after a branch that run whether it is taken or not.
@@ -140,11 +148,11 @@ def measure(case: Case, mixture: Mixture, dtype, implementations, repeats: int) 
 
 
 class Region(NamedTuple):
-    """A part of a kernel's loop over the grid that a branch skips.
+    """A part of a kernel's loop over the grid that a branch skips, or an inner loop whose turns its tables say.
 
     Attributes:
       start, stop: its bundles.
-      bundles: what it takes if it runs, loops in it as often as they turn, regions in it not at all.
+      bundles: what it takes if it runs, or turns, once: loops in it as often as they turn, regions in it not at all.
     """
 
     start: int
@@ -203,7 +211,7 @@ def read_loop(text: str) -> Loop:
     first, stop = inside[0], inside[-1] + 1
     # How often a bundle runs in a turn: more than once in an inner loop.
     times = [1] * len(code)
-    outer, n = [], first
+    outer, spans, n = [], [], first
     while n < stop:
         end = n
         while end < stop and code[end].depth > 1 and (end == n or "L" not in code[end].label):
@@ -213,14 +221,16 @@ def read_loop(text: str) -> Loop:
             n += 1
             continue
         trips = _exit(code[n:end])
-        if trips is None or any(bundle.depth > 2 for bundle in code[n:end]):
-            raise ValueError("A loop in a kernel has no known number of turns.")
-        times[n:end] = [trips] * (end - n)
+        if any(bundle.depth > 2 for bundle in code[n:end]):
+            raise ValueError("A loop in a kernel has a loop in it.")
+        if trips is None:
+            spans.append((n, end))
+        else:
+            times[n:end] = [trips] * (end - n)
         n = end
     turns = _exit(outer)
     if turns is None:
         raise ValueError("The loop over the grid has no known number of turns.")
-    spans = []
     for n in range(first, stop):
         for target in re.findall(r"sbr\.rel \(!?%\w+\) target = \$region(\d+)", code[n].text):
             label = re.compile(rf"Start(?:/End empty)? region {target}\b")
@@ -228,7 +238,7 @@ def read_loop(text: str) -> Loop:
             if end is not None:
                 spans.append((n + 1 + DELAY, end))
     own = []
-    for start, end in spans:
+    for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
         nested = {m for a, b in spans if (a, b) != (start, end) and start <= a and b <= end for m in range(a, b)}
         own.append(Region(start, end, sum(times[m] for m in range(start, end) if m not in nested)))
     within = lambda x: [y for y in own if y is not x and x.start <= y.start and y.stop <= x.stop]
@@ -266,25 +276,47 @@ def decode_runs(routes: Routes) -> tuple[int, list[int]]:
     return N * W, [1, int(source[0] == target[0]), *states_in, tokens, int(jnp.sum(routes.target >= 0))]
 
 
-def prefill_runs(routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
+def prefill_runs(case: Case, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
     """Return the turns of the prefill kernel and how many run each of its regions, in the order of its text."""
+    if case.operator == "simple_gla":
+        return _gla_runs(case, routes, T, C)
     table = np.asarray(pool_steps(T, C, routes).table)
     turn = np.arange(table.shape[1] + 1)
     prepared, passed = table[:, np.minimum(turn, len(turn) - 2)], table[:, np.maximum(turn - 1, 0)]
-    return len(turn), [
-        int(np.sum(passed[FIRST])),
-        int(np.sum(passed[OPENS])),
-        int(passed[SEQUENCE, 0] == passed[TARGET, 0]),
-        int(np.sum(prepared[BUSY] | passed[BUSY])),
-        int(np.sum(passed[LAST, 1:])),
-    ]
+    keep, last = passed[SEQUENCE, 0] == passed[TARGET, 0], passed[LAST, 1:]
+    if case.operator == "kda":
+        whole = (prepared[END] - prepared[BEGIN] == C) & (passed[END] - passed[BEGIN] == C)
+        empty = (prepared[END] == prepared[BEGIN]) & (passed[END] == passed[BEGIN])
+        middle = keep, whole, ~whole, passed[OPENS] & passed[MIXED] & ~whole, ~whole & ~empty
+    else:
+        middle = passed[OPENS], keep, prepared[BUSY] | passed[BUSY]
+    return len(turn), [int(np.sum(x)) for x in (passed[FIRST], *middle, last)]
+
+
+def _gla_runs(case: Case, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
+    """Do as `prefill_runs` for a kernel whose step is a piece of several chunks, which an inner loop takes."""
+    NT = num_chunks(T, C)
+    config = default_for(case.H, case.HV, case.K, case.V, C, NT, 2, per_channel=False)
+    assert config is not None
+    table = np.asarray(pool_steps(T, largest_divisor(NT, config.num_steps) * C, routes).table)
+    begin, end, starts = table[BEGIN], table[END], table[FIRST].copy()
+    starts[0] = 1
+    chunks = np.where(begin < end, (end - 1) // C - begin // C + 1, 0)
+    # Whole ones end where a chunk ends, and begin where one begins.
+    whole = np.maximum(end // C - -(-begin // C), 0) * (begin < end)
+    runs = (
+        starts, table[SEQUENCE, 0] == table[TARGET, 0], table[OPENS] & table[MIXED], chunks, chunks - whole, whole,
+        table[LAST],
+    )  # fmt: skip
+    return table.shape[1], [int(np.sum(x)) for x in runs]
 
 
 def moved_bytes(case: Case, mixture: Mixture) -> tuple[int, int]:
     """Return the bytes that the decodes and the prefills must move: every token and every state, bfloat16 tensors."""
     state = case.HV * case.K * case.V * jnp.dtype(mixture.pool).itemsize
-    # q, k, v and o, the decay and the step size.
-    token = 2 * 2 * (case.H * case.K + case.HV * case.V) + 4 * 2 * case.HV
+    # q, k, v and o, the decays and the step sizes.
+    gates = case.HV * ((case.K if case.table.per_channel else 1) + case.table.delta)
+    token = 2 * 2 * (case.H * case.K + case.HV * case.V) + 4 * gates
     decodes = mixture.decodes * (mixture.W * token + (1 + mixture.W) * state)
     return decodes, sum(mixture.prefills) * token + 2 * len(mixture.prefills) * state
 
@@ -390,7 +422,7 @@ def count_kernels(case: Case, mixture: Mixture, chip: str) -> dict[str, int]:
         found = find_step(step.pop("cu_seqlens"), Slots(**step))
         for launch in _wanted(mixture, text):
             chunk = re.search(r"_c(\d+)", launch)
-            runs = prefill_runs(found.prefills, mixture.T, int(chunk[1])) if chunk else decode_runs(found.decodes)
+            runs = prefill_runs(case, found.prefills, mixture.T, int(chunk[1])) if chunk else decode_runs(found.decodes)
             counts[_kind(launch)] += kernel_bundles(read_loop(_kernel_text(folder, launch)), *runs)
     return counts
 
@@ -407,7 +439,7 @@ def hollow(_, *operands, name: str, out_shape, input_output_aliases=None, **__):
 
 def count_around(case: Case, mixture: Mixture, chip: str) -> int:
     """Return the estimated cycles of the operations around the kernels in this mixture; in a fresh process only."""
-    modules = ("chunkwise.shared.operators.decode", "chunkwise.fused_gdn.kernel")
+    modules = ("chunkwise.shared.operators.decode", PREFILLS[case.operator])
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
         os.makedirs(f"{folder}/profile")
         with mock.patch(f"{modules[0]}.pallas_call", hollow), mock.patch(f"{modules[1]}.pallas_call", hollow):
@@ -417,8 +449,6 @@ def count_around(case: Case, mixture: Mixture, chip: str) -> int:
 
 def estimate(case: Case, mixture: Mixture, chip: str, timeout: float) -> dict:
     """Return what a step would cost on a chip that is not here; `failed` is set where the compiler gave no result."""
-    if case.operator != "gated_delta_rule":
-        return {"failed": "only the kernels of the gated delta rule are counted"}
     counts: dict[str, Any] = {}
     for name in ("count_kernels", "count_around"):
         code = (

@@ -512,6 +512,7 @@ def test_loop_of_a_kernel():
 
 def test_steps_that_run_the_regions_of_the_kernels():
     """Two decodes of 3 tokens, and prefills of 70 and 64 tokens, which are 4 pieces of 3 chunks."""
+    from benchmarks.cases import CASES
     from benchmarks.step import Mixture, decode_runs, prefill_runs
 
     from chunkwise.shared.operators import Slots
@@ -523,9 +524,13 @@ def test_steps_that_run_the_regions_of_the_kernels():
     # The first step zeroes the outputs, and keeps the block that it reads, which it also writes.
     assert decode_runs(found.decodes) == (12, [1, 1, 4, 6, 6])
     # Rows 6 to 63, 64 to 75, 76 to 127 and 128 to 139, and one more turn. The first two turns open the first chunk.
-    turns, (first, opens, keep, busy, last) = prefill_runs(found.prefills, mixture.T, 64)
+    turns, (first, opens, keep, busy, last) = prefill_runs(CASES["qwen3-next-80b"], found.prefills, mixture.T, 64)
     assert (first, opens, keep, busy, last) == (2, 4, 1, 5, 2)
     assert turns > busy
+    # No chunk is wholly of one piece. A step of simple GLA takes all 3 chunks: 2 and 2 of the two sequences.
+    turns, runs = prefill_runs(CASES["kimi-linear-48b"], found.prefills, mixture.T, 64)
+    assert runs == [2, 1, 0, turns, 3, 5, 2]
+    assert prefill_runs(CASES["minimax-text-01"], found.prefills, mixture.T, 64)[1] == [3, 1, 1, 4, 4, 0, 2]
 
 
 PROGRAM = """\
