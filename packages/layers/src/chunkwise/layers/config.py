@@ -1,7 +1,8 @@
 """The sizes of a layer, under the names that its operator has for them."""
 
 import dataclasses
-import numbers
+
+import numpy as np
 
 from chunkwise.shared.operators import check, check_flags
 
@@ -30,8 +31,8 @@ class LayerConfig:
     def __post_init__(self):
         for name in ("D", "H", "HV", "K", "V", "W"):
             size = getattr(self, name)
-            whole = isinstance(size, numbers.Integral) and not isinstance(size, bool)
-            check(whole and size > 0, f"`{name}` must be a whole number above 0; got {size!r}.")
+            whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
+            check(whole and int(size) > 0, f"`{name}` must be a whole number above 0; got {size!r}.")
         check(self.HV % self.H == 0, f"`HV` must be a multiple of `H`; got {self.HV} and {self.H}.")
         check(2 <= self.W <= 8, f"`W` must be from 2 to 8; got {self.W}.")
         check(self.eps >= 0, f"`eps` must be at least 0; got {self.eps!r}.")

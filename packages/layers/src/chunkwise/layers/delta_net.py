@@ -51,9 +51,9 @@ class GatedDeltaNetWeights(NamedTuple):
     out: jax.Array
 
 
-def split_weights(config: GatedDeltaNetConfig) -> GatedDeltaNetWeights:
-    """Return how weights are split over devices, in the letters of `division.Letters`."""
-    return GatedDeltaNetWeights(
+def split_weights(config: GatedDeltaNetConfig) -> dict[str, Any]:
+    """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
+    return dict(
         q=".h", k=".h", v=".n", z=".n", a=".n", b=".n", conv=("h.", "h.", "n."), A_log="n", dt_bias="n", norm=".",
         out="n.",
     )  # fmt: skip

@@ -55,10 +55,10 @@ class KimiDeltaAttentionWeights(NamedTuple):
     out: jax.Array
 
 
-def split_weights(config: KimiDeltaAttentionConfig) -> KimiDeltaAttentionWeights:
-    """Return how weights are split over devices, in the letters of `division.Letters`."""
+def split_weights(config: KimiDeltaAttentionConfig) -> dict[str, Any]:
+    """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
     factors = (".n",) if config.R is None else ("..", ".n")
-    return KimiDeltaAttentionWeights(
+    return dict(
         q=".h", k=".h", v=".n", f=factors, z=factors, b=".n", conv=("h.", "h.", "n."), A_log="n", dt_bias="n.",
         norm=".", out="n.",
     )  # fmt: skip

@@ -43,9 +43,9 @@ class LightningAttentionWeights(NamedTuple):
     out: jax.Array
 
 
-def split_weights(config: LightningAttentionConfig) -> LightningAttentionWeights:
-    """Return how weights are split over devices, in the letters of `division.Letters`."""
-    return LightningAttentionWeights(q=".h", k=".h", v=".n", z=".n", norm="n", out="n.")
+def split_weights(config: LightningAttentionConfig) -> dict[str, Any]:
+    """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
+    return dict(q=".h", k=".h", v=".n", z=".n", norm="n", out="n.")
 
 
 def init_lightning_attention(

@@ -54,9 +54,9 @@ class Mamba2Weights(NamedTuple):
     out: jax.Array
 
 
-def split_weights(config: Mamba2Config) -> Mamba2Weights:
-    """Return how weights are split over devices, in the letters of `division.Letters`."""
-    return Mamba2Weights(
+def split_weights(config: Mamba2Config) -> dict[str, Any]:
+    """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
+    return dict(
         q=".h", k=".h", v=".n", z=".n", dt=".n", conv=("h.", "h.", "n."),
         bias=("h", "h", "n") if config.conv_bias else (), A_log="n", dt_bias="n", skip="n", norm="n", out="n.",
     )  # fmt: skip

@@ -1,5 +1,7 @@
 """The gated norm at the end of a layer."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -24,7 +26,8 @@ def norm_groups(run: Run, o, z, weight, groups: int, *, activation: str, norm_be
 
     The weight [HV V] has an entry for every channel of every head.
     """
-    devices, flat, options = devices_of_heads(run.sharding, o), o.reshape(z.shape), dict(activation=activation, eps=eps)
+    devices, flat = devices_of_heads(run.sharding, o), o.reshape(z.shape)
+    options: dict[str, Any] = dict(activation=activation, eps=eps)
     whole = groups % devices == 0
     check(whole or groups == 1, f"`H` must be 1 or a multiple of the {devices} devices of heads; got {groups}.")
     if not whole:

@@ -167,7 +167,9 @@ def by_head(x, heads: int):
     return x.reshape(*x.shape[:2], heads, -1)
 
 
-def convolve_heads(run: Run, config: LayerConfig, projected, weights, biases=None):
+def convolve_heads(
+    run: Run, config: LayerConfig, projected, weights, biases=None
+) -> tuple[list[jax.Array], Any]:  # fmt: skip
     """Return silu of the convolutions of queries, keys and values by head, and what they leave in the cache."""
     heads = (config.H, config.H, config.HV)
     biases = biases or (None,) * 3

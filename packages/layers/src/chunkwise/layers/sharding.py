@@ -18,11 +18,12 @@ from chunkwise.layers.division import Letters
 from chunkwise.layers.running import Cache
 from chunkwise.shared.operators import check
 
-_SPLITS = {
-    GatedDeltaNetConfig: delta_net.split_weights,
-    KimiDeltaAttentionConfig: kimi.split_weights,
-    Mamba2Config: mamba2.split_weights,
-    LightningAttentionConfig: lightning.split_weights,
+# What makes weights, and how they are split.
+_LAYERS: dict[type, tuple[Any, Any]] = {
+    GatedDeltaNetConfig: (delta_net.GatedDeltaNetWeights, delta_net.split_weights),
+    KimiDeltaAttentionConfig: (kimi.KimiDeltaAttentionWeights, kimi.split_weights),
+    Mamba2Config: (mamba2.Mamba2Weights, mamba2.split_weights),
+    LightningAttentionConfig: (lightning.LightningAttentionWeights, lightning.split_weights),
 }
 
 
@@ -59,8 +60,9 @@ def shardings(config: LayerConfig, mesh_axes: Mapping[str, Any], mesh: jax.shard
     Raises:
       ValueError: `mesh_axes` has another key, or value heads are not a multiple of the devices of heads.
     """
-    check(type(config) in _SPLITS, f"`config` must be that of a layer; got {type(config).__name__}.")
+    check(type(config) in _LAYERS, f"`config` must be that of a layer; got {type(config).__name__}.")
     letters = Letters(config, mesh_axes, mesh)
-    cache = Cache(("b.h", "b.h", "b.n")[: len(config.channels)], "bn..")
-    specs = jax.tree.map(letters.spec, (_SPLITS[type(config)](config), "bt.", cache, "btn."))
-    return Shardings(*specs)
+    weights, split = _LAYERS[type(config)]
+    conv: Any = ("b.h", "b.h", "b.n")[: len(config.channels)]
+    state: Any = "bn.."
+    return Shardings(*jax.tree.map(letters.spec, (weights(**split(config)), "bt.", Cache(conv, state), "btn.")))

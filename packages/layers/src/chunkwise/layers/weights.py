@@ -141,7 +141,7 @@ class Checkpoint:
 
     def float32(self, name: str, *shape: int) -> jax.Array:
         """Return an array with as many entries in float32, reshaped: checkpoints differ in dimensions of 1."""
-        own = np.shape(self.named.get(name))
+        own = np.shape(self.named[name]) if name in self else shape
         return self.read(name, *(own if np.prod(own) == np.prod(shape) else shape)).reshape(shape).astype(jnp.float32)
 
     def end(self) -> None:
