@@ -238,7 +238,7 @@ def read_loop(text: str) -> Loop:
             if end is not None:
                 spans.append((n + 1 + DELAY, end))
     own = []
-    for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+    for start, end in sorted(set(spans), key=lambda span: (span[0], -span[1])):
         nested = {m for a, b in spans if (a, b) != (start, end) and start <= a and b <= end for m in range(a, b)}
         own.append(Region(start, end, sum(times[m] for m in range(start, end) if m not in nested)))
     within = lambda x: [y for y in own if y is not x and x.start <= y.start and y.stop <= x.stop]
@@ -294,7 +294,10 @@ def prefill_runs(case: Case, routes: Routes, T: int, C: int) -> tuple[int, list[
 
 
 def _gla_runs(case: Case, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
-    """Do as `prefill_runs` for a kernel whose step is a piece of several chunks, which an inner loop takes."""
+    """Do as `prefill_runs` for a kernel whose step is a piece of several chunks.
+
+    An inner loop takes them, and a branch passes it if there is none.
+    """
     NT = num_chunks(T, C)
     config = default_for(case.H, case.HV, case.K, case.V, C, NT, 2, per_channel=False)
     assert config is not None
@@ -305,8 +308,8 @@ def _gla_runs(case: Case, routes: Routes, T: int, C: int) -> tuple[int, list[int
     # Whole ones end where a chunk ends, and begin where one begins.
     whole = np.maximum(end // C - -(-begin // C), 0) * (begin < end)
     runs = (
-        starts, table[SEQUENCE, 0] == table[TARGET, 0], table[OPENS] & table[MIXED], chunks, chunks - whole, whole,
-        table[LAST],
+        starts, table[SEQUENCE, 0] == table[TARGET, 0], table[OPENS] & table[MIXED], begin < end, chunks,
+        chunks - whole, whole, table[LAST],
     )  # fmt: skip
     return table.shape[1], [int(np.sum(x)) for x in runs]
 
