@@ -3,6 +3,7 @@
 A package is a folder with a pyproject.toml: shared, and every such folder of packages/.
 """
 
+import json
 import os
 import re
 import shutil
@@ -213,3 +214,15 @@ def demo(session):
     """Run the main job on real input: the gated delta rule over the text of Python's standard library."""
     session.install(f"{PACKAGES['pipeline']}[demo]")
     session.run("python", "-m", "chunkwise.pipeline.demo", *session.posargs)
+
+
+@nox.session(default=False)
+def train(session):
+    """Train a small language model on Python's standard library, and measure it on files that it has not seen."""
+    prepare(session, "train")
+    output = ROOT / "train_output"
+    shutil.rmtree(output, ignore_errors=True)
+    session.run("python", "examples/train.py", "--output", str(output), *session.posargs, env={"JAX_PLATFORMS": "cpu"})
+    bits = json.loads((output / "results.json").read_text())["bits_per_byte"]
+    if bits["this model"] > 0.75 * bits["order 0"]:
+        session.error(f"The model must need far fewer bits per byte than order 0, {bits['order 0']:.2f}; got {bits}.")

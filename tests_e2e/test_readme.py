@@ -174,6 +174,9 @@ def test_command(page, command, monkeypatch, tmp_path, capsys):
         check_chunkwise(arguments, monkeypatch)
     elif program == "benchmarks":
         check_benchmarks(arguments, tmp_path)
+    elif program == "python":
+        # Minutes each: the program must exist. That of the training has tests of its own.
+        assert (ROOT / arguments[0]).exists()
     elif program in ("chunkwise.pipeline.demo", "http.server"):
         # Two minutes, and for ever. The demo has tests in its package.
         assert importlib.util.find_spec(program)

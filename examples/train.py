@@ -1,0 +1,199 @@
+"""A byte-level language model of Python's standard library: three delta layers to one of attention, as in Qwen3.5.
+
+    python examples/train.py [--mesh data=2,sequence=2,heads=2]        # goes on after its last checkpoint, if any
+
+Files follow one another in rows, and segment_ids keep layers from looking into the file before. Some are held out, to
+measure on. Checkpoints, results, a curve and a sample of text go to the folder --output.
+"""
+
+import argparse
+import functools
+import math
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net, init_gated_delta_net, shardings
+from library import read_library, report
+
+AXES = {"data": "batch", "sequence": "tokens", "heads": "heads"}  # of the mesh, and what they divide
+
+
+def linear(rows, columns, spec, rngs):
+    """Return a matrix without a bias, which lies on the mesh as a PartitionSpec says."""
+    return nnx.Linear(rows, columns, use_bias=False, rngs=rngs, kernel_metadata={"out_sharding": spec})
+
+
+class DeltaNet(nnx.Module):
+    """A gated DeltaNet. Its weights are one parameter: the tree that chunkwise.layers has for them."""
+
+    def __init__(self, config, on, rngs):
+        self.config, self.on = config, on
+        self.weights = nnx.Param(jax.device_put(init_gated_delta_net(rngs.params(), config), on.weights))
+
+    def __call__(self, x, segment_ids):
+        options = dict(segment_ids=segment_ids, sharding=self.on.values)
+        return gated_delta_net(x, self.weights.get_value(), self.config, **options)[0]
+
+
+class Attention(nnx.Module):
+    """Gated attention with HV heads of queries and H heads of keys and values, all of size V."""
+
+    def __init__(self, config, on, rngs):
+        self.config, self.on, c = config, on, config
+        self.q = linear(c.D, 2 * c.HV * c.V, on.weights.v, rngs)
+        self.k, self.v = (linear(c.D, c.H * c.V, on.weights.q, rngs) for _ in range(2))
+        self.out = linear(c.HV * c.V, c.D, on.weights.out, rngs)
+        self.q_norm, self.k_norm = (nnx.RMSNorm(c.V, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x, segment_ids):
+        c, (B, T, _), t = self.config, x.shape, jnp.arange(x.shape[1])
+        q, gate = jnp.split(self.q(x).reshape(B, T, c.HV, 2 * c.V), 2, axis=3)
+        k, v = (layer(x).reshape(B, T, c.H, c.V) for layer in (self.k, self.v))
+        q, k = rotate(self.q_norm(q)), rotate(self.k_norm(k))
+        # A device has the queries of its own tokens, and the keys and values of all.
+        k, v = jax.lax.with_sharding_constraint((k, v), PartitionSpec(self.on.x[0], None, self.on.weights.q[1]))
+        mask = (t[:, None] >= t) & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        o = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+        return self.out((o * jax.nn.sigmoid(gate)).reshape(B, T, -1))
+
+
+def rotate(x):
+    """Return x [B, T, heads, size] with the first quarter of every head turned by its position."""
+    R = x.shape[3] // 8
+    a, b, rest = jnp.split(x, [R, 2 * R], axis=3)
+    angle = jnp.arange(x.shape[1])[:, None, None] * 10_000.0 ** (-jnp.arange(R) / R)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=3)
+
+
+class Block(nnx.Module):
+    """A layer that mixes tokens, and an MLP for each token."""
+
+    def __init__(self, mixer, config, on, rngs):
+        D, inner, self.mixer = config.D, 2 * config.D, mixer(config, on, rngs)
+        self.gate, self.up = (linear(D, inner, on.weights.v, rngs) for _ in range(2))
+        self.down = linear(inner, D, on.weights.out, rngs)
+        self.norms = nnx.List(nnx.RMSNorm(D, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x, segment_ids):
+        x = x + self.mixer(self.norms[0](x), segment_ids)
+        y = self.norms[1](x)
+        return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
+
+
+class Model(nnx.Module):
+    """A language model over bytes. Byte 0 begins a file."""
+
+    def __init__(self, config, mesh, rngs):
+        self.on = on = shardings(config, {AXES[axis]: axis for axis in mesh.axis_names}, mesh)
+        self.embedding = nnx.Embed(256, config.D, rngs=rngs)
+        self.blocks = nnx.List(Block(mixer, config, on, rngs) for mixer in (DeltaNet, DeltaNet, DeltaNet, Attention))
+        self.norm, self.head = nnx.RMSNorm(config.D, rngs=rngs), linear(config.D, 256, None, rngs)
+
+    def __call__(self, tokens):
+        """Return logits [B, T, 256] of what follows each of the tokens [B, T]."""
+        x = jax.lax.with_sharding_constraint(self.embedding(tokens), self.on.x)
+        segment_ids = jnp.cumsum(tokens == 0, axis=1)
+        for block in self.blocks:
+            x = block(x, segment_ids)
+        return self.head(self.norm(x))
+
+
+@jax.jit
+def loss_of(model, inputs, targets):
+    """Return the mean of -log p(target), in nats."""
+    return optax.softmax_cross_entropy_with_integer_labels(model(inputs), targets).mean()
+
+
+@functools.cache
+def make_optimizer(steps, rate):
+    """Return AdamW, which decays matrices and not vectors."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 20, steps, rate / 20)
+    matrices = functools.partial(jax.tree.map, lambda x: x.ndim > 1)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices))
+
+
+@functools.partial(jax.jit, static_argnames="optimizer", donate_argnames=("model", "moments"))
+def train_step(model, moments, inputs, targets, optimizer):
+    """Return the model and the moments after a step, and the loss before it."""
+    loss, gradients = jax.value_and_grad(loss_of)(model, inputs, targets)
+    updates, moments = optimizer.update(gradients, moments, model)
+    return optax.apply_updates(model, updates), moments, loss
+
+
+def rows_of(stream, T):
+    """Return inputs and targets [rows, T] of a stream of bytes."""
+    count = (len(stream) - 1) // T
+    return [stream[i : i + count * T].reshape(count, T).astype(np.int32) for i in (0, 1)]
+
+
+def batch_of(rows, n, B):
+    """Return batch n of inputs and targets [B, T]. After the last row comes the first one."""
+    return [x.take(range(n * B, (n + 1) * B), axis=0, mode="wrap") for x in rows]
+
+
+def train(model, rows, o):
+    """Run the steps that are left, over rows in a random order, and return the model and the losses of all steps."""
+    rows = [x[np.random.default_rng(0).permutation(len(x))] for x in rows]
+    optimizer, losses = make_optimizer(o.steps, o.rate), np.zeros(o.steps, np.float32)
+    state, structure = jax.tree.flatten((model, optimizer.init(model), losses))
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+    with ocp.CheckpointManager(o.output.absolute() / "checkpoints") as checkpoints, Progress(*columns) as progress:
+        if last := checkpoints.latest_step() or 0:
+            state = checkpoints.restore(last, args=ocp.args.StandardRestore(state))
+        model, moments, losses = jax.tree.unflatten(structure, state)
+        task = progress.add_task(f"begins after step {last}", total=o.steps, completed=last)
+        for n in range(last, o.steps):
+            model, moments, loss = train_step(model, moments, *batch_of(rows, n, o.batch), optimizer)
+            losses[n] = loss
+            speed = (progress.tasks[task].speed or 0) * o.batch * o.length
+            text = f"loss {loss:.3f}, {loss / math.log(2):.2f} bits per byte, {speed:,.0f} tokens/s"
+            progress.update(task, advance=1, description=text)
+            if (n + 1) % o.save_every == 0 or n + 1 == o.steps:
+                # It is written while training goes on.
+                state = jax.tree.leaves((model, moments, losses.copy()))
+                checkpoints.save(n + 1, args=ocp.args.StandardSave(state))
+    return model, losses
+
+
+@jax.jit
+def write(model, text):
+    """Return text [B, T] with all bytes but the first drawn from the model, a little colder than it is."""
+    step = lambda t, text: text.at[:, t].set(jax.random.categorical(jax.random.key(t), model(text)[:, t - 1] / 0.8))
+    return jax.lax.fori_loop(1, text.shape[1], step, text)
+
+
+def main():
+    """Train a model, measure it on files that it has not seen, and let it write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    defaults = dict(steps=900, batch=4, length=256, width=128, rate=3e-3, save_every=300, held_out=2**17)
+    for name, default in (defaults | dict(mesh="data=1", output=Path("train_output"))).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    o = parser.parse_args()
+    sizes = {axis: int(size) for axis, size in (pair.split("=") for pair in o.mesh.split(","))}
+    if math.prod(sizes.values()) > 1:
+        # A CPU becomes several devices. They wait for one another in threads, more of them than it may have cores.
+        os.environ.setdefault("NPROC", "16")
+        jax.config.update("jax_num_cpu_devices", math.prod(sizes.values()))
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    stream, held_out = read_library(o.held_out)
+    seen, rows = stream[: o.steps * o.batch * o.length + 1], rows_of(held_out, o.length)
+    with jax.set_mesh(mesh):
+        config = GatedDeltaNetConfig(D=o.width, H=2, HV=2, K=o.width // 2, V=o.width // 2)
+        model, losses = train(Model(config, mesh, nnx.Rngs(0)), rows_of(seen, o.length), o)
+        measured = [float(loss_of(model, *batch_of(rows, n, o.batch))) for n in range(len(rows[0]) // o.batch)]
+        sample = bytes(write(model, jnp.zeros((sizes.get("data", 1), o.length), jnp.int32))[0].tolist())
+    report(o.output, losses, np.mean(measured), seen, held_out[1 : len(measured) * o.batch * o.length + 1], sample)
+
+
+if __name__ == "__main__":
+    main()
