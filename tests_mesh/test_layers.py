@@ -57,8 +57,21 @@ def loss(layer, config, sharding, x, weights, segment_ids):
     return jnp.sum(jnp.sin(y)), y
 
 
-@pytest.mark.parametrize("mode", ["explicit", "automatic"])
-@pytest.mark.parametrize("name", LAYERS)
+def cases(names, *quick):
+    """Run a test for layers under both modes; only some are quick enough for every change."""
+    return pytest.mark.parametrize(
+        ("name", "mode"),
+        [
+            pytest.param(name, mode, marks=[] if (name, mode) in quick else pytest.mark.thorough)
+            for name in names
+            for mode in ("explicit", "automatic")
+        ],
+    )
+
+
+@cases(
+    LAYERS, ("gated_delta_net", "automatic"), ("mamba2_mixer_groups", "explicit"), ("lightning_attention", "explicit")
+)
 def test_rows_tokens_and_heads(name, mode):
     """Outputs and all gradients over 2 x 2 x 2 devices are those of one device, with documents across devices."""
     config, init, layer = LAYERS[name]
@@ -79,8 +92,7 @@ def test_rows_tokens_and_heads(name, mode):
         assert_close(jax.tree_util.keystr(path), a, b, 2e-5)
 
 
-@pytest.mark.parametrize("mode", ["explicit", "automatic"])
-@pytest.mark.parametrize("name", ["gated_delta_net", "mamba2_mixer"])
+@cases(["gated_delta_net", "mamba2_mixer"], ("gated_delta_net", "explicit"), ("mamba2_mixer", "automatic"))
 def test_heads_send_one_sum(name, mode):
     """Tensor parallelism: a forward sums what the last product makes, and the mean of a norm over all heads."""
     config, init, layer = LAYERS[name]
