@@ -1,7 +1,8 @@
-"""The program of examples/train.py: it learns, and it goes on after a kill."""
+"""The program of examples/train.py: beside transformers, killed and continued, and over eight devices."""
 
 import argparse
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -9,13 +10,14 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
 import train
-from chunkwise.layers import GatedDeltaNetConfig
+from chunkwise.layers import GatedDeltaNetConfig, load_gated_delta_net
 from library import compare, entropy, read_library
 
 # Compilation is what takes time here. All tests of this process share one program.
@@ -93,3 +95,102 @@ def test_killed_while_it_saves(whole, tmp_path):
     model, losses = train_here(tmp_path)
     np.testing.assert_array_equal(losses, whole()[1])
     jax.tree.map(np.testing.assert_array_equal, model, whole()[0])
+
+
+@pytest.mark.thorough
+def test_eight_devices(tmp_path):
+    """The same steps over devices of rows, tokens and heads have the same losses; and the program writes its files."""
+    losses = []
+    for mesh in ("data=1", "data=2,sequence=2,heads=2"):
+        output = tmp_path / mesh
+        # A small rate, because rounding grows tenfold in a step at a large one.
+        done = run([str(PROGRAM)], output, mesh=mesh, steps=8, rate=0.001, held_out=2 * 8 * 96)
+        assert done.returncode == 0, done.stderr
+        results = json.loads((output / "results.json").read_text())
+        assert len(results["losses"]) == 8
+        assert len(results["sample"]) > 0
+        assert (output / "curve.png").stat().st_size > 1000
+        losses.append([*results["losses"], results["bits_per_byte"]["this model"]])
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+def copy_weights(model, named: dict) -> None:
+    """Give the model the weights of a Qwen3.5 of transformers, by name."""
+
+    def fill(layer, name: str) -> None:
+        # A norm of transformers holds what it adds to 1.
+        weight = named[f"{name}.weight"]
+        scale = getattr(layer, "scale", None)
+        layer.kernel.set_value(weight.T) if scale is None else scale.set_value(1 + weight)
+
+    model.embedding.embedding.set_value(named["model.embed_tokens.weight"])
+    fill(model.norm, "model.norm")
+    fill(model.head, "lm_head")
+    for i, block in enumerate(model.blocks):
+        prefix, mixer = f"model.layers.{i}.", block.mixer
+        for name in ("gate", "up", "down"):
+            fill(getattr(block, name), f"{prefix}mlp.{name}_proj")
+        for norm, name in zip(block.norms, ("input", "post_attention"), strict=True):
+            fill(norm, f"{prefix}{name}_layernorm")
+        if isinstance(mixer, train.DeltaNet):
+            mixer.weights.set_value(load_gated_delta_net(named, CONFIG, f"{prefix}linear_attn."))
+            continue
+        for name in ("q", "k", "v"):
+            fill(getattr(mixer, name), f"{prefix}self_attn.{name}_proj")
+        fill(mixer.out, f"{prefix}self_attn.o_proj")
+        fill(mixer.q_norm, f"{prefix}self_attn.q_norm")
+        fill(mixer.k_norm, f"{prefix}self_attn.k_norm")
+
+
+def build_qwen():
+    """Return a Qwen3.5 of transformers that has the sizes of our model, and random weights."""
+    torch = pytest.importorskip("torch", reason="torch has a CPU build under Python 3.11 only")
+    qwen = pytest.importorskip("transformers.models.qwen3_5")
+    torch.manual_seed(0)
+    c, heads = CONFIG, dict(num_attention_heads=CONFIG.HV, num_key_value_heads=CONFIG.H, head_dim=CONFIG.V)
+    config = qwen.Qwen3_5TextConfig(
+        vocab_size=256, hidden_size=c.D, intermediate_size=2 * c.D, num_hidden_layers=4, **heads,
+        layer_types=["linear_attention"] * 3 + ["full_attention"], linear_num_key_heads=c.H,
+        linear_num_value_heads=c.HV, linear_key_head_dim=c.K, linear_value_head_dim=c.V,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
+        tie_word_embeddings=False, pad_token_id=None,
+    )  # fmt: skip
+    return torch, qwen.Qwen3_5ForCausalLM(config).train()
+
+
+@pytest.mark.thorough
+def test_beside_transformers():
+    """Twenty steps of AdamW from the same weights over the same batches have the same losses in torch."""
+    torch, theirs = build_qwen()
+    rate, weights = 1e-3, [*theirs.parameters()]
+    groups = [
+        dict(params=[w for w in weights if w.ndim > 1], weight_decay=0.1),
+        dict(params=[w for w in weights if w.ndim == 1], weight_decay=0.0),
+    ]
+    adamw, warmup = torch.optim.AdamW(groups, betas=(0.9, 0.95)), SIZES["steps"] // 20
+    with jax.set_mesh(one_device()):
+        ours = train.Model(CONFIG, one_device(), nnx.Rngs(0))
+        copy_weights(ours, {name: jnp.asarray(w.numpy().copy()) for name, w in theirs.state_dict().items()})
+        optimizer = train.make_optimizer(SIZES["steps"], rate)
+        moments = optimizer.init(ours)
+        # A row of transformers is one sequence, so these lie inside of files.
+        rows = [x[ROWS[0].all(axis=1)] for x in ROWS]
+        for n in range(20):
+            inputs, targets = train.batch_of(rows, n, SIZES["batch"])
+            ours, moments, loss = train.train_step(ours, moments, inputs, targets, optimizer)
+
+            # The rate rises over the first steps, and then falls like a cosine to its twentieth.
+            past = max(n - warmup, 0) / (SIZES["steps"] - warmup)
+            scale = min(n / warmup, 0.05 + 0.95 * (1 + np.cos(np.pi * past)) / 2)
+            for group in adamw.param_groups:
+                group["lr"] = rate * scale
+            logits = theirs(torch.tensor(inputs), use_cache=False).logits
+            expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(targets).long().flatten())
+            adamw.zero_grad()
+            expected.backward()
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+            adamw.step()
+            print(n, float(loss), expected.item())
+            assert abs(float(loss) - expected.item()) < 1e-3, f"step {n}"
+    # They have learned something since.
+    assert expected.item() < 5.5
