@@ -190,7 +190,6 @@ def test_beside_transformers():
             expected.backward()
             torch.nn.utils.clip_grad_norm_(weights, 1.0)
             adamw.step()
-            print(n, float(loss), expected.item())
             assert abs(float(loss) - expected.item()) < 1e-3, f"step {n}"
     # They have learned something since.
     assert expected.item() < 5.5
