@@ -21,6 +21,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from blocks import rotate
 from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net, init_gated_delta_net, shardings
 from library import read_library, report
 
@@ -58,21 +59,13 @@ class Attention(nnx.Module):
         c, (B, T, _), t = self.config, x.shape, jnp.arange(x.shape[1])
         q, gate = jnp.split(self.q(x).reshape(B, T, c.HV, 2 * c.V), 2, axis=3)
         k, v = (layer(x).reshape(B, T, c.H, c.V) for layer in (self.k, self.v))
-        q, k = rotate(self.q_norm(q)), rotate(self.k_norm(k))
+        # A quarter of every head is turned by its position.
+        q, k = (rotate(y, t, 10_000.0, c.V // 4) for y in (self.q_norm(q), self.k_norm(k)))
         # A device has the queries of its own tokens, and the keys and values of all.
         k, v = jax.lax.with_sharding_constraint((k, v), PartitionSpec(self.on.x[0], None, self.on.weights.q[1]))
         mask = (t[:, None] >= t) & (segment_ids[:, :, None] == segment_ids[:, None, :])
         o = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
         return self.out((o * jax.nn.sigmoid(gate)).reshape(B, T, -1))
-
-
-def rotate(x):
-    """Return x [B, T, heads, size] with the first quarter of every head turned by its position."""
-    R = x.shape[3] // 8
-    a, b, rest = jnp.split(x, [R, 2 * R], axis=3)
-    angle = jnp.arange(x.shape[1])[:, None, None] * 10_000.0 ** (-jnp.arange(R) / R)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=3)
 
 
 class Block(nnx.Module):
