@@ -1,43 +1,21 @@
 """How layers are divided over the devices of a mesh: by heads, by rows of the batch, and by tokens."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from chunkwise.shared.operators import Sharding, check
+from chunkwise.shared.operators import Sharding, axes_of_spec, check, shared_prefix, size_of
 
-Axes = tuple[str, ...]
 # What `shardings` takes names of axes for.
 _DIMENSIONS = ("batch", "tokens", "heads")
 
 
-def _axes(entry) -> Axes:
-    """Return the axes that an entry of a PartitionSpec names."""
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-
-
-def _entry(sharding: Sharding, dimension: int) -> Axes:
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    return _axes(spec[dimension]) if len(spec) > dimension else ()
-
-
-def _mesh(sharding: Sharding | None):
-    return sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_abstract_mesh()
-
-
-def _count(mesh, axes: Axes) -> int:
-    return math.prod(mesh.shape[name] for name in axes)
-
-
-def _shared_by(axes: Axes, heads: int, mesh) -> Axes:
-    """Return the first of the axes over which so many heads can be split; all of them without a mesh."""
-    n = len(axes)
-    while mesh is not None and heads % _count(mesh, axes[:n]):
-        n -= 1
-    return axes[:n]
+def _spec_and_mesh(sharding: Sharding) -> tuple[PartitionSpec, Any]:
+    if isinstance(sharding, NamedSharding):
+        return sharding.spec, sharding.mesh
+    return sharding, jax.sharding.get_abstract_mesh()
 
 
 def split_heads(sharding: Sharding | None, heads: int) -> Sharding | None:
@@ -47,15 +25,16 @@ def split_heads(sharding: Sharding | None, heads: int) -> Sharding | None:
     """
     if sharding is None:
         return None
-    rows, tokens, axes = (_entry(sharding, i) for i in range(3))
-    spec = PartitionSpec(rows or None, tokens or None, _shared_by(axes, heads, _mesh(sharding)) or None)
+    spec, mesh = _spec_and_mesh(sharding)
+    rows, tokens, axes = axes_of_spec(spec, 4)[:3]
+    spec = PartitionSpec(rows or None, tokens or None, shared_prefix(mesh, axes, heads) or None)
     return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
 
 
 def devices_of_heads(sharding: Sharding | None, o) -> int:
     """Return how many devices share the heads of o [B, T, HV, V], by a sharding or by the type of o."""
-    known = jax.typeof(o).sharding if sharding is None else sharding
-    return _count(_mesh(known), _entry(known, 2))
+    spec, mesh = _spec_and_mesh(jax.typeof(o).sharding if sharding is None else sharding)
+    return size_of(mesh, axes_of_spec(spec, 4)[2])
 
 
 class Letters:
@@ -68,11 +47,10 @@ class Letters:
     def __init__(self, config, mesh_axes: Mapping[str, Any], mesh):
         known = set(mesh_axes) <= set(_DIMENSIONS)
         check(known, f"`mesh_axes` must have keys of {_DIMENSIONS}; got {tuple(mesh_axes)}.")
-        rows, tokens, heads = (_axes(mesh_axes.get(name)) for name in _DIMENSIONS)
-        self.axes = {
-            ".": (), "b": rows, "t": tokens, "n": _shared_by(heads, config.HV, mesh),
-            "h": _shared_by(heads, config.H, mesh),
-        }  # fmt: skip
+        spec = PartitionSpec(*(mesh_axes.get(name) for name in _DIMENSIONS))
+        rows, tokens, heads = axes_of_spec(spec, len(_DIMENSIONS))
+        split = lambda count: heads if mesh is None else shared_prefix(mesh, heads, count)
+        self.axes = {".": (), "b": rows, "t": tokens, "n": split(config.HV), "h": split(config.H)}
         check(self.axes["n"] == heads, f"`HV` must be a multiple of the devices along {heads}; got {config.HV}.")
 
     def spec(self, letters: str) -> PartitionSpec:

@@ -27,7 +27,15 @@ from chunkwise.shared.operators.chunked import Implementation, Launches, run_chu
 from chunkwise.shared.operators.decode import read_slots, recurrent_cost, run_recurrent, token_by_token, write_slots
 from chunkwise.shared.operators.gates import Laws, lay_out_law
 from chunkwise.shared.operators.isolation import keep_apart, spoilt_tokens
-from chunkwise.shared.operators.partition import Layout, find_division, over_mesh, size_of, token_axes
+from chunkwise.shared.operators.partition import (
+    Layout,
+    axes_of_spec,
+    find_division,
+    over_mesh,
+    shared_prefix,
+    size_of,
+    token_axes,
+)
 from chunkwise.shared.operators.ragged import (
     ChunkStates,
     Forms,
@@ -54,6 +62,7 @@ __all__ = [
     "Options",
     "Sharding",
     "Slots",
+    "axes_of_spec",
     "block_inverse",
     "check",
     "check_activation",
@@ -92,6 +101,7 @@ __all__ = [
     "run_ragged",
     "run_recurrent",
     "run_segments",
+    "shared_prefix",
     "shift",
     "size_of",
     "spoilt_segments",

@@ -103,7 +103,7 @@ def _kind(mesh, name: str) -> AxisType:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[name]
 
 
-def _axes_of(spec, ndim: int) -> list[Axes]:
+def axes_of_spec(spec, ndim: int) -> list[Axes]:
     """Return the axes of every dimension of a PartitionSpec."""
     entries = (*spec, *(None,) * (ndim - len(spec)))
     return [() if x is None else x if isinstance(x, tuple) else (x,) for x in entries]
@@ -129,7 +129,7 @@ def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: Any) -> D
     mesh, spec = _sharding_of(name, x, sharding)
     if mesh is None:
         return None
-    split = _axes_of(spec, x.ndim)
+    split = axes_of_spec(spec, x.ndim)
     known = all(axis in mesh.axis_names for axes in split for axis in axes)
     check(known, f"`sharding` must name axes of the mesh {mesh.axis_names}; got {spec}.")
     split = [tuple(axis for axis in axes if _kind(mesh, axis) != AxisType.Manual) for axes in split]
@@ -148,7 +148,7 @@ def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: Any) -> D
     for name, y in arrays.items():
         for letter, own, size in zip(layout.letters(name, y.ndim), _own_axes(y), y.shape, strict=True):
             if letter in layout.prefixes:
-                first = _shared_prefix(mesh, axes[layout.prefixes[letter]], size)
+                first = shared_prefix(mesh, axes[layout.prefixes[letter]], size)
                 # Those of its type, if these are the first ones too.
                 axes[letter] = own if own and own == first[: len(own)] else first
         _check_fits(name, y, division)
@@ -176,7 +176,7 @@ def _sharding_of(name: str, x, sharding: Any) -> tuple[Any, Any]:
     open_ = any(entry is PartitionSpec.UNCONSTRAINED for entry in spec)
     check(not open_, f"`sharding` must say for every dimension of `{name}` how it is split; got {spec}.")
     check(len(spec) <= x.ndim, f"`sharding` must have at most {x.ndim} entries, those of `{name}`; got {spec}.")
-    for have, want in zip(_own_axes(x), _axes_of(spec, x.ndim), strict=True):
+    for have, want in zip(_own_axes(x), axes_of_spec(spec, x.ndim), strict=True):
         agrees = have == tuple(axis for axis in want if axis in explicit)
         check(agrees, f"`sharding` must be that of `{name}` along explicit axes, {own.spec}; got {spec}.")
     return mesh, spec
@@ -184,10 +184,10 @@ def _sharding_of(name: str, x, sharding: Any) -> tuple[Any, Any]:
 
 def _own_axes(x) -> list[Axes]:
     """Return the explicit axes that the type of an array says its dimensions are split over."""
-    return _axes_of(jax.typeof(x).sharding.spec, x.ndim)
+    return axes_of_spec(jax.typeof(x).sharding.spec, x.ndim)
 
 
-def _shared_prefix(mesh, axes: Axes, size: int) -> Axes:
+def shared_prefix(mesh, axes: Axes, size: int) -> Axes:
     """Return the first of the axes over which a dimension of this size can be split."""
     n = len(axes)
     while size % size_of(mesh, axes[:n]):
@@ -211,7 +211,7 @@ def _place(x, spec: PartitionSpec, mesh):
     explicit = [name for name in mesh.axis_names if _kind(mesh, name) == AxisType.Explicit]
     if not explicit:
         return x
-    wanted = [tuple(name for name in axes if name in explicit) for axes in _axes_of(spec, len(x.shape))]
+    wanted = [tuple(name for name in axes if name in explicit) for axes in axes_of_spec(spec, len(x.shape))]
     placed = jax.typeof(x).sharding.mesh == mesh.abstract_mesh and wanted == _own_axes(x)
     return x if placed else jax.sharding.reshard(x, NamedSharding(mesh, _spec(wanted)))
 
