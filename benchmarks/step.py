@@ -284,12 +284,15 @@ def prefill_runs(case: Case, routes: Routes, T: int, C: int) -> tuple[int, list[
     turn = np.arange(table.shape[1] + 1)
     prepared, passed = table[:, np.minimum(turn, len(turn) - 2)], table[:, np.maximum(turn - 1, 0)]
     keep, last = passed[SEQUENCE, 0] == passed[TARGET, 0], passed[LAST, 1:]
+    whole = (prepared[END] - prepared[BEGIN] == C) & (passed[END] - passed[BEGIN] == C)
+    clear = passed[OPENS] & passed[MIXED]
     if case.operator == "kda":
-        whole = (prepared[END] - prepared[BEGIN] == C) & (passed[END] - passed[BEGIN] == C)
         empty = (prepared[END] == prepared[BEGIN]) & (passed[END] == passed[BEGIN])
-        middle = keep, whole, ~whole, passed[OPENS] & passed[MIXED] & ~whole, ~whole & ~empty
+        middle = keep, whole, ~whole, clear & ~whole, ~whole & ~empty
     else:
-        middle = passed[OPENS], keep, prepared[BUSY] | passed[BUSY]
+        # A turn in which every piece is a whole chunk is busy.
+        busy = prepared[BUSY] | passed[BUSY]
+        middle = clear, keep, busy, whole, busy & ~whole
     return len(turn), [int(np.sum(x)) for x in (passed[FIRST], *middle, last)]
 
 

@@ -583,12 +583,16 @@ def test_bytes_of_a_step():
 
 @pytest.mark.tpu
 @pytest.mark.skipif(not compiler.has_libtpu(), reason="needs libtpu")
-def test_tpu_estimate_of_a_step():
+@pytest.mark.parametrize(
+    "operator",
+    ["gated_delta_rule", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("kda", "simple_gla"))],
+)
+def test_tpu_estimate_of_a_step(operator):
     """Both kernels of one program, whose regions are as many as those counted."""
     from benchmarks.cases import Case
     from benchmarks.step import Mixture, estimate
 
-    row = estimate(Case("gated_delta_rule", H=2, HV=4), Mixture(2, prefills=(70,)), "v6e", timeout=300)
+    row = estimate(Case(operator, H=2, HV=4), Mixture(2, prefills=(70,)), "v6e", timeout=300)
     assert not row.get("failed")
     assert row["decode_bundles"] > 0
     assert row["prefill_bundles"] > 0
