@@ -156,7 +156,7 @@ def causal_conv1d(
 
     def on_device(given):
         x, weight, bias, *others = (given.get(name) for name in _LAYOUT.arguments)
-        if not tokens:
+        if lax.axis_size(tokens) == 1:
             return _run(x, weight, bias, *others, final, activation, implementation, config)
         part = find_part(x, *others, W, final, tokens)
         y, states = _run(x, weight, bias, *part[:3], final, activation, implementation, config)

@@ -80,7 +80,7 @@ def over_devices(
         arrays, elsewhere = (arrays, None) if division is None else _own(arrays, division, group)
         slots = Slots(*(arrays.get(name) for name in Slots._fields))
         y = Arguments(**others | {name: z for name, z in arrays.items() if name not in Slots._fields})
-        if tokens:
+        if lax.axis_size(tokens) > 1:
             keeping = options._replace(output_final_state=True)
             split = plain_form(lambda y: run(y, keeping, slots)) if form is None else form(keeping)
             return run_context(split, y, tokens, with_states)

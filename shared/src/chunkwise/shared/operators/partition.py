@@ -81,8 +81,8 @@ class Division(NamedTuple):
 
     @property
     def tokens(self) -> Axes:
-        """The axes that split tokens."""
-        return self.axes.get("t", ())
+        """The axes that split tokens, without those of a single device: tokens over these are not split."""
+        return self._several(self.axes.get("t", ()))
 
     def of(self, name: str, ndim: int) -> list[Axes]:
         """Return the axes that split the dimensions of an argument."""
@@ -91,7 +91,10 @@ class Division(NamedTuple):
     def summed_over(self, name: str, ndim: int) -> Axes:
         """Return the axes over which the gradient of an argument is a sum."""
         own = {axis for axes in self.of(name, ndim) for axis in axes}
-        return tuple(axis for axis in self.used if axis not in own)
+        return self._several(tuple(axis for axis in self.used if axis not in own))
+
+    def _several(self, axes: Axes) -> Axes:
+        return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
 
 def size_of(mesh, axes: Axes) -> int:
