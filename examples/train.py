@@ -140,7 +140,11 @@ def train(model, rows, o):
     optimizer, losses = make_optimizer(o.steps, o.rate), np.zeros(o.steps, np.float32)
     state, structure = jax.tree.flatten((model, optimizer.init(model), losses))
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
-    with ocp.CheckpointManager(o.output.absolute() / "checkpoints") as checkpoints, Progress(*columns) as progress:
+    kept = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with (
+        ocp.CheckpointManager(o.output.absolute() / "checkpoints", options=kept) as checkpoints,
+        Progress(*columns) as progress,
+    ):
         if last := checkpoints.latest_step() or 0:
             state = checkpoints.restore(last, args=ocp.args.StandardRestore(state))
         model, moments, losses = jax.tree.unflatten(structure, state)
