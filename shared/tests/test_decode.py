@@ -271,12 +271,12 @@ MODES = dict(
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
-        *((name, "fused") for name in MODES if name != "jax_disable_jit"),
-        ("jax_enable_x64", "xla"),
-        pytest.param("jax_disable_jit", "fused", marks=pytest.mark.thorough),
+        # The pipeline runs the kernel under the strict modes too.
         *(
-            pytest.param(name, "xla", marks=pytest.mark.thorough)
-            for name in ("jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_debug_nans")
+            pytest.param(name, implementation, marks=[] if name == "jax_enable_x64" else pytest.mark.thorough)
+            for name in MODES
+            for implementation in ("fused", "xla")
+            if (name, implementation) != ("jax_disable_jit", "xla")
         ),
     ],
 )

@@ -132,7 +132,9 @@ def test_gradients_of_plain_jax_are_those_of_the_definition(batch):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("states", [pytest.param(False, marks=pytest.mark.thorough), True])
-@each_batch
+@pytest.mark.parametrize(
+    "batch", [pytest.param(x, marks=[] if x in ("packed", "segments") else pytest.mark.thorough) for x in BATCHES]
+)
 def test_gradients_of_the_kernel_are_those_of_plain_jax(batch, states):
     """Plain JAX is differentiated by JAX, and its gradients are compared with the definition above."""
     types = (jnp.float32, jnp.bfloat16) if batch == "segments" else (jnp.float32,)

@@ -42,6 +42,7 @@ def test_bfloat16_without_states(implementation):
     assert_segments(over_segments(fused_chunk_gated_delta_rule, implementation, False), x)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpreted
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**16))
@@ -54,6 +55,7 @@ def test_isolated():
     assert_isolated(XLA, inputs(), segment_ids=SEGMENT_IDS, tolerance=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpreted
 def test_isolated_to_the_bit():
     assert_isolated(FUSED, inputs(), segment_ids=SEGMENT_IDS)

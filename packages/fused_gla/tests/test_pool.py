@@ -1,5 +1,7 @@
 """Prefills that start from slots of a pool of states and end in them."""
 
+import itertools
+
 import jax.numpy as jnp
 import pytest
 
@@ -8,10 +10,17 @@ from chunkwise.shared.testing import make_inputs
 from chunkwise.shared.testing.pooled import PREFILL_TOKENS, assert_prefills, compile_prefills
 from chunkwise.shared.testing.tpu import CHIPS, has_libtpu
 
+# One of each.
+QUICK = (False, jnp.float16, True), (True, jnp.float32, False), (True, jnp.bfloat16, True)
 
-@pytest.mark.parametrize("blocks", [False, True], ids=["", "blocks"])
-@pytest.mark.parametrize("pool", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
+
+@pytest.mark.parametrize(
+    ("per_channel", "pool", "blocks"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.thorough)
+        for case in itertools.product((False, True), (jnp.float32, jnp.bfloat16, jnp.float16), (False, True))
+    ],
+)
 def test_prefills(per_channel, pool, blocks):
     x = make_inputs(1, PREFILL_TOKENS, 1, 2, 16, 24, per_channel=per_channel)
     x.pop("beta")

@@ -24,7 +24,7 @@ LAW = {"softplus": dict(lower_bound=None, allow_neg_eigval=True), "bounded": dic
 CASES = [
     ("chunk_gated_delta_rule", "xla", "softplus packed"),
     pytest.param("chunk_gated_delta_rule", "staged", "bounded", marks=pytest.mark.thorough),
-    ("chunk_gated_delta_rule", "fused", "softplus stream"),
+    pytest.param("chunk_gated_delta_rule", "fused", "softplus stream", marks=pytest.mark.thorough),
     pytest.param("chunk_kda", "xla", "bounded stream", marks=pytest.mark.thorough),
     ("chunk_kda", "staged", "softplus packed"),
     pytest.param("chunk_kda", "fused", "bounded", marks=pytest.mark.thorough),

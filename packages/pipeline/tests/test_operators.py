@@ -38,8 +38,8 @@ def inputs_of(operator, dtype=jnp.float32, states=0, gate="logsigmoid", normalis
 # Without packing all but these staged chains is tested elsewhere: by a package, or here for the gated delta rule. A
 # pack goes through the same kernels and more tables, so one chain of the three is enough.
 def is_first(operator, implementation):
-    """Return whether a pack is a default test: `test_gates` has one of kda in stages, with raw gates."""
-    return implementation == "staged" and operator.name != "chunk_kda"
+    """Return whether a pack is a default test: `test_transforms` and `test_gates` have those of the delta rules."""
+    return implementation == "staged" and not operator.delta
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def is_first(operator, implementation):
             for i in x.implementations
         ),
         *(
-            pytest.param(x, "staged", False, id=f"{x.name}-staged", marks=[] if x.name == "chunk_gla" else thorough)
+            pytest.param(x, "staged", False, id=f"{x.name}-staged", marks=thorough)
             for x in CHUNKED
             if x.function is not chunk_gated_delta_rule
         ),

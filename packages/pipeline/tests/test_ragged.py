@@ -17,7 +17,7 @@ T, N, SLOTS, BLOCK = 150, 6, 40, 64
 OPERATORS = {"gated_delta_rule": ragged_gated_delta_rule, "kda": ragged_kda, "simple_gla": ragged_simple_gla}
 IMPLEMENTATIONS = ["xla", "fused"]
 # Plain JAX of other operators differs in the recurrence alone, which their own tests know.
-QUICK = ("gated_delta_rule", "xla")
+QUICK = ("gated_delta_rule", "xla"), ("gated_delta_rule", "fused"), ("simple_gla", "fused")
 # RMS errors over the RMS of the float64 recurrence.
 ACCURACY = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 4e-4}
 
@@ -154,7 +154,8 @@ def rms(x: np.ndarray) -> float:
         pytest.param(
             operator,
             implementation,
-            marks=[] if implementation == "fused" or (operator, implementation) == QUICK else [pytest.mark.thorough],
+            # KDA's package has steps of its own kernel.
+            marks=[] if (operator, implementation) in QUICK else [pytest.mark.thorough],
         )
         for operator in OPERATORS
         for implementation in (*IMPLEMENTATIONS, "staged")
@@ -174,7 +175,7 @@ def test_random_steps(operator, implementation):
     check()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.thorough), "float16"])
 @pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "fused"])
 def test_types_of_pools(implementation, dtype):
     """A pool keeps its type, and is rounded once, where a state is stored."""
@@ -183,7 +184,7 @@ def test_types_of_pools(implementation, dtype):
         assert_step("gated_delta_rule", implementation, make_schedule(rng, 3), rng, dtype)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "fused"])
 def test_stale_slots(implementation):
     """A freed slot may hold NaN, and so may every slot that no sequence reads."""
     rng = np.random.default_rng(2)

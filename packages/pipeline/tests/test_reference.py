@@ -25,7 +25,7 @@ def compare(inputs, operator=chunk_gated_delta_rule, **options):
     assert_close("final_state", state, state_ref, tolerance)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=thorough)])
 @pytest.mark.parametrize("gate", [*GATES, "resets"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_gates(implementation, gate, dtype):
@@ -60,7 +60,7 @@ def test_l2norm_and_own_scale(implementation):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=thorough)])
 @pytest.mark.parametrize("gate", ["zero", "logsigmoid/10"])
-@pytest.mark.parametrize("beta", [1.0, 1.9])
+@pytest.mark.parametrize("beta", [pytest.param(1.0, marks=thorough), 1.9])
 @pytest.mark.parametrize("chunk_size", [pytest.param(64, marks=thorough), 128])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_repeated_keys(implementation, chunk_size, beta, gate, dtype):
