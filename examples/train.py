@@ -172,7 +172,7 @@ def write(model, text):
 def main():
     """Train a model, measure it on files that it has not seen, and let it write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    defaults = dict(steps=900, batch=4, length=256, width=128, rate=3e-3, save_every=300, held_out=2**17)
+    defaults = dict(steps=800, batch=4, length=256, width=128, rate=3e-3, save_every=300, held_out=2**17)
     for name, default in (defaults | dict(mesh="data=1", output=Path("train_output"))).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     o = parser.parse_args()
