@@ -1,9 +1,8 @@
 """Everything that the README and the pages tell a reader to type is run, or at least exists, and so do all links.
 
-The Python blocks of a page run in one go, and print what the block after them promises. The first block of a page
-also runs alone, because a reader copies it first. Commands that take seconds run. Commands that
-install something or take minutes cannot run inside a test session, so for them the session, folder or option that they
-name must exist.
+The Python blocks of a page run in one go, and print what the block after them promises. Commands that take seconds
+run. Commands that install something or take minutes cannot run inside a test session, so for them the session, folder
+or option that they name must exist.
 """
 
 import contextlib
@@ -25,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Their examples run in their own packages' sessions.
 PACKAGE_PAGES = [ROOT / "shared/README.md", *sorted(ROOT.glob("packages/*/README.md"))]
+# Those whose code is mostly that of other pages run in the thorough tests.
+REPEATS = ("adding-a-kernel", "from-tokamax", "new-tpu", "numerics", "packing", "stages", "tutorial")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -68,19 +69,19 @@ def without_libraries(monkeypatch, code: str) -> bool:
     )
 
 
-def first_example(page: Path) -> str | None:
-    """Return the first Python block of a page."""
-    blocks = (code for kind, code in BLOCK.findall(page.read_text()) if kind == "python")
-    return next(blocks, None)
-
-
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.stem, marks=[pytest.mark.tpu] if "compile_for(" in page.read_text() else [])
+        pytest.param(
+            page,
+            id=page.stem,
+            marks=[pytest.mark.tpu] * ("compile_for(" in page.read_text())
+            + [pytest.mark.thorough] * (page.stem in REPEATS),
+        )
         for page in PAGES
     ],
 )
+@pytest.mark.interpreted
 def test_python(page, monkeypatch):
     text = page.read_text()
     if "tpu.compile_for" in text and not tpu.has_libtpu():
@@ -99,14 +100,6 @@ def test_python(page, monkeypatch):
         if printed.getvalue() or "print(" in code:
             assert next_kind == "", f"{page.name}: the output of a block must follow it"
             assert printed.getvalue() == promised
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if first_example(page)], ids=lambda page: page.stem)
-def test_first_example_is_whole(page, monkeypatch):
-    if not without_libraries(monkeypatch, first_example(page)):
-        pytest.skip("the example needs torch and transformers")
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile(first_example(page), str(page), "exec"), {})
 
 
 def commands() -> list:
