@@ -81,19 +81,27 @@ def test_kernels(name, implementation):
     assert_divided(name, implementation, make_mesh((2,), "automatic"), P(None, "a"), "automatic", x)
 
 
-@thorough
-@pytest.mark.parametrize("states", [True, False], ids=["states", "no-states"])
-def test_documents_in_kernels(states):
+# Those with launches of their own where tokens are split; a gate per channel and one per head make other kernels.
+KERNELS = [
+    pytest.param("chunk_gated_delta_rule", marks=thorough),
+    "chunk_gla",
+    pytest.param("chunk_simple_gla", marks=thorough),
+]
+
+
+@pytest.mark.parametrize("states", [True, pytest.param(False, marks=thorough)], ids=["states", "no-states"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_documents_in_kernels(name, states):
     """Three launches where tokens are split: the states alone, the operator, the gradient of the state alone."""
-    x = inputs_of("chunk_gated_delta_rule", B=1, states=len(BOUNDARIES) - 1 if states else 0)
+    x = inputs_of(name, B=1, states=len(BOUNDARIES) - 1 if states else 0)
     mesh, fixed = make_mesh((2,), "automatic"), {"cu_seqlens": BOUNDARIES}
-    assert_divided("chunk_gated_delta_rule", "fused", mesh, P(None, "a"), "automatic", x, fixed, states)
+    assert_divided(name, "fused", mesh, P(None, "a"), "automatic", x, fixed, states)
 
 
-@thorough
-def test_segments_in_kernels():
-    x, fixed = inputs_of("chunk_gated_delta_rule"), {"segment_ids": jnp.asarray(SEGMENTS)}
-    assert_divided("chunk_gated_delta_rule", "fused", make_mesh((2,), "explicit"), P(None, "a"), "explicit", x, fixed)
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "chunk_gla", "chunk_simple_gla"])
+def test_segments_in_kernels(name):
+    x, fixed = inputs_of(name), {"segment_ids": jnp.asarray(SEGMENTS)}
+    assert_divided(name, "fused", make_mesh((2,), "explicit"), P(None, "a"), "explicit", x, fixed)
 
 
 @pytest.mark.parametrize("states", [True, pytest.param(False, marks=thorough)], ids=["states", "no-states"])

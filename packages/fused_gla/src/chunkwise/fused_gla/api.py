@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from chunkwise.shared.operators import (
     Devices,
     Forms,
     Implementation,
+    Launches,
     Options,
     Sharding,
     Slots,
@@ -140,8 +142,12 @@ def chunk(
         )
     fit = config is not None or _default_config(x, C) is not None
     on_tpu = "fused" if fit else "staged" if "staged" in others else "xla"
-    known = {"fused": functools.partial(_fused, config=config), "xla": _xla} | dict(others)
-    return run_chunked(x, options, implementation, known, on_tpu, segmented=("fused",))
+    fused, summary, state_gradient = (
+        functools.partial(fn, config=config) for fn in (_fused, _summary, _state_gradient)
+    )  # fmt: skip
+    launches: Any = Launches(lambda x, options, _: fused(x, options), summary, state_gradient)
+    known: Any = {"fused": fused, "xla": _xla, **others}
+    return run_chunked(x, options, implementation, known, on_tpu, segmented=("fused",), over_tokens={"fused": launches})
 
 
 def ragged(
@@ -205,6 +211,20 @@ def _fused(x: Arguments, options: Options, config: Config | None) -> tuple[jax.A
     inside, after = split_scale(x.scale)
     o, state = vjp.fused(x._replace(scale=None), inside, options, config or _config(x, options))
     return scaled(o, after), state
+
+
+def _summary(x: Arguments, options: Options, config: Config | None) -> tuple[jax.Array, None]:
+    """Return the states after the tokens; nothing is kept for the operator, whose own work does not contain it."""
+    return vjp.summary(x._replace(scale=None), options, config or _config(x, options)), None
+
+
+def _state_gradient(
+    x: Arguments, options: Options, kept: None, do: jax.Array, dstates: jax.Array, config: Config | None
+) -> jax.Array:
+    """Return the gradient of the initial states alone, from the cotangents of `_fused`."""
+    inside, after = split_scale(x.scale)
+    config = config or _config(x, options)
+    return vjp.state_gradient(x._replace(scale=None), inside, options, config, scaled(do, after), dstates)
 
 
 def _pooled(x: Arguments, options: Options, routes: Routes) -> tuple[jax.Array, jax.Array]:

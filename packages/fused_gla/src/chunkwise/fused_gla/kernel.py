@@ -353,8 +353,8 @@ class Place:
           at, i: grid step and chunk.
           masked: as `run_chunk` says it.
           tiles: pairs (name of a Ref of tokens, lanes of a head) that must be finite, beside the gates.
-          states: Refs [heads, V, K] of the state before the chunk, and of the gradient of the one after it. Zeros
-            replace them if they are not finite and another sequence could meet them.
+          states: Refs [heads, V, K] of the state before the chunk, and of the gradient of the one after it, or None.
+            Zeros replace them if they are not finite and another sequence could meet them.
         """
         self.s, self.refs, self.i = s, refs, i
         self.at = pl.ds(pl.multiple_of(i * jnp.int32(s.C), s.C), s.C)
@@ -393,6 +393,8 @@ class Place:
             found = jnp.maximum(found, to_column(1.0 - (zero == 0.0).astype(jnp.float32)))
         found = jnp.where(masks.code >= 0, found, 0.0)
         for ref, touched in zip(states, (masks.carried, masks.ending), strict=False):
+            if ref is None:
+                continue
             bad = not_finite(ref[...])  # [1, 1, 1]
             found = jnp.maximum(found, jnp.where(touched, bad, 0.0))
             pl.when(jnp.max(bad) > 0.0)(functools.partial(clear, ref))
@@ -486,7 +488,8 @@ class Chunk:
             self.q = place.load(refs.q, s.K, place.keys(heads)).astype(self.dtype)  # [key heads, C, K]
         if decays is None:
             self.g = place.gates(heads)
-            decays = tile.decays(self.g, s.scale, None if place.masks is None else place.masks.same)
+            same = None if place.masks is None else place.masks.same
+            decays = tile.decays(self.g, s.scale, same, pairs=queries)
         self.decays = decays
 
     @property
@@ -587,28 +590,29 @@ def launch(s: Static, x: Operands, output: bool = True, keep: bool = False):
 
     Args:
       s, x: static sizes and operands.
-      output: compute o, and the final states if `s.final`.
+      output: compute o.
       keep: return the state before every grid step, [B, steps, HV, V, K] float32, for the backward.
     """
     blocks = Blocks(s, s.config.heads, lambda t: t)
-    final, state = output and s.final, (s.HV, s.V, s.K)
+    state = s.HV, s.V, s.K
     inputs = [y for y in x if y is not None]
+    kind = "fwd" if output else "states" if keep else "summary"
     tail, pool = (), None
     if x.pool is not None:
         tail, pool = x.pool.shape[2:], out_struct(x.pool.shape, x.pool.dtype, *inputs)
     return run_kernel(
         _gla_fwd_kernel, s, blocks, x, queries=output,
-        name=f"fused_chunk_gla_{'fwd' if output else 'states'}_c{s.C}" + ("_varlen" if x.several else ""),
+        name=f"fused_chunk_gla_{kind}_c{s.C}" + ("_varlen" if x.several else ""),
         outputs=[
             ("o", blocks.tokens(s.V), out_struct(x.v.shape, x.v.dtype, *inputs) if output else None),
-            ("final", blocks.states(), out_struct((s.N, *state), jnp.float32, *inputs) if final else None),
+            ("final", blocks.states(), out_struct((s.N, *state), jnp.float32, *inputs) if s.final else None),
             ("kept", blocks.kept(), out_struct((s.B, s.steps, *state), jnp.float32, *inputs) if keep else None),
             ("pool_out", blocks.slots(TARGET, *tail), pool),
         ],
         more=[("pool", blocks.slots(SEQUENCE, *tail), x.pool)],
         in_place=("pool", "pool_out") if x.pool is not None else None,
         # The state, unless an output holds it.
-        scratch=[] if final else [("S", pltpu.VMEM((blocks.heads, s.V, s.K), jnp.float32))],
+        scratch=[] if s.final else [("S", pltpu.VMEM((blocks.heads, s.V, s.K), jnp.float32))],
         cost_estimate=cost(
             B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, C=s.C, itemsize=x.v.dtype.itemsize,
             per_channel=s.per_channel, output=output,

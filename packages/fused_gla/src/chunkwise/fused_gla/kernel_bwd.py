@@ -191,6 +191,60 @@ def _gla_bwd_kernel(refs, s: Static):
     lax.fori_loop(first, end, lambda i, _: run(gradients, first + end - 1 - i), None)
 
 
+def _gla_bwd_state_kernel(refs, s: Static):
+    """Take the gradient of the state back through the chunks of a grid step; the last step comes first.
+
+    Of a chunk it takes queries for keys and gradients of outputs for values: it adds them like these, but decayed from
+    the start of the chunk.
+    """
+    dS, turn = refs.dinitial, pl.program_id(2)
+    at, heads = grid_step(s, refs, s.steps - 1 - turn), slice(0, dS.shape[0])
+    begins = turn == 0
+    if at.piece is not None:
+        begins |= at.piece.last == 1
+
+    @pl.when(begins)
+    def _():
+        dS[...] = refs.initial_state[...]
+
+    constant = constant_decays(s, refs, heads.stop) if s.constant else None
+
+    def chunk(i, masked):
+        place = Place(s, refs, at, i, masked, (("k", s.K), ("v", s.V)), (None, dS))
+        c = Chunk(place, heads, constant, queries=False)
+        dS[...] = tile.next_state(dS[...], c.k, c.v, c.from_start(), c.through(), s.parts)
+        place.spoil_state(dS, place.before if masked else None)
+
+    def turn_of(i):
+        run_chunk(s, refs, at, i, functools.partial(chunk, i))
+
+    first, end = at.chunks(s)
+    lax.fori_loop(first, end, lambda i, _: turn_of(first + end - 1 - i), None)
+
+
+def launch_state(s: Static, x: Operands) -> jax.Array:
+    """Return the gradient of the initial states alone, [N, HV, V, K] float32.
+
+    Args:
+      s: as in the forward.
+      x: operands of the forward with queries in the place of keys, gradients of o in that of values, and gradients of
+        the final states in that of initial states; q is not read.
+    """
+    blocks = Blocks(s, s.config.heads, lambda t: s.steps - 1 - t)
+    inputs = [y for y in x if y is not None]
+    dinitial = out_struct((s.N, s.HV, s.V, s.K), jnp.float32, *inputs)
+    return run_kernel(
+        _gla_bwd_state_kernel, s, blocks, x, queries=False,
+        name=f"fused_chunk_gla_bwd_state_c{s.C}" + ("_varlen" if x.several else ""),
+        outputs=[("dinitial", blocks.states(), dinitial)],
+        scratch=[],
+        cost_estimate=cost(
+            B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, C=s.C, itemsize=x.v.dtype.itemsize,
+            per_channel=s.per_channel, output=False,
+        ),
+    )[0]  # fmt: skip
+
+
 def launch(s: Static, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept: jax.Array, gates: bool):
     """Return (dq, dk, dv, dg, dinitial) in the layouts of the operands; None for what is not wanted.
 

@@ -67,8 +67,8 @@ def _split_by(b: int, C: int) -> jax.Array:
     return (i > j) & ((i ^ j) >= b) & ((i ^ j) < 2 * b)
 
 
-def _spans(C: int, same: jax.Array | None) -> jax.Array:
-    """Return the spans of all per-channel exponents as [1, (levels + 2) C, C] of zeros and ones.
+def _spans(C: int, same: jax.Array | None) -> list[jax.Array]:
+    """Return the spans of all per-channel exponents, each bool [1 or h, C, C].
 
     First, for every level, the tokens between each token and the last one of the left half of its block; then those up
     to each token, then those after it, within its sequence.
@@ -76,11 +76,14 @@ def _spans(C: int, same: jax.Array | None) -> jax.Array:
     i, m = row_index(C), column_index(C)  # [1, C, C]
     # In the right half of a block a row adds up the tokens up to i, in the left half those after it.
     agree = lambda x, y: (x & y) | ~(x | y)
-    # Each [1, C, C].
     spans = [((i ^ m) < b) & agree((i & b) != 0, m <= i) for b in _levels(C)]
-    spans += [_within(m <= i, same), _within(m > i, same)]
-    h = spans[-1].shape[0]
-    return jnp.concatenate([_for_heads(x, h).astype(jnp.float32) for x in spans], axis=1)
+    return [*spans, _within(m <= i, same), _within(m > i, same)]
+
+
+def _stacked(spans: list[jax.Array], h: int) -> jax.Array:
+    """Return spans below one another as [h, n C, C] of zeros and ones."""
+    most = spans[-1].shape[0]
+    return _for_heads(jnp.concatenate([_for_heads(x, most).astype(jnp.float32) for x in spans], axis=1), h)
 
 
 def _within(mask: jax.Array, same: jax.Array | None) -> jax.Array:
@@ -91,20 +94,27 @@ def _for_heads(x: jax.Array, h: int) -> jax.Array:
     return jnp.broadcast_to(x, (h, *x.shape[1:]))
 
 
-def decays(g: jax.Array, scale: jax.Array | float, same: jax.Array | None = None) -> Decays:
+def decays(g: jax.Array, scale: jax.Array | float, same: jax.Array | None = None, pairs: bool = True) -> Decays:
     """Return the decays of a chunk.
 
     Args:
       g: gates in nats, [h, 1, C] or [h, C, K], zero on padding.
       scale: of the outputs, float32.
       same: bool [1 or h, C, C], whether two tokens belong to one sequence; None if all do.
+      pairs: whether the caller reads those of pairs; else gates per channel make none, which is most of their work.
     """
     if per_channel(g):
         h, C, _ = g.shape
-        # [h, (levels + 2) C, K], cut into tiles [h, C, K]: one product makes every sum of gates.
-        sums = dot(_for_heads(_spans(C, same), h), g)
-        *pairs, from_start, to_end = (jnp.exp(sums[:, n : n + C]) for n in range(0, sums.shape[1], C))
-        return Decays(tuple(pairs), scale * from_start, to_end, jnp.exp(jnp.sum(g, axis=1, keepdims=True)), scale)
+        spans = _spans(C, same)
+        if pairs:
+            # [h, (levels + 2) C, K], cut into tiles [h, C, K]: one product makes every sum of gates.
+            sums = dot(_stacked(spans, h), g)
+            *between, from_start, to_end = (jnp.exp(sums[:, n : n + C]) for n in range(0, sums.shape[1], C))
+        else:
+            # One product each: who wants no pairs reads one of the two, and a kernel computes only what is read.
+            from_start, to_end = (jnp.exp(dot(_stacked([x], h), g)) for x in spans[-2:])
+            between = ()
+        return Decays(tuple(between), scale * from_start, to_end, jnp.exp(jnp.sum(g, axis=1, keepdims=True)), scale)
     h, C = g.shape[0], g.shape[2]
     # Row i holds the gates of the tokens up to i, [h, C, C]; entry (i, j) of the product adds up those after j.
     up_to = jnp.where(lower(C), g, 0.0)
@@ -399,7 +409,7 @@ def gate_bwd(exponents, d_from_start: jax.Array, d_to_end: jax.Array, same: jax.
     if isinstance(exponents, tuple):
         stacked = jnp.concatenate([*exponents, d_from_start, d_to_end], axis=1)  # [h, (levels + 2) C, K]
         h, C, _ = d_to_end.shape
-        return dot_tn(_for_heads(_spans(C, same), h), stacked)
+        return dot_tn(_stacked(_spans(C, same), h), stacked)
     # Token m sits in the exponent of every pair i >= m > j: sum over j < m by a product, then over i >= m.
     h, C, _ = exponents.shape
     before = _for_heads((row_index(C) < column_index(C)).astype(jnp.float32), h)  # [h, C, C]

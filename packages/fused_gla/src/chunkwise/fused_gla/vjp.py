@@ -22,6 +22,7 @@ from chunkwise.shared.kernels import (
     keep,
     largest_divisor,
     num_chunks,
+    operand_dtype,
     pad_lanes,
     pad_states,
     pool_steps,
@@ -36,10 +37,43 @@ def fused(x: Arguments, scale: float, options: Options, config: Config):
     """Return (o [B, T, HV, V], final states [N, HV, K, V] or None) for checked arguments; `x.scale` is not read."""
     s, operands = _lay_out(x, scale, options, config)
     o, final = attend(s, operands)
-    if final is not None:
-        K, V = s.widths
-        final = jnp.swapaxes(final[:, :, :V, :K], 2, 3)
-    return from_lanes(o, s.HV, s.widths[1], s.T), final
+    return from_lanes(o, s.HV, s.widths[1], s.T), None if final is None else _user_states(s, final)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def summary(x: Arguments, options: Options, config: Config) -> jax.Array:
+    """Return the final states [N, HV, K, V] alone; `x.q` and `x.scale` are not read."""
+    s, operands = _lay_out(x, 1.0, options, config)
+    return _user_states(s, kernel.launch(_in_parts(s, x), operands, output=False)[1])
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def state_gradient(
+    x: Arguments, scale: float, options: Options, config: Config, do: jax.Array, dfinal: jax.Array
+) -> jax.Array:
+    """Return the gradient of the initial states alone; `x.scale` is not read.
+
+    Args:
+      x, scale, options, config: of `fused`.
+      do, dfinal: the cotangents of its results.
+    """
+    dtype = operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
+    # Queries and the gradients of outputs act on the gradient of the state as keys and values act on the state.
+    q = x.q.astype(dtype)
+    x = x._replace(q=q, k=q, v=do.astype(dtype), initial_state=dfinal)
+    s, operands = _lay_out(x, scale, options, config)
+    return _user_states(s, kernel_bwd.launch_state(_in_parts(s, x), operands))
+
+
+def _in_parts(s: Static, x: Arguments) -> Static:
+    """Return a launch whose computed tiles have as many parts as the gradient of constant gates may ask for."""
+    return s._replace(parts=1 if x.g_gamma is None else 2)
+
+
+def _user_states(s: Static, states: jax.Array) -> jax.Array:
+    """Return states [N, HV, V, K] of a kernel as the user has them, [N, HV, K, V] without padding."""
+    K, V = s.widths
+    return jnp.swapaxes(states[:, :, :V, :K], 2, 3)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -107,8 +141,11 @@ def _forward(s: Static, x: Operands):
         o, final, kept, _ = kernel.launch(s, x, keep=True)
         return kept, (o, final)
 
+    def part(x):
+        return kernel.launch(s._replace(final=False), x, output=False, keep=True)[2]
+
     # Under rematerialisation nobody reads the output again, nor in a program of gradients only.
-    kept, out = keep(unless_unread(whole, lambda x: kernel.launch(s, x, output=False, keep=True)[2], x))
+    kept, out = keep(unless_unread(whole, part, x))
     return out, (trim(s, x), kept, wanted)
 
 

@@ -170,7 +170,7 @@ def _summary(form: Form, x: Arguments, part: Part) -> tuple[jax.Array, jax.Array
 
     def state_after(v, S, own):
         # The queries and their scale do not matter to a state.
-        y = x._replace(q=x.k, v=v, scale=None, initial_state=_entry(part, S, own))
+        y = x._replace(q=x.k.astype(x.q.dtype), v=v, scale=None, initial_state=_entry(part, S, own))
         states, kept = form.summary(y)
         return _exit(part, states), kept
 
