@@ -1,6 +1,7 @@
 """Tokens split over devices: the result is that of one device, in float64-checked values and all gradients."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import NamedSharding
 from chunkwise.pipeline import chunk_gla
 from chunkwise.pipeline.operators import CHUNKED
 from chunkwise.shared.operators import affine_scan
-from chunkwise.shared.testing import assert_close, with_gradients
+from chunkwise.shared.testing import assert_close, text_for_tpu, with_gradients
 from meshes import (
     P,
     assert_divided,
@@ -22,6 +23,8 @@ from meshes import (
     expected,
     inputs_of,
     make_mesh,
+    on_mesh,
+    place,
     run_of,
     spec_of,
 )
@@ -81,16 +84,14 @@ def test_kernels(name, implementation):
     assert_divided(name, implementation, make_mesh((2,), "automatic"), P(None, "a"), "automatic", x)
 
 
-# Those with launches of their own where tokens are split; a gate per channel and one per head make other kernels.
-KERNELS = [
-    pytest.param("chunk_gated_delta_rule", marks=thorough),
-    "chunk_gla",
-    pytest.param("chunk_simple_gla", marks=thorough),
-]
+def kernels(*quick: str) -> list:
+    """Return the operators with launches of their own where tokens are split, of which the quick tests run some."""
+    names = "chunk_gated_delta_rule", "chunk_gla", "chunk_simple_gla"
+    return [pytest.param(name, marks=[] if name in quick else [thorough]) for name in names]
 
 
 @pytest.mark.parametrize("states", [True, pytest.param(False, marks=thorough)], ids=["states", "no-states"])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", kernels("chunk_gla"))
 def test_documents_in_kernels(name, states):
     """Three launches where tokens are split: the states alone, the operator, the gradient of the state alone."""
     x = inputs_of(name, B=1, states=len(BOUNDARIES) - 1 if states else 0)
@@ -98,10 +99,51 @@ def test_documents_in_kernels(name, states):
     assert_divided(name, "fused", mesh, P(None, "a"), "automatic", x, fixed, states)
 
 
-@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "chunk_gla", "chunk_simple_gla"])
+@pytest.mark.parametrize("name", kernels("chunk_simple_gla"))
 def test_segments_in_kernels(name):
+    """Padding may hold anything."""
     x, fixed = inputs_of(name), {"segment_ids": jnp.asarray(SEGMENTS)}
-    assert_divided(name, "fused", make_mesh((2,), "explicit"), P(None, "a"), "explicit", x, fixed)
+    padding = {n: jnp.asarray(SEGMENTS < 0).reshape(*SEGMENTS.shape, *(1,) * (y.ndim - 2)) for n, y in x.items()}
+    spoilt = {n: y if n == "initial_state" else jnp.where(padding[n], jnp.nan, y) for n, y in x.items()}
+    mesh, spec = make_mesh((2,), "explicit"), P(None, "a")
+    cotangents = cotangents_of(run_of(name, "fused"), x, fixed)
+    got = on_mesh(name, "fused", mesh, spec, "explicit")(
+        *(place(y, mesh, spec) for y in (spoilt, fixed)), place(cotangents, mesh, spec)
+    )
+    assert_expected(got, expected(x, fixed, cotangents))
+
+
+@pytest.mark.parametrize("remat", [True, pytest.param(False, marks=thorough)], ids=["remat", "plain"])
+def test_constant_gates_in_kernels(remat):
+    """One decay for every head and chunk, heads of other than 128 channels, and what a policy keeps under remat."""
+    x = inputs_of("chunk_simple_gla", B=1, T=64, H=1, HV=2, K=24, V=40)
+    x["g_gamma"] = jnp.asarray([-0.05, -2.0])
+    del x["g"]
+    cotangents = cotangents_of(run_of("chunk_simple_gla", "fused"), x, {})
+    sharding = NamedSharding(make_mesh((2,), "automatic"), P(None, "a"))
+    run = run_of("chunk_simple_gla", "fused", sharding=sharding, chunk_size=16)
+    names = "chunkwise_context_map", "chunkwise_context_state", "chunkwise_kept"
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    layer = jax.checkpoint(lambda x: run(x, {}), policy=policy) if remat else lambda x: run(x, {})
+    got = jax.jit(with_gradients(lambda x, _: layer(x)))(x, {}, cotangents)
+    assert_expected(got, expected(x, {}, cotangents))
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
+@pytest.mark.parametrize("name", ["chunk_gla", "chunk_simple_gla"])
+def test_launches(name, remat):
+    """A device does what it does alone, and two launches more: the states alone, and the gradient of the one before."""
+    x = inputs_of(name, B=1)
+    run = run_of(name, "fused", sharding=NamedSharding(make_mesh((2,), "automatic"), P(None, "a")))
+    # With what a policy keeps, a recomputed forward makes no map again and runs no kernel.
+    names = "chunkwise_context_map", "chunkwise_context_state", "chunkwise_kept"
+    layer = lambda x, _=None: run(x, {})
+    if remat:
+        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    launches = lambda text: sorted(re.findall(r"fused_chunk_gla_(\w+)_c\d+", text))
+    assert launches(text_for_tpu(layer, x)) == ["fwd", "summary"]
+    cotangents = cotangents_of(run, x, {})
+    assert launches(text_for_tpu(with_gradients(layer), x, {}, cotangents)) == ["bwd", "bwd_state", "fwd", "summary"]
 
 
 @pytest.mark.parametrize("states", [True, pytest.param(False, marks=thorough)], ids=["states", "no-states"])

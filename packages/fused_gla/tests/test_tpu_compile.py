@@ -4,23 +4,30 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.fused_gla import Config, fused_chunk_gla, recurrent_simple_gla
+from chunkwise.fused_gla import Config, fused_chunk_gla, recurrent_simple_gla, vjp
+from chunkwise.shared.operators import Arguments, Options
 from chunkwise.shared.testing import spec
 from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu, kernel_products
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 
 
-def compile_gradient(x, chip, B, T, H, HV, layer=lambda fn: fn, **options):
-    """Compile the gradients of x, whose q, k, v are flat [B, T, heads * D] as a projection leaves them, for do = v."""
+def unflattened(x, B, T, H, HV):
+    """Return the arrays of an operator, by name, from those with tokens flat [B, T, heads * D]."""
 
     def unflatten(name, y):
         heads = H if name in "qk" else HV
-        return y.reshape(B, T, heads, -1) if y.shape[:2] == (B, T) and y.shape[2] != heads else y
+        return y.reshape(B, T, heads, -1) if y.ndim == 3 and y.shape[:2] == (B, T) and y.shape[2] != heads else y
+
+    return {name: unflatten(name, y) for name, y in x.items()}
+
+
+def compile_gradient(x, chip, B, T, H, HV, layer=lambda fn: fn, **options):
+    """Compile the gradients of x, whose q, k, v are flat [B, T, heads * D] as a projection leaves them, for do = v."""
 
     def run(x, cu_seqlens, do):
         def flat(x):
-            x = {name: unflatten(name, y) for name, y in x.items()}
+            x = unflattened(x, B, T, H, HV)
             o, state = fused_chunk_gla(**x, cu_seqlens=cu_seqlens, implementation="fused", **options)
             return o.reshape(B, T, -1), state
 
@@ -78,6 +85,40 @@ def test_compiles(case, chip):
     text = compile_gradient(x, chip, sizes["B"], sizes["T"], *heads, jax.checkpoint, **options).as_text()
     for kernel in ("fwd", "states", "bwd"):
         assert f"fused_chunk_gla_{kernel}_c" in text
+
+
+# What is launched where tokens are split over devices has states in and out always.
+SPLIT = {
+    "packed, head": (
+        dict(T=300, H=2, HV=4, K=64, V=100), lambda: dict(g=spec(1, 300, 4), cu_seqlens=spec(5, dtype=jnp.int32))
+    ),
+    "segments, channel": (
+        dict(T=300, H=2, HV=2, K=128, V=128),
+        lambda: dict(g=spec(1, 300, 256, dtype=jnp.bfloat16), segment_ids=spec(1, 300, dtype=jnp.int32)),
+    ),
+    "constant": (dict(T=320, H=2, HV=2, K=128, V=128), lambda: dict(g_gamma=spec(2))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.thorough] * (x == "constant")) for x in SPLIT])
+def test_launches_over_devices_compile(case, chip):
+    """The states alone, and the gradient of those before the tokens alone."""
+    sizes, more = SPLIT[case]
+    x = tokens(B=1, **sizes, **more())
+    N = 4 if "cu_seqlens" in x else 1
+    x["initial_state"] = spec(N, sizes["HV"], sizes["K"], sizes["V"])
+    options, config = Options(True, chunk_size=64), Config(2, 2, 1)
+
+    def run(x):
+        y = Arguments(**{"g": None} | unflattened(x, 1, sizes["T"], sizes["H"], sizes["HV"]))
+        dinitial = vjp.state_gradient(y, 1.0, options, config, y.v, y.initial_state)
+        return vjp.summary(y, options, config), dinitial
+
+    text = compile_for(run, x, chip=chip).as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 2
+    for kernel in ("summary", "bwd_state"):
+        assert f"fused_chunk_gla_{kernel}_c64" in text
 
 
 @pytest.mark.parametrize("chip", CHIPS)

@@ -27,6 +27,7 @@ from chunkwise.shared.compat import out_struct
 from chunkwise.shared.kernels import (
     SequenceMasks,
     Step,
+    bf16_parts,
     chunk_owners,
     clear,
     clip_gate,
@@ -458,6 +459,13 @@ class Place:
         g = g if refs.gamma is None else g + refs.gamma[heads]
         return _select(self.own_row, g)
 
+    def gate_parts(self, g: jax.Array) -> tuple[jax.Array, ...] | None:
+        """Return bfloat16 tiles that add up to the gates per channel, exactly; None for gates per head."""
+        if not self.s.per_channel:
+            return None
+        # Gates that come in bfloat16 are one part, clipped or not.
+        return bf16_parts(g, 1 if self.refs.g.dtype == jnp.bfloat16 and self.refs.gamma is None else 3)
+
 
 def as_padding(code: jax.Array, found: jax.Array) -> jax.Array:
     """Return `coded_owners` with the tokens that are found, 1 and 0 of the same shape, marked as padding."""
@@ -489,7 +497,7 @@ class Chunk:
         if decays is None:
             self.g = place.gates(heads)
             same = None if place.masks is None else place.masks.same
-            decays = tile.decays(self.g, s.scale, same, pairs=queries)
+            decays = tile.decays(self.g, s.scale, same, queries, place.gate_parts(self.g))
         self.decays = decays
 
     @property

@@ -86,6 +86,12 @@ def _stacked(spans: list[jax.Array], h: int) -> jax.Array:
     return _for_heads(jnp.concatenate([_for_heads(x, most).astype(jnp.float32) for x in spans], axis=1), h)
 
 
+def _sums(spans: list[jax.Array], parts: tuple[jax.Array, ...]) -> jax.Array:
+    """Return the sums of gates over spans, one after the other, [h, n C, K] float32: parts [h, C, K] add up to them."""
+    ones = _stacked(spans, parts[0].shape[0]).astype(parts[0].dtype)
+    return dot(jnp.concatenate([ones] * len(parts), axis=2), jnp.concatenate(parts, axis=1))
+
+
 def _within(mask: jax.Array, same: jax.Array | None) -> jax.Array:
     return mask if same is None else mask & same
 
@@ -94,7 +100,10 @@ def _for_heads(x: jax.Array, h: int) -> jax.Array:
     return jnp.broadcast_to(x, (h, *x.shape[1:]))
 
 
-def decays(g: jax.Array, scale: jax.Array | float, same: jax.Array | None = None, pairs: bool = True) -> Decays:
+def decays(
+    g: jax.Array, scale: jax.Array | float, same: jax.Array | None = None, pairs: bool = True,
+    parts: tuple[jax.Array, ...] | None = None,
+) -> Decays:  # fmt: skip
     """Return the decays of a chunk.
 
     Args:
@@ -102,17 +111,20 @@ def decays(g: jax.Array, scale: jax.Array | float, same: jax.Array | None = None
       scale: of the outputs, float32.
       same: bool [1 or h, C, C], whether two tokens belong to one sequence; None if all do.
       pairs: whether the caller reads those of pairs; else gates per channel make none, which is most of their work.
+      parts: of gates per channel, what to multiply in their place: bfloat16 tiles that add up to g. Zeros and ones are
+        exact in bfloat16 too, so one pass of the matrix unit loses nothing. None for g itself, where JAX is to
+        differentiate the sums: it would round the gradient of a bfloat16 tile.
     """
     if per_channel(g):
         h, C, _ = g.shape
-        spans = _spans(C, same)
+        spans, parts = _spans(C, same), parts or (g,)
         if pairs:
             # [h, (levels + 2) C, K], cut into tiles [h, C, K]: one product makes every sum of gates.
-            sums = dot(_stacked(spans, h), g)
+            sums = _sums(spans, parts)
             *between, from_start, to_end = (jnp.exp(sums[:, n : n + C]) for n in range(0, sums.shape[1], C))
         else:
             # One product each: who wants no pairs reads one of the two, and a kernel computes only what is read.
-            from_start, to_end = (jnp.exp(dot(_stacked([x], h), g)) for x in spans[-2:])
+            from_start, to_end = (jnp.exp(_sums([x], parts)) for x in spans[-2:])
             between = ()
         return Decays(tuple(between), scale * from_start, to_end, jnp.exp(jnp.sum(g, axis=1, keepdims=True)), scale)
     h, C = g.shape[0], g.shape[2]
@@ -409,7 +421,9 @@ def gate_bwd(exponents, d_from_start: jax.Array, d_to_end: jax.Array, same: jax.
     if isinstance(exponents, tuple):
         stacked = jnp.concatenate([*exponents, d_from_start, d_to_end], axis=1)  # [h, (levels + 2) C, K]
         h, C, _ = d_to_end.shape
-        return dot_tn(_stacked(_spans(C, same), h), stacked)
+        # In three parts of 8 bits nothing is lost, and no pass of the matrix unit multiplies parts of zeros and ones.
+        ones = _stacked(_spans(C, same), h).astype(jnp.bfloat16)
+        return sum(dot_tn(ones, part) for part in bf16_parts(stacked))
     # Token m sits in the exponent of every pair i >= m > j: sum over j < m by a product, then over i >= m.
     h, C, _ = exponents.shape
     before = _for_heads((row_index(C) < column_index(C)).astype(jnp.float32), h)  # [h, C, C]
