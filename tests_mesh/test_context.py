@@ -117,7 +117,7 @@ def test_segments_in_kernels(name):
 def test_constant_gates_in_kernels(remat):
     """One decay for every head and chunk, heads of other than 128 channels, and what a policy keeps under remat."""
     x = inputs_of("chunk_simple_gla", B=1, T=64, H=1, HV=2, K=24, V=40)
-    x["g_gamma"] = jnp.asarray([-0.05, -2.0])
+    x["g_gamma"] = jnp.asarray([-0.05, -2.0], jnp.float32)
     del x["g"]
     cotangents = cotangents_of(run_of("chunk_simple_gla", "fused"), x, {})
     sharding = NamedSharding(make_mesh((2,), "automatic"), P(None, "a"))
