@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from chunkwise.fused_gla import Config, fused_chunk_gla, tile
+from chunkwise.shared.kernels import bf16_parts
+from chunkwise.shared.kernels.products import interpreted_products
 from chunkwise.shared.testing import STAGE_TOLERANCE, assert_close, boundaries, make_gate, make_inputs, text_for_tpu
 
 
@@ -37,6 +39,34 @@ def test_decays_keep_their_digits_beside_large_ones():
     g = make_gate("spikes", np.random.default_rng(0), (1, 128, 1)).astype(np.float32).astype(np.float64)
     decays = tile.decays(jnp.asarray(g, jnp.float32).reshape(1, 1, 128), 1.0)
     assert_close("pairs", decays.pairs, np.tril(np.exp(pair_sums(g, 128)[..., 0])), STAGE_TOLERANCE)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("kind", ["logsigmoid", "spikes"])
+def test_sums_of_gates_in_parts_lose_nothing(kind):
+    g = jnp.asarray(make_gate(kind, np.random.default_rng(0), (2, 64, 5)), jnp.float32)
+    whole = tile.decays(g, 0.5)
+    with interpreted_products():
+        parts = tile.decays(g, 0.5, parts=bf16_parts(g))
+        states = tile.decays(g, 0.5, pairs=False, parts=bf16_parts(g))
+    for level, (got, want) in enumerate(zip(parts.pairs, whole.pairs, strict=True)):
+        assert_close(f"pairs of level {level}", got, want, STAGE_TOLERANCE)
+    for name in ("from_start", "to_end", "through"):
+        for got in (parts, states):
+            assert_close(name, getattr(got, name), getattr(whole, name), STAGE_TOLERANCE)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("gamma", [None, (-0.1, -2.0)], ids=["one part", "three"])
+def test_gates_in_bfloat16_are_exact(gamma):
+    """Per channel: they enter products as they are, or with constant gates added to them in three parts."""
+    x = make_inputs(1, 40, 2, K=8, V=8, num_states=1, per_channel=True, gate="resets")
+    del x["beta"]
+    x |= {} if gamma is None else dict(g_gamma=jnp.asarray(gamma, jnp.float32))
+    g = x["g"].astype(jnp.bfloat16)
+    run = jax.jit(lambda x: fused_chunk_gla(**x, output_final_state=True, chunk_size=16, implementation="fused"))
+    for name, got, want in zip(("o", "state"), run(x | dict(g=g)), run(x | dict(g=g.astype(jnp.float32))), strict=True):
+        assert_close(name, got, want, STAGE_TOLERANCE)
 
 
 @pytest.mark.interpreted
