@@ -142,11 +142,11 @@ def chunk(
         )
     fit = config is not None or _default_config(x, C) is not None
     on_tpu = "fused" if fit else "staged" if "staged" in others else "xla"
-    fused, summary, state_gradient = (
-        functools.partial(fn, config=config) for fn in (_fused, _summary, _state_gradient)
-    )  # fmt: skip
-    launches: Any = Launches(lambda x, options, _: fused(x, options), summary, state_gradient)
-    known: Any = {"fused": fused, "xla": _xla, **others}
+    fused: Any = functools.partial(_fused, config=config)
+    summary: Any = functools.partial(_summary, config=config)
+    state_gradient: Any = functools.partial(_state_gradient, config=config)
+    launches = Launches(lambda x, options, _: fused(x, options), summary, state_gradient)
+    known = {"fused": fused, "xla": _xla, **others}
     return run_chunked(x, options, implementation, known, on_tpu, segmented=("fused",), over_tokens={"fused": launches})
 
 

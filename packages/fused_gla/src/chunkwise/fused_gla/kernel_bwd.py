@@ -232,17 +232,18 @@ def launch_state(s: Static, x: Operands) -> jax.Array:
     """
     blocks = Blocks(s, s.config.heads, lambda t: s.steps - 1 - t)
     inputs = [y for y in x if y is not None]
-    dinitial = out_struct((s.N, s.HV, s.V, s.K), jnp.float32, *inputs)
-    return run_kernel(
+    state = out_struct((s.N, s.HV, s.V, s.K), jnp.float32, *inputs)
+    results: Any = run_kernel(
         _gla_bwd_state_kernel, s, blocks, x, queries=False,
         name=f"fused_chunk_gla_bwd_state_c{s.C}" + ("_varlen" if x.several else ""),
-        outputs=[("dinitial", blocks.states(), dinitial)],
+        outputs=[("dinitial", blocks.states(), state)],
         scratch=[],
         cost_estimate=cost(
             B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, C=s.C, itemsize=x.v.dtype.itemsize,
             per_channel=s.per_channel, output=False,
         ),
-    )[0]  # fmt: skip
+    )  # fmt: skip
+    return results[0]
 
 
 def launch(s: Static, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept: jax.Array, gates: bool):

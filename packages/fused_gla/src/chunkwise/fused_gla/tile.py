@@ -423,7 +423,8 @@ def gate_bwd(exponents, d_from_start: jax.Array, d_to_end: jax.Array, same: jax.
         h, C, _ = d_to_end.shape
         # In three parts of 8 bits nothing is lost, and no pass of the matrix unit multiplies parts of zeros and ones.
         ones = _stacked(_spans(C, same), h).astype(jnp.bfloat16)
-        return sum(dot_tn(ones, part) for part in bf16_parts(stacked))
+        high, middle, low = (dot_tn(ones, part) for part in bf16_parts(stacked))
+        return high + middle + low
     # Token m sits in the exponent of every pair i >= m > j: sum over j < m by a product, then over i >= m.
     h, C, _ = exponents.shape
     before = _for_heads((row_index(C) < column_index(C)).astype(jnp.float32), h)  # [h, C, C]

@@ -44,7 +44,8 @@ def fused(x: Arguments, scale: float, options: Options, config: Config):
 def summary(x: Arguments, options: Options, config: Config) -> jax.Array:
     """Return the final states [N, HV, K, V] alone; `x.q` and `x.scale` are not read."""
     s, operands = _lay_out(x, 1.0, options, config)
-    return _user_states(s, kernel.launch(_in_parts(s, x), operands, output=False)[1])
+    results: Any = kernel.launch(_in_parts(s, x), operands, output=False)
+    return _user_states(s, results[1])
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
