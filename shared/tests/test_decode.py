@@ -271,9 +271,13 @@ MODES = dict(
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
-        # The pipeline runs the kernel under the strict modes too.
+        # The pipeline runs the kernel under these modes too.
         *(
-            pytest.param(name, implementation, marks=[] if name == "jax_enable_x64" else pytest.mark.thorough)
+            pytest.param(
+                name,
+                implementation,
+                marks=[] if (name, implementation) == ("jax_enable_x64", "xla") else pytest.mark.thorough,
+            )
             for name in MODES
             for implementation in ("fused", "xla")
             if (name, implementation) != ("jax_disable_jit", "xla")

@@ -14,11 +14,14 @@ PACKED, T_PACKED = boundaries(5, 0, 20, 7, 16), 52
 @pytest.mark.parametrize(
     ("of", "dtype", "config", "implementation"),
     [
-        ("sequences with states", jnp.float32, None, "fused"),
         ("sequences", jnp.float32, None, "fused"),
         *(
-            pytest.param(of, jnp.float32, None, "xla", marks=pytest.mark.thorough)
-            for of in ("sequences", "sequences with states")
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("sequences", jnp.float32, None, "xla"),
+                ("sequences with states", jnp.float32, None, "xla"),
+                ("sequences with states", jnp.float32, None, "fused"),
+            )
         ),
         *(
             pytest.param(*case, i, marks=pytest.mark.thorough)

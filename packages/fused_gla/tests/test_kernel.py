@@ -85,11 +85,9 @@ def gradients(x, **options):
     return jax.tree.leaves(jax.jit(jax.value_and_grad(loss))(x))
 
 
+@pytest.mark.thorough
 @pytest.mark.interpreted
-@pytest.mark.parametrize(
-    ("kind", "steps"),
-    [("constant", (1, 2, 4)), pytest.param("channel, packed", (1, 4), marks=pytest.mark.thorough)],
-)
+@pytest.mark.parametrize(("kind", "steps"), [("constant", (1, 2, 4)), ("channel, packed", (1, 4))])
 def test_every_number_of_steps_gives_the_same_bits(kind, steps):
     # Four chunks: a loop over the chunks of a step, over the states before them, or over the steps has a single trip.
     packed = "packed" in kind

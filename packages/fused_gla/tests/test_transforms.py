@@ -99,7 +99,10 @@ def test_gradients_under_remat_and_vmap():
 
 @pytest.mark.parametrize(
     ("per_channel", "lengths", "implementation"),
-    [(False, None, "xla"), (False, None, "fused"), (True, (1, 0, 17), "fused")],
+    [
+        (False, None, "xla"),
+        *(pytest.param(*x, "fused", marks=pytest.mark.thorough) for x in ((False, None), (True, (1, 0, 17)))),
+    ],
 )
 def test_gradients_are_finite_differences(per_channel, lengths, implementation):
     x = arguments(T=18, per_channel=per_channel, num_states=3 if lengths else 1)

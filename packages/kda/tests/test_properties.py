@@ -21,6 +21,7 @@ def run(x, implementation):
     return fused_chunk_kda(**x, implementation=implementation, **OPTIONS)
 
 
+@pytest.mark.thorough
 @both
 def test_linear_in_v(implementation):
     x = inputs_of()

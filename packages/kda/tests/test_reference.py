@@ -20,6 +20,8 @@ from chunkwise.shared.testing import (
     spoil_padding,
 )
 
+# Plain JAX has a test of every kind in the default tests, and the kernels have all.
+fused_first = pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "fused"])
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])
 types = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 PACKED = boundaries(1, 0, 17, 16, 0, 20, 3)  # empty sequences, tails, several sequences in a chunk
@@ -105,7 +107,7 @@ def test_gates(implementation, gate, dtype):
 
 
 @types
-@both
+@fused_first
 def test_constant_gates_mixed_over_channels(implementation, dtype):
     inputs = inputs_of(*CHUNKS_OF_64, dtype=dtype, num_states=2)
     inputs["g"] = jnp.broadcast_to(jnp.tile(jnp.array([0.0, -1e-3, -2.0, -30.0]), 8), inputs["g"].shape)
@@ -272,7 +274,7 @@ def packed_inputs(states, **options):
 # Without states plain JAX is compared in bfloat16 below, and the kernels with raw gates in `test_gates`.
 @pytest.mark.parametrize("gate", ["logsigmoid", "spikes", "zero"])
 @pytest.mark.parametrize("states", [True, pytest.param(False, marks=pytest.mark.thorough)])
-@both
+@fused_first
 def test_packed(implementation, states, gate):
     inputs = spoil_padding(packed_inputs(states, gate=gate), PACKED)
     results = compare_gradients(

@@ -30,6 +30,7 @@ def test_values_and_gradients_of_the_kernels():
     assert_segments(FUSED, inputs())
 
 
+@pytest.mark.thorough
 def test_values_and_gradients_of_plain_jax():
     assert_segments(XLA, inputs())
 

@@ -20,6 +20,7 @@ def test_group_mean(groups, D):
     np.testing.assert_allclose(group_mean(jnp.asarray(x), D), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_every_config_gives_the_same():
     rng = np.random.default_rng(0)
     x, z, dy = (jnp.asarray(rng.standard_normal((1, 50, 4, 32)), jnp.float32) for _ in range(3))

@@ -205,7 +205,8 @@ def test_stale_slots(implementation):
     assert np.isnan(after[4:]).all()
 
 
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("fused", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_one_slot_each(implementation):
     """State indices without columns are those of decodes of one token."""
     rng = np.random.default_rng(3)

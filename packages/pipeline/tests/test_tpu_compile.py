@@ -125,7 +125,12 @@ def test_chain_compiles_under_shard_map():
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("gated_delta_rule", "float16"), ("kda", "bfloat16"), ("simple_gla", "float32")]
+    ("name", "dtype"),
+    [
+        ("gated_delta_rule", "float16"),
+        ("simple_gla", "float32"),
+        pytest.param("kda", "bfloat16", marks=pytest.mark.thorough),
+    ],
 )
 @pytest.mark.parametrize(
     "chip", [chip if chip == "v6e" else pytest.param(chip, marks=pytest.mark.thorough) for chip in CHIPS]

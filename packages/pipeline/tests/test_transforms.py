@@ -232,6 +232,7 @@ def test_gradient_passes_the_check_of_shard_map(name, implementation):
     assert ("stablehlo.all_reduce" in text) == (name == "simple_gla")
 
 
+@thorough
 def test_packed_cost_follows_tokens():
     """512 documents of 16 tokens cost at most twice the flops and bytes of one of 8,192."""
 
