@@ -77,8 +77,13 @@ def test_with_other_axes(spec):
     assert_divided("chunk_gated_delta_rule", "xla", make_mesh(shape, "explicit"), spec, "explicit", x)
 
 
-@pytest.mark.parametrize("implementation", ["fused", pytest.param("staged", marks=thorough)])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        *(pytest.param(*some.values, "fused", marks=[] if "kda" in some.values[0] else some.marks) for some in SOME),
+        *(pytest.param(name, "staged", marks=thorough) for name in NAMES),
+    ],
+)
 def test_kernels(name, implementation):
     x = inputs_of(name, B=1)
     assert_divided(name, implementation, make_mesh((2,), "automatic"), P(None, "a"), "automatic", x)
@@ -86,7 +91,7 @@ def test_kernels(name, implementation):
 
 def kernels(*quick: str) -> list:
     """Return the operators with launches of their own where tokens are split, of which the quick tests run some."""
-    names = "chunk_gated_delta_rule", "chunk_gla", "chunk_simple_gla"
+    names = "chunk_gated_delta_rule", "chunk_kda", "chunk_gla", "chunk_simple_gla"
     return [pytest.param(name, marks=[] if name in quick else [thorough]) for name in names]
 
 
@@ -130,7 +135,7 @@ def test_constant_gates_in_kernels(remat):
 
 
 @pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
-@pytest.mark.parametrize("name", ["chunk_gla", "chunk_simple_gla"])
+@pytest.mark.parametrize("name", ["chunk_gla", "chunk_simple_gla", "chunk_kda"])
 def test_launches(name, remat):
     """A device does what it does alone, and two launches more: the states alone, and the gradient of the one before."""
     x = inputs_of(name, B=1)
@@ -140,7 +145,7 @@ def test_launches(name, remat):
     layer = lambda x, _=None: run(x, {})
     if remat:
         layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
-    launches = lambda text: sorted(re.findall(r"fused_chunk_gla_(\w+)_c\d+", text))
+    launches = lambda text: sorted(re.findall(r"fused_chunk_(?:gla|kda)_(\w+)_c\d+", text))
     assert launches(text_for_tpu(layer, x)) == ["fwd", "summary"]
     cotangents = cotangents_of(run, x, {})
     assert launches(text_for_tpu(with_gradients(layer), x, {}, cotangents)) == ["bwd", "bwd_state", "fwd", "summary"]

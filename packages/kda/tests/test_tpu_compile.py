@@ -119,3 +119,34 @@ def test_compiles_under_shard_map():
     ]
     sharded = jax.shard_map(run, mesh=mesh, in_specs=(rows,) * 5, out_specs=(rows,) * 5)
     assert "fused_chunk_kda_bwd_c16" in jax.jit(sharded).trace(*tensors).lower().compile().as_text()
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_split_tokens_compile(chip):
+    """Tokens over the chips of a topology: four launches, each once; some chips pack documents, others have a law."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology)
+    mesh = Mesh(np.array(topology.devices)[:2], ("tokens",), axis_types=(AxisType.Auto,))
+    packed, dtype = chip in ("v6e", "v5e"), jnp.float32 if chip == "v5p" else jnp.bfloat16
+    place = lambda x, *axes: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+    tensors = [place(x, None, "tokens") for x in specs(1, 128, 1, 2, 64, 100, dtype)]
+    law = [place(spec(2)), place(spec(2, 64))]
+    state = place(spec(3 if packed else 1, 2, 64, 100))
+    cu_seqlens = place(spec(4, dtype=jnp.int32)) if packed else None
+
+    def run(x, law, state, cu_seqlens):
+        options = dict(use_gate_in_kernel=not packed, lower_bound=-5.0 if chip == "v5p" else None, chunk_size=16)
+
+        def forward(x, law, state):
+            A_log, dt_bias = (None, None) if packed else law
+            return fused_chunk_kda(
+                *x, None, state, True, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens, **options,
+                implementation="fused", sharding=NamedSharding(mesh, PartitionSpec(None, "tokens")),
+            )  # fmt: skip
+
+        results, pull = jax.vjp(forward, x, law, state)
+        return results, pull(results)
+
+    text = jax.jit(run).trace(tensors, law, state, cu_seqlens).lower().compile().as_text()
+    launches = re.findall(r'op_name="[^"]*(fused_chunk_kda_\w+_c16)"[^\n]*custom_call_target="tpu_custom_call"', text)
+    launches = launches or re.findall(r'custom_call_target="tpu_custom_call"[^\n]*(fused_chunk_kda_\w+?_c16)', text)
+    assert sorted(launches) == [f"fused_chunk_kda_{kind}_c16" for kind in ("bwd", "bwd_state", "fwd", "summary")]

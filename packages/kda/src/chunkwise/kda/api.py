@@ -4,13 +4,13 @@ import functools
 import numbers
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from chunkwise.kda import config as tiles
-from chunkwise.kda import kernel, tile, xla
+from chunkwise.kda import kernel, kernel_bwd, tile, xla
 from chunkwise.kda.kernel import Operands, Static
 from chunkwise.kda.vjp import fused
 from chunkwise.shared.compat import vary_alike
@@ -19,6 +19,7 @@ from chunkwise.shared.kernels import (
     Steps,
     divides_groups,
     from_lanes,
+    keep,
     make_steps,
     operand_dtype,
     pad_lanes,
@@ -35,6 +36,7 @@ from chunkwise.shared.operators import (
     Devices,
     Forms,
     Implementation,
+    Launches,
     Laws,
     Options,
     Sharding,
@@ -201,9 +203,15 @@ def chunk(
     _check(x, options)
     check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
     fits = max(x.q.shape[3], x.v.shape[3]) <= MOST_CHANNELS
-    known = {"fused": functools.partial(_fused, config=config), "xla": _xla, **others}
+    fused: Any = functools.partial(_fused, config=config)
+    summary: Any = functools.partial(_summary, config=config)
+    state_gradient: Any = functools.partial(_state_gradient, config=config)
+    known = {"fused": fused, "xla": _xla, **others}
     on_tpu = "fused" if fits else "staged" if "staged" in others else "xla"
-    return run_chunked(x, options, implementation, known, on_tpu, raw_gates=("fused",), segmented=("fused",))
+    return run_chunked(
+        x, options, implementation, known, on_tpu, raw_gates=("fused",), segmented=("fused",),
+        over_tokens={"fused": Launches(fused, summary, state_gradient)},
+    )  # fmt: skip
 
 
 def ragged(
@@ -238,11 +246,43 @@ def _xla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
     return xla.run(x._replace(scale=scale), static)
 
 
-def _fused(x: Arguments, options: Options, config: tiles.Config | None) -> tuple[jax.Array, jax.Array | None]:
+class Kept(NamedTuple):
+    """What the launch that makes states alone keeps for the operator and for both of its gradients.
+
+    Attributes:
+      X, scores: packed, as `kernel.launch` returns them.
+    """
+
+    X: jax.Array
+    scores: jax.Array
+
+
+def _fused(
+    x: Arguments, options: Options, kept: Kept | None = None, *, config: tiles.Config | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Run the kernels on checked arguments; `kept` comes from `_summary` of the same tokens."""
     inside, after = split_scale(x.scale)
     static = _static(x, options, config, inside)
-    o, final_state = _launch(x._replace(scale=None), static, bool(options.output_final_state))
+    o, final_state = _launch(x._replace(scale=None), static, bool(options.output_final_state), kept)
     return scaled(o, after).astype(x.v.dtype), final_state
+
+
+def _summary(x: Arguments, options: Options, *, config: tiles.Config | None) -> tuple[jax.Array, Kept]:
+    """Return the states after the tokens, and what `_fused` and its gradients need not make again.
+
+    Initial states may have more channels than `x.v`, whose values are zeros.
+    """
+    inside, _ = split_scale(x.scale)
+    return _launch_states(x._replace(scale=None), _static(x, options, config, inside))
+
+
+def _state_gradient(
+    x: Arguments, options: Options, kept: Kept, do: jax.Array, dstates: jax.Array, *, config: tiles.Config | None
+) -> jax.Array:
+    """Return the gradient of the initial states alone, from the cotangents of `_fused`."""
+    inside, after = split_scale(x.scale)
+    static = _static(x, options, config, inside)
+    return _launch_back(x._replace(scale=None), static, kept, scaled(do, after), dstates)
 
 
 def _pooled(x: Arguments, options: Options, routes: Routes) -> tuple[jax.Array, jax.Array]:
@@ -279,13 +319,40 @@ def _static(x: Arguments, options: Options, config: tiles.Config | None, scale: 
     )  # fmt: skip
 
 
+def _steps(x: Arguments, static: Static, with_states: bool) -> Steps:
+    return make_steps(static.B, x.q.shape[1], static.C, x.cu_seqlens, with_states, x.segment_ids)
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _launch(x: Arguments, static: Static, output_final_state: bool) -> tuple[jax.Array, jax.Array | None]:
+def _launch(
+    x: Arguments, static: Static, output_final_state: bool, kept: Kept | None
+) -> tuple[jax.Array, jax.Array | None]:
     """Bring the user's arrays into the layout of the kernels and their results back."""
     T, (K, V) = x.q.shape[1], static.head_sizes
-    steps = make_steps(static.B, T, static.C, x.cu_seqlens, x.with_state or output_final_state, x.segment_ids)
-    o, states = fused(_lay_out(x, static, steps), static, output_final_state)
+    steps = _steps(x, static, x.with_state or output_final_state)
+    o, states = fused(_lay_out(x, static, steps, kept=kept), static, output_final_state)
     return from_lanes(o, static.HV, V, T), None if states is None else _transposed(states[..., :V, :K])
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _launch_states(x: Arguments, static: Static) -> tuple[jax.Array, Kept]:
+    """Run the kernel that only takes states through the tokens."""
+    S: Any = x.initial_state
+    operands = _lay_out(x, static, _steps(x, static, True))
+    out = kernel.launch(operands, static, ("ht", "X", "scores"))
+    return _transposed(out["ht"][..., : S.shape[3], : S.shape[2]]), keep(Kept(out["X"], out["scores"]))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _launch_back(x: Arguments, static: Static, kept: Kept, do: jax.Array, dstates: jax.Array) -> jax.Array:
+    """Run the reverse kernel for the gradient of the initial states alone."""
+    K, V = static.head_sizes
+    given = _lay_out(x, static, _steps(x, static, True), kept=kept)._asdict()
+    do, dht = to_lanes(do.astype(given["v"].dtype), static.T), pad_states(_transposed(dstates))
+    shared = {name: given.get(name) for name in kernel_bwd.Operands._fields}
+    operands = kernel_bwd.Operands(**shared | dict(do=do, dht=dht))
+    operands = kernel_bwd.Operands(*vary_alike(*operands))
+    return _transposed(kernel_bwd.launch(operands, static, ("dh0",))["dh0"][..., :V, :K])
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -295,11 +362,13 @@ def _launch_pooled(x: Arguments, static: Static, block_size: int | None, routes:
     T = x.q.shape[1]
     steps = pool_steps(T, static.C, routes, block_size)
     operands = _lay_out(x._replace(initial_state=None), static, steps, pool)
-    out = kernel.launch(operands, static._replace(steps=steps.table.shape[1]), final_state=False)
+    out = kernel.launch(operands, static._replace(steps=steps.table.shape[1]), ("o", "pool_out"))
     return from_lanes(out["o"], static.HV, x.v.shape[3], T), out["pool_out"]
 
 
-def _lay_out(x: Arguments, static: Static, steps: Steps, pool: jax.Array | None = None) -> Operands:
+def _lay_out(
+    x: Arguments, static: Static, steps: Steps, pool: jax.Array | None = None, kept: Kept | None = None
+) -> Operands:
     """Bring the user's arrays into the layout of the kernels; JAX transposes this for the backward."""
     dtype = operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
     g, law = x.g.astype(jnp.float32), None
@@ -316,6 +385,7 @@ def _lay_out(x: Arguments, static: Static, steps: Steps, pool: jax.Array | None 
         pad_states(_transposed(x.initial_state)),
         law,
         pool,
+        *(kept or (None, None)),
     )
     return Operands(*vary_alike(*operands))
 

@@ -100,6 +100,7 @@ class Operands(NamedTuple):
       initial_state: [N, HV, V, K] float32, transposed, or None for zeros.
       law: A_log and dt_bias of every gate, [2, HV K] float32; None where g are decays.
       pool: states [slots, HV, K, V] of the user in place of initial_state: neither padded nor transposed.
+      X, scores: what an earlier launch made of these tokens, see `launch`; None where this one makes it.
     """
 
     table: jax.Array
@@ -112,6 +113,8 @@ class Operands(NamedTuple):
     initial_state: jax.Array | None
     law: jax.Array | None
     pool: jax.Array | None = None
+    X: jax.Array | None = None
+    scores: jax.Array | None = None
 
 
 class Static(NamedTuple):
@@ -173,7 +176,7 @@ class Static(NamedTuple):
 
 def decays_scratch(heads: int, C: int, K: int, base: int):
     """Return the scratch of `store_block_decays`."""
-    return pltpu.VMEM((5 if base == 1 else 4, heads * K // LANES, C, LANES), jnp.float32)
+    return pltpu.VMEM((tile.count_decays(base), heads * K // LANES, C, LANES), jnp.float32)
 
 
 def store_block_decays(ref, g, base: int, goes_on=None, first: int = 0, in_nats: bool = True) -> None:
@@ -214,28 +217,11 @@ def transposed(x):
     return jnp.swapaxes(x.reshape(p * C, R), 0, 1)[None]
 
 
-class Prepared(NamedTuple):
-    """What the state needs of a chunk, of some heads.
-
-    Attributes:
-      decayed: the queries above the keys, decayed from the start of the chunk [h, 2 C, K].
-      ends: the keys times beta, decayed to its end [h, C, K].
-      through: the decay over all of it [h, 1, K].
-      scores: packed scores of queries above those of keys, [n, 2 C, p C].
-    """
-
-    decayed: jax.Array
-    ends: jax.Array
-    through: jax.Array
-    scores: jax.Array
-
-
-def prepare_pack(q, k, beta, decays: tile.Decays, levels, masks: SequenceMasks | None, dtype) -> Prepared:
-    """Return what the state needs of a pack of heads.
+def pack_scores(q, k, decays: tile.Decays, levels, masks: SequenceMasks | None, dtype) -> jax.Array:
+    """Return the packed scores of queries above those of keys, [1, 2 C, p C], of a pack of heads.
 
     Args:
       q, k: [p, C, K] float32, q scaled.
-      beta: [p, C, 1].
       decays: between the rows of the chunk.
       levels: `tile.level_table`.
       masks: of a chunk that holds several sequences, or None.
@@ -243,11 +229,34 @@ def prepare_pack(q, k, beta, decays: tile.Decays, levels, masks: SequenceMasks |
     """
     interaction = tile.interaction_tile(q, k, decays, levels[None], dtype, pairs=len(q) % 2 == 0)  # [p, C, 2 C]
     scores = transposed(interaction)  # [1, 2 C, p C]
-    if masks is not None:
-        scores = jnp.where(tile.packed_pairs(masks.same, len(q)), scores, 0.0)  # [1, 2 C, p C]
+    return scores if masks is None else jnp.where(tile.packed_pairs(masks.same, len(q)), scores, 0.0)
+
+
+class Boundary(NamedTuple):
+    """What the state needs of the rows of a chunk, of some heads.
+
+    Attributes:
+      decayed: what reads the state before the chunk, decayed from its start: the queries, if any, above the keys
+        [h, 2 C or C, K].
+      ends: the keys times beta, decayed to its end [h, C, K].
+      through: the decay over all of it [h, 1, K].
+    """
+
+    decayed: jax.Array
+    ends: jax.Array
+    through: jax.Array
+
+
+def pack_boundary(readers, beta, decays: tile.Decays, masks: SequenceMasks | None) -> Boundary:
+    """Return what the state needs of a pack of heads.
+
+    Args:
+      readers: [q, k] or [k], each [p, C, K] float32, q scaled.
+      beta: [p, C, 1].
+      decays, masks: as in `pack_scores`.
+    """
     from_start, to_end, through = tile.boundary_tile(decays, masks)  # [p, C, K], [p, C, K], [p, 1, K]
-    decayed = rows([q, k]) * tile.twice(from_start)  # [p, 2 C, K]
-    return Prepared(decayed, (k * beta) * to_end, through, scores)
+    return Boundary(rows(readers) * rows([from_start] * len(readers)), (readers[-1] * beta) * to_end, through)
 
 
 class Chunk(NamedTuple):
@@ -285,6 +294,11 @@ def load_chunk(refs, own, static: Static) -> Chunk:
         g = jnp.where(own, g, 0.0) if refs.law is None else g
         beta = jnp.where(own_row, beta, 0.0)
     return Chunk(load_keys(refs.q, own, static), load_keys(refs.k, own, static), g, beta)
+
+
+def whole_block(*shape: int) -> pl.BlockSpec:
+    """Return how a launch takes an array whole."""
+    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
 
 
 def law_block(lanes: int) -> pl.BlockSpec:
@@ -417,6 +431,8 @@ def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) ->
     and None that no chunk is ever mixed, but that some rows may not belong to them.
     """
     heads, C, p, dtype = static.config.heads, static.C, static.p, refs.v.dtype
+    # With the scores at hand no decay between two rows of the chunk is needed.
+    base = static.base if refs.X is None else 0
     masks, spoilt, found = None, None, None
     own = own_rows(ahead, static) if masked is None else None
     own_passed = own_rows(step, static) if masked is None else None
@@ -436,16 +452,17 @@ def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) ->
     beta_rows = side_lanes(x.beta[:, None], p)  # [heads / p, 1, p C]
 
     def make(n):
-        """Return what the state needs of the heads from n on."""
+        """Return the scores of the heads from n on, if there are none yet, and what the state needs of them."""
         pack, K = range(n, n + p), static.K
         q_pack, k_pack = (jnp.stack([y[i // static.group] for i in pack]) for y in (q, x.k))  # [p, C, K]
         g, in_nats = x.g[:, n * K : (n + p) * K], refs.law is None
         if refs.law is not None:
             # Pack by pack, because all decays at once would not stay in registers.
             g = decays_of(g, refs, own, static, n * K, LOG2_E, exact=operand_dtype(dtype) == jnp.float32)
-        store_block_decays(refs.decays, g, static.base, goes_on, n * K // LANES, in_nats)
-        decays, beta = load_decays(refs.decays, pack, K, static.base), to_column(x.beta[n : n + p, None])  # [p, C, 1]
-        return prepare_pack(q_pack, k_pack, beta, decays, refs.levels[...], masks, dtype)
+        store_block_decays(refs.decays, g, base, goes_on, n * K // LANES, in_nats)
+        decays, beta = load_decays(refs.decays, pack, K, base), to_column(x.beta[n : n + p, None])  # [p, C, 1]
+        scores = [pack_scores(q_pack, k_pack, decays, refs.levels[...], masks, dtype)] if refs.X is None else []
+        return *scores, *pack_boundary([q_pack, k_pack] if refs.o is not None else [k_pack], beta, decays, masks)
 
     # The products of a pack do not wait for those of the chunk before, so the two alternate.
     made, passing = [], pass_chunk(refs, own_passed, step, static, dtype)
@@ -454,9 +471,10 @@ def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) ->
             next(passing, None)
         else:
             made.append(make(len(made) * p))
-    decayed, ends, through, scores = (jnp.concatenate(y) for y in zip(*made, strict=True))
+    *scores, decayed, ends, through = (jnp.concatenate(y) for y in zip(*made, strict=True))
+    scores = scores[0] if scores else refs.scores[...]  # [heads / p, 2 C, p C]
     P, M = scores[:, :C] * beta_rows, scores[:, C:] * beta_rows  # [heads / p, C, p C]
-    strip = begin_inverse(M)  # [heads / p, 16, p C]
+    strip = begin_inverse(M) if refs.X is None else None  # [heads / p, 16, p C]
     for _ in passing:
         pass
     if masked:
@@ -470,12 +488,14 @@ def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) ->
         all_rows = jnp.ones((1, C, 1), jnp.float32)
         refs.valid[...] = all_rows if masks is None else jnp.where(masks.code >= 0, all_rows, 0.0)
     # Only now, because the chunk before is read until its state has passed.
-    refs.strip[...], refs.M[...] = strip, M
+    if refs.X is None:
+        refs.strip[...], refs.M[...] = strip, M
     refs.decayed[...] = decayed.astype(refs.decayed.dtype)
     refs.ends[...], refs.through[...] = rows(parts(ends, dtype)), through
-    refs.P[...] = lanes(parts(P, dtype))
-    if refs.scores is not None:
-        refs.scores[...] = scores
+    if refs.o is not None:
+        refs.P[...] = lanes(parts(P, dtype))
+    if refs.scores_out is not None:
+        refs.scores_out[...] = scores
 
 
 def order(packs: int) -> str:
@@ -485,8 +505,9 @@ def order(packs: int) -> str:
 
 def read_state(decayed, S):
     """Return the product of decayed [heads, R, K] and the transposed S [heads, V, K], [heads, R, V] float32."""
-    heads, _, K = decayed.shape
-    p = 2 if heads % 2 == 0 and 2 * K <= 256 else 1
+    heads, V, K = S.shape
+    # Two heads fill the 256 x 256 weights of a matrix unit.
+    p = 2 if heads % 2 == 0 and 2 * K <= 256 and 2 * V <= 256 else 1
     S = place_tiles(pack_members(S.astype(decayed.dtype), p), p)  # [heads / p, p V, p K]
     return split_lanes(dot_nt(side_lanes(decayed, p), S), p)
 
@@ -499,12 +520,14 @@ def write_state(W, ends):
 
 def pass_chunk(refs, own, step: Step, static: Static, dtype) -> Iterator[None]:
     """Finish the inverse of the chunk in scratch and take the state through it; yield where products may stand."""
-    heads, p, X = static.config.heads, static.p, None
-    for product in ladder(refs.strip[...], refs.M[...], 3 if operand_dtype(dtype) == jnp.float32 else 2):
-        X = product  # the last is [heads / p, C, p C]
-        yield
-    if refs.X is not None:
-        refs.X[...] = X
+    heads, p = static.config.heads, static.p
+    X = None if refs.X is None else refs.X[...]  # [heads / p, C, p C]
+    if refs.X is None:
+        for product in ladder(refs.strip[...], refs.M[...], 3 if operand_dtype(dtype) == jnp.float32 else 2):
+            X = product  # the last is the inverse
+            yield
+    if refs.X_out is not None:
+        refs.X_out[...] = X
     size = max(n for n in range(p, max(p, STAGE) + 1, p) if heads % n == 0)
     stages = [slice(n, n + size) for n in range(0, heads, size)]
     yield from stagger(pass_state(refs, own, X, stage, step, static, dtype) for stage in stages)
@@ -519,39 +542,45 @@ def pass_state(refs, own, X, heads: slice, step: Step, static: Static, dtype) ->
         S = jnp.where(begins, 0.0 if refs.h0 is None else refs.h0[heads], S)
     if refs.h is not None:
         refs.h[heads] = S.astype(refs.h.dtype)
-    seen = read_state(refs.decayed[heads], S)  # [h, 2 C, V]
+    seen = read_state(refs.decayed[heads], S)  # [h, 2 C or C, V]
     yield
     v = load_heads(refs.v, static.V, heads, own).astype(jnp.float32)  # [h, C, V]
-    W = multiply_packed(lanes(parts(X[packs], dtype)), v - seen[:, C:], p, dtype)  # [h, C, V]
+    if S.shape[1] > static.V:  # channels without values
+        v = lanes([v, jnp.zeros((*v.shape[:2], S.shape[1] - static.V), jnp.float32)])
+    W = multiply_packed(lanes(parts(X[packs], dtype)), v - seen[:, -C:], p, dtype)  # [h, C, V]
     # Pieces share the rows of a chunk; what a chunk stores past the last token is never read.
     stored = own if static.pieces else None
     if refs.W is not None:
         store_heads(refs.W, W, stored, heads.start)
     yield
-    o = seen[:, :C] + multiply_packed(refs.P[packs], W, p, dtype)  # [h, C, V]
-    store_heads(refs.o, o, stored, heads.start)
+    if refs.o is not None:
+        o = seen[:, :C] + multiply_packed(refs.P[packs], W, p, dtype)  # [h, C, V]
+        store_heads(refs.o, o, stored, heads.start)
     ends = refs.ends[heads]  # [h, parts C, K]
     ends = [ends[:, i : i + C] for i in range(0, ends.shape[1], C)]
     refs.state[heads] = refs.through[heads] * S + write_state(parts(W, dtype), ends)  # [h, V, K]
 
 
-def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = False) -> dict[str, jax.Array]:
-    """Run the forward.
+def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Run the forward, or the part of it that makes what is wanted.
+
+    Without o no query reads the state, and the initial states may have more channels than v: the values of those are
+    zeros that nobody stores or reads.
 
     Args:
-      x: what the kernel reads.
+      x: what the kernel reads. With X and scores, of an earlier launch, they are not made again.
       static: what is known when it is built.
-      final_state: whether the final states are wanted.
-      keep: whether what the backward needs is wanted.
+      want: names of outputs.
 
     Returns:
-      A dict of o [B, T, HV V] in the type of v; with `final_state` ht, the final states [N, HV, V, K] float32; with
-      `keep` what the backward needs: h, the states before every step [B, steps, HV, V, K] in the type of products, and
-      in float32 W like v, packed X [B, steps, HV / p, C, p C] and packed scores of queries above those of keys
-      [B, steps, HV / p, 2 C, p C]; if there is a pool, pool_out: the same, updated in place.
+      A dict of what is wanted: o [B, T, HV V] in the type of v; ht, the final states [N, HV, V, K] float32; h, the
+      states before every step [B, steps, HV, V, K] in the type of products; in float32 W like v, packed X
+      [B, steps, HV / p, C, p C] and packed scores of queries above those of keys [B, steps, HV / p, 2 C, p C]; if
+      there is a pool, pool_out: the same, updated in place.
     """
     B, HV, C, K, V, steps, heads = static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads
-    p, dtype, last = static.p, x.v.dtype, steps - 1
+    p, dtype, last, made = static.p, x.v.dtype, steps - 1, x.X is None
+    channels = V if x.initial_state is None else x.initial_state.shape[2]
     operand = operand_dtype(dtype)
     count = 2 if operand == jnp.bfloat16 else 1
     ahead, passed = (
@@ -559,55 +588,63 @@ def launch(x: Operands, static: Static, final_state: bool = True, keep: bool = F
         for at in (lambda turn: jnp.minimum(turn, last), lambda turn: jnp.maximum(turn - 1, 0))
     )
     key_lanes, share = static.key_heads(heads) * K, max(static.group // heads, 1)
-    packed = heads // p, C, p * C
+    packed, both = (heads // p, C, p * C), (heads // p, 2 * C, p * C)
+    state, before = passed.state(heads, channels, K), passed.per_step(heads, channels, K)
     outputs = {
         "o": (passed.tokens(heads * V), x.v.shape, dtype),
-        "ht": (passed.state(heads, V, K), (static.N, HV, V, K), jnp.float32),
-        "h": (passed.per_step(heads, V, K), (B, steps, HV, V, K), operand),
+        "ht": (state, (static.N, HV, channels, K), jnp.float32),
+        "h": (before, (B, steps, HV, channels, K), operand),
         "W": (passed.tokens(heads * V), x.v.shape, jnp.float32),
         "X": (passed.per_step(*packed), (B, steps, HV // p, C, p * C), jnp.float32),
-        "scores": (ahead.per_step(heads // p, 2 * C, p * C), (B, steps, HV // p, 2 * C, p * C), jnp.float32),
+        "scores": (ahead.per_step(*both), (B, steps, HV // p, 2 * C, p * C), jnp.float32),
     }
     if x.pool is not None:
         outputs["pool_out"] = passed.target(heads, *x.pool.shape[2:]), x.pool.shape, x.pool.dtype
-    wanted = ["o", *["pool_out"] * (x.pool is not None), *["ht"] * final_state, *["h", "W", "X", "scores"] * keep]
+    wanted = [name for name in outputs if name in want]
+    readers, base = 2 if "o" in wanted else 1, static.base if made else 0
     # What a turn makes of its chunk for the next turn to use; the state, unless the output holds it; decays, and what
     # keeps the sequences of the chunk of the turn before apart.
     scratch = {
-        "decayed": pltpu.VMEM((heads, 2 * C, K), operand),
+        "decayed": pltpu.VMEM((heads, readers * C, K), operand),
         "ends": pltpu.VMEM((heads, count * C, K), operand),
         "through": pltpu.VMEM((heads, 1, K), jnp.float32),
-        "strip": pltpu.VMEM((heads // p, strip_rows(C), p * C), jnp.float32),
-        "M": pltpu.VMEM(packed, jnp.float32),
-        "P": pltpu.VMEM((heads // p, C, count * p * C), operand),
-        "decays": decays_scratch(heads, C, K, static.base),
-    } | ({} if final_state else {"state": pltpu.VMEM((heads, V, K), jnp.float32)})
+        "decays": decays_scratch(heads, C, K, base),
+    }
+    if made:
+        scratch["strip"] = pltpu.VMEM((heads // p, strip_rows(C), p * C), jnp.float32)
+        scratch["M"] = pltpu.VMEM(packed, jnp.float32)
+    if "o" in wanted:
+        scratch["P"] = pltpu.VMEM((heads // p, C, count * p * C), operand)
+    if "ht" not in wanted:
+        scratch["state"] = pltpu.VMEM((heads, channels, K), jnp.float32)
     if x.owner is not None:
         scratch |= {name: pltpu.VMEM((1, C, 1), jnp.float32) for name in ("found", "valid")}
         scratch["owner_passed"] = pltpu.VMEM((1, C), jnp.int32)
-    if x.owner is not None and static.base > 1:
+    if x.owner is not None and base > 1:
         scratch["goes_on"] = pltpu.VMEM((C, LANES), jnp.float32)
     operands = {
-        "levels": (jnp.asarray(tile.level_table(C, static.base)), pl.BlockSpec((C, 2 * C), lambda *_: (0, 0))),
+        "levels": (jnp.asarray(tile.level_table(C, base)) if made else None, whole_block(C, 2 * C)),
         "q": (x.q, ahead.tokens(key_lanes, share)),
         "k": (x.k, ahead.tokens(key_lanes, share)),
         "v": (x.v, passed.tokens(heads * V)),
         "g": (x.g, ahead.tokens(heads * K)),
         "beta": (x.beta.reshape(B, -1, HV // heads, heads, C), ahead.rows(heads)),
         "owner": (x.owner, ahead.owner(C)),
-        "h0": (x.initial_state, passed.state(heads, V, K)),
+        "h0": (x.initial_state, state),
         "law": (x.law, law_block(heads * K)),
         "pool": (x.pool, None if x.pool is None else passed.state(heads, *x.pool.shape[2:])),
+        "X": (x.X, passed.per_step(*packed)),
+        "scores": (x.scores, ahead.per_step(*both)),
     }
+    # An operand and an output of one name are two Refs: those of outputs have a name of their own in the kernel.
+    present = [(f"{name}_out" if name in operands else name, name in wanted) for name in outputs]
+    kind = "fwd" if "o" in wanted else "summary"
     inputs = ["table", *(name for name, (value, _) in operands.items() if value is not None)]
     results = pallas_call(
-        named(
-            _fwd_kernel, ["table", *operands], [(name, name in wanted) for name in outputs], list(scratch),
-            static=static,
-        ),
+        named(_fwd_kernel, ["table", *operands], present, list(scratch), static=static),
         x.table,
         *(value for value, _ in operands.values()),
-        name=f"fused_chunk_kda_fwd_c{C}",
+        name=f"fused_chunk_kda_{kind}_c{C}",
         num_scalar_prefetch=1,
         # Rows of the batch and blocks of heads are independent; steps pass the state on in scratch, so they run in
         # order. One more turn, because the state passes a step in the turn after the one that prepares it.

@@ -29,6 +29,7 @@ from chunkwise.kda.kernel import (
     Static,
     decays_of,
     decays_scratch,
+    keys_not_finite,
     law_block,
     load_chunk,
     load_decays,
@@ -36,6 +37,7 @@ from chunkwise.kda.kernel import (
     own_rows,
     store_block_decays,
     store_continuing,
+    whole_block,
 )
 from chunkwise.shared.compat import out_struct
 from chunkwise.shared.kernels import (
@@ -157,6 +159,36 @@ class Outer(NamedTuple):
     S: jax.Array
 
 
+def back_to_values(k, beta, boundary, X, scores, do, dS, dtype):
+    """Return what reaches the values of a chunk, [h, C, V] each; this needs neither the state nor the values.
+
+    Args:
+      k, beta, boundary, do, dS, dtype: as in `outer_bwd_tile`, and of `kept` there X and scores.
+
+    Returns:
+      What reaches the new values from outputs and from the state after the chunk, and dR, the gradient of the values.
+    """
+    C, p, operand = k.shape[1], k.shape[0] // X.shape[0], operand_dtype(dtype)
+    _, to_end, _ = boundary
+    written = dot_nt((k * to_end).astype(operand), dS.astype(operand))  # [h, C, V]
+    dv_new = apply_transposed(scores[:, :C], do, dtype, p) + written
+    return dv_new, apply_transposed(X, beta * dv_new, dtype, p)
+
+
+def back_to_state(q, k, boundary, down, dS, dtype):
+    """Return the gradient of the state before a chunk, [h, V, K]; `down` are do above -dR, [h, 2 C, V] operands."""
+    from_start, _, through = boundary
+    decayed = (rows([q, k]) * tile.twice(from_start)).astype(operand_dtype(dtype))  # [h, 2 C, K]
+    return through * dS + dot_tn(down, decayed)
+
+
+def state_bwd_tile(q, k, beta, boundary, X, scores, do, dS, dtype):
+    """Return the gradient of the state before a chunk alone, [h, V, K]; the arguments are those of `outer_bwd_tile`."""
+    operand = operand_dtype(dtype)
+    _, dR = back_to_values(k, beta, boundary, X, scores, do, dS, dtype)
+    return back_to_state(q, k, boundary, rows([do.astype(operand), (-dR).astype(operand)]), dS, dtype)
+
+
 def outer_bwd_tile(q, k, beta, beta_row, boundary, kept, do, dS, same, dtype) -> Outer:
     """Return the gradients of a chunk but for what goes through the interaction of its keys.
 
@@ -174,28 +206,24 @@ def outer_bwd_tile(q, k, beta, beta_row, boundary, kept, do, dS, same, dtype) ->
     S, W, X, scores = kept
     C, p, operand = k.shape[1], k.shape[0] // X.shape[0], operand_dtype(dtype)
     from_start, to_end, through = boundary
-    dS_operand = dS.astype(operand)  # [h, V, K]
-    # What the new values give to outputs, and to the state after the chunk.
-    dv_new = apply_transposed(scores[:, :C], do, dtype, p) + dot_nt((k * to_end).astype(operand), dS_operand)
-    dR = apply_transposed(X, beta * dv_new, dtype, p)  # [h, C, V]
+    dv_new, dR = back_to_values(k, beta, boundary, X, scores, do, dS, dtype)
     down = rows([do.astype(operand), (-dR).astype(operand)])  # [h, 2 C, V]
     outers = outer(down, W, dtype, p)  # [n, 2 C, p C]
     i, j = (lax.broadcasted_iota(jnp.int32, (1, 2 * C, p * C), axis) & (C - 1) for axis in (1, 2))
     pairs = i > j if same is None else (i > j) & tile.packed_pairs(same, p)  # [1, 2 C, p C]
     d_scores = jnp.where(pairs, outers, 0.0)  # [n, 2 C, p C]
-    decayed = (rows([q, k]) * tile.twice(from_start)).astype(operand)  # [h, 2 C, K]
     return Outer(
         dv=dR,
         d_scores=d_scores * beta_row,
         d_start=dot(down, S.astype(operand)) * tile.twice(from_start),
-        d_end=dot((beta * W).astype(operand), dS_operand) * to_end,
+        d_end=dot((beta * W).astype(operand), dS.astype(operand)) * to_end,
         d_itself=beta * jnp.sum(do.astype(jnp.float32) * W, axis=-1, keepdims=True),
         later=through * jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True),
         beta=(
             jnp.sum(dv_new * W, axis=-1, keepdims=True),
             jnp.sum(d_scores[:, C:] * scores[:, C:], axis=1, keepdims=True),
         ),
-        S=through * dS + dot_tn(down, decayed),
+        S=back_to_state(q, k, boundary, down, dS, dtype),
     )
 
 
@@ -244,7 +272,7 @@ def _bwd_kernel(refs, *, static: Static):
     def _():
         refs.state[...] = jnp.zeros_like(refs.state) if refs.dht is None else refs.dht[...]
 
-    if refs.law is not None:
+    if refs.dlaw is not None:
 
         @pl.when(turn == 0)
         def _():
@@ -278,15 +306,24 @@ def _turn(refs, step: Step, static: Static, masked: bool | None) -> None:
         own = valid & (spoilt[0] == 0.0)
     chunk = load_chunk(refs, own, static)
     g = chunk.g if refs.law is None else decays_of(chunk.g, refs, own, static)
-    store_block_decays(refs.decays, g, static.backward_base, goes_on)
+    # Without gradients of tokens no decay between two rows of the chunk is needed.
+    base = 0 if refs.dq is None else static.backward_base
+    store_block_decays(refs.decays, g, base, goes_on)
     q, k = (
         jnp.stack([x[n // group] for n in range(heads)]) for x in (chunk.q * static.scale, chunk.k)
     )  # [heads, C, K]
-    do, W = (load_heads(ref, V, own=own) for ref in (refs.do, refs.W))  # [heads, C, V]
+    do = load_heads(refs.do, V, own=own)  # [heads, C, V]
     beta = to_column(chunk.beta[:, None])  # [heads, C, 1]
     same = None if masks is None else masks.same
-    decays = load_decays(refs.decays, range(heads), K, static.backward_base)
-    boundary = tile.boundary_tile(decays, masks)
+    boundary = tile.boundary_tile(load_decays(refs.decays, range(heads), K, base), masks)
+    if refs.dq is None:
+        refs.state[...] = state_bwd_tile(
+            q, k, beta, boundary, refs.X[...], refs.scores[...], do, refs.state[...], dtype
+        )
+        if masked:
+            spoil_results(refs, spoilt, masks)
+        return
+    W = load_heads(refs.W, V, own=own)  # [heads, C, V]
     kept = refs.h[...], W, refs.X[...], refs.scores[...]
     x = outer_bwd_tile(q, k, beta, side_lanes(chunk.beta[:, None], p), boundary, kept, do, refs.state[...], same, dtype)
     refs.state[...] = x.S
@@ -302,7 +339,7 @@ def _turn(refs, step: Step, static: Static, masked: bool | None) -> None:
     made = []
     for n in range(0, heads, p):
         pack, d_scores = slice(n, n + p), x.d_scores[n // p : n // p + 1]  # [1, 2 C, p C]
-        decays = load_decays(refs.decays, range(n, n + p), K, static.backward_base)
+        decays = load_decays(refs.decays, range(n, n + p), K, base)
         made.append(interaction_bwd_tile(q[pack], k[pack], decays, refs.levels[...], d_scores, p, dtype))
     d_rows, d_columns = (jnp.concatenate(y) for y in zip(*made, strict=True))  # [heads, 2 C, K], [heads, C, K]
     dq, dk, later, earlier = chunk_bwd_tile(q, k, d_rows, d_columns, x)
@@ -339,7 +376,9 @@ def quarantine(refs, own, masks, static: Static) -> jax.Array:
     def _():
         clear(refs.state)
 
-    found = rows_not_finite(*(load_heads(ref, static.V, own=own) for ref in (refs.do, refs.W)))  # [1, C, 1]
+    found = rows_not_finite(*(load_heads(ref, static.V, own=own) for ref in (refs.do, refs.W) if ref is not None))
+    if refs.W is None:  # in which the forward stored NaN where it found any
+        found = jnp.maximum(found, keys_not_finite(refs, own, masks, static))  # [1, C, 1]
     return whole_sequences(jnp.maximum(found, jnp.where(masks.ending, state, 0.0)), masks.same)
 
 
@@ -350,9 +389,11 @@ def spoil_results(refs, spoilt, masks) -> None:
     def _():
         rows_of_tokens = jnp.where(masks.code >= 0, spoilt, 0.0)  # [1, C, 1]
         for ref in (refs.dq, refs.dk, refs.dv, refs.dg):
-            spoil(ref, rows_of_tokens)
-        refs.dbeta[...] = jnp.where(to_row(rows_of_tokens)[0] > 0.0, jnp.nan, refs.dbeta[...])
-        if refs.law is not None:
+            if ref is not None:
+                spoil(ref, rows_of_tokens)
+        if refs.dbeta is not None:
+            refs.dbeta[...] = jnp.where(to_row(rows_of_tokens)[0] > 0.0, jnp.nan, refs.dbeta[...])
+        if refs.dlaw is not None:
             refs.dlaw[...] = jnp.full(refs.dlaw.shape, jnp.nan, jnp.float32)
 
         @pl.when(jnp.max(jnp.where(masks.carried, spoilt, 0.0)) > 0.0)
@@ -365,7 +406,7 @@ class Operands(NamedTuple):
 
     Attributes:
       table, owner, q, k, g, beta, law: as there.
-      h, W, X, scores: what the forward kept.
+      h, W, X, scores: what the forward kept; h and W may be None where dh0 alone is wanted.
       do: [B, T, HV V], in the type of v.
       dht: [N, HV, V, K] float32, or None for zeros.
     """
@@ -376,8 +417,8 @@ class Operands(NamedTuple):
     k: jax.Array
     g: jax.Array
     beta: jax.Array
-    h: jax.Array
-    W: jax.Array
+    h: jax.Array | None
+    W: jax.Array | None
     X: jax.Array
     scores: jax.Array
     do: jax.Array
@@ -385,16 +426,21 @@ class Operands(NamedTuple):
     law: jax.Array | None
 
 
-def launch(x: Operands, static: Static) -> dict[str, jax.Array]:
+# The gradients of what has tokens, and of the law.
+ALL = ("dq", "dk", "dv", "dg", "dbeta", "dlaw")
+
+
+def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]:
     """Run the backward.
 
     Args:
       x: what the kernel reads.
       static: what is known when it is built.
+      want: ALL, ALL and "dh0", or "dh0" alone.
 
     Returns:
-      A dict of the gradients dq, dk, dv, dg, dbeta, dlaw in the shapes of their inputs, dbeta float32, dlaw None if
-      there is no law, and dh0 [N, HV, V, K] float32 if there is an initial state.
+      A dict of the gradients wanted: dq, dk, dv, dg, dbeta, dlaw in the shapes of their inputs, dbeta float32, dlaw
+      None if there is no law, and dh0 [N, HV, V, K] float32, of the initial states.
     """
     B, HV, C, K, V, steps, heads = (
         static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads_bwd
@@ -405,9 +451,9 @@ def launch(x: Operands, static: Static) -> dict[str, jax.Array]:
     beta = x.beta.reshape(B, -1, blocks, heads, C)
     # A block of heads inside a group of value heads gives a partial sum of the group, in lanes of its own.
     d_keys = cut.tokens(keys * K), (*x.q.shape[:2], blocks * keys * K), x.q.dtype if share == 1 else jnp.float32
-    packed = heads // p, C, p * C
+    packed, base = (heads // p, C, p * C), static.backward_base if "dq" in want else 0
     operands = {
-        "levels": (jnp.asarray(pair_table(C, static.backward_base)), pl.BlockSpec((2 * C, C), lambda *_: (0, 0))),
+        "levels": (jnp.asarray(pair_table(C, base)) if base else None, whole_block(2 * C, C)),
         "q": (x.q, key),
         "k": (x.k, key),
         "g": (x.g, cut.tokens(heads * K)),
@@ -431,12 +477,11 @@ def launch(x: Operands, static: Static) -> dict[str, jax.Array]:
         # A sum for every row of the batch, whose steps add to it.
         "dlaw": (pl.BlockSpec((None, 2, heads * K), lambda b, h, *_: (b, 0, h)), (B, 2, HV * K), jnp.float32),
     }
-    unwanted = {"dh0": not static.with_state, "dlaw": x.law is None}
-    wanted = [name for name in outputs if not unwanted.get(name)]
-    scratch = {"decays": decays_scratch(heads, C, K, static.backward_base)}
-    if not static.with_state:  # else an output holds the gradient of the state
+    wanted = [name for name in outputs if name in want and (name != "dlaw" or x.law is not None)]
+    scratch = {"decays": decays_scratch(heads, C, K, base)}
+    if "dh0" not in wanted:  # else that output holds the gradient of the state
         scratch["state"] = pltpu.VMEM((heads, V, K), jnp.float32)
-    if x.owner is not None and static.backward_base > 1:
+    if x.owner is not None and base > 1:
         scratch["goes_on"] = pltpu.VMEM((C, LANES), jnp.float32)
     results = pallas_call(
         named(
@@ -445,7 +490,7 @@ def launch(x: Operands, static: Static) -> dict[str, jax.Array]:
         ),
         x.table,
         *(value for value, _ in operands.values()),
-        name=f"fused_chunk_kda_bwd_c{C}",
+        name=f"fused_chunk_kda_{'bwd' if 'dq' in want else 'bwd_state'}_c{C}",
         num_scalar_prefetch=1,
         # Rows of the batch and blocks of heads are independent; the state's gradient passes from step to step in
         # scratch, the last step first.
@@ -461,6 +506,8 @@ def launch(x: Operands, static: Static) -> dict[str, jax.Array]:
         ),
     )  # fmt: skip
     gradients = dict(zip(wanted, results, strict=True))
+    if "dq" not in want:
+        return gradients
     gradients["dbeta"] = gradients["dbeta"].reshape(x.beta.shape)
     gradients["dlaw"] = jnp.sum(gradients["dlaw"], axis=0) if x.law is not None else None
     if share > 1:

@@ -44,6 +44,11 @@ def base_block(gate_lower_bound: float | None, dtype) -> int:
     return SUBLANES if bounded or operand_dtype(dtype) == jnp.bfloat16 else 1
 
 
+def count_decays(base: int) -> int:
+    """Return how many lists `block_decays` gives for this base."""
+    return {0: 2, 1: 5}.get(base, 4)
+
+
 def level_table(C: int, base: int) -> np.ndarray:
     """Return int32 [C, 2 C], which product holds the pair of column j and row i, of queries, then of keys; -1 for none.
 
@@ -116,23 +121,29 @@ def middle_sums(g: list[jax.Array], goes_on: list[jax.Array] | None) -> list[jax
 def block_decays(g: list[jax.Array], base: int, goes_on: list[jax.Array] | None = None) -> list[list[jax.Array]]:
     """Return the decays in blocks of 8 rows from gates to base 2, row by row; `goes_on` as in `middle_sums`.
 
-    Sums of gates have one sign, so nothing cancels; None is the sum of no gate.
+    Sums of gates have one sign, so nothing cancels; None is the sum of no gate. A base of 0 asks for the decays from
+    the start and to the end of blocks alone.
     """
     join = lambda x, y: y if x is None else x if y is None else x + y
     sums = join_blocks(g, [None] * len(g), join, lambda x: x)
-    if base > 1:
+    if base == 0:
+        sums = sums[-2:]
+    elif base > 1:
         middle = middle_sums(g, goes_on)
         sums[:-2] = [middle, [-x for x in middle]]
     return [[jnp.ones_like(g[0]) if x is None else jnp.exp2(x) for x in each] for each in sums]
 
 
 def chunk_decays(blocks, base: int) -> Decays:
-    """Return all decays of a chunk from its `block_decays`, each [h, C, K]: decays in a row are multiplied."""
+    """Return all decays of a chunk from its `block_decays`, each [h, C, K]: decays in a row are multiplied.
+
+    With a base of 0 these are no decays between rows.
+    """
     *inside, start, end = blocks
     cut = [[x[:, i : i + SUBLANES] for i in range(0, start.shape[1], SUBLANES)] for x in (start, end)]
     *levels, start, end = map(rows, join_blocks(*cut, jnp.multiply, lambda x: x[:, SUBLANES - 1 :]))
-    if base == 1:
-        return Decays(None, inside + levels, start, end)
+    if base <= 1:
+        return Decays(None, inside + levels if base else [], start, end)
     return Decays((inside[0], inside[1]), levels, start, end)
 
 

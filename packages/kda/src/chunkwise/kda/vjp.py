@@ -11,10 +11,17 @@ from chunkwise.kda.kernel import Operands, Static
 from chunkwise.shared.kernels import from_lanes, keep, to_lanes
 
 
+def _results(final_state: bool) -> tuple[str, ...]:
+    return ("o", "ht") if final_state else ("o",)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def fused(x: Operands, static: Static, final_state: bool):
-    """Return (o [B, T, HV V], the final states [N, HV, V, K] or None)."""
-    out = kernel.launch(x, static, final_state)
+    """Return (o [B, T, HV V], the final states [N, HV, V, K] or None).
+
+    With X and scores, of an earlier launch, neither direction computes them again; they have no gradient of their own.
+    """
+    out = kernel.launch(x, static, _results(final_state))
     return out["o"], out.get("ht")
 
 
@@ -29,7 +36,8 @@ def _pad(x: jax.Array) -> jax.Array:
 
 
 def _forward(x, static, final_state):
-    out = keep(kernel.launch(x, static, final_state, keep=True))
+    made = () if x.X is not None else ("X", "scores")
+    out = keep(kernel.launch(x, static, (*_results(final_state), "h", "W", *made)))
     K, V = static.head_sizes
     # What is kept for the backward holds no padding: it would be more than half of it if K is 60.
     kept = dict(
@@ -38,7 +46,7 @@ def _forward(x, static, final_state):
         g=_trim(x.g, static.HV, static.K, K),
         W=_trim(out["W"], static.HV, static.V, V),
         h=out["h"][..., :V, :K],
-        **{name: out[name] for name in ("X", "scores")},
+        **{name: out.get(name, getattr(x, name)) for name in ("X", "scores")},
         **{name: getattr(x, name) for name in ("table", "owner", "beta", "law")},
     )
     return (out["o"], out.get("ht")), kept
@@ -50,7 +58,7 @@ def _backward(static, final_state, kept, cotangents):
     tokens = {name: _pad(kept[name]) for name in ("q", "k", "g", "W")}
     states = jnp.pad(kept["h"], [(0, 0)] * 3 + [(0, static.V - V), (0, static.K - K)])
     x = kernel_bwd.Operands(**kept | tokens | dict(h=states), do=do, dht=dht)
-    d = kernel_bwd.launch(x, static)
+    d = kernel_bwd.launch(x, static, (*kernel_bwd.ALL, "dh0") if static.with_state else kernel_bwd.ALL)
     cotangents: dict[str, Any] = dict.fromkeys(("table", "owner"))
     cotangents |= {name: d[f"d{name}"] for name in ("q", "k", "v", "g", "beta", "law")}
     return (Operands(**cotangents, initial_state=d.get("dh0")),)

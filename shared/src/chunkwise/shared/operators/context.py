@@ -169,9 +169,7 @@ def _summary(form: Form, x: Arguments, part: Part) -> tuple[jax.Array, jax.Array
         return jnp.zeros((B, HV, K, width), jnp.float32)
 
     def state_after(v, S, own):
-        # The queries and their scale do not matter to a state.
-        y = x._replace(q=x.k.astype(x.q.dtype), v=v, scale=None, initial_state=_entry(part, S, own))
-        states, kept = form.summary(y)
+        states, kept = form.summary(x._replace(v=v, initial_state=_entry(part, S, own)))
         return _exit(part, states), kept
 
     if x.beta is None:
