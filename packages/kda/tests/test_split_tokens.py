@@ -48,11 +48,13 @@ def launches(fixed: dict, laws: Laws):
 @pytest.mark.parametrize(
     ("dtype", "sizes", "fixed", "laws"),
     [
-        pytest.param("float32", (2, 21, 1, 2, 8, 12), {}, Laws(), id="rows", marks=thorough),
-        pytest.param("bfloat16", (2, 21, 2, 4, 136, 72), {}, Laws(True, -5.0), id="wide", marks=thorough),
-        pytest.param("float32", (1, 24, 1, 2, 8, 12), PACKED, Laws(True, -5.0), id="documents"),
+        pytest.param("float32", (2, 21, 1, 2, 8, 12), {}, Laws(True, -5.0), id="rows", marks=thorough),
+        pytest.param("bfloat16", (2, 21, 2, 4, 136, 72), {}, Laws(), id="wide", marks=thorough),
+        pytest.param("float32", (1, 24, 1, 2, 8, 12), PACKED, Laws(True, -5.0), id="documents", marks=thorough),
         pytest.param("bfloat16", (1, 24, 1, 2, 8, 12), PACKED, Laws(), id="documents-bfloat16", marks=thorough),
-        pytest.param("bfloat16", (*SEGMENT_IDS.shape, 1, 2, 8, 12), SEGMENTS, Laws(True), id="segments"),
+        pytest.param(
+            "bfloat16", (*SEGMENT_IDS.shape, 1, 2, 8, 12), SEGMENTS, Laws(True), id="segments", marks=thorough
+        ),
         pytest.param("float32", (*SEGMENT_IDS.shape, 1, 2, 8, 12), SEGMENTS, Laws(), id="segments-32", marks=thorough),
     ],
 )

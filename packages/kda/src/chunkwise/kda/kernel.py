@@ -79,8 +79,8 @@ from chunkwise.shared.kernels import (
     whole_sequences,
 )
 
-# Heads that take the state through a chunk together.
-STAGE = 4
+# Heads that take the state through a chunk together; in launches that make the inverse or the output, and not both.
+STAGE, HALF_STAGE = 4, 8
 # What a turn of 8 packs does one after the other before it begins the inverse: "m" makes the tiles of a pack, "p" takes
 # the chunk before through its next products, which wait for one another. The matrix unit takes products in this order,
 # and where one waits, all wait. Found by search: see the README.
@@ -279,21 +279,26 @@ def own_rows(step: Step, static: Static) -> jax.Array | None:
     return step.rows(static.C) if static.pieces or static.selects else None
 
 
-def load_keys(ref, own, static: Static) -> jax.Array:
+def load_keys(ref, own, static: Static, which: slice = slice(None)) -> jax.Array:
     """Return queries or keys as float32 [key heads, C, K], rounded as the tensors are."""
-    heads = load_heads(ref, static.K, own=own).astype(jnp.float32)  # [key heads, C, K]
+    heads = load_heads(ref, static.K, which, own).astype(jnp.float32)  # [key heads, C, K]
     return l2norm(heads).astype(ref.dtype).astype(jnp.float32) if static.normalise else heads
 
 
 def load_chunk(refs, own, static: Static) -> Chunk:
     """Load what a step reads of its chunk, rows that are not own as zeros."""
+    return Chunk(load_keys(refs.q, own, static), load_keys(refs.k, own, static), *load_gates(refs, own))
+
+
+def load_gates(refs, own) -> tuple[jax.Array, jax.Array]:
+    """Return g and beta of `Chunk`."""
     g, beta = refs.g[...], refs.beta[...]  # [C, heads K], [heads, C]
     if own is not None:
         own_row = to_row(own.astype(jnp.float32)[None])[0] > 0.0  # [1, C]
         # A law comes first: see `decays_of`.
         g = jnp.where(own, g, 0.0) if refs.law is None else g
         beta = jnp.where(own_row, beta, 0.0)
-    return Chunk(load_keys(refs.q, own, static), load_keys(refs.k, own, static), g, beta)
+    return g, beta
 
 
 def whole_block(*shape: int) -> pl.BlockSpec:
@@ -447,22 +452,39 @@ def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) ->
         valid = masks.code[0] >= 0
         found = only_if(ahead.mixed == 1, lambda: keys_not_finite(refs, valid, masks, static), C)
         own = valid & (found[0] == 0.0)
-    x = load_chunk(refs, own, static)
-    q = x.q * static.scale  # [key heads, C, K]
-    beta_rows = side_lanes(x.beta[:, None], p)  # [heads / p, 1, p C]
+    gates, betas = load_gates(refs, own)  # [C, heads K], [heads, C]
+    beta_rows = side_lanes(betas[:, None], p)  # [heads / p, 1, p C]
+
+    @functools.cache
+    def load(name, i):
+        """Return a query or key head [1, C, K]: all of them at once would not stay in registers."""
+        return load_keys(getattr(refs, name), own, static, slice(i, i + 1))
 
     def make(n):
-        """Return the scores of the heads from n on, if there are none yet, and what the state needs of them."""
+        """Return what the state needs of the pack of heads from n on, and its scores, if there are none yet."""
         pack, K = range(n, n + p), static.K
-        q_pack, k_pack = (jnp.stack([y[i // static.group] for i in pack]) for y in (q, x.k))  # [p, C, K]
-        g, in_nats = x.g[:, n * K : (n + p) * K], refs.law is None
+        q_pack, k_pack = (jnp.concatenate([load(name, i // static.group) for i in pack]) for name in ("q", "k"))
+        q_pack = q_pack * static.scale
+        g, in_nats = gates[:, n * K : (n + p) * K], refs.law is None
         if refs.law is not None:
             # Pack by pack, because all decays at once would not stay in registers.
             g = decays_of(g, refs, own, static, n * K, LOG2_E, exact=operand_dtype(dtype) == jnp.float32)
         store_block_decays(refs.decays, g, base, goes_on, n * K // LANES, in_nats)
-        decays, beta = load_decays(refs.decays, pack, K, base), to_column(x.beta[n : n + p, None])  # [p, C, 1]
-        scores = [pack_scores(q_pack, k_pack, decays, refs.levels[...], masks, dtype)] if refs.X is None else []
-        return *scores, *pack_boundary([q_pack, k_pack] if refs.o is not None else [k_pack], beta, decays, masks)
+        decays, beta = load_decays(refs.decays, pack, K, base), to_column(betas[n : n + p, None])  # [p, C, 1]
+        scores = pack_scores(q_pack, k_pack, decays, refs.levels[...], masks, dtype) if refs.X is None else None
+        boundary = pack_boundary([q_pack, k_pack] if refs.o is not None else [k_pack], beta, decays, masks)
+        return n, boundary, scores
+
+    def store(n, boundary: Boundary, scores) -> None:
+        """Store what `make` returned for the next turn."""
+        pack, packs = slice(n, n + p), slice(n // p, n // p + 1)
+        refs.decayed[pack] = boundary.decayed.astype(refs.decayed.dtype)
+        refs.ends[pack], refs.through[pack] = rows(parts(boundary.ends, dtype)), boundary.through
+        scores = refs.scores[packs] if scores is None else scores  # [1, 2 C, p C]
+        if refs.o is not None:
+            refs.P[packs] = lanes(parts(scores[:, :C] * beta_rows[packs], dtype))
+        if refs.scores_out is not None:
+            refs.scores_out[packs] = scores
 
     # The products of a pack do not wait for those of the chunk before, so the two alternate.
     made, passing = [], pass_chunk(refs, own_passed, step, static, dtype)
@@ -471,12 +493,16 @@ def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) ->
             next(passing, None)
         else:
             made.append(make(len(made) * p))
-    *scores, decayed, ends, through = (jnp.concatenate(y) for y in zip(*made, strict=True))
-    scores = scores[0] if scores else refs.scores[...]  # [heads / p, 2 C, p C]
-    P, M = scores[:, :C] * beta_rows, scores[:, C:] * beta_rows  # [heads / p, C, p C]
-    strip = begin_inverse(M) if refs.X is None else None  # [heads / p, 16, p C]
+    if refs.X is None:
+        M = jnp.concatenate([scores[:, C:] for *_, scores in made]) * beta_rows  # [heads / p, C, p C]
+        strip = begin_inverse(M)  # [heads / p, 16, p C]
     for _ in passing:
         pass
+    # Only now, because the chunk before is read until its state has passed.
+    if refs.X is None:
+        refs.strip[...], refs.M[...] = strip, M
+    for each in made:
+        store(*each)
     if masked:
 
         @pl.when(step.mixed == 1)
@@ -487,20 +513,18 @@ def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) ->
     if refs.owner is not None:
         all_rows = jnp.ones((1, C, 1), jnp.float32)
         refs.valid[...] = all_rows if masks is None else jnp.where(masks.code >= 0, all_rows, 0.0)
-    # Only now, because the chunk before is read until its state has passed.
-    if refs.X is None:
-        refs.strip[...], refs.M[...] = strip, M
-    refs.decayed[...] = decayed.astype(refs.decayed.dtype)
-    refs.ends[...], refs.through[...] = rows(parts(ends, dtype)), through
-    if refs.o is not None:
-        refs.P[...] = lanes(parts(P, dtype))
-    if refs.scores_out is not None:
-        refs.scores_out[...] = scores
 
 
 def order(packs: int) -> str:
     """Return what a turn does with so many packs, see `ORDER`."""
     return ORDER if ORDER.count("m") == packs else "pm" * packs
+
+
+def stages_of(static: Static, most: int) -> list[slice]:
+    """Return the heads that take the state through a chunk together, at most so many."""
+    heads, p = static.config.heads, static.p
+    size = max(n for n in range(p, max(p, most) + 1, p) if heads % n == 0)
+    return [slice(n, n + size) for n in range(0, heads, size)]
 
 
 def read_state(decayed, S):
@@ -520,7 +544,6 @@ def write_state(W, ends):
 
 def pass_chunk(refs, own, step: Step, static: Static, dtype) -> Iterator[None]:
     """Finish the inverse of the chunk in scratch and take the state through it; yield where products may stand."""
-    heads, p = static.config.heads, static.p
     X = None if refs.X is None else refs.X[...]  # [heads / p, C, p C]
     if refs.X is None:
         for product in ladder(refs.strip[...], refs.M[...], 3 if operand_dtype(dtype) == jnp.float32 else 2):
@@ -528,8 +551,7 @@ def pass_chunk(refs, own, step: Step, static: Static, dtype) -> Iterator[None]:
             yield
     if refs.X_out is not None:
         refs.X_out[...] = X
-    size = max(n for n in range(p, max(p, STAGE) + 1, p) if heads % n == 0)
-    stages = [slice(n, n + size) for n in range(0, heads, size)]
+    stages = stages_of(static, STAGE if refs.o is not None and refs.X is None else HALF_STAGE)
     yield from stagger(pass_state(refs, own, X, stage, step, static, dtype) for stage in stages)
 
 
