@@ -16,6 +16,11 @@ from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 
 
+KEEPING = jax.checkpoint_policies.save_only_these_names(
+    "chunkwise_context_map", "chunkwise_context_state", "chunkwise_kept"
+)
+
+
 def specs(B, T, H, HV, K, V, dtype):
     return (
         spec(B, T, H, K, dtype=dtype),
@@ -123,7 +128,10 @@ def test_compiles_under_shard_map():
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_split_tokens_compile(chip):
-    """Tokens over the chips of a topology: four launches, each once; some chips pack documents, others have a law."""
+    """Tokens over the chips of a topology; some chips pack documents, others have a law.
+
+    There are four launches, each once, also under a policy of `jax.checkpoint` that saves what they keep.
+    """
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology)
     mesh = Mesh(np.array(topology.devices)[:2], ("tokens",), axis_types=(AxisType.Auto,))
     packed, dtype = chip in ("v6e", "v5e"), jnp.float32 if chip == "v5p" else jnp.bfloat16
@@ -143,7 +151,7 @@ def test_split_tokens_compile(chip):
                 implementation="fused", sharding=NamedSharding(mesh, PartitionSpec(None, "tokens")),
             )  # fmt: skip
 
-        results, pull = jax.vjp(forward, x, law, state)
+        results, pull = jax.vjp(jax.checkpoint(forward, policy=KEEPING), x, law, state)
         return results, pull(results)
 
     text = jax.jit(run).trace(tensors, law, state, cu_seqlens).lower().compile().as_text()

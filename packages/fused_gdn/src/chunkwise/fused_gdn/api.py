@@ -16,6 +16,7 @@ from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.kernels import (
     Routes,
     from_lanes,
+    keep,
     make_steps,
     operand_dtype,
     pad_lanes,
@@ -331,7 +332,7 @@ def _launch_states(x: Arguments, options: Options, config: tiles.Config) -> tupl
     """Run the kernel that only takes states through the tokens."""
     static, _, operands = _lay_out(x, options, 1.0, config, config.heads)
     out = kernel_map.launch(operands._make(vary_alike(*operands)), static)
-    return _user_states(out["ht"], operands.h0, x), out["X"]
+    return _user_states(out["ht"], operands.h0, x), keep(out["X"])
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

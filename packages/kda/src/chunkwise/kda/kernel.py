@@ -18,6 +18,10 @@ Chunks of a packed batch without states, or of rows of segments, may hold severa
 that meet such a chunk compute with masks. Rows that hold something not finite are zeroed there before any product, as
 in shared.kernels.quarantine, and all results of their sequence in that chunk become NaN, in all heads of the block.
 
+Where tokens are split over devices, the same kernel runs without output first: it takes a state of more channels than
+there are values through the tokens, and keeps X and the scores. Given these, the operator has only the decays from the
+start and to the end of its chunks to make, and no product before the state comes.
+
 The [C, C] matrices of p heads lie side by side in the lanes ("packed", see shared.kernels.packed).
 """
 
@@ -438,7 +442,7 @@ def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) ->
     heads, C, p, dtype = static.config.heads, static.C, static.p, refs.v.dtype
     # With the scores at hand no decay between two rows of the chunk is needed.
     base = static.base if refs.X is None else 0
-    masks, spoilt, found = None, None, None
+    masks, spoilt, found, strip, M = None, None, None, None, None
     own = own_rows(ahead, static) if masked is None else None
     own_passed = own_rows(step, static) if masked is None else None
     goes_on = getattr(refs, "goes_on", None) if masked else None

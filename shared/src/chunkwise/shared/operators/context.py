@@ -33,8 +33,8 @@ class Form(NamedTuple):
     Attributes:
       run: from arguments, and what `summary` kept, to the output [B, T, HV, V] and the states after the tokens. Its
         gradient is that of the operator: what was kept has none of its own.
-      summary: from arguments to the states after the tokens alone, and what is to be kept. The initial states may have
-        more channels than v, whose values are zeros.
+      summary: from the arguments of `run` to the states after the tokens alone, and what is to be kept. The initial
+        states may have more channels than v, whose values are zeros.
       state_gradient: from arguments, what was kept, and the cotangents of `run` to the gradient of the initial states
         alone; None where it is taken from all gradients of `run`.
     """
