@@ -234,7 +234,7 @@ def ragged(
     return run_ragged(x, slots, options, implementation, forms, fits, "recurrent_kda_fwd")
 
 
-def _transposed(states: jax.Array | None) -> jax.Array | None:
+def _transposed(states: jax.Array | None) -> Any:
     """Return the user's states [N, HV, K, V] as the kernels hold them, [N, HV, V, K] float32, or back."""
     return None if states is None else jnp.swapaxes(states.astype(jnp.float32), -1, -2)
 
@@ -347,11 +347,11 @@ def _launch_states(x: Arguments, static: Static) -> tuple[jax.Array, Kept]:
 def _launch_back(x: Arguments, static: Static, kept: Kept, do: jax.Array, dstates: jax.Array) -> jax.Array:
     """Run the reverse kernel for the gradient of the initial states alone."""
     K, V = static.head_sizes
-    given = _lay_out(x, static, _steps(x, static, True), kept=kept)._asdict()
-    do, dht = to_lanes(do.astype(given["v"].dtype), static.T), pad_states(_transposed(dstates))
-    shared = {name: given.get(name) for name in kernel_bwd.Operands._fields}
-    operands = kernel_bwd.Operands(**shared | dict(do=do, dht=dht))
-    operands = kernel_bwd.Operands(*vary_alike(*operands))
+    given: dict[str, Any] = _lay_out(x, static, _steps(x, static, True), kept=kept)._asdict()
+    given |= dict(
+        h=None, W=None, do=to_lanes(do.astype(given["v"].dtype), static.T), dht=pad_states(_transposed(dstates))
+    )
+    operands = kernel_bwd.Operands(*vary_alike(*(given[name] for name in kernel_bwd.Operands._fields)))
     return _transposed(kernel_bwd.launch(operands, static, ("dh0",))["dh0"][..., :V, :K])
 
 
