@@ -85,7 +85,7 @@ def test_with_other_axes(spec):
     ],
 )
 def test_kernels(name, implementation):
-    x = inputs_of(name, B=1)
+    x = inputs_of(name, B=1, H=1, HV=2)
     assert_divided(name, implementation, make_mesh((2,), "automatic"), P(None, "a"), "automatic", x)
 
 
