@@ -17,6 +17,7 @@ from chunkwise.layers.config import LayerConfig
 from chunkwise.layers.division import split_heads
 from chunkwise.shared.kernels import KEPT_NAME
 from chunkwise.shared.operators import Sharding
+from chunkwise.shared.operators.context import MAP_NAME, STATE_NAME
 
 # What the packages around the operator call its implementations; and its decode step, which has no stages.
 AROUND = {None: None, "xla": "xla", "staged": "pallas", "fused": "pallas"}
@@ -25,8 +26,9 @@ _DECODE = {None: None, "xla": "xla", "staged": None, "fused": "fused"}
 _PROJECTED = "chunkwise_projected"
 
 # What `jax.checkpoint` of a layer, or of a block with one, keeps: the products with matrices and what the operator's
-# kernel makes. The backward repeats what takes little time and much memory: norms, gates, convolutions.
-remat_policy = jax.checkpoint_policies.save_only_these_names(_PROJECTED, KEPT_NAME)
+# kernel makes; where tokens are split, also the state that comes in, so that no device waits for others again. The
+# backward repeats what takes little time and much memory: norms, gates, convolutions.
+remat_policy = jax.checkpoint_policies.save_only_these_names(_PROJECTED, KEPT_NAME, MAP_NAME, STATE_NAME)
 
 
 class Cache(NamedTuple):
