@@ -139,13 +139,15 @@ def operations(text: str) -> int | None:
 def bundles(folder: str, kernels: set[str]) -> int | None:
     """Return what the kernels would take if nothing in them waited: bundles of the loop over the grid times its steps.
 
-    `kernels` are names of operations. None where a kernel has no such loop, or another one beside or in it.
+    `kernels` are names of operations. None where one of them has no dump or no such loop, or another loop beside or in
+    it.
     """
-    total = 0
+    total, found = 0, set()
     for path in glob.glob(f"{folder}/*-final_bundles.txt"):
         name = re.fullmatch(r"\d+-(.*)-\d+-final_bundles\.txt", os.path.basename(path))
         if not name or name[1] not in kernels:
             continue
+        found.add(name[1])
         with open(path, errors="replace") as text:
             lines = [line for line in text if re.match(r"\s*(0x[0-9a-f]+|0)\s[^{]*:", line)]
         inside = [n for n, line in enumerate(lines) if re.match(r"[^{]*:\s*>", line)]
@@ -154,7 +156,7 @@ def bundles(folder: str, kernels: set[str]) -> int | None:
             return None
         # Copies of the first and the last step's blocks take a turn of the loop each.
         total += (inside[-1] - inside[0] + 1) * (int(exits[0]) - 2)
-    return total or None
+    return total if total and found == kernels else None
 
 
 def estimate(case: Case, implementation: str, chip: str, T: int, backward: bool, profile: bool) -> dict:

@@ -435,6 +435,7 @@ def test_bundles_of_the_loop_over_the_grid(inner, expected, tmp_path):
     for name in ("kernel.1", "copy.2"):  # the copy is not a kernel
         (tmp_path / f"7-{name}-03-final_bundles.txt").write_text("\n".join(lines))
     assert bundles(str(tmp_path), {"kernel.1"}) == expected
+    assert bundles(str(tmp_path), {"kernel.1", "kernel.2"}) is None
 
 
 STEPS = [dict(decodes=3), dict(decodes=2, W=3, pool="bfloat16"), dict(prefills=(5, 70))]
