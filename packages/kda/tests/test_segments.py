@@ -51,6 +51,7 @@ def test_random_segments(seed):
     assert_random_segments(FUSED, inputs(), seed)
 
 
+@pytest.mark.thorough
 def test_isolated():
     """Where a segment begins "xla" has a gate that forgets, and sums of gates before it round what follows."""
     assert_isolated(XLA, inputs(), segment_ids=SEGMENT_IDS, tolerance=1e-6)

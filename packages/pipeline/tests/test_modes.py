@@ -5,8 +5,7 @@ every implementation of every operator runs forward and backward in 64-bit mode 
 tests run most in the other mode too. The strict modes are one program: no promotion of types or ranks, and no NaN
 anywhere. A pack with states goes through the most code, so it stands for all batches, but for rows of segments under a
 few. "staged" runs with gates per channel, since its stages do not know whose they are, and in the thorough tests with
-gates per head. Without jit, where every operation is a program of its own, one operator runs, and in the thorough tests
-one of every kind.
+gates per head. Without jit, where every operation is a program of its own, the thorough tests run one of every kind.
 """
 
 import contextlib
@@ -77,9 +76,7 @@ def sample():
 
 
 def repeats(mode, name, implementation, sequences):
-    """Return whether a case of the sample repeats another in a second mode, or takes long without jit."""
-    if mode == "no jit":
-        return (name, implementation) != ("recurrent_kda", "xla")
+    """Return whether a case of the sample repeats another in a second mode, or has no jit, which takes long."""
     # Gates per head in 64-bit mode and gates per channel under the strict modes.
     first = ONCE.get((name, implementation), "strict" if OPERATORS[name].per_channel else "x64")
     return mode != first or sequences == "segments" or (name, implementation) == ("chunk_gated_delta_rule", "staged")
