@@ -173,6 +173,7 @@ def test_final_states_without_initial_ones():
     assert_divided("chunk_gated_delta_rule", "xla", mesh, P(None, "a"), "explicit", x, fixed)
 
 
+@thorough
 def test_wide_values():
     """Values and the matrix of a map that do not fit into one launch take two."""
     x = inputs_of("chunk_gated_delta_rule", B=1, T=16, H=1, HV=1, K=128, V=136)
@@ -198,7 +199,7 @@ def test_inside_a_shard_map(axis, check_vma):
     assert_expected(got, expected(x, {}, cotangents))
 
 
-@pytest.mark.parametrize("states", [True, False], ids=["states", "no-states"])
+@pytest.mark.parametrize("states", [pytest.param(True, marks=thorough), False], ids=["states", "no-states"])
 def test_nan_stays_in_its_document(states):
     """It crosses devices with its document, and no further."""
     name, mesh = "chunk_gated_delta_rule", make_mesh((8,), "automatic")
