@@ -1,6 +1,6 @@
 """The order in which interleaved stages run."""
 
-from chunkwise.shared.kernels.schedule import stagger
+from chunkwise.shared.kernels.schedule import stagger, take_turns
 
 
 def stage(name, length, log):
@@ -42,3 +42,13 @@ def test_results_are_there_when_the_stages_end():
 
     list(stagger(work(n) for n in range(3)))
     assert results == {0: 0, 1: 1, 2: 4}
+
+
+def test_an_order_leaves_the_rest_to_the_caller():
+    log = []
+    a, b = (stage(name, 3, log) for name in "ab")
+    take_turns("abbbbb", a=a, b=b)
+    assert log == ["a0", "b0", "b1", "b2"]
+    assert next(b, "past the end") == "past the end"
+    list(a)
+    assert log == ["a0", "b0", "b1", "b2", "a1", "a2"]

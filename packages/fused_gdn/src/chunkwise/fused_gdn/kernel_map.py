@@ -12,7 +12,6 @@ A state may have more channels than there are values: the values of those are ze
 the identity they become M, the matrix that takes a state through all tokens.
 """
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,9 +64,15 @@ from chunkwise.shared.kernels import (
     rows_not_finite,
     stagger,
     strip_rows,
+    take_turns,
     to_row,
     whole_sequences,
 )
+
+# What a turn does one after the other: "x" takes the inverse one product further, "p" the state of the chunk two turns
+# ago, "m" prepares half a stage of the next chunk, "a" multiplies a stage by the inverse. Found by search for four
+# stages: see the README.
+ORDER = "xpxpmxxpxmmpmpmmmaamaa"
 
 
 def _map_kernel(refs, *, static: Static, s: Shape):
@@ -114,24 +119,27 @@ def _turn(refs, prepared: Step, inverted: Step, passed: Step, masked: bool | Non
     exact = k.dtype != jnp.bfloat16
     sums = gate_sums(g, beta, s, exact, masks)
 
+    stages, made, inverse = Part(s).cut(STAGE), [], []
+    inverting = (inverse.append(X) for X in ladder(refs.strip[...], refs.M[...], 3 if exact else 2))
+    passing = stagger(pass_chunk(refs, stage) for stage in stages)
+    halves = [part for stage in stages for part in stage.cut(STAGE // 2)]
+    preparing = (made.append((part, prepare(k, sums, part, masks))) for part in halves)
+
+    def applying() -> Iterator[None]:
+        for _ in inverting:
+            pass
+        for stage in stages:
+            refs.u[stage.heads], refs.w[stage.heads] = apply_inverse(refs, inverse[-1], own_v, stage)
+            yield
+
     # The matrix unit takes products in the order in which they stand here, and where one waits, all wait. Between those
     # of the inverse, of which each waits for the one before, some heads are prepared and others pass the state on.
-    stages, made = Part(s).cut(STAGE), []
-    halves = [part for stage in stages for part in stage.cut(STAGE // 2)]
-    preparing = ((part, prepare(k, sums, part, masks)) for part in halves)
-    passing = stagger(pass_chunk(refs, stage) for stage in stages)
-    X: Any = None
-    for step in ladder(refs.strip[...], refs.M[...], 3 if exact else 2):
-        X = step
-        next(passing, None)
-        made.extend(itertools.islice(preparing, 1))
-    for _ in passing:
-        pass
-    refs.X_out[...] = X
-    for stage in stages:
-        made.extend(itertools.islice(preparing, 1))
-        refs.u[stage.heads], refs.w[stage.heads] = apply_inverse(refs, X, own_v, stage)
-    made.extend(preparing)
+    apply = applying()
+    take_turns(ORDER, x=inverting, p=passing, m=preparing, a=apply)
+    for rest in (passing, apply, preparing):
+        for _ in rest:
+            pass
+    refs.X_out[...] = inverse[-1]
 
     if masked:
 

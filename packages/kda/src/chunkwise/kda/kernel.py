@@ -77,6 +77,7 @@ from chunkwise.shared.kernels import (
     stagger,
     store_heads,
     strip_rows,
+    take_turns,
     to_column,
     to_row,
     whole_or_cut,
@@ -492,11 +493,7 @@ def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) ->
 
     # The products of a pack do not wait for those of the chunk before, so the two alternate.
     made, passing = [], pass_chunk(refs, own_passed, step, static, dtype)
-    for what in order(heads // p):
-        if what == "p":
-            next(passing, None)
-        else:
-            made.append(make(len(made) * p))
+    take_turns(order(heads // p), p=passing, m=(made.append(make(n)) for n in range(0, heads, p)))
     if refs.X is None:
         M = jnp.concatenate([scores[:, C:] for *_, scores in made]) * beta_rows  # [heads / p, C, p C]
         strip = begin_inverse(M)  # [heads / p, 16, p C]

@@ -87,7 +87,7 @@ from chunkwise.shared.kernels.quarantine import (
     whole_sequences,
 )
 from chunkwise.shared.kernels.remat import KEPT_NAME, keep
-from chunkwise.shared.kernels.schedule import stagger
+from chunkwise.shared.kernels.schedule import stagger, take_turns
 from chunkwise.shared.kernels.segments import coded_owners, find_segments, runs
 from chunkwise.shared.kernels.tiles import (
     LOG2_E,
@@ -202,6 +202,7 @@ __all__ = [
     "strip_rows",
     "sum_groups",
     "sum_value_heads",
+    "take_turns",
     "to_column",
     "to_lanes",
     "to_row",

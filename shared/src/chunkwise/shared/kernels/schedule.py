@@ -26,3 +26,12 @@ def stagger(stages: Iterable[Iterator]) -> Iterator[None]:
             return
         running = [stage for stage in running if next(stage, done) is not done]
         yield
+
+
+def take_turns(order: str, **each: Iterator) -> None:
+    """Take iterators one step further at a time, in an order of their names, which are one letter each.
+
+    A step past the end of an iterator does nothing. The caller finishes what the order leaves.
+    """
+    for name in order:
+        next(each[name], None)

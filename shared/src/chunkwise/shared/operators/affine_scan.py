@@ -61,16 +61,13 @@ def shift(x, axis, distance: int = 1, reverse: bool = False):
 def all_gather(M: jax.Array, N: jax.Array, S: jax.Array, axis, reverse: bool = False) -> jax.Array:
     """Return the state before every device, from that before the first: every device gets all maps."""
     D, r = _rank(axis, reverse)
-
-    def step(S, x):
-        d, M, N = x
-        return jnp.where(d < r, apply(M, S) + N, S), None
-
     S = vary_over(varying_axes(M, N), S)
-    maps = (jnp.arange(D, dtype=jnp.int32), *lax.all_gather((M, N), axis))
-    # Going back, the maps of the last device come first.
-    order = maps[0], *(x[::-1] if reverse else x for x in maps[1:])
-    return lax.scan(step, S, order)[0]
+    # Going back, the map of the last device comes first.
+    maps = list(zip(*lax.all_gather((M, N), axis), strict=True))[:: -1 if reverse else 1]
+    # Nothing lies behind the last device, so nobody needs its map.
+    for d, (M, N) in enumerate(maps[:-1]):
+        S = jnp.where(d < r, apply(M, S) + N, S)
+    return S
 
 
 def doubling(M: jax.Array, N: jax.Array, S: jax.Array, axis, reverse: bool = False) -> jax.Array:
