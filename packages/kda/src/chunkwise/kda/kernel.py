@@ -90,6 +90,8 @@ STAGE, HALF_STAGE = 4, 8
 # the chunk before through its next products, which wait for one another. The matrix unit takes products in this order,
 # and where one waits, all wait. Found by search: see the README.
 ORDER = "pmpmmpmpmppmmpmp"
+# The same for a launch that makes states and no output.
+STATES_ORDER = "pmmpmmmpmmpmpppp"
 
 
 class Operands(NamedTuple):
@@ -493,7 +495,7 @@ def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) ->
 
     # The products of a pack do not wait for those of the chunk before, so the two alternate.
     made, passing = [], pass_chunk(refs, own_passed, step, static, dtype)
-    take_turns(order(heads // p), p=passing, m=(made.append(make(n)) for n in range(0, heads, p)))
+    take_turns(order(heads // p, refs.o is not None), p=passing, m=(made.append(make(n)) for n in range(0, heads, p)))
     if refs.X is None:
         M = jnp.concatenate([scores[:, C:] for *_, scores in made]) * beta_rows  # [heads / p, C, p C]
         strip = begin_inverse(M)  # [heads / p, 16, p C]
@@ -516,9 +518,10 @@ def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) ->
         refs.valid[...] = all_rows if masks is None else jnp.where(masks.code >= 0, all_rows, 0.0)
 
 
-def order(packs: int) -> str:
+def order(packs: int, with_output: bool) -> str:
     """Return what a turn does with so many packs, see `ORDER`."""
-    return ORDER if ORDER.count("m") == packs else "pm" * packs
+    found = ORDER if with_output else STATES_ORDER
+    return found if found.count("m") == packs else "pm" * packs
 
 
 def stages_of(static: Static, most: int) -> list[slice]:
