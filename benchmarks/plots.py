@@ -91,20 +91,19 @@ def _scale(rows, plt):
             for row in divided
         ]
         _lines(left, lines, ("way",), "devices", "mib")
-        figures = ("summary_bundles", "bundles")
         for place, row in enumerate(divided):
             alone = next(x for x in rows if x["devices"] == 1 and x["topology"] == row["topology"])
-            summary, whole = (row.get(key) or 0 for key in figures)
-            parts = (alone.get("bundles") or 0, summary, max(0, whole - summary - (alone.get("bundles") or 0)))
-            for index, height in enumerate(parts):
-                right.bar(place, height / 1e6, 0.6, sum(parts[:index]) / 1e6, color=f"C{index}")
-        for index, label in enumerate(("one device alone", "map of a device", "more in the operator")):
+            summary, whole = ((row.get(key) or 0) / 1e6 for key in ("summary_bundles", "bundles"))
+            right.bar(place - 0.2, (alone.get("bundles") or 0) / 1e6, 0.36, color="C0")
+            right.bar(place + 0.2, summary, 0.36, color="C1")
+            right.bar(place + 0.2, whole - summary, 0.36, summary, color="C2")
+        for index, label in enumerate(("one device alone", "map of a device", "the operator behind it")):
             right.bar(0, 0, color=f"C{index}", label=label)
         right.set_xticks(range(len(divided)), [f"{x['devices']} x {x['tokens_each']}" for x in divided])
         right.set(xlabel="devices x tokens each", ylabel="million bundles of a device")
         right.legend(fontsize=7)
     left.set(xscale="log", yscale="log", xlabel="devices", ylabel="sent by a device, MiB")
-    left.legend(fontsize=6)
+    left.legend(fontsize=6, ncols=2, loc="center", bbox_to_anchor=(0.5, 0.77))
     return figure
 
 

@@ -223,7 +223,7 @@ def estimate_scan(case: Case, scan: str, topology: str) -> dict:
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from chunkwise.shared.operators.affine_scan import SCANS
+    from chunkwise.shared.operators.affine_scan import SCANS, AffineMap
 
     mesh, P = _mesh(topology, True), PartitionSpec
     D, decay = mesh.size, (case.K, 1) if case.table.per_channel else (1, 1)
@@ -236,7 +236,7 @@ def estimate_scan(case: Case, scan: str, topology: str) -> dict:
         for n, shape in shapes.items()
     }
     run = jax.shard_map(
-        lambda M, N, S: SCANS[scan](M, N, S, "x", False),
+        lambda M, N, S: SCANS[scan](AffineMap(M, N), S, "x", False),
         mesh=mesh, in_specs=(P("x"), P("x"), P()), out_specs=P("x"), check_vma=False,
     )  # fmt: skip
     start = time.perf_counter()

@@ -277,18 +277,31 @@ def test_random_segments(name, runs):
     assert_expected(got, expected(x, fixed, cotangents), f"{runs}")
 
 
+@pytest.mark.parametrize("start", ["zeros", "given", "stopped"])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("scan", affine_scan.SCANS.values(), ids=affine_scan.SCANS)
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
-def test_scans(scan, reverse, devices):
-    """All ways give the state before every device, in float64 one map after the other."""
+def test_scans(scan, reverse, devices, start):
+    """All ways give the state before every device, in float64 one map after the other.
+
+    Where the state does not pass a device, nothing that comes before it is seen behind it, not even a NaN.
+    """
     rng, K = np.random.default_rng(0), 4
     M, N = rng.standard_normal((devices, K, K)) / 2, rng.standard_normal((devices, K, 3))
-    S, want = rng.standard_normal((K, 3)), [None] * devices
-    state = S
+    S, want = None if start == "zeros" else rng.standard_normal((K, 3)), [None] * devices
+    passes = np.ones((devices, 1, 1), bool)
+    if start == "stopped":
+        S[0], passes[devices // 2] = np.nan, False
+    state = np.zeros((K, 3)) if S is None else S
     for d in reversed(range(devices)) if reverse else range(devices):
-        want[d], state = state, M[d] @ state + N[d]
+        want[d], state = state, (M[d] @ state if passes[d] else 0) + N[d]
     mesh = make_mesh((devices,), "automatic")
-    run = lambda M, N, S: scan(M[0], N[0], S, "a", reverse)[None]
-    got = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(P("a"), P("a"), P()), out_specs=P("a")))
-    assert_close("S", got(*(jnp.asarray(y, jnp.float32) for y in (M, N, S))), np.stack(want), 1e-6)
+
+    def run(M, N, passes, S):
+        own = affine_scan.AffineMap(M[0], N[0], passes[0] if start == "stopped" else None)
+        return scan(own, S, "a", reverse)[None]
+
+    x = jax.tree.map(lambda y: jnp.asarray(y, bool if y is passes else jnp.float32), (M, N, passes, S))
+    got = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(P("a"), P("a"), P("a"), P()), out_specs=P("a")))(*x)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    assert_close("S", np.nan_to_num(got), np.nan_to_num(want), 1e-6)

@@ -49,3 +49,11 @@ def out_struct(shape: Sequence[int], dtype, *operands: jax.Array | None) -> jax.
     kinds = [jax.typeof(x).manual_axis_type for x in operands if x is not None]
     kind = type(kinds[0])(varying=frozenset().union(*(kind.varying for kind in kinds))) if kinds else None
     return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=kind)
+
+
+def cores() -> int:
+    """Return how many cores of the device share the grid of a launch: 1 where it is no TPU."""
+    try:
+        return pltpu.get_tpu_info().num_cores
+    except (ValueError, NotImplementedError):
+        return 1

@@ -3,8 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from jax.experimental.pallas import tpu as pltpu
-
+from chunkwise.shared.compat import cores
 from chunkwise.shared.kernels import LANES, packing, pick_heads
 
 VMEM_BUDGET = 40 * 2**20
@@ -29,14 +28,6 @@ class Config:
 def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
     """Return the VMEM one value head takes: the state twice, the blocks and the float32 tiles in flight."""
     return 4 * (2 * K * V + 4 * C * (2 * K + 2 * V) + 3 * (C + K) * (K + LANES))
-
-
-def cores() -> int:
-    """Return how many cores of the device share the blocks of a launch: 1 where it is no TPU."""
-    try:
-        return pltpu.get_tpu_info().num_cores
-    except (ValueError, NotImplementedError):
-        return 1
 
 
 def default_for(H: int, HV: int, C: int, K: int, V: int) -> Config:

@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels.chunks import Chunking, cut, num_chunks, pad_tokens, pieces, take
+from chunkwise.shared.kernels.chunks import cut, num_chunks, pad_tokens, pieces, take
 from chunkwise.shared.kernels.packed import pad_lanes
 from chunkwise.shared.kernels.pool import Routes, held_slots
 from chunkwise.shared.kernels.segments import coded_owners
@@ -101,14 +102,14 @@ def make_steps(
         padded = (p.chunk + 1) * C > cu_seqlens[-1]
         rows = (*p, p.sequence, p.sequence, padded)
         return Steps(jnp.stack([x.astype(jnp.int32) for x in rows]), None)
-    chunks = Chunking(B, T, C)
-    ones, chunk = jnp.ones(B * NT, jnp.int32), jnp.tile(jnp.arange(NT, dtype=jnp.int32), B)
-    zeros = jnp.zeros_like(ones)
-    owner, mixing = None, (chunks.sequence, chunks.sequence, zeros)
-    if cu_seqlens is not None or segment_ids is not None:
-        owner, *mixing = chunk_owners(T, C, cu_seqlens, segment_ids)
-    rows = (chunks.sequence, chunks.first, chunks.last, chunk, zeros, chunks.length, ones, ones, *mixing)
-    return Steps(jnp.stack([x.astype(jnp.int32) for x in rows]), owner)
+    # Computed here and not by XLA, which would run an operation for every row before each launch.
+    row, chunk = np.repeat(np.arange(B), NT), np.tile(np.arange(NT), B)
+    zeros, ones = np.zeros_like(chunk), np.ones_like(chunk)
+    steps = (row, chunk == 0, chunk == NT - 1, chunk, zeros, np.minimum(T - chunk * C, C), ones, ones)
+    if cu_seqlens is None and segment_ids is None:
+        return Steps(jnp.asarray(np.stack([*steps, row, row, zeros]).astype(np.int32)), None)
+    owner, *mixing = chunk_owners(T, C, cu_seqlens, segment_ids)
+    return Steps(jnp.concatenate([np.stack(steps).astype(np.int32), jnp.stack(mixing)]), owner)
 
 
 def pool_steps(T: int, C: int, routes: Routes, block_size: int | None = None) -> Steps:

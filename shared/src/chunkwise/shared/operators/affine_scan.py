@@ -1,11 +1,12 @@
 """The scan of affine maps over the devices of a mesh axis: what the tokens of every device do to a state.
 
 A device's tokens take a state S [..., K, V] to M S + N. M is a matrix [..., K, K], or a decay [..., K, 1] or
-[..., 1, 1], which multiplies rows. The state before device r is that after device r - 1. Three ways to bring it there,
-which give the same states up to rounding, on D devices, each with M and N of |M| and |N| bytes:
+[..., 1, 1], which multiplies rows. The state before device r is that after device r - 1. Where another document begins
+on a device, no state passes it, not even a NaN. Three ways bring every device its state, the same up to rounding, on D
+devices, each with M and N of |M| and |N| bytes:
 
     way            bytes that a device sends    steps, one after the other
-    all_gather     (D - 1) (|M| + |N|)          1, then a loop over D maps on every device
+    all_gather     (D - 1) (|M| + |N|)          1, then D - 2 products on every device
     doubling       log2(D) (|M| + |N|) + |N|    log2(D), each with a product of two maps, and one more
     ring           (D - 1) |N|                  D - 1
 
@@ -13,6 +14,7 @@ The first is best for few devices, the second for many: see docs/performance.md.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +22,38 @@ from jax import lax
 
 from chunkwise.shared.compat import vary_over, varying_axes
 
-# Of M, N, the state before the first device, the axis, and whether it runs from the last device to the first.
-Scan = Callable[[jax.Array, jax.Array, jax.Array, "str | tuple[str, ...]", bool], jax.Array]
+
+class AffineMap(NamedTuple):
+    """What the tokens of a device do to a state: S -> M S + N, or N where the state does not pass.
+
+    Attributes:
+      M: float32 [..., K, K], or a decay [..., K, 1] or [..., 1, 1].
+      N: float32 [..., K, V].
+      passes: bool [..., 1, 1], whether anything of S reaches the end; None if it always does.
+    """
+
+    M: jax.Array
+    N: jax.Array
+    passes: jax.Array | None = None
+
+    def apply(self, S: jax.Array) -> jax.Array:
+        """Return M S in full precision, zeros where S does not pass, whatever it holds."""
+        product = jnp.matmul(self.M, S, precision=lax.Precision.HIGHEST) if is_matrix(self.M) else self.M * S
+        return product if self.passes is None else jnp.where(self.passes, product, 0.0)
+
+    def after(self, S: jax.Array | None) -> jax.Array:
+        """Return the state after the tokens; None stands for a state of zeros."""
+        return self.N if S is None else self.apply(S) + self.N
+
+    def after_map(self, first: "AffineMap") -> "AffineMap":
+        """Return the map of both, `first` and then this one."""
+        passes = None if self.passes is None or first.passes is None else self.passes & first.passes
+        return AffineMap(self.apply(first.M), self.after(first.N), passes)
+
+
+# Of the map of this device, the state before the first one, None for zeros, the axis, and whether the last device comes
+# first.
+Scan = Callable[[AffineMap, "jax.Array | None", "str | tuple[str, ...]", bool], jax.Array]
 
 # Up to so many devices all maps are sent to all of them.
 _FEW = 8
@@ -30,15 +62,6 @@ _FEW = 8
 def is_matrix(M: jax.Array) -> bool:
     """Return whether the linear part of a map is a matrix [..., K, K] and not a decay."""
     return M.shape[-1] > 1
-
-
-def apply(M: jax.Array, S: jax.Array) -> jax.Array:
-    """Return M S, in full precision; zeros for M of zeros, whatever S holds.
-
-    Such an M stands where another document begins, which a NaN in the state of the one before must not reach.
-    """
-    product = jnp.matmul(M, S, precision=lax.Precision.HIGHEST) if is_matrix(M) else M * S
-    return jnp.where(jnp.all(M == 0.0, axis=(-2, -1), keepdims=True), 0.0, product)
 
 
 def transposed(M: jax.Array) -> jax.Array:
@@ -58,50 +81,58 @@ def shift(x, axis, distance: int = 1, reverse: bool = False):
     return lax.ppermute(x, axis, [(i + distance, i) if reverse else (i, i + distance) for i in first])
 
 
-def all_gather(M: jax.Array, N: jax.Array, S: jax.Array, axis, reverse: bool = False) -> jax.Array:
+def _given(own: AffineMap, S: jax.Array | None) -> jax.Array:
+    """Return the state before the first device, as a value that differs from device to device."""
+    return vary_over(varying_axes(*jax.tree.leaves(own)), jnp.zeros_like(own.N) if S is None else S)
+
+
+def all_gather(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
     """Return the state before every device, from that before the first: every device gets all maps."""
     D, r = _rank(axis, reverse)
-    S = vary_over(varying_axes(M, N), S)
-    # Going back, the map of the last device comes first.
-    maps = list(zip(*lax.all_gather((M, N), axis), strict=True))[:: -1 if reverse else 1]
-    # Nothing lies behind the last device, so nobody needs its map.
-    for d, (M, N) in enumerate(maps[:-1]):
-        S = jnp.where(d < r, apply(M, S) + N, S)
-    return S
+    every = lax.all_gather(own, axis)
+    before = _given(own, S)
+    # Going back, the map of the last device comes first. Nothing lies behind the last one, so nobody needs its map.
+    for d in range(D - 1):
+        at = D - 1 - d if reverse else d
+        after = jax.tree.map(lambda x, at=at: x[at], every).after(S if d == 0 else before)
+        # Without the barrier XLA computes a state once for every use.
+        before = lax.optimization_barrier(jnp.where(d < r, after, before))
+    return before
 
 
-def doubling(M: jax.Array, N: jax.Array, S: jax.Array, axis, reverse: bool = False) -> jax.Array:
+def doubling(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
     """Return the same: every device composes the maps of 2, 4, 8, ... devices up to itself."""
     D, r = _rank(axis, reverse)
-    S, distance = vary_over(varying_axes(M, N), S), 1
+    first, distance = _given(own, S), 1
     while distance < D:
-        before = shift((M, N), axis, distance, reverse)
+        both = own.after_map(shift(own, axis, distance, reverse))
         has = r >= distance
-        M, N = jnp.where(has, apply(M, before[0]), M), jnp.where(has, apply(M, before[1]) + N, N)
+        own = jax.tree.map(lambda x, y, has=has: jnp.where(has, x, y), both, own)
         distance *= 2
-    return jnp.where(r == 0, S, shift(apply(M, S) + N, axis, 1, reverse))
+    return jnp.where(r == 0, first, shift(own.after(S), axis, 1, reverse))
 
 
-def ring(M: jax.Array, N: jax.Array, S: jax.Array, axis, reverse: bool = False) -> jax.Array:
+def ring(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
     """Return the same: the state itself goes from device to device."""
     D, r = _rank(axis, reverse)
-    S = vary_over(varying_axes(M, N), S)
+    before = _given(own, S)
     for d in range(1, D):
-        S = jnp.where(r == d, shift(apply(M, S) + N, axis, 1, reverse), S)
-    return S
+        after = own.N if S is None and d == 1 else own.after(before)
+        before = jnp.where(r == d, shift(after, axis, 1, reverse), before)
+    return before
 
 
 SCANS: dict[str, Scan] = {"all_gather": all_gather, "doubling": doubling, "ring": ring}
 
 
-def exclusive_scan(M: jax.Array, N: jax.Array, S: jax.Array, axis, reverse: bool = False) -> jax.Array:
+def exclusive_scan(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
     """Return the state before every device by the way that is best for so many.
 
     Args:
-      M, N: the map of this device; float32.
-      S: the state before the first device, the same on all.
+      own: the map of this device.
+      S: the state before the first device, the same on all; None for zeros.
       axis: of the mesh, or several.
       reverse: the scan begins with the last device.
     """
     scan = all_gather if lax.axis_size(axis) <= _FEW else doubling
-    return scan(M, N, S, axis, reverse)
+    return scan(own, S, axis, reverse)

@@ -9,7 +9,7 @@ In the backward the cotangent of the state goes back the same way: with dN what 
 before it, the cotangent before a device is M^T times that after it, plus dN.
 
 Only one state goes from device to device, however many documents there are. A document that begins inside a device, or
-with its first token, needs nothing from before it, and M is zero there.
+with its first token, needs nothing from before it, and the state does not pass there.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from chunkwise.shared.compat import vary_over, varying_axes
 from chunkwise.shared.kernels.chunks import select_tokens
-from chunkwise.shared.operators.affine_scan import exclusive_scan, transposed
+from chunkwise.shared.operators.affine_scan import AffineMap, exclusive_scan, transposed
 from chunkwise.shared.operators.arguments import Arguments, total_gate
 from chunkwise.shared.operators.stream import document_ids, document_of, documents_end, first_token, own_boundaries
 
@@ -66,14 +66,14 @@ class Part(NamedTuple):
     """How the tokens of a device lie in the sequences. One state comes in for every row and one goes out.
 
     Attributes:
-      enters: bool [B], whether the state that comes in reaches the first sequence of a row.
-      passes: bool [B], whether it goes through to the end of the row.
+      enters: bool [B], whether the state that comes in reaches the first sequence of a row; None if it always does.
+      passes: bool [B], whether it goes through to the end of the row; None if it always does.
       valid: bool [B, T], False for padding; None if all tokens are valid.
       documents: of a packed batch with a state for every document; None otherwise.
     """
 
-    enters: jax.Array
-    passes: jax.Array
+    enters: jax.Array | None
+    passes: jax.Array | None
     valid: jax.Array | None = None
     documents: "Documents | None" = None
 
@@ -93,8 +93,7 @@ class Documents(NamedTuple):
 
 def _rows(x: Arguments) -> tuple[Arguments, Part]:
     """Return the arguments of rows that are one sequence each, and their part."""
-    everything = jnp.ones(x.q.shape[:1], bool)
-    return x, Part(everything, everything)
+    return x, Part(None, None)
 
 
 def _segments(x: Arguments, ids: jax.Array, before: jax.Array, any_before: jax.Array) -> tuple[Arguments, Part]:
@@ -147,6 +146,8 @@ def _entry(part: Part, S: jax.Array, own: jax.Array | None) -> jax.Array:
 
     `own` are the initial states of documents [N, HV, K, V], of which S takes the place of one.
     """
+    if part.enters is None:
+        return S
     enters = part.enters[:, None, None, None]
     if part.documents is None:
         return jnp.where(enters, S, 0.0)
@@ -161,9 +162,15 @@ def _exit(part: Part, states: jax.Array) -> jax.Array:
     return states if part.documents is None else states[part.documents.last]
 
 
-def _summary(form: Form, x: Arguments, part: Part) -> tuple[jax.Array, jax.Array, Any]:
-    """Return M and N of the tokens of a device, and what the form keeps."""
+def _passing(part: Part) -> jax.Array | None:
+    """Return bool [B, 1, 1, 1], whether a state goes through to the end of its row; None if it always does."""
+    return None if part.passes is None else part.passes[:, None, None, None]
+
+
+def _summary(form: Form, x: Arguments, part: Part) -> tuple[AffineMap, Any]:
+    """Return the map of the tokens of a device, and what the form keeps."""
     (B, T, _, K), (HV, V) = x.q.shape, x.v.shape[2:]
+    passes = _passing(part)
 
     def zeros(width):
         return jnp.zeros((B, HV, K, width), jnp.float32)
@@ -176,15 +183,18 @@ def _summary(form: Form, x: Arguments, part: Part) -> tuple[jax.Array, jax.Array
         g = total_gate(x)
         G = jnp.sum(g if part.valid is None else select_tokens(part.valid, g), axis=1)
         M = jnp.exp(G)[..., None] if g.ndim == 4 else jnp.exp(G)[..., None, None]
-        return jnp.where(part.passes[:, None, None, None], M, 0.0), *state_after(x.v, zeros(V), x.initial_state)
+        N, kept = state_after(x.v, zeros(V), x.initial_state)
+        return AffineMap(M, N, passes), kept
     identity = jnp.broadcast_to(jnp.eye(K, dtype=jnp.float32), (B, HV, K, K))
     if V + K <= _WIDEST:
         # Further channels without values: their state is what the tokens do to the identity.
         both, kept = state_after(x.v, jnp.concatenate([zeros(V), identity], axis=3), x.initial_state)
-        return both[..., V:], both[..., :V], kept
+        return AffineMap(both[..., V:], both[..., :V], passes), kept
     none = None if x.initial_state is None else jnp.zeros((*x.initial_state.shape[:3], K), jnp.float32)
     nothing = jnp.zeros((B, T, HV, K), x.v.dtype)
-    return state_after(nothing, identity, none)[0], *state_after(x.v, zeros(V), x.initial_state)
+    M = state_after(nothing, identity, none)[0]
+    N, kept = state_after(x.v, zeros(V), x.initial_state)
+    return AffineMap(M, N, passes), kept
 
 
 def _local(x: Arguments, axis) -> tuple[Arguments, Part]:
@@ -216,16 +226,15 @@ def run_context(
       The output, and the states, None unless asked for: zeros on the devices that do not have a final state, so that
       their sum over the devices is wanted.
     """
-    (B, _, _, K), (HV, V) = x.q.shape, x.v.shape[2:]
     if x.cu_seqlens is not None and x.initial_state is None and output_final_state:
-        N = x.cu_seqlens.shape[0] - 1
-        x = x._replace(initial_state=jnp.zeros((N, HV, K, V), jnp.float32))
+        (HV, V), N = x.v.shape[2:], x.cu_seqlens.shape[0] - 1
+        x = x._replace(initial_state=jnp.zeros((N, HV, x.q.shape[3], V), jnp.float32))
     x, part = _local(x, axis)
     given, others = x.arrays()
     given, part = vary_over(varying_axes(*given.values()).union(axis), (given, part))
     start = given.pop("initial_state") if x.initial_state is not None and part.documents is None else None
-    start = jnp.zeros((B, HV, K, V), jnp.float32) if start is None else start.astype(jnp.float32)
-    start = vary_over(varying_axes(*given.values()), start)
+    if start is not None:
+        start = vary_over(varying_axes(*given.values()), start.astype(jnp.float32))
     floats = {name: y for name, y in given.items() if jnp.issubdtype(y.dtype, jnp.floating)}
     fixed = {name: y for name, y in given.items() if name not in floats}
 
@@ -238,13 +247,13 @@ def run_context(
         return y._replace(initial_state=_entry(part, S, y.initial_state))
 
     def before(floats, S, fixed, part):
-        """Return the map of this device, the state before it, and what the form keeps."""
-        M, N, kept = _summary(form, arguments(floats, fixed), part)
-        M = checkpoint_name(M, MAP_NAME)
-        return M, checkpoint_name(exclusive_scan(M, N, S, axis), STATE_NAME), kept
+        """Return M of this device, the state before it, and what the form keeps."""
+        own, kept = _summary(form, arguments(floats, fixed), part)
+        own = own._replace(M=checkpoint_name(own.M, MAP_NAME))
+        return own.M, checkpoint_name(exclusive_scan(own, S, axis), STATE_NAME), kept
 
-    def forward(floats, S, fixed, part):
-        M, S, kept = before(floats, S, fixed, part)
+    def forward(floats, first, fixed, part):
+        M, S, kept = before(floats, first, fixed, part)
         run = lambda floats, S: form.run(entering(floats, S, fixed, part), kept)
         results, pull = jax.vjp(run, floats, S)
         return results, (M, S, kept, pull, floats, fixed, part)
@@ -258,13 +267,13 @@ def run_context(
             dentry = form.state_gradient(entering(floats, S, fixed, part), kept, do, dstates)
             own = floats.get("initial_state")
             dN = jax.vjp(lambda S: _entry(part, S, own), S)[1](dentry)[0]
-        dS = exclusive_scan(transposed(M), dN, jnp.zeros_like(dN), axis, reverse=True)
+        dS = exclusive_scan(AffineMap(transposed(M), dN, _passing(part)), None, axis, reverse=True)
         back = jnp.zeros_like(dstates)
         back = dS if part.documents is None else back.at[part.documents.last].add(dS)
         dfloats, dS = pull((do, dstates + back))
         # The state before the first tokens is that of the first device alone.
-        first = lax.axis_index(axis) == 0
-        return dfloats, jnp.where(first, dS, 0.0), None, None
+        dstart = None if start is None else jnp.where(lax.axis_index(axis) == 0, dS, 0.0)
+        return dfloats, dstart, None, None
 
     @jax.custom_vjp
     def call(floats, S, fixed, part):
