@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.fused_gla import Config, fused_chunk_gla, tile
+from chunkwise.fused_gla import Config, fused_chunk_gla, tile, vjp
 from chunkwise.shared.kernels import bf16_parts
 from chunkwise.shared.kernels.products import interpreted_products
+from chunkwise.shared.operators import Arguments, Options
 from chunkwise.shared.testing import STAGE_TOLERANCE, assert_close, boundaries, make_gate, make_inputs, text_for_tpu
 
 
@@ -196,3 +197,23 @@ def test_the_backward_keeps_no_padding(per_channel):
     states = 2 * 128 * 128 * 4  # before every grid step, of which there is one; padded, because a kernel wrote them
     numbers = 64  # JAX keeps a few scalars
     assert sum(y.size * y.dtype.itemsize for y in arrays) <= states + sum(y.nbytes for y in x.values()) + numbers
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("lengths", [None, (70, 0, 1, 129)], ids=["rows", "packed"])
+@pytest.mark.parametrize("gamma", [None, (-0.001, -0.02)], ids=["gates", "both"])
+def test_decay_over_all_tokens(lengths, gamma):
+    """The launch that gives states alone also says what multiplies a state from before them."""
+    B, T, H, K = (2, 150, 2, 24) if lengths is None else (1, 200, 2, 24)
+    x = make_inputs(B, T, H, K=K, V=16, per_channel=True)
+    # Decays over so many tokens that are not too small to compare.
+    x["g"] = x["g"] / 50
+    cu = None if lengths is None else boundaries(*lengths)
+    g_gamma = None if gamma is None else jnp.asarray(gamma)
+    arguments = Arguments(x["q"], x["k"], x["v"], x["g"], g_gamma=g_gamma, cu_seqlens=cu)
+    _, decay = vjp.summary(arguments, Options(True, chunk_size=64), Config(2, 2, 1))
+    total = np.asarray(x["g"], np.float64) + (0.0 if gamma is None else np.asarray(gamma)[:, None])
+    rows = total if lengths is None else np.split(total[0], np.cumsum(lengths)[:-1])
+    filled = [i for i, row in enumerate(rows) if len(row)]
+    want = np.stack([np.exp(np.sum(rows[i], axis=0))[..., None] for i in filled])
+    assert_close("decay", decay[jnp.asarray(filled)], want, STAGE_TOLERANCE)

@@ -38,6 +38,7 @@ from chunkwise.shared.operators import (
     Options,
     Sharding,
     Slots,
+    Summary,
     check,
     check_delta_rule,
     check_initial_state,
@@ -235,12 +236,12 @@ def _fused(
     return scaled(o, after), final_state
 
 
-def _summary(x: Arguments, options: Options, *, config: tiles.Config | None) -> tuple[jax.Array, jax.Array]:
+def _summary(x: Arguments, options: Options, *, config: tiles.Config | None) -> Summary:
     """Return the states after the tokens, and the inverses of all chunks, which `_fused` and its gradient take.
 
     Initial states may have more channels than `x.v`, whose values are zeros.
     """
-    return _launch_states(x._replace(scale=None), options, _config(x, options, config))
+    return Summary(*_launch_states(x._replace(scale=None), options, _config(x, options, config)))
 
 
 def _pooled(x: Arguments, options: Options, routes: Routes) -> tuple[jax.Array, jax.Array]:

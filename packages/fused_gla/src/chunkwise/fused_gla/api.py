@@ -21,6 +21,7 @@ from chunkwise.shared.operators import (
     Options,
     Sharding,
     Slots,
+    Summary,
     check,
     check_array,
     check_gates,
@@ -213,9 +214,10 @@ def _fused(x: Arguments, options: Options, config: Config | None) -> tuple[jax.A
     return scaled(o, after), state
 
 
-def _summary(x: Arguments, options: Options, config: Config | None) -> tuple[jax.Array, None]:
-    """Return the states after the tokens; nothing is kept for the operator, whose own work does not contain it."""
-    return vjp.summary(x._replace(scale=None), options, config or _config(x, options)), None
+def _summary(x: Arguments, options: Options, config: Config | None) -> Summary:
+    """Return what the tokens do to a state; nothing is kept for the operator, whose own work does not contain it."""
+    states, decay = vjp.summary(x._replace(scale=None), options, config or _config(x, options))
+    return Summary(states, decay=decay)
 
 
 def _state_gradient(

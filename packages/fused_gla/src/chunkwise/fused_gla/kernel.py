@@ -181,11 +181,13 @@ class Blocks:
         """Cut one tile for every head and row of the batch, [B, HV, *tail]."""
         return pl.BlockSpec((None, self.heads, *tail), lambda b, h, t, *_: (b, h, 0, 0))
 
+    def per_sequence(self, *tail: int) -> pl.BlockSpec:
+        """Cut one tile for every head and sequence, [N, HV, *tail]."""
+        return self.slots(SEQUENCE, *tail) if self.s.pieces else self.per_head(*tail)
+
     def states(self) -> pl.BlockSpec:
         """Cut states of sequences [N, HV, V, K]."""
-        if not self.s.pieces:
-            return self.per_head(self.s.V, self.s.K)
-        return self.slots(SEQUENCE, self.s.V, self.s.K)
+        return self.per_sequence(self.s.V, self.s.K)
 
     def slots(self, row: int, *tail: int) -> pl.BlockSpec:
         """Cut the slots of a pool [slots, HV, *tail] that a row of the table names."""
@@ -548,6 +550,8 @@ def _gla_fwd_kernel(refs, s: Static):
             fetch_states(refs.pool, S_ref, piece.continues, transposed=True)
         else:
             S_ref[...] = jnp.zeros_like(S_ref) if refs.initial_state is None else refs.initial_state[...]
+        if refs.decay is not None:
+            refs.decay[...] = jnp.ones_like(refs.decay)
 
     if refs.pool is not None:
 
@@ -573,6 +577,8 @@ def _gla_fwd_kernel(refs, s: Static):
         S = S_ref[...]  # [heads, V, K]
         S_ref[...] = tile.next_state(S, c.k, c.v, c.to_end(), c.through(), s.parts)
         place.spoil_state(S_ref, place.last if masked else None)
+        if refs.decay is not None:
+            refs.decay[...] *= c.through()  # [heads, 1, K]
         if refs.o is not None:
             # What the tokens of the chunk give to one another, and what the state before it does.
             P = tile.scores(c.q, c.k, c.decays, c.same)  # [heads, C, C]
@@ -591,8 +597,8 @@ def _gla_fwd_kernel(refs, s: Static):
             put_states(S_ref, refs.pool_out, transposed=True)
 
 
-def launch(s: Static, x: Operands, output: bool = True, keep: bool = False):
-    """Return (o [B, T, HV * V], final states [N, HV, V, K], states before the grid steps, pool).
+def launch(s: Static, x: Operands, output: bool = True, keep: bool = False, decay: bool = False):
+    """Return (o [B, T, HV * V], final states [N, HV, V, K], states before the grid steps, decays, pool).
 
     None for what is unwanted. The pool is updated in place.
 
@@ -600,9 +606,10 @@ def launch(s: Static, x: Operands, output: bool = True, keep: bool = False):
       s, x: static sizes and operands.
       output: compute o.
       keep: return the state before every grid step, [B, steps, HV, V, K] float32, for the backward.
+      decay: return what multiplies a state over all tokens of its sequence, [N, HV, 1, K] float32; per channel only.
     """
     blocks = Blocks(s, s.config.heads, lambda t: t)
-    state = s.HV, s.V, s.K
+    state, decays = (s.HV, s.V, s.K), (s.N, s.HV, 1, s.K)
     inputs = [y for y in x if y is not None]
     kind = "fwd" if output else "states" if keep else "summary"
     tail, pool = (), None
@@ -615,6 +622,7 @@ def launch(s: Static, x: Operands, output: bool = True, keep: bool = False):
             ("o", blocks.tokens(s.V), out_struct(x.v.shape, x.v.dtype, *inputs) if output else None),
             ("final", blocks.states(), out_struct((s.N, *state), jnp.float32, *inputs) if s.final else None),
             ("kept", blocks.kept(), out_struct((s.B, s.steps, *state), jnp.float32, *inputs) if keep else None),
+            ("decay", blocks.per_sequence(1, s.K), out_struct(decays, jnp.float32, *inputs) if decay else None),
             ("pool_out", blocks.slots(TARGET, *tail), pool),
         ],
         more=[("pool", blocks.slots(SEQUENCE, *tail), x.pool)],

@@ -41,11 +41,15 @@ def fused(x: Arguments, scale: float, options: Options, config: Config):
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def summary(x: Arguments, options: Options, config: Config) -> jax.Array:
-    """Return the final states [N, HV, K, V] alone; `x.q` and `x.scale` are not read."""
+def summary(x: Arguments, options: Options, config: Config) -> tuple[jax.Array, jax.Array | None]:
+    """Return (final states [N, HV, K, V], decays [N, HV, K, 1]); `x.q` and `x.scale` are not read.
+
+    The decays are those of a state over all tokens of its sequence, None for gates per head, which XLA sums up as fast.
+    """
     s, operands = _lay_out(x, 1.0, options, config)
-    results: Any = kernel.launch(_in_parts(s, x), operands, output=False)
-    return _user_states(s, results[1])
+    results: Any = kernel.launch(_in_parts(s, x), operands, output=False, decay=s.per_channel)
+    _, final, _, decay, _ = results
+    return _user_states(s, final), None if decay is None else jnp.swapaxes(decay[..., : s.widths[0]], 2, 3)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -139,7 +143,7 @@ def _forward(s: Static, x: Operands):
     s = s._replace(parts=2 if wanted.gamma else 1)
 
     def whole(x):
-        o, final, kept, _ = kernel.launch(s, x, keep=True)
+        o, final, kept, *_ = kernel.launch(s, x, keep=True)
         return kept, (o, final)
 
     def part(x):

@@ -41,6 +41,7 @@ from chunkwise.shared.operators import (
     Options,
     Sharding,
     Slots,
+    Summary,
     check,
     check_delta_rule,
     check_initial_state,
@@ -267,13 +268,13 @@ def _fused(
     return scaled(o, after).astype(x.v.dtype), final_state
 
 
-def _summary(x: Arguments, options: Options, *, config: tiles.Config | None) -> tuple[jax.Array, Kept]:
+def _summary(x: Arguments, options: Options, *, config: tiles.Config | None) -> Summary:
     """Return the states after the tokens, and what `_fused` and its gradients need not make again.
 
     Initial states may have more channels than `x.v`, whose values are zeros.
     """
     inside, _ = split_scale(x.scale)
-    return _launch_states(x._replace(scale=None), _static(x, options, config, inside))
+    return Summary(*_launch_states(x._replace(scale=None), _static(x, options, config, inside)))
 
 
 def _state_gradient(

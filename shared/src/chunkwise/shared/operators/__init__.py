@@ -24,6 +24,7 @@ from chunkwise.shared.operators.checks import (
     choose_implementation,
 )
 from chunkwise.shared.operators.chunked import Implementation, Launches, run_chunked
+from chunkwise.shared.operators.context import Summary
 from chunkwise.shared.operators.decode import read_slots, recurrent_cost, run_recurrent, token_by_token, write_slots
 from chunkwise.shared.operators.gates import Laws, lay_out_law
 from chunkwise.shared.operators.isolation import keep_apart, spoilt_tokens
@@ -62,6 +63,7 @@ __all__ = [
     "Options",
     "Sharding",
     "Slots",
+    "Summary",
     "axes_of_spec",
     "block_inverse",
     "check",

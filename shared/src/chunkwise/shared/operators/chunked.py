@@ -8,7 +8,7 @@ import jax
 
 from chunkwise.shared.operators.arguments import Arguments, Options, Slots, check_shared, scale_of, without_laws
 from chunkwise.shared.operators.checks import choose_chunk_size, choose_implementation
-from chunkwise.shared.operators.context import Form
+from chunkwise.shared.operators.context import Form, Summary
 from chunkwise.shared.operators.devices import over_devices
 from chunkwise.shared.operators.segments import run_segments
 
@@ -26,7 +26,7 @@ class Launches(NamedTuple):
     """
 
     run: Callable[[Arguments, Options, Any], tuple[jax.Array, Any]]
-    summary: Callable[[Arguments, Options], tuple[jax.Array, Any]]
+    summary: Callable[[Arguments, Options], Summary]
     state_gradient: Callable[[Arguments, Options, Any, jax.Array, jax.Array], jax.Array]
 
 

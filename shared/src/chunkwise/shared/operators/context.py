@@ -27,30 +27,45 @@ from chunkwise.shared.operators.arguments import Arguments, total_gate
 from chunkwise.shared.operators.stream import document_ids, document_of, documents_end, first_token, own_boundaries
 
 
+class Summary(NamedTuple):
+    """What the tokens of one device do to a state.
+
+    Attributes:
+      states: after the tokens, as `Form.run` returns them.
+      kept: what the operator behind it need not make again.
+      decay: what multiplies a state from before the tokens, float32 [N, HV, K, 1] for the sequences of the states; None
+        where it is made from the gates, or is a matrix.
+    """
+
+    states: Any
+    kept: Any = None
+    decay: jax.Array | None = None
+
+
 class Form(NamedTuple):
     """What an operator does over the tokens of one device.
 
     Attributes:
       run: from arguments, and what `summary` kept, to the output [B, T, HV, V] and the states after the tokens. Its
         gradient is that of the operator: what was kept has none of its own.
-      summary: from the arguments of `run` to the states after the tokens alone, and what is to be kept. The initial
-        states may have more channels than v, whose values are zeros.
+      summary: from the arguments of `run` to what needs no queries. The initial states may have more channels than v,
+        whose values are zeros.
       state_gradient: from arguments, what was kept, and the cotangents of `run` to the gradient of the initial states
         alone; None where it is taken from all gradients of `run`.
     """
 
     run: Callable[[Arguments, Any], tuple[jax.Array, Any]]
-    summary: Callable[[Arguments], tuple[jax.Array, Any]]
+    summary: Callable[[Arguments], Summary]
     state_gradient: Callable[[Arguments, Any, jax.Array, jax.Array], jax.Array] | None = None
 
 
 def plain_form(run: Callable[[Arguments], tuple[jax.Array, Any]]) -> Form:
     """Return the form of an operator that has no launches of its own for it."""
 
-    def summary(x: Arguments) -> tuple[jax.Array, None]:
+    def summary(x: Arguments) -> Summary:
         S: Any = x.initial_state
         missing = S.shape[3] - x.v.shape[3]
-        return run(x._replace(v=jnp.pad(x.v, [(0, 0)] * 3 + [(0, missing)])))[1], None
+        return Summary(run(x._replace(v=jnp.pad(x.v, [(0, 0)] * 3 + [(0, missing)])))[1])
 
     return Form(lambda x, _: run(x), summary)
 
@@ -176,24 +191,25 @@ def _summary(form: Form, x: Arguments, part: Part) -> tuple[AffineMap, Any]:
         return jnp.zeros((B, HV, K, width), jnp.float32)
 
     def state_after(v, S, own):
-        states, kept = form.summary(x._replace(v=v, initial_state=_entry(part, S, own)))
-        return _exit(part, states), kept
+        summary = form.summary(x._replace(v=v, initial_state=_entry(part, S, own)))
+        return summary._replace(states=_exit(part, summary.states))
 
     if x.beta is None:
+        N, kept, decay = state_after(x.v, zeros(V), x.initial_state)
+        if decay is not None:
+            return AffineMap(_exit(part, decay), N, passes), kept
         g = total_gate(x)
         G = jnp.sum(g if part.valid is None else select_tokens(part.valid, g), axis=1)
-        M = jnp.exp(G)[..., None] if g.ndim == 4 else jnp.exp(G)[..., None, None]
-        N, kept = state_after(x.v, zeros(V), x.initial_state)
-        return AffineMap(M, N, passes), kept
+        return AffineMap(jnp.exp(G)[..., None] if g.ndim == 4 else jnp.exp(G)[..., None, None], N, passes), kept
     identity = jnp.broadcast_to(jnp.eye(K, dtype=jnp.float32), (B, HV, K, K))
     if V + K <= _WIDEST:
         # Further channels without values: their state is what the tokens do to the identity.
-        both, kept = state_after(x.v, jnp.concatenate([zeros(V), identity], axis=3), x.initial_state)
+        both, kept, _ = state_after(x.v, jnp.concatenate([zeros(V), identity], axis=3), x.initial_state)
         return AffineMap(both[..., V:], both[..., :V], passes), kept
     none = None if x.initial_state is None else jnp.zeros((*x.initial_state.shape[:3], K), jnp.float32)
     nothing = jnp.zeros((B, T, HV, K), x.v.dtype)
-    M = state_after(nothing, identity, none)[0]
-    N, kept = state_after(x.v, zeros(V), x.initial_state)
+    M = state_after(nothing, identity, none).states
+    N, kept, _ = state_after(x.v, zeros(V), x.initial_state)
     return AffineMap(M, N, passes), kept
 
 
