@@ -454,26 +454,30 @@ def count_around(case: Case, mixture: Mixture, chip: str) -> int:
 
 
 def estimate(case: Case, mixture: Mixture, chip: str, timeout: float) -> dict:
-    """Return what a step would cost on a chip that is not here; `failed` is set where the compiler gave no result."""
+    """Return what a step would cost on a chip that is not here; `failed` is set where the compiler gave no result.
+
+    What is around the kernels may be all that it gave none for: then there is no sum.
+    """
     counts: dict[str, Any] = {}
     for name in ("count_kernels", "count_around"):
         code = (
             f"from benchmarks.step import Case, Mixture, {name}; {{{name!r}: {name}({case!r}, {mixture!r}, {chip!r})}}"
         )
         counts |= tpu.first_result([code], timeout)
-        if "failed" in counts:
-            return counts
-    decode, prefill, around = *counts["count_kernels"].values(), counts["count_around"]
+    if "count_kernels" not in counts:
+        return counts
+    decode, prefill = counts.pop("count_kernels").values()
+    around = counts.pop("count_around", None)
     clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
     floors = [round(n / bandwidth * clock / 1e3) for n in moved_bytes(case, mixture)]
-    cycles = max(decode, floors[0]) + max(prefill, floors[1]) + around
-    return {
+    row = {
         "decode_bundles": decode or None,
         "decode_floor": floors[0] or None,
         "prefill_bundles": prefill or None,
         "prefill_floor": floors[1] or None,
         "around_cycles": around,
-        "cycles": cycles,
-        "to_floor": cycles / sum(floors),
-        "estimate_ms": cycles / clock / 1e6,
     }
+    if around is None:
+        return row | counts
+    cycles = max(decode, floors[0]) + max(prefill, floors[1]) + around
+    return row | {"cycles": cycles, "to_floor": cycles / sum(floors), "estimate_ms": cycles / clock / 1e6}

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.shared.compat import out_struct, vary_alike, varying_zeros
+from chunkwise.shared.compat import cores, out_struct, vary_alike, varying_zeros
 from chunkwise.shared.kernels.chunks import zero_padding
 from chunkwise.shared.kernels.launch import named, pallas_call, scaled, split_scale
 from chunkwise.shared.kernels.packed import LANES, pad_lanes, round_up
@@ -373,7 +373,8 @@ def key_heads_a_step(x: Arguments) -> int | None:
     fit = [n for n in range(1, H + 1) if H % n == 0 and tokens(n) <= _TOKEN_BYTES]
     if not fit or tokens(fit[0]) + fit[0] * state > _VMEM_BYTES:
         return None
-    return max([n for n in fit if n * state <= _STATE_BYTES], default=fit[0])
+    # Every core of the device gets a block of heads.
+    return max([n for n in fit if n * state <= _STATE_BYTES and H // n >= cores()], default=fit[0])
 
 
 def recurrent_cost(

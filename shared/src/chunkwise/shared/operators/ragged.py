@@ -230,7 +230,7 @@ def check_step_values(
 
 
 def run_ragged(
-    x: Arguments, slots: Slots, options: Options, implementation: str | None, forms: Forms, fits: bool, name: str
+    x: Arguments, slots: Slots, options: Options, implementation: str | None, forms: Forms, fits: bool, decoder: str
 ) -> tuple[jax.Array, jax.Array]:
     """Check what all serving steps share and run one.
 
@@ -241,7 +241,7 @@ def run_ragged(
       implementation: "fused", the name of one of `forms.plain`, or None for the best.
       forms: what the operator has for prefills.
       fits: whether the kernel for prefills takes these sizes.
-      name: of the kernel that decodes.
+      decoder: the name of the kernel that decodes.
     """
     check_shared(x, options)
     (HV, V), K = x.v.shape[2:], x.q.shape[3]
@@ -284,7 +284,7 @@ def run_ragged(
             few = tokens(T)
             # Whoever asks for the kernel gets it, or an error if it cannot have so many tokens.
             plain = chosen == "xla" or (implementation != "fused" and key_heads_a_step(few) is None)
-            o, pool = _decode(few, pool, step, options, plain, name)
+            o, pool = _decode(few, pool, step, options, plain, decoder)
             return _in_rows(o), pool
 
         def prefill_beside(leading, pool):
