@@ -6,12 +6,16 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.shared.testing import tpu
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not tpu.has_libtpu(), reason="libtpu is not installed")]
 CHIPS = tuple(tpu.CHIPS)
+KEEPING = jax.checkpoint_policies.save_only_these_names(
+    "chunkwise_context_map", "chunkwise_context_state", "chunkwise_kept"
+)
 
 
 def specs(T, H, HV, K, V, dtype=jnp.bfloat16, B=1):
@@ -92,6 +96,33 @@ def test_states_and_float32(chip):
     state, cu = jax.ShapeDtypeStruct((4, 2, 60, 100), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32)
     text = tpu.compile_for(run, cu, (x[2], state), *x, state, chip=chip).as_text()
     assert_float32_accuracy(text, jnp.float32)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.thorough)])
+def test_split_tokens(dtype, chip):
+    """Tokens over chips, for some of them packed: a map, the operator that gets its inverses, and the backward.
+
+    Under a policy of `jax.checkpoint` that saves what they keep, no launch of the forward is repeated.
+    """
+    packed = chip in ("v6e", "v5e")
+    others = jax.ShapeDtypeStruct((3 if packed else 1, 4, 64, 100), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def run(x, others):
+        state, cu_seqlens = others
+
+        def forward(x, state):
+            return fused_chunk_gated_delta_rule(
+                *x, None, state, True, cu_seqlens=cu_seqlens if packed else None, implementation="fused",
+                sharding=PartitionSpec(None, "tokens"),
+            )  # fmt: skip
+
+        results, pull = jax.vjp(jax.checkpoint(forward, policy=KEEPING), x, state)
+        return results, pull(results)
+
+    launches = tpu.compile_over_tokens(run, specs(256, 2, 4, 64, 100, dtype), others, chip)
+    kinds = "bwd", "bwd_state", "fwd", "states", "summary"
+    assert launches == [f"fused_chunk_gated_delta_rule_{kind}_c64" for kind in kinds]
 
 
 @pytest.mark.parametrize("chip", CHIPS)

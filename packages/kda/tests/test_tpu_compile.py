@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from chunkwise.kda import fused_chunk_kda, recurrent_kda
 from chunkwise.shared.testing import spec
-from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu
+from chunkwise.shared.testing.tpu import CHIPS, compile_for, compile_over_tokens, has_libtpu
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 
@@ -132,29 +132,22 @@ def test_split_tokens_compile(chip):
 
     There are four launches, each once, also under a policy of `jax.checkpoint` that saves what they keep.
     """
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology)
-    mesh = Mesh(np.array(topology.devices)[:2], ("tokens",), axis_types=(AxisType.Auto,))
     packed, dtype = chip in ("v6e", "v5e"), jnp.float32 if chip == "v5p" else jnp.bfloat16
-    place = lambda x, *axes: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
-    tensors = [place(x, None, "tokens") for x in specs(1, 128, 1, 2, 64, 100, dtype)]
-    law = [place(spec(2)), place(spec(2, 64))]
-    state = place(spec(3 if packed else 1, 2, 64, 100))
-    cu_seqlens = place(spec(4, dtype=jnp.int32)) if packed else None
+    others = [spec(2), spec(2, 64)], spec(3 if packed else 1, 2, 64, 100), spec(4, dtype=jnp.int32) if packed else None
 
-    def run(x, law, state, cu_seqlens):
+    def run(x, others):
+        law, state, cu_seqlens = others
         options = dict(use_gate_in_kernel=not packed, lower_bound=-5.0 if chip == "v5p" else None, chunk_size=16)
 
         def forward(x, law, state):
             A_log, dt_bias = (None, None) if packed else law
             return fused_chunk_kda(
                 *x, None, state, True, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens, **options,
-                implementation="fused", sharding=NamedSharding(mesh, PartitionSpec(None, "tokens")),
+                implementation="fused", sharding=PartitionSpec(None, "tokens"),
             )  # fmt: skip
 
         results, pull = jax.vjp(jax.checkpoint(forward, policy=KEEPING), x, law, state)
         return results, pull(results)
 
-    text = jax.jit(run).trace(tensors, law, state, cu_seqlens).lower().compile().as_text()
-    launches = re.findall(r'op_name="[^"]*(fused_chunk_kda_\w+_c16)"[^\n]*custom_call_target="tpu_custom_call"', text)
-    launches = launches or re.findall(r'custom_call_target="tpu_custom_call"[^\n]*(fused_chunk_kda_\w+?_c16)', text)
-    assert sorted(launches) == [f"fused_chunk_kda_{kind}_c16" for kind in ("bwd", "bwd_state", "fwd", "summary")]
+    launches = compile_over_tokens(run, specs(1, 128, 1, 2, 64, 100, dtype), others, chip)
+    assert launches == [f"fused_chunk_kda_{kind}_c16" for kind in ("bwd", "bwd_state", "fwd", "summary")]

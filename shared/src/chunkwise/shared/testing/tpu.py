@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 from jax.extend.mlir import ir
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from chunkwise.shared.chips import CHIPS
 
@@ -48,6 +49,30 @@ def compile_for(fn, *specs, chip: str = "v6e", auto_layout: bool = False, donate
     with jax.sharding.use_abstract_mesh(mesh):
         placed = jax.jit(fn, in_shardings=placement, out_shardings=placement, donate_argnums=donate_argnums)
         return placed.trace(*specs).lower().compile()
+
+
+def compile_over_tokens(fn, tokens, others, chip: str) -> list[str]:
+    """Compile fn(tokens, others) for two chips, with the second axis of `tokens` split over a mesh axis "tokens".
+
+    Args:
+      fn: called with both, under the mesh; it divides itself over `PartitionSpec(None, "tokens")`.
+      tokens, others: trees of ShapeDtypeStruct; all chips have all of `others`.
+      chip: one of CHIPS.
+
+    Returns:
+      The names of the kernels that the compiled program launches.
+    """
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology)
+    mesh = Mesh(np.array(topology.devices)[:2], ("tokens",), axis_types=(AxisType.Auto,))
+
+    def place(tree, *axes):
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = jax.jit(fn).trace(place(tokens, None, "tokens"), place(others)).lower().compile()
+    launch = r'^\s*(?:ROOT )?%?(\w+).* custom-call\(.*custom_call_target="tpu_custom_call"'
+    return sorted(re.findall(launch, program.as_text() or "", re.MULTILINE))
 
 
 def kernel_products(text: str) -> list[list[tuple[str, str, str]]]:
