@@ -61,7 +61,7 @@ def parse(arguments=None) -> argparse.Namespace:
         "--topology", action="append", help="estimate for this one of TPUs, as v5p:2x2x2, with tokens each"
     )
     one.add_argument("--total", action="store_true", help="tokens are those of all devices of a topology together")
-    one.add_argument("--profile", action="store_true", help="cycles too, where the compiler can profile the kernels")
+    one.add_argument("--profile", action="store_true", help="cycles of a forward too, of every launch by itself")
     one.add_argument("--scan", action="append", choices=list(SCANS), help="the scan over a topology's devices alone")
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("step", parents=[timed, saved], help="a serving step of decodes and prefills")

@@ -12,6 +12,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator
+from unittest import mock
 
 from benchmarks import operators, timing, tpu
 from benchmarks.cases import Case
@@ -146,19 +147,36 @@ def _mesh(topology: str, divided: bool):
     return Mesh(np.array(devices if divided else devices[:1]), ("x",), axis_types=(AxisType.Auto,))
 
 
-def estimate(case: Case, implementation: str, topology: str, T: int, backward: bool, divided: bool, profile: bool):
+def estimate(case: Case, implementation: str, topology: str, T: int, backward: bool, divided: bool) -> dict:
     """Compile an operator with T tokens a device for all devices of a topology, or for one.
 
     Call in a fresh process only. Returns what the compiler says of one device.
     """
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:  # dumps take gigabytes
-        return _estimate(case, implementation, topology, T, backward, divided, profile, folder)
+        start = time.perf_counter()
+        traced, mesh = _trace(case, implementation, topology, T, backward, divided, tpu.dump_flags(folder, False))
+        program = traced.lower().compile()
+        compile_s, text = time.perf_counter() - start, program.as_text()
+        # The launches before the first collective make the map of a device.
+        before = _COLLECTIVE.search(text)
+        kernels = tpu.launches(text)
+        summaries = tpu.launches(text[: text.rfind("\n", 0, before.start())]) if before else []
+        return {
+            "kernels": len(kernels),
+            "summary_bundles": tpu.bundles(folder, set(summaries)),
+            "bundles": tpu.bundles(folder, set(kernels)),
+            "around_cycles": tpu.operations(text),
+            **_sent(text, mesh.size),
+            **_memory(program),
+            "compile_s": compile_s,
+        }
 
 
-def _estimate(case, implementation, topology, T, backward, divided, profile, folder) -> dict:
+def _trace(case, implementation, topology, T, backward, divided, flags: str):
+    """Return the traced program of `estimate`, and its mesh."""
     from chunkwise.shared.testing import tpu as compiler
 
-    compiler.setup(tpu.dump_flags(folder, profile))
+    compiler.setup(flags)
     import jax
     from jax.experimental.layout import Format, Layout
     from jax.sharding import NamedSharding, PartitionSpec
@@ -170,27 +188,43 @@ def _estimate(case, implementation, topology, T, backward, divided, profile, fol
     fn, specs = tpu.ours(case, implementation, T * mesh.size, backward, None, sharding, results=True)
     # As inside of a larger program, which leaves arrays as the operator wants them.
     places = Format(Layout.AUTO, tokens)
-    start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        program = jax.jit(fn, in_shardings=places, out_shardings=places).trace(*specs).lower().compile()
-    compile_s, text = time.perf_counter() - start, program.as_text()
-    # The launches before the first collective make the map of a device.
-    before = _COLLECTIVE.search(text)
-    kernels = tpu.launches(text)
-    summaries = tpu.launches(text[: text.rfind("\n", 0, before.start())]) if before else []
-    cycles = tpu.profiled(folder)
-    kernel = sum(cycles[name] for name in kernels)
-    return {
-        "kernels": len(kernels),
-        "summary_bundles": tpu.bundles(folder, set(summaries)),
-        "bundles": tpu.bundles(folder, set(kernels)),
-        "summary_cycles": sum(cycles[name] for name in summaries) if kernel and summaries else None,
-        "kernel_cycles": kernel or None,
-        "around_cycles": sum(cycles.values()) - kernel if kernel else None,
-        **_sent(text, mesh.size),
-        **_memory(program),
-        "compile_s": compile_s,
-    }
+        return jax.jit(fn, in_shardings=places, out_shardings=places).trace(*specs), mesh
+
+
+def estimate_launch(case: Case, implementation: str, topology: str, T: int, divided: bool, index: int) -> dict:
+    """Return the estimated cycles of one launch of the forward of `estimate`; call in a fresh process only.
+
+    It is compiled by itself for one device, because the compiler does not profile a divided program as a whole.
+    """
+    import jax
+    from jax.experimental import pallas as pl
+
+    from chunkwise.shared.testing import tpu as compiler
+
+    found, make = [], pl.pallas_call
+    # The types without the axes of the mesh, which a launch by itself does not have.
+    type_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def recorded(kernel, *, out_shape, interpret, **launch):
+        own = jax.tree.map(type_of, out_shape)
+
+        def call(*operands):
+            if not interpret:
+                found.append((launch["name"], make(kernel, out_shape=own, **launch), jax.tree.map(type_of, operands)))
+            return make(kernel, out_shape=out_shape, interpret=interpret, **launch)(*operands)
+
+        return call
+
+    with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
+        with mock.patch.object(pl, "pallas_call", recorded):
+            _trace(case, implementation, topology, T, False, divided, tpu.dump_flags(folder, True))
+        name, run, types = found[index]
+        given, tree = jax.tree.flatten(types)  # some operands are None
+        alone = lambda *x: run(*tree.unflatten(x))
+        text = compiler.compile_for(alone, *given, chip=topology.split(":")[0], auto_layout=True).as_text()
+        cycles = tpu.profiled(folder)
+        return {"launch": name, "cycles": sum(cycles[x] for x in tpu.launches(text))}
 
 
 def _sent(text: str, devices: int) -> dict:
@@ -260,7 +294,7 @@ def count(topology: str) -> dict:
 
 
 def _in_process(call: str, timeout: float) -> dict:
-    code = f"from benchmarks.scale import Case, count, estimate, estimate_scan; {call}"
+    code = f"from benchmarks.scale import Case, count, estimate, estimate_launch, estimate_scan; {call}"
     return tpu.first_result([code], timeout)
 
 
@@ -274,15 +308,20 @@ def measure(
 ) -> list[dict]:
     """Return the rows of one device and of all of them, compiled in processes of their own.
 
-    `T` are the tokens of a device, or of all together if they are the `total`. `to_one_device` says how much more a
-    device has to do than it does alone with the same tokens.
+    `T` are the tokens of a device, or of all together if they are the `total`. With `profile` every launch of a forward
+    is profiled by itself. `to_one_device` says how much more a device has to do than alone with the same tokens.
     """
     D = _in_process(f"count({topology!r})", timeout).get("devices")
     if D is None:
         return [{"failed": "the compiler has no such topology"}]
     T = T // D if total else T
-    arguments = f"{case!r}, {implementation!r}, {topology!r}, {T}, {backward}"
-    one, every = (_in_process(f"estimate({arguments}, {divided}, {profile})", timeout) for divided in (False, True))
+    arguments = f"{case!r}, {implementation!r}, {topology!r}, {T}"
+    one, every = (_in_process(f"estimate({arguments}, {backward}, {divided})", timeout) for divided in (False, True))
+    for row, divided in ((one, False), (every, True)) if profile and not backward else ():
+        calls = (f"estimate_launch({arguments}, {divided}, {n})" for n in range(row.get("kernels", 0)))
+        cycles = [_in_process(call, timeout).get("cycles") for call in calls]
+        if cycles and all(cycles):
+            row |= {"launch_cycles": " + ".join(f"{n:,}" for n in cycles), "kernel_cycles": sum(cycles)}
     figures = [_figure(x) for x in (one, every)]
     every |= {
         "to_one_device": figures[1] / figures[0] if figures[0] and figures[1] else None,
