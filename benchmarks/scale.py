@@ -16,6 +16,7 @@ from unittest import mock
 
 from benchmarks import operators, timing, tpu
 from benchmarks.cases import Case
+from chunkwise.shared.testing.tpu import launches, topology_mesh
 
 _COLLECTIVE = re.compile(
     r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
@@ -139,12 +140,7 @@ def simulated(case: Case, T: int, dtype, backward: bool, repeats: int, devices: 
 
 def _mesh(topology: str, divided: bool):
     """Return a mesh of all devices of a topology along "x", or of one."""
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import AxisType, Mesh
-
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    return Mesh(np.array(devices if divided else devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+    return topology_mesh(topology, "x", None if divided else 1)
 
 
 def estimate(case: Case, implementation: str, topology: str, T: int, backward: bool, divided: bool) -> dict:
@@ -159,8 +155,8 @@ def estimate(case: Case, implementation: str, topology: str, T: int, backward: b
         compile_s, text = time.perf_counter() - start, program.as_text()
         # The launches before the first collective make the map of a device.
         before = _COLLECTIVE.search(text)
-        kernels = tpu.launches(text)
-        summaries = tpu.launches(text[: text.rfind("\n", 0, before.start())]) if before else []
+        kernels = launches(text)
+        summaries = launches(text[: text.rfind("\n", 0, before.start())]) if before else []
         return {
             "kernels": len(kernels),
             "summary_bundles": tpu.bundles(folder, set(summaries)),
@@ -224,7 +220,7 @@ def estimate_launch(case: Case, implementation: str, topology: str, T: int, divi
         alone = lambda *x: run(*tree.unflatten(x))
         text = compiler.compile_for(alone, *given, chip=topology.split(":")[0], auto_layout=True).as_text()
         cycles = tpu.profiled(folder)
-        return {"launch": name, "cycles": sum(cycles[x] for x in tpu.launches(text))}
+        return {"launch": name, "cycles": sum(cycles[x] for x in launches(text))}
 
 
 def _sent(text: str, devices: int) -> dict:

@@ -34,6 +34,7 @@ from chunkwise.shared.kernels.pool import Routes, held_slots
 from chunkwise.shared.operators import Slots
 from chunkwise.shared.operators.ragged import find_step
 from chunkwise.shared.testing import reference
+from chunkwise.shared.testing.tpu import launches
 
 # Where the kernels of prefills are launched.
 PREFILLS = {
@@ -344,7 +345,7 @@ def branch_cycles(text: str, cycles: Mapping[str, int], wanted: set[str]) -> int
             entry = head[2] if head[1] else entry
         else:
             lines.append(line)
-    kernels = set(tpu.launches(text))
+    kernels = set(launches(text))
 
     def branches(line: str) -> list[str]:
         listed = re.search(r"branch_computations=\{([^}]*)\}", line)
@@ -415,7 +416,7 @@ def _kind(launch: str) -> str:
 def _wanted(mixture: Mixture, text: str) -> list[str]:
     """Return the launches of a compiled program that run in this mixture."""
     runs = {"decode": mixture.decodes > 0, "prefill": bool(mixture.prefills)}
-    return [launch for launch in tpu.launches(text) if runs[_kind(launch)]]
+    return [launch for launch in launches(text) if runs[_kind(launch)]]
 
 
 def count_kernels(case: Case, mixture: Mixture, chip: str) -> dict[str, int]:
@@ -464,8 +465,8 @@ def estimate(case: Case, mixture: Mixture, chip: str, timeout: float) -> dict:
             f"from benchmarks.step import Case, Mixture, {name}; {{{name!r}: {name}({case!r}, {mixture!r}, {chip!r})}}"
         )
         counts |= tpu.first_result([code], timeout)
-    if "count_kernels" not in counts:
-        return counts
+        if "count_kernels" not in counts:
+            return counts
     decode, prefill = counts.pop("count_kernels").values()
     around = counts.pop("count_around", None)
     clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s

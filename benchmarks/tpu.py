@@ -19,6 +19,7 @@ from benchmarks.block import Block
 from benchmarks.cases import Case
 from benchmarks.mixer import Mixer
 from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.testing.tpu import launches
 
 
 def ours(case, implementation: str, T: int, backward: bool, cu_seqlens, sharding=None, results: bool = False):
@@ -109,12 +110,6 @@ def dump_flags(folder: str, profile: bool) -> str:
     flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final.*"
     os.makedirs(f"{folder}/profile")
     return flags + (f" --xla_jf_dump_static_llo_profile_to={folder}/profile" if profile else "")
-
-
-def launches(text: str) -> list[str]:
-    """Return the names of the kernels' launches in a compiled program's text, in order."""
-    launch = r'^\s*(?:ROOT )?%?(\S+) = .* custom-call\(.*custom_call_target="tpu_custom_call"'
-    return re.findall(launch, text, re.MULTILINE)
 
 
 def profiled(folder: str) -> collections.Counter:

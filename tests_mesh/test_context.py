@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from chunkwise.pipeline import chunk_gla
 from chunkwise.pipeline.operators import CHUNKED
 from chunkwise.shared.operators import affine_scan
-from chunkwise.shared.testing import assert_close, text_for_tpu, with_gradients
+from chunkwise.shared.testing import KEEPING, assert_close, text_for_tpu, with_gradients
 from meshes import (
     P,
     assert_divided,
@@ -127,9 +127,7 @@ def test_constant_gates_in_kernels(remat):
     cotangents = cotangents_of(run_of("chunk_simple_gla", "fused"), x, {})
     sharding = NamedSharding(make_mesh((2,), "automatic"), P(None, "a"))
     run = run_of("chunk_simple_gla", "fused", sharding=sharding, chunk_size=16)
-    names = "chunkwise_context_map", "chunkwise_context_state", "chunkwise_kept"
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
-    layer = jax.checkpoint(lambda x: run(x, {}), policy=policy) if remat else lambda x: run(x, {})
+    layer = jax.checkpoint(lambda x: run(x, {}), policy=KEEPING) if remat else lambda x: run(x, {})
     got = jax.jit(with_gradients(lambda x, _: layer(x)))(x, {}, cotangents)
     assert_expected(got, expected(x, {}, cotangents))
 
@@ -141,10 +139,9 @@ def test_launches(name, remat):
     x = inputs_of(name, B=1)
     run = run_of(name, "fused", sharding=NamedSharding(make_mesh((2,), "automatic"), P(None, "a")))
     # With what a policy keeps, a recomputed forward makes no map again and runs no kernel.
-    names = "chunkwise_context_map", "chunkwise_context_state", "chunkwise_kept"
     layer = lambda x, _=None: run(x, {})
     if remat:
-        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
+        layer = jax.checkpoint(layer, policy=KEEPING)
     launches = lambda text: sorted(re.findall(r"fused_chunk_(?:gla|kda)_(\w+)_c\d+", text))
     assert launches(text_for_tpu(layer, x)) == ["fwd", "summary"]
     cotangents = cotangents_of(run, x, {})

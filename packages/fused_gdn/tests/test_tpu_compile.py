@@ -9,13 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.shared.testing import tpu
+from chunkwise.shared.testing import KEEPING, tpu
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not tpu.has_libtpu(), reason="libtpu is not installed")]
 CHIPS = tuple(tpu.CHIPS)
-KEEPING = jax.checkpoint_policies.save_only_these_names(
-    "chunkwise_context_map", "chunkwise_context_state", "chunkwise_kept"
-)
 
 
 def specs(T, H, HV, K, V, dtype=jnp.bfloat16, B=1):

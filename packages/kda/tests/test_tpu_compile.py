@@ -4,21 +4,14 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise.kda import fused_chunk_kda, recurrent_kda
-from chunkwise.shared.testing import spec
-from chunkwise.shared.testing.tpu import CHIPS, compile_for, compile_over_tokens, has_libtpu
+from chunkwise.shared.testing import KEEPING, spec
+from chunkwise.shared.testing.tpu import CHIPS, compile_for, compile_over_tokens, has_libtpu, topology_mesh
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
-
-
-KEEPING = jax.checkpoint_policies.save_only_these_names(
-    "chunkwise_context_map", "chunkwise_context_state", "chunkwise_kept"
-)
 
 
 def specs(B, T, H, HV, K, V, dtype):
@@ -110,8 +103,7 @@ def test_decode_in_place(K, V, chip):
 
 def test_compiles_under_shard_map():
     """Batch rows over the chips of a topology, forward and backward, with the default check of varying axes."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS["v6e"].topology)
-    mesh = Mesh(np.array(topology.devices), ("data",), axis_types=(AxisType.Auto,))
+    mesh = topology_mesh(CHIPS["v6e"].topology, "data")
     rows = PartitionSpec("data")
 
     def run(*x):

@@ -5,10 +5,8 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise import pipeline
 from chunkwise.pipeline import chunk_gated_delta_rule
@@ -107,8 +105,7 @@ def test_serving_step_moves_no_states(dtype):
 
 def test_chain_compiles_under_shard_map():
     """Batch rows over the chips of a topology, with the default check of varying axes."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS["v6e"].topology)
-    mesh = Mesh(np.array(topology.devices), ("data",), axis_types=(AxisType.Auto,))
+    mesh = tpu.topology_mesh(CHIPS["v6e"].topology, "data")
     rows = PartitionSpec("data")
 
     def run(*tensors):

@@ -574,11 +574,11 @@ def _gla_fwd_kernel(refs, s: Static):
     def chunk(i, masked):
         place = Place(s, refs, at, i, masked, tiles, states=(S_ref,))
         c = Chunk(place, heads, constant, queries=refs.o is not None)
-        S = S_ref[...]  # [heads, V, K]
-        S_ref[...] = tile.next_state(S, c.k, c.v, c.to_end(), c.through(), s.parts)
+        S, through = S_ref[...], c.through()  # [heads, V, K], [heads, 1, K] or [heads, 1, 1]
+        S_ref[...] = tile.next_state(S, c.k, c.v, c.to_end(), through, s.parts)
         place.spoil_state(S_ref, place.last if masked else None)
         if refs.decay is not None:
-            refs.decay[...] *= c.through()  # [heads, 1, K]
+            refs.decay[...] *= through
         if refs.o is not None:
             # What the tokens of the chunk give to one another, and what the state before it does.
             P = tile.scores(c.q, c.k, c.decays, c.same)  # [heads, C, C]

@@ -47,7 +47,7 @@ class AffineMap(NamedTuple):
 
     def after_map(self, first: "AffineMap") -> "AffineMap":
         """Return the map of both, `first` and then this one."""
-        passes = None if self.passes is None or first.passes is None else self.passes & first.passes
+        passes = jax.tree.map(jnp.logical_and, self.passes, first.passes)  # of both or of neither
         return AffineMap(self.apply(first.M), self.after(first.N), passes)
 
 
@@ -117,7 +117,7 @@ def ring(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> ja
     D, r = _rank(axis, reverse)
     before = _given(own, S)
     for d in range(1, D):
-        after = own.N if S is None and d == 1 else own.after(before)
+        after = own.after(S if d == 1 else before)
         before = jnp.where(r == d, shift(after, axis, 1, reverse), before)
     return before
 

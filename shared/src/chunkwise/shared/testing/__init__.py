@@ -25,7 +25,7 @@ from chunkwise.shared.testing.segmented import (
     over_segments,
     segment_launches,
 )
-from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
+from chunkwise.shared.testing.transforms import KEEPING, TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
 
 __all__ = [
     "CASES",
@@ -34,6 +34,7 @@ __all__ = [
     "GATE_GRADIENT_TOLERANCE",
     "GRADIENT_TOLERANCE",
     "ISOLATION_CASES",
+    "KEEPING",
     "SEGMENT_IDS",
     "STAGE_TOLERANCE",
     "TOLERANCE",

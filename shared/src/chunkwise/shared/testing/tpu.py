@@ -51,6 +51,18 @@ def compile_for(fn, *specs, chip: str = "v6e", auto_layout: bool = False, donate
         return placed.trace(*specs).lower().compile()
 
 
+def topology_mesh(topology: str, axis: str, count: int | None = None) -> Mesh:
+    """Return a mesh of the first `count` devices of a topology, such as "v5p:2x2x1", or of all, along one axis."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    return Mesh(np.array(devices[:count]), (axis,), axis_types=(AxisType.Auto,))
+
+
+def launches(text: str) -> list[str]:
+    """Return the names of the kernels' launches in a compiled program's text, in order."""
+    launch = r'^\s*(?:ROOT )?%?(\S+) = .* custom-call\(.*custom_call_target="tpu_custom_call"'
+    return re.findall(launch, text, re.MULTILINE)
+
+
 def compile_over_tokens(fn, tokens, others, chip: str) -> list[str]:
     """Compile fn(tokens, others) for two chips, with the second axis of `tokens` split over a mesh axis "tokens".
 
@@ -62,8 +74,7 @@ def compile_over_tokens(fn, tokens, others, chip: str) -> list[str]:
     Returns:
       The names of the kernels that the compiled program launches.
     """
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology)
-    mesh = Mesh(np.array(topology.devices)[:2], ("tokens",), axis_types=(AxisType.Auto,))
+    mesh = topology_mesh(CHIPS[chip].topology, "tokens", 2)
 
     def place(tree, *axes):
         sharding = NamedSharding(mesh, PartitionSpec(*axes))
@@ -71,8 +82,8 @@ def compile_over_tokens(fn, tokens, others, chip: str) -> list[str]:
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program = jax.jit(fn).trace(place(tokens, None, "tokens"), place(others)).lower().compile()
-    launch = r'^\s*(?:ROOT )?%?(\w+).* custom-call\(.*custom_call_target="tpu_custom_call"'
-    return sorted(re.findall(launch, program.as_text() or "", re.MULTILINE))
+    # XLA numbers the operations of one name.
+    return sorted(name.partition(".")[0] for name in launches(program.as_text() or ""))
 
 
 def kernel_products(text: str) -> list[list[tuple[str, str, str]]]:

@@ -4,6 +4,11 @@ import jax
 
 from chunkwise.shared.testing.compare import assert_close
 
+# A policy of `jax.checkpoint` under which an operator over split tokens repeats no launch of its forward.
+KEEPING = jax.checkpoint_policies.save_only_these_names(
+    "chunkwise_context_map", "chunkwise_context_state", "chunkwise_kept"
+)
+
 
 def _vmapped(fn, args):
     singles = jax.tree.map(lambda x: x[:, None], args)
