@@ -1,4 +1,4 @@
-"""Everything that the README and the pages tell a reader to type is run, or at least exists, and so do all links.
+"""Everything that the READMEs and the pages tell a reader to type is run, or at least exists, and so do all links.
 
 The Python blocks of a page run in one go, and print what the block after them promises. Commands that take seconds
 run. Commands that install something or take minutes cannot run inside a test session, so for them the session, folder
@@ -22,10 +22,10 @@ from chunkwise.shared.testing import tpu
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-# Their examples run in their own packages' sessions.
 PACKAGE_PAGES = [ROOT / "shared/README.md", *sorted(ROOT.glob("packages/*/README.md"))]
-# Those whose code is mostly that of other pages run in the thorough tests.
+# Those that take long, or whose code is mostly that of other pages, run in the thorough tests.
 REPEATS = ("adding-a-kernel", "from-tokamax", "new-tpu", "numerics", "packing", "stages", "tutorial")
+THOROUGH = [ROOT / "packages/layers/README.md", *(ROOT / f"docs/{name}.md" for name in REPEATS)]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -74,11 +74,10 @@ def without_libraries(monkeypatch, code: str) -> bool:
     [
         pytest.param(
             page,
-            id=page.stem,
-            marks=[pytest.mark.tpu] * ("compile_for(" in page.read_text())
-            + [pytest.mark.thorough] * (page.stem in REPEATS),
+            id=str(page.relative_to(ROOT)),
+            marks=[pytest.mark.tpu] * ("compile_for(" in page.read_text()) + [pytest.mark.thorough] * (page in THOROUGH),
         )
-        for page in PAGES
+        for page in [*PAGES, *PACKAGE_PAGES]
     ],
 )
 @pytest.mark.interpreted
@@ -98,7 +97,7 @@ def test_python(page, monkeypatch):
             exec(compile(code, str(page), "exec"), given)
         names |= given
         if printed.getvalue() or "print(" in code:
-            assert next_kind == "", f"{page.name}: the output of a block must follow it"
+            assert next_kind == "", f"{page}: the output of a block must follow it"
             assert printed.getvalue() == promised
 
 
