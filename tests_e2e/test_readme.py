@@ -75,7 +75,8 @@ def without_libraries(monkeypatch, code: str) -> bool:
         pytest.param(
             page,
             id=str(page.relative_to(ROOT)),
-            marks=[pytest.mark.tpu] * ("compile_for(" in page.read_text()) + [pytest.mark.thorough] * (page in THOROUGH),
+            marks=[pytest.mark.tpu] * ("compile_for(" in page.read_text())
+            + [pytest.mark.thorough] * (page in THOROUGH),
         )
         for page in [*PAGES, *PACKAGE_PAGES]
     ],
