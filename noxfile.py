@@ -208,7 +208,7 @@ def docs(session):
     """Build the documentation site into build/site, and look at it in a browser."""
     prepare(session, "docs")
     session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
-    session.run("pytest", "tests_docs", "-rs", *session.posargs)
+    session.run("pytest", "tests_docs", *session.posargs)
 
 
 @nox.session(default=False)

@@ -12,14 +12,12 @@ from urllib.parse import urldefrag
 
 import pytest
 
+from browser import Browser
+
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "build/site"
 PAGES = sorted(path.relative_to(SITE).as_posix().removesuffix("index.html") for path in SITE.rglob("index.html"))
 INITS = [path for path in ROOT.glob("*/**/src/chunkwise/**/__init__.py") if "__all__" in path.read_text()]
-
-pytest.importorskip(
-    "PyQt6.QtWebEngineWidgets", reason="the site is tested in PyQt6-WebEngine, which is not here", exc_type=ImportError
-)
 
 # What the tests want to know of an open page.
 LOOK = """({
@@ -55,8 +53,6 @@ def address():
 
 @pytest.fixture(scope="session")
 def browser():
-    from browser import Browser
-
     tab = Browser()
     yield tab
     tab.close()
