@@ -121,6 +121,48 @@ def test_serving_steps(name, implementation):
     assert bool(jnp.isnan(pool.state[0]).all()), "a slot that no sequence names changed"
 
 
+@implementations
+@layers("mamba2_mixer")
+def test_speculation_and_a_cached_block(name, implementation):
+    """Over a pool of bfloat16 a text verifies two tokens a step, and another starts from its first block."""
+    (x, w), layer = make(name, T=80), LAYERS[name]
+    x[1, :64] = x[0, :64]
+    pool = jax.tree.map(lambda y: y + jnp.nan, empty_cache(layer.config, 6, jnp.bfloat16, jnp.bfloat16))
+    y, indices = np.full_like(x, np.nan), lambda *rows: np.array(rows, np.int32)
+    step = jax.jit(
+        lambda tokens, pool, at: layer.ragged(
+            tokens, w, layer.config, pool, at, block_size=64, implementation=implementation
+        )
+    )
+    # Which tokens of the texts are computed, how many of the step before were accepted, where both texts start instead.
+    plan = [
+        (range(70), (), 1, None),
+        ((70, 79), (), 1, None),  # The second token is not the one that follows.
+        ((71, 72), (), 1, None),
+        ((73, 74), (), 2, None),
+        ((75, 76), range(64, 74), 1, indices(1, 5)),
+    ]
+    for i, (*spans, accepted, read) in enumerate(plan):
+        ends = np.cumsum([0, *map(len, spans)])
+        tokens = np.full((1, 70, x.shape[2]), np.nan, np.float32)
+        for n, span in enumerate(spans):
+            tokens[0, ends[n] : ends[n + 1]] = x[n, [*span]]
+        at = Step(
+            indices(*ends), indices([3, 1], [2, -1]), np.array([i > 0, True]), np.int32(i > 0), np.int32(2), read,
+            indices(accepted, 1), indices([5], [-1]),
+        )  # fmt: skip
+        out, pool = step(tokens, pool, at)
+        for n, span in enumerate(spans):
+            y[n, [*span]] = out[0, ends[n] : ends[n + 1]]
+    assert {leaf.dtype for leaf in jax.tree.leaves(pool)} == {jnp.dtype(jnp.bfloat16)}
+    # Slots, and the tokens of a text whose state they hold. What a text has computed since the last one is compared.
+    for slot, n, begin, end in ((5, 0, 0, 64), (3, 0, 64, 76), (1, 0, 76, 77), (2, 1, 64, 74)):
+        want, cache = oracle(name, x[n : n + 1, :end], w)
+        own = jax.tree.map(lambda leaf: leaf[slot, None], pool)  # noqa: B023
+        assert_same((y[n : n + 1, begin:end], own), (want[:, begin:], cache), TOLERANCE["bfloat16"])
+    assert bool(jnp.isnan(pool.state[jnp.array([0, 4])]).all()), "a slot that no sequence names changed"
+
+
 @layers("lightning_attention")
 def test_types(name):
     """bfloat16 hidden states with float32 or bfloat16 weights give bfloat16, as exact as its rounding."""
