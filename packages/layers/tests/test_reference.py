@@ -163,6 +163,16 @@ def test_speculation_and_a_cached_block(name, implementation):
     assert bool(jnp.isnan(pool.state[jnp.array([0, 4])]).all()), "a slot that no sequence names changed"
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_types_of_first_weights(name):
+    """Decays, steps and skips are float32 in whatever type the other weights are."""
+    layer = LAYERS[name]
+    weights = jax.eval_shape(lambda: layer.init(jax.random.key(0), layer.config, jnp.bfloat16))
+    for part, found in weights._asdict().items():
+        want = jnp.float32 if part in ("A_log", "dt_bias", "skip") else jnp.bfloat16
+        assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(want)}, part
+
+
 @layers("lightning_attention")
 def test_types(name):
     """bfloat16 hidden states with float32 or bfloat16 weights give bfloat16, as exact as its rounding."""
