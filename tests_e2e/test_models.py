@@ -23,6 +23,8 @@ from recording import ATTENTION, SMALL, build, randomise, torch
 # Tokens of a piece of a prompt: a chunk and a part of one. One row of the prompts begins with a piece of padding, and
 # the other with almost one: its first piece has fewer tokens than the convolutions take.
 PIECE, PROMPTS, COUNT = 70, (100, 142), 32
+# Both rows with their padding, which is three pieces.
+WHOLE = 3 * PIECE
 
 
 class Model(NamedTuple):
@@ -140,9 +142,9 @@ def start(case: Case):
 _compiled = {}
 
 
-def compiled(case: Case, implementation):
-    """The model, compiled once for all of its tests."""
-    key = case.name, implementation
+def compiled(case: Case, implementation, piece=PIECE):
+    """The model, compiled once for all of its tests with pieces of one size."""
+    key = case.name, implementation, piece
     if key not in _compiled:
         _compiled[key] = compile_run(MODELS[case.name].ours, case.config, implementation)
     return _compiled[key]
@@ -161,11 +163,14 @@ def check_logits(case, x, begin):
 
 
 @implementations
+@pytest.mark.parametrize("piece", [PIECE, WHOLE])
 @pytest.mark.interpreted
-def test_prefill_in_pieces(case, implementation):
-    run, past = compiled(case, implementation), start(case)
-    for begin in range(0, case.tokens.shape[1], PIECE):
-        span = slice(begin, begin + PIECE)
+def test_logits(case, piece, implementation):
+    """The padded batch is read in pieces, or at once."""
+    run, past = compiled(case, implementation, piece), start(case)
+    assert case.tokens.shape[1] == WHOLE
+    for begin in range(0, WHOLE, piece):
+        span = slice(begin, begin + piece)
         x, past = run(case.weights, past, case.tokens[:, span], case.segment_ids[:, span])
         check_logits(case, x, begin)
 
