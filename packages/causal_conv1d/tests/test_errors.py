@@ -1,7 +1,11 @@
-"""Every ValueError, by its text; the arguments are shapes only, so nothing can have been computed."""
+"""Every ValueError, by its text; the arguments are shapes only, so nothing can have been computed.
+
+Those of the values of a serving step have arrays for what is checked.
+"""
 
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -57,3 +61,120 @@ def test_value_error_of_the_update(wrong, message):
     good = GOOD | dict(x=spec(2, 1, 16), states=spec(2, 3, 16))
     with pytest.raises(ValueError, match=re.escape(message)):
         causal_conv1d_update(**good | wrong)
+
+
+def int32(*values):
+    return jnp.array(values, jnp.int32)
+
+
+# One decode of two tokens, and one prefill of four.
+STEP = dict(
+    x=spec(1, 8, 16), weight=spec(16, 4), states=spec(6, 3, 16), cu_seqlens=int32(0, 2, 6),
+    state_indices=int32([0, 1], [2, -1]), num_decodes=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(states=spec(6, 16, 3)), "`states` must have shape [slots, W-1, D] = (any, 3, 16); got (6, 16, 3)."),
+        (dict(states=spec(6, 3)), "`states` must have shape [slots, W-1, D]; got (6, 3)."),
+        (dict(states=spec(0, 3, 16)), "`states` must not be empty; got (0, 3, 16)."),
+        (
+            dict(states=spec(6, 3, 16, dtype=jnp.int32)),
+            "`states` must be float32, bfloat16 or float16; got int32.",
+        ),
+        (dict(cu_seqlens=None), "`cu_seqlens` must be given in a serving step; got None."),
+        (dict(cu_seqlens=[0, 2, 6], num_sequences=2), "`cu_seqlens` must be an int32 array [N + 1]; got list."),
+        (
+            dict(cu_seqlens=spec(3), num_sequences=2),
+            "`cu_seqlens` must be int32 of shape [N + 1] with N >= 1; got float32 (3,).",
+        ),
+        *(
+            (
+                dict(state_indices=wrong, states=spec(2, 3, 16)),
+                f"`state_indices` must be int32 of shape [N] or [N, W] with N = 2; got {got}.",
+            )
+            for wrong, got in (
+                (None, "NoneType"),
+                ([0, 1], "list"),
+                (spec(3, dtype=jnp.int32), "int32 (3,)"),
+                (spec(3, 2, dtype=jnp.int32), "int32 (3, 2)"),
+                (spec(2, 0, dtype=jnp.int32), "int32 (2, 0)"),
+                (spec(2, 2, 1, dtype=jnp.int32), "int32 (2, 2, 1)"),
+                (spec(2, 2), "float32 (2, 2)"),
+            )
+        ),
+        *(
+            ({name: wrong}, f"`{name}` must be int32 of shape (2,); got {got}.")
+            for name in ("read_indices", "num_accepted_tokens")
+            for wrong, got in (
+                ([0, 1], "list"),
+                (spec(3, dtype=jnp.int32), "int32 (3,)"),
+                (spec(2, 2, dtype=jnp.int32), "int32 (2, 2)"),
+                (spec(2), "float32 (2,)"),
+            )
+        ),
+        (dict(has_initial_state=spec(3, dtype=bool)), "`has_initial_state` must be bool of shape (2,); got bool (3,)."),
+        (dict(num_decodes=3), "`num_decodes` must be from 0 to 2; got 3."),
+        (dict(num_sequences=spec(2, dtype=jnp.int32)), "`num_sequences` must be int32 of shape (); got int32 (2,)."),
+        (dict(block_size=4), "`block_size` and `block_state_indices` must come together; got one of them."),
+        (
+            dict(block_state_indices=spec(3, 1, dtype=jnp.int32), block_size=4),
+            "`block_state_indices` must be int32 of shape (2, 1); got int32 (3, 1).",
+        ),
+    ],
+)
+def test_value_error_of_a_step(wrong, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        causal_conv1d_update(**STEP | wrong)
+
+
+def test_block_size_without_a_step():
+    good = GOOD | dict(x=spec(2, 1, 16), states=spec(2, 3, 16))
+    with pytest.raises(ValueError, match="`cu_seqlens` must be given in a serving step; got None"):
+        causal_conv1d_update(**good, block_size=4)
+
+
+TWICE = "`state_indices` must name a slot that is written only once; got one twice."
+RISES = "`cu_seqlens` must rise from 0 to at most T = 8"
+BELOW = "`state_indices` and the other indices must be below the number of slots 6."
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(state_indices=int32([0, 1], [1, -1])), TWICE),
+        (dict(state_indices=int32([0, 0], [2, -1])), TWICE),
+        (dict(state_indices=int32(3, 3), num_decodes=0, num_sequences=2), TWICE),
+        (dict(block_state_indices=int32([-1], [2]), block_size=2), TWICE),
+        (dict(cu_seqlens=int32(0, 2, 1)), RISES),
+        (dict(cu_seqlens=int32(0, 2, 1), num_sequences=2), RISES),
+        (dict(cu_seqlens=int32(0, 2, 9), num_sequences=jnp.int32(2)), RISES),
+        (dict(cu_seqlens=int32(0, 2, 1), state_indices=int32([0, 1], [9, -1]), num_sequences=2), RISES),
+        (dict(state_indices=int32([0, 1], [6, -1]), num_sequences=2), BELOW),
+        (dict(read_indices=int32(3, 6)), BELOW),
+        (dict(read_indices=int32(2, 3)), "`state_indices` must not name a slot that another sequence starts from"),
+        (dict(num_accepted_tokens=int32(3, 1)), "`num_accepted_tokens` must be from 1 to 2."),
+        (dict(num_decodes=2), "`num_decodes` must count sequences of at most 2 tokens."),
+        (dict(num_decodes=2, num_sequences=1), "`num_decodes` must be at most `num_sequences`, and both from 0 to 2."),
+    ],
+)
+def test_wrong_values_of_a_step(wrong, message):
+    """Known values are checked: outside of jit, and also in a program whose other arguments are traced."""
+    shapes = {name: y for name, y in STEP.items() if name in ("x", "weight", "states")}
+    values = {name: y for name, y in STEP.items() if name not in shapes} | wrong
+    with pytest.raises(ValueError, match=re.escape(message)):
+        causal_conv1d_update(**shapes, **values)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(lambda given: causal_conv1d_update(**given, **values), shapes)
+
+
+def test_right_values_of_a_step():
+    """As constants of a program; sequences that do not exist may have any."""
+    shapes = {name: y for name, y in STEP.items() if name in ("x", "weight", "states")}
+    values = {name: y for name, y in STEP.items() if name not in shapes}
+    more = dict(cu_seqlens=int32(0, 2, 1), state_indices=int32([0, 1], [9, 1]), num_sequences=1)
+    for each in (values, values | more):
+        y, states = jax.eval_shape(lambda given, each=each: causal_conv1d_update(**given, **each), shapes)
+        assert (y.shape, states.shape) == ((1, 8, 16), (6, 3, 16))

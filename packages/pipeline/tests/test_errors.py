@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.pipeline import chunk_gated_delta_rule, chunk_gla, chunk_simple_gla, recurrent_gated_delta_rule
+from chunkwise.pipeline import (
+    check_step,
+    chunk_gated_delta_rule,
+    chunk_gla,
+    chunk_simple_gla,
+    ragged_gated_delta_rule,
+    recurrent_gated_delta_rule,
+)
 from chunkwise.pipeline.check import operator_inputs
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT
 from chunkwise.shared.testing import make_inputs
@@ -160,3 +167,25 @@ def test_states_too_large_for_the_fused_kernels(name, K):
     with pytest.raises(NotImplementedError, match='"fused"'):
         jax.eval_shape(lambda x: operator.function(**x, implementation="fused"), x)
     jax.eval_shape(lambda x: operator.function(**x, implementation="staged"), x)
+
+
+@pytest.mark.parametrize("slots", [[0, 1], [1, 1]], ids=["right", "wrong"])
+def test_a_step_that_is_a_constant_of_a_program(slots):
+    """Its values are known inside of jit too, and are checked there."""
+    step = dict(cu_seqlens=jnp.array([0, 1, 8], jnp.int32), state_indices=jnp.array(slots, jnp.int32), num_decodes=1)
+    x = make_inputs(1, 8, 1, 1, 16, 16)
+
+    def run(x, states):
+        check_step(**step, num_slots=3, num_tokens=8)
+        return ragged_gated_delta_rule(**x, states=states, **step)[1]
+
+    def alone(x, states):
+        return ragged_gated_delta_rule(**x, states=states, **step)[1]
+
+    for f in (run, alone):
+        trace = lambda f=f: jax.eval_shape(f, x, jnp.zeros((3, 1, 16, 16)))
+        if slots == [0, 1]:
+            assert trace().shape == (3, 1, 16, 16)
+        else:
+            with pytest.raises(ValueError, match="`state_indices` must name a slot that is written only once"):
+                trace()

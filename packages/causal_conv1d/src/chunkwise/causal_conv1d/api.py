@@ -21,6 +21,7 @@ from chunkwise.shared.operators import (
     check_array,
     check_cu_seqlens,
     check_flags,
+    check_known_step,
     check_packed,
     check_segment_ids,
     check_slots,
@@ -228,7 +229,7 @@ def causal_conv1d_update(
       states: the last W - 1 inputs of every sequence [N, W - 1, D], or a pool [slots, W - 1, D] with state_indices, of
         any floating type.
       state_indices: int32 [N], traced: the slot of every sequence. Slots must be distinct and exist; the values are
-        not checked. A sequence with a negative slot starts from zeros and its state is dropped; negative slots are
+        checked in a serving step only. A sequence with a negative slot starts from zeros and its state is dropped; negative slots are
         neither read nor written and may repeat.
         In a serving step also [N, U]: after token t of a decode its state goes to slot state_indices[n, t], and a
         prefill reads and writes column 0.
@@ -249,7 +250,8 @@ def causal_conv1d_update(
       Differentiable in x, states, weight and bias.
 
     Raises:
-      ValueError: an argument has the wrong rank, shape or type.
+      ValueError: an argument has the wrong rank, shape or type. The values of a serving step are checked outside of jit
+        only; for those under jit there is `check_step` of chunkwise.pipeline.
 
     Accuracy: as `causal_conv1d`.
     Cost: 2 B T D W flops; every state is read and written once.
@@ -266,17 +268,20 @@ def causal_conv1d_update(
         num_sequences,
     )  # fmt: skip
     none = isinstance(num_decodes, int) and num_decodes == 0
-    more = slots._replace(state_indices=None, has_initial_state=None, num_decodes=None)
+    more = (block_size, *slots._replace(state_indices=None, has_initial_state=None, num_decodes=None))
     serving = getattr(state_indices, "ndim", 1) == 2 or not none or any(y is not None for y in more)
-    most = N if state_indices is None else state_indices.size
-    best = "pallas" if serving and most < T else "xla"
+    if serving:
+        check(cu_seqlens is not None, "`cu_seqlens` must be given in a serving step; got None.")
+        check_step_types(slots, N, block_size, 1)
+        check_known_step(cu_seqlens, slots, states.shape[0], T, block_size)
+        slots = with_counts(slots)
+    else:
+        check_slots(state_indices, has_initial_state, N)
+    best = "pallas" if serving and state_indices.size < T else "xla"
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu=best)
     if not serving:
-        check_slots(state_indices, has_initial_state, N)
         return _update(x, states, weight, bias, cu_seqlens, slots, activation, implementation)
-    check(cu_seqlens is not None, "`cu_seqlens` must be given in a serving step; got None.")
-    check_step_types(slots, N, block_size, 1)
-    return _step(x, states, weight, bias, cu_seqlens, with_counts(slots), activation, implementation, block_size)
+    return _step(x, states, weight, bias, cu_seqlens, slots, activation, implementation, block_size)
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7))

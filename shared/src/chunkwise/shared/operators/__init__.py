@@ -40,6 +40,7 @@ from chunkwise.shared.operators.partition import (
 from chunkwise.shared.operators.ragged import (
     ChunkStates,
     Forms,
+    check_known_step,
     check_step_values,
     find_step,
     full_blocks,
@@ -76,6 +77,7 @@ __all__ = [
     "check_gates",
     "check_heads",
     "check_initial_state",
+    "check_known_step",
     "check_packed",
     "check_scale",
     "check_segment_ids",

@@ -5,6 +5,7 @@ others are prefills, and go chunk by chunk. Both start from slots of the pool an
 sequence does what is traced, so that one program serves all steps.
 """
 
+import contextlib
 import functools
 import itertools
 import numbers
@@ -221,12 +222,26 @@ def check_step_values(
     cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
 ) -> None:
     """Check the values of a step: at once if they are known, else by `checkify.check`, which the caller makes pure."""
-    traced = any(isinstance(y, jax.core.Tracer) for y in (cu_seqlens, *slots))
-    for wrong, message in find_faults(cu_seqlens, slots, num_slots, num_tokens, block_size):
-        if traced:
-            checkify.check(jnp.logical_not(wrong), message)
-        else:
-            check(not bool(wrong), message)
+    known = _known(cu_seqlens, slots)
+    # Inside of jit JAX would trace also what is computed of constants.
+    with jax.ensure_compile_time_eval() if known else contextlib.nullcontext():
+        for wrong, message in find_faults(cu_seqlens, with_counts(slots), num_slots, num_tokens, block_size):
+            if known:
+                check(not bool(wrong), message)
+            else:
+                checkify.check(jnp.logical_not(wrong), message)
+
+
+def check_known_step(
+    cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
+) -> None:
+    """Check the values of a step if all are known: outside of jit, or as constants inside."""
+    if _known(cu_seqlens, slots):
+        check_step_values(cu_seqlens, slots, num_slots, num_tokens, block_size)
+
+
+def _known(cu_seqlens: jax.Array, slots: Slots) -> bool:
+    return not any(isinstance(y, jax.core.Tracer) for y in (cu_seqlens, *slots))
 
 
 def run_ragged(
@@ -250,9 +265,8 @@ def run_ragged(
     if options.block_size is not None and options.chunk_size is None:
         options = options._replace(chunk_size=BLOCK_CHUNK)
     check_step_types(slots, x.num_states, options.block_size, options.chunk_size)
+    check_known_step(x.cu_seqlens, slots, x.initial_state.shape[0], x.v.shape[1], options.block_size)
     slots = with_counts(slots)
-    if not any(isinstance(y, jax.core.Tracer) for y in (x.cu_seqlens, *slots)):
-        check_step_values(x.cu_seqlens, slots, x.initial_state.shape[0], x.v.shape[1], options.block_size)
     slower = "staged" if "staged" in forms.plain else "xla"
     chosen = choose_implementation(implementation, ("fused", *forms.plain), "fused" if fits else slower)
 
