@@ -1,5 +1,7 @@
 """Decoding: against the convolution of whole sequences, and the pool of states."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,9 +90,25 @@ def test_gradients():
         assert_close("gradient", a, b, 1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
-def test_serving_steps(implementation):
-    """Random steps of decodes, speculation, prefills, shared prefixes and blocks, against a pool in plain Python."""
+def step_cases():
+    """Run a test for every implementation, type of tokens and type of the pool; only some for every change."""
+    wide, half, short = jnp.float32, jnp.bfloat16, jnp.float16
+    quick = {("xla", wide, wide), ("pallas", wide, wide), ("pallas", half, half), ("xla", wide, short)}
+    return pytest.mark.parametrize(
+        ("implementation", "dtype", "pool_dtype"),
+        [
+            pytest.param(*case, marks=[] if case in quick else pytest.mark.thorough)
+            for case in itertools.product(("xla", "pallas"), (wide, half, short), (wide, half, short))
+        ],
+    )
+
+
+@step_cases()
+def test_serving_steps(implementation, dtype, pool_dtype):
+    """Random steps of decodes, speculation, prefills, shared prefixes and blocks, against a pool in plain Python.
+
+    An input is rounded to the type of the pool when it is stored, once: it keeps its bits as long as it is there.
+    """
     tokens, N, U, slots, block = 40, 4, 3, 40, 8
     rng = np.random.default_rng(4)
     _, weight, bias, _ = inputs()
@@ -120,7 +138,10 @@ def test_serving_steps(implementation):
         )
         if turn % 2:
             schedule["read_indices"] = names[-N:]
-        x, pool = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, tokens, D), (slots, W - 1, D)))
+        x, pool = (
+            rng.standard_normal(shape).astype(kind)
+            for shape, kind in (((1, tokens, D), dtype), ((slots, W - 1, D), pool_dtype))
+        )
         x[:, cu_seqlens[sequences] :] = np.nan
         y, after = run(x, pool, schedule)
         want, states = np.zeros((tokens, D)), pool.copy()
@@ -128,15 +149,19 @@ def test_serving_steps(implementation):
             row = schedule["state_indices"][n]
             slot = row[schedule["num_accepted_tokens"][n] - 1] if turn % 2 == 0 else schedule["read_indices"][n]
             known = slot >= 0 and schedule["has_initial_state"][n]
-            history = np.concatenate([pool[slot] if known else np.zeros((W - 1, D), np.float32), x[0, cu_seqlens[n] :]])
+            opening = pool[slot] if known else np.zeros((W - 1, D))
+            history = np.concatenate([y.astype(np.float64) for y in (opening, x[0, cu_seqlens[n] :])])
             for t in range(length):
                 window = history[t : t + W]
-                want[cu_seqlens[n] + t] = np.sum(window.astype(np.float64) * np.asarray(weight).T, axis=0) + bias
+                want[cu_seqlens[n] + t] = np.sum(window * np.asarray(weight).T, axis=0) + bias
                 if n < decodes and row[t] >= 0:
                     states[row[t]] = window[1:]
                 if n >= decodes and t + 1 == block:
                     states[schedule["block_state_indices"][n, 0]] = window[1:]
                 if n >= decodes and t + 1 == length and row[0] >= 0:
                     states[row[0]] = window[1:]
-        np.testing.assert_allclose(y[0], want, atol=1e-5)
-        np.testing.assert_array_equal(after, states)
+        assert (y.dtype, after.dtype) == (dtype, pool_dtype)
+        # Half a unit in the last place.
+        rounding = float(jnp.finfo(dtype).eps) / 2 if dtype != jnp.float32 else 0.0
+        np.testing.assert_allclose(np.asarray(y[0], np.float64), want, rtol=rounding, atol=1e-5)
+        np.testing.assert_array_equal(np.asarray(after), states)

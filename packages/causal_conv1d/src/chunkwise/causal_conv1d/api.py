@@ -180,7 +180,7 @@ def _run(x, weight, bias, states, cu_seqlens, segment_ids, final: bool, activati
     else:
         static = Static(T, W, activation, config or tiles.default_for(T, D))
         y = vjp.convolve(_operands(x, rows, shift, before, s, static), static)
-    return y, final_states(x, states, W, s) if final else None
+    return y, final_states(x, states, W, s, x.dtype) if final else None
 
 
 def _operands(x, weight, bias, before, s: Sequences, static: Static) -> Operands:
@@ -287,8 +287,9 @@ def causal_conv1d_update(
 @functools.partial(jax.jit, static_argnums=(6, 7))
 def _update(x, states, weight, bias, cu_seqlens, slots: Slots, activation, implementation):
     before = read_slots(states, slots)
-    y, after = _run(x, weight, bias, before, cu_seqlens, None, True, activation, implementation, None)
-    return y, write_slots(states, slots, after.astype(states.dtype))
+    y, _ = _run(x, weight, bias, before, cu_seqlens, None, False, activation, implementation, None)
+    s = find(*x.shape[:2], cu_seqlens, None)
+    return y, write_slots(states, slots, final_states(x, before, weight.shape[1], s, states.dtype))
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))
@@ -297,10 +298,10 @@ def _step(x, pool, weight, bias, cu_seqlens, slots: Slots, activation, implement
     step, W = find_step(cu_seqlens, slots), weight.shape[1]
     # A sequence is a decode or a prefill, and in the other list it has no tokens and reads no slot.
     before = read_slots(pool, Slots(jnp.maximum(step.decodes.source, step.prefills.source)))
-    y, after = _run(x, weight, bias, before, step.boundaries, None, True, activation, implementation, None)
+    y, _ = _run(x, weight, bias, before, step.boundaries, None, False, activation, implementation, None)
     s = find(*x.shape[:2], step.boundaries, None)
-    pool = write_slots(pool, Slots(step.prefills.target[:, 0]), after)
-    after_tokens = lambda count: final_states(x, before, W, s._replace(end=s.start + jnp.int32(count)))
+    pool = write_slots(pool, Slots(step.prefills.target[:, 0]), final_states(x, before, W, s, pool.dtype))
+    after_tokens = lambda count: final_states(x, before, W, s._replace(end=s.start + jnp.int32(count)), pool.dtype)
     for t in range(step.decodes.target.shape[1]):
         pool = write_slots(pool, Slots(step.decodes.target[:, t]), after_tokens(t + 1))
     if slots.block_state_indices is not None:

@@ -74,21 +74,22 @@ def state_rows(weight: jax.Array, states: jax.Array) -> jax.Array:
     return jnp.stack([reach(a) for a in range(S)], axis=1)
 
 
-def final_states(x: jax.Array, states: jax.Array | None, W: int, s: Sequences) -> jax.Array:
-    """Return the last W - 1 inputs of every sequence [N, W - 1, D] in the type of x; short ones begin with their state.
+def final_states(x: jax.Array, states: jax.Array | None, W: int, s: Sequences, dtype) -> jax.Array:
+    """Return the last W - 1 inputs of every sequence [N, W - 1, D]; short ones begin with their state.
 
     Args:
       x: [B, T, D].
       states: the initial states [N, W - 1, D], or None for zeros.
       W: width.
       s: the sequences.
+      dtype: of the result.
     """
     index = s.end[:, None] - jnp.int32(W - 1) + jnp.arange(W - 1, dtype=jnp.int32)[None]  # [N, W - 1]
-    rows = x.at[s.row[:, None], jnp.maximum(index, 0)].get(mode="clip")
-    before = jnp.zeros((), x.dtype)
+    rows = x.at[s.row[:, None], jnp.maximum(index, 0)].get(mode="clip").astype(dtype)
+    before = jnp.zeros((), dtype)
     if states is not None:
         # A sequence that is not the first of its row does not continue the state.
         opening = (s.start == s.last_start)[:, None, None]
         at = jnp.clip(jnp.int32(W - 1) + index - s.last_start[:, None], 0, W - 2)
-        before = jnp.where(opening, jnp.take_along_axis(states, at[:, :, None], axis=1).astype(x.dtype), before)
+        before = jnp.where(opening, jnp.take_along_axis(states, at[:, :, None], axis=1).astype(dtype), before)
     return jnp.where((index >= s.last_start[:, None])[:, :, None], rows, before)
