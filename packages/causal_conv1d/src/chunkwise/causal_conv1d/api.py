@@ -23,6 +23,7 @@ from chunkwise.shared.operators import (
     check_flags,
     check_known_step,
     check_packed,
+    check_pool,
     check_segment_ids,
     check_slots,
     check_step_types,
@@ -31,6 +32,7 @@ from chunkwise.shared.operators import (
     find_step,
     full_blocks,
     over_mesh,
+    own_slots,
     read_slots,
     size_of,
     token_axes,
@@ -48,6 +50,25 @@ _LAYOUT = Layout(
         "initial_state": "s.d",
         "cu_seqlens": "",
         "segment_ids": "bt",
+    },
+    results=("btd", "s.d"),
+)
+_POOL_LAYOUT = Layout(
+    leading="x",
+    parts=_LAYOUT.parts,
+    arguments={
+        "x": "btd",
+        "states": "s.d",
+        "weight": "d",
+        "bias": "d",
+        "cu_seqlens": "",
+        "state_indices": "s",
+        "has_initial_state": "s",
+        "read_indices": "s",
+        "num_accepted_tokens": "s",
+        "block_state_indices": "s",
+        "num_decodes": "",
+        "num_sequences": "",
     },
     results=("btd", "s.d"),
 )
@@ -206,6 +227,7 @@ def causal_conv1d_update(
     block_state_indices: jax.Array | None = None,
     block_size: int | None = None,
     implementation: str | None = None,
+    sharding: Sharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the convolution of one new token or a few of every sequence, and the pool of states after them.
 
@@ -244,10 +266,14 @@ def causal_conv1d_update(
       block_size: tokens of a block; static.
       implementation: "pallas" (one TPU kernel, interpreted elsewhere), "xla" (plain JAX), None: "xla" for decodes
         alone, and for a stream that is longer the best for the backend.
+      sharding: how x is split over the devices of a mesh with automatic axes, a NamedSharding or a PartitionSpec;
+        static. Over explicit axes the type of x says it. Channels may be split, and rows where there are no
+        cu_seqlens; the states are split as they are, and no device sends anything. Devices that share the rows share
+        the slots of a pool evenly, and the slots of a sequence must be those of its device: else its y is NaN.
 
     Returns:
       y [B, T, D] in the type of x, and the pool in its own type, in which the slots of no sequence keep every bit.
-      Differentiable in x, states, weight and bias.
+      Differentiable in x, states, weight and bias; over a mesh, by sharding or by the type of x, in reverse only.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type. The values of a serving step are checked outside of jit
@@ -277,11 +303,31 @@ def causal_conv1d_update(
         slots = with_counts(slots)
     else:
         check_slots(state_indices, has_initial_state, N)
+        slots = Slots(state_indices, has_initial_state)
     best = "pallas" if serving and state_indices.size < T else "xla"
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu=best)
-    if not serving:
-        return _update(x, states, weight, bias, cu_seqlens, slots, activation, implementation)
-    return _step(x, states, weight, bias, cu_seqlens, slots, activation, implementation, block_size)
+    given = {"x": x, "states": states, "weight": weight, "bias": bias, "cu_seqlens": cu_seqlens} | slots._asdict()
+    given = {name: y for name, y in given.items() if y is not None}
+    # As in `causal_conv1d`.
+    given |= {name: given[name].astype(jnp.float32) for name in ("weight", "bias") if name in given}
+    division = find_division(given, _POOL_LAYOUT, sharding)
+    check_pool(given, division, "states")
+    tokens = token_axes(division, None)
+    check(not tokens, f"`x` must have tokens that are not split; got them over {tokens}.")
+
+    def on_device(given):
+        given, elsewhere = (given, None) if division is None else own_slots(given, division.axes["s"], "states")
+        x, *others = (given.get(name) for name in ("x", "states", "weight", "bias", "cu_seqlens"))
+        slots = Slots(*(given.get(name) for name in Slots._fields))
+        if serving:
+            return _step(x, *others, slots, activation, implementation, block_size)
+        y, states = _update(x, *others, slots, activation, implementation)
+        if elsewhere is not None:
+            # A result that cannot be had must not look like one.
+            y = jnp.where(elsewhere[:, None, None], jnp.full((), jnp.nan, y.dtype), y)
+        return y, states
+
+    return over_mesh(on_device, given, division, (), with_states=True)
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7))

@@ -111,7 +111,7 @@ class Sequences:
         """Return the convolution of number i with SiLU, of the channels [B, T, C] of so many heads, and its cache."""
         before = None if self.cache is None else self.cache.conv[i]
         if before is not None and self.output_cache and self._decodes(x):
-            return causal_conv1d_update(x, before, weight, bias)
+            return causal_conv1d_update(x, before, weight, bias, sharding=split_heads(self.sharding, heads))
         return causal_conv1d(
             x, weight, bias, before, self.output_cache, **self._packing, implementation=AROUND[self.implementation],
             sharding=split_heads(self.sharding, heads),
@@ -150,8 +150,10 @@ class Serving:
 
     def convolve(self, i: int, x, weight, bias, heads: int):
         """Do as `Sequences.convolve` does."""
-        implementation = AROUND[self.implementation]
-        return causal_conv1d_update(x, self.pool.conv[i], weight, bias, **self._slots, implementation=implementation)
+        return causal_conv1d_update(
+            x, self.pool.conv[i], weight, bias, **self._slots, implementation=AROUND[self.implementation],
+            sharding=split_heads(self.sharding, heads),
+        )  # fmt: skip
 
     def operate(self, operators: Operators, *arrays, **options):
         """Do as `Sequences.operate` does."""

@@ -26,6 +26,7 @@ from chunkwise.shared.operators.checks import (
 from chunkwise.shared.operators.chunked import Implementation, Launches, run_chunked
 from chunkwise.shared.operators.context import Summary
 from chunkwise.shared.operators.decode import read_slots, recurrent_cost, run_recurrent, token_by_token, write_slots
+from chunkwise.shared.operators.devices import check_pool, own_slots
 from chunkwise.shared.operators.gates import Laws, lay_out_law
 from chunkwise.shared.operators.isolation import keep_apart, spoilt_tokens
 from chunkwise.shared.operators.partition import (
@@ -79,6 +80,7 @@ __all__ = [
     "check_initial_state",
     "check_known_step",
     "check_packed",
+    "check_pool",
     "check_scale",
     "check_segment_ids",
     "check_slots",
@@ -97,6 +99,7 @@ __all__ = [
     "lay_out_law",
     "over_mesh",
     "own_boundaries",
+    "own_slots",
     "packed_recurrence",
     "read_slots",
     "recurrence",

@@ -55,6 +55,8 @@ _LAYOUT = Layout(
     prefixes={"h": "n", "i": "n"},
 )
 _KEY_HEADS = {"q": "h", "k": "i"}
+# The argument that is a pool where there are slots.
+_POOL = "initial_state"
 
 
 def over_devices(
@@ -71,7 +73,7 @@ def over_devices(
     arrays, others = x.arrays()
     arrays |= {name: y for name, y in slots._asdict().items() if y is not None}
     division = find_division(arrays, _LAYOUT, devices.sharding)
-    _check_slots(arrays, division)
+    check_pool(arrays, division, _POOL)
     tokens, pool = token_axes(division, devices.context_axis), slots != _NO_SLOTS
     check(not (tokens and pool), f"`state_indices` must come with tokens that are not split; got them over {tokens}.")
     with_states, group = bool(options.output_final_state), x.v.shape[2] // x.q.shape[2]
@@ -93,21 +95,21 @@ def over_devices(
     return over_mesh(on_device, arrays, division, tokens, with_states)
 
 
-def _check_slots(arrays: Arrays, division: Division | None) -> None:
-    """Check that the devices that share the rows of a batch can share a pool of states."""
+def check_pool(arrays: Arrays, division: Division | None, pool: str) -> None:
+    """Check that the devices that share the rows of a batch can share a pool of states, the argument of this name."""
     if division is None or "state_indices" not in arrays:
         return
     axes = division.axes["s"]
-    slots, devices = arrays["initial_state"].shape[0], size_of(division.mesh, axes)
+    slots, devices = arrays[pool].shape[0], size_of(division.mesh, axes)
     check(
         slots % devices == 0,
-        f"`initial_state` must have slots that {devices} devices along {axes} can share; got {slots} slots.",
+        f"`{pool}` must have slots that {devices} devices along {axes} can share; got {slots} slots.",
     )
 
 
 def _own(arrays: Arrays, division: Division, group: int) -> tuple[Arrays, jax.Array | None]:
     """Return arguments with the key heads and the slots of one device, and which sequences have theirs elsewhere."""
-    arrays, elsewhere = _own_slots(arrays, division.axes["s"])
+    arrays, elsewhere = own_slots(arrays, division.axes["s"], _POOL)
     HV = arrays["v"].shape[2]
     for name, letter in _KEY_HEADS.items():
         rest = division.axes["n"][len(division.axes[letter]) :]
@@ -132,14 +134,15 @@ def _take_key_heads(x: jax.Array, rest: Axes, HV: int, group: int) -> jax.Array:
     return jnp.take(x, heads, axis=2)
 
 
-def _own_slots(arrays: Arrays, axes: Axes) -> tuple[Arrays, jax.Array | None]:
+def own_slots(arrays: Arrays, axes: Axes, pool: str) -> tuple[Arrays, jax.Array | None]:
     """Return arguments whose slots are counted in the part of the pool that a device has, and what lies elsewhere.
 
-    That is bool [N], the sequences whose slot is in the part of another device; None where there is no other.
+    The pool is the argument of this name, split over these axes. What lies elsewhere is bool [N], the sequences whose
+    slot is in the part of another device; None where there is no other.
     """
     if "state_indices" not in arrays or not axes:
         return dict(arrays), None
-    slots, indices = arrays["initial_state"].shape[0], arrays["state_indices"]
+    slots, indices = arrays[pool].shape[0], arrays["state_indices"]
     local = indices - lax.axis_index(axes) * jnp.int32(slots)
     own = (indices >= 0) & (local >= 0) & (local < slots)
     return arrays | {"state_indices": jnp.where(own, local, jnp.int32(-1))}, (indices >= 0) & ~own
