@@ -251,8 +251,8 @@ def causal_conv1d_update(
       states: the last W - 1 inputs of every sequence [N, W - 1, D], or a pool [slots, W - 1, D] with state_indices, of
         any floating type.
       state_indices: int32 [N], traced: the slot of every sequence. Slots must be distinct and exist; the values are
-        checked in a serving step only. A sequence with a negative slot starts from zeros and its state is dropped; negative slots are
-        neither read nor written and may repeat.
+        checked in a serving step only. A sequence with a negative slot starts from zeros and its state is dropped;
+        negative slots are neither read nor written and may repeat.
         In a serving step also [N, U]: after token t of a decode its state goes to slot state_indices[n, t], and a
         prefill reads and writes column 0.
       has_initial_state: bool [N], traced: False if a sequence starts from zeros whatever its slot holds; None for True.
