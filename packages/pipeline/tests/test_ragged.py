@@ -1,6 +1,8 @@
 """Serving steps over a pool of states, against the float64 recurrence over a dict of states in plain Python."""
 
 import functools
+import itertools
+from random import Random
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,6 +13,7 @@ import pytest
 from jax.experimental import checkify
 
 from chunkwise.pipeline import check_step, ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
+from chunkwise.shared.testing.engine import PREFILLS, Engine, Oracle
 
 H, HV, K, V = 2, 4, 24, 40
 T, N, SLOTS, BLOCK = 150, 6, 40, 64
@@ -20,47 +23,6 @@ IMPLEMENTATIONS = ["xla", "fused"]
 QUICK = ("gated_delta_rule", "xla"), ("gated_delta_rule", "fused"), ("simple_gla", "fused")
 # RMS errors over the RMS of the float64 recurrence.
 ACCURACY = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 4e-4}
-
-
-class Oracle:
-    """An operator token by token in float64, over a dict of states by slot."""
-
-    def __init__(self, operator: str, pool: np.ndarray):
-        self.delta = operator != "simple_gla"
-        self.states = {slot: state.astype(np.float64) for slot, state in enumerate(pool)}
-
-    def token(self, S, q, k, v, g, beta):
-        """Return the state [HV, K, V] after a token, and its output [HV, V]."""
-        decay = np.exp(g)
-        S = S * (decay[:, :, None] if decay.ndim == 2 else decay[:, None, None])
-        q, k = (np.repeat(x, HV // H, axis=0) for x in (q, k))
-        if self.delta:
-            v = beta[:, None] * (v - np.einsum("hkv,hk->hv", S, k))
-        S = S + k[:, :, None] * v[:, None]
-        return S, K**-0.5 * np.einsum("hkv,hk->hv", S, q)
-
-    def run(self, tokens, schedule) -> tuple[np.ndarray, set[int]]:
-        """Run a step on the dict; return its outputs [T, HV, V] and the slots that it wrote."""
-        before, o, written = dict(self.states), np.zeros((T, HV, V)), set()
-        for n in range(schedule["num_sequences"]):
-            begin, end = schedule["cu_seqlens"][n : n + 2]
-            row, decode = schedule["state_indices"][n], n < schedule["num_decodes"]
-            slot = schedule["read_indices"][n] if "read_indices" in schedule else None
-            if slot is None:
-                slot = row[schedule["num_accepted_tokens"][n] - 1]
-            S = np.zeros((HV, K, V))
-            if slot >= 0 and schedule["has_initial_state"][n]:
-                S = before[slot]
-            for t in range(end - begin):
-                S, o[begin + t] = self.token(S, *(x[0, begin + t].astype(np.float64) for x in tokens))
-                full = (t + 1) % BLOCK == 0 and (t + 1) // BLOCK <= schedule["block_state_indices"].shape[1]
-                to = [row[t]] if decode else [row[0]] if t == end - begin - 1 else []
-                to += [schedule["block_state_indices"][n, (t + 1) // BLOCK - 1]] if full and not decode else []
-                for target in to:
-                    if target >= 0:
-                        self.states[int(target)] = S
-                        written.add(int(target))
-        return o, written
 
 
 def make_tokens(operator: str, rng, used: int):
@@ -79,10 +41,7 @@ def make_schedule(rng, W: int, with_reads: bool = False) -> dict:
     """Return a step of random decodes and prefills; what does not exist holds rubbish."""
     sequences = int(rng.integers(0, N + 1))
     decodes = int(rng.integers(0, sequences + 1))
-    lengths = [
-        int(rng.integers(0, W + 1)) if n < decodes else int(rng.choice([0, 1, 3, 40, 64, 70, 130]))
-        for n in range(sequences)
-    ]
+    lengths = [int(rng.integers(0, W + 1) if n < decodes else rng.choice(PREFILLS)) for n in range(sequences)]
     while sum(lengths) > T:
         lengths[int(np.argmax(lengths))] //= 2
     cu_seqlens = rng.integers(-5, 400, N + 1).astype(np.int32)
@@ -118,29 +77,70 @@ def compiled(operator: str, implementation: str):
             *tokens, pool, boundaries, indices, **schedule, block_size=BLOCK, implementation=implementation
         )
 
-    return jax.jit(step), traces
+    return jax.jit(step, donate_argnums=1), traces
 
 
-def assert_step(operator: str, implementation: str, schedule: dict, rng, dtype="float32") -> None:
-    """Compare a step with the oracle."""
-    sequences = schedule["num_sequences"]
+def assert_step(
+    operator: str, implementation: str, oracle: Oracle, pool: np.ndarray, schedule: dict, rng
+) -> np.ndarray:
+    """Compare a step with the oracle, which holds the same states as the pool; return the pool after it."""
+    sequences, dtype = schedule["num_sequences"], pool.dtype
     tokens = make_tokens(operator, rng, schedule["cu_seqlens"][sequences])
-    pool = jnp.asarray(rng.standard_normal((SLOTS, HV, K, V)), dtype)
     step, traces = compiled(operator, implementation)
     counts = {name: jnp.int32(schedule[name]) for name in ("num_decodes", "num_sequences")}
-    o, after = step(tokens, pool, schedule | counts)
-    before, after = (np.asarray(x.astype(jnp.float32), np.float64) for x in (pool, after))
-    oracle = Oracle(operator, before)
-    want, written = oracle.run(tokens, schedule)
-    assert after.dtype == np.float64
+    o, after = jax.device_get(step(tokens, pool, schedule | counts))
     assert len(traces) == len(set(traces))
-    others = [slot for slot in range(SLOTS) if slot not in written]
-    np.testing.assert_array_equal(after[others], before[others])
-    assert rms(np.asarray(o, np.float64)[0] - want) <= ACCURACY["float32"] * (1 + rms(want))
+    want, written = oracle.run(tokens, schedule)
+    assert after.dtype == dtype
+    # Every bit: no value tells zeros apart, nor what is not a number.
+    for slot in set(range(SLOTS)) - written:
+        assert after[slot].tobytes() == pool[slot].tobytes(), f"slot {slot} has changed"
+    assert rms(o.astype(np.float64)[0] - want) <= ACCURACY["float32"] * (1 + rms(want))
     if written:
         named = sorted(written)
         expected = np.stack([oracle.states[slot] for slot in named])
-        assert rms(after[named] - expected) <= ACCURACY[dtype] * rms(expected)
+        assert rms(after[named].astype(np.float64) - expected) <= ACCURACY[str(dtype)] * rms(expected)
+    return after
+
+
+def assert_one_step(operator: str, implementation: str, schedule: dict, rng, dtype="float32") -> None:
+    """Compare a step over a random pool with the oracle."""
+    pool = rng.standard_normal((SLOTS, HV, K, V)).astype(dtype)
+    oracle = Oracle(operator != "simple_gla", BLOCK, pool)
+    assert_step(operator, implementation, oracle, pool, schedule, rng)
+
+
+def assert_schedule(operator: str, implementation: str, engine: Engine, steps: int, seed: int, dtype="float32") -> None:
+    """Compare the steps of an engine with one oracle, over one pool, whose free slots hold what must have no effect.
+
+    In a pool of 16 bits every step rounds the states that it stores. The oracle goes on from the rounded ones, so that
+    every step is compared with what it started from. In float32 it never sees the pool again.
+    """
+    rng = np.random.default_rng(seed)
+    free = np.array([np.nan, -0.0, np.inf, -1e-40]).astype(dtype)
+    pool = np.empty((SLOTS, HV, K, V), dtype)
+    pool[:] = np.resize(free, SLOTS)[:, None, None, None]
+    oracle = Oracle(operator != "simple_gla", BLOCK, pool)
+    _, traces = compiled(operator, implementation)
+    before = len(traces)
+    for _ in range(steps):
+        freed, schedule = engine.step()
+        pool = np.array(pool)
+        pool[freed] = np.nan
+        oracle.states |= {slot: pool[slot].astype(np.float64) for slot in freed}
+        error, _ = checked()(schedule | {name: jnp.int32(schedule[name]) for name in ("num_decodes", "num_sequences")})
+        error.throw()
+        pool = assert_step(operator, implementation, oracle, pool, schedule, rng)
+        if pool.dtype != np.float32:
+            oracle.states = {slot: state.astype(np.float64) for slot, state in enumerate(pool)}
+    assert len(traces) <= before + 1
+
+
+@functools.cache
+def checked():
+    """Return a jitted check of a step, which returns what is wrong with it."""
+    check = lambda schedule: check_step(**schedule, block_size=BLOCK, num_slots=SLOTS, num_tokens=T)
+    return jax.jit(checkify.checkify(check))
 
 
 def rms(x: np.ndarray) -> float:
@@ -170,9 +170,40 @@ def test_random_steps(operator, implementation):
         rng = np.random.default_rng(seed)
         # Another program: one operator is enough for it.
         with_reads &= operator == "gated_delta_rule"
-        assert_step(operator, implementation, make_schedule(rng, 3, with_reads), rng)
+        assert_one_step(operator, implementation, make_schedule(rng, 3, with_reads), rng)
 
     check()
+
+
+@pytest.mark.parametrize(
+    ("operator", "implementation", "dtype"),
+    [
+        pytest.param(*case, marks=[] if case == ("gated_delta_rule", "xla", "float32") else [pytest.mark.thorough])
+        for case in itertools.product(OPERATORS, (*IMPLEMENTATIONS, "staged"), ACCURACY)
+    ],
+)
+def test_schedules(operator, implementation, dtype):
+    """Many steps of an engine over one pool, by one program."""
+
+    @hypothesis.settings(max_examples=5, deadline=None, derandomize=True)
+    @hypothesis.given(st.integers(0, 10**6))
+    def check(seed):
+        for shares in (False, True):
+            engine = Engine(Random(seed), T, N, 3, SLOTS, BLOCK, shares)
+            assert_schedule(operator, implementation, engine, 9, seed, dtype)
+
+    check()
+
+
+@pytest.mark.parametrize("implementation", ["fused"])
+def test_short_schedule(implementation):
+    """An engine that does all that there is, in a few steps."""
+    engine = Engine(Random(12), T, N, 3, SLOTS, BLOCK, shares=True)
+    assert_schedule("gated_delta_rule", implementation, engine, 6, 0)
+    assert engine.done == {
+        "block kept", "decode from a later column", "prefill from a later column", "prefix shared", "prompt in pieces",
+        "rolled back", "slots freed", "waited",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.thorough), "float16"])
@@ -181,7 +212,7 @@ def test_types_of_pools(implementation, dtype):
     """A pool keeps its type, and is rounded once, where a state is stored."""
     rng = np.random.default_rng(1)
     for _ in range(3):
-        assert_step("gated_delta_rule", implementation, make_schedule(rng, 3), rng, dtype)
+        assert_one_step("gated_delta_rule", implementation, make_schedule(rng, 3), rng, dtype)
 
 
 @pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "fused"])

@@ -1,0 +1,207 @@
+"""A random serving engine, and what its steps must do: the float64 recurrence over a dict of states by slot."""
+
+import dataclasses
+from random import Random
+from typing import Any
+
+import numpy as np
+
+# Tokens of a prefill in one step: none, a few, about a chunk, and blocks of chunks.
+PREFILLS = (0, 1, 3, 40, 64, 70, 130)
+
+
+class Oracle:
+    """An operator token by token in float64, over a dict of states by slot.
+
+    Attributes:
+      states: the state [HV, K, V] of every slot.
+    """
+
+    def __init__(self, delta: bool, block_size: int, pool: np.ndarray):
+        """Take whether there is a delta rule, the tokens of a block, and the pool [slots, HV, K, V] to start from."""
+        self.delta, self.block_size = delta, block_size
+        self.states = {slot: state.astype(np.float64) for slot, state in enumerate(pool)}
+
+    def token(self, S, q, k, v, g, beta):
+        """Return the state [HV, K, V] after a token, and its output [HV, V]."""
+        HV, K, V = S.shape
+        decay = np.exp(g)
+        S = S * (decay[:, :, None] if decay.ndim == 2 else decay[:, None, None])
+        q, k = (np.repeat(x, HV // x.shape[0], axis=0) for x in (q, k))
+        if self.delta:
+            v = beta[:, None] * (v - np.einsum("hkv,hk->hv", S, k))
+        S = S + k[:, :, None] * v[:, None]
+        return S, K**-0.5 * np.einsum("hkv,hk->hv", S, q)
+
+    def run(self, tokens, schedule) -> tuple[np.ndarray, set[int]]:
+        """Run a step on the dict; return its outputs [T, HV, V] and the slots that it wrote.
+
+        Args:
+          tokens: q, k, v, g, beta, as for the operator.
+          schedule: its other arguments by name, with everything but `read_indices`.
+        """
+        before, written = dict(self.states), set()
+        o = np.zeros(tokens[2].shape[1:])
+        for n in range(schedule["num_sequences"]):
+            begin, end = schedule["cu_seqlens"][n : n + 2]
+            row, decode = schedule["state_indices"][n], n < schedule["num_decodes"]
+            slot = schedule["read_indices"][n] if "read_indices" in schedule else None
+            if slot is None:
+                slot = row[schedule["num_accepted_tokens"][n] - 1]
+            S = np.zeros_like(before[0])
+            if slot >= 0 and schedule["has_initial_state"][n]:
+                S = before[int(slot)]
+            for t in range(end - begin):
+                S, o[begin + t] = self.token(S, *(x[0, begin + t].astype(np.float64) for x in tokens))
+                block, rest = divmod(t + 1, self.block_size)
+                full = rest == 0 and block <= schedule["block_state_indices"].shape[1]
+                to = [row[t]] if decode else [row[0]] if t == end - begin - 1 else []
+                to += [schedule["block_state_indices"][n, block - 1]] if full and not decode else []
+                for target in to:
+                    if target >= 0:
+                        self.states[int(target)] = S
+                        written.add(int(target))
+        return o, written
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """A sequence of the engine.
+
+    Attributes:
+      slots: its own ones, as many as the tokens that it decodes in a step.
+      prompt: the tokens of its prompt that are still to come.
+      accepted: one more than the column of its state.
+      started: whether it has a state.
+    """
+
+    slots: list[int]
+    prompt: int
+    accepted: int = 1
+    started: bool = False
+
+    @property
+    def state(self) -> int:
+        """The slot of its state."""
+        return self.slots[self.accepted - 1]
+
+
+@dataclasses.dataclass
+class Engine:
+    """An engine that does something else in every step; it knows slots and lengths, and no tokens.
+
+    Sequences arrive, start from zeros or from the state of another, prefill their prompts in pieces, decode, speculate,
+    are rolled back to what was accepted, get another prompt, wait for some steps, and end. Then their slots are free.
+
+    Attributes:
+      random: where it draws from.
+      T, N, W: the most tokens and sequences of a step, and the most tokens of a decode.
+      num_slots: slots of the pool.
+      block_size: tokens of a block whose state may be kept.
+      shares: whether sequences start from one another's states, by read_indices; else they start from their own, by
+        num_accepted_tokens.
+      free: the slots that nobody has.
+      live: the sequences.
+      prefixes: slots of states that are kept for others to start from.
+      done: what it has done so far, by name.
+    """
+
+    random: Random
+    T: int
+    N: int
+    W: int
+    num_slots: int
+    block_size: int
+    shares: bool
+    free: list[int] = dataclasses.field(init=False)
+    live: list[Sequence] = dataclasses.field(default_factory=list)
+    prefixes: list[int] = dataclasses.field(default_factory=list)
+    done: set[str] = dataclasses.field(default_factory=set)
+
+    def __post_init__(self):
+        self.free = list(range(self.num_slots))
+
+    def _chance(self, p: float) -> bool:
+        return self.random.random() < p
+
+    def _take(self) -> int:
+        return self.free.pop(self.random.randrange(len(self.free)))
+
+    def step(self) -> tuple[list[int], dict[str, Any]]:
+        """Return the slots that became free since the last step, and the arguments of this one by name.
+
+        What does not exist holds rubbish. The engine goes on as if some of the guesses had been wrong.
+        """
+        freed = self._end()
+        while len(self.live) < self.N + 2 and len(self.free) >= self.W and self._chance(0.7):
+            own = [self._take() for _ in range(self.random.choice((1, self.W)))]
+            self.live.append(Sequence(own, prompt=self.random.choice((1, 2, 60, 128, 200))))
+        running = [x for x in self.live if self._chance(0.8)][: self.N]
+        left, decodes, prefills = self.T, [], []
+        for x in running:
+            if x.prompt == 0 and self._chance(0.15):
+                x.prompt = self.random.choice((1, 3, 70))
+            guessed = x.prompt == 0
+            length = self.random.randint(0 if self._chance(0.1) else 1, len(x.slots))
+            if not guessed and (x.prompt > len(x.slots) or self._chance(0.5)):
+                length = min(x.prompt, self.random.choice(PREFILLS))
+            length = min(length, left) if guessed else min(length, left, x.prompt)
+            left -= length
+            token_by_token = guessed or (length <= len(x.slots) and self._chance(0.5))
+            (decodes if token_by_token else prefills).append((x, length, guessed))
+        return freed, self._arguments(decodes, prefills, [x for x in self.live if x not in running])
+
+    def _end(self) -> list[int]:
+        """End some sequences and forget some prefixes; return the slots that are free now."""
+        freed = []
+        for x in [x for x in self.live if x.started and self._chance(0.15)]:
+            self.live.remove(x)
+            kept = [x.state] if self.shares and self._chance(0.5) else []
+            self.prefixes += kept
+            freed += [slot for slot in x.slots if slot not in kept]
+        for slot in [slot for slot in self.prefixes if self._chance(0.2)]:
+            self.prefixes.remove(slot)
+            freed.append(slot)
+        self.free += freed
+        self.done |= {"slots freed"} if freed else set()
+        return freed
+
+    def _arguments(self, decodes, prefills, waiting: list[Sequence]) -> dict[str, Any]:
+        """Return the arguments of a step of these (sequence, tokens, whether they are guesses), and do it."""
+        random, N, blocks = self.random, self.N, self.T // self.block_size
+        rubbish = lambda *shape: np.array([random.randint(-5, 400) for _ in range(np.prod(shape))], np.int32)
+        indices, kept = rubbish(N, self.W).reshape(N, self.W), rubbish(N, blocks).reshape(N, blocks)
+        boundaries, accepted = rubbish(N + 1), np.array([random.randint(1, self.W) for _ in range(N)], np.int32)
+        has, read = rubbish(N) % 2 == 0, rubbish(N)
+        # States that no sequence of this step writes.
+        others = self.prefixes + [x.state for x in waiting if x.started]
+        boundaries[0], started_from = 0, []
+        for n, (x, length, guessed) in enumerate([*decodes, *prefills]):
+            boundaries[n + 1] = boundaries[n] + length
+            indices[n] = x.slots + [-1] * (self.W - len(x.slots))
+            has[n] = x.started
+            accepted[n] = accepted[n] if self.shares else x.accepted
+            read[n] = x.state
+            if not x.started and self.shares:
+                read[n] = random.choice(others) if others and self._chance(0.6) else random.choice((-1, read[n]))
+                has[n] = read[n] in others or read[n] < 0
+                started_from += [read[n]] if read[n] in others and length else []
+            prefill = n >= len(decodes)
+            for i in range(blocks):
+                kept[n, i] = self._take() if prefill and self.shares and self.free and self._chance(0.4) else -1
+            full = kept[n, : length // self.block_size if prefill else 0]
+            self.free += [int(slot) for slot in kept[n, len(full) :] if slot >= 0]
+            self.prefixes += [int(slot) for slot in full if slot >= 0]
+            self.done |= {"block kept"} if (full >= 0).any() else set()
+            if length:
+                self.done |= {"prompt in pieces"} if prefill and x.started else set()
+                self.done |= {f"{'prefill' if prefill else 'decode'} from a later column"} if x.accepted > 1 else set()
+                x.accepted = 1 if prefill else random.randint(1, length) if guessed else length
+                self.done |= {"rolled back"} if guessed and not prefill and x.accepted < length else set()
+                x.started, x.prompt = True, x.prompt if guessed else x.prompt - length
+        self.done |= {"prefix shared"} if len(started_from) > len(set(started_from)) else set()
+        self.done |= {"waited"} if any(x.started for x in waiting) else set()
+        return dict(
+            cu_seqlens=boundaries, state_indices=indices, has_initial_state=has, num_decodes=len(decodes),
+            num_sequences=len(decodes) + len(prefills), num_accepted_tokens=accepted, block_state_indices=kept,
+        ) | (dict(read_indices=read) if self.shares else {})  # fmt: skip
