@@ -204,13 +204,23 @@ def test_short_schedule(implementation):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.thorough), "float16"])
-@pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "fused"])
-def test_types_of_pools(implementation, dtype):
+QUICK_TYPES = [
+    ("gated_delta_rule", "fused", "float16"), ("kda", "xla", "bfloat16"), ("simple_gla", "staged", "float16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("operator", "implementation", "dtype"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK_TYPES else [pytest.mark.thorough])
+        for case in itertools.product(OPERATORS, (*IMPLEMENTATIONS, "staged"), ACCURACY)
+    ],
+)
+def test_types_of_pools(operator, implementation, dtype):
     """A pool keeps its type, and is rounded once, where a state is stored."""
     rng = np.random.default_rng(1)
     for _ in range(3):
-        assert_one_step("gated_delta_rule", implementation, make_schedule(rng, 3), rng, dtype)
+        assert_one_step(operator, implementation, make_schedule(rng, 3), rng, dtype)
 
 
 @pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "fused"])
