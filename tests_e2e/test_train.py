@@ -4,6 +4,7 @@ import argparse
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,7 +45,7 @@ runpy.run_path({str(PROGRAM)!r}, run_name="__main__")
 def run(program: list[str], output: Path, **options):
     """Run the program in a process of its own, with small sizes."""
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in (SIZES | options).items()]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "COLUMNS": "100"}
     return subprocess.run(
         [sys.executable, *program, *arguments, f"--output={output}"], env=environment, capture_output=True, text=True
     )
@@ -97,9 +98,19 @@ def test_killed_while_it_saves(whole, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, model, whole()[0])
 
 
+def assert_shown(stdout: str, results: dict) -> None:
+    """Fail unless the program shows its last loss in nats and bits, tokens/s, the time left, and the sample."""
+    shown = re.search(r"8/8 loss (\S+), (\S+) bits per byte, [\d,]+ tokens/s +\d+:\d\d:\d\d\n", stdout)
+    assert shown, stdout
+    last = results["losses"][-1]
+    np.testing.assert_allclose([float(x) for x in shown.groups()], [last, last / np.log(2)], atol=0.006)
+    letters = lambda text: re.sub(r"[^a-zA-Z0-9]", "", text)
+    assert letters(stdout.partition("─ a sample ─")[2]) == letters(results["sample"]) != ""
+
+
 @pytest.mark.thorough
 def test_eight_devices(tmp_path):
-    """The same steps over devices of rows, tokens and heads have the same losses; and the program writes its files."""
+    """The same steps over devices of rows, tokens and heads have the same losses; and the program shows all results."""
     losses = []
     for mesh in ("data=1", "data=2,sequence=2,heads=2"):
         output = tmp_path / mesh
@@ -108,7 +119,7 @@ def test_eight_devices(tmp_path):
         assert done.returncode == 0, done.stderr
         results = json.loads((output / "results.json").read_text())
         assert len(results["losses"]) == 8
-        assert len(results["sample"]) > 0
+        assert_shown(done.stdout, results)
         assert (output / "curve.png").stat().st_size > 1000
         losses.append([*results["losses"], results["bits_per_byte"]["this model"]])
     np.testing.assert_allclose(*losses, rtol=1e-4)
