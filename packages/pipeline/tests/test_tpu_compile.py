@@ -1,5 +1,6 @@
 """The staged chain compiles for real TPUs, and across several of them."""
 
+import itertools
 import math
 import re
 
@@ -14,6 +15,12 @@ from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu
 
 pytestmark = pytest.mark.tpu
+
+RAGGED = "gated_delta_rule", "kda", "simple_gla"
+QUICK_STEPS = (
+    ("gated_delta_rule", None, jnp.float32), ("gated_delta_rule", 3, jnp.float32), ("kda", 3, jnp.float32),
+    ("simple_gla", 3, jnp.float32),
+)  # fmt: skip
 
 
 def specs(B, T, N=None):
@@ -70,37 +77,54 @@ def test_float16_compiles(name):
     assert compiled.out_info.dtype == jnp.float16
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.thorough)])
-def test_serving_step_moves_no_states(dtype):
-    """Decodes and prefills beside each other: only the two kernels touch the pool, and no other array holds a state."""
-    slots, N, HV, K, V = 37, 8, 4, 128, 128
-    *tensors, cu_seqlens = specs(1, 80, N)
-    pool = jax.ShapeDtypeStruct((slots, HV, K, V), dtype)
-    slot, has = jax.ShapeDtypeStruct((N,), jnp.int32), jax.ShapeDtypeStruct((N,), bool)
-    count = jax.ShapeDtypeStruct((), jnp.int32)
+def compile_step(name, pool, N, W=None, *, T=40, chip="v6e", auto_layout=False):
+    """Return a serving step of an operator, whose pool is donated, as compiled for a TPU."""
+    _, HV, K, V = pool.shape
+    H, spec, index = HV // 2, jax.ShapeDtypeStruct, lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    tensors = [spec((1, T, *tail), jnp.bfloat16) for tail in ((H, K), (H, K), (HV, V))]
+    tensors += [spec((1, T, HV, K) if name == "kda" else (1, T, HV), jnp.float32)]
+    tensors += [spec((1, T, HV), jnp.float32)] * (name != "simple_gla")
+    which = dict(
+        cu_seqlens=index(N + 1), state_indices=index(N) if W is None else index(N, W), num_decodes=index(),
+        num_sequences=index(), has_initial_state=spec((N,), bool),
+    ) | ({} if W is None else dict(num_accepted_tokens=index(N)))  # fmt: skip
 
-    def step(pool, tensors, cu_seqlens, slot, has, num_decodes, num_sequences):
-        return pipeline.ragged_gated_delta_rule(
-            *tensors, pool, cu_seqlens, slot, has_initial_state=has, num_decodes=num_decodes,
-            num_sequences=num_sequences, implementation="fused",
-        )  # fmt: skip
+    def step(pool, tensors, which):
+        which = dict(which)
+        positional = which.pop("cu_seqlens"), which.pop("state_indices")
+        return getattr(pipeline, f"ragged_{name}")(*tensors, pool, *positional, **which, implementation="fused")
 
-    inputs = pool, tuple(tensors), cu_seqlens, slot, has, count, count
-    text = tpu.compile_for(step, *inputs, chip="v6e", donate_argnums=(0,)).as_text()
+    return tpu.compile_for(step, pool, tensors, which, chip=chip, auto_layout=auto_layout, donate_argnums=(0,))
+
+
+def assert_moves_no_states(text, pool, states=1):
+    """Fail unless only the two kernels touch the donated pool, and no other array is as large as so many states."""
     # The type and the operation of every result.
     made = re.findall(r"^\s*(?:ROOT )?%?\S+ = (.+?) ([a-z][a-z0-9-]*)\(", text, re.MULTILINE)
     sizes = [
         (operation, size)
         for result, operation in made
         for dims in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", result)
-        # As large as the states of one sequence.
-        if (size := math.prod(map(int, dims.split(",")))) >= HV * K * V
+        if (size := math.prod(map(int, dims.split(",")))) >= states * math.prod(pool.shape[1:])
     ]
-    assert {size for _, size in sizes} == {slots * HV * K * V}
+    assert {size for _, size in sizes} == {math.prod(pool.shape)}
     touching = [operation for operation, _ in sizes]
     assert set(touching) <= {"parameter", "tuple", "get-tuple-element", "bitcast", "conditional", "custom-call"}
     assert touching.count("custom-call") == 2
     assert re.search(r"input_output_alias=\{[^\n]*\(0, \{\}, ", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "W", "dtype"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK_STEPS else [pytest.mark.thorough])
+        for case in itertools.product(RAGGED, (None, 3), (jnp.float32, jnp.bfloat16))
+    ],
+)
+def test_serving_step_moves_no_states(name, W, dtype):
+    """Decodes and prefills beside each other: only the two kernels touch the pool, and no other array holds a state."""
+    pool = jax.ShapeDtypeStruct((37, 4, 128, 128), dtype)
+    assert_moves_no_states(compile_step(name, pool, 8, W).as_text(), pool)
 
 
 def test_chain_compiles_under_shard_map():
@@ -134,21 +158,9 @@ def test_chain_compiles_under_shard_map():
 )
 def test_serving_steps_compile(chip, name, dtype):
     """Every operator, every type of pool, also of sizes that fill no register; the kernels take the pool as it is."""
-    N, W, K, V = 3, 2, 64, 96
-    q, v, g = ((1, 200, *tail) for tail in ((2, K), (4, V), (4,)))
-    int32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    K, V = 64, 96
     pool = jax.ShapeDtypeStruct((50, 4, K, V), jnp.dtype(dtype))
-    tensors = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (q, q, v)]
-    tensors += [jax.ShapeDtypeStruct((*g, K) if name == "kda" else g, jnp.float32)]
-    tensors += [jax.ShapeDtypeStruct(g, jnp.float32)] * (name != "simple_gla")
-    operator = getattr(pipeline, f"ragged_{name}")
-
-    def step(pool, boundaries, slots, decodes, *tensors):
-        return operator(*tensors, pool, boundaries, slots, num_decodes=decodes, implementation="fused")
-
-    text = tpu.compile_for(
-        step, pool, int32(N + 1), int32(N, W), int32(), *tensors, chip=chip, donate_argnums=(0,)
-    ).as_text()
+    text = compile_step(name, pool, 3, 2, T=200, chip=chip).as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 2
     found = re.findall(rf"= (\w+)\[50,4,{K},{V}\]\S* (copy|fusion|gather|scatter)\(", text)
     # No kernel takes float16: the states that a step names are gathered, and one operation scatters them back.
