@@ -127,6 +127,28 @@ def test_serving_step_moves_no_states(name, W, dtype):
     assert_moves_no_states(compile_step(name, pool, 8, W).as_text(), pool)
 
 
+@pytest.mark.parametrize(
+    ("K", "V", "name"),
+    [
+        pytest.param(
+            *sizes, name, marks=[] if (*sizes, name) == (64, 96, "gated_delta_rule") else [pytest.mark.thorough]
+        )
+        for sizes in ((64, 96), (128, 64), (96, 128), (64, 64))
+        for name in RAGGED
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.thorough)])
+def test_large_pools_of_any_size_are_not_copied(name, K, V, dtype):
+    """In the layout of the kernels, K and V may be anything. Small pools have it anyway; large ones must ask for it."""
+    pool = jax.ShapeDtypeStruct((512, 4, K, V), dtype)
+    compiled = compile_step(name, pool, 8, 2, auto_layout=True)
+    # A tile of tokens is larger than such a state.
+    assert_moves_no_states(compiled.as_text(), pool, states=8)
+    memory, size = compiled.memory_analysis(), pool.dtype.itemsize * math.prod(pool.shape)
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / 8
+
+
 def test_chain_compiles_under_shard_map():
     """Batch rows over the chips of a topology, with the default check of varying axes."""
     mesh = tpu.topology_mesh(CHIPS["v6e"].topology, "data")
