@@ -76,9 +76,9 @@ def ragged_gated_delta_rule(
         those read and write nothing. Tokens after the last sequence are padding: they may hold anything, NaN too, and
         their outputs are zeros.
       state_indices: int32 [N], the slot that a sequence reads and writes, after its last token; or [N, W]: after token
-        t of a decode its state goes to slot state_indices[n, t], and a prefill reads and writes column 0. A negative
-        slot is neither read, so that the sequence starts from zeros, nor written, and may repeat. No slot that is
-        written may be named twice, nor be read by another sequence.
+        t of a decode its state goes to slot state_indices[n, t], and after a prefill to state_indices[n, 0]. Where a
+        sequence starts, num_accepted_tokens says. A negative slot is neither read, so that the sequence starts from
+        zeros, nor written, and may repeat. No slot that is written may be named twice, nor be read by another sequence.
       has_initial_state: bool [N], False if a sequence starts from zeros whatever its slot holds, as in a slot that was
         freed; None for True.
       num_decodes: how many sequences, the first ones, go token by token. They have at most W tokens each, 1 where
@@ -86,8 +86,9 @@ def ragged_gated_delta_rule(
       num_sequences: how many of the N sequences exist, likewise; None for all. The other entries may hold anything.
       read_indices: int32 [N], the slot that a sequence starts from instead, such as that of a cached prefix. It stays
         as it is, and several sequences may share it; negative for zeros.
-      num_accepted_tokens: int32 [N], 1 to W: a sequence starts from slot state_indices[n, num_accepted_tokens[n] - 1],
-        the state after as many tokens of the step before as were accepted. None for 1; not read with read_indices.
+      num_accepted_tokens: int32 [N], 1 to W: a sequence, decode or prefill, starts from slot
+        state_indices[n, num_accepted_tokens[n] - 1], the state after as many tokens of the step before as were
+        accepted. None for 1; not read with read_indices.
       block_state_indices: int32 [N, M], the slot of the state after every block of `block_size` tokens of a prefill,
         counted from its first token in this call; negative ones are not written. None for none.
       block_size: tokens of a block, a multiple of the chunk size; static.
