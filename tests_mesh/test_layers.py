@@ -1,6 +1,7 @@
 """Layers over meshes of devices do what they do on one: rows, tokens and heads divided, and what they send."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,36 +16,42 @@ from chunkwise.layers import (
     Mamba2Config,
     Step,
     empty_cache,
-    gated_delta_net,
-    init_gated_delta_net,
-    init_kimi_delta_attention,
-    init_lightning_attention,
-    init_mamba2_mixer,
-    kimi_delta_attention,
-    lightning_attention,
-    mamba2_mixer,
-    ragged_gated_delta_net,
     shardings,
 )
 from chunkwise.shared.testing import assert_close
-from meshes import P, collectives, make_mesh
+from layer_oracle import LAYERS as ANY
+from meshes import MODES, P, collectives, make_mesh, normal
 
 SIZES = dict(D=16, H=4, HV=4, K=8, V=8)
 LAYERS = {
-    "gated_delta_net": (GatedDeltaNetConfig(**SIZES | dict(H=2)), init_gated_delta_net, gated_delta_net),
-    "kimi_delta_attention": (KimiDeltaAttentionConfig(**SIZES, R=4), init_kimi_delta_attention, kimi_delta_attention),
+    "gated_delta_net": ANY["gated_delta_net"]._replace(config=GatedDeltaNetConfig(**SIZES | dict(H=2))),
+    "kimi_delta_attention": ANY["kimi_delta_attention"]._replace(config=KimiDeltaAttentionConfig(**SIZES, R=4)),
     # One group: its norm is a mean over all devices of heads.
-    "mamba2_mixer": (Mamba2Config(**SIZES | dict(H=1)), init_mamba2_mixer, mamba2_mixer),
-    "mamba2_mixer_groups": (Mamba2Config(**SIZES), init_mamba2_mixer, mamba2_mixer),
-    "lightning_attention": (LightningAttentionConfig(**SIZES), init_lightning_attention, lightning_attention),
+    "mamba2_mixer": ANY["mamba2_mixer"]._replace(config=Mamba2Config(**SIZES | dict(H=1))),
+    "mamba2_mixer_groups": ANY["mamba2_mixer"]._replace(config=Mamba2Config(**SIZES)),
+    "lightning_attention": ANY["lightning_attention"]._replace(config=LightningAttentionConfig(**SIZES)),
 }
+# Over devices of heads the last product of a layer is a sum, and so is the mean of a norm over all heads.
+SUMS = dict.fromkeys(LAYERS, 1) | dict(mamba2_mixer=2, lightning_attention=2)
 T = 24
-IDS = jnp.asarray([[*[0] * 9, *[1] * 10, *[2] * 5], [*[3] * 17, *[-1] * 7]], jnp.int32)
+# Rows with segments, and a row of documents, one of which is empty. Both end in padding.
+PACKINGS = {
+    "segments": dict(
+        segment_ids=jnp.asarray([[*[0] * 9, *[1] * 10, *[2] * 5], [*[3] * 17, *[-1] * 7]], jnp.int32),
+    ),
+    "documents": dict(cu_seqlens=jnp.asarray([0, 9, 9, 20, 22], jnp.int32)),
+}
 
 
-def inputs(config, init):
-    x = jax.random.normal(jax.random.key(1), (2, T, config.D))
-    return x, jax.jit(lambda: init(jax.random.key(0), config))()
+def inputs(layer, packing: str | None = None):
+    """Return hidden states, weights and, for what is packed, a cache of every row or document."""
+    config, documents = layer.config, packing == "documents"
+    x = jax.random.normal(jax.random.key(1), (1 if documents else 2, T, config.D))
+    weights = jax.jit(lambda: layer.init(jax.random.key(0), config))()
+    if packing is None:
+        return x, weights
+    empty = empty_cache(config, 4 if documents else 2)
+    return x, weights, jax.tree.map(lambda y: jax.random.normal(jax.random.key(y.size), y.shape), empty)
 
 
 def placed(mesh, values, specs):
@@ -52,79 +59,123 @@ def placed(mesh, values, specs):
     return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), values, specs)
 
 
-def loss(layer, config, sharding, x, weights, segment_ids):
-    y, _ = layer(x, weights, config, segment_ids=segment_ids, sharding=sharding)
-    return jnp.sum(jnp.sin(y)), y
+def runner(layer, **options):
+    """Return a function of hidden states, weights, a cache and a packing to hidden states and a cache."""
+    return lambda x, weights, cache, packing: layer.run(x, weights, layer.config, cache, True, **packing, **options)
 
 
-def cases(names, *quick):
-    """Run a test for layers under both modes; only some are quick enough for every change."""
+def with_gradients(run):
+    """Return a function to results, and to the gradients of a loss of them all."""
+
+    def loss(*arguments):
+        results = run(*arguments)
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(results)), results
+
+    def both(*arguments):
+        (_, results), gradients = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(*arguments)
+        return results, gradients
+
+    return jax.jit(both)
+
+
+@functools.cache
+def alone(name: str, packing: str):
+    """Return results and gradients of a layer on one device."""
+    return with_gradients(runner(LAYERS[name]))(*inputs(LAYERS[name], packing), PACKINGS[packing])
+
+
+def assert_same(got, want) -> None:
+    """Compare results and gradients."""
+    for tolerance, a, b in zip((1e-5, 2e-5), got, want, strict=True):
+        for (path, y), ref in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
+            assert_close(jax.tree_util.keystr(path), y, ref, tolerance)
+
+
+def cases(*quick, **values):
+    """Run a test for all combinations of values; only some are quick enough for every change."""
     return pytest.mark.parametrize(
-        ("name", "mode"),
+        tuple(values),
         [
-            pytest.param(name, mode, marks=[] if (name, mode) in quick else pytest.mark.thorough)
-            for name in names
-            for mode in ("explicit", "automatic")
+            pytest.param(*each, marks=[] if each in quick else pytest.mark.thorough)
+            for each in itertools.product(*values.values())
         ],
     )
 
 
-@cases(LAYERS, ("gated_delta_net", "automatic"), ("mamba2_mixer_groups", "explicit"))
-def test_rows_tokens_and_heads(name, mode):
-    """Outputs and all gradients over 2 x 2 x 2 devices are those of one device, with documents across devices."""
-    config, init, layer = LAYERS[name]
-    x, weights = inputs(config, init)
-    run = jax.value_and_grad(functools.partial(loss, layer, config, None), argnums=(0, 1), has_aux=True)
-    (_, wanted), gradients = jax.jit(run)(x, weights, IDS)
-
-    mesh = make_mesh((2, 2, 2), mode)
-    on = shardings(config, {"batch": "a", "tokens": "b", "heads": "c"}, mesh)
+@cases(
+    ("gated_delta_net", "segments", "automatic"), ("mamba2_mixer_groups", "documents", "explicit"),
+    name=LAYERS, packing=PACKINGS, mode=MODES,
+)  # fmt: skip
+@pytest.mark.interpreted
+def test_rows_tokens_and_heads(name, packing, mode):
+    """Outputs, caches and all gradients over 8 devices are those of one, with documents across devices."""
+    layer, packed, mesh = LAYERS[name], PACKINGS[packing], make_mesh((2, 2, 2), mode)
+    arguments = inputs(layer, packing)
+    # There is one row of documents, so its tokens get the devices of rows too.
+    axes = dict(batch="a", tokens="b") if packing == "segments" else dict(tokens=("a", "b"))
+    on = shardings(layer.config, axes | dict(heads="c"), mesh)
     sharding = NamedSharding(mesh, on.values) if mode == "automatic" else None
-    run = jax.value_and_grad(functools.partial(loss, layer, config, sharding), argnums=(0, 1), has_aux=True)
-    put = placed(mesh, (x, weights, IDS), (on.x, on.weights, P("a", "b")))
+    specs = dict(segment_ids=P(*on.x[:2]), cu_seqlens=P())
+    put = placed(mesh, (*arguments, packed), (on.x, on.weights, on.cache, {name: specs[name] for name in packed}))
     with jax.set_mesh(mesh):
-        (_, y), got = jax.jit(run)(*put)
-    assert y.sharding.spec[:2] == ("a", "b")
-    assert_close("y", y, wanted, 1e-5)
-    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(gradients), strict=True):
-        assert_close(jax.tree_util.keystr(path), a, b, 2e-5)
+        got = with_gradients(runner(layer, sharding=sharding))(*put)
+    assert_same(got, alone(name, packing))
+    y, cache = got[0]
+    assert normal(y.sharding.spec) == normal(on.x)
+    assert normal(cache.state.sharding.spec) == normal(on.cache.state)
 
 
-@cases(["gated_delta_net", "mamba2_mixer"], ("gated_delta_net", "explicit"))
+@cases(("mamba2_mixer_groups", "documents"), name=LAYERS, packing=PACKINGS)
+@pytest.mark.interpreted
+def test_inside_a_shard_map(name, packing):
+    """A device calls the layer with its tokens; caches of rows lie with the rows, and those of documents everywhere."""
+    layer, packed, mesh = LAYERS[name], PACKINGS[packing], make_mesh((2, 4), "automatic")
+    arguments = inputs(layer, packing)
+    rows, tokens = ("a", "b") if packing == "segments" else (None, ("a", "b"))
+    x, cache = P(rows, tokens), P(rows)
+    run = jax.shard_map(
+        runner(layer, context_axis=tokens), mesh=mesh,
+        in_specs=(x, P(), cache, x if packing == "segments" else P()), out_specs=(x, cache),
+    )  # fmt: skip
+    assert_same(with_gradients(run)(*arguments, packed), alone(name, packing))
+
+
+@cases(("gated_delta_net", "explicit"), name=("gated_delta_net", "mamba2_mixer"), mode=MODES)
 def test_heads_send_one_sum(name, mode):
     """Tensor parallelism: a forward sums what the last product makes, and the mean of a norm over all heads."""
-    config, init, layer = LAYERS[name]
-    x, weights = inputs(config, init)
+    layer = LAYERS[name]
+    x, weights = inputs(layer)
     mesh = make_mesh((4,), mode)
     # Four devices share value heads, which there are four of; fewer key heads are repeated.
-    on = shardings(config, {"heads": "a"}, mesh)
+    on = shardings(layer.config, {"heads": "a"}, mesh)
     sharding = NamedSharding(mesh, on.values) if mode == "automatic" else None
     put = placed(mesh, (x, weights), (on.x, on.weights))
+    run = lambda x, weights: layer.run(x, weights, layer.config, sharding=sharding)[0]
     with jax.set_mesh(mesh):
-        program = jax.jit(lambda x, weights: layer(x, weights, config, sharding=sharding)[0]).lower(*put).compile()
+        program = jax.jit(run).lower(*put).compile()
         y = program(*put)
-    sums = 2 if name == "mamba2_mixer" else 1
-    assert collectives(program.as_text()) == ["all-reduce"] * sums
-    assert_close("y", y, layer(x, weights, config)[0], 1e-5)
+    assert collectives(program.as_text()) == ["all-reduce"] * SUMS[name]
+    assert_close("y", y, layer.run(x, weights, layer.config)[0], 1e-5)
 
 
-def test_a_serving_step():
-    """The pool of a layer is divided by heads, and a step sends one sum."""
-    config = GatedDeltaNetConfig(**SIZES)
-    x, weights = inputs(config, init_gated_delta_net)
-    pool, mesh = empty_cache(config, 5), make_mesh((4,), "automatic")
-    on = shardings(config, {"heads": "a"})
+@cases(("gated_delta_net", "automatic"), ("lightning_attention", "explicit"), name=LAYERS, mode=MODES)
+def test_a_serving_step(name, mode):
+    """The pool of a layer is divided by heads, and a step sends what a forward sends."""
+    layer = LAYERS[name]
+    x, weights = inputs(layer)
+    pool, mesh = empty_cache(layer.config, 5), make_mesh((4,), mode)
+    on = shardings(layer.config, {"heads": "a"}, mesh)
+    sharding = NamedSharding(mesh, on.values) if mode == "automatic" else None
     at = Step(np.array([0, 1, T], np.int32), np.array([3, 1], np.int32), np.array([False, False]), np.int32(1))
 
     def step(x, weights, pool, at, sharding=None):
-        return ragged_gated_delta_net(x, weights, config, pool, at, sharding=sharding)
+        return layer.ragged(x, weights, layer.config, pool, at, sharding=sharding)
 
     wanted = jax.jit(step)(x[:1], weights, pool, at)
     put = placed(mesh, (x[:1], weights, pool), (on.x, on.weights, on.cache))
     with jax.set_mesh(mesh):
-        run = functools.partial(step, sharding=NamedSharding(mesh, on.values))
-        program = jax.jit(run).lower(*put, at).compile()
+        program = jax.jit(functools.partial(step, sharding=sharding)).lower(*put, at).compile()
         got = program(*put, at)
-    assert collectives(program.as_text()) == ["all-reduce"]
+    assert collectives(program.as_text()) == ["all-reduce"] * SUMS[name]
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
