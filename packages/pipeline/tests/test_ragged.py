@@ -25,8 +25,9 @@ QUICK = ("gated_delta_rule", "xla"), ("gated_delta_rule", "fused"), ("simple_gla
 ACCURACY = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 4e-4}
 
 
-def make_tokens(operator: str, rng, used: int):
+def make_tokens(operator: str, rng, used: int, sizes=(K, V)):
     """Return q, k, v, g, beta of a stream whose padding is NaN."""
+    K, V = sizes
     normal = lambda *shape: rng.standard_normal((1, T, *shape)).astype(np.float32)
     q, k, v = normal(H, K), normal(H, K), normal(HV, V)
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
@@ -300,17 +301,64 @@ SHAPES = {
     r"`num_sequences` must be int32 of shape \(\); got": dict(num_sequences=np.float32(1)),
     "`block_size` and `block_state_indices` must come together": dict(block_size=None),
     "`block_size` must be a multiple of the chunk size 64; got 32": dict(block_size=32),
+    r"`states` must have shape \[slots, HV, K, V\]": dict(states=np.zeros((SLOTS, HV, V, K), np.float32)),
+    r"`states` must be float32": dict(states=np.zeros((SLOTS, HV, K, V), np.int32)),
+    r"`read_indices` must be int32 of shape \(3,\); got int32 \(3, 2\)": dict(read_indices=np.zeros((3, 2), np.int32)),
+    r"`num_accepted_tokens` must be int32 of shape \(3,\); got int32 \(\)": dict(num_accepted_tokens=np.int32(1)),
+    r"`block_state_indices` must be int32 of shape \[N, M\] with N = 3; got int32 \(3,\)": dict(
+        block_state_indices=np.zeros(3, np.int32)
+    ),
+    r"`block_state_indices` must be int32 of shape \[N, M\] with N = 3; got int32 \(2, 1\)": dict(
+        block_state_indices=np.zeros((2, 1), np.int32)
+    ),
+    r"`cu_seqlens` must be an int32 array \[N \+ 1\]; got None": dict(cu_seqlens=None),
+    r"`cu_seqlens` must be int32 of shape \[N \+ 1\]": dict(cu_seqlens=np.zeros(4, np.float32)),
 }
+
+
+def run_step(operator: str, arguments: dict, sizes=(K, V), as_array=lambda x: x):
+    """Run STEP with other arguments on random tokens, all of which are arrays of numpy."""
+    rng, (K, V) = np.random.default_rng(0), sizes
+    tokens = make_tokens(operator, rng, T, sizes)
+    arguments = dict(states=np.zeros((SLOTS, HV, K, V), np.float32)) | STEP | arguments
+    tokens = tokens[:-1] if operator == "simple_gla" else tokens
+    names = ("q", "k", "v", "g", "beta")[: len(tokens)]
+    arguments |= dict(zip(names, tokens, strict=True))
+    return OPERATORS[operator](
+        **{name: as_array(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
+    )
 
 
 @pytest.mark.parametrize("message", SHAPES)
 def test_wrong_shapes(message):
     """A wrong shape or type raises before anything runs, also under jit."""
-    tokens = [jnp.asarray(x) for x in make_tokens("gated_delta_rule", np.random.default_rng(0), T)]
-    arguments = STEP | SHAPES[message]
-    boundaries, indices = arguments.pop("cu_seqlens"), arguments.pop("state_indices")
+    traced = {name: x for name, x in (STEP | SHAPES[message]).items() if isinstance(x, np.ndarray)}
+    given = {name: x for name, x in SHAPES[message].items() if name not in traced}
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(
-            lambda *x: ragged_gated_delta_rule(*x, indices, **arguments),
-            *tokens, jnp.zeros((SLOTS, HV, K, V)), boundaries,
-        )  # fmt: skip
+        jax.eval_shape(lambda traced: run_step("gated_delta_rule", traced | given), traced)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("message", WRONG)
+def test_operators_check_values(operator, message):
+    """Outside of jit an operator raises what `check_step` does, before it computes anything."""
+    with pytest.raises(ValueError, match=message):
+        run_step(operator, WRONG[message])
+
+
+@pytest.mark.thorough
+def test_arrays_of_numpy():
+    """What a scheduler holds need not be put on a device first."""
+    for one, other in zip(run_step("simple_gla", {}), run_step("simple_gla", {}, as_array=jnp.asarray), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(("operator", "K"), [("gated_delta_rule", 257), ("kda", 257), ("simple_gla", 2048)])
+def test_states_too_large_for_the_kernels(operator, K):
+    """As the docstring says; the other implementations take them."""
+    run = lambda implementation: jax.eval_shape(
+        lambda: run_step(operator, dict(implementation=implementation), (K, K if operator == "simple_gla" else V))
+    )
+    with pytest.raises(NotImplementedError, match='"fused"'):
+        run("fused")
+    run("xla")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from chunkwise.shared.operators.arguments import Arguments, Devices, Options, Slots
@@ -71,10 +72,12 @@ def over_devices(
     """
     devices, options = options.devices, options._replace(devices=Devices())
     arrays, others = x.arrays()
-    arrays |= {name: y for name, y in slots._asdict().items() if y is not None}
+    given = {name: y for name, y in slots._asdict().items() if y is not None}
+    # Outside of jit they may be of numpy, as those of a scheduler are.
+    arrays = {name: jnp.asarray(y) if isinstance(y, np.ndarray) else y for name, y in (arrays | given).items()}
     division = find_division(arrays, _LAYOUT, devices.sharding)
     check_pool(arrays, division, _POOL)
-    tokens, pool = token_axes(division, devices.context_axis), slots != _NO_SLOTS
+    tokens, pool = token_axes(division, devices.context_axis), bool(given)
     check(not (tokens and pool), f"`state_indices` must come with tokens that are not split; got them over {tokens}.")
     with_states, group = bool(options.output_final_state), x.v.shape[2] // x.q.shape[2]
 
