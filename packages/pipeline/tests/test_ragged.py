@@ -305,10 +305,10 @@ SHAPES = {
     r"`states` must be float32": dict(states=np.zeros((SLOTS, HV, K, V), np.int32)),
     r"`read_indices` must be int32 of shape \(3,\); got int32 \(3, 2\)": dict(read_indices=np.zeros((3, 2), np.int32)),
     r"`num_accepted_tokens` must be int32 of shape \(3,\); got int32 \(\)": dict(num_accepted_tokens=np.int32(1)),
-    r"`block_state_indices` must be int32 of shape \[N, M\] with N = 3; got int32 \(3,\)": dict(
+    r"`block_state_indices` must be int32 of shape \(3, 1\); got int32 \(3,\)": dict(
         block_state_indices=np.zeros(3, np.int32)
     ),
-    r"`block_state_indices` must be int32 of shape \[N, M\] with N = 3; got int32 \(2, 1\)": dict(
+    r"`block_state_indices` must be int32 of shape \(3, 1\); got int32 \(2, 1\)": dict(
         block_state_indices=np.zeros((2, 1), np.int32)
     ),
     r"`cu_seqlens` must be an int32 array \[N \+ 1\]; got None": dict(cu_seqlens=None),

@@ -206,19 +206,15 @@ def _check_count(name: str, value, most: int) -> None:
         _check_typed(name, value, (), jnp.int32)
 
 
-def _check_indices(name: str, x, shapes: tuple[str, ...], N: int) -> None:
-    """Check slots of N sequences, in one of these shapes, such as "[N, W]", without empty dimensions."""
-    array = hasattr(x, "shape") and hasattr(x, "dtype")
-    fits = array and x.ndim in [shape.count(",") + 1 for shape in shapes] and x.shape[0] == N and all(x.shape)
-    got = f"{x.dtype} {tuple(x.shape)}" if array else type(x).__name__
-    check(
-        fits and x.dtype == jnp.int32, f"`{name}` must be int32 of shape {' or '.join(shapes)} with N = {N}; got {got}."
-    )
-
-
 def check_step_types(slots, N: int, block_size, chunk_size) -> None:
     """Check the shapes and types of what says which slots the N sequences of a serving step have."""
-    _check_indices("state_indices", slots.state_indices, ("[N]", "[N, W]"), N)
+    indices, name = slots.state_indices, "state_indices"
+    array = hasattr(indices, "shape") and hasattr(indices, "dtype")
+    fits = array and indices.ndim in (1, 2) and indices.shape[0] == N and all(indices.shape)
+    got = f"{indices.dtype} {tuple(indices.shape)}" if array else type(indices).__name__
+    check(
+        fits and indices.dtype == jnp.int32, f"`{name}` must be int32 of shape [N] or [N, W] with N = {N}; got {got}."
+    )
     _check_typed("has_initial_state", slots.has_initial_state, (N,), bool)
     _check_typed("read_indices", slots.read_indices, (N,), jnp.int32)
     _check_typed("num_accepted_tokens", slots.num_accepted_tokens, (N,), jnp.int32)
@@ -231,7 +227,8 @@ def check_step_types(slots, N: int, block_size, chunk_size) -> None:
     )
     if blocks is None:
         return
-    _check_indices("block_state_indices", blocks, ("[N, M]",), N)
+    # However many columns it has, there must be some.
+    _check_typed("block_state_indices", blocks, (N, *(getattr(blocks, "shape", ())[1:2] or (1,))), jnp.int32)
     number = isinstance(block_size, numbers.Integral) and not isinstance(block_size, bool)
     check(
         number and int(block_size) > 0 and int(block_size) % chunk_size == 0,
