@@ -6,7 +6,8 @@ With the names of kernel.py, X applied to values and keys needs no state:
 
 So a chunk takes three turns: one prepares it, the next makes its X, u and w, and the last takes the state through it,
 with two products that wait for one another instead of three. V and K are exact operands where the tensors are bfloat16,
-which makes the products with X shorter; X, w and u + w S keep 16 bits.
+which makes the products with X shorter. X and u + w S keep 16 bits, because sums over them cancel; w enters its product
+rounded like the state that it meets there.
 
 A state may have more channels than there are values: the values of those are zeros that nobody stores or reads. From
 the identity they become M, the matrix that takes a state through all tokens.
@@ -60,7 +61,6 @@ from chunkwise.shared.kernels import (
     only_if,
     pallas_call,
     parts,
-    rows,
     rows_not_finite,
     stagger,
     strip_rows,
@@ -71,8 +71,8 @@ from chunkwise.shared.kernels import (
 
 # What a turn does one after the other: "x" takes the inverse one product further, "p" the state of the chunk two turns
 # ago, "m" prepares half a stage of the next chunk, "a" multiplies a stage by the inverse. Found by search for four
-# stages: see the README.
-ORDER = "xpxpmxxpxmmpmpmmmaamaa"
+# stages: see docs/performance.md.
+ORDER = "xpxpmapmxmpmmpxmxmamaa"
 
 
 def _map_kernel(refs, *, static: Static, s: Shape):
@@ -196,7 +196,7 @@ def prepare(k, sums: Sums, part: Part, masks) -> dict[str, jax.Array]:
 
 
 def apply_inverse(refs, X, own, part: Part) -> tuple[jax.Array, jax.Array]:
-    """Return u [heads, C, V] and the parts of w side by side [heads, C, parts K]."""
+    """Return u [heads, C, V] and w [heads, C, K]."""
     s, dtype = part.shape, refs.k.dtype
     X = refs.end[part.packs] * X[part.packs]  # [n, C, p C]
     v = load_heads(refs.v, s.V, part.heads, own)  # [heads, C, V]
@@ -204,14 +204,13 @@ def apply_inverse(refs, X, own, part: Part) -> tuple[jax.Array, jax.Array]:
     k = jnp.stack([k[i // s.group] for i in range(s.heads)])  # [heads, C, K]
     u = multiply_packed(lanes(parts(X, dtype)), v, s.p, dtype)
     w = multiply_packed(lanes(parts(X * -refs.start[part.packs], dtype)), k, s.p, dtype)
-    return u, lanes(parts(w, dtype))
+    return u, w.astype(dtype)
 
 
 def pass_chunk(refs, part: Part) -> Iterator[None]:
     """Take the state through the chunk of two turns ago, in two products that wait for one another."""
-    s, dtype, S = part.shape, refs.k.dtype, refs.state[part.heads]  # [heads, K, channels]
-    w = refs.w[part.heads]  # [heads, C, parts K]
-    W = dot(w, rows([S.astype(dtype)] * (w.shape[2] // s.K)))  # [heads, C, channels]
+    s, S = part.shape, refs.state[part.heads]  # [heads, K, channels]
+    W = dot(refs.w[part.heads], S.astype(refs.w.dtype))  # [heads, C, channels]
     yield
     valued = W[:, :, : s.V] + refs.u[part.heads]
     W = valued if W.shape[2] == s.V else lanes([valued, W[:, :, s.V :]])
@@ -237,7 +236,6 @@ def launch(x: Operands, static: Static) -> dict[str, Any]:
     state = specs_of(static, s._replace(V=channels), lambda turn: _at(turn, 2, steps))["h0"]
     n, keys, width = s.heads // s.p, s.heads // s.group, s.p * s.C
     packed, row, operand = (n, s.C, width), (n, 1, width), x.k.dtype
-    several = len(parts(jnp.zeros((), jnp.float32), operand))
     # The state, and what a turn makes of its chunks for the next turns to use.
     scratch = {
         "state": pltpu.VMEM((s.heads, s.K, channels), jnp.float32),
@@ -250,7 +248,7 @@ def launch(x: Operands, static: Static) -> dict[str, Any]:
         "k_inverted": pltpu.VMEM((keys, s.C, s.K), operand),
         "k_passed": pltpu.VMEM((keys, s.C, s.K), operand),
         "u": pltpu.VMEM((s.heads, s.C, s.V), jnp.float32),
-        "w": pltpu.VMEM((s.heads, s.C, several * s.K), operand),
+        "w": pltpu.VMEM((s.heads, s.C, s.K), operand),
     }
     if x.owner is not None:
         rows_of, owners = pltpu.VMEM((1, s.C, 1), jnp.float32), pltpu.VMEM((1, width), jnp.int32)
