@@ -25,6 +25,7 @@ class Case:
       sequences: packed sequences; 0 for one that is not packed.
       ragged: whether the n-th of them is n + 1 times as long as the first, instead of all equally long.
       segments: whether ids of the tokens tell the sequences, instead of boundaries.
+      normalise: whether the operator scales queries and keys to unit length.
     """
 
     operator: str
@@ -36,6 +37,12 @@ class Case:
     sequences: int = 0
     ragged: bool = False
     segments: bool = False
+    normalise: bool = False
+
+    @property
+    def _options(self) -> dict[str, bool]:
+        """What the operator and its oracle are told besides; gated linear attention has no such option."""
+        return {"use_qk_l2norm_in_kernel": True} if self.normalise else {}
 
     @property
     def table(self) -> Operator:
@@ -58,7 +65,7 @@ class Case:
             told = {"cu_seqlens": cu_seqlens}
             if self.segments:
                 told = {"segment_ids": token_owners(x["q"].shape[1], cu_seqlens)[None]}
-            return {"o": operator(**x, **told, implementation=implementation, sharding=sharding)[0]}
+            return {"o": operator(**x, **told, **self._options, implementation=implementation, sharding=sharding)[0]}
 
         return run
 
@@ -88,7 +95,7 @@ class Case:
 
     def expected(self, part: dict, do) -> dict[str, np.ndarray]:
         """Return o in float64 of one sequence of such a part, and the gradients of its inputs if there is a do."""
-        o, _, *gradients = reference(**part, do=do)
+        o, _, *gradients = reference(**part, do=do, **self._options)
         return {"o": o} | ({f"d{name}": y for name, y in gradients[0].items()} if gradients else {})
 
     def tolerance(self, name: str, dtype: str) -> float:
@@ -119,6 +126,7 @@ class Case:
 
 CASES = {
     "qwen3-next-80b": Case("gated_delta_rule", H=16, HV=32),
+    "qwen3-next-80b-unit": Case("gated_delta_rule", H=16, HV=32, normalise=True),
     "qwen3-next-80b-ragged": Case("gated_delta_rule", H=16, HV=32, sequences=16, ragged=True),
     "qwen3.5-397b": Case("gated_delta_rule", H=16, HV=64),
     "kimi-linear-48b": Case("kda", H=32, HV=32),

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from chunkwise.shared.operators.affine_scan import SCANS
 
 def _groups(rows: Iterable[dict], *keys: str) -> dict[str, list[dict]]:
     groups: dict[str, list[dict]] = {}
@@ -82,8 +83,8 @@ def _scale(rows, plt):
         right.set(xscale="log", yscale="log", xlabel="devices", ylabel="temporaries of a device, MiB")
     else:
         divided = [row for row in rows if row["devices"] > 1]
-        names = {"sent_mib": "this operator, compiled", "all_gather_mib": "all_gather", "doubling_mib": "doubling"}
-        names |= {"ring_mib": "ring"}
+        names = {"sent_mib": "this operator, compiled"}
+        names |= {f"{scan}_mib": scan for scan in SCANS if f"{scan}_mib" in divided[0]}
         names |= {key: key.removesuffix("_mib").replace("_", " ") for key in divided[0] if "attention" in key}
         lines = [
             {"way": text if text.startswith("this") else f"{text}, derived", "devices": row["devices"], "mib": row[key]}

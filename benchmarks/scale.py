@@ -16,6 +16,7 @@ from unittest import mock
 
 from benchmarks import operators, timing, tpu
 from benchmarks.cases import Case
+from chunkwise.shared.operators.affine_scan import SCANS
 from chunkwise.shared.testing.tpu import launches, topology_mesh
 
 _COLLECTIVE = re.compile(
@@ -86,6 +87,9 @@ def scan_bytes(case: Case, scan: str, devices: int) -> int:
     M, N = map_bytes(case)
     if scan == "all_gather":
         return (devices - 1) * (M + N)
+    if scan == "all_to_all":
+        # Every device takes as many heads, so that some may be zeros behind the last one.
+        return (devices - 1) * math.ceil(case.HV / devices) * (M + 2 * N) // case.HV
     # Every device takes part in every step of a ring, although one state alone is right in each.
     return (math.ceil(math.log2(devices)) * (M + N) + N) if scan == "doubling" else (devices - 1) * N
 
@@ -253,7 +257,7 @@ def estimate_scan(case: Case, scan: str, topology: str) -> dict:
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from chunkwise.shared.operators.affine_scan import SCANS, AffineMap
+    from chunkwise.shared.operators.affine_scan import AffineMap
 
     mesh, P = _mesh(topology, True), PartitionSpec
     D, decay = mesh.size, (case.K, 1) if case.table.per_channel else (1, 1)
@@ -322,7 +326,7 @@ def measure(
     every |= {
         "to_one_device": figures[1] / figures[0] if figures[0] and figures[1] else None,
         # What is not compiled: other forms of the scan, and softmax attention with so many heads of keys and values.
-        **{f"{scan}_mib": scan_bytes(case, scan, D) / MIB for scan in ("all_gather", "doubling", "ring")},
+        **{f"{scan}_mib": scan_bytes(case, scan, D) / MIB for scan in SCANS},
         **{f"ring_attention_{n}_mib": ring_attention_bytes(case, D, T, n) / MIB for n in (case.HV, 2)},
     }
     return [{"devices": D, "tokens_each": T} | x for D, x in ((1, one), (D, every))]
@@ -337,7 +341,7 @@ def _figure(row: dict) -> int | None:
 
 def parts(rows: list[dict]) -> Iterator[list[dict]]:
     """Yield the rows in tables that fit a page: what was measured or compiled, and what is derived from sizes alone."""
-    derived = [key for row in rows for key in row if re.fullmatch(r"(all_gather|doubling|ring\w*)_mib", key)]
+    derived = [key for row in rows for key in row if re.fullmatch(rf"({'|'.join(SCANS)}|ring_attention_\d+)_mib", key)]
     names = ("topology", "devices", "tokens_each")
     empty = {key for row in rows for key in row if all(other.get(key) is None for other in rows)}
     yield [{key: y for key, y in row.items() if key not in empty.union(derived)} for row in rows]

@@ -151,6 +151,9 @@ def test_bytes_of_scans_and_of_ring_attention():
     assert map_bytes(case) == (4 * 2 * 8 * 8, 4 * 2 * 8 * 16)
     assert map_bytes(Case("gla", H=1, HV=2, K=8, V=16))[0] == 4 * 2 * 8
     assert scan_bytes(case, "all_gather", 8) == 7 * 4 * 2 * 8 * 24
+    assert scan_bytes(case, "all_to_all", 2) == 4 * 8 * (8 + 2 * 16)
+    # Two heads are one for each of eight devices, of which six are zeros.
+    assert scan_bytes(case, "all_to_all", 8) == 7 * 4 * 8 * (8 + 2 * 16)
     assert scan_bytes(case, "doubling", 8) == 4 * 2 * (3 * 8 * 24 + 8 * 16)
     assert scan_bytes(case, "ring", 8) == 7 * 4 * 2 * 8 * 16
     assert ring_attention_bytes(case, 8, T=64, kv_heads=2) == 7 * 64 * 2 * 24 * 2
@@ -395,7 +398,7 @@ ESTIMATED = {"case": "a", "pass": "forward", "implementation": "fused", "kernel_
 SIMULATED = {"case": "a", "pass": "forward", "devices": 1, "split": None, "to_one_device": 1.0}
 ALONE = {"topology": "v5p:2x2x1", "devices": 1, "tokens_each": 8, "bundles": 5, "sent_mib": 0.0}
 DIVIDED = ALONE | {"devices": 4, "bundles": 12, "summary_bundles": 6, "sent_mib": 3.0, "ring_attention_2_mib": 9.0}
-DIVIDED |= {"all_gather_mib": 3.0, "doubling_mib": 2.5, "ring_mib": 1.5}
+DIVIDED |= {"all_gather_mib": 3.0, "all_to_all_mib": 1.25, "doubling_mib": 2.5, "ring_mib": 1.5}
 SCANNED = {"scan": "ring", "devices": 4, "sent_mib": 1.0, "temporaries_mib": 2.0}
 
 

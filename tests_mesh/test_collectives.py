@@ -134,7 +134,7 @@ def test_nothing_crosses_tpus(topology, name, implementation):
 @pytest.mark.tpu
 @pytest.mark.parametrize("topology", ["v6e:2x2", pytest.param("v5p:2x2x1", marks=thorough)])
 def test_tokens_over_tpus(topology):
-    """A map of a device goes to all others, once forward and once backward: nothing that depends on its tokens."""
+    """Every device gives and gets the maps of some heads, and their states: nothing that depends on its tokens."""
     sent = {}
     for T in (256, 512):
         x = inputs_of("chunk_gated_delta_rule", B=1, T=T, H=2, HV=4, K=128, V=128, states=0)
@@ -144,4 +144,5 @@ def test_tokens_over_tpus(topology):
         sent[T] = sorted(collectives(text))
         assert "tpu_custom_call" in text
     assert sent[256] == sent[512]
-    assert set(sent[256]) <= {"all-gather", "all-reduce"}
+    # M, N and the states before the devices; the sum is that of the final states, which one device has.
+    assert sent[256] == ["all-reduce"] + ["all-to-all"] * 3

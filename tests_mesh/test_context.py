@@ -283,13 +283,13 @@ def test_scans(scan, reverse, devices, start):
 
     Where the state does not pass a device, nothing that comes before it is seen behind it, not even a NaN.
     """
-    rng, K = np.random.default_rng(0), 4
-    M, N = rng.standard_normal((devices, K, K)) / 2, rng.standard_normal((devices, K, 3))
-    S, want = None if start == "zeros" else rng.standard_normal((K, 3)), [None] * devices
-    passes = np.ones((devices, 1, 1), bool)
+    rng, heads, K = np.random.default_rng(0), 5, 4
+    M, N = rng.standard_normal((devices, heads, K, K)) / 2, rng.standard_normal((devices, heads, K, 3))
+    S, want = None if start == "zeros" else rng.standard_normal((heads, K, 3)), [None] * devices
+    passes = np.ones((devices, 1, 1, 1), bool)
     if start == "stopped":
-        S[0], passes[devices // 2] = np.nan, False
-    state = np.zeros((K, 3)) if S is None else S
+        S[:, 0], passes[devices // 2] = np.nan, False
+    state = np.zeros((heads, K, 3)) if S is None else S
     for d in reversed(range(devices)) if reverse else range(devices):
         want[d], state = state, (M[d] @ state if passes[d] else 0) + N[d]
     mesh = make_mesh((devices,), "automatic")

@@ -2,17 +2,20 @@
 
 A device's tokens take a state S [..., K, V] to M S + N. M is a matrix [..., K, K], or a decay [..., K, 1] or
 [..., 1, 1], which multiplies rows. The state before device r is that after device r - 1. Where another document begins
-on a device, no state passes it, not even a NaN. Three ways bring every device its state, the same up to rounding, on D
+on a device, no state passes it, not even a NaN. Four ways bring every device its state, the same up to rounding, on D
 devices, each with M and N of |M| and |N| bytes:
 
-    way            bytes that a device sends    steps, one after the other
-    all_gather     (D - 1) (|M| + |N|)          1, then D - 2 products on every device
-    doubling       log2(D) (|M| + |N|) + |N|    log2(D), each with a product of two maps, and one more
-    ring           (D - 1) |N|                  D - 1
+    way            bytes that a device sends      steps, one after the other
+    all_gather     (D - 1) (|M| + |N|)            1, then D - 2 products on every device
+    all_to_all     (D - 1) / D (|M| + 2 |N|)      2, between them D - 2 products of 1 / D of the heads
+    doubling       log2(D) (|M| + |N|) + |N|      log2(D), each with a product of two maps, and one more
+    ring           (D - 1) |N|                    D - 1
 
-The first is best for few devices, the second for many: see docs/performance.md.
+The first is best for two devices, the second for a few more if each of them has a head, and the third for many: see
+docs/performance.md.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -51,12 +54,12 @@ class AffineMap(NamedTuple):
         return AffineMap(self.apply(first.M), self.after(first.N), passes)
 
 
+# Up to so many devices each of them takes the states of some heads through all maps, one map after the other.
+_FEW = 16
+
 # Of the map of this device, the state before the first one, None for zeros, the axis, and whether the last device comes
 # first.
 Scan = Callable[[AffineMap, "jax.Array | None", "str | tuple[str, ...]", bool], jax.Array]
-
-# Up to so many devices all maps are sent to all of them.
-_FEW = 8
 
 
 def is_matrix(M: jax.Array) -> bool:
@@ -100,6 +103,32 @@ def all_gather(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False)
     return before
 
 
+def all_to_all(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
+    """Return the same: every device gets the maps of all for some heads, and gives all the states of these heads."""
+    D, r = lax.axis_size(axis), lax.axis_index(axis)
+    lead, (K, V) = own.N.shape[:-2], own.N.shape[-2:]
+    heads = math.prod(lead)
+
+    def cut(x: jax.Array) -> jax.Array:
+        """Return x [lead, m, n] as [D, heads of a device, m, n], zeros behind the last head."""
+        x = jnp.broadcast_to(x, (*lead, *x.shape[-2:])).reshape(heads, *x.shape[-2:])
+        x = jnp.pad(x, [(0, -heads % D), (0, 0), (0, 0)])
+        return x.reshape(D, -1, *x.shape[-2:])
+
+    send = lambda x: lax.all_to_all(x, axis, 0, 0)
+    every = jax.tree.map(lambda x: send(cut(x)), own)
+    given = None if S is None else cut(S)[r]
+    before = [jnp.zeros_like(every.N[0]) if given is None else given]
+    # Going back, the map of the last device comes first. Nothing lies behind the last one, so nobody needs its map.
+    for d in range(D - 1):
+        at = D - 1 - d if reverse else d
+        after = jax.tree.map(lambda x, at=at: x[at], every).after(given if d == 0 else before[-1])
+        # Without the barrier XLA computes a state once for every use.
+        before.append(lax.optimization_barrier(after))
+    states = send(jnp.concatenate(before[::-1] if reverse else before).reshape(D, -1, K, V))
+    return states.reshape(-1, K, V)[:heads].reshape(*lead, K, V)
+
+
 def doubling(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
     """Return the same: every device composes the maps of 2, 4, 8, ... devices up to itself."""
     D, r = _rank(axis, reverse)
@@ -122,7 +151,7 @@ def ring(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> ja
     return before
 
 
-SCANS: dict[str, Scan] = {"all_gather": all_gather, "doubling": doubling, "ring": ring}
+SCANS: dict[str, Scan] = {"all_gather": all_gather, "all_to_all": all_to_all, "doubling": doubling, "ring": ring}
 
 
 def exclusive_scan(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
@@ -134,5 +163,6 @@ def exclusive_scan(own: AffineMap, S: jax.Array | None, axis, reverse: bool = Fa
       axis: of the mesh, or several.
       reverse: the scan begins with the last device.
     """
-    scan = all_gather if lax.axis_size(axis) <= _FEW else doubling
+    D, heads = lax.axis_size(axis), math.prod(own.N.shape[:-2])
+    scan = all_gather if D == 2 else all_to_all if D <= min(heads, _FEW) else doubling
     return scan(own, S, axis, reverse)
