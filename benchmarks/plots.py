@@ -5,6 +5,7 @@ from pathlib import Path
 
 from chunkwise.shared.operators.affine_scan import SCANS
 
+
 def _groups(rows: Iterable[dict], *keys: str) -> dict[str, list[dict]]:
     groups: dict[str, list[dict]] = {}
     for row in rows:

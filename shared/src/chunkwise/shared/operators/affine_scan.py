@@ -163,6 +163,6 @@ def exclusive_scan(own: AffineMap, S: jax.Array | None, axis, reverse: bool = Fa
       axis: of the mesh, or several.
       reverse: the scan begins with the last device.
     """
-    D, heads = lax.axis_size(axis), math.prod(own.N.shape[:-2])
-    scan = all_gather if D == 2 else all_to_all if D <= min(heads, _FEW) else doubling
+    D, few = lax.axis_size(axis), min(math.prod(own.N.shape[:-2]), _FEW)
+    scan = all_gather if D == 2 else all_to_all if few >= D else doubling
     return scan(own, S, axis, reverse)
