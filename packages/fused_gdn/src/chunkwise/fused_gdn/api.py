@@ -39,6 +39,7 @@ from chunkwise.shared.operators import (
     Sharding,
     Slots,
     Summary,
+    beside_identity,
     check,
     check_delta_rule,
     check_initial_state,
@@ -237,11 +238,11 @@ def _fused(
 
 
 def _summary(x: Arguments, options: Options, *, config: tiles.Config | None) -> Summary:
-    """Return the states after the tokens, and the inverses of all chunks, which `_fused` and its gradient take.
-
-    Initial states may have more channels than `x.v`, whose values are zeros.
-    """
-    return Summary(*_launch_states(x._replace(scale=None), options, _config(x, options, config)))
+    """Return what the tokens do to a state, and the inverses of all chunks, which `_fused` and its gradient take."""
+    x, config = x._replace(scale=None), _config(x, options, config)
+    if sum(pad_lanes(n) for n in (x.q.shape[3], x.v.shape[3])) > MOST_CHANNELS:
+        return beside_identity(lambda x: _launch_states(x, options, config, False)[:2], x)
+    return Summary(*_launch_states(x, options, config, True))
 
 
 def _pooled(x: Arguments, options: Options, routes: Routes) -> tuple[jax.Array, jax.Array]:
@@ -328,12 +329,16 @@ def _launch(
     return o, None if states is None else _user_states(states, operands.h0, x)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _launch_states(x: Arguments, options: Options, config: tiles.Config) -> tuple[jax.Array, jax.Array]:
-    """Run the kernel that only takes states through the tokens."""
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _launch_states(
+    x: Arguments, options: Options, config: tiles.Config, with_map: bool
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Run the kernel that only takes states through the tokens, and with the map also the identity."""
     static, _, operands = _lay_out(x, options, 1.0, config, config.heads)
-    out = kernel_map.launch(operands._make(vary_alike(*operands)), static)
-    return _user_states(out["ht"], operands.h0, x), keep(out["X"])
+    out = kernel_map.launch(operands._make(vary_alike(*operands)), static, with_map)
+    K, M = x.q.shape[3], out.get("M")
+    # Of an empty sequence nobody asks for the map.
+    return _user_states(out["ht"], operands.h0, x), keep(out["X"]), None if M is None else M[:, :, :K, :K]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

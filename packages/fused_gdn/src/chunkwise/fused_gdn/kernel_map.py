@@ -9,8 +9,8 @@ with two products that wait for one another instead of three. V and K are exact 
 which makes the products with X shorter. X and u + w S keep 16 bits, because sums over them cancel; w enters its product
 rounded like the state that it meets there.
 
-A state may have more channels than there are values: the values of those are zeros that nobody stores or reads. From
-the identity they become M, the matrix that takes a state through all tokens.
+A state may have K more channels, which have no values: from the identity they become M, the matrix that takes a state
+through all tokens.
 """
 
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -83,14 +84,25 @@ def _map_kernel(refs, *, static: Static, s: Shape):
     # The first turns run on uninitialised scratch; the first step of a sequence resets the state.
     @pl.when(passed.first == 1)
     def _():
-        refs.state[...] = refs.h0[...]
+        start = jnp.zeros((s.heads, s.K, s.V), jnp.float32) if refs.h0 is None else refs.h0[...]
+        refs.state[:, :, : s.V] = start
+        if refs.M_out is not None:
+            refs.state[:, :, s.V :] = jnp.broadcast_to(identity(s.K), (s.heads, s.K, s.K))
 
     mixed = None if refs.owner is None else (prepared.mixed + inverted.mixed + passed.mixed) > 0
     masked_or_not(mixed, lambda masked: _turn(refs, prepared, inverted, passed, masked, static, s))
 
     @pl.when((turn > 1) & (passed.last == 1))
     def _():
-        refs.ht[...] = refs.state[...]
+        refs.ht[...] = refs.state[:, :, : s.V]
+        if refs.M_out is not None:
+            refs.M_out[...] = refs.state[:, :, s.V :]
+
+
+def identity(K: int) -> jax.Array:
+    """Return the identity [1, K, K] float32."""
+    i, j = (lax.broadcasted_iota(jnp.int32, (1, K, K), axis) for axis in (1, 2))
+    return indicator(i == j)
 
 
 def _at(turn, behind: int, steps: int) -> jax.Array:
@@ -218,22 +230,22 @@ def pass_chunk(refs, part: Part) -> Iterator[None]:
     refs.state[part.heads] = last * S + write_state(refs.k_passed[part.keys], W, s)
 
 
-def launch(x: Operands, static: Static) -> dict[str, Any]:
+def launch(x: Operands, static: Static, with_map: bool) -> dict[str, Any]:
     """Run the kernel.
 
     Args:
-      x: operands; q is not read. The states h0 are [N, HV, K, channels], at least V of them.
+      x: operands; q is not read.
       static: what is known.
+      with_map: whether M is wanted.
 
     Returns:
-      A dict: ht the final states [N, HV, K, channels] float32, of which those of empty sequences are undefined, and X
-      as in `Operands`.
+      A dict: ht the final states [N, HV, K, V] and M [N, HV, K, K], float32, of which those of empty sequences are
+      undefined, and X as in `Operands`.
     """
-    assert x.h0 is not None
-    x, channels = x._replace(q=None), x.h0.shape[3]
+    x = x._replace(q=None)
     B, HV, steps, s = static.B, static.HV, static.steps, static.shape(static.config.heads)
     prepared, inverted, passed = (specs_of(static, s, lambda turn, n=n: _at(turn, n, steps)) for n in range(3))
-    state = specs_of(static, s._replace(V=channels), lambda turn: _at(turn, 2, steps))["h0"]
+    channels = s.V + s.K * with_map
     n, keys, width = s.heads // s.p, s.heads // s.group, s.p * s.C
     packed, row, operand = (n, s.C, width), (n, 1, width), x.k.dtype
     # The state, and what a turn makes of its chunks for the next turns to use.
@@ -255,9 +267,17 @@ def launch(x: Operands, static: Static) -> dict[str, Any]:
         scratch |= {"found": rows_of, "found_v": rows_of, "valid": rows_of}
         scratch |= {"owner_inverted": owners, "owner_passed": owners}
     operands = [name for name in Operands._fields if name not in ("X", "h", "W", "do", "dht")]
-    present = [("ht", True), ("X_out", True)]
-    shapes = [(static.N, HV, s.K, channels), (B, steps, HV // s.p, s.C, width)]
-    ht, X = pallas_call(
+    # Under these names the outputs are no operands and no scratch.
+    outputs = {
+        "ht": (passed["h0"], (static.N, HV, s.K, s.V)),
+        "X_out": (inverted["X"], (B, steps, HV // s.p, s.C, width)),
+    }
+    if with_map:
+        square = specs_of(static, s._replace(V=s.K), lambda turn: _at(turn, 2, steps))["h0"]
+        outputs["M_out"] = square, (static.N, HV, s.K, s.K)
+    specs = prepared | {"v": inverted["v"], "h0": passed["h0"]}
+    present = [(name, name in outputs) for name in ("ht", "X_out", "M_out")]
+    out = pallas_call(
         named(_map_kernel, operands, present, list(scratch), static=static, s=s),
         *(getattr(x, name) for name in operands),
         name=f"fused_chunk_gated_delta_rule_summary_c{s.C}",
@@ -266,12 +286,12 @@ def launch(x: Operands, static: Static) -> dict[str, Any]:
         # the state passes a chunk two turns after the one that prepares it.
         grid=(B, HV // s.heads, steps + 2),
         dimension_semantics=("parallel", "parallel", "arbitrary"),
-        in_specs=in_specs(x, prepared | {"v": inverted["v"], "h0": state})[: len(operands) - 1],
-        out_specs=[state, inverted["X"]],
-        out_shape=[out_struct(shape, jnp.float32, x.k, x.v, x.g, x.beta, x.h0) for shape in shapes],
+        in_specs=in_specs(x, specs)[: len(operands) - 1],
+        out_specs=[spec for spec, _ in outputs.values()],
+        out_shape=[out_struct(shape, jnp.float32, x.k, x.v, x.g, x.beta, x.h0) for _, shape in outputs.values()],
         scratch_shapes=list(scratch.values()),
         cost_estimate=states_cost(**static.sizes() | {"V": channels}, itemsize=operand.itemsize),
         vmem_limit_bytes=static.config.vmem_bytes,
         in_bounds=True,
     )  # fmt: skip
-    return {"ht": ht, "X": X}
+    return {name.removesuffix("_out"): y for name, y in zip(outputs, out, strict=True)}

@@ -217,7 +217,7 @@ def _fused(x: Arguments, options: Options, config: Config | None) -> tuple[jax.A
 def _summary(x: Arguments, options: Options, config: Config | None) -> Summary:
     """Return what the tokens do to a state; nothing is kept for the operator, whose own work does not contain it."""
     states, decay = vjp.summary(x._replace(scale=None), options, config or _config(x, options))
-    return Summary(states, decay=decay)
+    return Summary(states, M=decay)
 
 
 def _state_gradient(

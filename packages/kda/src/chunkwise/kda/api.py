@@ -42,6 +42,7 @@ from chunkwise.shared.operators import (
     Sharding,
     Slots,
     Summary,
+    beside_identity,
     check,
     check_delta_rule,
     check_initial_state,
@@ -269,12 +270,10 @@ def _fused(
 
 
 def _summary(x: Arguments, options: Options, *, config: tiles.Config | None) -> Summary:
-    """Return the states after the tokens, and what `_fused` and its gradients need not make again.
-
-    Initial states may have more channels than `x.v`, whose values are zeros.
-    """
+    """Return what the tokens do to a state, and what `_fused` and its gradients need not make again."""
     inside, _ = split_scale(x.scale)
-    return Summary(*_launch_states(x._replace(scale=None), _static(x, options, config, inside)))
+    run = lambda x: _launch_states(x, _static(x, options, config, inside))
+    return beside_identity(run, x._replace(scale=None))
 
 
 def _state_gradient(
@@ -337,7 +336,7 @@ def _launch(
 
 @functools.partial(jax.jit, static_argnums=1)
 def _launch_states(x: Arguments, static: Static) -> tuple[jax.Array, Kept]:
-    """Run the kernel that only takes states through the tokens."""
+    """Run the kernel that only takes states through the tokens; they may have more channels than `x.v`."""
     S: Any = x.initial_state
     operands = _lay_out(x, static, _steps(x, static, True))
     out = kernel.launch(operands, static, ("ht", "X", "scores"))

@@ -24,7 +24,7 @@ from chunkwise.shared.operators.checks import (
     choose_implementation,
 )
 from chunkwise.shared.operators.chunked import Implementation, Launches, run_chunked
-from chunkwise.shared.operators.context import Summary
+from chunkwise.shared.operators.context import Summary, beside_identity
 from chunkwise.shared.operators.decode import read_slots, recurrent_cost, run_recurrent, token_by_token, write_slots
 from chunkwise.shared.operators.devices import check_pool, own_slots
 from chunkwise.shared.operators.gates import Laws, lay_out_law
@@ -67,6 +67,7 @@ __all__ = [
     "Slots",
     "Summary",
     "axes_of_spec",
+    "beside_identity",
     "block_inverse",
     "check",
     "check_activation",

@@ -33,13 +33,13 @@ class Summary(NamedTuple):
     Attributes:
       states: after the tokens, as `Form.run` returns them.
       kept: what the operator behind it need not make again.
-      decay: what multiplies a state from before the tokens, float32 [N, HV, K, 1] for the sequences of the states; None
-        where it is made from the gates, or is a matrix.
+      M: what multiplies a state from before the tokens, for the sequences of the states: a matrix [N, HV, K, K], or a
+        decay [N, HV, K, 1], float32; None for a decay that is made from the gates.
     """
 
     states: Any
     kept: Any = None
-    decay: jax.Array | None = None
+    M: jax.Array | None = None
 
 
 class Form(NamedTuple):
@@ -48,8 +48,7 @@ class Form(NamedTuple):
     Attributes:
       run: from arguments, and what `summary` kept, to the output [B, T, HV, V] and the states after the tokens. Its
         gradient is that of the operator: what was kept has none of its own.
-      summary: from the arguments of `run` to what needs no queries. The initial states may have more channels than v,
-        whose values are zeros.
+      summary: from the arguments of `run` to what needs no queries.
       state_gradient: from arguments, what was kept, and the cotangents of `run` to the gradient of the initial states
         alone; None where it is taken from all gradients of `run`.
     """
@@ -62,19 +61,41 @@ class Form(NamedTuple):
 def plain_form(run: Callable[[Arguments], tuple[jax.Array, Any]]) -> Form:
     """Return the form of an operator that has no launches of its own for it."""
 
+    def states_after(x: Arguments) -> tuple[jax.Array, None]:
+        missing = 0 if x.initial_state is None else x.initial_state.shape[3] - x.v.shape[3]
+        return run(x._replace(v=jnp.pad(x.v, [(0, 0)] * 3 + [(0, missing)])))[1], None
+
     def summary(x: Arguments) -> Summary:
-        S: Any = x.initial_state
-        missing = S.shape[3] - x.v.shape[3]
-        return Summary(run(x._replace(v=jnp.pad(x.v, [(0, 0)] * 3 + [(0, missing)])))[1])
+        return Summary(*states_after(x)) if x.beta is None else beside_identity(states_after, x)
 
     return Form(lambda x, _: run(x), summary)
 
 
-# What a policy of `jax.checkpoint` can save, so that a recomputed forward needs neither the maps nor the scan again.
-MAP_NAME, STATE_NAME = "chunkwise_context_map", "chunkwise_context_state"
-
 # Value channels of one run at most: the fused kernels keep whole states of a head in fast memory.
 _WIDEST = 256
+
+
+def beside_identity(states_after: Callable[[Arguments], tuple[jax.Array, Any]], x: Arguments) -> Summary:
+    """Return what the tokens of a delta rule do to a state: M is the state that they make of the identity.
+
+    Args:
+      states_after: from arguments to the states after the tokens, and what is kept. Initial states may have more
+        channels than v, whose values are zeros.
+      x: the arguments.
+    """
+    (HV, V), K, n = x.v.shape[2:], x.q.shape[3], x.num_states
+    start = jnp.zeros((n, HV, K, V), jnp.float32) if x.initial_state is None else x.initial_state
+    identity = jnp.broadcast_to(jnp.eye(K, dtype=jnp.float32), (n, HV, K, K))
+    if V + K <= _WIDEST:
+        both, kept = states_after(x._replace(initial_state=jnp.concatenate([start, identity], axis=3)))
+        return Summary(both[..., :V], kept, both[..., V:])
+    nothing = jnp.zeros((*x.v.shape[:3], K), x.v.dtype)
+    M, _ = states_after(x._replace(v=nothing, initial_state=identity))
+    return Summary(*states_after(x._replace(initial_state=start)), M)
+
+
+# What a policy of `jax.checkpoint` can save, so that a recomputed forward needs neither the maps nor the scan again.
+MAP_NAME, STATE_NAME = "chunkwise_context_map", "chunkwise_context_state"
 
 
 class Part(NamedTuple):
@@ -184,33 +205,19 @@ def _passing(part: Part) -> jax.Array | None:
 
 def _summary(form: Form, x: Arguments, part: Part) -> tuple[AffineMap, Any]:
     """Return the map of the tokens of a device, and what the form keeps."""
-    (B, T, _, K), (HV, V) = x.q.shape, x.v.shape[2:]
-    passes = _passing(part)
-
-    def zeros(width):
-        return jnp.zeros((B, HV, K, width), jnp.float32)
-
-    def state_after(v, S, own):
-        summary = form.summary(x._replace(v=v, initial_state=_entry(part, S, own)))
-        return summary._replace(states=_exit(part, summary.states))
-
-    if x.beta is None:
-        N, kept, decay = state_after(x.v, zeros(V), x.initial_state)
-        if decay is not None:
-            return AffineMap(_exit(part, decay), N, passes), kept
+    if part.documents is None:
+        start = None
+    else:
+        (HV, V), K = x.v.shape[2:], x.q.shape[3]
+        start = _entry(part, jnp.zeros((1, HV, K, V), jnp.float32), x.initial_state)
+    N, kept, M = form.summary(x._replace(initial_state=start))
+    if M is None:
         g = total_gate(x)
         G = jnp.sum(g if part.valid is None else select_tokens(part.valid, g), axis=1)
-        return AffineMap(jnp.exp(G)[..., None] if g.ndim == 4 else jnp.exp(G)[..., None, None], N, passes), kept
-    identity = jnp.broadcast_to(jnp.eye(K, dtype=jnp.float32), (B, HV, K, K))
-    if V + K <= _WIDEST:
-        # Further channels without values: their state is what the tokens do to the identity.
-        both, kept, _ = state_after(x.v, jnp.concatenate([zeros(V), identity], axis=3), x.initial_state)
-        return AffineMap(both[..., V:], both[..., :V], passes), kept
-    none = None if x.initial_state is None else jnp.zeros((*x.initial_state.shape[:3], K), jnp.float32)
-    nothing = jnp.zeros((B, T, HV, K), x.v.dtype)
-    M = state_after(nothing, identity, none).states
-    N, kept, _ = state_after(x.v, zeros(V), x.initial_state)
-    return AffineMap(M, N, passes), kept
+        M = jnp.exp(G)[..., None] if g.ndim == 4 else jnp.exp(G)[..., None, None]
+    else:
+        M = _exit(part, M)
+    return AffineMap(M, _exit(part, N), _passing(part)), kept
 
 
 def _local(x: Arguments, axis) -> tuple[Arguments, Part]:
