@@ -1,6 +1,7 @@
 """The contract: documentation, argument checks and the choice of implementation."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -253,8 +254,8 @@ def causal_conv1d_update(
       state_indices: int32 [N], traced: the slot of every sequence. Slots must be distinct and exist; the values are
         checked in a serving step only. A sequence with a negative slot starts from zeros and its state is dropped;
         negative slots are neither read nor written and may repeat.
-        In a serving step also [N, U]: after token t of a decode its state goes to slot state_indices[n, t], and a
-        prefill reads and writes column 0.
+        In a serving step also [N, U]: after token t of a decode its state goes to slot state_indices[n, t], and that
+        after a prefill to column 0. Both start from column num_accepted_tokens[n] - 1.
       has_initial_state: bool [N], traced: False if a sequence starts from zeros whatever its slot holds; None for True.
       num_decodes: how many sequences, the first ones, decode: they have at most U tokens each, 1 where state_indices is
         [N]. A number or a traced int32 scalar, as the next one. These and all that follow need cu_seqlens.
@@ -296,15 +297,18 @@ def causal_conv1d_update(
     none = isinstance(num_decodes, int) and num_decodes == 0
     more = (block_size, *slots._replace(state_indices=None, has_initial_state=None, num_decodes=None))
     serving = getattr(state_indices, "ndim", 1) == 2 or not none or any(y is not None for y in more)
+    # A serving step has both; a type cannot tell.
+    boundaries: Any = cu_seqlens
+    named: Any = state_indices
     if serving:
         check(cu_seqlens is not None, "`cu_seqlens` must be given in a serving step; got None.")
         check_step_types(slots, N, block_size, 1)
-        check_known_step(cu_seqlens, slots, states.shape[0], T, block_size)
+        check_known_step(boundaries, slots, states.shape[0], T, block_size)
         slots = with_counts(slots)
     else:
         check_slots(state_indices, has_initial_state, N)
         slots = Slots(state_indices, has_initial_state)
-    best = "pallas" if serving and state_indices.size < T else "xla"
+    best = "pallas" if serving and named.size < T else "xla"
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu=best)
     given = {"x": x, "states": states, "weight": weight, "bias": bias, "cu_seqlens": cu_seqlens} | slots._asdict()
     given = {name: y for name, y in given.items() if y is not None}
@@ -315,7 +319,7 @@ def causal_conv1d_update(
     tokens = token_axes(division, None)
     check(not tokens, f"`x` must have tokens that are not split; got them over {tokens}.")
 
-    def on_device(given):
+    def on_device(given) -> tuple[jax.Array, Any]:
         given, elsewhere = (given, None) if division is None else own_slots(given, division.axes["s"], "states")
         x, *others = (given.get(name) for name in ("x", "states", "weight", "bias", "cu_seqlens"))
         slots = Slots(*(given.get(name) for name in Slots._fields))
@@ -327,7 +331,8 @@ def causal_conv1d_update(
             y = jnp.where(elsewhere[:, None, None], jnp.full((), jnp.nan, y.dtype), y)
         return y, states
 
-    return over_mesh(on_device, given, division, (), with_states=True)
+    results: Any = over_mesh(on_device, given, division, (), with_states=True)
+    return results
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7))
