@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks time`, `stages`, `accuracy`, `tpu`, `scale`, `step`, `plot`."""
+"""The command line: `python -m benchmarks time`, `stages`, `accuracy`, `tpu`, `remat`, `scale`, `step`, `plot`."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from benchmarks import accuracy, operators, plots, scale, stages, step, tpu
+from benchmarks import accuracy, operators, plots, remat, scale, stages, step, tpu
 from benchmarks.block import BLOCKS
 from benchmarks.cases import CASES, Case
 from benchmarks.compare import compare
@@ -25,7 +25,7 @@ from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.operators.affine_scan import SCANS
 
 TEXT = {"case", "stage", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "figure", "failed"}
-TEXT |= {"split", "topology", "scan", "collectives", "mixture"}
+TEXT |= {"split", "topology", "scan", "collectives", "mixture", "policy"}
 
 
 def parse(arguments=None) -> argparse.Namespace:
@@ -54,6 +54,12 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--chip", action="append", choices=list(CHIPS))
     add_cases(one, CASES | MIXERS | BLOCKS)
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
+    one = commands.add_parser("remat", parents=[saved], help="what a gated DeltaNet layer keeps for its backward")
+    add_cases(one, {name: CASES[name] for name in ("qwen3-next-80b", "qwen3.5-397b")})
+    one.add_argument("--policy", action="append", choices=list(remat.POLICIES), help="may be repeated")
+    one.add_argument("--chip", action="append", choices=list(CHIPS))
+    one.add_argument("--tokens", type=int, default=8192)
+    one.add_argument("--timeout", type=float, default=900, help="seconds for one compilation")
     one = commands.add_parser("scale", parents=[sizes, timed, saved], help="operators divided over devices")
     add_cases(one, {name: case for name, case in CASES.items() if not case.sequences})
     one.add_argument("--devices", action="append", type=int, help="simulated, 1 to 8; may be repeated")
@@ -141,6 +147,12 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
                             label | {"implementation": implementation, "chip": chip},
                             run,
                         )
+    elif options.command == "remat":
+        for name in options.case or ["qwen3-next-80b"]:
+            for policy in options.policy or remat.POLICIES:
+                for chip in options.chip or ["v6e"]:
+                    run = lambda a=(CASES[name], policy, chip, options.tokens): [remat.measure(*a, options.timeout)]
+                    yield f"{name}, {policy}, {chip}", {"case": name, "policy": policy, "chip": chip}, run
     elif options.command == "scale":
         yield from scale_jobs(options, options.implementation)
     elif options.command == "step":

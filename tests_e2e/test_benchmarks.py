@@ -254,6 +254,17 @@ def test_the_cost_of_a_mixer_is_that_of_its_parts():
             assert 0 < one < both
 
 
+def test_what_a_layer_keeps():
+    """A policy keeps less than no checkpoint, and more than the hidden states alone."""
+    from benchmarks.cases import Case
+    from benchmarks.remat import POLICIES, kept_bytes
+
+    case = Case("gated_delta_rule", H=1, HV=2)
+    kept = {name: kept_bytes(case, name, 128) - kept_bytes(case, name, 64) for name in POLICIES}
+    assert kept["inputs alone"] == 64 * 2 * 128
+    assert kept["inputs alone"] < kept["products alone"] < kept["remat_policy"] < kept["no checkpoint"]
+
+
 def test_a_block_of_a_model():
     """Its cost is that of the operator and of two flops for each weight and token, three times as many backward."""
     from benchmarks.block import Block
