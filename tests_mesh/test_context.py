@@ -38,6 +38,7 @@ NAMES = [operator.name for operator in CHUNKED]
 SOME = [
     pytest.param(name, marks=[] if name in ("chunk_gated_delta_rule", "chunk_gla") else [thorough]) for name in NAMES
 ]
+TOKEN_BY_TOKEN = [pytest.param(f"recurrent_{name}", marks=thorough) for name in ("kda", "gla", "simple_gla")]
 # Documents of 48 tokens on 8 devices of 6: empty ones, some inside of a device, some over many, a start at the first
 # token of a device, and padding.
 BOUNDARIES = jnp.array([0, 1, 1, 18, 20, 42, 42, 45], jnp.int32)
@@ -51,7 +52,7 @@ SEGMENTS = np.array(
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "recurrent_gated_delta_rule", *TOKEN_BY_TOKEN])
 def test_operators(name):
     assert_divided(name, "xla", make_mesh((8,), "explicit"), P(None, "a"), "explicit", inputs_of(name))
 

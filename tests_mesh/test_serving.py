@@ -17,7 +17,7 @@ from chunkwise.layers import (
     ragged_gated_delta_net,
     shardings,
 )
-from chunkwise.pipeline import ragged_gated_delta_rule
+from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
 from chunkwise.shared.testing import spec
 from chunkwise.shared.testing.tpu import has_libtpu, launches, topology_mesh
 from meshes import P, collectives, inputs_of, make_mesh
@@ -38,18 +38,22 @@ def cases(kernel: str, *quick):
     )
 
 
+@pytest.mark.parametrize(
+    "operator",
+    [ragged_gated_delta_rule, *(pytest.param(f, marks=pytest.mark.thorough) for f in (ragged_kda, ragged_simple_gla))],
+)
 @cases("fused", ("explicit", "fused"), ("automatic", "xla"))
-def test_step_over_heads_and_channels(mode, implementation):
+def test_step_over_heads_and_channels(mode, implementation, operator):
     """Every device has its heads of the pool, and no device asks another for anything."""
-    x = inputs_of("chunk_gated_delta_rule", B=1, T=40, states=SLOTS)
+    x = inputs_of(operator.__name__.replace("ragged", "chunk"), B=1, T=40, states=SLOTS)
     pool = x.pop("initial_state")
     boundaries, slots = jnp.array([0, 1, 3, 3, 30], jnp.int32), jnp.array([[2, 5], [0, 1], [4, -1], [6, -1]], jnp.int32)
     mesh, spec = make_mesh((2, 2), mode), P(None, None, "a", "b")
-    split = dict(q=P(), k=P(), v=spec, g=P(None, None, "a"), beta=P(None, None, "a"))
+    split = dict(q=P(), k=P(), v=spec, g=P(None, None, "a"), beta=P(None, None, "a"), g_gamma=P("a"))
     sharding = NamedSharding(mesh, spec) if mode == "automatic" else None
 
     def step(x, pool, boundaries, slots, decodes, sharding=None):
-        return ragged_gated_delta_rule(
+        return operator(
             **x, states=pool, cu_seqlens=boundaries, state_indices=slots, num_decodes=decodes,
             implementation=implementation, sharding=sharding,
         )  # fmt: skip
