@@ -65,21 +65,27 @@ def test_nothing_crosses_devices(name, implementation):
         assert collectives(text) == []
 
 
+IMPLEMENTATIONS = ["xla", pytest.param("staged", marks=thorough), pytest.param("fused", marks=thorough)]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["chunk_gated_delta_rule", pytest.param("chunk_gla", marks=thorough)])
-def test_shared_key_heads_are_summed(name):
+@pytest.mark.interpreted
+def test_shared_key_heads_are_summed(name, implementation):
     """Where several devices read one key head: q and k in one sum each, or one for both, and nothing else."""
     mesh, x = make_mesh((4,), "automatic"), sizes(name)
-    assert collectives(program(name, "xla", mesh, P(None, None, "a"), x, False)) == []
-    found = collectives(program(name, "xla", mesh, P(None, None, "a"), x, True))
+    assert collectives(program(name, implementation, mesh, P(None, None, "a"), x, False)) == []
+    found = collectives(program(name, implementation, mesh, P(None, None, "a"), x, True))
     assert set(found) == {"all-reduce"}
     assert len(found) <= 2
 
 
-def test_value_channels_sum_what_they_share():
-    mesh, x = make_mesh((4,), "automatic"), sizes("chunk_gated_delta_rule")
-    spec = P(None, None, None, "a")
-    assert collectives(program("chunk_gated_delta_rule", "xla", mesh, spec, x, False)) == []
-    assert set(collectives(program("chunk_gated_delta_rule", "xla", mesh, spec, x, True))) == {"all-reduce"}
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.interpreted
+def test_value_channels_sum_what_they_share(implementation):
+    name, mesh, spec = "chunk_gated_delta_rule", make_mesh((4,), "automatic"), P(None, None, None, "a")
+    assert collectives(program(name, implementation, mesh, spec, sizes(name), False)) == []
+    assert set(collectives(program(name, implementation, mesh, spec, sizes(name), True))) == {"all-reduce"}
 
 
 @pytest.mark.parametrize("implementation", ["xla", pytest.param("fused", marks=thorough)])
@@ -130,19 +136,57 @@ def test_nothing_crosses_tpus(topology, name, implementation):
         assert kernels == 0 if implementation == "xla" or (backward and name.startswith("recurrent")) else kernels > 0
 
 
+TOPOLOGIES = pytest.mark.parametrize("topology", ["v6e:2x2", pytest.param("v5p:2x2x1", marks=thorough)])
+
+
+def tpu_sizes(name: str, H: int = 2, **sizes) -> dict:
+    x = inputs_of(name, B=1, H=H, HV=4, K=128, V=128, **sizes)
+    return {n: y.astype(jnp.bfloat16) if n in ("q", "k", "v") else y for n, y in x.items()}
+
+
+HEADS, CHANNELS = P(None, None, ("a", "b")), P(None, None, None, ("a", "b"))
+
+
 @needs_libtpu
 @pytest.mark.tpu
-@pytest.mark.parametrize("topology", ["v6e:2x2", pytest.param("v5p:2x2x1", marks=thorough)])
-def test_tokens_over_tpus(topology):
+@TOPOLOGIES
+@pytest.mark.parametrize(
+    ("spec", "H", "kinds"),
+    [
+        pytest.param(HEADS, 1, {"all-reduce"}, id="one key head"),
+        # Two key heads could be divided over one axis. Their gradients are, until the caller wants them everywhere.
+        pytest.param(HEADS, 2, {"all-reduce", "all-gather"}, marks=thorough, id="two key heads"),
+        pytest.param(CHANNELS, 2, {"all-reduce"}, id="channels"),
+    ],
+)
+def test_sums_over_tpus(topology, spec, H, kinds):
+    """Value heads that share a key head, and value channels: the gradients of what they share are summed."""
+    name = "chunk_gated_delta_rule"
+    x = tpu_sizes(name, H, T=64)
+    forward, backward = (
+        collectives(program(name, "fused", tpu_mesh(topology), spec, x, back)) for back in (False, True)
+    )
+    assert forward == []
+    assert set(backward) == kinds
+
+
+@needs_libtpu
+@pytest.mark.tpu
+@TOPOLOGIES
+@pytest.mark.parametrize("backward", [False, pytest.param(True, marks=thorough)])
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", pytest.param("chunk_gla", marks=thorough)])
+def test_tokens_over_tpus(name, backward, topology):
     """Every device gives and gets the maps of some heads, and their states: nothing that depends on its tokens."""
     sent = {}
     for T in (256, 512):
-        x = inputs_of("chunk_gated_delta_rule", B=1, T=T, H=2, HV=4, K=128, V=128, states=0)
-        x = {n: y.astype(jnp.bfloat16) if n in ("q", "k", "v") else y for n, y in x.items()}
-        spec = P(None, ("a", "b"))
-        text = program("chunk_gated_delta_rule", "fused", tpu_mesh(topology), spec, x, False)
+        x = tpu_sizes(name, T=T, states=0)
+        text = program(name, "fused", tpu_mesh(topology), P(None, ("a", "b")), x, backward)
         sent[T] = sorted(collectives(text))
         assert "tpu_custom_call" in text
     assert sent[256] == sent[512]
-    # M, N and the states before the devices; the sum is that of the final states, which one device has.
-    assert sent[256] == ["all-reduce"] + ["all-to-all"] * 3
+    # M, N and the states before the devices, and the same going back. The final states, which one device has, are
+    # summed, and so is their cotangent.
+    assert set(sent[256]) <= {"all-reduce", "all-to-all"}
+    # A decay is its own transpose, so XLA exchanges it once for both ways.
+    once = backward and name == "chunk_gla"
+    assert sent[256].count("all-to-all") == 3 * (1 + backward) - once

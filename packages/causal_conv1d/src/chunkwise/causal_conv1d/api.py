@@ -14,6 +14,7 @@ from chunkwise.causal_conv1d.kernel import Operands, Static
 from chunkwise.causal_conv1d.sequences import Sequences, final_states, find, state_rows
 from chunkwise.shared.compat import vary_alike
 from chunkwise.shared.operators import (
+    SLOT_DIMENSIONS,
     Layout,
     Sharding,
     Slots,
@@ -63,13 +64,7 @@ _POOL_LAYOUT = Layout(
         "weight": "d",
         "bias": "d",
         "cu_seqlens": "",
-        "state_indices": "s",
-        "has_initial_state": "s",
-        "read_indices": "s",
-        "num_accepted_tokens": "s",
-        "block_state_indices": "s",
-        "num_decodes": "",
-        "num_sequences": "",
+        **SLOT_DIMENSIONS,
     },
     results=("btd", "s.d"),
 )

@@ -26,6 +26,8 @@ from chunkwise.shared.operators.partition import (
 Run = Callable[[Arguments, Options, Slots], tuple[jax.Array, jax.Array | None]]
 
 _NO_SLOTS = Slots()
+# How `Slots` may be split: s sequences.
+SLOT_DIMENSIONS = {name: "" if name in ("num_decodes", "num_sequences") else "s" for name in Slots._fields}
 # Letters: n value heads, d value channels, h and i the key heads of q and of k. The devices along axes that split value
 # heads and not key heads share key heads, and take those that their value heads read.
 _LAYOUT = Layout(
@@ -44,13 +46,7 @@ _LAYOUT = Layout(
         "A_log": "n",
         "dt_bias": "n",
         "segment_ids": "bt",
-        "state_indices": "s",
-        "has_initial_state": "s",
-        "read_indices": "s",
-        "num_accepted_tokens": "s",
-        "block_state_indices": "s",
-        "num_decodes": "",
-        "num_sequences": "",
+        **SLOT_DIMENSIONS,
     },
     results=("btnd", "sn.d"),
     prefixes={"h": "n", "i": "n"},
