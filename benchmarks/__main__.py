@@ -55,7 +55,7 @@ def parse(arguments=None) -> argparse.Namespace:
     add_cases(one, CASES | MIXERS | BLOCKS)
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("remat", parents=[saved], help="what a gated DeltaNet layer keeps for its backward")
-    add_cases(one, {name: CASES[name] for name in ("qwen3-next-80b", "qwen3.5-397b")})
+    add_cases(one, {"qwen3-next-80b": CASES["qwen3-next-80b"]})
     one.add_argument("--policy", action="append", choices=list(remat.POLICIES), help="may be repeated")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
     one.add_argument("--tokens", type=int, default=8192)

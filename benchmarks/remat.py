@@ -2,56 +2,50 @@
 
 import math
 
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct
+
 from benchmarks import tpu
 from benchmarks.cases import Case
-from chunkwise.shared.testing.tpu import compile_for, launches
+from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net, init_gated_delta_net, remat_policy
+from chunkwise.shared.testing import tpu as compiler
 
-# By name: whether there is a `jax.checkpoint`, and the policy, made when it is asked for.
+# By name; None where there is no `jax.checkpoint`.
 POLICIES = {
     "no checkpoint": None,
-    "remat_policy": lambda jax, layers: layers.remat_policy,
-    "products alone": lambda jax, layers: jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "inputs alone": lambda jax, layers: jax.checkpoint_policies.nothing_saveable,
+    "remat_policy": remat_policy,
+    "products alone": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "inputs alone": jax.checkpoint_policies.nothing_saveable,
 }
 
 
 def _layer(case: Case, policy: str):
-    """Return a gated DeltaNet layer with a residual in bfloat16, under a policy, and the shapes of its weights."""
-    import jax
-    import jax.numpy as jnp
+    """Return a gated DeltaNet layer with a residual in bfloat16, under a policy, the shapes of its weights, and D.
 
-    from chunkwise import layers
-
-    config = layers.GatedDeltaNetConfig(D=128 * case.H, H=case.H, HV=case.HV, K=case.K, V=case.V)
-    weights = jax.eval_shape(lambda: layers.init_gated_delta_net(jax.random.key(0), config, jnp.bfloat16))
+    D is as wide as all queries together, as in Qwen3-Next.
+    """
+    config = GatedDeltaNetConfig(D=case.H * case.K, H=case.H, HV=case.HV, K=case.K, V=case.V)
+    weights = jax.eval_shape(lambda: init_gated_delta_net(jax.random.key(0), config, jnp.bfloat16))
 
     def layer(x, weights):
-        return x + layers.gated_delta_net(x, weights, config, implementation="fused")[0]
+        return x + gated_delta_net(x, weights, config, implementation="fused")[0]
 
-    make = POLICIES[policy]
-    return (layer if make is None else jax.checkpoint(layer, policy=make(jax, layers))), weights, config.D
+    save = POLICIES[policy]
+    return (layer if save is None else jax.checkpoint(layer, policy=save)), weights, config.D
 
 
 def kept_bytes(case: Case, policy: str, T: int) -> int:
     """Return the bytes that JAX keeps for the backward of one layer of T tokens, weights included."""
-    import jax
-    import jax.numpy as jnp
-
     layer, weights, D = _layer(case, policy)
-    x = jax.ShapeDtypeStruct((1, T, D), jnp.bfloat16)
+    x = ShapeDtypeStruct((1, T, D), jnp.bfloat16)
     residuals = jax.eval_shape(lambda x, w: jax.vjp(layer, x, w)[1], x, weights)
     return sum(math.prod(y.shape) * y.dtype.itemsize for y in jax.tree.leaves(residuals))
 
 
 def estimate(case: Case, policy: str, chip: str, T: int) -> dict:
     """Compile the gradients of layers in a `jax.lax.scan` for `chip`; call in a fresh process only."""
-    from chunkwise.shared.testing import tpu as compiler
-
     compiler.setup()
-    import jax
-    import jax.numpy as jnp
-    from jax import ShapeDtypeStruct
-
     layer, weights, D = _layer(case, policy)
     x = ShapeDtypeStruct((1, T, D), jnp.bfloat16)
 
@@ -62,7 +56,7 @@ def estimate(case: Case, policy: str, chip: str, T: int) -> dict:
             run = lambda x, stacked: jax.lax.scan(lambda x, w: (layer(x, w), None), x, stacked)[0]
             return jax.vjp(run, x, stacked)[1](dy)
 
-        return compile_for(gradients, x, stacked, x, chip=chip, auto_layout=True)
+        return compiler.compile_for(gradients, x, stacked, x, chip=chip, auto_layout=True)
 
     few, more = program(2), program(4)
     temporaries = [p.memory_analysis().temp_size_in_bytes for p in (few, more)]
@@ -71,7 +65,7 @@ def estimate(case: Case, policy: str, chip: str, T: int) -> dict:
         # Weights do not grow with the tokens.
         "kept_bytes_a_token": (kept[1] - kept[0]) / T,
         "grown_bytes_a_token": (temporaries[1] - temporaries[0]) / 2 / T,
-        "kernels": len(launches(more.as_text())),
+        "kernels": len(compiler.launches(more.as_text())),
     }
 
 

@@ -164,5 +164,5 @@ def exclusive_scan(own: AffineMap, S: jax.Array | None, axis, reverse: bool = Fa
       reverse: the scan begins with the last device.
     """
     D, few = lax.axis_size(axis), min(math.prod(own.N.shape[:-2]), _FEW)
-    scan = all_gather if D == 2 else all_to_all if few >= D else doubling
+    scan = all_gather if D <= 2 else all_to_all if few >= D else doubling
     return scan(own, S, axis, reverse)
