@@ -39,6 +39,7 @@ from chunkwise.shared.operators import (
     size_of,
     token_axes,
     with_counts,
+    without_elsewhere,
     write_slots,
 )
 
@@ -321,10 +322,7 @@ def causal_conv1d_update(
         if serving:
             return _step(x, *others, slots, activation, implementation, block_size)
         y, states = _update(x, *others, slots, activation, implementation)
-        if elsewhere is not None:
-            # A result that cannot be had must not look like one.
-            y = jnp.where(elsewhere[:, None, None], jnp.full((), jnp.nan, y.dtype), y)
-        return y, states
+        return without_elsewhere(y, elsewhere), states
 
     results: Any = over_mesh(on_device, given, division, (), with_states=True)
     return results

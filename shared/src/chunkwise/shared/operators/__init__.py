@@ -26,7 +26,7 @@ from chunkwise.shared.operators.checks import (
 from chunkwise.shared.operators.chunked import Implementation, Launches, run_chunked
 from chunkwise.shared.operators.context import Summary, beside_identity
 from chunkwise.shared.operators.decode import read_slots, recurrent_cost, run_recurrent, token_by_token, write_slots
-from chunkwise.shared.operators.devices import SLOT_DIMENSIONS, check_pool, own_slots
+from chunkwise.shared.operators.devices import SLOT_DIMENSIONS, check_pool, own_slots, without_elsewhere
 from chunkwise.shared.operators.gates import Laws, lay_out_law
 from chunkwise.shared.operators.isolation import keep_apart, spoilt_tokens
 from chunkwise.shared.operators.partition import (
@@ -120,5 +120,6 @@ __all__ = [
     "total_gate",
     "unit_rows",
     "with_counts",
+    "without_elsewhere",
     "write_slots",
 ]

@@ -86,10 +86,7 @@ def over_devices(
             split = plain_form(lambda y: run(y, keeping, slots)) if form is None else form(keeping)
             return run_context(split, y, tokens, with_states)
         o, states = run(y, options, slots)
-        if elsewhere is not None:
-            # A result that cannot be had must not look like one.
-            o = jnp.where(elsewhere[:, None, None, None], jnp.full((), jnp.nan, o.dtype), o)
-        return o, states
+        return without_elsewhere(o, elsewhere), states
 
     return over_mesh(on_device, arrays, division, tokens, with_states)
 
@@ -131,6 +128,13 @@ def _take_key_heads(x: jax.Array, rest: Axes, HV: int, group: int) -> jax.Array:
     first = lax.axis_index(rest) * jnp.int32(HV)
     heads = lax.div(first + jnp.arange(0, HV, each, dtype=jnp.int32), jnp.int32(group))
     return jnp.take(x, heads, axis=2)
+
+
+def without_elsewhere(o: jax.Array, elsewhere: jax.Array | None) -> jax.Array:
+    """Return outputs [N, ...] with NaN for sequences elsewhere: what cannot be had must not look like a result."""
+    if elsewhere is None:
+        return o
+    return jnp.where(jnp.expand_dims(elsewhere, range(1, o.ndim)), jnp.full((), jnp.nan, o.dtype), o)
 
 
 def own_slots(arrays: Arrays, axes: Axes, pool: str) -> tuple[Arrays, jax.Array | None]:
