@@ -1,6 +1,7 @@
-"""A random serving engine, and what its steps must do: the float64 recurrence over a dict of states by slot."""
+"""A random serving engine, and what its steps must do: token by token in float64, over a dict of states by slot."""
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
 
@@ -10,38 +11,62 @@ import numpy as np
 PREFILLS = (0, 1, 3, 40, 64, 70, 130)
 
 
-class Oracle:
-    """An operator token by token in float64, over a dict of states by slot.
+def linear_attention(delta: bool) -> Callable:
+    """Return what a token of linear attention does, with or without a delta rule, as `Oracle` calls it.
 
-    Attributes:
-      states: the state [HV, K, V] of every slot.
+    It takes the state [HV, K, V] and q, k, v, g, beta of a token, and returns the state after it and its output.
     """
 
-    def __init__(self, delta: bool, block_size: int, pool: np.ndarray):
-        """Take whether there is a delta rule, the tokens of a block, and the pool [slots, HV, K, V] to start from."""
-        self.delta, self.block_size = delta, block_size
-        self.states = {slot: state.astype(np.float64) for slot, state in enumerate(pool)}
-
-    def token(self, S, q, k, v, g, beta):
-        """Return the state [HV, K, V] after a token, and its output [HV, V]."""
+    def token(S, q, k, v, g, beta):
         HV, K, V = S.shape
         decay = np.exp(g)
         S = S * (decay[:, :, None] if decay.ndim == 2 else decay[:, None, None])
         q, k = (np.repeat(x, HV // x.shape[0], axis=0) for x in (q, k))
-        if self.delta:
+        if delta:
             v = beta[:, None] * (v - np.einsum("hkv,hk->hv", S, k))
         S = S + k[:, :, None] * v[:, None]
         return S, K**-0.5 * np.einsum("hkv,hk->hv", S, q)
 
+    return token
+
+
+def convolution(weight: np.ndarray, bias: np.ndarray) -> Callable:
+    """Return what a token of a causal convolution does, as `Oracle` calls it.
+
+    It takes the last W - 1 inputs [W - 1, D] and the next one [D], for weight [D, W] and bias [D], and returns the last
+    inputs after it and its output.
+    """
+
+    def token(S, x):
+        window = np.concatenate([S, x[None]])
+        return window[1:], np.sum(window * weight.T, axis=0) + bias
+
+    return token
+
+
+class Oracle:
+    """An operator token by token in float64, over a dict of states by slot.
+
+    Attributes:
+      states: the state of every slot.
+    """
+
+    def __init__(self, token: Callable, block_size: int, pool: np.ndarray):
+        """Take what a token does, the tokens of a block, and the pool [slots, ...] to start from.
+
+        `token` takes a state and a token of every tensor, and returns the state after it and the output.
+        """
+        self.token, self.block_size = token, block_size
+        self.states = {slot: state.astype(np.float64) for slot, state in enumerate(pool)}
+
     def run(self, tokens, schedule) -> tuple[np.ndarray, set[int]]:
-        """Run a step on the dict; return its outputs [T, HV, V] and the slots that it wrote.
+        """Run a step on the dict; return the outputs of its tokens [t, ...] and the slots that it wrote.
 
         Args:
-          tokens: q, k, v, g, beta, as for the operator.
+          tokens: the tensors of the stream, each [1, T, ...], in the order in which `token` takes them.
           schedule: its other arguments by name, with everything but `read_indices`.
         """
-        before, written = dict(self.states), set()
-        o = np.zeros(tokens[2].shape[1:])
+        before, written, outputs = dict(self.states), set(), []
         for n in range(schedule["num_sequences"]):
             begin, end = schedule["cu_seqlens"][n : n + 2]
             row, decode = schedule["state_indices"][n], n < schedule["num_decodes"]
@@ -52,7 +77,8 @@ class Oracle:
             if slot >= 0 and schedule["has_initial_state"][n]:
                 S = before[int(slot)]
             for t in range(end - begin):
-                S, o[begin + t] = self.token(S, *(x[0, begin + t].astype(np.float64) for x in tokens))
+                S, o = self.token(S, *(x[0, begin + t].astype(np.float64) for x in tokens))
+                outputs.append(o)
                 block, rest = divmod(t + 1, self.block_size)
                 full = rest == 0 and block <= schedule["block_state_indices"].shape[1]
                 to = [row[t]] if decode else [row[0]] if t == end - begin - 1 else []
@@ -61,7 +87,15 @@ class Oracle:
                     if target >= 0:
                         self.states[int(target)] = S
                         written.add(int(target))
-        return o, written
+        return np.array(outputs), written
+
+
+def describe(schedule: dict[str, Any], freed: Iterable[int] = ()) -> str:
+    """Return in a line what there is of a step, without the rubbish, and which slots became free before it."""
+    rows = {"tokens": np.diff(schedule["cu_seqlens"])}
+    rows |= {name: x for name, x in schedule.items() if np.ndim(x) and name != "cu_seqlens"}
+    some = [f"{name} {x[: schedule['num_sequences']].tolist()}" for name, x in rows.items()]
+    return ", ".join([f"freed {list(freed)}", f"decodes {schedule['num_decodes']}", *some])
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,7 +128,7 @@ class Engine:
     are rolled back to what was accepted, get another prompt, wait for some steps, and end. Then their slots are free.
 
     Attributes:
-      random: where it draws from.
+      random: where it draws from. The least draws make an engine that does nothing: hypothesis shrinks to that.
       T, N, W: the most tokens and sequences of a step, and the most tokens of a decode.
       num_slots: slots of the pool.
       block_size: tokens of a block whose state may be kept.
@@ -122,7 +156,8 @@ class Engine:
         self.free = list(range(self.num_slots))
 
     def _chance(self, p: float) -> bool:
-        return self.random.random() < p
+        # Whole numbers, which hypothesis draws evenly.
+        return self.random.randrange(100) >= 100 - round(100 * p)
 
     def _take(self) -> int:
         return self.free.pop(self.random.randrange(len(self.free)))
@@ -169,9 +204,11 @@ class Engine:
     def _arguments(self, decodes, prefills, waiting: list[Sequence]) -> dict[str, Any]:
         """Return the arguments of a step of these (sequence, tokens, whether they are guesses), and do it."""
         random, N, blocks = self.random, self.N, self.T // self.block_size
-        rubbish = lambda *shape: np.array([random.randint(-5, 400) for _ in range(np.prod(shape))], np.int32)
-        indices, kept = rubbish(N, self.W).reshape(N, self.W), rubbish(N, blocks).reshape(N, blocks)
-        boundaries, accepted = rubbish(N + 1), np.array([random.randint(1, self.W) for _ in range(N)], np.int32)
+        # One draw for all that is not read.
+        rng = np.random.default_rng(random.getrandbits(16))
+        rubbish = lambda *shape: rng.integers(-5, 400, shape, np.int32)
+        indices, kept, boundaries = rubbish(N, self.W), rubbish(N, blocks), rubbish(N + 1)
+        accepted = rng.integers(1, self.W, N, np.int32, endpoint=True)
         has, read = rubbish(N) % 2 == 0, rubbish(N)
         # States that no sequence of this step writes.
         others = self.prefixes + [x.state for x in waiting if x.started]
