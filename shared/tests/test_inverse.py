@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chunkwise.shared.kernels import begin_inverse, inverse, ladder, packed, strip_rows, unit_lower_inverse
-from chunkwise.shared.operators import block_inverse
+from chunkwise.shared.operators import block_inverse, known_inverse
 from chunkwise.shared.testing import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 
 
@@ -80,9 +80,12 @@ def test_plain(C):
     assert_close("inverse", jax.jit(block_inverse)(A), want, TOLERANCE["float32"])
 
 
-def test_gradient_of_the_plain_inverse():
+@pytest.mark.parametrize("known", [False, True])
+def test_gradient_of_the_plain_inverse(known):
     A, X = matrices(2, 16, 0.1)
     dX = np.random.default_rng(1).standard_normal(X.shape)
-    got = jax.jit(jax.grad(lambda A: jnp.sum(block_inverse(A) * dX)))(A)
+    invert = known_inverse if known else lambda A, _: block_inverse(A)
+    got, none = jax.jit(jax.grad(lambda A, X: jnp.sum(invert(A, X) * dX), (0, 1)))(A, jnp.float32(X))
     want = -np.tril(X.mT @ dX @ X.mT, -1)
     assert_close("dA", got, want, GRADIENT_TOLERANCE["float32"])
+    assert not none.any()

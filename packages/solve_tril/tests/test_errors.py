@@ -22,6 +22,8 @@ from chunkwise.solve_tril import solve_tril
             dict(A=spec(1, 64, 1, 64), cu_seqlens=jnp.array([1, 64])),
             "`cu_seqlens` must rise from 0 to at most T = 64; got [1, 64].",
         ),
+        (dict(A_inv=spec(2, 64, 64)), "`A_inv` must have shape [B, T, HV, C]; got (2, 64, 64)."),
+        (dict(A_inv=spec(2, 64, 2, 64)), "`A_inv` must have shape [B, T, HV, C] = (2, 64, 1, 64); got (2, 64, 2, 64)."),
         (dict(implementation="gpu"), "`implementation` must be None or one of ('pallas', 'xla'); got 'gpu'."),
     ],
 )

@@ -2,7 +2,9 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from chunkwise.shared.testing import (
@@ -47,6 +49,20 @@ def test_gradients(sizes, implementation):
     run = functools.partial(solve_tril, implementation=implementation, **cut)
     A = jnp.nan_to_num(matrices(**sizes))
     assert_gradients(run, functools.partial(stage_oracle.inverse, **cut), dict(A=A))
+
+
+@pytest.mark.interpreted
+@both
+def test_known_inverse(implementation):
+    """It is returned as it is, and the gradient is that of the inverse."""
+    run = functools.partial(solve_tril, implementation=implementation, cu_seqlens=boundaries(1, 0, 17))
+    A = jnp.nan_to_num(matrices())
+    A_inv, pull = jax.vjp(run, A)
+    known, pull_known = jax.vjp(lambda A, A_inv: run(A, A_inv=A_inv), A, A_inv)
+    np.testing.assert_array_equal(known, A_inv)
+    dA, dA_inv = pull_known(jnp.cos(A_inv))
+    np.testing.assert_array_equal(dA, *pull(jnp.cos(A_inv)))
+    assert not dA_inv.any()
 
 
 @pytest.mark.interpreted

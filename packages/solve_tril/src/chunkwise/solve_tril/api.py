@@ -15,6 +15,7 @@ def solve_tril(
     A: jax.Array,
     cu_seqlens: jax.Array | None = None,
     *,
+    A_inv: jax.Array | None = None,
     implementation: str | None = None,
     config: tiles.Config | None = None,
 ) -> jax.Array:
@@ -33,6 +34,8 @@ def solve_tril(
         its chunk; C is one of 16, 32, 64, 128. Entries on and above the diagonal are not read.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
         Tokens from cu_seqlens[N] on are padding and give zero rows. The values are checked outside of jit only.
+      A_inv: the result of an earlier call for the same A, which is then returned as it is. The gradient is that of the
+        inverse and goes to A. None to compute it.
       implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
       config: tile sizes of the kernel.
 
@@ -50,18 +53,24 @@ def solve_tril(
     """
     B, T, _, C = check_array("A", A, "B T HV C")
     check(C in CHUNK_SIZES, f"`A` must have a last dimension of one of {CHUNK_SIZES}; got {C}.")
+    if A_inv is not None:
+        check_array("A_inv", A_inv, "B T HV C", A.shape)
     check_cu_seqlens(cu_seqlens, B, T)
     implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
-    return _run(A, cu_seqlens, implementation, config)
+    return _run(A, cu_seqlens, A_inv, implementation, config)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _run(A, cu_seqlens, implementation, config):
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _run(A, cu_seqlens, A_inv, implementation, config):
     B, T, HV, C = A.shape
     chunks = Chunking(B, T, C, cu_seqlens)
-    matrices = chunks.split(A.astype(jnp.float32)).reshape(-1, C, C)
+
+    def split(x):
+        return chunks.split(x.astype(jnp.float32)).reshape(-1, C, C)
+
+    matrices, known = split(A), None if A_inv is None else split(A_inv)
     if implementation == "pallas":
-        A_inv = vjp.solve(matrices, config or tiles.default_for(chunks.NC, HV, C))
+        A_inv = vjp.solve(matrices, known, config or tiles.default_for(chunks.NC, HV, C))
     else:
-        A_inv = xla.inverse(matrices)
+        A_inv = xla.inverse(matrices) if known is None else xla.known_inverse(matrices, known)
     return chunks.merge(A_inv.reshape(chunks.NC, HV, C, C))

@@ -8,19 +8,20 @@ from chunkwise.solve_tril import kernel, kernel_bwd
 from chunkwise.solve_tril.config import Config
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def solve(A: jax.Array, config: Config) -> jax.Array:
-    """Run the forward kernel; see `kernel.launch`."""
-    return kernel.launch(A, config)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def solve(A: jax.Array, X: jax.Array | None, config: Config) -> jax.Array:
+    """Run the forward kernel, see `kernel.launch`, or return X, which is its result, if it is known."""
+    return kernel.launch(A, config) if X is None else X
 
 
-def _forward(A, config):
-    X = kernel.launch(A, config)
+def _forward(A, X, config):
+    X = solve(A, X, config)
     return X, X
 
 
 def _backward(config, X, dX):
-    return (kernel_bwd.launch(X, dX, config),)
+    # A known X has no gradient of its own.
+    return kernel_bwd.launch(X, dX, config), None
 
 
 solve.defvjp(_forward, _backward)

@@ -2,7 +2,7 @@
 
 from chunkwise.shared.operators.affine_scan import shift
 from chunkwise.shared.operators.arguments import Arguments, Devices, Options, Sharding, Slots, total_gate
-from chunkwise.shared.operators.block_inverse import block_inverse
+from chunkwise.shared.operators.block_inverse import block_inverse, known_inverse
 from chunkwise.shared.operators.checks import (
     CHUNK_SIZES,
     check,
@@ -98,6 +98,7 @@ __all__ = [
     "first_token",
     "full_blocks",
     "keep_apart",
+    "known_inverse",
     "lay_out_law",
     "over_mesh",
     "own_boundaries",

@@ -1,0 +1,166 @@
+"""What a packed batch costs that hands in and out the states of its sequences, as the TPU compiler sees it.
+
+The kernels then take a turn for every piece of a chunk that belongs to one sequence, and skip parts of their code by a
+table. So their bundles are counted as those of a serving step: every part as often as this batch runs it, without
+waits. What is around the kernels is not counted.
+"""
+
+import dataclasses
+import re
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import tpu
+from benchmarks.cases import Case
+from benchmarks.regions import kernel_bundles, kernel_text, read_loop
+from chunkwise.fused_gla.config import default_for
+from chunkwise.shared.kernels import largest_divisor, num_chunks
+from chunkwise.shared.kernels.layout import BEGIN, CLOSES, END, FIRST, LAST, MIXED, OPENS, make_steps
+from chunkwise.shared.testing import with_gradients
+from chunkwise.shared.testing.tpu import launches
+
+OPERATORS = ("gated_delta_rule", "kda", "simple_gla", "gla")
+# Ways to lay out the same tokens: how many sequences, of lengths in proportion to 1, 2, 3 and so on; 0 for not packed.
+FORMS = {"16 sequences": 16, "one packed": 1, "one, not packed": 0}
+
+
+def case_of(operator: str, sequences: int, T: int) -> Case:
+    """Return the layer that is counted: the heads of Qwen3-Next, and unit lengths where there is a delta rule."""
+    case = Case(operator, H=16, HV=32, T=T, sequences=sequences, ragged=True)
+    return dataclasses.replace(case, normalise=case.table.delta)
+
+
+def _compiled(case: Case, chip: str, flags: str) -> str:
+    """Compile both directions, with initial and final states and the gradients of both; in a fresh process only."""
+    from chunkwise.shared.testing import tpu as compiler
+
+    compiler.setup(flags)
+    shapes, T = case.specs(case.T, jnp.bfloat16), case.T
+    # Tokens come flat, as projections leave them.
+    flat = {name: jax.ShapeDtypeStruct((1, T, x.size // T), x.dtype) for name, x in shapes.items()}
+    state = jax.ShapeDtypeStruct((case.sequences or 1, case.HV, case.K, case.V), jnp.float32)
+    cu_seqlens = jax.ShapeDtypeStruct((case.sequences + 1,), jnp.int32) if case.sequences else None
+    normalise = {"use_qk_l2norm_in_kernel": True} if case.normalise else {}
+
+    def run(x, cu_seqlens):
+        tokens = {name: y.reshape(shapes[name].shape) for name, y in x.items() if name in shapes}
+        o, final = case.table.function(
+            **tokens, initial_state=x["initial_state"], output_final_state=True, cu_seqlens=cu_seqlens,
+            implementation="fused", **normalise,
+        )  # fmt: skip
+        return {"o": o.reshape(1, T, -1), "final": final}
+
+    do = jax.ShapeDtypeStruct((1, T, case.width), jnp.bfloat16)
+    specs = flat | {"initial_state": state}, cu_seqlens, {"o": do, "final": state}
+    return compiler.compile_for(with_gradients(run), *specs, chip=chip, auto_layout=True).as_text()
+
+
+def turns(case: Case, kind: str, C: int) -> tuple[int, list[int]]:
+    """Return the turns of a launch for one block of heads, and how many run each of its regions.
+
+    Regions are in the order of the kernel's text.
+
+    Args:
+      case: what is counted.
+      kind: "fwd", "states" or "bwd".
+      C: tokens of a chunk.
+    """
+    chunks, cu_seqlens = 1, case.boundaries(case.T)
+    count = {"gated_delta_rule": _delta_rule_runs, "kda": _kda_runs}.get(case.operator, _gla_runs)
+    if count is _gla_runs:
+        NT = num_chunks(case.T, C)
+        config = default_for(case.H, case.HV, case.K, case.V, C, NT, 2, case.table.per_channel)
+        assert config is not None
+        chunks = largest_divisor(NT, config.num_steps)
+    table = np.asarray(make_steps(1, case.T, chunks * C, cu_seqlens, with_states=True).table)
+    steps, runs = count(table, C, kind, cu_seqlens is not None)
+    return steps, [int(np.sum(x)) for x in runs]
+
+
+def _passing(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps that are prepared and passed in every turn of a forward that takes one more turn than steps."""
+    turn = np.arange(table.shape[1] + 1)
+    return table[:, np.minimum(turn, len(turn) - 2)], table[:, np.maximum(turn - 1, 0)]
+
+
+def _delta_rule_runs(table, C, kind, pieces):
+    if kind == "bwd":
+        whole = table[END] - table[BEGIN] == C
+        middle = (table[CLOSES] & table[MIXED], whole, ~whole) if pieces else ()
+        return table.shape[1], (1, table[LAST], *middle, table[FIRST])
+    prepared, passed = _passing(table)
+    whole = (prepared[END] - prepared[BEGIN] == C) & (passed[END] - passed[BEGIN] == C)
+    middle = (passed[OPENS] & passed[MIXED], whole, ~whole) if pieces else ()
+    # The states between chunks go out without a branch, the final ones with one.
+    final = (passed[LAST, 1:],) if kind == "fwd" else ()
+    return len(whole), (passed[FIRST], *middle, *final)
+
+
+def _kda_runs(table, C, kind, pieces):
+    if kind == "bwd":
+        # The first turn clears too.
+        begins = table[LAST].copy()
+        begins[-1] = 1
+        whole, empty = table[END] - table[BEGIN] == C, table[BEGIN] == table[END]
+        cut = (whole, ~whole, ~whole & table[CLOSES] & table[MIXED], ~whole & ~empty) if pieces else ()
+        return table.shape[1], (begins, *cut)
+    prepared, passed = _passing(table)
+    whole = (prepared[END] - prepared[BEGIN] == C) & (passed[END] - passed[BEGIN] == C)
+    empty = passed[BEGIN] == passed[END]
+    some = (prepared[BEGIN] < prepared[END]) | ~empty
+    runs = whole, ~whole, ~whole & passed[OPENS] & passed[MIXED], ~whole & some, ~whole & passed[FIRST] & empty
+    return len(whole), runs if pieces else ()
+
+
+def _gla_runs(table, C, kind, pieces):
+    begin, end = table[BEGIN], table[END]
+    # Chunks of every step: all of them, those that are wholly of it, and whether the last one is.
+    chunks = np.where(begin < end, (end - 1) // C - begin // C + 1, 0)
+    whole = np.maximum(end // C - -(-begin // C), 0) * (begin < end)
+    last = (whole > 0) & (end % C == 0)
+    starts = table[FIRST].copy() if kind != "bwd" else table[LAST].copy()
+    starts[0 if kind != "bwd" else -1] = 1
+    # A branch passes a loop of no chunks, of which there are only among pieces.
+    loop = lambda n, whole: (n > 0, n, n - whole, whole) if pieces else (n,)
+    # The backward first goes over all chunks but the last one, for their states.
+    before = loop(np.maximum(chunks - 1, 0), whole - last) if kind == "bwd" else ()
+    clear = (table[CLOSES if kind == "bwd" else OPENS] & table[MIXED],) if pieces else ()
+    return table.shape[1], (starts, *clear, *before, *loop(chunks, whole))
+
+
+def count(operator: str, sequences: int, T: int, chip: str) -> dict[str, int]:
+    """Return the bundles of both directions by kind of launch; in a fresh process only."""
+    case, counts = case_of(operator, sequences, T), {}
+    with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
+        text = _compiled(case, chip, tpu.dump_flags(folder, profile=False))
+        for launch in launches(text):
+            (found,) = re.finditer(r"_(fwd|states|bwd)_c(\d+)", launch)
+            kind, C = found.groups()
+            assert kind not in counts
+            counts[kind] = kernel_bundles(read_loop(kernel_text(folder, launch)), *turns(case, kind, int(C)))
+    return counts
+
+
+def measure(operator: str, T: int, chip: str, timeout: float) -> list[dict]:
+    """Return a row for every form; ratios are those of the first form's bundles to it.
+
+    The forward is the one that keeps what the backward needs; `failed` is set where the compiler gave no result.
+    """
+    rows: list[dict] = []
+    for form, sequences in FORMS.items():
+        code = f"from benchmarks.packed import count; count({operator!r}, {sequences}, {T}, {chip!r})"
+        counts = tpu.first_result([code], timeout)
+        row = {"form": form, "sequences": sequences} | counts
+        if "fwd" in counts:
+            together = sum(counts.values())
+            row = {"form": form, "sequences": sequences, "forward_bundles": counts["fwd"], "bundles": together}
+        rows.append(row)
+    first = rows[0]
+    for row in rows:
+        for name, ratio in (("forward_bundles", "forward_ratio"), ("bundles", "ratio")):
+            if name in row and name in first:
+                row[ratio] = first[name] / row[name]
+    return rows
