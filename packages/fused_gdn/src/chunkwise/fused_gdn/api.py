@@ -166,6 +166,7 @@ def chunk(
     implementation: str | None,
     others: Mapping[str, Implementation] = MappingProxyType({}),
     config: tiles.Config | None = None,
+    over_tokens: Mapping[str, Launches] = MappingProxyType({}),
 ) -> tuple[jax.Array, jax.Array | None]:
     """Check the arguments of `fused_chunk_gated_delta_rule` and run the implementation asked for.
 
@@ -173,6 +174,7 @@ def chunk(
       x, options, implementation, config: the arguments.
       others: more implementations, by name. None means "fused" on a TPU if K and V fit, else "staged" if it is one of
         these, else "xla".
+      over_tokens: what those of `others` have for tokens that are split over devices.
     """
     _, _, _, HV, K, V = check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens)
     check_initial_state(x.initial_state, (x.num_states, HV, K, V))
@@ -182,8 +184,10 @@ def chunk(
     state_gradient: Any = functools.partial(_state_gradient, config=config)
     known = {"fused": fused, "xla": _xla, **others}
     on_tpu = "fused" if max(K, V) <= MOST_CHANNELS else slower
-    launches = Launches(fused, summary, state_gradient)
-    return run_chunked(x, options, implementation, known, on_tpu, segmented=("fused",), over_tokens={"fused": launches})
+    own = {"fused": Launches(fused, summary, state_gradient), "xla": Launches(_xla, _xla_summary)}
+    return run_chunked(
+        x, options, implementation, known, on_tpu, segmented=("fused",), over_tokens={**own, **over_tokens}
+    )
 
 
 def ragged(
@@ -207,8 +211,14 @@ def ragged(
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _xla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
-    return xla.gated_delta_rule(x._replace(scale=jnp.asarray(x.scale, jnp.float32)), options)
+def _xla(x: Arguments, options: Options, kept: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    return xla.gated_delta_rule(x._replace(scale=jnp.asarray(x.scale, jnp.float32)), options, kept)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _xla_summary(x: Arguments, options: Options) -> Summary:
+    """Return what the tokens do to a state, and the inverses of all chunks, which `_xla` and its gradient take."""
+    return beside_identity(lambda y: xla.states_after(y, options), x, widest=None)
 
 
 def _config(x: Arguments, options: Options, config: tiles.Config | None) -> tiles.Config:

@@ -8,6 +8,9 @@ A packed batch without states keeps its chunks aligned to the token stream and m
 sequences: its cost follows tokens, not sequences. A mask does not stop NaN, so a sequence that is not finite is taken
 as zeros and its outputs are NaN (see shared.operators.isolation). With states, chunks restart at every sequence, so
 that every sequence has a chunk boundary where its state can be handed in and out.
+
+Where tokens are split over devices the same scan runs before, without queries, and gives what the tokens do to a state.
+It keeps the inverses, and the operator behind it takes these.
 """
 
 import functools
@@ -17,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from chunkwise.fused_gdn.tile import split_gate
 from chunkwise.shared.compat import varying_zeros
@@ -66,8 +70,27 @@ class Decays(NamedTuple):
     through: jax.Array
 
 
-def gated_delta_rule(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
-    """Return (o, final_state) for checked arguments; final_state is None unless asked for."""
+def gated_delta_rule(
+    x: Arguments, options: Options, kept: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return (o, final_state) for checked arguments; final_state is None unless asked for.
+
+    `kept` are the inverses of `states_after`, of the same tokens.
+    """
+    return _scan(x, options, True, kept)[:2]
+
+
+def states_after(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Return the states after the tokens and the inverses of all chunks [steps, B HV, C, C]; nothing reads queries.
+
+    Initial states, which there must be, may have more channels than v, whose values are zeros.
+    """
+    _, states, inverses = _scan(x, options._replace(output_final_state=True), False, None)
+    return states, inverses
+
+
+def _scan(x: Arguments, options: Options, with_output: bool, kept: jax.Array | None) -> tuple[Any, Any, Any]:
+    """Return the output, unless it is not wanted, the final states, if they are, and without output the inverses."""
     v, scale, initial_state = x.v, x.scale, x.initial_state
     cu_seqlens: Any = x.cu_seqlens
     output_final_state = options.output_final_state
@@ -94,20 +117,24 @@ def gated_delta_rule(x: Arguments, options: Options) -> tuple[jax.Array, jax.Arr
 
     @_checkpoint
     def step(S, x):
-        tokens, decays, beta, masks, first, sequence = x
+        tokens, decays, beta, masks, first, sequence, A_inv = x
         if chunks.packed:
             S = jnp.where(first, 0.0 if h0 is None else h0[sequence], S)
         if stream:
             tokens = [_select(masks, x, (C, 1, 1)) for x in tokens]
-        S, o = _chunk(S, *map(heads, tokens), decays, beta, scale, None if masks is None else masks.same)
-        o = jnp.moveaxis(o.reshape(B, HV, C, V), 1, 2).reshape(B * C, HV, V).astype(v.dtype)
-        return S, (o, S if chunks.packed and output_final_state else None)
+        q, k, v = jax.tree.map(heads, tokens)
+        S, o, A_inv = _chunk(S, q, k, v, decays, beta, scale, None if masks is None else masks.same, A_inv)
+        if with_output:
+            o = jnp.moveaxis(o.reshape(B, HV, C, V), 1, 2).reshape(B * C, HV, V).astype(v.dtype)
+        return S, (o, S if chunks.packed and output_final_state else None, None if with_output else A_inv)
 
-    start = varying_zeros((B * HV, K, V), q, k, v, gates, beta, initial_state)
+    channels = V if h0 is None else h0.shape[3]
+    start = varying_zeros((B * HV, K, channels), q, k, v, gates, beta, initial_state)
     if h0 is not None and not chunks.packed:
         start += h0.reshape(start.shape)
     first, sequence = (chunks.per_batch(x)[0] for x in (chunks.first, chunks.sequence))
-    tokens, gates, beta = [by_time(x) for x in (q, k, v)], rows(gates), rows(beta)
+    tokens = jax.tree.map(by_time, (q if with_output else None, k, v))
+    gates, beta = rows(gates), rows(beta)
     if stream:
         # Padding may hold anything, and products read every row of a chunk.
         masks = masks._replace(valid=masks.valid & ~_by_chunk(spoilt, C))
@@ -115,16 +142,18 @@ def gated_delta_rule(x: Arguments, options: Options) -> tuple[jax.Array, jax.Arr
     tokens, gates, beta, masks, first, sequence = jax.tree.map(
         _keep_loop, (tokens, gates, beta, masks, first, sequence)
     )
-    S, (o, after) = lax.scan(step, start, (tokens, _decays(gates, masks), beta, masks, first, sequence))
-    o = o[: chunks.NC // B].reshape(-1, B, C, HV, V)
-    o = chunks.gather(jnp.moveaxis(o, 1, 0).reshape(B, -1, HV, V))
+    xs = (tokens, _decays(gates, masks), beta, masks, first, sequence, kept)
+    S, (o, after, inverses) = lax.scan(step, start, xs)
+    if with_output:
+        o = o[: chunks.NC // B].reshape(-1, B, C, HV, V)
+        o = chunks.gather(jnp.moveaxis(o, 1, 0).reshape(B, -1, HV, V))
     if stream:
-        return keep_apart(o, v, spoilt, cu_seqlens), None
+        return keep_apart(o, v, spoilt, cu_seqlens), None, None
     if not output_final_state:
-        return o, None
+        return o, None, None
     if not chunks.packed:
-        return o, S.reshape(B, HV, K, V)
-    return o, unless_empty(after[chunks.final_chunk], h0, cu_seqlens)
+        return o, S.reshape(B, HV, K, channels), inverses
+    return o, unless_empty(after[chunks.final_chunk], h0, cu_seqlens), inverses
 
 
 def _by_chunk(x: jax.Array, C: int) -> jax.Array:
@@ -146,33 +175,44 @@ def _keep_loop(x):
     return x if x.shape[0] > 1 else jnp.concatenate([x, jnp.zeros_like(x)])
 
 
-def _chunk(S, q, k, v, decays, beta, scale, same):
-    """Return the state after a chunk and its output, from the state S [HV, K, V] before it.
+def _chunk(S, q, k, v, decays, beta, scale, same, A_inv) -> tuple[jax.Array, Any, jax.Array]:
+    """Return the state after a chunk, its output, and its inverse, from the state S [HV, K, V] before it.
 
     The new values are beta (I + A)^-1 (v - e^G k S), which is u - w S with one product less: here beta multiplies the
     columns of A, so that its own gradient needs no division by it.
 
     Args:
-      q, k, v: [h, C, K], [h, C, K], [HV, C, V].
+      S: may have more channels than v, whose values are zeros.
+      q, k, v: [h, C, K], [h, C, K], [HV, C, V]. Without q there is no output.
       decays: `Decays` of the chunk.
       beta: rows [HV, 1, C].
       scale: multiplies the output.
       same: bool [C, C], rows of one sequence, if the chunk may hold several; else None.
+      A_inv: the inverse, if it is known.
     """
-    HV, C, _ = v.shape
+    HV, C, V = v.shape
     coarse, fine, from_start, to_end, through = decays
     below = strictly_lower(C) if same is None else strictly_lower(C) & same[None]
     # The diagonal is left out: its 1 does not depend on gates, and in their gradient it would swamp decays of 1e-13.
     decay = masked_exp((_column(coarse) - coarse) + (_column(fine) - fine), below)
-    keys = jnp.concatenate([k, q], axis=1)  # [h, 2 C, K]: one product serves keys and queries
-    kk, qk = jnp.split(repeat_heads(dot_nt(keys, k), HV), 2, axis=1)  # [HV, C, C]
-    keys = repeat_heads(keys, HV) * _column(jnp.concatenate([from_start, from_start], axis=2))  # [HV, 2 C, K]
-    seen_k, seen_q = jnp.split(dot(keys, S), 2, axis=1)  # [HV, C, V]
-    v_new = _column(beta) * _solve(decay * kk * beta, v - seen_k)
-    # A token reads its own value undecayed.
-    scores = jnp.where(row_index(C) == column_index(C), qk, decay * qk)
+    readers = [k] if q is None else [k, q]
+    n, rows = len(readers), jnp.concatenate(readers, axis=1)  # [h, n C, K]: one product serves keys and queries
+    # With the inverse given only gradients need the product of the keys.
+    products = jnp.split(dot_nt(rows, k), n, axis=1) if A_inv is None else [dot_nt(x, k) for x in readers]
+    kk, *qk = (repeat_heads(x, HV) for x in products)  # [HV, C, C]
+    rows = repeat_heads(rows, HV) * _column(jnp.concatenate([from_start] * n, axis=2))  # [HV, n C, K]
+    seen_k, *seen_q = jnp.split(dot(rows, S), n, axis=1)  # [HV, C, V]
+    A = decay * kk * beta
+    if A_inv is None:
+        A_inv = checkpoint_name(block_inverse(A), _KEPT)
+    v = jnp.pad(v, [(0, 0), (0, 0), (0, S.shape[2] - V)])
+    v_new = _column(beta) * _solve(A, A_inv, v - seen_k)
     after = through * S + dot_tn(repeat_heads(k, HV) * _column(to_end), v_new)
-    return after, scale * (seen_q + dot(scores, v_new))
+    if q is None:
+        return after, None, A_inv
+    # A token reads its own value undecayed.
+    scores = jnp.where(row_index(C) == column_index(C), qk[0], decay * qk[0])
+    return after, scale * (seen_q[0] + dot(scores, v_new)), A_inv
 
 
 def _column(row):
@@ -180,20 +220,26 @@ def _column(row):
 
 
 @jax.custom_jvp
-def _solve(A, R):
-    """Return X = (I + A)^-1 R for strictly lower A [HV, C, C] and R [HV, C, V].
+def _solve(A, A_inv, R):
+    """Return X = (I + A)^-1 R for strictly lower A [HV, C, C], its inverse, and R [HV, C, V].
 
     dX = (I + A)^-1 (dR - dA X): nothing is differentiated through the steps of the inverse.
     """
-    return dot(block_inverse(A), R)
+    return dot(A_inv, R)
 
 
-@_solve.defjvp
 def _solve_jvp(primals, tangents):
-    (A, R), (dA, dR) = primals, tangents
-    A_inv = checkpoint_name(block_inverse(A), _KEPT)
+    (_, A_inv, R), (dA, _, dR) = primals, tangents
     X = checkpoint_name(dot(A_inv, R), _KEPT)
-    return X, dot(A_inv, dR - dot(dA, X))
+    if isinstance(dR, SymbolicZero):
+        dR = jnp.zeros(R.shape, R.dtype)
+    # A zero here, where only the gradient of a state is wanted, would be multiplied by X, which needs all states.
+    if not isinstance(dA, SymbolicZero):
+        dR = dR - dot(dA, X)
+    return X, dot(A_inv, dR)
+
+
+_solve.defjvp(_solve_jvp, symbolic_zeros=True)
 
 
 def _decays(g, masks):

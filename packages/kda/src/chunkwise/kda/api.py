@@ -194,6 +194,7 @@ def chunk(
     implementation: str | None,
     others: Mapping[str, Implementation] = {},
     config: tiles.Config | None = None,
+    over_tokens: Mapping[str, Launches] = MappingProxyType({}),
 ) -> tuple[jax.Array, jax.Array | None]:
     """Check the arguments of `fused_chunk_kda` and run the implementation asked for.
 
@@ -201,6 +202,7 @@ def chunk(
       x, options, implementation, config: the arguments.
       others: more implementations, by name. None means "fused" on a TPU if K and V fit, else "staged" if it is one of
         these, else "xla".
+      over_tokens: what those of `others` have for tokens that are split over devices.
     """
     _check(x, options)
     check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
@@ -210,9 +212,10 @@ def chunk(
     state_gradient: Any = functools.partial(_state_gradient, config=config)
     known = {"fused": fused, "xla": _xla, **others}
     on_tpu = "fused" if fits else "staged" if "staged" in others else "xla"
+    own = {"fused": Launches(fused, summary, state_gradient), "xla": Launches(_xla, _xla_summary)}
     return run_chunked(
         x, options, implementation, known, on_tpu, raw_gates=("fused",), segmented=("fused",),
-        over_tokens={"fused": Launches(fused, summary, state_gradient)},
+        over_tokens={**own, **over_tokens},
     )  # fmt: skip
 
 
@@ -241,11 +244,23 @@ def _transposed(states: jax.Array | None) -> Any:
     return None if states is None else jnp.swapaxes(states.astype(jnp.float32), -1, -2)
 
 
-def _xla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
+def _xla(x: Arguments, options: Options, kept: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    return xla.run(*_exact(x, options), kept)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _xla_summary(x: Arguments, options: Options) -> Summary:
+    """Return what the tokens do to a state, and the inverses of all chunks, which `_xla` and its gradient take."""
+    x, static = _exact(x, options)
+    return beside_identity(lambda y: xla.states_after(y, static), x, widest=None)
+
+
+def _exact(x: Arguments, options: Options) -> tuple[Arguments, xla.Static]:
+    """Return what the plain form gets for checked arguments."""
     base = tile.base_block(options.gate_lower_bound, jnp.float32)
     scale = jnp.asarray(x.scale, jnp.float32)
     static = xla.Static(options.chunk_size, bool(options.normalise), bool(options.output_final_state), base)
-    return xla.run(x._replace(scale=scale), static)
+    return x._replace(scale=scale), static
 
 
 class Kept(NamedTuple):

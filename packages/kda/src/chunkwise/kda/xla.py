@@ -2,6 +2,9 @@
 
 As in the kernels a state is transposed, [V, K]. Without states the chunks of a packed batch stay aligned to the stream,
 and masks keep its sequences apart; with states every sequence begins a chunk of its own.
+
+Where tokens are split over devices the same scan runs before, without queries, and gives what the tokens do to a state.
+It keeps the inverses, and the operator behind it takes these.
 """
 
 import functools
@@ -27,7 +30,7 @@ from chunkwise.shared.kernels import (
     unless_empty,
     zero_padding,
 )
-from chunkwise.shared.operators import Arguments, block_inverse, keep_apart, spoilt_tokens
+from chunkwise.shared.operators import Arguments, block_inverse, keep_apart, known_inverse, spoilt_tokens
 
 # Blocks of so many rows take all their levels as masked products; larger levels multiply only the pairs that exist.
 _BASE = 16
@@ -118,20 +121,38 @@ def interactions(q, k, g, base, goes_on) -> tuple[jax.Array, jax.Array, Decayed]
     return scores_q, scores_k, x
 
 
-def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states) -> tuple[jax.Array, Any, Any]:
+class Chunks(NamedTuple):
+    """What `chunk_kda` returns; None for what is not wanted.
+
+    Attributes:
+      o: [steps, n, C, V] float32.
+      last: the state after the last chunk [n, V, K].
+      states: those after every chunk.
+      X: the inverses [steps, n, C, C].
+    """
+
+    o: Any
+    last: jax.Array
+    states: jax.Array | None
+    X: jax.Array
+
+
+def chunk_kda(
+    q, k, v, g, beta, initial_state, tables: Tables, base, keep_states, with_output: bool = True, X=None
+) -> Chunks:
     """Run chunks in order.
 
     Args:
       q, k, g: [steps, n, C, K] float32, n = batch * heads; q scaled.
       v: [steps, n, C, V] float32.
       beta: [steps, n, C] float32.
-      initial_state: [n, V, K], or [N, n, V, K] with tables.first, or None for zeros.
+      initial_state: [n, V, K], or [N, n, V, K] with tables.first, or None for zeros. States may have more channels than
+        v, whose values are zeros, if no output is wanted.
       tables: what happens to the state.
       base: rows of the diagonal blocks that one product covers.
       keep_states: return the state after every chunk.
-
-    Returns:
-      o [steps, n, C, V] float32, the state after the last chunk [n, V, K], and after every chunk or None.
+      with_output: return o.
+      X: the inverses of the same tokens, if they are known.
     """
     steps, n, C, K = k.shape
 
@@ -148,8 +169,10 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
     if tables.same is not None:
         scores, M = (jnp.where(tables.same[:, None], x, 0.0) for x in (scores, M))
     beta = beta[..., None]
-    X = per_step(block_inverse(flat(jnp.where(strictly_lower(C), beta * M, 0.0))))
-    zero = varying_zeros((n, v.shape[-1], K), q, k, v, g, beta, initial_state)
+    A = flat(jnp.where(strictly_lower(C), beta * M, 0.0))
+    X = per_step(block_inverse(A) if X is None else known_inverse(A, flat(X)))
+    channels = v.shape[-1] if initial_state is None else initial_state.shape[-2]
+    zero = varying_zeros((n, channels, K), q, k, v, g, beta, initial_state)
     start = zero
     if initial_state is not None and tables.first is None:
         start += initial_state
@@ -162,13 +185,16 @@ def chunk_kda(q, k, v, g, beta, initial_state, tables: Tables, base, keep_states
         if tables.carried is not None:
             masks = t._replace(carried=t.carried[None, :, None], ending=t.ending[None, :, None])
         q_start, k_start, k_end, through = tile.within_sequence(decayed[:2], decayed[2:3], decayed.through, masks)
-        seen = dot_nt(jnp.concatenate([q_start, k_start], axis=1), S)
-        v_new = dot(X, beta * (v - seen[:, C:]))
-        o, S = seen[:, :C] + dot(scores, v_new), through * S + dot_tn(v_new, k_end)
+        readers = [q_start, k_start] if with_output else [k_start]
+        *seen_q, seen_k = jnp.split(dot_nt(jnp.concatenate(readers, axis=1), S), len(readers), axis=1)
+        v = jnp.pad(v, [(0, 0), (0, 0), (0, channels - v.shape[2])])
+        v_new = dot(X, beta * (v - seen_k))
+        o = seen_q[0] + dot(scores, v_new) if with_output else None
+        S = through * S + dot_tn(v_new, k_end)
         return S, (o, S if keep_states else None)
 
     S, (o, states) = lax.scan(step, start, (v, beta, scores, X, decayed, tables))
-    return o, S, states
+    return Chunks(o, S, states, X)
 
 
 class Static(NamedTuple):
@@ -188,13 +214,28 @@ class Static(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def run(x: Arguments, static: Static) -> tuple[jax.Array, jax.Array | None]:
+def run(x: Arguments, static: Static, kept: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
     """Return (o [B, T, HV, V] in the type of v, the final states [N, HV, K, V] float32, or None unless asked for).
 
     Args:
       x: checked arguments; scale is a float32 scalar array.
       static: what is known when the program is built.
+      kept: the inverses of `states_after`, of the same tokens.
     """
+    return _run(x, static, True, kept)[:2]
+
+
+def states_after(x: Arguments, static: Static) -> tuple[jax.Array, jax.Array]:
+    """Return the states after the tokens and the inverses of all chunks [steps, B HV, C, C].
+
+    Initial states, which there must be, may have more channels than v, whose values are zeros.
+    """
+    _, states, X = _run(x, static._replace(output_final_state=True), False, None)
+    return states, X
+
+
+def _run(x: Arguments, static: Static, with_output: bool, kept: jax.Array | None) -> tuple[Any, Any, jax.Array]:
+    """Return the output, unless it is not wanted, the final states, if they are, and the inverses."""
     B, T, HV, _ = x.v.shape
     C = static.C
     cu_seqlens: Any = x.cu_seqlens
@@ -227,12 +268,13 @@ def run(x: Arguments, static: Static) -> tuple[jax.Array, jax.Array | None]:
         start = state.reshape(B * HV, *state.shape[2:])
     keep = cu_seqlens is not None and static.output_final_state
     q, k, v, g, beta = map(steps, (q, k, v, g, beta))
-    o, last, states = chunk_kda(q, k, v, g, beta, start, tables, static.base, keep)
-    o = jnp.moveaxis(o.reshape(o.shape[0], batch, HV, *o.shape[2:]), 1, 0)
-    o = chunks.merge(o.reshape(-1, *o.shape[2:])).astype(x.v.dtype)
+    o, last, states, X = chunk_kda(q, k, v, g, beta, start, tables, static.base, keep, with_output, kept)
+    if with_output:
+        o = jnp.moveaxis(o.reshape(o.shape[0], batch, HV, *o.shape[2:]), 1, 0)
+        o = chunks.merge(o.reshape(-1, *o.shape[2:])).astype(x.v.dtype)
     if stream:
-        return keep_apart(o, x.v, spoilt, cu_seqlens), None
+        return keep_apart(o, x.v, spoilt, cu_seqlens), None, X
     if not static.output_final_state:
-        return o, None
+        return o, None, X
     last = last.reshape(B, HV, *last.shape[1:]) if states is None else states[chunks.final_chunk]
-    return o, jnp.swapaxes(unless_empty(last, state, cu_seqlens), -1, -2)
+    return o, jnp.swapaxes(unless_empty(last, state, cu_seqlens), -1, -2), X

@@ -56,7 +56,8 @@ def chunk_gated_delta_rule(
     options = Options(
         output_final_state, use_qk_l2norm_in_kernel, chunk_size, laws=laws, devices=Devices(sharding, context_axis)
     )
-    return gdn.chunk(x, options, implementation, {"staged": staged.delta_rule})
+    over_tokens = {"staged": staged.DELTA_RULE_OVER_TOKENS}
+    return gdn.chunk(x, options, implementation, {"staged": staged.delta_rule}, over_tokens=over_tokens)
 
 
 @documented_by(kda.fused_chunk_kda)
@@ -95,7 +96,8 @@ def chunk_kda(
     x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, segment_ids)
     devices = Devices(sharding, context_axis)
     options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws, devices)
-    return kda.chunk(x, options, implementation, {"staged": staged.delta_rule})
+    over_tokens = {"staged": staged.DELTA_RULE_OVER_TOKENS}
+    return kda.chunk(x, options, implementation, {"staged": staged.delta_rule}, over_tokens=over_tokens)
 
 
 @documented_by(gla.fused_chunk_gla)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from chunkwise.chunk_o import chunk_fwd_o
 from chunkwise.cumsum import chunk_local_cumsum
 from chunkwise.kkt import chunk_scaled_dot_kkt
 from chunkwise.shared.kernels import clip_gate
-from chunkwise.shared.operators import Arguments, ChunkStates, Options, unit_rows
+from chunkwise.shared.operators import Arguments, ChunkStates, Launches, Options, Summary, beside_identity, unit_rows
 from chunkwise.solve_tril import solve_tril
 from chunkwise.wy_fast import recompute_w_u
 
@@ -20,9 +20,12 @@ _PALLAS = "pallas"
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def delta_rule(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
-    """Gated delta rule for gates per head g [B, T, HV], Kimi delta attention for gates per channel [B, T, HV, K]."""
-    g_cum, (h, v_new, final_state) = _delta_states(x, options, _PALLAS)
+def delta_rule(x: Arguments, options: Options, A_inv: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """Gated delta rule for gates per head g [B, T, HV], Kimi delta attention for gates per channel [B, T, HV, K].
+
+    `A_inv` are the inverses that `_delta_summary` keeps, of the same tokens.
+    """
+    g_cum, (h, v_new, final_state) = _delta_states(x, options, _PALLAS, A_inv)
     q, k = (unit_rows(y, options.normalise, x.cu_seqlens) for y in (x.q, x.k))
     o = chunk_fwd_o(
         q, k, v_new, h, g_cum, None, _scale(x), x.cu_seqlens, options.chunk_size, implementation=_PALLAS
@@ -30,19 +33,63 @@ def delta_rule(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | N
     return o.astype(x.v.dtype), final_state
 
 
-def _delta_states(x: Arguments, options: Options, implementation: str) -> tuple[jax.Array, tuple]:
-    """Return the cumulative gates, and what the state pass returns: states before chunks, new values, final states."""
+class Solved(NamedTuple):
+    """What the stages before the pass of the state give.
+
+    Attributes:
+      k: keys, scaled if this is wanted.
+      g_cum, A_inv, w, u: what the stages call so.
+    """
+
+    k: jax.Array
+    g_cum: jax.Array
+    A_inv: jax.Array
+    w: jax.Array
+    u: jax.Array
+
+
+def _solve(x: Arguments, options: Options, implementation: str, A_inv: jax.Array | None) -> Solved:
+    """Run the stages before the pass of the state, with the inverses if they are known."""
     assert x.g is not None
     assert x.beta is not None
     cu, C, how = x.cu_seqlens, options.chunk_size, {"implementation": implementation}
     k = unit_rows(x.k, options.normalise, cu)
     g_cum = chunk_local_cumsum(clip_gate(x.g), C, cu_seqlens=cu, **how)
+    # Where the inverses are known only the gradient asks for A.
     A = chunk_scaled_dot_kkt(k, x.beta, g_cum, cu, C, **how)
-    A_inv = solve_tril(A, cu, **how)
-    w, u = recompute_w_u(k, x.v, x.beta, A_inv, g_cum, cu, **how)
+    A_inv = solve_tril(A, cu, A_inv=A_inv, **how)
+    return Solved(k, g_cum, A_inv, *recompute_w_u(k, x.v, x.beta, A_inv, g_cum, cu, **how))
+
+
+def _delta_states(
+    x: Arguments, options: Options, implementation: str, A_inv: jax.Array | None = None
+) -> tuple[jax.Array, tuple]:
+    """Return the cumulative gates, and what the state pass returns: states before chunks, new values, final states."""
+    k, g_cum, _, w, u = _solve(x, options, implementation, A_inv)
     return g_cum, chunk_gated_delta_rule_fwd_h(
-        k, w, u, g_cum, x.initial_state, options.output_final_state, cu, C, **how
+        k, w, u, g_cum, x.initial_state, options.output_final_state, x.cu_seqlens, options.chunk_size,
+        implementation=implementation,
     )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _delta_summary(x: Arguments, options: Options) -> Summary:
+    """Return what the tokens do to a state: one pass of the state beside the identity. The inverses are kept."""
+    k, g_cum, A_inv, w, u = _solve(x, options, _PALLAS, None)
+
+    def states_after(y: Arguments) -> tuple[Any, jax.Array]:
+        missing = y.initial_state.shape[3] - u.shape[3]
+        _, _, states = chunk_gated_delta_rule_fwd_h(
+            k, w, jnp.pad(u, [(0, 0)] * 3 + [(0, missing)]), g_cum, y.initial_state, True, y.cu_seqlens,
+            options.chunk_size, implementation=_PALLAS,
+        )  # fmt: skip
+        return states, A_inv
+
+    return beside_identity(states_after, x, widest=None)
+
+
+# What the chain of a delta rule does where tokens are split over devices.
+DELTA_RULE_OVER_TOKENS = Launches(delta_rule, _delta_summary, at_once=True)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -8,9 +8,9 @@ import jax
 
 from chunkwise.shared.operators.arguments import Arguments, Options, Slots, check_shared, scale_of, without_laws
 from chunkwise.shared.operators.checks import choose_chunk_size, choose_implementation
-from chunkwise.shared.operators.context import Form, Summary
+from chunkwise.shared.operators.context import Form, Summary, state_gradient_of
 from chunkwise.shared.operators.devices import over_devices
-from chunkwise.shared.operators.segments import run_segments
+from chunkwise.shared.operators.segments import run_segments, summarise_segments
 
 # From checked arguments and options to the output [B, T, HV, V] and the final states [N, HV, K, V] or None.
 Implementation = Callable[[Arguments, Options], tuple[jax.Array, jax.Array | None]]
@@ -22,12 +22,15 @@ class Launches(NamedTuple):
     Attributes:
       run: from arguments, options and what was kept.
       summary: from arguments and options.
-      state_gradient: from arguments, options, what was kept, and the cotangents.
+      state_gradient: from arguments, options, what was kept, and the cotangents; None where JAX takes it from `run`.
+      at_once: whether kernels make all gradients of `run` at once, so that for that of the initial states JAX would
+        launch them, and those that make what they read, once more. It is then taken from all gradients of `run`.
     """
 
     run: Callable[[Arguments, Options, Any], tuple[jax.Array, Any]]
     summary: Callable[[Arguments, Options], Summary]
-    state_gradient: Callable[[Arguments, Options, Any, jax.Array, jax.Array], jax.Array]
+    state_gradient: Callable[[Arguments, Options, Any, jax.Array, jax.Array], jax.Array] | None = None
+    at_once: bool = False
 
 
 def prepare(x: Arguments, options: Options, implementation: str, raw_gates: bool = False) -> tuple[Arguments, Options]:
@@ -60,7 +63,7 @@ def run_chunked(
       on_tpu: what None means on a TPU; elsewhere it means "xla".
       raw_gates: those of `known` that take raw gates and their law; the others get decays.
       segmented: those that know segments; the others get gates that forget everything where a segment begins.
-      over_tokens: what those of `segmented` have for tokens that are split over devices; the others run as they are.
+      over_tokens: what some of `known` have for tokens that are split over devices; the others run as they are.
     """
     check_shared(x, options)
     chosen = choose_implementation(implementation, tuple(known), on_tpu)
@@ -68,19 +71,29 @@ def run_chunked(
     def prepared(x: Arguments, options: Options) -> tuple[Arguments, Options]:
         return prepare(x, options, chosen, chosen in raw_gates)
 
-    def run(x: Arguments, options: Options, _: Slots) -> tuple[jax.Array, jax.Array | None]:
+    def apart(run: Callable, over_segments: Callable, x: Arguments, options: Options) -> Any:
+        """Run on prepared arguments, by `over_segments` if there are segments and the implementation knows of none."""
         x, options = prepared(x, options)
         if x.segment_ids is None or chosen in segmented:
-            return known[chosen](x, options)
+            return run(x, options)
         # A gate that forgets everything keeps no promise.
-        return run_segments(lambda y: known[chosen](y, options._replace(gate_lower_bound=None)), x)
+        return over_segments(lambda y: run(y, options._replace(gate_lower_bound=None)), x)
+
+    def run(x: Arguments, options: Options, _: Slots) -> tuple[jax.Array, jax.Array | None]:
+        return apart(known[chosen], run_segments, x, options)
 
     def form(options: Options) -> Form:
         launches = over_tokens[chosen]
-        return Form(
-            lambda x, kept: launches.run(*prepared(x, options), kept),
-            lambda x: launches.summary(*prepared(x, options)),
-            lambda x, kept, do, dstates: launches.state_gradient(*prepared(x, options), kept, do, dstates),
-        )
+
+        def run(x: Arguments, kept: Any) -> tuple[jax.Array, Any]:
+            return apart(lambda y, options: launches.run(y, options, kept), run_segments, x, options)
+
+        def summary(x: Arguments) -> Summary:
+            return apart(launches.summary, summarise_segments, x, options)
+
+        if launches.state_gradient is None:
+            return Form(run, summary, None if launches.at_once else state_gradient_of(run))
+        own: Any = launches.state_gradient
+        return Form(run, summary, lambda x, kept, do, dstates: own(*prepared(x, options), kept, do, dstates))
 
     return over_devices(run, x, options, form=form if chosen in over_tokens else None)

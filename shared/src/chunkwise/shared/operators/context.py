@@ -58,6 +58,15 @@ class Form(NamedTuple):
     state_gradient: Callable[[Arguments, Any, jax.Array, jax.Array], jax.Array] | None = None
 
 
+def state_gradient_of(run: Callable[[Arguments, Any], tuple[jax.Array, Any]]) -> Callable:
+    """Return `Form.state_gradient` from `Form.run`: JAX computes what the states alone need."""
+
+    def state_gradient(x: Arguments, kept: Any, do: jax.Array, dstates: jax.Array) -> jax.Array:
+        return jax.vjp(lambda S: run(x._replace(initial_state=S), kept), x.initial_state)[1]((do, dstates))[0]
+
+    return state_gradient
+
+
 def plain_form(run: Callable[[Arguments], tuple[jax.Array, Any]]) -> Form:
     """Return the form of an operator that has no launches of its own for it."""
 
@@ -75,18 +84,21 @@ def plain_form(run: Callable[[Arguments], tuple[jax.Array, Any]]) -> Form:
 _WIDEST = 256
 
 
-def beside_identity(states_after: Callable[[Arguments], tuple[jax.Array, Any]], x: Arguments) -> Summary:
+def beside_identity(
+    states_after: Callable[[Arguments], tuple[jax.Array, Any]], x: Arguments, widest: int | None = _WIDEST
+) -> Summary:
     """Return what the tokens of a delta rule do to a state: M is the state that they make of the identity.
 
     Args:
       states_after: from arguments to the states after the tokens, and what is kept. Initial states may have more
         channels than v, whose values are zeros.
       x: the arguments.
+      widest: channels of one run at most, None for any number. Where V and K are more it takes two.
     """
     (HV, V), K, n = x.v.shape[2:], x.q.shape[3], x.num_states
     start = jnp.zeros((n, HV, K, V), jnp.float32) if x.initial_state is None else x.initial_state
     identity = jnp.broadcast_to(jnp.eye(K, dtype=jnp.float32), (n, HV, K, K))
-    if V + K <= _WIDEST:
+    if widest is None or widest >= V + K:
         both, kept = states_after(x._replace(initial_state=jnp.concatenate([start, identity], axis=3)))
         return Summary(both[..., :V], kept, both[..., V:])
     nothing = jnp.zeros((*x.v.shape[:3], K), x.v.dtype)

@@ -19,6 +19,7 @@ from chunkwise.shared.kernels.chunks import select_tokens
 from chunkwise.shared.kernels.segments import Segments, find_segments, runs
 from chunkwise.shared.kernels.tiles import clip_gate
 from chunkwise.shared.operators.arguments import Arguments, total_gate
+from chunkwise.shared.operators.context import Summary
 from chunkwise.shared.operators.isolation import tokens_not_finite
 
 # Of arguments without segment ids to the output [B, T, HV, V] and the final states [B, HV, K, V] or None.
@@ -32,6 +33,20 @@ def run_segments(run: Run, x: Arguments) -> tuple[jax.Array, jax.Array | None]:
       run: takes arguments without segment ids, whose gates, [B, T, HV] or [B, T, HV, K], are decays.
       x: arguments, whose gates are decays too.
     """
+    taken, spoilt, segments = _as_one(x)
+    return _mark(run(taken), x.v, x.initial_state, spoilt, segments)
+
+
+def summarise_segments(summary: Callable[[Arguments], Summary], x: Arguments) -> Summary:
+    """Return what the tokens do to a state, by a summary that knows of no segments; as `run_segments`."""
+    taken, spoilt, segments = _as_one(x)
+    found = summary(taken)
+    states, M = (None if y is None else _unless(spoilt[:, -1], y, jnp.nan) for y in (found.states, found.M))
+    return Summary(states, found.kept, M)
+
+
+def _as_one(x: Arguments) -> tuple[Arguments, jax.Array, Segments]:
+    """Return arguments without segment ids, which tokens are of segments that are not finite, and the segments."""
     ids: Any = x.segment_ids
     segments = find_segments(ids)
     tokens = [clip_gate(y) if y is x.g else y for y in (x.q, x.k, x.v, x.g, x.beta) if y is not None]
@@ -44,8 +59,7 @@ def run_segments(run: Run, x: Arguments) -> tuple[jax.Array, jax.Array | None]:
     if state is not None:
         state = jnp.where(_not_finite(state), jnp.zeros((), state.dtype), state)
     g = select_tokens(~segments.begins, g, -jnp.inf)
-    results = run(x._replace(**inputs, g=g, g_gamma=None, initial_state=state, segment_ids=None))
-    return _mark(results, x.v, x.initial_state, spoilt, segments)
+    return x._replace(**inputs, g=g, g_gamma=None, initial_state=state, segment_ids=None), spoilt, segments
 
 
 def _not_finite(states: jax.Array) -> jax.Array:
