@@ -96,24 +96,29 @@ def kernels(*quick: str) -> list:
     return [pytest.param(name, marks=[] if name in quick else [thorough]) for name in names]
 
 
+IN_KERNELS = pytest.mark.parametrize("implementation", ["fused", pytest.param("staged", marks=thorough)])
+
+
+@IN_KERNELS
 @pytest.mark.parametrize("states", [True, pytest.param(False, marks=thorough)], ids=["states", "no-states"])
 @pytest.mark.parametrize("name", kernels("chunk_gla"))
-def test_documents_in_kernels(name, states):
+def test_documents_in_kernels(name, states, implementation):
     """Three launches where tokens are split: the states alone, the operator, the gradient of the state alone."""
     x = inputs_of(name, B=1, states=len(BOUNDARIES) - 1 if states else 0)
     mesh, fixed = make_mesh((2,), "automatic"), {"cu_seqlens": BOUNDARIES}
-    assert_divided(name, "fused", mesh, P(None, "a"), "automatic", x, fixed, states)
+    assert_divided(name, implementation, mesh, P(None, "a"), "automatic", x, fixed, states)
 
 
+@IN_KERNELS
 @pytest.mark.parametrize("name", kernels("chunk_simple_gla"))
-def test_segments_in_kernels(name):
+def test_segments_in_kernels(name, implementation):
     """Padding may hold anything."""
     x, fixed = inputs_of(name), {"segment_ids": jnp.asarray(SEGMENTS)}
     padding = {n: jnp.asarray(SEGMENTS < 0).reshape(*SEGMENTS.shape, *(1,) * (y.ndim - 2)) for n, y in x.items()}
     spoilt = {n: y if n == "initial_state" else jnp.where(padding[n], jnp.nan, y) for n, y in x.items()}
     mesh, spec = make_mesh((2,), "explicit"), P(None, "a")
-    cotangents = cotangents_of(run_of(name, "fused"), x, fixed)
-    got = on_mesh(name, "fused", mesh, spec, "explicit")(
+    cotangents = cotangents_of(run_of(name, implementation), x, fixed)
+    got = on_mesh(name, implementation, mesh, spec, "explicit")(
         *(place(y, mesh, spec) for y in (spoilt, fixed)), place(cotangents, mesh, spec)
     )
     assert_expected(got, expected(x, fixed, cotangents))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.shared.kernels import dot
@@ -21,6 +22,7 @@ from chunkwise.shared.testing import (
     make_gate,
     make_inputs,
     numeric_gradients,
+    product_flops,
     spec,
     spoil_padding,
     text_for_tpu,
@@ -200,3 +202,14 @@ def test_kernel_products():
 
     assert kernel_products(text_for_tpu(launch, spec(1, 128, 128))) == [[("f32", "f32", "fp32"), ("bf16", "bf16", "")]]
     assert kernel_products(text_for_tpu(lambda x: x @ x, spec(8, 8))) == []
+
+
+def test_product_flops():
+    """Those of a loop count as often as it turns, also of one inside of another."""
+
+    def run(x, y):
+        inner = lambda x: lax.scan(lambda x, _: (jnp.sin(x @ y), None), x, None, length=5)[0]
+        return lax.scan(lambda x, _: (inner(x), None), x @ y, None, length=7)[0]
+
+    text = jax.jit(run).lower(spec(4, 8, 16), spec(16, 16)).compile().as_text()
+    assert product_flops(text) == (1 + 5 * 7) * 2 * 4 * 8 * 16 * 16

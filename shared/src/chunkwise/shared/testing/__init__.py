@@ -13,6 +13,7 @@ from chunkwise.shared.testing.compare import (
     with_gradients,
 )
 from chunkwise.shared.testing.documents import documented_flops
+from chunkwise.shared.testing.flops import product_flops
 from chunkwise.shared.testing.inputs import GATES, boundaries, make_gate, make_inputs, spec, spoil_padding
 from chunkwise.shared.testing.laws import law_reference, raw_inputs
 from chunkwise.shared.testing.oracle import reference
@@ -55,6 +56,7 @@ __all__ = [
     "make_inputs",
     "numeric_gradients",
     "over_segments",
+    "product_flops",
     "raw_inputs",
     "reference",
     "segment_launches",
