@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks time`, `stages`, `accuracy`, `tpu`, `remat`, `scale`, `step`, `plot`."""
+"""The command line, `python -m benchmarks`: time, stages, accuracy, tpu, remat, scale, step, packed, plot."""
 
 import argparse
 import json
@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from benchmarks import accuracy, operators, plots, remat, scale, stages, step, tpu
+from benchmarks import accuracy, operators, packed, plots, remat, scale, stages, step, tpu
 from benchmarks.block import BLOCKS
 from benchmarks.cases import CASES, Case
-from benchmarks.compare import compare
+from benchmarks.compare import compare, merged
 from benchmarks.mixer import MIXERS
 from chunkwise import pipeline
 from chunkwise.pipeline.operators import OPERATORS
@@ -34,6 +34,7 @@ def parse(arguments=None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     saved = argparse.ArgumentParser(add_help=False)
     saved.add_argument("--json", type=Path, help="write the result here")
+    saved.add_argument("--keep", action="store_true", help="keep the rows there that this run has no newer ones of")
     saved.add_argument("--base", type=Path, help="compare with a result; exit code 1 if a row is worse")
     saved.add_argument("--tolerance", type=float, default=0.1, help="by how much a figure may grow over --base")
     sizes = argparse.ArgumentParser(add_help=False)
@@ -77,6 +78,11 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--mixture", action="append", choices=list(step.MIXTURES), help="of sequences; may be repeated")
     one.add_argument("--implementation", action="append", choices=["xla", "staged", "fused"], help="may be repeated")
     one.add_argument("--chip", action="append", choices=list(CHIPS), help="estimate for it instead of timing")
+    one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
+    one = commands.add_parser("packed", parents=[saved], help="bundles of a packed batch that hands in and out states")
+    one.add_argument("--operator", action="append", choices=packed.OPERATORS, help="may be repeated")
+    one.add_argument("--chip", action="append", choices=list(CHIPS))
+    one.add_argument("--tokens", type=int, default=8192, help="of all sequences together, a multiple of 1024")
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("accuracy", parents=[saved], help="errors against gate strength and repeated keys")
     one.add_argument("sweep", choices=["gate", "keys"])
@@ -157,6 +163,11 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
         yield from scale_jobs(options, options.implementation)
     elif options.command == "step":
         yield from step_jobs(options, options.implementation or default)
+    elif options.command == "packed":
+        for operator in options.operator or packed.OPERATORS:
+            for chip in options.chip or ["v6e"]:
+                run = lambda a=(operator, options.tokens, chip): packed.measure(*a, options.timeout)
+                yield f"{operator}, {chip}", {"operator": operator, "chip": chip, "T": options.tokens}, run
     else:
         sweep = {"gate": "gate strength", "keys": "repeated keys"}[options.sweep]
         some = [x for x in accuracy.NAMES if options.sweep == "gate" or OPERATORS[f"chunk_{x}"].delta]
@@ -220,6 +231,19 @@ def _cell(value) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+def save(options: argparse.Namespace, rows: list[dict]) -> None:
+    """Write a result; with `--keep` beside the rows of an earlier one of the same command, version and machine."""
+    about = {"jax": jax.__version__, "backend": jax.default_backend(), "device": jax.devices()[0].device_kind}
+    about |= {"command": options.command, "python": platform.python_version()}
+    if options.keep and options.json.exists():
+        earlier = json.loads(options.json.read_text())
+        others = {key: value for key, value in earlier.items() if key != "rows" and value != about.get(key)}
+        if others:
+            raise ValueError(f"`--keep` adds to a result of the same kind; got {others} for {about}.")
+        rows = merged(rows, earlier["rows"])
+    options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+
+
 def main(arguments=None) -> int:
     """Measure, print a table, write JSON, compare; return 1 if a result is wrong or worse than the base."""
     options = parse(arguments)
@@ -247,9 +271,7 @@ def main(arguments=None) -> int:
     if options.command == "scale" and not options.topology:
         console.print(scale.NOTE)
     if options.json:
-        about = {"jax": jax.__version__, "backend": jax.default_backend(), "device": jax.devices()[0].device_kind}
-        about |= {"command": options.command, "python": platform.python_version()}
-        options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        save(options, rows)
     wrong = any(row.get("correct") is False for row in rows)
     if base is not None:
         lines = compare(rows, base, options.tolerance)

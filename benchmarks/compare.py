@@ -13,6 +13,12 @@ def name(row: dict) -> tuple:
     return tuple(row.get(key) for key in NAMES)
 
 
+def merged(rows: list[dict], earlier: list[dict]) -> list[dict]:
+    """Return the earlier rows that have no newer one of their name, and then the rows."""
+    new = {name(row) for row in rows}
+    return [row for row in earlier if name(row) not in new] + rows
+
+
 def figures(row: dict) -> dict[str, float]:
     """Return the figures of a row by name; cycles are those of the kernels and of what is around them."""
     found = {key: row.get(key) for key in (*FIGURES, *MEMORY)}

@@ -131,9 +131,9 @@ def _gla_runs(table, C, kind, pieces):
     return table.shape[1], (starts, *clear, *before, *loop(chunks, whole))
 
 
-def count(operator: str, sequences: int, T: int, chip: str) -> dict[str, int]:
+def count(case: Case, chip: str) -> dict[str, int]:
     """Return the bundles of both directions by kind of launch; in a fresh process only."""
-    case, counts = case_of(operator, sequences, T), {}
+    counts: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
         text = _compiled(case, chip, tpu.dump_flags(folder, profile=False))
         for launch in launches(text):
@@ -144,6 +144,11 @@ def count(operator: str, sequences: int, T: int, chip: str) -> dict[str, int]:
     return counts
 
 
+def run_count(case: Case, chip: str, timeout: float) -> dict:
+    """Run `count` in a process of its own; `failed` is set where it gave no result."""
+    return tpu.first_result([f"from benchmarks.packed import Case, count; count({case!r}, {chip!r})"], timeout)
+
+
 def measure(operator: str, T: int, chip: str, timeout: float) -> list[dict]:
     """Return a row for every form; ratios are those of the first form's bundles to it.
 
@@ -151,8 +156,7 @@ def measure(operator: str, T: int, chip: str, timeout: float) -> list[dict]:
     """
     rows: list[dict] = []
     for form, sequences in FORMS.items():
-        code = f"from benchmarks.packed import count; count({operator!r}, {sequences}, {T}, {chip!r})"
-        counts = tpu.first_result([code], timeout)
+        counts = run_count(case_of(operator, sequences, T), chip, timeout)
         row = {"form": form, "sequences": sequences} | counts
         if "fwd" in counts:
             together = sum(counts.values())

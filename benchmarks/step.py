@@ -9,13 +9,12 @@ What a step does is traced, so the compiler does not know which parts of the pro
   second compilation, in which the kernels are hollow, because the compiler cannot profile all of them.
 """
 
-import glob
 import os
 import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import jax
@@ -25,6 +24,7 @@ from jax.experimental import pallas as pl
 
 from benchmarks import timing, tpu
 from benchmarks.cases import Case
+from benchmarks.regions import kernel_bundles, kernel_text, read_loop
 from chunkwise import pipeline
 from chunkwise.fused_gla.config import default_for
 from chunkwise.shared.chips import CHIPS
@@ -44,10 +44,6 @@ PREFILLS = {
 }
 # Of a program that is only compiled.
 SLOTS = 1024
-# Bundles after a branch that run whether it is taken or not.
-DELAY = 4
-# More bundles than a copy of a block that reaches past the end of an array takes, and fewer than a part of a kernel.
-CUT = 40
 
 
 @dataclass(frozen=True)
@@ -96,6 +92,7 @@ MIXTURES = {
     "decode-64-bfloat16": Mixture(64, pool="bfloat16"),
     "decode-64-float16": Mixture(64, pool="float16"),
     "decode-256": Mixture(256),
+    "decode-256-bfloat16": Mixture(256, pool="bfloat16"),
     "speculate-64x3": Mixture(64, W=3),
     "prefill-4096": Mixture(prefills=(4096,)),
     "decode-32-prefill-4096": Mixture(32, prefills=(4096,)),
@@ -146,126 +143,6 @@ def measure(case: Case, mixture: Mixture, dtype, implementations, repeats: int) 
     kept = ("implementation", "error", "correct", "median_ms", "spread_ms", "cpu_ms")
     tokens = {"tokens": mixture.T}
     return [{k: row[k] for k in kept} | tokens | {"tokens_s": mixture.T / row["median_ms"] * 1e3} for row in rows]
-
-
-class Region(NamedTuple):
-    """A part of a kernel's loop over the grid that a branch skips, or an inner loop whose turns its tables say.
-
-    Attributes:
-      start, stop: its bundles.
-      bundles: what it takes if it runs, or turns, once: loops in it as often as they turn, regions in it not at all.
-    """
-
-    start: int
-    stop: int
-    bundles: int
-
-
-class Loop(NamedTuple):
-    """A kernel's loop over its grid.
-
-    Attributes:
-      turns: how often it turns: twice more than the grid has steps.
-      always: bundles of a turn that no branch skips.
-      body: bundles that every step of the grid runs.
-      regions: what a step may skip, in the order of the kernel's text; a region comes before those in it.
-    """
-
-    turns: int
-    always: int
-    body: int
-    regions: list[Region]
-
-
-class _Bundle(NamedTuple):
-    label: str
-    depth: int
-    text: str
-
-
-def _bundles(text: str) -> list[_Bundle]:
-    """Return the bundles of a dump, each with the comments that follow it."""
-    found: list[_Bundle] = []
-    for line in text.splitlines():
-        if match := re.match(r"\s*(?:0x[0-9a-f]+|0)\s+([A-Z, ]*):\s*((?:> ?)*)\{(.*)", line):
-            depth = match[2].count(">")
-            # Empty bundles carry no depth.
-            if not match[3].startswith("}") or not found:
-                found.append(_Bundle(match[1], depth, match[3]))
-            else:
-                found.append(_Bundle(match[1], found[-1].depth, match[3]))
-        elif found:
-            found[-1] = found[-1]._replace(text=f"{found[-1].text}\n{line}")
-    return found
-
-
-def _exit(bundles: list[_Bundle]) -> int | None:
-    """Return the constant in the exit test of a loop, None if there is no single one."""
-    found = [int(n) for bundle in bundles for n in re.findall(r"(\d+) /\* loop exit test", bundle.text)]
-    return found[0] if len(found) == 1 else None
-
-
-def read_loop(text: str) -> Loop:
-    """Return the loop over the grid of a kernel, from the text of its final bundles."""
-    code = _bundles(text)
-    inside = [n for n, bundle in enumerate(code) if bundle.depth]
-    first, stop = inside[0], inside[-1] + 1
-    # How often a bundle runs in a turn: more than once in an inner loop.
-    times = [1] * len(code)
-    outer, spans, n = [], [], first
-    while n < stop:
-        end = n
-        while end < stop and code[end].depth > 1 and (end == n or "L" not in code[end].label):
-            end += 1
-        if end == n:
-            outer.append(code[n])
-            n += 1
-            continue
-        trips = _exit(code[n:end])
-        if any(bundle.depth > 2 for bundle in code[n:end]):
-            raise ValueError("A loop in a kernel has a loop in it.")
-        if trips is None:
-            spans.append((n, end))
-        else:
-            times[n:end] = [trips] * (end - n)
-        n = end
-    turns = _exit(outer)
-    if turns is None:
-        raise ValueError("The loop over the grid has no known number of turns.")
-    for n in range(first, stop):
-        for target in re.findall(r"sbr\.rel \(!?%\w+\) target = \$region(\d+)", code[n].text):
-            label = re.compile(rf"Start(?:/End empty)? region {target}\b")
-            end = next((m for m in range(n + 1, stop) if label.search(code[m].text)), None)
-            if end is not None:
-                spans.append((n + 1 + DELAY, end))
-    own = []
-    for start, end in sorted(set(spans), key=lambda span: (span[0], -span[1])):
-        nested = {m for a, b in spans if (a, b) != (start, end) and start <= a and b <= end for m in range(a, b)}
-        own.append(Region(start, end, sum(times[m] for m in range(start, end) if m not in nested)))
-    within = lambda x: [y for y in own if y is not x and x.start <= y.start and y.stop <= x.stop]
-    # What a step of the grid runs is a region too, because the turns that only copy skip it. Regions beside it copy
-    # blocks that reach past the end of an array; they are counted in every turn, which is more than run them.
-    body = max(own, key=lambda x: len(within(x)))
-    always = sum(times[first:stop]) - sum(times[body.start : body.stop])
-    return Loop(turns, always, body.bundles, within(body))
-
-
-def kernel_bundles(loop: Loop, steps: int, runs: list[int]) -> int:
-    """Return the bundles of a kernel.
-
-    Args:
-      loop: its loop over the grid.
-      steps: steps of the grid for one block of heads.
-      runs: how many of these run each region.
-    """
-    blocks, rest = divmod(loop.turns - 2, steps)
-    # The last block that a step writes may reach past the end of an array: what cuts it is counted in every step.
-    cuts = loop.regions[len(runs) :]
-    runs = runs + [steps] * len(cuts)
-    if rest or len(runs) != len(loop.regions) or any(region.bundles > CUT for region in cuts):
-        raise ValueError(f"A kernel has {loop.turns - 2} steps and {len(loop.regions)} regions; {steps}, {runs}.")
-    regions = sum(region.bundles * n for region, n in zip(loop.regions, runs, strict=True))
-    return loop.turns * loop.always + blocks * (steps * loop.body + regions)
 
 
 def decode_runs(routes: Routes) -> tuple[int, list[int]]:
@@ -400,14 +277,6 @@ def _compiled(case: Case, mixture: Mixture, chip: str, flags: str) -> str:
     return compiler.compile_for(run, flat, pool, step, chip=chip, auto_layout=True, donate_argnums=(1,)).as_text()
 
 
-def _kernel_text(folder: str, launch: str) -> str:
-    """Return the final bundles of a kernel."""
-    name = re.compile(rf"\d+-{re.escape(launch)}-\d+-final_bundles\.txt")
-    (path,) = [path for path in glob.glob(f"{folder}/*-final_bundles.txt") if name.fullmatch(os.path.basename(path))]
-    with open(path, errors="replace") as text:
-        return text.read()
-
-
 def _kind(launch: str) -> str:
     """Return what a launch does: its name has a chunk size if it goes chunk by chunk."""
     return "prefill" if re.search(r"_c\d+", launch) else "decode"
@@ -430,7 +299,7 @@ def count_kernels(case: Case, mixture: Mixture, chip: str) -> dict[str, int]:
         for launch in _wanted(mixture, text):
             chunk = re.search(r"_c(\d+)", launch)
             runs = prefill_runs(case, found.prefills, mixture.T, int(chunk[1])) if chunk else decode_runs(found.decodes)
-            counts[_kind(launch)] += kernel_bundles(read_loop(_kernel_text(folder, launch)), *runs)
+            counts[_kind(launch)] += kernel_bundles(read_loop(kernel_text(folder, launch)), *runs)
     return counts
 
 

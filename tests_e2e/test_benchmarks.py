@@ -1,5 +1,6 @@
 """The benchmarks run, on shapes of nothing, and print no ratio for a result that is wrong."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -401,6 +402,21 @@ def test_compare_from_the_command_line(run, tmp_path, monkeypatch):
     assert run(*arguments, "--base", str(base))[0] == 1
 
 
+def test_rows_of_an_earlier_result_are_kept(run, tmp_path, monkeypatch):
+    """Those that the run has no newer ones of, if the result is of the same command."""
+    errors = itertools.count(1.0)
+    monkeypatch.setattr(
+        "benchmarks.accuracy.measure", lambda operator, *_: [{"operator": operator, "error": next(errors)}]
+    )
+    found = lambda *arguments: [tuple(row.values()) for row in run("accuracy", "gate", "--operator", *arguments)[1]]
+    assert found("simple_gla") == [("simple_gla", 1.0)]
+    assert found("kda", "--keep") == [("simple_gla", 1.0), ("kda", 2.0)]
+    assert found("simple_gla", "--keep") == [("kda", 2.0), ("simple_gla", 3.0)]
+    (tmp_path / "result.json").write_text(json.dumps({"command": "step", "rows": []}))
+    with pytest.raises(ValueError, match="`--keep` adds to a result of the same kind; got"):
+        found("kda", "--keep")
+
+
 TIMED = {"T": 8, "implementation": "xla", "correct": True, "median_ms": 1.0, "memory_mib": 2.0}
 SWEPT = {"sweep": "gate strength", "operator": "kda", "form": "xla", "dtype": "float32", "point": 1.0, "error": 1e-7}
 ESTIMATED = {"case": "a", "pass": "forward", "implementation": "fused", "kernel_cycles": 10, "around_cycles": 1}
@@ -522,7 +538,7 @@ KERNEL_CODE = """\
 
 
 def test_loop_of_a_kernel():
-    from benchmarks.step import kernel_bundles, read_loop
+    from benchmarks.regions import kernel_bundles, read_loop
 
     loop = read_loop(KERNEL_CODE)
     # The first bundle, the branch with its delay, and three bundles at the end; a region starts after the delay.
@@ -536,6 +552,41 @@ def test_loop_of_a_kernel():
     # A small region that follows those of the kernel cuts the last block.
     cut = loop._replace(regions=[*loop.regions, loop.regions[0]])
     assert kernel_bundles(cut, 5, [3, 2]) == kernel_bundles(cut, 5, [3, 2, 5])
+
+
+def test_body_of_a_loop_that_has_fewer_regions_than_a_copy():
+    """A branch with two in it stands before the body, as those that copy blocks do, which may have none."""
+    from benchmarks.regions import read_loop
+
+    branch = lambda n: [f"   0x1   : > {{ sbr.rel (!%p1) target = $region{n} }}", *["   0x1   : > { %a }"] * 4]
+    end = lambda n: [f"   0x1   : > {{ %b }} /* Start/End empty region {n} */"]
+    copy = [*branch(1), *branch(2), *end(2), *branch(3), *end(3), *end(1)]
+    body = [*branch(4), *["   0x1   : > { %c }"] * 40, *end(4)]
+    exit_test = ["   0x1   : > { %q = scmp.ge.s32.totalorder %s, 7 /* loop exit test */ }", "   0x1   :  { %s }"]
+    loop = read_loop("\n".join(["   0   :  { %a }", *copy, *body, *exit_test]))
+    assert (loop.body, loop.regions) == (40, [])
+    assert loop.always == len(copy) + len(body) + 1 - 40
+
+
+def test_turns_that_run_the_regions_of_packed_batches():
+    """Sequences of 70 and 140 tokens: pieces of 64, 6, 58, 64 and 18 rows, and one that is empty."""
+    from benchmarks.packed import case_of, turns
+
+    delta, kda, gla = (lambda n, name=name: case_of(name, n, 210) for name in ("gated_delta_rule", "kda", "simple_gla"))
+    # One turn more than pieces. The first piece begins in the first two; only the first turn has whole chunks alone.
+    assert turns(delta(2), "fwd", 64) == (7, [3, 1, 1, 6, 2])
+    assert turns(delta(2), "states", 64) == (7, [3, 1, 1, 6])
+    assert turns(delta(2), "bwd", 64) == (6, [1, 2, 1, 2, 4, 2])
+    assert turns(delta(0), "fwd", 64) == (5, [2, 1])
+    # The last turn has only the piece that is empty, and the backward begins with it.
+    assert turns(kda(2), "fwd", 64) == (7, [1, 6, 1, 5, 0])
+    assert turns(kda(2), "bwd", 64) == (6, [3, 2, 4, 1, 3])
+    assert turns(kda(0), "bwd", 64) == (4, [1])
+    # A step takes 4 chunks: 2 and 3 of the two sequences, of which 1 and 1 are whole, and one that is empty. The
+    # backward first goes over all but the last chunk of each.
+    assert turns(gla(2), "fwd", 64) == (3, [2, 1, 2, 5, 3, 2])
+    assert turns(gla(2), "bwd", 64) == (3, [3, 1, 2, 3, 1, 2, 2, 5, 3, 2])
+    assert turns(gla(0), "bwd", 64) == (1, [1, 3, 4])
 
 
 def test_steps_that_run_the_regions_of_the_kernels():
@@ -626,6 +677,41 @@ def test_tpu_estimate_of_a_step(operator):
     assert row["decode_bundles"] > 0
     assert row["prefill_bundles"] > 0
     assert row["cycles"] > row["around_cycles"] + row["decode_floor"] + row["prefill_floor"]
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(not compiler.has_libtpu(), reason="needs libtpu")
+@pytest.mark.parametrize(
+    ("operator", "sequences"),
+    [
+        pytest.param(operator, n, marks=[] if (operator, n) == ("gated_delta_rule", 3) else pytest.mark.thorough)
+        for operator in ("gated_delta_rule", "kda", "simple_gla", "gla")
+        for n in (3, 1, 0)
+    ],
+)
+def test_tpu_count_of_a_packed_batch(operator, sequences):
+    """The regions of every launch are as many as those counted, in a packed batch and in one that is not."""
+    from benchmarks.cases import Case
+    from benchmarks.packed import run_count
+
+    case = Case(operator, H=2, HV=4, T=1024, sequences=sequences, ragged=True)
+    counts = run_count(case, "v6e", timeout=300)
+    assert not counts.get("failed")
+    assert set(counts) == {"fwd", "bwd"} | ({"states"} if operator == "gated_delta_rule" else set())
+    assert all(bundles > 0 for bundles in counts.values())
+
+
+def test_ratios_of_a_packed_batch(run, monkeypatch):
+    """To the first form; a form that failed has none."""
+    from benchmarks import packed
+
+    results = iter([{"fwd": 20, "bwd": 40}, {"failed": "no result"}, {"fwd": 10, "bwd": 40}])
+    monkeypatch.setattr(packed, "run_count", lambda *_: next(results))
+    code, rows = run("packed", "--operator", "kda", "--tokens", "64")
+    assert code == 0
+    assert [row.get("forward_ratio") for row in rows] == [1.0, None, 2.0]
+    assert [row.get("ratio") for row in rows] == [1.0, None, 1.2]
+    assert rows[1]["failed"] == "no result"
 
 
 @pytest.mark.tpu
