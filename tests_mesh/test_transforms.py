@@ -1,6 +1,7 @@
 """Operators that divide themselves, under the transforms of JAX and inside of a shard_map of the caller."""
 
 import functools
+import math
 import re
 
 import jax
@@ -51,6 +52,21 @@ def test_vmap_and_gradient(spec):
     one_device = lambda x: run_of(NAME, "xla")(x, {})
     arguments = stacked(x), {}, stacked(cotangents)
     assert_same(jax.jit(several(run))(*arguments), jax.jit(several(one_device))(*arguments))
+
+
+def test_vmap_over_a_split_axis():
+    """On an automatic mesh vmap is told which axis splits what it maps, and nothing of it is gathered."""
+    x, _, _ = example()
+    x = stacked({name: y for name, y in x.items() if name != "initial_state"})
+    run, mesh = divided(P(None, "a"))
+    places = NamedSharding(mesh, P("b", None, "a"))
+    mapped = jax.jit(jax.vmap(lambda x: run(x)["o"], spmd_axis_name="b"), out_shardings=places)
+    program = mapped.lower(jax.device_put(x, places)).compile()
+    want = jax.jit(jax.vmap(lambda x: run_of(NAME, "xla")(x, {})["o"]))(x)
+    assert_close("o", program(jax.device_put(x, places)), want, 1e-5)
+    # N of two devices, for their part of what is mapped: B = 2, HV = 4, K = V = 8. A state of zeros needs no M.
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", program.as_text())
+    assert [math.prod(map(int, shape.split(","))) for shape in gathered] == [2 * 2 * 4 * 8 * 8]
 
 
 @pytest.mark.parametrize("spec", [pytest.param(DIVISIONS["tokens"], id="tokens")])

@@ -238,21 +238,30 @@ def _config(x: Arguments, options: Options, config: tiles.Config | None) -> tile
     return config
 
 
+class Given(NamedTuple):
+    """What the launch that makes states alone gives to the operator behind it, see `Operands`; u and w with the map."""
+
+    X: jax.Array
+    u: jax.Array | None = None
+    w: jax.Array | None = None
+
+
 def _fused(
-    x: Arguments, options: Options, kept: jax.Array | None = None, *, config: tiles.Config | None
+    x: Arguments, options: Options, given: Given | None = None, *, config: tiles.Config | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Run the kernels on checked arguments; `kept` are the inverses of `_summary`."""
+    """Run the kernels on checked arguments; `given` comes from `_summary` of the same tokens."""
     inside, after = split_scale(x.scale)
-    o, final_state = _launch(x._replace(scale=None), options, inside, _config(x, options, config), kept)
+    o, final_state = _launch(x._replace(scale=None), options, inside, _config(x, options, config), given)
     return scaled(o, after), final_state
 
 
 def _summary(x: Arguments, options: Options, *, config: tiles.Config | None) -> Summary:
-    """Return what the tokens do to a state, and the inverses of all chunks, which `_fused` and its gradient take."""
+    """Return what the tokens do to a state, the inverses of all chunks, and what else `_fused` takes."""
     x, config = x._replace(scale=None), _config(x, options, config)
     if sum(pad_lanes(n) for n in (x.q.shape[3], x.v.shape[3])) > MOST_CHANNELS:
-        return beside_identity(lambda x: _launch_states(x, options, config, False)[:2], x)
-    return Summary(*_launch_states(x, options, config, True))
+        summary = beside_identity(lambda x: _launch_states(x, options, config, False)[:2], x, widest=0)
+        return summary._replace(given=Given(summary.kept))
+    return _launch_states(x, options, config, True)
 
 
 def _pooled(x: Arguments, options: Options, routes: Routes) -> tuple[jax.Array, jax.Array]:
@@ -286,7 +295,7 @@ class LaidOut(NamedTuple):
 
 
 def _lay_out(
-    x: Arguments, options: Options, scale: float, config: tiles.Config, heads: int, kept: jax.Array | None = None,
+    x: Arguments, options: Options, scale: float, config: tiles.Config, heads: int, given: Given | None = None,
     routes: Routes | None = None,
 ) -> LaidOut:  # fmt: skip
     """Bring the user's arrays into the layout of a launch of so many value heads a step.
@@ -316,7 +325,9 @@ def _lay_out(
     pool = None if routes is None else x.initial_state
     tensors = Tensors(q, k, x.v, x.g, x.beta, x.initial_state if pool is None else None)
     operands = lay_out(tensors, (table, owner), operand_dtype(q.dtype, k.dtype, x.v.dtype), static, heads)
-    operands = operands._replace(X=None if kept is None else repacked(kept, p), pool=pool)
+    if given is not None:
+        operands = operands._replace(X=repacked(given.X, p), u=given.u, w=given.w)
+    operands = operands._replace(pool=pool)
     return LaidOut(static, tensors, operands)
 
 
@@ -328,10 +339,10 @@ def _user_states(states: jax.Array, otherwise: jax.Array | None, x: Arguments) -
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _launch(
-    x: Arguments, options: Options, scale: float, config: tiles.Config, kept: jax.Array | None
+    x: Arguments, options: Options, scale: float, config: tiles.Config, given: Given | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run the operator, differentiable."""
-    static, tensors, operands = _lay_out(x, options, scale, config, config.heads, kept)
+    static, tensors, operands = _lay_out(x, options, scale, config, config.heads, given)
     *varied, cu_seqlens = vary_alike(*operands, x.cu_seqlens)
     operands = operands._make(varied)
     o, states = fused(operands, cu_seqlens, static, tensors.types(), bool(options.output_final_state))
@@ -340,15 +351,14 @@ def _launch(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _launch_states(
-    x: Arguments, options: Options, config: tiles.Config, with_map: bool
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def _launch_states(x: Arguments, options: Options, config: tiles.Config, with_map: bool) -> Summary:
     """Run the kernel that only takes states through the tokens, and with the map also the identity."""
     static, _, operands = _lay_out(x, options, 1.0, config, config.heads)
     out = kernel_map.launch(operands._make(vary_alike(*operands)), static, with_map)
-    K, M = x.q.shape[3], out.get("M")
+    K, M, X = x.q.shape[3], out.get("M"), keep(out["X"])
     # Of an empty sequence nobody asks for the map.
-    return _user_states(out["ht"], operands.h0, x), keep(out["X"]), None if M is None else M[:, :, :K, :K]
+    M = None if M is None else M[:, :, :K, :K]
+    return Summary(_user_states(out["ht"], operands.h0, x), X, M, Given(X, out.get("u"), out.get("w")))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -368,7 +378,7 @@ def _launch_back(
     dstates: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """Run the reverse kernel for the gradient of the initial states alone."""
-    static, _, operands = _lay_out(x, options, scale, config, config.heads_bwd, kept)
+    static, _, operands = _lay_out(x, options, scale, config, config.heads_bwd, Given(kept))
     do, dht = to_lanes(do.astype(operands.v.dtype), static.T), pad_states(dstates)
     operands = operands._replace(do=do, dht=dht)
     d = kernel_bwd.launch(operands._make(vary_alike(*operands)), static, ("dh0",))["dh0"]

@@ -9,6 +9,8 @@ D_ij = exp(G_i - G_j),
     o  = scale e^G Q S + P W                      S' = e^G_last S + K^T e^(G_last - G) B W
 
 P of a chunk, and X as far as it takes no products, are made in the step before the one that takes the state through it.
+Where the launch of kernel_map.py has run over the same tokens, u = X V and w = -X e^G K are given, and W = u + w S.
+
 With bfloat16 tensors S enters its products as bfloat16: what rounding misses of S stays in S. X, P, R and W must not be
 rounded so: where keys repeat they oscillate, and the sums over them cancel. They keep 16 bits, as two bfloat16 parts.
 
@@ -40,6 +42,7 @@ from chunkwise.fused_gdn.tile import (
     gates,
     head_columns,
     indicator,
+    read_given,
     read_state,
     scores,
     write_state,
@@ -79,9 +82,10 @@ from chunkwise.shared.kernels import (
 
 # Heads that take the state through a chunk together: the products of one stage of theirs hide the latency of another.
 STAGE = 8
-# What a turn that is given its inverses does one after the other: "p" takes the chunk before through its next products,
-# "m" prepares half a stage of the next. Found by search for four stages: see the README.
-GIVEN_ORDER = "ppmpmmppp"
+# What a turn that need not make its inverses does one after the other: "p" takes the chunk before through its next
+# products, "m" prepares half a stage of the next. Found by search for four stages, for launches that are given X, and
+# for those that are given u and w: see docs/performance.md.
+GIVEN_ORDERS = {"X": "ppmpmmppp", "u": "pmmmppppp"}
 
 
 class Operands(NamedTuple):
@@ -99,6 +103,7 @@ class Operands(NamedTuple):
       owner: int32 [B * NT, 1, p C], the `coded_owners` of tokens, p times; None unless chunks may hold several.
       pool: states [slots, HV, K, V] of the user in place of h0: not padded.
       X: packed inverses of all steps [B, steps, HV / p, C, p C] float32, kept by the forward for the backward.
+      u, w: of all steps, [B, steps, HV, C, V] float32 and [B, steps, HV, C, K] like k. They take the place of v and X.
       h: the states before all steps [B, steps, HV, K, V] in the type of k.
       W: float32 like v.
       do: like v.
@@ -115,6 +120,8 @@ class Operands(NamedTuple):
     owner: Any = None
     pool: Any = None
     X: Any = None
+    u: Any = None
+    w: Any = None
     h: Any = None
     W: Any = None
     do: Any = None
@@ -187,6 +194,11 @@ def tokens_not_finite(refs, own, s: Shape, names: tuple[str, ...]) -> jax.Array:
     heads = (load_heads(getattr(refs, name), s.K, own=own) for name in names)
     values = (jnp.where(own, x.astype(jnp.float32), 0.0)[None] for x in (clip_gate(refs.g[...]), refs.beta[...]))
     return rows_not_finite(*heads, *values)
+
+
+def _inverts(refs) -> bool:
+    """Return whether a launch makes the inverses itself."""
+    return refs.X is None and refs.u is None
 
 
 def _fwd_kernel(refs, *, static: Static, s: Shape):
@@ -266,7 +278,7 @@ def _turn(refs, prepared: Step, passed: Step, masked: bool | None, static: Stati
     X, steps = None, iter(())
     if refs.X is not None:
         X = refs.X[...]
-    else:
+    if _inverts(refs):
         steps = ladder(refs.strip[...], refs.M[...], 2 if bf16 else 3)
 
     sums = gate_sums(g, beta, s, not bf16, masks)
@@ -292,7 +304,7 @@ def _turn(refs, prepared: Step, passed: Step, masked: bool | None, static: Stati
     # of the inverse, of which each waits for the one before, some heads are prepared and others meet the state. With
     # the inverse at hand, a stage does all it has to do at once, and fewer tiles wait in memory.
     passing = stagger(see_and_pass(stage) for stage in stages)
-    if refs.X is None:
+    if _inverts(refs):
         turns = stagger(prepare_and_see(stage) for stage in stages)
         for _ in stages:
             X = next(steps, X)
@@ -302,7 +314,7 @@ def _turn(refs, prepared: Step, passed: Step, masked: bool | None, static: Stati
             pass
     else:
         making = (make(part) for stage in stages for part in stage.cut(STAGE // 2))
-        take_turns(GIVEN_ORDER, p=passing, m=making)
+        take_turns(GIVEN_ORDERS["X" if refs.u is None else "u"], p=passing, m=making)
         for _ in making:
             pass
     for _ in passing:
@@ -341,9 +353,17 @@ def quarantine_passed(refs, own, passed: Step, s: Shape) -> jax.Array:
     def _():
         clear(refs.state)
 
-    found = jnp.maximum(refs.found[...], rows_not_finite(load_heads(refs.v, s.V, own=own)))
+    found = jnp.maximum(refs.found[...], rows_not_finite(load_values(refs, slice(None), own, s)))
     found = jnp.maximum(found, jnp.where(masks.carried, state, 0.0))
     return whole_sequences(found, masks.same[:, :, : s.C])
+
+
+def load_values(refs, heads: slice, own, s: Shape) -> jax.Array:
+    """Load v, or u where that is given, of some heads [heads, C, V]; rows that are not own are zero, None for all."""
+    if refs.u is None:
+        return load_heads(refs.v, s.V, heads, own)
+    u = refs.u[heads]
+    return u if own is None else jnp.where(own[None], u, 0.0)
 
 
 def spoil_passed(refs, spoilt, passed: Step, s: Shape) -> None:
@@ -367,7 +387,7 @@ def prepare(refs, q, k, sums: Sums, part: Part, masks, static: Static) -> dict[s
     g = gates(sums, part.heads, s)
     flow = flow_of(g, s, masks)
     made = {"start": flow.start, "end": flow.end * g.beta}  # [n, C, p C]
-    with_keys, with_queries = refs.X is None, refs.o is not None
+    with_keys, with_queries = _inverts(refs), refs.o is not None
     left = [k[part.keys]] * with_keys + [q[part.keys]] * with_queries
     if not left:
         return made
@@ -386,7 +406,7 @@ class Seen(NamedTuple):
 
     Attributes:
       start: `Flow.start`, head by head [heads, C, V].
-      KS, QS: as `read_state` returns them.
+      KS, QS: keys and queries times the state, [heads, C, V] float32; w takes the place of the keys where it is given.
     """
 
     start: jax.Array
@@ -401,7 +421,10 @@ def see_state(refs, part: Part, s: Shape) -> Seen:
         refs.h[part.heads] = S.astype(refs.h.dtype)
     if refs.o is not None:
         q = refs.q_passed[part.keys]
-    return Seen(head_columns(refs.start[part.packs], s, s.V), *read_state(k, q, S.astype(k.dtype), part.shape))
+    start, S = head_columns(refs.start[part.packs], s, s.V), S.astype(k.dtype)
+    if refs.u is not None:
+        return Seen(start, *read_given(refs.w[part.heads], q, S, part.shape))
+    return Seen(start, *read_state(k, q, S, part.shape))
 
 
 def pass_chunk(refs, own, stored, X, part: Part, seen: Seen, static: Static, s: Shape) -> Iterator[None]:
@@ -411,14 +434,18 @@ def pass_chunk(refs, own, stored, X, part: Part, seen: Seen, static: Static, s: 
       refs: of the kernel.
       own: its rows, bool [C, 1], or None for all.
       stored: the rows to store, likewise.
-      X: packed inverses [n, C, p C] of all heads.
+      X: packed inverses [n, C, p C] of all heads, None where u and w are given.
       part: the heads to take.
       seen: what they see of the state.
       static, s: of the kernel.
     """
     dtype = refs.k.dtype
-    v = load_heads(refs.v, s.V, part.heads, own).astype(jnp.float32)  # [heads, C, V]
-    W = multiply_packed(lanes(parts(X[part.packs], dtype)), v - seen.start * seen.KS, s.p, dtype)  # [heads, C, V]
+    values = load_values(refs, part.heads, own, s).astype(jnp.float32)  # [heads, C, V]
+    if refs.u is not None:
+        W = values + seen.KS
+    else:
+        R = values - seen.start * seen.KS
+        W = multiply_packed(lanes(parts(X[part.packs], dtype)), R, s.p, dtype)
     if refs.W is not None:
         store_heads(refs.W, W, stored, part.first)
     yield
@@ -437,7 +464,8 @@ def specs_of(static: Static, s: Shape, at) -> dict[str, pl.BlockSpec]:
     gate, state = cut.values(s.heads), cut.state(s.heads, s.K, s.V)
     return dict(
         q=key, k=key, v=value, g=gate, beta=gate, h0=state, owner=cut.owner(s.p * s.C),
-        X=cut.per_step(s.heads // s.p, s.C, s.p * s.C), h=cut.per_step(s.heads, s.K, s.V), W=value, do=value, dht=state,
+        X=cut.per_step(s.heads // s.p, s.C, s.p * s.C), u=cut.per_step(s.heads, s.C, s.V),
+        w=cut.per_step(s.heads, s.C, s.K), h=cut.per_step(s.heads, s.K, s.V), W=value, do=value, dht=state,
     )  # fmt: skip
 
 
@@ -450,7 +478,7 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
     """Run the forward kernel.
 
     Args:
-      x: operands. With X, of an earlier launch, it is not computed again.
+      x: operands. With X, or u and w, of an earlier launch, the inverse is not computed again.
       static: what is known.
       want: which outputs of "o", "ht", "h", "W", "X", "pool".
 
@@ -459,13 +487,16 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
       sequences are undefined, and h, W, X, pool as in `Operands`. The pool is updated in place.
     """
     B, HV, steps, s = static.B, static.HV, static.steps, static.shape(static.config.heads)
+    like_v = (B, static.T, HV * s.V)
+    if x.u is not None:
+        x = x._replace(v=None, X=None)
     prepared = specs_of(static, s, lambda turn: jnp.minimum(turn, jnp.int32(steps - 1)))
     passed = specs_of(static, s, lambda turn: jnp.maximum(turn - 1, jnp.int32(0)))
     kinds = {
-        "o": (passed["v"], x.v.shape, x.v.dtype),
+        "o": (passed["v"], like_v, x.k.dtype),
         "ht": (passed["h0"], (static.N, HV, s.K, s.V), jnp.float32),
         "h": (passed["h"], (B, steps, HV, s.K, s.V), x.k.dtype),
-        "W": (passed["W"], x.v.shape, jnp.float32),
+        "W": (passed["W"], like_v, jnp.float32),
         "X": (passed["X"], (B, steps, HV // s.p, s.C, s.p * s.C), jnp.float32),
     }
     if x.pool is not None:
@@ -490,7 +521,7 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
         }
     if "o" in want:
         scratch |= {"q_passed": pltpu.VMEM((keys, s.C, s.K), x.k.dtype), "scores": pltpu.VMEM(wide, x.k.dtype)}
-    if x.X is None:
+    if _inverts(x):
         strip = pltpu.VMEM((n, strip_rows(s.C), s.p * s.C), jnp.float32)
         scratch |= {"M": pltpu.VMEM(packed, jnp.float32), "strip": strip}
     # An operand and an output of one name are two Refs: the names of the outputs X, h and W differ in the kernel.
@@ -498,7 +529,7 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
     operands = [name for name in Operands._fields if name not in ("h", "W", "do", "dht")]
     kind = "fwd" if "o" in want else "states"
     estimate = cost if "o" in want else states_cost
-    specs = prepared | {name: passed[name] for name in ("v", "h0", "pool", "X") if name in passed}
+    specs = prepared | {name: passed[name] for name in ("v", "h0", "pool", "X", "u", "w") if name in passed}
     inputs = [name for name in operands if getattr(x, name) is not None]
     aliases = {inputs.index("pool"): wanted.index("pool")} if "pool" in wanted else {}
     out = pallas_call(
@@ -512,7 +543,7 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         in_specs=in_specs(x, specs)[: len(operands) - 1],
         out_specs=[kinds[name][0] for name in wanted],
-        out_shape=[out_struct(*kinds[name][1:], x.q, x.k, x.v, x.g, x.beta, x.h0, x.pool) for name in wanted],
+        out_shape=[out_struct(*kinds[name][1:], x.q, x.k, x.v, x.u, x.g, x.beta, x.h0, x.pool) for name in wanted],
         scratch_shapes=list(scratch.values()),
         input_output_aliases=aliases,
         cost_estimate=estimate(**static.sizes(), itemsize=x.k.dtype.itemsize),

@@ -2,7 +2,7 @@
 
 With the names of kernel.py, X applied to values and keys needs no state:
 
-    u = e^(G_last - G) B X V        w = -e^(G_last - G) B X e^G K        S' = e^G_last S + K^T (u + w S)
+    u = X V        w = -X e^G K        S' = e^G_last S + K^T e^(G_last - G) B (u + w S)
 
 So a chunk takes three turns: one prepares it, the next makes its X, u and w, and the last takes the state through it,
 with two products that wait for one another instead of three. V and K are exact operands where the tensors are bfloat16,
@@ -10,7 +10,7 @@ which makes the products with X shorter. X and u + w S keep 16 bits, because sum
 rounded like the state that it meets there.
 
 A state may have K more channels, which have no values: from the identity they become M, the matrix that takes a state
-through all tokens.
+through all tokens. With M, u and w are results, too: the operator that runs behind takes them in place of X and V.
 """
 
 from collections.abc import Iterator
@@ -63,6 +63,7 @@ from chunkwise.shared.kernels import (
     pallas_call,
     parts,
     rows_not_finite,
+    spoil,
     stagger,
     strip_rows,
     take_turns,
@@ -141,7 +142,7 @@ def _turn(refs, prepared: Step, inverted: Step, passed: Step, masked: bool | Non
         for _ in inverting:
             pass
         for stage in stages:
-            refs.u[stage.heads], refs.w[stage.heads] = apply_inverse(refs, inverse[-1], own_v, stage)
+            apply_inverse(refs, inverse[-1], own_v, stage)
             yield
 
     # The matrix unit takes products in the order in which they stand here, and where one waits, all wait. Between those
@@ -154,6 +155,9 @@ def _turn(refs, prepared: Step, inverted: Step, passed: Step, masked: bool | Non
     refs.X_out[...] = inverse[-1]
 
     if masked:
+        if refs.u_out is not None:
+            # The operator that is given u does not see v.
+            pl.when(jnp.max(found_v) > 0.0)(lambda: spoil(refs.u_out, found_v))
 
         @pl.when(jnp.max(spoilt) > 0.0)
         def _():
@@ -207,16 +211,19 @@ def prepare(k, sums: Sums, part: Part, masks) -> dict[str, jax.Array]:
     return made | {"start": start, "last": flow.start[:, -1:]}
 
 
-def apply_inverse(refs, X, own, part: Part) -> tuple[jax.Array, jax.Array]:
-    """Return u [heads, C, V] and w [heads, C, K]."""
-    s, dtype = part.shape, refs.k.dtype
-    X = refs.end[part.packs] * X[part.packs]  # [n, C, p C]
+def apply_inverse(refs, X, own, part: Part) -> None:
+    """Compute u [heads, C, V] and w [heads, C, K] and store both, for the state multiplied by what reaches the end."""
+    s, dtype, X = part.shape, refs.k.dtype, X[part.packs]  # [n, C, p C]
     v = load_heads(refs.v, s.V, part.heads, own)  # [heads, C, V]
     k = refs.k_inverted[part.keys]
     k = jnp.stack([k[i // s.group] for i in range(s.heads)])  # [heads, C, K]
     u = multiply_packed(lanes(parts(X, dtype)), v, s.p, dtype)
     w = multiply_packed(lanes(parts(X * -refs.start[part.packs], dtype)), k, s.p, dtype)
-    return u, w.astype(dtype)
+    if refs.u_out is not None:
+        refs.u_out[part.heads], refs.w_out[part.heads] = u, w.astype(dtype)
+    end = refs.end[part.packs]
+    refs.u[part.heads] = head_columns(end, s, s.V) * u
+    refs.w[part.heads] = (head_columns(end, s, s.K) * w).astype(dtype)
 
 
 def pass_chunk(refs, part: Part) -> Iterator[None]:
@@ -236,11 +243,11 @@ def launch(x: Operands, static: Static, with_map: bool) -> dict[str, Any]:
     Args:
       x: operands; q is not read.
       static: what is known.
-      with_map: whether M is wanted.
+      with_map: whether M, u and w are wanted.
 
     Returns:
       A dict: ht the final states [N, HV, K, V] and M [N, HV, K, K], float32, of which those of empty sequences are
-      undefined, and X as in `Operands`.
+      undefined, and X, u and w as in `Operands`.
     """
     x = x._replace(q=None)
     B, HV, steps, s = static.B, static.HV, static.steps, static.shape(static.config.heads)
@@ -266,17 +273,19 @@ def launch(x: Operands, static: Static, with_map: bool) -> dict[str, Any]:
         rows_of, owners = pltpu.VMEM((1, s.C, 1), jnp.float32), pltpu.VMEM((1, width), jnp.int32)
         scratch |= {"found": rows_of, "found_v": rows_of, "valid": rows_of}
         scratch |= {"owner_inverted": owners, "owner_passed": owners}
-    operands = [name for name in Operands._fields if name not in ("X", "h", "W", "do", "dht")]
+    operands = [name for name in Operands._fields if name not in ("X", "u", "w", "h", "W", "do", "dht")]
     # Under these names the outputs are no operands and no scratch.
-    outputs = {
-        "ht": (passed["h0"], (static.N, HV, s.K, s.V)),
-        "X_out": (inverted["X"], (B, steps, HV // s.p, s.C, width)),
+    square = specs_of(static, s._replace(V=s.K), lambda turn: _at(turn, 2, steps))["h0"]
+    kinds = {
+        "ht": (passed["h0"], (static.N, HV, s.K, s.V), jnp.float32),
+        "X_out": (inverted["X"], (B, steps, HV // s.p, s.C, width), jnp.float32),
+        "M_out": (square, (static.N, HV, s.K, s.K), jnp.float32),
+        "u_out": (inverted["u"], (B, steps, HV, s.C, s.V), jnp.float32),
+        "w_out": (inverted["w"], (B, steps, HV, s.C, s.K), operand),
     }
-    if with_map:
-        square = specs_of(static, s._replace(V=s.K), lambda turn: _at(turn, 2, steps))["h0"]
-        outputs["M_out"] = square, (static.N, HV, s.K, s.K)
+    outputs = {name: kind for name, kind in kinds.items() if with_map or name in ("ht", "X_out")}
     specs = prepared | {"v": inverted["v"], "h0": passed["h0"]}
-    present = [(name, name in outputs) for name in ("ht", "X_out", "M_out")]
+    present = [(name, name in outputs) for name in kinds]
     out = pallas_call(
         named(_map_kernel, operands, present, list(scratch), static=static, s=s),
         *(getattr(x, name) for name in operands),
@@ -287,8 +296,8 @@ def launch(x: Operands, static: Static, with_map: bool) -> dict[str, Any]:
         grid=(B, HV // s.heads, steps + 2),
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         in_specs=in_specs(x, specs)[: len(operands) - 1],
-        out_specs=[spec for spec, _ in outputs.values()],
-        out_shape=[out_struct(shape, jnp.float32, x.k, x.v, x.g, x.beta, x.h0) for _, shape in outputs.values()],
+        out_specs=[spec for spec, *_ in outputs.values()],
+        out_shape=[out_struct(*kind, x.k, x.v, x.g, x.beta, x.h0) for _, *kind in outputs.values()],
         scratch_shapes=list(scratch.values()),
         cost_estimate=states_cost(**static.sizes() | {"V": channels}, itemsize=operand.itemsize),
         vmem_limit_bytes=static.config.vmem_bytes,

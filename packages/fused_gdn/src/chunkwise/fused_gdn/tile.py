@@ -18,11 +18,13 @@ from chunkwise.shared.kernels import (
     SequenceMasks,
     bf16_parts,
     block_of,
+    diagonal_blocks,
     dot,
     dot_nt,
     dot_tn,
     lane_index,
     lanes,
+    pack_members,
     parts,
     rotate,
     rows,
@@ -304,6 +306,18 @@ def read_state(k, q, S, s: Shape):
     left = k if q is None else rows([k, q])  # [key heads, C or 2 C, K]
     read = split_lanes(dot(left, side_lanes(S, s.group)), s.group)
     return read[:, : s.C], None if q is None else read[:, s.C :]
+
+
+def read_given(w, q, S, s: Shape):
+    """Return w S and Q S as [heads, C, V] float32 for w [heads, C, K].
+
+    Two value heads of a key head share a product, whose width fills a matrix unit: of their rows of w only what meets
+    their own state is used.
+    """
+    pair = 2 - s.group % 2
+    q = jnp.stack([q[i // s.group] for i in range(0, s.heads, pair)])  # [heads / pair, C, K]
+    read = dot(rows([*pack_members(w, pair), q]), side_lanes(S, pair))  # [heads / pair, (pair + 1) C, pair V]
+    return diagonal_blocks(read[:, : pair * s.C], pair), split_lanes(read[:, pair * s.C :], pair)
 
 
 def write_state(k, W, s: Shape):

@@ -90,8 +90,8 @@ def fused(x: Operands, cu_seqlens: jax.Array | None, static: Static, like: Tenso
     """Run the forward.
 
     Args:
-      x: operands of the forward kernel. With X, of an earlier launch, neither direction computes it again; it has no
-        gradient of its own.
+      x: operands of the forward kernel. With X, of an earlier launch, neither direction computes it again, and with u
+        and w of it the forward computes less. These have no gradients of their own, and u and w are not kept.
       cu_seqlens: int32 [N + 1], or None.
       static: what is known.
       like: shapes and types of the user's arrays, which is what the backward keeps.

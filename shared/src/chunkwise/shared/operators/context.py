@@ -32,22 +32,24 @@ class Summary(NamedTuple):
 
     Attributes:
       states: after the tokens, as `Form.run` returns them.
-      kept: what the operator behind it need not make again.
+      kept: what the operator behind it, and the gradient of its initial states, need not make again.
       M: what multiplies a state from before the tokens, for the sequences of the states: a matrix [N, HV, K, K], or a
         decay [N, HV, K, 1], float32; None for a decay that is made from the gates.
+      given: what the operator takes in place of `kept`, if that is more than a backward should hold in memory.
     """
 
     states: Any
     kept: Any = None
     M: jax.Array | None = None
+    given: Any = None
 
 
 class Form(NamedTuple):
     """What an operator does over the tokens of one device.
 
     Attributes:
-      run: from arguments, and what `summary` kept, to the output [B, T, HV, V] and the states after the tokens. Its
-        gradient is that of the operator: what was kept has none of its own.
+      run: from arguments, and what `summary` kept or gave, to the output [B, T, HV, V] and the states after the tokens.
+        Its gradient is that of the operator: what was kept or given has none of its own.
       summary: from the arguments of `run` to what needs no queries.
       state_gradient: from arguments, what was kept, and the cotangents of `run` to the gradient of the initial states
         alone; None where it is taken from all gradients of `run`.
@@ -215,21 +217,21 @@ def _passing(part: Part) -> jax.Array | None:
     return None if part.passes is None else part.passes[:, None, None, None]
 
 
-def _summary(form: Form, x: Arguments, part: Part) -> tuple[AffineMap, Any]:
-    """Return the map of the tokens of a device, and what the form keeps."""
+def _summary(form: Form, x: Arguments, part: Part) -> tuple[AffineMap, Any, Any]:
+    """Return the map of the tokens of a device, what the form keeps, and what it gives to the operator."""
     if part.documents is None:
         start = None
     else:
         (HV, V), K = x.v.shape[2:], x.q.shape[3]
         start = _entry(part, jnp.zeros((1, HV, K, V), jnp.float32), x.initial_state)
-    N, kept, M = form.summary(x._replace(initial_state=start))
+    N, kept, M, given = form.summary(x._replace(initial_state=start))
     if M is None:
         g = total_gate(x)
         G = jnp.sum(g if part.valid is None else select_tokens(part.valid, g), axis=1)
         M = jnp.exp(G)[..., None] if g.ndim == 4 else jnp.exp(G)[..., None, None]
     else:
         M = _exit(part, M)
-    return AffineMap(M, _exit(part, N), _passing(part)), kept
+    return AffineMap(M, _exit(part, N), _passing(part)), kept, kept if given is None else given
 
 
 def _local(x: Arguments, axis) -> tuple[Arguments, Part]:
@@ -282,14 +284,14 @@ def run_context(
         return y._replace(initial_state=_entry(part, S, y.initial_state))
 
     def before(floats, S, fixed, part):
-        """Return M of this device, the state before it, and what the form keeps."""
-        own, kept = _summary(form, arguments(floats, fixed), part)
+        """Return M of this device, the state before it, and what the form keeps and gives."""
+        own, kept, given = _summary(form, arguments(floats, fixed), part)
         own = own._replace(M=checkpoint_name(own.M, MAP_NAME))
-        return own.M, checkpoint_name(exclusive_scan(own, S, axis), STATE_NAME), kept
+        return own.M, checkpoint_name(exclusive_scan(own, S, axis), STATE_NAME), kept, given
 
     def forward(floats, first, fixed, part):
-        M, S, kept = before(floats, first, fixed, part)
-        run = lambda floats, S: form.run(entering(floats, S, fixed, part), kept)
+        M, S, kept, given = before(floats, first, fixed, part)
+        run = lambda floats, S: form.run(entering(floats, S, fixed, part), given)
         results, pull = jax.vjp(run, floats, S)
         return results, (M, S, kept, pull, floats, fixed, part)
 
@@ -313,8 +315,8 @@ def run_context(
     @jax.custom_vjp
     def call(floats, S, fixed, part):
         # Not `forward`: without gradients the operator keeps nothing.
-        _, S, kept = before(floats, S, fixed, part)
-        return form.run(entering(floats, S, fixed, part), kept)
+        _, S, _, given = before(floats, S, fixed, part)
+        return form.run(entering(floats, S, fixed, part), given)
 
     call.defvjp(forward, backward)
     o, states = call(floats, start, fixed, part)

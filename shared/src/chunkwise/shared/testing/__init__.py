@@ -26,6 +26,7 @@ from chunkwise.shared.testing.segmented import (
     over_segments,
     segment_launches,
 )
+from chunkwise.shared.testing.split import assert_split
 from chunkwise.shared.testing.transforms import KEEPING, TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "assert_isolated",
     "assert_random_segments",
     "assert_segments",
+    "assert_split",
     "assert_traced_once",
     "assert_transform",
     "boundaries",

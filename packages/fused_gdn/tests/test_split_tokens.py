@@ -1,0 +1,48 @@
+"""The launches over tokens that are split over devices: together they are the operator, and make nothing twice."""
+
+import functools
+
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.fused_gdn import api
+from chunkwise.shared.operators import Laws
+from chunkwise.shared.testing import SEGMENT_IDS, assert_split, boundaries, make_inputs, spoil_padding
+
+thorough = pytest.mark.thorough
+PACKED = dict(cu_seqlens=boundaries(1, 17, 0, 3))
+SEGMENTS = dict(segment_ids=jnp.asarray(SEGMENT_IDS))
+LAUNCHES = [functools.partial(f, config=None) for f in (api._fused, api._summary, api._state_gradient)]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "fixed"),
+    [
+        pytest.param("float32", (2, 21, 1, 2, 8, 12), {}, id="rows"),
+        # Value heads that no even number divides share a key head.
+        pytest.param("bfloat16", (2, 21, 2, 6, 16, 12), {}, id="three", marks=thorough),
+        pytest.param("bfloat16", (1, 70, 2, 8, 16, 12), {}, id="four", marks=thorough),
+        # The map takes a launch of its own.
+        pytest.param("bfloat16", (2, 21, 2, 4, 136, 72), {}, id="wide", marks=thorough),
+        # 32 heads a step, in the order of products that was searched for.
+        pytest.param("bfloat16", (1, 130, 16, 32, 8, 8), {}, id="measured", marks=thorough),
+        pytest.param("float32", (1, 24, 1, 2, 8, 12), PACKED, id="documents", marks=thorough),
+        pytest.param("bfloat16", (1, 24, 1, 2, 8, 12), PACKED, id="documents-bfloat16", marks=thorough),
+        pytest.param("bfloat16", (*SEGMENT_IDS.shape, 1, 2, 8, 12), SEGMENTS, id="segments"),
+        pytest.param("float32", (*SEGMENT_IDS.shape, 1, 2, 8, 12), SEGMENTS, id="segments-32", marks=thorough),
+    ],
+)
+def test_together_they_are_the_operator(dtype, sizes, fixed):
+    N = len(fixed["cu_seqlens"]) - 1 if "cu_seqlens" in fixed else sizes[0]
+    x = make_inputs(*sizes, dtype=jnp.dtype(dtype), num_states=N)
+    assert_split(*LAUNCHES, spoil_padding(x, fixed.get("cu_seqlens")), fixed, Laws())
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", [pytest.param("k", marks=thorough), "v", pytest.param("g", marks=thorough)])
+def test_a_segment_that_is_not_finite(name):
+    """It spoils its own results alone, also where the operator is given what was made of its values."""
+    x = make_inputs(*SEGMENT_IDS.shape, 1, 2, 8, 12, num_states=len(SEGMENT_IDS))
+    x[name] = x[name].at[0, 10].set(jnp.nan).at[1, 39].set(jnp.nan)
+    assert_split(*LAUNCHES, x, SEGMENTS, Laws())
