@@ -139,9 +139,9 @@ GATHERED = "f32[4,32]{1,0:T(8,128)S(1)}"
     ],
 )
 def test_bytes_of_collectives(line, expected):
-    from benchmarks.scale import collectives
+    from chunkwise.shared.testing.collectives import traffic
 
-    assert collectives(f"ENTRY %main () -> f32[] {{\n  {line}\n}}", 4) == ([expected] if expected else [])
+    assert traffic(f"ENTRY %main () -> f32[] {{\n  {line}\n}}", 4) == ([expected] if expected else [])
 
 
 def test_bytes_of_scans_and_of_ring_attention():

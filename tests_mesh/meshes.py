@@ -1,7 +1,6 @@
 """Operators on meshes, and what they must be equal to."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from chunkwise.shared.testing import (
     reference,
     with_gradients,
 )
+from chunkwise.shared.testing.collectives import COLLECTIVE
 
 P = PartitionSpec
 MODES = ("explicit", "automatic")
@@ -26,7 +26,6 @@ DIMENSIONS = {
     "cu_seqlens": ".", "g_gamma": "n", "A_log": "n", "dt_bias": "n.", "state_indices": "s", "has_initial_state": "s",
     "o": "btnd", "final_state": "sn.d",
 }  # fmt: skip
-COLLECTIVE = re.compile(r"= .*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
 
 def make_mesh(shape: tuple[int, ...], mode: str):
@@ -133,4 +132,4 @@ def normal(spec: PartitionSpec) -> list:
 
 def collectives(text: str) -> list[str]:
     """Return the names of the collectives in a compiled program."""
-    return COLLECTIVE.findall(text)
+    return [match["kind"] for match in COLLECTIVE.finditer(text)]

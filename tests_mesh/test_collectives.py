@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.testing import tpu
+from chunkwise.shared.testing.collectives import traffic
 from meshes import P, collectives, cotangents_of, inputs_of, make_mesh, run_of, spec_of
 
 needs_libtpu = pytest.mark.skipif(not tpu.has_libtpu(), reason="the TPU compiler is libtpu")
@@ -183,6 +184,8 @@ def test_tokens_over_tpus(name, backward, topology):
         text = program(name, "fused", tpu_mesh(topology), P(None, ("a", "b")), x, backward)
         sent[T] = sorted(collectives(text))
         assert "tpu_custom_call" in text
+        # D (K + V) K HV float32 are what an all-gather of the maps would bring to a device.
+        assert sum(size for _, size in traffic(text, devices=4)) <= (1 + backward) * 4 * (128 + 128) * 128 * 4 * 4
     assert sent[256] == sent[512]
     # M, N and the states before the devices, and the same going back. The final states, which one device has, are
     # summed, and so is their cotangent.

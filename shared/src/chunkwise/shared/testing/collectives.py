@@ -1,0 +1,54 @@
+"""What crosses devices in a compiled program, from its text."""
+
+import math
+import re
+
+COLLECTIVE = re.compile(
+    r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
+    r"(?P<start>-start)?\((?P<rest>.*)"
+)
+_SHAPE = re.compile(r"\b([a-z]+)(\d+)(?:e\w+)?\[([\d,]*)\]")
+
+
+def _sizes(shapes: str) -> list[int]:
+    """Return the bytes of the arrays that the text of a type lists."""
+    # Elements smaller than a byte do not cross devices here.
+    return [
+        int(bits) // 8 * math.prod(int(n) for n in dims.split(",") if n) for _, bits, dims in _SHAPE.findall(shapes)
+    ]
+
+
+def _group(rest: str, devices: int) -> int:
+    """Return how many devices take part in a collective, from its text: `{{0,1},{2,3}}` or `[2,2]<=[4]`."""
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
+        return len(listed[1].split(","))
+    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", rest)
+    return int(counted[1]) if counted else devices
+
+
+def traffic(text: str, devices: int) -> list[tuple[str, int]]:
+    """Return the kind of every collective in a compiled program's text, and the bytes that one device sends in it.
+
+    Bytes are the fewest that the kind needs, which a ring of the g devices in a group reaches: an all-gather of a
+    result of n bytes sends n (g - 1) / g, an all-reduce twice that, an all-to-all that, a reduce-scatter n (g - 1),
+    and a permutation n. A collective in the body of a loop counts once; the operators have none there.
+    """
+    found = []
+    for line in text.splitlines():
+        if not (match := COLLECTIVE.search(line)):
+            continue
+        kind, sizes = match["kind"], _sizes(match["result"])
+        if match["start"] and kind in ("all-gather", "collective-permute"):
+            # What starts one returns the operands, the results, and scalars that track it.
+            arrays = [n for n in sizes if n > 4]
+            sizes = arrays[len(arrays) // 2 :]
+        n, g = sum(sizes), _group(match["rest"], devices)
+        sent = {
+            "all-gather": n * (g - 1) // g,
+            "all-reduce": 2 * n * (g - 1) // g,
+            "all-to-all": n * (g - 1) // g,
+            "reduce-scatter": n * (g - 1),
+            "collective-permute": n,
+        }[kind]
+        found.append((kind, sent))
+    return found
