@@ -42,7 +42,7 @@ def summarise_segments(summary: Callable[[Arguments], Summary], x: Arguments) ->
     taken, spoilt, segments = _as_one(x)
     found = summary(taken)
     states, M = (None if y is None else _unless(spoilt[:, -1], y, jnp.nan) for y in (found.states, found.M))
-    return Summary(states, found.kept, M)
+    return found._replace(states=states, M=M)
 
 
 def _as_one(x: Arguments) -> tuple[Arguments, jax.Array, Segments]:
