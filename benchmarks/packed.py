@@ -88,12 +88,13 @@ def _passing(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _delta_rule_runs(table, C, kind, pieces):
     if kind == "bwd":
-        whole = table[END] - table[BEGIN] == C
-        middle = (table[CLOSES] & table[MIXED], whole, ~whole) if pieces else ()
+        whole, empty = table[END] - table[BEGIN] == C, table[BEGIN] == table[END]
+        middle = (table[CLOSES] & table[MIXED], whole, ~whole, ~whole & ~empty) if pieces else ()
         return table.shape[1], (1, table[LAST], *middle, table[FIRST])
     prepared, passed = _passing(table)
     whole = (prepared[END] - prepared[BEGIN] == C) & (passed[END] - passed[BEGIN] == C)
-    middle = (passed[OPENS] & passed[MIXED], whole, ~whole) if pieces else ()
+    some = (prepared[BEGIN] < prepared[END]) | (passed[BEGIN] < passed[END])
+    middle = (passed[OPENS] & passed[MIXED], whole, ~whole, ~whole & some) if pieces else ()
     # The states between chunks go out without a branch, the final ones with one.
     final = (passed[LAST, 1:],) if kind == "fwd" else ()
     return len(whole), (passed[FIRST], *middle, *final)

@@ -243,7 +243,9 @@ def _fwd_kernel(refs, *, static: Static, s: Shape):
 
         return
     if static.pieces:
-        whole_or_cut(pieces, s.C, take_turn, also_empty=True)
+        # A step without rows behind another may then pass what is left in scratch. Nobody reads the state of a sequence
+        # without tokens, and behind the last token all of them have gone out.
+        whole_or_cut(pieces, s.C, take_turn)
     else:
         masked_or_not(mixed, take_turn)
     if refs.ht is not None:

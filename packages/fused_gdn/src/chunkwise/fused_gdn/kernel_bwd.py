@@ -248,7 +248,7 @@ def _bwd_kernel(refs, *, static: Static, s: Shape):
 
     take_turn = lambda masked: _turn(refs, step, masked, static, s)
     if static.pieces:
-        whole_or_cut([step], static.C, take_turn, also_empty=True)
+        whole_or_cut([step], static.C, take_turn)
     else:
         masked_or_not(None if refs.owner is None else step.mixed == 1, take_turn)
     if refs.dh0 is not None:
