@@ -1,5 +1,6 @@
 """A layer as transformers runs it: what it reads and writes while a small model runs, and comparisons with that."""
 
+import inspect
 from typing import NamedTuple
 
 import jax
@@ -73,7 +74,7 @@ def as_parts(conv, config) -> tuple[jax.Array, ...]:
     return tuple(jnp.split(conv, np.cumsum(config.channels[::order])[:-1], axis=2)[::order])
 
 
-def record(model, layer, load, config, cache="past_key_values", kept=conv_and_state) -> Recording:
+def record(model, layer, load, config, kept=conv_and_state) -> Recording:
     """Return what a layer reads and writes while the model runs over random tokens.
 
     Args:
@@ -81,10 +82,12 @@ def record(model, layer, load, config, cache="past_key_values", kept=conv_and_st
       layer: one of its first block.
       load: makes our weights of the layer's arrays by name, and of a config.
       config: that of our layer.
-      cache: how the model calls its cache.
       kept: what the layer keeps in a cache, as `conv_and_state` returns it.
     """
     seen, calls, past = [], [], None
+    # transformers had a name for every kind of model until 5.23.
+    names = ("cache", "past_key_values", "cache_params")
+    cache = next(name for name in names if name in inspect.signature(model.forward).parameters)
 
     def see(module, args, kwargs, y):
         # The hidden states come first, by position or by name; some layers return their state too.

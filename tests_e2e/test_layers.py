@@ -90,7 +90,7 @@ MODELS = {
         ),
         "mixer", ("D", "norm.weight", "conv1d.bias"), (mamba2_mixer, load_mamba2_mixer),
         Mamba2Config(64, 2, 4, 16, 32, eps=1e-3),
-        dict(cache="cache_params", kept=functools.partial(conv_and_state, transposed=True)),
+        dict(kept=functools.partial(conv_and_state, transposed=True)),
     ),
     "minimax": Model(
         ("minimax", "MiniMaxConfig", "MiniMaxModel"),
