@@ -69,12 +69,19 @@ def make_inputs(
     return inputs
 
 
-def spoil_padding(inputs: dict[str, jax.Array], cu_seqlens: jax.Array | None) -> dict[str, jax.Array]:
-    """Return the inputs of an operator with NaN in the padding of a pack, which may hold anything."""
-    if cu_seqlens is None:
+def spoil_padding(
+    inputs: dict[str, jax.Array],
+    cu_seqlens: jax.Array | None = None,
+    segment_ids: np.ndarray | jax.Array | None = None,
+) -> dict[str, jax.Array]:
+    """Return the inputs of an operator with NaN in the padding of a pack or of segments, which may hold anything."""
+    if segment_ids is not None:
+        padding = np.asarray(segment_ids) < 0
+    elif cu_seqlens is not None:
+        padding = np.s_[:, int(cu_seqlens[-1]) :]
+    else:
         return inputs
-    end = int(cu_seqlens[-1])
-    return {name: x if name in _NOT_TOKENS else x.at[:, end:].set(jnp.nan) for name, x in inputs.items()}
+    return {name: x if name in _NOT_TOKENS else x.at[padding].set(jnp.nan) for name, x in inputs.items()}
 
 
 def spec(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:

@@ -14,6 +14,7 @@ from chunkwise.shared.testing.compare import (
     gradient_program,
     with_gradients,
 )
+from chunkwise.shared.testing.inputs import spoil_padding
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import compile_for
 from chunkwise.shared.testing.transforms import text_for_tpu
@@ -94,7 +95,7 @@ def assert_segments(
         name: jnp.asarray(rng.standard_normal(y.shape), y.dtype)
         for name, y in jax.eval_shape(fn, x, jnp.asarray(segment_ids)).items()
     }
-    spoilt = {name: y if name in shared else jnp.asarray(y).at[padding].set(jnp.nan) for name, y in x.items()}
+    spoilt = spoil_padding(jax.tree.map(jnp.asarray, x), segment_ids=segment_ids)
     got = gradient_program(fn)(spoilt, jnp.asarray(segment_ids), cotangents)
     o, state, gradients = reference(
         **x, segment_ids=segment_ids, do=cotangents["o"], dht=cotangents.get("final_state"),
