@@ -10,8 +10,9 @@ import numpy as np
 
 from chunkwise.pipeline.check import operator_inputs
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
-from chunkwise.shared.kernels import dot, dot_nt, dot_tn
-from chunkwise.shared.testing import error, reference
+from chunkwise.shared.kernels.matmul import dot, dot_nt, dot_tn
+from chunkwise.shared.testing.compare import error
+from chunkwise.shared.testing.oracle import reference
 
 STRENGTHS = (0.01, 0.1, 0.5, 1.0, 1.4, 2.0, 5.0, 10.0, 30.0, 80.0)
 REPEATED = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)

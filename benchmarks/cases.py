@@ -9,9 +9,9 @@ import numpy as np
 
 from chunkwise.pipeline.check import operator_inputs, tolerance
 from chunkwise.pipeline.operators import OPERATORS, Operator
-from chunkwise.shared.kernels import token_owners
-from chunkwise.shared.operators import choose_chunk_size
-from chunkwise.shared.testing import reference
+from chunkwise.shared.kernels.chunking import token_owners
+from chunkwise.shared.operators.checks import choose_chunk_size
+from chunkwise.shared.testing.oracle import reference
 
 
 @dataclass(frozen=True)

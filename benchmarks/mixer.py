@@ -12,7 +12,9 @@ from chunkwise.causal_conv1d import causal_conv1d
 from chunkwise.causal_conv1d.cost import cost as convolution_cost
 from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.norm_gated.cost import cost as norm_cost
-from chunkwise.shared.testing import law_reference, mixer_oracle, reference
+from chunkwise.shared.testing import mixer_oracle
+from chunkwise.shared.testing.laws import law_reference
+from chunkwise.shared.testing.oracle import reference
 
 _WIDTH = 4
 # How a mixer is built, by the name of its implementation: that of the operator, and that of what is around it. "mixed"

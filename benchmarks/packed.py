@@ -17,9 +17,10 @@ from benchmarks import tpu
 from benchmarks.cases import Case
 from benchmarks.regions import kernel_bundles, kernel_text, read_loop
 from chunkwise.fused_gla.config import default_for
-from chunkwise.shared.kernels import largest_divisor, num_chunks
+from chunkwise.shared.kernels.chunking import num_chunks
+from chunkwise.shared.kernels.launcher import largest_divisor
 from chunkwise.shared.kernels.layout import BEGIN, CLOSES, END, FIRST, LAST, MIXED, OPENS, make_steps
-from chunkwise.shared.testing import with_gradients
+from chunkwise.shared.testing.compare import with_gradients
 from chunkwise.shared.testing.tpu import launches
 
 OPERATORS = ("gated_delta_rule", "kda", "simple_gla", "gla")

@@ -7,7 +7,7 @@ import numpy as np
 from benchmarks import timing
 from benchmarks.cases import Case
 from chunkwise.pipeline.stages import STAGES, Stage
-from chunkwise.shared.testing import GRADIENT_TOLERANCE, STAGE_TOLERANCE, TOLERANCE
+from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, STAGE_TOLERANCE, TOLERANCE
 
 C = 64
 

@@ -28,12 +28,13 @@ from benchmarks.regions import kernel_bundles, kernel_text, read_loop
 from chunkwise import pipeline
 from chunkwise.fused_gla.config import default_for
 from chunkwise.shared.chips import CHIPS
-from chunkwise.shared.kernels import largest_divisor, num_chunks
+from chunkwise.shared.kernels.chunking import num_chunks
+from chunkwise.shared.kernels.launcher import largest_divisor
 from chunkwise.shared.kernels.layout import BEGIN, BUSY, END, FIRST, LAST, MIXED, OPENS, SEQUENCE, TARGET, pool_steps
-from chunkwise.shared.kernels.pool import Routes, held_slots
-from chunkwise.shared.operators import Slots
-from chunkwise.shared.operators.ragged import find_step
-from chunkwise.shared.testing import reference
+from chunkwise.shared.kernels.pools import Routes, held_slots
+from chunkwise.shared.operators.arguments import Slots
+from chunkwise.shared.operators.serving import find_step
+from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import launches
 
 # Where the kernels of prefills are launched.

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from chunkwise.shared.testing import error, with_gradients
+from chunkwise.shared.testing.compare import error, with_gradients
 
 
 @dataclass

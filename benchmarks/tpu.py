@@ -31,7 +31,7 @@ def ours(case, implementation: str, T: int, backward: bool, cu_seqlens, sharding
     import jax.numpy as jnp
     from jax import ShapeDtypeStruct
 
-    from chunkwise.shared.testing import with_gradients
+    from chunkwise.shared.testing.compare import with_gradients
 
     shapes = case.specs(T, jnp.bfloat16)
     # Weights stay as they are.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from chunkwise.layers import Cache, Mamba2Config
-from chunkwise.shared.testing import TOLERANCE, assert_close
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 
 torch = pytest.importorskip("torch", reason="torch has a CPU build under Python 3.11 only")
 

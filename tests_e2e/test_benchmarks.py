@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.shared.testing import TOLERANCE, assert_close, reference
 from chunkwise.shared.testing import tpu as compiler
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close
+from chunkwise.shared.testing.oracle import reference
 
 ROOT = Path(__file__).parents[1]
 
@@ -594,8 +595,8 @@ def test_steps_that_run_the_regions_of_the_kernels():
     from benchmarks.cases import CASES
     from benchmarks.step import Mixture, decode_runs, prefill_runs
 
-    from chunkwise.shared.operators import Slots
-    from chunkwise.shared.operators.ragged import find_step
+    from chunkwise.shared.operators.arguments import Slots
+    from chunkwise.shared.operators.serving import find_step
 
     mixture = Mixture(2, W=3, prefills=(70, 64))
     step = jax.tree.map(jnp.asarray, mixture.step())

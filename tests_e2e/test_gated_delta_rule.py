@@ -11,7 +11,9 @@ from chunkwise.chunk_o import chunk_fwd_o
 from chunkwise.cumsum import chunk_local_cumsum
 from chunkwise.kkt import chunk_scaled_dot_kkt
 from chunkwise.pipeline import chunk_gated_delta_rule
-from chunkwise.shared.testing import TOLERANCE, assert_close, boundaries, make_inputs, reference
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import boundaries, make_inputs
+from chunkwise.shared.testing.oracle import reference
 from chunkwise.solve_tril import solve_tril
 from chunkwise.wy_fast import recompute_w_u
 

@@ -16,7 +16,7 @@ import kimi_linear
 import mamba2
 import olmo_hybrid
 import qwen3_5
-from chunkwise.shared.testing import TOLERANCE, assert_close
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from generation import compile_run, generate, logits, main, pad
 from recording import ATTENTION, SMALL, build, randomise, torch
 

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 from chunkwise.pipeline import chunk_gla
 from chunkwise.pipeline.operators import CHUNKED
 from chunkwise.shared.operators import affine_scan
-from chunkwise.shared.testing import KEEPING, assert_close, text_for_tpu, with_gradients
+from chunkwise.shared.testing.compare import assert_close, with_gradients
+from chunkwise.shared.testing.transforms import KEEPING, text_for_tpu
 from meshes import (
     P,
     assert_divided,

@@ -8,7 +8,8 @@ from jax.sharding import AxisType, NamedSharding
 
 from chunkwise.pipeline import chunk_gated_delta_rule, chunk_kda, chunk_simple_gla, recurrent_gated_delta_rule
 from chunkwise.pipeline.operators import OPERATORS
-from chunkwise.shared.testing import assert_close, raw_inputs
+from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.laws import raw_inputs
 from meshes import P, assert_divided, inputs_of, make_mesh
 
 # Nothing here depends on what XLA optimises, and its compilation is most of the time.

@@ -18,7 +18,7 @@ from chunkwise.layers import (
     empty_cache,
     shardings,
 )
-from chunkwise.shared.testing import assert_close
+from chunkwise.shared.testing.compare import assert_close
 from layer_oracle import LAYERS as ANY
 from meshes import MODES, P, collectives, make_mesh, normal
 

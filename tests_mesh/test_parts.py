@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise.causal_conv1d import causal_conv1d
 from chunkwise.norm_gated import rms_norm_gated
-from chunkwise.shared.testing import assert_close, boundaries, spec, with_gradients
+from chunkwise.shared.testing.compare import assert_close, with_gradients
+from chunkwise.shared.testing.inputs import boundaries, spec
 from meshes import P, collectives, cotangents_of
 from meshes import make_mesh as make_mesh_of
 

@@ -18,7 +18,7 @@ from chunkwise.layers import (
     shardings,
 )
 from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
-from chunkwise.shared.testing import spec
+from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.tpu import has_libtpu, launches, topology_mesh
 from meshes import P, collectives, inputs_of, make_mesh
 

@@ -9,7 +9,9 @@ import pytest
 from jax.sharding import NamedSharding
 
 from chunkwise.pipeline.operators import CHUNKED
-from chunkwise.shared.testing import product_flops, tpu, with_gradients
+from chunkwise.shared.testing import tpu
+from chunkwise.shared.testing.compare import with_gradients
+from chunkwise.shared.testing.flops import product_flops
 from meshes import P, cotangents_of, inputs_of, make_mesh, run_of
 
 NAMES = [operator.name for operator in CHUNKED]

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from chunkwise.pipeline import chunk_gated_delta_rule
-from chunkwise.shared.testing import assert_close, with_gradients
+from chunkwise.shared.testing.compare import assert_close, with_gradients
 from meshes import MODES, P, cotangents_of, inputs_of, make_mesh, place, run_of, spec_of
 
 pytestmark = pytest.mark.interpreted

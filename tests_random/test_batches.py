@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from chunkwise.pipeline.check import operator_inputs, tolerance
 from chunkwise.pipeline.operators import CHUNKED, Operator
-from chunkwise.shared.testing import GATES, assert_close, boundaries, reference, spoil_padding
+from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.inputs import GATES, boundaries, spoil_padding
+from chunkwise.shared.testing.oracle import reference
 
 
 @st.composite

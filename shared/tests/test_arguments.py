@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.operators import Arguments, Options, run_chunked
-from chunkwise.shared.operators.arguments import scale_of
-from chunkwise.shared.testing import spec
+from chunkwise.shared.operators.arguments import Arguments, Options, scale_of
+from chunkwise.shared.operators.chunked import run_chunked
+from chunkwise.shared.testing.inputs import spec
 
 x = Arguments(spec(2, 20, 1, 16), spec(2, 20, 1, 16), spec(2, 20, 1, 8))
 # What an implementation got takes the place of its output.

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.operators import (
+from chunkwise.shared.operators.checks import (
     check,
     check_array,
+    check_chunk_size,
     check_cu_seqlens,
     check_delta_rule,
+    check_flags,
     check_gates,
     check_heads,
     check_initial_state,
@@ -20,8 +22,7 @@ from chunkwise.shared.operators import (
     choose_chunk_size,
     choose_implementation,
 )
-from chunkwise.shared.operators.checks import check_chunk_size, check_flags
-from chunkwise.shared.testing import spec
+from chunkwise.shared.testing.inputs import spec
 
 
 def delta_rule(**others):

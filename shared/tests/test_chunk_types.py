@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.shared.kernels import Chunking, HeadConfig, choose_heads, pieces, stream_masks
-from chunkwise.shared.testing import boundaries
+from chunkwise.shared.kernels.chunking import Chunking, pieces, stream_masks
+from chunkwise.shared.kernels.config import HeadConfig, choose_heads
+from chunkwise.shared.testing.inputs import boundaries
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkwise.shared.kernels import Chunking, num_chunks, pad_tokens, pieces, stream_masks
-from chunkwise.shared.testing import boundaries
+from chunkwise.shared.kernels.chunking import Chunking, num_chunks, pad_tokens, pieces, stream_masks
+from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.stage_oracle import chunks_of
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=6, max_size=6)

@@ -10,28 +10,15 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from chunkwise.shared.operators import (
-    Arguments,
-    Options,
-    Slots,
-    read_slots,
-    recurrent_cost,
-    run_recurrent,
-    token_by_token,
-    write_slots,
-)
-from chunkwise.shared.testing import (
-    GRADIENT_TOLERANCE,
-    TOLERANCE,
-    assert_close,
-    assert_isolated,
-    boundaries,
-    make_inputs,
-    reference,
-    spec,
-    text_for_tpu,
-)
-from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.operators.arguments import Arguments, Options, Slots
+from chunkwise.shared.operators.decode import read_slots, recurrent_cost, run_recurrent, token_by_token, write_slots
+from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import boundaries, make_inputs, spec
+from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.poison import assert_isolated
+from chunkwise.shared.testing.tpu import compile_for, has_libtpu
+from chunkwise.shared.testing.transforms import text_for_tpu
 
 HV, K, V = 4, 24, 40
 IMPLEMENTATIONS = ["xla", "fused"]

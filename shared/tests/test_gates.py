@@ -7,16 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.kernels import decay
+from chunkwise.shared.kernels.laws import decay
 from chunkwise.shared.operators.gates import Laws, check_laws, decays, step_sizes
-from chunkwise.shared.testing import (
-    assert_close,
-    assert_gradients,
-    law_reference,
-    make_inputs,
-    raw_inputs,
-    spec,
-)
+from chunkwise.shared.testing.compare import assert_close, assert_gradients
+from chunkwise.shared.testing.inputs import make_inputs, spec
+from chunkwise.shared.testing.laws import law_reference, raw_inputs
 
 LAWS = [(None, True), (None, False), (-5.0, True)]
 

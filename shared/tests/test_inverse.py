@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.kernels import begin_inverse, inverse, ladder, packed, strip_rows, unit_lower_inverse
-from chunkwise.shared.operators import block_inverse, known_inverse
-from chunkwise.shared.testing import GRADIENT_TOLERANCE, TOLERANCE, assert_close
+from chunkwise.shared.kernels import inverse, packed
+from chunkwise.shared.kernels.inverse import begin_inverse, ladder, strip_rows, unit_lower_inverse
+from chunkwise.shared.operators.block_inverse import block_inverse, known_inverse
+from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 
 
 def matrices(heads, C, size=0.3):

@@ -11,18 +11,18 @@ from jax.sharding import PartitionSpec as P
 
 from chunkwise.shared.chips import CHIPS, VMEM_LIMIT_BYTES
 from chunkwise.shared.compat import out_struct, vary_alike, varying_zeros
-from chunkwise.shared.kernels import (
+from chunkwise.shared.kernels.chunk_map import map_chunks
+from chunkwise.shared.kernels.launcher import (
     divides_groups,
     head_block,
     largest_divisor,
-    map_chunks,
     named,
     pallas_call,
     pick_heads,
     scaled,
     split_scale,
 )
-from chunkwise.shared.testing import text_for_tpu
+from chunkwise.shared.testing.transforms import text_for_tpu
 
 FREE = pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0)
 

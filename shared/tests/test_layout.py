@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import layout, pallas_call, token_owners
-from chunkwise.shared.testing import boundaries
+from chunkwise.shared.kernels import layout
+from chunkwise.shared.kernels.chunking import token_owners
+from chunkwise.shared.kernels.launcher import pallas_call
+from chunkwise.shared.testing.inputs import boundaries
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=6, max_size=6)
 # A fixed number of tokens and sequences, so that the tables compile once; the last chunk is cut short.

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from chunkwise.shared.testing import assert_close, numeric_gradients
+from chunkwise.shared.testing.compare import assert_close, numeric_gradients
 from chunkwise.shared.testing.mixer_oracle import (
     Sequence,
     activation,

@@ -4,8 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.operators import packed_recurrence, recurrence
-from chunkwise.shared.testing import assert_close, boundaries, make_inputs, numeric_gradients, reference
+from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence
+from chunkwise.shared.testing.compare import assert_close, numeric_gradients
+from chunkwise.shared.testing.inputs import boundaries, make_inputs
+from chunkwise.shared.testing.oracle import reference
 
 OPERATORS = ["gdn", "kda", "simple_gla", "gla", "gamma", "gamma_and_g"]
 

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.testing import assert_isolated, boundaries
+from chunkwise.shared.testing.inputs import boundaries
+from chunkwise.shared.testing.poison import assert_isolated
 
 
 def tokens(*shape):

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.kernels import dot, dot_nt, dot_tn, emulate_mxu
-from chunkwise.shared.testing import assert_close, error
+from chunkwise.shared.kernels.matmul import dot, dot_nt, dot_tn, emulate_mxu
+from chunkwise.shared.testing.compare import assert_close, error
 
 
 def pair(dtype=jnp.float32):

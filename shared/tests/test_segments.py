@@ -6,9 +6,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkwise.shared.kernels import coded_owners, find_segments, runs, valid_tokens
-from chunkwise.shared.operators import Arguments, recurrence, run_segments, spoilt_segments
-from chunkwise.shared.testing import SEGMENT_IDS, assert_segments, boundaries, make_inputs, reference
+from chunkwise.shared.kernels.chunking import valid_tokens
+from chunkwise.shared.kernels.segment_tables import coded_owners, find_segments, runs
+from chunkwise.shared.operators.arguments import Arguments
+from chunkwise.shared.operators.recurrence import recurrence
+from chunkwise.shared.operators.segments import run_segments, spoilt_segments
+from chunkwise.shared.testing.inputs import boundaries, make_inputs
+from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.segmented import SEGMENT_IDS, assert_segments
 
 IDS = st.lists(st.lists(st.integers(-2, 2), min_size=7, max_size=7), min_size=2, max_size=2)
 

@@ -4,7 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.testing import error, make_inputs, reference, stage_oracle
+from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.compare import error
+from chunkwise.shared.testing.inputs import make_inputs
+from chunkwise.shared.testing.oracle import reference
 
 
 @pytest.mark.parametrize("chunk_size", [16, 64])

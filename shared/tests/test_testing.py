@@ -7,28 +7,14 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import dot
-from chunkwise.shared.testing import (
-    CASES,
-    GATES,
-    TRANSFORMS,
-    Case,
-    assert_close,
-    assert_gradients,
-    assert_traced_once,
-    assert_transform,
-    boundaries,
-    error,
-    make_gate,
-    make_inputs,
-    numeric_gradients,
-    product_flops,
-    spec,
-    spoil_padding,
-    text_for_tpu,
-    with_gradients,
-)
-from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu, kernel_products
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.kernels.matmul import dot
+from chunkwise.shared.testing.cases import CASES, Case
+from chunkwise.shared.testing.compare import assert_close, assert_gradients, error, numeric_gradients, with_gradients
+from chunkwise.shared.testing.flops import product_flops
+from chunkwise.shared.testing.inputs import GATES, boundaries, make_gate, make_inputs, spec, spoil_padding
+from chunkwise.shared.testing.tpu import compile_for, has_libtpu, kernel_products
+from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
 
 
 def test_error():

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.kernels import decayed, packed, tiles
-from chunkwise.shared.testing import GRADIENT_TOLERANCE, STAGE_TOLERANCE, assert_close
+from chunkwise.shared.kernels import gating, packed, tiles
+from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, STAGE_TOLERANCE, assert_close
 
 pytestmark = pytest.mark.interpreted
 
@@ -76,21 +76,21 @@ def scores(q, k, G):
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_decayed_scores(per_channel):
     q, k, g = tile(2, 16, 6), tile(2, 16, 6, seed=1), gates(per_channel)
-    assert decayed.per_channel(g) == per_channel
-    assert decayed.gate_kind(g[None]) == ("_gk" if per_channel else "")
+    assert gating.per_channel(g) == per_channel
+    assert gating.gate_kind(g[None]) == ("_gk" if per_channel else "")
     G = g if per_channel else g.mT
-    assert_close("decay", decayed.decay_from_start(g), np.exp(np.asarray(G, np.float64)), STAGE_TOLERANCE)
-    assert_close("scores", decayed.decayed_scores(q, k, g), scores(q, k, G), STAGE_TOLERANCE)
+    assert_close("decay", gating.decay_from_start(g), np.exp(np.asarray(G, np.float64)), STAGE_TOLERANCE)
+    assert_close("scores", gating.decayed_scores(q, k, g), scores(q, k, G), STAGE_TOLERANCE)
     dG = tile(4, 16, 6)
     want = dG if per_channel else dG.sum(axis=2)[:, None]
-    np.testing.assert_allclose(decayed.gate_gradient(dG, g), want, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(gating.gate_gradient(dG, g), want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_gradients_of_decayed_scores(per_channel):
     q, k, g, dP = tile(4, 16, 6), tile(4, 16, 6, seed=1), gates(per_channel), tile(4, 16, 16, seed=2)
-    want = jax.vjp(decayed.decayed_scores, q, k, g)[1](dP)
-    for name, a, b in zip(("dq", "dk", "dG"), decayed.decayed_scores_bwd(q, k, g, dP), want, strict=True):
+    want = jax.vjp(gating.decayed_scores, q, k, g)[1](dP)
+    for name, a, b in zip(("dq", "dk", "dG"), gating.decayed_scores_bwd(q, k, g, dP), want, strict=True):
         assert_close(name, a, b, GRADIENT_TOLERANCE["float32"])
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.causal_conv1d import Config, causal_conv1d, causal_conv1d_update
-from chunkwise.shared.testing import spec
+from chunkwise.shared.testing.inputs import spec
 
 GOOD = dict(x=spec(2, 8, 16), weight=spec(16, 4))
 ONE = dict(x=spec(1, 8, 16))

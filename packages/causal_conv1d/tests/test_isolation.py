@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from chunkwise.causal_conv1d import Config, causal_conv1d
-from chunkwise.shared.testing import assert_isolated, boundaries
+from chunkwise.shared.testing.inputs import boundaries
+from chunkwise.shared.testing.poison import assert_isolated
 
 
 @pytest.mark.parametrize("packed", [False, True])

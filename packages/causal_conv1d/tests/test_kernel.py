@@ -8,7 +8,9 @@ import pytest
 from chunkwise.causal_conv1d import Config, causal_conv1d
 from chunkwise.causal_conv1d.kernel import Static, tables
 from chunkwise.causal_conv1d.sequences import find, state_rows
-from chunkwise.shared.testing import assert_close, boundaries, text_for_tpu
+from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.inputs import boundaries
+from chunkwise.shared.testing.transforms import text_for_tpu
 
 pytestmark = pytest.mark.interpreted
 SMALL = Config(16, 128)

@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 
 from chunkwise.causal_conv1d import Config, causal_conv1d
-from chunkwise.shared.testing import (
-    GRADIENT_TOLERANCE,
-    TOLERANCE,
-    assert_close,
-    boundaries,
-    mixer_oracle,
-    numeric_gradients,
-)
+from chunkwise.shared.testing import mixer_oracle
+from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, numeric_gradients
+from chunkwise.shared.testing.inputs import boundaries
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
-from chunkwise.shared.testing import spec
-from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.testing.inputs import spec
+from chunkwise.shared.testing.tpu import compile_for, has_libtpu
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 

@@ -9,14 +9,9 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.causal_conv1d import causal_conv1d
-from chunkwise.shared.testing import (
-    TRANSFORMS,
-    assert_close,
-    assert_traced_once,
-    assert_transform,
-    boundaries,
-    text_for_tpu,
-)
+from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.inputs import boundaries
+from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
 
 RNG = np.random.default_rng(0)
 WEIGHT = jnp.asarray(RNG.standard_normal((5, 4)), jnp.float32)

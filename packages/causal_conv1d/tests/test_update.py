@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
-from chunkwise.shared.testing import assert_close, boundaries
+from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.inputs import boundaries
 
 B, T, D, W = 3, 9, 5, 4
 

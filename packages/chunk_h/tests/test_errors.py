@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
-from chunkwise.shared.testing import spec
+from chunkwise.shared.testing.inputs import spec
 
 DELTA = dict(k=spec(2, 64, 2, 8), w=spec(2, 64, 4, 8), u=spec(2, 64, 4, 6), g_cum=spec(2, 64, 4))
 LINEAR = dict(k=spec(2, 64, 2, 8), v=spec(2, 64, 4, 6))

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
-from chunkwise.shared.testing import ISOLATION_CASES, assert_isolated
+from chunkwise.shared.testing.cases import ISOLATION_CASES
+from chunkwise.shared.testing.poison import assert_isolated
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ import pytest
 
 from chunkwise.chunk_h import Config, chunk_fwd_h, chunk_gated_delta_rule_fwd_h
 from chunkwise.chunk_h.tile import new_values_tile, next_state_tile
-from chunkwise.shared.testing import STAGE_TOLERANCE, Case, assert_close, text_for_tpu
+from chunkwise.shared.testing.cases import Case
+from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
+from chunkwise.shared.testing.transforms import text_for_tpu
 
 pytestmark = pytest.mark.interpreted
 NAMES = ("k", "w", "u", "g_cum", "initial_state")

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
-from chunkwise.shared.testing import CASES, STAGE_TOLERANCE, Case, assert_close, stage_oracle
+from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.cases import CASES, Case
+from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
 

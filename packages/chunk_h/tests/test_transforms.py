@@ -8,18 +8,12 @@ import numpy as np
 import pytest
 
 from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
-from chunkwise.shared.testing import (
-    GRADIENT_TOLERANCE,
-    TRANSFORMS,
-    Case,
-    assert_close,
-    assert_gradients,
-    assert_traced_once,
-    assert_transform,
-    boundaries,
-    reference,
-    stage_oracle,
-)
+from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.cases import Case
+from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, assert_close, assert_gradients
+from chunkwise.shared.testing.inputs import boundaries
+from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform
 
 NAMES = ("k", "w", "u", "g_cum", "initial_state")
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.chunk_o import chunk_fwd_o
-from chunkwise.shared.testing import spec
+from chunkwise.shared.testing.inputs import spec
 
 GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 4, 6), h=spec(2, 1, 4, 8, 6))
 

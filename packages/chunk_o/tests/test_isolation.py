@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.chunk_o import chunk_fwd_o
-from chunkwise.shared.testing import ISOLATION_CASES, assert_isolated
+from chunkwise.shared.testing.cases import ISOLATION_CASES
+from chunkwise.shared.testing.poison import assert_isolated
 
 
 @pytest.mark.parametrize(

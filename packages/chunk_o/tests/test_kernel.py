@@ -8,7 +8,9 @@ import pytest
 
 from chunkwise.chunk_o import Config, chunk_fwd_o
 from chunkwise.chunk_o.tile import output_tile
-from chunkwise.shared.testing import STAGE_TOLERANCE, Case, assert_close, text_for_tpu
+from chunkwise.shared.testing.cases import Case
+from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
+from chunkwise.shared.testing.transforms import text_for_tpu
 
 pytestmark = pytest.mark.interpreted
 NAMES = ("q", "k", "v_new", "h", "g_cum")

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from chunkwise.chunk_o import chunk_fwd_o
-from chunkwise.shared.testing import CASES, STAGE_TOLERANCE, TOLERANCE, Case, stage_oracle
+from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.cases import CASES, Case
+from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
 NAMES = ("q", "k", "v_new", "h", "g_cum")

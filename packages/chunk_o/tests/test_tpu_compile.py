@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.chunk_o import chunk_fwd_o
-from chunkwise.shared.kernels import num_chunks
-from chunkwise.shared.testing import spec
-from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.kernels.chunking import num_chunks
+from chunkwise.shared.testing.inputs import spec
+from chunkwise.shared.testing.tpu import compile_for, has_libtpu
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 

@@ -7,16 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.chunk_o import chunk_fwd_o
-from chunkwise.shared.testing import (
-    TRANSFORMS,
-    Case,
-    assert_close,
-    assert_gradients,
-    assert_traced_once,
-    assert_transform,
-    boundaries,
-    stage_oracle,
-)
+from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.cases import Case
+from chunkwise.shared.testing.compare import assert_close, assert_gradients
+from chunkwise.shared.testing.inputs import boundaries
+from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform
 
 NAMES = ("q", "k", "v", "h", "g_cum")
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])

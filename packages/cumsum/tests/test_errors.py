@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.cumsum import chunk_local_cumsum
-from chunkwise.shared.testing import spec
+from chunkwise.shared.testing.inputs import spec
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from chunkwise.cumsum import Config, chunk_local_cumsum
 from chunkwise.cumsum.config import default_for
 from chunkwise.cumsum.kernel import launch
 from chunkwise.cumsum.tile import cumsum_tile
-from chunkwise.shared.kernels import emulate_mxu
-from chunkwise.shared.testing import STAGE_TOLERANCE, assert_close, error, text_for_tpu
+from chunkwise.shared.kernels.matmul import emulate_mxu
+from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close, error
+from chunkwise.shared.testing.transforms import text_for_tpu
 
 pytestmark = pytest.mark.interpreted
 

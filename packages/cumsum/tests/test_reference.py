@@ -4,7 +4,9 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.cumsum import chunk_local_cumsum
-from chunkwise.shared.testing import CASES, STAGE_TOLERANCE, stage_oracle
+from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.cases import CASES
+from chunkwise.shared.testing.compare import STAGE_TOLERANCE
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])

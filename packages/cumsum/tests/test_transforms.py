@@ -9,15 +9,10 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.cumsum import chunk_local_cumsum
-from chunkwise.shared.testing import (
-    TRANSFORMS,
-    assert_gradients,
-    assert_traced_once,
-    assert_transform,
-    boundaries,
-    stage_oracle,
-    text_for_tpu,
-)
+from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.compare import assert_gradients
+from chunkwise.shared.testing.inputs import boundaries
+from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.shared.testing import make_inputs
+from chunkwise.shared.testing.inputs import make_inputs
 
 CASES = [
     (dict(k=jnp.zeros((1, 8, 2))), "`k` must have shape [B, T, H, K]; got (1, 8, 2)."),

@@ -6,8 +6,10 @@ import pytest
 
 from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.fused_gdn import config as tiles
-from chunkwise.shared.kernels import emulate_mxu
-from chunkwise.shared.testing import GATES, TOLERANCE, assert_close, error, make_inputs, reference
+from chunkwise.shared.kernels.matmul import emulate_mxu
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close, error
+from chunkwise.shared.testing.inputs import GATES, make_inputs
+from chunkwise.shared.testing.oracle import reference
 
 pytestmark = pytest.mark.interpreted
 DTYPES = (jnp.float32, jnp.bfloat16)

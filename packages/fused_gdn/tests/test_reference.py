@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from chunkwise.fused_gdn import fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.shared.kernels import unit_lower_inverse
-from chunkwise.shared.testing import TOLERANCE, assert_close, make_inputs, reference
+from chunkwise.shared.kernels.inverse import unit_lower_inverse
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import make_inputs
+from chunkwise.shared.testing.oracle import reference
 
 
 @pytest.mark.parametrize("function", [fused_chunk_gated_delta_rule, recurrent_gated_delta_rule])

@@ -6,16 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkwise.fused_gdn import fused_chunk_gated_delta_rule
-from chunkwise.shared.testing import (
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.testing import tpu
+from chunkwise.shared.testing.inputs import make_inputs
+from chunkwise.shared.testing.poison import assert_isolated
+from chunkwise.shared.testing.segmented import (
     SEGMENT_IDS,
-    assert_isolated,
     assert_random_segments,
     assert_segments,
     compile_segments,
-    make_inputs,
     over_segments,
     segment_launches,
-    tpu,
 )
 
 FUSED, XLA = (over_segments(fused_chunk_gated_delta_rule, x) for x in ("fused", "xla"))
@@ -68,7 +69,7 @@ def test_one_launch_a_direction():
 
 @pytest.mark.tpu
 @pytest.mark.skipif(not tpu.has_libtpu(), reason="libtpu is not installed")
-@pytest.mark.parametrize("chip", tpu.CHIPS)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_compiles(chip):
     """Forward and backward with states, by masks and without."""
     x = inputs(2, 200, 128, jnp.bfloat16)

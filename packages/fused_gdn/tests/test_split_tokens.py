@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.fused_gdn import api
-from chunkwise.shared.operators import Laws
-from chunkwise.shared.testing import SEGMENT_IDS, assert_split, boundaries, make_inputs
+from chunkwise.shared.operators.gates import Laws
+from chunkwise.shared.testing.inputs import boundaries, make_inputs
+from chunkwise.shared.testing.segmented import SEGMENT_IDS
+from chunkwise.shared.testing.split import assert_split
 
 thorough = pytest.mark.thorough
 PACKED = dict(cu_seqlens=boundaries(1, 17, 0, 3))

@@ -5,7 +5,7 @@ import numpy as np
 
 from chunkwise.fused_gdn.tile import split_gate
 from chunkwise.fused_gdn.vjp import from_blocks, to_blocks
-from chunkwise.shared.testing import make_inputs
+from chunkwise.shared.testing.inputs import make_inputs
 
 
 def test_split_gate_is_exact():

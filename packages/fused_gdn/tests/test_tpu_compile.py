@@ -9,10 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.shared.testing import KEEPING, tpu
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.testing import tpu
+from chunkwise.shared.testing.transforms import KEEPING
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not tpu.has_libtpu(), reason="libtpu is not installed")]
-CHIPS = tuple(tpu.CHIPS)
 
 
 def specs(T, H, HV, K, V, dtype=jnp.bfloat16, B=1):

@@ -9,15 +9,10 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule
-from chunkwise.shared.testing import (
-    GATE_GRADIENT_TOLERANCE,
-    GRADIENT_TOLERANCE,
-    TOLERANCE,
-    assert_close,
-    make_inputs,
-    reference,
-    text_for_tpu,
-)
+from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import make_inputs
+from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.transforms import text_for_tpu
 
 pytestmark = pytest.mark.interpreted
 CUTS = [0, 1, 64, 64, 70, 128, 200]

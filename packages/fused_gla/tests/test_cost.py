@@ -2,9 +2,10 @@
 
 import pytest
 
-from chunkwise.fused_gla import cost, fused_chunk_gla, recurrent_gla, recurrent_simple_gla
-from chunkwise.shared.operators import recurrent_cost
-from chunkwise.shared.testing import documented_flops
+from chunkwise.fused_gla import fused_chunk_gla, recurrent_gla, recurrent_simple_gla
+from chunkwise.fused_gla.cost import cost
+from chunkwise.shared.operators.decode import recurrent_cost
+from chunkwise.shared.testing.documents import documented_flops
 
 SIZES = dict(B=2, T=64, K=8, V=4)
 

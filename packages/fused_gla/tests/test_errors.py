@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.fused_gla import Config, fits, fused_chunk_gla, recurrent_gla, recurrent_simple_gla
-from chunkwise.shared.testing import spec, text_for_tpu
+from chunkwise.fused_gla import Config, fused_chunk_gla, recurrent_gla, recurrent_simple_gla
+from chunkwise.fused_gla.api import fits
+from chunkwise.shared.testing.inputs import spec
+from chunkwise.shared.testing.transforms import text_for_tpu
 
 GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), g=spec(2, 64, 2))
 

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.fused_gla import Config, fused_chunk_gla, recurrent_gla, recurrent_simple_gla
-from chunkwise.shared.testing import assert_isolated, boundaries, make_inputs
+from chunkwise.shared.testing.inputs import boundaries, make_inputs
+from chunkwise.shared.testing.poison import assert_isolated
 
 # Chunks of 16: two hold several sequences, one lies inside a sequence, and the last is padding.
 LENGTHS, T = (3, 0, 40, 5), 56

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from chunkwise.fused_gla import Config, fused_chunk_gla, tile, vjp
-from chunkwise.shared.kernels import bf16_parts
-from chunkwise.shared.kernels.products import interpreted_products
-from chunkwise.shared.operators import Arguments, Options
-from chunkwise.shared.testing import STAGE_TOLERANCE, assert_close, boundaries, make_gate, make_inputs, text_for_tpu
+from chunkwise.shared.kernels.matmul import bf16_parts, interpreted_products
+from chunkwise.shared.operators.arguments import Arguments, Options
+from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import boundaries, make_gate, make_inputs
+from chunkwise.shared.testing.transforms import text_for_tpu
 
 
 def pair_sums(g, C):

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.fused_gla import api
-from chunkwise.shared.testing import make_inputs
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.pooled import PREFILL_TOKENS, assert_prefills, compile_prefills
-from chunkwise.shared.testing.tpu import CHIPS, has_libtpu
+from chunkwise.shared.testing.tpu import has_libtpu
 
 # One of each.
 QUICK = (False, jnp.float16, True), (True, jnp.float32, False), (True, jnp.bfloat16, True)

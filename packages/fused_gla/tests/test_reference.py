@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from chunkwise.fused_gla import Config, fused_chunk_gla, recurrent_gla, recurrent_simple_gla
-from chunkwise.shared.testing import GATES, assert_close, boundaries, make_inputs, reference
+from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.inputs import GATES, boundaries, make_inputs
+from chunkwise.shared.testing.oracle import reference
 
 # Tighter for bfloat16 than the thresholds that all packages share: without a delta rule nothing amplifies a rounding.
 # float16 has four times the digits of bfloat16.

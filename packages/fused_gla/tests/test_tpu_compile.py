@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.fused_gla import Config, fused_chunk_gla, recurrent_simple_gla, vjp
-from chunkwise.shared.operators import Arguments, Options
-from chunkwise.shared.testing import spec
-from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu, kernel_products
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.operators.arguments import Arguments, Options
+from chunkwise.shared.testing.inputs import spec
+from chunkwise.shared.testing.tpu import compile_for, has_libtpu, kernel_products
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 

@@ -9,18 +9,10 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.fused_gla import fused_chunk_gla, recurrent_simple_gla
-from chunkwise.shared.testing import (
-    STAGE_TOLERANCE,
-    TOLERANCE,
-    TRANSFORMS,
-    assert_close,
-    assert_traced_once,
-    assert_transform,
-    boundaries,
-    make_inputs,
-    reference,
-    text_for_tpu,
-)
+from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import boundaries, make_inputs
+from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
 
 pytestmark = pytest.mark.interpreted
 each_implementation = pytest.mark.parametrize("implementation", ["xla", "fused"])

@@ -10,7 +10,7 @@ import pytest
 
 from chunkwise.kda import Config, fused_chunk_kda, recurrent_kda
 from chunkwise.kda.api import check_gate_lower_bound
-from chunkwise.shared.testing import spec
+from chunkwise.shared.testing.inputs import spec
 
 GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 4, 6), g=spec(2, 64, 4, 8), beta=spec(2, 64, 4))
 ONE = {name: spec(1, *x.shape[1:]) for name, x in GOOD.items()}

@@ -9,20 +9,12 @@ import numpy as np
 import pytest
 
 from chunkwise.kda import fused_chunk_kda
-from chunkwise.shared.testing import (
-    GATE_GRADIENT_TOLERANCE,
-    GRADIENT_TOLERANCE,
-    TOLERANCE,
-    assert_close,
-    assert_isolated,
-    boundaries,
-    law_reference,
-    make_inputs,
-    raw_inputs,
-    reference,
-    spoil_padding,
-    text_for_tpu,
-)
+from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import boundaries, make_inputs, spoil_padding
+from chunkwise.shared.testing.laws import law_reference, raw_inputs
+from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.poison import assert_isolated
+from chunkwise.shared.testing.transforms import text_for_tpu
 
 # 1 token, an empty sequence, two sequences in a chunk, padding in the last chunk.
 PACKED = boundaries(1, 17, 0, 3)

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.kda import fused_chunk_kda
-from chunkwise.shared.testing import assert_isolated, boundaries, make_inputs
+from chunkwise.shared.testing.inputs import boundaries, make_inputs
+from chunkwise.shared.testing.poison import assert_isolated
 
 # An empty sequence, three in one chunk, one over three chunks that ends inside a block of 8 rows, and padding.
 PACKED = boundaries(3, 0, 4, 30, 13)

@@ -10,16 +10,12 @@ from jax.experimental import pallas as pl
 
 from chunkwise.kda import fused_chunk_kda, recurrent_kda, tile
 from chunkwise.kda.cost import cost
-from chunkwise.shared.kernels import LOG2_E
-from chunkwise.shared.operators import recurrent_cost
-from chunkwise.shared.testing import (
-    STAGE_TOLERANCE,
-    TOLERANCE,
-    assert_close,
-    documented_flops,
-    make_inputs,
-    text_for_tpu,
-)
+from chunkwise.shared.kernels.tiles import LOG2_E
+from chunkwise.shared.operators.decode import recurrent_cost
+from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE, assert_close
+from chunkwise.shared.testing.documents import documented_flops
+from chunkwise.shared.testing.inputs import make_inputs
+from chunkwise.shared.testing.transforms import text_for_tpu
 
 pytestmark = pytest.mark.interpreted
 

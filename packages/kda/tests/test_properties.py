@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from chunkwise.kda import fused_chunk_kda, recurrent_kda
-from chunkwise.shared.testing import STAGE_TOLERANCE, TOLERANCE, assert_close, boundaries, make_inputs, reference
+from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import boundaries, make_inputs
+from chunkwise.shared.testing.oracle import reference
 
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])
 xla_first = pytest.mark.parametrize("implementation", ["xla", pytest.param("fused", marks=pytest.mark.thorough)])

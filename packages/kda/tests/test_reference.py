@@ -7,18 +7,15 @@ import pytest
 
 from chunkwise.kda import Config, fused_chunk_kda, kernel, recurrent_kda
 from chunkwise.kda.config import default_for
-from chunkwise.shared.testing import (
+from chunkwise.shared.testing.compare import (
     GATE_GRADIENT_TOLERANCE,
-    GATES,
     GRADIENT_TOLERANCE,
     STAGE_TOLERANCE,
     TOLERANCE,
     assert_close,
-    boundaries,
-    make_inputs,
-    reference,
-    spoil_padding,
 )
+from chunkwise.shared.testing.inputs import GATES, boundaries, make_inputs, spoil_padding
+from chunkwise.shared.testing.oracle import reference
 
 # Plain JAX has a test of every kind in the default tests, and the kernels have all.
 fused_first = pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "fused"])

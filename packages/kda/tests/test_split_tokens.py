@@ -6,8 +6,11 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.kda import api
-from chunkwise.shared.operators import Laws
-from chunkwise.shared.testing import SEGMENT_IDS, assert_split, boundaries, make_inputs, raw_inputs
+from chunkwise.shared.operators.gates import Laws
+from chunkwise.shared.testing.inputs import boundaries, make_inputs
+from chunkwise.shared.testing.laws import raw_inputs
+from chunkwise.shared.testing.segmented import SEGMENT_IDS
+from chunkwise.shared.testing.split import assert_split
 
 thorough = pytest.mark.thorough
 PACKED = dict(cu_seqlens=boundaries(1, 17, 0, 3))

@@ -8,8 +8,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise.kda import fused_chunk_kda, recurrent_kda
-from chunkwise.shared.testing import KEEPING, spec
-from chunkwise.shared.testing.tpu import CHIPS, compile_for, compile_over_tokens, has_libtpu, topology_mesh
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.testing.inputs import spec
+from chunkwise.shared.testing.tpu import compile_for, compile_over_tokens, has_libtpu, topology_mesh
+from chunkwise.shared.testing.transforms import KEEPING
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 

@@ -8,18 +8,10 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.kda import fused_chunk_kda
-from chunkwise.shared.testing import (
-    GRADIENT_TOLERANCE,
-    STAGE_TOLERANCE,
-    TOLERANCE,
-    assert_close,
-    assert_traced_once,
-    assert_transform,
-    boundaries,
-    make_inputs,
-    reference,
-    text_for_tpu,
-)
+from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, STAGE_TOLERANCE, TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import boundaries, make_inputs
+from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.transforms import assert_traced_once, assert_transform, text_for_tpu
 
 pytestmark = pytest.mark.interpreted
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.kkt import chunk_scaled_dot_kkt
-from chunkwise.shared.testing import spec
+from chunkwise.shared.testing.inputs import spec
 
 GOOD = dict(k=spec(2, 64, 2, 8), beta=spec(2, 64, 4), g_cum=spec(2, 64, 4))
 ONE = dict(k=spec(1, 64, 2, 8), beta=spec(1, 64, 4), g_cum=spec(1, 64, 4))

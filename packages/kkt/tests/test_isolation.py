@@ -3,7 +3,8 @@
 import pytest
 
 from chunkwise.kkt import chunk_scaled_dot_kkt
-from chunkwise.shared.testing import ISOLATION_CASES, assert_isolated
+from chunkwise.shared.testing.cases import ISOLATION_CASES
+from chunkwise.shared.testing.poison import assert_isolated
 
 
 @pytest.mark.parametrize(

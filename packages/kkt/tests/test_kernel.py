@@ -6,7 +6,9 @@ import pytest
 
 from chunkwise.kkt import Config, chunk_scaled_dot_kkt
 from chunkwise.kkt.tile import kkt_tile
-from chunkwise.shared.testing import STAGE_TOLERANCE, Case, assert_close, text_for_tpu
+from chunkwise.shared.testing.cases import Case
+from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
+from chunkwise.shared.testing.transforms import text_for_tpu
 
 pytestmark = pytest.mark.interpreted
 

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.kkt import chunk_scaled_dot_kkt
-from chunkwise.shared.testing import CASES, Case, stage_oracle
+from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.cases import CASES, Case
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
 

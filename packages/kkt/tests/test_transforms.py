@@ -8,16 +8,11 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.kkt import chunk_scaled_dot_kkt
-from chunkwise.shared.testing import (
-    TRANSFORMS,
-    Case,
-    assert_gradients,
-    assert_traced_once,
-    assert_transform,
-    boundaries,
-    stage_oracle,
-    text_for_tpu,
-)
+from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.cases import Case
+from chunkwise.shared.testing.compare import assert_gradients
+from chunkwise.shared.testing.inputs import boundaries
+from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
 
 NAMES = ("k", "beta", "g_cum")
 

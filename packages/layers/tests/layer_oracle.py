@@ -24,7 +24,9 @@ from chunkwise.layers import (
     ragged_lightning_attention,
     ragged_mamba2_mixer,
 )
-from chunkwise.shared.testing import law_reference, mixer_oracle, reference
+from chunkwise.shared.testing import mixer_oracle
+from chunkwise.shared.testing.laws import law_reference
+from chunkwise.shared.testing.oracle import reference
 
 SIZES = dict(D=20, H=2, HV=4, K=12, V=8)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from chunkwise.layers import Step, empty_cache
-from chunkwise.shared.testing import TOLERANCE, assert_close
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from layer_oracle import LAYERS, make, make_cache, oracle
 
 # Tokens that no sequence has hold numbers which must not matter.

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.layers import Step, empty_cache, remat_policy
-from chunkwise.shared.testing import spec, text_for_tpu
-from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.testing.inputs import spec
+from chunkwise.shared.testing.tpu import compile_for, has_libtpu
+from chunkwise.shared.testing.transforms import text_for_tpu
 from layer_oracle import LAYERS
 
 # The kernels of the operators, which are named after their functions.

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.norm_gated import rms_norm_gated
-from chunkwise.shared.testing import spec
+from chunkwise.shared.testing.inputs import spec
 
 GOOD = dict(x=spec(2, 8, 4, 16), z=spec(2, 8, 4, 16), weight=spec(16))
 

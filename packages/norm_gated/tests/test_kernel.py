@@ -8,7 +8,8 @@ import pytest
 from chunkwise.norm_gated import Config, rms_norm_gated
 from chunkwise.norm_gated.config import default_for
 from chunkwise.norm_gated.tile import group_mean
-from chunkwise.shared.testing import assert_close, text_for_tpu
+from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.transforms import text_for_tpu
 
 pytestmark = pytest.mark.interpreted
 

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.norm_gated import rms_norm_gated
-from chunkwise.shared.testing import TRANSFORMS, assert_close, assert_transform, text_for_tpu
+from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.transforms import TRANSFORMS, assert_transform, text_for_tpu
 
 
 def arguments():

@@ -23,9 +23,9 @@ def kernels(monkeypatch):
     """Set the kernels to check."""
 
     def choose(stages=(), operators=()):
-        monkeypatch.setattr(check, "STAGES", stages)
-        monkeypatch.setattr(check, "PARTS", ())
-        monkeypatch.setattr(check, "OPERATORS", {operator.name: operator for operator in operators})
+        monkeypatch.setattr(check.stages, "STAGES", stages)
+        monkeypatch.setattr(check.stages, "PARTS", ())
+        monkeypatch.setattr(check.operators, "OPERATORS", {operator.name: operator for operator in operators})
 
     return choose
 

@@ -7,7 +7,7 @@ import pytest
 
 from chunkwise.pipeline.docstrings import documented_by
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
-from chunkwise.shared.testing import documented_flops
+from chunkwise.shared.testing.documents import documented_flops
 
 
 def entries(docstring):

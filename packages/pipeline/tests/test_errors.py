@@ -17,7 +17,7 @@ from chunkwise.pipeline import (
 )
 from chunkwise.pipeline.check import operator_inputs
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT
-from chunkwise.shared.testing import make_inputs
+from chunkwise.shared.testing.inputs import make_inputs
 
 CASES = {
     "rank": ({"q": jnp.zeros((8, 2, 16))}, r"`q` must have shape \[B, T, H, K\]; got \(8, 2, 16\)"),

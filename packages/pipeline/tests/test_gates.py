@@ -11,7 +11,10 @@ import pytest
 from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.pipeline.check import operator_inputs, tolerance
 from chunkwise.pipeline.operators import OPERATORS
-from chunkwise.shared.testing import assert_close, boundaries, law_reference, raw_inputs, reference, spec, spoil_padding
+from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.inputs import boundaries, spec, spoil_padding
+from chunkwise.shared.testing.laws import law_reference, raw_inputs
+from chunkwise.shared.testing.oracle import reference
 
 DELTA = [operator for operator in OPERATORS.values() if operator.delta]
 # 1 token, an empty sequence, two sequences in a chunk, padding.

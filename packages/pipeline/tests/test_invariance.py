@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from chunkwise.pipeline import chunk_gated_delta_rule
-from chunkwise.shared.testing import TOLERANCE, assert_close, make_inputs
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import make_inputs
 
 pytestmark = pytest.mark.interpreted
 thorough = pytest.mark.thorough

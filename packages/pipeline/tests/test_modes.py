@@ -19,7 +19,9 @@ import pytest
 from chunkwise.pipeline import cli
 from chunkwise.pipeline.check import operator_inputs, tolerance
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT
-from chunkwise.shared.testing import assert_close, boundaries, reference
+from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.inputs import boundaries
+from chunkwise.shared.testing.oracle import reference
 
 pytestmark = pytest.mark.interpreted
 MODES = {

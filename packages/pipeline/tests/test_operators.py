@@ -10,16 +10,9 @@ import pytest
 from chunkwise.pipeline import chunk_gated_delta_rule, chunk_kda, chunk_simple_gla
 from chunkwise.pipeline.check import operator_inputs, tolerance
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT
-from chunkwise.shared.testing import (
-    GRADIENT_TOLERANCE,
-    TOLERANCE,
-    assert_close,
-    boundaries,
-    error,
-    make_inputs,
-    reference,
-    spoil_padding,
-)
+from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error
+from chunkwise.shared.testing.inputs import boundaries, make_inputs, spoil_padding
+from chunkwise.shared.testing.oracle import reference
 
 IMPLEMENTATIONS = ("xla", "staged", "fused")
 PACKED = boundaries(1, 29, 0, 35)  # 1 token, an empty sequence, tails, 5 tokens of padding

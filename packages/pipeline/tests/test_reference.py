@@ -4,7 +4,9 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.shared.testing import GATES, TOLERANCE, assert_close, make_inputs, reference
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import GATES, make_inputs
+from chunkwise.shared.testing.oracle import reference
 
 IMPLEMENTATIONS = ("xla", "staged")
 thorough = pytest.mark.thorough

@@ -7,7 +7,8 @@ import pytest
 
 from chunkwise.pipeline.check import operator_inputs
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
-from chunkwise.shared.testing import SEGMENT_IDS, assert_segments, assert_traced_once, over_segments
+from chunkwise.shared.testing.segmented import SEGMENT_IDS, assert_segments, over_segments
+from chunkwise.shared.testing.transforms import assert_traced_once
 
 B, T = SEGMENT_IDS.shape
 named = functools.partial(pytest.mark.parametrize, "operator", ids=lambda operator: operator.name)

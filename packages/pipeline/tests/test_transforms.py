@@ -11,14 +11,10 @@ from jax.sharding import AxisType, PartitionSpec
 from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.pipeline.check import operator_inputs, tolerance
 from chunkwise.pipeline.operators import OPERATORS
-from chunkwise.shared.testing import (
-    GRADIENT_TOLERANCE,
-    TOLERANCE,
-    assert_close,
-    make_inputs,
-    reference,
-    text_for_tpu,
-)
+from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import make_inputs
+from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.transforms import text_for_tpu
 
 CU_SEQLENS = jnp.array([0, 1, 30, 30, 65], jnp.int32)
 # Under a transform the arithmetic is the same; only the order of some sums may differ.

@@ -5,7 +5,7 @@ import re
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.shared.testing import spec
+from chunkwise.shared.testing.inputs import spec
 from chunkwise.solve_tril import solve_tril
 
 

@@ -7,8 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.kernels import unit_lower_inverse
-from chunkwise.shared.testing import Case, error, make_inputs, stage_oracle, text_for_tpu
+from chunkwise.shared.kernels.inverse import unit_lower_inverse
+from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.cases import Case
+from chunkwise.shared.testing.compare import error
+from chunkwise.shared.testing.inputs import make_inputs
+from chunkwise.shared.testing.transforms import text_for_tpu
 from chunkwise.solve_tril import Config, solve_tril
 from chunkwise.solve_tril.tile import solve_tile
 

@@ -3,7 +3,10 @@
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.shared.testing import CASES, STAGE_TOLERANCE, Case, assert_close, make_inputs, stage_oracle
+from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.cases import CASES, Case
+from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.solve_tril import solve_tril
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.shared.testing import spec
-from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.testing.inputs import spec
+from chunkwise.shared.testing.tpu import compile_for, has_libtpu
 from chunkwise.solve_tril import solve_tril
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]

@@ -7,15 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.testing import (
-    TRANSFORMS,
-    Case,
-    assert_gradients,
-    assert_traced_once,
-    assert_transform,
-    boundaries,
-    stage_oracle,
-)
+from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.cases import Case
+from chunkwise.shared.testing.compare import assert_gradients
+from chunkwise.shared.testing.inputs import boundaries
+from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform
 from chunkwise.solve_tril import solve_tril
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])

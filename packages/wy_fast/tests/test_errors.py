@@ -5,7 +5,7 @@ import re
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.shared.testing import spec
+from chunkwise.shared.testing.inputs import spec
 from chunkwise.wy_fast import recompute_w_u
 
 GOOD = dict(

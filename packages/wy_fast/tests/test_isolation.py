@@ -2,7 +2,8 @@
 
 import pytest
 
-from chunkwise.shared.testing import ISOLATION_CASES, assert_isolated
+from chunkwise.shared.testing.cases import ISOLATION_CASES
+from chunkwise.shared.testing.poison import assert_isolated
 from chunkwise.wy_fast import recompute_w_u
 
 

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.testing import STAGE_TOLERANCE, Case, assert_close, text_for_tpu
+from chunkwise.shared.testing.cases import Case
+from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
+from chunkwise.shared.testing.transforms import text_for_tpu
 from chunkwise.wy_fast import Config, recompute_w_u
 from chunkwise.wy_fast.tile import wy_tile
 

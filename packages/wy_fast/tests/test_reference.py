@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.shared.testing import CASES, Case, stage_oracle
+from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.cases import CASES, Case
 from chunkwise.wy_fast import recompute_w_u
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])

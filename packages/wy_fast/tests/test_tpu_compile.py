@@ -5,8 +5,9 @@ import functools
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.shared.testing import spec
-from chunkwise.shared.testing.tpu import CHIPS, compile_for, has_libtpu
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.testing.inputs import spec
+from chunkwise.shared.testing.tpu import compile_for, has_libtpu
 from chunkwise.wy_fast import recompute_w_u
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]

@@ -7,16 +7,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from chunkwise.shared.testing import (
-    TRANSFORMS,
-    Case,
-    assert_gradients,
-    assert_traced_once,
-    assert_transform,
-    boundaries,
-    stage_oracle,
-    text_for_tpu,
-)
+from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.cases import Case
+from chunkwise.shared.testing.compare import assert_gradients
+from chunkwise.shared.testing.inputs import boundaries
+from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
 from chunkwise.wy_fast import recompute_w_u
 
 NAMES = ("k", "v", "beta", "A_inv", "g_cum")

@@ -8,42 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.causal_conv1d import config as tiles
-from chunkwise.causal_conv1d import kernel, vjp, xla
-from chunkwise.causal_conv1d.context import find_part
-from chunkwise.causal_conv1d.kernel import Operands, Static
-from chunkwise.causal_conv1d.sequences import Sequences, final_states, find, state_rows
-from chunkwise.shared.compat import vary_alike
-from chunkwise.shared.operators import (
-    SLOT_DIMENSIONS,
-    Layout,
-    Sharding,
-    Slots,
-    check,
-    check_activation,
-    check_array,
-    check_cu_seqlens,
-    check_flags,
-    check_known_step,
-    check_packed,
-    check_pool,
-    check_segment_ids,
-    check_slots,
-    check_step_types,
-    choose_implementation,
-    find_division,
-    find_step,
-    full_blocks,
-    over_mesh,
-    own_slots,
-    read_slots,
-    size_of,
-    token_axes,
-    with_counts,
-    without_elsewhere,
-    write_slots,
-)
+from chunkwise.causal_conv1d import context, kernel, sequences, vjp, xla
+from chunkwise.shared import compat
+from chunkwise.shared.operators import arguments, checks, decode, devices, partition, serving
 
-_LAYOUT = Layout(
+_LAYOUT = partition.Layout(
     leading="x",
     parts={"b": "rows", "t": "tokens", "d": "channels"},
     arguments={
@@ -56,7 +25,7 @@ _LAYOUT = Layout(
     },
     results=("btd", "s.d"),
 )
-_POOL_LAYOUT = Layout(
+_POOL_LAYOUT = partition.Layout(
     leading="x",
     parts=_LAYOUT.parts,
     arguments={
@@ -65,7 +34,7 @@ _POOL_LAYOUT = Layout(
         "weight": "d",
         "bias": "d",
         "cu_seqlens": "",
-        **SLOT_DIMENSIONS,
+        **devices.SLOT_DIMENSIONS,
     },
     results=("btd", "s.d"),
 )
@@ -73,11 +42,11 @@ _POOL_LAYOUT = Layout(
 
 def _check_weights(weight, bias, D: int) -> int:
     """Check weight and bias for D channels and return the width."""
-    W = check_array("weight", weight, "D W", (D, None))[1]
+    W = checks.check_array("weight", weight, "D W", (D, None))[1]
     widths = tiles.WIDTHS
-    check(W in widths, f"`weight` must have a width of {widths[0]} to {widths[-1]}; got {W}.")
+    checks.check(W in widths, f"`weight` must have a width of {widths[0]} to {widths[-1]}; got {W}.")
     if bias is not None:
-        check_array("bias", bias, "D", (D,))
+        checks.check_array("bias", bias, "D", (D,))
     return W
 
 
@@ -92,7 +61,7 @@ def causal_conv1d(
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
     config: tiles.Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -144,30 +113,30 @@ def causal_conv1d(
     Cost: 2 B T D W flops; x is read and y is written once. The backward reads x and dy and writes dx once.
     Source: the short convolution of H3 (2022) and of Mamba (2023), as in the causal-conv1d package.
     """
-    B, T, D = check_array("x", x, "B T D")
+    B, T, D = checks.check_array("x", x, "B T D")
     W = _check_weights(weight, bias, D)
     given = {
         "x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "cu_seqlens": cu_seqlens,
         "segment_ids": segment_ids,
     }  # fmt: skip
-    check_cu_seqlens(cu_seqlens, B, T * lax.axis_size(token_axes(None, context_axis)))
-    check_segment_ids(segment_ids, B, T, cu_seqlens)
+    checks.check_cu_seqlens(cu_seqlens, B, T * lax.axis_size(partition.token_axes(None, context_axis)))
+    checks.check_segment_ids(segment_ids, B, T, cu_seqlens)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
-        check_array("initial_state", initial_state, "N W-1 D", (N, W - 1, D))
-    check_activation(activation)
-    check_flags(output_final_state=output_final_state)
-    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+        checks.check_array("initial_state", initial_state, "N W-1 D", (N, W - 1, D))
+    checks.check_activation(activation)
+    checks.check_flags(output_final_state=output_final_state)
+    implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     if config is not None:
         fits = config.tokens % 16 == 0 and config.channels % 128 == 0 and min(config.tokens, config.channels) > 0
-        check(fits, f"`config` must have multiples of 16 tokens and of 128 channels; got {config}.")
+        checks.check(fits, f"`config` must have multiples of 16 tokens and of 128 channels; got {config}.")
     given = {name: y for name, y in given.items() if y is not None}
     # Before devices share them, so that the sums of their gradients are rounded once.
     given |= {name: given[name].astype(jnp.float32) for name in ("weight", "bias") if name in given}
-    division = find_division(given, _LAYOUT, sharding)
-    tokens = token_axes(division, context_axis)
-    held = T if division is None else T // size_of(division.mesh, division.tokens)
-    check(
+    division = partition.find_division(given, _LAYOUT, sharding)
+    tokens = partition.token_axes(division, context_axis)
+    held = T if division is None else T // partition.size_of(division.mesh, division.tokens)
+    checks.check(
         not tokens or held >= W - 1,
         f"`x` must have at least W - 1 = {W - 1} tokens on each of the devices along {tokens}; got {held}.",
     )
@@ -177,34 +146,34 @@ def causal_conv1d(
         x, weight, bias, *others = (given.get(name) for name in _LAYOUT.arguments)
         if lax.axis_size(tokens) == 1:
             return _run(x, weight, bias, *others, final, activation, implementation, config)
-        part = find_part(x, *others, W, final, tokens)
+        part = context.find_part(x, *others, W, final, tokens)
         y, states = _run(x, weight, bias, *part[:3], final, activation, implementation, config)
         return y, jnp.where(part.ends[:, None, None], states, jnp.zeros((), x.dtype)) if final else None
 
-    return over_mesh(on_device, given, division, tokens, final)
+    return partition.over_mesh(on_device, given, division, tokens, final)
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
 def _run(x, weight, bias, states, cu_seqlens, segment_ids, final: bool, activation, implementation, config):
     (B, T, D), W = x.shape, weight.shape[1]
     # Once, or JAX does it at every use, and sums every part of a gradient by itself.
-    x, weight, bias, states = vary_alike(x, weight, bias, states)
-    s = find(B, T, cu_seqlens, segment_ids)
+    x, weight, bias, states = compat.vary_alike(x, weight, bias, states)
+    s = sequences.find(B, T, cu_seqlens, segment_ids)
     rows = weight.astype(jnp.float32).T  # [W, D]
     shift = jnp.zeros((1, D), jnp.float32) if bias is None else bias.astype(jnp.float32)[None]
-    before = None if states is None else state_rows(rows, states)  # [N, W - 1, D]
+    before = None if states is None else sequences.state_rows(rows, states)  # [N, W - 1, D]
     if implementation == "xla":
         y = xla.convolve(x, rows, shift, before, s, activation)
     else:
-        static = Static(T, W, activation, config or tiles.default_for(T, D))
+        static = kernel.Static(T, W, activation, config or tiles.default_for(T, D))
         y = vjp.convolve(_operands(x, rows, shift, before, s, static), static)
-    return y, final_states(x, states, W, s, x.dtype) if final else None
+    return y, sequences.final_states(x, states, W, s, x.dtype) if final else None
 
 
-def _operands(x, weight, bias, before, s: Sequences, static: Static) -> Operands:
+def _operands(x, weight, bias, before, s: sequences.Sequences, static: kernel.Static) -> kernel.Operands:
     blocks, sequences, reach = kernel.tables(s, x.shape[0], before is not None, static)
     rows = None if before is None else before.reshape(-1, 1, x.shape[2])
-    return Operands(*vary_alike(blocks, sequences, x, reach, weight, bias, rows))
+    return kernel.Operands(*compat.vary_alike(blocks, sequences, x, reach, weight, bias, rows))
 
 
 def causal_conv1d_update(
@@ -224,7 +193,7 @@ def causal_conv1d_update(
     block_state_indices: jax.Array | None = None,
     block_size: int | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the convolution of one new token or a few of every sequence, and the pool of states after them.
 
@@ -280,76 +249,80 @@ def causal_conv1d_update(
     Cost: 2 B T D W flops; every state is read and written once.
     Source: as `causal_conv1d`.
     """
-    B, T, D = check_array("x", x, "B T D")
+    B, T, D = checks.check_array("x", x, "B T D")
     W = _check_weights(weight, bias, D)
-    check_cu_seqlens(cu_seqlens, B, T) if num_sequences is None else check_packed(cu_seqlens, B)
+    checks.check_cu_seqlens(cu_seqlens, B, T) if num_sequences is None else checks.check_packed(cu_seqlens, B)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    check_array("states", states, "slots W-1 D", (N if state_indices is None else None, W - 1, D))
-    check_activation(activation)
-    slots = Slots(
+    checks.check_array("states", states, "slots W-1 D", (N if state_indices is None else None, W - 1, D))
+    checks.check_activation(activation)
+    slots = arguments.Slots(
         state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
         num_sequences,
     )  # fmt: skip
     none = isinstance(num_decodes, int) and num_decodes == 0
     more = (block_size, *slots._replace(state_indices=None, has_initial_state=None, num_decodes=None))
-    serving = getattr(state_indices, "ndim", 1) == 2 or not none or any(y is not None for y in more)
+    is_step = getattr(state_indices, "ndim", 1) == 2 or not none or any(y is not None for y in more)
     # A serving step has both; a type cannot tell.
     boundaries: Any = cu_seqlens
     named: Any = state_indices
-    if serving:
-        check(cu_seqlens is not None, "`cu_seqlens` must be given in a serving step; got None.")
-        check_step_types(slots, N, block_size, 1)
-        check_known_step(boundaries, slots, states.shape[0], T, block_size)
-        slots = with_counts(slots)
+    if is_step:
+        checks.check(cu_seqlens is not None, "`cu_seqlens` must be given in a serving step; got None.")
+        checks.check_step_types(slots, N, block_size, 1)
+        serving.check_known_step(boundaries, slots, states.shape[0], T, block_size)
+        slots = serving.with_counts(slots)
     else:
-        check_slots(state_indices, has_initial_state, N)
-        slots = Slots(state_indices, has_initial_state)
-    best = "pallas" if serving and named.size < T else "xla"
-    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu=best)
+        checks.check_slots(state_indices, has_initial_state, N)
+        slots = arguments.Slots(state_indices, has_initial_state)
+    best = "pallas" if is_step and named.size < T else "xla"
+    implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu=best)
     given = {"x": x, "states": states, "weight": weight, "bias": bias, "cu_seqlens": cu_seqlens} | slots._asdict()
     given = {name: y for name, y in given.items() if y is not None}
     # As in `causal_conv1d`.
     given |= {name: given[name].astype(jnp.float32) for name in ("weight", "bias") if name in given}
-    division = find_division(given, _POOL_LAYOUT, sharding)
-    check_pool(given, division, "states")
-    tokens = token_axes(division, None)
-    check(not tokens, f"`x` must have tokens that are not split; got them over {tokens}.")
+    division = partition.find_division(given, _POOL_LAYOUT, sharding)
+    devices.check_pool(given, division, "states")
+    tokens = partition.token_axes(division, None)
+    checks.check(not tokens, f"`x` must have tokens that are not split; got them over {tokens}.")
 
     def on_device(given) -> tuple[jax.Array, Any]:
-        given, elsewhere = (given, None) if division is None else own_slots(given, division.axes["s"], "states")
+        given, elsewhere = (given, None) if division is None else devices.own_slots(given, division.axes["s"], "states")
         x, *others = (given.get(name) for name in ("x", "states", "weight", "bias", "cu_seqlens"))
-        slots = Slots(*(given.get(name) for name in Slots._fields))
-        if serving:
+        slots = arguments.Slots(*(given.get(name) for name in arguments.Slots._fields))
+        if is_step:
             return _step(x, *others, slots, activation, implementation, block_size)
         y, states = _update(x, *others, slots, activation, implementation)
-        return without_elsewhere(y, elsewhere), states
+        return devices.without_elsewhere(y, elsewhere), states
 
-    results: Any = over_mesh(on_device, given, division, (), with_states=True)
+    results: Any = partition.over_mesh(on_device, given, division, (), with_states=True)
     return results
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7))
-def _update(x, states, weight, bias, cu_seqlens, slots: Slots, activation, implementation):
-    before = read_slots(states, slots)
+def _update(x, states, weight, bias, cu_seqlens, slots: arguments.Slots, activation, implementation):
+    before = decode.read_slots(states, slots)
     y, _ = _run(x, weight, bias, before, cu_seqlens, None, False, activation, implementation, None)
-    s = find(*x.shape[:2], cu_seqlens, None)
-    return y, write_slots(states, slots, final_states(x, before, weight.shape[1], s, states.dtype))
+    s = sequences.find(*x.shape[:2], cu_seqlens, None)
+    return y, decode.write_slots(states, slots, sequences.final_states(x, before, weight.shape[1], s, states.dtype))
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))
-def _step(x, pool, weight, bias, cu_seqlens, slots: Slots, activation, implementation, block_size):
+def _step(x, pool, weight, bias, cu_seqlens, slots: arguments.Slots, activation, implementation, block_size):
     """Run a serving step: the states of a decode go to a slot after every token, those of a prefill after its last."""
-    step, W = find_step(cu_seqlens, slots), weight.shape[1]
+    step, W = serving.find_step(cu_seqlens, slots), weight.shape[1]
     # A sequence is a decode or a prefill, and in the other list it has no tokens and reads no slot.
-    before = read_slots(pool, Slots(jnp.maximum(step.decodes.source, step.prefills.source)))
+    before = decode.read_slots(pool, arguments.Slots(jnp.maximum(step.decodes.source, step.prefills.source)))
     y, _ = _run(x, weight, bias, before, step.boundaries, None, False, activation, implementation, None)
-    s = find(*x.shape[:2], step.boundaries, None)
-    pool = write_slots(pool, Slots(step.prefills.target[:, 0]), final_states(x, before, W, s, pool.dtype))
-    after_tokens = lambda count: final_states(x, before, W, s._replace(end=s.start + jnp.int32(count)), pool.dtype)
+    s = sequences.find(*x.shape[:2], step.boundaries, None)
+    pool = decode.write_slots(
+        pool, arguments.Slots(step.prefills.target[:, 0]), sequences.final_states(x, before, W, s, pool.dtype)
+    )
+    after_tokens = lambda count: sequences.final_states(
+        x, before, W, s._replace(end=s.start + jnp.int32(count)), pool.dtype
+    )
     for t in range(step.decodes.target.shape[1]):
-        pool = write_slots(pool, Slots(step.decodes.target[:, t]), after_tokens(t + 1))
+        pool = decode.write_slots(pool, arguments.Slots(step.decodes.target[:, t]), after_tokens(t + 1))
     if slots.block_state_indices is not None:
-        _, slot = full_blocks(step.prefills, block_size)
+        _, slot = serving.full_blocks(step.prefills, block_size)
         for m in range(slot.shape[1]):
-            pool = write_slots(pool, Slots(slot[:, m]), after_tokens((m + 1) * block_size))
+            pool = decode.write_slots(pool, arguments.Slots(slot[:, m]), after_tokens((m + 1) * block_size))
     return y, pool

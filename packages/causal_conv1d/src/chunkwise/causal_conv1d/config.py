@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from chunkwise.shared.kernels import LANES, pad_lanes
+from chunkwise.shared.kernels import packed
 
 # Tokens before a block that the convolution may read: as many as a register of float32 has rows.
 HALO = 8
@@ -25,4 +25,4 @@ class Config:
 def default_for(T: int, D: int) -> Config:
     """Return the Config for T tokens of D channels."""
     tokens = min(512, -(-T // 16) * 16)
-    return Config(tokens, min(4 * LANES, pad_lanes(D)))
+    return Config(tokens, min(4 * packed.LANES, packed.pad_lanes(D)))

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.compat import vary_over, varying_axes
-from chunkwise.shared.operators import document_ids, document_of, documents_end, first_token, own_boundaries, shift
+from chunkwise.shared import compat
+from chunkwise.shared.operators import affine_scan, stream
 
 
 class Part(NamedTuple):
@@ -41,19 +41,19 @@ def find_part(x: jax.Array, states, cu_seqlens, segment_ids, W: int, final: bool
     """
     (B, T, D), S = x.shape, W - 1
     given = (x, states, cu_seqlens, segment_ids)
-    x, states, cu, ids = vary_over(varying_axes(*given).union(axis), given)
+    x, states, cu, ids = compat.vary_over(compat.varying_axes(*given).union(axis), given)
     # The first device has no neighbour and gets zeros.
-    halo = shift(x[:, T - S :], axis).astype(jnp.float32)
+    halo = affine_scan.shift(x[:, T - S :], axis).astype(jnp.float32)
     if states is None and final:
         states = jnp.zeros((B if cu is None else cu.shape[0] - 1, S, D), jnp.float32)
     if cu is not None and states is not None:
         return _documents(halo, states, cu, T, axis)
     if cu is not None:
         # Without a state for every document its number says as much as its boundaries.
-        return _segments(halo, None, document_ids(cu, T, axis, before=S), axis)
+        return _segments(halo, None, stream.document_ids(cu, T, axis, before=S), axis)
     first = lax.axis_index(axis) == 0
     if ids is not None:
-        before = jnp.where(first, jnp.int32(-1), shift(ids[:, T - S :], axis))
+        before = jnp.where(first, jnp.int32(-1), affine_scan.shift(ids[:, T - S :], axis))
         return _segments(halo, states, jnp.concatenate([before, ids], axis=1), axis)
     states = halo if states is None else jnp.where(first, states.astype(jnp.float32), halo)
     last = lax.axis_index(axis) == lax.axis_size(axis) - 1
@@ -89,13 +89,13 @@ def _segments(halo: jax.Array, states: jax.Array | None, ids: jax.Array, axis) -
 
 def _documents(halo: jax.Array, states: jax.Array, cu_seqlens: jax.Array, T: int, axis) -> Part:
     """Return the part of a packed batch with a state [N, W - 1, D] for every document."""
-    S, start, states = halo.shape[1], first_token(T, axis), states.astype(jnp.float32)
+    S, start, states = halo.shape[1], stream.first_token(T, axis), states.astype(jnp.float32)
     # N if the first token is padding, which no document has: nothing is written then.
-    n = document_of(start[None], cu_seqlens)
+    n = stream.document_of(start[None], cu_seqlens)
     own = jnp.clip(start - cu_seqlens[n], 0, S)
     entering = _join(halo, states.at[n].get(mode="clip"), own)
     states = states.at[n].set(entering, mode="drop")
-    return Part(states, own_boundaries(cu_seqlens, T, axis), None, documents_end(cu_seqlens, T, axis))
+    return Part(states, stream.own_boundaries(cu_seqlens, T, axis), None, stream.documents_end(cu_seqlens, T, axis))
 
 
 def _join(halo: jax.Array, before: jax.Array, own: jax.Array) -> jax.Array:

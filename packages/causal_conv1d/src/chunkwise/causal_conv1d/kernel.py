@@ -16,12 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.causal_conv1d import tile
-from chunkwise.causal_conv1d.config import HALO, Config
-from chunkwise.causal_conv1d.cost import cost
-from chunkwise.causal_conv1d.sequences import Sequences
-from chunkwise.shared.compat import out_struct
-from chunkwise.shared.kernels import LANES, activate, clear, named, pad_tokens, pallas_call, to_column
+from chunkwise.causal_conv1d import config, cost, sequences, tile
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import activations, chunking, launcher, layout, packed, tiles
 
 # Tokens that are computed at once.
 _STRIP = 32
@@ -67,7 +64,7 @@ class Static(NamedTuple):
     T: int
     W: int
     activation: str | None
-    config: Config
+    config: config.Config
 
     @property
     def blocks(self) -> int:
@@ -75,7 +72,7 @@ class Static(NamedTuple):
         return -(-self.T // self.config.tokens)
 
 
-def tables(s: Sequences, B: int, with_states: bool, static: Static) -> tuple[Any, Any, Any]:
+def tables(s: sequences.Sequences, B: int, with_states: bool, static: Static) -> tuple[Any, Any, Any]:
     """Return `Operands.blocks`, `.sequences` and `.reach`."""
     size, count, most = static.config.tokens, static.blocks, static.W - 1
     ragged = static.T % size > 0
@@ -100,25 +97,27 @@ def tables(s: Sequences, B: int, with_states: bool, static: Static) -> tuple[Any
 
 
 def _planes(s: Static) -> range:
-    return range(s.config.channels // LANES)
+    return range(s.config.channels // packed.LANES)
 
 
 def _lanes(n: int) -> slice:
     """Return the channels of a plane."""
-    return slice(n * LANES, (n + 1) * LANES)
+    return slice(n * packed.LANES, (n + 1) * packed.LANES)
 
 
 def _fill(refs, s: Static) -> None:
     """Copy the block of x into the window, behind the halo."""
     for n in _planes(s):
         for at, rows in _strips(s):
-            refs.window[n, HALO + at : HALO + at + rows] = refs.x[at : at + rows, _lanes(n)].astype(jnp.float32)
+            refs.window[n, config.HALO + at : config.HALO + at + rows] = refs.x[at : at + rows, _lanes(n)].astype(
+                jnp.float32
+            )
 
 
 def _spread_reach(refs) -> None:
     """Store the age and what is left of every token over all lanes."""
     for i in range(2):
-        column = to_column(refs.reach[i : i + 1][None])[0]  # [tokens, 1]
+        column = tiles.to_column(refs.reach[i : i + 1][None])[0]  # [tokens, 1]
         refs.wide[i] = jnp.broadcast_to(column, refs.wide.shape[1:])
 
 
@@ -137,7 +136,7 @@ def _first_rows(refs, block, s: Static, visit) -> None:
 
 def _add_rows(refs, block, s: Static) -> None:
     """Put what states add to a mixed block into scratch."""
-    clear(refs.added)
+    layout.clear(refs.added)
 
     def visit(row, source):
         for n in _planes(s):
@@ -188,7 +187,7 @@ class _Plane(NamedTuple):
     def convolve(self, refs, at: int, rows: int, mixed: bool, s: Static):
         """Return the taps of a strip, what enters the activation, and the age of its tokens or None."""
         age = refs.wide[0, at : at + rows] if mixed else None
-        begin = HALO + at
+        begin = config.HALO + at
         taps = [refs.window[self.n, begin - j : begin - j + rows] for j in range(s.W)]
         taps = tile.masked(taps, age)
         pre = tile.convolve(taps, self.weight, self.bias)
@@ -203,11 +202,11 @@ def _fwd_kernel(refs, *, s: Static):
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        refs.window[:, :HALO] = jnp.zeros_like(refs.window[:, :HALO])
+        refs.window[:, : config.HALO] = jnp.zeros_like(refs.window[:, : config.HALO])
 
     @pl.when(pl.program_id(2) > 0)
     def _():
-        refs.window[:, :HALO] = refs.window[:, s.config.tokens :]
+        refs.window[:, : config.HALO] = refs.window[:, s.config.tokens :]
 
     _fill(refs, s)
 
@@ -216,7 +215,7 @@ def _fwd_kernel(refs, *, s: Static):
             plane = _Plane.load(refs, n, s)
             for at, rows in _strips(s):
                 _, pre, age = plane.convolve(refs, at, rows, mixed, s)
-                y = activate(pre, s.activation)
+                y = activations.activate(pre, s.activation)
                 if age is not None:
                     y = jnp.where(age >= 0.0, y, 0.0)
                 refs.y[at : at + rows, _lanes(n)] = y.astype(refs.y.dtype)
@@ -236,7 +235,7 @@ def _bwd_kernel(refs, *, s: Static):
 
     @pl.when((pl.program_id(1) == 0) & (turn == 0))
     def _():
-        clear(refs.dweight, refs.drows)
+        layout.clear(refs.dweight, refs.drows)
 
     @pl.when(turn == 0)
     def _():
@@ -244,18 +243,18 @@ def _bwd_kernel(refs, *, s: Static):
 
     @pl.when(turn > 0)
     def _():
-        refs.dpre[:, tokens:] = refs.dpre[:, :HALO]
+        refs.dpre[:, tokens:] = refs.dpre[:, : config.HALO]
 
     for n in _planes(s):
-        before = refs.before[:, _lanes(n)].astype(jnp.float32)[_BEFORE - HALO :]  # [8, 128]
+        before = refs.before[:, _lanes(n)].astype(jnp.float32)[_BEFORE - config.HALO :]  # [8, 128]
         # Nothing is before the first block.
-        refs.window[n, :HALO] = jnp.where(place > 0, before, 0.0)
+        refs.window[n, : config.HALO] = jnp.where(place > 0, before, 0.0)
     _fill(refs, s)
 
     def compute(mixed):
         for n in _planes(s):
             plane = _Plane.load(refs, n, s)
-            sums = [jnp.zeros((8, LANES), jnp.float32)] * (s.W + 1)
+            sums = [jnp.zeros((8, packed.LANES), jnp.float32)] * (s.W + 1)
             for at, rows in _strips(s):
                 taps, pre, age = plane.convolve(refs, at, rows, mixed, s)
                 dy = refs.dy[at : at + rows, _lanes(n)].astype(jnp.float32)
@@ -303,25 +302,25 @@ def launch(x: Operands, s: Static) -> dict[str, jax.Array]:
         "rows": None if x.rows is None else pl.BlockSpec((x.rows.shape[0], 1, channels), lambda j, b, i, *_: (0, 0, j)),
         "dy": block,
     }
-    operands = x._asdict() | ({"before": pad_tokens(x.x, max(T, _BEFORE))} if backward else {})
+    operands = x._asdict() | ({"before": chunking.pad_tokens(x.x, max(T, _BEFORE))} if backward else {})
     scalars = [name for name in ("blocks", "sequences") if operands[name] is not None]
     names = scalars + [name for name in specs if operands.get(name) is not None]
-    planes = channels // LANES
-    scratch = {"window": pltpu.VMEM((planes, HALO + tokens, LANES), jnp.float32)}
+    planes = channels // packed.LANES
+    scratch = {"window": pltpu.VMEM((planes, config.HALO + tokens, packed.LANES), jnp.float32)}
     if x.reach is not None:
-        scratch["wide"] = pltpu.VMEM((2, tokens, LANES), jnp.float32)
+        scratch["wide"] = pltpu.VMEM((2, tokens, packed.LANES), jnp.float32)
     if x.rows is not None:
-        scratch["added"] = pltpu.VMEM((planes, tokens, LANES), jnp.float32)
+        scratch["added"] = pltpu.VMEM((planes, tokens, packed.LANES), jnp.float32)
     outputs: dict[str, tuple] = {"y": (block, x.x.shape, x.x.dtype)}
     if backward:
         sums = pl.BlockSpec((s.W + 1, 8, channels), lambda j, b, i, *_: (0, 0, j))
         outputs = {"dx": (block, x.x.shape, x.x.dtype), "dweight": (sums, (s.W + 1, 8, D), jnp.float32)}
-        scratch["dpre"] = pltpu.VMEM((planes, tokens + HALO, LANES), jnp.float32)
+        scratch["dpre"] = pltpu.VMEM((planes, tokens + config.HALO, packed.LANES), jnp.float32)
         if x.rows is not None:
             outputs["drows"] = (specs["rows"], x.rows.shape, jnp.float32)
     absent = [name for name in ("blocks", "sequences", "reach", "rows", "drows") if name not in (*names, *outputs)]
-    out = pallas_call(
-        named(
+    out = launcher.pallas_call(
+        launcher.named(
             _bwd_kernel if backward else _fwd_kernel,
             names,
             [(name, True) for name in outputs] + [(name, False) for name in absent],
@@ -336,8 +335,8 @@ def launch(x: Operands, s: Static) -> dict[str, jax.Array]:
         dimension_semantics=("parallel", "arbitrary" if backward else "parallel", "arbitrary"),
         in_specs=[specs[name] for name in names if name not in scalars],
         out_specs=[spec for spec, _, _ in outputs.values()],
-        out_shape=[out_struct(shape, dtype, *x) for _, shape, dtype in outputs.values()],
+        out_shape=[compat.out_struct(shape, dtype, *x) for _, shape, dtype in outputs.values()],
         scratch_shapes=list(scratch.values()),
-        cost_estimate=cost(B=B, T=T, D=D, W=s.W, itemsize=x.x.dtype.itemsize, backward=backward),
+        cost_estimate=cost.cost(B=B, T=T, D=D, W=s.W, itemsize=x.x.dtype.itemsize, backward=backward),
     )
     return dict(zip(outputs, out, strict=True))

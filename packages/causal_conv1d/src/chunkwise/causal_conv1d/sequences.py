@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import runs, token_owners
+from chunkwise.shared.kernels import chunking, segment_tables
 
 
 class Sequences(NamedTuple):
@@ -30,7 +30,7 @@ class Sequences(NamedTuple):
 
 def _by_ids(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (age, left) of tokens: a sequence ends where the id [B, T] changes; ids below 0 are padding."""
-    token, (start, final) = jnp.arange(ids.shape[1], dtype=jnp.int32)[None], runs(ids)
+    token, (start, final) = jnp.arange(ids.shape[1], dtype=jnp.int32)[None], segment_tables.runs(ids)
     hidden = lambda x: jnp.where(ids < 0, jnp.int32(-1), x)
     return hidden(token - start), hidden(final - token)
 
@@ -40,7 +40,7 @@ def find(B: int, T: int, cu_seqlens: jax.Array | None, segment_ids: jax.Array | 
     rows, zeros, whole = jnp.arange(B, dtype=jnp.int32), jnp.zeros(B, jnp.int32), jnp.full(B, T, jnp.int32)
     if cu_seqlens is not None:
         N = cu_seqlens.shape[0] - 1
-        owner = token_owners(T, cu_seqlens)[None]
+        owner = chunking.token_owners(T, cu_seqlens)[None]
         age, left = _by_ids(jnp.where(owner < N, owner, jnp.int32(-1)))
         start, end = cu_seqlens[:-1], cu_seqlens[1:]
         return Sequences(age, left, jnp.zeros(N, jnp.int32), start, end - start, start, end)

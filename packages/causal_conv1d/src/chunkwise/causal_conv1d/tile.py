@@ -6,7 +6,7 @@ weight is a list of W rows [1, 128], the oldest token first: tap j meets weight 
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import activate_with_slope
+from chunkwise.shared.kernels import activations
 
 
 def masked(taps: list[jax.Array], reach: jax.Array | None) -> list[jax.Array]:
@@ -26,7 +26,7 @@ def convolve(taps: list[jax.Array], weight: list[jax.Array], bias: jax.Array | N
 
 def gradient(pre: jax.Array, dy: jax.Array, activation: str | None, age: jax.Array | None) -> jax.Array:
     """Return the gradient of what enters the activation; zero for padding, whose dy may hold anything."""
-    d = dy * activate_with_slope(pre, activation)[1]
+    d = dy * activations.activate_with_slope(pre, activation)[1]
     return d if age is None else jnp.where(age >= 0.0, d, 0.0)
 
 

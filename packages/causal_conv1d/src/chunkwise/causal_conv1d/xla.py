@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from chunkwise.causal_conv1d.sequences import Sequences
-from chunkwise.shared.kernels import activate
+from chunkwise.causal_conv1d import sequences
+from chunkwise.shared.kernels import activations
 
 
-def convolve(x, weight, bias, rows, s: Sequences, activation: str | None) -> jax.Array:
+def convolve(x, weight, bias, rows, s: sequences.Sequences, activation: str | None) -> jax.Array:
     """Return y [B, T, D] in the type of x.
 
     Args:
@@ -30,7 +30,7 @@ def convolve(x, weight, bias, rows, s: Sequences, activation: str | None) -> jax
         # A sequence shorter than its rows has no token for the last ones.
         token = jnp.where(age < s.length[:, None], s.start[:, None] + age, jnp.int32(T))
         y = y.at[s.row[:, None], token].add(rows, mode="drop")
-    y = activate(y, activation)
+    y = activations.activate(y, activation)
     if s.age is not None:
         y = jnp.where((s.age >= 0)[:, :, None], y, 0.0)
     return y.astype(x.dtype)

@@ -8,19 +8,9 @@ import jax.numpy as jnp
 
 from chunkwise.chunk_h import config as tiles
 from chunkwise.chunk_h import kernel, vjp, xla
-from chunkwise.shared.compat import vary_alike
-from chunkwise.shared.kernels import Chunking
-from chunkwise.shared.operators import (
-    check,
-    check_array,
-    check_cu_seqlens,
-    check_flags,
-    check_gates,
-    check_heads,
-    check_initial_state,
-    choose_chunk_size,
-    choose_implementation,
-)
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import chunking
+from chunkwise.shared.operators import checks
 
 
 class Arrays(NamedTuple):
@@ -111,10 +101,10 @@ def chunk_gated_delta_rule_fwd_h(
     Cost: 4 B T HV K V flops.
     Source: Yang et al., Gated Delta Networks (2024), section 3.3.
     """
-    B, T, HV, _ = check_array("u", u, "B T HV V")
-    K = check_array("k", k, "B T H K", (B, T, None, None))[3]
-    check_array("w", w, "B T HV K", (B, T, HV, K))
-    check_gates("g_cum", g_cum, (B, T, HV), K)
+    B, T, HV, _ = checks.check_array("u", u, "B T HV V")
+    K = checks.check_array("k", k, "B T H K", (B, T, None, None))[3]
+    checks.check_array("w", w, "B T HV K", (B, T, HV, K))
+    checks.check_gates("g_cum", g_cum, (B, T, HV), K)
     x = Arrays(k, w, u, g_cum, None, initial_state, cu_seqlens)
     return _states(x, output_final_state, chunk_size, implementation, config)
 
@@ -171,15 +161,15 @@ def chunk_fwd_h(
     Cost: 2 B T HV K V flops.
     Source: Yang et al., Gated Linear Attention Transformers (2023), section 4.
     """
-    B, T, HV, _ = check_array("v", v, "B T HV V")
-    K = check_array("k", k, "B T H K", (B, T, None, None))[3]
+    B, T, HV, _ = checks.check_array("v", v, "B T HV V")
+    K = checks.check_array("k", k, "B T H K", (B, T, None, None))[3]
     if g_cum is not None:
-        check_array("g_cum", g_cum, "B T HV", (B, T, HV))
+        checks.check_array("g_cum", g_cum, "B T HV", (B, T, HV))
     if g_gamma is not None:
-        check_array("g_gamma", g_gamma, "HV", (HV,))
+        checks.check_array("g_gamma", g_gamma, "HV", (HV,))
     if gk_cum is not None:
-        check_array("gk_cum", gk_cum, "B T HV K", (B, T, HV, K))
-        check(g_cum is None and g_gamma is None, "`gk_cum` must come without `g_cum` and `g_gamma`; got both.")
+        checks.check_array("gk_cum", gk_cum, "B T HV K", (B, T, HV, K))
+        checks.check(g_cum is None and g_gamma is None, "`gk_cum` must come without `g_cum` and `g_gamma`; got both.")
         g_cum = gk_cum
     x = Arrays(k, None, v, g_cum, g_gamma, initial_state, cu_seqlens)
     h, _, final_state = _states(x, output_final_state, chunk_size, implementation, config)
@@ -190,13 +180,13 @@ def _states(x: Arrays, output_final_state, chunk_size, implementation, config):
     """Check what both functions share and run."""
     B, T, H, K = x.k.shape
     HV, V = x.u.shape[2:]
-    check_heads(H, HV)
-    check_flags(output_final_state=output_final_state)
-    C = choose_chunk_size(chunk_size)
-    check_cu_seqlens(x.cu_seqlens, B, T)
+    checks.check_heads(H, HV)
+    checks.check_flags(output_final_state=output_final_state)
+    C = checks.choose_chunk_size(chunk_size)
+    checks.check_cu_seqlens(x.cu_seqlens, B, T)
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    check_initial_state(x.initial_state, (N, HV, K, V))
-    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    checks.check_initial_state(x.initial_state, (N, HV, K, V))
+    implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     config = config or tiles.default_for(H, HV, C, K, V, x.g_cum is not None and x.g_cum.ndim == 4)
     return _run(x, Static(C, bool(output_final_state), implementation, config))
 
@@ -204,13 +194,13 @@ def _states(x: Arrays, output_final_state, chunk_size, implementation, config):
 @functools.partial(jax.jit, static_argnums=(1,))
 def _run(x: Arrays, static: Static):
     B, T = x.k.shape[:2]
-    chunks = Chunking(B, T, static.C, x.cu_seqlens)
+    chunks = chunking.Chunking(B, T, static.C, x.cu_seqlens)
     g = chunks.split_gates(x.g_cum, x.u.shape[2])  # rows [NC, HV, 1, C] or channels [NC, HV, C, K]
     if x.g_gamma is not None:
         g = g + chunks.gamma_rows(x.g_gamma)
     initial_state = None if x.initial_state is None else x.initial_state.astype(jnp.float32)
     w = None if x.w is None else chunks.split(x.w)  # [NC, HV, C, K]
-    operands = kernel.Operands(*vary_alike(chunks.split(x.k), w, chunks.split(x.u), g, initial_state))
+    operands = kernel.Operands(*compat.vary_alike(chunks.split(x.k), w, chunks.split(x.u), g, initial_state))
     table = kernel.make_table(chunks.first, chunks.length, chunks.sequence)
     # The row of the last token of a sequence, C in a chunk in which none ends.
     end = jnp.where(chunks.last, chunks.length - 1, static.C).astype(jnp.int32)

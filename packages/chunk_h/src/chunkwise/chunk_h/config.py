@@ -1,7 +1,7 @@
 """Tile sizes of the kernel."""
 
-from chunkwise.shared.kernels import HeadConfig as Config
-from chunkwise.shared.kernels import choose_heads
+from chunkwise.shared.kernels import config
+from chunkwise.shared.kernels.config import HeadConfig as Config
 
 __all__ = ["Config", "default_for", "vmem_bytes_per_head"]
 
@@ -13,4 +13,4 @@ def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
 
 def default_for(H: int, HV: int, C: int, K: int, V: int, per_channel: bool = False) -> Config:
     """Return the Config for these shapes."""
-    return choose_heads(H, HV, vmem_bytes_per_head(C, K, V), 8, per_channel)
+    return config.choose_heads(H, HV, vmem_bytes_per_head(C, K, V), 8, per_channel)

@@ -8,11 +8,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.chunk_h.config import Config
-from chunkwise.chunk_h.cost import cost
-from chunkwise.chunk_h.tile import decays_tile, new_values_tile, next_state_tile
-from chunkwise.shared.compat import out_struct
-from chunkwise.shared.kernels import gate_kind, head_block, pallas_call
+from chunkwise.chunk_h import config, cost, tile
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import gating, launcher
 
 # What a chunk does to the carried state before it reads it.
 CONTINUE, RESTART, UNUSED = 0, 1, 2
@@ -71,10 +69,10 @@ def _state_kernel(action_ref, sequence_ref, k_ref, w_ref, u_ref, g_ref, h0_ref, 
     S = S_ref[...]  # [heads, K, V]
     # A select, not a product: the carried state may hold NaN, and unused chunks must be zero.
     h_ref[...] = jnp.where(action == UNUSED, 0.0, S)
-    v_new = new_values_tile(S, load(w_ref), u_ref[...])  # [heads, C, V]
+    v_new = tile.new_values_tile(S, load(w_ref), u_ref[...])  # [heads, C, V]
     if v_ref is not None:
         v_ref[...] = v_new
-    S = next_state_tile(S, k_ref[...], v_new, *decays_tile(g_ref[...]))  # [heads, K, V]
+    S = tile.next_state_tile(S, k_ref[...], v_new, *tile.decays_tile(g_ref[...]))  # [heads, K, V]
     # An unused chunk holds zeros only, so it repeats the final state of the sequence before it.
     S_ref[...] = S
     ht_ref[...] = S
@@ -82,17 +80,17 @@ def _state_kernel(action_ref, sequence_ref, k_ref, w_ref, u_ref, g_ref, h0_ref, 
 
 def suffix(x: Operands) -> str:
     """Return what names the variant of a kernel: its chunk size and the kind of its gates."""
-    return f"c{x.k.shape[2]}{gate_kind(x.g)}"
+    return f"c{x.k.shape[2]}{gating.gate_kind(x.g)}"
 
 
 def launch_cost(x: Operands, backward: bool = False) -> pl.CostEstimate:
     """Return what a launch on these operands costs."""
     NC, H, C, K = x.k.shape
     sizes = dict(B=NC, T=C, H=H, HV=x.u.shape[1], K=K, V=x.u.shape[3], C=C, itemsize=x.k.dtype.itemsize)
-    return cost(**sizes, per_channel=bool(gate_kind(x.g)), delta_rule=x.w is not None, backward=backward)
+    return cost.cost(**sizes, per_channel=bool(gating.gate_kind(x.g)), delta_rule=x.w is not None, backward=backward)
 
 
-def launch(x: Operands, table: Table, N: int, config: Config):
+def launch(x: Operands, table: Table, N: int, config: config.Config):
     """Run the kernel.
 
     Args:
@@ -109,12 +107,12 @@ def launch(x: Operands, table: Table, N: int, config: Config):
     _, HV, _, V = x.u.shape
     heads, axes = config.heads, (1, 0)
     state = pl.BlockSpec((None, heads, K, V), lambda h, n, action, sequence: (sequence[n], h, 0, 0))
-    values = head_block(heads, C, V, axes=axes)
+    values = launcher.head_block(heads, C, V, axes=axes)
 
     def given(array, spec):
         return None if array is None else spec
 
-    return pallas_call(
+    return launcher.pallas_call(
         _state_kernel,
         *table,
         *x,
@@ -124,17 +122,17 @@ def launch(x: Operands, table: Table, N: int, config: Config):
         grid=(HV // heads, NC),
         dimension_semantics=("parallel", "arbitrary"),
         in_specs=[
-            head_block(heads, C, K, group=HV // H, axes=axes),
-            given(x.w, head_block(heads, C, K, axes=axes)),
+            launcher.head_block(heads, C, K, group=HV // H, axes=axes),
+            given(x.w, launcher.head_block(heads, C, K, axes=axes)),
             values,
-            head_block(heads, *x.g.shape[2:], axes=axes),
+            launcher.head_block(heads, *x.g.shape[2:], axes=axes),
             given(x.initial_state, state),
         ],
-        out_specs=[head_block(heads, K, V, axes=axes), given(x.w, values), state],
+        out_specs=[launcher.head_block(heads, K, V, axes=axes), given(x.w, values), state],
         out_shape=[
-            out_struct((NC, HV, K, V), jnp.float32, *x),
-            given(x.w, out_struct(x.u.shape, jnp.float32, *x)),
-            out_struct((N, HV, K, V), jnp.float32, *x),
+            compat.out_struct((NC, HV, K, V), jnp.float32, *x),
+            given(x.w, compat.out_struct(x.u.shape, jnp.float32, *x)),
+            compat.out_struct((N, HV, K, V), jnp.float32, *x),
         ],
         scratch_shapes=[pltpu.VMEM((heads, K, V), jnp.float32)],
         cost_estimate=launch_cost(x),

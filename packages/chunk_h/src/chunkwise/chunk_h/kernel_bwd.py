@@ -5,11 +5,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.chunk_h.config import Config
-from chunkwise.chunk_h.kernel import RESTART, Operands, Table, launch_cost, load, suffix
-from chunkwise.chunk_h.tile import state_bwd_tile
-from chunkwise.shared.compat import out_struct
-from chunkwise.shared.kernels import head_block, pallas_call, sum_groups
+from chunkwise.chunk_h import config, kernel, tile
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import launcher, tiles
 
 
 def _state_bwd_kernel(
@@ -29,15 +27,15 @@ def _state_bwd_kernel(
     def _():
         dS_ref[...] = dht_ref[...]
 
-    dk, dw, dv, dg, dS = state_bwd_tile(
+    dk, dw, dv, dg, dS = tile.state_bwd_tile(
         h_ref[...],  # [heads, K, V]
         k_ref[...],  # [key heads, C, K]
-        load(w_ref),  # [heads, C, K]
+        kernel.load(w_ref),  # [heads, C, K]
         v_ref[...],  # [heads, C, V]
         g_ref[...],
         dS_ref[...],  # [heads, K, V]
         dh_ref[...],  # [heads, K, V]
-        load(dv_ref),  # [heads, C, V]
+        kernel.load(dv_ref),  # [heads, C, V]
         end_ref[n],
     )
     dk_ref[...] = dk
@@ -50,7 +48,9 @@ def _state_bwd_kernel(
     dh0_ref[...] = dS
 
 
-def launch(x: Operands, h, v_new, table: Table, end: jax.Array, dh, dv_new, dht, config: Config) -> Operands:
+def launch(
+    x: kernel.Operands, h, v_new, table: kernel.Table, end: jax.Array, dh, dv_new, dht, config: config.Config
+) -> kernel.Operands:
     """Run the kernel.
 
     Args:
@@ -70,18 +70,18 @@ def launch(x: Operands, h, v_new, table: Table, end: jax.Array, dh, dv_new, dht,
     N, heads = dht.shape[0], config.heads
 
     def reverse(*tail, group=1):
-        return head_block(heads, *tail, group=group, axes=(1, 0), backwards_from=NC - 1)
+        return launcher.head_block(heads, *tail, group=group, axes=(1, 0), backwards_from=NC - 1)
 
     def given(array, spec):
         return None if array is None else spec
 
     def like(array, *tail):
-        return None if array is None else out_struct((NC, HV, *tail), jnp.float32, *x)
+        return None if array is None else compat.out_struct((NC, HV, *tail), jnp.float32, *x)
 
     state = pl.BlockSpec((None, heads, K, V), lambda h, n, a, sequence, end: (sequence[NC - 1 - n], h, 0, 0))
     gates = reverse(*x.g.shape[2:])
     keys, values = given(x.w, reverse(C, K)), reverse(C, V)
-    dk, dw, du, dg, dh0 = pallas_call(
+    dk, dw, du, dg, dh0 = launcher.pallas_call(
         _state_bwd_kernel,
         *table,
         end,
@@ -93,7 +93,7 @@ def launch(x: Operands, h, v_new, table: Table, end: jax.Array, dh, dv_new, dht,
         dh,
         dv_new,
         dht,
-        name=f"chunk_{'fwd_h' if x.w is None else 'gated_delta_rule_fwd_h'}_bwd_{suffix(x)}",
+        name=f"chunk_{'fwd_h' if x.w is None else 'gated_delta_rule_fwd_h'}_bwd_{kernel.suffix(x)}",
         num_scalar_prefetch=3,
         # Blocks of heads are independent; chunks pass the gradient of the state on, from the last to the first.
         grid=(HV // heads, NC),
@@ -112,16 +112,18 @@ def launch(x: Operands, h, v_new, table: Table, end: jax.Array, dh, dv_new, dht,
         out_shape=[
             like(x.k, C, K),
             like(x.w, C, K),
-            out_struct(x.u.shape, x.u.dtype, *x),
+            compat.out_struct(x.u.shape, x.u.dtype, *x),
             like(x.g, *x.g.shape[2:]),
-            out_struct((N, HV, K, V), jnp.float32, *x),
+            compat.out_struct((N, HV, K, V), jnp.float32, *x),
         ],
         scratch_shapes=[pltpu.VMEM((heads, K, V), jnp.float32)],
-        cost_estimate=launch_cost(x, backward=True),
+        cost_estimate=kernel.launch_cost(x, backward=True),
     )
     if x.w is not None:
         dw = dw.astype(x.w.dtype)
     if x.initial_state is not None:
-        started = jnp.zeros((N,), bool).at[table.sequence].max(table.action == RESTART)
+        started = jnp.zeros((N,), bool).at[table.sequence].max(table.action == kernel.RESTART)
         dh0 = jnp.where(started[:, None, None, None], dh0, 0.0)
-    return Operands(sum_groups(dk, H).astype(x.k.dtype), dw, du, dg, None if x.initial_state is None else dh0)
+    return kernel.Operands(
+        tiles.sum_groups(dk, H).astype(x.k.dtype), dw, du, dg, None if x.initial_state is None else dh0
+    )

@@ -7,16 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.kernels import (
-    dot,
-    dot_nt,
-    dot_tn,
-    gate_gradient,
-    per_channel,
-    repeat_heads,
-    to_column,
-    to_row,
-)
+from chunkwise.shared.kernels import gating, matmul, tiles
 
 
 def last_valid(g_row: jax.Array) -> jax.Array:
@@ -34,17 +25,17 @@ def decays_tile(g):
 
     From rows [HV, 1, C]: [HV, C, 1] and [HV, 1, 1]. From gates per channel [HV, C, K]: [HV, C, K] and [HV, K, 1].
     """
-    if per_channel(g):
+    if gating.per_channel(g):
         g_last = g[:, -1:]  # [HV, 1, K]
-        return jnp.exp(g_last - g), to_column(jnp.exp(g_last))
+        return jnp.exp(g_last - g), tiles.to_column(jnp.exp(g_last))
     g_last = last_valid(g)  # [HV, 1, 1]
-    return jnp.exp(g_last - to_column(g)), jnp.exp(g_last)
+    return jnp.exp(g_last - tiles.to_column(g)), jnp.exp(g_last)
 
 
 def new_values_tile(S, w, u):
     """Return v_new = u - w S [HV, C, V] float32 from the state S [HV, K, V]; u itself if w is None."""
     u = u.astype(jnp.float32)
-    return u if w is None else u - dot(w, S)
+    return u if w is None else u - matmul.dot(w, S)
 
 
 def next_state_tile(S, k, v_new, to_end, through):
@@ -56,8 +47,8 @@ def next_state_tile(S, k, v_new, to_end, through):
       v_new: [HV, C, V] float32.
       to_end, through: from `decays_tile`.
     """
-    k = repeat_heads(k, S.shape[0]).astype(jnp.float32)  # [HV, C, K]
-    return through * S + dot_tn(k * to_end, v_new)
+    k = tiles.repeat_heads(k, S.shape[0]).astype(jnp.float32)  # [HV, C, K]
+    return through * S + matmul.dot_tn(k * to_end, v_new)
 
 
 def state_bwd_tile(S, k, w, v_new, g, dS, dh, dv_new, end):
@@ -81,16 +72,16 @@ def state_bwd_tile(S, k, w, v_new, g, dS, dh, dv_new, end):
       end: as in `state_gate_gradient_tile`.
     """
     to_end, through = decays_tile(g)
-    k = repeat_heads(k, S.shape[0]).astype(jnp.float32)  # [HV, C, K]
-    dv = dot(k * to_end, dS)  # [HV, C, V]
+    k = tiles.repeat_heads(k, S.shape[0]).astype(jnp.float32)  # [HV, C, K]
+    dv = matmul.dot(k * to_end, dS)  # [HV, C, V]
     if dv_new is not None:
         dv += dv_new
-    dk = to_end * dot_nt(v_new.astype(jnp.float32), dS)  # [HV, C, K]
+    dk = to_end * matmul.dot_nt(v_new.astype(jnp.float32), dS)  # [HV, C, K]
     dg = state_gate_gradient_tile(k * dk, S * dS, through, g, end)
     before = through * dS + dh  # [HV, K, V]
     if w is None:
         return dk, None, dv, dg, before
-    return dk, -dot_nt(dv, S), dv, dg, before - dot_tn(w.astype(jnp.float32), dv)
+    return dk, -matmul.dot_nt(dv, S), dv, dg, before - matmul.dot_tn(w.astype(jnp.float32), dv)
 
 
 def state_gate_gradient_tile(kdk, SdS, through, g, end):
@@ -106,10 +97,12 @@ def state_gate_gradient_tile(kdk, SdS, through, g, end):
       g: the gates.
       end: the last row of a token, or more than all rows for the last of the chunk.
     """
-    decayed, time = gate_gradient(kdk, g), 1 if per_channel(g) else 2  # [HV, C, K] or [HV, 1, C]
+    decayed, time = gating.gate_gradient(kdk, g), 1 if gating.per_channel(g) else 2  # [HV, C, K] or [HV, 1, C]
     at_end = lax.broadcasted_iota(jnp.int32, decayed.shape, time) == jnp.minimum(end, jnp.int32(kdk.shape[1] - 1))
     decayed = jnp.where(at_end, 0.0, decayed)
     last = through * jnp.sum(SdS, axis=2, keepdims=True)  # [HV, K, 1]
-    last = to_row(last) if per_channel(g) else jnp.sum(last, axis=1, keepdims=True)  # [HV, 1, K] or [HV, 1, 1]
+    last = (
+        tiles.to_row(last) if gating.per_channel(g) else jnp.sum(last, axis=1, keepdims=True)
+    )  # [HV, 1, K] or [HV, 1, 1]
     last += jnp.sum(decayed, axis=time, keepdims=True)
     return jnp.where(at_end, last, -decayed)

@@ -4,13 +4,11 @@ import functools
 
 import jax
 
-from chunkwise.chunk_h import kernel, kernel_bwd
-from chunkwise.chunk_h.config import Config
-from chunkwise.chunk_h.kernel import Operands, Table
+from chunkwise.chunk_h import config, kernel, kernel_bwd
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def states(x: Operands, table: Table, end: jax.Array, N: int, config: Config):
+def states(x: kernel.Operands, table: kernel.Table, end: jax.Array, N: int, config: config.Config):
     """Run the forward kernel; see `kernel.launch`, and `kernel_bwd.launch` for `end`."""
     return kernel.launch(x, table, N, config)
 

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.chunk_h.kernel import RESTART, UNUSED, Table
-from chunkwise.chunk_h.tile import new_values_tile, next_state_tile
-from chunkwise.shared.compat import varying_zeros
+from chunkwise.chunk_h import kernel, tile
+from chunkwise.shared import compat
 
 
 def end_decays(g: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -21,7 +20,7 @@ def end_decays(g: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.exp(jnp.where(before[:, None, :, None], g_last - g, 0.0)), jnp.swapaxes(jnp.exp(g_last), -1, -2)
 
 
-def states(k, w, u, to_end, through, initial_state, table: Table, B: int):
+def states(k, w, u, to_end, through, initial_state, table: kernel.Table, B: int):
     """Run the pass on chunks.
 
     Args:
@@ -34,14 +33,14 @@ def states(k, w, u, to_end, through, initial_state, table: Table, B: int):
     Returns:
       h [NC, HV, K, V], v_new [NC, HV, C, V] and the state after every chunk [NC, HV, K, V], all float32.
     """
-    zeros = varying_zeros((B, u.shape[1], k.shape[-1], u.shape[-1]), k, w, u, to_end, initial_state)
+    zeros = compat.varying_zeros((B, u.shape[1], k.shape[-1], u.shape[-1]), k, w, u, to_end, initial_state)
 
-    def tile(S, k, w, u, to_end, through, action, sequence):
+    def one_head(S, k, w, u, to_end, through, action, sequence):
         start = 0.0 if initial_state is None else initial_state[sequence]
-        S = jnp.where(action == RESTART, start, S)
-        v_new = new_values_tile(S, w, u)
-        after = next_state_tile(S, k, v_new, to_end, through)
-        return after, (jnp.where(action == UNUSED, 0.0, S), v_new, after)
+        S = jnp.where(action == kernel.RESTART, start, S)
+        v_new = tile.new_values_tile(S, w, u)
+        after = tile.next_state_tile(S, k, v_new, to_end, through)
+        return after, (jnp.where(action == kernel.UNUSED, 0.0, S), v_new, after)
 
     NT = u.shape[0] // B
 
@@ -54,6 +53,6 @@ def states(k, w, u, to_end, through, initial_state, table: Table, B: int):
         return a if NT > 1 else jnp.concatenate([a, jnp.zeros_like(a)])
 
     chunks = tuple(over_time(a) for a in (k, w, u, to_end, through, *table))
-    body = jax.vmap(tile, in_axes=(0, *(None if a is None else 0 for a in chunks)))
+    body = jax.vmap(one_head, in_axes=(0, *(None if a is None else 0 for a in chunks)))
     _, results = lax.scan(lambda S, chunk: body(S, *chunk), zeros, chunks)
     return tuple(jnp.moveaxis(y[:NT], 0, 1).reshape(-1, *y.shape[2:]) for y in results)

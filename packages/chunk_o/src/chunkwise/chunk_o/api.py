@@ -8,17 +8,9 @@ import jax.numpy as jnp
 
 from chunkwise.chunk_o import config as tiles
 from chunkwise.chunk_o import vjp, xla
-from chunkwise.shared.compat import vary_alike
-from chunkwise.shared.kernels import Chunking, decay_from_start, decayed_scores, num_chunks, scaled, split_scale
-from chunkwise.shared.operators import (
-    check_array,
-    check_cu_seqlens,
-    check_gates,
-    check_heads,
-    check_scale,
-    choose_chunk_size,
-    choose_implementation,
-)
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import chunking, gating, launcher
+from chunkwise.shared.operators import checks
 
 
 class Arrays(NamedTuple):
@@ -109,30 +101,30 @@ def chunk_fwd_o(
     Cost: 2 B T (H C K + HV (K V + C V)) flops, with HV in the place of H for gates per channel.
     Source: Yang et al., Gated Linear Attention Transformers (2023), section 3; Gated Delta Networks (2024).
     """
-    B, T, H, K = check_array("k", k, "B T H K")
-    check_array("q", q, "B T H K", (B, T, H, K))
-    HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
-    check_heads(H, HV)
-    check_gates("g_cum", g_cum, (B, T, HV), K)
+    B, T, H, K = checks.check_array("k", k, "B T H K")
+    checks.check_array("q", q, "B T H K", (B, T, H, K))
+    HV, V = checks.check_array("v", v, "B T HV V", (B, T, None, None))[2:]
+    checks.check_heads(H, HV)
+    checks.check_gates("g_cum", g_cum, (B, T, HV), K)
     if g_gamma is not None:
-        check_array("g_gamma", g_gamma, "HV", (HV,))
-    check_scale(scale)
-    C = choose_chunk_size(chunk_size)
-    check_cu_seqlens(cu_seqlens, B, T)
-    NT = num_chunks(T, C, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
-    check_array("h", h, "B NT HV K V", (B, NT, HV, K, V))
-    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+        checks.check_array("g_gamma", g_gamma, "HV", (HV,))
+    checks.check_scale(scale)
+    C = checks.choose_chunk_size(chunk_size)
+    checks.check_cu_seqlens(cu_seqlens, B, T)
+    NT = chunking.num_chunks(T, C, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+    checks.check_array("h", h, "B NT HV K V", (B, NT, HV, K, V))
+    implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     config = config or tiles.default_for(H, HV, C, K, V, g_cum is not None and g_cum.ndim == 4)
     scale = K**-0.5 if scale is None else scale
-    inside, after = split_scale(scale) if implementation == "pallas" else (scale, None)
+    inside, after = launcher.split_scale(scale) if implementation == "pallas" else (scale, None)
     x = Arrays(q, k, v, h, g_cum, g_gamma, inside, cu_seqlens)
-    return scaled(_run(x, Static(C, implementation, config)), after)
+    return launcher.scaled(_run(x, Static(C, implementation, config)), after)
 
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def _run(x: Arrays, static: Static):
     B, T = x.k.shape[:2]
-    chunks = Chunking(B, T, static.C, x.cu_seqlens)
+    chunks = chunking.Chunking(B, T, static.C, x.cu_seqlens)
     g = chunks.split_gates(x.g_cum, x.v.shape[2])  # rows [NC, HV, 1, C] or channels [NC, HV, C, K]
     if x.g_gamma is not None:
         gamma = chunks.gamma_rows(x.g_gamma)  # [NC, HV, 1, C]
@@ -141,8 +133,8 @@ def _run(x: Arrays, static: Static):
     h = x.h.astype(jnp.float32).reshape(-1, *x.h.shape[2:])  # [NC, HV, K, V]
     scale = jnp.asarray(x.scale, jnp.float32)
     if static.implementation == "pallas":
-        o = vjp.output(*vary_alike(q, k, v, h, g, scale.reshape(1)), static.config)
+        o = vjp.output(*compat.vary_alike(q, k, v, h, g, scale.reshape(1)), static.config)
     else:
-        from_start, scores = jax.vmap(decay_from_start)(g), jax.vmap(decayed_scores)(q, k, g)
+        from_start, scores = jax.vmap(gating.decay_from_start)(g), jax.vmap(gating.decayed_scores)(q, k, g)
         o = xla.output(q, k, v, h, from_start, scores, scale)
     return chunks.merge(o.astype(x.v.dtype))

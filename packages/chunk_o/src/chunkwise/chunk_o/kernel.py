@@ -2,13 +2,11 @@
 
 import jax
 
-from chunkwise.chunk_o.config import Config
-from chunkwise.chunk_o.cost import cost
-from chunkwise.chunk_o.tile import output_gates_tile
-from chunkwise.shared.kernels import gate_kind, map_chunks
+from chunkwise.chunk_o import config, cost, tile
+from chunkwise.shared.kernels import chunk_map, gating
 
 
-def launch(q, k, v, h, g, scale: jax.Array, config: Config) -> jax.Array:
+def launch(q, k, v, h, g, scale: jax.Array, config: config.Config) -> jax.Array:
     """Run the kernel on chunks.
 
     q, k [NC, H, C, K], v [NC, HV, C, V], h [NC, HV, K, V], g rows or channels, scale float32 [1] ->
@@ -16,9 +14,9 @@ def launch(q, k, v, h, g, scale: jax.Array, config: Config) -> jax.Array:
     """
     NC, HV, C, V = v.shape
     H, K = k.shape[1], k.shape[3]
-    kind, itemsize = gate_kind(g), v.dtype.itemsize
-    (o,) = map_chunks(
-        output_gates_tile,
+    kind, itemsize = gating.gate_kind(g), v.dtype.itemsize
+    (o,) = chunk_map.map_chunks(
+        tile.output_gates_tile,
         q,
         k,
         v,
@@ -29,6 +27,6 @@ def launch(q, k, v, h, g, scale: jax.Array, config: Config) -> jax.Array:
         HV=HV,
         heads=config.heads,
         outputs=[((C, V), v.dtype)],
-        cost=cost(B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind)),
+        cost=cost.cost(B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind)),
     )
     return o

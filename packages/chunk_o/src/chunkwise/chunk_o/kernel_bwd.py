@@ -3,19 +3,17 @@
 import jax
 import jax.numpy as jnp
 
-from chunkwise.chunk_o.config import Config
-from chunkwise.chunk_o.cost import cost
-from chunkwise.chunk_o.tile import output_bwd_tile
-from chunkwise.shared.kernels import gate_kind, map_chunks, sum_groups
+from chunkwise.chunk_o import config, cost, tile
+from chunkwise.shared.kernels import chunk_map, gating, tiles
 
 
-def launch(q, k, v, h, g, scale: jax.Array, do: jax.Array, config: Config):
+def launch(q, k, v, h, g, scale: jax.Array, do: jax.Array, config: config.Config):
     """Run the kernel on chunks: the gradients of all operands of the forward but the scale, in their types."""
     NC, HV, C, V = v.shape
     H, K = k.shape[1], k.shape[3]
-    kind, itemsize = gate_kind(g), v.dtype.itemsize
-    dq, dk, dv, dh, dg = map_chunks(
-        output_bwd_tile,
+    kind, itemsize = gating.gate_kind(g), v.dtype.itemsize
+    dq, dk, dv, dh, dg = chunk_map.map_chunks(
+        tile.output_bwd_tile,
         q,
         k,
         v,
@@ -33,7 +31,7 @@ def launch(q, k, v, h, g, scale: jax.Array, do: jax.Array, config: Config):
             ((K, V), jnp.float32),
             (g.shape[2:], jnp.float32),
         ],
-        cost=cost(B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind), backward=True),
+        cost=cost.cost(B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind), backward=True),
     )
     # The kernel writes a gradient per value head; those that share a key head are summed here.
-    return sum_groups(dq, H).astype(q.dtype), sum_groups(dk, H).astype(k.dtype), dv, dh, dg
+    return tiles.sum_groups(dq, H).astype(q.dtype), tiles.sum_groups(dk, H).astype(k.dtype), dv, dh, dg

@@ -5,16 +5,7 @@ With dP = scale do v^T: dv = P^T (scale do), dh = (e^G q)^T (scale do), and P pa
 
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import (
-    decay_from_start,
-    decayed_scores,
-    decayed_scores_bwd,
-    dot,
-    dot_nt,
-    dot_tn,
-    gate_gradient,
-    repeat_heads,
-)
+from chunkwise.shared.kernels import gating, matmul, tiles
 
 
 def output_tile(q, k, v, h, from_start, scores, scale):
@@ -34,28 +25,28 @@ def output_tile(q, k, v, h, from_start, scores, scale):
     HV = v.shape[0]
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)  # [h, C, K]
     # A token reads its own value undecayed, so the diagonal of P needs no exponential.
-    diagonal = repeat_heads(jnp.sum(q * k, axis=2, keepdims=True), HV)  # [HV, C, 1]
-    carried = dot(repeat_heads(q, HV) * from_start, h)  # [HV, C, V]
-    return scale * (carried + dot(scores, v) + diagonal * v.astype(jnp.float32))
+    diagonal = tiles.repeat_heads(jnp.sum(q * k, axis=2, keepdims=True), HV)  # [HV, C, 1]
+    carried = matmul.dot(tiles.repeat_heads(q, HV) * from_start, h)  # [HV, C, V]
+    return scale * (carried + matmul.dot(scores, v) + diagonal * v.astype(jnp.float32))
 
 
 def output_gates_tile(scale, q, k, v, h, g):
     """Return `output_tile` from cumulative gates, rows [HV, 1, C] or per channel [HV, C, K], as a tuple of one."""
-    return (output_tile(q, k, v, h, decay_from_start(g), decayed_scores(q, k, g), scale),)
+    return (output_tile(q, k, v, h, gating.decay_from_start(g), gating.decayed_scores(q, k, g), scale),)
 
 
 def output_bwd_tile(scale, q, k, v, h, g, do):
     """Return dq, dk [HV, C, K], dv [HV, C, V], dh [HV, K, V] and dg; operands as in the forward."""
     HV = v.shape[0]
-    scores = decayed_scores(q, k, g)  # [HV, C, C]
-    q, k = (repeat_heads(x, HV).astype(jnp.float32) for x in (q, k))  # [HV, C, K]
-    from_start = decay_from_start(g)  # [HV, C, 1 or K]
+    scores = gating.decayed_scores(q, k, g)  # [HV, C, C]
+    q, k = (tiles.repeat_heads(x, HV).astype(jnp.float32) for x in (q, k))  # [HV, C, K]
+    from_start = gating.decay_from_start(g)  # [HV, C, 1 or K]
     do = scale * do.astype(jnp.float32)  # [HV, C, V]
-    dq, dk, dg = decayed_scores_bwd(q, k, g, dot_nt(do, v))
+    dq, dk, dg = gating.decayed_scores_bwd(q, k, g, matmul.dot_nt(do, v))
     # The diagonal of P and its gradient: no gate stands between a token and itself.
     diagonal = jnp.sum(q * k, axis=2, keepdims=True)  # [HV, C, 1]
     ddiagonal = jnp.sum(do * v.astype(jnp.float32), axis=2, keepdims=True)  # [HV, C, 1]
-    carried = from_start * dot_nt(do, h)  # [HV, C, K]
-    dv = dot_tn(scores, do) + diagonal * do  # [HV, C, V]
-    dh = dot_tn(from_start * q, do)  # [HV, K, V]
-    return dq + carried + ddiagonal * k, dk + ddiagonal * q, dv, dh, dg + gate_gradient(q * carried, g)
+    carried = from_start * matmul.dot_nt(do, h)  # [HV, C, K]
+    dv = matmul.dot_tn(scores, do) + diagonal * do  # [HV, C, V]
+    dh = matmul.dot_tn(from_start * q, do)  # [HV, K, V]
+    return dq + carried + ddiagonal * k, dk + ddiagonal * q, dv, dh, dg + gating.gate_gradient(q * carried, g)

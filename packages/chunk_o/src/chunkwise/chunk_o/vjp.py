@@ -4,12 +4,11 @@ import functools
 
 import jax
 
-from chunkwise.chunk_o import kernel, kernel_bwd
-from chunkwise.chunk_o.config import Config
+from chunkwise.chunk_o import config, kernel, kernel_bwd
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def output(q, k, v, h, g, scale: jax.Array, config: Config) -> jax.Array:
+def output(q, k, v, h, g, scale: jax.Array, config: config.Config) -> jax.Array:
     """Run the forward kernel; see `kernel.launch`."""
     return kernel.launch(q, k, v, h, g, scale, config)
 

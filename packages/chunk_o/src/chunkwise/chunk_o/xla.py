@@ -2,7 +2,7 @@
 
 import jax
 
-from chunkwise.chunk_o.tile import output_tile
+from chunkwise.chunk_o import tile
 
 
 def output(q, k, v, h, from_start, scores, scale) -> jax.Array:
@@ -14,4 +14,4 @@ def output(q, k, v, h, from_start, scores, scale) -> jax.Array:
       scores: [NC, HV, C, C], the decayed products of queries and keys for i > j, else 0.
       scale: multiplies the output.
     """
-    return jax.vmap(output_tile, in_axes=(0, 0, 0, 0, 0, 0, None))(q, k, v, h, from_start, scores, scale)
+    return jax.vmap(tile.output_tile, in_axes=(0, 0, 0, 0, 0, 0, None))(q, k, v, h, from_start, scores, scale)

@@ -4,15 +4,8 @@ import jax
 
 from chunkwise.cumsum import config as tiles
 from chunkwise.cumsum import vjp
-from chunkwise.shared.compat import vary_alike
-from chunkwise.shared.operators import (
-    check,
-    check_array,
-    check_cu_seqlens,
-    check_flags,
-    choose_chunk_size,
-    choose_implementation,
-)
+from chunkwise.shared import compat
+from chunkwise.shared.operators import checks
 
 
 def chunk_local_cumsum(
@@ -58,10 +51,12 @@ def chunk_local_cumsum(
     Source: Yang et al., Gated Linear Attention Transformers (2023), section 4.
     """
     rank = getattr(g, "ndim", 3)
-    check(rank in (3, 4), f"`g` must have shape [B, T, H] or [B, T, H, K]; got {tuple(getattr(g, 'shape', ()))}.")
-    shape = check_array("g", g, "B T H" if rank == 3 else "B T H K")
-    check_flags(reverse=reverse)
-    chunk_size = choose_chunk_size(chunk_size)
-    check_cu_seqlens(cu_seqlens, *shape[:2])
-    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
-    return vjp.cumsum(*vary_alike(g, cu_seqlens), vjp.Static(chunk_size, bool(reverse), implementation, config))
+    checks.check(
+        rank in (3, 4), f"`g` must have shape [B, T, H] or [B, T, H, K]; got {tuple(getattr(g, 'shape', ()))}."
+    )
+    shape = checks.check_array("g", g, "B T H" if rank == 3 else "B T H K")
+    checks.check_flags(reverse=reverse)
+    chunk_size = checks.choose_chunk_size(chunk_size)
+    checks.check_cu_seqlens(cu_seqlens, *shape[:2])
+    implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    return vjp.cumsum(*compat.vary_alike(g, cu_seqlens), vjp.Static(chunk_size, bool(reverse), implementation, config))

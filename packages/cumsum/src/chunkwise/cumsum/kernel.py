@@ -6,22 +6,20 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from chunkwise.cumsum.config import Config
-from chunkwise.cumsum.cost import cost
-from chunkwise.cumsum.tile import cumsum_tile
-from chunkwise.shared.compat import out_struct
-from chunkwise.shared.kernels import pallas_call
+from chunkwise.cumsum import config, cost, tile
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import launcher
 
 
 def _cumsum_kernel(g_ref, g_cum_ref, *, reverse):
-    g_cum_ref[...] = cumsum_tile(g_ref[...], reverse)  # [chunks, C, lanes]
+    g_cum_ref[...] = tile.cumsum_tile(g_ref[...], reverse)  # [chunks, C, lanes]
 
 
-def launch(g: jax.Array, reverse: bool, config: Config) -> jax.Array:
+def launch(g: jax.Array, reverse: bool, config: config.Config) -> jax.Array:
     """Run the kernel on chunks g [NC, C, D] float32 -> [NC, C, D] float32."""
     NC, C, D = g.shape
     block = pl.BlockSpec((config.chunks, C, config.lanes), lambda n, d: (n, 0, d))
-    return pallas_call(
+    return launcher.pallas_call(
         functools.partial(_cumsum_kernel, reverse=reverse),
         g,
         name=f"chunk_local_cumsum_fwd_c{C}" + ("_reverse" if reverse else ""),
@@ -30,6 +28,6 @@ def launch(g: jax.Array, reverse: bool, config: Config) -> jax.Array:
         dimension_semantics=("parallel", "parallel"),
         in_specs=[block],
         out_specs=block,
-        out_shape=out_struct(g.shape, jnp.float32, g),
-        cost_estimate=cost(B=NC, T=C, H=D, C=C),
+        out_shape=compat.out_struct(g.shape, jnp.float32, g),
+        cost_estimate=cost.cost(B=NC, T=C, H=D, C=C),
     )

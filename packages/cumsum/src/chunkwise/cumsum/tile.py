@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import column_index, dot, row_index
+from chunkwise.shared.kernels import matmul, tiles
 
 
 def cumsum_tile(g, reverse: bool):
@@ -11,6 +11,6 @@ def cumsum_tile(g, reverse: bool):
     It is a product with a triangle of ones: the products are exact and every sum is formed from the gates themselves.
     """
     C = g.shape[1]
-    i, j = row_index(C), column_index(C)
+    i, j = tiles.row_index(C), tiles.column_index(C)
     ones = jnp.where(i <= j if reverse else i >= j, jnp.float32(1.0), jnp.float32(0.0))  # [1, C, C]
-    return dot(jnp.broadcast_to(ones, (g.shape[0], C, C)), g)
+    return matmul.dot(jnp.broadcast_to(ones, (g.shape[0], C, C)), g)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from chunkwise.cumsum import config as tiles
 from chunkwise.cumsum import kernel, xla
-from chunkwise.shared.kernels import Chunking
+from chunkwise.shared.kernels import chunking
 
 
 class Static(NamedTuple):
@@ -36,7 +36,7 @@ class Static(NamedTuple):
 def cumsum(g: jax.Array, cu_seqlens: jax.Array | None, static: Static) -> jax.Array:
     """Return the cumulative sum of g [B, T, H, ...] inside every chunk, float32."""
     B, T = g.shape[:2]
-    chunks = Chunking(B, T, static.C, cu_seqlens)
+    chunks = chunking.Chunking(B, T, static.C, cu_seqlens)
     flat = g.astype(jnp.float32).reshape(B, T, 1, -1)  # [B, T, 1, D]
     rows = chunks.split(flat)[:, 0]  # [NC, C, D]
     if static.implementation == "pallas":

@@ -9,44 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.fused_gdn import config as tiles
-from chunkwise.fused_gdn import kernel, kernel_bwd, kernel_map, xla
-from chunkwise.fused_gdn.kernel import Operands, Static
-from chunkwise.fused_gdn.vjp import Tensors, fused, lay_out, repacked
-from chunkwise.shared.compat import vary_alike
-from chunkwise.shared.kernels import (
-    Routes,
-    from_lanes,
-    keep,
-    make_steps,
-    operand_dtype,
-    pad_lanes,
-    pad_states,
-    pool_steps,
-    scaled,
-    split_scale,
-    to_lanes,
-    unless_empty,
-)
-from chunkwise.shared.operators import (
-    Arguments,
-    ChunkStates,
-    Devices,
-    Forms,
-    Implementation,
-    Launches,
-    Laws,
-    Options,
-    Sharding,
-    Slots,
-    Summary,
-    beside_identity,
-    check,
-    check_delta_rule,
-    check_initial_state,
-    run_chunked,
-    run_ragged,
-    run_recurrent,
-)
+from chunkwise.fused_gdn import kernel, kernel_bwd, kernel_map, vjp, xla
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import launcher, layout, matmul, packed, pools, remat
+from chunkwise.shared.operators import arguments, checks, chunked, context, decode, gates, serving
 
 # The kernels keep whole states of a head in fast memory.
 MOST_CHANNELS = 256
@@ -73,7 +39,7 @@ def fused_chunk_gated_delta_rule(
     segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
     config: tiles.Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -149,24 +115,28 @@ def fused_chunk_gated_delta_rule(
       launches: the states before every chunk, then one reverse pass.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024), section 3.3.
     """
-    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    x = Arguments(
+    laws = gates.Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    x = arguments.Arguments(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
         segment_ids=segment_ids,
     )  # fmt: skip
-    options = Options(
-        output_final_state, use_qk_l2norm_in_kernel, chunk_size, laws=laws, devices=Devices(sharding, context_axis)
+    options = arguments.Options(
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        chunk_size,
+        laws=laws,
+        devices=arguments.Devices(sharding, context_axis),
     )
     return chunk(x, options, implementation, config=config)
 
 
 def chunk(
-    x: Arguments,
-    options: Options,
+    x: arguments.Arguments,
+    options: arguments.Options,
     implementation: str | None,
-    others: Mapping[str, Implementation] = MappingProxyType({}),
+    others: Mapping[str, chunked.Implementation] = MappingProxyType({}),
     config: tiles.Config | None = None,
-    over_tokens: Mapping[str, Launches] = MappingProxyType({}),
+    over_tokens: Mapping[str, chunked.Launches] = MappingProxyType({}),
 ) -> tuple[jax.Array, jax.Array | None]:
     """Check the arguments of `fused_chunk_gated_delta_rule` and run the implementation asked for.
 
@@ -176,27 +146,27 @@ def chunk(
         these, else "xla".
       over_tokens: what those of `others` have for tokens that are split over devices.
     """
-    _, _, _, HV, K, V = check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens)
-    check_initial_state(x.initial_state, (x.num_states, HV, K, V))
+    _, _, _, HV, K, V = checks.check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens)
+    checks.check_initial_state(x.initial_state, (x.num_states, HV, K, V))
     slower = "staged" if "staged" in others else "xla"
     fused: Any = functools.partial(_fused, config=config)
     summary: Any = functools.partial(_summary, config=config)
     state_gradient: Any = functools.partial(_state_gradient, config=config)
     known = {"fused": fused, "xla": _xla, **others}
     on_tpu = "fused" if max(K, V) <= MOST_CHANNELS else slower
-    own = {"fused": Launches(fused, summary, state_gradient), "xla": Launches(_xla, _xla_summary)}
-    return run_chunked(
+    own = {"fused": chunked.Launches(fused, summary, state_gradient), "xla": chunked.Launches(_xla, _xla_summary)}
+    return chunked.run_chunked(
         x, options, implementation, known, on_tpu, segmented=("fused",), over_tokens={**own, **over_tokens}
     )
 
 
 def ragged(
-    x: Arguments,
-    slots: Slots,
-    options: Options,
+    x: arguments.Arguments,
+    slots: arguments.Slots,
+    options: arguments.Options,
     implementation: str | None,
-    others: Mapping[str, Implementation] = MappingProxyType({}),
-    chunk_states: Mapping[str, ChunkStates] = MappingProxyType({}),
+    others: Mapping[str, chunked.Implementation] = MappingProxyType({}),
+    chunk_states: Mapping[str, serving.ChunkStates] = MappingProxyType({}),
 ) -> tuple[jax.Array, jax.Array]:
     """Check the arguments of a serving step and run it; `x.initial_state` is the pool.
 
@@ -204,34 +174,36 @@ def ragged(
       x, slots, options, implementation: the arguments.
       others, chunk_states: more implementations, by name, and what they know of the states before chunks.
     """
-    check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens)
-    forms = Forms(_pooled, {"xla": _xla, **others}, chunk_states)
+    checks.check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens)
+    forms = serving.Forms(_pooled, {"xla": _xla, **others}, chunk_states)
     fits = max(x.q.shape[3], x.v.shape[3]) <= MOST_CHANNELS
-    return run_ragged(x, slots, options, implementation, forms, fits, "recurrent_gated_delta_rule_fwd")
+    return serving.run_ragged(x, slots, options, implementation, forms, fits, "recurrent_gated_delta_rule_fwd")
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _xla(x: Arguments, options: Options, kept: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+def _xla(
+    x: arguments.Arguments, options: arguments.Options, kept: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
     return xla.gated_delta_rule(x._replace(scale=jnp.asarray(x.scale, jnp.float32)), options, kept)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _xla_summary(x: Arguments, options: Options) -> Summary:
+def _xla_summary(x: arguments.Arguments, options: arguments.Options) -> context.Summary:
     """Return what the tokens do to a state, and the inverses of all chunks, which `_xla` and its gradient take."""
-    return beside_identity(lambda y: xla.states_after(y, options), x, widest=None)
+    return context.beside_identity(lambda y: xla.states_after(y, options), x, widest=None)
 
 
-def _config(x: Arguments, options: Options, config: tiles.Config | None) -> tiles.Config:
+def _config(x: arguments.Arguments, options: arguments.Options, config: tiles.Config | None) -> tiles.Config:
     """Return the tile sizes for these arguments, checked."""
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
     if max(K, V) > MOST_CHANNELS:
         raise NotImplementedError(
             f'"fused" takes K and V up to {MOST_CHANNELS}; got {K} and {V}; use implementation="xla".'
         )
-    config = config or tiles.default_for(H, HV, options.chunk_size, pad_lanes(K), pad_lanes(V))
+    config = config or tiles.default_for(H, HV, options.chunk_size, packed.pad_lanes(K), packed.pad_lanes(V))
     for name in ("heads", "heads_bwd"):
         heads = getattr(config, name)
-        check(
+        checks.check(
             heads >= 1 and HV % heads == 0,
             f"`config.{name}` must divide {HV} value heads; got {heads}.",
         )
@@ -247,37 +219,43 @@ class Given(NamedTuple):
 
 
 def _fused(
-    x: Arguments, options: Options, given: Given | None = None, *, config: tiles.Config | None
+    x: arguments.Arguments, options: arguments.Options, given: Given | None = None, *, config: tiles.Config | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run the kernels on checked arguments; `given` comes from `_summary` of the same tokens."""
-    inside, after = split_scale(x.scale)
+    inside, after = launcher.split_scale(x.scale)
     o, final_state = _launch(x._replace(scale=None), options, inside, _config(x, options, config), given)
-    return scaled(o, after), final_state
+    return launcher.scaled(o, after), final_state
 
 
-def _summary(x: Arguments, options: Options, *, config: tiles.Config | None) -> Summary:
+def _summary(x: arguments.Arguments, options: arguments.Options, *, config: tiles.Config | None) -> context.Summary:
     """Return what the tokens do to a state, the inverses of all chunks, and what else `_fused` takes."""
     x, config = x._replace(scale=None), _config(x, options, config)
-    if sum(pad_lanes(n) for n in (x.q.shape[3], x.v.shape[3])) > MOST_CHANNELS:
-        summary = beside_identity(lambda x: _launch_states(x, options, config, False)[:2], x, widest=0)
+    if sum(packed.pad_lanes(n) for n in (x.q.shape[3], x.v.shape[3])) > MOST_CHANNELS:
+        summary = context.beside_identity(lambda x: _launch_states(x, options, config, False)[:2], x, widest=0)
         return summary._replace(given=Given(summary.kept))
     return _launch_states(x, options, config, True)
 
 
-def _pooled(x: Arguments, options: Options, routes: Routes) -> tuple[jax.Array, jax.Array]:
+def _pooled(x: arguments.Arguments, options: arguments.Options, routes: pools.Routes) -> tuple[jax.Array, jax.Array]:
     """Run the kernel on checked arguments from a pool of states, `x.initial_state`, and into it."""
-    inside, after = split_scale(x.scale)
+    inside, after = launcher.split_scale(x.scale)
     o, pool = _launch_pooled(x._replace(scale=None), options, inside, _config(x, options, None), routes)
-    return scaled(o, after), pool
+    return launcher.scaled(o, after), pool
 
 
 def _state_gradient(
-    x: Arguments, options: Options, kept: jax.Array, do: jax.Array, dstates: jax.Array, *, config: tiles.Config | None
+    x: arguments.Arguments,
+    options: arguments.Options,
+    kept: jax.Array,
+    do: jax.Array,
+    dstates: jax.Array,
+    *,
+    config: tiles.Config | None,
 ) -> jax.Array:
     """Return the gradient of the initial states alone, from the cotangents of `_fused`."""
-    inside, after = split_scale(x.scale)
+    inside, after = launcher.split_scale(x.scale)
     config = _config(x, options, config)
-    return _launch_back(x._replace(scale=None), options, inside, config, kept, scaled(do, after), dstates)
+    return _launch_back(x._replace(scale=None), options, inside, config, kept, launcher.scaled(do, after), dstates)
 
 
 class LaidOut(NamedTuple):
@@ -289,14 +267,14 @@ class LaidOut(NamedTuple):
       operands: the same in the layout of the kernels.
     """
 
-    static: Static
-    tensors: Tensors
-    operands: Operands
+    static: kernel.Static
+    tensors: vjp.Tensors
+    operands: kernel.Operands
 
 
 def _lay_out(
-    x: Arguments, options: Options, scale: float, config: tiles.Config, heads: int, given: Given | None = None,
-    routes: Routes | None = None,
+    x: arguments.Arguments, options: arguments.Options, scale: float, config: tiles.Config, heads: int, given: Given | None = None,
+    routes: pools.Routes | None = None,
 ) -> LaidOut:  # fmt: skip
     """Bring the user's arrays into the layout of a launch of so many value heads a step.
 
@@ -304,17 +282,17 @@ def _lay_out(
     states are those of a pool, which stays as it is.
     """
     (B, T, H, K), (HV, V), C = x.q.shape, x.v.shape[2:], options.chunk_size
-    packed, with_states = x.cu_seqlens is not None, x.with_state or options.output_final_state
+    is_packed, with_states = x.cu_seqlens is not None, x.with_state or options.output_final_state
     # Groups of value heads that are too large for a step are cut, and each part has its own key head.
     repeats = tiles.key_repeats(H, HV, config)
     q, k = (jnp.repeat(y, repeats, axis=2) if repeats > 1 else y for y in (x.q, x.k))
-    pieces = packed and with_states
+    pieces = is_packed and with_states
     if routes is None:
-        steps = make_steps(B, T, C, x.cu_seqlens, with_states, x.segment_ids)
+        steps = layout.make_steps(B, T, C, x.cu_seqlens, with_states, x.segment_ids)
     else:
-        steps = pool_steps(T, C, routes, options.block_size)
-    static = Static(
-        B=B, T=max(T, C), H=H * repeats, HV=HV, K=pad_lanes(K), V=pad_lanes(V), C=C, N=x.num_states,
+        steps = layout.pool_steps(T, C, routes, options.block_size)
+    static = kernel.Static(
+        B=B, T=max(T, C), H=H * repeats, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=x.num_states,
         steps=steps.table.shape[1] // B, scale=scale, normalise=bool(options.normalise), pieces=pieces,
         config=config,
     )  # fmt: skip
@@ -323,65 +301,67 @@ def _lay_out(
     if owner is not None:
         owner = jnp.tile(owner, (1, 1, p))
     pool = None if routes is None else x.initial_state
-    tensors = Tensors(q, k, x.v, x.g, x.beta, x.initial_state if pool is None else None)
-    operands = lay_out(tensors, (table, owner), operand_dtype(q.dtype, k.dtype, x.v.dtype), static, heads)
+    tensors = vjp.Tensors(q, k, x.v, x.g, x.beta, x.initial_state if pool is None else None)
+    operands = vjp.lay_out(tensors, (table, owner), matmul.operand_dtype(q.dtype, k.dtype, x.v.dtype), static, heads)
     if given is not None:
-        operands = operands._replace(X=repacked(given.X, p), u=given.u, w=given.w)
+        operands = operands._replace(X=vjp.repacked(given.X, p), u=given.u, w=given.w)
     operands = operands._replace(pool=pool)
     return LaidOut(static, tensors, operands)
 
 
-def _user_states(states: jax.Array, otherwise: jax.Array | None, x: Arguments) -> jax.Array:
+def _user_states(states: jax.Array, otherwise: jax.Array | None, x: arguments.Arguments) -> jax.Array:
     """Return states of a kernel as the user has them; no kernel visits an empty sequence."""
     channels = x.v.shape[3] if x.initial_state is None else x.initial_state.shape[3]
-    return unless_empty(states, otherwise, x.cu_seqlens)[:, :, : x.q.shape[3], :channels]
+    return layout.unless_empty(states, otherwise, x.cu_seqlens)[:, :, : x.q.shape[3], :channels]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _launch(
-    x: Arguments, options: Options, scale: float, config: tiles.Config, given: Given | None
+    x: arguments.Arguments, options: arguments.Options, scale: float, config: tiles.Config, given: Given | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run the operator, differentiable."""
     static, tensors, operands = _lay_out(x, options, scale, config, config.heads, given)
-    *varied, cu_seqlens = vary_alike(*operands, x.cu_seqlens)
+    *varied, cu_seqlens = compat.vary_alike(*operands, x.cu_seqlens)
     operands = operands._make(varied)
-    o, states = fused(operands, cu_seqlens, static, tensors.types(), bool(options.output_final_state))
-    o = from_lanes(o, static.HV, x.v.shape[3], x.v.shape[1]).astype(x.v.dtype)
+    o, states = vjp.fused(operands, cu_seqlens, static, tensors.types(), bool(options.output_final_state))
+    o = layout.from_lanes(o, static.HV, x.v.shape[3], x.v.shape[1]).astype(x.v.dtype)
     return o, None if states is None else _user_states(states, operands.h0, x)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _launch_states(x: Arguments, options: Options, config: tiles.Config, with_map: bool) -> Summary:
+def _launch_states(
+    x: arguments.Arguments, options: arguments.Options, config: tiles.Config, with_map: bool
+) -> context.Summary:
     """Run the kernel that only takes states through the tokens, and with the map also the identity."""
     static, _, operands = _lay_out(x, options, 1.0, config, config.heads)
-    out = kernel_map.launch(operands._make(vary_alike(*operands)), static, with_map)
-    K, M, X = x.q.shape[3], out.get("M"), keep(out["X"])
+    out = kernel_map.launch(operands._make(compat.vary_alike(*operands)), static, with_map)
+    K, M, X = x.q.shape[3], out.get("M"), remat.keep(out["X"])
     # Of an empty sequence nobody asks for the map.
     M = None if M is None else M[:, :, :K, :K]
-    return Summary(_user_states(out["ht"], operands.h0, x), X, M, Given(X, out.get("u"), out.get("w")))
+    return context.Summary(_user_states(out["ht"], operands.h0, x), X, M, Given(X, out.get("u"), out.get("w")))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _launch_pooled(
-    x: Arguments, options: Options, scale: float, config: tiles.Config, routes: Routes
+    x: arguments.Arguments, options: arguments.Options, scale: float, config: tiles.Config, routes: pools.Routes
 ) -> tuple[jax.Array, jax.Array]:
     """Run the forward kernel from a pool of states and into it."""
     static, _, operands = _lay_out(x, options, scale, config, config.heads, routes=routes)
-    out = kernel.launch(operands._make(vary_alike(*operands)), static, ("o", "pool"))
-    o = from_lanes(out["o"], static.HV, x.v.shape[3], x.v.shape[1]).astype(x.v.dtype)
+    out = kernel.launch(operands._make(compat.vary_alike(*operands)), static, ("o", "pool"))
+    o = layout.from_lanes(out["o"], static.HV, x.v.shape[3], x.v.shape[1]).astype(x.v.dtype)
     return o, out["pool"]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _launch_back(
-    x: Arguments, options: Options, scale: float, config: tiles.Config, kept: jax.Array, do: jax.Array,
+    x: arguments.Arguments, options: arguments.Options, scale: float, config: tiles.Config, kept: jax.Array, do: jax.Array,
     dstates: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """Run the reverse kernel for the gradient of the initial states alone."""
     static, _, operands = _lay_out(x, options, scale, config, config.heads_bwd, Given(kept))
-    do, dht = to_lanes(do.astype(operands.v.dtype), static.T), pad_states(dstates)
+    do, dht = layout.to_lanes(do.astype(operands.v.dtype), static.T), layout.pad_states(dstates)
     operands = operands._replace(do=do, dht=dht)
-    d = kernel_bwd.launch(operands._make(vary_alike(*operands)), static, ("dh0",))["dh0"]
+    d = kernel_bwd.launch(operands._make(compat.vary_alike(*operands)), static, ("dh0",))["dh0"]
     # What an empty sequence gets, it gives back.
     return _user_states(d, dht, x)
 
@@ -407,7 +387,7 @@ def recurrent_gated_delta_rule(
     state_indices: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated delta rule token by token, the decode path: one new token or a few for every sequence, in one launch.
@@ -460,11 +440,13 @@ def recurrent_gated_delta_rule(
     Cost: 7 B T HV K V flops; the state of every sequence is read and written once.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024).
     """
-    check_delta_rule(q, k, v, g, beta, cu_seqlens)
-    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    x = Arguments(
+    checks.check_delta_rule(q, k, v, g, beta, cu_seqlens)
+    laws = gates.Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    x = arguments.Arguments(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias
     )
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, laws=laws, devices=Devices(sharding, context_axis))
-    slots = Slots(state_indices, has_initial_state)
-    return run_recurrent(x, slots, options, implementation, "recurrent_gated_delta_rule_fwd")
+    options = arguments.Options(
+        output_final_state, use_qk_l2norm_in_kernel, laws=laws, devices=arguments.Devices(sharding, context_axis)
+    )
+    slots = arguments.Slots(state_indices, has_initial_state)
+    return decode.run_recurrent(x, slots, options, implementation, "recurrent_gated_delta_rule_fwd")

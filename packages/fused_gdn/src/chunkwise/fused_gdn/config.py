@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from chunkwise.shared.compat import cores
-from chunkwise.shared.kernels import LANES, packing, pick_heads
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import launcher, packed
 
 VMEM_BUDGET = 40 * 2**20
 
@@ -27,7 +27,7 @@ class Config:
 
 def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
     """Return the VMEM one value head takes: the state twice, the blocks and the float32 tiles in flight."""
-    return 4 * (2 * K * V + 4 * C * (2 * K + 2 * V) + 3 * (C + K) * (K + LANES))
+    return 4 * (2 * K * V + 4 * C * (2 * K + 2 * V) + 3 * (C + K) * (K + packed.LANES))
 
 
 def default_for(H: int, HV: int, C: int, K: int, V: int) -> Config:
@@ -35,7 +35,7 @@ def default_for(H: int, HV: int, C: int, K: int, V: int) -> Config:
 
     Every core of the device gets a block.
     """
-    heads = pick_heads(HV, H, vmem_bytes_per_head(C, K, V), min(32, max(1, HV // cores())), VMEM_BUDGET)
+    heads = launcher.pick_heads(HV, H, vmem_bytes_per_head(C, K, V), min(32, max(1, HV // compat.cores())), VMEM_BUDGET)
     return Config(heads=heads, heads_bwd=heads)
 
 
@@ -47,7 +47,7 @@ def key_repeats(H: int, HV: int, config: Config) -> int:
 
 def lane_packing(heads: int, group: int, C: int) -> int:
     """Return how many heads lie side by side in the lanes: a power of two that divides, or is divided by, the group."""
-    p = packing(C, heads)
+    p = packed.packing(C, heads)
     while p % group and group % p:
         p //= 2
     return p

@@ -18,7 +18,7 @@ The matrices of p heads lie side by side in the lanes ("packed", see shared.kern
 are [K, V], as the user has them.
 
 A chunk of a stream, or of rows of segments, may hold several sequences or padding. Only the turns that meet such a
-chunk compute with masks. Rows that are not finite are then zero in all products, see shared.kernels.quarantine, and all
+chunk compute with masks. Rows that are not finite are then zero in all products, see shared.kernels.nonfinite, and all
 results of their sequence in that chunk, in all heads of the grid step, become NaN.
 """
 
@@ -30,55 +30,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.fused_gdn import config as tiles
-from chunkwise.fused_gdn.config import Config
-from chunkwise.fused_gdn.cost import cost, states_cost
-from chunkwise.fused_gdn.tile import (
-    Part,
-    Shape,
-    Sums,
-    flow_of,
-    gate_sums,
-    gates,
-    head_columns,
-    indicator,
-    read_given,
-    read_state,
-    scores,
-    write_state,
-)
-from chunkwise.shared.compat import out_struct
-from chunkwise.shared.kernels import (
-    Blocks,
-    SequenceMasks,
-    Step,
-    begin_inverse,
-    clear,
-    clip_gate,
-    fetch_states,
-    keep_block,
-    l2norm,
-    ladder,
-    lanes,
-    load_heads,
-    masked_or_not,
-    multiply_packed,
-    named,
-    not_finite,
-    only_if,
-    pallas_call,
-    parts,
-    put_states,
-    rows_not_finite,
-    sequence_masks,
-    spoil,
-    stagger,
-    store_heads,
-    strip_rows,
-    take_turns,
-    whole_or_cut,
-    whole_sequences,
-)
+from chunkwise.fused_gdn import config, cost, tile
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import inverse, launcher, layout, nonfinite, packed, pools, schedule, tiles
 
 # Heads that take the state through a chunk together: the products of one stage of theirs hide the latency of another.
 STAGE = 8
@@ -154,46 +108,46 @@ class Static(NamedTuple):
     scale: float
     normalise: bool
     pieces: bool
-    config: Config
+    config: config.Config
 
-    def shape(self, heads: int) -> Shape:
+    def shape(self, heads: int) -> tile.Shape:
         """Return the shape of a step of so many value heads."""
         group = self.HV // self.H
         # What the forward keeps for the backward is packed alike in both.
-        p = min(tiles.lane_packing(n, group, self.C) for n in (self.config.heads, self.config.heads_bwd))
-        return Shape(self.C, self.K, self.V, heads, group, p)
+        p = min(config.lane_packing(n, group, self.C) for n in (self.config.heads, self.config.heads_bwd))
+        return tile.Shape(self.C, self.K, self.V, heads, group, p)
 
     def sizes(self) -> dict[str, Any]:
         """Return the sizes that costs depend on."""
         return {name: getattr(self, name) for name in ("B", "T", "H", "HV", "K", "V", "C")}
 
 
-def own_rows(step: Step, static: Static) -> Any:
+def own_rows(step: layout.Step, static: Static) -> Any:
     """Return which rows of a chunk belong to a step, bool [C, 1]; None for all. Others may hold anything."""
     return step.rows(static.C) if static.pieces or static.T % static.C else None
 
 
-def load_chunk(refs, own, s: Shape, static: Static) -> Any:
+def load_chunk(refs, own, s: tile.Shape, static: Static) -> Any:
     """Load q, k tiles [key heads, C, K] and g, beta [C, heads] float32 of a chunk of a row of the batch."""
-    q, k = (None if ref is None else load_heads(ref, s.K, own=own) for ref in (refs.q, refs.k))
-    g, beta = clip_gate(refs.g[...]), refs.beta[...].astype(jnp.float32)
+    q, k = (None if ref is None else layout.load_heads(ref, s.K, own=own) for ref in (refs.q, refs.k))
+    g, beta = tiles.clip_gate(refs.g[...]), refs.beta[...].astype(jnp.float32)
     if own is not None:
         g, beta = (jnp.where(own, x, 0.0) for x in (g, beta))
     if static.normalise:
-        q, k = (None if x is None else l2norm(x.astype(jnp.float32)).astype(x.dtype) for x in (q, k))
+        q, k = (None if x is None else tiles.l2norm(x.astype(jnp.float32)).astype(x.dtype) for x in (q, k))
     return q, k, g, beta
 
 
-def load_masks(owner_ref, step: Step, C: int) -> SequenceMasks:
+def load_masks(owner_ref, step: layout.Step, C: int) -> layout.SequenceMasks:
     """Return how the sequences lie in the chunk of a step."""
-    return sequence_masks(owner_ref[...], C, step.before, step.final)
+    return layout.sequence_masks(owner_ref[...], C, step.before, step.final)
 
 
-def tokens_not_finite(refs, own, s: Shape, names: tuple[str, ...]) -> jax.Array:
+def tokens_not_finite(refs, own, s: tile.Shape, names: tuple[str, ...]) -> jax.Array:
     """Return which own rows of g, beta, and q or k by their names, are not finite, float32 [1, C, 1]."""
-    heads = (load_heads(getattr(refs, name), s.K, own=own) for name in names)
-    values = (jnp.where(own, x.astype(jnp.float32), 0.0)[None] for x in (clip_gate(refs.g[...]), refs.beta[...]))
-    return rows_not_finite(*heads, *values)
+    heads = (layout.load_heads(getattr(refs, name), s.K, own=own) for name in names)
+    values = (jnp.where(own, x.astype(jnp.float32), 0.0)[None] for x in (tiles.clip_gate(refs.g[...]), refs.beta[...]))
+    return nonfinite.rows_not_finite(*heads, *values)
 
 
 def _inverts(refs) -> bool:
@@ -201,22 +155,22 @@ def _inverts(refs) -> bool:
     return refs.X is None and refs.u is None
 
 
-def _fwd_kernel(refs, *, static: Static, s: Shape):
+def _fwd_kernel(refs, *, static: Static, s: tile.Shape):
     """Take the state through the step before and prepare the next one.
 
     Neither waits for the other: the products with the state fill the matrix unit while rows are eliminated in the
     inverse, which does not use it.
     """
     turn, first = pl.program_id(2), pl.program_id(0) * jnp.int32(static.steps)
-    prepared = Step(refs.table, first + jnp.minimum(turn, jnp.int32(static.steps - 1)))
-    passed = Step(refs.table, first + jnp.maximum(turn - 1, jnp.int32(0)))
+    prepared = layout.Step(refs.table, first + jnp.minimum(turn, jnp.int32(static.steps - 1)))
+    passed = layout.Step(refs.table, first + jnp.maximum(turn - 1, jnp.int32(0)))
 
     # Turn 0 runs on uninitialised scratch. A sequence's first step resets the state; pieces before it have no rows, so
     # that nothing of theirs is stored.
     @pl.when(passed.first == 1)
     def _():
         if refs.pool is not None:
-            fetch_states(refs.pool, refs.state, passed.continues)
+            pools.fetch_states(refs.pool, refs.state, passed.continues)
         else:
             refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]
 
@@ -224,7 +178,7 @@ def _fwd_kernel(refs, *, static: Static, s: Shape):
 
         @pl.when((passed.opens & passed.mixed) == 1)
         def _():
-            clear(refs.o, refs.W)  # rows that belong to no piece stay zero
+            layout.clear(refs.o, refs.W)  # rows that belong to no piece stay zero
 
     mixed = None if refs.owner is None else (prepared.mixed + passed.mixed) > 0
     take_turn, pieces = (lambda masked: _turn(refs, prepared, passed, masked, static, s)), (prepared, passed)
@@ -232,22 +186,24 @@ def _fwd_kernel(refs, *, static: Static, s: Shape):
 
         @pl.when((turn == 0) & (passed.sequence == passed.target))
         def _():
-            keep_block(refs.pool, refs.pool_out)
+            pools.keep_block(refs.pool, refs.pool_out)
 
         # Before the first step that has rows and after the last there is nothing to do: that costs next to nothing.
-        pl.when((prepared.busy | passed.busy) == 1)(lambda: whole_or_cut(pieces, s.C, take_turn, also_empty=True))
+        pl.when((prepared.busy | passed.busy) == 1)(
+            lambda: layout.whole_or_cut(pieces, s.C, take_turn, also_empty=True)
+        )
 
         @pl.when((turn > 0) & (passed.last == 1))
         def _():
-            put_states(refs.state, refs.pool_out)
+            pools.put_states(refs.state, refs.pool_out)
 
         return
     if static.pieces:
         # A step without rows behind another may then pass what is left in scratch. Nobody reads the state of a sequence
         # without tokens, and behind the last token all of them have gone out.
-        whole_or_cut(pieces, s.C, take_turn)
+        layout.whole_or_cut(pieces, s.C, take_turn)
     else:
-        masked_or_not(mixed, take_turn)
+        nonfinite.masked_or_not(mixed, take_turn)
     if refs.ht is not None:
 
         @pl.when((turn > 0) & (passed.last == 1))
@@ -255,7 +211,7 @@ def _fwd_kernel(refs, *, static: Static, s: Shape):
             refs.ht[...] = refs.state[...]
 
 
-def _turn(refs, prepared: Step, passed: Step, masked: bool | None, static: Static, s: Shape) -> None:
+def _turn(refs, prepared: layout.Step, passed: layout.Step, masked: bool | None, static: Static, s: tile.Shape) -> None:
     """Do as `_fwd_kernel`; `masked` says whether one of the two chunks is mixed, None that a chunk never is.
 
     False says also that all rows of the two chunks belong to the two steps.
@@ -270,10 +226,10 @@ def _turn(refs, prepared: Step, passed: Step, masked: bool | None, static: Stati
         masks = load_masks(refs.owner, prepared, s.C)
         # What is not finite becomes zero before any product reads it, by the selection that padding needs anyway.
         own, own_passed = masks.code[0] >= 0, refs.valid[0] > 0.0
-        spoilt = only_if(passed.mixed == 1, lambda: quarantine_passed(refs, own_passed, passed, s), s.C)
+        spoilt = nonfinite.only_if(passed.mixed == 1, lambda: quarantine_passed(refs, own_passed, passed, s), s.C)
         own_passed &= spoilt[0] == 0.0
         # Nothing but its own row reads a query.
-        found = only_if(prepared.mixed == 1, lambda: tokens_not_finite(refs, own, s, ("k",)), s.C)
+        found = nonfinite.only_if(prepared.mixed == 1, lambda: tokens_not_finite(refs, own, s, ("k",)), s.C)
         own &= found[0] == 0.0
     q, k, g, beta = load_chunk(refs, own, s, static)
     bf16 = k.dtype == jnp.bfloat16
@@ -281,22 +237,22 @@ def _turn(refs, prepared: Step, passed: Step, masked: bool | None, static: Stati
     if refs.X is not None:
         X = refs.X[...]
     if _inverts(refs):
-        steps = ladder(refs.strip[...], refs.M[...], 2 if bf16 else 3)
+        steps = inverse.ladder(refs.strip[...], refs.M[...], 2 if bf16 else 3)
 
-    sums = gate_sums(g, beta, s, not bf16, masks)
-    stages, made, seen = Part(s).cut(STAGE), [], {}
+    sums = tile.gate_sums(g, beta, s, not bf16, masks)
+    stages, made, seen = tile.Part(s).cut(STAGE), [], {}
     stored = own_passed if static.pieces else None
 
-    def make(part: Part) -> None:
+    def make(part: tile.Part) -> None:
         made.append((part, prepare(refs, q, k, sums, part, masks, static)))
 
-    def prepare_and_see(stage: Part) -> Iterator[None]:
+    def prepare_and_see(stage: tile.Part) -> Iterator[None]:
         for part in stage.cut(STAGE // 2):
             make(part)
         yield
         seen[stage.first] = see_state(refs, stage, s)
 
-    def see_and_pass(stage: Part) -> Iterator[None]:
+    def see_and_pass(stage: tile.Part) -> Iterator[None]:
         if stage.first not in seen:
             seen[stage.first] = see_state(refs, stage, s)
             yield
@@ -305,9 +261,9 @@ def _turn(refs, prepared: Step, passed: Step, masked: bool | None, static: Stati
     # The matrix unit takes products in the order in which they stand here, and where one waits, all wait. Between those
     # of the inverse, of which each waits for the one before, some heads are prepared and others meet the state. With
     # the inverse at hand, a stage does all it has to do at once, and fewer tiles wait in memory.
-    passing = stagger(see_and_pass(stage) for stage in stages)
+    passing = schedule.stagger(see_and_pass(stage) for stage in stages)
     if _inverts(refs):
-        turns = stagger(prepare_and_see(stage) for stage in stages)
+        turns = schedule.stagger(prepare_and_see(stage) for stage in stages)
         for _ in stages:
             X = next(steps, X)
             next(turns)
@@ -316,7 +272,7 @@ def _turn(refs, prepared: Step, passed: Step, masked: bool | None, static: Stati
             pass
     else:
         making = (make(part) for stage in stages for part in stage.cut(STAGE // 2))
-        take_turns(GIVEN_ORDERS["X" if refs.u is None else "u"], p=passing, m=making)
+        schedule.take_turns(GIVEN_ORDERS["X" if refs.u is None else "u"], p=passing, m=making)
         for _ in making:
             pass
     for _ in passing:
@@ -332,7 +288,7 @@ def _turn(refs, prepared: Step, passed: Step, masked: bool | None, static: Stati
 
         refs.found[...], refs.owner_passed[...] = found, refs.owner[...]
     if refs.owner is not None:
-        refs.valid[...] = jnp.ones((1, s.C, 1), jnp.float32) if masks is None else indicator(masks.code >= 0)
+        refs.valid[...] = jnp.ones((1, s.C, 1), jnp.float32) if masks is None else tile.indicator(masks.code >= 0)
     # The next turn takes these from scratch; stored last, because this one still reads those of the step before.
     refs.k_passed[...] = k
     if refs.o is not None:
@@ -342,33 +298,33 @@ def _turn(refs, prepared: Step, passed: Step, masked: bool | None, static: Stati
             getattr(refs, name)[part.packs] = x
 
 
-def quarantine_passed(refs, own, passed: Step, s: Shape) -> jax.Array:
+def quarantine_passed(refs, own, passed: layout.Step, s: tile.Shape) -> jax.Array:
     """Clear a state that is not finite; return the rows of sequences that are not finite, float32 [1, C, 1].
 
     The rows of k, g and beta were looked at when the chunk was prepared. Padding counts to the sequence before it.
     """
     masks = load_masks(refs.owner_passed, passed, s.C)
     # What a product wrote is not finite in whole columns.
-    state = not_finite(refs.state[:, :8] if refs.h0 is None else refs.state[...])  # [1, 1, 1]
+    state = nonfinite.not_finite(refs.state[:, :8] if refs.h0 is None else refs.state[...])  # [1, 1, 1]
 
     @pl.when(jnp.max(state) > 0.0)
     def _():
-        clear(refs.state)
+        layout.clear(refs.state)
 
-    found = jnp.maximum(refs.found[...], rows_not_finite(load_values(refs, slice(None), own, s)))
+    found = jnp.maximum(refs.found[...], nonfinite.rows_not_finite(load_values(refs, slice(None), own, s)))
     found = jnp.maximum(found, jnp.where(masks.carried, state, 0.0))
-    return whole_sequences(found, masks.same[:, :, : s.C])
+    return nonfinite.whole_sequences(found, masks.same[:, :, : s.C])
 
 
-def load_values(refs, heads: slice, own, s: Shape) -> jax.Array:
+def load_values(refs, heads: slice, own, s: tile.Shape) -> jax.Array:
     """Load v, or u where that is given, of some heads [heads, C, V]; rows that are not own are zero, None for all."""
     if refs.u is None:
-        return load_heads(refs.v, s.V, heads, own)
+        return layout.load_heads(refs.v, s.V, heads, own)
     u = refs.u[heads]
     return u if own is None else jnp.where(own[None], u, 0.0)
 
 
-def spoil_passed(refs, spoilt, passed: Step, s: Shape) -> None:
+def spoil_passed(refs, spoilt, passed: layout.Step, s: tile.Shape) -> None:
     """Store NaN in the results of spoilt rows, and as the state if it is that of a spoilt sequence."""
 
     @pl.when(jnp.max(spoilt) > 0.0)
@@ -376,30 +332,30 @@ def spoil_passed(refs, spoilt, passed: Step, s: Shape) -> None:
         masks = load_masks(refs.owner_passed, passed, s.C)
         for ref in (refs.o, refs.W):
             if ref is not None:
-                spoil(ref, jnp.where(masks.code >= 0, spoilt, 0.0))
+                nonfinite.spoil(ref, jnp.where(masks.code >= 0, spoilt, 0.0))
 
         @pl.when(jnp.max(jnp.where(masks.ending, spoilt, 0.0)) > 0.0)
         def _():
             refs.state[...] = jnp.full(refs.state.shape, jnp.nan, jnp.float32)
 
 
-def prepare(refs, q, k, sums: Sums, part: Part, masks, static: Static) -> dict[str, jax.Array]:
+def prepare(refs, q, k, sums: tile.Sums, part: tile.Part, masks, static: Static) -> dict[str, jax.Array]:
     """Return what the next turn needs of some heads of a chunk, by the names of the scratch."""
     s = part.shape
-    g = gates(sums, part.heads, s)
-    flow = flow_of(g, s, masks)
+    g = tile.gates(sums, part.heads, s)
+    flow = tile.flow_of(g, s, masks)
     made = {"start": flow.start, "end": flow.end * g.beta}  # [n, C, p C]
     with_keys, with_queries = _inverts(refs), refs.o is not None
     left = [k[part.keys]] * with_keys + [q[part.keys]] * with_queries
     if not left:
         return made
-    *products, D = scores(left, k[part.keys], g, flow.pairs, s)  # [n, C, p C]
+    *products, D = tile.scores(left, k[part.keys], g, flow.pairs, s)  # [n, C, p C]
     weight = D * g.beta_rows
     if with_keys:
         M = products[0] * weight
-        made |= {"M": M, "strip": begin_inverse(M)}
+        made |= {"M": M, "strip": inverse.begin_inverse(M)}
     if with_queries:
-        made["scores"] = lanes(parts(products[-1] * (weight * static.scale), k.dtype))
+        made["scores"] = packed.lanes(packed.parts(products[-1] * (weight * static.scale), k.dtype))
     return made
 
 
@@ -416,20 +372,20 @@ class Seen(NamedTuple):
     QS: jax.Array | None
 
 
-def see_state(refs, part: Part, s: Shape) -> Seen:
+def see_state(refs, part: tile.Part, s: tile.Shape) -> Seen:
     """Multiply keys and queries of the chunk in scratch by the state."""
     S, k, q = refs.state[part.heads], refs.k_passed[part.keys], None  # [heads, K, V], [key heads, C, K]
     if refs.h is not None:
         refs.h[part.heads] = S.astype(refs.h.dtype)
     if refs.o is not None:
         q = refs.q_passed[part.keys]
-    start, S = head_columns(refs.start[part.packs], s, s.V), S.astype(k.dtype)
+    start, S = tile.head_columns(refs.start[part.packs], s, s.V), S.astype(k.dtype)
     if refs.u is not None:
-        return Seen(start, *read_given(refs.w[part.heads], q, S, part.shape))
-    return Seen(start, *read_state(k, q, S, part.shape))
+        return Seen(start, *tile.read_given(refs.w[part.heads], q, S, part.shape))
+    return Seen(start, *tile.read_state(k, q, S, part.shape))
 
 
-def pass_chunk(refs, own, stored, X, part: Part, seen: Seen, static: Static, s: Shape) -> Iterator[None]:
+def pass_chunk(refs, own, stored, X, part: tile.Part, seen: Seen, static: Static, s: tile.Shape) -> Iterator[None]:
     """Compute W of the chunk in scratch, and one product later write its output and take the state through it.
 
     Args:
@@ -447,21 +403,24 @@ def pass_chunk(refs, own, stored, X, part: Part, seen: Seen, static: Static, s: 
         W = values + seen.KS
     else:
         R = values - seen.start * seen.KS
-        W = multiply_packed(lanes(parts(X[part.packs], dtype)), R, s.p, dtype)
+        W = packed.multiply_packed(packed.lanes(packed.parts(X[part.packs], dtype)), R, s.p, dtype)
     if refs.W is not None:
-        store_heads(refs.W, W, stored, part.first)
+        layout.store_heads(refs.W, W, stored, part.first)
     yield
-    k, end = refs.k_passed[part.keys], head_columns(refs.end[part.packs], s, s.V)  # [key heads, C, K], [heads, C, V]
+    k, end = (
+        refs.k_passed[part.keys],
+        tile.head_columns(refs.end[part.packs], s, s.V),
+    )  # [key heads, C, K], [heads, C, V]
     if seen.QS is not None:
-        inside = multiply_packed(refs.scores[part.packs], W, s.p, dtype)  # [heads, C, V]
-        store_heads(refs.o, (static.scale * seen.start) * seen.QS + inside, stored, part.first)
+        inside = packed.multiply_packed(refs.scores[part.packs], W, s.p, dtype)  # [heads, C, V]
+        layout.store_heads(refs.o, (static.scale * seen.start) * seen.QS + inside, stored, part.first)
     S = refs.state[part.heads]
-    refs.state[part.heads] = seen.start[:, -1:] * S + write_state(k, end * W, part.shape)
+    refs.state[part.heads] = seen.start[:, -1:] * S + tile.write_state(k, end * W, part.shape)
 
 
-def specs_of(static: Static, s: Shape, at) -> dict[str, pl.BlockSpec]:
+def specs_of(static: Static, s: tile.Shape, at) -> dict[str, pl.BlockSpec]:
     """Return the BlockSpecs of the operands, by name, for the step `at(turn)` in every turn."""
-    cut = Blocks(static.C, static.steps, at, static.pieces)
+    cut = layout.Blocks(static.C, static.steps, at, static.pieces)
     key, value = cut.tokens(s.heads // s.group * s.K), cut.tokens(s.heads * s.V)
     gate, state = cut.values(s.heads), cut.state(s.heads, s.K, s.V)
     return dict(
@@ -502,17 +461,20 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
         "X": (passed["X"], (B, steps, HV // s.p, s.C, s.p * s.C), jnp.float32),
     }
     if x.pool is not None:
-        cut = Blocks(s.C, steps, lambda turn: jnp.maximum(turn - 1, jnp.int32(0)), static.pieces)
+        cut = layout.Blocks(s.C, steps, lambda turn: jnp.maximum(turn - 1, jnp.int32(0)), static.pieces)
         passed["pool"] = cut.state(s.heads, *x.pool.shape[2:])
         kinds["pool"] = (cut.target(s.heads, *x.pool.shape[2:]), x.pool.shape, x.pool.dtype)
     wanted = [name for name in kinds if name in want]
     n, keys = s.heads // s.p, s.heads // s.group
-    packed, wide = (n, s.C, s.p * s.C), (n, s.C, s.p * s.C * len(parts(jnp.zeros((), jnp.float32), x.k.dtype)))
+    packed_shape, wide = (
+        (n, s.C, s.p * s.C),
+        (n, s.C, s.p * s.C * len(packed.parts(jnp.zeros((), jnp.float32), x.k.dtype))),
+    )
     # The state, and what a turn makes of its chunk for the next turn to use.
     scratch = {
         "state": pltpu.VMEM((s.heads, s.K, s.V), jnp.float32),
-        "start": pltpu.VMEM(packed, jnp.float32),
-        "end": pltpu.VMEM(packed, jnp.float32),
+        "start": pltpu.VMEM(packed_shape, jnp.float32),
+        "end": pltpu.VMEM(packed_shape, jnp.float32),
         "k_passed": pltpu.VMEM((keys, s.C, s.K), x.k.dtype),
     }
     if x.owner is not None:
@@ -524,18 +486,18 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
     if "o" in want:
         scratch |= {"q_passed": pltpu.VMEM((keys, s.C, s.K), x.k.dtype), "scores": pltpu.VMEM(wide, x.k.dtype)}
     if _inverts(x):
-        strip = pltpu.VMEM((n, strip_rows(s.C), s.p * s.C), jnp.float32)
-        scratch |= {"M": pltpu.VMEM(packed, jnp.float32), "strip": strip}
+        strip = pltpu.VMEM((n, inverse.strip_rows(s.C), s.p * s.C), jnp.float32)
+        scratch |= {"M": pltpu.VMEM(packed_shape, jnp.float32), "strip": strip}
     # An operand and an output of one name are two Refs: the names of the outputs X, h and W differ in the kernel.
     present = [({"X": "X_out", "pool": "pool_out"}.get(name, name), name in want) for name in kinds]
     operands = [name for name in Operands._fields if name not in ("h", "W", "do", "dht")]
     kind = "fwd" if "o" in want else "states"
-    estimate = cost if "o" in want else states_cost
+    estimate = cost.cost if "o" in want else cost.states_cost
     specs = prepared | {name: passed[name] for name in ("v", "h0", "pool", "X", "u", "w") if name in passed}
     inputs = [name for name in operands if getattr(x, name) is not None]
     aliases = {inputs.index("pool"): wanted.index("pool")} if "pool" in wanted else {}
-    out = pallas_call(
-        named(_fwd_kernel, operands, present, list(scratch), static=static, s=s),
+    out = launcher.pallas_call(
+        launcher.named(_fwd_kernel, operands, present, list(scratch), static=static, s=s),
         *(getattr(x, name) for name in operands),
         name=f"fused_chunk_gated_delta_rule_{kind}_c{s.C}",
         num_scalar_prefetch=1,
@@ -545,7 +507,7 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         in_specs=in_specs(x, specs)[: len(operands) - 1],
         out_specs=[kinds[name][0] for name in wanted],
-        out_shape=[out_struct(*kinds[name][1:], x.q, x.k, x.v, x.u, x.g, x.beta, x.h0, x.pool) for name in wanted],
+        out_shape=[compat.out_struct(*kinds[name][1:], x.q, x.k, x.v, x.u, x.g, x.beta, x.h0, x.pool) for name in wanted],
         scratch_shapes=list(scratch.values()),
         input_output_aliases=aliases,
         cost_estimate=estimate(**static.sizes(), itemsize=x.k.dtype.itemsize),

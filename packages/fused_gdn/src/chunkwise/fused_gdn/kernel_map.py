@@ -22,54 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.fused_gdn.cost import states_cost
-from chunkwise.fused_gdn.kernel import (
-    STAGE,
-    Operands,
-    Static,
-    in_specs,
-    load_chunk,
-    load_masks,
-    own_rows,
-    specs_of,
-    tokens_not_finite,
-)
-from chunkwise.fused_gdn.tile import (
-    Part,
-    Shape,
-    Sums,
-    flow_of,
-    gate_sums,
-    gates,
-    head_columns,
-    indicator,
-    scores,
-    write_state,
-)
-from chunkwise.shared.compat import out_struct
-from chunkwise.shared.kernels import (
-    Step,
-    begin_inverse,
-    clear,
-    dot,
-    ladder,
-    lanes,
-    load_heads,
-    masked_or_not,
-    multiply_packed,
-    named,
-    not_finite,
-    only_if,
-    pallas_call,
-    parts,
-    rows_not_finite,
-    spoil,
-    stagger,
-    strip_rows,
-    take_turns,
-    to_row,
-    whole_sequences,
-)
+from chunkwise.fused_gdn import cost, kernel, tile
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import inverse, launcher, layout, matmul, nonfinite, packed, schedule, tiles
 
 # What a turn does one after the other: "x" takes the inverse one product further, "p" the state of the chunk two turns
 # ago, "m" prepares half a stage of the next chunk, "a" multiplies a stage by the inverse. Found by search for four
@@ -77,10 +32,10 @@ from chunkwise.shared.kernels import (
 ORDER = "xpxpmapmxmpmmpxmxmamaa"
 
 
-def _map_kernel(refs, *, static: Static, s: Shape):
+def _map_kernel(refs, *, static: kernel.Static, s: tile.Shape):
     """Take the state through the chunk of two turns ago, multiply that of the turn before by X and prepare the next."""
     turn, first = pl.program_id(2), pl.program_id(0) * jnp.int32(static.steps)
-    prepared, inverted, passed = (Step(refs.table, first + _at(turn, n, static.steps)) for n in range(3))
+    prepared, inverted, passed = (layout.Step(refs.table, first + _at(turn, n, static.steps)) for n in range(3))
 
     # The first turns run on uninitialised scratch; the first step of a sequence resets the state.
     @pl.when(passed.first == 1)
@@ -91,7 +46,7 @@ def _map_kernel(refs, *, static: Static, s: Shape):
             refs.state[:, :, s.V :] = jnp.broadcast_to(identity(s.K), (s.heads, s.K, s.K))
 
     mixed = None if refs.owner is None else (prepared.mixed + inverted.mixed + passed.mixed) > 0
-    masked_or_not(mixed, lambda masked: _turn(refs, prepared, inverted, passed, masked, static, s))
+    nonfinite.masked_or_not(mixed, lambda masked: _turn(refs, prepared, inverted, passed, masked, static, s))
 
     @pl.when((turn > 1) & (passed.last == 1))
     def _():
@@ -103,7 +58,7 @@ def _map_kernel(refs, *, static: Static, s: Shape):
 def identity(K: int) -> jax.Array:
     """Return the identity [1, K, K] float32."""
     i, j = (lax.broadcasted_iota(jnp.int32, (1, K, K), axis) for axis in (1, 2))
-    return indicator(i == j)
+    return tile.indicator(i == j)
 
 
 def _at(turn, behind: int, steps: int) -> jax.Array:
@@ -111,57 +66,65 @@ def _at(turn, behind: int, steps: int) -> jax.Array:
     return jnp.clip(turn - jnp.int32(behind), jnp.int32(0), jnp.int32(steps - 1))
 
 
-def _turn(refs, prepared: Step, inverted: Step, passed: Step, masked: bool | None, static: Static, s: Shape) -> None:
+def _turn(
+    refs,
+    prepared: layout.Step,
+    inverted: layout.Step,
+    passed: layout.Step,
+    masked: bool | None,
+    static: kernel.Static,
+    s: tile.Shape,
+) -> None:
     """Do as `_map_kernel`; `masked` says whether one of the chunks is mixed, None that a chunk never is."""
     masks: Any = None
     spoilt: Any = None
     found: Any = None
     found_v: Any = None
     # All rows of a chunk that could be mixed and is not are its own.
-    own: Any = own_rows(prepared, static) if masked is None else None
-    own_v: Any = own_rows(inverted, static) if masked is None else None
+    own: Any = kernel.own_rows(prepared, static) if masked is None else None
+    own_v: Any = kernel.own_rows(inverted, static) if masked is None else None
     if masked:
-        masks = load_masks(refs.owner, prepared, s.C)
+        masks = kernel.load_masks(refs.owner, prepared, s.C)
         # What is not finite becomes zero before any product reads it, by the selection that padding needs anyway.
         own, own_v = masks.code[0] >= 0, refs.valid[0] > 0.0
-        found = only_if(prepared.mixed == 1, lambda: tokens_not_finite(refs, own, s, ("k",)), s.C)
-        found_v = only_if(inverted.mixed == 1, lambda: values_not_finite(refs, own_v, s), s.C)
-        spoilt = only_if(passed.mixed == 1, lambda: quarantine_state(refs, passed, s), s.C)
+        found = nonfinite.only_if(prepared.mixed == 1, lambda: kernel.tokens_not_finite(refs, own, s, ("k",)), s.C)
+        found_v = nonfinite.only_if(inverted.mixed == 1, lambda: values_not_finite(refs, own_v, s), s.C)
+        spoilt = nonfinite.only_if(passed.mixed == 1, lambda: quarantine_state(refs, passed, s), s.C)
         own, own_v = own & (found[0] == 0.0), own_v & (found_v[0] == 0.0)
-    _, k, g, beta = load_chunk(refs, own, s, static)
+    _, k, g, beta = kernel.load_chunk(refs, own, s, static)
     exact = k.dtype != jnp.bfloat16
-    sums = gate_sums(g, beta, s, exact, masks)
+    sums = tile.gate_sums(g, beta, s, exact, masks)
 
-    stages, made, inverse = Part(s).cut(STAGE), [], []
-    inverting = (inverse.append(X) for X in ladder(refs.strip[...], refs.M[...], 3 if exact else 2))
-    passing = stagger(pass_chunk(refs, stage) for stage in stages)
-    halves = [part for stage in stages for part in stage.cut(STAGE // 2)]
+    stages, made, inverses = tile.Part(s).cut(kernel.STAGE), [], []
+    inverting = (inverses.append(X) for X in inverse.ladder(refs.strip[...], refs.M[...], 3 if exact else 2))
+    passing = schedule.stagger(pass_chunk(refs, stage) for stage in stages)
+    halves = [part for stage in stages for part in stage.cut(kernel.STAGE // 2)]
     preparing = (made.append((part, prepare(k, sums, part, masks))) for part in halves)
 
     def applying() -> Iterator[None]:
         for _ in inverting:
             pass
         for stage in stages:
-            apply_inverse(refs, inverse[-1], own_v, stage)
+            apply_inverse(refs, inverses[-1], own_v, stage)
             yield
 
     # The matrix unit takes products in the order in which they stand here, and where one waits, all wait. Between those
     # of the inverse, of which each waits for the one before, some heads are prepared and others pass the state on.
     apply = applying()
-    take_turns(ORDER, x=inverting, p=passing, m=preparing, a=apply)
+    schedule.take_turns(ORDER, x=inverting, p=passing, m=preparing, a=apply)
     for rest in (passing, apply, preparing):
         for _ in rest:
             pass
-    refs.X_out[...] = inverse[-1]
+    refs.X_out[...] = inverses[-1]
 
     if masked:
         if refs.u_out is not None:
             # The operator that is given u does not see v.
-            pl.when(jnp.max(found_v) > 0.0)(lambda: spoil(refs.u_out, found_v))
+            pl.when(jnp.max(found_v) > 0.0)(lambda: nonfinite.spoil(refs.u_out, found_v))
 
         @pl.when(jnp.max(spoilt) > 0.0)
         def _():
-            ending = load_masks(refs.owner_passed, passed, s.C).ending
+            ending = kernel.load_masks(refs.owner_passed, passed, s.C).ending
 
             @pl.when(jnp.max(jnp.where(ending, spoilt, 0.0)) > 0.0)
             def _():
@@ -170,7 +133,7 @@ def _turn(refs, prepared: Step, inverted: Step, passed: Step, masked: bool | Non
         refs.found[...], refs.found_v[...] = found, found_v
         refs.owner_passed[...], refs.owner_inverted[...] = refs.owner_inverted[...], refs.owner[...]
     if masked is not None:
-        refs.valid[...] = jnp.ones((1, s.C, 1), jnp.float32) if masks is None else indicator(masks.code >= 0)
+        refs.valid[...] = jnp.ones((1, s.C, 1), jnp.float32) if masks is None else tile.indicator(masks.code >= 0)
     # The next turns take these from scratch; stored last, because this one still reads those of the steps before.
     refs.k_passed[...], refs.last_passed[...] = refs.k_inverted[...], refs.last[...]
     refs.k_inverted[...] = k
@@ -179,65 +142,65 @@ def _turn(refs, prepared: Step, inverted: Step, passed: Step, masked: bool | Non
             getattr(refs, name)[part.packs] = x
 
 
-def values_not_finite(refs, own, s: Shape) -> jax.Array:
+def values_not_finite(refs, own, s: tile.Shape) -> jax.Array:
     """Return which rows of the chunk whose inverse is made are not finite, float32 [1, C, 1]."""
-    return jnp.maximum(refs.found[...], rows_not_finite(load_heads(refs.v, s.V, own=own)))
+    return jnp.maximum(refs.found[...], nonfinite.rows_not_finite(layout.load_heads(refs.v, s.V, own=own)))
 
 
-def quarantine_state(refs, passed: Step, s: Shape) -> jax.Array:
+def quarantine_state(refs, passed: layout.Step, s: tile.Shape) -> jax.Array:
     """Clear a state that is not finite; return the rows of sequences that are not finite, float32 [1, C, 1]."""
-    masks = load_masks(refs.owner_passed, passed, s.C)
-    state = not_finite(refs.state[...])  # [1, 1, 1]
+    masks = kernel.load_masks(refs.owner_passed, passed, s.C)
+    state = nonfinite.not_finite(refs.state[...])  # [1, 1, 1]
 
     @pl.when(jnp.max(state) > 0.0)
     def _():
-        clear(refs.state)
+        layout.clear(refs.state)
 
     found = jnp.maximum(refs.found_v[...], jnp.where(masks.carried, state, 0.0))
-    return whole_sequences(found, masks.same[:, :, : s.C])
+    return nonfinite.whole_sequences(found, masks.same[:, :, : s.C])
 
 
-def prepare(k, sums: Sums, part: Part, masks) -> dict[str, jax.Array]:
+def prepare(k, sums: tile.Sums, part: tile.Part, masks) -> dict[str, jax.Array]:
     """Return what the next turn needs of some heads of a chunk, by the names of the scratch."""
     s = part.shape
-    g = gates(sums, part.heads, s)
-    flow = flow_of(g, s, masks)
-    KK, D = scores([k[part.keys]], k[part.keys], g, flow.pairs, s)  # [n, C, p C]
+    g = tile.gates(sums, part.heads, s)
+    flow = tile.flow_of(g, s, masks)
+    KK, D = tile.scores([k[part.keys]], k[part.keys], g, flow.pairs, s)  # [n, C, p C]
     M = KK * (D * g.beta_rows)
     start = jnp.exp2(sum(g.G_rows))  # [n, 1, p C]
     if masks is not None:
-        start = jnp.where(lanes([to_row(indicator(masks.carried))] * s.p) > 0.0, start, 0.0)
-    made = {"M": M, "strip": begin_inverse(M), "end": flow.end * g.beta}
+        start = jnp.where(packed.lanes([tiles.to_row(tile.indicator(masks.carried))] * s.p) > 0.0, start, 0.0)
+    made = {"M": M, "strip": inverse.begin_inverse(M), "end": flow.end * g.beta}
     return made | {"start": start, "last": flow.start[:, -1:]}
 
 
-def apply_inverse(refs, X, own, part: Part) -> None:
+def apply_inverse(refs, X, own, part: tile.Part) -> None:
     """Compute u [heads, C, V] and w [heads, C, K] and store both, for the state multiplied by what reaches the end."""
     s, dtype, X = part.shape, refs.k.dtype, X[part.packs]  # [n, C, p C]
-    v = load_heads(refs.v, s.V, part.heads, own)  # [heads, C, V]
+    v = layout.load_heads(refs.v, s.V, part.heads, own)  # [heads, C, V]
     k = refs.k_inverted[part.keys]
     k = jnp.stack([k[i // s.group] for i in range(s.heads)])  # [heads, C, K]
-    u = multiply_packed(lanes(parts(X, dtype)), v, s.p, dtype)
-    w = multiply_packed(lanes(parts(X * -refs.start[part.packs], dtype)), k, s.p, dtype)
+    u = packed.multiply_packed(packed.lanes(packed.parts(X, dtype)), v, s.p, dtype)
+    w = packed.multiply_packed(packed.lanes(packed.parts(X * -refs.start[part.packs], dtype)), k, s.p, dtype)
     if refs.u_out is not None:
         refs.u_out[part.heads], refs.w_out[part.heads] = u, w.astype(dtype)
     end = refs.end[part.packs]
-    refs.u[part.heads] = head_columns(end, s, s.V) * u
-    refs.w[part.heads] = (head_columns(end, s, s.K) * w).astype(dtype)
+    refs.u[part.heads] = tile.head_columns(end, s, s.V) * u
+    refs.w[part.heads] = (tile.head_columns(end, s, s.K) * w).astype(dtype)
 
 
-def pass_chunk(refs, part: Part) -> Iterator[None]:
+def pass_chunk(refs, part: tile.Part) -> Iterator[None]:
     """Take the state through the chunk of two turns ago, in two products that wait for one another."""
     s, S = part.shape, refs.state[part.heads]  # [heads, K, channels]
-    W = dot(refs.w[part.heads], S.astype(refs.w.dtype))  # [heads, C, channels]
+    W = matmul.dot(refs.w[part.heads], S.astype(refs.w.dtype))  # [heads, C, channels]
     yield
     valued = W[:, :, : s.V] + refs.u[part.heads]
-    W = valued if W.shape[2] == s.V else lanes([valued, W[:, :, s.V :]])
-    last = head_columns(refs.last_passed[part.packs], s, S.shape[2])  # [heads, 1, channels]
-    refs.state[part.heads] = last * S + write_state(refs.k_passed[part.keys], W, s)
+    W = valued if W.shape[2] == s.V else packed.lanes([valued, W[:, :, s.V :]])
+    last = tile.head_columns(refs.last_passed[part.packs], s, S.shape[2])  # [heads, 1, channels]
+    refs.state[part.heads] = last * S + tile.write_state(refs.k_passed[part.keys], W, s)
 
 
-def launch(x: Operands, static: Static, with_map: bool) -> dict[str, Any]:
+def launch(x: kernel.Operands, static: kernel.Static, with_map: bool) -> dict[str, Any]:
     """Run the kernel.
 
     Args:
@@ -251,16 +214,16 @@ def launch(x: Operands, static: Static, with_map: bool) -> dict[str, Any]:
     """
     x = x._replace(q=None)
     B, HV, steps, s = static.B, static.HV, static.steps, static.shape(static.config.heads)
-    prepared, inverted, passed = (specs_of(static, s, lambda turn, n=n: _at(turn, n, steps)) for n in range(3))
+    prepared, inverted, passed = (kernel.specs_of(static, s, lambda turn, n=n: _at(turn, n, steps)) for n in range(3))
     channels = s.V + s.K * with_map
     n, keys, width = s.heads // s.p, s.heads // s.group, s.p * s.C
-    packed, row, operand = (n, s.C, width), (n, 1, width), x.k.dtype
+    packed_shape, row, operand = (n, s.C, width), (n, 1, width), x.k.dtype
     # The state, and what a turn makes of its chunks for the next turns to use.
     scratch = {
         "state": pltpu.VMEM((s.heads, s.K, channels), jnp.float32),
-        "M": pltpu.VMEM(packed, jnp.float32),
-        "strip": pltpu.VMEM((n, strip_rows(s.C), width), jnp.float32),
-        "end": pltpu.VMEM(packed, jnp.float32),
+        "M": pltpu.VMEM(packed_shape, jnp.float32),
+        "strip": pltpu.VMEM((n, inverse.strip_rows(s.C), width), jnp.float32),
+        "end": pltpu.VMEM(packed_shape, jnp.float32),
         "start": pltpu.VMEM(row, jnp.float32),
         "last": pltpu.VMEM(row, jnp.float32),
         "last_passed": pltpu.VMEM(row, jnp.float32),
@@ -273,9 +236,9 @@ def launch(x: Operands, static: Static, with_map: bool) -> dict[str, Any]:
         rows_of, owners = pltpu.VMEM((1, s.C, 1), jnp.float32), pltpu.VMEM((1, width), jnp.int32)
         scratch |= {"found": rows_of, "found_v": rows_of, "valid": rows_of}
         scratch |= {"owner_inverted": owners, "owner_passed": owners}
-    operands = [name for name in Operands._fields if name not in ("X", "u", "w", "h", "W", "do", "dht")]
+    operands = [name for name in kernel.Operands._fields if name not in ("X", "u", "w", "h", "W", "do", "dht")]
     # Under these names the outputs are no operands and no scratch.
-    square = specs_of(static, s._replace(V=s.K), lambda turn: _at(turn, 2, steps))["h0"]
+    square = kernel.specs_of(static, s._replace(V=s.K), lambda turn: _at(turn, 2, steps))["h0"]
     kinds = {
         "ht": (passed["h0"], (static.N, HV, s.K, s.V), jnp.float32),
         "X_out": (inverted["X"], (B, steps, HV // s.p, s.C, width), jnp.float32),
@@ -286,8 +249,8 @@ def launch(x: Operands, static: Static, with_map: bool) -> dict[str, Any]:
     outputs = {name: kind for name, kind in kinds.items() if with_map or name in ("ht", "X_out")}
     specs = prepared | {"v": inverted["v"], "h0": passed["h0"]}
     present = [(name, name in outputs) for name in kinds]
-    out = pallas_call(
-        named(_map_kernel, operands, present, list(scratch), static=static, s=s),
+    out = launcher.pallas_call(
+        launcher.named(_map_kernel, operands, present, list(scratch), static=static, s=s),
         *(getattr(x, name) for name in operands),
         name=f"fused_chunk_gated_delta_rule_summary_c{s.C}",
         num_scalar_prefetch=1,
@@ -295,11 +258,11 @@ def launch(x: Operands, static: Static, with_map: bool) -> dict[str, Any]:
         # the state passes a chunk two turns after the one that prepares it.
         grid=(B, HV // s.heads, steps + 2),
         dimension_semantics=("parallel", "parallel", "arbitrary"),
-        in_specs=in_specs(x, specs)[: len(operands) - 1],
+        in_specs=kernel.in_specs(x, specs)[: len(operands) - 1],
         out_specs=[kind[0] for kind in outputs.values()],
-        out_shape=[out_struct(*kind[1:], x.k, x.v, x.g, x.beta, x.h0) for kind in outputs.values()],
+        out_shape=[compat.out_struct(*kind[1:], x.k, x.v, x.g, x.beta, x.h0) for kind in outputs.values()],
         scratch_shapes=list(scratch.values()),
-        cost_estimate=states_cost(**static.sizes() | {"V": channels}, itemsize=operand.itemsize),
+        cost_estimate=cost.states_cost(**static.sizes() | {"V": channels}, itemsize=operand.itemsize),
         vmem_limit_bytes=static.config.vmem_bytes,
         in_bounds=True,
     )  # fmt: skip

@@ -13,24 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.kernels import (
-    LOG2_E,
-    SequenceMasks,
-    bf16_parts,
-    block_of,
-    diagonal_blocks,
-    dot,
-    dot_nt,
-    dot_tn,
-    lane_index,
-    lanes,
-    pack_members,
-    parts,
-    rotate,
-    rows,
-    side_lanes,
-    split_lanes,
-)
+from chunkwise.shared.kernels import layout, matmul, packed, tiles
 
 # 2 to its power is zero, and it can be added to without overflow.
 NEVER = -1e30
@@ -123,7 +106,9 @@ def key_packs(x: jax.Array, s: Shape) -> list[jax.Array]:
 def placed_keys(tiles: list[jax.Array], s: Shape) -> jax.Array:
     """Return the keys of `key_packs` below one another for all heads of a pack, each in the lanes of its key head."""
     each, zero = s.p // s.keys, jnp.zeros_like(tiles[0])
-    return rows([lanes([tiles[j] if i // each == j else zero for j in range(s.keys)]) for i in range(s.p)])
+    return packed.rows(
+        [packed.lanes([tiles[j] if i // each == j else zero for j in range(s.keys)]) for i in range(s.p)]
+    )
 
 
 def indicator(condition: jax.Array) -> jax.Array:
@@ -138,31 +123,31 @@ def selecting(x: jax.Array, selection: jax.Array) -> tuple[list[jax.Array], list
     The matrix unit has time for such products, and the unit that moves lanes has not.
     """
     ones = indicator(selection).astype(jnp.bfloat16)[None]
-    return [part[None] for part in bf16_parts(x)], [ones] * 3
+    return [part[None] for part in matmul.bf16_parts(x)], [ones] * 3
 
 
 def select(x: jax.Array, selection: jax.Array) -> jax.Array:
     """Return x @ selection for x [m, k] and a matrix of zeros and ones [k, n]: exact."""
     x_parts, ones = selecting(x, selection)
-    return dot(lanes(x_parts), rows(ones))[0]
+    return matmul.dot(packed.lanes(x_parts), packed.rows(ones))[0]
 
 
 def select_from(selection: jax.Array, x: jax.Array) -> jax.Array:
     """Return selection @ x for x [k, m] and a matrix of zeros and ones [n, k]: exact."""
     x_parts, ones = selecting(x, selection)
-    return dot(lanes(ones), rows(x_parts))[0]
+    return matmul.dot(packed.lanes(ones), packed.rows(x_parts))[0]
 
 
 def select_rows(x: jax.Array, selection: jax.Array) -> jax.Array:
     """Return x^T @ selection for x [k, m] and a matrix of zeros and ones [k, n]: exact."""
     x_parts, ones = selecting(x, selection)
-    return dot_tn(rows(x_parts), rows(ones))[0]
+    return matmul.dot_tn(packed.rows(x_parts), packed.rows(ones))[0]
 
 
 def over_lanes(x: jax.Array, w: int, heads: slice) -> jax.Array:
     """Return values [m, any] of `heads` with each repeated over w lanes, [m, heads * w]."""
     shape = (x.shape[1], (heads.stop - heads.start) * w)
-    head = block_of(lax.broadcasted_iota(jnp.int32, shape, 1), w) + jnp.int32(heads.start)
+    head = packed.block_of(lax.broadcasted_iota(jnp.int32, shape, 1), w) + jnp.int32(heads.start)
     return select(x, head == lax.broadcasted_iota(jnp.int32, shape, 0))
 
 
@@ -179,17 +164,17 @@ def head_columns(x: jax.Array, s: Shape, width: int) -> jax.Array:
     while period > s.C:
         # Of every tile one half of the heads moves over the other half: twice as many tiles, each of half the heads.
         period //= 2
-        low = (lane_index(x.shape[2]) & jnp.int32(period)) == 0
-        turned = [rotate(tile, period) for tile in tiles]
+        low = (packed.lane_index(x.shape[2]) & jnp.int32(period)) == 0
+        turned = [packed.rotate(tile, period) for tile in tiles]
         pairs = zip(tiles, turned, strict=True)
         tiles = [jnp.where(low, *pair) for tile, turn in pairs for pair in ((tile, turn), (turn, tile))]
     heads = jnp.stack([tile[i] for i in range(x.shape[0]) for tile in tiles])
-    return lanes([heads] * (width // x.shape[2]))
+    return packed.lanes([heads] * (width // x.shape[2]))
 
 
 def packed_rows(x: jax.Array, s: Shape) -> jax.Array:
     """Return rows [heads, p C], each repeated p times along the lanes, as packed rows [n, 1, p C]."""
-    head = block_of(lane_index(s.p * s.C)[0], s.C)
+    head = packed.block_of(packed.lane_index(s.p * s.C)[0], s.C)
     packs = []
     for first in range(0, s.heads, s.p):
         row = x[first : first + 1]
@@ -221,14 +206,14 @@ class Sums(NamedTuple):
     beta_rows: jax.Array
 
 
-def gate_sums(g: jax.Array, beta: jax.Array, s: Shape, exact: bool, masks: SequenceMasks | None) -> Sums:
+def gate_sums(g: jax.Array, beta: jax.Array, s: Shape, exact: bool, masks: layout.SequenceMasks | None) -> Sums:
     """Sum up the gates g [C, heads], in nats, of a chunk: each sequence of `masks` for itself.
 
     Then what one sequence holds does not change the rounding of another.
     """
     i, j = (x[0] for x in packed_index(s))  # [C, p C]
     earlier, later = (i >= j, i <= j) if masks is None else (masks.same[0] & (i >= j), masks.same[0] & (i <= j))
-    g = g * LOG2_E
+    g = g * tiles.LOG2_E
     terms = split_gate(g) if exact else (g,)
     G = [select_from(earlier[:, : s.C], x) for x in terms]
     # One product turns all of them into rows; masks cannot be joined, numbers can.
@@ -273,7 +258,7 @@ class Flow(NamedTuple):
     end: jax.Array
 
 
-def flow_of(g: Gates, s: Shape, masks: SequenceMasks | None) -> Flow:
+def flow_of(g: Gates, s: Shape, masks: layout.SequenceMasks | None) -> Flow:
     """Return the flow of a chunk.
 
     Args:
@@ -295,16 +280,18 @@ def scores(left: list[jax.Array], k, g: Gates, pairs, s: Shape):
     All x and k are [key heads, C, K]; one product serves them all.
     """
     w = s.wide()
-    above = rows([lanes(key_packs(x, w)) for x in left])  # [packs of w, len(left) C, keys of w * K]
-    products = split_lanes(dot_nt(above, placed_keys(key_packs(k, w), w)), w.p // s.p)  # [n, len(left) C, p C]
+    above = packed.rows([packed.lanes(key_packs(x, w)) for x in left])  # [packs of w, len(left) C, keys of w * K]
+    products = packed.split_lanes(
+        matmul.dot_nt(above, placed_keys(key_packs(k, w), w)), w.p // s.p
+    )  # [n, len(left) C, p C]
     each = [products[:, i * s.C : (i + 1) * s.C] for i in range(len(left))]
     return *each, jnp.exp2(jnp.where(pairs, gap(g.G, g.G_rows), NEVER))
 
 
 def read_state(k, q, S, s: Shape):
     """Return K S and Q S as [heads, C, V] float32 (None without q), one product for all value heads of a key head."""
-    left = k if q is None else rows([k, q])  # [key heads, C or 2 C, K]
-    read = split_lanes(dot(left, side_lanes(S, s.group)), s.group)
+    left = k if q is None else packed.rows([k, q])  # [key heads, C or 2 C, K]
+    read = packed.split_lanes(matmul.dot(left, packed.side_lanes(S, s.group)), s.group)
     return read[:, : s.C], None if q is None else read[:, s.C :]
 
 
@@ -316,11 +303,15 @@ def read_given(w, q, S, s: Shape):
     """
     pair = 2 - s.group % 2
     q = jnp.stack([q[i // s.group] for i in range(0, s.heads, pair)])  # [heads / pair, C, K]
-    read = dot(rows([*pack_members(w, pair), q]), side_lanes(S, pair))  # [heads / pair, (pair + 1) C, pair V]
-    return diagonal_blocks(read[:, : pair * s.C], pair), split_lanes(read[:, pair * s.C :], pair)
+    read = matmul.dot(
+        packed.rows([*packed.pack_members(w, pair), q]), packed.side_lanes(S, pair)
+    )  # [heads / pair, (pair + 1) C, pair V]
+    return packed.diagonal_blocks(read[:, : pair * s.C], pair), packed.split_lanes(read[:, pair * s.C :], pair)
 
 
 def write_state(k, W, s: Shape):
     """Return K^T W, [heads, K, V] float32, for W [heads, C, V] at 16 bits, one product for all heads of a key head."""
-    W = parts(W, k.dtype)
-    return split_lanes(dot_tn(rows([k] * len(W)), rows([side_lanes(x, s.group) for x in W])), s.group)
+    W = packed.parts(W, k.dtype)
+    return packed.split_lanes(
+        matmul.dot_tn(packed.rows([k] * len(W)), packed.rows([packed.side_lanes(x, s.group) for x in W])), s.group
+    )

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.fused_gdn import kernel, kernel_bwd
-from chunkwise.fused_gdn.kernel import Operands, Static
-from chunkwise.shared.kernels import from_lanes, keep, pad_states, pad_tokens, to_lanes, unless_empty
+from chunkwise.shared.kernels import chunking, layout, remat
 
 
 class Tensors(NamedTuple):
@@ -35,7 +34,7 @@ class Tensors(NamedTuple):
 
 def to_blocks(x: jax.Array, heads: int, T: int) -> jax.Array:
     """Return a value per token [B, t, HV] as [B, HV / heads, T, heads], zeros past the last token."""
-    x = pad_tokens(x, T)
+    x = chunking.pad_tokens(x, T)
     return jnp.moveaxis(x.reshape(*x.shape[:2], -1, heads), 2, 1)
 
 
@@ -54,7 +53,7 @@ def repacked(X: jax.Array, p: int) -> jax.Array:
     return heads.reshape(B, steps, -1, C, p * C)
 
 
-def lay_out(x: Tensors, tables: tuple, dtype, static: Static, heads: int) -> Operands:
+def lay_out(x: Tensors, tables: tuple, dtype, static: kernel.Static, heads: int) -> kernel.Operands:
     """Return the operands of the forward kernel.
 
     Args:
@@ -64,18 +63,18 @@ def lay_out(x: Tensors, tables: tuple, dtype, static: Static, heads: int) -> Ope
       static: what is known.
       heads: value heads of a step.
     """
-    q, k, v = (to_lanes(y.astype(dtype), static.T) for y in (x.q, x.k, x.v))
+    q, k, v = (layout.to_lanes(y.astype(dtype), static.T) for y in (x.q, x.k, x.v))
     # No TPU loads float16.
     wide = lambda y: y.astype(jnp.float32) if y.dtype == jnp.float16 else y
     g, beta = (to_blocks(wide(y), heads, static.T) for y in (x.g, x.beta))
-    return Operands(tables[0], q, k, v, g, beta, pad_states(x.initial_state), tables[1])
+    return kernel.Operands(tables[0], q, k, v, g, beta, layout.pad_states(x.initial_state), tables[1])
 
 
-def _trim(x: Operands, like: Tensors) -> Tensors:
+def _trim(x: kernel.Operands, like: Tensors) -> Tensors:
     """Return what `lay_out` was given, of these shapes and types: it holds no padding, and XLA makes no copy of it."""
 
     def tokens(y, to):
-        return from_lanes(y, to.shape[2], to.shape[3], to.shape[1]).astype(to.dtype)
+        return layout.from_lanes(y, to.shape[2], to.shape[3], to.shape[1]).astype(to.dtype)
 
     h0, to = x.h0, like.initial_state
     return Tensors(
@@ -86,7 +85,7 @@ def _trim(x: Operands, like: Tensors) -> Tensors:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def fused(x: Operands, cu_seqlens: jax.Array | None, static: Static, like: Tensors, final_state: bool):
+def fused(x: kernel.Operands, cu_seqlens: jax.Array | None, static: kernel.Static, like: Tensors, final_state: bool):
     """Run the forward.
 
     Args:
@@ -106,7 +105,7 @@ def fused(x: Operands, cu_seqlens: jax.Array | None, static: Static, like: Tenso
 
 def _forward(x, cu_seqlens, static, like, final_state):
     kept = () if x.X is not None else ("X",)
-    out = keep(kernel.launch(x, static, ("o", "ht", *kept) if final_state else ("o", *kept)))
+    out = remat.keep(kernel.launch(x, static, ("o", "ht", *kept) if final_state else ("o", *kept)))
     return (out["o"], out.get("ht")), (_trim(x, like), (x.table, x.owner), cu_seqlens, out.get("X", x.X))
 
 
@@ -124,9 +123,9 @@ def _backward(static, like, final_state, residuals, cotangents):
         for name in ("dg", "dbeta"):
             d[name] = to_blocks(from_blocks(d[name], static.T), config.heads, static.T)
     # The kernel does not visit empty sequences, and their final states do not come from it.
-    dh0 = None if x.h0 is None else unless_empty(d["dh0"], None, cu_seqlens)
+    dh0 = None if x.h0 is None else layout.unless_empty(d["dh0"], None, cu_seqlens)
     dg, dbeta = d["dg"].astype(x.g.dtype), d["dbeta"].astype(x.beta.dtype)
-    return Operands(None, d["dq"], d["dk"], d["dv"], dg, dbeta, dh0), None
+    return kernel.Operands(None, d["dq"], d["dk"], d["dv"], dg, dbeta, dh0), None
 
 
 fused.defvjp(_forward, _backward)

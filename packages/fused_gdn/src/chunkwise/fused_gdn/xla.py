@@ -22,25 +22,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from chunkwise.fused_gdn.tile import split_gate
-from chunkwise.shared.compat import varying_zeros
-from chunkwise.shared.kernels import (
-    Chunking,
-    StreamMasks,
-    clip_gate,
-    column_index,
-    dot,
-    dot_nt,
-    dot_tn,
-    lower,
-    masked_exp,
-    repeat_heads,
-    row_index,
-    stream_masks,
-    strictly_lower,
-    unless_empty,
-)
-from chunkwise.shared.operators import Arguments, Options, block_inverse, keep_apart, spoilt_tokens, unit_rows
+from chunkwise.fused_gdn import tile
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import chunking, layout, matmul, tiles
+from chunkwise.shared.operators import arguments, block_inverse, isolation, recurrence
 
 # Products inside a chunk cost C per token, steps of the scan and states that the backward keeps 1 / C: see
 # docs/performance.md.
@@ -71,7 +56,7 @@ class Decays(NamedTuple):
 
 
 def gated_delta_rule(
-    x: Arguments, options: Options, kept: jax.Array | None = None
+    x: arguments.Arguments, options: arguments.Options, kept: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return (o, final_state) for checked arguments; final_state is None unless asked for.
 
@@ -80,7 +65,7 @@ def gated_delta_rule(
     return _scan(x, options, True, kept)[:2]
 
 
-def states_after(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array]:
+def states_after(x: arguments.Arguments, options: arguments.Options) -> tuple[jax.Array, jax.Array]:
     """Return the states after the tokens and the inverses of all chunks [steps, B HV, C, C]; nothing reads queries.
 
     Initial states, which there must be, may have more channels than v, whose values are zeros.
@@ -89,18 +74,20 @@ def states_after(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array]:
     return states, inverses
 
 
-def _scan(x: Arguments, options: Options, with_output: bool, kept: jax.Array | None) -> tuple[Any, Any, Any]:
+def _scan(
+    x: arguments.Arguments, options: arguments.Options, with_output: bool, kept: jax.Array | None
+) -> tuple[Any, Any, Any]:
     """Return the output, unless it is not wanted, the final states, if they are, and without output the inverses."""
     v, scale, initial_state = x.v, x.scale, x.initial_state
     cu_seqlens: Any = x.cu_seqlens
     output_final_state = options.output_final_state
-    q, k = (unit_rows(y, options.normalise, cu_seqlens) for y in (x.q, x.k))
+    q, k = (recurrence.unit_rows(y, options.normalise, cu_seqlens) for y in (x.q, x.k))
     (B, T, HV, V), K, C = v.shape, k.shape[-1], min(options.chunk_size or _MOST_ROWS, _MOST_ROWS)
     stream = cu_seqlens is not None and initial_state is None and not output_final_state
-    chunks = Chunking(B, T, C, None if stream else cu_seqlens)
-    masks: Any = stream_masks(T, C, cu_seqlens) if stream else None
-    gates, beta = clip_gate(x.g), x.beta.astype(jnp.float32)
-    spoilt: Any = spoilt_tokens((q, k, v, gates, beta), cu_seqlens) if stream else None
+    chunks = chunking.Chunking(B, T, C, None if stream else cu_seqlens)
+    masks: Any = chunking.stream_masks(T, C, cu_seqlens) if stream else None
+    gates, beta = tiles.clip_gate(x.g), x.beta.astype(jnp.float32)
+    spoilt: Any = isolation.spoilt_tokens((q, k, v, gates, beta), cu_seqlens) if stream else None
     h0 = None if initial_state is None else initial_state.astype(jnp.float32)
 
     # One axis for batch and tokens: an axis of size 1 between others makes XLA copy what a loop reads.
@@ -129,7 +116,7 @@ def _scan(x: Arguments, options: Options, with_output: bool, kept: jax.Array | N
         return S, (o, S if chunks.packed and output_final_state else None, None if with_output else A_inv)
 
     channels = V if h0 is None else h0.shape[3]
-    start = varying_zeros((B * HV, K, channels), q, k, v, gates, beta, initial_state)
+    start = compat.varying_zeros((B * HV, K, channels), q, k, v, gates, beta, initial_state)
     if h0 is not None and not chunks.packed:
         start += h0.reshape(start.shape)
     first, sequence = (chunks.per_batch(x)[0] for x in (chunks.first, chunks.sequence))
@@ -148,12 +135,12 @@ def _scan(x: Arguments, options: Options, with_output: bool, kept: jax.Array | N
         o = o[: chunks.NC // B].reshape(-1, B, C, HV, V)
         o = chunks.gather(jnp.moveaxis(o, 1, 0).reshape(B, -1, HV, V))
     if stream:
-        return keep_apart(o, v, spoilt, cu_seqlens), None, None
+        return isolation.keep_apart(o, v, spoilt, cu_seqlens), None, None
     if not output_final_state:
         return o, None, None
     if not chunks.packed:
         return o, S.reshape(B, HV, K, channels), inverses
-    return o, unless_empty(after[chunks.final_chunk], h0, cu_seqlens), inverses
+    return o, layout.unless_empty(after[chunks.final_chunk], h0, cu_seqlens), inverses
 
 
 def _by_chunk(x: jax.Array, C: int) -> jax.Array:
@@ -161,7 +148,7 @@ def _by_chunk(x: jax.Array, C: int) -> jax.Array:
     return jnp.pad(x, (0, -x.shape[0] % C)).reshape(-1, C)
 
 
-def _select(masks: StreamMasks, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _select(masks: chunking.StreamMasks, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return x, or zeros for tokens that are not valid; the mask gets this shape."""
     return jnp.where(masks.valid.reshape(shape), x, jnp.zeros((), x.dtype))
 
@@ -192,27 +179,27 @@ def _chunk(S, q, k, v, decays, beta, scale, same, A_inv) -> tuple[jax.Array, Any
     """
     HV, C, V = v.shape
     coarse, fine, from_start, to_end, through = decays
-    below = strictly_lower(C) if same is None else strictly_lower(C) & same[None]
+    below = tiles.strictly_lower(C) if same is None else tiles.strictly_lower(C) & same[None]
     # The diagonal is left out: its 1 does not depend on gates, and in their gradient it would swamp decays of 1e-13.
-    decay = masked_exp((_column(coarse) - coarse) + (_column(fine) - fine), below)
+    decay = tiles.masked_exp((_column(coarse) - coarse) + (_column(fine) - fine), below)
     readers = [k] if q is None else [k, q]
     n, rows = len(readers), jnp.concatenate(readers, axis=1)  # [h, n C, K]: one product serves keys and queries
     # With the inverse given only gradients need the product of the keys.
-    products = jnp.split(dot_nt(rows, k), n, axis=1) if A_inv is None else [dot_nt(x, k) for x in readers]
-    kk, *qk = (repeat_heads(x, HV) for x in products)  # [HV, C, C]
-    rows = repeat_heads(rows, HV) * _column(jnp.concatenate([from_start] * n, axis=2))  # [HV, n C, K]
-    seen_k, *seen_q = jnp.split(dot(rows, S), n, axis=1)  # [HV, C, V]
+    products = jnp.split(matmul.dot_nt(rows, k), n, axis=1) if A_inv is None else [matmul.dot_nt(x, k) for x in readers]
+    kk, *qk = (tiles.repeat_heads(x, HV) for x in products)  # [HV, C, C]
+    rows = tiles.repeat_heads(rows, HV) * _column(jnp.concatenate([from_start] * n, axis=2))  # [HV, n C, K]
+    seen_k, *seen_q = jnp.split(matmul.dot(rows, S), n, axis=1)  # [HV, C, V]
     A = decay * kk * beta
     if A_inv is None:
-        A_inv = checkpoint_name(block_inverse(A), _KEPT)
+        A_inv = checkpoint_name(block_inverse.block_inverse(A), _KEPT)
     v = jnp.pad(v, [(0, 0), (0, 0), (0, S.shape[2] - V)])
     v_new = _column(beta) * _solve(A, A_inv, v - seen_k)
-    after = through * S + dot_tn(repeat_heads(k, HV) * _column(to_end), v_new)
+    after = through * S + matmul.dot_tn(tiles.repeat_heads(k, HV) * _column(to_end), v_new)
     if q is None:
         return after, None, A_inv
     # A token reads its own value undecayed.
-    scores = jnp.where(row_index(C) == column_index(C), qk[0], decay * qk[0])
-    return after, scale * (seen_q[0] + dot(scores, v_new)), A_inv
+    scores = jnp.where(tiles.row_index(C) == tiles.column_index(C), qk[0], decay * qk[0])
+    return after, scale * (seen_q[0] + matmul.dot(scores, v_new)), A_inv
 
 
 def _column(row):
@@ -225,18 +212,18 @@ def _solve(A, A_inv, R):
 
     dX = (I + A)^-1 (dR - dA X): nothing is differentiated through the steps of the inverse.
     """
-    return dot(A_inv, R)
+    return matmul.dot(A_inv, R)
 
 
 def _solve_jvp(primals, tangents):
     (_, A_inv, R), (dA, _, dR) = primals, tangents
-    X = checkpoint_name(dot(A_inv, R), _KEPT)
+    X = checkpoint_name(matmul.dot(A_inv, R), _KEPT)
     if isinstance(dR, SymbolicZero):
         dR = jnp.zeros(R.shape, R.dtype)
     # A zero here, where only the gradient of a state is wanted, would be multiplied by X, which needs all states.
     if not isinstance(dA, SymbolicZero):
-        dR = dR - dot(dA, X)
-    return X, dot(A_inv, dR)
+        dR = dR - matmul.dot(dA, X)
+    return X, matmul.dot(A_inv, dR)
 
 
 _solve.defjvp(_solve_jvp, symbolic_zeros=True)
@@ -245,7 +232,7 @@ _solve.defjvp(_solve_jvp, symbolic_zeros=True)
 def _decays(g, masks):
     """Return the decays of chunks from their gates g, rows [NT, HV, 1, C], within the sequences of `masks`."""
     if masks is None:
-        coarse, fine = (lax.cumsum(part, axis=3) for part in split_gate(g))
+        coarse, fine = (lax.cumsum(part, axis=3) for part in tile.split_gate(g))
         # Summed from the end: in the difference to the last row a decay of 1 would depend on gates that cancel.
         after = lax.cumsum(g, axis=3, reverse=True)[..., 1:]
         to_end = jnp.exp(jnp.pad(after, [(0, 0), (0, 0), (0, 0), (0, 1)]))
@@ -253,13 +240,13 @@ def _decays(g, masks):
         return Decays(coarse, fine, from_start, to_end, from_start[..., -1:])
     # Every sequence for itself, so that what one holds does not change the rounding of another.
     C, same = g.shape[3], masks.same
-    coarse, fine = (_sums(part, same & lower(C)) for part in split_gate(g))
+    coarse, fine = (_sums(part, same & tiles.lower(C)) for part in tile.split_gate(g))
     from_start = jnp.where(masks.carried[:, None, None], jnp.exp(coarse + fine), 0.0)
-    to_end = jnp.where(masks.ending[:, None, None], jnp.exp(_sums(g, same & ~lower(C))), 0.0)
+    to_end = jnp.where(masks.ending[:, None, None], jnp.exp(_sums(g, same & ~tiles.lower(C))), 0.0)
     through = jnp.where(masks.through[:, None, None, None], from_start[..., -1:], 0.0)
     return Decays(coarse, fine, from_start, to_end, through)
 
 
 def _sums(g, selected):
     """Return the sums of gates g, rows [NT, HV, 1, C], over the columns j selected for every i, bool [NT, C, C]."""
-    return dot_nt(g[:, :, 0], selected.astype(jnp.float32))[:, :, None]
+    return matmul.dot_nt(g[:, :, 0], selected.astype(jnp.float32))[:, :, None]

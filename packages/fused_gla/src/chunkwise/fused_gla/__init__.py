@@ -1,15 +1,11 @@
 """Gated linear attention in one launch per direction, and its token recurrences."""
 
-from chunkwise.fused_gla.api import chunk, fits, fused_chunk_gla
+from chunkwise.fused_gla.api import fused_chunk_gla
 from chunkwise.fused_gla.config import Config
-from chunkwise.fused_gla.cost import cost
 from chunkwise.fused_gla.recurrent import recurrent_gla, recurrent_simple_gla
 
 __all__ = [
     "Config",
-    "chunk",
-    "cost",
-    "fits",
     "fused_chunk_gla",
     "recurrent_gla",
     "recurrent_simple_gla",

@@ -8,31 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from chunkwise.fused_gla import vjp, xla
-from chunkwise.fused_gla.config import Config, default_for
-from chunkwise.shared.kernels import Routes, divides_groups, operand_dtype, scaled, split_scale
-from chunkwise.shared.operators import (
-    Arguments,
-    ChunkStates,
-    Devices,
-    Forms,
-    Implementation,
-    Launches,
-    Options,
-    Sharding,
-    Slots,
-    Summary,
-    check,
-    check_array,
-    check_gates,
-    check_heads,
-    check_initial_state,
-    check_packed,
-    choose_chunk_size,
-    run_chunked,
-    run_ragged,
-    total_gate,
-)
+from chunkwise.fused_gla import config, vjp, xla
+from chunkwise.shared.kernels import launcher, matmul, pools
+from chunkwise.shared.operators import arguments, checks, chunked, context, serving
 
 
 def fused_chunk_gla(
@@ -49,9 +27,9 @@ def fused_chunk_gla(
     segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
-    config: Config | None = None,
+    config: config.Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return gated linear attention, simple (a gate per head) or with a gate per channel, in one launch per direction.
 
@@ -110,17 +88,19 @@ def fused_chunk_gla(
     Source: Yang et al., Gated Linear Attention Transformers (2023), sections 3 and 4; Dao and Gu, Transformers are SSMs
       (2024), for a gate per head.
     """
-    x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
-    options = Options(output_final_state, chunk_size=chunk_size, devices=Devices(sharding, context_axis))
+    x = arguments.Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
+    options = arguments.Options(
+        output_final_state, chunk_size=chunk_size, devices=arguments.Devices(sharding, context_axis)
+    )
     return chunk(x, options, implementation, config=config)
 
 
 def chunk(
-    x: Arguments,
-    options: Options,
+    x: arguments.Arguments,
+    options: arguments.Options,
     implementation: str | None = None,
-    others: Mapping[str, Implementation] = {},
-    config: Config | None = None,
+    others: Mapping[str, chunked.Implementation] = {},
+    config: config.Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Do as `fused_chunk_gla`, with arguments in one tuple.
 
@@ -133,11 +113,11 @@ def chunk(
     """
     check_arguments(x)
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
-    check_initial_state(x.initial_state, (x.num_states, HV, K, V))
-    C = choose_chunk_size(options.chunk_size, "fused", x.q.shape[1])
+    checks.check_initial_state(x.initial_state, (x.num_states, HV, K, V))
+    C = checks.choose_chunk_size(options.chunk_size, "fused", x.q.shape[1])
     if config is not None:
-        check(
-            all(divides_groups(n, H, HV) for n in (config.heads, config.heads_bwd)) and config.num_steps >= 1,
+        checks.check(
+            all(launcher.divides_groups(n, H, HV) for n in (config.heads, config.heads_bwd)) and config.num_steps >= 1,
             f"`config` must have heads that divide HV = {HV} into whole groups of {HV // H} or parts of one, and at "
             f"least one step; got {config}.",
         )
@@ -146,18 +126,20 @@ def chunk(
     fused: Any = functools.partial(_fused, config=config)
     summary: Any = functools.partial(_summary, config=config)
     state_gradient: Any = functools.partial(_state_gradient, config=config)
-    launches = Launches(lambda x, options, _: fused(x, options), summary, state_gradient)
+    launches = chunked.Launches(lambda x, options, _: fused(x, options), summary, state_gradient)
     known = {"fused": fused, "xla": _xla, **others}
-    return run_chunked(x, options, implementation, known, on_tpu, segmented=("fused",), over_tokens={"fused": launches})
+    return chunked.run_chunked(
+        x, options, implementation, known, on_tpu, segmented=("fused",), over_tokens={"fused": launches}
+    )
 
 
 def ragged(
-    x: Arguments,
-    slots: Slots,
-    options: Options,
+    x: arguments.Arguments,
+    slots: arguments.Slots,
+    options: arguments.Options,
     implementation: str | None,
-    others: Mapping[str, Implementation] = MappingProxyType({}),
-    chunk_states: Mapping[str, ChunkStates] = MappingProxyType({}),
+    others: Mapping[str, chunked.Implementation] = MappingProxyType({}),
+    chunk_states: Mapping[str, serving.ChunkStates] = MappingProxyType({}),
 ) -> tuple[jax.Array, jax.Array]:
     """Check the arguments of a serving step and run it; `x.initial_state` is the pool.
 
@@ -166,39 +148,45 @@ def ragged(
       others, chunk_states: more implementations, by name, and what they know of the states before chunks.
     """
     check_arguments(x)
-    fit = _default_config(x, choose_chunk_size(options.chunk_size, "fused", x.q.shape[1])) is not None
-    forms = Forms(_pooled, {"xla": _xla, **others}, chunk_states)
+    fit = _default_config(x, checks.choose_chunk_size(options.chunk_size, "fused", x.q.shape[1])) is not None
+    forms = serving.Forms(_pooled, {"xla": _xla, **others}, chunk_states)
     kind = "gla" if x.g is not None and x.g.ndim == 4 else "simple_gla"
-    return run_ragged(x, slots, options, implementation, forms, fit, f"recurrent_{kind}_fwd")
+    return serving.run_ragged(x, slots, options, implementation, forms, fit, f"recurrent_{kind}_fwd")
 
 
 def fits(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None = None, chunk_size: int | None = None
 ) -> bool:  # fmt: skip
     """Return whether the kernels take these arguments of `fused_chunk_gla`, forward and backward; else "xla" must."""
-    return _default_config(Arguments(q, k, v, g), choose_chunk_size(chunk_size, "fused", q.shape[1])) is not None
+    return (
+        _default_config(arguments.Arguments(q, k, v, g), checks.choose_chunk_size(chunk_size, "fused", q.shape[1]))
+        is not None
+    )
 
 
-def _default_config(x: Arguments, C: int) -> Config | None:
+def _default_config(x: arguments.Arguments, C: int) -> config.Config | None:
     (_, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
-    per_channel, size = x.g is not None and x.g.ndim == 4, operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype).itemsize
-    return default_for(H, HV, K, V, C, -(-T // C), size, per_channel)
+    per_channel, size = (
+        x.g is not None and x.g.ndim == 4,
+        matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype).itemsize,
+    )
+    return config.default_for(H, HV, K, V, C, -(-T // C), size, per_channel)
 
 
-def check_arguments(x: Arguments) -> None:
+def check_arguments(x: arguments.Arguments) -> None:
     """Check the arrays of an operator, but for its states."""
-    B, T, H, K = check_array("k", x.k, "B T H K")
-    check_array("q", x.q, "B T H K", (B, T, H, K))
-    HV = check_array("v", x.v, "B T HV V", (B, T, None, None))[2]
-    check_heads(H, HV)
-    check_gates("g", x.g, (B, T, HV), K)
+    B, T, H, K = checks.check_array("k", x.k, "B T H K")
+    checks.check_array("q", x.q, "B T H K", (B, T, H, K))
+    HV = checks.check_array("v", x.v, "B T HV V", (B, T, None, None))[2]
+    checks.check_heads(H, HV)
+    checks.check_gates("g", x.g, (B, T, HV), K)
     if x.g_gamma is not None:
-        check_array("g_gamma", x.g_gamma, "HV", (HV,))
-    check_packed(x.cu_seqlens, B)
+        checks.check_array("g_gamma", x.g_gamma, "HV", (HV,))
+    checks.check_packed(x.cu_seqlens, B)
 
 
-def _config(x: Arguments, options: Options) -> Config:
-    config = _default_config(x, choose_chunk_size(options.chunk_size))
+def _config(x: arguments.Arguments, options: arguments.Options) -> config.Config:
+    config = _default_config(x, checks.choose_chunk_size(options.chunk_size))
     if config is None:
         raise NotImplementedError(
             f'"fused" keeps the states of a head in VMEM; K = {x.q.shape[3]} and V = {x.v.shape[3]} need more of it '
@@ -207,41 +195,48 @@ def _config(x: Arguments, options: Options) -> Config:
     return config
 
 
-def _fused(x: Arguments, options: Options, config: Config | None) -> tuple[jax.Array, jax.Array | None]:
+def _fused(
+    x: arguments.Arguments, options: arguments.Options, config: config.Config | None
+) -> tuple[jax.Array, jax.Array | None]:
     """Run the kernels on checked arguments."""
-    inside, after = split_scale(x.scale)
+    inside, after = launcher.split_scale(x.scale)
     o, state = vjp.fused(x._replace(scale=None), inside, options, config or _config(x, options))
-    return scaled(o, after), state
+    return launcher.scaled(o, after), state
 
 
-def _summary(x: Arguments, options: Options, config: Config | None) -> Summary:
+def _summary(x: arguments.Arguments, options: arguments.Options, config: config.Config | None) -> context.Summary:
     """Return what the tokens do to a state; nothing is kept for the operator, whose own work does not contain it."""
     states, decay = vjp.summary(x._replace(scale=None), options, config or _config(x, options))
-    return Summary(states, M=decay)
+    return context.Summary(states, M=decay)
 
 
 def _state_gradient(
-    x: Arguments, options: Options, kept: None, do: jax.Array, dstates: jax.Array, config: Config | None
+    x: arguments.Arguments,
+    options: arguments.Options,
+    kept: None,
+    do: jax.Array,
+    dstates: jax.Array,
+    config: config.Config | None,
 ) -> jax.Array:
     """Return the gradient of the initial states alone, from the cotangents of `_fused`."""
-    inside, after = split_scale(x.scale)
+    inside, after = launcher.split_scale(x.scale)
     config = config or _config(x, options)
-    return vjp.state_gradient(x._replace(scale=None), inside, options, config, scaled(do, after), dstates)
+    return vjp.state_gradient(x._replace(scale=None), inside, options, config, launcher.scaled(do, after), dstates)
 
 
-def _pooled(x: Arguments, options: Options, routes: Routes) -> tuple[jax.Array, jax.Array]:
+def _pooled(x: arguments.Arguments, options: arguments.Options, routes: pools.Routes) -> tuple[jax.Array, jax.Array]:
     """Run the kernel on checked arguments from a pool of states, `x.initial_state`, and into it."""
-    inside, after = split_scale(x.scale)
+    inside, after = launcher.split_scale(x.scale)
     o, pool = vjp.pooled(x._replace(scale=None), inside, options, _config(x, options), routes)
-    return scaled(o, after), pool
+    return launcher.scaled(o, after), pool
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _xla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
+def _xla(x: arguments.Arguments, options: arguments.Options) -> tuple[jax.Array, jax.Array | None]:
     """Run the plain form on checked arguments."""
     q, k, v = (y.astype(jnp.float32) for y in (x.q, x.k, x.v))
     # JAX would round the gradient of a bfloat16 operand, which is that of the scores and of the states.
-    exact = x._replace(q=q, k=k, v=v, g=total_gate(x), scale=jnp.asarray(x.scale, jnp.float32))
+    exact = x._replace(q=q, k=k, v=v, g=arguments.total_gate(x), scale=jnp.asarray(x.scale, jnp.float32))
     if x.initial_state is not None:
         # The states of the tiles are [V, K].
         exact = exact._replace(initial_state=jnp.swapaxes(x.initial_state.astype(jnp.float32), 2, 3))

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from chunkwise.shared.chips import VMEM_LIMIT_BYTES
-from chunkwise.shared.kernels import divides_groups, largest_divisor, pad_lanes
+from chunkwise.shared import chips
+from chunkwise.shared.kernels import launcher, packed
 
 _BUDGET_BYTES = 32 * 2**20
 # Nearly all of what a launch may take: twice the heads halve the cost of filling and draining the pipeline.
@@ -51,18 +51,18 @@ def default_for(H: int, HV: int, K: int, V: int, C: int, NT: int, itemsize: int,
 
     None where one head and one chunk do not fit.
     """
-    K, V = pad_lanes(K), pad_lanes(V)
+    K, V = packed.pad_lanes(K), packed.pad_lanes(V)
 
     def fitting(most: int, bwd: bool) -> int:
         budget = _PIPELINE_BUDGET_BYTES if bwd and not per_channel else _BUDGET_BYTES
         need = lambda n: vmem_bytes(n, HV // H, C, K, V, itemsize, per_channel, num_steps, bwd)
         # The least that a step can be may take all that there is.
-        fits = lambda n: need(n) <= (VMEM_LIMIT_BYTES if n == num_steps == 1 else budget)
-        return max((n for n in range(1, most + 1) if divides_groups(n, H, HV) and fits(n)), default=0)
+        fits = lambda n: need(n) <= (chips.VMEM_LIMIT_BYTES if n == num_steps == 1 else budget)
+        return max((n for n in range(1, most + 1) if launcher.divides_groups(n, H, HV) and fits(n)), default=0)
 
-    num_steps = largest_divisor(NT, 512 // C)
+    num_steps = launcher.largest_divisor(NT, 512 // C)
     while True:
         heads, heads_bwd = fitting(16, bwd=False), fitting(8 if per_channel else 16, bwd=True)
         if num_steps == 1 or heads_bwd >= min(HV, 4):
             return Config(heads, heads_bwd, num_steps) if heads and heads_bwd else None
-        num_steps = largest_divisor(NT, num_steps - 1)
+        num_steps = launcher.largest_divisor(NT, num_steps - 1)

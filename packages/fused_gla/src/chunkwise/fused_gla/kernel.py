@@ -20,38 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.fused_gla import tile
-from chunkwise.fused_gla.config import Config
-from chunkwise.fused_gla.cost import cost
-from chunkwise.shared.compat import out_struct
-from chunkwise.shared.kernels import (
-    SequenceMasks,
-    Step,
-    bf16_parts,
-    chunk_owners,
-    clear,
-    clip_gate,
-    decoded,
-    dot,
-    fetch_states,
-    keep_block,
-    load_heads,
-    make_steps,
-    masked_or_not,
-    named,
-    not_finite,
-    operand_dtype,
-    pallas_call,
-    put_states,
-    rows_not_finite,
-    sequence_masks,
-    spoil,
-    store_heads,
-    to_column,
-    to_row,
-    whole_sequences,
-)
-from chunkwise.shared.kernels.layout import CHUNK, SEQUENCE, TARGET
+from chunkwise.fused_gla import config, cost, tile
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import launcher, layout, matmul, nonfinite, pools, tiles
 
 
 class Static(NamedTuple):
@@ -86,7 +57,7 @@ class Static(NamedTuple):
     steps: int
     chunks: int
     scale: float
-    config: Config
+    config: config.Config
     widths: tuple[int, int]
     per_channel: bool
     pieces: bool
@@ -143,7 +114,7 @@ class Blocks:
 
     def _tokens(self, t, tables):
         """Return the block of tokens of a grid step."""
-        return tables[0][CHUNK, self.time(t)] if self.s.pieces else self.time(t)
+        return tables[0][layout.CHUNK, self.time(t)] if self.s.pieces else self.time(t)
 
     def queries(self) -> pl.BlockSpec:
         """Cut flat queries or keys [B, T, H * K]."""
@@ -183,7 +154,7 @@ class Blocks:
 
     def per_sequence(self, *tail: int) -> pl.BlockSpec:
         """Cut one tile for every head and sequence, [N, HV, *tail]."""
-        return self.slots(SEQUENCE, *tail) if self.s.pieces else self.per_head(*tail)
+        return self.slots(layout.SEQUENCE, *tail) if self.s.pieces else self.per_head(*tail)
 
     def states(self) -> pl.BlockSpec:
         """Cut states of sequences [N, HV, V, K]."""
@@ -229,8 +200,8 @@ def make_tables(s: Static, x: Operands) -> tuple[dict[str, jax.Array], jax.Array
     if x.table is not None:
         return {"table": x.table}, None
     if s.pieces:
-        return {"table": make_steps(s.B, s.T, s.chunks * s.C, x.cu_seqlens, with_states=True).table}, None
-    owner, *tables = chunk_owners(s.T, s.C, x.cu_seqlens, x.segment_ids)
+        return {"table": layout.make_steps(s.B, s.T, s.chunks * s.C, x.cu_seqlens, with_states=True).table}, None
+    owner, *tables = layout.chunk_owners(s.T, s.C, x.cu_seqlens, x.segment_ids)
     return dict(zip(TABLES, tables, strict=True)), owner
 
 
@@ -253,18 +224,18 @@ def run_kernel(
     """
     tables, owner = make_tables(s, x)
     # Gates per channel are clipped where a kernel loads them: a pass over them in HBM would cost time.
-    g = x.g if x.g is None or s.per_channel else clip_gate(x.g)
+    g = x.g if x.g is None or s.per_channel else tiles.clip_gate(x.g)
     # Whole rows: a single number would be broadcast over the lanes at every use.
-    gamma = None if x.gamma is None else jnp.broadcast_to(clip_gate(x.gamma), (s.HV, 1, s.C))
+    gamma = None if x.gamma is None else jnp.broadcast_to(tiles.clip_gate(x.gamma), (s.HV, 1, s.C))
     names = *tables, *NAMES, *(name for name, *_ in more)
     wanted = [(name, shape is not None) for name, _, shape in outputs]
-    kernel = named(body, names, wanted, [name for name, _ in scratch], s=s)
+    kernel = launcher.named(body, names, wanted, [name for name, _ in scratch], s=s)
 
     operands = *tables.values(), x.q, x.k, x.v, g, gamma, x.initial_state, owner, *(y for *_, y in more)
     read = [name for name, y in zip(names, operands, strict=True) if y is not None]
     written = [name for name, present in wanted if present]
     aliases = {} if in_place is None else {read.index(in_place[0]): written.index(in_place[1])}
-    results = iter(pallas_call(
+    results = iter(launcher.pallas_call(
         kernel, *operands,
         num_scalar_prefetch=len(tables),
         grid=blocks.grid,
@@ -313,7 +284,7 @@ class GridStep(NamedTuple):
 
 def grid_step(s: Static, refs, step) -> GridStep:
     """Return the step of the grid with this number in its row of the batch."""
-    return GridStep(pl.program_id(0), step, Step(refs.table, step) if s.pieces else None)
+    return GridStep(pl.program_id(0), step, layout.Step(refs.table, step) if s.pieces else None)
 
 
 def run_chunk(s: Static, refs, at: GridStep, i, run: Callable[[bool | None], None]) -> None:
@@ -325,9 +296,9 @@ def run_chunk(s: Static, refs, at: GridStep, i, run: Callable[[bool | None], Non
     if at.piece is not None:
         begin, end = i * jnp.int32(s.C), (i + 1) * jnp.int32(s.C)
         cut = (at.piece.begin > begin) | (at.piece.end < end)
-        masked_or_not(cut, lambda cut: run(None if cut else False))
+        nonfinite.masked_or_not(cut, lambda cut: run(None if cut else False))
     else:
-        masked_or_not(refs.mixed[at.in_tables(s, i)] == 1 if hasattr(refs, "mixed") else None, run)
+        nonfinite.masked_or_not(refs.mixed[at.in_tables(s, i)] == 1 if hasattr(refs, "mixed") else None, run)
 
 
 class Place:
@@ -348,14 +319,14 @@ class Place:
       own_row: bool [1, 1, C], the same as a row.
     """
 
-    def __init__(self, s: Static, refs, at: GridStep, i, masked: bool | None, tiles=(), states=()):
+    def __init__(self, s: Static, refs, at: GridStep, i, masked: bool | None, inputs=(), states=()):
         """Find the place of the chunk.
 
         Args:
           s, refs: of the kernel.
           at, i: grid step and chunk.
           masked: as `run_chunk` says it.
-          tiles: pairs (name of a Ref of tokens, lanes of a head) that must be finite, beside the gates.
+          inputs: pairs (name of a Ref of tokens, lanes of a head) that must be finite, beside the gates.
           states: Refs [heads, V, K] of the state before the chunk, and of the gradient of the one after it, or None.
             Zeros replace them if they are not finite and another sequence could meet them.
         """
@@ -368,9 +339,9 @@ class Place:
             self.before, self.last = (table[at.in_tables(s, i)] for table in (refs.before, refs.last))
         if masked:
             owner = refs.owner[i][None]  # [1, 1, C]
-            masks = sequence_masks(owner[0], s.C, self.before, self.last)
-            found = self._quarantine(masks, tiles, states)  # [1, C, 1]
-            self.found = to_row(found)  # [1, 1, C]
+            masks = layout.sequence_masks(owner[0], s.C, self.before, self.last)
+            found = self._quarantine(masks, inputs, states)  # [1, C, 1]
+            self.found = tiles.to_row(found)  # [1, 1, C]
             self.masks = masks._replace(code=as_padding(masks.code, found))
             self.own, self.own_row = self.masks.code >= 0, as_padding(owner, self.found) >= 0
         elif masked is None and (s.pieces or s.T % s.C):
@@ -383,25 +354,27 @@ class Place:
             )
             self.own, self.own_row = ((x >= begin) & (x < end) for x in (token, in_row))
 
-    def _quarantine(self, masks: SequenceMasks, tiles, states) -> jax.Array:
+    def _quarantine(self, masks: layout.SequenceMasks, inputs, states) -> jax.Array:
         """Return the tokens of spoilt sequences, with the padding that counts to them, float32 [1, C, 1]."""
         s, refs = self.s, self.refs
-        found = rows_not_finite(*(load_heads(getattr(refs, name), D, at=self.at) for name, D in tiles))  # [1, C, 1]
+        found = nonfinite.rows_not_finite(
+            *(layout.load_heads(getattr(refs, name), D, at=self.at) for name, D in inputs)
+        )  # [1, C, 1]
         if refs.g is not None and s.per_channel:
-            gates = clip_gate(load_heads(refs.g, s.K, at=self.at))  # [heads, C, K]
-            found = jnp.maximum(found, rows_not_finite(gates))
+            gates = tiles.clip_gate(layout.load_heads(refs.g, s.K, at=self.at))  # [heads, C, K]
+            found = jnp.maximum(found, nonfinite.rows_not_finite(gates))
         elif refs.g is not None:
             # Zero times a gate is zero if it is finite, else NaN, which no comparison likes.
             zero = jnp.sum(refs.g[self.i] * 0.0, axis=0, keepdims=True)  # [1, 1, C]
-            found = jnp.maximum(found, to_column(1.0 - (zero == 0.0).astype(jnp.float32)))
+            found = jnp.maximum(found, tiles.to_column(1.0 - (zero == 0.0).astype(jnp.float32)))
         found = jnp.where(masks.code >= 0, found, 0.0)
         for ref, touched in zip(states, (masks.carried, masks.ending), strict=False):
             if ref is None:
                 continue
-            bad = not_finite(ref[...])  # [1, 1, 1]
+            bad = nonfinite.not_finite(ref[...])  # [1, 1, 1]
             found = jnp.maximum(found, jnp.where(touched, bad, 0.0))
-            pl.when(jnp.max(bad) > 0.0)(functools.partial(clear, ref))
-        return whole_sequences(found, masks.same)
+            pl.when(jnp.max(bad) > 0.0)(functools.partial(layout.clear, ref))
+        return nonfinite.whole_sequences(found, masks.same)
 
     def spoil_tokens(self, *refs) -> None:
         """Store NaN in the tokens of spoilt sequences, in blocks of tokens or of rows per head; None is passed over."""
@@ -413,7 +386,7 @@ class Place:
             row = jnp.where(self.refs.owner[self.i][None] >= 0, self.found, 0.0)  # [1, 1, C]
             for ref in refs:
                 if ref is not None and len(ref.shape) == 2:
-                    spoil(ref.at[self.at], to_column(row))
+                    nonfinite.spoil(ref.at[self.at], tiles.to_column(row))
                 elif ref is not None:
                     ref[self.i] = jnp.where(row > 0.0, jnp.nan, ref[self.i])
 
@@ -421,7 +394,7 @@ class Place:
         """Store NaN in the states of sequence n if it is a spoilt one."""
         if self.masks is None:
             return
-        found = jnp.where(decoded(self.refs.owner[self.i][None]) == n, self.found, 0.0)
+        found = jnp.where(layout.decoded(self.refs.owner[self.i][None]) == n, self.found, 0.0)
 
         @pl.when(jnp.max(found) > 0.0)
         def _():
@@ -429,7 +402,7 @@ class Place:
 
     def load(self, ref, D: int, heads: slice = slice(None)) -> jax.Array:
         """Return tokens as tiles [heads, C, D]; rows that are not own become zeros."""
-        return load_heads(ref, D, heads, None if self.own is None else self.own[0], self.at)
+        return layout.load_heads(ref, D, heads, None if self.own is None else self.own[0], self.at)
 
     def keys(self, heads: slice) -> slice:
         """Return the key heads of some value heads of the block."""
@@ -439,7 +412,7 @@ class Place:
     def store(self, ref, x: jax.Array, heads: slice) -> None:
         """Write tiles [heads, C, D] to the tokens of the chunk, or of the piece in it."""
         own = self.own[0] if self.s.pieces and self.own is not None else None
-        store_heads(ref, x, own, first=heads.start, at=self.at)
+        layout.store_heads(ref, x, own, first=heads.start, at=self.at)
 
     def store_gates(self, ref, x: jax.Array, heads: slice) -> None:
         """Write what is shaped like the gates to the tokens of the chunk, or of the piece in it; zeros for padding."""
@@ -454,7 +427,7 @@ class Place:
         """Return all gates of the chunk, [heads, 1, C] or [heads, C, K], zeros where no own token is."""
         s, refs = self.s, self.refs
         if s.per_channel:
-            g = clip_gate(self.load(refs.g, s.K, heads))  # [heads, C, K]
+            g = tiles.clip_gate(self.load(refs.g, s.K, heads))  # [heads, C, K]
             return g if refs.gamma is None else g + _select(self.own, refs.gamma[heads, :, :1])
         g = jnp.zeros((heads.stop - heads.start, 1, s.C), jnp.float32)
         g = g if refs.g is None else g + refs.g[self.i, heads]
@@ -466,7 +439,7 @@ class Place:
         if not self.s.per_channel:
             return None
         # Gates that come in bfloat16 are one part, clipped or not.
-        return bf16_parts(g, 1 if self.refs.g.dtype == jnp.bfloat16 and self.refs.gamma is None else 3)
+        return matmul.bf16_parts(g, 1 if self.refs.g.dtype == jnp.bfloat16 and self.refs.gamma is None else 3)
 
 
 def as_padding(code: jax.Array, found: jax.Array) -> jax.Array:
@@ -491,7 +464,7 @@ class Chunk:
     def __init__(self, place: Place, heads: slice, decays: tile.Decays | None = None, queries=True):
         s, refs = place.s, place.refs
         self.place, self.heads = place, heads
-        self.dtype = operand_dtype(refs.q.dtype, refs.k.dtype, refs.v.dtype)
+        self.dtype = matmul.operand_dtype(refs.q.dtype, refs.k.dtype, refs.v.dtype)
         self.k = place.load(refs.k, s.K, place.keys(heads)).astype(self.dtype)  # [key heads, C, K]
         self.v = place.load(refs.v, s.V, heads).astype(self.dtype)  # [heads, C, V]
         if queries:
@@ -547,7 +520,7 @@ def _gla_fwd_kernel(refs, s: Static):
     @pl.when(begins)
     def _():
         if refs.pool is not None:
-            fetch_states(refs.pool, S_ref, piece.continues, transposed=True)
+            pools.fetch_states(refs.pool, S_ref, piece.continues, transposed=True)
         else:
             S_ref[...] = jnp.zeros_like(S_ref) if refs.initial_state is None else refs.initial_state[...]
         if refs.decay is not None:
@@ -557,22 +530,22 @@ def _gla_fwd_kernel(refs, s: Static):
 
         @pl.when((at.step == 0) & (piece.sequence == piece.target))
         def _():
-            keep_block(refs.pool, refs.pool_out)
+            pools.keep_block(refs.pool, refs.pool_out)
 
     if piece is not None and refs.o is not None:  # tokens that no piece owns
 
         @pl.when((piece.opens & piece.mixed) == 1)
         def _():
-            clear(refs.o)
+            layout.clear(refs.o)
 
     # The backward starts from this state when it recomputes those between the chunks of the step.
     if refs.kept is not None:
         refs.kept[...] = S_ref[...]
     constant = constant_decays(s, refs, heads.stop) if s.constant else None
-    tiles = [("q", s.K)] * (refs.o is not None) + [("k", s.K), ("v", s.V)]
+    inputs = [("q", s.K)] * (refs.o is not None) + [("k", s.K), ("v", s.V)]
 
     def chunk(i, masked):
-        place = Place(s, refs, at, i, masked, tiles, states=(S_ref,))
+        place = Place(s, refs, at, i, masked, inputs, states=(S_ref,))
         c = Chunk(place, heads, constant, queries=refs.o is not None)
         S, through = S_ref[...], c.through()  # [heads, V, K], [heads, 1, K] or [heads, 1, 1]
         S_ref[...] = tile.next_state(S, c.k, c.v, c.to_end(), through, s.parts)
@@ -582,7 +555,7 @@ def _gla_fwd_kernel(refs, s: Static):
         if refs.o is not None:
             # What the tokens of the chunk give to one another, and what the state before it does.
             P = tile.scores(c.q, c.k, c.decays, c.same)  # [heads, C, C]
-            o = dot(P.astype(c.v.dtype), c.v) + tile.read_state(c.q, S, c.from_start())  # [heads, C, V]
+            o = matmul.dot(P.astype(c.v.dtype), c.v) + tile.read_state(c.q, S, c.from_start())  # [heads, C, V]
             place.store(refs.o, o, heads)
         place.spoil_tokens(refs.o)
 
@@ -594,7 +567,7 @@ def _gla_fwd_kernel(refs, s: Static):
 
         @pl.when(piece.last == 1)
         def _():
-            put_states(S_ref, refs.pool_out, transposed=True)
+            pools.put_states(S_ref, refs.pool_out, transposed=True)
 
 
 def launch(s: Static, x: Operands, output: bool = True, keep: bool = False, decay: bool = False):
@@ -614,22 +587,22 @@ def launch(s: Static, x: Operands, output: bool = True, keep: bool = False, deca
     kind = "fwd" if output else "states" if keep else "summary"
     tail, pool = (), None
     if x.pool is not None:
-        tail, pool = x.pool.shape[2:], out_struct(x.pool.shape, x.pool.dtype, *inputs)
+        tail, pool = x.pool.shape[2:], compat.out_struct(x.pool.shape, x.pool.dtype, *inputs)
     return run_kernel(
         _gla_fwd_kernel, s, blocks, x, queries=output,
         name=f"fused_chunk_gla_{kind}_c{s.C}" + ("_varlen" if x.several else ""),
         outputs=[
-            ("o", blocks.tokens(s.V), out_struct(x.v.shape, x.v.dtype, *inputs) if output else None),
-            ("final", blocks.states(), out_struct((s.N, *state), jnp.float32, *inputs) if s.final else None),
-            ("kept", blocks.kept(), out_struct((s.B, s.steps, *state), jnp.float32, *inputs) if keep else None),
-            ("decay", blocks.per_sequence(1, s.K), out_struct(decays, jnp.float32, *inputs) if decay else None),
-            ("pool_out", blocks.slots(TARGET, *tail), pool),
+            ("o", blocks.tokens(s.V), compat.out_struct(x.v.shape, x.v.dtype, *inputs) if output else None),
+            ("final", blocks.states(), compat.out_struct((s.N, *state), jnp.float32, *inputs) if s.final else None),
+            ("kept", blocks.kept(), compat.out_struct((s.B, s.steps, *state), jnp.float32, *inputs) if keep else None),
+            ("decay", blocks.per_sequence(1, s.K), compat.out_struct(decays, jnp.float32, *inputs) if decay else None),
+            ("pool_out", blocks.slots(layout.TARGET, *tail), pool),
         ],
-        more=[("pool", blocks.slots(SEQUENCE, *tail), x.pool)],
+        more=[("pool", blocks.slots(layout.SEQUENCE, *tail), x.pool)],
         in_place=("pool", "pool_out") if x.pool is not None else None,
         # The state, unless an output holds it.
         scratch=[] if s.final else [("S", pltpu.VMEM((blocks.heads, s.V, s.K), jnp.float32))],
-        cost_estimate=cost(
+        cost_estimate=cost.cost(
             B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, C=s.C, itemsize=x.v.dtype.itemsize,
             per_channel=s.per_channel, output=output,
         ),

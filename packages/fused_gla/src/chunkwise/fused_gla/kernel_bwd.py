@@ -14,30 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.fused_gla import tile
-from chunkwise.fused_gla.cost import cost
-from chunkwise.fused_gla.kernel import (
-    Blocks,
-    Chunk,
-    GridStep,
-    Operands,
-    Place,
-    Static,
-    constant_decays,
-    grid_step,
-    run_chunk,
-    run_kernel,
-)
-from chunkwise.shared.compat import out_struct
-from chunkwise.shared.kernels import (
-    clear,
-    dot_nt,
-    dot_tn,
-    num_chunks,
-    repeat_heads,
-    stagger,
-    strictly_lower,
-)
+from chunkwise.fused_gla import cost, kernel, tile
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import chunking, layout, matmul, schedule, tiles
 
 # Heads that the backward takes in lock-step, and how many such pairs it starts before it finishes the first.
 PAIR, AHEAD = 2, 2
@@ -45,17 +24,17 @@ PAIR, AHEAD = 2, 2
 DECAYS = ("pairs_t", "from_start", "to_end", "through")
 
 
-def _kept_decays(s: Static, refs, heads: slice) -> tile.Decays | None:
+def _kept_decays(s: kernel.Static, refs, heads: slice) -> tile.Decays | None:
     """Return the decays of constant gates, of which those of pairs are kept transposed; None for other gates."""
     return tile.Decays(*(getattr(refs, name)[heads] for name in DECAYS), s.scale) if s.constant else None
 
 
-def _recompute_state(s: Static, refs, at: GridStep, i, masked) -> None:
+def _recompute_state(s: kernel.Static, refs, at: kernel.GridStep, i, masked) -> None:
     """Store the state after chunk i, which is the one before chunk i + 1."""
     before = refs.S.at[i]
-    place = Place(s, refs, at, i, masked, (("k", s.K), ("v", s.V)), (before,))
+    place = kernel.Place(s, refs, at, i, masked, (("k", s.K), ("v", s.V)), (before,))
     heads = slice(0, refs.dS.shape[0])
-    c = Chunk(place, heads, _kept_decays(s, refs, heads), queries=False)
+    c = kernel.Chunk(place, heads, _kept_decays(s, refs, heads), queries=False)
     S = before[...]  # [heads, V, K]
     refs.S[i + 1] = tile.next_state(S, c.k, c.v, c.to_end()[:, :, : s.K], c.through(), s.parts)
     if place.masks is not None:
@@ -64,13 +43,13 @@ def _recompute_state(s: Static, refs, at: GridStep, i, masked) -> None:
         place.spoil_state(before, place.before)
 
 
-def _place(s: Static, refs, at: GridStep, i, masked) -> Place:
+def _place(s: kernel.Static, refs, at: kernel.GridStep, i, masked) -> kernel.Place:
     """Return the place of chunk i, whose gradients are to be computed."""
     tiles = ("q", s.K), ("k", s.K), ("v", s.V), ("do", s.V)
-    return Place(s, refs, at, i, masked, tiles, (refs.S.at[i], refs.dS))
+    return kernel.Place(s, refs, at, i, masked, tiles, (refs.S.at[i], refs.dS))
 
 
-def _chunk_in_groups(s: Static, refs, at: GridStep, i, masked) -> None:
+def _chunk_in_groups(s: kernel.Static, refs, at: kernel.GridStep, i, masked) -> None:
     """Store the gradients of chunk i, whose gates are per head.
 
     The matrix unit works in program order: while it computes the products of some heads, the vector unit finishes
@@ -85,7 +64,7 @@ def _chunk_in_groups(s: Static, refs, at: GridStep, i, masked) -> None:
 
     def gradients(heads: slice):
         keys, begins, ends = place.keys(heads), heads.start % group == 0, heads.stop % group == 0
-        c = Chunk(place, heads, _kept_decays(s, refs, heads))
+        c = kernel.Chunk(place, heads, _kept_decays(s, refs, heads))
         do = place.load(refs.do, s.V, heads).astype(c.dtype)  # [heads, C, V]
         known = None if begins else by_keys[keys.start]
         products = tile.chunk_products(refs.S[i, heads], refs.dS[heads], c.q, c.k, c.v, do, s.parts, known)
@@ -111,46 +90,46 @@ def _chunk_in_groups(s: Static, refs, at: GridStep, i, masked) -> None:
             )  # fmt: skip
             return
         # A token and itself have no gate between them.
-        exponents = jnp.where(strictly_lower(s.C), jnp.swapaxes(grads.exponents, 1, 2), 0.0)  # [heads, C, C]
+        exponents = jnp.where(tiles.strictly_lower(s.C), jnp.swapaxes(grads.exponents, 1, 2), 0.0)  # [heads, C, C]
         dg = grads.through + tile.gate_bwd(exponents, grads.from_start, grads.to_end, c.same)  # [heads, 1, C]
         place.store_gates(refs.dg, dg, heads)
 
-    for _ in stagger(gradients(slice(first, min(first + pair, every))) for first in range(0, every, pair)):
+    for _ in schedule.stagger(gradients(slice(first, min(first + pair, every))) for first in range(0, every, pair)):
         pass
     _spoil(s, refs, place)
 
 
-def _chunk_in_step(s: Static, refs, at: GridStep, i, masked) -> None:
+def _chunk_in_step(s: kernel.Static, refs, at: kernel.GridStep, i, masked) -> None:
     """Store the gradients of chunk i, whose gates are per channel, all heads in lock-step."""
     place = _place(s, refs, at, i, masked)
     heads = slice(0, refs.dS.shape[0])
-    keys, c = place.keys(heads), Chunk(place, heads)
+    keys, c = place.keys(heads), kernel.Chunk(place, heads)
     do = place.load(refs.do, s.V).astype(c.dtype)  # [heads, C, V]
     # The decay of the state is a gate.
     outer = tile.state_bwd(
         refs.S[i], refs.dS[...], c.q, c.k, c.v, do, c.from_start(), c.to_end(), c.through(), s.parts
     )  # fmt: skip
     refs.dS[...] = outer.S
-    P, dP = tile.scores(c.q, c.k, c.decays, c.same), dot_nt(do, c.v)  # [heads, C, C]
+    P, dP = tile.scores(c.q, c.k, c.decays, c.same), matmul.dot_nt(do, c.v)  # [heads, C, C]
     inside = tile.scores_bwd(dP, c.q, c.k, c.decays, P, c.same, s.parts)
     place.store(refs.dq, tile.to_key_heads(outer.q, keys.stop) + inside.q, keys)
     place.store(refs.dk, tile.to_key_heads(outer.k, keys.stop) + inside.k, keys)
-    place.store(refs.dv, outer.v + dot_tn(P.astype(do.dtype), do), heads)
+    place.store(refs.dv, outer.v + matmul.dot_tn(P.astype(do.dtype), do), heads)
     if refs.dg is not None:
-        from_start, to_end = (repeat_heads(y, heads.stop) * dy for y, dy in ((c.q, outer.q), (c.k, outer.k)))
+        from_start, to_end = (tiles.repeat_heads(y, heads.stop) * dy for y, dy in ((c.q, outer.q), (c.k, outer.k)))
         dg = outer.through + tile.gate_bwd(inside.exponents, from_start, to_end, c.same)  # [heads, C, K]
         place.store_gates(refs.dg, dg, heads)
     _spoil(s, refs, place)
 
 
-def _spoil(s: Static, refs, place: Place) -> None:
+def _spoil(s: kernel.Static, refs, place: kernel.Place) -> None:
     """Store NaN in the gradients of spoilt sequences, and of the state."""
     place.spoil_tokens(refs.dq, refs.dk, refs.dv, None if s.constant else refs.dg)
     if place.masks is not None:
         place.spoil_state(refs.dS, place.before)
 
 
-def _gla_bwd_kernel(refs, s: Static):
+def _gla_bwd_kernel(refs, s: kernel.Static):
     """Take the gradient of the state back through the chunks of a grid step; the last step comes first.
 
     If that of the initial state is wanted, its block holds it until another sequence begins.
@@ -158,7 +137,7 @@ def _gla_bwd_kernel(refs, s: Static):
     if refs.dinitial is not None:
         refs.dS = refs.dinitial
     turn = pl.program_id(2)
-    at = grid_step(s, refs, s.steps - 1 - turn)
+    at = kernel.grid_step(s, refs, s.steps - 1 - turn)
     begins = turn == 0
     if at.piece is not None:
         begins |= at.piece.last == 1
@@ -167,38 +146,38 @@ def _gla_bwd_kernel(refs, s: Static):
     def _():
         refs.dS[...] = jnp.zeros_like(refs.dS) if refs.dfinal is None else refs.dfinal[...]
         if s.constant:
-            decays: Any = constant_decays(s, refs, refs.dS.shape[0])
+            decays: Any = kernel.constant_decays(s, refs, refs.dS.shape[0])
             decays = decays._replace(pairs=jnp.swapaxes(decays.pairs, 1, 2))
             for name, decay in zip(DECAYS, decays, strict=False):
                 ref = getattr(refs, name)
                 ref[...] = jnp.broadcast_to(decay, ref.shape)
-            clear(refs.dg)
+            layout.clear(refs.dg)
 
     if at.piece is not None:  # tokens that no piece owns
 
         @pl.when((at.piece.closes & at.piece.mixed) == 1)
         def _():
-            clear(refs.dq, refs.dk, refs.dv, refs.dg)
+            layout.clear(refs.dq, refs.dk, refs.dv, refs.dg)
 
     first, end = at.chunks(s)
     refs.S[first] = refs.kept[...]
 
     def run(algorithm, i):
-        run_chunk(s, refs, at, i, functools.partial(algorithm, s, refs, at, i))
+        kernel.run_chunk(s, refs, at, i, functools.partial(algorithm, s, refs, at, i))
 
     lax.fori_loop(first, end - 1, lambda i, _: run(_recompute_state, i), None)
     gradients = _chunk_in_step if s.per_channel else _chunk_in_groups
     lax.fori_loop(first, end, lambda i, _: run(gradients, first + end - 1 - i), None)
 
 
-def _gla_bwd_state_kernel(refs, s: Static):
+def _gla_bwd_state_kernel(refs, s: kernel.Static):
     """Take the gradient of the state back through the chunks of a grid step; the last step comes first.
 
     Of a chunk it takes queries for keys and gradients of outputs for values: it adds them like these, but decayed from
     the start of the chunk.
     """
     dS, turn = refs.dinitial, pl.program_id(2)
-    at, heads = grid_step(s, refs, s.steps - 1 - turn), slice(0, dS.shape[0])
+    at, heads = kernel.grid_step(s, refs, s.steps - 1 - turn), slice(0, dS.shape[0])
     begins = turn == 0
     if at.piece is not None:
         begins |= at.piece.last == 1
@@ -207,22 +186,22 @@ def _gla_bwd_state_kernel(refs, s: Static):
     def _():
         dS[...] = refs.initial_state[...]
 
-    constant = constant_decays(s, refs, heads.stop) if s.constant else None
+    constant = kernel.constant_decays(s, refs, heads.stop) if s.constant else None
 
     def chunk(i, masked):
-        place = Place(s, refs, at, i, masked, (("k", s.K), ("v", s.V)), (None, dS))
-        c = Chunk(place, heads, constant, queries=False)
+        place = kernel.Place(s, refs, at, i, masked, (("k", s.K), ("v", s.V)), (None, dS))
+        c = kernel.Chunk(place, heads, constant, queries=False)
         dS[...] = tile.next_state(dS[...], c.k, c.v, c.from_start(), c.through(), s.parts)
         place.spoil_state(dS, place.before if masked else None)
 
     def turn_of(i):
-        run_chunk(s, refs, at, i, functools.partial(chunk, i))
+        kernel.run_chunk(s, refs, at, i, functools.partial(chunk, i))
 
     first, end = at.chunks(s)
     lax.fori_loop(first, end, lambda i, _: turn_of(first + end - 1 - i), None)
 
 
-def launch_state(s: Static, x: Operands) -> jax.Array:
+def launch_state(s: kernel.Static, x: kernel.Operands) -> jax.Array:
     """Return the gradient of the initial states alone, [N, HV, V, K] float32.
 
     Args:
@@ -230,15 +209,15 @@ def launch_state(s: Static, x: Operands) -> jax.Array:
       x: operands of the forward with queries in the place of keys, gradients of o in that of values, and gradients of
         the final states in that of initial states; q is not read.
     """
-    blocks = Blocks(s, s.config.heads, lambda t: s.steps - 1 - t)
+    blocks = kernel.Blocks(s, s.config.heads, lambda t: s.steps - 1 - t)
     inputs = [y for y in x if y is not None]
-    state = out_struct((s.N, s.HV, s.V, s.K), jnp.float32, *inputs)
-    results: Any = run_kernel(
+    state = compat.out_struct((s.N, s.HV, s.V, s.K), jnp.float32, *inputs)
+    results: Any = kernel.run_kernel(
         _gla_bwd_state_kernel, s, blocks, x, queries=False,
         name=f"fused_chunk_gla_bwd_state_c{s.C}" + ("_varlen" if x.several else ""),
         outputs=[("dinitial", blocks.states(), state)],
         scratch=[],
-        cost_estimate=cost(
+        cost_estimate=cost.cost(
             B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, C=s.C, itemsize=x.v.dtype.itemsize,
             per_channel=s.per_channel, output=False,
         ),
@@ -246,7 +225,7 @@ def launch_state(s: Static, x: Operands) -> jax.Array:
     return results[0]
 
 
-def launch(s: Static, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept: jax.Array, gates: bool):
+def launch(s: kernel.Static, x: kernel.Operands, do: jax.Array, dfinal: jax.Array | None, kept: jax.Array, gates: bool):
     """Return (dq, dk, dv, dg, dinitial) in the layouts of the operands; None for what is not wanted.
 
     If all gates are constant, dg is [B, HV, 8, K], parts of the gradient of gamma.
@@ -259,9 +238,9 @@ def launch(s: Static, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept
       gates: whether the gradient of the gates is wanted.
     """
     inputs = [y for y in (*x, do, dfinal) if y is not None]
-    blocks = Blocks(s, s.config.heads_bwd, lambda t: s.steps - 1 - t)
-    out = lambda y: out_struct(y.shape, y.dtype, *inputs)
-    dg = blocks.gates(), (s.B, s.T, s.HV * s.K) if s.per_channel else (s.B, num_chunks(s.T, s.C), s.HV, 1, s.C)
+    blocks = kernel.Blocks(s, s.config.heads_bwd, lambda t: s.steps - 1 - t)
+    out = lambda y: compat.out_struct(y.shape, y.dtype, *inputs)
+    dg = blocks.gates(), (s.B, s.T, s.HV * s.K) if s.per_channel else (s.B, chunking.num_chunks(s.T, s.C), s.HV, 1, s.C)
     if s.constant:
         dg = blocks.per_head(8, s.K), (s.B, s.HV, 8, s.K)
     # Kept as whole tiles: a column would be broadcast at every use.
@@ -278,9 +257,9 @@ def launch(s: Static, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept
     def keys_out(y):
         """Return the type of the gradient of queries or keys: sums to be added up where blocks share a key head."""
         shape = *y.shape[:2], y.shape[2] * blocks.share
-        return out_struct(shape, y.dtype if blocks.share == 1 else jnp.float32, *inputs)
+        return compat.out_struct(shape, y.dtype if blocks.share == 1 else jnp.float32, *inputs)
 
-    dq, dk, *rest = run_kernel(
+    dq, dk, *rest = kernel.run_kernel(
         _gla_bwd_kernel, s, blocks, x,
         name=f"fused_chunk_gla_bwd_c{s.C}" + ("_varlen" if x.several else ""),
         more=[
@@ -292,11 +271,11 @@ def launch(s: Static, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept
             ("dq", blocks.query_sums(), keys_out(x.q)),
             ("dk", blocks.query_sums(), keys_out(x.k)),
             ("dv", blocks.tokens(s.V), out(x.v)),
-            ("dg", dg[0], out_struct(dg[1], jnp.float32, *inputs) if gates else None),
+            ("dg", dg[0], compat.out_struct(dg[1], jnp.float32, *inputs) if gates else None),
             ("dinitial", blocks.states(), None if x.initial_state is None else out(x.initial_state)),
         ],
         scratch=[(name, pltpu.VMEM(shape, jnp.float32)) for name, shape in scratch.items()],
-        cost_estimate=cost(
+        cost_estimate=cost.cost(
             B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, C=s.C, itemsize=x.v.dtype.itemsize, backward=True,
             per_channel=s.per_channel,
         ),
@@ -304,7 +283,7 @@ def launch(s: Static, x: Operands, do: jax.Array, dfinal: jax.Array | None, kept
     return *(_added_up(s, y, like, blocks.share) for y, like in ((dq, x.q), (dk, x.k))), *rest
 
 
-def _added_up(s: Static, y, like: jax.Array, share: int) -> jax.Array:
+def _added_up(s: kernel.Static, y, like: jax.Array, share: int) -> jax.Array:
     """Return the gradient of queries or keys from the sums [B, T, H * share * K] of blocks that share a key head."""
     if share == 1:
         return y

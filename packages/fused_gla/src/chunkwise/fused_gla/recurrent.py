@@ -2,8 +2,8 @@
 
 import jax
 
-from chunkwise.fused_gla.api import check_arguments
-from chunkwise.shared.operators import Arguments, Devices, Options, Sharding, Slots, check_array, run_recurrent
+from chunkwise.fused_gla import api
+from chunkwise.shared.operators import arguments, checks, decode
 
 
 def recurrent_simple_gla(
@@ -20,7 +20,7 @@ def recurrent_simple_gla(
     state_indices: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return simple gated linear attention token by token, in one launch.
@@ -75,12 +75,12 @@ def recurrent_simple_gla(
     Source: Dao and Gu, Transformers are SSMs (2024); Sun et al., Retentive Network (2023) for a constant gate.
     """
     if g is not None:
-        check_array("g", g, "B T HV")
-    x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens)
-    check_arguments(x)
-    options = Options(output_final_state, devices=Devices(sharding, context_axis))
-    slots = Slots(state_indices, has_initial_state)
-    return run_recurrent(x, slots, options, implementation, "recurrent_simple_gla_fwd")
+        checks.check_array("g", g, "B T HV")
+    x = arguments.Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens)
+    api.check_arguments(x)
+    options = arguments.Options(output_final_state, devices=arguments.Devices(sharding, context_axis))
+    slots = arguments.Slots(state_indices, has_initial_state)
+    return decode.run_recurrent(x, slots, options, implementation, "recurrent_simple_gla_fwd")
 
 
 def recurrent_gla(
@@ -96,7 +96,7 @@ def recurrent_gla(
     state_indices: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return gated linear attention, with a gate per channel, token by token, in one launch.
@@ -128,9 +128,9 @@ def recurrent_gla(
     Cost: 5 B T HV K V flops; every state is read and written once.
     Source: Yang et al., Gated Linear Attention Transformers (2023).
     """
-    check_array("g", g, "B T HV K")
-    x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens)
-    check_arguments(x)
-    options = Options(output_final_state, devices=Devices(sharding, context_axis))
-    slots = Slots(state_indices, has_initial_state)
-    return run_recurrent(x, slots, options, implementation, "recurrent_gla_fwd")
+    checks.check_array("g", g, "B T HV K")
+    x = arguments.Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens)
+    api.check_arguments(x)
+    options = arguments.Options(output_final_state, devices=arguments.Devices(sharding, context_axis))
+    slots = arguments.Slots(state_indices, has_initial_state)
+    return decode.run_recurrent(x, slots, options, implementation, "recurrent_gla_fwd")

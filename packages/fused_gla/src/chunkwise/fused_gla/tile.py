@@ -19,21 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.kernels import (
-    bf16_parts,
-    column_index,
-    dot,
-    dot_nt,
-    dot_tn,
-    lower,
-    masked_exp,
-    part_pairs,
-    per_channel,
-    repeat_heads,
-    row_index,
-    strictly_lower,
-    sum_value_heads,
-)
+from chunkwise.shared.kernels import gating, layout, matmul, packed, tiles
 
 
 class Decays(NamedTuple):
@@ -63,7 +49,7 @@ def _levels(C: int) -> list[int]:
 
 def _split_by(b: int, C: int) -> jax.Array:
     """Return the pairs i > j that the middle of a block of 2b tokens splits: b is their highest differing bit."""
-    i, j = row_index(C), column_index(C)
+    i, j = tiles.row_index(C), tiles.column_index(C)
     return (i > j) & ((i ^ j) >= b) & ((i ^ j) < 2 * b)
 
 
@@ -73,7 +59,7 @@ def _spans(C: int, same: jax.Array | None) -> list[jax.Array]:
     First, for every level, the tokens between each token and the last one of the left half of its block; then those up
     to each token, then those after it, within its sequence.
     """
-    i, m = row_index(C), column_index(C)  # [1, C, C]
+    i, m = tiles.row_index(C), tiles.column_index(C)  # [1, C, C]
     # In the right half of a block a row adds up the tokens up to i, in the left half those after it.
     agree = lambda x, y: (x & y) | ~(x | y)
     spans = [((i ^ m) < b) & agree((i & b) != 0, m <= i) for b in _levels(C)]
@@ -89,7 +75,7 @@ def _stacked(spans: list[jax.Array], h: int) -> jax.Array:
 def _sums(spans: list[jax.Array], parts: tuple[jax.Array, ...]) -> jax.Array:
     """Return the sums of gates over spans, one after the other, [h, n C, K] float32: parts [h, C, K] add up to them."""
     ones = _stacked(spans, parts[0].shape[0]).astype(parts[0].dtype)
-    return dot(jnp.concatenate([ones] * len(parts), axis=2), jnp.concatenate(parts, axis=1))
+    return matmul.dot(jnp.concatenate([ones] * len(parts), axis=2), jnp.concatenate(parts, axis=1))
 
 
 def _within(mask: jax.Array, same: jax.Array | None) -> jax.Array:
@@ -115,7 +101,7 @@ def decays(
         exact in bfloat16 too, so one pass of the matrix unit loses nothing. None for g itself, where JAX is to
         differentiate the sums: it would round the gradient of a bfloat16 tile.
     """
-    if per_channel(g):
+    if gating.per_channel(g):
         h, C, _ = g.shape
         spans, parts = _spans(C, same), parts or (g,)
         if pairs:
@@ -129,12 +115,12 @@ def decays(
         return Decays(tuple(between), scale * from_start, to_end, jnp.exp(jnp.sum(g, axis=1, keepdims=True)), scale)
     h, C = g.shape[0], g.shape[2]
     # Row i holds the gates of the tokens up to i, [h, C, C]; entry (i, j) of the product adds up those after j.
-    up_to = jnp.where(lower(C), g, 0.0)
-    between = dot(up_to, _for_heads(strictly_lower(C).astype(jnp.float32), h))  # [h, C, C]
+    up_to = jnp.where(tiles.lower(C), g, 0.0)
+    between = matmul.dot(up_to, _for_heads(tiles.strictly_lower(C).astype(jnp.float32), h))  # [h, C, C]
     from_first = up_to if same is None else jnp.where(same, up_to, 0.0)  # [h, C, C]
-    after = jnp.where(_within(~lower(C), same), g, 0.0)  # [h, C, C]
+    after = jnp.where(_within(~tiles.lower(C), same), g, 0.0)  # [h, C, C]
     return Decays(
-        pairs=jnp.where(_within(lower(C), same), scale * jnp.exp(between), 0.0),
+        pairs=jnp.where(_within(tiles.lower(C), same), scale * jnp.exp(between), 0.0),
         from_start=scale * jnp.exp(jnp.sum(from_first, axis=2, keepdims=True)),
         to_end=jnp.exp(jnp.sum(after, axis=2, keepdims=True)),
         through=jnp.exp(jnp.sum(g, axis=2, keepdims=True)),
@@ -146,9 +132,9 @@ def constant_decays(gamma: jax.Array, scale: jax.Array | float, C: int) -> Decay
     """Return the decays of a whole chunk of one sequence whose gate is gamma [h, 1, 1] for every token."""
     # Every exponent is a number of tokens times the gate: no sums, no products.
     after_start = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1).astype(jnp.float32)  # [1, C, 1]
-    apart = (row_index(C) - column_index(C)).astype(jnp.float32)  # [1, C, C]
+    apart = (tiles.row_index(C) - tiles.column_index(C)).astype(jnp.float32)  # [1, C, C]
     return Decays(
-        pairs=scale * masked_exp(apart * gamma, lower(C)),
+        pairs=scale * tiles.masked_exp(apart * gamma, tiles.lower(C)),
         from_start=scale * jnp.exp((after_start + 1.0) * gamma),
         to_end=jnp.exp((C - 1.0 - after_start) * gamma),
         through=jnp.exp(C * gamma),
@@ -160,20 +146,20 @@ def scores(q: jax.Array, k: jax.Array, decays: Decays, same: jax.Array | None = 
     """Return P_ij = scale <q_i, e^(G_i - G_j) k_j> for i >= j of one sequence, else 0, as [h, C, C] float32."""
     C, pairs = q.shape[1], decays.pairs
     if not isinstance(pairs, tuple):
-        return repeat_heads(dot_nt(q, k), pairs.shape[0]) * pairs  # [h, C, C]
-    q, k = (repeat_heads(x, pairs[0].shape[0]) for x in (q, k))
+        return tiles.repeat_heads(matmul.dot_nt(q, k), pairs.shape[0]) * pairs  # [h, C, C]
+    q, k = (tiles.repeat_heads(x, pairs[0].shape[0]) for x in (q, k))
     # A token and itself have no decay between them; every other pair is split by the middle of one block.
-    diagonal = row_index(C) == column_index(C)  # [1, C, C]
+    diagonal = tiles.row_index(C) == tiles.column_index(C)  # [1, C, C]
     P = jnp.where(diagonal, jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=2, keepdims=True), 0.0)
     for b, decay in zip(_levels(C), pairs, strict=True):
-        product = dot_nt(_scaled(q, decay), _scaled(k, decay))  # [h, C, C]
+        product = matmul.dot_nt(_scaled(q, decay), _scaled(k, decay))  # [h, C, C]
         P = jnp.where(_within(_split_by(b, C), same), product, P)
     return decays.scale * P
 
 
 def to_key_heads(x: jax.Array, heads: int) -> jax.Array:
     """Return x [h, ...] summed over the value heads of each of `heads` key heads, [heads, ...]."""
-    return x if x.shape[0] == heads else sum_value_heads(x, x.shape[0] // heads)
+    return x if x.shape[0] == heads else layout.sum_value_heads(x, x.shape[0] // heads)
 
 
 def _scaled(x: jax.Array, decay: jax.Array) -> jax.Array:
@@ -183,27 +169,27 @@ def _scaled(x: jax.Array, decay: jax.Array) -> jax.Array:
 
 def _operands(x: jax.Array, dtype, parts: int) -> tuple[jax.Array, ...]:
     """Return x as operands of `dtype`: itself, or bfloat16 parts where it was computed."""
-    return (x,) if x.dtype == dtype else bf16_parts(x, parts)
+    return (x,) if x.dtype == dtype else matmul.bf16_parts(x, parts)
 
 
 def _product(contract, a: jax.Array, b: jax.Array, dtype, parts: int) -> jax.Array:
     """Return a b for `dot`, a^T b for `dot_tn`, from operands of `dtype`, without the products of two second parts."""
-    left, right = part_pairs(_operands(a, dtype, parts), _operands(b, dtype, parts))
-    return contract(jnp.concatenate(left, axis=2 if contract is dot else 1), jnp.concatenate(right, axis=1))
+    left, right = packed.part_pairs(_operands(a, dtype, parts), _operands(b, dtype, parts))
+    return contract(jnp.concatenate(left, axis=2 if contract is matmul.dot else 1), jnp.concatenate(right, axis=1))
 
 
 def read_state(q: jax.Array, S: jax.Array, from_start: jax.Array) -> jax.Array:
     """Return what every token reads from the state before the chunk, times the scale, [h, C, V] float32."""
-    q = repeat_heads(q, S.shape[0])
+    q = tiles.repeat_heads(q, S.shape[0])
     if from_start.shape[2] == 1:
-        return from_start * dot_nt(q, S.astype(q.dtype))
-    return dot_nt(_scaled(q, from_start), S.astype(q.dtype))
+        return from_start * matmul.dot_nt(q, S.astype(q.dtype))
+    return matmul.dot_nt(_scaled(q, from_start), S.astype(q.dtype))
 
 
 def next_state(S: jax.Array, k: jax.Array, v: jax.Array, to_end: jax.Array, through: jax.Array, parts=1) -> jax.Array:
     """Return the state after the chunk, [h, V, K] float32."""
-    k = repeat_heads(k, v.shape[0])
-    return through * S + _product(dot_tn, v, k.astype(jnp.float32) * to_end, v.dtype, parts)
+    k = tiles.repeat_heads(k, v.shape[0])
+    return through * S + _product(matmul.dot_tn, v, k.astype(jnp.float32) * to_end, v.dtype, parts)
 
 
 class ScoreGradients(NamedTuple):
@@ -222,17 +208,19 @@ def scores_bwd(dP, q: jax.Array, k: jax.Array, decays: Decays, P: jax.Array, sam
     (n, C, _), dtype, pairs = q.shape, q.dtype, decays.pairs
     if not isinstance(pairs, tuple):
         decayed = to_key_heads(dP * pairs, n).astype(dtype)  # [n, C, C]
-        exponents = jnp.where(strictly_lower(C), dP * P, 0.0)  # [h, C, C]
-        return ScoreGradients(dot(decayed, k), dot_tn(decayed, q), exponents)
+        exponents = jnp.where(tiles.strictly_lower(C), dP * P, 0.0)  # [h, C, C]
+        return ScoreGradients(matmul.dot(decayed, k), matmul.dot_tn(decayed, q), exponents)
     dP = decays.scale * dP
-    on_diagonal = jnp.sum(jnp.where(row_index(C) == column_index(C), dP, 0.0), axis=2, keepdims=True)  # [h, C, 1]
-    q32, k32 = (repeat_heads(x, dP.shape[0]).astype(jnp.float32) for x in (q, k))  # [h, C, K]
+    on_diagonal = jnp.sum(
+        jnp.where(tiles.row_index(C) == tiles.column_index(C), dP, 0.0), axis=2, keepdims=True
+    )  # [h, C, 1]
+    q32, k32 = (tiles.repeat_heads(x, dP.shape[0]).astype(jnp.float32) for x in (q, k))  # [h, C, K]
     dq, dk, exponents = on_diagonal * k32, on_diagonal * q32, []
     for b, decay in zip(_levels(C), pairs, strict=True):
         # Only the pairs that this level splits; a select, because the others may hold anything.
         dP_b = jnp.where(_within(_split_by(b, C), same), dP, 0.0)  # [h, C, C]
-        dq_b = decay * _product(dot, dP_b, k32 * decay, dtype, parts)  # [h, C, K]
-        dk_b = decay * _product(dot_tn, dP_b, q32 * decay, dtype, parts)  # [h, C, K]
+        dq_b = decay * _product(matmul.dot, dP_b, k32 * decay, dtype, parts)  # [h, C, K]
+        dk_b = decay * _product(matmul.dot_tn, dP_b, q32 * decay, dtype, parts)  # [h, C, K]
         dq, dk = dq + dq_b, dk + dk_b
         exponents.append(q32 * dq_b + k32 * dk_b)
     return ScoreGradients(to_key_heads(dq, n), to_key_heads(dk, n), tuple(exponents))
@@ -261,15 +249,15 @@ def state_bwd(S, dS, q, k, v, do, from_start, to_end, through, parts) -> StateGr
       from_start, to_end, through: as in `Decays`.
       parts: of S and dS, and of q decayed.
     """
-    q, k = (repeat_heads(x, v.shape[0]) for x in (q, k))
+    q, k = (tiles.repeat_heads(x, v.shape[0]) for x in (q, k))
     axes = (1, 2) if through.shape[2] == 1 else 1
     dtype, dS_before = q.dtype, through * dS  # [h, V, K]
     return StateGradients(
-        q=from_start * _product(dot, do, S, dtype, parts),
-        k=to_end * _product(dot, v, dS, dtype, parts),
-        v=dot_nt(_scaled(k, to_end), dS.astype(dtype)),
+        q=from_start * _product(matmul.dot, do, S, dtype, parts),
+        k=to_end * _product(matmul.dot, v, dS, dtype, parts),
+        v=matmul.dot_nt(_scaled(k, to_end), dS.astype(dtype)),
         through=jnp.sum(S * dS_before, axis=axes, keepdims=True),
-        S=dS_before + _product(dot_tn, do, q.astype(jnp.float32) * from_start, dtype, parts),
+        S=dS_before + _product(matmul.dot_tn, do, q.astype(jnp.float32) * from_start, dtype, parts),
     )
 
 
@@ -341,16 +329,16 @@ def chunk_products(S, dS, q, k, v, do, parts, by_keys: jax.Array | None = None) 
     transposed = lambda x: jnp.swapaxes(x, 1, 2)
     dS, *dS_more = _operands(dS, q.dtype, parts)  # [h, V, K] each
     do_t = transposed(jnp.concatenate([do] * (1 + len(dS_more)), axis=1))  # [h, V, parts C]
-    of_v = dot(v, jnp.concatenate([dS, do_t[:, :, : do.shape[1]]], axis=2))  # [h, C, K + C]
+    of_v = matmul.dot(v, jnp.concatenate([dS, do_t[:, :, : do.shape[1]]], axis=2))  # [h, C, K + C]
     lanes = v.shape[0] // k.shape[0] * v.shape[2]
     right = [_side_by_side(transposed(dS), k.shape[0])] + ([transposed(q)] if by_keys is None else [])
-    of_k = dot(k, jnp.concatenate(right, axis=2))  # [n, C, lanes + C]
+    of_k = matmul.dot(k, jnp.concatenate(right, axis=2))  # [n, C, lanes + C]
     return Products(
         by_k=_one_by_one(of_k[:, :, :lanes], v.shape[0]),
         by_keys=of_k[:, :, lanes:] if by_keys is None else by_keys,
-        by_v=of_v[:, :, : q.shape[2]] + sum(dot(v, part) for part in dS_more),
+        by_v=of_v[:, :, : q.shape[2]] + sum(matmul.dot(v, part) for part in dS_more),
         scores=of_v[:, :, q.shape[2] :],
-        by_do=_product(dot, do, S, q.dtype, parts),
+        by_do=_product(matmul.dot, do, S, q.dtype, parts),
         do_t=do_t,
     )
 
@@ -387,7 +375,7 @@ def chunk_bwd(
     """
     by_k, by_keys, by_v, dP, by_do, do_t = products
     n, dtype, K, V = q.shape[0], q.dtype, q.shape[2], do.shape[2]
-    by_keys, q_each = (repeat_heads(x, do.shape[0]) for x in (by_keys, q))  # [h, C, C], [h, C, K]
+    by_keys, q_each = (tiles.repeat_heads(x, do.shape[0]) for x in (by_keys, q))  # [h, C, C], [h, C, K]
     # P transposed [h, C, C], as dP is, and [h, V, K].
     P, dS_before = pairs_t * by_keys, through * dS
     q_decayed = q_each.astype(jnp.float32) * from_start  # [h, C, K]
@@ -399,13 +387,13 @@ def chunk_bwd(
     decayed = sums.scores.astype(dtype)  # [n, C, C]
     return ChunkGradients(
         sums=sums,
-        q=sums.q + dot(jnp.swapaxes(decayed, 1, 2), k) if last else None,
-        k=sums.k + dot(decayed, q) if last else None,
-        v=to_end[:, :, :V] * by_k + dot(P.astype(dtype), do),
-        S=dS_before + dot(do_t, jnp.concatenate(_operands(q_decayed, dtype, parts), axis=1)),
+        q=sums.q + matmul.dot(jnp.swapaxes(decayed, 1, 2), k) if last else None,
+        k=sums.k + matmul.dot(decayed, q) if last else None,
+        v=to_end[:, :, :V] * by_k + matmul.dot(P.astype(dtype), do),
+        S=dS_before + matmul.dot(do_t, jnp.concatenate(_operands(q_decayed, dtype, parts), axis=1)),
         exponents=P * dP,
         from_start=q_each * dq,
-        to_end=repeat_heads(k, do.shape[0]) * dk,
+        to_end=tiles.repeat_heads(k, do.shape[0]) * dk,
         through=jnp.sum(S * dS_before, axis=(1, 2) if through.shape[2] == 1 else 1, keepdims=True),
     )
 
@@ -423,15 +411,15 @@ def gate_bwd(exponents, d_from_start: jax.Array, d_to_end: jax.Array, same: jax.
         h, C, _ = d_to_end.shape
         # In three parts of 8 bits nothing is lost, and no pass of the matrix unit multiplies parts of zeros and ones.
         ones = _stacked(_spans(C, same), h).astype(jnp.bfloat16)
-        high, middle, low = (dot_tn(ones, part) for part in bf16_parts(stacked))
+        high, middle, low = (matmul.dot_tn(ones, part) for part in matmul.bf16_parts(stacked))
         return high + middle + low
     # Token m sits in the exponent of every pair i >= m > j: sum over j < m by a product, then over i >= m.
     h, C, _ = exponents.shape
-    before = _for_heads((row_index(C) < column_index(C)).astype(jnp.float32), h)  # [h, C, C]
-    through = dot(exponents, before) + jnp.where(_within(lower(C), same), _row_sum(d_from_start), 0.0)
+    before = _for_heads((tiles.row_index(C) < tiles.column_index(C)).astype(jnp.float32), h)  # [h, C, C]
+    through = matmul.dot(exponents, before) + jnp.where(_within(tiles.lower(C), same), _row_sum(d_from_start), 0.0)
     # Row i, column m, [h, C, C]: a token of the left part reaches its end through m > i.
-    left = jnp.where(_within(~lower(C), same), _row_sum(d_to_end), 0.0)
-    return jnp.sum(jnp.where(lower(C), through, left), axis=1, keepdims=True)
+    left = jnp.where(_within(~tiles.lower(C), same), _row_sum(d_to_end), 0.0)
+    return jnp.sum(jnp.where(tiles.lower(C), through, left), axis=1, keepdims=True)
 
 
 def constant_gate_bwd(exponents, d_from_start, d_to_end, d_through) -> jax.Array:
@@ -446,7 +434,7 @@ def constant_gate_bwd(exponents, d_from_start, d_to_end, d_through) -> jax.Array
     """
     h, C, K = d_to_end.shape
     after_start = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1).astype(jnp.float32)  # [1, C, 1]
-    apart = (column_index(C) - row_index(C)).astype(jnp.float32)  # [1, C, C]
+    apart = (tiles.column_index(C) - tiles.row_index(C)).astype(jnp.float32)  # [1, C, C]
     # Whole vectors are added: the sums inside of them are left to the caller, once for all chunks.
     parts = lambda x: jnp.sum(x.reshape(h, -1, 8, x.shape[2]), axis=1)
     pairs = jnp.pad(parts(apart * exponents), [(0, 0), (0, 0), (0, K - C)])  # [h, 8, K]

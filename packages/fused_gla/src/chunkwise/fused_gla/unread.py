@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.compat import varying_zeros
+from chunkwise.shared import compat
 
 
 def unless_unread(whole: Callable, part: Callable, *args: Any) -> tuple[Any, Any]:
@@ -29,7 +29,7 @@ def unless_unread(whole: Callable, part: Callable, *args: Any) -> tuple[Any, Any
       *args: trees of arrays.
     """
     rest = jax.eval_shape(whole, *args)[1]
-    slots = jax.tree.map(lambda x: varying_zeros(x.shape, *jax.tree.leaves(args)).astype(x.dtype), rest)
+    slots = jax.tree.map(lambda x: compat.varying_zeros(x.shape, *jax.tree.leaves(args)).astype(x.dtype), rest)
 
     @jax.custom_vjp
     def kept(slots, args):

@@ -12,27 +12,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.fused_gla import tile
-from chunkwise.shared.compat import varying_zeros
-from chunkwise.shared.kernels import Chunking, dot, select_tokens, stream_masks, zero_padding
-from chunkwise.shared.operators import Arguments, Options, keep_apart, spoilt_tokens
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import chunking, matmul
+from chunkwise.shared.operators import arguments, isolation
 
 
-def gla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
+def gla(x: arguments.Arguments, options: arguments.Options) -> tuple[jax.Array, jax.Array | None]:
     """Return (o, final states) for checked arguments in float32, g [B, T, HV] or [B, T, HV, K], states [N, HV, V, K].
 
     The chunks of all heads are one batch of tiles [NC * heads, C, D].
     """
     B, T, HV, _ = x.v.shape
     stream = x.cu_seqlens is not None and x.initial_state is None and not options.output_final_state
-    chunks = Chunking(B, T, options.chunk_size, None if stream else x.cu_seqlens)
+    chunks = chunking.Chunking(B, T, options.chunk_size, None if stream else x.cu_seqlens)
     # Without boundaries there is no stream.
     cu_seqlens: Any = x.cu_seqlens
-    masks = stream_masks(T, options.chunk_size, cu_seqlens) if stream else None
+    masks = chunking.stream_masks(T, options.chunk_size, cu_seqlens) if stream else None
     spoilt = None
     q, k, v, g = x.q, x.k, x.v, x.g
     if stream:
-        spoilt = spoilt_tokens((q, k, v, g), cu_seqlens)
-        q, k, v, g = (zero_padding(select_tokens(~spoilt, y), cu_seqlens) for y in (q, k, v, g))
+        spoilt = isolation.spoilt_tokens((q, k, v, g), cu_seqlens)
+        q, k, v, g = (chunking.zero_padding(chunking.select_tokens(~spoilt, y), cu_seqlens) for y in (q, k, v, g))
     rows = chunks.split(g) if g.ndim == 4 else chunks.split_rows(g)
     q, k, v, g = (_tiles(y) for y in (chunks.split(q), chunks.split(k), chunks.split(v), rows))  # [NC heads, C, D]
     same = None if masks is None else jnp.repeat(masks.same, HV, axis=0)  # [NC HV, C, C]
@@ -48,10 +48,10 @@ def gla(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None]:
     added, through = (y.reshape(chunks.NC, HV, *y.shape[1:]) for y in (added, through))
     before = _states(chunks, added, through, x.initial_state)  # [NC, HV, V, K]
     P = tile.scores(q, k, decays, same)  # [NC HV, C, C]
-    o = dot(P.astype(v.dtype), v) + tile.read_state(q, _tiles(before), from_start)  # [NC HV, C, V]
+    o = matmul.dot(P.astype(v.dtype), v) + tile.read_state(q, _tiles(before), from_start)  # [NC HV, C, V]
     o = chunks.merge(o.reshape(chunks.NC, HV, *o.shape[1:])).astype(v.dtype)
     if spoilt is not None:
-        o = keep_apart(o, x.v, spoilt, cu_seqlens)
+        o = isolation.keep_apart(o, x.v, spoilt, cu_seqlens)
     if not options.output_final_state:
         return o, None
     last = chunks.final_chunk
@@ -68,11 +68,11 @@ def _column(mask: jax.Array, heads: int) -> jax.Array:
     return jnp.repeat(mask, heads, axis=0)[:, :, None]
 
 
-def _states(chunks: Chunking, added, through, initial_state) -> jax.Array:
+def _states(chunks: chunking.Chunking, added, through, initial_state) -> jax.Array:
     """Return the state before every chunk [NC, HV, V, K] from what chunks add to it and how it decays over them."""
     by_time = lambda x: jnp.moveaxis(chunks.per_batch(x), 1, 0)
     restarts = chunks.packed and initial_state is not None
-    zeros = varying_zeros((chunks.B, *added.shape[1:]), added, through, initial_state)
+    zeros = compat.varying_zeros((chunks.B, *added.shape[1:]), added, through, initial_state)
     initial = zeros
     if initial_state is not None and not restarts:
         initial = zeros + jnp.asarray(initial_state)

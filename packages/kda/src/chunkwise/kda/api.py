@@ -10,47 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.kda import config as tiles
-from chunkwise.kda import kernel, kernel_bwd, tile, xla
-from chunkwise.kda.kernel import Operands, Static
-from chunkwise.kda.vjp import fused
-from chunkwise.shared.compat import vary_alike
-from chunkwise.shared.kernels import (
-    Routes,
-    Steps,
-    divides_groups,
-    from_lanes,
-    keep,
-    make_steps,
-    operand_dtype,
-    pad_lanes,
-    pad_states,
-    pool_steps,
-    scaled,
-    split_scale,
-    to_lanes,
-    to_rows,
-)
-from chunkwise.shared.operators import (
-    Arguments,
-    ChunkStates,
-    Devices,
-    Forms,
-    Implementation,
-    Launches,
-    Laws,
-    Options,
-    Sharding,
-    Slots,
-    Summary,
-    beside_identity,
-    check,
-    check_delta_rule,
-    check_initial_state,
-    lay_out_law,
-    run_chunked,
-    run_ragged,
-    run_recurrent,
-)
+from chunkwise.kda import kernel, kernel_bwd, tile, vjp, xla
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import launcher, layout, matmul, packed, pools, remat
+from chunkwise.shared.operators import arguments, checks, chunked, context, decode, gates, serving
 
 # The kernels keep whole states of a head in fast memory.
 MOST_CHANNELS = 256
@@ -59,23 +22,23 @@ MOST_CHANNELS = 256
 def check_gate_lower_bound(gate_lower_bound) -> None:
     """Check the promise about the gates: None or a number, which cannot be traced."""
     number = isinstance(gate_lower_bound, numbers.Real) and not isinstance(gate_lower_bound, bool)
-    check(
+    checks.check(
         gate_lower_bound is None or (number and gate_lower_bound <= 0),
         f"`gate_lower_bound` must be None or a number <= 0; got {gate_lower_bound!r}.",
     )
 
 
-def _check(x: Arguments, options: Options) -> None:
+def _check(x: arguments.Arguments, options: arguments.Options) -> None:
     """Check what the two operators share."""
-    check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens, per_channel=True)
+    checks.check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens, per_channel=True)
     check_gate_lower_bound(options.gate_lower_bound)
 
 
 def _check_config(config: tiles.Config, H: int, HV: int) -> None:
     """Check that blocks of value heads hold whole groups that share a key head, or lie inside one."""
     for name, heads in (("heads", config.heads), ("heads_bwd", config.heads_bwd)):
-        check(
-            divides_groups(heads, H, HV),
+        checks.check(
+            launcher.divides_groups(heads, H, HV),
             f"`config.{name}` must divide {HV} value heads in whole groups of {HV // H} or inside of one; got {heads}.",
         )
 
@@ -102,7 +65,7 @@ def fused_chunk_kda(
     segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
     config: tiles.Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -178,23 +141,25 @@ def fused_chunk_kda(
       once.
     Source: Kimi Linear (2025), section 3; the anchored products and the joined inverse are described in `tile`.
     """
-    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    x = Arguments(
+    laws = gates.Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    x = arguments.Arguments(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
         segment_ids=segment_ids,
     )  # fmt: skip
-    devices = Devices(sharding, context_axis)
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws, devices)
+    devices = arguments.Devices(sharding, context_axis)
+    options = arguments.Options(
+        output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws, devices
+    )
     return chunk(x, options, implementation, config=config)
 
 
 def chunk(
-    x: Arguments,
-    options: Options,
+    x: arguments.Arguments,
+    options: arguments.Options,
     implementation: str | None,
-    others: Mapping[str, Implementation] = {},
+    others: Mapping[str, chunked.Implementation] = {},
     config: tiles.Config | None = None,
-    over_tokens: Mapping[str, Launches] = MappingProxyType({}),
+    over_tokens: Mapping[str, chunked.Launches] = MappingProxyType({}),
 ) -> tuple[jax.Array, jax.Array | None]:
     """Check the arguments of `fused_chunk_kda` and run the implementation asked for.
 
@@ -205,27 +170,27 @@ def chunk(
       over_tokens: what those of `others` have for tokens that are split over devices.
     """
     _check(x, options)
-    check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
+    checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
     fits = max(x.q.shape[3], x.v.shape[3]) <= MOST_CHANNELS
     fused: Any = functools.partial(_fused, config=config)
     summary: Any = functools.partial(_summary, config=config)
     state_gradient: Any = functools.partial(_state_gradient, config=config)
     known = {"fused": fused, "xla": _xla, **others}
     on_tpu = "fused" if fits else "staged" if "staged" in others else "xla"
-    own = {"fused": Launches(fused, summary, state_gradient), "xla": Launches(_xla, _xla_summary)}
-    return run_chunked(
+    own = {"fused": chunked.Launches(fused, summary, state_gradient), "xla": chunked.Launches(_xla, _xla_summary)}
+    return chunked.run_chunked(
         x, options, implementation, known, on_tpu, raw_gates=("fused",), segmented=("fused",),
         over_tokens={**own, **over_tokens},
     )  # fmt: skip
 
 
 def ragged(
-    x: Arguments,
-    slots: Slots,
-    options: Options,
+    x: arguments.Arguments,
+    slots: arguments.Slots,
+    options: arguments.Options,
     implementation: str | None,
-    others: Mapping[str, Implementation] = MappingProxyType({}),
-    chunk_states: Mapping[str, ChunkStates] = MappingProxyType({}),
+    others: Mapping[str, chunked.Implementation] = MappingProxyType({}),
+    chunk_states: Mapping[str, serving.ChunkStates] = MappingProxyType({}),
 ) -> tuple[jax.Array, jax.Array]:
     """Check the arguments of a serving step and run it; `x.initial_state` is the pool.
 
@@ -234,9 +199,9 @@ def ragged(
       others, chunk_states: more implementations, by name, and what they know of the states before chunks.
     """
     _check(x, options)
-    forms = Forms(_pooled, {"xla": _xla, **others}, chunk_states, raw_gates=True)
+    forms = serving.Forms(_pooled, {"xla": _xla, **others}, chunk_states, raw_gates=True)
     fits = max(x.q.shape[3], x.v.shape[3]) <= MOST_CHANNELS
-    return run_ragged(x, slots, options, implementation, forms, fits, "recurrent_kda_fwd")
+    return serving.run_ragged(x, slots, options, implementation, forms, fits, "recurrent_kda_fwd")
 
 
 def _transposed(states: jax.Array | None) -> Any:
@@ -244,18 +209,20 @@ def _transposed(states: jax.Array | None) -> Any:
     return None if states is None else jnp.swapaxes(states.astype(jnp.float32), -1, -2)
 
 
-def _xla(x: Arguments, options: Options, kept: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+def _xla(
+    x: arguments.Arguments, options: arguments.Options, kept: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
     return xla.run(*_exact(x, options), kept)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _xla_summary(x: Arguments, options: Options) -> Summary:
+def _xla_summary(x: arguments.Arguments, options: arguments.Options) -> context.Summary:
     """Return what the tokens do to a state, and the inverses of all chunks, which `_xla` and its gradient take."""
     x, static = _exact(x, options)
-    return beside_identity(lambda y: xla.states_after(y, static), x, widest=None)
+    return context.beside_identity(lambda y: xla.states_after(y, static), x, widest=None)
 
 
-def _exact(x: Arguments, options: Options) -> tuple[Arguments, xla.Static]:
+def _exact(x: arguments.Arguments, options: arguments.Options) -> tuple[arguments.Arguments, xla.Static]:
     """Return what the plain form gets for checked arguments."""
     base = tile.base_block(options.gate_lower_bound, jnp.float32)
     scale = jnp.asarray(x.scale, jnp.float32)
@@ -275,40 +242,48 @@ class Kept(NamedTuple):
 
 
 def _fused(
-    x: Arguments, options: Options, kept: Kept | None = None, *, config: tiles.Config | None
+    x: arguments.Arguments, options: arguments.Options, kept: Kept | None = None, *, config: tiles.Config | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run the kernels on checked arguments; `kept` comes from `_summary` of the same tokens."""
-    inside, after = split_scale(x.scale)
+    inside, after = launcher.split_scale(x.scale)
     static = _static(x, options, config, inside)
     o, final_state = _launch(x._replace(scale=None), static, bool(options.output_final_state), kept)
-    return scaled(o, after).astype(x.v.dtype), final_state
+    return launcher.scaled(o, after).astype(x.v.dtype), final_state
 
 
-def _summary(x: Arguments, options: Options, *, config: tiles.Config | None) -> Summary:
+def _summary(x: arguments.Arguments, options: arguments.Options, *, config: tiles.Config | None) -> context.Summary:
     """Return what the tokens do to a state, and what `_fused` and its gradients need not make again."""
-    inside, _ = split_scale(x.scale)
+    inside, _ = launcher.split_scale(x.scale)
     run = lambda x: _launch_states(x, _static(x, options, config, inside))
-    return beside_identity(run, x._replace(scale=None))
+    return context.beside_identity(run, x._replace(scale=None))
 
 
 def _state_gradient(
-    x: Arguments, options: Options, kept: Kept, do: jax.Array, dstates: jax.Array, *, config: tiles.Config | None
+    x: arguments.Arguments,
+    options: arguments.Options,
+    kept: Kept,
+    do: jax.Array,
+    dstates: jax.Array,
+    *,
+    config: tiles.Config | None,
 ) -> jax.Array:
     """Return the gradient of the initial states alone, from the cotangents of `_fused`."""
-    inside, after = split_scale(x.scale)
+    inside, after = launcher.split_scale(x.scale)
     static = _static(x, options, config, inside)
-    return _launch_back(x._replace(scale=None), static, kept, scaled(do, after), dstates)
+    return _launch_back(x._replace(scale=None), static, kept, launcher.scaled(do, after), dstates)
 
 
-def _pooled(x: Arguments, options: Options, routes: Routes) -> tuple[jax.Array, jax.Array]:
+def _pooled(x: arguments.Arguments, options: arguments.Options, routes: pools.Routes) -> tuple[jax.Array, jax.Array]:
     """Run the kernel on checked arguments from a pool of states, `x.initial_state`, and into it."""
-    inside, after = split_scale(x.scale)
+    inside, after = launcher.split_scale(x.scale)
     static = _static(x, options, None, inside)
     o, pool = _launch_pooled(x._replace(scale=None), static, options.block_size, routes)
-    return scaled(o, after).astype(x.v.dtype), pool
+    return launcher.scaled(o, after).astype(x.v.dtype), pool
 
 
-def _static(x: Arguments, options: Options, config: tiles.Config | None, scale: float) -> Static:
+def _static(
+    x: arguments.Arguments, options: arguments.Options, config: tiles.Config | None, scale: float
+) -> kernel.Static:
     """Return what the kernels are told of checked arguments."""
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
@@ -316,16 +291,16 @@ def _static(x: Arguments, options: Options, config: tiles.Config | None, scale: 
         raise NotImplementedError(
             f'"fused" takes K and V up to {MOST_CHANNELS}; got {K} and {V}; use implementation="xla".'
         )
-    C, dtype = options.chunk_size, operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
-    config = config or tiles.default_for(H, HV, C, pad_lanes(K), pad_lanes(V), dtype.itemsize)
+    C, dtype = options.chunk_size, matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
+    config = config or tiles.default_for(H, HV, C, packed.pad_lanes(K), packed.pad_lanes(V), dtype.itemsize)
     _check_config(config, H, HV)
-    packed, N = x.cu_seqlens is not None, x.num_states
+    is_packed, N = x.cu_seqlens is not None, x.num_states
     with_states = x.with_state or options.output_final_state
-    pieces, NT = packed and with_states, -(-T // C)
+    pieces, NT = is_packed and with_states, -(-T // C)
     # What pads fewer tokens than a chunk is zeros, of which a law makes decays.
     selects = (T if options.laws.use_gate_in_kernel else max(T, C)) % C > 0
-    return Static(
-        B=B, T=max(T, C), selects=selects, H=H, HV=HV, K=pad_lanes(K), V=pad_lanes(V), C=C, N=N,
+    return kernel.Static(
+        B=B, T=max(T, C), selects=selects, H=H, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=N,
         steps=NT + N * pieces, scale=scale, normalise=bool(options.normalise), pieces=pieces, config=config,
         with_state=x.with_state, head_sizes=(K, V),
         base=tile.base_block(options.gate_lower_bound, dtype),
@@ -334,75 +309,86 @@ def _static(x: Arguments, options: Options, config: tiles.Config | None, scale: 
     )  # fmt: skip
 
 
-def _steps(x: Arguments, static: Static, with_states: bool) -> Steps:
-    return make_steps(static.B, x.q.shape[1], static.C, x.cu_seqlens, with_states, x.segment_ids)
+def _steps(x: arguments.Arguments, static: kernel.Static, with_states: bool) -> layout.Steps:
+    return layout.make_steps(static.B, x.q.shape[1], static.C, x.cu_seqlens, with_states, x.segment_ids)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _launch(
-    x: Arguments, static: Static, output_final_state: bool, kept: Kept | None
+    x: arguments.Arguments, static: kernel.Static, output_final_state: bool, kept: Kept | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Bring the user's arrays into the layout of the kernels and their results back."""
     T, (K, V) = x.q.shape[1], static.head_sizes
     steps = _steps(x, static, x.with_state or output_final_state)
-    o, states = fused(_lay_out(x, static, steps, kept=kept), static, output_final_state)
-    return from_lanes(o, static.HV, V, T), None if states is None else _transposed(states[..., :V, :K])
+    o, states = vjp.fused(_lay_out(x, static, steps, kept=kept), static, output_final_state)
+    return layout.from_lanes(o, static.HV, V, T), None if states is None else _transposed(states[..., :V, :K])
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _launch_states(x: Arguments, static: Static) -> tuple[jax.Array, Kept]:
+def _launch_states(x: arguments.Arguments, static: kernel.Static) -> tuple[jax.Array, Kept]:
     """Run the kernel that only takes states through the tokens; they may have more channels than `x.v`."""
     S: Any = x.initial_state
     operands = _lay_out(x, static, _steps(x, static, True))
     out = kernel.launch(operands, static, ("ht", "X", "scores"))
-    return _transposed(out["ht"][..., : S.shape[3], : S.shape[2]]), keep(Kept(out["X"], out["scores"]))
+    return _transposed(out["ht"][..., : S.shape[3], : S.shape[2]]), remat.keep(Kept(out["X"], out["scores"]))
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _launch_back(x: Arguments, static: Static, kept: Kept, do: jax.Array, dstates: jax.Array) -> jax.Array:
+def _launch_back(
+    x: arguments.Arguments, static: kernel.Static, kept: Kept, do: jax.Array, dstates: jax.Array
+) -> jax.Array:
     """Run the reverse kernel for the gradient of the initial states alone."""
     K, V = static.head_sizes
     given: dict[str, Any] = _lay_out(x, static, _steps(x, static, True), kept=kept)._asdict()
     given |= dict(
-        h=None, W=None, do=to_lanes(do.astype(given["v"].dtype), static.T), dht=pad_states(_transposed(dstates))
+        h=None,
+        W=None,
+        do=layout.to_lanes(do.astype(given["v"].dtype), static.T),
+        dht=layout.pad_states(_transposed(dstates)),
     )
-    operands = kernel_bwd.Operands(*vary_alike(*(given[name] for name in kernel_bwd.Operands._fields)))
+    operands = kernel_bwd.Operands(*compat.vary_alike(*(given[name] for name in kernel_bwd.Operands._fields)))
     return _transposed(kernel_bwd.launch(operands, static, ("dh0",))["dh0"][..., :V, :K])
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _launch_pooled(x: Arguments, static: Static, block_size: int | None, routes: Routes) -> tuple[jax.Array, jax.Array]:
+def _launch_pooled(
+    x: arguments.Arguments, static: kernel.Static, block_size: int | None, routes: pools.Routes
+) -> tuple[jax.Array, jax.Array]:
     """Run the forward kernel from a pool of states and into it."""
     pool: Any = x.initial_state
     T = x.q.shape[1]
-    steps = pool_steps(T, static.C, routes, block_size)
+    steps = layout.pool_steps(T, static.C, routes, block_size)
     operands = _lay_out(x._replace(initial_state=None), static, steps, pool)
     out = kernel.launch(operands, static._replace(steps=steps.table.shape[1]), ("o", "pool_out"))
-    return from_lanes(out["o"], static.HV, x.v.shape[3], T), out["pool_out"]
+    return layout.from_lanes(out["o"], static.HV, x.v.shape[3], T), out["pool_out"]
 
 
 def _lay_out(
-    x: Arguments, static: Static, steps: Steps, pool: jax.Array | None = None, kept: Kept | None = None
-) -> Operands:
+    x: arguments.Arguments,
+    static: kernel.Static,
+    steps: layout.Steps,
+    pool: jax.Array | None = None,
+    kept: Kept | None = None,
+) -> kernel.Operands:
     """Bring the user's arrays into the layout of the kernels; JAX transposes this for the backward."""
-    dtype = operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
+    dtype = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
     g, law = x.g.astype(jnp.float32), None
     if x.A_log is not None:
         # Raw gates stay as narrow as they are, but no TPU loads float16.
         g = x.g if x.g.dtype == jnp.bfloat16 else g
-        law = jnp.stack(lay_out_law(x.A_log, x.dt_bias, g.shape[2:]))  # [2, HV, K]
-        law = to_lanes(law[None], 2)[0]
-    operands = Operands(
+        law = jnp.stack(gates.lay_out_law(x.A_log, x.dt_bias, g.shape[2:]))  # [2, HV, K]
+        law = layout.to_lanes(law[None], 2)[0]
+    operands = kernel.Operands(
         *steps,
-        *(to_lanes(y.astype(dtype), static.T) for y in (x.q, x.k, x.v)),
-        to_lanes(g, static.T),
-        to_rows(x.beta.astype(jnp.float32), static.C),
-        pad_states(_transposed(x.initial_state)),
+        *(layout.to_lanes(y.astype(dtype), static.T) for y in (x.q, x.k, x.v)),
+        layout.to_lanes(g, static.T),
+        layout.to_rows(x.beta.astype(jnp.float32), static.C),
+        layout.pad_states(_transposed(x.initial_state)),
         law,
         pool,
         *(kept or (None, None)),
     )
-    return Operands(*vary_alike(*operands))
+    return kernel.Operands(*compat.vary_alike(*operands))
 
 
 def recurrent_kda(
@@ -427,7 +413,7 @@ def recurrent_kda(
     state_indices: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Kimi delta attention token by token, the decode path: one new token or a few for every sequence, in one launch.
@@ -481,11 +467,13 @@ def recurrent_kda(
     Cost: 7 B T HV K V flops; every state is read and written once.
     Source: Kimi Linear (2025).
     """
-    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    x = Arguments(
+    laws = gates.Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    x = arguments.Arguments(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias
     )
-    devices = Devices(sharding, context_axis)
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, None, gate_lower_bound, laws, devices)
+    devices = arguments.Devices(sharding, context_axis)
+    options = arguments.Options(output_final_state, use_qk_l2norm_in_kernel, None, gate_lower_bound, laws, devices)
     _check(x, options)
-    return run_recurrent(x, Slots(state_indices, has_initial_state), options, implementation, "recurrent_kda_fwd")
+    return decode.run_recurrent(
+        x, arguments.Slots(state_indices, has_initial_state), options, implementation, "recurrent_kda_fwd"
+    )

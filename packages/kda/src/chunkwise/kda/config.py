@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from chunkwise.shared.kernels import pick_heads
+from chunkwise.shared.kernels import launcher
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,6 @@ def default_for(H: int, HV: int, C: int, K: int, V: int, itemsize: int) -> Confi
     """Return the Config for these shapes; K and V already padded to lanes."""
     size = vmem_bytes_per_head(C, K, V, itemsize)
     return Config(
-        heads=pick_heads(HV, H, size, most=16),
-        heads_bwd=pick_heads(HV, H, size * 5 // 4, most=16),
+        heads=launcher.pick_heads(HV, H, size, most=16),
+        heads_bwd=launcher.pick_heads(HV, H, size * 5 // 4, most=16),
     )

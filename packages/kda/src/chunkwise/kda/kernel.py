@@ -16,7 +16,7 @@ sums over it cancel. They keep 16 bits, as two bfloat16 parts.
 
 Chunks of a packed batch without states, or of rows of segments, may hold several sequences or padding. Only the turns
 that meet such a chunk compute with masks. Rows that hold something not finite are zeroed there before any product, as
-in shared.kernels.quarantine, and all results of their sequence in that chunk become NaN, in all heads of the block.
+in shared.kernels.nonfinite, and all results of their sequence in that chunk become NaN, in all heads of the block.
 
 Where tokens are split over devices, the same kernel runs without output first: it takes a state of more channels than
 there are values through the tokens, and keeps X and the scores. Given these, the operator has only the decays from the
@@ -34,55 +34,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.kda import tile
-from chunkwise.kda.config import Config
-from chunkwise.kda.cost import cost
-from chunkwise.shared.compat import out_struct
-from chunkwise.shared.kernels import (
-    LANES,
-    LOG2_E,
-    Blocks,
-    SequenceMasks,
-    Step,
-    begin_inverse,
-    clear,
-    decay,
-    dot_nt,
-    dot_tn,
-    fetch_states,
-    keep_block,
-    l2norm,
-    ladder,
-    lanes,
-    load_heads,
-    masked_or_not,
-    multiply_packed,
-    named,
-    not_finite,
-    only_if,
-    operand_dtype,
-    pack_members,
-    packing,
-    pallas_call,
-    part_pairs,
-    parts,
-    place_tiles,
-    put_states,
-    rows,
-    rows_not_finite,
-    sequence_masks,
-    side_lanes,
-    split_lanes,
-    spoil,
-    stagger,
-    store_heads,
-    strip_rows,
-    take_turns,
-    to_column,
-    to_row,
-    whole_or_cut,
-    whole_sequences,
-)
+from chunkwise.kda import config, cost, tile
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import inverse, launcher, laws, layout, matmul, nonfinite, packed, pools, schedule, tiles
 
 # Heads that take the state through a chunk together; in launches that make the inverse or the output, and not both.
 STAGE, HALF_STAGE = 4, 8
@@ -159,7 +113,7 @@ class Static(NamedTuple):
     scale: float
     normalise: bool
     pieces: bool
-    config: Config
+    config: config.Config
     with_state: bool
     head_sizes: tuple[int, int]
     base: int
@@ -169,7 +123,7 @@ class Static(NamedTuple):
     @property
     def p(self) -> int:
         """Heads that lie side by side in the lanes: a power of two that divides the heads of a grid step."""
-        return packing(self.C, self.config.heads, self.config.heads_bwd)
+        return packed.packing(self.C, self.config.heads, self.config.heads_bwd)
 
     @property
     def group(self) -> int:
@@ -183,7 +137,7 @@ class Static(NamedTuple):
 
 def decays_scratch(heads: int, C: int, K: int, base: int):
     """Return the scratch of `store_block_decays`."""
-    return pltpu.VMEM((tile.count_decays(base), heads * K // LANES, C, LANES), jnp.float32)
+    return pltpu.VMEM((tile.count_decays(base), heads * K // packed.LANES, C, packed.LANES), jnp.float32)
 
 
 def store_block_decays(ref, g, base: int, goes_on=None, first: int = 0, in_nats: bool = True) -> None:
@@ -197,9 +151,9 @@ def store_block_decays(ref, g, base: int, goes_on=None, first: int = 0, in_nats:
     C = g.shape[0]
     by_row = [pl.ds(r, C // tile.SUBLANES, stride=tile.SUBLANES) for r in range(tile.SUBLANES)]
     goes_on = None if goes_on is None else [goes_on[row, :] for row in by_row]  # each [C / 8, 128]
-    for n in range(g.shape[1] // LANES):
-        each = g[:, n * LANES : (n + 1) * LANES]  # [C, 128]
-        ref[0, first + n] = each * LOG2_E if in_nats else each
+    for n in range(g.shape[1] // packed.LANES):
+        each = g[:, n * packed.LANES : (n + 1) * packed.LANES]  # [C, 128]
+        ref[0, first + n] = each * tiles.LOG2_E if in_nats else each
         decays = tile.block_decays(
             [ref.at[0, first + n][row, :] for row in by_row], base, goes_on
         )  # 8 times [C / 8, 128] each
@@ -210,7 +164,7 @@ def store_block_decays(ref, g, base: int, goes_on=None, first: int = 0, in_nats:
 
 def load_decays(ref, heads: range, K: int, base: int) -> tile.Decays:
     """Return the decays of some heads from what `store_block_decays` left."""
-    each = K // LANES
+    each = K // packed.LANES
 
     def load(i):
         return jnp.stack([jnp.concatenate([ref[i, n * each + m] for m in range(each)], axis=1) for n in heads])
@@ -224,7 +178,7 @@ def transposed(x):
     return jnp.swapaxes(x.reshape(p * C, R), 0, 1)[None]
 
 
-def pack_scores(q, k, decays: tile.Decays, levels, masks: SequenceMasks | None, dtype) -> jax.Array:
+def pack_scores(q, k, decays: tile.Decays, levels, masks: layout.SequenceMasks | None, dtype) -> jax.Array:
     """Return the packed scores of queries above those of keys, [1, 2 C, p C], of a pack of heads.
 
     Args:
@@ -254,7 +208,7 @@ class Boundary(NamedTuple):
     through: jax.Array
 
 
-def pack_boundary(readers, beta, decays: tile.Decays, masks: SequenceMasks | None) -> Boundary:
+def pack_boundary(readers, beta, decays: tile.Decays, masks: layout.SequenceMasks | None) -> Boundary:
     """Return what the state needs of a pack of heads.
 
     Args:
@@ -263,7 +217,9 @@ def pack_boundary(readers, beta, decays: tile.Decays, masks: SequenceMasks | Non
       decays, masks: as in `pack_scores`.
     """
     from_start, to_end, through = tile.boundary_tile(decays, masks)  # [p, C, K], [p, C, K], [p, 1, K]
-    return Boundary(rows(readers) * rows([from_start] * len(readers)), (readers[-1] * beta) * to_end, through)
+    return Boundary(
+        packed.rows(readers) * packed.rows([from_start] * len(readers)), (readers[-1] * beta) * to_end, through
+    )
 
 
 class Chunk(NamedTuple):
@@ -281,15 +237,15 @@ class Chunk(NamedTuple):
     beta: jax.Array
 
 
-def own_rows(step: Step, static: Static) -> jax.Array | None:
+def own_rows(step: layout.Step, static: Static) -> jax.Array | None:
     """Return which rows of the chunk belong to a step, bool [C, 1]; None for all. Others may hold anything."""
     return step.rows(static.C) if static.pieces or static.selects else None
 
 
 def load_keys(ref, own, static: Static, which: slice = slice(None)) -> jax.Array:
     """Return queries or keys as float32 [key heads, C, K], rounded as the tensors are."""
-    heads = load_heads(ref, static.K, which, own).astype(jnp.float32)  # [key heads, C, K]
-    return l2norm(heads).astype(ref.dtype).astype(jnp.float32) if static.normalise else heads
+    heads = layout.load_heads(ref, static.K, which, own).astype(jnp.float32)  # [key heads, C, K]
+    return tiles.l2norm(heads).astype(ref.dtype).astype(jnp.float32) if static.normalise else heads
 
 
 def load_chunk(refs, own, static: Static) -> Chunk:
@@ -301,7 +257,7 @@ def load_gates(refs, own) -> tuple[jax.Array, jax.Array]:
     """Return g and beta of `Chunk`."""
     g, beta = refs.g[...], refs.beta[...]  # [C, heads K], [heads, C]
     if own is not None:
-        own_row = to_row(own.astype(jnp.float32)[None])[0] > 0.0  # [1, C]
+        own_row = tiles.to_row(own.astype(jnp.float32)[None])[0] > 0.0  # [1, C]
         # A law comes first: see `decays_of`.
         g = jnp.where(own, g, 0.0) if refs.law is None else g
         beta = jnp.where(own_row, beta, 0.0)
@@ -324,48 +280,50 @@ def decays_of(g, refs, own, static: Static, first: int = 0, unit: float = 1.0, e
     `unit` and `exact` as in `chunkwise.shared.kernels.decay`.
     """
     A_log, dt_bias = (refs.law[i : i + 1, first : first + g.shape[1]] for i in range(2))  # [1, n]
-    g = decay(g.astype(jnp.float32), A_log, dt_bias, static.lower_bound, unit, exact)  # [C, n]
+    g = laws.decay(g.astype(jnp.float32), A_log, dt_bias, static.lower_bound, unit, exact)  # [C, n]
     # What raw gates hold there may be anything, and of zeros the law makes decays.
     return g if own is None else jnp.where(own, g, 0.0)
 
 
-def load_masks(owner_ref, step: Step, C: int) -> SequenceMasks:
+def load_masks(owner_ref, step: layout.Step, C: int) -> layout.SequenceMasks:
     """Return how the sequences of a step's chunk lie in it."""
-    return sequence_masks(owner_ref[...], C, step.before, step.final)
+    return layout.sequence_masks(owner_ref[...], C, step.before, step.final)
 
 
-def store_continuing(ref, masks: SequenceMasks) -> None:
+def store_continuing(ref, masks: layout.SequenceMasks) -> None:
     """Store `tile.continuing` in a Ref [C, 128], if there is one."""
     if ref is not None:
         ref[...] = jnp.broadcast_to(tile.continuing(masks.same)[0], ref.shape)
 
 
-def keys_not_finite(refs, own, masks: SequenceMasks, static: Static) -> jax.Array:
+def keys_not_finite(refs, own, masks: layout.SequenceMasks, static: Static) -> jax.Array:
     """Return the rows of sequences that hold something not finite in q, k, g or beta, float32 [1, C, 1]."""
     g = jnp.where(own, refs.g[...], 0.0) if refs.law is None else decays_of(refs.g[...], refs, own, static)
     # A gate of -inf only forgets everything.
     g = jnp.where(g == -jnp.inf, 0.0, g)[None]  # [1, C, heads K]
-    beta = jnp.where(own[None], to_column(refs.beta[...][:, None]), 0.0)  # [heads, C, 1]
-    q, k = (load_heads(ref, static.K, own=own) for ref in (refs.q, refs.k))  # [key heads, C, K]
-    return whole_sequences(rows_not_finite(q, k, g, beta), masks.same)
+    beta = jnp.where(own[None], tiles.to_column(refs.beta[...][:, None]), 0.0)  # [heads, C, 1]
+    q, k = (layout.load_heads(ref, static.K, own=own) for ref in (refs.q, refs.k))  # [key heads, C, K]
+    return nonfinite.whole_sequences(nonfinite.rows_not_finite(q, k, g, beta), masks.same)
 
 
-def quarantine_passed(refs, own, step: Step, static: Static) -> jax.Array:
+def quarantine_passed(refs, own, step: layout.Step, static: Static) -> jax.Array:
     """Clear a state that is not finite; return the rows of sequences that are not finite, float32 [1, C, 1].
 
     The rows of q, k, g and beta were looked at when the chunk was prepared. Padding counts to the sequence before it.
     """
     masks = load_masks(refs.owner_passed, step, static.C)
-    state = not_finite(refs.state[...])  # [1, 1, 1]
+    state = nonfinite.not_finite(refs.state[...])  # [1, 1, 1]
     if refs.h0 is None:  # nothing reads the state before the first step
         state = jnp.where(step.first == 1, 0.0, state)
 
     @pl.when(jnp.max(state) > 0.0)
     def _():
-        clear(refs.state)
+        layout.clear(refs.state)
 
-    found = jnp.maximum(refs.found[...], rows_not_finite(load_heads(refs.v, static.V, own=own)))  # [1, C, 1]
-    return whole_sequences(jnp.maximum(found, jnp.where(masks.carried, state, 0.0)), masks.same)
+    found = jnp.maximum(
+        refs.found[...], nonfinite.rows_not_finite(layout.load_heads(refs.v, static.V, own=own))
+    )  # [1, C, 1]
+    return nonfinite.whole_sequences(jnp.maximum(found, jnp.where(masks.carried, state, 0.0)), masks.same)
 
 
 def spoil_passed(refs, spoilt, own) -> None:
@@ -375,7 +333,7 @@ def spoil_passed(refs, spoilt, own) -> None:
     def _():
         for ref in (refs.o, refs.W):
             if ref is not None:
-                spoil(ref, spoilt * own)
+                nonfinite.spoil(ref, spoilt * own)
 
         # The last row of a chunk belongs to the sequence of the state after it.
         @pl.when(jnp.max(spoilt[:, -1:]) > 0.0)
@@ -394,12 +352,12 @@ def _fwd_kernel(refs, *, static: Static):
     if refs.ht is not None:
         refs.state = refs.ht
     turn, first, last = pl.program_id(2), pl.program_id(0) * static.steps, static.steps - 1
-    ahead = Step(refs.table, first + jnp.minimum(turn, last))
-    step = Step(refs.table, first + jnp.maximum(turn - 1, 0))
+    ahead = layout.Step(refs.table, first + jnp.minimum(turn, last))
+    step = layout.Step(refs.table, first + jnp.maximum(turn - 1, 0))
 
     def clear_others() -> None:
         """Make the rows zero that no piece owns."""
-        pl.when((step.opens & step.mixed) == 1)(lambda: clear(refs.o, refs.W))
+        pl.when((step.opens & step.mixed) == 1)(lambda: layout.clear(refs.o, refs.W))
 
     def pass_empty() -> None:
         """Take a state through an empty sequence, which no turn does."""
@@ -418,25 +376,27 @@ def _fwd_kernel(refs, *, static: Static):
 
         @pl.when(step.first == 1)
         def _():
-            fetch_states(refs.pool, refs.state, step.continues, transposed=True)
+            pools.fetch_states(refs.pool, refs.state, step.continues, transposed=True)
 
         @pl.when((turn == 0) & (step.sequence == step.target))
         def _():
-            keep_block(refs.pool, refs.pool_out)
+            pools.keep_block(refs.pool, refs.pool_out)
 
     turns = functools.partial(_turn, refs, ahead, step, static)
     if static.pieces:
-        whole_or_cut((ahead, step), static.C, turns, clear_others, pass_empty if refs.pool is None else lambda: None)
+        layout.whole_or_cut(
+            (ahead, step), static.C, turns, clear_others, pass_empty if refs.pool is None else lambda: None
+        )
     else:
-        masked_or_not(None if refs.owner is None else (ahead.mixed + step.mixed) > 0, turns)
+        nonfinite.masked_or_not(None if refs.owner is None else (ahead.mixed + step.mixed) > 0, turns)
     if refs.pool is not None:
 
         @pl.when((turn > 0) & (step.last == 1))
         def _():
-            put_states(refs.state, refs.pool_out, transposed=True)
+            pools.put_states(refs.state, refs.pool_out, transposed=True)
 
 
-def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) -> None:
+def _turn(refs, ahead: layout.Step, step: layout.Step, static: Static, masked: bool | None) -> None:
     """Do as `_fwd_kernel`.
 
     `masked` says whether one of the two chunks is mixed. False says also that all their rows belong to the two steps,
@@ -452,15 +412,15 @@ def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) ->
     if masked:
         # The selection that padding needs anyway makes zeros of what is not finite, before any product reads it.
         valid_passed = refs.valid[0] > 0.0
-        spoilt = only_if(step.mixed == 1, lambda: quarantine_passed(refs, valid_passed, step, static), C)
+        spoilt = nonfinite.only_if(step.mixed == 1, lambda: quarantine_passed(refs, valid_passed, step, static), C)
         own_passed = valid_passed & (spoilt[0] == 0.0)
         masks = load_masks(refs.owner, ahead, C)
         store_continuing(goes_on, masks)
         valid = masks.code[0] >= 0
-        found = only_if(ahead.mixed == 1, lambda: keys_not_finite(refs, valid, masks, static), C)
+        found = nonfinite.only_if(ahead.mixed == 1, lambda: keys_not_finite(refs, valid, masks, static), C)
         own = valid & (found[0] == 0.0)
     gates, betas = load_gates(refs, own)  # [C, heads K], [heads, C]
-    beta_rows = side_lanes(betas[:, None], p)  # [heads / p, 1, p C]
+    beta_rows = packed.side_lanes(betas[:, None], p)  # [heads / p, 1, p C]
 
     @functools.cache
     def load(name, i):
@@ -475,9 +435,9 @@ def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) ->
         g, in_nats = gates[:, n * K : (n + p) * K], refs.law is None
         if refs.law is not None:
             # Pack by pack, because all decays at once would not stay in registers.
-            g = decays_of(g, refs, own, static, n * K, LOG2_E, exact=operand_dtype(dtype) == jnp.float32)
-        store_block_decays(refs.decays, g, base, goes_on, n * K // LANES, in_nats)
-        decays, beta = load_decays(refs.decays, pack, K, base), to_column(betas[n : n + p, None])  # [p, C, 1]
+            g = decays_of(g, refs, own, static, n * K, tiles.LOG2_E, exact=matmul.operand_dtype(dtype) == jnp.float32)
+        store_block_decays(refs.decays, g, base, goes_on, n * K // packed.LANES, in_nats)
+        decays, beta = load_decays(refs.decays, pack, K, base), tiles.to_column(betas[n : n + p, None])  # [p, C, 1]
         scores = pack_scores(q_pack, k_pack, decays, refs.levels[...], masks, dtype) if refs.X is None else None
         boundary = pack_boundary([q_pack, k_pack] if refs.o is not None else [k_pack], beta, decays, masks)
         return n, boundary, scores
@@ -486,19 +446,21 @@ def _turn(refs, ahead: Step, step: Step, static: Static, masked: bool | None) ->
         """Store what `make` returned for the next turn."""
         pack, packs = slice(n, n + p), slice(n // p, n // p + 1)
         refs.decayed[pack] = boundary.decayed.astype(refs.decayed.dtype)
-        refs.ends[pack], refs.through[pack] = rows(parts(boundary.ends, dtype)), boundary.through
+        refs.ends[pack], refs.through[pack] = packed.rows(packed.parts(boundary.ends, dtype)), boundary.through
         scores = refs.scores[packs] if scores is None else scores  # [1, 2 C, p C]
         if refs.o is not None:
-            refs.P[packs] = lanes(parts(scores[:, :C] * beta_rows[packs], dtype))
+            refs.P[packs] = packed.lanes(packed.parts(scores[:, :C] * beta_rows[packs], dtype))
         if refs.scores_out is not None:
             refs.scores_out[packs] = scores
 
     # The products of a pack do not wait for those of the chunk before, so the two alternate.
     made, passing = [], pass_chunk(refs, own_passed, step, static, dtype)
-    take_turns(order(heads // p, refs.o is not None), p=passing, m=(made.append(make(n)) for n in range(0, heads, p)))
+    schedule.take_turns(
+        order(heads // p, refs.o is not None), p=passing, m=(made.append(make(n)) for n in range(0, heads, p))
+    )
     if refs.X is None:
         M = jnp.concatenate([scores[:, C:] for *_, scores in made]) * beta_rows  # [heads / p, C, p C]
-        strip = begin_inverse(M)  # [heads / p, 16, p C]
+        strip = inverse.begin_inverse(M)  # [heads / p, 16, p C]
     for _ in passing:
         pass
     # Only now, because the chunk before is read until its state has passed.
@@ -536,30 +498,32 @@ def read_state(decayed, S):
     heads, V, K = S.shape
     # Two heads fill the 256 x 256 weights of a matrix unit.
     p = 2 if heads % 2 == 0 and 2 * K <= 256 and 2 * V <= 256 else 1
-    S = place_tiles(pack_members(S.astype(decayed.dtype), p), p)  # [heads / p, p V, p K]
-    return split_lanes(dot_nt(side_lanes(decayed, p), S), p)
+    S = packed.place_tiles(packed.pack_members(S.astype(decayed.dtype), p), p)  # [heads / p, p V, p K]
+    return packed.split_lanes(matmul.dot_nt(packed.side_lanes(decayed, p), S), p)
 
 
 def write_state(W, ends):
     """Return W^T ends, [heads, V, K] float32, for `parts` of W and of ends [heads, C, K]."""
-    left, right = part_pairs(W, ends)
-    return dot_tn(rows(left), rows(right))
+    left, right = packed.part_pairs(W, ends)
+    return matmul.dot_tn(packed.rows(left), packed.rows(right))
 
 
-def pass_chunk(refs, own, step: Step, static: Static, dtype) -> Iterator[None]:
+def pass_chunk(refs, own, step: layout.Step, static: Static, dtype) -> Iterator[None]:
     """Finish the inverse of the chunk in scratch and take the state through it; yield where products may stand."""
     X = None if refs.X is None else refs.X[...]  # [heads / p, C, p C]
     if refs.X is None:
-        for product in ladder(refs.strip[...], refs.M[...], 3 if operand_dtype(dtype) == jnp.float32 else 2):
+        for product in inverse.ladder(
+            refs.strip[...], refs.M[...], 3 if matmul.operand_dtype(dtype) == jnp.float32 else 2
+        ):
             X = product  # the last is the inverse
             yield
     if refs.X_out is not None:
         refs.X_out[...] = X
     stages = stages_of(static, STAGE if refs.o is not None and refs.X is None else HALF_STAGE)
-    yield from stagger(pass_state(refs, own, X, stage, step, static, dtype) for stage in stages)
+    yield from schedule.stagger(pass_state(refs, own, X, stage, step, static, dtype) for stage in stages)
 
 
-def pass_state(refs, own, X, heads: slice, step: Step, static: Static, dtype) -> Iterator[None]:
+def pass_state(refs, own, X, heads: slice, step: layout.Step, static: Static, dtype) -> Iterator[None]:
     """Write the output of some heads of the chunk in scratch, take their state through it; yield between products."""
     C, p, packs = static.C, static.p, slice(heads.start // static.p, heads.stop // static.p)
     # What the state held before a sequence begins is not looked at: selecting costs less than clearing.
@@ -570,21 +534,21 @@ def pass_state(refs, own, X, heads: slice, step: Step, static: Static, dtype) ->
         refs.h[heads] = S.astype(refs.h.dtype)
     seen = read_state(refs.decayed[heads], S)  # [h, 2 C or C, V]
     yield
-    v = load_heads(refs.v, static.V, heads, own).astype(jnp.float32)  # [h, C, V]
+    v = layout.load_heads(refs.v, static.V, heads, own).astype(jnp.float32)  # [h, C, V]
     if S.shape[1] > static.V:  # channels without values
-        v = lanes([v, jnp.zeros((*v.shape[:2], S.shape[1] - static.V), jnp.float32)])
-    W = multiply_packed(lanes(parts(X[packs], dtype)), v - seen[:, -C:], p, dtype)  # [h, C, V]
+        v = packed.lanes([v, jnp.zeros((*v.shape[:2], S.shape[1] - static.V), jnp.float32)])
+    W = packed.multiply_packed(packed.lanes(packed.parts(X[packs], dtype)), v - seen[:, -C:], p, dtype)  # [h, C, V]
     # Pieces share the rows of a chunk; what a chunk stores past the last token is never read.
     stored = own if static.pieces else None
     if refs.W is not None:
-        store_heads(refs.W, W, stored, heads.start)
+        layout.store_heads(refs.W, W, stored, heads.start)
     yield
     if refs.o is not None:
-        o = seen[:, :C] + multiply_packed(refs.P[packs], W, p, dtype)  # [h, C, V]
-        store_heads(refs.o, o, stored, heads.start)
+        o = seen[:, :C] + packed.multiply_packed(refs.P[packs], W, p, dtype)  # [h, C, V]
+        layout.store_heads(refs.o, o, stored, heads.start)
     ends = refs.ends[heads]  # [h, parts C, K]
     ends = [ends[:, i : i + C] for i in range(0, ends.shape[1], C)]
-    refs.state[heads] = refs.through[heads] * S + write_state(parts(W, dtype), ends)  # [h, V, K]
+    refs.state[heads] = refs.through[heads] * S + write_state(packed.parts(W, dtype), ends)  # [h, V, K]
 
 
 def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, jax.Array]:
@@ -607,21 +571,21 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, jax.
     B, HV, C, K, V, steps, heads = static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads
     p, dtype, last, made = static.p, x.v.dtype, steps - 1, x.X is None
     channels = V if x.initial_state is None else x.initial_state.shape[2]
-    operand = operand_dtype(dtype)
+    operand = matmul.operand_dtype(dtype)
     count = 2 if operand == jnp.bfloat16 else 1
     ahead, passed = (
-        Blocks(C, steps, at, static.pieces)
+        layout.Blocks(C, steps, at, static.pieces)
         for at in (lambda turn: jnp.minimum(turn, last), lambda turn: jnp.maximum(turn - 1, 0))
     )
     key_lanes, share = static.key_heads(heads) * K, max(static.group // heads, 1)
-    packed, both = (heads // p, C, p * C), (heads // p, 2 * C, p * C)
+    packed_shape, both = (heads // p, C, p * C), (heads // p, 2 * C, p * C)
     state, before = passed.state(heads, channels, K), passed.per_step(heads, channels, K)
     outputs = {
         "o": (passed.tokens(heads * V), x.v.shape, dtype),
         "ht": (state, (static.N, HV, channels, K), jnp.float32),
         "h": (before, (B, steps, HV, channels, K), operand),
         "W": (passed.tokens(heads * V), x.v.shape, jnp.float32),
-        "X": (passed.per_step(*packed), (B, steps, HV // p, C, p * C), jnp.float32),
+        "X": (passed.per_step(*packed_shape), (B, steps, HV // p, C, p * C), jnp.float32),
         "scores": (ahead.per_step(*both), (B, steps, HV // p, 2 * C, p * C), jnp.float32),
     }
     if x.pool is not None:
@@ -637,8 +601,8 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, jax.
         "decays": decays_scratch(heads, C, K, base),
     }
     if made:
-        scratch["strip"] = pltpu.VMEM((heads // p, strip_rows(C), p * C), jnp.float32)
-        scratch["M"] = pltpu.VMEM(packed, jnp.float32)
+        scratch["strip"] = pltpu.VMEM((heads // p, inverse.strip_rows(C), p * C), jnp.float32)
+        scratch["M"] = pltpu.VMEM(packed_shape, jnp.float32)
     if "o" in wanted:
         scratch["P"] = pltpu.VMEM((heads // p, C, count * p * C), operand)
     if "ht" not in wanted:
@@ -647,7 +611,7 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, jax.
         scratch |= {name: pltpu.VMEM((1, C, 1), jnp.float32) for name in ("found", "valid")}
         scratch["owner_passed"] = pltpu.VMEM((1, C), jnp.int32)
     if x.owner is not None and base > 1:
-        scratch["goes_on"] = pltpu.VMEM((C, LANES), jnp.float32)
+        scratch["goes_on"] = pltpu.VMEM((C, packed.LANES), jnp.float32)
     operands = {
         "levels": (jnp.asarray(tile.level_table(C, base)) if made else None, whole_block(C, 2 * C)),
         "q": (x.q, ahead.tokens(key_lanes, share)),
@@ -659,15 +623,15 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, jax.
         "h0": (x.initial_state, state),
         "law": (x.law, law_block(heads * K)),
         "pool": (x.pool, None if x.pool is None else passed.state(heads, *x.pool.shape[2:])),
-        "X": (x.X, passed.per_step(*packed)),
+        "X": (x.X, passed.per_step(*packed_shape)),
         "scores": (x.scores, ahead.per_step(*both)),
     }
     # An operand and an output of one name are two Refs: those of outputs have a name of their own in the kernel.
     present = [(f"{name}_out" if name in operands else name, name in wanted) for name in outputs]
     kind = "fwd" if "o" in wanted else "summary"
     inputs = ["table", *(name for name, (value, _) in operands.items() if value is not None)]
-    results = pallas_call(
-        named(_fwd_kernel, ["table", *operands], present, list(scratch), static=static),
+    results = launcher.pallas_call(
+        launcher.named(_fwd_kernel, ["table", *operands], present, list(scratch), static=static),
         x.table,
         *(value for value, _ in operands.values()),
         name=f"fused_chunk_kda_{kind}_c{C}",
@@ -678,9 +642,9 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, jax.
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         in_specs=[None if value is None else spec for value, spec in operands.values()],
         out_specs=[outputs[name][0] for name in wanted],
-        out_shape=[out_struct(*outputs[name][1:], *x) for name in wanted],
+        out_shape=[compat.out_struct(*outputs[name][1:], *x) for name in wanted],
         scratch_shapes=list(scratch.values()),
-        cost_estimate=cost(B=B, T=static.T, H=static.H, HV=HV, K=K, V=V, C=C, itemsize=dtype.itemsize),
+        cost_estimate=cost.cost(B=B, T=static.T, H=static.H, HV=HV, K=K, V=V, C=C, itemsize=dtype.itemsize),
         input_output_aliases={} if x.pool is None else {inputs.index("pool"): wanted.index("pool_out")},
         in_bounds=x.pool is None,  # nothing else comes from the caller's numbers
     )  # fmt: skip

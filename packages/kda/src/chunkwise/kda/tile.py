@@ -14,19 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.kernels import (
-    LOG2_E,
-    SequenceMasks,
-    column_index,
-    dot_nt,
-    lanes,
-    operand_dtype,
-    pack_members,
-    parts,
-    rotate,
-    row_index,
-    rows,
-)
+from chunkwise.shared.kernels import layout, matmul, packed, tiles
 
 # Rows of one vector register: blocks of so many rows are taken apart and put together for free.
 SUBLANES = 8
@@ -40,8 +28,8 @@ def base_block(gate_lower_bound: float | None, dtype) -> int:
 
     It is 8 where no gate is below `LEAST_GATE`, and for any gate if the tensors are bfloat16.
     """
-    bounded = gate_lower_bound is not None and gate_lower_bound * LOG2_E >= LEAST_GATE
-    return SUBLANES if bounded or operand_dtype(dtype) == jnp.bfloat16 else 1
+    bounded = gate_lower_bound is not None and gate_lower_bound * tiles.LOG2_E >= LEAST_GATE
+    return SUBLANES if bounded or matmul.operand_dtype(dtype) == jnp.bfloat16 else 1
 
 
 def count_decays(base: int) -> int:
@@ -141,7 +129,7 @@ def chunk_decays(blocks, base: int) -> Decays:
     """
     *inside, start, end = blocks
     cut = [[x[:, i : i + SUBLANES] for i in range(0, start.shape[1], SUBLANES)] for x in (start, end)]
-    *levels, start, end = map(rows, join_blocks(*cut, jnp.multiply, lambda x: x[:, SUBLANES - 1 :]))
+    *levels, start, end = map(packed.rows, join_blocks(*cut, jnp.multiply, lambda x: x[:, SUBLANES - 1 :]))
     if base <= 1:
         return Decays(None, inside + levels if base else [], start, end)
     return Decays((inside[0], inside[1]), levels, start, end)
@@ -149,7 +137,7 @@ def chunk_decays(blocks, base: int) -> Decays:
 
 def twice(x: jax.Array) -> jax.Array:
     """Return x above x: the same for the rows of queries and of keys."""
-    return rows([x, x])
+    return packed.rows([x, x])
 
 
 def halves(x, b):
@@ -215,8 +203,8 @@ def interaction_tile(q, k, decays: Decays, table, dtype, pairs: bool = False) ->
     Returns:
       [h, C, 2 C] float32: for key j <q_i, e^(G_i - G_j) k_j>, i >= j, beside <k_i, e^(G_i - G_j) k_j>, i > j.
     """
-    h, C, operand = k.shape[0], k.shape[1], operand_dtype(dtype)
-    stacked = rows([q, k])  # [h, 2 C, K]
+    h, C, operand = k.shape[0], k.shape[1], matmul.operand_dtype(dtype)
+    stacked = packed.rows([q, k])  # [h, 2 C, K]
     out = jnp.zeros((h, C, 2 * C), jnp.float32)  # [h, C, 2 C]
     if decays.base is None:
         # No product holds a row with itself, which has no decay.
@@ -225,28 +213,28 @@ def interaction_tile(q, k, decays: Decays, table, dtype, pairs: bool = False) ->
     for x in level_factors(decays):
         if x.b is None:
             # Blocks of fewer rows than a register has: all rows and columns take part, and the table selects.
-            columns = parts(k * x.columns, dtype)  # each [h, C, K]
+            columns = packed.parts(k * x.columns, dtype)  # each [h, C, K]
             decayed = (stacked * x.rows).astype(operand)  # [h, 2 C, K]
-            product = dot_nt(lanes(columns), lanes([decayed] * len(columns)))  # [h, C, 2 C]
+            product = matmul.dot_nt(packed.lanes(columns), packed.lanes([decayed] * len(columns)))  # [h, C, 2 C]
             out = jnp.where(table == x.index, product, out)  # [h, C, 2 C]
             continue
         # Only left halves have pairs as columns, right halves as rows; taking whole registers apart is free.
-        columns = lanes(parts(halves(k, x.b)[0] * x.columns, dtype))  # [h, C / 2, parts K]
+        columns = packed.lanes(packed.parts(halves(k, x.b)[0] * x.columns, dtype))  # [h, C / 2, parts K]
         decayed = halves(stacked, x.b)[1] * x.rows  # [h, C, K]
-        even, odd = pack_members(decayed, 2) if pairs else (decayed, decayed)  # each [h / 2, C, K], or [h, C, K]
+        even, odd = packed.pack_members(decayed, 2) if pairs else (decayed, decayed)  # each [h / 2, C, K], or [h, C, K]
         if x.b == SUBLANES:  # half a register of bfloat16: joined before it is rounded
             decayed = join_halves(odd, even, x.b).astype(operand)  # [h / 2, 2 C, K], or [h, 2 C, K]
         else:
             decayed = join_halves(odd.astype(operand), even.astype(operand), x.b)  # likewise
-        decayed = lanes([decayed] * (columns.shape[2] // decayed.shape[2]))  # [.., 2 C, parts K]
+        decayed = packed.lanes([decayed] * (columns.shape[2] // decayed.shape[2]))  # [.., 2 C, parts K]
         if pairs:
             # The columns of both heads of a pair lie below one another and meet the rows of both: the pairs of the odd
             # one stand a block beside their place.
-            product = dot_nt(rows(pack_members(columns, 2)), decayed)  # [h / 2, C, 2 C]
-            product = rows([product[:, : C // 2], rotate(product[:, C // 2 :], x.b)])  # [h / 2, C, 2 C]
+            product = matmul.dot_nt(packed.rows(packed.pack_members(columns, 2)), decayed)  # [h / 2, C, 2 C]
+            product = packed.rows([product[:, : C // 2], packed.rotate(product[:, C // 2 :], x.b)])  # [h / 2, C, 2 C]
             product = product.reshape(h, C // 2, 2 * C)  # [h, C / 2, 2 C]
         else:
-            product = dot_nt(columns, decayed)  # [h, C / 2, 2 C]
+            product = matmul.dot_nt(columns, decayed)  # [h, C / 2, 2 C]
         left, right = halves(out, x.b)  # each [h, C / 2, 2 C]
         chosen = jnp.where(halves(table, x.b)[0] == x.index, product, left)  # [h, C / 2, 2 C]
         out = join_halves(chosen, right, x.b)  # [h, C, 2 C]
@@ -268,7 +256,7 @@ def within_sequence(carried: list, ending: list, through: jax.Array, masks: Any)
     return *carried, *(jnp.where(masks.ending, x, 0.0) for x in ending), jnp.where(masks.through, through, 0.0)
 
 
-def boundary_tile(decays: Decays, masks: SequenceMasks | None):
+def boundary_tile(decays: Decays, masks: layout.SequenceMasks | None):
     """Return the decays from the start of a chunk, to its end and through it, within one sequence."""
     return within_sequence([decays.start], [decays.end], decays.start[:, -1:], masks)
 
@@ -276,7 +264,7 @@ def boundary_tile(decays: Decays, masks: SequenceMasks | None):
 def continuing(same: jax.Array) -> jax.Array:
     """Return 1 for rows of the sequence of the row before, else 0, [n, C, 1], from `SequenceMasks.same` [n, C, C]."""
     C = same.shape[1]
-    before = row_index(C) == column_index(C) + jnp.int32(1)
+    before = tiles.row_index(C) == tiles.column_index(C) + jnp.int32(1)
     return jnp.sum((before & same).astype(jnp.float32), axis=2, keepdims=True)
 
 
@@ -285,4 +273,4 @@ def packed_pairs(same: jax.Array, p: int) -> jax.Array:
 
     A kernel cannot join masks, so numbers are joined.
     """
-    return twice(lanes([same.astype(jnp.float32)] * p)) > 0.0
+    return twice(packed.lanes([same.astype(jnp.float32)] * p)) > 0.0

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.kda import kernel, kernel_bwd
-from chunkwise.kda.kernel import Operands, Static
-from chunkwise.shared.kernels import from_lanes, keep, to_lanes
+from chunkwise.shared.kernels import layout, remat
 
 
 def _results(final_state: bool) -> tuple[str, ...]:
@@ -16,7 +15,7 @@ def _results(final_state: bool) -> tuple[str, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def fused(x: Operands, static: Static, final_state: bool):
+def fused(x: kernel.Operands, static: kernel.Static, final_state: bool):
     """Return (o [B, T, HV V], the final states [N, HV, V, K] or None).
 
     With X and scores, of an earlier launch, neither direction computes them again; they have no gradient of their own.
@@ -27,17 +26,17 @@ def fused(x: Operands, static: Static, final_state: bool):
 
 def _trim(x: jax.Array, heads: int, lanes: int, size: int) -> jax.Array:
     """Return flat tokens [B, T, heads lanes] without padding, [B, T, heads, size]; x itself if it has none."""
-    return x if size == lanes else from_lanes(x, heads, size, x.shape[1])
+    return x if size == lanes else layout.from_lanes(x, heads, size, x.shape[1])
 
 
 def _pad(x: jax.Array) -> jax.Array:
     """Return what `_trim` was given."""
-    return to_lanes(x, x.shape[1]) if x.ndim == 4 else x
+    return layout.to_lanes(x, x.shape[1]) if x.ndim == 4 else x
 
 
 def _forward(x, static, final_state):
     made = () if x.X is not None else ("X", "scores")
-    out = keep(kernel.launch(x, static, (*_results(final_state), "h", "W", *made)))
+    out = remat.keep(kernel.launch(x, static, (*_results(final_state), "h", "W", *made)))
     K, V = static.head_sizes
     # What is kept for the backward holds no padding: it would be more than half of it if K is 60.
     kept = dict(
@@ -61,7 +60,7 @@ def _backward(static, final_state, kept, cotangents):
     d = kernel_bwd.launch(x, static, (*kernel_bwd.ALL, "dh0") if static.with_state else kernel_bwd.ALL)
     cotangents: dict[str, Any] = dict.fromkeys(("table", "owner"))
     cotangents |= {name: d[f"d{name}"] for name in ("q", "k", "v", "g", "beta", "law")}
-    return (Operands(**cotangents, initial_state=d.get("dh0")),)
+    return (kernel.Operands(**cotangents, initial_state=d.get("dh0")),)
 
 
 fused.defvjp(_forward, _backward)

@@ -15,22 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.kda import tile
-from chunkwise.shared.compat import varying_zeros
-from chunkwise.shared.kernels import (
-    LOG2_E,
-    Chunking,
-    clip_gate,
-    dot,
-    dot_nt,
-    dot_tn,
-    l2norm,
-    select_tokens,
-    stream_masks,
-    strictly_lower,
-    unless_empty,
-    zero_padding,
-)
-from chunkwise.shared.operators import Arguments, block_inverse, keep_apart, known_inverse, spoilt_tokens
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import chunking, layout, matmul, tiles
+from chunkwise.shared.operators import arguments, block_inverse, isolation
 
 # Blocks of so many rows take all their levels as masked products; larger levels multiply only the pairs that exist.
 _BASE = 16
@@ -82,7 +69,7 @@ def interactions(q, k, g, base, goes_on) -> tuple[jax.Array, jax.Array, Decayed]
     def blocks(x, size):
         return x.reshape(M * C // size, size, x.shape[-1])
 
-    q, k, g = blocks(q, b), blocks(k, b), blocks(g * LOG2_E, b)
+    q, k, g = blocks(q, b), blocks(k, b), blocks(g * tiles.LOG2_E, b)
 
     def by_row(x):
         """Return the first, the second rows and so on of all blocks of 8."""
@@ -103,7 +90,7 @@ def interactions(q, k, g, base, goes_on) -> tuple[jax.Array, jax.Array, Decayed]
 
     while b < C:
         (_, q_right), (k_left, k_right), (e_left, e_right), (t_left, t_right) = map(pairs, x)
-        corner = dot_nt(jnp.concatenate([q_right, k_right], axis=1), e_left)
+        corner = matmul.dot_nt(jnp.concatenate([q_right, k_right], axis=1), e_left)
 
         def joined(x, lower_left):
             left, right = pairs(x)
@@ -169,10 +156,10 @@ def chunk_kda(
     if tables.same is not None:
         scores, M = (jnp.where(tables.same[:, None], x, 0.0) for x in (scores, M))
     beta = beta[..., None]
-    A = flat(jnp.where(strictly_lower(C), beta * M, 0.0))
-    X = per_step(block_inverse(A) if X is None else known_inverse(A, flat(X)))
+    A = flat(jnp.where(tiles.strictly_lower(C), beta * M, 0.0))
+    X = per_step(block_inverse.block_inverse(A) if X is None else block_inverse.known_inverse(A, flat(X)))
     channels = v.shape[-1] if initial_state is None else initial_state.shape[-2]
-    zero = varying_zeros((n, channels, K), q, k, v, g, beta, initial_state)
+    zero = compat.varying_zeros((n, channels, K), q, k, v, g, beta, initial_state)
     start = zero
     if initial_state is not None and tables.first is None:
         start += initial_state
@@ -186,11 +173,11 @@ def chunk_kda(
             masks = t._replace(carried=t.carried[None, :, None], ending=t.ending[None, :, None])
         q_start, k_start, k_end, through = tile.within_sequence(decayed[:2], decayed[2:3], decayed.through, masks)
         readers = [q_start, k_start] if with_output else [k_start]
-        *seen_q, seen_k = jnp.split(dot_nt(jnp.concatenate(readers, axis=1), S), len(readers), axis=1)
+        *seen_q, seen_k = jnp.split(matmul.dot_nt(jnp.concatenate(readers, axis=1), S), len(readers), axis=1)
         v = jnp.pad(v, [(0, 0), (0, 0), (0, channels - v.shape[2])])
-        v_new = dot(X, beta * (v - seen_k))
-        o = seen_q[0] + dot(scores, v_new) if with_output else None
-        S = through * S + dot_tn(v_new, k_end)
+        v_new = matmul.dot(X, beta * (v - seen_k))
+        o = seen_q[0] + matmul.dot(scores, v_new) if with_output else None
+        S = through * S + matmul.dot_tn(v_new, k_end)
         return S, (o, S if keep_states else None)
 
     S, (o, states) = lax.scan(step, start, (v, beta, scores, X, decayed, tables))
@@ -214,7 +201,7 @@ class Static(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def run(x: Arguments, static: Static, kept: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+def run(x: arguments.Arguments, static: Static, kept: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
     """Return (o [B, T, HV, V] in the type of v, the final states [N, HV, K, V] float32, or None unless asked for).
 
     Args:
@@ -225,7 +212,7 @@ def run(x: Arguments, static: Static, kept: jax.Array | None = None) -> tuple[ja
     return _run(x, static, True, kept)[:2]
 
 
-def states_after(x: Arguments, static: Static) -> tuple[jax.Array, jax.Array]:
+def states_after(x: arguments.Arguments, static: Static) -> tuple[jax.Array, jax.Array]:
     """Return the states after the tokens and the inverses of all chunks [steps, B HV, C, C].
 
     Initial states, which there must be, may have more channels than v, whose values are zeros.
@@ -234,7 +221,9 @@ def states_after(x: Arguments, static: Static) -> tuple[jax.Array, jax.Array]:
     return states, X
 
 
-def _run(x: Arguments, static: Static, with_output: bool, kept: jax.Array | None) -> tuple[Any, Any, jax.Array]:
+def _run(
+    x: arguments.Arguments, static: Static, with_output: bool, kept: jax.Array | None
+) -> tuple[Any, Any, jax.Array]:
     """Return the output, unless it is not wanted, the final states, if they are, and the inverses."""
     B, T, HV, _ = x.v.shape
     C = static.C
@@ -242,14 +231,14 @@ def _run(x: Arguments, static: Static, with_output: bool, kept: jax.Array | None
     state = None if x.initial_state is None else jnp.swapaxes(x.initial_state.astype(jnp.float32), -1, -2)
     stream = cu_seqlens is not None and state is None and not static.output_final_state
     tokens = [x.q, x.k, x.v, x.g, x.beta]
-    spoilt: Any = spoilt_tokens((x.q, x.k, x.v, clip_gate(x.g), x.beta), cu_seqlens) if stream else None
+    spoilt: Any = isolation.spoilt_tokens((x.q, x.k, x.v, tiles.clip_gate(x.g), x.beta), cu_seqlens) if stream else None
     if stream:
-        tokens = [select_tokens(~spoilt, y) for y in tokens]
+        tokens = [chunking.select_tokens(~spoilt, y) for y in tokens]
     # What padding holds must not matter, not even NaN.
-    q, k, v, g, beta = (zero_padding(y.astype(jnp.float32), cu_seqlens) for y in tokens)
-    q, k = (l2norm(q), l2norm(k)) if static.normalise else (q, k)
+    q, k, v, g, beta = (chunking.zero_padding(y.astype(jnp.float32), cu_seqlens) for y in tokens)
+    q, k = (tiles.l2norm(q), tiles.l2norm(k)) if static.normalise else (q, k)
     q, k = (jnp.repeat(y, HV // y.shape[2], axis=2) for y in (q * x.scale, k))
-    chunks = Chunking(B, T, C, None if stream else cu_seqlens)
+    chunks = chunking.Chunking(B, T, C, None if stream else cu_seqlens)
     batch = B if cu_seqlens is None else 1
 
     def steps(y):
@@ -260,7 +249,7 @@ def _run(x: Arguments, static: Static, with_output: bool, kept: jax.Array | None
 
     tables, start = Tables(), state
     if stream:
-        masks = stream_masks(T, C, cu_seqlens)
+        masks = chunking.stream_masks(T, C, cu_seqlens)
         tables = Tables(same=masks.same, carried=masks.carried, ending=masks.ending, through=masks.through)
     elif cu_seqlens is not None:
         tables = Tables(first=chunks.first, sequence=chunks.sequence)
@@ -273,8 +262,8 @@ def _run(x: Arguments, static: Static, with_output: bool, kept: jax.Array | None
         o = jnp.moveaxis(o.reshape(o.shape[0], batch, HV, *o.shape[2:]), 1, 0)
         o = chunks.merge(o.reshape(-1, *o.shape[2:])).astype(x.v.dtype)
     if stream:
-        return keep_apart(o, x.v, spoilt, cu_seqlens), None, X
+        return isolation.keep_apart(o, x.v, spoilt, cu_seqlens), None, X
     if not static.output_final_state:
         return o, None, X
     last = last.reshape(B, HV, *last.shape[1:]) if states is None else states[chunks.final_chunk]
-    return o, jnp.swapaxes(unless_empty(last, state, cu_seqlens), -1, -2), X
+    return o, jnp.swapaxes(layout.unless_empty(last, state, cu_seqlens), -1, -2), X

@@ -6,16 +6,9 @@ import jax
 
 from chunkwise.kkt import config as tiles
 from chunkwise.kkt import vjp, xla
-from chunkwise.shared.compat import vary_alike
-from chunkwise.shared.kernels import Chunking
-from chunkwise.shared.operators import (
-    check_array,
-    check_cu_seqlens,
-    check_gates,
-    check_heads,
-    choose_chunk_size,
-    choose_implementation,
-)
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import chunking
+from chunkwise.shared.operators import checks
 
 
 def chunk_scaled_dot_kkt(
@@ -65,22 +58,22 @@ def chunk_scaled_dot_kkt(
     Cost: 2 B T C H K flops, with HV in the place of H for gates per channel, and 4 B T C HV bytes written.
     Source: Yang et al., Gated Delta Networks (2024), section 3.3; the WY form of Bischof and Van Loan (1985).
     """
-    B, T, H, K = check_array("k", k, "B T H K")
-    HV = check_array("beta", beta, "B T HV", (B, T, None))[2]
-    check_heads(H, HV)
-    check_gates("g_cum", g_cum, (B, T, HV), K)
-    chunk_size = choose_chunk_size(chunk_size)
-    check_cu_seqlens(cu_seqlens, B, T)
-    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    B, T, H, K = checks.check_array("k", k, "B T H K")
+    HV = checks.check_array("beta", beta, "B T HV", (B, T, None))[2]
+    checks.check_heads(H, HV)
+    checks.check_gates("g_cum", g_cum, (B, T, HV), K)
+    chunk_size = checks.choose_chunk_size(chunk_size)
+    checks.check_cu_seqlens(cu_seqlens, B, T)
+    implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     config = config or tiles.default_for(H, HV, chunk_size, K, k.dtype.itemsize, g_cum is not None and g_cum.ndim == 4)
     return _run(k, beta, g_cum, cu_seqlens, chunk_size, implementation, config)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def _run(k, beta, g_cum, cu_seqlens, chunk_size, implementation, config):
-    chunks = Chunking(*k.shape[:2], chunk_size, cu_seqlens)
+    chunks = chunking.Chunking(*k.shape[:2], chunk_size, cu_seqlens)
     beta = chunks.split_rows(beta)
-    operands = vary_alike(chunks.split(k), beta, chunks.split_gates(g_cum, beta.shape[1]))
+    operands = compat.vary_alike(chunks.split(k), beta, chunks.split_gates(g_cum, beta.shape[1]))
     if implementation == "pallas":
         return chunks.merge(vjp.kkt(*operands, config))
     return chunks.merge(xla.kkt(*operands))

@@ -3,18 +3,16 @@
 import jax
 import jax.numpy as jnp
 
-from chunkwise.kkt.config import Config
-from chunkwise.kkt.cost import cost
-from chunkwise.kkt.tile import kkt_tile
-from chunkwise.shared.kernels import gate_kind, map_chunks
+from chunkwise.kkt import config, cost, tile
+from chunkwise.shared.kernels import chunk_map, gating
 
 
-def launch(k: jax.Array, beta: jax.Array, g: jax.Array, config: Config) -> jax.Array:
+def launch(k: jax.Array, beta: jax.Array, g: jax.Array, config: config.Config) -> jax.Array:
     """Run the kernel on chunks: k [NC, H, C, K], beta [NC, HV, 1, C], g rows or channels -> A [NC, HV, C, C]."""
     NC, H, C, K = k.shape
-    HV, kind = beta.shape[1], gate_kind(g)
-    (A,) = map_chunks(
-        kkt_tile,
+    HV, kind = beta.shape[1], gating.gate_kind(g)
+    (A,) = chunk_map.map_chunks(
+        tile.kkt_tile,
         k,
         beta,
         g,
@@ -22,6 +20,6 @@ def launch(k: jax.Array, beta: jax.Array, g: jax.Array, config: Config) -> jax.A
         HV=HV,
         heads=config.heads,
         outputs=[((C, C), jnp.float32)],
-        cost=cost(B=NC, T=C, H=H, HV=HV, K=K, C=C, itemsize=k.dtype.itemsize, per_channel=bool(kind)),
+        cost=cost.cost(B=NC, T=C, H=H, HV=HV, K=K, C=C, itemsize=k.dtype.itemsize, per_channel=bool(kind)),
     )
     return A

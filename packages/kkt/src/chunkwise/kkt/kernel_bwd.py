@@ -3,18 +3,16 @@
 import jax
 import jax.numpy as jnp
 
-from chunkwise.kkt.config import Config
-from chunkwise.kkt.cost import cost
-from chunkwise.kkt.tile import kkt_bwd_tile
-from chunkwise.shared.kernels import gate_kind, map_chunks, sum_groups
+from chunkwise.kkt import config, cost, tile
+from chunkwise.shared.kernels import chunk_map, gating, tiles
 
 
-def launch(k: jax.Array, beta: jax.Array, g: jax.Array, dA: jax.Array, config: Config):
+def launch(k: jax.Array, beta: jax.Array, g: jax.Array, dA: jax.Array, config: config.Config):
     """Run the kernel on chunks, operands as in the forward: returns dk in the type of k, dbeta and dg."""
     NC, H, C, K = k.shape
-    HV, kind, itemsize = beta.shape[1], gate_kind(g), k.dtype.itemsize
-    dk, dbeta, dg = map_chunks(
-        kkt_bwd_tile,
+    HV, kind, itemsize = beta.shape[1], gating.gate_kind(g), k.dtype.itemsize
+    dk, dbeta, dg = chunk_map.map_chunks(
+        tile.kkt_bwd_tile,
         k,
         beta,
         g,
@@ -23,7 +21,7 @@ def launch(k: jax.Array, beta: jax.Array, g: jax.Array, dA: jax.Array, config: C
         HV=HV,
         heads=config.heads,
         outputs=[((C, K), jnp.float32), ((1, C), jnp.float32), (g.shape[2:], jnp.float32)],
-        cost=cost(B=NC, T=C, H=H, HV=HV, K=K, C=C, itemsize=itemsize, per_channel=bool(kind), backward=True),
+        cost=cost.cost(B=NC, T=C, H=H, HV=HV, K=K, C=C, itemsize=itemsize, per_channel=bool(kind), backward=True),
     )
     # The kernel writes a gradient per value head; those that share a key head are summed here.
-    return sum_groups(dk, H).astype(k.dtype), dbeta, dg
+    return tiles.sum_groups(dk, H).astype(k.dtype), dbeta, dg

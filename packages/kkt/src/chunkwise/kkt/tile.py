@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import decayed_scores, decayed_scores_bwd, repeat_heads, to_column, to_row
+from chunkwise.shared.kernels import gating, tiles
 
 
 def kkt_tile(k, beta, g):
@@ -16,13 +16,13 @@ def kkt_tile(k, beta, g):
     Returns:
       ([HV, C, C] float32,)
     """
-    return (to_column(beta) * decayed_scores(k, k, g),)
+    return (tiles.to_column(beta) * gating.decayed_scores(k, k, g),)
 
 
 def kkt_bwd_tile(k, beta, g, dA):
     """Return dk [HV, C, K], dbeta [HV, 1, C] and dg in the form of g; operands as in the forward, dA [HV, C, C]."""
-    dbeta = jnp.sum(dA * decayed_scores(k, k, g), axis=2, keepdims=True)  # [HV, C, 1]
-    k = repeat_heads(k, beta.shape[0])  # [HV, C, K]
+    dbeta = jnp.sum(dA * gating.decayed_scores(k, k, g), axis=2, keepdims=True)  # [HV, C, 1]
+    k = tiles.repeat_heads(k, beta.shape[0])  # [HV, C, K]
     # Every key is once the row and once the column.
-    dk_row, dk_column, dg = decayed_scores_bwd(k, k, g, to_column(beta) * dA)
-    return dk_row + dk_column, to_row(dbeta), dg
+    dk_row, dk_column, dg = gating.decayed_scores_bwd(k, k, g, tiles.to_column(beta) * dA)
+    return dk_row + dk_column, tiles.to_row(dbeta), dg

@@ -4,12 +4,11 @@ import functools
 
 import jax
 
-from chunkwise.kkt import kernel, kernel_bwd
-from chunkwise.kkt.config import Config
+from chunkwise.kkt import config, kernel, kernel_bwd
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def kkt(k: jax.Array, beta: jax.Array, g: jax.Array, config: Config) -> jax.Array:
+def kkt(k: jax.Array, beta: jax.Array, g: jax.Array, config: config.Config) -> jax.Array:
     """Run the forward kernel; see `kernel.launch`."""
     return kernel.launch(k, beta, g, config)
 

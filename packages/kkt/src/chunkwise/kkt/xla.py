@@ -2,9 +2,9 @@
 
 import jax
 
-from chunkwise.kkt.tile import kkt_tile
+from chunkwise.kkt import tile
 
 
 def kkt(k: jax.Array, beta: jax.Array, g: jax.Array) -> jax.Array:
     """Map the tile over chunks, operands as in the kernel: A [NC, HV, C, C] float32."""
-    return jax.vmap(kkt_tile)(k, beta, g)[0]
+    return jax.vmap(tile.kkt_tile)(k, beta, g)[0]

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from chunkwise.shared.operators import check, check_flags
+from chunkwise.shared.operators import checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +32,10 @@ class LayerConfig:
         for name in ("D", "H", "HV", "K", "V", "W"):
             size = getattr(self, name)
             whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
-            check(whole and int(size) > 0, f"`{name}` must be a whole number above 0; got {size!r}.")
-        check(self.HV % self.H == 0, f"`HV` must be a multiple of `H`; got {self.HV} and {self.H}.")
-        check(2 <= self.W <= 8, f"`W` must be from 2 to 8; got {self.W}.")
-        check(self.eps >= 0, f"`eps` must be at least 0; got {self.eps!r}.")
+            checks.check(whole and int(size) > 0, f"`{name}` must be a whole number above 0; got {size!r}.")
+        checks.check(self.HV % self.H == 0, f"`HV` must be a multiple of `H`; got {self.HV} and {self.H}.")
+        checks.check(2 <= self.W <= 8, f"`W` must be from 2 to 8; got {self.W}.")
+        checks.check(self.eps >= 0, f"`eps` must be at least 0; got {self.eps!r}.")
 
     @property
     def channels(self) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class GatedDeltaNetConfig(LayerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_flags(allow_neg_eigval=self.allow_neg_eigval)
+        checks.check_flags(allow_neg_eigval=self.allow_neg_eigval)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +73,9 @@ class KimiDeltaAttentionConfig(LayerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check(self.R is None or self.R > 0, f"`R` must be None or above 0; got {self.R!r}.")
+        checks.check(self.R is None or self.R > 0, f"`R` must be None or above 0; got {self.R!r}.")
         below = self.lower_bound is None or self.lower_bound < 0
-        check(below, f"`lower_bound` must be None or below 0; got {self.lower_bound!r}.")
+        checks.check(below, f"`lower_bound` must be None or below 0; got {self.lower_bound!r}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +93,9 @@ class Mamba2Config(LayerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_flags(conv_bias=self.conv_bias)
+        checks.check_flags(conv_bias=self.conv_bias)
         low, high = self.dt_limit
-        check(0 <= low < high, f"`dt_limit` must rise from at least 0; got {self.dt_limit}.")
+        checks.check(0 <= low < high, f"`dt_limit` must rise from at least 0; got {self.dt_limit}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class LightningAttentionConfig(LayerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check(0 <= self.layer < self.layers, f"`layer` must be from 0 to {self.layers - 1}; got {self.layer}.")
+        checks.check(0 <= self.layer < self.layers, f"`layer` must be from 0 to {self.layers - 1}; got {self.layer}.")
 
     @property
     def channels(self) -> tuple[int, ...]:

@@ -6,24 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from chunkwise.layers.config import GatedDeltaNetConfig
-from chunkwise.layers.norm import norm_heads
-from chunkwise.layers.running import (
-    Cache,
-    Operators,
-    Run,
-    Sequences,
-    Serving,
-    Step,
-    convolve_heads,
-    project,
-    project_out,
-)
-from chunkwise.layers.weights import Checkpoint, Initial, check_input, check_weights
+from chunkwise.layers import config, norm, parameters, running
 from chunkwise.pipeline import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.shared.operators import Sharding
+from chunkwise.shared.operators import arguments
 
-_OPERATORS = Operators(chunk_gated_delta_rule, recurrent_gated_delta_rule, ragged_gated_delta_rule)
+_OPERATORS = running.Operators(chunk_gated_delta_rule, recurrent_gated_delta_rule, ragged_gated_delta_rule)
 
 
 class GatedDeltaNetWeights(NamedTuple):
@@ -51,7 +38,7 @@ class GatedDeltaNetWeights(NamedTuple):
     out: jax.Array
 
 
-def split_weights(config: GatedDeltaNetConfig) -> dict[str, Any]:
+def split_weights(config: config.GatedDeltaNetConfig) -> dict[str, Any]:
     """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
     return dict(
         q=".h", k=".h", v=".n", z=".n", a=".n", b=".n", conv=("h.", "h.", "n."), A_log="n", dt_bias="n", norm=".",
@@ -59,7 +46,7 @@ def split_weights(config: GatedDeltaNetConfig) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def init_gated_delta_net(key: jax.Array, config: GatedDeltaNetConfig, dtype=jnp.float32) -> GatedDeltaNetWeights:
+def init_gated_delta_net(key: jax.Array, config: config.GatedDeltaNetConfig, dtype=jnp.float32) -> GatedDeltaNetWeights:
     """Return random weights of a layer that is to be trained.
 
     Projections keep the size of what they multiply; the rate exp(A_log) is uniform up to 16, and steps are from 0.001
@@ -70,7 +57,7 @@ def init_gated_delta_net(key: jax.Array, config: GatedDeltaNetConfig, dtype=jnp.
       config: sizes of the layer.
       dtype: of all weights but A_log and dt_bias, which are float32.
     """
-    c, new = config, Initial(key, dtype)
+    c, new = config, parameters.Initial(key, dtype)
     q, k, v = c.channels
     return GatedDeltaNetWeights(
         q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), z=new.matrix(c.D, v),
@@ -80,7 +67,7 @@ def init_gated_delta_net(key: jax.Array, config: GatedDeltaNetConfig, dtype=jnp.
 
 
 def load_gated_delta_net(
-    named: Mapping[str, Any], config: GatedDeltaNetConfig, prefix: str = ""
+    named: Mapping[str, Any], config: config.GatedDeltaNetConfig, prefix: str = ""
 ) -> GatedDeltaNetWeights:
     """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
 
@@ -96,7 +83,7 @@ def load_gated_delta_net(
       ValueError: a name is missing, an array has another shape than `config` asks for, or the layer has weights that
         `gated_delta_net` does not.
     """
-    c, found = config, Checkpoint(named, prefix)
+    c, found = config, parameters.Checkpoint(named, prefix)
     q, k, v = c.channels
     norm, out = ("norm", "out_proj") if "out_proj" in found else ("o_norm", "o_proj")
     if "in_proj_qkvz" in found:
@@ -123,16 +110,16 @@ def load_gated_delta_net(
 def gated_delta_net(
     x: jax.Array,
     weights: GatedDeltaNetWeights,
-    config: GatedDeltaNetConfig,
-    cache: Cache | None = None,
+    config: config.GatedDeltaNetConfig,
+    cache: running.Cache | None = None,
     output_cache: bool = False,
     *,
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, Cache | None]:
+) -> tuple[jax.Array, running.Cache | None]:
     """Return what a gated DeltaNet makes of hidden states, and its cache after them.
 
     For training, prefill and decode. In every value head::
@@ -174,7 +161,7 @@ def gated_delta_net(
     Cost: 2 B T D (2 H K + 3 HV V + 2 HV) flops for the projections, and those of the operator.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024), as in Qwen3-Next.
     """
-    run = Sequences(cache, output_cache, cu_seqlens, segment_ids, implementation, sharding, context_axis)
+    run = running.Sequences(cache, output_cache, cu_seqlens, segment_ids, implementation, sharding, context_axis)
     y, cache = _mix(x, weights, config, run)
     return y, cache if output_cache else None
 
@@ -182,14 +169,14 @@ def gated_delta_net(
 def ragged_gated_delta_net(
     x: jax.Array,
     weights: GatedDeltaNetWeights,
-    config: GatedDeltaNetConfig,
-    pool: Cache,
-    step: Step,
+    config: config.GatedDeltaNetConfig,
+    pool: running.Cache,
+    step: running.Step,
     *,
     block_size: int | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
-) -> tuple[jax.Array, Cache]:
+    sharding: arguments.Sharding | None = None,
+) -> tuple[jax.Array, running.Cache]:
     """Return what a gated DeltaNet makes of the tokens of a serving step, and its pool after the step.
 
     The equations are those of `gated_delta_net`. The tokens of all sequences follow one another in one row, and their
@@ -209,18 +196,20 @@ def ragged_gated_delta_net(
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
     """
-    return _mix(x, weights, config, Serving(pool, step, block_size, implementation, sharding))
+    return _mix(x, weights, config, running.Serving(pool, step, block_size, implementation, sharding))
 
 
-def _mix(x, w: GatedDeltaNetWeights, config: GatedDeltaNetConfig, run: Run) -> tuple[jax.Array, Cache]:
-    check_input(x, config, run)
-    check_weights(w, init_gated_delta_net, config)
-    projected = [project(x, weight) for weight in (w.q, w.k, w.v)]
-    z, a, b = (project(x, weight) for weight in (w.z, w.a, w.b))
-    (q, k, v), conv = convolve_heads(run, config, projected, w.conv)
+def _mix(
+    x, w: GatedDeltaNetWeights, config: config.GatedDeltaNetConfig, run: running.Run
+) -> tuple[jax.Array, running.Cache]:
+    parameters.check_input(x, config, run)
+    parameters.check_weights(w, init_gated_delta_net, config)
+    projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]
+    z, a, b = (running.project(x, weight) for weight in (w.z, w.a, w.b))
+    (q, k, v), conv = running.convolve_heads(run, config, projected, w.conv)
     o, state = run.operate(
         _OPERATORS, q, k, v, a, b, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=w.A_log,
         dt_bias=w.dt_bias, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=config.allow_neg_eigval,
     )  # fmt: skip
-    y = norm_heads(run, o, z, w.norm, activation="silu", eps=config.eps)
-    return project_out(y, w.out, x), Cache(conv, state)
+    y = norm.norm_heads(run, o, z, w.norm, activation="silu", eps=config.eps)
+    return running.project_out(y, w.out, x), running.Cache(conv, state)

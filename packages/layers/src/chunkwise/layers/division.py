@@ -6,19 +6,19 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from chunkwise.shared.operators import Sharding, axes_of_spec, check, shared_prefix, size_of
+from chunkwise.shared.operators import arguments, checks, partition
 
 # What `shardings` takes names of axes for.
 _DIMENSIONS = ("batch", "tokens", "heads")
 
 
-def _spec_and_mesh(sharding: Sharding) -> tuple[PartitionSpec, Any]:
+def _spec_and_mesh(sharding: arguments.Sharding) -> tuple[PartitionSpec, Any]:
     if isinstance(sharding, NamedSharding):
         return sharding.spec, sharding.mesh
     return sharding, jax.sharding.get_abstract_mesh()
 
 
-def split_heads(sharding: Sharding | None, heads: int) -> Sharding | None:
+def split_heads(sharding: arguments.Sharding | None, heads: int) -> arguments.Sharding | None:
     """Return the sharding of [B, T, channels] or [B, T, heads, size] where `sharding` is that of v [B, T, HV, V].
 
     Key heads may be fewer than the devices along the axes of value heads, and are split over the first of these then.
@@ -26,15 +26,15 @@ def split_heads(sharding: Sharding | None, heads: int) -> Sharding | None:
     if sharding is None:
         return None
     spec, mesh = _spec_and_mesh(sharding)
-    rows, tokens, axes = axes_of_spec(spec, 4)[:3]
-    spec = PartitionSpec(rows or None, tokens or None, shared_prefix(mesh, axes, heads) or None)
+    rows, tokens, axes = partition.axes_of_spec(spec, 4)[:3]
+    spec = PartitionSpec(rows or None, tokens or None, partition.shared_prefix(mesh, axes, heads) or None)
     return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
 
 
-def devices_of_heads(sharding: Sharding | None, o) -> int:
+def devices_of_heads(sharding: arguments.Sharding | None, o) -> int:
     """Return how many devices share the heads of o [B, T, HV, V], by a sharding or by the type of o."""
     spec, mesh = _spec_and_mesh(jax.typeof(o).sharding if sharding is None else sharding)
-    return size_of(mesh, axes_of_spec(spec, 4)[2])
+    return partition.size_of(mesh, partition.axes_of_spec(spec, 4)[2])
 
 
 class Letters:
@@ -46,12 +46,12 @@ class Letters:
 
     def __init__(self, config, mesh_axes: Mapping[str, Any], mesh):
         known = set(mesh_axes) <= set(_DIMENSIONS)
-        check(known, f"`mesh_axes` must have keys of {_DIMENSIONS}; got {tuple(mesh_axes)}.")
+        checks.check(known, f"`mesh_axes` must have keys of {_DIMENSIONS}; got {tuple(mesh_axes)}.")
         spec = PartitionSpec(*(mesh_axes.get(name) for name in _DIMENSIONS))
-        rows, tokens, heads = axes_of_spec(spec, len(_DIMENSIONS))
-        split = lambda count: heads if mesh is None else shared_prefix(mesh, heads, count)
+        rows, tokens, heads = partition.axes_of_spec(spec, len(_DIMENSIONS))
+        split = lambda count: heads if mesh is None else partition.shared_prefix(mesh, heads, count)
         self.axes = {".": (), "b": rows, "t": tokens, "n": split(config.HV), "h": split(config.H)}
-        check(self.axes["n"] == heads, f"`HV` must be a multiple of the devices along {heads}; got {config.HV}.")
+        checks.check(self.axes["n"] == heads, f"`HV` must be a multiple of the devices along {heads}; got {config.HV}.")
 
     def spec(self, letters: str) -> PartitionSpec:
         """Return the PartitionSpec of an array with one letter per dimension."""

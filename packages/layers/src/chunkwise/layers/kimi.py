@@ -7,25 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from chunkwise.layers.config import KimiDeltaAttentionConfig
-from chunkwise.layers.norm import norm_heads
-from chunkwise.layers.running import (
-    Cache,
-    Operators,
-    Run,
-    Sequences,
-    Serving,
-    Step,
-    by_head,
-    convolve_heads,
-    project,
-    project_out,
-)
-from chunkwise.layers.weights import Checkpoint, Initial, check_input, check_weights
+from chunkwise.layers import config, norm, parameters, running
 from chunkwise.pipeline import chunk_kda, ragged_kda, recurrent_kda
-from chunkwise.shared.operators import Sharding
+from chunkwise.shared.operators import arguments
 
-_OPERATORS = Operators(chunk_kda, recurrent_kda, ragged_kda)
+_OPERATORS = running.Operators(chunk_kda, recurrent_kda, ragged_kda)
 
 
 class KimiDeltaAttentionWeights(NamedTuple):
@@ -55,7 +41,7 @@ class KimiDeltaAttentionWeights(NamedTuple):
     out: jax.Array
 
 
-def split_weights(config: KimiDeltaAttentionConfig) -> dict[str, Any]:
+def split_weights(config: config.KimiDeltaAttentionConfig) -> dict[str, Any]:
     """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
     factors = (".n",) if config.R is None else ("..", ".n")
     return dict(
@@ -65,7 +51,7 @@ def split_weights(config: KimiDeltaAttentionConfig) -> dict[str, Any]:
 
 
 def init_kimi_delta_attention(
-    key: jax.Array, config: KimiDeltaAttentionConfig, dtype=jnp.float32
+    key: jax.Array, config: config.KimiDeltaAttentionConfig, dtype=jnp.float32
 ) -> KimiDeltaAttentionWeights:
     """Return random weights of a layer that is to be trained.
 
@@ -77,7 +63,7 @@ def init_kimi_delta_attention(
       config: sizes of the layer.
       dtype: of all weights but A_log and dt_bias, which are float32.
     """
-    c, new = config, Initial(key, dtype)
+    c, new = config, parameters.Initial(key, dtype)
     q, k, v = c.channels
 
     def factors(columns):
@@ -92,7 +78,7 @@ def init_kimi_delta_attention(
 
 
 def load_kimi_delta_attention(
-    named: Mapping[str, Any], config: KimiDeltaAttentionConfig, prefix: str = ""
+    named: Mapping[str, Any], config: config.KimiDeltaAttentionConfig, prefix: str = ""
 ) -> KimiDeltaAttentionWeights:
     """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
 
@@ -108,7 +94,7 @@ def load_kimi_delta_attention(
       ValueError: a name is missing, an array has another shape than `config` asks for, or the layer has weights that
         `kimi_delta_attention` does not.
     """
-    c, found = config, Checkpoint(named, prefix)
+    c, found = config, parameters.Checkpoint(named, prefix)
     found.rename("forget_gate.", "")
     found.rename("dense", "o_proj")
     q, k, v = c.channels
@@ -131,16 +117,16 @@ def load_kimi_delta_attention(
 def kimi_delta_attention(
     x: jax.Array,
     weights: KimiDeltaAttentionWeights,
-    config: KimiDeltaAttentionConfig,
-    cache: Cache | None = None,
+    config: config.KimiDeltaAttentionConfig,
+    cache: running.Cache | None = None,
     output_cache: bool = False,
     *,
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, Cache | None]:
+) -> tuple[jax.Array, running.Cache | None]:
     """Return what Kimi delta attention makes of hidden states, and its cache after them.
 
     For training, prefill and decode. In every value head::
@@ -165,7 +151,7 @@ def kimi_delta_attention(
     Cost: 2 B T D (2 H K + 2 HV V + HV) flops for the projections, those of the factors, and those of the operator.
     Source: Kimi Team, Kimi Linear (2025); the second law of the decay is that of Ling 3.0.
     """
-    run = Sequences(cache, output_cache, cu_seqlens, segment_ids, implementation, sharding, context_axis)
+    run = running.Sequences(cache, output_cache, cu_seqlens, segment_ids, implementation, sharding, context_axis)
     y, cache = _mix(x, weights, config, run)
     return y, cache if output_cache else None
 
@@ -173,30 +159,32 @@ def kimi_delta_attention(
 def ragged_kimi_delta_attention(
     x: jax.Array,
     weights: KimiDeltaAttentionWeights,
-    config: KimiDeltaAttentionConfig,
-    pool: Cache,
-    step: Step,
+    config: config.KimiDeltaAttentionConfig,
+    pool: running.Cache,
+    step: running.Step,
     *,
     block_size: int | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
-) -> tuple[jax.Array, Cache]:
+    sharding: arguments.Sharding | None = None,
+) -> tuple[jax.Array, running.Cache]:
     """Return what Kimi delta attention makes of the tokens of a serving step, and its pool after the step.
 
     The equations are those of `kimi_delta_attention`, and the arguments those of `ragged_gated_delta_net`.
     """
-    return _mix(x, weights, config, Serving(pool, step, block_size, implementation, sharding))
+    return _mix(x, weights, config, running.Serving(pool, step, block_size, implementation, sharding))
 
 
-def _mix(x, w: KimiDeltaAttentionWeights, config: KimiDeltaAttentionConfig, run: Run) -> tuple[jax.Array, Cache]:
-    check_input(x, config, run)
-    check_weights(w, init_kimi_delta_attention, config)
-    projected = [project(x, weight) for weight in (w.q, w.k, w.v)]
-    f, z, b = (project(x, *factors) for factors in (w.f, w.z, (w.b,)))
-    (q, k, v), conv = convolve_heads(run, config, projected, w.conv)
+def _mix(
+    x, w: KimiDeltaAttentionWeights, config: config.KimiDeltaAttentionConfig, run: running.Run
+) -> tuple[jax.Array, running.Cache]:
+    parameters.check_input(x, config, run)
+    parameters.check_weights(w, init_kimi_delta_attention, config)
+    projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]
+    f, z, b = (running.project(x, *factors) for factors in (w.f, w.z, (w.b,)))
+    (q, k, v), conv = running.convolve_heads(run, config, projected, w.conv)
     o, state = run.operate(
-        _OPERATORS, q, k, v, by_head(f, config.HV), b, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+        _OPERATORS, q, k, v, running.by_head(f, config.HV), b, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
         A_log=w.A_log, dt_bias=w.dt_bias, lower_bound=config.lower_bound, use_beta_sigmoid_in_kernel=True,
     )  # fmt: skip
-    y = norm_heads(run, o, z, w.norm, activation="sigmoid", eps=config.eps)
-    return project_out(y, w.out, x), Cache(conv, state)
+    y = norm.norm_heads(run, o, z, w.norm, activation="sigmoid", eps=config.eps)
+    return running.project_out(y, w.out, x), running.Cache(conv, state)

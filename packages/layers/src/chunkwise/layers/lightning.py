@@ -6,24 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from chunkwise.layers.config import LightningAttentionConfig
-from chunkwise.layers.norm import norm_groups
-from chunkwise.layers.running import (
-    Cache,
-    Operators,
-    Run,
-    Sequences,
-    Serving,
-    Step,
-    by_head,
-    project,
-    project_out,
-)
-from chunkwise.layers.weights import Checkpoint, Initial, check_input, check_weights
+from chunkwise.layers import config, norm, parameters, running
 from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
-from chunkwise.shared.operators import Sharding
+from chunkwise.shared.operators import arguments
 
-_OPERATORS = Operators(chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
+_OPERATORS = running.Operators(chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
 
 
 class LightningAttentionWeights(NamedTuple):
@@ -43,13 +30,13 @@ class LightningAttentionWeights(NamedTuple):
     out: jax.Array
 
 
-def split_weights(config: LightningAttentionConfig) -> dict[str, Any]:
+def split_weights(config: config.LightningAttentionConfig) -> dict[str, Any]:
     """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
     return dict(q=".h", k=".h", v=".n", z=".n", norm="n", out="n.")
 
 
 def init_lightning_attention(
-    key: jax.Array, config: LightningAttentionConfig, dtype=jnp.float32
+    key: jax.Array, config: config.LightningAttentionConfig, dtype=jnp.float32
 ) -> LightningAttentionWeights:
     """Return random weights of a layer that is to be trained: projections keep the size of what they multiply.
 
@@ -58,7 +45,7 @@ def init_lightning_attention(
       config: sizes of the layer.
       dtype: of all weights.
     """
-    c, new = config, Initial(key, dtype)
+    c, new = config, parameters.Initial(key, dtype)
     q, v = c.H * c.K, c.HV * c.V
     return LightningAttentionWeights(
         q=new.matrix(c.D, q), k=new.matrix(c.D, q), v=new.matrix(c.D, v), z=new.matrix(c.D, v), norm=new.ones(v),
@@ -67,7 +54,7 @@ def init_lightning_attention(
 
 
 def load_lightning_attention(
-    named: Mapping[str, Any], config: LightningAttentionConfig, prefix: str = ""
+    named: Mapping[str, Any], config: config.LightningAttentionConfig, prefix: str = ""
 ) -> LightningAttentionWeights:
     """Return the weights of a layer of a checkpoint of MiniMax, in its types.
 
@@ -80,7 +67,7 @@ def load_lightning_attention(
       ValueError: a name is missing, an array has another shape than `config` asks for, or the layer has weights that
         `lightning_attention` does not.
     """
-    c, found = config, Checkpoint(named, prefix)
+    c, found = config, parameters.Checkpoint(named, prefix)
     sizes = (c.K, c.K, c.V)
     # Queries, keys and values of a head lie together.
     parts = found.read("qkv_proj", c.H * sum(sizes), c.D).reshape(c.H, sum(sizes), c.D)
@@ -98,16 +85,16 @@ def load_lightning_attention(
 def lightning_attention(
     x: jax.Array,
     weights: LightningAttentionWeights,
-    config: LightningAttentionConfig,
-    cache: Cache | None = None,
+    config: config.LightningAttentionConfig,
+    cache: running.Cache | None = None,
     output_cache: bool = False,
     *,
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, Cache | None]:
+) -> tuple[jax.Array, running.Cache | None]:
     """Return what lightning attention makes of hidden states, and its cache after them.
 
     For training, prefill and decode. In value head h, counted from 0::
@@ -132,7 +119,7 @@ def lightning_attention(
     Cost: 2 B T D (2 H K + 3 HV V) flops for the projections, and those of the operator.
     Source: Qin and others, Lightning Attention-2 (2024), as in MiniMax-01 (2025).
     """
-    run = Sequences(cache, output_cache, cu_seqlens, segment_ids, implementation, sharding, context_axis)
+    run = running.Sequences(cache, output_cache, cu_seqlens, segment_ids, implementation, sharding, context_axis)
     y, cache = _mix(x, weights, config, run)
     return y, cache if output_cache else None
 
@@ -140,35 +127,38 @@ def lightning_attention(
 def ragged_lightning_attention(
     x: jax.Array,
     weights: LightningAttentionWeights,
-    config: LightningAttentionConfig,
-    pool: Cache,
-    step: Step,
+    config: config.LightningAttentionConfig,
+    pool: running.Cache,
+    step: running.Step,
     *,
     block_size: int | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
-) -> tuple[jax.Array, Cache]:
+    sharding: arguments.Sharding | None = None,
+) -> tuple[jax.Array, running.Cache]:
     """Return what lightning attention makes of the tokens of a serving step, and its pool after the step.
 
     The equations are those of `lightning_attention`, and the arguments those of `ragged_gated_delta_net`.
     """
-    return _mix(x, weights, config, Serving(pool, step, block_size, implementation, sharding))
+    return _mix(x, weights, config, running.Serving(pool, step, block_size, implementation, sharding))
 
 
-def _decay(config: LightningAttentionConfig) -> jax.Array:
+def _decay(config: config.LightningAttentionConfig) -> jax.Array:
     """Return the log decay of every head [HV], in nats."""
     head = jnp.arange(1, config.HV + 1, dtype=jnp.float32)
     return -(2.0 ** (-8.0 * head / config.HV)) * (1 - config.layer / (config.layers - 1 + 1e-5) + 1e-5)
 
 
-def _mix(x, w: LightningAttentionWeights, config: LightningAttentionConfig, run: Run) -> tuple[jax.Array, Cache]:
-    check_input(x, config, run)
-    check_weights(w, init_lightning_attention, config)
+def _mix(
+    x, w: LightningAttentionWeights, config: config.LightningAttentionConfig, run: running.Run
+) -> tuple[jax.Array, running.Cache]:
+    parameters.check_input(x, config, run)
+    parameters.check_weights(w, init_lightning_attention, config)
     heads = (config.H, config.H, config.HV)
     q, k, v = (
-        by_head(jax.nn.silu(project(x, weight)), count) for weight, count in zip((w.q, w.k, w.v), heads, strict=True)
+        running.by_head(jax.nn.silu(running.project(x, weight)), count)
+        for weight, count in zip((w.q, w.k, w.v), heads, strict=True)
     )
-    z = project(x, w.z)
+    z = running.project(x, w.z)
     o, state = run.operate(_OPERATORS, q, k, v, None, g_gamma=_decay(config), scale=1.0)
-    y = norm_groups(run, o, z, w.norm, 1, activation="sigmoid", norm_before_gate=True, eps=config.eps)
-    return project_out(y, w.out, x), Cache((), state)
+    y = norm.norm_groups(run, o, z, w.norm, 1, activation="sigmoid", norm_before_gate=True, eps=config.eps)
+    return running.project_out(y, w.out, x), running.Cache((), state)

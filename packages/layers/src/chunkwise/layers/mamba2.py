@@ -7,24 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.layers.config import Mamba2Config
-from chunkwise.layers.norm import norm_groups
-from chunkwise.layers.running import (
-    Cache,
-    Operators,
-    Run,
-    Sequences,
-    Serving,
-    Step,
-    convolve_heads,
-    project,
-    project_out,
-)
-from chunkwise.layers.weights import Checkpoint, Initial, check_input, check_weights
+from chunkwise.layers import config, norm, parameters, running
 from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
-from chunkwise.shared.operators import Sharding
+from chunkwise.shared.operators import arguments
 
-_OPERATORS = Operators(chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
+_OPERATORS = running.Operators(chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
 
 
 class Mamba2Weights(NamedTuple):
@@ -54,7 +41,7 @@ class Mamba2Weights(NamedTuple):
     out: jax.Array
 
 
-def split_weights(config: Mamba2Config) -> dict[str, Any]:
+def split_weights(config: config.Mamba2Config) -> dict[str, Any]:
     """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
     return dict(
         q=".h", k=".h", v=".n", z=".n", dt=".n", conv=("h.", "h.", "n."),
@@ -62,7 +49,7 @@ def split_weights(config: Mamba2Config) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def init_mamba2_mixer(key: jax.Array, config: Mamba2Config, dtype=jnp.float32) -> Mamba2Weights:
+def init_mamba2_mixer(key: jax.Array, config: config.Mamba2Config, dtype=jnp.float32) -> Mamba2Weights:
     """Return random weights of a layer that is to be trained.
 
     Projections keep the size of what they multiply; the rate exp(A_log) is uniform from 1 to 16, and steps are from
@@ -73,7 +60,7 @@ def init_mamba2_mixer(key: jax.Array, config: Mamba2Config, dtype=jnp.float32) -
       config: sizes of the layer.
       dtype: of all weights but A_log, dt_bias and skip, which are float32.
     """
-    c, new = config, Initial(key, dtype)
+    c, new = config, parameters.Initial(key, dtype)
     q, k, v = c.channels
     return Mamba2Weights(
         q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), z=new.matrix(c.D, v),
@@ -83,7 +70,7 @@ def init_mamba2_mixer(key: jax.Array, config: Mamba2Config, dtype=jnp.float32) -
     )  # fmt: skip
 
 
-def load_mamba2_mixer(named: Mapping[str, Any], config: Mamba2Config, prefix: str = "") -> Mamba2Weights:
+def load_mamba2_mixer(named: Mapping[str, Any], config: config.Mamba2Config, prefix: str = "") -> Mamba2Weights:
     """Return the weights of a layer of a checkpoint, in its types, with A_log, dt_bias and D in float32.
 
     Args:
@@ -95,7 +82,7 @@ def load_mamba2_mixer(named: Mapping[str, Any], config: Mamba2Config, prefix: st
       ValueError: a name is missing, an array has another shape than `config` asks for, or the layer has weights that
         `mamba2_mixer` does not, such as a bias of a projection.
     """
-    c, found = config, Checkpoint(named, prefix)
+    c, found = config, parameters.Checkpoint(named, prefix)
     q, k, v = c.channels
     # The gate, then x, B and C, which one convolution takes, then the time step.
     parts = found.matrix("in_proj", c.D, 2 * v + k + q + c.HV)
@@ -114,16 +101,16 @@ def load_mamba2_mixer(named: Mapping[str, Any], config: Mamba2Config, prefix: st
 def mamba2_mixer(
     x: jax.Array,
     weights: Mamba2Weights,
-    config: Mamba2Config,
-    cache: Cache | None = None,
+    config: config.Mamba2Config,
+    cache: running.Cache | None = None,
     output_cache: bool = False,
     *,
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, Cache | None]:
+) -> tuple[jax.Array, running.Cache | None]:
     """Return what Mamba-2's mixer makes of hidden states, and its cache after them.
 
     For training, prefill and decode. In every value head::
@@ -148,7 +135,7 @@ def mamba2_mixer(
     Cost: 2 B T D (2 H K + 3 HV V + HV) flops for the projections, and those of the operator.
     Source: Dao and Gu, Transformers are SSMs (2024).
     """
-    run = Sequences(cache, output_cache, cu_seqlens, segment_ids, implementation, sharding, context_axis)
+    run = running.Sequences(cache, output_cache, cu_seqlens, segment_ids, implementation, sharding, context_axis)
     y, cache = _mix(x, weights, config, run)
     return y, cache if output_cache else None
 
@@ -156,32 +143,32 @@ def mamba2_mixer(
 def ragged_mamba2_mixer(
     x: jax.Array,
     weights: Mamba2Weights,
-    config: Mamba2Config,
-    pool: Cache,
-    step: Step,
+    config: config.Mamba2Config,
+    pool: running.Cache,
+    step: running.Step,
     *,
     block_size: int | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
-) -> tuple[jax.Array, Cache]:
+    sharding: arguments.Sharding | None = None,
+) -> tuple[jax.Array, running.Cache]:
     """Return what Mamba-2's mixer makes of the tokens of a serving step, and its pool after the step.
 
     The equations are those of `mamba2_mixer`, and the arguments those of `ragged_gated_delta_net`.
     """
-    return _mix(x, weights, config, Serving(pool, step, block_size, implementation, sharding))
+    return _mix(x, weights, config, running.Serving(pool, step, block_size, implementation, sharding))
 
 
-def _mix(x, w: Mamba2Weights, config: Mamba2Config, run: Run) -> tuple[jax.Array, Cache]:
-    check_input(x, config, run)
-    check_weights(w, init_mamba2_mixer, config)
-    projected = [project(x, weight) for weight in (w.q, w.k, w.v)]
-    z, dt = (project(x, weight) for weight in (w.z, w.dt))
-    (q, k, v), conv = convolve_heads(run, config, projected, w.conv, w.bias)
+def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> tuple[jax.Array, running.Cache]:
+    parameters.check_input(x, config, run)
+    parameters.check_weights(w, init_mamba2_mixer, config)
+    projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]
+    z, dt = (running.project(x, weight) for weight in (w.z, w.dt))
+    (q, k, v), conv = running.convolve_heads(run, config, projected, w.conv, w.bias)
     # Without a limit the step is above 0 by itself.
     dt = jax.nn.softplus(dt.astype(jnp.float32) + w.dt_bias)
     dt = jnp.clip(dt, *config.dt_limit)
     u = (dt[..., None] * v.astype(jnp.float32)).astype(x.dtype)
     o, state = run.operate(_OPERATORS, q, k, u, -jnp.exp(w.A_log) * dt, scale=1.0)
     o = (o.astype(jnp.float32) + w.skip[:, None] * v.astype(jnp.float32)).astype(x.dtype)
-    y = norm_groups(run, o, z, w.norm, config.H, activation="silu", norm_before_gate=False, eps=config.eps)
-    return project_out(y, w.out, x), Cache(conv, state)
+    y = norm.norm_groups(run, o, z, w.norm, config.H, activation="silu", norm_before_gate=False, eps=config.eps)
+    return running.project_out(y, w.out, x), running.Cache(conv, state)

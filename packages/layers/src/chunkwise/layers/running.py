@@ -13,11 +13,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
-from chunkwise.layers.config import LayerConfig
-from chunkwise.layers.division import split_heads
-from chunkwise.shared.kernels import KEPT_NAME
-from chunkwise.shared.operators import Sharding
-from chunkwise.shared.operators.context import MAP_NAME, STATE_NAME
+from chunkwise.layers import config, division
+from chunkwise.shared.kernels import remat
+from chunkwise.shared.operators import arguments, context
 
 # What the packages around the operator call its implementations; and its decode step, which has no stages.
 AROUND = {None: None, "xla": "xla", "staged": "pallas", "fused": "pallas"}
@@ -28,7 +26,9 @@ _PROJECTED = "chunkwise_projected"
 # What `jax.checkpoint` of a layer, or of a block with one, keeps: the products with matrices and what the operator's
 # kernel makes; where tokens are split, also the state that comes in, so that no device waits for others again. The
 # backward repeats what takes little time and much memory: norms, gates, convolutions.
-remat_policy = jax.checkpoint_policies.save_only_these_names(_PROJECTED, KEPT_NAME, MAP_NAME, STATE_NAME)
+remat_policy = jax.checkpoint_policies.save_only_these_names(
+    _PROJECTED, remat.KEPT_NAME, context.MAP_NAME, context.STATE_NAME
+)
 
 
 class Cache(NamedTuple):
@@ -44,7 +44,7 @@ class Cache(NamedTuple):
     state: jax.Array
 
 
-def empty_cache(config: LayerConfig, N: int, dtype=jnp.float32, state_dtype=jnp.float32) -> Cache:
+def empty_cache(config: config.LayerConfig, N: int, dtype=jnp.float32, state_dtype=jnp.float32) -> Cache:
     """Return the cache of N sequences that have no token yet, or a pool of N slots.
 
     Args:
@@ -91,7 +91,7 @@ class Sequences:
     cu_seqlens: jax.Array | None
     segment_ids: jax.Array | None
     implementation: str | None
-    sharding: Sharding | None
+    sharding: arguments.Sharding | None
     context_axis: Any
 
     @property
@@ -111,10 +111,10 @@ class Sequences:
         """Return the convolution of number i with SiLU, of the channels [B, T, C] of so many heads, and its cache."""
         before = None if self.cache is None else self.cache.conv[i]
         if before is not None and self.output_cache and self._decodes(x):
-            return causal_conv1d_update(x, before, weight, bias, sharding=split_heads(self.sharding, heads))
+            return causal_conv1d_update(x, before, weight, bias, sharding=division.split_heads(self.sharding, heads))
         return causal_conv1d(
             x, weight, bias, before, self.output_cache, **self._packing, implementation=AROUND[self.implementation],
-            sharding=split_heads(self.sharding, heads),
+            sharding=division.split_heads(self.sharding, heads),
         )  # fmt: skip
 
     def operate(self, operators: Operators, *arrays, **options):
@@ -137,7 +137,7 @@ class Serving:
     step: Step
     block_size: int | None
     implementation: str | None
-    sharding: Sharding | None
+    sharding: arguments.Sharding | None
 
     @property
     def own_cache(self) -> tuple[str, Cache | None]:
@@ -152,7 +152,7 @@ class Serving:
         """Do as `Sequences.convolve` does."""
         return causal_conv1d_update(
             x, self.pool.conv[i], weight, bias, **self._slots, implementation=AROUND[self.implementation],
-            sharding=split_heads(self.sharding, heads),
+            sharding=division.split_heads(self.sharding, heads),
         )  # fmt: skip
 
     def operate(self, operators: Operators, *arrays, **options):
@@ -172,7 +172,7 @@ def by_head(x, heads: int):
 
 
 def convolve_heads(
-    run: Run, config: LayerConfig, projected, weights, biases=None
+    run: Run, config: config.LayerConfig, projected, weights, biases=None
 ) -> tuple[list[jax.Array], Any]:  # fmt: skip
     """Return silu of the convolutions of queries, keys and values by head, and what they leave in the cache."""
     heads = (config.H, config.H, config.HV)

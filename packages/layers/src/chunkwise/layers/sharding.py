@@ -6,24 +6,15 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from chunkwise.layers import delta_net, kimi, lightning, mamba2
-from chunkwise.layers.config import (
-    GatedDeltaNetConfig,
-    KimiDeltaAttentionConfig,
-    LayerConfig,
-    LightningAttentionConfig,
-    Mamba2Config,
-)
-from chunkwise.layers.division import Letters
-from chunkwise.layers.running import Cache
-from chunkwise.shared.operators import check
+from chunkwise.layers import config, delta_net, division, kimi, lightning, mamba2, running
+from chunkwise.shared.operators import checks
 
 # What makes weights, and how they are split.
 _LAYERS: dict[type, tuple[Any, Any]] = {
-    GatedDeltaNetConfig: (delta_net.GatedDeltaNetWeights, delta_net.split_weights),
-    KimiDeltaAttentionConfig: (kimi.KimiDeltaAttentionWeights, kimi.split_weights),
-    Mamba2Config: (mamba2.Mamba2Weights, mamba2.split_weights),
-    LightningAttentionConfig: (lightning.LightningAttentionWeights, lightning.split_weights),
+    config.GatedDeltaNetConfig: (delta_net.GatedDeltaNetWeights, delta_net.split_weights),
+    config.KimiDeltaAttentionConfig: (kimi.KimiDeltaAttentionWeights, kimi.split_weights),
+    config.Mamba2Config: (mamba2.Mamba2Weights, mamba2.split_weights),
+    config.LightningAttentionConfig: (lightning.LightningAttentionWeights, lightning.split_weights),
 }
 
 
@@ -39,11 +30,13 @@ class Shardings(NamedTuple):
 
     weights: Any
     x: PartitionSpec
-    cache: Cache
+    cache: running.Cache
     values: PartitionSpec
 
 
-def shardings(config: LayerConfig, mesh_axes: Mapping[str, Any], mesh: jax.sharding.Mesh | None = None) -> Shardings:
+def shardings(
+    config: config.LayerConfig, mesh_axes: Mapping[str, Any], mesh: jax.sharding.Mesh | None = None
+) -> Shardings:
     """Return how a layer is divided over a mesh: rows of the batch, tokens, and heads.
 
     Heads divide projections, convolutions, decays and states, as in tensor parallelism, and the last product is a sum
@@ -60,9 +53,9 @@ def shardings(config: LayerConfig, mesh_axes: Mapping[str, Any], mesh: jax.shard
     Raises:
       ValueError: `mesh_axes` has another key, or value heads are not a multiple of the devices of heads.
     """
-    check(type(config) in _LAYERS, f"`config` must be that of a layer; got {type(config).__name__}.")
-    letters = Letters(config, mesh_axes, mesh)
+    checks.check(type(config) in _LAYERS, f"`config` must be that of a layer; got {type(config).__name__}.")
+    letters = division.Letters(config, mesh_axes, mesh)
     weights, split = _LAYERS[type(config)]
     conv: Any = ("b.h", "b.h", "b.n")[: len(config.channels)]
     state: Any = "bn.."
-    return Shardings(*jax.tree.map(letters.spec, (weights(**split(config)), "bt.", Cache(conv, state), "btn.")))
+    return Shardings(*jax.tree.map(letters.spec, (weights(**split(config)), "bt.", running.Cache(conv, state), "btn.")))

@@ -8,21 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.norm_gated import config as tiles
-from chunkwise.norm_gated import vjp, xla
-from chunkwise.norm_gated.tile import Static
-from chunkwise.shared.compat import vary_alike
-from chunkwise.shared.operators import (
-    Layout,
-    Sharding,
-    check,
-    check_activation,
-    check_array,
-    check_flags,
-    check_floating,
-    choose_implementation,
-    find_division,
-    over_mesh,
-)
+from chunkwise.norm_gated import tile, vjp, xla
+from chunkwise.shared import compat
+from chunkwise.shared.operators import arguments, checks, partition
 
 
 def rms_norm_gated(
@@ -34,7 +22,7 @@ def rms_norm_gated(
     norm_before_gate: bool = True,
     eps: float = 1e-6,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
     config: tiles.Config | None = None,
 ) -> jax.Array:
     """Return the RMSNorm of x over its last axis, times a gate.
@@ -78,29 +66,29 @@ def rms_norm_gated(
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019); the gate is that of Gated Delta Networks
       (2024) and of Mamba-2 (2024).
     """
-    shape = check_floating("x", x, "[..., D]")
-    check(len(shape) >= 1, f"`x` must have shape [..., D]; got {shape}.")
-    check(all(shape), f"`x` must not be empty; got {shape}.")
-    check_floating("z", z, "[..., D]")
-    check(tuple(z.shape) == shape, f"`z` must have the shape of `x` {shape}; got {tuple(z.shape)}.")
-    check_array("weight", weight, "D", shape[-1:])
-    check_activation(activation)
-    check_flags(norm_before_gate=norm_before_gate)
+    shape = checks.check_floating("x", x, "[..., D]")
+    checks.check(len(shape) >= 1, f"`x` must have shape [..., D]; got {shape}.")
+    checks.check(all(shape), f"`x` must not be empty; got {shape}.")
+    checks.check_floating("z", z, "[..., D]")
+    checks.check(tuple(z.shape) == shape, f"`z` must have the shape of `x` {shape}; got {tuple(z.shape)}.")
+    checks.check_array("weight", weight, "D", shape[-1:])
+    checks.check_activation(activation)
+    checks.check_flags(norm_before_gate=norm_before_gate)
     number = isinstance(eps, numbers.Real) and not isinstance(eps, bool)
-    check(number and eps >= 0, f"`eps` must be a number, at least 0; got {eps!r}.")
-    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
-    static = Static(shape[-1], activation, bool(norm_before_gate), float(eps))
+    checks.check(number and eps >= 0, f"`eps` must be a number, at least 0; got {eps!r}.")
+    implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    static = tile.Static(shape[-1], activation, bool(norm_before_gate), float(eps))
     # In float32 before devices share it, so that the sum of its gradient is rounded once.
     given = {"x": x, "z": z, "weight": weight.astype(jnp.float32)}
     norm = xla.norm if implementation == "xla" else functools.partial(_pallas, config=config)
     run = lambda given: (norm(given["x"], given["z"], given["weight"], static), None)
-    return over_mesh(run, given, find_division(given, _layout(len(shape)), sharding), ())[0]
+    return partition.over_mesh(run, given, partition.find_division(given, _layout(len(shape)), sharding), ())[0]
 
 
-def _layout(ndim: int) -> Layout:
+def _layout(ndim: int) -> partition.Layout:
     """Return how x of so many dimensions may be split: all but the last, which the mean goes over."""
     letters = string.digits[: ndim - 1]
-    return Layout(
+    return partition.Layout(
         leading="x",
         parts={letter: f"a dimension {letter}" for letter in letters},
         arguments={"x": letters, "z": letters, "weight": ""},
@@ -109,10 +97,10 @@ def _layout(ndim: int) -> Layout:
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
-def _pallas(x, z, weight, s: Static, config: tiles.Config | None) -> jax.Array:
+def _pallas(x, z, weight, s: tile.Static, config: tiles.Config | None) -> jax.Array:
     # Heads lie side by side in a row, as projections leave them. Without an axis of heads a row is one group.
     groups = x.shape[-2] if x.ndim > 3 else 1
     config = config or tiles.default_for(groups, s.D, max(x.dtype.itemsize, z.dtype.itemsize))
     lanes = jnp.tile(weight.astype(jnp.float32), groups)[None]  # [1, groups D]
-    rows, gates, lanes = vary_alike(x.reshape(-1, groups * s.D), z.reshape(-1, groups * s.D), lanes)
+    rows, gates, lanes = compat.vary_alike(x.reshape(-1, groups * s.D), z.reshape(-1, groups * s.D), lanes)
     return vjp.norm(rows, gates, lanes, s, config).reshape(x.shape)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from chunkwise.shared.kernels import LANES, largest_divisor
+from chunkwise.shared.kernels import launcher, packed
 
 # Of a block in bytes: large enough that copying it hides the cost of a grid step.
 _BLOCK = 2**20
@@ -28,7 +28,7 @@ class Config:
 
 def unit(D: int, width: int) -> int:
     """Return the lanes that are computed at once: the fewest whole registers that hold whole groups of D."""
-    return min(math.lcm(D, LANES), width)
+    return min(math.lcm(D, packed.LANES), width)
 
 
 def default_for(groups: int, D: int, itemsize: int) -> Config:
@@ -37,7 +37,7 @@ def default_for(groups: int, D: int, itemsize: int) -> Config:
     # A block ends where a unit does, or takes all lanes.
     taken = groups
     if groups * D > _MOST_LANES and groups % each == 0:
-        taken = each * largest_divisor(groups // each, max(_MOST_LANES // (each * D), 1))
+        taken = each * launcher.largest_divisor(groups // each, max(_MOST_LANES // (each * D), 1))
     strip = 16
     rows = _BLOCK // (taken * D * itemsize) // strip * strip
     return Config(min(max(rows, strip), 1024), taken, strip)

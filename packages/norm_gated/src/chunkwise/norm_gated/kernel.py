@@ -12,50 +12,48 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.norm_gated.config import Config, unit
-from chunkwise.norm_gated.cost import cost
-from chunkwise.norm_gated.tile import Static, backward, forward
-from chunkwise.shared.compat import out_struct
-from chunkwise.shared.kernels import named, pallas_call
+from chunkwise.norm_gated import config, cost, tile
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import launcher
 
 # Rows of a register of float32.
 _SUBLANES = 8
 
 
-def _strips(config: Config, width: int, D: int, compute) -> None:
+def _strips(cut: config.Config, width: int, D: int, compute) -> None:
     """Call compute(rows, lanes) for every strip of a block, lanes a unit at a time."""
-    step = unit(D, width)
+    step = config.unit(D, width)
 
     def strip(i, _):
-        rows = pl.ds(pl.multiple_of(i * jnp.int32(config.strip), config.strip), config.strip)
+        rows = pl.ds(pl.multiple_of(i * jnp.int32(cut.strip), cut.strip), cut.strip)
         for first in range(0, width, step):
             compute(rows, slice(first, min(first + step, width)))
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(config.rows // config.strip), strip, None)
+    lax.fori_loop(jnp.int32(0), jnp.int32(cut.rows // cut.strip), strip, None)
 
 
 def _load(ref, rows, lanes) -> jax.Array:
     return ref[rows, lanes].astype(jnp.float32)
 
 
-def _fwd_kernel(refs, *, s: Static, config: Config):
+def _fwd_kernel(refs, *, s: tile.Static, config: config.Config):
     """Write y of a block."""
 
     def compute(rows, lanes):
         x, z = (_load(ref, rows, lanes) for ref in (refs.x, refs.z))  # [strip, lanes]
-        refs.y[rows, lanes] = forward(x, z, refs.weight[:, lanes], s).astype(refs.y.dtype)
+        refs.y[rows, lanes] = tile.forward(x, z, refs.weight[:, lanes], s).astype(refs.y.dtype)
 
     _strips(config, refs.x.shape[1], s.D, compute)
 
 
-def _bwd_kernel(refs, *, s: Static, config: Config, rows: int):
+def _bwd_kernel(refs, *, s: tile.Static, config: config.Config, rows: int):
     """Write dx and dz of a block, and the gradient of the weight summed over it, in 8 rows."""
     refs.dweight[...] = jnp.zeros_like(refs.dweight)
     first = pl.program_id(0) * jnp.int32(config.rows)
 
     def compute(at, lanes):
         x, z, dy = (_load(ref, at, lanes) for ref in (refs.x, refs.z, refs.dy))  # [strip, lanes]
-        dx, dz, dweight = backward(x, z, refs.weight[:, lanes], dy, s)
+        dx, dz, dweight = tile.backward(x, z, refs.weight[:, lanes], dy, s)
         refs.dx[at, lanes], refs.dz[at, lanes] = dx.astype(refs.dx.dtype), dz.astype(refs.dz.dtype)
         if rows % config.rows:
             row = first + at.start + lax.broadcasted_iota(jnp.int32, dweight.shape, 0)
@@ -67,7 +65,7 @@ def _bwd_kernel(refs, *, s: Static, config: Config, rows: int):
 
 
 def launch(
-    x: jax.Array, z: jax.Array, weight: jax.Array, s: Static, config: Config, dy: jax.Array | None = None
+    x: jax.Array, z: jax.Array, weight: jax.Array, s: tile.Static, config: config.Config, dy: jax.Array | None = None
 ) -> dict[str, jax.Array]:
     """Run the forward kernel, or with dy the backward one.
 
@@ -95,8 +93,8 @@ def launch(
             "dweight": (sums, (blocks * _SUBLANES, width), jnp.float32),
         }
         body, known = _bwd_kernel, known | dict(rows=rows)
-    out = pallas_call(
-        named(body, operands, [(name, True) for name in outputs], (), **known),
+    out = launcher.pallas_call(
+        launcher.named(body, operands, [(name, True) for name in outputs], (), **known),
         *operands.values(),
         name=f"rms_norm_gated_{'fwd' if dy is None else 'bwd'}_d{s.D}",
         # Blocks of rows and of groups are independent.
@@ -104,7 +102,7 @@ def launch(
         dimension_semantics=("parallel", "parallel"),
         in_specs=[pl.BlockSpec((1, lanes), lambda i, j: (0, j)) if n == "weight" else block for n in operands],
         out_specs=[spec for spec, _, _ in outputs.values()],
-        out_shape=[out_struct(shape, dtype, *operands.values()) for _, shape, dtype in outputs.values()],
-        cost_estimate=cost(rows=rows * width // s.D, D=s.D, itemsize=x.dtype.itemsize, backward=dy is not None),
+        out_shape=[compat.out_struct(shape, dtype, *operands.values()) for _, shape, dtype in outputs.values()],
+        cost_estimate=cost.cost(rows=rows * width // s.D, D=s.D, itemsize=x.dtype.itemsize, backward=dy is not None),
     )
     return dict(zip(outputs, out, strict=True))

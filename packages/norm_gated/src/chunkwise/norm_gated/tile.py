@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.kernels import LANES, activate_with_slope, pad_lanes
+from chunkwise.shared.kernels import activations, packed
 
 
 class Static(NamedTuple):
@@ -32,18 +32,18 @@ def group_mean(x: jax.Array, D: int) -> jax.Array:
     what is not its own there.
     """
     rows, width = x.shape
-    if D % LANES == 0 or width == D:
+    if D % packed.LANES == 0 or width == D:
         means = [jnp.mean(x[:, i : i + D], axis=1, keepdims=True) for i in range(0, width, D)]
         return jnp.concatenate([jnp.broadcast_to(y, (rows, D)) for y in means], axis=1)
     means = []
     for begin in range(0, width, D):
-        first, last = begin // LANES * LANES, min(pad_lanes(begin + D), width)
+        first, last = begin // packed.LANES * packed.LANES, min(packed.pad_lanes(begin + D), width)
         lane = lax.broadcasted_iota(jnp.int32, (rows, last - first), 1) + jnp.int32(first)
         own = jnp.where((lane >= jnp.int32(begin)) & (lane < jnp.int32(begin + D)), x[:, first:last], 0.0)
         means.append(jnp.sum(own, axis=1, keepdims=True) * jnp.float32(1.0 / D))  # [rows, 1]
     registers = []
-    for first in range(0, width, LANES):
-        shape = (rows, min(LANES, width - first))
+    for first in range(0, width, packed.LANES):
+        shape = (rows, min(packed.LANES, width - first))
         lane = lax.broadcasted_iota(jnp.int32, shape, 1) + jnp.int32(first)
         mean, *others = range(first // D, -(-(first + shape[1]) // D))
         register = jnp.broadcast_to(means[mean], shape)
@@ -70,7 +70,7 @@ class Normed(NamedTuple):
 
 def norm(x: jax.Array, z: jax.Array, s: Static) -> Normed:
     """Norm a tile: n = u r with r = 1 / sqrt(mean(u^2) + eps), where u is x, or x gate if the gate comes first."""
-    gate, slope = activate_with_slope(z, s.activation)
+    gate, slope = activations.activate_with_slope(z, s.activation)
     u = x if s.norm_before_gate else x * gate
     r = lax.rsqrt(group_mean(u * u, s.D) + jnp.float32(s.eps))
     return Normed(u * r, r, gate, slope)

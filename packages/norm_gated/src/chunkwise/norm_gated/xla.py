@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.norm_gated.tile import Static
-from chunkwise.shared.kernels import activate
+from chunkwise.norm_gated import tile
+from chunkwise.shared.kernels import activations
 
 
-def norm(x: jax.Array, z: jax.Array, weight: jax.Array, s: Static) -> jax.Array:
+def norm(x: jax.Array, z: jax.Array, weight: jax.Array, s: tile.Static) -> jax.Array:
     """Return y [..., D] in the type of x."""
-    y, gate = x.astype(jnp.float32), activate(z.astype(jnp.float32), s.activation)
+    y, gate = x.astype(jnp.float32), activations.activate(z.astype(jnp.float32), s.activation)
     if not s.norm_before_gate:
         y = y * gate
     y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + jnp.float32(s.eps))

@@ -12,16 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.pipeline.operators import OPERATORS, Operator
-from chunkwise.pipeline.stages import PARTS, STAGES, Stage
-from chunkwise.shared import testing
-from chunkwise.shared.testing import Case, reference
+from chunkwise.pipeline import operators, stages
+from chunkwise.shared.testing import cases, compare, inputs, oracle
 
 # Sizes and, packed, lengths: a tail in the last chunk, empty sequences, padding. Small where compiling or interpreting
 # costs more than running.
-ON_TPU = Case(T=200, H=2, HV=4, K=128, V=128), (1, 0, 77, 0, 114)
-ELSEWHERE = Case(T=100, HV=2, K=64, V=64, chunk_size=32), (1, 0, 37, 0, 56)
-INTERPRETED = Case(T=20, HV=2, K=8, V=16, chunk_size=16), (1, 0, 17, 0)
+ON_TPU = cases.Case(T=200, H=2, HV=4, K=128, V=128), (1, 0, 77, 0, 114)
+ELSEWHERE = cases.Case(T=100, HV=2, K=64, V=64, chunk_size=32), (1, 0, 37, 0, 56)
+INTERPRETED = cases.Case(T=20, HV=2, K=8, V=16, chunk_size=16), (1, 0, 17, 0)
 DTYPES = ("float32", "bfloat16")
 GATE_LIKE = ("g", "g_gamma", "beta")
 
@@ -45,7 +43,7 @@ class Row(NamedTuple):
         return not self.message and self.error <= self.tolerance
 
 
-def operator_inputs(operator: Operator, *sizes: int, **options) -> dict[str, jax.Array]:
+def operator_inputs(operator: operators.Operator, *sizes: int, **options) -> dict[str, jax.Array]:
     """Return seeded inputs of an operator by name: `make_inputs` of the same arguments, less what it does not take.
 
     An operator with constant gates gets them beside those of the tokens.
@@ -54,7 +52,7 @@ def operator_inputs(operator: Operator, *sizes: int, **options) -> dict[str, jax
 
 
 def _make_inputs(delta: bool, gates: str, *sizes: int, **options) -> dict[str, jax.Array]:
-    x = testing.make_inputs(*sizes, per_channel=gates == "channel", **options)
+    x = inputs.make_inputs(*sizes, per_channel=gates == "channel", **options)
     if not delta:
         del x["beta"]
     if gates == "constant":
@@ -65,8 +63,8 @@ def _make_inputs(delta: bool, gates: str, *sizes: int, **options) -> dict[str, j
 def tolerance(name: str, dtype: str) -> float:
     """Return the tolerance of a result or, named with a leading d, a gradient of an operator."""
     if name in ("o", "final_state"):
-        return testing.TOLERANCE[dtype]
-    kind = testing.GATE_GRADIENT_TOLERANCE if name[1:] in GATE_LIKE else testing.GRADIENT_TOLERANCE
+        return compare.TOLERANCE[dtype]
+    kind = compare.GATE_GRADIENT_TOLERANCE if name[1:] in GATE_LIKE else compare.GRADIENT_TOLERANCE
     return kind[dtype]
 
 
@@ -100,7 +98,7 @@ class Program(NamedTuple):
         except Exception as problem:  # whatever it is, the other kernels are still to be checked
             text = str(problem).strip().splitlines()
             return Row(*self.label, message=f"{type(problem).__name__}: {text[0] if text else ''}")
-        errors = {name: testing.error(results[name], want) for name, want in self.expected().items()}
+        errors = {name: compare.error(results[name], want) for name, want in self.expected().items()}
         # The nearest to its tolerance, or the furthest past it.
         worst = max(errors, key=lambda name: errors[name] / self.tolerance(name))
         return Row(*self.label, worst, errors[worst], self.tolerance(worst), statistics.median(seconds))
@@ -123,21 +121,21 @@ class Check(NamedTuple):
       forward: whether to run a kernel's forward alone too, which does not keep what the gradients need.
     """
 
-    kernel: Operator | Stage
+    kernel: operators.Operator | stages.Stage
     implementation: str
     label: str
-    case: Case
+    case: cases.Case
     states: bool = True
     forward: bool = True
 
     def start(self, pool: Executor) -> Iterator[Program]:
         """Yield its programs, which the pool is compiling."""
-        if isinstance(self.kernel, Stage):
+        if isinstance(self.kernel, stages.Stage):
             return _start_stage(self, self.kernel, pool)
         return _start_operator(self, self.kernel, pool)
 
 
-def _start_operator(check: Check, operator: Operator, pool: Executor) -> Iterator[Program]:
+def _start_operator(check: Check, operator: operators.Operator, pool: Executor) -> Iterator[Program]:
     """Yield the programs of an operator: forward and gradients, and before it the forward alone."""
     case = check.case
     options = {"chunk_size": case.chunk_size} if operator.chunked else {}
@@ -150,12 +148,14 @@ def _start_operator(check: Check, operator: Operator, pool: Executor) -> Iterato
         return {"o": o, "final_state": state} if check.states else {"o": o}
 
     x = _inputs(operator.delta, operator.gates, case, check.states)
-    inputs = testing.spoil_padding(x, case.cu_seqlens), case.cu_seqlens
+    operands = inputs.spoil_padding(x, case.cu_seqlens), case.cu_seqlens
     cotangents = _cotangents(x, case)
-    programs: list[tuple[str, Callable, tuple]] = [(", gradients", testing.with_gradients(run), (*inputs, cotangents))]
+    programs: list[tuple[str, Callable, tuple]] = [
+        (", gradients", compare.with_gradients(run), (*operands, cotangents))
+    ]
     # Plain JAX computes the same with gradients or without.
     if check.implementation != "xla" and check.states and check.forward:
-        programs.insert(0, ("", run, inputs))
+        programs.insert(0, ("", run, operands))
     for suffix, fn, args in programs:
         label = operator.name, check.implementation, case.dtype, check.label + suffix
         exact = functools.partial(_exact, operator.delta, operator.gates, case, check.states)
@@ -164,7 +164,7 @@ def _start_operator(check: Check, operator: Operator, pool: Executor) -> Iterato
         yield Program(label, _compile(pool, fn, args), args, expected, limit)
 
 
-def _start_stage(check: Check, stage: Stage, pool: Executor) -> Iterator[Program]:
+def _start_stage(check: Check, stage: stages.Stage, pool: Executor) -> Iterator[Program]:
     """Yield the program of a stage, on the rounded results of the stages before it."""
     case = check.case
     x = _arguments(stage.inputs, case)
@@ -173,7 +173,7 @@ def _start_stage(check: Check, stage: Stage, pool: Executor) -> Iterator[Program
         return stage.by_name(stage.run(x, case.chunk_size, cu_seqlens=cu_seqlens, implementation=check.implementation))
 
     rounded = stage.rounds and case.dtype != "float32"
-    limit = testing.TOLERANCE[case.dtype] if rounded else testing.STAGE_TOLERANCE
+    limit = compare.TOLERANCE[case.dtype] if rounded else compare.STAGE_TOLERANCE
     args = {name: x[name] for name in stage.reads}, case.cu_seqlens
     yield Program(
         (stage.name, check.implementation, case.dtype, check.label),
@@ -185,13 +185,13 @@ def _start_stage(check: Check, stage: Stage, pool: Executor) -> Iterator[Program
 
 
 @functools.cache
-def _arguments(inputs: Callable[[Case], dict], case: Case) -> dict[str, jax.Array]:
+def _arguments(inputs: Callable[[cases.Case], dict], case: cases.Case) -> dict[str, jax.Array]:
     """Return the arguments that `Stage.inputs` makes of a case, the same for all stages of one chain."""
     return inputs(case)
 
 
 @functools.cache
-def _inputs(delta: bool, gates: str, case: Case, states: bool) -> dict[str, jax.Array]:
+def _inputs(delta: bool, gates: str, case: cases.Case, states: bool) -> dict[str, jax.Array]:
     """Return the inputs of an operator, the same for all that take the same."""
     N = case.B if case.lengths is None else len(case.lengths)
     return _make_inputs(
@@ -200,7 +200,7 @@ def _inputs(delta: bool, gates: str, case: Case, states: bool) -> dict[str, jax.
     )  # fmt: skip
 
 
-def _cotangents(x: dict[str, jax.Array], case: Case) -> dict[str, jax.Array]:
+def _cotangents(x: dict[str, jax.Array], case: cases.Case) -> dict[str, jax.Array]:
     """Return cotangents of the results for inputs x, seeded."""
     rng = np.random.default_rng(1)
     do = jnp.asarray(rng.standard_normal(x["v"].shape), case.dtype)
@@ -210,23 +210,23 @@ def _cotangents(x: dict[str, jax.Array], case: Case) -> dict[str, jax.Array]:
 
 
 @functools.cache
-def _exact(delta: bool, gates: str, case: Case, states: bool) -> dict[str, np.ndarray]:
+def _exact(delta: bool, gates: str, case: cases.Case, states: bool) -> dict[str, np.ndarray]:
     """Return the results of an operator and all gradients in float64."""
     x = _inputs(delta, gates, case, states)
     cotangents = _cotangents(x, case)
     do, dht = cotangents["o"], cotangents.get("final_state")
-    o, state, *rest = reference(**x, cu_seqlens=case.cu_seqlens, do=do, dht=dht)
+    o, state, *rest = oracle.reference(**x, cu_seqlens=case.cu_seqlens, do=do, dht=dht)
     (gradients,) = rest
     return {"o": o} | ({"final_state": state} if states else {}) | {f"d{name}": dx for name, dx in gradients.items()}
 
 
-def _cases(base: Case, lengths: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Case]]:
+def _cases(base: cases.Case, lengths: tuple[int, ...], quick: bool) -> Iterator[tuple[str, cases.Case]]:
     """Yield (label, case) in both types, fixed and packed; if `quick`, packed in the first type only."""
     sizes = vars(base)
     for dtype in DTYPES[:1] if quick else DTYPES:
         if not quick:
-            yield "fixed", Case(**sizes | {"dtype": dtype, "B": 2})
-        yield "packed", Case(**sizes | {"dtype": dtype, "lengths": lengths, "gate": "spikes"})
+            yield "fixed", cases.Case(**sizes | {"dtype": dtype, "B": 2})
+        yield "packed", cases.Case(**sizes | {"dtype": dtype, "lengths": lengths, "gate": "spikes"})
 
 
 def plan(interpret: bool, quick: bool = False) -> list[Check]:
@@ -239,7 +239,7 @@ def plan(interpret: bool, quick: bool = False) -> list[Check]:
     on_tpu = jax.default_backend() == "tpu"
     compiled = ON_TPU if on_tpu else ELSEWHERE
     checks = []
-    for kernel in (*STAGES, *PARTS, *OPERATORS.values()):
+    for kernel in (*stages.STAGES, *stages.PARTS, *operators.OPERATORS.values()):
         for implementation in kernel.implementations:
             if not (implementation == "xla" or on_tpu or interpret):
                 continue
@@ -248,7 +248,7 @@ def plan(interpret: bool, quick: bool = False) -> list[Check]:
             for label, case in _cases(*(INTERPRETED if small else compiled), quick):
                 checks.append(Check(kernel, implementation, label, case, forward=not quick))
                 # As in training: without states, chunks go across the sequences of a pack.
-                if case.lengths and isinstance(kernel, Operator) and kernel.chunked and not quick:
+                if case.lengths and isinstance(kernel, operators.Operator) and kernel.chunked and not quick:
                     checks.append(Check(kernel, implementation, "stream", case, states=False))
     # Plain JAX compiles the fastest, and stages and steps of one token faster than whole operators, as in the tables.
     return sorted(checks, key=lambda check: check.implementation != "xla")

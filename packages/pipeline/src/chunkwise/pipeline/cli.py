@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, TaskID
 
-from chunkwise.pipeline import check, info
-from chunkwise.pipeline.tables import make_console, make_progress, make_table
+from chunkwise.pipeline import check, info, tables
 
 # So many checks are compiled at once, or one for each core of a larger machine; their lines follow together.
 BATCH = 8
@@ -43,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     about = "print what is installed, what it runs on, and which implementation None selects"
     commands.add_parser("info", parents=[common], help=about, description=about).set_defaults(run=run_info)
     options = parser.parse_args(argv)
-    return options.run(options, make_console(width=140))
+    return options.run(options, tables.make_console(width=140))
 
 
 def run_check(options: argparse.Namespace, console: Console) -> int:
@@ -67,7 +66,7 @@ def check_all(options: argparse.Namespace, console: Console) -> int:
     lines = Console(quiet=True) if options.json else console
     rows: list[check.Row] = []
     lines.print(LINE.format(*HEADINGS), style="bold")
-    with make_progress(lines) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with tables.make_progress(lines) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
         task = progress.add_task("", total=len(checks))
         try:
             for batch in batched(checks, max(BATCH, os.cpu_count() or 1)):
@@ -141,11 +140,11 @@ def run_info(options: argparse.Namespace, console: Console) -> int:
     if options.json:
         print(json.dumps(about, indent=1))
         return 0
-    libraries = make_table(console, ("distribution", "version"))
+    libraries = tables.make_table(console, ("distribution", "version"))
     for name, version in (about["packages"] | about["libraries"]).items():
         missing = "source tree" if name in about["packages"] else "not installed"
         libraries.add_row(name, version or f"[dim]{missing}[/]")
-    kernels = make_table(console, ("function", "implementation=None is"))
+    kernels = tables.make_table(console, ("function", "implementation=None is"))
     for name, chosen in about["implementation"].items():
         kernels.add_row(name, f"[green]{chosen}[/]")
     console.print(libraries)

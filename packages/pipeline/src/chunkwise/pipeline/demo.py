@@ -27,8 +27,9 @@ from chunkwise.cumsum import chunk_local_cumsum
 from chunkwise.kkt import chunk_scaled_dot_kkt
 from chunkwise.pipeline.operators import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.pipeline.tables import make_console, make_progress, make_table
-from chunkwise.shared.testing import TOLERANCE, error, reference
 from chunkwise.shared.testing import stage_oracle as exact
+from chunkwise.shared.testing.compare import TOLERANCE, error
+from chunkwise.shared.testing.oracle import reference
 from chunkwise.solve_tril import solve_tril
 from chunkwise.wy_fast import recompute_w_u
 

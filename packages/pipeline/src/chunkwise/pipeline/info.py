@@ -7,9 +7,8 @@ from importlib import metadata
 import jax
 
 import chunkwise
-from chunkwise.pipeline.operators import OPERATORS
-from chunkwise.pipeline.stages import PARTS, STAGES
-from chunkwise.shared.operators import choose_implementation
+from chunkwise.pipeline import operators, stages
+from chunkwise.shared.operators import checks
 
 LIBRARIES = ("jax", "jaxlib", "libtpu", "numpy")
 
@@ -31,8 +30,8 @@ def packages() -> dict[str, str | None]:
 def selected() -> dict[str, str]:
     """Return what implementation=None means here, for keys and values of 128 channels."""
     return {
-        kernel.name: choose_implementation(None, kernel.implementations, on_tpu=kernel.implementations[-1])
-        for kernel in (*OPERATORS.values(), *STAGES, *PARTS)
+        kernel.name: checks.choose_implementation(None, kernel.implementations, on_tpu=kernel.implementations[-1])
+        for kernel in (*operators.OPERATORS.values(), *stages.STAGES, *stages.PARTS)
     }
 
 

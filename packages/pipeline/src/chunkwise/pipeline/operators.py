@@ -20,12 +20,11 @@ from chunkwise.fused_gla.cost import cost as gla_cost
 from chunkwise.kda import api as kda
 from chunkwise.kda import recurrent_kda
 from chunkwise.kda.cost import cost as kda_cost
-from chunkwise.pipeline import staged
-from chunkwise.pipeline.docstrings import documented_by
-from chunkwise.shared.operators import Arguments, Devices, Laws, Options, Sharding, check_array
+from chunkwise.pipeline import docstrings, staged
+from chunkwise.shared.operators import arguments, checks, gates
 
 
-@documented_by(gdn.fused_chunk_gated_delta_rule)
+@docstrings.documented_by(gdn.fused_chunk_gated_delta_rule)
 def chunk_gated_delta_rule(
     q: jax.Array,
     k: jax.Array,
@@ -47,20 +46,24 @@ def chunk_gated_delta_rule(
     segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated delta rule over whole sequences, chunk by chunk."""
-    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, segment_ids)
-    options = Options(
-        output_final_state, use_qk_l2norm_in_kernel, chunk_size, laws=laws, devices=Devices(sharding, context_axis)
+    laws = gates.Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    x = arguments.Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, segment_ids)
+    options = arguments.Options(
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        chunk_size,
+        laws=laws,
+        devices=arguments.Devices(sharding, context_axis),
     )
     over_tokens = {"staged": staged.DELTA_RULE_OVER_TOKENS}
     return gdn.chunk(x, options, implementation, {"staged": staged.delta_rule}, over_tokens=over_tokens)
 
 
-@documented_by(kda.fused_chunk_kda)
+@docstrings.documented_by(kda.fused_chunk_kda)
 def chunk_kda(
     q: jax.Array,
     k: jax.Array,
@@ -83,7 +86,7 @@ def chunk_kda(
     segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Kimi delta attention over whole sequences, chunk by chunk.
@@ -92,15 +95,17 @@ def chunk_kda(
       ValueError: an argument has the wrong rank, shape or type.
       NotImplementedError: "fused" with K or V above 256.
     """
-    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, segment_ids)
-    devices = Devices(sharding, context_axis)
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws, devices)
+    laws = gates.Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    x = arguments.Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, segment_ids)
+    devices = arguments.Devices(sharding, context_axis)
+    options = arguments.Options(
+        output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws, devices
+    )
     over_tokens = {"staged": staged.DELTA_RULE_OVER_TOKENS}
     return kda.chunk(x, options, implementation, {"staged": staged.delta_rule}, over_tokens=over_tokens)
 
 
-@documented_by(gla.fused_chunk_gla)
+@docstrings.documented_by(gla.fused_chunk_gla)
 def chunk_gla(
     q: jax.Array,
     k: jax.Array,
@@ -114,7 +119,7 @@ def chunk_gla(
     segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated linear attention with a gate per channel, over whole sequences, chunk by chunk.
@@ -133,13 +138,15 @@ def chunk_gla(
       of every sequence.
     Source: Yang et al., Gated Linear Attention Transformers (2023), sections 3 and 4.
     """
-    check_array("g", g, "B T HV K")
-    x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
-    options = Options(output_final_state, chunk_size=chunk_size, devices=Devices(sharding, context_axis))
+    checks.check_array("g", g, "B T HV K")
+    x = arguments.Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
+    options = arguments.Options(
+        output_final_state, chunk_size=chunk_size, devices=arguments.Devices(sharding, context_axis)
+    )
     return gla.chunk(x, options, implementation, {"staged": staged.gla})
 
 
-@documented_by(gla.fused_chunk_gla)
+@docstrings.documented_by(gla.fused_chunk_gla)
 def chunk_simple_gla(
     q: jax.Array,
     k: jax.Array,
@@ -154,7 +161,7 @@ def chunk_simple_gla(
     segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated linear attention with a gate per head, over whole sequences, chunk by chunk.
@@ -173,9 +180,11 @@ def chunk_simple_gla(
     Source: Dao and Gu, Transformers are SSMs (2024); Sun et al., Retentive Network (2023), for constant gates.
     """
     if g is not None:
-        check_array("g", g, "B T HV")
-    x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
-    options = Options(output_final_state, chunk_size=chunk_size, devices=Devices(sharding, context_axis))
+        checks.check_array("g", g, "B T HV")
+    x = arguments.Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
+    options = arguments.Options(
+        output_final_state, chunk_size=chunk_size, devices=arguments.Devices(sharding, context_axis)
+    )
     return gla.chunk(x, options, implementation, {"staged": staged.gla})
 
 

@@ -5,19 +5,8 @@ import jax
 from chunkwise.fused_gdn import api as gdn
 from chunkwise.fused_gla import api as gla
 from chunkwise.kda import api as kda
-from chunkwise.pipeline import staged
-from chunkwise.pipeline.docstrings import documented_by
-from chunkwise.shared.operators import (
-    Arguments,
-    Devices,
-    Laws,
-    Options,
-    Sharding,
-    Slots,
-    check_packed,
-    check_step_types,
-    check_step_values,
-)
+from chunkwise.pipeline import docstrings, staged
+from chunkwise.shared.operators import arguments, checks, gates, serving
 
 _IMPLEMENTATION = """\
   implementation: "xla" (plain JAX, runs everywhere), "fused" (one Pallas TPU kernel for the decodes and one for the
@@ -53,7 +42,7 @@ def ragged_gated_delta_rule(
     allow_neg_eigval: bool = False,
     chunk_size: int | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Gated delta rule as one serving step: decodes, speculation and prefills over one pool of states.
 
@@ -116,17 +105,19 @@ def ragged_gated_delta_rule(
       `chunk_gated_delta_rule` costs with states, and nothing for decodes.
     Source: the scheduling of vLLM's gated delta net attention.
     """
-    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    x = Arguments(q, k, v, g, beta, None, scale, states, cu_seqlens, A_log, dt_bias)
-    options = Options(True, use_qk_l2norm_in_kernel, chunk_size, None, laws, Devices(sharding), block_size)
-    slots = Slots(
+    laws = gates.Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    x = arguments.Arguments(q, k, v, g, beta, None, scale, states, cu_seqlens, A_log, dt_bias)
+    options = arguments.Options(
+        True, use_qk_l2norm_in_kernel, chunk_size, None, laws, arguments.Devices(sharding), block_size
+    )
+    slots = arguments.Slots(
         state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
         num_sequences,
     )  # fmt: skip
     return gdn.ragged(x, slots, options, implementation, {"staged": staged.delta_rule}, staged.DELTA_RULE_STATES)
 
 
-@documented_by(ragged_gated_delta_rule, _IMPLEMENTATION)
+@docstrings.documented_by(ragged_gated_delta_rule, _IMPLEMENTATION)
 def ragged_kda(
     q: jax.Array,
     k: jax.Array,
@@ -155,7 +146,7 @@ def ragged_kda(
     allow_neg_eigval: bool = False,
     chunk_size: int | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Kimi delta attention as one serving step: decodes, speculation and prefills over one pool of states.
 
@@ -170,18 +161,18 @@ def ragged_kda(
     Cost: a decode reads the state of every sequence once and writes one for every token; prefills cost what `chunk_kda`
       costs with states, and nothing for decodes.
     """
-    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    x = Arguments(q, k, v, g, beta, None, scale, states, cu_seqlens, A_log, dt_bias)
-    devices = Devices(sharding)
-    options = Options(True, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws, devices, block_size)
-    slots = Slots(
+    laws = gates.Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    x = arguments.Arguments(q, k, v, g, beta, None, scale, states, cu_seqlens, A_log, dt_bias)
+    devices = arguments.Devices(sharding)
+    options = arguments.Options(True, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws, devices, block_size)
+    slots = arguments.Slots(
         state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
         num_sequences,
     )  # fmt: skip
     return kda.ragged(x, slots, options, implementation, {"staged": staged.delta_rule}, staged.DELTA_RULE_STATES)
 
 
-@documented_by(ragged_gated_delta_rule, _IMPLEMENTATION)
+@docstrings.documented_by(ragged_gated_delta_rule, _IMPLEMENTATION)
 def ragged_simple_gla(
     q: jax.Array,
     k: jax.Array,
@@ -202,7 +193,7 @@ def ragged_simple_gla(
     scale: float | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: arguments.Sharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Simple gated linear attention as one serving step: decodes, speculation and prefills over one pool of states.
 
@@ -218,9 +209,9 @@ def ragged_simple_gla(
     Cost: a decode reads the state of every sequence once and writes one for every token; prefills cost what
       `chunk_simple_gla` costs with states, and nothing for decodes.
     """
-    x = Arguments(q, k, v, g, None, g_gamma, scale, states, cu_seqlens)
-    options = Options(True, chunk_size=chunk_size, devices=Devices(sharding), block_size=block_size)
-    slots = Slots(
+    x = arguments.Arguments(q, k, v, g, None, g_gamma, scale, states, cu_seqlens)
+    options = arguments.Options(True, chunk_size=chunk_size, devices=arguments.Devices(sharding), block_size=block_size)
+    slots = arguments.Slots(
         state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
         num_sequences,
     )  # fmt: skip
@@ -260,10 +251,10 @@ def check_step(
     Raises:
       ValueError: a shape or type is wrong, or outside of jit a value.
     """
-    slots = Slots(
+    slots = arguments.Slots(
         state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
         num_sequences,
     )  # fmt: skip
-    check_packed(cu_seqlens, 1)
-    check_step_types(slots, cu_seqlens.shape[0] - 1, block_size, 1)
-    check_step_values(cu_seqlens, slots, num_slots, num_tokens, block_size)
+    checks.check_packed(cu_seqlens, 1)
+    checks.check_step_types(slots, cu_seqlens.shape[0] - 1, block_size, 1)
+    serving.check_step_values(cu_seqlens, slots, num_slots, num_tokens, block_size)

@@ -23,7 +23,7 @@ from chunkwise.kkt import chunk_scaled_dot_kkt
 from chunkwise.kkt.cost import cost as kkt_cost
 from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.norm_gated.cost import cost as norm_gated_cost
-from chunkwise.shared.testing import Case, mixer_oracle
+from chunkwise.shared.testing import cases, mixer_oracle
 from chunkwise.shared.testing import stage_oracle as exact
 from chunkwise.solve_tril import solve_tril
 from chunkwise.solve_tril.cost import cost as solve_tril_cost
@@ -54,7 +54,7 @@ class Stage:
     results: tuple[str, ...]
     cost: Callable[..., pl.CostEstimate]
     implementations: tuple[str, ...] = ("xla", "pallas")
-    inputs: Callable[[Case], dict] = Case.arguments
+    inputs: Callable[[cases.Case], dict] = cases.Case.arguments
     rounds: bool = False
 
     def by_name(self, results) -> dict:
@@ -131,7 +131,7 @@ STAGES = (
 _WIDTH = 4
 
 
-def _convolution_inputs(case: Case) -> dict:
+def _convolution_inputs(case: cases.Case) -> dict:
     """Return the values of a case as channels side by side, with weights and initial states."""
     rng, x = np.random.default_rng(0), case.arguments()["v"]
     N, D = case.B if case.lengths is None else len(case.lengths), case.HV * case.V
@@ -140,7 +140,7 @@ def _convolution_inputs(case: Case) -> dict:
     return drawn | {"x": x.reshape(case.B, case.T, D)}
 
 
-def _norm_inputs(case: Case) -> dict:
+def _norm_inputs(case: cases.Case) -> dict:
     """Return the values of a case with a gate and a weight; a norm knows no padding."""
     x = jnp.nan_to_num(case.arguments()["v"])
     return {"x": x, "z": jnp.flip(x, axis=1), "weight": jnp.linspace(0.5, 1.5, case.V, dtype=x.dtype)}

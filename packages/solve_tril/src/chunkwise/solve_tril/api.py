@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import Chunking
-from chunkwise.shared.operators import CHUNK_SIZES, check, check_array, check_cu_seqlens, choose_implementation
+from chunkwise.shared.kernels import chunking
+from chunkwise.shared.operators import checks
 from chunkwise.solve_tril import config as tiles
 from chunkwise.solve_tril import vjp, xla
 
@@ -51,19 +51,19 @@ def solve_tril(
     Cost: B T HV (2 C C - 256) / 3 flops and 8 B T HV C bytes read and written.
     Source: the block inverse of Higham, Accuracy and Stability of Numerical Algorithms (2002), section 14.2.
     """
-    B, T, _, C = check_array("A", A, "B T HV C")
-    check(C in CHUNK_SIZES, f"`A` must have a last dimension of one of {CHUNK_SIZES}; got {C}.")
+    B, T, _, C = checks.check_array("A", A, "B T HV C")
+    checks.check(C in checks.CHUNK_SIZES, f"`A` must have a last dimension of one of {checks.CHUNK_SIZES}; got {C}.")
     if A_inv is not None:
-        check_array("A_inv", A_inv, "B T HV C", A.shape)
-    check_cu_seqlens(cu_seqlens, B, T)
-    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+        checks.check_array("A_inv", A_inv, "B T HV C", A.shape)
+    checks.check_cu_seqlens(cu_seqlens, B, T)
+    implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     return _run(A, cu_seqlens, A_inv, implementation, config)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _run(A, cu_seqlens, A_inv, implementation, config):
     B, T, HV, C = A.shape
-    chunks = Chunking(B, T, C, cu_seqlens)
+    chunks = chunking.Chunking(B, T, C, cu_seqlens)
 
     def split(x):
         return chunks.split(x.astype(jnp.float32)).reshape(-1, C, C)

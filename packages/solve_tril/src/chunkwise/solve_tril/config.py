@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from chunkwise.shared.kernels import largest_divisor
+from chunkwise.shared.kernels import launcher
 
 
 @dataclass(frozen=True)
@@ -19,4 +19,4 @@ class Config:
 
 def default_for(NC: int, HV: int, C: int) -> Config:
     """Return the Config for NC chunks of HV heads."""
-    return Config(matrices=largest_divisor(NC * HV, 4096 // C))
+    return Config(matrices=launcher.largest_divisor(NC * HV, 4096 // C))

@@ -4,22 +4,20 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.compat import out_struct
-from chunkwise.shared.kernels import pallas_call
-from chunkwise.solve_tril.config import Config
-from chunkwise.solve_tril.cost import cost
-from chunkwise.solve_tril.tile import solve_bwd_tile
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import launcher
+from chunkwise.solve_tril import config, cost, tile
 
 
 def _solve_bwd_kernel(X_ref, dX_ref, dA_ref):
-    dA_ref[...] = solve_bwd_tile(X_ref[...], dX_ref[...])  # [matrices, C, C]
+    dA_ref[...] = tile.solve_bwd_tile(X_ref[...], dX_ref[...])  # [matrices, C, C]
 
 
-def launch(X: jax.Array, dX: jax.Array, config: Config) -> jax.Array:
+def launch(X: jax.Array, dX: jax.Array, config: config.Config) -> jax.Array:
     """Run the kernel on the inverse X and its cotangent dX [M, C, C] float32 -> dA [M, C, C] float32."""
     M, C, _ = X.shape
     block = pl.BlockSpec((config.matrices, C, C), lambda m: (m, 0, 0))
-    return pallas_call(
+    return launcher.pallas_call(
         _solve_bwd_kernel,
         X,
         dX,
@@ -29,6 +27,6 @@ def launch(X: jax.Array, dX: jax.Array, config: Config) -> jax.Array:
         dimension_semantics=("parallel",),
         in_specs=[block, block],
         out_specs=block,
-        out_shape=out_struct(X.shape, jnp.float32, X, dX),
-        cost_estimate=cost(B=1, T=C, HV=M, C=C, backward=True),
+        out_shape=compat.out_struct(X.shape, jnp.float32, X, dX),
+        cost_estimate=cost.cost(B=1, T=C, HV=M, C=C, backward=True),
     )

@@ -2,15 +2,7 @@
 
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import (
-    dot_nt,
-    dot_tn,
-    packing,
-    side_lanes,
-    split_lanes,
-    strictly_lower,
-    unit_lower_inverse,
-)
+from chunkwise.shared.kernels import inverse, matmul, packed, tiles
 
 
 def solve_tile(A):
@@ -21,10 +13,10 @@ def solve_tile(A):
     catastrophically when keys repeat.
     """
     # Several matrices side by side fill the lanes of a register.
-    p = packing(A.shape[1], A.shape[0])
-    return split_lanes(unit_lower_inverse(side_lanes(A, p)), p)
+    p = packed.packing(A.shape[1], A.shape[0])
+    return packed.split_lanes(inverse.unit_lower_inverse(packed.side_lanes(A, p)), p)
 
 
 def solve_bwd_tile(X, dX):
     """Return dA = -X^T dX X^T below the diagonal [n, C, C], from the inverse X and its cotangent dX."""
-    return jnp.where(strictly_lower(X.shape[1]), -dot_nt(dot_tn(X, dX), X), 0.0)
+    return jnp.where(tiles.strictly_lower(X.shape[1]), -matmul.dot_nt(matmul.dot_tn(X, dX), X), 0.0)

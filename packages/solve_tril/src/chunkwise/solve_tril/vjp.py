@@ -4,12 +4,11 @@ import functools
 
 import jax
 
-from chunkwise.solve_tril import kernel, kernel_bwd
-from chunkwise.solve_tril.config import Config
+from chunkwise.solve_tril import config, kernel, kernel_bwd
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def solve(A: jax.Array, X: jax.Array | None, config: Config) -> jax.Array:
+def solve(A: jax.Array, X: jax.Array | None, config: config.Config) -> jax.Array:
     """Run the forward kernel, see `kernel.launch`, or return X, which is its result, if it is known."""
     return kernel.launch(A, config) if X is None else X
 

@@ -5,17 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.compat import vary_alike
-from chunkwise.shared.kernels import Chunking, decay_from_start
-from chunkwise.shared.operators import (
-    CHUNK_SIZES,
-    check,
-    check_array,
-    check_cu_seqlens,
-    check_gates,
-    check_heads,
-    choose_implementation,
-)
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import chunking, gating
+from chunkwise.shared.operators import checks
 from chunkwise.wy_fast import config as tiles
 from chunkwise.wy_fast import vjp, xla
 
@@ -67,26 +59,28 @@ def recompute_w_u(
     Cost: 2 B T C HV (K + V) flops.
     Source: Yang et al., Parallelizing Linear Transformers with the Delta Rule (2024), section 3.2.
     """
-    B, T, H, K = check_array("k", k, "B T H K")
-    HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
-    check_heads(H, HV)
-    check_array("beta", beta, "B T HV", (B, T, HV))
-    C = check_array("A_inv", A_inv, "B T HV C", (B, T, HV, None))[3]
-    check(C in CHUNK_SIZES, f"`A_inv` must have a last dimension of one of {CHUNK_SIZES}; got {C}.")
-    check_gates("g_cum", g_cum, (B, T, HV), K)
-    check_cu_seqlens(cu_seqlens, B, T)
-    implementation = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    B, T, H, K = checks.check_array("k", k, "B T H K")
+    HV, V = checks.check_array("v", v, "B T HV V", (B, T, None, None))[2:]
+    checks.check_heads(H, HV)
+    checks.check_array("beta", beta, "B T HV", (B, T, HV))
+    C = checks.check_array("A_inv", A_inv, "B T HV C", (B, T, HV, None))[3]
+    checks.check(
+        C in checks.CHUNK_SIZES, f"`A_inv` must have a last dimension of one of {checks.CHUNK_SIZES}; got {C}."
+    )
+    checks.check_gates("g_cum", g_cum, (B, T, HV), K)
+    checks.check_cu_seqlens(cu_seqlens, B, T)
+    implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     config = config or tiles.default_for(H, HV, C, K, V, g_cum is not None and g_cum.ndim == 4)
     return _run(k, v, beta, A_inv, g_cum, cu_seqlens, implementation, config)
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7))
 def _run(k, v, beta, A_inv, g_cum, cu_seqlens, implementation, config):
-    chunks = Chunking(*A_inv.shape[:2], A_inv.shape[3], cu_seqlens)
+    chunks = chunking.Chunking(*A_inv.shape[:2], A_inv.shape[3], cu_seqlens)
     g = chunks.split_gates(g_cum, v.shape[2])
     operands = chunks.split(k), chunks.split(v), chunks.split(A_inv.astype(jnp.float32)), chunks.split_rows(beta)
     if implementation == "pallas":
-        w, u = vjp.w_u(*vary_alike(*operands, g), config)
+        w, u = vjp.w_u(*compat.vary_alike(*operands, g), config)
     else:
-        w, u = xla.w_u(*operands, jax.vmap(decay_from_start)(g))
+        w, u = xla.w_u(*operands, jax.vmap(gating.decay_from_start)(g))
     return chunks.merge(w), chunks.merge(u)

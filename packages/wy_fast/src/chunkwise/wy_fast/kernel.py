@@ -3,14 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import gate_kind, map_chunks
-from chunkwise.wy_fast.config import Config
-from chunkwise.wy_fast.cost import cost
-from chunkwise.wy_fast.tile import wy_gates_tile
+from chunkwise.shared.kernels import chunk_map, gating
+from chunkwise.wy_fast import config, cost, tile
 
 
 def launch(
-    k: jax.Array, v: jax.Array, A_inv: jax.Array, beta: jax.Array, g: jax.Array, config: Config
+    k: jax.Array, v: jax.Array, A_inv: jax.Array, beta: jax.Array, g: jax.Array, config: config.Config
 ) -> tuple[jax.Array, jax.Array]:
     """Run the kernel on chunks.
 
@@ -19,9 +17,9 @@ def launch(
     """
     NC, HV, C, V = v.shape
     H, K = k.shape[1], k.shape[3]
-    kind, itemsize = gate_kind(g), v.dtype.itemsize
-    w, u = map_chunks(
-        wy_gates_tile,
+    kind, itemsize = gating.gate_kind(g), v.dtype.itemsize
+    w, u = chunk_map.map_chunks(
+        tile.wy_gates_tile,
         k,
         v,
         A_inv,
@@ -31,6 +29,6 @@ def launch(
         HV=HV,
         heads=config.heads,
         outputs=[((C, K), jnp.float32), ((C, V), jnp.float32)],
-        cost=cost(B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind)),
+        cost=cost.cost(B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind)),
     )
     return w, u

@@ -3,19 +3,17 @@
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import gate_kind, map_chunks, sum_groups
-from chunkwise.wy_fast.config import Config
-from chunkwise.wy_fast.cost import cost
-from chunkwise.wy_fast.tile import wy_bwd_tile
+from chunkwise.shared.kernels import chunk_map, gating, tiles
+from chunkwise.wy_fast import config, cost, tile
 
 
-def launch(k, v, A_inv, beta, g, dw: jax.Array, du: jax.Array, config: Config):
+def launch(k, v, A_inv, beta, g, dw: jax.Array, du: jax.Array, config: config.Config):
     """Run the kernel on chunks: the gradients of all operands of the forward, in their types."""
     NC, HV, C, V = v.shape
     H, K = k.shape[1], k.shape[3]
-    kind, itemsize = gate_kind(g), v.dtype.itemsize
-    dk, dv, dA_inv, dbeta, dg = map_chunks(
-        wy_bwd_tile,
+    kind, itemsize = gating.gate_kind(g), v.dtype.itemsize
+    dk, dv, dA_inv, dbeta, dg = chunk_map.map_chunks(
+        tile.wy_bwd_tile,
         k,
         v,
         A_inv,
@@ -33,7 +31,7 @@ def launch(k, v, A_inv, beta, g, dw: jax.Array, du: jax.Array, config: Config):
             ((1, C), jnp.float32),
             (g.shape[2:], jnp.float32),
         ],
-        cost=cost(B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind), backward=True),
+        cost=cost.cost(B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind), backward=True),
     )
     # The kernel writes a gradient per value head; those that share a key head are summed here.
-    return sum_groups(dk, H).astype(k.dtype), dv, dA_inv, dbeta, dg
+    return tiles.sum_groups(dk, H).astype(k.dtype), dv, dA_inv, dbeta, dg

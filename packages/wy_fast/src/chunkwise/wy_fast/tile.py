@@ -5,12 +5,12 @@ dQ = dw (e^G k)^T + du v^T, e^G dk = Q^T dw, dv = Q^T du, and beta sums over its
 
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import decay_from_start, dot, dot_nt, dot_tn, gate_gradient, repeat_heads
+from chunkwise.shared.kernels import gating, matmul, tiles
 
 
 def decayed_keys(k, from_start):
     """Return e^G k [HV, C, K] float32 from the keys of the key heads [h, C, K] and e^G [HV, C, 1 or K]."""
-    return repeat_heads(k, from_start.shape[0]).astype(jnp.float32) * from_start
+    return tiles.repeat_heads(k, from_start.shape[0]).astype(jnp.float32) * from_start
 
 
 def wy_tile(k, v, A_inv, beta, from_start):
@@ -27,21 +27,21 @@ def wy_tile(k, v, A_inv, beta, from_start):
       w [HV, C, K] and u [HV, C, V], float32.
     """
     scaled = A_inv * beta  # [HV, C, C]
-    return dot(scaled, decayed_keys(k, from_start)), dot(scaled, v)
+    return matmul.dot(scaled, decayed_keys(k, from_start)), matmul.dot(scaled, v)
 
 
 def wy_gates_tile(k, v, A_inv, beta, g):
     """Return `wy_tile` from cumulative gates, rows [HV, 1, C] or per channel [HV, C, K]."""
-    return wy_tile(k, v, A_inv, beta, decay_from_start(g))
+    return wy_tile(k, v, A_inv, beta, gating.decay_from_start(g))
 
 
 def wy_bwd_tile(k, v, A_inv, beta, g, dw, du):
     """Return dk [HV, C, K], dv [HV, C, V], dA_inv [HV, C, C], dbeta [HV, 1, C] and dg; operands as in the forward."""
-    from_start = decay_from_start(g)  # [HV, C, 1 or K]
+    from_start = gating.decay_from_start(g)  # [HV, C, 1 or K]
     decayed = decayed_keys(k, from_start)  # [HV, C, K]
     scaled = A_inv * beta  # [HV, C, C]
-    dscaled = dot_nt(dw, decayed) + dot_nt(du, v)  # [HV, C, C]
-    ddecayed = dot_tn(scaled, dw)  # [HV, C, K]
+    dscaled = matmul.dot_nt(dw, decayed) + matmul.dot_nt(du, v)  # [HV, C, C]
+    ddecayed = matmul.dot_tn(scaled, dw)  # [HV, C, K]
     dbeta = jnp.sum(A_inv * dscaled, axis=1, keepdims=True)  # [HV, 1, C]
-    dg = gate_gradient(decayed * ddecayed, g)
-    return from_start * ddecayed, dot_tn(scaled, du), beta * dscaled, dbeta, dg
+    dg = gating.gate_gradient(decayed * ddecayed, g)
+    return from_start * ddecayed, matmul.dot_tn(scaled, du), beta * dscaled, dbeta, dg

@@ -4,13 +4,12 @@ import functools
 
 import jax
 
-from chunkwise.wy_fast import kernel, kernel_bwd
-from chunkwise.wy_fast.config import Config
+from chunkwise.wy_fast import config, kernel, kernel_bwd
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def w_u(
-    k: jax.Array, v: jax.Array, A_inv: jax.Array, beta: jax.Array, g: jax.Array, config: Config
+    k: jax.Array, v: jax.Array, A_inv: jax.Array, beta: jax.Array, g: jax.Array, config: config.Config
 ) -> tuple[jax.Array, jax.Array]:
     """Run the forward kernel; see `kernel.launch`."""
     return kernel.launch(k, v, A_inv, beta, g, config)

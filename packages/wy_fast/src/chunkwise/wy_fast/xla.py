@@ -2,7 +2,7 @@
 
 import jax
 
-from chunkwise.wy_fast.tile import wy_tile
+from chunkwise.wy_fast import tile
 
 
 def w_u(k: jax.Array, v: jax.Array, A_inv: jax.Array, beta: jax.Array, from_start: jax.Array):
@@ -15,4 +15,4 @@ def w_u(k: jax.Array, v: jax.Array, A_inv: jax.Array, beta: jax.Array, from_star
     Returns:
       w [NC, HV, C, K] and u [NC, HV, C, V].
     """
-    return jax.vmap(wy_tile)(k, v, A_inv, beta, from_start)
+    return jax.vmap(tile.wy_tile)(k, v, A_inv, beta, from_start)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.compat import out_struct
-from chunkwise.shared.kernels.launch import head_block, pallas_call
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import launcher
 
 
 def map_chunks(
@@ -44,8 +44,8 @@ def map_chunks(
         for ref, value in zip(refs[first_output:], tile(*values), strict=True):
             ref[...] = value.astype(ref.dtype)
 
-    results = [out_struct((NC, HV, *tail), dtype, *operands) for tail, dtype in outputs]
-    return pallas_call(
+    results = [compat.out_struct((NC, HV, *tail), dtype, *operands) for tail, dtype in outputs]
+    return launcher.pallas_call(
         kernel,
         *scalars,
         *operands,
@@ -54,8 +54,8 @@ def map_chunks(
         # Chunks and blocks of heads are independent: no state is carried.
         grid=(NC, HV // heads),
         dimension_semantics=("parallel", "parallel"),
-        in_specs=[head_block(heads, *x.shape[2:], group=HV // x.shape[1]) for x in operands],
-        out_specs=[head_block(heads, *tail) for tail, _ in outputs],
+        in_specs=[launcher.head_block(heads, *x.shape[2:], group=HV // x.shape[1]) for x in operands],
+        out_specs=[launcher.head_block(heads, *tail) for tail, _ in outputs],
         out_shape=results,
         cost_estimate=cost,
     )

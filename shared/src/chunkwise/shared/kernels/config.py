@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from chunkwise.shared.kernels.launch import pick_heads
+from chunkwise.shared.kernels import launcher
 
 
 @dataclass(frozen=True)
@@ -26,4 +26,4 @@ def choose_heads(H: int, HV: int, bytes_per_head: int, most: int, per_channel: b
         takes at most two heads then.
       per_channel: whether gates are per channel of the key.
     """
-    return HeadConfig(heads=pick_heads(HV, H, bytes_per_head, most=2 if per_channel else most))
+    return HeadConfig(heads=launcher.pick_heads(HV, H, bytes_per_head, most=2 if per_channel else most))

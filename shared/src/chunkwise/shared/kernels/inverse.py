@@ -23,8 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.kernels.packed import block_of, lane_index, rotate
-from chunkwise.shared.kernels.products import bf16_parts, dot_parts
+from chunkwise.shared.kernels import matmul, packed
 
 # Rows eliminated on the vector unit before the first product.
 SUBSTITUTION = 16
@@ -42,14 +41,14 @@ def _rows(x: jax.Array, t: int, b: int) -> jax.Array:
 def diagonal_strip(M: jax.Array, b: int) -> jax.Array:
     """Return the diagonal blocks of M [n, C, p C] as a strip [n, b, p C]."""
     C, width = M.shape[1:]
-    owner = block_of(lane_index(width) & (C - 1), b)
+    owner = packed.block_of(packed.lane_index(width) & (C - 1), b)
     return functools.reduce(jnp.add, [jnp.where(owner == t, _rows(M, t, b), 0.0) for t in range(C // b)])
 
 
 def lower_left_strip(M: jax.Array, b: int) -> jax.Array:
     """Return the lower left b x b block of every 2b block of M, in the lanes of its columns; other lanes zero."""
     C, width = M.shape[1:]
-    owner = block_of(lane_index(width) & (C - 1), b)
+    owner = packed.block_of(packed.lane_index(width) & (C - 1), b)
     rows = [jnp.where(owner == 2 * t, _rows(M, 2 * t + 1, b), 0.0) for t in range(C // (2 * b))]
     return functools.reduce(jnp.add, rows)
 
@@ -78,13 +77,15 @@ def broadcast_lane(x: jax.Array, j: int, b: int) -> jax.Array:
 
 def spread(x: jax.Array, b: int) -> jax.Array:
     """Return a strip [n, b, width] block-diagonally, [n, width, width]."""
-    owner = block_of(lane_index(x.shape[2]), b)
+    owner = packed.block_of(packed.lane_index(x.shape[2]), b)
     return jnp.concatenate([jnp.where(owner == t, x, jnp.zeros_like(x)) for t in range(x.shape[2] // b)], axis=1)
 
 
 def multiply_strips(a: jax.Array, b: jax.Array, count: int) -> jax.Array:
     """Return the products of the blocks of two float32 strips [n, rows, width], as a strip, from `count` parts."""
-    return dot_parts(bf16_parts(a, count), tuple(spread(part, a.shape[1]) for part in bf16_parts(b, count)))
+    return matmul.dot_parts(
+        matmul.bf16_parts(a, count), tuple(spread(part, a.shape[1]) for part in matmul.bf16_parts(b, count))
+    )
 
 
 def begin_inverse(M: jax.Array) -> jax.Array:
@@ -112,17 +113,17 @@ def ladder(X: jax.Array, M: jax.Array, count: int = 3) -> Iterator[Any]:
         X, M = jnp.concatenate([X, X[-1:]]), jnp.concatenate([M, M[-1:]])
     half = X.shape[0] // 2
     while b < M.shape[1]:
-        even = (block_of(lane_index(width), b) & 1) == 0  # [1, 1, width]
+        even = (packed.block_of(packed.lane_index(width), b) & 1) == 0  # [1, 1, width]
         S = lower_left_strip(M, b)  # [n, b, width]
         X_a, X_b, S_a, S_b = X[:half], X[half:], S[:half], S[half:]
         # Even blocks of lanes serve the first matrix of a pair, odd ones the second.
-        left = jnp.where(even, X_a, rotate(X_b, b))  # [n / 2, b, width]
-        right = jnp.where(even, rotate(X_a, -b), X_b)
-        T = multiply_strips(jnp.where(even, S_a, rotate(S_b, b)), left, count)
+        left = jnp.where(even, X_a, packed.rotate(X_b, b))  # [n / 2, b, width]
+        right = jnp.where(even, packed.rotate(X_a, -b), X_b)
+        T = multiply_strips(jnp.where(even, S_a, packed.rotate(S_b, b)), left, count)
         yield
         corner = multiply_strips(right, T, count)
         yield
-        corner = jnp.concatenate([corner, rotate(corner, -b)])
+        corner = jnp.concatenate([corner, packed.rotate(corner, -b)])
         X = jnp.concatenate([jnp.where(even, X, 0.0), jnp.where(even, -corner, X)], axis=1)
         b *= 2
     yield X[:n]

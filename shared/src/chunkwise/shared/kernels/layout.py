@@ -23,21 +23,17 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels.chunks import cut, num_chunks, pad_tokens, pieces, take
-from chunkwise.shared.kernels.packed import pad_lanes
-from chunkwise.shared.kernels.pool import Routes, held_slots
-from chunkwise.shared.kernels.segments import coded_owners
-from chunkwise.shared.kernels.tiles import to_column
+from chunkwise.shared.kernels import chunking, packed, pools, segment_tables, tiles
 
 # Outside of kernels: the user's arrays as the kernels read them, and back. JAX transposes these for the backward.
 
 
 def to_lanes(x: jax.Array, T: int) -> jax.Array:
     """Return [B, t, heads, D] as the flat view [B, T, heads * lanes], with zeros where it is padded."""
-    x = pad_tokens(x, T)
+    x = chunking.pad_tokens(x, T)
     D = x.shape[3]
-    if pad_lanes(D) != D:
-        x = jnp.pad(x, [(0, 0)] * 3 + [(0, pad_lanes(D) - D)])
+    if packed.pad_lanes(D) != D:
+        x = jnp.pad(x, [(0, 0)] * 3 + [(0, packed.pad_lanes(D) - D)])
     return x.reshape(*x.shape[:2], -1)
 
 
@@ -48,7 +44,7 @@ def from_lanes(x: jax.Array, heads: int, D: int, T: int) -> jax.Array:
 
 def to_rows(x: jax.Array, C: int) -> jax.Array:
     """Return a value per token [B, t, HV] as rows of its chunks [B, NT, HV, C], zeros past the last token."""
-    x = pad_tokens(x, num_chunks(x.shape[1], C) * C)
+    x = chunking.pad_tokens(x, chunking.num_chunks(x.shape[1], C) * C)
     return jnp.moveaxis(x.reshape(x.shape[0], -1, C, x.shape[2]), 2, 3)
 
 
@@ -56,7 +52,7 @@ def pad_states(x: jax.Array | None) -> jax.Array | None:
     """Return states [N, HV, K, V], or [N, HV, V, K], in float32 with both last dimensions padded to whole lanes."""
     if x is None:
         return None
-    missing = [(0, pad_lanes(n) - n) for n in x.shape[2:]]
+    missing = [(0, packed.pad_lanes(n) - n) for n in x.shape[2:]]
     return jnp.pad(x.astype(jnp.float32), [(0, 0), (0, 0), *missing])
 
 
@@ -95,9 +91,9 @@ def make_steps(
     segment_ids: jax.Array | None = None,
 ) -> Steps:
     """Return the steps of a batch: its chunks, or for a packed batch with states the pieces of its chunks."""
-    NT = num_chunks(T, C)
+    NT = chunking.num_chunks(T, C)
     if cu_seqlens is not None and with_states:
-        p = pieces(T, C, cu_seqlens)
+        p = chunking.pieces(T, C, cu_seqlens)
         # The fields of `Pieces` are the first rows of the table.
         padded = (p.chunk + 1) * C > cu_seqlens[-1]
         rows = (*p, p.sequence, p.sequence, padded)
@@ -112,7 +108,7 @@ def make_steps(
     return Steps(jnp.concatenate([np.stack(steps).astype(np.int32), jnp.stack(mixing)]), owner)
 
 
-def pool_steps(T: int, C: int, routes: Routes, block_size: int | None = None) -> Steps:
+def pool_steps(T: int, C: int, routes: pools.Routes, block_size: int | None = None) -> Steps:
     """Return the steps of a stream of T tokens whose states lie in the slots of a pool: pieces of its chunks.
 
     A sequence that has no tokens takes no step, and its slots stay as they are.
@@ -126,7 +122,7 @@ def pool_steps(T: int, C: int, routes: Routes, block_size: int | None = None) ->
     filled = start < end
     target = jnp.where(filled, routes.target[:, 0], jnp.int32(-1))
     if routes.blocks is None:
-        p, final = cut(T, C, start, end)
+        p, final = chunking.cut(T, C, start, end)
     else:
         assert block_size is not None
         # Blocks are counted through all sequences: no more of them are full than fit into T tokens.
@@ -134,23 +130,23 @@ def pool_steps(T: int, C: int, routes: Routes, block_size: int | None = None) ->
         index, after = jnp.arange(N, dtype=jnp.int32), jnp.arange(1, T // block_size + 1, dtype=jnp.int32)
         upto = jnp.sum(jnp.where(index[None] <= index[:, None], full[None], jnp.int32(0)), axis=1, dtype=jnp.int32)
         owner = jnp.sum(upto[None] < after[:, None], axis=1, dtype=jnp.int32)  # N for a block that is not full
-        first, earlier = take(jnp.stack([start, upto - full]), owner)
+        first, earlier = chunking.take(jnp.stack([start, upto - full]), owner)
         place = after - earlier  # counted from 1
-        token = jnp.where(owner < N, first + place * block_size, num_chunks(T, C) * C)
+        token = jnp.where(owner < N, first + place * block_size, chunking.num_chunks(T, C) * C)
         M = routes.blocks.shape[1]
-        slot = take(routes.blocks.reshape(-1), owner * M + place - 1)
+        slot = chunking.take(routes.blocks.reshape(-1), owner * M + place - 1)
         slot = jnp.where((owner < N) & (place <= M), slot, jnp.int32(-1))
-        p, final = cut(T, C, start, end, (token, owner))
+        p, final = chunking.cut(T, C, start, end, (token, owner))
         target = jnp.concatenate([target, slot])
     # The slot that a piece writes, if one does: pieces that end nowhere write none.
     steps = jnp.arange(p.chunk.shape[0], dtype=jnp.int32)
     written = final[None] == steps[:, None]
     written = jnp.sum(jnp.where(written, target[None] + 1, jnp.int32(0)), axis=1, dtype=jnp.int32) - 1
-    source = take(jnp.where(filled, routes.source, jnp.int32(-1))[None] + 1, p.sequence)[0] - 1
+    source = chunking.take(jnp.where(filled, routes.source, jnp.int32(-1))[None] + 1, p.sequence)[0] - 1
     rows = p.begin < p.end
     first = p.first & rows
     reads = jnp.where(first, source, jnp.int32(-1))
-    sources, targets = held_slots(reads, written)
+    sources, targets = pools.held_slots(reads, written)
     # Between the first and the last piece that has rows.
     busy = jnp.any(rows[None] & (steps[None] <= steps[:, None]), axis=1)
     busy &= jnp.any(rows[None] & (steps[None] >= steps[:, None]), axis=1)
@@ -173,10 +169,10 @@ def chunk_owners(
       own first token if there is none before; that of its last token; and 1 where masks are needed: another sequence
       begins in the chunk or with it, or it holds padding.
     """
-    codes = coded_owners(cu_seqlens, segment_ids, T)
+    codes = segment_tables.coded_owners(cu_seqlens, segment_ids, T)
     last = codes[:, -1:]
     # Rows past the last token are padding.
-    past = jnp.broadcast_to(jnp.minimum(last, ~last), (codes.shape[0], num_chunks(T, C) * C - T))
+    past = jnp.broadcast_to(jnp.minimum(last, ~last), (codes.shape[0], chunking.num_chunks(T, C) * C - T))
     owner = jnp.concatenate([codes, past], axis=1).reshape(codes.shape[0], -1, C)
     final = decoded(owner[:, :, -1])
     before = jnp.concatenate([decoded(owner[:, :1, 0]), final[:, :-1]], axis=1)
@@ -299,7 +295,7 @@ def sequence_masks(owner: jax.Array, C: int, before: jax.Array, final: jax.Array
       before, final: the sequences of the token before the chunk and of its last token.
     """
     # [1, 1, C] -> [1, C, 1]; sequences are counted exactly in float32.
-    code = to_column(owner[None, :, :C].astype(jnp.float32)).astype(jnp.int32)
+    code = tiles.to_column(owner[None, :, :C].astype(jnp.float32)).astype(jnp.int32)
     column = decoded(code)
     return SequenceMasks(column == decoded(owner)[None], column == before, column == final, before == final, code)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.shared.kernels.products import bf16_parts, dot, dot_nt, dot_tn
+from chunkwise.shared.kernels import matmul
 
 # Lanes of a vector register.
 LANES = 128
@@ -93,7 +93,7 @@ def place_tiles(tiles: list[jax.Array], p: int) -> jax.Array:
 
 def parts(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
     """Return float32 x as operands: two bfloat16 parts (16 bits), or itself where the tensors are not bfloat16."""
-    return bf16_parts(x, 2) if dtype == jnp.bfloat16 else (x,)
+    return matmul.bf16_parts(x, 2) if dtype == jnp.bfloat16 else (x,)
 
 
 def as_parts(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
@@ -115,13 +115,13 @@ def multiply_packed(A, x, p: int, dtype):
     w = p * x.shape[1]
     right = [place_tiles(pack_members(part, p), p) for part in as_parts(x, dtype)]
     left, right = part_pairs([A[:, :, i : i + w] for i in range(0, A.shape[2], w)], right)
-    return split_lanes(dot(lanes(left), rows(right)), p)
+    return split_lanes(matmul.dot(lanes(left), rows(right)), p)
 
 
 def apply_transposed(X, tiles, dtype, p: int):
     """Return X^T R of every head, [heads, C, w], at 16 bits."""
     X_parts, right = part_pairs(parts(X, dtype), [side_lanes(x, p) for x in as_parts(tiles, dtype)])
-    return diagonal_blocks(dot_tn(rows(X_parts), rows(right)), p)
+    return diagonal_blocks(matmul.dot_tn(rows(X_parts), rows(right)), p)
 
 
 def outer(a: jax.Array, b: jax.Array, dtype, p: int) -> jax.Array:
@@ -130,7 +130,7 @@ def outer(a: jax.Array, b: jax.Array, dtype, p: int) -> jax.Array:
     The parts of b stand below one another: time on the matrix unit goes with the size of a, not with what it meets.
     """
     b_parts = parts(b, dtype)
-    products = dot_nt(a.astype(dtype), rows(b_parts))
+    products = matmul.dot_nt(a.astype(dtype), rows(b_parts))
     C, first = b.shape[1], lane_index(products.shape[2]) < b.shape[1]
     if len(b_parts) == 1:
         return side_lanes(products, p)

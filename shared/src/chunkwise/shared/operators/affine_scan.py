@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.compat import vary_over, varying_axes
+from chunkwise.shared import compat
 
 
 class AffineMap(NamedTuple):
@@ -86,7 +86,7 @@ def shift(x, axis, distance: int = 1, reverse: bool = False):
 
 def _given(own: AffineMap, S: jax.Array | None) -> jax.Array:
     """Return the state before the first device, as a value that differs from device to device."""
-    return vary_over(varying_axes(*jax.tree.leaves(own)), jnp.zeros_like(own.N) if S is None else S)
+    return compat.vary_over(compat.varying_axes(*jax.tree.leaves(own)), jnp.zeros_like(own.N) if S is None else S)
 
 
 def all_gather(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:

@@ -7,11 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from chunkwise.shared.kernels.chunks import valid_tokens
-from chunkwise.shared.kernels.tiles import clip_gate
-from chunkwise.shared.operators.checks import check_cu_seqlens, check_flags, check_scale, check_segment_ids
-from chunkwise.shared.operators.gates import Laws, check_laws, decays, step_sizes
-from chunkwise.shared.operators.partition import token_axes
+from chunkwise.shared.kernels import chunking, tiles
+from chunkwise.shared.operators import checks, gates, partition
 
 # How an array is split over the devices of a mesh.
 Sharding = NamedSharding | PartitionSpec
@@ -120,17 +117,17 @@ class Options(NamedTuple):
     # An implementation always gets a number.
     chunk_size: Any = None
     gate_lower_bound: float | None = None
-    laws: Laws = Laws()
+    laws: gates.Laws = gates.Laws()
     devices: Devices = Devices()
     block_size: int | None = None
 
 
 def total_gate(x: Arguments) -> jax.Array:
     """Return the gates with the constant ones added, [B, T, HV] or [B, T, HV, K] float32; zeros for None."""
-    total = jnp.zeros(x.v.shape[:3], jnp.float32) if x.g is None else clip_gate(x.g)
+    total = jnp.zeros(x.v.shape[:3], jnp.float32) if x.g is None else tiles.clip_gate(x.g)
     if x.g_gamma is None:
         return total
-    constant = clip_gate(x.g_gamma)
+    constant = tiles.clip_gate(x.g_gamma)
     return total + (constant[None, None, :, None] if total.ndim == 4 else constant[None, None])
 
 
@@ -143,13 +140,15 @@ def scale_of(x: Arguments) -> float | jax.Array:
 
 def check_shared(x: Arguments, options: Options) -> None:
     """Check the arguments that all operators take alike, but for those of a choice; the others are checked before."""
-    check_flags(output_final_state=options.output_final_state, use_qk_l2norm_in_kernel=options.normalise)
-    check_scale(x.scale)
-    check_laws(options.laws, x.A_log, x.dt_bias, x.g)
+    checks.check_flags(output_final_state=options.output_final_state, use_qk_l2norm_in_kernel=options.normalise)
+    checks.check_scale(x.scale)
+    gates.check_laws(options.laws, x.A_log, x.dt_bias, x.g)
     B, T = x.q.shape[:2]
     # Boundaries are those of all tokens, of which an axis of a `shard_map` leaves a device its part.
-    check_cu_seqlens(x.cu_seqlens, B, T * lax.axis_size(token_axes(None, options.devices.context_axis)))
-    check_segment_ids(x.segment_ids, B, T, x.cu_seqlens)
+    checks.check_cu_seqlens(
+        x.cu_seqlens, B, T * lax.axis_size(partition.token_axes(None, options.devices.context_axis))
+    )
+    checks.check_segment_ids(x.segment_ids, B, T, x.cu_seqlens)
 
 
 def without_laws(x: Arguments, options: Options, raw_gates: bool = False) -> tuple[Arguments, Options]:
@@ -157,12 +156,12 @@ def without_laws(x: Arguments, options: Options, raw_gates: bool = False) -> tup
 
     With `raw_gates` the gates stay raw, for an implementation that knows their law.
     """
-    laws, valid = options.laws, valid_tokens(x.cu_seqlens, x.segment_ids, x.q.shape[1])
+    laws, valid = options.laws, chunking.valid_tokens(x.cu_seqlens, x.segment_ids, x.q.shape[1])
     if laws.use_beta_sigmoid_in_kernel:
-        x = x._replace(beta=step_sizes(x.beta, laws.allow_neg_eigval, valid))
-    left = Laws(laws.use_gate_in_kernel, laws.lower_bound) if raw_gates else Laws()
+        x = x._replace(beta=gates.step_sizes(x.beta, laws.allow_neg_eigval, valid))
+    left = gates.Laws(laws.use_gate_in_kernel, laws.lower_bound) if raw_gates else gates.Laws()
     if laws.use_gate_in_kernel and not raw_gates:
-        x = x._replace(g=decays(x.g, x.A_log, x.dt_bias, laws.lower_bound, valid), A_log=None, dt_bias=None)
+        x = x._replace(g=gates.decays(x.g, x.A_log, x.dt_bias, laws.lower_bound, valid), A_log=None, dt_bias=None)
     return x, options._replace(laws=left, gate_lower_bound=_promised(options))
 
 

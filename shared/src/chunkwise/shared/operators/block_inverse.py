@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels.products import dot
-from chunkwise.shared.kernels.tiles import column_index, row_index, strictly_lower
+from chunkwise.shared.kernels import matmul, tiles
 
 # Below this size a product is so small that substitution row by row, over all matrices at once, is faster.
 _BASE = 16
@@ -13,7 +12,7 @@ _BASE = 16
 def _substitute(A):
     """Return (I + A)^-1 for small matrices [M, b, b], row by row: X_r = e_r - sum over j < r of A_rj X_j."""
     size = A.shape[-1]
-    identity = (row_index(size) == column_index(size))[0].astype(A.dtype)  # [b, b]
+    identity = (tiles.row_index(size) == tiles.column_index(size))[0].astype(A.dtype)  # [b, b]
     rows = [jnp.broadcast_to(identity[:1], A[:, 0].shape)]
     for r in range(1, size):
         known = jnp.stack(rows, axis=1)
@@ -29,7 +28,7 @@ def _invert(A):
     # Both diagonal blocks at once: the upper left ones first, then the lower right ones.
     X = _invert(jnp.concatenate([A[:, :half, :half], A[:, half:, half:]]))
     upper, lower = jnp.split(X, 2)
-    corner = -dot(lower, dot(A[:, half:, :half], upper), jnp.float32)
+    corner = -matmul.dot(lower, matmul.dot(A[:, half:, :half], upper), jnp.float32)
     top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=2)
     return jnp.concatenate([top, jnp.concatenate([corner, lower], axis=2)], axis=1)
 
@@ -60,4 +59,4 @@ def _known_jvp(primals, tangents):
 
 def _change(X, dA):
     """Return what a change of A changes in its inverse."""
-    return -dot(X, dot(jnp.where(strictly_lower(dA.shape[1]), dA, 0.0), X))
+    return -matmul.dot(X, matmul.dot(jnp.where(tiles.strictly_lower(dA.shape[1]), dA, 0.0), X))

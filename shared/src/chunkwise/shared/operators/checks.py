@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.kernels.activations import ACTIVATIONS
+from chunkwise.shared.kernels import activations
 
 CHUNK_SIZES = (16, 32, 64, 128)
 _DEFAULT_CHUNK_SIZE = 64
@@ -31,8 +31,8 @@ def check_floating(name: str, x, label: str) -> tuple[int, ...]:
 
 def check_activation(activation) -> None:
     """Check the name of an activation; None is the identity."""
-    known = activation is None or (isinstance(activation, str) and activation in ACTIVATIONS)
-    check(known, f"`activation` must be one of {ACTIVATIONS}; got {activation!r}.")
+    known = activation is None or (isinstance(activation, str) and activation in activations.ACTIVATIONS)
+    check(known, f"`activation` must be one of {activations.ACTIVATIONS}; got {activation!r}.")
 
 
 def check_array(name: str, x, dims: str, shape: tuple[int | None, ...] | None = None) -> tuple[int, ...]:

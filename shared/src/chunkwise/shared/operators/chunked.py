@@ -6,14 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from chunkwise.shared.operators.arguments import Arguments, Options, Slots, check_shared, scale_of, without_laws
-from chunkwise.shared.operators.checks import choose_chunk_size, choose_implementation
-from chunkwise.shared.operators.context import Form, Summary, state_gradient_of
-from chunkwise.shared.operators.devices import over_devices
-from chunkwise.shared.operators.segments import run_segments, summarise_segments
+from chunkwise.shared.operators import arguments, checks, context, devices, segments
 
 # From checked arguments and options to the output [B, T, HV, V] and the final states [N, HV, K, V] or None.
-Implementation = Callable[[Arguments, Options], tuple[jax.Array, jax.Array | None]]
+Implementation = Callable[[arguments.Arguments, arguments.Options], tuple[jax.Array, jax.Array | None]]
 
 
 class Launches(NamedTuple):
@@ -27,25 +23,29 @@ class Launches(NamedTuple):
         launch them, and those that make what they read, once more. It is then taken from all gradients of `run`.
     """
 
-    run: Callable[[Arguments, Options, Any], tuple[jax.Array, Any]]
-    summary: Callable[[Arguments, Options], Summary]
-    state_gradient: Callable[[Arguments, Options, Any, jax.Array, jax.Array], jax.Array] | None = None
+    run: Callable[[arguments.Arguments, arguments.Options, Any], tuple[jax.Array, Any]]
+    summary: Callable[[arguments.Arguments, arguments.Options], context.Summary]
+    state_gradient: Callable[[arguments.Arguments, arguments.Options, Any, jax.Array, jax.Array], jax.Array] | None = (
+        None
+    )
     at_once: bool = False
 
 
-def prepare(x: Arguments, options: Options, implementation: str, raw_gates: bool = False) -> tuple[Arguments, Options]:
+def prepare(
+    x: arguments.Arguments, options: arguments.Options, implementation: str, raw_gates: bool = False
+) -> tuple[arguments.Arguments, arguments.Options]:
     """Return the arguments and options that an implementation gets: with a scale, a chunk size, and final gates."""
-    chunk_size = choose_chunk_size(
+    chunk_size = checks.choose_chunk_size(
         options.chunk_size, implementation, x.q.shape[1],
         per_channel=x.g is not None and x.g.ndim == 4, delta=x.beta is not None,
     )  # fmt: skip
-    x, options = x._replace(scale=scale_of(x)), options._replace(chunk_size=chunk_size)
-    return without_laws(x, options, raw_gates)
+    x, options = x._replace(scale=arguments.scale_of(x)), options._replace(chunk_size=chunk_size)
+    return arguments.without_laws(x, options, raw_gates)
 
 
 def run_chunked(
-    x: Arguments,
-    options: Options,
+    x: arguments.Arguments,
+    options: arguments.Options,
     implementation: str | None,
     known: Mapping[str, Implementation],
     on_tpu: str,
@@ -65,13 +65,13 @@ def run_chunked(
       segmented: those that know segments; the others get gates that forget everything where a segment begins.
       over_tokens: what some of `known` have for tokens that are split over devices; the others run as they are.
     """
-    check_shared(x, options)
-    chosen = choose_implementation(implementation, tuple(known), on_tpu)
+    arguments.check_shared(x, options)
+    chosen = checks.choose_implementation(implementation, tuple(known), on_tpu)
 
-    def prepared(x: Arguments, options: Options) -> tuple[Arguments, Options]:
+    def prepared(x: arguments.Arguments, options: arguments.Options) -> tuple[arguments.Arguments, arguments.Options]:
         return prepare(x, options, chosen, chosen in raw_gates)
 
-    def apart(run: Callable, over_segments: Callable, x: Arguments, options: Options) -> Any:
+    def apart(run: Callable, over_segments: Callable, x: arguments.Arguments, options: arguments.Options) -> Any:
         """Run on prepared arguments, by `over_segments` if there are segments and the implementation knows of none."""
         x, options = prepared(x, options)
         if x.segment_ids is None or chosen in segmented:
@@ -79,21 +79,23 @@ def run_chunked(
         # A gate that forgets everything keeps no promise.
         return over_segments(lambda y: run(y, options._replace(gate_lower_bound=None)), x)
 
-    def run(x: Arguments, options: Options, _: Slots) -> tuple[jax.Array, jax.Array | None]:
-        return apart(known[chosen], run_segments, x, options)
+    def run(
+        x: arguments.Arguments, options: arguments.Options, _: arguments.Slots
+    ) -> tuple[jax.Array, jax.Array | None]:
+        return apart(known[chosen], segments.run_segments, x, options)
 
-    def form(options: Options) -> Form:
+    def form(options: arguments.Options) -> context.Form:
         launches = over_tokens[chosen]
 
-        def run(x: Arguments, kept: Any) -> tuple[jax.Array, Any]:
-            return apart(lambda y, options: launches.run(y, options, kept), run_segments, x, options)
+        def run(x: arguments.Arguments, kept: Any) -> tuple[jax.Array, Any]:
+            return apart(lambda y, options: launches.run(y, options, kept), segments.run_segments, x, options)
 
-        def summary(x: Arguments) -> Summary:
-            return apart(launches.summary, summarise_segments, x, options)
+        def summary(x: arguments.Arguments) -> context.Summary:
+            return apart(launches.summary, segments.summarise_segments, x, options)
 
         if launches.state_gradient is None:
-            return Form(run, summary, None if launches.at_once else state_gradient_of(run))
+            return context.Form(run, summary, None if launches.at_once else context.state_gradient_of(run))
         own: Any = launches.state_gradient
-        return Form(run, summary, lambda x, kept, do, dstates: own(*prepared(x, options), kept, do, dstates))
+        return context.Form(run, summary, lambda x, kept, do, dstates: own(*prepared(x, options), kept, do, dstates))
 
-    return over_devices(run, x, options, form=form if chosen in over_tokens else None)
+    return devices.over_devices(run, x, options, form=form if chosen in over_tokens else None)

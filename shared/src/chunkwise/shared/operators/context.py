@@ -20,11 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from chunkwise.shared.compat import vary_over, varying_axes
-from chunkwise.shared.kernels.chunks import select_tokens
-from chunkwise.shared.operators.affine_scan import AffineMap, exclusive_scan, transposed
-from chunkwise.shared.operators.arguments import Arguments, total_gate
-from chunkwise.shared.operators.stream import document_ids, document_of, documents_end, first_token, own_boundaries
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import chunking
+from chunkwise.shared.operators import affine_scan, arguments, stream
 
 
 class Summary(NamedTuple):
@@ -55,28 +53,28 @@ class Form(NamedTuple):
         alone; None where it is taken from all gradients of `run`.
     """
 
-    run: Callable[[Arguments, Any], tuple[jax.Array, Any]]
-    summary: Callable[[Arguments], Summary]
-    state_gradient: Callable[[Arguments, Any, jax.Array, jax.Array], jax.Array] | None = None
+    run: Callable[[arguments.Arguments, Any], tuple[jax.Array, Any]]
+    summary: Callable[[arguments.Arguments], Summary]
+    state_gradient: Callable[[arguments.Arguments, Any, jax.Array, jax.Array], jax.Array] | None = None
 
 
-def state_gradient_of(run: Callable[[Arguments, Any], tuple[jax.Array, Any]]) -> Callable:
+def state_gradient_of(run: Callable[[arguments.Arguments, Any], tuple[jax.Array, Any]]) -> Callable:
     """Return `Form.state_gradient` from `Form.run`: JAX computes what the states alone need."""
 
-    def state_gradient(x: Arguments, kept: Any, do: jax.Array, dstates: jax.Array) -> jax.Array:
+    def state_gradient(x: arguments.Arguments, kept: Any, do: jax.Array, dstates: jax.Array) -> jax.Array:
         return jax.vjp(lambda S: run(x._replace(initial_state=S), kept), x.initial_state)[1]((do, dstates))[0]
 
     return state_gradient
 
 
-def plain_form(run: Callable[[Arguments], tuple[jax.Array, Any]]) -> Form:
+def plain_form(run: Callable[[arguments.Arguments], tuple[jax.Array, Any]]) -> Form:
     """Return the form of an operator that has no launches of its own for it."""
 
-    def states_after(x: Arguments) -> tuple[jax.Array, None]:
+    def states_after(x: arguments.Arguments) -> tuple[jax.Array, None]:
         missing = 0 if x.initial_state is None else x.initial_state.shape[3] - x.v.shape[3]
         return run(x._replace(v=jnp.pad(x.v, [(0, 0)] * 3 + [(0, missing)])))[1], None
 
-    def summary(x: Arguments) -> Summary:
+    def summary(x: arguments.Arguments) -> Summary:
         return Summary(*states_after(x)) if x.beta is None else beside_identity(states_after, x)
 
     return Form(lambda x, _: run(x), summary)
@@ -87,7 +85,9 @@ _WIDEST = 256
 
 
 def beside_identity(
-    states_after: Callable[[Arguments], tuple[jax.Array, Any]], x: Arguments, widest: int | None = _WIDEST
+    states_after: Callable[[arguments.Arguments], tuple[jax.Array, Any]],
+    x: arguments.Arguments,
+    widest: int | None = _WIDEST,
 ) -> Summary:
     """Return what the tokens of a delta rule do to a state: M is the state that they make of the identity.
 
@@ -141,12 +141,14 @@ class Documents(NamedTuple):
     ends: jax.Array
 
 
-def _rows(x: Arguments) -> tuple[Arguments, Part]:
+def _rows(x: arguments.Arguments) -> tuple[arguments.Arguments, Part]:
     """Return the arguments of rows that are one sequence each, and their part."""
     return x, Part(None, None)
 
 
-def _segments(x: Arguments, ids: jax.Array, before: jax.Array, any_before: jax.Array) -> tuple[Arguments, Part]:
+def _segments(
+    x: arguments.Arguments, ids: jax.Array, before: jax.Array, any_before: jax.Array
+) -> tuple[arguments.Arguments, Part]:
     """Return the arguments of rows of segments, and their part.
 
     Args:
@@ -177,18 +179,18 @@ def _neighbouring_ids(ids: jax.Array, axis) -> tuple[jax.Array, jax.Array]:
     return before, jnp.any(some & earlier, axis=0)
 
 
-def _documents(x: Arguments, axis) -> tuple[Arguments, Part]:
+def _documents(x: arguments.Arguments, axis) -> tuple[arguments.Arguments, Part]:
     """Return the arguments of the part of a packed batch that this device has, and where its documents lie."""
     cu: Any = x.cu_seqlens
     T, N = x.q.shape[1], cu.shape[0] - 1
-    start = first_token(T, axis)
+    start = stream.first_token(T, axis)
     token = start + jnp.arange(T, dtype=jnp.int32)
-    first, last = (document_of(t, cu) for t in (token[:1], token[-1:]))
+    first, last = (stream.document_of(t, cu) for t in (token[:1], token[-1:]))
     near = jnp.minimum(first, N - 1)
     enters = (first < N) & (cu[near] < start)
-    documents = Documents(near, jnp.minimum(last, N - 1), documents_end(cu, T, axis))
+    documents = Documents(near, jnp.minimum(last, N - 1), stream.documents_end(cu, T, axis))
     part = Part(enters, enters & (first == last), (token < cu[-1])[None], documents)
-    return x._replace(cu_seqlens=own_boundaries(cu, T, axis)), part
+    return x._replace(cu_seqlens=stream.own_boundaries(cu, T, axis)), part
 
 
 def _entry(part: Part, S: jax.Array, own: jax.Array | None) -> jax.Array:
@@ -217,7 +219,7 @@ def _passing(part: Part) -> jax.Array | None:
     return None if part.passes is None else part.passes[:, None, None, None]
 
 
-def _summary(form: Form, x: Arguments, part: Part) -> tuple[AffineMap, Any, Any]:
+def _summary(form: Form, x: arguments.Arguments, part: Part) -> tuple[affine_scan.AffineMap, Any, Any]:
     """Return the map of the tokens of a device, what the form keeps, and what it gives to the operator."""
     if part.documents is None:
         start = None
@@ -226,15 +228,15 @@ def _summary(form: Form, x: Arguments, part: Part) -> tuple[AffineMap, Any, Any]
         start = _entry(part, jnp.zeros((1, HV, K, V), jnp.float32), x.initial_state)
     N, kept, M, given = form.summary(x._replace(initial_state=start))
     if M is None:
-        g = total_gate(x)
-        G = jnp.sum(g if part.valid is None else select_tokens(part.valid, g), axis=1)
+        g = arguments.total_gate(x)
+        G = jnp.sum(g if part.valid is None else chunking.select_tokens(part.valid, g), axis=1)
         M = jnp.exp(G)[..., None] if g.ndim == 4 else jnp.exp(G)[..., None, None]
     else:
         M = _exit(part, M)
-    return AffineMap(M, _exit(part, N), _passing(part)), kept, kept if given is None else given
+    return affine_scan.AffineMap(M, _exit(part, N), _passing(part)), kept, kept if given is None else given
 
 
-def _local(x: Arguments, axis) -> tuple[Arguments, Part]:
+def _local(x: arguments.Arguments, axis) -> tuple[arguments.Arguments, Part]:
     """Return the arguments of one device and how its tokens lie in the sequences; it may look at its neighbours."""
     if x.segment_ids is not None:
         return _segments(x, x.segment_ids, *_neighbouring_ids(x.segment_ids, axis))
@@ -243,12 +245,12 @@ def _local(x: Arguments, axis) -> tuple[Arguments, Part]:
     if x.initial_state is not None:
         return _documents(x, axis)
     # Without a state for every document its number says as much as its boundaries.
-    ids = document_ids(x.cu_seqlens, x.q.shape[1], axis, before=1)
+    ids = stream.document_ids(x.cu_seqlens, x.q.shape[1], axis, before=1)
     return _segments(x, ids[:, 1:], ids[:, 0], (lax.axis_index(axis) > 0)[None])
 
 
 def run_context(
-    form: Form, x: Arguments, axis: tuple[str, ...], output_final_state: bool
+    form: Form, x: arguments.Arguments, axis: tuple[str, ...], output_final_state: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run an operator over tokens that are split over the devices of a mesh axis, inside of a `shard_map`.
 
@@ -268,26 +270,26 @@ def run_context(
         x = x._replace(initial_state=jnp.zeros((N, HV, x.q.shape[3], V), jnp.float32))
     x, part = _local(x, axis)
     given, others = x.arrays()
-    given, part = vary_over(varying_axes(*given.values()).union(axis), (given, part))
+    given, part = compat.vary_over(compat.varying_axes(*given.values()).union(axis), (given, part))
     start = given.pop("initial_state") if x.initial_state is not None and part.documents is None else None
     if start is not None:
-        start = vary_over(varying_axes(*given.values()), start.astype(jnp.float32))
+        start = compat.vary_over(compat.varying_axes(*given.values()), start.astype(jnp.float32))
     floats = {name: y for name, y in given.items() if jnp.issubdtype(y.dtype, jnp.floating)}
     fixed = {name: y for name, y in given.items() if name not in floats}
 
-    def arguments(floats, fixed):
+    def assembled(floats, fixed):
         named: dict[str, Any] = {**others, "initial_state": None, **floats, **fixed}
-        return Arguments(**named)
+        return arguments.Arguments(**named)
 
     def entering(floats, S, fixed, part):
-        y = arguments(floats, fixed)
+        y = assembled(floats, fixed)
         return y._replace(initial_state=_entry(part, S, y.initial_state))
 
     def before(floats, S, fixed, part):
         """Return M of this device, the state before it, and what the form keeps and gives."""
-        own, kept, given = _summary(form, arguments(floats, fixed), part)
+        own, kept, given = _summary(form, assembled(floats, fixed), part)
         own = own._replace(M=checkpoint_name(own.M, MAP_NAME))
-        return own.M, checkpoint_name(exclusive_scan(own, S, axis), STATE_NAME), kept, given
+        return own.M, checkpoint_name(affine_scan.exclusive_scan(own, S, axis), STATE_NAME), kept, given
 
     def forward(floats, first, fixed, part):
         M, S, kept, given = before(floats, first, fixed, part)
@@ -304,7 +306,9 @@ def run_context(
             dentry = form.state_gradient(entering(floats, S, fixed, part), kept, do, dstates)
             own = floats.get("initial_state")
             dN = jax.vjp(lambda S: _entry(part, S, own), S)[1](dentry)[0]
-        dS = exclusive_scan(AffineMap(transposed(M), dN, _passing(part)), None, axis, reverse=True)
+        dS = affine_scan.exclusive_scan(
+            affine_scan.AffineMap(affine_scan.transposed(M), dN, _passing(part)), None, axis, reverse=True
+        )
         back = jnp.zeros_like(dstates)
         back = dS if part.documents is None else back.at[part.documents.last].add(dS)
         dfloats, dS = pull((do, dstates + back))

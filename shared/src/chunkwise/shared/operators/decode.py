@@ -15,29 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.shared.compat import cores, out_struct, vary_alike, varying_zeros
-from chunkwise.shared.kernels.chunks import zero_padding
-from chunkwise.shared.kernels.launch import named, pallas_call, scaled, split_scale
-from chunkwise.shared.kernels.packed import LANES, pad_lanes, round_up
-from chunkwise.shared.kernels.pool import Routes, held_slots, keep_block
-from chunkwise.shared.kernels.tiles import l2norm, to_column
-from chunkwise.shared.operators.arguments import (
-    Arguments,
-    Options,
-    Slots,
-    check_shared,
-    scale_of,
-    total_gate,
-    without_laws,
-)
-from chunkwise.shared.operators.checks import (
-    check,
-    check_initial_state,
-    check_slots,
-    choose_implementation,
-)
-from chunkwise.shared.operators.devices import over_devices
-from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import chunking, launcher, packed, pools, tiles
+from chunkwise.shared.operators import arguments, checks, devices, recurrence
 
 # VMEM for the states (two buffers of those read, two of those written, and those worked on), for the tokens, and for
 # all of it.
@@ -73,33 +53,33 @@ class Static(NamedTuple):
     name: str
 
 
-def _check_slots(initial_state, slots: Slots, N: int, HV: int, K: int, V: int) -> None:
+def _check_slots(initial_state, slots: arguments.Slots, N: int, HV: int, K: int, V: int) -> None:
     """Check the states of N sequences, and which slot of a pool each of them has."""
     if slots.state_indices is None:
-        check_initial_state(initial_state, (N, HV, K, V))
+        checks.check_initial_state(initial_state, (N, HV, K, V))
     else:
-        check(initial_state is not None, "`state_indices` must come with the pool as `initial_state`; got None.")
-        check_initial_state(initial_state, (None, HV, K, V))
-    check_slots(slots.state_indices, slots.has_initial_state, N)
+        checks.check(initial_state is not None, "`state_indices` must come with the pool as `initial_state`; got None.")
+        checks.check_initial_state(initial_state, (None, HV, K, V))
+    checks.check_slots(slots.state_indices, slots.has_initial_state, N)
 
 
 def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool):
     """Return (o, states) of the recurrence in float32, o in the type of v; beta is None without the delta rule."""
     # Padding may hold anything, and its gradient is zero.
-    q, k, v, g, beta = jax.tree.map(lambda x: zero_padding(x, cu_seqlens), (q, k, v, g, beta))
+    q, k, v, g, beta = jax.tree.map(lambda x: chunking.zero_padding(x, cu_seqlens), (q, k, v, g, beta))
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if normalise:
-        q, k = l2norm(q), l2norm(k)
+        q, k = tiles.l2norm(q), tiles.l2norm(k)
     q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
     if cu_seqlens is None:
-        o, states = recurrence(q, k, v, g, beta, scale, initial_state, jnp.float32)
+        o, states = recurrence.recurrence(q, k, v, g, beta, scale, initial_state, jnp.float32)
     else:
-        o, states = packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, jnp.float32)
+        o, states = recurrence.packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, jnp.float32)
     return o.astype(v.dtype), states
 
 
 def run_recurrent(
-    x: Arguments, slots: Slots, options: Options, implementation: str | None, name: str
+    x: arguments.Arguments, slots: arguments.Slots, options: arguments.Options, implementation: str | None, name: str
 ) -> tuple[jax.Array, jax.Array | None]:
     """Check what the recurrent operators share, fill in the scale, and run a few tokens of every sequence.
 
@@ -120,46 +100,48 @@ def run_recurrent(
       ValueError: an argument is wrong.
       NotImplementedError: "fused", and the tokens and states do not fit into VMEM.
     """
-    check_shared(x, options)
+    arguments.check_shared(x, options)
     HV, V = x.v.shape[2:]
     _check_slots(x.initial_state, slots, x.num_states, HV, x.q.shape[3], V)
     on_tpu = "fused" if key_heads_a_step(x) is not None else "xla"
-    chosen = choose_implementation(implementation, ("fused", "xla"), on_tpu)
+    chosen = checks.choose_implementation(implementation, ("fused", "xla"), on_tpu)
 
-    def run(x: Arguments, options: Options, slots: Slots) -> tuple[jax.Array, jax.Array | None]:
+    def run(
+        x: arguments.Arguments, options: arguments.Options, slots: arguments.Slots
+    ) -> tuple[jax.Array, jax.Array | None]:
         return _run_tokens(x, slots, options, chosen, name)
 
-    return over_devices(run, x, options, slots)
+    return devices.over_devices(run, x, options, slots)
 
 
 def _run_tokens(
-    x: Arguments, slots: Slots, options: Options, implementation: str, name: str
+    x: arguments.Arguments, slots: arguments.Slots, options: arguments.Options, implementation: str, name: str
 ) -> tuple[jax.Array, jax.Array | None]:
     """Do as `run_recurrent` with the arguments of one device."""
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
-    inside, after = split_scale(scale_of(x))
-    x, options = without_laws(x, options)
+    inside, after = launcher.split_scale(arguments.scale_of(x))
+    x, options = arguments.without_laws(x, options)
     one = x.cu_seqlens is None and T == 1
     static = Static(B, T, H, HV, K, V, x.num_states, 1, one, inside, options.normalise, name)
     o, states = _run(static, implementation, x._replace(scale=None), slots)
-    return scaled(o, after), states if options.output_final_state else None
+    return launcher.scaled(o, after), states if options.output_final_state else None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(static: Static, implementation: str, x: Arguments, slots: Slots):
+def _run(static: Static, implementation: str, x: arguments.Arguments, slots: arguments.Slots):
     pool = x.initial_state
     if pool is None:
-        pool = varying_zeros((static.N, static.HV, static.K, static.V), *x[:6])
+        pool = compat.varying_zeros((static.N, static.HV, static.K, static.V), *x[:6])
     if slots.state_indices is None:
         pool = pool.astype(jnp.float32)
-    x = x._replace(initial_state=None, g=total_gate(x), g_gamma=None)
+    x = x._replace(initial_state=None, g=arguments.total_gate(x), g_gamma=None)
     if implementation == "xla":
         return _plain(static, x, pool, slots)
     leaves, structure = jax.tree.flatten((x, pool, slots))
-    return _fused(static, *structure.unflatten(vary_alike(*leaves)))
+    return _fused(static, *structure.unflatten(compat.vary_alike(*leaves)))
 
 
-def read_slots(pool: jax.Array, slots: Slots) -> jax.Array:
+def read_slots(pool: jax.Array, slots: arguments.Slots) -> jax.Array:
     """Return the states that the sequences start from, [N, ...], of a pool [slots, ...] and in its type."""
     states = pool
     if slots.state_indices is not None:
@@ -171,7 +153,7 @@ def read_slots(pool: jax.Array, slots: Slots) -> jax.Array:
     return jnp.where(kept, states, jnp.zeros((), states.dtype))
 
 
-def write_slots(pool: jax.Array, slots: Slots, states: jax.Array) -> jax.Array:
+def write_slots(pool: jax.Array, slots: arguments.Slots, states: jax.Array) -> jax.Array:
     """Return the pool with the states [N, ...] in their slots, or the states themselves if there is no pool."""
     if slots.state_indices is None:
         return states
@@ -183,7 +165,7 @@ def _past_the_end(indices: jax.Array, pool: jax.Array) -> jax.Array:
     return jnp.where(indices < 0, jnp.int32(pool.shape[0]), indices)
 
 
-def _plain(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
+def _plain(static: Static, x: arguments.Arguments, pool: jax.Array, slots: arguments.Slots):
     """Return o and the states, or the pool, in plain JAX."""
     states = read_slots(pool, slots).astype(jnp.float32)
     o, states = token_by_token(
@@ -192,11 +174,11 @@ def _plain(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
     return o, write_slots(pool, slots, states)
 
 
-def _forward(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
+def _forward(static: Static, x: arguments.Arguments, pool: jax.Array, slots: arguments.Slots):
     """Return o and the states, or the pool, by the kernel."""
     if pool.dtype == jnp.float16:
         # No TPU kernel takes float16: it gets the named states alone. A pool without slots is float32 already.
-        o, states = _forward(static, x, read_slots(pool, slots).astype(jnp.float32), Slots())
+        o, states = _forward(static, x, read_slots(pool, slots).astype(jnp.float32), arguments.Slots())
         return o, write_slots(pool, slots, states)
     s = static
     starts = jnp.arange(s.B + 1, dtype=jnp.int32) * jnp.int32(s.T) if x.cu_seqlens is None else x.cu_seqlens
@@ -204,10 +186,12 @@ def _forward(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
     source = slot
     if slots.has_initial_state is not None:
         source = jnp.where(slots.has_initial_state, slot, jnp.int32(-1))
-    return launch_tokens(static, x, pool, Routes(starts[:-1], starts[1:], source, slot[:, None]))
+    return launch_tokens(static, x, pool, pools.Routes(starts[:-1], starts[1:], source, slot[:, None]))
 
 
-def launch_tokens(static: Static, x: Arguments, pool: jax.Array, routes: Routes) -> tuple[jax.Array, jax.Array]:
+def launch_tokens(
+    static: Static, x: arguments.Arguments, pool: jax.Array, routes: pools.Routes
+) -> tuple[jax.Array, jax.Array]:
     """Launch the kernel on the user's arrays; return o and the pool, in which it changes the slots named alone.
 
     Args:
@@ -218,7 +202,7 @@ def launch_tokens(static: Static, x: Arguments, pool: jax.Array, routes: Routes)
     """
     s = static
     count = routes.end - routes.start
-    source, target = held_slots(routes.source, routes.target.reshape(-1))
+    source, target = pools.held_slots(routes.source, routes.target.reshape(-1))
     tables = (
         routes.start, count, source, (routes.source >= 0).astype(jnp.int32),
         target, (routes.target.reshape(-1) >= 0).astype(jnp.int32),
@@ -289,7 +273,7 @@ def _decode_kernel(refs, static: Static):
 
         @pl.when(refs.source[0] == refs.target[0])
         def _():
-            keep_block(refs.pool, refs.after)
+            pools.keep_block(refs.pool, refs.after)
 
     def state_in(head):
         # A freed slot may hold anything, so zeros are selected: 0 times NaN is NaN.
@@ -300,7 +284,7 @@ def _decode_kernel(refs, static: Static):
         # One row per head, [heads, 1, D].
         q, k, v = (_as_rows(ref[at].astype(jnp.float32)) for ref in (refs.q, refs.k, refs.v))
         if static.normalise:
-            q, k = l2norm(q), l2norm(k)
+            q, k = tiles.l2norm(q), tiles.l2norm(k)
         # The gate is [heads, 1, 1], or as rows [heads, 1, K] per channel.
         g = _as_scalars(refs.g[pl.ds(at, 1)]) if len(refs.g.shape) == 2 else _as_rows(refs.g[at])
         decay = jnp.exp(g)
@@ -308,11 +292,11 @@ def _decode_kernel(refs, static: Static):
         # Head by head, so that a state is in registers only while it is worked on: all of them would be spilled.
         o = []
         for key in range(q.shape[0]):
-            q_column, k_column = (to_column(x[key : key + 1])[0] for x in (q, k))  # [K, 1]
+            q_column, k_column = (tiles.to_column(x[key : key + 1])[0] for x in (q, k))  # [K, 1]
             for head in range(key * group, (key + 1) * group):
                 rate = decay[head : head + 1]  # [1, 1, 1] or [1, 1, K]
                 S = state_in(head) if direct else refs.S[head]
-                S = (rate if rate.shape[2] == 1 else to_column(rate))[0] * S  # [K, V]
+                S = (rate if rate.shape[2] == 1 else tiles.to_column(rate))[0] * S  # [K, V]
                 new = v[head]  # [1, V]
                 if beta is not None:
                     new = beta[head] * (new - jnp.sum(S * k_column, axis=0, keepdims=True))
@@ -353,15 +337,15 @@ def _token_bytes(heads: int, D: int, dtype=jnp.float32) -> int:
     """Return the VMEM of a token's heads [heads, D] of a type, in whole registers; D is 0 for a number per head."""
     # The kernel sees float16 as float32.
     itemsize = 4 if dtype == jnp.float16 else jnp.dtype(dtype).itemsize
-    return itemsize * (round_up(heads, 32 // itemsize) * pad_lanes(D) if D else LANES)
+    return itemsize * (packed.round_up(heads, 32 // itemsize) * packed.pad_lanes(D) if D else packed.LANES)
 
 
-def key_heads_a_step(x: Arguments) -> int | None:
+def key_heads_a_step(x: arguments.Arguments) -> int | None:
     """Return for how many key heads the states and all tokens of x fit into VMEM, None if not for one."""
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     group, gate = HV // H, K if x.g is not None and x.g.ndim == 4 else 0
     # Read and written, two buffers each, and worked on.
-    state = 5 * 4 * group * round_up(K, 8) * pad_lanes(V)
+    state = 5 * 4 * group * packed.round_up(K, 8) * packed.pad_lanes(V)
 
     def tokens(key_heads):
         heads = key_heads * group
@@ -374,7 +358,7 @@ def key_heads_a_step(x: Arguments) -> int | None:
     if not fit or tokens(fit[0]) + fit[0] * state > _VMEM_BYTES:
         return None
     # Every core of the device gets a block of heads.
-    return max([n for n in fit if n * state <= _STATE_BYTES and H // n >= cores()], default=fit[0])
+    return max([n for n in fit if n * state <= _STATE_BYTES and H // n >= compat.cores()], default=fit[0])
 
 
 def recurrent_cost(
@@ -441,8 +425,8 @@ def _launch(x: Operands, static: Static, key_heads: int | None) -> tuple[jax.Arr
     x = x._replace(q=cut(x.q, key_heads), k=cut(x.k, key_heads), v=cut(x.v, heads), g=cut(x.g, heads), beta=beta)
     tokens = x[_TABLES:-1]
     inputs = [y for y in (*tokens, x.pool) if y is not None]
-    o, pool = pallas_call(
-        named(_decode_kernel, Operands._fields, [("o", True), ("after", True)], ["S"], static=static),
+    o, pool = launcher.pallas_call(
+        launcher.named(_decode_kernel, Operands._fields, [("o", True), ("after", True)], ["S"], static=static),
         *x,
         name=s.name,
         num_scalar_prefetch=_TABLES,
@@ -451,7 +435,7 @@ def _launch(x: Operands, static: Static, key_heads: int | None) -> tuple[jax.Arr
         dimension_semantics=("parallel", "arbitrary", "arbitrary"),
         in_specs=[*(None if y is None else whole(y, 1) for y in tokens), state],
         out_specs=[whole(x.v, 2), after],
-        out_shape=[out_struct(y.shape, y.dtype, *inputs) for y in (x.v, x.pool)],
+        out_shape=[compat.out_struct(y.shape, y.dtype, *inputs) for y in (x.v, x.pool)],
         scratch_shapes=[pltpu.VMEM((heads, s.K, s.V), jnp.float32)],
         # Counted with the scalar tables, without what is None.
         input_output_aliases={_TABLES + len(inputs) - 1: 1},

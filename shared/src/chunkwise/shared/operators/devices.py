@@ -8,29 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from chunkwise.shared.operators.arguments import Arguments, Devices, Options, Slots
-from chunkwise.shared.operators.checks import check
-from chunkwise.shared.operators.context import Form, plain_form, run_context
-from chunkwise.shared.operators.partition import (
-    Arrays,
-    Axes,
-    Division,
-    Layout,
-    find_division,
-    over_mesh,
-    size_of,
-    token_axes,
-)
+from chunkwise.shared.operators import arguments, checks, context, partition
 
 # From the arguments of one device to the output [B, T, HV, V] and the states, None unless asked for.
-Run = Callable[[Arguments, Options, Slots], tuple[jax.Array, jax.Array | None]]
+Run = Callable[[arguments.Arguments, arguments.Options, arguments.Slots], tuple[jax.Array, jax.Array | None]]
 
-_NO_SLOTS = Slots()
+_NO_SLOTS = arguments.Slots()
 # How `Slots` may be split: s sequences.
-SLOT_DIMENSIONS = {name: "" if name in ("num_decodes", "num_sequences") else "s" for name in Slots._fields}
+SLOT_DIMENSIONS = {name: "" if name in ("num_decodes", "num_sequences") else "s" for name in arguments.Slots._fields}
 # Letters: n value heads, d value channels, h and i the key heads of q and of k. The devices along axes that split value
 # heads and not key heads share key heads, and take those that their value heads read.
-_LAYOUT = Layout(
+_LAYOUT = partition.Layout(
     leading="v",
     parts={"b": "rows", "t": "tokens", "n": "value heads", "d": "value channels"},
     arguments={
@@ -57,7 +45,11 @@ _POOL = "initial_state"
 
 
 def over_devices(
-    run: Run, x: Arguments, options: Options, slots: Slots = _NO_SLOTS, form: Callable[[Options], Form] | None = None
+    run: Run,
+    x: arguments.Arguments,
+    options: arguments.Options,
+    slots: arguments.Slots = _NO_SLOTS,
+    form: Callable[[arguments.Options], context.Form] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run an operator as its arguments lie on the devices of a mesh, if on any, and as `options.devices` says.
 
@@ -66,44 +58,50 @@ def over_devices(
       x, options, slots: its arguments, checked but for the devices.
       form: its form where tokens are split, from options that ask for states; None for the plain form.
     """
-    devices, options = options.devices, options._replace(devices=Devices())
+    devices, options = options.devices, options._replace(devices=arguments.Devices())
     arrays, others = x.arrays()
     given = {name: y for name, y in slots._asdict().items() if y is not None}
     # Outside of jit they may be of numpy, as those of a scheduler are.
     arrays = {name: jnp.asarray(y) if isinstance(y, np.ndarray) else y for name, y in (arrays | given).items()}
-    division = find_division(arrays, _LAYOUT, devices.sharding)
+    division = partition.find_division(arrays, _LAYOUT, devices.sharding)
     check_pool(arrays, division, _POOL)
-    tokens, pool = token_axes(division, devices.context_axis), bool(given)
-    check(not (tokens and pool), f"`state_indices` must come with tokens that are not split; got them over {tokens}.")
+    tokens, pool = partition.token_axes(division, devices.context_axis), bool(given)
+    checks.check(
+        not (tokens and pool), f"`state_indices` must come with tokens that are not split; got them over {tokens}."
+    )
     with_states, group = bool(options.output_final_state), x.v.shape[2] // x.q.shape[2]
 
-    def on_device(arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
+    def on_device(arrays: partition.Arrays) -> tuple[jax.Array, jax.Array | None]:
         arrays, elsewhere = (arrays, None) if division is None else _own(arrays, division, group)
-        slots = Slots(*(arrays.get(name) for name in Slots._fields))
-        y = Arguments(**others | {name: z for name, z in arrays.items() if name not in Slots._fields})
+        slots = arguments.Slots(*(arrays.get(name) for name in arguments.Slots._fields))
+        y = arguments.Arguments(
+            **others | {name: z for name, z in arrays.items() if name not in arguments.Slots._fields}
+        )
         if lax.axis_size(tokens) > 1:
             keeping = options._replace(output_final_state=True)
-            split = plain_form(lambda y: run(y, keeping, slots)) if form is None else form(keeping)
-            return run_context(split, y, tokens, with_states)
+            split = context.plain_form(lambda y: run(y, keeping, slots)) if form is None else form(keeping)
+            return context.run_context(split, y, tokens, with_states)
         o, states = run(y, options, slots)
         return without_elsewhere(o, elsewhere), states
 
-    return over_mesh(on_device, arrays, division, tokens, with_states)
+    return partition.over_mesh(on_device, arrays, division, tokens, with_states)
 
 
-def check_pool(arrays: Arrays, division: Division | None, pool: str) -> None:
+def check_pool(arrays: partition.Arrays, division: partition.Division | None, pool: str) -> None:
     """Check that the devices that share the rows of a batch can share a pool of states, the argument of this name."""
     if division is None or "state_indices" not in arrays:
         return
     axes = division.axes["s"]
-    slots, devices = arrays[pool].shape[0], size_of(division.mesh, axes)
-    check(
+    slots, devices = arrays[pool].shape[0], partition.size_of(division.mesh, axes)
+    checks.check(
         slots % devices == 0,
         f"`{pool}` must have slots that {devices} devices along {axes} can share; got {slots} slots.",
     )
 
 
-def _own(arrays: Arrays, division: Division, group: int) -> tuple[Arrays, jax.Array | None]:
+def _own(
+    arrays: partition.Arrays, division: partition.Division, group: int
+) -> tuple[partition.Arrays, jax.Array | None]:
     """Return arguments with the key heads and the slots of one device, and which sequences have theirs elsewhere."""
     arrays, elsewhere = own_slots(arrays, division.axes["s"], _POOL)
     HV = arrays["v"].shape[2]
@@ -113,7 +111,7 @@ def _own(arrays: Arrays, division: Division, group: int) -> tuple[Arrays, jax.Ar
     return arrays, elsewhere
 
 
-def _take_key_heads(x: jax.Array, rest: Axes, HV: int, group: int) -> jax.Array:
+def _take_key_heads(x: jax.Array, rest: partition.Axes, HV: int, group: int) -> jax.Array:
     """Return the key heads that the value heads of a device read.
 
     Args:
@@ -137,7 +135,7 @@ def without_elsewhere(o: jax.Array, elsewhere: jax.Array | None) -> jax.Array:
     return jnp.where(jnp.expand_dims(elsewhere, range(1, o.ndim)), jnp.full((), jnp.nan, o.dtype), o)
 
 
-def own_slots(arrays: Arrays, axes: Axes, pool: str) -> tuple[Arrays, jax.Array | None]:
+def own_slots(arrays: partition.Arrays, axes: partition.Axes, pool: str) -> tuple[partition.Arrays, jax.Array | None]:
     """Return arguments whose slots are counted in the part of the pool that a device has, and what lies elsewhere.
 
     The pool is the argument of this name, split over these axes. What lies elsewhere is bool [N], the sequences whose

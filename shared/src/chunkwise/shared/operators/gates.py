@@ -11,9 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels.chunks import select_tokens
-from chunkwise.shared.kernels.laws import decay
-from chunkwise.shared.operators.checks import check, check_array, check_flags, shown
+from chunkwise.shared.kernels import chunking, laws
+from chunkwise.shared.operators import checks
 
 
 class Laws(NamedTuple):
@@ -35,28 +34,28 @@ class Laws(NamedTuple):
 def check_laws(laws: Laws, A_log, dt_bias, g) -> None:
     """Check the laws, and the arrays that they take for gates g [B, T, HV] or [B, T, HV, K]."""
     flags = {name: value for name, value in laws._asdict().items() if name != "lower_bound"}
-    check_flags(**flags)
+    checks.check_flags(**flags)
     doubled = laws.allow_neg_eigval and not laws.use_beta_sigmoid_in_kernel
-    check(not doubled, "`allow_neg_eigval` must be False without `use_beta_sigmoid_in_kernel`; got True.")
+    checks.check(not doubled, "`allow_neg_eigval` must be False without `use_beta_sigmoid_in_kernel`; got True.")
     if not laws.use_gate_in_kernel:
         for name, x in dict(A_log=A_log, dt_bias=dt_bias, lower_bound=laws.lower_bound).items():
-            check(x is None, f"`{name}` must be None without `use_gate_in_kernel`; got {shown(x)}.")
+            checks.check(x is None, f"`{name}` must be None without `use_gate_in_kernel`; got {checks.shown(x)}.")
         return
     bound = laws.lower_bound
     number = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
-    check(
+    checks.check(
         bound is None or (number and -math.inf < bound < 0),
-        f"`lower_bound` must be None or a finite number < 0; got {shown(bound)}.",
+        f"`lower_bound` must be None or a finite number < 0; got {checks.shown(bound)}.",
     )
     HV, *channels = g.shape[2:]
-    check(A_log is not None, "`A_log` must be an array [HV] with `use_gate_in_kernel`; got None.")
-    check_array("A_log", A_log, "HV", (HV,))
+    checks.check(A_log is not None, "`A_log` must be an array [HV] with `use_gate_in_kernel`; got None.")
+    checks.check_array("A_log", A_log, "HV", (HV,))
     if dt_bias is None:
         return
     if channels and len(getattr(dt_bias, "shape", ())) != 1:
-        check_array("dt_bias", dt_bias, "HV K", (HV, *channels))
+        checks.check_array("dt_bias", dt_bias, "HV K", (HV, *channels))
     else:
-        check_array("dt_bias", dt_bias, "HV*K" if channels else "HV", (math.prod(g.shape[2:]),))
+        checks.check_array("dt_bias", dt_bias, "HV*K" if channels else "HV", (math.prod(g.shape[2:]),))
 
 
 def lay_out_law(A_log: jax.Array, dt_bias: jax.Array | None, heads: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
@@ -77,13 +76,13 @@ def decays(
     Tokens that are not `valid`, bool [B, T], may hold anything; None if all are.
     """
     A_log, dt_bias = (y[None, None] for y in lay_out_law(A_log, dt_bias, g.shape[2:]))
-    g = g if valid is None else select_tokens(valid, g)
-    return decay(g.astype(jnp.float32), A_log, dt_bias, lower_bound)
+    g = g if valid is None else chunking.select_tokens(valid, g)
+    return laws.decay(g.astype(jnp.float32), A_log, dt_bias, lower_bound)
 
 
 @functools.partial(jax.jit, static_argnames="doubled")
 def step_sizes(beta: jax.Array, doubled: bool, valid: jax.Array | None) -> jax.Array:
     """Return the step sizes of raw ones [B, T, HV] of any type; those that are not `valid` may hold anything."""
-    beta = beta if valid is None else select_tokens(valid, beta)
+    beta = beta if valid is None else chunking.select_tokens(valid, beta)
     beta = jax.nn.sigmoid(beta.astype(jnp.float32))
     return 2.0 * beta if doubled else beta

@@ -12,16 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.compat import vary_alike
-from chunkwise.shared.kernels.chunks import select_tokens, token_owners, zero_padding
-from chunkwise.shared.kernels.products import dot
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import chunking, matmul
 
 
 def tokens_not_finite(tokens: Iterable[jax.Array]) -> jax.Array:
     """Return which tokens hold something that is not finite in any of the arrays [B, T, ...], bool [B, T]."""
     flat = [x.reshape(*x.shape[:2], -1) for x in tokens]
     # A product with zeros is zero unless something is not finite: the fastest way to look at all of a token.
-    sums = [dot(x, jnp.zeros((x.shape[0], x.shape[2], 1), x.dtype))[:, :, 0] for x in flat]
+    sums = [matmul.dot(x, jnp.zeros((x.shape[0], x.shape[2], 1), x.dtype))[:, :, 0] for x in flat]
     return functools.reduce(jnp.logical_or, [x != 0.0 for x in sums])
 
 
@@ -35,7 +34,7 @@ def spoilt_tokens(tokens: Iterable[jax.Array], cu_seqlens: jax.Array) -> jax.Arr
     found = tokens_not_finite(tokens)[0]
     before = jnp.pad(jnp.cumsum(found.astype(jnp.int32), dtype=jnp.int32), (1, 0))  # among the tokens before each
     in_sequence = before[cu_seqlens[1:]] > before[cu_seqlens[:-1]]
-    return jnp.append(in_sequence, False)[token_owners(found.shape[0], cu_seqlens)]
+    return jnp.append(in_sequence, False)[chunking.token_owners(found.shape[0], cu_seqlens)]
 
 
 def keep_apart(o: jax.Array, v: jax.Array, spoilt: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
@@ -50,14 +49,14 @@ def keep_apart(o: jax.Array, v: jax.Array, spoilt: jax.Array, cu_seqlens: jax.Ar
       spoilt: bool [T], `spoilt_tokens` of all inputs.
       cu_seqlens: int32 [N + 1].
     """
-    o, v, spoilt, cu_seqlens = vary_alike(o, v, spoilt, cu_seqlens)
+    o, v, spoilt, cu_seqlens = compat.vary_alike(o, v, spoilt, cu_seqlens)
 
     def transpose(_, do):
-        return select_tokens(~spoilt_tokens((do,), cu_seqlens), do)
+        return chunking.select_tokens(~spoilt_tokens((do,), cu_seqlens), do)
 
     # JAX has one linear function whose transpose the caller chooses and that every transform of JAX takes: the solution
     # of a linear system. Here the system is the identity.
     o = lax.custom_linear_solve(lambda x: x, o, lambda _, x: x, transpose)
     # The sum adds zero. Its gradient is zero times the cotangent.
-    o = o + jnp.zeros((), o.dtype) * zero_padding(v, cu_seqlens).astype(o.dtype)
-    return zero_padding(select_tokens(~spoilt, o, jnp.nan), cu_seqlens)
+    o = o + jnp.zeros((), o.dtype) * chunking.zero_padding(v, cu_seqlens).astype(o.dtype)
+    return chunking.zero_padding(chunking.select_tokens(~spoilt, o, jnp.nan), cu_seqlens)

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from chunkwise.shared.compat import vary_alike, vary_over, varying_axes
-from chunkwise.shared.operators.checks import check
+from chunkwise.shared import compat
+from chunkwise.shared.operators import checks
 
 # Axes of a mesh that split a dimension, the first one outermost.
 Axes = tuple[str, ...]
@@ -134,13 +134,13 @@ def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: Any) -> D
         return None
     split = axes_of_spec(spec, x.ndim)
     known = all(axis in mesh.axis_names for axes in split for axis in axes)
-    check(known, f"`sharding` must name axes of the mesh {mesh.axis_names}; got {spec}.")
+    checks.check(known, f"`sharding` must name axes of the mesh {mesh.axis_names}; got {spec}.")
     split = [tuple(axis for axis in axes if _kind(mesh, axis) != AxisType.Manual) for axes in split]
     axes: dict[str, Axes] = {".": ()}
     for dim, (letter, own, size) in enumerate(zip(layout.letters(name, x.ndim), split, x.shape, strict=True)):
         devices = size_of(mesh, own)
-        check(letter in parts or not own, f"`{name}` must not be split along its dimension {dim}; got {spec}.")
-        check(
+        checks.check(letter in parts or not own, f"`{name}` must not be split along its dimension {dim}; got {spec}.")
+        checks.check(
             size % devices == 0,
             f"`{name}` must have {parts.get(letter)} that {devices} devices along {own} can share; got {size} in "
             f"{tuple(x.shape)}.",
@@ -166,7 +166,7 @@ def _sharding_of(name: str, x, sharding: Any) -> tuple[Any, Any]:
     if sharding is None:
         # Outside of jit only the mesh of the array itself says where its devices are.
         return (own.mesh if isinstance(x, jax.core.Tracer) else x.sharding.mesh, own.spec) if explicit else (None, None)
-    check(
+    checks.check(
         isinstance(sharding, NamedSharding | PartitionSpec),
         f"`sharding` must be None, a NamedSharding or a PartitionSpec; got {type(sharding).__name__}.",
     )
@@ -174,14 +174,14 @@ def _sharding_of(name: str, x, sharding: Any) -> tuple[Any, Any]:
         # Under a shard_map of the caller the mesh of the context knows which axes that one holds.
         mesh, spec = sharding.mesh if context.empty else context, sharding.spec
     else:
-        check(not context.empty, "`sharding` must be a NamedSharding where no mesh is set; got a PartitionSpec.")
+        checks.check(not context.empty, "`sharding` must be a NamedSharding where no mesh is set; got a PartitionSpec.")
         mesh, spec = context, sharding
     open_ = any(entry is PartitionSpec.UNCONSTRAINED for entry in spec)
-    check(not open_, f"`sharding` must say for every dimension of `{name}` how it is split; got {spec}.")
-    check(len(spec) <= x.ndim, f"`sharding` must have at most {x.ndim} entries, those of `{name}`; got {spec}.")
+    checks.check(not open_, f"`sharding` must say for every dimension of `{name}` how it is split; got {spec}.")
+    checks.check(len(spec) <= x.ndim, f"`sharding` must have at most {x.ndim} entries, those of `{name}`; got {spec}.")
     for have, want in zip(_own_axes(x), axes_of_spec(spec, x.ndim), strict=True):
         agrees = have == tuple(axis for axis in want if axis in explicit)
-        check(agrees, f"`sharding` must be that of `{name}` along explicit axes, {own.spec}; got {spec}.")
+        checks.check(agrees, f"`sharding` must be that of `{name}` along explicit axes, {own.spec}; got {spec}.")
     return mesh, spec
 
 
@@ -202,7 +202,7 @@ def _check_fits(name: str, x, division: Division) -> None:
     """Check that an argument is split over explicit axes as the division wants it, or not at all."""
     wanted, leading = division.of(name, x.ndim), division.layout.leading
     for have, want in zip(_own_axes(x), wanted, strict=True):
-        check(
+        checks.check(
             not have or have == want,
             f"`{name}` must be split as {_spec(wanted)}, which `{leading}` asks for, or not be split; got "
             f"{jax.typeof(x).sharding.spec}.",
@@ -236,16 +236,18 @@ def token_axes(division: Division | None, context_axis: Any) -> Axes:
     """
     axes = () if context_axis is None else (context_axis,) if isinstance(context_axis, str) else context_axis
     names = isinstance(axes, tuple) and all(isinstance(name, str) for name in axes)
-    check(names, f"`context_axis` must be None, the name of a mesh axis or a tuple of names; got {context_axis!r}.")
+    checks.check(
+        names, f"`context_axis` must be None, the name of a mesh axis or a tuple of names; got {context_axis!r}."
+    )
     mesh = jax.sharding.get_abstract_mesh()
     held = tuple(name for name in mesh.axis_names if _kind(mesh, name) == AxisType.Manual)
-    check(
+    checks.check(
         all(name in held for name in axes),
         f"`context_axis` must name axes of the `shard_map` around the call, which has {held}; got {context_axis!r}.",
     )
     if division is None or not division.tokens:
         return axes
-    check(not axes, f"`context_axis` must be None where `sharding` splits tokens; got {context_axis!r}.")
+    checks.check(not axes, f"`context_axis` must be None where `sharding` splits tokens; got {context_axis!r}.")
     return division.tokens
 
 
@@ -285,8 +287,8 @@ def divided(run: Run, arrays: Arrays, division: Division, with_states: bool) -> 
       division: of the operator.
       with_states: whether it returns states.
     """
-    arrays = dict(zip(arrays, vary_alike(*arrays.values()), strict=True))
-    mesh, names, outer = division.mesh, division.names, varying_axes(*arrays.values())
+    arrays = dict(zip(arrays, compat.vary_alike(*arrays.values()), strict=True))
+    mesh, names, outer = division.mesh, division.names, compat.varying_axes(*arrays.values())
     specs = {name: _spec(division.of(name, x.ndim)) for name, x in arrays.items()}
     arrays = {name: _place(x, specs[name], mesh) for name, x in arrays.items()}
     floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
@@ -319,7 +321,7 @@ def divided(run: Run, arrays: Arrays, division: Division, with_states: bool) -> 
             return results, jax.tree.map(lambda y: y[None], pull)
 
         results, pull = over_devices(body, (of(floats), of(others)), (out_specs, PartitionSpec(names)))(floats, others)
-        return vary_over(outer, results), pull
+        return compat.vary_over(outer, results), pull
 
     def backward(pull, cotangents):
         def body(pull, cotangents):
@@ -332,11 +334,11 @@ def divided(run: Run, arrays: Arrays, division: Division, with_states: bool) -> 
             return lax.psum(y.astype(jnp.float32), axes).astype(y.dtype) if axes else y
 
         d = over_devices(body, (PartitionSpec(names), out_specs), of(floats))(pull, cotangents)
-        return vary_over(outer, d), None
+        return compat.vary_over(outer, d), None
 
     @jax.custom_vjp
     def call(floats, others):
-        return vary_over(outer, over_devices(local, (of(floats), of(others)), out_specs)(floats, others))
+        return compat.vary_over(outer, over_devices(local, (of(floats), of(others)), out_specs)(floats, others))
 
     call.defvjp(forward, backward)
     o, *states = call(floats, others)

@@ -10,15 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.compat import varying_zeros
-from chunkwise.shared.kernels.chunks import zero_padding
-from chunkwise.shared.kernels.tiles import l2norm
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import chunking, tiles
 
 
 def unit_rows(x: jax.Array, wanted: bool, cu_seqlens: jax.Array | None) -> jax.Array:
     """Return x [B, T, ...] with unit rows, computed in float32, in the type of x; x itself if not wanted."""
     # Padding may hold anything: the gradient of its norm must not be 0 times NaN.
-    return l2norm(zero_padding(x, cu_seqlens).astype(jnp.float32)).astype(x.dtype) if wanted else x
+    return tiles.l2norm(chunking.zero_padding(x, cu_seqlens).astype(jnp.float32)).astype(x.dtype) if wanted else x
 
 
 def _update(S, q, k, v, g, beta, scale):
@@ -69,7 +68,7 @@ def recurrence(q, k, v, g, beta, scale, initial_state, dtype):
 
 def _start(shape, q, k, v, g, beta, initial_state, dtype):
     """Return the states to start from; under `shard_map` a carry must vary over the axes of all operands at once."""
-    zeros = varying_zeros(shape, q, k, v, g, beta, initial_state).astype(dtype)
+    zeros = compat.varying_zeros(shape, q, k, v, g, beta, initial_state).astype(dtype)
     return zeros if initial_state is None else zeros + initial_state.astype(dtype)
 
 

@@ -14,19 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.compat import vary_alike
-from chunkwise.shared.kernels.chunks import select_tokens
-from chunkwise.shared.kernels.segments import Segments, find_segments, runs
-from chunkwise.shared.kernels.tiles import clip_gate
-from chunkwise.shared.operators.arguments import Arguments, total_gate
-from chunkwise.shared.operators.context import Summary
-from chunkwise.shared.operators.isolation import tokens_not_finite
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import chunking, segment_tables, tiles
+from chunkwise.shared.operators import arguments, context, isolation
 
 # Of arguments without segment ids to the output [B, T, HV, V] and the final states [B, HV, K, V] or None.
-Run = Callable[[Arguments], tuple[jax.Array, jax.Array | None]]
+Run = Callable[[arguments.Arguments], tuple[jax.Array, jax.Array | None]]
 
 
-def run_segments(run: Run, x: Arguments) -> tuple[jax.Array, jax.Array | None]:
+def run_segments(run: Run, x: arguments.Arguments) -> tuple[jax.Array, jax.Array | None]:
     """Run an operator over the segments of `x.segment_ids`, by an implementation that knows of none.
 
     Args:
@@ -37,7 +33,9 @@ def run_segments(run: Run, x: Arguments) -> tuple[jax.Array, jax.Array | None]:
     return _mark(run(taken), x.v, x.initial_state, spoilt, segments)
 
 
-def summarise_segments(summary: Callable[[Arguments], Summary], x: Arguments) -> Summary:
+def summarise_segments(
+    summary: Callable[[arguments.Arguments], context.Summary], x: arguments.Arguments
+) -> context.Summary:
     """Return what the tokens do to a state, by a summary that knows of no segments; as `run_segments`."""
     taken, spoilt, segments = _as_one(x)
     found = summary(taken)
@@ -45,20 +43,20 @@ def summarise_segments(summary: Callable[[Arguments], Summary], x: Arguments) ->
     return found._replace(states=states, M=M)
 
 
-def _as_one(x: Arguments) -> tuple[Arguments, jax.Array, Segments]:
+def _as_one(x: arguments.Arguments) -> tuple[arguments.Arguments, jax.Array, segment_tables.Segments]:
     """Return arguments without segment ids, which tokens are of segments that are not finite, and the segments."""
     ids: Any = x.segment_ids
-    segments = find_segments(ids)
-    tokens = [clip_gate(y) if y is x.g else y for y in (x.q, x.k, x.v, x.g, x.beta) if y is not None]
+    segments = segment_tables.find_segments(ids)
+    tokens = [tiles.clip_gate(y) if y is x.g else y for y in (x.q, x.k, x.v, x.g, x.beta) if y is not None]
     spoilt = spoilt_segments(tokens, x.initial_state, None, segments)
     taken = segments.valid & ~spoilt
-    g = select_tokens(taken, total_gate(x))
+    g = chunking.select_tokens(taken, arguments.total_gate(x))
     given = {name: getattr(x, name) for name in ("q", "k", "v", "beta")}
-    inputs = {name: select_tokens(taken, y) for name, y in given.items() if y is not None}
+    inputs = {name: chunking.select_tokens(taken, y) for name, y in given.items() if y is not None}
     state = x.initial_state
     if state is not None:
         state = jnp.where(_not_finite(state), jnp.zeros((), state.dtype), state)
-    g = select_tokens(~segments.begins, g, -jnp.inf)
+    g = chunking.select_tokens(~segments.begins, g, -jnp.inf)
     return x._replace(**inputs, g=g, g_gamma=None, initial_state=state, segment_ids=None), spoilt, segments
 
 
@@ -68,7 +66,7 @@ def _not_finite(states: jax.Array) -> jax.Array:
 
 
 def spoilt_segments(
-    tokens: Iterable[jax.Array], first: jax.Array | None, last: jax.Array | None, segments: Segments
+    tokens: Iterable[jax.Array], first: jax.Array | None, last: jax.Array | None, segments: segment_tables.Segments
 ) -> jax.Array:
     """Return the tokens of segments that hold something not finite, bool [B, T].
 
@@ -78,47 +76,49 @@ def spoilt_segments(
       segments: of the rows.
     """
     owner, valid, _ = segments
-    found = tokens_not_finite(tokens) & valid
+    found = isolation.tokens_not_finite(tokens) & valid
     for state, end in ((first, owner[:, :1]), (last, owner[:, -1:])):
         if state is not None:
             found |= _not_finite(state)[:, :, 0, 0] & (owner == end)
-    start, final = runs(owner)
+    start, final = segment_tables.runs(owner)
     before = jnp.pad(jnp.cumsum(found.astype(jnp.int32), axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
     return jnp.take_along_axis(before, final + 1, axis=1) > jnp.take_along_axis(before, start, axis=1)
 
 
-def _mark(results: tuple[jax.Array, Any], v: jax.Array, initial_state, spoilt: jax.Array, segments: Segments):
+def _mark(
+    results: tuple[jax.Array, Any], v: jax.Array, initial_state, spoilt: jax.Array, segments: segment_tables.Segments
+):
     """Return the results with NaN in those of spoilt segments, and zeros for padding.
 
     In the backward zeros take the place of the cotangents of every segment where one is not finite. So that this is not
     hidden, the gradients of v and of the initial state get NaN there.
     """
-    o, final, v, initial_state, spoilt, *arrays = vary_alike(*results, v, initial_state, spoilt, *segments)
-    segments = Segments(*arrays)
+    o, final, v, initial_state, spoilt, *arrays = compat.vary_alike(*results, v, initial_state, spoilt, *segments)
+    segments = segment_tables.Segments(*arrays)
 
     def transpose(_, cotangents):
         do, *more = cotangents
         dfinal: Any = more[0] if more else None
         bad = spoilt_segments((do,), None, dfinal, segments)
-        do = select_tokens(~bad, do)
+        do = chunking.select_tokens(~bad, do)
         return (do,) if final is None else (do, _unless(bad[:, -1], dfinal, 0.0))
 
     # As in `isolation.keep_apart`: the identity, whose transpose the caller chooses.
     kept = (o,) if final is None else (o, final)
     kept = lax.custom_linear_solve(lambda y: y, kept, lambda _, y: y, transpose)
     # These sums add zeros. Their gradients are zero times the cotangents.
-    o = kept[0] + jnp.zeros((), o.dtype) * select_tokens(segments.valid, v).astype(o.dtype)
+    o = kept[0] + jnp.zeros((), o.dtype) * chunking.select_tokens(segments.valid, v).astype(o.dtype)
     if initial_state is not None:
         first = segments.owner == segments.owner[:, :1]
         row = jnp.zeros((), o.dtype) * initial_state[:, None, :, 0].astype(o.dtype)  # [B, 1, HV, V]
         o = o + jnp.where(first[:, :, None, None], row, jnp.zeros((), o.dtype))
-    o = select_tokens(segments.valid, select_tokens(~spoilt, o, jnp.nan))
+    o = chunking.select_tokens(segments.valid, chunking.select_tokens(~spoilt, o, jnp.nan))
     if final is None:
         return o, None
     # One token of the last segment stands for all.
     token = jnp.arange(v.shape[1], dtype=jnp.int32)[None]
     last = token == jnp.max(jnp.where(segments.valid, token, jnp.int32(-1)), axis=1, keepdims=True)
-    one = jnp.sum(select_tokens(last, v), axis=1)[:, :, None]  # [B, HV, 1, V]
+    one = jnp.sum(chunking.select_tokens(last, v), axis=1)[:, :, None]  # [B, HV, 1, V]
     final = kept[1] + jnp.zeros((), final.dtype) * one.astype(final.dtype)
     return o, _unless(spoilt[:, -1], final, jnp.nan)
 

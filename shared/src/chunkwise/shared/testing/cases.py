@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.testing import stage_oracle
-from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
-from chunkwise.shared.testing.inputs import boundaries, make_inputs
+from chunkwise.shared.testing import compare, inputs, stage_oracle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Case:
     @property
     def cu_seqlens(self) -> jax.Array | None:
         """Boundaries int32 [N + 1], None for a batch of equal lengths."""
-        return None if self.lengths is None else boundaries(*self.lengths)
+        return None if self.lengths is None else inputs.boundaries(*self.lengths)
 
     def arguments(self) -> dict[str, jax.Array]:
         """Return the inputs and every intermediate result of the gated delta rule, float32, by name.
@@ -68,11 +66,11 @@ class Case:
         gates = np.random.default_rng(0).choice([0.0, -(2.0**-10), -2.0, -30.0], shape)
         return jnp.asarray(stage_oracle.cumsum(gates, self.chunk_size, self.cu_seqlens), jnp.float32)
 
-    def assert_close(self, name: str, x, ref, tolerance: float = STAGE_TOLERANCE) -> float:
+    def assert_close(self, name: str, x, ref, tolerance: float = compare.STAGE_TOLERANCE) -> float:
         """Do as the function of this name for x [B, T, ...], and demand exact zeros on padding; return the error."""
         if self.lengths is not None:
             assert not np.asarray(x)[:, sum(self.lengths) :].any(), f"{name}: padding must be zero"
-        return assert_close(name, x, ref, tolerance)
+        return compare.assert_close(name, x, ref, tolerance)
 
 
 @functools.cache
@@ -80,7 +78,7 @@ def _arguments(case: Case) -> dict[str, jax.Array]:
     """Return what `Case.arguments` documents: many tests run on the same cases."""
     N = case.B if case.lengths is None else len(case.lengths)
     sizes = (case.B, case.T, case.H, case.HV, case.K, case.V)
-    x = make_inputs(*sizes, dtype=jnp.dtype(case.dtype), gate=case.gate, num_states=N)
+    x = inputs.make_inputs(*sizes, dtype=jnp.dtype(case.dtype), gate=case.gate, num_states=N)
     results = stage_oracle.chain(**x, chunk_size=case.chunk_size, cu_seqlens=case.cu_seqlens)
     x |= {name: value.astype(np.float32) for name, value in results.items()}
     if case.lengths is not None:

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.kernels.chunks import num_chunks
-from chunkwise.shared.testing.compare import assert_close, gradient_program
-from chunkwise.shared.testing.mixer_oracle import sequences
+from chunkwise.shared.kernels import chunking
+from chunkwise.shared.testing import compare, mixer_oracle
 
 # Arrays that are not tokens [B, T, ...]: one entry for every sequence [N, ...], one for every chunk [B, NT, ...].
 STATES = frozenset({"initial_state", "final_state"})
@@ -49,7 +48,7 @@ def assert_isolated(
     results = jax.eval_shape(fn, x, told)
     rng = np.random.default_rng(7)
     cotangents = {name: jnp.asarray(rng.standard_normal(y.shape), y.dtype) for name, y in results.items()}
-    run = gradient_program(fn)
+    run = compare.gradient_program(fn)
     clean = _numpy(run(x, told, cotangents))
     for name, value in clean.items():
         assert np.isfinite(value.astype(np.float64)).all(), f"{name} is not finite before anything is poisoned"
@@ -84,7 +83,7 @@ class _Owners:
     ):
         self.packed = cu_seqlens is not None or segment_ids is not None
         if segment_ids is not None:
-            found = sequences(B, T, segment_ids=segment_ids)
+            found = mixer_oracle.sequences(B, T, segment_ids=segment_ids)
             self.N = len(found) + B
             self.tokens = np.full((B, T), self.N)
             # A row has one state before its first segment, and one after its last; without any, a state of its own.
@@ -106,7 +105,7 @@ class _Owners:
         self.tokens = np.concatenate([np.repeat(np.arange(N), lengths), np.full(T - cu_seqlens[-1], N)])[None]
         if chunk_size is not None:
             used = np.repeat(np.arange(N), -(-lengths // chunk_size))
-            self.chunks = np.full((1, num_chunks(T, chunk_size, N)), N)
+            self.chunks = np.full((1, chunking.num_chunks(T, chunk_size, N)), N)
             self.chunks[0, : len(used)] = used
 
     def mask(self, name: str) -> np.ndarray:
@@ -139,7 +138,7 @@ def _numpy(results: dict) -> dict[str, np.ndarray]:
 
 def _assert_same(name: str, got: np.ndarray, want: np.ndarray, what: str, tolerance: float) -> None:
     if tolerance and want.any():
-        assert_close(f"{what}: {name} of others", got, want, tolerance)
+        compare.assert_close(f"{what}: {name} of others", got, want, tolerance)
     elif got.tobytes() != want.tobytes():
         wrong = int(np.sum(~(got == want)))
         raise AssertionError(f"{what} changed {name} of others: {wrong} of {want.size} numbers differ")

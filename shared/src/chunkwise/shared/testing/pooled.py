@@ -9,11 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.operators import Arguments, Options, Slots
-from chunkwise.shared.testing.compare import TOLERANCE, assert_close
-from chunkwise.shared.testing.inputs import boundaries, spec, spoil_padding
-from chunkwise.shared.testing.oracle import reference
-from chunkwise.shared.testing.tpu import compile_for
+from chunkwise.shared.operators import arguments
+from chunkwise.shared.testing import compare, inputs, oracle, tpu
 
 # An empty sequence in the middle and one at the end, one that ends with a chunk of 16, and one of a token.
 LENGTHS = (17, 0, 1, 46, 16, 3, 0)
@@ -36,8 +33,8 @@ def step_of(ragged: Callable, implementation: str, options: tuple) -> Callable:
     @jax.jit
     def run(x, cu_seqlens, slots):
         given: dict[str, Any] = {"beta": None, **x}
-        arguments = Arguments(**given, scale=None, cu_seqlens=cu_seqlens)
-        return ragged(arguments, slots, Options(True, **dict(options)), implementation)
+        y = arguments.Arguments(**given, scale=None, cu_seqlens=cu_seqlens)
+        return ragged(y, slots, arguments.Options(True, **dict(options)), implementation)
 
     return run
 
@@ -59,17 +56,17 @@ def assert_prefills(
     pool = rng.standard_normal((NUM_SLOTS, HV, K, V))
     pool[[1, 4, 5, 9]] = np.nan  # slots that are free
     pool = jnp.asarray(pool, dtype)
-    cu_seqlens, N = boundaries(*LENGTHS), len(LENGTHS)
+    cu_seqlens, N = inputs.boundaries(*LENGTHS), len(LENGTHS)
     named = np.full((N, 2), -1, np.int32)
     for n, slots in BLOCKS.items():
         named[n, : len(slots)] = slots
-    slots = Slots(
+    slots = arguments.Slots(
         jnp.asarray(WRITE, jnp.int32), jnp.asarray(HAS_STATE), read_indices=jnp.asarray(READ, jnp.int32),
         block_state_indices=jnp.asarray(named) if blocks else None,
     )  # fmt: skip
     options |= dict(block_size=BLOCK) if blocks else {}
     run = step_of(ragged, implementation, tuple(options.items()))
-    o, after = run(spoil_padding(x, cu_seqlens) | dict(initial_state=pool), cu_seqlens, slots)
+    o, after = run(inputs.spoil_padding(x, cu_seqlens) | dict(initial_state=pool), cu_seqlens, slots)
 
     want, expected = np.zeros(o.shape), np.array(pool, np.float64)
     normalise = dict(use_qk_l2norm_in_kernel=options.get("normalise", False))
@@ -78,7 +75,7 @@ def assert_prefills(
         begin = int(cu_seqlens[n])
         tokens = slice(begin, begin + length)
         start = pool[READ[n]] if READ[n] >= 0 and HAS_STATE[n] else jnp.zeros_like(pool[0])
-        return reference(**{name: y[:, tokens] for name, y in x.items()}, initial_state=start[None], **normalise)
+        return oracle.reference(**{name: y[:, tokens] for name, y in x.items()}, initial_state=start[None], **normalise)
 
     for n, length in enumerate(LENGTHS):
         if not length:
@@ -90,15 +87,15 @@ def assert_prefills(
         for i, slot in enumerate(BLOCKS.get(n, ()) if blocks else ()):
             if slot >= 0:
                 expected[slot] = prefill(n, (i + 1) * BLOCK)[1][0]
-    tolerance = TOLERANCE[str(x["v"].dtype)]
-    assert_close("o", o, want, tolerance)
+    tolerance = compare.TOLERANCE[str(x["v"].dtype)]
+    compare.assert_close("o", o, want, tolerance)
     assert after.dtype == pool.dtype
     written = {slot for n, slot in enumerate(WRITE) if slot >= 0 and LENGTHS[n]}
     written |= {slot for row in BLOCKS.values() for slot in row if slot >= 0} if blocks else set()
     for slot in range(NUM_SLOTS):
         if slot in written:
             rounding = {"float32": 0.0, "float16": 1e-3, "bfloat16": 4e-3}[str(pool.dtype)]
-            assert_close(f"slot {slot}", after[slot], expected[slot], max(tolerance, rounding))
+            compare.assert_close(f"slot {slot}", after[slot], expected[slot], max(tolerance, rounding))
         else:
             assert np.asarray(after[slot]).tobytes() == np.asarray(pool[slot]).tobytes(), f"slot {slot} has changed"
 
@@ -114,14 +111,22 @@ def compile_prefills(ragged: Callable, chip: str, delta: bool, per_channel: bool
       dtype: of the pool.
     """
     T, H, HV, K, N = 320, 2, 4, 128, 5
-    tokens, pool = jnp.bfloat16, spec(64, HV, K, K, dtype=dtype)
-    x = dict(q=spec(1, T, H, K, dtype=tokens), k=spec(1, T, H, K, dtype=tokens), v=spec(1, T, HV, K, dtype=tokens))
-    x |= dict(g=spec(1, T, HV, K) if per_channel else spec(1, T, HV)) | (dict(beta=spec(1, T, HV)) if delta else {})
-    index = spec(N, dtype=jnp.int32)
-    slots = Slots(index, spec(N, dtype=jnp.bool_), read_indices=index)
+    tokens, pool = jnp.bfloat16, inputs.spec(64, HV, K, K, dtype=dtype)
+    x = dict(
+        q=inputs.spec(1, T, H, K, dtype=tokens),
+        k=inputs.spec(1, T, H, K, dtype=tokens),
+        v=inputs.spec(1, T, HV, K, dtype=tokens),
+    )
+    x |= dict(g=inputs.spec(1, T, HV, K) if per_channel else inputs.spec(1, T, HV)) | (
+        dict(beta=inputs.spec(1, T, HV)) if delta else {}
+    )
+    index = inputs.spec(N, dtype=jnp.int32)
+    slots = arguments.Slots(index, inputs.spec(N, dtype=jnp.bool_), read_indices=index)
     run = step_of(ragged, "fused", ())
     step = lambda pool, x, cu_seqlens, slots: run(x | dict(initial_state=pool), cu_seqlens, slots)
-    compiled = compile_for(step, pool, x, spec(N + 1, dtype=jnp.int32), slots, chip=chip, donate_argnums=(0,))
+    compiled = tpu.compile_for(
+        step, pool, x, inputs.spec(N + 1, dtype=jnp.int32), slots, chip=chip, donate_argnums=(0,)
+    )
     memory: Any = compiled.memory_analysis()
     size = np.dtype(dtype).itemsize * 64 * HV * K * K
     assert memory.alias_size_in_bytes >= size

@@ -7,17 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.testing.compare import (
-    GRADIENT_TOLERANCE,
-    TOLERANCE,
-    assert_close,
-    gradient_program,
-    with_gradients,
-)
-from chunkwise.shared.testing.inputs import spoil_padding
-from chunkwise.shared.testing.oracle import reference
-from chunkwise.shared.testing.tpu import compile_for
-from chunkwise.shared.testing.transforms import text_for_tpu
+from chunkwise.shared.testing import compare, inputs, oracle, tpu, transforms
 
 # Padding before, between and after segments, and between two of one id; a segment of one token; one that ends with a
 # chunk of 16; an ordinary row; a row of padding.
@@ -61,8 +51,8 @@ def assert_random_segments(fn: Callable[[dict, jax.Array], dict], x: dict[str, j
     B, T = x["v"].shape[:2]
     ids = random_segment_ids(seed, (B, T))
     got = _jitted(fn)(x, jnp.asarray(ids))
-    for name, want in zip(("o", "final_state"), reference(**x, segment_ids=ids), strict=True):
-        assert_close(name, got[name], want, TOLERANCE["float32"])
+    for name, want in zip(("o", "final_state"), oracle.reference(**x, segment_ids=ids), strict=True):
+        compare.assert_close(name, got[name], want, compare.TOLERANCE["float32"])
 
 
 _jitted = functools.cache(jax.jit)
@@ -72,14 +62,14 @@ def segment_launches(fn: Callable[[dict, jax.Array], dict], x: dict[str, jax.Arr
     """Return how many kernels are launched for a TPU: for the results, and for results and gradients."""
     ids = jnp.zeros(x["v"].shape[:2], jnp.int32)
     cotangents = jax.tree.map(lambda y: jnp.ones(y.shape, y.dtype), jax.eval_shape(fn, x, ids))
-    gradients = lambda x: with_gradients(fn)(x, ids, cotangents)
-    forward, both = (text_for_tpu(f, x).count("tpu_custom_call") for f in (lambda x: fn(x, ids), gradients))
+    gradients = lambda x: compare.with_gradients(fn)(x, ids, cotangents)
+    forward, both = (transforms.text_for_tpu(f, x).count("tpu_custom_call") for f in (lambda x: fn(x, ids), gradients))
     return forward, both
 
 
 def assert_segments(
-    fn: Callable[[dict, jax.Array], dict], x: dict[str, jax.Array], segment_ids=SEGMENT_IDS, tolerance=TOLERANCE,
-    gradient_tolerance=GRADIENT_TOLERANCE,
+    fn: Callable[[dict, jax.Array], dict], x: dict[str, jax.Array], segment_ids=SEGMENT_IDS,
+    tolerance=compare.TOLERANCE, gradient_tolerance=compare.GRADIENT_TOLERANCE,
 ) -> None:  # fmt: skip
     """Fail unless results and gradients are those of the recurrence, with NaN in the padding, where all must be zero.
 
@@ -95,17 +85,17 @@ def assert_segments(
         name: jnp.asarray(rng.standard_normal(y.shape), y.dtype)
         for name, y in jax.eval_shape(fn, x, jnp.asarray(segment_ids)).items()
     }
-    spoilt = spoil_padding(jax.tree.map(jnp.asarray, x), segment_ids=segment_ids)
-    got = gradient_program(fn)(spoilt, jnp.asarray(segment_ids), cotangents)
-    o, state, gradients = reference(
+    spoilt = inputs.spoil_padding(jax.tree.map(jnp.asarray, x), segment_ids=segment_ids)
+    got = compare.gradient_program(fn)(spoilt, jnp.asarray(segment_ids), cotangents)
+    o, state, gradients = oracle.reference(
         **x, segment_ids=segment_ids, do=cotangents["o"], dht=cotangents.get("final_state"),
     )  # fmt: skip
     kind = x["v"].dtype.name
     for name, want in (("o", o), ("final_state", state)):
         if name in got:
-            assert_close(name, got[name], want, tolerance[kind])
+            compare.assert_close(name, got[name], want, tolerance[kind])
     for name, want in gradients.items():
-        assert_close(f"d{name}", got[f"d{name}"], want, gradient_tolerance[kind])
+        compare.assert_close(f"d{name}", got[f"d{name}"], want, gradient_tolerance[kind])
     for name, y in got.items():
         if name.removeprefix("d") not in (*shared, "final_state"):
             assert not np.asarray(y.astype(jnp.float32))[padding].any(), f"{name} of padding is not zero"
@@ -115,4 +105,4 @@ def compile_segments(fn: Callable[[dict, jax.Array], dict], x: dict[str, jax.Arr
     """Return the results and gradients of fn, as in `assert_segments`, compiled for a TPU."""
     ids = jax.ShapeDtypeStruct(x["v"].shape[:2], jnp.int32)
     x = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), x)
-    return compile_for(with_gradients(fn), x, ids, jax.eval_shape(fn, x, ids), chip=chip)
+    return tpu.compile_for(compare.with_gradients(fn), x, ids, jax.eval_shape(fn, x, ids), chip=chip)

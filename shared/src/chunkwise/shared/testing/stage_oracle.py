@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chunkwise.shared.kernels.chunks import num_chunks
+from chunkwise.shared.kernels import chunking
 
 
 class Chunk(NamedTuple):
@@ -97,7 +97,7 @@ def states(k, w, u, g_cum, initial_state=None, chunk_size: int = 64, cu_seqlens=
     w = np.zeros_like(k) if w is None else _heads(w, HV)
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     final = np.zeros((N, HV, k.shape[-1], V)) if initial_state is None else np.array(initial_state, np.float64)
-    h = np.zeros((B, num_chunks(T, chunk_size, None if cu_seqlens is None else N), *final.shape[1:]))
+    h = np.zeros((B, chunking.num_chunks(T, chunk_size, None if cu_seqlens is None else N), *final.shape[1:]))
     v_new = np.zeros((B, T, HV, V))
     for c in chunks_of(B, T, chunk_size, cu_seqlens):
         at = (c.row, slice(None), c.tokens)

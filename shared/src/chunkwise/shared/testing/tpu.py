@@ -15,7 +15,7 @@ from jax.experimental.layout import Format, Layout
 from jax.extend.mlir import ir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from chunkwise.shared.chips import CHIPS
+from chunkwise.shared import chips
 
 
 def setup(libtpu_flags: str = "") -> None:
@@ -40,7 +40,7 @@ def compile_for(fn, *specs, chip: str = "v6e", auto_layout: bool = False, donate
       auto_layout: let inputs and outputs take the layout that suits the program, as inside a larger one.
       donate_argnums: arguments whose memory the outputs may take, as in `jax.jit`.
     """
-    device = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology).devices[0]
+    device = topologies.get_topology_desc(platform="tpu", topology_name=chips.CHIPS[chip].topology).devices[0]
     placement = jax.sharding.SingleDeviceSharding(device)
     if auto_layout:
         placement = Format(Layout.AUTO, placement)
@@ -74,7 +74,7 @@ def compile_over_tokens(fn, tokens, others, chip: str) -> list[str]:
     Returns:
       The names of the kernels that the compiled program launches.
     """
-    mesh = topology_mesh(CHIPS[chip].topology, "tokens", 2)
+    mesh = topology_mesh(chips.CHIPS[chip].topology, "tokens", 2)
 
     def place(tree, *axes):
         sharding = NamedSharding(mesh, PartitionSpec(*axes))

@@ -2,7 +2,7 @@
 
 import jax
 
-from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing import compare
 
 # A policy of `jax.checkpoint` under which an operator over split tokens repeats no launch of its forward.
 KEEPING = jax.checkpoint_policies.save_only_these_names(
@@ -34,7 +34,7 @@ def assert_transform(transform: str, fn, args) -> None:
     promised = jax.tree.map(lambda x: (x.shape, x.dtype), jax.eval_shape(fn, *args))
     assert promised == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
     for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(TRANSFORMS[transform](fn, args)), strict=True):
-        assert_close(transform, got, want, 1e-6)
+        compare.assert_close(transform, got, want, 1e-6)
 
 
 def assert_traced_once(fn, *batches: tuple, expected=None, tolerance: float = 1e-6) -> None:
@@ -53,7 +53,7 @@ def assert_traced_once(fn, *batches: tuple, expected=None, tolerance: float = 1e
     for args in batches:
         wanted = jax.tree.leaves((expected or fn)(*args))
         for want, got in zip(wanted, jax.tree.leaves(compiled(*args)), strict=True):
-            assert_close("under jit", got, want, tolerance)
+            compare.assert_close("under jit", got, want, tolerance)
     assert len(traces) == 1, f"traced {len(traces)} times"
     assert "callback" not in compiled.lower(*batches[0]).as_text()
 

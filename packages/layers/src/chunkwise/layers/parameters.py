@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.layers.running import AROUND, Run
-from chunkwise.shared.operators import check, check_array
+from chunkwise.layers import running
+from chunkwise.shared.operators import checks
 
 
 class Initial:
@@ -53,22 +53,22 @@ class Initial:
         return jnp.ones(shape, self.dtype)
 
 
-def check_input(x, config, run: Run) -> None:
+def check_input(x, config, run: running.Run) -> None:
     """Check hidden states, and what a layer runs over: its caches and the name of the implementation."""
-    check_array("x", x, "B T D", (None, None, config.D))
-    names = tuple(name for name in AROUND if name)
-    known = run.implementation in AROUND
-    check(known, f"`implementation` must be None or one of {names}; got {run.implementation!r}.")
+    checks.check_array("x", x, "B T D", (None, None, config.D))
+    names = tuple(name for name in running.AROUND if name)
+    known = run.implementation in running.AROUND
+    checks.check(known, f"`implementation` must be None or one of {names}; got {run.implementation!r}.")
     name, cache = run.own_cache
     if cache is None:
         return
     whole = hasattr(cache, "conv") and hasattr(cache, "state")
-    check(whole, f"`{name}` must be a Cache; got {type(cache).__name__}.")
-    check_array(f"{name}.state", cache.state, "N HV K V", (None, config.HV, config.K, config.V))
+    checks.check(whole, f"`{name}` must be a Cache; got {type(cache).__name__}.")
+    checks.check_array(f"{name}.state", cache.state, "N HV K V", (None, config.HV, config.K, config.V))
     wanted, have = len(config.channels), len(cache.conv)
-    check(wanted == have, f"`{name}.conv` must have {wanted} arrays; got {have}.")
+    checks.check(wanted == have, f"`{name}.conv` must have {wanted} arrays; got {have}.")
     for i, (conv, channels) in enumerate(zip(cache.conv, config.channels, strict=True)):
-        check_array(f"{name}.conv[{i}]", conv, "N W-1 C", (cache.state.shape[0], config.W - 1, channels))
+        checks.check_array(f"{name}.conv[{i}]", conv, "N W-1 C", (cache.state.shape[0], config.W - 1, channels))
 
 
 @functools.cache
@@ -80,10 +80,10 @@ def check_weights(weights, init: Callable, config) -> None:
     """Check that weights have the shapes that `init` gives them for a config."""
     wanted = _shapes(init, config)
     kind = type(wanted)
-    check(isinstance(weights, kind), f"`weights` must be {kind.__name__}; got {type(weights).__name__}.")
+    checks.check(isinstance(weights, kind), f"`weights` must be {kind.__name__}; got {type(weights).__name__}.")
     for name, want, have in zip(kind._fields, wanted, weights, strict=True):
         want, have = (tuple(jnp.shape(x) for x in jax.tree.leaves(each)) for each in (want, have))
-        check(want == have, f"`weights.{name}` must have shape {_shown(want)}; got {_shown(have)}.")
+        checks.check(want == have, f"`weights.{name}` must have shape {_shown(want)}; got {_shown(have)}.")
 
 
 def _shown(shapes: tuple) -> str:
@@ -105,7 +105,7 @@ class Checkpoint:
         self.named = {
             name.removeprefix(prefix).removesuffix(".weight"): x for name, x in named.items() if name.startswith(prefix)
         }
-        check(bool(self.named), f"`named` must have names that start with {prefix!r}; got none.")
+        checks.check(bool(self.named), f"`named` must have names that start with {prefix!r}; got none.")
 
     def rename(self, start: str, other: str) -> None:
         """Replace the start of names."""
@@ -123,9 +123,11 @@ class Checkpoint:
     def read(self, name: str, *shape: int) -> jax.Array:
         """Return an array, which must have this shape."""
         full = self.prefix + name
-        check(name in self.named, f"`named` must have {full!r}; got {sorted(self.named)}.")
+        checks.check(name in self.named, f"`named` must have {full!r}; got {sorted(self.named)}.")
         x = jnp.asarray(self.named.pop(name))
-        check(x.shape == shape, f"`named` must have {full!r} of shape {shape}, as `config` asks for; got {x.shape}.")
+        checks.check(
+            x.shape == shape, f"`named` must have {full!r} of shape {shape}, as `config` asks for; got {x.shape}."
+        )
         return x
 
     def matrix(self, name: str, rows: int, columns: int) -> jax.Array:
@@ -146,4 +148,4 @@ class Checkpoint:
 
     def end(self) -> None:
         """Check that every name was read."""
-        check(not self.named, f"`named` must have no weights that the layer lacks; got {sorted(self.named)}.")
+        checks.check(not self.named, f"`named` must have no weights that the layer lacks; got {sorted(self.named)}.")

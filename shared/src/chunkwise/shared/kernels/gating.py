@@ -7,16 +7,7 @@ here tell them apart by shape, so a stage is written once. No exponent is ever p
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels.products import dot, dot_nt, dot_tn
-from chunkwise.shared.kernels.tiles import (
-    column_index,
-    pair_decay,
-    repeat_heads,
-    row_index,
-    strictly_lower,
-    to_column,
-    to_row,
-)
+from chunkwise.shared.kernels import matmul, tiles
 
 
 def per_channel(g: jax.Array) -> bool:
@@ -31,12 +22,12 @@ def gate_kind(g: jax.Array) -> str:
 
 def decay_from_start(g: jax.Array) -> jax.Array:
     """Return e^G, from the start of the chunk to each token: [HV, C, 1], or [HV, C, K] for gates per channel."""
-    return jnp.exp(g if per_channel(g) else to_column(g))
+    return jnp.exp(g if per_channel(g) else tiles.to_column(g))
 
 
 def gate_gradient(dG: jax.Array, g: jax.Array) -> jax.Array:
     """Return the gradient of G in the form of g from its value per token and channel, dG [HV, C, K]."""
-    return dG if per_channel(g) else to_row(jnp.sum(dG, axis=2, keepdims=True))
+    return dG if per_channel(g) else tiles.to_row(jnp.sum(dG, axis=2, keepdims=True))
 
 
 def _levels(g: jax.Array):
@@ -47,14 +38,14 @@ def _levels(g: jax.Array):
     each row, and right [1, C, 1] tells the rows of right halves.
     """
     C = g.shape[1]
-    i, j = row_index(C), column_index(C)
+    i, j = tiles.row_index(C), tiles.column_index(C)
     for level in range(C.bit_length() - 1):
         b = 1 << level
         anchor = (i & ~(2 * b - 1)) + b - 1
         # G_i - G_n is one product with a matrix of 1 and -1 [1, C, C]: it gathers row n for every i, and is exact.
         one, zero = jnp.float32(1.0), jnp.float32(0.0)
         difference = jnp.where(i == j, one, zero) - jnp.where(j == anchor, one, zero)
-        difference = dot(jnp.broadcast_to(difference, (g.shape[0], C, C)), g)
+        difference = matmul.dot(jnp.broadcast_to(difference, (g.shape[0], C, C)), g)
         right = (i[:, :, :1] & b) != 0  # [1, C, 1]
         mask = ((i ^ j) < 2 * b) & ((i & b) > (j & b))  # [1, C, C]
         yield mask, jnp.exp(jnp.where(right, difference, -difference)), right
@@ -72,11 +63,15 @@ def decayed_scores(q: jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
     """
     HV, C = g.shape[0], k.shape[1]
     if not per_channel(g):
-        return pair_decay(to_column(g), g, strictly_lower(C)) * repeat_heads(dot_nt(q, k), HV)
-    q, k = (repeat_heads(x, HV).astype(jnp.float32) for x in (q, k))  # [HV, C, K]
+        return tiles.pair_decay(tiles.to_column(g), g, tiles.strictly_lower(C)) * tiles.repeat_heads(
+            matmul.dot_nt(q, k), HV
+        )
+    q, k = (tiles.repeat_heads(x, HV).astype(jnp.float32) for x in (q, k))  # [HV, C, K]
     scores = jnp.zeros((HV, C, C), jnp.float32)
     for mask, decay, right in _levels(g):
-        scores += jnp.where(mask, dot_nt(jnp.where(right, q * decay, 0.0), jnp.where(right, 0.0, k * decay)), 0.0)
+        scores += jnp.where(
+            mask, matmul.dot_nt(jnp.where(right, q * decay, 0.0), jnp.where(right, 0.0, k * decay)), 0.0
+        )
     return scores
 
 
@@ -92,15 +87,15 @@ def decayed_scores_bwd(q: jax.Array, k: jax.Array, g: jax.Array, dP: jax.Array):
     """
     C = k.shape[1]
     if not per_channel(g):
-        W = dP * pair_decay(to_column(g), g, strictly_lower(C))  # [HV, C, C]
-        through = W * dot_nt(q, k)  # [HV, C, C]
+        W = dP * tiles.pair_decay(tiles.to_column(g), g, tiles.strictly_lower(C))  # [HV, C, C]
+        through = W * matmul.dot_nt(q, k)  # [HV, C, C]
         # Row i gains what G_i multiplies, column j loses what G_j divides.
-        dg = to_row(jnp.sum(through, axis=2, keepdims=True)) - jnp.sum(through, axis=1, keepdims=True)
-        return dot(W, k), dot_tn(W, q), dg
+        dg = tiles.to_row(jnp.sum(through, axis=2, keepdims=True)) - jnp.sum(through, axis=1, keepdims=True)
+        return matmul.dot(W, k), matmul.dot_tn(W, q), dg
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     dq, dk = jnp.zeros(q.shape, jnp.float32), jnp.zeros(k.shape, jnp.float32)
     for mask, decay, right in _levels(g):
         W = jnp.where(mask, dP, 0.0)
-        dq += jnp.where(right, decay * dot(W, k * decay), 0.0)
-        dk += jnp.where(right, 0.0, decay * dot_tn(W, q * decay))
+        dq += jnp.where(right, decay * matmul.dot(W, k * decay), 0.0)
+        dk += jnp.where(right, 0.0, decay * matmul.dot_tn(W, q * decay))
     return dq, dk, q * dq - k * dk

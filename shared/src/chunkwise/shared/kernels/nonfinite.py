@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels.tiles import to_row
+from chunkwise.shared.kernels import tiles
 
 # Bits of a float32: all but the sign, and those of an infinity, above which there are only NaNs.
 _SIZE, _INFINITY = 0x7FFFFFFF, 0x7F800000
@@ -63,7 +63,7 @@ def whole_sequences(found: jax.Array, same: jax.Array) -> jax.Array:
       found: float32 [1, C, 1], 1 and 0.
       same: bool [1, C, C], pairs of rows of one sequence.
     """
-    return jnp.max(jnp.where(same, to_row(found), 0.0), axis=2, keepdims=True)
+    return jnp.max(jnp.where(same, tiles.to_row(found), 0.0), axis=2, keepdims=True)
 
 
 def masked_or_not(mixed: jax.Array | None, run: Callable[[bool | None], None]) -> None:

@@ -17,30 +17,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import checkify
 
-from chunkwise.shared.kernels.launch import scaled, split_scale
-from chunkwise.shared.kernels.pool import Routes
-from chunkwise.shared.kernels.tiles import l2norm
-from chunkwise.shared.operators.arguments import (
-    Arguments,
-    Options,
-    Slots,
-    check_shared,
-    scale_of,
-    total_gate,
-    without_laws,
-)
-from chunkwise.shared.operators.checks import check, check_array, check_step_types, choose_implementation
-from chunkwise.shared.operators.chunked import Implementation, prepare
-from chunkwise.shared.operators.decode import Static, key_heads_a_step, launch_tokens, read_slots, write_slots
-from chunkwise.shared.operators.devices import over_devices
-from chunkwise.shared.operators.recurrence import recurrence
+from chunkwise.shared.kernels import launcher, pools, tiles
+from chunkwise.shared.operators import arguments, checks, chunked, decode, devices, recurrence
 
 # The chunk size where states after blocks of tokens are wanted, of which a block holds whole ones.
 BLOCK_CHUNK = 64
 # From arguments with a pool as initial states, options and routes to the output and the pool.
-Pooled = Callable[[Arguments, Options, Routes], tuple[jax.Array, jax.Array]]
+Pooled = Callable[[arguments.Arguments, arguments.Options, pools.Routes], tuple[jax.Array, jax.Array]]
 # From arguments and options to the states before all chunks, which restart at every sequence: [1, NT, HV, K, V].
-ChunkStates = Callable[[Arguments, Options], jax.Array]
+ChunkStates = Callable[[arguments.Arguments, arguments.Options], jax.Array]
 
 
 class Forms(NamedTuple):
@@ -54,7 +39,7 @@ class Forms(NamedTuple):
     """
 
     pooled: Pooled
-    plain: Mapping[str, Implementation]
+    plain: Mapping[str, chunked.Implementation]
     chunk_states: Mapping[str, ChunkStates]
     raw_gates: bool = False
 
@@ -69,13 +54,13 @@ class Step(NamedTuple):
       tokens: scalar int32, how many tokens the decodes have.
     """
 
-    decodes: Routes
-    prefills: Routes
+    decodes: pools.Routes
+    prefills: pools.Routes
     boundaries: jax.Array
     tokens: jax.Array
 
 
-def find_step(cu_seqlens: jax.Array, slots: Slots) -> Step:
+def find_step(cu_seqlens: jax.Array, slots: arguments.Slots) -> Step:
     """Return what a step does; sequences that do not exist have no tokens."""
     N = cu_seqlens.shape[0] - 1
     none, index = jnp.int32(-1), jnp.arange(N, dtype=jnp.int32)
@@ -97,7 +82,7 @@ def find_step(cu_seqlens: jax.Array, slots: Slots) -> Step:
         source = jnp.where(slots.has_initial_state, source, none)
 
     def routes(start, end, target, blocks=None):
-        return Routes(start, end, jnp.where(start < end, source, none), target, blocks)
+        return pools.Routes(start, end, jnp.where(start < end, source, none), target, blocks)
 
     stop = jnp.where(decodes, end, start)
     reached = jnp.arange(W, dtype=jnp.int32)[None] < (stop - start)[:, None]
@@ -107,7 +92,7 @@ def find_step(cu_seqlens: jax.Array, slots: Slots) -> Step:
     return Step(decoding, routes(start, end, target, slots.block_state_indices), boundaries, tokens)
 
 
-def full_blocks(routes: Routes, block_size: int) -> tuple[jax.Array, jax.Array]:
+def full_blocks(routes: pools.Routes, block_size: int) -> tuple[jax.Array, jax.Array]:
     """Return the tokens up to the end of every block, int32 [1, M], and its slot [N, M], none if it is not full."""
     blocks: Any = routes.blocks
     stop = jnp.arange(1, blocks.shape[1] + 1, dtype=jnp.int32)[None] * jnp.int32(block_size)
@@ -149,11 +134,11 @@ def name_few(pool: jax.Array, step: Step, T: int, block_size: int | None) -> Few
         full = jnp.full(min(T // block_size, kept.size), none)
         full = full.at[jnp.where(kept >= 0, place, full.size)].set(kept, mode="drop")
         slots = jnp.concatenate([slots, full])
-    states, tail = read_slots(pool, Slots(source)).astype(jnp.float32), [(0, 0)] * (pool.ndim - 1)
+    states, tail = decode.read_slots(pool, arguments.Slots(source)).astype(jnp.float32), [(0, 0)] * (pool.ndim - 1)
     states = jnp.pad(states[:, None], [(0, 0), (0, W - 1), *tail]).reshape(N * W, *pool.shape[1:])
     states = jnp.pad(states, [(0, slots.size - N * W), *tail])
 
-    def renamed(routes: Routes, **changed) -> Routes:
+    def renamed(routes: pools.Routes, **changed) -> pools.Routes:
         source = jnp.where(routes.source >= 0, own[:, 0], none)
         target = jnp.where(routes.target >= 0, own[:, : routes.target.shape[1]], none)
         return routes._replace(source=source, target=target, **changed)
@@ -163,7 +148,7 @@ def name_few(pool: jax.Array, step: Step, T: int, block_size: int | None) -> Few
 
 
 def find_faults(
-    cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
+    cu_seqlens: jax.Array, slots: arguments.Slots, num_slots: int, num_tokens: int, block_size: int | None
 ) -> list[tuple[jax.Array, str]]:
     """Return what may be wrong with the values of a step: pairs of a scalar bool, and the message if it is true."""
     step, N = find_step(cu_seqlens, slots), cu_seqlens.shape[0] - 1
@@ -219,7 +204,7 @@ def find_faults(
 
 
 def check_step_values(
-    cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
+    cu_seqlens: jax.Array, slots: arguments.Slots, num_slots: int, num_tokens: int, block_size: int | None
 ) -> None:
     """Check the values of a step: at once if they are known, else by `checkify.check`, which the caller makes pure."""
     known = _known(cu_seqlens, slots)
@@ -227,25 +212,31 @@ def check_step_values(
     with jax.ensure_compile_time_eval() if known else contextlib.nullcontext():
         for wrong, message in find_faults(cu_seqlens, with_counts(slots), num_slots, num_tokens, block_size):
             if known:
-                check(not bool(wrong), message)
+                checks.check(not bool(wrong), message)
             else:
                 checkify.check(jnp.logical_not(wrong), message)
 
 
 def check_known_step(
-    cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
+    cu_seqlens: jax.Array, slots: arguments.Slots, num_slots: int, num_tokens: int, block_size: int | None
 ) -> None:
     """Check the values of a step if all are known: outside of jit, or as constants inside."""
     if _known(cu_seqlens, slots):
         check_step_values(cu_seqlens, slots, num_slots, num_tokens, block_size)
 
 
-def _known(cu_seqlens: jax.Array, slots: Slots) -> bool:
+def _known(cu_seqlens: jax.Array, slots: arguments.Slots) -> bool:
     return not any(isinstance(y, jax.core.Tracer) for y in (cu_seqlens, *slots))
 
 
 def run_ragged(
-    x: Arguments, slots: Slots, options: Options, implementation: str | None, forms: Forms, fits: bool, decoder: str
+    x: arguments.Arguments,
+    slots: arguments.Slots,
+    options: arguments.Options,
+    implementation: str | None,
+    forms: Forms,
+    fits: bool,
+    decoder: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Check what all serving steps share and run one.
 
@@ -258,19 +249,19 @@ def run_ragged(
       fits: whether the kernel for prefills takes these sizes.
       decoder: the name of the kernel that decodes.
     """
-    check_shared(x, options)
+    arguments.check_shared(x, options)
     (HV, V), K = x.v.shape[2:], x.q.shape[3]
-    check(x.cu_seqlens is not None, "`cu_seqlens` must be an int32 array [N + 1]; got None.")
-    check_array("states", x.initial_state, "slots HV K V", (None, HV, K, V))
+    checks.check(x.cu_seqlens is not None, "`cu_seqlens` must be an int32 array [N + 1]; got None.")
+    checks.check_array("states", x.initial_state, "slots HV K V", (None, HV, K, V))
     if options.block_size is not None and options.chunk_size is None:
         options = options._replace(chunk_size=BLOCK_CHUNK)
-    check_step_types(slots, x.num_states, options.block_size, options.chunk_size)
+    checks.check_step_types(slots, x.num_states, options.block_size, options.chunk_size)
     check_known_step(x.cu_seqlens, slots, x.initial_state.shape[0], x.v.shape[1], options.block_size)
     slots = with_counts(slots)
     slower = "staged" if "staged" in forms.plain else "xla"
-    chosen = choose_implementation(implementation, ("fused", *forms.plain), "fused" if fits else slower)
+    chosen = checks.choose_implementation(implementation, ("fused", *forms.plain), "fused" if fits else slower)
 
-    def run(x: Arguments, options: Options, slots: Slots) -> tuple[jax.Array, jax.Array]:
+    def run(x: arguments.Arguments, options: arguments.Options, slots: arguments.Slots) -> tuple[jax.Array, jax.Array]:
         step = find_step(x.cu_seqlens, slots)
         pool, x = x.initial_state, x._replace(cu_seqlens=step.boundaries, initial_state=None)
         take = functools.partial(take_step, x, options, slots.num_decodes is not None)
@@ -279,9 +270,11 @@ def run_ragged(
         # No TPU kernel takes float16.
         few = name_few(pool, step, x.v.shape[1], options.block_size)
         o, states = take(few.states, few.step)
-        return o, write_slots(pool, Slots(few.slots), states)
+        return o, decode.write_slots(pool, arguments.Slots(few.slots), states)
 
-    def take_step(x: Arguments, options: Options, decodes: bool, pool, step: Step) -> tuple[jax.Array, jax.Array]:
+    def take_step(
+        x: arguments.Arguments, options: arguments.Options, decodes: bool, pool, step: Step
+    ) -> tuple[jax.Array, jax.Array]:
         if not decodes:
             return _prefill(x, pool, step.prefills, options, chosen, forms)
         # XLA moves no reshape into a condition or out of it: so what passes has its heads in one row, as the kernels
@@ -291,13 +284,13 @@ def run_ragged(
         # As many as decodes can have.
         T = min(x.v.shape[1], step.decodes.target.size)
 
-        def tokens(most: int | None = None) -> Arguments:
+        def tokens(most: int | None = None) -> arguments.Arguments:
             return x._replace(**{name: y[:, :most].reshape(1, -1, *shapes[name]) for name, y in rows.items()})
 
-        def decode(pool):
+        def run_decodes(pool):
             few = tokens(T)
             # Whoever asks for the kernel gets it, or an error if it cannot have so many tokens.
-            plain = chosen == "xla" or (implementation != "fused" and key_heads_a_step(few) is None)
+            plain = chosen == "xla" or (implementation != "fused" and decode.key_heads_a_step(few) is None)
             o, pool = _decode(few, pool, step, options, plain, decoder)
             return _in_rows(o), pool
 
@@ -309,17 +302,17 @@ def run_ragged(
 
         # A step that has no decode, or no prefill, spends nothing on them.
         nothing = lambda T: jnp.zeros((1, T, rows["v"].shape[2]), x.v.dtype)
-        leading, pool = lax.cond(step.tokens > 0, decode, lambda pool: (nothing(T), pool), pool)
+        leading, pool = lax.cond(step.tokens > 0, run_decodes, lambda pool: (nothing(T), pool), pool)
         only = lambda leading, pool: (nothing(x.v.shape[1]).at[:, :T].set(leading), pool)
         o, pool = lax.cond(step.boundaries[-1] > step.tokens, prefill_beside, only, leading, pool)
         return o.reshape(x.v.shape), pool
 
-    o, pool = over_devices(run, x, options._replace(output_final_state=True), slots)
+    o, pool = devices.over_devices(run, x, options._replace(output_final_state=True), slots)
     assert pool is not None
     return o, pool
 
 
-def with_counts(slots: Slots) -> Slots:
+def with_counts(slots: arguments.Slots) -> arguments.Slots:
     """Return slots whose numbers of sequences are arrays; None for no decodes, as a number, and for all sequences."""
     decodes, sequences = slots.num_decodes, slots.num_sequences
     none = decodes is None or (isinstance(decodes, numbers.Integral) and decodes == 0)
@@ -329,7 +322,7 @@ def with_counts(slots: Slots) -> Slots:
     )
 
 
-def _of_tokens(x: Arguments) -> dict[str, jax.Array]:
+def _of_tokens(x: arguments.Arguments) -> dict[str, jax.Array]:
     """Return the arguments [B, T, ...] by name."""
     return {name: y for name, y in x._asdict().items() if name in ("q", "k", "v", "g", "beta") and y is not None}
 
@@ -340,16 +333,21 @@ def _in_rows(x: jax.Array) -> jax.Array:
 
 
 def _prefill(
-    x: Arguments, pool: jax.Array, routes: Routes, options: Options, implementation: str, forms: Forms
+    x: arguments.Arguments,
+    pool: jax.Array,
+    routes: pools.Routes,
+    options: arguments.Options,
+    implementation: str,
+    forms: Forms,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs of the prefills, zeros elsewhere, and the pool after them."""
     fused = implementation == "fused"
-    x, options = prepare(x, options, implementation, fused and forms.raw_gates)
+    x, options = chunked.prepare(x, options, implementation, fused and forms.raw_gates)
     if fused:
         return forms.pooled(x._replace(initial_state=pool), options, routes)
     # The tokens before the first prefill are a sequence of their own.
     boundaries = jnp.concatenate([jnp.zeros(1, jnp.int32), routes.start[:1], routes.end])
-    states = read_slots(pool, Slots(routes.source)).astype(jnp.float32)
+    states = decode.read_slots(pool, arguments.Slots(routes.source)).astype(jnp.float32)
     states = jnp.concatenate([jnp.zeros_like(states[:1]), states])
     owned = lax.broadcasted_iota(jnp.int32, (1, x.v.shape[1]), 1) >= routes.start[0]
     tokens = {
@@ -362,10 +360,10 @@ def _prefill(
     if routes.blocks is not None:
         kept = forms.chunk_states[implementation](x, options)[0]
         pool = _write_blocks(pool, kept, after[1:], routes, options)
-    return o, write_slots(pool, Slots(routes.target[:, 0]), after[1:])
+    return o, decode.write_slots(pool, arguments.Slots(routes.target[:, 0]), after[1:])
 
 
-def _write_blocks(pool, kept, after, routes: Routes, options: Options) -> jax.Array:
+def _write_blocks(pool, kept, after, routes: pools.Routes, options: arguments.Options) -> jax.Array:
     """Write the states after blocks of tokens, of those before all chunks [NT, ...] and those after sequences [N, ...].
 
     The state after a block is that before the next chunk of its sequence, or that after the sequence.
@@ -380,27 +378,29 @@ def _write_blocks(pool, kept, after, routes: Routes, options: Options) -> jax.Ar
     inside = jnp.minimum(first[:, None] + stop // C, kept.shape[0] - 1)  # [N, M]
     sequence = jnp.arange(length.shape[0], dtype=jnp.int32)[:, None]
     states = jnp.where((stop < length)[:, :, None, None, None], kept[inside], after[sequence + 0 * stop])
-    return write_slots(pool, Slots(slot.reshape(-1)), states.reshape(-1, *states.shape[2:]))
+    return decode.write_slots(pool, arguments.Slots(slot.reshape(-1)), states.reshape(-1, *states.shape[2:]))
 
 
 def _decode(
-    x: Arguments, pool: jax.Array, step: Step, options: Options, plain: bool, name: str
+    x: arguments.Arguments, pool: jax.Array, step: Step, options: arguments.Options, plain: bool, name: str
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs of the decodes, whose tokens are the first ones and all that x has, and the pool."""
     (B, T, H, K), (HV, V), routes = x.q.shape, x.v.shape[2:], step.decodes
-    inside, after = split_scale(scale_of(x))
-    x, options = without_laws(x._replace(cu_seqlens=jnp.stack([jnp.int32(0), step.tokens])), options)
-    x = x._replace(g=total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)
+    inside, after = launcher.split_scale(arguments.scale_of(x))
+    x, options = arguments.without_laws(x._replace(cu_seqlens=jnp.stack([jnp.int32(0), step.tokens])), options)
+    x = x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)
     N, W = routes.target.shape
-    static = Static(B, T, H, HV, K, V, N, W, True, inside, options.normalise, name)
+    static = decode.Static(B, T, H, HV, K, V, N, W, True, inside, options.normalise, name)
     if plain:
         made, pool = _plain_tokens(static, x, pool, routes)
     else:
-        made, pool = launch_tokens(static, x, pool, routes)
-    return scaled(made, after), pool
+        made, pool = decode.launch_tokens(static, x, pool, routes)
+    return launcher.scaled(made, after), pool
 
 
-def _plain_tokens(static: Static, x: Arguments, pool: jax.Array, routes: Routes) -> tuple[jax.Array, jax.Array]:
+def _plain_tokens(
+    static: decode.Static, x: arguments.Arguments, pool: jax.Array, routes: pools.Routes
+) -> tuple[jax.Array, jax.Array]:
     """Do as `launch_tokens` in plain JAX: token t of all sequences at once."""
     s = static
     token = routes.start[:, None] + jnp.arange(s.W, dtype=jnp.int32)[None]  # [N, W]
@@ -409,13 +409,13 @@ def _plain_tokens(static: Static, x: Arguments, pool: jax.Array, routes: Routes)
         lambda y: y[0].at[token].get(mode="fill", fill_value=0).astype(jnp.float32), (x.q, x.k, x.v, x.g, x.beta)
     )  # [N, W, ...]
     if s.normalise:
-        q, k = l2norm(q), l2norm(k)
+        q, k = tiles.l2norm(q), tiles.l2norm(k)
     q, k = (jnp.repeat(y, s.HV // s.H, axis=2) for y in (q, k))
-    states, o = read_slots(pool, Slots(routes.source)).astype(jnp.float32), []
+    states, o = decode.read_slots(pool, arguments.Slots(routes.source)).astype(jnp.float32), []
     for t in range(s.W):
         one = jax.tree.map(lambda y, t=t: y[:, t : t + 1], (q, k, v, g, beta))
-        made, states = recurrence(*one, s.scale, states, jnp.float32)
-        pool = write_slots(pool, Slots(routes.target[:, t]), states)
+        made, states = recurrence.recurrence(*one, s.scale, states, jnp.float32)
+        pool = decode.write_slots(pool, arguments.Slots(routes.target[:, t]), states)
         o.append(made)
     made = jnp.concatenate(o, axis=1).astype(x.v.dtype)  # [N, W, HV, V]
     return jnp.zeros_like(x.v).at[0, token].set(made, mode="drop"), pool

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.kernels.chunks import take
-from chunkwise.shared.kernels.launch import largest_divisor
+from chunkwise.shared.kernels import chunking, launcher
 
 
 class Routes(NamedTuple):
@@ -43,7 +42,7 @@ def held(slots: jax.Array, otherwise: jax.Array) -> jax.Array:
     before = jnp.where(has[None] & (index[None] <= index[:, None]), index[None], jnp.int32(-1))  # [S, S]
     before = jnp.max(before, axis=1)
     first = jnp.min(jnp.where(has, index, jnp.int32(slots.shape[0])))
-    return jnp.where(first < slots.shape[0], take(slots, jnp.where(before < 0, first, before)), otherwise)
+    return jnp.where(first < slots.shape[0], chunking.take(slots, jnp.where(before < 0, first, before)), otherwise)
 
 
 def held_slots(source: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -87,7 +86,7 @@ def fetch_states(pool_ref, state_ref, continues: jax.Array, transposed: bool = F
 
 def _each_head(heads: int, run) -> None:
     """Run something for every head, some in a row: one transposition begins before another ends."""
-    some = largest_divisor(heads, 8)
+    some = launcher.largest_divisor(heads, 8)
 
     def turn(i, _):
         for n in range(some):

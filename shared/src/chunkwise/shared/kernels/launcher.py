@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.chips import VMEM_LIMIT_BYTES
-from chunkwise.shared.compat import CompilerParams, PrefetchScalarGridSpec
-from chunkwise.shared.kernels.products import interpreted_products
+from chunkwise.shared import chips, compat
+from chunkwise.shared.kernels import matmul
 
 
 def _without_float16(x):
@@ -48,7 +47,7 @@ def pallas_call(
     scratch_shapes: Sequence = (),
     num_scalar_prefetch: int = 0,
     input_output_aliases: dict[int, int] | None = None,
-    vmem_limit_bytes: int = VMEM_LIMIT_BYTES,
+    vmem_limit_bytes: int = chips.VMEM_LIMIT_BYTES,
     in_bounds: bool = False,
 ):
     """Run a Pallas TPU kernel: compiled where the program is lowered for a TPU, interpreted everywhere else.
@@ -77,13 +76,13 @@ def pallas_call(
     def call(*args, interpret: bool):
         # A function of its own for every branch, because JAX remembers what it traced of a function.
         def body(*refs):
-            with interpreted_products() if interpret else contextlib.nullcontext():
+            with matmul.interpreted_products() if interpret else contextlib.nullcontext():
                 kernel(*refs)
 
         return pl.pallas_call(
             body,
             name=name,
-            grid_spec=PrefetchScalarGridSpec(
+            grid_spec=compat.PrefetchScalarGridSpec(
                 num_scalar_prefetch=num_scalar_prefetch,
                 grid=grid,
                 in_specs=jax.tree.map(_int32_indices, list(in_specs)),
@@ -91,7 +90,7 @@ def pallas_call(
                 scratch_shapes=list(scratch_shapes),
             ),
             out_shape=jax.tree.map(_without_float16, out_shape),
-            compiler_params=CompilerParams(
+            compiler_params=compat.CompilerParams(
                 dimension_semantics=dimension_semantics,
                 vmem_limit_bytes=vmem_limit_bytes,
                 disable_bounds_checks=in_bounds,
@@ -157,7 +156,7 @@ def divides_groups(heads: int, H: int, HV: int) -> bool:
     return heads >= 1 and HV % heads == 0 and (heads % group == 0 or group % heads == 0)
 
 
-def pick_heads(HV: int, H: int, bytes_per_head: int, most: int, budget: int = VMEM_LIMIT_BYTES // 2) -> int:
+def pick_heads(HV: int, H: int, bytes_per_head: int, most: int, budget: int = chips.VMEM_LIMIT_BYTES // 2) -> int:
     """Return how many value heads one grid step takes.
 
     The largest number that is at most `most`, fits the budget, and `divides_groups`.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.kernels.chunks import token_owners
+from chunkwise.shared.kernels import chunking
 
 
 class Segments(NamedTuple):
@@ -59,6 +59,6 @@ def coded_owners(cu_seqlens: jax.Array | None, segment_ids: jax.Array | None, T:
         segments = find_segments(segment_ids)
         return jnp.where(segments.valid, segments.owner, ~segments.owner)
     assert cu_seqlens is not None
-    owner, last = token_owners(T, cu_seqlens)[None], jnp.int32(cu_seqlens.shape[0] - 2)
+    owner, last = chunking.token_owners(T, cu_seqlens)[None], jnp.int32(cu_seqlens.shape[0] - 2)
     # Of what follows the last sequence only the sequence without tokens at the end would know better.
     return jnp.where(owner <= last, owner, ~last)
