@@ -45,6 +45,7 @@ def delta_rule(**others):
             lambda: check_array("k", spec(2, dtype=jnp.int32), "T"),
             "`k` must be float32, bfloat16 or float16; got int32.",
         ),
+        (lambda: check_heads(2, 3, "beta"), "`beta` must have a multiple of the heads of `k`; got 3 value heads for 2"),
         (lambda: check_heads(2, 3), "`v` must have a multiple of the heads of `k`; got 3 value heads for 2 key heads."),
         (lambda: check_chunk_size(65), "`chunk_size` must be one of (16, 32, 64, 128); got 65."),
         (lambda: check(False, "`x` must be right."), "`x` must be right."),
@@ -52,7 +53,8 @@ def delta_rule(**others):
         (lambda: choose_chunk_size(True), "`chunk_size` must be one of (16, 32, 64, 128); got True."),
         (
             lambda: choose_chunk_size(spec(1)),
-            "`chunk_size` must be one of (16, 32, 64, 128); got an array float32 (1,).",
+            "`chunk_size` must be one of (16, 32, 64, 128), known when the program is built; got an array float32 "
+            "(1,).",
         ),
         (
             lambda: check_flags(a=True, flag="False"),

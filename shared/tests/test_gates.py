@@ -95,7 +95,8 @@ RAW = dict(use_gate_in_kernel=True)
         ),
         (
             RAW | dict(lower_bound=spec()), spec(4), None,
-            "`lower_bound` must be None or a finite number < 0; got an array float32 ().",
+            "`lower_bound` must be None or a finite number < 0, known when the program is built; got an array "
+            "float32 ().",
         ),
         (
             dict(allow_neg_eigval=True), None, None,

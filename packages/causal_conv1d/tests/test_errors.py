@@ -118,6 +118,17 @@ STEP = dict(
         (dict(has_initial_state=spec(3, dtype=bool)), "`has_initial_state` must be bool of shape (2,); got bool (3,)."),
         (dict(num_decodes=3), "`num_decodes` must be from 0 to 2; got 3."),
         (dict(num_sequences=spec(2, dtype=jnp.int32)), "`num_sequences` must be int32 of shape (); got int32 (2,)."),
+        *(
+            (
+                dict(block_state_indices=spec(2, 1, dtype=jnp.int32), block_size=wrong),
+                f"`block_size` must be a positive number of tokens{rest}",
+            )
+            for wrong, rest in (
+                (0, "; got 0."),
+                (2.0, "; got 2.0."),
+                (jnp.int32(4), ", known when the program is built; got an array int32 ()."),
+            )
+        ),
         (dict(block_size=4), "`block_size` and `block_state_indices` must come together; got one of them."),
         (
             dict(block_state_indices=spec(3, 1, dtype=jnp.int32), block_size=4),

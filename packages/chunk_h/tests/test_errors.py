@@ -21,7 +21,7 @@ LINEAR = dict(k=spec(2, 64, 2, 8), v=spec(2, 64, 4, 6))
         (dict(k=spec(2, 64, 2, 8, dtype=jnp.int32)), "`k` must be float32, bfloat16 or float16; got int32."),
         (dict(w=spec(2, 64, 2, 8)), "`w` must have shape [B, T, HV, K] = (2, 64, 4, 8); got (2, 64, 2, 8)."),
         (dict(g_cum=spec(2, 64, 2)), "`g_cum` must have shape [B, T, HV] = (2, 64, 4); got (2, 64, 2)."),
-        (dict(k=spec(2, 64, 3, 8)), "`v` must have a multiple of the heads of `k`; got 4 value heads for 3 key heads."),
+        (dict(k=spec(2, 64, 3, 8)), "`u` must have a multiple of the heads of `k`; got 4 value heads for 3 key heads."),
         (dict(chunk_size=63), "`chunk_size` must be one of (16, 32, 64, 128); got 63."),
         (dict(chunk_size=True), "`chunk_size` must be one of (16, 32, 64, 128); got True."),
         (
@@ -46,6 +46,7 @@ def test_delta_rule(wrong, message):
     [
         (dict(v=spec(2, 64, 4)), "`v` must have shape [B, T, HV, V]; got (2, 64, 4)."),
         (dict(g_cum=spec(2, 64, 2)), "`g_cum` must have shape [B, T, HV] = (2, 64, 4); got (2, 64, 2)."),
+        (dict(k=spec(2, 64, 3, 8)), "`v` must have a multiple of the heads of `k`; got 4 value heads for 3 key heads."),
         (dict(g_gamma=spec(2)), "`g_gamma` must have shape [HV] = (4); got (2,)."),
         (dict(gk_cum=spec(2, 64, 4)), "`gk_cum` must have shape [B, T, HV, K]; got (2, 64, 4)."),
         (
@@ -64,6 +65,9 @@ def test_traced_static_arguments():
     with pytest.raises(ValueError, match=re.escape("known when the program is built; got an array bool ().")):
         jax.eval_shape(run, spec(dtype=bool), spec(dtype=jnp.int32))
     with pytest.raises(
-        ValueError, match=re.escape("`chunk_size` must be one of (16, 32, 64, 128); got an array int32")
+        ValueError,
+        match=re.escape(
+            "`chunk_size` must be one of (16, 32, 64, 128), known when the program is built; got an array int32 ()."
+        ),
     ):
         jax.eval_shape(lambda size: chunk_fwd_h(**LINEAR, chunk_size=size), spec(dtype=jnp.int32))

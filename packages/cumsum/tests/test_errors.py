@@ -18,7 +18,10 @@ from chunkwise.shared.testing.inputs import spec
         (dict(g=spec(2, 64, 2, dtype=jnp.int32)), "`g` must be float32, bfloat16 or float16; got int32."),
         (dict(chunk_size=0), "`chunk_size` must be one of (16, 32, 64, 128); got 0."),
         (dict(chunk_size=64.0), "`chunk_size` must be one of (16, 32, 64, 128); got 64.0."),
-        (dict(chunk_size=jnp.int32(64)), "`chunk_size` must be one of (16, 32, 64, 128); got an array int32 ()."),
+        (
+            dict(chunk_size=jnp.int32(64)),
+            "`chunk_size` must be one of (16, 32, 64, 128), known when the program is built; got an array int32 ().",
+        ),
         (dict(reverse="no"), "`reverse` must be True or False, known when the program is built; got 'no'."),
         (
             dict(reverse=jnp.bool_(True)),

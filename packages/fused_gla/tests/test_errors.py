@@ -32,7 +32,11 @@ GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), g=spe
         (dict(scale=jnp.ones(4)), "`scale` must be None, a number or a scalar array; got "),
         (dict(chunk_size=48), "`chunk_size` must be one of (16, 32, 64, 128); got 48."),
         (dict(cu_seqlens=spec(2, dtype=jnp.int32)), "`cu_seqlens` must come with a batch of 1; got B = 2."),
-        (dict(chunk_size=jnp.ones(2)), "`chunk_size` must be one of (16, 32, 64, 128); got an array float32 (2,)."),
+        (
+            dict(chunk_size=jnp.ones(2)),
+            "`chunk_size` must be one of (16, 32, 64, 128), known when the program is built; got an array "
+            "float32 (2,).",
+        ),
         (dict(implementation="pallas"), "`implementation` must be None or one of ('fused', 'xla'); got 'pallas'."),
         (
             dict(output_final_state="yes"),

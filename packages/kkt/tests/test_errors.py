@@ -20,7 +20,10 @@ ONE = dict(k=spec(1, 64, 2, 8), beta=spec(1, 64, 4), g_cum=spec(1, 64, 4))
         (dict(k=spec(2, 0, 2, 8)), "`k` must not be empty; got (2, 0, 2, 8)."),
         (dict(k=spec(2, 64, 2, 8, dtype=jnp.int32)), "`k` must be float32, bfloat16 or float16; got int32."),
         (dict(beta=spec(2, 63, 4)), "`beta` must have shape [B, T, HV] = (2, 64, any); got (2, 63, 4)."),
-        (dict(beta=spec(2, 64, 3)), "`v` must have a multiple of the heads of `k`; got 3 value heads for 2 key heads."),
+        (
+            dict(beta=spec(2, 64, 3)),
+            "`beta` must have a multiple of the heads of `k`; got 3 value heads for 2 key heads.",
+        ),
         (dict(g_cum=spec(2, 64, 2)), "`g_cum` must have shape [B, T, HV] = (2, 64, 4); got (2, 64, 2)."),
         (dict(chunk_size=48), "`chunk_size` must be one of (16, 32, 64, 128); got 48."),
         (dict(chunk_size=64.0), "`chunk_size` must be one of (16, 32, 64, 128); got 64.0."),

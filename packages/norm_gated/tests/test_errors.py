@@ -23,6 +23,10 @@ GOOD = dict(x=spec(2, 8, 4, 16), z=spec(2, 8, 4, 16), weight=spec(16))
         (dict(activation="gelu"), "`activation` must be one of ('silu', 'sigmoid', None); got 'gelu'."),
         (dict(norm_before_gate=1), "`norm_before_gate` must be True or False, known when the program is built; got 1."),
         (dict(eps=-1.0), "`eps` must be a number, at least 0; got -1.0."),
+        (
+            dict(eps=jnp.float32(1e-6)),
+            "`eps` must be a number, at least 0, known when the program is built; got an array float32 ().",
+        ),
         (dict(implementation="fused"), "`implementation` must be None or one of ('pallas', 'xla')"),
     ],
 )

@@ -309,6 +309,11 @@ SHAPES = {
     r"`num_sequences` must be int32 of shape \(\); got": dict(num_sequences=np.float32(1)),
     "`block_size` and `block_state_indices` must come together": dict(block_size=None),
     "`block_size` must be a multiple of the chunk size 64; got 32": dict(block_size=32),
+    "`block_size` must be a multiple of the chunk size 64, known when the program is built; got an array": dict(
+        block_size=np.full((), 64)
+    ),
+    "`chunk_size` must be one of .* known when the program is built; got an array": dict(chunk_size=np.full((), 64)),
+    "`chunk_size` must be one of .*; got 48": dict(chunk_size=48),
     r"`states` must have shape \[slots, HV, K, V\]": dict(states=np.zeros((SLOTS, HV, V, K), np.float32)),
     r"`states` must be float32": dict(states=np.zeros((SLOTS, HV, K, V), np.int32)),
     r"`read_indices` must be int32 of shape \(3,\); got int32 \(3, 2\)": dict(read_indices=np.zeros((3, 2), np.int32)),

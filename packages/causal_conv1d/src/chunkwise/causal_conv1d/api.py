@@ -267,7 +267,7 @@ def causal_conv1d_update(
     named: Any = state_indices
     if is_step:
         checks.check(cu_seqlens is not None, "`cu_seqlens` must be given in a serving step; got None.")
-        checks.check_step_types(slots, N, block_size, 1)
+        checks.check_step_types(slots, N, block_size)
         serving.check_known_step(boundaries, slots, states.shape[0], T, block_size)
         slots = serving.with_counts(slots)
     else:

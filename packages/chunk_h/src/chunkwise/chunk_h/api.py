@@ -180,7 +180,7 @@ def _states(x: Arrays, output_final_state, chunk_size, implementation, config):
     """Check what both functions share and run."""
     B, T, H, K = x.k.shape
     HV, V = x.u.shape[2:]
-    checks.check_heads(H, HV)
+    checks.check_heads(H, HV, "v" if x.w is None else "u")
     checks.check_flags(output_final_state=output_final_state)
     C = checks.choose_chunk_size(chunk_size)
     checks.check_cu_seqlens(x.cu_seqlens, B, T)

@@ -24,7 +24,8 @@ def check_gate_lower_bound(gate_lower_bound) -> None:
     number = isinstance(gate_lower_bound, numbers.Real) and not isinstance(gate_lower_bound, bool)
     checks.check(
         gate_lower_bound is None or (number and gate_lower_bound <= 0),
-        f"`gate_lower_bound` must be None or a number <= 0; got {gate_lower_bound!r}.",
+        f"`gate_lower_bound` must be None or a number <= 0{checks.when_built(gate_lower_bound)}; got "
+        f"{checks.shown(gate_lower_bound)}.",
     )
 
 

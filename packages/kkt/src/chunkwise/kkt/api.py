@@ -60,7 +60,7 @@ def chunk_scaled_dot_kkt(
     """
     B, T, H, K = checks.check_array("k", k, "B T H K")
     HV = checks.check_array("beta", beta, "B T HV", (B, T, None))[2]
-    checks.check_heads(H, HV)
+    checks.check_heads(H, HV, "beta")
     checks.check_gates("g_cum", g_cum, (B, T, HV), K)
     chunk_size = checks.choose_chunk_size(chunk_size)
     checks.check_cu_seqlens(cu_seqlens, B, T)

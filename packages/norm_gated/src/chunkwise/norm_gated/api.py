@@ -75,7 +75,9 @@ def rms_norm_gated(
     checks.check_activation(activation)
     checks.check_flags(norm_before_gate=norm_before_gate)
     number = isinstance(eps, numbers.Real) and not isinstance(eps, bool)
-    checks.check(number and eps >= 0, f"`eps` must be a number, at least 0; got {eps!r}.")
+    checks.check(
+        number and eps >= 0, f"`eps` must be a number, at least 0{checks.when_built(eps)}; got {checks.shown(eps)}."
+    )
     implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     static = tile.Static(shape[-1], activation, bool(norm_before_gate), float(eps))
     # In float32 before devices share it, so that the sum of its gradient is rounded once.

@@ -256,5 +256,5 @@ def check_step(
         num_sequences,
     )  # fmt: skip
     checks.check_packed(cu_seqlens, 1)
-    checks.check_step_types(slots, cu_seqlens.shape[0] - 1, block_size, 1)
+    checks.check_step_types(slots, cu_seqlens.shape[0] - 1, block_size)
     serving.check_step_values(cu_seqlens, slots, num_slots, num_tokens, block_size)

@@ -55,9 +55,9 @@ def check_array(name: str, x, dims: str, shape: tuple[int | None, ...] | None = 
     return tuple(x.shape)
 
 
-def check_heads(H: int, HV: int) -> None:
-    """Check that HV value heads can share H query and key heads evenly."""
-    check(HV % H == 0, f"`v` must have a multiple of the heads of `k`; got {HV} value heads for {H} key heads.")
+def check_heads(H: int, HV: int, name: str = "v") -> None:
+    """Check that the HV value heads of the argument of this name can share H query and key heads evenly."""
+    check(HV % H == 0, f"`{name}` must have a multiple of the heads of `k`; got {HV} value heads for {H} key heads.")
 
 
 def check_gates(name: str, g, shape: tuple[int, int, int], K: int) -> None:
@@ -88,16 +88,28 @@ def check_flags(**flags) -> None:
         )
 
 
+def _is_array(value) -> bool:
+    """Return whether a value is an array, traced or not; a number of numpy is none."""
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic)
+
+
 def shown(value) -> str:
     """Return a value as an error message shows it: an array, traced or not, by its type and shape."""
-    array = hasattr(value, "shape") and hasattr(value, "dtype")
-    return f"an array {value.dtype} {tuple(value.shape)}" if array else repr(value)
+    return f"an array {value.dtype} {tuple(value.shape)}" if _is_array(value) else repr(value)
+
+
+def when_built(value) -> str:
+    """Return what the rule of a static number adds for an array, whose value no program can be built for."""
+    return ", known when the program is built" if _is_array(value) else ""
 
 
 def check_chunk_size(chunk_size) -> None:
     """Check that the chunk size is one that the kernels are built for."""
     number = isinstance(chunk_size, numbers.Integral) and not isinstance(chunk_size, bool)
-    check(number and chunk_size in CHUNK_SIZES, f"`chunk_size` must be one of {CHUNK_SIZES}; got {shown(chunk_size)}.")
+    check(
+        number and chunk_size in CHUNK_SIZES,
+        f"`chunk_size` must be one of {CHUNK_SIZES}{when_built(chunk_size)}; got {shown(chunk_size)}.",
+    )
 
 
 def choose_chunk_size(
@@ -206,8 +218,13 @@ def _check_count(name: str, value, most: int) -> None:
         _check_typed(name, value, (), jnp.int32)
 
 
-def check_step_types(slots, N: int, block_size, chunk_size) -> None:
-    """Check the shapes and types of what says which slots the N sequences of a serving step have."""
+def check_step_types(slots, N: int, block_size, chunk_size=None) -> None:
+    """Check the shapes and types of what says which slots the N sequences of a serving step have.
+
+    Blocks of tokens hold whole chunks; `chunk_size` is None where there are no chunks.
+    """
+    if chunk_size is not None:
+        check_chunk_size(chunk_size)
     indices, name = slots.state_indices, "state_indices"
     array = hasattr(indices, "shape") and hasattr(indices, "dtype")
     fits = array and indices.ndim in (1, 2) and indices.shape[0] == N and all(indices.shape)
@@ -230,9 +247,10 @@ def check_step_types(slots, N: int, block_size, chunk_size) -> None:
     # However many columns it has, there must be some.
     _check_typed("block_state_indices", blocks, (N, *(getattr(blocks, "shape", ())[1:2] or (1,))), jnp.int32)
     number = isinstance(block_size, numbers.Integral) and not isinstance(block_size, bool)
+    rule = "a positive number of tokens" if chunk_size is None else f"a multiple of the chunk size {chunk_size}"
     check(
-        number and int(block_size) > 0 and int(block_size) % chunk_size == 0,
-        f"`block_size` must be a multiple of the chunk size {chunk_size}; got {shown(block_size)}.",
+        number and int(block_size) > 0 and int(block_size) % (chunk_size or 1) == 0,
+        f"`block_size` must be {rule}{when_built(block_size)}; got {shown(block_size)}.",
     )
 
 

@@ -45,7 +45,7 @@ def check_laws(laws: Laws, A_log, dt_bias, g) -> None:
     number = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
     checks.check(
         bound is None or (number and -math.inf < bound < 0),
-        f"`lower_bound` must be None or a finite number < 0; got {checks.shown(bound)}.",
+        f"`lower_bound` must be None or a finite number < 0{checks.when_built(bound)}; got {checks.shown(bound)}.",
     )
     HV, *channels = g.shape[2:]
     checks.check(A_log is not None, "`A_log` must be an array [HV] with `use_gate_in_kernel`; got None.")
