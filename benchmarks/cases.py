@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.pipeline.check import operator_inputs, tolerance
-from chunkwise.pipeline.operators import OPERATORS, Operator
+from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.kernels.chunking import token_owners
 from chunkwise.shared.operators.checks import choose_chunk_size
 from chunkwise.shared.testing.oracle import reference
@@ -45,7 +45,7 @@ class Case:
         return {"use_qk_l2norm_in_kernel": True} if self.normalise else {}
 
     @property
-    def table(self) -> Operator:
+    def table(self) -> Entry:
         """The operator's line in the table of operators."""
         return OPERATORS[f"chunk_{self.operator}"]
 

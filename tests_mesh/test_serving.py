@@ -234,6 +234,6 @@ def test_a_layer_compiles_for_tpus():
     tensors = placed_shapes(mesh, tensors, (on.x, on.weights, on.cache))
     program = compile_on(mesh, run, *tensors, on_all(mesh, step_shapes(8)), donated=2)
     text = program.as_text()
-    for kernel in ("causal_conv1d", "recurrent_gated_delta_rule", "fused_chunk_gated_delta_rule", "rms_norm_gated"):
+    for kernel in ("causal_conv1d", "recurrent_gated_delta_rule", "chunk_gated_delta_rule", "rms_norm_gated"):
         assert any(name.startswith(f"{kernel}_fwd") for name in launches(text)), kernel
     assert collectives(text) == ["all-reduce"]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkwise.pipeline.check import operator_inputs, tolerance
-from chunkwise.pipeline.operators import CHUNKED, Operator
+from chunkwise.pipeline.operators import CHUNKED, Entry
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import GATES, boundaries, spoil_padding
 from chunkwise.shared.testing.oracle import reference
@@ -41,7 +41,7 @@ def batches(draw, delta: bool, gates: tuple[str, ...]):
     )
 
 
-def run(operator: Operator, implementation: str, b: dict) -> None:
+def run(operator: Entry, implementation: str, b: dict) -> None:
     """Compare one batch with the oracle, NaN in its padding."""
     N = b["B"] if b["lengths"] is None else len(b["lengths"])
     x = operator_inputs(

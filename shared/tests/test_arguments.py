@@ -7,26 +7,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.operators.arguments import Arguments, Options, scale_of
-from chunkwise.shared.operators.chunked import run_chunked
+from chunkwise.shared.operators.arguments import Arguments, Options, choose_scale, whole_scale
+from chunkwise.shared.operators.implementations import Implementation
+from chunkwise.shared.operators.operator import define
 from chunkwise.shared.testing.inputs import spec
 
 x = Arguments(spec(2, 20, 1, 16), spec(2, 20, 1, 16), spec(2, 20, 1, 8))
 # What an implementation got takes the place of its output.
-KNOWN = {name: lambda x, options, name=name: ((name, x.scale, options), None) for name in ("fused", "xla")}
+KNOWN = [Implementation(name, lambda x, options, _, name=name: ((name, options), None)) for name in ("fused", "xla")]
+OPERATOR = define("operator", lambda x, options: None, *KNOWN)
 
 
 def run(x=x, options=Options(), implementation=None):  # noqa: B008
-    got, _ = run_chunked(x, options, implementation, KNOWN, on_tpu="fused")
+    got, _ = OPERATOR.chunk(x, options, implementation)
     return got
 
 
 def test_what_is_filled_in():
-    name, scale, options = run()
-    assert (name, scale, options.chunk_size) == ("xla", 0.25, 32)
+    name, options = run()
+    assert (name, options.scale, options.chunk_size) == ("xla", 0.25, 32)
     assert run(implementation="fused")[0] == "fused"
-    assert run(options=Options(chunk_size=128))[2].chunk_size == 128
-    assert run(x._replace(scale=np.float64(2.0)))[1] == 2.0
+    assert run(options=Options(chunk_size=128))[1].chunk_size == 128
+    assert run(x._replace(scale=np.float64(2.0)))[1].scale == 2.0
 
 
 def test_what_is_known_of_sequences():
@@ -35,12 +37,17 @@ def test_what_is_known_of_sequences():
     assert (packed.num_states, packed.with_state) == (4, True)
 
 
+def scale_of(scale):
+    y, options = choose_scale(x._replace(scale=scale), Options())
+    return y.scale, options.scale
+
+
 def test_scale():
-    assert scale_of(x) == 0.25
-    assert isinstance(scale_of(x._replace(scale=np.array(0.5))), float)
+    assert scale_of(None) == (None, 0.25)
+    assert isinstance(scale_of(np.array(0.5))[1], float)
     with jax.enable_x64(True):
-        assert scale_of(x._replace(scale=jnp.float64(0.5))).dtype == jnp.float32
-    assert jax.jit(lambda s: scale_of(x._replace(scale=s)))(3).dtype == jnp.float32
+        assert scale_of(jnp.float64(0.5))[0].dtype == jnp.float32
+    assert jax.jit(lambda s: whole_scale(*choose_scale(x._replace(scale=s), Options())))(3).dtype == jnp.float32
 
 
 @pytest.mark.parametrize(

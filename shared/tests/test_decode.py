@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.operators.arguments import Arguments, Options, Slots
-from chunkwise.shared.operators.decode import read_slots, recurrent_cost, run_recurrent, token_by_token, write_slots
+from chunkwise.shared.operators.decode import read_slots, recurrent_cost, token_by_token, write_slots
+from chunkwise.shared.operators.operator import Operator
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs, spec
 from chunkwise.shared.testing.oracle import reference
@@ -21,6 +22,14 @@ from chunkwise.shared.testing.tpu import compile_for, has_libtpu
 from chunkwise.shared.testing.transforms import text_for_tpu
 
 HV, K, V = 4, 24, 40
+
+
+def run_recurrent(x, slots, options, implementation):
+    """Run an operator that checks no tensors."""
+    slots = None if slots.state_indices is None and slots.has_initial_state is None else slots
+    return Operator("decode", lambda x, options: None, {}).recurrent(x._replace(slots=slots), options, implementation)
+
+
 IMPLEMENTATIONS = ["xla", "fused"]
 each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
@@ -35,7 +44,7 @@ def run(x, slots=None, has_initial_state=None, normalise=True, implementation="x
     has_initial_state = has_initial_state if has_initial_state is None else jnp.asarray(has_initial_state)
     options = Options(output_final_state=True, normalise=normalise)
     return run_recurrent(
-        Arguments(**{"scale": 0.3, **x, **others}), Slots(slots, has_initial_state), options, implementation, "decode"
+        Arguments(**{"scale": 0.3, **x, **others}), Slots(slots, has_initial_state), options, implementation
     )
 
 
@@ -131,7 +140,7 @@ def test_no_copy_of_the_pool_in_float32(dtype):
     """A TPU kernel cannot read float16: it gets the named states."""
     x = {name: spec(*y.shape, dtype=y.dtype) for name, y in make_inputs(3, 1, 2, HV, K, V).items()}
     step = lambda x, pool, slots: run_recurrent(
-        Arguments(**x, initial_state=pool), Slots(slots), Options(True), "fused", "decode"
+        Arguments(**x, initial_state=pool), Slots(slots), Options(True), "fused"
     )
     text = text_for_tpu(step, x, spec(50, HV, K, V, dtype=dtype), spec(3, dtype=jnp.int32))
     short = {jnp.bfloat16: "bf16", jnp.float16: "f16"}[dtype]
@@ -213,7 +222,7 @@ def test_padding_may_hold_anything():
 def test_what_fits(tokens, H, HV, K, fit):
     """The kernel says itself what it cannot take; a lowering tells."""
     x = [spec(1, tokens, heads, K) for heads in (H, H, HV)] + [spec(1, tokens, HV)] * 2
-    step = lambda *x: run_recurrent(Arguments(*x), Slots(), Options(), "fused", "decode")[0]
+    step = lambda *x: run_recurrent(Arguments(*x), Slots(), Options(), "fused")[0]
     if fit:
         assert "decode" in text_for_tpu(step, *x)
     else:
@@ -322,7 +331,7 @@ def test_errors(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         run_recurrent(
             Arguments(**x, scale=a["scale"], initial_state=a["pool"]), Slots(a["slots"], a["started"]), a["options"],
-            a["implementation"], "decode",
+            a["implementation"],
         )  # fmt: skip
 
 
@@ -350,7 +359,7 @@ def test_compiles_in_place(dtype, chip):
     heads = dict(q=(2, 128), k=(2, 128), v=(4, 128), g=(4,), beta=(4,))
     tokens = {name: spec(8, 1, *tail, dtype=jnp.bfloat16) for name, tail in heads.items()}
     step = lambda pool, x, slots: run_recurrent(
-        Arguments(**x, initial_state=pool), Slots(slots), Options(True, True), "fused", "decode"
+        Arguments(**x, initial_state=pool), Slots(slots), Options(True, True), "fused"
     )
     pool = spec(64, 4, 128, 128, dtype=dtype)
     with jax.enable_x64(dtype == jnp.bfloat16):

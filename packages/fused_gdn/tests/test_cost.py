@@ -1,6 +1,6 @@
 """The docstrings, the launches and the benchmarks count the same flops."""
 
-from chunkwise.fused_gdn import fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.fused_gdn import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.fused_gdn.cost import cost, states_cost
 from chunkwise.shared.operators.decode import recurrent_cost
 from chunkwise.shared.testing.documents import documented_flops
@@ -11,7 +11,7 @@ SIZES = dict(B=2, T=300, H=2, HV=6, K=128, V=256)
 def test_chunked():
     """Products with whole states cost K V, those inside a chunk C K or C V, each for a token and value head."""
     flops = cost(**SIZES, C=64).flops
-    assert flops == documented_flops(fused_chunk_gated_delta_rule, **SIZES, C=64)
+    assert flops == documented_flops(chunk_gated_delta_rule, **SIZES, C=64)
     assert cost(**SIZES, C=64, backward=True).flops == 2 * flops
     assert states_cost(**SIZES, C=64).flops < flops
 

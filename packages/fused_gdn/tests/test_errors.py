@@ -5,7 +5,7 @@ import re
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.fused_gdn import Config, chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.shared.testing.inputs import make_inputs
 
 CASES = [
@@ -29,7 +29,7 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize("function", [fused_chunk_gated_delta_rule, recurrent_gated_delta_rule])
+@pytest.mark.parametrize("function", [chunk_gated_delta_rule, recurrent_gated_delta_rule])
 @pytest.mark.parametrize(("bad", "message"), CASES)
 def test_common(function, bad, message):
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -49,12 +49,12 @@ def test_common(function, bad, message):
 )
 def test_chunked(bad, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        fused_chunk_gated_delta_rule(**make_inputs(1, 8, 2, 4, 16, 16), **bad)
+        chunk_gated_delta_rule(**make_inputs(1, 8, 2, 4, 16, 16), **bad)
 
 
 def test_wide_heads():
     with pytest.raises(NotImplementedError, match='"fused" takes K and V up to 256; got 16 and 320'):
-        fused_chunk_gated_delta_rule(**make_inputs(1, 8, 1, 1, 16, 320), implementation="fused")
+        chunk_gated_delta_rule(**make_inputs(1, 8, 1, 1, 16, 320), implementation="fused")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.fused_gdn import Config, chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.poison import assert_isolated
 
@@ -36,13 +36,13 @@ PACKED, T_PACKED = boundaries(5, 0, 20, 7, 16), 52
     ],
 )
 def test_isolated(of, dtype, config, implementation):
-    """Heads of one sequence may spoil one another: `fused_chunk_gated_delta_rule` says so."""
+    """Heads of one sequence may spoil one another: `chunk_gated_delta_rule` says so."""
     states, cu_seqlens = "states" in of, PACKED if "sequences" in of else None
     B, T, N = (2, 20, 2) if cu_seqlens is None else (1, T_PACKED, len(PACKED) - 1)
     x = make_inputs(B, T, 1, 2, 16, 16, dtype=dtype, num_states=N if states else 0)
 
     def run(x, cu_seqlens):
-        o, state = fused_chunk_gated_delta_rule(
+        o, state = chunk_gated_delta_rule(
             **x, output_final_state=states, cu_seqlens=cu_seqlens, chunk_size=16, implementation=implementation,
             config=config,
         )  # fmt: skip
@@ -69,6 +69,6 @@ def test_a_spoilt_sequence_stays_so(implementation):
     """From the first chunk that is not finite to its last token, over chunks that it shares and chunks of its own."""
     x = make_inputs(1, T_PACKED, 1, 2, 16, 16)
     x["v"] = x["v"].at[0, 6, 0, 3].set(jnp.nan)
-    o, _ = fused_chunk_gated_delta_rule(**x, cu_seqlens=boundaries(5, 40), chunk_size=16, implementation=implementation)
+    o, _ = chunk_gated_delta_rule(**x, cu_seqlens=boundaries(5, 40), chunk_size=16, implementation=implementation)
     spoilt = np.isnan(np.asarray(o[0])).any(axis=(1, 2))
     np.testing.assert_array_equal(spoilt, [5 <= t < 45 for t in range(T_PACKED)])

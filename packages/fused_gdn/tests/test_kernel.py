@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.fused_gdn import Config, chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.fused_gdn import config as tiles
 from chunkwise.shared.kernels.matmul import emulate_mxu
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close, error
@@ -19,7 +19,7 @@ def check(x, **arguments):
     """Compare o and the final state with the oracle; what follows the last sequence of a pack is NaN."""
     end = x["v"].shape[1] if arguments.get("cu_seqlens") is None else int(arguments["cu_seqlens"][-1])
     x = {n: y if n == "initial_state" else y.at[:, end:].set(jnp.nan) for n, y in x.items()}
-    o, state = fused_chunk_gated_delta_rule(**x, **arguments, implementation="fused")
+    o, state = chunk_gated_delta_rule(**x, **arguments, implementation="fused")
     known = ("cu_seqlens", "scale", "use_qk_l2norm_in_kernel")
     want_o, want_state = reference(**x, **{n: a for n, a in arguments.items() if n in known})
     tolerance = TOLERANCE[x["q"].dtype.name]
@@ -42,7 +42,7 @@ def test_every_gate_and_repeated_keys(dtype):
     kinds = [dict(gate=gate) for gate in GATES]
     kinds += [dict(repeat_key=True, beta=beta, gate=gate) for beta in (1.0, 1.9) for gate in ("zero", "spikes")]
     inputs = [make_inputs(1, 200, 1, 2, 128, 128, dtype=dtype, seed=i, **kind) for i, kind in enumerate(kinds)]
-    o, _ = fused_chunk_gated_delta_rule(**rows(*inputs), implementation="fused")
+    o, _ = chunk_gated_delta_rule(**rows(*inputs), implementation="fused")
     for i, x in enumerate(inputs):
         assert_close(str(kinds[i]), o[i : i + 1], reference(**x)[0], TOLERANCE[x["q"].dtype.name])
 
@@ -82,7 +82,7 @@ def test_no_leak_between_heads_rows_and_sequences():
     To the rounding of float32, 1e-6: other heads beside them change the order of sums.
     """
     x = make_inputs(2, 50, 2, 4, 32, 32)
-    run = lambda x, **a: fused_chunk_gated_delta_rule(**x, **a, chunk_size=16, implementation="fused")[0]
+    run = lambda x, **a: chunk_gated_delta_rule(**x, **a, chunk_size=16, implementation="fused")[0]
     together = run(x, config=Config(heads=2, heads_bwd=2))
     # Two value heads in two steps, so that their key head is repeated.
     alone = run({n: y[1:, :, y.shape[2] // 2 :] for n, y in x.items()}, config=Config(heads=1, heads_bwd=1))
@@ -130,7 +130,7 @@ def test_decode_from_a_pool():
 def test_decode_continues_a_chunked_prefix():
     x = make_inputs(2, 21, 1, 2, 32, 32)
     prefix, rest = ({n: y[:, at] for n, y in x.items()} for at in (slice(0, 18), slice(18, 21)))
-    _, state = fused_chunk_gated_delta_rule(**prefix, output_final_state=True, chunk_size=16, implementation="fused")
+    _, state = chunk_gated_delta_rule(**prefix, output_final_state=True, chunk_size=16, implementation="fused")
     o, _ = recurrent_gated_delta_rule(**rest, initial_state=state, implementation="fused")
     assert_close("o", o, reference(**x)[0][:, 18:], TOLERANCE["float32"])
 
@@ -139,7 +139,7 @@ def test_error_is_below_one_pass_of_the_matrix_unit():
     """The tolerance can tell: a kernel whose float32 products took one pass would miss it by far."""
     # Other tests must not use these sizes: JAX remembers what it traced.
     x = make_inputs(1, 43, 1, 1, 32, 32)
-    run = lambda C: fused_chunk_gated_delta_rule(**x, chunk_size=C, implementation="fused")[0]
+    run = lambda C: chunk_gated_delta_rule(**x, chunk_size=C, implementation="fused")[0]
     want = reference(**x)[0]
     assert_close("o", run(32), want, TOLERANCE["float32"])
     with emulate_mxu(passes=1):

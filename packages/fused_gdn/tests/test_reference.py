@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.fused_gdn import fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.fused_gdn import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.shared.kernels.inverse import unit_lower_inverse
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
 
 
-@pytest.mark.parametrize("function", [fused_chunk_gated_delta_rule, recurrent_gated_delta_rule])
+@pytest.mark.parametrize("function", [chunk_gated_delta_rule, recurrent_gated_delta_rule])
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 3, 3, 20]])
 def test_xla(function, cu_seqlens):
     cu_seqlens = None if cu_seqlens is None else jnp.array(cu_seqlens, jnp.int32)

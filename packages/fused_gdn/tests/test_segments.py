@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkwise.fused_gdn import fused_chunk_gated_delta_rule
+from chunkwise.fused_gdn import chunk_gated_delta_rule
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu
 from chunkwise.shared.testing.inputs import make_inputs
@@ -19,7 +19,7 @@ from chunkwise.shared.testing.segmented import (
     segment_launches,
 )
 
-FUSED, XLA = (over_segments(fused_chunk_gated_delta_rule, x) for x in ("fused", "xla"))
+FUSED, XLA = (over_segments(chunk_gated_delta_rule, x) for x in ("fused", "xla"))
 
 
 def inputs(B=SEGMENT_IDS.shape[0], T=SEGMENT_IDS.shape[1], K=8, dtype=jnp.float32):
@@ -41,7 +41,7 @@ def test_values_and_gradients_of_plain_jax():
 def test_bfloat16_without_states(implementation):
     x = inputs(dtype=jnp.bfloat16)
     x.pop("initial_state")
-    assert_segments(over_segments(fused_chunk_gated_delta_rule, implementation, False), x)
+    assert_segments(over_segments(chunk_gated_delta_rule, implementation, False), x)
 
 
 @pytest.mark.thorough

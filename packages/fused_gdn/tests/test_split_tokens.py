@@ -1,11 +1,9 @@
 """The launches over tokens that are split over devices: together they are the operator, and make nothing twice."""
 
-import functools
-
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.fused_gdn import api
+from chunkwise.fused_gdn.operator import OPERATOR
 from chunkwise.shared.operators.gates import Laws
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.segmented import SEGMENT_IDS
@@ -14,7 +12,7 @@ from chunkwise.shared.testing.split import assert_split
 thorough = pytest.mark.thorough
 PACKED = dict(cu_seqlens=boundaries(1, 17, 0, 3))
 SEGMENTS = dict(segment_ids=jnp.asarray(SEGMENT_IDS))
-LAUNCHES = [functools.partial(f, config=None) for f in (api._fused, api._summary, api._state_gradient)]
+FUSED = OPERATOR.implementations["fused"]
 
 
 @pytest.mark.interpreted
@@ -38,7 +36,7 @@ LAUNCHES = [functools.partial(f, config=None) for f in (api._fused, api._summary
 def test_together_they_are_the_operator(dtype, sizes, fixed):
     N = len(fixed["cu_seqlens"]) - 1 if "cu_seqlens" in fixed else sizes[0]
     x = make_inputs(*sizes, dtype=jnp.dtype(dtype), num_states=N)
-    assert_split(*LAUNCHES, x, fixed, Laws())
+    assert_split(FUSED, x, fixed, Laws())
 
 
 @pytest.mark.interpreted
@@ -47,4 +45,4 @@ def test_a_segment_that_is_not_finite(name):
     """It spoils its own results alone, also where the operator is given what was made of its values."""
     x = make_inputs(*SEGMENT_IDS.shape, 1, 2, 8, 12, num_states=len(SEGMENT_IDS))
     x[name] = x[name].at[0, 10].set(jnp.nan).at[1, 39].set(jnp.nan)
-    assert_split(*LAUNCHES, x, SEGMENTS, Laws())
+    assert_split(FUSED, x, SEGMENTS, Laws())

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from chunkwise.fused_gdn.operator import to_blocks
 from chunkwise.fused_gdn.tile import split_gate
-from chunkwise.fused_gdn.vjp import from_blocks, to_blocks
 from chunkwise.shared.testing.inputs import make_inputs
 
 
@@ -34,4 +34,3 @@ def test_values_per_token_in_blocks_of_heads():
     assert blocks.shape == (2, 2, 8, 3)
     np.testing.assert_array_equal(blocks[1, 1, 4], x[1, 4, 3:])
     assert not blocks[:, :, 7].any()
-    np.testing.assert_array_equal(from_blocks(blocks, 7), x)

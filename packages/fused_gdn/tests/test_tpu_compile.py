@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.fused_gdn import Config, chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu
 from chunkwise.shared.testing.transforms import KEEPING
@@ -38,7 +38,7 @@ def assert_float32_accuracy(text, tensors):
 def test_forward_and_backward(chip, C, packed, K):
     def gradients(q, k, v, g, beta, cu_seqlens, do):
         def run(*x):
-            return fused_chunk_gated_delta_rule(
+            return chunk_gated_delta_rule(
                 *x, cu_seqlens=cu_seqlens, chunk_size=C, implementation="fused", config=Config(heads=2, heads_bwd=2),
                 use_qk_l2norm_in_kernel=True,
             )[0]  # fmt: skip
@@ -63,7 +63,7 @@ def test_sixteen_long_sequences(chip):
     def run(q, k, v, g, beta, cu_seqlens, do):
         # As the projections of a model leave them: in any other layout XLA copies q, k and v first.
         heads = lambda x: x.reshape(1, T, H, K)
-        forward = lambda q, k, v, g, beta: fused_chunk_gated_delta_rule(
+        forward = lambda q, k, v, g, beta: chunk_gated_delta_rule(
             heads(q), heads(k), heads(v), g, beta, cu_seqlens=cu_seqlens, implementation="fused"
         )[0].reshape(do.shape)
         o, pull = jax.vjp(forward, q, k, v, g, beta)
@@ -82,7 +82,7 @@ def test_states_and_float32(chip):
     """Forward and backward of a pack whose sequences hand in and out their states; no TPU loads float16."""
 
     def run(cu_seqlens, cotangents, *x):
-        forward = lambda *x: fused_chunk_gated_delta_rule(
+        forward = lambda *x: chunk_gated_delta_rule(
             *x[:5], None, x[5], True, cu_seqlens=cu_seqlens, implementation="fused",
             config=Config(heads=2, heads_bwd=2),
         )  # fmt: skip
@@ -110,7 +110,7 @@ def test_split_tokens(dtype, chip):
         state, cu_seqlens = others
 
         def forward(x, state):
-            return fused_chunk_gated_delta_rule(
+            return chunk_gated_delta_rule(
                 *x, None, state, True, cu_seqlens=cu_seqlens if packed else None, implementation="fused",
                 sharding=PartitionSpec(None, "tokens"),
             )  # fmt: skip
@@ -120,7 +120,7 @@ def test_split_tokens(dtype, chip):
 
     launches = tpu.compile_over_tokens(run, specs(256, 2, 4, 64, 100, dtype), others, chip)
     kinds = "bwd", "bwd_state", "fwd", "states", "summary"
-    assert launches == [f"fused_chunk_gated_delta_rule_{kind}_c64" for kind in kinds]
+    assert launches == [f"chunk_gated_delta_rule_{kind}_c64" for kind in kinds]
 
 
 @pytest.mark.parametrize("chip", CHIPS)

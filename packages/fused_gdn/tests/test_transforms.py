@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from chunkwise.fused_gdn import Config, fused_chunk_gated_delta_rule
+from chunkwise.fused_gdn import Config, chunk_gated_delta_rule
 from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
@@ -29,7 +29,7 @@ def cotangents(x, N, seed=9):
     jax.jit, static_argnames=("output_final_state", "chunk_size", "use_qk_l2norm_in_kernel", "implementation", "config")
 )
 def run_backward(x, do, dht, **options):
-    (o, _), pull = jax.vjp(lambda x: fused_chunk_gated_delta_rule(**x, **options), x)
+    (o, _), pull = jax.vjp(lambda x: chunk_gated_delta_rule(**x, **options), x)
     return o, pull((do, dht))[0]
 
 
@@ -103,7 +103,7 @@ def test_new_boundaries_do_not_trace_again():
     @jax.jit
     def run(x, cu_seqlens):
         traces.append(1)
-        return fused_chunk_gated_delta_rule(**x, cu_seqlens=cu_seqlens, chunk_size=16, implementation="fused")[0]
+        return chunk_gated_delta_rule(**x, cu_seqlens=cu_seqlens, chunk_size=16, implementation="fused")[0]
 
     x = make_inputs(1, 40, 1, 1, 16, 16)
     for cuts in ([0, 5, 40], [0, 31, 33]):
@@ -120,7 +120,7 @@ def test_vmap_remat_and_traced_scale():
 
     @jax.checkpoint
     def run(x, scale):
-        return fused_chunk_gated_delta_rule(**x, scale=scale, chunk_size=16, implementation="fused")[0]
+        return chunk_gated_delta_rule(**x, scale=scale, chunk_size=16, implementation="fused")[0]
 
     @jax.jit
     def mapped(x, scale, do):
@@ -140,7 +140,7 @@ def test_kept_for_the_backward_holds_no_padding(packed):
     """The inputs in their types, the inverse of every step, and what says how sequences lie in chunks."""
     x = make_inputs(1, 40, 1, 2, 60, 100, dtype=jnp.bfloat16)
     cu_seqlens = jnp.array([0, 5, 21], jnp.int32) if packed else None
-    run = lambda x: fused_chunk_gated_delta_rule(**x, cu_seqlens=cu_seqlens, chunk_size=16, implementation="fused")[0]
+    run = lambda x: chunk_gated_delta_rule(**x, cu_seqlens=cu_seqlens, chunk_size=16, implementation="fused")[0]
     # JAX keeps a few scalars as well, such as the number that it pads with.
     kept = [y for y in jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(run, x)[1], x)) if y.shape]
     inverse, tables = 4 * 3 * 16 * 32, 4 * (11 * 3 + packed * (3 * 32 + 3))
@@ -153,7 +153,7 @@ def test_gradient_passes_the_check_of_shard_map():
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(AxisType.Auto,))
     x = make_inputs(1, 20, 1, 1, 16, 16, num_states=1)
     specs = {n: PartitionSpec(None, None, "heads") if n in ("v", "g", "beta") else PartitionSpec() for n in x}
-    run = lambda x: fused_chunk_gated_delta_rule(**x, output_final_state=True, chunk_size=16, implementation="fused")
+    run = lambda x: chunk_gated_delta_rule(**x, output_final_state=True, chunk_size=16, implementation="fused")
     loss = lambda x: sum(jnp.sum(y) for y in run(x))
     text = text_for_tpu(jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(specs,), out_specs=specs), x)
     assert text.count('"stablehlo.all_reduce"') == 3

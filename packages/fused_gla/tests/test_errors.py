@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.fused_gla import Config, fused_chunk_gla, recurrent_gla, recurrent_simple_gla
-from chunkwise.fused_gla.api import fits
+from chunkwise.fused_gla import Config, recurrent_gla, recurrent_simple_gla
+from chunkwise.fused_gla.operator import fits
+from chunkwise.shared.operators.arguments import Arguments, Options
 from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.transforms import text_for_tpu
+from either_gla import chunk_either_gla
 
 GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), g=spec(2, 64, 2))
 
@@ -51,7 +53,7 @@ GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), g=spe
 )
 def test_value_error(wrong, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        fused_chunk_gla(**GOOD | wrong)
+        chunk_either_gla(**GOOD | wrong)
 
 
 def test_recurrent():
@@ -70,11 +72,11 @@ def test_recurrent():
 
 def test_heads_that_are_too_large_for_the_kernels(monkeypatch):
     large = dict(q=spec(1, 64, 2, 2048), k=spec(1, 64, 2, 2048), v=spec(1, 64, 2, 2048))
-    assert fits(**GOOD)
-    assert not fits(**large)
+    assert fits(Arguments(**GOOD), Options())
+    assert not fits(Arguments(**large), Options())
     message = '"fused" keeps the states of a head in VMEM; K = 2048 and V = 2048 need more of it than there is: use '
     with pytest.raises(NotImplementedError, match=re.escape(message)):
-        fused_chunk_gla(**large, implementation="fused")
+        chunk_either_gla(**large, implementation="fused")
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert "tpu_custom_call" not in text_for_tpu(lambda x: fused_chunk_gla(**x)[0], large)
-    assert "tpu_custom_call" in text_for_tpu(lambda x: fused_chunk_gla(**x)[0], GOOD)
+    assert "tpu_custom_call" not in text_for_tpu(lambda x: chunk_either_gla(**x)[0], large)
+    assert "tpu_custom_call" in text_for_tpu(lambda x: chunk_either_gla(**x)[0], GOOD)

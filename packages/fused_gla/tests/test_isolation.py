@@ -3,9 +3,10 @@
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.fused_gla import Config, fused_chunk_gla, recurrent_gla, recurrent_simple_gla
+from chunkwise.fused_gla import Config, recurrent_gla, recurrent_simple_gla
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.poison import assert_isolated
+from either_gla import chunk_either_gla
 
 # Chunks of 16: two hold several sequences, one lies inside a sequence, and the last is padding.
 LENGTHS, T = (3, 0, 40, 5), 56
@@ -46,14 +47,14 @@ def test_sequences_of_a_pack(kind, implementation):
     states, per_channel = not kind.startswith("no"), kind.endswith("channel")
     x = arguments(1, T, len(LENGTHS) if states else 0, per_channel)
     options = dict(config=Config(2, 2, 2)) if implementation == "fused" else {}
-    run = named(fused_chunk_gla, chunk_size=16, output_final_state=states, implementation=implementation, **options)
+    run = named(chunk_either_gla, chunk_size=16, output_final_state=states, implementation=implementation, **options)
     assert_isolated(run, x, boundaries(*LENGTHS))
 
 
 @pytest.mark.parametrize("implementation", ["fused", pytest.param("xla", marks=pytest.mark.thorough)])
 def test_rows_of_a_batch(implementation):
     x = arguments(2, 20, 2, False) | dict(g_gamma=jnp.asarray([-0.1, -1.0]))
-    run = named(fused_chunk_gla, chunk_size=16, output_final_state=True, implementation=implementation)
+    run = named(chunk_either_gla, chunk_size=16, output_final_state=True, implementation=implementation)
     assert_isolated(run, x, shared=("g_gamma",))
 
 

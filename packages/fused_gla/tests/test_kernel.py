@@ -5,12 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.fused_gla import Config, fused_chunk_gla, tile, vjp
+from chunkwise.fused_gla import Config, tile
+from chunkwise.fused_gla.operator import GLA
 from chunkwise.shared.kernels.matmul import bf16_parts, interpreted_products
 from chunkwise.shared.operators.arguments import Arguments, Options
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_gate, make_inputs
 from chunkwise.shared.testing.transforms import text_for_tpu
+from either_gla import chunk_either_gla
 
 
 def pair_sums(g, C):
@@ -66,7 +68,7 @@ def test_gates_in_bfloat16_are_exact(gamma):
     del x["beta"]
     x |= {} if gamma is None else dict(g_gamma=jnp.asarray(gamma, jnp.float32))
     g = x["g"].astype(jnp.bfloat16)
-    run = jax.jit(lambda x: fused_chunk_gla(**x, output_final_state=True, chunk_size=16, implementation="fused"))
+    run = jax.jit(lambda x: chunk_either_gla(**x, output_final_state=True, chunk_size=16, implementation="fused"))
     for name, got, want in zip(("o", "state"), run(x | dict(g=g)), run(x | dict(g=g.astype(jnp.float32))), strict=True):
         assert_close(name, got, want, STAGE_TOLERANCE)
 
@@ -81,7 +83,7 @@ def test_constant_decays_are_those_of_equal_gates():
 
 def gradients(x, **options):
     def loss(x):
-        o, state = fused_chunk_gla(**x, output_final_state=True, chunk_size=16, implementation="fused", **options)
+        o, state = chunk_either_gla(**x, output_final_state=True, chunk_size=16, implementation="fused", **options)
         return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(state))
 
     return jax.tree.leaves(jax.jit(jax.value_and_grad(loss))(x))
@@ -108,13 +110,13 @@ def test_one_launch_per_direction():
     del x["beta"]
 
     def run(x):
-        return jnp.sum(fused_chunk_gla(**x, implementation="fused")[0])
+        return jnp.sum(chunk_either_gla(**x, implementation="fused")[0])
 
     forward, both = text_for_tpu(run, x), text_for_tpu(jax.grad(run), x)
     assert forward.count("stablehlo.custom_call @tpu_custom_call") == 1
     assert both.count("stablehlo.custom_call @tpu_custom_call") == 2
-    assert "fused_chunk_gla_fwd_c64" in forward
-    assert "fused_chunk_gla_bwd_c64" in both
+    assert "chunk_gla_fwd_c64" in forward
+    assert "chunk_gla_bwd_c64" in both
 
 
 def equations(jaxpr):
@@ -131,7 +133,7 @@ def equations(jaxpr):
 def test_fixed_gates_have_no_gradient_to_pay_for():
     x = make_inputs(1, 16, 1, K=8, V=8)
     x = {name: x[name] for name in "qkv"}
-    run = lambda x, gamma: jnp.sum(fused_chunk_gla(**x, g_gamma=gamma, implementation="fused")[0])
+    run = lambda x, gamma: jnp.sum(chunk_either_gla(**x, g_gamma=gamma, implementation="fused")[0])
     both, tokens = jax.grad(run, argnums=(0, 1)), jax.grad(run)
     jax.tree.map(np.testing.assert_array_equal, tokens(x, jnp.asarray([-0.1])), both(x, jnp.asarray([-0.1]))[0])
     for gradient, results in ((tokens, 3), (both, 4)):
@@ -146,7 +148,7 @@ def test_fixed_gates_have_no_gradient_to_pay_for():
 def test_steps_are_sized_by_the_type_of_the_products():
     def grids(*dtypes):
         x = [jax.ShapeDtypeStruct((1, 512, 4, 512), dtype) for dtype in dtypes]
-        run = lambda *x: jnp.sum(fused_chunk_gla(*x, implementation="fused")[0])
+        run = lambda *x: jnp.sum(chunk_either_gla(*x, implementation="fused")[0])
         program = jax.make_jaxpr(jax.grad(run, argnums=(0, 1, 2)))(*x)
         return [e.params["grid_mapping"].grid for e in equations(program.jaxpr) if e.primitive.name == "pallas_call"]
 
@@ -159,7 +161,7 @@ def test_kernels_cost_what_their_tokens_cost():
         """Return the grid of every launch, and all its operations with the shapes of their results."""
         x = make_inputs(1, 128, 1, K=128, V=128)
         del x["beta"]
-        run = lambda x, cu: jnp.sum(fused_chunk_gla(**x, cu_seqlens=cu, implementation="fused")[0])
+        run = lambda x, cu: jnp.sum(chunk_either_gla(**x, cu_seqlens=cu, implementation="fused")[0])
         program = jax.make_jaxpr(jax.grad(run))(x, boundaries(*lengths))
         return [
             (
@@ -181,7 +183,7 @@ def test_xla_costs_what_its_tokens_cost():
     def flops(N):
         spec = jax.ShapeDtypeStruct((1, 8192, 1, 64), jnp.float32)
         cu = jax.ShapeDtypeStruct((N + 1,), jnp.int32)
-        run = jax.jit(lambda q, k, v, g, cu: fused_chunk_gla(q, k, v, g, cu_seqlens=cu, implementation="xla")[0])
+        run = jax.jit(lambda q, k, v, g, cu: chunk_either_gla(q, k, v, g, cu_seqlens=cu, implementation="xla")[0])
         g = jax.ShapeDtypeStruct((1, 8192, 1), jnp.float32)
         cost = run.lower(spec, spec, spec, g, cu).compile().cost_analysis()
         return np.array([cost["flops"], cost["bytes accessed"]])
@@ -193,7 +195,7 @@ def test_xla_costs_what_its_tokens_cost():
 def test_the_backward_keeps_no_padding(per_channel):
     x = make_inputs(1, 64, 2, K=60, V=100, dtype=jnp.bfloat16, num_states=1, per_channel=per_channel)
     del x["beta"]
-    run = lambda x: fused_chunk_gla(**x, implementation="fused")[0]
+    run = lambda x: chunk_either_gla(**x, implementation="fused")[0]
     arrays = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(run, x)[1], x))
     states = 2 * 128 * 128 * 4  # before every grid step, of which there is one; padded, because a kernel wrote them
     numbers = 64  # JAX keeps a few scalars
@@ -202,18 +204,17 @@ def test_the_backward_keeps_no_padding(per_channel):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("lengths", [None, (70, 0, 1, 129)], ids=["rows", "packed"])
-@pytest.mark.parametrize("gamma", [None, (-0.001, -0.02)], ids=["gates", "both"])
-def test_decay_over_all_tokens(lengths, gamma):
+def test_decay_over_all_tokens(lengths):
     """The launch that gives states alone also says what multiplies a state from before them."""
     B, T, H, K = (2, 150, 2, 24) if lengths is None else (1, 200, 2, 24)
     x = make_inputs(B, T, H, K=K, V=16, per_channel=True)
     # Decays over so many tokens that are not too small to compare.
     x["g"] = x["g"] / 50
     cu = None if lengths is None else boundaries(*lengths)
-    g_gamma = None if gamma is None else jnp.asarray(gamma)
-    arguments = Arguments(x["q"], x["k"], x["v"], x["g"], g_gamma=g_gamma, cu_seqlens=cu)
-    _, decay = vjp.summary(arguments, Options(True, chunk_size=64), Config(2, 2, 1))
-    total = np.asarray(x["g"], np.float64) + (0.0 if gamma is None else np.asarray(gamma)[:, None])
+    arguments = Arguments(x["q"], x["k"], x["v"], x["g"], cu_seqlens=cu)
+    options = Options(True, chunk_size=64, config=Config(2, 2, 1), scale=1.0)
+    decay = GLA.implementations["fused"].state_map(arguments, options).M
+    total = np.asarray(x["g"], np.float64)
     rows = total if lengths is None else np.split(total[0], np.cumsum(lengths)[:-1])
     filled = [i for i, row in enumerate(rows) if len(row)]
     want = np.stack([np.exp(np.sum(rows[i], axis=0))[..., None] for i in filled])

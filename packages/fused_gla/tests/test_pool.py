@@ -5,7 +5,7 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.fused_gla import api
+from chunkwise.fused_gla.operator import GLA
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.pooled import PREFILL_TOKENS, assert_prefills, compile_prefills
@@ -25,7 +25,7 @@ QUICK = (False, jnp.float16, True), (True, jnp.float32, False), (True, jnp.bfloa
 def test_prefills(per_channel, pool, blocks):
     x = make_inputs(1, PREFILL_TOKENS, 1, 2, 16, 24, per_channel=per_channel)
     x.pop("beta")
-    assert_prefills(api.ragged, x, pool, blocks=blocks, chunk_size=16)
+    assert_prefills(GLA, x, pool, blocks=blocks, chunk_size=16)
 
 
 chips = pytest.mark.parametrize(
@@ -38,5 +38,5 @@ chips = pytest.mark.parametrize(
 @chips
 @pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
 def test_compiles(per_channel, chip):
-    text = compile_prefills(api.ragged, chip, delta=False, per_channel=per_channel)
-    assert "fused_chunk_gla_fwd_c64" in text
+    text = compile_prefills(GLA, chip, delta=False, per_channel=per_channel)
+    assert "chunk_gla_fwd_c64" in text

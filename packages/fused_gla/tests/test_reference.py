@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.fused_gla import Config, fused_chunk_gla, recurrent_gla, recurrent_simple_gla
+from chunkwise.fused_gla import Config, recurrent_gla, recurrent_simple_gla
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import GATES, boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
+from either_gla import chunk_either_gla
 
 # Tighter for bfloat16 than the thresholds that all packages share: without a delta rule nothing amplifies a rounding.
 # float16 has four times the digits of bfloat16.
@@ -172,7 +173,7 @@ def runs(cases, implementation):
     ("case", "implementation"), [*runs(CASES, "xla"), *runs(CASES + KERNEL_CASES, "fused")], ids=str
 )
 def test_recurrence(case, implementation):
-    case.check(lambda **x: fused_chunk_gla(**x, chunk_size=case.chunk_size, implementation=implementation))
+    case.check(lambda **x: chunk_either_gla(**x, chunk_size=case.chunk_size, implementation=implementation))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_recurrence(case, implementation):
 )
 def test_grouped_heads(case, config, implementation):
     options = dict(config=config) if implementation == "fused" else {}
-    case.check(lambda **x: fused_chunk_gla(**x, chunk_size=16, implementation=implementation, **options))
+    case.check(lambda **x: chunk_either_gla(**x, chunk_size=16, implementation=implementation, **options))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "fused"])

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkwise.fused_gla import fused_chunk_gla
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu
 from chunkwise.shared.testing.inputs import make_inputs
@@ -18,8 +17,9 @@ from chunkwise.shared.testing.segmented import (
     over_segments,
     segment_launches,
 )
+from either_gla import chunk_either_gla
 
-FUSED, XLA = (over_segments(fused_chunk_gla, x) for x in ("fused", "xla"))
+FUSED, XLA = (over_segments(chunk_either_gla, x) for x in ("fused", "xla"))
 
 
 def inputs(B=SEGMENT_IDS.shape[0], T=SEGMENT_IDS.shape[1], K=8, dtype=jnp.float32, per_channel=False):
@@ -42,7 +42,7 @@ def test_values_and_gradients_of_plain_jax():
 def test_bfloat16_without_states(implementation):
     x = inputs(dtype=jnp.bfloat16)
     x.pop("initial_state")
-    assert_segments(over_segments(fused_chunk_gla, implementation, False), x)
+    assert_segments(over_segments(chunk_either_gla, implementation, False), x)
 
 
 @pytest.mark.interpreted

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.fused_gla import Config, fused_chunk_gla, recurrent_simple_gla, vjp
+from chunkwise.fused_gla import Config, recurrent_simple_gla
+from chunkwise.fused_gla.operator import GLA
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.operators.arguments import Arguments, Options
 from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu, kernel_products
+from either_gla import chunk_either_gla
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 
@@ -29,7 +31,7 @@ def compile_gradient(x, chip, B, T, H, HV, layer=lambda fn: fn, **options):
     def run(x, cu_seqlens, do):
         def flat(x):
             x = unflattened(x, B, T, H, HV)
-            o, state = fused_chunk_gla(**x, cu_seqlens=cu_seqlens, implementation="fused", **options)
+            o, state = chunk_either_gla(**x, cu_seqlens=cu_seqlens, implementation="fused", **options)
             return o.reshape(B, T, -1), state
 
         (o, state), pullback = jax.vjp(layer(flat), x)
@@ -85,7 +87,7 @@ def test_compiles(case, chip):
     heads = sizes["H"], sizes.get("HV", sizes["H"])
     text = compile_gradient(x, chip, sizes["B"], sizes["T"], *heads, jax.checkpoint, **options).as_text()
     for kernel in ("fwd", "states", "bwd"):
-        assert f"fused_chunk_gla_{kernel}_c" in text
+        assert f"chunk_gla_{kernel}_c" in text
 
 
 # What is launched where tokens are split over devices has states in and out always.
@@ -109,17 +111,17 @@ def test_launches_over_devices_compile(case, chip):
     x = tokens(B=1, **sizes, **more())
     N = 4 if "cu_seqlens" in x else 1
     x["initial_state"] = spec(N, sizes["HV"], sizes["K"], sizes["V"])
-    options, config = Options(True, chunk_size=64), Config(2, 2, 1)
+    options = Options(True, chunk_size=64, config=Config(2, 2, 1), scale=1.0)
+    fused = GLA.implementations["fused"]
 
     def run(x):
         y = Arguments(**{"g": None} | unflattened(x, 1, sizes["T"], sizes["H"], sizes["HV"]))
-        dinitial = vjp.state_gradient(y, 1.0, options, config, y.v, y.initial_state)
-        return vjp.summary(y, options, config), dinitial
+        return fused.state_map(y, options), fused.state_gradient(y, options, None, y.v, y.initial_state)
 
     text = compile_for(run, x, chip=chip).as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 2
     for kernel in ("summary", "bwd_state"):
-        assert f"fused_chunk_gla_{kernel}_c64" in text
+        assert f"chunk_gla_{kernel}_c64" in text
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -139,7 +141,7 @@ def test_memory_and_products_of_training():
     memory, text = program.memory_analysis(), program.as_text()
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert total <= 256 * 2**20
-    assert "fused_chunk_gla_fwd" not in text, "nobody reads o"
+    assert "chunk_gla_fwd" not in text, "nobody reads o"
     kernels = kernel_products(text)
     assert len(kernels) == 2
     assert {product for kernel in kernels for product in kernel} == {("bf16", "bf16", "")}
@@ -148,10 +150,10 @@ def test_memory_and_products_of_training():
 
 def test_states_of_a_pack_compile_under_vmap():
     def run(x, cu_seqlens):
-        one = lambda x: fused_chunk_gla(**x, cu_seqlens=cu_seqlens, output_final_state=True, implementation="fused")
+        one = lambda x: chunk_either_gla(**x, cu_seqlens=cu_seqlens, output_final_state=True, implementation="fused")
         out, pullback = jax.vjp(one, x)
         return pullback((x["v"], x["initial_state"])), out
 
     x = dict(zip("qkv", [spec(2, 1, 100, 1, 128)] * 3, strict=True)) | dict(initial_state=spec(2, 3, 1, 128, 128))
     text = compile_for(jax.vmap(run, in_axes=(0, None)), x, spec(4, dtype=jnp.int32)).as_text()
-    assert "fused_chunk_gla_bwd_c64_varlen" in text
+    assert "chunk_gla_bwd_c64_varlen" in text

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from chunkwise.fused_gla import fused_chunk_gla, recurrent_simple_gla
+from chunkwise.fused_gla import recurrent_simple_gla
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
+from either_gla import chunk_either_gla
 
 pytestmark = pytest.mark.interpreted
 each_implementation = pytest.mark.parametrize("implementation", ["xla", "fused"])
@@ -27,7 +28,7 @@ def arguments(B=1, T=20, K=3, V=2, **options):
 
 def run(implementation, **options):
     options = dict(chunk_size=16, output_final_state=True) | options
-    return lambda **x: fused_chunk_gla(**x, **options, implementation=implementation)
+    return lambda **x: chunk_either_gla(**x, **options, implementation=implementation)
 
 
 @each_implementation
@@ -72,7 +73,7 @@ def test_an_output_that_nobody_reads_is_not_computed(transform):
     if transform == "vmap over q":
         q, programs = jnp.stack([q, -q]), [jax.vmap(program) for program in programs]
     launches = [
-        [text_for_tpu(program, q).count(f'fused_chunk_gla_{kernel}_c16"') for kernel in ("fwd", "states", "bwd")]
+        [text_for_tpu(program, q).count(f'chunk_gla_{kernel}_c16"') for kernel in ("fwd", "states", "bwd")]
         for program in programs
     ]
     assert launches == [[0, 1, 1], [1, 1, 1] if transform == "remat" else [1, 0, 1]]

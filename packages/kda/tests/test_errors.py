@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.kda import Config, fused_chunk_kda, recurrent_kda
-from chunkwise.kda.api import check_gate_lower_bound
+from chunkwise.kda import Config, chunk_kda, recurrent_kda
+from chunkwise.kda.operator import check
+from chunkwise.shared.operators.arguments import Arguments, Options
 from chunkwise.shared.testing.inputs import spec
 
 GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 4, 6), g=spec(2, 64, 4, 8), beta=spec(2, 64, 4))
@@ -46,7 +47,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("operator", [fused_chunk_kda, recurrent_kda])
+@pytest.mark.parametrize("operator", [chunk_kda, recurrent_kda])
 @pytest.mark.parametrize(("wrong", "message"), WRONG)
 def test_value_error(wrong, message, operator):
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -55,16 +56,16 @@ def test_value_error(wrong, message, operator):
 
 def test_chunk_size():
     with pytest.raises(ValueError, match=re.escape("`chunk_size` must be one of (16, 32, 64, 128); got 48.")):
-        fused_chunk_kda(**GOOD, chunk_size=48)
+        chunk_kda(**GOOD, chunk_size=48)
 
 
 def test_any_number_is_a_gate_lower_bound():
     for x in (None, 0, -5, -5.0, -math.inf, np.float32(-5.0), np.int64(-5), np.float16(-5.0)):
-        check_gate_lower_bound(x)
+        check(Arguments(**GOOD), Options(gate_lower_bound=x))
 
 
 def test_traced_gate_lower_bound():
-    run = jax.jit(lambda bound: fused_chunk_kda(**GOOD, gate_lower_bound=bound))
+    run = jax.jit(lambda bound: chunk_kda(**GOOD, gate_lower_bound=bound))
     message = "must be None or a number <= 0, known when the program is built; got an array float32 ()."
     with pytest.raises(ValueError, match=re.escape(f"`gate_lower_bound` {message}")):
         run(-5.0)
@@ -81,12 +82,12 @@ def test_traced_gate_lower_bound():
 def test_config(config, message):
     x = GOOD | dict(v=spec(2, 64, 6, 6), g=spec(2, 64, 6, 8), beta=spec(2, 64, 6))
     with pytest.raises(ValueError, match=re.escape(message)):
-        jax.eval_shape(lambda x: fused_chunk_kda(**x, implementation="fused", config=config), x)
+        jax.eval_shape(lambda x: chunk_kda(**x, implementation="fused", config=config), x)
 
 
 def test_what_one_implementation_lacks():
     wide = GOOD | dict(v=spec(2, 64, 4, 300))
     with pytest.raises(NotImplementedError, match='"fused" takes K and V up to 256; got 8 and 300'):
-        jax.eval_shape(lambda x: fused_chunk_kda(**x, implementation="fused"), wide)
+        jax.eval_shape(lambda x: chunk_kda(**x, implementation="fused"), wide)
     with pytest.raises(NotImplementedError, match="takes a few tokens per sequence"):
         recurrent_kda(**{name: spec(1, 40000, *x.shape[2:]) for name, x in GOOD.items()}, implementation="fused")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.kda import fused_chunk_kda
+from chunkwise.kda import chunk_kda
 from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs, spoil_padding
 from chunkwise.shared.testing.laws import law_reference, raw_inputs
@@ -43,7 +43,7 @@ def test_values_and_gradients(dtype, bound, T, cu_seqlens, states):
     @jax.jit
     def run(x, do, dht):
         function = functools.partial(
-            fused_chunk_kda, use_gate_in_kernel=True, lower_bound=bound, use_beta_sigmoid_in_kernel=True,
+            chunk_kda, use_gate_in_kernel=True, lower_bound=bound, use_beta_sigmoid_in_kernel=True,
             cu_seqlens=cu_seqlens, output_final_state=states > 0, chunk_size=16, implementation="fused",
         )  # fmt: skip
         outputs, pull = jax.vjp(lambda x: function(**x), x)
@@ -73,7 +73,7 @@ def test_isolated(states):
     law = dict(use_gate_in_kernel=True, lower_bound=-5.0, use_beta_sigmoid_in_kernel=True)
 
     def run(x, cu_seqlens):
-        o, state = fused_chunk_kda(
+        o, state = chunk_kda(
             **x, **law, output_final_state=states > 0, cu_seqlens=cu_seqlens, chunk_size=16, implementation="fused"
         )
         return dict(o=o, final_state=state) if states else dict(o=o)
@@ -84,8 +84,8 @@ def test_isolated(states):
 def test_raw_gates_stay_narrow():
     """And no decay is in memory: nothing of the gates' size is float32, forward or backward."""
     x = raw_inputs(make_inputs(1, 32, 1, 2, 256, 128, per_channel=True, dtype=jnp.bfloat16), dtype=jnp.bfloat16)
-    run = lambda x: fused_chunk_kda(**x, use_gate_in_kernel=True, chunk_size=16, implementation="fused")[0]
+    run = lambda x: chunk_kda(**x, use_gate_in_kernel=True, chunk_size=16, implementation="fused")[0]
     text = text_for_tpu(jax.grad(lambda x: run(x).astype(jnp.float32).sum()), x)
-    assert "fused_chunk_kda_bwd_c16" in text
+    assert "chunk_kda_bwd_c16" in text
     assert "tensor<1x32x512xbf16>" in text
     assert not re.search(r"tensor<1x32x(2x256|512)xf32>", text)

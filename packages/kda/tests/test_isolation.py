@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.kda import fused_chunk_kda
+from chunkwise.kda import chunk_kda
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.poison import assert_isolated
 
@@ -26,14 +26,14 @@ T_PACKED = 52
     ],
 )
 def test_isolated(of, dtype, bound, implementation):
-    """Heads of one sequence may spoil one another: `fused_chunk_kda` says so."""
+    """Heads of one sequence may spoil one another: `chunk_kda` says so."""
     states, cu_seqlens = of != "stream", None if of == "rows" else PACKED
     B, T, N = (2, 20, 2) if of == "rows" else (1, T_PACKED, len(PACKED) - 1)
     x = make_inputs(B, T, 1, 2, 16, 8, dtype=dtype, per_channel=True, num_states=N if states else 0)
     x["g"] = jnp.maximum(x["g"], -5.0)
 
     def run(x, cu_seqlens):
-        o, state = fused_chunk_kda(
+        o, state = chunk_kda(
             **x, output_final_state=states, gate_lower_bound=bound, cu_seqlens=cu_seqlens, chunk_size=16,
             implementation=implementation,
         )  # fmt: skip

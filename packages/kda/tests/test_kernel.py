@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from chunkwise.kda import fused_chunk_kda, recurrent_kda, tile
+from chunkwise.kda import chunk_kda, recurrent_kda, tile
 from chunkwise.kda.cost import cost
 from chunkwise.shared.kernels.tiles import LOG2_E
 from chunkwise.shared.operators.decode import recurrent_cost
@@ -102,17 +102,17 @@ def test_base_block(bound, base):
 def test_one_launch_a_direction():
     """And beta enters as rows [heads, C]: a column of it would fill whole registers of 128 lanes."""
     x = make_inputs(1, 32, 2, 2, 128, 128, per_channel=True)
-    run = lambda x: fused_chunk_kda(**x, chunk_size=16, implementation="fused")[0]
+    run = lambda x: chunk_kda(**x, chunk_size=16, implementation="fused")[0]
     text = text_for_tpu(jax.grad(lambda x: run(x).sum()), x)
     forward, backward = re.findall(r"stablehlo.custom_call @tpu_custom_call.*", text)
-    assert "fused_chunk_kda_fwd_c16" in forward
-    assert "fused_chunk_kda_bwd_c16" in backward
+    assert "chunk_kda_fwd_c16" in forward
+    assert "chunk_kda_bwd_c16" in backward
     for launch in (forward, backward):
         types = launch.rsplit(" : ", 1)[1]
         assert "tensor<1x2x1x2x16xf32>" in types.split(" -> ")[0]
         assert "x1xf32>" not in types
     (forward,) = re.findall(r"stablehlo.custom_call @tpu_custom_call.*", text_for_tpu(run, x))
-    assert "fused_chunk_kda_fwd_c16" in forward
+    assert "chunk_kda_fwd_c16" in forward
 
 
 @pytest.mark.parametrize(("K", "V"), [(60, 40), (128, 128)])
@@ -120,7 +120,7 @@ def test_what_the_backward_keeps_has_no_padding(K, V):
     """The kernels pad K and V to whole lanes of 128."""
     B, T, H, HV, C = 2, 32, 1, 2, 16
     x = make_inputs(B, T, H, HV, K, V, per_channel=True)
-    run = lambda x: fused_chunk_kda(**x, chunk_size=C, implementation="fused")[0]
+    run = lambda x: chunk_kda(**x, chunk_size=C, implementation="fused")[0]
     kept = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(run, x)[1], x))
     matrices, table = T * HV * 3 * C, 11 * T // C
     per_row = T * (2 * H * K + HV * K + HV * V + HV) + T // C * HV * K * V + matrices + table
@@ -130,6 +130,6 @@ def test_what_the_backward_keeps_has_no_padding(K, V):
 
 @pytest.mark.parametrize("sizes", [dict(B=1, T=64, H=2, HV=4, K=8, V=16), dict(B=2, T=100, H=1, HV=3, K=128, V=64)])
 def test_documented_cost(sizes):
-    assert documented_flops(fused_chunk_kda, **sizes, C=64) == cost(**sizes, C=64).flops
+    assert documented_flops(chunk_kda, **sizes, C=64) == cost(**sizes, C=64).flops
     assert cost(**sizes, C=64, backward=True).flops == 2 * cost(**sizes, C=64).flops
     assert documented_flops(recurrent_kda, **sizes) == recurrent_cost(**sizes, per_channel=True).flops

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.kda import api
+from chunkwise.kda.operator import OPERATOR
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.pooled import PREFILL_TOKENS, assert_prefills, compile_prefills
@@ -26,7 +26,7 @@ thorough = pytest.mark.thorough
 )
 def test_prefills(dtype, pool, blocks):
     x = make_inputs(1, PREFILL_TOKENS, 1, 2, 16, 24, dtype=dtype, per_channel=True)
-    assert_prefills(api.ragged, x, pool, blocks=blocks, normalise=True, chunk_size=16)
+    assert_prefills(OPERATOR, x, pool, blocks=blocks, normalise=True, chunk_size=16)
 
 
 @pytest.mark.tpu
@@ -35,4 +35,4 @@ def test_prefills(dtype, pool, blocks):
     "chip", [chip if chip == "v6e" else pytest.param(chip, marks=pytest.mark.thorough) for chip in CHIPS]
 )
 def test_compiles(chip):
-    assert "fused_chunk_kda_fwd_c64" in compile_prefills(api.ragged, chip, delta=True, per_channel=True)
+    assert "chunk_kda_fwd_c64" in compile_prefills(OPERATOR, chip, delta=True, per_channel=True)

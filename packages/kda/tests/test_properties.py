@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.kda import fused_chunk_kda, recurrent_kda
+from chunkwise.kda import chunk_kda, recurrent_kda
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
@@ -20,7 +20,7 @@ def inputs_of(B=1, T=T, **options):
 
 
 def run(x, implementation):
-    return fused_chunk_kda(**x, implementation=implementation, **OPTIONS)
+    return chunk_kda(**x, implementation=implementation, **OPTIONS)
 
 
 @pytest.mark.thorough
@@ -84,9 +84,7 @@ def test_alone_batched_and_packed_agree(implementation):
     alone, _ = run({k: v[1:] for k, v in x.items()}, implementation)
     assert_close("alone", alone, batched[1:], STAGE_TOLERANCE)
     stream = {k: v.reshape(1, T, *v.shape[2:]) for k, v in x.items() if k != "initial_state"}
-    packed, _ = fused_chunk_kda(
-        **stream, cu_seqlens=boundaries(HALF, HALF), chunk_size=16, implementation=implementation
-    )
+    packed, _ = chunk_kda(**stream, cu_seqlens=boundaries(HALF, HALF), chunk_size=16, implementation=implementation)
     assert_close("packed", packed.reshape(batched.shape), batched, STAGE_TOLERANCE)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.kda import Config, fused_chunk_kda, kernel, recurrent_kda
+from chunkwise.kda import Config, chunk_kda, kernel, recurrent_kda
 from chunkwise.kda.config import default_for
 from chunkwise.shared.testing.compare import (
     GATE_GRADIENT_TOLERANCE,
@@ -48,7 +48,7 @@ def tolerance_of(table, inputs, dtype):
     return max(table[computed], (table | {"float16": 1e-3})[str(dtype)])
 
 
-def compare(inputs, operator=fused_chunk_kda, final_state=True, **options):
+def compare(inputs, operator=chunk_kda, final_state=True, **options):
     """Run the operator and the oracle on the same inputs, compare output and final state and return both."""
     o, state = operator(**inputs, output_final_state=final_state, **options)
     o_ref, state_ref = reference(**inputs, **{k: v for k, v in options.items() if k in KEPT})
@@ -68,7 +68,7 @@ def pull(inputs, final_state=True, weight=1.0, **options):
     rng = np.random.default_rng(1)
 
     def run(inputs):
-        return fused_chunk_kda(**inputs, output_final_state=final_state, **options)
+        return chunk_kda(**inputs, output_final_state=final_state, **options)
 
     outputs, pullback = jax.vjp(run, inputs)
     do, dht = (None if x is None else jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in outputs)

@@ -1,11 +1,9 @@
 """The launches over tokens that are split over devices: together they are the operator, and make nothing twice."""
 
-import functools
-
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.kda import api
+from chunkwise.kda.operator import OPERATOR
 from chunkwise.shared.operators.gates import Laws
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.laws import raw_inputs
@@ -38,5 +36,4 @@ def test_together_they_are_the_operator(dtype, sizes, fixed, laws):
     x = make_inputs(*sizes, dtype=jnp.dtype(dtype), per_channel=True, num_states=N)
     if laws.use_gate_in_kernel:
         x |= {name: y for name, y in raw_inputs(x, dtype=jnp.dtype(dtype)).items() if name != "beta"}
-    launches = (functools.partial(f, config=None) for f in (api._fused, api._summary, api._state_gradient))
-    assert_split(*launches, x, fixed, laws, raw_gates=True)
+    assert_split(OPERATOR.implementations["fused"], x, fixed, laws)

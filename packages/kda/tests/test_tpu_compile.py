@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from chunkwise.kda import fused_chunk_kda, recurrent_kda
+from chunkwise.kda import chunk_kda, recurrent_kda
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.tpu import compile_for, compile_over_tokens, has_libtpu, topology_mesh
@@ -36,9 +36,9 @@ def specs(B, T, H, HV, K, V, dtype):
     ],
 )
 def test_forward_compiles(C, K, dtype, chip):
-    run = lambda *x: fused_chunk_kda(*x, chunk_size=C, implementation="fused")[0]
+    run = lambda *x: chunk_kda(*x, chunk_size=C, implementation="fused")[0]
     text = compile_for(run, *specs(1, 300, 1, 2, K, K, dtype), chip=chip).as_text()
-    assert f"fused_chunk_kda_fwd_c{C}" in text
+    assert f"chunk_kda_fwd_c{C}" in text
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,14 @@ def test_forward_and_backward_compile(packed, bound, K, dtype, chip):
 
     def run(*x):
         def loss(*y):
-            o, _ = fused_chunk_kda(*y, cu_seqlens=x[5], gate_lower_bound=bound, implementation="fused")
+            o, _ = chunk_kda(*y, cu_seqlens=x[5], gate_lower_bound=bound, implementation="fused")
             return o.astype(jnp.float32).sum(), o
 
         return jax.grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)(*x[:5])
 
     text = compile_for(run, *specs(1, 300, 1, 2, K, K, dtype), cu_seqlens, chip=chip).as_text()
-    assert "fused_chunk_kda_fwd_c64" in text
-    assert "fused_chunk_kda_bwd_c64" in text
+    assert "chunk_kda_fwd_c64" in text
+    assert "chunk_kda_bwd_c64" in text
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -72,7 +72,7 @@ def test_raw_gates_compile(chip):
 
     def run(*x):
         def loss(*y):
-            o, _ = fused_chunk_kda(*y[:5], A_log=y[5], dt_bias=y[6], cu_seqlens=x[7], **law, implementation="fused")
+            o, _ = chunk_kda(*y[:5], A_log=y[5], dt_bias=y[6], cu_seqlens=x[7], **law, implementation="fused")
             return o.astype(jnp.float32).sum(), o
 
         return jax.grad(loss, argnums=tuple(range(7)), has_aux=True)(*x[:7])
@@ -80,8 +80,8 @@ def test_raw_gates_compile(chip):
     q, k, v, g, beta = specs(1, 300, 1, 2, 128, 128, jnp.bfloat16)
     g = spec(*g.shape, dtype=jnp.bfloat16)
     text = compile_for(run, q, k, v, g, beta, spec(2), spec(2, 128), cu_seqlens, chip=chip).as_text()
-    assert "fused_chunk_kda_fwd_c64" in text
-    assert "fused_chunk_kda_bwd_c64" in text
+    assert "chunk_kda_fwd_c64" in text
+    assert "chunk_kda_bwd_c64" in text
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_compiles_under_shard_map():
     rows = PartitionSpec("data")
 
     def run(*x):
-        loss = lambda *x: fused_chunk_kda(*x, chunk_size=16, implementation="fused")[0].astype(jnp.float32).sum()
+        loss = lambda *x: chunk_kda(*x, chunk_size=16, implementation="fused")[0].astype(jnp.float32).sum()
         return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(*x)
 
     tensors = [
@@ -117,7 +117,7 @@ def test_compiles_under_shard_map():
         for x in specs(4, 64, 1, 2, 64, 64, jnp.bfloat16)
     ]
     sharded = jax.shard_map(run, mesh=mesh, in_specs=(rows,) * 5, out_specs=(rows,) * 5)
-    assert "fused_chunk_kda_bwd_c16" in jax.jit(sharded).trace(*tensors).lower().compile().as_text()
+    assert "chunk_kda_bwd_c16" in jax.jit(sharded).trace(*tensors).lower().compile().as_text()
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -135,7 +135,7 @@ def test_split_tokens_compile(chip):
 
         def forward(x, law, state):
             A_log, dt_bias = (None, None) if packed else law
-            return fused_chunk_kda(
+            return chunk_kda(
                 *x, None, state, True, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens, **options,
                 implementation="fused", sharding=PartitionSpec(None, "tokens"),
             )  # fmt: skip
@@ -144,4 +144,4 @@ def test_split_tokens_compile(chip):
         return results, pull(results)
 
     launches = compile_over_tokens(run, specs(1, 128, 1, 2, 64, 100, dtype), others, chip)
-    assert launches == [f"fused_chunk_kda_{kind}_c16" for kind in ("bwd", "bwd_state", "fwd", "summary")]
+    assert launches == [f"chunk_kda_{kind}_c16" for kind in ("bwd", "bwd_state", "fwd", "summary")]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from chunkwise.kda import fused_chunk_kda
+from chunkwise.kda import chunk_kda
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, STAGE_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
@@ -27,7 +27,7 @@ def arguments(B=2):
 
 
 def run(implementation, *x):
-    return fused_chunk_kda(*x, chunk_size=16, implementation=implementation)[0]
+    return chunk_kda(*x, chunk_size=16, implementation=implementation)[0]
 
 
 # Under jit is `test_boundaries_are_traced`, under remat and vmap `test_gradient_under_vmap_and_remat`.
@@ -71,7 +71,7 @@ def test_gradient_passes_the_check_of_shard_map(replicated, implementation):
     x = make_inputs(2, 20, 1, 1, 16, 8, per_channel=True, num_states=2)
     cut = lambda name: PartitionSpec("data") if "q" not in replicated or name == "initial_state" else HEADS
     specs = {name: PartitionSpec() if name in replicated else cut(name) for name in x}
-    operator = functools.partial(fused_chunk_kda, output_final_state=True, implementation=implementation)
+    operator = functools.partial(chunk_kda, output_final_state=True, implementation=implementation)
     loss = lambda x: sum(jnp.sum(y) for y in operator(**x))
     text = text_for_tpu(jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(specs,), out_specs=specs), x)
     assert text.count("stablehlo.all_reduce") >= len(replicated)
@@ -81,7 +81,7 @@ def test_gradient_passes_the_check_of_shard_map(replicated, implementation):
 def test_boundaries_are_traced(implementation):
     x = arguments(B=1)
     batches = [(*x, boundaries(*lengths)) for lengths in [(1, 0, 19), (16, 2, 2)]]
-    packed = lambda *x: fused_chunk_kda(*x[:5], cu_seqlens=x[5], chunk_size=16, implementation=implementation)[0]
+    packed = lambda *x: chunk_kda(*x[:5], cu_seqlens=x[5], chunk_size=16, implementation=implementation)[0]
     expected = lambda *x: reference(*x[:5], cu_seqlens=x[5])[0]
     assert_traced_once(packed, *batches, expected=expected, tolerance=TOLERANCE["float32"])
 
@@ -92,7 +92,7 @@ def test_cost_of_a_pack_follows_its_tokens():
     x = [jax.ShapeDtypeStruct(s, jnp.float32) for s in [(1, 8192, 1, 64)] * 4 + [(1, 8192, 1)]]
 
     def cost(**options):
-        compiled = jax.jit(lambda *x: fused_chunk_kda(*x, implementation="xla", **options)[0]).lower(*x).compile()
+        compiled = jax.jit(lambda *x: chunk_kda(*x, implementation="xla", **options)[0]).lower(*x).compile()
         analysis = compiled.cost_analysis()
         return analysis["flops"], analysis["bytes accessed"]
 

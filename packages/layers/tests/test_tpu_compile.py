@@ -15,9 +15,9 @@ from layer_oracle import LAYERS
 
 # The kernels of the operators, which are named after their functions.
 KERNELS = {
-    "gated_delta_net": "fused_chunk_gated_delta_rule_fwd",
-    "kimi_delta_attention": "fused_chunk_kda_fwd",
-    "mamba2_mixer": "fused_chunk_gla_fwd",
+    "gated_delta_net": "chunk_gated_delta_rule_fwd",
+    "kimi_delta_attention": "chunk_kda_fwd",
+    "mamba2_mixer": "chunk_gla_fwd",
 }
 
 

@@ -1,6 +1,11 @@
-"""The gated delta rule in one launch: forward, backward and decode."""
+"""The gated delta rule: over whole sequences, token by token, and as a serving step."""
 
-from chunkwise.fused_gdn.api import fused_chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.fused_gdn.api import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.fused_gdn.config import Config
 
-__all__ = ["Config", "fused_chunk_gated_delta_rule", "recurrent_gated_delta_rule"]
+__all__ = [
+    "Config",
+    "chunk_gated_delta_rule",
+    "ragged_gated_delta_rule",
+    "recurrent_gated_delta_rule",
+]

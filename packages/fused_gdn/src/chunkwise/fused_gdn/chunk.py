@@ -83,8 +83,8 @@ def chunk_bwd(q, k, v, g, beta, S, scale, do, dS_next) -> tuple[jax.Array, ...]:
     dv = beta[:, None] * dv_beta  # [C, V]
     dbeta = jnp.sum(k * dk_beta, axis=1) + jnp.sum(v * dv_beta, axis=1)  # [C]
 
-    # Through the decays to the gates: gate t is in D_ij for j < t <= i and in from_start_i for t <= i. Every term has its
-    # decay as a factor, so that nothing cancels where gates are strong. to_end is the last row of D.
+    # Through the decays to the gates: gate t is in D_ij for j < t <= i and in from_start_i for t <= i. Every term
+    # has its decay as a factor, so that strong gates lose no digits. to_end is the last row of D.
     dg_between = dqk * (q @ k.T) + dkk * (k_beta @ k.T)  # [C, C]
     dg_between = dg_between.at[-1].add(jnp.sum(k * dk_state, axis=1))
     dg_cum = jnp.sum(q * dq_state + k_beta * dk_beta_state, axis=1)  # [C]

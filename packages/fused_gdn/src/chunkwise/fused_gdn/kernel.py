@@ -33,6 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.fused_gdn import config, cost, tile
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import inverse, launcher, layout, nonfinite, packed, pools, schedule, tiles
+from chunkwise.shared.kernels.operands import Operands
 
 # Heads that take the state through a chunk together: the products of one stage of theirs hide the latency of another.
 STAGE = 8
@@ -40,46 +41,6 @@ STAGE = 8
 # products, "m" prepares half a stage of the next. Found by search for four stages, for launches that are given X, and
 # for those that are given u and w: see docs/performance.md.
 GIVEN_ORDERS = {"X": "ppmpmmppp", "u": "pmmmppppp"}
-
-
-class Operands(NamedTuple):
-    """What the launches read; None if a launch does not.
-
-    Tokens are flat [B, T, heads * lanes], values per token are cut in blocks of heads [B, blocks, T, heads]. q, k, v
-    and do have the type in which products take them.
-
-    Attributes:
-      table: int32 [11 or 14, B * steps], the table of steps of `shared.kernels.layout`.
-      q, k: [B, T, H * K].
-      v: [B, T, HV * V].
-      g, beta: [B, blocks, T, heads].
-      h0: initial states [N, HV, K, V] float32, or None for zeros.
-      owner: int32 [B * NT, 1, p C], the `coded_owners` of tokens, p times; None unless chunks may hold several.
-      pool: states [slots, HV, K, V] of the user in place of h0: not padded.
-      X: packed inverses of all steps [B, steps, HV / p, C, p C] float32, kept by the forward for the backward.
-      u, w: of all steps, [B, steps, HV, C, V] float32 and [B, steps, HV, C, K] like k. They take the place of v and X.
-      h: the states before all steps [B, steps, HV, K, V] in the type of k.
-      W: float32 like v.
-      do: like v.
-      dht: the gradient of the final states [N, HV, K, V] float32, or None for zeros.
-    """
-
-    table: Any
-    q: Any
-    k: jax.Array
-    v: Any
-    g: jax.Array
-    beta: jax.Array
-    h0: jax.Array | None = None
-    owner: Any = None
-    pool: Any = None
-    X: Any = None
-    u: Any = None
-    w: Any = None
-    h: Any = None
-    W: Any = None
-    do: Any = None
-    dht: Any = None
 
 
 class Static(NamedTuple):
@@ -172,7 +133,7 @@ def _fwd_kernel(refs, *, static: Static, s: tile.Shape):
         if refs.pool is not None:
             pools.fetch_states(refs.pool, refs.state, passed.continues)
         else:
-            refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]
+            refs.state[...] = jnp.zeros_like(refs.state) if refs.initial_state is None else refs.initial_state[...]
 
     if static.pieces:
 
@@ -305,7 +266,7 @@ def quarantine_passed(refs, own, passed: layout.Step, s: tile.Shape) -> jax.Arra
     """
     masks = load_masks(refs.owner_passed, passed, s.C)
     # What a product wrote is not finite in whole columns.
-    state = nonfinite.not_finite(refs.state[:, :8] if refs.h0 is None else refs.state[...])  # [1, 1, 1]
+    state = nonfinite.not_finite(refs.state[:, :8] if refs.initial_state is None else refs.state[...])  # [1, 1, 1]
 
     @pl.when(jnp.max(state) > 0.0)
     def _():
@@ -424,7 +385,7 @@ def specs_of(static: Static, s: tile.Shape, at) -> dict[str, pl.BlockSpec]:
     key, value = cut.tokens(s.heads // s.group * s.K), cut.tokens(s.heads * s.V)
     gate, state = cut.values(s.heads), cut.state(s.heads, s.K, s.V)
     return dict(
-        q=key, k=key, v=value, g=gate, beta=gate, h0=state, owner=cut.owner(s.p * s.C),
+        q=key, k=key, v=value, g=gate, beta=gate, initial_state=state, owner=cut.owner(s.p * s.C),
         X=cut.per_step(s.heads // s.p, s.C, s.p * s.C), u=cut.per_step(s.heads, s.C, s.V),
         w=cut.per_step(s.heads, s.C, s.K), h=cut.per_step(s.heads, s.K, s.V), W=value, do=value, dht=state,
     )  # fmt: skip
@@ -441,11 +402,11 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
     Args:
       x: operands. With X, or u and w, of an earlier launch, the inverse is not computed again.
       static: what is known.
-      want: which outputs of "o", "ht", "h", "W", "X", "pool".
+      want: which outputs of "o", "ht", "h", "W", "X", "pool_out".
 
     Returns:
       A dict of the outputs wanted: o like v, ht the final states [N, HV, K, V] float32, of which those of empty
-      sequences are undefined, and h, W, X, pool as in `Operands`. The pool is updated in place.
+      sequences are undefined, and h, W, X, pool_out as in `Operands`. The pool is updated in place.
     """
     B, HV, steps, s = static.B, static.HV, static.steps, static.shape(static.config.heads)
     like_v = (B, static.T, HV * s.V)
@@ -455,7 +416,7 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
     passed = specs_of(static, s, lambda turn: jnp.maximum(turn - 1, jnp.int32(0)))
     kinds = {
         "o": (passed["v"], like_v, x.k.dtype),
-        "ht": (passed["h0"], (static.N, HV, s.K, s.V), jnp.float32),
+        "ht": (passed["initial_state"], (static.N, HV, s.K, s.V), jnp.float32),
         "h": (passed["h"], (B, steps, HV, s.K, s.V), x.k.dtype),
         "W": (passed["W"], like_v, jnp.float32),
         "X": (passed["X"], (B, steps, HV // s.p, s.C, s.p * s.C), jnp.float32),
@@ -463,7 +424,7 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
     if x.pool is not None:
         cut = layout.Blocks(s.C, steps, lambda turn: jnp.maximum(turn - 1, jnp.int32(0)), static.pieces)
         passed["pool"] = cut.state(s.heads, *x.pool.shape[2:])
-        kinds["pool"] = (cut.target(s.heads, *x.pool.shape[2:]), x.pool.shape, x.pool.dtype)
+        kinds["pool_out"] = (cut.target(s.heads, *x.pool.shape[2:]), x.pool.shape, x.pool.dtype)
     wanted = [name for name in kinds if name in want]
     n, keys = s.heads // s.p, s.heads // s.group
     packed_shape, wide = (
@@ -489,17 +450,17 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
         strip = pltpu.VMEM((n, inverse.strip_rows(s.C), s.p * s.C), jnp.float32)
         scratch |= {"M": pltpu.VMEM(packed_shape, jnp.float32), "strip": strip}
     # An operand and an output of one name are two Refs: the names of the outputs X, h and W differ in the kernel.
-    present = [({"X": "X_out", "pool": "pool_out"}.get(name, name), name in want) for name in kinds]
+    present = [({"X": "X_out"}.get(name, name), name in want) for name in kinds]
     operands = [name for name in Operands._fields if name not in ("h", "W", "do", "dht")]
     kind = "fwd" if "o" in want else "states"
     estimate = cost.cost if "o" in want else cost.states_cost
-    specs = prepared | {name: passed[name] for name in ("v", "h0", "pool", "X", "u", "w") if name in passed}
+    specs = prepared | {name: passed[name] for name in ("v", "initial_state", "pool", "X", "u", "w") if name in passed}
     inputs = [name for name in operands if getattr(x, name) is not None]
-    aliases = {inputs.index("pool"): wanted.index("pool")} if "pool" in wanted else {}
+    aliases = {inputs.index("pool"): wanted.index("pool_out")} if "pool_out" in wanted else {}
     out = launcher.pallas_call(
         launcher.named(_fwd_kernel, operands, present, list(scratch), static=static, s=s),
         *(getattr(x, name) for name in operands),
-        name=f"fused_chunk_gated_delta_rule_{kind}_c{s.C}",
+        name=f"chunk_gated_delta_rule_{kind}_c{s.C}",
         num_scalar_prefetch=1,
         # Batch and head blocks are independent; time is sequential, the state stays in VMEM. One more turn, because
         # the state passes a chunk in the turn after the one that prepares it.
@@ -507,7 +468,7 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         in_specs=in_specs(x, specs)[: len(operands) - 1],
         out_specs=[kinds[name][0] for name in wanted],
-        out_shape=[compat.out_struct(*kinds[name][1:], x.q, x.k, x.v, x.u, x.g, x.beta, x.h0, x.pool) for name in wanted],
+        out_shape=[compat.out_struct(*kinds[name][1:], *x) for name in wanted],
         scratch_shapes=list(scratch.values()),
         input_output_aliases=aliases,
         cost_estimate=estimate(**static.sizes(), itemsize=x.k.dtype.itemsize),

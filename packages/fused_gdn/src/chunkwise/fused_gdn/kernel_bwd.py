@@ -25,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.fused_gdn import cost, kernel, tile
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import launcher, layout, matmul, nonfinite, packed, tiles
+from chunkwise.shared.kernels.operands import Operands
 
 
 def lane_sums(x: jax.Array, w: int, dtype) -> jax.Array:
@@ -288,7 +289,7 @@ def spoil_gradients(gradients, dS_ref, spoilt, masks) -> None:
 ALL = ("dq", "dk", "dv", "dg", "dbeta")
 
 
-def launch(x: kernel.Operands, static: kernel.Static, want: tuple[str, ...]):
+def launch(x: Operands, static: kernel.Static, want: tuple[str, ...]):
     """Run the reverse kernel.
 
     Args:
@@ -300,7 +301,7 @@ def launch(x: kernel.Operands, static: kernel.Static, want: tuple[str, ...]):
       A dict of what is wanted: dq, dk, dv like q, k, v, dg, dbeta float32 like g, and dh0 [N, HV, K, V] float32, the
       gradient of the initial states, undefined for empty sequences.
     """
-    x = x._replace(v=None, h0=None)
+    x = x._replace(v=None, initial_state=None)
     B, HV, steps, s = static.B, static.HV, static.steps, static.shape(static.config.heads_bwd)
     specs = kernel.specs_of(static, s, lambda turn: jnp.int32(steps - 1) - turn)
     kinds = {
@@ -309,15 +310,13 @@ def launch(x: kernel.Operands, static: kernel.Static, want: tuple[str, ...]):
         "dv": (specs["v"], x.do.shape, x.do.dtype),
         "dg": (specs["g"], x.g.shape, jnp.float32),
         "dbeta": (specs["g"], x.g.shape, jnp.float32),
-        "dh0": (specs["h0"], (static.N, HV, s.K, s.V), jnp.float32),
+        "dh0": (specs["initial_state"], (static.N, HV, s.K, s.V), jnp.float32),
     }
     wanted = [name for name in kinds if name in want]
     out = launcher.pallas_call(
-        launcher.named(
-            _bwd_kernel, kernel.Operands._fields, [(n, n in wanted) for n in kinds], ["dS"], static=static, s=s
-        ),
+        launcher.named(_bwd_kernel, Operands._fields, [(n, n in wanted) for n in kinds], ["dS"], static=static, s=s),
         *x,
-        name=f"fused_chunk_gated_delta_rule_{'bwd' if 'dq' in want else 'bwd_state'}_c{s.C}",
+        name=f"chunk_gated_delta_rule_{'bwd' if 'dq' in want else 'bwd_state'}_c{s.C}",
         num_scalar_prefetch=1,
         # Batch and head blocks are independent; time is sequential and runs backwards, the gradient of the state stays
         # in VMEM.

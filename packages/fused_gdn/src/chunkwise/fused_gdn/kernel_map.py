@@ -25,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.fused_gdn import cost, kernel, tile
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import inverse, launcher, layout, matmul, nonfinite, packed, schedule, tiles
+from chunkwise.shared.kernels.operands import Operands
 
 # What a turn does one after the other: "x" takes the inverse one product further, "p" the state of the chunk two turns
 # ago, "m" prepares half a stage of the next chunk, "a" multiplies a stage by the inverse. Found by search for four
@@ -40,7 +41,7 @@ def _map_kernel(refs, *, static: kernel.Static, s: tile.Shape):
     # The first turns run on uninitialised scratch; the first step of a sequence resets the state.
     @pl.when(passed.first == 1)
     def _():
-        start = jnp.zeros((s.heads, s.K, s.V), jnp.float32) if refs.h0 is None else refs.h0[...]
+        start = jnp.zeros((s.heads, s.K, s.V), jnp.float32) if refs.initial_state is None else refs.initial_state[...]
         refs.state[:, :, : s.V] = start
         if refs.M_out is not None:
             refs.state[:, :, s.V :] = jnp.broadcast_to(identity(s.K), (s.heads, s.K, s.K))
@@ -200,19 +201,19 @@ def pass_chunk(refs, part: tile.Part) -> Iterator[None]:
     refs.state[part.heads] = last * S + tile.write_state(refs.k_passed[part.keys], W, s)
 
 
-def launch(x: kernel.Operands, static: kernel.Static, with_map: bool) -> dict[str, Any]:
+def launch(x: Operands, static: kernel.Static, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Run the kernel.
 
     Args:
       x: operands; q is not read.
       static: what is known.
-      with_map: whether M, u and w are wanted.
+      outputs: names.
 
     Returns:
       A dict: ht the final states [N, HV, K, V] and M [N, HV, K, K], float32, of which those of empty sequences are
       undefined, and X, u and w as in `Operands`.
     """
-    x = x._replace(q=None)
+    x, with_map = x._replace(q=None), "M" in outputs
     B, HV, steps, s = static.B, static.HV, static.steps, static.shape(static.config.heads)
     prepared, inverted, passed = (kernel.specs_of(static, s, lambda turn, n=n: _at(turn, n, steps)) for n in range(3))
     channels = s.V + s.K * with_map
@@ -236,23 +237,23 @@ def launch(x: kernel.Operands, static: kernel.Static, with_map: bool) -> dict[st
         rows_of, owners = pltpu.VMEM((1, s.C, 1), jnp.float32), pltpu.VMEM((1, width), jnp.int32)
         scratch |= {"found": rows_of, "found_v": rows_of, "valid": rows_of}
         scratch |= {"owner_inverted": owners, "owner_passed": owners}
-    operands = [name for name in kernel.Operands._fields if name not in ("X", "u", "w", "h", "W", "do", "dht")]
+    operands = [name for name in Operands._fields if name not in ("X", "scores", "u", "w", "h", "W", "do", "dht")]
     # Under these names the outputs are no operands and no scratch.
-    square = kernel.specs_of(static, s._replace(V=s.K), lambda turn: _at(turn, 2, steps))["h0"]
+    square = kernel.specs_of(static, s._replace(V=s.K), lambda turn: _at(turn, 2, steps))["initial_state"]
     kinds = {
-        "ht": (passed["h0"], (static.N, HV, s.K, s.V), jnp.float32),
+        "ht": (passed["initial_state"], (static.N, HV, s.K, s.V), jnp.float32),
         "X_out": (inverted["X"], (B, steps, HV // s.p, s.C, width), jnp.float32),
         "M_out": (square, (static.N, HV, s.K, s.K), jnp.float32),
         "u_out": (inverted["u"], (B, steps, HV, s.C, s.V), jnp.float32),
         "w_out": (inverted["w"], (B, steps, HV, s.C, s.K), operand),
     }
     outputs = {name: kind for name, kind in kinds.items() if with_map or name in ("ht", "X_out")}
-    specs = prepared | {"v": inverted["v"], "h0": passed["h0"]}
+    specs = prepared | {"v": inverted["v"], "initial_state": passed["initial_state"]}
     present = [(name, name in outputs) for name in kinds]
     out = launcher.pallas_call(
         launcher.named(_map_kernel, operands, present, list(scratch), static=static, s=s),
         *(getattr(x, name) for name in operands),
-        name=f"fused_chunk_gated_delta_rule_summary_c{s.C}",
+        name=f"chunk_gated_delta_rule_summary_c{s.C}",
         num_scalar_prefetch=1,
         # Batch and head blocks are independent; time is sequential, the state stays in VMEM. Two more turns, because
         # the state passes a chunk two turns after the one that prepares it.
@@ -260,7 +261,7 @@ def launch(x: kernel.Operands, static: kernel.Static, with_map: bool) -> dict[st
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         in_specs=kernel.in_specs(x, specs)[: len(operands) - 1],
         out_specs=[kind[0] for kind in outputs.values()],
-        out_shape=[compat.out_struct(*kind[1:], x.k, x.v, x.g, x.beta, x.h0) for kind in outputs.values()],
+        out_shape=[compat.out_struct(*kind[1:], x.k, x.v, x.g, x.beta, x.initial_state) for kind in outputs.values()],
         scratch_shapes=list(scratch.values()),
         cost_estimate=cost.states_cost(**static.sizes() | {"V": channels}, itemsize=operand.itemsize),
         vmem_limit_bytes=static.config.vmem_bytes,

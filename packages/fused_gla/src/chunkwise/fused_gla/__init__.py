@@ -1,12 +1,13 @@
-"""Gated linear attention in one launch per direction, and its token recurrences."""
+"""Gated linear attention, simple or with gates per channel: over whole sequences, token by token, as a serving step."""
 
-from chunkwise.fused_gla.api import fused_chunk_gla
+from chunkwise.fused_gla.api import chunk_gla, chunk_simple_gla, ragged_simple_gla, recurrent_gla, recurrent_simple_gla
 from chunkwise.fused_gla.config import Config
-from chunkwise.fused_gla.recurrent import recurrent_gla, recurrent_simple_gla
 
 __all__ = [
     "Config",
-    "fused_chunk_gla",
+    "chunk_gla",
+    "chunk_simple_gla",
+    "ragged_simple_gla",
     "recurrent_gla",
     "recurrent_simple_gla",
 ]

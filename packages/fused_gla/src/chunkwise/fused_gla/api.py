@@ -1,19 +1,14 @@
-"""The contract: documentation, argument checks and the choice of implementation."""
-
-import functools
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
+"""The contract: signatures and documentation; see `operator` for what stands behind them."""
 
 import jax
-import jax.numpy as jnp
 
-from chunkwise.fused_gla import config, vjp, xla
-from chunkwise.shared.kernels import launcher, matmul, pools
-from chunkwise.shared.operators import arguments, checks, chunked, context, serving
+from chunkwise.fused_gla.config import Config
+from chunkwise.fused_gla.operator import GLA, SIMPLE_GLA
+from chunkwise.shared.operators.arguments import Arguments, Devices, Options, Sharding, Slots
+from chunkwise.shared.operators.checks import check_array
 
 
-def fused_chunk_gla(
+def chunk_simple_gla(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -27,15 +22,18 @@ def fused_chunk_gla(
     segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
-    sharding: arguments.Sharding | None = None,
+    sharding: Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
-    config: config.Config | None = None,
+    config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return gated linear attention, simple (a gate per head) or with a gate per channel, in one launch per direction.
+    """Gated linear attention with a gate per head, over whole sequences, chunk by chunk, differentiable.
 
-    In value head n, with key head n // (HV // H)::
+    In value head n, with key head n // (HV // H), and the state read after the update::
 
-        S_t = Diag(exp(g_t + g_gamma)) S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
+        S_t = e^(g_t + g_gamma) S_{t-1} + k_t v_t^T
+        o_t = scale S_t^T q_t
+
+    Retention and lightning attention are this with constant gates g_gamma.
 
     Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions,
     C chunk size, N sequences (B, or those packed).
@@ -44,8 +42,8 @@ def fused_chunk_gla(
       q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
       v: values [B, T, HV, V], likewise. If all three are bfloat16, the kernels' products take bfloat16 operands, else
         float32 ones at full precision, as "xla" does; they accumulate in float32. States and gates are float32.
-      g: log decay in nats, at most 0, -inf included: [B, T, HV] per head or [B, T, HV, K] per channel, of any of
-        these types; None for no decay.
+      g: log decay per head [B, T, HV] in nats, at most 0, of any strength: -inf forgets everything before. Of any of
+        these types; None for none.
       g_gamma: constant log decay per head [HV] in nats, likewise, added to g. If its gradient is asked for, computed
         tiles enter bfloat16 products with 16 bits: it is one number for all tokens, and they cancel.
       scale: multiplies the output; defaults to K ** -0.5. A number, or a scalar array, traced or not.
@@ -59,8 +57,12 @@ def fused_chunk_gla(
         the same tokens without ids. NaN or infinity in one segment does not change a bit of the results of others under
         "fused"; elsewhere it may change their rounding.
       chunk_size: C, one of 16, 32, 64, 128, or None for the best; static.
-      implementation: "fused" (one launch per direction, interpreted off TPU), "xla" (plain JAX), or None (the best for
-        the backend and the sizes).
+      implementation: "xla" (plain JAX, runs everywhere), "staged" (a chain of Pallas TPU kernels, one for every stage;
+        chunkwise.pipeline brings it), "fused" (one Pallas TPU kernel for each direction); off TPU the kernels are
+        interpreted. None is the best for the backend: off TPU "xla"; on a TPU "fused" if its kernels take these sizes,
+        else "staged" or "xla". The accuracy below is that of "xla" and "fused". "staged" hands one float32 sum of gates
+        from stage to stage: if a chunk holds weak and strong gates at once, its error with float32 tensors can reach
+        5e-5.
       sharding: how v is split over the devices of a mesh with automatic axes, a NamedSharding or a PartitionSpec;
         static. Over explicit axes the type of v says it. Rows, tokens, value heads and value channels may be split,
         also over several axes each; every device computes its part, and only gradients of arguments that devices
@@ -68,177 +70,272 @@ def fused_chunk_gla(
       context_axis: the axis or axes of a mesh, inside a `shard_map`, over which T is split; static. Each device has
         consecutive tokens. cu_seqlens are those of all tokens, and states are those before the first and after the last
         token, the same on all devices. segment_ids are those of the device's tokens.
-      config: tile sizes of the kernels.
+      config: tile sizes of the kernels of "fused"; None for the best.
 
     Returns:
       (o [B, T, HV, V] in the type of v, final_state [N, HV, K, V] float32 or None).
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
-      NotImplementedError: "fused", and a head is too large for fast memory; see `fits`.
+      NotImplementedError: "fused", and a head is too large for fast memory.
 
     Differentiable once, in reverse, in every floating-point argument; "xla" by any transform of JAX.
     NaN or infinity in one sequence changes no bit of the others. It spoils the results of its own sequence from the
     chunk on in which it is, at boundaries of sequences those of other heads too.
     Accuracy: 3e-7 relative to the recurrence in float64 for float32 inputs, 3e-3 for bfloat16 inputs; any gate.
-    Cost: 2 B T (H C K + HV C V + 2 HV K V) flops, with gates per channel HV C K instead of H C K, and one read of q, k,
-      v and write of o; the backward reads q, k, v, do and one state every `num_steps` chunks, and writes dq, dk, dv. A
-      group of value heads larger than a grid step writes float32 sums of dq and dk for every step. With states in or
-      out a packed batch also pays for the state of every sequence.
-    Source: Yang et al., Gated Linear Attention Transformers (2023), sections 3 and 4; Dao and Gu, Transformers are SSMs
-      (2024), for a gate per head.
+    Cost: 2 B T (H C K + HV C V + 2 HV K V) flops, and one read of q, k, v and write of o; the backward reads q, k, v,
+      do and one state every `num_steps` chunks, and writes dq, dk, dv. A group of value heads larger than a grid step
+      writes float32 sums of dq and dk for every step. With states in or out a packed batch also pays for the state of
+      every sequence.
+    Source: Dao and Gu, Transformers are SSMs (2024); Sun et al., Retentive Network (2023), for constant gates.
     """
-    x = arguments.Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
-    options = arguments.Options(
-        output_final_state, chunk_size=chunk_size, devices=arguments.Devices(sharding, context_axis)
-    )
-    return chunk(x, options, implementation, config=config)
+    if g is not None:
+        check_array("g", g, "B T HV")
+    x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
+    devices = Devices(sharding, context_axis)
+    options = Options(output_final_state, chunk_size=chunk_size, devices=devices, config=config)
+    return SIMPLE_GLA.chunk(x, options, implementation)
 
 
-def chunk(
-    x: arguments.Arguments,
-    options: arguments.Options,
+def chunk_gla(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    chunk_size: int | None = None,
     implementation: str | None = None,
-    others: Mapping[str, chunked.Implementation] = {},
-    config: config.Config | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
+    config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Do as `fused_chunk_gla`, with arguments in one tuple.
+    """Gated linear attention with a gate per channel, over whole sequences, chunk by chunk, differentiable.
+
+    In value head n, with key head n // (HV // H), and the state read after the update::
+
+        S_t = Diag(e^g_t) S_{t-1} + k_t v_t^T
+        o_t = scale S_t^T q_t
+
+    Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions,
+    C chunk size, N sequences (B, or those packed).
 
     Args:
-      x: the arrays.
-      options: the static arguments.
-      implementation: as there, or the name of one of `others`.
-      others: more implementations by name. "staged" is what None means on a TPU if the kernels do not fit.
-      config: as there.
+      q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
+      v: values [B, T, HV, V], likewise.
+      g: log decay per channel of the key [B, T, HV, K] in nats, at most 0, of any strength: -inf forgets everything
+        before. Of any of these types.
+      scale, initial_state, output_final_state, cu_seqlens, segment_ids, chunk_size, sharding, context_axis, config: as
+        in `chunk_simple_gla`.
+      implementation: "xla" (plain JAX, runs everywhere), "staged" (a chain of Pallas TPU kernels, one for every stage;
+        chunkwise.pipeline brings it), "fused" (one Pallas TPU kernel for each direction); off TPU the kernels are
+        interpreted. None is the best for the backend: off TPU "xla"; on a TPU "fused" if its kernels take these sizes,
+        else "staged" or "xla". The accuracy below is that of "xla" and "fused". "staged" hands one float32 sum of gates
+        from stage to stage: if a chunk holds weak and strong gates at once, its error with float32 tensors can reach
+        5e-5.
+
+    Returns:
+      (o [B, T, HV, V] in the type of v, final_state [N, HV, K, V] float32 or None).
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: "fused", and a head is too large for fast memory.
+
+    Differentiable once, in reverse, in every floating-point argument; "xla" by any transform of JAX. What is not finite
+    in one sequence stays in it, as in `chunk_simple_gla`.
+    Accuracy: 3e-7 relative to the recurrence in float64 for float32 inputs, 3e-3 for bfloat16 inputs; any gate.
+    Cost: 2 B T HV (C K + C V + 2 K V) flops, and one read of q, k, v and write of o; the backward reads q, k, v, do and
+      one state every few chunks, and writes dq, dk, dv. With states in or out a packed batch also pays for the state
+      of every sequence.
+    Source: Yang et al., Gated Linear Attention Transformers (2023), sections 3 and 4.
     """
-    check_arguments(x)
-    (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
-    checks.check_initial_state(x.initial_state, (x.num_states, HV, K, V))
-    C = checks.choose_chunk_size(options.chunk_size, "fused", x.q.shape[1])
-    if config is not None:
-        checks.check(
-            all(launcher.divides_groups(n, H, HV) for n in (config.heads, config.heads_bwd)) and config.num_steps >= 1,
-            f"`config` must have heads that divide HV = {HV} into whole groups of {HV // H} or parts of one, and at "
-            f"least one step; got {config}.",
-        )
-    fit = config is not None or _default_config(x, C) is not None
-    on_tpu = "fused" if fit else "staged" if "staged" in others else "xla"
-    fused: Any = functools.partial(_fused, config=config)
-    summary: Any = functools.partial(_summary, config=config)
-    state_gradient: Any = functools.partial(_state_gradient, config=config)
-    launches = chunked.Launches(lambda x, options, _: fused(x, options), summary, state_gradient)
-    known = {"fused": fused, "xla": _xla, **others}
-    return chunked.run_chunked(
-        x, options, implementation, known, on_tpu, segmented=("fused",), over_tokens={"fused": launches}
-    )
+    check_array("g", g, "B T HV K")
+    x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
+    devices = Devices(sharding, context_axis)
+    options = Options(output_final_state, chunk_size=chunk_size, devices=devices, config=config)
+    return GLA.chunk(x, options, implementation)
 
 
-def ragged(
-    x: arguments.Arguments,
-    slots: arguments.Slots,
-    options: arguments.Options,
-    implementation: str | None,
-    others: Mapping[str, chunked.Implementation] = MappingProxyType({}),
-    chunk_states: Mapping[str, serving.ChunkStates] = MappingProxyType({}),
+def recurrent_simple_gla(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None = None,
+    g_gamma: jax.Array | None = None,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    cu_seqlens: jax.Array | None = None,
+    state_indices: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return simple gated linear attention token by token, in one launch.
+
+    In value head n, with key head n // (HV // H)::
+
+        S_t = exp(g_t + g_gamma) S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
+
+    For serving, initial_state may be a pool of states::
+
+        o, pool = recurrent_simple_gla(q, k, v, g, None, None, pool, True, state_indices=slots)
+
+    If the pool is donated to the jitted program (donate_argnums), its states are updated in place and nothing else
+    of it is touched.
+
+    Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions,
+    N sequences: B, or len(cu_seqlens) - 1.
+
+    Args:
+      q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16; computed in float32, like all else.
+      v: values [B, T, HV, V], likewise.
+      g: log decay [B, T, HV] in nats, at most 0, -inf included, of any of these types; None for no decay.
+      g_gamma: constant log decay per head [HV] in nats, likewise, added to g.
+      scale: multiplies the output; defaults to K ** -0.5. A number, static, or a scalar array, which may be traced.
+      initial_state: [N, HV, K, V], or a pool [slots, HV, K, V] with state_indices, of any of these types; None for
+        zeros. A pool keeps its type.
+      output_final_state: return the states after the tokens; static.
+      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Tokens from cu_seqlens[N] on are
+        padding, may hold anything and give zeros. The values are checked outside of jit only.
+      state_indices: int32 [N], traced: the slot of every sequence. Slots must be distinct and exist; the values are
+        not checked. A sequence with a negative slot starts from zeros and its state is dropped; negative slots are
+        neither read nor written and may repeat.
+      has_initial_state: bool [N], traced: False if a sequence starts from zeros whatever its slot holds, as in a slot
+        that was freed; None for True.
+      implementation: "fused" (one TPU kernel, interpreted elsewhere), "xla" (plain JAX, also the gradient of
+        "fused"), None ("fused" on a TPU if the tokens and states fit into its fast memory, else "xla").
+      sharding, context_axis: as in `chunk_simple_gla`. Devices that split the rows of a batch split
+        the pool too. The slot of a sequence must lie in the part of its device: the output is NaN where it does not,
+        and its state is dropped. A pool does not go with tokens that are split.
+
+    Returns:
+      o [B, T, HV, V] in the type of v, and the states, None unless asked for: float32 [N, HV, K, V], or the pool in
+      its own type, in which the slots of no sequence keep every bit.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: "fused" with more tokens or larger states than fit into VMEM.
+
+    Differentiable in every floating-point argument; "xla" by any transform of JAX.
+    Accuracy: 1e-6 relative to float64 for float32 inputs; the arithmetic is float32.
+    Cost: 5 B T HV K V flops; every state is read and written once.
+    Source: Dao and Gu, Transformers are SSMs (2024); Sun et al., Retentive Network (2023) for a constant gate.
+    """
+    if g is not None:
+        check_array("g", g, "B T HV")
+    slots = None if state_indices is None and has_initial_state is None else Slots(state_indices, has_initial_state)
+    x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens, slots=slots)
+    return SIMPLE_GLA.recurrent(x, Options(output_final_state, devices=Devices(sharding, context_axis)), implementation)
+
+
+def recurrent_gla(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    cu_seqlens: jax.Array | None = None,
+    state_indices: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return gated linear attention, with a gate per channel, token by token, in one launch.
+
+    In value head n, with key head n // (HV // H)::
+
+        S_t = Diag(exp(g_t)) S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
+
+    For serving, initial_state may be a pool of states, as in `recurrent_simple_gla`.
+
+    Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions,
+    N sequences: B, or len(cu_seqlens) - 1.
+
+    Args:
+      q, k, v, scale, initial_state, output_final_state, cu_seqlens: as in `recurrent_simple_gla`.
+      g: log decay per channel of the key [B, T, HV, K] in nats, at most 0, -inf included, of any of the types of q.
+      state_indices, has_initial_state, implementation: as there.
+      sharding, context_axis: as there.
+
+    Returns:
+      o and the states, as there.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+      NotImplementedError: "fused" with more tokens or larger states than fit into VMEM.
+
+    Differentiable in every floating-point argument; "xla" by any transform of JAX.
+    Accuracy: 1e-6 relative to float64 for float32 inputs; the arithmetic is float32.
+    Cost: 5 B T HV K V flops; every state is read and written once.
+    Source: Yang et al., Gated Linear Attention Transformers (2023).
+    """
+    check_array("g", g, "B T HV K")
+    slots = None if state_indices is None and has_initial_state is None else Slots(state_indices, has_initial_state)
+    x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens, slots=slots)
+    return GLA.recurrent(x, Options(output_final_state, devices=Devices(sharding, context_axis)), implementation)
+
+
+def ragged_simple_gla(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None,
+    states: jax.Array,
+    cu_seqlens: jax.Array,
+    state_indices: jax.Array,
+    *,
+    g_gamma: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
+    num_decodes: int | jax.Array = 0,
+    num_sequences: int | jax.Array | None = None,
+    read_indices: jax.Array | None = None,
+    num_accepted_tokens: jax.Array | None = None,
+    block_state_indices: jax.Array | None = None,
+    block_size: int | None = None,
+    scale: float | None = None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Check the arguments of a serving step and run it; `x.initial_state` is the pool.
+    """Simple gated linear attention as one serving step: decodes, speculation and prefills over one pool of states.
+
+    The equation of `chunk_simple_gla`, for every sequence of a packed stream: retention, lightning attention and
+    Mamba-2 too. All else is as in `ragged_gated_delta_rule`.
 
     Args:
-      x, slots, options, implementation: the arguments.
-      others, chunk_states: more implementations, by name, and what they know of the states before chunks.
+      q, k, v, states, cu_seqlens, state_indices, has_initial_state, num_decodes, num_sequences, read_indices,
+        num_accepted_tokens, block_state_indices, block_size, scale, chunk_size, implementation, sharding: as in
+        `ragged_gated_delta_rule` of chunkwise.fused_gdn.
+      g: log decay per head [1, T, HV] in nats, at most 0, of any strength; None for none.
+      g_gamma: constant log decay per head [HV], added to g; None for none.
+
+    Returns:
+      o [1, T, HV, V] in the type of v, and the pool.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type, or outside of jit a wrong value.
+      NotImplementedError: "fused" with sizes that its kernels do not take.
+
+    Accuracy: that of `recurrent_simple_gla` for decodes and of `chunk_simple_gla` for prefills, plus the rounding of
+      the states to the type of the pool.
+    Cost: a decode reads the state of every sequence once and writes one for every token; prefills cost what
+      `chunk_simple_gla` costs with states, and nothing for decodes.
     """
-    check_arguments(x)
-    fit = _default_config(x, checks.choose_chunk_size(options.chunk_size, "fused", x.q.shape[1])) is not None
-    forms = serving.Forms(_pooled, {"xla": _xla, **others}, chunk_states)
-    kind = "gla" if x.g is not None and x.g.ndim == 4 else "simple_gla"
-    return serving.run_ragged(x, slots, options, implementation, forms, fit, f"recurrent_{kind}_fwd")
-
-
-def fits(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None = None, chunk_size: int | None = None
-) -> bool:  # fmt: skip
-    """Return whether the kernels take these arguments of `fused_chunk_gla`, forward and backward; else "xla" must."""
-    return (
-        _default_config(arguments.Arguments(q, k, v, g), checks.choose_chunk_size(chunk_size, "fused", q.shape[1]))
-        is not None
-    )
-
-
-def _default_config(x: arguments.Arguments, C: int) -> config.Config | None:
-    (_, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
-    per_channel, size = (
-        x.g is not None and x.g.ndim == 4,
-        matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype).itemsize,
-    )
-    return config.default_for(H, HV, K, V, C, -(-T // C), size, per_channel)
-
-
-def check_arguments(x: arguments.Arguments) -> None:
-    """Check the arrays of an operator, but for its states."""
-    B, T, H, K = checks.check_array("k", x.k, "B T H K")
-    checks.check_array("q", x.q, "B T H K", (B, T, H, K))
-    HV = checks.check_array("v", x.v, "B T HV V", (B, T, None, None))[2]
-    checks.check_heads(H, HV)
-    checks.check_gates("g", x.g, (B, T, HV), K)
-    if x.g_gamma is not None:
-        checks.check_array("g_gamma", x.g_gamma, "HV", (HV,))
-    checks.check_packed(x.cu_seqlens, B)
-
-
-def _config(x: arguments.Arguments, options: arguments.Options) -> config.Config:
-    config = _default_config(x, checks.choose_chunk_size(options.chunk_size))
-    if config is None:
-        raise NotImplementedError(
-            f'"fused" keeps the states of a head in VMEM; K = {x.q.shape[3]} and V = {x.v.shape[3]} need more of it '
-            f'than there is: use implementation="xla".'
-        )
-    return config
-
-
-def _fused(
-    x: arguments.Arguments, options: arguments.Options, config: config.Config | None
-) -> tuple[jax.Array, jax.Array | None]:
-    """Run the kernels on checked arguments."""
-    inside, after = launcher.split_scale(x.scale)
-    o, state = vjp.fused(x._replace(scale=None), inside, options, config or _config(x, options))
-    return launcher.scaled(o, after), state
-
-
-def _summary(x: arguments.Arguments, options: arguments.Options, config: config.Config | None) -> context.Summary:
-    """Return what the tokens do to a state; nothing is kept for the operator, whose own work does not contain it."""
-    states, decay = vjp.summary(x._replace(scale=None), options, config or _config(x, options))
-    return context.Summary(states, M=decay)
-
-
-def _state_gradient(
-    x: arguments.Arguments,
-    options: arguments.Options,
-    kept: None,
-    do: jax.Array,
-    dstates: jax.Array,
-    config: config.Config | None,
-) -> jax.Array:
-    """Return the gradient of the initial states alone, from the cotangents of `_fused`."""
-    inside, after = launcher.split_scale(x.scale)
-    config = config or _config(x, options)
-    return vjp.state_gradient(x._replace(scale=None), inside, options, config, launcher.scaled(do, after), dstates)
-
-
-def _pooled(x: arguments.Arguments, options: arguments.Options, routes: pools.Routes) -> tuple[jax.Array, jax.Array]:
-    """Run the kernel on checked arguments from a pool of states, `x.initial_state`, and into it."""
-    inside, after = launcher.split_scale(x.scale)
-    o, pool = vjp.pooled(x._replace(scale=None), inside, options, _config(x, options), routes)
-    return launcher.scaled(o, after), pool
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _xla(x: arguments.Arguments, options: arguments.Options) -> tuple[jax.Array, jax.Array | None]:
-    """Run the plain form on checked arguments."""
-    q, k, v = (y.astype(jnp.float32) for y in (x.q, x.k, x.v))
-    # JAX would round the gradient of a bfloat16 operand, which is that of the scores and of the states.
-    exact = x._replace(q=q, k=k, v=v, g=arguments.total_gate(x), scale=jnp.asarray(x.scale, jnp.float32))
-    if x.initial_state is not None:
-        # The states of the tiles are [V, K].
-        exact = exact._replace(initial_state=jnp.swapaxes(x.initial_state.astype(jnp.float32), 2, 3))
-    o, state = xla.gla(exact, options)
-    return o.astype(x.v.dtype), None if state is None else jnp.swapaxes(state, 2, 3)
+    slots = Slots(
+        state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
+        num_sequences,
+    )  # fmt: skip
+    x = Arguments(q, k, v, g, None, g_gamma, scale, states, cu_seqlens, slots=slots)
+    options = Options(True, chunk_size=chunk_size, devices=Devices(sharding), block_size=block_size)
+    return SIMPLE_GLA.ragged(x, options, implementation)

@@ -62,8 +62,8 @@ def chunk_bwd(q, k, v, g, S, scale, do, dS_next) -> tuple[jax.Array, ...]:
     dq = dq_state + scale * jnp.einsum("ij,ijk,jk->ik", dscores, D, k)  # [C, K]
     dk = dk_state + scale * jnp.einsum("ij,ijk,ik->jk", dscores, D, q)  # [C, K]
 
-    # Through the decays to the gates: gate t is in D_ij for j < t <= i and in from_start_i for t <= i. Every term has its
-    # decay as a factor, so that nothing cancels where gates are strong. to_end is the last row of D.
+    # Through the decays to the gates: gate t is in D_ij for j < t <= i and in from_start_i for t <= i. Every term
+    # has its decay as a factor, so that strong gates lose no digits. to_end is the last row of D.
     dD = scale * jnp.einsum("ij,ik,jk->ijk", dscores, q, k)  # [C, C, K]
     dg_between = (D * dD).at[-1].add(k * dk_state)  # [C, C, K]
     dg_cum = (q * dq_state).at[-1].add(from_start[-1] * jnp.sum(S * dS_next, axis=1))  # [C, K]

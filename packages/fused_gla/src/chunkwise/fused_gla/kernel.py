@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.fused_gla import config, cost, tile
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import launcher, layout, matmul, nonfinite, pools, tiles
+from chunkwise.shared.kernels.operands import Operands
 
 
 class Static(NamedTuple):
@@ -38,11 +39,9 @@ class Static(NamedTuple):
       chunks: chunks of a grid step.
       scale: multiplies the output.
       config: heads of a grid step, forward and backward.
-      widths: K and V without padding.
       per_channel: the gates are per channel of the key.
       pieces: packed sequences have states of their own: a grid step is a piece of its chunks, of one sequence.
       constant: every chunk has the same decays: constant gates, whole chunks, one sequence.
-      final: the states after the last tokens are wanted.
       parts: parts of computed tiles in bfloat16 products: two where the gradient of constant gates is wanted.
     """
 
@@ -58,44 +57,10 @@ class Static(NamedTuple):
     chunks: int
     scale: float
     config: config.Config
-    widths: tuple[int, int]
     per_channel: bool
     pieces: bool
     constant: bool
-    final: bool
     parts: int = 1
-
-
-class Operands(NamedTuple):
-    """What the launches read.
-
-    Attributes:
-      q, k: [B, T, H * K], each of the user's type.
-      v: [B, T, HV * V].
-      g: gates in nats: per head rows [B, NT, HV, 1, C] float32, per channel [B, T, HV * K], or None.
-      gamma: constant gates [HV, 1, 1] float32, or None.
-      initial_state: [N, HV, V, K] float32, or None for zeros.
-      cu_seqlens: boundaries of a packed batch, int32 [N + 1], or None.
-      segment_ids: of the tokens of rows, int32 [B, T], or None.
-      table: int32 [14, steps], the table of steps where states lie in a pool; else None.
-      pool: states [slots, HV, K, V] of the user: neither padded nor transposed; or None.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array | None = None
-    gamma: jax.Array | None = None
-    initial_state: jax.Array | None = None
-    cu_seqlens: jax.Array | None = None
-    segment_ids: jax.Array | None = None
-    table: jax.Array | None = None
-    pool: jax.Array | None = None
-
-    @property
-    def several(self) -> bool:
-        """Whether a chunk may hold several sequences, or padding."""
-        return self.cu_seqlens is not None or self.segment_ids is not None
 
 
 class Blocks:
@@ -180,7 +145,7 @@ class Blocks:
             None if x.g is None else self.gates(),
             None if x.gamma is None else pl.BlockSpec((self.heads, 1, C), lambda b, h, t, *_: (h, 0, 0)),
             None if x.initial_state is None else self.states(),
-            self.owners() if x.several and not self.s.pieces else None,
+            None if x.owner is None else self.owners(),
         ]
 
 
@@ -189,20 +154,18 @@ TABLES = ("before", "last", "mixed")
 NAMES = ("q", "k", "v", "g", "gamma", "initial_state", "owner")
 
 
-def make_tables(s: Static, x: Operands) -> tuple[dict[str, jax.Array], jax.Array | None]:
-    """Return how the sequences lie in the chunks: tables by name, and the owner of every token.
+def make_tables(s: Static, x: Operands) -> dict[str, jax.Array]:
+    """Return the tables in scalar memory, by name: how the sequences lie in the chunks.
 
-    The tables [B * NT] hold for every chunk the sequence of the token before it, that of its last token, and whether it
-    is mixed. The owner is [B * NT, 1, C]; all are int32. For pieces there is one table instead, which `Step` reads.
+    For pieces it is the table of steps, which `Step` reads. Where a chunk may hold several sequences the tables
+    [B * NT] hold for every chunk the sequence of the token before it, that of its last token, and whether it is mixed.
     """
-    if not x.several:
-        return {}, None
-    if x.table is not None:
-        return {"table": x.table}, None
     if s.pieces:
-        return {"table": layout.make_steps(s.B, s.T, s.chunks * s.C, x.cu_seqlens, with_states=True).table}, None
-    owner, *tables = layout.chunk_owners(s.T, s.C, x.cu_seqlens, x.segment_ids)
-    return dict(zip(TABLES, tables, strict=True)), owner
+        return {"table": x.table}
+    if x.owner is None:
+        return {}
+    rows = (layout.BEFORE, layout.FINAL, layout.MIXED)
+    return {name: x.table[row] for name, row in zip(TABLES, rows, strict=True)}
 
 
 def run_kernel(
@@ -222,7 +185,7 @@ def run_kernel(
       in_place: the name of an operand and that of the output that takes its memory, or None.
       **call: as in `pallas_call`.
     """
-    tables, owner = make_tables(s, x)
+    tables = make_tables(s, x)
     # Gates per channel are clipped where a kernel loads them: a pass over them in HBM would cost time.
     g = x.g if x.g is None or s.per_channel else tiles.clip_gate(x.g)
     # Whole rows: a single number would be broadcast over the lanes at every use.
@@ -231,7 +194,7 @@ def run_kernel(
     wanted = [(name, shape is not None) for name, _, shape in outputs]
     kernel = launcher.named(body, names, wanted, [name for name, _ in scratch], s=s)
 
-    operands = *tables.values(), x.q, x.k, x.v, g, gamma, x.initial_state, owner, *(y for *_, y in more)
+    operands = *tables.values(), x.q, x.k, x.v, g, gamma, x.initial_state, x.owner, *(y for *_, y in more)
     read = [name for name, y in zip(names, operands, strict=True) if y is not None]
     written = [name for name, present in wanted if present]
     aliases = {} if in_place is None else {read.index(in_place[0]): written.index(in_place[1])}
@@ -511,7 +474,7 @@ def _gla_fwd_kernel(refs, s: Static):
     """
     at = grid_step(s, refs, pl.program_id(2))
     piece: Any = at.piece
-    S_ref = refs.S if refs.final is None else refs.final
+    S_ref = refs.S if refs.ht is None else refs.ht
     heads = slice(0, S_ref.shape[0])
     begins = at.step == 0
     if piece is not None:
@@ -523,8 +486,8 @@ def _gla_fwd_kernel(refs, s: Static):
             pools.fetch_states(refs.pool, S_ref, piece.continues, transposed=True)
         else:
             S_ref[...] = jnp.zeros_like(S_ref) if refs.initial_state is None else refs.initial_state[...]
-        if refs.decay is not None:
-            refs.decay[...] = jnp.ones_like(refs.decay)
+        if refs.M is not None:
+            refs.M[...] = jnp.ones_like(refs.M)
 
     if refs.pool is not None:
 
@@ -539,8 +502,8 @@ def _gla_fwd_kernel(refs, s: Static):
             layout.clear(refs.o)
 
     # The backward starts from this state when it recomputes those between the chunks of the step.
-    if refs.kept is not None:
-        refs.kept[...] = S_ref[...]
+    if refs.h is not None:
+        refs.h[...] = S_ref[...]
     constant = constant_decays(s, refs, heads.stop) if s.constant else None
     inputs = [("q", s.K)] * (refs.o is not None) + [("k", s.K), ("v", s.V)]
 
@@ -550,8 +513,8 @@ def _gla_fwd_kernel(refs, s: Static):
         S, through = S_ref[...], c.through()  # [heads, V, K], [heads, 1, K] or [heads, 1, 1]
         S_ref[...] = tile.next_state(S, c.k, c.v, c.to_end(), through, s.parts)
         place.spoil_state(S_ref, place.last if masked else None)
-        if refs.decay is not None:
-            refs.decay[...] *= through
+        if refs.M is not None:
+            refs.M[...] *= through
         if refs.o is not None:
             # What the tokens of the chunk give to one another, and what the state before it does.
             P = tile.scores(c.q, c.k, c.decays, c.same)  # [heads, C, C]
@@ -570,40 +533,49 @@ def _gla_fwd_kernel(refs, s: Static):
             pools.put_states(S_ref, refs.pool_out, transposed=True)
 
 
-def launch(s: Static, x: Operands, output: bool = True, keep: bool = False, decay: bool = False):
-    """Return (o [B, T, HV * V], final states [N, HV, V, K], states before the grid steps, decays, pool).
+def varlen(s: Static, x: Operands) -> str:
+    """Return the end of the name of a launch, which says whether chunks are cut or may hold several sequences."""
+    return "_varlen" if s.pieces or x.owner is not None else ""
 
-    None for what is unwanted. The pool is updated in place.
+
+def launch(x: Operands, s: Static, outputs: tuple[str, ...]) -> dict[str, Any]:
+    """Run the forward, or the part of it that makes these outputs.
 
     Args:
-      s, x: static sizes and operands.
-      output: compute o.
-      keep: return the state before every grid step, [B, steps, HV, V, K] float32, for the backward.
-      decay: return what multiplies a state over all tokens of its sequence, [N, HV, 1, K] float32; per channel only.
+      x, s: operands and static sizes.
+      outputs: names.
+
+    Returns:
+      A dict of the outputs: o [B, T, HV * V]; ht, the final states [N, HV, V, K] float32; h, the state before every
+      grid step [B, steps, HV, V, K] float32; M, the decay of a state over all tokens of its sequence [N, HV, 1, K]
+      float32, of gates per channel only; pool_out, the pool, updated in place.
     """
     blocks = Blocks(s, s.config.heads, lambda t: t)
     state, decays = (s.HV, s.V, s.K), (s.N, s.HV, 1, s.K)
     inputs = [y for y in x if y is not None]
-    kind = "fwd" if output else "states" if keep else "summary"
-    tail, pool = (), None
-    if x.pool is not None:
-        tail, pool = x.pool.shape[2:], compat.out_struct(x.pool.shape, x.pool.dtype, *inputs)
-    return run_kernel(
-        _gla_fwd_kernel, s, blocks, x, queries=output,
-        name=f"fused_chunk_gla_{kind}_c{s.C}" + ("_varlen" if x.several else ""),
+    kind = "fwd" if "o" in outputs else "states" if "h" in outputs else "summary"
+    tail, pool = ((), None) if x.pool is None else (x.pool.shape[2:], x.pool)
+    kinds = [
+        ("o", blocks.tokens(s.V), x.v),
+        ("ht", blocks.states(), jax.ShapeDtypeStruct((s.N, *state), jnp.float32)),
+        ("h", blocks.kept(), jax.ShapeDtypeStruct((s.B, s.steps, *state), jnp.float32)),
+        ("M", blocks.per_sequence(1, s.K), jax.ShapeDtypeStruct(decays, jnp.float32)),
+        ("pool_out", blocks.slots(layout.TARGET, *tail), pool),
+    ]
+    results = run_kernel(
+        _gla_fwd_kernel, s, blocks, x, queries="o" in outputs,
+        name=f"chunk_gla_{kind}_c{s.C}" + varlen(s, x),
         outputs=[
-            ("o", blocks.tokens(s.V), compat.out_struct(x.v.shape, x.v.dtype, *inputs) if output else None),
-            ("final", blocks.states(), compat.out_struct((s.N, *state), jnp.float32, *inputs) if s.final else None),
-            ("kept", blocks.kept(), compat.out_struct((s.B, s.steps, *state), jnp.float32, *inputs) if keep else None),
-            ("decay", blocks.per_sequence(1, s.K), compat.out_struct(decays, jnp.float32, *inputs) if decay else None),
-            ("pool_out", blocks.slots(layout.TARGET, *tail), pool),
+            (name, spec, compat.out_struct(y.shape, y.dtype, *inputs) if name in outputs else None)
+            for name, spec, y in kinds
         ],
         more=[("pool", blocks.slots(layout.SEQUENCE, *tail), x.pool)],
         in_place=("pool", "pool_out") if x.pool is not None else None,
         # The state, unless an output holds it.
-        scratch=[] if s.final else [("S", pltpu.VMEM((blocks.heads, s.V, s.K), jnp.float32))],
+        scratch=[] if "ht" in outputs else [("S", pltpu.VMEM((blocks.heads, s.V, s.K), jnp.float32))],
         cost_estimate=cost.cost(
             B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, C=s.C, itemsize=x.v.dtype.itemsize,
-            per_channel=s.per_channel, output=output,
+            per_channel=s.per_channel, output="o" in outputs,
         ),
     )  # fmt: skip
+    return {name: y for (name, *_), y in zip(kinds, results, strict=True) if name in outputs}

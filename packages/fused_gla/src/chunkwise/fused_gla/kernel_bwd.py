@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.fused_gla import cost, kernel, tile
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import chunking, layout, matmul, schedule, tiles
+from chunkwise.shared.kernels.operands import Operands
 
 # Heads that the backward takes in lock-step, and how many such pairs it starts before it finishes the first.
 PAIR, AHEAD = 2, 2
@@ -134,8 +135,8 @@ def _gla_bwd_kernel(refs, s: kernel.Static):
 
     If that of the initial state is wanted, its block holds it until another sequence begins.
     """
-    if refs.dinitial is not None:
-        refs.dS = refs.dinitial
+    if refs.dh0 is not None:
+        refs.dS = refs.dh0
     turn = pl.program_id(2)
     at = kernel.grid_step(s, refs, s.steps - 1 - turn)
     begins = turn == 0
@@ -144,7 +145,7 @@ def _gla_bwd_kernel(refs, s: kernel.Static):
 
     @pl.when(begins)
     def _():
-        refs.dS[...] = jnp.zeros_like(refs.dS) if refs.dfinal is None else refs.dfinal[...]
+        refs.dS[...] = jnp.zeros_like(refs.dS) if refs.dht is None else refs.dht[...]
         if s.constant:
             decays: Any = kernel.constant_decays(s, refs, refs.dS.shape[0])
             decays = decays._replace(pairs=jnp.swapaxes(decays.pairs, 1, 2))
@@ -160,7 +161,7 @@ def _gla_bwd_kernel(refs, s: kernel.Static):
             layout.clear(refs.dq, refs.dk, refs.dv, refs.dg)
 
     first, end = at.chunks(s)
-    refs.S[first] = refs.kept[...]
+    refs.S[first] = refs.h[...]
 
     def run(algorithm, i):
         kernel.run_chunk(s, refs, at, i, functools.partial(algorithm, s, refs, at, i))
@@ -176,7 +177,7 @@ def _gla_bwd_state_kernel(refs, s: kernel.Static):
     Of a chunk it takes queries for keys and gradients of outputs for values: it adds them like these, but decayed from
     the start of the chunk.
     """
-    dS, turn = refs.dinitial, pl.program_id(2)
+    dS, turn = refs.dh0, pl.program_id(2)
     at, heads = kernel.grid_step(s, refs, s.steps - 1 - turn), slice(0, dS.shape[0])
     begins = turn == 0
     if at.piece is not None:
@@ -201,21 +202,19 @@ def _gla_bwd_state_kernel(refs, s: kernel.Static):
     lax.fori_loop(first, end, lambda i, _: turn_of(first + end - 1 - i), None)
 
 
-def launch_state(s: kernel.Static, x: kernel.Operands) -> jax.Array:
-    """Return the gradient of the initial states alone, [N, HV, V, K] float32.
-
-    Args:
-      s: as in the forward.
-      x: operands of the forward with queries in the place of keys, gradients of o in that of values, and gradients of
-        the final states in that of initial states; q is not read.
-    """
+def launch_state(x: Operands, s: kernel.Static) -> jax.Array:
+    """Return the gradient of the initial states alone, [N, HV, V, K] float32, as `launch` does."""
+    # Queries and the gradients of outputs act on the gradient of the state as keys and values act on the state.
+    dtype = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
+    q = x.q.astype(dtype)
+    x = x._replace(q=q, k=q, v=x.do.astype(dtype), initial_state=x.dht, do=None, dht=None)
     blocks = kernel.Blocks(s, s.config.heads, lambda t: s.steps - 1 - t)
     inputs = [y for y in x if y is not None]
     state = compat.out_struct((s.N, s.HV, s.V, s.K), jnp.float32, *inputs)
     results: Any = kernel.run_kernel(
         _gla_bwd_state_kernel, s, blocks, x, queries=False,
-        name=f"fused_chunk_gla_bwd_state_c{s.C}" + ("_varlen" if x.several else ""),
-        outputs=[("dinitial", blocks.states(), state)],
+        name=f"chunk_gla_bwd_state_c{s.C}" + kernel.varlen(s, x),
+        outputs=[("dh0", blocks.states(), state)],
         scratch=[],
         cost_estimate=cost.cost(
             B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, C=s.C, itemsize=x.v.dtype.itemsize,
@@ -225,19 +224,21 @@ def launch_state(s: kernel.Static, x: kernel.Operands) -> jax.Array:
     return results[0]
 
 
-def launch(s: kernel.Static, x: kernel.Operands, do: jax.Array, dfinal: jax.Array | None, kept: jax.Array, gates: bool):
-    """Return (dq, dk, dv, dg, dinitial) in the layouts of the operands; None for what is not wanted.
-
-    If all gates are constant, dg is [B, HV, 8, K], parts of the gradient of gamma.
+def launch(x: Operands, s: kernel.Static, outputs: tuple[str, ...]) -> dict[str, Any]:
+    """Run the backward, or the part of it that makes the gradient of the initial states alone.
 
     Args:
-      s, x: as in the forward.
-      do: gradient of o [B, T, HV * V].
-      dfinal: gradient of the final states [N, HV, V, K], or None for zeros.
-      kept: states before the grid steps, from the forward.
-      gates: whether the gradient of the gates is wanted.
+      x: operands of the forward with do, dht, and h unless dh0 alone is wanted.
+      s: static sizes.
+      outputs: names of gradients.
+
+    Returns:
+      A dict of the outputs: dq, dk, dv in the layouts and types of q, k, v; dg float32 in the layout of the gates;
+      dgamma [HV, 1, 1] float32, of constant gates; dh0 float32, of the initial states.
     """
-    inputs = [y for y in (*x, do, dfinal) if y is not None]
+    if outputs == ("dh0",):
+        return {"dh0": launch_state(x, s)}
+    inputs, gates = [y for y in x if y is not None], "dg" in outputs or "dgamma" in outputs
     blocks = kernel.Blocks(s, s.config.heads_bwd, lambda t: s.steps - 1 - t)
     out = lambda y: compat.out_struct(y.shape, y.dtype, *inputs)
     dg = blocks.gates(), (s.B, s.T, s.HV * s.K) if s.per_channel else (s.B, chunking.num_chunks(s.T, s.C), s.HV, 1, s.C)
@@ -251,7 +252,7 @@ def launch(s: kernel.Static, x: kernel.Operands, do: jax.Array, dfinal: jax.Arra
         # At least two: of a single state XLA would fold the index away, and round other code when it interprets.
         "S": (max(s.chunks, 2), *state),
         # An output holds it otherwise.
-        **({"dS": state} if x.initial_state is None else {}),
+        **({"dS": state} if "dh0" not in outputs else {}),
     } | decays
 
     def keys_out(y):
@@ -259,20 +260,20 @@ def launch(s: kernel.Static, x: kernel.Operands, do: jax.Array, dfinal: jax.Arra
         shape = *y.shape[:2], y.shape[2] * blocks.share
         return compat.out_struct(shape, y.dtype if blocks.share == 1 else jnp.float32, *inputs)
 
-    dq, dk, *rest = kernel.run_kernel(
+    dq, dk, dv, *rest = kernel.run_kernel(
         _gla_bwd_kernel, s, blocks, x,
-        name=f"fused_chunk_gla_bwd_c{s.C}" + ("_varlen" if x.several else ""),
+        name=f"chunk_gla_bwd_c{s.C}" + kernel.varlen(s, x),
         more=[
-            ("do", blocks.tokens(s.V), do),
-            ("dfinal", blocks.states(), dfinal),
-            ("kept", blocks.kept(), kept),
+            ("do", blocks.tokens(s.V), x.do),
+            ("dht", blocks.states(), x.dht),
+            ("h", blocks.kept(), x.h),
         ],
         outputs=[
             ("dq", blocks.query_sums(), keys_out(x.q)),
             ("dk", blocks.query_sums(), keys_out(x.k)),
             ("dv", blocks.tokens(s.V), out(x.v)),
             ("dg", dg[0], compat.out_struct(dg[1], jnp.float32, *inputs) if gates else None),
-            ("dinitial", blocks.states(), None if x.initial_state is None else out(x.initial_state)),
+            ("dh0", blocks.states(), out(x.initial_state) if "dh0" in outputs else None),
         ],
         scratch=[(name, pltpu.VMEM(shape, jnp.float32)) for name, shape in scratch.items()],
         cost_estimate=cost.cost(
@@ -280,7 +281,25 @@ def launch(s: kernel.Static, x: kernel.Operands, do: jax.Array, dfinal: jax.Arra
             per_channel=s.per_channel,
         ),
     )  # fmt: skip
-    return *(_added_up(s, y, like, blocks.share) for y, like in ((dq, x.q), (dk, x.k))), *rest
+    dq, dk = (_added_up(s, y, like, blocks.share) for y, like in ((dq, x.q), (dk, x.k)))
+    results = dict(zip(("dq", "dk", "dv", "dg", "dh0"), (dq, dk, dv, *rest), strict=True))
+    if "dgamma" in outputs:
+        results["dgamma"] = _sum_gates(s, results["dg"])
+    return {name: y for name, y in results.items() if name in outputs}
+
+
+def _sum_gates(s: kernel.Static, dg: jax.Array) -> jax.Array:
+    """Return the gradient of the constant gates [HV, 1, 1] from the gradient of all gates.
+
+    Args:
+      s: static sizes.
+      dg: [B, NT, HV, 1, C], or where all gates are constant [B, HV, 8, K], parts of the sum over tokens.
+    """
+    if s.constant:
+        return jnp.sum(dg, axis=(0, 2, 3))[:, None, None]
+    # By tokens, without those past the end, which share the decay of the last chunk.
+    tokens = jnp.moveaxis(dg[:, :, :, 0], 3, 2).reshape(s.B, -1, s.HV)[:, : s.T]
+    return jnp.sum(tokens, axis=(0, 1))[:, None, None]
 
 
 def _added_up(s: kernel.Static, y, like: jax.Array, share: int) -> jax.Array:

@@ -1,6 +1,11 @@
-"""Kimi delta attention: fused chunk form, forward and backward, and token by token."""
+"""Kimi delta attention: over whole sequences, token by token, and as a serving step."""
 
-from chunkwise.kda.api import fused_chunk_kda, recurrent_kda
+from chunkwise.kda.api import chunk_kda, ragged_kda, recurrent_kda
 from chunkwise.kda.config import Config
 
-__all__ = ["Config", "fused_chunk_kda", "recurrent_kda"]
+__all__ = [
+    "Config",
+    "chunk_kda",
+    "ragged_kda",
+    "recurrent_kda",
+]

@@ -85,8 +85,8 @@ def chunk_bwd(q, k, v, g, beta, S, scale, do, dS_next) -> tuple[jax.Array, ...]:
     dv = beta[:, None] * dv_beta  # [C, V]
     dbeta = jnp.sum(k * dk_beta, axis=1) + jnp.sum(v * dv_beta, axis=1)  # [C]
 
-    # Through the decays to the gates: gate t is in D_ij for j < t <= i and in from_start_i for t <= i. Every term has its
-    # decay as a factor, so that nothing cancels where gates are strong. to_end is the last row of D.
+    # Through the decays to the gates: gate t is in D_ij for j < t <= i and in from_start_i for t <= i. Every term
+    # has its decay as a factor, so that strong gates lose no digits. to_end is the last row of D.
     dD = scale * jnp.einsum("ij,ik,jk->ijk", dscores, q, k) + jnp.einsum("ij,ik,jk->ijk", dA, k_beta, k)  # [C, C, K]
     dg_between = (D * dD).at[-1].add(k * dk_state)  # [C, C, K]
     dg_cum = q * dq_state + k_beta * dk_beta_state  # [C, K]

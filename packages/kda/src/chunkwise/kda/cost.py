@@ -17,7 +17,7 @@ def cost(
     products for each of these.
 
     Args:
-      B, T, H, HV, K, V, C: sizes, as in `fused_chunk_kda`; C is the chunk size.
+      B, T, H, HV, K, V, C: sizes, as in `chunk_kda`; C is the chunk size.
       itemsize: bytes of an element of q, k, v and o; gates and beta have 4.
       backward: of the backward alone instead of the forward.
     """

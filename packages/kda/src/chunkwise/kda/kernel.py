@@ -37,6 +37,7 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.kda import config, cost, tile
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import inverse, launcher, laws, layout, matmul, nonfinite, packed, pools, schedule, tiles
+from chunkwise.shared.kernels.operands import Operands
 
 # Heads that take the state through a chunk together; in launches that make the inverse or the output, and not both.
 STAGE, HALF_STAGE = 4, 8
@@ -46,36 +47,6 @@ STAGE, HALF_STAGE = 4, 8
 ORDER = "pmpmmpmpmppmmpmp"
 # The same for a launch that makes states and no output.
 STATES_ORDER = "pmmpmmmpmmpmpppp"
-
-
-class Operands(NamedTuple):
-    """What the kernels read: head dimensions padded to whole lanes, a head a slice of lanes (`shared.kernels.layout`).
-
-    Attributes:
-      table: int32 [11 or 14, B * steps], what every step works on; see `Step`.
-      owner: int32 [B * NT, 1, C], the `coded_owners` of tokens where chunks may hold several sequences, else None.
-      q, k: [B, T, H K], bfloat16 or float32, in which products take them.
-      v: [B, T, HV V], of the same type.
-      g: [B, T, HV K] float32; with a law raw gates, bfloat16 or float32.
-      beta: [B, NT, HV, C] float32: a column of it would fill whole registers of 128 lanes.
-      initial_state: [N, HV, V, K] float32, transposed, or None for zeros.
-      law: A_log and dt_bias of every gate, [2, HV K] float32; None where g are decays.
-      pool: states [slots, HV, K, V] of the user in place of initial_state: neither padded nor transposed.
-      X, scores: what an earlier launch made of these tokens, see `launch`; None where this one makes it.
-    """
-
-    table: jax.Array
-    owner: jax.Array | None
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array
-    beta: jax.Array
-    initial_state: jax.Array | None
-    law: jax.Array | None
-    pool: jax.Array | None = None
-    X: jax.Array | None = None
-    scores: jax.Array | None = None
 
 
 class Static(NamedTuple):
@@ -93,8 +64,6 @@ class Static(NamedTuple):
       normalise: whether queries and keys are scaled to unit length first.
       pieces: a step is a piece of a chunk instead of a chunk.
       config: tile sizes.
-      with_state: whether an initial state comes in, so that it has a gradient.
-      head_sizes: K and V of the user's arrays.
       base: rows of the diagonal blocks that one product covers, in the forward.
       backward_base: in the backward, where gradients of strong gates are as small as the decays.
       lower_bound: of the law of raw gates, or None.
@@ -114,8 +83,6 @@ class Static(NamedTuple):
     normalise: bool
     pieces: bool
     config: config.Config
-    with_state: bool
-    head_sizes: tuple[int, int]
     base: int
     backward_base: int
     lower_bound: float | None
@@ -634,7 +601,7 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, jax.
         launcher.named(_fwd_kernel, ["table", *operands], present, list(scratch), static=static),
         x.table,
         *(value for value, _ in operands.values()),
-        name=f"fused_chunk_kda_{kind}_c{C}",
+        name=f"chunk_kda_{kind}_c{C}",
         num_scalar_prefetch=1,
         # Rows of the batch and blocks of heads are independent; steps pass the state on in scratch, so they run in
         # order. One more turn, because the state passes a step in the turn after the one that prepares it.

@@ -26,6 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.kda import cost, kernel, tile
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import launcher, laws, layout, matmul, nonfinite, packed, tiles
+from chunkwise.shared.kernels.operands import Operands
 
 
 def pair_table(C: int, base: int) -> np.ndarray:
@@ -359,31 +360,6 @@ def spoil_results(refs, spoilt, masks) -> None:
             refs.state[...] = jnp.full(refs.state.shape, jnp.nan, jnp.float32)
 
 
-class Operands(NamedTuple):
-    """What the kernel reads; what is not said here is as in the forward.
-
-    Attributes:
-      table, owner, q, k, g, beta, law: as there.
-      h, W, X, scores: what the forward kept; h and W may be None where dh0 alone is wanted.
-      do: [B, T, HV V], in the type of v.
-      dht: [N, HV, V, K] float32, or None for zeros.
-    """
-
-    table: jax.Array
-    owner: jax.Array | None
-    q: jax.Array
-    k: jax.Array
-    g: jax.Array
-    beta: jax.Array
-    h: jax.Array | None
-    W: jax.Array | None
-    X: jax.Array
-    scores: jax.Array
-    do: jax.Array
-    dht: jax.Array | None
-    law: jax.Array | None
-
-
 # The gradients of what has tokens, and of the law.
 ALL = ("dq", "dk", "dv", "dg", "dbeta", "dlaw")
 
@@ -448,7 +424,7 @@ def launch(x: Operands, static: kernel.Static, want: tuple[str, ...]) -> dict[st
         ),
         x.table,
         *(value for value, _ in operands.values()),
-        name=f"fused_chunk_kda_{'bwd' if 'dq' in want else 'bwd_state'}_c{C}",
+        name=f"chunk_kda_{'bwd' if 'dq' in want else 'bwd_state'}_c{C}",
         num_scalar_prefetch=1,
         # Rows of the batch and blocks of heads are independent; the state's gradient passes from step to step in
         # scratch, the last step first.

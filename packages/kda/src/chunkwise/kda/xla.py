@@ -7,7 +7,6 @@ Where tokens are split over devices the same scan runs before, without queries, 
 It keeps the inverses, and the operator behind it takes these.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -184,59 +183,44 @@ def chunk_kda(
     return Chunks(o, S, states, X)
 
 
-class Static(NamedTuple):
-    """What is known when the program is built.
-
-    Attributes:
-      C: chunk size.
-      normalise: whether queries and keys are scaled to unit length.
-      output_final_state: whether the final states are wanted.
-      base: `tile.base_block`.
-    """
-
-    C: int
-    normalise: bool
-    output_final_state: bool
-    base: int
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def run(x: arguments.Arguments, static: Static, kept: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+def kimi_delta_attention(
+    x: arguments.Arguments, options: arguments.Options, inverses: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
     """Return (o [B, T, HV, V] in the type of v, the final states [N, HV, K, V] float32, or None unless asked for).
 
     Args:
-      x: checked arguments; scale is a float32 scalar array.
-      static: what is known when the program is built.
-      kept: the inverses of `states_after`, of the same tokens.
+      x: prepared arguments; scale is a float32 scalar array.
+      options: as the operator has them.
+      inverses: of `states_after`, of the same tokens.
     """
-    return _run(x, static, True, kept)[:2]
+    return _run(x, options, True, inverses)[:2]
 
 
-def states_after(x: arguments.Arguments, static: Static) -> tuple[jax.Array, jax.Array]:
+def states_after(x: arguments.Arguments, options: arguments.Options) -> tuple[jax.Array, jax.Array]:
     """Return the states after the tokens and the inverses of all chunks [steps, B HV, C, C].
 
     Initial states, which there must be, may have more channels than v, whose values are zeros.
     """
-    _, states, X = _run(x, static._replace(output_final_state=True), False, None)
+    _, states, X = _run(x, options._replace(output_final_state=True), False, None)
     return states, X
 
 
 def _run(
-    x: arguments.Arguments, static: Static, with_output: bool, kept: jax.Array | None
+    x: arguments.Arguments, options: arguments.Options, with_output: bool, kept: jax.Array | None
 ) -> tuple[Any, Any, jax.Array]:
     """Return the output, unless it is not wanted, the final states, if they are, and the inverses."""
     B, T, HV, _ = x.v.shape
-    C = static.C
+    C, base = options.chunk_size, tile.base_block(options.gate_lower_bound, jnp.float32)
     cu_seqlens: Any = x.cu_seqlens
     state = None if x.initial_state is None else jnp.swapaxes(x.initial_state.astype(jnp.float32), -1, -2)
-    stream = cu_seqlens is not None and state is None and not static.output_final_state
+    stream = cu_seqlens is not None and state is None and not options.output_final_state
     tokens = [x.q, x.k, x.v, x.g, x.beta]
     spoilt: Any = isolation.spoilt_tokens((x.q, x.k, x.v, tiles.clip_gate(x.g), x.beta), cu_seqlens) if stream else None
     if stream:
         tokens = [chunking.select_tokens(~spoilt, y) for y in tokens]
     # What padding holds must not matter, not even NaN.
     q, k, v, g, beta = (chunking.zero_padding(y.astype(jnp.float32), cu_seqlens) for y in tokens)
-    q, k = (tiles.l2norm(q), tiles.l2norm(k)) if static.normalise else (q, k)
+    q, k = (tiles.l2norm(q), tiles.l2norm(k)) if options.normalise else (q, k)
     q, k = (jnp.repeat(y, HV // y.shape[2], axis=2) for y in (q * x.scale, k))
     chunks = chunking.Chunking(B, T, C, None if stream else cu_seqlens)
     batch = B if cu_seqlens is None else 1
@@ -255,15 +239,15 @@ def _run(
         tables = Tables(first=chunks.first, sequence=chunks.sequence)
     elif state is not None:
         start = state.reshape(B * HV, *state.shape[2:])
-    keep = cu_seqlens is not None and static.output_final_state
+    keep = cu_seqlens is not None and options.output_final_state
     q, k, v, g, beta = map(steps, (q, k, v, g, beta))
-    o, last, states, X = chunk_kda(q, k, v, g, beta, start, tables, static.base, keep, with_output, kept)
+    o, last, states, X = chunk_kda(q, k, v, g, beta, start, tables, base, keep, with_output, kept)
     if with_output:
         o = jnp.moveaxis(o.reshape(o.shape[0], batch, HV, *o.shape[2:]), 1, 0)
         o = chunks.merge(o.reshape(-1, *o.shape[2:])).astype(x.v.dtype)
     if stream:
         return isolation.keep_apart(o, x.v, spoilt, cu_seqlens), None, X
-    if not static.output_final_state:
+    if not options.output_final_state:
         return o, None, X
     last = last.reshape(B, HV, *last.shape[1:]) if states is None else states[chunks.final_chunk]
     return o, jnp.swapaxes(layout.unless_empty(last, state, cu_seqlens), -1, -2), X

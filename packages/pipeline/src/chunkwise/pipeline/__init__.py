@@ -1,16 +1,12 @@
-"""Chunked linear attention, end to end: the operators composed from the kernel packages."""
+"""Chunked linear attention, end to end: the operators of the packages, with the chains of their stages."""
 
-from chunkwise.pipeline.operators import (
-    chunk_gated_delta_rule,
-    chunk_gla,
-    chunk_kda,
-    chunk_simple_gla,
-    recurrent_gated_delta_rule,
-    recurrent_gla,
-    recurrent_kda,
-    recurrent_simple_gla,
-)
-from chunkwise.pipeline.ragged import check_step, ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
+from chunkwise.fused_gdn import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, ragged_simple_gla, recurrent_gla, recurrent_simple_gla
+from chunkwise.kda import chunk_kda, ragged_kda, recurrent_kda
+from chunkwise.pipeline.check_step import check_step
+from chunkwise.pipeline.staged import register_all
+
+register_all()
 
 __all__ = [
     "check_step",

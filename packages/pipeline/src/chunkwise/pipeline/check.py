@@ -43,7 +43,7 @@ class Row(NamedTuple):
         return not self.message and self.error <= self.tolerance
 
 
-def operator_inputs(operator: operators.Operator, *sizes: int, **options) -> dict[str, jax.Array]:
+def operator_inputs(operator: operators.Entry, *sizes: int, **options) -> dict[str, jax.Array]:
     """Return seeded inputs of an operator by name: `make_inputs` of the same arguments, less what it does not take.
 
     An operator with constant gates gets them beside those of the tokens.
@@ -121,7 +121,7 @@ class Check(NamedTuple):
       forward: whether to run a kernel's forward alone too, which does not keep what the gradients need.
     """
 
-    kernel: operators.Operator | stages.Stage
+    kernel: operators.Entry | stages.Stage
     implementation: str
     label: str
     case: cases.Case
@@ -135,7 +135,7 @@ class Check(NamedTuple):
         return _start_operator(self, self.kernel, pool)
 
 
-def _start_operator(check: Check, operator: operators.Operator, pool: Executor) -> Iterator[Program]:
+def _start_operator(check: Check, operator: operators.Entry, pool: Executor) -> Iterator[Program]:
     """Yield the programs of an operator: forward and gradients, and before it the forward alone."""
     case = check.case
     options = {"chunk_size": case.chunk_size} if operator.chunked else {}
@@ -248,7 +248,7 @@ def plan(interpret: bool, quick: bool = False) -> list[Check]:
             for label, case in _cases(*(INTERPRETED if small else compiled), quick):
                 checks.append(Check(kernel, implementation, label, case, forward=not quick))
                 # As in training: without states, chunks go across the sequences of a pack.
-                if case.lengths and isinstance(kernel, operators.Operator) and kernel.chunked and not quick:
+                if case.lengths and isinstance(kernel, operators.Entry) and kernel.chunked and not quick:
                     checks.append(Check(kernel, implementation, "stream", case, states=False))
     # Plain JAX compiles the fastest, and stages and steps of one token faster than whole operators, as in the tables.
     return sorted(checks, key=lambda check: check.implementation != "xla")

@@ -1,7 +1,9 @@
-"""The operators as chains of stage kernels: the readable form, and the cross-check of the fused kernels."""
+"""The operators as chains of stage kernels: the readable form, and the cross-check of the fused kernels.
+
+Each chain is one more implementation of its operator, "staged": `register_all` adds it to the records of the packages.
+"""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,27 +12,31 @@ import jax.numpy as jnp
 from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
 from chunkwise.chunk_o import chunk_fwd_o
 from chunkwise.cumsum import chunk_local_cumsum
+from chunkwise.fused_gdn import operator as gdn
+from chunkwise.fused_gla import operator as gla_operators
+from chunkwise.kda import operator as kda
 from chunkwise.kkt import chunk_scaled_dot_kkt
 from chunkwise.shared.kernels import tiles
-from chunkwise.shared.operators import arguments, chunked, context, recurrence, serving
+from chunkwise.shared.operators import recurrence, state_map
+from chunkwise.shared.operators.arguments import Arguments, Options
+from chunkwise.shared.operators.implementations import Implementation, in_plain_jax
+from chunkwise.shared.operators.operator import Operator, register
 from chunkwise.solve_tril import solve_tril
 from chunkwise.wy_fast import recompute_w_u
 
 _PALLAS = "pallas"
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def delta_rule(
-    x: arguments.Arguments, options: arguments.Options, A_inv: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array | None]:
+@in_plain_jax
+def delta_rule(x: Arguments, options: Options, A_inv: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
     """Gated delta rule for gates per head g [B, T, HV], Kimi delta attention for gates per channel [B, T, HV, K].
 
-    `A_inv` are the inverses that `_delta_summary` keeps, of the same tokens.
+    `A_inv` are the inverses that `map_delta_rule` keeps, of the same tokens.
     """
     g_cum, (h, v_new, final_state) = _delta_states(x, options, _PALLAS, A_inv)
     q, k = (recurrence.unit_rows(y, options.normalise, x.cu_seqlens) for y in (x.q, x.k))
     o = chunk_fwd_o(
-        q, k, v_new, h, g_cum, None, _scale(x), x.cu_seqlens, options.chunk_size, implementation=_PALLAS
+        q, k, v_new, h, g_cum, None, x.scale, x.cu_seqlens, options.chunk_size, implementation=_PALLAS
     )  # fmt: skip
     return o.astype(x.v.dtype), final_state
 
@@ -50,7 +56,7 @@ class Solved(NamedTuple):
     u: jax.Array
 
 
-def _solve(x: arguments.Arguments, options: arguments.Options, implementation: str, A_inv: jax.Array | None) -> Solved:
+def _solve(x: Arguments, options: Options, implementation: str, A_inv: jax.Array | None) -> Solved:
     """Run the stages before the pass of the state, with the inverses if they are known."""
     assert x.g is not None
     assert x.beta is not None
@@ -64,7 +70,7 @@ def _solve(x: arguments.Arguments, options: arguments.Options, implementation: s
 
 
 def _delta_states(
-    x: arguments.Arguments, options: arguments.Options, implementation: str, A_inv: jax.Array | None = None
+    x: Arguments, options: Options, implementation: str, A_inv: jax.Array | None = None
 ) -> tuple[jax.Array, tuple]:
     """Return the cumulative gates, and what the state pass returns: states before chunks, new values, final states."""
     k, g_cum, _, w, u = _solve(x, options, implementation, A_inv)
@@ -74,12 +80,12 @@ def _delta_states(
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _delta_summary(x: arguments.Arguments, options: arguments.Options) -> context.Summary:
-    """Return what the tokens do to a state: one pass of the state beside the identity. The inverses are kept."""
+@in_plain_jax
+def map_delta_rule(x: Arguments, options: Options) -> state_map.StateMap:
+    """Return what the tokens do to a state: one pass of the state beside the identity. The inverses are precomputed."""
     k, g_cum, A_inv, w, u = _solve(x, options, _PALLAS, None)
 
-    def states_after(y: arguments.Arguments) -> tuple[Any, jax.Array]:
+    def states_after(y: Arguments) -> tuple[Any, jax.Array]:
         missing = y.initial_state.shape[3] - u.shape[3]
         _, _, states = chunk_gated_delta_rule_fwd_h(
             k, w, jnp.pad(u, [(0, 0)] * 3 + [(0, missing)]), g_cum, y.initial_state, True, y.cu_seqlens,
@@ -87,24 +93,20 @@ def _delta_summary(x: arguments.Arguments, options: arguments.Options) -> contex
         )  # fmt: skip
         return states, A_inv
 
-    return context.beside_identity(states_after, x, widest=None)
+    return state_map.augment_with_identity(states_after, x)
 
 
-# What the chain of a delta rule does where tokens are split over devices.
-DELTA_RULE_OVER_TOKENS = chunked.Launches(delta_rule, _delta_summary, at_once=True)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def gla(x: arguments.Arguments, options: arguments.Options) -> tuple[jax.Array, jax.Array | None]:
+@in_plain_jax
+def gla(x: Arguments, options: Options, precomputed: None = None) -> tuple[jax.Array, jax.Array | None]:
     """Gated linear attention for gates per head [B, T, HV], constant per head [HV], or per channel [B, T, HV, K]."""
     g_cum, g_gamma, (h, final_state) = _gla_states(x, options, _PALLAS)
     o = chunk_fwd_o(
-        x.q, x.k, x.v, h, g_cum, g_gamma, _scale(x), x.cu_seqlens, options.chunk_size, implementation=_PALLAS
+        x.q, x.k, x.v, h, g_cum, g_gamma, x.scale, x.cu_seqlens, options.chunk_size, implementation=_PALLAS
     )  # fmt: skip
     return o.astype(x.v.dtype), final_state
 
 
-def _gla_states(x: arguments.Arguments, options: arguments.Options, implementation: str) -> tuple[Any, Any, tuple]:
+def _gla_states(x: Arguments, options: Options, implementation: str) -> tuple[Any, Any, tuple]:
     """Return the cumulative and the constant gates, the states before chunks, and the final states."""
     cu, C, how = x.cu_seqlens, options.chunk_size, {"implementation": implementation}
     g_gamma = None if x.g_gamma is None else tiles.clip_gate(x.g_gamma)
@@ -117,19 +119,21 @@ def _gla_states(x: arguments.Arguments, options: arguments.Options, implementati
     return g_cum, g_gamma, states
 
 
-def _chunk_states(states: Callable) -> dict[str, serving.ChunkStates]:
-    """Return how an operator finds the states before all chunks, by the names of its implementations."""
+def register_all() -> None:
+    """Add the chains to the operators, and the states before all chunks, which the stages know, to "xla" too."""
+    delta = Implementation("staged", delta_rule, map_delta_rule, at_once=True)
+    for operator in (gdn.OPERATOR, kda.OPERATOR):
+        _register(operator, delta, _delta_states)
+    for operator in (gla_operators.GLA, gla_operators.SIMPLE_GLA):
+        _register(operator, Implementation("staged", gla), _gla_states)
 
-    def find(x: arguments.Arguments, options: arguments.Options, implementation: str) -> jax.Array:
+
+def _register(operator: Operator, chain: Implementation, states) -> None:
+    """Add a chain to an operator; `states` runs its stages up to the states, by the implementation of a stage."""
+
+    def find(x: Arguments, options: Options, implementation: str) -> jax.Array:
         return states(x, options, implementation)[-1][0]
 
-    stages = {"xla": "xla", "staged": _PALLAS}
-    return {name: functools.partial(find, implementation=stage) for name, stage in stages.items()}
-
-
-DELTA_RULE_STATES, GLA_STATES = _chunk_states(_delta_states), _chunk_states(_gla_states)
-
-
-def _scale(x: arguments.Arguments) -> Any:
-    """Return the scale as float32: under jit it is traced, and in 64-bit mode a number would be float64."""
-    return jnp.asarray(x.scale, jnp.float32)
+    register(operator, chain._replace(chunk_states=functools.partial(find, implementation=_PALLAS)))
+    plain = operator.implementations["xla"]
+    operator.implementations["xla"] = plain._replace(chunk_states=functools.partial(find, implementation="xla"))

@@ -7,57 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from chunkwise.shared.kernels import chunking, tiles
+from chunkwise.shared.kernels import chunking, launcher, tiles
 from chunkwise.shared.operators import checks, gates, partition
 
 # How an array is split over the devices of a mesh.
 Sharding = NamedSharding | PartitionSpec
-
-
-class Arguments(NamedTuple):
-    """The arrays of an operator; None where it has no such argument, or none was given.
-
-    Attributes:
-      q, k: [B, T, H, K].
-      v: [B, T, HV, V].
-      g: log decay in nats, [B, T, HV] or [B, T, HV, K], or the raw gate of a law.
-      beta: [B, T, HV], likewise.
-      g_gamma: constant log decay [HV].
-      scale: a number, or a scalar array, which may be traced.
-      initial_state: [N, HV, K, V].
-      cu_seqlens: int32 [N + 1].
-      A_log, dt_bias: what the law of raw gates takes, [HV], and [HV] or [HV, K].
-      segment_ids: int32 [B, T].
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    # Whether these are None is known from the operator, which a type cannot tell.
-    g: Any = None
-    beta: Any = None
-    g_gamma: jax.Array | None = None
-    scale: Any = None
-    initial_state: Any = None
-    cu_seqlens: Any = None
-    A_log: jax.Array | None = None
-    dt_bias: jax.Array | None = None
-    segment_ids: jax.Array | None = None
-
-    def arrays(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the arguments that are arrays, and the others, both by name."""
-        given = {name: x for name, x in self._asdict().items() if hasattr(x, "shape") and hasattr(x, "dtype")}
-        return given, {name: x for name, x in self._asdict().items() if name not in given}
-
-    @property
-    def num_states(self) -> int:
-        """N, the number of sequences: rows of the batch, or those packed."""
-        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-
-    @property
-    def with_state(self) -> bool:
-        """Whether a state comes in."""
-        return self.initial_state is not None
 
 
 class Slots(NamedTuple):
@@ -87,6 +41,63 @@ class Slots(NamedTuple):
     num_sequences: Any = None
 
 
+class Arguments(NamedTuple):
+    """The arrays of an operator; None where it has no such argument, or none was given.
+
+    Attributes:
+      q, k: [B, T, H, K].
+      v: [B, T, HV, V].
+      g: log decay in nats, [B, T, HV] or [B, T, HV, K], or the raw gate of a law.
+      beta: [B, T, HV], likewise.
+      g_gamma: constant log decay [HV].
+      scale: a number, or a scalar array, which may be traced.
+      initial_state: [N, HV, K, V], or with slots the pool [slots, HV, K, V].
+      cu_seqlens: int32 [N + 1].
+      A_log, dt_bias: what the law of raw gates takes, [HV], and [HV] or [HV, K].
+      segment_ids: int32 [B, T].
+      slots: where the states of the sequences lie in a pool; None for no pool.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    # Whether these are None is known from the operator, which a type cannot tell.
+    g: Any = None
+    beta: Any = None
+    g_gamma: jax.Array | None = None
+    scale: Any = None
+    initial_state: Any = None
+    cu_seqlens: Any = None
+    A_log: jax.Array | None = None
+    dt_bias: jax.Array | None = None
+    segment_ids: jax.Array | None = None
+    slots: Slots | None = None
+
+    def arrays(self) -> dict[str, Any]:
+        """Return the arguments that are arrays, with those of the slots, by name."""
+        named = self._asdict() | ({} if self.slots is None else self.slots._asdict())
+        return {name: x for name, x in named.items() if hasattr(x, "shape") and hasattr(x, "dtype")}
+
+    def with_arrays(self, arrays: dict[str, Any]) -> "Arguments":
+        """Return arguments with other arrays in the place of `arrays`, by name; an array without one becomes None."""
+        missing = dict.fromkeys(self.arrays())
+        slots = self.slots
+        if slots is not None:
+            slots = slots._replace(**{name: x for name, x in (missing | arrays).items() if name in Slots._fields})
+        mine = {name: x for name, x in (missing | arrays).items() if name in Arguments._fields}
+        return self._replace(**mine, slots=slots)
+
+    @property
+    def num_states(self) -> int:
+        """N, the number of sequences: rows of the batch, or those packed."""
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def with_state(self) -> bool:
+        """Whether a state comes in."""
+        return self.initial_state is not None
+
+
 class Devices(NamedTuple):
     """How an operator is split over devices, by the names of its arguments.
 
@@ -109,7 +120,10 @@ class Options(NamedTuple):
       gate_lower_bound: a promise that every gate is at least this, in nats; None for no promise.
       laws: what is made of raw gates and step sizes.
       devices: how the operator is split over these.
-      block_size: tokens of a block after which a state is kept; None for no blocks.
+      block_size: tokens of a block after which a state is stored; None for no blocks.
+      config: tile sizes of the fused kernels, the `Config` of the package; None for the best.
+      scale: the number that multiplies the output, beside `Arguments.scale`, which is then an array or None; None
+        before it is chosen.
     """
 
     output_final_state: bool = False
@@ -120,6 +134,8 @@ class Options(NamedTuple):
     laws: gates.Laws = gates.Laws()
     devices: Devices = Devices()
     block_size: int | None = None
+    config: Any = None
+    scale: Any = None
 
 
 def total_gate(x: Arguments) -> jax.Array:
@@ -131,11 +147,15 @@ def total_gate(x: Arguments) -> jax.Array:
     return total + (constant[None, None, :, None] if total.ndim == 4 else constant[None, None])
 
 
-def scale_of(x: Arguments) -> float | jax.Array:
-    """Return the scale to use: a number, or a float32 scalar array; K ** -0.5 if none was given."""
-    if isinstance(x.scale, jax.Array):
-        return x.scale.astype(jnp.float32)
-    return x.q.shape[-1] ** -0.5 if x.scale is None else float(x.scale)
+def choose_scale(x: Arguments, options: Options) -> tuple[Arguments, Options]:
+    """Return arguments whose scale is an array or None, and options with the number that multiplies it."""
+    number, array = launcher.split_scale(x.q.shape[-1] ** -0.5 if x.scale is None else x.scale)
+    return x._replace(scale=array), options._replace(scale=number)
+
+
+def whole_scale(x: Arguments, options: Options) -> jax.Array:
+    """Return the scale of the output, a float32 scalar."""
+    return jnp.asarray(options.scale, jnp.float32) if x.scale is None else options.scale * x.scale
 
 
 def check_shared(x: Arguments, options: Options) -> None:

@@ -12,7 +12,6 @@ Only one state goes from device to device, however many documents there are. A d
 with its first token, needs nothing from before it, and the state does not pass there.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,91 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import chunking
-from chunkwise.shared.operators import affine_scan, arguments, stream
-
-
-class Summary(NamedTuple):
-    """What the tokens of one device do to a state.
-
-    Attributes:
-      states: after the tokens, as `Form.run` returns them.
-      kept: what the operator behind it, and the gradient of its initial states, need not make again.
-      M: what multiplies a state from before the tokens, for the sequences of the states: a matrix [N, HV, K, K], or a
-        decay [N, HV, K, 1], float32; None for a decay that is made from the gates.
-      given: what the operator takes in place of `kept`, if that is more than a backward should hold in memory.
-    """
-
-    states: Any
-    kept: Any = None
-    M: jax.Array | None = None
-    given: Any = None
-
-
-class Form(NamedTuple):
-    """What an operator does over the tokens of one device.
-
-    Attributes:
-      run: from arguments, and what `summary` kept or gave, to the output [B, T, HV, V] and the states after the tokens.
-        Its gradient is that of the operator: what was kept or given has none of its own.
-      summary: from the arguments of `run` to what needs no queries.
-      state_gradient: from arguments, what was kept, and the cotangents of `run` to the gradient of the initial states
-        alone; None where it is taken from all gradients of `run`.
-    """
-
-    run: Callable[[arguments.Arguments, Any], tuple[jax.Array, Any]]
-    summary: Callable[[arguments.Arguments], Summary]
-    state_gradient: Callable[[arguments.Arguments, Any, jax.Array, jax.Array], jax.Array] | None = None
-
-
-def state_gradient_of(run: Callable[[arguments.Arguments, Any], tuple[jax.Array, Any]]) -> Callable:
-    """Return `Form.state_gradient` from `Form.run`: JAX computes what the states alone need."""
-
-    def state_gradient(x: arguments.Arguments, kept: Any, do: jax.Array, dstates: jax.Array) -> jax.Array:
-        return jax.vjp(lambda S: run(x._replace(initial_state=S), kept), x.initial_state)[1]((do, dstates))[0]
-
-    return state_gradient
-
-
-def plain_form(run: Callable[[arguments.Arguments], tuple[jax.Array, Any]]) -> Form:
-    """Return the form of an operator that has no launches of its own for it."""
-
-    def states_after(x: arguments.Arguments) -> tuple[jax.Array, None]:
-        missing = 0 if x.initial_state is None else x.initial_state.shape[3] - x.v.shape[3]
-        return run(x._replace(v=jnp.pad(x.v, [(0, 0)] * 3 + [(0, missing)])))[1], None
-
-    def summary(x: arguments.Arguments) -> Summary:
-        return Summary(*states_after(x)) if x.beta is None else beside_identity(states_after, x)
-
-    return Form(lambda x, _: run(x), summary)
-
-
-# Value channels of one run at most: the fused kernels keep whole states of a head in fast memory.
-_WIDEST = 256
-
-
-def beside_identity(
-    states_after: Callable[[arguments.Arguments], tuple[jax.Array, Any]],
-    x: arguments.Arguments,
-    widest: int | None = _WIDEST,
-) -> Summary:
-    """Return what the tokens of a delta rule do to a state: M is the state that they make of the identity.
-
-    Args:
-      states_after: from arguments to the states after the tokens, and what is kept. Initial states may have more
-        channels than v, whose values are zeros.
-      x: the arguments.
-      widest: channels of one run at most, None for any number. Where V and K are more it takes two.
-    """
-    (HV, V), K, n = x.v.shape[2:], x.q.shape[3], x.num_states
-    start = jnp.zeros((n, HV, K, V), jnp.float32) if x.initial_state is None else x.initial_state
-    identity = jnp.broadcast_to(jnp.eye(K, dtype=jnp.float32), (n, HV, K, K))
-    if widest is None or widest >= V + K:
-        both, kept = states_after(x._replace(initial_state=jnp.concatenate([start, identity], axis=3)))
-        return Summary(both[..., :V], kept, both[..., V:])
-    nothing = jnp.zeros((*x.v.shape[:3], K), x.v.dtype)
-    M, _ = states_after(x._replace(v=nothing, initial_state=identity))
-    return Summary(*states_after(x._replace(initial_state=start)), M)
-
+from chunkwise.shared.operators import affine_scan, arguments, implementations, stream
+from chunkwise.shared.operators.implementations import Implementation
 
 # What a policy of `jax.checkpoint` can save, so that a recomputed forward needs neither the maps nor the scan again.
 MAP_NAME, STATE_NAME = "chunkwise_context_map", "chunkwise_context_state"
@@ -219,21 +135,23 @@ def _passing(part: Part) -> jax.Array | None:
     return None if part.passes is None else part.passes[:, None, None, None]
 
 
-def _summary(form: Form, x: arguments.Arguments, part: Part) -> tuple[affine_scan.AffineMap, Any, Any]:
-    """Return the map of the tokens of a device, what the form keeps, and what it gives to the operator."""
+def _map(
+    implementation: Implementation, x: arguments.Arguments, options: arguments.Options, part: Part
+) -> tuple[affine_scan.AffineMap, Any]:
+    """Return the map of the tokens of a device, and what it precomputed for the operator."""
     if part.documents is None:
         start = None
     else:
         (HV, V), K = x.v.shape[2:], x.q.shape[3]
         start = _entry(part, jnp.zeros((1, HV, K, V), jnp.float32), x.initial_state)
-    N, kept, M, given = form.summary(x._replace(initial_state=start))
-    if M is None:
+    found = implementations.map_states(implementation, x._replace(initial_state=start), options)
+    if found.M is None:
         g = arguments.total_gate(x)
         G = jnp.sum(g if part.valid is None else chunking.select_tokens(part.valid, g), axis=1)
         M = jnp.exp(G)[..., None] if g.ndim == 4 else jnp.exp(G)[..., None, None]
     else:
-        M = _exit(part, M)
-    return affine_scan.AffineMap(M, _exit(part, N), _passing(part)), kept, kept if given is None else given
+        M = _exit(part, found.M)
+    return affine_scan.AffineMap(M, _exit(part, found.states), _passing(part)), found.precomputed
 
 
 def _local(x: arguments.Arguments, axis) -> tuple[arguments.Arguments, Part]:
@@ -250,62 +168,62 @@ def _local(x: arguments.Arguments, axis) -> tuple[arguments.Arguments, Part]:
 
 
 def run_context(
-    form: Form, x: arguments.Arguments, axis: tuple[str, ...], output_final_state: bool
+    implementation: Implementation, x: arguments.Arguments, options: arguments.Options, axis: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run an operator over tokens that are split over the devices of a mesh axis, inside of a `shard_map`.
 
     Args:
-      form: of the operator.
+      implementation: of the operator.
       x: its arguments: of the arrays with tokens the part of this device, of the others, states and cu_seqlens of all
         tokens too, what all devices have.
+      options: its options.
       axis: the axes of the mesh.
-      output_final_state: return the states after the last tokens.
 
     Returns:
       The output, and the states, None unless asked for: zeros on the devices that do not have a final state, so that
       their sum over the devices is wanted.
     """
-    if x.cu_seqlens is not None and x.initial_state is None and output_final_state:
+    with_states, options = options.output_final_state, options._replace(output_final_state=True)
+    if x.cu_seqlens is not None and x.initial_state is None and with_states:
         (HV, V), N = x.v.shape[2:], x.cu_seqlens.shape[0] - 1
         x = x._replace(initial_state=jnp.zeros((N, HV, x.q.shape[3], V), jnp.float32))
     x, part = _local(x, axis)
-    given, others = x.arrays()
-    given, part = compat.vary_over(compat.varying_axes(*given.values()).union(axis), (given, part))
-    start = given.pop("initial_state") if x.initial_state is not None and part.documents is None else None
+    arrays, part = compat.vary_over(compat.varying_axes(*x.arrays().values()).union(axis), (x.arrays(), part))
+    start = arrays.pop("initial_state") if x.initial_state is not None and part.documents is None else None
     if start is not None:
-        start = compat.vary_over(compat.varying_axes(*given.values()), start.astype(jnp.float32))
-    floats = {name: y for name, y in given.items() if jnp.issubdtype(y.dtype, jnp.floating)}
-    fixed = {name: y for name, y in given.items() if name not in floats}
+        start = compat.vary_over(compat.varying_axes(*arrays.values()), start.astype(jnp.float32))
+    floats = {name: y for name, y in arrays.items() if jnp.issubdtype(y.dtype, jnp.floating)}
+    fixed = {name: y for name, y in arrays.items() if name not in floats}
 
-    def assembled(floats, fixed):
-        named: dict[str, Any] = {**others, "initial_state": None, **floats, **fixed}
-        return arguments.Arguments(**named)
-
-    def entering(floats, S, fixed, part):
-        y = assembled(floats, fixed)
+    def entering(floats, S, fixed, part) -> arguments.Arguments:
+        """Return the arguments with the state S that comes in."""
+        y = x.with_arrays(floats | fixed)
         return y._replace(initial_state=_entry(part, S, y.initial_state))
 
     def before(floats, S, fixed, part):
-        """Return M of this device, the state before it, and what the form keeps and gives."""
-        own, kept, given = _summary(form, assembled(floats, fixed), part)
-        own = own._replace(M=checkpoint_name(own.M, MAP_NAME))
-        return own.M, checkpoint_name(affine_scan.exclusive_scan(own, S, axis), STATE_NAME), kept, given
+        """Return M of this device, the state before it, and what its map precomputed."""
+        local, precomputed = _map(implementation, x.with_arrays(floats | fixed), options, part)
+        local = local._replace(M=checkpoint_name(local.M, MAP_NAME))
+        return local.M, checkpoint_name(affine_scan.exclusive_scan(local, S, axis), STATE_NAME), precomputed
 
     def forward(floats, first, fixed, part):
-        M, S, kept, given = before(floats, first, fixed, part)
-        run = lambda floats, S: form.run(entering(floats, S, fixed, part), given)
+        M, S, precomputed = before(floats, first, fixed, part)
+        run = lambda floats, S: implementations.run(
+            implementation, entering(floats, S, fixed, part), options, precomputed
+        )
         results, pull = jax.vjp(run, floats, S)
-        return results, (M, S, kept, pull, floats, fixed, part)
+        return results, (M, S, precomputed, pull, floats, fixed, part)
 
     def backward(residuals, cotangents):
-        M, S, kept, pull, floats, fixed, part = residuals
+        M, S, precomputed, pull, floats, fixed, part = residuals
         do, dstates = cotangents
-        if form.state_gradient is None:
+        if implementation.at_once or implementation.state_map is None:
             dN = pull((do, dstates))[1]
         else:
-            dentry = form.state_gradient(entering(floats, S, fixed, part), kept, do, dstates)
-            own = floats.get("initial_state")
-            dN = jax.vjp(lambda S: _entry(part, S, own), S)[1](dentry)[0]
+            y = entering(floats, S, fixed, part)
+            dentry = implementations.state_gradient(implementation, y, options, precomputed, do, dstates)
+            states = floats.get("initial_state")
+            dN = jax.vjp(lambda S: _entry(part, S, states), S)[1](dentry)[0]
         dS = affine_scan.exclusive_scan(
             affine_scan.AffineMap(affine_scan.transposed(M), dN, _passing(part)), None, axis, reverse=True
         )
@@ -319,13 +237,13 @@ def run_context(
     @jax.custom_vjp
     def call(floats, S, fixed, part):
         # Not `forward`: without gradients the operator keeps nothing.
-        _, S, _, given = before(floats, S, fixed, part)
-        return form.run(entering(floats, S, fixed, part), given)
+        _, S, precomputed = before(floats, S, fixed, part)
+        return implementations.run(implementation, entering(floats, S, fixed, part), options, precomputed)
 
     call.defvjp(forward, backward)
     o, states = call(floats, start, fixed, part)
-    if not output_final_state:
+    if not with_states:
         return o, None
-    mine = lax.axis_index(axis) == lax.axis_size(axis) - 1
-    mine = mine if part.documents is None else part.documents.ends[:, None, None, None]
-    return o, jnp.where(mine, states, 0.0)
+    last = lax.axis_index(axis) == lax.axis_size(axis) - 1
+    ends = last if part.documents is None else part.documents.ends[:, None, None, None]
+    return o, jnp.where(ends, states, 0.0)

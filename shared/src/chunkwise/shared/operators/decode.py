@@ -17,7 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import chunking, launcher, packed, pools, tiles
-from chunkwise.shared.operators import arguments, checks, devices, recurrence
+from chunkwise.shared.operators import arguments, checks, recurrence
+from chunkwise.shared.operators.arguments import Arguments, Options, Slots
 
 # VMEM for the states (two buffers of those read, two of those written, and those worked on), for the tokens, and for
 # all of it.
@@ -53,14 +54,22 @@ class Static(NamedTuple):
     name: str
 
 
-def _check_slots(initial_state, slots: arguments.Slots, N: int, HV: int, K: int, V: int) -> None:
+def check_states(x: Arguments) -> None:
     """Check the states of N sequences, and which slot of a pool each of them has."""
-    if slots.state_indices is None:
-        checks.check_initial_state(initial_state, (N, HV, K, V))
-    else:
-        checks.check(initial_state is not None, "`state_indices` must come with the pool as `initial_state`; got None.")
-        checks.check_initial_state(initial_state, (None, HV, K, V))
-    checks.check_slots(slots.state_indices, slots.has_initial_state, N)
+    slots, (HV, V), K = x.slots or Slots(), x.v.shape[2:], x.q.shape[3]
+    pooled = slots.state_indices is not None
+    checks.check(
+        x.initial_state is not None or not pooled,
+        "`state_indices` must come with the pool as `initial_state`; got None.",
+    )
+    checks.check_initial_state(x.initial_state, (None if pooled else x.num_states, HV, K, V))
+    checks.check_slots(slots.state_indices, slots.has_initial_state, x.num_states)
+
+
+def check_pool_type(pool: jax.Array) -> None:
+    """Check that the kernels take a pool of this type: no TPU kernel takes float16."""
+    if pool.dtype == jnp.float16:
+        raise NotImplementedError('"fused" takes pools of float32 and bfloat16; got float16; use implementation="xla".')
 
 
 def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool):
@@ -78,57 +87,35 @@ def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise
     return o.astype(v.dtype), states
 
 
-def run_recurrent(
-    x: arguments.Arguments, slots: arguments.Slots, options: arguments.Options, implementation: str | None, name: str
+def run_tokens(
+    name: str, implementation: str, x: Arguments, options: Options, precomputed: None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Check what the recurrent operators share, fill in the scale, and run a few tokens of every sequence.
+    """Run a few tokens of every sequence; the function of an `Implementation`.
 
     Args:
-      x: arguments whose tensors the caller has checked: g per head [B, T, HV] or per channel [B, T, HV, K], g_gamma
-        added to it, neither for no decay; beta for the delta rule. With slots.state_indices, x.initial_state is a pool
-        [slots, HV, K, V].
-      slots: where the states lie.
-      options: chunk_size and gate_lower_bound are not read.
-      implementation: "fused" for the kernel, "xla" for plain JAX, or None for the best.
       name: of the kernel.
+      implementation: "fused" for the kernel, "xla" for plain JAX.
+      x: prepared arguments: g per head [B, T, HV] or per channel [B, T, HV, K], g_gamma added to it, neither for no
+        decay; beta for the delta rule. With slots.state_indices, x.initial_state is a pool [slots, HV, K, V].
+      options: chunk_size and gate_lower_bound are not read.
+      precomputed: nothing.
 
     Returns:
       o [B, T, HV, V] and the states after the tokens, None unless asked for: a pool in its own type, in which the
       slots that no sequence has keep every bit; without a pool [N, HV, K, V] float32.
 
     Raises:
-      ValueError: an argument is wrong.
       NotImplementedError: "fused", and the tokens and states do not fit into VMEM.
     """
-    arguments.check_shared(x, options)
-    HV, V = x.v.shape[2:]
-    _check_slots(x.initial_state, slots, x.num_states, HV, x.q.shape[3], V)
-    on_tpu = "fused" if key_heads_a_step(x) is not None else "xla"
-    chosen = checks.choose_implementation(implementation, ("fused", "xla"), on_tpu)
-
-    def run(
-        x: arguments.Arguments, options: arguments.Options, slots: arguments.Slots
-    ) -> tuple[jax.Array, jax.Array | None]:
-        return _run_tokens(x, slots, options, chosen, name)
-
-    return devices.over_devices(run, x, options, slots)
-
-
-def _run_tokens(
-    x: arguments.Arguments, slots: arguments.Slots, options: arguments.Options, implementation: str, name: str
-) -> tuple[jax.Array, jax.Array | None]:
-    """Do as `run_recurrent` with the arguments of one device."""
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
-    inside, after = launcher.split_scale(arguments.scale_of(x))
-    x, options = arguments.without_laws(x, options)
     one = x.cu_seqlens is None and T == 1
-    static = Static(B, T, H, HV, K, V, x.num_states, 1, one, inside, options.normalise, name)
-    o, states = _run(static, implementation, x._replace(scale=None), slots)
-    return launcher.scaled(o, after), states if options.output_final_state else None
+    static = Static(B, T, H, HV, K, V, x.num_states, 1, one, options.scale, options.normalise, name)
+    o, states = _run(static, implementation, x._replace(scale=None, slots=None), x.slots or Slots())
+    return launcher.scaled(o, x.scale), states if options.output_final_state else None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(static: Static, implementation: str, x: arguments.Arguments, slots: arguments.Slots):
+def _run(static: Static, implementation: str, x: Arguments, slots: Slots):
     pool = x.initial_state
     if pool is None:
         pool = compat.varying_zeros((static.N, static.HV, static.K, static.V), *x[:6])
@@ -137,11 +124,12 @@ def _run(static: Static, implementation: str, x: arguments.Arguments, slots: arg
     x = x._replace(initial_state=None, g=arguments.total_gate(x), g_gamma=None)
     if implementation == "xla":
         return _plain(static, x, pool, slots)
+    check_pool_type(pool)
     leaves, structure = jax.tree.flatten((x, pool, slots))
     return _fused(static, *structure.unflatten(compat.vary_alike(*leaves)))
 
 
-def read_slots(pool: jax.Array, slots: arguments.Slots) -> jax.Array:
+def read_slots(pool: jax.Array, slots: Slots) -> jax.Array:
     """Return the states that the sequences start from, [N, ...], of a pool [slots, ...] and in its type."""
     states = pool
     if slots.state_indices is not None:
@@ -153,7 +141,7 @@ def read_slots(pool: jax.Array, slots: arguments.Slots) -> jax.Array:
     return jnp.where(kept, states, jnp.zeros((), states.dtype))
 
 
-def write_slots(pool: jax.Array, slots: arguments.Slots, states: jax.Array) -> jax.Array:
+def write_slots(pool: jax.Array, slots: Slots, states: jax.Array) -> jax.Array:
     """Return the pool with the states [N, ...] in their slots, or the states themselves if there is no pool."""
     if slots.state_indices is None:
         return states
@@ -165,7 +153,7 @@ def _past_the_end(indices: jax.Array, pool: jax.Array) -> jax.Array:
     return jnp.where(indices < 0, jnp.int32(pool.shape[0]), indices)
 
 
-def _plain(static: Static, x: arguments.Arguments, pool: jax.Array, slots: arguments.Slots):
+def _plain(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or the pool, in plain JAX."""
     states = read_slots(pool, slots).astype(jnp.float32)
     o, states = token_by_token(
@@ -174,12 +162,8 @@ def _plain(static: Static, x: arguments.Arguments, pool: jax.Array, slots: argum
     return o, write_slots(pool, slots, states)
 
 
-def _forward(static: Static, x: arguments.Arguments, pool: jax.Array, slots: arguments.Slots):
+def _forward(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or the pool, by the kernel."""
-    if pool.dtype == jnp.float16:
-        # No TPU kernel takes float16: it gets the named states alone. A pool without slots is float32 already.
-        o, states = _forward(static, x, read_slots(pool, slots).astype(jnp.float32), arguments.Slots())
-        return o, write_slots(pool, slots, states)
     s = static
     starts = jnp.arange(s.B + 1, dtype=jnp.int32) * jnp.int32(s.T) if x.cu_seqlens is None else x.cu_seqlens
     slot = jnp.arange(s.N, dtype=jnp.int32) if slots.state_indices is None else slots.state_indices
@@ -189,9 +173,7 @@ def _forward(static: Static, x: arguments.Arguments, pool: jax.Array, slots: arg
     return launch_tokens(static, x, pool, pools.Routes(starts[:-1], starts[1:], source, slot[:, None]))
 
 
-def launch_tokens(
-    static: Static, x: arguments.Arguments, pool: jax.Array, routes: pools.Routes
-) -> tuple[jax.Array, jax.Array]:
+def launch_tokens(static: Static, x: Arguments, pool: jax.Array, routes: pools.Routes) -> tuple[jax.Array, jax.Array]:
     """Launch the kernel on the user's arrays; return o and the pool, in which it changes the slots named alone.
 
     Args:
@@ -340,7 +322,7 @@ def _token_bytes(heads: int, D: int, dtype=jnp.float32) -> int:
     return itemsize * (packed.round_up(heads, 32 // itemsize) * packed.pad_lanes(D) if D else packed.LANES)
 
 
-def key_heads_a_step(x: arguments.Arguments) -> int | None:
+def key_heads_a_step(x: Arguments) -> int | None:
     """Return for how many key heads the states and all tokens of x fit into VMEM, None if not for one."""
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     group, gate = HV // H, K if x.g is not None and x.g.ndim == 4 else 0
@@ -359,6 +341,12 @@ def key_heads_a_step(x: arguments.Arguments) -> int | None:
         return None
     # Every core of the device gets a block of heads.
     return max([n for n in fit if n * state <= _STATE_BYTES and H // n >= compat.cores()], default=fit[0])
+
+
+def fits(x: Arguments) -> bool:
+    """Return whether the kernel takes these arguments."""
+    pooled = x.slots is not None and x.slots.state_indices is not None
+    return key_heads_a_step(x) is not None and not (pooled and x.initial_state.dtype == jnp.float16)
 
 
 def recurrent_cost(

@@ -1,19 +1,14 @@
 """How whole operators are divided over the devices of a mesh, and how their tokens may be split over some of them."""
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from chunkwise.shared.operators import arguments, checks, context, partition
+from chunkwise.shared.operators import arguments, checks, context, implementations, partition
+from chunkwise.shared.operators.implementations import Implementation
 
-# From the arguments of one device to the output [B, T, HV, V] and the states, None unless asked for.
-Run = Callable[[arguments.Arguments, arguments.Options, arguments.Slots], tuple[jax.Array, jax.Array | None]]
-
-_NO_SLOTS = arguments.Slots()
 # How `Slots` may be split: s sequences.
 SLOT_DIMENSIONS = {name: "" if name in ("num_decodes", "num_sequences") else "s" for name in arguments.Slots._fields}
 # Letters: n value heads, d value channels, h and i the key heads of q and of k. The devices along axes that split value
@@ -44,47 +39,46 @@ _KEY_HEADS = {"q": "h", "k": "i"}
 _POOL = "initial_state"
 
 
-def over_devices(
-    run: Run,
-    x: arguments.Arguments,
-    options: arguments.Options,
-    slots: arguments.Slots = _NO_SLOTS,
-    form: Callable[[arguments.Options], context.Form] | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Run an operator as its arguments lie on the devices of a mesh, if on any, and as `options.devices` says.
+# How an operator is divided, None for no mesh, and the axes that split its tokens.
+Places = tuple[partition.Division | None, partition.Axes]
 
-    Args:
-      run: the operator on one device.
-      x, options, slots: its arguments, checked but for the devices.
-      form: its form where tokens are split, from options that ask for states; None for the plain form.
-    """
-    devices, options = options.devices, options._replace(devices=arguments.Devices())
-    arrays, others = x.arrays()
-    given = {name: y for name, y in slots._asdict().items() if y is not None}
-    # Outside of jit they may be of numpy, as those of a scheduler are.
-    arrays = {name: jnp.asarray(y) if isinstance(y, np.ndarray) else y for name, y in (arrays | given).items()}
+
+def find_places(x: arguments.Arguments, options: arguments.Options) -> Places:
+    """Return how the arguments lie on the devices of a mesh, if on any, and as `options.devices` says."""
+    arrays, devices = x.arrays(), options.devices
     division = partition.find_division(arrays, _LAYOUT, devices.sharding)
     check_pool(arrays, division, _POOL)
-    tokens, pool = partition.token_axes(division, devices.context_axis), bool(given)
+    tokens = partition.token_axes(division, devices.context_axis)
     checks.check(
-        not (tokens and pool), f"`state_indices` must come with tokens that are not split; got them over {tokens}."
+        not (tokens and x.slots), f"`state_indices` must come with tokens that are not split; got them over {tokens}."
     )
-    with_states, group = bool(options.output_final_state), x.v.shape[2] // x.q.shape[2]
+    return division, tokens
+
+
+def over_devices(
+    implementation: Implementation, x: arguments.Arguments, options: arguments.Options, places: Places, run=None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Run an operator as its arguments lie on the devices of a mesh.
+
+    Args:
+      implementation: of the operator.
+      x, options: its arguments.
+      places: of these.
+      run: from the arguments and options of one device to its results, for an operator with slots; None for
+        `implementations.run`.
+    """
+    division, tokens = places
+    options, group = options._replace(devices=arguments.Devices()), x.v.shape[2] // x.q.shape[2]
 
     def on_device(arrays: partition.Arrays) -> tuple[jax.Array, jax.Array | None]:
-        arrays, elsewhere = (arrays, None) if division is None else _own(arrays, division, group)
-        slots = arguments.Slots(*(arrays.get(name) for name in arguments.Slots._fields))
-        y = arguments.Arguments(
-            **others | {name: z for name, z in arrays.items() if name not in arguments.Slots._fields}
-        )
+        arrays, elsewhere = (arrays, None) if division is None else _local(arrays, division, group)
+        y = x.with_arrays(arrays)
         if lax.axis_size(tokens) > 1:
-            keeping = options._replace(output_final_state=True)
-            split = context.plain_form(lambda y: run(y, keeping, slots)) if form is None else form(keeping)
-            return context.run_context(split, y, tokens, with_states)
-        o, states = run(y, options, slots)
+            return context.run_context(implementation, y, options, tokens)
+        o, states = run(y, options) if run else implementations.run(implementation, y, options)
         return without_elsewhere(o, elsewhere), states
 
-    return partition.over_mesh(on_device, arrays, division, tokens, with_states)
+    return partition.over_mesh(on_device, x.arrays(), division, tokens, bool(options.output_final_state))
 
 
 def check_pool(arrays: partition.Arrays, division: partition.Division | None, pool: str) -> None:
@@ -99,7 +93,7 @@ def check_pool(arrays: partition.Arrays, division: partition.Division | None, po
     )
 
 
-def _own(
+def _local(
     arrays: partition.Arrays, division: partition.Division, group: int
 ) -> tuple[partition.Arrays, jax.Array | None]:
     """Return arguments with the key heads and the slots of one device, and which sequences have theirs elsewhere."""

@@ -16,7 +16,7 @@ from jax import lax
 
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import chunking, segment_tables, tiles
-from chunkwise.shared.operators import arguments, context, isolation
+from chunkwise.shared.operators import arguments, isolation, state_map
 
 # Of arguments without segment ids to the output [B, T, HV, V] and the final states [B, HV, K, V] or None.
 Run = Callable[[arguments.Arguments], tuple[jax.Array, jax.Array | None]]
@@ -33,12 +33,12 @@ def run_segments(run: Run, x: arguments.Arguments) -> tuple[jax.Array, jax.Array
     return _mark(run(taken), x.v, x.initial_state, spoilt, segments)
 
 
-def summarise_segments(
-    summary: Callable[[arguments.Arguments], context.Summary], x: arguments.Arguments
-) -> context.Summary:
-    """Return what the tokens do to a state, by a summary that knows of no segments; as `run_segments`."""
+def map_segments(
+    find: Callable[[arguments.Arguments], state_map.StateMap], x: arguments.Arguments
+) -> state_map.StateMap:
+    """Return what the tokens do to a state, by a function that knows of no segments; as `run_segments`."""
     taken, spoilt, segments = _as_one(x)
-    found = summary(taken)
+    found = find(taken)
     states, M = (None if y is None else _unless(spoilt[:, -1], y, jnp.nan) for y in (found.states, found.M))
     return found._replace(states=states, M=M)
 

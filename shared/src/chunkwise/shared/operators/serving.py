@@ -6,10 +6,8 @@ sequence does what is traced, so that one program serves all steps.
 """
 
 import contextlib
-import functools
 import itertools
 import numbers
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,30 +16,12 @@ from jax import lax
 from jax.experimental import checkify
 
 from chunkwise.shared.kernels import launcher, pools, tiles
-from chunkwise.shared.operators import arguments, checks, chunked, decode, devices, recurrence
+from chunkwise.shared.operators import arguments, checks, decode, implementations, recurrence
+from chunkwise.shared.operators.arguments import Arguments, Options, Slots
+from chunkwise.shared.operators.implementations import Implementation
 
 # The chunk size where states after blocks of tokens are wanted, of which a block holds whole ones.
 BLOCK_CHUNK = 64
-# From arguments with a pool as initial states, options and routes to the output and the pool.
-Pooled = Callable[[arguments.Arguments, arguments.Options, pools.Routes], tuple[jax.Array, jax.Array]]
-# From arguments and options to the states before all chunks, which restart at every sequence: [1, NT, HV, K, V].
-ChunkStates = Callable[[arguments.Arguments, arguments.Options], jax.Array]
-
-
-class Forms(NamedTuple):
-    """What an operator has for prefills.
-
-    Attributes:
-      pooled: the kernel that starts from a pool and ends in it, in place: the implementation "fused".
-      plain: other implementations by name, which get and return states of their own.
-      chunk_states: the states before the chunks, by the names of `plain`.
-      raw_gates: whether `pooled` takes raw gates and their law.
-    """
-
-    pooled: Pooled
-    plain: Mapping[str, chunked.Implementation]
-    chunk_states: Mapping[str, ChunkStates]
-    raw_gates: bool = False
 
 
 class Step(NamedTuple):
@@ -60,7 +40,7 @@ class Step(NamedTuple):
     tokens: jax.Array
 
 
-def find_step(cu_seqlens: jax.Array, slots: arguments.Slots) -> Step:
+def find_step(cu_seqlens: jax.Array, slots: Slots) -> Step:
     """Return what a step does; sequences that do not exist have no tokens."""
     N = cu_seqlens.shape[0] - 1
     none, index = jnp.int32(-1), jnp.arange(N, dtype=jnp.int32)
@@ -99,56 +79,8 @@ def full_blocks(routes: pools.Routes, block_size: int) -> tuple[jax.Array, jax.A
     return stop, jnp.where(stop <= (routes.end - routes.start)[:, None], blocks, jnp.int32(-1))
 
 
-class Few(NamedTuple):
-    """The states that a step names, as a pool of their own.
-
-    Attributes:
-      states: [few, HV, K, V] float32.
-      step: the step in this pool.
-      slots: int32 [few], where its states belong after the step, none for those that nobody keeps.
-    """
-
-    states: jax.Array
-    step: Step
-    slots: jax.Array
-
-
-def name_few(pool: jax.Array, step: Step, T: int, block_size: int | None) -> Few:
-    """Return a small pool for a step of T tokens: sequence n has its slots n W to n W + W - 1, full blocks those after.
-
-    A sequence starts from its first slot, wherever its state comes from.
-    """
-    N, W = step.decodes.target.shape
-    none = jnp.int32(-1)
-    own = jnp.arange(N * W, dtype=jnp.int32).reshape(N, W)
-    # A sequence decodes or is a prefill, so one of the two is none.
-    source = jnp.maximum(step.decodes.source, step.prefills.source)
-    slots = jnp.maximum(step.decodes.target, jnp.pad(step.prefills.target, [(0, 0), (0, W - 1)], constant_values=-1))
-    slots, blocks = slots.reshape(-1), step.prefills.blocks
-    if blocks is not None:
-        assert block_size is not None
-        kept = full_blocks(step.prefills, block_size)[1].reshape(-1)
-        place = jnp.cumsum(kept >= 0, dtype=jnp.int32) - 1
-        blocks = jnp.where(kept >= 0, N * W + place, none).reshape(blocks.shape)
-        # No more blocks are full than fit into T tokens.
-        full = jnp.full(min(T // block_size, kept.size), none)
-        full = full.at[jnp.where(kept >= 0, place, full.size)].set(kept, mode="drop")
-        slots = jnp.concatenate([slots, full])
-    states, tail = decode.read_slots(pool, arguments.Slots(source)).astype(jnp.float32), [(0, 0)] * (pool.ndim - 1)
-    states = jnp.pad(states[:, None], [(0, 0), (0, W - 1), *tail]).reshape(N * W, *pool.shape[1:])
-    states = jnp.pad(states, [(0, slots.size - N * W), *tail])
-
-    def renamed(routes: pools.Routes, **changed) -> pools.Routes:
-        source = jnp.where(routes.source >= 0, own[:, 0], none)
-        target = jnp.where(routes.target >= 0, own[:, : routes.target.shape[1]], none)
-        return routes._replace(source=source, target=target, **changed)
-
-    step = step._replace(decodes=renamed(step.decodes), prefills=renamed(step.prefills, blocks=blocks))
-    return Few(states, step, slots)
-
-
 def find_faults(
-    cu_seqlens: jax.Array, slots: arguments.Slots, num_slots: int, num_tokens: int, block_size: int | None
+    cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
 ) -> list[tuple[jax.Array, str]]:
     """Return what may be wrong with the values of a step: pairs of a scalar bool, and the message if it is true."""
     step, N = find_step(cu_seqlens, slots), cu_seqlens.shape[0] - 1
@@ -204,7 +136,7 @@ def find_faults(
 
 
 def check_step_values(
-    cu_seqlens: jax.Array, slots: arguments.Slots, num_slots: int, num_tokens: int, block_size: int | None
+    cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
 ) -> None:
     """Check the values of a step: at once if they are known, else by `checkify.check`, which the caller makes pure."""
     known = _known(cu_seqlens, slots)
@@ -218,101 +150,78 @@ def check_step_values(
 
 
 def check_known_step(
-    cu_seqlens: jax.Array, slots: arguments.Slots, num_slots: int, num_tokens: int, block_size: int | None
+    cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
 ) -> None:
     """Check the values of a step if all are known: outside of jit, or as constants inside."""
     if _known(cu_seqlens, slots):
         check_step_values(cu_seqlens, slots, num_slots, num_tokens, block_size)
 
 
-def _known(cu_seqlens: jax.Array, slots: arguments.Slots) -> bool:
+def _known(cu_seqlens: jax.Array, slots: Slots) -> bool:
     return not any(isinstance(y, jax.core.Tracer) for y in (cu_seqlens, *slots))
 
 
-def run_ragged(
-    x: arguments.Arguments,
-    slots: arguments.Slots,
-    options: arguments.Options,
-    implementation: str | None,
-    forms: Forms,
-    fits: bool,
-    decoder: str,
-) -> tuple[jax.Array, jax.Array]:
-    """Check what all serving steps share and run one.
-
-    Args:
-      x: arguments whose tensors the caller has checked; x.initial_state is the pool.
-      slots: the sequences and their slots.
-      options: as the user gave them.
-      implementation: "fused", the name of one of `forms.plain`, or None for the best.
-      forms: what the operator has for prefills.
-      fits: whether the kernel for prefills takes these sizes.
-      decoder: the name of the kernel that decodes.
-    """
-    arguments.check_shared(x, options)
-    (HV, V), K = x.v.shape[2:], x.q.shape[3]
+def check_step(x: Arguments, options: Options) -> tuple[Arguments, Options]:
+    """Check the pool and the slots of a serving step, and return its arguments and options in full."""
+    slots: Any = x.slots
     checks.check(x.cu_seqlens is not None, "`cu_seqlens` must be an int32 array [N + 1]; got None.")
-    checks.check_array("states", x.initial_state, "slots HV K V", (None, HV, K, V))
+    checks.check_array("states", x.initial_state, "slots HV K V", (None, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
     if options.block_size is not None and options.chunk_size is None:
         options = options._replace(chunk_size=BLOCK_CHUNK)
     checks.check_step_types(slots, x.num_states, options.block_size, options.chunk_size)
     check_known_step(x.cu_seqlens, slots, x.initial_state.shape[0], x.v.shape[1], options.block_size)
-    slots = with_counts(slots)
-    slower = "staged" if "staged" in forms.plain else "xla"
-    chosen = checks.choose_implementation(implementation, ("fused", *forms.plain), "fused" if fits else slower)
-
-    def run(x: arguments.Arguments, options: arguments.Options, slots: arguments.Slots) -> tuple[jax.Array, jax.Array]:
-        step = find_step(x.cu_seqlens, slots)
-        pool, x = x.initial_state, x._replace(cu_seqlens=step.boundaries, initial_state=None)
-        take = functools.partial(take_step, x, options, slots.num_decodes is not None)
-        if pool.dtype != jnp.float16 or chosen == "xla":
-            return take(pool, step)
-        # No TPU kernel takes float16.
-        few = name_few(pool, step, x.v.shape[1], options.block_size)
-        o, states = take(few.states, few.step)
-        return o, decode.write_slots(pool, arguments.Slots(few.slots), states)
-
-    def take_step(
-        x: arguments.Arguments, options: arguments.Options, decodes: bool, pool, step: Step
-    ) -> tuple[jax.Array, jax.Array]:
-        if not decodes:
-            return _prefill(x, pool, step.prefills, options, chosen, forms)
-        # XLA moves no reshape into a condition or out of it: so what passes has its heads in one row, as the kernels
-        # take it and as projections leave it.
-        rows = {name: _in_rows(y) for name, y in _of_tokens(x).items()}
-        shapes = {name: y.shape[2:] for name, y in _of_tokens(x).items()}
-        # As many as decodes can have.
-        T = min(x.v.shape[1], step.decodes.target.size)
-
-        def tokens(most: int | None = None) -> arguments.Arguments:
-            return x._replace(**{name: y[:, :most].reshape(1, -1, *shapes[name]) for name, y in rows.items()})
-
-        def run_decodes(pool):
-            few = tokens(T)
-            # Whoever asks for the kernel gets it, or an error if it cannot have so many tokens.
-            plain = chosen == "xla" or (implementation != "fused" and decode.key_heads_a_step(few) is None)
-            o, pool = _decode(few, pool, step, options, plain, decoder)
-            return _in_rows(o), pool
-
-        def prefill_beside(leading, pool):
-            o, pool = _prefill(tokens(), pool, step.prefills, options, chosen, forms)
-            o = _in_rows(o)
-            own = lax.broadcasted_iota(jnp.int32, (1, T, 1), 1) < step.tokens
-            return o.at[:, :T].set(jnp.where(own, leading, o[:, :T])), pool
-
-        # A step that has no decode, or no prefill, spends nothing on them.
-        nothing = lambda T: jnp.zeros((1, T, rows["v"].shape[2]), x.v.dtype)
-        leading, pool = lax.cond(step.tokens > 0, run_decodes, lambda pool: (nothing(T), pool), pool)
-        only = lambda leading, pool: (nothing(x.v.shape[1]).at[:, :T].set(leading), pool)
-        o, pool = lax.cond(step.boundaries[-1] > step.tokens, prefill_beside, only, leading, pool)
-        return o.reshape(x.v.shape), pool
-
-    o, pool = devices.over_devices(run, x, options._replace(output_final_state=True), slots)
-    assert pool is not None
-    return o, pool
+    return x._replace(slots=with_counts(slots)), options._replace(output_final_state=True)
 
 
-def with_counts(slots: arguments.Slots) -> arguments.Slots:
+def run_step(
+    name: str, implementation: Implementation, x: Arguments, options: Options, strict: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Run a serving step.
+
+    Args:
+      name: of the kernel that decodes.
+      implementation: of the prefills; its name says how decodes go, too.
+      x, options: arguments that `check_step` returned.
+      strict: whether more decodes than the kernel can have are an error, and do not go in plain JAX.
+    """
+    slots: Any = x.slots
+    step, pool = find_step(x.cu_seqlens, slots), x.initial_state
+    x = x._replace(cu_seqlens=step.boundaries, initial_state=None, slots=None)
+    if implementation.pooled is not None:
+        decode.check_pool_type(pool)
+    if slots.num_decodes is None:
+        return _prefill(x, pool, step.prefills, options, implementation)
+    # XLA moves no reshape into a condition or out of it: so what passes has its heads in one row, as the kernels
+    # take it and as projections leave it.
+    rows = {name: _in_rows(y) for name, y in _of_tokens(x).items()}
+    shapes = {name: y.shape[2:] for name, y in _of_tokens(x).items()}
+    # As many as decodes can have.
+    T = min(x.v.shape[1], step.decodes.target.size)
+
+    def tokens(most: int | None = None) -> Arguments:
+        return x._replace(**{name: y[:, :most].reshape(1, -1, *shapes[name]) for name, y in rows.items()})
+
+    def run_decodes(pool):
+        few = tokens(T)
+        fits = strict or (pool.dtype != jnp.float16 and decode.key_heads_a_step(few) is not None)
+        o, pool = _decode(few, pool, step, options, implementation.name == "xla" or not fits, name)
+        return _in_rows(o), pool
+
+    def prefill_beside(leading, pool):
+        o, pool = _prefill(tokens(), pool, step.prefills, options, implementation)
+        o = _in_rows(o)
+        decoded = lax.broadcasted_iota(jnp.int32, (1, T, 1), 1) < step.tokens
+        return o.at[:, :T].set(jnp.where(decoded, leading, o[:, :T])), pool
+
+    # A step that has no decode, or no prefill, spends nothing on them.
+    nothing = lambda T: jnp.zeros((1, T, rows["v"].shape[2]), x.v.dtype)
+    leading, pool = lax.cond(step.tokens > 0, run_decodes, lambda pool: (nothing(T), pool), pool)
+    only = lambda leading, pool: (nothing(x.v.shape[1]).at[:, :T].set(leading), pool)
+    o, pool = lax.cond(step.boundaries[-1] > step.tokens, prefill_beside, only, leading, pool)
+    return o.reshape(x.v.shape), pool
+
+
+def with_counts(slots: Slots) -> Slots:
     """Return slots whose numbers of sequences are arrays; None for no decodes, as a number, and for all sequences."""
     decodes, sequences = slots.num_decodes, slots.num_sequences
     none = decodes is None or (isinstance(decodes, numbers.Integral) and decodes == 0)
@@ -322,7 +231,7 @@ def with_counts(slots: arguments.Slots) -> arguments.Slots:
     )
 
 
-def _of_tokens(x: arguments.Arguments) -> dict[str, jax.Array]:
+def _of_tokens(x: Arguments) -> dict[str, jax.Array]:
     """Return the arguments [B, T, ...] by name."""
     return {name: y for name, y in x._asdict().items() if name in ("q", "k", "v", "g", "beta") and y is not None}
 
@@ -333,21 +242,15 @@ def _in_rows(x: jax.Array) -> jax.Array:
 
 
 def _prefill(
-    x: arguments.Arguments,
-    pool: jax.Array,
-    routes: pools.Routes,
-    options: arguments.Options,
-    implementation: str,
-    forms: Forms,
+    x: Arguments, pool: jax.Array, routes: pools.Routes, options: Options, implementation: Implementation
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs of the prefills, zeros elsewhere, and the pool after them."""
-    fused = implementation == "fused"
-    x, options = chunked.prepare(x, options, implementation, fused and forms.raw_gates)
-    if fused:
-        return forms.pooled(x._replace(initial_state=pool), options, routes)
+    x, options = implementations.prepare(implementation, x, options)
+    if implementation.pooled is not None:
+        return implementation.pooled(x._replace(initial_state=pool), options, routes)
     # The tokens before the first prefill are a sequence of their own.
     boundaries = jnp.concatenate([jnp.zeros(1, jnp.int32), routes.start[:1], routes.end])
-    states = decode.read_slots(pool, arguments.Slots(routes.source)).astype(jnp.float32)
+    states = decode.read_slots(pool, Slots(routes.source)).astype(jnp.float32)
     states = jnp.concatenate([jnp.zeros_like(states[:1]), states])
     owned = lax.broadcasted_iota(jnp.int32, (1, x.v.shape[1]), 1) >= routes.start[0]
     tokens = {
@@ -355,15 +258,16 @@ def _prefill(
         for name, y in _of_tokens(x).items()
     }
     x = x._replace(initial_state=states, cu_seqlens=boundaries, **tokens)
-    o, after = forms.plain[implementation](x, options)
+    o, after = implementation.run(x, options, None)
     assert after is not None
     if routes.blocks is not None:
-        kept = forms.chunk_states[implementation](x, options)[0]
+        assert implementation.chunk_states is not None
+        kept = implementation.chunk_states(x, options)[0]
         pool = _write_blocks(pool, kept, after[1:], routes, options)
-    return o, decode.write_slots(pool, arguments.Slots(routes.target[:, 0]), after[1:])
+    return o, decode.write_slots(pool, Slots(routes.target[:, 0]), after[1:])
 
 
-def _write_blocks(pool, kept, after, routes: pools.Routes, options: arguments.Options) -> jax.Array:
+def _write_blocks(pool, kept, after, routes: pools.Routes, options: Options) -> jax.Array:
     """Write the states after blocks of tokens, of those before all chunks [NT, ...] and those after sequences [N, ...].
 
     The state after a block is that before the next chunk of its sequence, or that after the sequence.
@@ -378,28 +282,28 @@ def _write_blocks(pool, kept, after, routes: pools.Routes, options: arguments.Op
     inside = jnp.minimum(first[:, None] + stop // C, kept.shape[0] - 1)  # [N, M]
     sequence = jnp.arange(length.shape[0], dtype=jnp.int32)[:, None]
     states = jnp.where((stop < length)[:, :, None, None, None], kept[inside], after[sequence + 0 * stop])
-    return decode.write_slots(pool, arguments.Slots(slot.reshape(-1)), states.reshape(-1, *states.shape[2:]))
+    return decode.write_slots(pool, Slots(slot.reshape(-1)), states.reshape(-1, *states.shape[2:]))
 
 
 def _decode(
-    x: arguments.Arguments, pool: jax.Array, step: Step, options: arguments.Options, plain: bool, name: str
+    x: Arguments, pool: jax.Array, step: Step, options: Options, plain: bool, name: str
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs of the decodes, whose tokens are the first ones and all that x has, and the pool."""
     (B, T, H, K), (HV, V), routes = x.q.shape, x.v.shape[2:], step.decodes
-    inside, after = launcher.split_scale(arguments.scale_of(x))
-    x, options = arguments.without_laws(x._replace(cu_seqlens=jnp.stack([jnp.int32(0), step.tokens])), options)
-    x = x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)
+    x, options = arguments.choose_scale(x._replace(cu_seqlens=jnp.stack([jnp.int32(0), step.tokens])), options)
+    x, options = arguments.without_laws(x, options)
+    scale, x = x.scale, x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)
     N, W = routes.target.shape
-    static = decode.Static(B, T, H, HV, K, V, N, W, True, inside, options.normalise, name)
+    static = decode.Static(B, T, H, HV, K, V, N, W, True, options.scale, options.normalise, name)
     if plain:
         made, pool = _plain_tokens(static, x, pool, routes)
     else:
         made, pool = decode.launch_tokens(static, x, pool, routes)
-    return launcher.scaled(made, after), pool
+    return launcher.scaled(made, scale), pool
 
 
 def _plain_tokens(
-    static: decode.Static, x: arguments.Arguments, pool: jax.Array, routes: pools.Routes
+    static: decode.Static, x: Arguments, pool: jax.Array, routes: pools.Routes
 ) -> tuple[jax.Array, jax.Array]:
     """Do as `launch_tokens` in plain JAX: token t of all sequences at once."""
     s = static
@@ -411,11 +315,11 @@ def _plain_tokens(
     if s.normalise:
         q, k = tiles.l2norm(q), tiles.l2norm(k)
     q, k = (jnp.repeat(y, s.HV // s.H, axis=2) for y in (q, k))
-    states, o = decode.read_slots(pool, arguments.Slots(routes.source)).astype(jnp.float32), []
+    states, o = decode.read_slots(pool, Slots(routes.source)).astype(jnp.float32), []
     for t in range(s.W):
         one = jax.tree.map(lambda y, t=t: y[:, t : t + 1], (q, k, v, g, beta))
         made, states = recurrence.recurrence(*one, s.scale, states, jnp.float32)
-        pool = decode.write_slots(pool, arguments.Slots(routes.target[:, t]), states)
+        pool = decode.write_slots(pool, Slots(routes.target[:, t]), states)
         o.append(made)
     made = jnp.concatenate(o, axis=1).astype(x.v.dtype)  # [N, W, HV, V]
     return jnp.zeros_like(x.v).at[0, token].set(made, mode="drop"), pool

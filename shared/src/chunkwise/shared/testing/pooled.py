@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.shared.operators import arguments
+from chunkwise.shared.operators.operator import Operator
 from chunkwise.shared.testing import compare, inputs, oracle, tpu
 
 # An empty sequence in the middle and one at the end, one that ends with a chunk of 16, and one of a token.
@@ -27,25 +28,25 @@ NUM_SLOTS = 12
 
 
 @functools.cache
-def step_of(ragged: Callable, implementation: str, options: tuple) -> Callable:
+def step_of(operator: Operator, implementation: str, options: tuple) -> Callable:
     """Return a jitted function of inputs by name, boundaries and slots to o and the pool; the same one every time."""
 
     @jax.jit
     def run(x, cu_seqlens, slots):
         given: dict[str, Any] = {"beta": None, **x}
-        y = arguments.Arguments(**given, scale=None, cu_seqlens=cu_seqlens)
-        return ragged(y, slots, arguments.Options(True, **dict(options)), implementation)
+        y = arguments.Arguments(**given, cu_seqlens=cu_seqlens, slots=slots)
+        return operator.ragged(y, arguments.Options(True, **dict(options)), implementation)
 
     return run
 
 
 def assert_prefills(
-    ragged: Callable, x: dict[str, jax.Array], dtype, implementation: str = "fused", blocks: bool = False, **options
+    operator: Operator, x: dict[str, jax.Array], dtype, implementation: str = "fused", blocks: bool = False, **options
 ) -> None:
     """Fail unless a step of prefills gives the outputs and the pool of the recurrence, and leaves other slots alone.
 
     Args:
-      ragged: the operator, from Arguments, Slots, Options and an implementation to o and the pool.
+      operator: its record.
       x: its inputs by name, PREFILL_TOKENS tokens; an initial state is not among them.
       dtype: of the pool.
       implementation: its name.
@@ -65,7 +66,7 @@ def assert_prefills(
         block_state_indices=jnp.asarray(named) if blocks else None,
     )  # fmt: skip
     options |= dict(block_size=BLOCK) if blocks else {}
-    run = step_of(ragged, implementation, tuple(options.items()))
+    run = step_of(operator, implementation, tuple(options.items()))
     o, after = run(inputs.spoil_padding(x, cu_seqlens) | dict(initial_state=pool), cu_seqlens, slots)
 
     want, expected = np.zeros(o.shape), np.array(pool, np.float64)
@@ -100,11 +101,11 @@ def assert_prefills(
             assert np.asarray(after[slot]).tobytes() == np.asarray(pool[slot]).tobytes(), f"slot {slot} has changed"
 
 
-def compile_prefills(ragged: Callable, chip: str, delta: bool, per_channel: bool, dtype=jnp.float32) -> str:
+def compile_prefills(operator: Operator, chip: str, delta: bool, per_channel: bool, dtype=jnp.float32) -> str:
     """Compile a step of prefills for a TPU and return its text; fail unless the donated pool is the result, uncopied.
 
     Args:
-      ragged: as in `assert_prefills`.
+      operator: as in `assert_prefills`.
       chip: a name in `chunkwise.shared.chips`.
       delta: whether there is a delta rule.
       per_channel: whether gates are per channel.
@@ -122,7 +123,7 @@ def compile_prefills(ragged: Callable, chip: str, delta: bool, per_channel: bool
     )
     index = inputs.spec(N, dtype=jnp.int32)
     slots = arguments.Slots(index, inputs.spec(N, dtype=jnp.bool_), read_indices=index)
-    run = step_of(ragged, "fused", ())
+    run = step_of(operator, "fused", ())
     step = lambda pool, x, cu_seqlens, slots: run(x | dict(initial_state=pool), cu_seqlens, slots)
     compiled = tpu.compile_for(
         step, pool, x, inputs.spec(N + 1, dtype=jnp.int32), slots, chip=chip, donate_argnums=(0,)

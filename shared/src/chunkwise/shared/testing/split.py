@@ -7,30 +7,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.operators import arguments, chunked, gates
+from chunkwise.shared.operators import arguments, gates, implementations
 from chunkwise.shared.testing import compare, inputs
 
 # The other order of the same sums, in float32, or of products of bfloat16.
 _TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2}
 
 
-def assert_split(
-    run: Callable, summary: Callable, state_gradient: Callable, x: dict, fixed: dict, laws: gates.Laws, raw_gates=False
-) -> None:
-    """Compare the operator behind a summary of its tokens with the operator alone: values and all gradients.
+def assert_split(implementation: implementations.Implementation, x: dict, fixed: dict, laws: gates.Laws) -> None:
+    """Compare the operator behind the map of its tokens with the operator alone: values and all gradients.
 
-    The summary must also say what the tokens do to any state. Padding is NaN. Where the operator alone is not finite
+    The map must also say what the tokens do to any state. Padding is NaN. Where the operator alone is not finite
     because a sequence is not, the other must not be finite either, and there are no gradients to compare.
 
     Args:
-      run, summary, state_gradient: the three of `Launches`, from prepared arguments and options.
+      implementation: of the operator.
       x: its floating-point arrays by name, initial_state among them.
       fixed: its other arguments.
-      laws, raw_gates: as `prepare` takes them.
+      laws: of its gates.
     """
     dtype, T, S = str(x["v"].dtype), x["v"].shape[1], x["initial_state"]
     options = arguments.Options(True, chunk_size=16 if T < 64 else 64, laws=laws)
-    prepared = lambda x: chunked.prepare(arguments.Arguments(**x, **fixed), options, "fused", raw_gates)
+    given = lambda x: (implementation, arguments.Arguments(**x, **fixed), options)
     finite = all(np.isfinite(np.asarray(y, np.float32)).all() for y in x.values())
     x = inputs.spoil_padding(x, **fixed)
 
@@ -39,13 +37,12 @@ def assert_split(
 
     @jax.jit
     def programs(x, *cotangents):
-        (o, states), pull = jax.vjp(lambda x: run(*prepared(x)), x)
+        (o, states), pull = jax.vjp(lambda x: implementations.run(*given(x)), x)
         want = results(pull, o, states, cotangents)
-        found = summary(*prepared(x | dict(initial_state=jnp.zeros_like(S))))
-        given = found.kept if found.given is None else found.given
-        (o, states), pull = jax.vjp(lambda x: run(*prepared(x), given), x)
+        found = implementations.map_states(*given(x | dict(initial_state=jnp.zeros_like(S))))
+        (o, states), pull = jax.vjp(lambda x: implementations.run(*given(x), found.precomputed), x)
         mapped = found.states + jnp.matmul(found.M, x["initial_state"], precision="highest")
-        dh0 = state_gradient(*prepared(x), found.kept, *cotangents)
+        dh0 = implementations.state_gradient(*given(x), found.precomputed, *cotangents)
         return results(pull, o, states, cotangents), want, mapped, dh0
 
     rng = np.random.default_rng(1)

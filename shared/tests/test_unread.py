@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.fused_gla.unread import unless_unread
+from chunkwise.shared.operators.unread import unless_unread
 
 TRANSFORMS = {
     "jit": lambda fn: fn,

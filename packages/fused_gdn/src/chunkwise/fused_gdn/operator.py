@@ -1,0 +1,99 @@
+"""The record of the gated delta rule: what is its own around its kernels and its plain form."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.fused_gdn import config, kernel, kernel_bwd, kernel_map, xla
+from chunkwise.shared.kernels import chunking, layout, matmul, packed
+from chunkwise.shared.kernels.operands import Operands
+from chunkwise.shared.operators import checks, fused, state_map
+from chunkwise.shared.operators.arguments import Arguments, Options
+from chunkwise.shared.operators.implementations import Implementation, in_plain_jax
+from chunkwise.shared.operators.operator import define
+
+
+def check(x: Arguments, options: Options) -> None:
+    """Check the tensors of the operator."""
+    checks.check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens)
+
+
+def config_for(x: Arguments, options: Options) -> config.Config:
+    """Return the tile sizes for these arguments, checked."""
+    (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
+    fused.check_channels(x)
+    sizes = options.config or config.default_for(H, HV, options.chunk_size, packed.pad_lanes(K), packed.pad_lanes(V))
+    for name in ("heads", "heads_bwd"):
+        heads = getattr(sizes, name)
+        checks.check(
+            heads >= 1 and HV % heads == 0,
+            f"`config.{name}` must divide {HV} value heads; got {heads}.",
+        )
+    return sizes
+
+
+def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> kernel.Static:
+    """Return what the kernels are built for."""
+    (B, T, H, K), (HV, V), C = x.q.shape, x.v.shape[2:], options.chunk_size
+    # Groups of value heads that are too large for a step are cut, and each part has its own key head.
+    repeats = config.key_repeats(H, HV, options.config)
+    pieces = x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state))
+    return kernel.Static(
+        B=B, T=max(T, C), H=H * repeats, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=x.num_states,
+        steps=chunking.num_chunks(T, C) + x.num_states * pieces, scale=options.scale,
+        normalise=bool(options.normalise), pieces=pieces, config=options.config,
+    )  # fmt: skip
+
+
+def lay_out(x: Arguments, static: kernel.Static, backward: bool) -> Operands:
+    """Return the operands of a launch; values per token are cut in blocks of its heads, [B, blocks, T, heads]."""
+    heads = static.config.heads_bwd if backward else static.config.heads
+    dtype, repeats = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype), static.H // x.q.shape[2]
+    q, k = (jnp.repeat(y, repeats, axis=2) if repeats > 1 else y for y in (x.q, x.k))
+    q, k, v = (layout.to_lanes(y.astype(dtype), static.T) for y in (q, k, x.v))
+    # No TPU loads float16.
+    wide = lambda y: y.astype(jnp.float32) if y.dtype == jnp.float16 else y
+    g, beta = (to_blocks(wide(y), heads, static.T) for y in (x.g, x.beta))
+    return Operands(q=q, k=k, v=v, g=g, beta=beta, initial_state=fused.kernel_states(x.initial_state))
+
+
+def to_blocks(x: jax.Array, heads: int, T: int) -> jax.Array:
+    """Return a value per token [B, t, HV] as [B, HV / heads, T, heads], zeros past the last token."""
+    x = chunking.pad_tokens(x, T)
+    return jnp.moveaxis(x.reshape(*x.shape[:2], -1, heads), 2, 1)
+
+
+KERNELS = fused.Kernels(
+    config_for,
+    static_for,
+    lay_out,
+    kernel.launch,
+    kernel_bwd.launch,
+    kernel_map.launch,
+    residuals=("X",),
+    recomputed=("h", "W"),
+    precomputed=("X",),
+    makes_map=lambda x: packed.pad_lanes(x.q.shape[3]) + packed.pad_lanes(x.v.shape[3]) <= fused.MOST_CHANNELS,
+    owner_repeats=lambda static: static.shape(static.config.heads).p,
+)
+
+
+@in_plain_jax
+def run_xla(x: Arguments, options: Options, inverses: jax.Array | None = None) -> tuple[jax.Array, Any]:
+    """Run the plain form, with the inverses of all chunks where they are known."""
+    return xla.gated_delta_rule(x, options, inverses)
+
+
+@in_plain_jax
+def map_xla(x: Arguments, options: Options) -> state_map.StateMap:
+    """Return what the tokens do to a state; the inverses of all chunks are precomputed."""
+    return state_map.augment_with_identity(lambda y: xla.states_after(y, options), x)
+
+
+OPERATOR = define(
+    "gated_delta_rule",
+    check,
+    fused.implementation(KERNELS, fused.holds_states),
+    Implementation("xla", run_xla, map_xla),
+)

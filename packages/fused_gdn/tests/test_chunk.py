@@ -1,0 +1,19 @@
+"""chunk.py against the float64 recurrence, and the interpreted kernels against chunk.py."""
+
+import pytest
+
+from chunkwise.fused_gdn import chunk_gated_delta_rule as operator
+from chunkwise.fused_gdn.chunk import chunk, chunk_bwd
+from chunkwise.shared.testing.chunked import CASES, assert_kernel, assert_recurrence, make_case
+
+pytestmark = pytest.mark.interpreted
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_recurrence(case):
+    assert_recurrence(chunk, chunk_bwd, *make_case(case, per_channel=False))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels(case):
+    assert_kernel(operator, chunk, chunk_bwd, *make_case(case, per_channel=False))

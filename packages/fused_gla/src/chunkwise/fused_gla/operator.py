@@ -1,0 +1,125 @@
+"""The records of GLA and simple GLA, which share their kernels: what is their own around these."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.fused_gla import config, kernel, kernel_bwd, xla
+from chunkwise.shared.kernels import chunking, launcher, layout, matmul, packed
+from chunkwise.shared.kernels.operands import Operands
+from chunkwise.shared.operators import arguments, checks, fused
+from chunkwise.shared.operators.arguments import Arguments, Options
+from chunkwise.shared.operators.implementations import Implementation, in_plain_jax
+from chunkwise.shared.operators.operator import define
+
+
+def check(x: Arguments, options: Options) -> None:
+    """Check the tensors of an operator, with gates per head or per channel."""
+    B, T, H, K = checks.check_array("k", x.k, "B T H K")
+    checks.check_array("q", x.q, "B T H K", (B, T, H, K))
+    HV = checks.check_array("v", x.v, "B T HV V", (B, T, None, None))[2]
+    checks.check_heads(H, HV)
+    checks.check_gates("g", x.g, (B, T, HV), K)
+    if x.g_gamma is not None:
+        checks.check_array("g_gamma", x.g_gamma, "HV", (HV,))
+    checks.check_packed(x.cu_seqlens, B)
+
+
+def _default_config(x: Arguments, options: Options) -> config.Config | None:
+    """Return the tile sizes for these arguments, None where a head is too large for fast memory."""
+    (_, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
+    C = checks.choose_chunk_size(options.chunk_size, "fused", T)
+    itemsize = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype).itemsize
+    return config.default_for(H, HV, K, V, C, chunking.num_chunks(T, C), itemsize, _per_channel(x))
+
+
+def _per_channel(x: Arguments) -> bool:
+    return x.g is not None and x.g.ndim == 4
+
+
+def fits(x: Arguments, options: Options) -> bool:
+    """Return whether the kernels take these arguments, forward and backward."""
+    return options.config is not None or _default_config(x, options) is not None
+
+
+def config_for(x: Arguments, options: Options) -> config.Config:
+    """Return the tile sizes for these arguments, checked."""
+    H, HV = x.q.shape[2], x.v.shape[2]
+    sizes = options.config or _default_config(x, options)
+    if sizes is None:
+        raise NotImplementedError(
+            f'"fused" keeps the states of a head in VMEM; K = {x.q.shape[3]} and V = {x.v.shape[3]} need more of it '
+            f'than there is: use implementation="xla".'
+        )
+    checks.check(
+        all(launcher.divides_groups(n, H, HV) for n in (sizes.heads, sizes.heads_bwd)) and sizes.num_steps >= 1,
+        f"`config` must have heads that divide HV = {HV} into whole groups of {HV // H} or parts of one, and at "
+        f"least one step; got {sizes}.",
+    )
+    return sizes
+
+
+def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> kernel.Static:
+    """Return what the kernels are built for."""
+    (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
+    pieces, NT = x.cu_seqlens is not None and (x.with_state or options.output_final_state), chunking.num_chunks(T, C)
+    chunks = launcher.largest_divisor(NT, options.config.num_steps)
+    return kernel.Static(
+        B, T, H, HV, packed.pad_lanes(K), packed.pad_lanes(V), C, N, NT // chunks + pieces * N, chunks, options.scale,
+        options.config,
+        per_channel=_per_channel(x),
+        pieces=pieces,
+        constant=x.g is None and x.cu_seqlens is None and x.segment_ids is None and T % C == 0,
+        # The gradient of constant gates is one number for all tokens, which cancel; see `tile`.
+        parts=2 if x.g_gamma is not None and "g_gamma" in wanted else 1,
+    )  # fmt: skip
+
+
+def lay_out(x: Arguments, static: kernel.Static, backward: bool) -> Operands:
+    """Return the operands of a launch.
+
+    Gates per head are rows of chunks [B, NT, HV, 1, C] float32, gates per channel flat [B, T, HV K]. States are [V, K].
+    Tokens keep their types, and are not padded.
+    """
+    g = x.g
+    if g is not None:
+        rows = lambda g: layout.to_rows(g.astype(jnp.float32), static.C)[:, :, :, None]
+        g = layout.to_lanes(g, static.T) if static.per_channel else rows(g)
+    gamma = None if x.g_gamma is None else x.g_gamma.astype(jnp.float32)[:, None, None]
+    q, k, v = (layout.to_lanes(y, static.T) for y in (x.q, x.k, x.v))
+    return Operands(
+        q=q, k=k, v=v, g=g, gamma=gamma, initial_state=fused.kernel_states(x.initial_state, transposed=True)
+    )
+
+
+KERNELS = fused.Kernels(
+    config_for,
+    static_for,
+    lay_out,
+    kernel.launch,
+    kernel_bwd.launch,
+    kernel.launch,
+    residuals=("h",),
+    optional=("g", "gamma"),
+    transposed=True,
+    makes_map=_per_channel,
+    tile_tokens=lambda static: static.chunks * static.C,
+)
+
+
+@in_plain_jax
+def run_xla(x: Arguments, options: Options, precomputed: None = None) -> tuple[jax.Array, Any]:
+    """Run the plain form."""
+    q, k, v = (y.astype(jnp.float32) for y in (x.q, x.k, x.v))
+    # JAX would round the gradient of a bfloat16 operand, which is the gradient of the scores and of the states.
+    exact = x._replace(q=q, k=k, v=v, g=arguments.total_gate(x))
+    if x.initial_state is not None:
+        # The states of the tiles are [V, K].
+        exact = exact._replace(initial_state=jnp.swapaxes(x.initial_state.astype(jnp.float32), 2, 3))
+    o, state = xla.gla(exact, options)
+    return o.astype(x.v.dtype), None if state is None else jnp.swapaxes(state, 2, 3)
+
+
+_IMPLEMENTATIONS = fused.implementation(KERNELS, fits), Implementation("xla", run_xla)
+GLA, SIMPLE_GLA = (define(name, check, *_IMPLEMENTATIONS) for name in ("gla", "simple_gla"))

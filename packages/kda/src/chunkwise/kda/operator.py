@@ -1,0 +1,111 @@
+"""The record of Kimi delta attention: what is its own around its kernels and its plain form."""
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.kda import config, kernel, kernel_bwd, tile, xla
+from chunkwise.shared.kernels import chunking, launcher, layout, matmul, packed
+from chunkwise.shared.kernels.operands import Operands
+from chunkwise.shared.operators import checks, fused, gates, state_map
+from chunkwise.shared.operators.arguments import Arguments, Options
+from chunkwise.shared.operators.implementations import Implementation, in_plain_jax
+from chunkwise.shared.operators.operator import define
+
+
+def check(x: Arguments, options: Options) -> None:
+    """Check the tensors of the operator, and the promise about its gates."""
+    checks.check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens, per_channel=True)
+    bound = options.gate_lower_bound
+    number = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
+    checks.check(
+        bound is None or (number and bound <= 0),
+        f"`gate_lower_bound` must be None or a number <= 0{checks.when_built(bound)}; got {checks.shown(bound)}.",
+    )
+
+
+def config_for(x: Arguments, options: Options) -> config.Config:
+    """Return the tile sizes for these arguments, checked."""
+    (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
+    fused.check_channels(x)
+    sizes = options.config or config.default_for(
+        H, HV, options.chunk_size, packed.pad_lanes(K), packed.pad_lanes(V), _dtype(x).itemsize
+    )
+    for name in ("heads", "heads_bwd"):
+        heads = getattr(sizes, name)
+        checks.check(
+            launcher.divides_groups(heads, H, HV),
+            f"`config.{name}` must divide {HV} value heads in whole groups of {HV // H} or inside of one; got {heads}.",
+        )
+    return sizes
+
+
+def _dtype(x: Arguments):
+    return matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
+
+
+def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> kernel.Static:
+    """Return what the kernels are built for."""
+    (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
+    pieces = x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state))
+    # What pads fewer tokens than a chunk is zeros, of which a law makes decays.
+    selects = (T if options.laws.use_gate_in_kernel else max(T, C)) % C > 0
+    return kernel.Static(
+        B=B, T=max(T, C), selects=selects, H=H, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=N,
+        steps=chunking.num_chunks(T, C) + N * pieces, scale=options.scale, normalise=bool(options.normalise),
+        pieces=pieces, config=options.config,
+        base=tile.base_block(options.gate_lower_bound, _dtype(x)),
+        backward_base=tile.base_block(options.gate_lower_bound, jnp.float32),
+        lower_bound=options.laws.lower_bound,
+    )  # fmt: skip
+
+
+def lay_out(x: Arguments, static: kernel.Static, backward: bool) -> Operands:
+    """Return the operands of a launch; step sizes are rows of chunks [B, NT, HV, C], states are [V, K]."""
+    g, law = x.g.astype(jnp.float32), None
+    if x.A_log is not None:
+        # Raw gates stay as narrow as they are, but no TPU loads float16.
+        g = x.g if x.g.dtype == jnp.bfloat16 else g
+        law = jnp.stack(gates.lay_out_law(x.A_log, x.dt_bias, g.shape[2:]))  # [2, HV, K]
+        law = layout.to_lanes(law[None], 2)[0]
+    q, k, v = (layout.to_lanes(y.astype(_dtype(x)), static.T) for y in (x.q, x.k, x.v))
+    return Operands(
+        q=q, k=k, v=v, g=layout.to_lanes(g, static.T), beta=layout.to_rows(x.beta.astype(jnp.float32), static.C),
+        law=law, initial_state=fused.kernel_states(x.initial_state, transposed=True),
+    )  # fmt: skip
+
+
+KERNELS = fused.Kernels(
+    config_for,
+    static_for,
+    lay_out,
+    kernel.launch,
+    kernel_bwd.launch,
+    kernel.launch,
+    residuals=("h", "W", "X", "scores"),
+    precomputed=("X", "scores"),
+    transposed=True,
+    most_channels=fused.MOST_CHANNELS,
+)
+
+
+@in_plain_jax
+def run_xla(x: Arguments, options: Options, inverses: jax.Array | None = None) -> tuple[jax.Array, Any]:
+    """Run the plain form, with the inverses of all chunks where they are known."""
+    return xla.kimi_delta_attention(x, options, inverses)
+
+
+@in_plain_jax
+def map_xla(x: Arguments, options: Options) -> state_map.StateMap:
+    """Return what the tokens do to a state; the inverses of all chunks are precomputed."""
+    return state_map.augment_with_identity(lambda y: xla.states_after(y, options), x)
+
+
+OPERATOR = define(
+    "kda",
+    check,
+    fused.implementation(KERNELS, fused.holds_states, raw_gates=True),
+    Implementation("xla", run_xla, map_xla),
+)

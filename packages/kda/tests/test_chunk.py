@@ -1,0 +1,19 @@
+"""chunk.py against the float64 recurrence, and the interpreted kernels against chunk.py."""
+
+import pytest
+
+from chunkwise.kda import chunk_kda as operator
+from chunkwise.kda.chunk import chunk, chunk_bwd
+from chunkwise.shared.testing.chunked import CASES, assert_kernel, assert_recurrence, make_case
+
+pytestmark = pytest.mark.interpreted
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_recurrence(case):
+    assert_recurrence(chunk, chunk_bwd, *make_case(case, per_channel=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels(case):
+    assert_kernel(operator, chunk, chunk_bwd, *make_case(case, per_channel=True))

@@ -1,0 +1,312 @@
+"""The implementation "fused" of any operator, from what its kernels have of their own.
+
+A package gives `Kernels`: tile sizes, the way of the user's arrays into the layout of its kernels, and its launches.
+Here is what all of them do around these: the table of steps, states in the layout of the user and empty sequences, the
+gradient, what the forward leaves for the backward, states in a pool, and the map of the tokens of a device.
+
+The gradient stands around the user's arrays, so the forward leaves these, without padding and in their own types. The
+backward brings them into the layout of the kernels again, and JAX transposes that way for their gradients.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import launcher, layout, packed, pools, remat
+from chunkwise.shared.kernels.operands import Operands
+from chunkwise.shared.operators import state_map
+from chunkwise.shared.operators.arguments import Arguments, Options
+from chunkwise.shared.operators.implementations import Implementation
+from chunkwise.shared.operators.unread import unless_unread
+
+# From operands, the static description of a launch, and the names of outputs to these outputs.
+Launch = Callable[[Operands, Any, tuple[str, ...]], dict[str, Any]]
+
+
+class Kernels(NamedTuple):
+    """What the fused kernels of an operator have of their own.
+
+    Attributes:
+      config_for: from arguments and options to the tile sizes, those of `options.config` where it is given. Raises
+        NotImplementedError where a head is too large for fast memory.
+      static_for: from arguments, options with a config, and the names of the arguments whose gradients are wanted to
+        what a launch is built for, a tuple with the fields T, C and steps among others.
+      lay_out: from arguments, static and whether they are for the backward to the floating-point operands. It is
+        linear but for the laws of gates, and JAX transposes it.
+      forward: outputs o, ht (the final states), pool_out, and the residuals.
+      backward: outputs dq, dk, ..., named after the operands, and dh0 of initial_state; or dh0 alone.
+      states: the launch that takes states alone through the tokens; outputs ht, M, and what is precomputed.
+      residuals: the outputs of the forward that the backward reads, beside the arguments.
+      recomputed: the outputs of the forward that the backward makes again.
+      precomputed: the outputs of `states` that the operator behind it takes, and that are residuals then.
+      optional: the operands whose gradients are made only where they are wanted.
+      transposed: whether kernels hold states as [V, K].
+      makes_map: whether `states` makes M for arguments of these sizes.
+      most_channels: of the states in one launch of `states`, where M comes from the identity beside the states.
+      tile_tokens: from static, the tokens of a grid step where a packed batch has states.
+      owner_repeats: from static, how often the owners of tokens lie side by side.
+    """
+
+    config_for: Callable[[Arguments, Options], Any]
+    static_for: Callable[[Arguments, Options, frozenset[str]], Any]
+    lay_out: Callable[[Arguments, Any, bool], Operands]
+    forward: Launch
+    backward: Launch
+    states: Launch
+    residuals: tuple[str, ...]
+    recomputed: tuple[str, ...] = ()
+    precomputed: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    transposed: bool = False
+    makes_map: Callable[[Arguments], bool] = lambda x: False
+    most_channels: int = 0
+    tile_tokens: Callable[[Any], int] = lambda static: static.C
+    owner_repeats: Callable[[Any], int] = lambda static: 1
+
+
+# The kernels of the delta rules hold whole states of a head in fast memory.
+MOST_CHANNELS = 256
+
+
+def holds_states(x: Arguments, options: Options) -> bool:
+    """Return whether the states of a head have at most so many rows and columns."""
+    return max(x.q.shape[3], x.v.shape[3]) <= MOST_CHANNELS
+
+
+def check_channels(x: Arguments) -> None:
+    """Raise NotImplementedError where the states of a head are too large."""
+    if max(x.q.shape[3], x.v.shape[3]) > MOST_CHANNELS:
+        raise NotImplementedError(
+            f'"fused" takes K and V up to {MOST_CHANNELS}; got {x.q.shape[3]} and {x.v.shape[3]}; use '
+            f'implementation="xla".'
+        )
+
+
+def implementation(kernels: Kernels, fits: Callable[[Arguments, Options], bool], raw_gates=False) -> Implementation:
+    """Return the implementation of an operator by its kernels; `fits` says which sizes they take."""
+    of = lambda function: functools.partial(function, kernels)
+    return Implementation(
+        "fused", of(run), of(map_states), of(state_gradient), pooled=of(run_pooled), fits=fits, raw_gates=raw_gates,
+        knows_segments=True,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def run(kernels: Kernels, x: Arguments, options: Options, precomputed: dict[str, jax.Array] | None = None):
+    """Return the output [B, T, HV, V] and the final states [N, HV, K, V], None unless asked for."""
+    options = options._replace(config=kernels.config_for(x, options))
+    scale, steps = x.scale, _steps(kernels, x, options)
+    operands = _vary_alike((x._replace(scale=None), steps, precomputed or {}))
+    o, states = _attend(kernels, options, *operands)
+    return launcher.scaled(o, scale), states
+
+
+def _vary_alike(tree):
+    """Return a tree of arrays, each varying over the mesh axes of all of them."""
+    return compat.vary_over(compat.varying_axes(*jax.tree.leaves(tree)), tree)
+
+
+def _steps(kernels: Kernels, x: Arguments, options: Options) -> layout.Steps:
+    """Return the steps of a launch over whole sequences."""
+    static = kernels.static_for(x, options, frozenset())
+    with_states = x.with_state or bool(options.output_final_state)
+    tokens = kernels.tile_tokens(static) if with_states and x.cu_seqlens is not None else static.C
+    steps = layout.make_steps(*x.q.shape[:2], tokens, x.cu_seqlens, with_states, x.segment_ids)
+    owner = steps.owner
+    return steps if owner is None else steps._replace(owner=jnp.tile(owner, (1, 1, kernels.owner_repeats(static))))
+
+
+def _operands(kernels: Kernels, x: Arguments, static, steps: layout.Steps, backward=False, **more) -> Operands:
+    """Return the operands of a launch."""
+    return kernels.lay_out(x, static, backward)._replace(table=steps.table, owner=steps.owner, **more)
+
+
+def _wanted(options: Options) -> tuple[str, ...]:
+    """Return the outputs of the forward that a user gets."""
+    return ("o", "ht") if options.output_final_state else ("o",)
+
+
+def _user_output(o: jax.Array, v: jax.Array) -> jax.Array:
+    """Return an output of a kernel as the user has it, of the shape and type of v."""
+    return layout.from_lanes(o, v.shape[2], v.shape[3], v.shape[1]).astype(v.dtype)
+
+
+def _user_states(kernels: Kernels, states: jax.Array, x: Arguments, otherwise: jax.Array | None) -> jax.Array:
+    """Return states of a kernel as the user has them; no kernel visits an empty sequence, which gets `otherwise`."""
+    states = jnp.swapaxes(states, 2, 3) if kernels.transposed else states
+    channels = x.v.shape[3] if x.initial_state is None else x.initial_state.shape[3]
+    otherwise = None if otherwise is None else otherwise.astype(jnp.float32)
+    return layout.unless_empty(states[:, :, : x.q.shape[3], :channels], otherwise, x.cu_seqlens)
+
+
+def kernel_states(states: jax.Array | None, transposed: bool = False) -> jax.Array | None:
+    """Return states [N, HV, K, V] of the user as kernels hold them, float32 with both dimensions padded to lanes."""
+    return layout.pad_states(states if states is None or not transposed else jnp.swapaxes(states, 2, 3))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(kernels: Kernels, options: Options, x: Arguments, steps: layout.Steps, precomputed: dict[str, jax.Array]):
+    """Run the forward, differentiable; arguments are prepared, and their scale is that of the options."""
+    static = kernels.static_for(x, options, frozenset())
+    return _results(
+        kernels, x, kernels.forward(_operands(kernels, x, static, steps, **precomputed), static, _wanted(options))
+    )
+
+
+def _results(kernels: Kernels, x: Arguments, out: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+    """Return the output and the final states of a forward launch as the user has them."""
+    states = None if "ht" not in out else _user_states(kernels, out["ht"], x, x.initial_state)
+    return _user_output(out["o"], x.v), states
+
+
+@jax.tree_util.register_static
+class Asked(NamedTuple):
+    """The names of the arguments whose gradients somebody asks for; models often hold some fixed."""
+
+    names: frozenset[str]
+
+
+def _forward(kernels: Kernels, options: Options, x: Arguments, steps: layout.Steps, precomputed: dict[str, jax.Array]):
+    # With symbolic zeros the arrays come with what is known of their tangents.
+    asked = frozenset(name for name, y in x._asdict().items() if getattr(y, "perturbed", False))
+    x, steps, precomputed = jax.tree.map(lambda y: y.value, (x, steps, precomputed))
+    static = kernels.static_for(x, options, asked)
+    residuals = tuple(name for name in kernels.residuals if name not in precomputed)
+
+    def launch(wanted: tuple[str, ...], x, steps, precomputed):
+        out = kernels.forward(_operands(kernels, x, static, steps, **precomputed), static, (*wanted, *residuals))
+        return {name: out[name] for name in residuals}, {name: out[name] for name in wanted}
+
+    whole = functools.partial(launch, _wanted(options))
+    if residuals:
+        # Under rematerialisation nobody reads the output again, nor in a program of gradients only.
+        saved, out = unless_unread(whole, lambda *args: launch((), *args)[0], x, steps, precomputed)
+    else:
+        saved, out = whole(x, steps, precomputed)
+    saved, out = remat.keep((saved, out))
+    return _results(kernels, x, out), (x, steps, _trim(kernels, x, saved | precomputed), Asked(asked))
+
+
+def _trim(kernels: Kernels, x: Arguments, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return what the forward leaves without padding of heads: it would be more than half of it if K is 60."""
+    K, (HV, V) = x.q.shape[3], x.v.shape[2:]
+    rows, columns = (V, K) if kernels.transposed else (K, V)
+    trimmed = {"h": lambda y: y[..., :rows, :columns], "W": lambda y: layout.from_lanes(y, HV, V, y.shape[1])}
+    return {name: trimmed[name](y) if name in trimmed else y for name, y in saved.items()}
+
+
+def _pad(saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return what `_trim` was given."""
+    missing = lambda y: [(0, 0)] * 3 + [(0, packed.pad_lanes(n) - n) for n in y.shape[3:]]
+    padded = {"h": lambda y: jnp.pad(y, missing(y)), "W": lambda y: layout.to_lanes(y, y.shape[1])}
+    return {name: padded[name](y) if name in padded else y for name, y in saved.items()}
+
+
+def _backward(kernels: Kernels, options: Options, saved, cotangents):
+    x, steps, left, (asked,) = saved
+    static, left = kernels.static_for(x, options, asked), _pad(left)
+    do, dstates = (None if isinstance(y, SymbolicZero) else y for y in cotangents)
+    do = jnp.zeros(x.v.shape, x.v.dtype) if do is None else do
+    floats = {name: y for name, y in x.arrays().items() if jnp.issubdtype(y.dtype, jnp.floating)}
+    operands, transpose = jax.vjp(lambda floats: kernels.lay_out(x._replace(**floats), static, True), floats)
+    if kernels.recomputed:
+        y = _operands(kernels, x, static, steps, **left)
+        left |= kernels.forward(y, static, kernels.recomputed)
+    present = [name for name, y in operands._asdict().items() if y is not None]
+    wanted = {name: _gradient_of(name) for name in present if name not in kernels.optional or _argument(name) in asked}
+    d = kernels.backward(
+        operands._replace(
+            table=steps.table, owner=steps.owner, **left,
+            do=layout.to_lanes(do.astype(operands.v.dtype), static.T),
+            dht=kernel_states(dstates, kernels.transposed),
+        ),
+        static, tuple(wanted.values()),
+    )  # fmt: skip
+    zeros = {name: jnp.zeros_like(getattr(operands, name)) for name in present if name not in wanted}
+    made = {name: d[gradient].astype(getattr(operands, name).dtype) for name, gradient in wanted.items()}
+    (dfloats,) = transpose(operands._replace(**made, **zeros))
+    if "initial_state" in dfloats:
+        # No kernel visits an empty sequence, and what such a sequence gets, it gives back.
+        dh0, given = dfloats["initial_state"], None if dstates is None else dstates.astype(x.initial_state.dtype)
+        dfloats["initial_state"] = layout.unless_empty(dh0, given, x.cu_seqlens)
+    nothing = dict.fromkeys(Arguments._fields)
+    return Arguments(**nothing | dfloats), None, None
+
+
+def _gradient_of(operand: str) -> str:
+    """Return how a launch calls the gradient of an operand."""
+    return "dh0" if operand == "initial_state" else f"d{operand}"
+
+
+def _argument(operand: str) -> str:
+    """Return the argument that an operand is made of."""
+    return "g_gamma" if operand == "gamma" else operand
+
+
+_attend.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.Routes) -> tuple[jax.Array, jax.Array]:
+    """Run the forward from a pool of states, `x.initial_state`, and into it, in place."""
+    options = options._replace(config=kernels.config_for(x, options))
+    scale, pool, x = x.scale, x.initial_state, x._replace(scale=None, initial_state=None)
+    static = kernels.static_for(x, options, frozenset())
+    steps = layout.pool_steps(x.q.shape[1], kernels.tile_tokens(static), routes, options.block_size)
+    static = static._replace(steps=steps.table.shape[1])
+    operands = _vary_alike(_operands(kernels, x, static, steps, pool=pool))
+    out = kernels.forward(operands, static, ("o", "pool_out"))
+    return launcher.scaled(_user_output(out["o"], x.v), scale), out["pool_out"]
+
+
+def map_states(kernels: Kernels, x: Arguments, options: Options) -> state_map.StateMap:
+    """Return what the tokens do to a state, and what the operator behind it need not make again."""
+    options = options._replace(config=kernels.config_for(x, options))
+    if x.beta is None or kernels.makes_map(x):
+        return _launch_states(kernels, x, options, kernels.makes_map(x))
+
+    def states_after(x: Arguments) -> tuple[jax.Array, Any]:
+        found = _launch_states(kernels, x, options, False)
+        return found.states, found.precomputed
+
+    return state_map.augment_with_identity(states_after, x, kernels.most_channels)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def _launch_states(kernels: Kernels, x: Arguments, options: Options, with_map: bool) -> state_map.StateMap:
+    """Run the launch that takes states alone through the tokens; they may have more channels than v."""
+    options, x = options._replace(output_final_state=True), x._replace(scale=None)
+    # A constant gate whose gradient is wanted asks for more than a launch without queries can know.
+    static = kernels.static_for(x, options, frozenset(Arguments._fields))
+    operands = _vary_alike(_operands(kernels, x, static, _steps(kernels, x, options)))
+    out = kernels.states(operands, static, ("ht", *kernels.precomputed, *(("M",) if with_map else ())))
+    M, K = out.get("M"), x.q.shape[3]
+    if M is not None:
+        # Of an empty sequence nobody asks for the map.
+        M = (jnp.swapaxes(M, 2, 3) if kernels.transposed else M)[:, :, :K, :K]
+    precomputed = remat.keep({name: out[name] for name in kernels.precomputed})
+    return state_map.StateMap(_user_states(kernels, out["ht"], x, x.initial_state), M, precomputed)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def state_gradient(
+    kernels: Kernels,
+    x: Arguments,
+    options: Options,
+    precomputed: dict[str, jax.Array],
+    do: jax.Array,
+    dstates: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Return the gradient of the initial states alone, from the cotangents of `run`."""
+    options = options._replace(config=kernels.config_for(x, options), output_final_state=True)
+    do, x = launcher.scaled(do, x.scale), x._replace(scale=None)
+    static = kernels.static_for(x, options, frozenset(Arguments._fields))
+    operands = _operands(kernels, x, static, _steps(kernels, x, options), True, **precomputed or {})
+    do = layout.to_lanes(do.astype(operands.v.dtype), static.T)
+    operands = _vary_alike(operands._replace(do=do, dht=kernel_states(dstates, kernels.transposed)))
+    return _user_states(kernels, kernels.backward(operands, static, ("dh0",))["dh0"], x, dstates)

@@ -1,0 +1,104 @@
+"""One record for every operator, and the one way from the call of a user to an implementation.
+
+A package says what is an operator's own: its checks, and its implementations. What stands around them is here and the
+same for all: the checks that they share, the choice of an implementation, meshes, whole sequences, a few tokens, and
+serving steps.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkwise.shared.operators import arguments, checks, decode, devices, implementations, serving
+from chunkwise.shared.operators.arguments import Arguments, Options
+from chunkwise.shared.operators.implementations import Implementation
+
+Results = tuple[jax.Array, jax.Array | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """What an operator has of its own.
+
+    Attributes:
+      name: in the names of its functions and kernels.
+      check: raises ValueError where its tensors, their gates or its options are wrong.
+      implementations: by name, the best for a TPU first.
+    """
+
+    name: str
+    check: Callable[[Arguments, Options], None]
+    implementations: dict[str, Implementation]
+
+    def chunk(self, x: Arguments, options: Options, implementation: str | None) -> Results:
+        """Run the operator over whole sequences, chunk by chunk."""
+        self.check(x, options)
+        checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
+        arguments.check_shared(x, options)
+        chosen = self._choose(implementation, x, options)
+        x, places = _place(x, options)
+        if places == (None, ()):
+            return implementations.run(chosen, x, options)
+        return devices.over_devices(chosen, x, options, places)
+
+    def recurrent(self, x: Arguments, options: Options, implementation: str | None) -> Results:
+        """Run the operator over a few tokens of every sequence, token by token."""
+        self.check(x, options)
+        arguments.check_shared(x, options)
+        decode.check_states(x)
+        name = checks.choose_implementation(implementation, ("fused", "xla"), "fused" if decode.fits(x) else "xla")
+        chosen = Implementation(name, functools.partial(decode.run_tokens, f"recurrent_{self.name}_fwd", name))
+        x, places = _place(x, options)
+        if places == (None, ()):
+            return implementations.run(chosen, x, options)
+        return devices.over_devices(chosen, x, options, places)
+
+    def ragged(self, x: Arguments, options: Options, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+        """Run a serving step; `x.initial_state` is the pool."""
+        self.check(x, options)
+        arguments.check_shared(x, options)
+        x, options = serving.check_step(x, options)
+        chosen = self._choose(implementation, x, options)
+        x, places = _place(x, options)
+        step = functools.partial(
+            serving.run_step, f"recurrent_{self.name}_fwd", chosen, strict=implementation == "fused"
+        )
+        o, pool = step(x, options) if places == (None, ()) else devices.over_devices(chosen, x, options, places, step)
+        assert pool is not None
+        return o, pool
+
+    def _choose(self, implementation: str | None, x: Arguments, options: Options) -> Implementation:
+        """Return the implementation that was asked for, or for None the best that takes these sizes."""
+        known = self.implementations
+        best = next(name for name, each in known.items() if each.fits(x, options))
+        chosen = known[checks.choose_implementation(implementation, tuple(known), best)]
+        checks.check(
+            options.config is None or chosen.name == "fused",
+            f'`config` must be None unless the implementation is "fused"; got {options.config} for "{chosen.name}".',
+        )
+        return chosen
+
+
+def _place(x: Arguments, options: Options) -> tuple[Arguments, devices.Places]:
+    """Return the arguments, and where they lie on the devices of a mesh: (None, ()) for no mesh."""
+    arrays = x.arrays()
+    # Outside of jit they may be of numpy, as the arrays of a scheduler are.
+    x = x.with_arrays({name: jnp.asarray(y) if isinstance(y, np.ndarray) else y for name, y in arrays.items()})
+    return x, devices.find_places(x, options)
+
+
+def define(name: str, check: Callable[[Arguments, Options], None], *known: Implementation) -> Operator:
+    """Return the record of an operator with these implementations, the best for a TPU first."""
+    return Operator(name, check, {each.name: each for each in known})
+
+
+def register(operator: Operator, implementation: Implementation) -> None:
+    """Add an implementation to an operator, before "xla", which takes all sizes."""
+    known = operator.implementations
+    plain = known.pop("xla")
+    known[implementation.name] = implementation
+    known["xla"] = plain
