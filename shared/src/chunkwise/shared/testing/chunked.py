@@ -1,4 +1,4 @@
-"""Whole operators from the mathematics of one chunk, `chunk` and `chunk_bwd` of a chunk.py, and the checks of the two.
+"""Whole operators from the mathematics of one chunk, `chunk` and `chunk_bwd` of a chunk.py, and the checks of both.
 
 Dims: B batch, T tokens, H heads, K and V key and value dimensions, C chunk size, NT = T / C chunks.
 """
@@ -11,12 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from chunkwise.shared.operators.recurrence import recurrence
-from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, gradient_program
-from chunkwise.shared.testing.inputs import make_inputs
-from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.operators import recurrence
+from chunkwise.shared.testing import compare, inputs, oracle
 
-# Options of `make_inputs` by the name of a case: gates of every strength, and keys that repeat.
+# Options of `inputs.make_inputs` by the name of a case: gates of every strength, and keys that repeat.
 CASES = {
     "weak": dict(gate="logsigmoid/10"),
     "medium": dict(gate="logsigmoid"),
@@ -27,79 +25,137 @@ CASES = {
     "repeated keys, beta 2": dict(gate="spikes", repeat_key=True, beta=2.0),
     "repeated keys, no gate": dict(gate="zero", repeat_key=True, beta=1.9),
 }
-SCALE = 0.3
+# One size, so that one program serves all cases: three chunks of 16 tokens.
+T, C, SCALE = 48, 16, 0.3
+# The largest errors of outputs and states, and of gradients.
+FLOAT64 = dict(results=1e-12, gradients=1e-10)
+FLOAT32 = dict(results=compare.TOLERANCE["float32"], gradients=compare.GRADIENT_TOLERANCE["float32"])
 TOKENS = ("q", "k", "v", "g", "beta")
 
 Arrays = dict[str, jax.Array]
 
 
-def make_case(case: str, T: int, *, per_channel: bool, delta_rule: bool = True) -> tuple[Arrays, Arrays]:
-    """Return float32 inputs of an operator with initial states, and cotangents of o and final_state, for a case."""
-    x = make_inputs(1, T, 2, K=16, V=24, num_states=1, per_channel=per_channel, **CASES[case])
-    if not delta_rule:
-        del x["beta"]
-    rng = np.random.default_rng(1)
-    results = dict(o=x["v"], final_state=x["initial_state"])
+def make_case(case: str, *, per_channel: bool, delta_rule: bool = True) -> tuple[Arrays, Arrays]:
+    """Return float32 inputs of an operator, with initial states, and cotangents of o and final_state."""
+    x = inputs.make_inputs(1, T, 2, K=16, V=24, num_states=1, per_channel=per_channel, **CASES[case])
+    x = {name: y for name, y in x.items() if delta_rule or name != "beta"}
+    rng, results = np.random.default_rng(1), dict(o=x["v"], final_state=x["initial_state"])
     return x, {name: jnp.asarray(rng.standard_normal(y.shape), y.dtype) for name, y in results.items()}
 
 
-def scan_chunks(chunk: Callable, x: Arrays, C: int) -> tuple[Arrays, jax.Array]:
+def scan_chunks(chunk: Callable, x: Arrays) -> tuple[Arrays, jax.Array]:
     """Return the results of an operator, o and final_state, and the states before all chunks [NT, B, H, K, V]."""
-    heads = jax.vmap(jax.vmap(lambda *arguments: chunk(*arguments, SCALE)))
+    heads = jax.vmap(jax.vmap(lambda *args: chunk(*args, SCALE)))
 
     def step(S, tokens):
         o, S_next = heads(*tokens, S)
         return S_next, (o, S)
 
-    tokens = [_to_chunks(x[name], C) for name in TOKENS if name in x]
+    tokens = [_to_chunks(x[name]) for name in TOKENS if name in x]
     final_state, (o, states) = lax.scan(step, x["initial_state"], tokens)
     return dict(o=_from_chunks(o), final_state=final_state), states
 
 
-def scan_chunks_bwd(chunk_bwd: Callable, x: Arrays, states: jax.Array, cotangents: Arrays, C: int) -> Arrays:
-    """Return the gradients of an operator by their names, such as "dq", from the states before all chunks."""
-    heads = jax.vmap(jax.vmap(lambda *arguments: chunk_bwd(*arguments[:-2], SCALE, *arguments[-2:])))
+def scan_chunks_bwd(chunk_bwd: Callable, x: Arrays, states: jax.Array, cotangents: Arrays) -> Arrays:
+    """Return the gradients of an operator by name, such as "dq", from the states before all chunks."""
+    heads = jax.vmap(jax.vmap(lambda *args: chunk_bwd(*args[:-2], SCALE, *args[-2:])))
 
-    def step(dS_next, chunk):
-        tokens, S, do = chunk
+    def step(dS_next, chunks):
+        tokens, S, do = chunks
         *gradients, dS = heads(*tokens, S, do, dS_next)
         return dS, gradients
 
     names = [name for name in TOKENS if name in x]
-    chunks = [_to_chunks(x[name], C) for name in names], states, _to_chunks(cotangents["o"], C)
+    chunks = [_to_chunks(x[name]) for name in names], states, _to_chunks(cotangents["o"])
     dS, gradients = lax.scan(step, cotangents["final_state"], chunks, reverse=True)
     gradients = {f"d{name}": _from_chunks(y) for name, y in zip(names, gradients, strict=True)}
     return gradients | dict(dinitial_state=dS)
 
 
-def run_chunks(chunk: Callable, chunk_bwd: Callable, x: Arrays, cotangents: Arrays, C: int, dtype: str) -> Arrays:
-    """Return the results of an operator and its gradients, computed by `chunk` and `chunk_bwd` in float32 or float64."""
+def run_chunks(chunk: Callable, chunk_bwd: Callable, x: Arrays, cotangents: Arrays, dtype: str) -> Arrays:
+    """Return the results and gradients of an operator by name, computed in `dtype`, "float32" or "float64"."""
     with jax.enable_x64(True):
-        x, cotangents = jax.tree.map(lambda y: y.astype(dtype), (x, cotangents))
-        found = _program(chunk, chunk_bwd, C)(x, cotangents)
-    assert {name: y.dtype for name, y in found.items()} == dict.fromkeys(found, jnp.dtype(dtype))
+        found = _by_chunk(chunk, chunk_bwd)(*_cast((x, cotangents), dtype))
+    assert {name: str(y.dtype) for name, y in found.items()} == dict.fromkeys(found, dtype)
     return found
 
 
-def assert_results(found: Arrays, expected: Arrays, output_tolerance: float, gradient_tolerance: float) -> None:
-    """Fail unless all results of an operator and all its gradients are close to the expected ones."""
-    assert found.keys() == expected.keys()
-    for name, want in expected.items():
-        assert_close(name, found[name], want, output_tolerance if name in ("o", "final_state") else gradient_tolerance)
-
-
-def assert_chunk(chunk: Callable, chunk_bwd: Callable, x: Arrays, cotangents: Arrays, C: int) -> None:
+def assert_recurrence(chunk: Callable, chunk_bwd: Callable, x: Arrays, cotangents: Arrays) -> None:
     """Fail unless chunk and chunk_bwd give the results and the gradients of the token recurrence.
 
-    In float64 these are those of the oracle, and the derivatives that JAX takes of the recurrence and of `chunk`.
+    In float64 they are compared with the oracle, and with the derivatives that JAX takes of the recurrence and of
+    `chunk`; in float32 with the oracle.
     """
-    o, final_state, gradients = reference(**x, scale=SCALE, do=cotangents["o"], dht=cotangents["final_state"])
-    oracle = dict(o=o, final_state=final_state) | {f"d{name}": dx for name, dx in gradients.items()}
+    o, final_state, gradients = oracle.reference(**x, scale=SCALE, do=cotangents["o"], dht=cotangents["final_state"])
+    by_token = dict(o=o, final_state=final_state) | {f"d{name}": dx for name, dx in gradients.items()}
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda y: y.astype("float64"), (x, cotangents))
-        by_token, by_chunk = (gradient_program(run)(wide[0], C, wide[1]) for run in (_recurrence, _forward(chunk)))
-    found = run_chunks(chunk, chunk_bwd, x, cotangents, C, "float64")
-    for expected in (oracle, by_token, by_chunk):
-        assert_results(found, expected, 1e-12, 1e-10)
-    narrow = run_chunks(chunk, chunk_bwd, x, cotangents, C, "float32")
-    assert_results(narrow, oracle, TOLERANCE["float32"], GRADIENT_TOLERANCE["float32"])
+        derived = _derived(chunk)(*_cast((x, cotangents), "float64"))
+    found = run_chunks(chunk, chunk_bwd, x, cotangents, "float64")
+    for expected in (by_token, *derived):
+        _assert_all_close(found, expected, **FLOAT64)
+    found = run_chunks(chunk, chunk_bwd, x, cotangents, "float32")
+    _assert_all_close(found, by_token, **FLOAT32)
+
+
+def assert_kernel(operator: Callable, chunk: Callable, chunk_bwd: Callable, x: Arrays, cotangents: Arrays) -> None:
+    """Fail unless the kernels of an operator, interpreted, give the results and the gradients of its chunk.py."""
+    found = _by_kernel(operator)(x, cotangents)
+    expected = run_chunks(chunk, chunk_bwd, x, cotangents, "float64")
+    _assert_all_close(found, expected, **FLOAT32)
+
+
+@functools.cache
+def _by_chunk(chunk, chunk_bwd):
+    """Return the program of the results and gradients by `chunk` and `chunk_bwd`; it is compiled once for all cases."""
+
+    def run(x, cotangents):
+        results, states = scan_chunks(chunk, x)
+        return results | scan_chunks_bwd(chunk_bwd, x, states, cotangents)
+
+    return jax.jit(run)
+
+
+@functools.cache
+def _derived(chunk):
+    """Return the program of the results and derivatives of the token recurrence, and of `chunk`."""
+
+    def by_token(x, _):
+        q, k, v, g, beta = (x.get(name) for name in TOKENS)
+        o, final_state = recurrence.recurrence(q, k, v, g, beta, SCALE, x["initial_state"], jnp.float64)
+        return dict(o=o, final_state=final_state)
+
+    runs = (by_token, lambda x, _: scan_chunks(chunk, x)[0])
+    return jax.jit(lambda x, cotangents: [compare.with_gradients(run)(x, None, cotangents) for run in runs])
+
+
+@functools.cache
+def _by_kernel(operator):
+    """Return the program of the results and gradients of the kernels."""
+
+    def run(x, _):
+        o, final_state = operator(**x, scale=SCALE, output_final_state=True, chunk_size=C, implementation="fused")
+        return dict(o=o, final_state=final_state)
+
+    return jax.jit(lambda x, cotangents: compare.with_gradients(run)(x, None, cotangents))
+
+
+def _assert_all_close(found: Arrays, expected: Arrays, results: float, gradients: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, want in expected.items():
+        compare.assert_close(name, found[name], want, results if name in ("o", "final_state") else gradients)
+
+
+def _cast(tree, dtype: str):
+    return jax.tree.map(lambda y: y.astype(dtype), tree)
+
+
+def _to_chunks(x: jax.Array) -> jax.Array:
+    """Return tokens [B, T, H, ...] as chunks [NT, B, H, C, ...]."""
+    B, _, H = x.shape[:3]
+    return jnp.moveaxis(x.reshape(B, -1, C, H, *x.shape[3:]), (1, 3), (0, 2))
+
+
+def _from_chunks(x: jax.Array) -> jax.Array:
+    """Return chunks [NT, B, H, C, ...] as tokens [B, T, H, ...]."""
+    x = jnp.moveaxis(x, (0, 2), (1, 3))
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
