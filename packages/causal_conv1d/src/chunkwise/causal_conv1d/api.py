@@ -150,6 +150,8 @@ def causal_conv1d(
         y, states = _run(x, weight, bias, *part[:3], final, activation, implementation, config)
         return y, jnp.where(part.ends[:, None, None], states, jnp.zeros((), x.dtype)) if final else None
 
+    if division is None and not tokens:
+        return on_device(given)
     return partition.over_mesh(on_device, given, division, tokens, final)
 
 

@@ -84,7 +84,8 @@ def rms_norm_gated(
     given = {"x": x, "z": z, "weight": weight.astype(jnp.float32)}
     norm = xla.norm if implementation == "xla" else functools.partial(_pallas, config=config)
     run = lambda given: (norm(given["x"], given["z"], given["weight"], static), None)
-    return partition.over_mesh(run, given, partition.find_division(given, _layout(len(shape)), sharding), ())[0]
+    division = partition.find_division(given, _layout(len(shape)), sharding)
+    return (run(given) if division is None else partition.over_mesh(run, given, division, ()))[0]
 
 
 def _layout(ndim: int) -> partition.Layout:

@@ -71,7 +71,7 @@ class Arguments(NamedTuple):
     A_log: jax.Array | None = None
     dt_bias: jax.Array | None = None
     segment_ids: jax.Array | None = None
-    slots: Slots | None = None
+    slots: Any = None
 
     def arrays(self) -> dict[str, Any]:
         """Return the arguments that are arrays, with those of the slots, by name."""
@@ -80,12 +80,10 @@ class Arguments(NamedTuple):
 
     def with_arrays(self, arrays: dict[str, Any]) -> "Arguments":
         """Return arguments with other arrays in the place of `arrays`, by name; an array without one becomes None."""
-        missing = dict.fromkeys(self.arrays())
-        slots = self.slots
-        if slots is not None:
-            slots = slots._replace(**{name: x for name, x in (missing | arrays).items() if name in Slots._fields})
-        mine = {name: x for name, x in (missing | arrays).items() if name in Arguments._fields}
-        return self._replace(**mine, slots=slots)
+        named: dict[str, Any] = dict.fromkeys(self.arrays()) | arrays
+        of = lambda fields: {name: x for name, x in named.items() if name in fields}
+        slots = None if self.slots is None else self.slots._replace(**of(Slots._fields))
+        return self._replace(**of(Arguments._fields), slots=slots)
 
     @property
     def num_states(self) -> int:

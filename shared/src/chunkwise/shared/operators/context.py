@@ -135,23 +135,11 @@ def _passing(part: Part) -> jax.Array | None:
     return None if part.passes is None else part.passes[:, None, None, None]
 
 
-def _map(
-    implementation: Implementation, x: arguments.Arguments, options: arguments.Options, part: Part
-) -> tuple[affine_scan.AffineMap, Any]:
-    """Return the map of the tokens of a device, and what it precomputed for the operator."""
-    if part.documents is None:
-        start = None
-    else:
-        (HV, V), K = x.v.shape[2:], x.q.shape[3]
-        start = _entry(part, jnp.zeros((1, HV, K, V), jnp.float32), x.initial_state)
-    found = implementations.map_states(implementation, x._replace(initial_state=start), options)
-    if found.M is None:
-        g = arguments.total_gate(x)
-        G = jnp.sum(g if part.valid is None else chunking.select_tokens(part.valid, g), axis=1)
-        M = jnp.exp(G)[..., None] if g.ndim == 4 else jnp.exp(G)[..., None, None]
-    else:
-        M = _exit(part, found.M)
-    return affine_scan.AffineMap(M, _exit(part, found.states), _passing(part)), found.precomputed
+def _decay(x: arguments.Arguments, part: Part) -> jax.Array:
+    """Return what the tokens of a device multiply a state by, [B, HV, K, 1] or [B, HV, 1, 1], from the gates alone."""
+    g = arguments.total_gate(x)
+    G = jnp.sum(g if part.valid is None else chunking.select_tokens(part.valid, g), axis=1)
+    return jnp.exp(G)[..., None] if g.ndim == 4 else jnp.exp(G)[..., None, None]
 
 
 def _local(x: arguments.Arguments, axis) -> tuple[arguments.Arguments, Part]:
@@ -202,9 +190,13 @@ def run_context(
 
     def before(floats, S, fixed, part):
         """Return M of this device, the state before it, and what its map precomputed."""
-        local, precomputed = _map(implementation, x.with_arrays(floats | fixed), options, part)
-        local = local._replace(M=checkpoint_name(local.M, MAP_NAME))
-        return local.M, checkpoint_name(affine_scan.exclusive_scan(local, S, axis), STATE_NAME), precomputed
+        y = x.with_arrays(floats | fixed)
+        # Documents have states of their own, and the first one starts from zeros here.
+        start = None if part.documents is None else _entry(part, jnp.zeros_like(y.initial_state[:1]), y.initial_state)
+        found = implementations.map_states(implementation, y._replace(initial_state=start), options)
+        M = checkpoint_name(_decay(y, part) if found.M is None else _exit(part, found.M), MAP_NAME)
+        local = affine_scan.AffineMap(M, _exit(part, found.states), _passing(part))
+        return M, checkpoint_name(affine_scan.exclusive_scan(local, S, axis), STATE_NAME), found.precomputed
 
     def forward(floats, first, fixed, part):
         M, S, precomputed = before(floats, first, fixed, part)
@@ -241,7 +233,8 @@ def run_context(
         return implementations.run(implementation, entering(floats, S, fixed, part), options, precomputed)
 
     call.defvjp(forward, backward)
-    o, states = call(floats, start, fixed, part)
+    results: Any = call(floats, start, fixed, part)
+    o, states = results
     if not with_states:
         return o, None
     last = lax.axis_index(axis) == lax.axis_size(axis) - 1

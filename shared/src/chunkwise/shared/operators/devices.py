@@ -55,14 +55,14 @@ def find_places(x: arguments.Arguments, options: arguments.Options) -> Places:
     return division, tokens
 
 
-def over_devices(
+def on_device(
     implementation: Implementation, x: arguments.Arguments, options: arguments.Options, places: Places, run=None
-) -> tuple[jax.Array, jax.Array | None]:
-    """Run an operator as its arguments lie on the devices of a mesh.
+) -> partition.Run:
+    """Return a function of the arrays of one device, by name, that runs an operator there, for `partition.over_mesh`.
 
     Args:
       implementation: of the operator.
-      x, options: its arguments.
+      x, options: its arguments on all devices.
       places: of these.
       run: from the arguments and options of one device to its results, for an operator with slots; None for
         `implementations.run`.
@@ -70,7 +70,7 @@ def over_devices(
     division, tokens = places
     options, group = options._replace(devices=arguments.Devices()), x.v.shape[2] // x.q.shape[2]
 
-    def on_device(arrays: partition.Arrays) -> tuple[jax.Array, jax.Array | None]:
+    def compute(arrays: partition.Arrays) -> tuple[jax.Array, jax.Array | None]:
         arrays, elsewhere = (arrays, None) if division is None else _local(arrays, division, group)
         y = x.with_arrays(arrays)
         if lax.axis_size(tokens) > 1:
@@ -78,7 +78,7 @@ def over_devices(
         o, states = run(y, options) if run else implementations.run(implementation, y, options)
         return without_elsewhere(o, elsewhere), states
 
-    return partition.over_mesh(on_device, x.arrays(), division, tokens, bool(options.output_final_state))
+    return compute
 
 
 def check_pool(arrays: partition.Arrays, division: partition.Division | None, pool: str) -> None:

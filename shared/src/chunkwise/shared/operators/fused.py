@@ -116,7 +116,8 @@ def _steps(kernels: Kernels, x: Arguments, options: Options) -> layout.Steps:
     static = kernels.static_for(x, options, frozenset())
     with_states = x.with_state or bool(options.output_final_state)
     tokens = kernels.tile_tokens(static) if with_states and x.cu_seqlens is not None else static.C
-    steps = layout.make_steps(*x.q.shape[:2], tokens, x.cu_seqlens, with_states, x.segment_ids)
+    B, T = x.q.shape[:2]
+    steps = layout.make_steps(B, T, tokens, x.cu_seqlens, with_states, x.segment_ids)
     owner = steps.owner
     return steps if owner is None else steps._replace(owner=jnp.tile(owner, (1, 1, kernels.owner_repeats(static))))
 

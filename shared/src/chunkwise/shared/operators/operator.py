@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.operators import arguments, checks, decode, devices, implementations, serving
+from chunkwise.shared.operators import arguments, checks, decode, devices, implementations, partition, serving
 from chunkwise.shared.operators.arguments import Arguments, Options
 from chunkwise.shared.operators.implementations import Implementation
 
@@ -43,7 +43,8 @@ class Operator:
         x, places = _place(x, options)
         if places == (None, ()):
             return implementations.run(chosen, x, options)
-        return devices.over_devices(chosen, x, options, places)
+        compute = devices.on_device(chosen, x, options, places)
+        return partition.over_mesh(compute, x.arrays(), *places, bool(options.output_final_state))
 
     def recurrent(self, x: Arguments, options: Options, implementation: str | None) -> Results:
         """Run the operator over a few tokens of every sequence, token by token."""
@@ -55,7 +56,8 @@ class Operator:
         x, places = _place(x, options)
         if places == (None, ()):
             return implementations.run(chosen, x, options)
-        return devices.over_devices(chosen, x, options, places)
+        compute = devices.on_device(chosen, x, options, places)
+        return partition.over_mesh(compute, x.arrays(), *places, bool(options.output_final_state))
 
     def ragged(self, x: Arguments, options: Options, implementation: str | None) -> tuple[jax.Array, jax.Array]:
         """Run a serving step; `x.initial_state` is the pool."""
@@ -64,10 +66,11 @@ class Operator:
         x, options = serving.check_step(x, options)
         chosen = self._choose(implementation, x, options)
         x, places = _place(x, options)
-        step = functools.partial(
-            serving.run_step, f"recurrent_{self.name}_fwd", chosen, strict=implementation == "fused"
-        )
-        o, pool = step(x, options) if places == (None, ()) else devices.over_devices(chosen, x, options, places, step)
+        name, strict = f"recurrent_{self.name}_fwd", implementation == "fused"
+        step = functools.partial(serving.run_step, name, chosen, strict=strict)
+        if places == (None, ()):
+            return step(x, options)
+        o, pool = partition.over_mesh(devices.on_device(chosen, x, options, places, step), x.arrays(), *places, True)
         assert pool is not None
         return o, pool
 

@@ -254,39 +254,19 @@ def token_axes(division: Division | None, context_axis: Any) -> Axes:
 def over_mesh(
     run: Run, arrays: Arrays, division: Division | None, tokens: Axes, with_states: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Run an operator as its arguments lie on the devices of a mesh, if on any.
+    """Run an operator device by device, as its arguments lie on the devices of a mesh.
 
     Args:
       run: takes the arguments of one device, by name. Where tokens are split, it returns zeros for the states that
         another device has: the result is their sum.
       arrays: the arguments, without those that are None.
-      division: of the operator; None for none.
+      division: of the operator; None where nothing but the tokens is divided, by a `shard_map` of the caller.
       tokens: the axes that split tokens, see `token_axes`.
       with_states: whether it returns states.
     """
     if division is None:
         return _summed(run(arrays), tokens)
     inside = division.tokens
-    results = divided(lambda arrays: _summed(run(arrays), inside), arrays, division, with_states)
-    # Axes that a `shard_map` of the caller holds have their sum there, where JAX knows that it is the same on all.
-    return _summed(results, () if inside else tokens)
-
-
-def _summed(results: tuple[jax.Array, jax.Array | None], axes: Axes) -> tuple[jax.Array, jax.Array | None]:
-    """Return results with the sum of the states over these axes."""
-    o, states = results
-    return o, lax.psum(states, axes) if axes and states is not None else states
-
-
-def divided(run: Run, arrays: Arrays, division: Division, with_states: bool) -> tuple[jax.Array, jax.Array | None]:
-    """Run an operator device by device.
-
-    Args:
-      run: takes the arguments of one device; those of `arrays`, by name.
-      arrays: the arguments, without those that are None.
-      division: of the operator.
-      with_states: whether it returns states.
-    """
     arrays = dict(zip(arrays, compat.vary_alike(*arrays.values()), strict=True))
     mesh, names, outer = division.mesh, division.names, compat.varying_axes(*arrays.values())
     specs = {name: _spec(division.of(name, x.ndim)) for name, x in arrays.items()}
@@ -297,19 +277,16 @@ def divided(run: Run, arrays: Arrays, division: Division, with_states: bool) -> 
     letters = division.layout.results[: 1 + with_states]
     out_specs = tuple(_spec([division.axes[letter] for letter in x]) for x in letters)
     # The states are the same on all devices along the axes that split tokens: each gets its part of their cotangent.
-    share = 1.0 / size_of(mesh, division.tokens)
+    share = 1.0 / size_of(mesh, inside)
 
     def local(floats, others):
-        o, states = run(floats | others)
-        return (o,) if states is None else (o, states)
+        o, states = run(jax.tree.map(_unmarked, floats | others))
+        return (o,) if states is None else (o, lax.psum(states, inside) if inside else states)
 
     def over_devices(f, in_specs, out_specs):
-        def body(*args):
-            return f(*jax.tree.map(_unmarked, args))
-
         # What is summed over which devices is written below, so nothing is left for JAX to check or to add.
         return jax.shard_map(
-            body, mesh=mesh, axis_names=set(names), in_specs=in_specs, out_specs=out_specs, check_vma=False
+            f, mesh=mesh, axis_names=set(names), in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
     def of(names):
@@ -325,7 +302,7 @@ def divided(run: Run, arrays: Arrays, division: Division, with_states: bool) -> 
 
     def backward(pull, cotangents):
         def body(pull, cotangents):
-            do, *dstates = cotangents
+            pull, (do, *dstates) = jax.tree.map(_unmarked, (pull, cotangents))
             (d,) = jax.tree.map(lambda y: y[0], pull)((do, *(y * share for y in dstates)))
             return {name: summed(y, sums[name]) for name, y in d.items()}
 
@@ -342,4 +319,11 @@ def divided(run: Run, arrays: Arrays, division: Division, with_states: bool) -> 
 
     call.defvjp(forward, backward)
     o, *states = call(floats, others)
-    return o, states[0] if states else None
+    # Axes that a `shard_map` of the caller holds have their sum here, where JAX knows that it is the same on all.
+    return _summed((o, states[0] if states else None), () if inside else tokens)
+
+
+def _summed(results: tuple[jax.Array, jax.Array | None], axes: Axes) -> tuple[jax.Array, jax.Array | None]:
+    """Return results with the sum of the states over these axes."""
+    o, states = results
+    return o, lax.psum(states, axes) if axes and states is not None else states

@@ -23,7 +23,7 @@ class StateMap(NamedTuple):
     """
 
     states: Any
-    M: jax.Array | None = None
+    M: Any = None
     precomputed: Any = None
 
 
