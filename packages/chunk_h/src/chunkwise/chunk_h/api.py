@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.chunk_h import config as tiles
-from chunkwise.chunk_h import kernel, vjp, xla
+from chunkwise.chunk_h import kernel, kernel_bwd, xla
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import chunking
 from chunkwise.shared.operators import checks
@@ -205,7 +205,7 @@ def _run(x: Arrays, static: Static):
     # The row of the last token of a sequence, C in a chunk in which none ends.
     end = jnp.where(chunks.last, chunks.length - 1, static.C).astype(jnp.int32)
     if static.implementation == "pallas":
-        h, v_new, final_state = vjp.states(operands, table, end, chunks.N, static.config)
+        h, v_new, final_state = kernel_bwd.states(operands, table, end, chunks.N, static.config)
     else:
         decays = xla.end_decays(jnp.swapaxes(g, -1, -2) if g.shape[2] == 1 else g, end)
         h, v_new, after = xla.states(operands.k, w, operands.u, *decays, initial_state, table, chunks.B)

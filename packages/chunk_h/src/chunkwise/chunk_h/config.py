@@ -1,9 +1,11 @@
-"""Tile sizes of the kernel."""
+"""Tile sizes of the kernels, and what they cost."""
+
+from jax.experimental import pallas as pl
 
 from chunkwise.shared.kernels import config
 from chunkwise.shared.kernels.config import HeadConfig as Config
 
-__all__ = ["Config", "default_for", "vmem_bytes_per_head"]
+__all__ = ["Config", "cost", "default_for", "vmem_bytes_per_head"]
 
 
 def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
@@ -14,3 +16,31 @@ def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
 def default_for(H: int, HV: int, C: int, K: int, V: int, per_channel: bool = False) -> Config:
     """Return the Config for these shapes."""
     return config.choose_heads(H, HV, vmem_bytes_per_head(C, K, V), 8, per_channel)
+
+
+def cost(
+    *, B: int, T: int, H: int, HV: int, K: int, V: int, C: int,
+    itemsize: int = 2, per_channel: bool = False, delta_rule: bool = True, backward: bool = False,
+) -> pl.CostEstimate:  # fmt: skip
+    """Return the cost of the pass, or of the gradients of its operands.
+
+    Args:
+      B, T, H, HV, K, V, C: sizes.
+      itemsize: bytes of a number of k, and without the delta rule of v; everything else is float32.
+      per_channel: whether gates are per channel.
+      delta_rule: `chunk_gated_delta_rule_fwd_h`, which also computes v_new = u - w S; else `chunk_fwd_h`.
+      backward: the cost of the gradients: those of both operands of every product.
+    """
+    tokens, chunks = B * T, B * -(-T // C)
+    gates = HV * (K if per_channel else 1)
+    # k, the values and the gates are read, with the delta rule w too, and then v_new is written.
+    operands = H * K * itemsize + HV * V * (4 if delta_rule else itemsize) + 4 * gates + 4 * HV * K * delta_rule
+    values, states = 4 * HV * V * delta_rule, 4 * HV * K * V
+    if backward:
+        # The gradients of the operands are written; v_new and h are read, and so are their gradients.
+        operands, values, states = 2 * operands, 2 * values, 2 * states
+    return pl.CostEstimate(
+        flops=2 * tokens * HV * K * V * (2 if delta_rule else 1) * (2 if backward else 1),
+        transcendentals=tokens * gates,
+        bytes_accessed=tokens * (operands + values) + chunks * states,
+    )

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.chunk_h import config, cost, tile
+from chunkwise.chunk_h import config, tile
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import gating, launcher
 
@@ -87,17 +87,17 @@ def launch_cost(x: Operands, backward: bool = False) -> pl.CostEstimate:
     """Return what a launch on these operands costs."""
     NC, H, C, K = x.k.shape
     sizes = dict(B=NC, T=C, H=H, HV=x.u.shape[1], K=K, V=x.u.shape[3], C=C, itemsize=x.k.dtype.itemsize)
-    return cost.cost(**sizes, per_channel=bool(gating.gate_kind(x.g)), delta_rule=x.w is not None, backward=backward)
+    return config.cost(**sizes, per_channel=bool(gating.gate_kind(x.g)), delta_rule=x.w is not None, backward=backward)
 
 
-def launch(x: Operands, table: Table, N: int, config: config.Config):
+def launch(x: Operands, table: Table, N: int, cut: config.Config):
     """Run the kernel.
 
     Args:
       x: the operands.
       table: which chunk belongs where.
       N: number of sequences.
-      config: tile sizes.
+      cut: tile sizes.
 
     Returns:
       h [NC, HV, K, V] float32, v_new [NC, HV, C, V] float32 (None without w), and the final states [N, HV, K, V]
@@ -105,7 +105,7 @@ def launch(x: Operands, table: Table, N: int, config: config.Config):
     """
     NC, H, C, K = x.k.shape
     _, HV, _, V = x.u.shape
-    heads, axes = config.heads, (1, 0)
+    heads, axes = cut.heads, (1, 0)
     state = pl.BlockSpec((None, heads, K, V), lambda h, n, action, sequence: (sequence[n], h, 0, 0))
     values = launcher.head_block(heads, C, V, axes=axes)
 

@@ -1,5 +1,7 @@
 """The kernel of the gradient of the pass of the state: its body and its launcher."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -49,7 +51,7 @@ def _state_bwd_kernel(
 
 
 def launch(
-    x: kernel.Operands, h, v_new, table: kernel.Table, end: jax.Array, dh, dv_new, dht, config: config.Config
+    x: kernel.Operands, h, v_new, table: kernel.Table, end: jax.Array, dh, dv_new, dht, cut: config.Config
 ) -> kernel.Operands:
     """Run the kernel.
 
@@ -59,7 +61,7 @@ def launch(
       table: the table of the forward.
       end: int32 [NC], the row of the last token of a sequence that ends in the chunk, else C.
       dh, dv_new, dht: cotangents of its results; dv_new is None without w.
-      config: tile sizes.
+      cut: tile sizes.
 
     Returns:
       The gradients of the operands, in their types; that of initial_state is zero for sequences without a chunk, and
@@ -67,7 +69,7 @@ def launch(
     """
     NC, H, C, K = x.k.shape
     _, HV, _, V = x.u.shape
-    N, heads = dht.shape[0], config.heads
+    N, heads = dht.shape[0], cut.heads
 
     def reverse(*tail, group=1):
         return launcher.head_block(heads, *tail, group=group, axes=(1, 0), backwards_from=NC - 1)
@@ -127,3 +129,24 @@ def launch(
     return kernel.Operands(
         tiles.sum_groups(dk, H).astype(x.k.dtype), dw, du, dg, None if x.initial_state is None else dh0
     )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def states(x: kernel.Operands, table: kernel.Table, end: jax.Array, N: int, cut: config.Config):
+    """Run the forward kernel; see `kernel.launch`, and `launch` for `end`."""
+    return kernel.launch(x, table, N, cut)
+
+
+def _forward(x, table, end, N, cut):
+    h, v_new, final_state = kernel.launch(x, table, N, cut)
+    return (h, v_new, final_state), (x, table, end, h, v_new)
+
+
+def _backward(N, cut, residuals, cotangents):
+    x, table, end, h, v_new = residuals
+    dh, dv_new, dht = cotangents
+    v_new = x.u if v_new is None else v_new
+    return launch(x, h, v_new, table, end, dh, dv_new, dht, cut), None, None
+
+
+states.defvjp(_forward, _backward)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.chunk_o import config as tiles
-from chunkwise.chunk_o import vjp, xla
+from chunkwise.chunk_o import kernel, xla
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import chunking, gating, launcher
 from chunkwise.shared.operators import checks
@@ -133,7 +133,7 @@ def _run(x: Arrays, static: Static):
     h = x.h.astype(jnp.float32).reshape(-1, *x.h.shape[2:])  # [NC, HV, K, V]
     scale = jnp.asarray(x.scale, jnp.float32)
     if static.implementation == "pallas":
-        o = vjp.output(*compat.vary_alike(q, k, v, h, g, scale.reshape(1)), static.config)
+        o = kernel.output(*compat.vary_alike(q, k, v, h, g, scale.reshape(1)), static.config)
     else:
         from_start, scores = jax.vmap(gating.decay_from_start)(g), jax.vmap(gating.decayed_scores)(q, k, g)
         o = xla.output(q, k, v, h, from_start, scores, scale)

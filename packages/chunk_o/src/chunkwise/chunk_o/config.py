@@ -1,9 +1,11 @@
-"""Tile sizes of the kernel."""
+"""Tile sizes of the kernels, and what they cost."""
+
+from jax.experimental import pallas as pl
 
 from chunkwise.shared.kernels import config
 from chunkwise.shared.kernels.config import HeadConfig as Config
 
-__all__ = ["Config", "default_for", "vmem_bytes_per_head"]
+__all__ = ["Config", "cost", "default_for", "vmem_bytes_per_head"]
 
 
 def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
@@ -14,3 +16,29 @@ def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
 def default_for(H: int, HV: int, C: int, K: int, V: int, per_channel: bool = False) -> Config:
     """Return the Config for these shapes."""
     return config.choose_heads(H, HV, vmem_bytes_per_head(C, K, V), 8, per_channel)
+
+
+def cost(
+    *, B: int, T: int, H: int, HV: int, K: int, V: int, C: int,
+    itemsize: int = 2, per_channel: bool = False, backward: bool = False,
+) -> pl.CostEstimate:  # fmt: skip
+    """Return the cost of the output, or of the gradients of its operands.
+
+    Args:
+      B, T, H, HV, K, V, C: sizes.
+      itemsize: bytes of a number of q, k, v and o; gates and states are float32.
+      per_channel: gates per channel: value heads cannot share the scores, because each decays them its way.
+      backward: the cost of the gradients, which computes the scores again.
+    """
+    tokens, chunks = B * T, B * -(-T // C)
+    gates = HV * (K if per_channel else 1)
+    scores = C * K * (HV if per_channel else H)
+    # Forward: e^G q S and P v. Backward: the gradients of both operands of these products, and of P to q and k.
+    products = HV * (2 * C * K + 2 * C * V + 2 * K * V) if backward else HV * (C * V + K * V)
+    operands = (2 * H * K + HV * V) * itemsize + 4 * gates
+    states = 4 * HV * K * V
+    return pl.CostEstimate(
+        flops=2 * tokens * (scores + products),
+        transcendentals=tokens * (gates * (C.bit_length() - 1) if per_channel else HV * C),
+        bytes_accessed=(tokens * operands + chunks * states) * (2 if backward else 1) + tokens * HV * V * itemsize,
+    )

@@ -1,12 +1,15 @@
-"""The kernel of the output: its launcher."""
+"""The kernels of the output and of its gradient: their launchers, and both as one differentiable function."""
+
+import functools
 
 import jax
+import jax.numpy as jnp
 
-from chunkwise.chunk_o import config, cost, tile
-from chunkwise.shared.kernels import chunk_map, gating
+from chunkwise.chunk_o import config, tile
+from chunkwise.shared.kernels import chunk_map, gating, tiles
 
 
-def launch(q, k, v, h, g, scale: jax.Array, config: config.Config) -> jax.Array:
+def launch(q, k, v, h, g, scale: jax.Array, cut: config.Config) -> jax.Array:
     """Run the kernel on chunks.
 
     q, k [NC, H, C, K], v [NC, HV, C, V], h [NC, HV, K, V], g rows or channels, scale float32 [1] ->
@@ -25,8 +28,58 @@ def launch(q, k, v, h, g, scale: jax.Array, config: config.Config) -> jax.Array:
         scalars=(scale,),
         name=f"chunk_fwd_o_fwd_c{C}{kind}",
         HV=HV,
-        heads=config.heads,
+        heads=cut.heads,
         outputs=[((C, V), v.dtype)],
-        cost=cost.cost(B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind)),
+        cost=config.cost(B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind)),
     )
     return o
+
+
+def launch_bwd(q, k, v, h, g, scale: jax.Array, do: jax.Array, cut: config.Config):
+    """Run the kernel on chunks: the gradients of all operands of the forward but the scale, in their types."""
+    NC, HV, C, V = v.shape
+    H, K = k.shape[1], k.shape[3]
+    kind, itemsize = gating.gate_kind(g), v.dtype.itemsize
+    dq, dk, dv, dh, dg = chunk_map.map_chunks(
+        tile.output_bwd_tile,
+        q,
+        k,
+        v,
+        h,
+        g,
+        do,
+        scalars=(scale,),
+        name=f"chunk_fwd_o_bwd_c{C}{kind}",
+        HV=HV,
+        heads=cut.heads,
+        outputs=[
+            ((C, K), jnp.float32),
+            ((C, K), jnp.float32),
+            ((C, V), v.dtype),
+            ((K, V), jnp.float32),
+            (g.shape[2:], jnp.float32),
+        ],
+        cost=config.cost(
+            B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind), backward=True
+        ),
+    )
+    # The kernel writes a gradient per value head; those that share a key head are summed here.
+    return tiles.sum_groups(dq, H).astype(q.dtype), tiles.sum_groups(dk, H).astype(k.dtype), dv, dh, dg
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def output(q, k, v, h, g, scale: jax.Array, cut: config.Config) -> jax.Array:
+    """Run the forward kernel; see `launch`."""
+    return launch(q, k, v, h, g, scale, cut)
+
+
+def _forward(q, k, v, h, g, scale, cut):
+    return launch(q, k, v, h, g, scale, cut), (q, k, v, h, g, scale)
+
+
+def _backward(cut, operands, do):
+    # The scale is a number: see `api`.
+    return *launch_bwd(*operands, do, cut), None
+
+
+output.defvjp(_forward, _backward)

@@ -1,6 +1,8 @@
-"""Tile sizes of the kernel."""
+"""Tile sizes of the kernels, and what they cost."""
 
 from dataclasses import dataclass
+
+from jax.experimental import pallas as pl
 
 from chunkwise.shared.kernels import launcher
 
@@ -23,3 +25,17 @@ def default_for(NC: int, C: int, gates: int) -> Config:
     lanes = gates if gates % 128 else 128 * launcher.largest_divisor(gates // 128, 8)
     # Input, output and two buffers of each stay within 4 MiB a step.
     return Config(chunks=launcher.largest_divisor(NC, max(1, 2**18 // (C * max(lanes, 128)))), lanes=lanes)
+
+
+def cost(*, B: int, T: int, H: int, C: int, K: int = 1, itemsize: int = 4, backward: bool = False) -> pl.CostEstimate:
+    """Return the cost of the sum of B T gates of H heads and K channels, and of its gradient, which is alike.
+
+    Args:
+      B, T, H, C, K: sizes; K is 1 for gates per head.
+      itemsize: bytes of a gate that is read; the sum is float32.
+      backward: the cost of the gradient, the sum in the other direction: it reads float32 and writes gates.
+    """
+    del backward
+    gates = B * T * H * K
+    # The kernel multiplies by a triangle of ones [C, C].
+    return pl.CostEstimate(flops=2 * C * gates, transcendentals=0, bytes_accessed=(itemsize + 4) * gates)

@@ -5,7 +5,7 @@ import functools
 import jax
 
 from chunkwise.kkt import config as tiles
-from chunkwise.kkt import vjp, xla
+from chunkwise.kkt import kernel, xla
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import chunking
 from chunkwise.shared.operators import checks
@@ -75,5 +75,5 @@ def _run(k, beta, g_cum, cu_seqlens, chunk_size, implementation, config):
     beta = chunks.split_rows(beta)
     operands = compat.vary_alike(chunks.split(k), beta, chunks.split_gates(g_cum, beta.shape[1]))
     if implementation == "pallas":
-        return chunks.merge(vjp.kkt(*operands, config))
+        return chunks.merge(kernel.kkt(*operands, config))
     return chunks.merge(xla.kkt(*operands))

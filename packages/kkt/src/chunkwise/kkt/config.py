@@ -1,9 +1,11 @@
-"""Tile sizes of the kernel."""
+"""Tile sizes of the kernels, and what they cost."""
+
+from jax.experimental import pallas as pl
 
 from chunkwise.shared.kernels import config
 from chunkwise.shared.kernels.config import HeadConfig as Config
 
-__all__ = ["Config", "default_for", "vmem_bytes_per_head"]
+__all__ = ["Config", "cost", "default_for", "vmem_bytes_per_head"]
 
 
 def vmem_bytes_per_head(C: int, K: int, itemsize: int) -> int:
@@ -14,3 +16,30 @@ def vmem_bytes_per_head(C: int, K: int, itemsize: int) -> int:
 def default_for(H: int, HV: int, C: int, K: int, itemsize: int, per_channel: bool = False) -> Config:
     """Return the Config for these shapes."""
     return config.choose_heads(H, HV, vmem_bytes_per_head(C, K, itemsize), 32, per_channel)
+
+
+def cost(
+    *, B: int, T: int, H: int, HV: int, K: int, C: int,
+    itemsize: int = 2, per_channel: bool = False, backward: bool = False,
+) -> pl.CostEstimate:  # fmt: skip
+    """Return the cost of the matrix, or of its gradient.
+
+    Args:
+      B, T, H, HV, K, C: sizes.
+      itemsize: bytes of a number of k; everything else is float32.
+      per_channel: gates per channel: value heads cannot share the products of keys, because each decays them its way.
+      backward: the cost of the gradient, which computes the products of keys again.
+    """
+    tokens = B * T
+    scores = HV if per_channel else H
+    gates = HV * (K if per_channel else 1)
+    # The gradient of the keys is a product for the rows and one for the columns.
+    products = scores + 2 * HV if backward else scores
+    exponentials = gates * (C.bit_length() - 1) if per_channel else HV * C
+    # k, beta and the gates are read, A is written. The gradient reads that of A and writes those of the operands.
+    operands = H * K * itemsize + 4 * HV + 4 * gates
+    return pl.CostEstimate(
+        flops=2 * tokens * C * K * products,
+        transcendentals=tokens * exponentials,
+        bytes_accessed=tokens * (operands * (2 if backward else 1) + 4 * HV * C),
+    )

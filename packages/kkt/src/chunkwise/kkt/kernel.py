@@ -1,13 +1,15 @@
-"""The kernel of the interaction matrix: its launcher."""
+"""The kernels of the interaction matrix and of its gradient: launchers, and both as one differentiable function."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from chunkwise.kkt import config, cost, tile
-from chunkwise.shared.kernels import chunk_map, gating
+from chunkwise.kkt import config, tile
+from chunkwise.shared.kernels import chunk_map, gating, tiles
 
 
-def launch(k: jax.Array, beta: jax.Array, g: jax.Array, config: config.Config) -> jax.Array:
+def launch(k: jax.Array, beta: jax.Array, g: jax.Array, cut: config.Config) -> jax.Array:
     """Run the kernel on chunks: k [NC, H, C, K], beta [NC, HV, 1, C], g rows or channels -> A [NC, HV, C, C]."""
     NC, H, C, K = k.shape
     HV, kind = beta.shape[1], gating.gate_kind(g)
@@ -18,8 +20,45 @@ def launch(k: jax.Array, beta: jax.Array, g: jax.Array, config: config.Config) -
         g,
         name=f"chunk_scaled_dot_kkt_fwd_c{C}{kind}",
         HV=HV,
-        heads=config.heads,
+        heads=cut.heads,
         outputs=[((C, C), jnp.float32)],
-        cost=cost.cost(B=NC, T=C, H=H, HV=HV, K=K, C=C, itemsize=k.dtype.itemsize, per_channel=bool(kind)),
+        cost=config.cost(B=NC, T=C, H=H, HV=HV, K=K, C=C, itemsize=k.dtype.itemsize, per_channel=bool(kind)),
     )
     return A
+
+
+def launch_bwd(k: jax.Array, beta: jax.Array, g: jax.Array, dA: jax.Array, cut: config.Config):
+    """Run the kernel on chunks, operands as in the forward: returns dk in the type of k, dbeta and dg."""
+    NC, H, C, K = k.shape
+    HV, kind, itemsize = beta.shape[1], gating.gate_kind(g), k.dtype.itemsize
+    dk, dbeta, dg = chunk_map.map_chunks(
+        tile.kkt_bwd_tile,
+        k,
+        beta,
+        g,
+        dA,
+        name=f"chunk_scaled_dot_kkt_bwd_c{C}{kind}",
+        HV=HV,
+        heads=cut.heads,
+        outputs=[((C, K), jnp.float32), ((1, C), jnp.float32), (g.shape[2:], jnp.float32)],
+        cost=config.cost(B=NC, T=C, H=H, HV=HV, K=K, C=C, itemsize=itemsize, per_channel=bool(kind), backward=True),
+    )
+    # The kernel writes a gradient per value head; those that share a key head are summed here.
+    return tiles.sum_groups(dk, H).astype(k.dtype), dbeta, dg
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def kkt(k: jax.Array, beta: jax.Array, g: jax.Array, cut: config.Config) -> jax.Array:
+    """Run the forward kernel; see `launch`."""
+    return launch(k, beta, g, cut)
+
+
+def _forward(k, beta, g, cut):
+    return launch(k, beta, g, cut), (k, beta, g)
+
+
+def _backward(cut, operands, dA):
+    return launch_bwd(*operands, dA, cut)
+
+
+kkt.defvjp(_forward, _backward)

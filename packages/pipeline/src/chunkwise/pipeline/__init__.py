@@ -5,9 +5,11 @@ from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, ragged_simple_gla, 
 from chunkwise.kda import chunk_kda, ragged_kda, recurrent_kda
 from chunkwise.pipeline.check_step import check_step
 from chunkwise.pipeline.staged import register_all
+from chunkwise.shared import version
 
 register_all()
 
+__version__ = version.of(__name__)
 __all__ = [
     "check_step",
     "chunk_gated_delta_rule",

@@ -14,21 +14,21 @@ from jax.experimental import pallas as pl
 from chunkwise.causal_conv1d import causal_conv1d
 from chunkwise.causal_conv1d.cost import cost as causal_conv1d_cost
 from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
-from chunkwise.chunk_h.cost import cost as chunk_h_cost
+from chunkwise.chunk_h.config import cost as chunk_h_cost
 from chunkwise.chunk_o import chunk_fwd_o
-from chunkwise.chunk_o.cost import cost as chunk_o_cost
+from chunkwise.chunk_o.config import cost as chunk_o_cost
 from chunkwise.cumsum import chunk_local_cumsum
-from chunkwise.cumsum.cost import cost as cumsum_cost
+from chunkwise.cumsum.config import cost as cumsum_cost
 from chunkwise.kkt import chunk_scaled_dot_kkt
-from chunkwise.kkt.cost import cost as kkt_cost
+from chunkwise.kkt.config import cost as kkt_cost
 from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.norm_gated.cost import cost as norm_gated_cost
 from chunkwise.shared.testing import cases, mixer_oracle
 from chunkwise.shared.testing import stage_oracle as exact
 from chunkwise.solve_tril import solve_tril
-from chunkwise.solve_tril.cost import cost as solve_tril_cost
+from chunkwise.solve_tril.config import cost as solve_tril_cost
 from chunkwise.wy_fast import recompute_w_u
-from chunkwise.wy_fast.cost import cost as wy_fast_cost
+from chunkwise.wy_fast.config import cost as wy_fast_cost
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from chunkwise.shared.kernels import chunking
 from chunkwise.shared.operators import checks
 from chunkwise.solve_tril import config as tiles
-from chunkwise.solve_tril import vjp, xla
+from chunkwise.solve_tril import kernel, xla
 
 
 def solve_tril(
@@ -70,7 +70,7 @@ def _run(A, cu_seqlens, A_inv, implementation, config):
 
     matrices, known = split(A), None if A_inv is None else split(A_inv)
     if implementation == "pallas":
-        A_inv = vjp.solve(matrices, known, config or tiles.default_for(chunks.NC, HV, C))
+        A_inv = kernel.solve(matrices, known, config or tiles.default_for(chunks.NC, HV, C))
     else:
         A_inv = xla.inverse(matrices) if known is None else xla.known_inverse(matrices, known)
     return chunks.merge(A_inv.reshape(chunks.NC, HV, C, C))

@@ -9,7 +9,7 @@ from chunkwise.shared import compat
 from chunkwise.shared.kernels import chunking, gating
 from chunkwise.shared.operators import checks
 from chunkwise.wy_fast import config as tiles
-from chunkwise.wy_fast import vjp, xla
+from chunkwise.wy_fast import kernel, xla
 
 
 def recompute_w_u(
@@ -80,7 +80,7 @@ def _run(k, v, beta, A_inv, g_cum, cu_seqlens, implementation, config):
     g = chunks.split_gates(g_cum, v.shape[2])
     operands = chunks.split(k), chunks.split(v), chunks.split(A_inv.astype(jnp.float32)), chunks.split_rows(beta)
     if implementation == "pallas":
-        w, u = vjp.w_u(*compat.vary_alike(*operands, g), config)
+        w, u = kernel.w_u(*compat.vary_alike(*operands, g), config)
     else:
         w, u = xla.w_u(*operands, jax.vmap(gating.decay_from_start)(g))
     return chunks.merge(w), chunks.merge(u)

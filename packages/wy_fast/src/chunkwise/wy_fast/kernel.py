@@ -1,14 +1,16 @@
-"""The kernel of the effective keys and values: its launcher."""
+"""The kernels of w and u and of their gradient: their launchers, and both as one differentiable function."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import chunk_map, gating
-from chunkwise.wy_fast import config, cost, tile
+from chunkwise.shared.kernels import chunk_map, gating, tiles
+from chunkwise.wy_fast import config, tile
 
 
 def launch(
-    k: jax.Array, v: jax.Array, A_inv: jax.Array, beta: jax.Array, g: jax.Array, config: config.Config
+    k: jax.Array, v: jax.Array, A_inv: jax.Array, beta: jax.Array, g: jax.Array, cut: config.Config
 ) -> tuple[jax.Array, jax.Array]:
     """Run the kernel on chunks.
 
@@ -27,8 +29,59 @@ def launch(
         g,
         name=f"recompute_w_u_fwd_c{C}{kind}",
         HV=HV,
-        heads=config.heads,
+        heads=cut.heads,
         outputs=[((C, K), jnp.float32), ((C, V), jnp.float32)],
-        cost=cost.cost(B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind)),
+        cost=config.cost(B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind)),
     )
     return w, u
+
+
+def launch_bwd(k, v, A_inv, beta, g, dw: jax.Array, du: jax.Array, cut: config.Config):
+    """Run the kernel on chunks: the gradients of all operands of the forward, in their types."""
+    NC, HV, C, V = v.shape
+    H, K = k.shape[1], k.shape[3]
+    kind, itemsize = gating.gate_kind(g), v.dtype.itemsize
+    dk, dv, dA_inv, dbeta, dg = chunk_map.map_chunks(
+        tile.wy_bwd_tile,
+        k,
+        v,
+        A_inv,
+        beta,
+        g,
+        dw,
+        du,
+        name=f"recompute_w_u_bwd_c{C}{kind}",
+        HV=HV,
+        heads=cut.heads,
+        outputs=[
+            ((C, K), jnp.float32),
+            ((C, V), v.dtype),
+            ((C, C), jnp.float32),
+            ((1, C), jnp.float32),
+            (g.shape[2:], jnp.float32),
+        ],
+        cost=config.cost(
+            B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind), backward=True
+        ),
+    )
+    # The kernel writes a gradient per value head; those that share a key head are summed here.
+    return tiles.sum_groups(dk, H).astype(k.dtype), dv, dA_inv, dbeta, dg
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def w_u(
+    k: jax.Array, v: jax.Array, A_inv: jax.Array, beta: jax.Array, g: jax.Array, cut: config.Config
+) -> tuple[jax.Array, jax.Array]:
+    """Run the forward kernel; see `launch`."""
+    return launch(k, v, A_inv, beta, g, cut)
+
+
+def _forward(k, v, A_inv, beta, g, cut):
+    return launch(k, v, A_inv, beta, g, cut), (k, v, A_inv, beta, g)
+
+
+def _backward(cut, operands, cotangents):
+    return launch_bwd(*operands, *cotangents, cut)
+
+
+w_u.defvjp(_forward, _backward)
