@@ -6,5 +6,9 @@
   compiler for TPUs that are not here.
 
 `chunkwise.shared.chips` is the one table of TPU generations, `chunkwise.shared.compat` the one place for what differs
-between releases of JAX.
+between releases of JAX, and `chunkwise.shared.version` the one way to the versions of the distributions.
 """
+
+from chunkwise.shared import version
+
+__version__ = version.of(__name__)

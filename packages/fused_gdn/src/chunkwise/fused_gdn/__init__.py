@@ -2,7 +2,9 @@
 
 from chunkwise.fused_gdn.api import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.fused_gdn.config import Config
+from chunkwise.shared import version
 
+__version__ = version.of(__name__)
 __all__ = [
     "Config",
     "chunk_gated_delta_rule",

@@ -37,7 +37,9 @@ from chunkwise.layers.mamba2 import (
 )
 from chunkwise.layers.running import Cache, Step, empty_cache, remat_policy
 from chunkwise.layers.sharding import Shardings, shardings
+from chunkwise.shared import version
 
+__version__ = version.of(__name__)
 __all__ = [
     "Cache",
     "GatedDeltaNetConfig",
