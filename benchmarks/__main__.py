@@ -1,4 +1,4 @@
-"""The command line, `python -m benchmarks`: time, stages, accuracy, tpu, remat, scale, step, packed, plot."""
+"""The command line, `python -m benchmarks`: time, stages, accuracy, tpu, remat, scale, step, packed, bits, plot."""
 
 import argparse
 import json
@@ -12,17 +12,17 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from benchmarks import accuracy, operators, packed, plots, remat, scale, stages, step, tpu
+from benchmarks import accuracy, bits, operators, packed, plots, remat, scale, stages, step, tpu
 from benchmarks.block import BLOCKS
 from benchmarks.cases import CASES, Case
 from benchmarks.compare import compare, merged
 from benchmarks.mixer import MIXERS
+from benchmarks.scans import SCANS
 from chunkwise import pipeline
 from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.pipeline.stages import STAGES
 from chunkwise.pipeline.tables import make_console, make_progress, make_table
 from chunkwise.shared.chips import CHIPS
-from chunkwise.shared.operators.affine_scan import SCANS
 
 TEXT = {"case", "stage", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "figure", "failed"}
 TEXT |= {"split", "topology", "scan", "collectives", "mixture", "policy"}
@@ -89,6 +89,8 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--operator", action="append", choices=accuracy.NAMES)
     one.add_argument("--implementation", action="append", choices=["xla", "staged", "fused"])
     one.add_argument("--tokens", type=int, default=256)
+    one = commands.add_parser("bits", help="fingerprints of small results, to compare before and after a change")
+    bits.add_options(one)
     one = commands.add_parser("plot", help="a PNG of a saved result")
     one.add_argument("result", type=Path)
     one.add_argument("output", type=Path)
@@ -247,6 +249,8 @@ def save(options: argparse.Namespace, rows: list[dict]) -> None:
 def main(arguments=None) -> int:
     """Measure, print a table, write JSON, compare; return 1 if a result is wrong or worse than the base."""
     options = parse(arguments)
+    if options.command == "bits":
+        return bits.main(options)
     if options.command == "plot":
         saved = json.loads(options.result.read_text())
         plots.draw(saved["command"], saved["rows"], options.output)

@@ -120,8 +120,8 @@ def programs() -> Iterator[tuple[str, str, Callable[[dict], dict], dict]]:
                     yield f"recurrent_{operator}, {implementation}, {name}", implementation, run, x
 
 
-def fingerprints(only: str = "") -> dict[str, str]:
-    """Return a digest of every result, by the name of the program and of the result."""
+def fingerprints(only: str = "", before: dict[str, str] | None = None) -> dict[str, str]:
+    """Return a digest of every result, by the name of the program and of the result; say at once what differs."""
     found = {}
     for name, implementation, run, x in programs():
         if only not in name:
@@ -132,33 +132,39 @@ def fingerprints(only: str = "") -> dict[str, str]:
             y = np.asarray(y)
             # All NaNs are one.
             y = np.where(np.isnan(y), np.full((), np.nan, y.dtype), y)
-            found[f"{name}: {result}"] = hashlib.sha256(y.tobytes()).hexdigest()[:16]
+            key = f"{name}: {result}"
+            found[key] = hashlib.sha256(y.tobytes()).hexdigest()[:16]
+            if before is not None and before.get(key) != found[key]:
+                print(f"differs: {key}" if key in before else f"not in the other file: {key}", flush=True)
         jax.clear_caches()
         print(name, file=sys.stderr, flush=True)
     jax.config.update("jax_disable_most_optimizations", False)
     return found
 
 
-def main(json_path: str | None = None, against: str | None = None, only: str = "") -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--json", type=Path, help="write the fingerprints here")
+    parser.add_argument("--against", type=Path, help="compare with these; exit code 1 if a result differs")
+    parser.add_argument("--only", default="", help="programs whose name contains this")
+
+
+def main(options: argparse.Namespace) -> int:
     """Write or compare the fingerprints; return 1 if a result differs."""
-    found = fingerprints(only)
-    if json_path:
-        Path(json_path).write_text(json.dumps(found, indent=1) + "\n")
-    if not against:
+    only, before = options.only, json.loads(options.against.read_text()) if options.against else None
+    found = fingerprints(only, before)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if before is None:
         print(f"{len(found)} results")
         return 0
-    before = {name: y for name, y in json.loads(Path(against).read_text()).items() if only in name}
-    differing = [name for name in sorted(found.keys() | before.keys()) if found.get(name) != before.get(name)]
-    for name in differing:
-        print(f"differs: {name}" if name in found and name in before else f"only in one of the two: {name}")
-    print(f"{len(found) - len(differing)} of {len(found)} results are the same to the bit.")
-    return int(bool(differing))
+    missing = [name for name in before if only in name and name not in found]
+    same = sum(before.get(name) == digest for name, digest in found.items())
+    print(f"{same} of {len(found)} results are the same to the bit; {len(missing)} of the other file are missing.")
+    return int(same < len(found) or bool(missing))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--json")
-    parser.add_argument("--against")
-    parser.add_argument("--only", default="")
-    options = parser.parse_args()
-    sys.exit(main(options.json, options.against, options.only))
+    add_options(parser)
+    sys.exit(main(parser.parse_args()))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.pipeline.check import operator_inputs, tolerance
-from chunkwise.pipeline.operators import OPERATORS
+from chunkwise.pipeline.operators import OPERATORS, Entry
 from chunkwise.shared.kernels.chunking import token_owners
 from chunkwise.shared.operators.checks import choose_chunk_size
 from chunkwise.shared.testing.oracle import reference

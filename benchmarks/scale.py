@@ -16,7 +16,7 @@ from unittest import mock
 
 from benchmarks import operators, timing, tpu
 from benchmarks.cases import Case
-from chunkwise.shared.operators.affine_scan import SCANS
+from benchmarks.scans import SCANS
 from chunkwise.shared.testing.collectives import COLLECTIVE, traffic
 from chunkwise.shared.testing.tpu import launches, topology_mesh
 

@@ -109,6 +109,18 @@ sys.exit(command.main({arguments}))
     assert [row["to_one_device"] for row in rows] == [row["median_ms"] / rows[0]["median_ms"] for row in rows]
 
 
+def test_bits(benchmarks, tmp_path, capsys):
+    """The same program has the same fingerprints; another result is named."""
+    path, only = tmp_path / "bits.json", ["--only", "recurrent_gla, xla, rows"]
+    assert benchmarks.main(["bits", *only, "--json", str(path)]) == 0
+    assert benchmarks.main(["bits", *only, "--against", str(path)]) == 0
+    saved = json.loads(path.read_text())
+    name = next(iter(saved))
+    path.write_text(json.dumps(saved | {name: "another"}))
+    assert benchmarks.main(["bits", *only, "--against", str(path)]) == 1
+    assert f"differs: {name}" in capsys.readouterr().out
+
+
 def test_scan_without_a_topology(benchmarks, capsys):
     with pytest.raises(SystemExit):
         benchmarks.parse(["scale", "--scan", "ring"])

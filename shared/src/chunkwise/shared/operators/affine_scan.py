@@ -2,14 +2,13 @@
 
 A device's tokens take a state S [..., K, V] to M S + N. M is a matrix [..., K, K], or a decay [..., K, 1] or
 [..., 1, 1], which multiplies rows. The state before device r is that after device r - 1. Where another document begins
-on a device, no state passes it, not even a NaN. Four ways bring every device its state, the same up to rounding, on D
+on a device, no state passes it, not even a NaN. Three ways bring every device its state, the same up to rounding, on D
 devices, each with M and N of |M| and |N| bytes:
 
     way            bytes that a device sends      steps, one after the other
     all_gather     (D - 1) (|M| + |N|)            1, then D - 2 products on every device
     all_to_all     (D - 1) / D (|M| + 2 |N|)      2, between them D - 2 products of 1 / D of the heads
     doubling       log2(D) (|M| + |N|) + |N|      log2(D), each with a product of two maps, and one more
-    ring           (D - 1) |N|                    D - 1
 
 The first is best for two devices, the second for a few more if each of them has a head, and the third for many: see
 docs/performance.md.
@@ -141,17 +140,7 @@ def doubling(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -
     return jnp.where(r == 0, first, shift(own.after(S), axis, 1, reverse))
 
 
-def ring(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
-    """Return the same: the state itself goes from device to device."""
-    D, r = _rank(axis, reverse)
-    before = _given(own, S)
-    for d in range(1, D):
-        after = own.after(S if d == 1 else before)
-        before = jnp.where(r == d, shift(after, axis, 1, reverse), before)
-    return before
-
-
-SCANS: dict[str, Scan] = {"all_gather": all_gather, "all_to_all": all_to_all, "doubling": doubling, "ring": ring}
+SCANS: dict[str, Scan] = {"all_gather": all_gather, "all_to_all": all_to_all, "doubling": doubling}
 
 
 def exclusive_scan(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:

@@ -1,0 +1,22 @@
+"""The scans over devices that the benchmarks know: those of the library, and one that it does not choose."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from chunkwise.shared.operators import affine_scan
+from chunkwise.shared.operators.affine_scan import AffineMap
+
+
+def ring(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
+    """Return the state before every device: the state itself goes from device to device, D - 1 steps of |N| bytes."""
+    D, r = lax.axis_size(axis), lax.axis_index(axis)
+    r = jnp.int32(D - 1) - r if reverse else r
+    before = jnp.zeros_like(own.N) if S is None else S
+    for d in range(1, D):
+        after = own.after(S if d == 1 else before)
+        before = jnp.where(r == d, affine_scan.shift(after, axis, 1, reverse), before)
+    return before
+
+
+SCANS = affine_scan.SCANS | {"ring": ring}
