@@ -70,7 +70,7 @@ def turns(case: Case, kind: str, C: int) -> tuple[int, list[int]]:
       C: tokens of a chunk.
     """
     chunks, cu_seqlens = 1, case.boundaries(case.T)
-    count = {"gated_delta_rule": _delta_rule_runs, "kda": _kda_runs}.get(case.operator, _gla_runs)
+    count = _delta_rule_runs if case.table.delta else _gla_runs
     if count is _gla_runs:
         NT = num_chunks(case.T, C)
         config = default_for(case.H, case.HV, case.K, case.V, C, NT, 2, case.table.per_channel)
@@ -89,32 +89,18 @@ def _passing(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _delta_rule_runs(table, C, kind, pieces):
     if kind == "bwd":
-        whole, empty = table[END] - table[BEGIN] == C, table[BEGIN] == table[END]
-        middle = (table[CLOSES] & table[MIXED], whole, ~whole, ~whole & ~empty) if pieces else ()
-        return table.shape[1], (1, table[LAST], *middle, table[FIRST])
-    prepared, passed = _passing(table)
-    whole = (prepared[END] - prepared[BEGIN] == C) & (passed[END] - passed[BEGIN] == C)
-    some = (prepared[BEGIN] < prepared[END]) | (passed[BEGIN] < passed[END])
-    middle = (passed[OPENS] & passed[MIXED], whole, ~whole, ~whole & some) if pieces else ()
-    # The states between chunks go out without a branch, the final ones with one.
-    final = (passed[LAST, 1:],) if kind == "fwd" else ()
-    return len(whole), (passed[FIRST], *middle, *final)
-
-
-def _kda_runs(table, C, kind, pieces):
-    if kind == "bwd":
-        # The first turn clears too.
+        # The first grid step clears too.
         begins = table[LAST].copy()
         begins[-1] = 1
         whole, empty = table[END] - table[BEGIN] == C, table[BEGIN] == table[END]
-        cut = (whole, ~whole, ~whole & table[CLOSES] & table[MIXED], ~whole & ~empty) if pieces else ()
-        return table.shape[1], (begins, *cut)
-    prepared, passed = _passing(table)
-    whole = (prepared[END] - prepared[BEGIN] == C) & (passed[END] - passed[BEGIN] == C)
-    empty = passed[BEGIN] == passed[END]
-    some = (prepared[BEGIN] < prepared[END]) | ~empty
-    runs = whole, ~whole, ~whole & passed[OPENS] & passed[MIXED], ~whole & some, ~whole & passed[FIRST] & empty
-    return len(whole), runs if pieces else ()
+        unowned = table[CLOSES] & table[MIXED]
+    else:
+        cur, prev = _passing(table)
+        begins, unowned = prev[FIRST], prev[OPENS] & prev[MIXED]
+        whole = (cur[END] - cur[BEGIN] == C) & (prev[END] - prev[BEGIN] == C)
+        empty = (cur[BEGIN] == cur[END]) & (prev[BEGIN] == prev[END])
+    cut = (whole, ~whole, ~whole & unowned, ~whole & ~empty) if pieces else ()
+    return len(begins), (begins, *cut)
 
 
 def _gla_runs(table, C, kind, pieces):
@@ -126,7 +112,7 @@ def _gla_runs(table, C, kind, pieces):
     starts = table[FIRST].copy() if kind != "bwd" else table[LAST].copy()
     starts[0 if kind != "bwd" else -1] = 1
     # A branch passes a loop of no chunks, of which there are only among pieces.
-    loop = lambda n, whole: (n > 0, n, n - whole, whole) if pieces else (n,)
+    loop = lambda n, whole: (n > 0, n, whole, n - whole) if pieces else (n,)
     # The backward first goes over all chunks but the last one, for their states.
     before = loop(np.maximum(chunks - 1, 0), whole - last) if kind == "bwd" else ()
     clear = (table[CLOSES if kind == "bwd" else OPENS] & table[MIXED],) if pieces else ()

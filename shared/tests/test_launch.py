@@ -1,11 +1,12 @@
 """Launches: Refs by name, absent operands, types that a TPU cannot read, scales, blocks of heads."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -16,8 +17,7 @@ from chunkwise.shared.kernels.launcher import (
     divides_groups,
     head_block,
     largest_divisor,
-    named,
-    pallas_call,
+    launch,
     pick_heads,
     scaled,
     split_scale,
@@ -27,31 +27,68 @@ from chunkwise.shared.testing.transforms import text_for_tpu
 FREE = pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0)
 
 
+class AddRefs(NamedTuple):
+    x: Any
+    sum: Any
+    total: Any
+    y: Any = None
+    copy: Any = None
+
+
 def add(x, y, want_copy, dtype):
     """x + y by a kernel, and a copy of x if wanted; y may be None."""
     whole = pl.BlockSpec(x.shape, lambda i: (0, 0))
 
-    def body(refs, bias):
+    def body(refs):
         assert (refs.copy is not None) == want_copy
+        assert (refs.y is not None) == (y is not None)
         refs.total[...] = refs.x[...]
-        refs.sum[...] = refs.total[...] + bias + (0.0 if refs.y is None else refs.y[...])
+        refs.sum[...] = refs.total[...] + 1.0 + (0.0 if refs.y is None else refs.y[...])
         if want_copy:
             refs.copy[...] = refs.x[...]
 
-    wanted = 1 + want_copy
-    return pallas_call(
-        named(body, ["x", "y"], [("sum", True), ("copy", want_copy)], ["total"], bias=1.0),
-        x,
-        y,
+    return launch(
+        body,
+        AddRefs,
         name="add",
         grid=(1,),
         dimension_semantics=("arbitrary",),
-        in_specs=[whole, None if y is None else whole],
-        out_specs=[whole] * wanted,
-        out_shape=[jax.ShapeDtypeStruct(x.shape, dtype)] * wanted,
-        scratch_shapes=[pltpu.VMEM(x.shape, jnp.float32)],
+        inputs={"x": (x, whole), "y": (y, whole)},
+        outputs={"sum": (whole, x.shape, dtype), "copy": (whole, x.shape, dtype)},
+        requested=("sum", "copy") if want_copy else ("sum",),
+        scratch={"total": x.shape},
         cost_estimate=FREE,
     )
+
+
+class ShiftRefs(NamedTuple):
+    offset: Any
+    x: Any
+    x_out: Any
+
+
+@pytest.mark.interpreted
+def test_an_output_in_the_place_of_its_input():
+    """With a scalar table; an input and an output of one name are two Refs."""
+    x, whole = jnp.arange(8 * 128, dtype=jnp.float32).reshape(8, 128), pl.BlockSpec((8, 128), lambda i, *_: (0, 0))
+
+    def body(refs):
+        refs.x_out[...] = refs.x[...] + refs.offset[0].astype(jnp.float32)
+
+    result = launch(
+        body,
+        ShiftRefs,
+        name="shift",
+        grid=(1,),
+        dimension_semantics=("arbitrary",),
+        tables={"offset": jnp.array([3], jnp.int32)},
+        inputs={"x": (x, whole)},
+        outputs={"x": (whole, x.shape, x.dtype)},
+        in_place={"x": "x"},
+        cost_estimate=FREE,
+    )
+    assert list(result) == ["x"]
+    np.testing.assert_array_equal(result["x"], x + 3)
 
 
 @pytest.mark.interpreted
@@ -60,16 +97,16 @@ def add(x, y, want_copy, dtype):
 def test_names_and_absent_operands(second, want_copy):
     x = jnp.arange(8 * 128, dtype=jnp.float32).reshape(8, 128)
     results = add(x, x if second else None, want_copy, jnp.float32)
-    np.testing.assert_array_equal(results[0], (2 * x if second else x) + 1)
-    assert len(results) == 1 + want_copy
+    np.testing.assert_array_equal(results["sum"], (2 * x if second else x) + 1)
+    assert list(results) == ["sum", "copy"][: 1 + want_copy]
     if want_copy:
-        np.testing.assert_array_equal(results[1], x)
+        np.testing.assert_array_equal(results["copy"], x)
 
 
 @pytest.mark.interpreted
 def test_float16_is_float32_in_the_kernel():
     x = jnp.ones((8, 128), jnp.float16)
-    (result,) = add(x, None, False, jnp.float16)
+    result = add(x, None, False, jnp.float16)["sum"]
     assert result.dtype == jnp.float16
     np.testing.assert_array_equal(result, 2 * x)
     assert "memref<8x128xf16>" not in text_for_tpu(lambda x: add(x, None, False, jnp.float16), x)

@@ -193,14 +193,14 @@ def test_loads_and_stores_of_heads():
     ref = Memory(x)
     np.testing.assert_array_equal(layout.load_heads(ref, 4), x.reshape(6, 3, 4).swapaxes(0, 1))
     np.testing.assert_array_equal(layout.load_heads(ref, 4, slice(1, 2), at=slice(2, 5))[0], x[2:5, 4:8])
-    owned = layout.load_heads(ref, 4, own=inside)
+    owned = layout.load_heads(ref, 4, valid=inside)
     assert not owned[:, 4:].any()
     np.testing.assert_array_equal(owned[2, :4], x[:4, 8:])
     layout.store_heads(ref, jnp.ones((2, 6, 4)), inside, first=1)
     want = np.array(x)
     want[:4, 4:] = 1.0
     np.testing.assert_array_equal(ref.x, want)
-    layout.store_own(ref, slice(0, 4), jnp.full((6, 4), 2.0))
+    layout.store_rows(ref, slice(0, 4), jnp.full((6, 4), 2.0))
     assert (ref.x[:, :4] == 2.0).all()
     layout.clear(ref, None)
     assert not ref.x.any()
@@ -226,7 +226,7 @@ def test_blocks_of_a_launch(lengths, backwards):
         tokens=(tokens(B, T, 2 * blocks * 128), cut.tokens(256)),
         shared=(tokens(B, T, 128), cut.tokens(128, share=blocks)),
         values=(tokens(B, blocks, T, 3), cut.values(3)),
-        rows=(tokens(B, T // C, blocks, 3, C), cut.rows(3)),
+        rows=(tokens(B, T // C, blocks, 3, C), cut.rows(None, None, 3, C)),
         state=(tokens(states, 2 * blocks, 8, 128), cut.state(2, 8, 128)),
         per_step=(tokens(B, S, 2 * blocks, 8), cut.per_step(2, 8)),
     )

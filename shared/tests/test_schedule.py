@@ -1,6 +1,9 @@
 """The order in which interleaved stages run."""
 
-from chunkwise.shared.kernels.schedule import stagger, take_turns
+import json
+
+from chunkwise.shared import chips
+from chunkwise.shared.kernels.schedule import find_order, injected_orders, interleave, stagger
 
 
 def stage(name, length, log):
@@ -47,8 +50,25 @@ def test_results_are_there_when_the_stages_end():
 def test_an_order_leaves_the_rest_to_the_caller():
     log = []
     a, b = (stage(name, 3, log) for name in "ab")
-    take_turns("abbbbb", a=a, b=b)
+    interleave("abbbbb", a=a, b=b)
     assert log == ["a0", "b0", "b1", "b2"]
     assert next(b, "past the end") == "past the end"
     list(a)
     assert log == ["a0", "b0", "b1", "b2", "a1", "a2"]
+
+
+def test_searched_orders(tmp_path, monkeypatch):
+    """The order of a package for its kernel, size and TPU; the plain one where there is none; one that is tried."""
+    (tmp_path / "ordered").mkdir()
+    (tmp_path / "ordered" / "__init__.py").touch()
+    orders = {"fwd": {"8": {"v6e": "ppm"}, "16": {"v5e": "mmp"}}}
+    (tmp_path / "ordered" / "orders.json").write_text(json.dumps(orders))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_order("ordered", "fwd", 8, "pm") == "ppm"
+    assert find_order("ordered", "fwd", 16, "pm") == find_order("ordered", "bwd", 8, "pm") == "pm"
+    monkeypatch.setattr(chips, "current", lambda: "v5e")
+    assert find_order("ordered", "fwd", 8, "pm") == "ppm"
+    assert find_order("ordered", "fwd", 16, "pm") == "mmp"
+    with injected_orders("ordered", fwd="mp"):
+        assert find_order("ordered", "fwd", 8, "pm") == find_order("ordered", "fwd", 4, "pm") == "mp"
+    assert find_order("ordered", "fwd", 8, "pm") == "ppm"

@@ -5,6 +5,8 @@ A new generation is one line here. Tests compile every kernel for all of them.
 
 from typing import NamedTuple
 
+from jax.experimental.pallas import tpu as pltpu
+
 
 class Chip(NamedTuple):
     """What one TensorCore of a generation can do.
@@ -32,5 +34,14 @@ CHIPS = {
     "tpu7x": Chip("tpu7x:2x2x1", 2.2, 3.69, 64 * 2**20, 256),
 }
 
-# What a kernel may use on every one of them, with room left for the compiler's own buffers.
-VMEM_LIMIT_BYTES = 3 * min(chip.vmem_bytes for chip in CHIPS.values()) // 4
+# The scoped VMEM that every kernel may use on every one of them: what the smallest has, less some for the compiler.
+VMEM_LIMIT_BYTES = 15 * min(chip.vmem_bytes for chip in CHIPS.values()) // 16
+
+
+def current() -> str | None:
+    """Return the name in `CHIPS` of the TPU that a program is traced for, None where JAX knows of none."""
+    try:
+        version = str(pltpu.get_tpu_info().chip_version)
+    except (ValueError, NotImplementedError):
+        return None
+    return version if version.startswith("v") else f"tpu{version}"

@@ -8,16 +8,15 @@ Blocks in which a sequence begins or ends, and the last block of a row, are *mix
 Channels past the end of the array hold anything, and nothing of theirs is stored.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.causal_conv1d import config, cost, sequences, tile
-from chunkwise.shared import compat
 from chunkwise.shared.kernels import activations, chunking, launcher, layout, packed, tiles
 
 # Tokens that are computed at once.
@@ -70,6 +69,28 @@ class Static(NamedTuple):
     def blocks(self) -> int:
         """Blocks of a row of the batch."""
         return -(-self.T // self.config.tokens)
+
+
+class ConvRefs(NamedTuple):
+    """The Refs of both kernels; None for what a launch lacks. A block has tokens and channels, cut into planes."""
+
+    x: Any  # [tokens, channels]
+    weight: Any  # [W, channels]
+    bias: Any  # [1, channels]
+    window: Any  # float32 [planes, halo + tokens, 128], the block behind the tokens before it
+    blocks: Any = None  # int32 [3, B * blocks]
+    sequences: Any = None  # int32 [2, N]
+    before: Any = None  # [16, channels], the tokens before the block
+    reach: Any = None  # float32 [2, tokens]
+    rows: Any = None  # float32 [N * (W - 1), 1, channels]
+    dy: Any = None  # [tokens, channels]
+    y: Any = None  # [tokens, channels]
+    dx: Any = None  # [tokens, channels]
+    dweight: Any = None  # [W + 1, 8, channels]
+    drows: Any = None  # float32 [N * (W - 1), 1, channels]
+    wide: Any = None  # float32 [2, tokens, 128], reach over all lanes
+    added: Any = None  # float32 [planes, tokens, 128], what states add to a mixed block
+    dpre: Any = None  # float32 [planes, tokens + halo, 128], the gradient of what enters the activation
 
 
 def tables(s: sequences.Sequences, B: int, with_states: bool, static: Static) -> tuple[Any, Any, Any]:
@@ -196,7 +217,7 @@ class _Plane(NamedTuple):
         return taps, pre, age
 
 
-def _fwd_kernel(refs, *, s: Static):
+def _fwd_kernel(refs: ConvRefs, *, s: Static):
     """Write y of a block; its last tokens stay in the window for the next block."""
     block = pl.program_id(1) * jnp.int32(s.blocks) + pl.program_id(2)
 
@@ -223,7 +244,7 @@ def _fwd_kernel(refs, *, s: Static):
     _branches(refs, block, s, compute)
 
 
-def _bwd_kernel(refs, *, s: Static):
+def _bwd_kernel(refs: ConvRefs, *, s: Static):
     """Write dx of a block, last block first, and add to the gradients of weight and bias.
 
     A token's gradient comes from the W - 1 tokens after it too: the first of the block after this one stay in scratch.
@@ -293,50 +314,39 @@ def launch(x: Operands, s: Static) -> dict[str, jax.Array]:
     block = pl.BlockSpec((None, tokens, channels), lambda j, b, i, *_: (b, place(i), j))
     before = lambda i: jnp.maximum(place(i) * jnp.int32(tokens // _BEFORE) - jnp.int32(1), jnp.int32(0))
     over_channels = lambda rows: pl.BlockSpec((rows, channels), lambda j, b, i, *_: (0, j))
-    specs = {
-        "x": block,
-        "before": pl.BlockSpec((None, _BEFORE, channels), lambda j, b, i, *_: (b, before(i), j)),
-        "reach": pl.BlockSpec((None, None, 2, tokens), lambda j, b, i, *_: (b, place(i), 0, 0)),
-        "weight": over_channels(s.W),
-        "bias": over_channels(1),
-        "rows": None if x.rows is None else pl.BlockSpec((x.rows.shape[0], 1, channels), lambda j, b, i, *_: (0, 0, j)),
-        "dy": block,
-    }
-    operands = x._asdict() | ({"before": chunking.pad_tokens(x.x, max(T, _BEFORE))} if backward else {})
-    scalars = [name for name in ("blocks", "sequences") if operands[name] is not None]
-    names = scalars + [name for name in specs if operands.get(name) is not None]
+    rows = None if x.rows is None else pl.BlockSpec((x.rows.shape[0], 1, channels), lambda j, b, i, *_: (0, 0, j))
     planes = channels // packed.LANES
-    scratch = {"window": pltpu.VMEM((planes, config.HALO + tokens, packed.LANES), jnp.float32)}
+    scratch: dict[str, Any] = {"window": (planes, config.HALO + tokens, packed.LANES)}
     if x.reach is not None:
-        scratch["wide"] = pltpu.VMEM((2, tokens, packed.LANES), jnp.float32)
+        scratch["wide"] = 2, tokens, packed.LANES
     if x.rows is not None:
-        scratch["added"] = pltpu.VMEM((planes, tokens, packed.LANES), jnp.float32)
+        scratch["added"] = planes, tokens, packed.LANES
     outputs: dict[str, tuple] = {"y": (block, x.x.shape, x.x.dtype)}
     if backward:
         sums = pl.BlockSpec((s.W + 1, 8, channels), lambda j, b, i, *_: (0, 0, j))
         outputs = {"dx": (block, x.x.shape, x.x.dtype), "dweight": (sums, (s.W + 1, 8, D), jnp.float32)}
-        scratch["dpre"] = pltpu.VMEM((planes, tokens + config.HALO, packed.LANES), jnp.float32)
+        scratch["dpre"] = planes, tokens + config.HALO, packed.LANES
         if x.rows is not None:
-            outputs["drows"] = (specs["rows"], x.rows.shape, jnp.float32)
-    absent = [name for name in ("blocks", "sequences", "reach", "rows", "drows") if name not in (*names, *outputs)]
-    out = launcher.pallas_call(
-        launcher.named(
-            _bwd_kernel if backward else _fwd_kernel,
-            names,
-            [(name, True) for name in outputs] + [(name, False) for name in absent],
-            list(scratch),
-            s=s,
-        ),
-        *(operands[name] for name in names),
+            outputs["drows"] = rows, x.rows.shape, jnp.float32
+    padded = chunking.pad_tokens(x.x, max(T, _BEFORE)) if backward else None
+    return launcher.launch(
+        functools.partial(_bwd_kernel if backward else _fwd_kernel, s=s),
+        ConvRefs,
         name=f"causal_conv1d_{'bwd' if backward else 'fwd'}_w{s.W}",
-        num_scalar_prefetch=len(scalars),
         # Channels are independent. Rows of the batch are too, but the backward sums over them. Tokens are sequential.
         grid=(-(-D // channels), B, count),
         dimension_semantics=("parallel", "arbitrary" if backward else "parallel", "arbitrary"),
-        in_specs=[specs[name] for name in names if name not in scalars],
-        out_specs=[spec for spec, _, _ in outputs.values()],
-        out_shape=[compat.out_struct(shape, dtype, *x) for _, shape, dtype in outputs.values()],
-        scratch_shapes=list(scratch.values()),
+        tables={"blocks": x.blocks, "sequences": x.sequences},
+        inputs={
+            "x": (x.x, block),
+            "before": (padded, pl.BlockSpec((None, _BEFORE, channels), lambda j, b, i, *_: (b, before(i), j))),
+            "reach": (x.reach, pl.BlockSpec((None, None, 2, tokens), lambda j, b, i, *_: (b, place(i), 0, 0))),
+            "weight": (x.weight, over_channels(s.W)),
+            "bias": (x.bias, over_channels(1)),
+            "rows": (x.rows, rows),
+            "dy": (x.dy, block),
+        },
+        outputs=outputs,
+        scratch=scratch,
         cost_estimate=cost.cost(B=B, T=T, D=D, W=s.W, itemsize=x.x.dtype.itemsize, backward=backward),
     )
-    return dict(zip(outputs, out, strict=True))

@@ -3,10 +3,10 @@
 import math
 from dataclasses import dataclass
 
-from chunkwise.shared import compat
+from chunkwise.shared import chips, compat
 from chunkwise.shared.kernels import launcher, packed
 
-VMEM_BUDGET = 40 * 2**20
+VMEM_BUDGET = 2 * chips.VMEM_LIMIT_BYTES // 3
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,10 @@ class Config:
       heads: value heads a grid step, a divisor of HV. Heads run in lock-step, so more of them hide the latency of one
         another. Where they are not whole groups that share a key head, q and k are repeated in memory.
       heads_bwd: the same in the backward, which holds more tiles at once.
-      vmem_bytes: scoped VMEM the kernels may use.
     """
 
     heads: int
     heads_bwd: int
-    vmem_bytes: int = 60 * 2**20
 
 
 def vmem_bytes_per_head(C: int, K: int, V: int) -> int:

@@ -27,15 +27,19 @@ def cost(
     )
 
 
-def states_cost(*, B: int, T: int, H: int, HV: int, K: int, V: int, C: int, itemsize: int = 2) -> pl.CostEstimate:
-    """Return what the backward's first launch costs: the states before all chunks and the new values, once more.
+def states_cost(
+    *, B: int, T: int, H: int, HV: int, K: int, V: int, C: int, itemsize: int = 2, backward: bool = False
+) -> pl.CostEstimate:
+    """Return what a launch costs that takes states alone through the tokens.
 
-    The inverse is multiplied by values, the state by keys and by new values. The inverse is read and the new values are
-    written in float32. The arguments are those of `cost`.
+    The forward, which is given the inverse, multiplies it by values, and the state by keys and by new values; it writes
+    new values in float32 and the states. The backward makes the scores of queries and multiplies scores and inverse by
+    cotangents, and the gradient of the state by queries, keys and both of these. The arguments are those of `cost`.
     """
     states, inverse = K * V * itemsize // C, 4 * C
+    keys, values = (2 * K, V * itemsize) if backward else (K, V * (itemsize + 4) + states)
     return pl.CostEstimate(
-        flops=2 * B * T * HV * (C * V + 2 * K * V),
-        transcendentals=2 * B * T * HV,
-        bytes_accessed=B * T * (H * K * itemsize + HV * (V * (itemsize + 4) + states + inverse + 8)),
+        flops=2 * B * T * HV * (C * K + 2 * C * V + 3 * K * V if backward else C * V + 2 * K * V),
+        transcendentals=(C + 2 if backward else 2) * B * T * HV,
+        bytes_accessed=B * T * (H * keys * itemsize + HV * (values + inverse + 8)),
     )

@@ -9,7 +9,7 @@ D_ij = exp(G_i - G_j),
     o  = scale e^G Q S + P W                      S' = e^G_last S + K^T e^(G_last - G) B W
 
 P of a chunk, and X as far as it takes no products, are made in the step before the one that takes the state through it.
-Where the launch of kernel_map.py has run over the same tokens, u = X V and w = -X e^G K are given, and W = u + w S.
+Where an earlier launch over the same tokens has made X, it is read.
 
 With bfloat16 tensors S enters its products as bfloat16: what rounding misses of S stays in S. X, P, R and W must not be
 rounded so: where keys repeat they oscillate, and the sums over them cancel. They keep 16 bits, as two bfloat16 parts.
@@ -17,30 +17,25 @@ rounded so: where keys repeat they oscillate, and the sums over them cancel. The
 The matrices of p heads lie side by side in the lanes ("packed", see shared.kernels.packed): n = heads / p packs. States
 are [K, V], as the user has them.
 
-A chunk of a stream, or of rows of segments, may hold several sequences or padding. Only the turns that meet such a
-chunk compute with masks. Rows that are not finite are then zero in all products, see shared.kernels.nonfinite, and all
-results of their sequence in that chunk, in all heads of the grid step, become NaN.
+A chunk of a stream, or of rows of segments, may hold several sequences or padding. Only the grid steps that meet
+such a chunk compute with masks. Sequences that are not finite are then zero in all products, see
+shared.kernels.nonfinite, and all their results in that chunk, in all heads of the grid step, become NaN.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import config, cost, tile
-from chunkwise.shared import compat
-from chunkwise.shared.kernels import inverse, launcher, layout, nonfinite, packed, pools, schedule, tiles
+from chunkwise.shared.kernels import chunk_loop, inverse, launcher, layout, nonfinite, packed, schedule, tiles
 from chunkwise.shared.kernels.operands import Operands
 
 # Heads that take the state through a chunk together: the products of one stage of theirs hide the latency of another.
 STAGE = 8
-# What a turn that need not make its inverses does one after the other: "p" takes the chunk before through its next
-# products, "m" prepares half a stage of the next. Found by search for four stages, for launches that are given X, and
-# for those that are given u and w: see docs/performance.md.
-GIVEN_ORDERS = {"X": "ppmpmmppp", "u": "pmmmppppp"}
 
 
 class Static(NamedTuple):
@@ -71,408 +66,309 @@ class Static(NamedTuple):
     pieces: bool
     config: config.Config
 
-    def shape(self, heads: int) -> tile.Shape:
-        """Return the shape of a step of so many value heads."""
+    def shape(self, heads: int) -> tile.Heads:
+        """Return so many value heads, as those of a grid step."""
         group = self.HV // self.H
         # What the forward keeps for the backward is packed alike in both.
         p = min(config.lane_packing(n, group, self.C) for n in (self.config.heads, self.config.heads_bwd))
-        return tile.Shape(self.C, self.K, self.V, heads, group, p)
+        return tile.Heads(self.C, self.K, self.V, heads, group, p)
 
     def sizes(self) -> dict[str, Any]:
         """Return the sizes that costs depend on."""
         return {name: getattr(self, name) for name in ("B", "T", "H", "HV", "K", "V", "C")}
 
 
-def own_rows(step: layout.Step, static: Static) -> Any:
-    """Return which rows of a chunk belong to a step, bool [C, 1]; None for all. Others may hold anything."""
-    return step.rows(static.C) if static.pieces or static.T % static.C else None
+class FwdRefs(NamedTuple):
+    """The Refs of the forward; what one grid step hands to the next is of the chunk prev.
+
+    None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
+    """
+
+    table: Any  # int32 [11 or 14, B * steps]
+    q: Any = None  # [C, keys K]
+    k: Any = None  # [C, keys K]
+    v: Any = None  # [C, heads V] of prev
+    g: Any = None  # [C, heads]
+    beta: Any = None  # [C, heads]
+    initial_state: Any = None  # [heads, K, V]
+    owner: Any = None  # int32 [1, 1, p C]
+    pool: Any = None  # [heads, K, V], not padded
+    X: Any = None  # [n, C, p C] of prev
+    unread: Any = None  # an operand that is not read
+    o: Any = None  # [C, heads V] of prev
+    ht: Any = None  # [heads, K, V]
+    h: Any = None  # [heads, K, V] of prev
+    W: Any = None  # [C, heads V] of prev
+    X_out: Any = None  # [n, C, p C] of prev
+    pool_out: Any = None  # [heads, K, V], not padded
+    state: Any = None  # float32 [heads, K, V]; ht where that is wanted
+    start: Any = None  # float32 [n, C, p C], decays from the start of prev
+    end: Any = None  # float32 [n, C, p C], decays to its end, times beta
+    k_prev: Any = None  # [keys, C, K]
+    q_prev: Any = None  # [keys, C, K]
+    scores: Any = None  # parts of P, [n, C, parts p C]
+    M: Any = None  # float32 [n, C, p C], the matrix of which X is the inverse
+    strip: Any = None  # float32 [n, rows, p C], X as far as it takes no products
+    nonfinite_rows: Any = None  # float32 [1, C, 1], rows of k, g and beta of prev
+    owner_prev: Any = None  # int32 [1, p C]
 
 
-def load_chunk(refs, own, s: tile.Shape, static: Static) -> Any:
-    """Load q, k tiles [key heads, C, K] and g, beta [C, heads] float32 of a chunk of a row of the batch."""
-    q, k = (None if ref is None else layout.load_heads(ref, s.K, own=own) for ref in (refs.q, refs.k))
+def load_chunk(refs, valid, s: tile.Heads, static: Static) -> Any:
+    """Load q, k tiles [key heads, C, K] and g, beta [C, heads] float32 of a chunk; rows that are not valid are zero."""
+    q, k = (None if ref is None else layout.load_heads(ref, s.K, valid=valid) for ref in (refs.q, refs.k))
     g, beta = tiles.clip_gate(refs.g[...]), refs.beta[...].astype(jnp.float32)
-    if own is not None:
-        g, beta = (jnp.where(own, x, 0.0) for x in (g, beta))
+    if valid is not None:
+        g, beta = (jnp.where(valid, x, 0.0) for x in (g, beta))
     if static.normalise:
         q, k = (None if x is None else tiles.l2norm(x.astype(jnp.float32)).astype(x.dtype) for x in (q, k))
     return q, k, g, beta
 
 
-def load_masks(owner_ref, step: layout.Step, C: int) -> layout.SequenceMasks:
-    """Return how the sequences lie in the chunk of a step."""
-    return layout.sequence_masks(owner_ref[...], C, step.before, step.final)
+def load_masks(owner: jax.Array, step: layout.Step, C: int) -> layout.SequenceMasks:
+    """Return how the sequences lie in the chunk of a step, from the owners of its tokens [1, p C]."""
+    return layout.sequence_masks(owner, C, step.before, step.final)
 
 
-def tokens_not_finite(refs, own, s: tile.Shape, names: tuple[str, ...]) -> jax.Array:
-    """Return which own rows of g, beta, and q or k by their names, are not finite, float32 [1, C, 1]."""
-    heads = (layout.load_heads(getattr(refs, name), s.K, own=own) for name in names)
-    values = (jnp.where(own, x.astype(jnp.float32), 0.0)[None] for x in (tiles.clip_gate(refs.g[...]), refs.beta[...]))
-    return nonfinite.rows_not_finite(*heads, *values)
+def tokens_not_finite(refs, s: tile.Heads, *keys) -> jax.Array:
+    """Return which rows of g, beta and of Refs of keys or queries are not finite, float32 [1, C, 1]."""
+    gates = (x.astype(jnp.float32)[None] for x in (tiles.clip_gate(refs.g[...]), refs.beta[...]))
+    return nonfinite.rows_not_finite(*(layout.load_heads(ref, s.K) for ref in keys), *gates)
 
 
-def _inverts(refs) -> bool:
-    """Return whether a launch makes the inverses itself."""
-    return refs.X is None and refs.u is None
-
-
-def _fwd_kernel(refs, *, static: Static, s: tile.Shape):
-    """Take the state through the step before and prepare the next one.
+def _fwd_kernel(refs: FwdRefs, *, static: Static, s: tile.Heads) -> None:
+    """Take the state through the chunk prev and prepare the chunk cur, of the next grid step.
 
     Neither waits for the other: the products with the state fill the matrix unit while rows are eliminated in the
     inverse, which does not use it.
     """
-    turn, first = pl.program_id(2), pl.program_id(0) * jnp.int32(static.steps)
-    prepared = layout.Step(refs.table, first + jnp.minimum(turn, jnp.int32(static.steps - 1)))
-    passed = layout.Step(refs.table, first + jnp.maximum(turn - 1, jnp.int32(0)))
-
-    # Turn 0 runs on uninitialised scratch. A sequence's first step resets the state; pieces before it have no rows, so
-    # that nothing of theirs is stored.
-    @pl.when(passed.first == 1)
-    def _():
-        if refs.pool is not None:
-            pools.fetch_states(refs.pool, refs.state, passed.continues)
-        else:
-            refs.state[...] = jnp.zeros_like(refs.state) if refs.initial_state is None else refs.initial_state[...]
-
-    if static.pieces:
-
-        @pl.when((passed.opens & passed.mixed) == 1)
-        def _():
-            layout.clear(refs.o, refs.W)  # rows that belong to no piece stay zero
-
-    mixed = None if refs.owner is None else (prepared.mixed + passed.mixed) > 0
-    take_turn, pieces = (lambda masked: _turn(refs, prepared, passed, masked, static, s)), (prepared, passed)
-    if refs.pool is not None:
-
-        @pl.when((turn == 0) & (passed.sequence == passed.target))
-        def _():
-            pools.keep_block(refs.pool, refs.pool_out)
-
-        # Before the first step that has rows and after the last there is nothing to do: that costs next to nothing.
-        pl.when((prepared.busy | passed.busy) == 1)(
-            lambda: layout.whole_or_cut(pieces, s.C, take_turn, also_empty=True)
-        )
-
-        @pl.when((turn > 0) & (passed.last == 1))
-        def _():
-            pools.put_states(refs.state, refs.pool_out)
-
-        return
-    if static.pieces:
-        # A step without rows behind another may then pass what is left in scratch. Nobody reads the state of a sequence
-        # without tokens, and behind the last token all of them have gone out.
-        layout.whole_or_cut(pieces, s.C, take_turn)
-    else:
-        nonfinite.masked_or_not(mixed, take_turn)
     if refs.ht is not None:
+        # Its block stays where it is until another sequence begins.
+        refs = refs._replace(state=refs.ht)
+    cur, prev = chunk_loop.current_steps(refs.table, 2, static.steps)
+    if refs.pool is None:
+        chunk_loop.start_state(refs.state, refs.initial_state, prev.first == 1)
+    else:
+        chunk_loop.read_pool(refs.pool, refs.pool_out, refs.state, prev, transposed=False)
+    chunk_loop.run_variant(
+        lambda rows: _grid_step(refs, cur, prev, rows, static, s),
+        (cur, prev),
+        s.C,
+        pieces=static.pieces,
+        multi_sequence=refs.owner is not None,
+        ragged=static.T % s.C > 0,
+        results=(refs.o, refs.W),
+    )
+    if refs.pool is not None:
+        chunk_loop.write_pool(refs.state, refs.pool_out, prev, transposed=False)
 
-        @pl.when((turn > 0) & (passed.last == 1))
-        def _():
-            refs.ht[...] = refs.state[...]
 
-
-def _turn(refs, prepared: layout.Step, passed: layout.Step, masked: bool | None, static: Static, s: tile.Shape) -> None:
-    """Do as `_fwd_kernel`; `masked` says whether one of the two chunks is mixed, None that a chunk never is.
-
-    False says also that all rows of the two chunks belong to the two steps.
-    """
+def _grid_step(
+    refs: FwdRefs, cur: layout.Step, prev: layout.Step, rows: chunk_loop.Rows, static: Static, s: tile.Heads
+) -> None:
+    """Do as `_fwd_kernel` with these rows of the two chunks."""
     masks: Any = None
-    spoilt: Any = None
-    found: Any = None
-    # All rows of a chunk that could be mixed and is not are its own.
-    own: Any = own_rows(prepared, static) if masked is None else None
-    own_passed: Any = own_rows(passed, static) if masked is None else None
-    if masked:
-        masks = load_masks(refs.owner, prepared, s.C)
-        # What is not finite becomes zero before any product reads it, by the selection that padding needs anyway.
-        own, own_passed = masks.code[0] >= 0, refs.valid[0] > 0.0
-        spoilt = nonfinite.only_if(passed.mixed == 1, lambda: quarantine_passed(refs, own_passed, passed, s), s.C)
-        own_passed &= spoilt[0] == 0.0
-        # Nothing but its own row reads a query.
-        found = nonfinite.only_if(prepared.mixed == 1, lambda: tokens_not_finite(refs, own, s, ("k",)), s.C)
-        own &= found[0] == 0.0
-    q, k, g, beta = load_chunk(refs, own, s, static)
-    bf16 = k.dtype == jnp.bfloat16
-    X, steps = None, iter(())
-    if refs.X is not None:
-        X = refs.X[...]
-    if _inverts(refs):
-        steps = inverse.ladder(refs.strip[...], refs.M[...], 2 if bf16 else 3)
+    masks_prev: Any = None
+    nonfinite_rows: Any = None
+    nonfinite_prev: Any = None
+    valid, valid_prev = (chunk_loop.valid_rows(rows, step, s.C) for step in (cur, prev))
+    if rows is chunk_loop.Rows.MIXED:
+        masks, masks_prev = load_masks(refs.owner[0], cur, s.C), load_masks(refs.owner_prev[...], prev, s.C)
+        valid, nonfinite_rows = nonfinite.isolate(
+            masks, lambda: tokens_not_finite(refs, s, refs.k), mixed=cur.mixed == 1
+        )
+        # What a product wrote to a state is not finite in whole columns.
+        state = refs.state, masks_prev.carried, slice(0, 8) if refs.initial_state is None else slice(None)
+        values_not_finite = lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, s.V))
+        valid_prev, nonfinite_prev = nonfinite.isolate(
+            masks_prev,
+            lambda: jnp.maximum(refs.nonfinite_rows[...], values_not_finite()),
+            state,
+            mixed=prev.mixed == 1,
+        )
+    q, k, g, beta = load_chunk(refs, valid, s, static)
+    stored = valid_prev if static.pieces else None
 
-    sums = tile.gate_sums(g, beta, s, not bf16, masks)
-    stages, made, seen = tile.Part(s).cut(STAGE), [], {}
-    stored = own_passed if static.pieces else None
+    exact = k.dtype != jnp.bfloat16
+    gates = tile.gate_sums(g, beta, s, exact, masks)
+    stages, staged, state_reads = s.split(STAGE), [], {}
 
-    def make(part: tile.Part) -> None:
-        made.append((part, prepare(refs, q, k, sums, part, masks, static)))
-
-    def prepare_and_see(stage: tile.Part) -> Iterator[None]:
-        for part in stage.cut(STAGE // 2):
-            make(part)
-        yield
-        seen[stage.first] = see_state(refs, stage, s)
-
-    def see_and_pass(stage: tile.Part) -> Iterator[None]:
-        if stage.first not in seen:
-            seen[stage.first] = see_state(refs, stage, s)
+    def prepare_heads(parts: list[tile.Heads]) -> Iterator[None]:
+        for part in parts:
+            staged.append((part, prepare(refs, q, k, gates, part, masks, static)))
             yield
-        yield from pass_chunk(refs, own_passed, stored, X, stage, seen.pop(stage.first), static, s)
+
+    def prepare_and_read(stage: tile.Heads) -> Iterator[None]:
+        for _ in prepare_heads(stage.split(STAGE // 2)):
+            pass
+        yield
+        state_reads[stage.first] = read_state(refs, stage)
+
+    def read_and_pass(stage: tile.Heads) -> Iterator[None]:
+        if stage.first not in state_reads:
+            state_reads[stage.first] = read_state(refs, stage)
+            yield
+        yield from pass_chunk(refs, valid_prev, stored, X, stage, state_reads.pop(stage.first), static)
 
     # The matrix unit takes products in the order in which they stand here, and where one waits, all wait. Between those
     # of the inverse, of which each waits for the one before, some heads are prepared and others meet the state. With
     # the inverse at hand, a stage does all it has to do at once, and fewer tiles wait in memory.
-    passing = schedule.stagger(see_and_pass(stage) for stage in stages)
-    if _inverts(refs):
-        turns = schedule.stagger(prepare_and_see(stage) for stage in stages)
+    passing = schedule.stagger(read_and_pass(stage) for stage in stages)
+    if refs.X is None:
+        X, inverting = None, inverse.ladder(refs.strip[...], refs.M[...], 3 if exact else 2)
+        preparing = schedule.stagger(prepare_and_read(stage) for stage in stages)
         for _ in stages:
-            X = next(steps, X)
-            next(turns)
-        *_, X = X, *steps
-        for _ in turns:
-            pass
+            X = next(inverting, X)
+            next(preparing)
+        *_, X = X, *inverting
     else:
-        making = (make(part) for stage in stages for part in stage.cut(STAGE // 2))
-        schedule.take_turns(GIVEN_ORDERS["X" if refs.u is None else "u"], p=passing, m=making)
-        for _ in making:
+        X = refs.X[...]
+        halves = [part for stage in stages for part in stage.split(STAGE // 2)]
+        preparing = prepare_heads(halves)
+        order = schedule.find_order("chunkwise.fused_gdn", "precomputed", s.heads, "pm" * len(halves))
+        schedule.interleave(order, p=passing, m=preparing)
+    for remaining in (preparing, passing):
+        for _ in remaining:
             pass
-    for _ in passing:
-        pass
 
     if refs.X_out is not None:
         refs.X_out[...] = X
-    if masked:
-
-        @pl.when(passed.mixed == 1)
-        def _():
-            spoil_passed(refs, spoilt, passed, s)
-
-        refs.found[...], refs.owner_passed[...] = found, refs.owner[...]
+    if rows is chunk_loop.Rows.MIXED:
+        nonfinite.poison(nonfinite_prev, masks_prev, (refs.o, refs.W), (refs.state, masks_prev.ending))
+        refs.nonfinite_rows[...] = nonfinite_rows
+    # The next grid step takes these from scratch; stored last, because this one still reads those of prev.
     if refs.owner is not None:
-        refs.valid[...] = jnp.ones((1, s.C, 1), jnp.float32) if masks is None else tile.indicator(masks.code >= 0)
-    # The next turn takes these from scratch; stored last, because this one still reads those of the step before.
-    refs.k_passed[...] = k
-    if refs.o is not None:
-        refs.q_passed[...] = q
-    for part, values in made:
-        for name, x in values.items():
-            getattr(refs, name)[part.packs] = x
+        refs.owner_prev[...] = refs.owner[0]
+    refs.k_prev[...] = k
+    if refs.q_prev is not None:
+        refs.q_prev[...] = q
+    for part, values in staged:
+        for ref, x in values:
+            ref[part.packs_at] = x
 
 
-def quarantine_passed(refs, own, passed: layout.Step, s: tile.Shape) -> jax.Array:
-    """Clear a state that is not finite; return the rows of sequences that are not finite, float32 [1, C, 1].
-
-    The rows of k, g and beta were looked at when the chunk was prepared. Padding counts to the sequence before it.
-    """
-    masks = load_masks(refs.owner_passed, passed, s.C)
-    # What a product wrote is not finite in whole columns.
-    state = nonfinite.not_finite(refs.state[:, :8] if refs.initial_state is None else refs.state[...])  # [1, 1, 1]
-
-    @pl.when(jnp.max(state) > 0.0)
-    def _():
-        layout.clear(refs.state)
-
-    found = jnp.maximum(refs.found[...], nonfinite.rows_not_finite(load_values(refs, slice(None), own, s)))
-    found = jnp.maximum(found, jnp.where(masks.carried, state, 0.0))
-    return nonfinite.whole_sequences(found, masks.same[:, :, : s.C])
-
-
-def load_values(refs, heads: slice, own, s: tile.Shape) -> jax.Array:
-    """Load v, or u where that is given, of some heads [heads, C, V]; rows that are not own are zero, None for all."""
-    if refs.u is None:
-        return layout.load_heads(refs.v, s.V, heads, own)
-    u = refs.u[heads]
-    return u if own is None else jnp.where(own[None], u, 0.0)
-
-
-def spoil_passed(refs, spoilt, passed: layout.Step, s: tile.Shape) -> None:
-    """Store NaN in the results of spoilt rows, and as the state if it is that of a spoilt sequence."""
-
-    @pl.when(jnp.max(spoilt) > 0.0)
-    def _():
-        masks = load_masks(refs.owner_passed, passed, s.C)
-        for ref in (refs.o, refs.W):
-            if ref is not None:
-                nonfinite.spoil(ref, jnp.where(masks.code >= 0, spoilt, 0.0))
-
-        @pl.when(jnp.max(jnp.where(masks.ending, spoilt, 0.0)) > 0.0)
-        def _():
-            refs.state[...] = jnp.full(refs.state.shape, jnp.nan, jnp.float32)
-
-
-def prepare(refs, q, k, sums: tile.Sums, part: tile.Part, masks, static: Static) -> dict[str, jax.Array]:
-    """Return what the next turn needs of some heads of a chunk, by the names of the scratch."""
-    s = part.shape
-    g = tile.gates(sums, part.heads, s)
-    flow = tile.flow_of(g, s, masks)
-    made = {"start": flow.start, "end": flow.end * g.beta}  # [n, C, p C]
-    with_keys, with_queries = _inverts(refs), refs.o is not None
-    left = [k[part.keys]] * with_keys + [q[part.keys]] * with_queries
-    if not left:
-        return made
-    *products, D = tile.scores(left, k[part.keys], g, flow.pairs, s)  # [n, C, p C]
+def prepare(refs: FwdRefs, q, k, gates: tile.Gates, part: tile.Heads, masks, static: Static) -> list[tuple]:
+    """Return what the next grid step needs of some heads of cur, each with the scratch that holds it."""
+    g = tile.pack_gates(gates, part)
+    pairs, start, end = tile.boundary_decays(g, part, masks)
+    staged = [(refs.start, start), (refs.end, end * g.beta)]  # [n, C, p C]
+    with_keys, with_queries = refs.X is None, refs.o is not None
+    if not with_keys and not with_queries:
+        return staged
+    left = [k[part.keys_at]] * with_keys + ([q[part.keys_at]] if with_queries else [])
+    *products, D = tile.scores(left, k[part.keys_at], g, pairs, part)  # [n, C, p C]
     weight = D * g.beta_rows
     if with_keys:
         M = products[0] * weight
-        made |= {"M": M, "strip": inverse.begin_inverse(M)}
+        staged += [(refs.M, M), (refs.strip, inverse.begin_inverse(M))]
     if with_queries:
-        made["scores"] = packed.lanes(packed.parts(products[-1] * (weight * static.scale), k.dtype))
-    return made
+        scores = packed.parts(products[-1] * (weight * static.scale), k.dtype)
+        staged.append((refs.scores, packed.lanes(scores)))
+    return staged
 
 
-class Seen(NamedTuple):
-    """What the rows of a chunk see of the state before it.
+def read_state(refs: FwdRefs, part: tile.Heads):
+    """Multiply keys and queries of prev by the state before it.
 
-    Attributes:
-      start: `Flow.start`, head by head [heads, C, V].
-      KS, QS: keys and queries times the state, [heads, C, V] float32; w takes the place of the keys where it is given.
+    Returns:
+      The decay from the start [heads, C, V], and the products of keys and of queries [heads, C, V] float32.
     """
-
-    start: jax.Array
-    KS: jax.Array
-    QS: jax.Array | None
-
-
-def see_state(refs, part: tile.Part, s: tile.Shape) -> Seen:
-    """Multiply keys and queries of the chunk in scratch by the state."""
-    S, k, q = refs.state[part.heads], refs.k_passed[part.keys], None  # [heads, K, V], [key heads, C, K]
+    S, k = refs.state[part.values_at], refs.k_prev[part.keys_at]  # [heads, K, V], [key heads, C, K]
     if refs.h is not None:
-        refs.h[part.heads] = S.astype(refs.h.dtype)
-    if refs.o is not None:
-        q = refs.q_passed[part.keys]
-    start, S = tile.head_columns(refs.start[part.packs], s, s.V), S.astype(k.dtype)
-    if refs.u is not None:
-        return Seen(start, *tile.read_given(refs.w[part.heads], q, S, part.shape))
-    return Seen(start, *tile.read_state(k, q, S, part.shape))
+        refs.h[part.values_at] = S.astype(refs.h.dtype)
+    q = None if refs.q_prev is None else refs.q_prev[part.keys_at]
+    start = tile.head_columns(refs.start[part.packs_at], part, part.V)
+    return start, *tile.read_state(k, q, S.astype(k.dtype), part)
 
 
-def pass_chunk(refs, own, stored, X, part: tile.Part, seen: Seen, static: Static, s: tile.Shape) -> Iterator[None]:
-    """Compute W of the chunk in scratch, and one product later write its output and take the state through it.
+def pass_chunk(refs: FwdRefs, valid, stored, X, part: tile.Heads, state_reads, static: Static) -> Iterator[None]:
+    """Compute W of prev, and one product later write its output and take the state through it.
 
     Args:
       refs: of the kernel.
-      own: its rows, bool [C, 1], or None for all.
-      stored: the rows to store, likewise.
-      X: packed inverses [n, C, p C] of all heads, None where u and w are given.
+      valid, stored: the rows of prev to read and to store, bool [C, 1], or None for all.
+      X: packed inverses [n, C, p C] of all heads.
       part: the heads to take.
-      seen: what they see of the state.
-      static, s: of the kernel.
+      state_reads: as `read_state` returns it for them.
+      static: of the kernel.
     """
-    dtype = refs.k.dtype
-    values = load_values(refs, part.heads, own, s).astype(jnp.float32)  # [heads, C, V]
-    if refs.u is not None:
-        W = values + seen.KS
-    else:
-        R = values - seen.start * seen.KS
-        W = packed.multiply_packed(packed.lanes(packed.parts(X[part.packs], dtype)), R, s.p, dtype)
+    (start, KS, QS), dtype, p = state_reads, refs.k.dtype, part.p
+    v = layout.load_heads(refs.v, part.V, part.values_at, valid).astype(jnp.float32)  # [heads, C, V]
+    X = packed.lanes(packed.parts(X[part.packs_at], dtype))
+    W = packed.multiply_packed(X, v - start * KS, p, dtype)  # [heads, C, V]
     if refs.W is not None:
         layout.store_heads(refs.W, W, stored, part.first)
     yield
-    k, end = (
-        refs.k_passed[part.keys],
-        tile.head_columns(refs.end[part.packs], s, s.V),
-    )  # [key heads, C, K], [heads, C, V]
-    if seen.QS is not None:
-        inside = packed.multiply_packed(refs.scores[part.packs], W, s.p, dtype)  # [heads, C, V]
-        layout.store_heads(refs.o, (static.scale * seen.start) * seen.QS + inside, stored, part.first)
-    S = refs.state[part.heads]
-    refs.state[part.heads] = seen.start[:, -1:] * S + tile.write_state(k, end * W, part.shape)
+    k, end = refs.k_prev[part.keys_at], tile.head_columns(refs.end[part.packs_at], part, part.V)
+    if QS is not None:
+        inside = packed.multiply_packed(refs.scores[part.packs_at], W, p, dtype)  # [heads, C, V]
+        layout.store_heads(refs.o, (static.scale * start) * QS + inside, stored, part.first)
+    S = refs.state[part.values_at]
+    refs.state[part.values_at] = start[:, -1:] * S + tile.write_state(k, end * W, part)
 
 
-def specs_of(static: Static, s: tile.Shape, at) -> dict[str, pl.BlockSpec]:
-    """Return the BlockSpecs of the operands, by name, for the step `at(turn)` in every turn."""
-    cut = layout.Blocks(static.C, static.steps, at, static.pieces)
-    key, value = cut.tokens(s.heads // s.group * s.K), cut.tokens(s.heads * s.V)
-    gate, state = cut.values(s.heads), cut.state(s.heads, s.K, s.V)
-    return dict(
-        q=key, k=key, v=value, g=gate, beta=gate, initial_state=state, owner=cut.owner(s.p * s.C),
-        X=cut.per_step(s.heads // s.p, s.C, s.p * s.C), u=cut.per_step(s.heads, s.C, s.V),
-        w=cut.per_step(s.heads, s.C, s.K), h=cut.per_step(s.heads, s.K, s.V), W=value, do=value, dht=state,
-    )  # fmt: skip
-
-
-def in_specs(x: Operands, specs: dict[str, pl.BlockSpec]) -> list[pl.BlockSpec | None]:
-    """Return the specs of the operands behind the table, None for those that are None."""
-    return [specs[name] if value is not None else None for name, value in x._asdict().items() if name != "table"]
-
-
-def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, Any]:
+def launch(x: Operands, static: Static, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Run the forward kernel.
 
     Args:
-      x: operands. With X, or u and w, of an earlier launch, the inverse is not computed again.
+      x: operands. With X, of an earlier launch, the inverse is not computed again.
       static: what is known.
-      want: which outputs of "o", "ht", "h", "W", "X", "pool_out".
+      outputs: which of "o", "ht", "h", "W", "X", "pool_out".
 
     Returns:
-      A dict of the outputs wanted: o like v, ht the final states [N, HV, K, V] float32, of which those of empty
-      sequences are undefined, and h, W, X, pool_out as in `Operands`. The pool is updated in place.
+      A dict of these outputs: o like v, ht the final states [N, HV, K, V] float32, of which those of empty sequences
+      are undefined, and h, W, X, pool_out as in `Operands`. The pool is updated in place.
     """
-    B, HV, steps, s = static.B, static.HV, static.steps, static.shape(static.config.heads)
-    like_v = (B, static.T, HV * s.V)
-    if x.u is not None:
-        x = x._replace(v=None, X=None)
-    prepared = specs_of(static, s, lambda turn: jnp.minimum(turn, jnp.int32(steps - 1)))
-    passed = specs_of(static, s, lambda turn: jnp.maximum(turn - 1, jnp.int32(0)))
-    kinds = {
-        "o": (passed["v"], like_v, x.k.dtype),
-        "ht": (passed["initial_state"], (static.N, HV, s.K, s.V), jnp.float32),
-        "h": (passed["h"], (B, steps, HV, s.K, s.V), x.k.dtype),
-        "W": (passed["W"], like_v, jnp.float32),
-        "X": (passed["X"], (B, steps, HV // s.p, s.C, s.p * s.C), jnp.float32),
+    B, HV, steps, s, dtype = static.B, static.HV, static.steps, static.shape(static.config.heads), x.k.dtype
+    cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))
+    n, keys, with_output, multi_sequence = s.heads // s.p, s.heads // s.group, "o" in outputs, x.owner is not None
+    key, value, state = cur.tokens(keys * s.K), prev.tokens(s.heads * s.V), prev.state(s.heads, s.K, s.V)
+    matrix, gate = (n, s.C, s.p * s.C), cur.values(s.heads)
+    slot = s.heads, *(() if x.pool is None else x.pool.shape[2:])
+    made: dict[str, Any] = {
+        "o": (value, x.v.shape, dtype),
+        "ht": (state, (static.N, HV, s.K, s.V), jnp.float32),
+        "h": (prev.per_step(s.heads, s.K, s.V), (B, steps, HV, s.K, s.V), dtype),
+        "W": (value, x.v.shape, jnp.float32),
+        "X": (prev.per_step(*matrix), (B, steps, HV // s.p, *matrix[1:]), jnp.float32),
     }
     if x.pool is not None:
-        cut = layout.Blocks(s.C, steps, lambda turn: jnp.maximum(turn - 1, jnp.int32(0)), static.pieces)
-        passed["pool"] = cut.state(s.heads, *x.pool.shape[2:])
-        kinds["pool_out"] = (cut.target(s.heads, *x.pool.shape[2:]), x.pool.shape, x.pool.dtype)
-    wanted = [name for name in kinds if name in want]
-    n, keys = s.heads // s.p, s.heads // s.group
-    packed_shape, wide = (
-        (n, s.C, s.p * s.C),
-        (n, s.C, s.p * s.C * len(packed.parts(jnp.zeros((), jnp.float32), x.k.dtype))),
-    )
-    # The state, and what a turn makes of its chunk for the next turn to use.
-    scratch = {
-        "state": pltpu.VMEM((s.heads, s.K, s.V), jnp.float32),
-        "start": pltpu.VMEM(packed_shape, jnp.float32),
-        "end": pltpu.VMEM(packed_shape, jnp.float32),
-        "k_passed": pltpu.VMEM((keys, s.C, s.K), x.k.dtype),
-    }
-    if x.owner is not None:
-        scratch |= {
-            "found": pltpu.VMEM((1, s.C, 1), jnp.float32),
-            "valid": pltpu.VMEM((1, s.C, 1), jnp.float32),
-            "owner_passed": pltpu.VMEM((1, s.p * s.C), jnp.int32),
-        }
-    if "o" in want:
-        scratch |= {"q_passed": pltpu.VMEM((keys, s.C, s.K), x.k.dtype), "scores": pltpu.VMEM(wide, x.k.dtype)}
-    if _inverts(x):
-        strip = pltpu.VMEM((n, inverse.strip_rows(s.C), s.p * s.C), jnp.float32)
-        scratch |= {"M": pltpu.VMEM(packed_shape, jnp.float32), "strip": strip}
-    # An operand and an output of one name are two Refs: the names of the outputs X, h and W differ in the kernel.
-    present = [({"X": "X_out"}.get(name, name), name in want) for name in kinds]
-    operands = [name for name in Operands._fields if name not in ("h", "W", "do", "dht")]
-    kind = "fwd" if "o" in want else "states"
-    estimate = cost.cost if "o" in want else cost.states_cost
-    specs = prepared | {name: passed[name] for name in ("v", "initial_state", "pool", "X", "u", "w") if name in passed}
-    inputs = [name for name in operands if getattr(x, name) is not None]
-    aliases = {inputs.index("pool"): wanted.index("pool_out")} if "pool_out" in wanted else {}
-    out = launcher.pallas_call(
-        launcher.named(_fwd_kernel, operands, present, list(scratch), static=static, s=s),
-        *(getattr(x, name) for name in operands),
-        name=f"chunk_gated_delta_rule_{kind}_c{s.C}",
-        num_scalar_prefetch=1,
-        # Batch and head blocks are independent; time is sequential, the state stays in VMEM. One more turn, because
-        # the state passes a chunk in the turn after the one that prepares it.
+        made["pool_out"] = prev.target(*slot), x.pool.shape, x.pool.dtype
+    # The state, and what a grid step makes of its chunk for the next one to use.
+    scratch: dict[str, Any] = {"start": matrix, "end": matrix, "k_prev": pltpu.VMEM((keys, s.C, s.K), dtype)}
+    if "ht" not in outputs:
+        scratch["state"] = s.heads, s.K, s.V
+    if multi_sequence:
+        scratch |= {"nonfinite_rows": (1, s.C, 1), "owner_prev": pltpu.VMEM((1, s.p * s.C), jnp.int32)}
+    if with_output:
+        parts = 2 if dtype == jnp.bfloat16 else 1
+        scratch["q_prev"] = pltpu.VMEM((keys, s.C, s.K), dtype)
+        scratch["scores"] = pltpu.VMEM((n, s.C, parts * s.p * s.C), dtype)
+    if x.X is None:
+        scratch |= {"M": matrix, "strip": (n, inverse.strip_rows(s.C), s.p * s.C)}
+    estimate = cost.cost if with_output else cost.states_cost
+    return launcher.launch(
+        functools.partial(_fwd_kernel, static=static, s=s),
+        FwdRefs,
+        name=f"chunk_gated_delta_rule_{'fwd' if with_output else 'states'}_c{s.C}",
+        # One more grid step, because the state passes a chunk one after the chunk is prepared.
         grid=(B, HV // s.heads, steps + 1),
-        dimension_semantics=("parallel", "parallel", "arbitrary"),
-        in_specs=in_specs(x, specs)[: len(operands) - 1],
-        out_specs=[kinds[name][0] for name in wanted],
-        out_shape=[compat.out_struct(*kinds[name][1:], *x) for name in wanted],
-        scratch_shapes=list(scratch.values()),
-        input_output_aliases=aliases,
-        cost_estimate=estimate(**static.sizes(), itemsize=x.k.dtype.itemsize),
-        vmem_limit_bytes=static.config.vmem_bytes,
+        tables={"table": x.table},
+        inputs={
+            # One block of a q that is not read stays an operand, so that vmap over q alone gives every result its axis.
+            "q" if with_output else "unread": (x.q, key if with_output else cur.unread()),
+            "k": (x.k, key),
+            "v": (x.v, value),
+            "g": (x.g, gate),
+            "beta": (x.beta, gate),
+            "initial_state": (x.initial_state, state),
+            "owner": (x.owner, cur.owner(s.p * s.C)),
+            "pool": (x.pool, prev.state(*slot)),
+            "X": (x.X, prev.per_step(*matrix)),
+        },
+        outputs=made,
+        requested=outputs,
+        scratch=scratch,
+        in_place={} if x.pool is None else {"pool": "pool_out"},
+        cost_estimate=estimate(**static.sizes(), itemsize=dtype.itemsize),
         in_bounds=x.pool is None,  # nothing else comes from the caller's numbers
-    )  # fmt: skip
-    return dict(zip(wanted, out, strict=True))
+    )

@@ -14,17 +14,15 @@ gradients there become NaN. W says by NaN which values, or states, were not fini
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import cost, kernel, tile
-from chunkwise.shared import compat
-from chunkwise.shared.kernels import launcher, layout, matmul, nonfinite, packed, tiles
+from chunkwise.shared.kernels import chunk_loop, launcher, layout, matmul, nonfinite, packed, tiles
 from chunkwise.shared.kernels.operands import Operands
 
 
@@ -41,7 +39,7 @@ def lane_sums(x: jax.Array, w: int, dtype) -> jax.Array:
     return functools.reduce(jnp.add, [sums[i * x.shape[1] : (i + 1) * x.shape[1]] for i in range(len(flat))])
 
 
-def row_sums(x: jax.Array, s: tile.Shape) -> jax.Array:
+def row_sums(x: jax.Array, s: tile.Heads) -> jax.Array:
     """Return the sums over the rows of packed x [n, C, p C], as [C, heads]."""
     total = jnp.sum(x, axis=1, keepdims=True)
     head = packed.block_of(packed.lane_index(s.p * s.C)[0], s.C)
@@ -56,7 +54,7 @@ def fold(row: jax.Array, width: int) -> jax.Array:
     return packed.lanes([folded, jnp.zeros_like(folded)]) if width > packed.LANES else folded
 
 
-def strictly(s: tile.Shape) -> jax.Array:
+def strictly(s: tile.Heads) -> jax.Array:
     """Return i > j of shape [1, C, p C]."""
     i, j = tile.packed_index(s)
     return i > j
@@ -67,7 +65,7 @@ def multiply_nt(a, b, dtype):
     return matmul.dot_nt(a.astype(dtype), b.astype(dtype))
 
 
-def key_gradients(A1, A2, q, k, s: tile.Shape):
+def key_gradients(A1, A2, q, k, s: tile.Heads):
     """Return the gradients of (q, k) [key heads, C, K] through the packed scores.
 
     dq = A2 K and dk = (A1 + A1^T) K + A2^T Q, summed over the value heads of a key head.
@@ -89,7 +87,7 @@ def key_gradients(A1, A2, q, k, s: tile.Shape):
     return jnp.stack(dq), jnp.stack(dk)
 
 
-def back_to_values(k, QK, D, X, do, dS, scale, end, beta, s: tile.Shape):
+def back_to_values(k, QK, D, X, do, dS, scale, end, beta, s: tile.Heads):
     """Return what reaches the values of a chunk, [heads, C, V] each; this needs neither the state nor the values.
 
     Args:
@@ -97,9 +95,9 @@ def back_to_values(k, QK, D, X, do, dS, scale, end, beta, s: tile.Shape):
       QK, D: scores and decays, packed [n, C, p C].
       X: packed [n, C, p C].
       do: [heads, C, V].
-      dS: float32 [heads, K, V], gradient of the state after the chunk.
+      dstate: float32 [heads, K, V], gradient of the state after the chunk.
       scale: multiplies q.
-      end, beta: of `Flow` and `Gates`, over all lanes [heads, C, V].
+      end, beta: the decay to the end and the step sizes, over all lanes [heads, C, V].
       s: static.
 
     Returns:
@@ -110,32 +108,33 @@ def back_to_values(k, QK, D, X, do, dS, scale, end, beta, s: tile.Shape):
     return written, dv_new, packed.apply_transposed(X, beta * dv_new, k.dtype, s.p)
 
 
-def back_to_state(q, k, do, dR, dS, scale, start, s: tile.Shape):
+def back_to_state(q, k, do, dR, dS, scale, start, s: tile.Heads):
     """Return the gradient of the state before a chunk, [heads, K, V]; dR and the others as in `back_to_values`."""
     entering = packed.rows([(scale * start) * do.astype(jnp.float32), -start * dR])  # [heads, 2 C, V]
     entering = packed.side_lanes(entering.astype(k.dtype), s.group)  # [key heads, 2 C, group V]
     return start[:, -1:] * dS + packed.split_lanes(matmul.dot_tn(packed.rows([q, k]), entering), s.group)
 
 
-def state_gradient(q, k, gate, flow, X, do, dS, scale, s: tile.Shape):
+def state_gradient(q, k, gate, boundary, X, do, dS, scale, s: tile.Heads):
     """Return the gradient of the state before a chunk alone; the arguments are those of `chunk_gradients`."""
-    start, end, beta = (tile.head_columns(x, s, s.V) for x in (flow.start, flow.end, gate.beta))  # [heads, C, V]
-    QK, D = tile.scores([q], k, gate, flow.pairs, s)  # [n, C, p C]
+    pairs, *decays = boundary
+    start, end, beta = (tile.head_columns(x, s, s.V) for x in (*decays, gate.beta))  # [heads, C, V]
+    QK, D = tile.scores([q], k, gate, pairs, s)  # [n, C, p C]
     *_, dR = back_to_values(k, QK, D, X, do, dS, scale, end, beta, s)
     return back_to_state(q, k, do, dR, dS, scale, start, s)
 
 
-def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: tile.Shape):
+def chunk_gradients(q, k, gate, boundary, X, S, W, do, dS, scale, s: tile.Heads):
     """Return the gradients of one chunk.
 
     Args:
       q, k: [key heads, C, K].
-      gate, flow: of the chunk.
+      gate, boundary: of the chunk, as `tile.pack_gates` and `tile.boundary_decays` return them.
       X: packed [n, C, p C].
       S: state before the chunk [heads, K, V], operand type.
       W: [heads, C, V] float32.
       do: [heads, C, V].
-      dS: float32 [heads, K, V], gradient of the state after the chunk.
+      dstate: float32 [heads, K, V], gradient of the state after the chunk.
       scale: multiplies q.
       s: static.
 
@@ -146,9 +145,10 @@ def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: tile.Shape):
     dtype, C = k.dtype, s.C
     q_heads, k_heads = (jnp.stack([x[i // s.group] for i in range(s.heads)]) for x in (q, k))  # [heads, C, K]
     # Factors of rows over all lanes, of tiles [heads, C, K] and of tiles [heads, C, V].
-    start_k, end_k, beta_k = (tile.head_columns(x, s, s.K) for x in (flow.start, flow.end, gate.beta))
-    start, end, beta = (tile.head_columns(x, s, s.V) for x in (flow.start, flow.end, gate.beta))
-    KK, QK, D = tile.scores([k, q], k, gate, flow.pairs, s)  # [n, C, p C]
+    interact, *decays = boundary
+    start_k, end_k, beta_k = (tile.head_columns(x, s, s.K) for x in (*decays, gate.beta))
+    start, end, beta = (tile.head_columns(x, s, s.V) for x in (*decays, gate.beta))
+    KK, QK, D = tile.scores([k, q], k, gate, interact, s)  # [n, C, p C]
     # What reaches the new values: from the outputs of the chunk, and from the state after it.
     written, dv_new, dR = back_to_values(k, QK, D, X, do, dS, scale, end, beta, s)
 
@@ -178,156 +178,151 @@ def chunk_gradients(q, k, gate, flow, X, S, W, do, dS, scale, s: tile.Shape):
     return dq, dk, dR, later, earlier, dbeta, dS
 
 
-def _bwd_kernel(refs, *, static: kernel.Static, s: tile.Shape):
-    turn, first = pl.program_id(2), pl.program_id(0) * jnp.int32(static.steps)
-    step = layout.Step(refs.table, first + (jnp.int32(static.steps - 1) - turn))
+class BwdRefs(NamedTuple):
+    """The Refs of the backward, all of one chunk.
 
-    @pl.when(turn == 0)
-    def _():
-        layout.clear(refs.dS)
-
-    @pl.when(step.last == 1)
-    def _():
-        refs.dS[...] = jnp.zeros_like(refs.dS) if refs.dht is None else refs.dht[...]
-
-    if static.pieces and refs.dq is not None:
-
-        @pl.when((step.closes & step.mixed) == 1)
-        def _():
-            layout.clear(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta)  # rows that belong to no piece stay zero
-
-    take_turn = lambda masked: _turn(refs, step, masked, static, s)
-    if static.pieces:
-        layout.whole_or_cut([step], static.C, take_turn)
-    else:
-        nonfinite.masked_or_not(None if refs.owner is None else step.mixed == 1, take_turn)
-    if refs.dh0 is not None:
-
-        @pl.when(step.first == 1)
-        def _():
-            refs.dh0[...] = refs.dS[...]
-
-
-def _turn(refs, step: layout.Step, masked: bool | None, static: kernel.Static, s: tile.Shape) -> None:
-    """Do as `_bwd_kernel`; `masked` says whether the chunk is mixed, None that a chunk never is.
-
-    False says also that all its rows belong to the step.
+    None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
-    gradients = (refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta)
-    # All rows of a chunk that could be mixed and is not are its own.
-    own: Any = kernel.own_rows(step, static) if masked is None else None
-    masks: Any = None
-    spoilt: Any = None
-    if masked:
-        masks = kernel.load_masks(refs.owner, step, s.C)
-        own = masks.code[0] >= 0
-        spoilt = quarantine(refs, own, masks, s)
-        own &= spoilt[0] == 0.0
-    q, k, g, beta = kernel.load_chunk(refs, own, s, static)
-    do = layout.load_heads(refs.do, s.V, own=own)  # [heads, C, V]
-    gate = tile.gates(tile.gate_sums(g, beta, s, k.dtype != jnp.bfloat16, masks), slice(0, s.heads), s)
-    flow = tile.flow_of(gate, s, masks)
-    if refs.dq is None:
-        refs.dS[...] = state_gradient(q, k, gate, flow, refs.X[...], do, refs.dS[...], static.scale, s)
-        if masked:
-            spoil_gradients((), refs.dS, spoilt, masks)
-        return
-    W = layout.load_heads(refs.W, s.V, own=own)  # [heads, C, V]
-    dq, dk, dv, later, earlier, dbeta, dS = chunk_gradients(
-        q, k, gate, flow, refs.X[...], refs.h[...], W, do, refs.dS[...], static.scale, s
-    )
-    if static.normalise:
-        dq = tiles.l2norm_gradient(layout.load_heads(refs.q, s.K, own=own), dq)
-        dk = tiles.l2norm_gradient(layout.load_heads(refs.k, s.K, own=own), dk)
 
-    stored = own if static.pieces else None
+    table: Any  # int32 [11, B * steps]
+    q: Any  # [C, keys K]
+    k: Any  # [C, keys K]
+    g: Any  # [C, heads]
+    beta: Any  # [C, heads]
+    X: Any  # [n, C, p C]
+    do: Any  # [C, heads V]
+    owner: Any = None  # int32 [1, 1, p C]
+    h: Any = None  # [heads, K, V]
+    W: Any = None  # [C, heads V]
+    dht: Any = None  # [heads, K, V]
+    dq: Any = None  # [C, keys K]
+    dk: Any = None  # [C, keys K]
+    dv: Any = None  # [C, heads V]
+    dg: Any = None  # [C, heads]
+    dbeta: Any = None  # [C, heads]
+    dh0: Any = None  # [heads, K, V]
+    dstate: Any = None  # float32 [heads, K, V]; dh0 where that is wanted
+
+
+def _bwd_kernel(refs: BwdRefs, *, static: kernel.Static, s: tile.Heads) -> None:
+    """Take the gradient of the state back through a chunk; the last chunk comes first."""
+    if refs.dh0 is not None:
+        # Its block stays where it is until another sequence begins.
+        refs = refs._replace(dstate=refs.dh0)
+    step = chunk_loop.current_step_backwards(refs.table, static.steps)
+    # Scratch holds anything at first, and no sequence may end with the last step.
+    chunk_loop.start_state(refs.dstate, refs.dht, (pl.program_id(2) == 0) | (step.last == 1))
+    chunk_loop.run_variant(
+        lambda rows: _grid_step(refs, step, rows, static, s),
+        [step],
+        s.C,
+        pieces=static.pieces,
+        multi_sequence=refs.owner is not None,
+        ragged=static.T % s.C > 0,
+        results=(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta),
+        backwards=True,
+    )
+
+
+def _grid_step(refs: BwdRefs, step: layout.Step, rows: chunk_loop.Rows, static: kernel.Static, s: tile.Heads) -> None:
+    """Do as `_bwd_kernel` with these rows of the chunk."""
+    masks: Any = None
+    nonfinite_rows: Any = None
+    valid: Any = chunk_loop.valid_rows(rows, step, s.C)
+    if rows is chunk_loop.Rows.MIXED:
+        masks = kernel.load_masks(refs.owner[0], step, s.C)
+
+        def find():
+            values = (layout.load_heads(ref, s.V) for ref in (refs.do, refs.W) if ref is not None)
+            tokens = kernel.tokens_not_finite(refs, s, refs.q, refs.k)
+            return jnp.maximum(tokens, nonfinite.rows_not_finite(*values))
+
+        # What a product wrote to a gradient is not finite in whole columns.
+        part = slice(0, 8) if refs.dht is None else slice(None)
+        valid, nonfinite_rows = nonfinite.isolate(masks, find, (refs.dstate, masks.ending, part))
+    q, k, g, beta = kernel.load_chunk(refs, valid, s, static)
+    do = layout.load_heads(refs.do, s.V, valid=valid)  # [heads, C, V]
+    gate = tile.pack_gates(tile.gate_sums(g, beta, s, k.dtype != jnp.bfloat16, masks), s)
+    boundary = tile.boundary_decays(gate, s, masks)
+    if refs.dq is None:
+        refs.dstate[...] = state_gradient(q, k, gate, boundary, refs.X[...], do, refs.dstate[...], static.scale, s)
+    else:
+        W = layout.load_heads(refs.W, s.V, valid=valid)  # [heads, C, V]
+        *gradients, dS = chunk_gradients(
+            q, k, gate, boundary, refs.X[...], refs.h[...], W, do, refs.dstate[...], static.scale, s
+        )
+        refs.dstate[...] = dS
+        _store(refs, gradients, valid, masks, static, s)
+    if rows is chunk_loop.Rows.MIXED:
+        results = refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta
+        nonfinite.poison(nonfinite_rows, masks, results, (refs.dstate, masks.carried))
+
+
+def _store(refs: BwdRefs, gradients, valid, masks, static: kernel.Static, s: tile.Heads) -> None:
+    """Store the gradients of tokens that `chunk_gradients` returns."""
+    dq, dk, dv, later, earlier, dbeta = gradients
+    if static.normalise:
+        dq = tiles.l2norm_gradient(layout.load_heads(refs.q, s.K, valid=valid), dq)
+        dk = tiles.l2norm_gradient(layout.load_heads(refs.k, s.K, valid=valid), dk)
+    stored = valid if static.pieces else None
     for ref, x in ((refs.dq, dq), (refs.dk, dk), (refs.dv, dv)):
         layout.store_heads(ref, x, stored)
-    # A gate gets what the rows from it on pass to all earlier gates, and what those before it pass to later gates.
+    # A gate gets what later rows pass to all gates before them, its own row among these, and what earlier rows pass to
+    # all gates after them.
     i, j = (lax.broadcasted_iota(jnp.int32, (1, s.C, s.C), axis) for axis in (1, 2))
     below, above = (i <= j, i > j) if masks is None else (masks.same[:, :, : s.C] & x for x in (i <= j, i > j))
     collect = packed.lanes([tile.indicator(below), tile.indicator(above)])  # [1, C, 2 C]
     dg = matmul.dot(collect, packed.rows([later[None], earlier[None]]))[0]  # [C, heads]
     # Padding counts to the sequence before it, and its gates to what passes through.
-    layout.store_own(refs.dg, slice(None), jnp.where(own, dg, 0.0) if masked else dg, stored)
-    layout.store_own(refs.dbeta, slice(None), dbeta, stored)
-    refs.dS[...] = dS
-
-    if masked:
-        spoil_gradients(gradients, refs.dS, spoilt, masks)
+    layout.store_rows(refs.dg, slice(None), dg if masks is None else jnp.where(valid, dg, 0.0), stored)
+    layout.store_rows(refs.dbeta, slice(None), dbeta, stored)
 
 
-def quarantine(refs, own, masks: layout.SequenceMasks, s: tile.Shape) -> jax.Array:
-    """Clear a gradient of the state that is not finite; return the rows of spoilt sequences, float32 [1, C, 1]."""
-    # What a product wrote is not finite in whole columns.
-    state = nonfinite.not_finite(refs.dS[:, :8] if refs.dht is None else refs.dS[...])  # [1, 1, 1]
-
-    @pl.when(jnp.max(state) > 0.0)
-    def _():
-        layout.clear(refs.dS)
-
-    values = (layout.load_heads(ref, s.V, own=own) for ref in (refs.do, refs.W) if ref is not None)
-    found = jnp.maximum(kernel.tokens_not_finite(refs, own, s, ("q", "k")), nonfinite.rows_not_finite(*values))
-    found = jnp.maximum(found, jnp.where(masks.ending, state, 0.0))
-    return nonfinite.whole_sequences(found, masks.same[:, :, : s.C])
-
-
-def spoil_gradients(gradients, dS_ref, spoilt, masks) -> None:
-    """Store NaN in the gradients of spoilt rows, and as that of the state if it belongs to a spoilt sequence."""
-
-    @pl.when(jnp.max(spoilt) > 0.0)
-    def _():
-        for ref in gradients:
-            nonfinite.spoil(ref, jnp.where(masks.code >= 0, spoilt, 0.0))
-
-        @pl.when(jnp.max(jnp.where(masks.carried, spoilt, 0.0)) > 0.0)
-        def _():
-            dS_ref[...] = jnp.full(dS_ref.shape, jnp.nan, jnp.float32)
-
-
-# The gradients of all tokens.
-ALL = ("dq", "dk", "dv", "dg", "dbeta")
-
-
-def launch(x: Operands, static: kernel.Static, want: tuple[str, ...]):
+def launch(x: Operands, static: kernel.Static, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Run the reverse kernel.
 
     Args:
-      x: operands; v and h0 are not read. Without h and W nothing but dh0 can be had.
+      x: operands; v and the initial states are not read. Without h and W nothing but dh0 can be had.
       static: what is known.
-      want: ALL, ALL and "dh0", or "dh0" alone.
+      outputs: dq, dk, dv, dg and dbeta with or without dh0; or dh0 alone.
 
     Returns:
-      A dict of what is wanted: dq, dk, dv like q, k, v, dg, dbeta float32 like g, and dh0 [N, HV, K, V] float32, the
+      A dict of these outputs: dq, dk, dv like q, k, v, dg, dbeta float32 like g, and dh0 [N, HV, K, V] float32, the
       gradient of the initial states, undefined for empty sequences.
     """
-    x = x._replace(v=None, initial_state=None)
-    B, HV, steps, s = static.B, static.HV, static.steps, static.shape(static.config.heads_bwd)
-    specs = kernel.specs_of(static, s, lambda turn: jnp.int32(steps - 1) - turn)
-    kinds = {
-        "dq": (specs["q"], x.q.shape, x.q.dtype),
-        "dk": (specs["k"], x.k.shape, x.k.dtype),
-        "dv": (specs["v"], x.do.shape, x.do.dtype),
-        "dg": (specs["g"], x.g.shape, jnp.float32),
-        "dbeta": (specs["g"], x.g.shape, jnp.float32),
-        "dh0": (specs["initial_state"], (static.N, HV, s.K, s.V), jnp.float32),
-    }
-    wanted = [name for name in kinds if name in want]
-    out = launcher.pallas_call(
-        launcher.named(_bwd_kernel, Operands._fields, [(n, n in wanted) for n in kinds], ["dS"], static=static, s=s),
-        *x,
-        name=f"chunk_gated_delta_rule_{'bwd' if 'dq' in want else 'bwd_state'}_c{s.C}",
-        num_scalar_prefetch=1,
-        # Batch and head blocks are independent; time is sequential and runs backwards, the gradient of the state stays
-        # in VMEM.
-        grid=(B, HV // s.heads, steps),
-        dimension_semantics=("parallel", "parallel", "arbitrary"),
-        in_specs=kernel.in_specs(x, specs),
-        out_specs=[kinds[name][0] for name in wanted],
-        out_shape=[compat.out_struct(*kinds[name][1:], x.q, x.k, x.g, x.beta, x.do, x.dht) for name in wanted],
-        scratch_shapes=[pltpu.VMEM((s.heads, s.K, s.V), jnp.float32)],
-        cost_estimate=cost.cost(**static.sizes(), itemsize=x.k.dtype.itemsize, backward=True),
-        vmem_limit_bytes=static.config.vmem_bytes,
+    HV, s, of_tokens = static.HV, static.shape(static.config.heads_bwd), "dq" in outputs
+    cut = chunk_loop.blocks_backwards(static)
+    key, value, gate = cut.tokens(s.heads // s.group * s.K), cut.tokens(s.heads * s.V), cut.values(s.heads)
+    state = cut.state(s.heads, s.K, s.V)
+    estimate = cost.cost if of_tokens else cost.states_cost
+    return launcher.launch(
+        functools.partial(_bwd_kernel, static=static, s=s),
+        BwdRefs,
+        name=f"chunk_gated_delta_rule_{'bwd' if of_tokens else 'bwd_state'}_c{s.C}",
+        grid=(static.B, HV // s.heads, static.steps),
+        tables={"table": x.table},
+        inputs={
+            "q": (x.q, key),
+            "k": (x.k, key),
+            "g": (x.g, gate),
+            "beta": (x.beta, gate),
+            "owner": (x.owner, cut.owner(s.p * s.C)),
+            "X": (x.X, cut.per_step(s.heads // s.p, s.C, s.p * s.C)),
+            "h": (x.h, cut.per_step(s.heads, s.K, s.V)),
+            "W": (x.W, value),
+            "do": (x.do, value),
+            "dht": (x.dht, state),
+        },
+        outputs={
+            "dq": (key, x.q.shape, x.q.dtype),
+            "dk": (key, x.k.shape, x.k.dtype),
+            "dv": (value, x.do.shape, x.do.dtype),
+            "dg": (gate, x.g.shape, jnp.float32),
+            "dbeta": (gate, x.g.shape, jnp.float32),
+            "dh0": (state, (static.N, HV, s.K, s.V), jnp.float32),
+        },
+        requested=outputs,
+        scratch={} if "dh0" in outputs else {"dstate": (s.heads, s.K, s.V)},
+        cost_estimate=estimate(**static.sizes(), itemsize=x.k.dtype.itemsize, backward=True),
         in_bounds=True,
     )
-    return dict(zip(wanted, out, strict=True))

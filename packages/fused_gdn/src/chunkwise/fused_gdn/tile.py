@@ -31,14 +31,15 @@ def split_gate(g: jax.Array) -> tuple[jax.Array, jax.Array]:
     return coarse, g - coarse
 
 
-class Shape(NamedTuple):
-    """The sizes of the tiles that a grid step, or a part of its heads, works on; all static.
+class Heads(NamedTuple):
+    """Value heads that a grid step, or a stage of one, works on together, and the sizes of their tiles; all static.
 
     Attributes:
       C, K, V: chunk size, and head dimensions padded to whole lanes.
-      heads: value heads.
+      heads: how many value heads.
       group: value heads that share a key head.
       p: heads that lie side by side in the lanes.
+      first, first_key: the first value and key head among those of the grid step.
     """
 
     C: int
@@ -47,63 +48,53 @@ class Shape(NamedTuple):
     heads: int
     group: int
     p: int
+    first: int = 0
+    first_key: int = 0
 
     @property
     def keys(self) -> int:
         """Key heads of a pack: 1 if all its heads share one."""
         return max(1, self.p // self.group)
 
-    def wide(self) -> "Shape":
-        """Return the shape with two packs side by side, if their keys fill the 256 rows of a matrix unit."""
+    @property
+    def values_at(self) -> slice:
+        """Which value heads of the grid step."""
+        return slice(self.first, self.first + self.heads)
+
+    @property
+    def packs_at(self) -> slice:
+        """Which packs of the grid step."""
+        return slice(self.first // self.p, (self.first + self.heads) // self.p)
+
+    @property
+    def keys_at(self) -> slice:
+        """Which key heads of the grid step."""
+        return slice(self.first_key, self.first_key + self.heads // self.group)
+
+    def split(self, most: int) -> "list[Heads]":
+        """Return equal parts of at most `most` heads, if packs and key heads let it: whole groups, or parts of one."""
+        sizes = [n for n in range(self.p, self.heads + 1, self.p) if self.heads % n == 0]
+        sizes = [n for n in sizes if n % self.group == 0 or self.group % n == 0]
+        n = max([n for n in sizes if n <= most], default=sizes[0])
+        part = self._replace(heads=n, group=min(n, self.group))
+        firsts = ((self.first + i, self.first_key + i // self.group) for i in range(0, self.heads, n))
+        return [part._replace(first=first, first_key=key) for first, key in firsts]
+
+    def wide(self) -> "Heads":
+        """Return the same heads with two packs side by side, if their keys fill the 256 rows of a matrix unit."""
         double = self._replace(p=2 * self.p)
         fits = self.heads % double.p == 0 and double.keys * max(self.K, self.p * self.C) <= 256
         # A pack holds whole groups, or a part of one.
         return double if fits and (double.p % self.group == 0 or self.group % double.p == 0) else self
 
 
-class Part(NamedTuple):
-    """Some of the heads of a grid step: those that products are issued for together.
-
-    Attributes:
-      shape: that of these heads alone.
-      first, first_key: the first value and key head among all.
-    """
-
-    shape: Shape
-    first: int = 0
-    first_key: int = 0
-
-    @property
-    def heads(self) -> slice:
-        """Its value heads."""
-        return slice(self.first, self.first + self.shape.heads)
-
-    @property
-    def packs(self) -> slice:
-        """Its packs."""
-        return slice(self.first // self.shape.p, (self.first + self.shape.heads) // self.shape.p)
-
-    @property
-    def keys(self) -> slice:
-        """Its key heads."""
-        return slice(self.first_key, self.first_key + self.shape.heads // self.shape.group)
-
-    def cut(self, most: int) -> "list[Part]":
-        """Return equal parts of at most `most` heads, if packs and key heads let it: whole groups, or parts of one."""
-        s = self.shape
-        sizes = [n for n in range(s.p, s.heads + 1, s.p) if s.heads % n == 0 and (n % s.group == 0 or s.group % n == 0)]
-        n = max([n for n in sizes if n <= most], default=sizes[0])
-        shape = s._replace(heads=n, group=min(n, s.group))
-        return [Part(shape, self.first + i, self.first_key + i // s.group) for i in range(0, s.heads, n)]
-
-
-def key_packs(x: jax.Array, s: Shape) -> list[jax.Array]:
+def key_packs(x: jax.Array, s: Heads) -> list[jax.Array]:
     """Return the key heads of every pack: `s.keys` tiles [n, C, K] of x [key heads, C, K]."""
     n = s.heads // s.p
     return [jnp.stack([x[(i * s.p + j * (s.p // s.keys)) // s.group] for i in range(n)]) for j in range(s.keys)]
 
 
-def placed_keys(tiles: list[jax.Array], s: Shape) -> jax.Array:
+def placed_keys(tiles: list[jax.Array], s: Heads) -> jax.Array:
     """Return the keys of `key_packs` below one another for all heads of a pack, each in the lanes of its key head."""
     each, zero = s.p // s.keys, jnp.zeros_like(tiles[0])
     return packed.rows(
@@ -151,14 +142,14 @@ def over_lanes(x: jax.Array, w: int, heads: slice) -> jax.Array:
     return select(x, head == lax.broadcasted_iota(jnp.int32, shape, 0))
 
 
-def packed_columns(xs: list[jax.Array], heads: slice, s: Shape) -> list[jax.Array]:
-    """Return values [C, any] of `heads` as packed columns, each over the C lanes of its head: [n, C, p C] float32."""
-    wide, w = over_lanes(jnp.concatenate(xs), s.C, heads), s.p * s.C
+def packed_columns(xs: list[jax.Array], s: Heads) -> list[jax.Array]:
+    """Return values [C, any] of some heads as packed columns, each over the lanes of its head: [n, C, p C] float32."""
+    wide, w = over_lanes(jnp.concatenate(xs), s.C, s.values_at), s.p * s.C
     packs = jnp.stack([wide[:, i : i + w] for i in range(0, wide.shape[1], w)])
     return [packs[:, i * s.C : (i + 1) * s.C] for i in range(len(xs))]
 
 
-def head_columns(x: jax.Array, s: Shape, width: int) -> jax.Array:
+def head_columns(x: jax.Array, s: Heads, width: int) -> jax.Array:
     """Return packed columns [n, C, p C] head by head, each value over all lanes: [heads, C, width]."""
     tiles, period = [x], s.p * s.C
     while period > s.C:
@@ -172,7 +163,7 @@ def head_columns(x: jax.Array, s: Shape, width: int) -> jax.Array:
     return packed.lanes([heads] * (width // x.shape[2]))
 
 
-def packed_rows(x: jax.Array, s: Shape) -> jax.Array:
+def packed_rows(x: jax.Array, s: Heads) -> jax.Array:
     """Return rows [heads, p C], each repeated p times along the lanes, as packed rows [n, 1, p C]."""
     head = packed.block_of(packed.lane_index(s.p * s.C)[0], s.C)
     packs = []
@@ -184,20 +175,23 @@ def packed_rows(x: jax.Array, s: Shape) -> jax.Array:
     return jnp.stack(packs)
 
 
-def packed_index(s: Shape) -> tuple[jax.Array, jax.Array]:
+def packed_index(s: Heads) -> tuple[jax.Array, jax.Array]:
     """Return the row and the column of packed matrices, inside of each: both int32 [1, C, p C]."""
     shape = (1, s.C, s.p * s.C)
     i, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2))
     return i, lane & jnp.int32(s.C - 1)
 
 
-class Sums(NamedTuple):
+class Gates(NamedTuple):
     """Cumulative gates and step sizes of a chunk, to base 2, which is what the machine's exponential takes.
 
+    `gate_sums` makes columns [C, heads] and rows [heads, p C], repeated p times along the lanes, of all heads of a grid
+    step; `pack_gates` makes packed columns [n, C, p C] and packed rows [n, 1, p C] of some of them.
+
     Attributes:
-      G: parts of the cumulative gate [C, heads]; their sum is the gate. Two parts keep differences of large sums exact.
-      G_rows: the same as rows [heads, p C], repeated p times along the lanes.
-      beta, beta_rows: likewise.
+      G: parts of the cumulative gate, as columns, which add up to it. Two parts keep differences of large sums exact.
+      G_rows: the same as rows.
+      beta, beta_rows: the step sizes as columns and as rows.
     """
 
     G: list[jax.Array]
@@ -206,7 +200,7 @@ class Sums(NamedTuple):
     beta_rows: jax.Array
 
 
-def gate_sums(g: jax.Array, beta: jax.Array, s: Shape, exact: bool, masks: layout.SequenceMasks | None) -> Sums:
+def gate_sums(g: jax.Array, beta: jax.Array, s: Heads, exact: bool, masks: layout.SequenceMasks | None) -> Gates:
     """Sum up the gates g [C, heads], in nats, of a chunk: each sequence of `masks` for itself.
 
     Then what one sequence holds does not change the rounding of another.
@@ -220,22 +214,13 @@ def gate_sums(g: jax.Array, beta: jax.Array, s: Shape, exact: bool, masks: layou
     selection = jnp.concatenate([indicator(later), indicator(i == j)], axis=1) > 0.0
     turned = select_rows(jnp.concatenate([*terms, beta], axis=1), selection)  # [(terms + 1) heads, 2 p C]
     *G_rows, beta_rows = [turned[n : n + s.heads] for n in range(0, turned.shape[0], s.heads)]
-    return Sums(G, [x[:, : s.p * s.C] for x in G_rows], beta, beta_rows[:, s.p * s.C :])
+    return Gates(G, [x[:, : s.p * s.C] for x in G_rows], beta, beta_rows[:, s.p * s.C :])
 
 
-class Gates(NamedTuple):
-    """`Sums` of some heads, packed: columns [n, C, p C] and rows [n, 1, p C]."""
-
-    G: list[jax.Array]
-    G_rows: list[jax.Array]
-    beta: jax.Array
-    beta_rows: jax.Array
-
-
-def gates(x: Sums, heads: slice, s: Shape) -> Gates:
-    """Return the gates of `heads`, whose shape is `s`."""
-    *G, beta = packed_columns([*x.G, x.beta], heads, s)
-    *G_rows, beta_rows = [packed_rows(row[heads], s) for row in (*x.G_rows, x.beta_rows)]
+def pack_gates(x: Gates, s: Heads) -> Gates:
+    """Return the gates of some heads, packed."""
+    *G, beta = packed_columns([*x.G, x.beta], s)
+    *G_rows, beta_rows = [packed_rows(row[s.values_at], s) for row in (*x.G_rows, x.beta_rows)]
     return Gates(G, G_rows, beta, beta_rows)
 
 
@@ -244,37 +229,28 @@ def gap(later, earlier):
     return functools.reduce(jnp.add, [a - b for a, b in zip(later, earlier, strict=True)])
 
 
-class Flow(NamedTuple):
-    """How the state enters and leaves the rows of a chunk: factors exp(.) <= 1, zero for rows of other sequences.
-
-    Attributes:
-      pairs: bool [1, C, p C], pairs i >= j that may interact.
-      start: packed columns [n, C, p C], of the state before the chunk, at each row; the last row passes it through.
-      end: likewise, of each row, at the end.
-    """
-
-    pairs: jax.Array
-    start: jax.Array
-    end: jax.Array
-
-
-def flow_of(g: Gates, s: Shape, masks: layout.SequenceMasks | None) -> Flow:
-    """Return the flow of a chunk.
+def boundary_decays(g: Gates, s: Heads, masks: layout.SequenceMasks | None):
+    """Return which pairs of rows interact, and how the state enters and leaves the rows of a chunk.
 
     Args:
-      g: its gates.
-      s: its shape.
+      g: packed gates.
+      s: their heads.
       masks: None for a chunk that lies inside one sequence. Padding follows all sequences; its keys, values and gates
         must be zero.
+
+    Returns:
+      Pairs i >= j that may interact, bool [1, C, p C]; the decay from the state before the chunk to each row, whose
+      last row passes the state through, and from each row to the end: packed columns [n, C, p C], zero for rows of
+      other sequences.
     """
     start, end = jnp.exp2(sum(g.G)), jnp.exp2(gap([x[:, -1:] for x in g.G], g.G))  # both [n, C, p C]
     i, j = packed_index(s)
     if masks is None:
-        return Flow(i >= j, start, end)
-    return Flow(masks.same & (i >= j), jnp.where(masks.carried, start, 0.0), jnp.where(masks.ending, end, 0.0))
+        return i >= j, start, end
+    return masks.same & (i >= j), jnp.where(masks.carried, start, 0.0), jnp.where(masks.ending, end, 0.0)
 
 
-def scores(left: list[jax.Array], k, g: Gates, pairs, s: Shape):
+def scores(left: list[jax.Array], k, g: Gates, pairs, s: Heads):
     """Return x k^T for every x of `left`, and the decays (zero outside of `pairs`): packed [n, C, p C].
 
     All x and k are [key heads, C, K]; one product serves them all.
@@ -288,28 +264,14 @@ def scores(left: list[jax.Array], k, g: Gates, pairs, s: Shape):
     return *each, jnp.exp2(jnp.where(pairs, gap(g.G, g.G_rows), NEVER))
 
 
-def read_state(k, q, S, s: Shape):
+def read_state(k, q, S, s: Heads):
     """Return K S and Q S as [heads, C, V] float32 (None without q), one product for all value heads of a key head."""
     left = k if q is None else packed.rows([k, q])  # [key heads, C or 2 C, K]
     read = packed.split_lanes(matmul.dot(left, packed.side_lanes(S, s.group)), s.group)
     return read[:, : s.C], None if q is None else read[:, s.C :]
 
 
-def read_given(w, q, S, s: Shape):
-    """Return w S and Q S as [heads, C, V] float32 for w [heads, C, K].
-
-    Two value heads of a key head share a product, whose width fills a matrix unit: of their rows of w only what meets
-    their own state is used.
-    """
-    pair = 2 - s.group % 2
-    q = jnp.stack([q[i // s.group] for i in range(0, s.heads, pair)])  # [heads / pair, C, K]
-    read = matmul.dot(
-        packed.rows([*packed.pack_members(w, pair), q]), packed.side_lanes(S, pair)
-    )  # [heads / pair, (pair + 1) C, pair V]
-    return packed.diagonal_blocks(read[:, : pair * s.C], pair), packed.split_lanes(read[:, pair * s.C :], pair)
-
-
-def write_state(k, W, s: Shape):
+def write_state(k, W, s: Heads):
     """Return K^T W, [heads, K, V] float32, for W [heads, C, V] at 16 bits, one product for all heads of a key head."""
     W = packed.parts(W, k.dtype)
     return packed.split_lanes(

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from chunkwise.shared import chips
 from chunkwise.shared.kernels import launcher, packed
 
-_BUDGET_BYTES = 32 * 2**20
-# Nearly all of what a launch may take: twice the heads halve the cost of filling and draining the pipeline.
-_PIPELINE_BUDGET_BYTES = 44 * 2**20
+_BUDGET_BYTES = 8 * chips.VMEM_LIMIT_BYTES // 15
+# More for a pipeline: twice the heads halve the cost of filling and draining it.
+_PIPELINE_BUDGET_BYTES = 11 * chips.VMEM_LIMIT_BYTES // 15
+# What the least that a step can be may take.
+_MOST_BYTES = 4 * chips.VMEM_LIMIT_BYTES // 5
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,7 @@ def default_for(H: int, HV: int, K: int, V: int, C: int, NT: int, itemsize: int,
     def fitting(most: int, bwd: bool) -> int:
         budget = _PIPELINE_BUDGET_BYTES if bwd and not per_channel else _BUDGET_BYTES
         need = lambda n: vmem_bytes(n, HV // H, C, K, V, itemsize, per_channel, num_steps, bwd)
-        # The least that a step can be may take all that there is.
-        fits = lambda n: need(n) <= (chips.VMEM_LIMIT_BYTES if n == num_steps == 1 else budget)
+        fits = lambda n: need(n) <= (_MOST_BYTES if n == num_steps == 1 else budget)
         return max((n for n in range(1, most + 1) if launcher.divides_groups(n, H, HV) and fits(n)), default=0)
 
     num_steps = launcher.largest_divisor(NT, 512 // C)

@@ -192,24 +192,19 @@ def next_state(S: jax.Array, k: jax.Array, v: jax.Array, to_end: jax.Array, thro
     return through * S + _product(matmul.dot_tn, v, k.astype(jnp.float32) * to_end, v.dtype, parts)
 
 
-class ScoreGradients(NamedTuple):
-    """Gradients that come through the scores: of q and k [n, C, K], and of the exponents in `Decays.pairs`."""
-
-    q: jax.Array
-    k: jax.Array
-    exponents: jax.Array | tuple[jax.Array, ...]
-
-
-def scores_bwd(dP, q: jax.Array, k: jax.Array, decays: Decays, P: jax.Array, same=None, parts=1) -> ScoreGradients:
+def scores_bwd(dP, q: jax.Array, k: jax.Array, decays: Decays, P: jax.Array, same=None, parts=1):
     """Return the gradients of `scores` given dP [h, C, C] float32, whatever it holds outside of the pairs, and P.
 
     The diagonal of P does not depend on the gates: leaving it out of their gradient matters where the decays are 1e-13.
+
+    Returns:
+      The gradients of q and k [n, C, K], and of the exponents in `Decays.pairs`.
     """
     (n, C, _), dtype, pairs = q.shape, q.dtype, decays.pairs
     if not isinstance(pairs, tuple):
         decayed = to_key_heads(dP * pairs, n).astype(dtype)  # [n, C, C]
         exponents = jnp.where(tiles.strictly_lower(C), dP * P, 0.0)  # [h, C, C]
-        return ScoreGradients(matmul.dot(decayed, k), matmul.dot_tn(decayed, q), exponents)
+        return matmul.dot(decayed, k), matmul.dot_tn(decayed, q), exponents
     dP = decays.scale * dP
     on_diagonal = jnp.sum(
         jnp.where(tiles.row_index(C) == tiles.column_index(C), dP, 0.0), axis=2, keepdims=True
@@ -223,23 +218,10 @@ def scores_bwd(dP, q: jax.Array, k: jax.Array, decays: Decays, P: jax.Array, sam
         dk_b = decay * _product(matmul.dot_tn, dP_b, q32 * decay, dtype, parts)  # [h, C, K]
         dq, dk = dq + dq_b, dk + dk_b
         exponents.append(q32 * dq_b + k32 * dk_b)
-    return ScoreGradients(to_key_heads(dq, n), to_key_heads(dk, n), tuple(exponents))
+    return to_key_heads(dq, n), to_key_heads(dk, n), tuple(exponents)
 
 
-class StateGradients(NamedTuple):
-    """Gradients that come through the state of a chunk, those of q and k for every value head, [h, C, K].
-
-    `through` is the gradient of the exponent of `Decays.through`.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    through: jax.Array
-    S: jax.Array
-
-
-def state_bwd(S, dS, q, k, v, do, from_start, to_end, through, parts) -> StateGradients:
+def state_bwd(S, dS, q, k, v, do, from_start, to_end, through, parts):
     """Return the gradients of `read_state` and `next_state` together.
 
     Args:
@@ -248,80 +230,31 @@ def state_bwd(S, dS, q, k, v, do, from_start, to_end, through, parts) -> StateGr
       q, k, v, do: tiles; do is the gradient of the output.
       from_start, to_end, through: as in `Decays`.
       parts: of S and dS, and of q decayed.
+
+    Returns:
+      The gradients of q and k for every value head, [h, C, K], of v, of the exponent of `Decays.through`, and of the
+      state before the chunk.
     """
     q, k = (tiles.repeat_heads(x, v.shape[0]) for x in (q, k))
     axes = (1, 2) if through.shape[2] == 1 else 1
     dtype, dS_before = q.dtype, through * dS  # [h, V, K]
-    return StateGradients(
-        q=from_start * _product(matmul.dot, do, S, dtype, parts),
-        k=to_end * _product(matmul.dot, v, dS, dtype, parts),
-        v=matmul.dot_nt(_scaled(k, to_end), dS.astype(dtype)),
-        through=jnp.sum(S * dS_before, axis=axes, keepdims=True),
-        S=dS_before + _product(matmul.dot_tn, do, q.astype(jnp.float32) * from_start, dtype, parts),
+    return (
+        from_start * _product(matmul.dot, do, S, dtype, parts),
+        to_end * _product(matmul.dot, v, dS, dtype, parts),
+        matmul.dot_nt(_scaled(k, to_end), dS.astype(dtype)),
+        jnp.sum(S * dS_before, axis=axes, keepdims=True),
+        dS_before + _product(matmul.dot_tn, do, q.astype(jnp.float32) * from_start, dtype, parts),
     )
 
 
-class KeySums(NamedTuple):
-    """What the value heads of a key head have in common of the gradients of q and k, summed over them, float32.
+def chunk_products(S, dS, q, k, v, do, parts, by_keys: jax.Array | None = None):
+    """Return the products of a chunk whose gates are per head that wait for no other: `chunk_bwd` takes them up.
 
-    Attributes:
-      scores: [n, C, C], the gradient of the scores times their decay, transposed.
-      q, k: [n, C, K], what comes through the states.
-    """
+    The arguments are those of `state_bwd`, and the first result if other heads of the same group computed it.
 
-    scores: jax.Array
-    q: jax.Array
-    k: jax.Array
-
-
-class ChunkGradients(NamedTuple):
-    """Gradients of a chunk whose gates are per head, and of the gradient of the state, all float32.
-
-    Attributes:
-      sums: of these heads and those before them in their group.
-      q, k: [n, C, K]; None unless these are the last of their group.
-      v: [h, C, V].
-      S: [h, V, K], the gradient of the state before the chunk.
-      exponents: [h, C, C], of the exponents in `Decays.pairs`, transposed: row j, column i; also on the diagonal.
-      from_start, to_end: [h, C, K], of the exponents of `Decays`, by channel.
-      through: [h, 1, 1 or K], of that of `Decays.through`.
-    """
-
-    sums: KeySums
-    q: jax.Array | None
-    k: jax.Array | None
-    v: jax.Array
-    S: jax.Array
-    exponents: jax.Array
-    from_start: jax.Array
-    to_end: jax.Array
-    through: jax.Array
-
-
-class Products(NamedTuple):
-    """The products of a backward chunk that wait for no other: `chunk_bwd` takes them up.
-
-    Attributes:
-      by_k: [h, C, V], of k with dS.
-      by_keys: [n, C, C], of k with q.
-      by_v: [h, C, K], of v with dS.
-      scores: [h, C, C], of v with do: the gradient of the scores, transposed.
-      by_do: [h, C, K], of do with S.
-      do_t: [h, V, parts C], do transposed, as often as q decayed has parts.
-    """
-
-    by_k: jax.Array
-    by_keys: jax.Array
-    by_v: jax.Array
-    scores: jax.Array
-    by_do: jax.Array
-    do_t: jax.Array
-
-
-def chunk_products(S, dS, q, k, v, do, parts, by_keys: jax.Array | None = None) -> Products:
-    """Return the first products of a chunk whose gates are per head.
-
-    The arguments are those of `state_bwd`, and `Products.by_keys` if other heads of the same group computed it.
+    Returns:
+      k with q, [n, C, C]; and a tuple: k with dS [h, C, V]; v with dS [h, C, K]; v with do [h, C, C], the gradient of
+      the scores, transposed; do with S [h, C, K]; do transposed [h, V, parts C], as often as q decayed has parts.
 
     What the matrix unit waits for are the operands it keeps. Products with a common left operand therefore stand side
     by side, and the scores are transposed, as two of the three products that read them want.
@@ -333,14 +266,10 @@ def chunk_products(S, dS, q, k, v, do, parts, by_keys: jax.Array | None = None) 
     lanes = v.shape[0] // k.shape[0] * v.shape[2]
     right = [_side_by_side(transposed(dS), k.shape[0])] + ([transposed(q)] if by_keys is None else [])
     of_k = matmul.dot(k, jnp.concatenate(right, axis=2))  # [n, C, lanes + C]
-    return Products(
-        by_k=_one_by_one(of_k[:, :, :lanes], v.shape[0]),
-        by_keys=of_k[:, :, lanes:] if by_keys is None else by_keys,
-        by_v=of_v[:, :, : q.shape[2]] + sum(matmul.dot(v, part) for part in dS_more),
-        scores=of_v[:, :, q.shape[2] :],
-        by_do=_product(matmul.dot, do, S, q.dtype, parts),
-        do_t=do_t,
-    )
+    by_keys = of_k[:, :, lanes:] if by_keys is None else by_keys
+    by_v = of_v[:, :, : q.shape[2]] + sum(matmul.dot(v, part) for part in dS_more)
+    by_do = _product(matmul.dot, do, S, q.dtype, parts)
+    return by_keys, (_one_by_one(of_k[:, :, :lanes], v.shape[0]), by_v, of_v[:, :, q.shape[2] :], by_do, do_t)
 
 
 def _side_by_side(x: jax.Array, n: int) -> jax.Array:
@@ -360,41 +289,49 @@ def _one_by_one(x: jax.Array, h: int) -> jax.Array:
     return jnp.stack(each, axis=1).reshape(h, x.shape[1], L)
 
 
-def chunk_bwd(
-    products: Products, S, dS, q, k, do, pairs_t, from_start, to_end, through, parts, before: KeySums | None, last: bool
-) -> ChunkGradients:
-    """Return all gradients of a chunk whose gates are per head: `scores_bwd` and `state_bwd` in one.
+def chunk_bwd(by_keys, products, S, dS, q, k, do, pairs_t, decays: Decays, parts, before: tuple | None, last: bool):
+    """Return all gradients of a chunk whose gates are per head: `scores_bwd` and `state_bwd` in one, all float32.
 
     Args:
-      products: of `chunk_products`.
-      S, dS, q, k, do, from_start, through, parts: as in `state_bwd`.
+      by_keys, products: of `chunk_products`.
+      S, dS, q, k, do, parts: as in `state_bwd`.
       pairs_t: `Decays.pairs` transposed.
-      to_end: as in `Decays`; if it is broadcast, at least as wide as K and V.
+      decays: of which to_end, if it is broadcast, is at least as wide as K and V.
       before: the sums of the heads before these, if these are not the first of their group.
       last: whether these are the last of their group, or of the block's part of it.
+
+    Returns:
+      What the value heads of a key head have in common, summed over these heads and those before them in their group:
+      the gradient of the scores times their decay, transposed [n, C, C], and what comes to q and k through the states
+      [n, C, K]; the gradients of q and k [n, C, K], None unless these heads are the last of their group; of v
+      [h, C, V]; of the state before the chunk [h, V, K]; and of the exponents: in `Decays.pairs` [h, C, C], transposed,
+      also on the diagonal, of from_start and to_end by channel [h, C, K], and of through [h, 1, 1 or K].
     """
-    by_k, by_keys, by_v, dP, by_do, do_t = products
+    by_k, by_v, dP, by_do, do_t = products
     n, dtype, K, V = q.shape[0], q.dtype, q.shape[2], do.shape[2]
     by_keys, q_each = (tiles.repeat_heads(x, do.shape[0]) for x in (by_keys, q))  # [h, C, C], [h, C, K]
     # P transposed [h, C, C], as dP is, and [h, V, K].
-    P, dS_before = pairs_t * by_keys, through * dS
-    q_decayed = q_each.astype(jnp.float32) * from_start  # [h, C, K]
+    P, dS_before = pairs_t * by_keys, decays.through * dS
+    q_decayed = q_each.astype(jnp.float32) * decays.from_start  # [h, C, K]
     # What comes through the states, [h, C, K]; what comes through the scores is added below.
-    dq, dk = from_start * by_do, to_end[:, :, :K] * by_v
-    sums = KeySums(*(to_key_heads(x, n) for x in (pairs_t * dP, dq, dk)))
+    dq, dk = decays.from_start * by_do, decays.to_end[:, :, :K] * by_v
+    sums = tuple(to_key_heads(x, n) for x in (pairs_t * dP, dq, dk))
     if before is not None:
-        sums = KeySums(*(x + y for x, y in zip(before, sums, strict=True)))
-    decayed = sums.scores.astype(dtype)  # [n, C, C]
-    return ChunkGradients(
-        sums=sums,
-        q=sums.q + matmul.dot(jnp.swapaxes(decayed, 1, 2), k) if last else None,
-        k=sums.k + matmul.dot(decayed, q) if last else None,
-        v=to_end[:, :, :V] * by_k + matmul.dot(P.astype(dtype), do),
-        S=dS_before + matmul.dot(do_t, jnp.concatenate(_operands(q_decayed, dtype, parts), axis=1)),
-        exponents=P * dP,
-        from_start=q_each * dq,
-        to_end=tiles.repeat_heads(k, do.shape[0]) * dk,
-        through=jnp.sum(S * dS_before, axis=(1, 2) if through.shape[2] == 1 else 1, keepdims=True),
+        sums = tuple(x + y for x, y in zip(before, sums, strict=True))
+    decayed = sums[0].astype(dtype)  # [n, C, C]
+    exponents = (
+        P * dP,
+        q_each * dq,
+        tiles.repeat_heads(k, do.shape[0]) * dk,
+        jnp.sum(S * dS_before, axis=(1, 2) if decays.through.shape[2] == 1 else 1, keepdims=True),
+    )
+    return (
+        sums,
+        sums[1] + matmul.dot(jnp.swapaxes(decayed, 1, 2), k) if last else None,
+        sums[2] + matmul.dot(decayed, q) if last else None,
+        decays.to_end[:, :, :V] * by_k + matmul.dot(P.astype(dtype), do),
+        dS_before + matmul.dot(do_t, jnp.concatenate(_operands(q_decayed, dtype, parts), axis=1)),
+        exponents,
     )
 
 
@@ -402,7 +339,7 @@ def gate_bwd(exponents, d_from_start: jax.Array, d_to_end: jax.Array, same: jax.
     """Return the gradient of the gates of a chunk from those of its exponents, in the shape of the gates.
 
     Args:
-      exponents: as in `ScoreGradients`.
+      exponents: as `scores_bwd` returns them.
       d_from_start, d_to_end: [h, C, K], gradients of the exponents of `from_start` and `to_end`, by channel.
       same: as in `decays`.
     """
@@ -428,7 +365,7 @@ def constant_gate_bwd(exponents, d_from_start, d_to_end, d_through) -> jax.Array
     Each exponent of `constant_decays` is a number of tokens times the gate.
 
     Args:
-      exponents: [h, C, C], transposed as in `ChunkGradients`.
+      exponents: [h, C, C], transposed as `chunk_bwd` returns them.
       d_from_start, d_to_end: as in `gate_bwd`.
       d_through: gradient of the exponent of `through`, [h, 1, K].
     """

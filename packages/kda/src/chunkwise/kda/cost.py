@@ -29,3 +29,22 @@ def cost(
         # The backward reads these and writes a gradient for each.
         bytes_accessed=(2 if backward else 1) * tokens * (keys + values + gates),
     )
+
+
+def states_cost(
+    *, B: int, T: int, H: int, HV: int, K: int, V: int, C: int, itemsize: int = 2, backward: bool = False
+) -> pl.CostEstimate:
+    """Return what a launch costs that takes states alone through the tokens, without queries and outputs.
+
+    The forward makes the scores of the keys and multiplies the inverse by values, the state by keys and by new values.
+    The backward, which is given scores and inverses, multiplies them by cotangents and values, and the gradient of the
+    state by queries, keys and both of these. The arguments are those of `cost`; V are all channels of the states.
+    """
+    tokens = B * T
+    products = 2 * C * V + 3 * K * V if backward else C * K + C * V + 2 * K * V
+    matrices = 3 * C if backward else 0
+    return pl.CostEstimate(
+        flops=2 * tokens * HV * products,
+        transcendentals=(2 if backward else _EXPONENTIALS) * tokens * HV * K,
+        bytes_accessed=tokens * ((1 + backward) * H * K * itemsize + HV * (V * itemsize + 4 * (K + 1 + matrices))),
+    )

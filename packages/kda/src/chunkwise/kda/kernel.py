@@ -9,14 +9,14 @@ products of `tile.interaction_tile`,
     o  = scale (Q e^G) S + P W                    S' = e^G_last S + (K e^(G_last - G))^T B W
 
 The kernels hold every state transposed, [V, K]: a decay per channel then multiplies its lanes. P of a chunk, and X as
-far as it takes no products, are made in the turn before the one that takes the state through it: the two halves of a
-turn do not wait for one another. With bfloat16 tensors S and the rows of decayed queries and keys enter their products
-as bfloat16. X, P, R, W and the decayed keys as columns must not be rounded so: where keys repeat, W oscillates and the
-sums over it cancel. They keep 16 bits, as two bfloat16 parts.
+far as it takes no products, are made in the grid step before the one that takes the state through it: the two halves of
+a grid step do not wait for one another. With bfloat16 tensors S and the rows of decayed queries and keys enter their
+products as bfloat16. X, P, R, W and the decayed keys as columns must not be rounded so: where keys repeat, W oscillates
+and the sums over it cancel. They keep 16 bits, as two bfloat16 parts.
 
-Chunks of a packed batch without states, or of rows of segments, may hold several sequences or padding. Only the turns
-that meet such a chunk compute with masks. Rows that hold something not finite are zeroed there before any product, as
-in shared.kernels.nonfinite, and all results of their sequence in that chunk become NaN, in all heads of the block.
+Chunks of a packed batch without states, or of rows of segments, may hold several sequences or padding. Only the grid
+steps that meet such a chunk compute with masks. Sequences that hold something not finite are zeroed there before any
+product, as in shared.kernels.nonfinite, and all their results in that chunk become NaN, in all heads of the block.
 
 Where tokens are split over devices, the same kernel runs without output first: it takes a state of more channels than
 there are values through the tokens, and keeps X and the scores. Given these, the operator has only the decays from the
@@ -27,7 +27,7 @@ The [C, C] matrices of p heads lie side by side in the lanes ("packed", see shar
 
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,18 +35,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import config, cost, tile
-from chunkwise.shared import compat
-from chunkwise.shared.kernels import inverse, launcher, laws, layout, matmul, nonfinite, packed, pools, schedule, tiles
+from chunkwise.shared.kernels import (
+    chunk_loop,
+    inverse,
+    launcher,
+    laws,
+    layout,
+    matmul,
+    nonfinite,
+    packed,
+    schedule,
+    tiles,
+)
 from chunkwise.shared.kernels.operands import Operands
 
 # Heads that take the state through a chunk together; in launches that make the inverse or the output, and not both.
 STAGE, HALF_STAGE = 4, 8
-# What a turn of 8 packs does one after the other before it begins the inverse: "m" makes the tiles of a pack, "p" takes
-# the chunk before through its next products, which wait for one another. The matrix unit takes products in this order,
-# and where one waits, all wait. Found by search: see the README.
-ORDER = "pmpmmpmpmppmmpmp"
-# The same for a launch that makes states and no output.
-STATES_ORDER = "pmmpmmmpmmpmpppp"
 
 
 class Static(NamedTuple):
@@ -107,29 +111,29 @@ def decays_scratch(heads: int, C: int, K: int, base: int):
     return pltpu.VMEM((tile.count_decays(base), heads * K // packed.LANES, C, packed.LANES), jnp.float32)
 
 
-def store_block_decays(ref, g, base: int, goes_on=None, first: int = 0, in_nats: bool = True) -> None:
+def store_block_decays(ref, g, base: int, continuing=None, first: int = 0, in_nats: bool = True) -> None:
     """Store the `tile.block_decays` of the gates g [C, heads K] of heads from tile `first` on, to base 2 or in nats.
 
-    `goes_on` is a Ref [C, 128] of `tile.continuing`, or None.
+    `continuing` is a Ref [C, 128] of `tile.continuing`, or None.
 
     Inside of blocks of 8 rows whole registers of first, of second rows and so on are needed: loads with a stride from
     ref [n, heads K / 128, C, 128] bring them, stores with a stride take them back.
     """
     C = g.shape[0]
     by_row = [pl.ds(r, C // tile.SUBLANES, stride=tile.SUBLANES) for r in range(tile.SUBLANES)]
-    goes_on = None if goes_on is None else [goes_on[row, :] for row in by_row]  # each [C / 8, 128]
+    continuing = None if continuing is None else [continuing[row, :] for row in by_row]  # each [C / 8, 128]
     for n in range(g.shape[1] // packed.LANES):
         each = g[:, n * packed.LANES : (n + 1) * packed.LANES]  # [C, 128]
         ref[0, first + n] = each * tiles.LOG2_E if in_nats else each
         decays = tile.block_decays(
-            [ref.at[0, first + n][row, :] for row in by_row], base, goes_on
+            [ref.at[0, first + n][row, :] for row in by_row], base, continuing
         )  # 8 times [C / 8, 128] each
         for i, x in enumerate(decays):
             for row, y in zip(by_row, x, strict=True):
                 ref.at[i, first + n][row, :] = y
 
 
-def load_decays(ref, heads: range, K: int, base: int) -> tile.Decays:
+def load_decays(ref, heads: range, K: int, base: int) -> tile.ChannelDecays:
     """Return the decays of some heads from what `store_block_decays` left."""
     each = K // packed.LANES
 
@@ -145,7 +149,7 @@ def transposed(x):
     return jnp.swapaxes(x.reshape(p * C, R), 0, 1)[None]
 
 
-def pack_scores(q, k, decays: tile.Decays, levels, masks: layout.SequenceMasks | None, dtype) -> jax.Array:
+def pack_scores(q, k, decays: tile.ChannelDecays, levels, masks: layout.SequenceMasks | None, dtype) -> jax.Array:
     """Return the packed scores of queries above those of keys, [1, 2 C, p C], of a pack of heads.
 
     Args:
@@ -160,74 +164,37 @@ def pack_scores(q, k, decays: tile.Decays, levels, masks: layout.SequenceMasks |
     return scores if masks is None else jnp.where(tile.packed_pairs(masks.same, len(q)), scores, 0.0)
 
 
-class Boundary(NamedTuple):
-    """What the state needs of the rows of a chunk, of some heads.
-
-    Attributes:
-      decayed: what reads the state before the chunk, decayed from its start: the queries, if any, above the keys
-        [h, 2 C or C, K].
-      ends: the keys times beta, decayed to its end [h, C, K].
-      through: the decay over all of it [h, 1, K].
-    """
-
-    decayed: jax.Array
-    ends: jax.Array
-    through: jax.Array
-
-
-def pack_boundary(readers, beta, decays: tile.Decays, masks: layout.SequenceMasks | None) -> Boundary:
-    """Return what the state needs of a pack of heads.
+def pack_boundary(readers, beta, decays: tile.ChannelDecays, masks: layout.SequenceMasks | None):
+    """Return what the state needs of the rows of a chunk, of a pack of heads.
 
     Args:
       readers: [q, k] or [k], each [p, C, K] float32, q scaled.
       beta: [p, C, 1].
       decays, masks: as in `pack_scores`.
+
+    Returns:
+      The rows that read the state before the chunk, decayed from its start: queries, if any, above keys, [p, 2 C or C,
+      K]; the keys times beta, decayed to its end [p, C, K]; the decay over all of it [p, 1, K].
     """
     from_start, to_end, through = tile.boundary_tile(decays, masks)  # [p, C, K], [p, C, K], [p, 1, K]
-    return Boundary(
-        packed.rows(readers) * packed.rows([from_start] * len(readers)), (readers[-1] * beta) * to_end, through
-    )
+    readers_decayed = packed.rows(readers) * packed.rows([from_start] * len(readers))
+    return readers_decayed, (readers[-1] * beta) * to_end, through
 
 
-class Chunk(NamedTuple):
-    """What a step reads of its chunk; rows that are not its own are zero.
-
-    Attributes:
-      q, k: [key heads, C, K] float32, rounded as the tensors are; q is not scaled.
-      g: [C, heads K] float32; with a law raw gates as they are, also in rows that are not own: see `decays_of`.
-      beta: [heads, C] float32.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    g: jax.Array
-    beta: jax.Array
-
-
-def own_rows(step: layout.Step, static: Static) -> jax.Array | None:
-    """Return which rows of the chunk belong to a step, bool [C, 1]; None for all. Others may hold anything."""
-    return step.rows(static.C) if static.pieces or static.selects else None
-
-
-def load_keys(ref, own, static: Static, which: slice = slice(None)) -> jax.Array:
+def load_keys(ref, valid, static: Static, which: slice = slice(None)) -> jax.Array:
     """Return queries or keys as float32 [key heads, C, K], rounded as the tensors are."""
-    heads = layout.load_heads(ref, static.K, which, own).astype(jnp.float32)  # [key heads, C, K]
+    heads = layout.load_heads(ref, static.K, which, valid).astype(jnp.float32)  # [key heads, C, K]
     return tiles.l2norm(heads).astype(ref.dtype).astype(jnp.float32) if static.normalise else heads
 
 
-def load_chunk(refs, own, static: Static) -> Chunk:
-    """Load what a step reads of its chunk, rows that are not own as zeros."""
-    return Chunk(load_keys(refs.q, own, static), load_keys(refs.k, own, static), *load_gates(refs, own))
-
-
-def load_gates(refs, own) -> tuple[jax.Array, jax.Array]:
-    """Return g and beta of `Chunk`."""
-    g, beta = refs.g[...], refs.beta[...]  # [C, heads K], [heads, C]
-    if own is not None:
-        own_row = tiles.to_row(own.astype(jnp.float32)[None])[0] > 0.0  # [1, C]
+def load_gates(refs, valid) -> tuple[jax.Array, jax.Array]:
+    """Return gates [C, heads K], with a law raw and whole, and beta [heads, C]; rows that are not valid are zero."""
+    g, beta = refs.g[...], refs.beta[...]
+    if valid is not None:
+        valid_row = tiles.to_row(valid.astype(jnp.float32)[None])[0] > 0.0  # [1, C]
         # A law comes first: see `decays_of`.
-        g = jnp.where(own, g, 0.0) if refs.law is None else g
-        beta = jnp.where(own_row, beta, 0.0)
+        g = jnp.where(valid, g, 0.0) if refs.law is None else g
+        beta = jnp.where(valid_row, beta, 0.0)
     return g, beta
 
 
@@ -241,20 +208,20 @@ def law_block(lanes: int) -> pl.BlockSpec:
     return pl.BlockSpec((2, lanes), lambda b, h, *_: (0, h))
 
 
-def decays_of(g, refs, own, static: Static, first: int = 0, unit: float = 1.0, exact: bool = True):
-    """Return the decays of raw gates g [C, n] in the lanes from `first` on, zero in rows that are not own.
+def decays_of(g, refs, valid, static: Static, first: int = 0, unit: float = 1.0, exact: bool = True):
+    """Return the decays of raw gates g [C, n] in the lanes from `first` on, zero in rows that are not valid.
 
     `unit` and `exact` as in `chunkwise.shared.kernels.decay`.
     """
     A_log, dt_bias = (refs.law[i : i + 1, first : first + g.shape[1]] for i in range(2))  # [1, n]
     g = laws.decay(g.astype(jnp.float32), A_log, dt_bias, static.lower_bound, unit, exact)  # [C, n]
     # What raw gates hold there may be anything, and of zeros the law makes decays.
-    return g if own is None else jnp.where(own, g, 0.0)
+    return g if valid is None else jnp.where(valid, g, 0.0)
 
 
-def load_masks(owner_ref, step: layout.Step, C: int) -> layout.SequenceMasks:
-    """Return how the sequences of a step's chunk lie in it."""
-    return layout.sequence_masks(owner_ref[...], C, step.before, step.final)
+def load_masks(owner: jax.Array, step: layout.Step, C: int) -> layout.SequenceMasks:
+    """Return how the sequences lie in the chunk of a step, from the owners of its tokens [1, C]."""
+    return layout.sequence_masks(owner, C, step.before, step.final)
 
 
 def store_continuing(ref, masks: layout.SequenceMasks) -> None:
@@ -263,194 +230,174 @@ def store_continuing(ref, masks: layout.SequenceMasks) -> None:
         ref[...] = jnp.broadcast_to(tile.continuing(masks.same)[0], ref.shape)
 
 
-def keys_not_finite(refs, own, masks: layout.SequenceMasks, static: Static) -> jax.Array:
-    """Return the rows of sequences that hold something not finite in q, k, g or beta, float32 [1, C, 1]."""
-    g = jnp.where(own, refs.g[...], 0.0) if refs.law is None else decays_of(refs.g[...], refs, own, static)
+def tokens_not_finite(refs, static: Static) -> jax.Array:
+    """Return which rows are not finite in q, k, g or beta, float32 [1, C, 1]."""
+    g = refs.g[...] if refs.law is None else decays_of(refs.g[...], refs, None, static)
     # A gate of -inf only forgets everything.
     g = jnp.where(g == -jnp.inf, 0.0, g)[None]  # [1, C, heads K]
-    beta = jnp.where(own[None], tiles.to_column(refs.beta[...][:, None]), 0.0)  # [heads, C, 1]
-    q, k = (layout.load_heads(ref, static.K, own=own) for ref in (refs.q, refs.k))  # [key heads, C, K]
-    return nonfinite.whole_sequences(nonfinite.rows_not_finite(q, k, g, beta), masks.same)
+    beta = tiles.to_column(refs.beta[...][:, None])  # [heads, C, 1]
+    q, k = (layout.load_heads(ref, static.K) for ref in (refs.q, refs.k))  # [key heads, C, K]
+    return nonfinite.rows_not_finite(q, k, g, beta)
 
 
-def quarantine_passed(refs, own, step: layout.Step, static: Static) -> jax.Array:
-    """Clear a state that is not finite; return the rows of sequences that are not finite, float32 [1, C, 1].
+class FwdRefs(NamedTuple):
+    """The Refs of the forward; what one grid step hands to the next is of the chunk prev.
 
-    The rows of q, k, g and beta were looked at when the chunk was prepared. Padding counts to the sequence before it.
+    None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
-    masks = load_masks(refs.owner_passed, step, static.C)
-    state = nonfinite.not_finite(refs.state[...])  # [1, 1, 1]
-    if refs.h0 is None:  # nothing reads the state before the first step
-        state = jnp.where(step.first == 1, 0.0, state)
 
-    @pl.when(jnp.max(state) > 0.0)
-    def _():
-        layout.clear(refs.state)
+    table: Any  # int32 [11 or 14, B * steps]
+    q: Any  # [C, keys K]
+    k: Any  # [C, keys K]
+    v: Any  # [C, heads V] of prev
+    g: Any  # [C, heads K]
+    beta: Any  # [heads, C]
+    levels: Any = None  # int32 [C, 2 C], `tile.level_table`
+    owner: Any = None  # int32 [1, 1, C]
+    initial_state: Any = None  # [heads, V, K]
+    law: Any = None  # [2, heads K]
+    pool: Any = None  # [heads, K, V], not padded
+    X: Any = None  # [n, C, p C] of prev
+    scores: Any = None  # [n, 2 C, p C]
+    o: Any = None  # [C, heads V] of prev
+    ht: Any = None  # [heads, V, K]
+    h: Any = None  # [heads, V, K] of prev
+    W: Any = None  # [C, heads V] of prev
+    X_out: Any = None  # [n, C, p C] of prev
+    scores_out: Any = None  # [n, 2 C, p C]
+    pool_out: Any = None  # [heads, K, V], not padded
+    state: Any = None  # float32 [heads, V, K]; ht where that is wanted
+    readers: Any = None  # rows that read the state before prev, [heads, 2 C or C, K]
+    ends: Any = None  # parts of rows that write the state after prev, [heads, parts C, K]
+    through: Any = None  # float32 [heads, 1, K], the decay over prev
+    decays: Any = None  # of `store_block_decays`
+    continuing: Any = None  # float32 [C, 128], `tile.continuing`
+    M: Any = None  # float32 [n, C, p C], the matrix of which X is the inverse
+    strip: Any = None  # float32 [n, rows, p C], X as far as it takes no products
+    P: Any = None  # parts of the scores of queries times beta, [n, C, parts p C]
+    nonfinite_rows: Any = None  # float32 [1, C, 1], rows of prev but for v
+    owner_prev: Any = None  # int32 [1, C]
 
-    found = jnp.maximum(
-        refs.found[...], nonfinite.rows_not_finite(layout.load_heads(refs.v, static.V, own=own))
-    )  # [1, C, 1]
-    return nonfinite.whole_sequences(jnp.maximum(found, jnp.where(masks.carried, state, 0.0)), masks.same)
 
-
-def spoil_passed(refs, spoilt, own) -> None:
-    """Store NaN in the results of rows [1, C, 1] that are spoilt and own, and as the state of a spoilt sequence."""
-
-    @pl.when(jnp.max(spoilt) > 0.0)
-    def _():
-        for ref in (refs.o, refs.W):
-            if ref is not None:
-                nonfinite.spoil(ref, spoilt * own)
-
-        # The last row of a chunk belongs to the sequence of the state after it.
-        @pl.when(jnp.max(spoilt[:, -1:]) > 0.0)
-        def _():
-            refs.state[...] = jnp.full(refs.state.shape, jnp.nan, jnp.float32)
-
-
-def _fwd_kernel(refs, *, static: Static):
-    """Take the state through the step of the turn before and prepare the next.
-
-    The first turn has no step before it, and the last none to prepare: they repeat the step they have. What the first
-    turn makes of uninitialised scratch, the second replaces.
-
-    A final state that is wanted is the state itself: its block stays where it is until another sequence begins.
-    """
+def _fwd_kernel(refs: FwdRefs, *, static: Static) -> None:
+    """Take the state through the chunk prev and prepare the chunk cur, of the next grid step."""
     if refs.ht is not None:
-        refs.state = refs.ht
-    turn, first, last = pl.program_id(2), pl.program_id(0) * static.steps, static.steps - 1
-    ahead = layout.Step(refs.table, first + jnp.minimum(turn, last))
-    step = layout.Step(refs.table, first + jnp.maximum(turn - 1, 0))
-
-    def clear_others() -> None:
-        """Make the rows zero that no piece owns."""
-        pl.when((step.opens & step.mixed) == 1)(lambda: layout.clear(refs.o, refs.W))
-
-    def pass_empty() -> None:
-        """Take a state through an empty sequence, which no turn does."""
-
-        @pl.when((step.first == 1) & step.empty)
-        def _():
-            refs.state[...] = jnp.zeros_like(refs.state) if refs.h0 is None else refs.h0[...]
-
-    if refs.owner is not None and refs.h0 is not None:  # what a quarantine looks at
-
-        @pl.when(step.first == 1)
-        def _():
-            refs.state[...] = refs.h0[...]
-
-    if refs.pool is not None:
-
-        @pl.when(step.first == 1)
-        def _():
-            pools.fetch_states(refs.pool, refs.state, step.continues, transposed=True)
-
-        @pl.when((turn == 0) & (step.sequence == step.target))
-        def _():
-            pools.keep_block(refs.pool, refs.pool_out)
-
-    turns = functools.partial(_turn, refs, ahead, step, static)
-    if static.pieces:
-        layout.whole_or_cut(
-            (ahead, step), static.C, turns, clear_others, pass_empty if refs.pool is None else lambda: None
-        )
+        # Its block stays where it is until another sequence begins.
+        refs = refs._replace(state=refs.ht)
+    cur, prev = chunk_loop.current_steps(refs.table, 2, static.steps)
+    if refs.pool is None:
+        chunk_loop.start_state(refs.state, refs.initial_state, prev.first == 1)
     else:
-        nonfinite.masked_or_not(None if refs.owner is None else (ahead.mixed + step.mixed) > 0, turns)
+        chunk_loop.read_pool(refs.pool, refs.pool_out, refs.state, prev, transposed=True)
+    chunk_loop.run_variant(
+        lambda rows: _grid_step(refs, cur, prev, rows, static),
+        (cur, prev),
+        static.C,
+        pieces=static.pieces,
+        multi_sequence=refs.owner is not None,
+        ragged=static.selects,
+        results=(refs.o, refs.W),
+    )
     if refs.pool is not None:
-
-        @pl.when((turn > 0) & (step.last == 1))
-        def _():
-            pools.put_states(refs.state, refs.pool_out, transposed=True)
+        chunk_loop.write_pool(refs.state, refs.pool_out, prev, transposed=True)
 
 
-def _turn(refs, ahead: layout.Step, step: layout.Step, static: Static, masked: bool | None) -> None:
-    """Do as `_fwd_kernel`.
-
-    `masked` says whether one of the two chunks is mixed. False says also that all their rows belong to the two steps,
-    and None that no chunk is ever mixed, but that some rows may not belong to them.
-    """
+def _grid_step(refs: FwdRefs, cur: layout.Step, prev: layout.Step, rows: chunk_loop.Rows, static: Static) -> None:
+    """Do as `_fwd_kernel` with these rows of the two chunks."""
     heads, C, p, dtype = static.config.heads, static.C, static.p, refs.v.dtype
-    # With the scores at hand no decay between two rows of the chunk is needed.
-    base = static.base if refs.X is None else 0
-    masks, spoilt, found, strip, M = None, None, None, None, None
-    own = own_rows(ahead, static) if masked is None else None
-    own_passed = own_rows(step, static) if masked is None else None
-    goes_on = getattr(refs, "goes_on", None) if masked else None
-    if masked:
-        # The selection that padding needs anyway makes zeros of what is not finite, before any product reads it.
-        valid_passed = refs.valid[0] > 0.0
-        spoilt = nonfinite.only_if(step.mixed == 1, lambda: quarantine_passed(refs, valid_passed, step, static), C)
-        own_passed = valid_passed & (spoilt[0] == 0.0)
-        masks = load_masks(refs.owner, ahead, C)
-        store_continuing(goes_on, masks)
-        valid = masks.code[0] >= 0
-        found = nonfinite.only_if(ahead.mixed == 1, lambda: keys_not_finite(refs, valid, masks, static), C)
-        own = valid & (found[0] == 0.0)
-    gates, betas = load_gates(refs, own)  # [C, heads K], [heads, C]
+    masks: Any = None
+    masks_prev: Any = None
+    nonfinite_rows: Any = None
+    nonfinite_prev: Any = None
+    valid, valid_prev = (chunk_loop.valid_rows(rows, step, C) for step in (cur, prev))
+    if rows is chunk_loop.Rows.MIXED:
+        masks, masks_prev = load_masks(refs.owner[0], cur, C), load_masks(refs.owner_prev[...], prev, C)
+        values_not_finite = lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, static.V))
+        valid_prev, nonfinite_prev = nonfinite.isolate(
+            masks_prev,
+            lambda: jnp.maximum(refs.nonfinite_rows[...], values_not_finite()),
+            (refs.state, masks_prev.carried, slice(None)),
+            mixed=prev.mixed == 1,
+        )
+        store_continuing(refs.continuing, masks)
+        valid, nonfinite_rows = nonfinite.isolate(masks, lambda: tokens_not_finite(refs, static), mixed=cur.mixed == 1)
+    gates, betas = load_gates(refs, valid)  # [C, heads K], [heads, C]
     beta_rows = packed.side_lanes(betas[:, None], p)  # [heads / p, 1, p C]
-
-    @functools.cache
-    def load(name, i):
-        """Return a query or key head [1, C, K]: all of them at once would not stay in registers."""
-        return load_keys(getattr(refs, name), own, static, slice(i, i + 1))
-
-    def make(n):
-        """Return what the state needs of the pack of heads from n on, and its scores, if there are none yet."""
-        pack, K = range(n, n + p), static.K
-        q_pack, k_pack = (jnp.concatenate([load(name, i // static.group) for i in pack]) for name in ("q", "k"))
-        q_pack = q_pack * static.scale
-        g, in_nats = gates[:, n * K : (n + p) * K], refs.law is None
-        if refs.law is not None:
-            # Pack by pack, because all decays at once would not stay in registers.
-            g = decays_of(g, refs, own, static, n * K, tiles.LOG2_E, exact=matmul.operand_dtype(dtype) == jnp.float32)
-        store_block_decays(refs.decays, g, base, goes_on, n * K // packed.LANES, in_nats)
-        decays, beta = load_decays(refs.decays, pack, K, base), tiles.to_column(betas[n : n + p, None])  # [p, C, 1]
-        scores = pack_scores(q_pack, k_pack, decays, refs.levels[...], masks, dtype) if refs.X is None else None
-        boundary = pack_boundary([q_pack, k_pack] if refs.o is not None else [k_pack], beta, decays, masks)
-        return n, boundary, scores
-
-    def store(n, boundary: Boundary, scores) -> None:
-        """Store what `make` returned for the next turn."""
-        pack, packs = slice(n, n + p), slice(n // p, n // p + 1)
-        refs.decayed[pack] = boundary.decayed.astype(refs.decayed.dtype)
-        refs.ends[pack], refs.through[pack] = packed.rows(packed.parts(boundary.ends, dtype)), boundary.through
-        scores = refs.scores[packs] if scores is None else scores  # [1, 2 C, p C]
-        if refs.o is not None:
-            refs.P[packs] = packed.lanes(packed.parts(scores[:, :C] * beta_rows[packs], dtype))
-        if refs.scores_out is not None:
-            refs.scores_out[packs] = scores
+    # One head at a time: all of them at once would not stay in registers.
+    load_q, load_k = (
+        functools.cache(lambda i, ref=ref: load_keys(ref, valid, static, slice(i, i + 1))) for ref in (refs.q, refs.k)
+    )
 
     # The products of a pack do not wait for those of the chunk before, so the two alternate.
-    made, passing = [], pass_chunk(refs, own_passed, step, static, dtype)
-    schedule.take_turns(
-        order(heads // p, refs.o is not None), p=passing, m=(made.append(make(n)) for n in range(0, heads, p))
+    staged, passing = [], pass_chunk(refs, valid_prev, static, dtype)
+    preparing = (
+        staged.append((n, *prepare(refs, n, load_q, load_k, gates, betas, valid, masks, static)))
+        for n in range(0, heads, p)
     )
+    kernel, packs = "fwd" if refs.o is not None else "summary", heads // p
+    order = schedule.find_order("chunkwise.kda", kernel, packs, "pm" * packs)
+    schedule.interleave(order, p=passing, m=preparing)
+    for _ in preparing:
+        pass
+    M: Any = None
+    strip: Any = None
     if refs.X is None:
-        M = jnp.concatenate([scores[:, C:] for *_, scores in made]) * beta_rows  # [heads / p, C, p C]
+        M = jnp.concatenate([scores[:, C:] for *_, scores in staged]) * beta_rows  # [heads / p, C, p C]
         strip = inverse.begin_inverse(M)  # [heads / p, 16, p C]
     for _ in passing:
         pass
     # Only now, because the chunk before is read until its state has passed.
     if refs.X is None:
         refs.strip[...], refs.M[...] = strip, M
-    for each in made:
-        store(*each)
-    if masked:
-
-        @pl.when(step.mixed == 1)
-        def _():
-            spoil_passed(refs, spoilt, refs.valid[...])
-
-        refs.found[...], refs.owner_passed[...] = found, refs.owner[...]
+    for n, boundary, scores in staged:
+        store_pack(refs, n, boundary, scores, beta_rows, static)
+    if rows is chunk_loop.Rows.MIXED:
+        nonfinite.poison(nonfinite_prev, masks_prev, (refs.o, refs.W), (refs.state, masks_prev.ending))
+        refs.nonfinite_rows[...] = nonfinite_rows
     if refs.owner is not None:
-        all_rows = jnp.ones((1, C, 1), jnp.float32)
-        refs.valid[...] = all_rows if masks is None else jnp.where(masks.code >= 0, all_rows, 0.0)
+        refs.owner_prev[...] = refs.owner[0]
 
 
-def order(packs: int, with_output: bool) -> str:
-    """Return what a turn does with so many packs, see `ORDER`."""
-    found = ORDER if with_output else STATES_ORDER
-    return found if found.count("m") == packs else "pm" * packs
+def prepare(refs: FwdRefs, n: int, load_q, load_k, gates, betas, valid, masks, static: Static):
+    """Return what the next grid step needs of the pack of heads from n on in cur.
+
+    Args:
+      refs, static: of the kernel.
+      n: the first head.
+      load_q, load_k: return a query or key head [1, C, K] of cur.
+      gates, betas: of `load_gates`.
+      valid, masks: of cur.
+
+    Returns:
+      The boundary of `pack_boundary`, and the scores of `pack_scores` or None where they are precomputed.
+    """
+    K, p, dtype = static.K, static.p, refs.v.dtype
+    pack, base = range(n, n + p), static.base if refs.X is None else 0
+    q, k = (jnp.concatenate([load(i // static.group) for i in pack]) for load in (load_q, load_k))
+    q, g = q * static.scale, gates[:, n * K : (n + p) * K]
+    if refs.law is not None:
+        # Pack by pack, because all decays at once would not stay in registers.
+        exact = matmul.operand_dtype(dtype) == jnp.float32
+        g = decays_of(g, refs, valid, static, n * K, tiles.LOG2_E, exact)
+    continuing = None if masks is None else refs.continuing
+    store_block_decays(refs.decays, g, base, continuing, n * K // packed.LANES, refs.law is None)
+    decays, beta = load_decays(refs.decays, pack, K, base), tiles.to_column(betas[n : n + p, None])  # [p, C, 1]
+    # With the scores at hand no decay between two rows of the chunk is needed.
+    scores = pack_scores(q, k, decays, refs.levels[...], masks, dtype) if refs.X is None else None
+    return pack_boundary([q, k] if refs.o is not None else [k], beta, decays, masks), scores
+
+
+def store_pack(refs: FwdRefs, n: int, boundary, scores, beta_rows, static: Static) -> None:
+    """Store what `prepare` returned for the next grid step."""
+    (readers, ends, through), dtype = boundary, refs.v.dtype
+    pack, packs = slice(n, n + static.p), slice(n // static.p, n // static.p + 1)
+    refs.readers[pack] = readers.astype(refs.readers.dtype)
+    refs.ends[pack], refs.through[pack] = packed.rows(packed.parts(ends, dtype)), through
+    scores = refs.scores[packs] if scores is None else scores  # [1, 2 C, p C]
+    if refs.o is not None:
+        refs.P[packs] = packed.lanes(packed.parts(scores[:, : static.C] * beta_rows[packs], dtype))
+    if refs.scores_out is not None:
+        refs.scores_out[packs] = scores
 
 
 def stages_of(static: Static, most: int) -> list[slice]:
@@ -460,13 +407,13 @@ def stages_of(static: Static, most: int) -> list[slice]:
     return [slice(n, n + size) for n in range(0, heads, size)]
 
 
-def read_state(decayed, S):
-    """Return the product of decayed [heads, R, K] and the transposed S [heads, V, K], [heads, R, V] float32."""
+def read_state(readers, S):
+    """Return the product of readers [heads, R, K] and the transposed S [heads, V, K], [heads, R, V] float32."""
     heads, V, K = S.shape
     # Two heads fill the 256 x 256 weights of a matrix unit.
     p = 2 if heads % 2 == 0 and 2 * K <= 256 and 2 * V <= 256 else 1
-    S = packed.place_tiles(packed.pack_members(S.astype(decayed.dtype), p), p)  # [heads / p, p V, p K]
-    return packed.split_lanes(matmul.dot_nt(packed.side_lanes(decayed, p), S), p)
+    S = packed.place_tiles(packed.pack_members(S.astype(readers.dtype), p), p)  # [heads / p, p V, p K]
+    return packed.split_lanes(matmul.dot_nt(packed.side_lanes(readers, p), S), p)
 
 
 def write_state(W, ends):
@@ -475,51 +422,48 @@ def write_state(W, ends):
     return matmul.dot_tn(packed.rows(left), packed.rows(right))
 
 
-def pass_chunk(refs, own, step: layout.Step, static: Static, dtype) -> Iterator[None]:
-    """Finish the inverse of the chunk in scratch and take the state through it; yield where products may stand."""
+def pass_chunk(refs: FwdRefs, valid, static: Static, dtype) -> Iterator[None]:
+    """Finish the inverse of prev and take the state through it; yield where products may stand."""
     X = None if refs.X is None else refs.X[...]  # [heads / p, C, p C]
     if refs.X is None:
-        for product in inverse.ladder(
-            refs.strip[...], refs.M[...], 3 if matmul.operand_dtype(dtype) == jnp.float32 else 2
-        ):
+        parts = 3 if matmul.operand_dtype(dtype) == jnp.float32 else 2
+        for product in inverse.ladder(refs.strip[...], refs.M[...], parts):
             X = product  # the last is the inverse
             yield
     if refs.X_out is not None:
         refs.X_out[...] = X
     stages = stages_of(static, STAGE if refs.o is not None and refs.X is None else HALF_STAGE)
-    yield from schedule.stagger(pass_state(refs, own, X, stage, step, static, dtype) for stage in stages)
+    yield from schedule.stagger(pass_state(refs, valid, X, stage, static, dtype) for stage in stages)
 
 
-def pass_state(refs, own, X, heads: slice, step: layout.Step, static: Static, dtype) -> Iterator[None]:
-    """Write the output of some heads of the chunk in scratch, take their state through it; yield between products."""
+def pass_state(refs: FwdRefs, valid, X, heads: slice, static: Static, dtype) -> Iterator[None]:
+    """Write the output of some heads of prev and take their state through it; yield between products."""
     C, p, packs = static.C, static.p, slice(heads.start // static.p, heads.stop // static.p)
-    # What the state held before a sequence begins is not looked at: selecting costs less than clearing.
-    begins, S = step.first == 1, refs.state[heads]  # [h, V, K]
-    if refs.pool is None and (refs.owner is None or refs.h0 is None):
-        S = jnp.where(begins, 0.0 if refs.h0 is None else refs.h0[heads], S)
+    S = refs.state[heads]  # [h, V, K]
     if refs.h is not None:
         refs.h[heads] = S.astype(refs.h.dtype)
-    seen = read_state(refs.decayed[heads], S)  # [h, 2 C or C, V]
+    state_reads = read_state(refs.readers[heads], S)  # [h, 2 C or C, V]
     yield
-    v = layout.load_heads(refs.v, static.V, heads, own).astype(jnp.float32)  # [h, C, V]
+    v = layout.load_heads(refs.v, static.V, heads, valid).astype(jnp.float32)  # [h, C, V]
     if S.shape[1] > static.V:  # channels without values
         v = packed.lanes([v, jnp.zeros((*v.shape[:2], S.shape[1] - static.V), jnp.float32)])
-    W = packed.multiply_packed(packed.lanes(packed.parts(X[packs], dtype)), v - seen[:, -C:], p, dtype)  # [h, C, V]
+    X_parts = packed.lanes(packed.parts(X[packs], dtype))
+    W = packed.multiply_packed(X_parts, v - state_reads[:, -C:], p, dtype)  # [h, C, V]
     # Pieces share the rows of a chunk; what a chunk stores past the last token is never read.
-    stored = own if static.pieces else None
+    stored = valid if static.pieces else None
     if refs.W is not None:
         layout.store_heads(refs.W, W, stored, heads.start)
     yield
     if refs.o is not None:
-        o = seen[:, :C] + packed.multiply_packed(refs.P[packs], W, p, dtype)  # [h, C, V]
+        o = state_reads[:, :C] + packed.multiply_packed(refs.P[packs], W, p, dtype)  # [h, C, V]
         layout.store_heads(refs.o, o, stored, heads.start)
     ends = refs.ends[heads]  # [h, parts C, K]
     ends = [ends[:, i : i + C] for i in range(0, ends.shape[1], C)]
     refs.state[heads] = refs.through[heads] * S + write_state(packed.parts(W, dtype), ends)  # [h, V, K]
 
 
-def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Run the forward, or the part of it that makes what is wanted.
+def launch(x: Operands, static: Static, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Run the forward, or the part of it that makes these outputs.
 
     Without o no query reads the state, and the initial states may have more channels than v: the values of those are
     zeros that nobody stores or reads.
@@ -527,92 +471,77 @@ def launch(x: Operands, static: Static, want: tuple[str, ...]) -> dict[str, jax.
     Args:
       x: what the kernel reads. With X and scores, of an earlier launch, they are not made again.
       static: what is known when it is built.
-      want: names of outputs.
+      outputs: names.
 
     Returns:
-      A dict of what is wanted: o [B, T, HV V] in the type of v; ht, the final states [N, HV, V, K] float32; h, the
+      A dict of these outputs: o [B, T, HV V] in the type of v; ht, the final states [N, HV, V, K] float32; h, the
       states before every step [B, steps, HV, V, K] in the type of products; in float32 W like v, packed X
       [B, steps, HV / p, C, p C] and packed scores of queries above those of keys [B, steps, HV / p, 2 C, p C]; if
       there is a pool, pool_out: the same, updated in place.
     """
     B, HV, C, K, V, steps, heads = static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads
-    p, dtype, last, made = static.p, x.v.dtype, steps - 1, x.X is None
+    p, dtype, inverts, with_output = static.p, x.v.dtype, x.X is None, "o" in outputs
     channels = V if x.initial_state is None else x.initial_state.shape[2]
-    operand = matmul.operand_dtype(dtype)
-    count = 2 if operand == jnp.bfloat16 else 1
-    ahead, passed = (
-        layout.Blocks(C, steps, at, static.pieces)
-        for at in (lambda turn: jnp.minimum(turn, last), lambda turn: jnp.maximum(turn - 1, 0))
-    )
-    key_lanes, share = static.key_heads(heads) * K, max(static.group // heads, 1)
-    packed_shape, both = (heads // p, C, p * C), (heads // p, 2 * C, p * C)
-    state, before = passed.state(heads, channels, K), passed.per_step(heads, channels, K)
-    outputs = {
-        "o": (passed.tokens(heads * V), x.v.shape, dtype),
+    operand, base = matmul.operand_dtype(dtype), static.base if inverts else 0
+    parts = 2 if operand == jnp.bfloat16 else 1
+    cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))
+    key, value = cur.tokens(static.key_heads(heads) * K, max(static.group // heads, 1)), prev.tokens(heads * V)
+    matrix, both, state = (heads // p, C, p * C), (heads // p, 2 * C, p * C), prev.state(heads, channels, K)
+    slot = heads, *(() if x.pool is None else x.pool.shape[2:])
+    made = {
+        "o": (value, x.v.shape, dtype),
         "ht": (state, (static.N, HV, channels, K), jnp.float32),
-        "h": (before, (B, steps, HV, channels, K), operand),
-        "W": (passed.tokens(heads * V), x.v.shape, jnp.float32),
-        "X": (passed.per_step(*packed_shape), (B, steps, HV // p, C, p * C), jnp.float32),
-        "scores": (ahead.per_step(*both), (B, steps, HV // p, 2 * C, p * C), jnp.float32),
+        "h": (prev.per_step(heads, channels, K), (B, steps, HV, channels, K), operand),
+        "W": (value, x.v.shape, jnp.float32),
+        "X": (prev.per_step(*matrix), (B, steps, HV // p, C, p * C), jnp.float32),
+        "scores": (cur.per_step(*both), (B, steps, HV // p, 2 * C, p * C), jnp.float32),
     }
     if x.pool is not None:
-        outputs["pool_out"] = passed.target(heads, *x.pool.shape[2:]), x.pool.shape, x.pool.dtype
-    wanted = [name for name in outputs if name in want]
-    readers, base = 2 if "o" in wanted else 1, static.base if made else 0
-    # What a turn makes of its chunk for the next turn to use; the state, unless the output holds it; decays, and what
-    # keeps the sequences of the chunk of the turn before apart.
-    scratch = {
-        "decayed": pltpu.VMEM((heads, readers * C, K), operand),
-        "ends": pltpu.VMEM((heads, count * C, K), operand),
-        "through": pltpu.VMEM((heads, 1, K), jnp.float32),
+        made["pool_out"] = prev.target(*slot), x.pool.shape, x.pool.dtype
+    # What a grid step makes of its chunk for the next one to use; the state, unless the output holds it; decays, and
+    # what keeps the sequences of the chunk of the grid step before apart.
+    scratch: dict[str, Any] = {
+        "readers": pltpu.VMEM((heads, (1 + with_output) * C, K), operand),
+        "ends": pltpu.VMEM((heads, parts * C, K), operand),
+        "through": (heads, 1, K),
         "decays": decays_scratch(heads, C, K, base),
     }
-    if made:
-        scratch["strip"] = pltpu.VMEM((heads // p, inverse.strip_rows(C), p * C), jnp.float32)
-        scratch["M"] = pltpu.VMEM(packed_shape, jnp.float32)
-    if "o" in wanted:
-        scratch["P"] = pltpu.VMEM((heads // p, C, count * p * C), operand)
-    if "ht" not in wanted:
-        scratch["state"] = pltpu.VMEM((heads, channels, K), jnp.float32)
+    if inverts:
+        scratch |= {"strip": (heads // p, inverse.strip_rows(C), p * C), "M": matrix}
+    if with_output:
+        scratch["P"] = pltpu.VMEM((heads // p, C, parts * p * C), operand)
+    if "ht" not in outputs:
+        scratch["state"] = heads, channels, K
     if x.owner is not None:
-        scratch |= {name: pltpu.VMEM((1, C, 1), jnp.float32) for name in ("found", "valid")}
-        scratch["owner_passed"] = pltpu.VMEM((1, C), jnp.int32)
-    if x.owner is not None and base > 1:
-        scratch["goes_on"] = pltpu.VMEM((C, packed.LANES), jnp.float32)
-    operands = {
-        "levels": (jnp.asarray(tile.level_table(C, base)) if made else None, whole_block(C, 2 * C)),
-        "q": (x.q, ahead.tokens(key_lanes, share)),
-        "k": (x.k, ahead.tokens(key_lanes, share)),
-        "v": (x.v, passed.tokens(heads * V)),
-        "g": (x.g, ahead.tokens(heads * K)),
-        "beta": (x.beta.reshape(B, -1, HV // heads, heads, C), ahead.rows(heads)),
-        "owner": (x.owner, ahead.owner(C)),
-        "h0": (x.initial_state, state),
-        "law": (x.law, law_block(heads * K)),
-        "pool": (x.pool, None if x.pool is None else passed.state(heads, *x.pool.shape[2:])),
-        "X": (x.X, passed.per_step(*packed_shape)),
-        "scores": (x.scores, ahead.per_step(*both)),
-    }
-    # An operand and an output of one name are two Refs: those of outputs have a name of their own in the kernel.
-    present = [(f"{name}_out" if name in operands else name, name in wanted) for name in outputs]
-    kind = "fwd" if "o" in wanted else "summary"
-    inputs = ["table", *(name for name, (value, _) in operands.items() if value is not None)]
-    results = launcher.pallas_call(
-        launcher.named(_fwd_kernel, ["table", *operands], present, list(scratch), static=static),
-        x.table,
-        *(value for value, _ in operands.values()),
-        name=f"chunk_kda_{kind}_c{C}",
-        num_scalar_prefetch=1,
-        # Rows of the batch and blocks of heads are independent; steps pass the state on in scratch, so they run in
-        # order. One more turn, because the state passes a step in the turn after the one that prepares it.
+        scratch |= {"nonfinite_rows": (1, C, 1), "owner_prev": pltpu.VMEM((1, C), jnp.int32)}
+        if base > 1:
+            scratch["continuing"] = C, packed.LANES
+    sizes = dict(B=B, T=static.T, H=static.H, HV=HV, K=K, V=V if with_output else channels, C=C)
+    return launcher.launch(
+        functools.partial(_fwd_kernel, static=static),
+        FwdRefs,
+        name=f"chunk_kda_{'fwd' if with_output else 'summary'}_c{C}",
+        # One more grid step, because the state passes a chunk one after the chunk is prepared.
         grid=(B, HV // heads, steps + 1),
-        dimension_semantics=("parallel", "parallel", "arbitrary"),
-        in_specs=[None if value is None else spec for value, spec in operands.values()],
-        out_specs=[outputs[name][0] for name in wanted],
-        out_shape=[compat.out_struct(*outputs[name][1:], *x) for name in wanted],
-        scratch_shapes=list(scratch.values()),
-        cost_estimate=cost.cost(B=B, T=static.T, H=static.H, HV=HV, K=K, V=V, C=C, itemsize=dtype.itemsize),
-        input_output_aliases={} if x.pool is None else {inputs.index("pool"): wanted.index("pool_out")},
+        tables={"table": x.table},
+        inputs={
+            "levels": (jnp.asarray(tile.level_table(C, base)) if inverts else None, whole_block(C, 2 * C)),
+            "q": (x.q, key),
+            "k": (x.k, key),
+            "v": (x.v, value),
+            "g": (x.g, cur.tokens(heads * K)),
+            "beta": (x.beta.reshape(B, -1, HV // heads, heads, C), cur.rows(None, None, heads, C)),
+            "owner": (x.owner, cur.owner(C)),
+            "initial_state": (x.initial_state, state),
+            "law": (x.law, law_block(heads * K)),
+            "pool": (x.pool, prev.state(*slot)),
+            "X": (x.X, prev.per_step(*matrix)),
+            "scores": (x.scores, cur.per_step(*both)),
+        },
+        outputs=made,
+        requested=outputs,
+        scratch=scratch,
+        in_place={} if x.pool is None else {"pool": "pool_out"},
+        cost_estimate=(cost.cost if with_output else cost.states_cost)(**sizes, itemsize=dtype.itemsize),
         in_bounds=x.pool is None,  # nothing else comes from the caller's numbers
-    )  # fmt: skip
-    return dict(zip(wanted, results, strict=True))
+    )

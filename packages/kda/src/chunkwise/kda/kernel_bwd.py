@@ -21,11 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import cost, kernel, tile
-from chunkwise.shared import compat
-from chunkwise.shared.kernels import launcher, laws, layout, matmul, nonfinite, packed, tiles
+from chunkwise.shared.kernels import chunk_loop, launcher, laws, layout, matmul, nonfinite, packed, tiles
 from chunkwise.shared.kernels.operands import Operands
 
 
@@ -41,7 +39,7 @@ def unpacked(x, p: int):
     return turned.reshape(x.shape[0] * p, -1, x.shape[1])
 
 
-def interaction_bwd_tile(q, k, decays: tile.Decays, table, d, p: int, dtype):
+def interaction_bwd_tile(q, k, decays: tile.ChannelDecays, table, d, p: int, dtype):
     """Return the gradients of `tile.interaction_tile` of rows [h, 2 C, K] and of k as columns [h, C, K].
 
     Only of pairs i > j: the diagonal has no gate, and a gate's gradient would be the difference of its two equal parts.
@@ -58,65 +56,41 @@ def interaction_bwd_tile(q, k, decays: tile.Decays, table, d, p: int, dtype):
     pairs_turned = jnp.swapaxes(table, 0, 1)[None]  # [1, C, 2 C]
     split = [y.astype(jnp.float32) for y in packed.parts(d, dtype)]  # each [n, 2 C, p C]
     d_rows, d_columns = jnp.zeros_like(stacked), jnp.zeros_like(k)  # [h, 2 C, K], [h, C, K]
-    for x in tile.level_factors(decays):
-        if x.b is None:  # all rows and columns take part, and the table selects
-            columns, decayed = k * x.columns, stacked * x.rows  # [h, C, K], [h, 2 C, K]
+    for index, b, by_column, by_row in tile.level_factors(decays):
+        if b is None:  # all rows and columns take part, and the table selects
+            columns, decayed = k * by_column, stacked * by_row  # [h, C, K], [h, 2 C, K]
             mine, left = split, turned
-            here, here_turned = pairs == x.index, pairs_turned == x.index
+            here, here_turned = pairs == index, pairs_turned == index
         else:  # only right halves have pairs as rows, left halves as columns; the others meet zeros
-            columns = tile.halves(k, x.b)[0] * x.columns  # [h, C / 2, K]
-            columns = tile.join_halves(columns, columns, x.b)  # [h, C, K]
-            decayed = tile.halves(stacked, x.b)[1] * x.rows  # [h, C, K]
-            decayed = tile.join_halves(decayed, decayed, x.b)  # [h, 2 C, K]
-            mine = [tile.halves(y, x.b)[1] for y in split]  # each [n, C, p C]
-            left = tile.halves(turned, x.b)[0]  # [h, C / 2, 2 C]
-            here, here_turned = tile.halves(pairs, x.b)[1] == x.index, tile.halves(pairs_turned, x.b)[0] == x.index
+            columns = tile.halves(k, b)[0] * by_column  # [h, C / 2, K]
+            columns = tile.join_halves(columns, columns, b)  # [h, C, K]
+            decayed = tile.halves(stacked, b)[1] * by_row  # [h, C, K]
+            decayed = tile.join_halves(decayed, decayed, b)  # [h, 2 C, K]
+            mine = [tile.halves(y, b)[1] for y in split]  # each [n, C, p C]
+            left = tile.halves(turned, b)[0]  # [h, C / 2, 2 C]
+            here, here_turned = tile.halves(pairs, b)[1] == index, tile.halves(pairs_turned, b)[0] == index
         mine = packed.lanes([jnp.where(here, y, 0.0).astype(operand) for y in mine])  # [n, 2 C or C, parts p C]
-        add_rows = x.rows * packed.multiply_packed(mine, columns.astype(operand), p, dtype)  # [h, 2 C or C, K]
+        add_rows = by_row * packed.multiply_packed(mine, columns.astype(operand), p, dtype)  # [h, 2 C or C, K]
         turned_parts = packed.parts(jnp.where(here_turned, left, 0.0), dtype)  # each [h, C or C / 2, 2 C]
         product = matmul.dot(
             packed.lanes(turned_parts), packed.rows([decayed.astype(operand)] * len(turned_parts))
         )  # [h, C or C / 2, K]
-        add_columns = x.columns * product  # likewise
-        if x.b is None:
+        add_columns = by_column * product  # likewise
+        if b is None:
             d_rows, d_columns = d_rows + add_rows, d_columns + add_columns
         else:
-            untouched, right = tile.halves(d_rows, x.b)
-            d_rows = tile.join_halves(untouched, right + add_rows, x.b)  # [h, 2 C, K]
-            left, untouched = tile.halves(d_columns, x.b)
-            d_columns = tile.join_halves(left + add_columns, untouched, x.b)  # [h, C, K]
+            untouched, right = tile.halves(d_rows, b)
+            d_rows = tile.join_halves(untouched, right + add_rows, b)  # [h, 2 C, K]
+            left, untouched = tile.halves(d_columns, b)
+            d_columns = tile.join_halves(left + add_columns, untouched, b)  # [h, C, K]
     return d_rows, d_columns
-
-
-class Outer(NamedTuple):
-    """The gradients that pass between the chunk's values, its scores and the state.
-
-    Attributes:
-      dv: [h, C, V], of the values, which is dR.
-      d_scores: packed [n, 2 C, p C], of the scores of queries above those of keys, pairs i > j.
-      d_start: [h, 2 C, K], of queries above keys, through the state before the chunk.
-      d_end: [h, C, K], of keys, through the state after it.
-      d_itself: [h, C, 1], of the product of every query with the key of its row.
-      later: [h, 1, K], what passes through the state to all gates.
-      beta: [h, C, 1], and packed as rows [n, 1, p C]: their sum is the gradient.
-      S: [h, V, K], of the state before the chunk.
-    """
-
-    dv: jax.Array
-    d_scores: jax.Array
-    d_start: jax.Array
-    d_end: jax.Array
-    d_itself: jax.Array
-    later: jax.Array
-    beta: tuple[jax.Array, jax.Array]
-    S: jax.Array
 
 
 def back_to_values(k, beta, boundary, X, scores, do, dS, dtype):
     """Return what reaches the values of a chunk, [h, C, V] each; this needs neither the state nor the values.
 
     Args:
-      k, beta, boundary, do, dS, dtype: as in `outer_bwd_tile`, and of `kept` there X and scores.
+      k, beta, boundary, do, dS, dtype: as in `outer_bwd_tile`, and of `residuals` there X and scores.
 
     Returns:
       What reaches the new values from outputs and from the state after the chunk, and dR, the gradient of the values.
@@ -142,21 +116,28 @@ def state_bwd_tile(q, k, beta, boundary, X, scores, do, dS, dtype):
     return back_to_state(q, k, boundary, packed.rows([do.astype(operand), (-dR).astype(operand)]), dS, dtype)
 
 
-def outer_bwd_tile(q, k, beta, beta_row, boundary, kept, do, dS, same, dtype) -> Outer:
+def outer_bwd_tile(q, k, beta, beta_row, boundary, residuals, do, dS, same, dtype):
     """Return the gradients of a chunk but for what goes through the interaction of its keys.
 
     Args:
       q, k: [h, C, K] float32, q scaled.
       beta: [h, C, 1], and packed: beta_row [n, 1, p C].
       boundary: of `tile.boundary_tile`.
-      kept: what the forward kept: S [h, V, K] before the step, W [h, C, V], packed X [n, C, p C] and scores
+      residuals: of the forward: S [h, V, K] before the step, W [h, C, V], packed X [n, C, p C] and scores
         [n, 2 C, p C].
       do: [h, C, V], gradient of the output, in the type of the tensors.
       dS: [h, V, K] float32, gradient of the state after the chunk.
       same: [1, C, C], rows of one sequence, or None.
       dtype: of the operands of the products.
+
+    Returns:
+      The gradients of the state before the chunk [h, V, K] and of the values [h, C, V]; that of beta as the sum of
+      [h, C, 1] and packed rows [n, 1, p C]; that of the scores of queries above those of keys, packed [n, 2 C, p C],
+      pairs i > j; and for `chunk_bwd_tile` the gradients of queries above keys through the state before the chunk
+      [h, 2 C, K], of keys through the state after it [h, C, K], of the product of every query with the key of its row
+      [h, C, 1], and what passes through the state to all gates [h, 1, K].
     """
-    S, W, X, scores = kept
+    S, W, X, scores = residuals
     C, p, operand = k.shape[1], k.shape[0] // X.shape[0], matmul.operand_dtype(dtype)
     from_start, to_end, through = boundary
     dv_new, dR = back_to_values(k, beta, boundary, X, scores, do, dS, dtype)
@@ -165,34 +146,37 @@ def outer_bwd_tile(q, k, beta, beta_row, boundary, kept, do, dS, same, dtype) ->
     i, j = (lax.broadcasted_iota(jnp.int32, (1, 2 * C, p * C), axis) & (C - 1) for axis in (1, 2))
     pairs = i > j if same is None else (i > j) & tile.packed_pairs(same, p)  # [1, 2 C, p C]
     d_scores = jnp.where(pairs, outers, 0.0)  # [n, 2 C, p C]
-    return Outer(
-        dv=dR,
-        d_scores=d_scores * beta_row,
-        d_start=matmul.dot(down, S.astype(operand)) * tile.twice(from_start),
-        d_end=matmul.dot((beta * W).astype(operand), dS.astype(operand)) * to_end,
-        d_itself=beta * jnp.sum(do.astype(jnp.float32) * W, axis=-1, keepdims=True),
-        later=through * jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True),
-        beta=(
-            jnp.sum(dv_new * W, axis=-1, keepdims=True),
-            jnp.sum(d_scores[:, C:] * scores[:, C:], axis=1, keepdims=True),
-        ),
-        S=back_to_state(q, k, boundary, down, dS, dtype),
+    of_state = (
+        matmul.dot(down, S.astype(operand)) * tile.twice(from_start),
+        matmul.dot((beta * W).astype(operand), dS.astype(operand)) * to_end,
+        beta * jnp.sum(do.astype(jnp.float32) * W, axis=-1, keepdims=True),
+        through * jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True),
     )
+    dbeta = (
+        jnp.sum(dv_new * W, axis=-1, keepdims=True),
+        jnp.sum(d_scores[:, C:] * scores[:, C:], axis=1, keepdims=True),
+    )
+    return back_to_state(q, k, boundary, down, dS, dtype), dR, dbeta, d_scores * beta_row, of_state
 
 
-def chunk_bwd_tile(q, k, d_rows, d_columns, x: Outer):
+def chunk_bwd_tile(q, k, d_rows, d_columns, of_state):
     """Return the gradients of the scaled queries and the keys [h, C, K], and of what their gates get (later, earlier).
 
     All gates see the state pass through, each row's gates the pairs below it, and what runs to the end the gates after
     it. `later` [h, C, K] is what a row passes to its own and all earlier gates, `earlier` what it passes to all later
     ones: sums of one kind only, because differences of cumulative ones would cancel where gates are strong.
+
+    Args:
+      q, k: [h, C, K] float32, q scaled.
+      d_rows, d_columns: of `interaction_bwd_tile`.
+      of_state: of `outer_bwd_tile`.
     """
-    C = k.shape[1]
-    d_rows = d_rows + x.d_start  # [h, 2 C, K]
+    C, (d_start, d_end, d_itself, of_gates) = k.shape[1], of_state
+    d_rows = d_rows + d_start  # [h, 2 C, K]
     last = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1) == C - 1
-    later = q * d_rows[:, :C] + k * (d_rows[:, C:] - d_columns) + jnp.where(last, x.later, 0.0)  # [h, C, K]
-    dq, dk = d_rows[:, :C] + x.d_itself * k, d_rows[:, C:] + d_columns + x.d_end + x.d_itself * q
-    return dq, dk, later, k * x.d_end
+    later = q * d_rows[:, :C] + k * (d_rows[:, C:] - d_columns) + jnp.where(last, of_gates, 0.0)  # [h, C, K]
+    dq, dk = d_rows[:, :C] + d_itself * k, d_rows[:, C:] + d_columns + d_end + d_itself * q
+    return dq, dk, later, k * d_end
 
 
 def sum_over_rows(later, earlier, same, dtype):
@@ -212,240 +196,235 @@ def sum_over_rows(later, earlier, same, dtype):
     return matmul.dot(collect, jnp.concatenate(by_part)[None])[0]
 
 
-def _bwd_kernel(refs, *, static: kernel.Static):
-    """Take the gradient of the state back through a step; the last step comes first.
+class BwdRefs(NamedTuple):
+    """The Refs of the backward, all of one chunk.
 
-    If that of the initial state is wanted, its block holds it until another sequence begins.
+    None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
+
+    table: Any  # int32 [11, B * steps]
+    q: Any  # [C, keys K]
+    k: Any  # [C, keys K]
+    g: Any  # [C, heads K]
+    beta: Any  # [heads, C]
+    X: Any  # [n, C, p C]
+    scores: Any  # [n, 2 C, p C]
+    do: Any  # [C, heads V]
+    levels: Any = None  # int32 [2 C, C], `pair_table`
+    owner: Any = None  # int32 [1, 1, C]
+    h: Any = None  # [heads, V, K]
+    W: Any = None  # [C, heads V]
+    dht: Any = None  # [heads, V, K]
+    law: Any = None  # [2, heads K]
+    dq: Any = None  # [C, keys K]
+    dk: Any = None  # [C, keys K]
+    dv: Any = None  # [C, heads V]
+    dg: Any = None  # [C, heads K]
+    dbeta: Any = None  # [heads, C]
+    dh0: Any = None  # [heads, V, K]
+    dlaw: Any = None  # [2, heads K]
+    dstate: Any = None  # float32 [heads, V, K]; dh0 where that is wanted
+    decays: Any = None  # of `kernel.store_block_decays`
+    continuing: Any = None  # float32 [C, 128], `tile.continuing`
+
+
+def _bwd_kernel(refs: BwdRefs, *, static: kernel.Static) -> None:
+    """Take the gradient of the state back through a chunk; the last chunk comes first."""
     if refs.dh0 is not None:
-        refs.state = refs.dh0
-    turn = pl.program_id(2)
-    step = layout.Step(refs.table, pl.program_id(0) * static.steps + static.steps - 1 - turn)
-
-    # The scratch is uninitialised at first, and no sequence may end with the last step.
-    @pl.when((turn == 0) | (step.last == 1))
-    def _():
-        refs.state[...] = jnp.zeros_like(refs.state) if refs.dht is None else refs.dht[...]
-
+        # Its block stays where it is until another sequence begins.
+        refs = refs._replace(dstate=refs.dh0)
+    step = chunk_loop.current_step_backwards(refs.table, static.steps)
+    # Scratch holds anything at first, and no sequence may end with the last step.
+    chunk_loop.start_state(refs.dstate, refs.dht, (pl.program_id(2) == 0) | (step.last == 1))
     if refs.dlaw is not None:
-
-        @pl.when(turn == 0)
-        def _():
-            layout.clear(refs.dlaw)
-
-    def clear_others() -> None:
-        """Make the rows zero that no piece owns."""
-        results = refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta
-        pl.when((step.closes & step.mixed) == 1)(lambda: layout.clear(*results))
-
-    turns = functools.partial(_turn, refs, step, static)
-    if static.pieces:
-        layout.whole_or_cut([step], static.C, turns, clear_others)
-    else:
-        nonfinite.masked_or_not(None if refs.owner is None else step.mixed == 1, turns)
+        pl.when(pl.program_id(2) == 0)(lambda: layout.clear(refs.dlaw))
+    chunk_loop.run_variant(
+        lambda rows: _grid_step(refs, step, rows, static),
+        [step],
+        static.C,
+        pieces=static.pieces,
+        multi_sequence=refs.owner is not None,
+        ragged=static.selects,
+        results=(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta),
+        backwards=True,
+    )
 
 
-def _turn(refs, step: layout.Step, static: kernel.Static, masked: bool | None) -> None:
-    """Do as `_bwd_kernel`; `masked` as in the forward."""
-    heads, dtype, C, K, V, p = static.config.heads_bwd, refs.do.dtype, static.C, static.K, static.V, static.p
-    group = min(static.group, static.config.heads_bwd)
-    own: Any = kernel.own_rows(step, static) if masked is None else None
-    masks, spoilt = None, None
-    goes_on = getattr(refs, "goes_on", None) if masked else None
-    if masked:
-        # As in the forward, which stored NaN as the W of spoilt sequences.
-        masks = kernel.load_masks(refs.owner, step, C)
-        kernel.store_continuing(goes_on, masks)
-        valid = masks.code[0] >= 0
-        spoilt = quarantine(refs, valid, masks, static)
-        own = valid & (spoilt[0] == 0.0)
-    chunk = kernel.load_chunk(refs, own, static)
-    g = chunk.g if refs.law is None else kernel.decays_of(chunk.g, refs, own, static)
+def _grid_step(refs: BwdRefs, step: layout.Step, rows: chunk_loop.Rows, static: kernel.Static) -> None:
+    """Do as `_bwd_kernel` with these rows of the chunk."""
+    heads, C = static.config.heads_bwd, static.C
+    masks: Any = None
+    nonfinite_rows: Any = None
+    valid: Any = chunk_loop.valid_rows(rows, step, C)
+    if rows is chunk_loop.Rows.MIXED:
+        masks = kernel.load_masks(refs.owner[0], step, C)
+        kernel.store_continuing(refs.continuing, masks)
+        valid, nonfinite_rows = nonfinite.isolate(
+            masks, lambda: not_finite(refs, static), (refs.dstate, masks.ending, slice(None))
+        )
+    q, k = (kernel.load_keys(ref, valid, static) for ref in (refs.q, refs.k))  # [key heads, C, K]
+    gates, betas = kernel.load_gates(refs, valid)  # [C, heads K], [heads, C]
+    g = gates if refs.law is None else kernel.decays_of(gates, refs, valid, static)
     # Without gradients of tokens no decay between two rows of the chunk is needed.
     base = 0 if refs.dq is None else static.backward_base
-    kernel.store_block_decays(refs.decays, g, base, goes_on)
-    q, k = (
-        jnp.stack([x[n // group] for n in range(heads)]) for x in (chunk.q * static.scale, chunk.k)
-    )  # [heads, C, K]
-    do = layout.load_heads(refs.do, V, own=own)  # [heads, C, V]
-    beta = tiles.to_column(chunk.beta[:, None])  # [heads, C, 1]
-    same = None if masks is None else masks.same
-    boundary = tile.boundary_tile(kernel.load_decays(refs.decays, range(heads), K, base), masks)
+    kernel.store_block_decays(refs.decays, g, base, None if masks is None else refs.continuing)
+    group = min(static.group, heads)
+    q, k = (jnp.stack([x[n // group] for n in range(heads)]) for x in (q * static.scale, k))  # [heads, C, K]
+    do = layout.load_heads(refs.do, static.V, valid=valid)  # [heads, C, V]
+    beta = tiles.to_column(betas[:, None])  # [heads, C, 1]
+    boundary = tile.boundary_tile(kernel.load_decays(refs.decays, range(heads), static.K, base), masks)
     if refs.dq is None:
-        refs.state[...] = state_bwd_tile(
-            q, k, beta, boundary, refs.X[...], refs.scores[...], do, refs.state[...], dtype
+        refs.dstate[...] = state_bwd_tile(
+            q, k, beta, boundary, refs.X[...], refs.scores[...], do, refs.dstate[...], refs.do.dtype
         )
-        if masked:
-            spoil_results(refs, spoilt, masks)
-        return
-    W = layout.load_heads(refs.W, V, own=own)  # [heads, C, V]
-    kept = refs.h[...], W, refs.X[...], refs.scores[...]
-    x = outer_bwd_tile(
-        q, k, beta, packed.side_lanes(chunk.beta[:, None], p), boundary, kept, do, refs.state[...], same, dtype
+    else:
+        _token_gradients(refs, q, k, beta, betas, boundary, do, valid, masks, step, static)
+    if rows is chunk_loop.Rows.MIXED:
+        states = (refs.dstate, masks.carried), (refs.dlaw, True)
+        results = refs.dq, refs.dk, refs.dv, refs.dg
+        nonfinite.poison(nonfinite_rows, masks, results, *states, in_lanes=(refs.dbeta,))
+
+
+def _token_gradients(
+    refs: BwdRefs, q, k, beta, betas, boundary, do, valid, masks, step: layout.Step, static: kernel.Static
+) -> None:
+    """Store the gradients of a chunk, of its tokens and of the state before it.
+
+    Args:
+      refs, step, static: of the kernel.
+      q, k: [heads, C, K] float32, q scaled.
+      beta, betas: [heads, C, 1] and [heads, C].
+      boundary: of `tile.boundary_tile`.
+      do: [heads, C, V].
+      valid, masks: of the chunk.
+    """
+    heads, dtype, C, K, p = static.config.heads_bwd, refs.do.dtype, static.C, static.K, static.p
+    same, stored = None if masks is None else masks.same, valid if static.pieces else None
+    W = layout.load_heads(refs.W, static.V, valid=valid)  # [heads, C, V]
+    residuals, beta_rows = (refs.h[...], W, refs.X[...], refs.scores[...]), packed.side_lanes(betas[:, None], p)
+    dS, dv, (dbeta, dbeta_row), d_scores, of_state = outer_bwd_tile(
+        q, k, beta, beta_rows, boundary, residuals, do, refs.dstate[...], same, dtype
     )
-    refs.state[...] = x.S
+    refs.dstate[...] = dS
     # Pieces share the rows of a chunk; what a chunk stores past the last token is never read.
-    stored = own if static.pieces else None
-    layout.store_heads(refs.dv, x.dv, stored)
-    column, row = x.beta  # [heads, C, 1], [heads / p, 1, p C]
-    by_head = [row[n // p, :, n % p * C : (n % p + 1) * C] for n in range(heads)]  # each [1, C]
-    dbeta = tiles.to_row(column)[:, 0] + jnp.concatenate(by_head)  # [heads, C]
+    layout.store_heads(refs.dv, dv, stored)
+    by_head = [dbeta_row[n // p, :, n % p * C : (n % p + 1) * C] for n in range(heads)]  # each [1, C]
+    dbeta = tiles.to_row(dbeta)[:, 0] + jnp.concatenate(by_head)  # [heads, C]
     refs.dbeta[...] = dbeta if stored is None else jnp.where(step.columns(C), dbeta, refs.dbeta[...])
 
     # The products of the levels, pack by pack.
-    made = []
+    by_pack = []
     for n in range(0, heads, p):
-        pack, d_scores = slice(n, n + p), x.d_scores[n // p : n // p + 1]  # [1, 2 C, p C]
-        decays = kernel.load_decays(refs.decays, range(n, n + p), K, base)
-        made.append(interaction_bwd_tile(q[pack], k[pack], decays, refs.levels[...], d_scores, p, dtype))
-    d_rows, d_columns = (jnp.concatenate(y) for y in zip(*made, strict=True))  # [heads, 2 C, K], [heads, C, K]
-    dq, dk, later, earlier = chunk_bwd_tile(q, k, d_rows, d_columns, x)
+        pack, d_pack = slice(n, n + p), d_scores[n // p : n // p + 1]  # [1, 2 C, p C]
+        decays = kernel.load_decays(refs.decays, range(n, n + p), K, static.backward_base)
+        by_pack.append(interaction_bwd_tile(q[pack], k[pack], decays, refs.levels[...], d_pack, p, dtype))
+    d_rows, d_columns = (jnp.concatenate(y) for y in zip(*by_pack, strict=True))  # [heads, 2 C, K], [heads, C, K]
+    dq, dk, later, earlier = chunk_bwd_tile(q, k, d_rows, d_columns, of_state)
     dg = sum_over_rows(later, earlier, same, dtype)  # [C, heads K]
     if refs.law is not None:
-        dg = through_law(refs, own, dg, static)
-    elif masked:  # padding counts to the sequence before it, and its gates to what passes through
-        dg = jnp.where(own, dg, 0.0)
-    layout.store_own(refs.dg, slice(None), dg, stored)
+        dg = through_law(refs, valid, dg, static)
+    elif masks is not None:  # padding counts to the sequence before it, and its gates to what passes through
+        dg = jnp.where(valid, dg, 0.0)
+    layout.store_rows(refs.dg, slice(None), dg, stored)
     for ref, source, d in ((refs.dq, refs.q, static.scale * dq), (refs.dk, refs.k, dk)):
-        d = layout.sum_value_heads(d, group)  # [key heads, C, K]
+        d = layout.sum_value_heads(d, min(static.group, heads))  # [key heads, C, K]
         if static.normalise:
-            d = tiles.l2norm_gradient(layout.load_heads(source, K, own=own), d)
+            d = tiles.l2norm_gradient(layout.load_heads(source, K, valid=valid), d)
         layout.store_heads(ref, d, stored)
-    if masked:
-        spoil_results(refs, spoilt, masks)
 
 
-def through_law(refs, own, dg, static: kernel.Static):
+def through_law(refs: BwdRefs, valid, dg, static: kernel.Static):
     """Return the gradient of raw gates for that of decays, dg [C, heads K], and add to that of A_log and dt_bias."""
     A_log, dt_bias = refs.law[:1], refs.law[1:]  # [1, heads K]
     each = laws.decay_gradient(refs.g[...].astype(jnp.float32), A_log, dt_bias, static.lower_bound, dg)  # [C, heads K]
     # Raw gates of other rows may be anything, and zero times NaN is NaN.
-    dx, dA = each if own is None else (jnp.where(own, x, 0.0) for x in each)
+    dx, dA = each if valid is None else (jnp.where(valid, x, 0.0) for x in each)
     refs.dlaw[...] += jnp.concatenate([jnp.sum(x, axis=0, keepdims=True) for x in (dA, dx)])
     return dx
 
 
-def quarantine(refs, own, masks, static: kernel.Static) -> jax.Array:
-    """Clear a gradient of the state that is not finite; return the rows of such sequences, float32 [1, C, 1]."""
-    state = nonfinite.not_finite(refs.state[...])  # [1, 1, 1]
-
-    @pl.when(jnp.max(state) > 0.0)
-    def _():
-        layout.clear(refs.state)
-
-    found = nonfinite.rows_not_finite(
-        *(layout.load_heads(ref, static.V, own=own) for ref in (refs.do, refs.W) if ref is not None)
-    )
-    if refs.W is None:  # in which the forward stored NaN where it found any
-        found = jnp.maximum(found, kernel.keys_not_finite(refs, own, masks, static))  # [1, C, 1]
-    return nonfinite.whole_sequences(jnp.maximum(found, jnp.where(masks.ending, state, 0.0)), masks.same)
+def not_finite(refs: BwdRefs, static: kernel.Static) -> jax.Array:
+    """Return which rows of the chunk are not finite, float32 [1, C, 1]."""
+    if refs.W is None:
+        of_values = nonfinite.rows_not_finite(layout.load_heads(refs.do, static.V))
+        return jnp.maximum(of_values, kernel.tokens_not_finite(refs, static))
+    # The forward stored NaN in W where it found any.
+    return nonfinite.rows_not_finite(*(layout.load_heads(ref, static.V) for ref in (refs.do, refs.W)))
 
 
-def spoil_results(refs, spoilt, masks) -> None:
-    """Store NaN in the gradients of spoilt rows, and as that of the state if it is of a spoilt sequence."""
-
-    @pl.when(jnp.max(spoilt) > 0.0)
-    def _():
-        rows_of_tokens = jnp.where(masks.code >= 0, spoilt, 0.0)  # [1, C, 1]
-        for ref in (refs.dq, refs.dk, refs.dv, refs.dg):
-            if ref is not None:
-                nonfinite.spoil(ref, rows_of_tokens)
-        if refs.dbeta is not None:
-            refs.dbeta[...] = jnp.where(tiles.to_row(rows_of_tokens)[0] > 0.0, jnp.nan, refs.dbeta[...])
-        if refs.dlaw is not None:
-            refs.dlaw[...] = jnp.full(refs.dlaw.shape, jnp.nan, jnp.float32)
-
-        @pl.when(jnp.max(jnp.where(masks.carried, spoilt, 0.0)) > 0.0)
-        def _():
-            refs.state[...] = jnp.full(refs.state.shape, jnp.nan, jnp.float32)
-
-
-# The gradients of what has tokens, and of the law.
-ALL = ("dq", "dk", "dv", "dg", "dbeta", "dlaw")
-
-
-def launch(x: Operands, static: kernel.Static, want: tuple[str, ...]) -> dict[str, Any]:
+def launch(x: Operands, static: kernel.Static, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Run the backward.
 
     Args:
-      x: what the kernel reads.
+      x: what the kernel reads: no values and initial states; h and W only for gradients of tokens.
       static: what is known when it is built.
-      want: ALL, ALL and "dh0", or "dh0" alone.
+      outputs: dq, dk, dv, dg, dbeta, with or without dlaw and dh0; or dh0 alone.
 
     Returns:
-      A dict of the gradients wanted: dq, dk, dv, dg, dbeta, dlaw in the shapes of their inputs, dbeta float32, dlaw
-      None if there is no law, and dh0 [N, HV, V, K] float32, of the initial states.
+      A dict of these gradients: dq, dk, dv, dg, dbeta, dlaw in the shapes of their inputs, dbeta float32, and dh0
+      [N, HV, V, K] float32, of the initial states.
     """
     B, HV, C, K, V, steps, heads = (
         static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads_bwd
     )  # fmt: skip
-    p, keys, blocks = static.p, static.key_heads(heads), HV // heads
-    cut = layout.Blocks(C, steps, lambda turn: steps - 1 - turn, static.pieces)
+    p, keys, blocks, of_tokens = static.p, static.key_heads(heads), HV // heads, "dq" in outputs
+    cut = chunk_loop.blocks_backwards(static)
     key, share = cut.tokens(keys * K, max(static.group // heads, 1)), blocks * keys // static.H
-    beta = x.beta.reshape(B, -1, blocks, heads, C)
+    value, gate = cut.tokens(heads * V), cut.tokens(heads * K)
+    beta, row, state = x.beta.reshape(B, -1, blocks, heads, C), cut.rows(None, None, heads, C), cut.state(heads, V, K)
     # A block of heads inside a group of value heads gives a partial sum of the group, in lanes of its own.
     d_keys = cut.tokens(keys * K), (*x.q.shape[:2], blocks * keys * K), x.q.dtype if share == 1 else jnp.float32
-    packed_shape, base = (heads // p, C, p * C), static.backward_base if "dq" in want else 0
-    operands = {
-        "levels": (jnp.asarray(pair_table(C, base)) if base else None, kernel.whole_block(2 * C, C)),
-        "q": (x.q, key),
-        "k": (x.k, key),
-        "g": (x.g, cut.tokens(heads * K)),
-        "beta": (beta, cut.rows(heads)),
-        "owner": (x.owner, cut.owner(C)),
-        "h": (x.h, cut.per_step(heads, V, K)),
-        "W": (x.W, cut.tokens(heads * V)),
-        "X": (x.X, cut.per_step(*packed_shape)),
-        "scores": (x.scores, cut.per_step(heads // p, 2 * C, p * C)),
-        "do": (x.do, cut.tokens(heads * V)),
-        "dht": (x.dht, cut.state(heads, V, K)),
-        "law": (x.law, kernel.law_block(heads * K)),
-    }
-    outputs = {
-        "dq": d_keys,
-        "dk": d_keys,
-        "dv": (cut.tokens(heads * V), x.do.shape, x.do.dtype),
-        "dg": (cut.tokens(heads * K), x.g.shape, x.g.dtype),
-        "dbeta": (cut.rows(heads), beta.shape, jnp.float32),
-        "dh0": (cut.state(heads, V, K), (static.N, HV, V, K), jnp.float32),
-        # A sum for every row of the batch, whose steps add to it.
-        "dlaw": (pl.BlockSpec((None, 2, heads * K), lambda b, h, *_: (b, 0, h)), (B, 2, HV * K), jnp.float32),
-    }
-    wanted = [name for name in outputs if name in want and (name != "dlaw" or x.law is not None)]
-    scratch = {"decays": kernel.decays_scratch(heads, C, K, base)}
-    if "dh0" not in wanted:  # else that output holds the gradient of the state
-        scratch["state"] = pltpu.VMEM((heads, V, K), jnp.float32)
+    base = static.backward_base if of_tokens else 0
+    scratch: dict[str, Any] = {"decays": kernel.decays_scratch(heads, C, K, base)}
+    if "dh0" not in outputs:
+        scratch["dstate"] = heads, V, K
     if x.owner is not None and base > 1:
-        scratch["goes_on"] = pltpu.VMEM((C, packed.LANES), jnp.float32)
-    results = launcher.pallas_call(
-        launcher.named(
-            _bwd_kernel, ["table", *operands], [(name, name in wanted) for name in outputs], list(scratch),
-            static=static,
-        ),
-        x.table,
-        *(value for value, _ in operands.values()),
-        name=f"chunk_kda_{'bwd' if 'dq' in want else 'bwd_state'}_c{C}",
-        num_scalar_prefetch=1,
-        # Rows of the batch and blocks of heads are independent; the state's gradient passes from step to step in
-        # scratch, the last step first.
+        scratch["continuing"] = C, packed.LANES
+    estimate = cost.cost if of_tokens else cost.states_cost
+    gradients = launcher.launch(
+        functools.partial(_bwd_kernel, static=static),
+        BwdRefs,
+        name=f"chunk_kda_{'bwd' if of_tokens else 'bwd_state'}_c{C}",
         grid=(B, blocks, steps),
-        dimension_semantics=("parallel", "parallel", "arbitrary"),
-        in_specs=[None if value is None else spec for value, spec in operands.values()],
-        out_specs=[outputs[name][0] for name in wanted],
-        out_shape=[compat.out_struct(*outputs[name][1:], *x) for name in wanted],
-        scratch_shapes=list(scratch.values()),
-        in_bounds=True,
-        cost_estimate=cost.cost(
+        tables={"table": x.table},
+        inputs={
+            "levels": (jnp.asarray(pair_table(C, base)) if base else None, kernel.whole_block(2 * C, C)),
+            "q": (x.q, key),
+            "k": (x.k, key),
+            "g": (x.g, gate),
+            "beta": (beta, row),
+            "owner": (x.owner, cut.owner(C)),
+            "h": (x.h, cut.per_step(heads, V, K)),
+            "W": (x.W, value),
+            "X": (x.X, cut.per_step(heads // p, C, p * C)),
+            "scores": (x.scores, cut.per_step(heads // p, 2 * C, p * C)),
+            "do": (x.do, value),
+            "dht": (x.dht, state),
+            "law": (x.law, kernel.law_block(heads * K)),
+        },
+        outputs={
+            "dq": d_keys,
+            "dk": d_keys,
+            "dv": (value, x.do.shape, x.do.dtype),
+            "dg": (gate, x.g.shape, x.g.dtype),
+            "dbeta": (row, beta.shape, jnp.float32),
+            "dh0": (state, (static.N, HV, V, K), jnp.float32),
+            # A sum for every row of the batch, whose steps add to it.
+            "dlaw": (pl.BlockSpec((None, 2, heads * K), lambda b, h, *_: (b, 0, h)), (B, 2, HV * K), jnp.float32),
+        },
+        requested=outputs,
+        scratch=scratch,
+        cost_estimate=estimate(
             B=B, T=static.T, H=static.H, HV=HV, K=K, V=V, C=C, itemsize=x.q.dtype.itemsize, backward=True
         ),
-    )  # fmt: skip
-    gradients = dict(zip(wanted, results, strict=True))
-    if "dq" not in want:
-        return gradients
-    gradients["dbeta"] = gradients["dbeta"].reshape(x.beta.shape)
-    gradients["dlaw"] = jnp.sum(gradients["dlaw"], axis=0) if x.law is not None else None
-    if share > 1:
-        for name in ("dq", "dk"):
+        in_bounds=True,
+    )
+    if "dbeta" in gradients:
+        gradients["dbeta"] = gradients["dbeta"].reshape(x.beta.shape)
+    if "dlaw" in gradients:
+        gradients["dlaw"] = jnp.sum(gradients["dlaw"], axis=0)
+    for name in ("dq", "dk"):
+        if name in gradients and share > 1:
             d = gradients[name].reshape(*x.q.shape[:2], static.H, share, K)
             gradients[name] = jnp.sum(d, axis=3).reshape(x.q.shape).astype(x.q.dtype)
     return gradients

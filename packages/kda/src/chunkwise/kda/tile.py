@@ -49,7 +49,7 @@ def level_table(C: int, base: int) -> np.ndarray:
     return np.concatenate([np.where(i >= j, level, -1), np.where(i > j, level, -1)], axis=1)
 
 
-class Decays(NamedTuple):
+class ChannelDecays(NamedTuple):
     """Decays between rows of a chunk, all [h, C, K].
 
     Attributes:
@@ -122,7 +122,7 @@ def block_decays(g: list[jax.Array], base: int, goes_on: list[jax.Array] | None 
     return [[jnp.ones_like(g[0]) if x is None else jnp.exp2(x) for x in each] for each in sums]
 
 
-def chunk_decays(blocks, base: int) -> Decays:
+def chunk_decays(blocks, base: int) -> ChannelDecays:
     """Return all decays of a chunk from its `block_decays`, each [h, C, K]: decays in a row are multiplied.
 
     With a base of 0 these are no decays between rows.
@@ -131,8 +131,8 @@ def chunk_decays(blocks, base: int) -> Decays:
     cut = [[x[:, i : i + SUBLANES] for i in range(0, start.shape[1], SUBLANES)] for x in (start, end)]
     *levels, start, end = map(packed.rows, join_blocks(*cut, jnp.multiply, lambda x: x[:, SUBLANES - 1 :]))
     if base <= 1:
-        return Decays(None, inside + levels if base else [], start, end)
-    return Decays((inside[0], inside[1]), levels, start, end)
+        return ChannelDecays(None, inside + levels if base else [], start, end)
+    return ChannelDecays((inside[0], inside[1]), levels, start, end)
 
 
 def twice(x: jax.Array) -> jax.Array:
@@ -154,39 +154,29 @@ def join_halves(left, right, b):
     return jnp.stack(blocks, axis=2).reshape(h, 2 * R, D)
 
 
-class Level(NamedTuple):
-    """One of the products that make up the interaction.
+def level_factors(x: ChannelDecays):
+    """Yield the factors of every product that makes up the interaction; both halves of rows have those of the row.
 
-    Attributes:
-      index: in `level_table`.
-      b: rows of a half of its blocks where these are whole registers, else None: then all rows and columns take part.
-      columns: float32 [h, C, K] or, with b, those of left halves [h, C / 2, K]: the factors of keys as columns.
-      rows: float32 [h, 2 C, K] or, with b, those of right halves [h, C, K]: of queries, then of keys as rows.
+    Yields:
+      Its index in `level_table`; b, the rows of a half of its blocks where these are whole registers, else None: then
+      all rows and columns take part; the factors of keys as columns, float32 [h, C, K] or, with b, of left halves
+      [h, C / 2, K]; and of queries, then of keys as rows, [h, 2 C, K] or, with b, of right halves [h, C, K].
     """
-
-    index: int
-    b: int | None
-    columns: jax.Array
-    rows: jax.Array
-
-
-def level_factors(x: Decays):
-    """Yield the factors of every product, as `Level`; both halves of a chunk's rows have those of the row."""
     C = x.start.shape[1]
     for n, e in enumerate(x.levels):
         index = C.bit_length() - 1 - len(x.levels) + n
         b = 1 << index
         if b < SUBLANES:
-            yield Level(index, None, e, twice(e))
+            yield index, None, e, twice(e)
         else:
             left, right = halves(e, b)
-            yield Level(index, b, left, twice(right))
+            yield index, b, left, twice(right)
     if x.base is not None:
         for_rows, for_columns = x.base
-        yield Level(0, None, for_columns, twice(for_rows))
+        yield 0, None, for_columns, twice(for_rows)
 
 
-def interaction_tile(q, k, decays: Decays, table, dtype, pairs: bool = False) -> jax.Array:
+def interaction_tile(q, k, decays: ChannelDecays, table, dtype, pairs: bool = False) -> jax.Array:
     """Return the decayed products of queries and keys with keys, transposed.
 
     Args:
@@ -210,34 +200,34 @@ def interaction_tile(q, k, decays: Decays, table, dtype, pairs: bool = False) ->
         # No product holds a row with itself, which has no decay.
         itself = jnp.sum(q * k, axis=-1, keepdims=True)  # [h, C, 1]
         out = jnp.where(table == C.bit_length() - 1, itself, out)  # [h, C, 2 C]
-    for x in level_factors(decays):
-        if x.b is None:
+    for index, b, by_column, by_row in level_factors(decays):
+        if b is None:
             # Blocks of fewer rows than a register has: all rows and columns take part, and the table selects.
-            columns = packed.parts(k * x.columns, dtype)  # each [h, C, K]
-            decayed = (stacked * x.rows).astype(operand)  # [h, 2 C, K]
+            columns = packed.parts(k * by_column, dtype)  # each [h, C, K]
+            decayed = (stacked * by_row).astype(operand)  # [h, 2 C, K]
             product = matmul.dot_nt(packed.lanes(columns), packed.lanes([decayed] * len(columns)))  # [h, C, 2 C]
-            out = jnp.where(table == x.index, product, out)  # [h, C, 2 C]
+            out = jnp.where(table == index, product, out)  # [h, C, 2 C]
             continue
         # Only left halves have pairs as columns, right halves as rows; taking whole registers apart is free.
-        columns = packed.lanes(packed.parts(halves(k, x.b)[0] * x.columns, dtype))  # [h, C / 2, parts K]
-        decayed = halves(stacked, x.b)[1] * x.rows  # [h, C, K]
+        columns = packed.lanes(packed.parts(halves(k, b)[0] * by_column, dtype))  # [h, C / 2, parts K]
+        decayed = halves(stacked, b)[1] * by_row  # [h, C, K]
         even, odd = packed.pack_members(decayed, 2) if pairs else (decayed, decayed)  # each [h / 2, C, K], or [h, C, K]
-        if x.b == SUBLANES:  # half a register of bfloat16: joined before it is rounded
-            decayed = join_halves(odd, even, x.b).astype(operand)  # [h / 2, 2 C, K], or [h, 2 C, K]
+        if b == SUBLANES:  # half a register of bfloat16: joined before it is rounded
+            decayed = join_halves(odd, even, b).astype(operand)  # [h / 2, 2 C, K], or [h, 2 C, K]
         else:
-            decayed = join_halves(odd.astype(operand), even.astype(operand), x.b)  # likewise
+            decayed = join_halves(odd.astype(operand), even.astype(operand), b)  # likewise
         decayed = packed.lanes([decayed] * (columns.shape[2] // decayed.shape[2]))  # [.., 2 C, parts K]
         if pairs:
             # The columns of both heads of a pair lie below one another and meet the rows of both: the pairs of the odd
             # one stand a block beside their place.
             product = matmul.dot_nt(packed.rows(packed.pack_members(columns, 2)), decayed)  # [h / 2, C, 2 C]
-            product = packed.rows([product[:, : C // 2], packed.rotate(product[:, C // 2 :], x.b)])  # [h / 2, C, 2 C]
+            product = packed.rows([product[:, : C // 2], packed.rotate(product[:, C // 2 :], b)])  # [h / 2, C, 2 C]
             product = product.reshape(h, C // 2, 2 * C)  # [h, C / 2, 2 C]
         else:
             product = matmul.dot_nt(columns, decayed)  # [h, C / 2, 2 C]
-        left, right = halves(out, x.b)  # each [h, C / 2, 2 C]
-        chosen = jnp.where(halves(table, x.b)[0] == x.index, product, left)  # [h, C / 2, 2 C]
-        out = join_halves(chosen, right, x.b)  # [h, C, 2 C]
+        left, right = halves(out, b)  # each [h, C / 2, 2 C]
+        chosen = jnp.where(halves(table, b)[0] == index, product, left)  # [h, C / 2, 2 C]
+        out = join_halves(chosen, right, b)  # [h, C, 2 C]
     return out
 
 
@@ -256,7 +246,7 @@ def within_sequence(carried: list, ending: list, through: jax.Array, masks: Any)
     return *carried, *(jnp.where(masks.ending, x, 0.0) for x in ending), jnp.where(masks.through, through, 0.0)
 
 
-def boundary_tile(decays: Decays, masks: layout.SequenceMasks | None):
+def boundary_tile(decays: ChannelDecays, masks: layout.SequenceMasks | None):
     """Return the decays from the start of a chunk, to its end and through it, within one sequence."""
     return within_sequence([decays.start], [decays.end], decays.start[:, -1:], masks)
 

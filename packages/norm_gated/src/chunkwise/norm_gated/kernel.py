@@ -5,7 +5,8 @@ past the end of the array hold anything; nothing of theirs is stored. Rows past 
 the weight.
 """
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.norm_gated import config, cost, tile
-from chunkwise.shared import compat
 from chunkwise.shared.kernels import launcher
 
 # Rows of a register of float32.
@@ -36,7 +36,20 @@ def _load(ref, rows, lanes) -> jax.Array:
     return ref[rows, lanes].astype(jnp.float32)
 
 
-def _fwd_kernel(refs, *, s: tile.Static, config: config.Config):
+class NormRefs(NamedTuple):
+    """The Refs of both kernels; None for what a launch lacks."""
+
+    x: Any  # [rows, lanes]
+    z: Any  # [rows, lanes]
+    weight: Any  # [1, lanes]
+    dy: Any = None  # [rows, lanes]
+    y: Any = None  # [rows, lanes]
+    dx: Any = None  # [rows, lanes]
+    dz: Any = None  # [rows, lanes]
+    dweight: Any = None  # [8, lanes]
+
+
+def _fwd_kernel(refs: NormRefs, *, s: tile.Static, config: config.Config):
     """Write y of a block."""
 
     def compute(rows, lanes):
@@ -46,7 +59,7 @@ def _fwd_kernel(refs, *, s: tile.Static, config: config.Config):
     _strips(config, refs.x.shape[1], s.D, compute)
 
 
-def _bwd_kernel(refs, *, s: tile.Static, config: config.Config, rows: int):
+def _bwd_kernel(refs: NormRefs, *, s: tile.Static, config: config.Config, rows: int):
     """Write dx and dz of a block, and the gradient of the weight summed over it, in 8 rows."""
     refs.dweight[...] = jnp.zeros_like(refs.dweight)
     first = pl.program_id(0) * jnp.int32(config.rows)
@@ -82,27 +95,27 @@ def launch(
     blocks, lanes = -(-rows // config.rows), config.groups * s.D
     block = pl.BlockSpec((config.rows, lanes), lambda i, j: (i, j))
     sums = pl.BlockSpec((_SUBLANES, lanes), lambda i, j: (i, j))
-    operands: dict[str, Any] = {"x": x, "z": z, "weight": weight}
-    outputs = {"y": (block, x.shape, x.dtype)}
-    body, known = _fwd_kernel, dict(s=s, config=config)
+    body, outputs = functools.partial(_fwd_kernel, s=s, config=config), {"y": (block, x.shape, x.dtype)}
     if dy is not None:
-        operands["dy"] = dy
+        body = functools.partial(_bwd_kernel, s=s, config=config, rows=rows)
         outputs = {
             "dx": (block, x.shape, x.dtype),
             "dz": (block, z.shape, z.dtype),
             "dweight": (sums, (blocks * _SUBLANES, width), jnp.float32),
         }
-        body, known = _bwd_kernel, known | dict(rows=rows)
-    out = launcher.pallas_call(
-        launcher.named(body, operands, [(name, True) for name in outputs], (), **known),
-        *operands.values(),
+    return launcher.launch(
+        body,
+        NormRefs,
         name=f"rms_norm_gated_{'fwd' if dy is None else 'bwd'}_d{s.D}",
         # Blocks of rows and of groups are independent.
         grid=(blocks, -(-width // lanes)),
         dimension_semantics=("parallel", "parallel"),
-        in_specs=[pl.BlockSpec((1, lanes), lambda i, j: (0, j)) if n == "weight" else block for n in operands],
-        out_specs=[spec for spec, _, _ in outputs.values()],
-        out_shape=[compat.out_struct(shape, dtype, *operands.values()) for _, shape, dtype in outputs.values()],
+        inputs={
+            "x": (x, block),
+            "z": (z, block),
+            "weight": (weight, pl.BlockSpec((1, lanes), lambda i, j: (0, j))),
+            "dy": (dy, block),
+        },
+        outputs=outputs,
         cost_estimate=cost.cost(rows=rows * width // s.D, D=s.D, itemsize=x.dtype.itemsize, backward=dy is not None),
     )
-    return dict(zip(outputs, out, strict=True))

@@ -3,13 +3,15 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.shared import chips, compat
 from chunkwise.shared.kernels import matmul
@@ -47,7 +49,6 @@ def pallas_call(
     scratch_shapes: Sequence = (),
     num_scalar_prefetch: int = 0,
     input_output_aliases: dict[int, int] | None = None,
-    vmem_limit_bytes: int = chips.VMEM_LIMIT_BYTES,
     in_bounds: bool = False,
 ):
     """Run a Pallas TPU kernel: compiled where the program is lowered for a TPU, interpreted everywhere else.
@@ -65,7 +66,6 @@ def pallas_call(
       cost_estimate: what the launch costs, for XLA's scheduler.
       num_scalar_prefetch: how many leading operands are scalar tables read by the index maps.
       input_output_aliases: operand index to output index, for states updated in place.
-      vmem_limit_bytes: scoped VMEM that the kernel may use.
       in_bounds: whether no index can leave an array, whatever the caller's arrays hold. Then a TPU does not check the
         address of every copy, which takes some 13 bundles each; else it halts where one does.
 
@@ -92,7 +92,7 @@ def pallas_call(
             out_shape=jax.tree.map(_without_float16, out_shape),
             compiler_params=compat.CompilerParams(
                 dimension_semantics=dimension_semantics,
-                vmem_limit_bytes=vmem_limit_bytes,
+                vmem_limit_bytes=chips.VMEM_LIMIT_BYTES,
                 disable_bounds_checks=in_bounds,
             ),
             cost_estimate=cost_estimate,
@@ -122,32 +122,59 @@ def scaled(o: jax.Array, scale: jax.Array | None) -> jax.Array:
     return o if scale is None else (o.astype(jnp.float32) * scale).astype(o.dtype)
 
 
-class Refs:
-    """The Refs of a kernel by name; None where an operand or output is absent."""
+def launch(
+    body: Callable,
+    refs: Callable[..., Any],
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    inputs: Mapping[str, tuple[jax.Array | None, pl.BlockSpec | None]],
+    outputs: Mapping[str, tuple[pl.BlockSpec, Sequence[int], Any]],
+    cost_estimate: pl.CostEstimate,
+    tables: Mapping[str, jax.Array | None] = MappingProxyType({}),
+    scratch: Mapping[str, Any] = MappingProxyType({}),
+    requested: Collection[str] | None = None,
+    in_place: Mapping[str, str] = MappingProxyType({}),
+    dimension_semantics: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "parallel", "arbitrary"),
+    in_bounds: bool = False,
+) -> dict[str, jax.Array]:
+    """Run a kernel whose Refs are the fields of a NamedTuple, and return its outputs by name.
 
-    def __init__(self, names, values):
-        self.__dict__.update(zip(names, values, strict=True))
-
-
-def named(body, operands, outputs, scratch, **static):
-    """Return `body`, which takes its Refs by name, as a positional kernel for `pallas_call`.
+    A field is None where the launch has no such Ref. An output with the name of an input is the field `<name>_out`.
 
     Args:
-      body: called with an object that holds the Refs as attributes, and with the static arguments.
-      operands: names of the operands, scalar tables first; the Ref of an absent one is None.
-      outputs: pairs (name, whether it is wanted); that of an unwanted one is None.
-      scratch: names of the scratch buffers.
-      **static: what is known when the kernel is built.
+      body: called with the Refs.
+      refs: the class of the Refs: a field for every table, input, output and buffer, None by default where it may miss.
+      name, grid, cost_estimate, dimension_semantics, in_bounds: as in `pallas_call`. By default the last axis of the
+        grid is sequential: rows of the batch and blocks of heads are independent, and steps pass a state on.
+      inputs: the array, or None, and how it is cut.
+      outputs: how an output is cut, its shape and its type.
+      tables: arrays in scalar memory, which index maps read, or None.
+      scratch: buffers: the shape of a float32 one, or what `pallas_call` takes.
+      requested: the outputs to compute; None for all.
+      in_place: from the name of an input to the output that takes its memory.
     """
-    present = [name for name, wanted in outputs if wanted]
-
-    def kernel(*values):
-        refs = Refs([*operands, *present, *scratch], values)
-        for name, _ in outputs:
-            refs.__dict__.setdefault(name, None)
-        body(refs, **static)
-
-    return kernel
+    tables = {key: x for key, x in tables.items() if x is not None}
+    present = {key: (x, spec) for key, (x, spec) in inputs.items() if x is not None}
+    requested = [key for key in outputs if requested is None or key in requested]
+    fields = *tables, *present, *(f"{key}_out" if key in inputs else key for key in requested), *scratch
+    read, operands = [*tables, *present], (*tables.values(), *(x for x, _ in present.values()))
+    results = pallas_call(
+        lambda *values: body(refs(**dict(zip(fields, values, strict=True)))),
+        *operands,
+        name=name,
+        grid=grid,
+        dimension_semantics=dimension_semantics,
+        in_specs=[spec for _, spec in present.values()],
+        out_specs=[outputs[key][0] for key in requested],
+        out_shape=[compat.out_struct(*outputs[key][1:], *operands) for key in requested],
+        scratch_shapes=[pltpu.VMEM(x, jnp.float32) if isinstance(x, tuple) else x for x in scratch.values()],
+        num_scalar_prefetch=len(tables),
+        input_output_aliases={read.index(x): requested.index(y) for x, y in in_place.items()},
+        cost_estimate=cost_estimate,
+        in_bounds=in_bounds,
+    )
+    return dict(zip(requested, results, strict=True))
 
 
 def divides_groups(heads: int, H: int, HV: int) -> bool:
@@ -156,7 +183,7 @@ def divides_groups(heads: int, H: int, HV: int) -> bool:
     return heads >= 1 and HV % heads == 0 and (heads % group == 0 or group % heads == 0)
 
 
-def pick_heads(HV: int, H: int, bytes_per_head: int, most: int, budget: int = chips.VMEM_LIMIT_BYTES // 2) -> int:
+def pick_heads(HV: int, H: int, bytes_per_head: int, most: int, budget: int = 2 * chips.VMEM_LIMIT_BYTES // 5) -> int:
     """Return how many value heads one grid step takes.
 
     The largest number that is at most `most`, fits the budget, and `divides_groups`.

@@ -13,8 +13,7 @@ A step is a chunk, or a piece of one. The table of steps says which; see `Step`.
   boundary where its state can be handed in and out: in arrays of their own, or in the slots of a pool.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -240,34 +239,6 @@ class Step:
         return (column >= self.begin) & (column < self.end)
 
 
-def whole_or_cut(
-    steps: Sequence[Step],
-    C: int,
-    run: Callable[[bool | None], None],
-    before: Callable[[], None] = lambda: None,
-    after: Callable[[], None] = lambda: None,
-    also_empty: bool = False,
-) -> None:
-    """Run a turn over pieces of chunks, and select rows only where that is needed.
-
-    Args:
-      steps: the pieces of the turn.
-      C: rows of a chunk.
-      run: gets False where every piece is a whole chunk, and None where one of them is not.
-      before, after: what else a turn does unless every piece is a whole chunk. Most are, and ask for it only once.
-      also_empty: run also where no piece has rows.
-    """
-    whole = functools.reduce(jnp.logical_and, [(step.begin == 0) & (step.end == C) for step in steps])
-    empty = functools.reduce(jnp.logical_and, [step.empty for step in steps])
-    pl.when(whole)(lambda: run(False))
-
-    @pl.when(jnp.logical_not(whole))
-    def _():
-        before()
-        pl.when(jnp.logical_not(empty) | also_empty)(lambda: run(None))
-        after()
-
-
 class SequenceMasks(NamedTuple):
     """How the sequences of a chunk lie in it; padding counts to the sequence before it.
 
@@ -300,32 +271,32 @@ def sequence_masks(owner: jax.Array, C: int, before: jax.Array, final: jax.Array
     return SequenceMasks(column == decoded(owner)[None], column == before, column == final, before == final, code)
 
 
-def load_heads(ref, width: int, heads: slice = slice(None), own: jax.Array | None = None, at=slice(None)) -> jax.Array:
+def load_heads(ref, width: int, heads: slice = slice(None), valid: jax.Array | None = None, at=slice(None)):
     """Load heads of a flat block [rows, heads * width] as tiles [heads, C, width].
 
     Args:
       ref: the block.
       width: lanes of a head.
       heads: which of them.
-      own: bool [C, 1], rows that are not own become zero; None for all.
+      valid: bool [C, 1], other rows become zero; None for all.
       at: which rows.
     """
     each = range(ref.shape[1] // width)[heads]
     tiles = jnp.stack([ref[at, i * width : (i + 1) * width] for i in each])
-    return tiles if own is None else jnp.where(own[None], tiles, jnp.zeros_like(tiles))
+    return tiles if valid is None else jnp.where(valid[None], tiles, jnp.zeros_like(tiles))
 
 
-def store_own(ref, lanes, x: jax.Array, own: jax.Array | None = None, at=slice(None)) -> None:
-    """Store x [C, n] in `lanes` of a block, only the rows that are `own`; None for all."""
+def store_rows(ref, lanes, x: jax.Array, valid: jax.Array | None = None, at=slice(None)) -> None:
+    """Store x [C, n] in `lanes` of a block, only the valid rows, bool [C, 1]; None for all."""
     x = x.astype(ref.dtype)
-    ref[at, lanes] = x if own is None else jnp.where(own, x, ref[at, lanes])
+    ref[at, lanes] = x if valid is None else jnp.where(valid, x, ref[at, lanes])
 
 
-def store_heads(ref, tiles: jax.Array, own: jax.Array | None = None, first: int = 0, at=slice(None)) -> None:
+def store_heads(ref, tiles: jax.Array, valid: jax.Array | None = None, first: int = 0, at=slice(None)) -> None:
     """Store tiles [heads, C, width] as the heads from `first` on of a flat block; the inverse of `load_heads`."""
     width = tiles.shape[2]
     for i in range(tiles.shape[0]):
-        store_own(ref, slice((first + i) * width, (first + i + 1) * width), tiles[i], own, at)
+        store_rows(ref, slice((first + i) * width, (first + i + 1) * width), tiles[i], valid, at)
 
 
 def sum_value_heads(x: jax.Array, group: int) -> jax.Array:
@@ -341,44 +312,54 @@ def clear(*refs) -> None:
 
 
 class Blocks:
-    """The BlockSpecs of a launch over the grid (row of the batch, block of heads, turn), one scalar table first.
+    """The BlockSpecs of a launch over the grid (row of the batch, block of heads, grid step).
 
-    A turn works on the step `at(turn)`: kernels that prepare a step in one turn and use it in the next take two of
-    these, and backward kernels count down.
+    A grid step works on the step `at(grid_step)`: every stage of a software pipeline has `Blocks` of its own, and
+    backward kernels count down. Scalar tables come first; the table of steps is read only where steps are pieces.
     """
 
-    def __init__(self, C: int, steps: int, at: Callable, pieces: bool):
-        self.C, self.steps, self.at, self.pieces = C, steps, at, pieces
+    def __init__(self, C: int, steps: int, at: Callable, pieces: bool, chunks: int = 1):
+        """Cut the arrays of a launch.
 
-    def _chunk(self, b, turn, table):
+        Args:
+          C: tokens of a chunk.
+          steps: steps of a row of the batch.
+          at: the step of every grid step.
+          pieces: whether a step is a piece of its chunks, of one sequence, as the table says.
+          chunks: chunks of a step.
+        """
+        self.C, self.steps, self.at, self.pieces, self.chunks = C, steps, at, pieces, chunks
+
+    def _chunk(self, b, turn, tables):
         step = self.at(turn)
-        return table[CHUNK, b * self.steps + step] if self.pieces else step
+        return tables[0][CHUNK, b * self.steps + step] if self.pieces else step
 
     def tokens(self, lanes: int, share: int = 1) -> pl.BlockSpec:
         """Cut flat tokens [B, T, all lanes]; `share` blocks of heads read the same block of lanes."""
 
-        def index(b, h, turn, table, *_):
-            return b, self._chunk(b, turn, table), h if share == 1 else lax.div(h, jnp.int32(share))
+        def index(b, h, turn, *tables):
+            return b, self._chunk(b, turn, tables), h if share == 1 else lax.div(h, jnp.int32(share))
 
-        return pl.BlockSpec((None, self.C, lanes), index)
+        return pl.BlockSpec((None, self.chunks * self.C, lanes), index)
 
     def values(self, heads: int) -> pl.BlockSpec:
         """Cut a value per token [B, blocks, T, heads]."""
-        index = lambda b, h, turn, table, *_: (b, h, self._chunk(b, turn, table), 0)
-        return pl.BlockSpec((None, None, self.C, heads), index)
+        index = lambda b, h, turn, *tables: (b, h, self._chunk(b, turn, tables), 0)
+        return pl.BlockSpec((None, None, self.chunks * self.C, heads), index)
 
-    def rows(self, heads: int) -> pl.BlockSpec:
-        """Cut a value per token as rows [B, NT, blocks, heads, C]."""
-        index = lambda b, h, turn, table, *_: (b, self._chunk(b, turn, table), h, 0, 0)
-        return pl.BlockSpec((None, None, None, heads, self.C), index)
+    def rows(self, *block: int | None) -> pl.BlockSpec:
+        """Cut a value per token in the lanes, [B, NT, blocks, heads, C] or [B, NT, HV, 1, C]."""
+        index = lambda b, h, turn, *tables: (b, self._chunk(b, turn, tables), h, 0, 0)
+        return pl.BlockSpec((None, *block), index)
 
     def owner(self, lanes: int) -> pl.BlockSpec:
         """Cut the owners of tokens [B * NT, 1, lanes]."""
-        return pl.BlockSpec((None, 1, lanes), lambda b, h, turn, *_: (b * self.steps + self.at(turn), 0, 0))
+        index = lambda b, h, turn, *_: (b * self.steps + self.at(turn), 0, 0)
+        return pl.BlockSpec((self.chunks, 1, lanes), index)
 
     def state(self, *tail: int) -> pl.BlockSpec:
         """Cut one state per sequence, or the slot to read, [N, HV, ...]; `tail` is (heads a block, ...)."""
-        return self._by_table(SEQUENCE, tail)
+        return self._by_table(SEQUENCE, tail) if self.pieces else self.per_row(*tail)
 
     def target(self, *tail: int) -> pl.BlockSpec:
         """Cut the slot to write of a pool [slots, HV, ...]."""
@@ -389,6 +370,14 @@ class Blocks:
             return table[row, b * self.steps + self.at(turn)], h, *(0 for _ in tail[1:])
 
         return pl.BlockSpec((None, *tail), index)
+
+    def unread(self) -> pl.BlockSpec:
+        """Cut one block, which nobody reads, of flat tokens [B, T, all lanes]."""
+        return pl.BlockSpec((None, 16, 128), lambda *_: (0, 0, 0))
+
+    def per_row(self, *tail: int) -> pl.BlockSpec:
+        """Cut what there is once a row of the batch, [B, HV, ...]; `tail` is (heads a block, ...)."""
+        return pl.BlockSpec((None, *tail), lambda b, h, *_: (b, h, *(0 for _ in tail[1:])))
 
     def per_step(self, *tail: int) -> pl.BlockSpec:
         """Cut what there is once a step, [B, steps, all, ...]; `tail` is (those of a block, ...)."""

@@ -1,30 +1,28 @@
 """Keeping what is not finite in one sequence of a chunk away from the other sequences of that chunk.
 
 A mask that multiplies does not keep sequences apart: 0 times NaN is NaN, and a product reads every row of its operands.
-So a chunk that holds several sequences does this, and other chunks cost nothing:
+So the body of a chunk that holds several sequences stands between two calls, and other chunks cost nothing:
 
-1. Find the rows that hold something not finite (`rows_not_finite`), and whether the state that comes in does
-   (`not_finite`): the state belongs to the sequence that is open where the chunk begins, its gradient to the one that
-   is open where the chunk ends.
-2. Extend these rows to their whole sequences inside the chunk (`whole_sequences`).
-3. Select zeros for these rows, and for such a state, before any product.
-4. Store NaN in the results of these rows, and in the state that goes out if it belongs to such a sequence (`spoil`),
-   so that nothing is hidden.
+1. `isolate` finds the rows that hold something not finite, and whether the state that comes in does: the state belongs
+   to the sequence that is open where the chunk begins, its gradient to the one that is open where the chunk ends. It
+   clears such a state, and extends the rows to their whole sequences: no product reads a row that is not valid.
+2. `poison` stores NaN in the results of these sequences, and in the state that goes out if it is of one of them, so
+   that nothing is hidden.
 
-Padding counts to the sequence before it here, because the state passes through it. A kernel does 1 and 2 inside of
-`only_if`, where the table of steps says that the chunk is mixed. A chunk that begins with a new sequence is mixed too:
-it must not read the state. So is one with padding, whose rows would make NaN of a state that is not finite.
+Padding counts to the sequence before it here, because the state passes through it. A chunk that begins with a new
+sequence is mixed too: it must not read the state. So is one with padding, whose rows would make NaN of a state that is
+not finite.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import tiles
+from chunkwise.shared.kernels import layout, tiles
 
 # Bits of a float32: all but the sign, and those of an infinity, above which there are only NaNs.
 _SIZE, _INFINITY = 0x7FFFFFFF, 0x7F800000
@@ -42,13 +40,13 @@ def _largest(x: jax.Array) -> jax.Array:
 
 def rows_not_finite(*tiles: jax.Array) -> jax.Array:
     """Return which rows hold a NaN or an infinity in any of the tiles [heads, C, w], as 1 and 0: float32 [1, C, 1]."""
-    found = []
+    nonfinite_rows = []
     for tile in tiles:
         # [1, C, w]; integers have no reduction over lanes on every generation, so they become 1 and 0 first.
         size = _largest(_sizes(tile))
-        found.append(jnp.where(size >= jnp.int32(_INFINITY), jnp.float32(1.0), jnp.float32(0.0)))
-        found[-1] = jnp.max(found[-1], axis=2, keepdims=True)
-    return functools.reduce(jnp.maximum, found)
+        flags = jnp.where(size >= jnp.int32(_INFINITY), jnp.float32(1.0), jnp.float32(0.0))
+        nonfinite_rows.append(jnp.max(flags, axis=2, keepdims=True))
+    return functools.reduce(jnp.maximum, nonfinite_rows)
 
 
 def not_finite(state: jax.Array) -> jax.Array:
@@ -56,28 +54,14 @@ def not_finite(state: jax.Array) -> jax.Array:
     return jnp.max(rows_not_finite(state), axis=1, keepdims=True)
 
 
-def whole_sequences(found: jax.Array, same: jax.Array) -> jax.Array:
-    """Return which rows belong to a sequence of which a row is found.
+def whole_sequences(nonfinite_rows: jax.Array, same: jax.Array) -> jax.Array:
+    """Return which rows belong to a sequence that has a row which is not finite.
 
     Args:
-      found: float32 [1, C, 1], 1 and 0.
+      nonfinite_rows: float32 [1, C, 1], 1 and 0.
       same: bool [1, C, C], pairs of rows of one sequence.
     """
-    return jnp.max(jnp.where(same, tiles.to_row(found), 0.0), axis=2, keepdims=True)
-
-
-def masked_or_not(mixed: jax.Array | None, run: Callable[[bool | None], None]) -> None:
-    """Run a turn with masks where a chunk of it is mixed, and without them elsewhere, where they would only cost time.
-
-    Args:
-      mixed: bool scalar, or None if a chunk of this launch is never mixed.
-      run: gets True, False, or None for never.
-    """
-    if mixed is None:
-        run(None)
-    else:
-        pl.when(mixed)(lambda: run(True))
-        pl.when(jnp.logical_not(mixed))(lambda: run(False))
+    return jnp.max(jnp.where(same, tiles.to_row(nonfinite_rows), 0.0), axis=2, keepdims=True)
 
 
 def only_if(condition: jax.Array, find: Callable[[], jax.Array], C: int) -> jax.Array:
@@ -85,6 +69,61 @@ def only_if(condition: jax.Array, find: Callable[[], jax.Array], C: int) -> jax.
     return lax.cond(condition, find, lambda: jnp.zeros((1, C, 1), jnp.float32))
 
 
-def spoil(ref, found: jax.Array) -> None:
-    """Store NaN in the rows of a block [C, w] that are found, float32 [1, C, 1]."""
-    ref[...] = jnp.where(found[0] > 0.0, jnp.full(ref.shape, jnp.nan, ref.dtype), ref[...])
+def isolate(
+    masks: layout.SequenceMasks, find: Callable[[], jax.Array], *states: tuple, mixed: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Find the sequences of a chunk that are not finite, and clear a state of one of them.
+
+    Args:
+      masks: how the sequences lie in the chunk.
+      find: returns which rows are not finite, float32 [1, C, 1]; rows of padding may be among them.
+      *states: the Ref of a state [heads, ...] that comes in, the rows of its sequence, bool [1, C, 1], and which part
+        of a head to look at.
+      mixed: bool scalar, False where there is nothing to find; None where that is known already.
+
+    Returns:
+      The rows that the chunk may read, bool [C, 1]; and the rows of sequences that are not finite, float32 [1, C, 1].
+    """
+    valid = masks.code >= 0
+
+    def search() -> jax.Array:
+        nonfinite_rows = jnp.where(valid, find(), 0.0)
+        for ref, owned, part in states:
+            state = not_finite(ref[:, part])  # [1, 1, 1]
+            pl.when(jnp.max(state) > 0.0)(functools.partial(layout.clear, ref))
+            nonfinite_rows = jnp.maximum(nonfinite_rows, jnp.where(owned, state, 0.0))
+        return whole_sequences(nonfinite_rows, masks.same[:, :, : valid.shape[1]])
+
+    nonfinite_rows = search() if mixed is None else only_if(mixed, search, valid.shape[1])
+    return (valid & (nonfinite_rows == 0.0))[0], nonfinite_rows
+
+
+def poison(
+    nonfinite_rows: jax.Array, masks: layout.SequenceMasks, results: Sequence, *states: tuple, in_lanes: Sequence = ()
+) -> None:
+    """Store NaN in what a chunk makes of the sequences that `isolate` found; a Ref that is None is passed over.
+
+    Args:
+      nonfinite_rows, masks: of `isolate`.
+      results: Refs of tokens [C, w].
+      *states: the Ref of a state that goes out, and the rows of its sequence, bool [1, C, 1].
+      in_lanes: Refs of values per token [heads, C] or [heads, 1, C].
+    """
+
+    @pl.when(jnp.max(nonfinite_rows) > 0.0)
+    def _():
+        tokens = jnp.where(masks.code >= 0, nonfinite_rows, 0.0)
+        for ref in results:
+            _store_nan(ref, tokens[0] > 0.0)
+        for ref in in_lanes:
+            if ref is not None:
+                row = tiles.to_row(tokens) > 0.0  # [1, 1, C]
+                _store_nan(ref, row[0] if len(ref.shape) == 2 else row)
+        for ref, owned in states:
+            owner = jnp.max(jnp.where(owned, nonfinite_rows, 0.0))
+            pl.when(owner > 0.0)(functools.partial(_store_nan, ref, True))
+
+
+def _store_nan(ref, where) -> None:
+    if ref is not None:
+        ref[...] = jnp.where(where, jnp.full(ref.shape, jnp.nan, ref.dtype), ref[...])

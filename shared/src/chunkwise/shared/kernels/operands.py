@@ -22,7 +22,6 @@ class Operands(NamedTuple):
       pool: states [slots, HV, K, V] of the user in place of initial_state: neither padded nor transposed.
       X: the inverses of all steps, float32, p heads side by side.
       scores: the scores of queries above those of keys of all steps, float32, p heads side by side.
-      u, w: of all steps, in place of v and X.
       h: the states before all steps, [B, steps, HV, K, V] or [B, steps, HV, V, K].
       W: float32 like v, the new values over beta.
       do: the cotangent of the output, like v.
@@ -43,8 +42,6 @@ class Operands(NamedTuple):
     pool: Any = None
     X: Any = None
     scores: Any = None
-    u: Any = None
-    w: Any = None
     h: Any = None
     W: Any = None
     do: Any = None

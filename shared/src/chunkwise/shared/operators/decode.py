@@ -7,24 +7,21 @@ in float32. States are [K, V] here, as the user has them.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.shared import compat
+from chunkwise.shared import chips, compat
 from chunkwise.shared.kernels import chunking, launcher, packed, pools, tiles
 from chunkwise.shared.operators import arguments, checks, recurrence
 from chunkwise.shared.operators.arguments import Arguments, Options, Slots
 
-# VMEM for the states (two buffers of those read, two of those written, and those worked on), for the tokens, and for
-# all of it.
-_STATE_BYTES = 16 * 2**20
-_TOKEN_BYTES = 32 * 2**20
-_VMEM_BYTES = 60 * 2**20
+# VMEM for the states (two buffers of those read, two of those written, and those worked on), and for the tokens.
+_STATE_BYTES = 4 * chips.VMEM_LIMIT_BYTES // 15
+_TOKEN_BYTES = 8 * chips.VMEM_LIMIT_BYTES // 15
 
 
 class Static(NamedTuple):
@@ -185,13 +182,13 @@ def launch_tokens(static: Static, x: Arguments, pool: jax.Array, routes: pools.R
     s = static
     count = routes.end - routes.start
     source, target = pools.held_slots(routes.source, routes.target.reshape(-1))
-    tables = (
-        routes.start, count, source, (routes.source >= 0).astype(jnp.int32),
-        target, (routes.target.reshape(-1) >= 0).astype(jnp.int32),
+    tables = dict(
+        start=routes.start, count=count, source=source, continues=(routes.source >= 0).astype(jnp.int32),
+        target=target, written=(routes.target.reshape(-1) >= 0).astype(jnp.int32),
     )  # fmt: skip
     beta = None if x.beta is None else x.beta.astype(jnp.float32)
-    flat = jax.tree.map(lambda y: y.reshape(s.B * s.T, *y.shape[2:]), (x.q, x.k, x.v, x.g, beta))
-    o, after = _launch(Operands(*tables, *flat, pool), static, key_heads_a_step(x))
+    tensors = jax.tree.map(lambda y: y.reshape(s.B * s.T, *y.shape[2:]), dict(q=x.q, k=x.k, v=x.v, g=x.g, beta=beta))
+    o, after = _launch(tables, tensors, pool, static, key_heads_a_step(x))
     return o.reshape(x.v.shape), after
 
 
@@ -207,8 +204,10 @@ _fused = jax.custom_vjp(_forward, nondiff_argnums=(0,))
 _fused.defvjp(lambda static, *inputs: (_forward(static, *inputs), inputs), _backward)
 
 
-class Operands(NamedTuple):
-    """What the kernel reads: scalar tables, then tokens of all sequences one after the other, then states.
+class DecodeRefs(NamedTuple):
+    """The Refs of the kernel: scalar tables, then tokens of all sequences one after the other, then states.
+
+    heads are the value heads of a grid step, and keys its key heads.
 
     Attributes:
       start, count: int32 [N], the first token of a sequence and how many it has.
@@ -216,32 +215,31 @@ class Operands(NamedTuple):
       continues: int32 [N], 1 if it starts from the state in that slot, 0 if it starts from zeros.
       target: int32 [N * W], the slot whose block a step holds to write it.
       written: int32 [N * W], 1 if the step writes it.
-      q, k: [tokens, H, K].
-      v: [tokens, HV, V].
-      g: [tokens, HV] or [tokens, HV, K] float32.
-      beta: [tokens, HV] float32, or None without the delta rule.
-      pool: states [slots, HV, K, V]; updated in place if its buffer is donated.
+      q, k: [tokens, keys, K]; v, o: [tokens, heads, V].
+      g: [tokens, heads] or [tokens, heads, K] float32.
+      beta: [tokens, heads] float32, or None without the delta rule.
+      pool, pool_out: [heads, K, V], the slots that are read and written.
+      state: float32 [heads, K, V].
     """
 
-    start: jax.Array
-    count: jax.Array
-    source: jax.Array
-    continues: jax.Array
-    target: jax.Array
-    written: jax.Array
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array
-    beta: jax.Array | None
-    pool: jax.Array
+    start: Any
+    count: Any
+    source: Any
+    continues: Any
+    target: Any
+    written: Any
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    pool: Any
+    o: Any
+    pool_out: Any
+    state: Any
+    beta: Any = None
 
 
-# The scalar tables among the operands.
-_TABLES = 6
-
-
-def _decode_kernel(refs, static: Static):
+def _decode_kernel(refs: DecodeRefs, static: Static):
     n, t = pl.program_id(1), pl.program_id(2)
     step = n * jnp.int32(static.W) + t
     group = refs.v.shape[1] // refs.q.shape[1]
@@ -255,7 +253,7 @@ def _decode_kernel(refs, static: Static):
 
         @pl.when(refs.source[0] == refs.target[0])
         def _():
-            pools.keep_block(refs.pool, refs.after)
+            pools.keep_block(refs.pool, refs.pool_out)
 
     def state_in(head):
         # A freed slot may hold anything, so zeros are selected: 0 times NaN is NaN.
@@ -277,12 +275,12 @@ def _decode_kernel(refs, static: Static):
             q_column, k_column = (tiles.to_column(x[key : key + 1])[0] for x in (q, k))  # [K, 1]
             for head in range(key * group, (key + 1) * group):
                 rate = decay[head : head + 1]  # [1, 1, 1] or [1, 1, K]
-                S = state_in(head) if direct else refs.S[head]
+                S = state_in(head) if direct else refs.state[head]
                 S = (rate if rate.shape[2] == 1 else tiles.to_column(rate))[0] * S  # [K, V]
                 new = v[head]  # [1, V]
                 if beta is not None:
                     new = beta[head] * (new - jnp.sum(S * k_column, axis=0, keepdims=True))
-                refs.S[head] = S = S + k_column * new
+                refs.state[head] = S = S + k_column * new
                 o.append(static.scale * jnp.sum(S * q_column, axis=0, keepdims=True))
         refs.o[at] = jnp.concatenate(o).astype(refs.o.dtype)
         return carry
@@ -291,8 +289,8 @@ def _decode_kernel(refs, static: Static):
 
         @pl.when(t == 0)
         def _():
-            for head in range(refs.S.shape[0]):
-                refs.S[head] = state_in(head)
+            for head in range(refs.state.shape[0]):
+                refs.state[head] = state_in(head)
 
     if static.single:
         pl.when(t < refs.count[n])(lambda: token(t, None))
@@ -301,8 +299,8 @@ def _decode_kernel(refs, static: Static):
 
     @pl.when(refs.written[step] == 1)
     def _():
-        for head in range(refs.S.shape[0]):
-            refs.after[head] = refs.S[head].astype(refs.after.dtype)
+        for head in range(refs.state.shape[0]):
+            refs.pool_out[head] = refs.state[head].astype(refs.pool_out.dtype)
 
 
 def _as_rows(x: jax.Array) -> jax.Array:
@@ -337,7 +335,7 @@ def key_heads_a_step(x: Arguments) -> int | None:
         return B * T * (keys + values + (0 if x.beta is None else _token_bytes(heads, 0)))
 
     fit = [n for n in range(1, H + 1) if H % n == 0 and tokens(n) <= _TOKEN_BYTES]
-    if not fit or tokens(fit[0]) + fit[0] * state > _VMEM_BYTES:
+    if not fit or tokens(fit[0]) + fit[0] * state > chips.VMEM_LIMIT_BYTES:
         return None
     # Every core of the device gets a block of heads.
     return max([n for n in fit if n * state <= _STATE_BYTES and H // n >= compat.cores()], default=fit[0])
@@ -373,11 +371,15 @@ def recurrent_cost(
     )
 
 
-def _launch(x: Operands, static: Static, key_heads: int | None) -> tuple[jax.Array, jax.Array]:
+def _launch(
+    tables: dict[str, jax.Array], tensors: dict[str, Any], pool: jax.Array, static: Static, key_heads: int | None
+) -> tuple[jax.Array, jax.Array]:
     """Run the kernel.
 
     Args:
-      x: operands.
+      tables: the scalar tables of `DecodeRefs`.
+      tensors: q, k, v, g and beta with all heads, as `DecodeRefs` says; g are float32.
+      pool: states [slots, HV, K, V]; updated in place if its buffer is donated.
       static: sizes and options.
       key_heads: key heads a grid step, None if the tokens and states of not even one fit into VMEM.
 
@@ -408,29 +410,25 @@ def _launch(x: Operands, static: Static, key_heads: int | None) -> tuple[jax.Arr
     def target_of(h, n, t, start, count, source, continues, target, *_):
         return target[n * jnp.int32(s.W) + t], h, 0, 0
 
-    state, after = (pl.BlockSpec((None, heads, s.K, s.V), index) for index in (slot_of, target_of))
-    beta = None if x.beta is None else cut(x.beta, heads)
-    x = x._replace(q=cut(x.q, key_heads), k=cut(x.k, key_heads), v=cut(x.v, heads), g=cut(x.g, heads), beta=beta)
-    tokens = x[_TABLES:-1]
-    inputs = [y for y in (*tokens, x.pool) if y is not None]
-    o, pool = launcher.pallas_call(
-        launcher.named(_decode_kernel, Operands._fields, [("o", True), ("after", True)], ["S"], static=static),
-        *x,
+    state, state_out = (pl.BlockSpec((None, heads, s.K, s.V), index) for index in (slot_of, target_of))
+    widths = dict(q=key_heads, k=key_heads, v=heads, g=heads, beta=heads)
+    tensors = {name: None if y is None else cut(y, widths[name]) for name, y in tensors.items()}
+    v, g = tensors["v"], tensors["g"]
+    out = launcher.launch(
+        functools.partial(_decode_kernel, static=static),
+        DecodeRefs,
         name=s.name,
-        num_scalar_prefetch=_TABLES,
         # Blocks of heads are independent; sequences share the block of outputs, so they come one after the other.
         grid=(blocks, s.N, s.W),
         dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-        in_specs=[*(None if y is None else whole(y, 1) for y in tokens), state],
-        out_specs=[whole(x.v, 2), after],
-        out_shape=[compat.out_struct(y.shape, y.dtype, *inputs) for y in (x.v, x.pool)],
-        scratch_shapes=[pltpu.VMEM((heads, s.K, s.V), jnp.float32)],
-        # Counted with the scalar tables, without what is None.
-        input_output_aliases={_TABLES + len(inputs) - 1: 1},
+        tables=tables,
+        inputs={name: (y, None if y is None else whole(y, 1)) for name, y in tensors.items()} | {"pool": (pool, state)},
+        outputs={"o": (whole(v, 2), v.shape, v.dtype), "pool": (state_out, pool.shape, pool.dtype)},
+        scratch={"state": (heads, s.K, s.V)},
+        in_place={"pool": "pool"},
         cost_estimate=recurrent_cost(
-            B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, N=s.N, itemsize=x.v.dtype.itemsize,
-            state_itemsize=x.pool.dtype.itemsize, per_channel=x.g.ndim == 4, delta=x.beta is not None,
+            B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, N=s.N, itemsize=v.dtype.itemsize,
+            state_itemsize=pool.dtype.itemsize, per_channel=g.ndim == 4, delta=tensors["beta"] is not None,
         ),
-        vmem_limit_bytes=_VMEM_BYTES,
     )  # fmt: skip
-    return jnp.moveaxis(o, 0, 1).reshape(-1, s.HV, s.V), pool
+    return jnp.moveaxis(out["o"], 0, 1).reshape(-1, s.HV, s.V), out["pool"]

@@ -1,0 +1,140 @@
+"""What every grid step of a kernel with a carried state does around the mathematics of its chunks.
+
+The state stays in fast memory while the grid walks the steps of a row of the batch. A kernel may be a software
+pipeline: stage 0 prepares the chunk of a grid step, and a later stage takes the state through the chunk of a grid step
+before, so that the products of one stage fill the matrix unit while another waits.
+"""
+
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from chunkwise.shared.kernels import layout, pools
+
+
+class Rows(enum.Enum):
+    """Which rows of its chunks a grid step may use, and so which variant of its body runs.
+
+    Attributes:
+      ALL: every row, all of one sequence.
+      SOME: rows of one sequence; others, of another step or past the last token, hold anything.
+      MIXED: rows of several sequences, which masks keep apart, or padding.
+    """
+
+    ALL = enum.auto()
+    SOME = enum.auto()
+    MIXED = enum.auto()
+
+
+def step_of(grid_step, stage: int, stages: int, steps: int):
+    """Return the step that a stage of a pipeline works on, `stage` grid steps after stage 0 did.
+
+    A grid step for which a stage has no step repeats its first or its last one: what the first grid steps make of
+    scratch that holds anything is made again.
+    """
+    step = jnp.maximum(grid_step - stage, 0) if stage else grid_step
+    return step if stage == stages - 1 else jnp.minimum(step, steps - 1)
+
+
+def blocks(static: Any, stage: int = 0, stages: int = 1, chunks: int = 1) -> layout.Blocks:
+    """Return how a stage of a pipeline cuts its arrays; `static` has C, steps and pieces, as `layout.Blocks`."""
+    at = functools.partial(step_of, stage=stage, stages=stages, steps=static.steps)
+    return layout.Blocks(static.C, static.steps, at, static.pieces, chunks)
+
+
+def blocks_backwards(static: Any, chunks: int = 1) -> layout.Blocks:
+    """Return how a kernel cuts its arrays that takes the last step first."""
+    return layout.Blocks(static.C, static.steps, lambda t: static.steps - 1 - t, static.pieces, chunks)
+
+
+def current_steps(table_ref, stages: int, steps: int) -> list[layout.Step]:
+    """Return the step of every stage of a pipeline, of `steps` in a row of the batch."""
+    grid_step, first = pl.program_id(2), pl.program_id(0) * steps
+    return [layout.Step(table_ref, first + step_of(grid_step, stage, stages, steps)) for stage in range(stages)]
+
+
+def current_step_backwards(table_ref, steps: int) -> layout.Step:
+    """Return the step of a kernel that takes the last step first."""
+    return layout.Step(table_ref, pl.program_id(0) * steps + (steps - 1 - pl.program_id(2)))
+
+
+def either(condition: jax.Array, run: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """Run one of the two."""
+    pl.when(condition)(run)
+    pl.when(jnp.logical_not(condition))(otherwise)
+
+
+def run_variant(
+    body: Callable[[Rows], None],
+    steps: Sequence[layout.Step],
+    C: int,
+    *,
+    pieces: bool,
+    multi_sequence: bool,
+    ragged: bool,
+    results: Sequence = (),
+    backwards: bool = False,
+) -> None:
+    """Run the body of a grid step in the variant that its chunks need: masks and selections cost time.
+
+    Args:
+      body: gets the rows of all its chunks together.
+      steps: what the stages of the grid step work on.
+      C: rows of a chunk.
+      pieces: a step is a piece of a chunk, of one sequence. Where no step of the grid step has rows, nothing runs.
+      multi_sequence: a chunk may hold several sequences.
+      ragged: the last chunk of a row of the batch is not full.
+      results: Refs of tokens that the last stage writes, or None.
+      backwards: the last step of a chunk comes first.
+    """
+    if pieces:
+        whole = functools.reduce(jnp.logical_and, [(step.begin == 0) & (step.end == C) for step in steps])
+        empty = functools.reduce(jnp.logical_and, [step.begin == step.end for step in steps])
+
+        def run_some() -> None:
+            clear_unowned(steps[-1], results, backwards)
+            pl.when(jnp.logical_not(empty))(lambda: body(Rows.SOME))
+
+        either(whole, lambda: body(Rows.ALL), run_some)
+    elif multi_sequence:
+        mixed = functools.reduce(jnp.logical_or, [step.mixed == 1 for step in steps])
+        either(mixed, lambda: body(Rows.MIXED), lambda: body(Rows.ALL))
+    else:
+        body(Rows.SOME if ragged else Rows.ALL)
+
+
+def clear_unowned(step: layout.Step, results: Sequence, backwards: bool = False) -> None:
+    """Clear the results of a chunk of which no step owns some rows, in the first grid step that writes there."""
+    pl.when(((step.closes if backwards else step.opens) & step.mixed) == 1)(lambda: layout.clear(*results))
+
+
+def valid_rows(rows: Rows, step: layout.Step, C: int) -> jax.Array | None:
+    """Return which rows of the chunk of a step may be read, bool [C, 1]; None for all, or where masks say it."""
+    return step.rows(C) if rows is Rows.SOME else None
+
+
+def start_state(state_ref, start_ref, begins: jax.Array) -> None:
+    """Load the state that a sequence starts from, or its gradient after the sequence: zeros if there is no such Ref."""
+
+    @pl.when(begins)
+    def _():
+        state_ref[...] = jnp.zeros_like(state_ref) if start_ref is None else start_ref[...]
+
+
+def read_pool(pool_ref, pool_out_ref, state_ref, step: layout.Step, transposed: bool) -> None:
+    """Load the state of a sequence from its slot in the pool, where the sequence starts."""
+    pl.when(step.first == 1)(lambda: pools.fetch_states(pool_ref, state_ref, step.continues, transposed))
+
+    @pl.when((pl.program_id(2) == 0) & (step.sequence == step.target))
+    def _():
+        pools.keep_block(pool_ref, pool_out_ref)
+
+
+def write_pool(state_ref, pool_out_ref, step: layout.Step, transposed: bool) -> None:
+    """Store the state of a sequence in its slot of the pool, where the sequence, or a block of its tokens, ends."""
+    pl.when(step.last == 1)(lambda: pools.put_states(state_ref, pool_out_ref, transposed))
