@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from chunkwise.shared.testing import tpu
+from chunkwise.shared.testing import selection, tpu
 
 tpu.setup()
 
@@ -13,11 +13,12 @@ CHIP = "v6e"
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the compilations for other TPU generations as thorough, and cases that repeat others in plain JAX."""
+    """Mark thorough cases: by the table THOROUGH of a file, and for all files by TPU generation and `Case.repeats`."""
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         repeats = getattr(parameters.get("case"), "repeats", False) and parameters.get("implementation") == "xla"
-        if repeats or parameters.get("chip", CHIP) != CHIP:
+        other_chip = parameters.get("chip", CHIP) != CHIP
+        if repeats or other_chip or selection.is_thorough(item.cls or item.module, item.originalname, parameters):
             item.add_marker(pytest.mark.thorough)
 
 

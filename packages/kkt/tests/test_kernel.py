@@ -1,14 +1,13 @@
-"""The tile mathematics by itself, and how the kernel is launched."""
+"""The tile mathematics by itself, and the kernel around it."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.kkt import Config, chunk_scaled_dot_kkt
+from chunkwise.kkt import chunk_scaled_dot_kkt
 from chunkwise.kkt.tile import kkt_tile
 from chunkwise.shared.testing.cases import Case
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
-from chunkwise.shared.testing.transforms import text_for_tpu
 
 pytestmark = pytest.mark.interpreted
 
@@ -29,17 +28,3 @@ def test_strictly_lower_and_finite_where_the_decay_above_the_diagonal_overflows(
     A = chunk_scaled_dot_kkt(x["k"], x["beta"], x["g_cum"], implementation="pallas")
     assert np.isfinite(A).all()
     assert not np.triu(A[0, :, 0]).any()
-
-
-@pytest.mark.parametrize("heads", [1, 2, 4, 8])
-def test_every_config_gives_the_same_bits(heads):
-    x = Case(T=20, H=2, HV=8, K=16, chunk_size=16).arguments()
-    run = [chunk_scaled_dot_kkt(x["k"], x["beta"], x["g_cum"], None, 16, implementation="pallas", config=config)
-           for config in (None, Config(heads))]  # fmt: skip
-    np.testing.assert_array_equal(*run)
-
-
-def test_name():
-    x = Case(T=64, K=128).arguments()
-    text = text_for_tpu(lambda *a: chunk_scaled_dot_kkt(*a, implementation="pallas"), x["k"], x["beta"], x["g_cum"])
-    assert "chunk_scaled_dot_kkt_fwd_c64" in text
