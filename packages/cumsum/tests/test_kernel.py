@@ -1,16 +1,15 @@
-"""The tile mathematics by itself, and how the kernel is launched."""
+"""The tile mathematics by itself, tile sizes and cost."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.cumsum import Config, chunk_local_cumsum
-from chunkwise.cumsum.config import default_for
+from chunkwise.cumsum import Config
+from chunkwise.cumsum.config import cost, default_for
 from chunkwise.cumsum.kernel import launch
 from chunkwise.cumsum.tile import cumsum_tile
 from chunkwise.shared.kernels.matmul import emulate_mxu
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close, error
-from chunkwise.shared.testing.transforms import text_for_tpu
 
 pytestmark = pytest.mark.interpreted
 
@@ -43,9 +42,6 @@ def test_default_config_divides_what_it_cuts():
         assert config.lanes % 128 == 0 or config.lanes == gates
 
 
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-def test_name(reverse):
-    text = text_for_tpu(
-        lambda g: chunk_local_cumsum(g, reverse=reverse, implementation="pallas"), jnp.zeros((1, 64, 2))
-    )
-    assert ("chunk_local_cumsum_fwd_c64_reverse" if reverse else "chunk_local_cumsum_fwd_c64") in text
+def test_bytes():
+    # A gate of two bytes is read and four bytes are written.
+    assert cost(B=2, T=128, H=3, C=64, itemsize=2).bytes_accessed == 6 * 2 * 128 * 3

@@ -1,6 +1,4 @@
-"""The tile mathematics by itself, and how the kernel is launched."""
-
-import functools
+"""The tile mathematics by itself, tile sizes and cost."""
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +7,13 @@ import pytest
 
 from chunkwise.shared.kernels.inverse import unit_lower_inverse
 from chunkwise.shared.testing import stage_oracle
-from chunkwise.shared.testing.cases import Case
 from chunkwise.shared.testing.compare import error
 from chunkwise.shared.testing.inputs import make_inputs
-from chunkwise.shared.testing.transforms import text_for_tpu
-from chunkwise.solve_tril import Config, solve_tril
+from chunkwise.solve_tril.config import cost
 from chunkwise.solve_tril.tile import solve_tile
 
 pytestmark = pytest.mark.interpreted
+THOROUGH = dict(test_full_precision_is_needed_and_suffices=lambda size: size == 64)
 # Compiled once for every size. Operands of 16 bits are three passes of a matrix unit where full precision takes six.
 AT_FULL_PRECISION, AT_16_BITS = jax.jit(solve_tile), jax.jit(lambda A: unit_lower_inverse(A, 2))
 
@@ -30,7 +27,7 @@ def repeated_keys(C, beta):
 
 
 @pytest.mark.parametrize("beta", [1.0, 1.9])
-@pytest.mark.parametrize("size", [pytest.param(64, marks=pytest.mark.thorough), 128])
+@pytest.mark.parametrize("size", [64, 128])
 def test_full_precision_is_needed_and_suffices(size, beta):
     A, expected = repeated_keys(size, beta)
     full = error(AT_FULL_PRECISION(A), expected)
@@ -49,13 +46,10 @@ def test_powers_would_not_do():
     assert error(X[None], expected) > 1.0
 
 
-@pytest.mark.parametrize("matrices", [1, 2, 3, 6])
-def test_every_config_gives_the_same_bits(matrices):
-    A = Case(T=20, H=1, HV=3, K=16, chunk_size=16).arguments()["A"]
-    run = functools.partial(solve_tril, A, implementation="pallas")
-    np.testing.assert_array_equal(run(), run(config=Config(matrices)))
-
-
-def test_name():
-    text = text_for_tpu(functools.partial(solve_tril, implementation="pallas"), jnp.zeros((1, 64, 1, 64)))
-    assert "solve_tril_fwd_c64" in text
+@pytest.mark.parametrize("C", [16, 64, 128])
+def test_flops_are_those_of_the_algorithm(C):
+    # Substitution inside of blocks of 16 rows, then two products for every pair of neighbours.
+    joins = [b for b in (16, 32, 64) if b < C]
+    matrix = C // 16 * 16**3 // 3 + sum(2 * 2 * b**3 * (C // (2 * b)) for b in joins)
+    assert cost(B=1, T=C, HV=1, C=C).flops == pytest.approx(matrix, abs=16)
+    assert cost(B=1, T=C, HV=1, C=C, backward=True).flops == 4 * C**3

@@ -1,0 +1,42 @@
+"""The tests that all stages have, in both directions."""
+
+import dataclasses
+
+import pytest
+
+from chunkwise.cumsum import Config, chunk_local_cumsum
+from chunkwise.cumsum.config import cost
+from chunkwise.shared.testing import stage_oracle, stages
+
+LAUNCHES = "chunk_local_cumsum_fwd_c{}", "chunk_local_cumsum_fwd_c{}_reverse"
+FORWARD = stages.StageSpec(
+    function=chunk_local_cumsum,
+    arguments=("g",),
+    results=("g_cum",),
+    definition=stage_oracle.cumsum,
+    cost=cost,
+    costs=(stages.CostSpec(dict(K=1), dict(K=1)), stages.CostSpec()),
+    inputs=lambda case: dict(g=case.arguments()["g"].astype(case.dtype)),
+    split=("cu_seqlens",),
+    configs=(Config(1, 8), Config(3, 8)),
+    launches=LAUNCHES,
+    tpu_sizes=((64, 128, False), (64, 128, True), (128, 128, False), (128, 128, True)),
+)
+REVERSE = dataclasses.replace(FORWARD, options=dict(reverse=True), launches=LAUNCHES[::-1])
+# Three channels of each head, of different gates.
+CHANNELS = dict(inputs=lambda case: dict(g=-(case.arguments()["k"] ** 2) + case.arguments()["g"][..., None]))
+
+
+class TestForward(stages.StageTests, stages.ChunkSizeTests):
+    stage = FORWARD
+
+
+class TestReverse(stages.ReferenceTests, stages.IsolationTests, stages.KernelTests):
+    stage = REVERSE
+
+
+@stages.both
+@pytest.mark.parametrize("stage", [FORWARD, REVERSE], ids=["forward", "reverse"])
+@pytest.mark.parametrize("lengths", [None, (1, 0, 17)], ids=["fixed", "packed"])
+def test_gradients_of_gates_per_channel(lengths, stage, implementation):
+    stages.assert_gradients(dataclasses.replace(stage, **CHANNELS), stages.small(lengths=lengths), implementation)

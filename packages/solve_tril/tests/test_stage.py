@@ -1,0 +1,34 @@
+"""The tests that all stages have."""
+
+from typing import ClassVar
+
+from chunkwise.shared.testing import stage_oracle, stages
+from chunkwise.solve_tril import Config, solve_tril
+from chunkwise.solve_tril.config import cost
+
+STAGE = stages.StageSpec(
+    function=solve_tril,
+    arguments=("A",),
+    results=("A_inv",),
+    definition=stage_oracle.inverse,
+    cost=cost,
+    split=("cu_seqlens",),
+    # The first row of A has nothing below the diagonal, so NaN in it is not read.
+    visible=False,
+    gradient_sizes=(dict(HV=1), dict(HV=1, lengths=(1, 0, 17))),
+    configs=tuple(Config(matrices) for matrices in (1, 2, 3, 6)),
+    # A does not depend on K and V.
+    tpu_sizes=((64, 128, False), (128, 128, False), (128, 128, True)),
+)
+THOROUGH = dict(test_gradients_of_larger_chunks=lambda implementation: implementation == "xla")
+
+
+class TestStage(stages.StageTests):
+    stage = STAGE
+    # To the inverse only the size of a chunk and the packing matter.
+    THOROUGH: ClassVar = dict(test_definition=lambda case: case.repeats)
+
+
+@stages.both
+def test_gradients_of_larger_chunks(implementation):
+    stages.assert_gradients(STAGE, stages.small(T=32, HV=1, chunk_size=32), implementation)
