@@ -30,52 +30,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.fused_gdn import config, cost, tile
+from chunkwise.fused_gdn import cost, tile
 from chunkwise.shared.kernels import chunk_loop, inverse, launcher, layout, nonfinite, packed, schedule, tiles
-from chunkwise.shared.kernels.operands import Operands
+from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 # Heads that take the state through a chunk together: the products of one stage of theirs hide the latency of another.
 STAGE = 8
-
-
-class Static(NamedTuple):
-    """What is known when a kernel is built.
-
-    Attributes:
-      B, T, H, HV, K, V: sizes of the flat arrays: T at least C, K and V padded to whole lanes.
-      C: tokens of a chunk.
-      N: states in and out.
-      steps: of a row of the batch.
-      scale: number that multiplies q.
-      normalise: apply the l2 norm to q and k.
-      pieces: a step is a piece of a chunk instead of a chunk.
-      config: tile sizes.
-    """
-
-    B: int
-    T: int
-    H: int
-    HV: int
-    K: int
-    V: int
-    C: int
-    N: int
-    steps: int
-    scale: float
-    normalise: bool
-    pieces: bool
-    config: config.Config
-
-    def shape(self, heads: int) -> tile.Heads:
-        """Return so many value heads, as those of a grid step."""
-        group = self.HV // self.H
-        # What the forward keeps for the backward is packed alike in both.
-        p = min(config.lane_packing(n, group, self.C) for n in (self.config.heads, self.config.heads_bwd))
-        return tile.Heads(self.C, self.K, self.V, heads, group, p)
-
-    def sizes(self) -> dict[str, Any]:
-        """Return the sizes that costs depend on."""
-        return {name: getattr(self, name) for name in ("B", "T", "H", "HV", "K", "V", "C")}
 
 
 class FwdRefs(NamedTuple):
@@ -113,7 +73,12 @@ class FwdRefs(NamedTuple):
     owner_prev: Any = None  # int32 [1, p C]
 
 
-def load_chunk(refs, valid, s: tile.Heads, static: Static) -> Any:
+def heads_of(static: FusedStatic, heads: int) -> tile.Heads:
+    """Return so many value heads, as those of a grid step."""
+    return tile.Heads(static.C, static.K, static.V, heads, static.group, static.p)
+
+
+def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic) -> Any:
     """Load q, k tiles [key heads, C, K] and g, beta [C, heads] float32 of a chunk; rows that are not valid are zero."""
     q, k = (None if ref is None else layout.load_heads(ref, s.K, valid=valid) for ref in (refs.q, refs.k))
     g, beta = tiles.clip_gate(refs.g[...]), refs.beta[...].astype(jnp.float32)
@@ -135,7 +100,7 @@ def tokens_not_finite(refs, s: tile.Heads, *keys) -> jax.Array:
     return nonfinite.rows_not_finite(*(layout.load_heads(ref, s.K) for ref in keys), *gates)
 
 
-def _fwd_kernel(refs: FwdRefs, *, static: Static, s: tile.Heads) -> None:
+def _fwd_kernel(refs: FwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Take the state through the chunk prev and prepare the chunk cur, of the next grid step.
 
     Neither waits for the other: the products with the state fill the matrix unit while rows are eliminated in the
@@ -155,7 +120,7 @@ def _fwd_kernel(refs: FwdRefs, *, static: Static, s: tile.Heads) -> None:
         s.C,
         pieces=static.pieces,
         multi_sequence=refs.owner is not None,
-        ragged=static.T % s.C > 0,
+        ragged=static.ragged,
         results=(refs.o, refs.W),
     )
     if refs.pool is not None:
@@ -163,7 +128,7 @@ def _fwd_kernel(refs: FwdRefs, *, static: Static, s: tile.Heads) -> None:
 
 
 def _grid_step(
-    refs: FwdRefs, cur: layout.Step, prev: layout.Step, rows: chunk_loop.Rows, static: Static, s: tile.Heads
+    refs: FwdRefs, cur: layout.Step, prev: layout.Step, rows: chunk_loop.Rows, static: FusedStatic, s: tile.Heads
 ) -> None:
     """Do as `_fwd_kernel` with these rows of the two chunks."""
     masks: Any = None
@@ -246,7 +211,7 @@ def _grid_step(
             ref[part.packs_at] = x
 
 
-def prepare(refs: FwdRefs, q, k, gates: tile.Gates, part: tile.Heads, masks, static: Static) -> list[tuple]:
+def prepare(refs: FwdRefs, q, k, gates: tile.Gates, part: tile.Heads, masks, static: FusedStatic) -> list[tuple]:
     """Return what the next grid step needs of some heads of cur, each with the scratch that holds it."""
     g = tile.pack_gates(gates, part)
     pairs, start, end = tile.boundary_decays(g, part, masks)
@@ -280,7 +245,7 @@ def read_state(refs: FwdRefs, part: tile.Heads):
     return start, *tile.read_state(k, q, S.astype(k.dtype), part)
 
 
-def pass_chunk(refs: FwdRefs, valid, stored, X, part: tile.Heads, state_reads, static: Static) -> Iterator[None]:
+def pass_chunk(refs: FwdRefs, valid, stored, X, part: tile.Heads, state_reads, static: FusedStatic) -> Iterator[None]:
     """Compute W of prev, and one product later write its output and take the state through it.
 
     Args:
@@ -306,7 +271,7 @@ def pass_chunk(refs: FwdRefs, valid, stored, X, part: tile.Heads, state_reads, s
     refs.state[part.values_at] = start[:, -1:] * S + tile.write_state(k, end * W, part)
 
 
-def launch(x: Operands, static: Static, outputs: tuple[str, ...]) -> dict[str, Any]:
+def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Run the forward kernel.
 
     Args:
@@ -318,7 +283,7 @@ def launch(x: Operands, static: Static, outputs: tuple[str, ...]) -> dict[str, A
       A dict of these outputs: o like v, ht the final states [N, HV, K, V] float32, of which those of empty sequences
       are undefined, and h, W, X, pool_out as in `Operands`. The pool is updated in place.
     """
-    B, HV, steps, s, dtype = static.B, static.HV, static.steps, static.shape(static.config.heads), x.k.dtype
+    B, HV, steps, s, dtype = static.B, static.HV, static.steps, heads_of(static, static.config.heads), x.k.dtype
     cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))
     n, keys, with_output, multi_sequence = s.heads // s.p, s.heads // s.group, "o" in outputs, x.owner is not None
     key, value, state = cur.tokens(keys * s.K), prev.tokens(s.heads * s.V), prev.state(s.heads, s.K, s.V)

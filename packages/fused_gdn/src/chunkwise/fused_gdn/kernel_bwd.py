@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.fused_gdn import cost, kernel, tile
 from chunkwise.shared.kernels import chunk_loop, launcher, layout, matmul, nonfinite, packed, tiles
-from chunkwise.shared.kernels.operands import Operands
+from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 
 def lane_sums(x: jax.Array, w: int, dtype) -> jax.Array:
@@ -204,7 +204,7 @@ class BwdRefs(NamedTuple):
     dstate: Any = None  # float32 [heads, K, V]; dh0 where that is wanted
 
 
-def _bwd_kernel(refs: BwdRefs, *, static: kernel.Static, s: tile.Heads) -> None:
+def _bwd_kernel(refs: BwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Take the gradient of the state back through a chunk; the last chunk comes first."""
     if refs.dh0 is not None:
         # Its block stays where it is until another sequence begins.
@@ -218,13 +218,13 @@ def _bwd_kernel(refs: BwdRefs, *, static: kernel.Static, s: tile.Heads) -> None:
         s.C,
         pieces=static.pieces,
         multi_sequence=refs.owner is not None,
-        ragged=static.T % s.C > 0,
+        ragged=static.ragged,
         results=(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta),
         backwards=True,
     )
 
 
-def _grid_step(refs: BwdRefs, step: layout.Step, rows: chunk_loop.Rows, static: kernel.Static, s: tile.Heads) -> None:
+def _grid_step(refs: BwdRefs, step: layout.Step, rows: chunk_loop.Rows, static: FusedStatic, s: tile.Heads) -> None:
     """Do as `_bwd_kernel` with these rows of the chunk."""
     masks: Any = None
     nonfinite_rows: Any = None
@@ -258,7 +258,7 @@ def _grid_step(refs: BwdRefs, step: layout.Step, rows: chunk_loop.Rows, static: 
         nonfinite.poison(nonfinite_rows, masks, results, (refs.dstate, masks.carried))
 
 
-def _store(refs: BwdRefs, gradients, valid, masks, static: kernel.Static, s: tile.Heads) -> None:
+def _store(refs: BwdRefs, gradients, valid, masks, static: FusedStatic, s: tile.Heads) -> None:
     """Store the gradients of tokens that `chunk_gradients` returns."""
     dq, dk, dv, later, earlier, dbeta = gradients
     if static.normalise:
@@ -278,7 +278,7 @@ def _store(refs: BwdRefs, gradients, valid, masks, static: kernel.Static, s: til
     layout.store_rows(refs.dbeta, slice(None), dbeta, stored)
 
 
-def launch(x: Operands, static: kernel.Static, outputs: tuple[str, ...]) -> dict[str, Any]:
+def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Run the reverse kernel.
 
     Args:
@@ -290,7 +290,7 @@ def launch(x: Operands, static: kernel.Static, outputs: tuple[str, ...]) -> dict
       A dict of these outputs: dq, dk, dv like q, k, v, dg, dbeta float32 like g, and dh0 [N, HV, K, V] float32, the
       gradient of the initial states, undefined for empty sequences.
     """
-    HV, s, of_tokens = static.HV, static.shape(static.config.heads_bwd), "dq" in outputs
+    HV, s, of_tokens = static.HV, kernel.heads_of(static, static.config.heads_bwd), "dq" in outputs
     cut = chunk_loop.blocks_backwards(static)
     key, value, gate = cut.tokens(s.heads // s.group * s.K), cut.tokens(s.heads * s.V), cut.values(s.heads)
     state = cut.state(s.heads, s.K, s.V)

@@ -34,7 +34,7 @@ from chunkwise.shared.kernels import (
     schedule,
     tiles,
 )
-from chunkwise.shared.kernels.operands import Operands
+from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 
 class MapRefs(NamedTuple):
@@ -71,7 +71,7 @@ class MapRefs(NamedTuple):
     q: Any = None
 
 
-def _map_kernel(refs: MapRefs, *, static: kernel.Static, s: tile.Heads) -> None:
+def _map_kernel(refs: MapRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Take the state through the chunk prev, multiply the chunk inverted by its X, and prepare the chunk cur."""
     steps = cur, inverted, prev = chunk_loop.current_steps(refs.table, 3, static.steps)
 
@@ -90,7 +90,7 @@ def _map_kernel(refs: MapRefs, *, static: kernel.Static, s: tile.Heads) -> None:
         s.C,
         pieces=static.pieces,
         multi_sequence=refs.owner is not None,
-        ragged=static.T % s.C > 0,
+        ragged=static.ragged,
     )
 
     @pl.when(prev.last == 1)
@@ -106,7 +106,7 @@ def _grid_step(
     inverted: layout.Step,
     prev: layout.Step,
     rows: chunk_loop.Rows,
-    static: kernel.Static,
+    static: FusedStatic,
     s: tile.Heads,
 ) -> None:
     """Do as `_map_kernel` with these rows of the three chunks."""
@@ -212,7 +212,7 @@ def pass_chunk(refs: MapRefs, part: tile.Heads) -> Iterator[None]:
     refs.state[part.values_at] = last * S + tile.write_state(refs.k_prev[part.keys_at], W, part)
 
 
-def launch(x: Operands, static: kernel.Static, outputs: tuple[str, ...]) -> dict[str, Any]:
+def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Run the kernel.
 
     Args:
@@ -224,7 +224,7 @@ def launch(x: Operands, static: kernel.Static, outputs: tuple[str, ...]) -> dict
       A dict of these: ht the final states [N, HV, K, V] and M [N, HV, K, K], float32, of which those of empty sequences
       are undefined, and X as in `Operands`.
     """
-    B, HV, steps, s, dtype = static.B, static.HV, static.steps, static.shape(static.config.heads), x.k.dtype
+    B, HV, steps, s, dtype = static.B, static.HV, static.steps, kernel.heads_of(static, static.config.heads), x.k.dtype
     cur, inverted, prev = (chunk_loop.blocks(static, stage, 3) for stage in range(3))
     n, keys, width = s.heads // s.p, s.heads // s.group, s.p * s.C
     channels, matrix, row = s.V + s.K * ("M" in outputs), (n, s.C, width), (n, 1, width)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from chunkwise.fused_gdn import config, kernel, kernel_bwd, kernel_map, xla
 from chunkwise.shared.kernels import chunking, layout, matmul, packed
-from chunkwise.shared.kernels.operands import Operands
+from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operators import checks, fused, state_map
 from chunkwise.shared.operators.arguments import Arguments, Options
 from chunkwise.shared.operators.implementations import Implementation, in_plain_jax
@@ -33,20 +33,24 @@ def config_for(x: Arguments, options: Options) -> config.Config:
     return sizes
 
 
-def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> kernel.Static:
+def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedStatic:
     """Return what the kernels are built for."""
     (B, T, H, K), (HV, V), C = x.q.shape, x.v.shape[2:], options.chunk_size
     # Groups of value heads that are too large for a step are cut, and each part has its own key head.
-    repeats = config.key_repeats(H, HV, options.config)
+    sizes: Any = options.config
+    repeats = config.key_repeats(H, HV, sizes)
+    # What the forward leaves for the backward is packed alike in both.
+    group = HV // (H * repeats)
+    p = min(config.lane_packing(heads, group, C) for heads in (sizes.heads, sizes.heads_bwd))
     pieces = x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state))
-    return kernel.Static(
+    return FusedStatic(
         B=B, T=max(T, C), H=H * repeats, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=x.num_states,
         steps=chunking.num_chunks(T, C) + x.num_states * pieces, scale=options.scale,
-        normalise=bool(options.normalise), pieces=pieces, config=options.config,
+        config=sizes, pieces=pieces, ragged=max(T, C) % C > 0, p=p, normalise=bool(options.normalise),
     )  # fmt: skip
 
 
-def lay_out(x: Arguments, static: kernel.Static, backward: bool) -> Operands:
+def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
     """Return the operands of a launch; values per token are cut in blocks of its heads, [B, blocks, T, heads]."""
     heads = static.config.heads_bwd if backward else static.config.heads
     dtype, repeats = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype), static.H // x.q.shape[2]
@@ -75,7 +79,7 @@ KERNELS = fused.Kernels(
     recomputed=("h", "W"),
     precomputed=("X",),
     makes_map=lambda x: packed.pad_lanes(x.q.shape[3]) + packed.pad_lanes(x.v.shape[3]) <= fused.MOST_CHANNELS,
-    owner_repeats=lambda static: static.shape(static.config.heads).p,
+    owner_repeats=lambda static: static.p,
 )
 
 

@@ -19,46 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.fused_gla import config, cost, tile
+from chunkwise.fused_gla import cost, tile
 from chunkwise.shared.kernels import chunk_loop, launcher, layout, matmul, nonfinite, tiles
-from chunkwise.shared.kernels.operands import Operands
-
-
-class Static(NamedTuple):
-    """What is known of a launch when its program is built.
-
-    Attributes:
-      B, T: rows of the batch and tokens.
-      H, HV: heads of q and k, and of v: value head n reads key head n // (HV // H).
-      K, V: lanes of a head, padded to whole vectors.
-      C: tokens of a chunk.
-      N: sequences, and states.
-      steps: grid steps that a row of the batch takes.
-      chunks: chunks of a grid step.
-      scale: multiplies the output.
-      config: heads of a grid step, forward and backward.
-      per_channel: the gates are per channel of the key.
-      pieces: packed sequences have states of their own: a grid step is a piece of its chunks, of one sequence.
-      constant: every chunk has the same decays: constant gates, whole chunks, one sequence.
-      parts: parts of computed tiles in bfloat16 products: two where the gradient of constant gates is wanted.
-    """
-
-    B: int
-    T: int
-    H: int
-    HV: int
-    K: int
-    V: int
-    C: int
-    N: int
-    steps: int
-    chunks: int
-    scale: float
-    config: config.Config
-    per_channel: bool
-    pieces: bool
-    constant: bool
-    parts: int = 1
+from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 
 class FwdRefs(NamedTuple):
@@ -85,23 +48,23 @@ class FwdRefs(NamedTuple):
     state: Any = None  # float32 [heads, V, K]; ht where that is wanted
 
 
-def current_step(s: Static, backwards: bool = False) -> tuple:
+def current_step(s: FusedStatic, backwards: bool = False) -> tuple:
     """Return the row of the batch and the step of the row that a grid step takes."""
     # Read outside of loops and branches: an interpreter knows it only there.
     return pl.program_id(0), s.steps - 1 - pl.program_id(2) if backwards else pl.program_id(2)
 
 
-def piece_of(refs, s: Static, step: tuple) -> Any:
+def piece_of(refs, s: FusedStatic, step: tuple) -> Any:
     """Return the piece that a step takes, None where steps are not pieces."""
     return layout.Step(refs.table, step[1]) if s.pieces else None
 
 
-def first_chunk(s: Static, step: tuple):
+def first_chunk(s: FusedStatic, step: tuple):
     """Return which chunk of the row of the batch is the first of a step; not for pieces."""
     return step[1] * jnp.int32(s.chunks)
 
 
-def chunks_of(refs, s: Static, step: tuple) -> tuple[jax.Array, jax.Array]:
+def chunks_of(refs, s: FusedStatic, step: tuple) -> tuple[jax.Array, jax.Array]:
     """Return the range of the chunks of a step, counted in the step."""
     piece = piece_of(refs, s, step)
     if piece is not None:
@@ -116,7 +79,7 @@ def chunks_of(refs, s: Static, step: tuple) -> tuple[jax.Array, jax.Array]:
     return jnp.int32(0), jnp.minimum(jnp.int32(s.chunks), most)
 
 
-def run_chunk(body: Callable[["Place"], None], refs, s: Static, step: tuple, i) -> None:
+def run_chunk(body: Callable[["Place"], None], refs, s: FusedStatic, step: tuple, i) -> None:
     """Run the body of chunk i of a step with its place, in the variant that the chunk needs."""
     piece, run = piece_of(refs, s, step), lambda rows: body(Place(refs, s, step, i, rows))
     ALL, SOME, MIXED = chunk_loop.Rows
@@ -127,10 +90,10 @@ def run_chunk(body: Callable[["Place"], None], refs, s: Static, step: tuple, i) 
     elif refs.owner is not None:
         chunk_loop.either(chunk_in_table(refs, s, step, i).mixed == 1, lambda: run(MIXED), lambda: run(ALL))
     else:
-        run(SOME if s.T % s.C else ALL)
+        run(SOME if s.ragged else ALL)
 
 
-def chunk_in_table(refs, s: Static, step: tuple, i) -> layout.Step:
+def chunk_in_table(refs, s: FusedStatic, step: tuple, i) -> layout.Step:
     """Return how the sequences lie in chunk i of a step, where a chunk may hold several."""
     return layout.Step(refs.table, step[0] * jnp.int32(s.steps * s.chunks) + first_chunk(s, step) + i)
 
@@ -149,7 +112,7 @@ class Place:
       valid_row: bool [1, 1, C], the same as a row.
     """
 
-    def __init__(self, refs, s: Static, step: tuple, i, rows: chunk_loop.Rows):
+    def __init__(self, refs, s: FusedStatic, step: tuple, i, rows: chunk_loop.Rows):
         """Find the place of chunk i of a step, of which these rows are valid."""
         self.refs, self.s, self.i = refs, s, i
         self.rows_at = pl.ds(pl.multiple_of(i * jnp.int32(s.C), s.C), s.C)
@@ -289,7 +252,7 @@ def _select(mask: jax.Array | None, x: jax.Array) -> jax.Array:
     return x if mask is None else jnp.where(mask, x, 0.0)
 
 
-def constant_decays(refs, s: Static, heads: int) -> tile.Decays | None:
+def constant_decays(refs, s: FusedStatic, heads: int) -> tile.Decays | None:
     """Return the decays of every chunk where they are the same for all, else None."""
     if not s.constant:
         return None
@@ -299,7 +262,7 @@ def constant_decays(refs, s: Static, heads: int) -> tile.Decays | None:
     return tile.constant_decays(gamma, s.scale, s.C)
 
 
-def _gla_fwd_kernel(refs: FwdRefs, s: Static) -> None:
+def _gla_fwd_kernel(refs: FwdRefs, s: FusedStatic) -> None:
     """Take the state through the chunks of a step."""
     if refs.ht is not None:
         # Its block stays where it is until another sequence begins.
@@ -345,13 +308,13 @@ def _set_ones(ref) -> None:
     ref[...] = jnp.ones_like(ref)
 
 
-def inputs_of(x: Operands, s: Static, cut: layout.Blocks, heads: int, queries: bool) -> dict[str, tuple]:
+def inputs_of(x: Operands, s: FusedStatic, cut: layout.Blocks, heads: int, queries: bool) -> dict[str, tuple]:
     """Return the operands of a launch of so many value heads a step by name, each with how it is cut.
 
     Without `queries` one block of q, which nobody reads, stays an operand: so vmap over q alone gives every result its
     axis.
     """
-    keys, share = key_blocks(s, heads)
+    keys, share = s.key_blocks(heads)
     key, value = cut.tokens(keys * s.K, share), cut.tokens(heads * s.V)
     gate = cut.tokens(heads * s.K) if s.per_channel else cut.rows(s.chunks, heads, 1, s.C)
     # Gates per channel are clipped where a kernel loads them: a pass over them in HBM would cost time.
@@ -369,27 +332,18 @@ def inputs_of(x: Operands, s: Static, cut: layout.Blocks, heads: int, queries: b
     }
 
 
-def key_blocks(s: Static, heads: int) -> tuple[int, int]:
-    """Return the key heads of a block; and where a group is larger than a block, how many blocks share its key head."""
-    group = s.HV // s.H
-    return max(heads // group, 1), max(group // heads, 1)
-
-
-def launched(x: Operands, s: Static, kind: str, heads: int, **costs: Any) -> dict[str, Any]:
+def launched(x: Operands, s: FusedStatic, kind: str, heads: int, **costs: Any) -> dict[str, Any]:
     """Return what `launcher.launch` is told of every launch of this package: name, grid, table and cost."""
     table = x.table if s.pieces or x.owner is not None else None
     return dict(
         name=f"chunk_gla_{kind}_c{s.C}" + ("" if table is None else "_varlen"),
         grid=(s.B, s.HV // heads, s.steps),
         tables={"table": table},
-        cost_estimate=cost.cost(
-            B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, C=s.C, itemsize=x.v.dtype.itemsize,
-            per_channel=s.per_channel, **costs,
-        ),
+        cost_estimate=cost.cost(**s.sizes(), itemsize=x.v.dtype.itemsize, per_channel=s.per_channel, **costs),
     )  # fmt: skip
 
 
-def launch(x: Operands, s: Static, outputs: tuple[str, ...]) -> dict[str, Any]:
+def launch(x: Operands, s: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Run the forward, or the part of it that makes these outputs.
 
     Args:
@@ -401,7 +355,7 @@ def launch(x: Operands, s: Static, outputs: tuple[str, ...]) -> dict[str, Any]:
       grid step [B, steps, HV, V, K] float32; M, the decay of a state over all tokens of its sequence [N, HV, 1, K]
       float32, of gates per channel only; pool_out, the pool, updated in place.
     """
-    heads, with_output, cut = s.config.heads, "o" in outputs, chunk_loop.blocks(s, chunks=s.chunks)
+    heads, with_output, cut = s.config.heads, "o" in outputs, chunk_loop.blocks(s)
     state = heads, s.V, s.K
     slot = heads, *(() if x.pool is None else x.pool.shape[2:])
     made = {

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import kernel, tile
 from chunkwise.shared.kernels import chunk_loop, chunking, launcher, layout, matmul, schedule, tiles
-from chunkwise.shared.kernels.operands import Operands
+from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 # Heads that the backward takes in lock-step, and how many such pairs it starts before it finishes the first.
 PAIR, AHEAD = 2, 2
@@ -52,7 +52,7 @@ class BwdRefs(NamedTuple):
     through: Any = None  # float32 [heads, 1, K], of constant gates
 
 
-def _stored_decays(refs: BwdRefs, s: kernel.Static, heads: slice) -> tile.Decays | None:
+def _stored_decays(refs: BwdRefs, s: FusedStatic, heads: slice) -> tile.Decays | None:
     """Return the decays of constant gates, of which those of pairs are stored transposed; None for other gates."""
     if not s.constant:
         return None
@@ -60,7 +60,7 @@ def _stored_decays(refs: BwdRefs, s: kernel.Static, heads: slice) -> tile.Decays
     return tile.Decays(*each, s.scale)
 
 
-def _recompute_state(refs: BwdRefs, s: kernel.Static, place: kernel.Place) -> None:
+def _recompute_state(refs: BwdRefs, s: FusedStatic, place: kernel.Place) -> None:
     """Store the state after the chunk of a place, which is the one before the next."""
     before, after, heads = refs.states.at[place.i], refs.states.at[place.i + 1], slice(0, refs.dstate.shape[0])
     place.isolate(((refs.k, s.K), (refs.v, s.V)), (before, place.carried))
@@ -71,19 +71,19 @@ def _recompute_state(refs: BwdRefs, s: kernel.Static, place: kernel.Place) -> No
     place.poison((), (after, place.ending), (before, place.carried))
 
 
-def _isolate(refs: BwdRefs, s: kernel.Static, place: kernel.Place) -> None:
+def _isolate(refs: BwdRefs, s: FusedStatic, place: kernel.Place) -> None:
     """Keep the sequences apart of a chunk whose gradients are to be computed."""
     inputs = (refs.q, s.K), (refs.k, s.K), (refs.v, s.V), (refs.do, s.V)
     place.isolate(inputs, (refs.states.at[place.i], place.carried), (refs.dstate, place.ending))
 
 
-def _poison(refs: BwdRefs, s: kernel.Static, place: kernel.Place) -> None:
+def _poison(refs: BwdRefs, s: FusedStatic, place: kernel.Place) -> None:
     """Store NaN in the gradients of sequences that are not finite, and of the state."""
     results = refs.dq, refs.dk, refs.dv, None if s.constant else refs.dg
     place.poison(results, (refs.dstate, place.carried))
 
 
-def _chunk_in_groups(refs: BwdRefs, s: kernel.Static, place: kernel.Place) -> None:
+def _chunk_in_groups(refs: BwdRefs, s: FusedStatic, place: kernel.Place) -> None:
     """Store the gradients of a chunk whose gates are per head.
 
     The matrix unit works in program order: while it computes the products of some heads, the vector unit finishes
@@ -133,7 +133,7 @@ def _chunk_in_groups(refs: BwdRefs, s: kernel.Static, place: kernel.Place) -> No
     _poison(refs, s, place)
 
 
-def _chunk_in_step(refs: BwdRefs, s: kernel.Static, place: kernel.Place) -> None:
+def _chunk_in_step(refs: BwdRefs, s: FusedStatic, place: kernel.Place) -> None:
     """Store the gradients of a chunk whose gates are per channel, all heads in lock-step."""
     _isolate(refs, s, place)
     heads = slice(0, refs.dstate.shape[0])
@@ -161,14 +161,14 @@ def _ends(piece: layout.Step | None):
     return pl.program_id(2) == 0 if piece is None else (pl.program_id(2) == 0) | (piece.last == 1)
 
 
-def _run_backwards(body: Callable[[kernel.Place], None], refs, s: kernel.Static, step: tuple) -> None:
+def _run_backwards(body: Callable[[kernel.Place], None], refs, s: FusedStatic, step: tuple) -> None:
     """Run the body of every chunk of a step, the last one first."""
     first, end = kernel.chunks_of(refs, s, step)
     run = lambda i, _: kernel.run_chunk(body, refs, s, step, first + end - 1 - i)
     lax.fori_loop(first, end, run, None)
 
 
-def _gla_bwd_kernel(refs: BwdRefs, s: kernel.Static) -> None:
+def _gla_bwd_kernel(refs: BwdRefs, s: FusedStatic) -> None:
     """Take the gradient of the state back through the chunks of a step; the last step comes first."""
     if refs.dh0 is not None:
         # Its block stays where it is until another sequence begins.
@@ -197,7 +197,7 @@ def _gla_bwd_kernel(refs: BwdRefs, s: kernel.Static) -> None:
     _run_backwards(functools.partial(_chunk_in_step if s.per_channel else _chunk_in_groups, refs, s), refs, s, step)
 
 
-def _gla_bwd_state_kernel(refs: kernel.FwdRefs, s: kernel.Static) -> None:
+def _gla_bwd_state_kernel(refs: kernel.FwdRefs, s: FusedStatic) -> None:
     """Take the gradient of the state back through the chunks of a step; the last step comes first.
 
     Of a chunk it takes queries for keys and gradients of outputs for values: it adds them like these, but decayed from
@@ -216,11 +216,11 @@ def _gla_bwd_state_kernel(refs: kernel.FwdRefs, s: kernel.Static) -> None:
     _run_backwards(chunk, refs, s, step)
 
 
-def launch_state(x: Operands, s: kernel.Static) -> jax.Array:
+def launch_state(x: Operands, s: FusedStatic) -> jax.Array:
     """Return the gradient of the initial states alone, [N, HV, V, K] float32, as `launch` does."""
     # Queries and the gradients of outputs act on the gradient of the state as keys and values act on the state.
     dtype = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
-    q, heads, cut = x.q.astype(dtype), s.config.heads, chunk_loop.blocks_backwards(s, s.chunks)
+    q, heads, cut = x.q.astype(dtype), s.config.heads, chunk_loop.blocks_backwards(s)
     x = x._replace(q=q, k=q, v=x.do.astype(dtype), initial_state=x.dht, do=None, dht=None)
     return launcher.launch(
         functools.partial(_gla_bwd_state_kernel, s=s),
@@ -232,7 +232,7 @@ def launch_state(x: Operands, s: kernel.Static) -> jax.Array:
     )["ht"]
 
 
-def launch(x: Operands, s: kernel.Static, outputs: tuple[str, ...]) -> dict[str, Any]:
+def launch(x: Operands, s: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Run the backward, or the part of it that makes the gradient of the initial states alone.
 
     Args:
@@ -246,8 +246,8 @@ def launch(x: Operands, s: kernel.Static, outputs: tuple[str, ...]) -> dict[str,
     """
     if outputs == ("dh0",):
         return {"dh0": launch_state(x, s)}
-    heads, cut = s.config.heads_bwd, chunk_loop.blocks_backwards(s, s.chunks)
-    (keys, share), state, value = kernel.key_blocks(s, heads), (heads, s.V, s.K), cut.tokens(heads * s.V)
+    heads, cut = s.config.heads_bwd, chunk_loop.blocks_backwards(s)
+    (keys, share), state, value = s.key_blocks(heads), (heads, s.V, s.K), cut.tokens(heads * s.V)
     inputs = kernel.inputs_of(x, s, cut, heads, queries=True)
     gate, gates = inputs["g"][1], (s.B, chunking.num_chunks(s.T, s.C), s.HV, 1, s.C)
     if s.per_channel:
@@ -296,7 +296,7 @@ def launch(x: Operands, s: kernel.Static, outputs: tuple[str, ...]) -> dict[str,
     return {name: y for name, y in results.items() if name in outputs}
 
 
-def _sum_gates(s: kernel.Static, dg: jax.Array) -> jax.Array:
+def _sum_gates(s: FusedStatic, dg: jax.Array) -> jax.Array:
     """Return the gradient of the constant gates [HV, 1, 1] from the gradient of all gates.
 
     Args:
@@ -310,7 +310,7 @@ def _sum_gates(s: kernel.Static, dg: jax.Array) -> jax.Array:
     return jnp.sum(tokens, axis=(0, 1))[:, None, None]
 
 
-def _added_up(s: kernel.Static, y, like: jax.Array, share: int) -> jax.Array:
+def _added_up(s: FusedStatic, y, like: jax.Array, share: int) -> jax.Array:
     """Return the gradient of queries or keys from the sums [B, T, H * share * K] of blocks that share a key head."""
     if share == 1:
         return y

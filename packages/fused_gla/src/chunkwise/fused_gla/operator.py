@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from chunkwise.fused_gla import config, kernel, kernel_bwd, xla
 from chunkwise.shared.kernels import chunking, launcher, layout, matmul, packed
-from chunkwise.shared.kernels.operands import Operands
+from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operators import arguments, checks, fused
 from chunkwise.shared.operators.arguments import Arguments, Options
 from chunkwise.shared.operators.implementations import Implementation, in_plain_jax
@@ -60,23 +60,25 @@ def config_for(x: Arguments, options: Options) -> config.Config:
     return sizes
 
 
-def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> kernel.Static:
+def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedStatic:
     """Return what the kernels are built for."""
     (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
     pieces, NT = x.cu_seqlens is not None and (x.with_state or options.output_final_state), chunking.num_chunks(T, C)
     chunks = launcher.largest_divisor(NT, options.config.num_steps)
-    return kernel.Static(
-        B, T, H, HV, packed.pad_lanes(K), packed.pad_lanes(V), C, N, NT // chunks + pieces * N, chunks, options.scale,
+    return FusedStatic(
+        B, T, H, HV, packed.pad_lanes(K), packed.pad_lanes(V), C, N, NT // chunks + pieces * N, options.scale,
         options.config,
+        pieces=bool(pieces),
+        ragged=T % C > 0,
+        chunks=chunks,
         per_channel=_per_channel(x),
-        pieces=pieces,
         constant=x.g is None and x.cu_seqlens is None and x.segment_ids is None and T % C == 0,
         # The gradient of constant gates is one number for all tokens, which cancel; see `tile`.
         parts=2 if x.g_gamma is not None and "g_gamma" in wanted else 1,
     )  # fmt: skip
 
 
-def lay_out(x: Arguments, static: kernel.Static, backward: bool) -> Operands:
+def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
     """Return the operands of a launch.
 
     Gates per head are rows of chunks [B, NT, HV, 1, C] float32, gates per channel flat [B, T, HV K]. States are [V, K].

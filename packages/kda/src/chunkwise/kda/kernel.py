@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.kda import config, cost, tile
+from chunkwise.kda import cost, tile
 from chunkwise.shared.kernels import (
     chunk_loop,
     inverse,
@@ -47,63 +47,10 @@ from chunkwise.shared.kernels import (
     schedule,
     tiles,
 )
-from chunkwise.shared.kernels.operands import Operands
+from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 # Heads that take the state through a chunk together; in launches that make the inverse or the output, and not both.
 STAGE, HALF_STAGE = 4, 8
-
-
-class Static(NamedTuple):
-    """What is known when the kernel is built.
-
-    Attributes:
-      B, T: rows of the batch and their tokens, at least C; the last chunk may hold fewer rows than C.
-      selects: rows past the last token are not zeros, or zeros that a law makes a decay of, so they must be left out.
-      H, HV: key and value heads.
-      K, V: head dimensions, padded to whole lanes.
-      C: chunk size.
-      N: states in and out.
-      steps: of a row of the batch: chunks, or pieces of chunks.
-      scale: the number that multiplies the queries.
-      normalise: whether queries and keys are scaled to unit length first.
-      pieces: a step is a piece of a chunk instead of a chunk.
-      config: tile sizes.
-      base: rows of the diagonal blocks that one product covers, in the forward.
-      backward_base: in the backward, where gradients of strong gates are as small as the decays.
-      lower_bound: of the law of raw gates, or None.
-    """
-
-    B: int
-    T: int
-    selects: bool
-    H: int
-    HV: int
-    K: int
-    V: int
-    C: int
-    N: int
-    steps: int
-    scale: float
-    normalise: bool
-    pieces: bool
-    config: config.Config
-    base: int
-    backward_base: int
-    lower_bound: float | None
-
-    @property
-    def p(self) -> int:
-        """Heads that lie side by side in the lanes: a power of two that divides the heads of a grid step."""
-        return packed.packing(self.C, self.config.heads, self.config.heads_bwd)
-
-    @property
-    def group(self) -> int:
-        """Value heads that share a key head."""
-        return self.HV // self.H
-
-    def key_heads(self, heads: int) -> int:
-        """Return how many key heads serve a block of `heads` value heads."""
-        return max(heads // self.group, 1)
 
 
 def decays_scratch(heads: int, C: int, K: int, base: int):
@@ -181,7 +128,7 @@ def pack_boundary(readers, beta, decays: tile.ChannelDecays, masks: layout.Seque
     return readers_decayed, (readers[-1] * beta) * to_end, through
 
 
-def load_keys(ref, valid, static: Static, which: slice = slice(None)) -> jax.Array:
+def load_keys(ref, valid, static: FusedStatic, which: slice = slice(None)) -> jax.Array:
     """Return queries or keys as float32 [key heads, C, K], rounded as the tensors are."""
     heads = layout.load_heads(ref, static.K, which, valid).astype(jnp.float32)  # [key heads, C, K]
     return tiles.l2norm(heads).astype(ref.dtype).astype(jnp.float32) if static.normalise else heads
@@ -208,7 +155,7 @@ def law_block(lanes: int) -> pl.BlockSpec:
     return pl.BlockSpec((2, lanes), lambda b, h, *_: (0, h))
 
 
-def decays_of(g, refs, valid, static: Static, first: int = 0, unit: float = 1.0, exact: bool = True):
+def decays_of(g, refs, valid, static: FusedStatic, first: int = 0, unit: float = 1.0, exact: bool = True):
     """Return the decays of raw gates g [C, n] in the lanes from `first` on, zero in rows that are not valid.
 
     `unit` and `exact` as in `chunkwise.shared.kernels.decay`.
@@ -230,7 +177,7 @@ def store_continuing(ref, masks: layout.SequenceMasks) -> None:
         ref[...] = jnp.broadcast_to(tile.continuing(masks.same)[0], ref.shape)
 
 
-def tokens_not_finite(refs, static: Static) -> jax.Array:
+def tokens_not_finite(refs, static: FusedStatic) -> jax.Array:
     """Return which rows are not finite in q, k, g or beta, float32 [1, C, 1]."""
     g = refs.g[...] if refs.law is None else decays_of(refs.g[...], refs, None, static)
     # A gate of -inf only forgets everything.
@@ -279,7 +226,7 @@ class FwdRefs(NamedTuple):
     owner_prev: Any = None  # int32 [1, C]
 
 
-def _fwd_kernel(refs: FwdRefs, *, static: Static) -> None:
+def _fwd_kernel(refs: FwdRefs, *, static: FusedStatic) -> None:
     """Take the state through the chunk prev and prepare the chunk cur, of the next grid step."""
     if refs.ht is not None:
         # Its block stays where it is until another sequence begins.
@@ -295,14 +242,14 @@ def _fwd_kernel(refs: FwdRefs, *, static: Static) -> None:
         static.C,
         pieces=static.pieces,
         multi_sequence=refs.owner is not None,
-        ragged=static.selects,
+        ragged=static.ragged,
         results=(refs.o, refs.W),
     )
     if refs.pool is not None:
         chunk_loop.write_pool(refs.state, refs.pool_out, prev, transposed=True)
 
 
-def _grid_step(refs: FwdRefs, cur: layout.Step, prev: layout.Step, rows: chunk_loop.Rows, static: Static) -> None:
+def _grid_step(refs: FwdRefs, cur: layout.Step, prev: layout.Step, rows: chunk_loop.Rows, static: FusedStatic) -> None:
     """Do as `_fwd_kernel` with these rows of the two chunks."""
     heads, C, p, dtype = static.config.heads, static.C, static.p, refs.v.dtype
     masks: Any = None
@@ -358,7 +305,7 @@ def _grid_step(refs: FwdRefs, cur: layout.Step, prev: layout.Step, rows: chunk_l
         refs.owner_prev[...] = refs.owner[0]
 
 
-def prepare(refs: FwdRefs, n: int, load_q, load_k, gates, betas, valid, masks, static: Static):
+def prepare(refs: FwdRefs, n: int, load_q, load_k, gates, betas, valid, masks, static: FusedStatic):
     """Return what the next grid step needs of the pack of heads from n on in cur.
 
     Args:
@@ -387,7 +334,7 @@ def prepare(refs: FwdRefs, n: int, load_q, load_k, gates, betas, valid, masks, s
     return pack_boundary([q, k] if refs.o is not None else [k], beta, decays, masks), scores
 
 
-def store_pack(refs: FwdRefs, n: int, boundary, scores, beta_rows, static: Static) -> None:
+def store_pack(refs: FwdRefs, n: int, boundary, scores, beta_rows, static: FusedStatic) -> None:
     """Store what `prepare` returned for the next grid step."""
     (readers, ends, through), dtype = boundary, refs.v.dtype
     pack, packs = slice(n, n + static.p), slice(n // static.p, n // static.p + 1)
@@ -400,7 +347,7 @@ def store_pack(refs: FwdRefs, n: int, boundary, scores, beta_rows, static: Stati
         refs.scores_out[packs] = scores
 
 
-def stages_of(static: Static, most: int) -> list[slice]:
+def stages_of(static: FusedStatic, most: int) -> list[slice]:
     """Return the heads that take the state through a chunk together, at most so many."""
     heads, p = static.config.heads, static.p
     size = max(n for n in range(p, max(p, most) + 1, p) if heads % n == 0)
@@ -422,7 +369,7 @@ def write_state(W, ends):
     return matmul.dot_tn(packed.rows(left), packed.rows(right))
 
 
-def pass_chunk(refs: FwdRefs, valid, static: Static, dtype) -> Iterator[None]:
+def pass_chunk(refs: FwdRefs, valid, static: FusedStatic, dtype) -> Iterator[None]:
     """Finish the inverse of prev and take the state through it; yield where products may stand."""
     X = None if refs.X is None else refs.X[...]  # [heads / p, C, p C]
     if refs.X is None:
@@ -436,7 +383,7 @@ def pass_chunk(refs: FwdRefs, valid, static: Static, dtype) -> Iterator[None]:
     yield from schedule.stagger(pass_state(refs, valid, X, stage, static, dtype) for stage in stages)
 
 
-def pass_state(refs: FwdRefs, valid, X, heads: slice, static: Static, dtype) -> Iterator[None]:
+def pass_state(refs: FwdRefs, valid, X, heads: slice, static: FusedStatic, dtype) -> Iterator[None]:
     """Write the output of some heads of prev and take their state through it; yield between products."""
     C, p, packs = static.C, static.p, slice(heads.start // static.p, heads.stop // static.p)
     S = refs.state[heads]  # [h, V, K]
@@ -462,7 +409,7 @@ def pass_state(refs: FwdRefs, valid, X, heads: slice, static: Static, dtype) -> 
     refs.state[heads] = refs.through[heads] * S + write_state(packed.parts(W, dtype), ends)  # [h, V, K]
 
 
-def launch(x: Operands, static: Static, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
+def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
     """Run the forward, or the part of it that makes these outputs.
 
     Without o no query reads the state, and the initial states may have more channels than v: the values of those are
@@ -481,11 +428,12 @@ def launch(x: Operands, static: Static, outputs: tuple[str, ...]) -> dict[str, j
     """
     B, HV, C, K, V, steps, heads = static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads
     p, dtype, inverts, with_output = static.p, x.v.dtype, x.X is None, "o" in outputs
+    keys, share = static.key_blocks(heads)
     channels = V if x.initial_state is None else x.initial_state.shape[2]
     operand, base = matmul.operand_dtype(dtype), static.base if inverts else 0
     parts = 2 if operand == jnp.bfloat16 else 1
     cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))
-    key, value = cur.tokens(static.key_heads(heads) * K, max(static.group // heads, 1)), prev.tokens(heads * V)
+    key, value = cur.tokens(keys * K, share), prev.tokens(heads * V)
     matrix, both, state = (heads // p, C, p * C), (heads // p, 2 * C, p * C), prev.state(heads, channels, K)
     slot = heads, *(() if x.pool is None else x.pool.shape[2:])
     made = {
@@ -516,7 +464,6 @@ def launch(x: Operands, static: Static, outputs: tuple[str, ...]) -> dict[str, j
         scratch |= {"nonfinite_rows": (1, C, 1), "owner_prev": pltpu.VMEM((1, C), jnp.int32)}
         if base > 1:
             scratch["continuing"] = C, packed.LANES
-    sizes = dict(B=B, T=static.T, H=static.H, HV=HV, K=K, V=V if with_output else channels, C=C)
     return launcher.launch(
         functools.partial(_fwd_kernel, static=static),
         FwdRefs,
@@ -542,6 +489,8 @@ def launch(x: Operands, static: Static, outputs: tuple[str, ...]) -> dict[str, j
         requested=outputs,
         scratch=scratch,
         in_place={} if x.pool is None else {"pool": "pool_out"},
-        cost_estimate=(cost.cost if with_output else cost.states_cost)(**sizes, itemsize=dtype.itemsize),
+        cost_estimate=(cost.cost if with_output else cost.states_cost)(
+            **static.sizes() | {"V": channels}, itemsize=dtype.itemsize
+        ),
         in_bounds=x.pool is None,  # nothing else comes from the caller's numbers
     )

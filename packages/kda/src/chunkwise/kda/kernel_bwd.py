@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.kda import cost, kernel, tile
 from chunkwise.shared.kernels import chunk_loop, launcher, laws, layout, matmul, nonfinite, packed, tiles
-from chunkwise.shared.kernels.operands import Operands
+from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 
 def pair_table(C: int, base: int) -> np.ndarray:
@@ -228,7 +228,7 @@ class BwdRefs(NamedTuple):
     continuing: Any = None  # float32 [C, 128], `tile.continuing`
 
 
-def _bwd_kernel(refs: BwdRefs, *, static: kernel.Static) -> None:
+def _bwd_kernel(refs: BwdRefs, *, static: FusedStatic) -> None:
     """Take the gradient of the state back through a chunk; the last chunk comes first."""
     if refs.dh0 is not None:
         # Its block stays where it is until another sequence begins.
@@ -244,13 +244,13 @@ def _bwd_kernel(refs: BwdRefs, *, static: kernel.Static) -> None:
         static.C,
         pieces=static.pieces,
         multi_sequence=refs.owner is not None,
-        ragged=static.selects,
+        ragged=static.ragged,
         results=(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta),
         backwards=True,
     )
 
 
-def _grid_step(refs: BwdRefs, step: layout.Step, rows: chunk_loop.Rows, static: kernel.Static) -> None:
+def _grid_step(refs: BwdRefs, step: layout.Step, rows: chunk_loop.Rows, static: FusedStatic) -> None:
     """Do as `_bwd_kernel` with these rows of the chunk."""
     heads, C = static.config.heads_bwd, static.C
     masks: Any = None
@@ -286,7 +286,7 @@ def _grid_step(refs: BwdRefs, step: layout.Step, rows: chunk_loop.Rows, static: 
 
 
 def _token_gradients(
-    refs: BwdRefs, q, k, beta, betas, boundary, do, valid, masks, step: layout.Step, static: kernel.Static
+    refs: BwdRefs, q, k, beta, betas, boundary, do, valid, masks, step: layout.Step, static: FusedStatic
 ) -> None:
     """Store the gradients of a chunk, of its tokens and of the state before it.
 
@@ -333,7 +333,7 @@ def _token_gradients(
         layout.store_heads(ref, d, stored)
 
 
-def through_law(refs: BwdRefs, valid, dg, static: kernel.Static):
+def through_law(refs: BwdRefs, valid, dg, static: FusedStatic):
     """Return the gradient of raw gates for that of decays, dg [C, heads K], and add to that of A_log and dt_bias."""
     A_log, dt_bias = refs.law[:1], refs.law[1:]  # [1, heads K]
     each = laws.decay_gradient(refs.g[...].astype(jnp.float32), A_log, dt_bias, static.lower_bound, dg)  # [C, heads K]
@@ -343,7 +343,7 @@ def through_law(refs: BwdRefs, valid, dg, static: kernel.Static):
     return dx
 
 
-def not_finite(refs: BwdRefs, static: kernel.Static) -> jax.Array:
+def not_finite(refs: BwdRefs, static: FusedStatic) -> jax.Array:
     """Return which rows of the chunk are not finite, float32 [1, C, 1]."""
     if refs.W is None:
         of_values = nonfinite.rows_not_finite(layout.load_heads(refs.do, static.V))
@@ -352,7 +352,7 @@ def not_finite(refs: BwdRefs, static: kernel.Static) -> jax.Array:
     return nonfinite.rows_not_finite(*(layout.load_heads(ref, static.V) for ref in (refs.do, refs.W)))
 
 
-def launch(x: Operands, static: kernel.Static, outputs: tuple[str, ...]) -> dict[str, Any]:
+def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Run the backward.
 
     Args:
@@ -367,9 +367,9 @@ def launch(x: Operands, static: kernel.Static, outputs: tuple[str, ...]) -> dict
     B, HV, C, K, V, steps, heads = (
         static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads_bwd
     )  # fmt: skip
-    p, keys, blocks, of_tokens = static.p, static.key_heads(heads), HV // heads, "dq" in outputs
+    p, keys, blocks, of_tokens = static.p, static.key_blocks(heads)[0], HV // heads, "dq" in outputs
     cut = chunk_loop.blocks_backwards(static)
-    key, share = cut.tokens(keys * K, max(static.group // heads, 1)), blocks * keys // static.H
+    key, share = cut.tokens(keys * K, static.key_blocks(heads)[1]), blocks * keys // static.H
     value, gate = cut.tokens(heads * V), cut.tokens(heads * K)
     beta, row, state = x.beta.reshape(B, -1, blocks, heads, C), cut.rows(None, None, heads, C), cut.state(heads, V, K)
     # A block of heads inside a group of value heads gives a partial sum of the group, in lanes of its own.
@@ -414,9 +414,7 @@ def launch(x: Operands, static: kernel.Static, outputs: tuple[str, ...]) -> dict
         },
         requested=outputs,
         scratch=scratch,
-        cost_estimate=estimate(
-            B=B, T=static.T, H=static.H, HV=HV, K=K, V=V, C=C, itemsize=x.q.dtype.itemsize, backward=True
-        ),
+        cost_estimate=estimate(**static.sizes(), itemsize=x.q.dtype.itemsize, backward=True),
         in_bounds=True,
     )
     if "dbeta" in gradients:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from chunkwise.kda import config, kernel, kernel_bwd, tile, xla
 from chunkwise.shared.kernels import chunking, launcher, layout, matmul, packed
-from chunkwise.shared.kernels.operands import Operands
+from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operators import checks, fused, gates, state_map
 from chunkwise.shared.operators.arguments import Arguments, Options
 from chunkwise.shared.operators.implementations import Implementation, in_plain_jax
@@ -46,23 +46,24 @@ def _dtype(x: Arguments):
     return matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
 
 
-def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> kernel.Static:
+def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedStatic:
     """Return what the kernels are built for."""
     (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
     pieces = x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state))
     # What pads fewer tokens than a chunk is zeros, of which a law makes decays.
-    selects = (T if options.laws.use_gate_in_kernel else max(T, C)) % C > 0
-    return kernel.Static(
-        B=B, T=max(T, C), selects=selects, H=H, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=N,
+    ragged = (T if options.laws.use_gate_in_kernel else max(T, C)) % C > 0
+    return FusedStatic(
+        B=B, T=max(T, C), ragged=ragged, H=H, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=N,
         steps=chunking.num_chunks(T, C) + N * pieces, scale=options.scale, normalise=bool(options.normalise),
         pieces=pieces, config=options.config,
+        p=packed.packing(C, options.config.heads, options.config.heads_bwd),
         base=tile.base_block(options.gate_lower_bound, _dtype(x)),
         backward_base=tile.base_block(options.gate_lower_bound, jnp.float32),
         lower_bound=options.laws.lower_bound,
     )  # fmt: skip
 
 
-def lay_out(x: Arguments, static: kernel.Static, backward: bool) -> Operands:
+def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
     """Return the operands of a launch; step sizes are rows of chunks [B, NT, HV, C], states are [V, K]."""
     g, law = x.g.astype(jnp.float32), None
     if x.A_log is not None:

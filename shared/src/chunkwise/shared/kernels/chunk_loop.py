@@ -8,13 +8,13 @@ before, so that the products of one stage fill the matrix unit while another wai
 import enum
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from chunkwise.shared.kernels import layout, pools
+from chunkwise.shared.kernels.operands import FusedStatic
 
 
 class Rows(enum.Enum):
@@ -41,15 +41,15 @@ def step_of(grid_step, stage: int, stages: int, steps: int):
     return step if stage == stages - 1 else jnp.minimum(step, steps - 1)
 
 
-def blocks(static: Any, stage: int = 0, stages: int = 1, chunks: int = 1) -> layout.Blocks:
-    """Return how a stage of a pipeline cuts its arrays; `static` has C, steps and pieces, as `layout.Blocks`."""
+def blocks(static: FusedStatic, stage: int = 0, stages: int = 1) -> layout.Blocks:
+    """Return how a stage of a pipeline cuts its arrays."""
     at = functools.partial(step_of, stage=stage, stages=stages, steps=static.steps)
-    return layout.Blocks(static.C, static.steps, at, static.pieces, chunks)
+    return layout.Blocks(static.C, static.steps, at, static.pieces, static.chunks)
 
 
-def blocks_backwards(static: Any, chunks: int = 1) -> layout.Blocks:
+def blocks_backwards(static: FusedStatic) -> layout.Blocks:
     """Return how a kernel cuts its arrays that takes the last step first."""
-    return layout.Blocks(static.C, static.steps, lambda t: static.steps - 1 - t, static.pieces, chunks)
+    return layout.Blocks(static.C, static.steps, lambda t: static.steps - 1 - t, static.pieces, static.chunks)
 
 
 def current_steps(table_ref, stages: int, steps: int) -> list[layout.Step]:

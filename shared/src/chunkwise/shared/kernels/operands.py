@@ -1,4 +1,4 @@
-"""The operands of the launches of all fused operators, by one set of names."""
+"""The operands of the launches of all fused operators, and what is known when one is built, by one set of names."""
 
 from typing import Any, NamedTuple
 
@@ -46,3 +46,65 @@ class Operands(NamedTuple):
     W: Any = None
     do: Any = None
     dht: Any = None
+
+
+class FusedStatic(NamedTuple):
+    """What is known when a launch of a fused operator is built.
+
+    Attributes:
+      B, T: rows of the batch and their tokens.
+      H, HV: heads of q and k, and of v: value head n reads key head n // (HV // H).
+      K, V: head dimensions, padded to whole lanes.
+      C: tokens of a chunk.
+      N: states in and out.
+      steps: of a row of the batch: groups of chunks, or pieces of them.
+      scale: the number that multiplies the queries, or the output.
+      config: tile sizes of the package.
+      pieces: packed sequences have states of their own, and a step is a piece of its chunks, of one sequence.
+      ragged: the last chunk of a row holds rows that are not tokens, or that a law makes decays of.
+      chunks: chunks of a step.
+      p: heads that lie side by side in the lanes.
+      normalise: queries and keys are scaled to unit length first.
+      lower_bound: of the law of raw gates, or None.
+      base: rows of the diagonal blocks that one product covers, in the forward of KDA.
+      backward_base: in its backward, where gradients of strong gates are as small as the decays.
+      per_channel: gates are per channel of the key.
+      constant: every chunk has the same decays: constant gates, whole chunks, one sequence.
+      parts: parts of computed tiles in bfloat16 products: two where the gradient of constant gates is wanted.
+    """
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    C: int
+    N: int
+    steps: int
+    scale: float
+    config: Any
+    pieces: bool
+    ragged: bool
+    chunks: int = 1
+    p: int = 1
+    normalise: bool = False
+    lower_bound: float | None = None
+    base: int = 1
+    backward_base: int = 1
+    per_channel: bool = False
+    constant: bool = False
+    parts: int = 1
+
+    @property
+    def group(self) -> int:
+        """Value heads that share a key head."""
+        return self.HV // self.H
+
+    def key_blocks(self, heads: int) -> tuple[int, int]:
+        """Return the key heads of a block of value heads; and if a group is larger, how many blocks share its one."""
+        return max(heads // self.group, 1), max(self.group // heads, 1)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes that costs depend on, by name."""
+        return dict(B=self.B, T=self.T, H=self.H, HV=self.HV, K=self.K, V=self.V, C=self.C)
