@@ -123,16 +123,24 @@ def test_value_error(call, message):
 def test_what_is_right_passes():
     assert check_array("k", spec(2, 3, dtype=jnp.bfloat16), "B T", (None, 3)) == (2, 3)
     assert choose_implementation(None, ("pallas", "xla"), "pallas") == "xla"
-    check_heads(2, 6)
-    check_initial_state(None, (1, 1, 1, 1))
-    check_cu_seqlens(jnp.array([0, 0, 4]), 1, 5)
-    check_gates("g", None, (1, 2, 4), 8)
-    check_gates("g", spec(1, 2, 4, 8), (1, 2, 4), 8)
-    check_flags(a=True, b=np.False_)
-    for scale in (None, 1, 0.5, np.float64(2), jnp.float32(3), jnp.int32(1)):
-        check_scale(scale)
     assert check_delta_rule(*delta_rule(), None) == (1, 5, 2, 4, 8, 6)
     assert check_delta_rule(*delta_rule(g=spec(1, 5, 4, 8)), None, per_channel=True) == (1, 5, 2, 4, 8, 6)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: check_heads(2, 6),
+        lambda: check_initial_state(None, (1, 1, 1, 1)),
+        lambda: check_cu_seqlens(jnp.array([0, 0, 4]), 1, 5),
+        lambda: check_gates("g", None, (1, 2, 4), 8),
+        lambda: check_gates("g", spec(1, 2, 4, 8), (1, 2, 4), 8),
+        lambda: check_flags(a=True, b=np.False_),
+        *(functools.partial(check_scale, x) for x in (None, 1, 0.5, np.float64(2), jnp.float32(3), jnp.int32(1))),
+    ],
+)
+def test_nothing_is_raised_or_returned(call):
+    assert call() is None
 
 
 def test_chunk_size():
@@ -148,8 +156,15 @@ def test_an_implementation_that_another_operator_has():
         choose_implementation("staged", ("xla",), "xla")
 
 
-def test_traced_boundaries_are_not_read():
-    jax.eval_shape(lambda cu: check_cu_seqlens(cu, 1, 5), spec(3, dtype=jnp.int32))
+def test_values_of_traced_boundaries_are_neither_checked_nor_changed():
+    def checked(cu_seqlens):
+        check_cu_seqlens(cu_seqlens, 1, 5)
+        return cu_seqlens
+
+    wrong = jnp.array([0, 6, 4], jnp.int32)
+    np.testing.assert_array_equal(jax.jit(checked)(wrong), wrong)
+    with pytest.raises(ValueError, match="`cu_seqlens` must rise"):
+        checked(wrong)
 
 
 def test_the_best_chunk_size_of_plain_jax():

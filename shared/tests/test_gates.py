@@ -113,7 +113,11 @@ def test_errors(laws, A_log, dt_bias, message):
         check_laws(Laws(**laws), A_log, dt_bias, spec(1, 20, 4, 8))
 
 
-def test_a_bias_may_be_flat():
-    for bias in (None, spec(4, 8), spec(32)):
-        check_laws(Laws(use_gate_in_kernel=True), spec(4), bias, spec(1, 20, 4, 8))
-    check_laws(Laws(use_gate_in_kernel=True), spec(4), spec(4), spec(1, 20, 4))
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_a_flat_bias_and_none_give_the_same_decays(per_channel):
+    x = small(per_channel)
+    bias, zeros = x["dt_bias"], jnp.zeros_like(x["dt_bias"])
+    for same, other in ((bias.ravel(), bias), (None, zeros)):
+        check_laws(Laws(use_gate_in_kernel=True), x["A_log"], same, x["g"])
+        got, want = (decays(x["g"], x["A_log"], y, None, None) for y in (same, other))
+        np.testing.assert_array_equal(got, want, "g")

@@ -11,6 +11,7 @@ from chunkwise.shared.kernels.segment_tables import coded_owners, find_segments,
 from chunkwise.shared.operators.arguments import Arguments
 from chunkwise.shared.operators.recurrence import recurrence
 from chunkwise.shared.operators.segments import run_segments, spoilt_segments
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.segmented import SEGMENT_IDS, assert_segments
@@ -108,6 +109,12 @@ def test_what_is_not_finite_is_not_hidden():
     assert np.unique(SEGMENT_IDS[np.isnan(np.asarray(wrong)).any(axis=(2, 3))]).tolist() == [9]
 
 
-def test_forward_mode():
+def test_forward_mode_is_the_derivative():
+    """Results are linear in v, apart from what the initial states add: along v itself they change by their own part."""
     x = inputs()
-    jax.jvp(lambda v: run(x | {"v": v}, jnp.asarray(SEGMENT_IDS)), (x["v"],), (x["v"],))
+    values, tangents = jax.jvp(lambda v: run(x | {"v": v}, jnp.asarray(SEGMENT_IDS)), (x["v"],), (x["v"],))
+    expected = reference(**x, scale=0.25, segment_ids=SEGMENT_IDS)
+    of_states = reference(**x | {"v": 0.0 * x["v"]}, scale=0.25, segment_ids=SEGMENT_IDS)
+    for name, want, constant in zip(("o", "final_state"), expected, of_states, strict=True):
+        assert_close(name, values[name], want, TOLERANCE["float32"])
+        assert_close(f"tangent of {name}", tangents[name], want - constant, TOLERANCE["float32"])
