@@ -76,7 +76,7 @@ def read(steps):
     """Return every step of a table as a dict of numbers, read as a kernel does."""
     table = np.asarray(steps.table)
     names = ("sequence", "first", "last", "chunk", "begin", "end", "opens", "closes", "before", "final", "mixed")
-    return [{name: int(getattr(layout.Step(table, n), name)) for name in names} for n in range(table.shape[1])]
+    return [{name: int(getattr(layout.TableStep(table, n), name)) for name in names} for n in range(table.shape[1])]
 
 
 @pytest.mark.parametrize("with_states", [False, True])
@@ -152,7 +152,7 @@ def test_steps_of_pieces(lengths):
 
 
 def test_rows_and_columns_of_a_step():
-    step = layout.Step(np.array([[0]] * 4 + [[2]] + [[5]] + [[0]] * 4), 0)
+    step = layout.TableStep(np.array([[0]] * 4 + [[2]] + [[5]] + [[0]] * 4), 0)
     inside = [False, False, True, True, True, False, False, False]
     assert step.rows(8).shape == (8, 1)
     np.testing.assert_array_equal(step.rows(8)[:, 0], inside)

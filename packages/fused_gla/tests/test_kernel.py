@@ -208,7 +208,7 @@ def test_decay_over_all_tokens(lengths):
     """The launch that gives states alone also says what multiplies a state from before them."""
     B, T, H, K = (2, 150, 2, 24) if lengths is None else (1, 200, 2, 24)
     x = make_inputs(B, T, H, K=K, V=16, per_channel=True)
-    # Decays over so many tokens that are not too small to compare.
+    # GlaDecays over so many tokens that are not too small to compare.
     x["g"] = x["g"] / 50
     cu = None if lengths is None else boundaries(*lengths)
     arguments = Arguments(x["q"], x["k"], x["v"], x["g"], cu_seqlens=cu)

@@ -167,15 +167,15 @@ def _run(x, weight, bias, states, cu_seqlens, segment_ids, final: bool, activati
     if implementation == "xla":
         y = xla.convolve(x, rows, shift, before, s, activation)
     else:
-        static = kernel.Static(T, W, activation, config or tiles.default_for(T, D))
+        static = kernel.ConvStatic(T, W, activation, config or tiles.default_for(T, D))
         y = vjp.convolve(_operands(x, rows, shift, before, s, static), static)
     return y, sequences.final_states(x, states, W, s, x.dtype) if final else None
 
 
-def _operands(x, weight, bias, before, s: sequences.Sequences, static: kernel.Static) -> kernel.Operands:
+def _operands(x, weight, bias, before, s: sequences.ConvSequences, static: kernel.ConvStatic) -> kernel.ConvOperands:
     blocks, sequences, reach = kernel.tables(s, x.shape[0], before is not None, static)
     rows = None if before is None else before.reshape(-1, 1, x.shape[2])
-    return kernel.Operands(*compat.vary_alike(blocks, sequences, x, reach, weight, bias, rows))
+    return kernel.ConvOperands(*compat.vary_alike(blocks, sequences, x, reach, weight, bias, rows))
 
 
 def causal_conv1d_update(

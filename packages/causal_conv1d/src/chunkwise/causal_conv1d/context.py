@@ -14,7 +14,7 @@ from chunkwise.shared import compat
 from chunkwise.shared.operators import affine_scan, stream
 
 
-class Part(NamedTuple):
+class ConvPart(NamedTuple):
     """What the convolution on one device takes instead of the arguments for all tokens.
 
     Attributes:
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     ends: Any
 
 
-def find_part(x: jax.Array, states, cu_seqlens, segment_ids, W: int, final: bool, axis: tuple[str, ...]) -> Part:
+def find_part(x: jax.Array, states, cu_seqlens, segment_ids, W: int, final: bool, axis: tuple[str, ...]) -> ConvPart:
     """Return the part of this device.
 
     Args:
@@ -57,10 +57,10 @@ def find_part(x: jax.Array, states, cu_seqlens, segment_ids, W: int, final: bool
         return _segments(halo, states, jnp.concatenate([before, ids], axis=1), axis)
     states = halo if states is None else jnp.where(first, states.astype(jnp.float32), halo)
     last = lax.axis_index(axis) == lax.axis_size(axis) - 1
-    return Part(states, None, None, jnp.broadcast_to(last, (B,)))
+    return ConvPart(states, None, None, jnp.broadcast_to(last, (B,)))
 
 
-def _segments(halo: jax.Array, states: jax.Array | None, ids: jax.Array, axis) -> Part:
+def _segments(halo: jax.Array, states: jax.Array | None, ids: jax.Array, axis) -> ConvPart:
     """Return the part of rows of segments.
 
     Args:
@@ -76,7 +76,7 @@ def _segments(halo: jax.Array, states: jax.Array | None, ids: jax.Array, axis) -
     # Tokens of the halo in the segment of the first token: those behind the last one that is not.
     own = jnp.sum(lax.cumprod(continues.astype(jnp.int32), axis=1, reverse=True), axis=1, dtype=jnp.int32)
     if states is None:
-        return Part(_join(halo, jnp.zeros_like(halo), own), None, ids, None)
+        return ConvPart(_join(halo, jnp.zeros_like(halo), own), None, ids, None)
     valid = lax.all_gather(jnp.sum((ids >= 0).astype(jnp.int32), axis=1, dtype=jnp.int32), axis)  # [devices, B]
     device, rank = jnp.arange(valid.shape[0], dtype=jnp.int32)[:, None], lax.axis_index(axis)
     earlier = jnp.sum(jnp.where(device < rank, valid, 0), axis=0, dtype=jnp.int32)
@@ -84,10 +84,10 @@ def _segments(halo: jax.Array, states: jax.Array | None, ids: jax.Array, axis) -
     opening = (earlier == own)[:, None, None]
     # A row of padding leaves its state as it is, and any device can give it.
     last = jnp.max(jnp.where(valid > 0, device, 0), axis=0)
-    return Part(_join(halo, jnp.where(opening, states.astype(jnp.float32), 0.0), own), None, ids, last == rank)
+    return ConvPart(_join(halo, jnp.where(opening, states.astype(jnp.float32), 0.0), own), None, ids, last == rank)
 
 
-def _documents(halo: jax.Array, states: jax.Array, cu_seqlens: jax.Array, T: int, axis) -> Part:
+def _documents(halo: jax.Array, states: jax.Array, cu_seqlens: jax.Array, T: int, axis) -> ConvPart:
     """Return the part of a packed batch with a state [N, W - 1, D] for every document."""
     S, start, states = halo.shape[1], stream.first_token(T, axis), states.astype(jnp.float32)
     # N if the first token is padding, which no document has: nothing is written then.
@@ -95,7 +95,7 @@ def _documents(halo: jax.Array, states: jax.Array, cu_seqlens: jax.Array, T: int
     own = jnp.clip(start - cu_seqlens[n], 0, S)
     entering = _join(halo, states.at[n].get(mode="clip"), own)
     states = states.at[n].set(entering, mode="drop")
-    return Part(states, stream.own_boundaries(cu_seqlens, T, axis), None, stream.documents_end(cu_seqlens, T, axis))
+    return ConvPart(states, stream.own_boundaries(cu_seqlens, T, axis), None, stream.documents_end(cu_seqlens, T, axis))
 
 
 def _join(halo: jax.Array, before: jax.Array, own: jax.Array) -> jax.Array:

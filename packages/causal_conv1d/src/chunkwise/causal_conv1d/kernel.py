@@ -25,7 +25,7 @@ _STRIP = 32
 _BEFORE = 16
 
 
-class Operands(NamedTuple):
+class ConvOperands(NamedTuple):
     """What the launches read; None if a launch does not.
 
     Attributes:
@@ -33,7 +33,7 @@ class Operands(NamedTuple):
         lie in it. None if no block is mixed.
       sequences: int32 [2, N]: start and length of every sequence; None without initial states.
       x: [B, T, D].
-      reach: float32 [B, blocks, 2, tokens]: age and left of `Sequences`; None if no block is mixed.
+      reach: float32 [B, blocks, 2, tokens]: age and left of `ConvSequences`; None if no block is mixed.
       weight: float32 [W, D], the oldest token first.
       bias: float32 [1, D].
       rows: float32 [N * (W - 1), 1, D], `sequences.state_rows`, or None: a kernel may take any entry of the first axis.
@@ -50,7 +50,7 @@ class Operands(NamedTuple):
     dy: jax.Array | None = None
 
 
-class Static(NamedTuple):
+class ConvStatic(NamedTuple):
     """What is known when a kernel is built.
 
     Attributes:
@@ -93,8 +93,8 @@ class ConvRefs(NamedTuple):
     dpre: Any = None  # float32 [planes, tokens + halo, 128], the gradient of what enters the activation
 
 
-def tables(s: sequences.Sequences, B: int, with_states: bool, static: Static) -> tuple[Any, Any, Any]:
-    """Return `Operands.blocks`, `.sequences` and `.reach`."""
+def tables(s: sequences.ConvSequences, B: int, with_states: bool, static: ConvStatic) -> tuple[Any, Any, Any]:
+    """Return `ConvOperands.blocks`, `.sequences` and `.reach`."""
     size, count, most = static.config.tokens, static.blocks, static.W - 1
     ragged = static.T % size > 0
     if s.age is None and not with_states and not ragged:
@@ -117,7 +117,7 @@ def tables(s: sequences.Sequences, B: int, with_states: bool, static: Static) ->
     return jnp.stack([mixed.astype(jnp.int32), low, high]).reshape(3, -1), sequences, reach
 
 
-def _planes(s: Static) -> range:
+def _planes(s: ConvStatic) -> range:
     return range(s.config.channels // packed.LANES)
 
 
@@ -126,7 +126,7 @@ def _lanes(n: int) -> slice:
     return slice(n * packed.LANES, (n + 1) * packed.LANES)
 
 
-def _fill(refs, s: Static) -> None:
+def _fill(refs, s: ConvStatic) -> None:
     """Copy the block of x into the window, behind the halo."""
     for n in _planes(s):
         for at, rows in _strips(s):
@@ -142,8 +142,8 @@ def _spread_reach(refs) -> None:
         refs.wide[i] = jnp.broadcast_to(column, refs.wide.shape[1:])
 
 
-def _first_rows(refs, block, s: Static, visit) -> None:
-    """Call visit(row of the block, row of `Operands.rows`) for the first W - 1 tokens of sequences in a block."""
+def _first_rows(refs, block, s: ConvStatic, visit) -> None:
+    """Call visit(row of the block, row of `ConvOperands.rows`) for the first W - 1 tokens of sequences in a block."""
 
     def sequence(n, _):
         first = refs.sequences[0, n] - block * jnp.int32(s.config.tokens)
@@ -155,7 +155,7 @@ def _first_rows(refs, block, s: Static, visit) -> None:
     lax.fori_loop(refs.blocks[1, block], refs.blocks[2, block], sequence, None)
 
 
-def _add_rows(refs, block, s: Static) -> None:
+def _add_rows(refs, block, s: ConvStatic) -> None:
     """Put what states add to a mixed block into scratch."""
     layout.clear(refs.added)
 
@@ -166,7 +166,7 @@ def _add_rows(refs, block, s: Static) -> None:
     _first_rows(refs, block, s, visit)
 
 
-def _branches(refs, block, s: Static, compute) -> None:
+def _branches(refs, block, s: ConvStatic, compute) -> None:
     """Call compute(mixed) for a block, after what a mixed block needs is in scratch."""
     if refs.blocks is None:
         compute(False)
@@ -183,7 +183,7 @@ def _branches(refs, block, s: Static, compute) -> None:
     pl.when(jnp.logical_not(mixed))(lambda: compute(False))
 
 
-def _strips(s: Static):
+def _strips(s: ConvStatic):
     """Return the strips of a block as (first row, rows)."""
     return [(at, min(_STRIP, s.config.tokens - at)) for at in range(0, s.config.tokens, _STRIP)]
 
@@ -202,10 +202,10 @@ class _Plane(NamedTuple):
     bias: jax.Array
 
     @classmethod
-    def load(cls, refs, n: int, s: Static) -> "_Plane":
+    def load(cls, refs, n: int, s: ConvStatic) -> "_Plane":
         return cls(n, [refs.weight[i : i + 1, _lanes(n)] for i in range(s.W)], refs.bias[:, _lanes(n)])
 
-    def convolve(self, refs, at: int, rows: int, mixed: bool, s: Static):
+    def convolve(self, refs, at: int, rows: int, mixed: bool, s: ConvStatic):
         """Return the taps of a strip, what enters the activation, and the age of its tokens or None."""
         age = refs.wide[0, at : at + rows] if mixed else None
         begin = config.HALO + at
@@ -217,7 +217,7 @@ class _Plane(NamedTuple):
         return taps, pre, age
 
 
-def _fwd_kernel(refs: ConvRefs, *, s: Static):
+def _fwd_kernel(refs: ConvRefs, *, s: ConvStatic):
     """Write y of a block; its last tokens stay in the window for the next block."""
     block = pl.program_id(1) * jnp.int32(s.blocks) + pl.program_id(2)
 
@@ -244,7 +244,7 @@ def _fwd_kernel(refs: ConvRefs, *, s: Static):
     _branches(refs, block, s, compute)
 
 
-def _bwd_kernel(refs: ConvRefs, *, s: Static):
+def _bwd_kernel(refs: ConvRefs, *, s: ConvStatic):
     """Write dx of a block, last block first, and add to the gradients of weight and bias.
 
     A token's gradient comes from the W - 1 tokens after it too: the first of the block after this one stay in scratch.
@@ -300,7 +300,7 @@ def _bwd_kernel(refs: ConvRefs, *, s: Static):
     _branches(refs, block, s, compute)
 
 
-def launch(x: Operands, s: Static) -> dict[str, jax.Array]:
+def launch(x: ConvOperands, s: ConvStatic) -> dict[str, jax.Array]:
     """Run the forward kernel, or with dy the backward one.
 
     Returns:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from chunkwise.shared.kernels import chunking, segment_tables
 
 
-class Sequences(NamedTuple):
+class ConvSequences(NamedTuple):
     """The sequences of a batch. All are int32 arrays.
 
     Attributes:
@@ -35,7 +35,7 @@ def _by_ids(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     return hidden(token - start), hidden(final - token)
 
 
-def find(B: int, T: int, cu_seqlens: jax.Array | None, segment_ids: jax.Array | None) -> Sequences:
+def find(B: int, T: int, cu_seqlens: jax.Array | None, segment_ids: jax.Array | None) -> ConvSequences:
     """Return the sequences of a batch of B rows of T tokens."""
     rows, zeros, whole = jnp.arange(B, dtype=jnp.int32), jnp.zeros(B, jnp.int32), jnp.full(B, T, jnp.int32)
     if cu_seqlens is not None:
@@ -43,9 +43,9 @@ def find(B: int, T: int, cu_seqlens: jax.Array | None, segment_ids: jax.Array | 
         owner = chunking.token_owners(T, cu_seqlens)[None]
         age, left = _by_ids(jnp.where(owner < N, owner, jnp.int32(-1)))
         start, end = cu_seqlens[:-1], cu_seqlens[1:]
-        return Sequences(age, left, jnp.zeros(N, jnp.int32), start, end - start, start, end)
+        return ConvSequences(age, left, jnp.zeros(N, jnp.int32), start, end - start, start, end)
     if segment_ids is None:
-        return Sequences(None, None, rows, zeros, whole, zeros, whole)
+        return ConvSequences(None, None, rows, zeros, whole, zeros, whole)
     age, left = _by_ids(segment_ids)
     valid = segment_ids >= 0
     first = jnp.argmax(valid, axis=1).astype(jnp.int32)
@@ -55,7 +55,7 @@ def find(B: int, T: int, cu_seqlens: jax.Array | None, segment_ids: jax.Array | 
     length = jnp.where(some, at(left, first) + 1, 0)
     # A row of padding leaves its state as it is: a sequence without tokens.
     last_start = jnp.where(some, last - at(age, last), first)
-    return Sequences(age, left, rows, first, length, last_start, jnp.where(some, last + 1, first))
+    return ConvSequences(age, left, rows, first, length, last_start, jnp.where(some, last + 1, first))
 
 
 def state_rows(weight: jax.Array, states: jax.Array) -> jax.Array:
@@ -74,7 +74,7 @@ def state_rows(weight: jax.Array, states: jax.Array) -> jax.Array:
     return jnp.stack([reach(a) for a in range(S)], axis=1)
 
 
-def final_states(x: jax.Array, states: jax.Array | None, W: int, s: Sequences, dtype) -> jax.Array:
+def final_states(x: jax.Array, states: jax.Array | None, W: int, s: ConvSequences, dtype) -> jax.Array:
     """Return the last W - 1 inputs of every sequence [N, W - 1, D]; short ones begin with their state.
 
     Args:

@@ -9,7 +9,7 @@ from chunkwise.causal_conv1d import kernel
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def convolve(x: kernel.Operands, s: kernel.Static) -> jax.Array:
+def convolve(x: kernel.ConvOperands, s: kernel.ConvStatic) -> jax.Array:
     """Return y [B, T, D] in the type of x."""
     return kernel.launch(x, s)["y"]
 
@@ -21,7 +21,7 @@ def _forward(x, s):
 def _backward(s, x, dy):
     d = kernel.launch(x._replace(dy=dy), s)
     sums = jnp.sum(d["dweight"], axis=1)  # [W + 1, D]
-    return (kernel.Operands(None, None, d["dx"], None, sums[:-1], sums[-1:], d.get("drows")),)
+    return (kernel.ConvOperands(None, None, d["dx"], None, sums[:-1], sums[-1:], d.get("drows")),)
 
 
 convolve.defvjp(_forward, _backward)

@@ -7,7 +7,7 @@ from chunkwise.causal_conv1d import sequences
 from chunkwise.shared.kernels import activations
 
 
-def convolve(x, weight, bias, rows, s: sequences.Sequences, activation: str | None) -> jax.Array:
+def convolve(x, weight, bias, rows, s: sequences.ConvSequences, activation: str | None) -> jax.Array:
     """Return y [B, T, D] in the type of x.
 
     Args:

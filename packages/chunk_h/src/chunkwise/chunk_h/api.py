@@ -13,7 +13,7 @@ from chunkwise.shared.kernels import chunking
 from chunkwise.shared.operators import checks
 
 
-class Arrays(NamedTuple):
+class ChunkHArrays(NamedTuple):
     """The arrays of both functions; None where one is not given.
 
     Attributes:
@@ -33,7 +33,7 @@ class Arrays(NamedTuple):
     cu_seqlens: jax.Array | None
 
 
-class Static(NamedTuple):
+class ChunkHStatic(NamedTuple):
     """What is known when the program is built.
 
     Attributes:
@@ -105,7 +105,7 @@ def chunk_gated_delta_rule_fwd_h(
     K = checks.check_array("k", k, "B T H K", (B, T, None, None))[3]
     checks.check_array("w", w, "B T HV K", (B, T, HV, K))
     checks.check_gates("g_cum", g_cum, (B, T, HV), K)
-    x = Arrays(k, w, u, g_cum, None, initial_state, cu_seqlens)
+    x = ChunkHArrays(k, w, u, g_cum, None, initial_state, cu_seqlens)
     return _states(x, output_final_state, chunk_size, implementation, config)
 
 
@@ -171,12 +171,12 @@ def chunk_fwd_h(
         checks.check_array("gk_cum", gk_cum, "B T HV K", (B, T, HV, K))
         checks.check(g_cum is None and g_gamma is None, "`gk_cum` must come without `g_cum` and `g_gamma`; got both.")
         g_cum = gk_cum
-    x = Arrays(k, None, v, g_cum, g_gamma, initial_state, cu_seqlens)
+    x = ChunkHArrays(k, None, v, g_cum, g_gamma, initial_state, cu_seqlens)
     h, _, final_state = _states(x, output_final_state, chunk_size, implementation, config)
     return h, final_state
 
 
-def _states(x: Arrays, output_final_state, chunk_size, implementation, config):
+def _states(x: ChunkHArrays, output_final_state, chunk_size, implementation, config):
     """Check what both functions share and run."""
     B, T, H, K = x.k.shape
     HV, V = x.u.shape[2:]
@@ -188,11 +188,11 @@ def _states(x: Arrays, output_final_state, chunk_size, implementation, config):
     checks.check_initial_state(x.initial_state, (N, HV, K, V))
     implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     config = config or tiles.default_for(H, HV, C, K, V, x.g_cum is not None and x.g_cum.ndim == 4)
-    return _run(x, Static(C, bool(output_final_state), implementation, config))
+    return _run(x, ChunkHStatic(C, bool(output_final_state), implementation, config))
 
 
 @functools.partial(jax.jit, static_argnums=(1,))
-def _run(x: Arrays, static: Static):
+def _run(x: ChunkHArrays, static: ChunkHStatic):
     B, T = x.k.shape[:2]
     chunks = chunking.Chunking(B, T, static.C, x.cu_seqlens)
     g = chunks.split_gates(x.g_cum, x.u.shape[2])  # rows [NC, HV, 1, C] or channels [NC, HV, C, K]
@@ -200,7 +200,7 @@ def _run(x: Arrays, static: Static):
         g = g + chunks.gamma_rows(x.g_gamma)
     initial_state = None if x.initial_state is None else x.initial_state.astype(jnp.float32)
     w = None if x.w is None else chunks.split(x.w)  # [NC, HV, C, K]
-    operands = kernel.Operands(*compat.vary_alike(chunks.split(x.k), w, chunks.split(x.u), g, initial_state))
+    operands = kernel.ChunkHOperands(*compat.vary_alike(chunks.split(x.k), w, chunks.split(x.u), g, initial_state))
     table = kernel.make_table(chunks.first, chunks.length, chunks.sequence)
     # The row of the last token of a sequence, C in a chunk in which none ends.
     end = jnp.where(chunks.last, chunks.length - 1, static.C).astype(jnp.int32)

@@ -16,7 +16,7 @@ from chunkwise.shared.kernels import gating, launcher
 CONTINUE, RESTART, UNUSED = 0, 1, 2
 
 
-class Operands(NamedTuple):
+class ChunkHOperands(NamedTuple):
     """What the pass reads, cut into chunks.
 
     Attributes:
@@ -78,19 +78,19 @@ def _state_kernel(action_ref, sequence_ref, k_ref, w_ref, u_ref, g_ref, h0_ref, 
     ht_ref[...] = S
 
 
-def suffix(x: Operands) -> str:
+def suffix(x: ChunkHOperands) -> str:
     """Return what names the variant of a kernel: its chunk size and the kind of its gates."""
     return f"c{x.k.shape[2]}{gating.gate_kind(x.g)}"
 
 
-def launch_cost(x: Operands, backward: bool = False) -> pl.CostEstimate:
+def launch_cost(x: ChunkHOperands, backward: bool = False) -> pl.CostEstimate:
     """Return what a launch on these operands costs."""
     NC, H, C, K = x.k.shape
     sizes = dict(B=NC, T=C, H=H, HV=x.u.shape[1], K=K, V=x.u.shape[3], C=C, itemsize=x.k.dtype.itemsize)
     return config.cost(**sizes, per_channel=bool(gating.gate_kind(x.g)), delta_rule=x.w is not None, backward=backward)
 
 
-def launch(x: Operands, table: Table, N: int, cut: config.Config):
+def launch(x: ChunkHOperands, table: Table, N: int, cut: config.Config):
     """Run the kernel.
 
     Args:

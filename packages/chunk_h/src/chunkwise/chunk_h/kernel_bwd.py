@@ -51,8 +51,8 @@ def _state_bwd_kernel(
 
 
 def launch(
-    x: kernel.Operands, h, v_new, table: kernel.Table, end: jax.Array, dh, dv_new, dht, cut: config.Config
-) -> kernel.Operands:
+    x: kernel.ChunkHOperands, h, v_new, table: kernel.Table, end: jax.Array, dh, dv_new, dht, cut: config.Config
+) -> kernel.ChunkHOperands:
     """Run the kernel.
 
     Args:
@@ -126,13 +126,13 @@ def launch(
     if x.initial_state is not None:
         started = jnp.zeros((N,), bool).at[table.sequence].max(table.action == kernel.RESTART)
         dh0 = jnp.where(started[:, None, None, None], dh0, 0.0)
-    return kernel.Operands(
+    return kernel.ChunkHOperands(
         tiles.sum_groups(dk, H).astype(x.k.dtype), dw, du, dg, None if x.initial_state is None else dh0
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def states(x: kernel.Operands, table: kernel.Table, end: jax.Array, N: int, cut: config.Config):
+def states(x: kernel.ChunkHOperands, table: kernel.Table, end: jax.Array, N: int, cut: config.Config):
     """Run the forward kernel; see `kernel.launch`, and `launch` for `end`."""
     return kernel.launch(x, table, N, cut)
 

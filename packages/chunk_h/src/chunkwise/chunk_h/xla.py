@@ -24,7 +24,7 @@ def states(k, w, u, to_end, through, initial_state, table: kernel.Table, B: int)
     """Run the pass on chunks.
 
     Args:
-      k, w, u, initial_state: chunks and states, as in `kernel.Operands`.
+      k, w, u, initial_state: chunks and states, as in `kernel.ChunkHOperands`.
       to_end: [NC, HV, C, 1 or K], the decay from each token to the end of the chunk.
       through: [NC, HV, 1 or K, 1], the decay over the whole chunk.
       table: as in the kernel.

@@ -13,7 +13,7 @@ from chunkwise.shared.kernels import chunking, gating, launcher
 from chunkwise.shared.operators import checks
 
 
-class Arrays(NamedTuple):
+class ChunkOArrays(NamedTuple):
     """The arrays of the function, and its scale; None where one is not given.
 
     Attributes:
@@ -35,7 +35,7 @@ class Arrays(NamedTuple):
     cu_seqlens: jax.Array | None
 
 
-class Static(NamedTuple):
+class ChunkOStatic(NamedTuple):
     """What is known when the program is built.
 
     Attributes:
@@ -117,12 +117,12 @@ def chunk_fwd_o(
     config = config or tiles.default_for(H, HV, C, K, V, g_cum is not None and g_cum.ndim == 4)
     scale = K**-0.5 if scale is None else scale
     inside, after = launcher.split_scale(scale) if implementation == "pallas" else (scale, None)
-    x = Arrays(q, k, v, h, g_cum, g_gamma, inside, cu_seqlens)
-    return launcher.scaled(_run(x, Static(C, implementation, config)), after)
+    x = ChunkOArrays(q, k, v, h, g_cum, g_gamma, inside, cu_seqlens)
+    return launcher.scaled(_run(x, ChunkOStatic(C, implementation, config)), after)
 
 
 @functools.partial(jax.jit, static_argnums=(1,))
-def _run(x: Arrays, static: Static):
+def _run(x: ChunkOArrays, static: ChunkOStatic):
     B, T = x.k.shape[:2]
     chunks = chunking.Chunking(B, T, static.C, x.cu_seqlens)
     g = chunks.split_gates(x.g_cum, x.v.shape[2])  # rows [NC, HV, 1, C] or channels [NC, HV, C, K]

@@ -15,7 +15,7 @@ from chunkwise.cumsum import kernel, xla
 from chunkwise.shared.kernels import chunking
 
 
-class Static(NamedTuple):
+class CumsumStatic(NamedTuple):
     """What is known when the program is built.
 
     Attributes:
@@ -33,7 +33,7 @@ class Static(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 @functools.partial(jax.jit, static_argnums=(2,))
-def cumsum(g: jax.Array, cu_seqlens: jax.Array | None, static: Static) -> jax.Array:
+def cumsum(g: jax.Array, cu_seqlens: jax.Array | None, static: CumsumStatic) -> jax.Array:
     """Return the cumulative sum of g [B, T, H, ...] inside every chunk, float32."""
     B, T = g.shape[:2]
     chunks = chunking.Chunking(B, T, static.C, cu_seqlens)

@@ -38,7 +38,7 @@ from chunkwise.shared.kernels.operands import FusedStatic, Operands
 STAGE = 8
 
 
-class FwdRefs(NamedTuple):
+class GdnFwdRefs(NamedTuple):
     """The Refs of the forward; what one grid step hands to the next is of the chunk prev.
 
     None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
@@ -89,7 +89,7 @@ def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic) -> Any:
     return q, k, g, beta
 
 
-def load_masks(owner: jax.Array, step: layout.Step, C: int) -> layout.SequenceMasks:
+def load_masks(owner: jax.Array, step: layout.TableStep, C: int) -> layout.SequenceMasks:
     """Return how the sequences lie in the chunk of a step, from the owners of its tokens [1, p C]."""
     return layout.sequence_masks(owner, C, step.before, step.final)
 
@@ -100,7 +100,7 @@ def tokens_not_finite(refs, s: tile.Heads, *keys) -> jax.Array:
     return nonfinite.rows_not_finite(*(layout.load_heads(ref, s.K) for ref in keys), *gates)
 
 
-def _fwd_kernel(refs: FwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
+def _fwd_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Take the state through the chunk prev and prepare the chunk cur, of the next grid step.
 
     Neither waits for the other: the products with the state fill the matrix unit while rows are eliminated in the
@@ -128,7 +128,12 @@ def _fwd_kernel(refs: FwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
 
 
 def _grid_step(
-    refs: FwdRefs, cur: layout.Step, prev: layout.Step, rows: chunk_loop.Rows, static: FusedStatic, s: tile.Heads
+    refs: GdnFwdRefs,
+    cur: layout.TableStep,
+    prev: layout.TableStep,
+    rows: chunk_loop.Rows,
+    static: FusedStatic,
+    s: tile.Heads,
 ) -> None:
     """Do as `_fwd_kernel` with these rows of the two chunks."""
     masks: Any = None
@@ -211,7 +216,7 @@ def _grid_step(
             ref[part.packs_at] = x
 
 
-def prepare(refs: FwdRefs, q, k, gates: tile.Gates, part: tile.Heads, masks, static: FusedStatic) -> list[tuple]:
+def prepare(refs: GdnFwdRefs, q, k, gates: tile.Gates, part: tile.Heads, masks, static: FusedStatic) -> list[tuple]:
     """Return what the next grid step needs of some heads of cur, each with the scratch that holds it."""
     g = tile.pack_gates(gates, part)
     pairs, start, end = tile.boundary_decays(g, part, masks)
@@ -231,7 +236,7 @@ def prepare(refs: FwdRefs, q, k, gates: tile.Gates, part: tile.Heads, masks, sta
     return staged
 
 
-def read_state(refs: FwdRefs, part: tile.Heads):
+def read_state(refs: GdnFwdRefs, part: tile.Heads):
     """Multiply keys and queries of prev by the state before it.
 
     Returns:
@@ -245,7 +250,9 @@ def read_state(refs: FwdRefs, part: tile.Heads):
     return start, *tile.read_state(k, q, S.astype(k.dtype), part)
 
 
-def pass_chunk(refs: FwdRefs, valid, stored, X, part: tile.Heads, state_reads, static: FusedStatic) -> Iterator[None]:
+def pass_chunk(
+    refs: GdnFwdRefs, valid, stored, X, part: tile.Heads, state_reads, static: FusedStatic
+) -> Iterator[None]:
     """Compute W of prev, and one product later write its output and take the state through it.
 
     Args:
@@ -313,7 +320,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     estimate = cost.cost if with_output else cost.states_cost
     return launcher.launch(
         functools.partial(_fwd_kernel, static=static, s=s),
-        FwdRefs,
+        GdnFwdRefs,
         name=f"chunk_gated_delta_rule_{'fwd' if with_output else 'states'}_c{s.C}",
         # One more grid step, because the state passes a chunk one after the chunk is prepared.
         grid=(B, HV // s.heads, steps + 1),

@@ -178,7 +178,7 @@ def chunk_gradients(q, k, gate, boundary, X, S, W, do, dS, scale, s: tile.Heads)
     return dq, dk, dR, later, earlier, dbeta, dS
 
 
-class BwdRefs(NamedTuple):
+class GdnBwdRefs(NamedTuple):
     """The Refs of the backward, all of one chunk.
 
     None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
@@ -204,7 +204,7 @@ class BwdRefs(NamedTuple):
     dstate: Any = None  # float32 [heads, K, V]; dh0 where that is wanted
 
 
-def _bwd_kernel(refs: BwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
+def _bwd_kernel(refs: GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Take the gradient of the state back through a chunk; the last chunk comes first."""
     if refs.dh0 is not None:
         # Its block stays where it is until another sequence begins.
@@ -224,7 +224,9 @@ def _bwd_kernel(refs: BwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     )
 
 
-def _grid_step(refs: BwdRefs, step: layout.Step, rows: chunk_loop.Rows, static: FusedStatic, s: tile.Heads) -> None:
+def _grid_step(
+    refs: GdnBwdRefs, step: layout.TableStep, rows: chunk_loop.Rows, static: FusedStatic, s: tile.Heads
+) -> None:
     """Do as `_bwd_kernel` with these rows of the chunk."""
     masks: Any = None
     nonfinite_rows: Any = None
@@ -258,7 +260,7 @@ def _grid_step(refs: BwdRefs, step: layout.Step, rows: chunk_loop.Rows, static: 
         nonfinite.poison(nonfinite_rows, masks, results, (refs.dstate, masks.carried))
 
 
-def _store(refs: BwdRefs, gradients, valid, masks, static: FusedStatic, s: tile.Heads) -> None:
+def _store(refs: GdnBwdRefs, gradients, valid, masks, static: FusedStatic, s: tile.Heads) -> None:
     """Store the gradients of tokens that `chunk_gradients` returns."""
     dq, dk, dv, later, earlier, dbeta = gradients
     if static.normalise:
@@ -297,7 +299,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     estimate = cost.cost if of_tokens else cost.states_cost
     return launcher.launch(
         functools.partial(_bwd_kernel, static=static, s=s),
-        BwdRefs,
+        GdnBwdRefs,
         name=f"chunk_gated_delta_rule_{'bwd' if of_tokens else 'bwd_state'}_c{s.C}",
         grid=(static.B, HV // s.heads, static.steps),
         tables={"table": x.table},

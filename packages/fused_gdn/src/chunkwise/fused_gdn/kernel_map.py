@@ -37,7 +37,7 @@ from chunkwise.shared.kernels import (
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 
-class MapRefs(NamedTuple):
+class GdnMapRefs(NamedTuple):
     """The Refs of the map, for three chunks: cur, whose matrices are made; inverted; prev, which the state passes.
 
     None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
@@ -71,7 +71,7 @@ class MapRefs(NamedTuple):
     q: Any = None
 
 
-def _map_kernel(refs: MapRefs, *, static: FusedStatic, s: tile.Heads) -> None:
+def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Take the state through the chunk prev, multiply the chunk inverted by its X, and prepare the chunk cur."""
     steps = cur, inverted, prev = chunk_loop.current_steps(refs.table, 3, static.steps)
 
@@ -101,10 +101,10 @@ def _map_kernel(refs: MapRefs, *, static: FusedStatic, s: tile.Heads) -> None:
 
 
 def _grid_step(
-    refs: MapRefs,
-    cur: layout.Step,
-    inverted: layout.Step,
-    prev: layout.Step,
+    refs: GdnMapRefs,
+    cur: layout.TableStep,
+    inverted: layout.TableStep,
+    prev: layout.TableStep,
     rows: chunk_loop.Rows,
     static: FusedStatic,
     s: tile.Heads,
@@ -171,7 +171,7 @@ def _grid_step(
             ref[part.packs_at] = x
 
 
-def prepare(refs: MapRefs, k, gates: tile.Gates, part: tile.Heads, masks) -> list[tuple]:
+def prepare(refs: GdnMapRefs, k, gates: tile.Gates, part: tile.Heads, masks) -> list[tuple]:
     """Return what the next grid step needs of some heads of cur, each with the scratch that holds it."""
     g = tile.pack_gates(gates, part)
     pairs, from_start, to_end = tile.boundary_decays(g, part, masks)
@@ -189,7 +189,7 @@ def prepare(refs: MapRefs, k, gates: tile.Gates, part: tile.Heads, masks) -> lis
     ]
 
 
-def apply_inverse(refs: MapRefs, X, valid, part: tile.Heads) -> None:
+def apply_inverse(refs: GdnMapRefs, X, valid, part: tile.Heads) -> None:
     """Compute and store u and w of some heads."""
     dtype, X = refs.k.dtype, refs.end[part.packs_at] * X[part.packs_at]  # [n, C, p C]
     v = layout.load_heads(refs.v, part.V, part.values_at, valid)  # [heads, C, V]
@@ -201,7 +201,7 @@ def apply_inverse(refs: MapRefs, X, valid, part: tile.Heads) -> None:
     refs.w[part.values_at] = w.astype(dtype)
 
 
-def pass_chunk(refs: MapRefs, part: tile.Heads) -> Iterator[None]:
+def pass_chunk(refs: GdnMapRefs, part: tile.Heads) -> Iterator[None]:
     """Take the state through prev, in two products that wait for one another."""
     V, S = part.V, refs.state[part.values_at]  # [heads, K, channels]
     W = matmul.dot(refs.w[part.values_at], S.astype(refs.w.dtype))  # [heads, C, channels]
@@ -250,7 +250,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     state = prev.state(s.heads, s.K, s.V)
     return launcher.launch(
         functools.partial(_map_kernel, static=static, s=s),
-        MapRefs,
+        GdnMapRefs,
         name=f"chunk_gated_delta_rule_summary_c{s.C}",
         # Two more grid steps, because the state passes a chunk two grid steps after it is prepared.
         grid=(B, HV // s.heads, steps + 2),

@@ -24,7 +24,7 @@ from chunkwise.shared.kernels import chunk_loop, launcher, layout, matmul, nonfi
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 
-class FwdRefs(NamedTuple):
+class GlaFwdRefs(NamedTuple):
     """The Refs of the forward, and of the launch for the gradient of the initial states alone.
 
     None for what a launch lacks. A block has rows = chunks * C tokens and heads value heads; keys are their key heads.
@@ -56,7 +56,7 @@ def current_step(s: FusedStatic, backwards: bool = False) -> tuple:
 
 def piece_of(refs, s: FusedStatic, step: tuple) -> Any:
     """Return the piece that a step takes, None where steps are not pieces."""
-    return layout.Step(refs.table, step[1]) if s.pieces else None
+    return layout.TableStep(refs.table, step[1]) if s.pieces else None
 
 
 def first_chunk(s: FusedStatic, step: tuple):
@@ -93,9 +93,9 @@ def run_chunk(body: Callable[["Place"], None], refs, s: FusedStatic, step: tuple
         run(SOME if s.ragged else ALL)
 
 
-def chunk_in_table(refs, s: FusedStatic, step: tuple, i) -> layout.Step:
+def chunk_in_table(refs, s: FusedStatic, step: tuple, i) -> layout.TableStep:
     """Return how the sequences lie in chunk i of a step, where a chunk may hold several."""
-    return layout.Step(refs.table, step[0] * jnp.int32(s.steps * s.chunks) + first_chunk(s, step) + i)
+    return layout.TableStep(refs.table, step[0] * jnp.int32(s.steps * s.chunks) + first_chunk(s, step) + i)
 
 
 class Place:
@@ -233,7 +233,7 @@ class Place:
         q, k = (None if ref is None else self.load(ref, s.K, keys).astype(dtype) for ref in (refs.q, refs.k))
         return q, k, self.load(refs.v, s.V, heads).astype(dtype)
 
-    def decays(self, heads: slice, constant: tile.Decays | None = None, pairs: bool = True) -> tile.Decays:
+    def decays(self, heads: slice, constant: tile.GlaDecays | None = None, pairs: bool = True) -> tile.GlaDecays:
         """Return the decays of the chunk, zero between sequences; `constant` are those of every chunk, if they are."""
         decays = constant
         if decays is None:
@@ -252,7 +252,7 @@ def _select(mask: jax.Array | None, x: jax.Array) -> jax.Array:
     return x if mask is None else jnp.where(mask, x, 0.0)
 
 
-def constant_decays(refs, s: FusedStatic, heads: int) -> tile.Decays | None:
+def constant_decays(refs, s: FusedStatic, heads: int) -> tile.GlaDecays | None:
     """Return the decays of every chunk where they are the same for all, else None."""
     if not s.constant:
         return None
@@ -262,7 +262,7 @@ def constant_decays(refs, s: FusedStatic, heads: int) -> tile.Decays | None:
     return tile.constant_decays(gamma, s.scale, s.C)
 
 
-def _gla_fwd_kernel(refs: FwdRefs, s: FusedStatic) -> None:
+def _gla_fwd_kernel(refs: GlaFwdRefs, s: FusedStatic) -> None:
     """Take the state through the chunks of a step."""
     if refs.ht is not None:
         # Its block stays where it is until another sequence begins.
@@ -369,7 +369,7 @@ def launch(x: Operands, s: FusedStatic, outputs: tuple[str, ...]) -> dict[str, A
     kind = "fwd" if with_output else "states" if "h" in outputs else "summary"
     return launcher.launch(
         functools.partial(_gla_fwd_kernel, s=s),
-        FwdRefs,
+        GlaFwdRefs,
         inputs=inputs_of(x, s, cut, heads, with_output) | {"pool": (x.pool, cut.state(*slot))},
         outputs=made,
         requested=outputs,

@@ -22,7 +22,7 @@ from chunkwise.shared.kernels.operands import FusedStatic, Operands
 PAIR, AHEAD = 2, 2
 
 
-class BwdRefs(NamedTuple):
+class GlaBwdRefs(NamedTuple):
     """The Refs of the backward.
 
     None for what a launch lacks. A block has rows = chunks * C tokens and heads value heads; keys are their key heads.
@@ -52,15 +52,15 @@ class BwdRefs(NamedTuple):
     through: Any = None  # float32 [heads, 1, K], of constant gates
 
 
-def _stored_decays(refs: BwdRefs, s: FusedStatic, heads: slice) -> tile.Decays | None:
+def _stored_decays(refs: GlaBwdRefs, s: FusedStatic, heads: slice) -> tile.GlaDecays | None:
     """Return the decays of constant gates, of which those of pairs are stored transposed; None for other gates."""
     if not s.constant:
         return None
     each = (ref[heads] for ref in (refs.pairs_t, refs.from_start, refs.to_end, refs.through))
-    return tile.Decays(*each, s.scale)
+    return tile.GlaDecays(*each, s.scale)
 
 
-def _recompute_state(refs: BwdRefs, s: FusedStatic, place: kernel.Place) -> None:
+def _recompute_state(refs: GlaBwdRefs, s: FusedStatic, place: kernel.Place) -> None:
     """Store the state after the chunk of a place, which is the one before the next."""
     before, after, heads = refs.states.at[place.i], refs.states.at[place.i + 1], slice(0, refs.dstate.shape[0])
     place.isolate(((refs.k, s.K), (refs.v, s.V)), (before, place.carried))
@@ -71,19 +71,19 @@ def _recompute_state(refs: BwdRefs, s: FusedStatic, place: kernel.Place) -> None
     place.poison((), (after, place.ending), (before, place.carried))
 
 
-def _isolate(refs: BwdRefs, s: FusedStatic, place: kernel.Place) -> None:
+def _isolate(refs: GlaBwdRefs, s: FusedStatic, place: kernel.Place) -> None:
     """Keep the sequences apart of a chunk whose gradients are to be computed."""
     inputs = (refs.q, s.K), (refs.k, s.K), (refs.v, s.V), (refs.do, s.V)
     place.isolate(inputs, (refs.states.at[place.i], place.carried), (refs.dstate, place.ending))
 
 
-def _poison(refs: BwdRefs, s: FusedStatic, place: kernel.Place) -> None:
+def _poison(refs: GlaBwdRefs, s: FusedStatic, place: kernel.Place) -> None:
     """Store NaN in the gradients of sequences that are not finite, and of the state."""
     results = refs.dq, refs.dk, refs.dv, None if s.constant else refs.dg
     place.poison(results, (refs.dstate, place.carried))
 
 
-def _chunk_in_groups(refs: BwdRefs, s: FusedStatic, place: kernel.Place) -> None:
+def _chunk_in_groups(refs: GlaBwdRefs, s: FusedStatic, place: kernel.Place) -> None:
     """Store the gradients of a chunk whose gates are per head.
 
     The matrix unit works in program order: while it computes the products of some heads, the vector unit finishes
@@ -133,7 +133,7 @@ def _chunk_in_groups(refs: BwdRefs, s: FusedStatic, place: kernel.Place) -> None
     _poison(refs, s, place)
 
 
-def _chunk_in_step(refs: BwdRefs, s: FusedStatic, place: kernel.Place) -> None:
+def _chunk_in_step(refs: GlaBwdRefs, s: FusedStatic, place: kernel.Place) -> None:
     """Store the gradients of a chunk whose gates are per channel, all heads in lock-step."""
     _isolate(refs, s, place)
     heads = slice(0, refs.dstate.shape[0])
@@ -156,7 +156,7 @@ def _chunk_in_step(refs: BwdRefs, s: FusedStatic, place: kernel.Place) -> None:
     _poison(refs, s, place)
 
 
-def _ends(piece: layout.Step | None):
+def _ends(piece: layout.TableStep | None):
     """Return whether the sequence of a step ends with it, or is the last one of its row."""
     return pl.program_id(2) == 0 if piece is None else (pl.program_id(2) == 0) | (piece.last == 1)
 
@@ -168,7 +168,7 @@ def _run_backwards(body: Callable[[kernel.Place], None], refs, s: FusedStatic, s
     lax.fori_loop(first, end, run, None)
 
 
-def _gla_bwd_kernel(refs: BwdRefs, s: FusedStatic) -> None:
+def _gla_bwd_kernel(refs: GlaBwdRefs, s: FusedStatic) -> None:
     """Take the gradient of the state back through the chunks of a step; the last step comes first."""
     if refs.dh0 is not None:
         # Its block stays where it is until another sequence begins.
@@ -197,7 +197,7 @@ def _gla_bwd_kernel(refs: BwdRefs, s: FusedStatic) -> None:
     _run_backwards(functools.partial(_chunk_in_step if s.per_channel else _chunk_in_groups, refs, s), refs, s, step)
 
 
-def _gla_bwd_state_kernel(refs: kernel.FwdRefs, s: FusedStatic) -> None:
+def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: FusedStatic) -> None:
     """Take the gradient of the state back through the chunks of a step; the last step comes first.
 
     Of a chunk it takes queries for keys and gradients of outputs for values: it adds them like these, but decayed from
@@ -224,7 +224,7 @@ def launch_state(x: Operands, s: FusedStatic) -> jax.Array:
     x = x._replace(q=q, k=q, v=x.do.astype(dtype), initial_state=x.dht, do=None, dht=None)
     return launcher.launch(
         functools.partial(_gla_bwd_state_kernel, s=s),
-        kernel.FwdRefs,
+        kernel.GlaFwdRefs,
         inputs=kernel.inputs_of(x, s, cut, heads, queries=False),
         outputs={"ht": (cut.state(heads, s.V, s.K), (s.N, s.HV, s.V, s.K), jnp.float32)},
         in_bounds=True,
@@ -270,7 +270,7 @@ def launch(x: Operands, s: FusedStatic, outputs: tuple[str, ...]) -> dict[str, A
     of_gates = {"dg"} if "dg" in outputs or "dgamma" in outputs else set()
     results = launcher.launch(
         functools.partial(_gla_bwd_kernel, s=s),
-        BwdRefs,
+        GlaBwdRefs,
         inputs=inputs
         | {
             "do": (x.do, value),

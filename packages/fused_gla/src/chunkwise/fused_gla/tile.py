@@ -22,7 +22,7 @@ from jax import lax
 from chunkwise.shared.kernels import gating, layout, matmul, packed, tiles
 
 
-class Decays(NamedTuple):
+class GlaDecays(NamedTuple):
     """The decays of a chunk, all at most 1, those that lead to an output times the scale.
 
     Attributes:
@@ -89,7 +89,7 @@ def _for_heads(x: jax.Array, h: int) -> jax.Array:
 def decays(
     g: jax.Array, scale: jax.Array | float, same: jax.Array | None = None, pairs: bool = True,
     parts: tuple[jax.Array, ...] | None = None,
-) -> Decays:  # fmt: skip
+) -> GlaDecays:  # fmt: skip
     """Return the decays of a chunk.
 
     Args:
@@ -112,14 +112,14 @@ def decays(
             # One product each: who wants no pairs reads one of the two, and a kernel computes only what is read.
             from_start, to_end = (jnp.exp(_sums([x], parts)) for x in spans[-2:])
             between = ()
-        return Decays(tuple(between), scale * from_start, to_end, jnp.exp(jnp.sum(g, axis=1, keepdims=True)), scale)
+        return GlaDecays(tuple(between), scale * from_start, to_end, jnp.exp(jnp.sum(g, axis=1, keepdims=True)), scale)
     h, C = g.shape[0], g.shape[2]
     # Row i holds the gates of the tokens up to i, [h, C, C]; entry (i, j) of the product adds up those after j.
     up_to = jnp.where(tiles.lower(C), g, 0.0)
     between = matmul.dot(up_to, _for_heads(tiles.strictly_lower(C).astype(jnp.float32), h))  # [h, C, C]
     from_first = up_to if same is None else jnp.where(same, up_to, 0.0)  # [h, C, C]
     after = jnp.where(_within(~tiles.lower(C), same), g, 0.0)  # [h, C, C]
-    return Decays(
+    return GlaDecays(
         pairs=jnp.where(_within(tiles.lower(C), same), scale * jnp.exp(between), 0.0),
         from_start=scale * jnp.exp(jnp.sum(from_first, axis=2, keepdims=True)),
         to_end=jnp.exp(jnp.sum(after, axis=2, keepdims=True)),
@@ -128,12 +128,12 @@ def decays(
     )
 
 
-def constant_decays(gamma: jax.Array, scale: jax.Array | float, C: int) -> Decays:
+def constant_decays(gamma: jax.Array, scale: jax.Array | float, C: int) -> GlaDecays:
     """Return the decays of a whole chunk of one sequence whose gate is gamma [h, 1, 1] for every token."""
     # Every exponent is a number of tokens times the gate: no sums, no products.
     after_start = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1).astype(jnp.float32)  # [1, C, 1]
     apart = (tiles.row_index(C) - tiles.column_index(C)).astype(jnp.float32)  # [1, C, C]
-    return Decays(
+    return GlaDecays(
         pairs=scale * tiles.masked_exp(apart * gamma, tiles.lower(C)),
         from_start=scale * jnp.exp((after_start + 1.0) * gamma),
         to_end=jnp.exp((C - 1.0 - after_start) * gamma),
@@ -142,7 +142,7 @@ def constant_decays(gamma: jax.Array, scale: jax.Array | float, C: int) -> Decay
     )
 
 
-def scores(q: jax.Array, k: jax.Array, decays: Decays, same: jax.Array | None = None) -> jax.Array:
+def scores(q: jax.Array, k: jax.Array, decays: GlaDecays, same: jax.Array | None = None) -> jax.Array:
     """Return P_ij = scale <q_i, e^(G_i - G_j) k_j> for i >= j of one sequence, else 0, as [h, C, C] float32."""
     C, pairs = q.shape[1], decays.pairs
     if not isinstance(pairs, tuple):
@@ -192,13 +192,13 @@ def next_state(S: jax.Array, k: jax.Array, v: jax.Array, to_end: jax.Array, thro
     return through * S + _product(matmul.dot_tn, v, k.astype(jnp.float32) * to_end, v.dtype, parts)
 
 
-def scores_bwd(dP, q: jax.Array, k: jax.Array, decays: Decays, P: jax.Array, same=None, parts=1):
+def scores_bwd(dP, q: jax.Array, k: jax.Array, decays: GlaDecays, P: jax.Array, same=None, parts=1):
     """Return the gradients of `scores` given dP [h, C, C] float32, whatever it holds outside of the pairs, and P.
 
     The diagonal of P does not depend on the gates: leaving it out of their gradient matters where the decays are 1e-13.
 
     Returns:
-      The gradients of q and k [n, C, K], and of the exponents in `Decays.pairs`.
+      The gradients of q and k [n, C, K], and of the exponents in `GlaDecays.pairs`.
     """
     (n, C, _), dtype, pairs = q.shape, q.dtype, decays.pairs
     if not isinstance(pairs, tuple):
@@ -228,11 +228,11 @@ def state_bwd(S, dS, q, k, v, do, from_start, to_end, through, parts):
       S: [h, V, K], the state before the chunk.
       dS: [h, V, K], the gradient of the state after it.
       q, k, v, do: tiles; do is the gradient of the output.
-      from_start, to_end, through: as in `Decays`.
+      from_start, to_end, through: as in `GlaDecays`.
       parts: of S and dS, and of q decayed.
 
     Returns:
-      The gradients of q and k for every value head, [h, C, K], of v, of the exponent of `Decays.through`, and of the
+      The gradients of q and k for every value head, [h, C, K], of v, of the exponent of `through`, and of the
       state before the chunk.
     """
     q, k = (tiles.repeat_heads(x, v.shape[0]) for x in (q, k))
@@ -289,13 +289,13 @@ def _one_by_one(x: jax.Array, h: int) -> jax.Array:
     return jnp.stack(each, axis=1).reshape(h, x.shape[1], L)
 
 
-def chunk_bwd(by_keys, products, S, dS, q, k, do, pairs_t, decays: Decays, parts, before: tuple | None, last: bool):
+def chunk_bwd(by_keys, products, S, dS, q, k, do, pairs_t, decays: GlaDecays, parts, before, last: bool):
     """Return all gradients of a chunk whose gates are per head: `scores_bwd` and `state_bwd` in one, all float32.
 
     Args:
       by_keys, products: of `chunk_products`.
       S, dS, q, k, do, parts: as in `state_bwd`.
-      pairs_t: `Decays.pairs` transposed.
+      pairs_t: `GlaDecays.pairs` transposed.
       decays: of which to_end, if it is broadcast, is at least as wide as K and V.
       before: the sums of the heads before these, if these are not the first of their group.
       last: whether these are the last of their group, or of the block's part of it.
@@ -304,7 +304,7 @@ def chunk_bwd(by_keys, products, S, dS, q, k, do, pairs_t, decays: Decays, parts
       What the value heads of a key head have in common, summed over these heads and those before them in their group:
       the gradient of the scores times their decay, transposed [n, C, C], and what comes to q and k through the states
       [n, C, K]; the gradients of q and k [n, C, K], None unless these heads are the last of their group; of v
-      [h, C, V]; of the state before the chunk [h, V, K]; and of the exponents: in `Decays.pairs` [h, C, C], transposed,
+      [h, C, V]; of the state before the chunk [h, V, K]; and of the exponents: in `pairs` [h, C, C], transposed,
       also on the diagonal, of from_start and to_end by channel [h, C, K], and of through [h, 1, 1 or K].
     """
     by_k, by_v, dP, by_do, do_t = products

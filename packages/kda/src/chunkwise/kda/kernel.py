@@ -166,7 +166,7 @@ def decays_of(g, refs, valid, static: FusedStatic, first: int = 0, unit: float =
     return g if valid is None else jnp.where(valid, g, 0.0)
 
 
-def load_masks(owner: jax.Array, step: layout.Step, C: int) -> layout.SequenceMasks:
+def load_masks(owner: jax.Array, step: layout.TableStep, C: int) -> layout.SequenceMasks:
     """Return how the sequences lie in the chunk of a step, from the owners of its tokens [1, C]."""
     return layout.sequence_masks(owner, C, step.before, step.final)
 
@@ -187,7 +187,7 @@ def tokens_not_finite(refs, static: FusedStatic) -> jax.Array:
     return nonfinite.rows_not_finite(q, k, g, beta)
 
 
-class FwdRefs(NamedTuple):
+class KdaFwdRefs(NamedTuple):
     """The Refs of the forward; what one grid step hands to the next is of the chunk prev.
 
     None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
@@ -226,7 +226,7 @@ class FwdRefs(NamedTuple):
     owner_prev: Any = None  # int32 [1, C]
 
 
-def _fwd_kernel(refs: FwdRefs, *, static: FusedStatic) -> None:
+def _fwd_kernel(refs: KdaFwdRefs, *, static: FusedStatic) -> None:
     """Take the state through the chunk prev and prepare the chunk cur, of the next grid step."""
     if refs.ht is not None:
         # Its block stays where it is until another sequence begins.
@@ -249,7 +249,9 @@ def _fwd_kernel(refs: FwdRefs, *, static: FusedStatic) -> None:
         chunk_loop.write_pool(refs.state, refs.pool_out, prev, transposed=True)
 
 
-def _grid_step(refs: FwdRefs, cur: layout.Step, prev: layout.Step, rows: chunk_loop.Rows, static: FusedStatic) -> None:
+def _grid_step(
+    refs: KdaFwdRefs, cur: layout.TableStep, prev: layout.TableStep, rows: chunk_loop.Rows, static: FusedStatic
+) -> None:
     """Do as `_fwd_kernel` with these rows of the two chunks."""
     heads, C, p, dtype = static.config.heads, static.C, static.p, refs.v.dtype
     masks: Any = None
@@ -305,7 +307,7 @@ def _grid_step(refs: FwdRefs, cur: layout.Step, prev: layout.Step, rows: chunk_l
         refs.owner_prev[...] = refs.owner[0]
 
 
-def prepare(refs: FwdRefs, n: int, load_q, load_k, gates, betas, valid, masks, static: FusedStatic):
+def prepare(refs: KdaFwdRefs, n: int, load_q, load_k, gates, betas, valid, masks, static: FusedStatic):
     """Return what the next grid step needs of the pack of heads from n on in cur.
 
     Args:
@@ -334,7 +336,7 @@ def prepare(refs: FwdRefs, n: int, load_q, load_k, gates, betas, valid, masks, s
     return pack_boundary([q, k] if refs.o is not None else [k], beta, decays, masks), scores
 
 
-def store_pack(refs: FwdRefs, n: int, boundary, scores, beta_rows, static: FusedStatic) -> None:
+def store_pack(refs: KdaFwdRefs, n: int, boundary, scores, beta_rows, static: FusedStatic) -> None:
     """Store what `prepare` returned for the next grid step."""
     (readers, ends, through), dtype = boundary, refs.v.dtype
     pack, packs = slice(n, n + static.p), slice(n // static.p, n // static.p + 1)
@@ -369,7 +371,7 @@ def write_state(W, ends):
     return matmul.dot_tn(packed.rows(left), packed.rows(right))
 
 
-def pass_chunk(refs: FwdRefs, valid, static: FusedStatic, dtype) -> Iterator[None]:
+def pass_chunk(refs: KdaFwdRefs, valid, static: FusedStatic, dtype) -> Iterator[None]:
     """Finish the inverse of prev and take the state through it; yield where products may stand."""
     X = None if refs.X is None else refs.X[...]  # [heads / p, C, p C]
     if refs.X is None:
@@ -383,7 +385,7 @@ def pass_chunk(refs: FwdRefs, valid, static: FusedStatic, dtype) -> Iterator[Non
     yield from schedule.stagger(pass_state(refs, valid, X, stage, static, dtype) for stage in stages)
 
 
-def pass_state(refs: FwdRefs, valid, X, heads: slice, static: FusedStatic, dtype) -> Iterator[None]:
+def pass_state(refs: KdaFwdRefs, valid, X, heads: slice, static: FusedStatic, dtype) -> Iterator[None]:
     """Write the output of some heads of prev and take their state through it; yield between products."""
     C, p, packs = static.C, static.p, slice(heads.start // static.p, heads.stop // static.p)
     S = refs.state[heads]  # [h, V, K]
@@ -466,7 +468,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
             scratch["continuing"] = C, packed.LANES
     return launcher.launch(
         functools.partial(_fwd_kernel, static=static),
-        FwdRefs,
+        KdaFwdRefs,
         name=f"chunk_kda_{'fwd' if with_output else 'summary'}_c{C}",
         # One more grid step, because the state passes a chunk one after the chunk is prepared.
         grid=(B, HV // heads, steps + 1),

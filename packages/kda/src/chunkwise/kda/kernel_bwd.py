@@ -196,7 +196,7 @@ def sum_over_rows(later, earlier, same, dtype):
     return matmul.dot(collect, jnp.concatenate(by_part)[None])[0]
 
 
-class BwdRefs(NamedTuple):
+class KdaBwdRefs(NamedTuple):
     """The Refs of the backward, all of one chunk.
 
     None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
@@ -228,7 +228,7 @@ class BwdRefs(NamedTuple):
     continuing: Any = None  # float32 [C, 128], `tile.continuing`
 
 
-def _bwd_kernel(refs: BwdRefs, *, static: FusedStatic) -> None:
+def _bwd_kernel(refs: KdaBwdRefs, *, static: FusedStatic) -> None:
     """Take the gradient of the state back through a chunk; the last chunk comes first."""
     if refs.dh0 is not None:
         # Its block stays where it is until another sequence begins.
@@ -250,7 +250,7 @@ def _bwd_kernel(refs: BwdRefs, *, static: FusedStatic) -> None:
     )
 
 
-def _grid_step(refs: BwdRefs, step: layout.Step, rows: chunk_loop.Rows, static: FusedStatic) -> None:
+def _grid_step(refs: KdaBwdRefs, step: layout.TableStep, rows: chunk_loop.Rows, static: FusedStatic) -> None:
     """Do as `_bwd_kernel` with these rows of the chunk."""
     heads, C = static.config.heads_bwd, static.C
     masks: Any = None
@@ -286,7 +286,7 @@ def _grid_step(refs: BwdRefs, step: layout.Step, rows: chunk_loop.Rows, static: 
 
 
 def _token_gradients(
-    refs: BwdRefs, q, k, beta, betas, boundary, do, valid, masks, step: layout.Step, static: FusedStatic
+    refs: KdaBwdRefs, q, k, beta, betas, boundary, do, valid, masks, step: layout.TableStep, static: FusedStatic
 ) -> None:
     """Store the gradients of a chunk, of its tokens and of the state before it.
 
@@ -333,7 +333,7 @@ def _token_gradients(
         layout.store_heads(ref, d, stored)
 
 
-def through_law(refs: BwdRefs, valid, dg, static: FusedStatic):
+def through_law(refs: KdaBwdRefs, valid, dg, static: FusedStatic):
     """Return the gradient of raw gates for that of decays, dg [C, heads K], and add to that of A_log and dt_bias."""
     A_log, dt_bias = refs.law[:1], refs.law[1:]  # [1, heads K]
     each = laws.decay_gradient(refs.g[...].astype(jnp.float32), A_log, dt_bias, static.lower_bound, dg)  # [C, heads K]
@@ -343,7 +343,7 @@ def through_law(refs: BwdRefs, valid, dg, static: FusedStatic):
     return dx
 
 
-def not_finite(refs: BwdRefs, static: FusedStatic) -> jax.Array:
+def not_finite(refs: KdaBwdRefs, static: FusedStatic) -> jax.Array:
     """Return which rows of the chunk are not finite, float32 [1, C, 1]."""
     if refs.W is None:
         of_values = nonfinite.rows_not_finite(layout.load_heads(refs.do, static.V))
@@ -383,7 +383,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     estimate = cost.cost if of_tokens else cost.states_cost
     gradients = launcher.launch(
         functools.partial(_bwd_kernel, static=static),
-        BwdRefs,
+        KdaBwdRefs,
         name=f"chunk_kda_{'bwd' if of_tokens else 'bwd_state'}_c{C}",
         grid=(B, blocks, steps),
         tables={"table": x.table},

@@ -79,7 +79,7 @@ def rms_norm_gated(
         number and eps >= 0, f"`eps` must be a number, at least 0{checks.when_built(eps)}; got {checks.shown(eps)}."
     )
     implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
-    static = tile.Static(shape[-1], activation, bool(norm_before_gate), float(eps))
+    static = tile.NormStatic(shape[-1], activation, bool(norm_before_gate), float(eps))
     # In float32 before devices share it, so that the sum of its gradient is rounded once.
     given = {"x": x, "z": z, "weight": weight.astype(jnp.float32)}
     norm = xla.norm if implementation == "xla" else functools.partial(_pallas, config=config)
@@ -100,7 +100,7 @@ def _layout(ndim: int) -> partition.Layout:
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
-def _pallas(x, z, weight, s: tile.Static, config: tiles.Config | None) -> jax.Array:
+def _pallas(x, z, weight, s: tile.NormStatic, config: tiles.Config | None) -> jax.Array:
     # Heads lie side by side in a row, as projections leave them. Without an axis of heads a row is one group.
     groups = x.shape[-2] if x.ndim > 3 else 1
     config = config or tiles.default_for(groups, s.D, max(x.dtype.itemsize, z.dtype.itemsize))

@@ -49,7 +49,7 @@ class NormRefs(NamedTuple):
     dweight: Any = None  # [8, lanes]
 
 
-def _fwd_kernel(refs: NormRefs, *, s: tile.Static, config: config.Config):
+def _fwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: config.Config):
     """Write y of a block."""
 
     def compute(rows, lanes):
@@ -59,7 +59,7 @@ def _fwd_kernel(refs: NormRefs, *, s: tile.Static, config: config.Config):
     _strips(config, refs.x.shape[1], s.D, compute)
 
 
-def _bwd_kernel(refs: NormRefs, *, s: tile.Static, config: config.Config, rows: int):
+def _bwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: config.Config, rows: int):
     """Write dx and dz of a block, and the gradient of the weight summed over it, in 8 rows."""
     refs.dweight[...] = jnp.zeros_like(refs.dweight)
     first = pl.program_id(0) * jnp.int32(config.rows)
@@ -78,7 +78,12 @@ def _bwd_kernel(refs: NormRefs, *, s: tile.Static, config: config.Config, rows: 
 
 
 def launch(
-    x: jax.Array, z: jax.Array, weight: jax.Array, s: tile.Static, config: config.Config, dy: jax.Array | None = None
+    x: jax.Array,
+    z: jax.Array,
+    weight: jax.Array,
+    s: tile.NormStatic,
+    config: config.Config,
+    dy: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """Run the forward kernel, or with dy the backward one.
 

@@ -9,7 +9,7 @@ from jax import lax
 from chunkwise.shared.kernels import activations, packed
 
 
-class Static(NamedTuple):
+class NormStatic(NamedTuple):
     """What is known when the program is built.
 
     Attributes:
@@ -68,7 +68,7 @@ class Normed(NamedTuple):
     slope: jax.Array
 
 
-def norm(x: jax.Array, z: jax.Array, s: Static) -> Normed:
+def norm(x: jax.Array, z: jax.Array, s: NormStatic) -> Normed:
     """Norm a tile: n = u r with r = 1 / sqrt(mean(u^2) + eps), where u is x, or x gate if the gate comes first."""
     gate, slope = activations.activate_with_slope(z, s.activation)
     u = x if s.norm_before_gate else x * gate
@@ -76,14 +76,14 @@ def norm(x: jax.Array, z: jax.Array, s: Static) -> Normed:
     return Normed(u * r, r, gate, slope)
 
 
-def forward(x: jax.Array, z: jax.Array, weight: jax.Array, s: Static) -> jax.Array:
+def forward(x: jax.Array, z: jax.Array, weight: jax.Array, s: NormStatic) -> jax.Array:
     """Return y for x, z [rows, lanes] and weight [1, lanes], all float32."""
     t = norm(x, z, s)
     y = weight * t.n
     return y * t.gate if s.norm_before_gate else y
 
 
-def backward(x: jax.Array, z: jax.Array, weight: jax.Array, dy: jax.Array, s: Static):
+def backward(x: jax.Array, z: jax.Array, weight: jax.Array, dy: jax.Array, s: NormStatic):
     """Return dx, dz and every row's gradient of the weight, all [rows, lanes], for the gradient dy of y."""
     t = norm(x, z, s)
     below = dy * weight

@@ -8,7 +8,7 @@ from chunkwise.norm_gated import tile
 from chunkwise.shared.kernels import activations
 
 
-def norm(x: jax.Array, z: jax.Array, weight: jax.Array, s: tile.Static) -> jax.Array:
+def norm(x: jax.Array, z: jax.Array, weight: jax.Array, s: tile.NormStatic) -> jax.Array:
     """Return y [..., D] in the type of x."""
     y, gate = x.astype(jnp.float32), activations.activate(z.astype(jnp.float32), s.activation)
     if not s.norm_before_gate:

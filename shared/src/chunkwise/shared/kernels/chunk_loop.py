@@ -52,15 +52,15 @@ def blocks_backwards(static: FusedStatic) -> layout.Blocks:
     return layout.Blocks(static.C, static.steps, lambda t: static.steps - 1 - t, static.pieces, static.chunks)
 
 
-def current_steps(table_ref, stages: int, steps: int) -> list[layout.Step]:
+def current_steps(table_ref, stages: int, steps: int) -> list[layout.TableStep]:
     """Return the step of every stage of a pipeline, of `steps` in a row of the batch."""
     grid_step, first = pl.program_id(2), pl.program_id(0) * steps
-    return [layout.Step(table_ref, first + step_of(grid_step, stage, stages, steps)) for stage in range(stages)]
+    return [layout.TableStep(table_ref, first + step_of(grid_step, stage, stages, steps)) for stage in range(stages)]
 
 
-def current_step_backwards(table_ref, steps: int) -> layout.Step:
+def current_step_backwards(table_ref, steps: int) -> layout.TableStep:
     """Return the step of a kernel that takes the last step first."""
-    return layout.Step(table_ref, pl.program_id(0) * steps + (steps - 1 - pl.program_id(2)))
+    return layout.TableStep(table_ref, pl.program_id(0) * steps + (steps - 1 - pl.program_id(2)))
 
 
 def either(condition: jax.Array, run: Callable[[], None], otherwise: Callable[[], None]) -> None:
@@ -71,7 +71,7 @@ def either(condition: jax.Array, run: Callable[[], None], otherwise: Callable[[]
 
 def run_variant(
     body: Callable[[Rows], None],
-    steps: Sequence[layout.Step],
+    steps: Sequence[layout.TableStep],
     C: int,
     *,
     pieces: bool,
@@ -108,12 +108,12 @@ def run_variant(
         body(Rows.SOME if ragged else Rows.ALL)
 
 
-def clear_unowned(step: layout.Step, results: Sequence, backwards: bool = False) -> None:
+def clear_unowned(step: layout.TableStep, results: Sequence, backwards: bool = False) -> None:
     """Clear the results of a chunk of which no step owns some rows, in the first grid step that writes there."""
     pl.when(((step.closes if backwards else step.opens) & step.mixed) == 1)(lambda: layout.clear(*results))
 
 
-def valid_rows(rows: Rows, step: layout.Step, C: int) -> jax.Array | None:
+def valid_rows(rows: Rows, step: layout.TableStep, C: int) -> jax.Array | None:
     """Return which rows of the chunk of a step may be read, bool [C, 1]; None for all, or where masks say it."""
     return step.rows(C) if rows is Rows.SOME else None
 
@@ -126,7 +126,7 @@ def start_state(state_ref, start_ref, begins: jax.Array) -> None:
         state_ref[...] = jnp.zeros_like(state_ref) if start_ref is None else start_ref[...]
 
 
-def read_pool(pool_ref, pool_out_ref, state_ref, step: layout.Step, transposed: bool) -> None:
+def read_pool(pool_ref, pool_out_ref, state_ref, step: layout.TableStep, transposed: bool) -> None:
     """Load the state of a sequence from its slot in the pool, where the sequence starts."""
     pl.when(step.first == 1)(lambda: pools.fetch_states(pool_ref, state_ref, step.continues, transposed))
 
@@ -135,6 +135,6 @@ def read_pool(pool_ref, pool_out_ref, state_ref, step: layout.Step, transposed: 
         pools.keep_block(pool_ref, pool_out_ref)
 
 
-def write_pool(state_ref, pool_out_ref, step: layout.Step, transposed: bool) -> None:
+def write_pool(state_ref, pool_out_ref, step: layout.TableStep, transposed: bool) -> None:
     """Store the state of a sequence in its slot of the pool, where the sequence, or a block of its tokens, ends."""
     pl.when(step.last == 1)(lambda: pools.put_states(state_ref, pool_out_ref, transposed))

@@ -4,7 +4,7 @@ A tensor [B, T, heads, D] is seen flat, [B, T, heads * lanes]: a head is a slice
 heads. That view costs nothing where D is a multiple of 128, because projections produce it. The grid of a launch is
 (row of the batch, block of heads, step): time is its last axis and sequential, and the state lives in VMEM across it.
 
-A step is a chunk, or a piece of one. The table of steps says which; see `Step`. There are three ways to cut:
+A step is a chunk, or a piece of one. The table of steps says which; see `TableStep`. There are three ways to cut:
 
 - A row of the batch is one sequence, and a step is a chunk of it.
 - In a packed batch without states, and in rows of segments, a step is a chunk that may hold several sequences: the
@@ -73,7 +73,7 @@ class Steps(NamedTuple):
     """What every step of a launch works on.
 
     Attributes:
-      table: int32 [11, B * steps], read through `Step`; 14 rows where states lie in a pool.
+      table: int32 [11, B * steps], read through `TableStep`; 14 rows where states lie in a pool.
       owner: int32 [B * NT, 1, C], the `coded_owners` of tokens where a chunk may hold several sequences, else None.
     """
 
@@ -188,7 +188,7 @@ def decoded(owner: jax.Array) -> jax.Array:
 # Inside of kernels.
 
 
-class Step:
+class TableStep:
     """A step of a launch, as the table in scalar memory says; every attribute is a scalar int32.
 
     Attributes:

@@ -10,7 +10,7 @@ class Operands(NamedTuple):
     [K, V], or transposed as [V, K]: see the package. The package says the layout of values per token, too.
 
     Attributes:
-      table: int32 [rows, B * steps], the table of steps, see `layout.Step`.
+      table: int32 [rows, B * steps], the table of steps, see `layout.TableStep`.
       q, k: [B, T, H * K].
       v: [B, T, HV * V].
       g: decays in nats, or the raw gates of a law.
@@ -105,6 +105,6 @@ class FusedStatic(NamedTuple):
         """Return the key heads of a block of value heads; and if a group is larger, how many blocks share its one."""
         return max(heads // self.group, 1), max(self.group // heads, 1)
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, Any]:
         """Return the sizes that costs depend on, by name."""
         return dict(B=self.B, T=self.T, H=self.H, HV=self.HV, K=self.K, V=self.V, C=self.C)

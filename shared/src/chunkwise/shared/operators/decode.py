@@ -24,7 +24,7 @@ _STATE_BYTES = 4 * chips.VMEM_LIMIT_BYTES // 15
 _TOKEN_BYTES = 8 * chips.VMEM_LIMIT_BYTES // 15
 
 
-class Static(NamedTuple):
+class DecodeStatic(NamedTuple):
     """What is known when the program is built: sizes of the arrays, and what the kernel does.
 
     Attributes:
@@ -106,13 +106,13 @@ def run_tokens(
     """
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     one = x.cu_seqlens is None and T == 1
-    static = Static(B, T, H, HV, K, V, x.num_states, 1, one, options.scale, options.normalise, name)
+    static = DecodeStatic(B, T, H, HV, K, V, x.num_states, 1, one, options.scale, options.normalise, name)
     o, states = _run(static, implementation, x._replace(scale=None, slots=None), x.slots or Slots())
     return launcher.scaled(o, x.scale), states if options.output_final_state else None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(static: Static, implementation: str, x: Arguments, slots: Slots):
+def _run(static: DecodeStatic, implementation: str, x: Arguments, slots: Slots):
     pool = x.initial_state
     if pool is None:
         pool = compat.varying_zeros((static.N, static.HV, static.K, static.V), *x[:6])
@@ -150,7 +150,7 @@ def _past_the_end(indices: jax.Array, pool: jax.Array) -> jax.Array:
     return jnp.where(indices < 0, jnp.int32(pool.shape[0]), indices)
 
 
-def _plain(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
+def _plain(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or the pool, in plain JAX."""
     states = read_slots(pool, slots).astype(jnp.float32)
     o, states = token_by_token(
@@ -159,7 +159,7 @@ def _plain(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
     return o, write_slots(pool, slots, states)
 
 
-def _forward(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
+def _forward(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or the pool, by the kernel."""
     s = static
     starts = jnp.arange(s.B + 1, dtype=jnp.int32) * jnp.int32(s.T) if x.cu_seqlens is None else x.cu_seqlens
@@ -170,7 +170,9 @@ def _forward(static: Static, x: Arguments, pool: jax.Array, slots: Slots):
     return launch_tokens(static, x, pool, pools.Routes(starts[:-1], starts[1:], source, slot[:, None]))
 
 
-def launch_tokens(static: Static, x: Arguments, pool: jax.Array, routes: pools.Routes) -> tuple[jax.Array, jax.Array]:
+def launch_tokens(
+    static: DecodeStatic, x: Arguments, pool: jax.Array, routes: pools.Routes
+) -> tuple[jax.Array, jax.Array]:
     """Launch the kernel on the user's arrays; return o and the pool, in which it changes the slots named alone.
 
     Args:
@@ -192,7 +194,7 @@ def launch_tokens(static: Static, x: Arguments, pool: jax.Array, routes: pools.R
     return o.reshape(x.v.shape), after
 
 
-def _backward(static: Static, inputs, cotangents):
+def _backward(static: DecodeStatic, inputs, cotangents):
     x, pool, slots = inputs
     plain = lambda y, pool: _plain(static, y._replace(cu_seqlens=x.cu_seqlens), pool, slots)
     pull = jax.vjp(plain, x._replace(cu_seqlens=None), pool)[1]
@@ -239,7 +241,7 @@ class DecodeRefs(NamedTuple):
     beta: Any = None
 
 
-def _decode_kernel(refs: DecodeRefs, static: Static):
+def _decode_kernel(refs: DecodeRefs, static: DecodeStatic):
     n, t = pl.program_id(1), pl.program_id(2)
     step = n * jnp.int32(static.W) + t
     group = refs.v.shape[1] // refs.q.shape[1]
@@ -372,7 +374,7 @@ def recurrent_cost(
 
 
 def _launch(
-    tables: dict[str, jax.Array], tensors: dict[str, Any], pool: jax.Array, static: Static, key_heads: int | None
+    tables: dict[str, jax.Array], tensors: dict[str, Any], pool: jax.Array, static: DecodeStatic, key_heads: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """Run the kernel.
 

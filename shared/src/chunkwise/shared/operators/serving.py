@@ -294,7 +294,7 @@ def _decode(
     x, options = arguments.without_laws(x, options)
     scale, x = x.scale, x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)
     N, W = routes.target.shape
-    static = decode.Static(B, T, H, HV, K, V, N, W, True, options.scale, options.normalise, name)
+    static = decode.DecodeStatic(B, T, H, HV, K, V, N, W, True, options.scale, options.normalise, name)
     if plain:
         made, pool = _plain_tokens(static, x, pool, routes)
     else:
@@ -303,7 +303,7 @@ def _decode(
 
 
 def _plain_tokens(
-    static: decode.Static, x: Arguments, pool: jax.Array, routes: pools.Routes
+    static: decode.DecodeStatic, x: Arguments, pool: jax.Array, routes: pools.Routes
 ) -> tuple[jax.Array, jax.Array]:
     """Do as `launch_tokens` in plain JAX: token t of all sequences at once."""
     s = static
