@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chunkwise.causal_conv1d import Config, causal_conv1d
-from chunkwise.causal_conv1d.kernel import Static, tables
+from chunkwise.causal_conv1d.kernel import ConvStatic, tables
 from chunkwise.causal_conv1d.sequences import find, state_rows
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import boundaries
@@ -17,7 +17,7 @@ SMALL = Config(16, 128)
 
 
 def test_only_blocks_with_an_end_are_mixed():
-    static = Static(96, 4, None, SMALL)
+    static = ConvStatic(96, 4, None, SMALL)
     # Sequences of 20, 50 and 26 tokens: boundaries at 0, 20, 70 and 96, in blocks 0, 1, 4 and 5 of 16.
     blocks, sequences, _ = tables(find(1, 96, boundaries(20, 50, 26), None), 1, False, static)
     assert blocks[0].tolist() == [1, 1, 0, 0, 1, 1]
@@ -25,7 +25,7 @@ def test_only_blocks_with_an_end_are_mixed():
 
 
 def test_the_range_of_sequences_of_a_block():
-    static = Static(48, 4, None, SMALL)
+    static = ConvStatic(48, 4, None, SMALL)
     # The first 3 tokens of the sequence at 15 lie in blocks 0 and 1.
     blocks, sequences, _ = tables(find(1, 48, boundaries(15, 0, 20, 13), None), 1, True, static)
     assert blocks[1:].tolist() == [[0, 1, 3], [3, 3, 4]]
@@ -33,7 +33,7 @@ def test_the_range_of_sequences_of_a_block():
 
 
 def test_whole_blocks_need_no_tables():
-    assert tables(find(2, 64, None, None), 2, False, Static(64, 4, None, SMALL)) == (None, None, None)
+    assert tables(find(2, 64, None, None), 2, False, ConvStatic(64, 4, None, SMALL)) == (None, None, None)
 
 
 def test_state_rows():
