@@ -107,8 +107,8 @@ def test_sizes_of_packs():
 
 def test_moving_tiles():
     x = tile(4, 3, 2)
-    np.testing.assert_array_equal(packed.lanes([x, x])[:, :, 2:], x)
-    np.testing.assert_array_equal(packed.rows([x, x])[:, 3:], x)
+    np.testing.assert_array_equal(packed.concat_lanes([x, x])[:, :, 2:], x)
+    np.testing.assert_array_equal(packed.concat_rows([x, x])[:, 3:], x)
     side = packed.side_lanes(x, 2)
     np.testing.assert_array_equal(side[1], jnp.concatenate([x[2], x[3]], axis=1))
     np.testing.assert_array_equal(packed.split_lanes(side, 2), x)
@@ -130,10 +130,10 @@ def test_rotate():
 def test_parts(dtype):
     """Two bfloat16 parts hold 16 bits of a computed number; a tensor is exact as it is."""
     x = tile(2, 4, 8)
-    found = packed.parts(x, dtype)
+    found = packed.split_bf16(x, dtype)
     assert len(found) == (2 if dtype == jnp.bfloat16 else 1)
     assert_close("parts", sum(part.astype(jnp.float32) for part in found), x, 2.0**-16)
-    assert len(packed.as_parts(x.astype(jnp.bfloat16), dtype)) == 1
+    assert len(packed.split_computed(x.astype(jnp.bfloat16), dtype)) == 1
     left, right = packed.part_pairs("ab", "xy")
     assert list(zip(left, right, strict=True)) == [("a", "x"), ("a", "y"), ("b", "x")]
 
@@ -147,7 +147,7 @@ def test_products_of_packs(C, dtype):
     exact_A, exact_x = np.asarray(A, np.float64), np.asarray(x, np.float64)
     # Rounding of 16 bits in both operands, or of a sum in float32.
     tolerance = 2.0**-15 if dtype == jnp.bfloat16 else STAGE_TOLERANCE
-    parts = packed.lanes(packed.parts(packed.side_lanes(A, p), dtype))
+    parts = packed.concat_lanes(packed.split_bf16(packed.side_lanes(A, p), dtype))
     assert_close("A x", packed.multiply_packed(parts, x, p, dtype), exact_A @ exact_x, tolerance)
     got = packed.apply_transposed(packed.side_lanes(A, p), x, dtype, p)
     assert_close("A^T x", got, exact_A.swapaxes(1, 2) @ exact_x, tolerance)

@@ -231,8 +231,8 @@ def prepare(refs: GdnFwdRefs, q, k, gates: tile.Gates, part: tile.Heads, masks, 
         M = products[0] * weight
         staged += [(refs.M, M), (refs.strip, inverse.begin_inverse(M))]
     if with_queries:
-        scores = packed.parts(products[-1] * (weight * static.scale), k.dtype)
-        staged.append((refs.scores, packed.lanes(scores)))
+        scores = packed.split_bf16(products[-1] * (weight * static.scale), k.dtype)
+        staged.append((refs.scores, packed.concat_lanes(scores)))
     return staged
 
 
@@ -265,7 +265,7 @@ def pass_chunk(
     """
     (start, KS, QS), dtype, p = state_reads, refs.k.dtype, part.p
     v = layout.load_heads(refs.v, part.V, part.values_at, valid).astype(jnp.float32)  # [heads, C, V]
-    X = packed.lanes(packed.parts(X[part.packs_at], dtype))
+    X = packed.concat_lanes(packed.split_bf16(X[part.packs_at], dtype))
     W = packed.multiply_packed(X, v - start * KS, p, dtype)  # [heads, C, V]
     if refs.W is not None:
         layout.store_heads(refs.W, W, stored, part.first)

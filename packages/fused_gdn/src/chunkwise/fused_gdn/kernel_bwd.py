@@ -32,10 +32,10 @@ def lane_sums(x: jax.Array, w: int, dtype) -> jax.Array:
     A product with zeros and ones: the matrix unit has time, and the unit that adds up lanes has not.
     """
     heads = x.shape[0] * x.shape[2] // w
-    flat = packed.parts(packed.lanes([x[i : i + 1] for i in range(x.shape[0])]), dtype)
+    flat = packed.split_bf16(packed.concat_lanes([x[i : i + 1] for i in range(x.shape[0])]), dtype)
     lane, head = (lax.broadcasted_iota(jnp.int32, (1, heads * w, heads), axis) for axis in (1, 2))
     ones = tile.indicator(packed.block_of(lane, w) == head).astype(flat[0].dtype)  # [1, heads w, heads]
-    sums = matmul.dot(packed.rows(flat), ones)[0]  # [parts C, heads]
+    sums = matmul.dot(packed.concat_rows(flat), ones)[0]  # [parts C, heads]
     return functools.reduce(jnp.add, [sums[i * x.shape[1] : (i + 1) * x.shape[1]] for i in range(len(flat))])
 
 
@@ -51,7 +51,7 @@ def row_sums(x: jax.Array, s: tile.Heads) -> jax.Array:
 def fold(row: jax.Array, width: int) -> jax.Array:
     """Return rows [heads, 1, w] as [heads, 1, width] of the same sum; both are whole registers of lanes."""
     folded = functools.reduce(jnp.add, [row[:, :, i : i + packed.LANES] for i in range(0, row.shape[2], packed.LANES)])
-    return packed.lanes([folded, jnp.zeros_like(folded)]) if width > packed.LANES else folded
+    return packed.concat_lanes([folded, jnp.zeros_like(folded)]) if width > packed.LANES else folded
 
 
 def strictly(s: tile.Heads) -> jax.Array:
@@ -71,10 +71,12 @@ def key_gradients(A1, A2, q, k, s: tile.Heads):
     dq = A2 K and dk = (A1 + A1^T) K + A2^T Q, summed over the value heads of a key head.
     """
     q_packs, k_packs, each = tile.key_packs(q, s), tile.key_packs(k, s), s.p // s.keys
-    A = packed.parts(packed.rows([A1, A2]), k.dtype)  # [n, 2 C, p C] each
-    direct = matmul.dot(packed.lanes(A), packed.rows([tile.placed_keys(k_packs, s)] * len(A)))  # [n, 2 C, keys K]
+    A = packed.split_bf16(packed.concat_rows([A1, A2]), k.dtype)  # [n, 2 C, p C] each
+    direct = matmul.dot(
+        packed.concat_lanes(A), packed.concat_rows([tile.placed_keys(k_packs, s)] * len(A))
+    )  # [n, 2 C, keys K]
     turned = matmul.dot_tn(
-        packed.rows(A), packed.rows([packed.lanes(k_packs), packed.lanes(q_packs)] * len(A))
+        packed.concat_rows(A), packed.concat_rows([packed.concat_lanes(k_packs), packed.concat_lanes(q_packs)] * len(A))
     )  # [n, p C, keys K]
     dq, dk = [0.0] * k.shape[0], [0.0] * k.shape[0]
     for n in range(s.heads // s.p):
@@ -110,9 +112,9 @@ def back_to_values(k, QK, D, X, do, dS, scale, end, beta, s: tile.Heads):
 
 def back_to_state(q, k, do, dR, dS, scale, start, s: tile.Heads):
     """Return the gradient of the state before a chunk, [heads, K, V]; dR and the others as in `back_to_values`."""
-    entering = packed.rows([(scale * start) * do.astype(jnp.float32), -start * dR])  # [heads, 2 C, V]
+    entering = packed.concat_rows([(scale * start) * do.astype(jnp.float32), -start * dR])  # [heads, 2 C, V]
     entering = packed.side_lanes(entering.astype(k.dtype), s.group)  # [key heads, 2 C, group V]
-    return start[:, -1:] * dS + packed.split_lanes(matmul.dot_tn(packed.rows([q, k]), entering), s.group)
+    return start[:, -1:] * dS + packed.split_lanes(matmul.dot_tn(packed.concat_rows([q, k]), entering), s.group)
 
 
 def state_gradient(q, k, gate, boundary, X, do, dS, scale, s: tile.Heads):
@@ -153,13 +155,13 @@ def chunk_gradients(q, k, gate, boundary, X, S, W, do, dS, scale, s: tile.Heads)
     written, dv_new, dR = back_to_values(k, QK, D, X, do, dS, scale, end, beta, s)
 
     # From there to the scores, and through them to queries and keys.
-    outers = packed.outer(packed.rows([dR, do.astype(jnp.float32)]), W, dtype, s.p)  # [n, 2 C, p C]
+    outers = packed.outer(packed.concat_rows([dR, do.astype(jnp.float32)]), W, dtype, s.p)  # [n, 2 C, p C]
     dN = jnp.where(strictly(s), -outers[:, :C], 0.0) * D  # [n, C, p C]
     A1, A2 = dN * gate.beta_rows, outers[:, C:] * (D * gate.beta_rows * scale)  # [n, C, p C]
     dq, dk = key_gradients(A1, A2, q, k, s)  # [key heads, C, K]
 
     # What queries and keys multiply: the state before the chunk, and for keys the one after it.
-    through_state = multiply_nt(packed.rows([do.astype(jnp.float32), dR]), S, dtype)  # [heads, 2 C, K]
+    through_state = multiply_nt(packed.concat_rows([do.astype(jnp.float32), dR]), S, dtype)  # [heads, 2 C, K]
     dq_start, dk_start = (scale * start_k) * through_state[:, :C], -start_k * through_state[:, C:]  # [heads, C, K]
     dk_end = (end_k * beta_k) * multiply_nt(W, dS, dtype)  # [heads, C, K]
 
@@ -273,8 +275,8 @@ def _store(refs: GdnBwdRefs, gradients, valid, masks, static: FusedStatic, s: ti
     # all gates after them.
     i, j = (lax.broadcasted_iota(jnp.int32, (1, s.C, s.C), axis) for axis in (1, 2))
     below, above = (i <= j, i > j) if masks is None else (masks.same[:, :, : s.C] & x for x in (i <= j, i > j))
-    collect = packed.lanes([tile.indicator(below), tile.indicator(above)])  # [1, C, 2 C]
-    dg = matmul.dot(collect, packed.rows([later[None], earlier[None]]))[0]  # [C, heads]
+    collect = packed.concat_lanes([tile.indicator(below), tile.indicator(above)])  # [1, C, 2 C]
+    dg = matmul.dot(collect, packed.concat_rows([later[None], earlier[None]]))[0]  # [C, heads]
     # Padding counts to the sequence before it, and its gates to what passes through.
     layout.store_rows(refs.dg, slice(None), dg if masks is None else jnp.where(valid, dg, 0.0), stored)
     layout.store_rows(refs.dbeta, slice(None), dbeta, stored)

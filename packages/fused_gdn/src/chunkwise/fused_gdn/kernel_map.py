@@ -179,7 +179,7 @@ def prepare(refs: GdnMapRefs, k, gates: tile.Gates, part: tile.Heads, masks) -> 
     M = KK * (D * g.beta_rows)
     start = jnp.exp2(sum(g.G_rows))  # [n, 1, p C]
     if masks is not None:
-        start = jnp.where(packed.lanes([tiles.to_row(tile.indicator(masks.carried))] * part.p) > 0.0, start, 0.0)
+        start = jnp.where(packed.concat_lanes([tiles.to_row(tile.indicator(masks.carried))] * part.p) > 0.0, start, 0.0)
     return [
         (refs.matrix, M),
         (refs.strip, inverse.begin_inverse(M)),
@@ -196,8 +196,8 @@ def apply_inverse(refs: GdnMapRefs, X, valid, part: tile.Heads) -> None:
     k = refs.k_inverted[part.keys_at]
     k = jnp.stack([k[i // part.group] for i in range(part.heads)])  # [heads, C, K]
     by_start = X * -refs.start[part.packs_at]
-    refs.u[part.values_at] = packed.multiply_packed(packed.lanes(packed.parts(X, dtype)), v, part.p, dtype)
-    w = packed.multiply_packed(packed.lanes(packed.parts(by_start, dtype)), k, part.p, dtype)
+    refs.u[part.values_at] = packed.multiply_packed(packed.concat_lanes(packed.split_bf16(X, dtype)), v, part.p, dtype)
+    w = packed.multiply_packed(packed.concat_lanes(packed.split_bf16(by_start, dtype)), k, part.p, dtype)
     refs.w[part.values_at] = w.astype(dtype)
 
 
@@ -207,7 +207,7 @@ def pass_chunk(refs: GdnMapRefs, part: tile.Heads) -> Iterator[None]:
     W = matmul.dot(refs.w[part.values_at], S.astype(refs.w.dtype))  # [heads, C, channels]
     yield
     valued = W[:, :, :V] + refs.u[part.values_at]
-    W = valued if W.shape[2] == V else packed.lanes([valued, W[:, :, V:]])
+    W = valued if W.shape[2] == V else packed.concat_lanes([valued, W[:, :, V:]])
     last = tile.head_columns(refs.last_prev[part.packs_at], part, S.shape[2])  # [heads, 1, channels]
     refs.state[part.values_at] = last * S + tile.write_state(refs.k_prev[part.keys_at], W, part)
 

@@ -97,8 +97,8 @@ def key_packs(x: jax.Array, s: Heads) -> list[jax.Array]:
 def placed_keys(tiles: list[jax.Array], s: Heads) -> jax.Array:
     """Return the keys of `key_packs` below one another for all heads of a pack, each in the lanes of its key head."""
     each, zero = s.p // s.keys, jnp.zeros_like(tiles[0])
-    return packed.rows(
-        [packed.lanes([tiles[j] if i // each == j else zero for j in range(s.keys)]) for i in range(s.p)]
+    return packed.concat_rows(
+        [packed.concat_lanes([tiles[j] if i // each == j else zero for j in range(s.keys)]) for i in range(s.p)]
     )
 
 
@@ -120,19 +120,19 @@ def selecting(x: jax.Array, selection: jax.Array) -> tuple[list[jax.Array], list
 def select(x: jax.Array, selection: jax.Array) -> jax.Array:
     """Return x @ selection for x [m, k] and a matrix of zeros and ones [k, n]: exact."""
     x_parts, ones = selecting(x, selection)
-    return matmul.dot(packed.lanes(x_parts), packed.rows(ones))[0]
+    return matmul.dot(packed.concat_lanes(x_parts), packed.concat_rows(ones))[0]
 
 
 def select_from(selection: jax.Array, x: jax.Array) -> jax.Array:
     """Return selection @ x for x [k, m] and a matrix of zeros and ones [n, k]: exact."""
     x_parts, ones = selecting(x, selection)
-    return matmul.dot(packed.lanes(ones), packed.rows(x_parts))[0]
+    return matmul.dot(packed.concat_lanes(ones), packed.concat_rows(x_parts))[0]
 
 
 def select_rows(x: jax.Array, selection: jax.Array) -> jax.Array:
     """Return x^T @ selection for x [k, m] and a matrix of zeros and ones [k, n]: exact."""
     x_parts, ones = selecting(x, selection)
-    return matmul.dot_tn(packed.rows(x_parts), packed.rows(ones))[0]
+    return matmul.dot_tn(packed.concat_rows(x_parts), packed.concat_rows(ones))[0]
 
 
 def over_lanes(x: jax.Array, w: int, heads: slice) -> jax.Array:
@@ -160,7 +160,7 @@ def head_columns(x: jax.Array, s: Heads, width: int) -> jax.Array:
         pairs = zip(tiles, turned, strict=True)
         tiles = [jnp.where(low, *pair) for tile, turn in pairs for pair in ((tile, turn), (turn, tile))]
     heads = jnp.stack([tile[i] for i in range(x.shape[0]) for tile in tiles])
-    return packed.lanes([heads] * (width // x.shape[2]))
+    return packed.concat_lanes([heads] * (width // x.shape[2]))
 
 
 def packed_rows(x: jax.Array, s: Heads) -> jax.Array:
@@ -256,7 +256,9 @@ def scores(left: list[jax.Array], k, g: Gates, pairs, s: Heads):
     All x and k are [key heads, C, K]; one product serves them all.
     """
     w = s.wide()
-    above = packed.rows([packed.lanes(key_packs(x, w)) for x in left])  # [packs of w, len(left) C, keys of w * K]
+    above = packed.concat_rows(
+        [packed.concat_lanes(key_packs(x, w)) for x in left]
+    )  # [packs of w, len(left) C, keys of w * K]
     products = packed.split_lanes(
         matmul.dot_nt(above, placed_keys(key_packs(k, w), w)), w.p // s.p
     )  # [n, len(left) C, p C]
@@ -266,14 +268,15 @@ def scores(left: list[jax.Array], k, g: Gates, pairs, s: Heads):
 
 def read_state(k, q, S, s: Heads):
     """Return K S and Q S as [heads, C, V] float32 (None without q), one product for all value heads of a key head."""
-    left = k if q is None else packed.rows([k, q])  # [key heads, C or 2 C, K]
+    left = k if q is None else packed.concat_rows([k, q])  # [key heads, C or 2 C, K]
     read = packed.split_lanes(matmul.dot(left, packed.side_lanes(S, s.group)), s.group)
     return read[:, : s.C], None if q is None else read[:, s.C :]
 
 
 def write_state(k, W, s: Heads):
     """Return K^T W, [heads, K, V] float32, for W [heads, C, V] at 16 bits, one product for all heads of a key head."""
-    W = packed.parts(W, k.dtype)
+    W = packed.split_bf16(W, k.dtype)
     return packed.split_lanes(
-        matmul.dot_tn(packed.rows([k] * len(W)), packed.rows([packed.side_lanes(x, s.group) for x in W])), s.group
+        matmul.dot_tn(packed.concat_rows([k] * len(W)), packed.concat_rows([packed.side_lanes(x, s.group) for x in W])),
+        s.group,
     )

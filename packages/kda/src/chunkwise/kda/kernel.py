@@ -124,7 +124,7 @@ def pack_boundary(readers, beta, decays: tile.ChannelDecays, masks: layout.Seque
       K]; the keys times beta, decayed to its end [p, C, K]; the decay over all of it [p, 1, K].
     """
     from_start, to_end, through = tile.boundary_tile(decays, masks)  # [p, C, K], [p, C, K], [p, 1, K]
-    readers_decayed = packed.rows(readers) * packed.rows([from_start] * len(readers))
+    readers_decayed = packed.concat_rows(readers) * packed.concat_rows([from_start] * len(readers))
     return readers_decayed, (readers[-1] * beta) * to_end, through
 
 
@@ -341,10 +341,10 @@ def store_pack(refs: KdaFwdRefs, n: int, boundary, scores, beta_rows, static: Fu
     (readers, ends, through), dtype = boundary, refs.v.dtype
     pack, packs = slice(n, n + static.p), slice(n // static.p, n // static.p + 1)
     refs.readers[pack] = readers.astype(refs.readers.dtype)
-    refs.ends[pack], refs.through[pack] = packed.rows(packed.parts(ends, dtype)), through
+    refs.ends[pack], refs.through[pack] = packed.concat_rows(packed.split_bf16(ends, dtype)), through
     scores = refs.scores[packs] if scores is None else scores  # [1, 2 C, p C]
     if refs.o is not None:
-        refs.P[packs] = packed.lanes(packed.parts(scores[:, : static.C] * beta_rows[packs], dtype))
+        refs.P[packs] = packed.concat_lanes(packed.split_bf16(scores[:, : static.C] * beta_rows[packs], dtype))
     if refs.scores_out is not None:
         refs.scores_out[packs] = scores
 
@@ -366,9 +366,9 @@ def read_state(readers, S):
 
 
 def write_state(W, ends):
-    """Return W^T ends, [heads, V, K] float32, for `parts` of W and of ends [heads, C, K]."""
+    """Return W^T ends, [heads, V, K] float32, for `split_bf16` of W and of ends [heads, C, K]."""
     left, right = packed.part_pairs(W, ends)
-    return matmul.dot_tn(packed.rows(left), packed.rows(right))
+    return matmul.dot_tn(packed.concat_rows(left), packed.concat_rows(right))
 
 
 def pass_chunk(refs: KdaFwdRefs, valid, static: FusedStatic, dtype) -> Iterator[None]:
@@ -395,8 +395,8 @@ def pass_state(refs: KdaFwdRefs, valid, X, heads: slice, static: FusedStatic, dt
     yield
     v = layout.load_heads(refs.v, static.V, heads, valid).astype(jnp.float32)  # [h, C, V]
     if S.shape[1] > static.V:  # channels without values
-        v = packed.lanes([v, jnp.zeros((*v.shape[:2], S.shape[1] - static.V), jnp.float32)])
-    X_parts = packed.lanes(packed.parts(X[packs], dtype))
+        v = packed.concat_lanes([v, jnp.zeros((*v.shape[:2], S.shape[1] - static.V), jnp.float32)])
+    X_parts = packed.concat_lanes(packed.split_bf16(X[packs], dtype))
     W = packed.multiply_packed(X_parts, v - state_reads[:, -C:], p, dtype)  # [h, C, V]
     # Pieces share the rows of a chunk; what a chunk stores past the last token is never read.
     stored = valid if static.pieces else None
@@ -408,7 +408,7 @@ def pass_state(refs: KdaFwdRefs, valid, X, heads: slice, static: FusedStatic, dt
         layout.store_heads(refs.o, o, stored, heads.start)
     ends = refs.ends[heads]  # [h, parts C, K]
     ends = [ends[:, i : i + C] for i in range(0, ends.shape[1], C)]
-    refs.state[heads] = refs.through[heads] * S + write_state(packed.parts(W, dtype), ends)  # [h, V, K]
+    refs.state[heads] = refs.through[heads] * S + write_state(packed.split_bf16(W, dtype), ends)  # [h, V, K]
 
 
 def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:

@@ -51,10 +51,10 @@ def interaction_bwd_tile(q, k, decays: tile.ChannelDecays, table, d, p: int, dty
       p: heads of a pack.
     """
     operand = matmul.operand_dtype(dtype)
-    stacked, turned = packed.rows([q, k]), unpacked(d, p)  # [h, 2 C, K], [h, C, 2 C]
+    stacked, turned = packed.concat_rows([q, k]), unpacked(d, p)  # [h, 2 C, K], [h, C, 2 C]
     pairs = jnp.concatenate([table] * p, axis=1)[None]  # [1, 2 C, p C]
     pairs_turned = jnp.swapaxes(table, 0, 1)[None]  # [1, C, 2 C]
-    split = [y.astype(jnp.float32) for y in packed.parts(d, dtype)]  # each [n, 2 C, p C]
+    split = [y.astype(jnp.float32) for y in packed.split_bf16(d, dtype)]  # each [n, 2 C, p C]
     d_rows, d_columns = jnp.zeros_like(stacked), jnp.zeros_like(k)  # [h, 2 C, K], [h, C, K]
     for index, b, by_column, by_row in tile.level_factors(decays):
         if b is None:  # all rows and columns take part, and the table selects
@@ -69,11 +69,11 @@ def interaction_bwd_tile(q, k, decays: tile.ChannelDecays, table, d, p: int, dty
             mine = [tile.halves(y, b)[1] for y in split]  # each [n, C, p C]
             left = tile.halves(turned, b)[0]  # [h, C / 2, 2 C]
             here, here_turned = tile.halves(pairs, b)[1] == index, tile.halves(pairs_turned, b)[0] == index
-        mine = packed.lanes([jnp.where(here, y, 0.0).astype(operand) for y in mine])  # [n, 2 C or C, parts p C]
+        mine = packed.concat_lanes([jnp.where(here, y, 0.0).astype(operand) for y in mine])  # [n, 2 C or C, parts p C]
         add_rows = by_row * packed.multiply_packed(mine, columns.astype(operand), p, dtype)  # [h, 2 C or C, K]
-        turned_parts = packed.parts(jnp.where(here_turned, left, 0.0), dtype)  # each [h, C or C / 2, 2 C]
+        turned_parts = packed.split_bf16(jnp.where(here_turned, left, 0.0), dtype)  # each [h, C or C / 2, 2 C]
         product = matmul.dot(
-            packed.lanes(turned_parts), packed.rows([decayed.astype(operand)] * len(turned_parts))
+            packed.concat_lanes(turned_parts), packed.concat_rows([decayed.astype(operand)] * len(turned_parts))
         )  # [h, C or C / 2, K]
         add_columns = by_column * product  # likewise
         if b is None:
@@ -105,7 +105,7 @@ def back_to_values(k, beta, boundary, X, scores, do, dS, dtype):
 def back_to_state(q, k, boundary, down, dS, dtype):
     """Return the gradient of the state before a chunk, [h, V, K]; `down` are do above -dR, [h, 2 C, V] operands."""
     from_start, _, through = boundary
-    decayed = (packed.rows([q, k]) * tile.twice(from_start)).astype(matmul.operand_dtype(dtype))  # [h, 2 C, K]
+    decayed = (packed.concat_rows([q, k]) * tile.twice(from_start)).astype(matmul.operand_dtype(dtype))  # [h, 2 C, K]
     return through * dS + matmul.dot_tn(down, decayed)
 
 
@@ -113,7 +113,7 @@ def state_bwd_tile(q, k, beta, boundary, X, scores, do, dS, dtype):
     """Return the gradient of the state before a chunk alone, [h, V, K]; the arguments are those of `outer_bwd_tile`."""
     operand = matmul.operand_dtype(dtype)
     _, dR = back_to_values(k, beta, boundary, X, scores, do, dS, dtype)
-    return back_to_state(q, k, boundary, packed.rows([do.astype(operand), (-dR).astype(operand)]), dS, dtype)
+    return back_to_state(q, k, boundary, packed.concat_rows([do.astype(operand), (-dR).astype(operand)]), dS, dtype)
 
 
 def outer_bwd_tile(q, k, beta, beta_row, boundary, residuals, do, dS, same, dtype):
@@ -141,7 +141,7 @@ def outer_bwd_tile(q, k, beta, beta_row, boundary, residuals, do, dS, same, dtyp
     C, p, operand = k.shape[1], k.shape[0] // X.shape[0], matmul.operand_dtype(dtype)
     from_start, to_end, through = boundary
     dv_new, dR = back_to_values(k, beta, boundary, X, scores, do, dS, dtype)
-    down = packed.rows([do.astype(operand), (-dR).astype(operand)])  # [h, 2 C, V]
+    down = packed.concat_rows([do.astype(operand), (-dR).astype(operand)])  # [h, 2 C, V]
     outers = packed.outer(down, W, dtype, p)  # [n, 2 C, p C]
     i, j = (lax.broadcasted_iota(jnp.int32, (1, 2 * C, p * C), axis) & (C - 1) for axis in (1, 2))
     pairs = i > j if same is None else (i > j) & tile.packed_pairs(same, p)  # [1, 2 C, p C]
@@ -192,7 +192,7 @@ def sum_over_rows(later, earlier, same, dtype):
     ] * count
     if same is not None:
         collect = [x & same for x in collect]
-    collect = packed.lanes([x.astype(jnp.float32) for x in collect]).astype(jnp.bfloat16)  # [1, C, 2 count C]
+    collect = packed.concat_lanes([x.astype(jnp.float32) for x in collect]).astype(jnp.bfloat16)  # [1, C, 2 count C]
     return matmul.dot(collect, jnp.concatenate(by_part)[None])[0]
 
 

@@ -129,7 +129,7 @@ def chunk_decays(blocks, base: int) -> ChannelDecays:
     """
     *inside, start, end = blocks
     cut = [[x[:, i : i + SUBLANES] for i in range(0, start.shape[1], SUBLANES)] for x in (start, end)]
-    *levels, start, end = map(packed.rows, join_blocks(*cut, jnp.multiply, lambda x: x[:, SUBLANES - 1 :]))
+    *levels, start, end = map(packed.concat_rows, join_blocks(*cut, jnp.multiply, lambda x: x[:, SUBLANES - 1 :]))
     if base <= 1:
         return ChannelDecays(None, inside + levels if base else [], start, end)
     return ChannelDecays((inside[0], inside[1]), levels, start, end)
@@ -137,7 +137,7 @@ def chunk_decays(blocks, base: int) -> ChannelDecays:
 
 def twice(x: jax.Array) -> jax.Array:
     """Return x above x: the same for the rows of queries and of keys."""
-    return packed.rows([x, x])
+    return packed.concat_rows([x, x])
 
 
 def halves(x, b):
@@ -194,7 +194,7 @@ def interaction_tile(q, k, decays: ChannelDecays, table, dtype, pairs: bool = Fa
       [h, C, 2 C] float32: for key j <q_i, e^(G_i - G_j) k_j>, i >= j, beside <k_i, e^(G_i - G_j) k_j>, i > j.
     """
     h, C, operand = k.shape[0], k.shape[1], matmul.operand_dtype(dtype)
-    stacked = packed.rows([q, k])  # [h, 2 C, K]
+    stacked = packed.concat_rows([q, k])  # [h, 2 C, K]
     out = jnp.zeros((h, C, 2 * C), jnp.float32)  # [h, C, 2 C]
     if decays.base is None:
         # No product holds a row with itself, which has no decay.
@@ -203,25 +203,29 @@ def interaction_tile(q, k, decays: ChannelDecays, table, dtype, pairs: bool = Fa
     for index, b, by_column, by_row in level_factors(decays):
         if b is None:
             # Blocks of fewer rows than a register has: all rows and columns take part, and the table selects.
-            columns = packed.parts(k * by_column, dtype)  # each [h, C, K]
+            columns = packed.split_bf16(k * by_column, dtype)  # each [h, C, K]
             decayed = (stacked * by_row).astype(operand)  # [h, 2 C, K]
-            product = matmul.dot_nt(packed.lanes(columns), packed.lanes([decayed] * len(columns)))  # [h, C, 2 C]
+            product = matmul.dot_nt(
+                packed.concat_lanes(columns), packed.concat_lanes([decayed] * len(columns))
+            )  # [h, C, 2 C]
             out = jnp.where(table == index, product, out)  # [h, C, 2 C]
             continue
         # Only left halves have pairs as columns, right halves as rows; taking whole registers apart is free.
-        columns = packed.lanes(packed.parts(halves(k, b)[0] * by_column, dtype))  # [h, C / 2, parts K]
+        columns = packed.concat_lanes(packed.split_bf16(halves(k, b)[0] * by_column, dtype))  # [h, C / 2, parts K]
         decayed = halves(stacked, b)[1] * by_row  # [h, C, K]
         even, odd = packed.pack_members(decayed, 2) if pairs else (decayed, decayed)  # each [h / 2, C, K], or [h, C, K]
         if b == SUBLANES:  # half a register of bfloat16: joined before it is rounded
             decayed = join_halves(odd, even, b).astype(operand)  # [h / 2, 2 C, K], or [h, 2 C, K]
         else:
             decayed = join_halves(odd.astype(operand), even.astype(operand), b)  # likewise
-        decayed = packed.lanes([decayed] * (columns.shape[2] // decayed.shape[2]))  # [.., 2 C, parts K]
+        decayed = packed.concat_lanes([decayed] * (columns.shape[2] // decayed.shape[2]))  # [.., 2 C, parts K]
         if pairs:
             # The columns of both heads of a pair lie below one another and meet the rows of both: the pairs of the odd
             # one stand a block beside their place.
-            product = matmul.dot_nt(packed.rows(packed.pack_members(columns, 2)), decayed)  # [h / 2, C, 2 C]
-            product = packed.rows([product[:, : C // 2], packed.rotate(product[:, C // 2 :], b)])  # [h / 2, C, 2 C]
+            product = matmul.dot_nt(packed.concat_rows(packed.pack_members(columns, 2)), decayed)  # [h / 2, C, 2 C]
+            product = packed.concat_rows(
+                [product[:, : C // 2], packed.rotate(product[:, C // 2 :], b)]
+            )  # [h / 2, C, 2 C]
             product = product.reshape(h, C // 2, 2 * C)  # [h, C / 2, 2 C]
         else:
             product = matmul.dot_nt(columns, decayed)  # [h, C / 2, 2 C]
@@ -263,4 +267,4 @@ def packed_pairs(same: jax.Array, p: int) -> jax.Array:
 
     A kernel cannot join masks, so numbers are joined.
     """
-    return twice(packed.lanes([same.astype(jnp.float32)] * p)) > 0.0
+    return twice(packed.concat_lanes([same.astype(jnp.float32)] * p)) > 0.0

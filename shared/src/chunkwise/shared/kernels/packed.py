@@ -50,12 +50,12 @@ def rotate(x: jax.Array, shift: int) -> jax.Array:
     return pltpu.roll(x, jnp.int32(shift % x.shape[2]), 2)
 
 
-def lanes(tiles) -> jax.Array:
+def concat_lanes(tiles) -> jax.Array:
     """Return [n, m, w] tiles side by side."""
     return jnp.concatenate(tiles, axis=2)
 
 
-def rows(tiles) -> jax.Array:
+def concat_rows(tiles) -> jax.Array:
     """Return [n, m, w] tiles below one another."""
     return jnp.concatenate(tiles, axis=1)
 
@@ -79,7 +79,7 @@ def pack_members(x: jax.Array, p: int) -> list[jax.Array]:
 
 def side_lanes(x: jax.Array, p: int) -> jax.Array:
     """Return tiles [heads, m, w] packed, [n, m, p w]."""
-    return lanes(pack_members(x, p))
+    return concat_lanes(pack_members(x, p))
 
 
 def place_tiles(tiles: list[jax.Array], p: int) -> jax.Array:
@@ -88,40 +88,40 @@ def place_tiles(tiles: list[jax.Array], p: int) -> jax.Array:
     zero = jnp.zeros_like(tiles[0])
     if p == 1:
         return tiles[0]
-    return rows([lanes([tiles[i // each] if i == j else zero for j in range(p)]) for i in range(p)])
+    return concat_rows([concat_lanes([tiles[i // each] if i == j else zero for j in range(p)]) for i in range(p)])
 
 
-def parts(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
+def split_bf16(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
     """Return float32 x as operands: two bfloat16 parts (16 bits), or itself where the tensors are not bfloat16."""
     return matmul.bf16_parts(x, 2) if dtype == jnp.bfloat16 else (x,)
 
 
-def as_parts(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
-    """Return the `parts` of a computed x, which is float32; a tensor of another type is exact as it is."""
-    return parts(x, dtype) if x.dtype == jnp.float32 else (x,)
+def split_computed(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
+    """Return `split_bf16` of a computed x, which is float32; a tensor of another type is exact as it is."""
+    return split_bf16(x, dtype) if x.dtype == jnp.float32 else (x,)
 
 
 def part_pairs(a, b) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the `parts` of a and of b whose products make up a b, less those of two small parts, in two lists."""
+    """Return the parts of a and of b whose products make up a b, less those of two small parts, in two lists."""
     pairs = [(x, y) for i, x in enumerate(a) for j, y in enumerate(b) if i + j < 2]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
 def multiply_packed(A, x, p: int, dtype):
-    """Return A x of every head, [heads, m, V] float32, for `parts` of packed A side by side and x [heads, C, V].
+    """Return A x of every head, [heads, m, V] float32, for `split_bf16` of packed A side by side and x [heads, C, V].
 
     An x that is not float32 is exact.
     """
     w = p * x.shape[1]
-    right = [place_tiles(pack_members(part, p), p) for part in as_parts(x, dtype)]
+    right = [place_tiles(pack_members(part, p), p) for part in split_computed(x, dtype)]
     left, right = part_pairs([A[:, :, i : i + w] for i in range(0, A.shape[2], w)], right)
-    return split_lanes(matmul.dot(lanes(left), rows(right)), p)
+    return split_lanes(matmul.dot(concat_lanes(left), concat_rows(right)), p)
 
 
 def apply_transposed(X, tiles, dtype, p: int):
     """Return X^T R of every head, [heads, C, w], at 16 bits."""
-    X_parts, right = part_pairs(parts(X, dtype), [side_lanes(x, p) for x in as_parts(tiles, dtype)])
-    return diagonal_blocks(matmul.dot_tn(rows(X_parts), rows(right)), p)
+    X_parts, right = part_pairs(split_bf16(X, dtype), [side_lanes(x, p) for x in split_computed(tiles, dtype)])
+    return diagonal_blocks(matmul.dot_tn(concat_rows(X_parts), concat_rows(right)), p)
 
 
 def outer(a: jax.Array, b: jax.Array, dtype, p: int) -> jax.Array:
@@ -129,8 +129,8 @@ def outer(a: jax.Array, b: jax.Array, dtype, p: int) -> jax.Array:
 
     The parts of b stand below one another: time on the matrix unit goes with the size of a, not with what it meets.
     """
-    b_parts = parts(b, dtype)
-    products = matmul.dot_nt(a.astype(dtype), rows(b_parts))
+    b_parts = split_bf16(b, dtype)
+    products = matmul.dot_nt(a.astype(dtype), concat_rows(b_parts))
     C, first = b.shape[1], lane_index(products.shape[2]) < b.shape[1]
     if len(b_parts) == 1:
         return side_lanes(products, p)
