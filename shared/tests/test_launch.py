@@ -1,5 +1,6 @@
 """Launches: Refs by name, absent operands, types that a TPU cannot read, scales, blocks of heads."""
 
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -116,6 +117,25 @@ def test_the_platform_decides_when_the_program_is_lowered():
     x = jnp.ones((8, 128))
     assert "tpu_custom_call" in text_for_tpu(lambda x: add(x, None, False, jnp.float32), x)
     assert "tpu_custom_call" not in jax.jit(lambda x: add(x, None, False, jnp.float32)).lower(x).as_text()
+
+
+def test_a_kernel_has_no_derivative():
+    """A sentence says what does; the guard that says so leaves nothing in a program, and passes every other rule."""
+    x = jnp.ones((8, 128))
+    run = lambda x: add(x, 2 * x, False, jnp.float32)["sum"]
+    message = re.escape('the kernel add has no derivative: "fused", "staged" and "pallas" can be differentiated once,')
+    for derivative in (
+        jax.grad(lambda x: run(x).sum()),
+        jax.jacfwd(run),
+        jax.checkpoint(jax.grad(lambda x: run(x).sum())),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            jax.eval_shape(derivative, x)
+    # The tangent of an argument that is not asked for is zero.
+    jax.eval_shape(jax.grad(lambda y, x: jnp.sum(y * run(x))), x, x)
+    assert "custom_jvp" not in text_for_tpu(run, x)
+    np.testing.assert_array_equal(jax.vmap(run)(x[None])[0], run(x))
+    np.testing.assert_array_equal(jax.checkpoint(run)(x), run(x))
 
 
 @pytest.mark.interpreted

@@ -30,6 +30,11 @@ CHANNELS = dict(inputs=lambda case: dict(g=-(case.arguments()["k"] ** 2) + case.
 class TestForward(stages.StageTests, stages.ChunkSizeTests):
     stage = FORWARD
 
+    def test_second_derivative(self):
+        """Its gradient is the stage in the other direction, which has a gradient too."""
+        for implementation in ("xla", "pallas"):
+            stages.trace_second_derivative(self.stage, implementation)
+
 
 class TestReverse(stages.ReferenceTests, stages.IsolationTests, stages.KernelTests):
     stage = REVERSE

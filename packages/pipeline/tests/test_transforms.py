@@ -158,6 +158,33 @@ def test_forward_mode():
     assert_close("derivative", forward, reverse, TOLERANCE["float32"])
 
 
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [(x.name, "fused") for x in OPERATORS.values()] + [(x.name, "staged") for x in OPERATORS.values() if x.chunked],
+)
+def test_kernels_are_differentiated_once(name, implementation):
+    """Their second derivative is a sentence that names what has one; that of plain JAX exists."""
+    operator = OPERATORS[name]
+    inputs = operator_inputs(operator, 1, 3, 1, 1, 8, 8, num_states=1)
+
+    def second(implementation):
+        loss = lambda x: jnp.sum(operator.function(**x, implementation=implementation)[0] ** 2)
+        squares = lambda x: sum(jnp.sum(y**2) for y in jax.tree.leaves(jax.grad(loss)(x)))
+        return jax.eval_shape(jax.grad(squares), inputs)
+
+    assert second("xla")["v"].shape == inputs["v"].shape
+    with pytest.raises(NotImplementedError, match=r'the kernel .* has no derivative: .* use implementation="xla"'):
+        second(implementation)
+
+
+def test_kernels_have_no_forward_mode():
+    """JAX says so itself where a gradient is our own."""
+    inputs = make_inputs(1, 3, 1, 1, 8, 8)
+    run = lambda x: chunk_gated_delta_rule(**x, implementation="fused")[0]
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(run, (inputs,), (inputs,))
+
+
 @thorough
 def test_remat():
     inputs = make_inputs(1, 70, 1, 1, 16, 16)

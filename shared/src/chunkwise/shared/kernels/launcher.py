@@ -36,6 +36,21 @@ def _int32_indices(spec: pl.BlockSpec) -> pl.BlockSpec:
     return dataclasses.replace(spec, index_map=typed)
 
 
+def _without_derivative(call: Callable, name: str) -> Callable:
+    """Return a call of a kernel that, asked for its derivative, says what has one; it adds no operation."""
+
+    def refuse(primals, tangents):
+        raise NotImplementedError(
+            f'the kernel {name} has no derivative: "fused", "staged" and "pallas" can be differentiated once, in '
+            f'reverse, and the serving steps of operators not at all; use implementation="xla", which takes every '
+            f"transformation."
+        )
+
+    guarded = jax.custom_jvp(call)
+    guarded.defjvp(refuse)
+    return guarded
+
+
 def pallas_call(
     kernel: Callable,
     *operands: jax.Array | None,
@@ -100,11 +115,12 @@ def pallas_call(
             interpret=interpret,
         )(*args)
 
-    results = lax.platform_dependent(
-        *map(_without_float16, operands),
+    by_platform = functools.partial(
+        lax.platform_dependent,
         tpu=functools.partial(call, interpret=False),
         default=functools.partial(call, interpret=True),
     )
+    results = _without_derivative(by_platform, name)(*map(_without_float16, operands))
     flat, structure = jax.tree.flatten(results)
     return structure.unflatten(x.astype(want.dtype) for x, want in zip(flat, jax.tree.leaves(out_shape), strict=True))
 

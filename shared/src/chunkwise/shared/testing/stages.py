@@ -233,6 +233,13 @@ class GateTests(OfStage):
         assert_isolated(self.stage, case, implementation, per_channel=True)
 
 
+def trace_second_derivative(stage: StageSpec, implementation: str) -> None:
+    """Trace the gradient of the squares of a gradient of a stage, which computes nothing."""
+    squares = lambda x: _total({name: y**2 for name, y in x.items()})
+    once = jax.grad(lambda x: squares(stage.run(implementation)(x)))
+    jax.eval_shape(jax.grad(lambda x: squares(once(x))), stage.arrays(small(), padding=1.0))
+
+
 class TransformTests(OfStage):
     """Under jit, vmap, remat, export, shard_map, 64 bits and strict promotion."""
 
@@ -258,6 +265,12 @@ class TransformTests(OfStage):
         for name, d in got.items():
             assert d.dtype == jnp.float32, f"d{name} is {d.dtype}"
             compare.assert_close(f"d{name}", d, want[name], 1e-6)
+
+    def test_second_derivative(self):
+        """Plain JAX has one; that of a kernel is a sentence."""
+        trace_second_derivative(self.stage, "xla")
+        with pytest.raises(NotImplementedError, match=r'the kernel .* has no derivative: .* use implementation="xla"'):
+            trace_second_derivative(self.stage, "pallas")
 
     def test_gradient_passes_the_check_of_shard_map(self):
         """Lowered for a TPU, whose kernels have the check of varying axes; a replicated operand's gradient is a sum."""
