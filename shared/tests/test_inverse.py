@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chunkwise.shared.kernels import inverse, packed
-from chunkwise.shared.kernels.inverse import begin_inverse, ladder, strip_rows, unit_lower_inverse
+from chunkwise.shared.kernels.inverse import begin_inverse, block_doubling, first_block_rows, unit_lower_inverse
 from chunkwise.shared.operators.block_inverse import block_inverse, known_inverse
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 
@@ -40,11 +40,11 @@ def test_the_ladder_waits_between_its_products():
     M, want = matrices(2, 64, 0.1)
     M = packed.side_lanes(M, 2)
     start = begin_inverse(M)
-    assert start.shape == (1, strip_rows(64), 128)
+    assert start.shape == (1, first_block_rows(64), 128)
     waits = []
 
     def climb(X, M):
-        *between, X = ladder(X, M)
+        *between, X = block_doubling(X, M)
         waits.extend(between)
         return X
 
@@ -58,19 +58,19 @@ def test_the_ladder_waits_between_its_products():
 def test_strips():
     M = matrices(2, 32)[0]
     side = packed.side_lanes(M, 2)
-    strip = inverse.diagonal_strip(side, 16)
-    np.testing.assert_array_equal(strip[0, :, 48:], M[1, 16:, 16:])
-    corner = inverse.lower_left_strip(side, 16)
+    blocks = inverse.diagonal_blocks(side, 16)
+    np.testing.assert_array_equal(blocks[0, :, 48:], M[1, 16:, 16:])
+    corner = inverse.lower_left_blocks(side, 16)
     np.testing.assert_array_equal(corner[0, :, 32:48], M[1, 16:, :16])
     assert not corner[0, :, 16:32].any()
-    solved = inverse.substitute(strip)
+    solved = inverse.substitute(blocks)
     want = np.linalg.inv(np.eye(16) + np.tril(np.asarray(M[1, 16:, 16:], np.float64), -1))
     assert_close("substitution", solved[0, :, 48:], want, TOLERANCE["float32"])
-    copied = inverse.broadcast_lane(strip, 3, 16)
-    np.testing.assert_array_equal(copied[0, :, 16:32], jnp.repeat(strip[0, :, 19:20], 16, axis=1))
-    np.testing.assert_array_equal(inverse.spread(strip, 16)[0, 16:32, 16:32], strip[0, :, 16:32])
-    product = inverse.multiply_strips(strip, strip, 3)
-    block = np.asarray(strip[0, :, 16:32], np.float64)
+    copied = inverse.broadcast_lane(blocks, 3, 16)
+    np.testing.assert_array_equal(copied[0, :, 16:32], jnp.repeat(blocks[0, :, 19:20], 16, axis=1))
+    np.testing.assert_array_equal(inverse.spread(blocks, 16)[0, 16:32, 16:32], blocks[0, :, 16:32])
+    product = inverse.multiply_blocks(blocks, blocks, 3)
+    block = np.asarray(blocks[0, :, 16:32], np.float64)
     assert_close("product", product[0, :, 16:32], block @ block, TOLERANCE["float32"])
 
 

@@ -3,7 +3,7 @@
 import json
 
 from chunkwise.shared import chips
-from chunkwise.shared.kernels.schedule import find_order, injected_orders, interleave, stagger
+from chunkwise.shared.kernels.schedule import find_order, injected_orders, interleave, software_pipeline
 
 
 def stage(name, length, log):
@@ -14,7 +14,7 @@ def stage(name, length, log):
 
 def test_stages_start_one_after_the_other_the_latest_first():
     log = []
-    for _ in stagger(stage(name, 2, log) for name in "abc"):
+    for _ in software_pipeline(stage(name, 2, log) for name in "abc"):
         log.append("|")
     # A stage ends in a turn too.
     assert " ".join(log) == "a0 | b0 a1 | c0 b1 | c1 | |"
@@ -22,7 +22,7 @@ def test_stages_start_one_after_the_other_the_latest_first():
 
 def test_what_the_caller_does_stands_between_two_turns():
     log = []
-    turns = stagger([stage("a", 1, log)])
+    turns = software_pipeline([stage("a", 1, log)])
     next(turns)
     log.append("mine")
     assert list(turns) == [None]
@@ -31,9 +31,9 @@ def test_what_the_caller_does_stands_between_two_turns():
 
 def test_stages_of_different_lengths_and_none():
     log = []
-    list(stagger([stage("a", 3, log), stage("b", 0, log), stage("c", 1, log)]))
+    list(software_pipeline([stage("a", 3, log), stage("b", 0, log), stage("c", 1, log)]))
     assert log == ["a0", "a1", "c0", "a2"]
-    assert list(stagger([])) == []
+    assert list(software_pipeline([])) == []
 
 
 def test_results_are_there_when_the_stages_end():
@@ -43,7 +43,7 @@ def test_results_are_there_when_the_stages_end():
         yield
         results[n] = n * n
 
-    list(stagger(work(n) for n in range(3)))
+    list(software_pipeline(work(n) for n in range(3)))
     assert results == {0: 0, 1: 1, 2: 4}
 
 

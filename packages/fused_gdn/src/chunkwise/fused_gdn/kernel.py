@@ -68,7 +68,7 @@ class GdnFwdRefs(NamedTuple):
     q_prev: Any = None  # [keys, C, K]
     scores: Any = None  # parts of P, [n, C, parts p C]
     M: Any = None  # float32 [n, C, p C], the matrix of which X is the inverse
-    strip: Any = None  # float32 [n, rows, p C], X as far as it takes no products
+    blocks: Any = None  # float32 [n, rows, p C], X as far as it takes no products
     nonfinite_rows: Any = None  # float32 [1, C, 1], rows of k, g and beta of prev
     owner_prev: Any = None  # int32 [1, p C]
 
@@ -182,10 +182,10 @@ def _grid_step(
     # The matrix unit takes products in the order in which they stand here, and where one waits, all wait. Between those
     # of the inverse, of which each waits for the one before, some heads are prepared and others meet the state. With
     # the inverse at hand, a stage does all it has to do at once, and fewer tiles wait in memory.
-    passing = schedule.stagger(read_and_pass(stage) for stage in stages)
+    passing = schedule.software_pipeline(read_and_pass(stage) for stage in stages)
     if refs.X is None:
-        X, inverting = None, inverse.ladder(refs.strip[...], refs.M[...], 3 if exact else 2)
-        preparing = schedule.stagger(prepare_and_read(stage) for stage in stages)
+        X, inverting = None, inverse.block_doubling(refs.blocks[...], refs.M[...], 3 if exact else 2)
+        preparing = schedule.software_pipeline(prepare_and_read(stage) for stage in stages)
         for _ in stages:
             X = next(inverting, X)
             next(preparing)
@@ -229,7 +229,7 @@ def prepare(refs: GdnFwdRefs, q, k, gates: tile.Gates, part: tile.Heads, masks, 
     weight = D * g.beta_rows
     if with_keys:
         M = products[0] * weight
-        staged += [(refs.M, M), (refs.strip, inverse.begin_inverse(M))]
+        staged += [(refs.M, M), (refs.blocks, inverse.begin_inverse(M))]
     if with_queries:
         scores = packed.split_bf16(products[-1] * (weight * static.scale), k.dtype)
         staged.append((refs.scores, packed.concat_lanes(scores)))
@@ -316,7 +316,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
         scratch["q_prev"] = pltpu.VMEM((keys, s.C, s.K), dtype)
         scratch["scores"] = pltpu.VMEM((n, s.C, parts * s.p * s.C), dtype)
     if x.X is None:
-        scratch |= {"M": matrix, "strip": (n, inverse.strip_rows(s.C), s.p * s.C)}
+        scratch |= {"M": matrix, "blocks": (n, inverse.first_block_rows(s.C), s.p * s.C)}
     estimate = cost.cost if with_output else cost.states_cost
     return launcher.launch(
         functools.partial(_fwd_kernel, static=static, s=s),

@@ -55,7 +55,7 @@ class GdnMapRefs(NamedTuple):
     M: Any = None  # [heads, K, K]
     state: Any = None  # float32 [heads, K, V], or with M [heads, K, V + K]
     matrix: Any = None  # float32 [n, C, p C], of which X is the inverse
-    strip: Any = None  # float32 [n, rows, p C], X as far as it takes no products
+    blocks: Any = None  # float32 [n, rows, p C], X as far as it takes no products
     end: Any = None  # float32 [n, C, p C], decays to the end of inverted, times beta
     start: Any = None  # float32 [n, 1, p C], decays from its start
     last: Any = None  # float32 [n, 1, p C], the decay over it
@@ -135,8 +135,10 @@ def _grid_step(
     gates = tile.gate_sums(g, beta, s, exact, masks)
 
     stages, staged, inverses = s.split(kernel.STAGE), [], []
-    inverting = (inverses.append(X) for X in inverse.ladder(refs.strip[...], refs.matrix[...], 3 if exact else 2))
-    passing = schedule.stagger(pass_chunk(refs, stage) for stage in stages)
+    inverting = (
+        inverses.append(X) for X in inverse.block_doubling(refs.blocks[...], refs.matrix[...], 3 if exact else 2)
+    )
+    passing = schedule.software_pipeline(pass_chunk(refs, stage) for stage in stages)
     halves = [part for stage in stages for part in stage.split(kernel.STAGE // 2)]
     preparing = (staged.append((part, prepare(refs, k, gates, part, masks))) for part in halves)
 
@@ -182,7 +184,7 @@ def prepare(refs: GdnMapRefs, k, gates: tile.Gates, part: tile.Heads, masks) -> 
         start = jnp.where(packed.concat_lanes([tiles.to_row(tile.indicator(masks.carried))] * part.p) > 0.0, start, 0.0)
     return [
         (refs.matrix, M),
-        (refs.strip, inverse.begin_inverse(M)),
+        (refs.blocks, inverse.begin_inverse(M)),
         (refs.end, to_end * g.beta),
         (refs.start, start),
         (refs.last, from_start[:, -1:]),
@@ -233,7 +235,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     scratch: dict[str, Any] = {
         "state": (s.heads, s.K, channels),
         "matrix": matrix,
-        "strip": (n, inverse.strip_rows(s.C), width),
+        "blocks": (n, inverse.first_block_rows(s.C), width),
         "end": matrix,
         "start": row,
         "last": row,

@@ -128,7 +128,9 @@ def _chunk_in_groups(refs: GlaBwdRefs, s: FusedStatic, place: kernel.Place) -> N
         dg = through + tile.gate_bwd(of_pairs, from_start, to_end, place.same)  # [heads, 1, C]
         place.store_gates(refs.dg, dg, heads)
 
-    for _ in schedule.stagger(gradients(slice(first, min(first + pair, every))) for first in range(0, every, pair)):
+    for _ in schedule.software_pipeline(
+        gradients(slice(first, min(first + pair, every))) for first in range(0, every, pair)
+    ):
         pass
     _poison(refs, s, place)
 

@@ -220,7 +220,7 @@ class KdaFwdRefs(NamedTuple):
     decays: Any = None  # of `store_block_decays`
     continuing: Any = None  # float32 [C, 128], `tile.continuing`
     M: Any = None  # float32 [n, C, p C], the matrix of which X is the inverse
-    strip: Any = None  # float32 [n, rows, p C], X as far as it takes no products
+    blocks: Any = None  # float32 [n, rows, p C], X as far as it takes no products
     P: Any = None  # parts of the scores of queries times beta, [n, C, parts p C]
     nonfinite_rows: Any = None  # float32 [1, C, 1], rows of prev but for v
     owner_prev: Any = None  # int32 [1, C]
@@ -289,15 +289,15 @@ def _grid_step(
     for _ in preparing:
         pass
     M: Any = None
-    strip: Any = None
+    blocks: Any = None
     if refs.X is None:
         M = jnp.concatenate([scores[:, C:] for *_, scores in staged]) * beta_rows  # [heads / p, C, p C]
-        strip = inverse.begin_inverse(M)  # [heads / p, 16, p C]
+        blocks = inverse.begin_inverse(M)  # [heads / p, 16, p C]
     for _ in passing:
         pass
     # Only now, because the chunk before is read until its state has passed.
     if refs.X is None:
-        refs.strip[...], refs.M[...] = strip, M
+        refs.blocks[...], refs.M[...] = blocks, M
     for n, boundary, scores in staged:
         store_pack(refs, n, boundary, scores, beta_rows, static)
     if rows is chunk_loop.Rows.MIXED:
@@ -376,13 +376,13 @@ def pass_chunk(refs: KdaFwdRefs, valid, static: FusedStatic, dtype) -> Iterator[
     X = None if refs.X is None else refs.X[...]  # [heads / p, C, p C]
     if refs.X is None:
         parts = 3 if matmul.operand_dtype(dtype) == jnp.float32 else 2
-        for product in inverse.ladder(refs.strip[...], refs.M[...], parts):
+        for product in inverse.block_doubling(refs.blocks[...], refs.M[...], parts):
             X = product  # the last is the inverse
             yield
     if refs.X_out is not None:
         refs.X_out[...] = X
     stages = stages_of(static, STAGE if refs.o is not None and refs.X is None else HALF_STAGE)
-    yield from schedule.stagger(pass_state(refs, valid, X, stage, static, dtype) for stage in stages)
+    yield from schedule.software_pipeline(pass_state(refs, valid, X, stage, static, dtype) for stage in stages)
 
 
 def pass_state(refs: KdaFwdRefs, valid, X, heads: slice, static: FusedStatic, dtype) -> Iterator[None]:
@@ -457,7 +457,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
         "decays": decays_scratch(heads, C, K, base),
     }
     if inverts:
-        scratch |= {"strip": (heads // p, inverse.strip_rows(C), p * C), "M": matrix}
+        scratch |= {"blocks": (heads // p, inverse.first_block_rows(C), p * C), "M": matrix}
     if with_output:
         scratch["P"] = pltpu.VMEM((heads // p, C, parts * p * C), operand)
     if "ht" not in outputs:

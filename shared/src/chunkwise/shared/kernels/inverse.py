@@ -1,16 +1,16 @@
 """The exact inverse of packed unit lower triangular matrices, as tile mathematics.
 
 The matrices of p heads lie side by side in the lanes, [n, C, p * C], so a chunk of 64 fills the 128 lanes of a register
-and one product serves p heads. A *strip* of block size b is [n, b, p * C]: the lanes of block t
-hold the t-th diagonal block (of whichever head owns these lanes), the rows are the rows inside the block.
+and one product serves p heads. *Diagonal blocks* of b rows are [n, b, p * C]: the lanes
+of block t hold the t-th block (of whichever head owns these lanes), the rows are the rows inside the block.
 
-Inside blocks of `SUBSTITUTION` rows, the vector unit eliminates one row after the other: a strip of that height is one
-register or two. From there on the ladder joins two neighbours at a time,
+Inside blocks of `SUBSTITUTION` rows, the vector unit eliminates one row after the other: blocks of that height fill one
+register or two. From there on block doubling joins two neighbours at a time,
 
     [X1  0 ]^-1     [ X1^-1                   0    ]
     [M21 X2]     =  [-X2^-1 M21 X1^-1         X2^-1]
 
-with two products of a strip and a block-diagonal matrix: exact, and no more of M is multiplied than the blocks in use.
+with two products of diagonal blocks and a block-diagonal matrix: exact, and of M only the blocks in use are multiplied.
 The products take bfloat16 passes over operands split into parts: six over three parts, which is float32 accuracy,
 or four over two, which is enough for a matrix that holds 16 bits itself.
 """
@@ -29,8 +29,8 @@ from chunkwise.shared.kernels import matmul, packed
 SUBSTITUTION = 16
 
 
-def strip_rows(C: int) -> int:
-    """Return the rows of the strip of `begin_inverse` for matrices of C rows."""
+def first_block_rows(C: int) -> int:
+    """Return the rows of the diagonal blocks of `begin_inverse` for matrices of C rows."""
     return min(SUBSTITUTION, C)
 
 
@@ -38,14 +38,14 @@ def _rows(x: jax.Array, t: int, b: int) -> jax.Array:
     return x[:, t * b : (t + 1) * b]
 
 
-def diagonal_strip(M: jax.Array, b: int) -> jax.Array:
-    """Return the diagonal blocks of M [n, C, p C] as a strip [n, b, p C]."""
+def diagonal_blocks(M: jax.Array, b: int) -> jax.Array:
+    """Return the diagonal blocks of M [n, C, p C], [n, b, p C]."""
     C, width = M.shape[1:]
     owner = packed.block_of(packed.lane_index(width) & (C - 1), b)
     return functools.reduce(jnp.add, [jnp.where(owner == t, _rows(M, t, b), 0.0) for t in range(C // b)])
 
 
-def lower_left_strip(M: jax.Array, b: int) -> jax.Array:
+def lower_left_blocks(M: jax.Array, b: int) -> jax.Array:
     """Return the lower left b x b block of every 2b block of M, in the lanes of its columns; other lanes zero."""
     C, width = M.shape[1:]
     owner = packed.block_of(packed.lane_index(width) & (C - 1), b)
@@ -54,7 +54,7 @@ def lower_left_strip(M: jax.Array, b: int) -> jax.Array:
 
 
 def substitute(M: jax.Array) -> jax.Array:
-    """Return the inverse strip of I + the strictly lower part of a strip M [n, b, width], row by row."""
+    """Return the inverses of I + the strictly lower part of blocks M [n, b, width], row by row."""
     n, b, width = M.shape
     lane = lax.broadcasted_iota(jnp.int32, (n, b, width), 2) & (b - 1)  # the column inside the block
     row = lax.broadcasted_iota(jnp.int32, (n, b, width), 1)
@@ -76,31 +76,31 @@ def broadcast_lane(x: jax.Array, j: int, b: int) -> jax.Array:
 
 
 def spread(x: jax.Array, b: int) -> jax.Array:
-    """Return a strip [n, b, width] block-diagonally, [n, width, width]."""
+    """Return diagonal blocks [n, b, width] in their places, [n, width, width]."""
     owner = packed.block_of(packed.lane_index(x.shape[2]), b)
     return jnp.concatenate([jnp.where(owner == t, x, jnp.zeros_like(x)) for t in range(x.shape[2] // b)], axis=1)
 
 
-def multiply_strips(a: jax.Array, b: jax.Array, count: int) -> jax.Array:
-    """Return the products of the blocks of two float32 strips [n, rows, width], as a strip, from `count` parts."""
+def multiply_blocks(a: jax.Array, b: jax.Array, count: int) -> jax.Array:
+    """Return the products of diagonal blocks [n, rows, width] with others, float32, from `count` parts."""
     return matmul.dot_parts(
         matmul.bf16_parts(a, count), tuple(spread(part, a.shape[1]) for part in matmul.bf16_parts(b, count))
     )
 
 
 def begin_inverse(M: jax.Array) -> jax.Array:
-    """Return the strip that `ladder` starts from: the inverse of the diagonal blocks of I + M, row by row."""
-    return substitute(diagonal_strip(M, strip_rows(M.shape[1])))
+    """Return the inverses of the diagonal blocks of I + M, row by row, which `block_doubling` starts from."""
+    return substitute(diagonal_blocks(M, first_block_rows(M.shape[1])))
 
 
-def ladder(X: jax.Array, M: jax.Array, count: int = 3) -> Iterator[Any]:
+def block_doubling(X: jax.Array, M: jax.Array, count: int = 3) -> Iterator[Any]:
     """Join neighbouring inverse blocks until one is left; a generator, because every product waits for the one before.
 
-    Only every second block of a strip of M is in use, so two matrices share a product: one of them moves over by a
+    Only every second block of M is in use, so two matrices share a product: one of them moves over by a
     block.
 
     Args:
-      X: strip [n, b, width] of `begin_inverse`.
+      X: [n, b, width] of `begin_inverse`.
       M: packed matrices [n, C, width] float32.
       count: bfloat16 parts of the operands of the products, 8 bits each.
 
@@ -114,14 +114,14 @@ def ladder(X: jax.Array, M: jax.Array, count: int = 3) -> Iterator[Any]:
     half = X.shape[0] // 2
     while b < M.shape[1]:
         even = (packed.block_of(packed.lane_index(width), b) & 1) == 0  # [1, 1, width]
-        S = lower_left_strip(M, b)  # [n, b, width]
+        S = lower_left_blocks(M, b)  # [n, b, width]
         X_a, X_b, S_a, S_b = X[:half], X[half:], S[:half], S[half:]
         # Even blocks of lanes serve the first matrix of a pair, odd ones the second.
         left = jnp.where(even, X_a, packed.rotate(X_b, b))  # [n / 2, b, width]
         right = jnp.where(even, packed.rotate(X_a, -b), X_b)
-        T = multiply_strips(jnp.where(even, S_a, packed.rotate(S_b, b)), left, count)
+        T = multiply_blocks(jnp.where(even, S_a, packed.rotate(S_b, b)), left, count)
         yield
-        corner = multiply_strips(right, T, count)
+        corner = multiply_blocks(right, T, count)
         yield
         corner = jnp.concatenate([corner, packed.rotate(corner, -b)])
         X = jnp.concatenate([jnp.where(even, X, 0.0), jnp.where(even, -corner, X)], axis=1)
@@ -134,5 +134,5 @@ def unit_lower_inverse(M: jax.Array, count: int = 3) -> jax.Array:
 
     The products take operands of `count` bfloat16 parts, 8 bits each.
     """
-    *_, X = ladder(begin_inverse(M), M, count)
+    *_, X = block_doubling(begin_inverse(M), M, count)
     return X

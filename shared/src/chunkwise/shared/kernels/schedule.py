@@ -21,7 +21,7 @@ _injected: contextvars.ContextVar[Mapping] = contextvars.ContextVar("injected_or
 _SEARCHED = "v6e"
 
 
-def stagger(stages: Iterable[Iterator]) -> Iterator[None]:
+def software_pipeline(stages: Iterable[Iterator]) -> Iterator[None]:
     """Run stages one behind the other, like the teams of a relay that start one after the other.
 
     A stage is a generator that yields where it would wait. Every turn begins the next stage and takes those that run
