@@ -25,7 +25,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 PACKAGE_PAGES = [ROOT / "shared/README.md", *sorted(ROOT.glob("packages/*/README.md"))]
 # Those that take long, or whose code is mostly that of other pages, run in the thorough tests.
 REPEATS = ("adding-a-kernel", "from-tokamax", "new-tpu", "numerics", "packing", "stages", "tutorial")
-THOROUGH = [ROOT / "packages/layers/README.md", *(ROOT / f"docs/{name}.md" for name in REPEATS)]
+LONG = [ROOT / "packages/layers/README.md", *(ROOT / f"docs/{name}.md" for name in REPEATS)]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -75,8 +75,7 @@ def without_libraries(monkeypatch, code: str) -> bool:
         pytest.param(
             page,
             id=str(page.relative_to(ROOT)),
-            marks=[pytest.mark.tpu] * ("compile_for(" in page.read_text())
-            + [pytest.mark.thorough] * (page in THOROUGH),
+            marks=[pytest.mark.tpu] * ("compile_for(" in page.read_text()) + [pytest.mark.thorough] * (page in LONG),
         )
         for page in [*PAGES, *PACKAGE_PAGES]
     ],
@@ -108,8 +107,18 @@ def commands() -> list:
     for page in PAGES:
         for kind, block in BLOCK.findall(page.read_text()):
             for line in block.splitlines() if kind == "sh" else ():
-                found += [(page.name, part.strip()) for part in line.split("#")[0].split("&&") if part.strip()]
+                parts = re.split(r"(?:^|\s)#", line)[0].split("&&")
+                found += [(page.name, part.strip()) for part in parts if part.strip()]
     return found
+
+
+def test_two_commands():
+    """The README begins with what sets everything up and runs it, and with what tests it."""
+    _, status, block, *_ = re.split(r"\n\n(?=\S)", (ROOT / "README.md").read_text().split("\n\n", 1)[1])
+    install, tests = "python -m pip install . && chunkwise demo", "python -m pip install nox && python -m nox"
+    assert block == f"```sh\n{install}\n{tests}\n```"
+    assert status.startswith("**Status:**")
+    assert tests.replace("python ", "python3 ") in (ROOT / ".ci/run").read_text()
 
 
 def check_nox(arguments: list[str]) -> None:
@@ -127,16 +136,24 @@ def check_pip(arguments: list[str]) -> None:
     assert arguments[0] == "install"
     declared = "".join(path.read_text() for path in [ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml")])
     for name in arguments[1:]:
-        if name.startswith("./"):
+        if name.startswith("git+"):
+            name = name.partition("#subdirectory=")[2] or "."
+        if name.startswith((".", "packages/")):
             assert (ROOT / name.split("[")[0] / "pyproject.toml").exists(), name
         elif not name.startswith("-"):
             assert re.match(r"\w+", name)[0] in declared + "nox tokamax", name
 
 
 def check_chunkwise(arguments: list[str], monkeypatch) -> None:
-    """Every kernel takes a minute and is what `chunkwise check` is tested for in its package: one kernel here."""
+    """Every kernel takes a minute and is what `chunkwise check` is tested for in its package: one kernel here.
+
+    The demo takes a minute too, and has tests in its package.
+    """
     from chunkwise.pipeline import cli
 
+    if arguments[0] == "demo":
+        assert cli.make_parser().parse_args(arguments)
+        return
     only = ["--kernel", "chunk_local_cumsum"] if arguments[0] == "check" and "--kernel" not in arguments else []
     assert cli.main([*arguments, *only]) == 0
 
@@ -170,8 +187,8 @@ def test_command(page, command, monkeypatch, tmp_path, capsys):
     elif program == "python":
         # Minutes each: the program must exist. That of the training has tests of its own.
         assert (ROOT / arguments[0]).exists()
-    elif program in ("chunkwise.pipeline.demo", "http.server"):
-        # Two minutes, and for ever. The demo has tests in its package.
+    elif program == "http.server":
+        # For ever.
         assert importlib.util.find_spec(program)
     else:
         pytest.fail(f"{page}: nothing here knows how to check {command!r}")

@@ -9,6 +9,7 @@
 import ast
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 
 from latex2mathml.converter import convert
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 # Code is what no rule here touches: blocks between fences, indented blocks, and words between backticks.
 CODE = re.compile(r"(^```.*?^```$|(?<=\n\n)(?: {4}[^\n]*\n)+|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
+COMMENT = re.compile(r"^<!--.*-->\n", re.MULTILINE)
 MATHS = re.compile(r"\$\$(.+?)\$\$|\$(\S(?:[^$\n]*\S)?)\$", re.DOTALL)
 
 
@@ -76,6 +78,9 @@ def package_folders() -> list[Path]:
 
 def on_config(config):
     """Append the pages of packages and examples to the navigation, and tell mkdocstrings where the sources are."""
+    # Empty until the repository has an address; then every page links to it.
+    config.repo_url = tomllib.loads((ROOT / "metadata.toml").read_text())["repository"]
+    config.repo_name = "Repository"
     config.extra["elsewhere"] = elsewhere = pages_elsewhere()
     for title in ("Packages", "Examples"):
         folder = title.lower()
@@ -108,6 +113,7 @@ def on_page_markdown(markdown, page, config, files):
             raise PluginError(f"{here}: no page shows {path}, to which there is a link.")
         return f"]({posixpath.relpath(target, posixpath.dirname(page.file.src_uri))}{heading})"
 
+    markdown = COMMENT.sub("", markdown)
     return outside_code(markdown, lambda text: LINK.sub(link, MATHS.sub(maths, text.replace("<", "&lt;"))))
 
 

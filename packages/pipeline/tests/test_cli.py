@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -167,3 +168,9 @@ def test_info_on_a_tpu(monkeypatch, capsys):
     chosen = json.loads(capsys.readouterr().out)["implementation"]
     assert chosen["chunk_kda"] == chosen["recurrent_gla"] == "fused"
     assert chosen["solve_tril"] == "pallas"
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert re.fullmatch(r"chunkwise [\d.]+, jax [\d.]+, Python [\d.]+\n", capsys.readouterr().out)

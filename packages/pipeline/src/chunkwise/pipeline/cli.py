@@ -1,20 +1,21 @@
-"""The command `chunkwise`: `chunkwise check` and `chunkwise info`."""
+"""The command `chunkwise`: `chunkwise demo`, `chunkwise check` and `chunkwise info`."""
 
 import argparse
 import json
 import math
 import os
+import platform
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 import jax
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, TaskID
 
-from chunkwise.pipeline import check, info, tables
+from chunkwise.pipeline import check, demo, info, tables
 
 # So many checks are compiled at once, or one for each core of a larger machine; their lines follow together.
 BATCH = 8
@@ -22,7 +23,16 @@ BATCH = 8
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return 1 if a check fails."""
+    options = make_parser().parse_args(argv)
+    return options.run(options, tables.make_console(width=140))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; `run` of its result is the function of the command."""
     parser = argparse.ArgumentParser(prog="chunkwise", description="Chunked linear attention for JAX.")
+    version = info.version("chunkwise-pipeline") or "of a source tree"
+    about = f"chunkwise {version}, jax {jax.__version__}, Python {platform.python_version()}"
+    parser.add_argument("--version", action="version", version=about)
     commands = parser.add_subparsers(required=True, metavar="command")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON")
@@ -41,8 +51,13 @@ def main(argv: list[str] | None = None) -> int:
     command.set_defaults(run=run_check)
     about = "print what is installed, what it runs on, and which implementation None selects"
     commands.add_parser("info", parents=[common], help=about, description=about).set_defaults(run=run_info)
-    options = parser.parse_args(argv)
-    return options.run(options, tables.make_console(width=140))
+    about = "show on text what the operators are for, how fast and how exact they are; it takes about a minute"
+    command = commands.add_parser("demo", help=about, description=about)
+    command.add_argument(
+        "--output", type=Path, default=Path("demo_output"), help="the folder of the picture, demo.png (demo_output)"
+    )
+    command.set_defaults(run=lambda options, console: demo.run(options.output, console))
+    return parser
 
 
 def run_check(options: argparse.Namespace, console: Console) -> int:
@@ -72,13 +87,13 @@ def check_all(options: argparse.Namespace, console: Console) -> int:
             for batch in batched(checks, max(BATCH, os.cpu_count() or 1)):
                 names = list(dict.fromkeys(f"{x.kernel.name}, {x.implementation}" for x in batch))
                 label = names[0] + (f", and {len(names) - 1} more" if names[1:] else "")
-                announce(f"compiling {label}", progress, task)
+                tables.announce(f"compiling {label}", progress, task)
                 programs = [program for one in batch for program in one.start(pool)]
                 # The exact results, while the pool compiles; what is timed afterwards has the processor for itself.
                 for program in programs:
                     program.expected()
                 wait([program.compiling for program in programs])
-                announce(f"running {label}", progress, task)
+                tables.announce(f"running {label}", progress, task)
                 for program in programs:
                     rows.append(program.measure())
                     lines.print(*as_lines(rows[-1]), sep="\n")
@@ -103,13 +118,6 @@ def batched(checks: list[check.Check], size: int) -> Iterator[list[check.Check]]
     """Yield the checks, `size` at a time."""
     for start in range(0, len(checks), size):
         yield checks[start : start + size]
-
-
-def announce(text: str, progress: Progress, task: TaskID) -> None:
-    """Say what is being done: in the bar on a terminal, elsewhere as a line of the error stream."""
-    progress.update(task, description=text)
-    if progress.disable:
-        print(f"{text} ...", file=sys.stderr, flush=True)
 
 
 def as_json(row: check.Row) -> dict:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 
@@ -29,3 +29,10 @@ def make_progress(console: Console) -> Progress:
     """Return a progress bar that leaves no trace, and that only a terminal shows."""
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def announce(text: str, progress: Progress, task: TaskID) -> None:
+    """Say what is being done: in the bar on a terminal, elsewhere as a line of the error stream."""
+    progress.update(task, description=text)
+    if progress.disable:
+        print(f"{text} ...", file=sys.stderr, flush=True)
