@@ -1,4 +1,4 @@
-"""The command line, `python -m benchmarks`: time, stages, accuracy, tpu, remat, scale, step, packed, bits, plot."""
+"""The command line, `python -m benchmarks`: `--help` lists its commands."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from benchmarks import accuracy, bits, operators, packed, plots, remat, scale, stages, step, tpu
+from benchmarks import accuracy, bits, operators, order, packed, plots, remat, scale, stages, step, tpu
 from benchmarks.block import BLOCKS
 from benchmarks.cases import CASES, Case
 from benchmarks.compare import compare, merged
@@ -25,7 +25,7 @@ from chunkwise.pipeline.tables import make_console, make_progress, make_table
 from chunkwise.shared.chips import CHIPS
 
 TEXT = {"case", "stage", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "figure", "failed"}
-TEXT |= {"split", "topology", "scan", "collectives", "mixture", "policy"}
+TEXT |= {"split", "topology", "scan", "collectives", "mixture", "policy", "kernel", "order"}
 
 
 def parse(arguments=None) -> argparse.Namespace:
@@ -83,6 +83,13 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--operator", action="append", choices=packed.OPERATORS, help="may be repeated")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
     one.add_argument("--tokens", type=int, default=8192, help="of all sequences together, a multiple of 1024")
+    one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
+    one = commands.add_parser("order", parents=[saved], help="search the order of products in a kernel")
+    one.add_argument("--kernel", action="append", choices=list(order.KERNELS), help="may be repeated")
+    one.add_argument("--chip", action="append", choices=list(CHIPS))
+    one.add_argument("--tokens", type=int, default=1024)
+    one.add_argument("--tries", type=int, default=50, help="orders beside the one to begin with")
+    one.add_argument("--write", action="store_true", help="store the order that is found in the package")
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("accuracy", parents=[saved], help="errors against gate strength and repeated keys")
     one.add_argument("sweep", choices=["gate", "keys"])
@@ -170,6 +177,13 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
             for chip in options.chip or ["v6e"]:
                 run = lambda a=(operator, options.tokens, chip): packed.measure(*a, options.timeout)
                 yield f"{operator}, {chip}", {"operator": operator, "chip": chip, "T": options.tokens}, run
+    elif options.command == "order":
+        for name in options.kernel or order.KERNELS:
+            for chip in options.chip or ["v6e"]:
+                run = lambda a=(name, chip, options.tokens, options.tries, options.timeout, options.write): order.rows(
+                    *a
+                )
+                yield f"{name}, {chip}", {}, run
     else:
         sweep = {"gate": "gate strength", "keys": "repeated keys"}[options.sweep]
         some = [x for x in accuracy.NAMES if options.sweep == "gate" or OPERATORS[f"chunk_{x}"].delta]

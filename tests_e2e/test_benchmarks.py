@@ -109,6 +109,34 @@ sys.exit(command.main({arguments}))
     assert [row["to_one_device"] for row in rows] == [row["median_ms"] / rows[0]["median_ms"] for row in rows]
 
 
+def test_order(run, tmp_path, monkeypatch):
+    """The search keeps what is faster, and stores what is faster and right."""
+    from benchmarks import order
+
+    path = tmp_path / "orders.json"
+    path.write_text("{}")
+    # As if products of the chunk before should come first.
+    cost = lambda name, order, *_: 1000 + sum(i for i, letter in enumerate(order) if letter == "p")
+    monkeypatch.setattr(order, "measure", cost)
+    monkeypatch.setattr(order, "path_of", lambda kernel: path)
+    monkeypatch.setattr(order, "same_results", lambda kernel, found: sorted(found) == sorted(kernel.otherwise))
+    code, rows = run("order", "--kernel", "kda", "--tries", "200", "--write")
+    assert code == 0
+    assert rows[0]["order"] == "pm" * 8
+    assert [row["cycles"] for row in rows] == sorted({row["cycles"] for row in rows}, reverse=True)
+    assert json.loads(path.read_text())["fwd"]["8"]["v6e"] == rows[-1]["order"] != rows[0]["order"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kernel", ["kda", "kda-map", "gdn-map", "gdn-behind-map"])
+def test_stored_orders_change_no_bit(kernel):
+    from benchmarks import order
+
+    searched = order.KERNELS[kernel]
+    orders = json.loads(order.path_of(searched).read_text())[searched.kernel][str(searched.size)]
+    assert all(order.same_results(searched, found) for found in orders.values())
+
+
 def test_bits(benchmarks, tmp_path, capsys):
     """The same program has the same fingerprints; another result is named."""
     path, only = tmp_path / "bits.json", ["--only", "recurrent_gla, xla, rows"]
