@@ -22,18 +22,14 @@ LINEAR = dict(k=spec(2, 64, 2, 8), v=spec(2, 64, 4, 6))
         (dict(w=spec(2, 64, 2, 8)), "`w` must have shape [B, T, HV, K] = (2, 64, 4, 8); got (2, 64, 2, 8)."),
         (dict(g_cum=spec(2, 64, 2)), "`g_cum` must have shape [B, T, HV] = (2, 64, 4); got (2, 64, 2)."),
         (dict(k=spec(2, 64, 3, 8)), "`u` must have a multiple of the heads of `k`; got 4 value heads for 3 key heads."),
-        (dict(chunk_size=63), "`chunk_size` must be one of (16, 32, 64, 128); got 63."),
-        (dict(chunk_size=True), "`chunk_size` must be one of (16, 32, 64, 128); got True."),
         (
             dict(output_final_state=jnp.ones(1)),
             "`output_final_state` must be True or False, known when the program is built; got an array float32 (1,).",
         ),
-        (dict(cu_seqlens=spec(2, dtype=jnp.int32)), "`cu_seqlens` must come with a batch of 1; got B = 2."),
         (
             dict(initial_state=spec(1, 4, 8, 6)),
             "`initial_state` must have shape [N, HV, K, V] = (2, 4, 8, 6); got (1, 4, 8, 6).",
         ),
-        (dict(implementation="gpu"), "`implementation` must be None or one of ('pallas', 'xla'); got 'gpu'."),
     ],
 )
 def test_delta_rule(wrong, message):

@@ -1,35 +1,19 @@
-"""States, new values and final states against their definition in float64."""
+"""Linear attention with every kind of gate, and calls without states: values, gradients and isolation."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
 from chunkwise.shared.testing import stage_oracle
-from chunkwise.shared.testing.cases import CASES, Case
-from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
+from chunkwise.shared.testing.cases import ISOLATION_CASES, Case
+from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, STAGE_TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import boundaries
+from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.poison import assert_isolated
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
-
-
-@both
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_delta_rule(case, implementation):
-    x = case.arguments()
-    k, w, u, g_cum, start = (x[name] for name in ("k", "w", "u", "g_cum", "initial_state"))
-    cut = dict(cu_seqlens=case.cu_seqlens, chunk_size=case.chunk_size)
-    h, v_new, final = chunk_gated_delta_rule_fwd_h(k, w, u, g_cum, start, True, **cut, implementation=implementation)
-    assert h.dtype == v_new.dtype == final.dtype == jnp.float32
-    expected_h, expected_v, expected_final = stage_oracle.states(k, w, u, g_cum, start, **cut)
-    assert_close("h", h, expected_h, STAGE_TOLERANCE)
-    case.assert_close("v_new", v_new, expected_v, STAGE_TOLERANCE)
-    assert_close("final_state", final, expected_final, STAGE_TOLERANCE)
-    if case.lengths is not None:
-        used = sum(-(-length // case.chunk_size) for length in case.lengths)
-        assert h.shape[1] == case.T // case.chunk_size + len(case.lengths)
-        assert not np.asarray(h)[:, used:].any(), "unused chunks must be zero"
-        empty = np.asarray(case.lengths) == 0
-        np.testing.assert_array_equal(np.asarray(final)[empty], np.asarray(start)[empty])
 
 
 def gates(kind, x, case, cut):
@@ -81,3 +65,40 @@ def test_without_states(implementation):
     assert_close("h", h, expected_h, STAGE_TOLERANCE)
     assert_close("v_new", v_new, expected_v, STAGE_TOLERANCE)
     assert chunk_fwd_h(x["k"], x["v"], chunk_size=16, implementation=implementation)[1] is None
+
+
+@both
+@pytest.mark.parametrize("kind", ["head", "channel"])
+def test_gradients_of_strong_constant_gates(kind, implementation):
+    """Each head by itself, and a tail: the key at the end is not decayed, and is e^30 times what depends on gates."""
+    lengths, gamma = (21, 0, 16), jnp.array([-1.0, -5.0, -30.0])
+    cut = dict(cu_seqlens=boundaries(*lengths))
+    x = Case(T=40, H=3, HV=3, K=4, V=2, chunk_size=16, lengths=lengths).arguments()
+    k, v, start = x["k"], x["v"], x["initial_state"]
+    dht = np.random.default_rng(1).standard_normal(start.shape)
+
+    def loss(gamma):
+        gates = dict(g_gamma=gamma)
+        if kind == "channel":
+            local = jnp.asarray(stage_oracle.cumsum(np.ones((1, 40, 3, 4)), chunk_size=16, **cut), jnp.float32)
+            gates = dict(gk_cum=gamma[:, None] * local)
+        return jnp.sum(dht * chunk_fwd_h(k, v, **gates, initial_state=start, output_final_state=True, chunk_size=16,
+                                         implementation=implementation, **cut)[1])  # fmt: skip
+
+    k, v = (jnp.nan_to_num(y) for y in (k, v))
+    want = reference(k, k, v, g_gamma=gamma, initial_state=start, **cut, do=np.zeros(v.shape), dht=dht)[2]["g_gamma"]
+    got = jax.jit(jax.grad(loss))(gamma)
+    for head, strength in enumerate(gamma):
+        assert_close(f"dg_gamma at {strength}", got[head], want[head], GRADIENT_TOLERANCE["float32"])
+
+
+@both
+@pytest.mark.parametrize("case", ISOLATION_CASES, ids=str)
+def test_linear_attention_without_states(case, implementation):
+    def run(x, cu_seqlens):
+        options = dict(cu_seqlens=cu_seqlens, chunk_size=16, implementation=implementation)
+        return dict(h=chunk_fwd_h(x["k"], x["v"], x["g_cum"], x["g_gamma"], **options)[0])
+
+    x = case.finite_arguments("k", "v", "g_cum") | dict(g_gamma=jnp.array([-0.1, -2.0]))
+    # A sequence of one chunk has no state but the zeros before it, so nothing of it is seen.
+    assert_isolated(run, x, case.cu_seqlens, chunk_size=16, shared=["g_gamma"], visible=False)

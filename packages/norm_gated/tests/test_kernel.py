@@ -12,6 +12,7 @@ from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.transforms import text_for_tpu
 
 pytestmark = pytest.mark.interpreted
+THOROUGH = dict(test_every_config_gives_the_same=True)
 
 
 @pytest.mark.parametrize(("groups", "D"), [(2, 64), (4, 96), (2, 128), (2, 192), (3, 40), (1, 70)])
@@ -21,7 +22,6 @@ def test_group_mean(groups, D):
     np.testing.assert_allclose(group_mean(jnp.asarray(x), D), want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.thorough
 def test_every_config_gives_the_same():
     rng = np.random.default_rng(0)
     x, z, dy = (jnp.asarray(rng.standard_normal((1, 50, 4, 32)), jnp.float32) for _ in range(3))
