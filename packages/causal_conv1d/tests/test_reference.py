@@ -78,15 +78,20 @@ BATCHES = {
 }
 
 
-# The others hold other sizes.
-KINDS = ("rows", "packed", "segments")
-each_batch = pytest.mark.parametrize(
-    "batch", [pytest.param(x, marks=[] if x in KINDS else pytest.mark.thorough) for x in BATCHES]
+# The other batches hold other sizes.
+THOROUGH = dict(
+    test_values=lambda batch, states: not states or batch not in ("rows", "packed", "segments"),
+    test_activations=lambda bias: not bias,
+    test_gradients_of_plain_jax_are_those_of_the_definition=lambda batch: batch == "row-of-padding",
+    test_gradients_of_the_kernel_are_those_of_plain_jax=lambda batch, states: (
+        not states or batch not in ("packed", "segments")
+    ),
+    test_two_halves_are_the_whole=lambda implementation, cuts: (implementation, cuts) == ("pallas", (1, 7)),
 )
 
 
-@pytest.mark.parametrize("states", [pytest.param(False, marks=pytest.mark.thorough), True])
-@each_batch
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_values(batch, states, implementation):
     batch = BATCHES[batch]
@@ -103,7 +108,7 @@ def test_values(batch, states, implementation):
 
 
 @pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
-@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_activations(activation, bias, implementation):
     batch = BATCHES["rows"]
@@ -113,7 +118,7 @@ def test_activations(activation, bias, implementation):
     assert_close("y", y, mixer_oracle.causal_conv1d(**x, name=activation)[0], TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("batch", ["rows", "packed-short", pytest.param("row-of-padding", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("batch", ["rows", "packed-short", "row-of-padding"])
 def test_gradients_of_plain_jax_are_those_of_the_definition(batch):
     sizes = {"rows": dict(T=6, D=2, config=None), "packed-short": dict(D=1), "row-of-padding": dict(D=1)}[batch]
     batch = Batch(**vars(BATCHES[batch]) | sizes)
@@ -126,10 +131,8 @@ def test_gradients_of_plain_jax_are_those_of_the_definition(batch):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("states", [pytest.param(False, marks=pytest.mark.thorough), True])
-@pytest.mark.parametrize(
-    "batch", [pytest.param(x, marks=[] if x in ("packed", "segments") else pytest.mark.thorough) for x in BATCHES]
-)
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize("batch", BATCHES)
 def test_gradients_of_the_kernel_are_those_of_plain_jax(batch, states):
     """Plain JAX is differentiated by JAX, and its gradients are compared with the definition above."""
     types = (jnp.float32, jnp.bfloat16) if batch == "segments" else (jnp.float32,)
@@ -158,10 +161,7 @@ def test_gradients_of_the_kernel_are_those_of_plain_jax(batch, states):
             assert_close(f"d{name}", d, want[name], GRADIENT_TOLERANCE[dtype.dtype.name])
 
 
-@pytest.mark.parametrize(
-    ("implementation", "cuts"),
-    [("xla", (1, 2, 7)), ("pallas", (2,)), pytest.param("pallas", (1, 7), marks=pytest.mark.thorough)],
-)
+@pytest.mark.parametrize(("implementation", "cuts"), [("xla", (1, 2, 7)), ("pallas", (2,)), ("pallas", (1, 7))])
 def test_two_halves_are_the_whole(implementation, cuts):
     """The final state of the first half is what the second half continues from."""
     x = Batch(B=2, T=12, D=3).inputs(True)

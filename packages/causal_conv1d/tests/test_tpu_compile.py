@@ -10,15 +10,13 @@ from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
+THOROUGH = dict(test_compiles=lambda form: form != "packed")
 
 
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(
     ("D", "W", "form"),
-    [
-        (512, 4, "packed"),
-        *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((200, 2, "rows"), (512, 4, "rows"), (60, 8, "ids"))),
-    ],
+    [(512, 4, "packed"), (200, 2, "rows"), (512, 4, "rows"), (60, 8, "ids")],
 )
 def test_compiles(D, W, form, chip):
     B, T, N = (1, 300, 5) if form == "packed" else (2, 512, 2)

@@ -1,7 +1,5 @@
 """Decoding: against the convolution of whole sequences, and the pool of states."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +10,16 @@ from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import boundaries
 
 B, T, D, W = 3, 9, 5, 4
+TYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+QUICK_STEPS = {
+    ("xla", jnp.float32, jnp.float32),
+    ("xla", jnp.float32, jnp.float16),
+    ("pallas", jnp.float32, jnp.float32),
+    ("pallas", jnp.bfloat16, jnp.bfloat16),
+}
+THOROUGH = dict(
+    test_serving_steps=lambda implementation, dtype, pool_dtype: (implementation, dtype, pool_dtype) not in QUICK_STEPS
+)
 
 
 def inputs():
@@ -91,20 +99,9 @@ def test_gradients():
         assert_close("gradient", a, b, 1e-6)
 
 
-def step_cases():
-    """Run a test for every implementation, type of tokens and type of the pool; only some for every change."""
-    wide, half, short = jnp.float32, jnp.bfloat16, jnp.float16
-    quick = {("xla", wide, wide), ("pallas", wide, wide), ("pallas", half, half), ("xla", wide, short)}
-    return pytest.mark.parametrize(
-        ("implementation", "dtype", "pool_dtype"),
-        [
-            pytest.param(*case, marks=[] if case in quick else pytest.mark.thorough)
-            for case in itertools.product(("xla", "pallas"), (wide, half, short), (wide, half, short))
-        ],
-    )
-
-
-@step_cases()
+@pytest.mark.parametrize("pool_dtype", TYPES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_serving_steps(implementation, dtype, pool_dtype):
     """Random steps of decodes, speculation, prefills, shared prefixes and blocks, against a pool in plain Python.
 
