@@ -3,16 +3,17 @@
 With K, Q, V the rows of a chunk, S the state before it, B = diag(beta), G the cumulative gate and
 D_ij = exp(G_i - G_j),
 
-    X  = (I + tril(K K^T * D, -1) B)^-1           P = scale tril(Q K^T * D) B     no state in them
-    R  = V - e^G K S                              what the keys do not recall yet
-    W  = X R                                      the same token by token, B W is v_new
-    o  = scale e^G Q S + P W                      S' = e^G_last S + K^T e^(G_last - G) B W
+    A_inv = (I + tril(K K^T * D, -1) B)^-1        P = scale tril(Q K^T * D) B     no state in them
+    R = V - e^G K S                               what the keys do not recall yet
+    U = A_inv R                                   v_new over beta: the same token by token, v_new is B U
+    o = scale e^G Q S + P U                       S' = e^G_last S + K^T e^(G_last - G) B U
 
-P of a chunk, and X as far as it takes no products, are made in the step before the one that takes the state through it.
-Where an earlier launch over the same tokens has made X, it is read.
+P of a chunk, and A_inv as far as it takes no products, are made in the step before the one that takes the state through
+it. Where an earlier launch over the same tokens has made A_inv, it is read.
 
-With bfloat16 tensors S enters its products as bfloat16: what rounding misses of S stays in S. X, P, R and W must not be
-rounded so: where keys repeat they oscillate, and the sums over them cancel. They keep 16 bits, as two bfloat16 parts.
+With bfloat16 tensors S enters its products as bfloat16: what rounding misses of S stays in S. A_inv, P, R and U must
+not be rounded so: where keys repeat they oscillate, and the sums over them cancel. They keep 16 bits, as two bfloat16
+parts.
 
 The matrices of p heads lie side by side in the lanes ("packed", see shared.kernels.packed): n = heads / p packs. States
 are [K, V], as the user has them.
@@ -53,13 +54,13 @@ class GdnFwdRefs(NamedTuple):
     initial_state: Any = None  # [heads, K, V]
     owner: Any = None  # int32 [1, 1, p C]
     pool: Any = None  # [heads, K, V], not padded
-    X: Any = None  # [n, C, p C] of prev
+    A_inv: Any = None  # [n, C, p C] of prev
     unread: Any = None  # an operand that is not read
     o: Any = None  # [C, heads V] of prev
     ht: Any = None  # [heads, K, V]
     h: Any = None  # [heads, K, V] of prev
-    W: Any = None  # [C, heads V] of prev
-    X_out: Any = None  # [n, C, p C] of prev
+    v_new_over_beta: Any = None  # [C, heads V] of prev
+    A_inv_out: Any = None  # [n, C, p C] of prev
     pool_out: Any = None  # [heads, K, V], not padded
     state: Any = None  # float32 [heads, K, V]; ht where that is wanted
     start: Any = None  # float32 [n, C, p C], decays from the start of prev
@@ -67,8 +68,8 @@ class GdnFwdRefs(NamedTuple):
     k_prev: Any = None  # [keys, C, K]
     q_prev: Any = None  # [keys, C, K]
     scores: Any = None  # parts of P, [n, C, parts p C]
-    M: Any = None  # float32 [n, C, p C], the matrix of which X is the inverse
-    blocks: Any = None  # float32 [n, rows, p C], X as far as it takes no products
+    A: Any = None  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
+    blocks: Any = None  # float32 [n, rows, p C], A_inv as far as it takes no products
     nonfinite_rows: Any = None  # float32 [1, C, 1], rows of k, g and beta of prev
     owner_prev: Any = None  # int32 [1, p C]
 
@@ -121,7 +122,7 @@ def _fwd_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None
         pieces=static.pieces,
         multi_sequence=refs.owner is not None,
         ragged=static.ragged,
-        results=(refs.o, refs.W),
+        results=(refs.o, refs.v_new_over_beta),
     )
     if refs.pool is not None:
         chunk_loop.write_pool(refs.state, refs.pool_out, prev, transposed=False)
@@ -177,21 +178,21 @@ def _grid_step(
         if stage.first not in state_reads:
             state_reads[stage.first] = read_state(refs, stage)
             yield
-        yield from pass_chunk(refs, valid_prev, stored, X, stage, state_reads.pop(stage.first), static)
+        yield from pass_chunk(refs, valid_prev, stored, A_inv, stage, state_reads.pop(stage.first), static)
 
     # The matrix unit takes products in the order in which they stand here, and where one waits, all wait. Between those
     # of the inverse, of which each waits for the one before, some heads are prepared and others meet the state. With
     # the inverse at hand, a stage does all it has to do at once, and fewer tiles wait in memory.
     passing = schedule.software_pipeline(read_and_pass(stage) for stage in stages)
-    if refs.X is None:
-        X, inverting = None, inverse.block_doubling(refs.blocks[...], refs.M[...], 3 if exact else 2)
+    if refs.A_inv is None:
+        A_inv, inverting = None, inverse.block_doubling(refs.blocks[...], refs.A[...], 3 if exact else 2)
         preparing = schedule.software_pipeline(prepare_and_read(stage) for stage in stages)
         for _ in stages:
-            X = next(inverting, X)
+            A_inv = next(inverting, A_inv)
             next(preparing)
-        *_, X = X, *inverting
+        *_, A_inv = A_inv, *inverting
     else:
-        X = refs.X[...]
+        A_inv = refs.A_inv[...]
         halves = [part for stage in stages for part in stage.split(STAGE // 2)]
         preparing = prepare_heads(halves)
         order = schedule.find_order("chunkwise.fused_gdn", "precomputed", s.heads, "pm" * len(halves))
@@ -200,10 +201,10 @@ def _grid_step(
         for _ in remaining:
             pass
 
-    if refs.X_out is not None:
-        refs.X_out[...] = X
+    if refs.A_inv_out is not None:
+        refs.A_inv_out[...] = A_inv
     if rows is chunk_loop.Rows.MIXED:
-        nonfinite.poison(nonfinite_prev, masks_prev, (refs.o, refs.W), (refs.state, masks_prev.ending))
+        nonfinite.poison(nonfinite_prev, masks_prev, (refs.o, refs.v_new_over_beta), (refs.state, masks_prev.ending))
         refs.nonfinite_rows[...] = nonfinite_rows
     # The next grid step takes these from scratch; stored last, because this one still reads those of prev.
     if refs.owner is not None:
@@ -221,15 +222,15 @@ def prepare(refs: GdnFwdRefs, q, k, gates: tile.Gates, part: tile.Heads, masks, 
     g = tile.pack_gates(gates, part)
     pairs, start, end = tile.boundary_decays(g, part, masks)
     staged = [(refs.start, start), (refs.end, end * g.beta)]  # [n, C, p C]
-    with_keys, with_queries = refs.X is None, refs.o is not None
+    with_keys, with_queries = refs.A_inv is None, refs.o is not None
     if not with_keys and not with_queries:
         return staged
     left = [k[part.keys_at]] * with_keys + ([q[part.keys_at]] if with_queries else [])
     *products, D = tile.scores(left, k[part.keys_at], g, pairs, part)  # [n, C, p C]
     weight = D * g.beta_rows
     if with_keys:
-        M = products[0] * weight
-        staged += [(refs.M, M), (refs.blocks, inverse.begin_inverse(M))]
+        A = products[0] * weight
+        staged += [(refs.A, A), (refs.blocks, inverse.begin_inverse(A))]
     if with_queries:
         scores = packed.split_bf16(products[-1] * (weight * static.scale), k.dtype)
         staged.append((refs.scores, packed.concat_lanes(scores)))
@@ -251,44 +252,44 @@ def read_state(refs: GdnFwdRefs, part: tile.Heads):
 
 
 def pass_chunk(
-    refs: GdnFwdRefs, valid, stored, X, part: tile.Heads, state_reads, static: FusedStatic
+    refs: GdnFwdRefs, valid, stored, A_inv, part: tile.Heads, state_reads, static: FusedStatic
 ) -> Iterator[None]:
-    """Compute W of prev, and one product later write its output and take the state through it.
+    """Compute v_new_over_beta of prev, and one product later write its output and take the state through it.
 
     Args:
       refs: of the kernel.
       valid, stored: the rows of prev to read and to store, bool [C, 1], or None for all.
-      X: packed inverses [n, C, p C] of all heads.
+      A_inv: packed inverses [n, C, p C] of all heads.
       part: the heads to take.
       state_reads: as `read_state` returns it for them.
       static: of the kernel.
     """
     (start, KS, QS), dtype, p = state_reads, refs.k.dtype, part.p
     v = layout.load_heads(refs.v, part.V, part.values_at, valid).astype(jnp.float32)  # [heads, C, V]
-    X = packed.concat_lanes(packed.split_bf16(X[part.packs_at], dtype))
-    W = packed.multiply_packed(X, v - start * KS, p, dtype)  # [heads, C, V]
-    if refs.W is not None:
-        layout.store_heads(refs.W, W, stored, part.first)
+    A_inv = packed.concat_lanes(packed.split_bf16(A_inv[part.packs_at], dtype))
+    v_new_over_beta = packed.multiply_packed(A_inv, v - start * KS, p, dtype)  # [heads, C, V]
+    if refs.v_new_over_beta is not None:
+        layout.store_heads(refs.v_new_over_beta, v_new_over_beta, stored, part.first)
     yield
     k, end = refs.k_prev[part.keys_at], tile.head_columns(refs.end[part.packs_at], part, part.V)
     if QS is not None:
-        inside = packed.multiply_packed(refs.scores[part.packs_at], W, p, dtype)  # [heads, C, V]
+        inside = packed.multiply_packed(refs.scores[part.packs_at], v_new_over_beta, p, dtype)  # [heads, C, V]
         layout.store_heads(refs.o, (static.scale * start) * QS + inside, stored, part.first)
     S = refs.state[part.values_at]
-    refs.state[part.values_at] = start[:, -1:] * S + tile.write_state(k, end * W, part)
+    refs.state[part.values_at] = start[:, -1:] * S + tile.write_state(k, end * v_new_over_beta, part)
 
 
 def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Run the forward kernel.
 
     Args:
-      x: operands. With X, of an earlier launch, the inverse is not computed again.
+      x: operands. With A_inv, of an earlier launch, the inverse is not computed again.
       static: what is known.
-      outputs: which of "o", "ht", "h", "W", "X", "pool_out".
+      outputs: which of "o", "ht", "h", "v_new_over_beta", "A_inv", "pool_out".
 
     Returns:
       A dict of these outputs: o like v, ht the final states [N, HV, K, V] float32, of which those of empty sequences
-      are undefined, and h, W, X, pool_out as in `Operands`. The pool is updated in place.
+      are undefined, and h, v_new_over_beta, A_inv, pool_out as in `Operands`. The pool is updated in place.
     """
     B, HV, steps, s, dtype = static.B, static.HV, static.steps, heads_of(static, static.config.heads), x.k.dtype
     cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))
@@ -300,8 +301,8 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
         "o": (value, x.v.shape, dtype),
         "ht": (state, (static.N, HV, s.K, s.V), jnp.float32),
         "h": (prev.per_step(s.heads, s.K, s.V), (B, steps, HV, s.K, s.V), dtype),
-        "W": (value, x.v.shape, jnp.float32),
-        "X": (prev.per_step(*matrix), (B, steps, HV // s.p, *matrix[1:]), jnp.float32),
+        "v_new_over_beta": (value, x.v.shape, jnp.float32),
+        "A_inv": (prev.per_step(*matrix), (B, steps, HV // s.p, *matrix[1:]), jnp.float32),
     }
     if x.pool is not None:
         made["pool_out"] = prev.target(*slot), x.pool.shape, x.pool.dtype
@@ -315,8 +316,8 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
         parts = 2 if dtype == jnp.bfloat16 else 1
         scratch["q_prev"] = pltpu.VMEM((keys, s.C, s.K), dtype)
         scratch["scores"] = pltpu.VMEM((n, s.C, parts * s.p * s.C), dtype)
-    if x.X is None:
-        scratch |= {"M": matrix, "blocks": (n, inverse.first_block_rows(s.C), s.p * s.C)}
+    if x.A_inv is None:
+        scratch |= {"A": matrix, "blocks": (n, inverse.first_block_rows(s.C), s.p * s.C)}
     estimate = cost.cost if with_output else cost.states_cost
     return launcher.launch(
         functools.partial(_fwd_kernel, static=static, s=s),
@@ -335,7 +336,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
             "initial_state": (x.initial_state, state),
             "owner": (x.owner, cur.owner(s.p * s.C)),
             "pool": (x.pool, prev.state(*slot)),
-            "X": (x.X, prev.per_step(*matrix)),
+            "A_inv": (x.A_inv, prev.per_step(*matrix)),
         },
         outputs=made,
         requested=outputs,

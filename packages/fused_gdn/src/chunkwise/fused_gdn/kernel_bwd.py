@@ -1,16 +1,16 @@
 """Backward: one reverse pass over the chunks; tile mathematics, kernel body, launcher.
 
-With the names of kernel.py, where S and W are computed again, and dS' arriving from the right:
+With the names of kernel.py, where S and U are computed again, and dS' arriving from the right:
 
-    dv_new = (scale tril(Q K^T * D))^T dO + e^(G_last - G) K dS'      dR = X^T B dv_new      dV = dR
-    dN = -tril(dR W^T, -1)                    dA = tril(dO (B W)^T)    of N = K K^T * D and A = scale Q K^T * D
+    dv_new = (scale tril(Q K^T * D))^T dO + e^(G_last - G) K dS'      dR = A_inv^T B dv_new      dV = dR
+    dA = -tril(dR U^T, -1)                    dP = tril(dO (B U)^T)    of A = K K^T * D and P = scale Q K^T * D
     dS = e^G_last dS' + Q^T (scale e^G dO) - K^T (e^G dR)
 
-dN needs no further product with X: -X^T (B dv_new R^T) X^T = -dR W^T. As in the forward, what oscillates where keys
-repeat (W, dv_new, A and the gradients of N and A) keeps 16 bits with bfloat16 tensors; S and dS enter at 8.
+dA needs no further product with A_inv: -A_inv^T (B dv_new R^T) A_inv^T = -dR U^T. As in the forward, what oscillates
+where keys repeat (U, dv_new, P and the gradients of A and P) keeps 16 bits with bfloat16 tensors; S and dS enter at 8.
 
 In a chunk that holds several sequences, all rows of a sequence that is not finite are zero in all products, and its
-gradients there become NaN. W says by NaN which values, or states, were not finite.
+gradients there become NaN. U says by NaN which values, or states, were not finite.
 """
 
 import functools
@@ -89,13 +89,13 @@ def key_gradients(A1, A2, q, k, s: tile.Heads):
     return jnp.stack(dq), jnp.stack(dk)
 
 
-def back_to_values(k, QK, D, X, do, dS, scale, end, beta, s: tile.Heads):
+def back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s: tile.Heads):
     """Return what reaches the values of a chunk, [heads, C, V] each; this needs neither the state nor the values.
 
     Args:
       k: [key heads, C, K].
       QK, D: scores and decays, packed [n, C, p C].
-      X: packed [n, C, p C].
+      A_inv: packed [n, C, p C].
       do: [heads, C, V].
       dstate: float32 [heads, K, V], gradient of the state after the chunk.
       scale: multiplies q.
@@ -107,7 +107,7 @@ def back_to_values(k, QK, D, X, do, dS, scale, end, beta, s: tile.Heads):
     """
     written = end * tile.read_state(k, None, dS.astype(k.dtype), s)[0]
     dv_new = packed.apply_transposed(QK * (D * scale), do, k.dtype, s.p) + written
-    return written, dv_new, packed.apply_transposed(X, beta * dv_new, k.dtype, s.p)
+    return written, dv_new, packed.apply_transposed(A_inv, beta * dv_new, k.dtype, s.p)
 
 
 def back_to_state(q, k, do, dR, dS, scale, start, s: tile.Heads):
@@ -117,24 +117,24 @@ def back_to_state(q, k, do, dR, dS, scale, start, s: tile.Heads):
     return start[:, -1:] * dS + packed.split_lanes(matmul.dot_tn(packed.concat_rows([q, k]), entering), s.group)
 
 
-def state_gradient(q, k, gate, boundary, X, do, dS, scale, s: tile.Heads):
+def state_gradient(q, k, gate, boundary, A_inv, do, dS, scale, s: tile.Heads):
     """Return the gradient of the state before a chunk alone; the arguments are those of `chunk_gradients`."""
     pairs, *decays = boundary
     start, end, beta = (tile.head_columns(x, s, s.V) for x in (*decays, gate.beta))  # [heads, C, V]
     QK, D = tile.scores([q], k, gate, pairs, s)  # [n, C, p C]
-    *_, dR = back_to_values(k, QK, D, X, do, dS, scale, end, beta, s)
+    *_, dR = back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s)
     return back_to_state(q, k, do, dR, dS, scale, start, s)
 
 
-def chunk_gradients(q, k, gate, boundary, X, S, W, do, dS, scale, s: tile.Heads):
+def chunk_gradients(q, k, gate, boundary, A_inv, S, v_new_over_beta, do, dS, scale, s: tile.Heads):
     """Return the gradients of one chunk.
 
     Args:
       q, k: [key heads, C, K].
       gate, boundary: of the chunk, as `tile.pack_gates` and `tile.boundary_decays` return them.
-      X: packed [n, C, p C].
+      A_inv: packed [n, C, p C].
       S: state before the chunk [heads, K, V], operand type.
-      W: [heads, C, V] float32.
+      v_new_over_beta: [heads, C, V] float32.
       do: [heads, C, V].
       dstate: float32 [heads, K, V], gradient of the state after the chunk.
       scale: multiplies q.
@@ -152,18 +152,20 @@ def chunk_gradients(q, k, gate, boundary, X, S, W, do, dS, scale, s: tile.Heads)
     start, end, beta = (tile.head_columns(x, s, s.V) for x in (*decays, gate.beta))
     KK, QK, D = tile.scores([k, q], k, gate, interact, s)  # [n, C, p C]
     # What reaches the new values: from the outputs of the chunk, and from the state after it.
-    written, dv_new, dR = back_to_values(k, QK, D, X, do, dS, scale, end, beta, s)
+    written, dv_new, dR = back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s)
 
     # From there to the scores, and through them to queries and keys.
-    outers = packed.outer(packed.concat_rows([dR, do.astype(jnp.float32)]), W, dtype, s.p)  # [n, 2 C, p C]
-    dN = jnp.where(strictly(s), -outers[:, :C], 0.0) * D  # [n, C, p C]
-    A1, A2 = dN * gate.beta_rows, outers[:, C:] * (D * gate.beta_rows * scale)  # [n, C, p C]
+    outers = packed.outer(
+        packed.concat_rows([dR, do.astype(jnp.float32)]), v_new_over_beta, dtype, s.p
+    )  # [n, 2 C, p C]
+    dA = jnp.where(strictly(s), -outers[:, :C], 0.0) * D  # [n, C, p C]
+    A1, A2 = dA * gate.beta_rows, outers[:, C:] * (D * gate.beta_rows * scale)  # [n, C, p C]
     dq, dk = key_gradients(A1, A2, q, k, s)  # [key heads, C, K]
 
     # What queries and keys multiply: the state before the chunk, and for keys the one after it.
     through_state = multiply_nt(packed.concat_rows([do.astype(jnp.float32), dR]), S, dtype)  # [heads, 2 C, K]
     dq_start, dk_start = (scale * start_k) * through_state[:, :C], -start_k * through_state[:, C:]  # [heads, C, K]
-    dk_end = (end_k * beta_k) * multiply_nt(W, dS, dtype)  # [heads, C, K]
+    dk_end = (end_k * beta_k) * multiply_nt(v_new_over_beta, dS, dtype)  # [heads, C, K]
 
     # What passes through a row's own and all earlier gates, and apart from it what passes all later ones. What passes
     # none, a row's own product, stands in neither: added and taken away again it would drown the rest at strong gates.
@@ -173,8 +175,8 @@ def chunk_gradients(q, k, gate, boundary, X, S, W, do, dS, scale, s: tile.Heads)
     entered = entered + jnp.where(is_last, start_k[:, -1:] * passes, 0.0)
     pairs = jnp.where(strictly(s), A1 * KK + A2 * QK, 0.0)  # [n, C, p C]
     later = lane_sums(entered, s.K, dtype) + lane_sums(pairs, C, dtype) - row_sums(pairs, s)
-    earlier = lane_sums(beta * written * W, s.V, dtype)
-    dbeta = lane_sums(dv_new * W, s.V, dtype) + row_sums(dN * KK, s)
+    earlier = lane_sums(beta * written * v_new_over_beta, s.V, dtype)
+    dbeta = lane_sums(dv_new * v_new_over_beta, s.V, dtype) + row_sums(dA * KK, s)
     dS = back_to_state(q, k, do, dR, dS, scale, start, s)
     dq, dk = dq + layout.sum_value_heads(dq_start, s.group), dk + layout.sum_value_heads(dk_start + dk_end, s.group)
     return dq, dk, dR, later, earlier, dbeta, dS
@@ -191,11 +193,11 @@ class GdnBwdRefs(NamedTuple):
     k: Any  # [C, keys K]
     g: Any  # [C, heads]
     beta: Any  # [C, heads]
-    X: Any  # [n, C, p C]
+    A_inv: Any  # [n, C, p C]
     do: Any  # [C, heads V]
     owner: Any = None  # int32 [1, 1, p C]
     h: Any = None  # [heads, K, V]
-    W: Any = None  # [C, heads V]
+    v_new_over_beta: Any = None  # [C, heads V]
     dht: Any = None  # [heads, K, V]
     dq: Any = None  # [C, keys K]
     dk: Any = None  # [C, keys K]
@@ -237,7 +239,7 @@ def _grid_step(
         masks = kernel.load_masks(refs.owner[0], step, s.C)
 
         def find():
-            values = (layout.load_heads(ref, s.V) for ref in (refs.do, refs.W) if ref is not None)
+            values = (layout.load_heads(ref, s.V) for ref in (refs.do, refs.v_new_over_beta) if ref is not None)
             tokens = kernel.tokens_not_finite(refs, s, refs.q, refs.k)
             return jnp.maximum(tokens, nonfinite.rows_not_finite(*values))
 
@@ -249,11 +251,11 @@ def _grid_step(
     gate = tile.pack_gates(tile.gate_sums(g, beta, s, k.dtype != jnp.bfloat16, masks), s)
     boundary = tile.boundary_decays(gate, s, masks)
     if refs.dq is None:
-        refs.dstate[...] = state_gradient(q, k, gate, boundary, refs.X[...], do, refs.dstate[...], static.scale, s)
+        refs.dstate[...] = state_gradient(q, k, gate, boundary, refs.A_inv[...], do, refs.dstate[...], static.scale, s)
     else:
-        W = layout.load_heads(refs.W, s.V, valid=valid)  # [heads, C, V]
+        v_new_over_beta = layout.load_heads(refs.v_new_over_beta, s.V, valid=valid)  # [heads, C, V]
         *gradients, dS = chunk_gradients(
-            q, k, gate, boundary, refs.X[...], refs.h[...], W, do, refs.dstate[...], static.scale, s
+            q, k, gate, boundary, refs.A_inv[...], refs.h[...], v_new_over_beta, do, refs.dstate[...], static.scale, s
         )
         refs.dstate[...] = dS
         _store(refs, gradients, valid, masks, static, s)
@@ -286,7 +288,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     """Run the reverse kernel.
 
     Args:
-      x: operands; v and the initial states are not read. Without h and W nothing but dh0 can be had.
+      x: operands; v and the initial states are not read. Without h and v_new_over_beta nothing but dh0 can be had.
       static: what is known.
       outputs: dq, dk, dv, dg and dbeta with or without dh0; or dh0 alone.
 
@@ -311,9 +313,9 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
             "g": (x.g, gate),
             "beta": (x.beta, gate),
             "owner": (x.owner, cut.owner(s.p * s.C)),
-            "X": (x.X, cut.per_step(s.heads // s.p, s.C, s.p * s.C)),
+            "A_inv": (x.A_inv, cut.per_step(s.heads // s.p, s.C, s.p * s.C)),
             "h": (x.h, cut.per_step(s.heads, s.K, s.V)),
-            "W": (x.W, value),
+            "v_new_over_beta": (x.v_new_over_beta, value),
             "do": (x.do, value),
             "dht": (x.dht, state),
         },

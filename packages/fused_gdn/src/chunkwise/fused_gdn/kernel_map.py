@@ -1,13 +1,13 @@
 """What the tokens do to a state, in one launch without queries and outputs: kernel body and launcher.
 
-With the names of kernel.py, X applied to values and keys needs no state:
+With the names of kernel.py, A_inv applied to values and keys needs no state:
 
-    u = e^(G_last - G) B X V        w = -e^(G_last - G) B X e^G K        S' = e^G_last S + K^T (u + w S)
+    u = e^(G_last - G) B A_inv V        w = -e^(G_last - G) B A_inv e^G K        S' = e^G_last S + K^T (u + w S)
 
-So a chunk takes three grid steps: one prepares it, the next makes its X, u and w, and the last takes the state through
-it, with two products that wait for one another instead of three. V and K are exact operands where the tensors are
-bfloat16, which makes the products with X shorter. X and u + w S keep 16 bits, because sums over them cancel; w enters
-its product rounded like the state that it meets there.
+So a chunk takes three grid steps: one prepares it, the next makes its A_inv, u and w, and the last takes the state
+through it, with two products that wait for one another instead of three. V and K are exact operands where the tensors
+are bfloat16, which makes the products with A_inv shorter. A_inv and u + w S keep 16 bits, because sums over them
+cancel; w enters its product rounded like the state that it meets there.
 
 A state may have K more channels, which have no values: from the identity they become M, the matrix that takes a state
 through all tokens.
@@ -51,11 +51,11 @@ class GdnMapRefs(NamedTuple):
     initial_state: Any = None  # [heads, K, V]
     owner: Any = None  # int32 [1, 1, p C] of cur
     ht: Any = None  # [heads, K, V]
-    X: Any = None  # [n, C, p C] of inverted
+    A_inv: Any = None  # [n, C, p C] of inverted
     M: Any = None  # [heads, K, K]
     state: Any = None  # float32 [heads, K, V], or with M [heads, K, V + K]
-    matrix: Any = None  # float32 [n, C, p C], of which X is the inverse
-    blocks: Any = None  # float32 [n, rows, p C], X as far as it takes no products
+    A: Any = None  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
+    blocks: Any = None  # float32 [n, rows, p C], A_inv as far as it takes no products
     end: Any = None  # float32 [n, C, p C], decays to the end of inverted, times beta
     start: Any = None  # float32 [n, 1, p C], decays from its start
     last: Any = None  # float32 [n, 1, p C], the decay over it
@@ -72,7 +72,7 @@ class GdnMapRefs(NamedTuple):
 
 
 def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None:
-    """Take the state through the chunk prev, multiply the chunk inverted by its X, and prepare the chunk cur."""
+    """Take the state through the chunk prev, multiply the chunk inverted by its A_inv, and prepare the chunk cur."""
     steps = cur, inverted, prev = chunk_loop.current_steps(refs.table, 3, static.steps)
 
     # The first grid steps run on scratch that holds anything; the first step of a sequence resets the state.
@@ -136,7 +136,7 @@ def _grid_step(
 
     stages, staged, inverses = s.split(kernel.STAGE), [], []
     inverting = (
-        inverses.append(X) for X in inverse.block_doubling(refs.blocks[...], refs.matrix[...], 3 if exact else 2)
+        inverses.append(A_inv) for A_inv in inverse.block_doubling(refs.blocks[...], refs.A[...], 3 if exact else 2)
     )
     passing = schedule.software_pipeline(pass_chunk(refs, stage) for stage in stages)
     halves = [part for stage in stages for part in stage.split(kernel.STAGE // 2)]
@@ -158,7 +158,7 @@ def _grid_step(
     for remaining in (passing, applying, preparing):
         for _ in remaining:
             pass
-    refs.X[...] = inverses[-1]
+    refs.A_inv[...] = inverses[-1]
 
     if rows is chunk_loop.Rows.MIXED:
         nonfinite.poison(nonfinite_prev, masks_prev, (), (refs.state, masks_prev.ending))
@@ -178,27 +178,29 @@ def prepare(refs: GdnMapRefs, k, gates: tile.Gates, part: tile.Heads, masks) -> 
     g = tile.pack_gates(gates, part)
     pairs, from_start, to_end = tile.boundary_decays(g, part, masks)
     KK, D = tile.scores([k[part.keys_at]], k[part.keys_at], g, pairs, part)  # [n, C, p C]
-    M = KK * (D * g.beta_rows)
+    A = KK * (D * g.beta_rows)
     start = jnp.exp2(sum(g.G_rows))  # [n, 1, p C]
     if masks is not None:
         start = jnp.where(packed.concat_lanes([tiles.to_row(tile.indicator(masks.carried))] * part.p) > 0.0, start, 0.0)
     return [
-        (refs.matrix, M),
-        (refs.blocks, inverse.begin_inverse(M)),
+        (refs.A, A),
+        (refs.blocks, inverse.begin_inverse(A)),
         (refs.end, to_end * g.beta),
         (refs.start, start),
         (refs.last, from_start[:, -1:]),
     ]
 
 
-def apply_inverse(refs: GdnMapRefs, X, valid, part: tile.Heads) -> None:
+def apply_inverse(refs: GdnMapRefs, A_inv, valid, part: tile.Heads) -> None:
     """Compute and store u and w of some heads."""
-    dtype, X = refs.k.dtype, refs.end[part.packs_at] * X[part.packs_at]  # [n, C, p C]
+    dtype, A_inv = refs.k.dtype, refs.end[part.packs_at] * A_inv[part.packs_at]  # [n, C, p C]
     v = layout.load_heads(refs.v, part.V, part.values_at, valid)  # [heads, C, V]
     k = refs.k_inverted[part.keys_at]
     k = jnp.stack([k[i // part.group] for i in range(part.heads)])  # [heads, C, K]
-    by_start = X * -refs.start[part.packs_at]
-    refs.u[part.values_at] = packed.multiply_packed(packed.concat_lanes(packed.split_bf16(X, dtype)), v, part.p, dtype)
+    by_start = A_inv * -refs.start[part.packs_at]
+    refs.u[part.values_at] = packed.multiply_packed(
+        packed.concat_lanes(packed.split_bf16(A_inv, dtype)), v, part.p, dtype
+    )
     w = packed.multiply_packed(packed.concat_lanes(packed.split_bf16(by_start, dtype)), k, part.p, dtype)
     refs.w[part.values_at] = w.astype(dtype)
 
@@ -206,12 +208,12 @@ def apply_inverse(refs: GdnMapRefs, X, valid, part: tile.Heads) -> None:
 def pass_chunk(refs: GdnMapRefs, part: tile.Heads) -> Iterator[None]:
     """Take the state through prev, in two products that wait for one another."""
     V, S = part.V, refs.state[part.values_at]  # [heads, K, channels]
-    W = matmul.dot(refs.w[part.values_at], S.astype(refs.w.dtype))  # [heads, C, channels]
+    products = matmul.dot(refs.w[part.values_at], S.astype(refs.w.dtype))  # [heads, C, channels]
     yield
-    valued = W[:, :, :V] + refs.u[part.values_at]
-    W = valued if W.shape[2] == V else packed.concat_lanes([valued, W[:, :, V:]])
+    valued = products[:, :, :V] + refs.u[part.values_at]
+    products = valued if products.shape[2] == V else packed.concat_lanes([valued, products[:, :, V:]])
     last = tile.head_columns(refs.last_prev[part.packs_at], part, S.shape[2])  # [heads, 1, channels]
-    refs.state[part.values_at] = last * S + tile.write_state(refs.k_prev[part.keys_at], W, part)
+    refs.state[part.values_at] = last * S + tile.write_state(refs.k_prev[part.keys_at], products, part)
 
 
 def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
@@ -220,11 +222,11 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     Args:
       x: operands; q is not read.
       static: what is known.
-      outputs: "ht" and "X", and "M" if it is wanted.
+      outputs: "ht" and "A_inv", and "M" if it is wanted.
 
     Returns:
       A dict of these: ht the final states [N, HV, K, V] and M [N, HV, K, K], float32, of which those of empty sequences
-      are undefined, and X as in `Operands`.
+      are undefined, and A_inv as in `Operands`.
     """
     B, HV, steps, s, dtype = static.B, static.HV, static.steps, kernel.heads_of(static, static.config.heads), x.k.dtype
     cur, inverted, prev = (chunk_loop.blocks(static, stage, 3) for stage in range(3))
@@ -234,7 +236,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     # The state, and what a grid step makes of its chunks for the next grid steps to use.
     scratch: dict[str, Any] = {
         "state": (s.heads, s.K, channels),
-        "matrix": matrix,
+        "A": matrix,
         "blocks": (n, inverse.first_block_rows(s.C), width),
         "end": matrix,
         "start": row,
@@ -267,7 +269,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
         },
         outputs={
             "ht": (state, (static.N, HV, s.K, s.V), jnp.float32),
-            "X": (inverted.per_step(*matrix), (B, steps, HV // s.p, s.C, width), jnp.float32),
+            "A_inv": (inverted.per_step(*matrix), (B, steps, HV // s.p, s.C, width), jnp.float32),
             "M": (prev.state(s.heads, s.K, s.K), (static.N, HV, s.K, s.K), jnp.float32),
         },
         requested=outputs,

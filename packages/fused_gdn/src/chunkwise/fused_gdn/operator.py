@@ -75,9 +75,9 @@ KERNELS = fused.Kernels(
     kernel.launch,
     kernel_bwd.launch,
     kernel_map.launch,
-    residuals=("X",),
-    recomputed=("h", "W"),
-    precomputed=("X",),
+    residuals=("A_inv",),
+    recomputed=("h", "v_new_over_beta"),
+    precomputed=("A_inv",),
     makes_map=lambda x: packed.pad_lanes(x.q.shape[3]) + packed.pad_lanes(x.v.shape[3]) <= fused.MOST_CHANNELS,
     owner_repeats=lambda static: static.p,
 )

@@ -273,10 +273,8 @@ def read_state(k, q, S, s: Heads):
     return read[:, : s.C], None if q is None else read[:, s.C :]
 
 
-def write_state(k, W, s: Heads):
-    """Return K^T W, [heads, K, V] float32, for W [heads, C, V] at 16 bits, one product for all heads of a key head."""
-    W = packed.split_bf16(W, k.dtype)
-    return packed.split_lanes(
-        matmul.dot_tn(packed.concat_rows([k] * len(W)), packed.concat_rows([packed.side_lanes(x, s.group) for x in W])),
-        s.group,
-    )
+def write_state(k, x, s: Heads):
+    """Return K^T x, [heads, K, V] float32, for x [heads, C, V] at 16 bits, one product for all heads of a key head."""
+    x = packed.split_bf16(x, k.dtype)
+    right = packed.concat_rows([packed.side_lanes(part, s.group) for part in x])
+    return packed.split_lanes(matmul.dot_tn(packed.concat_rows([k] * len(x)), right), s.group)

@@ -3,24 +3,24 @@
 With K, Q, V the rows of a chunk, S the state before it, B = diag(beta), D_ij = e^(G_i - G_j) per channel, and <.>_D the
 products of `tile.interaction_tile`,
 
-    X  = (I + tril(<K, K>_D, -1) B)^-1            P = scale tril(<Q, K>_D) B      no state in them
-    R  = V - (K e^G) S                            what the keys do not recall yet
-    W  = X R                                      B W is v_new
-    o  = scale (Q e^G) S + P W                    S' = e^G_last S + (K e^(G_last - G))^T B W
+    A_inv = (I + tril(<K, K>_D, -1) B)^-1         P = scale tril(<Q, K>_D) B      no state in them
+    R = V - (K e^G) S                             what the keys do not recall yet
+    U = A_inv R                                   v_new over beta: v_new is B U
+    o = scale (Q e^G) S + P U                     S' = e^G_last S + (K e^(G_last - G))^T B U
 
-The kernels hold every state transposed, [V, K]: a decay per channel then multiplies its lanes. P of a chunk, and X as
-far as it takes no products, are made in the grid step before the one that takes the state through it: the two halves of
-a grid step do not wait for one another. With bfloat16 tensors S and the rows of decayed queries and keys enter their
-products as bfloat16. X, P, R, W and the decayed keys as columns must not be rounded so: where keys repeat, W oscillates
-and the sums over it cancel. They keep 16 bits, as two bfloat16 parts.
+The kernels hold every state transposed, [V, K]: a decay per channel then multiplies its lanes. P of a chunk, and A_inv
+as far as it takes no products, are made in the grid step before the one that takes the state through it: the two halves
+of a grid step do not wait for one another. With bfloat16 tensors S and the rows of decayed queries and keys enter their
+products as bfloat16. A_inv, P, R, U and the decayed keys as columns must not be rounded so: where keys repeat, U
+oscillates and the sums over it cancel. They keep 16 bits, as two bfloat16 parts.
 
 Chunks of a packed batch without states, or of rows of segments, may hold several sequences or padding. Only the grid
 steps that meet such a chunk compute with masks. Sequences that hold something not finite are zeroed there before any
 product, as in shared.kernels.nonfinite, and all their results in that chunk become NaN, in all heads of the block.
 
 Where tokens are split over devices, the same kernel runs without output first: it takes a state of more channels than
-there are values through the tokens, and keeps X and the scores. Given these, the operator has only the decays from the
-start and to the end of its chunks to make, and no product before the state comes.
+there are values through the tokens, and keeps A_inv and the scores. Given these, the operator has only the decays from
+the start and to the end of its chunks to make, and no product before the state comes.
 
 The [C, C] matrices of p heads lie side by side in the lanes ("packed", see shared.kernels.packed).
 """
@@ -204,13 +204,13 @@ class KdaFwdRefs(NamedTuple):
     initial_state: Any = None  # [heads, V, K]
     law: Any = None  # [2, heads K]
     pool: Any = None  # [heads, K, V], not padded
-    X: Any = None  # [n, C, p C] of prev
+    A_inv: Any = None  # [n, C, p C] of prev
     scores: Any = None  # [n, 2 C, p C]
     o: Any = None  # [C, heads V] of prev
     ht: Any = None  # [heads, V, K]
     h: Any = None  # [heads, V, K] of prev
-    W: Any = None  # [C, heads V] of prev
-    X_out: Any = None  # [n, C, p C] of prev
+    v_new_over_beta: Any = None  # [C, heads V] of prev
+    A_inv_out: Any = None  # [n, C, p C] of prev
     scores_out: Any = None  # [n, 2 C, p C]
     pool_out: Any = None  # [heads, K, V], not padded
     state: Any = None  # float32 [heads, V, K]; ht where that is wanted
@@ -219,8 +219,8 @@ class KdaFwdRefs(NamedTuple):
     through: Any = None  # float32 [heads, 1, K], the decay over prev
     decays: Any = None  # of `store_block_decays`
     continuing: Any = None  # float32 [C, 128], `tile.continuing`
-    M: Any = None  # float32 [n, C, p C], the matrix of which X is the inverse
-    blocks: Any = None  # float32 [n, rows, p C], X as far as it takes no products
+    A: Any = None  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
+    blocks: Any = None  # float32 [n, rows, p C], A_inv as far as it takes no products
     P: Any = None  # parts of the scores of queries times beta, [n, C, parts p C]
     nonfinite_rows: Any = None  # float32 [1, C, 1], rows of prev but for v
     owner_prev: Any = None  # int32 [1, C]
@@ -243,7 +243,7 @@ def _fwd_kernel(refs: KdaFwdRefs, *, static: FusedStatic) -> None:
         pieces=static.pieces,
         multi_sequence=refs.owner is not None,
         ragged=static.ragged,
-        results=(refs.o, refs.W),
+        results=(refs.o, refs.v_new_over_beta),
     )
     if refs.pool is not None:
         chunk_loop.write_pool(refs.state, refs.pool_out, prev, transposed=True)
@@ -288,20 +288,20 @@ def _grid_step(
     schedule.interleave(order, p=passing, m=preparing)
     for _ in preparing:
         pass
-    M: Any = None
+    A: Any = None
     blocks: Any = None
-    if refs.X is None:
-        M = jnp.concatenate([scores[:, C:] for *_, scores in staged]) * beta_rows  # [heads / p, C, p C]
-        blocks = inverse.begin_inverse(M)  # [heads / p, 16, p C]
+    if refs.A_inv is None:
+        A = jnp.concatenate([scores[:, C:] for *_, scores in staged]) * beta_rows  # [heads / p, C, p C]
+        blocks = inverse.begin_inverse(A)  # [heads / p, 16, p C]
     for _ in passing:
         pass
     # Only now, because the chunk before is read until its state has passed.
-    if refs.X is None:
-        refs.blocks[...], refs.M[...] = blocks, M
+    if refs.A_inv is None:
+        refs.blocks[...], refs.A[...] = blocks, A
     for n, boundary, scores in staged:
         store_pack(refs, n, boundary, scores, beta_rows, static)
     if rows is chunk_loop.Rows.MIXED:
-        nonfinite.poison(nonfinite_prev, masks_prev, (refs.o, refs.W), (refs.state, masks_prev.ending))
+        nonfinite.poison(nonfinite_prev, masks_prev, (refs.o, refs.v_new_over_beta), (refs.state, masks_prev.ending))
         refs.nonfinite_rows[...] = nonfinite_rows
     if refs.owner is not None:
         refs.owner_prev[...] = refs.owner[0]
@@ -321,7 +321,7 @@ def prepare(refs: KdaFwdRefs, n: int, load_q, load_k, gates, betas, valid, masks
       The boundary of `pack_boundary`, and the scores of `pack_scores` or None where they are precomputed.
     """
     K, p, dtype = static.K, static.p, refs.v.dtype
-    pack, base = range(n, n + p), static.base if refs.X is None else 0
+    pack, base = range(n, n + p), static.base if refs.A_inv is None else 0
     q, k = (jnp.concatenate([load(i // static.group) for i in pack]) for load in (load_q, load_k))
     q, g = q * static.scale, gates[:, n * K : (n + p) * K]
     if refs.law is not None:
@@ -332,7 +332,7 @@ def prepare(refs: KdaFwdRefs, n: int, load_q, load_k, gates, betas, valid, masks
     store_block_decays(refs.decays, g, base, continuing, n * K // packed.LANES, refs.law is None)
     decays, beta = load_decays(refs.decays, pack, K, base), tiles.to_column(betas[n : n + p, None])  # [p, C, 1]
     # With the scores at hand no decay between two rows of the chunk is needed.
-    scores = pack_scores(q, k, decays, refs.levels[...], masks, dtype) if refs.X is None else None
+    scores = pack_scores(q, k, decays, refs.levels[...], masks, dtype) if refs.A_inv is None else None
     return pack_boundary([q, k] if refs.o is not None else [k], beta, decays, masks), scores
 
 
@@ -365,27 +365,27 @@ def read_state(readers, S):
     return packed.split_lanes(matmul.dot_nt(packed.side_lanes(readers, p), S), p)
 
 
-def write_state(W, ends):
-    """Return W^T ends, [heads, V, K] float32, for `split_bf16` of W and of ends [heads, C, K]."""
-    left, right = packed.part_pairs(W, ends)
+def write_state(v_new_over_beta, ends):
+    """Return v_new_over_beta^T ends, [heads, V, K] float32, for `split_bf16` of both."""
+    left, right = packed.part_pairs(v_new_over_beta, ends)
     return matmul.dot_tn(packed.concat_rows(left), packed.concat_rows(right))
 
 
 def pass_chunk(refs: KdaFwdRefs, valid, static: FusedStatic, dtype) -> Iterator[None]:
     """Finish the inverse of prev and take the state through it; yield where products may stand."""
-    X = None if refs.X is None else refs.X[...]  # [heads / p, C, p C]
-    if refs.X is None:
+    A_inv = None if refs.A_inv is None else refs.A_inv[...]  # [heads / p, C, p C]
+    if refs.A_inv is None:
         parts = 3 if matmul.operand_dtype(dtype) == jnp.float32 else 2
-        for product in inverse.block_doubling(refs.blocks[...], refs.M[...], parts):
-            X = product  # the last is the inverse
+        for product in inverse.block_doubling(refs.blocks[...], refs.A[...], parts):
+            A_inv = product  # the last is the inverse
             yield
-    if refs.X_out is not None:
-        refs.X_out[...] = X
-    stages = stages_of(static, STAGE if refs.o is not None and refs.X is None else HALF_STAGE)
-    yield from schedule.software_pipeline(pass_state(refs, valid, X, stage, static, dtype) for stage in stages)
+    if refs.A_inv_out is not None:
+        refs.A_inv_out[...] = A_inv
+    stages = stages_of(static, STAGE if refs.o is not None and refs.A_inv is None else HALF_STAGE)
+    yield from schedule.software_pipeline(pass_state(refs, valid, A_inv, stage, static, dtype) for stage in stages)
 
 
-def pass_state(refs: KdaFwdRefs, valid, X, heads: slice, static: FusedStatic, dtype) -> Iterator[None]:
+def pass_state(refs: KdaFwdRefs, valid, A_inv, heads: slice, static: FusedStatic, dtype) -> Iterator[None]:
     """Write the output of some heads of prev and take their state through it; yield between products."""
     C, p, packs = static.C, static.p, slice(heads.start // static.p, heads.stop // static.p)
     S = refs.state[heads]  # [h, V, K]
@@ -396,19 +396,21 @@ def pass_state(refs: KdaFwdRefs, valid, X, heads: slice, static: FusedStatic, dt
     v = layout.load_heads(refs.v, static.V, heads, valid).astype(jnp.float32)  # [h, C, V]
     if S.shape[1] > static.V:  # channels without values
         v = packed.concat_lanes([v, jnp.zeros((*v.shape[:2], S.shape[1] - static.V), jnp.float32)])
-    X_parts = packed.concat_lanes(packed.split_bf16(X[packs], dtype))
-    W = packed.multiply_packed(X_parts, v - state_reads[:, -C:], p, dtype)  # [h, C, V]
+    A_inv_parts = packed.concat_lanes(packed.split_bf16(A_inv[packs], dtype))
+    v_new_over_beta = packed.multiply_packed(A_inv_parts, v - state_reads[:, -C:], p, dtype)  # [h, C, V]
     # Pieces share the rows of a chunk; what a chunk stores past the last token is never read.
     stored = valid if static.pieces else None
-    if refs.W is not None:
-        layout.store_heads(refs.W, W, stored, heads.start)
+    if refs.v_new_over_beta is not None:
+        layout.store_heads(refs.v_new_over_beta, v_new_over_beta, stored, heads.start)
     yield
     if refs.o is not None:
-        o = state_reads[:, :C] + packed.multiply_packed(refs.P[packs], W, p, dtype)  # [h, C, V]
+        o = state_reads[:, :C] + packed.multiply_packed(refs.P[packs], v_new_over_beta, p, dtype)  # [h, C, V]
         layout.store_heads(refs.o, o, stored, heads.start)
     ends = refs.ends[heads]  # [h, parts C, K]
     ends = [ends[:, i : i + C] for i in range(0, ends.shape[1], C)]
-    refs.state[heads] = refs.through[heads] * S + write_state(packed.split_bf16(W, dtype), ends)  # [h, V, K]
+    refs.state[heads] = refs.through[heads] * S + write_state(
+        packed.split_bf16(v_new_over_beta, dtype), ends
+    )  # [h, V, K]
 
 
 def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
@@ -418,18 +420,18 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     zeros that nobody stores or reads.
 
     Args:
-      x: what the kernel reads. With X and scores, of an earlier launch, they are not made again.
+      x: what the kernel reads. With A_inv and scores, of an earlier launch, they are not made again.
       static: what is known when it is built.
       outputs: names.
 
     Returns:
       A dict of these outputs: o [B, T, HV V] in the type of v; ht, the final states [N, HV, V, K] float32; h, the
-      states before every step [B, steps, HV, V, K] in the type of products; in float32 W like v, packed X
-      [B, steps, HV / p, C, p C] and packed scores of queries above those of keys [B, steps, HV / p, 2 C, p C]; if
+      states before every step [B, steps, HV, V, K] in the type of products; in float32 v_new_over_beta like v, packed
+      A_inv [B, steps, HV / p, C, p C] and packed scores of queries above those of keys [B, steps, HV / p, 2 C, p C]; if
       there is a pool, pool_out: the same, updated in place.
     """
     B, HV, C, K, V, steps, heads = static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads
-    p, dtype, inverts, with_output = static.p, x.v.dtype, x.X is None, "o" in outputs
+    p, dtype, inverts, with_output = static.p, x.v.dtype, x.A_inv is None, "o" in outputs
     keys, share = static.key_blocks(heads)
     channels = V if x.initial_state is None else x.initial_state.shape[2]
     operand, base = matmul.operand_dtype(dtype), static.base if inverts else 0
@@ -442,8 +444,8 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
         "o": (value, x.v.shape, dtype),
         "ht": (state, (static.N, HV, channels, K), jnp.float32),
         "h": (prev.per_step(heads, channels, K), (B, steps, HV, channels, K), operand),
-        "W": (value, x.v.shape, jnp.float32),
-        "X": (prev.per_step(*matrix), (B, steps, HV // p, C, p * C), jnp.float32),
+        "v_new_over_beta": (value, x.v.shape, jnp.float32),
+        "A_inv": (prev.per_step(*matrix), (B, steps, HV // p, C, p * C), jnp.float32),
         "scores": (cur.per_step(*both), (B, steps, HV // p, 2 * C, p * C), jnp.float32),
     }
     if x.pool is not None:
@@ -457,7 +459,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
         "decays": decays_scratch(heads, C, K, base),
     }
     if inverts:
-        scratch |= {"blocks": (heads // p, inverse.first_block_rows(C), p * C), "M": matrix}
+        scratch |= {"blocks": (heads // p, inverse.first_block_rows(C), p * C), "A": matrix}
     if with_output:
         scratch["P"] = pltpu.VMEM((heads // p, C, parts * p * C), operand)
     if "ht" not in outputs:
@@ -484,7 +486,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
             "initial_state": (x.initial_state, state),
             "law": (x.law, law_block(heads * K)),
             "pool": (x.pool, prev.state(*slot)),
-            "X": (x.X, prev.per_step(*matrix)),
+            "A_inv": (x.A_inv, prev.per_step(*matrix)),
             "scores": (x.scores, cur.per_step(*both)),
         },
         outputs=made,

@@ -1,16 +1,16 @@
 """The backward of Kimi delta attention in one launch, steps in reverse: tile mathematics, kernel body, launcher.
 
-States and their gradients are transposed, [V, K]. With the names of kernel.py, A = <Q, K>_D and N = tril(<K, K>_D, -1)
+States and their gradients are transposed, [V, K]. With the names of kernel.py, P = <Q, K>_D and A = tril(<K, K>_D, -1)
 without beta, Q scaled, and dS' arriving from the right:
 
-    dv_new = A^T dO + (K e^(G_last - G)) dS'      dR = X^T B dv_new      dV = dR
-    dA = tril(dO W^T) B                           dN = -tril(dR W^T, -1) B
+    dv_new = P^T dO + (K e^(G_last - G)) dS'      dR = A_inv^T B dv_new      dV = dR
+    dP = tril(dO U^T) B                           dA = -tril(dR U^T, -1) B
     dS = e^G_last dS' + (Q e^G)^T dO - (K e^G)^T dR
 
-dA and dN go back through the products of every level, each with its own factors of rows and of columns. None is above
+dP and dA go back through the products of every level, each with its own factors of rows and of columns. None is above
 one, but with a bound on the gates those of base blocks: at most 2^96, and every pair of them multiplies to a decay.
-X, W, A, N and S before every step are kept by the forward. As there, what oscillates where keys repeat (W, dv_new,
-dA and dN) keeps 16 bits with bfloat16 tensors.
+A_inv, U, P, A and S before every step are kept by the forward. As there, what oscillates where keys repeat (U, dv_new,
+dP and dA) keeps 16 bits with bfloat16 tensors.
 """
 
 import functools
@@ -86,20 +86,20 @@ def interaction_bwd_tile(q, k, decays: tile.ChannelDecays, table, d, p: int, dty
     return d_rows, d_columns
 
 
-def back_to_values(k, beta, boundary, X, scores, do, dS, dtype):
+def back_to_values(k, beta, boundary, A_inv, scores, do, dS, dtype):
     """Return what reaches the values of a chunk, [h, C, V] each; this needs neither the state nor the values.
 
     Args:
-      k, beta, boundary, do, dS, dtype: as in `outer_bwd_tile`, and of `residuals` there X and scores.
+      k, beta, boundary, do, dS, dtype: as in `outer_bwd_tile`, and of `residuals` there A_inv and scores.
 
     Returns:
       What reaches the new values from outputs and from the state after the chunk, and dR, the gradient of the values.
     """
-    C, p, operand = k.shape[1], k.shape[0] // X.shape[0], matmul.operand_dtype(dtype)
+    C, p, operand = k.shape[1], k.shape[0] // A_inv.shape[0], matmul.operand_dtype(dtype)
     _, to_end, _ = boundary
     written = matmul.dot_nt((k * to_end).astype(operand), dS.astype(operand))  # [h, C, V]
     dv_new = packed.apply_transposed(scores[:, :C], do, dtype, p) + written
-    return dv_new, packed.apply_transposed(X, beta * dv_new, dtype, p)
+    return dv_new, packed.apply_transposed(A_inv, beta * dv_new, dtype, p)
 
 
 def back_to_state(q, k, boundary, down, dS, dtype):
@@ -109,10 +109,10 @@ def back_to_state(q, k, boundary, down, dS, dtype):
     return through * dS + matmul.dot_tn(down, decayed)
 
 
-def state_bwd_tile(q, k, beta, boundary, X, scores, do, dS, dtype):
+def state_bwd_tile(q, k, beta, boundary, A_inv, scores, do, dS, dtype):
     """Return the gradient of the state before a chunk alone, [h, V, K]; the arguments are those of `outer_bwd_tile`."""
     operand = matmul.operand_dtype(dtype)
-    _, dR = back_to_values(k, beta, boundary, X, scores, do, dS, dtype)
+    _, dR = back_to_values(k, beta, boundary, A_inv, scores, do, dS, dtype)
     return back_to_state(q, k, boundary, packed.concat_rows([do.astype(operand), (-dR).astype(operand)]), dS, dtype)
 
 
@@ -123,8 +123,8 @@ def outer_bwd_tile(q, k, beta, beta_row, boundary, residuals, do, dS, same, dtyp
       q, k: [h, C, K] float32, q scaled.
       beta: [h, C, 1], and packed: beta_row [n, 1, p C].
       boundary: of `tile.boundary_tile`.
-      residuals: of the forward: S [h, V, K] before the step, W [h, C, V], packed X [n, C, p C] and scores
-        [n, 2 C, p C].
+      residuals: of the forward: S [h, V, K] before the step, v_new_over_beta [h, C, V], packed A_inv [n, C, p C] and
+        scores [n, 2 C, p C].
       do: [h, C, V], gradient of the output, in the type of the tensors.
       dS: [h, V, K] float32, gradient of the state after the chunk.
       same: [1, C, C], rows of one sequence, or None.
@@ -137,23 +137,23 @@ def outer_bwd_tile(q, k, beta, beta_row, boundary, residuals, do, dS, same, dtyp
       [h, 2 C, K], of keys through the state after it [h, C, K], of the product of every query with the key of its row
       [h, C, 1], and what passes through the state to all gates [h, 1, K].
     """
-    S, W, X, scores = residuals
-    C, p, operand = k.shape[1], k.shape[0] // X.shape[0], matmul.operand_dtype(dtype)
+    S, v_new_over_beta, A_inv, scores = residuals
+    C, p, operand = k.shape[1], k.shape[0] // A_inv.shape[0], matmul.operand_dtype(dtype)
     from_start, to_end, through = boundary
-    dv_new, dR = back_to_values(k, beta, boundary, X, scores, do, dS, dtype)
+    dv_new, dR = back_to_values(k, beta, boundary, A_inv, scores, do, dS, dtype)
     down = packed.concat_rows([do.astype(operand), (-dR).astype(operand)])  # [h, 2 C, V]
-    outers = packed.outer(down, W, dtype, p)  # [n, 2 C, p C]
+    outers = packed.outer(down, v_new_over_beta, dtype, p)  # [n, 2 C, p C]
     i, j = (lax.broadcasted_iota(jnp.int32, (1, 2 * C, p * C), axis) & (C - 1) for axis in (1, 2))
     pairs = i > j if same is None else (i > j) & tile.packed_pairs(same, p)  # [1, 2 C, p C]
     d_scores = jnp.where(pairs, outers, 0.0)  # [n, 2 C, p C]
     of_state = (
         matmul.dot(down, S.astype(operand)) * tile.twice(from_start),
-        matmul.dot((beta * W).astype(operand), dS.astype(operand)) * to_end,
-        beta * jnp.sum(do.astype(jnp.float32) * W, axis=-1, keepdims=True),
+        matmul.dot((beta * v_new_over_beta).astype(operand), dS.astype(operand)) * to_end,
+        beta * jnp.sum(do.astype(jnp.float32) * v_new_over_beta, axis=-1, keepdims=True),
         through * jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True),
     )
     dbeta = (
-        jnp.sum(dv_new * W, axis=-1, keepdims=True),
+        jnp.sum(dv_new * v_new_over_beta, axis=-1, keepdims=True),
         jnp.sum(d_scores[:, C:] * scores[:, C:], axis=1, keepdims=True),
     )
     return back_to_state(q, k, boundary, down, dS, dtype), dR, dbeta, d_scores * beta_row, of_state
@@ -207,13 +207,13 @@ class KdaBwdRefs(NamedTuple):
     k: Any  # [C, keys K]
     g: Any  # [C, heads K]
     beta: Any  # [heads, C]
-    X: Any  # [n, C, p C]
+    A_inv: Any  # [n, C, p C]
     scores: Any  # [n, 2 C, p C]
     do: Any  # [C, heads V]
     levels: Any = None  # int32 [2 C, C], `pair_table`
     owner: Any = None  # int32 [1, 1, C]
     h: Any = None  # [heads, V, K]
-    W: Any = None  # [C, heads V]
+    v_new_over_beta: Any = None  # [C, heads V]
     dht: Any = None  # [heads, V, K]
     law: Any = None  # [2, heads K]
     dq: Any = None  # [C, keys K]
@@ -275,7 +275,7 @@ def _grid_step(refs: KdaBwdRefs, step: layout.TableStep, rows: chunk_loop.Rows, 
     boundary = tile.boundary_tile(kernel.load_decays(refs.decays, range(heads), static.K, base), masks)
     if refs.dq is None:
         refs.dstate[...] = state_bwd_tile(
-            q, k, beta, boundary, refs.X[...], refs.scores[...], do, refs.dstate[...], refs.do.dtype
+            q, k, beta, boundary, refs.A_inv[...], refs.scores[...], do, refs.dstate[...], refs.do.dtype
         )
     else:
         _token_gradients(refs, q, k, beta, betas, boundary, do, valid, masks, step, static)
@@ -300,8 +300,11 @@ def _token_gradients(
     """
     heads, dtype, C, K, p = static.config.heads_bwd, refs.do.dtype, static.C, static.K, static.p
     same, stored = None if masks is None else masks.same, valid if static.pieces else None
-    W = layout.load_heads(refs.W, static.V, valid=valid)  # [heads, C, V]
-    residuals, beta_rows = (refs.h[...], W, refs.X[...], refs.scores[...]), packed.side_lanes(betas[:, None], p)
+    v_new_over_beta = layout.load_heads(refs.v_new_over_beta, static.V, valid=valid)  # [heads, C, V]
+    residuals, beta_rows = (
+        (refs.h[...], v_new_over_beta, refs.A_inv[...], refs.scores[...]),
+        packed.side_lanes(betas[:, None], p),
+    )
     dS, dv, (dbeta, dbeta_row), d_scores, of_state = outer_bwd_tile(
         q, k, beta, beta_rows, boundary, residuals, do, refs.dstate[...], same, dtype
     )
@@ -345,18 +348,18 @@ def through_law(refs: KdaBwdRefs, valid, dg, static: FusedStatic):
 
 def not_finite(refs: KdaBwdRefs, static: FusedStatic) -> jax.Array:
     """Return which rows of the chunk are not finite, float32 [1, C, 1]."""
-    if refs.W is None:
+    if refs.v_new_over_beta is None:
         of_values = nonfinite.rows_not_finite(layout.load_heads(refs.do, static.V))
         return jnp.maximum(of_values, kernel.tokens_not_finite(refs, static))
-    # The forward stored NaN in W where it found any.
-    return nonfinite.rows_not_finite(*(layout.load_heads(ref, static.V) for ref in (refs.do, refs.W)))
+    # The forward stored NaN in v_new_over_beta where it found any.
+    return nonfinite.rows_not_finite(*(layout.load_heads(ref, static.V) for ref in (refs.do, refs.v_new_over_beta)))
 
 
 def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Run the backward.
 
     Args:
-      x: what the kernel reads: no values and initial states; h and W only for gradients of tokens.
+      x: what the kernel reads: no values and initial states; h and v_new_over_beta only for gradients of tokens.
       static: what is known when it is built.
       outputs: dq, dk, dv, dg, dbeta, with or without dlaw and dh0; or dh0 alone.
 
@@ -395,8 +398,8 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
             "beta": (beta, row),
             "owner": (x.owner, cut.owner(C)),
             "h": (x.h, cut.per_step(heads, V, K)),
-            "W": (x.W, value),
-            "X": (x.X, cut.per_step(heads // p, C, p * C)),
+            "v_new_over_beta": (x.v_new_over_beta, value),
+            "A_inv": (x.A_inv, cut.per_step(heads // p, C, p * C)),
             "scores": (x.scores, cut.per_step(heads // p, 2 * C, p * C)),
             "do": (x.do, value),
             "dht": (x.dht, state),

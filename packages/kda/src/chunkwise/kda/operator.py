@@ -85,8 +85,8 @@ KERNELS = fused.Kernels(
     kernel.launch,
     kernel_bwd.launch,
     kernel.launch,
-    residuals=("h", "W", "X", "scores"),
-    precomputed=("X", "scores"),
+    residuals=("h", "v_new_over_beta", "A_inv", "scores"),
+    precomputed=("A_inv", "scores"),
     transposed=True,
     most_channels=fused.MOST_CHANNELS,
 )

@@ -20,10 +20,10 @@ class Operands(NamedTuple):
       initial_state: [N, HV, K, V] or [N, HV, V, K] float32.
       owner: int32 [B * NT, 1, lanes], the `coded_owners` of tokens where a chunk may hold several sequences.
       pool: states [slots, HV, K, V] of the user in place of initial_state: neither padded nor transposed.
-      X: the inverses of all steps, float32, p heads side by side.
+      A_inv: the inverses of all steps, float32, p heads side by side.
       scores: the scores of queries above those of keys of all steps, float32, p heads side by side.
       h: the states before all steps, [B, steps, HV, K, V] or [B, steps, HV, V, K].
-      W: float32 like v, the new values over beta.
+      v_new_over_beta: float32 like v, the new values over beta.
       do: the cotangent of the output, like v.
       dht: the cotangent of the final states, like initial_state.
     """
@@ -40,10 +40,10 @@ class Operands(NamedTuple):
     initial_state: Any = None
     owner: Any = None
     pool: Any = None
-    X: Any = None
+    A_inv: Any = None
     scores: Any = None
     h: Any = None
-    W: Any = None
+    v_new_over_beta: Any = None
     do: Any = None
     dht: Any = None
 

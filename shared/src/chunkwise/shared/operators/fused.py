@@ -197,14 +197,17 @@ def _trim(kernels: Kernels, x: Arguments, saved: dict[str, jax.Array]) -> dict[s
     """Return what the forward leaves without padding of heads: it would be more than half of it if K is 60."""
     K, (HV, V) = x.q.shape[3], x.v.shape[2:]
     rows, columns = (V, K) if kernels.transposed else (K, V)
-    trimmed = {"h": lambda y: y[..., :rows, :columns], "W": lambda y: layout.from_lanes(y, HV, V, y.shape[1])}
+    trimmed = {
+        "h": lambda y: y[..., :rows, :columns],
+        "v_new_over_beta": lambda y: layout.from_lanes(y, HV, V, y.shape[1]),
+    }
     return {name: trimmed[name](y) if name in trimmed else y for name, y in saved.items()}
 
 
 def _pad(saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Return what `_trim` was given."""
     missing = lambda y: [(0, 0)] * 3 + [(0, packed.pad_lanes(n) - n) for n in y.shape[3:]]
-    padded = {"h": lambda y: jnp.pad(y, missing(y)), "W": lambda y: layout.to_lanes(y, y.shape[1])}
+    padded = {"h": lambda y: jnp.pad(y, missing(y)), "v_new_over_beta": lambda y: layout.to_lanes(y, y.shape[1])}
     return {name: padded[name](y) if name in padded else y for name, y in saved.items()}
 
 

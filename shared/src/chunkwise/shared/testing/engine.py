@@ -99,7 +99,7 @@ def describe(schedule: dict[str, Any], freed: Iterable[int] = ()) -> str:
 
 
 @dataclasses.dataclass(eq=False)
-class Sequence:
+class Request:
     """A sequence of the engine.
 
     Attributes:
@@ -148,7 +148,7 @@ class Engine:
     block_size: int
     shares: bool
     free: list[int] = dataclasses.field(init=False)
-    live: list[Sequence] = dataclasses.field(default_factory=list)
+    live: list[Request] = dataclasses.field(default_factory=list)
     prefixes: list[int] = dataclasses.field(default_factory=list)
     done: set[str] = dataclasses.field(default_factory=set)
 
@@ -170,7 +170,7 @@ class Engine:
         freed = self._end()
         while len(self.live) < self.N + 2 and len(self.free) >= self.W and self._chance(0.7):
             own = [self._take() for _ in range(self.random.choice((1, self.W)))]
-            self.live.append(Sequence(own, prompt=self.random.choice((1, 2, 60, 128, 200))))
+            self.live.append(Request(own, prompt=self.random.choice((1, 2, 60, 128, 200))))
         running = [x for x in self.live if self._chance(0.8)][: self.N]
         left, decodes, prefills = self.T, [], []
         for x in running:
@@ -201,7 +201,7 @@ class Engine:
         self.done |= {"slots freed"} if freed else set()
         return freed
 
-    def _arguments(self, decodes, prefills, waiting: list[Sequence]) -> dict[str, Any]:
+    def _arguments(self, decodes, prefills, waiting: list[Request]) -> dict[str, Any]:
         """Return the arguments of a step of these (sequence, tokens, whether they are guesses), and do it."""
         random, N, blocks = self.random, self.N, self.T // self.block_size
         # One draw for all that is not read.
