@@ -1,0 +1,25 @@
+"""One class name means one thing in all that is shipped; each package may have its `Config`."""
+
+import ast
+import collections
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# Names with two meanings, to be renamed: take a name away with its second class, and add none.
+TWO_MEANINGS = {"Step"}
+
+
+def classes() -> dict[str, list[str]]:
+    """Return the places of all classes in the sources, by name."""
+    found = collections.defaultdict(list)
+    for path in sorted([*ROOT.glob("shared/src/**/*.py"), *ROOT.glob("packages/*/src/**/*.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    return found
+
+
+def test_one_class_name_means_one_thing():
+    repeated = {name: places for name, places in classes().items() if len(places) > 1}
+    new = {name: repeated[name] for name in repeated.keys() - TWO_MEANINGS - {"Config"}}
+    assert not new, new
