@@ -30,7 +30,7 @@ from chunkwise.fused_gla.config import default_for
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.kernels.launcher import largest_divisor
-from chunkwise.shared.kernels.layout import BEGIN, BUSY, END, FIRST, LAST, MIXED, OPENS, SEQUENCE, TARGET, pool_steps
+from chunkwise.shared.kernels.layout import BEGIN, END, FIRST, LAST, MIXED, OPENS, SEQUENCE, TARGET, pool_steps
 from chunkwise.shared.kernels.pools import Routes, held_slots
 from chunkwise.shared.operators.arguments import Slots
 from chunkwise.shared.operators.serving import find_step
@@ -161,18 +161,13 @@ def prefill_runs(case: Case, routes: Routes, T: int, C: int) -> tuple[int, list[
         return _gla_runs(case, routes, T, C)
     table = np.asarray(pool_steps(T, C, routes).table)
     turn = np.arange(table.shape[1] + 1)
-    prepared, passed = table[:, np.minimum(turn, len(turn) - 2)], table[:, np.maximum(turn - 1, 0)]
-    keep, last = passed[SEQUENCE, 0] == passed[TARGET, 0], passed[LAST, 1:]
-    whole = (prepared[END] - prepared[BEGIN] == C) & (passed[END] - passed[BEGIN] == C)
-    clear = passed[OPENS] & passed[MIXED]
-    if case.operator == "kda":
-        empty = (prepared[END] == prepared[BEGIN]) & (passed[END] == passed[BEGIN])
-        middle = keep, whole, ~whole, clear & ~whole, ~whole & ~empty
-    else:
-        # A turn in which every piece is a whole chunk is busy.
-        busy = prepared[BUSY] | passed[BUSY]
-        middle = clear, keep, busy, whole, busy & ~whole
-    return len(turn), [int(np.sum(x)) for x in (passed[FIRST], *middle, last)]
+    cur, prev = table[:, np.minimum(turn, len(turn) - 2)], table[:, np.maximum(turn - 1, 0)]
+    copied = prev[SEQUENCE, 0] == prev[TARGET, 0]
+    whole = (cur[END] - cur[BEGIN] == C) & (prev[END] - prev[BEGIN] == C)
+    empty = (cur[END] == cur[BEGIN]) & (prev[END] == prev[BEGIN])
+    unowned = prev[OPENS] & prev[MIXED]
+    runs = prev[FIRST], copied, whole, ~whole, ~whole & unowned, ~whole & ~empty, prev[LAST]
+    return len(turn), [int(np.sum(x)) for x in runs]
 
 
 def _gla_runs(case: Case, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
@@ -184,14 +179,13 @@ def _gla_runs(case: Case, routes: Routes, T: int, C: int) -> tuple[int, list[int
     config = default_for(case.H, case.HV, case.K, case.V, C, NT, 2, per_channel=False)
     assert config is not None
     table = np.asarray(pool_steps(T, largest_divisor(NT, config.num_steps) * C, routes).table)
-    begin, end, starts = table[BEGIN], table[END], table[FIRST].copy()
-    starts[0] = 1
+    begin, end = table[BEGIN], table[END]
     chunks = np.where(begin < end, (end - 1) // C - begin // C + 1, 0)
     # Whole ones end where a chunk ends, and begin where one begins.
     whole = np.maximum(end // C - -(-begin // C), 0) * (begin < end)
     runs = (
-        starts, table[SEQUENCE, 0] == table[TARGET, 0], table[OPENS] & table[MIXED], begin < end, chunks,
-        chunks - whole, whole, table[LAST],
+        table[FIRST], table[SEQUENCE, 0] == table[TARGET, 0], table[OPENS] & table[MIXED], begin < end, chunks,
+        whole, chunks - whole, table[LAST],
     )  # fmt: skip
     return table.shape[1], [int(np.sum(x)) for x in runs]
 
