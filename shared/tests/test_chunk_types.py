@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.shared.kernels.chunking import Chunking, pieces, stream_masks
+from chunkwise.shared.kernels.chunking import Chunking, stream_masks, varlen_tiles
 from chunkwise.shared.kernels.config import HeadConfig, choose_heads
 from chunkwise.shared.testing.inputs import boundaries
 
@@ -23,7 +23,7 @@ def test_tables_under_x64(packed):
         for y in (chunks.split(x), chunks.merge(chunks.split(x)), chunks.split_cumulative(x), gamma):
             assert y.dtype == jnp.float32
         if packed:
-            for table in (pieces(20, 16, cu_seqlens), stream_masks(20, 16, cu_seqlens)):
+            for table in (varlen_tiles(20, 16, cu_seqlens), stream_masks(20, 16, cu_seqlens)):
                 for name, value in table._asdict().items():
                     assert value.dtype in (jnp.int32, bool), name
 

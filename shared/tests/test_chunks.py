@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkwise.shared.kernels.chunking import Chunking, num_chunks, pad_tokens, pieces, stream_masks
+from chunkwise.shared.kernels.chunking import Chunking, num_chunks, pad_tokens, stream_masks, varlen_tiles
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.stage_oracle import chunks_of
 
@@ -113,7 +113,7 @@ def test_pieces(lengths):
     States enter and leave once, those of an empty sequence with a piece of its own.
     """
     cuts = boundaries(*lengths)
-    p = jax.tree.map(np.asarray, pieces(T, C, cuts))
+    p = jax.tree.map(np.asarray, varlen_tiles(T, C, cuts))
     assert len(p.chunk) == T // C + 6
     rows = [(s, c * C + i) for s, c, b, e in zip(p.sequence, p.chunk, p.begin, p.end, strict=True) for i in range(b, e)]
     assert rows == list(zip(np.repeat(np.arange(6), lengths), range(sum(lengths)), strict=True))

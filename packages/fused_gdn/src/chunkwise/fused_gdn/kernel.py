@@ -119,7 +119,7 @@ def _fwd_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None
         lambda rows: _grid_step(refs, cur, prev, rows, static, s),
         (cur, prev),
         s.C,
-        pieces=static.pieces,
+        varlen=static.varlen,
         multi_sequence=refs.owner is not None,
         ragged=static.ragged,
         results=(refs.o, refs.v_new_over_beta),
@@ -157,7 +157,7 @@ def _grid_step(
             mixed=prev.mixed == 1,
         )
     q, k, g, beta = load_chunk(refs, valid, s, static)
-    stored = valid_prev if static.pieces else None
+    stored = valid_prev if static.varlen else None
 
     exact = k.dtype != jnp.bfloat16
     gates = tile.gate_sums(g, beta, s, exact, masks)

@@ -220,7 +220,7 @@ def _bwd_kernel(refs: GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None
         lambda rows: _grid_step(refs, step, rows, static, s),
         [step],
         s.C,
-        pieces=static.pieces,
+        varlen=static.varlen,
         multi_sequence=refs.owner is not None,
         ragged=static.ragged,
         results=(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta),
@@ -270,7 +270,7 @@ def _store(refs: GdnBwdRefs, gradients, valid, masks, static: FusedStatic, s: ti
     if static.normalise:
         dq = tiles.l2norm_gradient(layout.load_heads(refs.q, s.K, valid=valid), dq)
         dk = tiles.l2norm_gradient(layout.load_heads(refs.k, s.K, valid=valid), dk)
-    stored = valid if static.pieces else None
+    stored = valid if static.varlen else None
     for ref, x in ((refs.dq, dq), (refs.dk, dk), (refs.dv, dv)):
         layout.store_heads(ref, x, stored)
     # A gate gets what later rows pass to all gates before them, its own row among these, and what earlier rows pass to

@@ -88,7 +88,7 @@ def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None
         lambda rows: _grid_step(refs, cur, inverted, prev, rows, static, s),
         steps,
         s.C,
-        pieces=static.pieces,
+        varlen=static.varlen,
         multi_sequence=refs.owner is not None,
         ragged=static.ragged,
     )

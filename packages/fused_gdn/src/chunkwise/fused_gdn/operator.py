@@ -42,11 +42,11 @@ def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedS
     # What the forward leaves for the backward is packed alike in both.
     group = HV // (H * repeats)
     p = min(config.lane_packing(heads, group, C) for heads in (sizes.heads, sizes.heads_bwd))
-    pieces = x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state))
+    varlen = x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state))
     return FusedStatic(
         B=B, T=max(T, C), H=H * repeats, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=x.num_states,
-        steps=chunking.num_chunks(T, C) + x.num_states * pieces, scale=options.scale,
-        config=sizes, pieces=pieces, ragged=max(T, C) % C > 0, p=p, normalise=bool(options.normalise),
+        steps=chunking.num_chunks(T, C) + x.num_states * varlen, scale=options.scale,
+        config=sizes, varlen=varlen, ragged=max(T, C) % C > 0, p=p, normalise=bool(options.normalise),
     )  # fmt: skip
 
 

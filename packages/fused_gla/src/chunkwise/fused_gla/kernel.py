@@ -54,9 +54,9 @@ def current_step(s: FusedStatic, backwards: bool = False) -> tuple:
     return pl.program_id(0), s.steps - 1 - pl.program_id(2) if backwards else pl.program_id(2)
 
 
-def piece_of(refs, s: FusedStatic, step: tuple) -> Any:
+def varlen_tile_of(refs, s: FusedStatic, step: tuple) -> Any:
     """Return the piece that a step takes, None where steps are not pieces."""
-    return layout.TableStep(refs.table, step[1]) if s.pieces else None
+    return layout.TableStep(refs.table, step[1]) if s.varlen else None
 
 
 def first_chunk(s: FusedStatic, step: tuple):
@@ -66,9 +66,9 @@ def first_chunk(s: FusedStatic, step: tuple):
 
 def chunks_of(refs, s: FusedStatic, step: tuple) -> tuple[jax.Array, jax.Array]:
     """Return the range of the chunks of a step, counted in the step."""
-    piece = piece_of(refs, s, step)
-    if piece is not None:
-        begin, end = piece.begin, piece.end
+    varlen_tile = varlen_tile_of(refs, s, step)
+    if varlen_tile is not None:
+        begin, end = varlen_tile.begin, varlen_tile.end
         first, last = (lax.shift_right_logical(n, jnp.int32(s.C.bit_length() - 1)) for n in (begin, end - 1))
         # A piece without rows may begin where its chunks end. Boundaries may be wrong, and pass that too.
         first = jnp.minimum(first, jnp.int32(s.chunks - 1))
@@ -81,11 +81,11 @@ def chunks_of(refs, s: FusedStatic, step: tuple) -> tuple[jax.Array, jax.Array]:
 
 def run_chunk(body: Callable[["Place"], None], refs, s: FusedStatic, step: tuple, i) -> None:
     """Run the body of chunk i of a step with its place, in the variant that the chunk needs."""
-    piece, run = piece_of(refs, s, step), lambda rows: body(Place(refs, s, step, i, rows))
+    varlen_tile, run = varlen_tile_of(refs, s, step), lambda rows: body(Place(refs, s, step, i, rows))
     ALL, SOME, MIXED = chunk_loop.Rows
-    if piece is not None:
+    if varlen_tile is not None:
         begin, end = i * jnp.int32(s.C), (i + 1) * jnp.int32(s.C)
-        whole = (piece.begin <= begin) & (piece.end >= end)
+        whole = (varlen_tile.begin <= begin) & (varlen_tile.end >= end)
         chunk_loop.either(whole, lambda: run(ALL), lambda: run(SOME))
     elif refs.owner is not None:
         chunk_loop.either(chunk_in_table(refs, s, step, i).mixed == 1, lambda: run(MIXED), lambda: run(ALL))
@@ -123,10 +123,10 @@ class Place:
             of_chunk = chunk_in_table(refs, s, step, i)
             self.masks = layout.sequence_masks(refs.owner[i], s.C, of_chunk.before, of_chunk.final)
         elif rows is chunk_loop.Rows.SOME:
-            begin, end, piece = jnp.int32(0), jnp.int32(s.T), piece_of(refs, s, step)
+            begin, end, varlen_tile = jnp.int32(0), jnp.int32(s.T), varlen_tile_of(refs, s, step)
             first = i * jnp.int32(s.C)
-            if piece is not None:
-                begin, end = piece.begin, piece.end
+            if varlen_tile is not None:
+                begin, end = varlen_tile.begin, varlen_tile.end
             else:
                 first += first_chunk(s, step) * jnp.int32(s.C)
             column, row = (lax.broadcasted_iota(jnp.int32, (1, *x), n) for n, x in ((1, (s.C, 1)), (2, (1, s.C))))
@@ -195,14 +195,14 @@ class Place:
 
     def store(self, ref, x: jax.Array, heads: slice) -> None:
         """Write tiles [heads, C, D] to the tokens of the chunk, or of the piece in it."""
-        valid = self.valid[0] if self.s.pieces and self.valid is not None else None
+        valid = self.valid[0] if self.s.varlen and self.valid is not None else None
         layout.store_heads(ref, x, valid, first=heads.start, at=self.rows_at)
 
     def store_gates(self, ref, x: jax.Array, heads: slice) -> None:
         """Write what is shaped like the gates to the tokens of the chunk, or of the piece in it; zeros for padding."""
         if self.s.per_channel:
             self.store(ref, _select(self.valid, x), heads)
-        elif self.s.pieces and self.valid is not None:
+        elif self.s.varlen and self.valid is not None:
             ref[self.i, heads] = jnp.where(self.valid_row, x, ref[self.i, heads])
         else:
             ref[self.i, heads] = _select(self.valid_row, x)
@@ -268,17 +268,17 @@ def _gla_fwd_kernel(refs: GlaFwdRefs, s: FusedStatic) -> None:
         # Its block stays where it is until another sequence begins.
         refs = refs._replace(state=refs.ht)
     step, heads = current_step(s), slice(0, refs.state.shape[0])
-    piece, begins = piece_of(refs, s, step), step[1] == 0
-    if piece is not None:
-        begins |= piece.first == 1
+    varlen_tile, begins = varlen_tile_of(refs, s, step), step[1] == 0
+    if varlen_tile is not None:
+        begins |= varlen_tile.first == 1
     if refs.pool is None:
         chunk_loop.start_state(refs.state, refs.initial_state, begins)
     else:
-        chunk_loop.read_pool(refs.pool, refs.pool_out, refs.state, piece, transposed=True)
+        chunk_loop.read_pool(refs.pool, refs.pool_out, refs.state, varlen_tile, transposed=True)
     if refs.M is not None:
         pl.when(begins)(functools.partial(_set_ones, refs.M))
-    if piece is not None and refs.o is not None:
-        chunk_loop.clear_unowned(piece, (refs.o,))
+    if varlen_tile is not None and refs.o is not None:
+        chunk_loop.clear_unowned(varlen_tile, (refs.o,))
     # The backward starts from this state when it recomputes those between the chunks of the step.
     if refs.h is not None:
         refs.h[...] = refs.state[...]
@@ -301,7 +301,7 @@ def _gla_fwd_kernel(refs: GlaFwdRefs, s: FusedStatic) -> None:
 
     lax.fori_loop(*chunks_of(refs, s, step), lambda i, _: run_chunk(chunk, refs, s, step, i), None)
     if refs.pool is not None:
-        chunk_loop.write_pool(refs.state, refs.pool_out, piece, transposed=True)
+        chunk_loop.write_pool(refs.state, refs.pool_out, varlen_tile, transposed=True)
 
 
 def _set_ones(ref) -> None:
@@ -334,7 +334,7 @@ def inputs_of(x: Operands, s: FusedStatic, cut: layout.Blocks, heads: int, queri
 
 def launched(x: Operands, s: FusedStatic, kind: str, heads: int, **costs: Any) -> dict[str, Any]:
     """Return what `launcher.launch` is told of every launch of this package: name, grid, table and cost."""
-    table = x.table if s.pieces or x.owner is not None else None
+    table = x.table if s.varlen or x.owner is not None else None
     return dict(
         name=f"chunk_gla_{kind}_c{s.C}" + ("" if table is None else "_varlen"),
         grid=(s.B, s.HV // heads, s.steps),

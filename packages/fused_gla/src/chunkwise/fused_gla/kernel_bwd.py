@@ -158,9 +158,9 @@ def _chunk_in_step(refs: GlaBwdRefs, s: FusedStatic, place: kernel.Place) -> Non
     _poison(refs, s, place)
 
 
-def _ends(piece: layout.TableStep | None):
+def _ends(varlen_tile: layout.TableStep | None):
     """Return whether the sequence of a step ends with it, or is the last one of its row."""
-    return pl.program_id(2) == 0 if piece is None else (pl.program_id(2) == 0) | (piece.last == 1)
+    return pl.program_id(2) == 0 if varlen_tile is None else (pl.program_id(2) == 0) | (varlen_tile.last == 1)
 
 
 def _run_backwards(body: Callable[[kernel.Place], None], refs, s: FusedStatic, step: tuple) -> None:
@@ -176,8 +176,8 @@ def _gla_bwd_kernel(refs: GlaBwdRefs, s: FusedStatic) -> None:
         # Its block stays where it is until another sequence begins.
         refs = refs._replace(dstate=refs.dh0)
     step = kernel.current_step(s, backwards=True)
-    piece = kernel.piece_of(refs, s, step)
-    ends = _ends(piece)
+    varlen_tile = kernel.varlen_tile_of(refs, s, step)
+    ends = _ends(varlen_tile)
     chunk_loop.start_state(refs.dstate, refs.dht, ends)
     if s.constant:
 
@@ -190,8 +190,8 @@ def _gla_bwd_kernel(refs: GlaBwdRefs, s: FusedStatic) -> None:
             refs.through[...] = jnp.broadcast_to(decays.through, refs.through.shape)
             layout.clear(refs.dg)
 
-    if piece is not None:
-        chunk_loop.clear_unowned(piece, (refs.dq, refs.dk, refs.dv, refs.dg), backwards=True)
+    if varlen_tile is not None:
+        chunk_loop.clear_unowned(varlen_tile, (refs.dq, refs.dk, refs.dv, refs.dg), backwards=True)
     first, end = kernel.chunks_of(refs, s, step)
     refs.states[first] = refs.h[...]
     recompute = functools.partial(_recompute_state, refs, s)
@@ -206,7 +206,7 @@ def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: FusedStatic) -> None:
     the start of the chunk.
     """
     step, heads = kernel.current_step(s, backwards=True), slice(0, refs.ht.shape[0])
-    chunk_loop.start_state(refs.ht, refs.initial_state, _ends(kernel.piece_of(refs, s, step)))
+    chunk_loop.start_state(refs.ht, refs.initial_state, _ends(kernel.varlen_tile_of(refs, s, step)))
     constant = kernel.constant_decays(refs, s, heads.stop)
 
     def chunk(place: kernel.Place) -> None:

@@ -63,12 +63,12 @@ def config_for(x: Arguments, options: Options) -> config.Config:
 def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedStatic:
     """Return what the kernels are built for."""
     (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
-    pieces, NT = x.cu_seqlens is not None and (x.with_state or options.output_final_state), chunking.num_chunks(T, C)
+    varlen, NT = x.cu_seqlens is not None and (x.with_state or options.output_final_state), chunking.num_chunks(T, C)
     chunks = launcher.largest_divisor(NT, options.config.num_steps)
     return FusedStatic(
-        B, T, H, HV, packed.pad_lanes(K), packed.pad_lanes(V), C, N, NT // chunks + pieces * N, options.scale,
+        B, T, H, HV, packed.pad_lanes(K), packed.pad_lanes(V), C, N, NT // chunks + varlen * N, options.scale,
         options.config,
-        pieces=bool(pieces),
+        varlen=bool(varlen),
         ragged=T % C > 0,
         chunks=chunks,
         per_channel=_per_channel(x),

@@ -240,7 +240,7 @@ def _fwd_kernel(refs: KdaFwdRefs, *, static: FusedStatic) -> None:
         lambda rows: _grid_step(refs, cur, prev, rows, static),
         (cur, prev),
         static.C,
-        pieces=static.pieces,
+        varlen=static.varlen,
         multi_sequence=refs.owner is not None,
         ragged=static.ragged,
         results=(refs.o, refs.v_new_over_beta),
@@ -399,7 +399,7 @@ def pass_state(refs: KdaFwdRefs, valid, A_inv, heads: slice, static: FusedStatic
     A_inv_parts = packed.concat_lanes(packed.split_bf16(A_inv[packs], dtype))
     v_new_over_beta = packed.multiply_packed(A_inv_parts, v - state_reads[:, -C:], p, dtype)  # [h, C, V]
     # Pieces share the rows of a chunk; what a chunk stores past the last token is never read.
-    stored = valid if static.pieces else None
+    stored = valid if static.varlen else None
     if refs.v_new_over_beta is not None:
         layout.store_heads(refs.v_new_over_beta, v_new_over_beta, stored, heads.start)
     yield

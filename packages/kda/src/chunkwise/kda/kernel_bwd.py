@@ -242,7 +242,7 @@ def _bwd_kernel(refs: KdaBwdRefs, *, static: FusedStatic) -> None:
         lambda rows: _grid_step(refs, step, rows, static),
         [step],
         static.C,
-        pieces=static.pieces,
+        varlen=static.varlen,
         multi_sequence=refs.owner is not None,
         ragged=static.ragged,
         results=(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta),
@@ -299,7 +299,7 @@ def _token_gradients(
       valid, masks: of the chunk.
     """
     heads, dtype, C, K, p = static.config.heads_bwd, refs.do.dtype, static.C, static.K, static.p
-    same, stored = None if masks is None else masks.same, valid if static.pieces else None
+    same, stored = None if masks is None else masks.same, valid if static.varlen else None
     v_new_over_beta = layout.load_heads(refs.v_new_over_beta, static.V, valid=valid)  # [heads, C, V]
     residuals, beta_rows = (
         (refs.h[...], v_new_over_beta, refs.A_inv[...], refs.scores[...]),

@@ -49,13 +49,13 @@ def _dtype(x: Arguments):
 def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedStatic:
     """Return what the kernels are built for."""
     (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
-    pieces = x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state))
+    varlen = x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state))
     # What pads fewer tokens than a chunk is zeros, of which a law makes decays.
     ragged = (T if options.laws.use_gate_in_kernel else max(T, C)) % C > 0
     return FusedStatic(
         B=B, T=max(T, C), ragged=ragged, H=H, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=N,
-        steps=chunking.num_chunks(T, C) + N * pieces, scale=options.scale, normalise=bool(options.normalise),
-        pieces=pieces, config=options.config,
+        steps=chunking.num_chunks(T, C) + N * varlen, scale=options.scale, normalise=bool(options.normalise),
+        varlen=varlen, config=options.config,
         p=packed.packing(C, options.config.heads, options.config.heads_bwd),
         base=tile.base_block(options.gate_lower_bound, _dtype(x)),
         backward_base=tile.base_block(options.gate_lower_bound, jnp.float32),

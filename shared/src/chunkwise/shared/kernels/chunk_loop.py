@@ -44,12 +44,12 @@ def step_of(grid_step, stage: int, stages: int, steps: int):
 def blocks(static: FusedStatic, stage: int = 0, stages: int = 1) -> layout.Blocks:
     """Return how a stage of a pipeline cuts its arrays."""
     at = functools.partial(step_of, stage=stage, stages=stages, steps=static.steps)
-    return layout.Blocks(static.C, static.steps, at, static.pieces, static.chunks)
+    return layout.Blocks(static.C, static.steps, at, static.varlen, static.chunks)
 
 
 def blocks_backwards(static: FusedStatic) -> layout.Blocks:
     """Return how a kernel cuts its arrays that takes the last step first."""
-    return layout.Blocks(static.C, static.steps, lambda t: static.steps - 1 - t, static.pieces, static.chunks)
+    return layout.Blocks(static.C, static.steps, lambda t: static.steps - 1 - t, static.varlen, static.chunks)
 
 
 def current_steps(table_ref, stages: int, steps: int) -> list[layout.TableStep]:
@@ -74,7 +74,7 @@ def run_variant(
     steps: Sequence[layout.TableStep],
     C: int,
     *,
-    pieces: bool,
+    varlen: bool,
     multi_sequence: bool,
     ragged: bool,
     results: Sequence = (),
@@ -86,13 +86,13 @@ def run_variant(
       body: gets the rows of all its chunks together.
       steps: what the stages of the grid step work on.
       C: rows of a chunk.
-      pieces: a step is a piece of a chunk, of one sequence. Where no step of the grid step has rows, nothing runs.
+      varlen: a step is a piece of a chunk, of one sequence. Where no step of the grid step has rows, nothing runs.
       multi_sequence: a chunk may hold several sequences.
       ragged: the last chunk of a row of the batch is not full.
       results: Refs of tokens that the last stage writes, or None.
       backwards: the last step of a chunk comes first.
     """
-    if pieces:
+    if varlen:
         whole = functools.reduce(jnp.logical_and, [(step.begin == 0) & (step.end == C) for step in steps])
         empty = functools.reduce(jnp.logical_and, [step.begin == step.end for step in steps])
 

@@ -6,8 +6,8 @@ Three ways to cut:
   leaves all results exact. This is what the stage kernels read.
 - `StreamMasks` keeps the chunks aligned to the token stream and says which rows of a chunk belong together. Its
   cost follows the number of tokens, whatever the number of sequences.
-- `Pieces` cuts the aligned chunks once more at the ends of sequences: no copy of the tokens, and every sequence has a
-  boundary where its state can be handed in and out.
+- `VarlenTiles` cuts the aligned chunks once more at the ends of sequences: no copy of the tokens, and every sequence
+  has a boundary where its state can be handed in and out.
 
 `cu_seqlens` is a traced int32 array [N + 1]: sequence n holds the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1.
 Tokens from cu_seqlens[N] on are padding: they belong to no sequence and their results are zero.
@@ -231,7 +231,7 @@ def stream_masks(T: int, chunk_size: int, cu_seqlens: jax.Array) -> StreamMasks:
     )
 
 
-class Pieces(NamedTuple):
+class VarlenTiles(NamedTuple):
     """The pieces into which the chunks of a packed stream fall at the ends of sequences: NT + N of them, B = 1.
 
     They are in order, every chunk has one at least, and the rows of a piece belong to one sequence. Unused pieces, and
@@ -255,14 +255,14 @@ class Pieces(NamedTuple):
     closes: jax.Array
 
 
-def pieces(T: int, chunk_size: int, cu_seqlens: jax.Array) -> Pieces:
+def varlen_tiles(T: int, chunk_size: int, cu_seqlens: jax.Array) -> VarlenTiles:
     """Cut a packed stream of T tokens every `chunk_size` tokens and at the end of every sequence."""
     return cut(T, chunk_size, cu_seqlens[:-1], cu_seqlens[1:])[0]
 
 
 def cut(
     T: int, chunk_size: int, start: jax.Array, end: jax.Array, cuts: tuple[jax.Array, jax.Array] | None = None
-) -> tuple[Pieces, jax.Array]:
+) -> tuple[VarlenTiles, jax.Array]:
     """Cut the sequences of a stream of T tokens every `chunk_size` tokens, at their ends, and where else it is asked.
 
     Nothing is sorted: the place of an end among all ends is a count of those before it.
@@ -305,7 +305,7 @@ def cut(
     # The piece of an empty sequence is the one that ends where it ends.
     empty = jnp.any((place[None, :N] == piece[2:, None]) & (start == end)[None], axis=1)
     chunk = whole[1:-1]
-    made = Pieces(
+    made = VarlenTiles(
         sequence=sequence,
         first=(own & (begin == first_token)) | empty,
         last=(own & (stop == end_token)) | empty,

@@ -92,8 +92,8 @@ def make_steps(
     """Return the steps of a batch: its chunks, or for a packed batch with states the pieces of its chunks."""
     NT = chunking.num_chunks(T, C)
     if cu_seqlens is not None and with_states:
-        p = chunking.pieces(T, C, cu_seqlens)
-        # The fields of `Pieces` are the first rows of the table.
+        p = chunking.varlen_tiles(T, C, cu_seqlens)
+        # The fields of `VarlenTiles` are the first rows of the table.
         padded = (p.chunk + 1) * C > cu_seqlens[-1]
         rows = (*p, p.sequence, p.sequence, padded)
         return Steps(jnp.stack([x.astype(jnp.int32) for x in rows]), None)
@@ -318,21 +318,21 @@ class Blocks:
     backward kernels count down. Scalar tables come first; the table of steps is read only where steps are pieces.
     """
 
-    def __init__(self, C: int, steps: int, at: Callable, pieces: bool, chunks: int = 1):
+    def __init__(self, C: int, steps: int, at: Callable, varlen: bool, chunks: int = 1):
         """Cut the arrays of a launch.
 
         Args:
           C: tokens of a chunk.
           steps: steps of a row of the batch.
           at: the step of every grid step.
-          pieces: whether a step is a piece of its chunks, of one sequence, as the table says.
+          varlen: whether a step is a piece of its chunks, of one sequence, as the table says.
           chunks: chunks of a step.
         """
-        self.C, self.steps, self.at, self.pieces, self.chunks = C, steps, at, pieces, chunks
+        self.C, self.steps, self.at, self.varlen, self.chunks = C, steps, at, varlen, chunks
 
     def _chunk(self, b, turn, tables):
         step = self.at(turn)
-        return tables[0][CHUNK, b * self.steps + step] if self.pieces else step
+        return tables[0][CHUNK, b * self.steps + step] if self.varlen else step
 
     def tokens(self, lanes: int, share: int = 1) -> pl.BlockSpec:
         """Cut flat tokens [B, T, all lanes]; `share` blocks of heads read the same block of lanes."""
@@ -359,7 +359,7 @@ class Blocks:
 
     def state(self, *tail: int) -> pl.BlockSpec:
         """Cut one state per sequence, or the slot to read, [N, HV, ...]; `tail` is (heads a block, ...)."""
-        return self._by_table(SEQUENCE, tail) if self.pieces else self.per_row(*tail)
+        return self._by_table(SEQUENCE, tail) if self.varlen else self.per_row(*tail)
 
     def target(self, *tail: int) -> pl.BlockSpec:
         """Cut the slot to write of a pool [slots, HV, ...]."""

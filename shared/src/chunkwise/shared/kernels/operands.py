@@ -60,7 +60,7 @@ class FusedStatic(NamedTuple):
       steps: of a row of the batch: groups of chunks, or pieces of them.
       scale: the number that multiplies the queries, or the output.
       config: tile sizes of the package.
-      pieces: packed sequences have states of their own, and a step is a piece of its chunks, of one sequence.
+      varlen: packed sequences have states of their own, and a step is a piece of its chunks, of one sequence.
       ragged: the last chunk of a row holds rows that are not tokens, or that a law makes decays of.
       chunks: chunks of a step.
       p: heads that lie side by side in the lanes.
@@ -84,7 +84,7 @@ class FusedStatic(NamedTuple):
     steps: int
     scale: float
     config: Any
-    pieces: bool
+    varlen: bool
     ragged: bool
     chunks: int = 1
     p: int = 1
