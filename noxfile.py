@@ -1,12 +1,17 @@
 """The sessions, found from the tree: `nox -l` lists them, and `nox` alone runs those that every change must pass.
 
-A package is a folder with a pyproject.toml: shared, and every such folder of packages/.
+A package is a folder with a pyproject.toml: shared, and every such folder of packages/. The root is a distribution too,
+which brings the others.
+
+Sessions install the versions of lock.txt, which `nox -s lock` renews. With NEWEST=1 in the environment they install the
+newest versions that the groups of pyproject.toml allow.
 """
 
 import json
 import os
 import re
 import shutil
+import sys
 import tarfile
 import tempfile
 import tomllib
@@ -16,14 +21,37 @@ from pathlib import Path
 import nox
 
 ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT))
+
+from release import metadata as common  # noqa: E402
+
 MANIFESTS = [ROOT / "shared/pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
 PACKAGES = {path.parent.name: path.parent for path in MANIFESTS}
 METADATA = {path.parent.name: tomllib.loads(path.read_text())["project"] for path in MANIFESTS}
-VERSIONS = {project["name"]: project["version"] for project in METADATA.values()}
 GROUPS = nox.project.load_toml("pyproject.toml")
+VERSION = common.read().version
 
-# A reference to a sibling in a pyproject.toml: its distribution name and how hatchling finds its folder.
-SIBLING = re.compile(r"(chunkwise-[a-z0-9-]+) @ \{root:[^\"]*")
+NEWEST = bool(os.environ.get("NEWEST"))
+LOCK = ROOT / "lock.txt"
+LOCKED = () if NEWEST else ("--constraint", str(LOCK))
+
+# The pairs of Python and JAX that work: JAX 0.11 and later need Python 3.12.
+JAX = ("0.10", "0.11", "0.12")
+PAIRS = [("3.11", "0.10"), *((python, jax) for python in ("3.12", "3.13", "3.14") for jax in JAX)]
+# The packages whose tests run under every pair: a stage, and a whole operator.
+SAMPLE = ("kkt", "kda")
+
+# The files of the forge by their schema.
+FORGE = {
+    "github-workflows": ".github/workflows/*.yml",
+    "github-issue-forms": ".github/ISSUE_TEMPLATE/[!c]*.yml",
+    "github-issue-config": ".github/ISSUE_TEMPLATE/config.yml",
+    "dependabot": ".github/dependabot.yml",
+    "citation-file-format": "CITATION.cff",
+}
+
+# A reference to a sibling in a pyproject.toml: its name, its extras and how hatchling finds its folder.
+SIBLING = re.compile(r"(chunkwise-[a-z0-9-]+)(\[[a-z,]+\])? @ \{root:[^\"]*")
 # One worker for each core. A file stays with one worker, so that what its tests share is compiled once.
 WORKERS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--durations", "10")
 
@@ -52,7 +80,7 @@ def needed(name: str) -> list[str]:
 
 def prepare(session: nox.Session, group: str, packages=tuple(PACKAGES)) -> None:
     """Install a dependency group, and install packages in place."""
-    session.install(*nox.project.dependency_groups(GROUPS, group))
+    session.install(*LOCKED, *nox.project.dependency_groups(GROUPS, group))
     # Without dependencies, because pip refuses a sibling that it gets both by folder and by reference.
     session.install("--no-deps", "--no-build-isolation", *(x for name in packages for x in ("-e", PACKAGES[name])))
 
@@ -70,10 +98,36 @@ def run_example(session: nox.Session, name: str) -> None:
 
 @nox.session
 def lint(session):
-    """Check style and format."""
-    session.install(*nox.project.dependency_groups(GROUPS, "lint"))
+    """Check style and format, that all copies of metadata.toml agree, and the files of the forge."""
+    session.install(*LOCKED, *nox.project.dependency_groups(GROUPS, "lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("python", "release/metadata.py", "--check")
+    for schema, files in FORGE.items():
+        session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *sorted(ROOT.glob(files)))
+    session.run("zizmor", "--offline", "--quiet", ".github")
+
+
+@nox.session(default=False)
+def metadata(session):
+    """Copy metadata.toml to all places that need it."""
+    session.run("python", "release/metadata.py")
+
+
+@nox.session(default=False)
+def lock(session):
+    """Renew lock.txt: the newest versions of all that the sessions install, for every Python and platform."""
+    session.install("uv")
+    groups = nox.project.dependency_groups(GROUPS, *GROUPS["dependency-groups"])
+    wanted, found = (Path(session.create_tmp(), name) for name in ("wanted.txt", "found.txt"))
+    wanted.write_text("\n".join(dict.fromkeys(groups)))
+    found.unlink(missing_ok=True)
+    alone = ("--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links")
+    python = common.read().requires_python.removeprefix(">=")
+    session.run(
+        "uv", "pip", "compile", "--quiet", "--universal", "--python-version", python, *alone, wanted, "-o", found
+    )  # fmt: skip
+    LOCK.write_text(f"# What the sessions of noxfile.py install; `nox -s lock` writes this file.\n{found.read_text()}")
 
 
 @nox.session
@@ -135,7 +189,12 @@ def add_package_sessions(name: str) -> None:
         session.run("pytest", *WORKERS, *QUICK, PACKAGES[name], *session.posargs)
 
     def solo(session):
-        session.install(PACKAGES[name])
+        if NEWEST:
+            session.install(PACKAGES[name])
+        else:
+            # pip would build the packages with the newest hatchling.
+            session.install(*LOCKED, "hatchling")
+            session.install(*LOCKED, "--no-build-isolation", PACKAGES[name])
         listed = session.run("python", "-m", "pip", "list", "--format=freeze", silent=True)
         installed = set(re.findall(r"^chunkwise[a-z0-9-]+", listed, re.MULTILINE))
         expected = {METADATA[x]["name"] for x in needed(name)}
@@ -156,13 +215,17 @@ for package in PACKAGES:
 def check_release(session: nox.Session, dist: Path) -> None:
     """Check that there is a wheel and an sdist of every package, and that they name their siblings by version only."""
     archives = sorted(dist.iterdir())
-    if len(archives) != 2 * len(PACKAGES):
+    if len(archives) != 2 * len(PACKAGES) + 2:
         session.error(f"dist/ must hold a wheel and an sdist of each package; got {[x.name for x in archives]}.")
     for path in archives:
         for member, text in metadata_texts(path):
             for line in text.splitlines():
-                if "file://" in line or "{root" in line or re.search(r"chunkwise-[a-z0-9-]+ *@", line):
+                if "file://" in line or "{root" in line or re.search(r"chunkwise-[a-z0-9-]+(\[.*\])? *@", line):
                     session.error(f"{path.name}: {member} must name its siblings by version; got {line!r}.")
+    session.run("twine", "check", "--strict", *archives)
+    # The root has no file of its own.
+    bare = dist / f"chunkwise-{VERSION}-py3-none-any.whl"
+    session.run("check-wheel-contents", *(path for path in archives if path.suffix == ".whl" and path != bare))
 
 
 def metadata_texts(archive: Path):
@@ -178,29 +241,59 @@ def metadata_texts(archive: Path):
                     yield member.name, file.read().decode()
 
 
+def copy_for_release(name: str, folder: Path, release: Path) -> None:
+    """Copy what a distribution is built from; siblings, which a checkout finds by folder, are named by version."""
+    if folder == ROOT:
+        release.mkdir()
+        shutil.copy(ROOT / "pyproject.toml", release)
+    else:
+        shutil.copytree(folder, release, ignore=shutil.ignore_patterns("__pycache__", ".*", "dist"))
+    shutil.copy(ROOT / "LICENSE", release)
+    manifest = release / "pyproject.toml"
+    manifest.write_text(SIBLING.sub(lambda match: f"{match[1]}{match[2] or ''}=={VERSION}", manifest.read_text()))
+    readme = common.with_addresses((folder / "README.md").read_text(), str(folder.relative_to(ROOT)), common.read())
+    (release / "README.md").write_text(readme)
+
+
 @nox.session
 def build(session):
-    """Build every wheel and sdist into dist/, and install from there."""
-    session.install(*nox.project.dependency_groups(GROUPS, "build"), *METADATA["shared"]["dependencies"])
+    """Build every wheel and sdist into dist/, check them, and install from there."""
+    runtime = nox.project.dependency_groups(GROUPS, "runtime")
+    session.install(*LOCKED, *nox.project.dependency_groups(GROUPS, "build"), *runtime)
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
-        for name, folder in PACKAGES.items():
+        for name, folder in (PACKAGES | {"chunkwise": ROOT}).items():
             release = Path(scratch, name)
-            shutil.copytree(folder, release, ignore=shutil.ignore_patterns("__pycache__", ".*", "dist"))
-            shutil.copy(ROOT / "LICENSE", release)
-            # In a checkout siblings are found by folder, in a release by version.
-            manifest = release / "pyproject.toml"
-            manifest.write_text(SIBLING.sub(lambda match: f"{match[1]}=={VERSIONS[match[1]]}", manifest.read_text()))
+            copy_for_release(name, folder, release)
             with session.chdir(release):
                 session.run("hatch", "build", str(dist), env={"HATCH_DATA_DIR": scratch})
     check_release(session, dist)
     # One from its sdist, the others from their wheels; our own names come from dist/ and nowhere else.
-    kernel, pipeline = METADATA["kkt"]["name"], METADATA["pipeline"]["name"]
+    kernel = METADATA["kkt"]["name"]
     offline = ("--no-index", "--find-links", str(dist), "--no-build-isolation")
-    session.install(*offline, "--no-binary", kernel, kernel, pipeline)
+    session.install(*offline, "--no-binary", kernel, kernel, "chunkwise")
+    session.run("chunkwise", "--version")
     run_example(session, "kkt")
     run_example(session, "pipeline")
+
+
+@nox.session(default=False)
+@nox.parametrize("python,jax", PAIRS, ids=["-".join(pair) for pair in PAIRS])
+def matrix(session, jax):
+    """Install the wheels of dist/ under every pair of Python and JAX, and run a sample of the tests on them."""
+    dist = ROOT / "dist"
+    if not dist.exists():
+        session.error("dist/ must hold the wheels: `nox -s build` makes them.")
+    # The lock has one JAX for each Python.
+    rest = Path(session.create_tmp(), "lock.txt")
+    rest.write_text("".join(x for x in LOCK.read_text().splitlines(True) if not x.startswith(("jax", "libtpu"))))
+    constraints = () if NEWEST else ("--constraint", str(rest))
+    session.install(*constraints, *nox.project.dependency_groups(GROUPS, "test", "runtime"), f"jax=={jax}.*")
+    session.install("--no-index", "--find-links", str(dist), "chunkwise")
+    session.run("chunkwise", "--version")
+    run_example(session, "layers")
+    session.run("pytest", *WORKERS, *QUICK, *(PACKAGES[name] for name in SAMPLE), *session.posargs)
 
 
 @nox.session(default=False)
@@ -209,13 +302,6 @@ def docs(session):
     prepare(session, "docs")
     session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
     session.run("pytest", "tests_docs", *session.posargs)
-
-
-@nox.session(default=False)
-def demo(session):
-    """Run the main job on real input: the gated delta rule over the text of Python's standard library."""
-    session.install(f"{PACKAGES['pipeline']}[demo]")
-    session.run("python", "-m", "chunkwise.pipeline.demo", *session.posargs)
 
 
 @nox.session(default=False)

@@ -125,7 +125,7 @@ def check_nox(arguments: list[str]) -> None:
     """A session installs an environment of its own, which takes minutes: it must exist."""
     noxfile = (ROOT / "noxfile.py").read_text()
     packages = {path.parent.name for path in ROOT.glob("*/*/pyproject.toml")} | {"shared"}
-    sessions = set(re.findall(r"^def (\w+)\(session\)", noxfile, re.MULTILINE))
+    sessions = set(re.findall(r"^def (\w+)\(session\b", noxfile, re.MULTILINE))
     sessions |= {f"{kind}-{name}" for kind in ("test", "solo") for name in packages}
     assert arguments[:1] in ([], ["-s"], ["-l"])
     assert set(arguments[1:]) <= sessions

@@ -1,6 +1,6 @@
 """What the documentation site adds to MkDocs: pages that lie outside of docs/, links to them, and mathematics.
 
-- The README is the first page. CONTRIBUTING.md, CHANGELOG.md, the READMEs of the packages and the examples are pages.
+- The README is the first page. CONTRIBUTING.md, CHANGELOG.md, SECURITY.md, the READMEs and the examples are pages.
 - The page of a package ends with its reference: what `__all__` names, out of the docstrings.
 - A link in a page is written for the repository, where it leads to a file. Here it leads to the page of that file.
 - $...$ and $$...$$ become MathML, which browsers draw without a script or a font of ours.
@@ -53,7 +53,7 @@ def source_page(path: Path) -> str:
 def pages_elsewhere() -> dict[str, tuple[str, str]]:
     """Return the page and its text of every file outside of docs/ that has one, by its path in the repository."""
     pages = {"README.md": ("index.md", (ROOT / "README.md").read_text())}
-    for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
+    for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
         pages[name] = (name.lower(), (ROOT / name).read_text())
     for folder in package_folders():
         text = (folder / "README.md").read_text()

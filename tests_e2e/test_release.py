@@ -1,0 +1,104 @@
+"""What a release rests on: the copies of metadata.toml, the lock file, the versions, and the pages of the forge."""
+
+import importlib
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MANIFESTS = [ROOT / "pyproject.toml", ROOT / "shared/pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
+LOCK = (ROOT / "lock.txt").read_text().splitlines()[1:]
+
+
+@pytest.fixture
+def metadata(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("release.metadata")
+
+
+def normal(name: str) -> str:
+    """Return the name of a distribution as indexes write it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_copies_agree(metadata, capsys):
+    assert metadata.main(["--check"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "README.md", "CITATION.cff"])
+def test_an_address_reaches_every_copy(metadata, name):
+    """While there is none, nothing speaks of one."""
+    about = metadata.read()
+    address = "https://localhost/repository"
+    for now, expected in ((about._replace(repository=""), False), (about._replace(repository=address), True)):
+        text = dict(metadata.copies(now))[ROOT / name]
+        assert (address in text) is expected
+        assert ("git+" in text) is (expected and name == "README.md")
+
+
+def test_links_of_a_release(metadata):
+    about, page = (
+        metadata.read()._replace(repository="https://localhost/repository"),
+        "[a](../../docs/kda.md#x) [b](#y)",
+    )
+    assert metadata.with_addresses(page, "packages/kda", about._replace(repository="")) == page
+    assert metadata.with_addresses(page, "packages/kda", about) == (
+        f"[a](https://localhost/repository/blob/v{about.version}/docs/kda.md#x) [b](#y)"
+    )
+
+
+def test_requirements_agree():
+    """Every distribution asks for the same releases of JAX and numpy."""
+    for name in ("jax", "numpy"):
+        asked = [line for path in MANIFESTS for line in re.findall(rf'"{name}>=[^"]*"', path.read_text())]
+        assert len(set(asked)) == 1, asked
+
+
+def test_the_lock_names_exact_versions():
+    assert len(LOCK) > 100
+    for line in LOCK:
+        assert re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*( ; [^@/]+)?", line), line
+
+
+def test_the_lock_has_all_that_sessions_install():
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"].values()
+    wanted = {re.match(r"[\w.-]+", line)[0] for group in groups for line in group if isinstance(line, str)}
+    locked = {line.split("==")[0] for line in LOCK}
+    assert {normal(name) for name in wanted} <= locked
+
+
+def test_tools_have_one_version():
+    """pre-commit, the group `lint` and the lock agree."""
+    pinned = set(re.findall(r"[\w-]+==[\d.]+", (ROOT / ".pre-commit-config.yaml").read_text()))
+    assert pinned <= set(LOCK)
+    assert pinned <= set(tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["lint"])
+
+
+def test_workflows_test_every_pair():
+    """The pairs of test.yml are those of the session matrix, and the classifiers name their Pythons."""
+    pythons, jax = ((ROOT / "metadata.toml").read_text(), (ROOT / "noxfile.py").read_text())
+    workflow = (ROOT / ".github/workflows/test.yml").read_text()
+    named = re.findall(r"Python :: (3\.\d+)", pythons)
+    assert f"python: {str(named).replace(chr(39), chr(34))}" in workflow
+    assert set(named) == set(re.findall(r'"(3\.\d\d)"', jax.split("PAIRS = ")[1].split("]")[0]))
+    assert set(re.findall(r'"(0\.\d+)"', workflow)) == set(
+        re.findall(r'"(0\.\d+)"', jax.split("JAX = ")[1].split("\n")[0])
+    )
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob(".github/workflows/*.yml")), ids=lambda path: path.stem)
+def test_workflows_name_sessions_and_releases(path):
+    text = path.read_text()
+    assert all(re.fullmatch(r"v\d+(\.\d+)*", tag) for tag in re.findall(r"uses: \S+@(\S+)", text))
+    sessions = set(re.findall(r"^def (\w+)\(session\b", (ROOT / "noxfile.py").read_text(), re.MULTILINE))
+    for line in re.findall(r"nox -s (.*)", text):
+        named = re.findall(r"(?<!\S)\"?([a-z]+)", line.replace("${{ matrix.session }}", ""))
+        assert set(named) <= sessions, line
+
+
+@pytest.mark.parametrize("path", MANIFESTS[1:], ids=lambda path: path.parent.name)
+def test_versions(path, metadata):
+    module = importlib.import_module(f"chunkwise.{path.parent.name}")
+    assert module.__version__ == metadata.read().version
