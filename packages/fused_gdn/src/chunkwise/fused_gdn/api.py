@@ -4,7 +4,7 @@ import jax
 
 from chunkwise.fused_gdn.config import Config
 from chunkwise.fused_gdn.operator import OPERATOR
-from chunkwise.shared.operators.arguments import Arguments, Devices, Options, Sharding, Slots
+from chunkwise.shared.operators.arguments import Arguments, Options, Sharding, Slots
 from chunkwise.shared.operators.gates import Laws
 
 
@@ -113,9 +113,8 @@ def chunk_gated_delta_rule(
     laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, segment_ids)
     options = Options(
-        output_final_state, use_qk_l2norm_in_kernel, chunk_size, laws=laws, devices=Devices(sharding, context_axis),
-        config=config,
-    )  # fmt: skip
+        output_final_state, use_qk_l2norm_in_kernel, chunk_size, None, laws, sharding, context_axis, config=config
+    )
     return OPERATOR.chunk(x, options, implementation)
 
 
@@ -196,7 +195,9 @@ def recurrent_gated_delta_rule(
     laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     slots = None if state_indices is None and has_initial_state is None else Slots(state_indices, has_initial_state)
     x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, slots=slots)
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, laws=laws, devices=Devices(sharding, context_axis))
+    options = Options(
+        output_final_state, use_qk_l2norm_in_kernel, laws=laws, sharding=sharding, context_axis=context_axis
+    )
     return OPERATOR.recurrent(x, options, implementation)
 
 
@@ -300,7 +301,5 @@ def ragged_gated_delta_rule(
         num_sequences,
     )  # fmt: skip
     x = Arguments(q, k, v, g, beta, None, scale, states, cu_seqlens, A_log, dt_bias, slots=slots)
-    options = Options(
-        True, use_qk_l2norm_in_kernel, chunk_size, laws=laws, devices=Devices(sharding), block_size=block_size
-    )
+    options = Options(True, use_qk_l2norm_in_kernel, chunk_size, laws=laws, sharding=sharding, block_size=block_size)
     return OPERATOR.ragged(x, options, implementation)

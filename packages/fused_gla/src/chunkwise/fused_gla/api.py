@@ -4,7 +4,7 @@ import jax
 
 from chunkwise.fused_gla.config import Config
 from chunkwise.fused_gla.operator import GLA, SIMPLE_GLA
-from chunkwise.shared.operators.arguments import Arguments, Devices, Options, Sharding, Slots
+from chunkwise.shared.operators.arguments import Arguments, Options, Sharding, Slots
 from chunkwise.shared.operators.checks import check_array
 
 
@@ -92,8 +92,9 @@ def chunk_simple_gla(
     if g is not None:
         check_array("g", g, "B T HV")
     x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
-    devices = Devices(sharding, context_axis)
-    options = Options(output_final_state, chunk_size=chunk_size, devices=devices, config=config)
+    options = Options(
+        output_final_state, chunk_size=chunk_size, sharding=sharding, context_axis=context_axis, config=config
+    )
     return SIMPLE_GLA.chunk(x, options, implementation)
 
 
@@ -155,8 +156,9 @@ def chunk_gla(
     """
     check_array("g", g, "B T HV K")
     x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
-    devices = Devices(sharding, context_axis)
-    options = Options(output_final_state, chunk_size=chunk_size, devices=devices, config=config)
+    options = Options(
+        output_final_state, chunk_size=chunk_size, sharding=sharding, context_axis=context_axis, config=config
+    )
     return GLA.chunk(x, options, implementation)
 
 
@@ -232,7 +234,9 @@ def recurrent_simple_gla(
         check_array("g", g, "B T HV")
     slots = None if state_indices is None and has_initial_state is None else Slots(state_indices, has_initial_state)
     x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens, slots=slots)
-    return SIMPLE_GLA.recurrent(x, Options(output_final_state, devices=Devices(sharding, context_axis)), implementation)
+    return SIMPLE_GLA.recurrent(
+        x, Options(output_final_state, sharding=sharding, context_axis=context_axis), implementation
+    )
 
 
 def recurrent_gla(
@@ -283,7 +287,7 @@ def recurrent_gla(
     check_array("g", g, "B T HV K")
     slots = None if state_indices is None and has_initial_state is None else Slots(state_indices, has_initial_state)
     x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens, slots=slots)
-    return GLA.recurrent(x, Options(output_final_state, devices=Devices(sharding, context_axis)), implementation)
+    return GLA.recurrent(x, Options(output_final_state, sharding=sharding, context_axis=context_axis), implementation)
 
 
 def ragged_simple_gla(
@@ -337,5 +341,5 @@ def ragged_simple_gla(
         num_sequences,
     )  # fmt: skip
     x = Arguments(q, k, v, g, None, g_gamma, scale, states, cu_seqlens, slots=slots)
-    options = Options(True, chunk_size=chunk_size, devices=Devices(sharding), block_size=block_size)
+    options = Options(True, chunk_size=chunk_size, sharding=sharding, block_size=block_size)
     return SIMPLE_GLA.ragged(x, options, implementation)

@@ -4,7 +4,7 @@ import jax
 
 from chunkwise.kda.config import Config
 from chunkwise.kda.operator import OPERATOR
-from chunkwise.shared.operators.arguments import Arguments, Devices, Options, Sharding, Slots
+from chunkwise.shared.operators.arguments import Arguments, Options, Sharding, Slots
 from chunkwise.shared.operators.gates import Laws
 
 
@@ -112,9 +112,15 @@ def chunk_kda(
     """
     laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, segment_ids)
-    devices = Devices(sharding, context_axis)
     options = Options(
-        output_final_state, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws, devices, config=config
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        chunk_size,
+        gate_lower_bound,
+        laws,
+        sharding,
+        context_axis,
+        config=config,
     )
     return OPERATOR.chunk(x, options, implementation)
 
@@ -198,8 +204,7 @@ def recurrent_kda(
     laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     slots = None if state_indices is None and has_initial_state is None else Slots(state_indices, has_initial_state)
     x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, slots=slots)
-    devices = Devices(sharding, context_axis)
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, None, gate_lower_bound, laws, devices)
+    options = Options(output_final_state, use_qk_l2norm_in_kernel, None, gate_lower_bound, laws, sharding, context_axis)
     return OPERATOR.recurrent(x, options, implementation)
 
 
@@ -263,6 +268,7 @@ def ragged_kda(
         num_sequences,
     )  # fmt: skip
     x = Arguments(q, k, v, g, beta, None, scale, states, cu_seqlens, A_log, dt_bias, slots=slots)
-    devices = Devices(sharding)
-    options = Options(True, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws, devices, block_size)
+    options = Options(
+        True, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws, sharding, block_size=block_size
+    )
     return OPERATOR.ragged(x, options, implementation)

@@ -4,7 +4,7 @@ Each chain is one more implementation of its operator, "staged": `register_all` 
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,23 +41,8 @@ def delta_rule(x: Arguments, options: Options, A_inv: jax.Array | None = None) -
     return o.astype(x.v.dtype), final_state
 
 
-class Solved(NamedTuple):
-    """What the stages before the pass of the state give.
-
-    Attributes:
-      k: keys, scaled if this is wanted.
-      g_cum, A_inv, w, u: what the stages call so.
-    """
-
-    k: jax.Array
-    g_cum: jax.Array
-    A_inv: jax.Array
-    w: jax.Array
-    u: jax.Array
-
-
-def _solve(x: Arguments, options: Options, implementation: str, A_inv: jax.Array | None) -> Solved:
-    """Run the stages before the pass of the state, with the inverses if they are known."""
+def _solve(x: Arguments, options: Options, implementation: str, A_inv: jax.Array | None) -> tuple[jax.Array, ...]:
+    """Return k, g_cum, A_inv, w and u from the stages before the pass of the state; A_inv may be known."""
     assert x.g is not None
     assert x.beta is not None
     cu, C, how = x.cu_seqlens, options.chunk_size, {"implementation": implementation}
@@ -66,7 +51,7 @@ def _solve(x: Arguments, options: Options, implementation: str, A_inv: jax.Array
     # Where the inverses are known only the gradient asks for A.
     A = chunk_scaled_dot_kkt(k, x.beta, g_cum, cu, C, **how)
     A_inv = solve_tril(A, cu, A_inv=A_inv, **how)
-    return Solved(k, g_cum, A_inv, *recompute_w_u(k, x.v, x.beta, A_inv, g_cum, cu, **how))
+    return k, g_cum, A_inv, *recompute_w_u(k, x.v, x.beta, A_inv, g_cum, cu, **how)
 
 
 def _delta_states(

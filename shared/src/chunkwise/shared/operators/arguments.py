@@ -96,18 +96,6 @@ class Arguments(NamedTuple):
         return self.initial_state is not None
 
 
-class Devices(NamedTuple):
-    """How an operator is split over devices, by the names of its arguments.
-
-    Attributes:
-      sharding: of v, over a mesh with automatic axes; None if types say it.
-      context_axis: the axes of a mesh, inside a `shard_map`, over which tokens are split; None for none.
-    """
-
-    sharding: Sharding | None = None
-    context_axis: str | tuple[str, ...] | None = None
-
-
 class Options(NamedTuple):
     """The static arguments of an operator: what is known when its program is built.
 
@@ -117,7 +105,8 @@ class Options(NamedTuple):
       chunk_size: tokens of a chunk; None for the best.
       gate_lower_bound: a promise that every gate is at least this, in nats; None for no promise.
       laws: what is made of raw gates and step sizes.
-      devices: how the operator is split over these.
+      sharding: of v, over a mesh with automatic axes; None if types say it.
+      context_axis: the axes of a mesh, inside a `shard_map`, over which tokens are split; None for none.
       block_size: tokens of a block after which a state is stored; None for no blocks.
       config: tile sizes of the fused kernels, the `Config` of the package; None for the best.
       scale: the number that multiplies the output, beside `Arguments.scale`, which is then an array or None; None
@@ -130,7 +119,8 @@ class Options(NamedTuple):
     chunk_size: Any = None
     gate_lower_bound: float | None = None
     laws: gates.Laws = gates.Laws()
-    devices: Devices = Devices()
+    sharding: Sharding | None = None
+    context_axis: str | tuple[str, ...] | None = None
     block_size: int | None = None
     config: Any = None
     scale: Any = None
@@ -163,9 +153,7 @@ def check_shared(x: Arguments, options: Options) -> None:
     gates.check_laws(options.laws, x.A_log, x.dt_bias, x.g)
     B, T = x.q.shape[:2]
     # Boundaries are those of all tokens, of which an axis of a `shard_map` leaves a device its part.
-    checks.check_cu_seqlens(
-        x.cu_seqlens, B, T * lax.axis_size(partition.token_axes(None, options.devices.context_axis))
-    )
+    checks.check_cu_seqlens(x.cu_seqlens, B, T * lax.axis_size(partition.token_axes(None, options.context_axis)))
     checks.check_segment_ids(x.segment_ids, B, T, x.cu_seqlens)
 
 

@@ -35,26 +35,17 @@ class Part(NamedTuple):
       enters: bool [B], whether the state that comes in reaches the first sequence of a row; None if it always does.
       passes: bool [B], whether it goes through to the end of the row; None if it always does.
       valid: bool [B, T], False for padding; None if all tokens are valid.
-      documents: of a packed batch with a state for every document; None otherwise.
+      first, last: int32 [1], of a packed batch with a state for every document the documents of the first and of the
+        last token; None otherwise.
+      ends: bool [N], whether the device gives the final state of a document, which exactly one does; None likewise.
     """
 
     enters: jax.Array | None
     passes: jax.Array | None
     valid: jax.Array | None = None
-    documents: "Documents | None" = None
-
-
-class Documents(NamedTuple):
-    """Where the documents of a packed batch lie on a device; the initial state of each is an argument.
-
-    Attributes:
-      first, last: int32 [1], the documents of the first and of the last token.
-      ends: bool [N], whether the device gives the final state of a document: exactly one does.
-    """
-
-    first: jax.Array
-    last: jax.Array
-    ends: jax.Array
+    first: Any = None
+    last: Any = None
+    ends: Any = None
 
 
 def _rows(x: arguments.Arguments) -> tuple[arguments.Arguments, Part]:
@@ -104,8 +95,10 @@ def _documents(x: arguments.Arguments, axis) -> tuple[arguments.Arguments, Part]
     first, last = (stream.document_of(t, cu) for t in (token[:1], token[-1:]))
     near = jnp.minimum(first, N - 1)
     enters = (first < N) & (cu[near] < start)
-    documents = Documents(near, jnp.minimum(last, N - 1), stream.documents_end(cu, T, axis))
-    part = Part(enters, enters & (first == last), (token < cu[-1])[None], documents)
+    part = Part(
+        enters, enters & (first == last), (token < cu[-1])[None], near, jnp.minimum(last, N - 1),
+        stream.documents_end(cu, T, axis),
+    )  # fmt: skip
     return x._replace(cu_seqlens=stream.own_boundaries(cu, T, axis)), part
 
 
@@ -117,17 +110,17 @@ def _entry(part: Part, S: jax.Array, own: jax.Array | None) -> jax.Array:
     if part.enters is None:
         return S
     enters = part.enters[:, None, None, None]
-    if part.documents is None:
+    if part.first is None:
         return jnp.where(enters, S, 0.0)
     assert own is not None
     own = jnp.pad(own.astype(jnp.float32), [(0, 0)] * 3 + [(0, S.shape[-1] - own.shape[-1])])
-    first = part.documents.first
+    first = part.first
     return own.at[first].set(jnp.where(enters, S, own[first]))
 
 
 def _exit(part: Part, states: jax.Array) -> jax.Array:
     """Return the state [B, HV, K, V] that goes out from the final states of an operator."""
-    return states if part.documents is None else states[part.documents.last]
+    return states if part.first is None else states[part.last]
 
 
 def _passing(part: Part) -> jax.Array | None:
@@ -177,7 +170,7 @@ def run_context(
         x = x._replace(initial_state=jnp.zeros((N, HV, x.q.shape[3], V), jnp.float32))
     x, part = _local(x, axis)
     arrays, part = compat.vary_over(compat.varying_axes(*x.arrays().values()).union(axis), (x.arrays(), part))
-    start = arrays.pop("initial_state") if x.initial_state is not None and part.documents is None else None
+    start = arrays.pop("initial_state") if x.initial_state is not None and part.first is None else None
     if start is not None:
         start = compat.vary_over(compat.varying_axes(*arrays.values()), start.astype(jnp.float32))
     floats = {name: y for name, y in arrays.items() if jnp.issubdtype(y.dtype, jnp.floating)}
@@ -192,7 +185,7 @@ def run_context(
         """Return M of this device, the state before it, and what its map precomputed."""
         y = x.with_arrays(floats | fixed)
         # Documents have states of their own, and the first one starts from zeros here.
-        start = None if part.documents is None else _entry(part, jnp.zeros_like(y.initial_state[:1]), y.initial_state)
+        start = None if part.first is None else _entry(part, jnp.zeros_like(y.initial_state[:1]), y.initial_state)
         found = implementations.map_states(implementation, y._replace(initial_state=start), options)
         M = checkpoint_name(_decay(y, part) if found.M is None else _exit(part, found.M), MAP_NAME)
         local = affine_scan.AffineMap(M, _exit(part, found.states), _passing(part))
@@ -220,7 +213,7 @@ def run_context(
             affine_scan.AffineMap(affine_scan.transposed(M), dN, _passing(part)), None, axis, reverse=True
         )
         back = jnp.zeros_like(dstates)
-        back = dS if part.documents is None else back.at[part.documents.last].add(dS)
+        back = dS if part.first is None else back.at[part.last].add(dS)
         dfloats, dS = pull((do, dstates + back))
         # The state before the first tokens is that of the first device alone.
         dstart = None if start is None else jnp.where(lax.axis_index(axis) == 0, dS, 0.0)
@@ -238,5 +231,5 @@ def run_context(
     if not with_states:
         return o, None
     last = lax.axis_index(axis) == lax.axis_size(axis) - 1
-    ends = last if part.documents is None else part.documents.ends[:, None, None, None]
+    ends = last if part.first is None else part.ends[:, None, None, None]
     return o, jnp.where(ends, states, 0.0)

@@ -183,7 +183,7 @@ def launch_tokens(
     """
     s = static
     count = routes.end - routes.start
-    source, target = pools.held_slots(routes.source, routes.target.reshape(-1))
+    source, target = pools.resident_slots(routes.source, routes.target.reshape(-1))
     tables = dict(
         start=routes.start, count=count, source=source, continues=(routes.source >= 0).astype(jnp.int32),
         target=target, written=(routes.target.reshape(-1) >= 0).astype(jnp.int32),
@@ -255,7 +255,7 @@ def _decode_kernel(refs: DecodeRefs, static: DecodeStatic):
 
         @pl.when(refs.source[0] == refs.target[0])
         def _():
-            pools.keep_block(refs.pool, refs.pool_out)
+            pools.copy_through(refs.pool, refs.pool_out)
 
     def state_in(head):
         # A freed slot may hold anything, so zeros are selected: 0 times NaN is NaN.

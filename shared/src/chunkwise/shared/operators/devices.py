@@ -44,11 +44,11 @@ Places = tuple[partition.Division | None, partition.Axes]
 
 
 def find_places(x: arguments.Arguments, options: arguments.Options) -> Places:
-    """Return how the arguments lie on the devices of a mesh, if on any, and as `options.devices` says."""
-    arrays, devices = x.arrays(), options.devices
-    division = partition.find_division(arrays, _LAYOUT, devices.sharding)
+    """Return how the arguments lie on the devices of a mesh, if on any, and as the options say."""
+    arrays = x.arrays()
+    division = partition.find_division(arrays, _LAYOUT, options.sharding)
     check_pool(arrays, division, _POOL)
-    tokens = partition.token_axes(division, devices.context_axis)
+    tokens = partition.token_axes(division, options.context_axis)
     checks.check(
         not (tokens and x.slots), f"`state_indices` must come with tokens that are not split; got them over {tokens}."
     )
@@ -68,7 +68,7 @@ def on_device(
         `implementations.run`.
     """
     division, tokens = places
-    options, group = options._replace(devices=arguments.Devices()), x.v.shape[2] // x.q.shape[2]
+    options, group = options._replace(sharding=None, context_axis=None), x.v.shape[2] // x.q.shape[2]
 
     def compute(arrays: partition.Arrays) -> tuple[jax.Array, jax.Array | None]:
         arrays, elsewhere = (arrays, None) if division is None else _local(arrays, division, group)

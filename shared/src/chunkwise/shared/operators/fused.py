@@ -165,13 +165,6 @@ def _results(kernels: Kernels, x: Arguments, out: dict[str, jax.Array]) -> tuple
     return _user_output(out["o"], x.v), states
 
 
-@jax.tree_util.register_static
-class Asked(NamedTuple):
-    """The names of the arguments whose gradients somebody asks for; models often hold some fixed."""
-
-    names: frozenset[str]
-
-
 def _forward(kernels: Kernels, options: Options, x: Arguments, steps: layout.Steps, precomputed: dict[str, jax.Array]):
     # With symbolic zeros the arrays come with what is known of their tangents.
     asked = frozenset(name for name, y in x._asdict().items() if getattr(y, "perturbed", False))
@@ -190,7 +183,8 @@ def _forward(kernels: Kernels, options: Options, x: Arguments, steps: layout.Ste
     else:
         saved, out = whole(x, steps, precomputed)
     saved, out = remat.keep((saved, out))
-    return _results(kernels, x, out), (x, steps, _trim(kernels, x, saved | precomputed), Asked(asked))
+    # The names are the structure of the last one, which holds no array.
+    return _results(kernels, x, out), (x, steps, _trim(kernels, x, saved | precomputed), dict.fromkeys(asked))
 
 
 def _trim(kernels: Kernels, x: Arguments, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -212,8 +206,8 @@ def _pad(saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _backward(kernels: Kernels, options: Options, saved, cotangents):
-    x, steps, left, (asked,) = saved
-    static, left = kernels.static_for(x, options, asked), _pad(left)
+    x, steps, left, asked = saved
+    static, left = kernels.static_for(x, options, frozenset(asked)), _pad(left)
     do, dstates = (None if isinstance(y, SymbolicZero) else y for y in cotangents)
     do = jnp.zeros(x.v.shape, x.v.dtype) if do is None else do
     floats = {name: y for name, y in x.arrays().items() if jnp.issubdtype(y.dtype, jnp.floating)}

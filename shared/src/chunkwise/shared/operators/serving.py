@@ -24,7 +24,7 @@ from chunkwise.shared.operators.implementations import Implementation
 BLOCK_CHUNK = 64
 
 
-class Step(NamedTuple):
+class ServingStep(NamedTuple):
     """What a serving step does.
 
     Attributes:
@@ -40,7 +40,7 @@ class Step(NamedTuple):
     tokens: jax.Array
 
 
-def find_step(cu_seqlens: jax.Array, slots: Slots) -> Step:
+def find_step(cu_seqlens: jax.Array, slots: Slots) -> ServingStep:
     """Return what a step does; sequences that do not exist have no tokens."""
     N = cu_seqlens.shape[0] - 1
     none, index = jnp.int32(-1), jnp.arange(N, dtype=jnp.int32)
@@ -69,7 +69,7 @@ def find_step(cu_seqlens: jax.Array, slots: Slots) -> Step:
     decoding = routes(start, stop, jnp.where(reached, indices, none))
     start, end = jnp.maximum(start, tokens), jnp.maximum(end, tokens)
     target = jnp.where(start < end, indices[:, 0], none)[:, None]
-    return Step(decoding, routes(start, end, target, slots.block_state_indices), boundaries, tokens)
+    return ServingStep(decoding, routes(start, end, target, slots.block_state_indices), boundaries, tokens)
 
 
 def full_blocks(routes: pools.Routes, block_size: int) -> tuple[jax.Array, jax.Array]:
@@ -286,7 +286,7 @@ def _write_blocks(pool, kept, after, routes: pools.Routes, options: Options) -> 
 
 
 def _decode(
-    x: Arguments, pool: jax.Array, step: Step, options: Options, plain: bool, name: str
+    x: Arguments, pool: jax.Array, step: ServingStep, options: Options, plain: bool, name: str
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs of the decodes, whose tokens are the first ones and all that x has, and the pool."""
     (B, T, H, K), (HV, V), routes = x.q.shape, x.v.shape[2:], step.decodes
