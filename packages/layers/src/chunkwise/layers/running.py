@@ -27,7 +27,7 @@ _PROJECTED = "chunkwise_projected"
 # kernel makes; where tokens are split, also the state that comes in, so that no device waits for others again. The
 # backward repeats what takes little time and much memory: norms, gates, convolutions.
 remat_policy = jax.checkpoint_policies.save_only_these_names(
-    _PROJECTED, remat.KEPT_NAME, context.MAP_NAME, context.STATE_NAME
+    _PROJECTED, remat.RESIDUAL_NAME, context.MAP_NAME, context.STATE_NAME
 )
 
 

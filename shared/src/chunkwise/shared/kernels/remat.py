@@ -4,9 +4,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 # A policy that saves this name spares the backward a second forward.
-KEPT_NAME = "chunkwise_kept"
+RESIDUAL_NAME = "chunkwise_residuals"
 
 
-def keep(tree):
+def save_for_backward(tree):
     """Return arrays, in any structure, under the name by which a policy keeps them."""
-    return jax.tree.map(lambda x: checkpoint_name(x, KEPT_NAME), tree)
+    return jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL_NAME), tree)

@@ -182,7 +182,7 @@ def _forward(kernels: Kernels, options: Options, x: Arguments, steps: layout.Ste
         saved, out = unless_unread(whole, lambda *args: launch((), *args)[0], x, steps, precomputed)
     else:
         saved, out = whole(x, steps, precomputed)
-    saved, out = remat.keep((saved, out))
+    saved, out = remat.save_for_backward((saved, out))
     # The names are the structure of the last one, which holds no array.
     return _results(kernels, x, out), (x, steps, _trim(kernels, x, saved | precomputed), dict.fromkeys(asked))
 
@@ -287,7 +287,7 @@ def _launch_states(kernels: Kernels, x: Arguments, options: Options, with_map: b
     if M is not None:
         # Of an empty sequence nobody asks for the map.
         M = (jnp.swapaxes(M, 2, 3) if kernels.transposed else M)[:, :, :K, :K]
-    precomputed = remat.keep({name: out[name] for name in kernels.precomputed})
+    precomputed = remat.save_for_backward({name: out[name] for name in kernels.precomputed})
     return state_map.StateMap(_user_states(kernels, out["ht"], x, x.initial_state), M, precomputed)
 
 

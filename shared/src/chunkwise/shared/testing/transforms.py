@@ -6,7 +6,7 @@ from chunkwise.shared.testing import compare
 
 # A policy of `jax.checkpoint` under which an operator over split tokens repeats no launch of its forward.
 KEEPING = jax.checkpoint_policies.save_only_these_names(
-    "chunkwise_context_map", "chunkwise_context_state", "chunkwise_kept"
+    "chunkwise_context_map", "chunkwise_context_state", "chunkwise_residuals"
 )
 
 
