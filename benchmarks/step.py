@@ -31,7 +31,7 @@ from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.kernels.launcher import largest_divisor
 from chunkwise.shared.kernels.layout import BEGIN, END, FIRST, LAST, MIXED, OPENS, SEQUENCE, TARGET, pool_steps
-from chunkwise.shared.kernels.pools import Routes, held_slots
+from chunkwise.shared.kernels.pools import Routes, resident_slots
 from chunkwise.shared.operators.arguments import Slots
 from chunkwise.shared.operators.serving import find_step
 from chunkwise.shared.testing.oracle import reference
@@ -149,7 +149,7 @@ def measure(case: Case, mixture: Mixture, dtype, implementations, repeats: int) 
 def decode_runs(routes: Routes) -> tuple[int, list[int]]:
     """Return the steps of the decode kernel and how many run each of its regions, in the order of its text."""
     N, W = routes.target.shape
-    source, target = held_slots(routes.source, routes.target.reshape(-1))
+    source, target = resident_slots(routes.source, routes.target.reshape(-1))
     tokens = int(jnp.sum(routes.end - routes.start))
     states_in = [] if W == 1 else [N]
     return N * W, [1, int(source[0] == target[0]), *states_in, tokens, int(jnp.sum(routes.target >= 0))]

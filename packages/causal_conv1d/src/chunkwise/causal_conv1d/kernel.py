@@ -249,20 +249,20 @@ def _bwd_kernel(refs: ConvRefs, *, s: ConvStatic):
 
     A token's gradient comes from the W - 1 tokens after it too: the first of the block after this one stay in scratch.
     """
-    turn = pl.program_id(2)
-    place = jnp.int32(s.blocks - 1) - turn
+    grid_step = pl.program_id(2)
+    place = jnp.int32(s.blocks - 1) - grid_step
     block = pl.program_id(1) * jnp.int32(s.blocks) + place
     tokens = s.config.tokens
 
-    @pl.when((pl.program_id(1) == 0) & (turn == 0))
+    @pl.when((pl.program_id(1) == 0) & (grid_step == 0))
     def _():
         layout.clear(refs.dweight, refs.drows)
 
-    @pl.when(turn == 0)
+    @pl.when(grid_step == 0)
     def _():
         refs.dpre[:, tokens:] = jnp.zeros_like(refs.dpre[:, tokens:])
 
-    @pl.when(turn > 0)
+    @pl.when(grid_step > 0)
     def _():
         refs.dpre[:, tokens:] = refs.dpre[:, : config.HALO]
 

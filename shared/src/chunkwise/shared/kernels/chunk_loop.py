@@ -132,7 +132,7 @@ def read_pool(pool_ref, pool_out_ref, state_ref, step: layout.TableStep, transpo
 
     @pl.when((pl.program_id(2) == 0) & (step.sequence == step.target))
     def _():
-        pools.keep_block(pool_ref, pool_out_ref)
+        pools.copy_through(pool_ref, pool_out_ref)
 
 
 def write_pool(state_ref, pool_out_ref, step: layout.TableStep, transposed: bool) -> None:

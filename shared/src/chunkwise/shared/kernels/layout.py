@@ -145,7 +145,7 @@ def pool_steps(T: int, C: int, routes: pools.Routes, block_size: int | None = No
     rows = p.begin < p.end
     first = p.first & rows
     reads = jnp.where(first, source, jnp.int32(-1))
-    sources, targets = pools.held_slots(reads, written)
+    sources, targets = pools.resident_slots(reads, written)
     # Between the first and the last piece that has rows.
     busy = jnp.any(rows[None] & (steps[None] <= steps[:, None]), axis=1)
     busy &= jnp.any(rows[None] & (steps[None] >= steps[:, None]), axis=1)
@@ -330,31 +330,31 @@ class Blocks:
         """
         self.C, self.steps, self.at, self.varlen, self.chunks = C, steps, at, varlen, chunks
 
-    def _chunk(self, b, turn, tables):
-        step = self.at(turn)
+    def _chunk(self, b, grid_step, tables):
+        step = self.at(grid_step)
         return tables[0][CHUNK, b * self.steps + step] if self.varlen else step
 
     def tokens(self, lanes: int, share: int = 1) -> pl.BlockSpec:
         """Cut flat tokens [B, T, all lanes]; `share` blocks of heads read the same block of lanes."""
 
-        def index(b, h, turn, *tables):
-            return b, self._chunk(b, turn, tables), h if share == 1 else lax.div(h, jnp.int32(share))
+        def index(b, h, grid_step, *tables):
+            return b, self._chunk(b, grid_step, tables), h if share == 1 else lax.div(h, jnp.int32(share))
 
         return pl.BlockSpec((None, self.chunks * self.C, lanes), index)
 
     def values(self, heads: int) -> pl.BlockSpec:
         """Cut a value per token [B, blocks, T, heads]."""
-        index = lambda b, h, turn, *tables: (b, h, self._chunk(b, turn, tables), 0)
+        index = lambda b, h, grid_step, *tables: (b, h, self._chunk(b, grid_step, tables), 0)
         return pl.BlockSpec((None, None, self.chunks * self.C, heads), index)
 
     def rows(self, *block: int | None) -> pl.BlockSpec:
         """Cut a value per token in the lanes, [B, NT, blocks, heads, C] or [B, NT, HV, 1, C]."""
-        index = lambda b, h, turn, *tables: (b, self._chunk(b, turn, tables), h, 0, 0)
+        index = lambda b, h, grid_step, *tables: (b, self._chunk(b, grid_step, tables), h, 0, 0)
         return pl.BlockSpec((None, *block), index)
 
     def owner(self, lanes: int) -> pl.BlockSpec:
         """Cut the owners of tokens [B * NT, 1, lanes]."""
-        index = lambda b, h, turn, *_: (b * self.steps + self.at(turn), 0, 0)
+        index = lambda b, h, grid_step, *_: (b * self.steps + self.at(grid_step), 0, 0)
         return pl.BlockSpec((self.chunks, 1, lanes), index)
 
     def state(self, *tail: int) -> pl.BlockSpec:
@@ -366,8 +366,8 @@ class Blocks:
         return self._by_table(TARGET, tail)
 
     def _by_table(self, row: int, tail: tuple[int, ...]) -> pl.BlockSpec:
-        def index(b, h, turn, table, *_):
-            return table[row, b * self.steps + self.at(turn)], h, *(0 for _ in tail[1:])
+        def index(b, h, grid_step, table, *_):
+            return table[row, b * self.steps + self.at(grid_step)], h, *(0 for _ in tail[1:])
 
         return pl.BlockSpec((None, *tail), index)
 
@@ -381,4 +381,6 @@ class Blocks:
 
     def per_step(self, *tail: int) -> pl.BlockSpec:
         """Cut what there is once a step, [B, steps, all, ...]; `tail` is (those of a block, ...)."""
-        return pl.BlockSpec((None, None, *tail), lambda b, h, turn, *_: (b, self.at(turn), h, *(0 for _ in tail[1:])))
+        return pl.BlockSpec(
+            (None, None, *tail), lambda b, h, grid_step, *_: (b, self.at(grid_step), h, *(0 for _ in tail[1:]))
+        )

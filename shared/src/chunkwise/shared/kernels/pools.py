@@ -2,7 +2,7 @@
 
 A kernel takes the block of a slot through the index maps of its grid, so that Pallas copies it to fast memory one step
 ahead. A block that is written goes back when the index moves on. So a step that moves no state keeps the index of a
-step that does: see `held`.
+step that does: see `resident`.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ class Routes(NamedTuple):
     blocks: jax.Array | None = None
 
 
-def held(slots: jax.Array, otherwise: jax.Array) -> jax.Array:
+def resident(slots: jax.Array, otherwise: jax.Array) -> jax.Array:
     """Return the slot whose block every step holds, int32 [S].
 
     It is that of the nearest step up to it that has one, of the first that has one if there is none before, and
@@ -45,16 +45,16 @@ def held(slots: jax.Array, otherwise: jax.Array) -> jax.Array:
     return jnp.where(first < slots.shape[0], chunking.take(slots, jnp.where(before < 0, first, before)), otherwise)
 
 
-def held_slots(source: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+def resident_slots(source: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the slots whose blocks the steps hold that read `source` [R] and write `target` [S].
 
-    If no step writes, all hold the slot that the first step reads: `keep_block` then writes it as it is.
+    If no step writes, all hold the slot that the first step reads: `copy_through` then writes it as it is.
     """
-    source = held(source, jnp.int32(0))
-    return source, held(target, source[0])
+    source = resident(source, jnp.int32(0))
+    return source, resident(target, source[0])
 
 
-def keep_block(pool_ref, after_ref) -> None:
+def copy_through(pool_ref, after_ref) -> None:
     """Copy the block of a slot that is read to that which is written, if both are the same slot.
 
     In the first step this makes a block right that no step writes, and harms none that a step does write.
@@ -88,11 +88,11 @@ def _each_head(heads: int, run) -> None:
     """Run something for every head, some in a row: one transposition begins before another ends."""
     some = launcher.largest_divisor(heads, 8)
 
-    def turn(i, _):
+    def some_heads(i, _):
         for n in range(some):
             run(i * jnp.int32(some) + jnp.int32(n))
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(heads // some), turn, None)
+    lax.fori_loop(jnp.int32(0), jnp.int32(heads // some), some_heads, None)
 
 
 def put_states(state_ref, pool_ref, transposed: bool = False) -> None:

@@ -24,11 +24,11 @@ _SEARCHED = "v6e"
 def software_pipeline(stages: Iterable[Iterator]) -> Iterator[None]:
     """Run stages one behind the other, like the teams of a relay that start one after the other.
 
-    A stage is a generator that yields where it would wait. Every turn begins the next stage and takes those that run
+    A stage is a generator that yields where it would wait. Every time it begins the next stage and takes those that run
     one step further, the latest first.
 
     Yields:
-      None after every turn, so that the caller can put other products between two turns.
+      None after every time, so that the caller can put other products between two of them.
     """
     waiting, running, done = iter(stages), [], object()
     while True:
