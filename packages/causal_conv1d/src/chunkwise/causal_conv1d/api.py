@@ -287,7 +287,9 @@ def causal_conv1d_update(
     checks.check(not tokens, f"`x` must have tokens that are not split; got them over {tokens}.")
 
     def on_device(given) -> tuple[jax.Array, Any]:
-        given, elsewhere = (given, None) if division is None else devices.own_slots(given, division.axes["s"], "states")
+        given, elsewhere = (
+            (given, None) if division is None else devices.local_slots(given, division.axes["s"], "states")
+        )
         x, *others = (given.get(name) for name in ("x", "states", "weight", "bias", "cu_seqlens"))
         slots = arguments.Slots(*(given.get(name) for name in arguments.Slots._fields))
         if is_step:

@@ -74,17 +74,17 @@ def _segments(halo: jax.Array, states: jax.Array | None, ids: jax.Array, axis) -
     before, ids = ids[:, :S], ids[:, S:]
     continues = (before == ids[:, :1]) & (ids[:, :1] >= 0)
     # Tokens of the halo in the segment of the first token: those behind the last one that is not.
-    own = jnp.sum(lax.cumprod(continues.astype(jnp.int32), axis=1, reverse=True), axis=1, dtype=jnp.int32)
+    count = jnp.sum(lax.cumprod(continues.astype(jnp.int32), axis=1, reverse=True), axis=1, dtype=jnp.int32)
     if states is None:
-        return ConvPart(_join(halo, jnp.zeros_like(halo), own), None, ids, None)
+        return ConvPart(_join(halo, jnp.zeros_like(halo), count), None, ids, None)
     valid = lax.all_gather(jnp.sum((ids >= 0).astype(jnp.int32), axis=1, dtype=jnp.int32), axis)  # [devices, B]
     device, rank = jnp.arange(valid.shape[0], dtype=jnp.int32)[:, None], lax.axis_index(axis)
     earlier = jnp.sum(jnp.where(device < rank, valid, 0), axis=0, dtype=jnp.int32)
     # No token that is not padding lies before this segment, so it is the first of the row.
-    opening = (earlier == own)[:, None, None]
+    opening = (earlier == count)[:, None, None]
     # A row of padding leaves its state as it is, and any device can give it.
     last = jnp.max(jnp.where(valid > 0, device, 0), axis=0)
-    return ConvPart(_join(halo, jnp.where(opening, states.astype(jnp.float32), 0.0), own), None, ids, last == rank)
+    return ConvPart(_join(halo, jnp.where(opening, states.astype(jnp.float32), 0.0), count), None, ids, last == rank)
 
 
 def _documents(halo: jax.Array, states: jax.Array, cu_seqlens: jax.Array, T: int, axis) -> ConvPart:
@@ -92,22 +92,24 @@ def _documents(halo: jax.Array, states: jax.Array, cu_seqlens: jax.Array, T: int
     S, start, states = halo.shape[1], stream.first_token(T, axis), states.astype(jnp.float32)
     # N if the first token is padding, which no document has: nothing is written then.
     n = stream.document_of(start[None], cu_seqlens)
-    own = jnp.clip(start - cu_seqlens[n], 0, S)
-    entering = _join(halo, states.at[n].get(mode="clip"), own)
+    count = jnp.clip(start - cu_seqlens[n], 0, S)
+    entering = _join(halo, states.at[n].get(mode="clip"), count)
     states = states.at[n].set(entering, mode="drop")
-    return ConvPart(states, stream.own_boundaries(cu_seqlens, T, axis), None, stream.documents_end(cu_seqlens, T, axis))
+    return ConvPart(
+        states, stream.local_boundaries(cu_seqlens, T, axis), None, stream.documents_end(cu_seqlens, T, axis)
+    )
 
 
-def _join(halo: jax.Array, before: jax.Array, own: jax.Array) -> jax.Array:
+def _join(halo: jax.Array, before: jax.Array, count: jax.Array) -> jax.Array:
     """Return the W - 1 inputs before the first token of this device.
 
     Args:
       halo: [B, W - 1, D].
       before: likewise, the inputs before the sequence of the first token.
-      own: int32 [B], how many of the halo's last tokens are in that sequence.
+      count: int32 [B], how many of the halo's last tokens are in that sequence.
     """
     S = halo.shape[1]
     row = jnp.arange(S, dtype=jnp.int32)[None]
-    at = jnp.minimum(row + own[:, None], S - 1)
+    at = jnp.minimum(row + count[:, None], S - 1)
     older = jnp.take_along_axis(before, at[:, :, None], axis=1)
-    return jnp.where((row >= S - own[:, None])[:, :, None], halo, older)
+    return jnp.where((row >= S - count[:, None])[:, :, None], halo, older)

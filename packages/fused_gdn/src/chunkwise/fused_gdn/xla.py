@@ -87,7 +87,7 @@ def _scan(
     chunks = chunking.Chunking(B, T, C, None if stream else cu_seqlens)
     masks: Any = chunking.stream_masks(T, C, cu_seqlens) if stream else None
     gates, beta = tiles.clip_gate(x.g), x.beta.astype(jnp.float32)
-    spoilt: Any = isolation.spoilt_tokens((q, k, v, gates, beta), cu_seqlens) if stream else None
+    nonfinite: Any = isolation.nonfinite_tokens((q, k, v, gates, beta), cu_seqlens) if stream else None
     h0 = None if initial_state is None else initial_state.astype(jnp.float32)
 
     # One axis for batch and tokens: an axis of size 1 between others makes XLA copy what a loop reads.
@@ -124,7 +124,7 @@ def _scan(
     gates, beta = rows(gates), rows(beta)
     if stream:
         # Padding may hold anything, and products read every row of a chunk.
-        masks = masks._replace(valid=masks.valid & ~_by_chunk(spoilt, C))
+        masks = masks._replace(valid=masks.valid & ~_by_chunk(nonfinite, C))
         gates, beta = (_select(masks, x, (-1, 1, 1, C)) for x in (gates, beta))
     tokens, gates, beta, masks, first, sequence = jax.tree.map(
         _keep_loop, (tokens, gates, beta, masks, first, sequence)
@@ -135,7 +135,7 @@ def _scan(
         o = o[: chunks.NC // B].reshape(-1, B, C, HV, V)
         o = chunks.gather(jnp.moveaxis(o, 1, 0).reshape(B, -1, HV, V))
     if stream:
-        return isolation.keep_apart(o, v, spoilt, cu_seqlens), None, None
+        return isolation.keep_apart(o, v, nonfinite, cu_seqlens), None, None
     if not output_final_state:
         return o, None, None
     if not chunks.packed:

@@ -28,11 +28,11 @@ def gla(x: arguments.Arguments, options: arguments.Options) -> tuple[jax.Array, 
     # Without boundaries there is no stream.
     cu_seqlens: Any = x.cu_seqlens
     masks = chunking.stream_masks(T, options.chunk_size, cu_seqlens) if stream else None
-    spoilt = None
+    nonfinite = None
     q, k, v, g = x.q, x.k, x.v, x.g
     if stream:
-        spoilt = isolation.spoilt_tokens((q, k, v, g), cu_seqlens)
-        q, k, v, g = (chunking.zero_padding(chunking.select_tokens(~spoilt, y), cu_seqlens) for y in (q, k, v, g))
+        nonfinite = isolation.nonfinite_tokens((q, k, v, g), cu_seqlens)
+        q, k, v, g = (chunking.zero_padding(chunking.select_tokens(~nonfinite, y), cu_seqlens) for y in (q, k, v, g))
     rows = chunks.split(g) if g.ndim == 4 else chunks.split_rows(g)
     q, k, v, g = (_tiles(y) for y in (chunks.split(q), chunks.split(k), chunks.split(v), rows))  # [NC heads, C, D]
     same = None if masks is None else jnp.repeat(masks.same, HV, axis=0)  # [NC HV, C, C]
@@ -50,8 +50,8 @@ def gla(x: arguments.Arguments, options: arguments.Options) -> tuple[jax.Array, 
     P = tile.scores(q, k, decays, same)  # [NC HV, C, C]
     o = matmul.dot(P.astype(v.dtype), v) + tile.read_state(q, _tiles(before), from_start)  # [NC HV, C, V]
     o = chunks.merge(o.reshape(chunks.NC, HV, *o.shape[1:])).astype(v.dtype)
-    if spoilt is not None:
-        o = isolation.keep_apart(o, x.v, spoilt, cu_seqlens)
+    if nonfinite is not None:
+        o = isolation.keep_apart(o, x.v, nonfinite, cu_seqlens)
     if not options.output_final_state:
         return o, None
     last = chunks.final_chunk

@@ -215,9 +215,11 @@ def _run(
     state = None if x.initial_state is None else jnp.swapaxes(x.initial_state.astype(jnp.float32), -1, -2)
     stream = cu_seqlens is not None and state is None and not options.output_final_state
     tokens = [x.q, x.k, x.v, x.g, x.beta]
-    spoilt: Any = isolation.spoilt_tokens((x.q, x.k, x.v, tiles.clip_gate(x.g), x.beta), cu_seqlens) if stream else None
+    nonfinite: Any = (
+        isolation.nonfinite_tokens((x.q, x.k, x.v, tiles.clip_gate(x.g), x.beta), cu_seqlens) if stream else None
+    )
     if stream:
-        tokens = [chunking.select_tokens(~spoilt, y) for y in tokens]
+        tokens = [chunking.select_tokens(~nonfinite, y) for y in tokens]
     # What padding holds must not matter, not even NaN.
     q, k, v, g, beta = (chunking.zero_padding(y.astype(jnp.float32), cu_seqlens) for y in tokens)
     q, k = (tiles.l2norm(q), tiles.l2norm(k)) if options.normalise else (q, k)
@@ -246,7 +248,7 @@ def _run(
         o = jnp.moveaxis(o.reshape(o.shape[0], batch, HV, *o.shape[2:]), 1, 0)
         o = chunks.merge(o.reshape(-1, *o.shape[2:])).astype(x.v.dtype)
     if stream:
-        return isolation.keep_apart(o, x.v, spoilt, cu_seqlens), None, X
+        return isolation.keep_apart(o, x.v, nonfinite, cu_seqlens), None, X
     if not options.output_final_state:
         return o, None, X
     last = last.reshape(B, HV, *last.shape[1:]) if states is None else states[chunks.final_chunk]

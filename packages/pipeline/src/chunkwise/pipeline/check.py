@@ -148,7 +148,7 @@ def _start_operator(check: Check, operator: operators.Entry, pool: Executor) -> 
         return {"o": o, "final_state": state} if check.states else {"o": o}
 
     x = _inputs(operator.delta, operator.gates, case, check.states)
-    operands = inputs.spoil_padding(x, case.cu_seqlens), case.cu_seqlens
+    operands = inputs.poison_padding(x, case.cu_seqlens), case.cu_seqlens
     cotangents = _cotangents(x, case)
     programs: list[tuple[str, Callable, tuple]] = [
         (", gradients", compare.with_gradients(run), (*operands, cotangents))

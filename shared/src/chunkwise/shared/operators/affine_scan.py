@@ -83,16 +83,16 @@ def shift(x, axis, distance: int = 1, reverse: bool = False):
     return lax.ppermute(x, axis, [(i + distance, i) if reverse else (i, i + distance) for i in first])
 
 
-def _given(own: AffineMap, S: jax.Array | None) -> jax.Array:
+def _start(local: AffineMap, S: jax.Array | None) -> jax.Array:
     """Return the state before the first device, as a value that differs from device to device."""
-    return compat.vary_over(compat.varying_axes(*jax.tree.leaves(own)), jnp.zeros_like(own.N) if S is None else S)
+    return compat.vary_over(compat.varying_axes(*jax.tree.leaves(local)), jnp.zeros_like(local.N) if S is None else S)
 
 
-def all_gather(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
+def all_gather(local: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
     """Return the state before every device, from that before the first: every device gets all maps."""
     D, r = _rank(axis, reverse)
-    every = lax.all_gather(own, axis)
-    before = _given(own, S)
+    every = lax.all_gather(local, axis)
+    before = _start(local, S)
     # Going back, the map of the last device comes first. Nothing lies behind the last one, so nobody needs its map.
     for d in range(D - 1):
         at = D - 1 - d if reverse else d
@@ -102,10 +102,10 @@ def all_gather(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False)
     return before
 
 
-def all_to_all(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
+def all_to_all(local: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
     """Return the same: every device gets the maps of all for some heads, and gives all the states of these heads."""
     D, r = lax.axis_size(axis), lax.axis_index(axis)
-    lead, (K, V) = own.N.shape[:-2], own.N.shape[-2:]
+    lead, (K, V) = local.N.shape[:-2], local.N.shape[-2:]
     heads = math.prod(lead)
 
     def cut(x: jax.Array) -> jax.Array:
@@ -115,43 +115,43 @@ def all_to_all(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False)
         return x.reshape(D, -1, *x.shape[-2:])
 
     send = lambda x: lax.all_to_all(x, axis, 0, 0)
-    every = jax.tree.map(lambda x: send(cut(x)), own)
-    given = None if S is None else cut(S)[r]
-    before = [jnp.zeros_like(every.N[0]) if given is None else given]
+    every = jax.tree.map(lambda x: send(cut(x)), local)
+    start = None if S is None else cut(S)[r]
+    before = [jnp.zeros_like(every.N[0]) if start is None else start]
     # Going back, the map of the last device comes first. Nothing lies behind the last one, so nobody needs its map.
     for d in range(D - 1):
         at = D - 1 - d if reverse else d
-        after = jax.tree.map(lambda x, at=at: x[at], every).after(given if d == 0 else before[-1])
+        after = jax.tree.map(lambda x, at=at: x[at], every).after(start if d == 0 else before[-1])
         # Without the barrier XLA computes a state once for every use.
         before.append(lax.optimization_barrier(after))
     states = send(jnp.concatenate(before[::-1] if reverse else before).reshape(D, -1, K, V))
     return states.reshape(-1, K, V)[:heads].reshape(*lead, K, V)
 
 
-def doubling(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
+def doubling(local: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
     """Return the same: every device composes the maps of 2, 4, 8, ... devices up to itself."""
     D, r = _rank(axis, reverse)
-    first, distance = _given(own, S), 1
+    first, distance = _start(local, S), 1
     while distance < D:
-        both = own.after_map(shift(own, axis, distance, reverse))
+        both = local.after_map(shift(local, axis, distance, reverse))
         has = r >= distance
-        own = jax.tree.map(lambda x, y, has=has: jnp.where(has, x, y), both, own)
+        local = jax.tree.map(lambda x, y, has=has: jnp.where(has, x, y), both, local)
         distance *= 2
-    return jnp.where(r == 0, first, shift(own.after(S), axis, 1, reverse))
+    return jnp.where(r == 0, first, shift(local.after(S), axis, 1, reverse))
 
 
 SCANS: dict[str, Scan] = {"all_gather": all_gather, "all_to_all": all_to_all, "doubling": doubling}
 
 
-def exclusive_scan(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
+def exclusive_scan(local: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
     """Return the state before every device by the way that is best for so many.
 
     Args:
-      own: the map of this device.
+      local: the map of this device.
       S: the state before the first device, the same on all; None for zeros.
       axis: of the mesh, or several.
       reverse: the scan begins with the last device.
     """
-    D, few = lax.axis_size(axis), min(math.prod(own.N.shape[:-2]), _FEW)
+    D, few = lax.axis_size(axis), min(math.prod(local.N.shape[:-2]), _FEW)
     scan = all_gather if D <= 2 else all_to_all if few >= D else doubling
-    return scan(own, S, axis, reverse)
+    return scan(local, S, axis, reverse)

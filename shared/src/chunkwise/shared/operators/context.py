@@ -99,23 +99,23 @@ def _documents(x: arguments.Arguments, axis) -> tuple[arguments.Arguments, Part]
         enters, enters & (first == last), (token < cu[-1])[None], near, jnp.minimum(last, N - 1),
         stream.documents_end(cu, T, axis),
     )  # fmt: skip
-    return x._replace(cu_seqlens=stream.own_boundaries(cu, T, axis)), part
+    return x._replace(cu_seqlens=stream.local_boundaries(cu, T, axis)), part
 
 
-def _entry(part: Part, S: jax.Array, own: jax.Array | None) -> jax.Array:
+def _entry(part: Part, S: jax.Array, states: jax.Array | None) -> jax.Array:
     """Return the initial states of an operator from the state S [B, HV, K, V] that comes in.
 
-    `own` are the initial states of documents [N, HV, K, V], of which S takes the place of one.
+    `states` are the initial states of documents [N, HV, K, V], of which S takes the place of one.
     """
     if part.enters is None:
         return S
     enters = part.enters[:, None, None, None]
     if part.first is None:
         return jnp.where(enters, S, 0.0)
-    assert own is not None
-    own = jnp.pad(own.astype(jnp.float32), [(0, 0)] * 3 + [(0, S.shape[-1] - own.shape[-1])])
+    assert states is not None
+    states = jnp.pad(states.astype(jnp.float32), [(0, 0)] * 3 + [(0, S.shape[-1] - states.shape[-1])])
     first = part.first
-    return own.at[first].set(jnp.where(enters, S, own[first]))
+    return states.at[first].set(jnp.where(enters, S, states[first]))
 
 
 def _exit(part: Part, states: jax.Array) -> jax.Array:

@@ -97,7 +97,7 @@ def _local(
     arrays: partition.Arrays, division: partition.Division, group: int
 ) -> tuple[partition.Arrays, jax.Array | None]:
     """Return arguments with the key heads and the slots of one device, and which sequences have theirs elsewhere."""
-    arrays, elsewhere = own_slots(arrays, division.axes["s"], _POOL)
+    arrays, elsewhere = local_slots(arrays, division.axes["s"], _POOL)
     HV = arrays["v"].shape[2]
     for name, letter in _KEY_HEADS.items():
         rest = division.axes["n"][len(division.axes[letter]) :]
@@ -129,7 +129,7 @@ def without_elsewhere(o: jax.Array, elsewhere: jax.Array | None) -> jax.Array:
     return jnp.where(jnp.expand_dims(elsewhere, range(1, o.ndim)), jnp.full((), jnp.nan, o.dtype), o)
 
 
-def own_slots(arrays: partition.Arrays, axes: partition.Axes, pool: str) -> tuple[partition.Arrays, jax.Array | None]:
+def local_slots(arrays: partition.Arrays, axes: partition.Axes, pool: str) -> tuple[partition.Arrays, jax.Array | None]:
     """Return arguments whose slots are counted in the part of the pool that a device has, and what lies elsewhere.
 
     The pool is the argument of this name, split over these axes. What lies elsewhere is bool [N], the sequences whose
@@ -139,5 +139,5 @@ def own_slots(arrays: partition.Arrays, axes: partition.Axes, pool: str) -> tupl
         return dict(arrays), None
     slots, indices = arrays[pool].shape[0], arrays["state_indices"]
     local = indices - lax.axis_index(axes) * jnp.int32(slots)
-    own = (indices >= 0) & (local >= 0) & (local < slots)
-    return arrays | {"state_indices": jnp.where(own, local, jnp.int32(-1))}, (indices >= 0) & ~own
+    here = (indices >= 0) & (local >= 0) & (local < slots)
+    return arrays | {"state_indices": jnp.where(here, local, jnp.int32(-1))}, (indices >= 0) & ~here

@@ -2,7 +2,7 @@
 
 Chunks of a packed batch without states are aligned to the stream, so one chunk may hold several sequences. A mask that
 multiplies does not keep these apart: 0 times NaN is NaN, and a product reads every row of its operands. So zeros take
-the place of a spoilt sequence before the products, in the forward and in the backward, and its results are NaN.
+the place of a nonfinite sequence before the products, in the forward and in the backward, and its results are NaN.
 """
 
 import functools
@@ -24,7 +24,7 @@ def tokens_not_finite(tokens: Iterable[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.logical_or, [x != 0.0 for x in sums])
 
 
-def spoilt_tokens(tokens: Iterable[jax.Array], cu_seqlens: jax.Array) -> jax.Array:
+def nonfinite_tokens(tokens: Iterable[jax.Array], cu_seqlens: jax.Array) -> jax.Array:
     """Return which tokens belong to a sequence that holds something not finite, bool [T]; False for padding.
 
     Args:
@@ -37,26 +37,26 @@ def spoilt_tokens(tokens: Iterable[jax.Array], cu_seqlens: jax.Array) -> jax.Arr
     return jnp.append(in_sequence, False)[chunking.token_owners(found.shape[0], cu_seqlens)]
 
 
-def keep_apart(o: jax.Array, v: jax.Array, spoilt: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
-    """Return the results of a stream: o, NaN for spoilt tokens, and zeros for padding.
+def keep_apart(o: jax.Array, v: jax.Array, nonfinite: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
+    """Return the results of a stream: o, NaN for nonfinite tokens, and zeros for padding.
 
     In the backward zeros take the place of the cotangent in every sequence where it is not finite. So that this is not
     hidden, the gradient of v gets NaN there.
 
     Args:
-      o: [1, T, HV, V], computed with zeros for spoilt tokens.
+      o: [1, T, HV, V], computed with zeros for nonfinite tokens.
       v: of the same shape.
-      spoilt: bool [T], `spoilt_tokens` of all inputs.
+      nonfinite: bool [T], `nonfinite_tokens` of all inputs.
       cu_seqlens: int32 [N + 1].
     """
-    o, v, spoilt, cu_seqlens = compat.vary_alike(o, v, spoilt, cu_seqlens)
+    o, v, nonfinite, cu_seqlens = compat.vary_alike(o, v, nonfinite, cu_seqlens)
 
     def transpose(_, do):
-        return chunking.select_tokens(~spoilt_tokens((do,), cu_seqlens), do)
+        return chunking.select_tokens(~nonfinite_tokens((do,), cu_seqlens), do)
 
     # JAX has one linear function whose transpose the caller chooses and that every transform of JAX takes: the solution
     # of a linear system. Here the system is the identity.
     o = lax.custom_linear_solve(lambda x: x, o, lambda _, x: x, transpose)
     # The sum adds zero. Its gradient is zero times the cotangent.
     o = o + jnp.zeros((), o.dtype) * chunking.zero_padding(v, cu_seqlens).astype(o.dtype)
-    return chunking.zero_padding(chunking.select_tokens(~spoilt, o, jnp.nan), cu_seqlens)
+    return chunking.zero_padding(chunking.select_tokens(~nonfinite, o, jnp.nan), cu_seqlens)

@@ -90,8 +90,8 @@ class Division(NamedTuple):
 
     def summed_over(self, name: str, ndim: int) -> Axes:
         """Return the axes over which the gradient of an argument is a sum."""
-        own = {axis for axes in self.of(name, ndim) for axis in axes}
-        return self._several(tuple(axis for axis in self.used if axis not in own))
+        split = {axis for axes in self.of(name, ndim) for axis in axes}
+        return self._several(tuple(axis for axis in self.used if axis not in split))
 
     def _several(self, axes: Axes) -> Axes:
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
@@ -137,35 +137,39 @@ def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: Any) -> D
     checks.check(known, f"`sharding` must name axes of the mesh {mesh.axis_names}; got {spec}.")
     split = [tuple(axis for axis in axes if _kind(mesh, axis) != AxisType.Manual) for axes in split]
     axes: dict[str, Axes] = {".": ()}
-    for dim, (letter, own, size) in enumerate(zip(layout.letters(name, x.ndim), split, x.shape, strict=True)):
-        devices = size_of(mesh, own)
-        checks.check(letter in parts or not own, f"`{name}` must not be split along its dimension {dim}; got {spec}.")
+    for dim, (letter, names, size) in enumerate(zip(layout.letters(name, x.ndim), split, x.shape, strict=True)):
+        devices = size_of(mesh, names)
+        checks.check(letter in parts or not names, f"`{name}` must not be split along its dimension {dim}; got {spec}.")
         checks.check(
             size % devices == 0,
-            f"`{name}` must have {parts.get(letter)} that {devices} devices along {own} can share; got {size} in "
+            f"`{name}` must have {parts.get(letter)} that {devices} devices along {names} can share; got {size} in "
             f"{tuple(x.shape)}.",
         )
-        axes[letter] = own
+        axes[letter] = names
     axes["s"] = () if "cu_seqlens" in arrays else axes.get("b", ())
     division = Division(layout, mesh, axes)
     for name, y in arrays.items():
-        for letter, own, size in zip(layout.letters(name, y.ndim), _own_axes(y), y.shape, strict=True):
+        for letter, names, size in zip(layout.letters(name, y.ndim), _axes_of_type(y), y.shape, strict=True):
             if letter in layout.prefixes:
                 first = shared_prefix(mesh, axes[layout.prefixes[letter]], size)
                 # Those of its type, if these are the first ones too.
-                axes[letter] = own if own and own == first[: len(own)] else first
+                axes[letter] = names if names and names == first[: len(names)] else first
         _check_fits(name, y, division)
     return division
 
 
 def _sharding_of(name: str, x, sharding: Any) -> tuple[Any, Any]:
     """Return the mesh and the PartitionSpec of the leading argument, (None, None) for none."""
-    own = jax.typeof(x).sharding
-    explicit = [name for name in own.mesh.axis_names if _kind(own.mesh, name) == AxisType.Explicit]
+    placed = jax.typeof(x).sharding
+    explicit = [name for name in placed.mesh.axis_names if _kind(placed.mesh, name) == AxisType.Explicit]
     context = jax.sharding.get_abstract_mesh()
     if sharding is None:
         # Outside of jit only the mesh of the array itself says where its devices are.
-        return (own.mesh if isinstance(x, jax.core.Tracer) else x.sharding.mesh, own.spec) if explicit else (None, None)
+        return (
+            (placed.mesh if isinstance(x, jax.core.Tracer) else x.sharding.mesh, placed.spec)
+            if explicit
+            else (None, None)
+        )
     checks.check(
         isinstance(sharding, NamedSharding | PartitionSpec),
         f"`sharding` must be None, a NamedSharding or a PartitionSpec; got {type(sharding).__name__}.",
@@ -179,13 +183,13 @@ def _sharding_of(name: str, x, sharding: Any) -> tuple[Any, Any]:
     open_ = any(entry is PartitionSpec.UNCONSTRAINED for entry in spec)
     checks.check(not open_, f"`sharding` must say for every dimension of `{name}` how it is split; got {spec}.")
     checks.check(len(spec) <= x.ndim, f"`sharding` must have at most {x.ndim} entries, those of `{name}`; got {spec}.")
-    for have, want in zip(_own_axes(x), axes_of_spec(spec, x.ndim), strict=True):
+    for have, want in zip(_axes_of_type(x), axes_of_spec(spec, x.ndim), strict=True):
         agrees = have == tuple(axis for axis in want if axis in explicit)
-        checks.check(agrees, f"`sharding` must be that of `{name}` along explicit axes, {own.spec}; got {spec}.")
+        checks.check(agrees, f"`sharding` must be that of `{name}` along explicit axes, {placed.spec}; got {spec}.")
     return mesh, spec
 
 
-def _own_axes(x) -> list[Axes]:
+def _axes_of_type(x) -> list[Axes]:
     """Return the explicit axes that the type of an array says its dimensions are split over."""
     return axes_of_spec(jax.typeof(x).sharding.spec, x.ndim)
 
@@ -201,7 +205,7 @@ def shared_prefix(mesh, axes: Axes, size: int) -> Axes:
 def _check_fits(name: str, x, division: Division) -> None:
     """Check that an argument is split over explicit axes as the division wants it, or not at all."""
     wanted, leading = division.of(name, x.ndim), division.layout.leading
-    for have, want in zip(_own_axes(x), wanted, strict=True):
+    for have, want in zip(_axes_of_type(x), wanted, strict=True):
         checks.check(
             not have or have == want,
             f"`{name}` must be split as {_spec(wanted)}, which `{leading}` asks for, or not be split; got "
@@ -215,7 +219,7 @@ def _place(x, spec: PartitionSpec, mesh):
     if not explicit:
         return x
     wanted = [tuple(name for name in axes if name in explicit) for axes in axes_of_spec(spec, len(x.shape))]
-    placed = jax.typeof(x).sharding.mesh == mesh.abstract_mesh and wanted == _own_axes(x)
+    placed = jax.typeof(x).sharding.mesh == mesh.abstract_mesh and wanted == _axes_of_type(x)
     return x if placed else jax.sharding.reshard(x, NamedSharding(mesh, _spec(wanted)))
 
 

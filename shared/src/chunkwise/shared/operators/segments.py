@@ -29,17 +29,17 @@ def run_segments(run: Run, x: arguments.Arguments) -> tuple[jax.Array, jax.Array
       run: takes arguments without segment ids, whose gates, [B, T, HV] or [B, T, HV, K], are decays.
       x: arguments, whose gates are decays too.
     """
-    taken, spoilt, segments = _as_one(x)
-    return _mark(run(taken), x.v, x.initial_state, spoilt, segments)
+    taken, nonfinite, segments = _as_one(x)
+    return _mark(run(taken), x.v, x.initial_state, nonfinite, segments)
 
 
 def map_segments(
     find: Callable[[arguments.Arguments], state_map.StateMap], x: arguments.Arguments
 ) -> state_map.StateMap:
     """Return what the tokens do to a state, by a function that knows of no segments; as `run_segments`."""
-    taken, spoilt, segments = _as_one(x)
+    taken, nonfinite, segments = _as_one(x)
     found = find(taken)
-    states, M = (None if y is None else _unless(spoilt[:, -1], y, jnp.nan) for y in (found.states, found.M))
+    states, M = (None if y is None else _unless(nonfinite[:, -1], y, jnp.nan) for y in (found.states, found.M))
     return found._replace(states=states, M=M)
 
 
@@ -48,8 +48,8 @@ def _as_one(x: arguments.Arguments) -> tuple[arguments.Arguments, jax.Array, seg
     ids: Any = x.segment_ids
     segments = segment_tables.find_segments(ids)
     tokens = [tiles.clip_gate(y) if y is x.g else y for y in (x.q, x.k, x.v, x.g, x.beta) if y is not None]
-    spoilt = spoilt_segments(tokens, x.initial_state, None, segments)
-    taken = segments.valid & ~spoilt
+    nonfinite = nonfinite_segments(tokens, x.initial_state, None, segments)
+    taken = segments.valid & ~nonfinite
     g = chunking.select_tokens(taken, arguments.total_gate(x))
     given = {name: getattr(x, name) for name in ("q", "k", "v", "beta")}
     inputs = {name: chunking.select_tokens(taken, y) for name, y in given.items() if y is not None}
@@ -57,7 +57,7 @@ def _as_one(x: arguments.Arguments) -> tuple[arguments.Arguments, jax.Array, seg
     if state is not None:
         state = jnp.where(_not_finite(state), jnp.zeros((), state.dtype), state)
     g = chunking.select_tokens(~segments.begins, g, -jnp.inf)
-    return x._replace(**inputs, g=g, g_gamma=None, initial_state=state, segment_ids=None), spoilt, segments
+    return x._replace(**inputs, g=g, g_gamma=None, initial_state=state, segment_ids=None), nonfinite, segments
 
 
 def _not_finite(states: jax.Array) -> jax.Array:
@@ -65,7 +65,7 @@ def _not_finite(states: jax.Array) -> jax.Array:
     return ~jnp.all(jnp.isfinite(states), axis=(1, 2, 3), keepdims=True)
 
 
-def spoilt_segments(
+def nonfinite_segments(
     tokens: Iterable[jax.Array], first: jax.Array | None, last: jax.Array | None, segments: segment_tables.Segments
 ) -> jax.Array:
     """Return the tokens of segments that hold something not finite, bool [B, T].
@@ -86,20 +86,20 @@ def spoilt_segments(
 
 
 def _mark(
-    results: tuple[jax.Array, Any], v: jax.Array, initial_state, spoilt: jax.Array, segments: segment_tables.Segments
+    results: tuple[jax.Array, Any], v: jax.Array, initial_state, nonfinite: jax.Array, segments: segment_tables.Segments
 ):
-    """Return the results with NaN in those of spoilt segments, and zeros for padding.
+    """Return the results with NaN in those of nonfinite segments, and zeros for padding.
 
     In the backward zeros take the place of the cotangents of every segment where one is not finite. So that this is not
     hidden, the gradients of v and of the initial state get NaN there.
     """
-    o, final, v, initial_state, spoilt, *arrays = compat.vary_alike(*results, v, initial_state, spoilt, *segments)
+    o, final, v, initial_state, nonfinite, *arrays = compat.vary_alike(*results, v, initial_state, nonfinite, *segments)
     segments = segment_tables.Segments(*arrays)
 
     def transpose(_, cotangents):
         do, *more = cotangents
         dfinal: Any = more[0] if more else None
-        bad = spoilt_segments((do,), None, dfinal, segments)
+        bad = nonfinite_segments((do,), None, dfinal, segments)
         do = chunking.select_tokens(~bad, do)
         return (do,) if final is None else (do, _unless(bad[:, -1], dfinal, 0.0))
 
@@ -112,7 +112,7 @@ def _mark(
         first = segments.owner == segments.owner[:, :1]
         row = jnp.zeros((), o.dtype) * initial_state[:, None, :, 0].astype(o.dtype)  # [B, 1, HV, V]
         o = o + jnp.where(first[:, :, None, None], row, jnp.zeros((), o.dtype))
-    o = chunking.select_tokens(segments.valid, chunking.select_tokens(~spoilt, o, jnp.nan))
+    o = chunking.select_tokens(segments.valid, chunking.select_tokens(~nonfinite, o, jnp.nan))
     if final is None:
         return o, None
     # One token of the last segment stands for all.
@@ -120,7 +120,7 @@ def _mark(
     last = token == jnp.max(jnp.where(segments.valid, token, jnp.int32(-1)), axis=1, keepdims=True)
     one = jnp.sum(chunking.select_tokens(last, v), axis=1)[:, :, None]  # [B, HV, 1, V]
     final = kept[1] + jnp.zeros((), final.dtype) * one.astype(final.dtype)
-    return o, _unless(spoilt[:, -1], final, jnp.nan)
+    return o, _unless(nonfinite[:, -1], final, jnp.nan)
 
 
 def _unless(rows: jax.Array, states: jax.Array, value: float) -> jax.Array:

@@ -22,7 +22,7 @@ def document_ids(cu_seqlens: jax.Array, T: int, axis, before: int) -> jax.Array:
     return jnp.where(inside, document_of(token, cu_seqlens), jnp.int32(-1))[None]
 
 
-def own_boundaries(cu_seqlens: jax.Array, T: int, axis) -> jax.Array:
+def local_boundaries(cu_seqlens: jax.Array, T: int, axis) -> jax.Array:
     """Return the boundaries of the documents within the tokens of this device; those of others are empty."""
     return jnp.clip(cu_seqlens - first_token(T, axis), 0, T)
 

@@ -69,7 +69,7 @@ def make_inputs(
     return inputs
 
 
-def spoil_padding(
+def poison_padding(
     inputs: dict[str, jax.Array],
     cu_seqlens: jax.Array | None = None,
     segment_ids: np.ndarray | jax.Array | None = None,

@@ -67,7 +67,7 @@ def assert_prefills(
     )  # fmt: skip
     options |= dict(block_size=BLOCK) if blocks else {}
     run = step_of(operator, implementation, tuple(options.items()))
-    o, after = run(inputs.spoil_padding(x, cu_seqlens) | dict(initial_state=pool), cu_seqlens, slots)
+    o, after = run(inputs.poison_padding(x, cu_seqlens) | dict(initial_state=pool), cu_seqlens, slots)
 
     want, expected = np.zeros(o.shape), np.array(pool, np.float64)
     normalise = dict(use_qk_l2norm_in_kernel=options.get("normalise", False))

@@ -85,8 +85,8 @@ def assert_segments(
         name: jnp.asarray(rng.standard_normal(y.shape), y.dtype)
         for name, y in jax.eval_shape(fn, x, jnp.asarray(segment_ids)).items()
     }
-    spoilt = inputs.spoil_padding(jax.tree.map(jnp.asarray, x), segment_ids=segment_ids)
-    got = compare.gradient_program(fn)(spoilt, jnp.asarray(segment_ids), cotangents)
+    nonfinite = inputs.poison_padding(jax.tree.map(jnp.asarray, x), segment_ids=segment_ids)
+    got = compare.gradient_program(fn)(nonfinite, jnp.asarray(segment_ids), cotangents)
     o, state, gradients = oracle.reference(
         **x, segment_ids=segment_ids, do=cotangents["o"], dht=cotangents.get("final_state"),
     )  # fmt: skip

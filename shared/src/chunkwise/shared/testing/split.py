@@ -30,7 +30,7 @@ def assert_split(implementation: implementations.Implementation, x: dict, fixed:
     options = arguments.Options(True, chunk_size=16 if T < 64 else 64, laws=laws)
     given = lambda x: (implementation, arguments.Arguments(**x, **fixed), options)
     finite = all(np.isfinite(np.asarray(y, np.float32)).all() for y in x.values())
-    x = inputs.spoil_padding(x, **fixed)
+    x = inputs.poison_padding(x, **fixed)
 
     def results(pull: Callable, o, states, cotangents) -> dict[str, Any]:
         return dict(o=o, states=states) | (pull(cotangents)[0] if finite else {})
@@ -49,9 +49,9 @@ def assert_split(implementation: implementations.Implementation, x: dict, fixed:
     cotangents = ((x["v"].shape, dtype), (S.shape, "float32"))
     got, want, mapped, dh0 = programs(x, *(jnp.asarray(rng.standard_normal(s), t) for s, t in cotangents))
     for name, y in got.items():
-        spoilt = np.isnan(np.asarray(want[name], np.float32))
-        np.testing.assert_array_equal(np.isnan(np.asarray(y, np.float32)), spoilt)
-        compare.assert_close(name, np.where(spoilt, 0, y), np.where(spoilt, 0, want[name]), _TOLERANCE[dtype])
+        nonfinite = np.isnan(np.asarray(want[name], np.float32))
+        np.testing.assert_array_equal(np.isnan(np.asarray(y, np.float32)), nonfinite)
+        compare.assert_close(name, np.where(nonfinite, 0, y), np.where(nonfinite, 0, want[name]), _TOLERANCE[dtype])
     if finite:
         compare.assert_close("states through the map", mapped, want["states"], _TOLERANCE[dtype])
         compare.assert_close("dh0", dh0, want["initial_state"], _TOLERANCE[dtype])
