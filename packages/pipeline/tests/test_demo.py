@@ -52,5 +52,12 @@ def test_demo(tmp_path, capsys):
     assert (tmp_path / "demo.png").stat().st_size > 10_000
 
 
+def test_no_picture_without_matplotlib(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert demo.run(tmp_path, Console(width=150), counts=(4, 16), lengths=(32,)) == 0
+    assert "There is no picture, because matplotlib is missing." in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_command_knows_the_demo():
     assert cli.make_parser().parse_args(["demo", "--output", "here"]).output.name == "here"

@@ -18,12 +18,8 @@ WRONG = "tab:red"
 
 def draw(recalls: list["Recall"], shown: "Recall", runs: list["Run"], limit: float, path: Path) -> None:
     """Draw what was read back, and how much, how fast and how exact it is."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError as missing:
-        raise SystemExit(
-            'The picture needs matplotlib: `pip install "chunkwise-pipeline[demo]"` brings it.'
-        ) from missing
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
