@@ -5,7 +5,7 @@ import jax
 from chunkwise.fused_gdn.config import Config
 from chunkwise.fused_gdn.operator import OPERATOR
 from chunkwise.shared.operators.arguments import Arguments, Options, Sharding, Slots
-from chunkwise.shared.operators.gates import Laws
+from chunkwise.shared.operators.gates import GateActivation
 
 
 def chunk_gated_delta_rule(
@@ -110,10 +110,10 @@ def chunk_gated_delta_rule(
       launches: the states before every chunk, then one reverse pass.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024), section 3.3.
     """
-    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    activation = GateActivation(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, segment_ids)
     options = Options(
-        output_final_state, use_qk_l2norm_in_kernel, chunk_size, None, laws, sharding, context_axis, config=config
+        output_final_state, use_qk_l2norm_in_kernel, chunk_size, None, activation, sharding, context_axis, config=config
     )
     return OPERATOR.chunk(x, options, implementation)
 
@@ -192,11 +192,11 @@ def recurrent_gated_delta_rule(
     Cost: 7 B T HV K V flops; the state of every sequence is read and written once.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024).
     """
-    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    activation = GateActivation(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     slots = None if state_indices is None and has_initial_state is None else Slots(state_indices, has_initial_state)
     x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, slots=slots)
     options = Options(
-        output_final_state, use_qk_l2norm_in_kernel, laws=laws, sharding=sharding, context_axis=context_axis
+        output_final_state, use_qk_l2norm_in_kernel, activation=activation, sharding=sharding, context_axis=context_axis
     )
     return OPERATOR.recurrent(x, options, implementation)
 
@@ -295,11 +295,13 @@ def ragged_gated_delta_rule(
       `chunk_gated_delta_rule` costs with states, and nothing for decodes.
     Source: the scheduling of vLLM's gated delta net attention.
     """
-    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    activation = GateActivation(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     slots = Slots(
         state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
         num_sequences,
     )  # fmt: skip
     x = Arguments(q, k, v, g, beta, None, scale, states, cu_seqlens, A_log, dt_bias, slots=slots)
-    options = Options(True, use_qk_l2norm_in_kernel, chunk_size, laws=laws, sharding=sharding, block_size=block_size)
+    options = Options(
+        True, use_qk_l2norm_in_kernel, chunk_size, activation=activation, sharding=sharding, block_size=block_size
+    )
     return OPERATOR.ragged(x, options, implementation)

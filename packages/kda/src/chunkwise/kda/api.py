@@ -5,7 +5,7 @@ import jax
 from chunkwise.kda.config import Config
 from chunkwise.kda.operator import OPERATOR
 from chunkwise.shared.operators.arguments import Arguments, Options, Sharding, Slots
-from chunkwise.shared.operators.gates import Laws
+from chunkwise.shared.operators.gates import GateActivation
 
 
 def chunk_kda(
@@ -110,14 +110,14 @@ def chunk_kda(
       once.
     Source: Kimi Linear (2025), section 3; the anchored products and the joined inverse are described in `tile`.
     """
-    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    activation = GateActivation(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, segment_ids)
     options = Options(
         output_final_state,
         use_qk_l2norm_in_kernel,
         chunk_size,
         gate_lower_bound,
-        laws,
+        activation,
         sharding,
         context_axis,
         config=config,
@@ -201,10 +201,12 @@ def recurrent_kda(
     Cost: 7 B T HV K V flops; every state is read and written once.
     Source: Kimi Linear (2025).
     """
-    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    activation = GateActivation(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     slots = None if state_indices is None and has_initial_state is None else Slots(state_indices, has_initial_state)
     x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, slots=slots)
-    options = Options(output_final_state, use_qk_l2norm_in_kernel, None, gate_lower_bound, laws, sharding, context_axis)
+    options = Options(
+        output_final_state, use_qk_l2norm_in_kernel, None, gate_lower_bound, activation, sharding, context_axis
+    )
     return OPERATOR.recurrent(x, options, implementation)
 
 
@@ -262,13 +264,13 @@ def ragged_kda(
     Cost: a decode reads the state of every sequence once and writes one for every token; prefills cost what `chunk_kda`
       costs with states, and nothing for decodes.
     """
-    laws = Laws(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    activation = GateActivation(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     slots = Slots(
         state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
         num_sequences,
     )  # fmt: skip
     x = Arguments(q, k, v, g, beta, None, scale, states, cu_seqlens, A_log, dt_bias, slots=slots)
     options = Options(
-        True, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, laws, sharding, block_size=block_size
+        True, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, activation, sharding, block_size=block_size
     )
     return OPERATOR.ragged(x, options, implementation)

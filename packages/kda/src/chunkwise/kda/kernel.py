@@ -37,9 +37,9 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.kda import cost, tile
 from chunkwise.shared.kernels import (
     chunk_loop,
+    gate_activation,
     inverse,
     launcher,
-    laws,
     layout,
     matmul,
     nonfinite,
@@ -161,7 +161,7 @@ def decays_of(g, refs, valid, static: FusedStatic, first: int = 0, unit: float =
     `unit` and `exact` as in `chunkwise.shared.kernels.decay`.
     """
     A_log, dt_bias = (refs.law[i : i + 1, first : first + g.shape[1]] for i in range(2))  # [1, n]
-    g = laws.decay(g.astype(jnp.float32), A_log, dt_bias, static.lower_bound, unit, exact)  # [C, n]
+    g = gate_activation.decay(g.astype(jnp.float32), A_log, dt_bias, static.lower_bound, unit, exact)  # [C, n]
     # What raw gates hold there may be anything, and of zeros the law makes decays.
     return g if valid is None else jnp.where(valid, g, 0.0)
 

@@ -51,7 +51,7 @@ def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedS
     (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
     varlen = x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state))
     # What pads fewer tokens than a chunk is zeros, of which a law makes decays.
-    ragged = (T if options.laws.use_gate_in_kernel else max(T, C)) % C > 0
+    ragged = (T if options.activation.use_gate_in_kernel else max(T, C)) % C > 0
     return FusedStatic(
         B=B, T=max(T, C), ragged=ragged, H=H, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=N,
         steps=chunking.num_chunks(T, C) + N * varlen, scale=options.scale, normalise=bool(options.normalise),
@@ -59,7 +59,7 @@ def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedS
         p=packed.packing(C, options.config.heads, options.config.heads_bwd),
         base=tile.base_block(options.gate_lower_bound, _dtype(x)),
         backward_base=tile.base_block(options.gate_lower_bound, jnp.float32),
-        lower_bound=options.laws.lower_bound,
+        lower_bound=options.activation.lower_bound,
     )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
     if x.A_log is not None:
         # Raw gates stay as narrow as they are, but no TPU loads float16.
         g = x.g if x.g.dtype == jnp.bfloat16 else g
-        law = jnp.stack(gates.lay_out_law(x.A_log, x.dt_bias, g.shape[2:]))  # [2, HV, K]
+        law = jnp.stack(gates.lay_out_activation(x.A_log, x.dt_bias, g.shape[2:]))  # [2, HV, K]
         law = layout.to_lanes(law[None], 2)[0]
     q, k, v = (layout.to_lanes(y.astype(_dtype(x)), static.T) for y in (x.q, x.k, x.v))
     return Operands(

@@ -104,7 +104,7 @@ class Options(NamedTuple):
       normalise: scale queries and keys to unit length (`use_qk_l2norm_in_kernel`).
       chunk_size: tokens of a chunk; None for the best.
       gate_lower_bound: a promise that every gate is at least this, in nats; None for no promise.
-      laws: what is made of raw gates and step sizes.
+      activation: what is made of raw gates and step sizes.
       sharding: of v, over a mesh with automatic axes; None if types say it.
       context_axis: the axes of a mesh, inside a `shard_map`, over which tokens are split; None for none.
       block_size: tokens of a block after which a state is stored; None for no blocks.
@@ -118,7 +118,7 @@ class Options(NamedTuple):
     # An implementation always gets a number.
     chunk_size: Any = None
     gate_lower_bound: float | None = None
-    laws: gates.Laws = gates.Laws()
+    activation: gates.GateActivation = gates.GateActivation()
     sharding: Sharding | None = None
     context_axis: str | tuple[str, ...] | None = None
     block_size: int | None = None
@@ -150,28 +150,32 @@ def check_shared(x: Arguments, options: Options) -> None:
     """Check the arguments that all operators take alike, but for those of a choice; the others are checked before."""
     checks.check_flags(output_final_state=options.output_final_state, use_qk_l2norm_in_kernel=options.normalise)
     checks.check_scale(x.scale)
-    gates.check_laws(options.laws, x.A_log, x.dt_bias, x.g)
+    gates.check_gate_activation(options.activation, x.A_log, x.dt_bias, x.g)
     B, T = x.q.shape[:2]
     # Boundaries are those of all tokens, of which an axis of a `shard_map` leaves a device its part.
     checks.check_cu_seqlens(x.cu_seqlens, B, T * lax.axis_size(partition.token_axes(None, options.context_axis)))
     checks.check_segment_ids(x.segment_ids, B, T, x.cu_seqlens)
 
 
-def without_laws(x: Arguments, options: Options, raw_gates: bool = False) -> tuple[Arguments, Options]:
+def with_final_gates(x: Arguments, options: Options, raw_gates: bool = False) -> tuple[Arguments, Options]:
     """Return arguments whose step sizes are final and whose gates are decays, and options that say so.
 
     With `raw_gates` the gates stay raw, for an implementation that knows their law.
     """
-    laws, valid = options.laws, chunking.valid_tokens(x.cu_seqlens, x.segment_ids, x.q.shape[1])
-    if laws.use_beta_sigmoid_in_kernel:
-        x = x._replace(beta=gates.step_sizes(x.beta, laws.allow_neg_eigval, valid))
-    left = gates.Laws(laws.use_gate_in_kernel, laws.lower_bound) if raw_gates else gates.Laws()
-    if laws.use_gate_in_kernel and not raw_gates:
-        x = x._replace(g=gates.decays(x.g, x.A_log, x.dt_bias, laws.lower_bound, valid), A_log=None, dt_bias=None)
-    return x, options._replace(laws=left, gate_lower_bound=_promised(options))
+    activation, valid = options.activation, chunking.valid_tokens(x.cu_seqlens, x.segment_ids, x.q.shape[1])
+    if activation.use_beta_sigmoid_in_kernel:
+        x = x._replace(beta=gates.step_sizes(x.beta, activation.allow_neg_eigval, valid))
+    left = (
+        gates.GateActivation(activation.use_gate_in_kernel, activation.lower_bound)
+        if raw_gates
+        else gates.GateActivation()
+    )
+    if activation.use_gate_in_kernel and not raw_gates:
+        x = x._replace(g=gates.decays(x.g, x.A_log, x.dt_bias, activation.lower_bound, valid), A_log=None, dt_bias=None)
+    return x, options._replace(activation=left, gate_lower_bound=_promised(options))
 
 
 def _promised(options: Options) -> float | None:
     """Return the bound that no gate is below, None for no bound: of a promise and a law the higher one."""
-    bounds = [x for x in (options.gate_lower_bound, options.laws.lower_bound) if x is not None]
+    bounds = [x for x in (options.gate_lower_bound, options.activation.lower_bound) if x is not None]
     return max(bounds, default=None)

@@ -1,6 +1,7 @@
 """What operators do with raw gates and step sizes: the checks, and the laws over all tokens.
 
-A decay is made of a raw gate by a law of `shared.kernels.laws`. A step size is sigmoid(y), or twice that, of the raw y.
+A decay is made of a raw gate by a law of `shared.kernels.gate_activation`. A step size is sigmoid(y) or 2 sigmoid(y) of
+the raw y.
 """
 
 import functools
@@ -11,12 +12,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import chunking, laws
+from chunkwise.shared.kernels import chunking, gate_activation
 from chunkwise.shared.operators import checks
 
 
-class Laws(NamedTuple):
-    """Which laws an operator applies, by the names of its arguments: all static.
+class GateActivation(NamedTuple):
+    """Which activation an operator applies, by the names of its arguments: all static.
 
     Attributes:
       use_gate_in_kernel: the gate is raw.
@@ -31,17 +32,17 @@ class Laws(NamedTuple):
     allow_neg_eigval: bool = False
 
 
-def check_laws(laws: Laws, A_log, dt_bias, g) -> None:
-    """Check the laws, and the arrays that they take for gates g [B, T, HV] or [B, T, HV, K]."""
-    flags = {name: value for name, value in laws._asdict().items() if name != "lower_bound"}
+def check_gate_activation(activation: GateActivation, A_log, dt_bias, g) -> None:
+    """Check the activation, and the arrays that they take for gates g [B, T, HV] or [B, T, HV, K]."""
+    flags = {name: value for name, value in activation._asdict().items() if name != "lower_bound"}
     checks.check_flags(**flags)
-    doubled = laws.allow_neg_eigval and not laws.use_beta_sigmoid_in_kernel
+    doubled = activation.allow_neg_eigval and not activation.use_beta_sigmoid_in_kernel
     checks.check(not doubled, "`allow_neg_eigval` must be False without `use_beta_sigmoid_in_kernel`; got True.")
-    if not laws.use_gate_in_kernel:
-        for name, x in dict(A_log=A_log, dt_bias=dt_bias, lower_bound=laws.lower_bound).items():
+    if not activation.use_gate_in_kernel:
+        for name, x in dict(A_log=A_log, dt_bias=dt_bias, lower_bound=activation.lower_bound).items():
             checks.check(x is None, f"`{name}` must be None without `use_gate_in_kernel`; got {checks.shown(x)}.")
         return
-    bound = laws.lower_bound
+    bound = activation.lower_bound
     number = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
     checks.check(
         bound is None or (number and -math.inf < bound < 0),
@@ -58,7 +59,9 @@ def check_laws(laws: Laws, A_log, dt_bias, g) -> None:
         checks.check_array("dt_bias", dt_bias, "HV*K" if channels else "HV", (math.prod(g.shape[2:]),))
 
 
-def lay_out_law(A_log: jax.Array, dt_bias: jax.Array | None, heads: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def lay_out_activation(
+    A_log: jax.Array, dt_bias: jax.Array | None, heads: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
     """Return A_log and dt_bias in float32, both of the shape `heads`, (HV,) or (HV, K): one number for every gate."""
     A_log = A_log.astype(jnp.float32).reshape(-1, *(1,) * (len(heads) - 1))
     zeros = jnp.zeros(heads, jnp.float32)
@@ -75,9 +78,9 @@ def decays(
 
     Tokens that are not `valid`, bool [B, T], may hold anything; None if all are.
     """
-    A_log, dt_bias = (y[None, None] for y in lay_out_law(A_log, dt_bias, g.shape[2:]))
+    A_log, dt_bias = (y[None, None] for y in lay_out_activation(A_log, dt_bias, g.shape[2:]))
     g = g if valid is None else chunking.select_tokens(valid, g)
-    return laws.decay(g.astype(jnp.float32), A_log, dt_bias, lower_bound)
+    return gate_activation.decay(g.astype(jnp.float32), A_log, dt_bias, lower_bound)
 
 
 @functools.partial(jax.jit, static_argnames="doubled")

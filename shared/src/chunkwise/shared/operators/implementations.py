@@ -64,7 +64,7 @@ def prepare(implementation: Implementation, x: Arguments, options: Options) -> t
         per_channel=x.g is not None and x.g.ndim == 4, delta=x.beta is not None,
     )  # fmt: skip
     x, options = arguments.choose_scale(x, options._replace(chunk_size=chunk_size))
-    return arguments.without_laws(x, options, implementation.raw_gates)
+    return arguments.with_final_gates(x, options, implementation.raw_gates)
 
 
 def run(implementation: Implementation, x: Arguments, options: Options, precomputed: Any = None):

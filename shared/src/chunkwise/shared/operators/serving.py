@@ -291,7 +291,7 @@ def _decode(
     """Return the outputs of the decodes, whose tokens are the first ones and all that x has, and the pool."""
     (B, T, H, K), (HV, V), routes = x.q.shape, x.v.shape[2:], step.decodes
     x, options = arguments.choose_scale(x._replace(cu_seqlens=jnp.stack([jnp.int32(0), step.tokens])), options)
-    x, options = arguments.without_laws(x, options)
+    x, options = arguments.with_final_gates(x, options)
     scale, x = x.scale, x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)
     N, W = routes.target.shape
     static = decode.DecodeStatic(B, T, H, HV, K, V, N, W, True, options.scale, options.normalise, name)

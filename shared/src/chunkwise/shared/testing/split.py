@@ -14,7 +14,9 @@ from chunkwise.shared.testing import compare, inputs
 _TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2}
 
 
-def assert_split(implementation: implementations.Implementation, x: dict, fixed: dict, laws: gates.Laws) -> None:
+def assert_split(
+    implementation: implementations.Implementation, x: dict, fixed: dict, activation: gates.GateActivation
+) -> None:
     """Compare the operator behind the map of its tokens with the operator alone: values and all gradients.
 
     The map must also say what the tokens do to any state. Padding is NaN. Where the operator alone is not finite
@@ -24,10 +26,10 @@ def assert_split(implementation: implementations.Implementation, x: dict, fixed:
       implementation: of the operator.
       x: its floating-point arrays by name, initial_state among them.
       fixed: its other arguments.
-      laws: of its gates.
+      activation: of its gates.
     """
     dtype, T, S = str(x["v"].dtype), x["v"].shape[1], x["initial_state"]
-    options = arguments.Options(True, chunk_size=16 if T < 64 else 64, laws=laws)
+    options = arguments.Options(True, chunk_size=16 if T < 64 else 64, activation=activation)
     given = lambda x: (implementation, arguments.Arguments(**x, **fixed), options)
     finite = all(np.isfinite(np.asarray(y, np.float32)).all() for y in x.values())
     x = inputs.poison_padding(x, **fixed)
