@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.kernels.laws import decay
-from chunkwise.shared.operators.gates import Laws, check_laws, decays, step_sizes
+from chunkwise.shared.kernels.gate_activation import decay
+from chunkwise.shared.operators.gates import GateActivation, check_gate_activation, decays, step_sizes
 from chunkwise.shared.testing.compare import assert_close, assert_gradients
 from chunkwise.shared.testing.inputs import make_inputs, spec
 from chunkwise.shared.testing.laws import law_reference, raw_inputs
@@ -110,7 +110,7 @@ RAW = dict(use_gate_in_kernel=True)
 )  # fmt: skip
 def test_errors(laws, A_log, dt_bias, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_laws(Laws(**laws), A_log, dt_bias, spec(1, 20, 4, 8))
+        check_gate_activation(GateActivation(**laws), A_log, dt_bias, spec(1, 20, 4, 8))
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
@@ -118,6 +118,6 @@ def test_a_flat_bias_and_none_give_the_same_decays(per_channel):
     x = small(per_channel)
     bias, zeros = x["dt_bias"], jnp.zeros_like(x["dt_bias"])
     for same, other in ((bias.ravel(), bias), (None, zeros)):
-        check_laws(Laws(use_gate_in_kernel=True), x["A_log"], same, x["g"])
+        check_gate_activation(GateActivation(use_gate_in_kernel=True), x["A_log"], same, x["g"])
         got, want = (decays(x["g"], x["A_log"], y, None, None) for y in (same, other))
         np.testing.assert_array_equal(got, want, "g")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.shared.kernels.chunking import select_tokens
-from chunkwise.shared.operators.isolation import keep_apart, spoilt_tokens
+from chunkwise.shared.operators.isolation import keep_apart, nonfinite_tokens
 
 # Sequences of 3, 0, 4 tokens, and one token of padding.
 CU_SEQLENS = jnp.array([0, 3, 3, 7], jnp.int32)
@@ -16,7 +16,7 @@ def test_whole_sequences_are_found():
     k = jnp.ones((1, T, 2, 4))
     for token, expected in ((1, [0, 1, 2]), (6, [3, 4, 5, 6]), (7, [])):
         for value in (jnp.nan, jnp.inf):
-            found = spoilt_tokens((jnp.ones((1, T, 3)), k.at[0, token, 1, 2].set(value)), CU_SEQLENS)
+            found = nonfinite_tokens((jnp.ones((1, T, 3)), k.at[0, token, 1, 2].set(value)), CU_SEQLENS)
             assert np.flatnonzero(found).tolist() == expected
 
 
@@ -30,7 +30,7 @@ def test_selected_tokens_keep_their_type():
 
 def test_results_are_marked_and_padding_is_zero():
     o, v = jnp.full((1, T, 1, 2), 3.0), jnp.full((1, T, 1, 2), jnp.nan).at[:, 3:7].set(1.0)
-    y = keep_apart(o, v, spoilt_tokens((v,), CU_SEQLENS), CU_SEQLENS)
+    y = keep_apart(o, v, nonfinite_tokens((v,), CU_SEQLENS), CU_SEQLENS)
     assert jnp.isnan(y[:, :3]).all()
     assert (y[:, 3:7] == 3.0).all()
     assert (y[:, 7] == 0.0).all()

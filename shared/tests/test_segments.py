@@ -10,7 +10,7 @@ from chunkwise.shared.kernels.chunking import valid_tokens
 from chunkwise.shared.kernels.segment_tables import coded_owners, find_segments, runs
 from chunkwise.shared.operators.arguments import Arguments
 from chunkwise.shared.operators.recurrence import recurrence
-from chunkwise.shared.operators.segments import run_segments, spoilt_segments
+from chunkwise.shared.operators.segments import nonfinite_segments, run_segments
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
@@ -51,7 +51,7 @@ def test_whole_segments_are_spoilt(ids, row, token):
     ids = np.asarray(ids, np.int32)
     x = jnp.zeros((2, 7, 3)).at[row, token, 1].set(jnp.inf)
     segments = find_segments(jnp.asarray(ids))
-    found = np.asarray(spoilt_segments((x, jnp.ones((2, 7))), None, None, segments))
+    found = np.asarray(nonfinite_segments((x, jnp.ones((2, 7))), None, None, segments))
     owner = np.asarray(segments.owner)
     want = (owner == owner[row, token]) & (np.arange(2)[:, None] == row) & (ids[row, token] >= 0)
     np.testing.assert_array_equal(found, want)
@@ -60,7 +60,7 @@ def test_whole_segments_are_spoilt(ids, row, token):
 def test_states_spoil_the_first_and_the_last_segment():
     segments = find_segments(jnp.asarray([[1, 1, 2, 2, 3], [1, 1, 1, 1, -1]], jnp.int32))
     clean, bad = jnp.ones((2, 1, 2, 2)), jnp.ones((2, 1, 2, 2)).at[0, 0, 1, 1].set(jnp.nan)
-    first, last = (spoilt_segments((jnp.ones((2, 5)),), *x, segments) for x in ((bad, clean), (clean, bad)))
+    first, last = (nonfinite_segments((jnp.ones((2, 5)),), *x, segments) for x in ((bad, clean), (clean, bad)))
     assert np.argwhere(first).tolist() == [[0, 0], [0, 1]]
     assert np.argwhere(last).tolist() == [[0, 4]]
 

@@ -12,7 +12,7 @@ from chunkwise.shared.kernels.matmul import dot
 from chunkwise.shared.testing.cases import CASES, Case
 from chunkwise.shared.testing.compare import assert_close, assert_gradients, error, numeric_gradients, with_gradients
 from chunkwise.shared.testing.flops import product_flops
-from chunkwise.shared.testing.inputs import GATES, boundaries, make_gate, make_inputs, spec, spoil_padding
+from chunkwise.shared.testing.inputs import GATES, boundaries, make_gate, make_inputs, poison_padding, spec
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu, kernel_products
 from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
 
@@ -83,11 +83,11 @@ def test_boundaries_and_padding():
     np.testing.assert_array_equal(cu_seqlens, [0, 2, 2, 3])
     assert cu_seqlens.dtype == jnp.int32
     x = make_inputs(T=5, K=2, V=2, num_states=3)
-    spoilt = spoil_padding(x, cu_seqlens)
+    spoilt = poison_padding(x, cu_seqlens)
     for name, y in spoilt.items():
         assert np.isnan(y).any() == (name != "initial_state")
         assert np.isfinite(y[:, :3]).all()
-    assert spoil_padding(x, None) is x
+    assert poison_padding(x, None) is x
     assert (spec(2, 3).shape, spec(2, dtype=jnp.bfloat16).dtype) == ((2, 3), jnp.bfloat16)
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.fused_gdn.operator import OPERATOR
-from chunkwise.shared.operators.gates import Laws
+from chunkwise.shared.operators.gates import GateActivation
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.segmented import SEGMENT_IDS
 from chunkwise.shared.testing.split import assert_split
@@ -36,7 +36,7 @@ FUSED = OPERATOR.implementations["fused"]
 def test_together_they_are_the_operator(dtype, sizes, fixed):
     N = len(fixed["cu_seqlens"]) - 1 if "cu_seqlens" in fixed else sizes[0]
     x = make_inputs(*sizes, dtype=jnp.dtype(dtype), num_states=N)
-    assert_split(FUSED, x, fixed, Laws())
+    assert_split(FUSED, x, fixed, GateActivation())
 
 
 @pytest.mark.interpreted
@@ -45,4 +45,4 @@ def test_a_segment_that_is_not_finite(name):
     """It spoils its own results alone, also where the operator is given what was made of its values."""
     x = make_inputs(*SEGMENT_IDS.shape, 1, 2, 8, 12, num_states=len(SEGMENT_IDS))
     x[name] = x[name].at[0, 10].set(jnp.nan).at[1, 39].set(jnp.nan)
-    assert_split(FUSED, x, SEGMENTS, Laws())
+    assert_split(FUSED, x, SEGMENTS, GateActivation())
