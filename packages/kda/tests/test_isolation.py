@@ -10,19 +10,20 @@ from chunkwise.shared.testing.poison import assert_isolated
 # An empty sequence, three in one chunk, one over three chunks that ends inside a block of 8 rows, and padding.
 PACKED = boundaries(3, 0, 4, 30, 13)
 T_PACKED = 52
+QUICK = ("stream", jnp.float32, None, "fused")
+THOROUGH = dict(test_isolated=lambda of, dtype, bound, implementation: (of, dtype, bound, implementation) != QUICK)
 
 
-# Sequences with states have a default test in `test_gates`, with raw gates.
-@pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "fused"])
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
 @pytest.mark.parametrize(
     ("of", "dtype", "bound"),
     [
-        pytest.param("rows", jnp.float32, None, marks=pytest.mark.thorough),
-        pytest.param("sequences", jnp.float32, None, marks=pytest.mark.thorough),
+        ("rows", jnp.float32, None),
+        ("sequences", jnp.float32, None),
         ("stream", jnp.float32, None),
         # One product over blocks of 8 rows, in the backward too, or in the forward of bfloat16 alone.
-        pytest.param("stream", jnp.float32, -5.0, marks=pytest.mark.thorough),
-        pytest.param("stream", jnp.bfloat16, None, marks=pytest.mark.thorough),
+        ("stream", jnp.float32, -5.0),
+        ("stream", jnp.bfloat16, None),
     ],
 )
 def test_isolated(of, dtype, bound, implementation):

@@ -9,21 +9,14 @@ from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.pooled import PREFILL_TOKENS, assert_prefills, compile_prefills
 from chunkwise.shared.testing.tpu import has_libtpu
 
-thorough = pytest.mark.thorough
+# The pipeline has steps from pools of the other types.
+QUICK = (jnp.float32, jnp.bfloat16, True)
+THOROUGH = dict(test_prefills=lambda dtype, pool, blocks: (dtype, pool, blocks) != QUICK)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "pool", "blocks"),
-    [
-        # The pipeline has steps from pools of the other types.
-        pytest.param(
-            dtype, pool, blocks, marks=[] if (dtype, pool, blocks) == (jnp.float32, jnp.bfloat16, True) else thorough
-        )
-        for dtype in (jnp.float32, jnp.bfloat16)
-        for pool in (jnp.float32, jnp.bfloat16, jnp.float16)
-        for blocks in (False, True)
-    ],
-)
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("pool", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_prefills(dtype, pool, blocks):
     x = make_inputs(1, PREFILL_TOKENS, 1, 2, 16, 24, dtype=dtype, per_channel=True)
     assert_prefills(OPERATOR, x, pool, blocks=blocks, normalise=True, chunk_size=16)
@@ -31,8 +24,6 @@ def test_prefills(dtype, pool, blocks):
 
 @pytest.mark.tpu
 @pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
-@pytest.mark.parametrize(
-    "chip", [chip if chip == "v6e" else pytest.param(chip, marks=pytest.mark.thorough) for chip in CHIPS]
-)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_compiles(chip):
     assert "chunk_kda_fwd_c64" in compile_prefills(OPERATOR, chip, delta=True, per_channel=True)

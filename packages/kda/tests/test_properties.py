@@ -10,9 +10,13 @@ from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
 
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])
-xla_first = pytest.mark.parametrize("implementation", ["xla", pytest.param("fused", marks=pytest.mark.thorough)])
 T, HALF = 42, 21  # lengths and options that the tests share, because a program is compiled once for them
 OPTIONS = dict(output_final_state=True, chunk_size=16)
+THOROUGH = dict(
+    test_linear_in_v=True,
+    test_split_in_two_with_the_state_handed_over=lambda implementation: implementation == "fused",
+    test_alone_batched_and_packed_agree=True,
+)
 
 
 def inputs_of(B=1, T=T, **options):
@@ -23,7 +27,6 @@ def run(x, implementation):
     return chunk_kda(**x, implementation=implementation, **OPTIONS)
 
 
-@pytest.mark.thorough
 @both
 def test_linear_in_v(implementation):
     x = inputs_of()
@@ -64,7 +67,7 @@ def test_equal_channels_are_the_gated_delta_rule(implementation):
     assert_close("o", o, reference(**x)[0], STAGE_TOLERANCE)
 
 
-@xla_first
+@both
 def test_split_in_two_with_the_state_handed_over(implementation):
     x = inputs_of()
     o, state = run(x, implementation)
@@ -75,7 +78,6 @@ def test_split_in_two_with_the_state_handed_over(implementation):
     assert_close("final_state", final, state, STAGE_TOLERANCE)
 
 
-@pytest.mark.thorough
 @both
 def test_alone_batched_and_packed_agree(implementation):
     x = inputs_of(2, HALF)

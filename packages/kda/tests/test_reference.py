@@ -15,11 +15,9 @@ from chunkwise.shared.testing.compare import (
     TOLERANCE,
     assert_close,
 )
-from chunkwise.shared.testing.inputs import GATES, boundaries, make_inputs, spoil_padding
+from chunkwise.shared.testing.inputs import GATES, boundaries, make_inputs, poison_padding
 from chunkwise.shared.testing.oracle import reference
 
-# Plain JAX has a test of every kind in the default tests, and the kernels have all.
-fused_first = pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "fused"])
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])
 types = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 PACKED = boundaries(1, 0, 17, 16, 0, 20, 3)  # empty sequences, tails, several sequences in a chunk
@@ -34,6 +32,29 @@ PACKED_SIZES = (1, T_PACKED, 2, 2, 16, 24)
 SIZES_64 = (1, 70, 1, 2, 32, 48)
 OPTIONS_64 = dict(use_qk_l2norm_in_kernel=True, scale=0.3)
 
+# The kernels have a quick test of every kind; plain JAX, which computes in float32 whatever the types are, of fewer.
+THOROUGH = dict(
+    test_gates=lambda dtype: dtype == jnp.bfloat16,
+    test_constant_gates_mixed_over_channels=lambda implementation: implementation == "xla",
+    test_gates_no_product_could_hold=True,
+    test_chunk_sizes_agree=True,
+    test_head_dimensions=True,
+    test_the_step_that_is_measured=True,
+    test_any_number_of_heads_a_step_gives_the_same=True,
+    test_traced_scale=lambda implementation: implementation == "xla",
+    # The file of raw gates has gradients in bfloat16.
+    test_gradients=lambda dtype: dtype == jnp.bfloat16,
+    test_gradients_of_other_types=True,
+    test_gate_lower_bound_changes_nothing=True,
+    test_gradients_of_repeated_keys_with_a_bound=True,
+    # Without states plain JAX is compared in bfloat16, and the kernels with raw gates.
+    test_packed=lambda implementation, states: implementation == "xla" or not states,
+    test_packed_bfloat16=lambda implementation: implementation == "fused",
+    test_enormous_values_leak_nowhere=lambda implementation, of: (
+        implementation == "xla" or of == "sequence of a stream"
+    ),
+    test_packed_decode_from_a_pool=lambda implementation: implementation == "fused",
+)
 
 # What two ways to the same number may differ by if both compute in float32: a few of its roundings.
 FLOAT32_ROUNDING = STAGE_TOLERANCE
@@ -96,7 +117,7 @@ def compare_gradients(inputs, final_state=True, **options):
     return dict(o=o, **{f"d{name}": gradient for name, gradient in gradients.items()})
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.thorough)])
+@types
 @pytest.mark.parametrize("gate", GATES)
 @both
 def test_gates(implementation, gate, dtype):
@@ -105,7 +126,7 @@ def test_gates(implementation, gate, dtype):
 
 
 @types
-@fused_first
+@both
 def test_constant_gates_mixed_over_channels(implementation, dtype):
     inputs = inputs_of(*CHUNKS_OF_64, dtype=dtype, num_states=2)
     inputs["g"] = jnp.broadcast_to(jnp.tile(jnp.array([0.0, -1e-3, -2.0, -30.0]), 8), inputs["g"].shape)
@@ -119,7 +140,6 @@ def gates_no_product_could_hold(inputs, *more):
     return inputs
 
 
-@pytest.mark.thorough
 @types
 @pytest.mark.parametrize("more", [(), (-1e9, -np.inf)], ids=["", "inf"])
 @both
@@ -146,7 +166,6 @@ def test_repeated_keys(implementation, gate, beta, dtype):
     compare(inputs, implementation=implementation)
 
 
-@pytest.mark.thorough
 @both
 def test_chunk_sizes_agree(implementation):
     inputs = inputs_of(1, 35, 1, 1, 16, 16, num_states=1)
@@ -158,14 +177,12 @@ def test_chunk_sizes_agree(implementation):
 
 
 # The first: one token, and two groups of heads a step.
-@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [(1, 1, 2, 4, 1, 1), (1, 20, 1, 1, 256, 200)])
 @both
 def test_head_dimensions(implementation, sizes):
     compare(inputs_of(*sizes, num_states=1), implementation=implementation, chunk_size=16)
 
 
-@pytest.mark.thorough
 @pytest.mark.interpreted
 def test_the_step_that_is_measured():
     """16 heads a step, two side by side in the lanes, in the order that was searched for; two such blocks of heads."""
@@ -175,7 +192,6 @@ def test_the_step_that_is_measured():
     compare(inputs, final_state=False, implementation="fused")
 
 
-@pytest.mark.thorough
 @pytest.mark.interpreted
 def test_any_number_of_heads_a_step_gives_the_same():
     """Half a group of value heads, against a whole one, which is the default."""
@@ -186,29 +202,21 @@ def test_any_number_of_heads_a_step_gives_the_same():
         assert_close(name, x, whole[name], TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "fused"])
+@both
 def test_traced_scale(implementation):
     inputs = inputs_of(1, 20, 1, 1, 16, 16)
     scale = jnp.float32(0.37)
     compare(inputs, final_state=False, implementation=implementation, chunk_size=16, scale=scale)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "gate", "dtype"),
-    [
-        # Plain JAX computes in float32 whatever the types are; `test_gates` has gradients in bfloat16.
-        pytest.param(i, gate, dtype, marks=pytest.mark.thorough if dtype == jnp.bfloat16 else [])
-        for i in ("xla", "fused")
-        for gate in ("logsigmoid", "strong", "spikes")
-        for dtype in (jnp.float32, jnp.bfloat16)
-    ],
-)
+@types
+@pytest.mark.parametrize("gate", ["logsigmoid", "strong", "spikes"])
+@both
 def test_gradients(implementation, gate, dtype):
     inputs = inputs_of(*CHUNKS_OF_16, dtype=dtype, gate=gate, num_states=2)
     compare_gradients(inputs, implementation=implementation, chunk_size=16)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("kinds", [dict(q="float16", k="float16", v="float16"), dict(q="bfloat16", v="bfloat16")])
 @both
 def test_gradients_of_other_types(implementation, kinds):
@@ -235,7 +243,6 @@ def test_gradients_of_strong_constant_gates(implementation, g):
     compare_gradients(inputs, implementation=implementation, chunk_size=16)
 
 
-@pytest.mark.thorough
 @types
 @pytest.mark.parametrize(("bound", "g"), [(-16.0, -16.0), (-16.0, -8.0), (-5.0, None)])
 @both
@@ -258,8 +265,7 @@ def test_gate_lower_bound_changes_nothing(implementation, bound, g, dtype):
             np.testing.assert_array_equal(promised[name], x, err_msg=name)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("implementation", ["xla", "fused"])
+@both
 def test_gradients_of_repeated_keys_with_a_bound(implementation):
     inputs = inputs_of(*SIZES_64, repeat_key=True, num_states=1, normalise=False)
     compare_gradients(inputs, implementation=implementation, gate_lower_bound=-5.0, **OPTIONS_64)
@@ -269,12 +275,11 @@ def packed_inputs(states, **options):
     return inputs_of(*PACKED_SIZES, num_states=len(PACKED) - 1 if states else 0, **options)
 
 
-# Without states plain JAX is compared in bfloat16 below, and the kernels with raw gates in `test_gates`.
 @pytest.mark.parametrize("gate", ["logsigmoid", "spikes", "zero"])
-@pytest.mark.parametrize("states", [True, pytest.param(False, marks=pytest.mark.thorough)])
-@fused_first
+@pytest.mark.parametrize("states", [True, False])
+@both
 def test_packed(implementation, states, gate):
-    inputs = spoil_padding(packed_inputs(states, gate=gate), PACKED)
+    inputs = poison_padding(packed_inputs(states, gate=gate), PACKED)
     results = compare_gradients(
         inputs, final_state=states, cu_seqlens=PACKED, chunk_size=16, implementation=implementation
     )
@@ -283,16 +288,14 @@ def test_packed(implementation, states, gate):
 
 
 @pytest.mark.parametrize("gate", ["spikes", "zero"])
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("fused", marks=pytest.mark.thorough)])
+@both
 def test_packed_bfloat16(implementation, gate):
-    inputs = spoil_padding(packed_inputs(False, gate=gate, dtype=jnp.bfloat16), PACKED)
+    inputs = poison_padding(packed_inputs(False, gate=gate, dtype=jnp.bfloat16), PACKED)
     compare(inputs, final_state=False, cu_seqlens=PACKED, chunk_size=16, implementation=implementation)
 
 
-@pytest.mark.parametrize(
-    "of", ["row", "head", "sequence", pytest.param("sequence of a stream", marks=pytest.mark.thorough)]
-)
-@fused_first
+@pytest.mark.parametrize("of", ["row", "head", "sequence", "sequence of a stream"])
+@both
 def test_enormous_values_leak_nowhere(implementation, of):
     """With values and cotangents of one of them 1e10 times as large, all others keep every bit. Programs of others."""
     packed, states = "sequence" in of, of != "sequence of a stream"
@@ -328,7 +331,7 @@ def test_decode(implementation, dtype):
     compare(inputs_of(3, 3, 1, 2, 130, 7, dtype=dtype, num_states=3), recurrent_kda, implementation=implementation)
 
 
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("fused", marks=pytest.mark.thorough)])
+@both
 def test_packed_decode_from_a_pool(implementation):
     """The first sequence starts in a freed slot; shared has the tests of the kernel."""
     inputs = inputs_of(1, T_PACKED, 1, 2, 16, 24, num_states=10)

@@ -20,6 +20,13 @@ from chunkwise.shared.testing.segmented import (
 )
 
 FUSED, XLA = (over_segments(chunk_kda, x) for x in ("fused", "xla"))
+THOROUGH = dict(
+    test_values_and_gradients_of_plain_jax=True,
+    test_bfloat16_without_states=True,
+    test_random_segments=True,
+    test_isolated=True,
+    test_isolated_to_the_bit=True,
+)
 
 
 def inputs(B=SEGMENT_IDS.shape[0], T=SEGMENT_IDS.shape[1], K=8, dtype=jnp.float32):
@@ -31,12 +38,10 @@ def test_values_and_gradients_of_the_kernels():
     assert_segments(FUSED, inputs())
 
 
-@pytest.mark.thorough
 def test_values_and_gradients_of_plain_jax():
     assert_segments(XLA, inputs())
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["xla", "fused"])
 def test_bfloat16_without_states(implementation):
     x = inputs(dtype=jnp.bfloat16)
@@ -44,7 +49,6 @@ def test_bfloat16_without_states(implementation):
     assert_segments(over_segments(chunk_kda, implementation, False), x)
 
 
-@pytest.mark.thorough
 @pytest.mark.interpreted
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**16))
@@ -52,13 +56,11 @@ def test_random_segments(seed):
     assert_random_segments(FUSED, inputs(), seed)
 
 
-@pytest.mark.thorough
 def test_isolated():
     """Where a segment begins "xla" has a gate that forgets, and sums of gates before it round what follows."""
     assert_isolated(XLA, inputs(), segment_ids=SEGMENT_IDS, tolerance=1e-6)
 
 
-@pytest.mark.thorough
 @pytest.mark.interpreted
 def test_isolated_to_the_bit():
     assert_isolated(FUSED, inputs(), segment_ids=SEGMENT_IDS)

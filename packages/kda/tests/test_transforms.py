@@ -15,10 +15,16 @@ from chunkwise.shared.testing.transforms import assert_traced_once, assert_trans
 
 pytestmark = pytest.mark.interpreted
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])
-xla_first = pytest.mark.parametrize("implementation", ["xla", pytest.param("fused", marks=pytest.mark.thorough)])
 
 NAMES = ("q", "k", "v", "g", "beta")
 HEADS = PartitionSpec(None, None, "data")
+
+THOROUGH = dict(
+    test_transform=lambda implementation: implementation == "fused",
+    test_shard_map=lambda implementation: implementation == "fused",
+    test_gradient_passes_the_check_of_shard_map=lambda replicated: replicated != NAMES,
+    test_cost_of_a_pack_follows_its_tokens=True,
+)
 
 
 def arguments(B=2):
@@ -31,13 +37,13 @@ def run(implementation, *x):
 
 
 # Under jit is `test_boundaries_are_traced`, under remat and vmap `test_gradient_under_vmap_and_remat`.
-@xla_first
+@both
 @pytest.mark.parametrize("transform", ["vmap", "export"])
 def test_transform(transform, implementation):
     assert_transform(transform, functools.partial(run, implementation), arguments())
 
 
-@xla_first
+@both
 def test_shard_map(implementation):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     rows = PartitionSpec("data")
@@ -57,14 +63,8 @@ def test_gradient_under_vmap_and_remat():
         assert_close(f"d{name}", gradient, expected[name], GRADIENT_TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize(
-    ("replicated", "implementation"),
-    [
-        pytest.param(names, i, marks=[] if names == NAMES else pytest.mark.thorough)
-        for i in ("xla", "fused")
-        for names in [NAMES, ("q", "k"), ("initial_state",)]
-    ],
-)
+@both
+@pytest.mark.parametrize("replicated", [NAMES, ("q", "k"), ("initial_state",)])
 def test_gradient_passes_the_check_of_shard_map(replicated, implementation):
     """Lowered for a TPU: the check of varying axes acts on compiled kernels; the others are cut by rows or by heads."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
@@ -86,7 +86,6 @@ def test_boundaries_are_traced(implementation):
     assert_traced_once(packed, *batches, expected=expected, tolerance=TOLERANCE["float32"])
 
 
-@pytest.mark.thorough
 def test_cost_of_a_pack_follows_its_tokens():
     """512 documents of 16 tokens cost at most twice one document of 8,192, in what XLA counts."""
     x = [jax.ShapeDtypeStruct(s, jnp.float32) for s in [(1, 8192, 1, 64)] * 4 + [(1, 8192, 1)]]
