@@ -10,29 +10,19 @@ from chunkwise.shared.testing.poison import assert_isolated
 
 # The first chunk ends inside a sequence, the second begins with a new one; one is empty; padding follows.
 PACKED, T_PACKED = boundaries(5, 0, 20, 7, 16), 52
+QUICK = ("sequences", jnp.float32, "fused")
+THOROUGH = dict(test_isolated=lambda of, dtype, implementation: (of, dtype, implementation) != QUICK)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
 @pytest.mark.parametrize(
-    ("of", "dtype", "config", "implementation"),
+    ("of", "dtype", "config"),
     [
-        ("sequences", jnp.float32, None, "fused"),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in (
-                ("sequences", jnp.float32, None, "xla"),
-                ("sequences with states", jnp.float32, None, "xla"),
-                ("sequences with states", jnp.float32, None, "fused"),
-            )
-        ),
-        *(
-            pytest.param(*case, i, marks=pytest.mark.thorough)
-            for case in [
-                ("rows", jnp.float32, None),
-                ("rows with states", jnp.float32, None),
-                ("sequences", jnp.bfloat16, Config(heads=1, heads_bwd=2)),
-            ]
-            for i in ("xla", "fused")
-        ),
+        ("sequences", jnp.float32, None),
+        ("sequences with states", jnp.float32, None),
+        ("rows", jnp.float32, None),
+        ("rows with states", jnp.float32, None),
+        ("sequences", jnp.bfloat16, Config(heads=1, heads_bwd=2)),
     ],
 )
 def test_isolated(of, dtype, config, implementation):

@@ -20,6 +20,12 @@ from chunkwise.shared.testing.segmented import (
 )
 
 FUSED, XLA = (over_segments(chunk_gated_delta_rule, x) for x in ("fused", "xla"))
+THOROUGH = dict(
+    test_values_and_gradients_of_plain_jax=True,
+    test_bfloat16_without_states=True,
+    test_random_segments=True,
+    test_isolated_to_the_bit=True,
+)
 
 
 def inputs(B=SEGMENT_IDS.shape[0], T=SEGMENT_IDS.shape[1], K=8, dtype=jnp.float32):
@@ -31,12 +37,10 @@ def test_values_and_gradients_of_the_kernels():
     assert_segments(FUSED, inputs())
 
 
-@pytest.mark.thorough
 def test_values_and_gradients_of_plain_jax():
     assert_segments(XLA, inputs())
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["xla", "fused"])
 def test_bfloat16_without_states(implementation):
     x = inputs(dtype=jnp.bfloat16)
@@ -44,7 +48,6 @@ def test_bfloat16_without_states(implementation):
     assert_segments(over_segments(chunk_gated_delta_rule, implementation, False), x)
 
 
-@pytest.mark.thorough
 @pytest.mark.interpreted
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**16))
@@ -57,7 +60,6 @@ def test_isolated():
     assert_isolated(XLA, inputs(), segment_ids=SEGMENT_IDS, tolerance=1e-6)
 
 
-@pytest.mark.thorough
 @pytest.mark.interpreted
 def test_isolated_to_the_bit():
     assert_isolated(FUSED, inputs(), segment_ids=SEGMENT_IDS)

@@ -9,38 +9,43 @@ from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.segmented import SEGMENT_IDS
 from chunkwise.shared.testing.split import assert_split
 
-thorough = pytest.mark.thorough
 PACKED = dict(cu_seqlens=boundaries(1, 17, 0, 3))
 SEGMENTS = dict(segment_ids=jnp.asarray(SEGMENT_IDS))
 FUSED = OPERATOR.implementations["fused"]
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize(
-    ("dtype", "sizes", "fixed"),
-    [
-        pytest.param("float32", (2, 21, 1, 2, 8, 12), {}, id="rows"),
-        # Value heads that no even number divides share a key head.
-        pytest.param("bfloat16", (2, 21, 2, 6, 16, 12), {}, id="three", marks=thorough),
-        pytest.param("bfloat16", (1, 70, 2, 8, 16, 12), {}, id="four", marks=thorough),
-        # The map takes a launch of its own.
-        pytest.param("bfloat16", (2, 21, 2, 4, 136, 72), {}, id="wide", marks=thorough),
-        # 32 heads a step, in the order of products that was searched for.
-        pytest.param("bfloat16", (1, 130, 16, 32, 8, 8), {}, id="measured", marks=thorough),
-        pytest.param("float32", (1, 24, 1, 2, 8, 12), PACKED, id="documents", marks=thorough),
-        pytest.param("bfloat16", (1, 24, 1, 2, 8, 12), PACKED, id="documents-bfloat16", marks=thorough),
-        pytest.param("bfloat16", (*SEGMENT_IDS.shape, 1, 2, 8, 12), SEGMENTS, id="segments"),
-        pytest.param("float32", (*SEGMENT_IDS.shape, 1, 2, 8, 12), SEGMENTS, id="segments-32", marks=thorough),
-    ],
+# Type, sizes, and form of the batch.
+CASES = {
+    "rows": ("float32", (2, 21, 1, 2, 8, 12), {}),
+    # Value heads that no even number divides share a key head.
+    "three": ("bfloat16", (2, 21, 2, 6, 16, 12), {}),
+    "four": ("bfloat16", (1, 70, 2, 8, 16, 12), {}),
+    # The map takes a launch of its own.
+    "wide": ("bfloat16", (2, 21, 2, 4, 136, 72), {}),
+    # 32 heads a step, in the order of products that was searched for.
+    "measured": ("bfloat16", (1, 130, 16, 32, 8, 8), {}),
+    "documents": ("float32", (1, 24, 1, 2, 8, 12), PACKED),
+    "documents-bfloat16": ("bfloat16", (1, 24, 1, 2, 8, 12), PACKED),
+    "segments": ("bfloat16", (*SEGMENT_IDS.shape, 1, 2, 8, 12), SEGMENTS),
+    "segments-32": ("float32", (*SEGMENT_IDS.shape, 1, 2, 8, 12), SEGMENTS),
+}
+THOROUGH = dict(
+    test_together_they_are_the_operator=lambda case: case not in ("rows", "segments"),
+    test_a_segment_that_is_not_finite=lambda name: name != "v",
 )
-def test_together_they_are_the_operator(dtype, sizes, fixed):
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("case", CASES)
+def test_together_they_are_the_operator(case):
+    dtype, sizes, fixed = CASES[case]
     N = len(fixed["cu_seqlens"]) - 1 if "cu_seqlens" in fixed else sizes[0]
     x = make_inputs(*sizes, dtype=jnp.dtype(dtype), num_states=N)
     assert_split(FUSED, x, fixed, GateActivation())
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("name", [pytest.param("k", marks=thorough), "v", pytest.param("g", marks=thorough)])
+@pytest.mark.parametrize("name", ["k", "v", "g"])
 def test_a_segment_that_is_not_finite(name):
     """It spoils its own results alone, also where the operator is given what was made of its values."""
     x = make_inputs(*SEGMENT_IDS.shape, 1, 2, 8, 12, num_states=len(SEGMENT_IDS))

@@ -14,6 +14,7 @@ from chunkwise.shared.testing import tpu
 from chunkwise.shared.testing.transforms import KEEPING
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not tpu.has_libtpu(), reason="libtpu is not installed")]
+THOROUGH = dict(test_sixteen_long_sequences=True, test_split_tokens=lambda dtype: dtype == jnp.float32)
 
 
 def specs(T, H, HV, K, V, dtype=jnp.bfloat16, B=1):
@@ -54,7 +55,6 @@ def test_forward_and_backward(chip, C, packed, K):
     assert_float32_accuracy(text, jnp.bfloat16)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("chip", CHIPS)
 def test_sixteen_long_sequences(chip):
     """16 x 16,384 tokens in one pack, forward and backward: memory is what the backward needs of the forward."""
@@ -97,7 +97,7 @@ def test_states_and_float32(chip):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_split_tokens(dtype, chip):
     """Tokens over chips, for some of them packed: a map, the operator that gets its inverses, and the backward.
 

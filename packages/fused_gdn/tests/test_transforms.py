@@ -16,6 +16,13 @@ from chunkwise.shared.testing.transforms import text_for_tpu
 
 pytestmark = pytest.mark.interpreted
 CUTS = [0, 1, 64, 64, 70, 128, 200]
+QUICK = (jnp.float32, "logsigmoid"), (jnp.bfloat16, "logsigmoid/10"), (jnp.float32, "strong")
+THOROUGH = dict(
+    test_gradients=lambda dtype, gate: (dtype, gate) not in QUICK,
+    test_types_may_differ=True,
+    test_gates_that_forget_everything=lambda dtype: dtype == jnp.bfloat16,
+    test_gradients_of_repeated_keys_in_bfloat16=True,
+)
 
 
 def cotangents(x, N, seed=9):
@@ -62,10 +69,10 @@ def check(x, N=0, cu_seqlens=None, exact=None, ignore=(), use_qk_l2norm_in_kerne
     ("dtype", "gate", "T", "H", "HV", "K", "V", "C", "states", "packed"),
     [
         (jnp.float32, "logsigmoid", 50, 2, 6, 60, 100, 32, True, False),
-        pytest.param(jnp.float32, "spikes", 256, 2, 2, 64, 64, 64, False, True, marks=pytest.mark.thorough),
-        pytest.param(jnp.bfloat16, "zero", 150, 1, 2, 128, 128, 64, False, False, marks=pytest.mark.thorough),
+        (jnp.float32, "spikes", 256, 2, 2, 64, 64, 64, False, True),
+        (jnp.bfloat16, "zero", 150, 1, 2, 128, 128, 64, False, False),
         (jnp.bfloat16, "logsigmoid/10", 210, 1, 2, 64, 128, 64, True, True),
-        pytest.param(jnp.bfloat16, "strong", 130, 1, 1, 256, 64, 128, False, False, marks=pytest.mark.thorough),
+        (jnp.bfloat16, "strong", 130, 1, 1, 256, 64, 128, False, False),
         # Gradients of e^-30: what no gate decays must not be added and taken away again.
         (jnp.float32, "strong", 41, 1, 1, 16, 16, 16, True, False),
     ],
@@ -77,7 +84,6 @@ def test_gradients(dtype, gate, T, H, HV, K, V, C, states, packed):
     check(x, N, cu_seqlens, chunk_size=C, use_qk_l2norm_in_kernel=not packed)
 
 
-@pytest.mark.thorough
 def test_types_may_differ():
     """In a pack whose padding begins inside of a chunk, with a key head repeated for two steps."""
     x = make_inputs(1, 40, 1, 2, 16, 16)
@@ -85,7 +91,7 @@ def test_types_may_differ():
     check(x, cu_seqlens=jnp.array([0, 5, 21], jnp.int32), chunk_size=16, config=Config(heads=1, heads_bwd=1))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("strength", [-1e5, -1e9, -jnp.inf])
 def test_gates_that_forget_everything(dtype, strength):
     """The oracle is given -1e4, which is as much in float64 as well. Programs of other tests of this file."""
@@ -159,7 +165,6 @@ def test_gradient_passes_the_check_of_shard_map():
     assert text.count('"stablehlo.all_reduce"') == 3
 
 
-@pytest.mark.thorough
 def test_gradients_of_repeated_keys_in_bfloat16():
     """Whole chunks of one key: v_new oscillates and its sums cancel.
 
