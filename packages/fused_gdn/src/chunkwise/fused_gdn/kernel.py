@@ -45,7 +45,7 @@ class GdnFwdRefs(NamedTuple):
     None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: Any  # int32 [11 or 14, B * steps]
+    table: Any  # int32 [11 or 13, B * steps]
     q: Any = None  # [C, keys K]
     k: Any = None  # [C, keys K]
     v: Any = None  # [C, heads V] of prev
@@ -90,11 +90,6 @@ def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic) -> Any:
     return q, k, g, beta
 
 
-def load_masks(owner: jax.Array, step: layout.TableStep, C: int) -> layout.SequenceMasks:
-    """Return how the sequences lie in the chunk of a step, from the owners of its tokens [1, p C]."""
-    return layout.sequence_masks(owner, C, step.before, step.final)
-
-
 def tokens_not_finite(refs, s: tile.Heads, *keys) -> jax.Array:
     """Return which rows of g, beta and of Refs of keys or queries are not finite, float32 [1, C, 1]."""
     gates = (x.astype(jnp.float32)[None] for x in (tiles.clip_gate(refs.g[...]), refs.beta[...]))
@@ -137,25 +132,18 @@ def _grid_step(
     s: tile.Heads,
 ) -> None:
     """Do as `_fwd_kernel` with these rows of the two chunks."""
-    masks: Any = None
-    masks_prev: Any = None
-    nonfinite_rows: Any = None
-    nonfinite_prev: Any = None
-    valid, valid_prev = (chunk_loop.valid_rows(rows, step, s.C) for step in (cur, prev))
-    if rows is chunk_loop.Rows.MIXED:
-        masks, masks_prev = load_masks(refs.owner[0], cur, s.C), load_masks(refs.owner_prev[...], prev, s.C)
-        valid, nonfinite_rows = nonfinite.isolate(
-            masks, lambda: tokens_not_finite(refs, s, refs.k), mixed=cur.mixed == 1
-        )
+    isolated, isolated_prev = chunk_loop.isolate_stages(
+        refs,
+        rows,
+        cur,
+        prev,
+        s.C,
+        lambda: tokens_not_finite(refs, s, refs.k),
+        lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, s.V)),
         # What a product wrote to a state is not finite in whole columns.
-        state = refs.state, masks_prev.carried, slice(0, 8) if refs.initial_state is None else slice(None)
-        values_not_finite = lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, s.V))
-        valid_prev, nonfinite_prev = nonfinite.isolate(
-            masks_prev,
-            lambda: jnp.maximum(refs.nonfinite_rows[...], values_not_finite()),
-            state,
-            mixed=prev.mixed == 1,
-        )
+        slice(0, 8) if refs.initial_state is None else slice(None),
+    )
+    (masks, valid, _), (_, valid_prev, _) = isolated, isolated_prev
     q, k, g, beta = load_chunk(refs, valid, s, static)
     stored = valid_prev if static.varlen else None
 
@@ -203,12 +191,8 @@ def _grid_step(
 
     if refs.A_inv_out is not None:
         refs.A_inv_out[...] = A_inv
-    if rows is chunk_loop.Rows.MIXED:
-        nonfinite.poison(nonfinite_prev, masks_prev, (refs.o, refs.v_new_over_beta), (refs.state, masks_prev.ending))
-        refs.nonfinite_rows[...] = nonfinite_rows
     # The next grid step takes these from scratch; stored last, because this one still reads those of prev.
-    if refs.owner is not None:
-        refs.owner_prev[...] = refs.owner[0]
+    chunk_loop.poison_stages(refs, isolated, isolated_prev, (refs.o, refs.v_new_over_beta))
     refs.k_prev[...] = k
     if refs.q_prev is not None:
         refs.q_prev[...] = q

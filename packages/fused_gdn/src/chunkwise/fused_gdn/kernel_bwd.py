@@ -236,7 +236,7 @@ def _grid_step(
     nonfinite_rows: Any = None
     valid: Any = chunk_loop.valid_rows(rows, step, s.C)
     if rows is chunk_loop.Rows.MIXED:
-        masks = kernel.load_masks(refs.owner[0], step, s.C)
+        masks = chunk_loop.load_masks(refs.owner[0], step, s.C)
 
         def find():
             values = (layout.load_heads(ref, s.V) for ref in (refs.do, refs.v_new_over_beta) if ref is not None)

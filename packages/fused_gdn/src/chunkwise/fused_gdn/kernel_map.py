@@ -118,7 +118,7 @@ def _grid_step(
     valid, valid_v = (chunk_loop.valid_rows(rows, step, s.C) for step in (cur, inverted))
     if rows is chunk_loop.Rows.MIXED:
         owners = (refs.owner[0], cur), (refs.owner_inverted[...], inverted), (refs.owner_prev[...], prev)
-        masks, masks_inverted, masks_prev = (kernel.load_masks(owner, step, s.C) for owner, step in owners)
+        masks, masks_inverted, masks_prev = (chunk_loop.load_masks(owner, step, s.C) for owner, step in owners)
         valid, nonfinite_k = nonfinite.isolate(
             masks, lambda: kernel.tokens_not_finite(refs, s, refs.k), mixed=cur.mixed == 1
         )

@@ -32,7 +32,7 @@ class GlaFwdRefs(NamedTuple):
 
     k: Any  # [rows, keys K]
     v: Any  # [rows, heads V]
-    table: Any = None  # int32 [11 or 14, B * steps]; none for plain rows
+    table: Any = None  # int32 [11 or 13, B * steps]; none for plain rows
     q: Any = None  # [rows, keys K]
     g: Any = None  # [chunks, heads, 1, C], or per channel [rows, heads K]
     gamma: Any = None  # [heads, 1, C]

@@ -166,11 +166,6 @@ def decays_of(g, refs, valid, static: FusedStatic, first: int = 0, unit: float =
     return g if valid is None else jnp.where(valid, g, 0.0)
 
 
-def load_masks(owner: jax.Array, step: layout.TableStep, C: int) -> layout.SequenceMasks:
-    """Return how the sequences lie in the chunk of a step, from the owners of its tokens [1, C]."""
-    return layout.sequence_masks(owner, C, step.before, step.final)
-
-
 def store_continuing(ref, masks: layout.SequenceMasks) -> None:
     """Store `tile.continuing` in a Ref [C, 128], if there is one."""
     if ref is not None:
@@ -193,7 +188,7 @@ class KdaFwdRefs(NamedTuple):
     None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: Any  # int32 [11 or 14, B * steps]
+    table: Any  # int32 [11 or 13, B * steps]
     q: Any  # [C, keys K]
     k: Any  # [C, keys K]
     v: Any  # [C, heads V] of prev
@@ -254,22 +249,18 @@ def _grid_step(
 ) -> None:
     """Do as `_fwd_kernel` with these rows of the two chunks."""
     heads, C, p, dtype = static.config.heads, static.C, static.p, refs.v.dtype
-    masks: Any = None
-    masks_prev: Any = None
-    nonfinite_rows: Any = None
-    nonfinite_prev: Any = None
-    valid, valid_prev = (chunk_loop.valid_rows(rows, step, C) for step in (cur, prev))
-    if rows is chunk_loop.Rows.MIXED:
-        masks, masks_prev = load_masks(refs.owner[0], cur, C), load_masks(refs.owner_prev[...], prev, C)
-        values_not_finite = lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, static.V))
-        valid_prev, nonfinite_prev = nonfinite.isolate(
-            masks_prev,
-            lambda: jnp.maximum(refs.nonfinite_rows[...], values_not_finite()),
-            (refs.state, masks_prev.carried, slice(None)),
-            mixed=prev.mixed == 1,
-        )
+    isolated, isolated_prev = chunk_loop.isolate_stages(
+        refs,
+        rows,
+        cur,
+        prev,
+        C,
+        lambda: tokens_not_finite(refs, static),
+        lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, static.V)),
+    )
+    (masks, valid, _), (_, valid_prev, _) = isolated, isolated_prev
+    if masks is not None:
         store_continuing(refs.continuing, masks)
-        valid, nonfinite_rows = nonfinite.isolate(masks, lambda: tokens_not_finite(refs, static), mixed=cur.mixed == 1)
     gates, betas = load_gates(refs, valid)  # [C, heads K], [heads, C]
     beta_rows = packed.side_lanes(betas[:, None], p)  # [heads / p, 1, p C]
     # One head at a time: all of them at once would not stay in registers.
@@ -300,11 +291,7 @@ def _grid_step(
         refs.blocks[...], refs.A[...] = blocks, A
     for n, boundary, scores in staged:
         store_pack(refs, n, boundary, scores, beta_rows, static)
-    if rows is chunk_loop.Rows.MIXED:
-        nonfinite.poison(nonfinite_prev, masks_prev, (refs.o, refs.v_new_over_beta), (refs.state, masks_prev.ending))
-        refs.nonfinite_rows[...] = nonfinite_rows
-    if refs.owner is not None:
-        refs.owner_prev[...] = refs.owner[0]
+    chunk_loop.poison_stages(refs, isolated, isolated_prev, (refs.o, refs.v_new_over_beta))
 
 
 def prepare(refs: KdaFwdRefs, n: int, load_q, load_k, gates, betas, valid, masks, static: FusedStatic):

@@ -257,7 +257,7 @@ def _grid_step(refs: KdaBwdRefs, step: layout.TableStep, rows: chunk_loop.Rows, 
     nonfinite_rows: Any = None
     valid: Any = chunk_loop.valid_rows(rows, step, C)
     if rows is chunk_loop.Rows.MIXED:
-        masks = kernel.load_masks(refs.owner[0], step, C)
+        masks = chunk_loop.load_masks(refs.owner[0], step, C)
         kernel.store_continuing(refs.continuing, masks)
         valid, nonfinite_rows = nonfinite.isolate(
             masks, lambda: not_finite(refs, static), (refs.dstate, masks.ending, slice(None))

@@ -8,12 +8,13 @@ before, so that the products of one stage fill the matrix unit while another wai
 import enum
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import layout, pools
+from chunkwise.shared.kernels import layout, nonfinite, pools
 from chunkwise.shared.kernels.operands import FusedStatic
 
 
@@ -116,6 +117,62 @@ def clear_unowned(step: layout.TableStep, results: Sequence, backwards: bool = F
 def valid_rows(rows: Rows, step: layout.TableStep, C: int) -> jax.Array | None:
     """Return which rows of the chunk of a step may be read, bool [C, 1]; None for all, or where masks say it."""
     return step.rows(C) if rows is Rows.SOME else None
+
+
+def load_masks(owner: jax.Array, step: layout.TableStep, C: int) -> layout.SequenceMasks:
+    """Return how the sequences lie in the chunk of a step, from the owners of its tokens [1, lanes]."""
+    return layout.sequence_masks(owner, C, step.before, step.final)
+
+
+def isolate_stages(
+    refs: Any,
+    rows: Rows,
+    cur: layout.TableStep,
+    prev: layout.TableStep,
+    C: int,
+    find: Callable[[], jax.Array],
+    find_prev: Callable[[], jax.Array],
+    part: slice = slice(None),
+) -> tuple[tuple, tuple]:
+    """Keep the sequences apart that are not finite, in both chunks of a forward whose second stage passes the state.
+
+    Args:
+      refs: of the kernel: owner of cur, and in scratch owner_prev, the nonfinite_rows of prev as far as stage 0 saw
+        them, and the state before prev.
+      rows: of the grid step.
+      cur, prev: the steps.
+      C: rows of a chunk.
+      find, find_prev: of `nonfinite.isolate`, for what each of the stages reads.
+      part: of a head of the state to look at.
+
+    Returns:
+      For cur and for prev the masks, the valid rows and the rows that are not finite. Masks and the latter are None
+      unless the rows are mixed.
+    """
+    if rows is not Rows.MIXED:
+        return (None, valid_rows(rows, cur, C), None), (None, valid_rows(rows, prev, C), None)
+    masks, masks_prev = load_masks(refs.owner[0], cur, C), load_masks(refs.owner_prev[...], prev, C)
+    state = refs.state, masks_prev.carried, part
+    either_stage = lambda: jnp.maximum(refs.nonfinite_rows[...], find_prev())
+    isolated = nonfinite.isolate(masks, find, mixed=cur.mixed == 1)
+    isolated_prev = nonfinite.isolate(masks_prev, either_stage, state, mixed=prev.mixed == 1)
+    return (masks, *isolated), (masks_prev, *isolated_prev)
+
+
+def poison_stages(refs: Any, isolated: tuple, isolated_prev: tuple, results: Sequence) -> None:
+    """Store NaN in what prev makes of the sequences that `isolate_stages` found, and hand what it found of cur on.
+
+    Args:
+      refs: of the kernel.
+      isolated, isolated_prev: of `isolate_stages`.
+      results: Refs of tokens of prev.
+    """
+    (_, _, nonfinite_rows), (masks, _, nonfinite_prev) = isolated, isolated_prev
+    if masks is not None:
+        nonfinite.poison(nonfinite_prev, masks, results, (refs.state, masks.ending))
+        refs.nonfinite_rows[...] = nonfinite_rows
+    if refs.owner is not None:
+        refs.owner_prev[...] = refs.owner[0]
 
 
 def start_state(state_ref, start_ref, begins: jax.Array) -> None:

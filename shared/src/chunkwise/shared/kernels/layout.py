@@ -66,14 +66,14 @@ def unless_empty(states: jax.Array, otherwise: jax.Array | None, cu_seqlens: jax
 # Rows of the table of steps.
 SEQUENCE, FIRST, LAST, CHUNK, BEGIN, END, OPENS, CLOSES, BEFORE, FINAL, MIXED = range(11)
 # More of them where states lie in a pool.
-TARGET, CONTINUES, BUSY = range(11, 14)
+TARGET, CONTINUES = range(11, 13)
 
 
 class Steps(NamedTuple):
     """What every step of a launch works on.
 
     Attributes:
-      table: int32 [11, B * steps], read through `TableStep`; 14 rows where states lie in a pool.
+      table: int32 [11, B * steps], read through `TableStep`; 13 rows where states lie in a pool.
       owner: int32 [B * NT, 1, C], the `coded_owners` of tokens where a chunk may hold several sequences, else None.
     """
 
@@ -146,14 +146,11 @@ def pool_steps(T: int, C: int, routes: pools.Routes, block_size: int | None = No
     first = p.first & rows
     reads = jnp.where(first, source, jnp.int32(-1))
     sources, targets = pools.resident_slots(reads, written)
-    # Between the first and the last piece that has rows.
-    busy = jnp.any(rows[None] & (steps[None] <= steps[:, None]), axis=1)
-    busy &= jnp.any(rows[None] & (steps[None] >= steps[:, None]), axis=1)
     padded = (p.chunk * C < start[0]) | ((p.chunk + 1) * C > end[-1])
     none = jnp.zeros_like(steps)
     table = (
         sources, first, written >= 0, p.chunk, p.begin, p.end, p.opens, p.closes, none, none, padded,
-        targets, reads >= 0, busy,
+        targets, reads >= 0,
     )  # fmt: skip
     return Steps(jnp.stack([x.astype(jnp.int32) for x in table]), None)
 
@@ -202,7 +199,6 @@ class TableStep:
         rows that no piece owns.
       target: the slot that the step holds to write it, in a pool, as those that follow.
       continues: 1 where its sequence starts from the state of a slot, and not from zeros.
-      busy: 0 where no step up to this one, or from this one on, has rows.
     """
 
     def __init__(self, table_ref, n):
@@ -221,7 +217,6 @@ class TableStep:
     mixed = property(lambda self: self._table[MIXED, self._n])
     target = property(lambda self: self._table[TARGET, self._n])
     continues = property(lambda self: self._table[CONTINUES, self._n])
-    busy = property(lambda self: self._table[BUSY, self._n])
 
     @property
     def empty(self) -> jax.Array:
