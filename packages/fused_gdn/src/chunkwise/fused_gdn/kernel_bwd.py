@@ -1,185 +1,20 @@
-"""Backward: one reverse pass over the chunks; tile mathematics, kernel body, launcher.
+"""Backward: one reverse pass over the chunks; loading and storing, kernel body, launcher.
 
-With the names of kernel.py, where S and U are computed again, and dS' arriving from the right:
-
-    dv_new = (scale tril(Q K^T * D))^T dO + e^(G_last - G) K dS'      dR = A_inv^T B dv_new      dV = dR
-    dA = -tril(dR U^T, -1)                    dP = tril(dO (B U)^T)    of A = K K^T * D and P = scale Q K^T * D
-    dS = e^G_last dS' + Q^T (scale e^G dO) - K^T (e^G dR)
-
-dA needs no further product with A_inv: -A_inv^T (B dv_new R^T) A_inv^T = -dR U^T. As in the forward, what oscillates
-where keys repeat (U, dv_new, P and the gradients of A and P) keeps 16 bits with bfloat16 tensors; S and dS enter at 8.
-
-In a chunk that holds several sequences, all rows of a sequence that is not finite are zero in all products, and its
-gradients there become NaN. U says by NaN which values, or states, were not finite.
+The mathematics is in tile_bwd.py. In a chunk that holds several sequences, all rows of a sequence that is not finite
+are zero in all products, and its gradients there become NaN. The forward stored NaN in v_new_over_beta where values, or
+states, were not finite.
 """
 
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.fused_gdn import cost, kernel, tile
+from chunkwise.fused_gdn import cost, kernel, tile, tile_bwd
 from chunkwise.shared.kernels import chunk_loop, launcher, layout, matmul, nonfinite, packed, tiles
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
-
-
-def lane_sums(x: jax.Array, w: int, dtype) -> jax.Array:
-    """Return the sums of x [n, C, m w] over every w lanes, as [C, n m].
-
-    A product with zeros and ones: the matrix unit has time, and the unit that adds up lanes has not.
-    """
-    heads = x.shape[0] * x.shape[2] // w
-    flat = packed.split_bf16(packed.concat_lanes([x[i : i + 1] for i in range(x.shape[0])]), dtype)
-    lane, head = (lax.broadcasted_iota(jnp.int32, (1, heads * w, heads), axis) for axis in (1, 2))
-    ones = tile.indicator(packed.block_of(lane, w) == head).astype(flat[0].dtype)  # [1, heads w, heads]
-    sums = matmul.dot(packed.concat_rows(flat), ones)[0]  # [parts C, heads]
-    return functools.reduce(jnp.add, [sums[i * x.shape[1] : (i + 1) * x.shape[1]] for i in range(len(flat))])
-
-
-def row_sums(x: jax.Array, s: tile.Heads) -> jax.Array:
-    """Return the sums over the rows of packed x [n, C, p C], as [C, heads]."""
-    total = jnp.sum(x, axis=1, keepdims=True)
-    head = packed.block_of(packed.lane_index(s.p * s.C)[0], s.C)
-    per_head = [jnp.where(head == i, total[n], 0.0) for n in range(x.shape[0]) for i in range(s.p)]  # [1, p C] each
-    i, j = tile.packed_index(s)
-    return matmul.dot_nt(tile.indicator(i == j), jnp.concatenate(per_head)[None])[0]
-
-
-def fold(row: jax.Array, width: int) -> jax.Array:
-    """Return rows [heads, 1, w] as [heads, 1, width] of the same sum; both are whole registers of lanes."""
-    folded = functools.reduce(jnp.add, [row[:, :, i : i + packed.LANES] for i in range(0, row.shape[2], packed.LANES)])
-    return packed.concat_lanes([folded, jnp.zeros_like(folded)]) if width > packed.LANES else folded
-
-
-def strictly(s: tile.Heads) -> jax.Array:
-    """Return i > j of shape [1, C, p C]."""
-    i, j = tile.packed_index(s)
-    return i > j
-
-
-def multiply_nt(a, b, dtype):
-    """Return a b^T of float32 tiles as one pass of operands of `dtype`."""
-    return matmul.dot_nt(a.astype(dtype), b.astype(dtype))
-
-
-def key_gradients(A1, A2, q, k, s: tile.Heads):
-    """Return the gradients of (q, k) [key heads, C, K] through the packed scores.
-
-    dq = A2 K and dk = (A1 + A1^T) K + A2^T Q, summed over the value heads of a key head.
-    """
-    q_packs, k_packs, each = tile.key_packs(q, s), tile.key_packs(k, s), s.p // s.keys
-    A = packed.split_bf16(packed.concat_rows([A1, A2]), k.dtype)  # [n, 2 C, p C] each
-    direct = matmul.dot(
-        packed.concat_lanes(A), packed.concat_rows([tile.placed_keys(k_packs, s)] * len(A))
-    )  # [n, 2 C, keys K]
-    turned = matmul.dot_tn(
-        packed.concat_rows(A), packed.concat_rows([packed.concat_lanes(k_packs), packed.concat_lanes(q_packs)] * len(A))
-    )  # [n, p C, keys K]
-    dq, dk = [0.0] * k.shape[0], [0.0] * k.shape[0]
-    for n in range(s.heads // s.p):
-        for j in range(s.keys):
-            head, at = (n * s.p + j * each) // s.group, slice(j * s.K, (j + 1) * s.K)
-            dq[head] += direct[n, s.C :, at]
-            dk[head] += direct[n, : s.C, at]
-            for i in range(j * each, (j + 1) * each):
-                dk[head] += turned[n, i * s.C : (i + 1) * s.C, at]
-    return jnp.stack(dq), jnp.stack(dk)
-
-
-def back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s: tile.Heads):
-    """Return what reaches the values of a chunk, [heads, C, V] each; this needs neither the state nor the values.
-
-    Args:
-      k: [key heads, C, K].
-      QK, D: scores and decays, packed [n, C, p C].
-      A_inv: packed [n, C, p C].
-      do: [heads, C, V].
-      dstate: float32 [heads, K, V], gradient of the state after the chunk.
-      scale: multiplies q.
-      end, beta: the decay to the end and the step sizes, over all lanes [heads, C, V].
-      s: static.
-
-    Returns:
-      What reaches the new values from the state after the chunk, what reaches them in all, the gradient of the values.
-    """
-    written = end * tile.read_state(k, None, dS.astype(k.dtype), s)[0]
-    dv_new = packed.apply_transposed(QK * (D * scale), do, k.dtype, s.p) + written
-    return written, dv_new, packed.apply_transposed(A_inv, beta * dv_new, k.dtype, s.p)
-
-
-def back_to_state(q, k, do, dR, dS, scale, start, s: tile.Heads):
-    """Return the gradient of the state before a chunk, [heads, K, V]; dR and the others as in `back_to_values`."""
-    entering = packed.concat_rows([(scale * start) * do.astype(jnp.float32), -start * dR])  # [heads, 2 C, V]
-    entering = packed.side_lanes(entering.astype(k.dtype), s.group)  # [key heads, 2 C, group V]
-    return start[:, -1:] * dS + packed.split_lanes(matmul.dot_tn(packed.concat_rows([q, k]), entering), s.group)
-
-
-def state_gradient(q, k, gate, boundary, A_inv, do, dS, scale, s: tile.Heads):
-    """Return the gradient of the state before a chunk alone; the arguments are those of `chunk_gradients`."""
-    pairs, *decays = boundary
-    start, end, beta = (tile.head_columns(x, s, s.V) for x in (*decays, gate.beta))  # [heads, C, V]
-    QK, D = tile.scores([q], k, gate, pairs, s)  # [n, C, p C]
-    *_, dR = back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s)
-    return back_to_state(q, k, do, dR, dS, scale, start, s)
-
-
-def chunk_gradients(q, k, gate, boundary, A_inv, S, v_new_over_beta, do, dS, scale, s: tile.Heads):
-    """Return the gradients of one chunk.
-
-    Args:
-      q, k: [key heads, C, K].
-      gate, boundary: of the chunk, as `tile.pack_gates` and `tile.boundary_decays` return them.
-      A_inv: packed [n, C, p C].
-      S: state before the chunk [heads, K, V], operand type.
-      v_new_over_beta: [heads, C, V] float32.
-      do: [heads, C, V].
-      dstate: float32 [heads, K, V], gradient of the state after the chunk.
-      scale: multiplies q.
-      s: static.
-
-    Returns:
-      dq, dk [key heads, C, K], dv [heads, C, V]; [C, heads] what a row passes to its own and all earlier gates, what it
-      passes to all later gates, and dbeta; dS before the chunk.
-    """
-    dtype, C = k.dtype, s.C
-    q_heads, k_heads = (jnp.stack([x[i // s.group] for i in range(s.heads)]) for x in (q, k))  # [heads, C, K]
-    # Factors of rows over all lanes, of tiles [heads, C, K] and of tiles [heads, C, V].
-    interact, *decays = boundary
-    start_k, end_k, beta_k = (tile.head_columns(x, s, s.K) for x in (*decays, gate.beta))
-    start, end, beta = (tile.head_columns(x, s, s.V) for x in (*decays, gate.beta))
-    KK, QK, D = tile.scores([k, q], k, gate, interact, s)  # [n, C, p C]
-    # What reaches the new values: from the outputs of the chunk, and from the state after it.
-    written, dv_new, dR = back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s)
-
-    # From there to the scores, and through them to queries and keys.
-    outers = packed.outer(
-        packed.concat_rows([dR, do.astype(jnp.float32)]), v_new_over_beta, dtype, s.p
-    )  # [n, 2 C, p C]
-    dA = jnp.where(strictly(s), -outers[:, :C], 0.0) * D  # [n, C, p C]
-    A1, A2 = dA * gate.beta_rows, outers[:, C:] * (D * gate.beta_rows * scale)  # [n, C, p C]
-    dq, dk = key_gradients(A1, A2, q, k, s)  # [key heads, C, K]
-
-    # What queries and keys multiply: the state before the chunk, and for keys the one after it.
-    through_state = multiply_nt(packed.concat_rows([do.astype(jnp.float32), dR]), S, dtype)  # [heads, 2 C, K]
-    dq_start, dk_start = (scale * start_k) * through_state[:, :C], -start_k * through_state[:, C:]  # [heads, C, K]
-    dk_end = (end_k * beta_k) * multiply_nt(v_new_over_beta, dS, dtype)  # [heads, C, K]
-
-    # What passes through a row's own and all earlier gates, and apart from it what passes all later ones. What passes
-    # none, a row's own product, stands in neither: added and taken away again it would drown the rest at strong gates.
-    passes = fold(jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True), s.K)  # [heads, 1, K]
-    is_last = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1) == C - 1
-    entered = q_heads.astype(jnp.float32) * dq_start + k_heads.astype(jnp.float32) * dk_start  # [heads, C, K]
-    entered = entered + jnp.where(is_last, start_k[:, -1:] * passes, 0.0)
-    pairs = jnp.where(strictly(s), A1 * KK + A2 * QK, 0.0)  # [n, C, p C]
-    later = lane_sums(entered, s.K, dtype) + lane_sums(pairs, C, dtype) - row_sums(pairs, s)
-    earlier = lane_sums(beta * written * v_new_over_beta, s.V, dtype)
-    dbeta = lane_sums(dv_new * v_new_over_beta, s.V, dtype) + row_sums(dA * KK, s)
-    dS = back_to_state(q, k, do, dR, dS, scale, start, s)
-    dq, dk = dq + layout.sum_value_heads(dq_start, s.group), dk + layout.sum_value_heads(dk_start + dk_end, s.group)
-    return dq, dk, dR, later, earlier, dbeta, dS
 
 
 class GdnBwdRefs(NamedTuple):
@@ -251,10 +86,12 @@ def _grid_step(
     gate = tile.pack_gates(tile.gate_sums(g, beta, s, k.dtype != jnp.bfloat16, masks), s)
     boundary = tile.boundary_decays(gate, s, masks)
     if refs.dq is None:
-        refs.dstate[...] = state_gradient(q, k, gate, boundary, refs.A_inv[...], do, refs.dstate[...], static.scale, s)
+        refs.dstate[...] = tile_bwd.state_gradient(
+            q, k, gate, boundary, refs.A_inv[...], do, refs.dstate[...], static.scale, s
+        )
     else:
         v_new_over_beta = layout.load_heads(refs.v_new_over_beta, s.V, valid=valid)  # [heads, C, V]
-        *gradients, dS = chunk_gradients(
+        *gradients, dS = tile_bwd.chunk_gradients(
             q, k, gate, boundary, refs.A_inv[...], refs.h[...], v_new_over_beta, do, refs.dstate[...], static.scale, s
         )
         refs.dstate[...] = dS

@@ -90,44 +90,6 @@ def load_decays(ref, heads: range, K: int, base: int) -> tile.ChannelDecays:
     return tile.chunk_decays([load(i) for i in range(ref.shape[0])], base)
 
 
-def transposed(x):
-    """Return the matrices [p, C, R] of a pack transposed and side by side, [1, R, p C]."""
-    p, C, R = x.shape
-    return jnp.swapaxes(x.reshape(p * C, R), 0, 1)[None]
-
-
-def pack_scores(q, k, decays: tile.ChannelDecays, levels, masks: layout.SequenceMasks | None, dtype) -> jax.Array:
-    """Return the packed scores of queries above those of keys, [1, 2 C, p C], of a pack of heads.
-
-    Args:
-      q, k: [p, C, K] float32, q scaled.
-      decays: between the rows of the chunk.
-      levels: `tile.level_table`.
-      masks: of a chunk that holds several sequences, or None.
-      dtype: of the operands of the products.
-    """
-    interaction = tile.interaction_tile(q, k, decays, levels[None], dtype, pairs=len(q) % 2 == 0)  # [p, C, 2 C]
-    scores = transposed(interaction)  # [1, 2 C, p C]
-    return scores if masks is None else jnp.where(tile.packed_pairs(masks.same, len(q)), scores, 0.0)
-
-
-def pack_boundary(readers, beta, decays: tile.ChannelDecays, masks: layout.SequenceMasks | None):
-    """Return what the state needs of the rows of a chunk, of a pack of heads.
-
-    Args:
-      readers: [q, k] or [k], each [p, C, K] float32, q scaled.
-      beta: [p, C, 1].
-      decays, masks: as in `pack_scores`.
-
-    Returns:
-      The rows that read the state before the chunk, decayed from its start: queries, if any, above keys, [p, 2 C or C,
-      K]; the keys times beta, decayed to its end [p, C, K]; the decay over all of it [p, 1, K].
-    """
-    from_start, to_end, through = tile.boundary_tile(decays, masks)  # [p, C, K], [p, C, K], [p, 1, K]
-    readers_decayed = packed.concat_rows(readers) * packed.concat_rows([from_start] * len(readers))
-    return readers_decayed, (readers[-1] * beta) * to_end, through
-
-
 def load_keys(ref, valid, static: FusedStatic, which: slice = slice(None)) -> jax.Array:
     """Return queries or keys as float32 [key heads, C, K], rounded as the tensors are."""
     heads = layout.load_heads(ref, static.K, which, valid).astype(jnp.float32)  # [key heads, C, K]
@@ -319,8 +281,8 @@ def prepare(refs: KdaFwdRefs, n: int, load_q, load_k, gates, betas, valid, masks
     store_block_decays(refs.decays, g, base, continuing, n * K // packed.LANES, refs.law is None)
     decays, beta = load_decays(refs.decays, pack, K, base), tiles.to_column(betas[n : n + p, None])  # [p, C, 1]
     # With the scores at hand no decay between two rows of the chunk is needed.
-    scores = pack_scores(q, k, decays, refs.levels[...], masks, dtype) if refs.A_inv is None else None
-    return pack_boundary([q, k] if refs.o is not None else [k], beta, decays, masks), scores
+    scores = tile.pack_scores(q, k, decays, refs.levels[...], masks, dtype) if refs.A_inv is None else None
+    return tile.pack_boundary([q, k] if refs.o is not None else [k], beta, decays, masks), scores
 
 
 def store_pack(refs: KdaFwdRefs, n: int, boundary, scores, beta_rows, static: FusedStatic) -> None:
@@ -343,21 +305,6 @@ def stages_of(static: FusedStatic, most: int) -> list[slice]:
     return [slice(n, n + size) for n in range(0, heads, size)]
 
 
-def read_state(readers, S):
-    """Return the product of readers [heads, R, K] and the transposed S [heads, V, K], [heads, R, V] float32."""
-    heads, V, K = S.shape
-    # Two heads fill the 256 x 256 weights of a matrix unit.
-    p = 2 if heads % 2 == 0 and 2 * K <= 256 and 2 * V <= 256 else 1
-    S = packed.place_tiles(packed.pack_members(S.astype(readers.dtype), p), p)  # [heads / p, p V, p K]
-    return packed.split_lanes(matmul.dot_nt(packed.side_lanes(readers, p), S), p)
-
-
-def write_state(v_new_over_beta, ends):
-    """Return v_new_over_beta^T ends, [heads, V, K] float32, for `split_bf16` of both."""
-    left, right = packed.part_pairs(v_new_over_beta, ends)
-    return matmul.dot_tn(packed.concat_rows(left), packed.concat_rows(right))
-
-
 def pass_chunk(refs: KdaFwdRefs, valid, static: FusedStatic, dtype) -> Iterator[None]:
     """Finish the inverse of prev and take the state through it; yield where products may stand."""
     A_inv = None if refs.A_inv is None else refs.A_inv[...]  # [heads / p, C, p C]
@@ -378,7 +325,7 @@ def pass_state(refs: KdaFwdRefs, valid, A_inv, heads: slice, static: FusedStatic
     S = refs.state[heads]  # [h, V, K]
     if refs.h is not None:
         refs.h[heads] = S.astype(refs.h.dtype)
-    state_reads = read_state(refs.readers[heads], S)  # [h, 2 C or C, V]
+    state_reads = tile.read_state(refs.readers[heads], S)  # [h, 2 C or C, V]
     yield
     v = layout.load_heads(refs.v, static.V, heads, valid).astype(jnp.float32)  # [h, C, V]
     if S.shape[1] > static.V:  # channels without values
@@ -395,7 +342,7 @@ def pass_state(refs: KdaFwdRefs, valid, A_inv, heads: slice, static: FusedStatic
         layout.store_heads(refs.o, o, stored, heads.start)
     ends = refs.ends[heads]  # [h, parts C, K]
     ends = [ends[:, i : i + C] for i in range(0, ends.shape[1], C)]
-    refs.state[heads] = refs.through[heads] * S + write_state(
+    refs.state[heads] = refs.through[heads] * S + tile.write_state(
         packed.split_bf16(v_new_over_beta, dtype), ends
     )  # [h, V, K]
 

@@ -268,3 +268,56 @@ def packed_pairs(same: jax.Array, p: int) -> jax.Array:
     A kernel cannot join masks, so numbers are joined.
     """
     return twice(packed.concat_lanes([same.astype(jnp.float32)] * p)) > 0.0
+
+
+def transposed(x):
+    """Return the matrices [p, C, R] of a pack transposed and side by side, [1, R, p C]."""
+    p, C, R = x.shape
+    return jnp.swapaxes(x.reshape(p * C, R), 0, 1)[None]
+
+
+def pack_scores(q, k, decays: ChannelDecays, levels, masks: layout.SequenceMasks | None, dtype) -> jax.Array:
+    """Return the packed scores of queries above those of keys, [1, 2 C, p C], of a pack of heads.
+
+    Args:
+      q, k: [p, C, K] float32, q scaled.
+      decays: between the rows of the chunk.
+      levels: `level_table`.
+      masks: of a chunk that holds several sequences, or None.
+      dtype: of the operands of the products.
+    """
+    interaction = interaction_tile(q, k, decays, levels[None], dtype, pairs=len(q) % 2 == 0)  # [p, C, 2 C]
+    scores = transposed(interaction)  # [1, 2 C, p C]
+    return scores if masks is None else jnp.where(packed_pairs(masks.same, len(q)), scores, 0.0)
+
+
+def pack_boundary(readers, beta, decays: ChannelDecays, masks: layout.SequenceMasks | None):
+    """Return what the state needs of the rows of a chunk, of a pack of heads.
+
+    Args:
+      readers: [q, k] or [k], each [p, C, K] float32, q scaled.
+      beta: [p, C, 1].
+      decays, masks: as in `pack_scores`.
+
+    Returns:
+      The rows that read the state before the chunk, decayed from its start: queries, if any, above keys, [p, 2 C or C,
+      K]; the keys times beta, decayed to its end [p, C, K]; the decay over all of it [p, 1, K].
+    """
+    from_start, to_end, through = boundary_tile(decays, masks)  # [p, C, K], [p, C, K], [p, 1, K]
+    readers_decayed = packed.concat_rows(readers) * packed.concat_rows([from_start] * len(readers))
+    return readers_decayed, (readers[-1] * beta) * to_end, through
+
+
+def read_state(readers, S):
+    """Return the product of readers [heads, R, K] and the transposed S [heads, V, K], [heads, R, V] float32."""
+    heads, V, K = S.shape
+    # Two heads fill the 256 x 256 weights of a matrix unit.
+    p = 2 if heads % 2 == 0 and 2 * K <= 256 and 2 * V <= 256 else 1
+    S = packed.place_tiles(packed.pack_members(S.astype(readers.dtype), p), p)  # [heads / p, p V, p K]
+    return packed.split_lanes(matmul.dot_nt(packed.side_lanes(readers, p), S), p)
+
+
+def write_state(v_new_over_beta, ends):
+    """Return v_new_over_beta^T ends, [heads, V, K] float32, for `split_bf16` of both."""
+    left, right = packed.part_pairs(v_new_over_beta, ends)
+    return matmul.dot_tn(packed.concat_rows(left), packed.concat_rows(right))

@@ -1,0 +1,190 @@
+"""The tile mathematics of the backward of Kimi delta attention: arrays in, arrays out.
+
+States and their gradients are transposed, [V, K]. With the names of kernel.py, P = <Q, K>_D and A = tril(<K, K>_D, -1)
+without beta, Q scaled, and dS' arriving from the right:
+
+    dv_new = P^T dO + (K e^(G_last - G)) dS'      dR = A_inv^T B dv_new      dV = dR
+    dP = tril(dO U^T) B                           dA = -tril(dR U^T, -1) B
+    dS = e^G_last dS' + (Q e^G)^T dO - (K e^G)^T dR
+
+dP and dA go back through the products of every level, each with its own factors of rows and of columns. None is above
+one, but with a bound on the gates those of base blocks: at most 2^96, and every pair of them multiplies to a decay.
+The forward leaves A_inv, U, P, A and S before every step. As there, what oscillates where keys repeat (U, dv_new,
+dP and dA) keeps 16 bits with bfloat16 tensors.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from chunkwise.kda import tile
+from chunkwise.shared.kernels import matmul, packed, tiles
+
+
+def pair_table(C: int, base: int) -> np.ndarray:
+    """Return int32 [2 C, C], which product holds the pair of row i, of queries, then of keys, and column j < i."""
+    table = tile.level_table(C, base)[:, C:].T
+    return np.concatenate([table, table])
+
+
+def unpacked(x, p: int):
+    """Return packed matrices [n, R, p C] transposed, head by head, [n p, C, R]."""
+    turned = jnp.concatenate([jnp.swapaxes(x[i], 0, 1) for i in range(x.shape[0])])
+    return turned.reshape(x.shape[0] * p, -1, x.shape[1])
+
+
+def interaction_bwd_tile(q, k, decays: tile.ChannelDecays, table, d, p: int, dtype):
+    """Return the gradients of `tile.interaction_tile` of rows [h, 2 C, K] and of k as columns [h, C, K].
+
+    Only of pairs i > j: the diagonal has no gate, and a gate's gradient would be the difference of its two equal parts.
+
+    Args:
+      q, k, decays, dtype: as there.
+      table: `pair_table`.
+      d: packed gradient [n, 2 C, p C] of the scores of queries above those of keys.
+      p: heads of a pack.
+    """
+    operand = matmul.operand_dtype(dtype)
+    stacked, turned = packed.concat_rows([q, k]), unpacked(d, p)  # [h, 2 C, K], [h, C, 2 C]
+    pairs = jnp.concatenate([table] * p, axis=1)[None]  # [1, 2 C, p C]
+    pairs_turned = jnp.swapaxes(table, 0, 1)[None]  # [1, C, 2 C]
+    split = [y.astype(jnp.float32) for y in packed.split_bf16(d, dtype)]  # each [n, 2 C, p C]
+    d_rows, d_columns = jnp.zeros_like(stacked), jnp.zeros_like(k)  # [h, 2 C, K], [h, C, K]
+    for index, b, by_column, by_row in tile.level_factors(decays):
+        if b is None:  # all rows and columns take part, and the table selects
+            columns, decayed = k * by_column, stacked * by_row  # [h, C, K], [h, 2 C, K]
+            mine, left = split, turned
+            here, here_turned = pairs == index, pairs_turned == index
+        else:  # only right halves have pairs as rows, left halves as columns; the others meet zeros
+            columns = tile.halves(k, b)[0] * by_column  # [h, C / 2, K]
+            columns = tile.join_halves(columns, columns, b)  # [h, C, K]
+            decayed = tile.halves(stacked, b)[1] * by_row  # [h, C, K]
+            decayed = tile.join_halves(decayed, decayed, b)  # [h, 2 C, K]
+            mine = [tile.halves(y, b)[1] for y in split]  # each [n, C, p C]
+            left = tile.halves(turned, b)[0]  # [h, C / 2, 2 C]
+            here, here_turned = tile.halves(pairs, b)[1] == index, tile.halves(pairs_turned, b)[0] == index
+        mine = packed.concat_lanes([jnp.where(here, y, 0.0).astype(operand) for y in mine])  # [n, 2 C or C, parts p C]
+        add_rows = by_row * packed.multiply_packed(mine, columns.astype(operand), p, dtype)  # [h, 2 C or C, K]
+        turned_parts = packed.split_bf16(jnp.where(here_turned, left, 0.0), dtype)  # each [h, C or C / 2, 2 C]
+        product = matmul.dot(
+            packed.concat_lanes(turned_parts), packed.concat_rows([decayed.astype(operand)] * len(turned_parts))
+        )  # [h, C or C / 2, K]
+        add_columns = by_column * product  # likewise
+        if b is None:
+            d_rows, d_columns = d_rows + add_rows, d_columns + add_columns
+        else:
+            untouched, right = tile.halves(d_rows, b)
+            d_rows = tile.join_halves(untouched, right + add_rows, b)  # [h, 2 C, K]
+            left, untouched = tile.halves(d_columns, b)
+            d_columns = tile.join_halves(left + add_columns, untouched, b)  # [h, C, K]
+    return d_rows, d_columns
+
+
+def back_to_values(k, beta, boundary, A_inv, scores, do, dS, dtype):
+    """Return what reaches the values of a chunk, [h, C, V] each; this needs neither the state nor the values.
+
+    Args:
+      k, beta, boundary, do, dS, dtype: as in `outer_bwd_tile`, and of `residuals` there A_inv and scores.
+
+    Returns:
+      What reaches the new values from outputs and from the state after the chunk, and dR, the gradient of the values.
+    """
+    C, p, operand = k.shape[1], k.shape[0] // A_inv.shape[0], matmul.operand_dtype(dtype)
+    _, to_end, _ = boundary
+    written = matmul.dot_nt((k * to_end).astype(operand), dS.astype(operand))  # [h, C, V]
+    dv_new = packed.apply_transposed(scores[:, :C], do, dtype, p) + written
+    return dv_new, packed.apply_transposed(A_inv, beta * dv_new, dtype, p)
+
+
+def back_to_state(q, k, boundary, down, dS, dtype):
+    """Return the gradient of the state before a chunk, [h, V, K]; `down` are do above -dR, [h, 2 C, V] operands."""
+    from_start, _, through = boundary
+    decayed = (packed.concat_rows([q, k]) * tile.twice(from_start)).astype(matmul.operand_dtype(dtype))  # [h, 2 C, K]
+    return through * dS + matmul.dot_tn(down, decayed)
+
+
+def state_bwd_tile(q, k, beta, boundary, A_inv, scores, do, dS, dtype):
+    """Return the gradient of the state before a chunk alone, [h, V, K]; the arguments are those of `outer_bwd_tile`."""
+    operand = matmul.operand_dtype(dtype)
+    _, dR = back_to_values(k, beta, boundary, A_inv, scores, do, dS, dtype)
+    return back_to_state(q, k, boundary, packed.concat_rows([do.astype(operand), (-dR).astype(operand)]), dS, dtype)
+
+
+def outer_bwd_tile(q, k, beta, beta_row, boundary, residuals, do, dS, same, dtype):
+    """Return the gradients of a chunk but for what goes through the interaction of its keys.
+
+    Args:
+      q, k: [h, C, K] float32, q scaled.
+      beta: [h, C, 1], and packed: beta_row [n, 1, p C].
+      boundary: of `tile.boundary_tile`.
+      residuals: of the forward: S [h, V, K] before the step, v_new_over_beta [h, C, V], packed A_inv [n, C, p C] and
+        scores [n, 2 C, p C].
+      do: [h, C, V], gradient of the output, in the type of the tensors.
+      dS: [h, V, K] float32, gradient of the state after the chunk.
+      same: [1, C, C], rows of one sequence, or None.
+      dtype: of the operands of the products.
+
+    Returns:
+      The gradients of the state before the chunk [h, V, K] and of the values [h, C, V]; that of beta as the sum of
+      [h, C, 1] and packed rows [n, 1, p C]; that of the scores of queries above those of keys, packed [n, 2 C, p C],
+      pairs i > j; and for `chunk_bwd_tile` the gradients of queries above keys through the state before the chunk
+      [h, 2 C, K], of keys through the state after it [h, C, K], of the product of every query with the key of its row
+      [h, C, 1], and what passes through the state to all gates [h, 1, K].
+    """
+    S, v_new_over_beta, A_inv, scores = residuals
+    C, p, operand = k.shape[1], k.shape[0] // A_inv.shape[0], matmul.operand_dtype(dtype)
+    from_start, to_end, through = boundary
+    dv_new, dR = back_to_values(k, beta, boundary, A_inv, scores, do, dS, dtype)
+    down = packed.concat_rows([do.astype(operand), (-dR).astype(operand)])  # [h, 2 C, V]
+    outers = packed.outer(down, v_new_over_beta, dtype, p)  # [n, 2 C, p C]
+    i, j = (lax.broadcasted_iota(jnp.int32, (1, 2 * C, p * C), axis) & (C - 1) for axis in (1, 2))
+    pairs = i > j if same is None else (i > j) & tile.packed_pairs(same, p)  # [1, 2 C, p C]
+    d_scores = jnp.where(pairs, outers, 0.0)  # [n, 2 C, p C]
+    of_state = (
+        matmul.dot(down, S.astype(operand)) * tile.twice(from_start),
+        matmul.dot((beta * v_new_over_beta).astype(operand), dS.astype(operand)) * to_end,
+        beta * jnp.sum(do.astype(jnp.float32) * v_new_over_beta, axis=-1, keepdims=True),
+        through * jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True),
+    )
+    dbeta = (
+        jnp.sum(dv_new * v_new_over_beta, axis=-1, keepdims=True),
+        jnp.sum(d_scores[:, C:] * scores[:, C:], axis=1, keepdims=True),
+    )
+    return back_to_state(q, k, boundary, down, dS, dtype), dR, dbeta, d_scores * beta_row, of_state
+
+
+def chunk_bwd_tile(q, k, d_rows, d_columns, of_state):
+    """Return the gradients of the scaled queries and the keys [h, C, K], and of what their gates get (later, earlier).
+
+    All gates see the state pass through, each row's gates the pairs below it, and what runs to the end the gates after
+    it. `later` [h, C, K] is what a row passes to its own and all earlier gates, `earlier` what it passes to all later
+    ones: sums of one kind only, because differences of cumulative ones would cancel where gates are strong.
+
+    Args:
+      q, k: [h, C, K] float32, q scaled.
+      d_rows, d_columns: of `interaction_bwd_tile`.
+      of_state: of `outer_bwd_tile`.
+    """
+    C, (d_start, d_end, d_itself, of_gates) = k.shape[1], of_state
+    d_rows = d_rows + d_start  # [h, 2 C, K]
+    last = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1) == C - 1
+    later = q * d_rows[:, :C] + k * (d_rows[:, C:] - d_columns) + jnp.where(last, of_gates, 0.0)  # [h, C, K]
+    dq, dk = d_rows[:, :C] + d_itself * k, d_rows[:, C:] + d_columns + d_end + d_itself * q
+    return dq, dk, later, k * d_end
+
+
+def sum_over_rows(later, earlier, same, dtype):
+    """Return the gradient of the gates, [C, heads K], from that of `chunk_bwd_tile`: a product with zeros and ones.
+
+    What the rows of one sequence pass to the gates of another adds up to zero, but for rounding: `same` leaves it out.
+    """
+    C, count = later.shape[1], 2 if matmul.operand_dtype(dtype) == jnp.bfloat16 else 3
+    later, earlier = (jnp.concatenate(list(x), axis=1) for x in (later, earlier))  # [C, heads K]
+    by_part = [*matmul.bf16_parts(later, count), *matmul.bf16_parts(earlier, count)]  # each [C, heads K]
+    collect = [tiles.row_index(C) <= tiles.column_index(C)] * count + [
+        tiles.row_index(C) > tiles.column_index(C)
+    ] * count
+    if same is not None:
+        collect = [x & same for x in collect]
+    collect = packed.concat_lanes([x.astype(jnp.float32) for x in collect]).astype(jnp.bfloat16)  # [1, C, 2 count C]
+    return matmul.dot(collect, jnp.concatenate(by_part)[None])[0]
