@@ -290,7 +290,7 @@ def count_kernels(case: Case, mixture: Mixture, chip: str) -> dict[str, int]:
         text = _compiled(case, mixture, chip, tpu.dump_flags(folder, profile=False))
         # After the flags of the compiler are set, which it reads before the first computation.
         step: dict[str, Any] = {name: jnp.asarray(y) for name, y in mixture.step().items()}
-        found = find_step(step.pop("cu_seqlens"), Slots(**step))
+        found = find_step(step.pop("cu_seqlens"), Slots(**step), None, mixture.T)
         for launch in _wanted(mixture, text):
             chunk = re.search(r"_c(\d+)", launch)
             runs = prefill_runs(case, found.prefills, mixture.T, int(chunk[1])) if chunk else decode_runs(found.decodes)

@@ -638,7 +638,7 @@ def test_steps_that_run_the_regions_of_the_kernels():
 
     mixture = Mixture(2, W=3, prefills=(70, 64))
     step = jax.tree.map(jnp.asarray, mixture.step())
-    found = find_step(step.pop("cu_seqlens"), Slots(**step))
+    found = find_step(step.pop("cu_seqlens"), Slots(**step), None, mixture.T)
     # The first step zeroes the outputs, and keeps the block that it reads, which it also writes.
     assert decode_runs(found.decodes) == (12, [1, 1, 4, 6, 6])
     # Rows 6 to 63, 64 to 75, 76 to 127 and 128 to 139, and one more turn. The first two turns open the first chunk.

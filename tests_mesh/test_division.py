@@ -142,6 +142,23 @@ def test_slot_of_another_device_gives_nan():
     np.testing.assert_array_equal(pool[jnp.array([0, 1, 3])], x["initial_state"][jnp.array([0, 1, 3])])
 
 
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
+def test_slot_past_the_whole_pool_is_none(implementation):
+    """As on one device: no device has it, and the output of its sequence is that of a start from zeros."""
+    mesh = make_mesh((2,), "automatic")
+    x = inputs_of("recurrent_gated_delta_rule", B=4, T=1, states=8)
+
+    def run(x, slots, sharding=None):
+        return recurrent_gated_delta_rule(
+            **x, output_final_state=True, state_indices=slots, implementation=implementation, sharding=sharding
+        )
+
+    want = run(x, jnp.array([3, -1, -1, 4], jnp.int32))
+    sharded = jax.jit(lambda x, slots: run(x, slots, NamedSharding(mesh, P("a"))))
+    for name, y, ref in zip(("o", "pool"), sharded(x, jnp.array([3, 8, 2**31 - 1, 4], jnp.int32)), want, strict=True):
+        assert_close(name, y, ref, 1e-6)
+
+
 def test_specification_without_a_mesh_takes_that_of_the_context():
     mesh, x = make_mesh((2,), "automatic"), inputs_of("chunk_gated_delta_rule", T=20)
     with jax.set_mesh(mesh):

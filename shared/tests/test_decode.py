@@ -22,6 +22,7 @@ from chunkwise.shared.testing.tpu import compile_for, has_libtpu
 from chunkwise.shared.testing.transforms import text_for_tpu
 
 HV, K, V = 4, 24, 40
+LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 
 
 def run_recurrent(x, slots, options, implementation):
@@ -102,6 +103,35 @@ def test_negative_slots(slots, implementation):
     assert_close("o", o, want_o, TOLERANCE["float32"])
     assert_close("states", after[written], want[np.asarray(slots) >= 0], TOLERANCE["float32"])
     assert np.asarray(after[unnamed]).tobytes() == np.asarray(pool[unnamed]).tobytes()
+
+
+@each
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ([0, 3, -9, 900, 4], [0, 3, 3, 7, 7]),
+        ([-5, 2, LEAST, 4, MOST], [0, 2, 2, 4, 7]),
+        ([0, 7, 8, 7, 0], [0, 7, 7, 7, 7]),
+    ],
+    ids=["falling", "extremes", "all of one"],
+)
+def test_what_does_not_exist_is_none(given, want, dtype, implementation):
+    """Under jit a slot past the end is as a negative one, and a boundary past the end is the last token."""
+    x = make_inputs(1, 7, 2, HV, K, V, normalise=False)
+    slots, none = np.array([5, 2, MOST, 0], np.int32), np.array([-1, 2, -1, 0])
+    unnamed = np.setdiff1d(np.arange(5), none)
+    pool = pool_of(5, dtype).at[unnamed].set(jnp.nan)
+    step = jax.jit(
+        lambda pool, slots, cu: run(x, slots, initial_state=pool, cu_seqlens=cu, implementation=implementation)
+    )
+    for named in (slots, np.array([LEAST, 2, 2**30, 0], np.int32)):
+        o, after = step(pool, named, np.array(given, np.int32))
+        want_o, states, written = expected(x, jnp.nan_to_num(pool), none, cu_seqlens=boundaries(*np.diff(want)))
+        assert_close("o", o, want_o, TOLERANCE["float32"])
+        tolerance = TOLERANCE["float32"] if dtype == jnp.float32 else float(jnp.finfo(dtype).eps) / 2
+        assert_close("states", after[written], states[none >= 0], tolerance)
+        assert np.asarray(after[unnamed]).tobytes() == np.asarray(pool[unnamed]).tobytes()
 
 
 @each
@@ -318,6 +348,14 @@ x = {name: spec(*y.shape, dtype=y.dtype) for name, y in make_inputs(2, 1, 1, 2, 
             dict(slots=spec(2, dtype=jnp.int32), pool=spec(4, 2, 8, 9)),
             "`initial_state` must have shape [N, HV, K, V] = (any, 2, 8, 8); got (4, 2, 8, 9).",
         ),
+        (
+            dict(slots=np.array([0, 4], np.int32), pool=spec(4, 2, 8, 8)),
+            "`state_indices` must be below 4, the number of slots of `initial_state`; got 4.",
+        ),
+        (
+            dict(slots=jnp.array([3, 3]), pool=spec(4, 2, 8, 8)),
+            "`state_indices` must name a slot only once, but for negative ones; got 3 twice.",
+        ),
         (dict(scale="1"), "`scale` must be None, a number or a scalar array; got '1'."),
         (
             dict(options=Options(output_final_state=spec(1))),
@@ -333,6 +371,16 @@ def test_errors(arguments, message):
             Arguments(**x, scale=a["scale"], initial_state=a["pool"]), Slots(a["slots"], a["started"]), a["options"],
             a["implementation"],
         )  # fmt: skip
+
+
+def test_slots_are_read_by_nobody_under_jit():
+    """Known values are checked; those of a traced argument are not, nor are they fetched from a device."""
+    step = lambda pool, slots: run_recurrent(Arguments(**x, initial_state=pool), Slots(slots), Options(), "xla")
+    pool = spec(4, 2, 8, 8)
+    with jax.transfer_guard("disallow"):
+        jax.eval_shape(step, pool, spec(2, dtype=jnp.int32))
+    with pytest.raises(ValueError, match="must be below 4"):
+        jax.eval_shape(lambda pool: step(pool, np.array([9, 1], np.int32)), pool)
 
 
 def test_cost():

@@ -52,6 +52,14 @@ def test_value_error(wrong, message):
         (dict(state_indices=spec(3, dtype=jnp.int32)), "`state_indices` must be int32 of shape (2,); got int32 (3,)."),
         (dict(has_initial_state=spec(2)), "`has_initial_state` must be bool of shape (2,); got float32 (2,)."),
         (dict(activation="relu"), "`activation` must be one of ('silu', 'sigmoid', None); got 'relu'."),
+        (
+            dict(state_indices=jnp.array([0, 2])),
+            "`state_indices` must be below 2, the number of slots of `states`; got 2.",
+        ),
+        (
+            dict(state_indices=jnp.array([1, 1])),
+            "`state_indices` must name a slot only once, but for negative ones; got 1 twice.",
+        ),
     ],
 )
 def test_value_error_of_the_update(wrong, message):

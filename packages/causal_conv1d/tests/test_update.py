@@ -1,5 +1,8 @@
 """Decoding: against the convolution of whole sequences, and the pool of states."""
 
+import functools
+from random import Random
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 
 from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
 from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.engine import Oracle, convolution, make_rubbish, make_wrong
 from chunkwise.shared.testing.inputs import boundaries
 
 B, T, D, W = 3, 9, 5, 4
@@ -99,6 +103,87 @@ def test_gradients():
         assert_close("gradient", a, b, 1e-6)
 
 
+def make_schedule(rng, N: int, U: int, slots: int, with_reads: bool) -> dict:
+    """Return a random step of N sequences with at most U tokens of a decode and one block."""
+    sequences = int(rng.integers(1, N + 1))
+    decodes = int(rng.integers(0, sequences + 1))
+    lengths = [int(rng.integers(0, U + 1 if n < decodes else 11)) for n in range(sequences)]
+    cu_seqlens = np.full(N + 1, 99, np.int32)
+    cu_seqlens[: sequences + 1] = np.cumsum([0, *lengths])
+    names = rng.permutation(slots).astype(np.int32)
+    schedule = dict(
+        cu_seqlens=cu_seqlens,
+        state_indices=np.where(rng.random((N, U)) < 0.2, -1, names[: N * U].reshape(N, U)).astype(np.int32),
+        has_initial_state=rng.random(N) < 0.7,
+        num_decodes=np.int32(decodes),
+        num_sequences=np.int32(sequences),
+        num_accepted_tokens=rng.integers(1, U + 1, N).astype(np.int32),
+        block_state_indices=names[N * U : N * U + N, None],
+    )
+    return schedule | (dict(read_indices=names[-N:]) if with_reads else {})
+
+
+@functools.cache
+def compiled_step(implementation: str, block: int):
+    """Return a jitted step of weights, which are arguments, from a pool and a schedule."""
+
+    def run(x, pool, weight, bias, schedule):
+        return causal_conv1d_update(
+            x, pool, weight, bias, activation=None, block_size=block, implementation=implementation, **schedule
+        )
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_what_does_not_exist_is_none_in_a_step(implementation):
+    """Slots past the end, counts and boundaries that do not fit: the rest of the step is as if they were right."""
+    tokens, N, U, slots, block = 40, 4, 3, 40, 8
+    rng, (_, weight, bias, _) = np.random.default_rng(5), inputs()
+    for turn in range(12):
+        right = make_schedule(rng, N, U, slots, with_reads=turn % 2 == 1)
+        given = make_wrong(Random(turn), right, slots, tokens)
+        x, pool = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, tokens, D), (slots, W - 1, D)))
+        y, after = compiled_step(implementation, block)(x, pool, weight, bias, given)
+        oracle = Oracle(convolution(np.asarray(weight), np.asarray(bias)), block, pool)
+        want, _ = oracle.run((x,), right)
+        np.testing.assert_allclose(y[0, : len(want)], want.reshape(-1, D), atol=1e-5)
+        assert not np.any(y[0, len(want) :])
+        np.testing.assert_array_equal(after, np.stack([oracle.states[slot] for slot in range(slots)]))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_rubbish_stays_in_the_pool(implementation):
+    """Whatever the arrays of a step hold, a slot that they do not name keeps every bit."""
+    tokens, N, U, slots, block = 40, 4, 3, 40, 8
+    rng, (_, weight, bias, _) = np.random.default_rng(6), inputs()
+    for turn in range(12):
+        schedule = make_rubbish(Random(turn), N, U, 1, slots, tokens, with_reads=turn % 2 == 1)
+        x, pool = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, tokens, D), (slots, W - 1, D)))
+        y, after = compiled_step(implementation, block)(x, pool, weight, bias, schedule)
+        named = {*schedule["state_indices"].flat, *schedule["block_state_indices"].flat}
+        others = np.array([slot for slot in range(slots) if slot not in named])
+        np.testing.assert_array_equal(after[others], pool[others])
+        assert np.all(np.isfinite(y))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+@pytest.mark.parametrize("past", [6, 7, np.iinfo(np.int32).max, np.iinfo(np.int32).min])
+def test_a_slot_past_the_end_is_none(past, implementation):
+    """Under jit, where nothing can be raised; so is a boundary past the end the last token."""
+    x, weight, bias, _ = inputs()
+    pool = jnp.asarray(np.random.default_rng(1).standard_normal((6, W - 1, D)), jnp.float32)
+    run = jax.jit(
+        lambda slots, cu: causal_conv1d_update(
+            x[:1], pool, weight, bias, state_indices=slots, cu_seqlens=cu, implementation=implementation
+        )
+    )
+    want = run(np.array([4, -1, 2], np.int32), np.array([0, 2, 2, T], np.int32))
+    got = run(np.array([4, past, 2], np.int32), np.array([-3, 2, 1, T + 1], np.int32))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("pool_dtype", TYPES)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
@@ -111,37 +196,16 @@ def test_serving_steps(implementation, dtype, pool_dtype):
     rng = np.random.default_rng(4)
     _, weight, bias, _ = inputs()
 
-    @jax.jit
-    def run(x, pool, schedule):
-        schedule = dict(schedule)
-        return causal_conv1d_update(
-            x, pool, weight, bias, activation=None, block_size=block, implementation=implementation, **schedule
-        )
-
     for turn in range(4):
-        sequences = int(rng.integers(1, N + 1))
-        decodes = int(rng.integers(0, sequences + 1))
-        lengths = [int(rng.integers(0, U + 1 if n < decodes else 11)) for n in range(sequences)]
-        cu_seqlens = np.full(N + 1, 99, np.int32)
-        cu_seqlens[: sequences + 1] = np.cumsum([0, *lengths])
-        names = rng.permutation(slots).astype(np.int32)
-        schedule = dict(
-            cu_seqlens=cu_seqlens,
-            state_indices=np.where(rng.random((N, U)) < 0.2, -1, names[: N * U].reshape(N, U)).astype(np.int32),
-            has_initial_state=rng.random(N) < 0.7,
-            num_decodes=np.int32(decodes),
-            num_sequences=np.int32(sequences),
-            num_accepted_tokens=rng.integers(1, U + 1, N).astype(np.int32),
-            block_state_indices=names[N * U : N * U + N, None],
-        )
-        if turn % 2:
-            schedule["read_indices"] = names[-N:]
+        schedule = make_schedule(rng, N, U, slots, with_reads=turn % 2 == 1)
+        sequences, decodes, cu_seqlens = (schedule[name] for name in ("num_sequences", "num_decodes", "cu_seqlens"))
+        lengths = np.diff(cu_seqlens[: sequences + 1])
         x, pool = (
             rng.standard_normal(shape).astype(kind)
             for shape, kind in (((1, tokens, D), dtype), ((slots, W - 1, D), pool_dtype))
         )
         x[:, cu_seqlens[sequences] :] = np.nan
-        y, after = run(x, pool, schedule)
+        y, after = compiled_step(implementation, block)(x, pool, weight, bias, schedule)
         want, states = np.zeros((tokens, D)), pool.copy()
         for n, length in enumerate(lengths):
             row = schedule["state_indices"][n]

@@ -13,7 +13,15 @@ import pytest
 from jax.experimental import checkify
 
 from chunkwise.pipeline import check_step, ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
-from chunkwise.shared.testing.engine import PREFILLS, Engine, Oracle, describe, linear_attention
+from chunkwise.shared.testing.engine import (
+    PREFILLS,
+    Engine,
+    Oracle,
+    describe,
+    linear_attention,
+    make_rubbish,
+    make_wrong,
+)
 
 H, HV, K, V = 2, 4, 24, 40
 T, N, SLOTS, BLOCK = 150, 6, 40, 64
@@ -86,14 +94,18 @@ def compiled(operator: str, implementation: str):
 
 
 def assert_step(
-    operator: str, implementation: str, oracle: Oracle, pool: np.ndarray, schedule: dict, rng
+    operator: str, implementation: str, oracle: Oracle, pool: np.ndarray, schedule: dict, rng, given: dict | None = None
 ) -> np.ndarray:
-    """Compare a step with the oracle, which holds the same states as the pool; return the pool after it."""
+    """Compare a step with the oracle, which holds the same states as the pool; return the pool after it.
+
+    `given` is what the operator gets in the place of the schedule, and must take for it.
+    """
     sequences, dtype = schedule["num_sequences"], pool.dtype
     tokens = make_tokens(operator, rng, schedule["cu_seqlens"][sequences])
     step, traces = compiled(operator, implementation)
-    counts = {name: jnp.int32(schedule[name]) for name in ("num_decodes", "num_sequences")}
-    o, after = jax.device_get(step(tokens, pool, schedule | counts))
+    given = schedule if given is None else given
+    counts = {name: jnp.int32(given[name]) for name in ("num_decodes", "num_sequences")}
+    o, after = jax.device_get(step(tokens, pool, given | counts))
     assert len(traces) == len(set(traces))
     want, written = oracle.run(tokens, schedule)
     assert after.dtype == dtype
@@ -111,11 +123,11 @@ def assert_step(
     return after
 
 
-def assert_one_step(operator: str, implementation: str, schedule: dict, rng, dtype="float32") -> None:
+def assert_one_step(operator: str, implementation: str, schedule: dict, rng, dtype="float32", given=None) -> None:
     """Compare a step over a random pool with the oracle."""
     pool = rng.standard_normal((SLOTS, HV, K, V)).astype(dtype)
     oracle = Oracle(linear_attention(operator != "simple_gla"), BLOCK, pool)
-    assert_step(operator, implementation, oracle, pool, schedule, rng)
+    assert_step(operator, implementation, oracle, pool, schedule, rng, given)
 
 
 def assert_schedule(operator: str, implementation: str, engine: Engine, steps: int, seed: int, dtype="float32") -> None:
@@ -211,6 +223,53 @@ def test_short_schedule(implementation):
         "block kept", "decode from a later column", "prefill from a later column", "prefix shared", "prompt in pieces",
         "rolled back", "slots freed", "waited",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("operator", "implementation"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.thorough])
+        for case in itertools.product(OPERATORS, (*IMPLEMENTATIONS, "staged"))
+    ],
+)
+def test_what_does_not_exist_is_none(operator, implementation):
+    """Slots past the end, counts and boundaries that do not fit: the rest of the step is as if they were right."""
+
+    @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
+    @hypothesis.given(st.randoms(use_true_random=False), st.booleans(), st.integers(0, 10**6))
+    def check(random, with_reads, seed):
+        schedule = make_schedule(random, 3, with_reads)
+        given = make_wrong(random, schedule, SLOTS, T)
+        hypothesis.note(f"{describe(schedule)}\ngiven {given}")
+        assert_one_step(operator, implementation, schedule, np.random.default_rng(seed), given=given)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("operator", "implementation"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK[1:] else [pytest.mark.thorough])
+        for case in itertools.product(OPERATORS, (*IMPLEMENTATIONS, "staged"))
+    ],
+)
+def test_rubbish_stays_in_the_pool(operator, implementation):
+    """Whatever the arrays hold, a slot that they do not name keeps every bit."""
+
+    @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
+    @hypothesis.given(st.randoms(use_true_random=False), st.booleans(), st.integers(0, 10**6))
+    def check(random, with_reads, seed):
+        schedule = make_rubbish(random, N, 3, 2, SLOTS, T, with_reads)
+        hypothesis.note(str(schedule))
+        rng = np.random.default_rng(seed)
+        pool = rng.standard_normal((SLOTS, HV, K, V)).astype(np.float32)
+        step, _ = compiled(operator, implementation)
+        _, after = jax.device_get(step(make_tokens(operator, rng, T), pool, schedule))
+        written = {*schedule["state_indices"].flat, *schedule["block_state_indices"].flat}
+        for slot in set(range(SLOTS)) - written:
+            assert after[slot].tobytes() == pool[slot].tobytes(), f"slot {slot} has changed"
+
+    check()
 
 
 QUICK_TYPES = [

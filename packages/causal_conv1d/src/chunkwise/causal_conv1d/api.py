@@ -10,6 +10,7 @@ from jax import lax
 from chunkwise.causal_conv1d import config as tiles
 from chunkwise.causal_conv1d import context, kernel, sequences, vjp, xla
 from chunkwise.shared import compat
+from chunkwise.shared.kernels import chunking
 from chunkwise.shared.operators import arguments, checks, decode, devices, partition, serving
 
 _LAYOUT = partition.Layout(
@@ -274,6 +275,7 @@ def causal_conv1d_update(
         slots = serving.with_counts(slots)
     else:
         checks.check_slots(state_indices, has_initial_state, N)
+        checks.check_slot_values(state_indices, "states", states.shape[0])
         slots = arguments.Slots(state_indices, has_initial_state)
     best = "pallas" if is_step and named.size < T else "xla"
     implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu=best)
@@ -303,6 +305,8 @@ def causal_conv1d_update(
 
 @functools.partial(jax.jit, static_argnums=(6, 7))
 def _update(x, states, weight, bias, cu_seqlens, slots: arguments.Slots, activation, implementation):
+    if cu_seqlens is not None:
+        cu_seqlens = chunking.rising(cu_seqlens, x.shape[1])
     before = decode.read_slots(states, slots)
     y, _ = _run(x, weight, bias, before, cu_seqlens, None, False, activation, implementation, None)
     s = sequences.find(*x.shape[:2], cu_seqlens, None)
@@ -312,7 +316,7 @@ def _update(x, states, weight, bias, cu_seqlens, slots: arguments.Slots, activat
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))
 def _step(x, pool, weight, bias, cu_seqlens, slots: arguments.Slots, activation, implementation, block_size):
     """Run a serving step: the states of a decode go to a slot after every token, those of a prefill after its last."""
-    step, W = serving.find_step(cu_seqlens, slots), weight.shape[1]
+    step, W = serving.find_step(cu_seqlens, slots, pool.shape[0], x.shape[1]), weight.shape[1]
     # A sequence is a decode or a prefill, and in the other list it has no tokens and reads no slot.
     before = decode.read_slots(pool, arguments.Slots(jnp.maximum(step.decodes.source, step.prefills.source)))
     y, _ = _run(x, weight, bias, before, step.boundaries, None, False, activation, implementation, None)

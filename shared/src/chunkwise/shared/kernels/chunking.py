@@ -50,6 +50,16 @@ def zero_padding(x: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
     return x if valid is None else select_tokens(valid, x)
 
 
+def rising(boundaries: jax.Array, T: int) -> jax.Array:
+    """Return int32 [N + 1] boundaries that rise within T tokens, whatever the given ones hold.
+
+    Right ones stay as they are. One that falls becomes the one before it, and one that is past the end becomes T.
+    """
+    index = jnp.arange(boundaries.shape[0], dtype=jnp.int32)
+    upto = index[None] <= index[:, None]
+    return jnp.max(jnp.where(upto, jnp.clip(boundaries, 0, T)[None], jnp.int32(0)), axis=1)
+
+
 def _owner_of(index: jax.Array, ends: jax.Array) -> jax.Array:
     """Return int32 the first entry of the rising `ends` that is past `index`: len(ends) if none is."""
     # A TPU compares all with all seven times faster than it searches, if they are few.
@@ -256,7 +266,11 @@ class VarlenTiles(NamedTuple):
 
 
 def varlen_tiles(T: int, chunk_size: int, cu_seqlens: jax.Array) -> VarlenTiles:
-    """Cut a packed stream of T tokens every `chunk_size` tokens and at the end of every sequence."""
+    """Cut a packed stream of T tokens every `chunk_size` tokens and at the end of every sequence.
+
+    Whatever the boundaries hold, all tiles lie within the stream: kernels take their rows from the tiles.
+    """
+    cu_seqlens = rising(cu_seqlens, T)
     return cut(T, chunk_size, cu_seqlens[:-1], cu_seqlens[1:])[0]
 
 
@@ -270,7 +284,8 @@ def cut(
     Args:
       T: tokens; static.
       chunk_size: static.
-      start, end: int32 [N], the tokens of every sequence, rising; sequence n + 1 starts where n ends.
+      start, end: int32 [N], the tokens of every sequence, rising from 0 to T at most; sequence n + 1 starts where n
+        ends. A caller that cannot know so makes them by `rising`.
       cuts: int32 [M] tokens at which more cuts lie, rising, and the sequence of each, N for a cut that is not made.
 
     Returns:

@@ -17,6 +17,9 @@ from chunkwise.shared.kernels import chunking, launcher
 class Routes(NamedTuple):
     """Which tokens the sequences of a stream have, and where their states lie in a pool; a slot below 0 is none.
 
+    Kernels copy what the routes name without a look at the sizes of the arrays: tokens lie within the stream, and slots
+    within the pool.
+
     Attributes:
       start, end: int32 [N], its tokens; both rise with n, and a sequence may be empty.
       source: int32 [N], the slot of the state that it starts from; if none it starts from zeros.
@@ -30,6 +33,11 @@ class Routes(NamedTuple):
     source: jax.Array
     target: jax.Array
     blocks: jax.Array | None = None
+
+
+def existing(slots: jax.Array, count: int) -> jax.Array:
+    """Return slots of a pool of `count` slots, -1 for a slot past the end, as for a negative one."""
+    return jnp.where((slots >= 0) & (slots < count), slots, jnp.int32(-1))
 
 
 def resident(slots: jax.Array, otherwise: jax.Array) -> jax.Array:

@@ -210,6 +210,27 @@ def check_slots(state_indices, has_initial_state, N: int) -> None:
     _check_typed("has_initial_state", has_initial_state, (N,), bool)
 
 
+def check_slot_values(state_indices, pool: str, count: int) -> None:
+    """Check that a pool of `count` slots, the argument of this name, has the slots, and that no two are the same.
+
+    Values are checked that are known, outside of jit or as constants inside, and that this process has.
+    """
+    if not isinstance(state_indices, np.ndarray | jax.Array) or isinstance(state_indices, jax.core.Tracer):
+        return
+    if isinstance(state_indices, jax.Array) and not (
+        state_indices.is_fully_addressable or state_indices.is_fully_replicated
+    ):
+        return
+    slots = np.asarray(state_indices)
+    past = slots[slots >= count].tolist()
+    check(not past, f"`state_indices` must be below {count}, the number of slots of `{pool}`; got {[*past, None][0]}.")
+    named, times = np.unique(slots[slots >= 0], return_counts=True)
+    twice = named[times > 1].tolist()
+    check(
+        not twice, f"`state_indices` must name a slot only once, but for negative ones; got {[*twice, None][0]} twice."
+    )
+
+
 def _check_count(name: str, value, most: int) -> None:
     """Check a number of sequences, which may be traced; None passes."""
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):

@@ -61,6 +61,8 @@ def check_states(x: Arguments) -> None:
     )
     checks.check_initial_state(x.initial_state, (None if pooled else x.num_states, HV, K, V))
     checks.check_slots(slots.state_indices, slots.has_initial_state, x.num_states)
+    if pooled:
+        checks.check_slot_values(slots.state_indices, "initial_state", x.initial_state.shape[0])
 
 
 def check_pool_type(pool: jax.Array) -> None:
@@ -118,6 +120,7 @@ def _run(static: DecodeStatic, implementation: str, x: Arguments, slots: Slots):
         pool = compat.varying_zeros((static.N, static.HV, static.K, static.V), *x[:6])
     if slots.state_indices is None:
         pool = pool.astype(jnp.float32)
+    x, slots = _within_arrays(x, slots, pool.shape[0])
     x = x._replace(initial_state=None, g=arguments.total_gate(x), g_gamma=None)
     if implementation == "xla":
         return _plain(static, x, pool, slots)
@@ -126,8 +129,23 @@ def _run(static: DecodeStatic, implementation: str, x: Arguments, slots: Slots):
     return _fused(static, *structure.unflatten(compat.vary_alike(*leaves)))
 
 
+def _within_arrays(x: Arguments, slots: Slots, count: int) -> tuple[Arguments, Slots]:
+    """Return arguments whose boundaries lie within the tokens, and whose slots exist in a pool of `count` or are none.
+
+    No program can refuse what its arrays hold, and a kernel that read past the end of one would halt its core.
+    """
+    if x.cu_seqlens is not None:
+        x = x._replace(cu_seqlens=chunking.rising(x.cu_seqlens, x.v.shape[1]))
+    if slots.state_indices is not None:
+        slots = slots._replace(state_indices=pools.existing(slots.state_indices, count))
+    return x, slots
+
+
 def read_slots(pool: jax.Array, slots: Slots) -> jax.Array:
-    """Return the states that the sequences start from, [N, ...], of a pool [slots, ...] and in its type."""
+    """Return the states that the sequences start from, [N, ...], of a pool [slots, ...] and in its type.
+
+    A slot that is negative or past the end gives zeros.
+    """
     states = pool
     if slots.state_indices is not None:
         states = pool.at[_past_the_end(slots.state_indices, pool)].get(mode="fill", fill_value=0)
@@ -139,7 +157,10 @@ def read_slots(pool: jax.Array, slots: Slots) -> jax.Array:
 
 
 def write_slots(pool: jax.Array, slots: Slots, states: jax.Array) -> jax.Array:
-    """Return the pool with the states [N, ...] in their slots, or the states themselves if there is no pool."""
+    """Return the pool with the states [N, ...] in their slots, or the states themselves if there is no pool.
+
+    A slot that is negative or past the end is not written.
+    """
     if slots.state_indices is None:
         return states
     return pool.at[_past_the_end(slots.state_indices, pool)].set(states.astype(pool.dtype), mode="drop")

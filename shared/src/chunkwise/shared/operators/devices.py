@@ -139,5 +139,7 @@ def local_slots(arrays: partition.Arrays, axes: partition.Axes, pool: str) -> tu
         return dict(arrays), None
     slots, indices = arrays[pool].shape[0], arrays["state_indices"]
     local = indices - lax.axis_index(axes) * jnp.int32(slots)
-    here = (indices >= 0) & (local >= 0) & (local < slots)
-    return arrays | {"state_indices": jnp.where(here, local, jnp.int32(-1))}, (indices >= 0) & ~here
+    # A slot past the end of the whole pool is none, as a negative one is.
+    exists = (indices >= 0) & (indices < slots * lax.axis_size(axes))
+    here = exists & (local >= 0) & (local < slots)
+    return arrays | {"state_indices": jnp.where(here, local, jnp.int32(-1))}, exists & ~here

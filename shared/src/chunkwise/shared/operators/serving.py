@@ -6,16 +6,18 @@ sequence does what is traced, so that one program serves all steps.
 """
 
 import contextlib
+import functools
 import itertools
 import numbers
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import checkify
 
-from chunkwise.shared.kernels import launcher, pools, tiles
+from chunkwise.shared.kernels import chunking, launcher, pools, tiles
 from chunkwise.shared.operators import arguments, checks, decode, implementations, recurrence
 from chunkwise.shared.operators.arguments import Arguments, Options, Slots
 from chunkwise.shared.operators.implementations import Implementation
@@ -40,21 +42,36 @@ class ServingStep(NamedTuple):
     tokens: jax.Array
 
 
-def find_step(cu_seqlens: jax.Array, slots: Slots) -> ServingStep:
-    """Return what a step does; sequences that do not exist have no tokens."""
+def find_step(cu_seqlens: jax.Array, slots: Slots, num_slots: int | None, num_tokens: int) -> ServingStep:
+    """Return what a step does; sequences that do not exist have no tokens.
+
+    No program can refuse what its arrays hold, and a kernel that read past the end of one would halt its core. So
+    tokens lie within the stream and slots within the pool, whatever the arrays hold: a boundary that falls becomes the
+    one before it, one that is past the end becomes T, a decode has W tokens at most, and a slot past the end is none,
+    as is the slot of a number of accepted tokens that no column has.
+
+    Args:
+      cu_seqlens, slots: the step.
+      num_slots: slots of the pool; None leaves slots as they are, for a check of them.
+      num_tokens: T, tokens of the stream.
+    """
     N = cu_seqlens.shape[0] - 1
     none, index = jnp.int32(-1), jnp.arange(N, dtype=jnp.int32)
+    known = (lambda y: y) if num_slots is None else functools.partial(pools.existing, count=num_slots)
     indices: Any = slots.state_indices
-    indices = indices[:, None] if indices.ndim == 1 else indices
+    indices = known(indices[:, None] if indices.ndim == 1 else indices)
     W = indices.shape[1]
     exists = index < (N if slots.num_sequences is None else slots.num_sequences)
     decodes = exists & (index < (0 if slots.num_decodes is None else slots.num_decodes))
-    # The last token of all that exist, and of the decodes; boundaries after the last sequence may be anything.
-    last, tokens = (jnp.max(jnp.where(some, cu_seqlens[1:], jnp.int32(0))) for some in (exists, decodes))
-    boundaries = jnp.concatenate([cu_seqlens[:1], jnp.where(exists, cu_seqlens[1:], last)])
+    # Boundaries after the last sequence may be anything: they become the last one.
+    ends = jnp.where(exists, cu_seqlens[1:], jnp.int32(0))
+    boundaries = chunking.rising(jnp.concatenate([cu_seqlens[:1], ends]), num_tokens)
     start, end = boundaries[:-1], boundaries[1:]
+    tokens = jnp.max(jnp.where(decodes, end, jnp.int32(0)))
     source = slots.read_indices
-    if source is None:
+    if source is not None:
+        source = known(source)
+    else:
         column = jnp.zeros(N, jnp.int32) if slots.num_accepted_tokens is None else slots.num_accepted_tokens - 1
         chosen = column[:, None] == jnp.arange(W, dtype=jnp.int32)[None]
         source = jnp.max(jnp.where(chosen, indices, none), axis=1)
@@ -64,18 +81,24 @@ def find_step(cu_seqlens: jax.Array, slots: Slots) -> ServingStep:
     def routes(start, end, target, blocks=None):
         return pools.Routes(start, end, jnp.where(start < end, source, none), target, blocks)
 
-    stop = jnp.where(decodes, end, start)
-    reached = jnp.arange(W, dtype=jnp.int32)[None] < (stop - start)[:, None]
-    decoding = routes(start, stop, jnp.where(reached, indices, none))
+    # The kernel for decodes gets as many tokens as they can have.
+    room = min(num_tokens, N * W)
+    first = jnp.minimum(start, room)
+    stop = jnp.where(decodes, jnp.minimum(end, jnp.minimum(first + W, room)), first)
+    reached = jnp.arange(W, dtype=jnp.int32)[None] < (stop - first)[:, None]
+    decoding = routes(first, stop, jnp.where(reached, indices, none))
     start, end = jnp.maximum(start, tokens), jnp.maximum(end, tokens)
     target = jnp.where(start < end, indices[:, 0], none)[:, None]
-    return ServingStep(decoding, routes(start, end, target, slots.block_state_indices), boundaries, tokens)
+    blocks = None if slots.block_state_indices is None else known(slots.block_state_indices)
+    return ServingStep(decoding, routes(start, end, target, blocks), boundaries, tokens)
 
 
 def full_blocks(routes: pools.Routes, block_size: int) -> tuple[jax.Array, jax.Array]:
     """Return the tokens up to the end of every block, int32 [1, M], and its slot [N, M], none if it is not full."""
     blocks: Any = routes.blocks
-    stop = jnp.arange(1, blocks.shape[1] + 1, dtype=jnp.int32)[None] * jnp.int32(block_size)
+    # The numbers of tokens that an int32 cannot hold are past the end of every sequence.
+    stop = np.minimum(np.arange(1, blocks.shape[1] + 1) * block_size, np.iinfo(np.int32).max)
+    stop = jnp.asarray(stop[None], jnp.int32)
     return stop, jnp.where(stop <= (routes.end - routes.start)[:, None], blocks, jnp.int32(-1))
 
 
@@ -83,7 +106,7 @@ def find_faults(
     cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
 ) -> list[tuple[jax.Array, str]]:
     """Return what may be wrong with the values of a step: pairs of a scalar bool, and the message if it is true."""
-    step, N = find_step(cu_seqlens, slots), cu_seqlens.shape[0] - 1
+    step, N = find_step(cu_seqlens, slots, None, num_tokens), cu_seqlens.shape[0] - 1
     indices: Any = slots.state_indices
     W = 1 if indices.ndim == 1 else indices.shape[1]
     given = (slots.num_decodes, 0), (slots.num_sequences, N)
@@ -185,7 +208,8 @@ def run_step(
       strict: whether more decodes than the kernel can have are an error, and do not go in plain JAX.
     """
     slots: Any = x.slots
-    step, pool = find_step(x.cu_seqlens, slots), x.initial_state
+    pool = x.initial_state
+    step = find_step(x.cu_seqlens, slots, pool.shape[0], x.v.shape[1])
     x = x._replace(cu_seqlens=step.boundaries, initial_state=None, slots=None)
     if implementation.pooled is not None:
         decode.check_pool_type(pool)

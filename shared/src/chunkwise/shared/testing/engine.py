@@ -90,6 +90,59 @@ class Oracle:
         return np.array(outputs), written
 
 
+# Numbers that are no count, no boundary and no slot.
+_EXTREMES = (np.iinfo(np.int32).min, -(2**30), -1, 2**30, np.iinfo(np.int32).max)
+
+
+def make_wrong(random: Random, schedule: dict[str, Any], slots: int, T: int) -> dict[str, Any]:
+    """Return the arguments of a step that mean what the right ones of `schedule` do, and are wrong.
+
+    A slot past the end means none, as a boundary that falls means an empty sequence, one past the end the last token,
+    and a count that is too large or too small the nearest one that is not.
+    """
+    given: dict[str, Any] = {name: np.array(x) for name, x in schedule.items()}
+    N, W = given["state_indices"].shape
+    sequences, decodes = schedule["num_sequences"], schedule["num_decodes"]
+    past = lambda: random.choice((-1, slots, slots + 3, *_EXTREMES))
+    read = "read_indices" in given
+    for name in ("state_indices", "block_state_indices", *(["read_indices"] if read else [])):
+        flat = given[name].reshape(-1)
+        flat[flat < 0] = [past() for _ in range(int(np.sum(flat < 0)))]
+    for n in range(N):
+        if read or not schedule["has_initial_state"][n]:
+            given["num_accepted_tokens"][n] = random.choice((0, W + 1, *_EXTREMES))
+            given["has_initial_state"][n] |= not read
+        # The rubbish that comes after the sequences is no boundary.
+        if n < sequences and schedule["cu_seqlens"][n + 1] == schedule["cu_seqlens"][n] < T:
+            given["cu_seqlens"][n + 1] = random.choice((schedule["cu_seqlens"][n], *_EXTREMES[:3]))
+        elif n < sequences and schedule["cu_seqlens"][n + 1] == T:
+            given["cu_seqlens"][n + 1] = random.choice((T, T + 1, *_EXTREMES[3:]))
+    beyond = lambda count: random.choice((count, count + 1, _EXTREMES[-1]))
+    below = lambda: random.choice((0, *_EXTREMES[:3]))
+    given["num_decodes"] = np.int32(beyond(decodes) if decodes == sequences else decodes or below())
+    given["num_sequences"] = np.int32(beyond(N) if sequences == N else sequences or below())
+    return given
+
+
+def make_rubbish(random: Random, N: int, W: int, M: int, slots: int, T: int, with_reads: bool) -> dict[str, Any]:
+    """Return the arguments of a step of N sequences, W tokens of a decode and M blocks, which hold anything at all."""
+
+    def draw(*shape, most: int):
+        one = lambda: random.choice((random.randint(-2, most + 2), random.randint(0, most), random.choice(_EXTREMES)))
+        return np.array([one() for _ in range(int(np.prod(shape)))], np.int32).reshape(shape)
+
+    schedule = dict(
+        cu_seqlens=draw(N + 1, most=T),
+        state_indices=draw(N, W, most=slots - 1),
+        has_initial_state=draw(N, most=1) > 0,
+        num_decodes=draw(most=N),
+        num_sequences=draw(most=N),
+        num_accepted_tokens=draw(N, most=W),
+        block_state_indices=draw(N, M, most=slots - 1),
+    )
+    return schedule | (dict(read_indices=draw(N, most=slots - 1)) if with_reads else {})
+
+
 def describe(schedule: dict[str, Any], freed: Iterable[int] = ()) -> str:
     """Return in a line what there is of a step, without the rubbish, and which slots became free before it."""
     rows = {"tokens": np.diff(schedule["cu_seqlens"])}

@@ -1,0 +1,97 @@
+"""What a scheduler says as the tables that kernels get: all lie within the arrays, whatever it says."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.shared.kernels import chunking, layout, pools
+from chunkwise.shared.operators import arguments, serving
+from chunkwise.shared.testing.engine import make_rubbish
+
+N, W, M, SLOTS, T, C, BLOCK = 5, 3, 2, 9, 150, 16, 32
+NT = -(-T // C)
+LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+any_number = st.one_of(st.integers(-3, T + 3), st.sampled_from([LEAST, LEAST + 1, -(2**30), 2**30, MOST]))
+
+
+pieces = jax.jit(lambda cu_seqlens: layout.make_steps(1, T, C, cu_seqlens, True).table)
+
+
+def within(x, low: int, high) -> None:
+    """Fail unless all of x are at least `low` and below `high`."""
+    x = np.asarray(x)
+    assert np.all((x >= low) & (x < high)), x
+
+
+@jax.jit
+def tables(schedule):
+    """Return a step and all that its kernels read of it."""
+    schedule = dict(schedule)
+    step = serving.find_step(schedule.pop("cu_seqlens"), arguments.Slots(**schedule), SLOTS, T)
+    held = pools.resident_slots(step.decodes.source, step.decodes.target.reshape(-1))
+    return step, held, layout.pool_steps(T, C, step.prefills, BLOCK).table
+
+
+@hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
+@hypothesis.given(st.randoms(use_true_random=False), st.booleans())
+def test_steps_lie_within_arrays(random, with_reads):
+    schedule = make_rubbish(random, N, W, M, SLOTS, T, with_reads)
+    hypothesis.note(str(schedule))
+    step, held, table = jax.device_get(tables(schedule))
+    within(np.diff(step.boundaries), 0, T + 1)
+    within(step.boundaries, 0, T + 1)
+    within(step.tokens, 0, T + 1)
+    # The kernel for decodes gets the first N W tokens at most.
+    within(step.decodes.start, 0, N * W + 1)
+    within(step.decodes.end, 0, min(T, N * W) + 1)
+    within(step.decodes.end - step.decodes.start, 0, W + 1)
+    within(np.concatenate(held), 0, SLOTS)
+    for routes in (step.decodes, step.prefills):
+        for named in (routes.source, routes.target, *([] if routes.blocks is None else [routes.blocks])):
+            within(named, -1, SLOTS)
+    assert_steps(table, SLOTS)
+    within(table[layout.TARGET], 0, SLOTS)
+
+
+def assert_steps(table, sequences: int) -> None:
+    """Fail unless the pieces of a table lie in the chunks of the stream, which have one at least, in order."""
+    chunk, begin, end = (table[row].astype(int) for row in (layout.CHUNK, layout.BEGIN, layout.END))
+    within(table[layout.SEQUENCE], 0, sequences)
+    within(np.diff(chunk), 0, 2)
+    assert (chunk[0], chunk[-1]) == (0, NT - 1)
+    within(begin, 0, C + 1)
+    within(end - begin, 0, C + 1)
+    assert np.all(chunk * C + end <= np.maximum(T, chunk * C + begin))
+    within(chunk * C + begin, 0, NT * C + 1)
+    assert np.sum(table[layout.OPENS]) == np.sum(table[layout.CLOSES]) == NT
+
+
+@hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
+@hypothesis.given(st.lists(any_number, min_size=N + 1, max_size=N + 1))
+def test_pieces_lie_within_the_stream(cu_seqlens):
+    """Those of operators over whole sequences with states."""
+    assert_steps(jax.device_get(pieces(np.array(cu_seqlens, np.int32))), N)
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ([0, 3, 3, T], [0, 3, 3, T]),
+        ([0, 5, 4, 9], [0, 5, 5, 9]),
+        ([-2, T + 1, 7, MOST], [0, T, T, T]),
+        ([LEAST, LEAST, 6, LEAST], [0, 0, 6, 6]),
+    ],
+)
+def test_rising(given, want):
+    rising = chunking.rising(jnp.array(given, jnp.int32), T)
+    assert (rising.tolist(), rising.dtype) == (want, jnp.int32)
+
+
+def test_blocks_that_no_sequence_can_fill():
+    """The end of the second one would not be an int32."""
+    routes = pools.Routes(*(jnp.array([x]) for x in (0, T, -1, [-1])), jnp.array([[3, 4]]))
+    assert serving.full_blocks(routes, 2**30)[1].tolist() == [[-1, -1]]
+    assert serving.full_blocks(routes, BLOCK)[1].tolist() == [[3, 4]]
