@@ -281,7 +281,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     key, value, state = cur.tokens(keys * s.K), prev.tokens(s.heads * s.V), prev.state(s.heads, s.K, s.V)
     matrix, gate = (n, s.C, s.p * s.C), cur.values(s.heads)
     slot = s.heads, *(() if x.pool is None else x.pool.shape[2:])
-    made: dict[str, Any] = {
+    available: dict[str, Any] = {
         "o": (value, x.v.shape, dtype),
         "ht": (state, (static.N, HV, s.K, s.V), jnp.float32),
         "h": (prev.per_step(s.heads, s.K, s.V), (B, steps, HV, s.K, s.V), dtype),
@@ -289,7 +289,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
         "A_inv": (prev.per_step(*matrix), (B, steps, HV // s.p, *matrix[1:]), jnp.float32),
     }
     if x.pool is not None:
-        made["pool_out"] = prev.target(*slot), x.pool.shape, x.pool.dtype
+        available["pool_out"] = prev.target(*slot), x.pool.shape, x.pool.dtype
     # The state, and what a grid step makes of its chunk for the next one to use.
     scratch: dict[str, Any] = {"start": matrix, "end": matrix, "k_prev": pltpu.VMEM((keys, s.C, s.K), dtype)}
     if "ht" not in outputs:
@@ -322,7 +322,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
             "pool": (x.pool, prev.state(*slot)),
             "A_inv": (x.A_inv, prev.per_step(*matrix)),
         },
-        outputs=made,
+        outputs=available,
         requested=outputs,
         scratch=scratch,
         in_place={} if x.pool is None else {"pool": "pool_out"},

@@ -358,20 +358,20 @@ def launch(x: Operands, s: FusedStatic, outputs: tuple[str, ...]) -> dict[str, A
     heads, with_output, cut = s.config.heads, "o" in outputs, chunk_loop.blocks(s)
     state = heads, s.V, s.K
     slot = heads, *(() if x.pool is None else x.pool.shape[2:])
-    made = {
+    available = {
         "o": (cut.tokens(heads * s.V), x.v.shape, x.v.dtype),
         "ht": (cut.state(*state), (s.N, s.HV, s.V, s.K), jnp.float32),
         "h": (cut.per_step(*state), (s.B, s.steps, s.HV, s.V, s.K), jnp.float32),
         "M": (cut.state(heads, 1, s.K), (s.N, s.HV, 1, s.K), jnp.float32),
     }
     if x.pool is not None:
-        made["pool_out"] = cut.target(*slot), x.pool.shape, x.pool.dtype
+        available["pool_out"] = cut.target(*slot), x.pool.shape, x.pool.dtype
     kind = "fwd" if with_output else "states" if "h" in outputs else "summary"
     return launcher.launch(
         functools.partial(_gla_fwd_kernel, s=s),
         GlaFwdRefs,
         inputs=inputs_of(x, s, cut, heads, with_output) | {"pool": (x.pool, cut.state(*slot))},
-        outputs=made,
+        outputs=available,
         requested=outputs,
         # The state, unless an output holds it.
         scratch={} if "ht" in outputs else {"state": state},

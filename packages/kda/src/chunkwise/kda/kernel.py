@@ -374,7 +374,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     key, value = cur.tokens(keys * K, share), prev.tokens(heads * V)
     matrix, both, state = (heads // p, C, p * C), (heads // p, 2 * C, p * C), prev.state(heads, channels, K)
     slot = heads, *(() if x.pool is None else x.pool.shape[2:])
-    made = {
+    available = {
         "o": (value, x.v.shape, dtype),
         "ht": (state, (static.N, HV, channels, K), jnp.float32),
         "h": (prev.per_step(heads, channels, K), (B, steps, HV, channels, K), operand),
@@ -383,7 +383,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
         "scores": (cur.per_step(*both), (B, steps, HV // p, 2 * C, p * C), jnp.float32),
     }
     if x.pool is not None:
-        made["pool_out"] = prev.target(*slot), x.pool.shape, x.pool.dtype
+        available["pool_out"] = prev.target(*slot), x.pool.shape, x.pool.dtype
     # What a grid step makes of its chunk for the next one to use; the state, unless the output holds it; decays, and
     # what keeps the sequences of the chunk of the grid step before apart.
     scratch: dict[str, Any] = {
@@ -423,7 +423,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
             "A_inv": (x.A_inv, prev.per_step(*matrix)),
             "scores": (x.scores, cur.per_step(*both)),
         },
-        outputs=made,
+        outputs=available,
         requested=outputs,
         scratch=scratch,
         in_place={} if x.pool is None else {"pool": "pool_out"},

@@ -225,7 +225,7 @@ def head_block(
       axes: the grid axes that walk the chunks and the blocks of heads.
       backwards_from: the chunk of the first grid step, if the axis walks the chunks backwards.
     """
-    own = max(heads // group, 1)
+    heads_of_array = max(heads // group, 1)
     steps = max(group // heads, 1)
 
     def index(*ids):
@@ -234,4 +234,4 @@ def head_block(
             chunk = backwards_from - chunk
         return (chunk, lax.div(block, jnp.int32(steps)) if steps > 1 else block, *(0 for _ in tail))
 
-    return pl.BlockSpec((None, own, *tail), index)
+    return pl.BlockSpec((None, heads_of_array, *tail), index)
