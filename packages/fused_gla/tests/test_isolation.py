@@ -10,6 +10,13 @@ from either_gla import chunk_either_gla
 
 # Chunks of 16: two hold several sequences, one lies inside a sequence, and the last is padding.
 LENGTHS, T = (3, 0, 40, 5), 56
+THOROUGH = dict(
+    # Quick are each implementation with states and without them, and with either kind of gate.
+    test_sequences_of_a_pack=lambda states, per_channel, implementation: (
+        (states == per_channel) != (implementation == "fused")
+    ),
+    test_rows_of_a_batch=lambda implementation: implementation == "xla",
+)
 
 
 def arguments(B, T, states, per_channel):
@@ -28,30 +35,17 @@ def named(fn, **options):
     return run
 
 
-# Each implementation with states and without them, and with either kind of gate.
-DEFAULT = {
-    "fused": ("states-channel", "no states-head"),
-    "xla": ("states-head", "no states-channel"),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "implementation"),
-    [
-        pytest.param(kind, i, marks=[] if kind in default else pytest.mark.thorough)
-        for i, default in DEFAULT.items()
-        for kind in ("states-channel", "states-head", "no states-channel", "no states-head")
-    ],
-)
-def test_sequences_of_a_pack(kind, implementation):
-    states, per_channel = not kind.startswith("no"), kind.endswith("channel")
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
+@pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
+@pytest.mark.parametrize("states", [False, True], ids=["no states", "states"])
+def test_sequences_of_a_pack(states, per_channel, implementation):
     x = arguments(1, T, len(LENGTHS) if states else 0, per_channel)
     options = dict(config=Config(2, 2, 2)) if implementation == "fused" else {}
     run = named(chunk_either_gla, chunk_size=16, output_final_state=states, implementation=implementation, **options)
     assert_isolated(run, x, boundaries(*LENGTHS))
 
 
-@pytest.mark.parametrize("implementation", ["fused", pytest.param("xla", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
 def test_rows_of_a_batch(implementation):
     x = arguments(2, 20, 2, False) | dict(g_gamma=jnp.asarray([-0.1, -1.0]))
     run = named(chunk_either_gla, chunk_size=16, output_final_state=True, implementation=implementation)

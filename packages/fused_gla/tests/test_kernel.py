@@ -14,6 +14,8 @@ from chunkwise.shared.testing.inputs import boundaries, make_gate, make_inputs
 from chunkwise.shared.testing.transforms import text_for_tpu
 from either_gla import chunk_either_gla
 
+THOROUGH = dict(test_every_number_of_steps_gives_the_same_bits=True)
+
 
 def pair_sums(g, C):
     """Return sum of g over j < m <= i, [h, C, C, D], in float64."""
@@ -89,7 +91,6 @@ def gradients(x, **options):
     return jax.tree.leaves(jax.jit(jax.value_and_grad(loss))(x))
 
 
-@pytest.mark.thorough
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("kind", "steps"), [("constant", (1, 2, 4)), ("channel, packed", (1, 4))])
 def test_every_number_of_steps_gives_the_same_bits(kind, steps):

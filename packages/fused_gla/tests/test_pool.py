@@ -1,7 +1,5 @@
 """Prefills that start from slots of a pool of states and end in them."""
 
-import itertools
-
 import jax.numpy as jnp
 import pytest
 
@@ -13,29 +11,21 @@ from chunkwise.shared.testing.tpu import has_libtpu
 
 # One of each.
 QUICK = (False, jnp.float16, True), (True, jnp.float32, False), (True, jnp.bfloat16, True)
+THOROUGH = dict(test_prefills=lambda per_channel, pool, blocks: (per_channel, pool, blocks) not in QUICK)
 
 
-@pytest.mark.parametrize(
-    ("per_channel", "pool", "blocks"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.thorough)
-        for case in itertools.product((False, True), (jnp.float32, jnp.bfloat16, jnp.float16), (False, True))
-    ],
-)
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("pool", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("per_channel", [False, True])
 def test_prefills(per_channel, pool, blocks):
     x = make_inputs(1, PREFILL_TOKENS, 1, 2, 16, 24, per_channel=per_channel)
     x.pop("beta")
     assert_prefills(GLA, x, pool, blocks=blocks, chunk_size=16)
 
 
-chips = pytest.mark.parametrize(
-    "chip", [chip if chip == "v6e" else pytest.param(chip, marks=pytest.mark.thorough) for chip in CHIPS]
-)
-
-
 @pytest.mark.tpu
 @pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
-@chips
+@pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
 def test_compiles(per_channel, chip):
     text = compile_prefills(GLA, chip, delta=False, per_channel=per_channel)

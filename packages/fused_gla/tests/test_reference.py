@@ -156,35 +156,28 @@ GROUPED = (
     (Case(T=30, group=4, lengths=(17, 0, 12), states=False), Config(4, 4, 1)),
     (Case(T=20, group=3, lengths=(3, 0, 13)), Config(3, 3, 1)),
 )
-# One of every kind; types, sizes and gates that repeat a kind are for the thorough tests.
-KINDS = {
+# One of every kind is quick; types, sizes and gates that repeat a kind are thorough.
+QUICK = {
     "xla": [CASES[i] for i in (1, 2, 5, 7)],
     "fused": [CASES[i] for i in (0, 1, 2, 8)] + [KERNEL_CASES[i] for i in (1, 4, 6)],
 }
-
-
-def runs(cases, implementation):
-    """Return the cases as parameters, those that repeat a kind as thorough ones."""
-    for case in cases:
-        yield pytest.param(case, implementation, marks=[] if case in KINDS[implementation] else pytest.mark.thorough)
+THOROUGH = dict(
+    test_recurrence=lambda case, implementation: case not in QUICK[implementation],
+    test_grouped_heads=lambda case, implementation: implementation == "xla" or case != GROUPED[2][0],
+)
 
 
 @pytest.mark.parametrize(
-    ("case", "implementation"), [*runs(CASES, "xla"), *runs(CASES + KERNEL_CASES, "fused")], ids=str
+    ("case", "implementation"),
+    [*((case, "xla") for case in CASES), *((case, "fused") for case in CASES + KERNEL_CASES)],
+    ids=str,
 )
 def test_recurrence(case, implementation):
     case.check(lambda **x: chunk_either_gla(**x, chunk_size=case.chunk_size, implementation=implementation))
 
 
-@pytest.mark.parametrize(
-    ("implementation", "case", "config"),
-    [
-        pytest.param(i, *GROUPED[n], marks=[] if n in default else pytest.mark.thorough)
-        for i, default in (("xla", ()), ("fused", (2,)))
-        for n in range(len(GROUPED))
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("case", "config"), GROUPED, ids=str)
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
 def test_grouped_heads(case, config, implementation):
     options = dict(config=config) if implementation == "fused" else {}
     case.check(lambda **x: chunk_either_gla(**x, chunk_size=16, implementation=implementation, **options))

@@ -13,6 +13,11 @@ from chunkwise.shared.testing.tpu import compile_for, has_libtpu, kernel_product
 from either_gla import chunk_either_gla
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
+THOROUGH = dict(
+    # They differ from others in sizes alone.
+    test_compiles=lambda case: case in ("head, chunk 128", "head, wide", "large group, channel", "packed, head"),
+    test_launches_over_devices_compile=lambda case: case == "constant",
+)
 
 
 def unflattened(x, B, T, H, HV):
@@ -75,12 +80,8 @@ CASES = {
 }  # fmt: skip
 
 
-# These differ from others in sizes alone.
-SIZES = ("head, chunk 128", "head, wide", "large group, channel", "packed, head")
-
-
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.thorough if x in SIZES else []) for x in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_compiles(case, chip):
     sizes, more, options = CASES[case]
     x = tokens(**sizes, **more())
@@ -104,7 +105,7 @@ SPLIT = {
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.thorough] * (x == "constant")) for x in SPLIT])
+@pytest.mark.parametrize("case", SPLIT)
 def test_launches_over_devices_compile(case, chip):
     """The states alone, and the gradient of those before the tokens alone."""
     sizes, more = SPLIT[case]

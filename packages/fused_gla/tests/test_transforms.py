@@ -17,7 +17,13 @@ from either_gla import chunk_either_gla
 
 pytestmark = pytest.mark.interpreted
 each_implementation = pytest.mark.parametrize("implementation", ["xla", "fused"])
-fused_first = pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "fused"])
+THOROUGH = dict(
+    test_an_output_that_nobody_reads_is_not_computed=lambda transform: transform == "remat",
+    test_gradients_are_finite_differences=lambda implementation: implementation == "fused",
+    test_boundaries_are_traced=lambda states, implementation: states != (implementation == "fused"),
+    test_alone_batched_and_packed_agree=lambda implementation: implementation == "xla",
+    test_a_sequence_split_in_two_equals_the_whole=lambda implementation: implementation == "xla",
+)
 
 
 def arguments(B=1, T=20, K=3, V=2, **options):
@@ -59,7 +65,7 @@ def test_shard_map_sums_the_gradient_of_a_replicated_gate():
     assert text.count("stablehlo.all_reduce") == 1
 
 
-@pytest.mark.parametrize("transform", ["jit", pytest.param("remat", marks=pytest.mark.thorough), "vmap over q"])
+@pytest.mark.parametrize("transform", ["jit", "remat", "vmap over q"])
 def test_an_output_that_nobody_reads_is_not_computed(transform):
     x = arguments(B=2, num_states=2)
     fn = lambda x: run("fused")(**x)
@@ -92,10 +98,7 @@ def test_gradients_under_remat_and_vmap():
 
 @pytest.mark.parametrize(
     ("per_channel", "lengths", "implementation"),
-    [
-        (False, None, "xla"),
-        *(pytest.param(*x, "fused", marks=pytest.mark.thorough) for x in ((False, None), (True, (1, 0, 17)))),
-    ],
+    [(False, None, "xla"), (False, None, "fused"), (True, (1, 0, 17), "fused")],
 )
 def test_gradients_are_finite_differences(per_channel, lengths, implementation):
     x = arguments(T=18, per_channel=per_channel, num_states=3 if lengths else 1)
@@ -137,22 +140,15 @@ def test_recurrences_compile_once(caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("states", "implementation"),
-    [
-        pytest.param(False, "xla", id="no states-xla"),
-        pytest.param(False, "fused", id="no states-fused", marks=pytest.mark.thorough),
-        pytest.param(True, "xla", id="states-xla", marks=pytest.mark.thorough),
-        pytest.param(True, "fused", id="states-fused"),
-    ],
-)
+@each_implementation
+@pytest.mark.parametrize("states", [False, True], ids=["no states", "states"])
 def test_boundaries_are_traced(states, implementation):
     x = arguments(num_states=3 * states)
     fn = lambda x, cu: run(implementation, cu_seqlens=cu, output_final_state=states)(**x)
     assert_traced_once(fn, *((x, boundaries(*lengths)) for lengths in [(1, 0, 19), (16, 2, 2)]))
 
 
-@fused_first
+@each_implementation
 def test_alone_batched_and_packed_agree(implementation):
     x = arguments(B=2, T=24, num_states=2)
     o, state = run(implementation)(**x)
@@ -164,7 +160,7 @@ def test_alone_batched_and_packed_agree(implementation):
     assert_close("packed state", packed_state, state, STAGE_TOLERANCE)
 
 
-@fused_first
+@each_implementation
 def test_a_sequence_split_in_two_equals_the_whole(implementation):
     x = arguments(T=40)
     o, state = run(implementation)(**x)

@@ -1,13 +1,18 @@
-"""Rows of segments: a hard batch of them, and the comparison of an operator with the float64 recurrence on it."""
+"""Rows of segments: a hard batch of them, and the tests of an operator on it. They need pytest and hypothesis."""
 
 import functools
 from collections.abc import Callable
+from typing import ClassVar
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from hypothesis import strategies as st
 
-from chunkwise.shared.testing import compare, inputs, oracle, tpu, transforms
+from chunkwise.shared import chips
+from chunkwise.shared.testing import compare, inputs, oracle, poison, tpu, transforms
 
 # Padding before, between and after segments, and between two of one id; a segment of one token; one that ends with a
 # chunk of 16; an ordinary row; a row of padding.
@@ -106,3 +111,69 @@ def compile_segments(fn: Callable[[dict, jax.Array], dict], x: dict[str, jax.Arr
     ids = jax.ShapeDtypeStruct(x["v"].shape[:2], jnp.int32)
     x = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), x)
     return tpu.compile_for(compare.with_gradients(fn), x, ids, jax.eval_shape(fn, x, ids), chip=chip)
+
+
+class SegmentTests:
+    """Values, gradients, isolation and launches of an operator that has kernels for segments, which a package sets.
+
+    Attributes:
+      operator: the operator, a static method.
+      launches: how many kernels are launched for the results, and for results and gradients.
+      shared: inputs that all segments share.
+    """
+
+    operator: ClassVar[Callable]
+    launches: ClassVar[tuple[int, int]]
+    shared: ClassVar[tuple[str, ...]] = ()
+    THOROUGH: ClassVar = dict(test_bfloat16_without_states=True)
+
+    def inputs(self, B=SEGMENT_IDS.shape[0], T=SEGMENT_IDS.shape[1], K=8, dtype=jnp.float32) -> dict[str, jax.Array]:
+        """Return inputs of the operator with two value heads for a key head, and initial states."""
+        raise NotImplementedError
+
+    def run(self, implementation: str, states: bool = True) -> Callable:
+        """Return the operator as `over_segments` does."""
+        return over_segments(self.operator, implementation, states)
+
+    @pytest.mark.interpreted
+    def test_values_and_gradients_of_the_kernels(self):
+        assert_segments(self.run("fused"), self.inputs())
+
+    def test_values_and_gradients_of_plain_jax(self):
+        assert_segments(self.run("xla"), self.inputs())
+
+    @pytest.mark.parametrize("implementation", ["xla", "fused"])
+    def test_bfloat16_without_states(self, implementation):
+        x = self.inputs(dtype=jnp.bfloat16)
+        x.pop("initial_state")
+        assert_segments(self.run(implementation, states=False), x)
+
+    @pytest.mark.interpreted
+    # The tests of several operators are one function.
+    @hypothesis.settings(
+        max_examples=10, deadline=None, suppress_health_check=[hypothesis.HealthCheck.differing_executors]
+    )
+    @hypothesis.given(st.integers(0, 2**16))
+    def test_random_segments(self, seed):
+        assert_random_segments(self.run("fused"), self.inputs(), seed)
+
+    def test_isolated(self):
+        """Where a segment begins "xla" has a gate that forgets, and sums of gates before it round what follows."""
+        poison.assert_isolated(
+            self.run("xla"), self.inputs(), segment_ids=SEGMENT_IDS, shared=self.shared, tolerance=1e-6
+        )  # fmt: skip
+
+    @pytest.mark.interpreted
+    def test_isolated_to_the_bit(self):
+        poison.assert_isolated(self.run("fused"), self.inputs(), segment_ids=SEGMENT_IDS, shared=self.shared)
+
+    def test_one_launch_a_direction(self):
+        assert segment_launches(self.run("fused"), self.inputs()) == self.launches
+
+    @pytest.mark.tpu
+    @pytest.mark.skipif(not tpu.has_libtpu(), reason="needs libtpu")
+    @pytest.mark.parametrize("chip", chips.CHIPS)
+    def test_compiles(self, chip):
+        """Forward and backward with states, by masks and without."""
+        x = self.inputs(2, 200, 128, jnp.bfloat16)
+        assert "tpu_custom_call" in compile_segments(self.run("fused"), x, chip).as_text()
