@@ -14,6 +14,7 @@ from chunkwise.shared.testing.transforms import text_for_tpu
 
 pytestmark = pytest.mark.interpreted
 SMALL = Config(16, 128)
+THOROUGH = dict(test_every_config_gives_the_same=True)
 
 
 def test_only_blocks_with_an_end_are_mixed():
@@ -45,7 +46,6 @@ def test_state_rows():
         np.testing.assert_allclose(rows[:, age], want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("config", [SMALL, Config(48, 256), Config(64, 128)])
 def test_every_config_gives_the_same(config):
     rng = np.random.default_rng(0)
