@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.pipeline import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
 from meshes import P, inputs_of, make_mesh
 
 
@@ -96,3 +96,12 @@ def test_pools():
     rows, tokens = (NamedSharding(mesh, spec) for spec in (P("a"), P(None, "a")))
     refused("`initial_state` must have slots that 2 devices along", x, recurrent_gated_delta_rule, sharding=rows)
     refused("`state_indices` must come with tokens that are not split", x, recurrent_gated_delta_rule, sharding=tokens)
+
+
+def test_pool_of_a_serving_step():
+    """It is the argument `states` there."""
+    x, _ = placed({"v": P(None, None, "b"), "initial_state": P("a", "b")}, B=1, states=2)
+    x["states"] = x.pop("initial_state")
+    step = dict(cu_seqlens=jnp.array([0, 20], jnp.int32), state_indices=jnp.array([1], jnp.int32))
+    with pytest.raises(ValueError, match=r"`states` must be split as P\w*\(None, 'b'.*, which `v` asks for, or not"):
+        ragged_gated_delta_rule(**x, **step)

@@ -425,6 +425,14 @@ def test_arrays_of_numpy():
         np.testing.assert_array_equal(one, other)
 
 
+def test_boundaries_of_sequences_that_do_not_exist():
+    """They may be anything, also where values are checked."""
+    few = dict(cu_seqlens=np.array([0, 1, 3, 999], np.int32), num_sequences=2)
+    jax.eval_shape(lambda: run_step("simple_gla", few))
+    with pytest.raises(ValueError, match="rise from 0"):
+        jax.eval_shape(lambda: run_step("simple_gla", few | dict(num_sequences=3)))
+
+
 @pytest.mark.parametrize(("operator", "K"), [("gated_delta_rule", 257), ("kda", 257), ("simple_gla", 2048)])
 def test_states_too_large_for_the_kernels(operator, K):
     """As the docstring says; the other implementations take them."""

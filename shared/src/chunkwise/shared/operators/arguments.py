@@ -152,8 +152,12 @@ def check_shared(x: Arguments, options: Options) -> None:
     checks.check_scale(x.scale)
     gates.check_gate_activation(options.activation, x.A_log, x.dt_bias, x.g)
     B, T = x.q.shape[:2]
-    # Boundaries are those of all tokens, of which an axis of a `shard_map` leaves a device its part.
-    checks.check_cu_seqlens(x.cu_seqlens, B, T * lax.axis_size(partition.token_axes(None, options.context_axis)))
+    if x.slots is None or x.slots.num_sequences is None:
+        # Boundaries are those of all tokens, of which an axis of a `shard_map` leaves a device its part.
+        checks.check_cu_seqlens(x.cu_seqlens, B, T * lax.axis_size(partition.token_axes(None, options.context_axis)))
+    else:
+        # The boundaries of sequences that do not exist may be anything.
+        checks.check_packed(x.cu_seqlens, B)
     checks.check_segment_ids(x.segment_ids, B, T, x.cu_seqlens)
 
 

@@ -43,11 +43,16 @@ _POOL = "initial_state"
 Places = tuple[partition.Division | None, partition.Axes]
 
 
-def find_places(x: arguments.Arguments, options: arguments.Options) -> Places:
-    """Return how the arguments lie on the devices of a mesh, if on any, and as the options say."""
-    arrays = x.arrays()
-    division = partition.find_division(arrays, _LAYOUT, options.sharding)
-    check_pool(arrays, division, _POOL)
+def find_places(x: arguments.Arguments, options: arguments.Options, pool: str = _POOL) -> Places:
+    """Return how the arguments lie on the devices of a mesh, if on any, and as the options say.
+
+    `pool` is what a user calls the argument `initial_state`.
+    """
+    known = lambda named: {pool if name == _POOL else name: y for name, y in named.items()}
+    arrays, layout = known(x.arrays()), _LAYOUT._replace(arguments=known(_LAYOUT.arguments))
+    division = partition.find_division(arrays, layout, options.sharding)
+    check_pool(arrays, division, pool)
+    division = division if division is None else division._replace(layout=_LAYOUT)
     tokens = partition.token_axes(division, options.context_axis)
     checks.check(
         not (tokens and x.slots), f"`state_indices` must come with tokens that are not split; got them over {tokens}."

@@ -65,7 +65,7 @@ class Operator:
         arguments.check_shared(x, options)
         x, options = serving.check_step(x, options)
         chosen = self._choose(implementation, x, options)
-        x, places = _place(x, options)
+        x, places = _place(x, options, "states")
         name, strict = f"recurrent_{self.name}_fwd", implementation == "fused"
         step = functools.partial(serving.run_step, name, chosen, strict=strict)
         if places == (None, ()):
@@ -86,12 +86,15 @@ class Operator:
         return chosen
 
 
-def _place(x: Arguments, options: Options) -> tuple[Arguments, devices.Places]:
-    """Return the arguments, and where they lie on the devices of a mesh: (None, ()) for no mesh."""
+def _place(x: Arguments, options: Options, pool: str = "initial_state") -> tuple[Arguments, devices.Places]:
+    """Return the arguments, and where they lie on the devices of a mesh: (None, ()) for no mesh.
+
+    `pool` is what a user calls the argument `initial_state`.
+    """
     arrays = x.arrays()
     # Outside of jit they may be of numpy, as the arrays of a scheduler are.
     x = x.with_arrays({name: jnp.asarray(y) if isinstance(y, np.ndarray) else y for name, y in arrays.items()})
-    return x, devices.find_places(x, options)
+    return x, devices.find_places(x, options, pool)
 
 
 def define(name: str, check: Callable[[Arguments, Options], None], *known: Implementation) -> Operator:
