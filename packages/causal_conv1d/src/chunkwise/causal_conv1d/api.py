@@ -216,20 +216,22 @@ def causal_conv1d_update(
     decode, M the most blocks of a prefill.
 
     Args:
-      x, weight, bias, activation, cu_seqlens: as in `causal_conv1d`.
+      x, weight, bias, activation, cu_seqlens: as in `causal_conv1d`. Here a boundary that falls acts as the one before
+        it, and one past the end as T.
       states: the last W - 1 inputs of every sequence [N, W - 1, D], or a pool [slots, W - 1, D] with state_indices, of
         any floating type.
-      state_indices: int32 [N], traced: the slot of every sequence. Slots must be distinct and exist; the values are
-        checked in a serving step only. A sequence with a negative slot starts from zeros and its state is dropped;
-        negative slots are neither read nor written and may repeat.
+      state_indices: int32 [N], traced: the slot of every sequence. A slot is named only once, which is checked outside
+        of jit. A sequence with a negative slot starts from zeros and its state is dropped: negative slots are neither
+        read nor written and may repeat. A slot past the end acts as a negative one.
         In a serving step also [N, U]: after token t of a decode its state goes to slot state_indices[n, t], and that
         after a prefill to column 0. Both start from column num_accepted_tokens[n] - 1.
       has_initial_state: bool [N], traced: False if a sequence starts from zeros whatever its slot holds; None for True.
       num_decodes: how many sequences, the first ones, decode: they have at most U tokens each, 1 where state_indices is
         [N]. A number or a traced int32 scalar, as the next one. These and all that follow need cu_seqlens.
-      num_sequences: how many of the N sequences exist; None for all.
+      num_sequences: how many of the N sequences exist; None for all. A count beyond N acts as N, a negative one as 0.
       read_indices: int32 [N], the slot that a sequence starts from instead, which stays as it is; negative for zeros.
-      num_accepted_tokens: int32 [N], 1 to U: a sequence starts from state_indices[n, num_accepted_tokens[n] - 1].
+      num_accepted_tokens: int32 [N], 1 to U: a sequence starts from state_indices[n, num_accepted_tokens[n] - 1], and
+        from zeros for any other number.
       block_state_indices: int32 [N, M], the slot of the state after every block of `block_size` tokens of a prefill,
         counted from its first token in this call; negative ones are not written.
       block_size: tokens of a block; static.

@@ -169,9 +169,9 @@ def recurrent_gated_delta_rule(
       use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval: as in
         `chunk_gated_delta_rule`.
       cu_seqlens: int32 [N + 1], traced: sequence n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1. B must be 1.
-      state_indices: int32 [N], traced: the slot of every sequence. Slots must be distinct and exist; the values are
-        not checked. A sequence with a negative slot starts from zeros and its state is dropped: no slot is read or
-        written for it. Negative slots may repeat.
+      state_indices: int32 [N], traced: the slot of every sequence. A slot is named only once, which is checked outside
+        of jit. A sequence with a negative slot starts from zeros and its state is dropped: negative slots are neither
+        read nor written and may repeat. A slot past the end acts as a negative one.
       has_initial_state: bool [N], traced: False if a sequence starts from zeros whatever its slot holds, as in a slot
         that was freed; None for True.
       implementation: "fused" (one Pallas TPU kernel, interpreted elsewhere), "xla" (plain JAX, also the gradient of
@@ -249,21 +249,23 @@ def ragged_gated_delta_rule(
         rounded where they are stored.
       cu_seqlens: boundaries of the sequences, int32 [N + 1], rising from 0, the decodes first. Sequences may be empty:
         those read and write nothing. Tokens after the last sequence are padding: they may hold anything, NaN too, and
-        their outputs are zeros.
+        their outputs are zeros. A boundary that falls acts as the one before it, and one past the end as T.
       state_indices: int32 [N], the slot that a sequence reads and writes, after its last token; or [N, W]: after token
         t of a decode its state goes to slot state_indices[n, t], and after a prefill to state_indices[n, 0]. Where a
         sequence starts, num_accepted_tokens says. A negative slot is neither read, so that the sequence starts from
-        zeros, nor written, and may repeat. No slot that is written may be named twice, nor be read by another sequence.
+        zeros, nor written, and may repeat; a slot past the end acts as a negative one, here and in the arguments below.
+        No slot that is written may be named twice, nor be read by another sequence.
       has_initial_state: bool [N], False if a sequence starts from zeros whatever its slot holds, as in a slot that was
         freed; None for True.
       num_decodes: how many sequences, the first ones, go token by token. They have at most W tokens each, 1 where
         state_indices is [N]. A number or a traced int32 scalar; the number 0 compiles no decode.
-      num_sequences: how many of the N sequences exist, likewise; None for all. The other entries may hold anything.
+      num_sequences: how many of the N sequences exist, likewise; None for all. The other entries may hold anything. A
+        count beyond N acts as N, and a negative one as 0; decodes beyond num_sequences do not exist.
       read_indices: int32 [N], the slot that a sequence starts from instead, such as that of a cached prefix. It stays
         as it is, and several sequences may share it; negative for zeros.
       num_accepted_tokens: int32 [N], 1 to W: a sequence, decode or prefill, starts from slot
         state_indices[n, num_accepted_tokens[n] - 1], the state after as many tokens of the step before as were
-        accepted. None for 1; not read with read_indices.
+        accepted, and from zeros for any other number. None for 1; not read with read_indices.
       block_state_indices: int32 [N, M], the slot of the state after every block of `block_size` tokens of a prefill,
         counted from its first token in this call; negative ones are not written. None for none.
       block_size: tokens of a block, a multiple of the chunk size; static.

@@ -206,9 +206,9 @@ def recurrent_simple_gla(
       output_final_state: return the states after the tokens; static.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Tokens from cu_seqlens[N] on are
         padding, may hold anything and give zeros. The values are checked outside of jit only.
-      state_indices: int32 [N], traced: the slot of every sequence. Slots must be distinct and exist; the values are
-        not checked. A sequence with a negative slot starts from zeros and its state is dropped; negative slots are
-        neither read nor written and may repeat.
+      state_indices: int32 [N], traced: the slot of every sequence. A slot is named only once, which is checked outside
+        of jit. A sequence with a negative slot starts from zeros and its state is dropped: negative slots are neither
+        read nor written and may repeat. A slot past the end acts as a negative one.
       has_initial_state: bool [N], traced: False if a sequence starts from zeros whatever its slot holds, as in a slot
         that was freed; None for True.
       implementation: "fused" (one TPU kernel, interpreted elsewhere), "xla" (plain JAX, also the gradient of

@@ -178,9 +178,9 @@ def recurrent_kda(
       gate_lower_bound: as there; it changes nothing here.
       initial_state: [N, HV, K, V], or a pool [slots, HV, K, V] with state_indices, of any floating type; None for
         zeros.
-      state_indices: int32 [N], traced: the slot of every sequence. Slots must be distinct and exist; the values are
-        not checked. A sequence with a negative slot starts from zeros and its state is dropped; negative slots are
-        neither read nor written and may repeat.
+      state_indices: int32 [N], traced: the slot of every sequence. A slot is named only once, which is checked outside
+        of jit. A sequence with a negative slot starts from zeros and its state is dropped: negative slots are neither
+        read nor written and may repeat. A slot past the end acts as a negative one.
       has_initial_state: bool [N], traced: False if a sequence starts from zeros whatever its slot holds, as in a slot
         that was freed; None for True.
       implementation: "fused" (one TPU kernel, interpreted elsewhere), "xla" (plain JAX, also the gradient of

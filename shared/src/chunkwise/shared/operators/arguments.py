@@ -19,9 +19,9 @@ class Slots(NamedTuple):
 
     Attributes:
       state_indices: [N], the slot of every sequence in a pool of states [slots, HV, K, V]. Slots are distinct.
-        A sequence with a negative one starts from zeros, and its state is dropped; negative ones may repeat. None for
-        sequence n in slot n. In a serving step also [N, W]: the slot of the state after every token of a decode; that
-        after a prefill has the first.
+        A sequence with a negative one, or one past the end, starts from zeros, and its state is dropped; such slots may
+        repeat. None for sequence n in slot n. In a serving step also [N, W]: the slot of the state after every token of
+        a decode; the state after a prefill has the first.
       has_initial_state: bool [N], False if a sequence starts from zeros whatever its slot holds; None for True.
       read_indices: [N], the slot to start from instead; None for that of state_indices.
       num_accepted_tokens: [N], one more than the column of state_indices to start from; None for 1.
