@@ -58,7 +58,14 @@ def test_config(make, message):
             dict(cache=empty_cache(LightningAttentionConfig(8, 2, 4, 4, 4), 2)),
             r"`cache.conv` must have 3 arrays; got 0",
         ),
-        (dict(cache=empty_cache(CONFIG, 3)), r"`initial_state` must have shape"),
+        (
+            dict(cache=empty_cache(CONFIG, 3)),
+            r"`cache.state` must have shape \[N, HV, K, V\] = \(2, 4, 4, 4\); got \(3, 4, 4, 4\)",
+        ),
+        (
+            dict(x=X[:1], cache=empty_cache(CONFIG, 3), cu_seqlens=jnp.array([0, 2, 5])),
+            r"`cache.state` must have shape \[N, HV, K, V\] = \(2, 4, 4, 4\); got \(3, 4, 4, 4\)",
+        ),
         (dict(implementation="pallas"), "`implementation` must be"),
     ],
 )

@@ -55,7 +55,7 @@ class Initial:
 
 def check_input(x, config, run: running.Run) -> None:
     """Check hidden states, and what a layer runs over: its caches and the name of the implementation."""
-    checks.check_array("x", x, "B T D", (None, None, config.D))
+    B = checks.check_array("x", x, "B T D", (None, None, config.D))[0]
     names = tuple(name for name in running.AROUND if name)
     known = run.implementation in running.AROUND
     checks.check(known, f"`implementation` must be None or one of {names}; got {run.implementation!r}.")
@@ -64,7 +64,8 @@ def check_input(x, config, run: running.Run) -> None:
         return
     whole = hasattr(cache, "conv") and hasattr(cache, "state")
     checks.check(whole, f"`{name}` must be a Cache; got {type(cache).__name__}.")
-    checks.check_array(f"{name}.state", cache.state, "N HV K V", (None, config.HV, config.K, config.V))
+    states = run.num_states(B), config.HV, config.K, config.V
+    checks.check_array(f"{name}.state", cache.state, "N HV K V", states)
     wanted, have = len(config.channels), len(cache.conv)
     checks.check(wanted == have, f"`{name}.conv` must have {wanted} arrays; got {have}.")
     for i, (conv, channels) in enumerate(zip(cache.conv, config.channels, strict=True)):

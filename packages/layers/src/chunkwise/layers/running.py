@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
 from chunkwise.layers import config, division
 from chunkwise.shared.kernels import remat
-from chunkwise.shared.operators import arguments, context
+from chunkwise.shared.operators import arguments, checks, context
 
 # What the packages around the operator call its implementations; and its decode step, which has no stages.
 AROUND = {None: None, "xla": "xla", "staged": "pallas", "fused": "pallas"}
@@ -99,6 +99,11 @@ class Sequences:
         """What it starts from, after the name of the argument."""
         return "cache", self.cache
 
+    def num_states(self, B: int) -> int | None:
+        """Return how many sequences B rows hold, each of which has a state of its own in the cache; None for any."""
+        checks.check_packed(self.cu_seqlens, B)
+        return B if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
     @property
     def _packing(self) -> dict:
         return dict(cu_seqlens=self.cu_seqlens, segment_ids=self.segment_ids, context_axis=self.context_axis)
@@ -143,6 +148,10 @@ class Serving:
     def own_cache(self) -> tuple[str, Cache | None]:
         """Do as `Sequences.own_cache` does."""
         return "pool", self.pool
+
+    def num_states(self, B: int) -> int | None:
+        """Do as `Sequences.num_states` does: a pool has any number of slots."""
+        return None
 
     @property
     def _slots(self) -> dict:
