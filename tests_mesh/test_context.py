@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 from chunkwise.pipeline import chunk_gla
-from chunkwise.pipeline.operators import CHUNKED
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.shared.operators import affine_scan
 from chunkwise.shared.testing.compare import assert_close, with_gradients
 from chunkwise.shared.testing.transforms import KEEPING, text_for_tpu
@@ -32,14 +32,36 @@ from meshes import (
 
 # Nothing here depends on what XLA optimises, and its compilation is most of the time.
 pytestmark = pytest.mark.interpreted
-thorough = pytest.mark.thorough
 
 NAMES = [operator.name for operator in CHUNKED]
-# A delta rule stands for the others, which the quick tests run in some cases only.
-SOME = [
-    pytest.param(name, marks=[] if name in ("chunk_gated_delta_rule", "chunk_gla") else [thorough]) for name in NAMES
-]
-TOKEN_BY_TOKEN = [pytest.param(f"recurrent_{name}", marks=thorough) for name in ("kda", "gla", "simple_gla")]
+IN_KERNELS = pytest.mark.parametrize("implementation", ["fused", "staged"])
+# The operators with launches of their own where tokens are split.
+SPLIT = "chunk_gated_delta_rule", "chunk_kda", "chunk_gla", "chunk_simple_gla"
+
+
+def is_other(name):
+    """Return whether other operators stand for an operator: a delta rule, and a gate per channel."""
+    return name not in ("chunk_gated_delta_rule", "chunk_gla")
+
+
+THOROUGH = dict(
+    test_operators=lambda name: name in ("recurrent_kda", "recurrent_gla", "recurrent_simple_gla"),
+    test_gates=lambda name, gate: gate == "zero" or is_other(name),
+    test_with_other_axes=lambda spec: spec == P("a", "b"),
+    test_kernels=lambda name, implementation: implementation == "staged" or name == "chunk_simple_gla",
+    test_documents_in_kernels=lambda name, states, implementation: (
+        (name, states, implementation) != ("chunk_gla", True, "fused")
+    ),
+    test_segments_in_kernels=lambda name, implementation: (name, implementation) != ("chunk_simple_gla", "fused"),
+    test_constant_gates_in_kernels=lambda remat: not remat,
+    test_documents_cross_devices=lambda states: not states,
+    test_segments_cross_devices=is_other,
+    test_wide_values=True,
+    test_inside_a_shard_map=lambda axis, check_vma: axis == "b" or not check_vma,
+    test_nan_stays_in_its_document=lambda states: states,
+    test_random_documents=is_other,
+    test_random_segments=is_other,
+)
 # Documents of 48 tokens on 8 devices of 6: empty ones, some inside of a device, some over many, a start at the first
 # token of a device, and padding.
 BOUNDARIES = jnp.array([0, 1, 1, 18, 20, 42, 42, 45], jnp.int32)
@@ -53,13 +75,13 @@ SEGMENTS = np.array(
 )
 
 
-@pytest.mark.parametrize("name", [*NAMES, "recurrent_gated_delta_rule", *TOKEN_BY_TOKEN])
+@pytest.mark.parametrize("name", OPERATORS)
 def test_operators(name):
     assert_divided(name, "xla", make_mesh((8,), "explicit"), P(None, "a"), "explicit", inputs_of(name))
 
 
-@pytest.mark.parametrize("gate", [pytest.param("zero", marks=thorough), "strong", "resets"])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("gate", ["zero", "strong", "resets"])
+@pytest.mark.parametrize("name", NAMES)
 def test_gates(name, gate):
     x = inputs_of(name, gate=gate, B=1)
     assert_divided(name, "xla", make_mesh((4,), "automatic"), P(None, "a"), "automatic", x)
@@ -72,37 +94,23 @@ def test_repeated_keys():
     assert_divided("chunk_gated_delta_rule", "xla", mesh, P(None, "a"), "explicit", x)
 
 
-@pytest.mark.parametrize("spec", [pytest.param(P("a", "b"), marks=thorough), P(None, "b", "a"), P("a", "b", "c")])
+@pytest.mark.parametrize("spec", [P("a", "b"), P(None, "b", "a"), P("a", "b", "c")])
 def test_with_other_axes(spec):
     shape = (2, 2, 2) if "c" in str(spec) else (2, 4)
     x = inputs_of("chunk_gated_delta_rule")
     assert_divided("chunk_gated_delta_rule", "xla", make_mesh(shape, "explicit"), spec, "explicit", x)
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [
-        *(pytest.param(*some.values, "fused", marks=[] if "kda" in some.values[0] else some.marks) for some in SOME),
-        *(pytest.param(name, "staged", marks=thorough) for name in NAMES),
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("implementation", ["fused", "staged"])
 def test_kernels(name, implementation):
     x = inputs_of(name, B=1, H=1, HV=2)
     assert_divided(name, implementation, make_mesh((2,), "automatic"), P(None, "a"), "automatic", x)
 
 
-def kernels(*quick: str) -> list:
-    """Return the operators with launches of their own where tokens are split, of which the quick tests run some."""
-    names = "chunk_gated_delta_rule", "chunk_kda", "chunk_gla", "chunk_simple_gla"
-    return [pytest.param(name, marks=[] if name in quick else [thorough]) for name in names]
-
-
-IN_KERNELS = pytest.mark.parametrize("implementation", ["fused", pytest.param("staged", marks=thorough)])
-
-
 @IN_KERNELS
-@pytest.mark.parametrize("states", [True, pytest.param(False, marks=thorough)], ids=["states", "no-states"])
-@pytest.mark.parametrize("name", kernels("chunk_gla"))
+@pytest.mark.parametrize("states", [True, False], ids=["states", "no-states"])
+@pytest.mark.parametrize("name", SPLIT)
 def test_documents_in_kernels(name, states, implementation):
     """Three launches where tokens are split: the states alone, the operator, the gradient of the state alone."""
     x = inputs_of(name, B=1, states=len(BOUNDARIES) - 1 if states else 0)
@@ -111,7 +119,7 @@ def test_documents_in_kernels(name, states, implementation):
 
 
 @IN_KERNELS
-@pytest.mark.parametrize("name", kernels("chunk_simple_gla"))
+@pytest.mark.parametrize("name", SPLIT)
 def test_segments_in_kernels(name, implementation):
     """Padding may hold anything."""
     x, fixed = inputs_of(name), {"segment_ids": jnp.asarray(SEGMENTS)}
@@ -125,7 +133,7 @@ def test_segments_in_kernels(name, implementation):
     assert_expected(got, expected(x, fixed, cotangents))
 
 
-@pytest.mark.parametrize("remat", [True, pytest.param(False, marks=thorough)], ids=["remat", "plain"])
+@pytest.mark.parametrize("remat", [True, False], ids=["remat", "plain"])
 def test_constant_gates_in_kernels(remat):
     """One decay for every head and chunk, heads of other than 128 channels, and what a policy keeps under remat."""
     x = inputs_of("chunk_simple_gla", B=1, T=64, H=1, HV=2, K=24, V=40)
@@ -155,7 +163,7 @@ def test_launches(name, remat):
     assert launches(text_for_tpu(with_gradients(layer), x, {}, cotangents)) == ["bwd", "bwd_state", "fwd", "summary"]
 
 
-@pytest.mark.parametrize("states", [True, pytest.param(False, marks=thorough)], ids=["states", "no-states"])
+@pytest.mark.parametrize("states", [True, False], ids=["states", "no-states"])
 @pytest.mark.parametrize("name", NAMES)
 def test_documents_cross_devices(name, states):
     x = inputs_of(name, B=1, states=len(BOUNDARIES) - 1 if states else 0)
@@ -163,7 +171,7 @@ def test_documents_cross_devices(name, states):
     assert_divided(name, "xla", mesh, P(None, "a"), "automatic", x, {"cu_seqlens": BOUNDARIES}, states)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", NAMES)
 def test_segments_cross_devices(name):
     x, fixed = inputs_of(name), {"segment_ids": jnp.asarray(SEGMENTS)}
     assert_divided(name, "xla", make_mesh((8,), "explicit"), P(None, "a"), "explicit", x, fixed)
@@ -177,7 +185,6 @@ def test_final_states_without_initial_ones():
     assert_divided("chunk_gated_delta_rule", "xla", mesh, P(None, "a"), "explicit", x, fixed)
 
 
-@thorough
 def test_wide_values():
     """Values and the matrix of a map that do not fit into one launch take two."""
     x = inputs_of("chunk_gated_delta_rule", B=1, T=16, H=1, HV=1, K=128, V=136)
@@ -185,8 +192,8 @@ def test_wide_values():
     assert_divided("chunk_gated_delta_rule", "xla", mesh, P(None, "a"), "explicit", x)
 
 
-@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=thorough)])
-@pytest.mark.parametrize("axis", [pytest.param("b", marks=thorough), ("a", "b")], ids=str)
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axis", ["b", ("a", "b")], ids=str)
 def test_inside_a_shard_map(axis, check_vma):
     """Replicated states go in and come out; JAX sums their gradients."""
     name, mesh = "chunk_gated_delta_rule", make_mesh((2, 4), "explicit")
@@ -203,7 +210,7 @@ def test_inside_a_shard_map(axis, check_vma):
     assert_expected(got, expected(x, {}, cotangents))
 
 
-@pytest.mark.parametrize("states", [pytest.param(True, marks=thorough), False], ids=["states", "no-states"])
+@pytest.mark.parametrize("states", [True, False], ids=["states", "no-states"])
 def test_nan_stays_in_its_document(states):
     """It crosses devices with its document, and no further."""
     name, mesh = "chunk_gated_delta_rule", make_mesh((8,), "automatic")
@@ -255,7 +262,7 @@ def over_eight(name: str):
     return jax.jit(with_gradients(run_of(name, "xla", sharding=NamedSharding(mesh, P(None, "a")))))
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=12, deadline=None)
 @given(lengths=LENGTHS)
 def test_random_documents(name, lengths):
@@ -268,7 +275,7 @@ def test_random_documents(name, lengths):
     assert_expected(got, expected(x, fixed, cotangents), f"{lengths}")
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=12, deadline=None)
 @given(runs=st.lists(st.tuples(st.integers(-1, 2), st.integers(1, 20)), min_size=1, max_size=12))
 def test_random_segments(name, runs):

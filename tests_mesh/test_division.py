@@ -14,8 +14,6 @@ from meshes import P, assert_divided, inputs_of, make_mesh
 
 # Nothing here depends on what XLA optimises, and its compilation is most of the time.
 pytestmark = pytest.mark.interpreted
-thorough = pytest.mark.thorough
-
 # A kernel of each kind, and plain JAX where its gates differ.
 QUICK = [
     ("chunk_gated_delta_rule", "fused"),
@@ -25,6 +23,12 @@ QUICK = [
     ("chunk_simple_gla", "xla"),
     ("recurrent_kda", "xla"),
 ]
+THOROUGH = dict(
+    test_divisions=lambda division, mode: mode == "automatic" or division in ("rows", "heads"),
+    test_operators=lambda name, implementation: (name, implementation) not in QUICK,
+    test_packed_batch_over_heads=lambda mode: mode == "explicit",
+    test_laws_and_their_gradients=lambda mode: mode == "explicit",
+)
 
 # Shape of the mesh, how v is split, and key and value heads.
 DIVISIONS = {
@@ -41,33 +45,24 @@ DIVISIONS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["explicit", pytest.param("automatic", marks=thorough)])
-@pytest.mark.parametrize(
-    "division",
-    [pytest.param(x, id=name, marks=[thorough] if name in ("rows", "heads") else []) for name, x in DIVISIONS.items()],
-)
+@pytest.mark.parametrize("mode", ["explicit", "automatic"])
+@pytest.mark.parametrize("division", DIVISIONS)
 def test_divisions(division, mode):
-    shape, spec, H, HV = division
+    shape, spec, H, HV = DIVISIONS[division]
     x = inputs_of("chunk_gated_delta_rule", B=2, T=20, H=H, HV=HV)
     assert_divided("chunk_gated_delta_rule", "xla", make_mesh(shape, mode), spec, mode, x)
 
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [
-        pytest.param(
-            operator.name, implementation, marks=[] if (operator.name, implementation) in QUICK else [thorough]
-        )
-        for operator in OPERATORS.values()
-        for implementation in operator.implementations
-    ],
+    [(operator.name, implementation) for operator in OPERATORS.values() for implementation in operator.implementations],
 )
 def test_operators(name, implementation):
     x = inputs_of(name, B=2, T=4 if name.startswith("recurrent") else 20, gate="spikes")
     assert_divided(name, implementation, make_mesh((2, 2), "explicit"), P("a", None, "b"), "explicit", x)
 
 
-@pytest.mark.parametrize("mode", ["automatic", pytest.param("explicit", marks=thorough)])
+@pytest.mark.parametrize("mode", ["automatic", "explicit"])
 def test_packed_batch_over_heads(mode):
     x, fixed = inputs_of("chunk_kda", B=1, T=30, states=3), {"cu_seqlens": jnp.array([0, 7, 7, 25], jnp.int32)}
     assert_divided("chunk_kda", "xla", make_mesh((2,), mode), P(None, None, "a"), mode, x, fixed)
@@ -87,7 +82,7 @@ def test_key_heads_may_be_split_by_the_caller(key_heads):
     assert_divided("chunk_gated_delta_rule", "xla", mesh, spec, "explicit", x, key_heads=key_heads)
 
 
-@pytest.mark.parametrize("mode", ["automatic", pytest.param("explicit", marks=thorough)])
+@pytest.mark.parametrize("mode", ["automatic", "explicit"])
 def test_laws_and_their_gradients(mode):
     """The arrays of the laws have one entry for every value head, dt_bias flat one for every channel too."""
     x = raw_inputs(inputs_of("chunk_kda", T=20))

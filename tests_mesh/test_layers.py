@@ -1,7 +1,6 @@
 """Layers over meshes of devices do what they do on one: rows, tokens and heads divided, and what they send."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -91,21 +90,19 @@ def assert_same(got, want) -> None:
             assert_close(jax.tree_util.keystr(path), y, ref, tolerance)
 
 
-def cases(*quick, **values):
-    """Run a test for all combinations of values; only some are quick enough for every change."""
-    return pytest.mark.parametrize(
-        tuple(values),
-        [
-            pytest.param(*each, marks=[] if each in quick else pytest.mark.thorough)
-            for each in itertools.product(*values.values())
-        ],
-    )
+QUICK_PACKS = ("gated_delta_net", "segments", "automatic"), ("mamba2_mixer_groups", "documents", "explicit")
+QUICK_STEPS = ("gated_delta_net", "automatic"), ("lightning_attention", "explicit")
+THOROUGH = dict(
+    test_rows_tokens_and_heads=lambda name, packing, mode: (name, packing, mode) not in QUICK_PACKS,
+    test_inside_a_shard_map=lambda name, packing: (name, packing) != ("mamba2_mixer_groups", "documents"),
+    test_heads_send_one_sum=lambda name, mode: (name, mode) != ("gated_delta_net", "explicit"),
+    test_a_serving_step=lambda name, mode: (name, mode) not in QUICK_STEPS,
+)
 
 
-@cases(
-    ("gated_delta_net", "segments", "automatic"), ("mamba2_mixer_groups", "documents", "explicit"),
-    name=LAYERS, packing=PACKINGS, mode=MODES,
-)  # fmt: skip
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.interpreted
 def test_rows_tokens_and_heads(name, packing, mode):
     """Outputs, caches and all gradients over 8 devices are those of one, with documents across devices."""
@@ -125,7 +122,8 @@ def test_rows_tokens_and_heads(name, packing, mode):
     assert normal(cache.state.sharding.spec) == normal(on.cache.state)
 
 
-@cases(("mamba2_mixer_groups", "documents"), name=LAYERS, packing=PACKINGS)
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.interpreted
 def test_inside_a_shard_map(name, packing):
     """A device calls the layer with its tokens; caches of rows lie with the rows, and those of documents everywhere."""
@@ -140,7 +138,8 @@ def test_inside_a_shard_map(name, packing):
     assert_same(with_gradients(run)(*arguments, packed), alone(name, packing))
 
 
-@cases(("gated_delta_net", "explicit"), name=("gated_delta_net", "mamba2_mixer"), mode=MODES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["gated_delta_net", "mamba2_mixer"])
 def test_heads_send_one_sum(name, mode):
     """Tensor parallelism: a forward sums what the last product makes, and the mean of a norm over all heads."""
     layer = LAYERS[name]
@@ -158,7 +157,8 @@ def test_heads_send_one_sum(name, mode):
     assert_close("y", y, layer.run(x, weights, layer.config)[0], 1e-5)
 
 
-@cases(("gated_delta_net", "automatic"), ("lightning_attention", "explicit"), name=LAYERS, mode=MODES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_serving_step(name, mode):
     """The pool of a layer is divided by heads, and a step sends what a forward sends."""
     layer = LAYERS[name]

@@ -5,13 +5,11 @@ import io
 import re
 from pathlib import Path
 
-import pytest
-
 PAGE = Path(__file__).parents[1] / "docs/distribution.md"
+THOROUGH = dict(test_page=True)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.thorough
 def test_page():
     blocks, names = BLOCK.findall(PAGE.read_text()), {}
     for (kind, code), (_, promised) in zip(blocks, [*blocks[1:], ("", "")], strict=True):

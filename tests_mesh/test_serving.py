@@ -26,23 +26,21 @@ pytestmark = pytest.mark.interpreted
 SLOTS = 7
 
 
-def cases(kernel: str, *quick):
-    """Run a test under both kinds of axes, with a kernel or in plain JAX; only some for every change."""
-    return pytest.mark.parametrize(
-        ("mode", "implementation"),
-        [
-            pytest.param(mode, name, marks=[] if (mode, name) in quick else pytest.mark.thorough)
-            for mode in ("explicit", "automatic")
-            for name in (kernel, "xla")
-        ],
-    )
-
-
-@pytest.mark.parametrize(
-    "operator",
-    [ragged_gated_delta_rule, *(pytest.param(f, marks=pytest.mark.thorough) for f in (ragged_kda, ragged_simple_gla))],
+# Kinds of axes, with a kernel or in plain JAX.
+THOROUGH = dict(
+    test_step_over_heads_and_channels=lambda mode, implementation, operator: (
+        (mode == "explicit") != (implementation == "fused") or operator is not ragged_gated_delta_rule
+    ),
+    test_convolution_of_a_step=lambda mode, implementation: (mode == "explicit") != (implementation == "pallas"),
+    test_decode_of_the_convolution=lambda implementation: implementation == "pallas",
+    test_a_layer_compiles_for_tpus=True,
 )
-@cases("fused", ("explicit", "fused"), ("automatic", "xla"))
+both_modes = pytest.mark.parametrize("mode", ["explicit", "automatic"])
+
+
+@pytest.mark.parametrize("operator", [ragged_gated_delta_rule, ragged_kda, ragged_simple_gla])
+@pytest.mark.parametrize("implementation", ["fused", "xla"])
+@both_modes
 def test_step_over_heads_and_channels(mode, implementation, operator):
     """Every device has its heads of the pool, and no device asks another for anything."""
     x = inputs_of(operator.__name__.replace("ragged", "chunk"), B=1, T=40, states=SLOTS)
@@ -94,7 +92,8 @@ def assert_equal_on_mesh(run, mesh, arrays: dict, specs: dict, sharding) -> list
     return results
 
 
-@cases("pallas", ("explicit", "pallas"), ("automatic", "xla"))
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+@both_modes
 def test_convolution_of_a_step(mode, implementation):
     """Every device has its channels of the pool: decodes, speculation, blocks, and a prefix that is read."""
     mesh, split = make_mesh((2, 4), mode), CONVOLUTION["x"]
@@ -113,7 +112,8 @@ def test_convolution_of_a_step(mode, implementation):
     assert pool.sharding.spec[2] == ("a", "b")
 
 
-@cases("pallas", ("explicit", "xla"), ("automatic", "xla"))
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+@both_modes
 def test_decode_of_the_convolution(mode, implementation):
     """Rows and channels: a device has its sequences and its part of the slots, and gradients are sums over rows."""
     mesh, rows = make_mesh((2, 4), mode), P("a", None, "b")
@@ -217,7 +217,6 @@ def test_the_convolution_of_a_step_compiles_for_tpus():
 
 @on_tpus
 @pytest.mark.tpu
-@pytest.mark.thorough
 def test_a_layer_compiles_for_tpus():
     """Convolution, operator and norm run as kernels, and the last product is the only sum over the chips."""
     mesh, config = topology_mesh("v6e:2x2", "heads"), GatedDeltaNetConfig(D=256, H=4, HV=8, K=128, V=128)
