@@ -157,7 +157,7 @@ def test_launches(name, remat):
     layer = lambda x, _=None: run(x, {})
     if remat:
         layer = jax.checkpoint(layer, policy=KEEPING)
-    launches = lambda text: sorted(re.findall(r"fused_chunk_(?:gla|kda)_(\w+)_c\d+", text))
+    launches = lambda text: sorted(re.findall(r"chunk_(?:gla|kda)_(\w+)_c\d+", text))
     assert launches(text_for_tpu(layer, x)) == ["fwd", "summary"]
     cotangents = cotangents_of(run, x, {})
     assert launches(text_for_tpu(with_gradients(layer), x, {}, cotangents)) == ["bwd", "bwd_state", "fwd", "summary"]
