@@ -16,6 +16,17 @@ from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.oracle import reference
 
 ROOT = Path(__file__).parents[1]
+QUICK_MIXERS = ("gated_delta_rule", "xla"), ("kda", "fused")
+THOROUGH = dict(
+    test_heads_over_devices=True,
+    test_stored_orders_change_no_bit=True,
+    test_mixer=lambda operator, implementation: (operator, implementation) not in QUICK_MIXERS,
+    test_time_of_a_mixer=lambda operator, implementation: (operator, implementation) != ("gated_delta_rule", "xla"),
+    # One operator with each of the mixtures.
+    test_time_of_a_step=lambda case, mixture: STEP_CASES.index(case) != STEPS.index(mixture),
+    test_tpu_estimate_of_a_step=lambda operator: operator != "gated_delta_rule",
+    test_tpu_count_of_a_packed_batch=lambda operator, sequences: (operator, sequences) != ("gated_delta_rule", 3),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +80,6 @@ def test_time_of_sequences_of_different_lengths(run):
     assert [(row["implementation"], row["correct"]) for row in rows] == [("xla", True)]
 
 
-@pytest.mark.thorough
 def test_heads_over_devices(tmp_path):
     """A process of its own: a CPU is made into devices before JAX first uses it."""
     path = tmp_path / "result.json"
@@ -127,7 +137,6 @@ def test_order(run, tmp_path, monkeypatch):
     assert json.loads(path.read_text())["fwd"]["8"]["v6e"] == rows[-1]["order"] != rows[0]["order"]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("kernel", ["kda", "kda-map", "gdn-map", "gdn-behind-map"])
 def test_stored_orders_change_no_bit(kernel):
     from benchmarks import order
@@ -224,13 +233,9 @@ def small_mixer(operator, **options):
 @pytest.mark.parametrize(
     ("operator", "activation", "implementation"),
     [
-        ("gated_delta_rule", "silu", "xla"),
-        ("kda", "sigmoid", "fused"),
-        *(
-            pytest.param("gated_delta_rule", "silu", x, marks=pytest.mark.thorough)
-            for x in ("mixed", "fused", "staged")
-        ),
-        *(pytest.param("kda", "sigmoid", x, marks=pytest.mark.thorough) for x in ("xla", "mixed", "staged")),
+        (operator, activation, implementation)
+        for operator, activation in (("gated_delta_rule", "silu"), ("kda", "sigmoid"))
+        for implementation in ("xla", "mixed", "fused", "staged")
     ],
 )
 def test_mixer(operator, activation, implementation):
@@ -245,8 +250,8 @@ def test_mixer(operator, activation, implementation):
     ("operator", "implementation", "dtype", "sequences"),
     [
         ("gated_delta_rule", "xla", "float32", 2),
-        pytest.param("gated_delta_rule", "fused", "float32", 0, marks=pytest.mark.thorough),
-        pytest.param("kda", "xla", "bfloat16", 0, marks=pytest.mark.thorough),
+        ("gated_delta_rule", "fused", "float32", 0),
+        ("kda", "xla", "bfloat16", 0),
     ],
 )
 def test_time_of_a_mixer(run, operator, implementation, dtype, sequences, monkeypatch):
@@ -510,17 +515,11 @@ def test_bundles_of_the_loop_over_the_grid(inner, expected, tmp_path):
 
 
 STEPS = [dict(decodes=3), dict(decodes=2, W=3, pool="bfloat16"), dict(prefills=(5, 70))]
+STEP_CASES = "small", "packed", "ragged"
 
 
-@pytest.mark.parametrize(
-    ("case", "mixture"),
-    [
-        # One operator with each of the mixtures.
-        pytest.param(case, mixture, id=f"{case}-{n}", marks=[] if n == m else pytest.mark.thorough)
-        for m, case in enumerate(("small", "packed", "ragged"))
-        for n, mixture in enumerate(STEPS)
-    ],
-)
+@pytest.mark.parametrize("mixture", STEPS, ids=["0", "1", "2"])
+@pytest.mark.parametrize("case", STEP_CASES)
 def test_time_of_a_step(run, case, mixture, monkeypatch):
     from benchmarks.step import MIXTURES, Mixture
 
@@ -703,7 +702,7 @@ def test_bytes_of_a_step():
 @pytest.mark.skipif(not compiler.has_libtpu(), reason="needs libtpu")
 @pytest.mark.parametrize(
     "operator",
-    ["gated_delta_rule", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("kda", "simple_gla"))],
+    ["gated_delta_rule", "kda", "simple_gla"],
 )
 def test_tpu_estimate_of_a_step(operator):
     """Both kernels of one program, whose regions are as many as those counted."""
@@ -721,11 +720,7 @@ def test_tpu_estimate_of_a_step(operator):
 @pytest.mark.skipif(not compiler.has_libtpu(), reason="needs libtpu")
 @pytest.mark.parametrize(
     ("operator", "sequences"),
-    [
-        pytest.param(operator, n, marks=[] if (operator, n) == ("gated_delta_rule", 3) else pytest.mark.thorough)
-        for operator in ("gated_delta_rule", "kda", "simple_gla", "gla")
-        for n in (3, 1, 0)
-    ],
+    [(operator, n) for operator in ("gated_delta_rule", "kda", "simple_gla", "gla") for n in (3, 1, 0)],
 )
 def test_tpu_count_of_a_packed_batch(operator, sequences):
     """The regions of every launch are as many as those counted, in a packed batch and in one that is not."""

@@ -124,8 +124,9 @@ def compiled(name, implementation):
     return jax.jit(lambda x, weights, cache: layer(x, weights, cache=cache))
 
 
-implementations = pytest.mark.parametrize(
-    "implementation", ["xla", pytest.param("staged", marks=pytest.mark.thorough), "fused"]
+implementations = pytest.mark.parametrize("implementation", ["xla", "staged", "fused"])
+THOROUGH = dict.fromkeys(
+    ["test_prefill_then_decode", "test_decode_from_the_first_token"], lambda implementation: implementation == "staged"
 )
 
 

@@ -106,10 +106,13 @@ class Case(NamedTuple):
     generated: np.ndarray
 
 
-quick = [name for name in MODELS if name != "olmo_hybrid_published"]
+THOROUGH = dict.fromkeys(
+    ["test_logits", "test_generation"],
+    lambda case, implementation: case == "olmo_hybrid_published" or implementation != "xla",
+)
 
 
-@pytest.fixture(scope="module", params=[*quick, pytest.param("olmo_hybrid_published", marks=pytest.mark.thorough)])
+@pytest.fixture(scope="module", params=MODELS)
 def case(request, tmp_path_factory):
     m, directory = MODELS[request.param], tmp_path_factory.mktemp(request.param)
     model = build(*m.names, **m.settings)
@@ -150,9 +153,7 @@ def compiled(case: Case, implementation, piece=PIECE):
     return _compiled[key]
 
 
-implementations = pytest.mark.parametrize(
-    "implementation", ["xla", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("staged", "fused"))]
-)
+implementations = pytest.mark.parametrize("implementation", ["xla", "staged", "fused"])
 
 
 def check_logits(case, x, begin):

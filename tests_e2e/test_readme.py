@@ -23,9 +23,10 @@ from chunkwise.shared.testing import tpu
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PACKAGE_PAGES = [ROOT / "shared/README.md", *sorted(ROOT.glob("packages/*/README.md"))]
-# Those that take long, or whose code is mostly that of other pages, run in the thorough tests.
+# Those that take long, or whose code is mostly that of other pages.
 REPEATS = ("adding-a-kernel", "from-tokamax", "new-tpu", "numerics", "packing", "stages", "tutorial")
 LONG = [ROOT / "packages/layers/README.md", *(ROOT / f"docs/{name}.md" for name in REPEATS)]
+THOROUGH = dict(test_python=lambda page: page in LONG)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -75,7 +76,7 @@ def without_libraries(monkeypatch, code: str) -> bool:
         pytest.param(
             page,
             id=str(page.relative_to(ROOT)),
-            marks=[pytest.mark.tpu] * ("compile_for(" in page.read_text()) + [pytest.mark.thorough] * (page in LONG),
+            marks=[pytest.mark.tpu] * ("compile_for(" in page.read_text()),
         )
         for page in [*PAGES, *PACKAGE_PAGES]
     ],

@@ -114,7 +114,8 @@ def case(tmp_path_factory):
     return Case(*qwen3_5.load(directory), [prompt[0].tolist() for prompt in prompts], generated, drafts)
 
 
-implementations = pytest.mark.parametrize("implementation", [None, pytest.param("fused", marks=pytest.mark.thorough)])
+THOROUGH = dict.fromkeys(["test_chunked_prefill", "test_speculation"], lambda implementation: implementation == "fused")
+implementations = pytest.mark.parametrize("implementation", [None, "fused"])
 
 
 @implementations

@@ -28,6 +28,9 @@ CONFIG = GatedDeltaNetConfig(D=32, H=2, HV=2, K=16, V=16)
 STREAM, HELD_OUT = read_library(held_out=2**17)
 ROWS = train.rows_of(STREAM[: SIZES["steps"] * SIZES["batch"] * SIZES["length"] + 1], SIZES["length"])
 PROGRAM = Path(train.__file__)
+THOROUGH = dict(
+    test_learns=True, test_killed_while_it_saves=True, test_eight_devices=True, test_beside_transformers=True
+)
 # Dies by SIGKILL just before the arrays of the checkpoint after step 100 get their final name.
 KILLED = f"""
 import os, runpy, signal, sys
@@ -68,7 +71,6 @@ def whole(tmp_path_factory):
     return functools.cache(lambda: train_here(tmp_path_factory.mktemp("whole")))
 
 
-@pytest.mark.thorough
 def test_learns(whole):
     """Files held out take fewer bits than any model needs that looks at nothing but single bytes."""
     model, losses = whole()
@@ -87,7 +89,6 @@ def test_other_models():
     assert 0 < bits["lzma after training bytes"] < bits["lzma"] < 8
 
 
-@pytest.mark.thorough
 def test_killed_while_it_saves(whole, tmp_path):
     """Training that was killed in the middle of a checkpoint goes on as if nothing had happened, bit by bit."""
     killed = run(["-c", KILLED], tmp_path)
@@ -108,7 +109,6 @@ def assert_shown(stdout: str, results: dict) -> None:
     assert letters(stdout.partition("─ a sample ─")[2]) == letters(results["sample"]) != ""
 
 
-@pytest.mark.thorough
 def test_eight_devices(tmp_path):
     """The same steps over devices of rows, tokens and heads have the same losses; and the program shows all results."""
     losses = []
@@ -169,7 +169,6 @@ def build_qwen():
     return torch, qwen.Qwen3_5ForCausalLM(config).train()
 
 
-@pytest.mark.thorough
 def test_beside_transformers():
     """Twenty steps of AdamW from the same weights over the same batches have the same losses in torch."""
     torch, theirs = build_qwen()
