@@ -33,6 +33,12 @@ def run_recurrent(x, slots, options, implementation):
 
 IMPLEMENTATIONS = ["xla", "fused"]
 each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+THOROUGH = dict(
+    test_what_does_not_exist_is_none=lambda dtype: dtype == jnp.bfloat16,
+    test_a_pool_keeps_its_type=lambda dtype: dtype == jnp.float16,
+    # The pipeline runs the kernel under these modes too.
+    test_modes_of_jax=lambda name, implementation: (name, implementation) != ("jax_enable_x64", "xla"),
+)
 
 
 def pool_of(slots: int, dtype=jnp.float32):
@@ -106,7 +112,7 @@ def test_negative_slots(slots, implementation):
 
 
 @each
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
     ("given", "want"),
     [
@@ -146,10 +152,7 @@ def test_negative_slots_of_a_batch_that_were_freed_too(implementation):
 
 
 @each
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(jnp.bfloat16, id="bfloat16"), pytest.param(jnp.float16, id="float16", marks=pytest.mark.thorough)],
-)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_a_pool_keeps_its_type(dtype, implementation):
     """It is computed with in float32 and rounded once, when it is stored; states without slots are float32."""
     x = make_inputs(3, 4, 2, HV, K, V, normalise=False)
@@ -297,17 +300,10 @@ MODES = dict(
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
-        # The pipeline runs the kernel under these modes too.
-        *(
-            pytest.param(
-                name,
-                implementation,
-                marks=[] if (name, implementation) == ("jax_enable_x64", "xla") else pytest.mark.thorough,
-            )
-            for name in MODES
-            for implementation in ("fused", "xla")
-            if (name, implementation) != ("jax_disable_jit", "xla")
-        ),
+        (name, implementation)
+        for name in MODES
+        for implementation in ("fused", "xla")
+        if (name, implementation) != ("jax_disable_jit", "xla")
     ],
 )
 def test_modes_of_jax(name, implementation):

@@ -15,17 +15,25 @@ from layer_oracle import LAYERS, make, make_cache, oracle
 PACKED = np.array([0, 1, 1, 12, 19], np.int32)
 IDS = np.array([[-1, 4, 4, 4, 4, 7, 7, 7, 4, *[2] * 9, -1, -1, -1], [*[0] * 20, 1]], np.int32)
 pytestmark = pytest.mark.interpreted
-thorough = pytest.mark.thorough
 
 
-def layers(*quick: str):
-    """Run a test for all layers, of which only some are quick enough for every change: the others repeat them."""
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=[] if name in quick else thorough) for name in LAYERS]
-    )
+def but_for(*quick: str):
+    """Return a rule by which plain JAX of these layers is quick: the other layers repeat them."""
+    return lambda name, implementation: implementation == "fused" or name not in quick
 
 
-implementations = pytest.mark.parametrize("implementation", ["xla", pytest.param("fused", marks=thorough)])
+THOROUGH = dict(
+    test_rows_from_a_cache=but_for("gated_delta_net", "kimi_delta_attention"),
+    test_packed_sequences=but_for("mamba2_mixer", "lightning_attention"),
+    test_segments=but_for("gated_delta_net", "lightning_attention"),
+    test_pieces_and_tokens=but_for("mamba2_mixer"),
+    test_serving_steps=but_for("gated_delta_net", "mamba2_mixer", "lightning_attention"),
+    test_speculation_and_a_cached_block=but_for("mamba2_mixer"),
+    test_types=lambda name: name != "lightning_attention",
+    test_gradients=lambda gradients: gradients == "kimi_delta_attention_bounded",
+)
+layers = pytest.mark.parametrize("name", LAYERS)
+implementations = pytest.mark.parametrize("implementation", ["xla", "fused"])
 
 
 @functools.cache
@@ -49,7 +57,7 @@ def assert_same(got, want, tolerance=TOLERANCE["float32"]):
 
 
 @implementations
-@layers("gated_delta_net", "kimi_delta_attention")
+@layers
 def test_rows_from_a_cache(name, implementation):
     (x, w), cache = make(name), make_cache(name, 2)
     run = compiled(name, implementation)
@@ -57,7 +65,7 @@ def test_rows_from_a_cache(name, implementation):
 
 
 @implementations
-@layers("mamba2_mixer", "lightning_attention")
+@layers
 def test_packed_sequences(name, implementation):
     (x, w), cache = make(name, B=1), make_cache(name, 4)
     got = compiled(name, implementation)(x, w, cache, {"cu_seqlens": PACKED})
@@ -65,7 +73,7 @@ def test_packed_sequences(name, implementation):
 
 
 @implementations
-@layers("gated_delta_net", "lightning_attention")
+@layers
 def test_segments(name, implementation):
     (x, w), cache = make(name), make_cache(name, 2)
     got = compiled(name, implementation)(x, w, cache, {"segment_ids": IDS})
@@ -74,7 +82,7 @@ def test_segments(name, implementation):
 
 
 @implementations
-@layers("mamba2_mixer")
+@layers
 def test_pieces_and_tokens(name, implementation):
     """A prompt in two pieces and then tokens make what all of it makes at once."""
     (x, w), run = make(name, T=26), compiled(name, implementation)
@@ -86,7 +94,7 @@ def test_pieces_and_tokens(name, implementation):
 
 
 @implementations
-@layers("gated_delta_net", "mamba2_mixer", "lightning_attention")
+@layers
 def test_serving_steps(name, implementation):
     """Two sequences arrive, one after the other, and decode, in any slots of a pool with other things in it."""
     (x, w), layer = make(name), LAYERS[name]
@@ -122,7 +130,7 @@ def test_serving_steps(name, implementation):
 
 
 @implementations
-@layers("mamba2_mixer")
+@layers
 def test_speculation_and_a_cached_block(name, implementation):
     """Over a pool of bfloat16 a text verifies two tokens a step, and another starts from its first block."""
     (x, w), layer = make(name, T=80), LAYERS[name]
@@ -163,7 +171,7 @@ def test_speculation_and_a_cached_block(name, implementation):
     assert bool(jnp.isnan(pool.state[jnp.array([0, 4])]).all()), "a slot that no sequence names changed"
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@layers
 def test_types_of_first_weights(name):
     """Decays, steps and skips are float32 in whatever type the other weights are."""
     layer = LAYERS[name]
@@ -173,7 +181,7 @@ def test_types_of_first_weights(name):
         assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(want)}, part
 
 
-@layers("lightning_attention")
+@layers
 def test_types(name):
     """bfloat16 hidden states with float32 or bfloat16 weights give bfloat16, as exact as its rounding."""
     x, w = make(name)
@@ -188,10 +196,7 @@ def test_types(name):
         assert_close("y", y, oracle(name, x, weights)[0], 2e-2)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=thorough if name == "kimi_delta_attention_bounded" else []) for name in LAYERS],
-)
+@pytest.fixture(scope="module", params=LAYERS)
 def gradients(request):
     """Inputs of a loss, the loss in float64, and its gradients as our layers compute them."""
     name = request.param

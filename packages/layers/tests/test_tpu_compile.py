@@ -19,6 +19,11 @@ KERNELS = {
     "kimi_delta_attention": "chunk_kda_fwd",
     "mamba2_mixer": "chunk_gla_fwd",
 }
+THOROUGH = dict(
+    test_compiles=lambda name: name != "gated_delta_net",
+    test_a_serving_step_compiles=True,
+    test_the_policy_spares_a_second_forward=lambda name: name != "gated_delta_net",
+)
 
 
 def shapes(name: str, dtype=jnp.bfloat16):
@@ -35,12 +40,8 @@ def loss(name: str, x, weights):
 
 @pytest.mark.tpu
 @pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
-@pytest.mark.parametrize(
-    "chip", [chip if chip == "v6e" else pytest.param(chip, marks=pytest.mark.thorough) for chip in CHIPS]
-)
-@pytest.mark.parametrize(
-    "name", [name if name == "gated_delta_net" else pytest.param(name, marks=pytest.mark.thorough) for name in LAYERS]
-)
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("name", LAYERS)
 def test_compiles(name, chip):
     x, weights = shapes(name)
     gradient = jax.value_and_grad(functools.partial(loss, name), argnums=(0, 1))
@@ -48,7 +49,6 @@ def test_compiles(name, chip):
 
 
 @pytest.mark.tpu
-@pytest.mark.thorough
 @pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("name", LAYERS)
@@ -60,9 +60,7 @@ def test_a_serving_step_compiles(name, chip):
     assert "tpu_custom_call" in compile_for(step, x, weights, pool, at, chip=chip).as_text()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[] if x == "gated_delta_net" else pytest.mark.thorough) for x in KERNELS]
-)
+@pytest.mark.parametrize("name", KERNELS)
 def test_the_policy_spares_a_second_forward(name):
     """Without it, the backward runs the operator again; with it, only what is around the operator."""
     x, weights = shapes(name)

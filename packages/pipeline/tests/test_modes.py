@@ -33,7 +33,6 @@ MODES = {
 }  # fmt: skip
 PACKED = boundaries(1, 0, 12, 5)
 SEGMENTS = jnp.asarray([[-1, *[3] * 8, *[1] * 9, -1, -1]], jnp.int32)
-thorough = pytest.mark.thorough
 
 
 @contextlib.contextmanager
@@ -84,10 +83,14 @@ def repeats(mode, name, implementation, sequences):
     return mode != first or sequences == "segments" or (name, implementation) == ("chunk_gated_delta_rule", "staged")
 
 
-@pytest.mark.parametrize(
-    ("mode", "name", "implementation", "sequences"),
-    [pytest.param(*case, marks=thorough if repeats(*case) else []) for case in sample()],
+THOROUGH = dict(
+    test_results_and_gradients=repeats,
+    # The chunked delta rules take the longest to compile.
+    test_a_float64_scale_is_a_float32_scale=lambda operator: operator.chunked and operator.delta,
 )
+
+
+@pytest.mark.parametrize(("mode", "name", "implementation", "sequences"), sample())
 def test_results_and_gradients(mode, name, implementation, sequences):
     operator = OPERATORS[name]
     told = {"cu_seqlens": PACKED} if sequences == "pack" else {"segment_ids": SEGMENTS}
@@ -127,11 +130,7 @@ def test_float64_inputs_are_refused(operator):
                 operator.function(**wide)
 
 
-# The chunked delta rules take the longest to compile.
-@pytest.mark.parametrize(
-    "operator",
-    [pytest.param(x, id=x.name, marks=thorough if x.chunked and x.delta else []) for x in OPERATORS.values()],
-)
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 def test_a_float64_scale_is_a_float32_scale(operator):
     """A number that is traced is float64 in 64-bit mode."""
     x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)

@@ -11,13 +11,26 @@ from chunkwise.pipeline import chunk_gated_delta_rule, chunk_kda, chunk_simple_g
 from chunkwise.pipeline.check import operator_inputs, tolerance
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error
-from chunkwise.shared.testing.inputs import boundaries, make_inputs, spoil_padding
+from chunkwise.shared.testing.inputs import boundaries, make_inputs, poison_padding
 from chunkwise.shared.testing.oracle import reference
 
 IMPLEMENTATIONS = ("xla", "staged", "fused")
 PACKED = boundaries(1, 29, 0, 35)  # 1 token, an empty sequence, tails, 5 tokens of padding
 EVERY = tuple(OPERATORS.values())
-thorough = pytest.mark.thorough
+THOROUGH = dict(
+    # A pack goes through the kernels of a batch and more tables, so one chain of the three is enough. The packages have
+    # the other implementations, and the tests of transforms and of gates the delta rules.
+    test_outputs_and_gradients=lambda operator, implementation, packed: (
+        not packed or implementation != "staged" or operator.delta
+    ),
+    test_gradient_of_strong_constant_gates_staged=lambda packed: packed,
+    test_packed_without_states_in_bfloat16=True,
+    # The package of KDA tests this of its own implementations.
+    test_equal_channels_reproduce_the_gated_delta_rule=True,
+    test_one_whole_chunk_at_full_width=lambda operator: operator.per_channel,
+    test_chunks_of_none=lambda operator: operator.per_channel or operator.delta,
+    test_what_the_docstring_says_of_the_stages=True,
+)
 named = functools.partial(pytest.mark.parametrize, "operator", ids=lambda operator: operator.name)
 
 
@@ -28,24 +41,13 @@ def inputs_of(operator, dtype=jnp.float32, states=0, gate="logsigmoid", normalis
     )
 
 
-# Without packing all but these staged chains is tested elsewhere: by a package, or here for the gated delta rule. A
-# pack goes through the same kernels and more tables, so one chain of the three is enough.
-def is_first(operator, implementation):
-    """Return whether a pack is a default test: `test_transforms` and `test_gates` have those of the delta rules."""
-    return implementation == "staged" and not operator.delta
-
-
 @pytest.mark.parametrize(
     ("operator", "implementation", "packed"),
     [
-        # Those of a package are tested there too.
+        *(pytest.param(x, i, True, id=f"{x.name}-{i}-packed") for x in CHUNKED for i in x.implementations),
+        # Without packing all but these staged chains is tested elsewhere: by a package, or for the gated delta rule.
         *(
-            pytest.param(x, i, True, id=f"{x.name}-{i}-packed", marks=[] if is_first(x, i) else thorough)
-            for x in CHUNKED
-            for i in x.implementations
-        ),
-        *(
-            pytest.param(x, "staged", False, id=f"{x.name}-staged", marks=thorough)
+            pytest.param(x, "staged", False, id=f"{x.name}-staged")
             for x in CHUNKED
             if x.function is not chunk_gated_delta_rule
         ),
@@ -67,7 +69,7 @@ def test_outputs_and_gradients(operator, implementation, packed):
     for gate in ("logsigmoid", "resets"):
         inputs = inputs_of(operator, states=4 if packed else 1, gate=gate, normalise=False)
         do, dht = (rng.standard_normal(inputs[x].shape).astype(np.float32) for x in ("v", "initial_state"))
-        (o, state), grads = run(spoil_padding(inputs, options.get("cu_seqlens")), do, dht)
+        (o, state), grads = run(poison_padding(inputs, options.get("cu_seqlens")), do, dht)
         o_ref, state_ref, expected = reference(**inputs, **options, do=do, dht=dht)
         assert_close("o", o, o_ref, TOLERANCE["float32"])
         assert_close("final_state", state, state_ref, TOLERANCE["float32"])
@@ -78,7 +80,7 @@ def test_outputs_and_gradients(operator, implementation, packed):
 
 # The package tests the other two.
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("chunk_size", "packed"), [pytest.param(16, True, marks=thorough), (64, False)])
+@pytest.mark.parametrize(("chunk_size", "packed"), [(16, True), (64, False)])
 def test_gradient_of_strong_constant_gates_staged(chunk_size, packed):
     """Each head by itself: it is a sum of terms of e^g_gamma, beside others of 1 that do not depend on the gate."""
     inputs = make_inputs(1, 70, 3, 3, 8, 8, num_states=4 if packed else 1)
@@ -101,13 +103,12 @@ def test_gradient_of_strong_constant_gates_staged(chunk_size, packed):
         assert_close(f"dg_gamma at {strength}", got[head], want[head], GRADIENT_TOLERANCE["float32"])
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("gate", ["spikes", "zero", "resets"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @named(CHUNKED)
 def test_packed_without_states_in_bfloat16(operator, implementation, gate):
     inputs = inputs_of(operator, jnp.bfloat16, gate=gate)
-    o, state = operator.function(**spoil_padding(inputs, PACKED), cu_seqlens=PACKED, implementation=implementation)
+    o, state = operator.function(**poison_padding(inputs, PACKED), cu_seqlens=PACKED, implementation=implementation)
     assert state is None
     assert o.dtype == jnp.bfloat16
     assert_close("o", o, reference(**inputs, cu_seqlens=PACKED)[0], TOLERANCE["bfloat16"])
@@ -129,8 +130,6 @@ def test_recurrent(operator, implementation):
     assert_close("final_state", state, state_ref, TOLERANCE["float32"])
 
 
-# The package of kda tests this of its own implementations.
-@thorough
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_equal_channels_reproduce_the_gated_delta_rule(implementation):
     inputs = inputs_of(OPERATORS["chunk_gated_delta_rule"])
@@ -140,7 +139,7 @@ def test_equal_channels_reproduce_the_gated_delta_rule(implementation):
     assert_close("o", o, expected, TOLERANCE["float32"])
 
 
-@named([pytest.param(x, marks=thorough if x.per_channel else []) for x in CHUNKED])
+@named(CHUNKED)
 def test_one_whole_chunk_at_full_width(operator):
     """A loop over one chunk gets unrolled; the products around it were once fused into garbage (see chunk_h/xla.py)."""
     for H in (1, 16):
@@ -149,7 +148,7 @@ def test_one_whole_chunk_at_full_width(operator):
         assert_close("o", o, reference(**inputs)[0], TOLERANCE["float32"])
 
 
-@named([pytest.param(x, marks=thorough if x.per_channel or x.delta else []) for x in CHUNKED])
+@named(CHUNKED)
 def test_chunks_of_none(operator):
     """None is a chunk size like any other: results agree up to rounding, also for fewer tokens than a chunk."""
     for T in (5, 70):
@@ -158,7 +157,6 @@ def test_chunks_of_none(operator):
         assert_close("o", o, operator.function(**inputs, chunk_size=64, implementation="xla")[0], TOLERANCE["float32"])
 
 
-@pytest.mark.thorough
 @named(CHUNKED)
 def test_what_the_docstring_says_of_the_stages(operator):
     """Weak and strong gates in one chunk, over five decades: "staged" loses digits, up to the docstring's number."""

@@ -1,7 +1,6 @@
 """Serving steps over a pool of states, against the float64 recurrence over a dict of states in plain Python."""
 
 import functools
-import itertools
 from random import Random
 
 import hypothesis
@@ -27,10 +26,29 @@ H, HV, K, V = 2, 4, 24, 40
 T, N, SLOTS, BLOCK = 150, 6, 40, 64
 OPERATORS = {"gated_delta_rule": ragged_gated_delta_rule, "kda": ragged_kda, "simple_gla": ragged_simple_gla}
 IMPLEMENTATIONS = ["xla", "fused"]
-# Plain JAX of other operators differs in the recurrence alone, which their own tests know.
-QUICK = ("gated_delta_rule", "xla"), ("gated_delta_rule", "fused"), ("simple_gla", "fused")
 # RMS errors over the RMS of the float64 recurrence.
 ACCURACY = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 4e-4}
+
+# Plain JAX of other operators differs in the recurrence alone, which their own tests know. KDA's package has steps of
+# its own kernel.
+QUICK = ("gated_delta_rule", "xla"), ("gated_delta_rule", "fused"), ("simple_gla", "fused")
+QUICK_TYPES = [
+    ("gated_delta_rule", "fused", "float16"), ("kda", "xla", "bfloat16"), ("simple_gla", "staged", "float16"),
+]  # fmt: skip
+THOROUGH = dict(
+    test_random_steps=lambda operator, implementation: (operator, implementation) not in QUICK,
+    test_schedules=lambda operator, implementation, dtype: (
+        (operator, implementation, dtype) != ("gated_delta_rule", "xla", "float32")
+    ),
+    test_what_does_not_exist_is_none=lambda operator, implementation: (operator, implementation) not in QUICK,
+    test_rubbish_stays_in_the_pool=lambda operator, implementation: (operator, implementation) not in QUICK[1:],
+    test_types_of_pools=lambda operator, implementation, dtype: (operator, implementation, dtype) not in QUICK_TYPES,
+    test_stale_slots=lambda implementation: implementation == "xla",
+    test_one_slot_each=True,
+    test_arrays_of_numpy=True,
+)
+all_operators = pytest.mark.parametrize("operator", OPERATORS)
+all_implementations = pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "staged"])
 
 
 def make_tokens(operator: str, rng, used: int, sizes=(K, V)):
@@ -169,19 +187,8 @@ def rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(x**2)))
 
 
-@pytest.mark.parametrize(
-    ("operator", "implementation"),
-    [
-        pytest.param(
-            operator,
-            implementation,
-            # KDA's package has steps of its own kernel.
-            marks=[] if (operator, implementation) in QUICK else [pytest.mark.thorough],
-        )
-        for operator in OPERATORS
-        for implementation in (*IMPLEMENTATIONS, "staged")
-    ],
-)
+@all_implementations
+@all_operators
 def test_random_steps(operator, implementation):
     """Any mixture of decodes, speculation, prefills and cached blocks; one program for all of them."""
 
@@ -195,13 +202,9 @@ def test_random_steps(operator, implementation):
     check()
 
 
-@pytest.mark.parametrize(
-    ("operator", "implementation", "dtype"),
-    [
-        pytest.param(*case, marks=[] if case == ("gated_delta_rule", "xla", "float32") else [pytest.mark.thorough])
-        for case in itertools.product(OPERATORS, (*IMPLEMENTATIONS, "staged"), ACCURACY)
-    ],
-)
+@pytest.mark.parametrize("dtype", ACCURACY)
+@all_implementations
+@all_operators
 def test_schedules(operator, implementation, dtype):
     """Many steps of an engine over one pool, by one program."""
 
@@ -225,13 +228,8 @@ def test_short_schedule(implementation):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("operator", "implementation"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.thorough])
-        for case in itertools.product(OPERATORS, (*IMPLEMENTATIONS, "staged"))
-    ],
-)
+@all_implementations
+@all_operators
 def test_what_does_not_exist_is_none(operator, implementation):
     """Slots past the end, counts and boundaries that do not fit: the rest of the step is as if they were right."""
 
@@ -246,13 +244,8 @@ def test_what_does_not_exist_is_none(operator, implementation):
     check()
 
 
-@pytest.mark.parametrize(
-    ("operator", "implementation"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK[1:] else [pytest.mark.thorough])
-        for case in itertools.product(OPERATORS, (*IMPLEMENTATIONS, "staged"))
-    ],
-)
+@all_implementations
+@all_operators
 def test_rubbish_stays_in_the_pool(operator, implementation):
     """Whatever the arrays hold, a slot that they do not name keeps every bit."""
 
@@ -272,18 +265,9 @@ def test_rubbish_stays_in_the_pool(operator, implementation):
     check()
 
 
-QUICK_TYPES = [
-    ("gated_delta_rule", "fused", "float16"), ("kda", "xla", "bfloat16"), ("simple_gla", "staged", "float16"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("operator", "implementation", "dtype"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK_TYPES else [pytest.mark.thorough])
-        for case in itertools.product(OPERATORS, (*IMPLEMENTATIONS, "staged"), ACCURACY)
-    ],
-)
+@pytest.mark.parametrize("dtype", ACCURACY)
+@all_implementations
+@all_operators
 def test_types_of_pools(operator, implementation, dtype):
     """A pool keeps its type, and is rounded once, where a state is stored."""
     random, rng = Random(1), np.random.default_rng(1)
@@ -291,7 +275,7 @@ def test_types_of_pools(operator, implementation, dtype):
         assert_one_step(operator, implementation, make_schedule(random, 3), rng, dtype)
 
 
-@pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.thorough), "fused"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_stale_slots(implementation):
     """A freed slot may hold NaN, and so may every slot that no sequence reads."""
     rng = np.random.default_rng(2)
@@ -312,7 +296,6 @@ def test_stale_slots(implementation):
     assert np.isnan(after[4:]).all()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_one_slot_each(implementation):
     """State indices without columns are those of decodes of one token."""
@@ -418,7 +401,6 @@ def test_operators_check_values(operator, message):
         run_step(operator, WRONG[message])
 
 
-@pytest.mark.thorough
 def test_arrays_of_numpy():
     """What a scheduler holds need not be put on a device first."""
     for one, other in zip(run_step("simple_gla", {}), run_step("simple_gla", {}, as_array=jnp.asarray), strict=True):

@@ -9,10 +9,21 @@ from chunkwise.shared.testing.inputs import GATES, make_inputs
 from chunkwise.shared.testing.oracle import reference
 
 IMPLEMENTATIONS = ("xla", "staged")
-thorough = pytest.mark.thorough
-# Plain JAX has no blocks and no lanes for a size to fit into.
-staged_first = pytest.mark.parametrize("implementation", [pytest.param("xla", marks=thorough), "staged"])
+all_implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+all_types = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 PACKED = jnp.array([0, 1, 1, 36, 69, 69, 133, 140], jnp.int32)  # 1 token, empty ones, tails, 7 tokens of padding
+THOROUGH = dict(
+    test_gates=lambda dtype: dtype == jnp.bfloat16,
+    # Plain JAX has no blocks and no lanes for a size to fit into.
+    test_lengths_and_chunk_sizes=lambda implementation, T: implementation == "xla" or T == 64,
+    # The packages test their stages at such dimensions.
+    test_head_dimensions=True,
+    test_grouped_heads=lambda implementation: implementation == "xla",
+    test_l2norm_and_own_scale=lambda implementation: implementation == "xla",
+    test_repeated_keys=lambda chunk_size, beta, dtype: (chunk_size, beta, dtype) != (128, 1.9, jnp.float32),
+    test_packed_with_states=lambda dtype: dtype == jnp.bfloat16,
+    test_packed_without_states=lambda chunk_size: chunk_size == 128,
+)
 
 
 def compare(inputs, operator=chunk_gated_delta_rule, **options):
@@ -27,44 +38,42 @@ def compare(inputs, operator=chunk_gated_delta_rule, **options):
     assert_close("final_state", state, state_ref, tolerance)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=thorough)])
+@all_types
 @pytest.mark.parametrize("gate", [*GATES, "resets"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@all_implementations
 def test_gates(implementation, gate, dtype):
     inputs = make_inputs(2, 150, 1, 2, 32, 48, dtype=dtype, gate=gate, num_states=2)
     compare(inputs, implementation=implementation)
 
 
-@pytest.mark.parametrize(("T", "chunk_size"), [(1, 16), pytest.param(64, 64, marks=thorough), (130, 128)])
-@staged_first
+@pytest.mark.parametrize(("T", "chunk_size"), [(1, 16), (64, 64), (130, 128)])
+@all_implementations
 def test_lengths_and_chunk_sizes(implementation, T, chunk_size):
     compare(make_inputs(2, T, 2, 2, 16, 16, num_states=2), implementation=implementation, chunk_size=chunk_size)
 
 
-# The packages test their stages at such dimensions.
-@thorough
 @pytest.mark.parametrize(("K", "V"), [(1, 60), (100, 1), (256, 128)])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@all_implementations
 def test_head_dimensions(implementation, K, V):
     compare(make_inputs(1, 70, 1, 2, K, V, num_states=1), implementation=implementation)
 
 
-@staged_first
+@all_implementations
 def test_grouped_heads(implementation):
     compare(make_inputs(1, 40, 2, 6, 16, 16, num_states=1), implementation=implementation, chunk_size=16)
 
 
-@staged_first
+@all_implementations
 def test_l2norm_and_own_scale(implementation):
     inputs = make_inputs(1, 40, 2, 2, 24, 24, normalise=False)
     compare(inputs, implementation=implementation, chunk_size=16, use_qk_l2norm_in_kernel=True, scale=0.37)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=thorough)])
+@all_types
 @pytest.mark.parametrize("gate", ["zero", "logsigmoid/10"])
-@pytest.mark.parametrize("beta", [pytest.param(1.0, marks=thorough), 1.9])
-@pytest.mark.parametrize("chunk_size", [pytest.param(64, marks=thorough), 128])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("beta", [1.0, 1.9])
+@pytest.mark.parametrize("chunk_size", [64, 128])
+@all_implementations
 def test_repeated_keys(implementation, chunk_size, beta, gate, dtype):
     """Whole chunks of one token, as any repeated word makes them."""
     inputs = make_inputs(1, 260, 1, 1, 64, 64, dtype=dtype, gate=gate, beta=beta)
@@ -72,18 +81,16 @@ def test_repeated_keys(implementation, chunk_size, beta, gate, dtype):
     compare(inputs, implementation=implementation, chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=thorough)])
+@all_types
 @pytest.mark.parametrize("gate", ["logsigmoid", "spikes", "zero"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@all_implementations
 def test_packed_with_states(implementation, gate, dtype):
     inputs = make_inputs(1, 147, 1, 2, 32, 48, dtype=dtype, gate=gate, num_states=len(PACKED) - 1)
     compare(inputs, implementation=implementation, cu_seqlens=PACKED, chunk_size=32)
 
 
 @pytest.mark.parametrize("gate", ["logsigmoid", "spikes", "zero", "strong"])
-@pytest.mark.parametrize(
-    ("implementation", "chunk_size"), [("xla", 16), pytest.param("xla", 128, marks=thorough), ("staged", 16)]
-)
+@pytest.mark.parametrize(("implementation", "chunk_size"), [("xla", 16), ("xla", 128), ("staged", 16)])
 def test_packed_without_states(implementation, chunk_size, gate):
     inputs = make_inputs(1, 147, 1, 2, 32, 48, gate=gate)
     o, state = chunk_gated_delta_rule(**inputs, cu_seqlens=PACKED, chunk_size=chunk_size, implementation=implementation)

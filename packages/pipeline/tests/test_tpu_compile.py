@@ -1,6 +1,5 @@
 """The staged chain compiles for real TPUs, and across several of them."""
 
-import itertools
 import math
 import re
 
@@ -21,6 +20,13 @@ QUICK_STEPS = (
     ("gated_delta_rule", None, jnp.float32), ("gated_delta_rule", 3, jnp.float32), ("kda", 3, jnp.float32),
     ("simple_gla", 3, jnp.float32),
 )  # fmt: skip
+QUICK_POOL = ("gated_delta_rule", 64, 96, jnp.float32)
+THOROUGH = dict(
+    test_chain_and_gradient_compile=lambda N: N is None,
+    test_serving_step_moves_no_states=lambda name, W, dtype: (name, W, dtype) not in QUICK_STEPS,
+    test_large_pools_of_any_size_are_not_copied=lambda name, K, V, dtype: (name, K, V, dtype) != QUICK_POOL,
+    test_serving_steps_compile=lambda name: name == "kda",
+)
 
 
 def specs(B, T, N=None):
@@ -38,7 +44,7 @@ def chain(q, k, v, g, beta, cu_seqlens):
     )
 
 
-@pytest.mark.parametrize("N", [pytest.param(None, marks=pytest.mark.thorough), 3])
+@pytest.mark.parametrize("N", [None, 3])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_chain_and_gradient_compile(chip, N):
     def loss(tensors, cu_seqlens):
@@ -114,30 +120,18 @@ def assert_moves_no_states(text, pool, states=1):
     assert re.search(r"input_output_alias=\{[^\n]*\(0, \{\}, ", text)
 
 
-@pytest.mark.parametrize(
-    ("name", "W", "dtype"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK_STEPS else [pytest.mark.thorough])
-        for case in itertools.product(RAGGED, (None, 3), (jnp.float32, jnp.bfloat16))
-    ],
-)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("W", [None, 3])
+@pytest.mark.parametrize("name", RAGGED)
 def test_serving_step_moves_no_states(name, W, dtype):
     """Decodes and prefills beside each other: only the two kernels touch the pool, and no other array holds a state."""
     pool = jax.ShapeDtypeStruct((37, 4, 128, 128), dtype)
     assert_moves_no_states(compile_step(name, pool, 8, W).as_text(), pool)
 
 
-@pytest.mark.parametrize(
-    ("K", "V", "name"),
-    [
-        pytest.param(
-            *sizes, name, marks=[] if (*sizes, name) == (64, 96, "gated_delta_rule") else [pytest.mark.thorough]
-        )
-        for sizes in ((64, 96), (128, 64), (96, 128), (64, 64))
-        for name in RAGGED
-    ],
-)
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize(("K", "V"), [(64, 96), (128, 64), (96, 128), (64, 64)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_large_pools_of_any_size_are_not_copied(name, K, V, dtype):
     """In the layout of the kernels, K and V may be anything. Small pools have it anyway; large ones must ask for it."""
     pool = jax.ShapeDtypeStruct((512, 4, K, V), dtype)
@@ -169,15 +163,9 @@ def test_chain_compiles_under_shard_map():
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("gated_delta_rule", "float16"),
-        ("simple_gla", "float32"),
-        pytest.param("kda", "bfloat16", marks=pytest.mark.thorough),
-    ],
+    [("gated_delta_rule", "float16"), ("simple_gla", "float32"), ("kda", "bfloat16")],
 )
-@pytest.mark.parametrize(
-    "chip", [chip if chip == "v6e" else pytest.param(chip, marks=pytest.mark.thorough) for chip in CHIPS]
-)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_serving_steps_compile(chip, name, dtype):
     """Every operator, every type of pool, also of sizes that fill no register; the kernels take the pool as it is."""
     K, V = 64, 96

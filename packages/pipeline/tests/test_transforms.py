@@ -19,9 +19,18 @@ from chunkwise.shared.testing.transforms import text_for_tpu
 CU_SEQLENS = jnp.array([0, 1, 30, 30, 65], jnp.int32)
 # Under a transform the arithmetic is the same; only the order of some sums may differ.
 SAME = 1e-6
-thorough = pytest.mark.thorough
 # What the packages test of "fused", and of plain JAX, is done here for the chain of stages.
-staged_first = pytest.mark.parametrize("implementation", [pytest.param("xla", marks=thorough), "staged"])
+THOROUGH = dict(
+    # A pack with states goes through the most code, and the norm comes before all of it.
+    test_gradients=lambda implementation, case: case != "packed" and (implementation, case) != ("xla", "l2norm"),
+    test_gradients_with_repeated_keys=True,
+    test_gradients_in_bfloat16=True,
+    test_gradient_of_a_traced_scale=lambda implementation: implementation == "xla",
+    test_vmap=lambda implementation: implementation == "staged",
+    test_remat=True,
+    test_shard_map=lambda implementation: implementation == "staged",
+    test_packed_cost_follows_tokens=True,
+)
 
 
 @functools.cache
@@ -41,8 +50,7 @@ def gradients(implementation, packed, states, normalise):
 @pytest.mark.parametrize(
     ("implementation", "gate", "case"),
     [
-        # A pack with states goes through the most code, and the norm comes before all of it.
-        pytest.param(i, gate, case, marks=[] if case == "packed" or (i, case) == ("xla", "l2norm") else thorough)
+        (i, gate, case)
         for i, gates in (("xla", ("logsigmoid", "spikes", "strong", "zero")), ("staged", ("spikes", "strong", "zero")))
         for gate in gates
         for case in ("fixed", "packed", "stream", "l2norm")
@@ -66,7 +74,6 @@ def test_gradients(implementation, gate, case):
         assert_close(f"d{name}", grad, expected[name], GRADIENT_TOLERANCE["float32"])
 
 
-@thorough
 @pytest.mark.parametrize("implementation", ["xla", "staged"])
 def test_gradients_with_repeated_keys(implementation):
     do = np.random.default_rng(1).standard_normal((1, 150, 1, 16))
@@ -80,7 +87,6 @@ def test_gradients_with_repeated_keys(implementation):
             assert_close(f"d{name}", grad, expected[name], GRADIENT_TOLERANCE["float32"])
 
 
-@thorough
 @pytest.mark.parametrize("implementation", ["xla", "staged"])
 def test_gradients_in_bfloat16(implementation):
     inputs = make_inputs(1, 150, 1, 2, 32, 48, gate="logsigmoid/10", dtype=jnp.bfloat16, num_states=1)
@@ -95,7 +101,7 @@ def test_gradients_in_bfloat16(implementation):
         assert_close(f"d{name}", grad, expected[name], tolerance(f"d{name}", "bfloat16"))
 
 
-@staged_first
+@pytest.mark.parametrize("implementation", ["xla", "staged"])
 def test_gradient_of_a_traced_scale(implementation):
     inputs = make_inputs(1, 20, 1, 1, 16, 16)
 
@@ -130,7 +136,7 @@ def test_new_boundaries_do_not_retrace(implementation, states):
     assert_close("o", o, expected, TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("staged", marks=thorough)])
+@pytest.mark.parametrize("implementation", ["xla", "staged"])
 def test_vmap(implementation):
     inputs = make_inputs(4, 20, 1, 2, 16, 16, num_states=4)
     rows = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), inputs)
@@ -185,7 +191,6 @@ def test_kernels_have_no_forward_mode():
         jax.jvp(run, (inputs,), (inputs,))
 
 
-@thorough
 def test_remat():
     inputs = make_inputs(1, 70, 1, 1, 16, 16)
 
@@ -224,7 +229,7 @@ def test_staged_exports_its_kernels_for_tpu():
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("staged", marks=thorough)])
+@pytest.mark.parametrize("implementation", ["xla", "staged"])
 def test_shard_map(implementation):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     inputs = make_inputs(2, 20, 1, 1, 16, 16)
@@ -255,7 +260,6 @@ def test_gradient_passes_the_check_of_shard_map(name, implementation):
     assert ("stablehlo.all_reduce" in text) == (name == "simple_gla")
 
 
-@thorough
 def test_packed_cost_follows_tokens():
     """512 documents of 16 tokens cost at most twice the flops and bytes of one of 8,192."""
 
