@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.testing import stages
+import stage_suite as stages
 from chunkwise.shared.testing.cases import Case
 
 PACKED = Case(T=20, HV=2, K=3, V=2, chunk_size=16, gate="strong", lengths=(1, 0, 17))

@@ -2,8 +2,8 @@
 
 import pytest
 
+from chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
 from chunkwise.fused_gla.chunk import chunk, chunk_bwd
-from chunkwise.shared.testing.chunked import CASES, assert_kernel, assert_recurrence, make_case
 from either_gla import chunk_either_gla as operator
 
 pytestmark = pytest.mark.interpreted

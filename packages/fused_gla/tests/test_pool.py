@@ -6,8 +6,8 @@ import pytest
 from chunkwise.fused_gla.operator import GLA
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import make_inputs
-from chunkwise.shared.testing.pooled import PREFILL_TOKENS, assert_prefills, compile_prefills
 from chunkwise.shared.testing.tpu import has_libtpu
+from pool_suite import PREFILL_TOKENS, assert_prefills, compile_prefills
 
 # One of each.
 QUICK = (False, jnp.float16, True), (True, jnp.float32, False), (True, jnp.bfloat16, True)

@@ -5,9 +5,9 @@ import pytest
 
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import make_inputs
-from chunkwise.shared.testing.segmented import SEGMENT_IDS, SegmentTests, compile_segments
 from chunkwise.shared.testing.tpu import has_libtpu
 from either_gla import chunk_either_gla
+from segment_suite import SEGMENT_IDS, SegmentTests, compile_segments
 
 
 class TestSegments(SegmentTests):

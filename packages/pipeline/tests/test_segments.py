@@ -7,12 +7,13 @@ import pytest
 
 from chunkwise.pipeline.check import operator_inputs
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
-from chunkwise.shared.testing.segmented import SEGMENT_IDS, assert_segments, over_segments
 from chunkwise.shared.testing.transforms import assert_traced_once
+from segment_suite import SEGMENT_IDS, assert_segments, over_segments
 
 B, T = SEGMENT_IDS.shape
 named = functools.partial(pytest.mark.parametrize, "operator", ids=lambda operator: operator.name)
-thorough = pytest.mark.thorough
+# What tells segments apart stands before the stages, and is the same for all.
+THOROUGH = dict(test_staged=lambda operator: operator.name != "chunk_gated_delta_rule")
 
 
 def inputs_of(operator):
@@ -20,8 +21,7 @@ def inputs_of(operator):
 
 
 @pytest.mark.interpreted
-# What tells segments apart stands before the stages, and is the same for all.
-@named([pytest.param(x, marks=[] if x.name == "chunk_gated_delta_rule" else thorough) for x in CHUNKED])
+@named(CHUNKED)
 def test_staged(operator):
     assert_segments(over_segments(operator.function, "staged"), inputs_of(operator))
 

@@ -2,7 +2,8 @@
 
 from typing import ClassVar
 
-from chunkwise.shared.testing import stage_oracle, stages
+import stage_suite as stages
+from chunkwise.shared.testing import stage_oracle
 from chunkwise.solve_tril import Config, solve_tril
 from chunkwise.solve_tril.config import cost
 

@@ -1,6 +1,7 @@
 """The tests that all stages have."""
 
-from chunkwise.shared.testing import stage_oracle, stages
+import stage_suite as stages
+from chunkwise.shared.testing import stage_oracle
 from chunkwise.wy_fast import Config, recompute_w_u
 from chunkwise.wy_fast.config import cost
 

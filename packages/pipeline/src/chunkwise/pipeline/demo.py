@@ -81,8 +81,9 @@ def read_facts(count: int) -> dict[str, str]:
     facts = {}
     for path in library():
         for node in ast.parse(path.read_bytes()).body:
-            text = isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node)
-            line = text.split("\n")[0] if text else ""
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            line = (ast.get_docstring(node) or "").split("\n")[0]
             if line.isascii() and 8 <= len(line) <= WIDTH:
                 facts[f"{path.stem}.{node.name}"] = line.ljust(WIDTH)
     names = sorted(facts)
@@ -153,7 +154,8 @@ def embed(tokens: int) -> dict[str, jax.Array]:
 
     def features(*shape: int) -> np.ndarray:
         x = rng.standard_normal((256, *shape))[text]
-        return sum(0.5**lag * np.pad(x, [(lag, 0)] + [(0, 0)] * len(shape))[:tokens] for lag in range(4))[None]
+        lags = [0.5**lag * np.pad(x, [(lag, 0)] + [(0, 0)] * len(shape))[:tokens] for lag in range(4)]
+        return np.sum(lags, axis=0)[None]
 
     def unit(x: np.ndarray) -> np.ndarray:
         return x / np.linalg.norm(x, axis=-1, keepdims=True)
