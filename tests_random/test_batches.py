@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from chunkwise.pipeline.check import operator_inputs, tolerance
 from chunkwise.pipeline.operators import CHUNKED, Entry
 from chunkwise.shared.testing.compare import assert_close
-from chunkwise.shared.testing.inputs import GATES, boundaries, spoil_padding
+from chunkwise.shared.testing.inputs import GATES, boundaries, poison_padding
 from chunkwise.shared.testing.oracle import reference
 
 
@@ -63,7 +63,7 @@ def run(operator: Entry, implementation: str, b: dict) -> None:
         outputs, pullback = jax.vjp(function, x)
         return outputs, pullback((do, dht))[0]
 
-    (o, state), gradients = outputs_and_gradients(spoil_padding(x, options.get("cu_seqlens")))
+    (o, state), gradients = outputs_and_gradients(poison_padding(x, options.get("cu_seqlens")))
     want_o, want_state, want = reference(**x, **options, do=do, dht=dht)
     results = {"o": (o, want_o)} | {f"d{name}": (dx, want[name]) for name, dx in gradients.items()}
     if b["end"]:
