@@ -27,7 +27,7 @@ def test_every_argument_is_documented_once(operator):
 
 @pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
 def test_docstrings_are_the_pipelines(operator):
-    text = operator.function.__doc__
+    text = inspect.getdoc(operator.function)
     assert "pallas" not in text
     assert all(f'"{name}"' in text for name in operator.implementations)
     for section in ("Dims", "Args", "Returns", "Raises", "Accuracy", "Cost", "Source"):
