@@ -103,7 +103,7 @@ def test_one_launch_a_direction():
     """And beta enters as rows [heads, C]: a column of it would fill whole registers of 128 lanes."""
     x = make_inputs(1, 32, 2, 2, 128, 128, per_channel=True)
     run = lambda x: chunk_kda(**x, chunk_size=16, implementation="fused")[0]
-    text = text_for_tpu(jax.grad(lambda x: run(x).sum()), x)
+    text = text_for_tpu(jax.value_and_grad(lambda x: run(x).sum()), x)
     forward, backward = re.findall(r"stablehlo.custom_call @tpu_custom_call.*", text)
     assert "chunk_kda_fwd_c16" in forward
     assert "chunk_kda_bwd_c16" in backward
