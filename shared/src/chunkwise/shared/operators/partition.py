@@ -298,6 +298,7 @@ def over_mesh(
 
     def forward(floats, others):
         def body(floats, others):
+            floats, others = jax.tree.map(_unmarked, (floats, others))
             results, pull = jax.vjp(lambda y: local(y, others), floats)
             return results, jax.tree.map(lambda y: y[None], pull)
 
