@@ -2,18 +2,17 @@
 
 import pytest
 
-from chunkwise.fused_gla import recurrent_gla, recurrent_simple_gla
+from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, recurrent_gla, recurrent_simple_gla
 from chunkwise.fused_gla.cost import cost
 from chunkwise.shared.operators.decode import recurrent_cost
 from chunkwise.shared.testing.documents import documented_flops
-from either_gla import chunk_either_gla
 
 SIZES = dict(B=2, T=64, K=8, V=4)
 
 
 def test_chunked():
     sizes = SIZES | dict(H=3, HV=6, C=16)
-    want = documented_flops(chunk_either_gla, **sizes)
+    want = documented_flops(chunk_simple_gla, **sizes)
     assert cost(**sizes).flops == want
     # 2 C K for the scores, 2 C V for what they weight, 2 K V each for the update of the state and its reading.
     assert want == 2 * 64 * (3 * 2 * 16 * 8 + 6 * (2 * 16 * 4 + 4 * 8 * 4))
