@@ -2,7 +2,7 @@
 
 import pytest
 
-from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, recurrent_gla, recurrent_simple_gla
+from chunkwise.fused_gla import chunk_simple_gla, recurrent_gla, recurrent_simple_gla
 from chunkwise.fused_gla.cost import cost
 from chunkwise.shared.operators.decode import recurrent_cost
 from chunkwise.shared.testing.documents import documented_flops
