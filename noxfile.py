@@ -159,9 +159,17 @@ def mesh(session):
 
 
 @nox.session(default=False)
+def simulated(session):
+    """Run a sample of the kernels on a simulated TPU, which finds races and memory that nobody wrote."""
+    prepare(session, "test")
+    session.run("pytest", *WORKERS, *QUICK, "tests_simulated", *session.posargs)
+
+
+@nox.session(default=False)
 def thorough(session):
     """Run the tests that take long: more sizes and types, and the compilations for all TPU generations."""
     prepare(session, "e2e")
+    session.run("pytest", *WORKERS, "-m", "thorough", "tests_simulated", *session.posargs)
     session.run("pytest", *WORKERS, "-m", "thorough", *PACKAGES.values(), "tests_e2e", *session.posargs)
     session.run("pytest", *WORKERS, "-m", "thorough", "tests_mesh", *session.posargs, env=MANY_THREADS)
 

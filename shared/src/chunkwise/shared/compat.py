@@ -1,6 +1,8 @@
 """The JAX names that differ between the supported releases, and how arrays vary over a mesh, which differs too."""
 
-from collections.abc import Collection, Sequence
+import contextlib
+import io
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -57,3 +59,22 @@ def cores() -> int:
         return pltpu.get_tpu_info().num_cores
     except (ValueError, NotImplementedError):
         return 1
+
+
+# Whether a forward rule of a custom_vjp with `optimize_remat` may have side effects, as a simulated kernel has.
+EFFECTS_UNDER_OPTIMIZE_REMAT = jax.__version_info__ >= (0, 12)
+
+
+@contextlib.contextmanager
+def races_raised() -> Iterator[None]:
+    """Raise a RuntimeError at the end for a race on the simulated TPU, which jax prints; jax 0.12 raises one itself."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+            # The kernels run on threads of their own.
+            jax.effects_barrier()
+    finally:
+        print(printed.getvalue(), end="")
+    if "RACE DETECTED" in printed.getvalue():
+        raise RuntimeError(printed.getvalue())

@@ -1,0 +1,49 @@
+"""Kernels on a simulated TPU: a CPU with the memories, copies and semaphores of a TPU, which reports races.
+
+Plain interpretation has none of them: a copy is done when it begins, and an index past the end of an array is moved
+inside.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from jax.experimental.pallas import tpu as pltpu
+
+from chunkwise.shared import compat
+
+_grid_steps: list[tuple[int, ...]] = []
+
+
+def _record(token, grid_step, core):
+    # One function for all programs, because it belongs to the key of JAX's caches.
+    _grid_steps.append(tuple(int(i) for i in grid_step))
+    return token
+
+
+@contextlib.contextmanager
+def simulated(cores: int = 1) -> Iterator[list[tuple[int, ...]]]:
+    """Run the kernels of this thread on a simulated TPU; yield the list of the grid steps that they run.
+
+    A race raises an exception, as does an access past the end of an array, and memory that no kernel has written is
+    NaN. The steps of a parallel axis come in random order. The switch is JAX's own and belongs to the key of its
+    caches: a function that was traced or compiled outside is traced and compiled once more inside, and the other way
+    round.
+
+    The simulator reads a block when its grid step begins, and writes it when its index moves on: it does not copy the
+    blocks of later steps ahead. It knows no limit of fast memory and no rule for shapes. JAX cannot rematerialise
+    simulated kernels. A program that is lowered for a TPU inside has simulated kernels too.
+
+    Args:
+      cores: TensorCores that share the parallel axes of a grid, each with fast memory of its own.
+    """
+    params = pltpu.InterpretParams(
+        detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise", num_cores_or_threads=cores,
+        grid_point_recorder=_record,
+    )  # fmt: skip
+    _grid_steps.clear()
+    try:
+        with pltpu.force_tpu_interpret_mode(params), compat.races_raised():
+            yield _grid_steps
+    finally:
+        # A kernel that raised leaves its memory behind.
+        pltpu.reset_tpu_interpret_mode_state()
