@@ -186,7 +186,7 @@ def convolve_heads(
     """Return silu of the convolutions of queries, keys and values by head, and what they leave in the cache."""
     heads = (config.H, config.H, config.HV)
     biases = biases or (None,) * 3
-    pairs = [run.convolve(i, *each) for i, each in enumerate(zip(projected, weights, biases, heads, strict=True))]
+    pairs = list(map(run.convolve, range(3), projected, weights, biases, heads))
     return [by_head(y, count) for (y, _), count in zip(pairs, heads, strict=True)], tuple(conv for _, conv in pairs)
 
 
