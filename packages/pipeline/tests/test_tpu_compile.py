@@ -163,15 +163,14 @@ def test_chain_compiles_under_shard_map():
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("gated_delta_rule", "float16"), ("simple_gla", "float32"), ("kda", "bfloat16")],
+    [("gated_delta_rule", "bfloat16"), ("simple_gla", "float32"), ("kda", "bfloat16")],
 )
 @pytest.mark.parametrize("chip", CHIPS)
 def test_serving_steps_compile(chip, name, dtype):
-    """Every operator, every type of pool, also of sizes that fill no register; the kernels take the pool as it is."""
+    """Every operator and type of pool that kernels take, of sizes that fill no register: the pool is taken as it is."""
     K, V = 64, 96
     pool = jax.ShapeDtypeStruct((50, 4, K, V), jnp.dtype(dtype))
     text = compile_step(name, pool, 3, 2, T=200, chip=chip).as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 2
     found = re.findall(rf"= (\w+)\[50,4,{K},{V}\]\S* (copy|fusion|gather|scatter)\(", text)
-    # No kernel takes float16: the states that a step names are gathered, and one operation scatters them back.
-    assert sorted(found) == ([("f16", "fusion"), ("f16", "scatter")] if dtype == "float16" else [])
+    assert found == []
