@@ -27,7 +27,6 @@ LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 
 def run_recurrent(x, slots, options, implementation):
     """Run an operator that checks no tensors."""
-    slots = None if slots.state_indices is None and slots.has_initial_state is None else slots
     return Operator("decode", lambda x, options: None, {}).recurrent(x._replace(slots=slots), options, implementation)
 
 

@@ -102,25 +102,7 @@ def _fwd_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None
     Neither waits for the other: the products with the state fill the matrix unit while rows are eliminated in the
     inverse, which does not use it.
     """
-    if refs.ht is not None:
-        # Its block stays where it is until another sequence begins.
-        refs = refs._replace(state=refs.ht)
-    cur, prev = chunk_loop.current_steps(refs.table, 2, static.steps)
-    if refs.pool is None:
-        chunk_loop.start_state(refs.state, refs.initial_state, prev.first == 1)
-    else:
-        chunk_loop.read_pool(refs.pool, refs.pool_out, refs.state, prev, transposed=False)
-    chunk_loop.run_variant(
-        lambda rows: _grid_step(refs, cur, prev, rows, static, s),
-        (cur, prev),
-        s.C,
-        varlen=static.varlen,
-        multi_sequence=refs.owner is not None,
-        ragged=static.ragged,
-        results=(refs.o, refs.v_new_over_beta),
-    )
-    if refs.pool is not None:
-        chunk_loop.write_pool(refs.state, refs.pool_out, prev, transposed=False)
+    chunk_loop.run_forward(refs, functools.partial(_grid_step, static=static, s=s), static, transposed=False)
 
 
 def _grid_step(

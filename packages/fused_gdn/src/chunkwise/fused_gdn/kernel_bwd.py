@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from chunkwise.fused_gdn import cost, kernel, tile, tile_bwd
 from chunkwise.shared.kernels import chunk_loop, launcher, layout, matmul, nonfinite, packed, tiles
@@ -45,22 +44,7 @@ class GdnBwdRefs(NamedTuple):
 
 def _bwd_kernel(refs: GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Take the gradient of the state back through a chunk; the last chunk comes first."""
-    if refs.dh0 is not None:
-        # Its block stays where it is until another sequence begins.
-        refs = refs._replace(dstate=refs.dh0)
-    step = chunk_loop.current_step_backwards(refs.table, static.steps)
-    # Scratch holds anything at first, and no sequence may end with the last step.
-    chunk_loop.start_state(refs.dstate, refs.dht, (pl.program_id(2) == 0) | (step.last == 1))
-    chunk_loop.run_variant(
-        lambda rows: _grid_step(refs, step, rows, static, s),
-        [step],
-        s.C,
-        varlen=static.varlen,
-        multi_sequence=refs.owner is not None,
-        ragged=static.ragged,
-        results=(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta),
-        backwards=True,
-    )
+    chunk_loop.run_backward(refs, functools.partial(_grid_step, static=static, s=s), static)
 
 
 def _grid_step(

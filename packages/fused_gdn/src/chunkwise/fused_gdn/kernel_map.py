@@ -84,14 +84,7 @@ def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None
             i, j = (lax.broadcasted_iota(jnp.int32, (s.heads, s.K, s.K), axis) for axis in (1, 2))
             refs.state[:, :, s.V :] = tile.indicator(i == j)
 
-    chunk_loop.run_variant(
-        lambda rows: _grid_step(refs, cur, inverted, prev, rows, static, s),
-        steps,
-        s.C,
-        varlen=static.varlen,
-        multi_sequence=refs.owner is not None,
-        ragged=static.ragged,
-    )
+    chunk_loop.run_variant(lambda rows: _grid_step(refs, cur, inverted, prev, rows, static, s), refs, steps, static)
 
     @pl.when(prev.last == 1)
     def _():

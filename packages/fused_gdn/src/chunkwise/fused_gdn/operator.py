@@ -10,7 +10,7 @@ from chunkwise.shared.kernels import chunking, layout, matmul, packed
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operators import checks, fused, state_map
 from chunkwise.shared.operators.arguments import Arguments, Options
-from chunkwise.shared.operators.implementations import Implementation, in_plain_jax
+from chunkwise.shared.operators.implementations import delta_rule_in_plain_jax
 from chunkwise.shared.operators.operator import define
 
 
@@ -78,26 +78,14 @@ KERNELS = fused.Kernels(
     residuals=("A_inv",),
     recomputed=("h", "v_new_over_beta"),
     precomputed=("A_inv",),
-    makes_map=lambda x: packed.pad_lanes(x.q.shape[3]) + packed.pad_lanes(x.v.shape[3]) <= fused.MOST_CHANNELS,
+    makes_map=lambda x: packed.pad_lanes(x.q.shape[3]) + packed.pad_lanes(x.v.shape[3]) <= state_map.MOST_CHANNELS,
     owner_repeats=lambda static: static.p,
 )
-
-
-@in_plain_jax
-def run_xla(x: Arguments, options: Options, inverses: jax.Array | None = None) -> tuple[jax.Array, Any]:
-    """Run the plain form, with the inverses of all chunks where they are known."""
-    return xla.gated_delta_rule(x, options, inverses)
-
-
-@in_plain_jax
-def map_xla(x: Arguments, options: Options) -> state_map.StateMap:
-    """Return what the tokens do to a state; the inverses of all chunks are precomputed."""
-    return state_map.augment_with_identity(lambda y: xla.states_after(y, options), x)
 
 
 OPERATOR = define(
     "gated_delta_rule",
     check,
     fused.implementation(KERNELS, fused.holds_states),
-    Implementation("xla", run_xla, map_xla),
+    delta_rule_in_plain_jax(xla.gated_delta_rule, xla.states_after),
 )

@@ -56,13 +56,13 @@ class Decays(NamedTuple):
 
 
 def gated_delta_rule(
-    x: arguments.Arguments, options: arguments.Options, kept: jax.Array | None = None
+    x: arguments.Arguments, options: arguments.Options, inverses: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return (o, final_state) for checked arguments; final_state is None unless asked for.
 
-    `kept` are the inverses of `states_after`, of the same tokens.
+    `inverses` are those of `states_after`, of the same tokens.
     """
-    return _scan(x, options, True, kept)[:2]
+    return _scan(x, options, True, inverses)[:2]
 
 
 def states_after(x: arguments.Arguments, options: arguments.Options) -> tuple[jax.Array, jax.Array]:

@@ -232,7 +232,7 @@ def recurrent_simple_gla(
     """
     if g is not None:
         check_array("g", g, "B T HV")
-    slots = None if state_indices is None and has_initial_state is None else Slots(state_indices, has_initial_state)
+    slots = Slots(state_indices, has_initial_state)
     x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens, slots=slots)
     return SIMPLE_GLA.recurrent(
         x, Options(output_final_state, sharding=sharding, context_axis=context_axis), implementation
@@ -285,7 +285,7 @@ def recurrent_gla(
     Source: Yang et al., Gated Linear Attention Transformers (2023).
     """
     check_array("g", g, "B T HV K")
-    slots = None if state_indices is None and has_initial_state is None else Slots(state_indices, has_initial_state)
+    slots = Slots(state_indices, has_initial_state)
     x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens, slots=slots)
     return GLA.recurrent(x, Options(output_final_state, sharding=sharding, context_axis=context_axis), implementation)
 

@@ -202,7 +202,7 @@ def recurrent_kda(
     Source: Kimi Linear (2025).
     """
     activation = GateActivation(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    slots = None if state_indices is None and has_initial_state is None else Slots(state_indices, has_initial_state)
+    slots = Slots(state_indices, has_initial_state)
     x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, slots=slots)
     options = Options(
         output_final_state, use_qk_l2norm_in_kernel, None, gate_lower_bound, activation, sharding, context_axis

@@ -49,24 +49,9 @@ class KdaBwdRefs(NamedTuple):
 
 def _bwd_kernel(refs: KdaBwdRefs, *, static: FusedStatic) -> None:
     """Take the gradient of the state back through a chunk; the last chunk comes first."""
-    if refs.dh0 is not None:
-        # Its block stays where it is until another sequence begins.
-        refs = refs._replace(dstate=refs.dh0)
-    step = chunk_loop.current_step_backwards(refs.table, static.steps)
-    # Scratch holds anything at first, and no sequence may end with the last step.
-    chunk_loop.start_state(refs.dstate, refs.dht, (pl.program_id(2) == 0) | (step.last == 1))
     if refs.dlaw is not None:
         pl.when(pl.program_id(2) == 0)(lambda: layout.clear(refs.dlaw))
-    chunk_loop.run_variant(
-        lambda rows: _grid_step(refs, step, rows, static),
-        [step],
-        static.C,
-        varlen=static.varlen,
-        multi_sequence=refs.owner is not None,
-        ragged=static.ragged,
-        results=(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta),
-        backwards=True,
-    )
+    chunk_loop.run_backward(refs, functools.partial(_grid_step, static=static), static)
 
 
 def _grid_step(refs: KdaBwdRefs, step: layout.TableStep, rows: chunk_loop.Rows, static: FusedStatic) -> None:

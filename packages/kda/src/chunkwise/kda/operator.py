@@ -1,9 +1,7 @@
 """The record of Kimi delta attention: what is its own around its kernels and its plain form."""
 
 import numbers
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from chunkwise.kda import config, kernel, kernel_bwd, tile, xla
@@ -11,7 +9,7 @@ from chunkwise.shared.kernels import chunking, launcher, layout, matmul, packed
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operators import checks, fused, gates, state_map
 from chunkwise.shared.operators.arguments import Arguments, Options
-from chunkwise.shared.operators.implementations import Implementation, in_plain_jax
+from chunkwise.shared.operators.implementations import delta_rule_in_plain_jax
 from chunkwise.shared.operators.operator import define
 
 
@@ -88,25 +86,13 @@ KERNELS = fused.Kernels(
     residuals=("h", "v_new_over_beta", "A_inv", "scores"),
     precomputed=("A_inv", "scores"),
     transposed=True,
-    most_channels=fused.MOST_CHANNELS,
+    most_channels=state_map.MOST_CHANNELS,
 )
-
-
-@in_plain_jax
-def run_xla(x: Arguments, options: Options, inverses: jax.Array | None = None) -> tuple[jax.Array, Any]:
-    """Run the plain form, with the inverses of all chunks where they are known."""
-    return xla.kimi_delta_attention(x, options, inverses)
-
-
-@in_plain_jax
-def map_xla(x: Arguments, options: Options) -> state_map.StateMap:
-    """Return what the tokens do to a state; the inverses of all chunks are precomputed."""
-    return state_map.augment_with_identity(lambda y: xla.states_after(y, options), x)
 
 
 OPERATOR = define(
     "kda",
     check,
     fused.implementation(KERNELS, fused.holds_states, raw_gates=True),
-    Implementation("xla", run_xla, map_xla),
+    delta_rule_in_plain_jax(xla.kimi_delta_attention, xla.states_after),
 )

@@ -70,31 +70,68 @@ def either(condition: jax.Array, run: Callable[[], None], otherwise: Callable[[]
     pl.when(jnp.logical_not(condition))(otherwise)
 
 
+def run_forward(refs: Any, body: Callable[..., None], static: FusedStatic, *, transposed: bool) -> None:
+    """Run a grid step of a forward of two stages: the first prepares a chunk, the second passes the state through one.
+
+    Args:
+      refs: of the kernel: table, owner, initial_state, pool, o, v_new_over_beta, ht, pool_out and state.
+      body: gets the Refs with a state, the steps of the two stages, and the rows of both chunks together.
+      static: of the kernel.
+      transposed: the kernel holds states as [V, K], and the pool does not.
+    """
+    if refs.ht is not None:
+        # Its block stays where it is until another sequence begins.
+        refs = refs._replace(state=refs.ht)
+    cur, prev = current_steps(refs.table, 2, static.steps)
+    if refs.pool is None:
+        start_state(refs.state, refs.initial_state, prev.first == 1)
+    else:
+        read_pool(refs.pool, refs.pool_out, refs.state, prev, transposed)
+    results = refs.o, refs.v_new_over_beta
+    run_variant(lambda rows: body(refs, cur, prev, rows), refs, (cur, prev), static, results)
+    if refs.pool is not None:
+        write_pool(refs.state, refs.pool_out, prev, transposed)
+
+
+def run_backward(refs: Any, body: Callable[..., None], static: FusedStatic) -> None:
+    """Run a grid step of a backward, which takes the gradient of the state back through a chunk, the last one first.
+
+    Args:
+      refs: of the kernel: table, owner, dht, the gradients of tokens, dh0 and dstate.
+      body: gets the Refs with a dstate, the step, and the rows of its chunk.
+      static: of the kernel.
+    """
+    if refs.dh0 is not None:
+        # Its block stays where it is until another sequence begins.
+        refs = refs._replace(dstate=refs.dh0)
+    step = current_step_backwards(refs.table, static.steps)
+    # Scratch holds anything at first, and no sequence may end with the last step.
+    start_state(refs.dstate, refs.dht, (pl.program_id(2) == 0) | (step.last == 1))
+    results = refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta
+    run_variant(lambda rows: body(refs, step, rows), refs, [step], static, results, backwards=True)
+
+
 def run_variant(
     body: Callable[[Rows], None],
+    refs: Any,
     steps: Sequence[layout.TableStep],
-    C: int,
-    *,
-    varlen: bool,
-    multi_sequence: bool,
-    ragged: bool,
+    static: FusedStatic,
     results: Sequence = (),
+    *,
     backwards: bool = False,
 ) -> None:
     """Run the body of a grid step in the variant that its chunks need: masks and selections cost time.
 
     Args:
       body: gets the rows of all its chunks together.
-      steps: what the stages of the grid step work on.
-      C: rows of a chunk.
-      varlen: a step is a piece of a chunk, of one sequence. Where no step of the grid step has rows, nothing runs.
-      multi_sequence: a chunk may hold several sequences.
-      ragged: the last chunk of a row of the batch is not full.
+      refs: of the kernel; with an owner a chunk may hold several sequences.
+      steps: what the stages of the grid step work on. With `static.varlen`, where none of them has rows, nothing runs.
+      static: of the kernel.
       results: Refs of tokens that the last stage writes, or None.
       backwards: the last step of a chunk comes first.
     """
-    if varlen:
-        whole = functools.reduce(jnp.logical_and, [(step.begin == 0) & (step.end == C) for step in steps])
+    if static.varlen:
+        whole = functools.reduce(jnp.logical_and, [(step.begin == 0) & (step.end == static.C) for step in steps])
         empty = functools.reduce(jnp.logical_and, [step.begin == step.end for step in steps])
 
         def run_some() -> None:
@@ -102,11 +139,11 @@ def run_variant(
             pl.when(jnp.logical_not(empty))(lambda: body(Rows.SOME))
 
         either(whole, lambda: body(Rows.ALL), run_some)
-    elif multi_sequence:
+    elif refs.owner is not None:
         mixed = functools.reduce(jnp.logical_or, [step.mixed == 1 for step in steps])
         either(mixed, lambda: body(Rows.MIXED), lambda: body(Rows.ALL))
     else:
-        body(Rows.SOME if ragged else Rows.ALL)
+        body(Rows.SOME if static.ragged else Rows.ALL)
 
 
 def clear_unowned(step: layout.TableStep, results: Sequence, backwards: bool = False) -> None:

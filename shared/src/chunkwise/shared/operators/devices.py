@@ -1,12 +1,13 @@
 """How whole operators are divided over the devices of a mesh, and how their tokens may be split over some of them."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.operators import arguments, checks, context, implementations, partition
+from chunkwise.shared.operators import arguments, checks, context, partition
 from chunkwise.shared.operators.implementations import Implementation
 
 # How `Slots` may be split: s sequences.
@@ -61,16 +62,19 @@ def find_places(x: arguments.Arguments, options: arguments.Options, pool: str = 
 
 
 def on_device(
-    implementation: Implementation, x: arguments.Arguments, options: arguments.Options, places: Places, run=None
+    implementation: Implementation,
+    x: arguments.Arguments,
+    options: arguments.Options,
+    places: Places,
+    run: Callable[[arguments.Arguments, arguments.Options], tuple[jax.Array, jax.Array | None]],
 ) -> partition.Run:
     """Return a function of the arrays of one device, by name, that runs an operator there, for `partition.over_mesh`.
 
     Args:
-      implementation: of the operator.
+      implementation: of the operator, for tokens that are split.
       x, options: its arguments on all devices.
       places: of these.
-      run: from the arguments and options of one device to its results, for an operator with slots; None for
-        `implementations.run`.
+      run: from the arguments and options of one device to its results, where tokens are not split.
     """
     division, tokens = places
     options, group = options._replace(sharding=None, context_axis=None), x.v.shape[2] // x.q.shape[2]
@@ -80,7 +84,7 @@ def on_device(
         y = x.with_arrays(arrays)
         if lax.axis_size(tokens) > 1:
             return context.run_context(implementation, y, options, tokens)
-        o, states = run(y, options) if run else implementations.run(implementation, y, options)
+        o, states = run(y, options)
         return without_elsewhere(o, elsewhere), states
 
     return compute

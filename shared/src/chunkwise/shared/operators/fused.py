@@ -69,20 +69,16 @@ class Kernels(NamedTuple):
     owner_repeats: Callable[[Any], int] = lambda static: 1
 
 
-# The kernels of the delta rules hold whole states of a head in fast memory.
-MOST_CHANNELS = 256
-
-
 def holds_states(x: Arguments, options: Options) -> bool:
-    """Return whether the states of a head have at most so many rows and columns."""
-    return max(x.q.shape[3], x.v.shape[3]) <= MOST_CHANNELS
+    """Return whether the states of a head are so small that the kernels of a delta rule hold them whole."""
+    return max(x.q.shape[3], x.v.shape[3]) <= state_map.MOST_CHANNELS
 
 
 def check_channels(x: Arguments) -> None:
     """Raise NotImplementedError where the states of a head are too large."""
-    if max(x.q.shape[3], x.v.shape[3]) > MOST_CHANNELS:
+    if max(x.q.shape[3], x.v.shape[3]) > state_map.MOST_CHANNELS:
         raise NotImplementedError(
-            f'"fused" takes K and V up to {MOST_CHANNELS}; got {x.q.shape[3]} and {x.v.shape[3]}; use '
+            f'"fused" takes K and V up to {state_map.MOST_CHANNELS}; got {x.q.shape[3]} and {x.v.shape[3]}; use '
             f'implementation="xla".'
         )
 

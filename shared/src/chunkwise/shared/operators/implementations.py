@@ -8,7 +8,7 @@ import jax
 
 from chunkwise.shared.operators import arguments, checks, segments
 from chunkwise.shared.operators.arguments import Arguments, Options
-from chunkwise.shared.operators.state_map import StateMap, map_by_running
+from chunkwise.shared.operators.state_map import StateMap, augment_with_identity, map_by_running
 
 
 class Implementation(NamedTuple):
@@ -55,6 +55,20 @@ def in_plain_jax(function: Callable) -> Callable:
         return compiled(x._replace(scale=scale), options._replace(scale=None), *more)
 
     return run
+
+
+def delta_rule_in_plain_jax(run: Callable, states_after: Callable) -> Implementation:
+    """Return the implementation "xla" of a delta rule; the inverses of all chunks are precomputed.
+
+    Args:
+      run: from prepared arguments, options, and inverses or None to the output and the final states.
+      states_after: from prepared arguments and options to the states after the tokens, and the inverses.
+    """
+
+    def state_map(x: Arguments, options: Options) -> StateMap:
+        return augment_with_identity(lambda y: states_after(y, options), x)
+
+    return Implementation("xla", in_plain_jax(run), in_plain_jax(state_map))
 
 
 def prepare(implementation: Implementation, x: Arguments, options: Options) -> tuple[Arguments, Options]:

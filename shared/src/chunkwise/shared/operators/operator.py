@@ -40,24 +40,18 @@ class Operator:
         checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
         arguments.check_shared(x, options)
         chosen = self._choose(implementation, x, options)
-        x, places = _place(x, options)
-        if places == (None, ()):
-            return implementations.run(chosen, x, options)
-        compute = devices.on_device(chosen, x, options, places)
-        return partition.over_mesh(compute, x.arrays(), *places, bool(options.output_final_state))
+        return _located(chosen, x, options, functools.partial(implementations.run, chosen))()
 
     def recurrent(self, x: Arguments, options: Options, implementation: str | None) -> Results:
-        """Run the operator over a few tokens of every sequence, token by token."""
+        """Run the operator over a few tokens of every sequence, token by token; slots that are all None are no pool."""
+        if all(y is None for y in x.slots):
+            x = x._replace(slots=None)
         self.check(x, options)
         arguments.check_shared(x, options)
         decode.check_states(x)
         name = checks.choose_implementation(implementation, ("fused", "xla"), "fused" if decode.fits(x) else "xla")
         chosen = Implementation(name, functools.partial(decode.run_tokens, f"recurrent_{self.name}_fwd", name))
-        x, places = _place(x, options)
-        if places == (None, ()):
-            return implementations.run(chosen, x, options)
-        compute = devices.on_device(chosen, x, options, places)
-        return partition.over_mesh(compute, x.arrays(), *places, bool(options.output_final_state))
+        return _located(chosen, x, options, functools.partial(implementations.run, chosen))()
 
     def ragged(self, x: Arguments, options: Options, implementation: str | None) -> tuple[jax.Array, jax.Array]:
         """Run a serving step; `x.initial_state` is the pool."""
@@ -65,12 +59,9 @@ class Operator:
         arguments.check_shared(x, options)
         x, options = serving.check_step(x, options)
         chosen = self._choose(implementation, x, options)
-        x, places = _place(x, options, "states")
         name, strict = f"recurrent_{self.name}_fwd", implementation == "fused"
         step = functools.partial(serving.run_step, name, chosen, strict=strict)
-        if places == (None, ()):
-            return step(x, options)
-        o, pool = partition.over_mesh(devices.on_device(chosen, x, options, places, step), x.arrays(), *places, True)
+        o, pool = _located(chosen, x, options, step, "states")()
         assert pool is not None
         return o, pool
 
@@ -86,15 +77,26 @@ class Operator:
         return chosen
 
 
-def _place(x: Arguments, options: Options, pool: str = "initial_state") -> tuple[Arguments, devices.Places]:
-    """Return the arguments, and where they lie on the devices of a mesh: (None, ()) for no mesh.
+def _located(
+    implementation: Implementation,
+    x: Arguments,
+    options: Options,
+    run: Callable[[Arguments, Options], Results],
+    pool: str = "initial_state",
+) -> Callable[[], Results]:
+    """Return a call of `run` where the arguments lie: on one device, or on every device of a mesh with its part.
 
-    `pool` is what a user calls the argument `initial_state`.
+    `pool` is what a user calls the argument `initial_state`. Where no mesh is, nothing stands between the call and
+    `run`.
     """
     arrays = x.arrays()
     # Outside of jit they may be of numpy, as the arrays of a scheduler are.
     x = x.with_arrays({name: jnp.asarray(y) if isinstance(y, np.ndarray) else y for name, y in arrays.items()})
-    return x, devices.find_places(x, options, pool)
+    places = devices.find_places(x, options, pool)
+    if places == (None, ()):
+        return functools.partial(run, x, options)
+    compute = devices.on_device(implementation, x, options, places, run)
+    return functools.partial(partition.over_mesh, compute, x.arrays(), *places, bool(options.output_final_state))
 
 
 def define(name: str, check: Callable[[Arguments, Options], None], *known: Implementation) -> Operator:

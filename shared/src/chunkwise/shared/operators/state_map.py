@@ -11,6 +11,9 @@ import jax.numpy as jnp
 
 from chunkwise.shared.operators.arguments import Arguments
 
+# Of a state that kernels hold whole in fast memory, rows and columns.
+MOST_CHANNELS = 256
+
 
 class StateMap(NamedTuple):
     """What the tokens of one device do to a state.
@@ -62,5 +65,4 @@ def map_by_running(run: Callable[[Arguments], tuple[jax.Array, Any]], x: Argumen
         missing = 0 if x.initial_state is None else x.initial_state.shape[3] - x.v.shape[3]
         return run(x._replace(v=jnp.pad(x.v, [(0, 0)] * 3 + [(0, missing)])))[1], None
 
-    # The fused kernels keep whole states of a head in fast memory.
-    return StateMap(states_after(x)[0]) if x.beta is None else augment_with_identity(states_after, x, 256)
+    return StateMap(states_after(x)[0]) if x.beta is None else augment_with_identity(states_after, x, MOST_CHANNELS)
