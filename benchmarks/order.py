@@ -71,24 +71,28 @@ def measure(name: str, order: str, chip: str, T: int, timeout: float) -> int | N
     return tpu.first_result([code], timeout).get("cycles")
 
 
-def neighbours(order: str, rng: random.Random) -> Iterator[str]:
-    """Yield orders that differ by one letter at another place, at random and without an end."""
-    while True:
-        source, target = rng.randrange(len(order)), rng.randrange(len(order))
+def neighbours(order: str) -> set[str]:
+    """Return the orders that differ by one letter at another place."""
+    moved = set()
+    for source in range(len(order)):
         rest = order[:source] + order[source + 1 :]
-        moved = rest[:target] + order[source] + rest[target:]
-        if moved != order:
-            yield moved
+        moved |= {rest[:target] + order[source] + rest[target:] for target in range(len(order))}
+    return moved - {order}
 
 
 def search(start: str, tries: int, cost: Callable[[str], int | None], seed: int = 0) -> Iterator[tuple[str, int]]:
-    """Yield every order that is the fastest so far, with its cycles: the start, and what moving letters finds."""
+    """Yield every order that is the fastest so far, with its cycles: the start, and what moving letters finds.
+
+    After so many tries, or where no neighbour of the fastest order is left to try, the search is over.
+    """
     best, least, rng, known = start, cost(start), random.Random(seed), {start}
     if least is None:
         raise RuntimeError("The compiler must give an estimate for the order to begin with; got none.")
     yield best, least
     for _ in range(tries):
-        order = next(x for x in neighbours(best, rng) if x not in known)
+        if not (untried := sorted(neighbours(best) - known)):
+            return
+        order = rng.choice(untried)
         known.add(order)
         found = cost(order)
         if found is not None and found < least:

@@ -137,6 +137,14 @@ def test_order(run, tmp_path, monkeypatch):
     assert json.loads(path.read_text())["fwd"]["8"]["v6e"] == rows[-1]["order"] != rows[0]["order"]
 
 
+def test_order_ends_where_nothing_is_left_to_try(benchmarks):
+    from benchmarks import order
+
+    tried = []
+    assert [found for found, _ in order.search("ppm", 100, lambda x: tried.append(x) or 1)] == ["ppm"]
+    assert sorted(tried) == ["mpp", "pmp", "ppm"]
+
+
 @pytest.mark.parametrize("kernel", ["kda", "kda-map", "gdn-map", "gdn-behind-map"])
 def test_stored_orders_change_no_bit(kernel):
     from benchmarks import order
