@@ -28,8 +28,8 @@ from benchmarks.regions import kernel_bundles, kernel_text, read_loop
 from chunkwise import pipeline
 from chunkwise.fused_gla.config import default_for
 from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.kernels import launcher
 from chunkwise.shared.kernels.chunking import num_chunks
-from chunkwise.shared.kernels.launcher import largest_divisor
 from chunkwise.shared.kernels.layout import BEGIN, END, FIRST, LAST, MIXED, OPENS, SEQUENCE, TARGET, pool_steps
 from chunkwise.shared.kernels.pools import Routes, resident_slots
 from chunkwise.shared.operators.arguments import Slots
@@ -37,12 +37,6 @@ from chunkwise.shared.operators.serving import find_step
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import launches
 
-# Where the kernels of prefills are launched.
-PREFILLS = {
-    "gated_delta_rule": "chunkwise.fused_gdn.kernel",
-    "kda": "chunkwise.kda.kernel",
-    "simple_gla": "chunkwise.fused_gla.kernel",
-}
 # Of a program that is only compiled.
 SLOTS = 1024
 
@@ -178,7 +172,7 @@ def _gla_runs(case: Case, routes: Routes, T: int, C: int) -> tuple[int, list[int
     NT = num_chunks(T, C)
     config = default_for(case.H, case.HV, case.K, case.V, C, NT, 2, per_channel=False)
     assert config is not None
-    table = np.asarray(pool_steps(T, largest_divisor(NT, config.num_steps) * C, routes).table)
+    table = np.asarray(pool_steps(T, launcher.largest_divisor(NT, config.num_steps) * C, routes).table)
     begin, end = table[BEGIN], table[END]
     chunks = np.where(begin < end, (end - 1) // C - begin // C + 1, 0)
     # Whole ones end where a chunk ends, and begin where one begins.
@@ -310,10 +304,9 @@ def hollow(_, *operands, name: str, out_shape, input_output_aliases=None, **__):
 
 def count_around(case: Case, mixture: Mixture, chip: str) -> int:
     """Return the estimated cycles of the operations around the kernels in this mixture; in a fresh process only."""
-    modules = ("chunkwise.shared.operators.decode", PREFILLS[case.operator])
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
         os.makedirs(f"{folder}/profile")
-        with mock.patch(f"{modules[0]}.pallas_call", hollow), mock.patch(f"{modules[1]}.pallas_call", hollow):
+        with mock.patch.object(launcher, "pallas_call", hollow):
             text = _compiled(case, mixture, chip, f"--xla_jf_dump_static_llo_profile_to={folder}/profile")
         return branch_cycles(text, tpu.profiled(folder), set(_wanted(mixture, text)))
 
