@@ -1,0 +1,444 @@
+"""The figures of the pages, out of docs/data: no figure is typed into a page.
+
+A page holds them below a comment of HTML, `<!-- figures: NAME -->`, up to the next empty line. NAME is a function of
+this module. `python -m benchmarks pages` says which pages differ from docs/data, and with --write it writes them.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from chunkwise.pipeline.operators import OPERATORS
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.operators.checks import choose_chunk_size
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^<!-- figures: ([\w-]+) -->\n(?:.+\n)*", re.MULTILINE)
+BLOCKS: dict[str, Callable[[], str]] = {}
+NONE = "-"
+TITLES = {"gated_delta_rule": "gated delta rule", "kda": "KDA", "gla": "GLA", "simple_gla": "simple GLA"}
+MODELS = {
+    "qwen3-next-80b": "Qwen3-Next: gated delta rule, H = 16, HV = 32",
+    "kimi-linear-48b": "Kimi-Linear: KDA, H = 32",
+    "minimax-text-01": "MiniMax: simple GLA, H = 64",
+    "gla": "GLA, H = 16",
+}
+PASSES = {"forward": "forward", "forward+backward": "forward and backward"}
+MIXTURES = {
+    "decode-32": "32 decodes",
+    "decode-64": "64 decodes",
+    "decode-64-bfloat16": "64 decodes, bfloat16 pool",
+    "decode-256": "256 decodes",
+    "decode-256-bfloat16": "256 decodes, bfloat16 pool",
+    "speculate-64x3": "64 decodes of 3 speculated tokens",
+    "prefill-4096": "a prefill of 4,096",
+    "decode-32-prefill-4096": "32 decodes and a prefill of 4,096",
+    "prefill-8192": "a prefill of 8,192",
+    "prefill-8192-ragged": "16 ragged prefills, 8,192 in all",
+}
+
+
+def block(function: Callable[[], str]) -> Callable[[], str]:
+    """Give a function its name in the pages."""
+    BLOCKS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+def filled(page: str) -> str:
+    """Return a page with its figures as docs/data has them."""
+
+    def fill(match):
+        if match[1] not in BLOCKS:
+            raise ValueError(f"A page must name figures of {', '.join(BLOCKS)}; got {match[1]!r}.")
+        return f"<!-- figures: {match[1]} -->\n{BLOCKS[match[1]]()}\n"
+
+    return BLOCK.sub(fill, page)
+
+
+def pages() -> list[Path]:
+    """Return the pages that may hold figures."""
+    return [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
+
+
+def main(write: bool) -> int:
+    """Return 1 if a page differs from docs/data, and name it; write all pages instead if asked to."""
+    stale = {path: text for path in pages() if (text := filled(path.read_text())) != path.read_text()}
+    for path, text in stale.items():
+        print(f"{path.relative_to(ROOT)}: {'written' if write else 'differs from docs/data'}")
+        if write:
+            path.write_text(text)
+    return int(bool(stale) and not write)
+
+
+def rows_of(name: str) -> list[dict]:
+    """Return the rows of a result in docs/data."""
+    return json.loads((ROOT / f"docs/data/{name}.json").read_text())["rows"]
+
+
+def select(rows: Iterable[dict], **where) -> list[dict]:
+    """Return the rows with these values."""
+    return [row for row in rows if all(row.get(key) == value for key, value in where.items())]
+
+
+def only(rows: Iterable[dict], **where) -> dict:
+    """Return the one row with these values."""
+    (row,) = select(rows, **where)
+    return row
+
+
+def values(rows: Iterable[dict], key: str) -> list:
+    """Return the values of a key, each once, in their order."""
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Return a table of Markdown."""
+    head = list(head)
+    cells = [head, ["---"] * len(head), *map(list, lines)]
+    text = ["| " + " | ".join(line) + " |" for line in cells]
+    text[1] = text[1].replace(" ", "")
+    return "\n".join(text)
+
+
+def whole(number: float | None) -> str:
+    """Return a number without decimals."""
+    return NONE if number is None else f"{number:,.0f}"
+
+
+def decimals(number: float | None, places: int = 2) -> str:
+    """Return a number with decimals."""
+    return NONE if number is None else f"{number:,.{places}f}"
+
+
+def percent(share: float) -> str:
+    """Return a share in percent."""
+    return f"{100 * share:.0f} %"
+
+
+def mebibytes(number: float) -> str:
+    """Return MiB, with decimals where they matter."""
+    return f"{number:,.0f}" if number == round(number) or number >= 20 else f"{number:.2f}".rstrip("0")
+
+
+def cycles(row: dict) -> int | None:
+    """Return the cycles of the kernels of a row and of what is around them."""
+    return None if row.get("kernel_cycles") is None else row["kernel_cycles"] + row["around_cycles"]
+
+
+def cycles_or_bundles(row: dict) -> str:
+    """Return the cycles of a row, or the bundles where the compiler gave no cycles."""
+    if cycles(row) is not None:
+        return f"{whole(cycles(row))} cycles"
+    return NONE if row.get("bundles") is None else f"{whole(row['bundles'])} bundles"
+
+
+@block
+def cpu() -> str:
+    """Both directions on one device and on two, beside torch."""
+    rows, lines = rows_of("cpu-gdn-16"), []
+    for ours in select(rows, implementation="xla"):
+        torch = only(rows, implementation="transformers", **{key: ours[key] for key in ("pass", "devices")})
+        pair = lambda row: f"{whole(row['median_ms'])} / {whole(row['cpu_ms'])} ms"
+        ratios = " / ".join(decimals(torch[key] / ours[key], 1) for key in ("median_ms", "cpu_ms"))
+        lines.append([PASSES[ours["pass"]], str(ours["devices"]), pair(ours), pair(torch), ratios])
+    return table(["pass", "devices", '"xla"', "torch in the same run", "ratio"], lines)
+
+
+@block
+def cpu_tokens() -> str:
+    """Time and memory against tokens."""
+    rows, lines = rows_of("cpu-tokens"), []
+    for T in values(rows, "T"):
+        ours, torch, scan = (only(rows, T=T, implementation=name) for name in ("xla", "transformers", "scan"))
+        times = [whole(row["median_ms"]) for row in (torch, scan)]
+        lines.append([whole(T), whole(ours["median_ms"]), whole(ours["memory_mib"]), *times])
+    return table(["T", '"xla", ms', '"xla", MiB', "torch, ms", "scan over tokens, ms"], lines)
+
+
+@block
+def chunk_sizes() -> str:
+    """The sizes that `chunk_size=None` takes, and processor time of plain JAX against the size."""
+    rows, lines = rows_of("chunk-sizes-cpu"), []
+    for name, title in TITLES.items():
+        entry = OPERATORS[f"chunk_{name}"]
+        kind = {"per_channel": entry.per_channel, "delta": entry.delta}
+        # Of many tokens: a sequence shorter than a chunk has a smaller one.
+        sizes = [choose_chunk_size(None, implementation, 2048, **kind) for implementation in ("fused", "xla")]
+        found = [select(rows, operator=name, chunk_size=C) for C in (32, 64, 128)]
+        times = [" / ".join(f"{row[f'{x}_cpu_ms']}" for row in y for x in ("forward", "gradient")) for y in found]
+        lines.append([title, *map(str, sizes), *(time or NONE for time in times)])
+    return table(["operator", '"fused", "staged"', '"xla"', "C = 32, ms", "C = 64, ms", "C = 128, ms"], lines)
+
+
+@block
+def first_call() -> str:
+    """What the first call of an operator takes, without a cache and with one."""
+    rows, lines = rows_of("first-call-cpu"), []
+    for operator in values(rows, "operator"):
+        forward, both = (only(rows, operator=operator, **{"pass": way}) for way in PASSES)
+        cells = [decimals(row[key], 1) for row in (forward, both) for key in ("cold_s", "cached_s")]
+        lines.append([f"`{operator}`", *cells])
+    head = ["forward, s", "from the cache, s", "gradient, s", "from the cache, s"]
+    return table(["operator", *head], lines)
+
+
+@block
+def tpu_kda() -> str:
+    """Kimi-Linear's layer beside tokamax's."""
+    rows, lines = rows_of("tpu-kda") + rows_of("tpu-kda-8192"), []
+    for ours in select(rows, implementation="fused"):
+        peer = only(rows, implementation="tokamax", T=ours["T"], chip=ours["chip"])
+        ratio = cycles(peer) / cycles(ours) if cycles(ours) and cycles(peer) else peer["bundles"] / ours["bundles"]
+        of_bundles = "" if cycles(ours) and cycles(peer) else " of bundles"
+        memory = f"{mebibytes(ours['temporaries_mib'])} / {mebibytes(peer['temporaries_mib'])}"
+        cells = [whole(x) for row in (ours, peer) for x in (row["bundles"], cycles(row))]
+        lines.append([whole(ours["T"]), ours["chip"], *cells, decimals(ratio) + of_bundles, memory])
+    head = [f"{name}, {figure}" for name in ("ours", "tokamax") for figure in ("bundles", "cycles")]
+    return table(["T", "chip", *head, "ratio", "temporaries, ours / tokamax, MiB"], lines)
+
+
+@block
+def tpu_kda_short() -> str:
+    """The same for readers of the README."""
+    rows, lines = rows_of("tpu-kda") + rows_of("tpu-kda-8192"), []
+    for ours in select(rows, implementation="fused"):
+        peer = only(rows, implementation="tokamax", T=ours["T"], chip=ours["chip"])
+        if cycles(ours) and cycles(peer):
+            lines.append([whole(ours["T"]), ours["chip"], *(cycles_or_bundles(row) for row in (ours, peer))])
+    return table(["T", "chip", "kda", "tokamax"], lines)
+
+
+@block
+def tpu_layers() -> str:
+    """The layers of models: forward on all generations, and both directions on v6e."""
+    short, long, lines = rows_of("tpu-fused") + rows_of("tpu-kda"), rows_of("tpu-backward"), []
+    for case, title in MODELS.items():
+        found = [only(short, case=case, implementation="fused", chip=chip) for chip in CHIPS]
+        both = only(long, case=case, chip="v6e")
+        cells = [*map(cycles_or_bundles, found), cycles_or_bundles(both), mebibytes(both["temporaries_mib"])]
+        lines.append([title, *cells])
+    return table(["layer", *CHIPS, "both directions, v6e", "their temporaries, MiB"], lines)
+
+
+@block
+def tpu_mixers() -> str:
+    """Whole mixers: convolutions, gates, operator and norm."""
+    rows, lines = rows_of("tpu-mixer") + rows_of("tpu-mixer-8192"), []
+
+    def cell(found: list[dict]) -> str:
+        if not found:
+            return NONE
+        (row,) = found
+        counted = f"{whole(row['kernel_cycles'])} + {whole(row['around_cycles'])}" if cycles(row) else "no cycles"
+        return f"{counted}; {mebibytes(row['temporaries_mib'])}; {whole(row['compile_s'])}"
+
+    for case, title in (("mixer-qwen3-next", "Qwen3-Next"), ("mixer-kimi-linear", "Kimi-Linear")):
+        for T in values(select(rows, case=case), "T"):
+            found = [select(rows, case=case, T=T, implementation=name) for name in ("fused", "mixed", "tokamax")]
+            lines.append([title, whole(T), *map(cell, found)])
+    return table(["mixer", "T", "our kernels", "our operator, XLA's convolutions and norm", "tokamax"], lines)
+
+
+@block
+def tpu_block() -> str:
+    """A whole block of Qwen3.5-9B."""
+    kernels, lines = rows_of("tpu-block-kernels"), []
+    for row in rows_of("tpu-block") + rows_of("tpu-block-backward"):
+        mine = only(kernels, chip=row["chip"], **{"pass": row["pass"]})
+        least = "at least " if mine["at_least"] else ""
+        total = row["operations_cycles"] + mine["kernel_cycles"]
+        time = least + decimals(total / CHIPS[row["chip"]].clock_ghz / 1e6, 1)
+        share, memory = percent(mine["kernel_cycles"] / total), mebibytes(row["temporaries_mib"])
+        figures = [whole(row["operations_cycles"]), least + whole(mine["kernel_cycles"]), share, time, memory]
+        lines.append([row["chip"], PASSES[row["pass"]], *figures])
+    head = ["XLA's operations, cycles", "kernels, cycles", "kernels' share", "together, ms", "temporaries, MiB"]
+    return table(["chip", "pass", *head], lines)
+
+
+@block
+def remat() -> str:
+    """What a gated DeltaNet layer keeps for its backward, and what it computes again."""
+    names = {
+        "no checkpoint": ("no `jax.checkpoint`", "nothing"),
+        "remat_policy": ("`jax.checkpoint` with `remat_policy`", "convolutions and norm"),
+        "products alone": ("`jax.checkpoint` that keeps products with matrices alone", "and the operator's forward"),
+        "inputs alone": ("`jax.checkpoint` that keeps inputs alone", "all"),
+    }
+    counted, lines = rows_of("remat-v6e-cycles"), []
+    for row in rows_of("remat-v6e"):
+        found = select(counted, policy=row["policy"])
+        figures = [whole(x[key]) for x in found for key in ("operations_cycles", "kernel_cycles")] or [NONE] * 2
+        memory = [whole(row[key]) for key in ("kept_bytes_a_token", "grown_bytes_a_token")]
+        name, again = names[row["policy"]]
+        lines.append([name, *memory, again, *figures])
+    head = ["keeps, bytes a token", "grows by, bytes a token", "repeats", "XLA's operations, cycles", "kernels, cycles"]
+    return table(["the layer under", *head], lines)
+
+
+@block
+def scale_v5p() -> str:
+    """A million tokens over the devices of a v5p."""
+    lines = []
+    for name in ("scale-v5p", "scale-v5p-backward"):
+        rows = rows_of(name)
+        for row in (x for x in rows if x["devices"] > 1):
+            alone = only(rows, topology=row["topology"], devices=1)
+            size = f"{row['devices']} x {whole(row['tokens_each'])}"
+            figures = [alone["bundles"], row["bundles"], row["summary_bundles"]]
+            more = percent(row["bundles"] / alone["bundles"] - 1)
+            memory = " / ".join(mebibytes(round(x["memory_mib"])) for x in (alone, row))
+            sent = f"{row['collectives']}, {mebibytes(row['sent_mib'])}"
+            lines.append([size, PASSES[row["pass"]], *map(whole, figures), more, memory, sent])
+    head = [
+        "bundles, alone",
+        "divided",
+        "of these, the map",
+        "more",
+        "memory, alone / divided, MiB",
+        "collectives, MiB sent",
+    ]
+    return table(["devices x tokens each", "pass", *head], lines)
+
+
+@block
+def scale_v6e() -> str:
+    """Every launch of a divided forward by itself."""
+    names = {
+        "qwen3-next-80b-unit": "scaled to unit length in the kernels",
+        "qwen3-next-80b": "of unit length as they come in",
+    }
+    rows, lines = rows_of("scale-v6e"), []
+    for row in (x for x in rows if x["devices"] > 1):
+        alone = only(rows, case=row["case"], topology=row["topology"], devices=1)
+        map_cycles, behind = row["launch_cycles"].split(" + ")
+        more = percent((row["kernel_cycles"] + row["around_cycles"]) / cycles(alone) - 1)
+        figures = [whole(cycles(alone)), map_cycles, behind, whole(row["around_cycles"]), more]
+        lines.append([names[row["case"]], str(row["devices"]), *figures])
+    return table(["queries and keys", "devices", "alone", "the map", "the operator behind it", "XLA", "more"], lines)
+
+
+@block
+def scale_added() -> str:
+    """What dividing tokens adds to the other operators."""
+    added = ", ".join(
+        f"{percent(row['forward_added'])} and {percent(row['added'])} for {TITLES[row['operator']]}"
+        for row in rows_of("scale-v6e-added")
+    )
+    return f"The addition to the forward, and to both directions together, is {added}."
+
+
+@block
+def scans() -> str:
+    """The ways in which a state can get to the devices."""
+    rows, ways = rows_of("scan-v5p"), ("all_gather", "all_to_all", "doubling", "ring")
+    attention = {row["devices"]: row for row in rows_of("scale-v5p") if row["devices"] > 1}
+    lines = []
+    for devices in values(rows, "devices"):
+        found = [only(rows, devices=devices, scan=way) for way in ways]
+        cells = [f"{mebibytes(row['sent_mib'])} / {mebibytes(row['temporaries_mib'])}" for row in found]
+        ring = [f"ring_attention_{heads}_mib" for heads in (32, 2)]
+        cells += [" / ".join(whole(attention[devices][key]) for key in ring) if devices in attention else NONE]
+        lines.append([str(devices), *cells])
+    return table(["devices", *(f"`{way}`" for way in ways), "ring attention, 32 / 2 heads: sent"], lines)
+
+
+@block
+def split_flops() -> str:
+    """What dividing tokens adds to the products of plain JAX."""
+    lines = []
+    for row in rows_of("split-flops"):
+        cells = []
+        for alone, divided in (("forward_mflop", "forward_divided_mflop"), ("mflop", "divided_mflop")):
+            cells += [f"{whole(row[alone])} / {whole(row[divided])}", percent(row[divided] / row[alone] - 1)]
+        lines.append([f"`chunk_{row['operator']}`", *cells])
+    head = ["forward alone / divided", "more", "both directions alone / divided", "more"]
+    return table(['`"xla"`, million flops', *head], lines)
+
+
+@block
+def packed() -> str:
+    """A packed batch with states beside one sequence."""
+    rows, lines, ways = rows_of("packed-v6e"), [], ("forward_bundles", "bundles")
+    for name, title in TITLES.items():
+        many, *others = (only(rows, operator=name, form=x) for x in ("16 sequences", "one packed", "one, not packed"))
+        cells = [" / ".join(whole(many[key]) for key in ways)]
+        for one in others:
+            cells += [
+                " / ".join(whole(one[key]) for key in ways),
+                " / ".join(decimals(many[key] / one[key]) for key in ways),
+            ]
+        lines.append([title, *cells])
+    return table(["bundles", "16 sequences", "one packed", "ratio", "one, not packed", "ratio"], lines)
+
+
+@block
+def step() -> str:
+    """Serving steps of Qwen3-Next's layer."""
+
+    def cell(row: dict) -> str:
+        if row.get("cycles"):
+            return f"{whole(row['cycles'])}; {decimals(row['to_floor'])}"
+        return f"kernels {whole(sum(row[key] or 0 for key in ('decode_bundles', 'prefill_bundles')))}"
+
+    results = [select(rows_of(f"step-{chip}"), case="qwen3-next-80b") for chip in CHIPS]
+    lines = [[title, *(cell(only(rows, mixture=mixture)) for rows in results)] for mixture, title in MIXTURES.items()]
+    return table(["cycles; times the floor", *CHIPS], lines)
+
+
+@block
+def step_float16() -> str:
+    """What a pool of float16 costs."""
+    (row,) = rows_of("step-v6e-float16")
+    step = only(rows_of("step-v6e"), case=row["case"], mixture=row["mixture"])
+    parts = [row[f"{part}_cycles"] for part in ("gather", "convert", "scatter")]
+    ratio = (sum(parts) + step["cycles"]) / step["cycles"]
+    gather, convert, scatter = map(whole, parts)
+    return (
+        f"For {MIXTURES[row['mixture']]} over {whole(row['slots'])} slots the compiler for v6e expects the gather to "
+        f"take {gather} cycles,\nthe conversion {convert} and the scatter {scatter}. "
+        f"With the step of a float32 pool this is {decimals(ratio, 1)} times that step alone."
+    )
+
+
+@block
+def step_others() -> str:
+    """Prefills of the other operators on a v6e, and steps on a CPU."""
+    rows, on_cpu = rows_of("step-v6e"), rows_of("step-cpu")
+    texts = []
+    for case in ("kimi-linear-48b", "minimax-text-01"):
+        one, many = (only(rows, case=case, mixture=f"prefill-8192{kind}")["cycles"] for kind in ("", "-ragged"))
+        texts.append(f"{whole(one)} and {whole(many)} cycles for {MODELS[case].partition(':')[0]}")
+    steps = [f"{whole(row['median_ms'])} ms for {MIXTURES[row['mixture']]}" for row in on_cpu]
+    return (
+        f"On v6e the last two rows are {' and '.join(texts)}.\n"
+        f"On a busy CPU of 2 cores, 16 heads in float32 take {steps[0]}, {steps[1]},\nand {steps[2]}."
+    )
+
+
+def errors(name: str, points: tuple[float, ...]) -> str:
+    """Return the errors of a sweep at some of its points: a line for every form and type of an operator."""
+    rows, lines = rows_of(name), []
+    for operator in values(rows, "operator"):
+        mine = select(rows, operator=operator)
+        # Forms in the order of their results, float32 first.
+        kinds = dict.fromkeys(
+            (row["dtype"], row["form"]) for row in sorted(mine, key=lambda row: row["dtype"] != "float32")
+        )
+        for dtype, form in kinds:
+            found = [only(mine, form=form, dtype=dtype, point=point)["error"] for point in points]
+            cells = ["inf" if error is None else f"{error:.1e}" for error in found]
+            lines.append([f"{operator}, {form}, {dtype}", *cells])
+    return table(["operator, form, type", *map(str, points)], lines)
+
+
+@block
+def accuracy_gate() -> str:
+    """Errors against the strength of gates."""
+    return errors("accuracy-gate", (0.01, 0.1, 1.0, 1.4, 5.0, 30.0, 80.0))
+
+
+@block
+def accuracy_keys() -> str:
+    """Errors against the share of tokens that have one and the same key."""
+    return errors("accuracy-keys", (0.0, 0.25, 0.5, 0.75, 0.9, 1.0))
