@@ -12,14 +12,28 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from benchmarks import accuracy, bits, operators, order, packed, plots, remat, scale, stages, step, tpu
+from benchmarks import (
+    accuracy,
+    bits,
+    first_call,
+    operators,
+    order,
+    packed,
+    pages,
+    plots,
+    remat,
+    scale,
+    stages,
+    step,
+    tpu,
+)
 from benchmarks.block import BLOCKS
 from benchmarks.cases import CASES, Case
 from benchmarks.compare import compare, merged
 from benchmarks.mixer import MIXERS
 from benchmarks.scans import SCANS
 from chunkwise import pipeline
-from chunkwise.pipeline.operators import OPERATORS
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.pipeline.stages import STAGES
 from chunkwise.pipeline.tables import make_console, make_progress, make_table
 from chunkwise.shared.chips import CHIPS
@@ -96,8 +110,13 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--operator", action="append", choices=accuracy.NAMES)
     one.add_argument("--implementation", action="append", choices=["xla", "staged", "fused"])
     one.add_argument("--tokens", type=int, default=256)
+    one = commands.add_parser("first-call", parents=[saved], help="the first call of an operator: what compiling takes")
+    one.add_argument("--operator", action="append", choices=[entry.name for entry in CHUNKED], help="may be repeated")
+    one.add_argument("--repeats", type=int, default=3)
     one = commands.add_parser("bits", help="fingerprints of small results, to compare before and after a change")
     bits.add_options(one)
+    one = commands.add_parser("pages", help="compare the figures of the pages with docs/data")
+    one.add_argument("--write", action="store_true", help="write them into the pages")
     one = commands.add_parser("plot", help="a PNG of a saved result")
     one.add_argument("result", type=Path)
     one.add_argument("output", type=Path)
@@ -177,6 +196,11 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
             for chip in options.chip or ["v6e"]:
                 run = lambda a=(operator, options.tokens, chip): packed.measure(*a, options.timeout)
                 yield f"{operator}, {chip}", {"operator": operator, "chip": chip, "T": options.tokens}, run
+    elif options.command == "first-call":
+        for operator in options.operator or [entry.name for entry in CHUNKED]:
+            for way in ("forward", "forward+backward"):
+                run = lambda a=(operator, way != "forward", options.repeats): [first_call.measure(*a)]
+                yield f"{operator}, {way}", {"operator": operator, "pass": way}, run
     elif options.command == "order":
         for name in options.kernel or order.KERNELS:
             for chip in options.chip or ["v6e"]:
@@ -265,6 +289,8 @@ def main(arguments=None) -> int:
     options = parse(arguments)
     if options.command == "bits":
         return bits.main(options)
+    if options.command == "pages":
+        return pages.main(options.write)
     if options.command == "plot":
         saved = json.loads(options.result.read_text())
         plots.draw(saved["command"], saved["rows"], options.output)
