@@ -1,5 +1,7 @@
 """What the models of these examples have in common: norms, rotary positions, attention, perceptrons, experts.
 
+This file is a library, which the models import.
+
 Dims: B rows, T tokens, S places of a cache, D size of the hidden states, H heads, HK heads of keys and values, K size
 of a head, F size of a perceptron, E experts, N experts that a token goes to.
 """

@@ -1,8 +1,9 @@
-"""What is around a model: its checkpoint, greedy generation of text with caches, and the command line.
+"""What is around a model: its weights, greedy generation of text with caches, and the command line.
 
-A model is a file that has three functions::
+This file is a library. A model is a file that imports it, and that has four functions::
 
-    load(directory)                                        its config and weights
+    load(directory)                                        config and weights of a checkpoint
+    random_model(vocabulary)                               a tiny config, and random weights
     start(config, B, S, dtype)                             the past of B rows before their first token, with S places
     run(weights, config, tokens, past, segment_ids, ...)   hidden states of tokens, and the past after them
 """
@@ -72,6 +73,25 @@ def check_all_taken(named: Named) -> None:
         raise ValueError(f"the checkpoint must have no weights that the model lacks; got {sorted(named)}.")
 
 
+class Draw:
+    """Draws random weights of float32, always the same ones."""
+
+    def __init__(self):
+        self.random = np.random.default_rng(0)
+
+    def normal(self, *shape: int) -> jax.Array:
+        """Return numbers of mean 0 and variance 1."""
+        return jnp.asarray(self.random.standard_normal(shape, np.float32))
+
+    def matrix(self, *shape: int) -> jax.Array:
+        """Return matrices [..., rows, columns] that keep the size of what they multiply."""
+        return self.normal(*shape) * shape[-2] ** -0.5
+
+    def key(self) -> jax.Array:
+        """Return a key of JAX's random numbers."""
+        return jax.random.key(self.random.integers(2**31))
+
+
 def compile_run(model: ModuleType, config, implementation: str | None = None):
     """Return the function from weights, past, tokens and segment_ids to hidden states and the past after the tokens.
 
@@ -131,22 +151,51 @@ def generate(run, weights, past, tokens, segment_ids, count: int, piece: int) ->
     return np.concatenate(generated, axis=1)
 
 
+# What a random model continues if nobody says a prompt.
+PROMPTS = ("import this", "chunks of")
+
+
+def parse(model: ModuleType, arguments=None) -> argparse.Namespace:
+    """Return the options of the command line, with all prompts as tokens in `prompts`."""
+    parser = argparse.ArgumentParser(description=model.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    repeated = dict(action="append", default=[])
+    parser.add_argument("directory", nargs="?", help="a checkpoint: config.json and *.safetensors")
+    parser.add_argument("--random", action="store_true", help="no checkpoint: a tiny model of bytes, random weights")
+    parser.add_argument("--prompt-tokens", metavar="ID", nargs="+", type=int, **repeated, help="may be repeated")
+    parser.add_argument("--prompt", metavar="TEXT", **repeated, help="with --random; may be repeated")
+    parser.add_argument("--count", type=int, default=32, help="tokens to generate (%(default)s)")
+    parser.add_argument("--piece", type=int, default=256, help="tokens of a prompt to read at once (%(default)s)")
+    parser.add_argument("--implementation", choices=["xla", "staged", "fused"], help="of the operators")
+    o = parser.parse_args(arguments)
+    if o.random == (o.directory is not None):
+        parser.error("give the directory of a checkpoint, or --random.")
+    if o.prompt and not o.random:
+        parser.error("--prompt needs --random; with a checkpoint, give token ids by --prompt-tokens.")
+    if o.random and not o.prompt_tokens:
+        o.prompt = o.prompt or PROMPTS
+    o.prompts = [*o.prompt_tokens, *(list(text.encode()) for text in o.prompt)]
+    if not o.prompts or not all(o.prompts):
+        parser.error("give --prompt-tokens, or with --random a --prompt that is not empty.")
+    if o.count < 1 or o.piece < 1:
+        parser.error(f"--count and --piece must be at least 1; got {o.count} and {o.piece}.")
+    return o
+
+
 def main(model: ModuleType, arguments=None) -> np.ndarray:
     """Continue prompts from the command line."""
-    parser = argparse.ArgumentParser(description=model.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", help="of a checkpoint: config.json, *.safetensors")
-    parser.add_argument("--prompt-tokens", nargs="+", type=int, action="append", required=True, help="may be repeated")
-    parser.add_argument("--count", type=int, default=32, help="tokens to generate")
-    parser.add_argument("--piece", type=int, default=256, help="tokens of a prompt to read at once")
-    parser.add_argument("--implementation", choices=["xla", "staged", "fused"], help="of the operators")
-    options = parser.parse_args(arguments)
-    config, weights = model.load(options.directory)
-    tokens, ids = pad(options.prompt_tokens, options.piece)
-    past = model.start(config, len(tokens), tokens.shape[1] + options.count, weights.embedding.dtype)
-    start, run = time.perf_counter(), compile_run(model, config, options.implementation)
-    generated = generate(run, weights, past, tokens, ids, options.count, options.piece)
-    console = Console()
-    for row in generated.tolist():
-        console.print(*row)
+    o = parse(model, arguments)
+    config, weights = model.random_model(256) if o.random else model.load(o.directory)
+    tokens, ids = pad(o.prompts, o.piece)
+    if tokens.min() < 0 or tokens.max() >= len(weights.embedding):
+        raise SystemExit(f"--prompt-tokens must be from 0 to {len(weights.embedding) - 1}; got {o.prompts}.")
+    past = model.start(config, len(tokens), tokens.shape[1] + o.count, weights.embedding.dtype)
+    start, run = time.perf_counter(), compile_run(model, config, o.implementation)
+    generated = generate(run, weights, past, tokens, ids, o.count, o.piece)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    for prompt, row in zip(o.prompts, generated.tolist(), strict=True):
+        # A token of a random model is a byte.
+        console.print(*([bytes(prompt), "+", bytes(row)] if o.random else row))
     console.print(f"{generated.size} tokens, with compilation in {time.perf_counter() - start:.1f} s")
+    if o.random:
+        console.print("The weights are random, so the bytes mean nothing: a trained model needs a checkpoint.")
     return generated

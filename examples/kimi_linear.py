@@ -1,8 +1,11 @@
 """Kimi-Linear's language model: three blocks of Kimi delta attention to one of multi-head latent attention.
 
+    python -m pip install ./packages/layers safetensors
+    python examples/kimi_linear.py --random
     python examples/kimi_linear.py DIRECTORY --prompt-tokens 760 6511 314 9338 369
 
-DIRECTORY holds a checkpoint as published. With D the size of the hidden states x, every block computes
+DIRECTORY holds a checkpoint as published; --random needs none. With D the size of the hidden states x, every
+block computes
 
     x = x + mixer(norm(x))      Kimi delta attention, or latent attention in some blocks
     x = x + mlp(norm(x))        a perceptron in the first block, then mixtures of experts
@@ -38,10 +41,11 @@ from chunkwise.layers import (
     KimiDeltaAttentionConfig,
     KimiDeltaAttentionWeights,
     empty_cache,
+    init_kimi_delta_attention,
     kimi_delta_attention,
     load_kimi_delta_attention,
 )
-from generation import check_all_taken, main, matrix, part, read_checkpoint, take, take_head
+from generation import Draw, check_all_taken, main, matrix, part, read_checkpoint, take, take_head
 
 
 @dataclass(frozen=True)
@@ -227,6 +231,34 @@ def read_config(found: dict) -> Config:
         shared=f["qk_rope_head_dim"], V=f["v_head_dim"], R=f["kv_lora_rank"], routing=routing,
         experts=f["num_experts"], eps=f["rms_norm_eps"],
     )  # fmt: skip
+
+
+def random_model(vocabulary: int) -> tuple[Config, Model]:
+    """Return the sizes and the random weights of a tiny model."""
+    delta = KimiDeltaAttentionConfig(D=64, H=2, HV=2, K=16, V=16, R=16)
+    c = Config(
+        attention=(False, True), sparse=(False, True), delta=delta, H=2, K=16, shared=8, V=16, R=32,
+        routing=Routing(experts=2), experts=4, eps=1e-5,
+    )  # fmt: skip
+    new, D, ones = Draw(), delta.D, jnp.ones(delta.D)
+
+    def perceptron(*experts: int) -> tuple[jax.Array, ...]:
+        return tuple(new.matrix(*experts, *shape) for shape in ((D, 2 * D), (D, 2 * D), (2 * D, D)))
+
+    def block(attention: bool, sparse: bool) -> Block:
+        if attention:
+            q, down = new.matrix(D, c.H * (c.K + c.shared)), new.matrix(D, c.R + c.shared)
+            k, v = new.matrix(c.H, c.R, c.K), new.matrix(c.H, c.R, c.V)
+            mixer = LatentAttention(q, down, jnp.ones(c.R), k, v, new.matrix(c.H * c.V, D))
+        else:
+            mixer = init_kimi_delta_attention(new.key(), delta)
+        after = Mlp(*perceptron())
+        if sparse:
+            after = Experts(new.matrix(D, c.experts), jnp.zeros(c.experts), *perceptron(c.experts), shared=after)
+        return Block(ones, mixer, ones, after)
+
+    blocks = tuple(map(block, c.attention, c.sparse))
+    return c, Model(new.normal(vocabulary, D), blocks, ones, new.matrix(D, vocabulary))
 
 
 if __name__ == "__main__":

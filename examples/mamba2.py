@@ -1,8 +1,10 @@
 """Mamba-2's language model: nothing but mixers, whose states have the same size after every text.
 
+    python -m pip install ./packages/layers safetensors
+    python examples/mamba2.py --random
     python examples/mamba2.py DIRECTORY --prompt-tokens 760 6511 314 9338 369
 
-DIRECTORY holds a checkpoint that transformers can read. Every block computes
+DIRECTORY holds a checkpoint that transformers can read; --random needs none. Every block computes
 
     x = x + mixer(norm(x))
 
@@ -17,8 +19,15 @@ import jax
 import jax.numpy as jnp
 
 from blocks import Past, empty_past, rms_norm, take_places
-from chunkwise.layers import Mamba2Config, Mamba2Weights, empty_cache, load_mamba2_mixer, mamba2_mixer
-from generation import check_all_taken, main, part, read_checkpoint, take, take_head
+from chunkwise.layers import (
+    Mamba2Config,
+    Mamba2Weights,
+    empty_cache,
+    init_mamba2_mixer,
+    load_mamba2_mixer,
+    mamba2_mixer,
+)
+from generation import Draw, check_all_taken, main, part, read_checkpoint, take, take_head
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,14 @@ def read_config(found: dict) -> Config:
         eps=f["layer_norm_epsilon"], conv_bias=f["use_conv_bias"], dt_limit=tuple(f["time_step_limit"]),
     )  # fmt: skip
     return Config(f["num_hidden_layers"], mixer, f["residual_in_fp32"])
+
+
+def random_model(vocabulary: int) -> tuple[Config, Model]:
+    """Return the sizes and the random weights of a tiny model."""
+    c = Config(blocks=2, mixer=Mamba2Config(D=64, H=2, HV=4, K=16, V=32), float32_sums=True)
+    new, D, ones = Draw(), c.mixer.D, jnp.ones(c.mixer.D)
+    blocks = tuple(Block(ones, init_mamba2_mixer(new.key(), c.mixer)) for _ in range(c.blocks))
+    return c, Model(new.normal(vocabulary, D), blocks, ones, new.matrix(D, vocabulary))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """OLMo-hybrid's language model: three blocks of a gated DeltaNet to one of attention.
 
+    python -m pip install ./packages/layers safetensors
+    python examples/olmo_hybrid.py --random
     python examples/olmo_hybrid.py DIRECTORY --prompt-tokens 760 6511 314 9338 369
 
-DIRECTORY holds a checkpoint as published. With D the size of the hidden states x, blocks norm in different places:
+DIRECTORY holds a checkpoint as published; --random needs none. With D the size of the hidden states x, blocks
+norm in different places:
 
     x = x + gated_delta_net(norm(x))       x = x + norm(attention(x))
     x = x + mlp(norm(x))                   x = x + norm(mlp(x))
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from blocks import (
@@ -40,9 +44,10 @@ from chunkwise.layers import (
     GatedDeltaNetWeights,
     empty_cache,
     gated_delta_net,
+    init_gated_delta_net,
     load_gated_delta_net,
 )
-from generation import check_all_taken, main, matrix, part, read_checkpoint, take, take_head
+from generation import Draw, check_all_taken, main, matrix, part, read_checkpoint, take, take_head
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,24 @@ def read_config(found: dict) -> Config:
         HK=f["num_key_value_heads"], K=f["hidden_size"] // H, theta=(f["rope_parameters"] or {}).get("rope_theta"),
         eps=f["rms_norm_eps"],
     )  # fmt: skip
+
+
+def random_model(vocabulary: int) -> tuple[Config, Model]:
+    """Return the sizes and the random weights of a tiny model."""
+    delta = GatedDeltaNetConfig(D=64, H=2, HV=2, K=16, V=32, eps=1e-5, allow_neg_eigval=True)
+    c = Config((False, True), delta, H=4, HK=2, K=16, theta=None, eps=1e-6)
+    new, D, ones = Draw(), delta.D, jnp.ones(delta.D)
+
+    def block(attention: bool) -> Block:
+        if attention:
+            q, k, v = (new.matrix(D, heads * c.K) for heads in (c.H, c.HK, c.HK))
+            mixer = Attention(q, k, v, jnp.ones(c.H * c.K), jnp.ones(c.HK * c.K), new.matrix(c.H * c.K, D))
+        else:
+            mixer = init_gated_delta_net(new.key(), delta)
+        return Block(ones, mixer, ones, Mlp(new.matrix(D, 2 * D), new.matrix(D, 2 * D), new.matrix(2 * D, D)))
+
+    blocks = tuple(map(block, c.attention))
+    return c, Model(new.normal(vocabulary, D), blocks, ones, new.matrix(D, vocabulary))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """Qwen3.5's language model: three blocks of a gated DeltaNet to one of gated attention.
 
+    python -m pip install ./packages/layers safetensors
+    python examples/qwen3_5.py --random
     python examples/qwen3_5.py DIRECTORY --prompt-tokens 760 6511 314 9338 369
 
-DIRECTORY holds a checkpoint as published. With D the size of the hidden states x, every block computes
+DIRECTORY holds a checkpoint as published; --random needs none. With D the size of the hidden states x, every
+block computes
 
     x = x + mixer(norm(x))      gated DeltaNet, or gated attention in every fourth block
     x = x + mlp(norm(x))
@@ -37,9 +40,10 @@ from chunkwise.layers import (
     GatedDeltaNetWeights,
     empty_cache,
     gated_delta_net,
+    init_gated_delta_net,
     load_gated_delta_net,
 )
-from generation import check_all_taken, main, matrix, part, read_checkpoint, take, take_head
+from generation import Draw, check_all_taken, main, matrix, part, read_checkpoint, take, take_head
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,24 @@ def read_config(found: dict) -> Config:
         H=f["num_attention_heads"], HK=f["num_key_value_heads"], K=f["head_dim"],
         rotated=int(f["head_dim"] * rope["partial_rotary_factor"]), theta=rope["rope_theta"], eps=f["rms_norm_eps"],
     )  # fmt: skip
+
+
+def random_model(vocabulary: int) -> tuple[Config, Model]:
+    """Return the sizes and the random weights of a tiny model."""
+    delta = GatedDeltaNetConfig(D=64, H=2, HV=4, K=16, V=16)
+    c = Config((False, True), delta, H=4, HK=2, K=16, rotated=4, theta=1e7, eps=1e-6)
+    new, D, ones = Draw(), delta.D, jnp.ones(delta.D)
+
+    def block(attention: bool) -> Block:
+        if attention:
+            q, gate, k, v = (new.matrix(D, heads * c.K) for heads in (c.H, c.H, c.HK, c.HK))
+            mixer = Attention(q, gate, k, v, jnp.ones(c.K), jnp.ones(c.K), new.matrix(c.H * c.K, D))
+        else:
+            mixer = init_gated_delta_net(new.key(), delta)
+        return Block(ones, mixer, ones, Mlp(new.matrix(D, 2 * D), new.matrix(D, 2 * D), new.matrix(2 * D, D)))
+
+    blocks = tuple(map(block, c.attention))
+    return c, Model(new.normal(vocabulary, D), blocks, ones, new.matrix(D, vocabulary))
 
 
 if __name__ == "__main__":

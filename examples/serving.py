@@ -1,5 +1,6 @@
 """A small serving engine: continuous batching over gated DeltaNet layers, by one compiled step.
 
+    python -m pip install ./packages/layers
     python examples/serving.py
 
 Requests arrive over time, and a step computes at most `budget` tokens. Requests that generate come first, with one
