@@ -1,4 +1,7 @@
-"""The text that examples/train.py reads, what other models need for it, and a picture of both."""
+"""The text that examples/train.py reads, what other models need for it, and a picture of both.
+
+This file is a library, and named for what it reads: Python's standard library.
+"""
 
 import bz2
 import json
@@ -15,6 +18,13 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+
+# What a training leaves in its folder.
+FILES = {
+    "curve.png": "the picture of bits per byte over the steps",
+    "results.json": "the loss of every step, all measurements, and the sample",
+    "checkpoints": "the last two checkpoints, from which the program goes on when it is called again",
+}
 
 
 def read_library(held_out: int) -> tuple[np.ndarray, np.ndarray]:
@@ -81,41 +91,52 @@ def compare(train: np.ndarray, text: np.ndarray) -> dict[str, float]:
     return {"order 0": entropy(text), "order 3": context_model(train, text, 3)} | compressed(train, text)
 
 
-def draw(losses: np.ndarray, bits: dict[str, float], path: Path) -> None:
-    """Draw the loss of every step, in nats, and the bits of all models as lines."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes, training = figure.subplots(), losses / math.log(2)
-    axes.plot(np.arange(len(losses)) + 1, training, color="0.8", linewidth=0.8, label="a batch of training")
-    window = max(len(losses) // 20, 1)
-    mean = np.convolve(training, np.ones(window) / window, "valid")
-    axes.plot(np.arange(window, len(losses) + 1), mean, color="0.2", label=f"mean of {window} batches")
-    for i, (name, value) in enumerate(bits.items()):
-        axes.axhline(value, color=f"C{i}", linewidth=1, label=f"{value:.2f} {name}, files held out")
-    axes.set(xlabel="step", ylabel="bits per byte", ylim=(1.5, 6))
-    axes.legend(fontsize="small")
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw what `report` writes: bits per byte over the steps of training, and those of other models as lines."""
+    training, window = np.array(results["losses"]) / math.log(2), max(len(results["losses"]) // 20, 1)
+    figure, steps = Figure(figsize=(9, 5), layout="constrained"), np.arange(len(training)) + 1
+    axes, mean = figure.subplots(), np.convolve(training, np.ones(window) / window, "valid")
+    axes.plot(steps, training, color="0.85", linewidth=0.8)
+    axes.plot(steps[window - 1 :], mean, color="0.4")
+    axes.plot(*zip(*results["held_out"], strict=True), "o-", color="C0")
+    axes.set_title("A model of the bytes of Python's standard library, on files held out", loc="left")
+    axes.set(xlabel="steps of training", ylabel="bits per byte", xlim=(0, 1.01 * len(training)), ylim=(1, 6))
+    # A label stands beside the end of its line, and above the label before it.
+    ends, y = [(mean[-1], "0.4", f"in training, mean of {window} steps")], -math.inf
+    for i, (name, bits) in enumerate(results["bits_per_byte"].items()):
+        ends.append((bits, f"C{i}", name))
+        if i:
+            axes.axhline(bits, color=f"C{i}", linewidth=1, linestyle="--")
+    for bits, color, name in sorted(ends):
+        y = max(bits, y + 0.17)
+        axes.annotate(f"{bits:.2f} {name}", (1.02, y), xycoords=("axes fraction", "data"), color=color, va="center")
     figure.savefig(path, dpi=120)
 
 
 def report(
-    output: Path, losses: np.ndarray, loss: float, train: np.ndarray, text: np.ndarray, sample: bytes
-) -> dict[str, Any]:
+    output: Path, losses: np.ndarray, measured: dict[int, float], train: np.ndarray, text: np.ndarray, sample: bytes
+) -> None:
     """Print and write what came of a model.
 
     Args:
       output: a folder, for results.json and curve.png.
       losses: of the steps, in nats per byte.
-      loss: of the text.
+      measured: the loss over the text by the number of steps before it, in nats per byte.
       train: the bytes that the model has seen.
       text: the bytes that it is measured on.
       sample: what it has written.
     """
-    bits = {"this model": float(loss) / math.log(2)} | compare(train, text)
-    draw(losses, bits, output / "curve.png")
-    results = dict(bits_per_byte=bits, losses=losses.tolist(), sample=sample.decode(errors="replace"))
+    held_out = [(step, loss / math.log(2)) for step, loss in measured.items()]
+    bits = {"this model": held_out[-1][1]} | compare(train, text)
+    results = dict(
+        bits_per_byte=bits, held_out=held_out, losses=losses.tolist(), sample=sample.decode(errors="replace")
+    )
+    draw(results, output / "curve.png")
     (output / "results.json").write_text(json.dumps(results, indent=1))
     console, table = Console(), Table("model", "bits per byte", title=f"{len(text):,} bytes of files held out")
     for name, value in bits.items():
         table.add_row(name, f"{value:.3f}")
     console.print(table)
     console.print(Panel(Text(results["sample"].lstrip("\0")), title="a sample"))
-    return results
+    for name, what in FILES.items():
+        console.print(f"{output / name}: {what}", soft_wrap=True)

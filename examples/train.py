@@ -1,9 +1,12 @@
 """A byte-level language model of Python's standard library: three delta layers to one of attention, as in Qwen3.5.
 
-    python examples/train.py [--mesh data=2,sequence=2,heads=2]        # goes on after its last checkpoint, if any
+    python -m pip install ./packages/layers flax optax orbax-checkpoint matplotlib
+    python examples/train.py                                      # in a few minutes on 2 cores
+    python examples/train.py --mesh data=2,sequence=2,heads=2
 
 Files follow one another in rows, and segment_ids keep layers from looking into the file before. Some are held out, to
-measure on. Checkpoints, results, a curve and a sample of text go to the folder --output.
+measure on. Checkpoints, results, a curve and a sample of text go to the folder --output. The program goes on after the
+last checkpoint in there, if there is one.
 """
 
 import argparse
@@ -134,11 +137,28 @@ def batch_of(rows, n, B):
     return [x.take(range(n * B, (n + 1) * B), axis=0, mode="wrap") for x in rows]
 
 
-def train(model, rows, o):
-    """Run the steps that are left, over rows in a random order, and return the model and the losses of all steps."""
+def measure(model, rows, B):
+    """Return the mean loss over inputs and targets, of which B rows are read at once."""
+    return np.mean([loss_of(model, *batch_of(rows, n, B)) for n in range(len(rows[0]) // B)])
+
+
+def train(model, rows, held_out, o):
+    """Run the steps that are left, over rows in a random order.
+
+    Args:
+      model: at its beginning, even if a checkpoint takes its place.
+      rows: inputs and targets to train on.
+      held_out: inputs and targets to measure on.
+      o: options of the program.
+
+    Returns:
+      The model, the losses of all steps, and the losses over `held_out` by the number of steps before them.
+    """
     rows = [x[np.random.default_rng(0).permutation(len(x))] for x in rows]
+    points = [*range(0, o.steps, o.measure_every), o.steps]
     optimizer, losses = make_optimizer(o.steps, o.rate), np.zeros(o.steps, np.float32)
-    state, structure = jax.tree.flatten((model, optimizer.init(model), losses))
+    measured = np.zeros(len(points), np.float32)
+    state, structure = jax.tree.flatten((model, optimizer.init(model), losses, measured))
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
     kept = ocp.CheckpointManagerOptions(max_to_keep=2)
     with (
@@ -147,9 +167,11 @@ def train(model, rows, o):
     ):
         if last := checkpoints.latest_step() or 0:
             state = checkpoints.restore(last, args=ocp.args.StandardRestore(state))
-        model, moments, losses = jax.tree.unflatten(structure, state)
+        model, moments, losses, measured = jax.tree.unflatten(structure, state)
         task = progress.add_task(f"begins after step {last}", total=o.steps, completed=last)
         for n in range(last, o.steps):
+            if n in points:
+                measured[points.index(n)] = measure(model, held_out, o.batch)
             model, moments, loss = train_step(model, moments, *batch_of(rows, n, o.batch), optimizer)
             losses[n] = loss
             speed = (progress.tasks[task].speed or 0) * o.batch * o.length
@@ -157,9 +179,10 @@ def train(model, rows, o):
             progress.update(task, advance=1, description=text)
             if (n + 1) % o.save_every == 0 or n + 1 == o.steps:
                 # It is written while training goes on.
-                state = jax.tree.leaves((model, moments, losses.copy()))
+                state = jax.tree.leaves((model, moments, losses.copy(), measured.copy()))
                 checkpoints.save(n + 1, args=ocp.args.StandardSave(state))
-    return model, losses
+    measured[-1] = measure(model, held_out, o.batch)
+    return model, losses, dict(zip(points, measured.tolist(), strict=True))
 
 
 @jax.jit
@@ -169,14 +192,36 @@ def write(model, text):
     return jax.lax.fori_loop(1, text.shape[1], step, text)
 
 
+OPTIONS = dict(
+    steps=(800, "steps of training"),
+    batch=(4, "rows of a step"),
+    length=(256, "bytes of a row"),
+    width=(128, "channels of the hidden states, an even number"),
+    rate=(3e-3, "the highest learning rate: it rises to it over a twentieth of the steps, then falls to a twentieth"),
+    save_every=(300, "steps between checkpoints"),
+    measure_every=(100, "steps between measurements on the files held out"),
+    held_out=(2**17, "bytes of files that training never reads, to measure on"),
+    mesh=("data=1", "devices of each axis, such as data=2,sequence=2,heads=2; a CPU is divided into so many"),
+    output=(Path("train_output"), "folder for checkpoints, results.json and curve.png"),
+)
+
+
+def mesh_sizes(text):
+    """Return the devices of each axis of a mesh."""
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if not all(axis in AXES and size.isdecimal() and int(size) for axis, _, size in pairs):
+        raise argparse.ArgumentTypeError(f"must be pairs AXIS=DEVICES with the axes {', '.join(AXES)}; got {text!r}.")
+    return {axis: int(size) for axis, _, size in pairs}
+
+
 def main():
     """Train a model, measure it on files that it has not seen, and let it write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    defaults = dict(steps=800, batch=4, length=256, width=128, rate=3e-3, save_every=300, held_out=2**17)
-    for name, default in (defaults | dict(mesh="data=1", output=Path("train_output"))).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, (default, meaning) in OPTIONS.items():
+        kind = mesh_sizes if name == "mesh" else type(default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=f"{meaning} (%(default)s)")
     o = parser.parse_args()
-    sizes = {axis: int(size) for axis, size in (pair.split("=") for pair in o.mesh.split(","))}
+    sizes = o.mesh
     if math.prod(sizes.values()) > 1:
         # A CPU becomes several devices. They wait for one another in threads, more of them than it may have cores.
         os.environ.setdefault("NPROC", "16")
@@ -186,10 +231,10 @@ def main():
     seen, rows = stream[: o.steps * o.batch * o.length + 1], rows_of(held_out, o.length)
     with jax.set_mesh(mesh):
         config = GatedDeltaNetConfig(D=o.width, H=2, HV=2, K=o.width // 2, V=o.width // 2)
-        model, losses = train(Model(config, mesh, nnx.Rngs(0)), rows_of(seen, o.length), o)
-        measured = [float(loss_of(model, *batch_of(rows, n, o.batch))) for n in range(len(rows[0]) // o.batch)]
+        model, losses, measured = train(Model(config, mesh, nnx.Rngs(0)), rows_of(seen, o.length), rows, o)
         sample = bytes(write(model, jnp.zeros((sizes.get("data", 1), o.length), jnp.int32))[0].tolist())
-    report(o.output, losses, np.mean(measured), seen, held_out[1 : len(measured) * o.batch * o.length + 1], sample)
+    text = held_out[1 : len(rows[0]) // o.batch * o.batch * o.length + 1]
+    report(o.output, losses, measured, seen, text, sample)
 
 
 if __name__ == "__main__":

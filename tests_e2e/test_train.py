@@ -23,10 +23,13 @@ from library import compare, entropy, read_library
 
 # Compilation is what takes time here. All tests of this process share one program.
 pytestmark = pytest.mark.interpreted
-SIZES = dict(steps=200, batch=8, length=96, width=32, rate=0.01, save_every=50)
+SIZES = dict(steps=200, batch=8, length=96, width=32, rate=0.01, save_every=50, measure_every=75)
 CONFIG = GatedDeltaNetConfig(D=32, H=2, HV=2, K=16, V=16)
 STREAM, HELD_OUT = read_library(held_out=2**17)
 ROWS = train.rows_of(STREAM[: SIZES["steps"] * SIZES["batch"] * SIZES["length"] + 1], SIZES["length"])
+# What the model is measured on while it learns: a few rows, as many as the program is told to.
+FEW = 4 * SIZES["batch"] * SIZES["length"]
+HELD_OUT_ROWS = train.rows_of(HELD_OUT[: FEW + 1], SIZES["length"])
 PROGRAM = Path(train.__file__)
 THOROUGH = dict(
     test_learns=True, test_killed_while_it_saves=True, test_eight_devices=True, test_beside_transformers=True
@@ -59,21 +62,24 @@ def one_device():
 
 
 def train_here(output: Path):
-    """Train in this process, and return the model and the losses."""
+    """Train in this process, and return the model, the losses and what was measured."""
     with jax.set_mesh(one_device()):
         model = train.Model(CONFIG, one_device(), nnx.Rngs(0))
-        return train.train(model, ROWS, argparse.Namespace(**SIZES, output=output))
+        return train.train(model, ROWS, HELD_OUT_ROWS, argparse.Namespace(**SIZES, output=output))
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The model and the losses of training that nothing interrupts."""
+    """The model, the losses and the measurements of training that nothing interrupts."""
     return functools.cache(lambda: train_here(tmp_path_factory.mktemp("whole")))
 
 
 def test_learns(whole):
     """Files held out take fewer bits than any model needs that looks at nothing but single bytes."""
-    model, losses = whole()
+    model, losses, measured = whole()
+    assert [*measured] == [0, 75, 150, 200]
+    # Before the first step every byte is about as likely as any other.
+    assert measured[0] > 5 > measured[75] > measured[200]
     assert losses.shape == (SIZES["steps"],)
     with jax.set_mesh(one_device()):
         rows = train.rows_of(HELD_OUT, SIZES["length"])
@@ -91,22 +97,26 @@ def test_other_models():
 
 def test_killed_while_it_saves(whole, tmp_path):
     """Training that was killed in the middle of a checkpoint goes on as if nothing had happened, bit by bit."""
-    killed = run(["-c", KILLED], tmp_path)
+    killed = run(["-c", KILLED], tmp_path, held_out=FEW)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert (tmp_path / "checkpoints/100.orbax-checkpoint-tmp").exists()
-    model, losses = train_here(tmp_path)
+    model, losses, measured = train_here(tmp_path)
     np.testing.assert_array_equal(losses, whole()[1])
+    assert measured == whole()[2]
     jax.tree.map(np.testing.assert_array_equal, model, whole()[0])
 
 
 def assert_shown(stdout: str, results: dict) -> None:
-    """Fail unless the program shows its last loss in nats and bits, tokens/s, the time left, and the sample."""
+    """Fail unless the program shows its last loss in nats and bits, tokens/s, the time left, a sample and its files."""
     shown = re.search(r"8/8 loss (\S+), (\S+) bits per byte, [\d,]+ tokens/s +\d+:\d\d:\d\d\n", stdout)
     assert shown, stdout
     last = results["losses"][-1]
     np.testing.assert_allclose([float(x) for x in shown.groups()], [last, last / np.log(2)], atol=0.006)
     letters = lambda text: re.sub(r"[^a-zA-Z0-9]", "", text)
-    assert letters(stdout.partition("─ a sample ─")[2]) == letters(results["sample"]) != ""
+    sample, _, files = stdout.partition("─ a sample ─")[2].partition("╰")
+    assert letters(sample) == letters(results["sample"]) != ""
+    assert all(Path(line.rsplit(": ", 1)[0]).exists() for line in files.splitlines()[1:])
+    assert len(files.splitlines()) == 4
 
 
 def test_eight_devices(tmp_path):
@@ -121,7 +131,8 @@ def test_eight_devices(tmp_path):
         assert len(results["losses"]) == 8
         assert_shown(done.stdout, results)
         assert (output / "curve.png").stat().st_size > 1000
-        losses.append([*results["losses"], results["bits_per_byte"]["this model"]])
+        assert [step for step, _ in results["held_out"]] == [0, 8]
+        losses.append([*results["losses"], results["held_out"][0][1], results["bits_per_byte"]["this model"]])
     np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
