@@ -11,7 +11,7 @@ devices, each with M and N of |M| and |N| bytes:
     doubling       log2(D) (|M| + |N|) + |N|      log2(D), each with a product of two maps, and one more
 
 The first is best for two devices, the second for a few more if each of them has a head, and the third for many: see
-docs/performance.md.
+docs/distribution.md.
 """
 
 import math
