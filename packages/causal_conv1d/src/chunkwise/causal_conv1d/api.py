@@ -147,9 +147,9 @@ def causal_conv1d(
         x, weight, bias, *others = (given.get(name) for name in _LAYOUT.arguments)
         if lax.axis_size(tokens) == 1:
             return _run(x, weight, bias, *others, final, activation, implementation, config)
-        part = context.find_part(x, *others, W, final, tokens)
-        y, states = _run(x, weight, bias, *part[:3], final, activation, implementation, config)
-        return y, jnp.where(part.ends[:, None, None], states, jnp.zeros((), x.dtype)) if final else None
+        *part, ends = context.find_part(x, *others, W, final, tokens)
+        y, states = _run(x, weight, bias, *part, final, activation, implementation, config)
+        return y, jnp.where(ends[:, None, None], states, jnp.zeros((), x.dtype)) if final else None
 
     if division is None and not tokens:
         return on_device(given)

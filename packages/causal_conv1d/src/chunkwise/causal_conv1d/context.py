@@ -4,7 +4,7 @@ The convolution of a device's tokens needs the W - 1 inputs before them, its *ha
 They become the initial state of the sequence of its first token, so all the rest is the convolution on one device.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +13,13 @@ from jax import lax
 from chunkwise.shared import compat
 from chunkwise.shared.operators import affine_scan, stream
 
-
-class ConvPart(NamedTuple):
-    """What the convolution on one device takes instead of the arguments for all tokens.
-
-    Attributes:
-      states: float32 [N, W - 1, D], the inputs before its sequences.
-      cu_seqlens, segment_ids: of its tokens; None for none.
-      ends: bool [N], whether this device gives the final state of a sequence: exactly one does.
-    """
-
-    states: jax.Array
-    cu_seqlens: jax.Array | None
-    segment_ids: jax.Array | None
-    ends: Any
+# What the convolution on one device takes instead of the arguments for all tokens: the inputs before its sequences,
+# float32 [N, W - 1, D]; cu_seqlens and segment_ids of its tokens, or None; and bool [N], whether this device gives the
+# final state of a sequence, as exactly one does, or None where nobody asks.
+Part = tuple[jax.Array, jax.Array | None, jax.Array | None, Any]
 
 
-def find_part(x: jax.Array, states, cu_seqlens, segment_ids, W: int, final: bool, axis: tuple[str, ...]) -> ConvPart:
+def find_part(x: jax.Array, states, cu_seqlens, segment_ids, W: int, final: bool, axis: tuple[str, ...]) -> Part:
     """Return the part of this device.
 
     Args:
@@ -57,10 +47,10 @@ def find_part(x: jax.Array, states, cu_seqlens, segment_ids, W: int, final: bool
         return _segments(halo, states, jnp.concatenate([before, ids], axis=1), axis)
     states = halo if states is None else jnp.where(first, states.astype(jnp.float32), halo)
     last = lax.axis_index(axis) == lax.axis_size(axis) - 1
-    return ConvPart(states, None, None, jnp.broadcast_to(last, (B,)))
+    return states, None, None, jnp.broadcast_to(last, (B,))
 
 
-def _segments(halo: jax.Array, states: jax.Array | None, ids: jax.Array, axis) -> ConvPart:
+def _segments(halo: jax.Array, states: jax.Array | None, ids: jax.Array, axis) -> Part:
     """Return the part of rows of segments.
 
     Args:
@@ -76,7 +66,7 @@ def _segments(halo: jax.Array, states: jax.Array | None, ids: jax.Array, axis) -
     # Tokens of the halo in the segment of the first token: those behind the last one that is not.
     count = jnp.sum(lax.cumprod(continues.astype(jnp.int32), axis=1, reverse=True), axis=1, dtype=jnp.int32)
     if states is None:
-        return ConvPart(_join(halo, jnp.zeros_like(halo), count), None, ids, None)
+        return _join(halo, jnp.zeros_like(halo), count), None, ids, None
     valid = lax.all_gather(jnp.sum((ids >= 0).astype(jnp.int32), axis=1, dtype=jnp.int32), axis)  # [devices, B]
     device, rank = jnp.arange(valid.shape[0], dtype=jnp.int32)[:, None], lax.axis_index(axis)
     earlier = jnp.sum(jnp.where(device < rank, valid, 0), axis=0, dtype=jnp.int32)
@@ -84,10 +74,10 @@ def _segments(halo: jax.Array, states: jax.Array | None, ids: jax.Array, axis) -
     opening = (earlier == count)[:, None, None]
     # A row of padding leaves its state as it is, and any device can give it.
     last = jnp.max(jnp.where(valid > 0, device, 0), axis=0)
-    return ConvPart(_join(halo, jnp.where(opening, states.astype(jnp.float32), 0.0), count), None, ids, last == rank)
+    return _join(halo, jnp.where(opening, states.astype(jnp.float32), 0.0), count), None, ids, last == rank
 
 
-def _documents(halo: jax.Array, states: jax.Array, cu_seqlens: jax.Array, T: int, axis) -> ConvPart:
+def _documents(halo: jax.Array, states: jax.Array, cu_seqlens: jax.Array, T: int, axis) -> Part:
     """Return the part of a packed batch with a state [N, W - 1, D] for every document."""
     S, start, states = halo.shape[1], stream.first_token(T, axis), states.astype(jnp.float32)
     # N if the first token is padding, which no document has: nothing is written then.
@@ -95,9 +85,7 @@ def _documents(halo: jax.Array, states: jax.Array, cu_seqlens: jax.Array, T: int
     count = jnp.clip(start - cu_seqlens[n], 0, S)
     entering = _join(halo, states.at[n].get(mode="clip"), count)
     states = states.at[n].set(entering, mode="drop")
-    return ConvPart(
-        states, stream.local_boundaries(cu_seqlens, T, axis), None, stream.documents_end(cu_seqlens, T, axis)
-    )
+    return states, stream.local_boundaries(cu_seqlens, T, axis), None, stream.documents_end(cu_seqlens, T, axis)
 
 
 def _join(halo: jax.Array, before: jax.Array, count: jax.Array) -> jax.Array:

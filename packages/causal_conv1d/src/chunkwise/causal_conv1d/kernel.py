@@ -188,33 +188,20 @@ def _strips(s: ConvStatic):
     return [(at, min(_STRIP, s.config.tokens - at)) for at in range(0, s.config.tokens, _STRIP)]
 
 
-class _Plane(NamedTuple):
-    """What a plane of 128 channels of a block is computed from.
+def _load_weight(refs: ConvRefs, n: int, s: ConvStatic) -> list[jax.Array]:
+    """Return the W rows [1, 128] of the weight of a plane of 128 channels."""
+    return [refs.weight[i : i + 1, _lanes(n)] for i in range(s.W)]
 
-    Attributes:
-      n: which plane.
-      weight: W rows [1, 128].
-      bias: [1, 128].
-    """
 
-    n: int
-    weight: list[jax.Array]
-    bias: jax.Array
-
-    @classmethod
-    def load(cls, refs, n: int, s: ConvStatic) -> "_Plane":
-        return cls(n, [refs.weight[i : i + 1, _lanes(n)] for i in range(s.W)], refs.bias[:, _lanes(n)])
-
-    def convolve(self, refs, at: int, rows: int, mixed: bool, s: ConvStatic):
-        """Return the taps of a strip, what enters the activation, and the age of its tokens or None."""
-        age = refs.wide[0, at : at + rows] if mixed else None
-        begin = config.HALO + at
-        taps = [refs.window[self.n, begin - j : begin - j + rows] for j in range(s.W)]
-        taps = tile.masked(taps, age)
-        pre = tile.convolve(taps, self.weight, self.bias)
-        if mixed and refs.rows is not None:
-            pre = pre + refs.added[self.n, at : at + rows]
-        return taps, pre, age
+def _convolve(refs: ConvRefs, n: int, weight: list[jax.Array], at: int, rows: int, mixed: bool, s: ConvStatic):
+    """Return the taps of a strip of a plane, what enters the activation, and the age of its tokens or None."""
+    age = refs.wide[0, at : at + rows] if mixed else None
+    begin = config.HALO + at
+    taps = tile.masked([refs.window[n, begin - j : begin - j + rows] for j in range(s.W)], age)
+    pre = tile.convolve(taps, weight, refs.bias[:, _lanes(n)])
+    if mixed and refs.rows is not None:
+        pre = pre + refs.added[n, at : at + rows]
+    return taps, pre, age
 
 
 def _fwd_kernel(refs: ConvRefs, *, s: ConvStatic):
@@ -233,9 +220,9 @@ def _fwd_kernel(refs: ConvRefs, *, s: ConvStatic):
 
     def compute(mixed):
         for n in _planes(s):
-            plane = _Plane.load(refs, n, s)
+            weight = _load_weight(refs, n, s)
             for at, rows in _strips(s):
-                _, pre, age = plane.convolve(refs, at, rows, mixed, s)
+                _, pre, age = _convolve(refs, n, weight, at, rows, mixed, s)
                 y = activations.activate(pre, s.activation)
                 if age is not None:
                     y = jnp.where(age >= 0.0, y, 0.0)
@@ -274,10 +261,10 @@ def _bwd_kernel(refs: ConvRefs, *, s: ConvStatic):
 
     def compute(mixed):
         for n in _planes(s):
-            plane = _Plane.load(refs, n, s)
+            weight = _load_weight(refs, n, s)
             sums = [jnp.zeros((8, packed.LANES), jnp.float32)] * (s.W + 1)
             for at, rows in _strips(s):
-                taps, pre, age = plane.convolve(refs, at, rows, mixed, s)
+                taps, pre, age = _convolve(refs, n, weight, at, rows, mixed, s)
                 dy = refs.dy[at : at + rows, _lanes(n)].astype(jnp.float32)
                 d = tile.gradient(pre, dy, s.activation, age)  # [rows, 128]
                 refs.dpre[n, at : at + rows] = d
@@ -288,7 +275,7 @@ def _bwd_kernel(refs: ConvRefs, *, s: ConvStatic):
             for at, rows in _strips(s):
                 ahead = [refs.dpre[n, at + j : at + j + rows] for j in range(s.W)]
                 ahead = tile.masked(ahead, refs.wide[1, at : at + rows] if mixed else None)
-                refs.dx[at : at + rows, _lanes(n)] = tile.convolve(ahead, plane.weight).astype(refs.dx.dtype)
+                refs.dx[at : at + rows, _lanes(n)] = tile.convolve(ahead, weight).astype(refs.dx.dtype)
         if mixed and refs.rows is not None:
 
             def visit(row, source):

@@ -22,25 +22,6 @@ from chunkwise.shared.operators import arguments, block_inverse, isolation
 _BASE = 16
 
 
-class Tables(NamedTuple):
-    """What happens to the state at every chunk; tables are [steps] or [steps, C] and None where not needed.
-
-    Attributes:
-      first: bool [steps], a sequence starts with the chunk.
-      sequence: int32 [steps], the sequence of the chunk.
-      same: bool [steps, C, C], rows that belong to one sequence.
-      carried, ending: bool [steps, C], rows of the sequence that is open where the chunk begins and ends.
-      through: bool [steps], the chunk lies inside one sequence.
-    """
-
-    first: jax.Array | None = None
-    sequence: jax.Array | None = None
-    same: jax.Array | None = None
-    carried: jax.Array | None = None
-    ending: jax.Array | None = None
-    through: jax.Array | None = None
-
-
 class Decayed(NamedTuple):
     """Queries and keys with the decay between their row and a boundary of their block, all [n, b, K].
 
@@ -107,38 +88,28 @@ def interactions(q, k, g, base, goes_on) -> tuple[jax.Array, jax.Array, Decayed]
     return scores_q, scores_k, x
 
 
-class Chunks(NamedTuple):
-    """What `chunk_kda` returns; None for what is not wanted.
-
-    Attributes:
-      o: [steps, n, C, V] float32.
-      last: the state after the last chunk [n, V, K].
-      states: those after every chunk.
-      X: the inverses [steps, n, C, C].
-    """
-
-    o: Any
-    last: jax.Array
-    states: jax.Array | None
-    X: jax.Array
-
-
 def chunk_kda(
-    q, k, v, g, beta, initial_state, tables: Tables, base, keep_states, with_output: bool = True, X=None
-) -> Chunks:
+    q, k, v, g, beta, initial_state, starts, masks, base, keep_states, with_output: bool = True, X=None
+) -> tuple[Any, jax.Array, jax.Array | None, jax.Array]:
     """Run chunks in order.
 
     Args:
       q, k, g: [steps, n, C, K] float32, n = batch * heads; q scaled.
       v: [steps, n, C, V] float32.
       beta: [steps, n, C] float32.
-      initial_state: [n, V, K], or [N, n, V, K] with tables.first, or None for zeros. States may have more channels than
-        v, whose values are zeros, if no output is wanted.
-      tables: what happens to the state.
+      initial_state: [n, V, K], or [N, n, V, K] with `starts`, or None for zeros. States may have more channels than v,
+        whose values are zeros, if no output is wanted.
+      starts: of packed sequences that begin chunks, whether one begins with the chunk, bool [steps], and which, int32
+        [steps]; or None.
+      masks: `StreamMasks` of chunks that may hold several sequences, or None.
       base: rows of the diagonal blocks that one product covers.
       keep_states: return the state after every chunk.
       with_output: return o.
       X: the inverses of the same tokens, if they are known.
+
+    Returns:
+      (o [steps, n, C, V] float32 or None, the state after the last chunk [n, V, K], those after every chunk or None,
+      the inverses [steps, n, C, C]).
     """
     steps, n, C, K = k.shape
 
@@ -149,27 +120,27 @@ def chunk_kda(
         return x.reshape(steps, n, *x.shape[1:])
 
     goes_on = None
-    if tables.same is not None:
-        goes_on = flat(jnp.broadcast_to(tile.continuing(tables.same)[:, None], (steps, n, C, 1)))
+    if masks is not None:
+        goes_on = flat(jnp.broadcast_to(tile.continuing(masks.same)[:, None], (steps, n, C, 1)))
     scores, M, decayed = jax.tree.map(per_step, interactions(flat(q), flat(k), flat(g), base, goes_on))
-    if tables.same is not None:
-        scores, M = (jnp.where(tables.same[:, None], x, 0.0) for x in (scores, M))
+    if masks is not None:
+        scores, M = (jnp.where(masks.same[:, None], x, 0.0) for x in (scores, M))
     beta = beta[..., None]
     A = flat(jnp.where(tiles.strictly_lower(C), beta * M, 0.0))
     X = per_step(block_inverse.block_inverse(A) if X is None else block_inverse.known_inverse(A, flat(X)))
     channels = v.shape[-1] if initial_state is None else initial_state.shape[-2]
     zero = compat.varying_zeros((n, channels, K), q, k, v, g, beta, initial_state)
     start = zero
-    if initial_state is not None and tables.first is None:
+    if initial_state is not None and starts is None:
         start += initial_state
 
     def step(S, x):
-        v, beta, scores, X, decayed, t = x
-        if tables.first is not None:
-            S = jnp.where(t.first, zero if initial_state is None else initial_state[t.sequence], S)
-        masks = None
-        if tables.carried is not None:
-            masks = t._replace(carried=t.carried[None, :, None], ending=t.ending[None, :, None])
+        v, beta, scores, X, decayed, starts, masks = x
+        if starts is not None:
+            first, sequence = starts
+            S = jnp.where(first, zero if initial_state is None else initial_state[sequence], S)
+        if masks is not None:
+            masks = masks._replace(carried=masks.carried[None, :, None], ending=masks.ending[None, :, None])
         q_start, k_start, k_end, through = tile.within_sequence(decayed[:2], decayed[2:3], decayed.through, masks)
         readers = [q_start, k_start] if with_output else [k_start]
         *seen_q, seen_k = jnp.split(matmul.dot_nt(jnp.concatenate(readers, axis=1), S), len(readers), axis=1)
@@ -179,8 +150,8 @@ def chunk_kda(
         S = through * S + matmul.dot_tn(v_new, k_end)
         return S, (o, S if keep_states else None)
 
-    S, (o, states) = lax.scan(step, start, (v, beta, scores, X, decayed, tables))
-    return Chunks(o, S, states, X)
+    S, (o, states) = lax.scan(step, start, (v, beta, scores, X, decayed, starts, masks))
+    return o, S, states, X
 
 
 def kimi_delta_attention(
@@ -233,17 +204,13 @@ def _run(
         y = jnp.moveaxis(y.reshape(batch, -1, *y.shape[1:]), 0, 1)
         return y.reshape(y.shape[0], batch * HV, *y.shape[3:])
 
-    tables, start = Tables(), state
-    if stream:
-        masks = chunking.stream_masks(T, C, cu_seqlens)
-        tables = Tables(same=masks.same, carried=masks.carried, ending=masks.ending, through=masks.through)
-    elif cu_seqlens is not None:
-        tables = Tables(first=chunks.first, sequence=chunks.sequence)
-    elif state is not None:
-        start = state.reshape(B * HV, *state.shape[2:])
+    masks: Any = chunking.stream_masks(T, C, cu_seqlens) if stream else None
+    starts = (chunks.first, chunks.sequence) if chunks.packed else None
+    if state is not None and not chunks.packed:
+        state = state.reshape(B * HV, *state.shape[2:])
     keep = cu_seqlens is not None and options.output_final_state
     q, k, v, g, beta = map(steps, (q, k, v, g, beta))
-    o, last, states, X = chunk_kda(q, k, v, g, beta, start, tables, base, keep, with_output, kept)
+    o, last, states, X = chunk_kda(q, k, v, g, beta, state, starts, masks, base, keep, with_output, kept)
     if with_output:
         o = jnp.moveaxis(o.reshape(o.shape[0], batch, HV, *o.shape[2:]), 1, 0)
         o = chunks.merge(o.reshape(-1, *o.shape[2:])).astype(x.v.dtype)
