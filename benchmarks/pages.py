@@ -211,14 +211,57 @@ def tpu_kda_short() -> str:
 
 @block
 def tpu_layers() -> str:
-    """The layers of models: forward on all generations, and both directions on v6e."""
-    short, long, lines = rows_of("tpu-fused") + rows_of("tpu-kda"), rows_of("tpu-backward"), []
+    """The layers of models: forward on all generations, and bundles of both directions on v6e at 8,192 tokens."""
+    short, long, lines = rows_of("tpu-fused") + rows_of("tpu-kda"), rows_of("tpu-operators"), []
     for case, title in MODELS.items():
         found = [only(short, case=case, implementation="fused", chip=chip) for chip in CHIPS]
-        both = only(long, case=case, chip="v6e")
-        cells = [*map(cycles_or_bundles, found), cycles_or_bundles(both), mebibytes(both["temporaries_mib"])]
-        lines.append([title, *cells])
-    return table(["layer", *CHIPS, "both directions, v6e", "their temporaries, MiB"], lines)
+        ways = [only(long, case=case, **{"pass": way}) for way in PASSES]
+        bundles = " / ".join(whole(row["bundles"]) for row in ways)
+        memory = " / ".join(mebibytes(row["temporaries_mib"]) for row in ways)
+        lines.append([title, *map(cycles_or_bundles, found), bundles, memory])
+    return table(["layer", *CHIPS, "T = 8,192, v6e: bundles", "temporaries, MiB"], lines)
+
+
+def estimate(row: dict) -> str:
+    """Return the time of a forward by the compiler, and its floor."""
+    return f"{decimals(row['estimate_ms'])} ms, where memory alone takes {decimals(row['floor_ms'])} ms"
+
+
+def counted(case: str) -> str:
+    """Return the bundles of a layer in both directions."""
+    ways = [only(rows_of("tpu-operators"), case=case, **{"pass": way})["bundles"] for way in PASSES]
+    return f"{whole(ways[0])} bundles forward, and {whole(ways[1])} in both directions"
+
+
+COST = "**Cost.** The compiler estimates for v6e, in bfloat16 with K = V = 128, that a forward of"
+
+
+@block
+def cost_gdn() -> str:
+    """The cost of the gated delta rule."""
+    row = only(rows_of("tpu-fused"), case="qwen3-next-80b", chip="v6e")
+    return (
+        f"{COST} T = {whole(row['T'])}, H = 16 and HV = 32\n"
+        f"takes {estimate(row)}. For T = 8,192 it counts {counted(row['case'])}."
+    )
+
+
+@block
+def cost_kda() -> str:
+    """The cost of Kimi delta attention."""
+    row = only(rows_of("tpu-kda-8192"), implementation="fused")
+    return f"{COST} T = {whole(row['T'])} and H = 32\ntakes {estimate(row)}. It counts {counted(row['case'])}."
+
+
+@block
+def cost_gla() -> str:
+    """The cost of gated linear attention."""
+    rows = rows_of("tpu-fused")
+    gla, simple = (only(rows, case=case, chip="v6e") for case in ("gla", "minimax-text-01"))
+    return (
+        f"{COST} T = {whole(gla['T'])} takes, for GLA with\n"
+        f"H = 16, {estimate(gla)}, and for simple GLA with H = 64\n{estimate(simple)}."
+    )
 
 
 @block
@@ -325,7 +368,12 @@ def scale_added() -> str:
         f"{percent(row['forward_added'])} and {percent(row['added'])} for {TITLES[row['operator']]}"
         for row in rows_of("scale-v6e-added")
     )
-    return f"The addition to the forward, and to both directions together, is {added}."
+    alone, divided = select(rows_of("scale-v6e-backward"), case="qwen3-next-80b-unit")
+    return (
+        f"The addition to the forward, and to both directions together, is {added}.\n"
+        f"The gated delta rule of Qwen3-Next takes {whole(divided['bundles'])} bundles in both directions on "
+        f"{divided['devices']} devices,\n{percent(divided['bundles'] / alone['bundles'] - 1)} more than on one device alone."
+    )
 
 
 @block
