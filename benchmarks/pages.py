@@ -372,7 +372,7 @@ def scale_added() -> str:
     return (
         f"The addition to the forward, and to both directions together, is {added}.\n"
         f"The gated delta rule of Qwen3-Next takes {whole(divided['bundles'])} bundles in both directions on "
-        f"{divided['devices']} devices,\n{percent(divided['bundles'] / alone['bundles'] - 1)} more than on one device alone."
+        f"{divided['devices']} devices,\n{percent(divided['bundles'] / alone['bundles'] - 1)} more than on one."
     )
 
 
