@@ -41,6 +41,13 @@ PAIRS = [("3.11", "0.10"), *((python, jax) for python in ("3.12", "3.13", "3.14"
 # The packages whose tests run under every pair: a stage, and a whole operator.
 SAMPLE = ("kkt", "kda")
 
+# The hosts of packages/integrations: what a session installs with all that it needs, in the host's own pins, and alone.
+HOSTS = {
+    "tpu-inference": (("jax==0.11.2", "absl-py"), ("tpu-inference==0.32.0",)),
+    "maxtext": (("jax[tpu]==0.11.2",), ("maxtext==0.2.5",)),
+    "levanter": (("jax==0.11.2", "marin-haliax"), ("marin-levanter",)),
+}
+
 # The files of the forge by their schema.
 FORGE = {
     "github-workflows": ".github/workflows/*.yml",
@@ -139,9 +146,9 @@ def types(session):
 
 @nox.session
 def tests(session):
-    """Run the tests of all packages in one go, with the compilations for TPU v6e."""
+    """Run the tests of all packages in one go, with the compilations for TPU v6e and a sample on a simulated TPU."""
     prepare(session, "test")
-    session.run("pytest", *WORKERS, *QUICK, *PACKAGES.values(), *session.posargs)
+    session.run("pytest", *WORKERS, *QUICK, *PACKAGES.values(), "tests_simulated", *session.posargs)
 
 
 @nox.session
@@ -154,23 +161,24 @@ def e2e(session):
 @nox.session
 def mesh(session):
     """Run the operators over eight simulated devices, and over two processes."""
-    prepare(session, "test")
+    prepare(session, "mesh")
     session.run("pytest", *WORKERS, *QUICK, "tests_mesh", *session.posargs, env=MANY_THREADS)
 
 
 @nox.session(default=False)
 def simulated(session):
-    """Run a sample of the kernels on a simulated TPU, which finds races and memory that nobody wrote."""
+    """Run all kernels on a simulated TPU, which finds races and memory that nobody wrote."""
     prepare(session, "test")
-    session.run("pytest", *WORKERS, *QUICK, "tests_simulated", *session.posargs)
+    session.run("pytest", *WORKERS, "tests_simulated", *session.posargs)
 
 
 @nox.session(default=False)
 def thorough(session):
     """Run the tests that take long: more sizes and types, and the compilations for all TPU generations."""
     prepare(session, "e2e")
-    session.run("pytest", *WORKERS, "-m", "thorough", "tests_simulated", *session.posargs)
-    session.run("pytest", *WORKERS, "-m", "thorough", *PACKAGES.values(), "tests_e2e", *session.posargs)
+    session.run(
+        "pytest", *WORKERS, "-m", "thorough", *PACKAGES.values(), "tests_simulated", "tests_e2e", *session.posargs
+    )
     session.run("pytest", *WORKERS, "-m", "thorough", "tests_mesh", *session.posargs, env=MANY_THREADS)
 
 
@@ -218,6 +226,24 @@ def add_package_sessions(name: str) -> None:
 
 for package in PACKAGES:
     add_package_sessions(package)
+
+
+def add_host_session(name: str, requirements: tuple[str, ...], alone: tuple[str, ...]) -> None:
+    """Define host-<name>, which runs ours beside a host, or its own tests with ours in place."""
+
+    def host(session):
+        session.install(*requirements, "pytest", "hypothesis", "numpy", "hatchling", "editables")
+        # A host brings far more than what is called here, such as torch for another accelerator.
+        session.install("--no-deps", *alone)
+        session.install("--no-deps", "--no-build-isolation", *(x for path in PACKAGES.values() for x in ("-e", path)))
+        session.run("pytest", "-s", f"tests_hosts/test_{name.replace('-', '_')}.py", *session.posargs)
+
+    host.__doc__ = f"Run {name} with ours in place: its own tests, or its own functions beside ours."
+    nox.session(host, name=f"host-{name}", python="3.12", default=False)
+
+
+for host, requirements in HOSTS.items():
+    add_host_session(host, *requirements)
 
 
 def check_release(session: nox.Session, dist: Path) -> None:
