@@ -18,6 +18,7 @@ from chunkwise.shared.testing.oracle import reference
 ROOT = Path(__file__).parents[1]
 QUICK_MIXERS = ("gated_delta_rule", "xla"), ("kda", "fused")
 THOROUGH = dict(
+    test_first_call=True,
     test_heads_over_devices=True,
     test_stored_orders_change_no_bit=True,
     test_mixer=lambda operator, implementation: (operator, implementation) not in QUICK_MIXERS,
@@ -767,3 +768,11 @@ def test_tpu_estimate():
     assert row["kernel_cycles"] > 0
     assert row["floor_ms"] > 0
     assert 0 < row["matrix_use"] < 1
+
+
+def test_first_call(run):
+    """Every call is a process of its own; one that finds its program in the cache computes less."""
+    code, rows = run("first-call", "--operator", "chunk_simple_gla", "--repeats", "1")
+    assert code == 0
+    assert [row["pass"] for row in rows] == ["forward", "forward+backward"]
+    assert all(row["cold_cpu_s"] > row["cached_cpu_s"] > 0 for row in rows)
