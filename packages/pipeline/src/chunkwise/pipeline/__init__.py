@@ -3,6 +3,7 @@
 from chunkwise.fused_gdn import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, ragged_simple_gla, recurrent_gla, recurrent_simple_gla
 from chunkwise.kda import chunk_kda, ragged_kda, recurrent_kda
+from chunkwise.pipeline.check_inputs import check_inputs
 from chunkwise.pipeline.check_step import check_step
 from chunkwise.pipeline.staged import register_all
 from chunkwise.shared import version
@@ -11,6 +12,7 @@ register_all()
 
 __version__ = version.of(__name__)
 __all__ = [
+    "check_inputs",
     "check_step",
     "chunk_gated_delta_rule",
     "chunk_gla",

@@ -1,11 +1,15 @@
 """Argument checks: one sentence, before anything is computed."""
 
+import contextlib
 import itertools
 import numbers
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import checkify
 
 from chunkwise.shared.kernels import activations
 
@@ -20,6 +24,37 @@ def check(condition: bool, message: str) -> None:
     """Raise ValueError(message) unless `condition`."""
     if not condition:
         raise ValueError(message)
+
+
+class Fault(NamedTuple):
+    """What may be wrong with the values of arrays.
+
+    Attributes:
+      wrong: scalar bool, whether it is.
+      message: what is said then, with names in braces for numbers.
+      numbers: makes these, scalar arrays by name.
+    """
+
+    wrong: jax.Array
+    message: str
+    numbers: Callable[[], dict[str, Any]] = dict
+
+
+def are_known(arrays: Iterable[Any]) -> bool:
+    """Return whether all values are known: outside of jit, or as constants inside."""
+    return not any(isinstance(x, jax.core.Tracer) for x in arrays)
+
+
+def check_values(arrays: Iterable[Any], find: Callable[[], Iterable[Fault]]) -> None:
+    """Check the values of arrays: at once if they are known, else by `checkify.check`, which the caller makes pure."""
+    known = are_known(arrays)
+    # Inside of jit JAX would trace also what is computed of constants.
+    with jax.ensure_compile_time_eval() if known else contextlib.nullcontext():
+        for fault in find():
+            if not known:
+                checkify.check(jnp.logical_not(fault.wrong), fault.message, **fault.numbers())
+            elif fault.wrong:
+                raise ValueError(fault.message.format(**fault.numbers()))
 
 
 def check_floating(name: str, x, label: str) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ others are prefills, and go chunk by chunk. Both start from slots of the pool an
 sequence does what is traced, so that one program serves all steps.
 """
 
-import contextlib
 import functools
 import itertools
 import numbers
@@ -15,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import checkify
 
 from chunkwise.shared.kernels import chunking, launcher, pools, tiles
 from chunkwise.shared.operators import arguments, checks, decode, implementations, recurrence
@@ -104,8 +102,8 @@ def full_blocks(routes: pools.Routes, block_size: int) -> tuple[jax.Array, jax.A
 
 def find_faults(
     cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
-) -> list[tuple[jax.Array, str]]:
-    """Return what may be wrong with the values of a step: pairs of a scalar bool, and the message if it is true."""
+) -> list[checks.Fault]:
+    """Return what may be wrong with the values of a step."""
     step, N = find_step(cu_seqlens, slots, None, num_tokens), cu_seqlens.shape[0] - 1
     indices: Any = slots.state_indices
     W = 1 if indices.ndim == 1 else indices.shape[1]
@@ -130,28 +128,30 @@ def find_faults(
     twice = jnp.sum(pairs & kept[None], axis=1, dtype=jnp.int32) > 1
     crossed = (source[:, None] == target[None]) & kept[None] & (of != writer[None])
     return [
-        (
+        checks.Fault(
             jnp.any(jnp.stack([jnp.asarray(a > b) for a, b in itertools.pairwise(counts)])),
             f"`num_decodes` must be at most `num_sequences`, and both from 0 to {N}.",
         ),
-        (
+        checks.Fault(
             (cu_seqlens[0] != 0) | jnp.any(exists & ((start > end) | (end > num_tokens))),
             f"`cu_seqlens` must rise from 0 to at most T = {num_tokens}.",
         ),
-        (
+        checks.Fault(
             jnp.any((of[:, 0] < decodes) & (end - start > W)),
             f"`num_decodes` must count sequences of at most {W} tokens.",
         ),
-        (
+        checks.Fault(
             jnp.any(exists & ((accepted < 1) | (accepted > W))),
             f"`num_accepted_tokens` must be from 1 to {W}.",
         ),
-        (
+        checks.Fault(
             jnp.any(source >= num_slots) | jnp.any(target >= num_slots),
             f"`state_indices` and the other indices must be below the number of slots {num_slots}.",
         ),
-        (jnp.any(kept & twice), "`state_indices` must name a slot that is written only once; got one twice."),
-        (
+        checks.Fault(
+            jnp.any(kept & twice), "`state_indices` must name a slot that is written only once; got one twice."
+        ),
+        checks.Fault(
             jnp.any(crossed),
             "`state_indices` must not name a slot that another sequence starts from; got one that is read and written.",
         ),
@@ -162,26 +162,17 @@ def check_step_values(
     cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
 ) -> None:
     """Check the values of a step: at once if they are known, else by `checkify.check`, which the caller makes pure."""
-    known = _known(cu_seqlens, slots)
-    # Inside of jit JAX would trace also what is computed of constants.
-    with jax.ensure_compile_time_eval() if known else contextlib.nullcontext():
-        for wrong, message in find_faults(cu_seqlens, with_counts(slots), num_slots, num_tokens, block_size):
-            if known:
-                checks.check(not bool(wrong), message)
-            else:
-                checkify.check(jnp.logical_not(wrong), message)
+    checks.check_values(
+        (cu_seqlens, *slots), lambda: find_faults(cu_seqlens, with_counts(slots), num_slots, num_tokens, block_size)
+    )
 
 
 def check_known_step(
     cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
 ) -> None:
     """Check the values of a step if all are known: outside of jit, or as constants inside."""
-    if _known(cu_seqlens, slots):
+    if checks.are_known((cu_seqlens, *slots)):
         check_step_values(cu_seqlens, slots, num_slots, num_tokens, block_size)
-
-
-def _known(cu_seqlens: jax.Array, slots: Slots) -> bool:
-    return not any(isinstance(y, jax.core.Tracer) for y in (cu_seqlens, *slots))
 
 
 def check_step(x: Arguments, options: Options) -> tuple[Arguments, Options]:
