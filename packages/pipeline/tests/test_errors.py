@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from chunkwise import pipeline
 from chunkwise.pipeline import (
     check_step,
     chunk_gated_delta_rule,
@@ -192,3 +193,41 @@ def test_a_step_that_is_a_constant_of_a_program(slots):
         else:
             with pytest.raises(ValueError, match="`state_indices` must name a slot that is written only once"):
                 trace()
+
+
+HEAD_FIRST = pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
+
+
+def unlabelled(operator, *sizes) -> dict:
+    """Inputs of which none tells heads from tokens by its own dimensions."""
+    return {name: y for name, y in operator_inputs(operator, *sizes).items() if name != "g_gamma"}
+
+
+@HEAD_FIRST
+def test_head_first_tensors_get_a_warning(operator):
+    x = unlabelled(operator, 1, 2, 3, 3, 8, 8)
+    message = r"`q` should have shape \[B, T, H, K\]; got \(1, 2, 3, 8\), with T = 2 less than H = 3: are the tensors"
+    with pytest.warns(UserWarning, match=message) as caught:
+        jax.eval_shape(lambda: operator.function(**x))
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@HEAD_FIRST
+def test_short_sequences_get_no_warning(operator):
+    """Neither where another argument shows the heads, nor token by token, nor in a serving step."""
+    x = unlabelled(operator, 1, 2, 3, 3, 8, 8)
+    shown = [dict(cu_seqlens=jnp.array([0, 2], jnp.int32)), dict(segment_ids=jnp.zeros((1, 2), jnp.int32))]
+    shown += [dict(initial_state=jnp.zeros((1, 3, 8, 8)))]
+    if operator.gates == "constant":
+        shown.append(dict(g_gamma=jnp.zeros(3)))
+    if operator.delta:
+        shown.append(dict(use_gate_in_kernel=True, A_log=jnp.zeros(3)))
+    for more in shown:
+        jax.eval_shape(lambda more=more: operator.function(**x, **more))
+    jax.eval_shape(lambda: operator.function(**unlabelled(operator, 1, 2, 3, 6, 8, 8)))
+    name = operator.name.removeprefix("chunk_")
+    jax.eval_shape(lambda: OPERATORS[f"recurrent_{name}"].function(**x))
+    if name != "gla":
+        step = dict(cu_seqlens=jnp.array([0, 2], jnp.int32), state_indices=jnp.zeros(1, jnp.int32))
+        ragged = getattr(pipeline, f"ragged_{name}")
+        jax.eval_shape(lambda: ragged(**x, states=jnp.zeros((1, 3, 8, 8)), **step))

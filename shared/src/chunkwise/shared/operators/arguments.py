@@ -1,5 +1,6 @@
 """The arguments of an operator on their way from the call to an implementation."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -159,6 +160,23 @@ def check_shared(x: Arguments, options: Options) -> None:
         # The boundaries of sequences that do not exist may be anything.
         checks.check_packed(x.cu_seqlens, B)
     checks.check_segment_ids(x.segment_ids, B, T, x.cu_seqlens)
+
+
+def warn_head_first(x: Arguments, options: Options) -> None:
+    """Warn the caller of an operator whose tensors seem to be [B, H, T, K]: as [B, T, H, K] they have T below H.
+
+    Where value heads are grouped, or another argument has a dimension of heads or of tokens alone, such tensors are an
+    error already. Under a `context_axis` T is a part of the tokens.
+    """
+    T, H = x.q.shape[1:3]
+    telling = (x.initial_state, x.cu_seqlens, x.segment_ids, x.g_gamma, x.A_log, options.context_axis)
+    if T < H == x.v.shape[2] and all(y is None for y in telling):
+        warnings.warn(
+            f"`q` should have shape [B, T, H, K]; got {tuple(x.q.shape)}, with T = {T} less than H = {H}: are the "
+            f"tensors head-first, [B, H, T, K]?",
+            # Of the caller of the operator, behind this, `Operator.chunk` and the operator.
+            stacklevel=4,
+        )
 
 
 def with_final_gates(x: Arguments, options: Options, raw_gates: bool = False) -> tuple[Arguments, Options]:

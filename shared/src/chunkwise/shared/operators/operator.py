@@ -39,6 +39,7 @@ class Operator:
         self.check(x, options)
         checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
         arguments.check_shared(x, options)
+        arguments.warn_head_first(x, options)
         chosen = self._choose(implementation, x, options)
         return _located(chosen, x, options, functools.partial(implementations.run, chosen))()
 
