@@ -9,12 +9,14 @@ from chunkwise.layers import (
     KimiDeltaAttentionConfig,
     LightningAttentionConfig,
     Mamba2Config,
+    Step,
     empty_cache,
     gated_delta_net,
     init_gated_delta_net,
     init_mamba2_mixer,
     load_gated_delta_net,
     mamba2_mixer,
+    ragged_gated_delta_net,
     shardings,
 )
 
@@ -52,6 +54,8 @@ def test_config(make, message):
     [
         (dict(x=jnp.zeros((2, 5, 9))), r"`x` must have shape \[B, T, D\] = \(any, any, 8\); got \(2, 5, 9\)"),
         (dict(weights=()), "`weights` must be GatedDeltaNetWeights; got tuple"),
+        (dict(config=Mamba2Config(8, 2, 4, 4, 4)), "`config` must be a GatedDeltaNetConfig; got Mamba2Config"),
+        (dict(config=dict(D=8)), "`config` must be a GatedDeltaNetConfig; got dict"),
         (dict(cache=jnp.zeros(3)), "`cache` must be a Cache; got "),
         (dict(cache=empty_cache(Mamba2Config(8, 2, 4, 3, 4), 2)), r"`cache.state` must have shape"),
         (
@@ -60,11 +64,11 @@ def test_config(make, message):
         ),
         (
             dict(cache=empty_cache(CONFIG, 3)),
-            r"`cache.state` must have shape \[N, HV, K, V\] = \(2, 4, 4, 4\); got \(3, 4, 4, 4\)",
+            "`cache` must be of 2 sequences, as `x` is; got one of 3",
         ),
         (
             dict(x=X[:1], cache=empty_cache(CONFIG, 3), cu_seqlens=jnp.array([0, 2, 5])),
-            r"`cache.state` must have shape \[N, HV, K, V\] = \(2, 4, 4, 4\); got \(3, 4, 4, 4\)",
+            "`cache` must be of 2 sequences, as `x` is; got one of 3",
         ),
         (dict(implementation="pallas"), "`implementation` must be"),
     ],
@@ -73,6 +77,41 @@ def test_call(weights, change, message):
     arguments = dict(x=X, weights=weights, config=CONFIG) | change
     with pytest.raises((ValueError, NotImplementedError), match=message):
         gated_delta_net(**arguments)
+
+
+def test_swapped_arguments(weights):
+    with pytest.raises(ValueError, match="`config` must be a GatedDeltaNetConfig; got GatedDeltaNetWeights"):
+        gated_delta_net(X, CONFIG, weights)
+    with pytest.raises(ValueError, match=r"`x` must be an array \[B, T, D\]; got GatedDeltaNetWeights"):
+        gated_delta_net(weights, X, CONFIG)
+    with pytest.raises(ValueError, match="`config` must be a GatedDeltaNetConfig; got dict"):
+        load_gated_delta_net(CONFIG, checkpoint())
+    with pytest.raises(ValueError, match="`config` must be a LayerConfig; got int"):
+        empty_cache(2, CONFIG)
+
+
+def test_arguments_of_another_layer(weights):
+    other = Mamba2Config(8, 2, 4, 4, 4)
+    with pytest.raises(ValueError, match="`config` must be a Mamba2Config; got GatedDeltaNetConfig"):
+        mamba2_mixer(X, weights, CONFIG)
+    with pytest.raises(ValueError, match="`weights` must be Mamba2Weights; got GatedDeltaNetWeights"):
+        mamba2_mixer(X, weights, other)
+    for function in (init_gated_delta_net, load_gated_delta_net):
+        with pytest.raises(ValueError, match="`config` must be a GatedDeltaNetConfig; got Mamba2Config"):
+            function(checkpoint(), other)
+
+
+def test_serving_arguments(weights):
+    pool, step = empty_cache(CONFIG, 3), Step(jnp.array([0, 5], jnp.int32), jnp.zeros(1, jnp.int32))
+    run = lambda pool, step: ragged_gated_delta_net(X[:1], weights, CONFIG, pool, step)
+    with pytest.raises(ValueError, match="`pool` must be a Cache; got Step"):
+        run(step, pool)
+    with pytest.raises(ValueError, match="`step` must be a Step; got dict"):
+        run(pool, step._asdict())
+    with pytest.raises(
+        ValueError, match=r"`pool.conv\[0\]` must have shape \[N, W-1, C\] = \(3, 3, 8\); got \(4, 3, 8\)"
+    ):
+        run(pool._replace(conv=empty_cache(CONFIG, 4).conv), step)
 
 
 def test_weights_of_another_config(weights):
@@ -99,14 +138,22 @@ def test_checkpoint():
     assert weights.q.dtype == jnp.bfloat16
     assert weights.A_log.dtype == weights.dt_bias.dtype == jnp.float32
     without = {name: x for name, x in checkpoint().items() if "norm" not in name}
-    with pytest.raises(ValueError, match=r"`named` must have 'layer\.norm'; got"):
+    message = r"`named` must have 'layer\.norm' or 'layer\.norm\.weight'; got neither, but"
+    with pytest.raises(ValueError, match=message + r" \['layer.A_log', .*, 'layer.out_proj.weight'\]"):
         read(without)
+    with pytest.raises(ValueError, match=message + r" \['layer\.nrom\.weight'\]"):
+        read(without | {"layer.nrom.weight": jnp.ones(4)})
     with pytest.raises(ValueError, match=r"`named` must have 'layer.A_log' of shape \(4,\), as `config` asks for"):
         read(checkpoint() | {"layer.A_log": jnp.ones(5)})
     with pytest.raises(ValueError, match=r"no weights that the layer lacks; got \['out_proj.bias'\]"):
         read(checkpoint() | {"layer.out_proj.bias": jnp.ones(8)})
-    with pytest.raises(ValueError, match=r"`named` must have names that start with 'other\.'; got none"):
+    with pytest.raises(
+        ValueError,
+        match=r"`named` must have names that start with 'other\.'; got none, but \['layer\.', 'layer\.conv1d\.'",
+    ):
         load_gated_delta_net(checkpoint(), CONFIG, "other.")
+    with pytest.raises(ValueError, match="`named` must be a mapping from names to arrays; got list"):
+        load_gated_delta_net(list(checkpoint()), CONFIG)
 
 
 def test_shardings():

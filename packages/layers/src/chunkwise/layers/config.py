@@ -37,6 +37,11 @@ class LayerConfig:
         checks.check(2 <= self.W <= 8, f"`W` must be from 2 to 8; got {self.W}.")
         checks.check(self.eps >= 0, f"`eps` must be at least 0; got {self.eps!r}.")
 
+    @classmethod
+    def check(cls, config) -> None:
+        """Check that the argument `config` of a function is of this class, and not of another layer."""
+        checks.check(isinstance(config, cls), f"`config` must be a {cls.__name__}; got {type(config).__name__}.")
+
     @property
     def channels(self) -> tuple[int, ...]:
         """Channels of the short convolutions: of queries, of keys and of values."""

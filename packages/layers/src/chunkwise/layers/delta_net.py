@@ -10,6 +10,7 @@ from chunkwise.layers import config, norm, parameters, running
 from chunkwise.pipeline import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.shared.operators import arguments
 
+_CONFIG = config.GatedDeltaNetConfig
 _OPERATORS = running.Operators(chunk_gated_delta_rule, recurrent_gated_delta_rule, ragged_gated_delta_rule)
 
 
@@ -57,6 +58,7 @@ def init_gated_delta_net(key: jax.Array, config: config.GatedDeltaNetConfig, dty
       config: sizes of the layer.
       dtype: of all weights but A_log and dt_bias, which are float32.
     """
+    _CONFIG.check(config)
     c, new = config, parameters.Initial(key, dtype)
     q, k, v = c.channels
     return GatedDeltaNetWeights(
@@ -83,6 +85,7 @@ def load_gated_delta_net(
       ValueError: a name is missing, an array has another shape than `config` asks for, or the layer has weights that
         `gated_delta_net` does not.
     """
+    _CONFIG.check(config)
     c, found = config, parameters.Checkpoint(named, prefix)
     q, k, v = c.channels
     norm, out = ("norm", "out_proj") if "out_proj" in found else ("o_norm", "o_proj")
@@ -202,6 +205,7 @@ def ragged_gated_delta_net(
 def _mix(
     x, w: GatedDeltaNetWeights, config: config.GatedDeltaNetConfig, run: running.Run
 ) -> tuple[jax.Array, running.Cache]:
+    _CONFIG.check(config)
     parameters.check_input(x, config, run)
     parameters.check_weights(w, init_gated_delta_net, config)
     projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]

@@ -11,6 +11,7 @@ from chunkwise.layers import config, norm, parameters, running
 from chunkwise.pipeline import chunk_kda, ragged_kda, recurrent_kda
 from chunkwise.shared.operators import arguments
 
+_CONFIG = config.KimiDeltaAttentionConfig
 _OPERATORS = running.Operators(chunk_kda, recurrent_kda, ragged_kda)
 
 
@@ -63,6 +64,7 @@ def init_kimi_delta_attention(
       config: sizes of the layer.
       dtype: of all weights but A_log and dt_bias, which are float32.
     """
+    _CONFIG.check(config)
     c, new = config, parameters.Initial(key, dtype)
     q, k, v = c.channels
 
@@ -94,6 +96,7 @@ def load_kimi_delta_attention(
       ValueError: a name is missing, an array has another shape than `config` asks for, or the layer has weights that
         `kimi_delta_attention` does not.
     """
+    _CONFIG.check(config)
     c, found = config, parameters.Checkpoint(named, prefix)
     found.rename("forget_gate.", "")
     found.rename("dense", "o_proj")
@@ -177,6 +180,7 @@ def ragged_kimi_delta_attention(
 def _mix(
     x, w: KimiDeltaAttentionWeights, config: config.KimiDeltaAttentionConfig, run: running.Run
 ) -> tuple[jax.Array, running.Cache]:
+    _CONFIG.check(config)
     parameters.check_input(x, config, run)
     parameters.check_weights(w, init_kimi_delta_attention, config)
     projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]

@@ -10,6 +10,7 @@ from chunkwise.layers import config, norm, parameters, running
 from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
 from chunkwise.shared.operators import arguments
 
+_CONFIG = config.LightningAttentionConfig
 _OPERATORS = running.Operators(chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
 
 
@@ -45,6 +46,7 @@ def init_lightning_attention(
       config: sizes of the layer.
       dtype: of all weights.
     """
+    _CONFIG.check(config)
     c, new = config, parameters.Initial(key, dtype)
     q, v = c.H * c.K, c.HV * c.V
     return LightningAttentionWeights(
@@ -67,6 +69,7 @@ def load_lightning_attention(
       ValueError: a name is missing, an array has another shape than `config` asks for, or the layer has weights that
         `lightning_attention` does not.
     """
+    _CONFIG.check(config)
     c, found = config, parameters.Checkpoint(named, prefix)
     sizes = (c.K, c.K, c.V)
     # Queries, keys and values of a head lie together.
@@ -151,6 +154,7 @@ def _decay(config: config.LightningAttentionConfig) -> jax.Array:
 def _mix(
     x, w: LightningAttentionWeights, config: config.LightningAttentionConfig, run: running.Run
 ) -> tuple[jax.Array, running.Cache]:
+    _CONFIG.check(config)
     parameters.check_input(x, config, run)
     parameters.check_weights(w, init_lightning_attention, config)
     heads = (config.H, config.H, config.HV)

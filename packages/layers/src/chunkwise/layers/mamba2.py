@@ -11,6 +11,7 @@ from chunkwise.layers import config, norm, parameters, running
 from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
 from chunkwise.shared.operators import arguments
 
+_CONFIG = config.Mamba2Config
 _OPERATORS = running.Operators(chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
 
 
@@ -60,6 +61,7 @@ def init_mamba2_mixer(key: jax.Array, config: config.Mamba2Config, dtype=jnp.flo
       config: sizes of the layer.
       dtype: of all weights but A_log, dt_bias and skip, which are float32.
     """
+    _CONFIG.check(config)
     c, new = config, parameters.Initial(key, dtype)
     q, k, v = c.channels
     return Mamba2Weights(
@@ -82,6 +84,7 @@ def load_mamba2_mixer(named: Mapping[str, Any], config: config.Mamba2Config, pre
       ValueError: a name is missing, an array has another shape than `config` asks for, or the layer has weights that
         `mamba2_mixer` does not, such as a bias of a projection.
     """
+    _CONFIG.check(config)
     c, found = config, parameters.Checkpoint(named, prefix)
     q, k, v = c.channels
     # The gate, then x, B and C, which one convolution takes, then the time step.
@@ -159,6 +162,7 @@ def ragged_mamba2_mixer(
 
 
 def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> tuple[jax.Array, running.Cache]:
+    _CONFIG.check(config)
     parameters.check_input(x, config, run)
     parameters.check_weights(w, init_mamba2_mixer, config)
     projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]

@@ -1,6 +1,8 @@
 """Weights: how they begin, and how those of a checkpoint are read."""
 
+import difflib
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,8 +66,9 @@ def check_input(x, config, run: running.Run) -> None:
         return
     whole = hasattr(cache, "conv") and hasattr(cache, "state")
     checks.check(whole, f"`{name}` must be a Cache; got {type(cache).__name__}.")
-    states = run.num_states(B), config.HV, config.K, config.V
-    checks.check_array(f"{name}.state", cache.state, "N HV K V", states)
+    have = checks.check_array(f"{name}.state", cache.state, "N HV K V", (None, config.HV, config.K, config.V))[0]
+    wanted = run.num_states(B)
+    checks.check(wanted in (None, have), f"`{name}` must be of {wanted} sequences, as `x` is; got one of {have}.")
     wanted, have = len(config.channels), len(cache.conv)
     checks.check(wanted == have, f"`{name}.conv` must have {wanted} arrays; got {have}.")
     for i, (conv, channels) in enumerate(zip(cache.conv, config.channels, strict=True)):
@@ -91,6 +94,12 @@ def _shown(shapes: tuple) -> str:
     return str(shapes[0] if len(shapes) == 1 else shapes or None)
 
 
+def _near(name: str, known: Mapping[str, str]) -> str:
+    """Return what an error says of known names that are nearly the one that is missing, or of the first."""
+    near = difflib.get_close_matches(name, known) or sorted(known)[:20]
+    return f", but {[known[each] for each in near]}"
+
+
 class Checkpoint:
     """The arrays of one layer of a checkpoint, by the names that transformers has for them.
 
@@ -102,11 +111,14 @@ class Checkpoint:
     """
 
     def __init__(self, named: Mapping[str, Any], prefix: str):
-        self.prefix = prefix
-        self.named = {
-            name.removeprefix(prefix).removesuffix(".weight"): x for name, x in named.items() if name.startswith(prefix)
-        }
-        checks.check(bool(self.named), f"`named` must have names that start with {prefix!r}; got none.")
+        mapping = isinstance(named, Mapping)
+        checks.check(mapping, f"`named` must be a mapping from names to arrays; got {type(named).__name__}.")
+        self.prefix, own = prefix, [name for name in named if name.startswith(prefix)]
+        self.full = {name.removeprefix(prefix).removesuffix(".weight"): name for name in own}
+        self.named = {name: named[full] for name, full in self.full.items()}
+        if not own:
+            starts = {name[: match.end()]: name[: match.end()] for name in named for match in re.finditer(r"\.", name)}
+            raise ValueError(f"`named` must have names that start with {prefix!r}; got none{_near(prefix, starts)}.")
 
     def rename(self, start: str, other: str) -> None:
         """Replace the start of names."""
@@ -124,7 +136,9 @@ class Checkpoint:
     def read(self, name: str, *shape: int) -> jax.Array:
         """Return an array, which must have this shape."""
         full = self.prefix + name
-        checks.check(name in self.named, f"`named` must have {full!r}; got {sorted(self.named)}.")
+        known = name in self.named
+        either = f"{full!r} or {full + '.weight'!r}"
+        checks.check(known, f"`named` must have {either}; got neither{'' if known else _near(name, self.full)}.")
         x = jnp.asarray(self.named.pop(name))
         checks.check(
             x.shape == shape, f"`named` must have {full!r} of shape {shape}, as `config` asks for; got {x.shape}."

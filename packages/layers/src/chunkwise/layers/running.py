@@ -20,6 +20,7 @@ from chunkwise.shared.operators import arguments, checks, context
 # What the packages around the operator call its implementations; and its decode step, which has no stages.
 AROUND = {None: None, "xla": "xla", "staged": "pallas", "fused": "pallas"}
 _DECODE = {None: None, "xla": "xla", "staged": None, "fused": "fused"}
+_CONFIG = config.LayerConfig
 # The name of what matrices make of hidden states, for jax.checkpoint.
 _PROJECTED = "chunkwise_projected"
 
@@ -53,6 +54,7 @@ def empty_cache(config: config.LayerConfig, N: int, dtype=jnp.float32, state_dty
       dtype: of the inputs of the convolutions, that of the hidden states.
       state_dtype: of the states. `Cache.state` of a layer is always float32; a pool keeps its type.
     """
+    _CONFIG.check(config)
     conv = tuple(jnp.zeros((N, config.W - 1, channels), dtype) for channels in config.channels)
     return Cache(conv, jnp.zeros((N, config.HV, config.K, config.V), state_dtype))
 
@@ -155,6 +157,7 @@ class Serving:
 
     @property
     def _slots(self) -> dict:
+        checks.check(isinstance(self.step, Step), f"`step` must be a Step; got {type(self.step).__name__}.")
         return self.step._asdict() | {"block_size": self.block_size}
 
     def convolve(self, i: int, x, weight, bias, heads: int):
