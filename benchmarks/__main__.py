@@ -15,6 +15,7 @@ from rich.console import Console
 from benchmarks import (
     accuracy,
     bits,
+    calibrate,
     first_call,
     operators,
     order,
@@ -23,9 +24,11 @@ from benchmarks import (
     plots,
     remat,
     scale,
+    shipped,
     stages,
     step,
     tpu,
+    tpu_peers,
 )
 from benchmarks.block import BLOCKS
 from benchmarks.cases import CASES, Case
@@ -39,7 +42,7 @@ from chunkwise.pipeline.tables import make_console, make_progress, make_table
 from chunkwise.shared.chips import CHIPS
 
 TEXT = {"case", "stage", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "figure", "failed"}
-TEXT |= {"split", "topology", "scan", "collectives", "mixture", "policy", "kernel", "order"}
+TEXT |= {"version", "source", "split", "topology", "scan", "collectives", "mixture", "policy", "kernel", "order"}
 
 
 def parse(arguments=None) -> argparse.Namespace:
@@ -54,7 +57,7 @@ def parse(arguments=None) -> argparse.Namespace:
     sizes = argparse.ArgumentParser(add_help=False)
     sizes.add_argument("--tokens", action="append", type=int, help="instead of the case's own; may be repeated")
     sizes.add_argument("--backward", action="store_true", help="forward and backward instead of forward")
-    known = ["xla", "staged", "fused", "pallas", "mixed", "tokamax"]
+    known = ["xla", "staged", "fused", "pallas", "mixed", *tpu_peers.PEERS]
     sizes.add_argument("--implementation", action="append", choices=known, help="may be repeated")
     timed = argparse.ArgumentParser(add_help=False)
     timed.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -69,6 +72,11 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--chip", action="append", choices=list(CHIPS))
     add_cases(one, CASES | MIXERS | BLOCKS)
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
+    one = commands.add_parser("calibrate", parents=[saved], help="estimates of peers beside their published times")
+    one.add_argument("--peer", action="append", choices=list(tpu_peers.PEERS), help="may be repeated")
+    one.add_argument("--tokens", type=int, default=1024, help="to compile a peer for; the rest is scaled")
+    one.add_argument("--profile", action="store_true", help="simulated cycles too, which takes several times as long")
+    one.add_argument("--timeout", type=float, default=1500, help="seconds for one compilation")
     one = commands.add_parser("remat", parents=[saved], help="what a gated DeltaNet layer keeps for its backward")
     add_cases(one, {"qwen3-next-80b": CASES["qwen3-next-80b"]})
     one.add_argument("--policy", action="append", choices=list(remat.POLICIES), help="may be repeated")
@@ -115,8 +123,8 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--repeats", type=int, default=3)
     one = commands.add_parser("bits", help="fingerprints of small results, to compare before and after a change")
     bits.add_options(one)
-    one = commands.add_parser("pages", help="compare the figures of the pages with docs/data")
-    one.add_argument("--write", action="store_true", help="write them into the pages")
+    one = commands.add_parser("pages", help="compare the figures of pages and packages with docs/data")
+    one.add_argument("--write", action="store_true", help="write them instead")
     one = commands.add_parser("plot", help="a PNG of a saved result")
     one.add_argument("result", type=Path)
     one.add_argument("output", type=Path)
@@ -170,7 +178,7 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
                 yield f"{name}, {stage.name}", label | {"dtype": options.dtype, "stage": stage.name}, run
     elif options.command == "tpu":
         for name, case, T, label in shapes(options):
-            for implementation in options.implementation or ["fused", *tpu.peers()]:
+            for implementation in options.implementation or ["fused", *tpu_peers.installed()]:
                 for chip in options.chip or list(CHIPS):
                     if tpu.can_run(case, implementation, options.backward):
                         run = lambda a=(case, implementation, chip, T, options.backward): [
@@ -181,6 +189,10 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
                             label | {"implementation": implementation, "chip": chip},
                             run,
                         )
+    elif options.command == "calibrate":
+        yield from calibrate.jobs(
+            options.peer or tpu_peers.installed(), options.tokens, options.profile, options.timeout
+        )
     elif options.command == "remat":
         for name in options.case or ["qwen3-next-80b"]:
             for policy in options.policy or remat.POLICIES:
@@ -290,7 +302,7 @@ def main(arguments=None) -> int:
     if options.command == "bits":
         return bits.main(options)
     if options.command == "pages":
-        return pages.main(options.write)
+        return pages.main(options.write) | shipped.main(options.write)
     if options.command == "plot":
         saved = json.loads(options.result.read_text())
         plots.draw(saved["command"], saved["rows"], options.output)
@@ -314,6 +326,8 @@ def main(arguments=None) -> int:
         show(part, console)
     if options.command == "scale" and not options.topology:
         console.print(scale.NOTE)
+    if options.command == "calibrate":
+        console.print(*calibrate.sentences(rows), sep="\n")
     if options.json:
         save(options, rows)
     wrong = any(row.get("correct") is False for row in rows)

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from benchmarks import calibrate
+from chunkwise.pipeline import report
 from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.operators.checks import choose_chunk_size
@@ -493,3 +495,54 @@ def accuracy_gate() -> str:
 def accuracy_keys() -> str:
     """Errors against the share of tokens that have one and the same key."""
     return errors("accuracy-keys", (0.0, 0.25, 0.5, 0.75, 0.9, 1.0))
+
+
+@block
+def report_fields() -> str:
+    """The fields of a report, out of its schema."""
+    lines = []
+
+    def walk(schema: dict, prefix: str) -> None:
+        for name, value in schema["properties"].items():
+            kinds = value.get("type", "integer" if "const" in value else "string")
+            kind = kinds if isinstance(kinds, str) else " or ".join(kinds)
+            if text := value.get("description"):
+                lines.append([f"`{prefix}{name}`", kind, text])
+            inner = value.get("items", value)
+            if "properties" in inner:
+                walk(inner, f"{prefix}{name}{'[]' if 'items' in value else ''}.")
+
+    walk(report.read_schema(), "")
+    return table(["field", "type", "what it says"], lines)
+
+
+@block
+def hardware_reports() -> str:
+    """The reports in docs/data/hardware."""
+    lines = []
+    for path in sorted((ROOT / "docs/data/hardware").glob("*.json")):
+        found = json.loads(path.read_text())
+        failed = sum(not row["passed"] for row in found["check"] + found["times"])
+        device, versions = found["device"], found["versions"]
+        size = "smaller" if found["small"] else "the models'"
+        link = f"[{path.name}](data/hardware/{path.name})"
+        lines.append([link, device["kind"], versions["jax"], versions["chunkwise"], size, whole(failed)])
+    head = ["file", "device", "JAX", "chunkwise", "layers", "failed"]
+    return table(head, lines) if lines else "There is none yet: nobody has sent a report of a TPU or a GPU."
+
+
+@block
+def calibration() -> str:
+    """What to expect of an estimate, as peers with published times show it."""
+    rows = rows_of("calibrate")
+    low, high = calibrate.band(rows)
+    row = only(rows, case="qwen3-next-80b", implementation="fused", **{"pass": "forward"})
+    peers = {x["implementation"]: x["version"] for x in rows if x.get("ratio")}
+    names = " and ".join(f"{name} {version}" for name, version in sorted(peers.items()))
+    count = len([x for x in rows if x.get("ratio")])
+    return (
+        f"{MODELS['qwen3-next-80b'].partition(':')[0]}'s layer, forward, {whole(row['T'])} tokens, {row['chip']}: "
+        f"**{decimals(row['bundles_ms'])} ms estimated; peers took {decimals(low)} to {decimals(high)} times their "
+        f"estimates**,\nwhich would be {decimals(low * row['bundles_ms'])} to {decimals(high * row['bundles_ms'])} ms. "
+        f"The peers are {names}: {count} kernels whose authors publish times of real chips."
+    )

@@ -13,7 +13,6 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -25,8 +24,8 @@ from jax.experimental import pallas as pl
 from benchmarks import timing, tpu
 from benchmarks.cases import Case
 from benchmarks.regions import kernel_bundles, kernel_text, read_loop
-from chunkwise import pipeline
 from chunkwise.fused_gla.config import default_for
+from chunkwise.pipeline.models import Mixture, moved_bytes, serving_step
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.kernels import launcher
 from chunkwise.shared.kernels.chunking import num_chunks
@@ -39,45 +38,6 @@ from chunkwise.shared.testing.tpu import launches
 
 # Of a program that is only compiled.
 SLOTS = 1024
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """What a scheduler packed into one step.
-
-    Attributes:
-      decodes: sequences that go token by token, all from a state.
-      W: tokens of each, after every one of which the state is kept.
-      prefills: tokens of every other sequence, each from a state too.
-      pool: type of the states.
-    """
-
-    decodes: int = 0
-    W: int = 1
-    prefills: tuple[int, ...] = ()
-    pool: str = "float32"
-
-    @property
-    def N(self) -> int:
-        """Sequences."""
-        return self.decodes + len(self.prefills)
-
-    @property
-    def T(self) -> int:
-        """Tokens."""
-        return self.decodes * self.W + sum(self.prefills)
-
-    def step(self) -> dict[str, np.ndarray]:
-        """Return what changes from step to step, by argument name."""
-        lengths = [self.W] * self.decodes + list(self.prefills)
-        indices = np.arange(self.N * self.W, dtype=np.int32)
-        return {
-            "cu_seqlens": np.cumsum([0, *lengths], dtype=np.int32),
-            "state_indices": indices if self.W == 1 else indices.reshape(self.N, self.W),
-            "has_initial_state": np.ones(self.N, bool),
-            "num_decodes": np.int32(self.decodes),
-            "num_sequences": np.int32(self.N),
-        }
 
 
 _RAGGED = tuple(8192 * (n + 1) // 136 for n in range(15))
@@ -96,13 +56,6 @@ MIXTURES = {
 }
 
 
-def function(case: Case, implementation: str):
-    """Return the step of tensors, the pool and what changes from step to step, each by argument name."""
-    operator = getattr(pipeline, f"ragged_{case.operator}")
-    normalise = {"use_qk_l2norm_in_kernel": True} if case.table.delta else {}
-    return lambda x, states, step: operator(**x, states=states, **step, **normalise, implementation=implementation)
-
-
 def measure(case: Case, mixture: Mixture, dtype, implementations, repeats: int) -> list[dict]:
     """Return a row for every implementation: the time of a step on this machine whose pool is donated.
 
@@ -118,7 +71,7 @@ def measure(case: Case, mixture: Mixture, dtype, implementations, repeats: int) 
     expected = {"o": o, "states": state}
     runs = []
     for name in implementations:
-        fn = jax.jit(function(case, name), donate_argnums=1)
+        fn = jax.jit(serving_step(case, name), donate_argnums=1)
         held = [jnp.asarray(pool)]
 
         def call(fn=fn, held=held):
@@ -182,16 +135,6 @@ def _gla_runs(case: Case, routes: Routes, T: int, C: int) -> tuple[int, list[int
         whole, chunks - whole, table[LAST],
     )  # fmt: skip
     return table.shape[1], [int(np.sum(x)) for x in runs]
-
-
-def moved_bytes(case: Case, mixture: Mixture) -> tuple[int, int]:
-    """Return the bytes that the decodes and the prefills must move: every token and every state, bfloat16 tensors."""
-    state = case.HV * case.K * case.V * jnp.dtype(mixture.pool).itemsize
-    # q, k, v and o, the decays and the step sizes.
-    gates = case.HV * ((case.K if case.table.per_channel else 1) + case.table.delta)
-    token = 2 * 2 * (case.H * case.K + case.HV * case.V) + 4 * gates
-    decodes = mixture.decodes * (mixture.W * token + (1 + mixture.W) * state)
-    return decodes, sum(mixture.prefills) * token + 2 * len(mixture.prefills) * state
 
 
 _OPERATION = re.compile(r"\s*(?:ROOT )?%?(?P<name>\S+) = (?P<result>.+?) (?P<kind>[a-z][a-z0-9-]*)\(")
@@ -260,7 +203,7 @@ def _compiled(case: Case, mixture: Mixture, chip: str, flags: str) -> str:
 
     def run(flat, pool, step):
         x = {name: y.reshape(shapes[name].shape) for name, y in flat.items()}
-        o, pool = function(case, "fused")(x, pool, step)
+        o, pool = serving_step(case, "fused")(x, pool, step)
         return o.reshape(1, mixture.T, -1), pool
 
     return compiler.compile_for(run, flat, pool, step, chip=chip, auto_layout=True, donate_argnums=(1,)).as_text()

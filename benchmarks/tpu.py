@@ -6,7 +6,6 @@ program is compiled again without the profile, and its row then has no cycles.
 
 import collections
 import glob
-import importlib.util
 import json
 import os
 import re
@@ -14,76 +13,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
+
+from benchmarks import tpu_peers
 from benchmarks.block import Block
 from benchmarks.cases import Case
 from benchmarks.mixer import Mixer
+from chunkwise.pipeline.models import program as ours
 from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.tpu import launches
-
-
-def ours(case, implementation: str, T: int, backward: bool, cu_seqlens, sharding=None, results: bool = False):
-    """Return one of our implementations and its shapes: [B, T, heads * channels], as the projections leave them.
-
-    `sharding` is of v, over devices; None for one device. With `results` the output is wanted beside the gradients.
-    """
-    import jax
-    import jax.numpy as jnp
-    from jax import ShapeDtypeStruct
-
-    from chunkwise.shared.testing.compare import with_gradients
-
-    shapes = case.specs(T, jnp.bfloat16)
-    # Weights stay as they are.
-    flat = {
-        n: ShapeDtypeStruct((1, T, x.size // T), x.dtype) if x.shape[:2] == (1, T) else x for n, x in shapes.items()
-    }
-
-    def run(flat, cu_seqlens):
-        x = {name: y.reshape(shapes[name].shape) for name, y in flat.items()}
-        function = case.function(implementation, sharding) if sharding else case.function(implementation)
-        return {"o": function(x, cu_seqlens)["o"].reshape(1, T, -1)}
-
-    if not backward:
-        return run, (flat, cu_seqlens)
-    do = ShapeDtypeStruct((1, T, case.width), jnp.bfloat16)
-
-    def gradients(flat, cu_seqlens, do):
-        found = with_gradients(run)(flat, cu_seqlens, {"o": do})
-        return {name: x for name, x in found.items() if results or name != "o"}
-
-    return jax.jit(gradients), (flat, cu_seqlens, do)
-
-
-def _tokamax(case, T):
-    """Return tokamax's kernel for the same layer and the shapes it takes: forward, one sequence.
-
-    Its gated delta rule comes fused with the convolution before it; its KDA takes heads first, and windows of several
-    heads, which the profile counts as 0 cycles where a head has several chunks. So every chunk of 64 is a head here: as
-    many grid steps of the same code, of as many bytes.
-    """
-    import jax.numpy as jnp
-    from jax import ShapeDtypeStruct
-
-    if case.operator == "kda":
-        from tokamax._src.ops.kda import pallas_mosaic_tpu as kda
-
-        op = kda.PallasMosaicTpuKimiDeltaAttention()
-        chunk = 64
-        heads = lambda *tail: (case.HV * -(-T // chunk), 1, chunk, *tail)
-        specs = [ShapeDtypeStruct(heads(n), jnp.bfloat16) for n in (case.K, case.K, case.V)]
-        specs += [ShapeDtypeStruct(heads(case.K), jnp.float32), ShapeDtypeStruct(heads(), jnp.float32)]
-        return lambda *x: op.replace(bypass_device_check=True)(*x, scale=case.K**-0.5), specs
-    from tokamax._src.ops.causal_conv1d_gated_delta_rule import arg_specs, pallas_mosaic_tpu
-
-    op = pallas_mosaic_tpu.PallasMosaicTpuCausalConv1dGatedDeltaRule()
-    spec = arg_specs.make_gdn_spec(
-        project="", name="", lengths=[T], n_kq=case.H, n_v=case.HV, d_k=case.K, d_v=case.V, state_dtype=jnp.float32
-    )
-    sizes = {name: value for name, value in spec.args.items() if isinstance(value, int)}
-    names = [name for name in spec.args if name not in sizes]
-    specs = [ShapeDtypeStruct(spec.args[name].shape, spec.args[name].dtype) for name in names]
-    return lambda *x: op.replace(bypass_device_check=True)(**dict(zip(names, x, strict=True)), **sizes), specs
 
 
 def _static(folder: str) -> dict:
@@ -156,53 +98,46 @@ def bundles(folder: str, kernels: set[str]) -> int | None:
 
 def estimate(case: Case, implementation: str, chip: str, T: int, backward: bool, profile: bool) -> dict:
     """Compile a case for `chip` and return what the compiler says of it; call in a fresh process only."""
-    with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:  # dumps take gigabytes
-        return _estimate(case, implementation, chip, T, backward, profile, folder)
-
-
-def _estimate(case, implementation, chip, T, backward, profile, folder) -> dict:
-    from chunkwise.shared.testing import tpu
-
-    tpu.setup(dump_flags(folder, profile))
-    import jax
-    import jax.numpy as jnp
-
+    floor = case.cost(T, jnp.bfloat16, backward)[1] / CHIPS[chip].bandwidth_tb_s / 1e9
+    if implementation in tpu_peers.PEERS:
+        with tpu_peers.on_a_tpu():
+            return figures(lambda: tpu_peers.PEERS[implementation].build(case, T, backward), chip, floor, profile)
     cu_seqlens = jax.ShapeDtypeStruct((case.sequences + 1,), jnp.int32) if case.sequences else None
-    if implementation == "tokamax":
-        fn, specs = _tokamax(case, T)
-    else:
-        fn, specs = ours(case, implementation, T, backward, cu_seqlens)
-    start = time.perf_counter()
-    program = tpu.compile_for(fn, *specs, chip=chip, auto_layout=True)
-    compile_s = time.perf_counter() - start
-    kernels, cycles = set(launches(program.as_text())), profiled(folder)
-    kernel = sum(n for name, n in cycles.items() if name in kernels)
-    around = sum(cycles.values()) - kernel
-    clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
-    floor = case.cost(T, jnp.bfloat16, backward)[1] / bandwidth / 1e9
-    time_ms = (kernel + around) / clock / 1e6
-    return {
-        "kernel_cycles": kernel or None,
-        "around_cycles": around if kernel else None,
-        "bundles": bundles(folder, kernels),
-        "estimate_ms": max(time_ms, floor) if kernel else None,
-        "floor_ms": floor,
-        "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
-        **_static(folder),
-        "compile_s": compile_s,
-    }
+    return figures(lambda: ours(case, implementation, T, backward, cu_seqlens), chip, floor, profile)
+
+
+def figures(build: Callable[[], tuple], chip: str, floor_ms: float, profile: bool) -> dict:
+    """Compile what `build` returns, a function and its shapes, and read what was dumped; in a fresh process only."""
+    with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:  # dumps take gigabytes
+        compiler.setup(dump_flags(folder, profile))
+        fn, specs = build()
+        start = time.perf_counter()
+        program = compiler.compile_for(fn, *specs, chip=chip, auto_layout=True)
+        compile_s = time.perf_counter() - start
+        text = program.as_text()
+        kernels, cycles = set(launches(text)), profiled(folder)
+        kernel = sum(n for name, n in cycles.items() if name in kernels)
+        # Without a profile the text has them.
+        around = sum(cycles.values()) - kernel if kernel else operations(text)
+        time_ms = (kernel + (around or 0)) / CHIPS[chip].clock_ghz / 1e6
+        return {
+            "kernel_cycles": kernel or None,
+            "around_cycles": around,
+            "bundles": bundles(folder, kernels),
+            "estimate_ms": max(time_ms, floor_ms) if kernel else None,
+            "floor_ms": floor_ms,
+            "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
+            **_static(folder),
+            "compile_s": compile_s,
+        }
 
 
 def estimate_block(case: Block, implementation: str, chip: str, T: int, backward: bool) -> dict:
     """Do as `estimate` does for a whole block, which takes too long to profile and to dump: kernels have no cycles."""
-    from chunkwise.shared.testing import tpu
-
-    tpu.setup()
-    import jax.numpy as jnp
-
+    compiler.setup()
     fn, specs = ours(case, implementation, T, backward, None)
     start = time.perf_counter()
-    program = tpu.compile_for(fn, *specs, chip=chip, auto_layout=True)
+    program = compiler.compile_for(fn, *specs, chip=chip, auto_layout=True)
     text = program.as_text()
     return {
         "operations_cycles": operations(text),
@@ -213,18 +148,13 @@ def estimate_block(case: Block, implementation: str, chip: str, T: int, backward
     }
 
 
-def peers() -> list[str]:
-    """Return the peers that are installed."""
-    return ["tokamax"] if importlib.util.find_spec("tokamax") else []
-
-
 def can_run(case, implementation: str, backward: bool) -> bool:
-    """Return whether an implementation has the case: tokamax has two operators, forward, unpacked."""
+    """Return whether an implementation has the case."""
     if implementation == "mixed":
         return isinstance(case, Mixer)
-    if isinstance(case, Block):
-        return implementation != "tokamax"
-    return implementation != "tokamax" or (case.table.delta and not backward and not case.sequences)
+    if implementation in tpu_peers.PEERS:
+        return not isinstance(case, Block) and tpu_peers.PEERS[implementation].has(case, backward)
+    return True
 
 
 def measure(case: Case, implementation: str, chip: str, T: int, backward: bool, timeout: float) -> dict:
@@ -239,8 +169,13 @@ def measure(case: Case, implementation: str, chip: str, T: int, backward: bool, 
 def first_result(codes: list[str], timeout: float) -> dict:
     """Return what the first of these programs gives that ends well, each in a process of its own.
 
-    The last statement of a program is an expression that JSON can hold; `failed` is set if none gave a result.
+    The last statement of a program is an expression that JSON can hold; `failed` is set if none gave a result. Without
+    the TPU compiler nothing would, so the whole command ends.
     """
+    if not compiler.has_libtpu():
+        raise SystemExit(
+            "An estimate needs the TPU compiler: `python -m pip install libtpu` brings it, for Linux on x86."
+        )
     failure = ""
     for code in codes:
         imports, _, expression = code.rpartition("; ")

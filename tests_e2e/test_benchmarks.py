@@ -756,6 +756,56 @@ def test_ratios_of_a_packed_batch(run, monkeypatch):
     assert rows[1]["failed"] == "no result"
 
 
+def test_no_estimate_without_the_compiler(benchmarks, monkeypatch, capsys):
+    monkeypatch.setattr(compiler, "has_libtpu", lambda: False)
+    for command in (["tpu", "--case", "small", "--chip", "v6e"], ["packed"]):
+        with pytest.raises(SystemExit, match="An estimate needs the TPU compiler: `python -m pip install libtpu`"):
+            benchmarks.main(command)
+
+
+def test_peers_on_tpus():
+    from benchmarks import tpu_peers
+    from benchmarks.cases import CASES, Case
+
+    tokamax, deltanet = tpu_peers.PEERS["tokamax"], tpu_peers.PEERS["deltanet-tpu"]
+    assert [x.has(CASES["kimi-linear-48b"], backward=True) for x in (tokamax, deltanet)] == [False, True]
+    assert not deltanet.has(CASES["gla"], backward=False)
+    assert not deltanet.has(CASES["qwen3-next-80b-ragged"], backward=False)
+    assert not deltanet.has(Case("kda", H=1, HV=1, K=64), backward=False)
+    with tpu_peers.on_a_tpu():
+        assert jax.default_backend() == "tpu"
+    assert jax.default_backend() == "cpu"
+
+
+def test_calibrate(run, monkeypatch, capsys):
+    """Published times over estimates, scaled from the tokens that were compiled; ours get the same range."""
+    figures = {"kernel_cycles": None, "around_cycles": 875_000, "bundles": 875_000, "compile_s": 1.0}
+    compiled = []
+
+    def compile_one(codes, timeout):
+        compiled.append(codes)
+        return {"failed": "no result"} if ", 8192, True, False)" in codes[0] else figures
+
+    monkeypatch.setattr("benchmarks.tpu.first_result", compile_one)
+    monkeypatch.setattr("benchmarks.tpu_peers.installed", lambda: ["deltanet-tpu"])
+    monkeypatch.setattr("benchmarks.calibrate.metadata.version", lambda name: "0.3.0")
+    code, rows = run("calibrate", "--tokens", "4096")
+    assert code == 0
+    assert len(compiled) == len(rows) == 8 + 6
+    first, ours = rows[0], next(row for row in rows if row["implementation"] == "fused")
+    assert first["bundles_ms"] == 1.0
+    assert first["ratio"] == first["published_ms"] == 11.37
+    assert first["ratio_with_around"] == 11.37 / 2
+    assert first["ratio_cycles"] is None
+    assert ours["bundles_ms"] == 0.5
+    assert "ratio" not in ours
+    assert sum("failed" in row for row in rows) == 3
+    printed = capsys.readouterr().out
+    assert "deltanet-tpu took 4.85 to 22.52 times what the compiler estimates by bundles." in printed
+    assert "v6e: 0.50 ms by bundles, so 2.42 to 11.26 ms expected." in printed
+    assert "tokamax is not installed." in printed
+
+
 @pytest.mark.tpu
 @pytest.mark.skipif(not compiler.has_libtpu(), reason="needs libtpu")
 def test_tpu_estimate():

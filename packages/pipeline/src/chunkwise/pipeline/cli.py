@@ -1,4 +1,4 @@
-"""The command `chunkwise`: `chunkwise demo`, `chunkwise check` and `chunkwise info`."""
+"""The command `chunkwise`: `chunkwise demo`, `chunkwise check`, `chunkwise info` and `chunkwise report`."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ import jax
 from rich.console import Console
 from rich.markup import escape
 
-from chunkwise.pipeline import check, demo, info, tables
+from chunkwise.pipeline import check, demo, info, models, report, tables
 
 # So many checks are compiled at once, or one for each core of a larger machine; their lines follow together.
 BATCH = 8
@@ -51,6 +51,16 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=run_check)
     about = "print what is installed, what it runs on, and which implementation None selects"
     commands.add_parser("info", parents=[common], help=about, description=about).set_defaults(run=run_info)
+    about = "check this machine, time the layers of real models on it, and write both to a JSON file"
+    command = commands.add_parser("report", help=about, description=about)
+    command.add_argument("--output", type=Path, default=Path("chunkwise-report.json"), help="(chunkwise-report.json)")
+    size = command.add_mutually_exclusive_group()
+    size.add_argument("--small", action="store_true", default=None, help="smaller layers: the default on a CPU")
+    size.add_argument("--full", action="store_false", dest="small", help="the layers as the models have them")
+    command.add_argument("--case", action="append", choices=list(models.MODELS), help="a model; may be repeated")
+    command.add_argument("--kernel", default="", metavar="TEXT", help="check only kernels with this in their name")
+    command.add_argument("--samples", type=int, default=report.SAMPLES, help=f"of every time ({report.SAMPLES})")
+    command.set_defaults(run=run_report)
     about = "show on text what the operators are for, how fast and how exact they are; it takes about a minute"
     command = commands.add_parser("demo", help=about, description=about)
     command.add_argument(
@@ -61,25 +71,43 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_check(options: argparse.Namespace, console: Console) -> int:
-    """Check the kernels; off TPU a quick check compiles without most optimisations, which takes half the time."""
+    """Check the kernels, and print a table or JSON."""
+    started = time.perf_counter()
+    # Nothing but JSON may be printed with it.
+    rows = check_all(options.kernel, options.interpret, options.quick, Console(quiet=True) if options.json else console)
+    failed = [row for row in rows if not row.passed]
+    if options.json:
+        about = {"jax": jax.__version__, "backend": jax.default_backend(), "device": jax.devices()[0].device_kind}
+        print(json.dumps(about | {"failed": len(failed), "rows": [as_json(row) for row in rows]}, indent=1))
+        return int(bool(failed))
+    console.print(
+        f"{len(rows) - len(failed)} of {len(rows)} passed on {jax.devices()[0].device_kind}, jax {jax.__version__}, in "
+        f"{time.perf_counter() - started:.0f} seconds, compilation included.\n"
+        "Error: RMS against float64 over RMS, of the result nearest to its tolerance. Time: median of 3 runs, without "
+        "compilation; of interpreted kernels it means nothing."
+    )
+    return int(bool(failed))
+
+
+def check_all(kernel: str, interpret: bool, quick: bool, lines: Console) -> list[check.Row]:
+    """Check the kernels with `kernel` in their name, and print a line for each as it is ready; return the rows.
+
+    Off TPU a quick check compiles without most optimisations, which takes half the time.
+    """
+    checks = [x for x in check.plan(interpret, quick) if kernel in x.kernel.name]
+    if not checks:
+        raise SystemExit(f"`--kernel` must be part of the name of a kernel; got {kernel!r}.")
     name = "jax_disable_most_optimizations"
     before = jax.config.values[name]
-    jax.config.update(name, before or (options.quick and jax.default_backend() != "tpu"))
+    jax.config.update(name, before or (quick and jax.default_backend() != "tpu"))
     try:
-        return check_all(options, console)
+        return list(measure_all(checks, lines))
     finally:
         jax.config.update(name, before)
 
 
-def check_all(options: argparse.Namespace, console: Console) -> int:
-    """Check the kernels and print a line for each as it is ready."""
-    started = time.perf_counter()
-    checks = [x for x in check.plan(options.interpret, options.quick) if options.kernel in x.kernel.name]
-    if not checks:
-        raise SystemExit(f"`--kernel` must be part of the name of a kernel; got {options.kernel!r}.")
-    # Nothing but JSON may be printed with it.
-    lines = Console(quiet=True) if options.json else console
-    rows: list[check.Row] = []
+def measure_all(checks: list[check.Check], lines: Console) -> Iterator[check.Row]:
+    """Yield the rows of checks, and print a line for each as it is ready."""
     lines.print(LINE.format(*HEADINGS), style="bold")
     with tables.make_progress(lines) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
         task = progress.add_task("", total=len(checks))
@@ -95,23 +123,21 @@ def check_all(options: argparse.Namespace, console: Console) -> int:
                 wait([program.compiling for program in programs])
                 tables.announce(f"running {label}", progress, task)
                 for program in programs:
-                    rows.append(program.measure())
-                    lines.print(*as_lines(rows[-1]), sep="\n")
+                    row = program.measure()
+                    lines.print(*as_lines(row), sep="\n")
+                    yield row
                 progress.advance(task, len(batch))
         finally:  # an interrupt does not wait for what is still to be compiled
             pool.shutdown(cancel_futures=True)
-    failed = [row for row in rows if not row.passed]
-    if options.json:
-        about = {"jax": jax.__version__, "backend": jax.default_backend(), "device": jax.devices()[0].device_kind}
-        print(json.dumps(about | {"failed": len(failed), "rows": [as_json(row) for row in rows]}, indent=1))
-        return int(bool(failed))
-    console.print(
-        f"{len(rows) - len(failed)} of {len(rows)} passed on {jax.devices()[0].device_kind}, jax {jax.__version__}, in "
-        f"{time.perf_counter() - started:.0f} seconds, compilation included.\n"
-        "Error: RMS against float64 over RMS, of the result nearest to its tolerance. Time: median of 3 runs, without "
-        "compilation; of interpreted kernels it means nothing."
-    )
-    return int(bool(failed))
+
+
+def run_report(options: argparse.Namespace, console: Console) -> int:
+    """Check the kernels quickly, time the models, and write both."""
+    if options.samples < 1:
+        raise SystemExit(f"`--samples` must be at least 1; got {options.samples}.")
+    small = jax.default_backend() == "cpu" if options.small is None else options.small
+    checked = [as_json(row) for row in check_all(options.kernel, interpret=False, quick=True, lines=console)]
+    return report.run(checked, options.case or list(models.MODELS), small, options.samples, options.output, console)
 
 
 def batched(checks: list[check.Check], size: int) -> Iterator[list[check.Check]]:

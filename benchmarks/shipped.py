@@ -1,0 +1,57 @@
+"""The estimates that the pipeline ships, out of docs/data, which is not installed: `chunkwise report` shows them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from chunkwise.pipeline.models import MODELS
+from chunkwise.pipeline.report import DECODES
+from chunkwise.shared.chips import CHIPS
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = ROOT / "packages/pipeline/src/chunkwise/pipeline/estimates.json"
+
+
+def collect() -> list[dict]:
+    """Return a row for every model, pass and chip that docs/data has an estimate of, that of the most tokens."""
+    rows = {}
+    for path in sorted((ROOT / "docs/data").glob("*.json")):
+        saved = json.loads(path.read_text())
+        if saved.get("command") in ("tpu", "step"):
+            for row in _rows(saved["rows"]):
+                name = tuple(row[key] for key in ("case", "pass", "implementation", "chip"))
+                # Of equal ones the later file's.
+                if row["tokens"] >= rows.get(name, row)["tokens"]:
+                    rows[name] = row | {"file": f"docs/data/{path.name}", "jax": saved["jax"]}
+    return [rows[name] for name in sorted(rows)]
+
+
+def _rows(rows: list[dict]) -> Iterator[dict]:
+    for row in rows:
+        if row.get("case") not in MODELS or "chip" not in row or row.get("implementation", "fused") != "fused":
+            continue
+        decodes = row.get("mixture") == f"decode-{DECODES}"
+        if "mixture" in row and not decodes:
+            continue
+        label = {"case": row["case"], "pass": "decode" if decodes else row["pass"], "implementation": "fused"}
+        label |= {"chip": row["chip"], "tokens": DECODES if decodes else row["T"]}
+        if row.get("estimate_ms"):
+            yield label | {"estimate_ms": row["estimate_ms"], "from": "cycles"}
+        elif row.get("bundles") and "floor_ms" in row:
+            at_least = row["bundles"] / CHIPS[row["chip"]].clock_ghz / 1e6
+            yield label | {"estimate_ms": max(at_least, row["floor_ms"]), "from": "bundles"}
+
+
+def text() -> str:
+    """Return the file that is shipped."""
+    return "[\n" + ",\n".join(json.dumps(row) for row in collect()) + "\n]\n"
+
+
+def main(write: bool) -> int:
+    """Return 1 if the file differs from docs/data; write it instead if asked to."""
+    if SHIPPED.exists() and SHIPPED.read_text() == text():
+        return 0
+    print(f"{SHIPPED.relative_to(ROOT)}: {'written' if write else 'differs from docs/data'}")
+    if write:
+        SHIPPED.write_text(text())
+    return int(not write)

@@ -1,0 +1,153 @@
+"""Other people's TPU kernels, where they are installed, for the compiler's estimate, which needs no TPU."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A library with a kernel for some of the cases.
+
+    Attributes:
+      module: what is imported.
+      build: from a case, its tokens and whether the backward is wanted too, to a function and its shapes.
+      backward: whether it has gradients.
+      operators: those that it has, without the prefix `chunk_`.
+    """
+
+    module: str
+    build: Callable[..., tuple]
+    backward: bool
+    operators: tuple[str, ...] = ("gated_delta_rule", "kda")
+
+    @property
+    def installed(self) -> bool:
+        """Whether it can be imported."""
+        return importlib.util.find_spec(self.module) is not None
+
+    def has(self, case, backward: bool) -> bool:
+        """Return whether it takes the case: one sequence, and the sizes that it has."""
+        some = case.operator in self.operators and not case.sequences and case.K == case.V == 128
+        return some and (self.backward or not backward)
+
+
+@contextmanager
+def on_a_tpu() -> Iterator[None]:
+    """Let a library believe that it runs on a TPU: some ask JAX, and interpret their kernels elsewhere."""
+    with mock.patch.object(jax, "default_backend", return_value="tpu"):
+        yield
+
+
+def with_backward(fn: Callable, specs: list, o: ShapeDtypeStruct) -> tuple[Callable, list]:
+    """Return the function that gives the gradients of fn's inputs, and its shapes: the cotangent comes first."""
+    return lambda do, *x: jax.vjp(fn, *x)[1](do), [o, *specs]
+
+
+def tokamax_kda(heads: int, T: int, backward: bool, raw: bool, K: int = 128) -> tuple[Callable, list]:
+    """Return tokamax's KDA and its shapes; if `raw`, as its own benchmark has it: gate and unit lengths inside.
+
+    It takes windows of several heads, which the profile counts as 0 cycles where a head has several chunks. So every
+    chunk of 64 is a head here: as many grid steps of the same code, of as many bytes.
+    """
+    from tokamax._src.ops.kda import pallas_mosaic_tpu as kda
+
+    op = kda.PallasMosaicTpuKimiDeltaAttention().replace(bypass_device_check=True)
+    heads *= -(-T // 64)
+    spec = lambda *shape, dtype=jnp.float32: ShapeDtypeStruct(shape, dtype)
+    tokens, scalars = spec(heads, 1, 64, K, dtype=jnp.bfloat16), (heads, 1, 64)
+    specs = [tokens, tokens, tokens, spec(*scalars, K), spec(*scalars)]
+    if raw:
+        specs = [*[tokens] * 4, spec(*scalars, dtype=jnp.bfloat16), spec(heads), spec(heads * K)]
+
+    def fn(q, k, v, g, beta, *parameters):
+        options = {}
+        if raw:
+            options = dict(zip(("a_log", "delta_time_bias"), parameters, strict=True))
+            options |= {"use_qk_l2norm": True, "use_gate_in_kernel": True, "lower_bound": -5.0}
+        return op(q, k, v, g, beta, scale=K**-0.5, **options)[0]
+
+    return with_backward(fn, specs, tokens) if backward else (fn, specs)
+
+
+def _tokamax(case, T: int, backward: bool) -> tuple[Callable, list]:
+    """Return tokamax's kernel for the same layer: its gated delta rule comes fused with the convolution before it."""
+    if case.operator == "kda":
+        return tokamax_kda(case.HV, T, backward, raw=False)
+    from tokamax._src.ops.causal_conv1d_gated_delta_rule import arg_specs, pallas_mosaic_tpu
+
+    op = pallas_mosaic_tpu.PallasMosaicTpuCausalConv1dGatedDeltaRule()
+    spec = arg_specs.make_gdn_spec(
+        project="", name="", lengths=[T], n_kq=case.H, n_v=case.HV, d_k=case.K, d_v=case.V, state_dtype=jnp.float32
+    )
+    sizes = {name: value for name, value in spec.args.items() if isinstance(value, int)}
+    names = [name for name in spec.args if name not in sizes]
+    specs = [ShapeDtypeStruct(spec.args[name].shape, spec.args[name].dtype) for name in names]
+    return lambda *x: op.replace(bypass_device_check=True)(**dict(zip(names, x, strict=True)), **sizes), specs
+
+
+def deltanet(name: str, H: int, HV: int, T: int, backward: bool, dtype=jnp.float32) -> tuple[Callable, list]:
+    """Return a function of deltanet-tpu, which makes products of bfloat16 whatever its tensors are, and its shapes."""
+    import deltanet_tpu
+
+    fn = getattr(deltanet_tpu, name)
+    spec = lambda *tail, dtype=dtype: ShapeDtypeStruct((1, T, *tail), dtype)
+    q, v = spec(H, 128), spec(HV, 128)
+    specs = {
+        "chunk_gdn": [q, q, v, spec(HV, dtype=jnp.float32), spec(HV)],
+        "chunk_kda": [q, q, v, spec(H, 128, dtype=jnp.float32), spec(HV)],
+        # The gates that erase and write.
+        "chunk_gdn2": [q, q, v, spec(H, 128, dtype=jnp.float32), q, v],
+    }[name]
+    return with_backward(fn, specs, v) if backward else (fn, specs)
+
+
+def _deltanet(case, T: int, backward: bool) -> tuple[Callable, list]:
+    """Return deltanet-tpu's kernels for the same layer, with tensors of bfloat16 as ours have them."""
+    name = "chunk_kda" if case.operator == "kda" else "chunk_gdn"
+    return deltanet(name, case.H, case.HV, T, backward, jnp.bfloat16)
+
+
+def _flywheel(case, T: int, backward: bool) -> tuple[Callable, list]:
+    """Return flywheel-tpu's kernel for a serving step of one prefill, fused with the convolution before it.
+
+    Its loops depend on the boundaries of the sequences, which a compiler does not know: there are no cycles of it.
+    """
+    from flywheel_tpu import linear_attention
+
+    channels, slots, width = 2 * case.H * case.K + case.HV * case.V, 2, 4
+    spec = lambda *shape, dtype=jnp.float32: ShapeDtypeStruct(shape, dtype)
+    integers = lambda n: spec(n, dtype=jnp.int32)
+    per_channel = case.operator == "kda"
+    gate = spec(T, case.HV * case.K, dtype=jnp.bfloat16) if per_channel else spec(T, case.HV)
+    specs = [
+        spec(T, channels, dtype=jnp.bfloat16), spec(T, case.HV), gate, spec(slots, width - 1, channels),
+        spec(slots, case.HV, case.K, case.V), spec(channels, 1, width), spec(case.HV),
+        spec(case.HV * (case.K if per_channel else 1)), integers(2), integers(1), integers(3), integers(1),
+    ]  # fmt: skip
+    function = linear_attention.fused_conv1d_kda if per_channel else linear_attention.fused_conv1d_gdn
+    sizes = dict(n_kq=case.H, n_v=case.HV, d_k=case.K, d_v=case.V, kernel_size=width)
+
+    def fn(qkv, b, a, conv, states, weight, A_log, dt_bias, starts, slot, distribution, lengths):
+        state = qkv, b, a, conv, states, weight, None, A_log, dt_bias, starts, slot, distribution, lengths, slot
+        return function(*state, **sizes)
+
+    return fn, specs
+
+
+PEERS = {
+    "tokamax": Peer("tokamax", _tokamax, backward=False),
+    "deltanet-tpu": Peer("deltanet_tpu", _deltanet, backward=True),
+    "flywheel-tpu": Peer("flywheel_tpu", _flywheel, backward=False),
+}
+
+
+def installed() -> list[str]:
+    """Return the names of the peers that are installed."""
+    return [name for name, peer in PEERS.items() if peer.installed]

@@ -1,0 +1,229 @@
+"""The shapes of real models, by name, and what a case costs: flops and bytes, the same for every implementation.
+
+`chunkwise report` and the benchmarks measure them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkwise import pipeline
+from chunkwise.pipeline.check import operator_inputs, tolerance
+from chunkwise.pipeline.operators import OPERATORS, Entry
+from chunkwise.shared.kernels.chunking import token_owners
+from chunkwise.shared.operators.checks import choose_chunk_size
+from chunkwise.shared.testing.compare import with_gradients
+from chunkwise.shared.testing.oracle import reference
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer of a model.
+
+    Attributes:
+      operator: operator without its prefix `chunk_`.
+      H, HV, K, V: heads and head dimensions.
+      T: tokens, unless the command line says otherwise.
+      sequences: packed sequences; 0 for one that is not packed.
+      ragged: whether the n-th of them is n + 1 times as long as the first, instead of all equally long.
+      segments: whether ids of the tokens tell the sequences, instead of boundaries.
+      normalise: whether the operator scales queries and keys to unit length.
+    """
+
+    operator: str
+    H: int
+    HV: int
+    K: int = 128
+    V: int = 128
+    T: int = 8192
+    sequences: int = 0
+    ragged: bool = False
+    segments: bool = False
+    normalise: bool = False
+
+    @property
+    def _options(self) -> dict[str, bool]:
+        """What the operator and its oracle are told besides; gated linear attention has no such option."""
+        return {"use_qk_l2norm_in_kernel": True} if self.normalise else {}
+
+    @property
+    def table(self) -> Entry:
+        """The operator's line in the table of operators."""
+        return OPERATORS[f"chunk_{self.operator}"]
+
+    @property
+    def width(self) -> int:
+        """Return the channels of o, of all heads together."""
+        return self.HV * self.V
+
+    def function(self, implementation: str, sharding=None) -> Callable:
+        """Return the function from the inputs by name, and cu_seqlens or None, to a dict of o.
+
+        `sharding` is of v, over devices; None for one device.
+        """
+        operator = self.table.function
+
+        def run(x, cu_seqlens):
+            told = {"cu_seqlens": cu_seqlens}
+            if self.segments:
+                told = {"segment_ids": token_owners(x["q"].shape[1], cu_seqlens)[None]}
+            return {"o": operator(**x, **told, **self._options, implementation=implementation, sharding=sharding)[0]}
+
+        return run
+
+    def inputs(self, T: int, dtype) -> dict:
+        """Return seeded inputs by argument name; the gates are those of the tokens."""
+        x = operator_inputs(self.table, 1, T, self.H, self.HV, self.K, self.V, dtype=dtype)
+        x.pop("g_gamma", None)
+        return x
+
+    def specs(self, T: int, dtype) -> dict:
+        """Return the shapes and types of the inputs without data."""
+        gate = (self.HV, self.K) if self.table.per_channel else (self.HV,)
+        shapes = {"q": (self.H, self.K), "k": (self.H, self.K), "v": (self.HV, self.V), "g": gate}
+        shapes |= {"beta": (self.HV,)} if self.table.delta else {}
+        return {
+            name: jax.ShapeDtypeStruct((1, T, *tail), jnp.float32 if name == "g" else dtype)
+            for name, tail in shapes.items()
+        }
+
+    def part(self, x: dict, tokens: slice) -> dict:
+        """Return some tokens of the last key head with its value heads, of inputs, results or gradients by name.
+
+        Heads do not mix, nor do sequences: if the tokens are a whole one, they give what they give among the others.
+        """
+        heads = {"q": 1, "k": 1, "dq": 1, "dk": 1}
+        return {name: y[:, tokens, -heads.get(name, self.HV // self.H) :] for name, y in x.items()}
+
+    def expected(self, part: dict, do) -> dict[str, np.ndarray]:
+        """Return o in float64 of one sequence of such a part, and the gradients of its inputs if there is a do."""
+        o, _, *gradients = reference(**part, do=do, **self._options)
+        return {"o": o} | ({f"d{name}": y for name, y in gradients[0].items()} if gradients else {})
+
+    def tolerance(self, name: str, dtype: str) -> float:
+        """Return the tolerance of a result, or of a gradient, whose name begins with d."""
+        return tolerance(name, dtype)
+
+    def boundaries(self, T: int):
+        """Return cu_seqlens int32 [sequences + 1], or None."""
+        if not self.sequences:
+            return None
+        n = jnp.arange(self.sequences + 1, dtype=jnp.int32)
+        if self.ragged:
+            return T * (n * (n + 1)) // (self.sequences * (self.sequences + 1))
+        return n * (T // self.sequences)
+
+    def cost(self, T: int, dtype, backward: bool) -> tuple[int, int]:
+        """Return flops and bytes: those that the package's `cost` counts, the forward's or both directions' together.
+
+        They are the same for every implementation, whatever it really does, so that their rates compare: the flops of
+        the matrix products of whole chunks, and every tensor moved once in each direction. Earlier results counted
+        triangles half, the inverse too, and a backward as two forwards: their times compare, their rates do not.
+        """
+        sizes = dict(B=1, T=T, H=self.H, HV=self.HV, K=self.K, V=self.V, C=choose_chunk_size(None, T=T))
+        itemsize = jnp.dtype(dtype).itemsize
+        costs = [self.table.cost(**sizes, itemsize=itemsize, backward=way) for way in (False, True)[: 1 + backward]]
+        return sum(x.flops for x in costs), sum(x.bytes_accessed for x in costs)
+
+
+MODELS = {
+    "qwen3-next-80b": Case("gated_delta_rule", H=16, HV=32),
+    "qwen3.5-397b": Case("gated_delta_rule", H=16, HV=64),
+    "kimi-linear-48b": Case("kda", H=32, HV=32),
+    "minimax-text-01": Case("simple_gla", H=64, HV=64),
+    "mamba-codestral-7b": Case("simple_gla", H=8, HV=128, V=64),
+    "gla": Case("gla", H=16, HV=16),
+}
+
+
+def program(case, implementation: str, T: int, backward: bool, cu_seqlens, sharding=None, results: bool = False):
+    """Return a case as a function and its shapes: [B, T, heads * channels] in bfloat16, as the projections leave them.
+
+    Args:
+      case: a `Case`.
+      implementation: one of its operator's.
+      T: tokens.
+      backward: whether the function gives the gradients too, from a cotangent, its last argument.
+      cu_seqlens: the shape of the boundaries, None for a single sequence.
+      sharding: of v, over devices; None for one device.
+      results: whether the output is wanted beside the gradients.
+    """
+    shapes = case.specs(T, jnp.bfloat16)
+    # Weights stay as they are.
+    flat = {
+        n: jax.ShapeDtypeStruct((1, T, x.size // T), x.dtype) if x.shape[:2] == (1, T) else x for n, x in shapes.items()
+    }
+
+    def run(flat, cu_seqlens):
+        x = {name: y.reshape(shapes[name].shape) for name, y in flat.items()}
+        function = case.function(implementation, sharding) if sharding else case.function(implementation)
+        return {"o": function(x, cu_seqlens)["o"].reshape(1, T, -1)}
+
+    if not backward:
+        return run, (flat, cu_seqlens)
+    do = jax.ShapeDtypeStruct((1, T, case.width), jnp.bfloat16)
+
+    def gradients(flat, cu_seqlens, do):
+        found = with_gradients(run)(flat, cu_seqlens, {"o": do})
+        return {name: x for name, x in found.items() if results or name != "o"}
+
+    return jax.jit(gradients), (flat, cu_seqlens, do)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a scheduler packed into one serving step.
+
+    Attributes:
+      decodes: sequences that go token by token, all from a state.
+      W: tokens of each, after every one of which the state is kept.
+      prefills: tokens of every other sequence, each from a state too.
+      pool: type of the states.
+    """
+
+    decodes: int = 0
+    W: int = 1
+    prefills: tuple[int, ...] = ()
+    pool: str = "float32"
+
+    @property
+    def N(self) -> int:
+        """Sequences."""
+        return self.decodes + len(self.prefills)
+
+    @property
+    def T(self) -> int:
+        """Tokens."""
+        return self.decodes * self.W + sum(self.prefills)
+
+    def step(self) -> dict[str, np.ndarray]:
+        """Return what changes from step to step, by argument name."""
+        lengths = [self.W] * self.decodes + list(self.prefills)
+        indices = np.arange(self.N * self.W, dtype=np.int32)
+        return {
+            "cu_seqlens": np.cumsum([0, *lengths], dtype=np.int32),
+            "state_indices": indices if self.W == 1 else indices.reshape(self.N, self.W),
+            "has_initial_state": np.ones(self.N, bool),
+            "num_decodes": np.int32(self.decodes),
+            "num_sequences": np.int32(self.N),
+        }
+
+
+def serving_step(case: Case, implementation: str) -> Callable:
+    """Return the step of tensors, the pool and what changes from step to step, each by argument name."""
+    operator = getattr(pipeline, f"ragged_{case.operator}")
+    normalise = {"use_qk_l2norm_in_kernel": True} if case.table.delta else {}
+    return lambda x, states, step: operator(**x, states=states, **step, **normalise, implementation=implementation)
+
+
+def moved_bytes(case: Case, mixture: Mixture) -> tuple[int, int]:
+    """Return the bytes that the decodes and the prefills must move: every token and every state, bfloat16 tensors."""
+    state = case.HV * case.K * case.V * jnp.dtype(mixture.pool).itemsize
+    # q, k, v and o, the decays and the step sizes.
+    gates = case.HV * ((case.K if case.table.per_channel else 1) + case.table.delta)
+    token = 2 * 2 * (case.H * case.K + case.HV * case.V) + 4 * gates
+    decodes = mixture.decodes * (mixture.W * token + (1 + mixture.W) * state)
+    return decodes, sum(mixture.prefills) * token + 2 * len(mixture.prefills) * state

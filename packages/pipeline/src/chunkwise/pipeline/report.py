@@ -1,0 +1,311 @@
+"""What a machine does with the layers of real models, in one JSON file: `chunkwise report`.
+
+`report.schema.json` beside this module is the schema of the file. docs/hardware.md explains it.
+"""
+
+import dataclasses
+import datetime
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from importlib import resources
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+
+from chunkwise import pipeline
+from chunkwise.pipeline import info, models, tables
+from chunkwise.shared import chips
+from chunkwise.shared.operators import checks
+from chunkwise.shared.testing import compare, oracle
+
+# Of the file. A reader of another version must not guess.
+SCHEMA = 1
+DTYPE = "bfloat16"
+PASSES = ("forward", "forward+backward", "decode")
+# Sequences of a serving step that decodes, and how much smaller a layer is on a machine that is no accelerator.
+DECODES, SMALL_DECODES = 64, 8
+SMALL_TOKENS, SMALL_HEADS = 256, 8
+# Gradients are judged over so many tokens: float64 keeps a state for each of them.
+JUDGED = 1024
+# A sample is as many calls in a row as take so long, but not more than CALLS: results that wait take memory.
+SAMPLE_SECONDS, CALLS = 0.02, 20
+SAMPLES = 10
+
+
+def read_schema() -> dict:
+    """Return the JSON schema of the file."""
+    return json.loads((resources.files("chunkwise.pipeline") / "report.schema.json").read_text())
+
+
+def smaller(case: models.Case) -> models.Case:
+    """Return a case with fewer heads, in the same ratio, and fewer tokens."""
+    part = min(SMALL_HEADS, case.H)
+    return dataclasses.replace(case, H=case.H // part, HV=case.HV // part, T=SMALL_TOKENS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Something to time: a pass of a case in one implementation.
+
+    Attributes:
+      name: the name of the model in `models.MODELS`.
+      case: its layer, perhaps a smaller one.
+      way: one of PASSES.
+      implementation: one of the operator's.
+      decodes: sequences of a decode.
+    """
+
+    name: str
+    case: models.Case
+    way: str
+    implementation: str
+    decodes: int
+
+    @property
+    def mixture(self) -> models.Mixture:
+        """The serving step of a decode."""
+        return models.Mixture(self.decodes)
+
+    def label(self) -> dict:
+        """Return what names the row."""
+        tokens = self.decodes if self.way == "decode" else self.case.T
+        sizes = {name: getattr(self.case, name) for name in ("operator", "H", "HV", "K", "V")}
+        row = {"case": self.name} | sizes | {"tokens": tokens, "pass": self.way, "dtype": DTYPE}
+        return row | {"implementation": self.implementation}
+
+    def prepare(self) -> tuple[Callable, tuple, Callable[[dict], dict[str, tuple[float, float]]]]:
+        """Return the function, its arguments, and how to judge its results: errors and tolerances by name."""
+        return self._decode() if self.way == "decode" else self._layer(self.way == "forward+backward")
+
+    def _layer(self, backward: bool):
+        case, T = self.case, self.case.T
+        fn, _ = models.program(case, self.implementation, T, backward, None)
+        x = case.inputs(T, jnp.dtype(DTYPE))
+        do = np.random.default_rng(1).standard_normal((1, T, case.HV, case.V))
+        # Tokens after the judged ones have no cotangent, so the gradients are those of the judged ones alone.
+        do[:, JUDGED:] = 0.0
+        do = jnp.asarray(do, DTYPE)
+        flat = {name: y.reshape(1, T, -1) for name, y in x.items()}
+        args = (flat, None, do.reshape(1, T, -1)) if backward else (flat, None)
+        shapes = {"o": do.shape} | {f"d{name}": y.shape for name, y in x.items()}
+
+        def judge(results):
+            tokens = slice(JUDGED if backward else None)
+            results = case.part({name: y.reshape(shapes[name]) for name, y in results.items()}, tokens)
+            some = case.part(x, tokens), case.part({"do": do}, tokens)["do"] if backward else None
+            expected = {name: y for name, y in case.expected(*some).items() if name in results}
+            return _errors(results, expected, lambda name: case.tolerance(name, DTYPE))
+
+        return jax.jit(fn), args, judge
+
+    def _decode(self):
+        case, mixture = self.case, self.mixture
+        x, group = case.inputs(mixture.T, jnp.dtype(DTYPE)), case.HV // case.H
+        rng = np.random.default_rng(2)
+        pool = rng.standard_normal((mixture.N, case.HV, case.K, case.V)).astype(np.float32)
+        step = {name: jnp.asarray(value) for name, value in mixture.step().items()}
+        run = models.serving_step(case, self.implementation)
+        fn = jax.jit(
+            lambda x, pool, step: dict(zip(("o", "states"), run(x, pool, step), strict=True)), donate_argnums=1
+        )
+
+        def judge(results):
+            last = slice(mixture.T - 1, mixture.T)
+            o, state = oracle.reference(
+                **case.part(x, last), initial_state=pool[-1:, -group:].astype(np.float64),
+                **({"use_qk_l2norm_in_kernel": True} if case.table.delta else {}),
+            )  # fmt: skip
+            some = case.part({"o": results["o"]}, last) | {"states": results["states"][-1:, -group:]}
+            return _errors(some, {"o": o, "states": state}, lambda name: case.tolerance("o", DTYPE))
+
+        return fn, (x, jnp.asarray(pool), step), judge
+
+    def bytes_moved(self) -> int:
+        """Return the bytes that it must move: every tensor and every state once in each direction."""
+        if self.way == "decode":
+            return models.moved_bytes(self.case, self.mixture)[0]
+        return self.case.cost(self.case.T, jnp.dtype(DTYPE), self.way != "forward")[1]
+
+
+def _errors(results: dict, expected: dict, tolerance: Callable[[str], float]) -> dict[str, tuple[float, float]]:
+    return {name: (compare.error(results[name], y), tolerance(name)) for name, y in expected.items()}
+
+
+def plan(names: list[str], small: bool) -> Iterator[Job]:
+    """Yield what is timed: every pass of every model in the implementation that None selects, and in plain JAX."""
+    for name in names:
+        case = smaller(models.MODELS[name]) if small else models.MODELS[name]
+        chosen = checks.choose_implementation(None, case.table.implementations, on_tpu=case.table.implementations[-1])
+        for way in PASSES:
+            if way == "decode" and not hasattr(pipeline, f"ragged_{case.operator}"):
+                continue
+            for implementation in dict.fromkeys((chosen, "xla")):
+                yield Job(name, case, way, implementation, SMALL_DECODES if small else DECODES)
+
+
+def measure(job: Job, samples: int, chip: str | None) -> dict:
+    """Return the row of a job; `message` says what was raised, and then there are no figures."""
+    none = dict.fromkeys(
+        ("compile_s", "calls", "samples", "median_ms", "least_ms", "quartiles_ms", "result", "error", "tolerance")
+    )
+    row = job.label() | none | {"passed": False} | _outlook(job, chip) | {"message": ""}
+    try:
+        fn, args, judge = job.prepare()
+        start = time.perf_counter()
+        program = fn.lower(*args).compile()
+        row["compile_s"] = time.perf_counter() - start
+        results = jax.block_until_ready(program(*args))
+        errors = judge(results)
+        worst = max(errors, key=lambda name: errors[name][0] / errors[name][1])
+        error, tolerance = errors[worst]
+        row |= {"result": worst, "error": error if math.isfinite(error) else None, "tolerance": tolerance}
+        row["passed"] = error <= tolerance
+        if job.way == "decode":
+            # The pool is donated: every step gets the one before's.
+            state = {"pool": results["states"]}
+
+            def call():
+                found = program(args[0], state["pool"], args[2])
+                state["pool"] = found["states"]
+                return found
+
+        else:
+            call = lambda: program(*args)
+        row |= _time(call, samples)
+    except Exception as problem:  # whatever it is, the other rows are still wanted
+        row["passed"] = False
+        text = str(problem).strip().splitlines()
+        row["message"] = f"{type(problem).__name__}: {text[0] if text else ''}"
+    return row
+
+
+def _time(call: Callable, samples: int) -> dict:
+    """Return how long a call takes: a few samples, each of several calls in a row."""
+    jax.block_until_ready(call())
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    calls = max(1, min(CALLS, round(SAMPLE_SECONDS / (time.perf_counter() - start))))
+    times = []
+    for _ in range(samples):
+        start = time.perf_counter()
+        for _ in range(calls):
+            results = call()
+        jax.block_until_ready(results)
+        times.append(1e3 * (time.perf_counter() - start) / calls)
+    quartiles = [float(x) for x in np.percentile(times, [25, 75])]
+    figures = {"median_ms": statistics.median(times), "least_ms": min(times), "quartiles_ms": quartiles}
+    return {"calls": calls, "samples": samples} | figures
+
+
+def _outlook(job: Job, chip: str | None) -> dict:
+    """Return what is expected of a job on a chip: the time of its bytes, and an estimate if one came with the package.
+
+    An estimate for fewer tokens is scaled. It is of "cycles", which the compiler simulated, or of "bundles", as if
+    nothing in the kernel waited.
+    """
+    row = dict.fromkeys(("floor_ms", "estimate_ms", "estimate_from", "estimate_tokens", "estimate_file"))
+    if chip not in chips.CHIPS:
+        return row
+    row["floor_ms"] = job.bytes_moved() / chips.CHIPS[chip].bandwidth_tb_s / 1e9
+    label = job.label()
+    names = ("case", "pass", "implementation")
+    for found in _estimates() if job.case == models.MODELS[job.name] else ():
+        if found["chip"] == chip and all(found[name] == label[name] for name in names):
+            row["estimate_ms"] = found["estimate_ms"] * label["tokens"] / found["tokens"]
+            row |= {f"estimate_{name}": found[name] for name in ("from", "tokens", "file")}
+    return row
+
+
+def _estimates() -> list[dict]:
+    """Return the estimates of the package, which `python -m benchmarks pages --write` takes from docs/data."""
+    return json.loads((resources.files("chunkwise.pipeline") / "estimates.json").read_text())
+
+
+def gather(small: bool) -> dict:
+    """Return what a report says before it measures: of the machine no more than what changes its figures."""
+    installed = info.gather()
+    names = {"chunkwise": installed["packages"]["chunkwise-pipeline"]} | installed["libraries"]
+    return {
+        "schema": SCHEMA,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": {
+            "backend": jax.default_backend(),
+            "kind": jax.devices()[0].device_kind,
+            "count": jax.device_count(),
+            "chip": chips.current() if jax.default_backend() == "tpu" else None,
+        },
+        "host": {"system": platform.system(), "architecture": platform.machine(), "cores": os.cpu_count()},
+        "versions": names,
+        "small": small,
+    }
+
+
+def run(checked: list[dict], names: list[str], small: bool, samples: int, output: Path, console: Console) -> int:
+    """Time the models, write the file and print a summary; return 1 if a check failed or a time has no right result.
+
+    Args:
+      checked: rows of the check, as JSON.
+      names: of the models.
+      small: whether to take smaller layers.
+      samples: of every time.
+      output: the file.
+      console: where the summary goes.
+    """
+    about = gather(small)
+    planned, rows = list(plan(names, small)), []
+    # What another run has compiled would be no time of a compilation.
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        with tables.make_progress(console) as progress:
+            task = progress.add_task("", total=len(planned))
+            for job in planned:
+                tables.announce(f"timing {job.name}, {job.way}, {job.implementation}", progress, task)
+                rows.append(measure(job, samples, about["device"]["chip"]))
+                progress.advance(task)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(about | {"check": checked, "times": rows}, indent=1, allow_nan=False) + "\n")
+    failed = [row for row in (*checked, *rows) if not row["passed"]]
+    show(rows, console)
+    size = "smaller layers than the models have" if small else "the layers of the models"
+    console.print(
+        f"{about['device']['kind']}, jax {about['versions']['jax']}, {size}, {DTYPE}. Time: the median of {samples} "
+        "samples, without compilation, with its quartiles. Estimate: the TPU compiler's, for a chip that it knows.\n"
+        f"{len(checked)} checks, {len(rows)} times, {len(failed)} failed. The report is {output}."
+    )
+    return int(bool(failed))
+
+
+def show(rows: list[dict], console: Console) -> None:
+    """Print the times as a table."""
+    table = tables.make_table(
+        console, ("model", "pass", "how"),
+        ("tokens", "time, ms", "quartiles, ms", "estimate, ms", "compile, s", "error", "verdict"),
+    )  # fmt: skip
+    for row in rows:
+        verdict = "[green]pass[/]" if row["passed"] else f"[bold red]{'RAISED' if row['message'] else 'FAIL'}[/]"
+        low, high = row["quartiles_ms"] or (None, None)
+        cells = (
+            f"{row['tokens']:,}", _number(row["median_ms"]), f"{_number(low)} to {_number(high)}",
+            _number(row["estimate_ms"]), _number(row["compile_s"]), _number(row["error"], ".1e"), verdict,
+        )  # fmt: skip
+        table.add_row(row["case"], row["pass"], row["implementation"], *cells)
+    console.print(table)
+    for row in rows:
+        if row["message"]:
+            console.print(f"[red]{escape(', '.join((row['case'], row['pass'], row['message'])))}[/]")
+
+
+def _number(value: float | None, form: str = ".3g") -> str:
+    return "-" if value is None else f"{value:{form}}"
