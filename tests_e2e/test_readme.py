@@ -148,11 +148,11 @@ def check_pip(arguments: list[str]) -> None:
 def check_chunkwise(arguments: list[str], monkeypatch) -> None:
     """Every kernel takes a minute and is what `chunkwise check` is tested for in its package: one kernel here.
 
-    The demo takes a minute too, and has tests in its package.
+    The demo and the report take a minute too, and have tests in their package.
     """
     from chunkwise.pipeline import cli
 
-    if arguments[0] == "demo":
+    if arguments[0] in ("demo", "report"):
         assert cli.make_parser().parse_args(arguments)
         return
     only = ["--kernel", "chunk_local_cumsum"] if arguments[0] == "check" and "--kernel" not in arguments else []
