@@ -1,4 +1,4 @@
-"""The reports in docs/data/hardware fit their schema, and are listed; the page names every field of the schema."""
+"""Reports of docs/data/hardware fit their schema and are listed, and estimates that are shipped are those of docs/data."""
 
 import json
 from pathlib import Path
@@ -39,3 +39,10 @@ def test_what_does_not_fit():
     ):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
+
+
+def test_shipped_estimates_are_those_of_the_data(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import shipped
+
+    assert shipped.main(write=False) == 0, capsys.readouterr().out
