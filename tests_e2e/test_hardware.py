@@ -1,4 +1,4 @@
-"""Reports of docs/data/hardware fit their schema and are listed, and estimates that are shipped are those of docs/data."""
+"""Reports of docs/data/hardware fit their schema and are listed; estimates that are shipped are those of docs/data."""
 
 import json
 from pathlib import Path
