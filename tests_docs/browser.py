@@ -14,7 +14,7 @@ from PyQt6.QtWebEngineCore import QWebEnginePage, QWebEngineProfile, QWebEngineU
 from PyQt6.QtWebEngineWidgets import QWebEngineView
 from PyQt6.QtWidgets import QApplication
 
-PHONE = (390, 844)
+PHONE, LAPTOP = (390, 844), (1280, 800)
 
 
 class Requests(QWebEngineUrlRequestInterceptor):
@@ -66,6 +66,11 @@ class Browser:
         came = self._wait(self.page.loadFinished.connect)
         self.page.loadFinished.disconnect()
         return came
+
+    def resize(self, size: tuple[int, int]) -> None:
+        """Give the window another size, and wait for the page to have it."""
+        self.view.resize(*size)
+        assert self.wait_for(f"innerWidth === {size[0]}")
 
     def run(self, script: str):
         """Return the value of a JavaScript expression."""

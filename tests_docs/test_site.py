@@ -1,21 +1,26 @@
 """The documentation site, as `mkdocs build` left it in build/site, in a browser: `nox -s docs` builds it and runs this.
 
-Every page is opened once, at the width of a phone, and says what the tests look at. The server is on this machine.
+Every page is opened once, at the width of a phone and then of a laptop, and says what the tests look at. The server is
+on this machine.
 """
 
 import ast
 import functools
 import http.server
+import runpy
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urldefrag
 
 import pytest
 
-from browser import Browser
+from browser import LAPTOP, Browser
 
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "build/site"
+HOOKS = runpy.run_path(str(ROOT / "docs/site/hooks.py"))
+ABOUT = HOOKS["metadata"].read()
 PAGES = sorted(path.relative_to(SITE).as_posix().removesuffix("index.html") for path in SITE.rglob("index.html"))
 INITS = [path for path in ROOT.glob("*/**/src/chunkwise/**/__init__.py") if "__all__" in path.read_text()]
 
@@ -35,6 +40,17 @@ LOOK = """({
     raw: [...document.querySelectorAll('article p, article li, article td')]
         .map(x => [...x.childNodes].filter(n => n.nodeName === '#text').map(n => n.textContent).join(' '))
         .filter(text => /\\$|\\\\[a-z]+/.test(text)),
+})"""
+# And at the width of a laptop. A superscript floats if it ends in the upper quarter of what carries it, or above.
+LOOK_WIDE = """({
+    title: document.querySelector('header .md-header__topic').textContent.trim(),
+    scrolling: [...document.querySelectorAll('pre, pre > code')].filter(x => x.scrollWidth > x.clientWidth)
+        .map(x => x.textContent.slice(0, 60)),
+    scripts: document.querySelectorAll('msup').length,
+    floating: [...document.querySelectorAll('msup, msubsup')].filter(x => {
+        const base = x.firstElementChild.firstElementChild.getBoundingClientRect()
+        return x.lastElementChild.getBoundingClientRect().bottom < base.top + base.height / 4
+    }).map(x => x.textContent),
 })"""
 
 
@@ -65,7 +81,9 @@ def look(browser, address):
     @functools.cache
     def look(page: str) -> dict:
         assert browser.open(address + page)
-        return browser.run(LOOK) | {"said": browser.said, "asked": browser.asked}
+        seen = browser.run(LOOK)
+        browser.resize(LAPTOP)
+        return seen | browser.run(LOOK_WIDE) | {"said": browser.said, "asked": browser.asked}
 
     return look
 
@@ -99,6 +117,30 @@ def test_formulas_are_drawn(look, page):
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_scripts_are_in_place(look, page):
+    """The transpose of a matrix stands beside it and not above, without a font for mathematics too."""
+    assert not look(page)["floating"]
+    assert page != "tutorial/" or look(page)["scripts"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_does_not_scroll_on_a_laptop(look, page):
+    assert not look(page)["scrolling"]
+
+
+def test_title_says_the_version(look):
+    assert look("")["title"] == f"chunkwise {ABOUT.version}"
+
+
+def test_repository():
+    """The navigation links to the repository as soon as it has an address, and nothing else asks it for anything."""
+    for address, expected in (("", ["index.md"]), ("https://x.org/y", ["index.md", {"Repository": "https://x.org/y"}])):
+        config = SimpleNamespace(site_name="chunkwise", nav=["index.md"])
+        HOOKS["introduce"](config, ABOUT._replace(repository=address))
+        assert config.nav == expected
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(look, address, page):
     for link in look(page)["links"]:
         url, name = urldefrag(link)
@@ -124,13 +166,24 @@ def test_search_finds_what_a_package_exports(browser, address, init):
     assert browser.open(address)
     for name in functions(init):
         word = name.rsplit(".", 1)[1]
-        found = browser.wait_for(SEARCH % (word, name))
+        found = browser.wait_for(f"{SEARCH % word}.some(url => url.hash === '#{name}')")
         assert found, f"a search for {word} must find {name}"
 
 
-# Types a word, and says whether a result leads to the place of a name. Results come when the search is done with them.
+@pytest.mark.parametrize("word", ["inputs", "kernels", "tests", "compare", "packed", "oracle"])
+def test_search_shows_pages_for_users_first(browser, address, word):
+    """The package shared, the changelog and the examples come after all pages that say something of a word."""
+    assert browser.open(address)
+    assert browser.wait_for(f"{SEARCH % word}.length")
+    browser.sleep(0.5)
+    found = browser.run(f"{SEARCH % word}.map(url => url.pathname.slice(1))")
+    behind = [path.startswith(HOOKS["BEHIND"]) for path in found]
+    assert not behind[0], found
+
+
+# Types a word, and says where the results lead. They come when the search is done with them.
 SEARCH = """(() => {
-    const [word, place] = ['%s', '%s']
+    const word = '%s'
     const field = document.querySelector('[data-md-component=search-query]')
     if (field.value !== word) {
         document.querySelector('[data-md-toggle=search]').checked = true
@@ -138,5 +191,5 @@ SEARCH = """(() => {
         field.value = word
         field.dispatchEvent(new Event('keyup', {bubbles: true}))
     }
-    return [...document.querySelectorAll('.md-search-result__link')].some(a => new URL(a.href).hash === '#' + place)
+    return [...document.querySelectorAll('.md-search-result__link')].map(a => new URL(a.href))
 })()"""

@@ -4,12 +4,14 @@
 - The page of a package ends with its reference: what `__all__` names, out of the docstrings.
 - A link in a page is written for the repository, where it leads to a file. Here it leads to the page of that file.
 - $...$ and $$...$$ become MathML, which browsers draw without a script or a font of ours.
+- The title says the version, and the navigation ends with the repository once metadata.toml has its address.
 """
 
 import ast
 import posixpath
 import re
-import tomllib
+import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from latex2mathml.converter import convert
@@ -17,11 +19,22 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from release import metadata  # noqa: E402
+
 # Code is what no rule here touches: blocks between fences, indented blocks, and words between backticks.
 CODE = re.compile(r"(^```.*?^```$|(?<=\n\n)(?: {4}[^\n]*\n)+|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
 COMMENT = re.compile(r"^<!--.*-->\n", re.MULTILINE)
 MATHS = re.compile(r"\$\$(.+?)\$\$|\$(\S(?:[^$\n]*\S)?)\$", re.DOTALL)
+MATHML = "http://www.w3.org/1998/Math/MathML"
+# The height and depth of what carries a script. Without a font for mathematics browsers put superscripts on its top and
+# subscripts at its bottom; with such a font they come to about the same places.
+HEIGHT, DEPTH = {"height": "0.42em"}, {"depth": "0.2em"}
+SCRIPTS = {"msup": HEIGHT, "msub": DEPTH, "msubsup": HEIGHT | DEPTH}
+# Pages for those who change the project; a search shows the pages for users first.
+BEHIND = ("packages/shared", "changelog", "examples/")
 
 
 def outside_code(markdown: str, change) -> str:
@@ -78,9 +91,7 @@ def package_folders() -> list[Path]:
 
 def on_config(config):
     """Append the pages of packages and examples to the navigation, and tell mkdocstrings where the sources are."""
-    # Empty until the repository has an address; then every page links to it.
-    config.repo_url = tomllib.loads((ROOT / "metadata.toml").read_text())["repository"]
-    config.repo_name = "Repository"
+    introduce(config, metadata.read())
     config.extra["elsewhere"] = elsewhere = pages_elsewhere()
     for title in ("Packages", "Examples"):
         folder = title.lower()
@@ -89,6 +100,16 @@ def on_config(config):
     options = config.plugins["mkdocstrings"].config["handlers"]["python"]
     options["paths"] = [str(path / "src") for path in package_folders()]
     return config
+
+
+def introduce(config, about: metadata.Metadata) -> None:
+    """Say the version in the title, and add a link to the repository to the navigation if it has an address.
+
+    The theme's own link to a repository asks its forge for figures, from every reader's browser.
+    """
+    config.site_name = f"{config.site_name} {about.version}"
+    if about.repository:
+        config.nav.append({"Repository": about.repository})
 
 
 def on_files(files, config):
@@ -113,6 +134,8 @@ def on_page_markdown(markdown, page, config, files):
             raise PluginError(f"{here}: no page shows {path}, to which there is a link.")
         return f"]({posixpath.relpath(target, posixpath.dirname(page.file.src_uri))}{heading})"
 
+    if page.file.src_uri.startswith(BEHIND):
+        page.meta["search"] = {"boost": 0.1}
     markdown = COMMENT.sub("", markdown)
     return outside_code(markdown, lambda text: LINK.sub(link, MATHS.sub(maths, text.replace("<", "&lt;"))))
 
@@ -121,4 +144,18 @@ def maths(match) -> str:
     """Return the MathML of one formula."""
     block, inline = match[1], match[2]
     drawn = convert((block or inline).replace("&lt;", "<"), display="block" if block else "inline")
+    drawn = place_scripts(drawn)
     return f'<div class="formula">{drawn}</div>' if block else drawn
+
+
+def place_scripts(drawn: str) -> str:
+    """Return MathML in which all that carries a script is in a box of a fixed height and depth."""
+    # Signs stay written as numbers, so that Markdown takes none of them for its own.
+    formula = ET.fromstring(drawn.replace("&#x", "\ue000"))
+    for element in list(formula.iter()):
+        if box := SCRIPTS.get(element.tag.removeprefix(f"{{{MATHML}}}")):
+            base = element[0]
+            element[0] = ET.Element(f"{{{MATHML}}}mpadded", box)
+            element[0].append(base)
+    ET.register_namespace("", MATHML)
+    return ET.tostring(formula, encoding="unicode").replace("\ue000", "&#x")
