@@ -36,6 +36,7 @@ from benchmarks.compare import compare, merged
 from benchmarks.mixer import MIXERS
 from benchmarks.scans import SCANS
 from chunkwise import pipeline
+from chunkwise.pipeline import info
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.pipeline.stages import STAGES
 from chunkwise.pipeline.tables import make_console, make_progress, make_table
@@ -286,7 +287,7 @@ def _cell(value) -> str:
 def save(options: argparse.Namespace, rows: list[dict]) -> None:
     """Write a result; with `--keep` beside the rows of an earlier one of the same command, version and machine."""
     about = {"jax": jax.__version__, "backend": jax.default_backend(), "device": jax.devices()[0].device_kind}
-    about |= {"command": options.command, "python": platform.python_version()}
+    about |= {"command": options.command, "python": platform.python_version(), "libtpu": info.version("libtpu")}
     if options.keep and options.json.exists():
         earlier = json.loads(options.json.read_text())
         others = {key: value for key, value in earlier.items() if key != "rows" and value != about.get(key)}

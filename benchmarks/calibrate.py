@@ -58,11 +58,12 @@ PUBLISHED = [
     Published("tokamax", "kimi_delta_attention", "tpu7x", 32, 32, True, 4.593, _TOKAMAX, "kimi-linear-48b"),
 ]
 
-# Published times of kernels that nobody can install from a package index, or whose work the compiler cannot know.
+# Published times that are not compared, and why.
 LEFT_OUT = {
-    "sglang-jax": "its KDA kernel is newer than the release on the package index",
-    "tpu-inference": "its loops depend on the boundaries of the sequences, so the compiler has no cycles of them",
-    "flywheel-tpu": "likewise, and it publishes a picture and no table of its gated delta rule",
+    "sglang-jax": "the package index has a release that is older than its KDA kernel",
+    "tpu-inference": "it publishes times of serving steps, whose loops depend on boundaries that the compiler does not "
+    "know",
+    "flywheel-tpu": "the same holds for it, and its own times are in a picture",
 }
 
 
@@ -151,7 +152,7 @@ def band(rows: list[dict], ratio: str = "ratio") -> tuple[float, float] | None:
 
 def sentences(rows: list[dict]) -> list[str]:
     """Return what the rows say, in sentences."""
-    lines = [f"{peer} is left out: {why}." for peer, why in LEFT_OUT.items()]
+    lines = [f"{peer} is left out, because {why}." for peer, why in LEFT_OUT.items()]
     missing = dict.fromkeys(one.peer for one in PUBLISHED if one.peer not in tpu_peers.installed())
     lines += [f"{peer} is not installed." for peer in missing]
     for ratio, figure, what in (("ratio", "bundles_ms", "bundles"), ("ratio_cycles", "cycles_ms", "simulated cycles")):

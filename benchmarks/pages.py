@@ -536,13 +536,39 @@ def calibration() -> str:
     """What to expect of an estimate, as peers with published times show it."""
     rows = rows_of("calibrate")
     low, high = calibrate.band(rows)
-    row = only(rows, case="qwen3-next-80b", implementation="fused", **{"pass": "forward"})
-    peers = {x["implementation"]: x["version"] for x in rows if x.get("ratio")}
-    names = " and ".join(f"{name} {version}" for name, version in sorted(peers.items()))
-    count = len([x for x in rows if x.get("ratio")])
+    ours = only(rows, case="qwen3-next-80b", implementation="fused", **{"pass": "forward"})
+    model, ms = MODELS[ours["case"]].partition(":")[0], ours["bundles_ms"]
     return (
-        f"{MODELS['qwen3-next-80b'].partition(':')[0]}'s layer, forward, {whole(row['T'])} tokens, {row['chip']}: "
-        f"**{decimals(row['bundles_ms'])} ms estimated; peers took {decimals(low)} to {decimals(high)} times their "
-        f"estimates**,\nwhich would be {decimals(low * row['bundles_ms'])} to {decimals(high * row['bundles_ms'])} ms. "
-        f"The peers are {names}: {count} kernels whose authors publish times of real chips."
+        f"For {model}'s layer, forward, T = {whole(ours['T'])}, on {ours['chip']}: **{decimals(ms)} ms estimated; "
+        f"peers took {decimals(low)} to {decimals(high)} times their estimates**,\nwhich makes {decimals(low * ms)} to "
+        f"{decimals(high * ms)} ms likely."
     )
+
+
+@block
+def calibration_rows() -> str:
+    """Published times of peers beside the estimates of their kernels."""
+    lines = []
+    for row in rows_of("calibrate"):
+        if row.get("ratio"):
+            name = f"{row['implementation']} {row['version']}, {row['case']}"
+            ratios = [decimals(row[key]) for key in ("ratio", "ratio_with_around")]
+            times = decimals(row["published_ms"]), decimals(row["bundles_ms"])
+            lines.append([name, row["chip"], PASSES[row["pass"]], *times, *ratios])
+    head = [
+        "kernels, heads",
+        "chip",
+        "pass",
+        "published, ms",
+        "estimated, ms",
+        "ratio",
+        "with operations",
+    ]
+    return table(head, lines)
+
+
+@block
+def calibration_left_out() -> str:
+    """Peers with published times that are not compared, and why."""
+    reasons = ";\n".join(f"{peer}, because {why}" for peer, why in calibrate.LEFT_OUT.items())
+    return f"Other published times are left out: {reasons}."

@@ -100,8 +100,11 @@ def estimate(case: Case, implementation: str, chip: str, T: int, backward: bool,
     """Compile a case for `chip` and return what the compiler says of it; call in a fresh process only."""
     floor = case.cost(T, jnp.bfloat16, backward)[1] / CHIPS[chip].bandwidth_tb_s / 1e9
     if implementation in tpu_peers.PEERS:
+        peer = tpu_peers.PEERS[implementation]
         with tpu_peers.on_a_tpu():
-            return figures(lambda: tpu_peers.PEERS[implementation].build(case, T, backward), chip, floor, profile)
+            found = figures(lambda: peer.build(case, T, backward), chip, floor, profile and peer.counted)
+        unknown = () if peer.counted else ("kernel_cycles", "around_cycles", "bundles", "estimate_ms")
+        return found | dict.fromkeys(unknown)
     cu_seqlens = jax.ShapeDtypeStruct((case.sequences + 1,), jnp.int32) if case.sequences else None
     return figures(lambda: ours(case, implementation, T, backward, cu_seqlens), chip, floor, profile)
 

@@ -19,12 +19,14 @@ class Peer:
       module: what is imported.
       build: from a case, its tokens and whether the backward is wanted too, to a function and its shapes.
       backward: whether it has gradients.
+      counted: whether the compiler knows how often its loops run; otherwise there are no cycles of it, nor bundles.
       operators: those that it has, without the prefix `chunk_`.
     """
 
     module: str
     build: Callable[..., tuple]
     backward: bool
+    counted: bool = True
     operators: tuple[str, ...] = ("gated_delta_rule", "kda")
 
     @property
@@ -117,7 +119,7 @@ def _deltanet(case, T: int, backward: bool) -> tuple[Callable, list]:
 def _flywheel(case, T: int, backward: bool) -> tuple[Callable, list]:
     """Return flywheel-tpu's kernel for a serving step of one prefill, fused with the convolution before it.
 
-    Its loops depend on the boundaries of the sequences, which a compiler does not know: there are no cycles of it.
+    Its loops depend on the boundaries of the sequences, which a compiler does not know.
     """
     from flywheel_tpu import linear_attention
 
@@ -144,7 +146,7 @@ def _flywheel(case, T: int, backward: bool) -> tuple[Callable, list]:
 PEERS = {
     "tokamax": Peer("tokamax", _tokamax, backward=False),
     "deltanet-tpu": Peer("deltanet_tpu", _deltanet, backward=True),
-    "flywheel-tpu": Peer("flywheel_tpu", _flywheel, backward=False),
+    "flywheel-tpu": Peer("flywheel_tpu", _flywheel, backward=False, counted=False),
 }
 
 
