@@ -1,0 +1,165 @@
+"""The gated delta rule in MaxText's signatures, and the weights of its Qwen3-Next layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkwise.layers import GatedDeltaNetConfig, GatedDeltaNetWeights
+from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.shared.operators import checks
+
+__all__ = [
+    "from_segmentation",
+    "jax_ar_gated_delta_rule",
+    "jax_chunk_gated_delta_rule",
+    "load_qwen3_next",
+    "save_qwen3_next",
+]
+
+
+def jax_chunk_gated_delta_rule(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    chunk_size: int = 64,
+    initial_state: jax.Array | None = None,
+    use_qk_norm_in_gdn: bool = False,
+    cp_axis: str | tuple[str, ...] | None = None,
+    compute_dtype: Any = jnp.bfloat16,
+    *,
+    segment_ids: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the gated delta rule over whole sequences, as `maxtext.models.qwen3` has it under this name.
+
+    Dims: B batch, S tokens, H query and key heads, HV value heads: MaxText repeats queries and keys, so that H = HV,
+    but any divisor does; K and V key and value dimensions.
+
+    Args:
+      query, key, value: [B, S, H, K], [B, S, H, K] and [B, S, HV, V].
+      g, beta: log decay and step sizes [B, S, HV].
+      chunk_size: tokens of a chunk, static; a multiple of 16 up to 128.
+      initial_state: [B, HV, K, V], or None for zeros.
+      use_qk_norm_in_gdn: whether queries and keys are made to have unit length.
+      cp_axis: the axis or axes, inside a `shard_map`, over which S is split, in the order of tokens.
+      compute_dtype: what queries, keys, values and step sizes are rounded to first.
+      segment_ids: int32 [B, S] as MaxText counts, 0 for padding: no state goes from one document to the next. MaxText
+        has no such argument.
+      implementation: "xla", "staged" or "fused"; None for the best.
+
+    Returns:
+      o [B, S, HV, V] in the type of `query`, and the final state in `compute_dtype`, None without an initial one.
+    """
+    q, k, v, b = (x.astype(compute_dtype) for x in (query, key, value, beta))
+    o, state = chunk_gated_delta_rule(
+        q, k, v, g, b, initial_state=initial_state, output_final_state=initial_state is not None,
+        use_qk_l2norm_in_kernel=use_qk_norm_in_gdn, chunk_size=chunk_size, context_axis=cp_axis,
+        segment_ids=None if segment_ids is None else from_segmentation(segment_ids), implementation=implementation,
+    )  # fmt: skip
+    return o.astype(query.dtype), None if state is None else state.astype(compute_dtype)
+
+
+def jax_ar_gated_delta_rule(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array,
+    use_qk_norm_in_gdn: bool = False,
+    compute_dtype: Any = jnp.bfloat16,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gated delta rule of one more token in each row, as `maxtext.models.qwen3` has it under this name.
+
+    The arguments are those of `jax_chunk_gated_delta_rule`, with S = 1.
+
+    Returns:
+      o [B, 1, HV, V] in the type of `query`, and the state after the token [B, HV, K, V], float32.
+    """
+    q, k, v, b = (x.astype(compute_dtype) for x in (query, key, value, beta))
+    o, state = recurrent_gated_delta_rule(
+        q, k, v, g, b, initial_state=initial_state, output_final_state=True,
+        use_qk_l2norm_in_kernel=use_qk_norm_in_gdn,
+    )  # fmt: skip
+    assert state is not None
+    return o.astype(query.dtype), state
+
+
+def from_segmentation(segmentation: jax.Array) -> jax.Array:
+    """Return MaxText's segment ids, in which 0 is padding, as those of chunkwise, in which ids below 0 are."""
+    return segmentation.astype(jnp.int32) - 1
+
+
+def load_qwen3_next(params: Mapping[str, Any], config: GatedDeltaNetConfig) -> GatedDeltaNetWeights:
+    """Return the weights of `gated_delta_net` out of MaxText's parameters of a `Qwen3NextGatedDeltaNet`.
+
+    Args:
+      params: nested, {"in_proj_qkvz": {"kernel": ...}, ...}, arrays or nnx.Param, of one layer.
+      config: sizes of the layer.
+
+    Raises:
+      ValueError: an array is missing, left over, or of another shape than `config` asks for.
+    """
+    c, group = config, config.HV // config.H
+    found = dict(_flat(params))
+    shapes = _shapes(c)
+    checks.check(found.keys() == shapes.keys(), f"`params` must have {sorted(shapes)}; got {sorted(found)}.")
+    for name, shape in shapes.items():
+        checks.check(
+            found[name].shape == shape, f"`params` must have {name} of shape {shape}; got {found[name].shape}."
+        )
+    qkvz = found["in_proj_qkvz.kernel"].reshape(c.D, c.H, -1)
+    parts = jnp.split(qkvz, np.cumsum([c.K, c.K, group * c.V]), axis=2)
+    b, a = jnp.split(found["in_proj_ba.kernel"].reshape(c.D, c.H, -1), 2, axis=2)
+    q, k, v, z, a, b = (x.reshape(c.D, -1) for x in (*parts, a, b))
+    conv = jnp.split(found["conv1d.kernel"][:, 0].T, np.cumsum(c.channels)[:-1])
+    return GatedDeltaNetWeights(
+        q, k, v, z, a, b, tuple(conv), found["A_log"].astype(jnp.float32), found["dt_bias"].astype(jnp.float32),
+        found["norm.rms_norm.scale"], found["out_proj.kernel"],
+    )  # fmt: skip
+
+
+def save_qwen3_next(weights: GatedDeltaNetWeights, config: GatedDeltaNetConfig) -> dict[str, Any]:
+    """Return MaxText's parameters, nested, of weights of `gated_delta_net`: the inverse of `load_qwen3_next`."""
+    c, w = config, weights
+    qkvz, ba = (
+        jnp.concatenate([x.reshape(c.D, c.H, -1) for x in parts], axis=2).reshape(c.D, -1)
+        for parts in ((w.q, w.k, w.v, w.z), (w.b, w.a))
+    )
+    return {
+        "in_proj_qkvz": {"kernel": qkvz},
+        "in_proj_ba": {"kernel": ba},
+        "conv1d": {"kernel": jnp.concatenate(w.conv).T[:, None]},
+        "A_log": w.A_log,
+        "dt_bias": w.dt_bias,
+        "norm": {"rms_norm": {"scale": w.norm}},
+        "out_proj": {"kernel": w.out},
+    }
+
+
+def _shapes(c: GatedDeltaNetConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of MaxText's parameters by their names."""
+    q, k, v = c.channels
+    return {
+        "in_proj_qkvz.kernel": (c.D, q + k + 2 * v),
+        "in_proj_ba.kernel": (c.D, 2 * c.HV),
+        "conv1d.kernel": (c.W, 1, q + k + v),
+        "A_log": (c.HV,),
+        "dt_bias": (c.HV,),
+        "norm.rms_norm.scale": (c.V,),
+        "out_proj.kernel": (v, c.D),
+    }
+
+
+def _flat(params: Mapping[str, Any], prefix: str = ""):
+    """Yield (name, array) of nested parameters, whose variables are opened."""
+    for name, x in params.items():
+        if isinstance(x, Mapping):
+            yield from _flat(x, f"{prefix}{name}.")
+        else:
+            yield prefix + name, jnp.asarray(x.get_value() if hasattr(x, "get_value") else x)

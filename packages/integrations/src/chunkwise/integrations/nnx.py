@@ -1,0 +1,172 @@
+"""The layers as modules of flax.nnx, and weights on a mesh."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from chunkwise import layers
+from chunkwise.shared.operators import checks
+
+__all__ = ["GatedDeltaNet", "KimiDeltaAttention", "LightningAttention", "Mamba2Mixer", "place"]
+
+
+def place(weights: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
+    """Return a tree of arrays, JAX's or numpy's, laid on a mesh.
+
+    An array goes to its devices part by part, so none of them holds the whole of what is divided.
+
+    Args:
+      weights: a tree of arrays, such as `load_gated_delta_net` returns it, or the state of an nnx module.
+      mesh: the mesh.
+      specs: a PartitionSpec for every array, or for whole parts of the tree; None for what all devices have. It is
+        `shardings(...).weights` of a layer, and `nnx.get_partition_spec(state)` of a state.
+    """
+
+    def put(spec, part):
+        sharding = NamedSharding(mesh, PartitionSpec() if spec is None else spec)
+        return jax.tree.map(lambda x: jax.device_put(x, sharding), part)
+
+    return jax.tree.map(put, specs, weights, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
+
+
+class _Layer(nnx.Module):
+    """What the modules have in common: weights as one nnx.Param for each array, a cache, and the mesh.
+
+    Args:
+      config: sizes of the layer.
+      weights: such as a checkpoint has; None for new ones out of `rngs`.
+      rngs: its stream `params` draws new weights.
+      param_dtype: of new weights; A_log, dt_bias and skip are float32. Products are in the type of the hidden states.
+      mesh_axes: what `chunkwise.layers.shardings` takes under this name: an axis of the mesh, or several, for "batch",
+        "tokens" and "heads". It holds wherever `jax.set_mesh` has set a mesh: along automatic and explicit axes, and
+        along axes of tokens inside a `shard_map`. Where none is set it means nothing.
+      implementation: "xla", "staged" or "fused"; None for the best.
+
+    Attributes:
+      weights: the tree of the layer, such as `GatedDeltaNetWeights`, of nnx.Param.
+      cache: what the tokens so far leave, a `Cache` of nnx.Cache, after `init_cache`; else None.
+    """
+
+    init: ClassVar[Callable]
+    run: ClassVar[Callable]
+
+    def __init__(
+        self,
+        config: layers.LayerConfig,
+        weights: Any = None,
+        *,
+        rngs: nnx.Rngs | None = None,
+        param_dtype=jnp.float32,
+        mesh_axes: Mapping[str, Any] | None = None,
+        implementation: str | None = None,
+    ):
+        checks.check(
+            (weights is None) != (rngs is None), "`rngs` must be given where `weights` is not, and only there."
+        )
+        self.config, self.implementation = config, implementation
+        self.mesh_axes = None if mesh_axes is None else tuple(mesh_axes.items())
+        tree = weights if rngs is None else type(self).init(rngs.params(), config, param_dtype)
+        self.weights = nnx.data(self._variables(nnx.Param, tree, "weights"))
+        self.cache = nnx.data(None)
+
+    @property
+    def _on(self) -> layers.Shardings | None:
+        """How the layer lies on the mesh that is set; None without one."""
+        mesh: Any = jax.sharding.get_abstract_mesh()
+        if mesh.empty or self.mesh_axes is None:
+            return None
+        return layers.shardings(self.config, dict(self.mesh_axes), mesh)
+
+    def _variables(self, kind: Callable, tree: Any, name: str) -> Any:
+        """Return variables of arrays, which flax lays on the mesh that is set."""
+        if self._on is None:
+            return jax.tree.map(kind, tree)
+        return jax.tree.map(lambda x, spec: kind(x, out_sharding=spec), tree, getattr(self._on, name))
+
+    def _division(self) -> dict[str, Any]:
+        """Return the arguments by which the layer knows the mesh that is set.
+
+        The types of arrays say how explicit axes divide them, and their sizes what a `shard_map` divides.
+        """
+        on = self._on
+        if on is None:
+            return {}
+        mesh = jax.sharding.get_abstract_mesh()
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        tokens = dict(self.mesh_axes or ()).get("tokens") or ()
+        manual = tuple(a for a in ((tokens,) if isinstance(tokens, str) else tokens) if kinds[a] == AxisType.Manual)
+        automatic = AxisType.Auto in kinds.values()
+        return {"sharding": on.values if automatic else None, "context_axis": manual or None}
+
+    def init_cache(self, N: int, dtype=jnp.float32) -> None:
+        """Begin to keep a cache, that of N sequences without a token; a call with `decode` reads and writes it.
+
+        Args:
+          N: sequences: the rows of the hidden states, or as many as `cu_seqlens` has.
+          dtype: of the hidden states; the state is float32.
+        """
+        self.cache = nnx.data(self._variables(nnx.Cache, layers.empty_cache(self.config, N, dtype), "cache"))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        decode: bool = False,
+        cu_seqlens: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return what the layer makes of hidden states.
+
+        Args:
+          x: hidden states [B, T, D].
+          decode: whether to go on from the cache, over any number of tokens, and to leave there what follows; static.
+          cu_seqlens, segment_ids: which tokens of a row belong together, as the layer of `chunkwise.layers` takes it.
+
+        Returns:
+          y [B, T, D] in the type of x.
+        """
+        checks.check(not decode or self.cache is not None, "`decode` must be False before `init_cache`; got True.")
+        weights, cache = (jax.tree.map(_value, tree, is_leaf=_is_variable) for tree in (self.weights, self.cache))
+        y, after = type(self).run(
+            x, weights, self.config, cache if decode else None, decode, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
+            implementation=self.implementation, **self._division(),
+        )  # fmt: skip
+        if decode:
+            jax.tree.map(lambda kept, new: kept.set_value(new), self.cache, after, is_leaf=_is_variable)
+        return y
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def _value(variable: nnx.Variable) -> jax.Array:
+    return variable.get_value()
+
+
+class GatedDeltaNet(_Layer):
+    """`chunkwise.layers.gated_delta_net` as a module."""
+
+    init, run = staticmethod(layers.init_gated_delta_net), staticmethod(layers.gated_delta_net)
+
+
+class KimiDeltaAttention(_Layer):
+    """`chunkwise.layers.kimi_delta_attention` as a module."""
+
+    init, run = staticmethod(layers.init_kimi_delta_attention), staticmethod(layers.kimi_delta_attention)
+
+
+class Mamba2Mixer(_Layer):
+    """`chunkwise.layers.mamba2_mixer` as a module."""
+
+    init, run = staticmethod(layers.init_mamba2_mixer), staticmethod(layers.mamba2_mixer)
+
+
+class LightningAttention(_Layer):
+    """`chunkwise.layers.lightning_attention` as a module."""
+
+    init, run = staticmethod(layers.init_lightning_attention), staticmethod(layers.lightning_attention)

@@ -1,0 +1,251 @@
+"""Linear attention for tpu-inference, which is vLLM on TPUs: its kernel's signature, and its backend."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.causal_conv1d import causal_conv1d_update
+from chunkwise.layers import Step
+from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
+
+__all__ = ["ChunkwiseLinearAttention", "fused_conv1d_gdn", "fused_conv1d_kda", "fused_conv1d_mamba2", "register"]
+NAME = "chunkwise"
+
+
+def fused_conv1d_gdn(
+    qkv: jax.Array,
+    b: jax.Array,
+    a: jax.Array,
+    conv_state: jax.Array,
+    recurrent_state: jax.Array,
+    conv_weight: jax.Array,
+    conv_bias: jax.Array | None,
+    a_log: jax.Array,
+    dt_bias: jax.Array,
+    query_start_loc: jax.Array,
+    state_indices: jax.Array,
+    distribution: jax.Array,
+    seq_lens: jax.Array,
+    read_state_indices: jax.Array,
+    read_offsets: jax.Array | None = None,
+    *,
+    n_kq: int,
+    n_v: int,
+    d_k: int,
+    d_v: int,
+    kernel_size: int,
+    num_spec_tokens: int = 0,
+    zero_initialize_out: bool = True,
+    compute_precision: Any = jnp.float32,
+    decode_tile_size: int = 4,
+    mixed_tile_size: int = 64,
+    implementation: str | None = None,
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """Return the convolution, the gates and the gated delta rule of a serving step, as `kernels.gdn.v3` has it.
+
+    Dims: T tokens of all requests, N the most requests, W width of the convolution; `dim` is 2 n_kq d_k + n_v d_v.
+
+    Args:
+      qkv: queries, keys and values of all heads [T, dim], before the convolution.
+      b, a: raw step sizes and raw decays [T, n_v].
+      conv_state, recurrent_state: the pools [slots, W - 1, dim] and [slots, n_v, d_k, d_v], which keep their types.
+        Donate them to the jitted step.
+      conv_weight, conv_bias: [dim, 1, W], and [dim] or None.
+      a_log, dt_bias: [n_v].
+      query_start_loc: boundaries of the requests, int32 [N + 1].
+      state_indices: the slot that a request writes, int32 [N]; with speculation the first of num_spec_tokens + 1 slots.
+      distribution: int32 [3]; the first entry counts the decodes, and the last one all requests.
+      seq_lens: tokens of a request so far, with those of this step, [N]. A request without earlier ones starts from
+        zeros.
+      read_state_indices: the slot that a request starts from, [N].
+      read_offsets: what is added to it for a decode, [N]: the accepted tokens of the step before, less one.
+      n_kq, n_v, d_k, d_v, kernel_size: sizes on this device.
+      num_spec_tokens: guessed tokens of a decode, at most; static.
+      zero_initialize_out, compute_precision, decode_tile_size, mixed_tile_size: are taken and not used: outputs of
+        padding are zeros, states are float32 inside, and tiles come from the shapes.
+      implementation: "xla", "staged" or "fused"; None for the best.
+
+    Returns:
+      ((conv_state, recurrent_state), out [T, n_v d_v] in the type of qkv). A slot past the end is neither read nor
+      written.
+    """
+    step = _step(
+        query_start_loc, state_indices, distribution, seq_lens, read_state_indices, read_offsets, num_spec_tokens
+    )
+    sizes = ((n_kq, d_k), (n_kq, d_k), (n_v, d_v))
+    (q, k, v), conv_state = _convolve(qkv, conv_state, conv_weight, conv_bias, sizes, step, implementation)
+    o, recurrent_state = ragged_gated_delta_rule(
+        q, k, v, a[None], b[None], recurrent_state, **step, **_gates(a_log, dt_bias), implementation=implementation
+    )
+    return (conv_state, recurrent_state), o.reshape(-1, n_v * d_v).astype(qkv.dtype)
+
+
+def fused_conv1d_kda(
+    qkv: jax.Array,
+    b: jax.Array,
+    a: jax.Array,
+    conv_state: jax.Array,
+    recurrent_state: jax.Array,
+    conv_weight: jax.Array,
+    conv_bias: jax.Array | None,
+    a_log: jax.Array,
+    dt_bias: jax.Array,
+    query_start_loc: jax.Array,
+    state_indices: jax.Array,
+    distribution: jax.Array,
+    seq_lens: jax.Array,
+    read_state_indices: jax.Array,
+    read_offsets: jax.Array | None = None,
+    *,
+    n_kq: int,
+    n_v: int,
+    d_k: int,
+    d_v: int,
+    kernel_size: int,
+    num_spec_tokens: int = 0,
+    lower_bound: float | None = None,
+    implementation: str | None = None,
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """Return the same step for Kimi delta attention, whose decays a [T, n_v d_k] and dt_bias [n_v d_k] have channels.
+
+    Args:
+      lower_bound: of the log decay, below 0, for the law with a sigmoid; None for the law with a softplus.
+      qkv, b, and the others: as in `fused_conv1d_gdn`.
+    """
+    step = _step(
+        query_start_loc, state_indices, distribution, seq_lens, read_state_indices, read_offsets, num_spec_tokens
+    )
+    sizes = ((n_kq, d_k), (n_kq, d_k), (n_v, d_v))
+    (q, k, v), conv_state = _convolve(qkv, conv_state, conv_weight, conv_bias, sizes, step, implementation)
+    o, recurrent_state = ragged_kda(
+        q, k, v, a.reshape(1, -1, n_v, d_k), b[None], recurrent_state, **step,
+        **_gates(a_log, dt_bias.reshape(n_v, d_k)), lower_bound=lower_bound, implementation=implementation,
+    )  # fmt: skip
+    return (conv_state, recurrent_state), o.reshape(-1, n_v * d_v).astype(qkv.dtype)
+
+
+def fused_conv1d_mamba2(
+    xbc: jax.Array,
+    dt: jax.Array,
+    conv_state: jax.Array,
+    ssm_state: jax.Array,
+    conv_weight: jax.Array,
+    conv_bias: jax.Array | None,
+    a_log: jax.Array,
+    dt_bias: jax.Array,
+    skip: jax.Array,
+    query_start_loc: jax.Array,
+    state_indices: jax.Array,
+    distribution: jax.Array,
+    seq_lens: jax.Array,
+    read_state_indices: jax.Array,
+    read_offsets: jax.Array | None = None,
+    *,
+    n_kq: int,
+    n_v: int,
+    d_k: int,
+    d_v: int,
+    kernel_size: int,
+    num_spec_tokens: int = 0,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    implementation: str | None = None,
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """Return the same step for the mixer of Mamba-2, with n_kq groups, n_v heads, d_k channels of a state.
+
+    Args:
+      xbc: x, B and C of all heads [T, n_v d_v + 2 n_kq d_k], in the order of a checkpoint; so are the channels of
+        conv_state, conv_weight and conv_bias.
+      dt: raw time steps [T, n_v].
+      ssm_state: the pool [slots, n_v, d_k, d_v].
+      skip: [n_v], which the paper calls D.
+      dt_limit: least and most of a time step.
+      conv_state, and the others: as in `fused_conv1d_gdn`.
+    """
+    step = _step(
+        query_start_loc, state_indices, distribution, seq_lens, read_state_indices, read_offsets, num_spec_tokens
+    )
+    sizes = ((n_v, d_v), (n_kq, d_k), (n_kq, d_k))
+    (x, k, q), conv_state = _convolve(xbc, conv_state, conv_weight, conv_bias, sizes, step, implementation)
+    dt = jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + dt_bias.astype(jnp.float32)), *dt_limit)[None]
+    v = (dt[..., None] * x.astype(jnp.float32)).astype(x.dtype)
+    g = -jnp.exp(a_log.astype(jnp.float32)) * dt
+    o, ssm_state = ragged_simple_gla(q, k, v, g, states=ssm_state, **step, scale=1.0, implementation=implementation)
+    o = o.astype(jnp.float32) + skip.astype(jnp.float32)[:, None] * x.astype(jnp.float32)
+    return (conv_state, ssm_state), o.reshape(-1, n_v * d_v).astype(xbc.dtype)
+
+
+def _step(starts, write, distribution, seq_lens, read, offsets, guesses: int) -> dict[str, Any]:
+    """Return the arguments by which chunkwise knows a step of tpu-inference.
+
+    Which requests have a prompt and which mix does not matter here, so the middle entry of `distribution` is not read.
+    """
+    N, starts = write.shape[0], starts.astype(jnp.int32)
+    write, read = write.astype(jnp.int32), read.astype(jnp.int32)
+    if guesses and offsets is not None:
+        # Only decodes go back to an accepted token; a prompt goes on from the first slot.
+        read = read + jnp.where(jnp.arange(N) < distribution[0], offsets.astype(jnp.int32), 0)
+    return Step(
+        cu_seqlens=starts,
+        state_indices=write[:, None] + jnp.arange(guesses + 1, dtype=jnp.int32) if guesses else write,
+        has_initial_state=seq_lens > starts[1:] - starts[:-1],
+        num_decodes=distribution[0],
+        num_sequences=jnp.minimum(distribution[2], N),
+        read_indices=read,
+    )._asdict()
+
+
+def _convolve(x, pool, weight, bias, sizes, step: dict[str, Any], implementation: str | None):
+    """Return silu of the convolution, cut into arrays [1, T, heads, size], and the pool after it."""
+    name = {None: None, "xla": "xla"}.get(implementation, "pallas")
+    y, pool = causal_conv1d_update(x[None], pool, weight[:, 0], bias, **step, implementation=name)
+    ends = [sum(heads * size for heads, size in sizes[:i]) for i in range(1, len(sizes))]
+    parts = jnp.split(y, ends, axis=2)
+    return [part.reshape(1, -1, heads, size) for part, (heads, size) in zip(parts, sizes, strict=True)], pool
+
+
+def _gates(a_log: jax.Array, dt_bias: jax.Array) -> dict[str, Any]:
+    """Return the arguments of a delta rule over raw gates."""
+    return dict(
+        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=a_log.astype(jnp.float32),
+        dt_bias=dt_bias.astype(jnp.float32), use_beta_sigmoid_in_kernel=True,
+    )  # fmt: skip
+
+
+class ChunkwiseLinearAttention:
+    """A linear attention backend of tpu-inference: `register` makes it one of its `LinearAttentionBackend`s."""
+
+    def conv1d_gdn_kernel(self) -> Callable[..., tuple[tuple[jax.Array, jax.Array], jax.Array]]:
+        """Return what tpu-inference maps over its mesh."""
+        return fused_conv1d_gdn
+
+
+def register() -> None:
+    """Make `--attention-backend chunkwise` of vLLM run the gated delta rule by chunkwise, and all else as it is.
+
+    vLLM calls this in every process, by the entry point of the group `vllm.general_plugins`. Without tpu-inference, as
+    on a GPU, it does nothing.
+    """
+    if importlib.util.find_spec("tpu_inference") is None:
+        return
+    from tpu_inference.layers.common import attention_backend as host
+
+    host.LinearAttentionBackend.register(ChunkwiseLinearAttention)
+    host.register_attention_backend(
+        NAME, attention=host.RPAAttentionBackend, vllm_backend=f"{__name__}.ChunkwiseAttentionBackend",
+        linear_attention=ChunkwiseLinearAttention,
+    )  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Make the class that vLLM looks up by name, which is one of tpu-inference's but for its own name."""
+    if name != "ChunkwiseAttentionBackend":
+        raise AttributeError(name)
+    from tpu_inference.layers.vllm.backends import flash_attn as host
+
+    impl = type("ChunkwiseAttentionImpl", (host.PallasAttentionBackendImpl,), {"attention_backend": NAME})
+    members = {"get_name": staticmethod(NAME.upper), "get_impl_cls": staticmethod(lambda: impl)}
+    globals()[name] = made = type(name, (host.PallasAttentionBackend,), members | {"__module__": __name__})
+    return made

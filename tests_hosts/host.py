@@ -1,0 +1,36 @@
+"""Parts of a host, out of the files that pip installed, without what the rest of the host needs."""
+
+import ast
+import sys
+import types
+from importlib import metadata
+from pathlib import Path
+
+
+def path_of(distribution: str, ending: str) -> Path:
+    """Return the file of an installed distribution whose path ends like this."""
+    (found,) = (file for file in metadata.files(distribution) or () if str(file).endswith(ending))
+    return Path(found.locate())
+
+
+def functions_of(path: Path, names: tuple[str, ...], known: dict) -> types.SimpleNamespace:
+    """Return functions of a file, which know only the names that they are given and one another."""
+    tree = ast.parse(path.read_text())
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    known = dict(known)
+    exec(compile(tree, str(path), "exec"), known)
+    return types.SimpleNamespace(**{name: known[name] for name in names})
+
+
+def module_of(path: Path, name: str, replaced: dict | None = None) -> types.ModuleType:
+    """Return a file as a module, for which the modules of `replaced` are what it says."""
+    for full, module in (replaced or {}).items():
+        parts = full.split(".")
+        for end in range(1, len(parts)):
+            sys.modules.setdefault(".".join(parts[:end]), types.ModuleType(parts[end - 1]))
+        sys.modules[full] = module
+        setattr(sys.modules[full.rpartition(".")[0]], parts[-1], module)
+    module = types.ModuleType(name)
+    module.__file__ = str(path)
+    exec(compile(path.read_text(), str(path), "exec"), vars(module))
+    return module

@@ -1,0 +1,39 @@
+"""Ours beside levanter's own functions over named arrays, out of its wheel: `nox -s host-levanter`."""
+
+import haliax
+import jax
+import numpy as np
+import pytest
+
+from chunkwise.integrations import levanter
+from chunkwise.shared.testing.compare import assert_close
+from host import module_of, path_of
+
+THEIRS = module_of(path_of("marin-levanter", "levanter/layers/gated_deltanet.py"), "gated_deltanet")
+B, T, H, K, V = (
+    haliax.Axis(name, size)
+    for name, size in (("batch", 2), ("position", 70), ("heads", 3), ("k_head_dim", 16), ("v_head_dim", 8))
+)
+
+
+def inputs():
+    keys = jax.random.split(jax.random.key(0), 6)
+    axes = ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H))
+    q, k, v, g = (haliax.random.normal(key, each) for key, each in zip(keys, axes, strict=False))
+    beta = haliax.random.uniform(keys[4], (B, T, H))
+    return (q, k, v, -haliax.abs(g), beta), jax.random.normal(keys[5], (B.size, H.size, K.size, V.size))
+
+
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "recurrent_gated_delta_rule"])
+@pytest.mark.parametrize("norm", [True, False])
+def test_beside(name, norm):
+    x, state = inputs()
+    options = dict(initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=norm)
+    if not norm:
+        x = (x[0], x[1] * 0.1, *x[2:])
+    (o, after), (want, states) = (
+        jax.jit(lambda x, m=module: getattr(m, name)(*x, **options))(x) for module in (levanter, THEIRS)
+    )
+    assert {axis.name for axis in o.axes} == {axis.name for axis in want.axes}
+    assert_close("o", o.array, np.asarray(want.rearrange(o.axes).array, np.float64), 1e-5)
+    assert_close("state", after, np.asarray(states, np.float64), 1e-5)

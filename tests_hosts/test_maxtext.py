@@ -1,0 +1,102 @@
+"""Ours beside MaxText's own functions, out of its wheel: `nox -s host-maxtext`."""
+
+import functools
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.integrations import maxtext
+from chunkwise.shared.testing import oracle, tpu
+from chunkwise.shared.testing.compare import assert_close
+from host import functions_of, module_of, path_of
+
+_KNOWN = dict(jax=jax, jnp=jnp, lax=jax.lax, Array=jax.Array, Any=Any, functools=functools)
+_NORM = functions_of(path_of("maxtext", "maxtext/layers/normalizations.py"), ("l2norm",), _KNOWN)
+_CP = module_of(path_of("maxtext", "maxtext/kernels/attention/gdn_cp.py"), "gdn_cp")
+THEIRS = functions_of(
+    path_of("maxtext", "maxtext/models/qwen3.py"), ("jax_chunk_gated_delta_rule", "jax_ar_gated_delta_rule"),
+    _KNOWN | dict(l2norm=_NORM.l2norm, gdn_cp=_CP),
+)  # fmt: skip
+FLOAT32 = dict(use_qk_norm_in_gdn=True, compute_dtype=jnp.float32)
+
+
+def inputs(B=2, S=150, H=4, K=32, V=32, strongest=1.0):
+    keys = jax.random.split(jax.random.key(0), 6)
+    q, k = (jax.random.normal(key, (B, S, H, K)) for key in keys[:2])
+    v, g = jax.random.normal(keys[2], (B, S, H, V)), -strongest * jax.random.uniform(keys[3], (B, S, H))
+    return q, k, v, g, jax.random.uniform(keys[4], (B, S, H)), jax.random.normal(keys[5], (B, H, K, V))
+
+
+def run(module: Any, **options):
+    return jax.jit(lambda *x: module.jax_chunk_gated_delta_rule(*x[:5], initial_state=x[5], **FLOAT32, **options))
+
+
+def errors(strongest: float) -> list[float]:
+    """Return the errors of theirs and of ours against float64."""
+    q, k, v, g, beta, state = (np.asarray(x, np.float64) for x in inputs(strongest=strongest))
+    unit = lambda x: x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+    want = oracle.reference(unit(q), unit(k), v, g, beta, initial_state=state)[0]
+    outs = [run(module)(*inputs(strongest=strongest))[0] for module in (THEIRS, maxtext)]
+    return [float(np.sqrt(np.mean((np.asarray(o) - want) ** 2) / np.mean(want**2))) for o in outs]
+
+
+@pytest.mark.parametrize("strongest", [1.0, 60.0])
+def test_error(strongest):
+    theirs, ours = errors(strongest)
+    print(f"\ngates down to -{strongest:.0f}: {theirs:.1e} theirs, {ours:.1e} ours")
+    assert ours < 1e-6
+
+
+@pytest.mark.parametrize("chunk_size", [32, 64])
+def test_chunk_and_gradients(chunk_size):
+    x = inputs()
+
+    def loss(module, x):
+        o, state = run(module, chunk_size=chunk_size)(*x)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(state)), (o, state)
+
+    both = [jax.jit(jax.grad(functools.partial(loss, module), has_aux=True))(x) for module in (THEIRS, maxtext)]
+    for theirs, ours in zip(*(jax.tree.leaves(part) for part in both), strict=True):
+        assert_close("result or gradient", ours, np.asarray(theirs, np.float64), 1e-5)
+
+
+def test_types():
+    q, k, v, g, beta, state = inputs()
+    for dtype in (jnp.float32, jnp.bfloat16):
+        x = (q.astype(dtype), k, v, g, beta)
+        got, want = (
+            jax.eval_shape(lambda *x, m=module: m.jax_chunk_gated_delta_rule(*x, initial_state=state), *x)
+            for module in (maxtext, THEIRS)
+        )
+        assert jax.tree.map(lambda y: (y.shape, y.dtype), got) == jax.tree.map(lambda y: (y.shape, y.dtype), want)
+
+
+def test_a_token():
+    *x, state = inputs(S=1)
+    got, want = (jax.jit(functools.partial(m.jax_ar_gated_delta_rule, **FLOAT32))(*x, state) for m in (maxtext, THEIRS))
+    for ours, theirs in zip(got, want, strict=True):
+        assert_close("result", ours, np.asarray(theirs, np.float64), 1e-6)
+
+
+def test_temporaries_on_v6e():
+    """What XLA needs besides arguments and results in a forward of 8,192 tokens."""
+    shapes = [(1, 8192, 16, 128)] * 3 + [(1, 8192, 16)] * 2
+    found = {}
+    for name, module, options in (("theirs", THEIRS, {}), ("ours", maxtext, dict(implementation="fused"))):
+        function = lambda *x, m=module, o=options: m.jax_chunk_gated_delta_rule(*x, use_qk_norm_in_gdn=True, **o)[0]
+        compiled = tpu.compile_for(function, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes))
+        found[name] = compiled.memory_analysis().temp_size_in_bytes
+    print({name: f"{size / 2**20:.0f} MiB" for name, size in found.items()})
+    assert found["ours"] < found["theirs"]
+
+
+def test_the_module_stands_in():
+    """What a user changes: two names of `maxtext.models.qwen3`."""
+    qwen3 = types.SimpleNamespace(**vars(THEIRS))
+    for name in vars(THEIRS):
+        setattr(qwen3, name, getattr(maxtext, name))
+    assert_close("o", run(qwen3)(*inputs())[0], np.asarray(run(THEIRS)(*inputs())[0], np.float64), 1e-5)

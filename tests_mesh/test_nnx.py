@@ -1,0 +1,64 @@
+"""Modules of flax over devices: the same program along automatic and explicit axes, and inside a shard_map."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from chunkwise import layers
+from chunkwise.shared.testing.compare import assert_close
+from meshes import MODES, make_mesh, normal
+
+nnx = pytest.importorskip("flax").nnx
+from chunkwise.integrations.nnx import (  # noqa: E402
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    LightningAttention,
+    Mamba2Mixer,
+    place,
+)
+
+SIZES = dict(D=16, H=4, HV=4, K=8, V=8)
+CONFIGS = {
+    GatedDeltaNet: layers.GatedDeltaNetConfig(**SIZES),
+    KimiDeltaAttention: layers.KimiDeltaAttentionConfig(**SIZES, R=4),
+    Mamba2Mixer: layers.Mamba2Config(**SIZES),
+    LightningAttention: layers.LightningAttentionConfig(**SIZES),
+}
+AXES = dict(batch="a", tokens="b", heads="c")
+X = jax.random.normal(jax.random.key(1), (2, 24, 16))
+QUICK = (GatedDeltaNet, "automatic"), (Mamba2Mixer, "explicit")
+THOROUGH = dict(test_rows_tokens_and_heads=lambda kind, mode: (kind, mode) not in QUICK)
+
+
+def loss(module, x):
+    return jnp.mean(jnp.sin(module(x)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: kind.__name__)
+@pytest.mark.interpreted
+def test_rows_tokens_and_heads(kind, mode):
+    """The gradients over 8 devices are those of one, and weights lie where flax's metadata says."""
+    train = nnx.jit(nnx.value_and_grad(loss))
+    make = lambda: kind(CONFIGS[kind], rngs=nnx.Rngs(0), mesh_axes=AXES)
+    want = train(make(), X)
+    mesh = make_mesh((2, 2, 2), mode)
+    with jax.set_mesh(mesh):
+        module = make()
+        got = train(module, place(X, mesh, P("a", "b")))
+    assert normal(module.weights.out.get_value().sharding.spec) == [("c",)]
+    for y, ref in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close("value or gradient", y, np.asarray(ref, np.float64), 2e-5)
+
+
+def test_tokens_inside_a_shard_map():
+    """The axes of tokens that a shard_map holds are those of the module."""
+    module = GatedDeltaNet(CONFIGS[GatedDeltaNet], rngs=nnx.Rngs(0), mesh_axes=dict(tokens="a"))
+    want = module(X)
+    mesh = make_mesh((4,), "automatic")
+    run = jax.shard_map(lambda x: module(x), mesh=mesh, in_specs=P(None, "a"), out_specs=P(None, "a"))
+    with jax.set_mesh(mesh):
+        got = jax.jit(run)(X)
+    assert_close("y", got, np.asarray(want, np.float64), 1e-5)
