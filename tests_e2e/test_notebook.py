@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def test_it_runs(tmp_path, monkeypatch):
     client.execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    printed = re.sub(r"\x1b\[[\d;?]*\w", "", printed)  # colours
     assert "1 of 1 passed on cpu" in printed
     assert "2 times, 0 failed" in printed
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
