@@ -119,3 +119,8 @@ def test_errors():
         GatedDeltaNet(config)
     with pytest.raises(ValueError, match="`decode` must be False before `init_cache`; got True"):
         GatedDeltaNet(config, rngs=nnx.Rngs(0))(X, decode=True)
+    with (
+        jax.set_mesh(jax.make_mesh((1,), ("a",))),
+        pytest.raises(ValueError, match=r"`mesh_axes` must name axes of the mesh \('a',\); got {'heads': 'b'}\."),
+    ):
+        GatedDeltaNet(config, rngs=nnx.Rngs(0), mesh_axes=dict(heads="b"))

@@ -79,7 +79,15 @@ class _Layer(nnx.Module):
         mesh: Any = jax.sharding.get_abstract_mesh()
         if mesh.empty or self.mesh_axes is None:
             return None
-        return layers.shardings(self.config, dict(self.mesh_axes), mesh)
+        axes = dict(self.mesh_axes)
+        known = all(axis in mesh.axis_names for name in axes for axis in self._axes_of(name))
+        checks.check(known, f"`mesh_axes` must name axes of the mesh {mesh.axis_names}; got {axes}.")
+        return layers.shardings(self.config, axes, mesh)
+
+    def _axes_of(self, name: str) -> tuple[str, ...]:
+        """Return the axes of a mesh that divide rows, tokens or heads."""
+        axes = dict(self.mesh_axes or ()).get(name) or ()
+        return (axes,) if isinstance(axes, str) else tuple(axes)
 
     def _variables(self, kind: Callable, tree: Any, name: str) -> Any:
         """Return variables of arrays, which flax lays on the mesh that is set."""
@@ -97,8 +105,7 @@ class _Layer(nnx.Module):
             return {}
         mesh = jax.sharding.get_abstract_mesh()
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        tokens = dict(self.mesh_axes or ()).get("tokens") or ()
-        manual = tuple(a for a in ((tokens,) if isinstance(tokens, str) else tokens) if kinds[a] == AxisType.Manual)
+        manual = tuple(axis for axis in self._axes_of("tokens") if kinds[axis] == AxisType.Manual)
         automatic = AxisType.Auto in kinds.values()
         return {"sharding": on.values if automatic else None, "context_axis": manual or None}
 

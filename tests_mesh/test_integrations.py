@@ -1,4 +1,4 @@
-"""Modules of flax over devices: the same program along automatic and explicit axes, and inside a shard_map."""
+"""Hosts over devices: modules of flax along automatic and explicit axes, and MaxText's context parallelism."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from chunkwise import layers
+from chunkwise.integrations.maxtext import jax_chunk_gated_delta_rule
 from chunkwise.shared.testing.compare import assert_close
 from meshes import MODES, make_mesh, normal
 
@@ -62,3 +63,23 @@ def test_tokens_inside_a_shard_map():
     with jax.set_mesh(mesh):
         got = jax.jit(run)(X)
     assert_close("y", got, np.asarray(want, np.float64), 1e-5)
+
+
+def test_maxtext_context_parallel():
+    """MaxText calls its function inside a shard_map, with a tuple of axes over which tokens are split."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    q, k, v = (jax.random.normal(key, (1, 64, 2, 8)) for key in keys[:3])
+    g, beta = -jax.random.uniform(keys[3], (1, 64, 2)), jax.random.uniform(keys[4], (1, 64, 2))
+    arguments = (q, k, v, g, beta, jax.random.normal(keys[5], (1, 2, 8, 8)))
+
+    def run(*x, cp_axis=None):
+        options = dict(use_qk_norm_in_gdn=True, compute_dtype=jnp.float32)
+        return jax_chunk_gated_delta_rule(*x[:5], initial_state=x[5], cp_axis=cp_axis, **options)
+
+    specs = (P(None, ("a", "b")),) * 5 + (P(),)
+    mesh = make_mesh((2, 2), "automatic")
+    split = jax.shard_map(
+        lambda *x: run(*x, cp_axis=("a", "b")), mesh=mesh, in_specs=specs, out_specs=(specs[0], P()), check_vma=False
+    )
+    for got, want in zip(jax.jit(split)(*arguments), jax.jit(run)(*arguments), strict=True):
+        assert_close("result", got, np.asarray(want, np.float64), 1e-5)
