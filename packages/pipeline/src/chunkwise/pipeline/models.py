@@ -125,7 +125,10 @@ class Case:
         """
         sizes = dict(B=1, T=T, H=self.H, HV=self.HV, K=self.K, V=self.V, C=choose_chunk_size(None, T=T))
         itemsize = jnp.dtype(dtype).itemsize
-        costs = [self.table.cost(**sizes, itemsize=itemsize, backward=way) for way in (False, True)[: 1 + backward]]
+        cost = self.table.cost
+        # Only the forms that go token by token have none.
+        assert cost is not None
+        costs = [cost(**sizes, itemsize=itemsize, backward=way) for way in (False, True)[: 1 + backward]]
         return sum(x.flops for x in costs), sum(x.bytes_accessed for x in costs)
 
 
@@ -199,7 +202,7 @@ class Mixture:
         """Tokens."""
         return self.decodes * self.W + sum(self.prefills)
 
-    def step(self) -> dict[str, np.ndarray]:
+    def step(self) -> dict[str, np.ndarray | np.integer]:
         """Return what changes from step to step, by argument name."""
         lengths = [self.W] * self.decodes + list(self.prefills)
         indices = np.arange(self.N * self.W, dtype=np.int32)
