@@ -1,8 +1,13 @@
 """The cases of the benchmarks, by name: the layers of real models, and batches that show something besides."""
 
-from chunkwise.pipeline.models import MODELS, Case
+from chunkwise.pipeline.models import MODELS, Layer
 
-CASES = MODELS | {
+
+class Case(Layer):
+    """A layer, or a batch of one, that the benchmarks measure."""
+
+
+CASES = {name: Case(**vars(layer)) for name, layer in MODELS.items()} | {
     "qwen3-next-80b-unit": Case("gated_delta_rule", H=16, HV=32, normalise=True),
     "qwen3-next-80b-ragged": Case("gated_delta_rule", H=16, HV=32, sequences=16, ragged=True),
     "gdn-16": Case("gated_delta_rule", H=16, HV=16, T=2048),

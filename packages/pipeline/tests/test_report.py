@@ -19,7 +19,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(report, "SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(report, "SMALL_DECODES", 2)
     monkeypatch.setattr(report, "JUDGED", 12)
-    monkeypatch.setattr(models, "MODELS", {"tiny": models.Case("simple_gla", H=1, HV=2, K=8, V=8, T=24)})
+    monkeypatch.setattr(models, "MODELS", {"tiny": models.Layer("simple_gla", H=1, HV=2, K=8, V=8, T=24)})
     monkeypatch.setattr(report, "smaller", lambda case: dataclasses.replace(case, T=20))
 
 
@@ -61,7 +61,7 @@ def test_plan(monkeypatch):
     names = [(job.way, job.implementation) for job in report.plan(["tiny"], small=True)]
     assert names == [(way, how) for way in report.PASSES for how in ("fused", "xla")]
     # There is no such step.
-    monkeypatch.setitem(models.MODELS, "gla", models.Case("gla", H=1, HV=1))
+    monkeypatch.setitem(models.MODELS, "gla", models.Layer("gla", H=1, HV=1))
     assert {job.way for job in report.plan(["gla"], small=True)} == {"forward", "forward+backward"}
 
 
@@ -75,8 +75,8 @@ def test_sizes(options, small, tmp_path, monkeypatch):
 
 def test_what_fails_is_a_row(tmp_path, monkeypatch, capsys):
     """A wrong result keeps its time, and what was raised its text; the exit code tells both."""
-    right = models.Case.expected
-    monkeypatch.setattr(models.Case, "expected", lambda self, *x: {n: 2 * y for n, y in right(self, *x).items()})
+    right = models.Layer.expected
+    monkeypatch.setattr(models.Layer, "expected", lambda self, *x: {n: 2 * y for n, y in right(self, *x).items()})
 
     def refuse(*args):
         raise NotImplementedError("no [such] step")
@@ -139,7 +139,7 @@ def test_smaller_layers_keep_their_ratio(monkeypatch):
 
 
 def test_bytes_of_a_decode():
-    job = report.Job("tiny", models.Case("kda", H=1, HV=2, K=8, V=8), "decode", "xla", 3)
+    job = report.Job("tiny", models.Layer("kda", H=1, HV=2, K=8, V=8), "decode", "xla", 3)
     state, token = 2 * 8 * 8 * 4, 2 * 2 * (8 + 16) + 4 * (16 + 2)
     assert job.bytes_moved() == 3 * (2 * state + token)
     assert np.array_equal(job.mixture.step()["cu_seqlens"], [0, 1, 2, 3])

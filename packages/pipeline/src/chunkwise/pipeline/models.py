@@ -20,7 +20,7 @@ from chunkwise.shared.testing.oracle import reference
 
 
 @dataclass(frozen=True)
-class Case:
+class Layer:
     """A layer of a model.
 
     Attributes:
@@ -133,12 +133,12 @@ class Case:
 
 
 MODELS = {
-    "qwen3-next-80b": Case("gated_delta_rule", H=16, HV=32),
-    "qwen3.5-397b": Case("gated_delta_rule", H=16, HV=64),
-    "kimi-linear-48b": Case("kda", H=32, HV=32),
-    "minimax-text-01": Case("simple_gla", H=64, HV=64),
-    "mamba-codestral-7b": Case("simple_gla", H=8, HV=128, V=64),
-    "gla": Case("gla", H=16, HV=16),
+    "qwen3-next-80b": Layer("gated_delta_rule", H=16, HV=32),
+    "qwen3.5-397b": Layer("gated_delta_rule", H=16, HV=64),
+    "kimi-linear-48b": Layer("kda", H=32, HV=32),
+    "minimax-text-01": Layer("simple_gla", H=64, HV=64),
+    "mamba-codestral-7b": Layer("simple_gla", H=8, HV=128, V=64),
+    "gla": Layer("gla", H=16, HV=16),
 }
 
 
@@ -146,7 +146,7 @@ def program(case, implementation: str, T: int, backward: bool, cu_seqlens, shard
     """Return a case as a function and its shapes: [B, T, heads * channels] in bfloat16, as the projections leave them.
 
     Args:
-      case: a `Case`.
+      case: a `Layer`.
       implementation: one of its operator's.
       T: tokens.
       backward: whether the function gives the gradients too, from a cotangent, its last argument.
@@ -215,14 +215,14 @@ class Mixture:
         }
 
 
-def serving_step(case: Case, implementation: str) -> Callable:
+def serving_step(case: Layer, implementation: str) -> Callable:
     """Return the step of tensors, the pool and what changes from step to step, each by argument name."""
     operator = getattr(pipeline, f"ragged_{case.operator}")
     normalise = {"use_qk_l2norm_in_kernel": True} if case.table.delta else {}
     return lambda x, states, step: operator(**x, states=states, **step, **normalise, implementation=implementation)
 
 
-def moved_bytes(case: Case, mixture: Mixture) -> tuple[int, int]:
+def moved_bytes(case: Layer, mixture: Mixture) -> tuple[int, int]:
     """Return the bytes that the decodes and the prefills must move: every token and every state, bfloat16 tensors."""
     state = case.HV * case.K * case.V * jnp.dtype(mixture.pool).itemsize
     # q, k, v and o, the decays and the step sizes.

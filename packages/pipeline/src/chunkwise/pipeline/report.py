@@ -46,7 +46,7 @@ def read_schema() -> dict:
     return json.loads((resources.files("chunkwise.pipeline") / "report.schema.json").read_text())
 
 
-def smaller(case: models.Case) -> models.Case:
+def smaller(case: models.Layer) -> models.Layer:
     """Return a case with fewer heads, in the same ratio, and fewer tokens."""
     part = min(SMALL_HEADS, case.H)
     return dataclasses.replace(case, H=case.H // part, HV=case.HV // part, T=SMALL_TOKENS)
@@ -65,7 +65,7 @@ class Job:
     """
 
     name: str
-    case: models.Case
+    case: models.Layer
     way: str
     implementation: str
     decodes: int
