@@ -14,6 +14,7 @@ from chunkwise.layers.delta_net import (
     load_gated_delta_net,
     ragged_gated_delta_net,
 )
+from chunkwise.layers.from_transformers import config_from
 from chunkwise.layers.kimi import (
     KimiDeltaAttentionWeights,
     init_kimi_delta_attention,
@@ -53,6 +54,7 @@ __all__ = [
     "Mamba2Weights",
     "Shardings",
     "Step",
+    "config_from",
     "empty_cache",
     "gated_delta_net",
     "init_gated_delta_net",

@@ -6,6 +6,11 @@ import numpy as np
 
 from chunkwise.shared.operators import checks
 
+# The activations that gates of norms have.
+_GATES = ("silu", "sigmoid")
+# Where the norm of Mamba-2 is, as seen from the gate.
+_NORMS = ("after", "before", None)
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
@@ -54,13 +59,17 @@ class GatedDeltaNetConfig(LayerConfig):
 
     Attributes:
       allow_neg_eigval: whether beta goes up to 2, as in OLMo-hybrid.
+      activation: of the gate of the norm, "silu" or "sigmoid", which Qwen4-Exp may have.
     """
 
     allow_neg_eigval: bool = False
+    activation: str = "silu"
 
     def __post_init__(self):
         super().__post_init__()
         checks.check_flags(allow_neg_eigval=self.allow_neg_eigval)
+        known = self.activation in _GATES
+        checks.check(known, f"`activation` must be one of {_GATES}; got {self.activation!r}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +99,28 @@ class Mamba2Config(LayerConfig):
     Attributes:
       conv_bias: whether the convolutions have a bias.
       dt_limit: least and most of a time step; transformers limits those of a prefill only.
+      norm: "after" for a norm after the gate, "before" for one before it, None for a gate alone.
+      in_bias, out_bias: whether the projections into the layer have a bias, and the one out of it.
+      in_multiplier, multipliers: what a checkpoint's hidden states are multiplied with, and what its projections make,
+        in the order z, v, k, q, dt; `load_mamba2_mixer` makes them part of the weights.
     """
 
     eps: float = 1e-5
     conv_bias: bool = True
     dt_limit: tuple[float, float] = (0.0, float("inf"))
+    norm: str | None = "after"
+    in_bias: bool = False
+    out_bias: bool = False
+    in_multiplier: float = 1.0
+    multipliers: tuple[float, ...] = (1.0,) * 5
 
     def __post_init__(self):
         super().__post_init__()
-        checks.check_flags(conv_bias=self.conv_bias)
+        checks.check_flags(conv_bias=self.conv_bias, in_bias=self.in_bias, out_bias=self.out_bias)
+        known = self.norm in _NORMS
+        checks.check(known, f"`norm` must be one of {_NORMS}; got {self.norm!r}.")
+        five = isinstance(self.multipliers, tuple) and len(self.multipliers) == 5
+        checks.check(five, f"`multipliers` must be a tuple of 5 numbers; got {self.multipliers!r}.")
         low, high = self.dt_limit
         checks.check(0 <= low < high, f"`dt_limit` must rise from at least 0; got {self.dt_limit}.")
 

@@ -131,7 +131,7 @@ def gated_delta_net(
         g       = -exp(A_log) softplus(W_a x + dt_bias)
         beta    = sigmoid(W_b x), or twice that
         o       = gated delta rule(q, k, v, g, beta), with q and k of unit length
-        y       = W_out (rms_norm(o) silu(W_z x))
+        y       = W_out (rms_norm(o) silu(W_z x)), or sigmoid in the place of the last silu
 
     Dims: B batch, T tokens, D size of the hidden states, N sequences: B, or len(cu_seqlens) - 1; the rest is
     `config`'s.
@@ -215,5 +215,5 @@ def _mix(
         _OPERATORS, q, k, v, a, b, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=w.A_log,
         dt_bias=w.dt_bias, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=config.allow_neg_eigval,
     )  # fmt: skip
-    y = norm.norm_heads(run, o, z, w.norm, activation="silu", eps=config.eps)
+    y = norm.norm_heads(run, o, z, w.norm, activation=config.activation, eps=config.eps)
     return running.project_out(y, w.out, x), running.Cache(conv, state)

@@ -24,8 +24,10 @@ class Mamba2Weights(NamedTuple):
       conv, bias: of the channels of q, k and v, [H K, W], [H K, W], [HV V, W], the oldest token first, and
         [H K], [H K], [HV V] or nothing.
       A_log, dt_bias, skip: [HV], float32; the paper calls the last D.
-      norm: [HV V].
+      norm: [HV V], or nothing.
       out: [HV V, D].
+      in_bias: of the projections q, k, v, z and dt, or nothing.
+      out_bias: [D], or nothing.
     """
 
     q: jax.Array
@@ -38,15 +40,19 @@ class Mamba2Weights(NamedTuple):
     A_log: jax.Array
     dt_bias: jax.Array
     skip: jax.Array
-    norm: jax.Array
+    norm: Any
     out: jax.Array
+    in_bias: tuple[jax.Array, ...] = ()
+    out_bias: Any = ()
 
 
 def split_weights(config: config.Mamba2Config) -> dict[str, Any]:
     """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
     return dict(
         q=".h", k=".h", v=".n", z=".n", dt=".n", conv=("h.", "h.", "n."),
-        bias=("h", "h", "n") if config.conv_bias else (), A_log="n", dt_bias="n", skip="n", norm="n", out="n.",
+        bias=("h", "h", "n") if config.conv_bias else (), A_log="n", dt_bias="n", skip="n",
+        norm=() if config.norm is None else "n", out="n.", in_bias=tuple("hhnnn") if config.in_bias else (),
+        out_bias="." if config.out_bias else (),
     )  # fmt: skip
 
 
@@ -68,7 +74,9 @@ def init_mamba2_mixer(key: jax.Array, config: config.Mamba2Config, dtype=jnp.flo
         q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), z=new.matrix(c.D, v),
         dt=new.matrix(c.D, c.HV), conv=tuple(new.convolution(n, c.W) for n in c.channels),
         bias=tuple(jnp.zeros(n, dtype) for n in c.channels) if c.conv_bias else (), A_log=new.log_decay(c.HV),
-        dt_bias=new.step_bias(c.HV), skip=jnp.ones(c.HV, jnp.float32), norm=new.ones(v), out=new.matrix(v, c.D),
+        dt_bias=new.step_bias(c.HV), skip=jnp.ones(c.HV, jnp.float32), norm=() if c.norm is None else new.ones(v),
+        out=new.matrix(v, c.D), in_bias=tuple(jnp.zeros(n, dtype) for n in (q, k, v, v, c.HV)) if c.in_bias else (),
+        out_bias=jnp.zeros(c.D, dtype) if c.out_bias else (),
     )  # fmt: skip
 
 
@@ -82,20 +90,25 @@ def load_mamba2_mixer(named: Mapping[str, Any], config: config.Mamba2Config, pre
 
     Raises:
       ValueError: a name is missing, an array has another shape than `config` asks for, or the layer has weights that
-        `mamba2_mixer` does not, such as a bias of a projection.
+        `mamba2_mixer` does not.
     """
     _CONFIG.check(config)
     c, found = config, parameters.Checkpoint(named, prefix)
     q, k, v = c.channels
     # The gate, then x, B and C, which one convolution takes, then the time step.
-    parts = found.matrix("in_proj", c.D, 2 * v + k + q + c.HV)
-    z, v_, k_, q_, dt = jnp.split(parts, np.cumsum([v, v, k, q]), axis=1)
+    sizes = v, v, k, q, c.HV
+    scale = np.repeat(np.asarray(c.multipliers, np.float32), sizes)
+    split = lambda x, scale: jnp.split((x * scale).astype(x.dtype), np.cumsum(sizes)[:-1], axis=-1)
+    z, v_, k_, q_, dt = split(found.matrix("in_proj", c.D, sum(sizes)), c.in_multiplier * scale)
+    in_bias = split(found.read("in_proj.bias", sum(sizes)), scale) if c.in_bias else ()
     conv = found.convolutions(("x", "B", "C"), (v, k, q), c.W)
     bias = tuple(jnp.split(found.read("conv1d.bias", v + k + q), [v, v + k])) if c.conv_bias else ()
     weights = Mamba2Weights(
         q_, k_, v_, z, dt, conv[::-1], bias[::-1], A_log=found.float32("A_log", c.HV),
-        dt_bias=found.float32("dt_bias", c.HV), skip=found.float32("D", c.HV), norm=found.read("norm", v),
-        out=found.matrix("out_proj", v, c.D),
+        dt_bias=found.float32("dt_bias", c.HV), skip=found.float32("D", c.HV),
+        norm=() if c.norm is None else found.read("norm", v), out=found.matrix("out_proj", v, c.D),
+        in_bias=tuple(in_bias[i] for i in (3, 2, 1, 0, 4)) if c.in_bias else (),
+        out_bias=found.read("out_proj.bias", c.D) if c.out_bias else (),
     )  # fmt: skip
     found.end()
     return weights
@@ -122,6 +135,8 @@ def mamba2_mixer(
         dt      = softplus(W_dt x + dt_bias), at least and at most dt_limit
         o       = simple GLA(q, k, dt v, g = -exp(A_log) dt) + skip v
         y       = W_out rms_norm(o silu(W_z x))                                 H groups of heads, each normed as one
+
+    or rms_norm(o) silu(W_z x), or no norm, as `config` says; projections may have a bias.
 
     Args:
       x, weights, config, cache, output_cache: as in `gated_delta_net`, and so are all others. The state of the cache
@@ -165,8 +180,10 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
     _CONFIG.check(config)
     parameters.check_input(x, config, run)
     parameters.check_weights(w, init_mamba2_mixer, config)
-    projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]
-    z, dt = (running.project(x, weight) for weight in (w.z, w.dt))
+    projected = [running.project(x, weight) for weight in (w.q, w.k, w.v, w.z, w.dt)]
+    if config.in_bias:
+        projected = [y + bias.astype(y.dtype) for y, bias in zip(projected, w.in_bias, strict=True)]
+    *projected, z, dt = projected
     (q, k, v), conv = running.convolve_heads(run, config, projected, w.conv, w.bias)
     # Without a limit the step is above 0 by itself.
     dt = jax.nn.softplus(dt.astype(jnp.float32) + w.dt_bias)
@@ -174,5 +191,10 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
     u = (dt[..., None] * v.astype(jnp.float32)).astype(x.dtype)
     o, state = run.operate(_OPERATORS, q, k, u, -jnp.exp(w.A_log) * dt, scale=1.0)
     o = (o.astype(jnp.float32) + w.skip[:, None] * v.astype(jnp.float32)).astype(x.dtype)
-    y = norm.norm_groups(run, o, z, w.norm, config.H, activation="silu", norm_before_gate=False, eps=config.eps)
-    return running.project_out(y, w.out, x), running.Cache(conv, state)
+    if config.norm is None:
+        y = (o.astype(jnp.float32) * jax.nn.silu(running.by_head(z, config.HV).astype(jnp.float32))).astype(x.dtype)
+    else:
+        first = config.norm == "before"
+        y = norm.norm_groups(run, o, z, w.norm, config.H, activation="silu", norm_before_gate=first, eps=config.eps)
+    y = running.project_out(y, w.out, x)
+    return y + w.out_bias.astype(y.dtype) if config.out_bias else y, running.Cache(conv, state)
