@@ -13,6 +13,7 @@ from chunkwise.layers import (
     LayerConfig,
     LightningAttentionConfig,
     Mamba2Config,
+    config_from,
     gated_delta_net,
     kimi_delta_attention,
     lightning_attention,
@@ -34,6 +35,15 @@ QWEN = ATTENTION | dict(
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24,
 )  # fmt: skip
 DELTA_NET, KIMI = (gated_delta_net, load_gated_delta_net), (kimi_delta_attention, load_kimi_delta_attention)
+
+# What models with a mixer share; Falcon-H1 has it scaled.
+MIXER = dict(
+    num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64, mamba_n_heads=4,
+    mamba_d_head=32, mamba_d_state=16, mamba_n_groups=2, mamba_chunk_size=32, rms_norm_eps=1e-3,
+)  # fmt: skip
+FALCON = ("falcon_h1", "FalconH1Config", "FalconH1Model")
+SCALED = MIXER | dict(mamba_d_ssm=128, ssm_in_multiplier=0.5, ssm_multipliers=[0.5, 1.5, 0.7, 1.2, 0.8])
+MULTIPLIERS = dict(eps=1e-3, in_multiplier=0.5, multipliers=(0.5, 1.5, 0.7, 1.2, 0.8))
 
 
 class Model(NamedTuple):
@@ -105,21 +115,79 @@ MODELS = {
     ),
 }  # fmt: skip
 
+MIXED = (mamba2_mixer, load_mamba2_mixer)
+ONES = ("D", "norm.weight", "conv1d.bias", "dt_bias")
+TRANSPOSED = dict(kept=functools.partial(conv_and_state, transposed=True))
+VARIANTS = {
+    "granitemoehybrid": Model(
+        ("granitemoehybrid", "GraniteMoeHybridConfig", "GraniteMoeHybridModel"),
+        MIXER | dict(
+            layer_types=["linear_attention", "full_attention"], num_local_experts=2, num_experts_per_tok=1,
+            shared_intermediate_size=32,
+        ),
+        "mamba", ONES, MIXED, Mamba2Config(64, 2, 4, 16, 32, eps=1e-3), TRANSPOSED,
+    ),
+    "nemotron_h": Model(
+        ("nemotron_h", "NemotronHConfig", "NemotronHModel"),
+        dict(
+            layers_block_type=["linear_attention", "full_attention"], num_attention_heads=2, num_key_value_heads=1,
+            head_dim=32, intermediate_size=64, mamba_num_heads=4, mamba_head_dim=24, ssm_state_size=16, n_groups=2,
+            chunk_size=32, layer_norm_epsilon=1e-3, use_bias=True,
+        ),
+        "mixer", (*ONES, "in_proj.bias", "out_proj.bias"), MIXED,
+        Mamba2Config(
+            64, 2, 4, 16, 24, eps=1e-3, dt_limit=(1e-3, float("inf")), in_bias=True, out_bias=True
+        ),
+        TRANSPOSED,
+    ),
+    "zamba2": Model(
+        ("zamba2", "Zamba2Config", "Zamba2Model"),
+        dict(
+            num_hidden_layers=2, layers_block_type=["linear_attention", "hybrid"], n_mamba_heads=4, mamba_d_state=16,
+            mamba_ngroups=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=64, chunk_size=32,
+        ),
+        "mamba", ONES, MIXED, Mamba2Config(64, 2, 4, 16, 32, dt_limit=(1e-3, float("inf"))), TRANSPOSED,
+    ),
+    "bamba": Model(
+        ("bamba", "BambaConfig", "BambaModel"), MIXER | dict(attn_layer_indices=[1], mamba_proj_bias=True), "mamba",
+        (*ONES, "in_proj.bias", "out_proj.bias"), MIXED,
+        Mamba2Config(64, 2, 4, 16, 32, eps=1e-3, in_bias=True, out_bias=True), TRANSPOSED,
+    ),
+    "falcon_h1, norm before the gate": Model(
+        FALCON, SCALED | dict(mamba_rms_norm=True, mamba_norm_before_gate=True), "mamba", ONES, MIXED,
+        Mamba2Config(64, 2, 4, 16, 32, norm="before", **MULTIPLIERS), TRANSPOSED,
+    ),
+    "falcon_h1, norm after the gate": Model(
+        FALCON, SCALED | dict(mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_proj_bias=True), "mamba",
+        (*ONES, "in_proj.bias"), MIXED, Mamba2Config(64, 2, 4, 16, 32, in_bias=True, **MULTIPLIERS), TRANSPOSED,
+    ),
+    "falcon_h1, no norm": Model(
+        FALCON, SCALED | dict(mamba_rms_norm=False, projectors_bias=True), "mamba",
+        ("D", "conv1d.bias", "dt_bias", "out_proj.bias"), MIXED,
+        Mamba2Config(64, 2, 4, 16, 32, norm=None, out_bias=True, **MULTIPLIERS), TRANSPOSED,
+    ),
+}  # fmt: skip
+
+
+def recorded(ours: Model):
+    """Return what the layer of a model reads and writes while it runs."""
+    model = build(*ours.names, **ours.settings)
+    layer = getattr(model.layers[0], ours.attribute)
+    assert config_from(model.config, layer=0) == ours.config
+    randomise(*(layer.get_parameter(name) for name in ours.ones))
+    return record(model, layer, ours.functions[1], ours.config, **ours.recorded)
+
 
 @pytest.fixture(scope="module", params=MODELS)
 def case(request):
     """The name of a model, and what its layer reads and writes while it runs."""
-    ours = MODELS[request.param]
-    model = build(*ours.names, **ours.settings)
-    layer = getattr(model.layers[0], ours.attribute)
-    randomise(*(layer.get_parameter(name) for name in ours.ones))
-    return request.param, record(model, layer, ours.functions[1], ours.config, **ours.recorded)
+    return request.param, recorded(MODELS[request.param])
 
 
 @functools.cache
 def compiled(name, implementation):
     """Our layer of a model, compiled once for all of its tests."""
-    ours = MODELS[name]
+    ours = (MODELS | VARIANTS)[name]
     layer = functools.partial(ours.functions[0], config=ours.config, output_cache=True, implementation=implementation)
     return jax.jit(lambda x, weights, cache: layer(x, weights, cache=cache))
 
@@ -127,7 +195,7 @@ def compiled(name, implementation):
 implementations = pytest.mark.parametrize("implementation", ["xla", "staged", "fused"])
 THOROUGH = dict.fromkeys(
     ["test_prefill_then_decode", "test_decode_from_the_first_token"], lambda implementation: implementation == "staged"
-)
+) | {"test_models_that_differ_by_settings": lambda name: name in ("granitemoehybrid", "bamba", "zamba2")}
 
 
 @implementations
@@ -141,3 +209,10 @@ def test_prefill_then_decode(case, implementation):
 def test_decode_from_the_first_token(case, implementation):
     name, recording = case
     check_token_by_token(compiled(name, implementation), recording, recording.nothing_before())
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", VARIANTS)
+def test_models_that_differ_by_settings(name):
+    recording = recorded(VARIANTS[name])
+    check_calls(compiled(name, "xla"), recording, recording.nothing_before())

@@ -177,7 +177,7 @@ def _falcon_h1(s: _Settings) -> config.Mamba2Config:
     return made
 
 
-def _minimax(s: _Settings, layer: int | None) -> config.LightningAttentionConfig:
+def _minimax(s: _Settings, layer: Any) -> config.LightningAttentionConfig:
     checks.check(layer is not None, "`layer` must be the number of the layer, which its decay depends on; got None.")
     s.require("hidden_act", "silu", "swish")
     # The norm of the layer has an epsilon of its own.
