@@ -355,10 +355,10 @@ def test_cycles_of_operations():
 
 
 def test_no_ratio_without_correctness(run, monkeypatch):
-    from benchmarks import cases
+    from chunkwise.pipeline import models
 
-    exact = cases.reference
-    monkeypatch.setattr(cases, "reference", lambda **x: (exact(**x)[0] + 1.0, None))
+    exact = models.reference
+    monkeypatch.setattr(models, "reference", lambda **x: (exact(**x)[0] + 1.0, None))
     code, rows = run("time", "--case", "packed", "--repeats", "1")
     assert code == 1
     assert not any(row["correct"] for row in rows)
