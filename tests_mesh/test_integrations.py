@@ -11,7 +11,7 @@ from chunkwise.integrations.maxtext import jax_chunk_gated_delta_rule
 from chunkwise.shared.testing.compare import assert_close
 from meshes import MODES, make_mesh, normal
 
-nnx = pytest.importorskip("flax").nnx
+nnx = pytest.importorskip("flax.nnx")
 from chunkwise.integrations.nnx import (  # noqa: E402
     GatedDeltaNet,
     KimiDeltaAttention,
