@@ -318,9 +318,9 @@ def ragged_simple_gla(
     Mamba-2 too. All else is as in `ragged_gated_delta_rule`.
 
     Args:
-      q, k, v, states, cu_seqlens, state_indices, has_initial_state, num_decodes, num_sequences, read_indices,
-        num_accepted_tokens, block_state_indices, block_size, scale, chunk_size, implementation, sharding: as in
-        `ragged_gated_delta_rule` of chunkwise.fused_gdn.
+      q, k, v, states, cu_seqlens: as in `ragged_gated_delta_rule` of chunkwise.fused_gdn.
+      state_indices, has_initial_state, num_decodes, num_sequences, read_indices, num_accepted_tokens: likewise.
+      block_state_indices, block_size, scale, chunk_size, implementation, sharding: likewise.
       g: log decay per head [1, T, HV] in nats, at most 0, of any strength; None for none.
       g_gamma: constant log decay per head [HV], added to g; None for none.
 

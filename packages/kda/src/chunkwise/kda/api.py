@@ -245,9 +245,9 @@ def ragged_kda(
     The equation of `chunk_kda`, for every sequence of a packed stream. All else is as in `ragged_gated_delta_rule`.
 
     Args:
-      q, k, v, beta, states, cu_seqlens, state_indices, has_initial_state, num_decodes, num_sequences, read_indices,
-        num_accepted_tokens, block_state_indices, block_size, scale, use_qk_l2norm_in_kernel, chunk_size,
-        implementation, sharding: as in `ragged_gated_delta_rule` of chunkwise.fused_gdn.
+      q, k, v, beta, states, cu_seqlens: as in `ragged_gated_delta_rule` of chunkwise.fused_gdn.
+      state_indices, has_initial_state, num_decodes, num_sequences, read_indices, num_accepted_tokens: likewise.
+      block_state_indices, block_size, scale, use_qk_l2norm_in_kernel, chunk_size, implementation, sharding: likewise.
       g: log decay per channel [1, T, HV, K] in nats, at most 0, of any strength.
       use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval: as in `chunk_kda`.
       gate_lower_bound: as in `chunk_kda`.
