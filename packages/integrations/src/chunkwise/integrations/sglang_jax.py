@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from chunkwise.integrations.gates import raw_gates
 from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
 
 __all__ = ["decode_gated_delta_rule", "kda", "lightning", "prefill_gated_delta_rule"]
@@ -55,7 +56,7 @@ def prefill_gated_delta_rule(
     q, k, v = (x.reshape(1, -1, heads, size) for x, heads, size in ((q, n_kq, d_k), (k, n_kq, d_k), (v, n_v, d_v)))
     o, pool = ragged_gated_delta_rule(
         q, k, v, a[None], b[None], recurrent_state, **_step(cu_seqlens, state_indices, has_initial_state),
-        **_gates(A_log, dt_bias), use_qk_l2norm_in_kernel=True, chunk_size=chunk_size, implementation=implementation,
+        **raw_gates(A_log, dt_bias), chunk_size=chunk_size, implementation=implementation,
     )  # fmt: skip
     return _track(pool, state_indices, track_indices, track_mask), o[0]
 
@@ -114,7 +115,7 @@ def kda(
     """
     o, pool = ragged_kda(
         *(x[None] for x in (q, k, v, a, b)), recurrent_state, **_step(cu_seqlens, state_indices, has_initial_state),
-        **_gates(A_log.reshape(-1), dt_bias.reshape(a.shape[1:])), use_qk_l2norm_in_kernel=True, scale=scale,
+        **raw_gates(A_log.reshape(-1), dt_bias.reshape(a.shape[1:])), scale=scale,
         lower_bound=lower_bound, implementation=implementation,
     )  # fmt: skip
     return _track(pool, state_indices, track_indices, track_mask), o[0]
@@ -152,14 +153,6 @@ def _step(cu_seqlens, state_indices, has_initial_state) -> dict[str, Any]:
         has_initial_state=has_initial_state,
         num_decodes=N if cu_seqlens is None else 0,
     )
-
-
-def _gates(A_log: jax.Array, dt_bias: jax.Array) -> dict[str, Any]:
-    """Return the arguments of a delta rule over raw gates."""
-    return dict(
-        use_gate_in_kernel=True, A_log=A_log.astype(jnp.float32), dt_bias=dt_bias.astype(jnp.float32),
-        use_beta_sigmoid_in_kernel=True,
-    )  # fmt: skip
 
 
 def _track(pool: jax.Array, state_indices: jax.Array, track_indices, track_mask) -> jax.Array:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.causal_conv1d import causal_conv1d_update
-from chunkwise.layers import Step
+from chunkwise.integrations.gates import raw_gates
+from chunkwise.layers import Step, running
 from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
 
 __all__ = ["ChunkwiseLinearAttention", "fused_conv1d_gdn", "fused_conv1d_kda", "fused_conv1d_mamba2", "register"]
@@ -78,7 +79,7 @@ def fused_conv1d_gdn(
     sizes = ((n_kq, d_k), (n_kq, d_k), (n_v, d_v))
     (q, k, v), conv_state = _convolve(qkv, conv_state, conv_weight, conv_bias, sizes, step, implementation)
     o, recurrent_state = ragged_gated_delta_rule(
-        q, k, v, a[None], b[None], recurrent_state, **step, **_gates(a_log, dt_bias), implementation=implementation
+        q, k, v, a[None], b[None], recurrent_state, **step, **raw_gates(a_log, dt_bias), implementation=implementation
     )
     return (conv_state, recurrent_state), o.reshape(-1, n_v * d_v).astype(qkv.dtype)
 
@@ -122,7 +123,7 @@ def fused_conv1d_kda(
     (q, k, v), conv_state = _convolve(qkv, conv_state, conv_weight, conv_bias, sizes, step, implementation)
     o, recurrent_state = ragged_kda(
         q, k, v, a.reshape(1, -1, n_v, d_k), b[None], recurrent_state, **step,
-        **_gates(a_log, dt_bias.reshape(n_v, d_k)), lower_bound=lower_bound, implementation=implementation,
+        **raw_gates(a_log, dt_bias.reshape(n_v, d_k)), lower_bound=lower_bound, implementation=implementation,
     )  # fmt: skip
     return (conv_state, recurrent_state), o.reshape(-1, n_v * d_v).astype(qkv.dtype)
 
@@ -199,19 +200,12 @@ def _step(starts, write, distribution, seq_lens, read, offsets, guesses: int) ->
 
 def _convolve(x, pool, weight, bias, sizes, step: dict[str, Any], implementation: str | None):
     """Return silu of the convolution, cut into arrays [1, T, heads, size], and the pool after it."""
-    name = {None: None, "xla": "xla"}.get(implementation, "pallas")
+    # What is no implementation the operator refuses.
+    name = running.AROUND.get(implementation, "pallas")
     y, pool = causal_conv1d_update(x[None], pool, weight[:, 0], bias, **step, implementation=name)
     ends = [sum(heads * size for heads, size in sizes[:i]) for i in range(1, len(sizes))]
     parts = jnp.split(y, ends, axis=2)
     return [part.reshape(1, -1, heads, size) for part, (heads, size) in zip(parts, sizes, strict=True)], pool
-
-
-def _gates(a_log: jax.Array, dt_bias: jax.Array) -> dict[str, Any]:
-    """Return the arguments of a delta rule over raw gates."""
-    return dict(
-        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=a_log.astype(jnp.float32),
-        dt_bias=dt_bias.astype(jnp.float32), use_beta_sigmoid_in_kernel=True,
-    )  # fmt: skip
 
 
 class ChunkwiseLinearAttention:
