@@ -41,15 +41,17 @@ LOOK = """({
         .map(x => [...x.childNodes].filter(n => n.nodeName === '#text').map(n => n.textContent).join(' '))
         .filter(text => /\\$|\\\\[a-z]+/.test(text)),
 })"""
-# And at the width of a laptop. A transpose floats if its T ends in the upper quarter of what carries it, or above.
+# And at the width of a laptop. A transpose floats if its T ends in the upper quarter of the capital or bracket that carries
+# it, or above. Small letters are lower, and the T of one floats if it ends above the letter: TeX lets it end 0.02 em below.
 LOOK_WIDE = """(transposes => ({
     title: document.querySelector('header .md-header__topic').textContent.trim(),
     scrolling: [...document.querySelectorAll('pre, pre > code')].filter(x => x.scrollWidth > x.clientWidth)
         .map(x => x.textContent.slice(0, 60)),
     transposes: transposes.length,
     floating: transposes.filter(x => {
-        const base = x.firstElementChild.firstElementChild.getBoundingClientRect()
-        return x.lastElementChild.getBoundingClientRect().bottom < base.top + base.height / 4
+        const base = x.firstElementChild.firstElementChild, {top, height} = base.getBoundingClientRect()
+        const lowest = /^[a-z]$/.test(base.textContent) ? top : top + height / 4
+        return x.lastElementChild.getBoundingClientRect().bottom < lowest
     }).map(x => x.textContent),
 }))([...document.querySelectorAll('msup, msubsup')].filter(x => x.lastElementChild.textContent === 'T'))"""
 
