@@ -176,9 +176,7 @@ def simulated(session):
 def thorough(session):
     """Run the tests that take long: more sizes and types, and the compilations for all TPU generations."""
     prepare(session, "e2e")
-    session.run(
-        "pytest", *WORKERS, "-m", "thorough", *PACKAGES.values(), "tests_simulated", "tests_e2e", *session.posargs
-    )
+    session.run("pytest", *WORKERS, "-m", "thorough", *PACKAGES.values(), "tests_e2e", *session.posargs)
     session.run("pytest", *WORKERS, "-m", "thorough", "tests_mesh", *session.posargs, env=MANY_THREADS)
 
 
