@@ -163,8 +163,8 @@ def test_maxtext_layer_does_not_leak():
         maxtext.save_qwen3_next(init_gated_delta_net(jax.random.key(0), CONFIG), CONFIG), CONFIG
     )
     x = normal(np.random.default_rng(1), 1, 20, CONFIG.D)
-    ids = maxtext.from_segmentation(jnp.asarray([[1] * 9 + [2] * 8 + [0] * 3]))
-    packed, _ = gated_delta_net(x, weights, CONFIG, segment_ids=ids)
+    ids = jnp.asarray([[1] * 9 + [2] * 8 + [0] * 3])
+    packed, _ = gated_delta_net(x, weights, CONFIG, segment_ids=ids, padding_id=0)
     alone, _ = gated_delta_net(x[:, 9:17], weights, CONFIG)
     assert_close("the second document", packed[:, 9:17], alone, 1e-6)
 

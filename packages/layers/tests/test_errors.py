@@ -71,6 +71,7 @@ def test_config(make, message):
             "`cache` must be of 2 sequences, as `x` is; got one of 3",
         ),
         (dict(implementation="pallas"), "`implementation` must be"),
+        (dict(padding_id=True), "`padding_id` must be a whole number; got True"),
     ],
 )
 def test_call(weights, change, message):

@@ -26,6 +26,7 @@ THOROUGH = dict(
     test_rows_from_a_cache=but_for("gated_delta_net", "kimi_delta_attention"),
     test_packed_sequences=but_for("mamba2_mixer", "lightning_attention"),
     test_segments=but_for("gated_delta_net", "lightning_attention"),
+    test_an_id_of_padding=lambda name: name not in ("gated_delta_net", "lightning_attention"),
     test_pieces_and_tokens=but_for("mamba2_mixer"),
     test_serving_steps=but_for("gated_delta_net", "mamba2_mixer", "lightning_attention"),
     test_speculation_and_a_cached_block=but_for("mamba2_mixer"),
@@ -79,6 +80,17 @@ def test_segments(name, implementation):
     got = compiled(name, implementation)(x, w, cache, {"segment_ids": IDS})
     assert_same(got, oracle(name, x, w, cache, segment_ids=IDS))
     assert not np.asarray(got[0])[IDS < 0].any()
+
+
+@layers
+def test_an_id_of_padding(name):
+    """MaxText counts segments from 1, and 0 is padding, also between them."""
+    (x, w), layer = make(name), LAYERS[name]
+    ids = np.where(IDS == 4, 0, IDS)
+    run = lambda ids, **options: layer.run(x, w, layer.config, segment_ids=ids, implementation="xla", **options)[0]
+    got, want = jax.jit(lambda ids, own: (run(ids, padding_id=0), run(own)))(ids, np.where(ids == 0, -1, ids))
+    np.testing.assert_array_equal(got, want)
+    assert not np.asarray(got)[ids <= 0].any()
 
 
 @implementations

@@ -12,7 +12,6 @@ from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rul
 from chunkwise.shared.operators import checks
 
 __all__ = [
-    "from_segmentation",
     "jax_ar_gated_delta_rule",
     "jax_chunk_gated_delta_rule",
     "load_qwen3_next",
@@ -59,7 +58,7 @@ def jax_chunk_gated_delta_rule(
     o, state = chunk_gated_delta_rule(
         q, k, v, g, b, initial_state=initial_state, output_final_state=initial_state is not None,
         use_qk_l2norm_in_kernel=use_qk_norm_in_gdn, chunk_size=chunk_size, context_axis=cp_axis,
-        segment_ids=None if segment_ids is None else from_segmentation(segment_ids), implementation=implementation,
+        segment_ids=None if segment_ids is None else segment_ids.astype(jnp.int32) - 1, implementation=implementation,
     )  # fmt: skip
     return o.astype(query.dtype), None if state is None else state.astype(compute_dtype)
 
@@ -88,11 +87,6 @@ def jax_ar_gated_delta_rule(
     )  # fmt: skip
     assert state is not None
     return o.astype(query.dtype), state
-
-
-def from_segmentation(segmentation: jax.Array) -> jax.Array:
-    """Return MaxText's segment ids, in which 0 is padding, as those of chunkwise, in which ids below 0 are."""
-    return segmentation.astype(jnp.int32) - 1
 
 
 def load_qwen3_next(params: Mapping[str, Any], config: GatedDeltaNetConfig) -> GatedDeltaNetWeights:

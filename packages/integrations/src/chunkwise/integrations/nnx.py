@@ -125,13 +125,15 @@ class _Layer(nnx.Module):
         decode: bool = False,
         cu_seqlens: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        padding_id: int = -1,
     ) -> jax.Array:
         """Return what the layer makes of hidden states.
 
         Args:
           x: hidden states [B, T, D].
           decode: whether to go on from the cache, over any number of tokens, and to leave there what follows; static.
-          cu_seqlens, segment_ids: which tokens of a row belong together, as the layer of `chunkwise.layers` takes it.
+          cu_seqlens, segment_ids, padding_id: which tokens of a row belong together, as the layer of `chunkwise.layers`
+            takes it.
 
         Returns:
           y [B, T, D] in the type of x.
@@ -140,7 +142,7 @@ class _Layer(nnx.Module):
         weights, cache = (jax.tree.map(_value, tree, is_leaf=_is_variable) for tree in (self.weights, self.cache))
         y, after = type(self).run(
             x, weights, self.config, cache if decode else None, decode, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
-            implementation=self.implementation, **self._division(),
+            padding_id=padding_id, implementation=self.implementation, **self._division(),
         )  # fmt: skip
         if decode:
             jax.tree.map(lambda kept, new: kept.set_value(new), self.cache, after, is_leaf=_is_variable)

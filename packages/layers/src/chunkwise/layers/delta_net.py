@@ -119,6 +119,7 @@ def gated_delta_net(
     *,
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    padding_id: int = -1,
     implementation: str | None = None,
     sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
@@ -147,6 +148,8 @@ def gated_delta_net(
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1.
       segment_ids: int32 [B, T], traced, instead of cu_seqlens: a sequence begins where the id changes, and tokens of an
         id below 0 are padding, which may hold any number. A cache has a state for each row then.
+      padding_id: an id whose tokens are padding too, such as MaxText's 0; static. It says nothing of a pack by
+        cu_seqlens, where padding is what follows the last boundary.
       implementation: of the operator, "xla", "staged" or "fused", and of the layers around it accordingly; None for the
         best.
       sharding: how v [B, T, HV, V] is split over the devices of a mesh with automatic axes, as `shardings` gives it;
@@ -164,7 +167,9 @@ def gated_delta_net(
     Cost: 2 B T D (2 H K + 3 HV V + 2 HV) flops for the projections, and those of the operator.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024), as in Qwen3-Next.
     """
-    run = running.Sequences(cache, output_cache, cu_seqlens, segment_ids, implementation, sharding, context_axis)
+    run = running.Sequences(
+        cache, output_cache, cu_seqlens, segment_ids, padding_id, implementation, sharding, context_axis
+    )
     y, cache = _mix(x, weights, config, run)
     return y, cache if output_cache else None
 

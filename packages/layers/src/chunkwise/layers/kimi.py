@@ -126,6 +126,7 @@ def kimi_delta_attention(
     *,
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    padding_id: int = -1,
     implementation: str | None = None,
     sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
@@ -154,7 +155,9 @@ def kimi_delta_attention(
     Cost: 2 B T D (2 H K + 2 HV V + HV) flops for the projections, those of the factors, and those of the operator.
     Source: Kimi Team, Kimi Linear (2025); the second law of the decay is that of Ling 3.0.
     """
-    run = running.Sequences(cache, output_cache, cu_seqlens, segment_ids, implementation, sharding, context_axis)
+    run = running.Sequences(
+        cache, output_cache, cu_seqlens, segment_ids, padding_id, implementation, sharding, context_axis
+    )
     y, cache = _mix(x, weights, config, run)
     return y, cache if output_cache else None
 

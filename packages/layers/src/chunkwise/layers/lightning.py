@@ -94,6 +94,7 @@ def lightning_attention(
     *,
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    padding_id: int = -1,
     implementation: str | None = None,
     sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
@@ -122,7 +123,9 @@ def lightning_attention(
     Cost: 2 B T D (2 H K + 3 HV V) flops for the projections, and those of the operator.
     Source: Qin and others, Lightning Attention-2 (2024), as in MiniMax-01 (2025).
     """
-    run = running.Sequences(cache, output_cache, cu_seqlens, segment_ids, implementation, sharding, context_axis)
+    run = running.Sequences(
+        cache, output_cache, cu_seqlens, segment_ids, padding_id, implementation, sharding, context_axis
+    )
     y, cache = _mix(x, weights, config, run)
     return y, cache if output_cache else None
 

@@ -123,6 +123,7 @@ def mamba2_mixer(
     *,
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    padding_id: int = -1,
     implementation: str | None = None,
     sharding: arguments.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
@@ -153,7 +154,9 @@ def mamba2_mixer(
     Cost: 2 B T D (2 H K + 3 HV V + HV) flops for the projections, and those of the operator.
     Source: Dao and Gu, Transformers are SSMs (2024).
     """
-    run = running.Sequences(cache, output_cache, cu_seqlens, segment_ids, implementation, sharding, context_axis)
+    run = running.Sequences(
+        cache, output_cache, cu_seqlens, segment_ids, padding_id, implementation, sharding, context_axis
+    )
     y, cache = _mix(x, weights, config, run)
     return y, cache if output_cache else None
 

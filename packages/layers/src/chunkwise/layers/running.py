@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
@@ -92,6 +93,7 @@ class Sequences:
     output_cache: bool
     cu_seqlens: jax.Array | None
     segment_ids: jax.Array | None
+    padding_id: int
     implementation: str | None
     sharding: arguments.Sharding | None
     context_axis: Any
@@ -108,7 +110,12 @@ class Sequences:
 
     @property
     def _packing(self) -> dict:
-        return dict(cu_seqlens=self.cu_seqlens, segment_ids=self.segment_ids, context_axis=self.context_axis)
+        whole = isinstance(self.padding_id, int | np.integer) and not isinstance(self.padding_id, bool)
+        checks.check(whole, f"`padding_id` must be a whole number; got {self.padding_id!r}.")
+        ids = self.segment_ids
+        if ids is not None and self.padding_id >= 0:
+            ids = jnp.where(ids == self.padding_id, -1, ids)
+        return dict(cu_seqlens=self.cu_seqlens, segment_ids=ids, context_axis=self.context_axis)
 
     def _decodes(self, x) -> bool:
         """Return whether each row of x is one token."""
