@@ -31,12 +31,13 @@ from benchmarks import (
     tpu_peers,
 )
 from benchmarks.block import BLOCKS
-from benchmarks.cases import CASES, Case
+from benchmarks.cases import CASES
 from benchmarks.compare import compare, merged
 from benchmarks.mixer import MIXERS
 from benchmarks.scans import SCANS
 from chunkwise import pipeline
 from chunkwise.pipeline import info
+from chunkwise.pipeline.models import Layer
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.pipeline.stages import STAGES
 from chunkwise.pipeline.tables import make_console, make_progress, make_table
@@ -141,7 +142,7 @@ def parse(arguments=None) -> argparse.Namespace:
     return options
 
 
-def add_cases(parser: argparse.ArgumentParser, cases: dict[str, Case]) -> None:
+def add_cases(parser: argparse.ArgumentParser, cases: dict[str, Layer]) -> None:
     """Add the option that chooses cases."""
     parser.add_argument("--case", action="append", choices=list(cases), help="a model's layer; may be repeated")
 

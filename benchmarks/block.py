@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from examples.blocks import Mlp, mlp, rms_norm
 
-from benchmarks.cases import Case
 from chunkwise.layers import GatedDeltaNetConfig, GatedDeltaNetWeights, gated_delta_net, init_gated_delta_net
+from chunkwise.pipeline.models import Layer
 
 
 class Weights(NamedTuple):
@@ -22,7 +22,7 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block(Case):
+class Block(Layer):
     """A block of Qwen3.5 in bfloat16, with norms, decays and step biases in float32.
 
     Attributes:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from benchmarks import tpu, tpu_peers
-from benchmarks.cases import CASES, Case
+from benchmarks.cases import CASES
+from chunkwise.pipeline.models import Layer
 from chunkwise.shared.chips import CHIPS
 
 _DELTANET = "its README, 0.3.0: B = 1, float32, wall time"
@@ -87,7 +88,7 @@ def estimate(index: int, T: int, profile: bool) -> dict:
     # Of what every implementation must move, in the type of the published inputs.
     operator = "kda" if one.function != "chunk_gdn" else "gated_delta_rule"
     dtype = "bfloat16" if one.peer == "tokamax" else "float32"
-    moved = Case(operator, one.H, one.HV).cost(T, dtype, one.backward)[1]
+    moved = Layer(operator, one.H, one.HV).cost(T, dtype, one.backward)[1]
     with tpu_peers.on_a_tpu():
         return tpu.figures(lambda: build(one, T), one.chip, moved / CHIPS[one.chip].bandwidth_tb_s / 1e9, profile)
 
@@ -105,7 +106,7 @@ def measure_ours(index: int, profile: bool, timeout: float) -> list[dict]:
     """Return the row of our own estimate for the operator, the heads and the chip of a published time."""
     one = PUBLISHED[index]
     arguments = f"{CASES[one.case]!r}, 'fused', {one.chip!r}, {one.T}, {one.backward}, {profile}"
-    found = tpu.first_result([f"from benchmarks.tpu import Case, estimate; estimate({arguments})"], timeout)
+    found = tpu.first_result([f"from benchmarks.tpu import Layer, estimate; estimate({arguments})"], timeout)
     return [found if "failed" in found else scaled(one, found)]
 
 

@@ -2,17 +2,12 @@
 
 from chunkwise.pipeline.models import MODELS, Layer
 
-
-class Case(Layer):
-    """A layer, or a batch of one, that the benchmarks measure."""
-
-
-CASES = {name: Case(**vars(layer)) for name, layer in MODELS.items()} | {
-    "qwen3-next-80b-unit": Case("gated_delta_rule", H=16, HV=32, normalise=True),
-    "qwen3-next-80b-ragged": Case("gated_delta_rule", H=16, HV=32, sequences=16, ragged=True),
-    "gdn-16": Case("gated_delta_rule", H=16, HV=16, T=2048),
+CASES = MODELS | {
+    "qwen3-next-80b-unit": Layer("gated_delta_rule", H=16, HV=32, normalise=True),
+    "qwen3-next-80b-ragged": Layer("gated_delta_rule", H=16, HV=32, sequences=16, ragged=True),
+    "gdn-16": Layer("gated_delta_rule", H=16, HV=16, T=2048),
     **{
-        f"{name}-segments": Case(operator, H=H, HV=HV, sequences=16, ragged=True, segments=True)
+        f"{name}-segments": Layer(operator, H=H, HV=HV, sequences=16, ragged=True, segments=True)
         for name, operator, H, HV in (
             ("qwen3-next-80b", "gated_delta_rule", 16, 32),
             ("kimi-linear-48b", "kda", 32, 32),
@@ -20,5 +15,5 @@ CASES = {name: Case(**vars(layer)) for name, layer in MODELS.items()} | {
             ("gla", "gla", 16, 16),
         )
     },
-    "packed-16x16384": Case("gated_delta_rule", H=16, HV=16, T=16 * 16384, sequences=16),
+    "packed-16x16384": Layer("gated_delta_rule", H=16, HV=16, T=16 * 16384, sequences=16),
 }

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.cases import Case
 from chunkwise.causal_conv1d import causal_conv1d
 from chunkwise.causal_conv1d.cost import cost as convolution_cost
 from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.norm_gated.cost import cost as norm_cost
+from chunkwise.pipeline.models import Layer
 from chunkwise.shared.testing import mixer_oracle
 from chunkwise.shared.testing.laws import law_reference
 from chunkwise.shared.testing.oracle import reference
@@ -28,7 +28,7 @@ _BUILT = {
 
 
 @dataclass(frozen=True)
-class Mixer(Case):
+class Mixer(Layer):
     """What a layer does between its projections; q, k and v are convolved, z is the gate of the norm.
 
     Attributes:

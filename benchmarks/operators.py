@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import peers, timing
-from benchmarks.cases import Case
+from chunkwise.pipeline.models import Layer
 
 
-def measure(case: Case, T: int, dtype, implementations, backward: bool, repeats: int, devices: int) -> list[dict]:
+def measure(case: Layer, T: int, dtype, implementations, backward: bool, repeats: int, devices: int) -> list[dict]:
     """Return a row for every implementation and for every peer that is installed and takes the case.
 
     Heads are split over `devices`, those of the scan too.
@@ -27,7 +27,7 @@ def measure(case: Case, T: int, dtype, implementations, backward: bool, repeats:
     )  # fmt: skip
 
 
-def judge(case: Case, x: dict, cu_seqlens, do) -> Callable:
+def judge(case: Layer, x: dict, cu_seqlens, do) -> Callable:
     """Return a function from results to their error and whether they are correct; of gradients too if there is a do."""
     last = slice(None) if cu_seqlens is None else slice(int(cu_seqlens[-2]), int(cu_seqlens[-1]))
     expected = case.expected(case.part(x, last), None if do is None else case.part({"do": do}, last)["do"])

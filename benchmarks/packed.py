@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import tpu
-from benchmarks.cases import Case
 from benchmarks.regions import kernel_bundles, kernel_text, read_loop
 from chunkwise.fused_gla.config import default_for
+from chunkwise.pipeline.models import Layer
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.kernels.launcher import largest_divisor
 from chunkwise.shared.kernels.layout import BEGIN, CLOSES, END, FIRST, LAST, MIXED, OPENS, make_steps
@@ -28,13 +28,13 @@ OPERATORS = ("gated_delta_rule", "kda", "simple_gla", "gla")
 FORMS = {"16 sequences": 16, "one packed": 1, "one, not packed": 0}
 
 
-def case_of(operator: str, sequences: int, T: int) -> Case:
+def case_of(operator: str, sequences: int, T: int) -> Layer:
     """Return the layer that is counted: the heads of Qwen3-Next, and unit lengths where there is a delta rule."""
-    case = Case(operator, H=16, HV=32, T=T, sequences=sequences, ragged=True)
+    case = Layer(operator, H=16, HV=32, T=T, sequences=sequences, ragged=True)
     return dataclasses.replace(case, normalise=case.table.delta)
 
 
-def _compiled(case: Case, chip: str, flags: str) -> str:
+def _compiled(case: Layer, chip: str, flags: str) -> str:
     """Compile both directions, with initial and final states and the gradients of both; in a fresh process only."""
     from chunkwise.shared.testing import tpu as compiler
 
@@ -59,7 +59,7 @@ def _compiled(case: Case, chip: str, flags: str) -> str:
     return compiler.compile_for(with_gradients(run), *specs, chip=chip, auto_layout=True).as_text()
 
 
-def turns(case: Case, kind: str, C: int) -> tuple[int, list[int]]:
+def turns(case: Layer, kind: str, C: int) -> tuple[int, list[int]]:
     """Return the turns of a launch for one block of heads, and how many run each of its regions.
 
     Regions are in the order of the kernel's text.
@@ -119,7 +119,7 @@ def _gla_runs(table, C, kind, pieces):
     return table.shape[1], (starts, *clear, *before, *loop(chunks, whole))
 
 
-def count(case: Case, chip: str) -> dict[str, int]:
+def count(case: Layer, chip: str) -> dict[str, int]:
     """Return the bundles of both directions by kind of launch; in a fresh process only."""
     counts: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
@@ -132,9 +132,9 @@ def count(case: Case, chip: str) -> dict[str, int]:
     return counts
 
 
-def run_count(case: Case, chip: str, timeout: float) -> dict:
+def run_count(case: Layer, chip: str, timeout: float) -> dict:
     """Run `count` in a process of its own; `failed` is set where it gave no result."""
-    return tpu.first_result([f"from benchmarks.packed import Case, count; count({case!r}, {chip!r})"], timeout)
+    return tpu.first_result([f"from benchmarks.packed import Layer, count; count({case!r}, {chip!r})"], timeout)
 
 
 def measure(operator: str, T: int, chip: str, timeout: float) -> list[dict]:

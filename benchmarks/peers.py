@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.cases import Case
 from benchmarks.mixer import Mixer
 from benchmarks.timing import Run, compiled
+from chunkwise.pipeline.models import Layer
 
 # The scan keeps a state per token for its backward; more than this is no comparison.
 _SCAN_STATES = 2**31
 
 
-def available(case: Case, x: dict, cu_seqlens, do, devices: int) -> list[Run]:
+def available(case: Layer, x: dict, cu_seqlens, do, devices: int) -> list[Run]:
     """Return the peers that can run a case here; with do, forward and backward. Nobody else has a whole mixer."""
     if isinstance(case, Mixer):
         return []
@@ -28,7 +28,7 @@ def available(case: Case, x: dict, cu_seqlens, do, devices: int) -> list[Run]:
     return [run for run in found if run is not None]
 
 
-def _scan(case: Case, x: dict, cu_seqlens, do, devices: int) -> Run | None:
+def _scan(case: Layer, x: dict, cu_seqlens, do, devices: int) -> Run | None:
     """The recurrence as one writes it in JAX: `lax.scan` over tokens; heads and sequences, of one length, at once."""
     tokens, N = x["v"].shape[1], max(1, case.sequences)
     if case.ragged or tokens % N:
@@ -94,7 +94,7 @@ def _torch_run(name: str, function, x: dict, do, device: str) -> Run:
     return Run(name, forward_and_backward)
 
 
-def _transformers(case: Case, x: dict, cu_seqlens, do) -> Run | None:
+def _transformers(case: Layer, x: dict, cu_seqlens, do) -> Run | None:
     """Qwen3-Next's own function in torch, on the CPU with 2 threads; key heads are repeated as its layer does."""
     if case.operator != "gated_delta_rule" or cu_seqlens is not None or x["v"].dtype != jnp.float32:
         return None
@@ -114,7 +114,7 @@ def _transformers(case: Case, x: dict, cu_seqlens, do) -> Run | None:
     return _torch_run("transformers", function, x, do, "cpu")
 
 
-def _fla(case: Case, x: dict, cu_seqlens, do) -> Run | None:
+def _fla(case: Layer, x: dict, cu_seqlens, do) -> Run | None:
     """The Triton kernels of flash-linear-attention (fla-core), on an NVIDIA GPU."""
     try:
         import torch

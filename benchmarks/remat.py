@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 
 from benchmarks import tpu
-from benchmarks.cases import Case
 from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net, init_gated_delta_net, remat_policy
+from chunkwise.pipeline.models import Layer
 from chunkwise.shared.testing import tpu as compiler
 
 # By name; None where there is no `jax.checkpoint`.
@@ -20,7 +20,7 @@ POLICIES = {
 }
 
 
-def _layer(case: Case, policy: str):
+def _layer(case: Layer, policy: str):
     """Return a gated DeltaNet layer with a residual in bfloat16, under a policy, the shapes of its weights, and D.
 
     D is as wide as all queries together, as in Qwen3-Next.
@@ -35,7 +35,7 @@ def _layer(case: Case, policy: str):
     return (layer if save is None else jax.checkpoint(layer, policy=save)), weights, config.D
 
 
-def kept_bytes(case: Case, policy: str, T: int) -> int:
+def kept_bytes(case: Layer, policy: str, T: int) -> int:
     """Return the bytes that JAX keeps for the backward of one layer of T tokens, weights included."""
     layer, weights, D = _layer(case, policy)
     x = ShapeDtypeStruct((1, T, D), jnp.bfloat16)
@@ -43,7 +43,7 @@ def kept_bytes(case: Case, policy: str, T: int) -> int:
     return sum(math.prod(y.shape) * y.dtype.itemsize for y in jax.tree.leaves(residuals))
 
 
-def estimate(case: Case, policy: str, chip: str, T: int) -> dict:
+def estimate(case: Layer, policy: str, chip: str, T: int) -> dict:
     """Compile the gradients of layers in a `jax.lax.scan` for `chip`; call in a fresh process only."""
     compiler.setup()
     layer, weights, D = _layer(case, policy)
@@ -69,7 +69,7 @@ def estimate(case: Case, policy: str, chip: str, T: int) -> dict:
     }
 
 
-def measure(case: Case, policy: str, chip: str, T: int, timeout: float) -> dict:
+def measure(case: Layer, policy: str, chip: str, T: int, timeout: float) -> dict:
     """Run `estimate` in a process of its own; a row with `failed` set where the compiler gave none."""
-    code = f"from benchmarks.remat import Case, estimate; estimate({case!r}, {policy!r}, {chip!r}, {T})"
+    code = f"from benchmarks.remat import Layer, estimate; estimate({case!r}, {policy!r}, {chip!r}, {T})"
     return tpu.first_result([code], timeout)

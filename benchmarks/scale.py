@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from unittest import mock
 
 from benchmarks import operators, timing, tpu
-from benchmarks.cases import Case
 from benchmarks.scans import SCANS
+from chunkwise.pipeline.models import Layer
 from chunkwise.shared.testing.collectives import COLLECTIVE, traffic
 from chunkwise.shared.testing.tpu import launches, topology_mesh
 
@@ -28,13 +28,13 @@ NOTE = (
 )
 
 
-def map_bytes(case: Case) -> tuple[int, int]:
+def map_bytes(case: Layer) -> tuple[int, int]:
     """Return the bytes of both parts of a device's map, M and N, in float32."""
     decay = case.K if case.table.per_channel else 1
     return 4 * case.HV * (case.K**2 if case.table.delta else decay), 4 * case.HV * case.K * case.V
 
 
-def scan_bytes(case: Case, scan: str, devices: int) -> int:
+def scan_bytes(case: Layer, scan: str, devices: int) -> int:
     """Return the bytes that a device sends in a scan of affine maps, by its form."""
     M, N = map_bytes(case)
     if scan == "all_gather":
@@ -46,7 +46,7 @@ def scan_bytes(case: Case, scan: str, devices: int) -> int:
     return (math.ceil(math.log2(devices)) * (M + N) + N) if scan == "doubling" else (devices - 1) * N
 
 
-def ring_attention_bytes(case: Case, devices: int, T: int, kv_heads: int) -> int:
+def ring_attention_bytes(case: Layer, devices: int, T: int, kv_heads: int) -> int:
     """Return the bytes that a device sends if softmax attention passes bfloat16 keys and values around, forward.
 
     `T` are the tokens of a device; heads are as wide as those of the case.
@@ -54,7 +54,7 @@ def ring_attention_bytes(case: Case, devices: int, T: int, kv_heads: int) -> int
     return (devices - 1) * T * kv_heads * (case.K + case.V) * 2
 
 
-def simulated(case: Case, T: int, dtype, backward: bool, repeats: int, devices: list[int], implementations) -> list:
+def simulated(case: Layer, T: int, dtype, backward: bool, repeats: int, devices: list[int], implementations) -> list:
     """Return a row for every number of devices and for both ways to divide an operator over them.
 
     They take turns, and every result is compared with float64.
@@ -99,7 +99,7 @@ def _mesh(topology: str, divided: bool):
     return topology_mesh(topology, "x", None if divided else 1)
 
 
-def estimate(case: Case, implementation: str, topology: str, T: int, backward: bool, divided: bool) -> dict:
+def estimate(case: Layer, implementation: str, topology: str, T: int, backward: bool, divided: bool) -> dict:
     """Compile an operator with T tokens a device for all devices of a topology, or for one.
 
     Call in a fresh process only. Returns what the compiler says of one device.
@@ -144,7 +144,7 @@ def _trace(case, implementation, topology, T, backward, divided, flags: str):
         return jax.jit(fn, in_shardings=places, out_shardings=places).trace(*specs), mesh
 
 
-def estimate_launch(case: Case, implementation: str, topology: str, T: int, divided: bool, index: int) -> dict:
+def estimate_launch(case: Layer, implementation: str, topology: str, T: int, divided: bool, index: int) -> dict:
     """Return the estimated cycles of one launch of the forward of `estimate`; call in a fresh process only.
 
     It is compiled by itself for one device, because the compiler does not profile a divided program as a whole.
@@ -200,7 +200,7 @@ def _memory(program) -> dict:
     }
 
 
-def estimate_scan(case: Case, scan: str, topology: str) -> dict:
+def estimate_scan(case: Layer, scan: str, topology: str) -> dict:
     """Compile one scan of a case's affine maps alone for all devices of a topology; call in a fresh process only."""
     from chunkwise.shared.testing import tpu as compiler
 
@@ -246,17 +246,17 @@ def count(topology: str) -> dict:
 
 
 def _in_process(call: str, timeout: float) -> dict:
-    code = f"from benchmarks.scale import Case, count, estimate, estimate_launch, estimate_scan; {call}"
+    code = f"from benchmarks.scale import Layer, count, estimate, estimate_launch, estimate_scan; {call}"
     return tpu.first_result([code], timeout)
 
 
-def measure_scan(case: Case, scan: str, topology: str, timeout: float) -> list[dict]:
+def measure_scan(case: Layer, scan: str, topology: str, timeout: float) -> list[dict]:
     """Return the row of a scan alone, compiled in a process of its own."""
     return [_in_process(f"estimate_scan({case!r}, {scan!r}, {topology!r})", timeout)]
 
 
 def measure(
-    case: Case, implementation: str, topology: str, T: int, total: bool, backward: bool, profile: bool, timeout: float
+    case: Layer, implementation: str, topology: str, T: int, total: bool, backward: bool, profile: bool, timeout: float
 ) -> list[dict]:
     """Return the rows of one device and of all of them, compiled in processes of their own.
 

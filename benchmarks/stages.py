@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
-from benchmarks.cases import Case
+from chunkwise.pipeline.models import Layer
 from chunkwise.pipeline.stages import STAGES, Stage
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, STAGE_TOLERANCE, TOLERANCE
 
@@ -21,7 +21,7 @@ def function(stage: Stage, implementation: str):
     return run
 
 
-def all_arguments(case: Case, T: int, dtype) -> dict:
+def all_arguments(case: Layer, T: int, dtype) -> dict:
     """Return the inputs and results of all stages by name."""
     x, cu_seqlens = case.inputs(T, dtype), case.boundaries(T)
     x["initial_state"] = jnp.zeros((max(1, case.sequences), case.HV, case.K, case.V))
@@ -31,7 +31,7 @@ def all_arguments(case: Case, T: int, dtype) -> dict:
     return x
 
 
-def last_group(case: Case, x: dict) -> dict:
+def last_group(case: Layer, x: dict) -> dict:
     """Return the last key head and its value heads in float64: heads do not mix."""
     group, part = case.HV // case.H, {}
     for name, y in x.items():
@@ -41,7 +41,7 @@ def last_group(case: Case, x: dict) -> dict:
     return part
 
 
-def gradient_errors(case: Case, stage: Stage, x: dict, cotangents: dict, gradients: dict, cu_seqlens):
+def gradient_errors(case: Layer, stage: Stage, x: dict, cotangents: dict, gradients: dict, cu_seqlens):
     """Yield the error of every gradient along one random direction, against a central difference in float64."""
     x, cotangents, gradients = (last_group(case, y) for y in (x, cotangents, gradients))
     rng, step = np.random.default_rng(2), 1e-4
@@ -58,7 +58,7 @@ def gradient_errors(case: Case, stage: Stage, x: dict, cotangents: dict, gradien
         yield abs(np.sum(dx * direction) - expected) / max(abs(expected), 1e-30)
 
 
-def measure(case: Case, stage: Stage, T: int, dtype, implementations, backward: bool, repeats: int, x: dict):
+def measure(case: Layer, stage: Stage, T: int, dtype, implementations, backward: bool, repeats: int, x: dict):
     """Return a row for every implementation; `x` holds all arguments."""
     cu_seqlens = case.boundaries(T)
     x = {name: x[name] for name in stage.reads}

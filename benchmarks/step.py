@@ -22,10 +22,9 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from benchmarks import timing, tpu
-from benchmarks.cases import Case
 from benchmarks.regions import kernel_bundles, kernel_text, read_loop
 from chunkwise.fused_gla.config import default_for
-from chunkwise.pipeline.models import Mixture, moved_bytes, serving_step
+from chunkwise.pipeline.models import Layer, Mixture, moved_bytes, serving_step
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.kernels import launcher
 from chunkwise.shared.kernels.chunking import num_chunks
@@ -56,7 +55,7 @@ MIXTURES = {
 }
 
 
-def measure(case: Case, mixture: Mixture, dtype, implementations, repeats: int) -> list[dict]:
+def measure(case: Layer, mixture: Mixture, dtype, implementations, repeats: int) -> list[dict]:
     """Return a row for every implementation: the time of a step on this machine whose pool is donated.
 
     The check covers the output and the state of the last sequence, in the group of the last key head.
@@ -102,7 +101,7 @@ def decode_runs(routes: Routes) -> tuple[int, list[int]]:
     return N * W, [1, int(source[0] == target[0]), *states_in, tokens, int(jnp.sum(routes.target >= 0))]
 
 
-def prefill_runs(case: Case, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
+def prefill_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
     """Return the turns of the prefill kernel and how many run each of its regions, in the order of its text."""
     if case.operator == "simple_gla":
         return _gla_runs(case, routes, T, C)
@@ -117,7 +116,7 @@ def prefill_runs(case: Case, routes: Routes, T: int, C: int) -> tuple[int, list[
     return len(turn), [int(np.sum(x)) for x in runs]
 
 
-def _gla_runs(case: Case, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
+def _gla_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
     """Do as `prefill_runs` for a kernel whose step is a piece of several chunks.
 
     An inner loop takes them, and a branch passes it if there is none.
@@ -190,7 +189,7 @@ def branch_cycles(text: str, cycles: Mapping[str, int], wanted: set[str]) -> int
     return total(entry)
 
 
-def _compiled(case: Case, mixture: Mixture, chip: str, flags: str) -> str:
+def _compiled(case: Layer, mixture: Mixture, chip: str, flags: str) -> str:
     """Compile the step for a chip with these flags and return its text; in a fresh process only."""
     from chunkwise.shared.testing import tpu as compiler
 
@@ -220,7 +219,7 @@ def _wanted(mixture: Mixture, text: str) -> list[str]:
     return [launch for launch in launches(text) if runs[_kind(launch)]]
 
 
-def count_kernels(case: Case, mixture: Mixture, chip: str) -> dict[str, int]:
+def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
     """Return the bundles of both kernels in this mixture, 0 where one does not run; in a fresh process only."""
     counts = {"decode": 0, "prefill": 0}
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
@@ -245,7 +244,7 @@ def hollow(_, *operands, name: str, out_shape, input_output_aliases=None, **__):
     )(*operands)  # fmt: skip
 
 
-def count_around(case: Case, mixture: Mixture, chip: str) -> int:
+def count_around(case: Layer, mixture: Mixture, chip: str) -> int:
     """Return the estimated cycles of the operations around the kernels in this mixture; in a fresh process only."""
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
         os.makedirs(f"{folder}/profile")
@@ -254,7 +253,7 @@ def count_around(case: Case, mixture: Mixture, chip: str) -> int:
         return branch_cycles(text, tpu.profiled(folder), set(_wanted(mixture, text)))
 
 
-def estimate(case: Case, mixture: Mixture, chip: str, timeout: float) -> dict:
+def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
     """Return what a step would cost on a chip that is not here; `failed` is set where the compiler gave no result.
 
     What is around the kernels may be all that it gave none for: then there is no sum.
@@ -262,7 +261,7 @@ def estimate(case: Case, mixture: Mixture, chip: str, timeout: float) -> dict:
     counts: dict[str, Any] = {}
     for name in ("count_kernels", "count_around"):
         code = (
-            f"from benchmarks.step import Case, Mixture, {name}; {{{name!r}: {name}({case!r}, {mixture!r}, {chip!r})}}"
+            f"from benchmarks.step import Layer, Mixture, {name}; {{{name!r}: {name}({case!r}, {mixture!r}, {chip!r})}}"
         )
         counts |= tpu.first_result([code], timeout)
         if "count_kernels" not in counts:

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from benchmarks import tpu_peers
 from benchmarks.block import Block
-from benchmarks.cases import Case
 from benchmarks.mixer import Mixer
+from chunkwise.pipeline.models import Layer
 from chunkwise.pipeline.models import program as ours
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu as compiler
@@ -96,7 +96,7 @@ def bundles(folder: str, kernels: set[str]) -> int | None:
     return total if total and found == kernels else None
 
 
-def estimate(case: Case, implementation: str, chip: str, T: int, backward: bool, profile: bool) -> dict:
+def estimate(case: Layer, implementation: str, chip: str, T: int, backward: bool, profile: bool) -> dict:
     """Compile a case for `chip` and return what the compiler says of it; call in a fresh process only."""
     floor = case.cost(T, jnp.bfloat16, backward)[1] / CHIPS[chip].bandwidth_tb_s / 1e9
     if implementation in tpu_peers.PEERS:
@@ -160,11 +160,11 @@ def can_run(case, implementation: str, backward: bool) -> bool:
     return True
 
 
-def measure(case: Case, implementation: str, chip: str, T: int, backward: bool, timeout: float) -> dict:
+def measure(case: Layer, implementation: str, chip: str, T: int, backward: bool, timeout: float) -> dict:
     """Run `estimate` in a process of its own; a row with `failed` set where the compiler gave none."""
     arguments = f"{case!r}, {implementation!r}, {chip!r}, {T}, {backward}"
     codes = [
-        f"from benchmarks.tpu import Block, Case, Mixer, estimate; estimate({arguments}, {x})" for x in (True, False)
+        f"from benchmarks.tpu import Block, Layer, Mixer, estimate; estimate({arguments}, {x})" for x in (True, False)
     ]
     return first_result(codes, timeout)
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from chunkwise.pipeline.models import Layer
 from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.oracle import reference
@@ -35,11 +36,11 @@ def benchmarks(monkeypatch):
     """The benchmarks are no package: they are imported from the root. Their cases here: small layers, packed or not."""
     monkeypatch.syspath_prepend(ROOT)
     from benchmarks import __main__ as command
-    from benchmarks.cases import CASES, Case
+    from benchmarks.cases import CASES
 
-    monkeypatch.setitem(CASES, "small", Case("gated_delta_rule", H=1, HV=2, K=8, V=8, T=64))
-    monkeypatch.setitem(CASES, "ragged", Case("simple_gla", H=1, HV=1, K=8, V=8, T=48, sequences=3, ragged=True))
-    monkeypatch.setitem(CASES, "packed", Case("kda", H=1, HV=1, K=8, V=8, T=48, sequences=3))
+    monkeypatch.setitem(CASES, "small", Layer("gated_delta_rule", H=1, HV=2, K=8, V=8, T=64))
+    monkeypatch.setitem(CASES, "ragged", Layer("simple_gla", H=1, HV=1, K=8, V=8, T=48, sequences=3, ragged=True))
+    monkeypatch.setitem(CASES, "packed", Layer("kda", H=1, HV=1, K=8, V=8, T=48, sequences=3))
     monkeypatch.setattr("benchmarks.timing.machine_peaks", lambda dtype: (1e9, 1e9))
     return command
 
@@ -89,8 +90,9 @@ def test_heads_over_devices(tmp_path):
     code = f"""
 import sys
 from benchmarks import __main__ as command, timing
-from benchmarks.cases import CASES, Case
-CASES["two heads"] = Case("kda", H=2, HV=2, K=8, V=8, T=32)
+from benchmarks.cases import CASES
+from chunkwise.pipeline.models import Layer
+CASES["two heads"] = Layer("kda", H=2, HV=2, K=8, V=8, T=32)
 timing.machine_peaks = lambda dtype: (1e9, 1e9)
 sys.exit(command.main({arguments}))
 """
@@ -108,8 +110,9 @@ def test_tokens_and_heads_over_simulated_devices(tmp_path):
     code = f"""
 import sys
 from benchmarks import __main__ as command
-from benchmarks.cases import CASES, Case
-CASES["two heads"] = Case("gated_delta_rule", H=2, HV=2, K=8, V=8, T=32)
+from benchmarks.cases import CASES
+from chunkwise.pipeline.models import Layer
+CASES["two heads"] = Layer("gated_delta_rule", H=2, HV=2, K=8, V=8, T=32)
 sys.exit(command.main({arguments}))
 """
     command, environment = [sys.executable, "-c", code], os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -204,12 +207,11 @@ def test_bytes_of_collectives(line, expected):
 
 
 def test_bytes_of_scans_and_of_ring_attention():
-    from benchmarks.cases import Case
     from benchmarks.scale import map_bytes, ring_attention_bytes, scan_bytes
 
-    case = Case("gated_delta_rule", H=1, HV=2, K=8, V=16)
+    case = Layer("gated_delta_rule", H=1, HV=2, K=8, V=16)
     assert map_bytes(case) == (4 * 2 * 8 * 8, 4 * 2 * 8 * 16)
-    assert map_bytes(Case("gla", H=1, HV=2, K=8, V=16))[0] == 4 * 2 * 8
+    assert map_bytes(Layer("gla", H=1, HV=2, K=8, V=16))[0] == 4 * 2 * 8
     assert scan_bytes(case, "all_gather", 8) == 7 * 4 * 2 * 8 * 24
     assert scan_bytes(case, "all_to_all", 2) == 4 * 8 * (8 + 2 * 16)
     # Two heads are one for each of eight devices, of which six are zeros.
@@ -220,10 +222,10 @@ def test_bytes_of_scans_and_of_ring_attention():
 
 
 def test_cost_is_the_packages():
-    from benchmarks.cases import CASES, Case
+    from benchmarks.cases import CASES
 
     # 2 T HV (2 C K + 2 C V + 3 K V) flops, and the backward twice as many.
-    gdn = Case("gated_delta_rule", H=1, HV=2, K=8, V=16)
+    gdn = Layer("gated_delta_rule", H=1, HV=2, K=8, V=16)
     forward = 2 * 128 * 2 * (2 * 64 * 8 + 2 * 64 * 16 + 3 * 8 * 16)
     assert gdn.cost(128, jnp.bfloat16, backward=False)[0] == forward
     assert gdn.cost(128, jnp.bfloat16, backward=True)[0] == 3 * forward
@@ -293,11 +295,10 @@ def test_heads_of_a_mixer_are_not_split(benchmarks, capsys):
 
 
 def test_the_cost_of_a_mixer_is_that_of_its_parts():
-    from benchmarks.cases import Case
     from benchmarks.mixer import MIXERS
 
     T, H, HV, K, V, W, size = 64, 1, 2, 8, 8, 4, 2
-    mixer, operator = small_mixer("gated_delta_rule"), Case("gated_delta_rule", H=H, HV=HV, K=K, V=V)
+    mixer, operator = small_mixer("gated_delta_rule"), Layer("gated_delta_rule", H=H, HV=HV, K=K, V=V)
     convolved, rows = T * (2 * H * K + HV * V), T * HV
     for backward, times, moved, norm, moved_by_norm in ((False, 1, 2, 8, 3), (True, 1 + 3, 2 + 3, 8 + 20, 3 + 5)):
         flops, bytes_moved = operator.cost(T, jnp.bfloat16, backward)
@@ -312,10 +313,9 @@ def test_the_cost_of_a_mixer_is_that_of_its_parts():
 
 def test_what_a_layer_keeps():
     """A policy keeps less than no checkpoint, and more than the hidden states alone."""
-    from benchmarks.cases import Case
     from benchmarks.remat import POLICIES, kept_bytes
 
-    case = Case("gated_delta_rule", H=1, HV=2)
+    case = Layer("gated_delta_rule", H=1, HV=2)
     kept = {name: kept_bytes(case, name, 128) - kept_bytes(case, name, 64) for name in POLICIES}
     assert kept["inputs alone"] == 64 * 2 * 128
     assert kept["inputs alone"] < kept["products alone"] < kept["remat_policy"] < kept["no checkpoint"]
@@ -324,11 +324,10 @@ def test_what_a_layer_keeps():
 def test_a_block_of_a_model():
     """Its cost is that of the operator and of two flops for each weight and token, three times as many backward."""
     from benchmarks.block import Block
-    from benchmarks.cases import Case
     from benchmarks.tpu import can_run, ours
 
     T, sizes = 64, dict(H=1, HV=2, K=8, V=8)
-    block, operator = Block("gated_delta_rule", **sizes, D=32, F=48), Case("gated_delta_rule", **sizes)
+    block, operator = Block("gated_delta_rule", **sizes, D=32, F=48), Layer("gated_delta_rule", **sizes)
     weights = 32 * (2 * 8 + 2 * 16 + 2 * 2 + 16) + 4 * (2 * 8 + 16) + 2 * 2 + 8 + 2 * 32 + 3 * 32 * 48
     for backward, times in ((False, 1), (True, 3)):
         flops, moved = block.cost(T, jnp.bfloat16, backward)
@@ -697,10 +696,9 @@ def test_cycles_of_the_branches_that_run(wanted, expected):
 
 
 def test_bytes_of_a_step():
-    from benchmarks.cases import Case
     from benchmarks.step import Mixture, moved_bytes
 
-    case, state = Case("gated_delta_rule", H=1, HV=2, K=8, V=16), 2 * 8 * 16
+    case, state = Layer("gated_delta_rule", H=1, HV=2, K=8, V=16), 2 * 8 * 16
     token = 2 * (2 * 8 + 2 * 2 * 16) + 4 * 2 * 2
     decodes, prefills = moved_bytes(case, Mixture(3, W=2, prefills=(5, 6), pool="float16"))
     assert decodes == 3 * (2 * token + 3 * 2 * state)
@@ -715,10 +713,9 @@ def test_bytes_of_a_step():
 )
 def test_tpu_estimate_of_a_step(operator):
     """Both kernels of one program, whose regions are as many as those counted."""
-    from benchmarks.cases import Case
     from benchmarks.step import Mixture, estimate
 
-    row = estimate(Case(operator, H=2, HV=4), Mixture(2, prefills=(70,)), "v6e", timeout=300)
+    row = estimate(Layer(operator, H=2, HV=4), Mixture(2, prefills=(70,)), "v6e", timeout=300)
     assert not row.get("failed")
     assert row["decode_bundles"] > 0
     assert row["prefill_bundles"] > 0
@@ -733,10 +730,9 @@ def test_tpu_estimate_of_a_step(operator):
 )
 def test_tpu_count_of_a_packed_batch(operator, sequences):
     """The regions of every launch are as many as those counted, in a packed batch and in one that is not."""
-    from benchmarks.cases import Case
     from benchmarks.packed import run_count
 
-    case = Case(operator, H=2, HV=4, T=1024, sequences=sequences, ragged=True)
+    case = Layer(operator, H=2, HV=4, T=1024, sequences=sequences, ragged=True)
     counts = run_count(case, "v6e", timeout=300)
     assert not counts.get("failed")
     assert set(counts) == {"fwd", "bwd"} | ({"states"} if operator == "gated_delta_rule" else set())
@@ -765,13 +761,13 @@ def test_no_estimate_without_the_compiler(benchmarks, monkeypatch, capsys):
 
 def test_peers_on_tpus():
     from benchmarks import tpu_peers
-    from benchmarks.cases import CASES, Case
+    from benchmarks.cases import CASES
 
     tokamax, deltanet = tpu_peers.PEERS["tokamax"], tpu_peers.PEERS["deltanet-tpu"]
     assert [x.has(CASES["kimi-linear-48b"], backward=True) for x in (tokamax, deltanet)] == [False, True]
     assert not deltanet.has(CASES["gla"], backward=False)
     assert not deltanet.has(CASES["qwen3-next-80b-ragged"], backward=False)
-    assert not deltanet.has(Case("kda", H=1, HV=1, K=64), backward=False)
+    assert not deltanet.has(Layer("kda", H=1, HV=1, K=64), backward=False)
     with tpu_peers.on_a_tpu():
         assert jax.default_backend() == "tpu"
     assert jax.default_backend() == "cpu"
@@ -811,9 +807,8 @@ def test_calibrate(run, monkeypatch, capsys):
 def test_tpu_estimate():
     """A process of its own for the compiler; one head of a kernel that it profiles."""
     from benchmarks import tpu
-    from benchmarks.cases import Case
 
-    row = tpu.measure(Case("gla", H=1, HV=1), "fused", "v6e", 128, backward=False, timeout=300)
+    row = tpu.measure(Layer("gla", H=1, HV=1), "fused", "v6e", 128, backward=False, timeout=300)
     assert not row.get("failed")
     assert row["kernel_cycles"] > 0
     assert row["floor_ms"] > 0
