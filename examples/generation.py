@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from safetensors.numpy import load_file
+
+from chunkwise.layers import open_checkpoint
 
 # The arrays of a checkpoint by name.
 Named = dict[str, np.ndarray]
@@ -37,12 +38,10 @@ def read_checkpoint(directory, renamed: dict[str, str], ignored: tuple[str, ...]
     # transformers writes infinity as {"__float__": "Infinity"}.
     special = lambda x: float(x["__float__"]) if "__float__" in x else x
     config = json.loads((directory / "config.json").read_text(), object_hook=special)
-    index, named = directory / "model.safetensors.index.json", {}
-    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
-    for file in sorted(files):
-        for name, x in load_file(directory / file).items():
-            if not name.startswith(ignored):
-                named[functools.reduce(lambda so_far, pair: so_far.replace(*pair), renamed.items(), name)] = x
+    named = {}
+    for name, x in open_checkpoint(directory).items():
+        if not name.startswith(ignored):
+            named[functools.reduce(lambda so_far, pair: so_far.replace(*pair), renamed.items(), name)] = x
     # Models of images have one for each part.
     return config.get("text_config", config), named
 

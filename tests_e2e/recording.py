@@ -33,10 +33,11 @@ class Call(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """The weights of a layer, and its calls."""
+    """The weights of a layer, its calls, and of the first one a cotangent of the output with the gradient of x."""
 
     weights: NamedTuple
     calls: list[Call]
+    gradient: tuple[jax.Array, jax.Array]
 
     def nothing_before(self) -> Cache:
         """Return the cache of as many sequences without a token."""
@@ -47,7 +48,7 @@ def build(module: str, config: str, model: str, **settings):
     """Return a small model of random weights, without a head; it skips the test if transformers does not have it."""
     package = pytest.importorskip(f"transformers.models.{module}")
     torch.manual_seed(0)
-    return getattr(package, model)(getattr(package, config)(**SMALL, **settings)).eval()
+    return getattr(package, model)(getattr(package, config)(**SMALL | settings)).eval()
 
 
 def randomise(*parameters) -> None:
@@ -94,12 +95,18 @@ def record(model, layer, load, config, kept=conv_and_state) -> Recording:
         seen.append((next(iter((*args, *kwargs.values()))), y[0] if isinstance(y, tuple) else y))
 
     layer.register_forward_hook(see, with_kwargs=True)
+    array, calls_of_tokens = lambda x: jnp.asarray(x.numpy().copy()), torch.randint(50, (2, sum(CALLS))).split(CALLS, 1)
+    model(calls_of_tokens[0], use_cache=False)
+    x, y = seen[-1]
+    dy = torch.randn_like(y)
+    gradient = array(dy), array(torch.autograd.grad(y, x, dy)[0])
     with torch.no_grad():
-        for tokens in torch.randint(50, (2, sum(CALLS))).split(CALLS, dim=1):
+        for tokens in calls_of_tokens:
             past = model(tokens, use_cache=True, **{cache: past})[cache]
-            x, y, conv, state = (None if x is None else jnp.asarray(x.numpy().copy()) for x in (*seen[-1], *kept(past)))
+            x, y, conv, state = (None if x is None else array(x) for x in (*seen[-1], *kept(past)))
             calls.append(Call(x, y, Cache(() if conv is None else as_parts(conv, config), state)))
-    return Recording(load({name: x.numpy() for name, x in layer.state_dict().items()}, config), calls)
+    weights = load({name: x.numpy() for name, x in layer.state_dict().items()}, config)
+    return Recording(weights, calls, gradient)
 
 
 def check(call: Call, y, cache: Cache) -> None:

@@ -113,6 +113,11 @@ def test_the_config_of_a_text():
     assert config_from(dict(model_type="qwen3_5", text_config=settings("qwen3_5_text"))) == MODELS["qwen3_5_text"][1]
 
 
+def test_infinity_as_a_file_has_it():
+    limit = [0.0, {"__float__": "Infinity"}]
+    assert config_from(settings("bamba", time_step_limit=limit)) == MODELS["bamba"][1]
+
+
 def test_settings_of_falcon_h1():
     made = lambda **change: config_from(settings("falcon_h1", **change))
     assert made(mamba_norm_before_gate=False).norm == "after"

@@ -6,31 +6,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
 from chunkwise import layers
+from chunkwise.layers import place
 from chunkwise.shared.operators import checks
 
 __all__ = ["GatedDeltaNet", "KimiDeltaAttention", "LightningAttention", "Mamba2Mixer", "place"]
-
-
-def place(weights: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
-    """Return a tree of arrays, JAX's or numpy's, laid on a mesh.
-
-    An array goes to its devices part by part, so none of them holds the whole of what is divided.
-
-    Args:
-      weights: a tree of arrays, such as `load_gated_delta_net` returns it, or the state of an nnx module.
-      mesh: the mesh.
-      specs: a PartitionSpec for every array, or for whole parts of the tree; None for what all devices have. It is
-        `shardings(...).weights` of a layer, and `nnx.get_partition_spec(state)` of a state.
-    """
-
-    def put(spec, part):
-        sharding = NamedSharding(mesh, PartitionSpec() if spec is None else spec)
-        return jax.tree.map(lambda x: jax.device_put(x, sharding), part)
-
-    return jax.tree.map(put, specs, weights, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
 
 
 class _Layer(nnx.Module):

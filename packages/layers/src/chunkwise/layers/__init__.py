@@ -14,6 +14,7 @@ from chunkwise.layers.delta_net import (
     load_gated_delta_net,
     ragged_gated_delta_net,
 )
+from chunkwise.layers.files import open_checkpoint
 from chunkwise.layers.from_transformers import config_from
 from chunkwise.layers.kimi import (
     KimiDeltaAttentionWeights,
@@ -37,7 +38,7 @@ from chunkwise.layers.mamba2 import (
     ragged_mamba2_mixer,
 )
 from chunkwise.layers.running import Cache, Step, empty_cache, remat_policy
-from chunkwise.layers.sharding import Shardings, shardings
+from chunkwise.layers.sharding import Shardings, place, shardings
 from chunkwise.shared import version
 
 __version__ = version.of(__name__)
@@ -68,6 +69,8 @@ __all__ = [
     "load_lightning_attention",
     "load_mamba2_mixer",
     "mamba2_mixer",
+    "open_checkpoint",
+    "place",
     "ragged_gated_delta_net",
     "ragged_kimi_delta_attention",
     "ragged_lightning_attention",

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from chunkwise.layers import config, norm, parameters, running
 from chunkwise.pipeline import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
@@ -74,7 +75,7 @@ def load_gated_delta_net(
     """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
 
     Qwen3-Next keeps q, k, v and z of a key head together, and likewise b and a. Qwen3.5 keeps q, k and v in one matrix,
-    head after head. OLMo-hybrid and flash-linear-attention have a matrix for each.
+    head after head, and Lara-mini all six of them. OLMo-hybrid and flash-linear-attention have a matrix for each.
 
     Args:
       named: arrays by their names in the checkpoint, numpy's or JAX's.
@@ -89,12 +90,17 @@ def load_gated_delta_net(
     c, found = config, parameters.Checkpoint(named, prefix)
     q, k, v = c.channels
     norm, out = ("norm", "out_proj") if "out_proj" in found else ("o_norm", "o_proj")
+    found.rename("out_norm", "norm")
     if "in_proj_qkvz" in found:
         group = c.HV // c.H
         parts = found.read("in_proj_qkvz", 2 * (q + v), c.D).reshape(c.H, -1, c.D)
         parts = jnp.split(parts, [c.K, 2 * c.K, 2 * c.K + group * c.V], axis=1)
         gates = jnp.split(found.read("in_proj_ba", 2 * c.HV, c.D).reshape(c.H, -1, c.D), 2, axis=1)
         projections = [x.reshape(-1, c.D).T for x in (*parts, gates[1], gates[0])]
+    elif "in_proj" in found:
+        rows = np.cumsum([q, k, v, v, c.HV])
+        *projections, b, a = jnp.split(found.matrix("in_proj", c.D, rows[-1] + c.HV), rows, axis=1)
+        projections += [a, b]
     elif "in_proj_qkv" in found:
         parts = jnp.split(found.matrix("in_proj_qkv", c.D, q + k + v), [q, q + k], axis=1)
         gates = (found.matrix(f"in_proj_{name}", c.D, n) for name, n in (("z", v), ("a", c.HV), ("b", c.HV)))

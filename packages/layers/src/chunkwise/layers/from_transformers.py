@@ -46,6 +46,13 @@ _OTHERS = frozenset(
 )
 
 
+def _plain(value: Any) -> Any:
+    """Return a value of the file of a config, where infinity is {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        return float(value["__float__"])
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
 class _Settings:
     """The settings of a model, every one of which is read, or known to concern something else."""
 
@@ -56,7 +63,7 @@ class _Settings:
         """Return a setting."""
         checks.check(name in self.named, f"`hf_config` must have `{name}`; got none.")
         self.done.add(name)
-        return self.named[name]
+        return _plain(self.named[name])
 
     def require(self, name: str, *values: Any) -> None:
         """Check that a setting, if it is there, has one of the values that a layer can do."""

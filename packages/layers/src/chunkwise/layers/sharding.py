@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise.layers import config, delta_net, division, kimi, lightning, mamba2, running
 from chunkwise.shared.operators import checks
@@ -59,3 +59,22 @@ def shardings(
     conv: Any = ("b.h", "b.h", "b.n")[: len(config.channels)]
     state: Any = "bn.."
     return Shardings(*jax.tree.map(letters.spec, (weights(**split(config)), "bt.", running.Cache(conv, state), "btn.")))
+
+
+def place(weights: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
+    """Return a tree of arrays, JAX's or numpy's, laid on a mesh.
+
+    An array goes to its devices part by part, so none of them holds the whole of what is divided.
+
+    Args:
+      weights: a tree of arrays, such as `load_gated_delta_net` returns it, or the state of an nnx module.
+      mesh: the mesh.
+      specs: a PartitionSpec for every array, or for whole parts of the tree; None for what all devices have. It is
+        `shardings(...).weights` of a layer, and `nnx.get_partition_spec(state)` of a state.
+    """
+
+    def put(spec, part):
+        sharding = NamedSharding(mesh, PartitionSpec() if spec is None else spec)
+        return jax.tree.map(lambda x: jax.device_put(x, sharding), part)
+
+    return jax.tree.map(put, specs, weights, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))

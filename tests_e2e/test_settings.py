@@ -1,0 +1,108 @@
+"""Every setting of a model of transformers: what changes its layer changes ours alike, or `config_from` refuses it."""
+
+import contextlib
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.layers import config_from, empty_cache
+from chunkwise.shared.testing.compare import TOLERANCE, error
+from hybrids import MODELS
+from recording import torch
+
+TOKENS = 6
+# Settings that say how a model is run, or that every config has, and no layer of transformers reads.
+COMMON = ("architectures", "dtype", "id2label", "label2id", "model_type", "return_dict", "transformers_version")
+ACTIVATIONS = ("silu", "gelu", "sigmoid")
+THOROUGH = dict(test_every_setting=lambda name: name not in ("qwen4_exp, sigmoid", "falcon_h1, norm after the gate"))
+
+
+def others(value) -> list[list]:
+    """Return other values for a setting, in lists of which the first that the model takes will do."""
+    if value is None:
+        return [[True], [3, -0.5, 0.5], ["sigmoid"], [[0.1, 0.5]]]
+    if isinstance(value, bool):
+        return [[not value], [None]]
+    if isinstance(value, int | float):
+        return [[value * 2, value + 1, -value], [None]]
+    if isinstance(value, str):
+        return [[other] for other in ACTIVATIONS if value in ACTIVATIONS and other != value] + [[None]]
+    if isinstance(value, list | tuple):
+        put = lambda i, other: type(value)((*value[:i], other, *value[i + 1 :]))
+        tries = [(i, each) for i, entry in enumerate(value) for each in others(entry) if each != [None]]
+        return [[put(i, other) for other in each] for i, each in tries]
+    return []
+
+
+def taken(ours, setting, values):
+    """Return what `run` returns for the first of some values that the model takes; None if it refuses them all."""
+    for value in values:
+        # transformers has many ways of refusing a value.
+        with contextlib.suppress(Exception):
+            found = run(ours, **{setting: value})
+            if np.isfinite(found[2]).all():
+                return value, *found
+    return None
+
+
+def run(ours, **change):
+    """Return the config of a model, the hidden states that its layer reads, what it writes and its weights."""
+    model, layer = ours.build(**change)
+    seen = []
+
+    def see(module, args, kwargs, y):
+        seen.append((next(iter((*args, *kwargs.values()))), y[0] if isinstance(y, tuple) else y))
+
+    layer.register_forward_hook(see, with_kwargs=True)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        model(torch.randint(50, (1, TOKENS)), use_cache=False)
+    x, y = (array.numpy() for array in seen[0])
+    return model.config, x, y, {name: w.numpy() for name, w in layer.state_dict().items()}
+
+
+@functools.cache
+def compiled(function, config):
+    return jax.jit(lambda x, weights, cache: function(x, weights, config, cache, True, implementation="xla"))
+
+
+def token_by_token(function, config, x, weights):
+    """Return what our layer makes of hidden states, by the program that compiles soonest."""
+    cache, outputs = empty_cache(config, 1), []
+    for t in range(TOKENS):
+        y, cache = compiled(function, config)(jnp.asarray(x[:, t : t + 1]), weights, cache)
+        outputs.append(y)
+    return jnp.concatenate(outputs, axis=1)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", MODELS)
+def test_every_setting(name):
+    ours = MODELS[name]
+    function, load = ours.functions
+    settings, wrong, read, refused = run(ours)[0].to_dict(), [], set(), set()
+    tries = [(setting, each) for setting, value in settings.items() if setting not in COMMON for each in others(value)]
+    for setting, values in tries:
+        found = taken(ours, setting, values)
+        if found is None:
+            continue
+        value, config, x, y, named = found
+        try:
+            made = config_from(config, layer=0)
+            weights = load(named, made)
+        except ValueError as failure:
+            refused.add((setting, str(failure)))
+            continue
+        # As the file of a checkpoint has it.
+        assert made == config_from(json.loads(config.to_json_string()), layer=0)
+        if made != ours.config:
+            read.add(setting)
+        if (distance := error(token_by_token(function, made, x, weights), y)) > TOLERANCE["float32"]:
+            wrong.append((setting, value, distance))
+    print("READ", name, sorted(read))
+    print("REFUSED", name, sorted(refused))
+    assert not wrong
