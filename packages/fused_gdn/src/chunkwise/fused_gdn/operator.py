@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from chunkwise.fused_gdn import config, kernel, kernel_bwd, kernel_map, xla
+from chunkwise.fused_gdn import batched, config, kernel, kernel_bwd, kernel_map, xla
 from chunkwise.shared.kernels import chunking, layout, matmul, packed
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operators import checks, fused, state_map
@@ -87,5 +87,5 @@ OPERATOR = define(
     "gated_delta_rule",
     check,
     fused.implementation(KERNELS, fused.holds_states),
-    delta_rule_in_plain_jax(xla.gated_delta_rule, xla.states_after),
+    delta_rule_in_plain_jax(xla.gated_delta_rule, xla.states_after, batched.make_form),
 )

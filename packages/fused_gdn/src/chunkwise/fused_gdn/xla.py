@@ -129,7 +129,7 @@ def _scan(
     tokens, gates, beta, masks, first, sequence = jax.tree.map(
         _keep_loop, (tokens, gates, beta, masks, first, sequence)
     )
-    xs = (tokens, _decays(gates, masks), beta, masks, first, sequence, kept)
+    xs = (tokens, find_decays(gates, masks), beta, masks, first, sequence, kept)
     S, (o, after, inverses) = lax.scan(step, start, xs)
     if with_output:
         o = o[: chunks.NC // B].reshape(-1, B, C, HV, V)
@@ -229,7 +229,7 @@ def _solve_jvp(primals, tangents):
 _solve.defjvp(_solve_jvp, symbolic_zeros=True)
 
 
-def _decays(g, masks):
+def find_decays(g, masks) -> Decays:
     """Return the decays of chunks from their gates g, rows [NT, HV, 1, C], within the sequences of `masks`."""
     if masks is None:
         coarse, fine = (lax.cumsum(part, axis=3) for part in tile.split_gate(g))

@@ -10,7 +10,7 @@ from chunkwise.shared.kernels import chunking, launcher, layout, matmul, packed
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operators import arguments, checks, fused
 from chunkwise.shared.operators.arguments import Arguments, Options
-from chunkwise.shared.operators.implementations import Implementation, in_plain_jax
+from chunkwise.shared.operators.implementations import Implementation, in_plain_jax, with_chunk_size
 from chunkwise.shared.operators.operator import define
 
 
@@ -113,6 +113,7 @@ KERNELS = fused.Kernels(
 @in_plain_jax
 def run_xla(x: Arguments, options: Options, precomputed: None = None) -> tuple[jax.Array, Any]:
     """Run the plain form."""
+    options = with_chunk_size("xla", x, options)
     q, k, v = (y.astype(jnp.float32) for y in (x.q, x.k, x.v))
     # JAX would round the gradient of a bfloat16 operand, which is the gradient of the scores and of the states.
     exact = x._replace(q=q, k=k, v=v, g=arguments.total_gate(x))

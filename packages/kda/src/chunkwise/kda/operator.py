@@ -4,7 +4,7 @@ import numbers
 
 import jax.numpy as jnp
 
-from chunkwise.kda import config, kernel, kernel_bwd, tile, xla
+from chunkwise.kda import batched, config, kernel, kernel_bwd, tile, xla
 from chunkwise.shared.kernels import chunking, launcher, layout, matmul, packed
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operators import checks, fused, gates, state_map
@@ -94,5 +94,5 @@ OPERATOR = define(
     "kda",
     check,
     fused.implementation(KERNELS, fused.holds_states, raw_gates=True),
-    delta_rule_in_plain_jax(xla.kimi_delta_attention, xla.states_after),
+    delta_rule_in_plain_jax(xla.kimi_delta_attention, xla.states_after, batched.make_form),
 )

@@ -57,13 +57,14 @@ def interpreted_products():
         _interpreted.reset(token)
 
 
-def _contract(a: jax.Array, b: jax.Array, axes: tuple[int, int], dtype) -> jax.Array:
+def _contract(a: jax.Array, b: jax.Array, axes: tuple[int, int], dtype, passes: int | None = None) -> jax.Array:
     dims = (((axes[0],), (axes[1],)), ((0,), (0,)))
     dtype = operand_dtype(a.dtype, b.dtype) if dtype is None else operand_dtype(dtype)
     a, b = a.astype(dtype), b.astype(dtype)
     if dtype == jnp.bfloat16 and _interpreted.get():
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
+    precision = lax.Precision.HIGHEST if passes is None else lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+    precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else precision
 
     def product(x, y):
         return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
@@ -80,19 +81,19 @@ def _round(x: jax.Array) -> jax.Array:
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
-def dot(a: jax.Array, b: jax.Array, dtype=None) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, dtype=None, passes: int | None = None) -> jax.Array:
     """Return a b for a [h, m, k] and b [h, k, n], as float32 [h, m, n]; `dtype` forces the type of the operands."""
-    return _contract(a, b, (2, 1), dtype)
+    return _contract(a, b, (2, 1), dtype, passes)
 
 
-def dot_nt(a: jax.Array, b: jax.Array, dtype=None) -> jax.Array:
+def dot_nt(a: jax.Array, b: jax.Array, dtype=None, passes: int | None = None) -> jax.Array:
     """Return a b^T for a [h, m, k] and b [h, n, k], as float32 [h, m, n]; `dtype` forces the type of the operands."""
-    return _contract(a, b, (2, 2), dtype)
+    return _contract(a, b, (2, 2), dtype, passes)
 
 
-def dot_tn(a: jax.Array, b: jax.Array, dtype=None) -> jax.Array:
+def dot_tn(a: jax.Array, b: jax.Array, dtype=None, passes: int | None = None) -> jax.Array:
     """Return a^T b for a [h, k, m] and b [h, k, n], as float32 [h, m, n]; `dtype` forces the type of the operands."""
-    return _contract(a, b, (1, 1), dtype)
+    return _contract(a, b, (1, 1), dtype, passes)
 
 
 def bf16_parts(x: jax.Array, count: int = 3) -> tuple[jax.Array, ...]:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from chunkwise.shared.operators import arguments, checks, segments
+from chunkwise.shared import compat
+from chunkwise.shared.operators import arguments, batched, checks, platforms, segments
 from chunkwise.shared.operators.arguments import Arguments, Options
 from chunkwise.shared.operators.state_map import StateMap, augment_with_identity, map_by_running
 
@@ -57,27 +58,53 @@ def in_plain_jax(function: Callable) -> Callable:
     return run
 
 
-def delta_rule_in_plain_jax(run: Callable, states_after: Callable) -> Implementation:
-    """Return the implementation "xla" of a delta rule; the inverses of all chunks are precomputed.
+def delta_rule_in_plain_jax(run: Callable, states_after: Callable, make_form: batched.MakeForm) -> Implementation:
+    """Return the implementation "xla" of a delta rule, which has a form of its own on GPUs.
+
+    Elsewhere the inverses of all chunks are precomputed.
 
     Args:
       run: from prepared arguments, options, and inverses or None to the output and the final states.
       states_after: from prepared arguments and options to the states after the tokens, and the inverses.
+      make_form: from options and the tokens of many chunks to what a GPU computes of them at once.
     """
 
-    def state_map(x: Arguments, options: Options) -> StateMap:
-        return augment_with_identity(lambda y: states_after(y, options), x)
+    def either(x: Arguments, options: Options, inverses: Any = None) -> Any:
+        on_gpu = lambda x, _: batched.run(make_form, x, with_chunk_size("gpu", x, options))
+        otherwise = lambda x, inverses: run(x, with_chunk_size("xla", x, options), inverses)
+        return platforms.choose(on_gpu, otherwise, x, inverses)
 
-    return Implementation("xla", in_plain_jax(run), in_plain_jax(state_map))
+    def either_states(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array]:
+        otherwise = lambda x: states_after(x, with_chunk_size("xla", x, options))
+
+        def on_gpu(x):
+            # Chunks have other sizes here, and nothing is precomputed.
+            inverses = jax.eval_shape(otherwise, x)[1]
+            states = batched.states_after(make_form, x, with_chunk_size("gpu", x, options))
+            return states, compat.varying_zeros(inverses.shape, states)
+
+        return platforms.choose(on_gpu, otherwise, x)
+
+    def state_map(x: Arguments, options: Options) -> StateMap:
+        return augment_with_identity(lambda y: either_states(y, options), x)
+
+    return Implementation("xla", in_plain_jax(either), in_plain_jax(state_map))
+
+
+def with_chunk_size(name: str, x: Arguments, options: Options) -> Options:
+    """Return options with the chunk size that was asked for, or the best of an implementation, or of "gpu"."""
+    per_channel, delta = x.g is not None and x.g.ndim == 4, x.beta is not None
+    chunk_size = checks.choose_chunk_size(options.chunk_size, name, x.q.shape[1], per_channel=per_channel, delta=delta)
+    return options._replace(chunk_size=chunk_size)
 
 
 def prepare(implementation: Implementation, x: Arguments, options: Options) -> tuple[Arguments, Options]:
-    """Return the arguments and options that an implementation takes: with a scale, a chunk size, and final gates."""
-    chunk_size = checks.choose_chunk_size(
-        options.chunk_size, implementation.name, x.q.shape[1],
-        per_channel=x.g is not None and x.g.ndim == 4, delta=x.beta is not None,
-    )  # fmt: skip
-    x, options = arguments.choose_scale(x, options._replace(chunk_size=chunk_size))
+    """Return the arguments and options that an implementation takes: with a scale, a chunk size, and final gates.
+
+    Plain JAX chooses a chunk size itself, for the platform.
+    """
+    chosen = with_chunk_size(implementation.name, x, options)
+    x, options = arguments.choose_scale(x, options if implementation.name == "xla" else chosen)
     return arguments.with_final_gates(x, options, implementation.raw_gates)
 
 

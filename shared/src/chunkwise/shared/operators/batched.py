@@ -1,0 +1,186 @@
+"""A delta rule in plain JAX for a GPU: all chunks of a group at once, but for one short scan over states.
+
+A GPU waits for the launch of every operation, so a loop that does all of a chunk is thousands of them. Here the package
+of an operator gives the `Form` of many chunks at once, in large products, and `state_scan` the states before all of
+them; the outputs are batched behind it. Groups of chunks follow one another, so that memory is bounded.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from chunkwise.shared import compat
+from chunkwise.shared.kernels import chunking, layout, matmul, tiles
+from chunkwise.shared.operators import arguments, block_inverse, isolation, recurrence, state_scan
+
+# Tokens times heads of a group.
+_GROUP = 2**17
+
+
+class Form(NamedTuple):
+    """The chunk form of n chunks of h heads: v_new = u - w S are the new values for the states S before the chunks.
+
+    Attributes:
+      chunks: what the chunks do to states.
+      u: [n, h, C, V].
+      q_start: queries decayed from the starts of their chunks [n, h, C, K].
+      scores: of queries with keys [n, h, C, C].
+    """
+
+    chunks: state_scan.Chunks
+    u: jax.Array
+    q_start: jax.Array
+    scores: jax.Array
+
+
+# From options, q, k [n, B H, C, K], v [n, B HV, C, V], g [n, B HV, C] or [n, B HV, C, K], beta [n, B HV, C], the masks
+# of n chunks or None, and the products of computed operands.
+MakeForm = Callable[..., Form]
+
+
+def run(make_form: MakeForm, x: arguments.Arguments, options: arguments.Options) -> tuple[jax.Array, Any]:
+    """Return the output and the final states, None unless asked for, of prepared arguments."""
+    return _run(make_form, x, options, True)
+
+
+def states_after(make_form: MakeForm, x: arguments.Arguments, options: arguments.Options) -> jax.Array:
+    """Return the final states. Initial states may have more channels than v, whose values are zeros."""
+    return _run(make_form, x, options._replace(output_final_state=True), False)[1]
+
+
+def _run(make_form: MakeForm, x: arguments.Arguments, options: arguments.Options, with_output: bool) -> tuple[Any, Any]:
+    """Return the output, unless it is not wanted, and the final states, unless they are not."""
+    cu_seqlens: Any = x.cu_seqlens
+    (B, T, HV, V), K, C = x.v.shape, x.k.shape[-1], options.chunk_size
+    bfloat16 = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype) == jnp.bfloat16
+    products = state_scan.Products(3 if bfloat16 else None)
+    q, k = (recurrence.unit_rows(y, options.normalise, cu_seqlens) for y in (x.q, x.k))
+    tokens = [q, k, x.v, tiles.clip_gate(x.g), x.beta.astype(jnp.float32)]
+    stream = cu_seqlens is not None and x.initial_state is None and not options.output_final_state
+    nonfinite: Any = isolation.nonfinite_tokens(tokens, cu_seqlens) if stream else None
+    if stream:
+        # A mask does not stop NaN.
+        tokens = [chunking.select_tokens(~nonfinite, y) for y in tokens]
+    # What padding holds must not matter.
+    q, k, v, g, beta = (chunking.zero_padding(y, cu_seqlens) for y in tokens)
+    h0 = None if x.initial_state is None else x.initial_state.astype(jnp.float32)
+    channels = V if h0 is None else h0.shape[3]
+    v = jnp.pad(v, [(0, 0)] * 3 + [(0, channels - V)])
+
+    chunks = chunking.Chunking(B, T, C, None if stream else cu_seqlens)
+    masks = chunking.stream_masks(T, C, cu_seqlens) if stream else None
+    start = compat.varying_zeros((B * HV, K, channels), *tokens, h0)
+    if h0 is not None and not chunks.packed:
+        start += h0.reshape(start.shape)
+    finals = None
+    if chunks.packed and options.output_final_state:
+        finals = compat.varying_zeros((chunks.N, HV, K, channels), *tokens, h0)
+    groups = divide(chunks.NC // B, B * HV, C)
+
+    def by_time(y):
+        return jnp.moveaxis(chunks.spread(y).reshape(B, -1, C, *y.shape[2:]), 1, 0)  # [NT, B, C, heads, ...]
+
+    def heads(y):
+        return jnp.moveaxis(y, 3, 2).reshape(y.shape[0], -1, C, *y.shape[4:])  # [n, B heads, C, ...]
+
+    def group(carry, each):
+        S, finals = carry
+        tokens, masks, number, starts = each
+        form = make_form(options, *map(heads, tokens), masks, products)
+        restarts = None
+        if starts is not None:
+            first, sequence = starts
+            restarts = state_scan.Restarts(first, None if h0 is None else h0[sequence])
+        states, S = state_scan.states_before(form.chunks, form.u, S, restarts, products, groups.by_maps)
+        if finals is not None:
+            place = chunks.final_chunk - number[0]
+            after = jnp.concatenate([states[1:], S[None]])[jnp.clip(place, 0, groups.chunks - 1)]
+            ends = (place >= 0) & (place < groups.chunks)
+            finals = jnp.where(ends[:, None, None, None], after, finals)
+        if not with_output:
+            return (S, finals), None
+        here = state_scan.select_states(restarts, states)
+        v_new = form.u - products.dot(form.chunks.w, here)
+        o = x.scale * (products.dot(form.q_start, here) + products.dot(form.scores, v_new))
+        return (S, finals), jnp.moveaxis(o.reshape(-1, B, HV, C, channels), 2, 3).astype(x.v.dtype)
+
+    starts = (chunks.first, chunks.sequence) if chunks.packed else None
+    number = jnp.arange(chunks.NC // B, dtype=jnp.int32)
+    xs = (tuple(map(by_time, (q, k, v, g, beta))), masks, number, starts)
+    (S, finals), o = over_groups(groups, group, (start, finals), xs)
+    if with_output:
+        o = chunks.gather(jnp.moveaxis(o, 0, 1).reshape(B, -1, HV, V))
+    if stream:
+        return isolation.keep_apart(o, x.v, nonfinite, cu_seqlens), None
+    if not options.output_final_state:
+        return o, None
+    return o, S.reshape(B, HV, K, channels) if finals is None else layout.unless_empty(finals, h0, cu_seqlens)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def solve(products: state_scan.Products, A: jax.Array, rights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Return (I + A)^-1 R for every R [n, h, C, D], of strictly lower A [n, h, C, C].
+
+    Nothing is differentiated through the steps of the inverse.
+    """
+    return _solve(products, A, rights)[1]
+
+
+def _solve(products, A, rights):
+    X = block_inverse.block_inverse(A.reshape(-1, *A.shape[2:])).reshape(A.shape)
+    X = checkpoint_name(X, state_scan.KEPT)
+    return X, tuple(products.dot(X, R) for R in rights)
+
+
+@solve.defjvp
+def _solve_jvp(products, primals, tangents):
+    (A, rights), (dA, drights) = primals, tangents
+    X, found = _solve(products, A, rights)
+    dA = jnp.where(tiles.strictly_lower(A.shape[-1]), dA, 0.0)
+    return found, tuple(products.dot(X, dR - products.dot(dA, Y)) for dR, Y in zip(drights, found, strict=True))
+
+
+class Groups(NamedTuple):
+    """How chunks are divided into groups.
+
+    Attributes:
+      count: how many groups.
+      chunks: of a group.
+      by_maps: whether the states of a group go by maps.
+    """
+
+    count: int
+    chunks: int
+    by_maps: bool
+
+
+def divide(n: int, h: int, C: int) -> Groups:
+    """Return the groups of n chunks of C tokens with h heads."""
+    count = -(-n // max(1, _GROUP // (h * C)))
+    chunks = -(-n // count)
+    by_maps = h <= state_scan.FEW_HEADS and chunks >= 2 * state_scan.SEGMENTS
+    if by_maps:
+        chunks = -(-chunks // state_scan.SEGMENTS) * state_scan.SEGMENTS
+    return Groups(-(-n // chunks), chunks, by_maps)
+
+
+def over_groups(groups: Groups, body: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
+    """Return what `lax.scan` of body(carry, chunks of a group) over all groups of chunks xs [n, ...] returns.
+
+    Zeros fill the last group. The backward computes a group again from the states and inverses that it kept.
+    """
+    n = jax.tree.leaves(xs)[0].shape[0]
+    missing = groups.count * groups.chunks - n
+    xs = jax.tree.map(lambda y: jnp.pad(y, [(0, missing)] + [(0, 0)] * (y.ndim - 1)) if missing else y, xs)
+    policy = jax.checkpoint_policies.save_only_these_names(state_scan.KEPT)
+    if groups.count == 1:
+        carry, out = jax.checkpoint(body, policy=policy)(carry, xs)
+    else:
+        xs = jax.tree.map(lambda y: y.reshape(groups.count, groups.chunks, *y.shape[1:]), xs)
+        carry, out = jax.lax.scan(jax.checkpoint(body, policy=policy, prevent_cse=False), carry, xs)
+        out = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), out)
+    return carry, jax.tree.map(lambda y: y[:n], out)

@@ -1,0 +1,170 @@
+"""The states before all chunks of a delta rule, where everything else of the chunks is computed at once: for GPUs.
+
+A GPU waits for the launch of every operation, so few large operations are best. All products that do not read a state
+are batched over chunks and heads; what is left is one short scan
+
+    S' = through S + k_end^T (u - w S) + added
+
+which goes from chunk to chunk, with two products each. Where few heads would leave the machine idle the chunks are cut
+into segments, and the maps of chunks, S -> M S + N, are composed for all segments side by side; then the states go
+from segment to segment, and at last from chunk to chunk in all segments at once.
+
+The derivative is the same scan of other numbers, so that JAX never differentiates through its steps: forward mode needs
+one more scan and the backward one of the transposes.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from chunkwise.shared.kernels import matmul
+
+# What the backward reads instead of computing it again.
+KEPT = "kept"
+# So many heads or fewer leave a large GPU idle, which has 132 multiprocessors: their states go by maps.
+FEW_HEADS = 32
+# Divides the chunks that go by maps.
+SEGMENTS = 16
+
+
+class Products(NamedTuple):
+    """Products of matrices in arrays [..., m, n], of three bfloat16 passes where `passes` is 3; see `matmul`."""
+
+    passes: int | None
+
+    def dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Return a b."""
+        return self._batched(matmul.dot, a, b)
+
+    def dot_nt(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Return a b^T."""
+        return self._batched(matmul.dot_nt, a, b)
+
+    def dot_tn(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Return a^T b."""
+        return self._batched(matmul.dot_tn, a, b)
+
+    def _batched(self, product, a, b):
+        flat = lambda y: y.reshape(-1, *y.shape[-2:])
+        made = product(flat(a), flat(b), passes=self.passes)
+        return made.reshape(*a.shape[:-2], *made.shape[-2:])
+
+
+class Chunks(NamedTuple):
+    """What n chunks of h heads do to states [h, K, V].
+
+    Attributes:
+      through: decays over whole chunks [n, h, 1, 1] or, per channel, [n, h, K, 1].
+      w: what the new values read of the state, [n, h, C, K].
+      k_end: keys decayed to the ends of their chunks, [n, h, C, K].
+    """
+
+    through: jax.Array
+    w: jax.Array
+    k_end: jax.Array
+
+
+class Restarts(NamedTuple):
+    """Where sequences begin.
+
+    Attributes:
+      first: bool [n], whether one begins with the chunk.
+      states: [n, h, K, V], the state that it begins with; None for zeros.
+    """
+
+    first: jax.Array
+    states: jax.Array | None
+
+
+def select_states(restarts: Restarts | None, S: jax.Array) -> jax.Array:
+    """Return the states that chunks start from: S [n, h, K, V] that come in, or where sequences begin their own."""
+    if restarts is None:
+        return S
+    return jnp.where(restarts.first[..., None, None, None], 0.0 if restarts.states is None else restarts.states, S)
+
+
+def states_before(
+    x: Chunks, u: jax.Array, start: jax.Array, restarts: Restarts | None, products: Products, by_maps: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Return the states that come into all chunks [n, h, K, V], and the state after the last one.
+
+    Args:
+      x: the chunks.
+      u: [n, h, C, V], the new values from a state of zeros.
+      start: [h, K, V].
+      restarts: where sequences begin; None if none does. The states that come in are those of the sequences before.
+      products: how they are computed.
+      by_maps: segments side by side.
+    """
+    return _states(products, by_maps, x, u, None, start, restarts)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _states(products, by_maps, x: Chunks, u, added, start, restarts):
+    run = _by_maps if by_maps else _one_by_one
+    return run(products, x, u, added, start, restarts)
+
+
+@_states.defjvp
+def _states_jvp(products, by_maps, primals, tangents):
+    x, u, _, _, restarts = primals
+    dx, du, dadded, dstart, drestarts = tangents
+    states, last = _states(products, by_maps, *primals)
+    if not by_maps:
+        # One by one they are too many launches to find them again.
+        states = checkpoint_name(states, KEPT)
+    S, p = select_states(restarts, states), products
+    v_new = u - p.dot(x.w, S)
+    du = du - p.dot(dx.w, S)
+    changed = dx.through * S + p.dot_tn(dx.k_end, v_new)
+    changed = changed if dadded is None else changed + dadded
+    if restarts is not None:
+        restarts = Restarts(restarts.first, drestarts.states)
+    return (states, last), _states(products, by_maps, x, du, changed, dstart, restarts)
+
+
+def _one_by_one(p: Products, x: Chunks, u, added, start, restarts):
+    def step(S, each):
+        x, u, added, restart = each
+        here = select_states(restart, S)
+        after = x.through * here + p.dot_tn(x.k_end, u - p.dot(x.w, here))
+        return after if added is None else after + added, S
+
+    last, states = lax.scan(step, start, (x, u, added, restarts))
+    return states, last
+
+
+def _by_maps(p: Products, x: Chunks, u, added, start, restarts):
+    n, K = u.shape[0], x.w.shape[-1]
+    M = x.through * jnp.eye(K, dtype=jnp.float32) - p.dot_tn(x.k_end, x.w)
+    N = p.dot_tn(x.k_end, u)
+    N = N if added is None else N + added
+    # The chunks of number t of all segments, [L, segments, ...]. Python loops, because a loop would copy what it reads.
+    M, N, restarts = jax.tree.map(lambda y: jnp.moveaxis(y.reshape(SEGMENTS, -1, *y.shape[1:]), 1, 0), (M, N, restarts))
+    at = lambda t: None if restarts is None else jax.tree.map(lambda y: y[t], restarts)
+    L, passes = n // SEGMENTS, None if restarts is None else ~jnp.any(restarts.first, axis=0)
+
+    # What a segment does to a state, S -> P S + Q, where no sequence begins in it; otherwise it gives Q.
+    P, Q = M[0], N[0]
+    if restarts is not None:
+        Q = p.dot(M[0], select_states(at(0), jnp.zeros_like(Q))) + Q
+    for t in range(1, L):
+        if restarts is not None:
+            P = jnp.where(restarts.first[t][:, None, None, None], 0.0, P)
+            Q = select_states(at(t), Q)
+        P, Q = p.dot(M[t], P), p.dot(M[t], Q) + N[t]
+
+    starts = [start]
+    for s in range(SEGMENTS - 1):
+        reached = p.dot(P[s], starts[-1])
+        starts.append(Q[s] + (reached if passes is None else jnp.where(passes[s], reached, 0.0)))
+
+    S, states = jnp.stack(starts), []
+    for t in range(L):
+        states.append(S)
+        S = p.dot(M[t], select_states(at(t), S)) + N[t]
+    return jnp.stack(states, axis=1).reshape(n, *start.shape), S[-1]
