@@ -27,7 +27,8 @@ THOROUGH = dict(
     # One operator with each of the mixtures.
     test_time_of_a_step=lambda case, mixture: STEP_CASES.index(case) != STEPS.index(mixture),
     test_tpu_estimate_of_a_step=lambda operator: operator != "gated_delta_rule",
-    test_tpu_count_of_a_packed_batch=lambda operator, sequences: (operator, sequences) != ("gated_delta_rule", 3),
+    test_tpu_count_of_a_packed_batch=True,
+    test_tokens_and_heads_over_simulated_devices=True,
 )
 
 

@@ -48,7 +48,7 @@ THOROUGH = dict(
     test_operators=lambda name: name in ("recurrent_kda", "recurrent_gla", "recurrent_simple_gla"),
     test_gates=lambda name, gate: gate == "zero" or is_other(name),
     test_with_other_axes=lambda spec: spec == P("a", "b"),
-    test_kernels=lambda name, implementation: implementation == "staged" or name == "chunk_simple_gla",
+    test_kernels=lambda name, implementation: implementation == "staged" or name in ("chunk_kda", "chunk_simple_gla"),
     test_documents_in_kernels=lambda name, states, implementation: (
         (name, states, implementation) != ("chunk_gla", True, "fused")
     ),

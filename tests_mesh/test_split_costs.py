@@ -15,6 +15,8 @@ from chunkwise.shared.testing.flops import product_flops
 from meshes import P, cotangents_of, inputs_of, make_mesh, run_of
 
 NAMES = [operator.name for operator in CHUNKED]
+# Its map is that of the gated delta rule, and takes longer to compile.
+THOROUGH = dict(test_products=lambda name: name == "chunk_kda")
 T, HV, K, V, C = 64, 2, 16, 24, 32
 
 

@@ -33,10 +33,7 @@ BATCHES = {
 }
 QUICK = {
     ("gated_delta_rule", "segments with states", True, "float32"),
-    ("gated_delta_rule", "pack with states", False, "float32"),
     ("kda", "pack with states", True, "float32"),
-    ("kda", "rows", False, "float32"),
-    ("gla", "pack without states", True, "float32"),
     ("gla", "pack with states", True, "float32"),
     ("simple_gla", "rows", True, "float32"),
 }

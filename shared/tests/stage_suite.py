@@ -243,7 +243,10 @@ def trace_second_derivative(stage: StageSpec, implementation: str) -> None:
 class TransformTests(OfStage):
     """Under jit, vmap, remat, export, shard_map, 64 bits and strict promotion."""
 
-    THOROUGH: ClassVar = dict(test_64_bits_and_strict_promotion=lambda implementation: implementation == "xla")
+    THOROUGH: ClassVar = dict(
+        test_64_bits_and_strict_promotion=lambda implementation: implementation == "xla",
+        test_transform=lambda implementation: implementation == "xla",
+    )
 
     @pytest.mark.interpreted
     @both

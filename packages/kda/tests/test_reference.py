@@ -47,8 +47,8 @@ THOROUGH = dict(
     test_gradients_of_other_types=True,
     test_gate_lower_bound_changes_nothing=True,
     test_gradients_of_repeated_keys_with_a_bound=True,
-    # Without states plain JAX is compared in bfloat16, and the kernels with raw gates.
-    test_packed=lambda implementation, states: implementation == "xla" or not states,
+    # The kernels are compared with raw gates, and plain JAX in bfloat16.
+    test_packed=True,
     test_packed_bfloat16=lambda implementation: implementation == "fused",
     test_enormous_values_leak_nowhere=lambda implementation, of: (
         implementation == "xla" or of == "sequence of a stream"

@@ -80,7 +80,8 @@ def repeats(mode, name, implementation, sequences):
     """Return whether a case of the sample repeats another in a second mode, or has no jit, which takes long."""
     # Gates per head in 64-bit mode and gates per channel under the strict modes.
     first = ONCE.get((name, implementation), "strict" if OPERATORS[name].per_channel else "x64")
-    return mode != first or sequences == "segments" or (name, implementation) == ("chunk_gated_delta_rule", "staged")
+    slowest = ("chunk_gated_delta_rule", "staged"), ("chunk_kda", "fused")
+    return mode != first or sequences == "segments" or (name, implementation) in slowest
 
 
 THOROUGH = dict(
