@@ -17,6 +17,7 @@ from benchmarks import (
     bits,
     calibrate,
     first_call,
+    gpu,
     operators,
     order,
     packed,
@@ -42,9 +43,24 @@ from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.pipeline.stages import STAGES
 from chunkwise.pipeline.tables import make_console, make_progress, make_table
 from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.testing import gpu as gpu_compiler
 
 TEXT = {"case", "stage", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "figure", "failed"}
-TEXT |= {"version", "source", "split", "topology", "scan", "collectives", "mixture", "policy", "kernel", "order"}
+TEXT |= {
+    "version",
+    "source",
+    "split",
+    "topology",
+    "scan",
+    "collectives",
+    "mixture",
+    "policy",
+    "kernel",
+    "order",
+    "program",
+}
+# Where `gpu` saves all of its programs.
+GPU_RESULT = Path(__file__).parent.parent / "docs/data/gpu-h100.json"
 
 
 def parse(arguments=None) -> argparse.Namespace:
@@ -74,6 +90,8 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--chip", action="append", choices=list(CHIPS))
     add_cases(one, CASES | MIXERS | BLOCKS)
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
+    one = commands.add_parser("gpu", parents=[saved], help="launches and temporaries on an H100; needs no GPU")
+    one.add_argument("--program", action="append", choices=list(gpu.PROGRAMS), help="may be repeated")
     one = commands.add_parser("calibrate", parents=[saved], help="estimates of peers beside their published times")
     one.add_argument("--peer", action="append", choices=list(tpu_peers.PEERS), help="may be repeated")
     one.add_argument("--tokens", type=int, default=1024, help="to compile a peer for; the rest is scaled")
@@ -191,6 +209,11 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
                             label | {"implementation": implementation, "chip": chip},
                             run,
                         )
+    elif options.command == "gpu":
+        for name in options.program or gpu.PROGRAMS:
+            program = gpu.PROGRAMS[name]
+            label = {"program": name, "operator": program.layer.operator, "pass": program.kind, "T": program.T}
+            yield name, label | {"HV": program.layer.HV}, lambda program=program: [gpu.measure(program)]
     elif options.command == "calibrate":
         yield from calibrate.jobs(
             options.peer or tpu_peers.installed(), options.tokens, options.profile, options.timeout
@@ -272,7 +295,8 @@ def show(rows: list[dict], console: Console) -> None:
     text = [key for key in columns if key in TEXT]
     table = make_table(console, text, [key for key in columns if key not in TEXT])
     for row in rows:
-        style = "red" if row.get("correct") is False or row.get("worse") or row.get("failed") else None
+        style = "red" if row.get("correct") is False or row.get("within") is False else None
+        style = "red" if row.get("worse") or row.get("failed") else style
         table.add_row(*(_cell(row.get(key)) for key in (*text, *(k for k in columns if k not in TEXT))), style=style)
     console.print(table)
 
@@ -313,6 +337,9 @@ def main(arguments=None) -> int:
         # A device has a thread, and a collective waits for all of them: on fewer cores it waits for ever.
         os.environ.setdefault("NPROC", "16")
         jax.config.update("jax_num_cpu_devices", options.devices[-1])
+    elif options.command == "gpu":
+        gpu_compiler.setup()
+        options.json = options.json or (None if options.program else GPU_RESULT)
     elif getattr(options, "devices", 1) > 1:
         jax.config.update("jax_num_cpu_devices", options.devices)
     base = json.loads(options.base.read_text())["rows"] if options.base else None
@@ -332,7 +359,7 @@ def main(arguments=None) -> int:
         console.print(*calibrate.sentences(rows), sep="\n")
     if options.json:
         save(options, rows)
-    wrong = any(row.get("correct") is False for row in rows)
+    wrong = any(row.get("correct") is False or row.get("within") is False for row in rows)
     if base is not None:
         lines = compare(rows, base, options.tolerance)
         show(lines, console)

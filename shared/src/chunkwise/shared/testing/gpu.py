@@ -1,0 +1,141 @@
+"""Compile for an NVIDIA GPU on a machine that has none, and count what the program launches.
+
+It needs Python 3.12 and, of one version, jax, jax-cuda13-plugin and jax-cuda13-pjrt; and nvidia-cuda-nvcc, which brings
+an assembler. Call `setup()` before the first computation of the process.
+"""
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+# What XLA asks a GPU about itself.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84978434048
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 1 }
+runtime_version { major: 13 minor: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+# The operations of a compiled program that launch nothing. Of one that starts and ends apart, the end launches nothing.
+_NO_LAUNCH = {
+    "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id", "replica-id", "iota",
+    "opt-barrier",
+}  # fmt: skip
+
+
+def is_installed() -> bool:
+    """Return whether the compiler for GPUs is installed."""
+    return all(importlib.util.find_spec(name) for name in ("jax_cuda13_plugin", "jax_plugins.xla_cuda13"))
+
+
+def setup() -> None:
+    """Select the CPU as backend, and put the assembler of nvidia-cuda-nvcc on the path."""
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    spec = importlib.util.find_spec("nvidia")
+    found = [str(path.parent) for folder in (spec and spec.submodule_search_locations) or () for path in
+             Path(folder).glob("*/bin/ptxas")]  # fmt: skip
+    os.environ["PATH"] = os.pathsep.join([*found, os.environ["PATH"]])
+
+
+def compile_for(fn, *specs, device: str = H100, donate_argnums: tuple[int, ...] = ()):
+    """Return the executable of `fn` for one GPU; nothing is allocated.
+
+    Args:
+      fn: a function of arrays.
+      *specs: a `jax.ShapeDtypeStruct`, None, or a tree of them for every argument.
+      device: what XLA must know of the GPU.
+      donate_argnums: arguments whose memory the outputs may take, as in `jax.jit`.
+    """
+    topology = topologies.get_topology_desc("", "cuda", target_config=device, topology="1x1x1")
+    placement = SingleDeviceSharding(topology.devices[0])
+    placed = jax.jit(fn, in_shardings=placement, out_shardings=placement, donate_argnums=donate_argnums)
+    return placed.trace(*specs).lower().compile()
+
+
+class Operation(NamedTuple):
+    """An operation of a compiled program: its kind, and the text of its operands and attributes."""
+
+    kind: str
+    rest: str
+
+    def names(self, attribute: str) -> list[str]:
+        """Return the computations that an attribute of this name lists."""
+        found = re.search(rf"\b{attribute}=(?:\{{([^}}]*)\}}|([^\s,}})]+))", self.rest)
+        return [name.strip().lstrip("%") for name in (found[1] or found[2]).split(",")] if found else []
+
+
+def count_launches(text: str, branches: Sequence[int] = ()) -> int:
+    """Return how many operations a compiled program launches when it runs, from its text.
+
+    Args:
+      text: of the program; a loop counts as often as it turns, which the text must say.
+      branches: the branches that its conditions take, in order.
+    """
+    computations, entry = _computations(text)
+    taken = iter(branches)
+
+    def of(name: str) -> int:
+        return sum(map(launches, computations[name]))
+
+    def launches(operation: Operation) -> int:
+        if operation.kind == "while":
+            turns = re.search(r'known_trip_count"?:\{"?n"?:"(\d+)"', operation.rest)
+            if not turns:
+                raise ValueError("The text must say how often its loops turn; one does not.")
+            return int(turns[1]) * of(*operation.names("body"))
+        if operation.kind == "call":
+            return of(*operation.names("to_apply"))
+        if operation.kind == "conditional":
+            listed = operation.names("branch_computations")
+            # A condition of true and false lists the true one first.
+            listed = listed or operation.names("false_computation") + operation.names("true_computation")
+            return of(listed[next(taken)])
+        return int(operation.kind not in _NO_LAUNCH and not operation.kind.endswith("-done"))
+
+    return of(entry)
+
+
+def _computations(text: str) -> tuple[dict[str, list[Operation]], str]:
+    """Return the operations of all computations by name, and the name of the first one that runs."""
+    found: dict[str, list[Operation]] = {}
+    current, entry = "", ""
+    for line in _without_comments(text):
+        if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            current = head[2]
+            entry = current if head[1] else entry
+            found[current] = []
+        elif operation := re.match(r"\s+(?:ROOT )?%?[\w.\-#]+ = (?:\(.*?\)|\S+) ([\w\-]+)\((.*)$", line):
+            found[current].append(Operation(operation[1], operation[2]))
+    return found, entry
+
+
+def _without_comments(text: str) -> Iterator[str]:
+    return (re.sub(r"/\*.*?\*/", "", line) for line in text.splitlines())
