@@ -63,7 +63,7 @@ SIZES = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_d
 EXPERTS = dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32, shared_expert_intermediate_size=32)
 QWEN = ATTENTION | SIZES | dict(num_key_value_heads=1, head_dim=32, rms_norm_eps=1e-3)
 DELTA, KIMIS = GatedDeltaNetConfig(64, 2, 4, 16, 24, eps=1e-3), dict(linear_num_heads=2, linear_head_dim=16)
-ONE_LAYER = dict(num_hidden_layers=1, layer_types=["linear_attention"])
+INDEXED = dict(layer_types=["linear_attention", "indexed_attention"])
 # What models with a mixer share; Falcon-H1 has it scaled.
 MIXER = dict(
     num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64, mamba_n_heads=4,
@@ -85,7 +85,10 @@ def falcon(settings: dict, **config) -> Model:
 
 def qwen4(gate: str | None, activation: str) -> Model:
     """Return Qwen4-Exp with a gate of its norm."""
-    settings = QWEN | EXPERTS | ONE_LAYER | dict(output_gate_type=gate, hc_lowrank=8)
+    settings = QWEN | EXPERTS | INDEXED | dict(
+        output_gate_type=gate, hc_lowrank=8, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=32,
+        indexer_budget=64, indexer_compress_ratio=4,
+    )  # fmt: skip
     made = GatedDeltaNetConfig(64, 2, 4, 16, 24, eps=1e-3, activation=activation)
     names = ("qwen4_exp", "Qwen4ExpTextConfig", "Qwen4ExpTextModel")
     return Model(names, settings, "linear_attn", GATED, DELTA_NET, made, dict())
@@ -93,8 +96,9 @@ def qwen4(gate: str | None, activation: str) -> Model:
 
 def glm5(lower_bound: float | None) -> Model:
     """Return GLM-5-next with a law of its decay."""
-    settings = LATENT | KIMIS | ONE_LAYER | dict(
-        q_lora_rank=16, qk_rope_head_dim=0, mlp_layer_types=["dense"], linear_lower_bound=lower_bound,
+    settings = LATENT | KIMIS | INDEXED | dict(
+        q_lora_rank=16, qk_rope_head_dim=0, linear_lower_bound=lower_bound, index_topk=32, index_head_dim=16,
+        index_n_heads=2,
     )  # fmt: skip
     made = KimiDeltaAttentionConfig(64, 2, 2, 16, 16, eps=1e-3, R=16, lower_bound=lower_bound)
     names = ("glm5_next", "Glm5NextTextConfig", "Glm5NextTextModel")

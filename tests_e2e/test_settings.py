@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import json
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,8 @@ from chunkwise.layers import config_from, empty_cache
 from chunkwise.shared.testing.compare import TOLERANCE, error
 from hybrids import MODELS
 from recording import torch
+
+transformers = pytest.importorskip("transformers")
 
 TOKENS = 6
 # Settings that say how a model is run, or that every config has, and no layer of transformers reads.
@@ -28,7 +32,7 @@ def others(value) -> list[list]:
     if isinstance(value, bool):
         return [[not value], [None]]
     if isinstance(value, int | float):
-        return [[value * 2, value + 1, -value], [None]]
+        return [[other for other in (value * 2, value + 1, -value, 0.5) if other != value], [None]]
     if isinstance(value, str):
         return [[other] for other in ACTIVATIONS if value in ACTIVATIONS and other != value] + [[None]]
     if isinstance(value, list | tuple):
@@ -106,3 +110,27 @@ def test_every_setting(name):
     print("READ", name, sorted(read))
     print("REFUSED", name, sorted(refused))
     assert not wrong
+
+
+def rows_of(text: str, heading: str) -> dict[str, list[str]]:
+    """Return the cells of a table of the page, by the name of a model in the first one."""
+    rows = re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", text.split(f"## {heading}\n")[1].split("\n## ")[0], re.MULTILINE)
+    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
+
+
+def test_the_page_lists_every_model():
+    """A module of transformers that has linear attention, or a state of its tokens, says so."""
+    page = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+    served, refused = rows_of(page, "Served"), rows_of(page, "Not served")
+    kinds = re.compile("linear_attention|recurrent_state|mlstm", re.IGNORECASE)
+    files = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
+    found = {file.parent.name for file in files if file.parent.name != "auto" and kinds.search(file.read_text())}
+    assert found == served.keys() | refused.keys()
+    cases = {case for cells in served.values() for case in re.findall("`([^`]+)`", cells[2])}
+    assert cases == set(MODELS)
+    assert served.keys() == {model.names[0] for model in MODELS.values()}
+    for name, (layer, *_) in served.items():
+        assert layer == f"`{next(m for m in MODELS.values() if m.names[0] == name).functions[0].__name__}`"
+    for name in refused:
+        with pytest.raises(ValueError, match=r"`hf_config.model_type` must be one of"):
+            config_from({"model_type": name})
