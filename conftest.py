@@ -1,8 +1,11 @@
 """Test set-up for every package: the environment that libtpu reads, and how programs are compiled for the CPU."""
 
+import contextlib
+
 import jax
 import pytest
 
+from chunkwise.shared.operators import platforms
 from chunkwise.shared.testing import selection, tpu
 
 tpu.setup()
@@ -10,6 +13,16 @@ tpu.setup()
 KERNELS = ("pallas", "staged", "fused")
 # The generation that every change is compiled for; the others are for the thorough tests.
 CHIP = "v6e"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--gpu-forms", action="store_true", help='take the forms for GPUs of "xla" on every platform')
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _take_gpu_forms(request):
+    with platforms.gpu_forms() if request.config.getoption("--gpu-forms") else contextlib.nullcontext():
+        yield
 
 
 def pytest_collection_modifyitems(items):

@@ -1,0 +1,15 @@
+"""The form of plain JAX for GPUs, on a CPU: values and gradients. `nox -s gpu` runs the other tests on it too."""
+
+import pytest
+
+from chunkwise.kda import chunk_kda
+from gpu_suite import BATCHES, assert_gpu_form
+
+THOROUGH = dict(test_gpu_form=lambda batch, by_maps, passes: (batch, by_maps, passes) != ("states", False, None))
+
+
+@pytest.mark.parametrize("passes", [None, 3])
+@pytest.mark.parametrize("by_maps", [False, True], ids=["one by one", "by maps"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_gpu_form(batch, by_maps, passes):
+    assert_gpu_form(chunk_kda, batch, by_maps, passes, per_channel=True)
