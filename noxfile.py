@@ -195,6 +195,21 @@ def tpu(session):
     session.run("pytest", *WORKERS, "-m", "tpu", "tests_mesh", *session.posargs, env=MANY_THREADS)
 
 
+@nox.session(python="3.12", default=False)
+def gpu(session):
+    """Compile for an H100 without one, hold launches and temporaries to limits, and run the forms for GPUs on a CPU."""
+    session.install(*LOCKED, *(x for x in nox.project.dependency_groups(GROUPS, "test") if not x.startswith("jax[")))
+    version = session.run("python", "-c", "import jax; print(jax.__version__)", silent=True).strip()
+    # They would bring CUDA's libraries; a compilation needs the assembler alone.
+    plugins = (f"jax-cuda13-{name}=={version}" for name in ("plugin", "pjrt"))
+    session.install("--no-deps", *plugins, "nvidia-cuda-nvcc")
+    session.install("--no-deps", "--no-build-isolation", *(x for path in PACKAGES.values() for x in ("-e", path)))
+    result = Path(session.create_tmp(), "gpu-h100.json")
+    session.run("python", "-m", "benchmarks", "gpu", "--json", str(result))
+    session.run("pytest", *WORKERS, *(PACKAGES[name] / "tests/test_gpu_form.py" for name in ("fused_gdn", "kda")))
+    session.run("pytest", *WORKERS, "--gpu-forms", "-k", "xla", *(PACKAGES[name] for name in ("fused_gdn", "kda")))
+
+
 def add_package_sessions(name: str) -> None:
     """Define test-<package>, which tests one package, and solo-<package>, which installs it alone."""
 

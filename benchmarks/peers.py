@@ -11,6 +11,7 @@ from jax import lax
 from benchmarks.mixer import Mixer
 from benchmarks.timing import Run, compiled
 from chunkwise.pipeline.models import Layer
+from chunkwise.shared.kernels.chunking import token_owners
 
 # The scan keeps a state per token for its backward; more than this is no comparison.
 _SCAN_STATES = 2**31
@@ -24,6 +25,7 @@ def available(case: Layer, x: dict, cu_seqlens, do, devices: int) -> list[Run]:
         _transformers(case, x, cu_seqlens, do),
         _scan(case, x, cu_seqlens, do, devices),
         _fla(case, x, cu_seqlens, do),
+        _jla(case, x, cu_seqlens, do),
     )
     return [run for run in found if run is not None]
 
@@ -129,3 +131,26 @@ def _fla(case: Layer, x: dict, cu_seqlens, do) -> Run | None:
         ends = torch.tensor(np.asarray(cu_seqlens), dtype=torch.int64, device="cuda")
         function = functools.partial(function, cu_seqlens=ends)
     return _torch_run("fla", function, x, do, "cuda")
+
+
+# What jax-linear-attention calls the operators.
+_JLA_KINDS = {"gated_delta_rule": "gated_deltanet", "kda": "kda", "gla": "gla", "simple_gla": "simple_gla"}
+
+
+def _jla(case: Layer, x: dict, cu_seqlens, do) -> Run | None:
+    """The kernels of jax-linear-attention, on an NVIDIA GPU; ids of the tokens tell the sequences of a pack."""
+    if jax.default_backend() != "gpu":
+        return None
+    try:
+        ops = importlib.import_module("jla.ops")
+    except ImportError:
+        return None
+
+    def run(x, cu_seqlens):
+        tokens = ("q", "k", "v")
+        told = {name: y for name, y in x.items() if name not in tokens}
+        if cu_seqlens is not None:
+            told["segment_ids"] = token_owners(x["v"].shape[1], cu_seqlens)[None]
+        return {"o": ops.linear_attention(_JLA_KINDS[case.operator], *(x[name] for name in tokens), **told)[0]}
+
+    return compiled("jla", run, x, cu_seqlens, None if do is None else {"o": do})
