@@ -7,6 +7,7 @@ as often as a batch runs it. Waits are not in it.
 import glob
 import os
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 # Bundles after a branch that run whether it is taken or not.
@@ -118,22 +119,22 @@ def read_loop(text: str) -> Loop:
     return Loop(turns, always, body.bundles, within(body))
 
 
-def kernel_bundles(loop: Loop, steps: int, runs: list[int]) -> int:
+def kernel_bundles(loop: Loop, steps: int, runs: Sequence[float]) -> int:
     """Return the bundles of a kernel.
 
     Args:
       loop: its loop over the grid.
       steps: steps of the grid for one block of heads.
-      runs: how many of these run each region.
+      runs: how many of these run each region, on average.
     """
     blocks, rest = divmod(loop.turns - 2, steps)
     # The last block that a step writes may reach past the end of an array: what cuts it is counted in every step.
     cuts = loop.regions[len(runs) :]
-    runs = runs + [steps] * len(cuts)
+    runs = [*runs, *[steps] * len(cuts)]
     if rest or len(runs) != len(loop.regions) or any(region.bundles > CUT for region in cuts):
         raise ValueError(f"A kernel has {loop.turns - 2} steps and {len(loop.regions)} regions; {steps}, {runs}.")
     regions = sum(region.bundles * n for region, n in zip(loop.regions, runs, strict=True))
-    return loop.turns * loop.always + blocks * (steps * loop.body + regions)
+    return round(loop.turns * loop.always + blocks * (steps * loop.body + regions))
 
 
 def kernel_text(folder: str, launch: str) -> str:

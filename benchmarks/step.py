@@ -48,6 +48,17 @@ MIXTURES = {
     "decode-256": Mixture(256),
     "decode-256-bfloat16": Mixture(256, pool="bfloat16"),
     "speculate-64x3": Mixture(64, W=3),
+    "decode-64-int8": Mixture(64, pool="int8"),
+    "decode-64-ring": Mixture(64, replay=16),
+    "decode-64-bfloat16-ring": Mixture(64, pool="bfloat16", replay=16),
+    "decode-64-bfloat16-ring-8": Mixture(64, pool="bfloat16", replay=8),
+    "decode-64-bfloat16-ring-32": Mixture(64, pool="bfloat16", replay=32),
+    "decode-64-int8-ring": Mixture(64, pool="int8", replay=16),
+    "decode-64-int8-ring-8": Mixture(64, pool="int8", replay=8),
+    "decode-64-int8-ring-32": Mixture(64, pool="int8", replay=32),
+    "decode-256-bfloat16-ring": Mixture(256, pool="bfloat16", replay=16),
+    "decode-256-int8-ring": Mixture(256, pool="int8", replay=16),
+    "speculate-64x3-ring": Mixture(64, W=3, replay=16),
     "prefill-4096": Mixture(prefills=(4096,)),
     "decode-32-prefill-4096": Mixture(32, prefills=(4096,)),
     "prefill-8192": Mixture(prefills=(8192,)),
@@ -61,6 +72,8 @@ def measure(case: Layer, mixture: Mixture, dtype, implementations, repeats: int)
     The check covers the output and the state of the last sequence, in the group of the last key head.
     """
     x, step, rng = case.inputs(mixture.T, dtype), mixture.step(), np.random.default_rng(2)
+    if mixture.replay or mixture.pool == "int8":
+        raise ValueError("Only pools that are arrays are measured on this machine.")
     pool = rng.standard_normal((mixture.N * mixture.W, case.HV, case.K, case.V)).astype(jnp.dtype(mixture.pool))
     cu, group = step["cu_seqlens"], case.HV // case.H
     last, slots = slice(int(cu[-2]), int(cu[-1])), step["state_indices"].reshape(mixture.N, mixture.W)[-1]
@@ -99,6 +112,17 @@ def decode_runs(routes: Routes) -> tuple[int, list[int]]:
     tokens = int(jnp.sum(routes.end - routes.start))
     states_in = [] if W == 1 else [N]
     return N * W, [1, int(source[0] == target[0]), *states_in, tokens, int(jnp.sum(routes.target >= 0))]
+
+
+def replay_runs(mixture: Mixture, regions: int) -> tuple[int, list[float]]:
+    """Return the steps of the decode kernel over a ring and how many run each of its regions, of which it has so many.
+
+    The first step reads its own slot, and every step but the last that of the next one. Then come the tokens of a
+    sequence, and in them the zeros of one that starts from none, a fold, and the outputs of tokens but the first.
+    """
+    N = mixture.N
+    tokens = [1, N - 1, N, 0, N / mixture.folds_every]
+    return N, [*tokens, *[N] * (regions - len(tokens))]
 
 
 def prefill_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
@@ -197,12 +221,12 @@ def _compiled(case: Layer, mixture: Mixture, chip: str, flags: str) -> str:
     shapes = case.specs(mixture.T, jnp.bfloat16)
     # Tokens come flat, as projections leave them.
     flat = {name: jax.ShapeDtypeStruct((1, mixture.T, x.size // mixture.T), x.dtype) for name, x in shapes.items()}
-    pool = jax.ShapeDtypeStruct((SLOTS, case.HV, case.K, case.V), jnp.dtype(mixture.pool))
+    pool = jax.eval_shape(lambda: mixture.make_pool(case, SLOTS))
     step = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), mixture.step())
 
     def run(flat, pool, step):
         x = {name: y.reshape(shapes[name].shape) for name, y in flat.items()}
-        o, pool = serving_step(case, "fused")(x, pool, step)
+        o, pool = serving_step(case, "fused", mixture)(x, pool, step)
         return o.reshape(1, mixture.T, -1), pool
 
     return compiler.compile_for(run, flat, pool, step, chip=chip, auto_layout=True, donate_argnums=(1,)).as_text()
@@ -226,11 +250,16 @@ def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
         text = _compiled(case, mixture, chip, tpu.dump_flags(folder, profile=False))
         # After the flags of the compiler are set, which it reads before the first computation.
         step: dict[str, Any] = {name: jnp.asarray(y) for name, y in mixture.step().items()}
-        found = find_step(step.pop("cu_seqlens"), Slots(**step), None, mixture.T)
+        tokens = mixture.W if mixture.replay else None
+        found = find_step(step.pop("cu_seqlens"), Slots(**step), None, mixture.T, tokens)
         for launch in _wanted(mixture, text):
             chunk = re.search(r"_c(\d+)", launch)
-            runs = prefill_runs(case, found.prefills, mixture.T, int(chunk[1])) if chunk else decode_runs(found.decodes)
-            counts[_kind(launch)] += kernel_bundles(read_loop(kernel_text(folder, launch)), *runs)
+            loop = read_loop(kernel_text(folder, launch))
+            if chunk:
+                runs = prefill_runs(case, found.prefills, mixture.T, int(chunk[1]))
+            else:
+                runs = replay_runs(mixture, len(loop.regions)) if mixture.replay else decode_runs(found.decodes)
+            counts[_kind(launch)] += kernel_bundles(loop, *runs)
     return counts
 
 

@@ -6,6 +6,7 @@ from chunkwise.fused_gdn.config import Config
 from chunkwise.fused_gdn.operator import OPERATOR
 from chunkwise.shared.operators.arguments import Arguments, Options, Sharding, Slots
 from chunkwise.shared.operators.gates import GateActivation
+from chunkwise.shared.operators.state_pool import Pool
 
 
 def chunk_gated_delta_rule(
@@ -207,7 +208,7 @@ def ragged_gated_delta_rule(
     v: jax.Array,
     g: jax.Array,
     beta: jax.Array,
-    states: jax.Array,
+    states: Pool,
     cu_seqlens: jax.Array,
     state_indices: jax.Array,
     *,
@@ -216,6 +217,7 @@ def ragged_gated_delta_rule(
     num_sequences: int | jax.Array | None = None,
     read_indices: jax.Array | None = None,
     num_accepted_tokens: jax.Array | None = None,
+    decode_tokens: int | None = None,
     block_state_indices: jax.Array | None = None,
     block_size: int | None = None,
     scale: float | None = None,
@@ -229,7 +231,7 @@ def ragged_gated_delta_rule(
     chunk_size: int | None = None,
     implementation: str | None = None,
     sharding: Sharding | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pool]:
     """Gated delta rule as one serving step: decodes, speculation and prefills over one pool of states.
 
     The equation of `chunk_gated_delta_rule`, for every sequence of a packed stream. A sequence starts from a slot of
@@ -246,7 +248,8 @@ def ragged_gated_delta_rule(
       g: log decay [1, T, HV] in nats, at most 0, of any strength: -inf forgets everything before.
       beta: step sizes [1, T, HV].
       states: the pool [slots, HV, K, V], of any of these types, which it keeps. States are float32 inside, and are
-        rounded where they are stored.
+        rounded where they are stored. Or a `StatePool` of `make_pool`, whose states may be int8, and which may have a
+        ring of tokens, so that a decode writes no state.
       cu_seqlens: boundaries of the sequences, int32 [N + 1], rising from 0, the decodes first. Sequences may be empty:
         those read and write nothing. Tokens after the last sequence are padding: they may hold anything, NaN too, and
         their outputs are zeros. A boundary that falls acts as the one before it, and one past the end as T.
@@ -265,7 +268,11 @@ def ragged_gated_delta_rule(
         as it is, and several sequences may share it; negative for zeros.
       num_accepted_tokens: int32 [N], 1 to W: a sequence, decode or prefill, starts from slot
         state_indices[n, num_accepted_tokens[n] - 1], the state after as many tokens of the step before as were
-        accepted, and from zeros for any other number. None for 1; not read with read_indices.
+        accepted, and from zeros for any other number. None for 1; not read with read_indices. Over a pool with a ring:
+        how many tokens of the decode before, in the slot that the sequence starts from, are kept; None for all. It is
+        not read after a prefill, which is kept whole.
+      decode_tokens: the most tokens of a decode over a pool with a ring, at most those of the ring; static, None for 1.
+        state_indices are then [N]. None where there is no ring.
       block_state_indices: int32 [N, M], the slot of the state after every block of `block_size` tokens of a prefill,
         counted from its first token in this call; negative ones are not written. None for none.
       block_size: tokens of a block, a multiple of the chunk size; static.
@@ -304,6 +311,12 @@ def ragged_gated_delta_rule(
     )  # fmt: skip
     x = Arguments(q, k, v, g, beta, None, scale, states, cu_seqlens, A_log, dt_bias, slots=slots)
     options = Options(
-        True, use_qk_l2norm_in_kernel, chunk_size, activation=activation, sharding=sharding, block_size=block_size
+        True,
+        use_qk_l2norm_in_kernel,
+        chunk_size,
+        activation=activation,
+        sharding=sharding,
+        block_size=block_size,
+        decode_tokens=decode_tokens,
     )
     return OPERATOR.ragged(x, options, implementation)

@@ -6,6 +6,7 @@ from chunkwise.fused_gla.config import Config
 from chunkwise.fused_gla.operator import GLA, SIMPLE_GLA
 from chunkwise.shared.operators.arguments import Arguments, Options, Sharding, Slots
 from chunkwise.shared.operators.checks import check_array
+from chunkwise.shared.operators.state_pool import Pool
 
 
 def chunk_simple_gla(
@@ -295,7 +296,7 @@ def ragged_simple_gla(
     k: jax.Array,
     v: jax.Array,
     g: jax.Array | None,
-    states: jax.Array,
+    states: Pool,
     cu_seqlens: jax.Array,
     state_indices: jax.Array,
     *,
@@ -305,13 +306,14 @@ def ragged_simple_gla(
     num_sequences: int | jax.Array | None = None,
     read_indices: jax.Array | None = None,
     num_accepted_tokens: jax.Array | None = None,
+    decode_tokens: int | None = None,
     block_state_indices: jax.Array | None = None,
     block_size: int | None = None,
     scale: float | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
     sharding: Sharding | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pool]:
     """Simple gated linear attention as one serving step: decodes, speculation and prefills over one pool of states.
 
     The equation of `chunk_simple_gla`, for every sequence of a packed stream: retention, lightning attention and
@@ -320,6 +322,7 @@ def ragged_simple_gla(
     Args:
       q, k, v, states, cu_seqlens: as in `ragged_gated_delta_rule` of chunkwise.fused_gdn.
       state_indices, has_initial_state, num_decodes, num_sequences, read_indices, num_accepted_tokens: likewise.
+      decode_tokens: likewise.
       block_state_indices, block_size, scale, chunk_size, implementation, sharding: likewise.
       g: log decay per head [1, T, HV] in nats, at most 0, of any strength; None for none.
       g_gamma: constant log decay per head [HV], added to g; None for none.
@@ -341,5 +344,7 @@ def ragged_simple_gla(
         num_sequences,
     )  # fmt: skip
     x = Arguments(q, k, v, g, None, g_gamma, scale, states, cu_seqlens, slots=slots)
-    options = Options(True, chunk_size=chunk_size, sharding=sharding, block_size=block_size)
+    options = Options(
+        True, chunk_size=chunk_size, sharding=sharding, block_size=block_size, decode_tokens=decode_tokens
+    )
     return SIMPLE_GLA.ragged(x, options, implementation)

@@ -6,6 +6,7 @@ from chunkwise.kda.config import Config
 from chunkwise.kda.operator import OPERATOR
 from chunkwise.shared.operators.arguments import Arguments, Options, Sharding, Slots
 from chunkwise.shared.operators.gates import GateActivation
+from chunkwise.shared.operators.state_pool import Pool
 
 
 def chunk_kda(
@@ -216,7 +217,7 @@ def ragged_kda(
     v: jax.Array,
     g: jax.Array,
     beta: jax.Array,
-    states: jax.Array,
+    states: Pool,
     cu_seqlens: jax.Array,
     state_indices: jax.Array,
     *,
@@ -225,6 +226,7 @@ def ragged_kda(
     num_sequences: int | jax.Array | None = None,
     read_indices: jax.Array | None = None,
     num_accepted_tokens: jax.Array | None = None,
+    decode_tokens: int | None = None,
     block_state_indices: jax.Array | None = None,
     block_size: int | None = None,
     scale: float | None = None,
@@ -239,7 +241,7 @@ def ragged_kda(
     chunk_size: int | None = None,
     implementation: str | None = None,
     sharding: Sharding | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pool]:
     """Kimi delta attention as one serving step: decodes, speculation and prefills over one pool of states.
 
     The equation of `chunk_kda`, for every sequence of a packed stream. All else is as in `ragged_gated_delta_rule`.
@@ -247,6 +249,7 @@ def ragged_kda(
     Args:
       q, k, v, beta, states, cu_seqlens: as in `ragged_gated_delta_rule` of chunkwise.fused_gdn.
       state_indices, has_initial_state, num_decodes, num_sequences, read_indices, num_accepted_tokens: likewise.
+      decode_tokens: likewise.
       block_state_indices, block_size, scale, use_qk_l2norm_in_kernel, chunk_size, implementation, sharding: likewise.
       g: log decay per channel [1, T, HV, K] in nats, at most 0, of any strength.
       use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval: as in `chunk_kda`.
@@ -271,6 +274,13 @@ def ragged_kda(
     )  # fmt: skip
     x = Arguments(q, k, v, g, beta, None, scale, states, cu_seqlens, A_log, dt_bias, slots=slots)
     options = Options(
-        True, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, activation, sharding, block_size=block_size
+        True,
+        use_qk_l2norm_in_kernel,
+        chunk_size,
+        gate_lower_bound,
+        activation,
+        sharding,
+        block_size=block_size,
+        decode_tokens=decode_tokens,
     )
     return OPERATOR.ragged(x, options, implementation)

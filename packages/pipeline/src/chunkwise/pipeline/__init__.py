@@ -7,22 +7,27 @@ from chunkwise.pipeline.check_inputs import check_inputs
 from chunkwise.pipeline.check_step import check_step
 from chunkwise.pipeline.staged import register_all
 from chunkwise.shared import version
+from chunkwise.shared.operators.state_pool import StatePool, make_pool, read_states, write_states
 
 register_all()
 
 __version__ = version.of(__name__)
 __all__ = [
+    "StatePool",
     "check_inputs",
     "check_step",
     "chunk_gated_delta_rule",
     "chunk_gla",
     "chunk_kda",
     "chunk_simple_gla",
+    "make_pool",
     "ragged_gated_delta_rule",
     "ragged_kda",
     "ragged_simple_gla",
+    "read_states",
     "recurrent_gated_delta_rule",
     "recurrent_gla",
     "recurrent_kda",
     "recurrent_simple_gla",
+    "write_states",
 ]

@@ -19,6 +19,7 @@ def check_step(
     num_accepted_tokens: jax.Array | None = None,
     block_state_indices: jax.Array | None = None,
     block_size: int | None = None,
+    decode_tokens: int | None = None,
 ) -> None:
     """Check the values that a serving step is made of, which its shapes and types cannot tell.
 
@@ -32,7 +33,7 @@ def check_step(
 
     Args:
       cu_seqlens, state_indices, has_initial_state, num_decodes, num_sequences: as in `ragged_gated_delta_rule`.
-      read_indices, num_accepted_tokens, block_state_indices, block_size: likewise.
+      read_indices, num_accepted_tokens, block_state_indices, block_size, decode_tokens: likewise.
       num_slots: slots of the pool; static.
       num_tokens: T, tokens of the stream; static.
 
@@ -45,4 +46,4 @@ def check_step(
     )  # fmt: skip
     checks.check_packed(cu_seqlens, 1)
     checks.check_step_types(slots, cu_seqlens.shape[0] - 1, block_size)
-    serving.check_step_values(cu_seqlens, slots, num_slots, num_tokens, block_size)
+    serving.check_step_values(cu_seqlens, slots, num_slots, num_tokens, block_size, decode_tokens)

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -185,12 +186,20 @@ class Mixture:
       W: tokens of each, after every one of which the state is kept.
       prefills: tokens of every other sequence, each from a state too.
       pool: type of the states.
+      replay: tokens of the ring of a slot, half of which are there, or 0 for no ring. Then a decode keeps all of its
+        tokens, and folds once in `folds_every` steps.
     """
 
     decodes: int = 0
     W: int = 1
     prefills: tuple[int, ...] = ()
     pool: str = "float32"
+    replay: int = 0
+
+    @property
+    def folds_every(self) -> int:
+        """Return in how many steps a ring becomes full."""
+        return self.replay // self.W
 
     @property
     def N(self) -> int:
@@ -202,31 +211,58 @@ class Mixture:
         """Tokens."""
         return self.decodes * self.W + sum(self.prefills)
 
-    def step(self) -> dict[str, np.ndarray | np.integer]:
+    def step(self) -> dict[str, Any]:
         """Return what changes from step to step, by argument name."""
         lengths = [self.W] * self.decodes + list(self.prefills)
-        indices = np.arange(self.N * self.W, dtype=np.int32)
-        return {
+        columns = 1 if self.replay else self.W
+        indices = np.arange(self.N * columns, dtype=np.int32)
+        step: dict[str, Any] = {
             "cu_seqlens": np.cumsum([0, *lengths], dtype=np.int32),
-            "state_indices": indices if self.W == 1 else indices.reshape(self.N, self.W),
+            "state_indices": indices if columns == 1 else indices.reshape(self.N, columns),
             "has_initial_state": np.ones(self.N, bool),
             "num_decodes": np.int32(self.decodes),
             "num_sequences": np.int32(self.N),
         }
+        if self.replay and self.W > 1:
+            step["num_accepted_tokens"] = np.full(self.N, self.W, np.int32)
+        return step
+
+    def make_pool(self, case: Layer, slots: int):
+        """Return the pool of a layer: an array of states of a floating type without a ring, a StatePool otherwise."""
+        if not self.replay and self.pool != "int8":
+            return jnp.zeros((slots, case.HV, case.K, case.V), self.pool)
+        return pipeline.make_pool(
+            slots, case.HV, case.K, case.V, self.pool, replay=self.replay, H=case.H, per_channel=case.table.per_channel
+        )
 
 
-def serving_step(case: Layer, implementation: str) -> Callable:
-    """Return the step of tensors, the pool and what changes from step to step, each by argument name."""
+def serving_step(case: Layer, implementation: str, mixture: Mixture | None = None) -> Callable:
+    """Return the step of tensors, the pool and what changes from step to step, each by argument name.
+
+    `mixture` says how many tokens a decode over a ring has; None where there is no ring.
+    """
     operator = getattr(pipeline, f"ragged_{case.operator}")
-    normalise = {"use_qk_l2norm_in_kernel": True} if case.table.delta else {}
-    return lambda x, states, step: operator(**x, states=states, **step, **normalise, implementation=implementation)
+    told: dict[str, Any] = {"use_qk_l2norm_in_kernel": True} if case.table.delta else {}
+    if mixture is not None and mixture.replay:
+        told["decode_tokens"] = mixture.W
+    return lambda x, states, step: operator(**x, states=states, **step, **told, implementation=implementation)
 
 
 def moved_bytes(case: Layer, mixture: Mixture) -> tuple[int, int]:
-    """Return the bytes that the decodes and the prefills must move: every token and every state, bfloat16 tensors."""
-    state = case.HV * case.K * case.V * jnp.dtype(mixture.pool).itemsize
+    """Return the bytes that the decodes and the prefills must move: every token and every state, bfloat16 tensors.
+
+    Over a ring a decode reads a state and half a ring, adds its tokens to the ring, and writes a state once in
+    `folds_every` steps.
+    """
+    # The bytes of one slot: of its state, and of its ring.
+    pool = jax.eval_shape(lambda: mixture.make_pool(case, 1))
+    size = lambda y: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(y))
+    state = size(pool) if isinstance(pool, jax.ShapeDtypeStruct) else size((pool.states, pool.scales))
     # q, k, v and o, the decays and the step sizes.
     gates = case.HV * ((case.K if case.table.per_channel else 1) + case.table.delta)
     token = 2 * 2 * (case.H * case.K + case.HV * case.V) + 4 * gates
-    decodes = mixture.decodes * (mixture.W * token + (1 + mixture.W) * state)
-    return decodes, sum(mixture.prefills) * token + 2 * len(mixture.prefills) * state
+    each = mixture.W * token + (1 + mixture.W) * state
+    if mixture.replay:
+        ring = size((pool.keys, pool.writes, pool.gates)) / mixture.replay
+        each = mixture.W * (token + ring) + ring * mixture.replay / 2 + (1 + 1 / mixture.folds_every) * state
+    return round(mixture.decodes * each), sum(mixture.prefills) * token + 2 * len(mixture.prefills) * state

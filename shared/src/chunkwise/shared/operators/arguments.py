@@ -52,7 +52,7 @@ class Arguments(NamedTuple):
       beta: [B, T, HV], likewise.
       g_gamma: constant log decay [HV].
       scale: a number, or a scalar array, which may be traced.
-      initial_state: [N, HV, K, V], or with slots the pool [slots, HV, K, V].
+      initial_state: [N, HV, K, V], or with slots the pool [slots, HV, K, V], or a StatePool.
       cu_seqlens: int32 [N + 1].
       A_log, dt_bias: what the law of raw gates takes, [HV], and [HV] or [HV, K].
       segment_ids: int32 [B, T].
@@ -109,6 +109,7 @@ class Options(NamedTuple):
       sharding: of v, over a mesh with automatic axes; None if types say it.
       context_axis: the axes of a mesh, inside a `shard_map`, over which tokens are split; None for none.
       block_size: tokens of a block after which a state is stored; None for no blocks.
+      decode_tokens: the most tokens of a decode over a pool with a ring; None where state_indices say it.
       config: tile sizes of the fused kernels, the `Config` of the package; None for the best.
       scale: the number that multiplies the output, beside `Arguments.scale`, which is then an array or None; None
         before it is chosen.
@@ -123,6 +124,7 @@ class Options(NamedTuple):
     sharding: Sharding | None = None
     context_axis: str | tuple[str, ...] | None = None
     block_size: int | None = None
+    decode_tokens: int | None = None
     config: Any = None
     scale: Any = None
 

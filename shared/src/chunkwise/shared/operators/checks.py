@@ -161,7 +161,8 @@ def choose_chunk_size(
 
     Args:
       chunk_size: what was asked for.
-      implementation: the kernels are best at 64. Plain JAX was measured on a CPU, see docs/performance.md.
+      implementation: the kernels are best at 64, and "gpu" is plain JAX there. "xla" was measured on a CPU, see
+        docs/performance.md.
       T: tokens; rows past the last one cost as much as others.
       per_channel: whether gates are per channel: their scores cost more in a large chunk.
       delta: whether it is a delta rule: its inverse costs more in a large chunk.
@@ -263,6 +264,36 @@ def check_slot_values(state_indices, pool: str, count: int) -> None:
     twice = named[times > 1].tolist()
     check(
         not twice, f"`state_indices` must name a slot only once, but for negative ones; got {[*twice, None][0]} twice."
+    )
+
+
+def check_array_of_slots(name: str, x) -> None:
+    """Check that x is an int32 array of one dimension."""
+    array = hasattr(x, "shape") and hasattr(x, "dtype")
+    check(
+        array and len(x.shape) == 1 and x.dtype == jnp.int32,
+        f"`{name}` must be int32 of shape [n]; got {f'{x.dtype} {tuple(x.shape)}' if array else type(x).__name__}.",
+    )
+
+
+def check_decode_tokens(decode_tokens, indices, replay: int | None) -> None:
+    """Check the most tokens of a decode, which a pool with a ring of `replay` tokens needs; None where it has none."""
+    if replay is None:
+        check(
+            decode_tokens is None,
+            f"`decode_tokens` must be None without a ring; got {shown(decode_tokens)}: `state_indices` [N, W] says it.",
+        )
+        return
+    number = isinstance(decode_tokens, numbers.Integral) and not isinstance(decode_tokens, bool)
+    check(
+        decode_tokens is None or (number and 1 <= int(decode_tokens) <= replay),
+        f"`decode_tokens` must be from 1 to {replay}, the tokens of the ring{when_built(decode_tokens)}; got "
+        f"{shown(decode_tokens)}.",
+    )
+    check(
+        indices.ndim == 1,
+        f"`state_indices` must be int32 of shape [N] with a ring, which holds all tokens of a decode; got "
+        f"{tuple(indices.shape)}.",
     )
 
 

@@ -18,6 +18,7 @@ from chunkwise.shared import chips, compat
 from chunkwise.shared.kernels import chunking, launcher, packed, pools, tiles
 from chunkwise.shared.operators import arguments, checks, recurrence
 from chunkwise.shared.operators.arguments import Arguments, Options, Slots
+from chunkwise.shared.operators.state_pool import StatePool
 
 # VMEM for the states (two buffers of those read, two of those written, and those worked on), and for the tokens.
 _STATE_BYTES = 4 * chips.VMEM_LIMIT_BYTES // 15
@@ -65,10 +66,15 @@ def check_states(x: Arguments) -> None:
         checks.check_slot_values(slots.state_indices, "initial_state", x.initial_state.shape[0])
 
 
-def check_pool_type(pool: jax.Array) -> None:
+def check_pool_type(pool: Any) -> None:
     """Check that the kernels take a pool of this type: no TPU kernel takes float16."""
-    if pool.dtype == jnp.float16:
+    if state_dtype(pool) == jnp.float16:
         raise NotImplementedError('"fused" takes pools of float32 and bfloat16; got float16; use implementation="xla".')
+
+
+def state_dtype(pool: Any):
+    """Return the type of the states in a pool."""
+    return (pool.states if isinstance(pool, StatePool) else pool).dtype
 
 
 def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool):

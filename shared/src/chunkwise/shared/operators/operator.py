@@ -8,6 +8,7 @@ serving steps.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 from chunkwise.shared.operators import arguments, checks, decode, devices, implementations, partition, serving
 from chunkwise.shared.operators.arguments import Arguments, Options
 from chunkwise.shared.operators.implementations import Implementation
+from chunkwise.shared.operators.state_pool import StatePool
 
 Results = tuple[jax.Array, jax.Array | None]
 
@@ -54,7 +56,7 @@ class Operator:
         chosen = Implementation(name, functools.partial(decode.run_tokens, f"recurrent_{self.name}_fwd", name))
         return _located(chosen, x, options, functools.partial(implementations.run, chosen))()
 
-    def ragged(self, x: Arguments, options: Options, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+    def ragged(self, x: Arguments, options: Options, implementation: str | None) -> tuple[jax.Array, Any]:
         """Run a serving step; `x.initial_state` is the pool."""
         self.check(x, options)
         arguments.check_shared(x, options)
@@ -96,6 +98,11 @@ def _located(
     places = devices.find_places(x, options, pool)
     if places == (None, ()):
         return functools.partial(run, x, options)
+    checks.check(
+        not isinstance(x.initial_state, StatePool),
+        f"`{pool}` must be an array where the operator divides itself over devices; got a StatePool: call the operator "
+        f"inside of a shard_map, where every device has a pool of its own heads.",
+    )
     compute = devices.on_device(implementation, x, options, places, run)
     return functools.partial(partition.over_mesh, compute, x.arrays(), *places, bool(options.output_final_state))
 

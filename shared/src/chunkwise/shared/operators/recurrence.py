@@ -20,7 +20,7 @@ def unit_rows(x: jax.Array, wanted: bool, cu_seqlens: jax.Array | None) -> jax.A
     return tiles.l2norm(chunking.zero_padding(x, cu_seqlens).astype(jnp.float32)).astype(x.dtype) if wanted else x
 
 
-def _update(S, q, k, v, g, beta, scale):
+def advance(S, q, k, v, g, beta, scale):
     """Advance states by one token.
 
     Args:
@@ -32,7 +32,7 @@ def _update(S, q, k, v, g, beta, scale):
       scale: multiplies the output.
 
     Returns:
-      (S, o) with o [..., V].
+      (S, o, what the token wrote), the last two [..., V].
     """
     # Products as sums on purpose: a matrix unit may round float32 operands, and a token is bound by memory anyway.
     gate = g[..., None] if g.ndim == k.ndim else g[..., None, None]
@@ -40,7 +40,7 @@ def _update(S, q, k, v, g, beta, scale):
     if beta is not None:
         v = beta[..., None] * (v - jnp.sum(S * k[..., None], axis=-2))
     S = S + k[..., None] * v[..., None, :]
-    return S, scale * jnp.sum(S * q[..., None], axis=-2)
+    return S, scale * jnp.sum(S * q[..., None], axis=-2), v
 
 
 def recurrence(q, k, v, g, beta, scale, initial_state, dtype):
@@ -62,7 +62,7 @@ def recurrence(q, k, v, g, beta, scale, initial_state, dtype):
     scale = jnp.asarray(scale, dtype)
     state = _start((B, HV, K, v.shape[-1]), q, k, v, g, beta, initial_state, dtype)
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), (q, k, v, g, beta))
-    state, o = lax.scan(lambda S, x: _update(S, *x, scale), state, tokens)
+    state, o = lax.scan(lambda S, x: advance(S, *x, scale)[:2], state, tokens)
     return jnp.moveaxis(o, 0, 1), state
 
 
@@ -85,7 +85,7 @@ def packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, dtype)
 
     def step(states, x):
         n, token = x
-        S, o = _update(states[jnp.minimum(n, N - 1)], *token, scale)
+        S, o, _ = advance(states[jnp.minimum(n, N - 1)], *token, scale)
         return states.at[n].set(S, mode="drop"), jnp.where(n < N, o, 0)
 
     tokens = jax.tree.map(lambda x: x[0].astype(dtype), (q, k, v, g, beta))

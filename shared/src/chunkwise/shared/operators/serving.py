@@ -5,6 +5,7 @@ others are prefills, and go chunk by chunk. Both start from slots of the pool an
 sequence does what is traced, so that one program serves all steps.
 """
 
+import dataclasses
 import functools
 import itertools
 import numbers
@@ -16,9 +17,10 @@ import numpy as np
 from jax import lax
 
 from chunkwise.shared.kernels import chunking, launcher, pools, tiles
-from chunkwise.shared.operators import arguments, checks, decode, implementations, recurrence
+from chunkwise.shared.operators import arguments, checks, decode, implementations, recurrence, replay, state_pool
 from chunkwise.shared.operators.arguments import Arguments, Options, Slots
 from chunkwise.shared.operators.implementations import Implementation
+from chunkwise.shared.operators.state_pool import StatePool
 
 # The chunk size where states after blocks of tokens are wanted, of which a block holds whole ones.
 BLOCK_CHUNK = 64
@@ -40,7 +42,9 @@ class ServingStep(NamedTuple):
     tokens: jax.Array
 
 
-def find_step(cu_seqlens: jax.Array, slots: Slots, num_slots: int | None, num_tokens: int) -> ServingStep:
+def find_step(
+    cu_seqlens: jax.Array, slots: Slots, num_slots: int | None, num_tokens: int, decode_tokens: int | None = None
+) -> ServingStep:
     """Return what a step does; sequences that do not exist have no tokens.
 
     No program can refuse what its arrays hold, and a kernel that read past the end of one would halt its core. So
@@ -52,13 +56,15 @@ def find_step(cu_seqlens: jax.Array, slots: Slots, num_slots: int | None, num_to
       cu_seqlens, slots: the step.
       num_slots: slots of the pool; None leaves slots as they are, for a check of them.
       num_tokens: T, tokens of the stream.
+      decode_tokens: W over a pool with a ring, where a decode has one slot whatever its tokens; None without one.
     """
     N = cu_seqlens.shape[0] - 1
     none, index = jnp.int32(-1), jnp.arange(N, dtype=jnp.int32)
     known = (lambda y: y) if num_slots is None else functools.partial(pools.existing, count=num_slots)
     indices: Any = slots.state_indices
     indices = known(indices[:, None] if indices.ndim == 1 else indices)
-    W = indices.shape[1]
+    columns = indices.shape[1]
+    W = decode_tokens or columns
     exists = index < (N if slots.num_sequences is None else slots.num_sequences)
     decodes = exists & (index < (0 if slots.num_decodes is None else slots.num_decodes))
     # Boundaries after the last sequence may be anything: they become the last one.
@@ -70,8 +76,9 @@ def find_step(cu_seqlens: jax.Array, slots: Slots, num_slots: int | None, num_to
     if source is not None:
         source = known(source)
     else:
-        column = jnp.zeros(N, jnp.int32) if slots.num_accepted_tokens is None else slots.num_accepted_tokens - 1
-        chosen = column[:, None] == jnp.arange(W, dtype=jnp.int32)[None]
+        first = slots.num_accepted_tokens is None or decode_tokens is not None
+        column = jnp.zeros(N, jnp.int32) if first else slots.num_accepted_tokens - 1
+        chosen = column[:, None] == jnp.arange(columns, dtype=jnp.int32)[None]
         source = jnp.max(jnp.where(chosen, indices, none), axis=1)
     if slots.has_initial_state is not None:
         source = jnp.where(slots.has_initial_state, source, none)
@@ -83,7 +90,7 @@ def find_step(cu_seqlens: jax.Array, slots: Slots, num_slots: int | None, num_to
     room = min(num_tokens, N * W)
     first = jnp.minimum(start, room)
     stop = jnp.where(decodes, jnp.minimum(end, jnp.minimum(first + W, room)), first)
-    reached = jnp.arange(W, dtype=jnp.int32)[None] < (stop - first)[:, None]
+    reached = jnp.arange(columns, dtype=jnp.int32)[None] < (stop - first)[:, None]
     decoding = routes(first, stop, jnp.where(reached, indices, none))
     start, end = jnp.maximum(start, tokens), jnp.maximum(end, tokens)
     target = jnp.where(start < end, indices[:, 0], none)[:, None]
@@ -101,12 +108,17 @@ def full_blocks(routes: pools.Routes, block_size: int) -> tuple[jax.Array, jax.A
 
 
 def find_faults(
-    cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
+    cu_seqlens: jax.Array,
+    slots: Slots,
+    num_slots: int,
+    num_tokens: int,
+    block_size: int | None,
+    decode_tokens: int | None = None,
 ) -> list[checks.Fault]:
     """Return what may be wrong with the values of a step."""
-    step, N = find_step(cu_seqlens, slots, None, num_tokens), cu_seqlens.shape[0] - 1
+    step, N = find_step(cu_seqlens, slots, None, num_tokens, decode_tokens), cu_seqlens.shape[0] - 1
     indices: Any = slots.state_indices
-    W = 1 if indices.ndim == 1 else indices.shape[1]
+    W = decode_tokens or (1 if indices.ndim == 1 else indices.shape[1])
     given = (slots.num_decodes, 0), (slots.num_sequences, N)
     counts = (0, *(otherwise if x is None else x for x, otherwise in given), N)
     _, decodes, sequences, _ = counts
@@ -159,37 +171,54 @@ def find_faults(
 
 
 def check_step_values(
-    cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
+    cu_seqlens: jax.Array,
+    slots: Slots,
+    num_slots: int,
+    num_tokens: int,
+    block_size: int | None,
+    decode_tokens: int | None = None,
 ) -> None:
     """Check the values of a step: at once if they are known, else by `checkify.check`, which the caller makes pure."""
-    checks.check_values(
-        (cu_seqlens, *slots), lambda: find_faults(cu_seqlens, with_counts(slots), num_slots, num_tokens, block_size)
-    )
+    find = lambda: find_faults(cu_seqlens, with_counts(slots), num_slots, num_tokens, block_size, decode_tokens)
+    checks.check_values((cu_seqlens, *slots), find)
 
 
 def check_known_step(
-    cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None
+    cu_seqlens: jax.Array,
+    slots: Slots,
+    num_slots: int,
+    num_tokens: int,
+    block_size: int | None,
+    decode_tokens: int | None = None,
 ) -> None:
     """Check the values of a step if all are known: outside of jit, or as constants inside."""
     if checks.are_known((cu_seqlens, *slots)):
-        check_step_values(cu_seqlens, slots, num_slots, num_tokens, block_size)
+        check_step_values(cu_seqlens, slots, num_slots, num_tokens, block_size, decode_tokens)
 
 
 def check_step(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     """Check the pool and the slots of a serving step, and return its arguments and options in full."""
     slots: Any = x.slots
     checks.check(x.cu_seqlens is not None, "`cu_seqlens` must be an int32 array [N + 1]; got None.")
-    checks.check_array("states", x.initial_state, "slots HV K V", (None, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
+    (H, K), (HV, V), pool = x.q.shape[2:], x.v.shape[2:], x.initial_state
+    if isinstance(pool, StatePool):
+        state_pool.check_pool(pool, H, HV, K, V, x.g is not None and x.g.ndim == 4)
+    else:
+        checks.check_array("states", pool, "slots HV K V", (None, HV, K, V))
     if options.block_size is not None and options.chunk_size is None:
         options = options._replace(chunk_size=BLOCK_CHUNK)
     checks.check_step_types(slots, x.num_states, options.block_size, options.chunk_size)
-    check_known_step(x.cu_seqlens, slots, x.initial_state.shape[0], x.v.shape[1], options.block_size)
+    ring = pool.replay if isinstance(pool, StatePool) and pool.replay else None
+    checks.check_decode_tokens(options.decode_tokens, slots.state_indices, ring)
+    if ring is not None:
+        options = options._replace(decode_tokens=int(options.decode_tokens or 1))
+    check_known_step(x.cu_seqlens, slots, pool.shape[0], x.v.shape[1], options.block_size, options.decode_tokens)
     return x._replace(slots=with_counts(slots)), options._replace(output_final_state=True)
 
 
 def run_step(
     name: str, implementation: Implementation, x: Arguments, options: Options, strict: bool
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any]:
     """Run a serving step.
 
     Args:
@@ -199,31 +228,39 @@ def run_step(
       strict: whether more decodes than the kernel can have are an error, and do not go in plain JAX.
     """
     slots: Any = x.slots
-    pool = x.initial_state
-    step = find_step(x.cu_seqlens, slots, pool.shape[0], x.v.shape[1])
+    pool: Any = x.initial_state
+    if isinstance(pool, StatePool) and pool.scales is None and pool.count is None:
+        # Nothing but an array of states.
+        x = x._replace(initial_state=pool.states)
+        o, after = run_step(name, implementation, x, options, strict)
+        return o, dataclasses.replace(pool, states=after)
+    step = find_step(x.cu_seqlens, slots, pool.shape[0], x.v.shape[1], options.decode_tokens)
     x = x._replace(cu_seqlens=step.boundaries, initial_state=None, slots=None)
     if implementation.pooled is not None:
         decode.check_pool_type(pool)
+    accepted = slots.num_accepted_tokens
     if slots.num_decodes is None:
-        return _prefill(x, pool, step.prefills, options, implementation)
+        return _prefill(x, pool, step.prefills, options, implementation, accepted)
     # XLA moves no reshape into a condition or out of it: so what passes has its heads in one row, as the kernels
     # take it and as projections leave it.
     rows = {name: _in_rows(y) for name, y in _of_tokens(x).items()}
     shapes = {name: y.shape[2:] for name, y in _of_tokens(x).items()}
     # As many as decodes can have.
-    T = min(x.v.shape[1], step.decodes.target.size)
+    T = min(x.v.shape[1], slots.state_indices.shape[0] * _most_tokens(step.decodes, options))
 
     def tokens(most: int | None = None) -> Arguments:
         return x._replace(**{name: y[:, :most].reshape(1, -1, *shapes[name]) for name, y in rows.items()})
 
     def run_decodes(pool):
         few = tokens(T)
-        fits = strict or (pool.dtype != jnp.float16 and decode.key_heads_a_step(few) is not None)
-        o, pool = _decode(few, pool, step, options, implementation.name == "xla" or not fits, name)
+        # A kernel of decodes for 8 bits without a ring is not there: they go in plain JAX.
+        plain = isinstance(pool, StatePool) and pool.count is None
+        fits = not plain and (strict or step_fits(few, pool))
+        o, pool = _decode(few, pool, step, options, implementation.name == "xla" or not fits, name, accepted)
         return _in_rows(o), pool
 
     def prefill_beside(leading, pool):
-        o, pool = _prefill(tokens(), pool, step.prefills, options, implementation)
+        o, pool = _prefill(tokens(), pool, step.prefills, options, implementation, accepted)
         o = _in_rows(o)
         decoded = lax.broadcasted_iota(jnp.int32, (1, T, 1), 1) < step.tokens
         return o.at[:, :T].set(jnp.where(decoded, leading, o[:, :T])), pool
@@ -234,6 +271,19 @@ def run_step(
     only = lambda leading, pool: (nothing(x.v.shape[1]).at[:, :T].set(leading), pool)
     o, pool = lax.cond(step.boundaries[-1] > step.tokens, prefill_beside, only, leading, pool)
     return o.reshape(x.v.shape), pool
+
+
+def step_fits(x: Arguments, pool: Any) -> bool:
+    """Return whether a kernel takes the decodes of a step, all of whose tokens are x."""
+    if decode.state_dtype(pool) == jnp.float16:
+        return False
+    ringed = isinstance(pool, StatePool) and pool.count is not None
+    return replay.fits(x, pool) if ringed else decode.key_heads_a_step(x) is not None
+
+
+def _most_tokens(routes: pools.Routes, options: Options) -> int:
+    """Return W, the most tokens of a decode."""
+    return options.decode_tokens or routes.target.shape[1]
 
 
 def with_counts(slots: Slots) -> Slots:
@@ -257,15 +307,25 @@ def _in_rows(x: jax.Array) -> jax.Array:
 
 
 def _prefill(
-    x: Arguments, pool: jax.Array, routes: pools.Routes, options: Options, implementation: Implementation
-) -> tuple[jax.Array, jax.Array]:
+    x: Arguments,
+    pool: Any,
+    routes: pools.Routes,
+    options: Options,
+    implementation: Implementation,
+    accepted: jax.Array | None,
+) -> tuple[jax.Array, Any]:
     """Return the outputs of the prefills, zeros elsewhere, and the pool after them."""
     x, options = implementations.prepare(implementation, x, options)
     if implementation.pooled is not None:
-        return implementation.pooled(x._replace(initial_state=pool), options, routes)
+        if not isinstance(pool, StatePool):
+            return implementation.pooled(x._replace(initial_state=pool), options, routes)
+        # A small pool of the states of this step alone, the n-th sequence's in slot n, and then those after blocks.
+        small, into, slot = _gather(pool, routes, accepted, options.block_size)
+        o, small = implementation.pooled(x._replace(initial_state=small), options, into)
+        return o, state_pool.store(pool, slot, small)
     # The tokens before the first prefill are a sequence of their own.
     boundaries = jnp.concatenate([jnp.zeros(1, jnp.int32), routes.start[:1], routes.end])
-    states = decode.read_slots(pool, Slots(routes.source)).astype(jnp.float32)
+    states = _read(pool, routes.source, accepted)
     states = jnp.concatenate([jnp.zeros_like(states[:1]), states])
     owned = lax.broadcasted_iota(jnp.int32, (1, x.v.shape[1]), 1) >= routes.start[0]
     tokens = {
@@ -279,10 +339,47 @@ def _prefill(
         assert implementation.chunk_states is not None
         kept = implementation.chunk_states(x, options)[0]
         pool = _write_blocks(pool, kept, after[1:], routes, options)
-    return o, decode.write_slots(pool, Slots(routes.target[:, 0]), after[1:])
+    return o, _write(pool, routes.target[:, 0], after[1:])
 
 
-def _write_blocks(pool, kept, after, routes: pools.Routes, options: Options) -> jax.Array:
+def _gather(
+    pool: StatePool, routes: pools.Routes, accepted: jax.Array | None, block_size: int | None
+) -> tuple[jax.Array, pools.Routes, jax.Array]:
+    """Return a float32 pool of the states of some sequences, their routes in it, and the slots that its slots go to."""
+    N, index = routes.source.shape[0], jnp.arange(routes.source.shape[0], dtype=jnp.int32)
+    states, none = _read(pool, routes.source, accepted), jnp.int32(-1)
+    into = routes._replace(
+        source=jnp.where(routes.source >= 0, index, none),
+        target=jnp.where(routes.target >= 0, index[:, None], none),
+    )
+    slot = routes.target[:, 0]
+    if routes.blocks is not None:
+        assert block_size is not None
+        M = routes.blocks.shape[1]
+        states = jnp.concatenate([states, jnp.zeros((N * M, *states.shape[1:]), jnp.float32)])
+        place = N + index[:, None] * jnp.int32(M) + jnp.arange(M, dtype=jnp.int32)[None]
+        full = full_blocks(routes, block_size)[1]
+        into = into._replace(blocks=jnp.where(full >= 0, place, none))
+        slot = jnp.concatenate([slot, full.reshape(-1)])
+    return states, into, slot
+
+
+def _read(pool: Any, source: jax.Array, accepted: jax.Array | None) -> jax.Array:
+    """Return the states that sequences start from, float32 [N, ...]; zeros for no slot."""
+    if not isinstance(pool, StatePool):
+        return decode.read_slots(pool, Slots(source)).astype(jnp.float32)
+    kept = None if pool.count is None else state_pool.kept_tokens(pool, source, accepted)
+    return state_pool.load(pool, source, kept)
+
+
+def _write(pool: Any, target: jax.Array, states: jax.Array) -> Any:
+    """Return the pool with states in their slots, but for no slot."""
+    if isinstance(pool, StatePool):
+        return state_pool.store(pool, target, states)
+    return decode.write_slots(pool, Slots(target), states)
+
+
+def _write_blocks(pool, kept, after, routes: pools.Routes, options: Options) -> Any:
     """Write the states after blocks of tokens, of those before all chunks [NT, ...] and those after sequences [N, ...].
 
     The state after a block is that before the next chunk of its sequence, or that after the sequence.
@@ -297,29 +394,41 @@ def _write_blocks(pool, kept, after, routes: pools.Routes, options: Options) -> 
     inside = jnp.minimum(first[:, None] + stop // C, kept.shape[0] - 1)  # [N, M]
     sequence = jnp.arange(length.shape[0], dtype=jnp.int32)[:, None]
     states = jnp.where((stop < length)[:, :, None, None, None], kept[inside], after[sequence + 0 * stop])
-    return decode.write_slots(pool, Slots(slot.reshape(-1)), states.reshape(-1, *states.shape[2:]))
+    return _write(pool, slot.reshape(-1), states.reshape(-1, *states.shape[2:]))
 
 
 def _decode(
-    x: Arguments, pool: jax.Array, step: ServingStep, options: Options, plain: bool, name: str
-) -> tuple[jax.Array, jax.Array]:
+    x: Arguments,
+    pool: Any,
+    step: ServingStep,
+    options: Options,
+    plain: bool,
+    name: str,
+    accepted: jax.Array | None,
+) -> tuple[jax.Array, Any]:
     """Return the outputs of the decodes, whose tokens are the first ones and all that x has, and the pool."""
     (B, T, H, K), (HV, V), routes = x.q.shape, x.v.shape[2:], step.decodes
     x, options = arguments.choose_scale(x._replace(cu_seqlens=jnp.stack([jnp.int32(0), step.tokens])), options)
     x, options = arguments.with_final_gates(x, options)
     scale, x = x.scale, x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)
-    N, W = routes.target.shape
+    N, W = routes.source.shape[0], _most_tokens(routes, options)
     static = decode.DecodeStatic(B, T, H, HV, K, V, N, W, True, options.scale, options.normalise, name)
     if plain:
-        made, pool = _plain_tokens(static, x, pool, routes)
+        made, pool = _plain_tokens(static, x, pool, routes, accepted)
+    elif isinstance(pool, StatePool) and pool.count is not None:
+        made, pool = replay.launch(static, x, pool, routes, accepted)
     else:
         made, pool = decode.launch_tokens(static, x, pool, routes)
     return launcher.scaled(made, scale), pool
 
 
 def _plain_tokens(
-    static: decode.DecodeStatic, x: Arguments, pool: jax.Array, routes: pools.Routes
-) -> tuple[jax.Array, jax.Array]:
+    static: decode.DecodeStatic,
+    x: Arguments,
+    pool: Any,
+    routes: pools.Routes,
+    accepted: jax.Array | None = None,
+) -> tuple[jax.Array, Any]:
     """Do as `launch_tokens` in plain JAX: token t of all sequences at once."""
     s = static
     token = routes.start[:, None] + jnp.arange(s.W, dtype=jnp.int32)[None]  # [N, W]
@@ -329,12 +438,22 @@ def _plain_tokens(
     )  # [N, W, ...]
     if s.normalise:
         q, k = tiles.l2norm(q), tiles.l2norm(k)
+    keys = k
     q, k = (jnp.repeat(y, s.HV // s.H, axis=2) for y in (q, k))
-    states, o = decode.read_slots(pool, Slots(routes.source)).astype(jnp.float32), []
+    states, o, writes = _read(pool, routes.source, accepted), [], []
+    before, ringed = states, isinstance(pool, StatePool) and pool.count is not None
     for t in range(s.W):
-        one = jax.tree.map(lambda y, t=t: y[:, t : t + 1], (q, k, v, g, beta))
-        made, states = recurrence.recurrence(*one, s.scale, states, jnp.float32)
-        pool = decode.write_slots(pool, Slots(routes.target[:, t]), states)
+        one = jax.tree.map(lambda y, t=t: y[:, t], (q, k, v, g, beta))
+        states, made, written = recurrence.advance(states, *one, jnp.float32(s.scale))
         o.append(made)
-    made = jnp.concatenate(o, axis=1).astype(x.v.dtype)  # [N, W, HV, V]
+        writes.append(written)
+        if not ringed:
+            pool = _write(pool, routes.target[:, t], states)
+    if ringed:
+        target = routes.target[:, 0]
+        kept = state_pool.kept_tokens(pool, routes.source, accepted)
+        folded = state_pool.folds(pool, routes.source, target, kept, s.W)
+        pool = state_pool.store(pool, jnp.where(folded, target, jnp.int32(-1)), before)
+        pool = state_pool.append(pool, routes, kept, folded, keys, jnp.stack(writes, axis=1), g)
+    made = jnp.stack(o, axis=1).astype(x.v.dtype)  # [N, W, HV, V]
     return jnp.zeros_like(x.v).at[0, token].set(made, mode="drop"), pool

@@ -49,6 +49,7 @@ class Oracle:
 
     Attributes:
       states: the state of every slot.
+      drafts: over a pool with a ring, the states after the tokens of the last decode of a slot.
     """
 
     def __init__(self, token: Callable, block_size: int, pool: np.ndarray):
@@ -58,6 +59,38 @@ class Oracle:
         """
         self.token, self.block_size = token, block_size
         self.states = {slot: state.astype(np.float64) for slot, state in enumerate(pool)}
+        self.drafts: dict[int, list[np.ndarray]] = {}
+
+    def run_ringed(self, tokens, schedule) -> tuple[np.ndarray, set[int]]:
+        """Do as `run` over a pool with a ring, where a decode has one slot and its tokens are kept or not later."""
+        before, drafts, written, outputs = dict(self.states), dict(self.drafts), set(), []
+
+        def write(slot: int, states: list[np.ndarray], decode: bool):
+            if slot >= 0:
+                self.states[slot], self.drafts[slot] = states[-1], states if decode else []
+                written.add(slot)
+
+        for n in range(schedule["num_sequences"]):
+            begin, end = schedule["cu_seqlens"][n : n + 2]
+            target, states = int(schedule["state_indices"][n]), []
+            source = int(schedule["read_indices"][n]) if "read_indices" in schedule else target
+            S = np.zeros_like(before[0])
+            if source >= 0 and schedule["has_initial_state"][n]:
+                S = before[source]
+                if drafts.get(source):
+                    S = drafts[source][schedule["num_accepted_tokens"][n] - 1]
+            for t in range(begin, end):
+                S, o = self.token(S, *(x[0, t].astype(np.float64) for x in tokens))
+                outputs.append(o)
+                states.append(S)
+            decode = n < schedule["num_decodes"]
+            if states:
+                write(target, states, decode)
+            if not decode:
+                for m, slot in enumerate(schedule["block_state_indices"][n]):
+                    if (m + 1) * self.block_size <= len(states):
+                        write(int(slot), states[: (m + 1) * self.block_size], False)
+        return np.array(outputs), written
 
     def run(self, tokens, schedule) -> tuple[np.ndarray, set[int]]:
         """Run a step on the dict; return the outputs of its tokens [t, ...] and the slots that it wrote.
@@ -156,13 +189,15 @@ class Request:
     """A sequence of the engine.
 
     Attributes:
-      slots: its own ones, as many as the tokens that it decodes in a step.
+      slots: its own ones, as many as the tokens that it decodes in a step; over a ring one.
+      most: the tokens that it decodes in a step.
       prompt: the tokens of its prompt that are still to come.
       accepted: one more than the column of its state.
       started: whether it has a state.
     """
 
     slots: list[int]
+    most: int
     prompt: int
     accepted: int = 1
     started: bool = False
@@ -170,7 +205,7 @@ class Request:
     @property
     def state(self) -> int:
         """The slot of its state."""
-        return self.slots[self.accepted - 1]
+        return self.slots[min(self.accepted, len(self.slots)) - 1]
 
 
 @dataclasses.dataclass
@@ -187,6 +222,7 @@ class Engine:
       block_size: tokens of a block whose state may be kept.
       shares: whether sequences start from one another's states, by read_indices; else they start from their own, by
         num_accepted_tokens.
+      ringed: whether the pool has a ring, so that a sequence has one slot.
       free: the slots that nobody has.
       live: the sequences.
       prefixes: slots of states that are kept for others to start from.
@@ -200,10 +236,13 @@ class Engine:
     num_slots: int
     block_size: int
     shares: bool
+    ringed: bool = False
     free: list[int] = dataclasses.field(init=False)
     live: list[Request] = dataclasses.field(default_factory=list)
     prefixes: list[int] = dataclasses.field(default_factory=list)
     done: set[str] = dataclasses.field(default_factory=set)
+    # How many tokens of the last decode of a slot were accepted.
+    accepted: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         self.free = list(range(self.num_slots))
@@ -222,20 +261,21 @@ class Engine:
         """
         freed = self._end()
         while len(self.live) < self.N + 2 and len(self.free) >= self.W and self._chance(0.7):
-            own = [self._take() for _ in range(self.random.choice((1, self.W)))]
-            self.live.append(Request(own, prompt=self.random.choice((1, 2, 60, 128, 200))))
+            most = self.random.choice((1, self.W))
+            own = [self._take() for _ in range(1 if self.ringed else most)]
+            self.live.append(Request(own, most, prompt=self.random.choice((1, 2, 60, 128, 200))))
         running = [x for x in self.live if self._chance(0.8)][: self.N]
         left, decodes, prefills = self.T, [], []
         for x in running:
             if x.prompt == 0 and self._chance(0.15):
                 x.prompt = self.random.choice((1, 3, 70))
             guessed = x.prompt == 0
-            length = self.random.randint(0 if self._chance(0.1) else 1, len(x.slots))
-            if not guessed and (x.prompt > len(x.slots) or self._chance(0.5)):
+            length = self.random.randint(0 if self._chance(0.1) else 1, x.most)
+            if not guessed and (x.prompt > x.most or self._chance(0.5)):
                 length = min(x.prompt, self.random.choice(PREFILLS))
             length = min(length, left) if guessed else min(length, left, x.prompt)
             left -= length
-            token_by_token = guessed or (length <= len(x.slots) and self._chance(0.5))
+            token_by_token = guessed or (length <= x.most and self._chance(0.5))
             (decodes if token_by_token else prefills).append((x, length, guessed))
         return freed, self._arguments(decodes, prefills, [x for x in self.live if x not in running])
 
@@ -265,17 +305,19 @@ class Engine:
         has, read = rubbish(N) % 2 == 0, rubbish(N)
         # States that no sequence of this step writes.
         others = self.prefixes + [x.state for x in waiting if x.started]
-        boundaries[0], started_from = 0, []
+        boundaries[0], started_from, given = 0, [], {}
         for n, (x, length, guessed) in enumerate([*decodes, *prefills]):
             boundaries[n + 1] = boundaries[n] + length
             indices[n] = x.slots + [-1] * (self.W - len(x.slots))
             has[n] = x.started
-            accepted[n] = accepted[n] if self.shares else x.accepted
             read[n] = x.state
+            accepted[n] = accepted[n] if self.shares else x.accepted
             if not x.started and self.shares:
                 read[n] = random.choice(others) if others and self._chance(0.6) else random.choice((-1, read[n]))
                 has[n] = read[n] in others or read[n] < 0
                 started_from += [read[n]] if read[n] in others and length else []
+            if self.ringed:
+                accepted[n] = self.accepted.get(int(read[n]), accepted[n])
             prefill = n >= len(decodes)
             for i in range(blocks):
                 kept[n, i] = self._take() if prefill and self.shares and self.free and self._chance(0.4) else -1
@@ -287,10 +329,14 @@ class Engine:
                 self.done |= {"prompt in pieces"} if prefill and x.started else set()
                 self.done |= {f"{'prefill' if prefill else 'decode'} from a later column"} if x.accepted > 1 else set()
                 x.accepted = 1 if prefill else random.randint(1, length) if guessed else length
+                given |= {x.slots[0]: x.accepted}
                 self.done |= {"rolled back"} if guessed and not prefill and x.accepted < length else set()
                 x.started, x.prompt = True, x.prompt if guessed else x.prompt - length
         self.done |= {"prefix shared"} if len(started_from) > len(set(started_from)) else set()
         self.done |= {"waited"} if any(x.started for x in waiting) else set()
+        # What was accepted counts from the next step on.
+        self.accepted |= given
+        indices = indices[:, 0].copy() if self.ringed else indices
         return dict(
             cu_seqlens=boundaries, state_indices=indices, has_initial_state=has, num_decodes=len(decodes),
             num_sequences=len(decodes) + len(prefills), num_accepted_tokens=accepted, block_state_indices=kept,

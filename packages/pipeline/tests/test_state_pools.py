@@ -1,0 +1,324 @@
+"""Serving steps over pools of 8 bits and over rings, against the float64 recurrence over a dict of states."""
+
+import functools
+import re
+from random import Random
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.pipeline import (
+    StatePool,
+    make_pool,
+    ragged_gated_delta_rule,
+    ragged_kda,
+    ragged_simple_gla,
+    read_states,
+    write_states,
+)
+from chunkwise.shared.operators import state_pool
+from chunkwise.shared.testing.engine import Engine, Oracle, describe, linear_attention
+
+H, HV, K, V = 2, 4, 24, 40
+T, N, W, SLOTS, BLOCK = 150, 6, 3, 24, 64
+OPERATORS = {"gated_delta_rule": ragged_gated_delta_rule, "kda": ragged_kda, "simple_gla": ragged_simple_gla}
+# RMS errors of the states over the RMS of the float64 recurrence, one step after states that are the same.
+ACCURACY = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4, "int8": 1.2e-2}
+# Over a ring states and keys enter the matrix unit in parts.
+OUTPUTS = {"float32": 2e-6, "bfloat16": 2e-5, "float16": 2e-6, "int8": 2e-5}
+IMPLEMENTATIONS = ["xla", "fused", "staged"]
+POOLS = [(dtype, replay) for dtype in ACCURACY for replay in (0, 8)]
+QUICK = [("gated_delta_rule", "xla", "float32", 8), ("kda", "fused", "int8", 8)]
+all_pools = pytest.mark.parametrize(
+    ("implementation", "dtype", "replay"),
+    # No TPU kernel takes a pool of float16.
+    [(name, *pool) for name in IMPLEMENTATIONS for pool in POOLS if (name, pool[0]) != ("fused", "float16")],
+)
+
+THOROUGH = dict(
+    test_schedules=lambda operator, implementation, dtype, replay: (
+        (operator, implementation, dtype, replay) not in QUICK
+    ),
+    test_acceptances=lambda operator, implementation, examples: (
+        (operator, implementation, examples) != ("gated_delta_rule", "xla", 8)
+    ),
+    test_states_read_and_written=lambda dtype, replay: (dtype, replay) not in [("float32", 8), ("int8", 0)],
+)
+
+
+def make_tokens(operator: str, rng, used: int):
+    """Return q, k, v, g, beta of a stream whose padding is NaN."""
+    normal = lambda *shape: rng.standard_normal((1, T, *shape)).astype(np.float32)
+    q, k, v = normal(H, K), normal(H, K), normal(HV, V)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    g = -np.abs(normal(HV, K) if operator == "kda" else normal(HV))
+    tokens = q, k, v, g, 1 / (1 + np.exp(-normal(HV)))
+    for x in tokens:
+        x[:, used:] = np.nan
+    return tokens
+
+
+def new_pool(operator: str, dtype: str, replay: int) -> StatePool:
+    """Return a pool for an operator."""
+    return make_pool(SLOTS, HV, K, V, dtype, replay=replay, H=H, per_channel=operator == "kda")
+
+
+@functools.cache
+def compiled(operator: str, implementation: str, decode_tokens: int | None):
+    """Return a jitted step, and a list with an entry for every time it was traced."""
+    traces = []
+
+    def step(tokens, pool, schedule):
+        traces.append(pool.states.dtype)
+        tokens = tokens[:4] if operator == "simple_gla" else tokens
+        schedule = dict(schedule)
+        boundaries, indices = schedule.pop("cu_seqlens"), schedule.pop("state_indices")
+        blocks = {"block_size": BLOCK} if "block_state_indices" in schedule else {}
+        return OPERATORS[operator](
+            *tokens, pool, boundaries, indices, **schedule, **blocks, decode_tokens=decode_tokens,
+            implementation=implementation,
+        )  # fmt: skip
+
+    return jax.jit(step, donate_argnums=1), traces
+
+
+def rms(x) -> float:
+    """Return the root of the mean square."""
+    return float(np.sqrt(np.mean(np.square(x)))) if np.size(x) else 0.0
+
+
+def bits(pool: StatePool, slot: int) -> list[bytes]:
+    """Return all that a slot holds."""
+    return [np.asarray(leaf[slot]).tobytes() for leaf in jax.tree.leaves(pool)]
+
+
+def spoiled(pool: StatePool, slots) -> StatePool:
+    """Return a pool with NaN and numbers of no sense in some slots."""
+    fill = lambda x: jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 7
+    return jax.tree.map(lambda x: x.at[slots].set(fill(x)), pool)
+
+
+@functools.cache
+def drafts_of():
+    """Return a jitted function of a pool to the states after every token of the last decodes, [W, slots, ...]."""
+
+    def states(pool: StatePool):
+        slots = jnp.arange(SLOTS, dtype=jnp.int32)
+        kept = lambda j: state_pool.kept_tokens(pool, slots, jnp.full(SLOTS, j, jnp.int32))
+        return jnp.stack([state_pool.load(pool, slots, kept(j + 1)) for j in range(W)])
+
+    return jax.jit(states)
+
+
+def assert_schedule(operator: str, implementation: str, dtype: str, replay: int, engine: Engine, steps: int, seed: int):
+    """Compare the steps of an engine with the oracle, and every bit of the slots that it does not write.
+
+    In a pool of fewer bits every step rounds what it stores: the oracle goes on from there.
+    """
+    rng, pool = np.random.default_rng(seed), new_pool(operator, dtype, replay)
+    oracle = Oracle(linear_attention(operator != "simple_gla"), BLOCK, np.zeros((SLOTS, HV, K, V)))
+    run, traces = compiled(operator, implementation, W if replay else None)
+    before, slots = len(traces), jnp.arange(SLOTS, dtype=jnp.int32)
+    for _ in range(steps):
+        freed, schedule = engine.step()
+        (hypothesis.note if hypothesis.currently_in_test_context() else print)(describe(schedule, freed))
+        if freed:
+            # A freed slot may hold anything.
+            pool = spoiled(pool, np.array(freed))
+        tokens = make_tokens(operator, rng, schedule["cu_seqlens"][schedule["num_sequences"]])
+        want, written = (oracle.run_ringed if replay else oracle.run)(tokens, schedule)
+        held = jax.tree.map(np.array, pool)
+        counts = {name: jnp.int32(schedule[name]) for name in ("num_decodes", "num_sequences")}
+        o, pool = run(tokens, pool, schedule | counts)
+        o, used = np.asarray(o, np.float64)[0], len(want)
+        assert not o[used:].any()
+        if used:
+            assert rms(o[:used] - want) <= OUTPUTS[dtype] * (1 + rms(want))
+        for slot in set(range(SLOTS)) - written:
+            assert bits(pool, slot) == bits(held, slot), f"slot {slot} has changed"
+        states = np.asarray(read_states(pool, slots), np.float64)
+        if written:
+            named = sorted(written)
+            expected = np.stack([oracle.states[slot] for slot in named])
+            assert rms(states[named] - expected) <= ACCURACY[dtype] * rms(expected)
+        if dtype == "float32":
+            continue
+        oracle.states = dict(enumerate(states))
+        if replay:
+            some = np.asarray(drafts_of()(pool), np.float64)
+            oracle.drafts = {slot: list(some[: len(held), slot]) for slot, held in oracle.drafts.items()}
+    assert len(traces) <= before + 1
+
+
+@all_pools
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_schedules(operator, implementation, dtype, replay):
+    """Decodes, drafts that are rejected, prefills, prefixes and blocks, by one program."""
+
+    @hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
+    @hypothesis.given(st.randoms(use_true_random=False), st.booleans(), st.integers(1, 10), st.integers(0, 10**6))
+    def check(random, shares, steps, seed):
+        engine = Engine(random, T, N, W, SLOTS, BLOCK, shares, ringed=replay > 0)
+        assert_schedule(operator, implementation, dtype, replay, engine, steps, seed)
+
+    check()
+
+
+@all_pools
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_short_schedule(operator, implementation, dtype, replay):
+    """An engine that does most of what there is, in a few steps."""
+    engine = Engine(Random(38), T, N, W, SLOTS, BLOCK, shares=True, ringed=replay > 0)
+    assert_schedule(operator, implementation, dtype, replay, engine, 5, 0)
+
+
+# Sequences of a text of 40 tokens, which drafts are guessed beside.
+TEXT, BATCH = 40, 8
+
+
+@pytest.mark.parametrize("examples", [8, 1000])
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_acceptances(operator, implementation, examples):
+    """Whatever is accepted of drafts, outputs and pool are those of plain decode, up to rounding.
+
+    Every sequence of a batch is a schedule of its own: it decodes its text, of which it guesses the next tokens wrong
+    or right, and takes back what was wrong.
+    """
+    rng = np.random.default_rng(5)
+    run = compiled(operator, implementation, W)[0]
+    make = lambda: [np.moveaxis(x.reshape(-1, BATCH, *x.shape[2:]), 0, 1) for x in _stream(operator, rng)]
+    for _ in range(-(-examples // BATCH)):
+        text, wrong, pool = make(), make(), new_pool(operator, "float32", 8)
+        step = dict(cu_seqlens=np.arange(BATCH + 1, dtype=np.int32), state_indices=np.arange(BATCH, dtype=np.int32))
+        step |= dict(num_decodes=jnp.int32(BATCH), has_initial_state=np.ones(BATCH, bool))
+        want, plain = [], new_pool(operator, "float32", 0)
+        alone = compiled(operator, "xla", None)[0]
+        for t in range(TEXT):
+            o, plain = alone([x[None, :, t] for x in text], plain, step)
+            want.append(np.asarray(o)[0])
+        want = np.stack(want, axis=1)  # [BATCH, TEXT, ...]
+        place, accepted = np.zeros(BATCH, int), np.zeros(BATCH, int)
+        while True:
+            # The tokens that were accepted are behind; a sequence at its end has no tokens.
+            place += accepted
+            count = np.where(place < TEXT, rng.integers(1, W + 1, BATCH), 0)
+            right = np.minimum(np.minimum(rng.integers(1, W + 1, BATCH), count), TEXT - place)
+            if not count.any():
+                break
+            tokens = []
+            for x, y in zip(text, wrong, strict=True):
+                rows = np.concatenate(
+                    [
+                        np.concatenate([x[n, place[n] : place[n] + right[n]], y[n, : count[n] - right[n]]])
+                        for n in range(BATCH)
+                    ]
+                )
+                tokens.append(np.pad(rows, [(0, BATCH * W - len(rows)), *[(0, 0)] * (rows.ndim - 1)])[None])
+            boundaries = np.cumsum([0, *count]).astype(np.int32)
+            # A sequence without tokens says again what was accepted of its last decode.
+            said = np.where(accepted > 0, accepted, 1).astype(np.int32)
+            o, pool = run(tokens, pool, step | dict(cu_seqlens=boundaries, num_accepted_tokens=said))
+            for n in np.flatnonzero(count):
+                got = np.asarray(o)[0, boundaries[n] : boundaries[n] + right[n]]
+                expected = want[n, place[n] : place[n] + right[n]]
+                assert rms(got - expected) <= 2e-6 * (1 + rms(expected))
+            accepted = np.where(count > 0, right, accepted)
+            done = count == 0
+            accepted[done] = 0
+            last = np.where(count > 0, right, 0)
+            if (place + last >= TEXT).all():
+                # What is left of the pool is read with what was accepted, by a step of another slot that keeps it.
+                slots = np.arange(BATCH, dtype=np.int32)
+                kept = state_pool.kept_tokens(pool, jnp.asarray(slots), jnp.asarray(np.maximum(last, 1), jnp.int32))
+                states = state_pool.load(pool, jnp.asarray(slots), kept)
+                finished = last > 0
+                expected = np.asarray(plain.states)[:BATCH]
+                assert rms((states - expected)[finished]) <= 2e-6 * rms(expected)
+                break
+
+
+def _stream(operator: str, rng):
+    """Return tokens of BATCH texts, [1, TEXT BATCH, ...]."""
+    normal = lambda *shape: rng.standard_normal((1, TEXT * BATCH, *shape)).astype(np.float32)
+    q, k, v = normal(H, K), normal(H, K), normal(HV, V)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    return q, k, v, -np.abs(normal(HV, K) if operator == "kda" else normal(HV)), 1 / (1 + np.exp(-normal(HV)))
+
+
+@pytest.mark.parametrize(("dtype", "replay"), POOLS)
+def test_states_read_and_written(dtype, replay):
+    """States go in and come out, exactly in float32; slots that do not exist are zeros, and are not written."""
+    states = np.random.default_rng(0).standard_normal((3, HV, K, V)).astype(np.float32)
+    pool = new_pool("kda", dtype, replay)
+    after = jax.jit(write_states)(pool, jnp.array([4, -1, 2], jnp.int32), jnp.asarray(states))
+    got = read_states(after, jnp.array([4, 2, -1, SLOTS, 0], jnp.int32))
+    assert rms(got[:2] - states[[0, 2]]) <= (0.0 if dtype == "float32" else ACCURACY[dtype]) * rms(states)
+    assert not got[2:].any()
+    for slot in set(range(SLOTS)) - {2, 4}:
+        assert bits(after, slot) == bits(pool, slot)
+
+
+def test_rows_of_zeros_and_of_tiny_numbers():
+    """A row of int8 keeps zeros, and what is far below the smallest normal number does not become NaN."""
+    states = np.zeros((1, HV, K, V), np.float32)
+    states[0, 0, 0], states[0, 0, 1], states[0, 0, 2, 3] = 1e-42, 1e10, -5.0
+    pool = write_states(new_pool("kda", "int8", 0), jnp.zeros(1, jnp.int32), jnp.asarray(states))
+    got = np.asarray(read_states(pool, jnp.zeros(1, jnp.int32)))
+    assert np.isfinite(got).all()
+    assert rms(got - states) <= 1e-2 * rms(states)
+    assert got[0, 0, 2, 3] == pytest.approx(-5.0)
+
+
+STREAM = dict(cu_seqlens=np.array([0, 1, 2], np.int32), state_indices=np.array([0, 1], np.int32), num_decodes=2)
+WRONG = {
+    "`state_indices` must be int32 of shape [N] with a ring, which holds all tokens of a decode; got (2, 2)": dict(
+        state_indices=np.array([[0, 1], [2, 3]], np.int32)
+    ),
+    "`decode_tokens` must be from 1 to 8, the tokens of the ring; got 9": dict(decode_tokens=9),
+    "`decode_tokens` must be from 1 to 8, the tokens of the ring; got 0": dict(decode_tokens=0),
+    "`num_decodes` must count sequences of at most 1 tokens": dict(cu_seqlens=np.array([0, 2, 3], np.int32)),
+    "`decode_tokens` must be None without a ring; got 2": dict(replay=0, decode_tokens=2),
+    "`states.gates` must be float32 (24, 8, 4); got float32 (24, 8, 2, 2, 24)": dict(operator="kda"),
+    "`states.keys` must be float32 (24, 8, 2, 24); got float32 (24, 8, 4, 24)": dict(H=4),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_steps(message):
+    """A pool of other sizes, slots of tokens beside a ring, and decodes that the ring cannot hold."""
+    asked = dict(WRONG[message])
+    replay, of, heads = asked.pop("replay", 8), asked.pop("operator", ""), asked.pop("H", H)
+    pool = make_pool(SLOTS, HV, K, V, replay=replay, H=heads, per_channel=of == "kda")
+    tokens = make_tokens("gated_delta_rule", np.random.default_rng(0), 3)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ragged_gated_delta_rule(*tokens, pool, **STREAM | asked)
+
+
+WRONG_POOLS = {
+    "`dtype` must be one of ('float32', 'bfloat16', 'float16', 'int8'); got 'int4'": dict(dtype="int4"),
+    "`slots` must be a positive number; got 0": dict(slots=0),
+    "`replay` must be a number of tokens, or 0; got -1": dict(replay=-1),
+    "`HV` must have a multiple of the heads of `k`; got 4 value heads for 3 key heads": dict(H=3),
+    "`per_channel` must be True or False, known when the program is built; got 1": dict(per_channel=1),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_POOLS)
+def test_wrong_pools(message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_pool(**dict(slots=2, HV=HV, K=K, V=V) | WRONG_POOLS[message])
+
+
+def test_wrong_reads_and_writes():
+    pool, slots = new_pool("kda", "int8", 0), jnp.zeros(2, jnp.int32)
+    with pytest.raises(ValueError, match="`slots` must be int32 of shape"):
+        read_states(pool, slots[None])
+    with pytest.raises(ValueError, match="`states` must have shape"):
+        write_states(pool, slots, jnp.zeros((2, HV, V, K)))
+    with pytest.raises(ValueError, match="`pool` must be a StatePool; got ArrayImpl"):
+        read_states(pool.states, slots)

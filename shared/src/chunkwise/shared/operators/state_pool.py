@@ -1,0 +1,304 @@
+"""Pools of states that move fewer bytes than an array of them: states in 8 bits, and rings of tokens beside them.
+
+Without a ring a decode reads and writes a state for every token. With one it reads the state S_0 that was written last,
+the *checkpoint*, and the tokens of the ring, which are those since. With G_t the sum of the gates since the checkpoint,
+and d_i what the i-th token of the ring wrote, beta (v - S~^T k) of a delta rule or v itself::
+
+    S_t = Diag(e^{G_t}) S_0 + sum_{i<=t} (e^{G_t - G_i} k_i) d_i^T
+
+It adds its own k, d and gate to the ring, and writes no state until the ring is full. Then the ring is *folded*: S_t
+becomes the checkpoint. A ring holds the gates themselves, not their sums, because a difference of two large sums is
+not exact.
+"""
+
+import dataclasses
+import numbers
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.shared.kernels import pools
+from chunkwise.shared.operators import checks
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)
+# The largest int8, to which the largest entry of a row is scaled.
+_MOST = 127.0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StatePool:
+    """A pool of states, made by `make_pool`; a pytree of arrays that all have slots first.
+
+    Donate it to the jitted step, which returns one of the same kind. HV = H R: value head n belongs to key head n // R.
+
+    Attributes:
+      states: the states that were written last [slots, HV, K, V], float32, bfloat16, float16 or int8.
+      scales: float32 [slots, HV, K], what every row of an int8 state is multiplied by; None for other types.
+      keys: [slots, L, H, K], the keys in the ring; None, as the others below, without a ring.
+      writes: [slots, L, R, H, V], what the tokens in the ring wrote. Keys and writes are float32 in a float32 pool, and
+        of 16 bits in others.
+      gates: their log decays, float32 [slots, L, HV] in the order [R, H], or per channel [slots, L, R, H, K].
+      count: int32 [slots], how many tokens the ring holds.
+      drafts: int32 [slots], how many of these belong to the last decode, which `num_accepted_tokens` is about.
+    """
+
+    states: jax.Array
+    # Which of them are None is known from the pool, which a type cannot tell.
+    scales: Any = None
+    keys: Any = None
+    writes: Any = None
+    gates: Any = None
+    count: Any = None
+    drafts: Any = None
+
+    @property
+    def replay(self) -> int:
+        """L, the tokens that the ring of a slot can hold; 0 without a ring."""
+        return 0 if self.keys is None else self.keys.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the states."""
+        return tuple(self.states.shape)
+
+
+# A pool of states as serving steps take it, and return it.
+Pool = TypeVar("Pool", jax.Array, StatePool)
+
+
+def make_pool(
+    slots: int,
+    HV: int,
+    K: int,
+    V: int,
+    dtype=jnp.float32,
+    *,
+    replay: int = 0,
+    H: int | None = None,
+    per_channel: bool = False,
+) -> StatePool:
+    """Return a pool of zero states for the serving steps of an operator.
+
+    Args:
+      slots, HV, K, V: sizes of the states [slots, HV, K, V].
+      dtype: of the states: float32, bfloat16, float16 or int8. An int8 state has a float32 scale for every row: the
+        largest magnitude of the row over 127, taken where the row is written; entries are rounded to nearest.
+      replay: L, the tokens of the ring of a slot; 0 for no ring.
+      H: key heads, which a ring must know; None for HV.
+      per_channel: whether gates are per channel of the key, as in `ragged_kda`; a ring must know that too.
+
+    Returns:
+      A StatePool.
+
+    Raises:
+      ValueError: a size is not a positive number, the type is none of these, or H does not divide HV.
+    """
+    H = HV if H is None else H
+    for name, size in dict(slots=slots, HV=HV, K=K, V=V, H=H).items():
+        checks.check(_is_count(size) and size > 0, f"`{name}` must be a positive number; got {checks.shown(size)}.")
+    checks.check(
+        _is_count(replay) and replay >= 0, f"`replay` must be a number of tokens, or 0; got {checks.shown(replay)}."
+    )
+    checks.check_heads(H, HV, "HV")
+    checks.check_flags(per_channel=per_channel)
+    dtype = _known_type(dtype)
+    scales = jnp.zeros((slots, HV, K), jnp.float32) if dtype == jnp.int8 else None
+    pool = StatePool(jnp.zeros((slots, HV, K, V), dtype), scales)
+    if not replay:
+        return pool
+    R, ring = HV // H, ring_dtype(dtype)
+    # Every leaf has a buffer of its own, so that the pool can be donated.
+    return dataclasses.replace(
+        pool,
+        keys=jnp.zeros((slots, replay, H, K), ring),
+        writes=jnp.zeros((slots, replay, R, H, V), ring),
+        gates=jnp.zeros((slots, replay, R, H, K) if per_channel else (slots, replay, HV), jnp.float32),
+        count=jnp.zeros(slots, jnp.int32),
+        drafts=jnp.zeros(slots, jnp.int32),
+    )
+
+
+def _is_count(size) -> bool:
+    return isinstance(size, numbers.Integral) and not isinstance(size, bool)
+
+
+def _known_type(dtype):
+    """Return a type of states as JAX has it."""
+    names = tuple(jnp.dtype(t).name for t in DTYPES)
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        known = None
+    checks.check(known is not None and known.name in names, f"`dtype` must be one of {names}; got {dtype!r}.")
+    return known
+
+
+def ring_dtype(dtype):
+    """Return the type of the keys and writes in the ring of a pool whose states have this one."""
+    return jnp.dtype(jnp.bfloat16 if dtype == jnp.int8 else dtype)
+
+
+def check_pool(pool: StatePool, H: int, HV: int, K: int, V: int, per_channel: bool) -> None:
+    """Check that a pool is one of these sizes, as `make_pool` makes it; it is the argument `states`."""
+    slots = pool.states.shape[0] if getattr(pool.states, "ndim", 0) else 0
+    checks.check(slots > 0, f"`states` must hold states [slots, HV, K, V]; got {checks.shown(pool.states)}.")
+    dtype = _known_type(pool.states.dtype)
+    replay = 0 if pool.keys is None else (*getattr(pool.keys, "shape", ()), 0, 0)[1]
+    wanted = jax.eval_shape(lambda: make_pool(slots, HV, K, V, dtype, replay=replay, H=H, per_channel=per_channel))
+    for field in dataclasses.fields(StatePool):
+        want, got = getattr(wanted, field.name), getattr(pool, field.name)
+        rule = "None" if want is None else f"{want.dtype.name} {want.shape}"
+        name = "array" if got is None or not hasattr(got, "dtype") else f"{got.dtype.name} {tuple(got.shape)}"
+        checks.check(
+            (want is None) == (got is None) and (want is None or name == f"{want.dtype.name} {tuple(want.shape)}"),
+            f"`states.{field.name}` must be {rule}; got {None if got is None else name}.",
+        )
+
+
+def _past_the_end(slots: jax.Array, count: int) -> jax.Array:
+    """Return slots, those that do not exist moved past the end: JAX would count negative ones from the end."""
+    return jnp.where((slots >= 0) & (slots < count), slots, jnp.int32(count))
+
+
+def _take(x: jax.Array, slots: jax.Array) -> jax.Array:
+    """Return the rows of some slots, zeros for a slot that does not exist."""
+    return x.at[_past_the_end(slots, x.shape[0])].get(mode="fill", fill_value=0)
+
+
+def _put(x: jax.Array, slots: jax.Array, rows) -> jax.Array:
+    """Return x with these rows in some slots; those that do not exist are dropped."""
+    return x.at[_past_the_end(slots, x.shape[0])].set(rows.astype(x.dtype), mode="drop")
+
+
+def quantize_columns(states: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return float32 states [..., K, V] as int8 numbers, in float32, and the scale of every row [..., K, 1].
+
+    A row of zeros has the scale 0.
+    """
+    scales = jnp.max(jnp.abs(states), axis=-1, keepdims=True) * jnp.float32(1 / _MOST)
+    inverse = jnp.where(scales > 0, 1 / jnp.where(scales > 0, scales, 1.0), 0.0)
+    # A scale among the subnormal numbers may make a little more of the largest entry.
+    return jnp.clip(jnp.round(states * inverse), -_MOST, _MOST), scales
+
+
+def kept_tokens(pool: StatePool, source: jax.Array, accepted: jax.Array | None) -> jax.Array:
+    """Return how many tokens of the rings of some slots are kept, int32 [n], if so many of the last decode are."""
+    count = jnp.clip(_take(pool.count, source), 0, pool.replay)
+    if accepted is None:
+        return count
+    drafts = jnp.clip(_take(pool.drafts, source), 0, count)
+    return count - drafts + jnp.clip(accepted, 0, drafts)
+
+
+def load(pool: StatePool, source: jax.Array, kept: jax.Array | None) -> jax.Array:
+    """Return the states of some slots, float32 [n, HV, K, V], with so many tokens of their rings; zeros for no slot."""
+    states = _take(pool.states, source).astype(jnp.float32)
+    if pool.scales is not None:
+        states = states * _take(pool.scales, source)[..., None]
+    if kept is None:
+        return states
+    keys, writes, gates = (_take(x, source).astype(jnp.float32) for x in (pool.keys, pool.writes, pool.gates))
+    n, L, R, H = writes.shape[:4]
+    inside = jnp.arange(L, dtype=jnp.int32)[None] < kept[:, None]
+    # What is past the kept tokens may hold anything.
+    keys, writes, gates = (jnp.where(inside.reshape(n, L, *(1,) * (x.ndim - 2)), x, 0.0) for x in (keys, writes, gates))
+    gates = gates.reshape(n, L, R, H, -1)
+    since = jnp.flip(jnp.cumsum(jnp.flip(gates, 1), axis=1), 1)  # of this token and all after it
+    after = jnp.concatenate([since[:, 1:], jnp.zeros_like(since[:, :1])], axis=1)
+    by_head = lambda x: jnp.swapaxes(x, -3, -2)  # [..., R, H, D] to [..., H, R, D]
+    products = jnp.einsum(
+        "nlhrk,nlhrv->nhrkv", by_head(keys[:, :, None] * jnp.exp(after)), by_head(writes),
+        precision=jax.lax.Precision.HIGHEST,
+    )  # fmt: skip
+    decay = by_head(jnp.exp(since[:, 0]))[..., None]  # [n, H, R, 1 or K, 1]
+    return (decay * states.reshape(n, H, R, *states.shape[2:]) + products).reshape(states.shape)
+
+
+def store(pool: StatePool, target: jax.Array, states: jax.Array) -> StatePool:
+    """Return the pool with float32 states [n, HV, K, V] in some slots, whose rings are empty then."""
+    if pool.scales is not None:
+        states, scales = quantize_columns(states)
+        pool = dataclasses.replace(pool, scales=_put(pool.scales, target, scales[..., 0]))
+    pool = dataclasses.replace(pool, states=_put(pool.states, target, states))
+    if pool.count is None:
+        return pool
+    none = jnp.zeros(target.shape, jnp.int32)
+    return dataclasses.replace(pool, count=_put(pool.count, target, none), drafts=_put(pool.drafts, target, none))
+
+
+def _check_given_slots(pool: StatePool, slots: jax.Array) -> None:
+    checks.check(isinstance(pool, StatePool), f"`pool` must be a StatePool; got {type(pool).__name__}.")
+    checks.check_array_of_slots("slots", slots)
+
+
+def read_states(pool: StatePool, slots: jax.Array) -> jax.Array:
+    """Return the states of some slots, float32 [n, HV, K, V], with all tokens of their rings.
+
+    Args:
+      pool: a StatePool.
+      slots: int32 [n], traced; they may repeat. A slot that does not exist, such as a negative one, gives zeros.
+    """
+    _check_given_slots(pool, slots)
+    return load(pool, slots, None if pool.count is None else kept_tokens(pool, slots, None))
+
+
+def write_states(pool: StatePool, slots: jax.Array, states: jax.Array) -> StatePool:
+    """Return the pool with other states in some slots, rounded to its type; their rings are empty.
+
+    Args:
+      pool: a StatePool; donate it.
+      slots: int32 [n], traced, all different. A slot that does not exist, such as a negative one, is not written.
+      states: [n, HV, K, V], of any floating type.
+    """
+    _check_given_slots(pool, slots)
+    checks.check_array("states", states, "n HV K V", (slots.shape[0], *pool.shape[1:]))
+    return store(pool, slots, states.astype(jnp.float32))
+
+
+def folds(pool: StatePool, source: jax.Array, target: jax.Array, kept: jax.Array, most: int) -> jax.Array:
+    """Return which decodes write a state, bool [n]: where the ring has no room, or starts in another slot.
+
+    Args:
+      pool: with a ring.
+      source, target: the slots that they start from and end in, int32 [n].
+      kept: tokens of the rings that they start from.
+      most: the most tokens of a decode, for which there must be room.
+    """
+    return (kept > pool.replay - most) | (source != target)
+
+
+def counted(pool: StatePool, routes: pools.Routes, kept: jax.Array, folded: jax.Array) -> StatePool:
+    """Return the pool with the numbers of tokens that its rings hold after decodes."""
+    tokens, target = routes.end - routes.start, routes.target[:, 0]
+    return dataclasses.replace(
+        pool,
+        count=_put(pool.count, target, jnp.where(folded, 0, kept) + tokens),
+        drafts=_put(pool.drafts, target, tokens),
+    )
+
+
+def append(pool: StatePool, routes: pools.Routes, kept: jax.Array, folded: jax.Array, keys, writes, gates) -> StatePool:
+    """Return the pool with the tokens of decodes in the rings of their targets, and their numbers.
+
+    Args:
+      pool: with a ring.
+      routes: the decodes.
+      kept, folded: tokens in the ring before, and whether it was emptied.
+      keys: [n, W, H, K] float32.
+      writes: [n, W, HV, V] float32.
+      gates: [n, W, HV] or [n, W, HV, K] float32.
+    """
+    n, W, H = keys.shape[:3]
+    by_row = lambda x: jnp.swapaxes(x.reshape(n, W, H, -1, *x.shape[3:]), 2, 3)  # [n, W, R, H, ...]
+    t = jnp.arange(W, dtype=jnp.int32)[None]
+    # A token that does not exist is past the end.
+    at = jnp.where(t < (routes.end - routes.start)[:, None], jnp.where(folded, 0, kept)[:, None] + t, pool.replay)
+    slot = _past_the_end(routes.target[:, :1], pool.shape[0])
+    rows = dict(keys=keys, writes=by_row(writes), gates=by_row(gates).reshape(n, W, *pool.gates.shape[2:]))
+    rings = {
+        name: getattr(pool, name).at[slot, at].set(x.astype(getattr(pool, name).dtype), mode="drop")
+        for name, x in rows.items()
+    }
+    return counted(dataclasses.replace(pool, **rings), routes, kept, folded)
