@@ -22,14 +22,19 @@ def functions_of(path: Path, names: tuple[str, ...], known: dict) -> types.Simpl
     return types.SimpleNamespace(**{name: known[name] for name in names})
 
 
-def module_of(path: Path, name: str, replaced: dict | None = None) -> types.ModuleType:
-    """Return a file as a module, for which the modules of `replaced` are what it says."""
-    for full, module in (replaced or {}).items():
+def put(modules: dict[str, types.ModuleType]) -> None:
+    """Make modules be what their full names import, with empty packages around them."""
+    for full, module in modules.items():
         parts = full.split(".")
         for end in range(1, len(parts)):
             sys.modules.setdefault(".".join(parts[:end]), types.ModuleType(parts[end - 1]))
         sys.modules[full] = module
         setattr(sys.modules[full.rpartition(".")[0]], parts[-1], module)
+
+
+def module_of(path: Path, name: str, replaced: dict | None = None) -> types.ModuleType:
+    """Return a file as a module, for which the modules of `replaced` are what it says."""
+    put(replaced or {})
     module = types.ModuleType(name)
     module.__file__ = str(path)
     exec(compile(path.read_text(), str(path), "exec"), vars(module))

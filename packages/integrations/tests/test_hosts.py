@@ -1,9 +1,13 @@
 """The hosts' conventions, restated: what they call, and the recurrence in float64 token by token."""
 
-import importlib
+import abc
+import importlib.machinery
+import importlib.util
 import inspect
 import subprocess
 import sys
+import types
+from importlib import metadata
 
 import jax
 import jax.numpy as jnp
@@ -285,12 +289,52 @@ def test_tpu_inference_speculation():
     assert_served(jitted(tpu_inference.fused_conv1d_gdn, kernel_size=W, num_spec_tokens=2, **SIZES)(x | at), want)
 
 
+def stand_in(monkeypatch, name: str, **members):
+    """Put a module that has only these members, and the packages that it lies in, where a host is missing."""
+    for end in range(1, name.count(".") + 1):
+        monkeypatch.setitem(sys.modules, ".".join(name.split(".")[:end]), types.ModuleType("package"))
+    module = types.ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+    setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module)
+
+
 def test_tpu_inference_registers(monkeypatch):
-    """A stand-in of the host's module gets the backend, under its class; without the host nothing happens."""
+    """vLLM calls the entry point, and tpu-inference gets a linear attention of its own kind and a class by its path."""
+    (plugin,) = (x for x in metadata.entry_points(group="vllm.general_plugins") if x.name == "chunkwise")
+    registered, rpa, base = {}, type("RPAAttentionBackend", (), {}), abc.ABCMeta("LinearAttentionBackend", (), {})
+    stand_in(
+        monkeypatch, "tpu_inference.layers.common.attention_backend", RPAAttentionBackend=rpa,
+        LinearAttentionBackend=base,
+        register_attention_backend=lambda name, **options: registered.setdefault(name, []).append(options),
+    )  # fmt: skip
+    found = importlib.machinery.ModuleSpec("tpu_inference", None)
+    monkeypatch.setattr(importlib.util, "find_spec", {"tpu_inference": found}.get)
+    for _ in range(2):
+        plugin.load()()
+    path = "chunkwise.integrations.tpu_inference.ChunkwiseAttentionBackend"
+    linear = tpu_inference.ChunkwiseLinearAttention
+    assert registered == {"chunkwise": [dict(attention=rpa, vllm_backend=path, linear_attention=linear)] * 2}
+    assert isinstance(linear(), base)
+    assert linear().conv1d_gdn_kernel() is tpu_inference.fused_conv1d_gdn
+    impl, backend = type("PallasAttentionBackendImpl", (), {}), type("PallasAttentionBackend", (), {})
+    stand_in(
+        monkeypatch, "tpu_inference.layers.vllm.backends.flash_attn", PallasAttentionBackendImpl=impl,
+        PallasAttentionBackend=backend,
+    )  # fmt: skip
+    made = tpu_inference.ChunkwiseAttentionBackend
+    assert issubclass(made, backend)
+    assert made.get_name() == "CHUNKWISE"
+    assert issubclass(made.get_impl_cls(), impl)
+    assert made.get_impl_cls().attention_backend == "chunkwise"
+    del tpu_inference.ChunkwiseAttentionBackend
+
+
+def test_tpu_inference_without_the_host(monkeypatch):
+    """On a GPU vLLM calls the entry point too."""
     monkeypatch.setitem(sys.modules, "tpu_inference", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     tpu_inference.register()
-    assert tpu_inference.ChunkwiseLinearAttention().conv1d_gdn_kernel() is tpu_inference.fused_conv1d_gdn
     with pytest.raises(AttributeError):
         tpu_inference.nothing  # noqa: B018
 
