@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 
 from benchmarks import tpu
-from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net, init_gated_delta_net, remat_policy
+from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net, init_gated_delta_net, offload_policy, remat_policy
 from chunkwise.pipeline.models import Layer
 from chunkwise.shared.testing import tpu as compiler
 
@@ -15,6 +15,7 @@ from chunkwise.shared.testing import tpu as compiler
 POLICIES = {
     "no checkpoint": None,
     "remat_policy": remat_policy,
+    "offload_policy": offload_policy(),
     "products alone": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "inputs alone": jax.checkpoint_policies.nothing_saveable,
 }
@@ -35,12 +36,13 @@ def _layer(case: Layer, policy: str):
     return (layer if save is None else jax.checkpoint(layer, policy=save)), weights, config.D
 
 
-def kept_bytes(case: Layer, policy: str, T: int) -> int:
-    """Return the bytes that JAX keeps for the backward of one layer of T tokens, weights included."""
+def kept_bytes(case: Layer, policy: str, T: int) -> tuple[int, int]:
+    """Return the bytes that the backward of a layer of T tokens needs: on the device, with weights, and on the host."""
     layer, weights, D = _layer(case, policy)
     x = ShapeDtypeStruct((1, T, D), jnp.bfloat16)
-    residuals = jax.eval_shape(lambda x, w: jax.vjp(layer, x, w)[1], x, weights)
-    return sum(math.prod(y.shape) * y.dtype.itemsize for y in jax.tree.leaves(residuals))
+    kept = jax.make_jaxpr(lambda x, w: jax.vjp(layer, x, w)[1])(x, weights).out_avals
+    sizes = [(math.prod(y.shape) * y.dtype.itemsize, y.memory_space == jax.memory.Space.Host) for y in kept]
+    return tuple(sum(size for size, on_host in sizes if on_host == host) for host in (False, True))
 
 
 def estimate(case: Layer, policy: str, chip: str, T: int) -> dict:
@@ -59,12 +61,17 @@ def estimate(case: Layer, policy: str, chip: str, T: int) -> dict:
         return compiler.compile_for(gradients, x, stacked, x, chip=chip, auto_layout=True)
 
     few, more = program(2), program(4)
-    temporaries = [p.memory_analysis().temp_size_in_bytes for p in (few, more)]
+    temporaries, on_host = (
+        [getattr(p.memory_analysis(), name) for p in (few, more)]
+        for name in ("temp_size_in_bytes", "host_temp_size_in_bytes")
+    )
     kept = [kept_bytes(case, policy, n) for n in (T, 2 * T)]
     return {
         # Weights do not grow with the tokens.
-        "kept_bytes_a_token": (kept[1] - kept[0]) / T,
+        "kept_bytes_a_token": (kept[1][0] - kept[0][0]) / T,
+        "kept_on_host_bytes_a_token": (kept[1][1] - kept[0][1]) / T,
         "grown_bytes_a_token": (temporaries[1] - temporaries[0]) / 2 / T,
+        "grown_on_host_bytes_a_token": (on_host[1] - on_host[0]) / 2 / T,
         "kernels": len(compiler.launches(more.as_text())),
     }
 

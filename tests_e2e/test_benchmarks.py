@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from chunkwise.pipeline.models import Layer
@@ -313,11 +314,13 @@ def test_the_cost_of_a_mixer_is_that_of_its_parts():
 
 
 def test_what_a_layer_keeps():
-    """A policy keeps less than no checkpoint, and more than the hidden states alone."""
+    """A policy keeps less than no checkpoint, and more than the hidden states alone, or that much on the host."""
     from benchmarks.remat import POLICIES, kept_bytes
 
     case = Layer("gated_delta_rule", H=1, HV=2)
-    kept = {name: kept_bytes(case, name, 128) - kept_bytes(case, name, 64) for name in POLICIES}
+    grown = {name: np.subtract(kept_bytes(case, name, 128), kept_bytes(case, name, 64)) for name in POLICIES}
+    kept = {name: sum(each) for name, each in grown.items()}
+    assert tuple(grown["offload_policy"]) == (kept["inputs alone"], kept["remat_policy"] - kept["inputs alone"])
     assert kept["inputs alone"] == 64 * 2 * 128
     assert kept["inputs alone"] < kept["products alone"] < kept["remat_policy"] < kept["no checkpoint"]
 

@@ -37,7 +37,7 @@ from chunkwise.layers.mamba2 import (
     mamba2_mixer,
     ragged_mamba2_mixer,
 )
-from chunkwise.layers.running import Cache, Step, empty_cache, remat_policy
+from chunkwise.layers.running import Cache, Step, empty_cache, offload_policy, remat_policy
 from chunkwise.layers.sharding import Shardings, place, shardings
 from chunkwise.shared import version
 
@@ -69,6 +69,7 @@ __all__ = [
     "load_lightning_attention",
     "load_mamba2_mixer",
     "mamba2_mixer",
+    "offload_policy",
     "open_checkpoint",
     "place",
     "ragged_gated_delta_net",

@@ -28,9 +28,19 @@ _PROJECTED = "chunkwise_projected"
 # What `jax.checkpoint` of a layer, or of a block with one, keeps: the products with matrices and what the operator's
 # kernel makes; where tokens are split, also the state that comes in, so that no device waits for others again. The
 # backward repeats what takes little time and much memory: norms, gates, convolutions.
-remat_policy = jax.checkpoint_policies.save_only_these_names(
-    _PROJECTED, remat.RESIDUAL_NAME, context.MAP_NAME, context.STATE_NAME
-)
+_KEPT = (_PROJECTED, remat.RESIDUAL_NAME, context.MAP_NAME, context.STATE_NAME)
+remat_policy = jax.checkpoint_policies.save_only_these_names(*_KEPT)
+
+
+def offload_policy() -> Callable[..., Any]:
+    """Return the policy of `jax.checkpoint` that moves to the memory of the host what `remat_policy` keeps.
+
+    The backward brings it back. Under jit, on devices with a memory of the kind "pinned_host".
+    """
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=list(_KEPT), offload_src="device",
+        offload_dst="pinned_host",
+    )  # fmt: skip
 
 
 class Cache(NamedTuple):
