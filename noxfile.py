@@ -249,7 +249,9 @@ def add_host_session(name: str, requirements: tuple[str, ...], alone: tuple[str,
         # A host brings far more than what is called here, such as torch for another accelerator.
         session.install("--no-deps", *alone)
         session.install("--no-deps", "--no-build-isolation", *(x for path in PACKAGES.values() for x in ("-e", path)))
-        session.run("pytest", "-s", f"tests_hosts/test_{name.replace('-', '_')}.py", *session.posargs)
+        # Hosts call JAX in old ways.
+        quietly = ("-s", "-W", "ignore::DeprecationWarning")
+        session.run("pytest", *quietly, f"tests_hosts/test_{name.replace('-', '_')}.py", *session.posargs)
 
     host.__doc__ = f"Run {name} with ours in place: its own tests, or its own functions beside ours."
     nox.session(host, name=f"host-{name}", python="3.12", default=False)

@@ -1,13 +1,16 @@
 """Ours beside levanter's own functions over named arrays, out of its wheel: `nox -s host-levanter`."""
 
+import functools
+
 import haliax
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from chunkwise.integrations import levanter
 from chunkwise.shared.testing.compare import assert_close
-from host import module_of, path_of
+from host import beside, module_of, path_of
 
 THEIRS = module_of(path_of("marin-levanter", "levanter/layers/gated_deltanet.py"), "gated_deltanet")
 B, T, H, K, V = (
@@ -16,7 +19,7 @@ B, T, H, K, V = (
 )
 
 
-def inputs():
+def inputs(T=T):
     keys = jax.random.split(jax.random.key(0), 6)
     axes = ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H))
     q, k, v, g = (haliax.random.normal(key, each) for key, each in zip(keys, axes, strict=False))
@@ -37,3 +40,21 @@ def test_beside(name, norm):
     assert {axis.name for axis in o.axes} == {axis.name for axis in want.axes}
     assert_close("o", o.array, np.asarray(want.rearrange(o.axes).array, np.float64), 1e-5)
     assert_close("state", after, np.asarray(states, np.float64), 1e-5)
+
+
+def loss(module, x):
+    o, state = module.chunk_gated_delta_rule(*x[0], initial_state=x[1], output_final_state=True)
+    return jnp.sum(jnp.sin(o.array)) + jnp.sum(jnp.sin(state))
+
+
+def test_gradients():
+    gradients = [jax.jit(jax.grad(functools.partial(loss, module)))(inputs()) for module in (THEIRS, levanter)]
+    for theirs, ours in zip(*map(jax.tree.leaves, gradients), strict=True):
+        assert_close("gradient", ours, np.asarray(theirs, np.float64), 1e-5)
+
+
+def test_time_and_temporaries_on_a_cpu():
+    x = inputs(T.resize(1024))
+    for name, make in (("forward", lambda f: f), ("forward and backward", jax.grad)):
+        found = beside(*(make(functools.partial(loss, module)) for module in (THEIRS, levanter)), x)
+        print(f"\n{name}: {found}")

@@ -12,7 +12,7 @@ import pytest
 from chunkwise.integrations import maxtext
 from chunkwise.shared.testing import oracle, tpu
 from chunkwise.shared.testing.compare import assert_close
-from host import functions_of, module_of, path_of
+from host import beside, functions_of, module_of, path_of
 
 _KNOWN = dict(jax=jax, jnp=jnp, lax=jax.lax, Array=jax.Array, Any=Any, functools=functools)
 _NORM = functions_of(path_of("maxtext", "maxtext/layers/normalizations.py"), ("l2norm",), _KNOWN)
@@ -80,6 +80,16 @@ def test_a_token():
     got, want = (jax.jit(functools.partial(m.jax_ar_gated_delta_rule, **FLOAT32))(*x, state) for m in (maxtext, THEIRS))
     for ours, theirs in zip(got, want, strict=True):
         assert_close("result", ours, np.asarray(theirs, np.float64), 1e-6)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_time_and_temporaries_on_a_cpu(backward):
+    def function(module):
+        forward = lambda x: run(module)(*x)[0]
+        return jax.grad(lambda x: jnp.sum(forward(x) ** 2)) if backward else forward
+
+    found = beside(function(THEIRS), function(maxtext), inputs(B=1, S=1024, H=8, K=128, V=128))
+    print(f"\n{'forward and backward' if backward else 'forward'}: {found}")
 
 
 def test_temporaries_on_v6e():
