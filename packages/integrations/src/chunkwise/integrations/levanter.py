@@ -15,18 +15,10 @@ _ORDER = ("batch", "position", "heads")
 
 
 def chunk_gated_delta_rule(
-    query: "NamedArray",
-    key: "NamedArray",
-    value: "NamedArray",
-    g: "NamedArray",
-    beta: "NamedArray",
-    *,
-    chunk_size: int = 64,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = True,
-    implementation: str | None = None,
-) -> tuple["NamedArray", jax.Array | None]:
+    query: "NamedArray", key: "NamedArray", value: "NamedArray", g: "NamedArray", beta: "NamedArray", *,
+    chunk_size: int = 64, initial_state: jax.Array | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = True, implementation: str | None = None,
+) -> tuple["NamedArray", jax.Array | None]:  # fmt: skip
     """Return the gated delta rule over whole sequences.
 
     Args:
@@ -52,16 +44,9 @@ def chunk_gated_delta_rule(
 
 
 def recurrent_gated_delta_rule(
-    query: "NamedArray",
-    key: "NamedArray",
-    value: "NamedArray",
-    g: "NamedArray",
-    beta: "NamedArray",
-    *,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = True,
-) -> tuple["NamedArray", jax.Array | None]:
+    query: "NamedArray", key: "NamedArray", value: "NamedArray", g: "NamedArray", beta: "NamedArray", *,
+    initial_state: jax.Array | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = True,
+) -> tuple["NamedArray", jax.Array | None]:  # fmt: skip
     """Return the same token by token, for decoding."""
     return _run(
         pipeline.recurrent_gated_delta_rule, query, key, value, g, beta, initial_state=initial_state,

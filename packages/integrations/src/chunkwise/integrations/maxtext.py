@@ -20,20 +20,11 @@ __all__ = [
 
 
 def jax_chunk_gated_delta_rule(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    chunk_size: int = 64,
-    initial_state: jax.Array | None = None,
-    use_qk_norm_in_gdn: bool = False,
-    cp_axis: str | tuple[str, ...] | None = None,
-    compute_dtype: Any = jnp.bfloat16,
-    *,
-    segment_ids: jax.Array | None = None,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    query: jax.Array, key: jax.Array, value: jax.Array, g: jax.Array, beta: jax.Array, chunk_size: int = 64,
+    initial_state: jax.Array | None = None, use_qk_norm_in_gdn: bool = False,
+    cp_axis: str | tuple[str, ...] | None = None, compute_dtype: Any = jnp.bfloat16, *,
+    segment_ids: jax.Array | None = None, implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Return the gated delta rule over whole sequences, as `maxtext.models.qwen3` has it under this name.
 
     Dims: B batch, S tokens, H query and key heads, HV value heads: MaxText repeats queries and keys, so that H = HV,
@@ -64,15 +55,9 @@ def jax_chunk_gated_delta_rule(
 
 
 def jax_ar_gated_delta_rule(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    initial_state: jax.Array,
-    use_qk_norm_in_gdn: bool = False,
-    compute_dtype: Any = jnp.bfloat16,
-) -> tuple[jax.Array, jax.Array]:
+    query: jax.Array, key: jax.Array, value: jax.Array, g: jax.Array, beta: jax.Array, initial_state: jax.Array,
+    use_qk_norm_in_gdn: bool = False, compute_dtype: Any = jnp.bfloat16,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Return the gated delta rule of one more token in each row, as `maxtext.models.qwen3` has it under this name.
 
     The arguments are those of `jax_chunk_gated_delta_rule`, with S = 1.

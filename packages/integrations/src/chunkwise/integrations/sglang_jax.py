@@ -5,32 +5,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from chunkwise.integrations.gates import raw_gates
+from chunkwise.integrations.gates import raw_gates, split_heads
 from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
 
 __all__ = ["decode_gated_delta_rule", "kda", "lightning", "prefill_gated_delta_rule"]
 
 
 def prefill_gated_delta_rule(
-    mixed_qkv: jax.Array,
-    b: jax.Array,
-    a: jax.Array,
-    recurrent_state: jax.Array,
-    A_log: jax.Array,
-    dt_bias: jax.Array,
-    cu_seqlens: jax.Array | None,
-    state_indices: jax.Array,
-    has_initial_state: jax.Array | None,
-    *,
-    n_kq: int,
-    n_v: int,
-    d_k: int,
-    d_v: int,
-    chunk_size: int = 64,
-    track_indices: jax.Array | None = None,
-    track_mask: jax.Array | None = None,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    mixed_qkv: jax.Array, b: jax.Array, a: jax.Array, recurrent_state: jax.Array, A_log: jax.Array, dt_bias: jax.Array,
+    cu_seqlens: jax.Array | None, state_indices: jax.Array, has_initial_state: jax.Array | None, *, n_kq: int, n_v: int,
+    d_k: int, d_v: int, chunk_size: int = 64, track_indices: jax.Array | None = None,
+    track_mask: jax.Array | None = None, implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Return the pool and the output of the gated delta rule over prompts, as `chunked_gated_delta_rule_jax` does.
 
     Dims: T tokens of all requests, B requests.
@@ -52,8 +38,7 @@ def prefill_gated_delta_rule(
     Returns:
       The pool, and out [T, n_v, d_v] in the type of mixed_qkv.
     """
-    q, k, v = jnp.split(mixed_qkv[None], [n_kq * d_k, 2 * n_kq * d_k], axis=2)
-    q, k, v = (x.reshape(1, -1, heads, size) for x, heads, size in ((q, n_kq, d_k), (k, n_kq, d_k), (v, n_v, d_v)))
+    q, k, v = split_heads(mixed_qkv, (n_kq, d_k), (n_kq, d_k), (n_v, d_v))
     o, pool = ragged_gated_delta_rule(
         q, k, v, a[None], b[None], recurrent_state, **_step(cu_seqlens, state_indices, has_initial_state),
         **raw_gates(A_log, dt_bias), chunk_size=chunk_size, implementation=implementation,
@@ -62,23 +47,10 @@ def prefill_gated_delta_rule(
 
 
 def decode_gated_delta_rule(
-    mixed_qkv: jax.Array,
-    b: jax.Array,
-    a: jax.Array,
-    recurrent_state: jax.Array,
-    A_log: jax.Array,
-    dt_bias: jax.Array,
-    state_indices: jax.Array,
-    *,
-    n_kq: int,
-    n_v: int,
-    d_k: int,
-    d_v: int,
-    has_initial_state: jax.Array | None = None,
-    track_indices: jax.Array | None = None,
-    track_mask: jax.Array | None = None,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    mixed_qkv: jax.Array, b: jax.Array, a: jax.Array, recurrent_state: jax.Array, A_log: jax.Array, dt_bias: jax.Array,
+    state_indices: jax.Array, *, n_kq: int, n_v: int, d_k: int, d_v: int, has_initial_state: jax.Array | None = None,
+    track_indices: jax.Array | None = None, track_mask: jax.Array | None = None, implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Return the same for a token of each request, as `decode_gated_delta_rule_ref` does: B = T."""
     return prefill_gated_delta_rule(
         mixed_qkv, b, a, recurrent_state, A_log, dt_bias, None, state_indices, has_initial_state, n_kq=n_kq, n_v=n_v,
@@ -87,24 +59,11 @@ def decode_gated_delta_rule(
 
 
 def kda(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    recurrent_state: jax.Array,
-    A_log: jax.Array,
-    dt_bias: jax.Array,
-    cu_seqlens: jax.Array | None,
-    state_indices: jax.Array,
-    has_initial_state: jax.Array | None = None,
-    *,
-    scale: float | None = None,
-    lower_bound: float | None = None,
-    track_indices: jax.Array | None = None,
-    track_mask: jax.Array | None = None,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    q: jax.Array, k: jax.Array, v: jax.Array, a: jax.Array, b: jax.Array, recurrent_state: jax.Array, A_log: jax.Array,
+    dt_bias: jax.Array, cu_seqlens: jax.Array | None, state_indices: jax.Array,
+    has_initial_state: jax.Array | None = None, *, scale: float | None = None, lower_bound: float | None = None,
+    track_indices: jax.Array | None = None, track_mask: jax.Array | None = None, implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Return the pool and the output of Kimi delta attention: what `KDAAttnBackend` gathers, computes and scatters.
 
     Args:
@@ -122,20 +81,11 @@ def kda(
 
 
 def lightning(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    slope: jax.Array,
-    recurrent_state: jax.Array,
-    cu_seqlens: jax.Array | None,
-    state_indices: jax.Array,
-    has_initial_state: jax.Array | None = None,
-    *,
-    scale: float | None = None,
-    track_indices: jax.Array | None = None,
-    track_mask: jax.Array | None = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, slope: jax.Array, recurrent_state: jax.Array,
+    cu_seqlens: jax.Array | None, state_indices: jax.Array, has_initial_state: jax.Array | None = None, *,
+    scale: float | None = None, track_indices: jax.Array | None = None, track_mask: jax.Array | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Return the pool and the output of lightning attention, whose log decay of a head is `slope` [HV], below 0."""
     o, pool = ragged_simple_gla(
         q[None], k[None], v[None], None, recurrent_state, **_step(cu_seqlens, state_indices, has_initial_state),

@@ -8,43 +8,24 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.causal_conv1d import causal_conv1d_update
-from chunkwise.integrations.gates import raw_gates
+from chunkwise.integrations.gates import raw_gates, split_heads
 from chunkwise.layers import Step, running
 from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
 
 __all__ = ["ChunkwiseLinearAttention", "fused_conv1d_gdn", "fused_conv1d_kda", "fused_conv1d_mamba2", "register"]
 NAME = "chunkwise"
+# The pools of the convolution and of the operator, and the output.
+Updated = tuple[tuple[jax.Array, Any], jax.Array]
 
 
 def fused_conv1d_gdn(
-    qkv: jax.Array,
-    b: jax.Array,
-    a: jax.Array,
-    conv_state: jax.Array,
-    recurrent_state: jax.Array,
-    conv_weight: jax.Array,
-    conv_bias: jax.Array | None,
-    a_log: jax.Array,
-    dt_bias: jax.Array,
-    query_start_loc: jax.Array,
-    state_indices: jax.Array,
-    distribution: jax.Array,
-    seq_lens: jax.Array,
-    read_state_indices: jax.Array,
-    read_offsets: jax.Array | None = None,
-    *,
-    n_kq: int,
-    n_v: int,
-    d_k: int,
-    d_v: int,
-    kernel_size: int,
-    num_spec_tokens: int = 0,
-    zero_initialize_out: bool = True,
-    compute_precision: Any = jnp.float32,
-    decode_tile_size: int = 4,
-    mixed_tile_size: int = 64,
-    implementation: str | None = None,
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    qkv: jax.Array, b: jax.Array, a: jax.Array, conv_state: jax.Array, recurrent_state: jax.Array,
+    conv_weight: jax.Array, conv_bias: jax.Array | None, a_log: jax.Array, dt_bias: jax.Array,
+    query_start_loc: jax.Array, state_indices: jax.Array, distribution: jax.Array, seq_lens: jax.Array,
+    read_state_indices: jax.Array, read_offsets: jax.Array | None = None, *, n_kq: int, n_v: int, d_k: int, d_v: int,
+    kernel_size: int, num_spec_tokens: int = 0, zero_initialize_out: bool = True, compute_precision: Any = jnp.float32,
+    decode_tile_size: int = 4, mixed_tile_size: int = 64, implementation: str | None = None,
+) -> Updated:  # fmt: skip
     """Return the convolution, the gates and the gated delta rule of a serving step, as `kernels.gdn.v3` has it.
 
     Dims: T tokens of all requests, N the most requests, W width of the convolution; `dim` is 2 n_kq d_k + n_v d_v.
@@ -76,40 +57,19 @@ def fused_conv1d_gdn(
     step = _step(
         query_start_loc, state_indices, distribution, seq_lens, read_state_indices, read_offsets, num_spec_tokens
     )
-    sizes = ((n_kq, d_k), (n_kq, d_k), (n_v, d_v))
-    (q, k, v), conv_state = _convolve(qkv, conv_state, conv_weight, conv_bias, sizes, step, implementation)
-    o, recurrent_state = ragged_gated_delta_rule(
-        q, k, v, a[None], b[None], recurrent_state, **step, **raw_gates(a_log, dt_bias), implementation=implementation
-    )
-    return (conv_state, recurrent_state), o.reshape(-1, n_v * d_v).astype(qkv.dtype)
+    return _delta_rule(
+        ragged_gated_delta_rule, qkv, b, a, (conv_state, recurrent_state), (conv_weight, conv_bias),
+        ((n_kq, d_k), (n_kq, d_k), (n_v, d_v)), step, implementation, **raw_gates(a_log, dt_bias),
+    )  # fmt: skip
 
 
 def fused_conv1d_kda(
-    qkv: jax.Array,
-    b: jax.Array,
-    a: jax.Array,
-    conv_state: jax.Array,
-    recurrent_state: jax.Array,
-    conv_weight: jax.Array,
-    conv_bias: jax.Array | None,
-    a_log: jax.Array,
-    dt_bias: jax.Array,
-    query_start_loc: jax.Array,
-    state_indices: jax.Array,
-    distribution: jax.Array,
-    seq_lens: jax.Array,
-    read_state_indices: jax.Array,
-    read_offsets: jax.Array | None = None,
-    *,
-    n_kq: int,
-    n_v: int,
-    d_k: int,
-    d_v: int,
-    kernel_size: int,
-    num_spec_tokens: int = 0,
-    lower_bound: float | None = None,
-    implementation: str | None = None,
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    qkv: jax.Array, b: jax.Array, a: jax.Array, conv_state: jax.Array, recurrent_state: jax.Array,
+    conv_weight: jax.Array, conv_bias: jax.Array | None, a_log: jax.Array, dt_bias: jax.Array,
+    query_start_loc: jax.Array, state_indices: jax.Array, distribution: jax.Array, seq_lens: jax.Array,
+    read_state_indices: jax.Array, read_offsets: jax.Array | None = None, *, n_kq: int, n_v: int, d_k: int, d_v: int,
+    kernel_size: int, num_spec_tokens: int = 0, lower_bound: float | None = None, implementation: str | None = None,
+) -> Updated:  # fmt: skip
     """Return the same step for Kimi delta attention, whose decays a [T, n_v d_k] and dt_bias [n_v d_k] have channels.
 
     Args:
@@ -119,41 +79,22 @@ def fused_conv1d_kda(
     step = _step(
         query_start_loc, state_indices, distribution, seq_lens, read_state_indices, read_offsets, num_spec_tokens
     )
-    sizes = ((n_kq, d_k), (n_kq, d_k), (n_v, d_v))
-    (q, k, v), conv_state = _convolve(qkv, conv_state, conv_weight, conv_bias, sizes, step, implementation)
-    o, recurrent_state = ragged_kda(
-        q, k, v, a.reshape(1, -1, n_v, d_k), b[None], recurrent_state, **step,
-        **raw_gates(a_log, dt_bias.reshape(n_v, d_k)), lower_bound=lower_bound, implementation=implementation,
+    return _delta_rule(
+        ragged_kda, qkv, b, a.reshape(-1, n_v, d_k), (conv_state, recurrent_state), (conv_weight, conv_bias),
+        ((n_kq, d_k), (n_kq, d_k), (n_v, d_v)), step, implementation, **raw_gates(a_log, dt_bias.reshape(n_v, d_k)),
+        lower_bound=lower_bound,
     )  # fmt: skip
-    return (conv_state, recurrent_state), o.reshape(-1, n_v * d_v).astype(qkv.dtype)
 
 
 def fused_conv1d_mamba2(
-    xbc: jax.Array,
-    dt: jax.Array,
-    conv_state: jax.Array,
-    ssm_state: jax.Array,
-    conv_weight: jax.Array,
-    conv_bias: jax.Array | None,
-    a_log: jax.Array,
-    dt_bias: jax.Array,
+    xbc: jax.Array, dt: jax.Array, conv_state: jax.Array, ssm_state: jax.Array,
+    conv_weight: jax.Array, conv_bias: jax.Array | None, a_log: jax.Array, dt_bias: jax.Array,
     skip: jax.Array,
-    query_start_loc: jax.Array,
-    state_indices: jax.Array,
-    distribution: jax.Array,
-    seq_lens: jax.Array,
-    read_state_indices: jax.Array,
-    read_offsets: jax.Array | None = None,
-    *,
-    n_kq: int,
-    n_v: int,
-    d_k: int,
-    d_v: int,
-    kernel_size: int,
-    num_spec_tokens: int = 0,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    query_start_loc: jax.Array, state_indices: jax.Array, distribution: jax.Array, seq_lens: jax.Array,
+    read_state_indices: jax.Array, read_offsets: jax.Array | None = None, *, n_kq: int, n_v: int, d_k: int, d_v: int,
+    kernel_size: int, num_spec_tokens: int = 0, dt_limit: tuple[float, float] = (0.0, float("inf")),
     implementation: str | None = None,
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+) -> Updated:  # fmt: skip
     """Return the same step for the mixer of Mamba-2, with n_kq groups, n_v heads, d_k channels of a state.
 
     Args:
@@ -168,8 +109,8 @@ def fused_conv1d_mamba2(
     step = _step(
         query_start_loc, state_indices, distribution, seq_lens, read_state_indices, read_offsets, num_spec_tokens
     )
-    sizes = ((n_v, d_v), (n_kq, d_k), (n_kq, d_k))
-    (x, k, q), conv_state = _convolve(xbc, conv_state, conv_weight, conv_bias, sizes, step, implementation)
+    y, conv_state = _convolve(xbc, conv_state, conv_weight, conv_bias, step, implementation)
+    x, k, q = split_heads(y, (n_v, d_v), (n_kq, d_k), (n_kq, d_k))
     dt = jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + dt_bias.astype(jnp.float32)), *dt_limit)[None]
     v = (dt[..., None] * x.astype(jnp.float32)).astype(x.dtype)
     g = -jnp.exp(a_log.astype(jnp.float32)) * dt
@@ -198,20 +139,25 @@ def _step(starts, write, distribution, seq_lens, read, offsets, guesses: int) ->
     )._asdict()
 
 
-def _convolve(x, pool, weight, bias, sizes, step: dict[str, Any], implementation: str | None):
-    """Return silu of the convolution, cut into arrays [1, T, heads, size], and the pool after it."""
+def _convolve(x, pool, weight, bias, step: dict[str, Any], implementation: str | None):
+    """Return silu of the convolution of channels [T, dim], and the pool after it."""
     # What is no implementation the operator refuses.
     name = running.AROUND.get(implementation, "pallas")
     y, pool = causal_conv1d_update(x[None], pool, weight[:, 0], bias, **step, implementation=name)
-    ends = [sum(heads * size for heads, size in sizes[:i]) for i in range(1, len(sizes))]
-    parts = jnp.split(y, ends, axis=2)
-    return [part.reshape(1, -1, heads, size) for part, (heads, size) in zip(parts, sizes, strict=True)], pool
+    return y[0], pool
+
+
+def _delta_rule(operator, qkv, b, a, pools, conv, sizes, step, implementation, **options) -> Updated:
+    y, conv_state = _convolve(qkv, pools[0], *conv, step, implementation)
+    q, k, v = split_heads(y, *sizes)
+    o, state = operator(q, k, v, a[None], b[None], pools[1], **step, **options, implementation=implementation)
+    return (conv_state, state), o.reshape(len(qkv), -1).astype(qkv.dtype)
 
 
 class ChunkwiseLinearAttention:
     """A linear attention backend of tpu-inference: `register` makes it one of its `LinearAttentionBackend`s."""
 
-    def conv1d_gdn_kernel(self) -> Callable[..., tuple[tuple[jax.Array, jax.Array], jax.Array]]:
+    def conv1d_gdn_kernel(self) -> Callable[..., Updated]:
         """Return what tpu-inference maps over its mesh."""
         return fused_conv1d_gdn
 
