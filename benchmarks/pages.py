@@ -532,6 +532,18 @@ def hardware_reports() -> str:
 
 
 @block
+def gpu() -> str:
+    """What programs launch on an H100, and their temporaries."""
+    lines = []
+    for row in rows_of("gpu-h100"):
+        tokens = {"decode": "a token of 64 sequences", "serving step": "a serving step of 64 decodes"}.get(row["pass"])
+        heads = "" if row["HV"] == 32 else f", {row['HV']} heads"
+        what = [TITLES[row["operator"]] + heads, tokens or f"{PASSES[row['pass']]}, T = {whole(row['T'])}"]
+        lines.append([*what, whole(row["launches"]), whole(row["temporaries_mib"])])
+    return table(["operator", "program", "launches", "temporaries, MiB"], lines)
+
+
+@block
 def calibration() -> str:
     """What to expect of an estimate, as peers with published times show it."""
     rows = rows_of("calibrate")

@@ -82,17 +82,29 @@ def _round(x: jax.Array) -> jax.Array:
 
 
 def dot(a: jax.Array, b: jax.Array, dtype=None, passes: int | None = None) -> jax.Array:
-    """Return a b for a [h, m, k] and b [h, k, n], as float32 [h, m, n]; `dtype` forces the type of the operands."""
+    """Return a b for a [h, m, k] and b [h, k, n], as float32 [h, m, n].
+
+    `dtype` forces the type of the operands. With `passes` = 3 float32 operands take three bfloat16 passes, which is for
+    the tensor cores of a GPU, where full precision has none.
+    """
     return _contract(a, b, (2, 1), dtype, passes)
 
 
 def dot_nt(a: jax.Array, b: jax.Array, dtype=None, passes: int | None = None) -> jax.Array:
-    """Return a b^T for a [h, m, k] and b [h, n, k], as float32 [h, m, n]; `dtype` forces the type of the operands."""
+    """Return a b^T for a [h, m, k] and b [h, n, k], as float32 [h, m, n].
+
+    `dtype` forces the type of the operands. With `passes` = 3 float32 operands take three bfloat16 passes, which is for
+    the tensor cores of a GPU, where full precision has none.
+    """
     return _contract(a, b, (2, 2), dtype, passes)
 
 
 def dot_tn(a: jax.Array, b: jax.Array, dtype=None, passes: int | None = None) -> jax.Array:
-    """Return a^T b for a [h, k, m] and b [h, k, n], as float32 [h, m, n]; `dtype` forces the type of the operands."""
+    """Return a^T b for a [h, k, m] and b [h, k, n], as float32 [h, m, n].
+
+    `dtype` forces the type of the operands. With `passes` = 3 float32 operands take three bfloat16 passes, which is for
+    the tensor cores of a GPU, where full precision has none.
+    """
     return _contract(a, b, (1, 1), dtype, passes)
 
 
