@@ -307,6 +307,7 @@ def remat() -> str:
     names = {
         "no checkpoint": ("no `jax.checkpoint`", "nothing"),
         "remat_policy": ("`jax.checkpoint` with `remat_policy`", "convolutions and norm"),
+        "offload_policy": ("`jax.checkpoint` with `offload_policy()`", "convolutions and norm"),
         "products alone": (
             "`jax.checkpoint` that keeps products with matrices alone",
             "convolutions, norm and the operator's forward",
@@ -317,10 +318,12 @@ def remat() -> str:
     for row in rows_of("remat-v6e"):
         found = select(counted, policy=row["policy"])
         figures = [whole(x[key]) for x in found for key in ("operations_cycles", "kernel_cycles")] or [NONE] * 2
-        memory = [whole(row[key]) for key in ("kept_bytes_a_token", "grown_bytes_a_token")]
+        columns = ("kept_bytes_a_token", "kept_on_host_bytes_a_token", "grown_bytes_a_token")
+        memory = [whole(row.get(key)) for key in columns]
         name, again = names[row["policy"]]
         lines.append([name, *memory, again, *figures])
-    head = ["keeps, bytes a token", "grows by, bytes a token", "repeats", "XLA's operations, cycles", "kernels, cycles"]
+    kept = ["keeps on the device, bytes a token", "on the host", "grows by, bytes a token"]
+    head = [*kept, "repeats", "XLA's operations, cycles", "kernels, cycles"]
     return table(["the layer under", *head], lines)
 
 

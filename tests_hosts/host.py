@@ -41,6 +41,8 @@ def module_of(path: Path, name: str, replaced: dict | None = None) -> types.Modu
     put(replaced or {})
     module = types.ModuleType(name)
     module.__file__ = str(path)
+    # Dataclasses look their module up.
+    sys.modules[name] = module
     exec(compile(path.read_text(), str(path), "exec"), vars(module))
     return module
 
