@@ -37,7 +37,7 @@ from chunkwise.layers.mamba2 import (
     mamba2_mixer,
     ragged_mamba2_mixer,
 )
-from chunkwise.layers.running import Cache, Step, empty_cache, offload_policy, remat_policy
+from chunkwise.layers.running import Cache, Step, empty_cache, empty_pool, offload_policy, remat_policy
 from chunkwise.layers.sharding import Shardings, place, shardings
 from chunkwise.shared import version
 
@@ -57,6 +57,7 @@ __all__ = [
     "Step",
     "config_from",
     "empty_cache",
+    "empty_pool",
     "gated_delta_net",
     "init_gated_delta_net",
     "init_kimi_delta_attention",

@@ -52,6 +52,11 @@ class LayerConfig:
         """Channels of the short convolutions: of queries, of keys and of values."""
         return self.H * self.K, self.H * self.K, self.HV * self.V
 
+    @property
+    def per_channel(self) -> bool:
+        """Whether gates are per channel of the key, and not per head."""
+        return False
+
 
 @dataclasses.dataclass(frozen=True)
 class GatedDeltaNetConfig(LayerConfig):
@@ -90,6 +95,11 @@ class KimiDeltaAttentionConfig(LayerConfig):
         checks.check(self.R is None or self.R > 0, f"`R` must be None or above 0; got {self.R!r}.")
         below = self.lower_bound is None or self.lower_bound < 0
         checks.check(below, f"`lower_bound` must be None or below 0; got {self.lower_bound!r}.")
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether gates are per channel: they are."""
+        return True
 
 
 @dataclasses.dataclass(frozen=True)

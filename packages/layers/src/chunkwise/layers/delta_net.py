@@ -188,6 +188,7 @@ def ragged_gated_delta_net(
     step: running.Step,
     *,
     block_size: int | None = None,
+    decode_tokens: int | None = None,
     implementation: str | None = None,
     sharding: arguments.Sharding | None = None,
 ) -> tuple[jax.Array, running.Cache]:
@@ -199,10 +200,12 @@ def ragged_gated_delta_net(
     Args:
       x: hidden states [1, T, D].
       weights, config, implementation, sharding: as in `gated_delta_net`.
-      pool: a cache with slots in place of sequences, of any floating type, which it keeps; see `empty_cache`.
+      pool: a cache with slots in place of sequences, of any floating type, which it keeps; see `empty_cache`, and
+        `empty_pool` for states in 8 bits and for rings.
       step: which tokens belong to which sequence, and where its state is. All of it is traced, so one program serves
         every step of the same sizes.
       block_size: tokens of a block for `step.block_state_indices`; static.
+      decode_tokens: over a pool with a ring, the most tokens of a decode, that of `empty_pool`; static, None for 1.
 
     Returns:
       y [1, T, D] in the type of x, and the pool.
@@ -210,7 +213,7 @@ def ragged_gated_delta_net(
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
     """
-    return _mix(x, weights, config, running.Serving(pool, step, block_size, implementation, sharding))
+    return _mix(x, weights, config, running.Serving(pool, step, block_size, decode_tokens, implementation, sharding))
 
 
 def _mix(

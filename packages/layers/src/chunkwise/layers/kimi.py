@@ -170,6 +170,7 @@ def ragged_kimi_delta_attention(
     step: running.Step,
     *,
     block_size: int | None = None,
+    decode_tokens: int | None = None,
     implementation: str | None = None,
     sharding: arguments.Sharding | None = None,
 ) -> tuple[jax.Array, running.Cache]:
@@ -177,7 +178,7 @@ def ragged_kimi_delta_attention(
 
     The equations are those of `kimi_delta_attention`, and the arguments those of `ragged_gated_delta_net`.
     """
-    return _mix(x, weights, config, running.Serving(pool, step, block_size, implementation, sharding))
+    return _mix(x, weights, config, running.Serving(pool, step, block_size, decode_tokens, implementation, sharding))
 
 
 def _mix(

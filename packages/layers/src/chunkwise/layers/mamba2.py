@@ -169,6 +169,7 @@ def ragged_mamba2_mixer(
     step: running.Step,
     *,
     block_size: int | None = None,
+    decode_tokens: int | None = None,
     implementation: str | None = None,
     sharding: arguments.Sharding | None = None,
 ) -> tuple[jax.Array, running.Cache]:
@@ -176,7 +177,7 @@ def ragged_mamba2_mixer(
 
     The equations are those of `mamba2_mixer`, and the arguments those of `ragged_gated_delta_net`.
     """
-    return _mix(x, weights, config, running.Serving(pool, step, block_size, implementation, sharding))
+    return _mix(x, weights, config, running.Serving(pool, step, block_size, decode_tokens, implementation, sharding))
 
 
 def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> tuple[jax.Array, running.Cache]:

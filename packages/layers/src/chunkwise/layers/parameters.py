@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.layers import running
-from chunkwise.shared.operators import checks
+from chunkwise.shared.operators import checks, state_pool
 
 
 class Initial:
@@ -66,13 +66,21 @@ def check_input(x, config, run: running.Run) -> None:
         return
     whole = hasattr(cache, "conv") and hasattr(cache, "state")
     checks.check(whole, f"`{name}` must be a Cache; got {type(cache).__name__}.")
-    have = checks.check_array(f"{name}.state", cache.state, "N HV K V", (None, config.HV, config.K, config.V))[0]
+    # The operator checks a StatePool, and the convolutions their own pools, which may have more slots.
+    ringed = isinstance(cache.state, state_pool.StatePool)
+    state = cache.state.states if ringed else cache.state
+    if not ringed:
+        checks.check_array(f"{name}.state", state, "N HV K V", (None, config.HV, config.K, config.V))
+    have_states = state.shape[0]
     wanted = run.num_states(B)
-    checks.check(wanted in (None, have), f"`{name}` must be of {wanted} sequences, as `x` is; got one of {have}.")
+    fits = wanted in (None, have_states)
+    checks.check(fits, f"`{name}` must be of {wanted} sequences, as `x` is; got one of {have_states}.")
     wanted, have = len(config.channels), len(cache.conv)
     checks.check(wanted == have, f"`{name}.conv` must have {wanted} arrays; got {have}.")
     for i, (conv, channels) in enumerate(zip(cache.conv, config.channels, strict=True)):
-        checks.check_array(f"{name}.conv[{i}]", conv, "N W-1 C", (cache.state.shape[0], config.W - 1, channels))
+        checks.check_array(
+            f"{name}.conv[{i}]", conv, "N W-1 C", (None if ringed else have_states, config.W - 1, channels)
+        )
 
 
 @functools.cache

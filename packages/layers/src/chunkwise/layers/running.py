@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
 from chunkwise.layers import config, division
 from chunkwise.shared.kernels import remat
-from chunkwise.shared.operators import arguments, checks, context
+from chunkwise.shared.operators import arguments, checks, context, state_pool
 
 # What the packages around the operator call its implementations; and its decode step, which has no stages.
 AROUND = {None: None, "xla": "xla", "staged": "pallas", "fused": "pallas"}
@@ -49,11 +49,11 @@ class Cache(NamedTuple):
     Attributes:
       conv: the last W - 1 inputs of the convolutions of queries, keys and values, [N, W - 1, channels] each; empty
         where the layer has none.
-      state: the state of the operator [N, HV, K, V].
+      state: the state of the operator [N, HV, K, V], or in a pool the StatePool of `empty_pool`.
     """
 
     conv: tuple[jax.Array, ...]
-    state: jax.Array
+    state: Any
 
 
 def empty_cache(config: config.LayerConfig, N: int, dtype=jnp.float32, state_dtype=jnp.float32) -> Cache:
@@ -68,6 +68,34 @@ def empty_cache(config: config.LayerConfig, N: int, dtype=jnp.float32, state_dty
     _CONFIG.check(config)
     conv = tuple(jnp.zeros((N, config.W - 1, channels), dtype) for channels in config.channels)
     return Cache(conv, jnp.zeros((N, config.HV, config.K, config.V), state_dtype))
+
+
+def empty_pool(
+    config: config.LayerConfig,
+    slots: int,
+    dtype=jnp.float32,
+    state_dtype=jnp.float32,
+    *,
+    replay: int = 0,
+    decode_tokens: int = 1,
+) -> Cache:
+    """Return a pool whose states may be in 8 bits, and may have a ring of tokens: see `chunkwise.pipeline.make_pool`.
+
+    Args:
+      config: sizes of the layer.
+      slots: slots of the pool.
+      dtype: of the inputs of the convolutions.
+      state_dtype: of the states, int8 too.
+      replay: tokens of the ring of a slot, 0 for no ring.
+      decode_tokens: over a ring, the most tokens of a decode, as the step will say it: the convolutions keep their
+        inputs before each of them, [slots * decode_tokens, W - 1, channels].
+    """
+    _CONFIG.check(config)
+    conv = empty_cache(config, slots * decode_tokens, dtype).conv
+    state = state_pool.make_pool(
+        slots, config.HV, config.K, config.V, state_dtype, replay=replay, H=config.H, per_channel=config.per_channel
+    )
+    return Cache(conv, state)
 
 
 class Step(NamedTuple):
@@ -160,6 +188,7 @@ class Serving:
     pool: Cache
     step: Step
     block_size: int | None
+    decode_tokens: int | None
     implementation: str | None
     sharding: arguments.Sharding | None
 
@@ -177,18 +206,38 @@ class Serving:
         checks.check(isinstance(self.step, Step), f"`step` must be a Step; got {type(self.step).__name__}.")
         return self.step._asdict() | {"block_size": self.block_size}
 
+    @property
+    def _conv_slots(self) -> dict:
+        """The slots of the convolutions: over a ring, the inputs before every token of a decode have one of their own.
+
+        A slot of the states then has the slots slot * U to slot * U + U - 1, for decodes of at most U tokens.
+        """
+        given, pool = self._slots, self.pool.state
+        if not isinstance(pool, state_pool.StatePool) or pool.count is None:
+            return given
+        U = self.decode_tokens or 1
+        wide = lambda slots, t: jnp.where(slots >= 0, slots * jnp.int32(U) + t, jnp.int32(-1))
+        indices = jnp.asarray(given["state_indices"])
+        source = indices if given["read_indices"] is None else jnp.asarray(given["read_indices"])
+        given["read_indices"] = wide(source, state_pool.last_kept(pool, source, given["num_accepted_tokens"]))
+        given["state_indices"] = wide(indices[:, None], jnp.arange(U, dtype=jnp.int32)[None])
+        given["num_accepted_tokens"] = None
+        if given["block_state_indices"] is not None:
+            given["block_state_indices"] = wide(jnp.asarray(given["block_state_indices"]), jnp.int32(0))
+        return given
+
     def convolve(self, i: int, x, weight, bias, heads: int):
         """Do as `Sequences.convolve` does."""
         return causal_conv1d_update(
-            x, self.pool.conv[i], weight, bias, **self._slots, implementation=AROUND[self.implementation],
+            x, self.pool.conv[i], weight, bias, **self._conv_slots, implementation=AROUND[self.implementation],
             sharding=division.split_heads(self.sharding, heads),
         )  # fmt: skip
 
     def operate(self, operators: Operators, *arrays, **options):
         """Do as `Sequences.operate` does."""
         return operators.ragged(
-            *arrays, self.pool.state, **options, **self._slots, implementation=self.implementation,
-            sharding=self.sharding,
+            *arrays, self.pool.state, **options, **self._slots, decode_tokens=self.decode_tokens,
+            implementation=self.implementation, sharding=self.sharding,
         )  # fmt: skip
 
 

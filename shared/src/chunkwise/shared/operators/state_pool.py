@@ -192,6 +192,12 @@ def kept_tokens(pool: StatePool, source: jax.Array, accepted: jax.Array | None) 
     return count - drafts + jnp.clip(accepted, 0, drafts)
 
 
+def last_kept(pool: StatePool, source: jax.Array, accepted: jax.Array | None) -> jax.Array:
+    """Return which token of the last decode of some slots is the last that is kept, int32 [n]; 0 after a prefill."""
+    drafts = _take(pool.drafts, source)
+    return jnp.maximum(drafts if accepted is None else jnp.clip(accepted, 0, drafts), 1) - 1
+
+
 def load(pool: StatePool, source: jax.Array, kept: jax.Array | None) -> jax.Array:
     """Return the states of some slots, float32 [n, HV, K, V], with so many tokens of their rings; zeros for no slot."""
     states = _take(pool.states, source).astype(jnp.float32)
