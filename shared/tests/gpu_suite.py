@@ -15,8 +15,9 @@ from chunkwise.shared.testing import compare, inputs, oracle
 # Boundaries: an empty sequence, several in a chunk, one over a group of chunks, and padding. None for rows of a batch.
 BATCHES = {"rows": None, "documents": inputs.boundaries(3, 0, 20, 5, 75, 17), "states": inputs.boundaries(3, 0, 90, 27)}
 T, C, H, HV, K, V = 130, 16, 1, 2, 16, 24
-# In float32 whatever the size, and with products of three bfloat16 passes a tenth of a rounding to bfloat16, 1.1e-3.
-TOLERANCE = {None: 1e-6, 3: 1e-4}
+# In float32 a decay of e^-30 has the error of its exponent, 30 roundings of 6e-8. With products of three bfloat16
+# passes the error is at most a tenth of a rounding to bfloat16, 1.1e-3.
+TOLERANCE = {None: 3e-6, 3: 1e-4}
 
 
 @contextlib.contextmanager
