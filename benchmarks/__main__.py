@@ -23,6 +23,7 @@ from benchmarks import (
     packed,
     pages,
     plots,
+    pools,
     remat,
     scale,
     shipped,
@@ -121,6 +122,8 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--implementation", action="append", choices=["xla", "staged", "fused"], help="may be repeated")
     one.add_argument("--chip", action="append", choices=list(CHIPS), help="estimate for it instead of timing")
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
+    one = commands.add_parser("pools", parents=[saved], help="errors of decodes over every pool of states")
+    one.add_argument("--tokens", type=int, default=4096, help="of the text that is decoded")
     one = commands.add_parser("packed", parents=[saved], help="bundles of a packed batch that hands in and out states")
     one.add_argument("--operator", action="append", choices=packed.OPERATORS, help="may be repeated")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
@@ -228,6 +231,11 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
         yield from scale_jobs(options, options.implementation)
     elif options.command == "step":
         yield from step_jobs(options, options.implementation or default)
+    elif options.command == "pools":
+        for keys in pools.KEYS:
+            for strength in pools.STRENGTHS:
+                run = lambda a=(strength, keys, options.tokens): pools.measure(*a)
+                yield f"{keys}, {strength} nats", {"keys": keys, "gate": strength, "T": options.tokens}, run
     elif options.command == "packed":
         for operator in options.operator or packed.OPERATORS:
             for chip in options.chip or ["v6e"]:

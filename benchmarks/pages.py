@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from benchmarks import calibrate
-from chunkwise.pipeline import report
+from benchmarks import step as steps
+from chunkwise.pipeline import models, report
 from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.operators.checks import choose_chunk_size
@@ -440,6 +441,21 @@ def step() -> str:
     results = [select(rows_of(f"step-{chip}"), case="qwen3-next-80b") for chip in CHIPS]
     lines = [[title, *(cell(only(rows, mixture=mixture)) for rows in results)] for mixture, title in MIXTURES.items()]
     return table(["cycles; times the floor", *CHIPS], lines)
+
+
+@block
+def pools() -> str:
+    """The bytes of a decode over every pool, and the cycles of 64 on a v6e where they were estimated."""
+    layer, rows, lines = models.MODELS["qwen3-next-80b"], rows_of("step-v6e"), []
+    for dtype in ("float32", "bfloat16", "int8"):
+        for replay in (0, 8, 16, 32):
+            mixture = models.Mixture(64, pool=dtype, replay=replay)
+            kib = models.moved_bytes(layer, mixture)[0] / 64 / layer.HV / 2**10
+            known = next((name for name, x in steps.MIXTURES.items() if x == mixture), None)
+            found = [row for row in rows if row["case"] == "qwen3-next-80b" and row["mixture"] == known]
+            cycles = whole(found[0]["cycles"]) if found and found[0].get("cycles") else NONE
+            lines.append([dtype, f"{replay} tokens" if replay else "none", decimals(kib, 1), cycles])
+    return table(["states", "ring", "KiB a token and value head", "cycles of 64 decodes, v6e"], lines)
 
 
 @block

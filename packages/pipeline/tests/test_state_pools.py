@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.pipeline import (
     StatePool,
@@ -322,3 +323,12 @@ def test_wrong_reads_and_writes():
         write_states(pool, slots, jnp.zeros((2, HV, V, K)))
     with pytest.raises(ValueError, match="`pool` must be a StatePool; got ArrayImpl"):
         read_states(pool.states, slots)
+
+
+def test_devices():
+    """An operator that divides itself over a mesh takes an array."""
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(AxisType.Auto,))
+    tokens = make_tokens("gated_delta_rule", np.random.default_rng(0), 3)
+    pool, heads = new_pool("gated_delta_rule", "float32", 8), PartitionSpec(None, None, "heads")
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="`states` must be an array where the operator divides"):
+        ragged_gated_delta_rule(*tokens, pool, **STREAM, sharding=heads)

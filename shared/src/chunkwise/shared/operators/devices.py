@@ -92,7 +92,8 @@ def on_device(
 
 def check_pool(arrays: partition.Arrays, division: partition.Division | None, pool: str) -> None:
     """Check that the devices that share the rows of a batch can share a pool of states, the argument of this name."""
-    if division is None or "state_indices" not in arrays:
+    # A StatePool is no array, and does not go with a mesh.
+    if division is None or "state_indices" not in arrays or pool not in arrays:
         return
     axes = division.axes["s"]
     slots, devices = arrays[pool].shape[0], partition.size_of(division.mesh, axes)
