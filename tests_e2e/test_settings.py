@@ -22,7 +22,7 @@ TOKENS = 6
 # Settings that say how a model is run, or that every config has, and no layer of transformers reads.
 COMMON = ("architectures", "dtype", "id2label", "label2id", "model_type", "return_dict", "transformers_version")
 ACTIVATIONS = ("silu", "gelu", "sigmoid")
-THOROUGH = dict(test_every_setting=lambda name: name not in ("qwen4_exp, sigmoid", "falcon_h1, norm after the gate"))
+THOROUGH = dict(test_every_setting=lambda name: name != "qwen4_exp, sigmoid")
 
 
 def others(value) -> list[list]:
@@ -88,7 +88,7 @@ def token_by_token(function, config, x, weights):
 def test_every_setting(name):
     ours = MODELS[name]
     function, load = ours.functions
-    settings, wrong, read, refused = run(ours)[0].to_dict(), [], set(), set()
+    settings, wrong, read = run(ours)[0].to_dict(), [], set()
     tries = [(setting, each) for setting, value in settings.items() if setting not in COMMON for each in others(value)]
     for setting, values in tries:
         found = taken(ours, setting, values)
@@ -98,8 +98,7 @@ def test_every_setting(name):
         try:
             made = config_from(config, layer=0)
             weights = load(named, made)
-        except ValueError as failure:
-            refused.add((setting, str(failure)))
+        except ValueError:
             continue
         # As the file of a checkpoint has it.
         assert made == config_from(json.loads(config.to_json_string()), layer=0)
@@ -107,8 +106,7 @@ def test_every_setting(name):
             read.add(setting)
         if (distance := error(token_by_token(function, made, x, weights), y)) > TOLERANCE["float32"]:
             wrong.append((setting, value, distance))
-    print("READ", name, sorted(read))
-    print("REFUSED", name, sorted(refused))
+    assert read, "no setting was seen to matter"
     assert not wrong
 
 
