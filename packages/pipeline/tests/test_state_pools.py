@@ -29,11 +29,12 @@ T, N, W, SLOTS, BLOCK = 150, 6, 3, 24, 64
 OPERATORS = {"gated_delta_rule": ragged_gated_delta_rule, "kda": ragged_kda, "simple_gla": ragged_simple_gla}
 # RMS errors of the states over the RMS of the float64 recurrence, one step after states that are the same.
 ACCURACY = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4, "int8": 1.2e-2}
-# Over a ring states and keys enter the matrix unit in parts.
-OUTPUTS = {"float32": 2e-6, "bfloat16": 2e-5, "float16": 2e-6, "int8": 2e-5}
+# The kernel over a ring goes on from what it has rounded, within a step too; plain JAX from what it rounds.
+EXACT = 2e-6
 IMPLEMENTATIONS = ["xla", "fused", "staged"]
 POOLS = [(dtype, replay) for dtype in ACCURACY for replay in (0, 8)]
-QUICK = [("gated_delta_rule", "xla", "float32", 8), ("kda", "fused", "int8", 8)]
+# The kernel's quick tests are in shared/tests.
+QUICK = [("gated_delta_rule", "xla", "float32", 8)]
 all_pools = pytest.mark.parametrize(
     ("implementation", "dtype", "replay"),
     # No TPU kernel takes a pool of float16.
@@ -138,7 +139,8 @@ def assert_schedule(operator: str, implementation: str, dtype: str, replay: int,
         o, used = np.asarray(o, np.float64)[0], len(want)
         assert not o[used:].any()
         if used:
-            assert rms(o[:used] - want) <= OUTPUTS[dtype] * (1 + rms(want))
+            limit = ACCURACY[dtype] if replay and implementation != "xla" else EXACT
+            assert rms(o[:used] - want) <= limit * (1 + rms(want))
         for slot in set(range(SLOTS)) - written:
             assert bits(pool, slot) == bits(held, slot), f"slot {slot} has changed"
         states = np.asarray(read_states(pool, slots), np.float64)
