@@ -60,8 +60,8 @@ def setup() -> None:
     jax.config.update("jax_platforms", "cpu")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     spec = importlib.util.find_spec("nvidia")
-    found = [str(path.parent) for folder in (spec and spec.submodule_search_locations) or () for path in
-             Path(folder).glob("*/bin/ptxas")]  # fmt: skip
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    found = [str(path.parent) for folder in folders for path in Path(folder).glob("*/bin/ptxas")]
     os.environ["PATH"] = os.pathsep.join([*found, os.environ["PATH"]])
 
 
