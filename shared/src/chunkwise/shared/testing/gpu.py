@@ -15,6 +15,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from chunkwise.shared.operators import platforms
+
 # What XLA asks a GPU about itself.
 H100 = """
 gpu_device_info {
@@ -66,7 +68,7 @@ def setup() -> None:
 
 
 def compile_for(fn, *specs, device: str = H100, donate_argnums: tuple[int, ...] = ()):
-    """Return the executable of `fn` for one GPU; nothing is allocated.
+    """Return the executable of `fn` for one GPU, by the forms for GPUs; nothing is allocated.
 
     Args:
       fn: a function of arrays.
@@ -77,7 +79,8 @@ def compile_for(fn, *specs, device: str = H100, donate_argnums: tuple[int, ...] 
     topology = topologies.get_topology_desc("", "cuda", target_config=device, topology="1x1x1")
     placement = SingleDeviceSharding(topology.devices[0])
     placed = jax.jit(fn, in_shardings=placement, out_shardings=placement, donate_argnums=donate_argnums)
-    return placed.trace(*specs).lower().compile()
+    with platforms.gpu_forms():
+        return placed.trace(*specs).lower().compile()
 
 
 class Operation(NamedTuple):
