@@ -82,7 +82,7 @@ def test_interaction(C, base, strength, pairs):
     def kernel(q, k, table, *refs):
         *blocks, turned = refs
         decays = tile.chunk_decays([x[...] for x in blocks], base)
-        turned[...] = tile.interaction_tile(q[...], k[...], decays, table[...], jnp.float32, pairs)
+        turned[...] = tile.interaction_tile(q[...], k[...], k[...], decays, table[...], jnp.float32, pairs)
 
     shape = jax.ShapeDtypeStruct((2, C, 2 * C), jnp.float32)
     turned = pl.pallas_call(kernel, out_shape=shape, interpret=True)(*args, table, *blocks_of(g * LOG2_E, base))

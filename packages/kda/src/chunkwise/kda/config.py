@@ -23,9 +23,9 @@ def vmem_bytes_per_head(C: int, K: int, V: int, itemsize: int) -> int:
     return 2 * C * (2 * K + 2 * V) * itemsize + 8 * C * K + 4 * K * V * 3 + 4 * C * (16 * K + 6 * V + 8 * C)
 
 
-def default_for(H: int, HV: int, C: int, K: int, V: int, itemsize: int) -> Config:
-    """Return the Config for these shapes; K and V already padded to lanes."""
-    size = vmem_bytes_per_head(C, K, V, itemsize)
+def default_for(H: int, HV: int, C: int, K: int, V: int, itemsize: int, gates: int = 0) -> Config:
+    """Return the Config for these shapes; K and V already padded to lanes. `gates` are those of erasing and writing."""
+    size = vmem_bytes_per_head(C, K, V, itemsize) + 2 * gates * C * max(K, V) * itemsize
     return Config(
         heads=launcher.pick_heads(HV, H, size, most=16),
         heads_bwd=launcher.pick_heads(HV, H, size * 5 // 4, most=16),

@@ -8,8 +8,9 @@ _EXPONENTIALS = 5
 
 
 def cost(
-    *, B: int, T: int, H: int, HV: int, K: int, V: int, C: int, itemsize: int = 2, backward: bool = False
-) -> pl.CostEstimate:
+    *, B: int, T: int, H: int, HV: int, K: int, V: int, C: int, itemsize: int = 2, backward: bool = False,
+    more: int = 0,
+) -> pl.CostEstimate:  # fmt: skip
     """Return what the chunked form costs: the flops of its matrix products, and every array moved once.
 
     The forward multiplies queries and keys by keys (C K each: every pair of rows belongs to one level), the inverse and
@@ -20,6 +21,7 @@ def cost(
       B, T, H, HV, K, V, C: sizes, as in `chunk_kda`; C is the chunk size.
       itemsize: bytes of an element of q, k, v and o; gates and beta have 4.
       backward: of the backward alone instead of the forward.
+      more: bytes of other tokens that are read, of operators that erase and write apart.
     """
     tokens = B * T
     keys, values, gates = 2 * H * K * itemsize, 2 * HV * V * itemsize, 4 * HV * (K + 1)
@@ -27,13 +29,14 @@ def cost(
         flops=(2 if backward else 1) * 2 * tokens * HV * (2 * C * K + 2 * C * V + 3 * K * V),
         transcendentals=_EXPONENTIALS * tokens * HV * K,
         # The backward reads these and writes a gradient for each.
-        bytes_accessed=(2 if backward else 1) * tokens * (keys + values + gates),
+        bytes_accessed=(2 if backward else 1) * (tokens * (keys + values + gates) + more),
     )
 
 
 def states_cost(
-    *, B: int, T: int, H: int, HV: int, K: int, V: int, C: int, itemsize: int = 2, backward: bool = False
-) -> pl.CostEstimate:
+    *, B: int, T: int, H: int, HV: int, K: int, V: int, C: int, itemsize: int = 2, backward: bool = False,
+    more: int = 0,
+) -> pl.CostEstimate:  # fmt: skip
     """Return what a launch costs that takes states alone through the tokens, without queries and outputs.
 
     The forward makes the scores of the keys and multiplies the inverse by values, the state by keys and by new values.
@@ -46,5 +49,6 @@ def states_cost(
     return pl.CostEstimate(
         flops=2 * tokens * HV * products,
         transcendentals=(2 if backward else _EXPONENTIALS) * tokens * HV * K,
-        bytes_accessed=tokens * ((1 + backward) * H * K * itemsize + HV * (V * itemsize + 4 * (K + 1 + matrices))),
+        bytes_accessed=tokens * ((1 + backward) * H * K * itemsize + HV * (V * itemsize + 4 * (K + 1 + matrices)))
+        + more,
     )

@@ -3,10 +3,13 @@
 With K, Q, V the rows of a chunk, S the state before it, B = diag(beta), D_ij = e^(G_i - G_j) per channel, and <.>_D the
 products of `tile.interaction_tile`,
 
-    A_inv = (I + tril(<K, K>_D, -1) B)^-1         P = scale tril(<Q, K>_D) B      no state in them
-    R = V - (K e^G) S                             what the keys do not recall yet
+    A_inv = (I + tril(<E, K>_D, -1) B)^-1         P = scale tril(<Q, K>_D) B      no state in them
+    R = V - (E e^G) S                             what the keys do not recall yet
     U = A_inv R                                   v_new over beta: v_new is B U
     o = scale (Q e^G) S + P U                     S' = e^G_last S + (K e^(G_last - G))^T B U
+
+E are the erase keys: K in Kimi delta attention, rows of their own or keys times erase gates in the operators that erase
+and write apart, whose write gates multiply V where it is loaded. Nothing else tells these operators apart.
 
 The kernels hold every state transposed, [V, K]: a decay per channel then multiplies its lanes. P of a chunk, and A_inv
 as far as it takes no products, are made in the grid step before the one that takes the state through it: the two halves
@@ -96,15 +99,29 @@ def load_keys(ref, valid, static: FusedStatic, which: slice = slice(None)) -> ja
     return tiles.l2norm(heads).astype(ref.dtype).astype(jnp.float32) if static.normalise else heads
 
 
-def load_gates(refs, valid) -> tuple[jax.Array, jax.Array]:
+def load_erase_gates(refs, valid, static: FusedStatic, heads: slice = slice(None)) -> jax.Array:
+    """Return what erase gates multiply keys by to make erase keys, float32 [heads, C, K]."""
+    return layout.load_heads(refs.b, static.K, heads, valid).astype(jnp.float32)
+
+
+def load_values(refs, valid, static: FusedStatic, heads: slice = slice(None)) -> jax.Array:
+    """Return what is written, values times their write gates if there are any, float32 [heads, C, V]."""
+    v = layout.load_heads(refs.v, static.V, heads, valid).astype(jnp.float32)
+    return v if refs.w is None else v * layout.load_heads(refs.w, static.V, heads, valid).astype(jnp.float32)
+
+
+def load_gates(refs, valid, static: FusedStatic) -> tuple[jax.Array, jax.Array]:
     """Return gates [C, heads K], with a law raw and whole, and beta [heads, C]; rows that are not valid are zero."""
     g, beta = refs.g[...], refs.beta[...]
-    if valid is not None:
-        valid_row = tiles.to_row(valid.astype(jnp.float32)[None])[0] > 0.0  # [1, C]
+    valid_row: Any = None if valid is None else tiles.to_row(valid.astype(jnp.float32)[None])[0] > 0.0  # [1, C]
+    if not static.per_channel:
+        g = g if valid is None else jnp.where(valid_row, g, 0.0)
+        column = tiles.to_column(g[:, None])  # [heads, C, 1]
+        g = jnp.concatenate([jnp.broadcast_to(x, (static.C, static.K)) for x in column], axis=1)
+    elif valid is not None:
         # A law comes first: see `decays_of`.
         g = jnp.where(valid, g, 0.0) if refs.law is None else g
-        beta = jnp.where(valid_row, beta, 0.0)
-    return g, beta
+    return g, beta if valid is None else jnp.where(valid_row, beta, 0.0)
 
 
 def whole_block(*shape: int) -> pl.BlockSpec:
@@ -115,6 +132,22 @@ def whole_block(*shape: int) -> pl.BlockSpec:
 def law_block(lanes: int) -> pl.BlockSpec:
     """Return how a launch cuts `Operands.law`: all of it in these lanes of a block of heads."""
     return pl.BlockSpec((2, lanes), lambda b, h, *_: (0, h))
+
+
+def rows_block(x: jax.Array, static: FusedStatic, heads: int, cut: layout.Blocks) -> tuple[jax.Array, pl.BlockSpec]:
+    """Return a number per token and head [B, NT, HV, C] as a launch takes it, and how the launch cuts it."""
+    blocks = x.reshape(static.B, -1, static.HV // heads, heads, static.C)
+    return blocks, cut.rows(None, None, heads, static.C)
+
+
+def gates_block(g: jax.Array, static: FusedStatic, heads: int, cut: layout.Blocks) -> tuple[jax.Array, pl.BlockSpec]:
+    """Do as `rows_block` for gates per head or per channel."""
+    return (g, cut.tokens(heads * static.K)) if static.per_channel else rows_block(g, static, heads, cut)
+
+
+def more_bytes(x: Operands) -> int:
+    """Return the bytes of what only operators have that erase and write apart."""
+    return sum(y.size * y.dtype.itemsize for y in (x.e, x.b, x.w) if y is not None)
 
 
 def decays_of(g, refs, valid, static: FusedStatic, first: int = 0, unit: float = 1.0, exact: bool = True):
@@ -135,13 +168,20 @@ def store_continuing(ref, masks: layout.SequenceMasks) -> None:
 
 
 def tokens_not_finite(refs, static: FusedStatic) -> jax.Array:
-    """Return which rows are not finite in q, k, g or beta, float32 [1, C, 1]."""
+    """Return which rows are not finite in q, k, g, beta or what erases, float32 [1, C, 1]."""
     g = refs.g[...] if refs.law is None else decays_of(refs.g[...], refs, None, static)
     # A gate of -inf only forgets everything.
-    g = jnp.where(g == -jnp.inf, 0.0, g)[None]  # [1, C, heads K]
+    g = jnp.where(g == -jnp.inf, 0.0, g)  # [C, heads K] or [heads, C]
+    g = g[None] if static.per_channel else tiles.to_column(g[:, None])  # [1, C, heads K] or [heads, C, 1]
     beta = tiles.to_column(refs.beta[...][:, None])  # [heads, C, 1]
-    q, k = (layout.load_heads(ref, static.K) for ref in (refs.q, refs.k))  # [key heads, C, K]
-    return nonfinite.rows_not_finite(q, k, g, beta)
+    # Each is [heads, C, K] of its heads.
+    keys = [layout.load_heads(x, static.K) for x in (refs.q, refs.k, refs.e, refs.b) if x is not None]
+    return nonfinite.rows_not_finite(*keys, g, beta)
+
+
+def values_not_finite(refs, static: FusedStatic) -> jax.Array:
+    """Return which rows are not finite in v or its write gates, float32 [1, C, 1]."""
+    return nonfinite.rows_not_finite(*(layout.load_heads(x, static.V) for x in (refs.v, refs.w) if x is not None))
 
 
 class KdaFwdRefs(NamedTuple):
@@ -154,8 +194,11 @@ class KdaFwdRefs(NamedTuple):
     q: Any  # [C, keys K]
     k: Any  # [C, keys K]
     v: Any  # [C, heads V] of prev
-    g: Any  # [C, heads K]
+    g: Any  # [C, heads K], or [heads, C] for gates per head
     beta: Any  # [heads, C]
+    e: Any = None  # [C, keys K]
+    b: Any = None  # [C, heads K]
+    w: Any = None  # [C, heads V] of prev
     levels: Any = None  # int32 [C, 2 C], `tile.level_table`
     owner: Any = None  # int32 [1, 1, C]
     initial_state: Any = None  # [heads, V, K]
@@ -200,22 +243,23 @@ def _grid_step(
         prev,
         C,
         lambda: tokens_not_finite(refs, static),
-        lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, static.V)),
+        lambda: values_not_finite(refs, static),
     )
     (masks, valid, _), (_, valid_prev, _) = isolated, isolated_prev
     if masks is not None:
         store_continuing(refs.continuing, masks)
-    gates, betas = load_gates(refs, valid)  # [C, heads K], [heads, C]
+    gates, betas = load_gates(refs, valid, static)  # [C, heads K], [heads, C]
     beta_rows = packed.side_lanes(betas[:, None], p)  # [heads / p, 1, p C]
     # One head at a time: all of them at once would not stay in registers.
-    load_q, load_k = (
-        functools.cache(lambda i, ref=ref: load_keys(ref, valid, static, slice(i, i + 1))) for ref in (refs.q, refs.k)
+    load_q, load_k, load_e = (
+        functools.cache(lambda i, ref=ref: load_keys(ref, valid, static, slice(i, i + 1)))
+        for ref in (refs.q, refs.k, refs.e)
     )
 
     # The products of a pack do not wait for those of the chunk before, so the two alternate.
     staged, passing = [], pass_chunk(refs, valid_prev, static, dtype)
     preparing = (
-        staged.append((n, *prepare(refs, n, load_q, load_k, gates, betas, valid, masks, static)))
+        staged.append((n, *prepare(refs, n, (load_q, load_k, load_e), gates, betas, valid, masks, static)))
         for n in range(0, heads, p)
     )
     kernel, packs = "fwd" if refs.o is not None else "summary", heads // p
@@ -238,13 +282,13 @@ def _grid_step(
     chunk_loop.poison_stages(refs, isolated, isolated_prev, (refs.o, refs.v_new_over_beta))
 
 
-def prepare(refs: KdaFwdRefs, n: int, load_q, load_k, gates, betas, valid, masks, static: FusedStatic):
+def prepare(refs: KdaFwdRefs, n: int, loads, gates, betas, valid, masks, static: FusedStatic):
     """Return what the next grid step needs of the pack of heads from n on in cur.
 
     Args:
       refs, static: of the kernel.
       n: the first head.
-      load_q, load_k: return a query or key head [1, C, K] of cur.
+      loads: they return a query, key or erase key head [1, C, K] of cur.
       gates, betas: of `load_gates`.
       valid, masks: of cur.
 
@@ -253,7 +297,11 @@ def prepare(refs: KdaFwdRefs, n: int, load_q, load_k, gates, betas, valid, masks
     """
     K, p, dtype = static.K, static.p, refs.v.dtype
     pack, base = range(n, n + p), static.base if refs.A_inv is None else 0
-    q, k = (jnp.concatenate([load(i // static.group) for i in pack]) for load in (load_q, load_k))
+    q, k, *e = (
+        jnp.concatenate([load(i // static.group) for i in pack]) for load in loads[: 2 if refs.e is None else 3]
+    )
+    e = e[0] if e else k
+    e = e if refs.b is None else e * load_erase_gates(refs, valid, static, slice(n, n + p))
     q, g = q * static.scale, gates[:, n * K : (n + p) * K]
     if refs.law is not None:
         # Pack by pack, because all decays at once would not stay in registers.
@@ -263,8 +311,8 @@ def prepare(refs: KdaFwdRefs, n: int, load_q, load_k, gates, betas, valid, masks
     store_block_decays(refs.decays, g, base, continuing, n * K // packed.LANES, refs.law is None)
     decays, beta = load_decays(refs.decays, pack, K, base), tiles.to_column(betas[n : n + p, None])  # [p, C, 1]
     # With the scores at hand no decay between two rows of the chunk is needed.
-    scores = tile.pack_scores(q, k, decays, refs.levels[...], masks, dtype) if refs.A_inv is None else None
-    return tile.pack_boundary([q, k] if refs.o is not None else [k], beta, decays, masks), scores
+    scores = tile.pack_scores(q, e, k, decays, refs.levels[...], masks, dtype) if refs.A_inv is None else None
+    return tile.pack_boundary([q, e] if refs.o is not None else [e], k, beta, decays, masks), scores
 
 
 def store_pack(refs: KdaFwdRefs, n: int, boundary, scores, beta_rows, static: FusedStatic) -> None:
@@ -309,7 +357,7 @@ def pass_state(refs: KdaFwdRefs, valid, A_inv, heads: slice, static: FusedStatic
         refs.h[heads] = S.astype(refs.h.dtype)
     state_reads = tile.read_state(refs.readers[heads], S)  # [h, 2 C or C, V]
     yield
-    v = layout.load_heads(refs.v, static.V, heads, valid).astype(jnp.float32)  # [h, C, V]
+    v = load_values(refs, valid, static, heads)  # [h, C, V]
     if S.shape[1] > static.V:  # channels without values
         v = packed.concat_lanes([v, jnp.zeros((*v.shape[:2], S.shape[1] - static.V), jnp.float32)])
     A_inv_parts = packed.concat_lanes(packed.split_bf16(A_inv[packs], dtype))
@@ -329,7 +377,7 @@ def pass_state(refs: KdaFwdRefs, valid, A_inv, heads: slice, static: FusedStatic
     )  # [h, V, K]
 
 
-def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
+def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator: str = "kda") -> dict[str, jax.Array]:
     """Run the forward, or the part of it that makes these outputs.
 
     Without o no query reads the state, and the initial states may have more channels than v: the values of those are
@@ -339,6 +387,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
       x: what the kernel reads. With A_inv and scores, of an earlier launch, they are not made again.
       static: what is known when it is built.
       outputs: names.
+      operator: in the name of the kernel.
 
     Returns:
       A dict of these outputs: o [B, T, HV V] in the type of v; ht, the final states [N, HV, V, K] float32; h, the
@@ -387,7 +436,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     return launcher.launch(
         functools.partial(_fwd_kernel, static=static),
         KdaFwdRefs,
-        name=f"chunk_kda_{'fwd' if with_output else 'summary'}_c{C}",
+        name=f"chunk_{operator}_{'fwd' if with_output else 'summary'}_c{C}",
         # One more grid step, because the state passes a chunk one after the chunk is prepared.
         grid=(B, HV // heads, steps + 1),
         tables={"table": x.table},
@@ -396,8 +445,11 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
             "q": (x.q, key),
             "k": (x.k, key),
             "v": (x.v, value),
-            "g": (x.g, cur.tokens(heads * K)),
-            "beta": (x.beta.reshape(B, -1, HV // heads, heads, C), cur.rows(None, None, heads, C)),
+            "g": gates_block(x.g, static, heads, cur),
+            "beta": rows_block(x.beta, static, heads, cur),
+            "e": (x.e, key),
+            "b": (x.b, cur.tokens(heads * K)),
+            "w": (x.w, value),
             "owner": (x.owner, cur.owner(C)),
             "initial_state": (x.initial_state, state),
             "law": (x.law, law_block(heads * K)),
@@ -410,7 +462,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
         scratch=scratch,
         in_place={} if x.pool is None else {"pool": "pool_out"},
         cost_estimate=(cost.cost if with_output else cost.states_cost)(
-            **static.sizes() | {"V": channels}, itemsize=dtype.itemsize
+            **static.sizes() | {"V": channels}, itemsize=dtype.itemsize, more=more_bytes(x)
         ),
         in_bounds=x.pool is None,  # nothing else comes from the caller's numbers
     )

@@ -24,11 +24,15 @@ class KdaBwdRefs(NamedTuple):
     table: Any  # int32 [11, B * steps]
     q: Any  # [C, keys K]
     k: Any  # [C, keys K]
-    g: Any  # [C, heads K]
+    g: Any  # [C, heads K], or [heads, C] for gates per head
     beta: Any  # [heads, C]
     A_inv: Any  # [n, C, p C]
     scores: Any  # [n, 2 C, p C]
     do: Any  # [C, heads V]
+    v: Any = None  # [C, heads V], beside w
+    e: Any = None  # [C, keys K]
+    b: Any = None  # [C, heads K]
+    w: Any = None  # [C, heads V]
     levels: Any = None  # int32 [2 C, C], `pair_table`
     owner: Any = None  # int32 [1, 1, C]
     h: Any = None  # [heads, V, K]
@@ -38,8 +42,11 @@ class KdaBwdRefs(NamedTuple):
     dq: Any = None  # [C, keys K]
     dk: Any = None  # [C, keys K]
     dv: Any = None  # [C, heads V]
-    dg: Any = None  # [C, heads K]
+    dg: Any = None  # [C, heads K] or [heads, C]
     dbeta: Any = None  # [heads, C]
+    de: Any = None  # [C, keys K]
+    db: Any = None  # [C, heads K]
+    dw: Any = None  # [C, heads V]
     dh0: Any = None  # [heads, V, K]
     dlaw: Any = None  # [2, heads K]
     dstate: Any = None  # float32 [heads, V, K]; dh0 where that is wanted
@@ -51,7 +58,8 @@ def _bwd_kernel(refs: KdaBwdRefs, *, static: FusedStatic) -> None:
     """Take the gradient of the state back through a chunk; the last chunk comes first."""
     if refs.dlaw is not None:
         pl.when(pl.program_id(2) == 0)(lambda: layout.clear(refs.dlaw))
-    chunk_loop.run_backward(refs, functools.partial(_grid_step, static=static), static)
+    body = functools.partial(_grid_step, static=static)
+    chunk_loop.run_backward(refs, body, static, (refs.de, refs.db, refs.dw))
 
 
 def _grid_step(refs: KdaBwdRefs, step: layout.TableStep, rows: chunk_loop.Rows, static: FusedStatic) -> None:
@@ -67,36 +75,42 @@ def _grid_step(refs: KdaBwdRefs, step: layout.TableStep, rows: chunk_loop.Rows, 
             masks, lambda: not_finite(refs, static), (refs.dstate, masks.ending, slice(None))
         )
     q, k = (kernel.load_keys(ref, valid, static) for ref in (refs.q, refs.k))  # [key heads, C, K]
-    gates, betas = kernel.load_gates(refs, valid)  # [C, heads K], [heads, C]
+    gates, betas = kernel.load_gates(refs, valid, static)  # [C, heads K], [heads, C]
     g = gates if refs.law is None else kernel.decays_of(gates, refs, valid, static)
     # Without gradients of tokens no decay between two rows of the chunk is needed.
     base = 0 if refs.dq is None else static.backward_base
     kernel.store_block_decays(refs.decays, g, base, None if masks is None else refs.continuing)
     group = min(static.group, heads)
-    q, k = (jnp.stack([x[n // group] for n in range(heads)]) for x in (q * static.scale, k))  # [heads, C, K]
+    by_value_head = lambda x: jnp.stack([x[n // group] for n in range(heads)])  # [heads, C, K]
+    q, k = (by_value_head(x) for x in (q * static.scale, k))
+    e = None if refs.e is None else by_value_head(kernel.load_keys(refs.e, valid, static))
+    if refs.b is not None:
+        e = (k if e is None else e) * kernel.load_erase_gates(refs, valid, static)
+    erase = k if e is None else e
     do = layout.load_heads(refs.do, static.V, valid=valid)  # [heads, C, V]
     beta = tiles.to_column(betas[:, None])  # [heads, C, 1]
     boundary = tile.boundary_tile(kernel.load_decays(refs.decays, range(heads), static.K, base), masks)
     if refs.dq is None:
         refs.dstate[...] = tile_bwd.state_bwd_tile(
-            q, k, beta, boundary, refs.A_inv[...], refs.scores[...], do, refs.dstate[...], refs.do.dtype
+            q, erase, k, beta, boundary, refs.A_inv[...], refs.scores[...], do, refs.dstate[...], refs.do.dtype
         )
     else:
-        _token_gradients(refs, q, k, beta, betas, boundary, do, valid, masks, step, static)
+        _token_gradients(refs, q, e, k, beta, betas, boundary, do, valid, masks, step, static)
     if rows is chunk_loop.Rows.MIXED:
         states = (refs.dstate, masks.carried), (refs.dlaw, True)
-        results = refs.dq, refs.dk, refs.dv, refs.dg
-        nonfinite.poison(nonfinite_rows, masks, results, *states, in_lanes=(refs.dbeta,))
+        results = refs.dq, refs.dk, refs.dv, refs.de, refs.db, refs.dw
+        results, in_lanes = ((*results, refs.dg), ()) if static.per_channel else (results, (refs.dg,))
+        nonfinite.poison(nonfinite_rows, masks, results, *states, in_lanes=(*in_lanes, refs.dbeta))
 
 
 def _token_gradients(
-    refs: KdaBwdRefs, q, k, beta, betas, boundary, do, valid, masks, step: layout.TableStep, static: FusedStatic
+    refs: KdaBwdRefs, q, e, k, beta, betas, boundary, do, valid, masks, step: layout.TableStep, static: FusedStatic
 ) -> None:
     """Store the gradients of a chunk, of its tokens and of the state before it.
 
     Args:
       refs, step, static: of the kernel.
-      q, k: [heads, C, K] float32, q scaled.
+      q, e, k: [heads, C, K] float32, q scaled; e is None where it is k.
       beta, betas: [heads, C, 1] and [heads, C].
       boundary: of `tile.boundary_tile`.
       do: [heads, C, V].
@@ -109,35 +123,56 @@ def _token_gradients(
         (refs.h[...], v_new_over_beta, refs.A_inv[...], refs.scores[...]),
         packed.side_lanes(betas[:, None], p),
     )
+    erase = k if e is None else e
     dS, dv, (dbeta, dbeta_row), d_scores, of_state = tile_bwd.outer_bwd_tile(
-        q, k, beta, beta_rows, boundary, residuals, do, refs.dstate[...], same, dtype
+        q, erase, k, beta, beta_rows, boundary, residuals, do, refs.dstate[...], same, dtype
     )
     refs.dstate[...] = dS
     # Pieces share the rows of a chunk; what a chunk stores past the last token is never read.
+    if refs.w is not None:
+        v, w = (layout.load_heads(ref, static.V, valid=valid).astype(jnp.float32) for ref in (refs.v, refs.w))
+        layout.store_heads(refs.dw, v * dv, stored)
+        dv = w * dv
     layout.store_heads(refs.dv, dv, stored)
-    by_head = [dbeta_row[n // p, :, n % p * C : (n % p + 1) * C] for n in range(heads)]  # each [1, C]
-    dbeta = tiles.to_row(dbeta)[:, 0] + jnp.concatenate(by_head)  # [heads, C]
-    refs.dbeta[...] = dbeta if stored is None else jnp.where(step.columns(C), dbeta, refs.dbeta[...])
+    if refs.dbeta is not None:
+        by_head = [dbeta_row[n // p, :, n % p * C : (n % p + 1) * C] for n in range(heads)]  # each [1, C]
+        dbeta = tiles.to_row(dbeta)[:, 0] + jnp.concatenate(by_head)  # [heads, C]
+        _store_in_lanes(refs.dbeta, dbeta, step, stored, C)
 
     # The products of the levels, pack by pack.
     by_pack = []
     for n in range(0, heads, p):
         pack, d_pack = slice(n, n + p), d_scores[n // p : n // p + 1]  # [1, 2 C, p C]
         decays = kernel.load_decays(refs.decays, range(n, n + p), K, static.backward_base)
-        by_pack.append(tile_bwd.interaction_bwd_tile(q[pack], k[pack], decays, refs.levels[...], d_pack, p, dtype))
+        tensors = q[pack], erase[pack], k[pack]
+        by_pack.append(tile_bwd.interaction_bwd_tile(*tensors, decays, refs.levels[...], d_pack, p, dtype))
     d_rows, d_columns = (jnp.concatenate(y) for y in zip(*by_pack, strict=True))  # [heads, 2 C, K], [heads, C, K]
-    dq, dk, later, earlier = tile_bwd.chunk_bwd_tile(q, k, d_rows, d_columns, of_state)
+    dq, de, dk, later, earlier = tile_bwd.chunk_bwd_tile(q, e, k, d_rows, d_columns, of_state)
     dg = tile_bwd.sum_over_rows(later, earlier, same, dtype)  # [C, heads K]
     if refs.law is not None:
         dg = through_law(refs, valid, dg, static)
     elif masks is not None:  # padding counts to the sequence before it, and its gates to what passes through
         dg = jnp.where(valid, dg, 0.0)
-    layout.store_rows(refs.dg, slice(None), dg, stored)
-    for ref, source, d in ((refs.dq, refs.q, static.scale * dq), (refs.dk, refs.k, dk)):
+    if static.per_channel:
+        layout.store_rows(refs.dg, slice(None), dg, stored)
+    else:
+        by_head = [jnp.sum(dg[:, n * K : (n + 1) * K], axis=1, keepdims=True) for n in range(heads)]  # each [C, 1]
+        _store_in_lanes(refs.dg, tiles.to_row(jnp.stack(by_head))[:, 0], step, stored, C)
+    if refs.b is not None:
+        # Without erase keys of their own the keys are erased by too.
+        layout.store_heads(refs.db, k * de, stored)
+        dk = dk + kernel.load_erase_gates(refs, valid, static) * de
+    gradients = [(refs.dq, refs.q, static.scale * dq), (refs.dk, refs.k, dk)]
+    for ref, source, d in gradients + ([] if refs.e is None else [(refs.de, refs.e, de)]):
         d = layout.sum_value_heads(d, min(static.group, heads))  # [key heads, C, K]
         if static.normalise:
             d = tiles.l2norm_gradient(layout.load_heads(source, K, valid=valid), d)
         layout.store_heads(ref, d, stored)
+
+
+def _store_in_lanes(ref, x, step: layout.TableStep, stored, C: int) -> None:
+    """Store a number per token x [heads, C], of the rows of the step only where `stored` is not None."""
+    ref[...] = x if stored is None else jnp.where(step.columns(C), x, ref[...])
 
 
 def through_law(refs: KdaBwdRefs, valid, dg, static: FusedStatic):
@@ -161,17 +196,18 @@ def not_finite(refs: KdaBwdRefs, static: FusedStatic) -> jax.Array:
     return nonfinite.rows_not_finite(*(layout.load_heads(ref, static.V) for ref in (refs.do, refs.v_new_over_beta)))
 
 
-def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
+def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator: str = "kda") -> dict[str, Any]:
     """Run the backward.
 
     Args:
       x: what the kernel reads: no values and initial states; h and v_new_over_beta only for gradients of tokens.
       static: what is known when it is built.
-      outputs: dq, dk, dv, dg, dbeta, with or without dlaw and dh0; or dh0 alone.
+      outputs: dq, dk, dv, dg, dbeta, with or without de, db, dw, dlaw and dh0; or dh0 alone.
+      operator: in the name of the kernel.
 
     Returns:
-      A dict of these gradients: dq, dk, dv, dg, dbeta, dlaw in the shapes of their inputs, dbeta float32, and dh0
-      [N, HV, V, K] float32, of the initial states.
+      A dict of these gradients: dq, dk, dv, dg, dbeta, de, db, dw, dlaw in the shapes of their inputs, dbeta float32,
+      and dh0 [N, HV, V, K] float32, of the initial states.
     """
     B, HV, C, K, V, steps, heads = (
         static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads_bwd
@@ -179,8 +215,11 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     p, keys, blocks, of_tokens = static.p, static.key_blocks(heads)[0], HV // heads, "dq" in outputs
     cut = chunk_loop.blocks_backwards(static)
     key, share = cut.tokens(keys * K, static.key_blocks(heads)[1]), blocks * keys // static.H
-    value, gate = cut.tokens(heads * V), cut.tokens(heads * K)
-    beta, row, state = x.beta.reshape(B, -1, blocks, heads, C), cut.rows(None, None, heads, C), cut.state(heads, V, K)
+    value, channels, state = cut.tokens(heads * V), cut.tokens(heads * K), cut.state(heads, V, K)
+    (beta, row), (g, gate) = (
+        of(y, static, heads, cut) for of, y in ((kernel.rows_block, x.beta), (kernel.gates_block, x.g))
+    )
+    values = x if of_tokens and x.w is not None else Operands()
     # A block of heads inside a group of value heads gives a partial sum of the group, in lanes of its own.
     d_keys = cut.tokens(keys * K), (*x.q.shape[:2], blocks * keys * K), x.q.dtype if share == 1 else jnp.float32
     base = static.backward_base if of_tokens else 0
@@ -193,15 +232,19 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     gradients = launcher.launch(
         functools.partial(_bwd_kernel, static=static),
         KdaBwdRefs,
-        name=f"chunk_kda_{'bwd' if of_tokens else 'bwd_state'}_c{C}",
+        name=f"chunk_{operator}_{'bwd' if of_tokens else 'bwd_state'}_c{C}",
         grid=(B, blocks, steps),
         tables={"table": x.table},
         inputs={
             "levels": (jnp.asarray(tile_bwd.pair_table(C, base)) if base else None, kernel.whole_block(2 * C, C)),
             "q": (x.q, key),
             "k": (x.k, key),
-            "g": (x.g, gate),
+            "g": (g, gate),
             "beta": (beta, row),
+            "v": (values.v, value),
+            "e": (x.e, key),
+            "b": (x.b, channels),
+            "w": (values.w, value),
             "owner": (x.owner, cut.owner(C)),
             "h": (x.h, cut.per_step(heads, V, K)),
             "v_new_over_beta": (x.v_new_over_beta, value),
@@ -215,22 +258,26 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
             "dq": d_keys,
             "dk": d_keys,
             "dv": (value, x.do.shape, x.do.dtype),
-            "dg": (gate, x.g.shape, x.g.dtype),
+            "dg": (gate, g.shape, g.dtype),
             "dbeta": (row, beta.shape, jnp.float32),
+            "de": d_keys,
+            "db": (channels, None if x.b is None else x.b.shape, None if x.b is None else x.b.dtype),
+            "dw": (value, None if x.w is None else x.w.shape, None if x.w is None else x.w.dtype),
             "dh0": (state, (static.N, HV, V, K), jnp.float32),
             # A sum for every row of the batch, whose steps add to it.
             "dlaw": (pl.BlockSpec((None, 2, heads * K), lambda b, h, *_: (b, 0, h)), (B, 2, HV * K), jnp.float32),
         },
         requested=outputs,
         scratch=scratch,
-        cost_estimate=estimate(**static.sizes(), itemsize=x.q.dtype.itemsize, backward=True),
+        cost_estimate=estimate(**static.sizes(), itemsize=x.q.dtype.itemsize, backward=True, more=kernel.more_bytes(x)),
         in_bounds=True,
     )
-    if "dbeta" in gradients:
-        gradients["dbeta"] = gradients["dbeta"].reshape(x.beta.shape)
+    for name, y in (("dbeta", x.beta), ("dg", x.g)):
+        if name in gradients:
+            gradients[name] = gradients[name].reshape(y.shape)
     if "dlaw" in gradients:
         gradients["dlaw"] = jnp.sum(gradients["dlaw"], axis=0)
-    for name in ("dq", "dk"):
+    for name in ("dq", "dk", "de"):
         if name in gradients and share > 1:
             d = gradients[name].reshape(*x.q.shape[:2], static.H, share, K)
             gradients[name] = jnp.sum(d, axis=3).reshape(x.q.shape).astype(x.q.dtype)

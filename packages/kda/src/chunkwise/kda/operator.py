@@ -16,6 +16,11 @@ from chunkwise.shared.operators.operator import define
 def check(x: Arguments, options: Options) -> None:
     """Check the tensors of the operator, and the promise about its gates."""
     checks.check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens, per_channel=True)
+    check_bound(options)
+
+
+def check_bound(options: Options) -> None:
+    """Check the promise about gates."""
     bound = options.gate_lower_bound
     number = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
     checks.check(
@@ -29,8 +34,9 @@ def config_for(x: Arguments, options: Options) -> config.Config:
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
     fused.check_channels(x)
     sizes = options.config or config.default_for(
-        H, HV, options.chunk_size, packed.pad_lanes(K), packed.pad_lanes(V), _dtype(x).itemsize
-    )
+        H, HV, options.chunk_size, packed.pad_lanes(K), packed.pad_lanes(V), _dtype(x).itemsize,
+        gates=(x.b is not None) + (x.w is not None),
+    )  # fmt: skip
     for name in ("heads", "heads_bwd"):
         heads = getattr(sizes, name)
         checks.check(
@@ -42,6 +48,11 @@ def config_for(x: Arguments, options: Options) -> config.Config:
 
 def _dtype(x: Arguments):
     return matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
+
+
+def _narrow(x):
+    """Return gates as narrow as they are, but no TPU loads float16."""
+    return x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
 
 
 def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedStatic:
@@ -57,21 +68,23 @@ def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedS
         p=packed.packing(C, options.config.heads, options.config.heads_bwd),
         base=tile.base_block(options.gate_lower_bound, _dtype(x)),
         backward_base=tile.base_block(options.gate_lower_bound, jnp.float32),
-        lower_bound=options.activation.lower_bound,
+        lower_bound=options.activation.lower_bound, per_channel=x.g.ndim == 4,
     )  # fmt: skip
 
 
 def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
-    """Return the operands of a launch; step sizes are rows of chunks [B, NT, HV, C], states are [V, K]."""
+    """Return the operands of a launch; numbers per head are rows of chunks [B, NT, HV, C], states are [V, K]."""
     g, law = x.g.astype(jnp.float32), None
     if x.A_log is not None:
-        # Raw gates stay as narrow as they are, but no TPU loads float16.
-        g = x.g if x.g.dtype == jnp.bfloat16 else g
+        g = _narrow(x.g)
         law = jnp.stack(gates.lay_out_activation(x.A_log, x.dt_bias, g.shape[2:]))  # [2, HV, K]
         law = layout.to_lanes(law[None], 2)[0]
     q, k, v = (layout.to_lanes(y.astype(_dtype(x)), static.T) for y in (x.q, x.k, x.v))
+    e = None if x.p is None else layout.to_lanes(x.p.astype(_dtype(x)), static.T)
+    b, w = (None if y is None else layout.to_lanes(_narrow(y), static.T) for y in (x.b, x.w))
+    g = layout.to_lanes(g, static.T) if static.per_channel else layout.to_rows(g, static.C)
     return Operands(
-        q=q, k=k, v=v, g=layout.to_lanes(g, static.T), beta=layout.to_rows(x.beta.astype(jnp.float32), static.C),
+        q=q, k=k, v=v, e=e, b=b, w=w, g=g, beta=layout.to_rows(x.beta.astype(jnp.float32), static.C),
         law=law, initial_state=fused.kernel_states(x.initial_state, transposed=True),
     )  # fmt: skip
 

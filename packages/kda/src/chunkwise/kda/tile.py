@@ -176,11 +176,11 @@ def level_factors(x: ChannelDecays):
         yield 0, None, for_columns, twice(for_rows)
 
 
-def interaction_tile(q, k, decays: ChannelDecays, table, dtype, pairs: bool = False) -> jax.Array:
-    """Return the decayed products of queries and keys with keys, transposed.
+def interaction_tile(q, e, k, decays: ChannelDecays, table, dtype, pairs: bool = False) -> jax.Array:
+    """Return the decayed products of queries and erase keys with keys, transposed.
 
     Args:
-      q, k: [h, C, K] float32.
+      q, e, k: [h, C, K] float32; e is k where what is erased is read by k.
       decays: between the rows.
       table: `level_table` [1, C, 2 C], for the base of the decays.
       dtype: of the operands of the products. The columns keep 16 bits: the rounding of a row is the same for all its
@@ -191,10 +191,10 @@ def interaction_tile(q, k, decays: ChannelDecays, table, dtype, pairs: bool = Fa
         left halves of the even one.
 
     Returns:
-      [h, C, 2 C] float32: for key j <q_i, e^(G_i - G_j) k_j>, i >= j, beside <k_i, e^(G_i - G_j) k_j>, i > j.
+      [h, C, 2 C] float32: for key j <q_i, e^(G_i - G_j) k_j>, i >= j, beside <e_i, e^(G_i - G_j) k_j>, i > j.
     """
     h, C, operand = k.shape[0], k.shape[1], matmul.operand_dtype(dtype)
-    stacked = packed.concat_rows([q, k])  # [h, 2 C, K]
+    stacked = packed.concat_rows([q, e])  # [h, 2 C, K]
     out = jnp.zeros((h, C, 2 * C), jnp.float32)  # [h, C, 2 C]
     if decays.base is None:
         # No product holds a row with itself, which has no decay.
@@ -276,36 +276,37 @@ def transposed(x):
     return jnp.swapaxes(x.reshape(p * C, R), 0, 1)[None]
 
 
-def pack_scores(q, k, decays: ChannelDecays, levels, masks: layout.SequenceMasks | None, dtype) -> jax.Array:
-    """Return the packed scores of queries above those of keys, [1, 2 C, p C], of a pack of heads.
+def pack_scores(q, e, k, decays: ChannelDecays, levels, masks: layout.SequenceMasks | None, dtype) -> jax.Array:
+    """Return the packed scores of queries above those of erase keys, [1, 2 C, p C], of a pack of heads.
 
     Args:
-      q, k: [p, C, K] float32, q scaled.
+      q, e, k: [p, C, K] float32, q scaled.
       decays: between the rows of the chunk.
       levels: `level_table`.
       masks: of a chunk that holds several sequences, or None.
       dtype: of the operands of the products.
     """
-    interaction = interaction_tile(q, k, decays, levels[None], dtype, pairs=len(q) % 2 == 0)  # [p, C, 2 C]
+    interaction = interaction_tile(q, e, k, decays, levels[None], dtype, pairs=len(q) % 2 == 0)  # [p, C, 2 C]
     scores = transposed(interaction)  # [1, 2 C, p C]
     return scores if masks is None else jnp.where(packed_pairs(masks.same, len(q)), scores, 0.0)
 
 
-def pack_boundary(readers, beta, decays: ChannelDecays, masks: layout.SequenceMasks | None):
+def pack_boundary(readers, k, beta, decays: ChannelDecays, masks: layout.SequenceMasks | None):
     """Return what the state needs of the rows of a chunk, of a pack of heads.
 
     Args:
-      readers: [q, k] or [k], each [p, C, K] float32, q scaled.
+      readers: [q, e] or [e], each [p, C, K] float32, q scaled.
+      k: [p, C, K] float32.
       beta: [p, C, 1].
       decays, masks: as in `pack_scores`.
 
     Returns:
-      The rows that read the state before the chunk, decayed from its start: queries, if any, above keys, [p, 2 C or C,
-      K]; the keys times beta, decayed to its end [p, C, K]; the decay over all of it [p, 1, K].
+      The rows that read the state before the chunk, decayed from its start: queries, if any, above erase keys, [p, 2 C
+      or C, K]; the keys times beta, decayed to its end [p, C, K]; the decay over all of it [p, 1, K].
     """
     from_start, to_end, through = boundary_tile(decays, masks)  # [p, C, K], [p, C, K], [p, 1, K]
     readers_decayed = packed.concat_rows(readers) * packed.concat_rows([from_start] * len(readers))
-    return readers_decayed, (readers[-1] * beta) * to_end, through
+    return readers_decayed, (k * beta) * to_end, through
 
 
 def read_state(readers, S):

@@ -1,11 +1,11 @@
 """The tile mathematics of the backward of Kimi delta attention: arrays in, arrays out.
 
-States and their gradients are transposed, [V, K]. With the names of kernel.py, P = <Q, K>_D and A = tril(<K, K>_D, -1)
+States and their gradients are transposed, [V, K]. With the names of kernel.py, P = <Q, K>_D and A = tril(<E, K>_D, -1)
 without beta, Q scaled, and dS' arriving from the right:
 
     dv_new = P^T dO + (K e^(G_last - G)) dS'      dR = A_inv^T B dv_new      dV = dR
     dP = tril(dO U^T) B                           dA = -tril(dR U^T, -1) B
-    dS = e^G_last dS' + (Q e^G)^T dO - (K e^G)^T dR
+    dS = e^G_last dS' + (Q e^G)^T dO - (E e^G)^T dR
 
 dP and dA go back through the products of every level, each with its own factors of rows and of columns. None is above
 one, but with a bound on the gates those of base blocks: at most 2^96, and every pair of them multiplies to a decay.
@@ -33,19 +33,19 @@ def unpacked(x, p: int):
     return turned.reshape(x.shape[0] * p, -1, x.shape[1])
 
 
-def interaction_bwd_tile(q, k, decays: tile.ChannelDecays, table, d, p: int, dtype):
+def interaction_bwd_tile(q, e, k, decays: tile.ChannelDecays, table, d, p: int, dtype):
     """Return the gradients of `tile.interaction_tile` of rows [h, 2 C, K] and of k as columns [h, C, K].
 
     Only of pairs i > j: the diagonal has no gate, and a gate's gradient would be the difference of its two equal parts.
 
     Args:
-      q, k, decays, dtype: as there.
+      q, e, k, decays, dtype: as there.
       table: `pair_table`.
       d: packed gradient [n, 2 C, p C] of the scores of queries above those of keys.
       p: heads of a pack.
     """
     operand = matmul.operand_dtype(dtype)
-    stacked, turned = packed.concat_rows([q, k]), unpacked(d, p)  # [h, 2 C, K], [h, C, 2 C]
+    stacked, turned = packed.concat_rows([q, e]), unpacked(d, p)  # [h, 2 C, K], [h, C, 2 C]
     pairs = jnp.concatenate([table] * p, axis=1)[None]  # [1, 2 C, p C]
     pairs_turned = jnp.swapaxes(table, 0, 1)[None]  # [1, C, 2 C]
     split = [y.astype(jnp.float32) for y in packed.split_bf16(d, dtype)]  # each [n, 2 C, p C]
@@ -96,25 +96,25 @@ def back_to_values(k, beta, boundary, A_inv, scores, do, dS, dtype):
     return dv_new, packed.apply_transposed(A_inv, beta * dv_new, dtype, p)
 
 
-def back_to_state(q, k, boundary, down, dS, dtype):
+def back_to_state(q, e, boundary, down, dS, dtype):
     """Return the gradient of the state before a chunk, [h, V, K]; `down` are do above -dR, [h, 2 C, V] operands."""
     from_start, _, through = boundary
-    decayed = (packed.concat_rows([q, k]) * tile.twice(from_start)).astype(matmul.operand_dtype(dtype))  # [h, 2 C, K]
+    decayed = (packed.concat_rows([q, e]) * tile.twice(from_start)).astype(matmul.operand_dtype(dtype))  # [h, 2 C, K]
     return through * dS + matmul.dot_tn(down, decayed)
 
 
-def state_bwd_tile(q, k, beta, boundary, A_inv, scores, do, dS, dtype):
+def state_bwd_tile(q, e, k, beta, boundary, A_inv, scores, do, dS, dtype):
     """Return the gradient of the state before a chunk alone, [h, V, K]; the arguments are those of `outer_bwd_tile`."""
     operand = matmul.operand_dtype(dtype)
     _, dR = back_to_values(k, beta, boundary, A_inv, scores, do, dS, dtype)
-    return back_to_state(q, k, boundary, packed.concat_rows([do.astype(operand), (-dR).astype(operand)]), dS, dtype)
+    return back_to_state(q, e, boundary, packed.concat_rows([do.astype(operand), (-dR).astype(operand)]), dS, dtype)
 
 
-def outer_bwd_tile(q, k, beta, beta_row, boundary, residuals, do, dS, same, dtype):
+def outer_bwd_tile(q, e, k, beta, beta_row, boundary, residuals, do, dS, same, dtype):
     """Return the gradients of a chunk but for what goes through the interaction of its keys.
 
     Args:
-      q, k: [h, C, K] float32, q scaled.
+      q, e, k: [h, C, K] float32, q scaled.
       beta: [h, C, 1], and packed: beta_row [n, 1, p C].
       boundary: of `tile.boundary_tile`.
       residuals: of the forward: S [h, V, K] before the step, v_new_over_beta [h, C, V], packed A_inv [n, C, p C] and
@@ -150,27 +150,31 @@ def outer_bwd_tile(q, k, beta, beta_row, boundary, residuals, do, dS, same, dtyp
         jnp.sum(dv_new * v_new_over_beta, axis=-1, keepdims=True),
         jnp.sum(d_scores[:, C:] * scores[:, C:], axis=1, keepdims=True),
     )
-    return back_to_state(q, k, boundary, down, dS, dtype), dR, dbeta, d_scores * beta_row, of_state
+    return back_to_state(q, e, boundary, down, dS, dtype), dR, dbeta, d_scores * beta_row, of_state
 
 
-def chunk_bwd_tile(q, k, d_rows, d_columns, of_state):
-    """Return the gradients of the scaled queries and the keys [h, C, K], and of what their gates get (later, earlier).
+def chunk_bwd_tile(q, e, k, d_rows, d_columns, of_state):
+    """Return the gradients of queries, erase keys and keys [h, C, K], and of what their gates get (later, earlier).
 
     All gates see the state pass through, each row's gates the pairs below it, and what runs to the end the gates after
     it. `later` [h, C, K] is what a row passes to its own and all earlier gates, `earlier` what it passes to all later
     ones: sums of one kind only, because differences of cumulative ones would cancel where gates are strong.
 
     Args:
-      q, k: [h, C, K] float32, q scaled.
+      q, e, k: [h, C, K] float32, q scaled; e is None where it is k, whose gradient is then that of both.
       d_rows, d_columns: of `interaction_bwd_tile`.
       of_state: of `outer_bwd_tile`.
     """
     C, (d_start, d_end, d_itself, of_gates) = k.shape[1], of_state
     d_rows = d_rows + d_start  # [h, 2 C, K]
     last = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1) == C - 1
-    later = q * d_rows[:, :C] + k * (d_rows[:, C:] - d_columns) + jnp.where(last, of_gates, 0.0)  # [h, C, K]
-    dq, dk = d_rows[:, :C] + d_itself * k, d_rows[:, C:] + d_columns + d_end + d_itself * q
-    return dq, dk, later, k * d_end
+    dq, de = d_rows[:, :C] + d_itself * k, d_rows[:, C:]
+    if e is None:
+        of_keys, dk = k * (de - d_columns), de + d_columns + d_end + d_itself * q
+    else:
+        of_keys, dk = e * de - k * d_columns, d_columns + d_end + d_itself * q
+    later = q * d_rows[:, :C] + of_keys + jnp.where(last, of_gates, 0.0)  # [h, C, K]
+    return dq, de, dk, later, k * d_end
 
 
 def sum_over_rows(later, earlier, same, dtype):

@@ -26,19 +26,19 @@ class Decayed(NamedTuple):
     """Queries and keys with the decay between their row and a boundary of their block, all [n, b, K].
 
     Attributes:
-      q_start, k_start: from the start of the block to the row, its gate included.
+      q_start, e_start: of queries and erase keys, from the start of the block to the row, its gate included.
       k_end: from the row to the end.
       through: [n, 1, K], the decay over the whole block.
     """
 
     q_start: jax.Array
-    k_start: jax.Array
+    e_start: jax.Array
     k_end: jax.Array
     through: jax.Array
 
 
-def interactions(q, k, g, base, goes_on) -> tuple[jax.Array, jax.Array, Decayed]:
-    """Return scores of queries with keys, of keys with keys, and what passes the boundaries of chunks [M, C, K].
+def interactions(q, e, k, g, base, goes_on) -> tuple[jax.Array, jax.Array, Decayed]:
+    """Return scores of queries with keys, of erase keys with keys, and what passes boundaries of chunks [M, C, K].
 
     Blocks of `_BASE` rows as in the kernels, then neighbouring blocks are joined: the corner is one product.
     `goes_on` is `tile.continuing` [M, C, 1], or None.
@@ -49,7 +49,7 @@ def interactions(q, k, g, base, goes_on) -> tuple[jax.Array, jax.Array, Decayed]
     def blocks(x, size):
         return x.reshape(M * C // size, size, x.shape[-1])
 
-    q, k, g = blocks(q, b), blocks(k, b), blocks(g * tiles.LOG2_E, b)
+    q, e, k, g = blocks(q, b), blocks(e, b), blocks(k, b), blocks(g * tiles.LOG2_E, b)
 
     def by_row(x):
         """Return the first, the second rows and so on of all blocks of 8."""
@@ -58,43 +58,43 @@ def interactions(q, k, g, base, goes_on) -> tuple[jax.Array, jax.Array, Decayed]
     goes_on = None if goes_on is None else by_row(blocks(goes_on, b))
     in_blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_decays(by_row(g), base, goes_on)]
     decays, table = tile.chunk_decays(in_blocks, base), jnp.asarray(tile.level_table(b, base))[None]
-    scores = jnp.swapaxes(tile.interaction_tile(q, k, decays, table, jnp.float32), 1, 2)
+    scores = jnp.swapaxes(tile.interaction_tile(q, e, k, decays, table, jnp.float32), 1, 2)
     # A row with itself has no decay. In the product of a base block its gate would get a gradient as a row and lose it
     # as a column, up to a rounding far above the gradients of strong gates.
     itself = jnp.sum(q * k, axis=-1, keepdims=True)
-    x = Decayed(q * decays.start, k * decays.start, k * decays.end, decays.start[:, -1:])
-    scores_q, scores_k = jnp.where(jnp.eye(b, dtype=bool)[None], itself, scores[:, :b]), scores[:, b:]
+    x = Decayed(q * decays.start, e * decays.start, k * decays.end, decays.start[:, -1:])
+    scores_q, scores_e = jnp.where(jnp.eye(b, dtype=bool)[None], itself, scores[:, :b]), scores[:, b:]
 
     def pairs(x):
         return [x.reshape(len(x) // 2, 2, *x.shape[1:])[:, n] for n in range(2)]
 
     while b < C:
-        (_, q_right), (k_left, k_right), (e_left, e_right), (t_left, t_right) = map(pairs, x)
-        corner = matmul.dot_nt(jnp.concatenate([q_right, k_right], axis=1), e_left)
+        (_, q_right), (e_left, e_right), (k_left, k_right), (t_left, t_right) = map(pairs, x)
+        corner = matmul.dot_nt(jnp.concatenate([q_right, e_right], axis=1), k_left)
 
         def joined(x, lower_left):
             left, right = pairs(x)
             top = jnp.concatenate([left, jnp.zeros_like(left)], axis=2)
             return jnp.concatenate([top, jnp.concatenate([lower_left, right], axis=2)], axis=1)
 
-        scores_q, scores_k = joined(scores_q, corner[:, :b]), joined(scores_k, corner[:, b:])
+        scores_q, scores_e = joined(scores_q, corner[:, :b]), joined(scores_e, corner[:, b:])
         x = Decayed(
             q_start=jnp.concatenate([pairs(x.q_start)[0], q_right * t_left], axis=1),
-            k_start=jnp.concatenate([k_left, k_right * t_left], axis=1),
-            k_end=jnp.concatenate([e_left * t_right, e_right], axis=1),
+            e_start=jnp.concatenate([e_left, e_right * t_left], axis=1),
+            k_end=jnp.concatenate([k_left * t_right, k_right], axis=1),
             through=t_left * t_right,
         )
         b *= 2
-    return scores_q, scores_k, x
+    return scores_q, scores_e, x
 
 
 def chunk_kda(
-    q, k, v, g, beta, initial_state, starts, masks, base, keep_states, with_output: bool = True, X=None
+    q, e, k, v, g, beta, initial_state, starts, masks, base, keep_states, with_output: bool = True, X=None
 ) -> tuple[Any, jax.Array, jax.Array | None, jax.Array]:
     """Run chunks in order.
 
     Args:
-      q, k, g: [steps, n, C, K] float32, n = batch * heads; q scaled.
+      q, e, k, g: [steps, n, C, K] float32, n = batch * heads; q scaled, and e what erases: k in KDA itself.
       v: [steps, n, C, V] float32.
       beta: [steps, n, C] float32.
       initial_state: [n, V, K], or [N, n, V, K] with `starts`, or None for zeros. States may have more channels than v,
@@ -122,7 +122,7 @@ def chunk_kda(
     goes_on = None
     if masks is not None:
         goes_on = flat(jnp.broadcast_to(tile.continuing(masks.same)[:, None], (steps, n, C, 1)))
-    scores, M, decayed = jax.tree.map(per_step, interactions(flat(q), flat(k), flat(g), base, goes_on))
+    scores, M, decayed = jax.tree.map(per_step, interactions(*map(flat, (q, e, k, g)), base, goes_on))
     if masks is not None:
         scores, M = (jnp.where(masks.same[:, None], x, 0.0) for x in (scores, M))
     beta = beta[..., None]
@@ -141,11 +141,11 @@ def chunk_kda(
             S = jnp.where(first, zero if initial_state is None else initial_state[sequence], S)
         if masks is not None:
             masks = masks._replace(carried=masks.carried[None, :, None], ending=masks.ending[None, :, None])
-        q_start, k_start, k_end, through = tile.within_sequence(decayed[:2], decayed[2:3], decayed.through, masks)
-        readers = [q_start, k_start] if with_output else [k_start]
-        *seen_q, seen_k = jnp.split(matmul.dot_nt(jnp.concatenate(readers, axis=1), S), len(readers), axis=1)
+        q_start, e_start, k_end, through = tile.within_sequence(decayed[:2], decayed[2:3], decayed.through, masks)
+        readers = [q_start, e_start] if with_output else [e_start]
+        *seen_q, seen_e = jnp.split(matmul.dot_nt(jnp.concatenate(readers, axis=1), S), len(readers), axis=1)
         v = jnp.pad(v, [(0, 0), (0, 0), (0, channels - v.shape[2])])
-        v_new = matmul.dot(X, beta * (v - seen_k))
+        v_new = matmul.dot(X, beta * (v - seen_e))
         o = seen_q[0] + matmul.dot(scores, v_new) if with_output else None
         S = through * S + matmul.dot_tn(v_new, k_end)
         return S, (o, S if keep_states else None)
@@ -185,14 +185,17 @@ def _run(
     cu_seqlens: Any = x.cu_seqlens
     state = None if x.initial_state is None else jnp.swapaxes(x.initial_state.astype(jnp.float32), -1, -2)
     stream = cu_seqlens is not None and state is None and not options.output_final_state
-    tokens = [x.q, x.k, x.v, x.g, x.beta]
+    g = x.g if x.g.ndim == 4 else jnp.broadcast_to(x.g[..., None], (*x.g.shape, x.q.shape[3]))
+    tokens = [x.q, x.k, x.v, g, x.beta, *([] if x.p is None else [x.p])]
     nonfinite: Any = (
-        isolation.nonfinite_tokens((x.q, x.k, x.v, tiles.clip_gate(x.g), x.beta), cu_seqlens) if stream else None
+        isolation.nonfinite_tokens([tiles.clip_gate(y) if y is g else y for y in tokens], cu_seqlens)
+        if stream
+        else None
     )
     if stream:
         tokens = [chunking.select_tokens(~nonfinite, y) for y in tokens]
     # What padding holds must not matter, not even NaN.
-    q, k, v, g, beta = (chunking.zero_padding(y.astype(jnp.float32), cu_seqlens) for y in tokens)
+    q, k, v, g, beta, *e = (chunking.zero_padding(y.astype(jnp.float32), cu_seqlens) for y in tokens)
     q, k = (tiles.l2norm(q), tiles.l2norm(k)) if options.normalise else (q, k)
     q, k = (jnp.repeat(y, HV // y.shape[2], axis=2) for y in (q * x.scale, k))
     chunks = chunking.Chunking(B, T, C, None if stream else cu_seqlens)
@@ -210,7 +213,8 @@ def _run(
         state = state.reshape(B * HV, *state.shape[2:])
     keep = cu_seqlens is not None and options.output_final_state
     q, k, v, g, beta = map(steps, (q, k, v, g, beta))
-    o, last, states, X = chunk_kda(q, k, v, g, beta, state, starts, masks, base, keep, with_output, kept)
+    e = steps(e[0]) if e else k
+    o, last, states, X = chunk_kda(q, e, k, v, g, beta, state, starts, masks, base, keep, with_output, kept)
     if with_output:
         o = jnp.moveaxis(o.reshape(o.shape[0], batch, HV, *o.shape[2:]), 1, 0)
         o = chunks.merge(o.reshape(-1, *o.shape[2:])).astype(x.v.dtype)

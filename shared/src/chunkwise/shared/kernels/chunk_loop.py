@@ -93,13 +93,14 @@ def run_forward(refs: Any, body: Callable[..., None], static: FusedStatic, *, tr
         write_pool(refs.state, refs.pool_out, prev, transposed)
 
 
-def run_backward(refs: Any, body: Callable[..., None], static: FusedStatic) -> None:
+def run_backward(refs: Any, body: Callable[..., None], static: FusedStatic, more: Sequence = ()) -> None:
     """Run a grid step of a backward, which takes the gradient of the state back through a chunk, the last one first.
 
     Args:
       refs: of the kernel: table, owner, dht, the gradients of tokens, dh0 and dstate.
       body: gets the Refs with a dstate, the step, and the rows of its chunk.
       static: of the kernel.
+      more: Refs of other gradients of tokens, or None.
     """
     if refs.dh0 is not None:
         # Its block stays where it is until another sequence begins.
@@ -107,7 +108,7 @@ def run_backward(refs: Any, body: Callable[..., None], static: FusedStatic) -> N
     step = current_step_backwards(refs.table, static.steps)
     # Scratch holds anything at first, and no sequence may end with the last step.
     start_state(refs.dstate, refs.dht, (pl.program_id(2) == 0) | (step.last == 1))
-    results = refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta
+    results = refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta, *more
     run_variant(lambda rows: body(refs, step, rows), refs, [step], static, results, backwards=True)
 
 

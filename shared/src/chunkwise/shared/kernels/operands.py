@@ -15,6 +15,9 @@ class Operands(NamedTuple):
       v: [B, T, HV * V].
       g: decays in nats, or the raw gates of a law.
       beta: step sizes.
+      e: erase keys like k, or None where they are made of k.
+      b: erase gates [B, T, HV * K], which multiply erase keys.
+      w: write gates [B, T, HV * V], which multiply values.
       gamma: constant gates [HV, 1, 1] float32.
       law: A_log and dt_bias of every gate, float32.
       initial_state: [N, HV, K, V] or [N, HV, V, K] float32.
@@ -35,6 +38,9 @@ class Operands(NamedTuple):
     v: Any = None
     g: Any = None
     beta: Any = None
+    e: Any = None
+    b: Any = None
+    w: Any = None
     gamma: Any = None
     law: Any = None
     initial_state: Any = None

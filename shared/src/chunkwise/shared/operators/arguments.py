@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from chunkwise.shared import compat
 from chunkwise.shared.kernels import chunking, launcher, tiles
 from chunkwise.shared.operators import checks, gates, partition
 
@@ -57,6 +58,8 @@ class Arguments(NamedTuple):
       A_log, dt_bias: what the law of raw gates takes, [HV], and [HV] or [HV, K].
       segment_ids: int32 [B, T].
       slots: where the states of the sequences lie in a pool; None for no pool.
+      p: erase keys of a delta rule that erases and writes apart, [B, T, H, K] or [B, T, HV, K].
+      b, w: erase gates [B, T, HV, K], which make p of k, and write gates [B, T, HV, V] of v.
     """
 
     q: jax.Array
@@ -73,6 +76,9 @@ class Arguments(NamedTuple):
     dt_bias: jax.Array | None = None
     segment_ids: jax.Array | None = None
     slots: Any = None
+    p: jax.Array | None = None
+    b: jax.Array | None = None
+    w: jax.Array | None = None
 
     def arrays(self) -> dict[str, Any]:
         """Return the arguments that are arrays, with those of the slots, by name."""
@@ -184,11 +190,22 @@ def warn_head_first(x: Arguments, options: Options) -> None:
 def with_final_gates(x: Arguments, options: Options, raw_gates: bool = False) -> tuple[Arguments, Options]:
     """Return arguments whose step sizes are final and whose gates are decays, and options that say so.
 
-    With `raw_gates` the gates stay raw, for an implementation that knows their law.
+    With `raw_gates` gates per channel stay raw, for an implementation that knows their law, and erase and write gates
+    stay beside keys and values. All others get erase keys.
     """
     activation, valid = options.activation, chunking.valid_tokens(x.cu_seqlens, x.segment_ids, x.q.shape[1])
     if activation.use_beta_sigmoid_in_kernel:
         x = x._replace(beta=gates.step_sizes(x.beta, activation.allow_neg_eigval, valid))
+    if activation.use_erase_sigmoid_in_kernel:
+        x = x._replace(b=gates.step_sizes(x.b, activation.allow_neg_eigval, valid))
+    if activation.use_write_sigmoid_in_kernel:
+        x = x._replace(w=gates.step_sizes(x.w, False, valid))
+    if x.b is not None:
+        x = x._replace(beta=compat.varying_zeros(x.v.shape[:3], *x.arrays().values()) + 1.0)
+    erases = x.p is not None or x.b is not None
+    if erases and not raw_gates:
+        x, options = _with_erase_keys(x, options, valid)
+    raw_gates = raw_gates and x.g is not None and (x.g.ndim == 4 or not erases)
     left = (
         gates.GateActivation(activation.use_gate_in_kernel, activation.lower_bound)
         if raw_gates
@@ -197,6 +214,26 @@ def with_final_gates(x: Arguments, options: Options, raw_gates: bool = False) ->
     if activation.use_gate_in_kernel and not raw_gates:
         x = x._replace(g=gates.decays(x.g, x.A_log, x.dt_bias, activation.lower_bound, valid), A_log=None, dt_bias=None)
     return x, options._replace(activation=left, gate_lower_bound=_promised(options))
+
+
+def _with_erase_keys(x: Arguments, options: Options, valid: jax.Array | None) -> tuple[Arguments, Options]:
+    """Return arguments with erase keys of every value head in place of erase gates, and with the values to be written.
+
+    All are float32, and queries and keys are of unit length where that is wanted. Tokens that are not `valid` may hold
+    anything, and become zeros.
+    """
+    named = {name: getattr(x, name) for name in ("q", "k", "v", "p", "b", "w")}
+    named = {
+        name: (y if valid is None else chunking.select_tokens(valid, y)).astype(jnp.float32)
+        for name, y in named.items()
+        if y is not None
+    }
+    if options.normalise:
+        named |= {name: tiles.l2norm(named[name]) for name in ("q", "k", "p") if name in named}
+    p = jnp.repeat(named.get("p", named["k"]), x.v.shape[2] // x.q.shape[2], axis=2)
+    p, v = (p * named["b"] if "b" in named else p), named["v"] * named.get("w", 1.0)
+    x = x._replace(q=named["q"], k=named["k"], v=v, p=p, b=None, w=None)
+    return x, options._replace(normalise=False)
 
 
 def _promised(options: Options) -> float | None:

@@ -38,7 +38,7 @@ class Form(NamedTuple):
 
 
 # From options, q, k [n, B H, C, K], v [n, B HV, C, V], g [n, B HV, C] or [n, B HV, C, K], beta [n, B HV, C], the masks
-# of n chunks or None, and the products of computed operands.
+# of n chunks or None, the products of computed operands, and erase keys [n, B HV, C, K] if there are any.
 MakeForm = Callable[..., Form]
 
 
@@ -59,14 +59,14 @@ def _run(make_form: MakeForm, x: arguments.Arguments, options: arguments.Options
     bfloat16 = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype) == jnp.bfloat16
     products = state_scan.Products(3 if bfloat16 else None)
     q, k = (recurrence.unit_rows(y, options.normalise, cu_seqlens) for y in (x.q, x.k))
-    tokens = [q, k, x.v, tiles.clip_gate(x.g), x.beta.astype(jnp.float32)]
+    tokens = [q, k, x.v, tiles.clip_gate(x.g), x.beta.astype(jnp.float32), *([] if x.p is None else [x.p])]
     stream = cu_seqlens is not None and x.initial_state is None and not options.output_final_state
     nonfinite: Any = isolation.nonfinite_tokens(tokens, cu_seqlens) if stream else None
     if stream:
         # A mask does not stop NaN.
         tokens = [chunking.select_tokens(~nonfinite, y) for y in tokens]
     # What padding holds must not matter.
-    q, k, v, g, beta = (chunking.zero_padding(y, cu_seqlens) for y in tokens)
+    q, k, v, g, beta, *p = (chunking.zero_padding(y, cu_seqlens) for y in tokens)
     h0 = None if x.initial_state is None else x.initial_state.astype(jnp.float32)
     channels = V if h0 is None else h0.shape[3]
     v = jnp.pad(v, [(0, 0)] * 3 + [(0, channels - V)])
@@ -90,7 +90,8 @@ def _run(make_form: MakeForm, x: arguments.Arguments, options: arguments.Options
     def group(carry, each):
         S, finals = carry
         tokens, masks, number, starts = each
-        form = make_form(options, *map(heads, tokens), masks, products)
+        tokens = tuple(map(heads, tokens))
+        form = make_form(options, *tokens[:5], masks, products, *tokens[5:])
         restarts = None
         if starts is not None:
             first, sequence = starts
@@ -110,7 +111,7 @@ def _run(make_form: MakeForm, x: arguments.Arguments, options: arguments.Options
 
     starts = (chunks.first, chunks.sequence) if chunks.packed else None
     number = jnp.arange(chunks.NC // B, dtype=jnp.int32)
-    xs = (tuple(map(by_time, (q, k, v, g, beta))), masks, number, starts)
+    xs = (tuple(map(by_time, (q, k, v, g, beta, *p))), masks, number, starts)
     (S, finals), o = over_groups(groups, group, (start, finals), xs)
     if with_output:
         o = chunks.gather(jnp.moveaxis(o, 0, 1).reshape(B, -1, HV, V))

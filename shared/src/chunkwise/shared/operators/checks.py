@@ -349,12 +349,18 @@ def check_initial_state(initial_state, shape: tuple[int | None, ...]) -> None:
 
 def check_delta_rule(q, k, v, g, beta, cu_seqlens, per_channel: bool = False) -> tuple[int, int, int, int, int, int]:
     """Check the tensors of a delta rule, its gates per head or per channel, and return B, T, H, HV, K, V."""
+    sizes = B, T, _, HV, _, _ = check_gated(q, k, v, g, per_channel)
+    check_array("beta", beta, "B T HV", (B, T, HV))
+    check_packed(cu_seqlens, B)
+    return sizes
+
+
+def check_gated(q, k, v, g, per_channel: bool) -> tuple[int, int, int, int, int, int]:
+    """Check queries, keys, values and gates per head or per channel, and return B, T, H, HV, K, V."""
     B, T, H, K = check_array("q", q, "B T H K")
     check_array("k", k, "B T H K", (B, T, H, K))
     HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
     check_heads(H, HV)
     gate = (B, T, HV, K) if per_channel else (B, T, HV)
     check_array("g", g, "B T HV K" if per_channel else "B T HV", gate)
-    check_array("beta", beta, "B T HV", (B, T, HV))
-    check_packed(cu_seqlens, B)
     return B, T, H, HV, K, V

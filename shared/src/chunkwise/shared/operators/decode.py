@@ -77,18 +77,21 @@ def state_dtype(pool: Any):
     return (pool.states if isinstance(pool, StatePool) else pool).dtype
 
 
-def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool):
-    """Return (o, states) of the recurrence in float32, o in the type of v; beta is None without the delta rule."""
+def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool, p=None):
+    """Return (o, states) of the recurrence in float32, o in the type of v; beta is None without the delta rule.
+
+    p are erase keys of every value head, of unit length where that is wanted; None for k.
+    """
     # Padding may hold anything, and its gradient is zero.
-    q, k, v, g, beta = jax.tree.map(lambda x: chunking.zero_padding(x, cu_seqlens), (q, k, v, g, beta))
+    q, k, v, g, beta, p = jax.tree.map(lambda x: chunking.zero_padding(x, cu_seqlens), (q, k, v, g, beta, p))
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if normalise:
         q, k = tiles.l2norm(q), tiles.l2norm(k)
     q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
     if cu_seqlens is None:
-        o, states = recurrence.recurrence(q, k, v, g, beta, scale, initial_state, jnp.float32)
+        o, states = recurrence.recurrence(q, k, v, g, beta, scale, initial_state, jnp.float32, p)
     else:
-        o, states = recurrence.packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, jnp.float32)
+        o, states = recurrence.packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, jnp.float32, p)
     return o.astype(v.dtype), states
 
 
@@ -123,7 +126,7 @@ def run_tokens(
 def _run(static: DecodeStatic, implementation: str, x: Arguments, slots: Slots):
     pool = x.initial_state
     if pool is None:
-        pool = compat.varying_zeros((static.N, static.HV, static.K, static.V), *x[:6])
+        pool = compat.varying_zeros((static.N, static.HV, static.K, static.V), *x[:6], x.p)
     if slots.state_indices is None:
         pool = pool.astype(jnp.float32)
     x, slots = _within_arrays(x, slots, pool.shape[0])
@@ -180,9 +183,7 @@ def _past_the_end(indices: jax.Array, pool: jax.Array) -> jax.Array:
 def _plain(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or the pool, in plain JAX."""
     states = read_slots(pool, slots).astype(jnp.float32)
-    o, states = token_by_token(
-        x.q, x.k, x.v, x.g, x.beta, static.scale, states, x.cu_seqlens, normalise=static.normalise
-    )
+    o, states = token_by_token(x.q, x.k, x.v, x.g, x.beta, static.scale, states, x.cu_seqlens, static.normalise, x.p)
     return o, write_slots(pool, slots, states)
 
 
@@ -216,7 +217,9 @@ def launch_tokens(
         target=target, written=(routes.target.reshape(-1) >= 0).astype(jnp.int32),
     )  # fmt: skip
     beta = None if x.beta is None else x.beta.astype(jnp.float32)
-    tensors = jax.tree.map(lambda y: y.reshape(s.B * s.T, *y.shape[2:]), dict(q=x.q, k=x.k, v=x.v, g=x.g, beta=beta))
+    tensors = jax.tree.map(
+        lambda y: y.reshape(s.B * s.T, *y.shape[2:]), dict(q=x.q, k=x.k, v=x.v, g=x.g, beta=beta, p=x.p)
+    )
     o, after = _launch(tables, tensors, pool, static, key_heads_a_step(x))
     return o.reshape(x.v.shape), after
 
@@ -247,6 +250,7 @@ class DecodeRefs(NamedTuple):
       q, k: [tokens, keys, K]; v, o: [tokens, heads, V].
       g: [tokens, heads] or [tokens, heads, K] float32.
       beta: [tokens, heads] float32, or None without the delta rule.
+      p: [tokens, heads, K] float32, erase keys as they are, or None for keys.
       pool, pool_out: [heads, K, V], the slots that are read and written.
       state: float32 [heads, K, V].
     """
@@ -266,6 +270,7 @@ class DecodeRefs(NamedTuple):
     pool_out: Any
     state: Any
     beta: Any = None
+    p: Any = None
 
 
 def _decode_kernel(refs: DecodeRefs, static: DecodeStatic):
@@ -298,6 +303,7 @@ def _decode_kernel(refs: DecodeRefs, static: DecodeStatic):
         g = _as_scalars(refs.g[pl.ds(at, 1)]) if len(refs.g.shape) == 2 else _as_rows(refs.g[at])
         decay = jnp.exp(g)
         beta = None if refs.beta is None else _as_scalars(refs.beta[pl.ds(at, 1)])
+        p = None if refs.p is None else _as_rows(refs.p[at])
         # Head by head, so that a state is in registers only while it is worked on: all of them would be spilled.
         o = []
         for key in range(q.shape[0]):
@@ -308,7 +314,8 @@ def _decode_kernel(refs: DecodeRefs, static: DecodeStatic):
                 S = (rate if rate.shape[2] == 1 else tiles.to_column(rate))[0] * S  # [K, V]
                 new = v[head]  # [1, V]
                 if beta is not None:
-                    new = beta[head] * (new - jnp.sum(S * k_column, axis=0, keepdims=True))
+                    p_column = k_column if p is None else tiles.to_column(p[head : head + 1])[0]
+                    new = beta[head] * (new - jnp.sum(S * p_column, axis=0, keepdims=True))
                 refs.state[head] = S = S + k_column * new
                 o.append(static.scale * jnp.sum(S * q_column, axis=0, keepdims=True))
         refs.o[at] = jnp.concatenate(o).astype(refs.o.dtype)
@@ -353,15 +360,18 @@ def key_heads_a_step(x: Arguments) -> int | None:
     """Return for how many key heads the states and all tokens of x fit into VMEM, None if not for one."""
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     group, gate = HV // H, K if x.g is not None and x.g.ndim == 4 else 0
+    # With erase keys, or the gates that make them, all tokens are float32.
+    erases = x.p is not None or x.b is not None
+    kind = lambda y: jnp.float32 if erases else y.dtype
     # Read and written, two buffers each, and worked on.
     state = 5 * 4 * group * packed.round_up(K, 8) * packed.pad_lanes(V)
 
     def tokens(key_heads):
         heads = key_heads * group
-        keys = sum(_token_bytes(key_heads, K, y.dtype) for y in (x.q, x.k))
+        keys = sum(_token_bytes(key_heads, K, kind(y)) for y in (x.q, x.k)) + erases * _token_bytes(heads, K)
         # The outputs have two buffers.
-        values = 3 * _token_bytes(heads, V, x.v.dtype) + _token_bytes(heads, gate)
-        return B * T * (keys + values + (0 if x.beta is None else _token_bytes(heads, 0)))
+        values = 3 * _token_bytes(heads, V, kind(x.v)) + _token_bytes(heads, gate)
+        return B * T * (keys + values + (_token_bytes(heads, 0) if erases or x.beta is not None else 0))
 
     fit = [n for n in range(1, H + 1) if H % n == 0 and tokens(n) <= _TOKEN_BYTES]
     if not fit or tokens(fit[0]) + fit[0] * state > chips.VMEM_LIMIT_BYTES:
@@ -407,7 +417,7 @@ def _launch(
 
     Args:
       tables: the scalar tables of `DecodeRefs`.
-      tensors: q, k, v, g and beta with all heads, as `DecodeRefs` says; g are float32.
+      tensors: q, k, v, g, beta and p with all heads, as `DecodeRefs` says; g are float32.
       pool: states [slots, HV, K, V]; updated in place if its buffer is donated.
       static: sizes and options.
       key_heads: key heads a grid step, None if the tokens and states of not even one fit into VMEM.
@@ -440,7 +450,7 @@ def _launch(
         return target[n * jnp.int32(s.W) + t], h, 0, 0
 
     state, state_out = (pl.BlockSpec((None, heads, s.K, s.V), index) for index in (slot_of, target_of))
-    widths = dict(q=key_heads, k=key_heads, v=heads, g=heads, beta=heads)
+    widths = dict(q=key_heads, k=key_heads, v=heads, g=heads, beta=heads, p=heads)
     tensors = {name: None if y is None else cut(y, widths[name]) for name, y in tensors.items()}
     v, g = tensors["v"], tensors["g"]
     out = launcher.launch(

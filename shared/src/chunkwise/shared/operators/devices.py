@@ -12,8 +12,8 @@ from chunkwise.shared.operators.implementations import Implementation
 
 # How `Slots` may be split: s sequences.
 SLOT_DIMENSIONS = {name: "" if name in ("num_decodes", "num_sequences") else "s" for name in arguments.Slots._fields}
-# Letters: n value heads, d value channels, h and i the key heads of q and of k. The devices along axes that split value
-# heads and not key heads share key heads, and take those that their value heads read.
+# Letters: n value heads, d value channels, h, i and j the key heads of q, of k and of p. The devices along axes that
+# split value heads and not key heads share key heads, and take those that their value heads read.
 _LAYOUT = partition.Layout(
     leading="v",
     parts={"b": "rows", "t": "tokens", "n": "value heads", "d": "value channels"},
@@ -30,12 +30,15 @@ _LAYOUT = partition.Layout(
         "A_log": "n",
         "dt_bias": "n",
         "segment_ids": "bt",
+        "p": "btj",
+        "b": "btn",
+        "w": "btnd",
         **SLOT_DIMENSIONS,
     },
     results=("btnd", "sn.d"),
-    prefixes={"h": "n", "i": "n"},
+    prefixes={"h": "n", "i": "n", "j": "n"},
 )
-_KEY_HEADS = {"q": "h", "k": "i"}
+_KEY_HEADS = {"q": "h", "k": "i", "p": "j"}
 # The argument that is a pool where there are slots.
 _POOL = "initial_state"
 
@@ -110,6 +113,8 @@ def _local(
     arrays, elsewhere = local_slots(arrays, division.axes["s"], _POOL)
     HV = arrays["v"].shape[2]
     for name, letter in _KEY_HEADS.items():
+        if name not in arrays:
+            continue
         rest = division.axes["n"][len(division.axes[letter]) :]
         arrays[name] = _take_key_heads(arrays[name], rest, HV, group)
     return arrays, elsewhere

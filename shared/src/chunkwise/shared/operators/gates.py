@@ -23,20 +23,24 @@ class GateActivation(NamedTuple):
       use_gate_in_kernel: the gate is raw.
       lower_bound: of the decay, a negative number, for the second law; None for the first.
       use_beta_sigmoid_in_kernel: the step size is raw.
-      allow_neg_eigval: it is doubled.
+      allow_neg_eigval: it, or the erase gate, is doubled.
+      use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: the erase gate, or the write gate, is raw.
     """
 
     use_gate_in_kernel: bool = False
     lower_bound: float | None = None
     use_beta_sigmoid_in_kernel: bool = False
     allow_neg_eigval: bool = False
+    use_erase_sigmoid_in_kernel: bool = False
+    use_write_sigmoid_in_kernel: bool = False
 
 
 def check_gate_activation(activation: GateActivation, A_log, dt_bias, g) -> None:
     """Check the activation, and the arrays that they take for gates g [B, T, HV] or [B, T, HV, K]."""
     flags = {name: value for name, value in activation._asdict().items() if name != "lower_bound"}
     checks.check_flags(**flags)
-    doubled = activation.allow_neg_eigval and not activation.use_beta_sigmoid_in_kernel
+    raw = activation.use_beta_sigmoid_in_kernel or activation.use_erase_sigmoid_in_kernel
+    doubled = activation.allow_neg_eigval and not raw
     checks.check(not doubled, "`allow_neg_eigval` must be False without `use_beta_sigmoid_in_kernel`; got True.")
     if not activation.use_gate_in_kernel:
         for name, x in dict(A_log=A_log, dt_bias=dt_bias, lower_bound=activation.lower_bound).items():
@@ -85,7 +89,7 @@ def decays(
 
 @functools.partial(jax.jit, static_argnames="doubled")
 def step_sizes(beta: jax.Array, doubled: bool, valid: jax.Array | None) -> jax.Array:
-    """Return the step sizes of raw ones [B, T, HV] of any type; those that are not `valid` may hold anything."""
+    """Return step sizes, or gates, of raw ones [B, T, ...] of any type; those not `valid` may hold anything."""
     beta = beta if valid is None else chunking.select_tokens(valid, beta)
     beta = jax.nn.sigmoid(beta.astype(jnp.float32))
     return 2.0 * beta if doubled else beta

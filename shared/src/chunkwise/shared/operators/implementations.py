@@ -30,7 +30,8 @@ class Implementation(NamedTuple):
       chunk_states: from arguments and options to the states before all chunks, which restart at every sequence:
         [1, NT, HV, K, V].
       fits: whether it takes arguments of these sizes.
-      raw_gates: whether it takes raw gates and their law; the others get decays.
+      raw_gates: whether it takes raw gates per channel and their law, and erase and write gates; the others get decays,
+        and erase keys and values of every value head, see `arguments.with_final_gates`.
       knows_segments: whether it takes segment ids; the others get gates that forget everything where a segment begins.
     """
 
@@ -110,12 +111,16 @@ def prepare(implementation: Implementation, x: Arguments, options: Options) -> t
 
 def run(implementation: Implementation, x: Arguments, options: Options, precomputed: Any = None):
     """Run an implementation on the arguments of a user: the output and the final states, None unless asked for."""
+    dtype = x.v.dtype
     x, options = prepare(implementation, x, options)
     if x.segment_ids is None or implementation.knows_segments:
-        return implementation.run(x, options, precomputed)
-    # A gate that forgets everything keeps no promise.
-    options = options._replace(gate_lower_bound=None)
-    return segments.run_segments(lambda x: implementation.run(x, options, precomputed), x)
+        o, states = implementation.run(x, options, precomputed)
+    else:
+        # A gate that forgets everything keeps no promise.
+        options = options._replace(gate_lower_bound=None)
+        o, states = segments.run_segments(lambda x: implementation.run(x, options, precomputed), x)
+    # Values times their write gates are float32.
+    return o.astype(dtype), states
 
 
 def map_states(implementation: Implementation, x: Arguments, options: Options) -> StateMap:

@@ -1,8 +1,9 @@
-"""The token recurrence of all four operators: what every kernel computes, one token at a time.
+"""The token recurrence of all operators: what every kernel computes, one token at a time.
 
 S~  = exp(g_t) S_{t-1}                                 g_t per head, or per channel of the key
 S_t = S~ + k_t v_t^T                                   GLA and simple GLA (no beta)
 S_t = S~ + beta_t k_t (v_t - S~^T k_t)^T               gated delta rule and KDA (beta)
+S_t = S~ + beta_t k_t (v_t - S~^T p_t)^T               GDN-2 and Comba (beta and p)
 o_t = scale * S_t^T q_t
 """
 
@@ -20,7 +21,7 @@ def unit_rows(x: jax.Array, wanted: bool, cu_seqlens: jax.Array | None) -> jax.A
     return tiles.l2norm(chunking.zero_padding(x, cu_seqlens).astype(jnp.float32)).astype(x.dtype) if wanted else x
 
 
-def advance(S, q, k, v, g, beta, scale):
+def advance(S, q, k, v, g, beta, scale, p=None):
     """Advance states by one token.
 
     Args:
@@ -30,6 +31,7 @@ def advance(S, q, k, v, g, beta, scale):
       g: log decay [...] or [..., K] in nats.
       beta: [...], or None for an operator without the delta rule.
       scale: multiplies the output.
+      p: [..., K], or None where what is erased is read by k.
 
     Returns:
       (S, o, what the token wrote), the last two [..., V].
@@ -38,12 +40,12 @@ def advance(S, q, k, v, g, beta, scale):
     gate = g[..., None] if g.ndim == k.ndim else g[..., None, None]
     S = jnp.exp(gate) * S
     if beta is not None:
-        v = beta[..., None] * (v - jnp.sum(S * k[..., None], axis=-2))
+        v = beta[..., None] * (v - jnp.sum(S * (k if p is None else p)[..., None], axis=-2))
     S = S + k[..., None] * v[..., None, :]
     return S, scale * jnp.sum(S * q[..., None], axis=-2), v
 
 
-def recurrence(q, k, v, g, beta, scale, initial_state, dtype):
+def recurrence(q, k, v, g, beta, scale, initial_state, dtype, p=None):
     """Run a batch of equally long sequences token by token in `dtype`.
 
     Args:
@@ -54,25 +56,26 @@ def recurrence(q, k, v, g, beta, scale, initial_state, dtype):
       scale: multiplies the output; a number, or a scalar of any type.
       initial_state: [B, HV, K, V] or None.
       dtype: float32, or float64 under `jax.enable_x64`.
+      p: [B, T, HV, K] or None.
 
     Returns:
       (o [B, T, HV, V], final_state [B, HV, K, V]), both in `dtype`.
     """
     B, _, HV, K = k.shape
     scale = jnp.asarray(scale, dtype)
-    state = _start((B, HV, K, v.shape[-1]), q, k, v, g, beta, initial_state, dtype)
-    tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), (q, k, v, g, beta))
-    state, o = lax.scan(lambda S, x: advance(S, *x, scale)[:2], state, tokens)
+    state = _start((B, HV, K, v.shape[-1]), (q, k, v, g, beta, p), initial_state, dtype)
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), (q, k, v, g, beta, p))
+    state, o = lax.scan(lambda S, x: advance(S, *x[:5], scale, x[5])[:2], state, tokens)
     return jnp.moveaxis(o, 0, 1), state
 
 
-def _start(shape, q, k, v, g, beta, initial_state, dtype):
+def _start(shape, tokens, initial_state, dtype):
     """Return the states to start from; under `shard_map` a carry must vary over the axes of all operands at once."""
-    zeros = compat.varying_zeros(shape, q, k, v, g, beta, initial_state).astype(dtype)
+    zeros = compat.varying_zeros(shape, *tokens, initial_state).astype(dtype)
     return zeros if initial_state is None else zeros + initial_state.astype(dtype)
 
 
-def packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, dtype):
+def packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, dtype, p=None):
     """Run a packed batch token by token; the arguments of `recurrence` with B = 1 and one state per sequence.
 
     Tokens from cu_seqlens[-1] on belong to no sequence: their output is zero.
@@ -80,14 +83,14 @@ def packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, dtype)
     T, HV, K = k.shape[1:]
     N = cu_seqlens.shape[0] - 1
     scale = jnp.asarray(scale, dtype)
-    states = _start((N, HV, K, v.shape[-1]), q, k, v, g, beta, initial_state, dtype)
+    states = _start((N, HV, K, v.shape[-1]), (q, k, v, g, beta, p), initial_state, dtype)
     owner = jnp.searchsorted(cu_seqlens[1:], jnp.arange(T, dtype=jnp.int32), side="right")
 
     def step(states, x):
         n, token = x
-        S, o, _ = advance(states[jnp.minimum(n, N - 1)], *token, scale)
+        S, o, _ = advance(states[jnp.minimum(n, N - 1)], *token[:5], scale, token[5])
         return states.at[n].set(S, mode="drop"), jnp.where(n < N, o, 0)
 
-    tokens = jax.tree.map(lambda x: x[0].astype(dtype), (q, k, v, g, beta))
+    tokens = jax.tree.map(lambda x: x[0].astype(dtype), (q, k, v, g, beta, p))
     states, o = lax.scan(step, states, (owner, tokens))
     return o[None], states

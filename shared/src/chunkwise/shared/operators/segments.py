@@ -47,11 +47,11 @@ def _as_one(x: arguments.Arguments) -> tuple[arguments.Arguments, jax.Array, seg
     """Return arguments without segment ids, which tokens are of segments that are not finite, and the segments."""
     ids: Any = x.segment_ids
     segments = segment_tables.find_segments(ids)
-    tokens = [tiles.clip_gate(y) if y is x.g else y for y in (x.q, x.k, x.v, x.g, x.beta) if y is not None]
+    tokens = [tiles.clip_gate(y) if y is x.g else y for y in (x.q, x.k, x.v, x.g, x.beta, x.p) if y is not None]
     nonfinite = nonfinite_segments(tokens, x.initial_state, None, segments)
     taken = segments.valid & ~nonfinite
     g = chunking.select_tokens(taken, arguments.total_gate(x))
-    given = {name: getattr(x, name) for name in ("q", "k", "v", "beta")}
+    given = {name: getattr(x, name) for name in ("q", "k", "v", "beta", "p")}
     inputs = {name: chunking.select_tokens(taken, y) for name, y in given.items() if y is not None}
     state = x.initial_state
     if state is not None:

@@ -24,6 +24,8 @@ from chunkwise.shared.operators.state_pool import StatePool
 
 # The chunk size where states after blocks of tokens are wanted, of which a block holds whole ones.
 BLOCK_CHUNK = 64
+# The arguments [B, T, ...].
+_TOKENS = ("q", "k", "v", "g", "beta", "p", "b", "w")
 
 
 class ServingStep(NamedTuple):
@@ -253,8 +255,9 @@ def run_step(
 
     def run_decodes(pool):
         few = tokens(T)
-        # A kernel of decodes for 8 bits without a ring is not there: they go in plain JAX.
-        plain = isinstance(pool, StatePool) and pool.count is None
+        # Kernels of decodes for 8 bits without a ring, and for erase keys with one, are not there: plain JAX is.
+        erases = x.p is not None or x.b is not None
+        plain = isinstance(pool, StatePool) and (pool.count is None or erases)
         fits = not plain and (strict or step_fits(few, pool))
         o, pool = _decode(few, pool, step, options, implementation.name == "xla" or not fits, name, accepted)
         return _in_rows(o), pool
@@ -298,7 +301,7 @@ def with_counts(slots: Slots) -> Slots:
 
 def _of_tokens(x: Arguments) -> dict[str, jax.Array]:
     """Return the arguments [B, T, ...] by name."""
-    return {name: y for name, y in x._asdict().items() if name in ("q", "k", "v", "g", "beta") and y is not None}
+    return {name: y for name, y in x._asdict().items() if name in _TOKENS and y is not None}
 
 
 def _in_rows(x: jax.Array) -> jax.Array:
@@ -315,6 +318,7 @@ def _prefill(
     accepted: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     """Return the outputs of the prefills, zeros elsewhere, and the pool after them."""
+    dtype = x.v.dtype
     x, options = implementations.prepare(implementation, x, options)
     if implementation.pooled is not None:
         if not isinstance(pool, StatePool):
@@ -339,7 +343,7 @@ def _prefill(
         assert implementation.chunk_states is not None
         kept = implementation.chunk_states(x, options)[0]
         pool = _write_blocks(pool, kept, after[1:], routes, options)
-    return o, _write(pool, routes.target[:, 0], after[1:])
+    return o.astype(dtype), _write(pool, routes.target[:, 0], after[1:])
 
 
 def _gather(
@@ -407,7 +411,7 @@ def _decode(
     accepted: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     """Return the outputs of the decodes, whose tokens are the first ones and all that x has, and the pool."""
-    (B, T, H, K), (HV, V), routes = x.q.shape, x.v.shape[2:], step.decodes
+    (B, T, H, K), (HV, V), routes, dtype = x.q.shape, x.v.shape[2:], step.decodes, x.v.dtype
     x, options = arguments.choose_scale(x._replace(cu_seqlens=jnp.stack([jnp.int32(0), step.tokens])), options)
     x, options = arguments.with_final_gates(x, options)
     scale, x = x.scale, x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)
@@ -419,7 +423,7 @@ def _decode(
         made, pool = replay.launch(static, x, pool, routes, accepted)
     else:
         made, pool = decode.launch_tokens(static, x, pool, routes)
-    return launcher.scaled(made, scale), pool
+    return launcher.scaled(made, scale).astype(dtype), pool
 
 
 def _plain_tokens(
@@ -433,8 +437,8 @@ def _plain_tokens(
     s = static
     token = routes.start[:, None] + jnp.arange(s.W, dtype=jnp.int32)[None]  # [N, W]
     token = jnp.where(token < routes.end[:, None], token, jnp.int32(s.T))
-    q, k, v, g, beta = jax.tree.map(
-        lambda y: y[0].at[token].get(mode="fill", fill_value=0).astype(jnp.float32), (x.q, x.k, x.v, x.g, x.beta)
+    q, k, v, g, beta, p = jax.tree.map(
+        lambda y: y[0].at[token].get(mode="fill", fill_value=0).astype(jnp.float32), (x.q, x.k, x.v, x.g, x.beta, x.p)
     )  # [N, W, ...]
     if s.normalise:
         q, k = tiles.l2norm(q), tiles.l2norm(k)
@@ -443,8 +447,8 @@ def _plain_tokens(
     states, o, writes = _read(pool, routes.source, accepted), [], []
     before, ringed = states, isinstance(pool, StatePool) and pool.count is not None
     for t in range(s.W):
-        one = jax.tree.map(lambda y, t=t: y[:, t], (q, k, v, g, beta))
-        states, made, written = recurrence.advance(states, *one, jnp.float32(s.scale))
+        *one, erase = jax.tree.map(lambda y, t=t: y[:, t], (q, k, v, g, beta, p))
+        states, made, written = recurrence.advance(states, *one, jnp.float32(s.scale), erase)
         o.append(made)
         writes.append(written)
         if not ringed:

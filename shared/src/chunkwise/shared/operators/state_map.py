@@ -48,7 +48,7 @@ def augment_with_identity(
         both, precomputed = states_after(x._replace(initial_state=jnp.concatenate([start, identity], axis=3)))
         return StateMap(both[..., :V], both[..., V:], precomputed)
     nothing = jnp.zeros((*x.v.shape[:3], K), x.v.dtype)
-    M, _ = states_after(x._replace(v=nothing, initial_state=identity))
+    M, _ = states_after(x._replace(v=nothing, w=None, initial_state=identity))
     states, precomputed = states_after(x._replace(initial_state=start))
     return StateMap(states, M, precomputed)
 

@@ -38,7 +38,7 @@ def make_gate(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np
 
 def make_inputs(
     B=1, T=64, H=1, HV=None, K=64, V=64, *, dtype=jnp.float32, seed=0, gate="logsigmoid", per_channel=False,
-    num_states=0, repeat_key=False, beta=None, normalise=True,
+    num_states=0, repeat_key=False, beta=None, normalise=True, erase=None,
 ):  # fmt: skip
     """Return seeded operator inputs: a dict of q, k, v, g, beta and, if asked for, initial_state.
 
@@ -51,6 +51,7 @@ def make_inputs(
       num_states: number of initial states; 0 leaves them out.
       repeat_key: one key for all tokens, the worst case of the inverse.
       beta: a constant beta; by default the sigmoid of a normal variable.
+      erase: "gate" for b and w, erase and write gates in the place of beta; "key" for erase keys p near the keys.
       normalise: scale keys and queries to unit length, as the models do; without it the delta rule diverges.
     """
     rng = np.random.default_rng(seed)
@@ -66,6 +67,13 @@ def make_inputs(
     inputs["g"] = jnp.asarray(g, jnp.float32)
     if num_states:
         inputs["initial_state"] = jnp.asarray(rng.standard_normal((num_states, HV, K, V)), jnp.float32)
+    if erase == "key":
+        inputs["p"] = jnp.asarray(unit(k + rng.standard_normal(k.shape) * (0.25 * K**-0.5)), dtype)
+    if erase == "gate":
+        del inputs["beta"]
+        for name, width in dict(b=K, w=V).items():
+            gate = 1 / (1 + np.exp(-rng.standard_normal((B, T, HV, width))))
+            inputs[name] = jnp.asarray(gate if beta is None or name == "w" else np.full_like(gate, beta), dtype)
     return inputs
 
 

@@ -8,18 +8,22 @@ from chunkwise.shared.testing import mixer_oracle
 
 
 def _arguments(x: dict, normalise: bool):
-    """Return q, k, v, g, beta with a head per value head, q and k normalised, constant gates added."""
-    q, k = x["q"], x["k"]
+    """Return q, k, v, g, beta and p with a head per value head, q, k and p normalised, constant gates added.
+
+    p is k where it is not given, times an erase gate; the values have their write gate, and without a beta it is 1.
+    """
+    q, k, p = x["q"], x["k"], x.get("p", x["k"])
     if normalise:
-        q, k = (y / _norm(y) for y in (q, k))
+        q, k, p = (y / _norm(y) for y in (q, k, p))
     HV = x["v"].shape[2]
-    q, k = (np.repeat(y, HV // y.shape[2], axis=2) for y in (q, k))
+    q, k, p = (np.repeat(y, HV // y.shape[2], axis=2) for y in (q, k, p))
     g = x.get("g")
     g = np.zeros(x["v"].shape[:3]) if g is None else g
     if x.get("g_gamma") is not None:
         constant = x["g_gamma"][None, None] * x["inside"]
         g = g + (constant[..., None] if g.ndim == 4 else constant)
-    return q, k, x["v"], g, x.get("beta")
+    beta = x.get("beta", np.ones(x["v"].shape[:3]) if "b" in x else None)
+    return q, k, x["v"] * x.get("w", 1.0), g, beta, p * x.get("b", 1.0)
 
 
 def _norm(x):
@@ -37,7 +41,7 @@ def _forward(x: dict, scale: float, normalise: bool, keep: bool = False):
     Returns:
       o, the final state, and the states before all tokens if they are to be kept.
     """
-    q, k, v, g, beta = _arguments(x, normalise)
+    q, k, v, g, beta, p = _arguments(x, normalise)
     B, T, HV, K = k.shape
     S = np.zeros((B, HV, K, v.shape[-1])) + x.get("initial_state", 0.0)
     decay, o, before = _decay(g), np.empty(v.shape), []
@@ -46,7 +50,7 @@ def _forward(x: dict, scale: float, normalise: bool, keep: bool = False):
         S = decay[:, t] * S
         added = v[:, t]
         if beta is not None:
-            added = beta[:, t, :, None] * (added - (k[:, t, :, None] @ S)[:, :, 0])
+            added = beta[:, t, :, None] * (added - (p[:, t, :, None] @ S)[:, :, 0])
         S = S + k[:, t, :, :, None] * added[:, :, None]
         o[:, t] = scale * (q[:, t, :, None] @ S)[:, :, 0]
     return o, S, before
@@ -54,30 +58,35 @@ def _forward(x: dict, scale: float, normalise: bool, keep: bool = False):
 
 def _backward(x: dict, scale: float, normalise: bool, before: list, do, dht) -> dict:
     """Return the gradients of sum(o * do) + sum(final_state * dht), given the states before all tokens."""
-    q, k, v, g, beta = _arguments(x, normalise)
+    q, k, v, g, beta, p = _arguments(x, normalise)
     decay, dS = _decay(g), dht
-    dq, dk, dv, dg = (np.empty(y.shape) for y in (q, k, v, g))
+    dq, dk, dv, dg, dp = (np.empty(y.shape) for y in (q, k, v, g, p))
     dbeta: Any = None if beta is None else np.empty(beta.shape)
     column = lambda y: y[..., None]
     for t in reversed(range(k.shape[1])):
         q_t, k_t, do_t, S = column(q[:, t]), column(k[:, t]), column(do[:, t]), decay[:, t] * before[t]
-        error = column(v[:, t]) - (0.0 if beta is None else S.mT @ k_t)
+        p_t = column(p[:, t])
+        error = column(v[:, t]) - (0.0 if beta is None else S.mT @ p_t)
         rate = 1.0 if beta is None else beta[:, t, :, None, None]
         after = S + k_t @ (rate * error).mT
         dq[:, t] = scale * (after @ do_t)[..., 0]
         dS = dS + scale * (q_t @ do_t.mT)
         dadded = dS.mT @ k_t
         dv[:, t] = (rate * dadded)[..., 0]
-        dk_t = dS @ (rate * error)
+        dk[:, t], dp[:, t] = (dS @ (rate * error))[..., 0], 0.0
         if beta is not None:
             dbeta[:, t] = np.sum(dadded * error, axis=(-2, -1))
-            dk_t = dk_t - S @ (rate * dadded)
-            dS = dS - k_t @ (rate * dadded).mT
-        dk[:, t] = dk_t[..., 0]
+            dp[:, t] = -(S @ (rate * dadded))[..., 0]
+            dS = dS - p_t @ (rate * dadded).mT
         dg[:, t] = np.sum(dS * S, axis=-1 if g.ndim == 4 else (-2, -1))
         dS = decay[:, t] * dS
-    found = {name: _back_to_heads(dy, x[name], normalise) for name, dy in (("q", dq), ("k", dk))}
-    found |= dict(v=dv, g=dg, beta=dbeta, initial_state=dS)
+    keys = x.get("p", x["k"])
+    unit = np.repeat(keys / _norm(keys) if normalise else keys, k.shape[2] // keys.shape[2], axis=2)
+    found, dp = dict(b=unit * dp), x.get("b", 1.0) * dp
+    dk = dk if "p" in x else dk + dp
+    each = dict(q=dq, k=dk) | (dict(p=dp) if "p" in x else {})
+    found |= {name: _back_to_heads(dy, x[name], normalise) for name, dy in each.items()}
+    found |= dict(v=x.get("w", 1.0) * dv, w=x["v"] * dv, g=dg, beta=dbeta, initial_state=dS)
     if "g_gamma" in x:
         found["g_gamma"] = np.einsum("bth,bti->h", dg if dg.ndim == 3 else dg.sum(axis=-1), x["inside"])
     return {name: found[name] for name in x if name in found}
@@ -156,16 +165,16 @@ def _in_segments(x: dict, segment_ids: np.ndarray, do, dht, options: dict):
     return *results, {name: unpack(d) if name in _PER_TOKEN else d for name, d in grads.items()}
 
 
-_PER_TOKEN = ("q", "k", "v", "g", "beta", "inside")
+_PER_TOKEN = ("q", "k", "v", "g", "beta", "inside", "p", "b", "w")
 
 
 def reference(
     q, k, v, g=None, beta=None, *, g_gamma=None, scale=None, initial_state=None, cu_seqlens=None, segment_ids=None,
-    use_qk_l2norm_in_kernel=False, do=None, dht=None,
+    use_qk_l2norm_in_kernel=False, do=None, dht=None, p=None, b=None, w=None,
 ):  # fmt: skip
     """Run an operator in float64 and, given cotangents, its gradients.
 
-    The rank of g selects a gate per head [B, T, HV] or per channel [B, T, HV, K]; beta selects the delta rule.
+    The rank of g selects a gate per head [B, T, HV] or per channel [B, T, HV, K]; beta or b selects the delta rule.
 
     Args:
       q, k, v, g, beta, g_gamma, initial_state: arrays of any floating type, shapes as in the operators.
@@ -175,11 +184,13 @@ def reference(
       use_qk_l2norm_in_kernel: normalise q and k first.
       do: cotangent of o.
       dht: cotangent of the final state.
+      p: erase keys in the place of k, [B, T, H, K].
+      b, w: erase gates [B, T, HV, K], which multiply the erase keys, and write gates [B, T, HV, V] of the values.
 
     Returns:
       (o, final_state) as float64 numpy arrays; with do or dht a third entry, a dict of gradients by argument name.
     """
-    arrays = dict(q=q, k=k, v=v, g=g, beta=beta, g_gamma=g_gamma, initial_state=initial_state)
+    arrays = dict(q=q, k=k, v=v, g=g, beta=beta, g_gamma=g_gamma, initial_state=initial_state, p=p, b=b, w=w)
     x = {name: np.asarray(value, np.float64) for name, value in arrays.items() if value is not None}
     if segment_ids is not None:
         options = dict(scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)

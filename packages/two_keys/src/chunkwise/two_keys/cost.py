@@ -1,0 +1,21 @@
+"""What GDN-2 costs: what Kimi delta attention does, and its erase and write gates, which are read once."""
+
+from jax.experimental import pallas as pl
+
+from chunkwise.kda import cost as kda
+
+
+def cost(
+    *, B: int, T: int, H: int, HV: int, K: int, V: int, C: int, itemsize: int = 2, backward: bool = False
+) -> pl.CostEstimate:
+    """Return what the chunked form costs; the arguments are those of `chunkwise.kda.cost.cost`."""
+    gates = B * T * HV * (K + V) * itemsize
+    return kda.cost(B=B, T=T, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, backward=backward, more=gates)
+
+
+def comba_cost(
+    *, B: int, T: int, H: int, HV: int, K: int, V: int, C: int, itemsize: int = 2, backward: bool = False
+) -> pl.CostEstimate:
+    """Return the same of Comba, which reads erase keys, and one gate a head."""
+    moved = B * T * (H * K * itemsize - 4 * HV * (K - 1))
+    return kda.cost(B=B, T=T, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, backward=backward, more=moved)

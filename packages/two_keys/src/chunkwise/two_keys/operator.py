@@ -1,0 +1,47 @@
+"""The records of GDN-2 and Comba: their checks, and the kernels and the plain form of KDA, which are theirs too."""
+
+import functools
+
+from chunkwise.kda import batched, kernel, kernel_bwd, xla
+from chunkwise.kda import operator as kda
+from chunkwise.shared.operators import checks, fused
+from chunkwise.shared.operators.arguments import Arguments, Options
+from chunkwise.shared.operators.implementations import delta_rule_in_plain_jax
+from chunkwise.shared.operators.operator import Operator, define
+
+
+def check_gdn2(x: Arguments, options: Options) -> None:
+    """Check the tensors of GDN-2, its options, and the promise about its gates."""
+    B, T, _, HV, K, V = checks.check_gated(x.q, x.k, x.v, x.g, per_channel=True)
+    checks.check_array("b", x.b, "B T HV K", (B, T, HV, K))
+    checks.check_array("w", x.w, "B T HV V", (B, T, HV, V))
+    checks.check_packed(x.cu_seqlens, B)
+    doubled = options.activation.allow_neg_eigval and not options.activation.use_erase_sigmoid_in_kernel
+    checks.check(not doubled, "`allow_neg_eigval` must be False without `use_erase_sigmoid_in_kernel`; got True.")
+    kda.check_bound(options)
+
+
+def check_comba(x: Arguments, options: Options) -> None:
+    """Check the tensors of Comba, and the promise about its gates."""
+    B, T, H, _, K, _ = checks.check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens)
+    checks.check_array("p", x.p, "B T H K", (B, T, H, K))
+    kda.check_bound(options)
+
+
+def _define(name: str, check, optional: tuple[str, ...] = ()) -> Operator:
+    """Return the record of an operator whose kernels bear its name."""
+    launch = functools.partial(kernel.launch, operator=name)
+    kernels = kda.KERNELS._replace(
+        forward=launch, states=launch, backward=functools.partial(kernel_bwd.launch, operator=name), optional=optional
+    )
+    return define(
+        name,
+        check,
+        fused.implementation(kernels, fused.holds_states, raw_gates=True),
+        delta_rule_in_plain_jax(xla.kimi_delta_attention, xla.states_after, batched.make_form),
+    )
+
+
+# The step sizes of GDN-2 are ones, whose gradient nobody wants.
+GDN2 = _define("gdn2", check_gdn2, optional=("beta",))
+COMBA = _define("comba", check_comba)
