@@ -13,6 +13,8 @@ tpu.setup()
 KERNELS = ("pallas", "staged", "fused")
 # The generation that every change is compiled for; the others are for the thorough tests.
 CHIP = "v6e"
+# Operators that run the kernels of another: outside of their own package every test of theirs is a thorough one.
+ON_OTHER_KERNELS, THEIR_PACKAGE = ("gdn2", "comba"), "two_keys"
 
 
 def pytest_addoption(parser):
@@ -31,6 +33,8 @@ def pytest_collection_modifyitems(items):
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         repeats = getattr(parameters.get("case"), "repeats", False) and parameters.get("implementation") == "xla"
         other_chip = parameters.get("chip", CHIP) != CHIP
+        named = " ".join(str(getattr(x, "name", x)) for x in parameters.values())
+        repeats |= any(name in named for name in ON_OTHER_KERNELS) and THEIR_PACKAGE not in item.path.parts
         if repeats or other_chip or selection.is_thorough(item.cls or item.module, item.originalname, parameters):
             item.add_marker(pytest.mark.thorough)
 

@@ -18,6 +18,7 @@ def chunk_scaled_dot_kkt(
     cu_seqlens: jax.Array | None = None,
     chunk_size: int | None = None,
     *,
+    p: jax.Array | None = None,
     implementation: str | None = None,
     config: tiles.Config | None = None,
 ) -> jax.Array:
@@ -27,7 +28,8 @@ def chunk_scaled_dot_kkt(
 
         A[i, j] = beta_i <k_i, exp(G_i - G_j) * k_j>
 
-    and zero for i <= j. The sign is positive: the chunk's triangular system is (I + A) x = b.
+    and zero for i <= j, with p_i in the place of k_i if there are erase keys. The sign is positive: the chunk's
+    triangular system is (I + A) x = b.
 
     Dims: B batch, T tokens, H key heads, HV value heads (a multiple of H), K key dimension, C chunk size,
     N packed sequences.
@@ -42,12 +44,13 @@ def chunk_scaled_dot_kkt(
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
         Tokens from cu_seqlens[N] on are padding and give zero rows. The values are checked outside of jit only.
       chunk_size: C, one of 16, 32, 64, 128, or None for 64; static. The stages of a chain must agree.
+      p: erase keys [B, T, HV, K] of a delta rule that erases and writes apart, types as of k; None for k.
       implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
       config: tile sizes of the kernel.
 
     Returns:
       A [B, T, HV, C] float32. Row t belongs to token t, column j to the j-th token of its chunk. Differentiable in k,
-      beta and g_cum under both implementations.
+      p, beta and g_cum under both implementations.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type, or a static one is traced.
@@ -62,18 +65,21 @@ def chunk_scaled_dot_kkt(
     HV = checks.check_array("beta", beta, "B T HV", (B, T, None))[2]
     checks.check_heads(H, HV, "beta")
     checks.check_gates("g_cum", g_cum, (B, T, HV), K)
+    if p is not None:
+        checks.check_array("p", p, "B T HV K", (B, T, HV, K))
     chunk_size = checks.choose_chunk_size(chunk_size)
     checks.check_cu_seqlens(cu_seqlens, B, T)
     implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     config = config or tiles.default_for(H, HV, chunk_size, K, k.dtype.itemsize, g_cum is not None and g_cum.ndim == 4)
-    return _run(k, beta, g_cum, cu_seqlens, chunk_size, implementation, config)
+    return _run(k, p, beta, g_cum, cu_seqlens, chunk_size, implementation, config)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
-def _run(k, beta, g_cum, cu_seqlens, chunk_size, implementation, config):
+@functools.partial(jax.jit, static_argnums=(5, 6, 7))
+def _run(k, p, beta, g_cum, cu_seqlens, chunk_size, implementation, config):
     chunks = chunking.Chunking(*k.shape[:2], chunk_size, cu_seqlens)
     beta = chunks.split_rows(beta)
-    operands = compat.vary_alike(chunks.split(k), beta, chunks.split_gates(g_cum, beta.shape[1]))
+    rows = None if p is None else chunks.split(p)
+    operands = compat.vary_alike(chunks.split(k), rows, beta, chunks.split_gates(g_cum, beta.shape[1]))
     if implementation == "pallas":
         return chunks.merge(kernel.kkt(*operands, config))
     return chunks.merge(xla.kkt(*operands))

@@ -9,8 +9,11 @@ from chunkwise.kkt import config, tile
 from chunkwise.shared.kernels import chunk_map, gating, tiles
 
 
-def launch(k: jax.Array, beta: jax.Array, g: jax.Array, cut: config.Config) -> jax.Array:
-    """Run the kernel on chunks: k [NC, H, C, K], beta [NC, HV, 1, C], g rows or channels -> A [NC, HV, C, C]."""
+def launch(k: jax.Array, p: jax.Array | None, beta: jax.Array, g: jax.Array, cut: config.Config) -> jax.Array:
+    """Run the kernel on chunks: k [NC, H, C, K], beta [NC, HV, 1, C], g rows or channels -> A [NC, HV, C, C].
+
+    p [NC, HV, C, K] are erase keys, or None.
+    """
     NC, H, C, K = k.shape
     HV, kind = beta.shape[1], gating.gate_kind(g)
     (A,) = chunk_map.map_chunks(
@@ -18,6 +21,7 @@ def launch(k: jax.Array, beta: jax.Array, g: jax.Array, cut: config.Config) -> j
         k,
         beta,
         g,
+        *([] if p is None else [p]),
         name=f"chunk_scaled_dot_kkt_fwd_c{C}{kind}",
         HV=HV,
         heads=cut.heads,
@@ -27,34 +31,41 @@ def launch(k: jax.Array, beta: jax.Array, g: jax.Array, cut: config.Config) -> j
     return A
 
 
-def launch_bwd(k: jax.Array, beta: jax.Array, g: jax.Array, dA: jax.Array, cut: config.Config):
-    """Run the kernel on chunks, operands as in the forward: returns dk in the type of k, dbeta and dg."""
+def launch_bwd(k: jax.Array, p: jax.Array | None, beta: jax.Array, g: jax.Array, dA: jax.Array, cut: config.Config):
+    """Run the kernel on chunks, operands as in the forward: returns dk in the type of k, dp, dbeta and dg."""
     NC, H, C, K = k.shape
     HV, kind, itemsize = beta.shape[1], gating.gate_kind(g), k.dtype.itemsize
-    dk, dbeta, dg = chunk_map.map_chunks(
+    rows = [] if p is None else [p]
+    dk, dbeta, dg, *dp = chunk_map.map_chunks(
         tile.kkt_bwd_tile,
         k,
         beta,
         g,
         dA,
+        *rows,
         name=f"chunk_scaled_dot_kkt_bwd_c{C}{kind}",
         HV=HV,
         heads=cut.heads,
-        outputs=[((C, K), jnp.float32), ((1, C), jnp.float32), (g.shape[2:], jnp.float32)],
+        outputs=[
+            ((C, K), jnp.float32),
+            ((1, C), jnp.float32),
+            (g.shape[2:], jnp.float32),
+            *(((C, K), y.dtype) for y in rows),
+        ],
         cost=config.cost(B=NC, T=C, H=H, HV=HV, K=K, C=C, itemsize=itemsize, per_channel=bool(kind), backward=True),
     )
     # The kernel writes a gradient per value head; those that share a key head are summed here.
-    return tiles.sum_groups(dk, H).astype(k.dtype), dbeta, dg
+    return tiles.sum_groups(dk, H).astype(k.dtype), dp[0] if dp else None, dbeta, dg
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def kkt(k: jax.Array, beta: jax.Array, g: jax.Array, cut: config.Config) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def kkt(k: jax.Array, p: jax.Array | None, beta: jax.Array, g: jax.Array, cut: config.Config) -> jax.Array:
     """Run the forward kernel; see `launch`."""
-    return launch(k, beta, g, cut)
+    return launch(k, p, beta, g, cut)
 
 
-def _forward(k, beta, g, cut):
-    return launch(k, beta, g, cut), (k, beta, g)
+def _forward(k, p, beta, g, cut):
+    return launch(k, p, beta, g, cut), (k, p, beta, g)
 
 
 def _backward(cut, operands, dA):

@@ -1,28 +1,38 @@
-"""M_ij = beta_i <k_i, e^(G_i - G_j) k_j> for i > j, and its gradient; arrays in, arrays out."""
+"""M_ij = beta_i <p_i, e^(G_i - G_j) k_j> for i > j, p = k or erase keys, and its gradient; arrays in, arrays out."""
 
 import jax.numpy as jnp
 
 from chunkwise.shared.kernels import gating, tiles
 
 
-def kkt_tile(k, beta, g):
+def kkt_tile(k, beta, g, p=None):
     """Return the strictly lower interaction matrix of one chunk, as a tuple of one.
 
     Args:
       k: [h, C, K], keys of the key heads.
       beta: [HV, 1, C].
       g: cumulative gates in nats, rows [HV, 1, C] or per channel [HV, C, K].
+      p: [HV, C, K], erase keys, or None for k.
 
     Returns:
       ([HV, C, C] float32,)
     """
-    return (tiles.to_column(beta) * gating.decayed_scores(k, k, g),)
+    return (tiles.to_column(beta) * _scores(k, g, p),)
 
 
-def kkt_bwd_tile(k, beta, g, dA):
-    """Return dk [HV, C, K], dbeta [HV, 1, C] and dg in the form of g; operands as in the forward, dA [HV, C, C]."""
-    dbeta = jnp.sum(dA * gating.decayed_scores(k, k, g), axis=2, keepdims=True)  # [HV, C, 1]
+def _scores(k, g, p):
+    return gating.decayed_scores(k, k, g) if p is None else gating.decayed_scores(p, tiles.repeat_heads(k, len(p)), g)
+
+
+def kkt_bwd_tile(k, beta, g, dA, p=None):
+    """Return dk [HV, C, K], dbeta [HV, 1, C], dg in the form of g, and dp if there is a p [HV, C, K].
+
+    The operands are those of the forward and dA [HV, C, C].
+    """
+    dbeta = jnp.sum(dA * _scores(k, g, p), axis=2, keepdims=True)  # [HV, C, 1]
     k = tiles.repeat_heads(k, beta.shape[0])  # [HV, C, K]
+    d_row, d_column, dg = gating.decayed_scores_bwd(k if p is None else p, k, g, tiles.to_column(beta) * dA)
+    if p is not None:
+        return d_column, tiles.to_row(dbeta), dg, d_row
     # Every key is once the row and once the column.
-    dk_row, dk_column, dg = gating.decayed_scores_bwd(k, k, g, tiles.to_column(beta) * dA)
-    return dk_row + dk_column, tiles.to_row(dbeta), dg
+    return d_row + d_column, tiles.to_row(dbeta), dg

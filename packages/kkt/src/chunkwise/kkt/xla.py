@@ -5,6 +5,6 @@ import jax
 from chunkwise.kkt import tile
 
 
-def kkt(k: jax.Array, beta: jax.Array, g: jax.Array) -> jax.Array:
+def kkt(k: jax.Array, p: jax.Array | None, beta: jax.Array, g: jax.Array) -> jax.Array:
     """Map the tile over chunks, operands as in the kernel: A [NC, HV, C, C] float32."""
-    return jax.vmap(tile.kkt_tile)(k, beta, g)[0]
+    return jax.vmap(tile.kkt_tile)(k, beta, g, p)[0]

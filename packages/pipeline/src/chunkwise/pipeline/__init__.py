@@ -8,6 +8,14 @@ from chunkwise.pipeline.check_step import check_step
 from chunkwise.pipeline.staged import register_all
 from chunkwise.shared import version
 from chunkwise.shared.operators.state_pool import StatePool, make_pool, read_states, write_states
+from chunkwise.two_keys import (
+    chunk_comba,
+    chunk_gdn2,
+    ragged_comba,
+    ragged_gdn2,
+    recurrent_comba,
+    recurrent_gdn2,
+)
 
 register_all()
 
@@ -16,16 +24,22 @@ __all__ = [
     "StatePool",
     "check_inputs",
     "check_step",
+    "chunk_comba",
     "chunk_gated_delta_rule",
+    "chunk_gdn2",
     "chunk_gla",
     "chunk_kda",
     "chunk_simple_gla",
     "make_pool",
+    "ragged_comba",
     "ragged_gated_delta_rule",
+    "ragged_gdn2",
     "ragged_kda",
     "ragged_simple_gla",
     "read_states",
+    "recurrent_comba",
     "recurrent_gated_delta_rule",
+    "recurrent_gdn2",
     "recurrent_gla",
     "recurrent_kda",
     "recurrent_simple_gla",

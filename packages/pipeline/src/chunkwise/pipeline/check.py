@@ -21,7 +21,7 @@ ON_TPU = cases.Case(T=200, H=2, HV=4, K=128, V=128), (1, 0, 77, 0, 114)
 ELSEWHERE = cases.Case(T=100, HV=2, K=64, V=64, chunk_size=32), (1, 0, 37, 0, 56)
 INTERPRETED = cases.Case(T=20, HV=2, K=8, V=16, chunk_size=16), (1, 0, 17, 0)
 DTYPES = ("float32", "bfloat16")
-GATE_LIKE = ("g", "g_gamma", "beta")
+GATE_LIKE = ("g", "g_gamma", "beta", "b", "w")
 
 
 class Row(NamedTuple):
@@ -48,11 +48,11 @@ def operator_inputs(operator: operators.Entry, *sizes: int, **options) -> dict[s
 
     An operator with constant gates gets them beside those of the tokens.
     """
-    return _make_inputs(operator.delta, operator.gates, *sizes, **options)
+    return _make_inputs(operator.delta, operator.gates, operator.erase, *sizes, **options)
 
 
-def _make_inputs(delta: bool, gates: str, *sizes: int, **options) -> dict[str, jax.Array]:
-    x = inputs.make_inputs(*sizes, per_channel=gates == "channel", **options)
+def _make_inputs(delta: bool, gates: str, erase: str | None, *sizes: int, **options) -> dict[str, jax.Array]:
+    x = inputs.make_inputs(*sizes, per_channel=gates == "channel", erase=erase, **options)
     if not delta:
         del x["beta"]
     if gates == "constant":
@@ -147,7 +147,7 @@ def _start_operator(check: Check, operator: operators.Entry, pool: Executor) -> 
         )  # fmt: skip
         return {"o": o, "final_state": state} if check.states else {"o": o}
 
-    x = _inputs(operator.delta, operator.gates, case, check.states)
+    x = _inputs(operator.delta, operator.gates, operator.erase, case, check.states)
     operands = inputs.poison_padding(x, case.cu_seqlens), case.cu_seqlens
     cotangents = _cotangents(x, case)
     programs: list[tuple[str, Callable, tuple]] = [
@@ -158,7 +158,7 @@ def _start_operator(check: Check, operator: operators.Entry, pool: Executor) -> 
         programs.insert(0, ("", run, operands))
     for suffix, fn, args in programs:
         label = operator.name, check.implementation, case.dtype, check.label + suffix
-        exact = functools.partial(_exact, operator.delta, operator.gates, case, check.states)
+        exact = functools.partial(_exact, operator.delta, operator.gates, operator.erase, case, check.states)
         expected = exact if suffix else lambda exact=exact: {n: exact()[n] for n in ("o", "final_state")}
         limit = functools.partial(tolerance, dtype=case.dtype)
         yield Program(label, _compile(pool, fn, args), args, expected, limit)
@@ -191,12 +191,12 @@ def _arguments(inputs: Callable[[cases.Case], dict], case: cases.Case) -> dict[s
 
 
 @functools.cache
-def _inputs(delta: bool, gates: str, case: cases.Case, states: bool) -> dict[str, jax.Array]:
+def _inputs(delta: bool, gates: str, erase: str | None, case: cases.Case, states: bool) -> dict[str, jax.Array]:
     """Return the inputs of an operator, the same for all that take the same."""
     N = case.B if case.lengths is None else len(case.lengths)
     return _make_inputs(
-        delta, gates, case.B, case.T, case.H, case.HV, case.K, case.V, dtype=jnp.dtype(case.dtype), gate=case.gate,
-        num_states=N if states else 0,
+        delta, gates, erase, case.B, case.T, case.H, case.HV, case.K, case.V, dtype=jnp.dtype(case.dtype),
+        gate=case.gate, num_states=N if states else 0,
     )  # fmt: skip
 
 
@@ -210,9 +210,9 @@ def _cotangents(x: dict[str, jax.Array], case: cases.Case) -> dict[str, jax.Arra
 
 
 @functools.cache
-def _exact(delta: bool, gates: str, case: cases.Case, states: bool) -> dict[str, np.ndarray]:
+def _exact(delta: bool, gates: str, erase: str | None, case: cases.Case, states: bool) -> dict[str, np.ndarray]:
     """Return the results of an operator and all gradients in float64."""
-    x = _inputs(delta, gates, case, states)
+    x = _inputs(delta, gates, erase, case, states)
     cotangents = _cotangents(x, case)
     do, dht = cotangents["o"], cotangents.get("final_state")
     o, state, *rest = oracle.reference(**x, cu_seqlens=case.cu_seqlens, do=do, dht=dht)

@@ -12,6 +12,7 @@ from chunkwise.kda import operator as kda
 from chunkwise.shared.kernels import chunking
 from chunkwise.shared.operators import arguments, checks, gates
 from chunkwise.shared.operators.arguments import Arguments
+from chunkwise.two_keys import operator as two_keys
 
 # What float32 sums of squares are wrong by at most, relative.
 _ROUNDING = 1e-5
@@ -27,6 +28,9 @@ def check_inputs(
     beta: jax.Array | None = None,
     *,
     g_gamma: jax.Array | None = None,
+    p: jax.Array | None = None,
+    b: jax.Array | None = None,
+    w: jax.Array | None = None,
     initial_state: jax.Array | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
@@ -34,18 +38,20 @@ def check_inputs(
     dt_bias: jax.Array | None = None,
     lower_bound: float | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
+    use_erase_sigmoid_in_kernel: bool = False,
+    use_write_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
 ) -> None:
     """Check the values of a training batch, which its shapes and types cannot tell.
 
-    It takes the arrays of any `chunk_` operator: with beta those of a delta rule, with g [B, T, HV, K] those of an
-    operator with gates per channel. It finds:
+    It takes the arrays of any `chunk_` operator: with beta those of a delta rule, with p those of Comba, with b and w
+    those of GDN-2, with g [B, T, HV, K] those of an operator with gates per channel. It finds:
 
     - what is not finite, but for gates of -inf,
     - gates above 0, such as a decay from 0 to 1 where its log belongs,
-    - step sizes out of their range, and keys so long that the recurrence of a delta rule diverges,
+    - step sizes and erase gates out of their range, and keys so long that the recurrence of a delta rule diverges,
     - boundaries that fall or pass the end, and rows that are padded with segment ids of 0.
 
     Padding may hold anything. Outside of jit it raises the first of these. Inside nothing can be raised, unless the
@@ -56,9 +62,10 @@ def check_inputs(
         error.throw()
 
     Args:
-      q, k, v, g, beta, g_gamma, initial_state: as in the operator.
+      q, k, v, g, beta, g_gamma, p, b, w, initial_state: as in the operator.
       use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel: likewise.
-      allow_neg_eigval: whether step sizes may go up to 2, raw or not.
+      use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: likewise.
+      allow_neg_eigval: whether step sizes, or erase gates, may go up to 2, raw or not.
       cu_seqlens, segment_ids: as in the operator. A row whose ids are above 0, and 0 at its end, is taken for one that
         is padded with 0, which is a document here.
 
@@ -67,10 +74,13 @@ def check_inputs(
 
     Cost: one read of every array. Outside of jit it waits for the result.
     """
+    raw = use_beta_sigmoid_in_kernel, use_erase_sigmoid_in_kernel
     activation = gates.GateActivation(
-        use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, use_beta_sigmoid_in_kernel and allow_neg_eigval
+        use_gate_in_kernel, lower_bound, raw[0], any(raw) and allow_neg_eigval, raw[1], use_write_sigmoid_in_kernel
     )
-    x = Arguments(q, k, v, g, beta, g_gamma, None, initial_state, cu_seqlens, A_log, dt_bias, segment_ids)
+    x = Arguments(
+        q, k, v, g, beta, g_gamma, None, initial_state, cu_seqlens, A_log, dt_bias, segment_ids, p=p, b=b, w=w
+    )
     options = arguments.Options(normalise=use_qk_l2norm_in_kernel, activation=activation)
     _check_types(x, options)
     checks.check_flags(allow_neg_eigval=allow_neg_eigval)
@@ -79,7 +89,9 @@ def check_inputs(
 
 def _check_types(x: Arguments, options: arguments.Options) -> None:
     """Check what the operator of such arguments checks itself."""
-    if x.beta is None:
+    if x.b is not None or x.w is not None or x.p is not None:
+        (two_keys.COMBA if x.p is not None else two_keys.GDN2).check(x, options)
+    elif x.beta is None:
         raw = options.activation.use_gate_in_kernel or options.activation.use_beta_sigmoid_in_kernel
         checks.check(not raw, "`beta` must be an array [B, T, HV] where gates or step sizes are raw; got None.")
         gla.check(x, options)
@@ -101,7 +113,7 @@ def _find_faults(x: Arguments, options: arguments.Options, allow_neg_eigval: boo
     # Padding may hold anything.
     inside = lambda wrong: wrong if valid is None else chunking.select_tokens(valid, wrong, False)
     everywhere = lambda wrong: wrong
-    tokens = ("q", "k", "v", "beta", *(("g",) if raw.use_gate_in_kernel else ()))
+    tokens = ("q", "k", "v", "beta", "p", "b", "w", *(("g",) if raw.use_gate_in_kernel else ()))
     for name in (*tokens, "initial_state", "A_log", "dt_bias"):
         y = getattr(x, name)
         if y is not None:
@@ -111,16 +123,20 @@ def _find_faults(x: Arguments, options: arguments.Options, allow_neg_eigval: boo
         yield from _gates("g", x.g, inside)
     if x.g_gamma is not None:
         yield from _gates("g_gamma", x.g_gamma, everywhere)
-    if x.beta is None:
+    if x.beta is None and x.b is None:
         return
-    if raw.use_beta_sigmoid_in_kernel:
-        beta = gates.step_sizes(x.beta, raw.allow_neg_eigval, valid)
+    if x.b is not None:
+        beta, name, apart = x.b, "b", raw.use_erase_sigmoid_in_kernel
     else:
-        beta, most = x.beta, 2 if allow_neg_eigval else 1
-        rule = f"`beta` must be from 0 to {most}" + ("" if allow_neg_eigval else ", or to 2 with `allow_neg_eigval`")
+        beta, name, apart = x.beta, "beta", raw.use_beta_sigmoid_in_kernel
+    if apart:
+        beta = gates.step_sizes(beta, raw.allow_neg_eigval, valid)
+    else:
+        most = 2 if allow_neg_eigval else 1
+        rule = f"`{name}` must be from 0 to {most}" + ("" if allow_neg_eigval else ", or to 2 with `allow_neg_eigval`")
         yield _fault(inside((beta < 0) | (beta > most)), beta, rule)
     if not options.normalise:
-        yield _lengths(x.k, beta, inside)
+        yield _lengths(x.k, x.k if x.p is None else x.p, beta, inside)
 
 
 def _boundaries(cu_seqlens: jax.Array, T: int) -> checks.Fault:
@@ -149,15 +165,24 @@ def _gates(name: str, g: jax.Array, where: Where) -> Iterator[checks.Fault]:
     yield _fault(where(~(g <= 0)), g, rule)
 
 
-def _lengths(k: jax.Array, beta: jax.Array, where: Where) -> checks.Fault:
-    """Return the fault of keys that are too long for their step sizes: a step then makes a state larger."""
-    length = jnp.sum(jnp.square(k.astype(jnp.float32)), axis=3)
-    group = beta.shape[2] // k.shape[2]
-    # Repeated by a reshape, which explicit meshes take.
-    length = jnp.broadcast_to(length[..., None], (*length.shape, group)).reshape(beta.shape)
-    y = beta.astype(jnp.float32) * length
+def _lengths(k: jax.Array, p: jax.Array, rate: jax.Array, where: Where) -> checks.Fault:
+    """Return the fault of keys that are too long for their step sizes, or erase gates: a step makes a state larger."""
+    product = k.astype(jnp.float32) * p.astype(jnp.float32)
+    group = rate.shape[2] // k.shape[2]
+
+    def to_values(y):
+        """Return one for every value head, by a reshape, which explicit meshes take."""
+        return jnp.broadcast_to(y[:, :, :, None], (*y.shape[:3], group, *y.shape[3:])).reshape(rate.shape)
+
+    rate = rate.astype(jnp.float32)
+    channels = rate.ndim == 4
+    y = jnp.sum(to_values(product) * rate, axis=3) if channels else rate * jnp.abs(to_values(jnp.sum(product, axis=3)))
     most = 2 * (1 + max(float(jnp.finfo(k.dtype).eps), _ROUNDING))
-    rule = "`k` must have |k|^2 beta of at most 2, or states grow"
+    rule = (
+        "`k` must have |k . p| of at most 2, or states grow"
+        if channels or p is not k
+        else ("`k` must have |k|^2 beta of at most 2, or states grow")
+    )
     return _fault(where(y > most), y, rule, "; `use_qk_l2norm_in_kernel` makes keys of unit length")
 
 

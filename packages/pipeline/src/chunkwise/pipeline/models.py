@@ -85,7 +85,9 @@ class Layer:
         """Return the shapes and types of the inputs without data."""
         gate = (self.HV, self.K) if self.table.per_channel else (self.HV,)
         shapes = {"q": (self.H, self.K), "k": (self.H, self.K), "v": (self.HV, self.V), "g": gate}
-        shapes |= {"beta": (self.HV,)} if self.table.delta else {}
+        more = {None: {"beta": (self.HV,)}, "key": {"beta": (self.HV,), "p": (self.H, self.K)}}
+        more |= {"gate": {"b": (self.HV, self.K), "w": (self.HV, self.V)}}
+        shapes |= more[self.table.erase] if self.table.delta else {}
         return {
             name: jax.ShapeDtypeStruct((1, T, *tail), jnp.float32 if name == "g" else dtype)
             for name, tail in shapes.items()
@@ -96,7 +98,7 @@ class Layer:
 
         Heads do not mix, nor do sequences: if the tokens are a whole one, they give what they give among the others.
         """
-        heads = {"q": 1, "k": 1, "dq": 1, "dk": 1}
+        heads = {"q": 1, "k": 1, "p": 1, "dq": 1, "dk": 1, "dp": 1}
         return {name: y[:, tokens, -heads.get(name, self.HV // self.H) :] for name, y in x.items()}
 
     def expected(self, part: dict, do) -> dict[str, np.ndarray]:
@@ -137,6 +139,7 @@ MODELS = {
     "qwen3-next-80b": Layer("gated_delta_rule", H=16, HV=32),
     "qwen3.5-397b": Layer("gated_delta_rule", H=16, HV=64),
     "kimi-linear-48b": Layer("kda", H=32, HV=32),
+    "gdn2": Layer("gdn2", H=32, HV=32),
     "minimax-text-01": Layer("simple_gla", H=64, HV=64),
     "mamba-codestral-7b": Layer("simple_gla", H=8, HV=128, V=64),
     "gla": Layer("gla", H=16, HV=16),
@@ -260,7 +263,8 @@ def moved_bytes(case: Layer, mixture: Mixture) -> tuple[int, int]:
     state = size(pool) if isinstance(pool, jax.ShapeDtypeStruct) else size((pool.states, pool.scales))
     # q, k, v and o, the decays and the step sizes.
     gates = case.HV * ((case.K if case.table.per_channel else 1) + case.table.delta)
-    token = 2 * 2 * (case.H * case.K + case.HV * case.V) + 4 * gates
+    erases = {None: 0, "key": case.H * case.K, "gate": case.HV * (case.K + case.V)}[case.table.erase]
+    token = 2 * 2 * (case.H * case.K + case.HV * case.V) + 4 * gates + 2 * erases
     each = mixture.W * token + (1 + mixture.W) * state
     if mixture.replay:
         ring = size((pool.keys, pool.writes, pool.gates)) / mixture.replay

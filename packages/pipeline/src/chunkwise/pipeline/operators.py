@@ -12,6 +12,8 @@ from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, recurrent_gla, recu
 from chunkwise.fused_gla.cost import cost as gla_cost
 from chunkwise.kda import chunk_kda, recurrent_kda
 from chunkwise.kda.cost import cost as kda_cost
+from chunkwise.two_keys import chunk_comba, chunk_gdn2, recurrent_comba, recurrent_gdn2
+from chunkwise.two_keys import cost as two_keys_cost
 
 
 @dataclass(frozen=True)
@@ -20,10 +22,11 @@ class Entry:
 
     Attributes:
       function: what a user calls.
-      delta: whether it is a delta rule, which takes beta.
+      delta: whether it is a delta rule, which takes beta unless it has erase gates.
       gates: "head" for g [B, T, HV]; "channel" for g [B, T, HV, K]; "constant" for a gate per head and g_gamma [HV].
       implementations: what it comes in; the last is the TPU's choice for sizes that fit.
       cost: its package's `cost`, a function of the sizes; None for the forms that go token by token.
+      erase: of a delta rule that erases and writes apart, "gate" for erase and write gates b and w, "key" for p.
     """
 
     function: Callable
@@ -31,6 +34,7 @@ class Entry:
     gates: str
     implementations: tuple[str, ...]
     cost: Callable[..., pl.CostEstimate] | None = None
+    erase: str | None = None
 
     @property
     def name(self) -> str:
@@ -58,10 +62,14 @@ OPERATORS = {
         Entry(recurrent_gla, False, "channel", _RECURRENT),
         Entry(recurrent_gated_delta_rule, True, "head", _RECURRENT),
         Entry(recurrent_kda, True, "channel", _RECURRENT),
+        Entry(recurrent_gdn2, True, "channel", _RECURRENT, erase="gate"),
+        Entry(recurrent_comba, True, "head", _RECURRENT, erase="key"),
         Entry(chunk_simple_gla, False, "constant", _CHUNK, gla_cost),
         Entry(chunk_gla, False, "channel", _CHUNK, functools.partial(gla_cost, per_channel=True)),
         Entry(chunk_gated_delta_rule, True, "head", _CHUNK, gdn_cost),
         Entry(chunk_kda, True, "channel", _CHUNK, kda_cost),
+        Entry(chunk_gdn2, True, "channel", _CHUNK, two_keys_cost.cost, "gate"),
+        Entry(chunk_comba, True, "head", _CHUNK, two_keys_cost.comba_cost, "key"),
     )
 }
 

@@ -22,6 +22,7 @@ from chunkwise.shared.operators.arguments import Arguments, Options
 from chunkwise.shared.operators.implementations import Implementation, in_plain_jax
 from chunkwise.shared.operators.operator import Operator, register
 from chunkwise.solve_tril import solve_tril
+from chunkwise.two_keys import operator as two_keys
 from chunkwise.wy_fast import recompute_w_u
 
 _PALLAS = "pallas"
@@ -31,6 +32,7 @@ _PALLAS = "pallas"
 def delta_rule(x: Arguments, options: Options, A_inv: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
     """Gated delta rule for gates per head g [B, T, HV], Kimi delta attention for gates per channel [B, T, HV, K].
 
+    With erase keys p it erases and writes apart.
     `A_inv` are the inverses that `map_delta_rule` keeps, of the same tokens.
     """
     g_cum, (h, v_new, final_state) = _delta_states(x, options, _PALLAS, A_inv)
@@ -49,9 +51,9 @@ def _solve(x: Arguments, options: Options, implementation: str, A_inv: jax.Array
     k = recurrence.unit_rows(x.k, options.normalise, cu)
     g_cum = chunk_local_cumsum(tiles.clip_gate(x.g), C, cu_seqlens=cu, **how)
     # Where the inverses are known only the gradient asks for A.
-    A = chunk_scaled_dot_kkt(k, x.beta, g_cum, cu, C, **how)
+    A = chunk_scaled_dot_kkt(k, x.beta, g_cum, cu, C, p=x.p, **how)
     A_inv = solve_tril(A, cu, A_inv=A_inv, **how)
-    return k, g_cum, A_inv, *recompute_w_u(k, x.v, x.beta, A_inv, g_cum, cu, **how)
+    return k, g_cum, A_inv, *recompute_w_u(k if x.p is None else x.p, x.v, x.beta, A_inv, g_cum, cu, **how)
 
 
 def _delta_states(
@@ -107,7 +109,7 @@ def _gla_states(x: Arguments, options: Options, implementation: str) -> tuple[An
 def register_all() -> None:
     """Add the chains to the operators, and the states before all chunks, which the stages know, to "xla" too."""
     delta = Implementation("staged", delta_rule, map_delta_rule, at_once=True)
-    for operator in (gdn.OPERATOR, kda.OPERATOR):
+    for operator in (gdn.OPERATOR, kda.OPERATOR, two_keys.GDN2, two_keys.COMBA):
         _register(operator, delta, _delta_states)
     for operator in (gla_operators.GLA, gla_operators.SIMPLE_GLA):
         _register(operator, Implementation("staged", gla), _gla_states)
