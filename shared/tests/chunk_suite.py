@@ -30,14 +30,16 @@ T, C, SCALE = 48, 16, 0.3
 # The largest errors of outputs and states, and of gradients.
 FLOAT64 = dict(results=1e-12, gradients=1e-10)
 FLOAT32 = dict(results=compare.TOLERANCE["float32"], gradients=compare.GRADIENT_TOLERANCE["float32"])
-TOKENS = ("q", "k", "v", "g", "beta")
+TOKENS = ("q", "k", "v", "g", "beta", "b", "w")
 
 Arrays = dict[str, jax.Array]
 
 
-def make_case(case: str, *, per_channel: bool, delta_rule: bool = True) -> tuple[Arrays, Arrays]:
+def make_case(
+    case: str, *, per_channel: bool, delta_rule: bool = True, erase: str | None = None
+) -> tuple[Arrays, Arrays]:
     """Return float32 inputs of an operator, with initial states, and cotangents of o and final_state."""
-    x = inputs.make_inputs(1, T, 2, K=16, V=24, num_states=1, per_channel=per_channel, **CASES[case])
+    x = inputs.make_inputs(1, T, 2, K=16, V=24, num_states=1, per_channel=per_channel, erase=erase, **CASES[case])
     x = {name: y for name, y in x.items() if delta_rule or name != "beta"}
     rng, results = np.random.default_rng(1), dict(o=x["v"], final_state=x["initial_state"])
     return x, {name: jnp.asarray(rng.standard_normal(y.shape), y.dtype) for name, y in results.items()}
@@ -120,8 +122,9 @@ def _derived(chunk):
     """Return the program of the results and derivatives of the token recurrence, and of `chunk`."""
 
     def by_token(x, _):
-        q, k, v, g, beta = (x.get(name) for name in TOKENS)
-        o, final_state = recurrence.recurrence(q, k, v, g, beta, SCALE, x["initial_state"], jnp.float64)
+        q, k, v, g, beta, b, w = (x.get(name) for name in TOKENS)
+        p, v, beta = (None, v, beta) if b is None else (b * k, w * v, jnp.ones(v.shape[:3]))
+        o, final_state = recurrence.recurrence(q, k, v, g, beta, SCALE, x["initial_state"], jnp.float64, p)
         return dict(o=o, final_state=final_state)
 
     runs = (by_token, lambda x, _: scan_chunks(chunk, x)[0])

@@ -1,0 +1,23 @@
+"""chunk.py against the float64 recurrence, and the interpreted kernels against chunk.py."""
+
+import pytest
+
+from chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
+from chunkwise.two_keys import chunk_gdn2 as operator
+from chunkwise.two_keys.chunk import chunk, chunk_bwd
+
+pytestmark = pytest.mark.interpreted
+# One of each is quick: the kernels are those of KDA, whose package has them all.
+THOROUGH = dict(
+    test_recurrence=lambda case: case != "repeated keys, beta 2", test_kernels=lambda case: case != "spikes"
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_recurrence(case):
+    assert_recurrence(chunk, chunk_bwd, *make_case(case, per_channel=True, erase="gate"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels(case):
+    assert_kernel(operator, chunk, chunk_bwd, *make_case(case, per_channel=True, erase="gate"))

@@ -1,0 +1,123 @@
+"""GDN-2 and Comba against the float64 recurrence, with the same rounded inputs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from either import KINDS
+
+from chunkwise.shared.testing.compare import (
+    GATE_GRADIENT_TOLERANCE,
+    GRADIENT_TOLERANCE,
+    TOLERANCE,
+    assert_close,
+)
+from chunkwise.shared.testing.inputs import boundaries, poison_padding
+from chunkwise.shared.testing.oracle import reference
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+both = pytest.mark.parametrize("implementation", ["xla", "fused"])
+types = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+PACKED = boundaries(1, 0, 17, 16, 0, 20, 3)  # empty sequences, tails, several sequences in a chunk
+T_PACKED = 62  # 5 tokens of padding
+SIZES = (2, 41, 1, 2, 16, 24)
+GATE_LIKE = ("g", "beta", "b", "w")
+NAMES = ("o", "final_state")
+
+# The kernels and the plain form are those of KDA, whose package has all cases of gates and sizes.
+THOROUGH = dict(
+    test_gradients=lambda kind, implementation, dtype, case: (
+        (kind, implementation, dtype, case) != ("gdn2", "fused", jnp.float32, "repeated keys")
+    ),
+    test_packed=lambda kind, implementation, states: (kind, implementation, states) != ("comba", "fused", True),
+    test_grouped_heads_and_blocks_inside_of_a_group=True,
+    test_chunks_of_64=True,
+    test_decode=lambda kind, implementation, dtype: (kind, implementation, dtype) != ("gdn2", "fused", jnp.float32),
+)
+
+
+def compare(x, operator, states=True, **options):
+    """Compare outputs and the gradients of all inputs, with a cotangent of the final state if there is one."""
+    rng, fixed = np.random.default_rng(1), options.get("cu_seqlens")
+    told = {name: y for name, y in options.items() if name in ("cu_seqlens", "scale", "use_qk_l2norm_in_kernel")}
+    run = functools.partial(operator, output_final_state=states, **options)
+    do = jnp.asarray(rng.standard_normal(x["v"].shape), x["v"].dtype)
+    dht = jnp.asarray(rng.standard_normal(x["initial_state"].shape), jnp.float32) if states else None
+
+    @jax.jit
+    def both(x, do, dht):
+        outputs, pull = jax.vjp(lambda x: run(**x), x)
+        return outputs, pull((do, dht))[0]
+
+    found, grads = both(poison_padding(x, fixed), do, dht)
+    *expected, gradients = reference(**x, **told, do=do, dht=dht)
+    kind = str(x["v"].dtype)
+    for name, y, want in zip(NAMES[: 1 + states], found, expected, strict=False):
+        assert_close(name, y, want, TOLERANCE[kind])
+    assert found[0].dtype == x["v"].dtype
+    assert grads.keys() == gradients.keys()
+    for name, y in grads.items():
+        assert y.dtype == x[name].dtype
+        table = GATE_GRADIENT_TOLERANCE if name in GATE_LIKE else GRADIENT_TOLERANCE
+        assert_close(f"d{name}", y, gradients[name], table[kind])
+        if fixed is not None and name != "initial_state":
+            assert not y[:, int(fixed[-1]) :].any(), name
+
+
+# Erase gates of 2 and of 0, keys that repeat, gates of every strength.
+CASES = {
+    "repeated keys": dict(beta=2.0, repeat_key=True),
+    "strong": dict(gate="strong"),
+    "spikes": dict(gate="spikes"),
+    "no gate": dict(gate="zero"),
+    "nothing erased": dict(beta=0.0),
+}
+
+
+@types
+@pytest.mark.parametrize("case", CASES)
+@both
+@kinds
+def test_gradients(kind, implementation, case, dtype):
+    x = KINDS[kind].inputs(*SIZES, dtype=dtype, num_states=2, **CASES[case])
+    compare(x, KINDS[kind].chunk, implementation=implementation, chunk_size=16)
+
+
+@pytest.mark.parametrize("states", [True, False])
+@both
+@kinds
+def test_packed(kind, implementation, states):
+    """Queries and keys are scaled to unit length, and so are the erase keys of Comba."""
+    x = KINDS[kind].inputs(1, T_PACKED, 2, 2, 16, 24, num_states=7 if states else 0, normalise=False)
+    options = dict(implementation=implementation, chunk_size=16, use_qk_l2norm_in_kernel=True)
+    compare(x, KINDS[kind].chunk, states, cu_seqlens=PACKED, **options)
+
+
+@kinds
+def test_grouped_heads_and_blocks_inside_of_a_group(kind):
+    from chunkwise.two_keys import Config
+
+    x = KINDS[kind].inputs(2, 20, 2, 8, 16, 24, num_states=2, normalise=False)
+    for config in (Config(2, 2), Config(8, 4)):
+        compare(
+            x, KINDS[kind].chunk, implementation="fused", chunk_size=16, config=config, use_qk_l2norm_in_kernel=True
+        )
+
+
+@types
+@both
+@kinds
+def test_chunks_of_64(kind, implementation, dtype):
+    """With two heads side by side in the lanes."""
+    x = KINDS[kind].inputs(1, 130, 1, 2, 32, 48, dtype=dtype, num_states=1, normalise=False)
+    compare(x, KINDS[kind].chunk, implementation=implementation, scale=0.3, use_qk_l2norm_in_kernel=True)
+
+
+@types
+@both
+@kinds
+def test_decode(kind, implementation, dtype):
+    x = KINDS[kind].inputs(3, 3, 1, 2, 130, 7, dtype=dtype, num_states=3, normalise=False)
+    compare(x, KINDS[kind].recurrent, implementation=implementation, use_qk_l2norm_in_kernel=True)

@@ -1,0 +1,31 @@
+"""Rows of segments: values, gradients, isolation, and that there is one launch and one program for all ids."""
+
+from typing import ClassVar
+
+import jax.numpy as jnp
+from either import KINDS
+
+from segment_suite import SEGMENT_IDS, SegmentTests
+
+ALL = dict(
+    test_values_and_gradients_of_plain_jax=True,
+    test_random_segments=True,
+    test_isolated=True,
+    test_isolated_to_the_bit=True,
+    test_compiles=True,
+)
+
+
+class TestGdn2(SegmentTests):
+    operator = staticmethod(KINDS["gdn2"].chunk)
+    launches = (1, 2)
+    THOROUGH: ClassVar = ALL
+    kind = "gdn2"
+
+    def inputs(self, B=SEGMENT_IDS.shape[0], T=SEGMENT_IDS.shape[1], K=8, dtype=jnp.float32):
+        return KINDS[self.kind].inputs(B, T, 1, 2, K, K, dtype=dtype, num_states=B)
+
+
+class TestComba(TestGdn2):
+    operator = staticmethod(KINDS["comba"].chunk)
+    kind = "comba"
