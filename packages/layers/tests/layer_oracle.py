@@ -7,12 +7,15 @@ import numpy as np
 
 from chunkwise.layers import (
     Cache,
+    GatedDeltaNet2Config,
     GatedDeltaNetConfig,
     KimiDeltaAttentionConfig,
     LightningAttentionConfig,
     Mamba2Config,
     gated_delta_net,
+    gated_delta_net2,
     init_gated_delta_net,
+    init_gated_delta_net2,
     init_kimi_delta_attention,
     init_lightning_attention,
     init_mamba2_mixer,
@@ -20,6 +23,7 @@ from chunkwise.layers import (
     lightning_attention,
     mamba2_mixer,
     ragged_gated_delta_net,
+    ragged_gated_delta_net2,
     ragged_kimi_delta_attention,
     ragged_lightning_attention,
     ragged_mamba2_mixer,
@@ -44,6 +48,10 @@ LAYERS = {
     "gated_delta_net": Layer(
         GatedDeltaNetConfig(**SIZES, allow_neg_eigval=True),
         init_gated_delta_net, gated_delta_net, ragged_gated_delta_net,
+    ),
+    "gated_delta_net2": Layer(
+        GatedDeltaNet2Config(**SIZES, allow_neg_eigval=True),
+        init_gated_delta_net2, gated_delta_net2, ragged_gated_delta_net2,
     ),
     "kimi_delta_attention": Layer(
         KimiDeltaAttentionConfig(**SIZES, R=6, W=3),
@@ -106,6 +114,14 @@ def oracle(name: str, x, w, cache: Cache | None = None, **packing) -> tuple[np.n
         laws, _ = law_reference(x @ w.a, x @ w.b, w.A_log, w.dt_bias, allow_neg_eigval=True)
         o, state = reference(q, k, v, laws["g"], laws["beta"], **delta)
         y = mixer_oracle.rms_norm_gated(o, by_head(x @ w.z, c.HV), w.norm, eps=c.eps)
+    elif name == "gated_delta_net2":
+        sigmoid = lambda y: 1 / (1 + np.exp(-y))
+        laws, _ = law_reference(by_head(x @ w.f[0] @ w.f[1], c.H), np.zeros(c.H), w.A_log, w.dt_bias)
+        b, write = 2 * sigmoid(by_head(x @ w.b, c.H)), sigmoid(by_head(x @ w.w, c.HV))
+        g, b = (np.repeat(y, c.HV // c.H, axis=2) for y in (laws["g"], b))
+        o, state = reference(q, k, v, g, b=b, w=write, **delta)
+        z = by_head(x @ w.z[0] @ w.z[1] + w.z_bias, c.HV)
+        y = mixer_oracle.rms_norm_gated(o, z, w.norm, name="sigmoid", eps=c.eps)
     elif "kimi" in name:
         f, z = x, x
         for factor in w.f:

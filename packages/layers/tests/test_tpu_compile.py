@@ -16,6 +16,7 @@ from layer_oracle import LAYERS
 # The kernels of the operators, which are named after their functions.
 KERNELS = {
     "gated_delta_net": "chunk_gated_delta_rule_fwd",
+    "gated_delta_net2": "chunk_gdn2_fwd",
     "kimi_delta_attention": "chunk_kda_fwd",
     "mamba2_mixer": "chunk_gla_fwd",
 }

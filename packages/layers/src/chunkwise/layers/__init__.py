@@ -1,6 +1,7 @@
 """Layers of linear attention, as pure functions of hidden states and of plain trees of weights."""
 
 from chunkwise.layers.config import (
+    GatedDeltaNet2Config,
     GatedDeltaNetConfig,
     KimiDeltaAttentionConfig,
     LayerConfig,
@@ -13,6 +14,13 @@ from chunkwise.layers.delta_net import (
     init_gated_delta_net,
     load_gated_delta_net,
     ragged_gated_delta_net,
+)
+from chunkwise.layers.delta_net2 import (
+    GatedDeltaNet2Weights,
+    gated_delta_net2,
+    init_gated_delta_net2,
+    load_gated_delta_net2,
+    ragged_gated_delta_net2,
 )
 from chunkwise.layers.files import open_checkpoint
 from chunkwise.layers.from_transformers import config_from
@@ -44,6 +52,8 @@ from chunkwise.shared import version
 __version__ = version.of(__name__)
 __all__ = [
     "Cache",
+    "GatedDeltaNet2Config",
+    "GatedDeltaNet2Weights",
     "GatedDeltaNetConfig",
     "GatedDeltaNetWeights",
     "KimiDeltaAttentionConfig",
@@ -59,13 +69,16 @@ __all__ = [
     "empty_cache",
     "empty_pool",
     "gated_delta_net",
+    "gated_delta_net2",
     "init_gated_delta_net",
+    "init_gated_delta_net2",
     "init_kimi_delta_attention",
     "init_lightning_attention",
     "init_mamba2_mixer",
     "kimi_delta_attention",
     "lightning_attention",
     "load_gated_delta_net",
+    "load_gated_delta_net2",
     "load_kimi_delta_attention",
     "load_lightning_attention",
     "load_mamba2_mixer",
@@ -74,6 +87,7 @@ __all__ = [
     "open_checkpoint",
     "place",
     "ragged_gated_delta_net",
+    "ragged_gated_delta_net2",
     "ragged_kimi_delta_attention",
     "ragged_lightning_attention",
     "ragged_mamba2_mixer",

@@ -78,6 +78,26 @@ class GatedDeltaNetConfig(LayerConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class GatedDeltaNet2Config(LayerConfig):
+    """The sizes of `gated_delta_net2`.
+
+    Attributes:
+      allow_neg_eigval: whether erase gates go up to 2.
+      lower_bound: of the decay, below 0, for the law with a sigmoid; None for the law with a softplus.
+    """
+
+    eps: float = 1e-5
+    allow_neg_eigval: bool = False
+    lower_bound: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        checks.check_flags(allow_neg_eigval=self.allow_neg_eigval)
+        below = self.lower_bound is None or self.lower_bound < 0
+        checks.check(below, f"`lower_bound` must be None or below 0; got {self.lower_bound!r}.")
+
+
+@dataclasses.dataclass(frozen=True)
 class KimiDeltaAttentionConfig(LayerConfig):
     """The sizes of `kimi_delta_attention`.
 

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from chunkwise.layers import config, delta_net, division, kimi, lightning, mamba2, running
+from chunkwise.layers import config, delta_net, delta_net2, division, kimi, lightning, mamba2, running
 from chunkwise.shared.operators import checks
 
 # What makes weights, and how they are split.
 _LAYERS: dict[type, tuple[Any, Any]] = {
     config.GatedDeltaNetConfig: (delta_net.GatedDeltaNetWeights, delta_net.split_weights),
+    config.GatedDeltaNet2Config: (delta_net2.GatedDeltaNet2Weights, delta_net2.split_weights),
     config.KimiDeltaAttentionConfig: (kimi.KimiDeltaAttentionWeights, kimi.split_weights),
     config.Mamba2Config: (mamba2.Mamba2Weights, mamba2.split_weights),
     config.LightningAttentionConfig: (lightning.LightningAttentionWeights, lightning.split_weights),

@@ -1,0 +1,209 @@
+"""Gated DeltaNet 2, the layer whose delta rule erases and writes apart."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.layers import config, norm, parameters, running
+from chunkwise.pipeline import chunk_gdn2, ragged_gdn2, recurrent_gdn2
+from chunkwise.shared.operators import arguments
+
+_CONFIG = config.GatedDeltaNet2Config
+_OPERATORS = running.Operators(chunk_gdn2, recurrent_gdn2, ragged_gdn2)
+
+
+class GatedDeltaNet2Weights(NamedTuple):
+    """The weights of `gated_delta_net2`.
+
+    Attributes:
+      q, k, v: projections [D, H K], [D, H K], [D, HV V], head after head.
+      f, z: those of the decay and of the norm's gate, as factors [D, V], [V, H K] and [D, V], [V, HV V].
+      z_bias: [HV V].
+      b, w: those of the erase gates and of the write gates, [D, H K] and [D, HV V].
+      conv: of the channels of q, k and v, [H K, W], [H K, W], [HV V, W], the oldest token first.
+      A_log, dt_bias: [H], [H, K], float32. The value heads that share a key head share decays and erase gates.
+      norm: [V].
+      out: [HV V, D].
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    f: tuple[jax.Array, ...]
+    z: tuple[jax.Array, ...]
+    z_bias: jax.Array
+    b: jax.Array
+    w: jax.Array
+    conv: tuple[jax.Array, ...]
+    A_log: jax.Array
+    dt_bias: jax.Array
+    norm: jax.Array
+    out: jax.Array
+
+
+def split_weights(config: config.GatedDeltaNet2Config) -> dict[str, Any]:
+    """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
+    return dict(
+        q=".h", k=".h", v=".n", f=("..", ".h"), z=("..", ".n"), z_bias="n", b=".h", w=".n", conv=("h.", "h.", "n."),
+        A_log="h", dt_bias="h.", norm=".", out="n.",
+    )  # fmt: skip
+
+
+def init_gated_delta_net2(
+    key: jax.Array, config: config.GatedDeltaNet2Config, dtype=jnp.float32
+) -> GatedDeltaNet2Weights:
+    """Return random weights of a layer that is to be trained.
+
+    Projections keep the size of what they multiply; the rate exp(A_log) is uniform from 1 to 16, and steps are from
+    0.001 to 0.1, as in Kimi delta attention.
+
+    Args:
+      key: of JAX's random numbers.
+      config: sizes of the layer.
+      dtype: of all weights but A_log and dt_bias, which are float32.
+    """
+    _CONFIG.check(config)
+    c, new = config, parameters.Initial(key, dtype)
+    q, k, v = c.channels
+    factors = lambda columns: (new.matrix(c.D, c.V), new.matrix(c.V, columns))
+    return GatedDeltaNet2Weights(
+        q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), f=factors(k), z=factors(v),
+        z_bias=jnp.zeros(v, dtype), b=new.matrix(c.D, k), w=new.matrix(c.D, v),
+        conv=tuple(new.convolution(n, c.W) for n in c.channels), A_log=new.log_decay(c.H),
+        dt_bias=new.step_bias(c.H, c.K), norm=new.ones(c.V), out=new.matrix(v, c.D),
+    )  # fmt: skip
+
+
+def load_gated_delta_net2(
+    named: Mapping[str, Any], config: config.GatedDeltaNet2Config, prefix: str = ""
+) -> GatedDeltaNet2Weights:
+    """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
+
+    The names are those of the layer GatedDeltaNet2 of flash-linear-attention.
+
+    Args:
+      named: arrays by their names in the checkpoint, numpy's or JAX's.
+      config: sizes of the layer.
+      prefix: what the names of this layer start with; other names are ignored.
+
+    Raises:
+      ValueError: a name is missing, an array has another shape than `config` asks for, or the layer has weights that
+        `gated_delta_net2` does not.
+    """
+    _CONFIG.check(config)
+    c, found = config, parameters.Checkpoint(named, prefix)
+    q, k, v = c.channels
+
+    def factors(name, columns):
+        return found.matrix(f"{name}_proj.0", c.D, c.V), found.matrix(f"{name}_proj.1", c.V, columns)
+
+    weights = GatedDeltaNet2Weights(
+        *(found.matrix(f"{name}_proj", c.D, n) for name, n in dict(q=q, k=k, v=v).items()),
+        f=factors("f", k), z=factors("g", v), z_bias=found.read("g_proj.1.bias", v), b=found.matrix("b_proj", c.D, k),
+        w=found.matrix("w_proj", c.D, v), conv=found.convolutions(("q", "k", "v"), c.channels, c.W),
+        A_log=found.float32("A_log", c.H), dt_bias=found.float32("dt_bias", c.H, c.K), norm=found.read("o_norm", c.V),
+        out=found.matrix("o_proj", v, c.D),
+    )  # fmt: skip
+    found.end()
+    return weights
+
+
+def gated_delta_net2(
+    x: jax.Array,
+    weights: GatedDeltaNet2Weights,
+    config: config.GatedDeltaNet2Config,
+    cache: running.Cache | None = None,
+    output_cache: bool = False,
+    *,
+    cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    padding_id: int = -1,
+    implementation: str | None = None,
+    sharding: arguments.Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
+) -> tuple[jax.Array, running.Cache | None]:
+    """Return what Gated DeltaNet 2 makes of hidden states, and its cache after them.
+
+    For training, prefill and decode. In every value head::
+
+        q, k, v = silu(conv(W_q x)), silu(conv(W_k x)), silu(conv(W_v x))      channel by channel over the last W tokens
+        f       = W_f2 W_f1 x + dt_bias
+        g       = -exp(A_log) softplus(f), or lower_bound sigmoid(exp(A_log) f)
+        b, w    = sigmoid(W_b x), or 2 sigmoid(W_b x) with allow_neg_eigval, and sigmoid(W_w x)
+        o       = GDN-2(q, k, v, g, b, w), with q and k of unit length
+        y       = W_out (rms_norm(o) sigmoid(W_z2 W_z1 x + z_bias))
+
+    g and b are those of a key head, for all of its value heads.
+
+    Args:
+      x, weights, config, cache, output_cache: as in `gated_delta_net`, and so are all others.
+
+    Returns:
+      y [B, T, D] in the type of x, and the cache, None unless asked for. Differentiable in x, the weights and the
+      cache.
+
+    Raises:
+      ValueError: an argument has the wrong rank, shape or type.
+
+    Accuracy: 1e-5 relative to the same equations in float64, with random weights in float32.
+    Cost: 2 B T D (3 H K + 3 HV V + 2 V) flops for the projections, those of the second factors, and those of the
+      operator.
+    Source: Gated DeltaNet-2, Decoupling Erase and Write in Linear Attention; gates, factors, biases, the norm and names
+      as in flash-linear-attention's layer of it.
+    """
+    run = running.Sequences(
+        cache, output_cache, cu_seqlens, segment_ids, padding_id, implementation, sharding, context_axis
+    )
+    y, cache = _mix(x, weights, config, run)
+    return y, cache if output_cache else None
+
+
+def ragged_gated_delta_net2(
+    x: jax.Array,
+    weights: GatedDeltaNet2Weights,
+    config: config.GatedDeltaNet2Config,
+    pool: running.Cache,
+    step: running.Step,
+    *,
+    block_size: int | None = None,
+    implementation: str | None = None,
+    sharding: arguments.Sharding | None = None,
+) -> tuple[jax.Array, running.Cache]:
+    """Return what Gated DeltaNet 2 makes of the tokens of a serving step, and its pool after the step.
+
+    The equations are those of `gated_delta_net2`, and the arguments those of `ragged_gated_delta_net`.
+    """
+    return _mix(x, weights, config, running.Serving(pool, step, block_size, implementation, sharding))
+
+
+def _mix(
+    x, weights: GatedDeltaNet2Weights, config: config.GatedDeltaNet2Config, run: running.Run
+) -> tuple[jax.Array, running.Cache]:
+    _CONFIG.check(config)
+    parameters.check_input(x, config, run)
+    parameters.check_weights(weights, init_gated_delta_net2, config)
+    projected = [running.project(x, matrix) for matrix in (weights.q, weights.k, weights.v)]
+    f, z, b, w = (running.project(x, *factors) for factors in (weights.f, weights.z, (weights.b,), (weights.w,)))
+    (q, k, v), conv = running.convolve_heads(run, config, projected, weights.conv)
+    w, z = running.by_head(w, config.HV), z + weights.z_bias.astype(z.dtype)
+    group = config.HV // config.H
+    g, b = (_for_value_heads(running.by_head(y, config.H), group, 2) for y in (f, b))
+    A_log, dt_bias = (_for_value_heads(y, group, 0) for y in (weights.A_log, weights.dt_bias))
+    o, state = run.operate(
+        _OPERATORS, q, k, v, g, b, w, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log,
+        dt_bias=dt_bias, lower_bound=config.lower_bound, use_erase_sigmoid_in_kernel=True,
+        use_write_sigmoid_in_kernel=True,
+        allow_neg_eigval=config.allow_neg_eigval,
+    )  # fmt: skip
+    y = norm.norm_heads(run, o, z, weights.norm, activation="sigmoid", eps=config.eps)
+    return running.project_out(y, weights.out, x), running.Cache(conv, state)
+
+
+def _for_value_heads(x, group: int, axis: int):
+    """Return what key heads have along an axis for every value head, by a reshape, which explicit meshes take."""
+    if group == 1:
+        return x
+    repeated = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), (*x.shape[: axis + 1], group, *x.shape[axis + 1 :]))
+    return repeated.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
