@@ -112,7 +112,7 @@ def deltanet(name: str, H: int, HV: int, T: int, backward: bool, dtype=jnp.float
 
 def _deltanet(case, T: int, backward: bool) -> tuple[Callable, list]:
     """Return deltanet-tpu's kernels for the same layer, with tensors of bfloat16 as ours have them."""
-    name = "chunk_kda" if case.operator == "kda" else "chunk_gdn"
+    name = "chunk_gdn" if case.operator == "gated_delta_rule" else f"chunk_{case.operator}"
     return deltanet(name, case.H, case.HV, T, backward, jnp.bfloat16)
 
 
@@ -145,7 +145,7 @@ def _flywheel(case, T: int, backward: bool) -> tuple[Callable, list]:
 
 PEERS = {
     "tokamax": Peer("tokamax", _tokamax, backward=False),
-    "deltanet-tpu": Peer("deltanet_tpu", _deltanet, backward=True),
+    "deltanet-tpu": Peer("deltanet_tpu", _deltanet, backward=True, operators=("gated_delta_rule", "kda", "gdn2")),
     "flywheel-tpu": Peer("flywheel_tpu", _flywheel, backward=False, counted=False),
 }
 

@@ -19,7 +19,7 @@ MODES = ("explicit", "automatic")
 DIMENSIONS = {
     "q": "bth.", "k": "bth.", "v": "btnd", "g": "btn.", "beta": "btn", "initial_state": "sn.d", "segment_ids": "bt",
     "cu_seqlens": ".", "g_gamma": "n", "A_log": "n", "dt_bias": "n.", "state_indices": "s", "has_initial_state": "s",
-    "o": "btnd", "final_state": "sn.d",
+    "p": "bth.", "b": "btn.", "w": "btnd", "o": "btnd", "final_state": "sn.d",
 }  # fmt: skip
 
 
@@ -49,8 +49,9 @@ def inputs_of(name: str, B=2, T=48, H=2, HV=4, K=8, V=8, states: int | None = No
     """Return seeded float32 inputs of an operator, by name; `states` is 0 for none and None for one for every row."""
     operator = OPERATORS[name]
     x = make_inputs(
-        B, T, H, HV, K, V, per_channel=operator.per_channel, num_states=B if states is None else states, **options
-    )
+        B, T, H, HV, K, V, per_channel=operator.per_channel, num_states=B if states is None else states,
+        erase=operator.erase, **options,
+    )  # fmt: skip
     if not operator.delta:
         del x["beta"]
     return x

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-from chunkwise.pipeline.operators import CHUNKED
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.shared.testing import tpu
 from chunkwise.shared.testing.compare import with_gradients
 from chunkwise.shared.testing.flops import product_flops
@@ -38,7 +38,7 @@ def test_products(name):
     """
     alone, split = ([flops(name, devices, backward) for backward in (False, True)] for devices in (1, 2))
     forward, both = (y - x for x, y in zip(alone, split, strict=True))
-    delta = name in ("chunk_gated_delta_rule", "chunk_kda")
+    delta = OPERATORS[name].delta
     # A product of queries and keys that no loop holds serves both gradients.
     scores = 2 * C * K if name == "chunk_gated_delta_rule" else 0
     assert forward == T * HV * delta * (4 * K + 2 * C) * (V + K)
@@ -60,7 +60,7 @@ def test_launches_of_the_chain(name):
 
     forward = launches(lambda x, _: run(x, {}), x)
     both = launches(gradients, (x, cotangents))
-    delta = name in ("chunk_gated_delta_rule", "chunk_kda")
+    delta = OPERATORS[name].delta
     h = "chunk_gated_delta_rule_fwd_h" if delta else "chunk_fwd_h"
     stages = ["chunk_local_cumsum", "chunk_fwd_o", h]
     stages += ["chunk_scaled_dot_kkt", "solve_tril", "recompute_w_u"] if delta else []

@@ -153,4 +153,4 @@ def test_the_sample_holds_all_implementations():
     names = {(name, implementation) for _, name, implementation, _ in sample()}
     missing = {(x.name, i) for x in (*CHUNKED, *RECURRENT) for i in x.implementations} - names
     # Their stages are those of the other two.
-    assert missing == {("chunk_kda", "staged"), ("chunk_simple_gla", "staged")}
+    assert missing == {(f"chunk_{name}", "staged") for name in ("kda", "gdn2", "comba", "simple_gla")}
