@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from either import KINDS
 
 from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, poison_padding
 from chunkwise.shared.testing.laws import law_reference
 from chunkwise.shared.testing.oracle import reference
+from either_two_keys import KINDS
 
 PACKED = boundaries(1, 17, 0, 3)
 THOROUGH = dict(

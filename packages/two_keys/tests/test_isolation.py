@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 import pytest
-from either import KINDS
 
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.poison import assert_isolated
+from either_two_keys import KINDS
 
 PACKED = boundaries(3, 0, 4, 30, 13)
 T_PACKED = 52

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from either import KINDS
 
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.oracle import reference
+from either_two_keys import KINDS
 from pool_suite import PREFILL_TOKENS, assert_prefills
 
 QUICK = ("gdn2", jnp.float32, jnp.bfloat16)

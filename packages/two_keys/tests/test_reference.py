@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from either import KINDS
 
 from chunkwise.shared.testing.compare import (
     GATE_GRADIENT_TOLERANCE,
@@ -16,6 +15,7 @@ from chunkwise.shared.testing.compare import (
 )
 from chunkwise.shared.testing.inputs import boundaries, poison_padding
 from chunkwise.shared.testing.oracle import reference
+from either_two_keys import KINDS
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])

@@ -3,8 +3,8 @@
 from typing import ClassVar
 
 import jax.numpy as jnp
-from either import KINDS
 
+from either_two_keys import KINDS
 from segment_suite import SEGMENT_IDS, SegmentTests
 
 ALL = dict(

@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 import pytest
-from either import KINDS
 
 from chunkwise.shared.operators.gates import GateActivation
 from chunkwise.shared.testing.inputs import boundaries
+from either_two_keys import KINDS
 from segment_suite import SEGMENT_IDS
 from split_suite import assert_split
 

@@ -229,6 +229,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
     if x.owner is not None and base > 1:
         scratch["continuing"] = C, packed.LANES
     estimate = cost.cost if of_tokens else cost.states_cost
+    gates = {"db": (channels, x.b), "dw": (value, x.w)}
     gradients = launcher.launch(
         functools.partial(_bwd_kernel, static=static),
         KdaBwdRefs,
@@ -261,8 +262,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
             "dg": (gate, g.shape, g.dtype),
             "dbeta": (row, beta.shape, jnp.float32),
             "de": d_keys,
-            "db": (channels, None if x.b is None else x.b.shape, None if x.b is None else x.b.dtype),
-            "dw": (value, None if x.w is None else x.w.shape, None if x.w is None else x.w.dtype),
+            **{name: (block, y.shape, y.dtype) for name, (block, y) in gates.items() if y is not None},
             "dh0": (state, (static.N, HV, V, K), jnp.float32),
             # A sum for every row of the batch, whose steps add to it.
             "dlaw": (pl.BlockSpec((None, 2, heads * K), lambda b, h, *_: (b, 0, h)), (B, 2, HV * K), jnp.float32),
