@@ -257,6 +257,16 @@ def cost_kda() -> str:
 
 
 @block
+def cost_two_keys() -> str:
+    """The cost of GDN-2 beside Kimi delta attention, both from one environment."""
+    lines = []
+    for name, case in (("GDN-2", "gdn2"), ("Kimi delta attention", "kimi-linear-48b")):
+        for row in select(rows_of("tpu-two-keys"), case=case):
+            lines.append([name, whole(row["T"]), row["pass"], whole(row["kernel_cycles"]), whole(row["bundles"])])
+    return table(["operator", "T", "pass", "kernel cycles", "bundles"], lines)
+
+
+@block
 def cost_gla() -> str:
     """The cost of gated linear attention."""
     rows = rows_of("tpu-fused")

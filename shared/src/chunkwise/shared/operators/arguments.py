@@ -198,7 +198,7 @@ def with_final_gates(x: Arguments, options: Options, raw_gates: bool = False) ->
         x = x._replace(beta=gates.step_sizes(x.beta, activation.allow_neg_eigval, valid))
     if activation.use_erase_sigmoid_in_kernel:
         x = x._replace(b=gates.step_sizes(x.b, activation.allow_neg_eigval, valid))
-    if activation.use_write_sigmoid_in_kernel:
+    if activation.use_write_sigmoid_in_kernel and x.w is not None:
         x = x._replace(w=gates.step_sizes(x.w, False, valid))
     if x.b is not None:
         x = x._replace(beta=compat.varying_zeros(x.v.shape[:3], *x.arrays().values()) + 1.0)
