@@ -128,3 +128,16 @@ def test_constant_gates():
 def test_wrong_types(change, message):
     with pytest.raises(ValueError, match=message):
         check_inputs(**X | change)
+
+
+def test_erase_gates_and_keys():
+    """Erase gates have a range of their own, and with erase keys it is their product with keys that must not grow."""
+    x = make_inputs(B, T, H, HV, K, K, per_channel=True, erase="gate")
+    check_inputs(**x | dict(b=2 * x["b"]), allow_neg_eigval=True)
+    with pytest.raises(
+        ValueError, match=r"^`b` must be from 0 to 1, or to 2 with `allow_neg_eigval`; got 1.5 at \[0, "
+    ):
+        check_inputs(**x | dict(b=jnp.full_like(x["b"], 1.5)))
+    x = make_inputs(B, T, H, HV, K, K, erase="key")
+    with pytest.raises(ValueError, match=r"^`k` must have \|k . p\| of at most 2, or states grow; got "):
+        check_inputs(**x | dict(p=9 * x["p"], beta=jnp.ones_like(x["beta"])))
