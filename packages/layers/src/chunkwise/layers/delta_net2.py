@@ -168,6 +168,7 @@ def ragged_gated_delta_net2(
     step: running.Step,
     *,
     block_size: int | None = None,
+    decode_tokens: int | None = None,
     implementation: str | None = None,
     sharding: arguments.Sharding | None = None,
 ) -> tuple[jax.Array, running.Cache]:
@@ -175,7 +176,7 @@ def ragged_gated_delta_net2(
 
     The equations are those of `gated_delta_net2`, and the arguments those of `ragged_gated_delta_net`.
     """
-    return _mix(x, weights, config, running.Serving(pool, step, block_size, implementation, sharding))
+    return _mix(x, weights, config, running.Serving(pool, step, block_size, decode_tokens, implementation, sharding))
 
 
 def _mix(

@@ -5,6 +5,7 @@ import jax
 from chunkwise.kda.config import Config
 from chunkwise.shared.operators.arguments import Arguments, Options, Sharding, Slots
 from chunkwise.shared.operators.gates import GateActivation
+from chunkwise.shared.operators.state_pool import Pool
 from chunkwise.two_keys.operator import COMBA, GDN2
 
 
@@ -174,7 +175,7 @@ def ragged_gdn2(
     g: jax.Array,
     b: jax.Array,
     w: jax.Array,
-    states: jax.Array,
+    states: Pool,
     cu_seqlens: jax.Array,
     state_indices: jax.Array,
     *,
@@ -185,6 +186,7 @@ def ragged_gdn2(
     num_accepted_tokens: jax.Array | None = None,
     block_state_indices: jax.Array | None = None,
     block_size: int | None = None,
+    decode_tokens: int | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     gate_lower_bound: float | None = None,
@@ -198,7 +200,7 @@ def ragged_gdn2(
     chunk_size: int | None = None,
     implementation: str | None = None,
     sharding: Sharding | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pool]:
     """GDN-2, the gated delta rule that erases and writes apart, as one serving step.
 
     The equation of `chunk_gdn2`, for every sequence of a packed stream: decodes, speculation and prefills over one
@@ -207,7 +209,8 @@ def ragged_gdn2(
     Args:
       q, k, v, g, b, w: as in `chunk_gdn2`, with B = 1, and so are the gates' arguments and scale.
       states, cu_seqlens, state_indices, has_initial_state, num_decodes, num_sequences: as in `ragged_kda`.
-      read_indices, num_accepted_tokens, block_state_indices, block_size: likewise.
+      read_indices, num_accepted_tokens, block_state_indices, block_size, decode_tokens: likewise. Over a ring
+        of tokens decodes go in plain JAX.
       chunk_size, implementation, sharding: likewise.
 
     Returns:
@@ -235,7 +238,14 @@ def ragged_gdn2(
         cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, slots=slots,
     )  # fmt: skip
     options = Options(
-        True, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, activation, sharding, block_size=block_size
+        True,
+        use_qk_l2norm_in_kernel,
+        chunk_size,
+        gate_lower_bound,
+        activation,
+        sharding,
+        block_size=block_size,
+        decode_tokens=decode_tokens,
     )
     return GDN2.ragged(x, options, implementation)
 
@@ -392,7 +402,7 @@ def ragged_comba(
     p: jax.Array,
     g: jax.Array,
     beta: jax.Array,
-    states: jax.Array,
+    states: Pool,
     cu_seqlens: jax.Array,
     state_indices: jax.Array,
     *,
@@ -403,6 +413,7 @@ def ragged_comba(
     num_accepted_tokens: jax.Array | None = None,
     block_state_indices: jax.Array | None = None,
     block_size: int | None = None,
+    decode_tokens: int | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     gate_lower_bound: float | None = None,
@@ -415,7 +426,7 @@ def ragged_comba(
     chunk_size: int | None = None,
     implementation: str | None = None,
     sharding: Sharding | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pool]:
     """Comba, the gated delta rule with erase keys of their own, as one serving step.
 
     The equation of `chunk_comba`, for every sequence of a packed stream: decodes, speculation and prefills over one
@@ -424,7 +435,8 @@ def ragged_comba(
     Args:
       q, k, v, p, g, beta: as in `chunk_comba`, with B = 1, and so are the gates' arguments and scale.
       states, cu_seqlens, state_indices, has_initial_state, num_decodes, num_sequences: as in `ragged_kda`.
-      read_indices, num_accepted_tokens, block_state_indices, block_size: likewise.
+      read_indices, num_accepted_tokens, block_state_indices, block_size, decode_tokens: likewise. Over a ring
+        of tokens decodes go in plain JAX.
       chunk_size, implementation, sharding: likewise.
 
     Returns:
@@ -448,6 +460,13 @@ def ragged_comba(
         cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, slots=slots,
     )  # fmt: skip
     options = Options(
-        True, use_qk_l2norm_in_kernel, chunk_size, gate_lower_bound, activation, sharding, block_size=block_size
+        True,
+        use_qk_l2norm_in_kernel,
+        chunk_size,
+        gate_lower_bound,
+        activation,
+        sharding,
+        block_size=block_size,
+        decode_tokens=decode_tokens,
     )
     return COMBA.ragged(x, options, implementation)

@@ -119,8 +119,8 @@ def run(implementation: Implementation, x: Arguments, options: Options, precompu
         # A gate that forgets everything keeps no promise.
         options = options._replace(gate_lower_bound=None)
         o, states = segments.run_segments(lambda x: implementation.run(x, options, precomputed), x)
-    # Values times their write gates are float32.
-    return o.astype(dtype), states
+    # Beside erase keys values are float32.
+    return o if x.p is None else o.astype(dtype), states
 
 
 def map_states(implementation: Implementation, x: Arguments, options: Options) -> StateMap:

@@ -63,8 +63,8 @@ def map_by_running(run: Callable[[Arguments], tuple[jax.Array, Any]], x: Argumen
 
     def states_after(x: Arguments) -> tuple[jax.Array, None]:
         missing = 0 if x.initial_state is None else x.initial_state.shape[3] - x.v.shape[3]
-        v, w = (None if y is None else jnp.pad(y, [(0, 0)] * 3 + [(0, missing)]) for y in (x.v, x.w))
-        return run(x._replace(v=v, w=w))[1], None
+        widen = lambda y: jnp.pad(y, [(0, 0)] * 3 + [(0, missing)])
+        return run(x._replace(v=widen(x.v), w=None if x.w is None else widen(x.w)))[1], None
 
     delta = x.beta is not None or x.b is not None
     return augment_with_identity(states_after, x, MOST_CHANNELS) if delta else StateMap(states_after(x)[0])
