@@ -41,8 +41,9 @@ LOOK = """({
         .map(x => [...x.childNodes].filter(n => n.nodeName === '#text').map(n => n.textContent).join(' '))
         .filter(text => /\\$|\\\\[a-z]+/.test(text)),
 })"""
-# And at the width of a laptop. A transpose floats if its T ends in the upper quarter of the capital or bracket that carries
-# it, or above. Small letters are lower, and the T of one floats if it ends above the letter: TeX lets it end 0.02 em below.
+# And at the width of a laptop. A transpose floats if its T ends in the upper quarter of the capital or bracket that
+# carries it, or above. Small letters are lower, and the T of one floats if it ends above the letter: TeX lets it end
+# 0.02 em below.
 LOOK_WIDE = """(transposes => ({
     title: document.querySelector('header .md-header__topic').textContent.trim(),
     scrolling: [...document.querySelectorAll('pre, pre > code')].filter(x => x.scrollWidth > x.clientWidth)
