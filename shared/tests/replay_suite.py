@@ -1,0 +1,47 @@
+"""Steps of the kernel of decodes over a ring beside plain JAX, which tests of the pipeline compare with float64."""
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.shared.kernels.pools import Routes
+from chunkwise.shared.operators import decode, replay, serving, state_pool
+from chunkwise.shared.operators.arguments import Arguments
+from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.inputs import make_inputs
+
+# Gates per channel, a delta rule, the type of the pool, tokens of a decode, and key heads.
+CASES = {
+    "gated_delta_rule": (False, True, "bfloat16", 1, 1),
+    "kda": (True, True, "int8", 2, 1),
+    "simple_gla": (False, False, "float32", 2, 2),
+}
+# Plain JAX goes on from the state that it folds, the kernel from its rounding, and from the rounded tokens of a step.
+LIMITS = {"float32": 2e-6, "bfloat16": 5e-3, "int8": 1.5e-2}
+
+
+def assert_steps(case):
+    """Fail unless both agree: rings that become full, a sequence without tokens, drafts taken back, a shared prefix."""
+    per_channel, delta, dtype, W, H = CASES[case]
+    N, HV, K, V, L = 3, 2 * H, 8, 16, 4
+    T = N * W
+    one = lambda: state_pool.make_pool(5, HV, K, V, dtype, replay=L, H=H, per_channel=per_channel)
+    static = decode.DecodeStatic(1, T, H, HV, K, V, N, W, True, 0.3, delta, "recurrent_x_fwd")
+    plain = jax.jit(lambda *args: serving._plain_tokens(static, *args))
+    kernel = jax.jit(lambda *args: replay.launch(static, *args))
+    x, expected, pool = make_inputs(T=8 * T, H=H, HV=HV, K=K, V=V, per_channel=per_channel), one(), one()
+    int32 = lambda *values: jnp.array(values, jnp.int32)
+    for i in range(8):
+        tokens = {name: x[name][:, i * T : (i + 1) * T] for name in ("q", "k", "v", "g", "beta")}
+        tokens |= {} if delta else {"beta": None}
+        source = int32(3, -1, 1) if i else int32(-1, -1, -1)
+        target = int32(0 if i == 4 else 3, -1, 1)
+        routes = Routes(int32(0, W, W), int32(W, W, 2 * W - (W > 1)), source, target[:, None])
+        args = Arguments(**tokens), routes, int32(W, 1, 1)
+        want, expected = plain(args[0], expected, *args[1:])
+        o, pool = kernel(args[0], pool, *args[1:])
+        assert_close("o", o, want, LIMITS[dtype])
+        slots = jnp.arange(5, dtype=jnp.int32)
+        states, before = (state_pool.read_states(y, slots) for y in (pool, expected))
+        assert_close("states", states, before, LIMITS[dtype])
+        assert pool.count.tolist() == expected.count.tolist()
+        assert pool.drafts.tolist() == expected.drafts.tolist()
