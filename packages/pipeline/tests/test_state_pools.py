@@ -35,6 +35,7 @@ IMPLEMENTATIONS = ["xla", "fused", "staged"]
 POOLS = [(dtype, replay) for dtype in ACCURACY for replay in (0, 8)]
 # The kernel's quick tests are in shared/tests.
 QUICK = [("gated_delta_rule", "xla", "float32", 8)]
+QUICK_SHORT = [("kda", "xla", "int8", 8), ("gated_delta_rule", "fused", "bfloat16", 8)]
 all_pools = pytest.mark.parametrize(
     ("implementation", "dtype", "replay"),
     # No TPU kernel takes a pool of float16.
@@ -42,6 +43,9 @@ all_pools = pytest.mark.parametrize(
 )
 
 THOROUGH = dict(
+    test_short_schedule=lambda operator, implementation, dtype, replay: (
+        (operator, implementation, dtype, replay) not in QUICK_SHORT
+    ),
     test_schedules=lambda operator, implementation, dtype, replay: (
         (operator, implementation, dtype, replay) not in QUICK
     ),
@@ -67,6 +71,13 @@ def make_tokens(operator: str, rng, used: int):
 def new_pool(operator: str, dtype: str, replay: int) -> StatePool:
     """Return a pool for an operator."""
     return make_pool(SLOTS, HV, K, V, dtype, replay=replay, H=H, per_channel=operator == "kda")
+
+
+@pytest.fixture(autouse=True)
+def _drop_compiled_programs():
+    """Every case has programs of its own; those of all cases are more than one process can hold."""
+    yield
+    jax.clear_caches()
 
 
 @functools.cache
