@@ -9,20 +9,15 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from chunkwise import layers
-from chunkwise.integrations.nnx import GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba2Mixer, place
+from chunkwise.integrations.nnx import GatedDeltaNet, GatedDeltaNet2, place
 from chunkwise.shared.testing.compare import assert_close
+from nnx_modules import CONFIGS
 
 # The layers have tests of their own: here it matters what they are given.
 pytestmark = pytest.mark.interpreted
-SIZES = dict(D=16, H=4, HV=4, K=8, V=8)
-CONFIGS = {
-    GatedDeltaNet: layers.GatedDeltaNetConfig(**SIZES),
-    KimiDeltaAttention: layers.KimiDeltaAttentionConfig(**SIZES, R=4),
-    Mamba2Mixer: layers.Mamba2Config(**SIZES),
-    LightningAttention: layers.LightningAttentionConfig(**SIZES),
-}
 KINDS = pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: kind.__name__)
 X = jax.random.normal(jax.random.key(1), (2, 12, 16))
+THOROUGH = dict(test_a_module_is_the_layer=lambda kind: kind is GatedDeltaNet2)
 
 
 @KINDS

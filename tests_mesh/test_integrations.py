@@ -6,27 +6,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from chunkwise import layers
 from chunkwise.integrations.maxtext import jax_chunk_gated_delta_rule
 from chunkwise.shared.testing.compare import assert_close
 from meshes import MODES, make_mesh, normal
 
 nnx = pytest.importorskip("flax.nnx")
-from chunkwise.integrations.nnx import (  # noqa: E402
-    GatedDeltaNet,
-    KimiDeltaAttention,
-    LightningAttention,
-    Mamba2Mixer,
-    place,
-)
+from chunkwise.integrations.nnx import GatedDeltaNet, Mamba2Mixer, place  # noqa: E402
+from nnx_modules import CONFIGS  # noqa: E402
 
-SIZES = dict(D=16, H=4, HV=4, K=8, V=8)
-CONFIGS = {
-    GatedDeltaNet: layers.GatedDeltaNetConfig(**SIZES),
-    KimiDeltaAttention: layers.KimiDeltaAttentionConfig(**SIZES, R=4),
-    Mamba2Mixer: layers.Mamba2Config(**SIZES),
-    LightningAttention: layers.LightningAttentionConfig(**SIZES),
-}
 AXES = dict(batch="a", tokens="b", heads="c")
 X = jax.random.normal(jax.random.key(1), (2, 24, 16))
 QUICK = (GatedDeltaNet, "automatic"), (Mamba2Mixer, "explicit")

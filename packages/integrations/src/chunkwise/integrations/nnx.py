@@ -12,7 +12,7 @@ from chunkwise import layers
 from chunkwise.layers import place
 from chunkwise.shared.operators import checks
 
-__all__ = ["GatedDeltaNet", "KimiDeltaAttention", "LightningAttention", "Mamba2Mixer", "place"]
+__all__ = ["GatedDeltaNet", "GatedDeltaNet2", "KimiDeltaAttention", "LightningAttention", "Mamba2Mixer", "place"]
 
 
 class _Layer(nnx.Module):
@@ -143,6 +143,12 @@ class GatedDeltaNet(_Layer):
     """`chunkwise.layers.gated_delta_net` as a module."""
 
     init, run = staticmethod(layers.init_gated_delta_net), staticmethod(layers.gated_delta_net)
+
+
+class GatedDeltaNet2(_Layer):
+    """`chunkwise.layers.gated_delta_net2` as a module."""
+
+    init, run = staticmethod(layers.init_gated_delta_net2), staticmethod(layers.gated_delta_net2)
 
 
 class KimiDeltaAttention(_Layer):
