@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from chunkwise.layers import (
+    GatedDeltaNet2Config,
     GatedDeltaNetConfig,
     KimiDeltaAttentionConfig,
     LightningAttentionConfig,
@@ -24,6 +25,7 @@ from meshes import MODES, P, collectives, make_mesh, normal
 SIZES = dict(D=16, H=4, HV=4, K=8, V=8)
 LAYERS = {
     "gated_delta_net": ANY["gated_delta_net"]._replace(config=GatedDeltaNetConfig(**SIZES | dict(H=2))),
+    "gated_delta_net2": ANY["gated_delta_net2"]._replace(config=GatedDeltaNet2Config(**SIZES | dict(H=2))),
     "kimi_delta_attention": ANY["kimi_delta_attention"]._replace(config=KimiDeltaAttentionConfig(**SIZES, R=4)),
     # One group: its norm is a mean over all devices of heads.
     "mamba2_mixer": ANY["mamba2_mixer"]._replace(config=Mamba2Config(**SIZES | dict(H=1))),
@@ -139,7 +141,7 @@ def test_inside_a_shard_map(name, packing):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["gated_delta_net", "mamba2_mixer"])
+@pytest.mark.parametrize("name", ["gated_delta_net", "gated_delta_net2", "mamba2_mixer"])
 def test_heads_send_one_sum(name, mode):
     """Tensor parallelism: a forward sums what the last product makes, and the mean of a norm over all heads."""
     layer = LAYERS[name]
