@@ -36,7 +36,7 @@ pytestmark = pytest.mark.interpreted
 NAMES = [operator.name for operator in CHUNKED]
 IN_KERNELS = pytest.mark.parametrize("implementation", ["fused", "staged"])
 # The operators with launches of their own where tokens are split.
-SPLIT = "chunk_gated_delta_rule", "chunk_kda", "chunk_gla", "chunk_simple_gla"
+SPLIT = "chunk_gated_delta_rule", "chunk_kda", "chunk_gdn2", "chunk_comba", "chunk_gla", "chunk_simple_gla"
 
 
 def is_other(name):
@@ -108,6 +108,12 @@ def test_kernels(name, implementation):
     assert_divided(name, implementation, make_mesh((2,), "automatic"), P(None, "a"), "automatic", x)
 
 
+def test_erase_keys_in_kernels():
+    """The sample of Comba in every session."""
+    x = inputs_of("chunk_comba", B=1, T=16, H=1, HV=1)
+    assert_divided("chunk_comba", "fused", make_mesh((2,), "automatic"), P(None, "a"), "automatic", x)
+
+
 @IN_KERNELS
 @pytest.mark.parametrize("states", [True, False], ids=["states", "no-states"])
 @pytest.mark.parametrize("name", SPLIT)
@@ -148,7 +154,7 @@ def test_constant_gates_in_kernels(remat):
 
 
 @pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
-@pytest.mark.parametrize("name", ["chunk_gla", "chunk_simple_gla", "chunk_kda"])
+@pytest.mark.parametrize("name", ["chunk_gla", "chunk_simple_gla", "chunk_kda", "chunk_gdn2", "chunk_comba"])
 def test_launches(name, remat):
     """A device does what it does alone, and two launches more: the states alone, and the gradient of the one before."""
     x = inputs_of(name, B=1)
@@ -157,7 +163,7 @@ def test_launches(name, remat):
     layer = lambda x, _=None: run(x, {})
     if remat:
         layer = jax.checkpoint(layer, policy=KEEPING)
-    launches = lambda text: sorted(re.findall(r"chunk_(?:gla|kda)_(\w+)_c\d+", text))
+    launches = lambda text: sorted(re.findall(r"chunk_(?:gla|kda|gdn2|comba)_(\w+)_c\d+", text))
     assert launches(text_for_tpu(layer, x)) == ["fwd", "summary"]
     cotangents = cotangents_of(run, x, {})
     assert launches(text_for_tpu(with_gradients(layer), x, {}, cotangents)) == ["bwd", "bwd_state", "fwd", "summary"]
