@@ -12,6 +12,7 @@ from chunkwise.shared.testing.compare import assert_close
 
 LAYERS = {
     "gated_delta_net": layers.GatedDeltaNetConfig(D=16, H=1, HV=2, K=8, V=8),
+    "gated_delta_net2": layers.GatedDeltaNet2Config(D=16, H=1, HV=2, K=8, V=8),
     "kimi_delta_attention": layers.KimiDeltaAttentionConfig(D=16, H=2, HV=2, K=8, V=8),
     "mamba2_mixer": layers.Mamba2Config(D=16, H=1, HV=2, K=8, V=8),
     "lightning_attention": layers.LightningAttentionConfig(D=16, H=2, HV=2, K=8, V=8),

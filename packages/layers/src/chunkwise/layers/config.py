@@ -1,6 +1,7 @@
 """The sizes of a layer, under the names that its operator has for them."""
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 
@@ -23,7 +24,10 @@ class LayerConfig:
       K, V: dimensions of a key and of a value.
       W: width of the short convolution.
       eps: of the gated norm.
+      per_channel: of the class, whether gates are per channel of the key, and not per head.
     """
+
+    per_channel: ClassVar[bool] = False
 
     D: int
     H: int
@@ -52,10 +56,10 @@ class LayerConfig:
         """Channels of the short convolutions: of queries, of keys and of values."""
         return self.H * self.K, self.H * self.K, self.HV * self.V
 
-    @property
-    def per_channel(self) -> bool:
-        """Whether gates are per channel of the key, and not per head."""
-        return False
+
+def _check_lower_bound(bound: float | None) -> None:
+    """Check the bound of a decay, which selects its law."""
+    checks.check(bound is None or bound < 0, f"`lower_bound` must be None or below 0; got {bound!r}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +90,8 @@ class GatedDeltaNet2Config(LayerConfig):
       lower_bound: of the decay, below 0, for the law with a sigmoid; None for the law with a softplus.
     """
 
+    per_channel: ClassVar[bool] = True
+
     eps: float = 1e-5
     allow_neg_eigval: bool = False
     lower_bound: float | None = None
@@ -93,8 +99,7 @@ class GatedDeltaNet2Config(LayerConfig):
     def __post_init__(self):
         super().__post_init__()
         checks.check_flags(allow_neg_eigval=self.allow_neg_eigval)
-        below = self.lower_bound is None or self.lower_bound < 0
-        checks.check(below, f"`lower_bound` must be None or below 0; got {self.lower_bound!r}.")
+        _check_lower_bound(self.lower_bound)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +111,8 @@ class KimiDeltaAttentionConfig(LayerConfig):
       lower_bound: of the decay, below 0, for the law with a sigmoid; None for the law with a softplus.
     """
 
+    per_channel: ClassVar[bool] = True
+
     eps: float = 1e-5
     R: int | None = None
     lower_bound: float | None = None
@@ -113,13 +120,7 @@ class KimiDeltaAttentionConfig(LayerConfig):
     def __post_init__(self):
         super().__post_init__()
         checks.check(self.R is None or self.R > 0, f"`R` must be None or above 0; got {self.R!r}.")
-        below = self.lower_bound is None or self.lower_bound < 0
-        checks.check(below, f"`lower_bound` must be None or below 0; got {self.lower_bound!r}.")
-
-    @property
-    def per_channel(self) -> bool:
-        """Whether gates are per channel: they are."""
-        return True
+        _check_lower_bound(self.lower_bound)
 
 
 @dataclasses.dataclass(frozen=True)
