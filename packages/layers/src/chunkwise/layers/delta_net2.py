@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from chunkwise.layers import config, norm, parameters, running
 from chunkwise.pipeline import chunk_gdn2, ragged_gdn2, recurrent_gdn2
+from chunkwise.shared.kernels import tiles
 from chunkwise.shared.operators import arguments
 
 _CONFIG = config.GatedDeltaNet2Config
@@ -189,22 +190,12 @@ def _mix(
     f, z, b, w = (running.project(x, *factors) for factors in (weights.f, weights.z, (weights.b,), (weights.w,)))
     (q, k, v), conv = running.convolve_heads(run, config, projected, weights.conv)
     w, z = running.by_head(w, config.HV), z + weights.z_bias.astype(z.dtype)
-    group = config.HV // config.H
-    g, b = (_for_value_heads(running.by_head(y, config.H), group, 2) for y in (f, b))
-    A_log, dt_bias = (_for_value_heads(y, group, 0) for y in (weights.A_log, weights.dt_bias))
+    g, b = (tiles.repeat_heads(running.by_head(y, config.H), config.HV, axis=2) for y in (f, b))
+    A_log, dt_bias = (tiles.repeat_heads(y, config.HV) for y in (weights.A_log, weights.dt_bias))
     o, state = run.operate(
         _OPERATORS, q, k, v, g, b, w, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log,
         dt_bias=dt_bias, lower_bound=config.lower_bound, use_erase_sigmoid_in_kernel=True,
-        use_write_sigmoid_in_kernel=True,
-        allow_neg_eigval=config.allow_neg_eigval,
+        use_write_sigmoid_in_kernel=True, allow_neg_eigval=config.allow_neg_eigval,
     )  # fmt: skip
     y = norm.norm_heads(run, o, z, weights.norm, activation="sigmoid", eps=config.eps)
     return running.project_out(y, weights.out, x), running.Cache(conv, state)
-
-
-def _for_value_heads(x, group: int, axis: int):
-    """Return what key heads have along an axis for every value head, by a reshape, which explicit meshes take."""
-    if group == 1:
-        return x
-    repeated = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), (*x.shape[: axis + 1], group, *x.shape[axis + 1 :]))
-    return repeated.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])

@@ -66,8 +66,12 @@ def empty_cache(config: config.LayerConfig, N: int, dtype=jnp.float32, state_dty
       state_dtype: of the states. `Cache.state` of a layer is always float32; a pool keeps its type.
     """
     _CONFIG.check(config)
-    conv = tuple(jnp.zeros((N, config.W - 1, channels), dtype) for channels in config.channels)
-    return Cache(conv, jnp.zeros((N, config.HV, config.K, config.V), state_dtype))
+    return Cache(_no_inputs(config, N, dtype), jnp.zeros((N, config.HV, config.K, config.V), state_dtype))
+
+
+def _no_inputs(config: config.LayerConfig, N: int, dtype) -> tuple[jax.Array, ...]:
+    """Return what the convolutions of N sequences have that have no token yet."""
+    return tuple(jnp.zeros((N, config.W - 1, channels), dtype) for channels in config.channels)
 
 
 def empty_pool(
@@ -91,11 +95,10 @@ def empty_pool(
         inputs before each of them, [slots * decode_tokens, W - 1, channels].
     """
     _CONFIG.check(config)
-    conv = empty_cache(config, slots * decode_tokens, dtype).conv
     state = state_pool.make_pool(
         slots, config.HV, config.K, config.V, state_dtype, replay=replay, H=config.H, per_channel=config.per_channel
     )
-    return Cache(conv, state)
+    return Cache(_no_inputs(config, slots * decode_tokens, dtype), state)
 
 
 class Step(NamedTuple):
@@ -213,7 +216,7 @@ class Serving:
         A slot of the states then has the slots slot * U to slot * U + U - 1, for decodes of at most U tokens.
         """
         given, pool = self._slots, self.pool.state
-        if not isinstance(pool, state_pool.StatePool) or pool.count is None:
+        if not state_pool.ring_tokens(pool):
             return given
         U = self.decode_tokens or 1
         wide = lambda slots, t: jnp.where(slots >= 0, slots * jnp.int32(U) + t, jnp.int32(-1))

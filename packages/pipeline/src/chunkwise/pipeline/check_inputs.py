@@ -9,7 +9,7 @@ from jax import lax
 from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla
 from chunkwise.kda import operator as kda
-from chunkwise.shared.kernels import chunking
+from chunkwise.shared.kernels import chunking, tiles
 from chunkwise.shared.operators import arguments, checks, gates
 from chunkwise.shared.operators.arguments import Arguments
 from chunkwise.two_keys import operator as two_keys
@@ -168,12 +168,7 @@ def _gates(name: str, g: jax.Array, where: Where) -> Iterator[checks.Fault]:
 def _lengths(k: jax.Array, p: jax.Array, rate: jax.Array, where: Where) -> checks.Fault:
     """Return the fault of keys that are too long for their step sizes, or erase gates: a step makes a state larger."""
     product = k.astype(jnp.float32) * p.astype(jnp.float32)
-    group = rate.shape[2] // k.shape[2]
-
-    def to_values(y):
-        """Return one for every value head, by a reshape, which explicit meshes take."""
-        return jnp.broadcast_to(y[:, :, :, None], (*y.shape[:3], group, *y.shape[3:])).reshape(rate.shape)
-
+    to_values = lambda y: tiles.repeat_heads(y, rate.shape[2], axis=2)
     rate = rate.astype(jnp.float32)
     channels = rate.ndim == 4
     y = jnp.sum(to_values(product) * rate, axis=3) if channels else rate * jnp.abs(to_values(jnp.sum(product, axis=3)))
@@ -181,7 +176,7 @@ def _lengths(k: jax.Array, p: jax.Array, rate: jax.Array, where: Where) -> check
     rule = (
         "`k` must have |k . p| of at most 2, or states grow"
         if channels or p is not k
-        else ("`k` must have |k|^2 beta of at most 2, or states grow")
+        else "`k` must have |k|^2 beta of at most 2, or states grow"
     )
     return _fault(where(y > most), y, rule, "; `use_qk_l2norm_in_kernel` makes keys of unit length")
 

@@ -91,20 +91,12 @@ def dot(a: jax.Array, b: jax.Array, dtype=None, passes: int | None = None) -> ja
 
 
 def dot_nt(a: jax.Array, b: jax.Array, dtype=None, passes: int | None = None) -> jax.Array:
-    """Return a b^T for a [h, m, k] and b [h, n, k], as float32 [h, m, n].
-
-    `dtype` forces the type of the operands. With `passes` = 3 float32 operands take three bfloat16 passes, which is for
-    the tensor cores of a GPU, where full precision has none.
-    """
+    """Return a b^T for a [h, m, k] and b [h, n, k], as float32 [h, m, n]; `dtype` and `passes` as in `dot`."""
     return _contract(a, b, (2, 2), dtype, passes)
 
 
 def dot_tn(a: jax.Array, b: jax.Array, dtype=None, passes: int | None = None) -> jax.Array:
-    """Return a^T b for a [h, k, m] and b [h, k, n], as float32 [h, m, n].
-
-    `dtype` forces the type of the operands. With `passes` = 3 float32 operands take three bfloat16 passes, which is for
-    the tensor cores of a GPU, where full precision has none.
-    """
+    """Return a^T b for a [h, k, m] and b [h, k, n], as float32 [h, m, n]; `dtype` and `passes` as in `dot`."""
     return _contract(a, b, (1, 1), dtype, passes)
 
 

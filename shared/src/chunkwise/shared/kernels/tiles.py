@@ -42,13 +42,17 @@ def to_column(row: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(on_diagonal, row, 0.0), axis=-1, keepdims=True)
 
 
-def repeat_heads(x: jax.Array, heads: int) -> jax.Array:
-    """Return x [h, ...] as [heads, ...]: value head n reads head n // (heads // h). Costs nothing in a kernel."""
-    h = x.shape[0]
+def repeat_heads(x: jax.Array, heads: int, axis: int = 0) -> jax.Array:
+    """Return x with h heads along an axis as one with `heads`: value head n reads head n // (heads // h).
+
+    It is a reshape, which costs nothing in a kernel, and which explicit meshes take.
+    """
+    h = x.shape[axis]
     if h == heads:
         return x
-    grouped = jnp.broadcast_to(x[:, None], (h, heads // h, *x.shape[1:]))
-    return grouped.reshape(heads, *x.shape[1:])
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    grouped = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), (*before, h, heads // h, *after))
+    return grouped.reshape(*before, heads, *after)
 
 
 def masked_exp(x: jax.Array, mask: jax.Array) -> jax.Array:

@@ -276,9 +276,9 @@ def check_array_of_slots(name: str, x) -> None:
     )
 
 
-def check_decode_tokens(decode_tokens, indices, replay: int | None) -> None:
-    """Check the most tokens of a decode, which a pool with a ring of `replay` tokens needs; None where it has none."""
-    if replay is None:
+def check_decode_tokens(decode_tokens, indices, replay: int) -> None:
+    """Check the most tokens of a decode, which a pool with a ring of `replay` tokens needs; 0 where it has none."""
+    if not replay:
         check(
             decode_tokens is None,
             f"`decode_tokens` must be None without a ring; got {shown(decode_tokens)}: `state_indices` [N, W] says it.",

@@ -210,9 +210,9 @@ def check_step(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     if options.block_size is not None and options.chunk_size is None:
         options = options._replace(chunk_size=BLOCK_CHUNK)
     checks.check_step_types(slots, x.num_states, options.block_size, options.chunk_size)
-    ring = pool.replay if isinstance(pool, StatePool) and pool.replay else None
+    ring = state_pool.ring_tokens(pool)
     checks.check_decode_tokens(options.decode_tokens, slots.state_indices, ring)
-    if ring is not None:
+    if ring:
         options = options._replace(decode_tokens=int(options.decode_tokens or 1))
     check_known_step(x.cu_seqlens, slots, pool.shape[0], x.v.shape[1], options.block_size, options.decode_tokens)
     return x._replace(slots=with_counts(slots)), options._replace(output_final_state=True)
@@ -231,7 +231,7 @@ def run_step(
     """
     slots: Any = x.slots
     pool: Any = x.initial_state
-    if isinstance(pool, StatePool) and pool.scales is None and pool.count is None:
+    if isinstance(pool, StatePool) and pool.scales is None and not pool.replay:
         # Nothing but an array of states.
         x = x._replace(initial_state=pool.states)
         o, after = run_step(name, implementation, x, options, strict)
@@ -257,7 +257,7 @@ def run_step(
         few = tokens(T)
         # Kernels of decodes for 8 bits without a ring, and for erase keys with one, are not there: plain JAX is.
         erases = x.p is not None or x.b is not None
-        plain = isinstance(pool, StatePool) and (pool.count is None or erases)
+        plain = isinstance(pool, StatePool) and (not pool.replay or erases)
         fits = not plain and (strict or step_fits(few, pool))
         o, pool = _decode(few, pool, step, options, implementation.name == "xla" or not fits, name, accepted)
         return _in_rows(o), pool
@@ -280,8 +280,7 @@ def step_fits(x: Arguments, pool: Any) -> bool:
     """Return whether a kernel takes the decodes of a step, all of whose tokens are x."""
     if decode.state_dtype(pool) == jnp.float16:
         return False
-    ringed = isinstance(pool, StatePool) and pool.count is not None
-    return replay.fits(x, pool) if ringed else decode.key_heads_a_step(x) is not None
+    return replay.fits(x, pool) if state_pool.ring_tokens(pool) else decode.key_heads_a_step(x) is not None
 
 
 def _most_tokens(routes: pools.Routes, options: Options) -> int:
@@ -372,7 +371,7 @@ def _read(pool: Any, source: jax.Array, accepted: jax.Array | None) -> jax.Array
     """Return the states that sequences start from, float32 [N, ...]; zeros for no slot."""
     if not isinstance(pool, StatePool):
         return decode.read_slots(pool, Slots(source)).astype(jnp.float32)
-    kept = None if pool.count is None else state_pool.kept_tokens(pool, source, accepted)
+    kept = state_pool.kept_tokens(pool, source, accepted) if pool.replay else None
     return state_pool.load(pool, source, kept)
 
 
@@ -419,7 +418,7 @@ def _decode(
     static = decode.DecodeStatic(B, T, H, HV, K, V, N, W, True, options.scale, options.normalise, name)
     if plain:
         made, pool = _plain_tokens(static, x, pool, routes, accepted)
-    elif isinstance(pool, StatePool) and pool.count is not None:
+    elif state_pool.ring_tokens(pool):
         made, pool = replay.launch(static, x, pool, routes, accepted)
     else:
         made, pool = decode.launch_tokens(static, x, pool, routes)
@@ -445,7 +444,7 @@ def _plain_tokens(
     keys = k
     q, k = (jnp.repeat(y, s.HV // s.H, axis=2) for y in (q, k))
     states, o, writes = _read(pool, routes.source, accepted), [], []
-    before, ringed = states, isinstance(pool, StatePool) and pool.count is not None
+    before, ringed = states, state_pool.ring_tokens(pool) > 0
     for t in range(s.W):
         *one, erase = jax.tree.map(lambda y, t=t: y[:, t], (q, k, v, g, beta, p))
         states, made, written = recurrence.advance(states, *one, jnp.float32(s.scale), erase)

@@ -64,6 +64,11 @@ class StatePool:
         return tuple(self.states.shape)
 
 
+def ring_tokens(pool: Any) -> int:
+    """Return the tokens that the ring of a slot can hold; 0 for a pool without rings, such as an array."""
+    return pool.replay if isinstance(pool, StatePool) else 0
+
+
 # A pool of states as serving steps take it, and return it.
 Pool = TypeVar("Pool", jax.Array, StatePool)
 
