@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from benchmarks import timing, tpu
-from benchmarks.regions import kernel_bundles, kernel_text, read_loop
+from benchmarks.regions import Region, kernel_bundles, kernel_text, read_loop
 from chunkwise.fused_gla.config import default_for
 from chunkwise.pipeline.models import Layer, Mixture, moved_bytes, serving_step
 from chunkwise.shared.chips import CHIPS
@@ -30,8 +30,8 @@ from chunkwise.shared.kernels import launcher
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.kernels.layout import BEGIN, END, FIRST, LAST, MIXED, OPENS, SEQUENCE, TARGET, pool_steps
 from chunkwise.shared.kernels.pools import Routes, resident_slots
+from chunkwise.shared.operators import serving
 from chunkwise.shared.operators.arguments import Slots
-from chunkwise.shared.operators.serving import find_step
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import launches
 
@@ -114,15 +114,22 @@ def decode_runs(routes: Routes) -> tuple[int, list[int]]:
     return N * W, [1, int(source[0] == target[0]), *states_in, tokens, int(jnp.sum(routes.target >= 0))]
 
 
-def replay_runs(mixture: Mixture, regions: int) -> tuple[int, list[float]]:
-    """Return the steps of the decode kernel over a ring and how many run each of its regions, of which it has so many.
+def replay_runs(mixture: Mixture, regions: list[Region]) -> tuple[int, list[float]]:
+    """Return the steps of the decode kernel over a ring and how many run each of its regions, in the order of its text.
 
     The first step reads its own slot, and every step but the last that of the next one. Then come the tokens of a
-    sequence, and in them the zeros of one that starts from none, a fold, and the outputs of tokens but the first.
+    sequence, the largest region, and in it the zeros of one that starts from none, a fold, and what always runs; and
+    then what is written. A copy within one of them counts as often as it.
     """
-    N = mixture.N
-    tokens = [1, N - 1, N, 0, N / mixture.folds_every]
-    return N, [*tokens, *[N] * (regions - len(tokens))]
+    N, sequence = mixture.N, max(regions, key=lambda x: x.stop - x.start)
+    inside = iter([0, N / mixture.folds_every])
+
+    def runs(x: Region) -> float:
+        if x.start < sequence.start:
+            return 1 if x.start < regions[0].stop else N - 1
+        return next(inside, N) if sequence.start < x.start < sequence.stop else N
+
+    return N, [runs(x) for x in regions]
 
 
 def prefill_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
@@ -213,11 +220,21 @@ def branch_cycles(text: str, cycles: Mapping[str, int], wanted: set[str]) -> int
     return total(entry)
 
 
+def _without_prefills(x, pool, *_):
+    """Do as the prefills of a mixture that has none, with a kernel of that kind that does nothing.
+
+    To describe the gathers of a ring takes the compiler minutes and 16 GB, which their compilation does not.
+    """
+    return hollow(None, x.v, name="nothing_c0", out_shape=[jax.ShapeDtypeStruct(x.v.shape, x.v.dtype)])[0], pool
+
+
 def _compiled(case: Layer, mixture: Mixture, chip: str, flags: str) -> str:
     """Compile the step for a chip with these flags and return its text; in a fresh process only."""
     from chunkwise.shared.testing import tpu as compiler
 
     compiler.setup(flags)
+    if (mixture.replay or mixture.pool == "int8") and not mixture.prefills:
+        serving._prefill = _without_prefills
     shapes = case.specs(mixture.T, jnp.bfloat16)
     # Tokens come flat, as projections leave them.
     flat = {name: jax.ShapeDtypeStruct((1, mixture.T, x.size // mixture.T), x.dtype) for name, x in shapes.items()}
@@ -251,14 +268,14 @@ def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
         # After the flags of the compiler are set, which it reads before the first computation.
         step: dict[str, Any] = {name: jnp.asarray(y) for name, y in mixture.step().items()}
         tokens = mixture.W if mixture.replay else None
-        found = find_step(step.pop("cu_seqlens"), Slots(**step), None, mixture.T, tokens)
+        found = serving.find_step(step.pop("cu_seqlens"), Slots(**step), None, mixture.T, tokens)
         for launch in _wanted(mixture, text):
             chunk = re.search(r"_c(\d+)", launch)
             loop = read_loop(kernel_text(folder, launch))
             if chunk:
                 runs = prefill_runs(case, found.prefills, mixture.T, int(chunk[1]))
             else:
-                runs = replay_runs(mixture, len(loop.regions)) if mixture.replay else decode_runs(found.decodes)
+                runs = replay_runs(mixture, loop.regions) if mixture.replay else decode_runs(found.decodes)
             counts[_kind(launch)] += kernel_bundles(loop, *runs)
     return counts
 

@@ -9,6 +9,7 @@ tokens of the ring are sums on the vector unit. HV = H R: value head n belongs t
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,8 @@ _BUFFERS = 3
 _PARTS = 4
 # Tokens of the ring that are worked on at once.
 _TOKENS = 8
+# Key heads of a fold that are worked on at once.
+_FOLDED = 4
 # Heads whose keys and queries are rows of one product: those of a register.
 _ROWS = 8
 
@@ -68,14 +71,15 @@ class ReplayRefs(NamedTuple):
       source, target: int32 [N], the slots that it starts from and ends in, negative for none.
       kept: int32 [N], tokens of the ring of the source that count.
       folded: int32 [N], 1 if the ring is folded, and the state written, before its tokens.
-      q, k: [T, H, K]; v, o: [T, R, H, V].
+      q, k: [T, H, K]; v, o: [T, HV, V].
       g: float32 [T, HV] in the order [R, H], or [T, R, H, K].
       beta: float32 [T, HV] likewise, or None.
       states_out, scales_out, keys_out, writes_out, gates_out: the pool.
       state, scale_rows, key, write, gate: buffers of a slot, [3, ...].
-      folded_keys: float32 [L, R, H, K], the keys of the ring times what decays after them.
-      folded_writes: float32 [L, R, H, V].
+      folded_keys: float32 [L R H, K], the keys of the ring times what decays after them.
+      folded_writes: float32 [L R H, V].
       decay: float32 [R, H, K], what decays of the state.
+      rows: float32 [HV, V], the values, and then the outputs, of a token.
       reads, stores: semaphores of the copies from and to a slot, [3].
     """
 
@@ -105,6 +109,7 @@ class ReplayRefs(NamedTuple):
     folded_keys: Any
     folded_writes: Any
     decay: Any
+    rows: Any
     reads: Any
     stores: Any
     beta: Any = None
@@ -215,21 +220,27 @@ def _sequence(refs: ReplayRefs, s: ReplayStatic, n) -> None:
         start, decay, beta = _by_head(s, after, total, step_sizes)
         ring_k, ring_q = _meet_ring(refs, s, b, inside, q[t], k[t], decay)
         own = jnp.sum(q[t] * k[t], axis=-1, keepdims=True)  # [H, 1]
+        refs.rows[...] = refs.v[at].astype(jnp.float32)
         for r in range(s.R):
-            d = refs.v[at, r].astype(jnp.float32)  # [H, V]
+            heads = pl.ds(r, s.H, stride=s.R)
+            d = refs.rows[heads, :]  # [H, V]
             if s.delta:
                 d = beta[r] * (d - start[r] * kS[t][r] - ring_k[r])
-            o = (s.scale * (start[r] * qS[t][r] + ring_q[r] + own * d)).astype(refs.o.dtype)
+            refs.rows[heads, :] = s.scale * (start[r] * qS[t][r] + ring_q[r] + own * d)
             refs.write[b, inside, r] = d.astype(refs.write.dtype)
-            # The first token exists.
-            store = functools.partial(refs.o.__setitem__, (at, r), o)
-            pl.when(jnp.int32(t) < refs.count[n])(store) if t else store()
 
+        # The first token exists.
+        store = functools.partial(_store_output, refs, at)
+        pl.when(jnp.int32(t) < refs.count[n])(store) if t else store()
         refs.key[b, inside] = k[t].astype(refs.key.dtype)
         if s.per_channel:
             refs.gate[b, inside] = g[t]
         else:
             refs.gate[b, pl.ds(inside, 1), :] = g[t]
+
+
+def _store_output(refs: ReplayRefs, at) -> None:
+    refs.o[at] = refs.rows[...].astype(refs.o.dtype)
 
 
 def _meet_ring(refs: ReplayRefs, s: ReplayStatic, b, inside, q, k, decay) -> tuple[list[Any], list[Any]]:
@@ -315,7 +326,8 @@ def _meet_state(refs: ReplayRefs, s: ReplayStatic, b, q, k, sums) -> tuple[list[
       sums: gates per channel up to every token, [R, H, K], which the queries and keys take instead of the states.
     """
     rows = _ROWS if s.H % _ROWS == 0 else s.H
-    exact = refs.state.dtype == jnp.float32
+    # Two states beside one another fill a matrix unit of 256 columns.
+    wide = 2 if rows % 2 == 0 and s.V % 128 == 0 else 1
     met = (k, q) if s.delta else (q,)
     heads = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
     found: list[Any] = []
@@ -332,22 +344,37 @@ def _meet_state(refs: ReplayRefs, s: ReplayStatic, b, q, k, sums) -> tuple[list[
             parts = [x[t][group : group + rows] for x in met for t in range(s.W)]
             parts = [x if f is None else x * f for x, f in zip(parts, factor * len(met), strict=True)]
             left = jnp.concatenate(parts, axis=0)  # [len(met) W rows, K]
-            operands.append(left if exact else jnp.concatenate(matmul.bf16_parts(left, 2), axis=0))
+            operands.append(matmul.bf16_parts(left[None], _parts(refs.state)))
         total = [[jnp.zeros((rows, s.V), jnp.float32) for _ in range(len(met) * s.W)] for _ in range(s.R)]
-        for head in range(rows):
+        for head in range(0, rows, wide):
             for r in range(s.R):
-                state = refs.state[b, (group + head) * s.R + r]
-                dtype = jnp.float32 if exact else jnp.bfloat16
-                y = matmul.dot(operands[r][None], state.astype(dtype)[None], dtype)[0]
-                if not exact:
-                    y = y[: y.shape[0] // 2] + y[y.shape[0] // 2 :]
-                for i in range(len(total[r])):
-                    part = y[i * rows : (i + 1) * rows]
-                    total[r][i] = jnp.where(heads == head, part, total[r][i])
+                beside = [refs.state[b, (group + head + i) * s.R + r] for i in range(wide)]
+                states = _exact_parts(jnp.concatenate(beside, axis=1)[None], refs.state.dtype)
+                y = sum(_below(operands[r], j, states[j]) for j in reversed(range(len(states))))
+                for i, j in itertools.product(range(wide), range(len(total[r]))):
+                    part = y[j * rows : (j + 1) * rows, i * s.V : (i + 1) * s.V]
+                    total[r][j] = jnp.where(heads == head + i, part, total[r][j])
         found.append(total)
     whole = lambda i, t: [jnp.concatenate([x[r][i * s.W + t] for x in found], axis=0) for r in range(s.R)]
     kS: list[Any] = [whole(0, t) for t in range(s.W)] if s.delta else [None] * s.W
     return kS, [whole(len(met) - 1, t) for t in range(s.W)]
+
+
+def _parts(x) -> int:
+    """Return how many bfloat16 parts a factor has that meets x: three if x is float32, which is as exact as it is."""
+    return 3 if x.dtype == jnp.float32 else 2
+
+
+def _exact_parts(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
+    """Return x, whose numbers are of this type, in bfloat16 parts whose sum it is: one for int8 and bfloat16."""
+    return matmul.bf16_parts(x) if dtype == jnp.float32 else (x.astype(jnp.bfloat16),)
+
+
+def _below(left: tuple[jax.Array, ...], j: int, part: jax.Array) -> jax.Array:
+    """Return left times the j-th part [1, K, V] of states, without products past the bits of the first ones."""
+    m, some = left[0].shape[1], left[: len(left) - j]
+    y = matmul.dot(packed.concat_rows(some), part, jnp.bfloat16)[0]
+    return sum(y[i * m : (i + 1) * m] for i in reversed(range(len(some))))
 
 
 def _fold(refs: ReplayRefs, s: ReplayStatic, b, kept) -> None:
@@ -359,34 +386,48 @@ def _fold(refs: ReplayRefs, s: ReplayStatic, b, kept) -> None:
     if s.per_channel:
         start = jnp.exp(functools.reduce(jnp.add, gates))
     for r in range(s.R):
-        refs.folded_keys[:, r] = keys * jnp.stack(decay[r])
-        refs.folded_writes[:, r] = jnp.where(mask, refs.write[b, :, r].astype(jnp.float32), 0.0)
+        left = keys * jnp.stack(decay[r])
+        writes = jnp.where(mask, refs.write[b, :, r].astype(jnp.float32), 0.0)
+        for i in range(s.L):
+            rows = pl.ds((i * s.R + r) * s.H, s.H)
+            refs.folded_keys[rows, :], refs.folded_writes[rows, :] = left[i], writes[i]
         refs.decay[r] = jnp.broadcast_to(start[r], (s.H, s.K))
 
-    def fold_head(h, carry):
-        for r in range(s.R):
+    some = launcher.largest_divisor(s.H, _FOLDED)
+
+    def fold_heads(turn, carry):
+        # All are read before one is written, so that their products may overlap.
+        heads = [(turn * jnp.int32(some) + jnp.int32(i), r) for i in range(some) for r in range(s.R)]
+        folded = [_fold_head(refs, s, b, *head) for head in heads]
+        for (h, r), (S, scales) in zip(heads, folded, strict=True):
             n = h * jnp.int32(s.R) + jnp.int32(r)
-            keys = refs.folded_keys[:, r, pl.ds(h, 1), :].reshape(1, s.L, s.K)
-            writes = refs.folded_writes[:, r, pl.ds(h, 1), :].reshape(1, s.L, s.V)
-            row = refs.decay[r, pl.ds(h, 1), :]
+            refs.state[b, n] = S
             if refs.scale_rows is not None:
-                row = row * refs.scale_rows[b, pl.ds(n, 1), :]
-            same = not s.per_channel and refs.scale_rows is None
-            decay = row[:, :1] if same else tiles.to_column(row[None])[0]
-            if refs.write.dtype == jnp.float32:
-                added = matmul.dot_tn(keys, writes, jnp.float32)[0]
-            else:
-                # Keys are at 16 bits, in two parts below one another, and writes are exact.
-                parts = packed.concat_rows(matmul.bf16_parts(keys, 2))
-                added = matmul.dot_tn(parts, packed.concat_rows([writes] * 2), jnp.bfloat16)[0]
-            S = decay * refs.state[b, n].astype(jnp.float32) + added
-            if refs.scale_rows is not None:
-                S, scales = state_pool.quantize_columns(S)
-                refs.scale_rows[b, pl.ds(n, 1), :] = tiles.to_row(scales[None])[0]
-            refs.state[b, n] = S.astype(refs.state.dtype)
+                refs.scale_rows[b, pl.ds(n, 1), :] = scales
         return carry
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(s.H), fold_head, None)
+    lax.fori_loop(jnp.int32(0), jnp.int32(s.H // some), fold_heads, None)
+
+
+def _fold_head(refs: ReplayRefs, s: ReplayStatic, b, h, r) -> tuple[jax.Array, Any]:
+    """Return the state of a head with the tokens of its ring, as the pool keeps it, and its scales [1, K] or None."""
+    n = h * jnp.int32(s.R) + jnp.int32(r)
+    tokens = pl.ds(jnp.int32(r * s.H) + h, s.L, stride=s.R * s.H)
+    keys, writes = refs.folded_keys[tokens, :][None], refs.folded_writes[tokens, :][None]
+    row = refs.decay[r, pl.ds(h, 1), :]
+    if refs.scale_rows is not None:
+        row = row * refs.scale_rows[b, pl.ds(n, 1), :]
+    same = not s.per_channel and refs.scale_rows is None
+    decay = row[:, :1] if same else tiles.to_column(row[None])[0]
+    # The parts of the keys that meet those of the writes lie below one another, in one product.
+    left, right = matmul.bf16_parts(keys, _parts(refs.write)), _exact_parts(writes, refs.write.dtype)
+    pairs = [(i, j) for j in range(len(right)) for i in range(len(left) - j)]
+    keys, writes = (packed.concat_rows(x) for x in ([left[i] for i, _ in pairs], [right[j] for _, j in pairs]))
+    S = decay * refs.state[b, n].astype(jnp.float32) + matmul.dot_tn(keys, writes, jnp.bfloat16)[0]
+    if refs.scale_rows is None:
+        return S.astype(refs.state.dtype), None
+    S, scales = state_pool.quantize_columns(S)
+    return S.astype(refs.state.dtype), tiles.to_row(scales[None])[0]
 
 
 def launch(
@@ -417,7 +458,7 @@ def launch(
     by_row = lambda y: jnp.swapaxes(y.reshape(T, H, R, *y.shape[3:]), 1, 2)  # [T, R, H, ...]
     in_lanes = lambda y: by_row(y.astype(jnp.float32)).reshape(T, HV)
     tensors = dict(
-        q=x.q[0], k=x.k[0], v=by_row(x.v), g=by_row(x.g) if per_channel else in_lanes(x.g),
+        q=x.q[0], k=x.k[0], v=x.v[0], g=by_row(x.g) if per_channel else in_lanes(x.g),
         beta=None if x.beta is None else in_lanes(x.beta),
     )  # fmt: skip
     names = [name for name in ("states", "scales", "keys", "writes", "gates") if getattr(pool, name) is not None]
@@ -428,7 +469,7 @@ def launch(
     if pool.scales is not None:
         scratch["scale_rows"] = buffer(pool.scales)
     scratch |= dict(key=buffer(pool.keys), write=buffer(pool.writes), gate=buffer(pool.gates))
-    scratch |= dict(folded_keys=(L, R, H, K), folded_writes=(L, R, H, V), decay=(R, H, K))
+    scratch |= dict(folded_keys=(L * HV, K), folded_writes=(L * HV, V), decay=(R, H, K), rows=(HV, V))
     scratch |= {name: pltpu.SemaphoreType.DMA((_BUFFERS,)) for name in ("reads", "stores")}
     out = launcher.launch(
         functools.partial(_replay_kernel, s=s),
@@ -448,8 +489,7 @@ def launch(
         in_bounds=True,
     )
     rings = dataclasses.replace(pool, **{name: out[name] for name in names})
-    o = jnp.swapaxes(out["o"], 1, 2).reshape(x.v.shape)
-    return o, state_pool.counted(rings, routes, kept, folded)
+    return out["o"][None], state_pool.counted(rings, routes, kept, folded)
 
 
 def replay_cost(s: ReplayStatic, pool: StatePool) -> pl.CostEstimate:
