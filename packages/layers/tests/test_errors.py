@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.layers import (
+    GatedDeltaNet2Config,
     GatedDeltaNetConfig,
     KimiDeltaAttentionConfig,
     LightningAttentionConfig,
@@ -38,6 +39,8 @@ def weights():
         (lambda: GatedDeltaNetConfig(8, 2, 4, 4, 4, W=9), "`W` must be from 2 to 8; got 9"),
         (lambda: GatedDeltaNetConfig(8, 2, 4, 4, 4, eps=-1.0), "`eps` must be at least 0"),
         (lambda: GatedDeltaNetConfig(8, 2, 4, 4, 4, allow_neg_eigval=2), "`allow_neg_eigval` must be True or False"),
+        (lambda: GatedDeltaNet2Config(8, 2, 4, 4, 4, allow_neg_eigval=2), "`allow_neg_eigval` must be True or False"),
+        (lambda: GatedDeltaNet2Config(8, 2, 4, 4, 4, lower_bound=0.0), "`lower_bound` must be None or below 0"),
         (lambda: KimiDeltaAttentionConfig(8, 2, 4, 4, 4, lower_bound=1.0), "`lower_bound` must be None or below 0"),
         (lambda: KimiDeltaAttentionConfig(8, 2, 4, 4, 4, R=0), "`R` must be None or above 0"),
         (lambda: Mamba2Config(8, 2, 4, 4, 4, dt_limit=(1.0, 0.5)), "`dt_limit` must rise from at least 0"),
