@@ -124,6 +124,7 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("pools", parents=[saved], help="errors of decodes over every pool of states")
     one.add_argument("--tokens", type=int, default=4096, help="of the text that is decoded")
+    one.add_argument("--model", type=Path, help="the output of examples/train.py: count its bits per byte")
     one = commands.add_parser("packed", parents=[saved], help="bundles of a packed batch that hands in and out states")
     one.add_argument("--operator", action="append", choices=packed.OPERATORS, help="may be repeated")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
@@ -231,6 +232,8 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
         yield from scale_jobs(options, options.implementation)
     elif options.command == "step":
         yield from step_jobs(options, options.implementation or default)
+    elif options.command == "pools" and options.model:
+        yield "bits per byte", {"model": "examples/train.py"}, lambda: pools.measure_bits(options.model)
     elif options.command == "pools":
         for keys in pools.KEYS:
             for strength in pools.STRENGTHS:

@@ -455,8 +455,9 @@ def step() -> str:
 
 @block
 def pools() -> str:
-    """The bytes of a decode over every pool, and the cycles of 64 on a v6e where they were estimated."""
+    """The bytes of a decode over every pool, its cycles on a v6e and what it costs a model, where they are known."""
     layer, rows, lines = models.MODELS["qwen3-next-80b"], rows_of("step-v6e"), []
+    bits = {row["pool"]: row for row in rows_of("pool-bits")}
     for dtype in ("float32", "bfloat16", "int8"):
         for replay in (0, 8, 16, 32):
             mixture = models.Mixture(64, pool=dtype, replay=replay)
@@ -464,8 +465,11 @@ def pools() -> str:
             known = next((name for name, x in steps.MIXTURES.items() if x == mixture), None)
             found = [row for row in rows if row["case"] == "qwen3-next-80b" and row["mixture"] == known]
             cycles = whole(found[0]["cycles"]) if found and found[0].get("cycles") else NONE
-            lines.append([dtype, f"{replay} tokens" if replay else "none", decimals(kib, 1), cycles])
-    return table(["states", "ring", "KiB a token and value head", "cycles of 64 decodes, v6e"], lines)
+            row = bits.get(f"{dtype}, ring of {replay}" if replay else dtype)
+            more = decimals(100 * row["over_float32"], 4) if row else NONE
+            lines.append([dtype, f"{replay} tokens" if replay else "none", decimals(kib, 1), cycles, more])
+    head = ["states", "ring", "KiB a token and value head", "cycles of 64 decodes, v6e", "% more bits per byte"]
+    return table(head, lines)
 
 
 @block

@@ -3,16 +3,24 @@
 The pools are those of the library, decoded token by token by the serving step of the gated delta rule. Beside them are
 formats that the library does not have, simulated: the state is rounded after every token, or after every 16 as behind a
 ring whose tokens are exact.
+
+`measure_bits` says what a pool costs a model that learned something: that of examples/train.py.
 """
 
+import argparse
 import functools
+import math
+import sys
+from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
-from chunkwise import pipeline
+from chunkwise import layers, pipeline
 from chunkwise.shared.operators import recurrence
 from chunkwise.shared.testing.compare import error
 from chunkwise.shared.testing.oracle import reference
@@ -105,3 +113,51 @@ def measure(strength: float, keys: str, T: int) -> list[dict]:
         runs[f"{name}, simulated"] = functools.partial(simulate, x, name, 1)
         runs[f"{name}, ring of {RING}, simulated"] = functools.partial(simulate, x, name, RING)
     return [{"pool": name, "error": error(run(), want)} for name, run in runs.items()]
+
+
+def decode_layer(replaced, x: jax.Array, segment_ids: jax.Array, dtype: str, replay: int) -> jax.Array:
+    """Return what a DeltaNet of examples/train.py makes of rows [N, T, D], decoded token by token over a pool."""
+    config, N = replaced.config, x.shape[0]
+    pool = layers.empty_pool(config, N, x.dtype, dtype, replay=replay)
+    before = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
+    step = layers.Step(jnp.arange(N + 1, dtype=jnp.int32), jnp.arange(N, dtype=jnp.int32), num_decodes=jnp.int32(N))
+
+    def decode_tokens(pool, token):
+        x, goes_on = token
+        y, pool = layers.ragged_gated_delta_net(
+            x[None], replaced.weights.get_value(), config, pool, step._replace(has_initial_state=goes_on),
+            implementation="xla",
+        )  # fmt: skip
+        return pool, y[0]
+
+    tokens = jnp.swapaxes(x, 0, 1), (segment_ids == before).T
+    return jnp.swapaxes(lax.scan(decode_tokens, pool, tokens)[1], 0, 1)
+
+
+def measure_bits(output: Path, total: int = 8192) -> list[dict]:
+    """Return bits per byte of text that the model of examples/train.py has not seen, decoded over every pool.
+
+    Args:
+      output: the folder that a finished run with the options that are the default has written.
+      total: bytes of the text, in rows of the length that the model was trained with.
+    """
+    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+    from flax import nnx
+
+    import train
+
+    o = argparse.Namespace(**{name: default for name, (default, _) in train.OPTIONS.items()} | {"output": output})
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    rows = [x[: total // o.length] for x in train.rows_of(train.read_library(o.held_out)[1], o.length)]
+    with jax.set_mesh(mesh):
+        config = layers.GatedDeltaNetConfig(D=o.width, H=2, HV=2, K=o.width // 2, V=o.width // 2)
+        # The run is finished, so nothing is left to train.
+        model = train.train(train.Model(config, mesh, nnx.Rngs(0)), rows, rows, o)[0]
+        bits = {"chunkwise, no pool": float(train.measure(model, rows, len(rows[0]))) / math.log(2)}
+        for name, (dtype, replay) in POOLS.items():
+            decoded = functools.partialmethod(decode_layer, dtype=dtype, replay=replay)
+            with mock.patch.object(train.DeltaNet, "__call__", decoded):
+                train.loss_of.clear_cache()
+                bits[name] = float(train.measure(model, rows, len(rows[0]))) / math.log(2)
+    train.loss_of.clear_cache()
+    return [{"pool": name, "bits_per_byte": x, "over_float32": x / bits["float32"] - 1} for name, x in bits.items()]

@@ -50,6 +50,8 @@ MIXTURES = {
     "speculate-64x3": Mixture(64, W=3),
     "decode-64-int8": Mixture(64, pool="int8"),
     "decode-64-ring": Mixture(64, replay=16),
+    "decode-64-ring-8": Mixture(64, replay=8),
+    "decode-64-ring-32": Mixture(64, replay=32),
     "decode-64-bfloat16-ring": Mixture(64, pool="bfloat16", replay=16),
     "decode-64-bfloat16-ring-8": Mixture(64, pool="bfloat16", replay=8),
     "decode-64-bfloat16-ring-32": Mixture(64, pool="bfloat16", replay=32),
