@@ -40,6 +40,10 @@ def tokens_after(model, prompt: bytes, count: int) -> bytes:
     return bytes(text[0, len(prompt) :].tolist())
 
 
+# Layers of other examples, in another order.
+THOROUGH = dict(test_random=lambda name: name == "olmo_hybrid")
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.interpreted
 def test_random(name, monkeypatch, capsys):

@@ -31,7 +31,12 @@ def compiled(name, implementation):
 # Models whose layer is another's, or is another's but for what the plain implementation shows.
 REPEATED = ("qwen3_5", "qwen3_5_moe", "qwen4_exp, silu", "lara_mini", "glm5_next, lower bound", "glm5_next, softplus")
 REPEATED += ("bamba", "granitemoehybrid", "zamba2")
-SETTINGS = ("qwen4_exp, sigmoid", "nemotron_h", *(name for name in MODELS if name.startswith("falcon_h1")))
+SETTINGS = (
+    "qwen4_exp, sigmoid",
+    "nemotron_h",
+    "bailing_hybrid",
+    *(name for name in MODELS if name.startswith("falcon_h1")),
+)
 implementations = pytest.mark.parametrize("implementation", ["xla", "staged", "fused"])
 
 

@@ -24,7 +24,17 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PACKAGE_PAGES = [ROOT / "shared/README.md", *sorted(ROOT.glob("packages/*/README.md"))]
 # Those that take long, or whose code is mostly that of other pages.
-REPEATS = ("adding-a-kernel", "distribution", "from-tokamax", "new-tpu", "numerics", "packing", "stages", "tutorial")
+REPEATS = (
+    "adding-a-kernel",
+    "distribution",
+    "from-tokamax",
+    "integrations",
+    "new-tpu",
+    "numerics",
+    "packing",
+    "stages",
+    "tutorial",
+)
 LONG = [ROOT / "packages/layers/README.md", *(ROOT / f"docs/{name}.md" for name in REPEATS)]
 THOROUGH = dict(test_python=lambda page: page in LONG)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -182,7 +182,11 @@ class OfStage:
 class ReferenceTests(OfStage):
     """Values and gradients against the definition in float64."""
 
-    THOROUGH: ClassVar = dict(test_gradients=lambda packed, implementation: implementation == "xla" and not packed)
+    THOROUGH: ClassVar = dict(
+        # Plain JAX is the same at every size; kernels lay blocks out by them.
+        test_definition=lambda case, implementation: implementation == "xla" and case not in cases.CASES[::3],
+        test_gradients=lambda packed, implementation: implementation == "xla" and not packed,
+    )
 
     @both
     @pytest.mark.parametrize("case", cases.CASES, ids=str)

@@ -7,6 +7,7 @@ from chunkwise.kda import chunk_kda as operator
 from chunkwise.kda.chunk import chunk, chunk_bwd
 
 pytestmark = pytest.mark.interpreted
+THOROUGH = dict(test_kernels=lambda case: case == "weak")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -14,6 +14,7 @@ class TestSegments(SegmentTests):
     launches = (1, 2)
     THOROUGH: ClassVar = dict(
         test_values_and_gradients_of_plain_jax=True,
+        test_values_and_gradients_of_the_kernels=True,
         test_random_segments=True,
         test_isolated=True,
         test_isolated_to_the_bit=True,

@@ -14,6 +14,8 @@ from chunkwise.shared.testing.tpu import compile_for, compile_over_tokens, has_l
 from chunkwise.shared.testing.transforms import KEEPING
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
+# Plain kernels of chunks and those of the gated delta rule over devices are compiled every time.
+THOROUGH = dict(test_split_tokens_compile=True)
 
 
 def specs(B, T, H, HV, K, V, dtype):

@@ -20,6 +20,7 @@ NAMES = ("q", "k", "v", "g", "beta")
 HEADS = PartitionSpec(None, None, "data")
 
 THOROUGH = dict(
+    test_gradient_under_vmap_and_remat=True,
     test_transform=lambda implementation: implementation == "fused",
     test_shard_map=lambda implementation: implementation == "fused",
     test_gradient_passes_the_check_of_shard_map=lambda replicated: replicated != NAMES,

@@ -17,13 +17,14 @@ pytestmark = pytest.mark.tpu
 
 RAGGED = "gated_delta_rule", "kda", "simple_gla"
 QUICK_STEPS = (
-    ("gated_delta_rule", None, jnp.float32), ("gated_delta_rule", 3, jnp.float32), ("kda", 3, jnp.float32),
+    ("gated_delta_rule", None, jnp.float32), ("kda", 3, jnp.float32),
     ("simple_gla", 3, jnp.float32),
 )  # fmt: skip
 QUICK_POOL = ("gated_delta_rule", 64, 96, jnp.float32)
 THOROUGH = dict(
     # Every stage is compiled in its package.
     test_chain_and_gradient_compile=True,
+    test_gates_per_channel_compile=True,
     test_serving_step_moves_no_states=lambda name, W, dtype: (name, W, dtype) not in QUICK_STEPS,
     test_large_pools_of_any_size_are_not_copied=lambda name, K, V, dtype: (name, K, V, dtype) != QUICK_POOL,
     test_serving_steps_compile=lambda name: name == "kda",
