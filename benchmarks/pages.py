@@ -473,6 +473,18 @@ def pools() -> str:
 
 
 @block
+def pool_errors() -> str:
+    """Errors of decodes over every pool, and over formats that are simulated, by the strength of gates and the keys."""
+    rows = rows_of("pool-errors")
+    points = [(keys, gate) for gate in values(rows, "gate") for keys in values(rows, "keys")]
+    lines = []
+    for pool in values(rows, "pool"):
+        found = [only(rows, pool=pool, keys=keys, gate=gate)["error"] for keys, gate in points]
+        lines.append([pool, *(f"{error:.1e}" for error in found)])
+    return table(["pool", *(f"{gate}, {keys}" for keys, gate in points)], lines)
+
+
+@block
 def step_float16() -> str:
     """What a pool of float16 costs."""
     (row,) = rows_of("step-v6e-float16")
