@@ -357,7 +357,7 @@ def docs(session):
 
 @nox.session(default=False)
 def train(session):
-    """Train a small language model on Python's standard library; measure it on files that it has not seen, and pools."""
+    """Train a small language model on Python's standard library, and measure it and pools on files new to it."""
     prepare(session, "train")
     output = ROOT / "train_output"
     shutil.rmtree(output, ignore_errors=True)
