@@ -31,6 +31,7 @@ THOROUGH = dict(
     test_gradients=lambda kind, implementation, dtype, case: (
         (kind, implementation, dtype, case) != ("gdn2", "fused", jnp.float32, "repeated keys")
     ),
+    test_erase_gates_of_0_and_2=True,
     test_packed=lambda kind, implementation, states: (kind, implementation, states) != ("comba", "fused", True),
     test_grouped_heads_and_blocks_inside_of_a_group=True,
     test_chunks_of_64=True,
@@ -73,6 +74,7 @@ CASES = {
     "spikes": dict(gate="spikes"),
     "no gate": dict(gate="zero"),
     "nothing erased": dict(beta=0.0),
+    "nothing erased under repeated keys": dict(beta=0.0, repeat_key=True),
 }
 
 
@@ -82,6 +84,17 @@ CASES = {
 @kinds
 def test_gradients(kind, implementation, case, dtype):
     x = KINDS[kind].inputs(*SIZES, dtype=dtype, num_states=2, **CASES[case])
+    compare(x, KINDS[kind].chunk, implementation=implementation, chunk_size=16)
+
+
+@both
+@kinds
+def test_erase_gates_of_0_and_2(kind, implementation):
+    """Keys repeat; every token erases twice in half of the channels and never in the others, or with a key of 0."""
+    x = KINDS[kind].inputs(*SIZES, num_states=2, repeat_key=True, beta=2.0)
+    name = "b" if kind == "gdn2" else "p"
+    odd = (jnp.arange(SIZES[1])[:, None, None] + jnp.arange(SIZES[4] if kind == "gdn2" else 1)) % 2
+    x[name] = x[name] * odd.astype(x[name].dtype)
     compare(x, KINDS[kind].chunk, implementation=implementation, chunk_size=16)
 
 
