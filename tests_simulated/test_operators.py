@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import segment_suite
-from chunkwise import fused_gdn, fused_gla, kda
+from chunkwise import fused_gdn, fused_gla, kda, two_keys
 from chunkwise.pipeline import check, operators
 from chunkwise.shared.testing import compare, inputs, laws, oracle
 
@@ -17,6 +17,8 @@ pytestmark = pytest.mark.interpreted
 CONFIGS = {
     "gated_delta_rule": fused_gdn.Config(1, 1),
     "kda": kda.Config(1, 1),
+    "gdn2": two_keys.Config(1, 1),
+    "comba": two_keys.Config(1, 1),
     "gla": fused_gla.Config(1, 1, 2),
     "simple_gla": fused_gla.Config(1, 1, 2),
 }
@@ -49,7 +51,18 @@ THOROUGH = dict(
 @pytest.mark.parametrize("operator", CONFIGS)
 def test_operator(operator, batch, gradients, dtype, cores):
     """In bfloat16 on two cores, with keys that the kernel normalises: each changes a large part of a kernel."""
-    (sequences, sizes, states), entry = BATCHES[batch], operators.OPERATORS[f"chunk_{operator}"]
+    assert_operator(operator, *BATCHES[batch], gradients, dtype)
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["values", "gradients"])
+def test_erase_gates(gradients):
+    """The sample of GDN-2 in every session: the kernels of kda with more operands, over a chunk and its tail."""
+    assert_operator("gdn2", {}, (1, 24), True, gradients, "float32")
+
+
+def assert_operator(operator, sequences, sizes, states, gradients, dtype):
+    """Fail unless an operator gives the values, and if asked for the gradients, of the float64 recurrence."""
+    entry = operators.OPERATORS[f"chunk_{operator}"]
     normalise = dict(use_qk_l2norm_in_kernel=True) if entry.delta and dtype == "bfloat16" else {}
     count = len(sequences["cu_seqlens"]) - 1 if "cu_seqlens" in sequences else sizes[0]
     x = check.operator_inputs(entry, *sizes, 1, 2, 12, 20, dtype=jnp.dtype(dtype), num_states=count * states)

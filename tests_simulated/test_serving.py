@@ -15,6 +15,7 @@ from chunkwise.fused_gla import operator as gla
 from chunkwise.kda import operator as kda_record
 from chunkwise.pipeline import check, operators, ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
 from chunkwise.shared.testing import compare, engine, inputs, oracle
+from chunkwise.two_keys import operator as two_keys
 
 pytestmark = pytest.mark.interpreted
 H, HV, K, V = 1, 2, 12, 20
@@ -98,15 +99,18 @@ def assert_step(operator, schedule, given, pool):
             assert np.asarray(after[slot]).tobytes() == states[slot].tobytes(), f"slot {slot} has changed"
 
 
-PREFILLS = {"gated_delta_rule": gdn.OPERATOR, "kda": kda_record.OPERATOR, "gla": gla.GLA}
+PREFILLS = {
+    "gated_delta_rule": gdn.OPERATOR, "kda": kda_record.OPERATOR, "gdn2": two_keys.GDN2, "comba": two_keys.COMBA,
+    "gla": gla.GLA,
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("one_head_a_step")
 @pytest.mark.parametrize(("blocks", "cores"), [(False, 1), (True, 2)])
 @pytest.mark.parametrize("operator", PREFILLS)
 def test_prefills(operator, blocks, cores):
-    x = inputs.make_inputs(1, pool_suite.PREFILL_TOKENS, H, HV, K, V, per_channel=operator != "gated_delta_rule")
-    x = {name: y for name, y in x.items() if operator != "gla" or name != "beta"}
+    entry = operators.OPERATORS[f"chunk_{operator}"]
+    x = check.operator_inputs(entry, 1, pool_suite.PREFILL_TOKENS, H, HV, K, V)
     pool_suite.assert_prefills(PREFILLS[operator], x, jnp.float32, blocks=blocks, chunk_size=16)
 
 

@@ -6,18 +6,22 @@ import numpy as np
 import pytest
 
 import segment_suite
-from chunkwise import fused_gdn, fused_gla, kda
+from chunkwise import fused_gdn, fused_gla, kda, two_keys
 from chunkwise.fused_gdn import operator as gdn_operator
 from chunkwise.fused_gla import operator as gla_operator
 from chunkwise.kda import operator as kda_operator
+from chunkwise.pipeline import operators
 from chunkwise.shared.operators import arguments, implementations
 from chunkwise.shared.testing import compare, inputs, oracle
+from chunkwise.two_keys import operator as two_keys_operator
 
 pytestmark = pytest.mark.interpreted
 THOROUGH = dict(test_state_map=lambda operator, batch: batch != "rows" or operator not in ("gated_delta_rule", "gla"))
 OPERATORS = {
     "gated_delta_rule": (gdn_operator.OPERATOR, fused_gdn.Config(1, 1)),
     "kda": (kda_operator.OPERATOR, kda.Config(1, 1)),
+    "gdn2": (two_keys_operator.GDN2, two_keys.Config(1, 1)),
+    "comba": (two_keys_operator.COMBA, two_keys.Config(1, 1)),
     "gla": (gla_operator.GLA, fused_gla.Config(1, 1, 2)),
     "simple_gla": (gla_operator.SIMPLE_GLA, fused_gla.Config(1, 1, 2)),
 }
@@ -36,10 +40,10 @@ BATCHES = {
 def test_state_map(operator, batch, cores):
     """The map takes any state to the state after the tokens, and the operator takes the arrays that it precomputed."""
     (record, config), (sequences, sizes, V) = OPERATORS[operator], BATCHES[batch]
-    fused = record.implementations["fused"]
+    fused, entry = record.implementations["fused"], operators.OPERATORS[f"chunk_{operator}"]
     count = len(sequences["cu_seqlens"]) - 1 if "cu_seqlens" in sequences else sizes[0]
-    x = inputs.make_inputs(*sizes, 1, 2, K, V, per_channel=operator in ("kda", "gla"), num_states=count)
-    x |= {} if "gla" not in operator else dict(beta=None)
+    x = inputs.make_inputs(*sizes, 1, 2, K, V, per_channel=entry.per_channel, erase=entry.erase, num_states=count)
+    x |= {} if entry.delta else dict(beta=None)
     start, options = x["initial_state"], arguments.Options(True, chunk_size=16, config=config)
     given = lambda x, start: (fused, arguments.Arguments(**x | dict(initial_state=start), **sequences), options)
     rng = np.random.default_rng(1)
