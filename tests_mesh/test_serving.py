@@ -17,7 +17,7 @@ from chunkwise.layers import (
     ragged_gated_delta_net,
     shardings,
 )
-from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
+from chunkwise.pipeline import ragged_comba, ragged_gated_delta_rule, ragged_gdn2, ragged_kda, ragged_simple_gla
 from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.tpu import has_libtpu, launches, topology_mesh
 from meshes import P, collectives, inputs_of, make_mesh
@@ -38,7 +38,9 @@ THOROUGH = dict(
 both_modes = pytest.mark.parametrize("mode", ["explicit", "automatic"])
 
 
-@pytest.mark.parametrize("operator", [ragged_gated_delta_rule, ragged_kda, ragged_simple_gla])
+@pytest.mark.parametrize(
+    "operator", [ragged_gated_delta_rule, ragged_kda, ragged_gdn2, ragged_comba, ragged_simple_gla]
+)
 @pytest.mark.parametrize("implementation", ["fused", "xla"])
 @both_modes
 def test_step_over_heads_and_channels(mode, implementation, operator):
@@ -47,7 +49,8 @@ def test_step_over_heads_and_channels(mode, implementation, operator):
     pool = x.pop("initial_state")
     boundaries, slots = jnp.array([0, 1, 3, 3, 30], jnp.int32), jnp.array([[2, 5], [0, 1], [4, -1], [6, -1]], jnp.int32)
     mesh, spec = make_mesh((2, 2), mode), P(None, None, "a", "b")
-    split = dict(q=P(), k=P(), v=spec, g=P(None, None, "a"), beta=P(None, None, "a"), g_gamma=P("a"))
+    heads = P(None, None, "a")
+    split = dict(q=P(), k=P(), v=spec, g=heads, beta=heads, g_gamma=P("a"), p=P(), b=heads, w=spec)
     sharding = NamedSharding(mesh, spec) if mode == "automatic" else None
 
     def step(x, pool, boundaries, slots, decodes, sharding=None):
