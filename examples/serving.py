@@ -2,6 +2,7 @@
 
     python -m pip install ./packages/layers
     python examples/serving.py
+    python examples/serving.py --states int8 --ring 16            # a third of the bytes of bfloat16
 
 Requests arrive over time, and a step computes at most `budget` tokens. Requests that generate come first, with one
 token each. The rest of the budget goes to prompts, as many tokens of them as fit: a long prompt takes several steps,
@@ -12,6 +13,8 @@ states, and a slot of it for every request. The compiled step updates the pools 
 data, so that no mixture of requests compiles anything anew.
 """
 
+import argparse
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,7 +30,7 @@ from chunkwise.layers import (
     GatedDeltaNetConfig,
     GatedDeltaNetWeights,
     Step,
-    empty_cache,
+    empty_pool,
     init_gated_delta_net,
     ragged_gated_delta_net,
 )
@@ -88,7 +91,7 @@ class Engine:
     """
 
     def __init__(self, model, pools: tuple[Cache, ...], budget: int, run=run_model):
-        self.model, self.pools, self.budget, self.N = model, pools, budget, len(pools[0].state)
+        self.model, self.pools, self.budget, self.N = model, pools, budget, pools[0].state.shape[0]
         self.free, self.running, self.steps, self.traces = list(range(self.N)), [], 0, 0
 
         def compute(pools, model, tokens, step):
@@ -159,20 +162,25 @@ def random_model(layers: int = 2) -> Model:
     return Model(embedding, tuple(init_gated_delta_net(key, CONFIG) for key in keys), head)
 
 
-def empty_pools(model: Model, slots: int) -> tuple[Cache, ...]:
-    """Return a pool for every layer, in float32."""
-    return tuple(empty_cache(CONFIG, slots) for _ in model.layers)
+def empty_pools(model: Model, slots: int, states: str = "float32", ring: int = 0) -> tuple[Cache, ...]:
+    """Return a pool for every layer, with states of a type, and a ring of some tokens for every slot."""
+    return tuple(empty_pool(CONFIG, slots, state_dtype=states, replay=ring) for _ in model.layers)
 
 
-def main() -> tuple[Model, list[Request]]:
+def main(arguments: list[str]) -> tuple[Model, list[Request]]:
     """Serve eight random requests with three slots and 24 tokens a step, and print what was done."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    types = ("float32", "bfloat16", "float16", "int8")
+    parser.add_argument("--states", choices=types, default="float32", help="type of the states (%(default)s)")
+    parser.add_argument("--ring", type=int, default=0, help="tokens that a slot holds beside its state (%(default)s)")
+    o = parser.parse_args(arguments)
     model, rng, console = random_model(), np.random.default_rng(1), Console()
     # Two requests arrive in every third step.
     sizes = enumerate(rng.integers([2, 4], [60, 24], (8, 2)).tolist())
     requests = [
         Request(i, rng.integers(VOCABULARY, size=size).tolist(), wanted, i // 2 * 3) for i, (size, wanted) in sizes
     ]
-    engine = Engine(model, empty_pools(model, slots=3), budget=24)
+    engine = Engine(model, empty_pools(model, 3, o.states, o.ring), budget=24)
     start = time.perf_counter()
     engine.serve(requests)
     seconds = time.perf_counter() - start
@@ -189,4 +197,4 @@ def main() -> tuple[Model, list[Request]]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

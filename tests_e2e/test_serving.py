@@ -18,8 +18,9 @@ from chunkwise.layers import Step, empty_cache, gated_delta_net, ragged_gated_de
 from serving import Engine, Request, rms_norm
 
 
-def test_example(capsys):
-    model, requests = serving.main()
+@pytest.mark.parametrize("ring", [0, 8])
+def test_example(ring, capsys):
+    model, requests = serving.main(["--ring", str(ring)])
     printed = capsys.readouterr().out
     assert "prompt tokens" in printed
     assert "generated tokens/s" in printed
