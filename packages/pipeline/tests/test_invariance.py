@@ -1,10 +1,15 @@
 """A result does not depend on how a sequence is cut, batched or packed."""
 
+import itertools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.pipeline import chunk_gated_delta_rule
+from chunkwise.pipeline import chunk_gated_delta_rule, ragged_gated_delta_rule
+from chunkwise.pipeline.check import operator_inputs
+from chunkwise.pipeline.operators import CHUNKED
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 
@@ -15,6 +20,8 @@ THOROUGH = dict(
     # have the others alone, batched and packed, and the tests of isolation poison them.
     test_alone_batched_and_packed_agree=lambda states: states,
     test_no_leak_between_sequences=lambda states: states,
+    test_staged_has_the_same_bits_alone_and_packed=lambda operator: operator.name != "chunk_gated_delta_rule",
+    test_a_step_has_the_same_bits_beside_others=lambda implementation: implementation == "xla",
 )
 
 
@@ -72,3 +79,52 @@ def test_no_leak_between_sequences(implementation, states):
     assert not np.array_equal(before[:, 20:53], after[:, 20:53])
     # Aligned chunks multiply rows of other sequences too, by an exact zero.
     np.testing.assert_array_equal(before[:, others], after[:, others])
+
+
+@pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
+def test_staged_has_the_same_bits_alone_and_packed(operator):
+    """Outputs, states and gradients: chunks of a sequence begin where it begins, and see nothing of its neighbours."""
+    cuts = [0, 13, 40]
+    x = operator_inputs(operator, 1, 40, 1, 2, 16, 24, num_states=2)
+    constant = {name: x.pop(name) for name in ("g_gamma",) if name in x}
+    start, do = x.pop("initial_state"), jnp.cos(jnp.arange(x["v"].size, dtype=jnp.float32)).reshape(x["v"].shape)
+    rounding = {"implementation": "staged", "chunk_size": 16, "output_final_state": True}
+
+    @jax.jit
+    def run(x, start, do, cu_seqlens=None):
+        def loss(x, start):
+            o, state = operator.function(**x, **constant, initial_state=start, cu_seqlens=cu_seqlens, **rounding)
+            return jnp.sum(do * o) + jnp.sum(jnp.sin(state)), (o, state)
+
+        gradients, (o, state) = jax.grad(loss, argnums=(0, 1), has_aux=True)(x, start)
+        return gradients[0] | {"o": o}, {"state": state, "dstart": gradients[1]}
+
+    tokens, states = run(x, start, do, jnp.array(cuts, jnp.int32))
+    for n, (first, end) in enumerate(itertools.pairwise(cuts)):
+        alone = run(cut(x, first, end), start[n : n + 1], do[:, first:end])
+        for name, y in alone[0].items():
+            np.testing.assert_array_equal(y, tokens[name][:, first:end], err_msg=name)
+        for name, y in alone[1].items():
+            np.testing.assert_array_equal(y, states[name][n : n + 1], err_msg=name)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "staged"])
+def test_a_step_has_the_same_bits_beside_others(implementation):
+    """A decode and a prefill of one program, beside other sequences and without any."""
+    x, pool = make_inputs(1, 75, 1, 2, 16, 16), jax.random.normal(jax.random.key(0), (6, 2, 16, 16))
+    int32 = lambda *values: jnp.array(values, jnp.int32)
+
+    @jax.jit
+    def step(x, cu_seqlens, state_indices, num_decodes):
+        return ragged_gated_delta_rule(
+            **x, states=pool, cu_seqlens=cu_seqlens, state_indices=state_indices, num_decodes=num_decodes,
+            has_initial_state=jnp.ones(4, bool), chunk_size=16, implementation=implementation,
+        )  # fmt: skip
+
+    o, after = step(x, int32(0, 1, 2, 39, 75), int32(0, 1, 2, 3), jnp.int32(2))
+    for n, first, end in ((1, 1, 2), (2, 2, 39)):
+        alone = {name: jnp.roll(y, -first, axis=1) for name, y in x.items()}
+        bounds = int32(0, *[end - first] * 4)
+        one, states = step(alone, bounds, int32(n, -1, -1, -1), jnp.int32(n == 1))
+        np.testing.assert_array_equal(one[:, : end - first], o[:, first:end])
+        np.testing.assert_array_equal(states[n], after[n])
