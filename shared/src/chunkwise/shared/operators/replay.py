@@ -350,7 +350,8 @@ def _meet_state(refs: ReplayRefs, s: ReplayStatic, b, q, k, sums) -> tuple[list[
             for r in range(s.R):
                 beside = [refs.state[b, (group + head + i) * s.R + r] for i in range(wide)]
                 states = _exact_parts(jnp.concatenate(beside, axis=1)[None], refs.state.dtype)
-                y = sum(_below(operands[r], j, states[j]) for j in reversed(range(len(states))))
+                products = [_below(operands[r], j, part) for j, part in enumerate(states)]
+                y = functools.reduce(jnp.add, products[::-1])
                 for i, j in itertools.product(range(wide), range(len(total[r]))):
                     part = y[j * rows : (j + 1) * rows, i * s.V : (i + 1) * s.V]
                     total[r][j] = jnp.where(heads == head + i, part, total[r][j])
@@ -374,7 +375,7 @@ def _below(left: tuple[jax.Array, ...], j: int, part: jax.Array) -> jax.Array:
     """Return left times the j-th part [1, K, V] of states, without products past the bits of the first ones."""
     m, some = left[0].shape[1], left[: len(left) - j]
     y = matmul.dot(packed.concat_rows(some), part, jnp.bfloat16)[0]
-    return sum(y[i * m : (i + 1) * m] for i in reversed(range(len(some))))
+    return functools.reduce(jnp.add, [y[i * m : (i + 1) * m] for i in range(len(some))][::-1])
 
 
 def _fold(refs: ReplayRefs, s: ReplayStatic, b, kept) -> None:
