@@ -35,7 +35,6 @@ BATCHES = {
 }
 QUICK = {
     ("gated_delta_rule", "segments with states", True, "float32"),
-    ("kda", "pack with states", True, "float32"),
     ("gla", "pack with states", True, "float32"),
     ("simple_gla", "rows", True, "float32"),
 }

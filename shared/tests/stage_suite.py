@@ -372,6 +372,9 @@ class KernelTests(OfStage):
 class TpuTests(OfStage):
     """The kernels compile for every TPU generation: the interpreter does not enforce their rules."""
 
+    # A pack takes the most of a kernel.
+    THOROUGH: ClassVar = dict(test_compiles=lambda tpu_sizes: not tpu_sizes[2])
+
     @pytest.mark.tpu
     @on_tpu
     @pytest.mark.parametrize("chip", chips.CHIPS)
