@@ -38,9 +38,8 @@ QUICK_TYPES = [
 ]  # fmt: skip
 THOROUGH = dict(
     test_random_steps=lambda operator, implementation: (operator, implementation) not in QUICK[1:],
-    test_schedules=lambda operator, implementation, dtype: (
-        (operator, implementation, dtype) != ("gated_delta_rule", "xla", "float32")
-    ),
+    # The quick ones are those over pools with rings.
+    test_schedules=True,
     test_what_does_not_exist_is_none=lambda operator, implementation: (operator, implementation) not in QUICK,
     test_rubbish_stays_in_the_pool=lambda operator, implementation: (operator, implementation) not in QUICK[1:],
     test_types_of_pools=lambda operator, implementation, dtype: (operator, implementation, dtype) not in QUICK_TYPES,

@@ -16,11 +16,8 @@ CASES = {
     "documents": ("float32", (1, 24, 1, 2, 8, 12), dict(cu_seqlens=boundaries(1, 17, 0, 3))),
     "segments": ("bfloat16", (*SEGMENT_IDS.shape, 1, 2, 8, 12), dict(segment_ids=jnp.asarray(SEGMENT_IDS))),
 }
-THOROUGH = dict(
-    test_together_they_are_the_operator=lambda kind, implementation, case: (
-        (kind, implementation, case) != ("gdn2", "fused", "rows")
-    )
-)
+# The launches are those of kda and of the gated delta rule, whose tests are quick.
+THOROUGH = dict(test_together_they_are_the_operator=True)
 
 
 @pytest.mark.parametrize("implementation", ["fused"])
