@@ -28,4 +28,5 @@ class TestGdn2(SegmentTests):
 
 class TestComba(TestGdn2):
     operator = staticmethod(KINDS["comba"].chunk)
+    THOROUGH: ClassVar = ALL | dict(test_values_and_gradients_of_the_kernels=True)
     kind = "comba"
