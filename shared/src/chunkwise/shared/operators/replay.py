@@ -399,9 +399,7 @@ def _fold(refs: ReplayRefs, s: ReplayStatic, b, kept) -> None:
     def fold_heads(turn, carry):
         # All are read before one is written, so that their products may overlap.
         heads = [(turn * jnp.int32(some) + jnp.int32(i), r) for i in range(some) for r in range(s.R)]
-        folded = [_fold_head(refs, s, b, *head) for head in heads]
-        for (h, r), (S, scales) in zip(heads, folded, strict=True):
-            n = h * jnp.int32(s.R) + jnp.int32(r)
+        for n, S, scales in [_fold_head(refs, s, b, *head) for head in heads]:
             refs.state[b, n] = S
             if refs.scale_rows is not None:
                 refs.scale_rows[b, pl.ds(n, 1), :] = scales
@@ -410,8 +408,8 @@ def _fold(refs: ReplayRefs, s: ReplayStatic, b, kept) -> None:
     lax.fori_loop(jnp.int32(0), jnp.int32(s.H // some), fold_heads, None)
 
 
-def _fold_head(refs: ReplayRefs, s: ReplayStatic, b, h, r) -> tuple[jax.Array, Any]:
-    """Return the state of a head with the tokens of its ring, as the pool keeps it, and its scales [1, K] or None."""
+def _fold_head(refs: ReplayRefs, s: ReplayStatic, b, h, r) -> tuple[Any, jax.Array, Any]:
+    """Return a value head, its state with its ring as the pool keeps it, and its scales [1, K] or None."""
     n = h * jnp.int32(s.R) + jnp.int32(r)
     tokens = pl.ds(jnp.int32(r * s.H) + h, s.L, stride=s.R * s.H)
     keys, writes = refs.folded_keys[tokens, :][None], refs.folded_writes[tokens, :][None]
@@ -426,9 +424,9 @@ def _fold_head(refs: ReplayRefs, s: ReplayStatic, b, h, r) -> tuple[jax.Array, A
     keys, writes = (packed.concat_rows(x) for x in ([left[i] for i, _ in pairs], [right[j] for _, j in pairs]))
     S = decay * refs.state[b, n].astype(jnp.float32) + matmul.dot_tn(keys, writes, jnp.bfloat16)[0]
     if refs.scale_rows is None:
-        return S.astype(refs.state.dtype), None
+        return n, S.astype(refs.state.dtype), None
     S, scales = state_pool.quantize_columns(S)
-    return S.astype(refs.state.dtype), tiles.to_row(scales[None])[0]
+    return n, S.astype(refs.state.dtype), tiles.to_row(scales[None])[0]
 
 
 def launch(
