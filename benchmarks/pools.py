@@ -142,17 +142,14 @@ def measure_bits(output: Path, total: int = 8192) -> list[dict]:
       total: bytes of the text, in rows of the length that the model was trained with.
     """
     sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-    from flax import nnx
-
     import train
 
     o = argparse.Namespace(**{name: default for name, (default, _) in train.OPTIONS.items()} | {"output": output})
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     rows = [x[: total // o.length] for x in train.rows_of(train.read_library(o.held_out)[1], o.length)]
     with jax.set_mesh(mesh):
-        config = layers.GatedDeltaNetConfig(D=o.width, H=2, HV=2, K=o.width // 2, V=o.width // 2)
         # The run is finished, so nothing is left to train.
-        model = train.train(train.Model(config, mesh, nnx.Rngs(0)), rows, rows, o)[0]
+        model = train.train(train.new_model(o.width, mesh), rows, rows, o)[0]
         bits = {"chunkwise, no pool": float(train.measure(model, rows, len(rows[0]))) / math.log(2)}
         for name, (dtype, replay) in POOLS.items():
             decoded = functools.partialmethod(decode_layer, dtype=dtype, replay=replay)

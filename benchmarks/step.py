@@ -74,7 +74,7 @@ def measure(case: Layer, mixture: Mixture, dtype, implementations, repeats: int)
     The check covers the output and the state of the last sequence, in the group of the last key head.
     """
     x, step, rng = case.inputs(mixture.T, dtype), mixture.step(), np.random.default_rng(2)
-    if mixture.replay or mixture.pool == "int8":
+    if not mixture.over_array:
         raise ValueError("Only pools that are arrays are measured on this machine.")
     pool = rng.standard_normal((mixture.N * mixture.W, case.HV, case.K, case.V)).astype(jnp.dtype(mixture.pool))
     cu, group = step["cu_seqlens"], case.HV // case.H
@@ -235,7 +235,7 @@ def _compiled(case: Layer, mixture: Mixture, chip: str, flags: str) -> str:
     from chunkwise.shared.testing import tpu as compiler
 
     compiler.setup(flags)
-    if (mixture.replay or mixture.pool == "int8") and not mixture.prefills:
+    if not mixture.over_array and not mixture.prefills:
         serving._prefill = _without_prefills
     shapes = case.specs(mixture.T, jnp.bfloat16)
     # Tokens come flat, as projections leave them.

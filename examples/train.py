@@ -104,6 +104,12 @@ class Model(nnx.Module):
         return self.head(self.norm(x))
 
 
+def new_model(width, mesh):
+    """Return a model before its training, whose hidden states have so many channels."""
+    config = GatedDeltaNetConfig(D=width, H=2, HV=2, K=width // 2, V=width // 2)
+    return Model(config, mesh, nnx.Rngs(0))
+
+
 @jax.jit
 def loss_of(model, inputs, targets):
     """Return the mean of -log p(target), in nats."""
@@ -230,8 +236,7 @@ def main():
     stream, held_out = read_library(o.held_out)
     seen, rows = stream[: o.steps * o.batch * o.length + 1], rows_of(held_out, o.length)
     with jax.set_mesh(mesh):
-        config = GatedDeltaNetConfig(D=o.width, H=2, HV=2, K=o.width // 2, V=o.width // 2)
-        model, losses, measured = train(Model(config, mesh, nnx.Rngs(0)), rows_of(seen, o.length), rows, o)
+        model, losses, measured = train(new_model(o.width, mesh), rows_of(seen, o.length), rows, o)
         sample = bytes(write(model, jnp.zeros((sizes.get("data", 1), o.length), jnp.int32))[0].tolist())
     text = held_out[1 : len(rows[0]) // o.batch * o.batch * o.length + 1]
     report(o.output, losses, measured, seen, text, sample)

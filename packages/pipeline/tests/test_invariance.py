@@ -88,12 +88,12 @@ def test_staged_has_the_same_bits_alone_and_packed(operator):
     x = operator_inputs(operator, 1, 40, 1, 2, 16, 24, num_states=2)
     constant = {name: x.pop(name) for name in ("g_gamma",) if name in x}
     start, do = x.pop("initial_state"), jnp.cos(jnp.arange(x["v"].size, dtype=jnp.float32)).reshape(x["v"].shape)
-    rounding = {"implementation": "staged", "chunk_size": 16, "output_final_state": True}
+    options = {"implementation": "staged", "chunk_size": 16, "output_final_state": True}
 
     @jax.jit
     def run(x, start, do, cu_seqlens=None):
         def loss(x, start):
-            o, state = operator.function(**x, **constant, initial_state=start, cu_seqlens=cu_seqlens, **rounding)
+            o, state = operator.function(**x, **constant, initial_state=start, cu_seqlens=cu_seqlens, **options)
             return jnp.sum(do * o) + jnp.sum(jnp.sin(state)), (o, state)
 
         gradients, (o, state) = jax.grad(loss, argnums=(0, 1), has_aux=True)(x, start)

@@ -230,9 +230,14 @@ class Mixture:
             step["num_accepted_tokens"] = np.full(self.N, self.W, np.int32)
         return step
 
+    @property
+    def over_array(self) -> bool:
+        """Whether its pool is an array of states: of a floating type, without a ring."""
+        return not self.replay and self.pool != "int8"
+
     def make_pool(self, case: Layer, slots: int):
-        """Return the pool of a layer: an array of states of a floating type without a ring, a StatePool otherwise."""
-        if not self.replay and self.pool != "int8":
+        """Return the pool of a layer: an array of states, or a StatePool."""
+        if self.over_array:
             return jnp.zeros((slots, case.HV, case.K, case.V), self.pool)
         return pipeline.make_pool(
             slots, case.HV, case.K, case.V, self.pool, replay=self.replay, H=case.H, per_channel=case.table.per_channel
