@@ -52,9 +52,13 @@ PROGRAMS = {
     "simple-gla": Program(SIMPLE_GLA, "forward", 8192, 212, 641),
     "simple-gla-backward": Program(SIMPLE_GLA, "forward+backward", 8192, 493, 1217),
     **{
-        f"{name}-{kind.replace(' ', '-')}": Program(layer, kind, DECODES, 40, most_mib)
-        for kind, most_mib in (("decode", 64), ("serving step", 2048))
+        f"{name}-decode": Program(layer, "decode", DECODES, 40, 64)
         for name, layer in (("gdn", GDN), ("kda", KDA), ("gla", GLA), ("simple-gla", SIMPLE_GLA))
+    },
+    # GLA has no serving step of its own.
+    **{
+        f"{name}-serving-step": Program(layer, "serving step", DECODES, 40, 2048)
+        for name, layer in (("gdn", GDN), ("kda", KDA), ("simple-gla", SIMPLE_GLA))
     },
 }
 
