@@ -78,7 +78,7 @@ def test_convolution_over_a_pool(pool, cores):
     states = rng.standard_normal((slots, W - 1, D)).astype(jnp.dtype(pool))
     states[[5, 10, 11]] = np.nan
     want = engine.Oracle(engine.convolution(weight.astype(np.float64), bias.astype(np.float64)), 8, states)
-    want_y, written = want.run([x], schedule)
+    want_y, written = want.run({"x": x}, schedule)
     counts = {name: jnp.int32(schedule[name]) for name in ("num_decodes", "num_sequences")}
     update = lambda x, states, schedule: causal_conv1d.causal_conv1d_update(
         x, states, weight, bias, activation=None, block_size=8, implementation="pallas", **schedule

@@ -78,16 +78,16 @@ def test_slots_and_counts_that_do_not_exist(operator, start, cores):
 def assert_step(operator, schedule, given, pool):
     """Compare a step with the float64 recurrence of its schedule; the operator gets `given`, which means the same."""
     x = inputs.make_inputs(1, T, H, HV, K, V, per_channel=operator == "kda")
-    tokens = [np.array(x[name]) for name in ("q", "k", "v", "g", "beta")]
-    for y in tokens:
+    tokens = {name: np.array(y) for name, y in x.items() if name != "beta" or operator != "simple_gla"}
+    for y in tokens.values():
         y[:, 49:] = np.nan
     states = np.random.default_rng(2).standard_normal((SLOTS, HV, K, V)).astype(jnp.dtype(pool))
     states[[5, 11, 12]] = np.nan
-    want = engine.Oracle(engine.linear_attention(operator != "simple_gla"), BLOCK, states)
+    want = engine.Oracle(engine.linear_attention, BLOCK, states)
     want_o, written = want.run(tokens, schedule)
     counts = {name: jnp.int32(given[name]) for name in ("num_decodes", "num_sequences")}
     run = functools.partial(SERVING[operator], block_size=BLOCK, chunk_size=16, implementation="fused")
-    o, after = jax.jit(run)(*tokens[: 4 if operator == "simple_gla" else 5], states=states, **given | counts)
+    o, after = jax.jit(run)(**tokens, states=states, **given | counts)
     compare.assert_close("o", o[0, :49], want_o, compare.TOLERANCE["float32"])
     assert not np.asarray(o[0, 49:]).any()
     rounding = {"float32": 0.0, "bfloat16": 4e-3}[pool]

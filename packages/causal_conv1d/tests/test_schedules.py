@@ -35,7 +35,7 @@ def assert_schedule(run, weight, bias, engine: Engine, steps: int, seed: int, dt
         x[:, used:] = np.nan
         counts = {name: jnp.int32(schedule[name]) for name in ("num_decodes", "num_sequences")}
         y, after = jax.device_get(run(x, pool, schedule | counts))
-        want, written = oracle.run([x], schedule)
+        want, written = oracle.run({"x": x}, schedule)
         assert (y.dtype, after.dtype) == (np.float32, pool.dtype)
         # Every bit: no value tells zeros apart, nor what is not a number.
         for slot in set(range(SLOTS)) - written:

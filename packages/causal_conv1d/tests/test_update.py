@@ -146,7 +146,7 @@ def test_what_does_not_exist_is_none_in_a_step(implementation):
         x, pool = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, tokens, D), (slots, W - 1, D)))
         y, after = compiled_step(implementation, block)(x, pool, weight, bias, given)
         oracle = Oracle(convolution(np.asarray(weight), np.asarray(bias)), block, pool)
-        want, _ = oracle.run((x,), right)
+        want, _ = oracle.run({"x": x}, right)
         np.testing.assert_allclose(y[0, : len(want)], want.reshape(-1, D), atol=1e-5)
         assert not np.any(y[0, len(want) :])
         np.testing.assert_array_equal(after, np.stack([oracle.states[slot] for slot in range(slots)]))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from chunkwise.pipeline import check_step, ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
+from chunkwise.pipeline import check_step, ragged_gated_delta_rule
 from chunkwise.shared.testing.engine import (
     PREFILLS,
     Engine,
@@ -22,10 +22,9 @@ from chunkwise.shared.testing.engine import (
     make_rubbish,
     make_wrong,
 )
+from ragged_suite import HV, OPERATORS, K, V, make_tokens
 
-H, HV, K, V = 2, 4, 24, 40
 T, N, SLOTS, BLOCK = 150, 6, 40, 64
-OPERATORS = {"gated_delta_rule": ragged_gated_delta_rule, "kda": ragged_kda, "simple_gla": ragged_simple_gla}
 IMPLEMENTATIONS = ["xla", "fused"]
 # RMS errors over the RMS of the float64 recurrence.
 ACCURACY = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 4e-4}
@@ -54,19 +53,6 @@ all_types = pytest.mark.parametrize(
     ("implementation", "dtype"),
     [x for x in itertools.product((*IMPLEMENTATIONS, "staged"), ACCURACY) if x != ("fused", "float16")],
 )
-
-
-def make_tokens(operator: str, rng, used: int, sizes=(K, V)):
-    """Return q, k, v, g, beta of a stream whose padding is NaN."""
-    K, V = sizes
-    normal = lambda *shape: rng.standard_normal((1, T, *shape)).astype(np.float32)
-    q, k, v = normal(H, K), normal(H, K), normal(HV, V)
-    k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    g = -np.abs(normal(HV, K) if operator == "kda" else normal(HV))
-    tokens = q, k, v, g, 1 / (1 + np.exp(-normal(HV)))
-    for x in tokens:
-        x[:, used:] = np.nan
-    return tokens
 
 
 def make_schedule(random: Random, W: int, with_reads: bool = False) -> dict:
@@ -105,13 +91,7 @@ def compiled(operator: str, implementation: str):
 
     def step(tokens, pool, schedule):
         traces.append((pool.dtype, jax.tree.structure(schedule), schedule["state_indices"].shape))
-        *tokens, beta = tokens
-        tokens = tokens if operator == "simple_gla" else [*tokens, beta]
-        schedule = dict(schedule)
-        boundaries, indices = schedule.pop("cu_seqlens"), schedule.pop("state_indices")
-        return OPERATORS[operator](
-            *tokens, pool, boundaries, indices, **schedule, block_size=BLOCK, implementation=implementation
-        )
+        return OPERATORS[operator](**tokens, states=pool, **schedule, block_size=BLOCK, implementation=implementation)
 
     return jax.jit(step, donate_argnums=1), traces
 
@@ -124,7 +104,7 @@ def assert_step(
     `given` is what the operator gets in the place of the schedule, and must take for it.
     """
     sequences, dtype = schedule["num_sequences"], pool.dtype
-    tokens = make_tokens(operator, rng, schedule["cu_seqlens"][sequences])
+    tokens = make_tokens(operator, rng, T, schedule["cu_seqlens"][sequences])
     step, traces = compiled(operator, implementation)
     given = schedule if given is None else given
     counts = {name: jnp.int32(given[name]) for name in ("num_decodes", "num_sequences")}
@@ -149,7 +129,7 @@ def assert_step(
 def assert_one_step(operator: str, implementation: str, schedule: dict, rng, dtype="float32", given=None) -> None:
     """Compare a step over a random pool with the oracle."""
     pool = rng.standard_normal((SLOTS, HV, K, V)).astype(dtype)
-    oracle = Oracle(linear_attention(operator != "simple_gla"), BLOCK, pool)
+    oracle = Oracle(linear_attention, BLOCK, pool)
     assert_step(operator, implementation, oracle, pool, schedule, rng, given)
 
 
@@ -163,7 +143,7 @@ def assert_schedule(operator: str, implementation: str, engine: Engine, steps: i
     free = np.array([np.nan, -0.0, np.inf, -1e-40]).astype(dtype)
     pool = np.empty((SLOTS, HV, K, V), dtype)
     pool[:] = np.resize(free, SLOTS)[:, None, None, None]
-    oracle = Oracle(linear_attention(operator != "simple_gla"), BLOCK, pool)
+    oracle = Oracle(linear_attention, BLOCK, pool)
     _, traces = compiled(operator, implementation)
     before = len(traces)
     for _ in range(steps):
@@ -261,7 +241,7 @@ def test_rubbish_stays_in_the_pool(operator, implementation):
         rng = np.random.default_rng(seed)
         pool = rng.standard_normal((SLOTS, HV, K, V)).astype(np.float32)
         step, _ = compiled(operator, implementation)
-        _, after = jax.device_get(step(make_tokens(operator, rng, T), pool, schedule))
+        _, after = jax.device_get(step(make_tokens(operator, rng, T, T), pool, schedule))
         written = {*schedule["state_indices"].flat, *schedule["block_state_indices"].flat}
         for slot in set(range(SLOTS)) - written:
             assert after[slot].tobytes() == pool[slot].tobytes(), f"slot {slot} has changed"
@@ -289,7 +269,7 @@ def test_stale_slots(implementation):
         num_accepted_tokens=np.ones(N, np.int32),
         block_state_indices=np.full((N, 2), -1, np.int32),
     )  # fmt: skip
-    tokens, pool = make_tokens("gated_delta_rule", rng, 70), jnp.full((SLOTS, HV, K, V), jnp.nan)
+    tokens, pool = make_tokens("gated_delta_rule", rng, T, 70), jnp.full((SLOTS, HV, K, V), jnp.nan)
     step, _ = compiled("gated_delta_rule", implementation)
     o, after = step(
         tokens, pool, schedule | {name: jnp.int32(schedule[name]) for name in ("num_decodes", "num_sequences")}
@@ -303,12 +283,17 @@ def test_stale_slots(implementation):
 def test_one_slot_each(implementation):
     """State indices without columns are those of decodes of one token."""
     rng = np.random.default_rng(3)
-    tokens = [jnp.asarray(x) for x in make_tokens("gated_delta_rule", rng, T)]
+    tokens = jax.tree.map(jnp.asarray, make_tokens("gated_delta_rule", rng, T, T))
     pool = jnp.asarray(rng.standard_normal((SLOTS, HV, K, V)), jnp.float32)
     boundaries, slots = jnp.array([0, 1, 2, T], jnp.int32), jnp.array([4, -1, 9], jnp.int32)
     run = jax.jit(
         lambda indices: ragged_gated_delta_rule(
-            *tokens, pool, boundaries, indices, num_decodes=2, implementation=implementation
+            **tokens,
+            states=pool,
+            cu_seqlens=boundaries,
+            state_indices=indices,
+            num_decodes=2,
+            implementation=implementation,
         )
     )
     for one, other in zip(run(slots), run(slots[:, None]), strict=True):
@@ -377,11 +362,8 @@ SHAPES = {
 def run_step(operator: str, arguments: dict, sizes=(K, V), as_array=lambda x: x):
     """Run STEP with other arguments on random tokens, all of which are arrays of numpy."""
     rng, (K, V) = np.random.default_rng(0), sizes
-    tokens = make_tokens(operator, rng, T, sizes)
     arguments = dict(states=np.zeros((SLOTS, HV, K, V), np.float32)) | STEP | arguments
-    tokens = tokens[:-1] if operator == "simple_gla" else tokens
-    names = ("q", "k", "v", "g", "beta")[: len(tokens)]
-    arguments |= dict(zip(names, tokens, strict=True))
+    arguments |= make_tokens(operator, rng, T, T, sizes)
     return OPERATORS[operator](
         **{name: as_array(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
     )

@@ -12,21 +12,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from chunkwise.pipeline import (
-    StatePool,
-    make_pool,
-    ragged_gated_delta_rule,
-    ragged_kda,
-    ragged_simple_gla,
-    read_states,
-    write_states,
-)
+from chunkwise.pipeline import StatePool, make_pool, ragged_gated_delta_rule, read_states, write_states
 from chunkwise.shared.operators import state_pool
 from chunkwise.shared.testing.engine import Engine, Oracle, describe, linear_attention
+from ragged_suite import HV, OPERATORS, PER_CHANNEL, H, K, V, make_tokens
 
-H, HV, K, V = 2, 4, 24, 40
 T, N, W, SLOTS, BLOCK = 150, 6, 3, 24, 64
-OPERATORS = {"gated_delta_rule": ragged_gated_delta_rule, "kda": ragged_kda, "simple_gla": ragged_simple_gla}
 # RMS errors of the states over the RMS of the float64 recurrence, one step after states that are the same.
 ACCURACY = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4, "int8": 1.2e-2}
 # The kernel over a ring goes on from what it has rounded, within a step too; plain JAX from what it rounds.
@@ -56,21 +47,9 @@ THOROUGH = dict(
 )
 
 
-def make_tokens(operator: str, rng, used: int):
-    """Return q, k, v, g, beta of a stream whose padding is NaN."""
-    normal = lambda *shape: rng.standard_normal((1, T, *shape)).astype(np.float32)
-    q, k, v = normal(H, K), normal(H, K), normal(HV, V)
-    k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    g = -np.abs(normal(HV, K) if operator == "kda" else normal(HV))
-    tokens = q, k, v, g, 1 / (1 + np.exp(-normal(HV)))
-    for x in tokens:
-        x[:, used:] = np.nan
-    return tokens
-
-
 def new_pool(operator: str, dtype: str, replay: int) -> StatePool:
     """Return a pool for an operator."""
-    return make_pool(SLOTS, HV, K, V, dtype, replay=replay, H=H, per_channel=operator == "kda")
+    return make_pool(SLOTS, HV, K, V, dtype, replay=replay, H=H, per_channel=operator in PER_CHANNEL)
 
 
 @pytest.fixture(autouse=True)
@@ -87,14 +66,10 @@ def compiled(operator: str, implementation: str, decode_tokens: int | None):
 
     def step(tokens, pool, schedule):
         traces.append(pool.states.dtype)
-        tokens = tokens[:4] if operator == "simple_gla" else tokens
-        schedule = dict(schedule)
-        boundaries, indices = schedule.pop("cu_seqlens"), schedule.pop("state_indices")
         blocks = {"block_size": BLOCK} if "block_state_indices" in schedule else {}
         return OPERATORS[operator](
-            *tokens, pool, boundaries, indices, **schedule, **blocks, decode_tokens=decode_tokens,
-            implementation=implementation,
-        )  # fmt: skip
+            **tokens, states=pool, **schedule, **blocks, decode_tokens=decode_tokens, implementation=implementation
+        )
 
     return jax.jit(step, donate_argnums=1), traces
 
@@ -133,7 +108,7 @@ def assert_schedule(operator: str, implementation: str, dtype: str, replay: int,
     In a pool of fewer bits every step rounds what it stores: the oracle goes on from there.
     """
     rng, pool = np.random.default_rng(seed), new_pool(operator, dtype, replay)
-    oracle = Oracle(linear_attention(operator != "simple_gla"), BLOCK, np.zeros((SLOTS, HV, K, V)))
+    oracle = Oracle(linear_attention, BLOCK, np.zeros((SLOTS, HV, K, V)))
     run, traces = compiled(operator, implementation, W if replay else None)
     before, slots = len(traces), jnp.arange(SLOTS, dtype=jnp.int32)
     for _ in range(steps):
@@ -142,7 +117,7 @@ def assert_schedule(operator: str, implementation: str, dtype: str, replay: int,
         if freed:
             # A freed slot may hold anything.
             pool = spoiled(pool, np.array(freed))
-        tokens = make_tokens(operator, rng, schedule["cu_seqlens"][schedule["num_sequences"]])
+        tokens = make_tokens(operator, rng, T, schedule["cu_seqlens"][schedule["num_sequences"]])
         want, written = (oracle.run_ringed if replay else oracle.run)(tokens, schedule)
         held = jax.tree.map(np.array, pool)
         counts = {name: jnp.int32(schedule[name]) for name in ("num_decodes", "num_sequences")}
@@ -205,7 +180,9 @@ def test_acceptances(operator, implementation, examples):
     """
     rng = np.random.default_rng(5)
     run = compiled(operator, implementation, W)[0]
-    make = lambda: [np.moveaxis(x.reshape(-1, BATCH, *x.shape[2:]), 0, 1) for x in _stream(operator, rng)]
+    # Texts [BATCH, TEXT, ...].
+    by_text = lambda x: x.reshape(BATCH, TEXT, *x.shape[2:])
+    make = lambda: jax.tree.map(by_text, make_tokens(operator, rng, BATCH * TEXT, BATCH * TEXT))
     for _ in range(-(-examples // BATCH)):
         text, wrong, pool = make(), make(), new_pool(operator, "float32", 8)
         step = dict(cu_seqlens=np.arange(BATCH + 1, dtype=np.int32), state_indices=np.arange(BATCH, dtype=np.int32))
@@ -213,7 +190,7 @@ def test_acceptances(operator, implementation, examples):
         want, plain = [], new_pool(operator, "float32", 0)
         alone = compiled(operator, "xla", None)[0]
         for t in range(TEXT):
-            o, plain = alone([x[None, :, t] for x in text], plain, step)
+            o, plain = alone({name: x[None, :, t] for name, x in text.items()}, plain, step)
             want.append(np.asarray(o)[0])
         want = np.stack(want, axis=1)  # [BATCH, TEXT, ...]
         place, accepted = np.zeros(BATCH, int), np.zeros(BATCH, int)
@@ -224,15 +201,16 @@ def test_acceptances(operator, implementation, examples):
             right = np.minimum(np.minimum(rng.integers(1, W + 1, BATCH), count), TEXT - place)
             if not count.any():
                 break
-            tokens = []
-            for x, y in zip(text, wrong, strict=True):
+            tokens = {}
+            for name, x in text.items():
+                y = wrong[name]
                 rows = np.concatenate(
                     [
                         np.concatenate([x[n, place[n] : place[n] + right[n]], y[n, : count[n] - right[n]]])
                         for n in range(BATCH)
                     ]
                 )
-                tokens.append(np.pad(rows, [(0, BATCH * W - len(rows)), *[(0, 0)] * (rows.ndim - 1)])[None])
+                tokens[name] = np.pad(rows, [(0, BATCH * W - len(rows)), *[(0, 0)] * (rows.ndim - 1)])[None]
             boundaries = np.cumsum([0, *count]).astype(np.int32)
             # A sequence without tokens says again what was accepted of its last decode.
             said = np.where(accepted > 0, accepted, 1).astype(np.int32)
@@ -254,14 +232,6 @@ def test_acceptances(operator, implementation, examples):
                 expected = np.asarray(plain.states)[:BATCH]
                 assert rms((states - expected)[finished]) <= 2e-6 * rms(expected)
                 break
-
-
-def _stream(operator: str, rng):
-    """Return tokens of BATCH texts, [1, TEXT BATCH, ...]."""
-    normal = lambda *shape: rng.standard_normal((1, TEXT * BATCH, *shape)).astype(np.float32)
-    q, k, v = normal(H, K), normal(H, K), normal(HV, V)
-    k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    return q, k, v, -np.abs(normal(HV, K) if operator == "kda" else normal(HV)), 1 / (1 + np.exp(-normal(HV)))
 
 
 @pytest.mark.parametrize(("dtype", "replay"), POOLS)
@@ -308,9 +278,9 @@ def test_wrong_steps(message):
     asked = dict(WRONG[message])
     replay, of, heads = asked.pop("replay", 8), asked.pop("operator", ""), asked.pop("H", H)
     pool = make_pool(SLOTS, HV, K, V, replay=replay, H=heads, per_channel=of == "kda")
-    tokens = make_tokens("gated_delta_rule", np.random.default_rng(0), 3)
+    tokens = make_tokens("gated_delta_rule", np.random.default_rng(0), T, 3)
     with pytest.raises(ValueError, match=re.escape(message)):
-        ragged_gated_delta_rule(*tokens, pool, **STREAM | asked)
+        ragged_gated_delta_rule(**tokens, states=pool, **STREAM | asked)
 
 
 WRONG_POOLS = {
@@ -341,7 +311,7 @@ def test_wrong_reads_and_writes():
 def test_devices():
     """An operator that divides itself over a mesh takes an array."""
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(AxisType.Auto,))
-    tokens = make_tokens("gated_delta_rule", np.random.default_rng(0), 3)
+    tokens = make_tokens("gated_delta_rule", np.random.default_rng(0), T, 3)
     pool, heads = new_pool("gated_delta_rule", "float32", 8), PartitionSpec(None, None, "heads")
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="`states` must be an array where the operator divides"):
-        ragged_gated_delta_rule(*tokens, pool, **STREAM, sharding=heads)
+        ragged_gated_delta_rule(**tokens, states=pool, **STREAM, sharding=heads)

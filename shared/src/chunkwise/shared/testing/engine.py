@@ -11,30 +11,31 @@ import numpy as np
 PREFILLS = (0, 1, 3, 40, 64, 70, 130)
 
 
-def linear_attention(delta: bool) -> Callable:
-    """Return what a token of linear attention does, with or without a delta rule, as `Oracle` calls it.
+def linear_attention(S: np.ndarray, **x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Do what a token of linear attention does, as `Oracle` calls it: return the state after it and its output.
 
-    It takes the state [HV, K, V] and q, k, v, g, beta of a token, and returns the state after it and its output.
+    Args:
+      S: the state [HV, K, V].
+      **x: q, k, v, g of a token; of a delta rule beta too, and p beside it, or b and w in its place.
     """
-
-    def token(S, q, k, v, g, beta):
-        HV, K, V = S.shape
-        decay = np.exp(g)
-        S = S * (decay[:, :, None] if decay.ndim == 2 else decay[:, None, None])
-        q, k = (np.repeat(x, HV // x.shape[0], axis=0) for x in (q, k))
-        if delta:
-            v = beta[:, None] * (v - np.einsum("hkv,hk->hv", S, k))
-        S = S + k[:, :, None] * v[:, None]
-        return S, K**-0.5 * np.einsum("hkv,hk->hv", S, q)
-
-    return token
+    HV, K, V = S.shape
+    decay = np.exp(x["g"])
+    S = S * (decay[:, :, None] if decay.ndim == 2 else decay[:, None, None])
+    q, k, p = (np.repeat(y, HV // y.shape[0], axis=0) for y in (x["q"], x["k"], x.get("p", x["k"])))
+    v = x["v"]
+    if "b" in x:
+        v = x["w"] * v - np.einsum("hkv,hk->hv", S, x["b"] * p)
+    elif "beta" in x:
+        v = x["beta"][:, None] * (v - np.einsum("hkv,hk->hv", S, p))
+    S = S + k[:, :, None] * v[:, None]
+    return S, K**-0.5 * np.einsum("hkv,hk->hv", S, q)
 
 
 def convolution(weight: np.ndarray, bias: np.ndarray) -> Callable:
     """Return what a token of a causal convolution does, as `Oracle` calls it.
 
-    It takes the last W - 1 inputs [W - 1, D] and the next one [D], for weight [D, W] and bias [D], and returns the last
-    inputs after it and its output.
+    It takes the last W - 1 inputs [W - 1, D] and the next one, x [D], for weight [D, W] and bias [D], and returns the
+    last inputs after it and its output.
     """
 
     def token(S, x):
@@ -55,7 +56,7 @@ class Oracle:
     def __init__(self, token: Callable, block_size: int, pool: np.ndarray):
         """Take what a token does, the tokens of a block, and the pool [slots, ...] to start from.
 
-        `token` takes a state and a token of every tensor, and returns the state after it and the output.
+        `token` takes a state, and a token of every tensor by name, and returns the state after it and the output.
         """
         self.token, self.block_size = token, block_size
         self.states = {slot: state.astype(np.float64) for slot, state in enumerate(pool)}
@@ -80,7 +81,7 @@ class Oracle:
                 if drafts.get(source):
                     S = drafts[source][schedule["num_accepted_tokens"][n] - 1]
             for t in range(begin, end):
-                S, o = self.token(S, *(x[0, t].astype(np.float64) for x in tokens))
+                S, o = self.token(S, **{name: x[0, t].astype(np.float64) for name, x in tokens.items()})
                 outputs.append(o)
                 states.append(S)
             decode = n < schedule["num_decodes"]
@@ -96,7 +97,7 @@ class Oracle:
         """Run a step on the dict; return the outputs of its tokens [t, ...] and the slots that it wrote.
 
         Args:
-          tokens: the tensors of the stream, each [1, T, ...], in the order in which `token` takes them.
+          tokens: the tensors of the stream by name, each [1, T, ...].
           schedule: its other arguments by name, with everything but `read_indices`.
         """
         before, written, outputs = dict(self.states), set(), []
@@ -110,7 +111,7 @@ class Oracle:
             if slot >= 0 and schedule["has_initial_state"][n]:
                 S = before[int(slot)]
             for t in range(end - begin):
-                S, o = self.token(S, *(x[0, begin + t].astype(np.float64) for x in tokens))
+                S, o = self.token(S, **{name: x[0, begin + t].astype(np.float64) for name, x in tokens.items()})
                 outputs.append(o)
                 block, rest = divmod(t + 1, self.block_size)
                 full = rest == 0 and block <= schedule["block_state_indices"].shape[1]
