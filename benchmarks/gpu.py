@@ -67,9 +67,9 @@ def measure(program: Program) -> dict:
     """Compile a program and return what it launches, its temporaries in MiB, and whether both are within the limits."""
     compiled, branches = _compile(program)
     launches = gpu.count_launches(compiled.as_text(), branches)
-    mib = compiled.memory_analysis().temp_size_in_bytes / 2**20
+    mib = round(compiled.memory_analysis().temp_size_in_bytes / 2**20)
     return {
-        "launches": launches, "most_launches": program.most_launches, "temporaries_mib": round(mib),
+        "launches": launches, "most_launches": program.most_launches, "temporaries_mib": mib,
         "most_mib": program.most_mib, "within": launches <= program.most_launches and mib <= program.most_mib,
     }  # fmt: skip
 

@@ -95,3 +95,10 @@ def test_blocks_that_no_sequence_can_fill():
     routes = pools.Routes(*(jnp.array([x]) for x in (0, T, -1, [-1])), jnp.array([[3, 4]]))
     assert serving.full_blocks(routes, 2**30)[1].tolist() == [[-1, -1]]
     assert serving.full_blocks(routes, BLOCK)[1].tolist() == [[3, 4]]
+
+
+def test_values_taken_and_put():
+    """Places that do not exist give zeros, and are dropped."""
+    values, index = jnp.array([5, 6, 7, 8], jnp.int32), jnp.array([2, -1, 0, 4], jnp.int32)
+    np.testing.assert_array_equal(chunking.take(values, index), [7, 0, 5, 0])
+    np.testing.assert_array_equal(chunking.put(values, index, jnp.array([1, 2, 3, 4], jnp.int32)), [3, 6, 1, 8])

@@ -77,6 +77,16 @@ def take(values: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(places, values[..., None, :], jnp.int32(0)), axis=-1, dtype=jnp.int32)
 
 
+def put(values: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
+    """Return int32 values [n] with those of `new` [m] at the places `index` [m], which differ where they exist.
+
+    As `take`, it compares all of them.
+    """
+    places = jnp.arange(values.shape[0], dtype=jnp.int32)[:, None] == index[None]  # [n, m]
+    placed = jnp.sum(jnp.where(places, new[None], jnp.int32(0)), axis=1, dtype=jnp.int32)
+    return jnp.where(jnp.any(places, axis=1), placed, values)
+
+
 def token_owners(T: int, cu_seqlens: jax.Array) -> jax.Array:
     """Return int32 [T], the sequence of every token of a stream; N for a token of none."""
     return _owner_of(jnp.arange(T, dtype=jnp.int32), cu_seqlens[1:])

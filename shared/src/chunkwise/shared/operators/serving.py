@@ -70,8 +70,8 @@ def find_step(
     exists = index < (N if slots.num_sequences is None else slots.num_sequences)
     decodes = exists & (index < (0 if slots.num_decodes is None else slots.num_decodes))
     # Boundaries after the last sequence may be anything: they become the last one.
-    ends = jnp.where(exists, cu_seqlens[1:], jnp.int32(0))
-    boundaries = chunking.rising(jnp.concatenate([cu_seqlens[:1], ends]), num_tokens)
+    some = jnp.arange(N + 1, dtype=jnp.int32) <= (N if slots.num_sequences is None else slots.num_sequences)
+    boundaries = chunking.rising(jnp.where(some, cu_seqlens, jnp.int32(0)), num_tokens)
     start, end = boundaries[:-1], boundaries[1:]
     tokens = jnp.max(jnp.where(decodes, end, jnp.int32(0)))
     source = slots.read_indices
@@ -271,7 +271,7 @@ def run_step(
     # A step that has no decode, or no prefill, spends nothing on them.
     nothing = lambda T: jnp.zeros((1, T, rows["v"].shape[2]), x.v.dtype)
     leading, pool = lax.cond(step.tokens > 0, run_decodes, lambda pool: (nothing(T), pool), pool)
-    only = lambda leading, pool: (nothing(x.v.shape[1]).at[:, :T].set(leading), pool)
+    only = lambda leading, pool: (jnp.pad(leading, [(0, 0), (0, x.v.shape[1] - T), (0, 0)]), pool)
     o, pool = lax.cond(step.boundaries[-1] > step.tokens, prefill_beside, only, leading, pool)
     return o.reshape(x.v.shape), pool
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import pools
+from chunkwise.shared.kernels import chunking, pools
 from chunkwise.shared.operators import checks
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)
@@ -177,6 +177,12 @@ def _put(x: jax.Array, slots: jax.Array, rows) -> jax.Array:
     return x.at[_past_the_end(slots, x.shape[0])].set(rows.astype(x.dtype), mode="drop")
 
 
+def _with_counts(pool: StatePool, target: jax.Array, count: jax.Array, drafts: jax.Array) -> StatePool:
+    """Return the pool with other numbers of tokens in the rings of some slots."""
+    put = chunking.put
+    return dataclasses.replace(pool, count=put(pool.count, target, count), drafts=put(pool.drafts, target, drafts))
+
+
 def quantize_columns(states: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return float32 states [..., K, V] as int8 numbers, in float32, and the scale of every row [..., K, 1].
 
@@ -190,16 +196,16 @@ def quantize_columns(states: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def kept_tokens(pool: StatePool, source: jax.Array, accepted: jax.Array | None) -> jax.Array:
     """Return how many tokens of the rings of some slots are kept, int32 [n], if so many of the last decode are."""
-    count = jnp.clip(_take(pool.count, source), 0, pool.replay)
+    count = jnp.clip(chunking.take(pool.count, source), 0, pool.replay)
     if accepted is None:
         return count
-    drafts = jnp.clip(_take(pool.drafts, source), 0, count)
+    drafts = jnp.clip(chunking.take(pool.drafts, source), 0, count)
     return count - drafts + jnp.clip(accepted, 0, drafts)
 
 
 def last_kept(pool: StatePool, source: jax.Array, accepted: jax.Array | None) -> jax.Array:
     """Return which token of the last decode of some slots is the last that is kept, int32 [n]; 0 after a prefill."""
-    drafts = _take(pool.drafts, source)
+    drafts = chunking.take(pool.drafts, source)
     return jnp.maximum(drafts if accepted is None else jnp.clip(accepted, 0, drafts), 1) - 1
 
 
@@ -236,7 +242,7 @@ def store(pool: StatePool, target: jax.Array, states: jax.Array) -> StatePool:
     if pool.count is None:
         return pool
     none = jnp.zeros(target.shape, jnp.int32)
-    return dataclasses.replace(pool, count=_put(pool.count, target, none), drafts=_put(pool.drafts, target, none))
+    return _with_counts(pool, target, none, none)
 
 
 def _check_given_slots(pool: StatePool, slots: jax.Array) -> None:
@@ -283,11 +289,7 @@ def folds(pool: StatePool, source: jax.Array, target: jax.Array, kept: jax.Array
 def counted(pool: StatePool, routes: pools.Routes, kept: jax.Array, folded: jax.Array) -> StatePool:
     """Return the pool with the numbers of tokens that its rings hold after decodes."""
     tokens, target = routes.end - routes.start, routes.target[:, 0]
-    return dataclasses.replace(
-        pool,
-        count=_put(pool.count, target, jnp.where(folded, 0, kept) + tokens),
-        drafts=_put(pool.drafts, target, tokens),
-    )
+    return _with_counts(pool, target, jnp.where(folded, 0, kept) + tokens, tokens)
 
 
 def append(pool: StatePool, routes: pools.Routes, kept: jax.Array, folded: jax.Array, keys, writes, gates) -> StatePool:
