@@ -258,12 +258,14 @@ def cost_kda() -> str:
 
 @block
 def cost_two_keys() -> str:
-    """The cost of GDN-2 beside Kimi delta attention, both from one environment."""
-    lines = []
+    """The cost of GDN-2 beside Kimi delta attention, and of deltanet-tpu's kernels for both, of one run."""
+    rows, lines = rows_of("tpu-two-keys"), []
     for name, case in (("GDN-2", "gdn2"), ("Kimi delta attention", "kimi-linear-48b")):
-        for row in select(rows_of("tpu-two-keys"), case=case):
-            lines.append([name, whole(row["T"]), row["pass"], whole(row["kernel_cycles"]), whole(row["bundles"])])
-    return table(["operator", "T", "pass", "kernel cycles", "bundles"], lines)
+        for way in ("forward", "forward+backward"):
+            ours, theirs = (only(rows, case=case, implementation=x, **{"pass": way}) for x in ("fused", "deltanet-tpu"))
+            figures = ours["kernel_cycles"], ours["bundles"], theirs["bundles"]
+            lines.append([name, whole(ours["T"]), way, *map(whole, figures)])
+    return table(["operator", "T", "pass", "kernel cycles", "bundles", "deltanet-tpu, bundles"], lines)
 
 
 @block

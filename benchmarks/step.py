@@ -30,7 +30,7 @@ from chunkwise.shared.kernels import launcher
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.kernels.layout import BEGIN, END, FIRST, LAST, MIXED, OPENS, SEQUENCE, TARGET, pool_steps
 from chunkwise.shared.kernels.pools import Routes, resident_slots
-from chunkwise.shared.operators import serving
+from chunkwise.shared.operators import replay, serving
 from chunkwise.shared.operators.arguments import Slots
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import launches
@@ -119,19 +119,21 @@ def decode_runs(routes: Routes) -> tuple[int, list[int]]:
 def replay_runs(mixture: Mixture, regions: list[Region]) -> tuple[int, list[float]]:
     """Return the steps of the decode kernel over a ring and how many run each of its regions, in the order of its text.
 
-    The first step reads its own slot, and every step but the last that of the next one. Then come the tokens of a
-    sequence, the largest region, and in it the zeros of one that starts from none, a fold, and what always runs; and
-    then what is written. A copy within one of them counts as often as it.
+    The first step reads its own slot, and every step but the last that of the next one. Then comes the largest region,
+    which the steps of sequences run and those after them do not. In it are the tokens of a sequence, the next largest,
+    which has the zeros of one that starts from none and a fold; and then what is written. A copy within one of them
+    counts as often as it.
     """
-    N, sequence = mixture.N, max(regions, key=lambda x: x.stop - x.start)
+    N = mixture.N
+    step, sequence = sorted(regions, key=lambda x: x.start - x.stop)[:2]
     inside = iter([0, N / mixture.folds_every])
 
     def runs(x: Region) -> float:
-        if x.start < sequence.start:
+        if x.start < step.start:
             return 1 if x.start < regions[0].stop else N - 1
         return next(inside, N) if sequence.start < x.start < sequence.stop else N
 
-    return N, [runs(x) for x in regions]
+    return N + replay.LATER, [runs(x) for x in regions]
 
 
 def prefill_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:

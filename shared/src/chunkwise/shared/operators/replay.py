@@ -1,10 +1,11 @@
 """Decode over a pool with a ring, in one launch: a state is read once, and written only where its ring is folded.
 
 `state_pool` has the equations. A grid step takes a sequence: while it computes, the copies of the next one come in, and
-those of the ones before go out, to and from three buffers in turn. The state of a head meets the keys and queries of
-all tokens of its sequence, and of eight heads, as the rows of one product, whose rows of other heads are dropped. The
-tokens of the ring are sums on the vector unit. HV = H R: value head n belongs to key head n // R, and lies in row
-[n % R, n // R] of the arrays [R, H, ...].
+those of the ones before go out, to and from four buffers in turn. All that is read of what was there before the step
+goes through the matrix unit, which has time to spare, so that heads meet others' too, and that is dropped: the state of
+a head meets the keys and queries of eight heads, as the rows of one product, and the ring those of all. What the few
+tokens of the step read of one another are sums on the vector unit. HV = H R: value head n belongs to key head n // R,
+and lies in row [n % R, n // R] of the arrays [R, H, ...].
 """
 
 import dataclasses
@@ -25,12 +26,13 @@ from chunkwise.shared.operators.arguments import Arguments
 from chunkwise.shared.operators.decode import DecodeStatic
 from chunkwise.shared.operators.state_pool import StatePool
 
-# Buffers of a slot: one is read into, one is worked on, one is written from.
-_BUFFERS = 3
+# Buffers of a slot: one is read into, one is worked on, and others are written from. For a power of two the buffer of a
+# sequence takes no division, which is slow.
+_BUFFERS = 4
+# So many steps after that of a sequence its copies have gone out.
+LATER = _BUFFERS - 1
 # Tokens of the ring are copied in so many parts, of which those are left out that hold no token.
 _PARTS = 4
-# Tokens of the ring that are worked on at once.
-_TOKENS = 8
 # Key heads of a fold that are worked on at once.
 _FOLDED = 4
 # Heads whose keys and queries are rows of one product: those of a register.
@@ -68,19 +70,21 @@ class ReplayRefs(NamedTuple):
 
     Attributes:
       start, count: int32 [N], the first token of a sequence and how many it has.
-      source, target: int32 [N], the slots that it starts from and ends in, negative for none.
+      source, target: int32 [N], the slots that it starts from and ends in, negative for none, as without tokens.
       kept: int32 [N], tokens of the ring of the source that count.
       folded: int32 [N], 1 if the ring is folded, and the state written, before its tokens.
       q, k: [T, H, K]; v, o: [T, HV, V].
       g: float32 [T, HV] in the order [R, H], or [T, R, H, K].
       beta: float32 [T, HV] likewise, or None.
       states_out, scales_out, keys_out, writes_out, gates_out: the pool.
-      state, scale_rows, key, write, gate: buffers of a slot, [3, ...].
+      state, scale_rows, key, write, gate: buffers of a slot, [4, ...].
       folded_keys: float32 [L R H, K], the keys of the ring times what decays after them.
       folded_writes: float32 [L R H, V].
       decay: float32 [R, H, K], what decays of the state.
       rows: float32 [HV, V], the values, and then the outputs, of a token.
-      reads, stores: semaphores of the copies from and to a slot, [3].
+      own: float32 [W H or 2 W H, L H], 1 where a query or key of a head meets that head's tokens of a ring, else 0.
+      repeat: float32 [L, L H], 1 where a column is of that token, else 0.
+      reads, stores: semaphores of the copies from and to a slot, [4].
     """
 
     start: Any
@@ -110,6 +114,8 @@ class ReplayRefs(NamedTuple):
     folded_writes: Any
     decay: Any
     rows: Any
+    own: Any
+    repeat: Any
     reads: Any
     stores: Any
     beta: Any = None
@@ -118,12 +124,17 @@ class ReplayRefs(NamedTuple):
     scale_rows: Any = None
 
 
+def _buffer(n) -> jax.Array:
+    """Return the buffer of sequence n."""
+    return jnp.bitwise_and(n, jnp.int32(_BUFFERS - 1))
+
+
 def _reads(refs: ReplayRefs, s: ReplayStatic, n, act) -> None:
     """Start, or wait for, the copies of what sequence n reads; `act` takes a copy."""
-    slot, b = refs.source[n], lax.rem(n, jnp.int32(_BUFFERS))
+    slot, b = refs.source[n], _buffer(n)
     copy = lambda pool, buffer: act(pltpu.make_async_copy(pool, buffer, refs.reads.at[b]))
 
-    @pl.when((refs.count[n] > 0) & (slot >= 0))
+    @pl.when(slot >= 0)
     def _():
         copy(refs.states_out.at[slot], refs.state.at[b])
         if refs.scales_out is not None:
@@ -144,10 +155,10 @@ def _reads(refs: ReplayRefs, s: ReplayStatic, n, act) -> None:
 
 def _stores(refs: ReplayRefs, s: ReplayStatic, n, act) -> None:
     """Start, or wait for, the copies of what sequence n writes: its tokens, and its state if the ring was folded."""
-    slot, b = refs.target[n], lax.rem(n, jnp.int32(_BUFFERS))
+    slot, b = refs.target[n], _buffer(n)
     copy = lambda buffer, pool: act(pltpu.make_async_copy(buffer, pool, refs.stores.at[b]))
 
-    @pl.when((refs.count[n] > 0) & (slot >= 0))
+    @pl.when(slot >= 0)
     def _():
         rows = pl.ds(jnp.where(refs.folded[n] == 1, jnp.int32(0), refs.kept[n]), s.W)
         copy(refs.key.at[b, rows], refs.keys_out.at[slot, rows])
@@ -179,24 +190,23 @@ def _replay_kernel(refs: ReplayRefs, s: ReplayStatic):
     def _():
         # Tokens of no sequence are zero.
         refs.o[...] = jnp.zeros_like(refs.o)
+        _fill_masks(refs, s)
         _reads(refs, s, n, _start)
 
-    # The next sequence is read into the buffer of the one before the last, which must have been written.
-    pl.when(n >= 2)(lambda: _stores(refs, s, n - 2, _wait))
+    # The next sequence is read into a buffer that another one has been written from. The last steps only wait.
+    pl.when(n >= LATER)(lambda: _stores(refs, s, n - LATER, _wait))
     pl.when(n + 1 < s.N)(lambda: _reads(refs, s, n + 1, _start))
-    _reads(refs, s, n, _wait)
-    pl.when(refs.count[n] > 0)(lambda: _sequence(refs, s, n))
-    _stores(refs, s, n, _start)
 
-    @pl.when(n == s.N - 1)
+    @pl.when(n < s.N)
     def _():
-        pl.when(n >= 1)(lambda: _stores(refs, s, n - 1, _wait))
-        _stores(refs, s, n, _wait)
+        _reads(refs, s, n, _wait)
+        pl.when(refs.count[n] > 0)(lambda: _sequence(refs, s, n))
+        _stores(refs, s, n, _start)
 
 
 def _sequence(refs: ReplayRefs, s: ReplayStatic, n) -> None:
     """Run the tokens of a sequence."""
-    b, folded = lax.rem(n, jnp.int32(_BUFFERS)), refs.folded[n] == 1
+    b, folded = _buffer(n), refs.folded[n] == 1
 
     @pl.when(refs.source[n] < 0)
     def _():
@@ -212,22 +222,56 @@ def _sequence(refs: ReplayRefs, s: ReplayStatic, n) -> None:
     if s.normalise:
         q, k = ([tiles.l2norm(x) for x in y] for y in (q, k))
     g = [refs.g[at] if s.per_channel else refs.g[pl.ds(at, 1), :] for at in place]
-    kS, qS = _meet_state(refs, s, b, q, k, _sums(_gates(refs, s, b, first), g) if s.per_channel else None)
+
+    # The gates of the step up to a token, and after another one up to it.
+    upto = list(itertools.accumulate(g, jnp.add))
+    between = {(u, t): functools.reduce(jnp.add, g[u + 1 : t + 1]) for t in range(s.W) for u in range(t)}
+    after, start = _decays(refs, s, b, first)
+    # Keys, of a delta rule, and queries of all tokens meet the state and the ring at once.
+    met = [x[t] for x in ((k, q) if s.delta else (q,)) for t in range(s.W)]
+    rows: dict[Any, jax.Array] = {("beta", t): refs.beta[pl.ds(at, 1), :] for t, at in enumerate(place) if s.delta}
+    if s.per_channel:
+        of_ring = [[x * jnp.exp(upto[j % s.W][r]) for j, x in enumerate(met)] for r in range(s.R)]
+        of_state = [[x * start[r] for x in y] for r, y in enumerate(of_ring)]
+    else:
+        rows |= {"after": after, "start": start}
+        rows |= {("upto", t): jnp.exp(x) for t, x in enumerate(upto)}
+        rows |= {("between", *pair): jnp.exp(x) for pair, x in between.items()}
+        of_ring = of_state = [met] * s.R
+    columns = _turn(rows)
+    column = lambda name, r: columns[name][r * s.H : (r + 1) * s.H]
+    # The matrix unit takes products in this order: those with the states fill the time until the gates are turned.
+    state = _meet_state(refs, s, b, of_state)
+    ring = _meet_ring(refs, s, b, first, of_ring, after if s.per_channel else columns["after"])
+
+    def read(r, j):
+        if s.per_channel:
+            return state[r][j] + ring[r][j]
+        return column(("upto", j % s.W), r) * (column("start", r) * state[r][j] + ring[r][j])
+
+    def read_step(x, r, t):
+        """Return what a key or query x of token t reads of the tokens of the step before it."""
+        found = jnp.zeros((s.H, s.V), jnp.float32)
+        for u in range(t):
+            met = x * k[u] * jnp.exp(between[u, t][r]) if s.per_channel else x * k[u]
+            score = jnp.sum(met, axis=-1, keepdims=True)  # [H, 1]
+            found = found + (score if s.per_channel else column(("between", u, t), r) * score) * written[r][u]
+        return found
+
+    written: list[list[jax.Array]] = [[] for _ in range(s.R)]
     for t, at in enumerate(place):
         inside = first + jnp.int32(t)
-        after, total = _decays(_gates(refs, s, b, inside), g[t])
-        step_sizes = refs.beta[pl.ds(at, 1), :] if s.delta else None
-        start, decay, beta = _by_head(s, after, total, step_sizes)
-        ring_k, ring_q = _meet_ring(refs, s, b, inside, q[t], k[t], decay)
-        own = jnp.sum(q[t] * k[t], axis=-1, keepdims=True)  # [H, 1]
+        own = jnp.sum(q[t] * k[t], axis=-1, keepdims=True)
         refs.rows[...] = refs.v[at].astype(jnp.float32)
         for r in range(s.R):
             heads = pl.ds(r, s.H, stride=s.R)
             d = refs.rows[heads, :]  # [H, V]
             if s.delta:
-                d = beta[r] * (d - start[r] * kS[t][r] - ring_k[r])
-            refs.rows[heads, :] = s.scale * (start[r] * qS[t][r] + ring_q[r] + own * d)
+                d = column(("beta", t), r) * (d - read(r, t) - read_step(k[t], r, t))
+            o = read(r, len(met) - s.W + t) + read_step(q[t], r, t) + own * d
+            refs.rows[heads, :] = s.scale * o
             refs.write[b, inside, r] = d.astype(refs.write.dtype)
+            written[r].append(d)
 
         # The first token exists.
         store = functools.partial(_store_output, refs, at)
@@ -243,122 +287,127 @@ def _store_output(refs: ReplayRefs, at) -> None:
     refs.o[at] = refs.rows[...].astype(refs.o.dtype)
 
 
-def _meet_ring(refs: ReplayRefs, s: ReplayStatic, b, inside, q, k, decay) -> tuple[list[Any], list[Any]]:
-    """Return what the tokens of a ring add for a key and for a query [H, K]: for every r, [H, V] each.
-
-    Some tokens at a time, so that little is in registers at once.
-    """
-    ring_k, ring_q = ([jnp.zeros((s.H, s.V), jnp.float32)] * s.R for _ in range(2))
-    some = launcher.largest_divisor(s.L, _TOKENS)
-    for i in range(0, s.L, some):
-        within = lax.broadcasted_iota(jnp.int32, (some, 1, 1), 0) < inside - jnp.int32(i)
-        key = jnp.where(within, refs.key[b, i : i + some].astype(jnp.float32), 0.0)  # [some, H, K]
-        by_head = () if s.per_channel else (k, q)
-        scores = [jnp.sum(key * x[None], axis=-1, keepdims=True) for x in by_head]  # [some, H, 1]
-        for r in range(s.R):
-            left = jnp.stack(decay[r][i : i + some])
-            if s.per_channel:
-                met = key * left
-                by_k, by_q = (jnp.sum(met * x[None], axis=-1, keepdims=True) for x in (k, q))
-            else:
-                by_k, by_q = (x * left for x in scores)
-            write = jnp.where(within, refs.write[b, i : i + some, r].astype(jnp.float32), 0.0)  # [some, H, V]
-            if s.delta:
-                ring_k[r] = ring_k[r] + jnp.sum(by_k * write, axis=0)
-            ring_q[r] = ring_q[r] + jnp.sum(by_q * write, axis=0)
-    return ring_k, ring_q
+def _fill_masks(refs: ReplayRefs, s: ReplayStatic) -> None:
+    """Write what says which columns [L H] are of a head, and of a token."""
+    row, column = (lax.broadcasted_iota(jnp.int32, refs.own.shape, i) for i in range(2))
+    refs.own[...] = (lax.rem(row, jnp.int32(s.H)) == lax.rem(column, jnp.int32(s.H))).astype(jnp.float32)
+    row, column = (lax.broadcasted_iota(jnp.int32, refs.repeat.shape, i) for i in range(2))
+    refs.repeat[...] = (lax.div(column, jnp.int32(s.H)) == row).astype(jnp.float32)
 
 
-def _gates(refs: ReplayRefs, s: ReplayStatic, b, inside) -> list[jax.Array]:
-    """Return the gates of the tokens of a ring, [1, HV] or [R, H, K] each, zeros past those inside."""
-    row = lambda i: refs.gate[b, i] if s.per_channel else refs.gate[b, i : i + 1, :]
-    return [jnp.where(jnp.int32(i) < inside, row(i), 0.0) for i in range(s.L)]
+def _meet_ring(
+    refs: ReplayRefs, s: ReplayStatic, b, inside, met: list[list[jax.Array]], after
+) -> list[list[jax.Array]]:
+    """Return what the tokens of a ring add for keys and queries, for every r [H, V] of each.
 
-
-def _sums(gates: list[jax.Array], g: list[jax.Array]) -> list[jax.Array]:
-    """Return the sum of the gates of a ring and of the tokens up to every one of g."""
-    total, sums = functools.reduce(jnp.add, gates), []
-    for each in g:
-        total = total + each
-        sums.append(total)
-    return sums
-
-
-def _decays(gates: list[jax.Array], g: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Return how much of every token of a ring is left at a token of gate g, and how much of the state."""
-    after: list[Any] = [None] * len(gates)
-    total = g
-    for i in reversed(range(len(gates))):
-        after[i] = jnp.exp(total)
-        total = total + gates[i]
-    return after, jnp.exp(total)
-
-
-def _by_head(
-    s: ReplayStatic, after: list[jax.Array], total: jax.Array, beta: jax.Array | None
-) -> tuple[list[Any], list[Any], Any]:
-    """Return, for every r, what is left of the state, and of the ring, and the step sizes, to multiply [H, ...] rows.
-
-    Gates per channel have met the state already. The others and the step sizes lie in lanes: one transposition brings
-    them into columns.
-    """
-    rows = [] if s.per_channel else [*after, total]
-    rows = rows if beta is None else [*rows, beta]
-    columns: list[Any] = []
-    if rows:
-        filled = [*rows, *[jnp.zeros_like(rows[0])] * (-len(rows) % _ROWS)]
-        turned = jnp.concatenate(filled, axis=0).T  # [HV, rows]
-        columns = [[turned[r * s.H : (r + 1) * s.H, i : i + 1] for i in range(len(rows))] for r in range(s.R)]
-    if s.per_channel:
-        start, decay = [1.0] * s.R, [[x[r] for x in after] for r in range(s.R)]
-    else:
-        start, decay = [x[s.L] for x in columns], [x[: s.L] for x in columns]
-    return start, decay, None if beta is None else [x[-1] for x in columns]
-
-
-def _meet_state(refs: ReplayRefs, s: ReplayStatic, b, q, k, sums) -> tuple[list[Any], list[Any]]:
-    """Return the keys and queries of all tokens times the states: for every token and r, [H, V] each.
+    All heads meet all keys of the ring in one product, and what they find of other heads becomes zero. Its columns
+    [L H] are then the rows of a product with what was written.
 
     Args:
       refs, s: of the kernel.
       b: the buffer of the slot.
-      q, k: [H, K] of every token.
-      sums: gates per channel up to every token, [R, H, K], which the queries and keys take instead of the states.
+      inside: how many tokens the ring holds.
+      met: keys and queries [H, K], for every r, which are the same without gates per channel.
+      after: what is left of every token at the end of the ring, [R, H, K] each or in columns [HV, L].
+    """
+    parts = _parts(refs.key)
+    keys = [_kept(refs.key[b, i], i, inside) for i in range(s.L)]
+    left = [matmul.bf16_parts(_below(x), parts) for x in (met if s.per_channel else met[:1])]
+    if s.per_channel:
+        # What is left of a key is not exact.
+        some = [
+            _below([key.astype(jnp.float32) * x[r] for key, x in zip(keys, after, strict=True)]) for r in range(s.R)
+        ]
+        weights = [_product(x, matmul.bf16_parts(y, parts), matmul.dot_nt) for x, y in zip(left, some, strict=True)]
+    else:
+        scores = _product(left[0], _exact_parts(_below(keys), refs.key.dtype), matmul.dot_nt)
+        repeat = (refs.repeat[...].astype(jnp.bfloat16)[None],)
+        decays = _product(matmul.bf16_parts(after[None], parts), repeat)  # [HV, L H]
+        by_head = [decays[r * s.H : (r + 1) * s.H] for r in range(s.R)]
+        weights = [scores * jnp.concatenate([x] * len(met[0]), axis=0) for x in by_head]
+    own, found = refs.own[...] > 0, []
+    for r, x in enumerate(weights):
+        writes = _below([_kept(refs.write[b, i, r], i, inside) for i in range(s.L)])
+        left = matmul.bf16_parts(jnp.where(own, x, 0.0)[None], _parts(refs.write))
+        y = _product(left, _exact_parts(writes, refs.write.dtype))
+        found.append([y[i : i + s.H] for i in range(0, y.shape[0], s.H)])
+    return found
+
+
+def _kept(x: jax.Array, i: int, inside) -> jax.Array:
+    """Return what a ring holds for token i, zeros if it is not one of those inside: it may hold anything then."""
+    return lax.select(jnp.int32(i) < inside, x, jnp.zeros_like(x))
+
+
+def _below(rows: list[jax.Array]) -> jax.Array:
+    """Return matrices below one another, [1, rows, columns]."""
+    return jnp.concatenate(rows, axis=0)[None]
+
+
+def _decays(refs: ReplayRefs, s: ReplayStatic, b, inside) -> tuple[Any, jax.Array]:
+    """Return how much of every token of a ring is left at its end, and how much of the state.
+
+    They are [L, HV] and [1, HV], or per channel [R, H, K] of every token, and [R, H, K].
+    """
+    if s.per_channel:
+        after, total = [], jnp.zeros((s.R, s.H, s.K), jnp.float32)
+        for i in reversed(range(s.L)):
+            after.insert(0, jnp.exp(total))
+            total = total + _kept(refs.gate[b, i], i, inside)
+        return after, jnp.exp(total)
+    later = lambda x, n: jnp.concatenate([x[n:], jnp.zeros_like(x[:n])], axis=0)
+    since = jnp.where(lax.broadcasted_iota(jnp.int32, (s.L, 1), 0) < inside, refs.gate[b], 0.0)
+    n = 1
+    while n < s.L:
+        since, n = since + later(since, n), 2 * n
+    return jnp.exp(later(since, 1)), jnp.exp(since[:1])
+
+
+def _turn(rows: dict[Any, jax.Array]) -> dict[Any, jax.Array]:
+    """Return rows [n, HV] as columns [HV, n], all of them by one transposition."""
+    if not rows:
+        return {}
+    past = -sum(x.shape[0] for x in rows.values()) % _ROWS
+    (_, HV), first, columns = next(iter(rows.values())).shape, 0, {}
+    turned = jnp.concatenate([*rows.values(), jnp.zeros((past, HV), jnp.float32)], axis=0).T
+    for name, x in rows.items():
+        columns[name] = turned[:, first : first + x.shape[0]]
+        first += x.shape[0]
+    return columns
+
+
+def _meet_state(refs: ReplayRefs, s: ReplayStatic, b, met: list[list[jax.Array]]) -> list[list[jax.Array]]:
+    """Return what keys and queries read of the states in a buffer, for every r [H, V] of each.
+
+    Args:
+      refs, s: of the kernel.
+      b: the buffer of the slot.
+      met: keys and queries [H, K], for every r. With gates per channel they have decayed instead of the states.
     """
     rows = _ROWS if s.H % _ROWS == 0 else s.H
     # Two states beside one another fill a matrix unit of 256 columns.
     wide = 2 if rows % 2 == 0 and s.V % 128 == 0 else 1
-    met = (k, q) if s.delta else (q,)
     heads = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
     found: list[Any] = []
     for group in range(0, s.H, rows):
         operands = []
         for r in range(s.R):
-            factor = [None] * s.W if sums is None else [jnp.exp(x[r]) for x in sums]
+            some = [x[group : group + rows] for x in met[r]]
             if refs.scale_rows is not None:
                 scales = refs.scale_rows[b, pl.ds(group * s.R + r, rows, stride=s.R), :]
-                own = [None if x is None else x[group : group + rows] for x in factor]
-                factor = [scales if x is None else scales * x for x in own]
-            else:
-                factor = [None if x is None else x[group : group + rows] for x in factor]
-            parts = [x[t][group : group + rows] for x in met for t in range(s.W)]
-            parts = [x if f is None else x * f for x, f in zip(parts, factor * len(met), strict=True)]
-            left = jnp.concatenate(parts, axis=0)  # [len(met) W rows, K]
-            operands.append(matmul.bf16_parts(left[None], _parts(refs.state)))
-        total = [[jnp.zeros((rows, s.V), jnp.float32) for _ in range(len(met) * s.W)] for _ in range(s.R)]
+                some = [x * scales for x in some]
+            operands.append(matmul.bf16_parts(_below(some), _parts(refs.state)))
+        total = [[jnp.zeros((rows, s.V), jnp.float32) for _ in met[0]] for _ in range(s.R)]
         for head in range(0, rows, wide):
             for r in range(s.R):
                 beside = [refs.state[b, (group + head + i) * s.R + r] for i in range(wide)]
                 states = _exact_parts(jnp.concatenate(beside, axis=1)[None], refs.state.dtype)
-                products = [_below(operands[r], j, part) for j, part in enumerate(states)]
-                y = functools.reduce(jnp.add, products[::-1])
+                y = _product(operands[r], states)
                 for i, j in itertools.product(range(wide), range(len(total[r]))):
                     part = y[j * rows : (j + 1) * rows, i * s.V : (i + 1) * s.V]
                     total[r][j] = jnp.where(heads == head + i, part, total[r][j])
         found.append(total)
-    whole = lambda i, t: [jnp.concatenate([x[r][i * s.W + t] for x in found], axis=0) for r in range(s.R)]
-    kS: list[Any] = [whole(0, t) for t in range(s.W)] if s.delta else [None] * s.W
-    return kS, [whole(len(met) - 1, t) for t in range(s.W)]
+    return [[jnp.concatenate([x[r][j] for x in found], axis=0) for j in range(len(met[0]))] for r in range(s.R)]
 
 
 def _parts(x) -> int:
@@ -371,28 +420,38 @@ def _exact_parts(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
     return matmul.bf16_parts(x) if dtype == jnp.float32 else (x.astype(jnp.bfloat16),)
 
 
-def _below(left: tuple[jax.Array, ...], j: int, part: jax.Array) -> jax.Array:
-    """Return left times the j-th part [1, K, V] of states, without products past the bits of the first ones."""
-    m, some = left[0].shape[1], left[: len(left) - j]
-    y = matmul.dot(packed.concat_rows(some), part, jnp.bfloat16)[0]
-    return functools.reduce(jnp.add, [y[i * m : (i + 1) * m] for i in range(len(some))][::-1])
+def _product(left: tuple[jax.Array, ...], right: tuple[jax.Array, ...], dot=matmul.dot) -> jax.Array:
+    """Return the product of matrices [1, m, k] and [1, k, n] in parts, [m, n], without what is past the first bits.
+
+    The parts of the left factor that meet one of the right lie below one another. `dot` may be that of a transposed
+    factor.
+    """
+    products, m = [], left[0].shape[1]
+    for j, part in enumerate(right):
+        some = left[: len(left) - j]
+        y = dot(packed.concat_rows(some), part, jnp.bfloat16)[0]
+        products += [y[i * m : (i + 1) * m] for i in range(len(some))]
+    return functools.reduce(jnp.add, products[::-1])
 
 
 def _fold(refs: ReplayRefs, s: ReplayStatic, b, kept) -> None:
     """Make the state in a buffer that after the kept tokens of its ring, in the type of the pool."""
     mask = lax.broadcasted_iota(jnp.int32, (s.L, 1, 1), 0) < kept
-    gates = _gates(refs, s, b, kept)
-    start, decay, _ = _by_head(s, *_decays(gates, jnp.zeros_like(gates[0])), None)
+    after, start = _decays(refs, s, b, kept)
+    columns = {} if s.per_channel else _turn({"after": after, "start": start})
     keys = jnp.where(mask, refs.key[b].astype(jnp.float32), 0.0)
-    if s.per_channel:
-        start = jnp.exp(functools.reduce(jnp.add, gates))
     for r in range(s.R):
-        left = keys * jnp.stack(decay[r])
+        mine = slice(r * s.H, (r + 1) * s.H)
+        if s.per_channel:
+            rate, left = start[r], keys * jnp.stack([x[r] for x in after])
+        else:
+            rate = columns["start"][mine]
+            left = keys * jnp.stack([columns["after"][mine, i : i + 1] for i in range(s.L)])
         writes = jnp.where(mask, refs.write[b, :, r].astype(jnp.float32), 0.0)
         for i in range(s.L):
             rows = pl.ds((i * s.R + r) * s.H, s.H)
             refs.folded_keys[rows, :], refs.folded_writes[rows, :] = left[i], writes[i]
-        refs.decay[r] = jnp.broadcast_to(start[r], (s.H, s.K))
+        refs.decay[r] = jnp.broadcast_to(rate, (s.H, s.K))
 
     some = launcher.largest_divisor(s.H, _FOLDED)
 
@@ -425,7 +484,9 @@ def _fold_head(refs: ReplayRefs, s: ReplayStatic, b, h, r) -> tuple[Any, jax.Arr
     S = decay * refs.state[b, n].astype(jnp.float32) + matmul.dot_tn(keys, writes, jnp.bfloat16)[0]
     if refs.scale_rows is None:
         return n, S.astype(refs.state.dtype), None
-    S, scales = state_pool.quantize_columns(S)
+    scales = state_pool.row_scales(S)
+    # The last bits of a float32 number of this size are those of a whole number, rounded to nearest.
+    S = lax.bitcast_convert_type(S * (1 / scales) + jnp.float32(3 * 2**22), jnp.int32)
     return n, S.astype(refs.state.dtype), tiles.to_row(scales[None])[0]
 
 
@@ -469,12 +530,13 @@ def launch(
         scratch["scale_rows"] = buffer(pool.scales)
     scratch |= dict(key=buffer(pool.keys), write=buffer(pool.writes), gate=buffer(pool.gates))
     scratch |= dict(folded_keys=(L * HV, K), folded_writes=(L * HV, V), decay=(R, H, K), rows=(HV, V))
+    scratch |= dict(own=((1 + s.delta) * s.W * H, L * H), repeat=(L, L * H))
     scratch |= {name: pltpu.SemaphoreType.DMA((_BUFFERS,)) for name in ("reads", "stores")}
     out = launcher.launch(
         functools.partial(_replay_kernel, s=s),
         ReplayRefs,
         name=static.name.replace("_fwd", "_replay_fwd"),
-        grid=(s.N,),
+        grid=(s.N + LATER,),
         dimension_semantics=("arbitrary",),
         tables=tables,
         inputs={name: (y, None if y is None else whole(y)) for name, y in tensors.items()}

@@ -24,6 +24,8 @@ from chunkwise.shared.operators import checks
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)
 # The largest int8, to which the largest entry of a row is scaled.
 _MOST = 127.0
+# The least scale of a row. It and its inverse are normal numbers.
+_LEAST_SCALE = 2.0**-120
 
 
 @jax.tree_util.register_dataclass
@@ -183,15 +185,10 @@ def _with_counts(pool: StatePool, target: jax.Array, count: jax.Array, drafts: j
     return dataclasses.replace(pool, count=put(pool.count, target, count), drafts=put(pool.drafts, target, drafts))
 
 
-def quantize_columns(states: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return float32 states [..., K, V] as int8 numbers, in float32, and the scale of every row [..., K, 1].
-
-    A row of zeros has the scale 0.
-    """
-    scales = jnp.max(jnp.abs(states), axis=-1, keepdims=True) * jnp.float32(1 / _MOST)
-    inverse = jnp.where(scales > 0, 1 / jnp.where(scales > 0, scales, 1.0), 0.0)
-    # A scale among the subnormal numbers may make a little more of the largest entry.
-    return jnp.clip(jnp.round(states * inverse), -_MOST, _MOST), scales
+def row_scales(states: jax.Array) -> jax.Array:
+    """Return what every row of states [..., K, V] in 8 bits is multiplied by, [..., K, 1]."""
+    most = jnp.max(jnp.abs(states), axis=-1, keepdims=True)
+    return jnp.maximum(most * jnp.float32(1 / _MOST), jnp.float32(_LEAST_SCALE))
 
 
 def kept_tokens(pool: StatePool, source: jax.Array, accepted: jax.Array | None) -> jax.Array:
@@ -236,7 +233,8 @@ def load(pool: StatePool, source: jax.Array, kept: jax.Array | None) -> jax.Arra
 def store(pool: StatePool, target: jax.Array, states: jax.Array) -> StatePool:
     """Return the pool with float32 states [n, HV, K, V] in some slots, whose rings are empty then."""
     if pool.scales is not None:
-        states, scales = quantize_columns(states)
+        scales = row_scales(states)
+        states = jnp.round(states * (1 / scales))
         pool = dataclasses.replace(pool, scales=_put(pool.scales, target, scales[..., 0]))
     pool = dataclasses.replace(pool, states=_put(pool.states, target, states))
     if pool.count is None:
