@@ -9,11 +9,13 @@ from chunkwise.shared.operators.arguments import Arguments
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 
-# Gates per channel, a delta rule, the type of the pool, tokens of a decode, and key heads.
+# Gates per channel, a delta rule, erase keys, the type of the pool, tokens of a decode, and key heads.
 CASES = {
-    "gated_delta_rule": (False, True, "bfloat16", 1, 1),
-    "kda": (True, True, "int8", 2, 1),
-    "simple_gla": (False, False, "float32", 2, 2),
+    "gated_delta_rule": (False, True, False, "bfloat16", 1, 1),
+    "kda": (True, True, False, "int8", 2, 1),
+    "simple_gla": (False, False, False, "float32", 3, 2),
+    "gdn2": (True, True, True, "float32", 2, 1),
+    "comba": (False, True, True, "int8", 1, 2),
 }
 # Plain JAX goes on from the state that it folds, the kernel from its rounding, and from the rounded tokens of a step.
 LIMITS = {"float32": 2e-6, "bfloat16": 5e-3, "int8": 1.5e-2}
@@ -21,7 +23,7 @@ LIMITS = {"float32": 2e-6, "bfloat16": 5e-3, "int8": 1.5e-2}
 
 def assert_steps(case):
     """Fail unless both agree: rings that become full, a sequence without tokens, drafts taken back, a shared prefix."""
-    per_channel, delta, dtype, W, H = CASES[case]
+    per_channel, delta, erases, dtype, W, H = CASES[case]
     N, HV, K, V, L = 3, 2 * H, 8, 16, 4
     T = N * W
     one = lambda: state_pool.make_pool(5, HV, K, V, dtype, replay=L, H=H, per_channel=per_channel)
@@ -33,6 +35,7 @@ def assert_steps(case):
     for i in range(8):
         tokens = {name: x[name][:, i * T : (i + 1) * T] for name in ("q", "k", "v", "g", "beta")}
         tokens |= {} if delta else {"beta": None}
+        tokens |= {"p": 0.3 * jnp.repeat(tokens["k"], HV // H, axis=2)[..., ::-1]} if erases else {}
         source = int32(3, -1, 1) if i else int32(-1, -1, -1)
         target = int32(0 if i == 4 else 3, -1, 1)
         routes = Routes(int32(0, W, W), int32(W, W, 2 * W - (W > 1)), source, target[:, None])

@@ -47,7 +47,8 @@ class ReplayStatic(NamedTuple):
       W: the most tokens of a sequence.
       H, R, K, V: key heads, value heads for each of them, and channels.
       L: tokens of a ring.
-      delta, per_channel: whether it is a delta rule, and whether gates are per channel.
+      delta, per_channel, erases: whether it is a delta rule, whether gates are per channel, and whether it has erase
+        keys.
       scale, normalise: as in `DecodeStatic`.
     """
 
@@ -61,6 +62,7 @@ class ReplayStatic(NamedTuple):
     L: int
     delta: bool
     per_channel: bool
+    erases: bool
     scale: float
     normalise: bool
 
@@ -76,6 +78,7 @@ class ReplayRefs(NamedTuple):
       q, k: [T, H, K]; v, o: [T, HV, V].
       g: float32 [T, HV] in the order [R, H], or [T, R, H, K].
       beta: float32 [T, HV] likewise, or None.
+      p: float32 [T, R, H, K], erase keys as they are, or None for keys.
       states_out, scales_out, keys_out, writes_out, gates_out: the pool.
       state, scale_rows, key, write, gate: buffers of a slot, [4, ...].
       folded_keys: float32 [L R H, K], the keys of the ring times what decays after them.
@@ -119,6 +122,7 @@ class ReplayRefs(NamedTuple):
     reads: Any
     stores: Any
     beta: Any = None
+    p: Any = None
     scales: Any = None
     scales_out: Any = None
     scale_rows: Any = None
@@ -227,17 +231,18 @@ def _sequence(refs: ReplayRefs, s: ReplayStatic, n) -> None:
     upto = list(itertools.accumulate(g, jnp.add))
     between = {(u, t): functools.reduce(jnp.add, g[u + 1 : t + 1]) for t in range(s.W) for u in range(t)}
     after, start = _decays(refs, s, b, first)
-    # Keys, of a delta rule, and queries of all tokens meet the state and the ring at once.
-    met = [x[t] for x in ((k, q) if s.delta else (q,)) for t in range(s.W)]
+    # What erases, of a delta rule, and the queries of all tokens meet the state and the ring at once.
+    erase = [[x[r] for r in range(s.R)] for x in (refs.p[at] for at in place)] if s.erases else [[x] * s.R for x in k]
+    of_ring = [[*([x[r] for x in erase] if s.delta else []), *q] for r in range(s.R)]
     rows: dict[Any, jax.Array] = {("beta", t): refs.beta[pl.ds(at, 1), :] for t, at in enumerate(place) if s.delta}
     if s.per_channel:
-        of_ring = [[x * jnp.exp(upto[j % s.W][r]) for j, x in enumerate(met)] for r in range(s.R)]
+        of_ring = [[x * jnp.exp(upto[j % s.W][r]) for j, x in enumerate(y)] for r, y in enumerate(of_ring)]
         of_state = [[x * start[r] for x in y] for r, y in enumerate(of_ring)]
     else:
         rows |= {"after": after, "start": start}
         rows |= {("upto", t): jnp.exp(x) for t, x in enumerate(upto)}
         rows |= {("between", *pair): jnp.exp(x) for pair, x in between.items()}
-        of_ring = of_state = [met] * s.R
+        of_state = of_ring
     columns = _turn(rows)
     column = lambda name, r: columns[name][r * s.H : (r + 1) * s.H]
     # The matrix unit takes products in this order: those with the states fill the time until the gates are turned.
@@ -250,7 +255,7 @@ def _sequence(refs: ReplayRefs, s: ReplayStatic, n) -> None:
         return column(("upto", j % s.W), r) * (column("start", r) * state[r][j] + ring[r][j])
 
     def read_step(x, r, t):
-        """Return what a key or query x of token t reads of the tokens of the step before it."""
+        """Return what x of token t reads of the tokens of the step before it."""
         found = jnp.zeros((s.H, s.V), jnp.float32)
         for u in range(t):
             met = x * k[u] * jnp.exp(between[u, t][r]) if s.per_channel else x * k[u]
@@ -267,8 +272,8 @@ def _sequence(refs: ReplayRefs, s: ReplayStatic, n) -> None:
             heads = pl.ds(r, s.H, stride=s.R)
             d = refs.rows[heads, :]  # [H, V]
             if s.delta:
-                d = column(("beta", t), r) * (d - read(r, t) - read_step(k[t], r, t))
-            o = read(r, len(met) - s.W + t) + read_step(q[t], r, t) + own * d
+                d = column(("beta", t), r) * (d - read(r, t) - read_step(erase[t][r], r, t))
+            o = read(r, len(of_ring[r]) - s.W + t) + read_step(q[t], r, t) + own * d
             refs.rows[heads, :] = s.scale * o
             refs.write[b, inside, r] = d.astype(refs.write.dtype)
             written[r].append(d)
@@ -298,7 +303,7 @@ def _fill_masks(refs: ReplayRefs, s: ReplayStatic) -> None:
 def _meet_ring(
     refs: ReplayRefs, s: ReplayStatic, b, inside, met: list[list[jax.Array]], after
 ) -> list[list[jax.Array]]:
-    """Return what the tokens of a ring add for keys and queries, for every r [H, V] of each.
+    """Return what the tokens of a ring add for what erases and for queries, for every r [H, V] of each.
 
     All heads meet all keys of the ring in one product, and what they find of other heads becomes zero. Its columns
     [L H] are then the rows of a product with what was written.
@@ -307,28 +312,29 @@ def _meet_ring(
       refs, s: of the kernel.
       b: the buffer of the slot.
       inside: how many tokens the ring holds.
-      met: keys and queries [H, K], for every r, which are the same without gates per channel.
+      met: what erases and queries, [H, K] each, for every r.
       after: what is left of every token at the end of the ring, [R, H, K] each or in columns [HV, L].
     """
-    parts = _parts(refs.key)
+    parts, heads = _parts(refs.key), range(s.R)
     keys = [_kept(refs.key[b, i], i, inside) for i in range(s.L)]
-    left = [matmul.bf16_parts(_below(x), parts) for x in (met if s.per_channel else met[:1])]
     if s.per_channel:
         # What is left of a key is not exact.
-        some = [
-            _below([key.astype(jnp.float32) * x[r] for key, x in zip(keys, after, strict=True)]) for r in range(s.R)
-        ]
-        weights = [_product(x, matmul.bf16_parts(y, parts), matmul.dot_nt) for x, y in zip(left, some, strict=True)]
+        some = [_below([key.astype(jnp.float32) * x[r] for key, x in zip(keys, after, strict=True)]) for r in heads]
+        right = [matmul.bf16_parts(x, parts) for x in some]
     else:
-        scores = _product(left[0], _exact_parts(_below(keys), refs.key.dtype), matmul.dot_nt)
+        right = [_exact_parts(_below(keys), refs.key.dtype)] * s.R
+    # Without gates per channel and erase keys they are the same for every r.
+    own = heads if s.per_channel or s.erases else heads[:1]
+    weights = [_product(matmul.bf16_parts(_below(met[r]), parts), right[r], matmul.dot_nt) for r in own]
+    if not s.per_channel:
         repeat = (refs.repeat[...].astype(jnp.bfloat16)[None],)
         decays = _product(matmul.bf16_parts(after[None], parts), repeat)  # [HV, L H]
-        by_head = [decays[r * s.H : (r + 1) * s.H] for r in range(s.R)]
-        weights = [scores * jnp.concatenate([x] * len(met[0]), axis=0) for x in by_head]
-    own, found = refs.own[...] > 0, []
+        by_head = [jnp.concatenate([decays[r * s.H : (r + 1) * s.H]] * len(met[0]), axis=0) for r in heads]
+        weights = [weights[r % len(own)] * by_head[r] for r in heads]
+    mask, found = refs.own[...] > 0, []
     for r, x in enumerate(weights):
         writes = _below([_kept(refs.write[b, i, r], i, inside) for i in range(s.L)])
-        left = matmul.bf16_parts(jnp.where(own, x, 0.0)[None], _parts(refs.write))
+        left = matmul.bf16_parts(jnp.where(mask, x, 0.0)[None], _parts(refs.write))
         y = _product(left, _exact_parts(writes, refs.write.dtype))
         found.append([y[i : i + s.H] for i in range(0, y.shape[0], s.H)])
     return found
@@ -377,12 +383,12 @@ def _turn(rows: dict[Any, jax.Array]) -> dict[Any, jax.Array]:
 
 
 def _meet_state(refs: ReplayRefs, s: ReplayStatic, b, met: list[list[jax.Array]]) -> list[list[jax.Array]]:
-    """Return what keys and queries read of the states in a buffer, for every r [H, V] of each.
+    """Return what erases and queries read of the states in a buffer, for every r [H, V] of each.
 
     Args:
       refs, s: of the kernel.
       b: the buffer of the slot.
-      met: keys and queries [H, K], for every r. With gates per channel they have decayed instead of the states.
+      met: what erases and queries, [H, K] each, for every r. With gates per channel they decay instead of the states.
     """
     rows = _ROWS if s.H % _ROWS == 0 else s.H
     # Two states beside one another fill a matrix unit of 256 columns.
@@ -506,7 +512,19 @@ def launch(
     T, H, HV, K, V, L = static.T, static.H, static.HV, static.K, static.V, pool.replay
     R, per_channel = HV // H, x.g.ndim == 4
     s = ReplayStatic(
-        static.N, T, static.W, H, R, K, V, L, x.beta is not None, per_channel, static.scale, static.normalise
+        static.N,
+        T,
+        static.W,
+        H,
+        R,
+        K,
+        V,
+        L,
+        x.beta is not None,
+        per_channel,
+        x.p is not None,
+        static.scale,
+        static.normalise,
     )
     target = routes.target[:, 0]
     kept = state_pool.kept_tokens(pool, routes.source, accepted)
@@ -519,7 +537,7 @@ def launch(
     in_lanes = lambda y: by_row(y.astype(jnp.float32)).reshape(T, HV)
     tensors = dict(
         q=x.q[0], k=x.k[0], v=x.v[0], g=by_row(x.g) if per_channel else in_lanes(x.g),
-        beta=None if x.beta is None else in_lanes(x.beta),
+        beta=None if x.beta is None else in_lanes(x.beta), p=None if x.p is None else by_row(x.p),
     )  # fmt: skip
     names = [name for name in ("states", "scales", "keys", "writes", "gates") if getattr(pool, name) is not None]
     whole = lambda y: pl.BlockSpec(y.shape, lambda n, *_: (0,) * y.ndim, pipeline_mode=pl.Buffered(1))
@@ -569,5 +587,8 @@ def fits(x: Arguments, pool: StatePool) -> bool:
     """Return whether the buffers of a slot and all tokens of x fit into fast memory."""
     size = lambda y: 0 if y is None else y.size // y.shape[0] * y.dtype.itemsize
     slot = sum(size(y) for y in (pool.states, pool.scales, pool.keys, pool.writes, pool.gates))
-    tokens = sum(y.size * max(y.dtype.itemsize, 2) for y in (x.q, x.k, x.v, x.v, x.g))
+    # With erase keys, or the gates that make them, all tokens are float32.
+    erases = x.p is not None or x.b is not None
+    tokens = sum(y.size * (4 if erases else max(y.dtype.itemsize, 2)) for y in (x.q, x.k, x.v, x.v, x.g))
+    tokens += erases * 4 * x.v.size // x.v.shape[3] * x.q.shape[3]
     return (_BUFFERS + 2) * slot + 2 * tokens <= chips.VMEM_LIMIT_BYTES

@@ -255,9 +255,8 @@ def run_step(
 
     def run_decodes(pool):
         few = tokens(T)
-        # Kernels of decodes for 8 bits without a ring, and for erase keys with one, are not there: plain JAX is.
-        erases = x.p is not None or x.b is not None
-        plain = isinstance(pool, StatePool) and (not pool.replay or erases)
+        # There is no kernel of decodes for 8 bits without a ring: plain JAX is.
+        plain = isinstance(pool, StatePool) and not pool.replay
         fits = not plain and (strict or step_fits(few, pool))
         o, pool = _decode(few, pool, step, options, implementation.name == "xla" or not fits, name, accepted)
         return _in_rows(o), pool
