@@ -270,7 +270,7 @@ def run_step(
     # A step that has no decode, or no prefill, spends nothing on them.
     nothing = lambda T: jnp.zeros((1, T, rows["v"].shape[2]), x.v.dtype)
     leading, pool = lax.cond(step.tokens > 0, run_decodes, lambda pool: (nothing(T), pool), pool)
-    only = lambda leading, pool: (jnp.pad(leading, [(0, 0), (0, x.v.shape[1] - T), (0, 0)]), pool)
+    only = lambda leading, pool: (nothing(x.v.shape[1]).at[:, :T].set(leading), pool)
     o, pool = lax.cond(step.boundaries[-1] > step.tokens, prefill_beside, only, leading, pool)
     return o.reshape(x.v.shape), pool
 
