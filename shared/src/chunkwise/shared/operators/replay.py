@@ -231,7 +231,7 @@ def _sequence(refs: ReplayRefs, s: ReplayStatic, n) -> None:
     upto = list(itertools.accumulate(g, jnp.add))
     between = {(u, t): functools.reduce(jnp.add, g[u + 1 : t + 1]) for t in range(s.W) for u in range(t)}
     after, start = _decays(refs, s, b, first)
-    # What erases, of a delta rule, and the queries of all tokens meet the state and the ring at once.
+    # The keys that erase, of a delta rule, and the queries of all tokens meet the state and the ring at once.
     erase = [[x[r] for r in range(s.R)] for x in (refs.p[at] for at in place)] if s.erases else [[x] * s.R for x in k]
     of_ring = [[*([x[r] for x in erase] if s.delta else []), *q] for r in range(s.R)]
     rows: dict[Any, jax.Array] = {("beta", t): refs.beta[pl.ds(at, 1), :] for t, at in enumerate(place) if s.delta}
@@ -250,6 +250,7 @@ def _sequence(refs: ReplayRefs, s: ReplayStatic, n) -> None:
     ring = _meet_ring(refs, s, b, first, of_ring, after if s.per_channel else columns["after"])
 
     def read(r, j):
+        """Return what the j-th of these reads of what was there before the step."""
         if s.per_channel:
             return state[r][j] + ring[r][j]
         return column(("upto", j % s.W), r) * (column("start", r) * state[r][j] + ring[r][j])
@@ -278,14 +279,14 @@ def _sequence(refs: ReplayRefs, s: ReplayStatic, n) -> None:
             refs.write[b, inside, r] = d.astype(refs.write.dtype)
             written[r].append(d)
 
-        # The first token exists.
-        store = functools.partial(_store_output, refs, at)
-        pl.when(jnp.int32(t) < refs.count[n])(store) if t else store()
         refs.key[b, inside] = k[t].astype(refs.key.dtype)
         if s.per_channel:
             refs.gate[b, inside] = g[t]
         else:
             refs.gate[b, pl.ds(inside, 1), :] = g[t]
+        # The first token exists.
+        store = functools.partial(_store_output, refs, at)
+        pl.when(jnp.int32(t) < refs.count[n])(store) if t else store()
 
 
 def _store_output(refs: ReplayRefs, at) -> None:
@@ -303,7 +304,7 @@ def _fill_masks(refs: ReplayRefs, s: ReplayStatic) -> None:
 def _meet_ring(
     refs: ReplayRefs, s: ReplayStatic, b, inside, met: list[list[jax.Array]], after
 ) -> list[list[jax.Array]]:
-    """Return what the tokens of a ring add for what erases and for queries, for every r [H, V] of each.
+    """Return what keys that erase, and queries, read of the tokens of a ring, for every r [H, V] of each.
 
     All heads meet all keys of the ring in one product, and what they find of other heads becomes zero. Its columns
     [L H] are then the rows of a product with what was written.
@@ -312,7 +313,7 @@ def _meet_ring(
       refs, s: of the kernel.
       b: the buffer of the slot.
       inside: how many tokens the ring holds.
-      met: what erases and queries, [H, K] each, for every r.
+      met: keys that erase, and queries, [H, K] each, for every r.
       after: what is left of every token at the end of the ring, [R, H, K] each or in columns [HV, L].
     """
     parts, heads = _parts(refs.key), range(s.R)
@@ -383,12 +384,12 @@ def _turn(rows: dict[Any, jax.Array]) -> dict[Any, jax.Array]:
 
 
 def _meet_state(refs: ReplayRefs, s: ReplayStatic, b, met: list[list[jax.Array]]) -> list[list[jax.Array]]:
-    """Return what erases and queries read of the states in a buffer, for every r [H, V] of each.
+    """Return what keys that erase, and queries, read of the states in a buffer, for every r [H, V] of each.
 
     Args:
       refs, s: of the kernel.
       b: the buffer of the slot.
-      met: what erases and queries, [H, K] each, for every r. With gates per channel they decay instead of the states.
+      met: keys that erase, and queries, [H, K] each, for every r. With gates per channel they decay, and not the states.
     """
     rows = _ROWS if s.H % _ROWS == 0 else s.H
     # Two states beside one another fill a matrix unit of 256 columns.
