@@ -389,7 +389,7 @@ def _meet_state(refs: ReplayRefs, s: ReplayStatic, b, met: list[list[jax.Array]]
     Args:
       refs, s: of the kernel.
       b: the buffer of the slot.
-      met: keys that erase, and queries, [H, K] each, for every r. With gates per channel they decay, and not the states.
+      met: keys that erase, and queries, [H, K] each, for every r. With gates per channel they decay, not the states.
     """
     rows = _ROWS if s.H % _ROWS == 0 else s.H
     # Two states beside one another fill a matrix unit of 256 columns.
