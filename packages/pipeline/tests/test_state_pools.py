@@ -22,6 +22,9 @@ T, N, W, SLOTS, BLOCK = 150, 6, 3, 24, 64
 ACCURACY = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4, "int8": 1.2e-2}
 # The kernel over a ring goes on from what it has rounded, within a step too; plain JAX from what it rounds.
 EXACT = 2e-6
+# "staged" hands on the sums of gates of a chunk, which reach -64 here: a state is the exponential of a difference of
+# two, each of which is rounded to 4e-6.
+STAGED = 8e-6
 IMPLEMENTATIONS = ["xla", "fused", "staged"]
 POOLS = [(dtype, replay) for dtype in ACCURACY for replay in (0, 8)]
 # The kernel's quick tests are in shared/tests.
@@ -133,7 +136,8 @@ def assert_schedule(operator: str, implementation: str, dtype: str, replay: int,
         if written:
             named = sorted(written)
             expected = np.stack([oracle.states[slot] for slot in named])
-            assert rms(states[named] - expected) <= ACCURACY[dtype] * rms(expected)
+            limit = max(ACCURACY[dtype], STAGED if implementation == "staged" else 0.0)
+            assert rms(states[named] - expected) <= limit * rms(expected)
         if dtype == "float32":
             continue
         oracle.states = dict(enumerate(states))
