@@ -512,7 +512,7 @@ def step_others() -> str:
     steps = [f"{whole(row['median_ms'])} ms for {MIXTURES[row['mixture']]}" for row in on_cpu]
     return (
         f"On v6e the last two rows are {' and '.join(texts)}.\n"
-        f"On a busy CPU of 2 cores, 16 heads in float32 take {steps[0]}, {steps[1]},\nand {steps[2]}."
+        f"On a CPU of 2 cores, 16 heads in float32 take {steps[0]}, {steps[1]},\nand {steps[2]}."
     )
 
 
