@@ -138,7 +138,7 @@ _JLA_KINDS = {"gated_delta_rule": "gated_deltanet", "kda": "kda", "gla": "gla", 
 
 
 def _jla(case: Layer, x: dict, cu_seqlens, do) -> Run | None:
-    """The kernels of jax-linear-attention, on an NVIDIA GPU; ids of the tokens tell the sequences of a pack."""
+    """The kernels of jax-linear-attention, on an NVIDIA GPU: as many key heads as value heads, and ids in a pack."""
     if jax.default_backend() != "gpu":
         return None
     try:
@@ -147,10 +147,10 @@ def _jla(case: Layer, x: dict, cu_seqlens, do) -> Run | None:
         return None
 
     def run(x, cu_seqlens):
-        tokens = ("q", "k", "v")
-        told = {name: y for name, y in x.items() if name not in tokens}
+        tokens = [jnp.repeat(x[name], case.HV // x[name].shape[2], axis=2) for name in ("q", "k", "v")]
+        told = {name: y for name, y in x.items() if name not in ("q", "k", "v")}
         if cu_seqlens is not None:
             told["segment_ids"] = token_owners(x["v"].shape[1], cu_seqlens)[None]
-        return {"o": ops.linear_attention(_JLA_KINDS[case.operator], *(x[name] for name in tokens), **told)[0]}
+        return {"o": ops.linear_attention(_JLA_KINDS[case.operator], *tokens, **told)[0]}
 
     return compiled("jla", run, x, cu_seqlens, None if do is None else {"o": do})
