@@ -109,19 +109,19 @@ def record(model, layer, load, config, kept=conv_and_state) -> Recording:
     return Recording(weights, calls, gradient)
 
 
-def check(call: Call, y, cache: Cache) -> None:
+def check(call: Call, y, cache: Cache, tolerance: float = TOLERANCE["float32"]) -> None:
     """Compare an output and the cache after it with those of a call."""
-    assert_close("y", y, call.y, TOLERANCE["float32"])
+    assert_close("y", y, call.y, tolerance)
     for name, have, want in zip("qkv", cache.conv, call.cache.conv, strict=False):
-        assert_close(f"convolution of {name}", have, want, TOLERANCE["float32"])
-    assert_close("state", cache.state, call.cache.state, TOLERANCE["float32"])
+        assert_close(f"convolution of {name}", have, want, tolerance)
+    assert_close("state", cache.state, call.cache.state, tolerance)
 
 
-def check_calls(layer, recording: Recording, cache: Cache | None) -> None:
+def check_calls(layer, recording: Recording, cache: Cache | None, tolerance: float = TOLERANCE["float32"]) -> None:
     """Repeat the calls, from a cache without a token or None: prefills, then decode steps."""
     for call in recording.calls:
         y, cache = layer(call.x, recording.weights, cache)
-        check(call, y, cache)
+        check(call, y, cache, tolerance)
 
 
 def check_token_by_token(layer, recording: Recording, cache: Cache | None) -> None:

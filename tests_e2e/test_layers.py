@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from chunkwise.layers import config_from
-from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, assert_close
+from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from hybrids import MODELS
 from recording import check_calls, check_token_by_token, record
 
@@ -38,6 +38,8 @@ SETTINGS = (
     *(name for name in MODELS if name.startswith("falcon_h1")),
 )
 implementations = pytest.mark.parametrize("implementation", ["xla", "staged", "fused"])
+# What "staged" promises where a chunk holds weak and strong gates at once: see docs/using.md.
+STAGED = 5e-5
 
 
 def is_thorough(case, implementation) -> bool:
@@ -56,7 +58,8 @@ THOROUGH = dict(
 def test_prefill_then_decode(case, implementation):
     name, recording = case
     # Nothing came before: zeros, so that one program does both prefills.
-    check_calls(compiled(name, implementation), recording, recording.nothing_before())
+    tolerance = STAGED if implementation == "staged" else TOLERANCE["float32"]
+    check_calls(compiled(name, implementation), recording, recording.nothing_before(), tolerance)
 
 
 @implementations
