@@ -67,11 +67,12 @@ def find_step(
     indices = known(indices[:, None] if indices.ndim == 1 else indices)
     columns = indices.shape[1]
     W = decode_tokens or columns
-    exists = index < (N if slots.num_sequences is None else slots.num_sequences)
+    sequences = N if slots.num_sequences is None else slots.num_sequences
+    exists = index < sequences
     decodes = exists & (index < (0 if slots.num_decodes is None else slots.num_decodes))
     # Boundaries after the last sequence may be anything: they become the last one.
-    some = jnp.arange(N + 1, dtype=jnp.int32) <= (N if slots.num_sequences is None else slots.num_sequences)
-    boundaries = chunking.rising(jnp.where(some, cu_seqlens, jnp.int32(0)), num_tokens)
+    named = jnp.arange(N + 1, dtype=jnp.int32) <= sequences
+    boundaries = chunking.rising(jnp.where(named, cu_seqlens, jnp.int32(0)), num_tokens)
     start, end = boundaries[:-1], boundaries[1:]
     tokens = jnp.max(jnp.where(decodes, end, jnp.int32(0)))
     source = slots.read_indices
