@@ -45,7 +45,7 @@ SAMPLE = ("kkt", "kda")
 HOSTS = {
     "tpu-inference": (("jax==0.11.2", "absl-py"), ("tpu-inference==0.32.0",)),
     "maxtext": (("jax[tpu]==0.11.2",), ("maxtext==0.2.5",)),
-    "levanter": (("jax==0.11.2", "marin-haliax"), ("marin-levanter",)),
+    "levanter": (("jax[tpu]==0.11.2", "marin-haliax"), ("marin-levanter",)),
 }
 
 # The files of the forge by their schema.

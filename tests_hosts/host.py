@@ -10,6 +10,8 @@ from pathlib import Path
 
 import jax
 
+from chunkwise.shared.testing import tpu
+
 
 def path_of(distribution: str, ending: str) -> Path:
     """Return the file of an installed distribution whose path ends like this."""
@@ -60,3 +62,11 @@ def beside(theirs: Callable, ours: Callable, *arrays, rounds: int = 5) -> str:
         size = program.memory_analysis().temp_size_in_bytes
         parts.append(f"{min(found) * 1e3:.0f} ms and {size / 2**20:.0f} MiB {name}")
     return ", ".join(parts)
+
+
+def on_v6e(theirs: Callable, ours: Callable, *shapes) -> dict[str, int]:
+    """Return the bytes that both functions need besides arguments and results, compiled for a v6e."""
+    size = lambda run: tpu.compile_for(run, *shapes).memory_analysis().temp_size_in_bytes
+    found = {"theirs": size(theirs), "ours": size(ours)}
+    print({name: f"{bytes_ / 2**20:.0f} MiB" for name, bytes_ in found.items()})
+    return found

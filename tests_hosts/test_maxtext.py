@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from chunkwise.integrations import maxtext
-from chunkwise.shared.testing import oracle, tpu
+from chunkwise.shared.testing import oracle
 from chunkwise.shared.testing.compare import assert_close
-from host import beside, functions_of, module_of, path_of
+from host import beside, functions_of, module_of, on_v6e, path_of
 
 _KNOWN = dict(jax=jax, jnp=jnp, lax=jax.lax, Array=jax.Array, Any=Any, functools=functools)
 _NORM = functions_of(path_of("maxtext", "maxtext/layers/normalizations.py"), ("l2norm",), _KNOWN)
@@ -22,6 +22,7 @@ THEIRS = functions_of(
     _KNOWN | dict(l2norm=_NORM.l2norm, gdn_cp=_CP),
 )  # fmt: skip
 FLOAT32 = dict(use_qk_norm_in_gdn=True, compute_dtype=jnp.float32)
+FUSED = dict(implementation="fused")
 
 
 def inputs(B=2, S=150, H=4, K=32, V=32, strongest=1.0):
@@ -95,12 +96,9 @@ def test_time_and_temporaries_on_a_cpu(backward):
 def test_temporaries_on_v6e():
     """What XLA needs besides arguments and results in a forward of 8,192 tokens."""
     shapes = [(1, 8192, 16, 128)] * 3 + [(1, 8192, 16)] * 2
-    found = {}
-    for name, module, options in (("theirs", THEIRS, {}), ("ours", maxtext, dict(implementation="fused"))):
-        function = lambda *x, m=module, o=options: m.jax_chunk_gated_delta_rule(*x, use_qk_norm_in_gdn=True, **o)[0]
-        compiled = tpu.compile_for(function, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes))
-        found[name] = compiled.memory_analysis().temp_size_in_bytes
-    print({name: f"{size / 2**20:.0f} MiB" for name, size in found.items()})
+    run = lambda *x, module, **o: module.jax_chunk_gated_delta_rule(*x, use_qk_norm_in_gdn=True, **o)[0]
+    theirs, ours = (functools.partial(run, module=x, **o) for x, o in ((THEIRS, {}), (maxtext, FUSED)))
+    found = on_v6e(theirs, ours, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes))
     assert found["ours"] < found["theirs"]
 
 
