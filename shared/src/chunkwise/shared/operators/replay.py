@@ -230,51 +230,39 @@ def _sequence(refs: ReplayRefs, s: ReplayStatic, n) -> None:
     # The gates of the step up to a token, and after another one up to it.
     upto = list(itertools.accumulate(g, jnp.add))
     between = {(u, t): functools.reduce(jnp.add, g[u + 1 : t + 1]) for t in range(s.W) for u in range(t)}
-    after, start = _decays(refs, s, b, first)
-    # The keys that erase, of a delta rule, and the queries of all tokens meet the state and the ring at once.
-    erase = [[x[r] for r in range(s.R)] for x in (refs.p[at] for at in place)] if s.erases else [[x] * s.R for x in k]
-    of_ring = [[*([x[r] for x in erase] if s.delta else []), *q] for r in range(s.R)]
     rows: dict[Any, jax.Array] = {("beta", t): refs.beta[pl.ds(at, 1), :] for t, at in enumerate(place) if s.delta}
-    if s.per_channel:
-        of_ring = [[x * jnp.exp(upto[j % s.W][r]) for j, x in enumerate(y)] for r, y in enumerate(of_ring)]
-        of_state = [[x * start[r] for x in y] for r, y in enumerate(of_ring)]
-    else:
+    after, start = _decays(refs, s, b, first)
+    if not s.per_channel:
         rows |= {"after": after, "start": start}
         rows |= {("upto", t): jnp.exp(x) for t, x in enumerate(upto)}
         rows |= {("between", *pair): jnp.exp(x) for pair, x in between.items()}
-        of_state = of_ring
-    columns = _turn(rows)
-    column = lambda name, r: columns[name][r * s.H : (r + 1) * s.H]
-    # The matrix unit takes products in this order: those with the states fill the time until the gates are turned.
-    state = _meet_state(refs, s, b, of_state)
-    ring = _meet_ring(refs, s, b, first, of_ring, after if s.per_channel else columns["after"])
-
-    def read(r, j):
-        """Return what the j-th of these reads of what was there before the step."""
-        if s.per_channel:
-            return state[r][j] + ring[r][j]
-        return column(("upto", j % s.W), r) * (column("start", r) * state[r][j] + ring[r][j])
+    columns = _turn(rows, s.H)
+    # The keys that erase, of a delta rule, and the queries of all tokens read what was there before the step at once.
+    erase = [[x[r] for r in range(s.R)] for x in (refs.p[at] for at in place)] if s.erases else [[x] * s.R for x in k]
+    met = [[*([x[r] for x in erase] if s.delta else []), *q] for r in range(s.R)]
+    if s.per_channel:
+        met = [[x * jnp.exp(upto[j % s.W][r]) for j, x in enumerate(y)] for r, y in enumerate(met)]
+    before = _read_before(refs, s, b, first, met, after, start, columns)
 
     def read_step(x, r, t):
         """Return what x of token t reads of the tokens of the step before it."""
         found = jnp.zeros((s.H, s.V), jnp.float32)
         for u in range(t):
-            met = x * k[u] * jnp.exp(between[u, t][r]) if s.per_channel else x * k[u]
-            score = jnp.sum(met, axis=-1, keepdims=True)  # [H, 1]
-            found = found + (score if s.per_channel else column(("between", u, t), r) * score) * written[r][u]
+            decay = jnp.exp(between[u, t][r]) if s.per_channel else columns["between", u, t][r]
+            found = found + jnp.sum(x * k[u] * decay, axis=-1, keepdims=True) * written[r][u]
         return found
 
     written: list[list[jax.Array]] = [[] for _ in range(s.R)]
     for t, at in enumerate(place):
         inside = first + jnp.int32(t)
-        own = jnp.sum(q[t] * k[t], axis=-1, keepdims=True)
+        own = jnp.sum(q[t] * k[t], axis=-1, keepdims=True)  # [H, 1]
         refs.rows[...] = refs.v[at].astype(jnp.float32)
         for r in range(s.R):
             heads = pl.ds(r, s.H, stride=s.R)
             d = refs.rows[heads, :]  # [H, V]
             if s.delta:
-                d = column(("beta", t), r) * (d - read(r, t) - read_step(erase[t][r], r, t))
-            o = read(r, len(of_ring[r]) - s.W + t) + read_step(q[t], r, t) + own * d
+                d = columns["beta", t][r] * (d - before[r][t] - read_step(erase[t][r], r, t))
+            o = before[r][len(met[r]) - s.W + t] + read_step(q[t], r, t) + own * d
             refs.rows[heads, :] = s.scale * o
             refs.write[b, inside, r] = d.astype(refs.write.dtype)
             written[r].append(d)
@@ -299,6 +287,35 @@ def _fill_masks(refs: ReplayRefs, s: ReplayStatic) -> None:
     refs.own[...] = (lax.rem(row, jnp.int32(s.H)) == lax.rem(column, jnp.int32(s.H))).astype(jnp.float32)
     row, column = (lax.broadcasted_iota(jnp.int32, refs.repeat.shape, i) for i in range(2))
     refs.repeat[...] = (lax.div(column, jnp.int32(s.H)) == row).astype(jnp.float32)
+
+
+def _read_before(
+    refs: ReplayRefs, s: ReplayStatic, b, inside, met: list[list[jax.Array]], after, start, columns: dict[Any, Any]
+) -> list[list[jax.Array]]:
+    """Return what keys that erase, and queries, read of the state and of its ring, for every r [H, V] of each.
+
+    Args:
+      refs, s: of the kernel.
+      b: the buffer of the slot.
+      inside: how many tokens the ring holds.
+      met: keys that erase, and queries, of all tokens, [H, K] each, for every r. With gates per channel they have
+        decayed up to their tokens.
+      after, start: what is left of the ring and of the state, of `_decays`.
+      columns: other gates by head, of `_turn`.
+    """
+    of_state = [[x * start[r] for x in y] for r, y in enumerate(met)] if s.per_channel else met
+    # The matrix unit takes products in this order: those with the states fill the time until the gates are turned.
+    state = _meet_state(refs, s, b, of_state)
+    ring = _meet_ring(refs, s, b, inside, met, after if s.per_channel else jnp.concatenate(columns["after"], axis=0))
+    found = []
+    for r in range(s.R):
+        pairs = zip(state[r], ring[r], strict=True)
+        if s.per_channel:
+            found.append([x + y for x, y in pairs])
+        else:
+            start = columns["start"][r]
+            found.append([columns["upto", j % s.W][r] * (start * x + y) for j, (x, y) in enumerate(pairs)])
+    return found
 
 
 def _meet_ring(
@@ -370,16 +387,17 @@ def _decays(refs: ReplayRefs, s: ReplayStatic, b, inside) -> tuple[Any, jax.Arra
     return jnp.exp(later(since, 1)), jnp.exp(since[:1])
 
 
-def _turn(rows: dict[Any, jax.Array]) -> dict[Any, jax.Array]:
-    """Return rows [n, HV] as columns [HV, n], all of them by one transposition."""
+def _turn(rows: dict[Any, jax.Array], H: int) -> dict[Any, list[jax.Array]]:
+    """Return rows [n, HV] as columns, [H, n] for every r, all of them by one transposition."""
     if not rows:
         return {}
     past = -sum(x.shape[0] for x in rows.values()) % _ROWS
     (_, HV), first, columns = next(iter(rows.values())).shape, 0, {}
     turned = jnp.concatenate([*rows.values(), jnp.zeros((past, HV), jnp.float32)], axis=0).T
     for name, x in rows.items():
-        columns[name] = turned[:, first : first + x.shape[0]]
-        first += x.shape[0]
+        stop = first + x.shape[0]
+        columns[name] = [turned[i : i + H, first:stop] for i in range(0, HV, H)]
+        first = stop
     return columns
 
 
@@ -445,15 +463,14 @@ def _fold(refs: ReplayRefs, s: ReplayStatic, b, kept) -> None:
     """Make the state in a buffer that after the kept tokens of its ring, in the type of the pool."""
     mask = lax.broadcasted_iota(jnp.int32, (s.L, 1, 1), 0) < kept
     after, start = _decays(refs, s, b, kept)
-    columns = {} if s.per_channel else _turn({"after": after, "start": start})
+    columns = {} if s.per_channel else _turn({"after": after, "start": start}, s.H)
     keys = jnp.where(mask, refs.key[b].astype(jnp.float32), 0.0)
     for r in range(s.R):
-        mine = slice(r * s.H, (r + 1) * s.H)
         if s.per_channel:
             rate, left = start[r], keys * jnp.stack([x[r] for x in after])
         else:
-            rate = columns["start"][mine]
-            left = keys * jnp.stack([columns["after"][mine, i : i + 1] for i in range(s.L)])
+            rate, by_token = columns["start"][r], columns["after"][r]
+            left = keys * jnp.stack([by_token[:, i : i + 1] for i in range(s.L)])
         writes = jnp.where(mask, refs.write[b, :, r].astype(jnp.float32), 0.0)
         for i in range(s.L):
             rows = pl.ds((i * s.R + r) * s.H, s.H)
