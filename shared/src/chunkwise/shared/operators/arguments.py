@@ -80,6 +80,11 @@ class Arguments(NamedTuple):
     b: jax.Array | None = None
     w: jax.Array | None = None
 
+    @property
+    def erases(self) -> bool:
+        """Whether there are erase keys, or the gates that make them."""
+        return self.p is not None or self.b is not None
+
     def arrays(self) -> dict[str, Any]:
         """Return the arguments that are arrays, with those of the slots, by name."""
         named = self._asdict() | ({} if self.slots is None else self.slots._asdict())
@@ -202,10 +207,9 @@ def with_final_gates(x: Arguments, options: Options, raw_gates: bool = False) ->
         x = x._replace(w=gates.step_sizes(x.w, False, valid))
     if x.b is not None:
         x = x._replace(beta=compat.varying_zeros(x.v.shape[:3], *x.arrays().values()) + 1.0)
-    erases = x.p is not None or x.b is not None
-    if erases and not raw_gates:
+    if x.erases and not raw_gates:
         x, options = _with_erase_keys(x, options, valid)
-    raw_gates = raw_gates and x.g is not None and (x.g.ndim == 4 or not erases)
+    raw_gates = raw_gates and x.g is not None and (x.g.ndim == 4 or not x.erases)
     left = (
         gates.GateActivation(activation.use_gate_in_kernel, activation.lower_bound)
         if raw_gates

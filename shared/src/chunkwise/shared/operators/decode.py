@@ -360,18 +360,17 @@ def key_heads_a_step(x: Arguments) -> int | None:
     """Return for how many key heads the states and all tokens of x fit into VMEM, None if not for one."""
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     group, gate = HV // H, K if x.g is not None and x.g.ndim == 4 else 0
-    # With erase keys, or the gates that make them, all tokens are float32.
-    erases = x.p is not None or x.b is not None
-    kind = lambda y: jnp.float32 if erases else y.dtype
+    # With erase keys all tokens are float32.
+    kind = lambda y: jnp.float32 if x.erases else y.dtype
     # Read and written, two buffers each, and worked on.
     state = 5 * 4 * group * packed.round_up(K, 8) * packed.pad_lanes(V)
 
     def tokens(key_heads):
         heads = key_heads * group
-        keys = sum(_token_bytes(key_heads, K, kind(y)) for y in (x.q, x.k)) + erases * _token_bytes(heads, K)
+        keys = sum(_token_bytes(key_heads, K, kind(y)) for y in (x.q, x.k)) + x.erases * _token_bytes(heads, K)
         # The outputs have two buffers.
         values = 3 * _token_bytes(heads, V, kind(x.v)) + _token_bytes(heads, gate)
-        return B * T * (keys + values + (_token_bytes(heads, 0) if erases or x.beta is not None else 0))
+        return B * T * (keys + values + (_token_bytes(heads, 0) if x.erases or x.beta is not None else 0))
 
     fit = [n for n in range(1, H + 1) if H % n == 0 and tokens(n) <= _TOKEN_BYTES]
     if not fit or tokens(fit[0]) + fit[0] * state > chips.VMEM_LIMIT_BYTES:

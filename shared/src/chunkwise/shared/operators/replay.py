@@ -47,8 +47,7 @@ class ReplayStatic(NamedTuple):
       W: the most tokens of a sequence.
       H, R, K, V: key heads, value heads for each of them, and channels.
       L: tokens of a ring.
-      delta, per_channel, erases: whether it is a delta rule, whether gates are per channel, and whether it has erase
-        keys.
+      delta, per_channel: whether it is a delta rule, and whether gates are per channel.
       scale, normalise: as in `DecodeStatic`.
     """
 
@@ -62,7 +61,6 @@ class ReplayStatic(NamedTuple):
     L: int
     delta: bool
     per_channel: bool
-    erases: bool
     scale: float
     normalise: bool
 
@@ -238,7 +236,11 @@ def _sequence(refs: ReplayRefs, s: ReplayStatic, n) -> None:
         rows |= {("between", *pair): jnp.exp(x) for pair, x in between.items()}
     columns = _turn(rows, s.H)
     # The keys that erase, of a delta rule, and the queries of all tokens read what was there before the step at once.
-    erase = [[x[r] for r in range(s.R)] for x in (refs.p[at] for at in place)] if s.erases else [[x] * s.R for x in k]
+    erase = (
+        [[x[r] for r in range(s.R)] for x in (refs.p[at] for at in place)]
+        if refs.p is not None
+        else [[x] * s.R for x in k]
+    )
     met = [[*([x[r] for x in erase] if s.delta else []), *q] for r in range(s.R)]
     if s.per_channel:
         met = [[x * jnp.exp(upto[j % s.W][r]) for j, x in enumerate(y)] for r, y in enumerate(met)]
@@ -342,7 +344,7 @@ def _meet_ring(
     else:
         right = [_exact_parts(_below(keys), refs.key.dtype)] * s.R
     # Without gates per channel and erase keys they are the same for every r.
-    own = heads if s.per_channel or s.erases else heads[:1]
+    own = heads if s.per_channel or refs.p is not None else heads[:1]
     weights = [_product(matmul.bf16_parts(_below(met[r]), parts), right[r], matmul.dot_nt) for r in own]
     if not s.per_channel:
         repeat = (refs.repeat[...].astype(jnp.bfloat16)[None],)
@@ -508,9 +510,7 @@ def _fold_head(refs: ReplayRefs, s: ReplayStatic, b, h, r) -> tuple[Any, jax.Arr
     S = decay * refs.state[b, n].astype(jnp.float32) + matmul.dot_tn(keys, writes, jnp.bfloat16)[0]
     if refs.scale_rows is None:
         return n, S.astype(refs.state.dtype), None
-    scales = state_pool.row_scales(S)
-    # The last bits of a float32 number of this size are those of a whole number, rounded to nearest.
-    S = lax.bitcast_convert_type(S * (1 / scales) + jnp.float32(3 * 2**22), jnp.int32)
+    S, scales = state_pool.quantize(S)
     return n, S.astype(refs.state.dtype), tiles.to_row(scales[None])[0]
 
 
@@ -524,25 +524,13 @@ def launch(
     """
     if not fits(x, pool):
         raise NotImplementedError(
-            f'"fused" takes a few tokens per sequence; {static.T} tokens and three slots of states {pool.shape[1:]} '
-            f'with rings of {pool.replay} do not fit into VMEM: use implementation="xla".'
+            f'"fused" takes a few tokens per sequence; {static.T} tokens and {_BUFFERS} slots of states '
+            f'{pool.shape[1:]} with rings of {pool.replay} do not fit into VMEM: use implementation="xla".'
         )
     T, H, HV, K, V, L = static.T, static.H, static.HV, static.K, static.V, pool.replay
     R, per_channel = HV // H, x.g.ndim == 4
     s = ReplayStatic(
-        static.N,
-        T,
-        static.W,
-        H,
-        R,
-        K,
-        V,
-        L,
-        x.beta is not None,
-        per_channel,
-        x.p is not None,
-        static.scale,
-        static.normalise,
+        static.N, T, static.W, H, R, K, V, L, x.beta is not None, per_channel, static.scale, static.normalise
     )
     target = routes.target[:, 0]
     kept = state_pool.kept_tokens(pool, routes.source, accepted)
@@ -605,8 +593,7 @@ def fits(x: Arguments, pool: StatePool) -> bool:
     """Return whether the buffers of a slot and all tokens of x fit into fast memory."""
     size = lambda y: 0 if y is None else y.size // y.shape[0] * y.dtype.itemsize
     slot = sum(size(y) for y in (pool.states, pool.scales, pool.keys, pool.writes, pool.gates))
-    # With erase keys, or the gates that make them, all tokens are float32.
-    erases = x.p is not None or x.b is not None
-    tokens = sum(y.size * (4 if erases else max(y.dtype.itemsize, 2)) for y in (x.q, x.k, x.v, x.v, x.g))
-    tokens += erases * 4 * x.v.size // x.v.shape[3] * x.q.shape[3]
+    # With erase keys all tokens are float32.
+    tokens = sum(y.size * (4 if x.erases else max(y.dtype.itemsize, 2)) for y in (x.q, x.k, x.v, x.v, x.g))
+    tokens += x.erases * 4 * x.v.size // x.v.shape[3] * x.q.shape[3]
     return (_BUFFERS + 2) * slot + 2 * tokens <= chips.VMEM_LIMIT_BYTES

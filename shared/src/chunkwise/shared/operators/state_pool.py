@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from chunkwise.shared.kernels import chunking, pools
 from chunkwise.shared.operators import checks
@@ -185,10 +186,12 @@ def _with_counts(pool: StatePool, target: jax.Array, count: jax.Array, drafts: j
     return dataclasses.replace(pool, count=put(pool.count, target, count), drafts=put(pool.drafts, target, drafts))
 
 
-def row_scales(states: jax.Array) -> jax.Array:
-    """Return what every row of states [..., K, V] in 8 bits is multiplied by, [..., K, 1]."""
+def quantize(states: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return float32 states [..., K, V] in 8 bits, the last ones of int32, and the scales of rows [..., K, 1]."""
     most = jnp.max(jnp.abs(states), axis=-1, keepdims=True)
-    return jnp.maximum(most * jnp.float32(1 / _MOST), jnp.float32(_LEAST_SCALE))
+    scales = jnp.maximum(most * jnp.float32(1 / _MOST), jnp.float32(_LEAST_SCALE))
+    # The last bits of a float32 number of this size are those of a whole number, rounded to nearest.
+    return lax.bitcast_convert_type(states * (1 / scales) + jnp.float32(3 * 2**22), jnp.int32), scales
 
 
 def kept_tokens(pool: StatePool, source: jax.Array, accepted: jax.Array | None) -> jax.Array:
@@ -233,8 +236,7 @@ def load(pool: StatePool, source: jax.Array, kept: jax.Array | None) -> jax.Arra
 def store(pool: StatePool, target: jax.Array, states: jax.Array) -> StatePool:
     """Return the pool with float32 states [n, HV, K, V] in some slots, whose rings are empty then."""
     if pool.scales is not None:
-        scales = row_scales(states)
-        states = jnp.round(states * (1 / scales))
+        states, scales = quantize(states)
         pool = dataclasses.replace(pool, scales=_put(pool.scales, target, scales[..., 0]))
     pool = dataclasses.replace(pool, states=_put(pool.states, target, states))
     if pool.count is None:
