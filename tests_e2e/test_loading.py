@@ -37,8 +37,8 @@ thread.start()
 named = load_file(directory + "/model.safetensors") if eager else open_checkpoint(directory)
 layers = []
 for i in range(LAYERS):
-    weights = load_mamba2_mixer(named, config, f"backbone.layers.{i}.mixer.")
-    layers.append(jax.block_until_ready(place(weights, mesh, specs)))
+    prefix = f"backbone.layers.{i}.mixer."
+    layers.append(jax.block_until_ready(place(load_mamba2_mixer(named, config, prefix), mesh, specs)))
 done.set()
 thread.join()
 size = sum(x.nbytes for x in jax.tree.leaves(layers))
@@ -72,7 +72,7 @@ def test_no_checkpoint(tmp_path):
 
 
 def test_peak(tmp_path):
-    """The model and a few of its layers are in memory; read as a whole first, the model is there twice."""
+    """The model and two of its layers are in memory; read as a whole first, the model is there twice."""
     sizes = dict(hidden_size=1024, num_heads=32, head_dim=64, state_size=64, n_groups=8, num_hidden_layers=LAYERS)
     build("mamba2", "Mamba2Config", "Mamba2ForCausalLM", **sizes).save_pretrained(tmp_path)
     peaks = {}
@@ -82,4 +82,4 @@ def test_peak(tmp_path):
         run = [sys.executable, "-c", code, tmp_path, way]
         size, peaks[way] = map(int, subprocess.check_output(run, env=environment, text=True).split())
     print(f"\nweights {size / 2**20:.0f} MiB", {way: f"{peak / 2**20:.0f} MiB" for way, peak in peaks.items()})
-    assert peaks["layer by layer"] < size * (1 + 4 / LAYERS) < peaks["whole"]
+    assert peaks["layer by layer"] < size * (1 + 3 / LAYERS) < peaks["whole"]

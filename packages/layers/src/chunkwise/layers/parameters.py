@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -121,37 +122,37 @@ class Checkpoint:
     def __init__(self, named: Mapping[str, Any], prefix: str):
         mapping = isinstance(named, Mapping)
         checks.check(mapping, f"`named` must be a mapping from names to arrays; got {type(named).__name__}.")
-        self.prefix, own = prefix, [name for name in named if name.startswith(prefix)]
+        self.arrays, self.prefix, own = named, prefix, [name for name in named if name.startswith(prefix)]
         self.full = {name.removeprefix(prefix).removesuffix(".weight"): name for name in own}
-        self.named = {name: named[full] for name, full in self.full.items()}
+        # What is left to read. An array of a file is in memory from the time when it is read.
+        self.left = dict(self.full)
         if not own:
             starts = {name[: match.end()]: name[: match.end()] for name in named for match in re.finditer(r"\.", name)}
             raise ValueError(f"`named` must have names that start with {prefix!r}; got none{_near(prefix, starts)}.")
 
     def rename(self, start: str, other: str) -> None:
         """Replace the start of names."""
-        self.named = {
-            other + name.removeprefix(start) if name.startswith(start) else name: x for name, x in self.named.items()
+        self.left = {
+            other + name.removeprefix(start) if name.startswith(start) else name: x for name, x in self.left.items()
         }
 
     def ignore(self, *names: str) -> None:
         """Leave out names, if they are there."""
-        self.named = {name: x for name, x in self.named.items() if name not in names}
+        self.left = {name: x for name, x in self.left.items() if name not in names}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.named
+        return name in self.left
 
-    def read(self, name: str, *shape: int) -> jax.Array:
-        """Return an array, which must have this shape."""
+    def read(self, name: str, *shape: int, dims: bool = True) -> jax.Array:
+        """Return an array, which must have this shape, or only as many entries where `dims` do not matter."""
         full = self.prefix + name
-        known = name in self.named
+        known = name in self.left
         either = f"{full!r} or {full + '.weight'!r}"
         checks.check(known, f"`named` must have {either}; got neither{'' if known else _near(name, self.full)}.")
-        x = jnp.asarray(self.named.pop(name))
-        checks.check(
-            x.shape == shape, f"`named` must have {full!r} of shape {shape}, as `config` asks for; got {x.shape}."
-        )
-        return x
+        x = jnp.asarray(self.arrays[self.left.pop(name)])
+        fits = x.shape == shape or (not dims and x.size == math.prod(shape))
+        checks.check(fits, f"`named` must have {full!r} of shape {shape}, as `config` asks for; got {x.shape}.")
+        return x.reshape(shape)
 
     def matrix(self, name: str, rows: int, columns: int) -> jax.Array:
         """Return a projection [columns, rows] as [rows, columns]."""
@@ -166,9 +167,8 @@ class Checkpoint:
 
     def float32(self, name: str, *shape: int) -> jax.Array:
         """Return an array with as many entries in float32, reshaped: checkpoints differ in dimensions of 1."""
-        own = np.shape(self.named[name]) if name in self else shape
-        return self.read(name, *(own if np.prod(own) == np.prod(shape) else shape)).reshape(shape).astype(jnp.float32)
+        return self.read(name, *shape, dims=False).astype(jnp.float32)
 
     def end(self) -> None:
         """Check that every name was read."""
-        checks.check(not self.named, f"`named` must have no weights that the layer lacks; got {sorted(self.named)}.")
+        checks.check(not self.left, f"`named` must have no weights that the layer lacks; got {sorted(self.left)}.")
