@@ -289,6 +289,14 @@ def test_tpu_inference_speculation():
     assert_served(jitted(tpu_inference.fused_conv1d_gdn, kernel_size=W, num_spec_tokens=2, **SIZES)(x | at), want)
 
 
+def test_tpu_inference_errors():
+    x = serving_inputs(T)
+    with pytest.raises(ValueError, match=r"`conv_weight` must have shape \(64, 1, 3\); got \(64, 1, 4\)\."):
+        tpu_inference.fused_conv1d_gdn(**x, **MIXED, kernel_size=3, **SIZES)
+    with pytest.raises(ValueError, match=r"`qkv` must have 80 channels, as its heads have; got 64\."):
+        tpu_inference.fused_conv1d_gdn(**x, **MIXED, kernel_size=W, **SIZES | dict(n_kq=3))
+
+
 def stand_in(monkeypatch, name: str, **members):
     """Put a module that has only these members, and the packages that it lies in, where a host is missing."""
     for end in range(1, name.count(".") + 1):

@@ -5,18 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from chunkwise.layers import GatedDeltaNetConfig, GatedDeltaNetWeights
+from chunkwise.layers import GatedDeltaNetConfig, GatedDeltaNetWeights, init_gated_delta_net, load_gated_delta_net
 from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.shared.operators import checks
 
-__all__ = [
-    "jax_ar_gated_delta_rule",
-    "jax_chunk_gated_delta_rule",
-    "load_qwen3_next",
-    "save_qwen3_next",
-]
+__all__ = ["jax_ar_gated_delta_rule", "jax_chunk_gated_delta_rule", "load_qwen3_next", "save_qwen3_next"]
 
 
 def jax_chunk_gated_delta_rule(
@@ -84,23 +78,15 @@ def load_qwen3_next(params: Mapping[str, Any], config: GatedDeltaNetConfig) -> G
     Raises:
       ValueError: an array is missing, left over, or of another shape than `config` asks for.
     """
-    c, group = config, config.HV // config.H
-    found = dict(_flat(params))
-    shapes = _shapes(c)
-    checks.check(found.keys() == shapes.keys(), f"`params` must have {sorted(shapes)}; got {sorted(found)}.")
-    for name, shape in shapes.items():
-        checks.check(
-            found[name].shape == shape, f"`params` must have {name} of shape {shape}; got {found[name].shape}."
-        )
-    qkvz = found["in_proj_qkvz.kernel"].reshape(c.D, c.H, -1)
-    parts = jnp.split(qkvz, np.cumsum([c.K, c.K, group * c.V]), axis=2)
-    b, a = jnp.split(found["in_proj_ba.kernel"].reshape(c.D, c.H, -1), 2, axis=2)
-    q, k, v, z, a, b = (x.reshape(c.D, -1) for x in (*parts, a, b))
-    conv = jnp.split(found["conv1d.kernel"][:, 0].T, np.cumsum(c.channels)[:-1])
-    return GatedDeltaNetWeights(
-        q, k, v, z, a, b, tuple(conv), found["A_log"].astype(jnp.float32), found["dt_bias"].astype(jnp.float32),
-        found["norm.rms_norm.scale"], found["out_proj.kernel"],
-    )  # fmt: skip
+    initial = lambda: save_qwen3_next(init_gated_delta_net(jax.random.key(0), config), config)
+    wanted, found = _named(jax.eval_shape(initial)), _named(params)
+    checks.check(found.keys() == wanted.keys(), f"`params` must have {sorted(wanted)}; got {sorted(found)}.")
+    for name, x in found.items():
+        shape = wanted[name].shape
+        checks.check(x.shape == shape, f"`params` must have {name} of shape {shape}; got {x.shape}.")
+    # A checkpoint of transformers has the same arrays, the other way round and under nearly the same names.
+    other = lambda name: name.replace("rms_norm.", "").replace("kernel", "weight").replace("scale", "weight")
+    return load_gated_delta_net({other(name): jnp.asarray(x).T for name, x in found.items()}, config)
 
 
 def save_qwen3_next(weights: GatedDeltaNetWeights, config: GatedDeltaNetConfig) -> dict[str, Any]:
@@ -121,24 +107,10 @@ def save_qwen3_next(weights: GatedDeltaNetWeights, config: GatedDeltaNetConfig) 
     }
 
 
-def _shapes(c: GatedDeltaNetConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of MaxText's parameters by their names."""
-    q, k, v = c.channels
-    return {
-        "in_proj_qkvz.kernel": (c.D, q + k + 2 * v),
-        "in_proj_ba.kernel": (c.D, 2 * c.HV),
-        "conv1d.kernel": (c.W, 1, q + k + v),
-        "A_log": (c.HV,),
-        "dt_bias": (c.HV,),
-        "norm.rms_norm.scale": (c.V,),
-        "out_proj.kernel": (v, c.D),
-    }
-
-
-def _flat(params: Mapping[str, Any], prefix: str = ""):
-    """Yield (name, array) of nested parameters, whose variables are opened."""
+def _named(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return arrays of nested parameters by their whole names; variables are opened."""
+    named = {}
     for name, x in params.items():
-        if isinstance(x, Mapping):
-            yield from _flat(x, f"{prefix}{name}.")
-        else:
-            yield prefix + name, jnp.asarray(x.get_value() if hasattr(x, "get_value") else x)
+        opened = x.get_value() if hasattr(x, "get_value") else x
+        named |= _named(x, f"{prefix}{name}.") if isinstance(x, Mapping) else {prefix + name: opened}
+    return named

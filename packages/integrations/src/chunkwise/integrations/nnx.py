@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType
 
 from chunkwise import layers
+from chunkwise.integrations import mesh
 from chunkwise.layers import place
 from chunkwise.shared.operators import checks
 
@@ -37,59 +37,25 @@ class _Layer(nnx.Module):
     run: ClassVar[Callable]
 
     def __init__(
-        self,
-        config: layers.LayerConfig,
-        weights: Any = None,
-        *,
-        rngs: nnx.Rngs | None = None,
-        param_dtype=jnp.float32,
-        mesh_axes: Mapping[str, Any] | None = None,
-        implementation: str | None = None,
-    ):
+        self, config: layers.LayerConfig, weights: Any = None, *, rngs: nnx.Rngs | None = None, param_dtype=jnp.float32,
+        mesh_axes: Mapping[str, Any] | None = None, implementation: str | None = None,
+    ):  # fmt: skip
         checks.check(
             (weights is None) != (rngs is None), "`rngs` must be given where `weights` is not, and only there."
         )
         self.config, self.implementation = config, implementation
+        # flax hashes what is no array.
         self.mesh_axes = None if mesh_axes is None else tuple(mesh_axes.items())
         tree = weights if rngs is None else type(self).init(rngs.params(), config, param_dtype)
         self.weights = nnx.data(self._variables(nnx.Param, tree, "weights"))
         self.cache = nnx.data(None)
 
-    @property
-    def _on(self) -> layers.Shardings | None:
-        """How the layer lies on the mesh that is set; None without one."""
-        mesh: Any = jax.sharding.get_abstract_mesh()
-        if mesh.empty or self.mesh_axes is None:
-            return None
-        axes = dict(self.mesh_axes)
-        known = all(axis in mesh.axis_names for name in axes for axis in self._axes_of(name))
-        checks.check(known, f"`mesh_axes` must name axes of the mesh {mesh.axis_names}; got {axes}.")
-        return layers.shardings(self.config, axes, mesh)
-
-    def _axes_of(self, name: str) -> tuple[str, ...]:
-        """Return the axes of a mesh that divide rows, tokens or heads."""
-        axes = dict(self.mesh_axes or ()).get(name) or ()
-        return (axes,) if isinstance(axes, str) else tuple(axes)
-
     def _variables(self, kind: Callable, tree: Any, name: str) -> Any:
         """Return variables of arrays, which flax lays on the mesh that is set."""
-        if self._on is None:
-            return jax.tree.map(kind, tree)
-        return jax.tree.map(lambda x, spec: kind(x, out_sharding=spec), tree, getattr(self._on, name))
-
-    def _division(self) -> dict[str, Any]:
-        """Return the arguments by which the layer knows the mesh that is set.
-
-        The types of arrays say how explicit axes divide them, and their sizes what a `shard_map` divides.
-        """
-        on = self._on
+        on = mesh.shardings_on(self.config, self.mesh_axes)
         if on is None:
-            return {}
-        mesh = jax.sharding.get_abstract_mesh()
-        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        manual = tuple(axis for axis in self._axes_of("tokens") if kinds[axis] == AxisType.Manual)
-        automatic = AxisType.Auto in kinds.values()
-        return {"sharding": on.values if automatic else None, "context_axis": manual or None}
+            return jax.tree.map(kind, tree)
+        return jax.tree.map(lambda x, spec: kind(x, out_sharding=spec), tree, getattr(on, name))
 
     def init_cache(self, N: int, dtype=jnp.float32) -> None:
         """Begin to keep a cache, that of N sequences without a token; a call with `decode` reads and writes it.
@@ -101,14 +67,9 @@ class _Layer(nnx.Module):
         self.cache = nnx.data(self._variables(nnx.Cache, layers.empty_cache(self.config, N, dtype), "cache"))
 
     def __call__(
-        self,
-        x: jax.Array,
-        *,
-        decode: bool = False,
-        cu_seqlens: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        padding_id: int = -1,
-    ) -> jax.Array:
+        self, x: jax.Array, *, decode: bool = False, cu_seqlens: jax.Array | None = None,
+        segment_ids: jax.Array | None = None, padding_id: int = -1,
+    ) -> jax.Array:  # fmt: skip
         """Return what the layer makes of hidden states.
 
         Args:
@@ -121,22 +82,15 @@ class _Layer(nnx.Module):
           y [B, T, D] in the type of x.
         """
         checks.check(not decode or self.cache is not None, "`decode` must be False before `init_cache`; got True.")
-        weights, cache = (jax.tree.map(_value, tree, is_leaf=_is_variable) for tree in (self.weights, self.cache))
+        weights, cache = nnx.as_pure((self.weights, self.cache))
         y, after = type(self).run(
             x, weights, self.config, cache if decode else None, decode, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
-            padding_id=padding_id, implementation=self.implementation, **self._division(),
+            padding_id=padding_id, implementation=self.implementation, **mesh.division(self.config, self.mesh_axes),
         )  # fmt: skip
         if decode:
-            jax.tree.map(lambda kept, new: kept.set_value(new), self.cache, after, is_leaf=_is_variable)
+            is_variable = lambda x: isinstance(x, nnx.Variable)
+            jax.tree.map(lambda kept, new: kept.set_value(new), self.cache, after, is_leaf=is_variable)
         return y
-
-
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)
-
-
-def _value(variable: nnx.Variable) -> jax.Array:
-    return variable.get_value()
 
 
 class GatedDeltaNet(_Layer):

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from chunkwise.integrations.gates import raw_gates, split_heads
+from chunkwise.integrations.serving import raw_gates, split_heads
 from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
 
 __all__ = ["decode_gated_delta_rule", "kda", "lightning", "prefill_gated_delta_rule"]
@@ -38,7 +38,7 @@ def prefill_gated_delta_rule(
     Returns:
       The pool, and out [T, n_v, d_v] in the type of mixed_qkv.
     """
-    q, k, v = split_heads(mixed_qkv, (n_kq, d_k), (n_kq, d_k), (n_v, d_v))
+    q, k, v = split_heads("mixed_qkv", mixed_qkv, (n_kq, d_k), (n_kq, d_k), (n_v, d_v))
     o, pool = ragged_gated_delta_rule(
         q, k, v, a[None], b[None], recurrent_state, **_step(cu_seqlens, state_indices, has_initial_state),
         **raw_gates(A_log, dt_bias), chunk_size=chunk_size, implementation=implementation,

@@ -1,0 +1,122 @@
+"""A serving step over the pools of tpu-inference: the convolution, the gates and the operator in one function."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.integrations.serving import convolve, raw_gates, split_heads, step_of
+from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
+
+__all__ = ["fused_conv1d_gdn", "fused_conv1d_kda", "fused_conv1d_mamba2"]
+# The pools of the convolution and of the operator, and the output.
+Updated = tuple[tuple[jax.Array, Any], jax.Array]
+
+
+def fused_conv1d_gdn(
+    qkv: jax.Array, b: jax.Array, a: jax.Array, conv_state: jax.Array, recurrent_state: jax.Array,
+    conv_weight: jax.Array, conv_bias: jax.Array | None, a_log: jax.Array, dt_bias: jax.Array,
+    query_start_loc: jax.Array, state_indices: jax.Array, distribution: jax.Array, seq_lens: jax.Array,
+    read_state_indices: jax.Array, read_offsets: jax.Array | None = None, *, n_kq: int, n_v: int, d_k: int, d_v: int,
+    kernel_size: int, num_spec_tokens: int = 0, zero_initialize_out: bool = True, compute_precision: Any = jnp.float32,
+    decode_tile_size: int = 4, mixed_tile_size: int = 64, implementation: str | None = None,
+) -> Updated:  # fmt: skip
+    """Return the convolution, the gates and the gated delta rule of a serving step, as `kernels.gdn.v3` has it.
+
+    Dims: T tokens of all requests, N the most requests, W width of the convolution; `dim` is 2 n_kq d_k + n_v d_v.
+
+    Args:
+      qkv: queries, keys and values of all heads [T, dim], before the convolution.
+      b, a: raw step sizes and raw decays [T, n_v].
+      conv_state, recurrent_state: the pools [slots, W - 1, dim] and [slots, n_v, d_k, d_v], which keep their types.
+        Donate them to the jitted step.
+      conv_weight, conv_bias: [dim, 1, W], and [dim] or None.
+      a_log, dt_bias: [n_v].
+      query_start_loc: boundaries of the requests, int32 [N + 1].
+      state_indices: the slot that a request writes, int32 [N]; with speculation the first of num_spec_tokens + 1 slots.
+      distribution: int32 [3]; the first entry counts the decodes, and the last one all requests.
+      seq_lens: tokens of a request so far, with those of this step, [N]. A request without earlier ones starts from
+        zeros.
+      read_state_indices: the slot that a request starts from, [N].
+      read_offsets: what is added to it for a decode, [N]: the accepted tokens of the step before, less one.
+      n_kq, n_v, d_k, d_v, kernel_size: sizes on this device.
+      num_spec_tokens: guessed tokens of a decode, at most; static.
+      zero_initialize_out, compute_precision, decode_tile_size, mixed_tile_size: are taken and not used: outputs of
+        padding are zeros, states are float32 inside, and tiles come from the shapes.
+      implementation: "xla", "staged" or "fused"; None for the best.
+
+    Returns:
+      ((conv_state, recurrent_state), out [T, n_v d_v] in the type of qkv). A slot past the end is neither read nor
+      written.
+    """
+    step = step_of(
+        query_start_loc, state_indices, distribution, seq_lens, read_state_indices, read_offsets, num_spec_tokens
+    )
+    return _delta_rule(
+        ragged_gated_delta_rule, qkv, b, a, (conv_state, recurrent_state), (conv_weight, conv_bias, kernel_size),
+        ((n_kq, d_k), (n_kq, d_k), (n_v, d_v)), step, implementation, **raw_gates(a_log, dt_bias),
+    )  # fmt: skip
+
+
+def fused_conv1d_kda(
+    qkv: jax.Array, b: jax.Array, a: jax.Array, conv_state: jax.Array, recurrent_state: jax.Array,
+    conv_weight: jax.Array, conv_bias: jax.Array | None, a_log: jax.Array, dt_bias: jax.Array,
+    query_start_loc: jax.Array, state_indices: jax.Array, distribution: jax.Array, seq_lens: jax.Array,
+    read_state_indices: jax.Array, read_offsets: jax.Array | None = None, *, n_kq: int, n_v: int, d_k: int, d_v: int,
+    kernel_size: int, num_spec_tokens: int = 0, lower_bound: float | None = None, implementation: str | None = None,
+) -> Updated:  # fmt: skip
+    """Return the same step for Kimi delta attention, whose decays a [T, n_v d_k] and dt_bias [n_v d_k] have channels.
+
+    Args:
+      lower_bound: of the log decay, below 0, for the law with a sigmoid; None for the law with a softplus.
+      qkv, b, and the others: as in `fused_conv1d_gdn`.
+    """
+    step = step_of(
+        query_start_loc, state_indices, distribution, seq_lens, read_state_indices, read_offsets, num_spec_tokens
+    )
+    a, dt_bias = a.reshape(-1, n_v, d_k), dt_bias.reshape(n_v, d_k)
+    return _delta_rule(
+        ragged_kda, qkv, b, a, (conv_state, recurrent_state), (conv_weight, conv_bias, kernel_size),
+        ((n_kq, d_k), (n_kq, d_k), (n_v, d_v)), step, implementation, lower_bound=lower_bound,
+        **raw_gates(a_log, dt_bias),
+    )  # fmt: skip
+
+
+def fused_conv1d_mamba2(
+    xbc: jax.Array, dt: jax.Array, conv_state: jax.Array, ssm_state: jax.Array,
+    conv_weight: jax.Array, conv_bias: jax.Array | None, a_log: jax.Array, dt_bias: jax.Array,
+    skip: jax.Array,
+    query_start_loc: jax.Array, state_indices: jax.Array, distribution: jax.Array, seq_lens: jax.Array,
+    read_state_indices: jax.Array, read_offsets: jax.Array | None = None, *, n_kq: int, n_v: int, d_k: int, d_v: int,
+    kernel_size: int, num_spec_tokens: int = 0, dt_limit: tuple[float, float] = (0.0, float("inf")),
+    implementation: str | None = None,
+) -> Updated:  # fmt: skip
+    """Return the same step for the mixer of Mamba-2, with n_kq groups, n_v heads, d_k channels of a state.
+
+    Args:
+      xbc: x, B and C of all heads [T, n_v d_v + 2 n_kq d_k], in the order of a checkpoint; so are the channels of
+        conv_state, conv_weight and conv_bias.
+      dt: raw time steps [T, n_v].
+      ssm_state: the pool [slots, n_v, d_k, d_v].
+      skip: [n_v], which the paper calls D.
+      dt_limit: least and most of a time step.
+      conv_state, and the others: as in `fused_conv1d_gdn`.
+    """
+    step = step_of(
+        query_start_loc, state_indices, distribution, seq_lens, read_state_indices, read_offsets, num_spec_tokens
+    )
+    y, conv_state = convolve(xbc, conv_state, conv_weight, conv_bias, kernel_size, step, implementation)
+    x, k, q = split_heads("xbc", y, (n_v, d_v), (n_kq, d_k), (n_kq, d_k))
+    dt = jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + dt_bias.astype(jnp.float32)), *dt_limit)[None]
+    v = (dt[..., None] * x.astype(jnp.float32)).astype(x.dtype)
+    g = -jnp.exp(a_log.astype(jnp.float32)) * dt
+    o, ssm_state = ragged_simple_gla(q, k, v, g, states=ssm_state, **step, scale=1.0, implementation=implementation)
+    o = o.astype(jnp.float32) + skip.astype(jnp.float32)[:, None] * x.astype(jnp.float32)
+    return (conv_state, ssm_state), o.reshape(-1, n_v * d_v).astype(xbc.dtype)
+
+
+def _delta_rule(operator, qkv, b, a, pools, conv, sizes, step, implementation, **gates) -> Updated:
+    y, conv_state = convolve(qkv, pools[0], *conv, step, implementation)
+    q, k, v = split_heads("qkv", y, *sizes)
+    o, state = operator(q, k, v, a[None], b[None], pools[1], **step, **gates, implementation=implementation)
+    return (conv_state, state), o.reshape(len(qkv), -1).astype(qkv.dtype)

@@ -1,0 +1,43 @@
+"""How a module knows the mesh that `jax.set_mesh` has set, so that its caller need not say it."""
+
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from chunkwise import layers
+from chunkwise.shared.operators import checks
+
+# Axes of a mesh by what they divide, as `chunkwise.layers.shardings` takes them, in pairs.
+MeshAxes = tuple[tuple[str, Any], ...] | None
+
+
+def shardings_on(config: layers.LayerConfig, mesh_axes: MeshAxes) -> layers.Shardings | None:
+    """Return how a layer lies on the mesh that is set; None without one, or without `mesh_axes`."""
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh_axes is None:
+        return None
+    axes = dict(mesh_axes)
+    known = all(axis in mesh.axis_names for name in axes for axis in _names(axes[name]))
+    checks.check(known, f"`mesh_axes` must name axes of the mesh {mesh.axis_names}; got {axes}.")
+    return layers.shardings(config, axes, mesh)
+
+
+def division(config: layers.LayerConfig, mesh_axes: MeshAxes) -> dict[str, Any]:
+    """Return the arguments by which a layer of `chunkwise.layers` knows the mesh that is set.
+
+    The types of arrays say how explicit axes divide them, and their sizes what a `shard_map` divides.
+    """
+    on = shardings_on(config, mesh_axes)
+    if on is None or mesh_axes is None:
+        return {}
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    manual = tuple(axis for axis in _names(dict(mesh_axes).get("tokens")) if kinds[axis] == AxisType.Manual)
+    automatic = AxisType.Auto in kinds.values()
+    return {"sharding": on.values if automatic else None, "context_axis": manual or None}
+
+
+def _names(axes: Any) -> tuple[str, ...]:
+    """Return the axes that are named by one name, several or none."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())

@@ -1,0 +1,57 @@
+"""What the adapters of serving engines have in common: the gates, the step and the convolution."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.causal_conv1d import causal_conv1d_update
+from chunkwise.layers import Step, running
+from chunkwise.shared.operators import checks
+
+
+def raw_gates(A_log: jax.Array, dt_bias: jax.Array) -> dict[str, Any]:
+    """Return the arguments of a delta rule over raw gates and step sizes, which gives queries and keys unit length."""
+    return dict(
+        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log.astype(jnp.float32),
+        dt_bias=dt_bias.astype(jnp.float32), use_beta_sigmoid_in_kernel=True,
+    )  # fmt: skip
+
+
+def split_heads(name: str, x: jax.Array, *sizes: tuple[int, int]) -> list[jax.Array]:
+    """Return channels [T, ...] cut into arrays [1, T, heads, size], by pairs of heads and size."""
+    *ends, dim = itertools.accumulate(heads * size for heads, size in sizes)
+    checks.check(x.shape[1] == dim, f"`{name}` must have {dim} channels, as its heads have; got {x.shape[1]}.")
+    parts = jnp.split(x[None], ends, axis=2)
+    return [part.reshape(1, -1, heads, size) for part, (heads, size) in zip(parts, sizes, strict=True)]
+
+
+def step_of(starts, write, distribution, seq_lens, read, offsets, guesses: int) -> dict[str, Any]:
+    """Return the arguments by which chunkwise knows a step of tpu-inference.
+
+    Which requests have a prompt and which mix does not matter here, so the middle entry of `distribution` is not read.
+    """
+    N, starts = write.shape[0], starts.astype(jnp.int32)
+    write, read = write.astype(jnp.int32), read.astype(jnp.int32)
+    if guesses and offsets is not None:
+        # Only decodes go back to an accepted token; a prompt goes on from the first slot.
+        read = read + jnp.where(jnp.arange(N) < distribution[0], offsets.astype(jnp.int32), 0)
+    return Step(
+        cu_seqlens=starts,
+        state_indices=write[:, None] + jnp.arange(guesses + 1, dtype=jnp.int32) if guesses else write,
+        has_initial_state=seq_lens > starts[1:] - starts[:-1],
+        num_decodes=distribution[0],
+        num_sequences=jnp.minimum(distribution[2], N),
+        read_indices=read,
+    )._asdict()
+
+
+def convolve(x, pool, weight, bias, kernel_size: int, step: dict[str, Any], implementation: str | None):
+    """Return silu of the convolution of channels [T, dim], and the pool after it."""
+    wanted = (x.shape[1], 1, kernel_size)
+    checks.check(weight.shape == wanted, f"`conv_weight` must have shape {wanted}; got {weight.shape}.")
+    # What is no implementation the operator refuses.
+    name = running.AROUND.get(implementation, "pallas")
+    y, pool = causal_conv1d_update(x[None], pool, weight[:, 0], bias, **step, implementation=name)
+    return y[0], pool
