@@ -378,10 +378,11 @@ def test_sglang_jax(form):
 
 
 def test_sglang_jax_kda_and_lightning():
-    """Three requests of one token each, by the pool and by the recurrence."""
+    """Three requests of one token each, by the pool and by the recurrence. The model has made step sizes of b."""
     rng = np.random.default_rng(4)
     q, k, v = normal(rng, 3, N_V, D), normal(rng, 3, N_V, D), normal(rng, 3, N_V, D)
-    a, b, A_log, dt_bias = normal(rng, 3, N_V, D), normal(rng, 3, N_V), normal(rng, N_V), normal(rng, N_V * D)
+    a, A_log, dt_bias = normal(rng, 3, N_V, D), normal(rng, N_V), normal(rng, N_V * D)
+    b = jnp.asarray(rng.uniform(size=(3, N_V)), jnp.float32)
     pool, slots, slope = normal(rng, SLOTS, N_V, D, D), jnp.asarray([4, 2, 6]), -jnp.abs(normal(rng, N_V))
     track = dict(track_indices=jnp.asarray([8, 0, 9]))
     kda, o = jax.jit(lambda *y: sglang_jax.kda(*y, None, slots, **track))(q, k, v, a, b, pool, A_log, dt_bias)
@@ -389,7 +390,7 @@ def test_sglang_jax_kda_and_lightning():
     q, k, v, a, b, A_log, dt_bias, S, slope = doubles(q, k, v, a, b, A_log, dt_bias, pool, slope)
     g = rates(a.reshape(3, -1), A_log, dt_bias, "kda")
     for n, (slot, second) in enumerate(((4, 8), (2, None), (6, 9))):
-        state, out = advance(S[slot], unit(q[n]) * D**-0.5, unit(k[n]), v[n], g[n], sigmoid(b[n]))
+        state, out = advance(S[slot], unit(q[n]) * D**-0.5, unit(k[n]), v[n], g[n], b[n])
         assert_close("kda", o[n], out, 1e-6)
         states, outs = advance(S[slot], q[n], k[n], v[n], slope)
         assert_close("lightning", p[n], outs, 1e-6)

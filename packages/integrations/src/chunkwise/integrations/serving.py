@@ -11,11 +11,11 @@ from chunkwise.layers import Step, running
 from chunkwise.shared.operators import checks
 
 
-def raw_gates(A_log: jax.Array, dt_bias: jax.Array) -> dict[str, Any]:
-    """Return the arguments of a delta rule over raw gates and step sizes, which gives queries and keys unit length."""
+def raw_gates(A_log: jax.Array, dt_bias: jax.Array, raw_beta: bool = True) -> dict[str, Any]:
+    """Return the arguments of a delta rule over raw gates, and raw step sizes, which makes queries and keys unit."""
     return dict(
         use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log.astype(jnp.float32),
-        dt_bias=dt_bias.astype(jnp.float32), use_beta_sigmoid_in_kernel=True,
+        dt_bias=dt_bias.astype(jnp.float32), use_beta_sigmoid_in_kernel=raw_beta,
     )  # fmt: skip
 
 

@@ -68,13 +68,13 @@ def kda(
 
     Args:
       q, k, v: after the convolution, [T, H, K], [T, H, K], [T, HV, V]; queries and keys get unit length here.
-      a, b: raw decays [T, HV, K] and raw step sizes [T, HV].
+      a, b: raw decays [T, HV, K], and step sizes [T, HV], of which SGLang-JAX's model has taken the sigmoid.
       dt_bias: [HV, K] or [HV K].
       recurrent_state, and the others: as in `prefill_gated_delta_rule`; cu_seqlens is None for a decode.
     """
     o, pool = ragged_kda(
         *(x[None] for x in (q, k, v, a, b)), recurrent_state, **_step(cu_seqlens, state_indices, has_initial_state),
-        **raw_gates(A_log.reshape(-1), dt_bias.reshape(a.shape[1:])), scale=scale,
+        **raw_gates(A_log.reshape(-1), dt_bias.reshape(a.shape[1:]), raw_beta=False), scale=scale,
         lower_bound=lower_bound, implementation=implementation,
     )  # fmt: skip
     return _track(pool, state_indices, track_indices, track_mask), o[0]
