@@ -1,13 +1,44 @@
-"""tpu-inference's own tests of its kernel, out of its wheel, with ours in its place: `nox -s host-tpu-inference`."""
+"""tpu-inference's own tests of its kernel, out of its wheel, with ours in its place, and ours beside its functions.
 
+`nox -s host-tpu-inference` runs them. Its kernel runs on TPUs only, so it is compiled here, and on a CPU its functions
+of plain JAX stand beside ours.
+"""
+
+import functools
 import sys
 import types
 import unittest
 from importlib import metadata
 from typing import ClassVar
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
 from chunkwise.integrations import tpu_inference
-from host import module_of, path_of, put
+from chunkwise.shared.testing.compare import assert_close
+from host import beside, functions_of, module_of, on_v6e, path_of, put
+
+_GDN = "tpu_inference.kernels.gdn."
+
+
+def _gdn(name: str) -> types.ModuleType:
+    """Return a module of tpu-inference's gated delta rule, and let the others import it."""
+    module = module_of(path_of("tpu-inference", (_GDN + name).replace(".", "/") + ".py"), _GDN + name)
+    put({_GDN + name: module})
+    return module
+
+
+for _name in ("config", "memory_ref", "metadata", "vmem_ldst", "compute_conv1d", "compute_gdn"):
+    _gdn(f"v3.{_name}")
+KERNEL = _gdn("v3.wrapper")
+TOKEN_BY_TOKEN = _gdn("reference.ragged_gated_delta_rule_ref")
+DECODES = functions_of(
+    path_of("tpu-inference", "gdn/reference/ragged_gated_delta_rule_chunked.py"),
+    ("l2norm", "recurrent_gated_delta_rule_step", "ragged_gated_delta_rule_decode_only"),
+    dict(jax=jax, jnp=jnp, lax=jax.lax),
+)
 
 _FILE = path_of("tpu-inference", "tests/kernels/gdn_attention_v3_test.py")
 _THEIRS = module_of(_FILE, "gdn_attention_v3_test", {"tpu_inference.kernels.gdn.v3.wrapper": tpu_inference})
@@ -48,3 +79,87 @@ def test_the_backend_is_registered():
     assert backend.conv1d_gdn_kernel() is tpu_inference.fused_conv1d_gdn
     assert isinstance(host.create_attention_backend("chunkwise"), host.RPAAttentionBackend)
     assert isinstance(host.create_linear_attention_backend("rpa"), host.GDNLinearAttentionBackend)
+
+
+W = 4
+
+
+def step(lengths, decodes, H=2, HV=4, size=32, dtype=jnp.float32):
+    """Return what a step of tpu-inference has, and the sizes; every other request is new."""
+    T, N, dim = sum(lengths), len(lengths), (2 * H + HV) * size
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    normal = lambda *shape: jax.random.normal(next(keys), shape)
+    x = dict(
+        qkv=normal(T, dim), b=normal(T, HV), a=normal(T, HV), conv_state=normal(N + 1, W - 1, dim),
+        recurrent_state=normal(N + 1, HV, size, size), conv_weight=normal(dim, 1, W), conv_bias=None,
+        a_log=normal(HV), dt_bias=normal(HV),
+    )  # fmt: skip
+    x |= {name: x[name].astype(dtype) for name in ("qkv", "b", "a", "conv_state")}
+    lengths = jnp.asarray(lengths, jnp.int32)
+    slots = jnp.arange(1, N + 1, dtype=jnp.int32)
+    x |= dict(
+        query_start_loc=jnp.pad(jnp.cumsum(lengths, dtype=jnp.int32), (1, 0)), state_indices=slots,
+        distribution=jnp.asarray([decodes, decodes, N], jnp.int32), seq_lens=lengths + 5 * (slots % 2),
+        read_state_indices=slots,
+    )  # fmt: skip
+    return x, dict(n_kq=H, n_v=HV, d_k=size, d_v=size)
+
+
+def ours(x, sizes):
+    """Return pool and output of the operator alone: its convolution passes its inputs on."""
+    identity = jnp.zeros_like(x["conv_weight"]).at[:, 0, -1].set(1)
+    return tpu_inference.fused_conv1d_gdn(**x | dict(conv_weight=identity), kernel_size=W, **sizes)
+
+
+def theirs(x, sizes):
+    """Return pool and output of the step, token by token."""
+    at = (x[name] for name in ("query_start_loc", "state_indices", "distribution"))
+    has = x["seq_lens"] > jnp.diff(x["query_start_loc"])
+    return TOKEN_BY_TOKEN.ragged_gated_delta_rule(
+        x["qkv"], x["b"], x["a"], x["recurrent_state"], x["a_log"], x["dt_bias"], *at, has, **sizes
+    )
+
+
+def their_decodes(x, sizes):
+    """Return pool and output of a step of decodes."""
+    qkv = jax.nn.silu(x["qkv"])
+    q, k, v = jnp.split(qkv.reshape(len(qkv), -1, sizes["d_k"]), [sizes["n_kq"], 2 * sizes["n_kq"]], axis=1)
+    q, k = (jnp.repeat(y, sizes["n_v"] // sizes["n_kq"], axis=1) for y in (q, k))
+    at = (x[name] for name in ("a_log", "dt_bias", "query_start_loc", "state_indices", "distribution"))
+    return DECODES.ragged_gated_delta_rule_decode_only(q, k, v, x["b"], x["a"], x["recurrent_state"], *at, True)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1, 7, 40), (1,) * 8])
+def test_beside(lengths):
+    decodes = lengths.count(1)
+    x, sizes = step(lengths, decodes)
+    if decodes == len(lengths):
+        # That function starts no sequence.
+        x["seq_lens"] = jnp.full(len(lengths), 6)
+    (_, state), out = jax.jit(functools.partial(ours, sizes=sizes))(x)
+    for function in (theirs, their_decodes) if decodes == len(lengths) else (theirs,):
+        want, o = jax.jit(functools.partial(function, sizes=sizes))(x)
+        assert_close("recurrent_state", state, np.asarray(want, np.float64), 1e-5)
+        assert_close("out", out, np.asarray(o, np.float64), 1e-5)
+
+
+@pytest.mark.parametrize("form", ["64 decodes", "a prompt of 1,024 tokens"])
+def test_time_and_temporaries_on_a_cpu(form):
+    """tpu-inference's chunks call a kernel that a CPU does not run, so its prompt goes token by token here."""
+    decodes = form == "64 decodes"
+    x, sizes = step((1,) * 64 if decodes else (1024,), 64 if decodes else 0, 8, 16, 128)
+    found = beside(*(functools.partial(run, sizes=sizes) for run in (their_decodes if decodes else theirs, ours)), x)
+    print(f"\n{form}: {found}")
+
+
+@pytest.mark.parametrize("form", ["64 decodes", "a prompt of 8,192 tokens"])
+def test_temporaries_on_v6e(form):
+    """What XLA needs besides arguments and results in the step with its convolution, of Qwen3-Next's heads."""
+    lengths, decodes = ((1,) * 64, 64) if form == "64 decodes" else ((8192,), 0)
+    sizes = dict(n_kq=16, n_v=32, d_k=128, d_v=128)
+    run = lambda x, module, **options: module.fused_conv1d_gdn(**x, kernel_size=W, **sizes, **options)
+    both = (functools.partial(run, module=KERNEL), functools.partial(run, module=tpu_inference, implementation="fused"))
+    print(f"\n{form}:", end=" ")
+    found = on_v6e(*both, jax.eval_shape(lambda: step(lengths, decodes, 16, 32, 128, jnp.bfloat16)[0]))
+    # Those of a step of decodes are small: one state has 2 MiB.
+    assert found["ours"] < max(found["theirs"], 2**21)
