@@ -44,7 +44,7 @@ SAMPLE = ("kkt", "kda")
 # The hosts of packages/integrations: what a session installs with all that it needs, in the host's own pins, and alone.
 HOSTS = {
     "tpu-inference": (("jax[tpu]==0.11.2", "absl-py"), ("tpu-inference==0.32.0",)),
-    "maxtext": (("jax[tpu]==0.11.2",), ("maxtext==0.2.5",)),
+    "maxtext": (("jax[tpu]==0.11.2", "flax"), ("maxtext==0.2.5",)),
     "levanter": (("jax[tpu]==0.11.2", "marin-haliax"), ("marin-levanter",)),
 }
 

@@ -1,5 +1,7 @@
 """Parts of a host, out of the files that pip installed, without what the rest of the host needs."""
 
+import __future__
+
 import ast
 import sys
 import time
@@ -19,12 +21,13 @@ def path_of(distribution: str, ending: str) -> Path:
     return Path(found.locate())
 
 
-def functions_of(path: Path, names: tuple[str, ...], known: dict) -> types.SimpleNamespace:
-    """Return functions of a file, which know only the names that they are given and one another."""
+def parts_of(path: Path, names: tuple[str, ...], known: dict) -> types.SimpleNamespace:
+    """Return functions and classes of a file, which know only the names that they are given and one another."""
     tree = ast.parse(path.read_text())
-    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names]
     known = dict(known)
-    exec(compile(tree, str(path), "exec"), known)
+    # Annotations name types that are not called here.
+    exec(compile(tree, str(path), "exec", __future__.annotations.compiler_flag), known)
     return types.SimpleNamespace(**{name: known[name] for name in names})
 
 

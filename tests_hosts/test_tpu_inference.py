@@ -18,7 +18,7 @@ import pytest
 
 from chunkwise.integrations import tpu_inference
 from chunkwise.shared.testing.compare import assert_close
-from host import beside, functions_of, module_of, on_v6e, path_of, put
+from host import beside, module_of, on_v6e, parts_of, path_of, put
 
 _GDN = "tpu_inference.kernels.gdn."
 
@@ -34,7 +34,7 @@ for _name in ("config", "memory_ref", "metadata", "vmem_ldst", "compute_conv1d",
     _gdn(f"v3.{_name}")
 KERNEL = _gdn("v3.wrapper")
 TOKEN_BY_TOKEN = _gdn("reference.ragged_gated_delta_rule_ref")
-DECODES = functions_of(
+DECODES = parts_of(
     path_of("tpu-inference", "gdn/reference/ragged_gated_delta_rule_chunked.py"),
     ("l2norm", "recurrent_gated_delta_rule_step", "ragged_gated_delta_rule_decode_only"),
     dict(jax=jax, jnp=jnp, lax=jax.lax),
