@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import pool_suite
+import ragged_suite
 from chunkwise import fused_gdn, fused_gla, kda
 from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla
 from chunkwise.kda import operator as kda_record
-from chunkwise.pipeline import check, operators, ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
+from chunkwise.pipeline import check, operators
 from chunkwise.shared.testing import compare, engine, inputs, oracle
 from chunkwise.two_keys import operator as two_keys
 
@@ -29,7 +30,6 @@ def one_head_a_step(monkeypatch):
     monkeypatch.setattr("chunkwise.kda.config.default_for", lambda *_, **__: kda.Config(1, 1))
 
 
-SERVING = {"gated_delta_rule": ragged_gated_delta_rule, "kda": ragged_kda, "simple_gla": ragged_simple_gla}
 T, BLOCK, SLOTS = 56, 16, 16
 # Two decodes, one of them of two guesses, and three prefills: an empty one, and two that end blocks. The last entry is
 # of no sequence, and the tokens from 49 on are padding.
@@ -59,7 +59,7 @@ THOROUGH = dict(
 @pytest.mark.usefixtures("one_head_a_step")
 @pytest.mark.parametrize(("start", "cores"), [("accepted", 1), ("read", 2)])
 @pytest.mark.parametrize("pool", ["float32", "bfloat16"])
-@pytest.mark.parametrize("operator", SERVING)
+@pytest.mark.parametrize("operator", ragged_suite.OPERATORS)
 def test_step(operator, pool, start, cores):
     """Decodes, speculation and prefills over one pool, whose free slots hold NaN."""
     schedule = STEP | (dict(read_indices=READ) if start == "read" else {})
@@ -68,7 +68,7 @@ def test_step(operator, pool, start, cores):
 
 @pytest.mark.usefixtures("one_head_a_step")
 @pytest.mark.parametrize(("start", "cores"), [("accepted", 2), ("read", 1)])
-@pytest.mark.parametrize("operator", SERVING)
+@pytest.mark.parametrize("operator", ragged_suite.OPERATORS)
 def test_slots_and_counts_that_do_not_exist(operator, start, cores):
     """Slots past the end, counts and boundaries that do not fit: the rest of the step is as if they were right."""
     schedule = STEP | (dict(read_indices=READ) if start == "read" else {})
@@ -77,16 +77,14 @@ def test_slots_and_counts_that_do_not_exist(operator, start, cores):
 
 def assert_step(operator, schedule, given, pool):
     """Compare a step with the float64 recurrence of its schedule; the operator gets `given`, which means the same."""
-    x = inputs.make_inputs(1, T, H, HV, K, V, per_channel=operator == "kda")
-    tokens = {name: np.array(y) for name, y in x.items() if name != "beta" or operator != "simple_gla"}
-    for y in tokens.values():
-        y[:, 49:] = np.nan
-    states = np.random.default_rng(2).standard_normal((SLOTS, HV, K, V)).astype(jnp.dtype(pool))
+    rng = np.random.default_rng(2)
+    tokens = ragged_suite.make_tokens(operator, rng, T, 49, (K, V), (H, HV))
+    states = rng.standard_normal((SLOTS, HV, K, V)).astype(jnp.dtype(pool))
     states[[5, 11, 12]] = np.nan
     want = engine.Oracle(engine.linear_attention, BLOCK, states)
     want_o, written = want.run(tokens, schedule)
     counts = {name: jnp.int32(given[name]) for name in ("num_decodes", "num_sequences")}
-    run = functools.partial(SERVING[operator], block_size=BLOCK, chunk_size=16, implementation="fused")
+    run = functools.partial(ragged_suite.OPERATORS[operator], block_size=BLOCK, chunk_size=16, implementation="fused")
     o, after = jax.jit(run)(**tokens, states=states, **given | counts)
     compare.assert_close("o", o[0, :49], want_o, compare.TOLERANCE["float32"])
     assert not np.asarray(o[0, 49:]).any()

@@ -12,9 +12,11 @@ OPERATORS = {name: getattr(pipeline, f"ragged_{name}") for name in NAMES}
 PER_CHANNEL = {name for name in NAMES if ENTRIES[f"recurrent_{name}"].per_channel}
 
 
-def make_tokens(operator: str, rng: np.random.Generator, T: int, used: int, sizes=(K, V)) -> dict[str, np.ndarray]:
+def make_tokens(
+    operator: str, rng: np.random.Generator, T: int, used: int, sizes=(K, V), heads=(H, HV)
+) -> dict[str, np.ndarray]:
     """Return the tensors [1, T, ...] of an operator, NaN after the tokens that are used."""
-    (K, V), entry = sizes, ENTRIES[f"recurrent_{operator}"]
+    (K, V), (H, HV), entry = sizes, heads, ENTRIES[f"recurrent_{operator}"]
     normal = lambda *shape: rng.standard_normal((1, T, *shape)).astype(np.float32)
     sigmoid = lambda *shape: 1 / (1 + np.exp(-normal(*shape)))
     tokens = dict(q=normal(H, K), k=normal(H, K), v=normal(HV, V))
