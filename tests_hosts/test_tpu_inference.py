@@ -20,6 +20,8 @@ from chunkwise.integrations import tpu_inference
 from chunkwise.shared.testing.compare import assert_close
 from host import beside, module_of, on_v6e, parts_of, path_of, put
 
+# Before the first computation of the process.
+jax.config.update("jax_num_cpu_devices", 4)
 _GDN = "tpu_inference.kernels.gdn."
 
 
@@ -39,6 +41,7 @@ DECODES = parts_of(
     ("l2norm", "recurrent_gated_delta_rule_step", "ragged_gated_delta_rule_decode_only"),
     dict(jax=jax, jnp=jnp, lax=jax.lax),
 )
+W = 4
 
 _FILE = path_of("tpu-inference", "tests/kernels/gdn_attention_v3_test.py")
 _THEIRS = module_of(_FILE, "gdn_attention_v3_test", {"tpu_inference.kernels.gdn.v3.wrapper": tpu_inference})
@@ -81,7 +84,54 @@ def test_the_backend_is_registered():
     assert isinstance(host.create_linear_attention_backend("rpa"), host.GDNLinearAttentionBackend)
 
 
-W = 4
+def test_over_devices():
+    """tpu-inference divides requests and heads by a `shard_map`, and every device has its own slots and boundaries."""
+    path, names = "tpu_inference.layers.common.", types.ModuleType("sharding")
+    names.ShardingAxisName = types.SimpleNamespace(ATTN_DATA="data", ATTN_HEAD="model")
+    utils, backends = types.ModuleType("utils"), types.ModuleType("attention_backend")
+    utils.get_mesh_shape_product = lambda mesh, axis: mesh.shape[axis]
+    backends.Conv1dGDNKernel = backends.GDNLinearAttentionBackend = None
+    module = module_of(
+        path_of("tpu-inference", "layers/common/gdn_attention.py"), f"{path}gdn_attention",
+        {f"{path}sharding": names, f"{path}attention_backend": backends, "tpu_inference.utils": utils},
+    )  # fmt: skip
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    # The same step with other numbers on each device: the whole has twice its heads and twice its requests.
+    (x, sizes), parts = step((1, 1, 7, 12), 2), {}
+    for i in range(2):
+        for j in range(2):
+            change = lambda y, i=i, j=j: y * (1 + i + 2 * j) if jnp.issubdtype(y.dtype, jnp.floating) else y
+            parts[i, j] = jax.tree.map(change, x)
+    by_heads = dict.fromkeys(("qkv", "b", "a"), 1) | dict(conv_state=2, recurrent_state=1)
+    weights = dict(conv_weight=0, a_log=0, dt_bias=0)
+
+    def whole(name):
+        if name in weights:
+            return jnp.concatenate([x[name]] * 2)
+        rows = [[parts[i, j][name] for j in range(2)] for i in range(2)]
+        joined = [jnp.concatenate(row, axis=by_heads[name]) if name in by_heads else row[0] for row in rows]
+        return jnp.concatenate(joined)
+
+    order = (
+        "qkv", "b", "a", "conv_state", "recurrent_state", "conv_weight", "conv_bias", "a_log", "dt_bias",
+        "state_indices", "query_start_loc", "distribution", "seq_lens",
+    )  # fmt: skip
+    arrays = [None if name == "conv_bias" else whole(name) for name in order]
+    run = lambda *arrays: module.run_jax_gdn_attention(
+        *arrays, 2 * sizes["n_kq"], 2 * sizes["n_v"], sizes["d_k"], sizes["d_v"], W, mesh,
+        conv1d_gdn_kernel=tpu_inference.fused_conv1d_gdn,
+    )  # fmt: skip
+    (conv, state), out = jax.jit(run)(*arrays)
+    alone = jax.jit(functools.partial(tpu_inference.fused_conv1d_gdn, kernel_size=W, **sizes))
+    for (i, j), part in parts.items():
+        (want_conv, want_state), want = alone(**part | {name: x[name] for name in weights})
+        for name, y, ref, axis in (
+            ("conv", conv, want_conv, 2),
+            ("state", state, want_state, 1),
+            ("out", out, want, 1),
+        ):
+            own = jnp.split(jnp.split(y, 2)[i], 2, axis=axis)[j]
+            assert_close(name, own, np.asarray(ref, np.float64), 1e-6)
 
 
 def step(lengths, decodes, H=2, HV=4, size=32, dtype=jnp.float32):
