@@ -593,7 +593,8 @@ def fits(x: Arguments, pool: StatePool) -> bool:
     """Return whether the buffers of a slot and all tokens of x fit into fast memory."""
     size = lambda y: 0 if y is None else y.size // y.shape[0] * y.dtype.itemsize
     slot = sum(size(y) for y in (pool.states, pool.scales, pool.keys, pool.writes, pool.gates))
-    # With erase keys all tokens are float32.
-    tokens = sum(y.size * (4 if x.erases else max(y.dtype.itemsize, 2)) for y in (x.q, x.k, x.v, x.v, x.g))
+    # With erase keys all tokens are float32. Gates that are constant take little.
+    arrays = (y for y in (x.q, x.k, x.v, x.v, x.g) if y is not None)
+    tokens = sum(y.size * (4 if x.erases else max(y.dtype.itemsize, 2)) for y in arrays)
     tokens += x.erases * 4 * x.v.size // x.v.shape[3] * x.q.shape[3]
     return (_BUFFERS + 2) * slot + 2 * tokens <= chips.VMEM_LIMIT_BYTES
