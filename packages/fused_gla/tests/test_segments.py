@@ -18,7 +18,7 @@ class TestSegments(SegmentTests):
     def inputs(self, B=SEGMENT_IDS.shape[0], T=SEGMENT_IDS.shape[1], K=8, dtype=jnp.float32, per_channel=False):
         x = make_inputs(B, T, 1, 2, K, K, dtype=dtype, per_channel=per_channel, num_states=B)
         x.pop("beta")
-        return x | {"g_gamma": jnp.array([-0.1, -0.4])}
+        return x if per_channel else x | {"g_gamma": jnp.array([-0.1, -0.4])}
 
     @pytest.mark.tpu
     @pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")

@@ -9,7 +9,7 @@ import pytest
 
 from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, poison_padding
-from chunkwise.shared.testing.laws import law_reference
+from chunkwise.shared.testing.laws import law_reference, raw_inputs
 from chunkwise.shared.testing.oracle import reference
 from either_two_keys import KINDS
 
@@ -27,14 +27,8 @@ THOROUGH = dict(
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients(kind, implementation, dtype, form):
     """Erase gates and step sizes are doubled."""
-    x, rng = KINDS[kind].inputs(1, 24, 1, 2, 8, 8, dtype=dtype, num_states=4), np.random.default_rng(3)
-    heads = x["g"].shape[2:]
-    x |= {name: jnp.asarray(rng.uniform(-10, 10, x["g"].shape), dtype) for name in ("g",)}
-    x |= {name: jnp.asarray(rng.standard_normal(x[name].shape), dtype) for name in ("b", "w", "beta") if name in x}
-    x |= dict(
-        A_log=jnp.asarray(rng.uniform(-3, 1, heads[:1]), jnp.float32),
-        dt_bias=jnp.asarray(rng.standard_normal(heads), jnp.float32),
-    )
+    x = raw_inputs(KINDS[kind].inputs(1, 24, 1, 2, 8, 8, dtype=dtype, num_states=4), dtype=dtype)
+    rng = np.random.default_rng(4)
     raw = dict(use_erase_sigmoid_in_kernel=True, use_write_sigmoid_in_kernel=True)
     raw = raw if kind == "gdn2" else dict(use_beta_sigmoid_in_kernel=True)
     options = dict(chunk_size=16) if form == "chunk" else {}

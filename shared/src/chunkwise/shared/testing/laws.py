@@ -15,7 +15,7 @@ def raw_inputs(x: dict[str, jax.Array], seed: int = 3, dtype=jnp.float32) -> dic
     rng, heads = np.random.default_rng(seed), x["g"].shape[2:]
     return x | dict(
         g=jnp.asarray(rng.uniform(-10, 10, x["g"].shape), dtype),
-        beta=jnp.asarray(rng.standard_normal(x["beta"].shape), dtype),
+        **{name: jnp.asarray(rng.standard_normal(x[name].shape), dtype) for name in ("b", "w", "beta") if name in x},
         A_log=jnp.asarray(rng.uniform(-3, 1, heads[:1]), jnp.float32),
         dt_bias=jnp.asarray(rng.standard_normal(heads), jnp.float32),
     )
