@@ -70,3 +70,23 @@ def test_temporaries_on_v6e():
     )
     found = on_v6e(theirs, ours, jax.eval_shape(lambda: inputs(*axes)[0]))
     assert found["ours"] < found["theirs"]
+
+
+def test_the_module_stands_in(monkeypatch):
+    """What a user changes: two names of levanter's module. Its layer reads a prompt, and then a token."""
+    embed = haliax.Axis("embed", 24)
+    config = THEIRS.GatedDeltaNetConfig(embed, num_k_heads=2, num_v_heads=4, head_k_dim=16, head_v_dim=8)
+    layer = THEIRS.GatedDeltaNet.init(config, key=jax.random.key(0))
+    x = haliax.random.normal(jax.random.key(1), (B, T, embed))
+    token = haliax.random.normal(jax.random.key(2), (B, T.resize(1), embed))
+
+    def run():
+        y, state = layer(x)
+        gradient = jax.grad(lambda x: haliax.sum(layer(x)[0]).array)(x)
+        return jax.tree.leaves((y, layer(token, decode_state=state), gradient))
+
+    theirs = run()
+    for name in levanter.__all__:
+        monkeypatch.setattr(THEIRS, name, getattr(levanter, name))
+    for ours, want in zip(run(), theirs, strict=True):
+        assert_close("result, state or gradient", ours, np.asarray(want, np.float64), 1e-5)
