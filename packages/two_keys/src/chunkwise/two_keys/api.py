@@ -209,8 +209,7 @@ def ragged_gdn2(
     Args:
       q, k, v, g, b, w: as in `chunk_gdn2`, with B = 1, and so are the gates' arguments and scale.
       states, cu_seqlens, state_indices, has_initial_state, num_decodes, num_sequences: as in `ragged_kda`.
-      read_indices, num_accepted_tokens, block_state_indices, block_size, decode_tokens: likewise. Over a ring
-        of tokens decodes go in plain JAX.
+      read_indices, num_accepted_tokens, block_state_indices, block_size, decode_tokens: likewise.
       chunk_size, implementation, sharding: likewise.
 
     Returns:
@@ -435,8 +434,7 @@ def ragged_comba(
     Args:
       q, k, v, p, g, beta: as in `chunk_comba`, with B = 1, and so are the gates' arguments and scale.
       states, cu_seqlens, state_indices, has_initial_state, num_decodes, num_sequences: as in `ragged_kda`.
-      read_indices, num_accepted_tokens, block_state_indices, block_size, decode_tokens: likewise. Over a ring
-        of tokens decodes go in plain JAX.
+      read_indices, num_accepted_tokens, block_state_indices, block_size, decode_tokens: likewise.
       chunk_size, implementation, sharding: likewise.
 
     Returns:
