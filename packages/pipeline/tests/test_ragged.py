@@ -279,6 +279,20 @@ def test_stale_slots(implementation):
     assert np.isnan(after[4:]).all()
 
 
+def test_counts_through_a_jit_with_64_bits():
+    """A Python int is a weak number of 64 bits inside; an array of 64 bits is refused."""
+    tokens = make_tokens("gated_delta_rule", np.random.default_rng(3), 3, 3)
+    pool, slots = jnp.zeros((SLOTS, HV, K, V), jnp.float32), jnp.array([4, 9], jnp.int32)
+    boundaries = jnp.array([0, 1, 3], jnp.int32)
+    at = dict(cu_seqlens=boundaries, state_indices=slots)
+    step = jax.jit(lambda n: ragged_gated_delta_rule(**tokens, states=pool, num_decodes=n, **at)[0])
+    want = step(jnp.int32(1))
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(step(1), want)
+        with pytest.raises(ValueError, match=r"`num_decodes` must be int32 of shape \(\); got int64 \(\)\."):
+            step(jnp.asarray(1, jnp.int64))
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_one_slot_each(implementation):
     """State indices without columns are those of decodes of one token."""

@@ -302,7 +302,10 @@ def _check_count(name: str, value, most: int) -> None:
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         check(0 <= int(value) <= most, f"`{name}` must be from 0 to {most}; got {value}.")
     elif value is not None:
-        _check_typed(name, value, (), jnp.int32)
+        # A Python int that comes through a jit has 64 bits under jax_enable_x64, but weakly.
+        dtype: Any = getattr(value, "dtype", None)
+        weak = getattr(value, "weak_type", False) and jnp.issubdtype(dtype, jnp.integer)
+        _check_typed(name, value, (), dtype if weak else jnp.int32)
 
 
 def check_step_types(slots, N: int, block_size, chunk_size=None) -> None:
