@@ -271,7 +271,11 @@ def test_tpu_inference_step(law):
         assert_served(got, serve(x, REQUESTS, law, np.asarray(skip, np.float64)))
         return
     function = {"gdn": tpu_inference.fused_conv1d_gdn, "kda": tpu_inference.fused_conv1d_kda}[law]
-    assert_served(jitted(function, kernel_size=W, **SIZES)(x | MIXED), serve(x, REQUESTS, law))
+    want = serve(x, REQUESTS, law)
+    assert_served(jitted(function, kernel_size=W, **SIZES)(x | MIXED), want)
+    if law == "kda":
+        activated = jitted(function, kernel_size=W, beta_is_activated=True, **SIZES)
+        assert_served(activated(x | MIXED | dict(b=jax.nn.sigmoid(x["b"]))), want)
 
 
 def test_tpu_inference_speculation():

@@ -63,12 +63,14 @@ def fused_conv1d_kda(
     conv_weight: jax.Array, conv_bias: jax.Array | None, a_log: jax.Array, dt_bias: jax.Array,
     query_start_loc: jax.Array, state_indices: jax.Array, distribution: jax.Array, seq_lens: jax.Array,
     read_state_indices: jax.Array, read_offsets: jax.Array | None = None, *, n_kq: int, n_v: int, d_k: int, d_v: int,
-    kernel_size: int, num_spec_tokens: int = 0, lower_bound: float | None = None, implementation: str | None = None,
+    kernel_size: int, num_spec_tokens: int = 0, lower_bound: float | None = None, beta_is_activated: bool = False,
+    implementation: str | None = None,
 ) -> Updated:  # fmt: skip
     """Return the same step for Kimi delta attention, whose decays a [T, n_v d_k] and dt_bias [n_v d_k] have channels.
 
     Args:
       lower_bound: of the log decay, below 0, for the law with a sigmoid; None for the law with a softplus.
+      beta_is_activated: whether b is what the sigmoid makes of it already, as vLLM's Kimi-Linear has it; static.
       qkv, b, and the others: as in `fused_conv1d_gdn`.
     """
     step = step_of(
@@ -78,7 +80,7 @@ def fused_conv1d_kda(
     return _delta_rule(
         ragged_kda, qkv, b, a, (conv_state, recurrent_state), (conv_weight, conv_bias, kernel_size),
         ((n_kq, d_k), (n_kq, d_k), (n_v, d_v)), step, implementation, lower_bound=lower_bound,
-        **raw_gates(a_log, dt_bias),
+        **raw_gates(a_log, dt_bias, not beta_is_activated),
     )  # fmt: skip
 
 
