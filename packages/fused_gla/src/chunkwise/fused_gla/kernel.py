@@ -35,7 +35,7 @@ class GlaFwdRefs(NamedTuple):
     table: Any = None  # int32 [11 or 13, B * steps]; none for plain rows
     q: Any = None  # [rows, keys K]
     g: Any = None  # [chunks, heads, 1, C], or per channel [rows, heads K]
-    gamma: Any = None  # [heads, 1, C]
+    gamma: Any = None  # [heads, 1, C], only beside gates per head or none
     initial_state: Any = None  # [heads, V, K]
     owner: Any = None  # int32 [chunks, 1, C]
     pool: Any = None  # [heads, K, V], not padded
@@ -211,8 +211,7 @@ class Place:
         """Return all gates of the chunk, [heads, 1, C] or [heads, C, K], zeros where no token is valid."""
         s, refs = self.s, self.refs
         if s.per_channel:
-            g = tiles.clip_gate(self.load(refs.g, s.K, heads))  # [heads, C, K]
-            return g if refs.gamma is None else g + _select(self.valid, refs.gamma[heads, :, :1])
+            return tiles.clip_gate(self.load(refs.g, s.K, heads))  # [heads, C, K]
         g = jnp.zeros((heads.stop - heads.start, 1, s.C), jnp.float32)
         g = g if refs.g is None else g + refs.g[self.i, heads]
         g = g if refs.gamma is None else g + refs.gamma[heads]
@@ -223,7 +222,7 @@ class Place:
         if not self.s.per_channel:
             return None
         # Gates that come in bfloat16 are one part, clipped or not.
-        return matmul.bf16_parts(g, 1 if self.refs.g.dtype == jnp.bfloat16 and self.refs.gamma is None else 3)
+        return matmul.bf16_parts(g, 1 if self.refs.g.dtype == jnp.bfloat16 else 3)
 
     def tensors(self, heads: slice) -> tuple[Any, Any, jax.Array]:
         """Return q, k [key heads, C, K] and v [heads, C, V] in the type of products; None for a q that is not read."""
