@@ -35,10 +35,10 @@ def put(modules: dict[str, types.ModuleType]) -> None:
     """Make modules be what their full names import, with empty packages around them."""
     for full, module in modules.items():
         parts = full.split(".")
-        for end in range(1, len(parts)):
-            sys.modules.setdefault(".".join(parts[:end]), types.ModuleType(parts[end - 1]))
         sys.modules[full] = module
-        setattr(sys.modules[full.rpartition(".")[0]], parts[-1], module)
+        for end in range(len(parts) - 1, 0, -1):
+            package = sys.modules.setdefault(".".join(parts[:end]), types.ModuleType(parts[end - 1]))
+            setattr(package, parts[end], sys.modules[".".join(parts[: end + 1])])
 
 
 def module_of(path: Path, name: str, replaced: dict | None = None) -> types.ModuleType:

@@ -14,7 +14,7 @@ from flax import nnx
 from chunkwise.integrations import maxtext
 from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net
 from chunkwise.shared.testing import oracle
-from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.compare import assert_close, error
 from host import beside, module_of, on_v6e, parts_of, path_of
 
 _MODES = dict(MODEL_MODE_TRAIN="train", MODEL_MODE_AUTOREGRESSIVE="autoregressive")
@@ -50,7 +50,7 @@ def errors(strongest: float) -> list[float]:
     unit = lambda x: x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)
     want = oracle.reference(unit(q), unit(k), v, g, beta, initial_state=state)[0]
     outs = [run(module)(*inputs(strongest=strongest))[0] for module in (THEIRS, maxtext)]
-    return [float(np.sqrt(np.mean((np.asarray(o) - want) ** 2) / np.mean(want**2))) for o in outs]
+    return [error(o, want) for o in outs]
 
 
 @pytest.mark.parametrize("strongest", [1.0, 60.0])
@@ -177,7 +177,7 @@ def test_packed_documents():
     alone = np.asarray(theirs(x[:, 30:80])[0], np.float64)
     leaked = theirs(x, decoder_segment_ids=ids)[0][:, 30:80]
     packed = gated_delta_net(x, weights, CONFIG, segment_ids=ids, padding_id=0)[0]
-    difference = np.sqrt(np.mean((leaked - alone) ** 2) / np.mean(alone**2))
+    difference = error(leaked, alone)
     print(f"\nthe second document differs by {difference:.0%} in MaxText's layer")
     assert difference > 0.01
     assert_close("the second document", packed[:, 30:80], alone, 1e-5)

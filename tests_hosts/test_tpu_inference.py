@@ -18,29 +18,26 @@ import pytest
 
 from chunkwise.integrations import tpu_inference
 from chunkwise.shared.testing.compare import assert_close
-from host import beside, module_of, on_v6e, parts_of, path_of, put
+from host import beside, module_of, on_v6e, path_of, put
 
 # Before the first computation of the process.
 jax.config.update("jax_num_cpu_devices", 4)
 _GDN = "tpu_inference.kernels.gdn."
 
 
-def _gdn(name: str) -> types.ModuleType:
-    """Return a module of tpu-inference's gated delta rule, and let the others import it."""
-    module = module_of(path_of("tpu-inference", (_GDN + name).replace(".", "/") + ".py"), _GDN + name)
-    put({_GDN + name: module})
+def _module(name: str, replaced: dict | None = None) -> types.ModuleType:
+    """Return a module of tpu-inference by its full name, and let the others import it."""
+    module = module_of(path_of("tpu-inference", name.replace(".", "/") + ".py"), name, replaced)
+    put({name: module})
     return module
 
 
 for _name in ("config", "memory_ref", "metadata", "vmem_ldst", "compute_conv1d", "compute_gdn"):
-    _gdn(f"v3.{_name}")
-KERNEL = _gdn("v3.wrapper")
-TOKEN_BY_TOKEN = _gdn("reference.ragged_gated_delta_rule_ref")
-DECODES = parts_of(
-    path_of("tpu-inference", "gdn/reference/ragged_gated_delta_rule_chunked.py"),
-    ("l2norm", "recurrent_gated_delta_rule_step", "ragged_gated_delta_rule_decode_only"),
-    dict(jax=jax, jnp=jnp, lax=jax.lax),
-)
+    _module(f"{_GDN}v3.{_name}")
+KERNEL = _module(f"{_GDN}v3.wrapper")
+TOKEN_BY_TOKEN = _module(f"{_GDN}reference.ragged_gated_delta_rule_ref")
+_module(f"{_GDN}triangle_solver")
+CHUNKED = _module(f"{_GDN}reference.ragged_gated_delta_rule_chunked")
 W = 4
 
 _FILE = path_of("tpu-inference", "tests/kernels/gdn_attention_v3_test.py")
@@ -70,8 +67,7 @@ def test_the_backend_is_registered():
         "vllm.envs": envs, "vllm.ray.lazy_utils": lazy, "vllm.v1.attention.backends.registry": registry,
         "tpu_inference.envs": envs,
     }  # fmt: skip
-    host = module_of(path_of("tpu-inference", path.replace(".", "/") + ".py"), path, replaced)
-    put({path: host})
+    host = _module(path, replaced)
     sys.modules["tpu_inference"].__spec__ = types.SimpleNamespace(name="tpu_inference")
     (plugin,) = (x for x in metadata.entry_points(group="vllm.general_plugins") if x.name == "chunkwise")
     for _ in range(2):
@@ -91,10 +87,10 @@ def test_over_devices():
     utils, backends = types.ModuleType("utils"), types.ModuleType("attention_backend")
     utils.get_mesh_shape_product = lambda mesh, axis: mesh.shape[axis]
     backends.Conv1dGDNKernel = backends.GDNLinearAttentionBackend = None
-    module = module_of(
-        path_of("tpu-inference", "layers/common/gdn_attention.py"), f"{path}gdn_attention",
+    module = _module(
+        f"{path}gdn_attention",
         {f"{path}sharding": names, f"{path}attention_backend": backends, "tpu_inference.utils": utils},
-    )  # fmt: skip
+    )
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     # The same step with other numbers on each device: the whole has twice its heads and twice its requests.
     (x, sizes), parts = step((1, 1, 7, 12), 2), {}
@@ -103,7 +99,7 @@ def test_over_devices():
             change = lambda y, i=i, j=j: y * (1 + i + 2 * j) if jnp.issubdtype(y.dtype, jnp.floating) else y
             parts[i, j] = jax.tree.map(change, x)
     by_heads = dict.fromkeys(("qkv", "b", "a"), 1) | dict(conv_state=2, recurrent_state=1)
-    weights = dict(conv_weight=0, a_log=0, dt_bias=0)
+    weights = ("conv_weight", "a_log", "dt_bias")
 
     def whole(name):
         if name in weights:
@@ -176,7 +172,7 @@ def their_decodes(x, sizes):
     q, k, v = jnp.split(qkv.reshape(len(qkv), -1, sizes["d_k"]), [sizes["n_kq"], 2 * sizes["n_kq"]], axis=1)
     q, k = (jnp.repeat(y, sizes["n_v"] // sizes["n_kq"], axis=1) for y in (q, k))
     at = (x[name] for name in ("a_log", "dt_bias", "query_start_loc", "state_indices", "distribution"))
-    return DECODES.ragged_gated_delta_rule_decode_only(q, k, v, x["b"], x["a"], x["recurrent_state"], *at, True)
+    return CHUNKED.ragged_gated_delta_rule_decode_only(q, k, v, x["b"], x["a"], x["recurrent_state"], *at, True)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1, 7, 40), (1,) * 8])

@@ -1,4 +1,4 @@
-"""What the adapters of serving engines have in common: the gates, the step and the convolution."""
+"""Between serving engines and the operators: gates and heads of all, the step and the convolution of tpu-inference."""
 
 import itertools
 from typing import Any
@@ -12,7 +12,7 @@ from chunkwise.shared.operators import checks
 
 
 def raw_gates(A_log: jax.Array, dt_bias: jax.Array, raw_beta: bool = True) -> dict[str, Any]:
-    """Return the arguments of a delta rule over raw gates, and raw step sizes, which makes queries and keys unit."""
+    """Return the arguments of a delta rule over raw gates, which gives queries and keys unit length."""
     return dict(
         use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log.astype(jnp.float32),
         dt_bias=dt_bias.astype(jnp.float32), use_beta_sigmoid_in_kernel=raw_beta,
