@@ -27,6 +27,7 @@ from chunkwise.shared.testing import compare, oracle
 
 # Recall: a line has WIDTH characters of 8 bits, so that a value has 256 channels, and a key has KEY channels.
 WIDTH, KEY = 32, 128
+# Libraries differ in how many lines they have: the last count is what there is, if that is less.
 COUNTS = (4, 8, 16, 32, 64, 128, 256)
 # So many lines are shown, and the judgement is about them.
 SHOWN = 32
@@ -77,7 +78,10 @@ def library() -> list[Path]:
 
 
 def read_facts(count: int) -> dict[str, str]:
-    """Return the first lines of the docstrings of so many functions and classes, by name, in a fixed random order."""
+    """Return the first lines of the docstrings of functions and classes, by name, in a fixed random order.
+
+    They are `count` lines, or all lines of the library if it has fewer.
+    """
     facts = {}
     for path in library():
         for node in ast.parse(path.read_bytes()).body:
@@ -86,7 +90,8 @@ def read_facts(count: int) -> dict[str, str]:
             line = (ast.get_docstring(node) or "").split("\n")[0]
             if line.isascii() and 8 <= len(line) <= WIDTH:
                 facts[f"{path.stem}.{node.name}"] = line.ljust(WIDTH)
-    names = sorted(facts)
+    if not (names := sorted(facts)):
+        raise SystemExit(f"The standard library must have docstrings; got none in {library()[0].parent}.")
     return {names[i]: facts[names[i]] for i in np.random.default_rng(0).permutation(len(names))[:count]}
 
 
@@ -115,9 +120,11 @@ def line_of(bits: np.ndarray) -> str:
 def recall(facts: dict[str, str], counts: tuple[int, ...]) -> list[Recall]:
     """Store the first lines of `facts`, as many as every count says, and ask both states for them.
 
+    Of the counts above the number of lines there is one, that number.
     A sequence tells every name a wrong line first, that of another name, and then twice its own. Then it asks: a token
     whose step size is 0, or whose value is 0, changes nothing. The sequences of all counts are packed into one row.
     """
+    counts = tuple(dict.fromkeys(min(count, len(facts)) for count in counts))
     keys, values, steps = [], [], []
     for count in counts:
         names, lines = list(facts)[:count], np.stack([bits_of(line) for line in list(facts.values())[:count]])
