@@ -1,5 +1,7 @@
 """The sessions, found from the tree: `nox -l` lists them, and `nox` alone runs those that every change must pass.
 
+They run under the newest supported Python of this machine, and `oldest` runs a sample under the oldest one.
+
 A package is a folder with a pyproject.toml: shared, and every such folder of packages/. The root is a distribution too,
 which brings the others.
 
@@ -24,6 +26,7 @@ ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
 from release import metadata as common  # noqa: E402
+from release import pythons  # noqa: E402
 
 MANIFESTS = [ROOT / "shared/pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
 PACKAGES = {path.parent.name: path.parent for path in MANIFESTS}
@@ -38,8 +41,12 @@ LOCKED = () if NEWEST else ("--constraint", str(LOCK))
 # The pairs of Python and JAX that work: JAX 0.11 and later need Python 3.12.
 JAX = ("0.10", "0.11", "0.12")
 PAIRS = [("3.11", "0.10"), *((python, jax) for python in ("3.12", "3.13", "3.14") for jax in JAX)]
-# The packages whose tests run under every pair: a stage, and a whole operator.
+# The packages whose tests run under every pair, and under the oldest Python: a stage, and a whole operator.
 SAMPLE = ("kkt", "kda")
+
+# The Pythons of this machine by version, oldest first. Without a supported one, sessions run under that of nox.
+PYTHONS = pythons.find(dict.fromkeys(python for python, jax in PAIRS))
+OLDEST, *_, LATEST = [*PYTHONS.values()] * 2 or [None, None]
 
 # The hosts of packages/integrations: what a session installs with all that it needs, in the host's own pins, and alone.
 HOSTS = {
@@ -137,42 +144,59 @@ def lock(session):
     LOCK.write_text(f"# What the sessions of noxfile.py install; `nox -s lock` writes this file.\n{found.read_text()}")
 
 
-@nox.session
+@nox.session(python=LATEST)
 def types(session):
     """Check the static types of everything that is shipped."""
     prepare(session, "types")
     session.run("pyrefly", "check")
 
 
-@nox.session
+@nox.session(python=LATEST)
 def tests(session):
     """Run the tests of all packages in one go, with the compilations for TPU v6e and a sample on a simulated TPU."""
     prepare(session, "test")
     session.run("pytest", *WORKERS, *QUICK, *PACKAGES.values(), "tests_simulated", *session.posargs)
 
 
-@nox.session
+@nox.session(python=LATEST)
 def e2e(session):
     """Run the operators as a user calls them, and beside those of transformers."""
     prepare(session, "e2e")
     session.run("pytest", *WORKERS, *QUICK, "tests_e2e", *session.posargs)
 
 
-@nox.session
+@nox.session(python=LATEST)
 def mesh(session):
     """Run the operators over eight simulated devices, and over two processes."""
     prepare(session, "mesh")
     session.run("pytest", *WORKERS, *QUICK, "tests_mesh", *session.posargs, env=MANY_THREADS)
 
 
-@nox.session(default=False)
+@nox.session(python=OLDEST, default=OLDEST != LATEST)
+def oldest(session):
+    """Do as the first line of the README under the oldest Python, and run a sample and what needs torch there."""
+    session.install(*LOCKED, *nox.project.dependency_groups(GROUPS, "e2e", "runtime"))
+    session.install(*LOCKED, "--no-build-isolation", ".[integrations]")
+    session.run("chunkwise", "demo", "--output", Path(session.create_tmp(), "demo"))
+    session.run("pytest", *WORKERS, *QUICK, *(PACKAGES[name] for name in SAMPLE), *session.posargs)
+    session.run("pytest", *WORKERS, "-m", "torch and not thorough", "tests_e2e", *session.posargs)
+
+
+@nox.session(python=OLDEST, default=False)
+def torch(session):
+    """Run the thorough tests that need torch, under the oldest Python, for which it has builds."""
+    prepare(session, "e2e")
+    session.run("pytest", *WORKERS, "-m", "torch and thorough", "tests_e2e", *session.posargs)
+
+
+@nox.session(python=LATEST, default=False)
 def simulated(session):
     """Run all kernels on a simulated TPU, which finds races and memory that nobody wrote."""
     prepare(session, "test")
     session.run("pytest", *WORKERS, "tests_simulated", *session.posargs)
 
 
-@nox.session(default=False)
+@nox.session(python=LATEST, default=False)
 def thorough(session):
     """Run the tests that take long: more sizes and types, and the compilations for all TPU generations."""
     prepare(session, "e2e")
@@ -180,14 +204,14 @@ def thorough(session):
     session.run("pytest", *WORKERS, "-m", "thorough", "tests_mesh", *session.posargs, env=MANY_THREADS)
 
 
-@nox.session(default=False)
+@nox.session(python=LATEST, default=False)
 def random(session):
     """Search for mistakes: compare operators with float64 on random batches, other ones every time."""
     prepare(session, "test")
     session.run("pytest", *WORKERS[:4], "tests_random", *session.posargs)
 
 
-@nox.session(default=False)
+@nox.session(python=LATEST, default=False)
 def tpu(session):
     """Run only the compilations for real TPUs."""
     prepare(session, "test")
@@ -195,7 +219,7 @@ def tpu(session):
     session.run("pytest", *WORKERS, "-m", "tpu", "tests_mesh", *session.posargs, env=MANY_THREADS)
 
 
-@nox.session(python="3.12", default=False)
+@nox.session(python=PYTHONS.get("3.12", "3.12"), default=False)
 def gpu(session):
     """Compile for an H100 without one, hold launches and temporaries to limits, and run the forms for GPUs on a CPU."""
     session.install(*LOCKED, *(x for x in nox.project.dependency_groups(GROUPS, "test") if not x.startswith("jax[")))
@@ -235,8 +259,8 @@ def add_package_sessions(name: str) -> None:
 
     test.__doc__ = f"Run the tests of {name} with nothing installed but what it needs."
     solo.__doc__ = f"Install {name} alone, as a user would, and run the example of its README."
-    nox.session(test, name=f"test-{name}", default=False)
-    nox.session(solo, name=f"solo-{name}", default=name in SOLO)
+    nox.session(test, name=f"test-{name}", python=LATEST, default=False)
+    nox.session(solo, name=f"solo-{name}", python=LATEST, default=name in SOLO)
 
 
 for package in PACKAGES:
@@ -256,7 +280,7 @@ def add_host_session(name: str, requirements: tuple[str, ...], alone: tuple[str,
         session.run("pytest", *quietly, f"tests_hosts/test_{name.replace('-', '_')}.py", *session.posargs)
 
     host.__doc__ = f"Run {name} with ours in place: its own tests, or its own functions beside ours."
-    nox.session(host, name=f"host-{name}", python="3.12", default=False)
+    nox.session(host, name=f"host-{name}", python=PYTHONS.get("3.12", "3.12"), default=False)
 
 
 for host, requirements in HOSTS.items():
@@ -306,7 +330,7 @@ def copy_for_release(name: str, folder: Path, release: Path) -> None:
     (release / "README.md").write_text(readme)
 
 
-@nox.session
+@nox.session(python=LATEST)
 def build(session):
     """Build every wheel and sdist into dist/, check them, and install from there."""
     runtime = nox.project.dependency_groups(GROUPS, "runtime")
@@ -325,12 +349,15 @@ def build(session):
     offline = ("--no-index", "--find-links", str(dist), "--no-build-isolation")
     session.install(*offline, "--no-binary", kernel, kernel, "chunkwise")
     session.run("chunkwise", "--version")
+    session.run("chunkwise", "demo", "--output", Path(session.create_tmp(), "demo"))
     run_example(session, "kkt")
     run_example(session, "pipeline")
 
 
 @nox.session(default=False)
-@nox.parametrize("python,jax", PAIRS, ids=["-".join(pair) for pair in PAIRS])
+@nox.parametrize(
+    "python,jax", [(PYTHONS.get(python, python), jax) for python, jax in PAIRS], ids=["-".join(pair) for pair in PAIRS]
+)
 def matrix(session, jax):
     """Install the wheels of dist/ under every pair of Python and JAX, and run a sample of the tests on them."""
     dist = ROOT / "dist"
@@ -347,7 +374,7 @@ def matrix(session, jax):
     session.run("pytest", *WORKERS, *QUICK, *(PACKAGES[name] for name in SAMPLE), *session.posargs)
 
 
-@nox.session(default=False)
+@nox.session(python=LATEST, default=False)
 def docs(session):
     """Build the documentation site into build/site, and look at it in a browser."""
     prepare(session, "docs")
@@ -355,7 +382,7 @@ def docs(session):
     session.run("pytest", "tests_docs", *session.posargs)
 
 
-@nox.session(default=False)
+@nox.session(python=LATEST, default=False)
 def train(session):
     """Train a small language model on Python's standard library, and measure it and pools on files new to it."""
     prepare(session, "train")

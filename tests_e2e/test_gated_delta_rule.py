@@ -68,6 +68,7 @@ def test_stage_by_stage(implementation):
     assert_close("final_state", state, state_ref, TOLERANCE["float32"])
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("implementation", ["xla", "staged"])
 def test_transformers(implementation):
     """Qwen3-Next's own function, on the same float32 inputs; test_real_model.py has whole layers."""

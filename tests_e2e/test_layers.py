@@ -10,6 +10,8 @@ from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, asse
 from hybrids import MODELS
 from recording import check_calls, check_token_by_token, record
 
+pytestmark = pytest.mark.torch
+
 
 @pytest.fixture(scope="module", params=MODELS)
 def case(request):

@@ -13,6 +13,8 @@ from chunkwise.layers import config_from, load_gated_delta_net, open_checkpoint,
 from hybrids import MODELS
 from recording import build
 
+pytestmark = pytest.mark.torch
+
 # Reads a checkpoint over 4 devices of the CPU, in a process of its own: prints its size and the most memory that was
 # taken meanwhile, without the pages of the file, which the system has back whenever it wants them. The C library gives
 # back what is free.

@@ -20,6 +20,8 @@ from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from generation import compile_run, generate, logits, main, pad
 from recording import ATTENTION, SMALL, build, randomise, torch
 
+pytestmark = pytest.mark.torch
+
 # Tokens of a piece of a prompt: a chunk and a part of one. One row of the prompts begins with a piece of padding, and
 # the other with almost one: its first piece has fewer tokens than the convolutions take.
 PIECE, PROMPTS, COUNT = 70, (100, 142), 32

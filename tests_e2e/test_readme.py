@@ -71,6 +71,13 @@ def stand_in(monkeypatch, module: str):
     exec(f"def {ELSEWHERE[module]}: return None, None", vars(sys.modules[module]))
 
 
+def marks_of(page: Path) -> list:
+    """Return the marks of a page by what its blocks need."""
+    text = page.read_text()
+    needs_torch = any("transformers" in code for kind, code in BLOCK.findall(text) if kind == "python")
+    return [pytest.mark.tpu] * ("compile_for(" in text) + [pytest.mark.torch] * needs_torch
+
+
 def without_libraries(monkeypatch, code: str) -> bool:
     """Return whether a block can run: libraries of ELSEWHERE get a stand-in, and a block that uses torch needs it."""
     for module in re.findall(r"^from ((?:fla|vllm|tokamax)\.[\w.]+)", code, re.MULTILINE):
@@ -82,14 +89,7 @@ def without_libraries(monkeypatch, code: str) -> bool:
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(
-            page,
-            id=str(page.relative_to(ROOT)),
-            marks=[pytest.mark.tpu] * ("compile_for(" in page.read_text()),
-        )
-        for page in [*PAGES, *PACKAGE_PAGES]
-    ],
+    [pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks_of(page)) for page in [*PAGES, *PACKAGE_PAGES]],
 )
 @pytest.mark.interpreted
 def test_python(page, monkeypatch):

@@ -1,7 +1,9 @@
 """What a release rests on: the copies of metadata.toml, the lock file, the versions, and the pages of the forge."""
 
 import importlib
+import os
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -96,6 +98,47 @@ def test_workflows_name_sessions_and_releases(path):
     for line in re.findall(r"nox -s (.*)", text):
         named = re.findall(r"(?<!\S)\"?([a-z]+)", line.replace("${{ matrix.session }}", ""))
         assert set(named) <= sessions, line
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("tests_e2e/test_*.py")), ids=lambda path: path.stem)
+def test_what_needs_torch_is_marked(path):
+    """The session `oldest` selects it by its mark; elsewhere it is skipped."""
+    text = path.read_text()
+    if re.search(r"^from (recording|hybrids) |importorskip\(.torch|find_spec\(.torch", text, re.MULTILINE):
+        assert "pytest.mark.torch" in text
+
+
+def script(path: Path, text: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="it writes programs of sh")
+def test_pythons_that_run_are_found(tmp_path, monkeypatch):
+    """A command of PATH that fails, another version by that name and a free-threaded one are none."""
+    monkeypatch.syspath_prepend(ROOT)
+    pythons = importlib.import_module("release.pythons")
+    monkeypatch.setattr(sys, "executable", script(tmp_path / "nox/python", "echo 3.11 final cpython True True"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'shims'}:{tmp_path / 'usr'}")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    monkeypatch.setenv("UV_PYTHON_INSTALL_DIR", str(tmp_path / "uv"))
+    for version in ("3.12", "3.13"):
+        script(tmp_path / f"shims/python{version}", "echo command not found; exit 127")
+    script(tmp_path / "usr/python3.12", "echo 3.12 final cpython True False")
+    script(tmp_path / "usr/python3.14", "echo 3.14 candidate cpython True True")
+    there = {
+        "3.12": script(tmp_path / "pyenv/versions/3.12.1/bin/python3.12", "echo 3.12 final cpython True True"),
+        "3.13": script(tmp_path / "uv/cpython-3.13.0/bin/python3.13", "echo 3.13 final cpython True True"),
+    }
+    assert pythons.find(["3.11", "3.12", "3.13", "3.14"]) == {"3.11": sys.executable} | there
+
+
+def test_this_python_is_found(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert importlib.import_module("release.pythons").find([version]) == {version: sys.executable}
 
 
 @pytest.mark.parametrize("path", MANIFESTS[1:], ids=lambda path: path.parent.name)

@@ -120,6 +120,7 @@ implementations = pytest.mark.parametrize("implementation", [None, "fused"])
 
 
 @implementations
+@pytest.mark.torch
 @pytest.mark.interpreted
 def test_chunked_prefill(case, implementation):
     requests = case.requests()
@@ -131,6 +132,7 @@ def test_chunked_prefill(case, implementation):
 
 
 @implementations
+@pytest.mark.torch
 @pytest.mark.interpreted
 def test_speculation(case, implementation):
     T, W, requests, drafts = 24, 3, case.requests(), case.drafts

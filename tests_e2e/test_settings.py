@@ -17,6 +17,7 @@ from hybrids import MODELS
 from recording import torch
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.torch
 
 TOKENS = 6
 # Settings that say how a model is run, or that every config has, and no layer of transformers reads.

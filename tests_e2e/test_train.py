@@ -180,6 +180,7 @@ def build_qwen():
     return torch, qwen.Qwen3_5ForCausalLM(config).train()
 
 
+@pytest.mark.torch
 def test_beside_transformers():
     """Twenty steps of AdamW from the same weights over the same batches have the same losses in torch."""
     torch, theirs = build_qwen()
