@@ -256,9 +256,11 @@ def add_package_sessions(name: str) -> None:
         if installed != expected:
             session.error(f"Installing {name} must bring {sorted(expected)}; got {sorted(installed)}.")
         run_example(session, name)
+        if (PACKAGES[name] / "tests/test_alone.py").exists():
+            session.run("python", ROOT / "shared/tests/alone_suite.py", name, env={"JAX_PLATFORMS": "cpu"})
 
     test.__doc__ = f"Run the tests of {name} with nothing installed but what it needs."
-    solo.__doc__ = f"Install {name} alone, as a user would, and run the example of its README."
+    solo.__doc__ = f"Install {name} alone, as a user would, run the example of its README, and use every argument."
     nox.session(test, name=f"test-{name}", python=LATEST, default=False)
     nox.session(solo, name=f"solo-{name}", python=LATEST, default=name in SOLO)
 

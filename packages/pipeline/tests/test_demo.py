@@ -1,4 +1,4 @@
-"""The demo on a few lines and tokens."""
+"""The demo: as many lines as the command stores, and fewer tokens."""
 
 import pytest
 from rich.console import Console
@@ -11,9 +11,48 @@ def facts():
     return demo.read_facts(16)
 
 
+@pytest.fixture
+def write_library(tmp_path, monkeypatch):
+    """Put a library of so many lines into the place of Python's."""
+
+    def write(lines: int):
+        folder = tmp_path / "library"
+        folder.mkdir()
+        code = "".join(f'def function_{i}():\n    """Line number {i}."""\n\n\n' for i in range(lines))
+        (folder / "module.py").write_text(code + "TABLE = (" + "0, " * 500 + ")\n")
+        monkeypatch.setattr(demo.sysconfig, "get_path", lambda name: str(folder))
+
+    return write
+
+
 def test_facts_are_lines_of_the_library(facts):
     assert len(facts) == 16
     assert all(len(line) == demo.WIDTH and line.isascii() for line in facts.values())
+
+
+@pytest.mark.parametrize(
+    ("lines", "counts"), [(255, (*demo.COUNTS[:-1], 255)), (33, (4, 8, 16, 32, 33)), (32, (4, 8, 16, 32)), (3, (3,))]
+)
+def test_a_library_of_fewer_lines(write_library, lines, counts):
+    write_library(lines)
+    facts = demo.read_facts(max(demo.COUNTS))
+    assert len(facts) == lines
+    assert tuple(len(recall.facts) for recall in demo.recall(facts, demo.COUNTS)) == counts
+
+
+@pytest.mark.parametrize("lines", [3, 40])
+def test_demo_of_a_library_of_fewer_lines(write_library, tmp_path, capsys, lines):
+    """It says what it stored, and draws it."""
+    write_library(lines)
+    demo.run(tmp_path, Console(width=150), lengths=(32,))
+    assert f"Judgement: of {min(lines, demo.SHOWN)} lines the delta rule" in capsys.readouterr().out
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+def test_a_library_without_lines(write_library):
+    write_library(0)
+    with pytest.raises(SystemExit, match=r"^The standard library must have docstrings; got none in .*library\.$"):
+        demo.read_facts(4)
 
 
 def test_bits_spell_the_line():
@@ -43,11 +82,11 @@ def test_a_wrong_result_is_judged():
 
 
 def test_demo(tmp_path, capsys):
-    assert demo.run(tmp_path, Console(width=150), counts=(4, 16), lengths=(32, 64)) == 0
+    assert demo.run(tmp_path, Console(width=150), lengths=(32, 64)) == 0
     printed = capsys.readouterr()
     assert printed.out.isascii()
     assert printed.out.startswith("The text: the standard library of Python")
-    assert "Judgement: of 16 lines the delta rule gives back 16" in printed.out
+    assert "Judgement: of 32 lines the delta rule gives back 32" in printed.out
     assert "storing lines" in printed.err
     assert (tmp_path / "demo.png").stat().st_size > 10_000
 

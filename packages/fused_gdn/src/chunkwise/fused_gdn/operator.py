@@ -87,5 +87,5 @@ OPERATOR = define(
     "gated_delta_rule",
     check,
     fused.implementation(KERNELS, fused.holds_states),
-    delta_rule_in_plain_jax(xla.gated_delta_rule, xla.states_after, batched.make_form),
+    delta_rule_in_plain_jax(xla.gated_delta_rule, xla.states_after, xla.chunk_states, batched.make_form),
 )

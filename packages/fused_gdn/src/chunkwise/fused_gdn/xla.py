@@ -70,19 +70,36 @@ def states_after(x: arguments.Arguments, options: arguments.Options) -> tuple[ja
 
     Initial states, which there must be, may have more channels than v, whose values are zeros.
     """
-    _, states, inverses = _scan(x, options._replace(output_final_state=True), False, None)
+    _, states, inverses, _ = _scan(x, options._replace(output_final_state=True), False, None)
     return states, inverses
 
 
+def chunk_states(x: arguments.Arguments, options: arguments.Options) -> jax.Array:
+    """Return the states before all chunks of a packed batch with states, [1, NT, HV, K, V].
+
+    Before the first chunk of a sequence they are meaningless.
+    """
+    after = _scan(x, options._replace(output_final_state=True), False, None, options.chunk_size)[3]
+    return jnp.roll(after, 1, axis=0)[None]
+
+
 def _scan(
-    x: arguments.Arguments, options: arguments.Options, with_output: bool, kept: jax.Array | None
-) -> tuple[Any, Any, Any]:
-    """Return the output, unless it is not wanted, the final states, if they are, and without output the inverses."""
+    x: arguments.Arguments,
+    options: arguments.Options,
+    with_output: bool,
+    kept: jax.Array | None,
+    most_rows: int = _MOST_ROWS,
+) -> tuple[Any, Any, Any, Any]:
+    """Return the output, the final states, the inverses and the states after all chunks.
+
+    There is an output if it is wanted, and inverses if it is not; final states if the options ask for them, and those
+    after chunks, [NT, HV, K, V], if the batch is packed too.
+    """
     v, scale, initial_state = x.v, x.scale, x.initial_state
     cu_seqlens: Any = x.cu_seqlens
     output_final_state = options.output_final_state
     q, k = (recurrence.unit_rows(y, options.normalise, cu_seqlens) for y in (x.q, x.k))
-    (B, T, HV, V), K, C = v.shape, k.shape[-1], min(options.chunk_size or _MOST_ROWS, _MOST_ROWS)
+    (B, T, HV, V), K, C = v.shape, k.shape[-1], min(options.chunk_size or most_rows, most_rows)
     stream = cu_seqlens is not None and initial_state is None and not output_final_state
     chunks = chunking.Chunking(B, T, C, None if stream else cu_seqlens)
     masks: Any = chunking.stream_masks(T, C, cu_seqlens) if stream else None
@@ -135,12 +152,12 @@ def _scan(
         o = o[: chunks.NC // B].reshape(-1, B, C, HV, V)
         o = chunks.gather(jnp.moveaxis(o, 1, 0).reshape(B, -1, HV, V))
     if stream:
-        return isolation.keep_apart(o, v, nonfinite, cu_seqlens), None, None
+        return isolation.keep_apart(o, v, nonfinite, cu_seqlens), None, None, None
     if not output_final_state:
-        return o, None, None
+        return o, None, None, None
     if not chunks.packed:
-        return o, S.reshape(B, HV, K, channels), inverses
-    return o, layout.unless_empty(after[chunks.final_chunk], h0, cu_seqlens), inverses
+        return o, S.reshape(B, HV, K, channels), inverses, None
+    return o, layout.unless_empty(after[chunks.final_chunk], h0, cu_seqlens), inverses, after[: chunks.NC]
 
 
 def _by_chunk(x: jax.Array, C: int) -> jax.Array:

@@ -113,6 +113,18 @@ KERNELS = fused.Kernels(
 @in_plain_jax
 def run_xla(x: Arguments, options: Options, precomputed: None = None) -> tuple[jax.Array, Any]:
     """Run the plain form."""
+    o, state, _ = _run_tiles(x, options)
+    return o.astype(x.v.dtype), None if state is None else jnp.swapaxes(state, 2, 3)
+
+
+@in_plain_jax
+def chunk_states(x: Arguments, options: Options) -> jax.Array:
+    """Return the states before all chunks of a packed batch with states, [1, NT, HV, K, V]."""
+    return jnp.swapaxes(_run_tiles(x, options)[2], 2, 3)[None]
+
+
+def _run_tiles(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """Return what `xla.gla` does, of operands in float32."""
     options = with_chunk_size("xla", x, options)
     q, k, v = (y.astype(jnp.float32) for y in (x.q, x.k, x.v))
     # JAX would round the gradient of a bfloat16 operand, which is the gradient of the scores and of the states.
@@ -120,9 +132,8 @@ def run_xla(x: Arguments, options: Options, precomputed: None = None) -> tuple[j
     if x.initial_state is not None:
         # The states of the tiles are [V, K].
         exact = exact._replace(initial_state=jnp.swapaxes(x.initial_state.astype(jnp.float32), 2, 3))
-    o, state = xla.gla(exact, options)
-    return o.astype(x.v.dtype), None if state is None else jnp.swapaxes(state, 2, 3)
+    return xla.gla(exact, options)
 
 
-_IMPLEMENTATIONS = fused.implementation(KERNELS, fits), Implementation("xla", run_xla)
+_IMPLEMENTATIONS = fused.implementation(KERNELS, fits), Implementation("xla", run_xla, chunk_states=chunk_states)
 GLA, SIMPLE_GLA = (define(name, check, *_IMPLEMENTATIONS) for name in ("gla", "simple_gla"))

@@ -17,9 +17,10 @@ from chunkwise.shared.kernels import chunking, matmul
 from chunkwise.shared.operators import arguments, isolation
 
 
-def gla(x: arguments.Arguments, options: arguments.Options) -> tuple[jax.Array, jax.Array | None]:
-    """Return (o, final states) for checked arguments in float32, g [B, T, HV] or [B, T, HV, K], states [N, HV, V, K].
+def gla(x: arguments.Arguments, options: arguments.Options) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """Return o, the final states if they are wanted, and the states before all chunks [NC, HV, V, K].
 
+    Arguments are checked and float32, g is [B, T, HV] or [B, T, HV, K], states are [N, HV, V, K].
     The chunks of all heads are one batch of tiles [NC * heads, C, D].
     """
     B, T, HV, _ = x.v.shape
@@ -53,11 +54,11 @@ def gla(x: arguments.Arguments, options: arguments.Options) -> tuple[jax.Array, 
     if nonfinite is not None:
         o = isolation.keep_apart(o, x.v, nonfinite, cu_seqlens)
     if not options.output_final_state:
-        return o, None
+        return o, None, before
     last = chunks.final_chunk
     final = through[last] * before[last] + added[last]
     start = jnp.zeros((), jnp.float32) if x.initial_state is None else x.initial_state
-    return o, jnp.where(chunks.empty[:, None, None, None], start, final)
+    return o, jnp.where(chunks.empty[:, None, None, None], start, final), before
 
 
 def _tiles(x: jax.Array) -> jax.Array:

@@ -107,5 +107,5 @@ OPERATOR = define(
     "kda",
     check,
     fused.implementation(KERNELS, fused.holds_states, raw_gates=True),
-    delta_rule_in_plain_jax(xla.kimi_delta_attention, xla.states_after, batched.make_form),
+    delta_rule_in_plain_jax(xla.kimi_delta_attention, xla.states_after, xla.chunk_states, batched.make_form),
 )

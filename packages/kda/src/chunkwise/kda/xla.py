@@ -172,14 +172,26 @@ def states_after(x: arguments.Arguments, options: arguments.Options) -> tuple[ja
 
     Initial states, which there must be, may have more channels than v, whose values are zeros.
     """
-    _, states, X = _run(x, options._replace(output_final_state=True), False, None)
+    _, states, X, _ = _run(x, options._replace(output_final_state=True), False, None)
     return states, X
+
+
+def chunk_states(x: arguments.Arguments, options: arguments.Options) -> jax.Array:
+    """Return the states before all chunks of a packed batch with states, [1, NT, HV, K, V].
+
+    Before the first chunk of a sequence they are meaningless.
+    """
+    after: Any = _run(x, options._replace(output_final_state=True), False, None)[3]
+    return jnp.roll(jnp.swapaxes(after, -1, -2), 1, axis=0)[None]
 
 
 def _run(
     x: arguments.Arguments, options: arguments.Options, with_output: bool, kept: jax.Array | None
-) -> tuple[Any, Any, jax.Array]:
-    """Return the output, unless it is not wanted, the final states, if they are, and the inverses."""
+) -> tuple[Any, Any, jax.Array, jax.Array | None]:
+    """Return the output, the final states, the inverses, and the states after all chunks [NT, HV, V, K].
+
+    There is an output and there are final states if they are wanted; states after chunks if the batch is packed too.
+    """
     B, T, HV, _ = x.v.shape
     C, base = options.chunk_size, tile.base_block(options.gate_lower_bound, jnp.float32)
     cu_seqlens: Any = x.cu_seqlens
@@ -219,8 +231,8 @@ def _run(
         o = jnp.moveaxis(o.reshape(o.shape[0], batch, HV, *o.shape[2:]), 1, 0)
         o = chunks.merge(o.reshape(-1, *o.shape[2:])).astype(x.v.dtype)
     if stream:
-        return isolation.keep_apart(o, x.v, nonfinite, cu_seqlens), None, X
+        return isolation.keep_apart(o, x.v, nonfinite, cu_seqlens), None, X, None
     if not options.output_final_state:
-        return o, None, X
+        return o, None, X, None
     last = last.reshape(B, HV, *last.shape[1:]) if states is None else states[chunks.final_chunk]
-    return o, jnp.swapaxes(layout.unless_empty(last, state, cu_seqlens), -1, -2), X
+    return o, jnp.swapaxes(layout.unless_empty(last, state, cu_seqlens), -1, -2), X, states

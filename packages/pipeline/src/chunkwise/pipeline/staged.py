@@ -3,7 +3,6 @@
 Each chain is one more implementation of its operator, "staged": `register_all` adds it to the records of the packages.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -35,7 +34,7 @@ def delta_rule(x: Arguments, options: Options, A_inv: jax.Array | None = None) -
     With erase keys p it erases and writes apart.
     `A_inv` are the inverses that `map_delta_rule` keeps, of the same tokens.
     """
-    g_cum, (h, v_new, final_state) = _delta_states(x, options, _PALLAS, A_inv)
+    g_cum, (h, v_new, final_state) = _delta_states(x, options, A_inv)
     q, k = (recurrence.unit_rows(y, options.normalise, x.cu_seqlens) for y in (x.q, x.k))
     o = chunk_fwd_o(
         q, k, v_new, h, g_cum, None, x.scale, x.cu_seqlens, options.chunk_size, implementation=_PALLAS
@@ -43,11 +42,11 @@ def delta_rule(x: Arguments, options: Options, A_inv: jax.Array | None = None) -
     return o.astype(x.v.dtype), final_state
 
 
-def _solve(x: Arguments, options: Options, implementation: str, A_inv: jax.Array | None) -> tuple[jax.Array, ...]:
+def _solve(x: Arguments, options: Options, A_inv: jax.Array | None) -> tuple[jax.Array, ...]:
     """Return k, g_cum, A_inv, w and u from the stages before the pass of the state; A_inv may be known."""
     assert x.g is not None
     assert x.beta is not None
-    cu, C, how = x.cu_seqlens, options.chunk_size, {"implementation": implementation}
+    cu, C, how = x.cu_seqlens, options.chunk_size, {"implementation": _PALLAS}
     k = recurrence.unit_rows(x.k, options.normalise, cu)
     g_cum = chunk_local_cumsum(tiles.clip_gate(x.g), C, cu_seqlens=cu, **how)
     # Where the inverses are known only the gradient asks for A.
@@ -56,21 +55,19 @@ def _solve(x: Arguments, options: Options, implementation: str, A_inv: jax.Array
     return k, g_cum, A_inv, *recompute_w_u(k if x.p is None else x.p, x.v, x.beta, A_inv, g_cum, cu, **how)
 
 
-def _delta_states(
-    x: Arguments, options: Options, implementation: str, A_inv: jax.Array | None = None
-) -> tuple[jax.Array, tuple]:
+def _delta_states(x: Arguments, options: Options, A_inv: jax.Array | None = None) -> tuple[jax.Array, tuple]:
     """Return the cumulative gates, and what the state pass returns: states before chunks, new values, final states."""
-    k, g_cum, _, w, u = _solve(x, options, implementation, A_inv)
+    k, g_cum, _, w, u = _solve(x, options, A_inv)
     return g_cum, chunk_gated_delta_rule_fwd_h(
         k, w, u, g_cum, x.initial_state, options.output_final_state, x.cu_seqlens, options.chunk_size,
-        implementation=implementation,
+        implementation=_PALLAS,
     )  # fmt: skip
 
 
 @in_plain_jax
 def map_delta_rule(x: Arguments, options: Options) -> state_map.StateMap:
     """Return what the tokens do to a state: one pass of the state beside the identity. The inverses are precomputed."""
-    k, g_cum, A_inv, w, u = _solve(x, options, _PALLAS, None)
+    k, g_cum, A_inv, w, u = _solve(x, options, None)
 
     def states_after(y: Arguments) -> tuple[Any, jax.Array]:
         missing = y.initial_state.shape[3] - u.shape[3]
@@ -86,16 +83,16 @@ def map_delta_rule(x: Arguments, options: Options) -> state_map.StateMap:
 @in_plain_jax
 def gla(x: Arguments, options: Options, precomputed: None = None) -> tuple[jax.Array, jax.Array | None]:
     """Gated linear attention for gates per head [B, T, HV], constant per head [HV], or per channel [B, T, HV, K]."""
-    g_cum, g_gamma, (h, final_state) = _gla_states(x, options, _PALLAS)
+    g_cum, g_gamma, (h, final_state) = _gla_states(x, options)
     o = chunk_fwd_o(
         x.q, x.k, x.v, h, g_cum, g_gamma, x.scale, x.cu_seqlens, options.chunk_size, implementation=_PALLAS
     )  # fmt: skip
     return o.astype(x.v.dtype), final_state
 
 
-def _gla_states(x: Arguments, options: Options, implementation: str) -> tuple[Any, Any, tuple]:
+def _gla_states(x: Arguments, options: Options) -> tuple[Any, Any, tuple]:
     """Return the cumulative and the constant gates, the states before chunks, and the final states."""
-    cu, C, how = x.cu_seqlens, options.chunk_size, {"implementation": implementation}
+    cu, C, how = x.cu_seqlens, options.chunk_size, {"implementation": _PALLAS}
     g_gamma = None if x.g_gamma is None else tiles.clip_gate(x.g_gamma)
     g_cum = None if x.g is None else chunk_local_cumsum(tiles.clip_gate(x.g), C, cu_seqlens=cu, **how)
     # The states take gates per channel as another argument.
@@ -107,7 +104,7 @@ def _gla_states(x: Arguments, options: Options, implementation: str) -> tuple[An
 
 
 def register_all() -> None:
-    """Add the chains to the operators, and the states before all chunks, which the stages know, to "xla" too."""
+    """Add the chains to the operators."""
     delta = Implementation("staged", delta_rule, map_delta_rule, at_once=True)
     for operator in (gdn.OPERATOR, kda.OPERATOR, two_keys.GDN2, two_keys.COMBA):
         _register(operator, delta, _delta_states)
@@ -116,11 +113,5 @@ def register_all() -> None:
 
 
 def _register(operator: Operator, chain: Implementation, states) -> None:
-    """Add a chain to an operator; `states` runs its stages up to the states, by the implementation of a stage."""
-
-    def find(x: Arguments, options: Options, implementation: str) -> jax.Array:
-        return states(x, options, implementation)[-1][0]
-
-    register(operator, chain._replace(chunk_states=functools.partial(find, implementation=_PALLAS)))
-    plain = operator.implementations["xla"]
-    operator.implementations["xla"] = plain._replace(chunk_states=functools.partial(find, implementation="xla"))
+    """Add a chain to an operator; `states` runs its stages up to the states."""
+    register(operator, chain._replace(chunk_states=lambda x, options: states(x, options)[-1][0]))

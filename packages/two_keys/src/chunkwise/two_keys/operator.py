@@ -38,7 +38,7 @@ def _define(name: str, check, optional: tuple[str, ...] = ()) -> Operator:
         name,
         check,
         fused.implementation(kernels, fused.holds_states, raw_gates=True),
-        delta_rule_in_plain_jax(xla.kimi_delta_attention, xla.states_after, batched.make_form),
+        delta_rule_in_plain_jax(xla.kimi_delta_attention, xla.states_after, xla.chunk_states, batched.make_form),
     )
 
 

@@ -44,7 +44,7 @@ MakeForm = Callable[..., Form]
 
 def run(make_form: MakeForm, x: arguments.Arguments, options: arguments.Options) -> tuple[jax.Array, Any]:
     """Return the output and the final states, None unless asked for, of prepared arguments."""
-    return _run(make_form, x, options, True)
+    return _run(make_form, x, options, True)[:2]
 
 
 def states_after(make_form: MakeForm, x: arguments.Arguments, options: arguments.Options) -> jax.Array:
@@ -52,8 +52,22 @@ def states_after(make_form: MakeForm, x: arguments.Arguments, options: arguments
     return _run(make_form, x, options._replace(output_final_state=True), False)[1]
 
 
-def _run(make_form: MakeForm, x: arguments.Arguments, options: arguments.Options, with_output: bool) -> tuple[Any, Any]:
-    """Return the output, unless it is not wanted, and the final states, unless they are not."""
+def chunk_states(make_form: MakeForm, x: arguments.Arguments, options: arguments.Options) -> jax.Array:
+    """Return the states before all chunks of a packed batch with states, [1, NT, HV, K, V]."""
+    return _run(make_form, x, options._replace(output_final_state=True), False, True)[2][None]
+
+
+def _run(
+    make_form: MakeForm,
+    x: arguments.Arguments,
+    options: arguments.Options,
+    with_output: bool,
+    keep_states: bool = False,
+) -> tuple[Any, Any, Any]:
+    """Return the output, unless it is not wanted, the final states, unless they are not, and those before chunks.
+
+    The last are the states before all chunks, [NT, B HV, K, V], if they are kept; there is no output beside them.
+    """
     cu_seqlens: Any = x.cu_seqlens
     (B, T, HV, V), K, C = x.v.shape, x.k.shape[-1], options.chunk_size
     bfloat16 = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype) == jnp.bfloat16
@@ -102,9 +116,9 @@ def _run(make_form: MakeForm, x: arguments.Arguments, options: arguments.Options
             after = jnp.concatenate([states[1:], S[None]])[jnp.clip(place, 0, groups.chunks - 1)]
             ends = (place >= 0) & (place < groups.chunks)
             finals = jnp.where(ends[:, None, None, None], after, finals)
-        if not with_output:
-            return (S, finals), None
         here = state_scan.select_states(restarts, states)
+        if not with_output:
+            return (S, finals), here if keep_states else None
         v_new = form.u - products.dot(form.chunks.w, here)
         o = x.scale * (products.dot(form.q_start, here) + products.dot(form.scores, v_new))
         return (S, finals), jnp.moveaxis(o.reshape(-1, B, HV, C, channels), 2, 3).astype(x.v.dtype)
@@ -116,10 +130,11 @@ def _run(make_form: MakeForm, x: arguments.Arguments, options: arguments.Options
     if with_output:
         o = chunks.gather(jnp.moveaxis(o, 0, 1).reshape(B, -1, HV, V))
     if stream:
-        return isolation.keep_apart(o, x.v, nonfinite, cu_seqlens), None
+        return isolation.keep_apart(o, x.v, nonfinite, cu_seqlens), None, None
     if not options.output_final_state:
-        return o, None
-    return o, S.reshape(B, HV, K, channels) if finals is None else layout.unless_empty(finals, h0, cu_seqlens)
+        return o, None, None
+    finals = S.reshape(B, HV, K, channels) if finals is None else layout.unless_empty(finals, h0, cu_seqlens)
+    return (o, finals, None) if with_output else (None, finals, o)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

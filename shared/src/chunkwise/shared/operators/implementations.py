@@ -27,8 +27,8 @@ class Implementation(NamedTuple):
         would launch them, and those that make what they read, once more. It is then taken from all gradients of `run`.
       pooled: from arguments, options and routes to the output and the pool, whose slots it reads and writes itself;
         None where the states are gathered, and scattered after `run`.
-      chunk_states: from arguments and options to the states before all chunks, which restart at every sequence:
-        [1, NT, HV, K, V].
+      chunk_states: from arguments and options of a packed batch with states to the states before all chunks, which
+        restart at every sequence: [1, NT, HV, K, V], meaningless before the first chunk of one. None beside `pooled`.
       fits: whether it takes arguments of these sizes.
       raw_gates: whether it takes raw gates per channel and their law, and erase and write gates; the others get decays,
         and erase keys and values of every value head, see `arguments.with_final_gates`.
@@ -59,7 +59,9 @@ def in_plain_jax(function: Callable) -> Callable:
     return run
 
 
-def delta_rule_in_plain_jax(run: Callable, states_after: Callable, make_form: batched.MakeForm) -> Implementation:
+def delta_rule_in_plain_jax(
+    run: Callable, states_after: Callable, chunk_states: Callable, make_form: batched.MakeForm
+) -> Implementation:
     """Return the implementation "xla" of a delta rule, which has a form of its own on GPUs.
 
     Elsewhere the inverses of all chunks are precomputed.
@@ -67,6 +69,7 @@ def delta_rule_in_plain_jax(run: Callable, states_after: Callable, make_form: ba
     Args:
       run: from prepared arguments, options, and inverses or None to the output and the final states.
       states_after: from prepared arguments and options to the states after the tokens, and the inverses.
+      chunk_states: as `Implementation` has it.
       make_form: from options and the tokens of many chunks to what a GPU computes of them at once.
     """
 
@@ -89,7 +92,13 @@ def delta_rule_in_plain_jax(run: Callable, states_after: Callable, make_form: ba
     def state_map(x: Arguments, options: Options) -> StateMap:
         return augment_with_identity(lambda y: either_states(y, options), x)
 
-    return Implementation("xla", in_plain_jax(either), in_plain_jax(state_map))
+    def either_chunk_states(x: Arguments, options: Options) -> jax.Array:
+        on_gpu = lambda x: batched.chunk_states(make_form, x, options)
+        return platforms.choose(on_gpu, lambda x: chunk_states(x, options), x)
+
+    return Implementation(
+        "xla", in_plain_jax(either), in_plain_jax(state_map), chunk_states=in_plain_jax(either_chunk_states)
+    )
 
 
 def with_chunk_size(name: str, x: Arguments, options: Options) -> Options:
