@@ -30,10 +30,12 @@ LAYERS = {
     # One group: its norm is a mean over all devices of heads.
     "mamba2_mixer": ANY["mamba2_mixer"]._replace(config=Mamba2Config(**SIZES | dict(H=1))),
     "mamba2_mixer_groups": ANY["mamba2_mixer"]._replace(config=Mamba2Config(**SIZES)),
+    # A group for every two heads: four devices have half of one.
+    "mamba2_mixer_shared": ANY["mamba2_mixer"]._replace(config=Mamba2Config(**SIZES | dict(H=2))),
     "lightning_attention": ANY["lightning_attention"]._replace(config=LightningAttentionConfig(**SIZES)),
 }
 # Over devices of heads the last product of a layer is a sum, and so is the mean of a norm over all heads.
-SUMS = dict.fromkeys(LAYERS, 1) | dict(mamba2_mixer=2, lightning_attention=2)
+SUMS = dict.fromkeys(LAYERS, 1) | dict(mamba2_mixer=2, mamba2_mixer_shared=2, lightning_attention=2)
 T = 24
 # Rows with segments, and a row of documents, one of which is empty. Both end in padding.
 PACKINGS = {
@@ -93,11 +95,15 @@ def assert_same(got, want) -> None:
 
 
 QUICK_PACKS = ("gated_delta_net", "segments", "automatic"), ("mamba2_mixer_groups", "documents", "explicit")
-QUICK_STEPS = ("gated_delta_net", "automatic"), ("lightning_attention", "explicit")
+QUICK_SHARED = ("mamba2_mixer", "2 over 4", "automatic"), ("mamba2_mixer_before", "3 over 4", "explicit")
+QUICK_STEPS = ("gated_delta_net", "automatic"), ("mamba2_mixer_shared", "explicit")
 THOROUGH = dict(
     test_rows_tokens_and_heads=lambda name, packing, mode: (name, packing, mode) not in QUICK_PACKS,
     test_inside_a_shard_map=lambda name, packing: (name, packing) != ("mamba2_mixer_groups", "documents"),
-    test_heads_send_one_sum=lambda name, mode: (name, mode) != ("gated_delta_net", "explicit"),
+    test_more_devices_than_key_heads=lambda name, shared, mode: (name, shared, mode) not in QUICK_SHARED,
+    test_heads_send_one_sum=lambda name, mode: (
+        (name, mode) not in (("gated_delta_net", "explicit"), ("mamba2_mixer_shared", "automatic"))
+    ),
     test_a_serving_step=lambda name, mode: (name, mode) not in QUICK_STEPS,
 )
 
@@ -140,8 +146,40 @@ def test_inside_a_shard_map(name, packing):
     assert_same(with_gradients(run)(*arguments, packed), alone(name, packing))
 
 
+# Key heads, value heads and a mesh of devices of heads: of these each shares a key head, or some of three. With two axes
+# key heads are split over the first one, and repeated over the second.
+SHARED = {
+    "2 over 4": (dict(H=2, HV=8), (4,)),
+    "2 over 8": (dict(H=2, HV=8), (8,)),
+    "3 over 4": (dict(H=3, HV=12), (4,)),
+    "2 over 2 times 4": (dict(H=2, HV=8), (2, 4)),
+}
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["gated_delta_net", "gated_delta_net2", "mamba2_mixer"])
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("name", ["mamba2_mixer", "mamba2_mixer_before", "gated_delta_net", "gated_delta_net2"])
+@pytest.mark.interpreted
+def test_more_devices_than_key_heads(name, shared, mode):
+    """Key heads, which Mamba-2 calls groups, are repeated: outputs, caches and gradients are those of one device."""
+    sizes, shape = SHARED[shared]
+    layer, mesh = LAYERS[name.removesuffix("_before")], make_mesh(shape, mode)
+    before = dict(norm="before") if name.endswith("_before") else {}
+    layer = layer._replace(config=type(layer.config)(**SIZES | sizes | before))
+    x, weights, cache = inputs(layer, "segments")
+    # Each group has weights of the norm of its own.
+    weights = jax.tree.map(lambda w: w + 0.1 * jax.random.normal(jax.random.key(w.size), w.shape), weights)
+    on = shardings(layer.config, {"heads": tuple(mesh.axis_names)}, mesh)
+    sharding = NamedSharding(mesh, on.values) if mode == "automatic" else None
+    want = with_gradients(runner(layer))(x, weights, cache, {})
+    put = placed(mesh, (x, weights, cache), (on.x, on.weights, on.cache))
+    with jax.set_mesh(mesh):
+        got = with_gradients(runner(layer, sharding=sharding))(*put, {})
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["gated_delta_net", "gated_delta_net2", "mamba2_mixer", "mamba2_mixer_shared"])
 def test_heads_send_one_sum(name, mode):
     """Tensor parallelism: a forward sums what the last product makes, and the mean of a norm over all heads."""
     layer = LAYERS[name]

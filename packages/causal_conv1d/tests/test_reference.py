@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.causal_conv1d import Config, causal_conv1d
+from chunkwise.causal_conv1d import Config, causal_conv1d, causal_conv1d_update
 from chunkwise.shared.testing import mixer_oracle
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, numeric_gradients
 from chunkwise.shared.testing.inputs import boundaries
@@ -174,3 +174,20 @@ def test_two_halves_are_the_whole(implementation, cuts):
             parts.append(y)
         assert_close("y", jnp.concatenate(parts, axis=1), whole, 1e-6)
         np.testing.assert_array_equal(state, last)
+
+
+@pytest.mark.parametrize("before", [jnp.float32, jnp.bfloat16, jnp.float16, None])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("T", [1, 2, 8])
+def test_types_of_states(T, dtype, before):
+    """Final states have the type of the initial ones, or of x, under every packing; a pool keeps its type."""
+    x = jax.ShapeDtypeStruct((1, T, 4), dtype)
+    states = None if before is None else jax.ShapeDtypeStruct((1, 3, 4), before)
+    weight, ids, cu = jnp.ones((4, 4)), jnp.zeros((1, T), jnp.int32), jnp.array([0, T], jnp.int32)
+    for packing in ({}, dict(segment_ids=ids), dict(cu_seqlens=cu)):
+        run = lambda x, s, packing=packing: causal_conv1d(x, weight, None, s, True, **packing, implementation="xla")
+        y, final = jax.eval_shape(run, x, states)
+        assert (y.dtype, final.dtype) == (dtype, before or dtype)
+    if states is not None:
+        y, pool = jax.eval_shape(lambda x, s: causal_conv1d_update(x, s, weight), x, states)
+        assert (y.dtype, pool.dtype) == (dtype, before)

@@ -1,6 +1,7 @@
 """Layers over pools of 8 bits and over rings, beside the layers over whole sequences."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ LAYERS = {
 THOROUGH = dict(
     # Lightning attention has constant gates in the place of an array.
     test_drafts=lambda layer: layer not in ("gated_delta_net", "lightning_attention"),
+    test_requests_move=lambda layer: layer not in ("gated_delta_net", "lightning_attention"),
     test_types=lambda layer, dtype: (layer, dtype) != ("kimi_delta_attention", "int8"),
 )
 SLOTS, T, U = 3, 24, 3
@@ -81,3 +83,132 @@ def test_types(layer, dtype):
         one = x.at[:, 1:].set(jnp.nan).at[:, 0].set(x[:, t])
         y, pool = step(one, weights, pool=pool, step=told(1, 1, accepted=1))
         assert_close("y", y[:, :1], want[:, t : t + 1], {"float32": 1e-4, "bfloat16": 3e-2, "int8": 1e-1}[dtype])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("cached", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_scan_carries_a_cache(layer, cached, dtype):
+    """A prompt in pieces of any length inside `lax.scan`, whatever types the hidden states and the cache have."""
+    config, run = LAYERS[layer], getattr(layers, layer)
+    weights = jax.eval_shape(lambda: getattr(layers, f"init_{layer}")(jax.random.key(0), config))
+
+    def scan(weights, pieces):
+        step = lambda cache, x: run(x, weights, config, cache, True, implementation="xla")[::-1]
+        return jax.lax.scan(step, layers.empty_cache(config, 2, cached), pieces)
+
+    for T in (1, 3, 8):
+        cache, y = jax.eval_shape(scan, weights, jax.ShapeDtypeStruct((4, 2, T, config.D), dtype))
+        assert y.dtype == dtype
+        assert cache.state.dtype == jnp.float32
+        assert all(x.dtype == cached for x in cache.conv)
+        _, cache = jax.eval_shape(
+            lambda x, w: run(x, w, config, None, True, implementation="xla"),
+            jax.ShapeDtypeStruct((2, T, config.D), dtype),
+            weights,
+        )
+        assert all(x.dtype == dtype for x in cache.conv)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_requests_move(layer):
+    """What a slot holds goes on in the layer, and in a pool of another ring, whatever is accepted of a decode.
+
+    Slot 1 has a prompt of 5 tokens, and a decode of 3 right ones: if some are taken back, the text goes on from there.
+    """
+    config, weights, x, want = make(layer)
+    run, ragged = getattr(layers, layer), getattr(layers, f"ragged_{layer}")
+    step = jax.jit(functools.partial(ragged, config=config, implementation="xla"), static_argnames="decode_tokens")
+    alone = jax.jit(lambda x, weights, cache: run(x, weights, config, cache, True, implementation="xla"))
+    slots, pool = jnp.array([1], jnp.int32), layers.empty_pool(config, SLOTS, replay=8, decode_tokens=U)
+    _, pool = step(padded(x[:, :5]), weights, pool=pool, step=told(5, 0, accepted=1), decode_tokens=U)
+    # After a prefill the number is not read.
+    caches = {5: layers.read_cache(pool, slots, jnp.array([99], jnp.int32))}
+    _, pool = step(padded(x[:, 5:8]), weights, pool=pool, step=told(3, 1, accepted=1), decode_tokens=U)
+    caches |= {5 + k: jax.jit(layers.read_cache)(pool, slots, jnp.array([k], jnp.int32)) for k in (1, 2, 3)}
+    for a, b in zip(jax.tree.leaves(layers.read_cache(pool, slots)), jax.tree.leaves(caches[8]), strict=True):
+        assert_close("all are kept", a, b, 1e-6)
+    others = {
+        None: layers.empty_cache(config, SLOTS),
+        2: layers.empty_pool(config, SLOTS, replay=5, decode_tokens=2),
+    }
+    for place, cache in caches.items():
+        y, after = alone(x[:, place : place + 3], weights, cache)
+        assert_close("y", y, want[:, place : place + 3], 1e-4)
+        for decode_tokens, other in others.items():
+            # What was in the slot, and in its ring, is gone.
+            other = layers.write_cache(spoilt(other), slots, cache)
+            y, other = step(padded(x[:, place : place + 1]), weights, pool=other, step=told(1, 1, accepted=2),
+                decode_tokens=decode_tokens,
+            )  # fmt: skip
+            assert_close("y", y[:, :1], want[:, place : place + 1], 1e-4)
+    # And back: what the layer leaves goes on in the first pool.
+    pool = layers.write_cache(pool, slots, after)
+    y, _ = step(padded(x[:, 11:14]), weights, pool=pool, step=told(3, 1, accepted=3), decode_tokens=U)
+    assert_close("y", y[:, :3], want[:, 11:14], 1e-4)
+
+
+def spoilt(pool):
+    """Return a pool with NaN and numbers of no sense in slot 1, which is in the middle."""
+    fill = lambda x: jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 3
+    return jax.tree.map(lambda x: x.at[x.shape[0] // 3 : 2 * x.shape[0] // 3].set(fill(x)), pool)
+
+
+# The largest error of a state that is rounded once, over its largest entry.
+ROUNDING = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-11, "int8": 0.5 / 127 * 1.01}
+
+
+@pytest.mark.parametrize("replay", [0, 8])
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_read_and_written(layer, dtype, replay):
+    """A cache goes into a pool of any type and comes out; slots may repeat, and some do not exist."""
+    config, rng = LAYERS[layer], np.random.default_rng(0)
+    draw = lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype)
+    cache = jax.tree.map(draw, layers.empty_cache(config, 4, jnp.bfloat16))
+    empty = layers.empty_pool(config, SLOTS, jnp.bfloat16, dtype, replay=replay, decode_tokens=U)
+    pool = layers.write_cache(empty, jnp.array([2, -1, 0, SLOTS], jnp.int32), jax.tree.map(np.asarray, cache))
+    assert jax.tree.structure(pool) == jax.tree.structure(empty)
+    assert [x.dtype for x in jax.tree.leaves(pool)] == [x.dtype for x in jax.tree.leaves(empty)]
+    got = layers.read_cache(pool, jnp.array([0, 2, 1, SLOTS, -1, 2**31 - 1, 2], jnp.int32))
+    for name, x, y in zip(("state", *"qkv"), (got.state, *got.conv), (cache.state, *cache.conv), strict=False):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        limit = ROUNDING[dtype] * np.abs(y).max() if name == "state" else 0.0
+        np.testing.assert_allclose(x[[0, 1, 6]], y[[2, 0, 0]], rtol=0, atol=limit, err_msg=name)
+        assert not x[2:6].any()
+    into = layers.write_cache(layers.empty_cache(config, SLOTS), jnp.array([1], jnp.int32), layers.read_cache(
+        pool, jnp.array([2], jnp.int32)))  # fmt: skip
+    assert not isinstance(into.state, type(pool.state))
+    np.testing.assert_array_equal(into.state[1], got.state[1])
+
+
+def test_wrong_moves():
+    """Each error says what is wrong in the words of the call."""
+    config = LAYERS["gated_delta_net"]
+    pool, slots = layers.empty_pool(config, SLOTS, replay=8, decode_tokens=U), jnp.zeros(2, jnp.int32)
+    cache = layers.empty_cache(config, 2)
+    for message, call in {
+        "`pool` must be a Cache; got StatePool.": lambda: layers.read_cache(pool.state, slots),
+        "`slots` must be int32 of shape [n]; got float32 (2,).": lambda: layers.read_cache(pool, slots * 1.0),
+        "`num_accepted_tokens` must be int32 of shape [n]; got int.": lambda: layers.read_cache(pool, slots, 1),
+        "`cache` must be a Cache; got ArrayImpl.": lambda: layers.write_cache(pool, slots, cache.state),
+        "`cache.state` must be an array [n, HV, K, V]; got StatePool.": lambda: layers.write_cache(pool, slots, pool),
+        "`cache.state` must have shape [n, HV, K, V] = (1, 2, 8, 8); got (2, 2, 8, 8).": lambda: layers.write_cache(
+            pool, slots[:1], cache
+        ),
+        "`cache.conv` must have 3 arrays, as `pool.conv` has; got 0.": lambda: layers.write_cache(
+            pool, slots, cache._replace(conv=())
+        ),
+        "`cache.conv[2]` must have shape [n, W-1, C] = (2, 3, 16); got (2, 3, 8).": lambda: layers.write_cache(
+            pool, slots, cache._replace(conv=(*cache.conv[:2], cache.conv[0]))
+        ),
+        "`pool.conv[0]` must have 3 slots times `decode_tokens`; got 10.": lambda: layers.read_cache(
+            pool._replace(conv=(jnp.zeros((10, 3, 8)), *pool.conv[1:])), slots
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
+    weights, x = make("gated_delta_net")[1:3]
+    message = "`decode_tokens` must be at most 3, the number that `empty_pool` made `pool` for; got 4."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        layers.ragged_gated_delta_net(x, weights, config, pool, told(3, 1, accepted=1), decode_tokens=4)

@@ -46,6 +46,10 @@ THOROUGH = dict(
     test_acceptances=lambda operator, implementation, examples: (
         (operator, implementation, examples) != ("gated_delta_rule", "xla", 8)
     ),
+    test_rejected_guesses_are_not_read=lambda operator, dtype: (
+        (operator, dtype) not in [("gated_delta_rule", "float32"), ("kda", "int8")]
+    ),
+    test_a_pool_of_numpy=lambda replay: replay > 0,
     test_states_read_and_written=lambda dtype, replay: (dtype, replay) not in [("float32", 8), ("int8", 0)],
 )
 
@@ -249,6 +253,71 @@ def test_states_read_and_written(dtype, replay):
     assert not got[2:].any()
     for slot in set(range(SLOTS)) - {2, 4}:
         assert bits(after, slot) == bits(pool, slot)
+
+
+@pytest.mark.parametrize("dtype", ACCURACY)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_rejected_guesses_are_not_read(operator, dtype):
+    """After decodes of W tokens, states hold as many of them as are accepted; a prefill is whole, and None keeps all.
+
+    Slot 3 has a prefill of 7 tokens. Slots 1, 0 and 2 go on from 2 tokens each with W, of which 1, 2 and 3 are kept.
+    """
+    rng, run = np.random.default_rng(8), compiled(operator, "xla", W)[0]
+    prompt, guesses = make_tokens(operator, rng, 13, 13), make_tokens(operator, rng, 13, 3 * W)
+    slots, accepted = np.array([3, 1, 0, 2], np.int32), np.array([99, 1, 2, 3], np.int32)
+    step = lambda *starts: dict(cu_seqlens=np.array(starts, np.int32))
+    first = dict(state_indices=slots, has_initial_state=np.zeros(4, bool), num_decodes=jnp.int32(0))
+    _, pool = run(prompt, new_pool(operator, dtype, 8), first | step(0, 7, 9, 11, 13))
+    second = dict(state_indices=np.roll(slots, -1), has_initial_state=np.ones(4, bool), num_decodes=jnp.int32(3))
+    _, pool = run(guesses, pool, second | step(0, 3, 6, 9, 9))
+    for given, kept in ((accepted, accepted), (None, [W] * 4)):
+        got = read_states(pool, slots, given)
+        for n in range(4):
+            S, stop = np.zeros((HV, K, V)), 0 if n == 0 else 3 * (n - 1) + kept[n]
+            places = [(prompt, t) for t in (range(7) if n == 0 else range(5 + 2 * n, 7 + 2 * n))]
+            places += [(guesses, t) for t in range(3 * (n - 1), stop)] if n else []
+            for text, t in places:
+                S, _ = linear_attention(S, **{name: np.float64(x[0, t]) for name, x in text.items()})
+            assert rms(got[n] - S) <= 2 * ACCURACY[dtype] * rms(S)
+    some = np.array([-1, SLOTS, 1], np.int32)
+    none = jax.jit(read_states)(pool, some, np.array([0, -5, 1], np.int32))
+    assert not none[:2].any()
+    np.testing.assert_allclose(none[2], read_states(pool, slots, accepted)[1], rtol=1e-5, atol=1e-6)
+
+
+def test_numbers_of_accepted_tokens():
+    """A number that cannot be is an error; without a ring a slot has the state of one number, under jit too."""
+    ring, slots = new_pool("kda", "float32", 8), np.array([0, 1], np.int32)
+    ring = ring._replace(count=ring.count.at[:2].set(5), drafts=ring.drafts.at[:2].set(jnp.array([3, 0])))
+    for number in (0, 4):
+        with pytest.raises(ValueError, match=rf"from 1 to the tokens .* had, \[3, 0\]; got \[{number}, 0\]\."):
+            read_states(ring, slots, np.array([number, 0], np.int32))
+    plain = write_states(new_pool("kda", "float32", 0), slots, jnp.ones((2, HV, K, V)))
+    with pytest.raises(
+        ValueError, match=r"from 1 to the tokens that a slot without a ring has, \[1, 1\]; got \[1, 2\]"
+    ):
+        read_states(plain, slots, np.array([1, 2], np.int32))
+    got = jax.jit(read_states)(plain, slots, np.array([1, 2], np.int32))
+    assert got[0].all()
+    assert not got[1].any()
+    with pytest.raises(ValueError, match=r"`num_accepted_tokens` must have a number for each of 2 `slots`; got 1"):
+        read_states(plain, slots, slots[:1])
+    with pytest.raises(ValueError, match=r"`num_accepted_tokens` must be int32 of shape \[n\]"):
+        read_states(plain, slots, 1)
+
+
+@pytest.mark.parametrize("replay", [0, 8])
+def test_a_pool_of_numpy(replay):
+    """A file gives arrays of numpy, which a step, a read and a write take outside of jit too."""
+    tokens = make_tokens("gated_delta_rule", np.random.default_rng(0), 2, 2)
+    run = functools.partial(ragged_gated_delta_rule, **tokens, **STREAM, implementation="xla")
+    pool = new_pool("gated_delta_rule", "float32", replay)
+    of_numpy, slots = jax.tree.map(np.asarray, pool), np.array([0, 1], np.int32)
+    (o, after), (want, expected) = run(states=of_numpy), jax.jit(lambda pool: run(states=pool))(pool)
+    assert rms(o - want) <= EXACT * rms(want)
+    states = read_states(jax.tree.map(np.asarray, after), slots)
+    assert rms(states - read_states(expected, slots)) <= EXACT * rms(states)
+    assert not read_states(write_states(of_numpy, slots, np.zeros_like(states)), slots).any()
 
 
 def test_rows_of_zeros_and_of_tiny_numbers():

@@ -78,7 +78,8 @@ def causal_conv1d(
       x: inputs [B, T, D], float32, bfloat16 or float16; computed in float32.
       weight: [D, W], W from 2 to 8, the oldest token first, likewise.
       bias: [D], likewise, or None for zeros.
-      initial_state: the W - 1 inputs before every sequence [N, W - 1, D], the oldest first, likewise; None for zeros.
+      initial_state: the W - 1 inputs before every sequence [N, W - 1, D], the oldest first, of any of these types; None
+        for zeros. The final state has the same type, whatever the type of x is, so a `lax.scan` can carry it.
         causal-conv1d and vLLM hold it as [N, D, W - 1], and flash-linear-attention as [N, D, W] with one input more.
       output_final_state: whether to return the last inputs; static.
       activation: "silu", "sigmoid" or None for the identity; static.
@@ -99,10 +100,10 @@ def causal_conv1d(
       config: tile sizes of the kernels.
 
     Returns:
-      y [B, T, D] in the type of x, and the last W - 1 inputs of every sequence [N, W - 1, D] in the type of x, None
-      unless asked for. A sequence shorter than that begins with its initial state. Padding may hold anything and gives
-      zeros. Differentiable in x, weight, bias and initial_state under both implementations; over a mesh, by sharding or
-      by the type of x, in reverse only.
+      y [B, T, D] in the type of x, and the last W - 1 inputs of every sequence [N, W - 1, D], None unless asked for.
+      These have the type of the initial state, or of x where there is none. A sequence shorter than that begins with
+      its initial state. Padding may hold anything and gives zeros. Differentiable in x, weight, bias and initial_state
+      under both implementations; over a mesh, by sharding or by the type of x, in reverse only.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
@@ -141,23 +142,24 @@ def causal_conv1d(
         not tokens or held >= W - 1,
         f"`x` must have at least W - 1 = {W - 1} tokens on each of the devices along {tokens}; got {held}.",
     )
-    final = bool(output_final_state)
+    # The type of the final states, None for none.
+    final = (x if initial_state is None else initial_state).dtype if output_final_state else None
 
     def on_device(given):
         x, weight, bias, *others = (given.get(name) for name in _LAYOUT.arguments)
         if lax.axis_size(tokens) == 1:
             return _run(x, weight, bias, *others, final, activation, implementation, config)
-        *part, ends = context.find_part(x, *others, W, final, tokens)
+        *part, ends = context.find_part(x, *others, W, final is not None, tokens)
         y, states = _run(x, weight, bias, *part, final, activation, implementation, config)
-        return y, jnp.where(ends[:, None, None], states, jnp.zeros((), x.dtype)) if final else None
+        return y, None if final is None else jnp.where(ends[:, None, None], states, jnp.zeros((), final))
 
     if division is None and not tokens:
         return on_device(given)
-    return partition.over_mesh(on_device, given, division, tokens, final)
+    return partition.over_mesh(on_device, given, division, tokens, final is not None)
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
-def _run(x, weight, bias, states, cu_seqlens, segment_ids, final: bool, activation, implementation, config):
+def _run(x, weight, bias, states, cu_seqlens, segment_ids, final: Any, activation, implementation, config):
     (B, T, D), W = x.shape, weight.shape[1]
     # Once, or JAX does it at every use, and sums every part of a gradient by itself.
     x, weight, bias, states = compat.vary_alike(x, weight, bias, states)
@@ -170,7 +172,7 @@ def _run(x, weight, bias, states, cu_seqlens, segment_ids, final: bool, activati
     else:
         static = kernel.ConvStatic(T, W, activation, config or tiles.default_for(T, D))
         y = vjp.convolve(_operands(x, rows, shift, before, s, static), static)
-    return y, sequences.final_states(x, states, W, s, x.dtype) if final else None
+    return y, None if final is None else sequences.final_states(x, states, W, s, final)
 
 
 def _operands(x, weight, bias, before, s: sequences.ConvSequences, static: kernel.ConvStatic) -> kernel.ConvOperands:
@@ -219,7 +221,7 @@ def causal_conv1d_update(
       x, weight, bias, activation, cu_seqlens: as in `causal_conv1d`. Here a boundary that falls acts as the one before
         it, and one past the end as T.
       states: the last W - 1 inputs of every sequence [N, W - 1, D], or a pool [slots, W - 1, D] with state_indices, of
-        any floating type.
+        any floating type, which they keep.
       state_indices: int32 [N], traced: the slot of every sequence. A slot is named only once, which is checked outside
         of jit. A sequence with a negative slot starts from zeros and its state is dropped: negative slots are neither
         read nor written and may repeat. A slot past the end acts as a negative one.
@@ -310,7 +312,7 @@ def _update(x, states, weight, bias, cu_seqlens, slots: arguments.Slots, activat
     if cu_seqlens is not None:
         cu_seqlens = chunking.rising(cu_seqlens, x.shape[1])
     before = decode.read_slots(states, slots)
-    y, _ = _run(x, weight, bias, before, cu_seqlens, None, False, activation, implementation, None)
+    y, _ = _run(x, weight, bias, before, cu_seqlens, None, None, activation, implementation, None)
     s = sequences.find(*x.shape[:2], cu_seqlens, None)
     return y, decode.write_slots(states, slots, sequences.final_states(x, before, weight.shape[1], s, states.dtype))
 
@@ -321,7 +323,7 @@ def _step(x, pool, weight, bias, cu_seqlens, slots: arguments.Slots, activation,
     step, W = serving.find_step(cu_seqlens, slots, pool.shape[0], x.shape[1]), weight.shape[1]
     # A sequence is a decode or a prefill, and in the other list it has no tokens and reads no slot.
     before = decode.read_slots(pool, arguments.Slots(jnp.maximum(step.decodes.source, step.prefills.source)))
-    y, _ = _run(x, weight, bias, before, step.boundaries, None, False, activation, implementation, None)
+    y, _ = _run(x, weight, bias, before, step.boundaries, None, None, activation, implementation, None)
     s = sequences.find(*x.shape[:2], step.boundaries, None)
     pool = decode.write_slots(
         pool, arguments.Slots(step.prefills.target[:, 0]), sequences.final_states(x, before, W, s, pool.dtype)

@@ -45,7 +45,16 @@ from chunkwise.layers.mamba2 import (
     mamba2_mixer,
     ragged_mamba2_mixer,
 )
-from chunkwise.layers.running import Cache, Step, empty_cache, empty_pool, offload_policy, remat_policy
+from chunkwise.layers.running import (
+    Cache,
+    Step,
+    empty_cache,
+    empty_pool,
+    offload_policy,
+    read_cache,
+    remat_policy,
+    write_cache,
+)
 from chunkwise.layers.sharding import Shardings, place, shardings
 from chunkwise.shared import version
 
@@ -91,6 +100,8 @@ __all__ = [
     "ragged_kimi_delta_attention",
     "ragged_lightning_attention",
     "ragged_mamba2_mixer",
+    "read_cache",
     "remat_policy",
     "shardings",
+    "write_cache",
 ]

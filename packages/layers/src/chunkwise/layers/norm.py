@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from chunkwise.layers import division, running
 from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.shared.kernels import activations
-from chunkwise.shared.operators import checks
 
 
 def norm_heads(run: running.Run, o, z, weight, *, activation: str, eps: float):
@@ -26,13 +25,11 @@ def norm_groups(run: running.Run, o, z, weight, groups: int, *, activation: str,
 
     The weight [HV V] has an entry for every channel of every head.
     """
-    devices, flat = division.devices_of_heads(run.sharding, o), o.reshape(z.shape)
-    options: dict[str, Any] = dict(activation=activation, eps=eps)
-    whole = groups % devices == 0
-    checks.check(whole or groups == 1, f"`H` must be 1 or a multiple of the {devices} devices of heads; got {groups}.")
-    if not whole:
-        return _norm_over_devices(flat, z, weight, norm_before_gate=norm_before_gate, **options).reshape(o.shape)
-    options |= dict(norm_before_gate=norm_before_gate, implementation=running.AROUND[run.implementation])
+    options: dict[str, Any] = dict(activation=activation, norm_before_gate=norm_before_gate, eps=eps)
+    if groups % division.devices_of_heads(run.sharding, o):
+        return _norm_over_devices(o, z, weight, groups, **options)
+    flat = o.reshape(z.shape)
+    options |= dict(implementation=running.AROUND[run.implementation])
     if groups == 1:
         y = rms_norm_gated(flat, z, weight, **options, sharding=division.split_heads(run.sharding, 1))
         return y.reshape(o.shape)
@@ -45,9 +42,15 @@ def norm_groups(run: running.Run, o, z, weight, groups: int, *, activation: str,
     return (weight * y.reshape(z.shape)).astype(o.dtype).reshape(o.shape)
 
 
-def _norm_over_devices(x, z, weight, *, activation: str, norm_before_gate: bool, eps: float):
-    """Return the norm of rows [B, T, channels] whose channels lie on several devices: XLA sums over these."""
-    u, gate = x.astype(jnp.float32), activations.activate(z.astype(jnp.float32), activation)
-    u = u if norm_before_gate else u * gate
-    y = weight * u * jax.lax.rsqrt(jnp.mean(u * u, axis=-1, keepdims=True) + eps)
-    return (y * gate if norm_before_gate else y).astype(x.dtype)
+def _norm_over_devices(o, z, weight, groups: int, *, activation: str, norm_before_gate: bool, eps: float):
+    """Do as `norm_groups` where a group of heads lies on several devices: XLA sums over these."""
+    HV, V = o.shape[2:]
+    gate = activations.activate(running.by_head(z, HV).astype(jnp.float32), activation)
+    u = o.astype(jnp.float32) if norm_before_gate else o.astype(jnp.float32) * gate
+    # Heads are summed by a table of their groups, because a group may begin and end inside of what a device has.
+    member = jnp.arange(HV)[:, None] // (HV // groups) == jnp.arange(groups)[None]  # [HV, groups]
+    squares = jnp.sum(u * u, axis=-1)[..., None]
+    mean = jnp.sum(jnp.where(member, squares, 0.0), axis=2) * (groups / (HV * V))  # [B, T, groups]
+    factor = jnp.repeat(jax.lax.rsqrt(mean + eps), HV // groups, axis=2)
+    y = weight.reshape(HV, V) * (u * factor[..., None])
+    return (y * gate if norm_before_gate else y).astype(o.dtype)

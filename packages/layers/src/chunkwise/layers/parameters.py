@@ -82,6 +82,8 @@ def check_input(x, config, run: running.Run) -> None:
         checks.check_array(
             f"{name}.conv[{i}]", conv, "N W-1 C", (None if ringed else have_states, config.W - 1, channels)
         )
+    if isinstance(run, running.Serving) and state_pool.ring_tokens(cache.state):
+        running.check_conv_slots(cache, run.decode_tokens or 1)
 
 
 @functools.cache

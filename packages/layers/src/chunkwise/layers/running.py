@@ -4,6 +4,7 @@ A layer is one function of its hidden states, written once. It calls `convolve` 
 sequences, for training, prefill and decode, or a step of a serving engine.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
 from chunkwise.layers import config, division
 from chunkwise.shared.kernels import remat
-from chunkwise.shared.operators import arguments, checks, context, state_pool
+from chunkwise.shared.operators import arguments, checks, context, decode, state_pool
 
 # What the packages around the operator call its implementations; and its decode step, which has no stages.
 AROUND = {None: None, "xla": "xla", "staged": "pallas", "fused": "pallas"}
@@ -48,7 +49,8 @@ class Cache(NamedTuple):
 
     Attributes:
       conv: the last W - 1 inputs of the convolutions of queries, keys and values, [N, W - 1, channels] each; empty
-        where the layer has none.
+        where the layer has none. They keep the type that they come in with, whatever the hidden states have, so a
+        `lax.scan` can carry a cache; without a cache they have that of the hidden states.
       state: the state of the operator [N, HV, K, V], or in a pool the StatePool of `empty_pool`.
     """
 
@@ -62,7 +64,7 @@ def empty_cache(config: config.LayerConfig, N: int, dtype=jnp.float32, state_dty
     Args:
       config: sizes of the layer.
       N: sequences or slots.
-      dtype: of the inputs of the convolutions, that of the hidden states.
+      dtype: of the inputs of the convolutions, which they keep. The type of the hidden states holds them exactly.
       state_dtype: of the states. `Cache.state` of a layer is always float32; a pool keeps its type.
     """
     _CONFIG.check(config)
@@ -91,14 +93,120 @@ def empty_pool(
       dtype: of the inputs of the convolutions.
       state_dtype: of the states, int8 too.
       replay: tokens of the ring of a slot, 0 for no ring.
-      decode_tokens: over a ring, the most tokens of a decode, as the step will say it: the convolutions keep their
-        inputs before each of them, [slots * decode_tokens, W - 1, channels].
+      decode_tokens: over a ring, the most tokens of a decode of any step: the convolutions keep their inputs after each
+        of them, [slots * decode_tokens, W - 1, channels].
     """
     _CONFIG.check(config)
     state = state_pool.make_pool(
         slots, config.HV, config.K, config.V, state_dtype, replay=replay, H=config.H, per_channel=config.per_channel
     )
     return Cache(_no_inputs(config, slots * decode_tokens, dtype), state)
+
+
+def read_cache(pool: Cache, slots: jax.Array, num_accepted_tokens: jax.Array | None = None) -> Cache:
+    """Return what some slots of a pool hold as the cache of n sequences, as `empty_cache` makes it.
+
+    For requests that move to another pool or machine, and for prefix caches. `write_cache` puts it into any pool of the
+    same layer, and the layer itself takes it as `cache`.
+
+    Args:
+      pool: of `empty_pool`, with a ring or without, or of `empty_cache`.
+      slots: int32 [n], traced; they may repeat. A slot that does not exist, such as a negative one, gives zeros.
+      num_accepted_tokens: int32 [n], traced: how many tokens of the last decode of each slot are kept, at least 1, as
+        in a serving step; the others are rejected guesses. None keeps all. It is not read where a prefill or
+        `write_cache` came last. Without a ring the number is 1, and `slots` name the slot of the state after the last
+        accepted token.
+
+    Returns:
+      The states, float32 [n, HV, K, V], with the tokens of their rings, and the inputs of the convolutions before the
+      next token, [n, W - 1, channels] each, in the type of the pool.
+
+    Raises:
+      ValueError: an argument has the wrong shape or type; outside of jit also a number of tokens that does not fit.
+    """
+    pool, state = _check_pool(pool)
+    states = state_pool.read_states(state, slots, num_accepted_tokens)
+    kept, _ = state_pool.kept_states(state, slots, num_accepted_tokens)
+    last = state_pool.last_kept(state, slots, num_accepted_tokens) if state.replay else jnp.int32(0)
+    places = arguments.Slots(conv_slots(pool, kept, last))
+    return Cache(tuple(decode.read_slots(x, places) for x in pool.conv), states)
+
+
+def write_cache(pool: Cache, slots: jax.Array, cache: Cache) -> Cache:
+    """Return a pool with the cache of n sequences in some of its slots, whose rings are empty then.
+
+    Args:
+      pool: of `empty_pool`, of any type, with a ring or without, or of `empty_cache`; donate it.
+      slots: int32 [n], traced, all different. A slot that does not exist, such as a negative one, is not written.
+      cache: of n sequences, of `read_cache` or of the layer; also of numpy's arrays. States and inputs are rounded to
+        the types of the pool.
+
+    Raises:
+      ValueError: an argument has the wrong shape or type.
+    """
+    pool, state = _check_pool(pool)
+    checks.check_array_of_slots("slots", slots)
+    _check_is_cache("cache", cache)
+    checks.check_array("cache.state", cache.state, "n HV K V", (slots.shape[0], *state.shape[1:]))
+    wanted, have = len(pool.conv), len(cache.conv)
+    checks.check(wanted == have, f"`cache.conv` must have {wanted} arrays, as `pool.conv` has; got {have}.")
+    for i, (x, rows) in enumerate(zip(pool.conv, cache.conv, strict=True)):
+        checks.check_array(f"cache.conv[{i}]", rows, "n W-1 C", (slots.shape[0], *x.shape[1:]))
+    written = state_pool.write_states(state, slots, cache.state)
+    places = arguments.Slots(conv_slots(pool, slots, jnp.int32(0)))
+    conv = tuple(
+        decode.write_slots(x, places, jnp.asarray(rows)) for x, rows in zip(pool.conv, cache.conv, strict=True)
+    )
+    return Cache(conv, written if isinstance(pool.state, state_pool.StatePool) else written.states)
+
+
+def _check_is_cache(name: str, cache) -> None:
+    whole = hasattr(cache, "conv") and hasattr(cache, "state")
+    checks.check(whole, f"`{name}` must be a Cache; got {type(cache).__name__}.")
+
+
+def _check_pool(pool: Cache) -> tuple[Cache, state_pool.StatePool]:
+    """Check a pool of a layer, and return it with arrays of JAX, and its states as a StatePool."""
+    _check_is_cache("pool", pool)
+    if not isinstance(pool.state, state_pool.StatePool):
+        checks.check_array("pool.state", pool.state, "slots HV K V")
+    pool = jax.tree.map(jnp.asarray, pool)
+    ringed = isinstance(pool.state, state_pool.StatePool)
+    check_conv_slots(pool)
+    return pool, pool.state if ringed else state_pool.StatePool(pool.state)
+
+
+def _slots_each(pool: Cache) -> int:
+    """Return U, the slots of the convolutions for each slot of the states: over a ring the most tokens of a decode."""
+    return pool.conv[0].shape[0] // pool.state.shape[0] if state_pool.ring_tokens(pool.state) and pool.conv else 1
+
+
+def check_conv_slots(pool: Cache, decode_tokens: int = 1) -> None:
+    """Check that the convolutions of a pool have a slot for each token of a decode of each slot."""
+    slots, U, ring = pool.state.shape[0], _slots_each(pool), state_pool.ring_tokens(pool.state)
+    for i, conv in enumerate(pool.conv):
+        rows = conv.shape[0]
+        fits = rows == slots * max(U, 1) if ring else rows >= slots
+        checks.check(fits, f"`pool.conv[{i}]` must have {slots} slots times `decode_tokens`; got {rows}.")
+    checks.check(
+        not pool.conv or decode_tokens <= U,
+        f"`decode_tokens` must be at most {U}, the number that `empty_pool` made `pool` for; got {decode_tokens}.",
+    )
+
+
+def conv_slots(pool: Cache, slots, token) -> jax.Array:
+    """Return the slots of the convolutions with the inputs after a token of the last decode of slots of the states.
+
+    Over a ring the inputs after every token of a decode have a slot of their own: a slot of the states has the slots
+    slot * U to slot * U + U - 1, for decodes of at most U tokens, and a prefill leaves its inputs in the first of them.
+
+    Args:
+      pool: of a layer.
+      slots: int32, those of the states.
+      token: int32, from 0; without a ring 0.
+    """
+    exists = (slots >= 0) & (slots < pool.state.shape[0])
+    return jnp.where(exists, slots * jnp.int32(_slots_each(pool)) + token, jnp.int32(-1))
 
 
 class Step(NamedTuple):
@@ -211,19 +319,15 @@ class Serving:
 
     @property
     def _conv_slots(self) -> dict:
-        """The slots of the convolutions: over a ring, the inputs before every token of a decode have one of their own.
-
-        A slot of the states then has the slots slot * U to slot * U + U - 1, for decodes of at most U tokens.
-        """
+        """The slots of the convolutions: over a ring a decode writes one after each token."""
         given, pool = self._slots, self.pool.state
         if not state_pool.ring_tokens(pool):
             return given
-        U = self.decode_tokens or 1
-        wide = lambda slots, t: jnp.where(slots >= 0, slots * jnp.int32(U) + t, jnp.int32(-1))
+        wide = functools.partial(conv_slots, self.pool)
         indices = jnp.asarray(given["state_indices"])
         source = indices if given["read_indices"] is None else jnp.asarray(given["read_indices"])
         given["read_indices"] = wide(source, state_pool.last_kept(pool, source, given["num_accepted_tokens"]))
-        given["state_indices"] = wide(indices[:, None], jnp.arange(U, dtype=jnp.int32)[None])
+        given["state_indices"] = wide(indices[:, None], jnp.arange(_slots_each(self.pool), dtype=jnp.int32)[None])
         given["num_accepted_tokens"] = None
         if given["block_state_indices"] is not None:
             given["block_state_indices"] = wide(jnp.asarray(given["block_state_indices"]), jnp.int32(0))

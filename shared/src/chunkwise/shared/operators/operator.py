@@ -95,6 +95,8 @@ def _located(
     arrays = x.arrays()
     # Outside of jit they may be of numpy, as the arrays of a scheduler are.
     x = x.with_arrays({name: jnp.asarray(y) if isinstance(y, np.ndarray) else y for name, y in arrays.items()})
+    if isinstance(x.initial_state, StatePool):
+        x = x._replace(initial_state=jax.tree.map(jnp.asarray, x.initial_state))
     places = devices.find_places(x, options, pool)
     if places == (None, ()):
         return functools.partial(run, x, options)

@@ -4,7 +4,6 @@ A grid step takes a sequence: while it computes what `replay_sequence` says, the
 those of the ones before go out, to and from four buffers in turn.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -169,7 +168,7 @@ def launch(
         # Slots are those that exist, and tokens lie in the ring.
         in_bounds=True,
     )
-    rings = dataclasses.replace(pool, **{name: out[name] for name in names})
+    rings = pool._replace(**{name: out[name] for name in names})
     return out["o"][None], state_pool.counted(rings, routes, kept, folded)
 
 

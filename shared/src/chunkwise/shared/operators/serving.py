@@ -5,7 +5,6 @@ others are prefills, and go chunk by chunk. Both start from slots of the pool an
 sequence does what is traced, so that one program serves all steps.
 """
 
-import dataclasses
 import functools
 import itertools
 import numbers
@@ -236,7 +235,7 @@ def run_step(
         # Nothing but an array of states.
         x = x._replace(initial_state=pool.states)
         o, after = run_step(name, implementation, x, options, strict)
-        return o, dataclasses.replace(pool, states=after)
+        return o, pool._replace(states=after)
     step = find_step(x.cu_seqlens, slots, pool.shape[0], x.v.shape[1], options.decode_tokens)
     x = x._replace(cu_seqlens=step.boundaries, initial_state=None, slots=None)
     if implementation.pooled is not None:

@@ -11,9 +11,8 @@ becomes the checkpoint. A ring holds the gates themselves, not their sums, becau
 not exact.
 """
 
-import dataclasses
 import numbers
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +28,11 @@ _MOST = 127.0
 _LEAST_SCALE = 2.0**-120
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StatePool:
+class StatePool(NamedTuple):
     """A pool of states, made by `make_pool`; a pytree of arrays that all have slots first.
 
-    Donate it to the jitted step, which returns one of the same kind. HV = H R: value head n belongs to key head n // R.
+    It is a named tuple, which libraries of checkpoints, such as flax.serialization and orbax, take as it is. Donate it
+    to the jitted step, which returns one of the same kind. HV = H R: value head n belongs to key head n // R.
 
     Attributes:
       states: the states that were written last [slots, HV, K, V], float32, bfloat16, float16 or int8.
@@ -118,8 +116,7 @@ def make_pool(
         return pool
     R, ring = HV // H, ring_dtype(dtype)
     # Every leaf has a buffer of its own, so that the pool can be donated.
-    return dataclasses.replace(
-        pool,
+    return pool._replace(
         keys=jnp.zeros((slots, replay, H, K), ring),
         writes=jnp.zeros((slots, replay, R, H, V), ring),
         gates=jnp.zeros((slots, replay, R, H, K) if per_channel else (slots, replay, HV), jnp.float32),
@@ -155,13 +152,12 @@ def check_pool(pool: StatePool, H: int, HV: int, K: int, V: int, per_channel: bo
     dtype = _known_type(pool.states.dtype)
     replay = 0 if pool.keys is None else (*getattr(pool.keys, "shape", ()), 0, 0)[1]
     wanted = jax.eval_shape(lambda: make_pool(slots, HV, K, V, dtype, replay=replay, H=H, per_channel=per_channel))
-    for field in dataclasses.fields(StatePool):
-        want, got = getattr(wanted, field.name), getattr(pool, field.name)
+    for field, want, got in zip(StatePool._fields, wanted, pool, strict=True):
         rule = "None" if want is None else f"{want.dtype.name} {want.shape}"
         name = "array" if got is None or not hasattr(got, "dtype") else f"{got.dtype.name} {tuple(got.shape)}"
         checks.check(
             (want is None) == (got is None) and (want is None or name == f"{want.dtype.name} {tuple(want.shape)}"),
-            f"`states.{field.name}` must be {rule}; got {None if got is None else name}.",
+            f"`states.{field}` must be {rule}; got {None if got is None else name}.",
         )
 
 
@@ -183,7 +179,7 @@ def _put(x: jax.Array, slots: jax.Array, rows) -> jax.Array:
 def _with_counts(pool: StatePool, target: jax.Array, count: jax.Array, drafts: jax.Array) -> StatePool:
     """Return the pool with other numbers of tokens in the rings of some slots."""
     put = chunking.put
-    return dataclasses.replace(pool, count=put(pool.count, target, count), drafts=put(pool.drafts, target, drafts))
+    return pool._replace(count=put(pool.count, target, count), drafts=put(pool.drafts, target, drafts))
 
 
 def quantize(states: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -237,28 +233,62 @@ def store(pool: StatePool, target: jax.Array, states: jax.Array) -> StatePool:
     """Return the pool with float32 states [n, HV, K, V] in some slots, whose rings are empty then."""
     if pool.scales is not None:
         states, scales = quantize(states)
-        pool = dataclasses.replace(pool, scales=_put(pool.scales, target, scales[..., 0]))
-    pool = dataclasses.replace(pool, states=_put(pool.states, target, states))
+        pool = pool._replace(scales=_put(pool.scales, target, scales[..., 0]))
+    pool = pool._replace(states=_put(pool.states, target, states))
     if pool.count is None:
         return pool
     none = jnp.zeros(target.shape, jnp.int32)
     return _with_counts(pool, target, none, none)
 
 
-def _check_given_slots(pool: StatePool, slots: jax.Array) -> None:
+def _check_given(pool: StatePool, slots: jax.Array) -> StatePool:
+    """Check a pool and slots of it, and return the pool with arrays of JAX: a file gives arrays of numpy."""
     checks.check(isinstance(pool, StatePool), f"`pool` must be a StatePool; got {type(pool).__name__}.")
     checks.check_array_of_slots("slots", slots)
+    return jax.tree.map(jnp.asarray, pool)
 
 
-def read_states(pool: StatePool, slots: jax.Array) -> jax.Array:
-    """Return the states of some slots, float32 [n, HV, K, V], with all tokens of their rings.
+def _check_accepted(pool: StatePool, slots: jax.Array, accepted: jax.Array) -> None:
+    """Check how many tokens of the last decode of some slots are kept, and the values if all are known."""
+    checks.check_array_of_slots("num_accepted_tokens", accepted)
+    n, given = slots.shape[0], accepted.shape[0]
+    checks.check(n == given, f"`num_accepted_tokens` must have a number for each of {n} `slots`; got {given}.")
+    if not checks.are_known((*jax.tree.leaves(pool), slots, accepted)):
+        return
+    exists = pools.existing(slots, pool.shape[0]) >= 0
+    drafts = chunking.take(pool.drafts, slots) if pool.replay else exists.astype(jnp.int32)
+    wrong = (drafts > 0) & ((accepted < 1) | (accepted > drafts))
+    last = "the last decode of each slot had" if pool.replay else "a slot without a ring has"
+    message = f"`num_accepted_tokens` must be from 1 to the tokens that {last}, {{most}}; got {{got}}."
+    numbers = lambda: dict(most=[int(y) for y in drafts], got=[int(y) for y in accepted])
+    checks.check_values((slots,), lambda: [checks.Fault(jnp.any(wrong), message, numbers)])
+
+
+def read_states(pool: StatePool, slots: jax.Array, num_accepted_tokens: jax.Array | None = None) -> jax.Array:
+    """Return the states of some slots, float32 [n, HV, K, V], with the tokens of their rings that are kept.
 
     Args:
       pool: a StatePool.
       slots: int32 [n], traced; they may repeat. A slot that does not exist, such as a negative one, gives zeros.
+      num_accepted_tokens: int32 [n], traced, as in a serving step: how many tokens of the last decode of each slot are
+        kept, at least 1; the others are rejected guesses. None keeps all. It is not read where a prefill or
+        `write_states` came last. Without a ring a slot has one state, so the number is 1 and any other one gives zeros:
+        `slots` name the slot of the state after the last accepted token. Numbers that do not fit raise an error outside
+        of jit.
     """
-    _check_given_slots(pool, slots)
-    return load(pool, slots, None if pool.count is None else kept_tokens(pool, slots, None))
+    pool = _check_given(pool, slots)
+    if num_accepted_tokens is not None:
+        _check_accepted(pool, slots, num_accepted_tokens)
+    return load(pool, *kept_states(pool, slots, num_accepted_tokens))
+
+
+def kept_states(
+    pool: StatePool, slots: jax.Array, accepted: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """Return the slots of the states that are kept, and how many tokens of their rings are, None without rings."""
+    if pool.replay:
+        return slots, kept_tokens(pool, slots, accepted)
+    return slots if accepted is None else jnp.where(accepted == 1, slots, jnp.int32(-1)), None
 
 
 def write_states(pool: StatePool, slots: jax.Array, states: jax.Array) -> StatePool:
@@ -269,7 +299,7 @@ def write_states(pool: StatePool, slots: jax.Array, states: jax.Array) -> StateP
       slots: int32 [n], traced, all different. A slot that does not exist, such as a negative one, is not written.
       states: [n, HV, K, V], of any floating type.
     """
-    _check_given_slots(pool, slots)
+    pool = _check_given(pool, slots)
     checks.check_array("states", states, "n HV K V", (slots.shape[0], *pool.shape[1:]))
     return store(pool, slots, states.astype(jnp.float32))
 
@@ -314,4 +344,4 @@ def append(pool: StatePool, routes: pools.Routes, kept: jax.Array, folded: jax.A
         name: getattr(pool, name).at[slot, at].set(x.astype(getattr(pool, name).dtype), mode="drop")
         for name, x in rows.items()
     }
-    return counted(dataclasses.replace(pool, **rings), routes, kept, folded)
+    return counted(pool._replace(**rings), routes, kept, folded)
