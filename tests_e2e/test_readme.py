@@ -29,6 +29,7 @@ REPEATS = (
     "distribution",
     "from-tokamax",
     "integrations",
+    "moving-requests",
     "new-tpu",
     "numerics",
     "packing",
