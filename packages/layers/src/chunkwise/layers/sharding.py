@@ -48,7 +48,7 @@ def shardings(
       config: sizes of a layer.
       mesh_axes: an axis of the mesh, or several, by what it divides: "batch", "tokens", "heads". What is missing is not
         divided. The rows of a cache are divided as "batch", so a pool wants it missing.
-      mesh: the mesh. It is needed only where key heads, which Mamba-2 calls groups, are not a multiple of the devices of
+      mesh: the mesh. It is needed only where key heads (groups of Mamba-2) are not a multiple of the devices of
         heads: they are divided over as many of the first axes as can share them, and repeated over the others.
 
     Raises:
