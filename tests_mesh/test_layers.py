@@ -146,8 +146,8 @@ def test_inside_a_shard_map(name, packing):
     assert_same(with_gradients(run)(*arguments, packed), alone(name, packing))
 
 
-# Key heads, value heads and a mesh of devices of heads, each of which shares a key head, or some of three. With two axes
-# key heads are split over the first one, and repeated over the second.
+# Key heads, value heads and a mesh of devices of heads, each of which shares a key head, or some of three. With two
+# axes key heads are split over the first one, and repeated over the second.
 SHARED = {
     "2 over 4": (dict(H=2, HV=8), (4,)),
     "2 over 8": (dict(H=2, HV=8), (8,)),
