@@ -40,12 +40,13 @@ from blocks import (
 from chunkwise.layers import (
     KimiDeltaAttentionConfig,
     KimiDeltaAttentionWeights,
+    config_from,
     empty_cache,
     init_kimi_delta_attention,
     kimi_delta_attention,
     load_kimi_delta_attention,
 )
-from generation import Draw, check_all_taken, main, matrix, part, read_checkpoint, take, take_head
+from generation import Draw, check_all_taken, main, matrix, part, read_checkpoint, require, take, take_head
 
 
 @dataclass(frozen=True)
@@ -209,27 +210,29 @@ def load(directory) -> tuple[Config, Model]:
 def read_config(found: dict) -> Config:
     """Return the sizes that a config.json has, one as published or one of transformers."""
     f, layers = found, range(found["num_hidden_layers"])
+    for name, values in dict(
+        hidden_act=("silu", "swish"), mla_use_nope=(True,), mla_use_output_gate=(False,), q_lora_rank=(),
+        attention_bias=(False,), moe_router_activation_func=("sigmoid",), moe_layer_freq=(1,), num_shared_experts=(1,),
+        use_grouped_topk=(True,), topk_method=("noaux_tc",), routed_expert_hidden_size=(), attn_res_block_size=(),
+    ).items():  # fmt: skip
+        require(f, name, *values)
     if "linear_attn_config" in f:
         # These count blocks from 1.
-        linear = f["linear_attn_config"]
-        attention = tuple(i + 1 in linear["full_attn_layers"] for i in layers)
-        sparse = tuple(i >= f["first_k_dense_replace"] for i in layers)
-        heads, size, W = linear["num_heads"], linear["head_dim"], linear["short_conv_kernel_size"]
+        attention = tuple(i + 1 in f["linear_attn_config"]["full_attn_layers"] for i in layers)
     else:
         attention = tuple(kind == "full_attention" for kind in f["layer_types"])
+    if "mlp_layer_types" in f:
         sparse = tuple(kind == "sparse" for kind in f["mlp_layer_types"])
-        heads, size, W = f["linear_num_heads"], f["linear_head_dim"], f["linear_conv_kernel_dim"]
+    else:
+        sparse = tuple(i >= f["first_k_dense_replace"] for i in layers)
     routing = Routing(
         f["num_experts_per_token"], f["num_expert_group"], f["topk_group"], f["moe_renormalize"],
         f["routed_scaling_factor"],
     )  # fmt: skip
-    delta = KimiDeltaAttentionConfig(
-        D=f["hidden_size"], H=heads, HV=heads, K=size, V=size, W=W, eps=f["rms_norm_eps"], R=size
-    )
     return Config(
-        attention=attention, sparse=sparse, delta=delta, H=f["num_attention_heads"], K=f["qk_nope_head_dim"],
-        shared=f["qk_rope_head_dim"], V=f["v_head_dim"], R=f["kv_lora_rank"], routing=routing,
-        experts=f["num_experts"], eps=f["rms_norm_eps"],
+        attention=attention, sparse=sparse, delta=config_from({"model_type": "kimi_linear"} | f),
+        H=f["num_attention_heads"], K=f["qk_nope_head_dim"], shared=f["qk_rope_head_dim"], V=f["v_head_dim"],
+        R=f["kv_lora_rank"], routing=routing, experts=f["num_experts"], eps=f["rms_norm_eps"],
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from blocks import Past, empty_past, rms_norm, take_places
 from chunkwise.layers import (
     Mamba2Config,
     Mamba2Weights,
+    config_from,
     empty_cache,
     init_mamba2_mixer,
     load_mamba2_mixer,
@@ -104,12 +105,9 @@ def load(directory) -> tuple[Config, Model]:
 
 def read_config(found: dict) -> Config:
     """Return the sizes that a config.json has."""
-    f = found
-    mixer = Mamba2Config(
-        D=f["hidden_size"], H=f["n_groups"], HV=f["num_heads"], K=f["state_size"], V=f["head_dim"], W=f["conv_kernel"],
-        eps=f["layer_norm_epsilon"], conv_bias=f["use_conv_bias"], dt_limit=tuple(f["time_step_limit"]),
-    )  # fmt: skip
-    return Config(f["num_hidden_layers"], mixer, f["residual_in_fp32"])
+    return Config(
+        found["num_hidden_layers"], config_from({"model_type": "mamba2"} | found), found.get("residual_in_fp32", True)
+    )
 
 
 def random_model(vocabulary: int) -> tuple[Config, Model]:

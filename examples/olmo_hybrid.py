@@ -42,12 +42,13 @@ from blocks import (
 from chunkwise.layers import (
     GatedDeltaNetConfig,
     GatedDeltaNetWeights,
+    config_from,
     empty_cache,
     gated_delta_net,
     init_gated_delta_net,
     load_gated_delta_net,
 )
-from generation import Draw, check_all_taken, main, matrix, part, read_checkpoint, take, take_head
+from generation import Draw, check_all_taken, main, matrix, part, read_checkpoint, require, take, take_head
 
 
 @dataclass(frozen=True)
@@ -177,17 +178,14 @@ def load(directory) -> tuple[Config, Model]:
 
 def read_config(found: dict) -> Config:
     """Return the sizes that a config.json has."""
-    f, H = found, found["num_attention_heads"]
-    # The norm of a gated DeltaNet has an epsilon of its own, which no config says.
-    delta = GatedDeltaNetConfig(
-        D=f["hidden_size"], H=f["linear_num_key_heads"], HV=f["linear_num_value_heads"], K=f["linear_key_head_dim"],
-        V=f["linear_value_head_dim"], W=f["linear_conv_kernel_dim"], eps=1e-5,
-        allow_neg_eigval=f["linear_allow_neg_eigval"],
-    )  # fmt: skip
+    f, H, rope = found, found["num_attention_heads"], found.get("rope_parameters") or {}
+    for name, values in dict(hidden_act=("silu", "swish"), attention_bias=(False,), rope_scaling=()).items():
+        require(f, name, *values)
+    require(rope, "rope_type", "default")
     return Config(
-        attention=tuple(kind == "full_attention" for kind in f["layer_types"]), delta=delta, H=H,
-        HK=f["num_key_value_heads"], K=f["hidden_size"] // H, theta=(f["rope_parameters"] or {}).get("rope_theta"),
-        eps=f["rms_norm_eps"],
+        attention=tuple(kind == "full_attention" for kind in f["layer_types"]),
+        delta=config_from({"model_type": "olmo_hybrid"} | f), H=H, HK=f["num_key_value_heads"],
+        K=f["hidden_size"] // H, theta=rope.get("rope_theta"), eps=f["rms_norm_eps"],
     )  # fmt: skip
 
 

@@ -38,12 +38,13 @@ from blocks import (
 from chunkwise.layers import (
     GatedDeltaNetConfig,
     GatedDeltaNetWeights,
+    config_from,
     empty_cache,
     gated_delta_net,
     init_gated_delta_net,
     load_gated_delta_net,
 )
-from generation import Draw, check_all_taken, main, matrix, part, read_checkpoint, take, take_head
+from generation import Draw, check_all_taken, main, matrix, part, read_checkpoint, require, take, take_head
 
 
 @dataclass(frozen=True)
@@ -182,14 +183,17 @@ def load(directory) -> tuple[Config, Model]:
 def read_config(found: dict) -> Config:
     """Return the sizes that a config.json has."""
     f, rope = found, found["rope_parameters"]
-    delta = GatedDeltaNetConfig(
-        D=f["hidden_size"], H=f["linear_num_key_heads"], HV=f["linear_num_value_heads"], K=f["linear_key_head_dim"],
-        V=f["linear_value_head_dim"], W=f["linear_conv_kernel_dim"], eps=f["rms_norm_eps"],
-    )  # fmt: skip
+    for name, values in dict(
+        hidden_act=("silu", "swish"), attn_output_gate=(True,), attention_bias=(False,), rope_scaling=(),
+        use_sliding_window=(False,), num_experts=(0,),
+    ).items():  # fmt: skip
+        require(f, name, *values)
+    require(rope, "rope_type", "default")
     return Config(
-        attention=tuple(kind == "full_attention" for kind in f["layer_types"]), delta=delta,
-        H=f["num_attention_heads"], HK=f["num_key_value_heads"], K=f["head_dim"],
-        rotated=int(f["head_dim"] * rope["partial_rotary_factor"]), theta=rope["rope_theta"], eps=f["rms_norm_eps"],
+        attention=tuple(kind == "full_attention" for kind in f["layer_types"]),
+        delta=config_from({"model_type": "qwen3_5_text"} | f), H=f["num_attention_heads"], HK=f["num_key_value_heads"],
+        K=f["head_dim"], rotated=int(f["head_dim"] * rope["partial_rotary_factor"]), theta=rope["rope_theta"],
+        eps=f["rms_norm_eps"],
     )  # fmt: skip
 
 

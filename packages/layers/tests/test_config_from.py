@@ -1,6 +1,8 @@
-"""The config of a layer out of the settings of a model of transformers, as its `to_dict()` gives them."""
+"""The config of a layer out of the settings of a model, as its file has them, and as `to_dict()` gives them."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -109,6 +111,143 @@ def test_unknown_settings_are_refused(name):
         config_from(settings(name, linear_gate_power=2), layer=2)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "linear_use_qk_norm", "mamba_rms_eps", "kda_gate_power", "ssm_skip", "conv_dilation", "time_step_power",
+        "norm_before_conv", "group_norm_bias", "use_short_conv", "gdn_heads", "decay_per_channel", "delta_rank",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "bailing_hybrid"])
+def test_names_that_may_change_a_layer_are_refused(name, setting):
+    with pytest.raises(ValueError, match=rf"no settings that `config_from` does not know; got \['{setting}'\]"):
+        config_from(settings(name, **{setting: 1}))
+
+
+def test_unknown_settings_of_the_table_of_a_layer_are_refused():
+    table = dict(num_heads=2, head_dim=16, short_conv_kernel_size=4, gate_power=2)
+    with pytest.raises(ValueError, match=r"does not know; got \['linear_attn_config.gate_power'\]"):
+        config_from(settings("kimi_linear", linear_attn_config=table))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_other_names_are_passed(name):
+    others = dict(
+        unsloth_version="2026.3.4", quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]),
+        rope_scaling=None, moe_layer_freq=1, mamba_ssm_dtype="float32", mamba_chunk_size=256, attn_output_gate=True,
+        linear_a_log_min=0.0, conv_initializer_range=None, gated_linear_unit=True, weight_decay=0.1,
+    )  # fmt: skip
+    assert config_from(settings(name, **others), layer=2) == MODELS[name][1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_null_is_the_default(name):
+    """A setting that is null is as one that is missing, where null has no meaning of its own."""
+    meaning = ("linear_lower_bound", "mamba_d_ssm", "linear_num_key_heads", "linear_key_head_dim", "head_dim")
+    own = {**MODEL, **MODELS[name][0]}
+    for setting in [each for each in own if each not in meaning]:
+        without = settings(name)
+        without.pop(setting, None)
+        try:
+            expected = config_from(without, layer=2)
+        except ValueError:
+            continue
+        assert config_from(settings(name, **{setting: None}), layer=2) == expected, setting
+
+
+# The layers of the models in published.json.
+LAYERS = {
+    "Qwen3-Next-80B-A3B": GatedDeltaNetConfig(2048, 16, 32, 128, 128),
+    "Qwen3-Next-80B-A3B-FP8": GatedDeltaNetConfig(2048, 16, 32, 128, 128),
+    "Qwen3.5-27B": GatedDeltaNetConfig(5120, 16, 48, 128, 128),
+    "Qwen3.8-27B": GatedDeltaNetConfig(5120, 16, 48, 128, 128),
+    "Qwen3.5-27B, a fine-tune of its text": GatedDeltaNetConfig(5120, 16, 48, 128, 128),
+    "Qwen3.6-35B-A3B-FP8": GatedDeltaNetConfig(2048, 16, 32, 128, 128),
+    "Qwen4-Exp": GatedDeltaNetConfig(2560, 16, 48, 128, 128, activation="sigmoid"),
+    "Olmo-Hybrid-7B": GatedDeltaNetConfig(3840, 30, 30, 96, 192, eps=1e-5, allow_neg_eigval=True),
+    "Kimi-Linear-48B-A3B": KimiDeltaAttentionConfig(2304, 32, 32, 128, 128, R=128),
+    "Kimi-K3": KimiDeltaAttentionConfig(7168, 96, 96, 128, 128, R=128, lower_bound=-5.0, full_rank_gate=True),
+    "GLM-5.3-Flash": KimiDeltaAttentionConfig(4096, 64, 64, 128, 128, R=128, lower_bound=-5.0),
+    "Ling-3.0-tiny": KimiDeltaAttentionConfig(1536, 16, 16, 128, 128, eps=1e-6, lower_bound=-5.0),
+    "Ling-3.0-flash": KimiDeltaAttentionConfig(2560, 32, 32, 128, 128, eps=1e-6, lower_bound=-5.0),
+    "Edge0-8B-A1B": KimiDeltaAttentionConfig(1536, 16, 16, 128, 128, eps=1e-6, lower_bound=-5.0),
+    "Mamba-Codestral-7B": Mamba2Config(4096, 8, 128, 128, 64),
+    "mamba2-780m": Mamba2Config(1536, 1, 48, 128, 64),
+    "Bamba-9B": Mamba2Config(4096, 1, 128, 128, 64),
+    "Granite-4.0-H-Tiny": Mamba2Config(1536, 1, 48, 128, 64),
+    "Granite-4.0-H-350M, of 4 bits": Mamba2Config(768, 1, 48, 128, 32),
+    "Nemotron-H-8B": Mamba2Config(4096, 8, 128, 128, 64, dt_limit=(0.001, math.inf)),
+    "Nemotron-3-Nano-30B-A3B": Mamba2Config(2688, 8, 64, 128, 64, dt_limit=(0.001, math.inf)),
+    "Nemotron-3.5-Lightning-30B-A3B": Mamba2Config(2688, 8, 64, 128, 64, dt_limit=(0.001, math.inf)),
+    "Zamba2-7B, at first": Mamba2Config(3584, 2, 112, 64, 64, dt_limit=(0.001, math.inf)),
+    "Falcon-H1-0.5B": Mamba2Config(
+        1024, 1, 24, 128, 64, norm=None, in_multiplier=1.25,
+        multipliers=(0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738),
+    ),
+    "MiniMax-Text-01-hf": LightningAttentionConfig(6144, 64, 64, 128, 128, layer=2, layers=80),
+    "MiniMax-Text-01": LightningAttentionConfig(6144, 64, 64, 128, 128, layer=2, layers=80),
+}  # fmt: skip
+PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
+
+
+def test_every_published_file_has_its_layer():
+    assert PUBLISHED.keys() == LAYERS.keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files(name):
+    assert config_from(PUBLISHED[name], layer=2) == LAYERS[name]
+    text = PUBLISHED[name].get("text_config")
+    assert config_from(PUBLISHED[name] if text is None else text, layer=2) == LAYERS[name]
+
+
+def test_ling_2_has_another_layer():
+    """Ling 2.6 has the type of model of Ling 3.0, and lightning attention."""
+    found = dict(
+        architectures=["BailingMoeV2_5ForCausalLM"], model_type="bailing_hybrid", hidden_size=4096, hidden_act="silu",
+        num_attention_heads=32, head_dim=128, layer_group_size=8, linear_silu=False, rms_norm_eps=1e-6,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"`hf_config` must be that of Ling 3.0, .*; got none of its settings"):
+        config_from(found)
+    with pytest.raises(ValueError, match=r"`hf_config.group_norm_size` must be one of \(1,\) for this layer; got 4"):
+        config_from(found | dict(short_conv_kernel_size=4, group_norm_size=4))
+    with pytest.raises(ValueError, match=r"`hf_config.linear_silu` must be one of \(True,\) for this layer; got False"):
+        config_from(found | dict(kda_safe_gate=True))
+    third = found | dict(architectures=["BailingMoeV3ForCausalLM"], linear_silu=True)
+    assert config_from(third) == KimiDeltaAttentionConfig(4096, 32, 32, 128, 128, eps=1e-6, lower_bound=-5.0)
+
+
+def test_laws_of_kimi():
+    made = lambda **table: config_from(dict(model_type="kimi_linear", linear_attn_config=table))
+    assert made(gate_lower_bound=-5.0).lower_bound == -5.0
+    assert made(gate_lower_bound=None).lower_bound is None
+    assert made(head_dim=64).R == 64
+    assert made(no_kda_lora=True).R is None
+    assert made(head_dim=64, use_full_rank_gate=True).full_rank_gate
+    with pytest.raises(ValueError, match=r"`hf_config.linear_attn_config.safe_gate` must be one of \(False,\)"):
+        made(safe_gate=True)
+    with pytest.raises(ValueError, match=r"`hf_config.linear_num_heads` must be one of \(2,\) for this layer; got 3"):
+        config_from(dict(model_type="kimi_linear", linear_num_heads=3, linear_attn_config=dict(num_heads=2)))
+
+
+def test_laws_of_glm():
+    """transformers takes a bound of -5 for a table without one, unless the table has no safe gate."""
+    made = lambda **change: config_from(dict(model_type="glm5_next_text") | change).lower_bound
+    assert made() == -5.0
+    assert made(linear_lower_bound=None) is None
+    assert made(linear_attn_config=dict(gate_lower_bound=-3.0)) == -3.0
+    assert made(linear_attn_config=dict(gate_lower_bound=None)) == -5.0
+    assert made(linear_attn_config=dict(gate_lower_bound=None, safe_gate=False)) is None
+
+
+def test_sizes_that_follow_from_others():
+    minimal = dict(model_type="olmo_hybrid", hidden_size=64, num_attention_heads=2)
+    assert config_from(minimal) == GatedDeltaNetConfig(64, 2, 2, 24, 48, eps=1e-5, allow_neg_eigval=True)
+    for size in ("auto", None):
+        assert config_from(settings("bamba", mamba_d_head=size)) == MODELS["bamba"][1]
+        assert config_from(settings("falcon_h1", mamba_d_head=size)) == MODELS["falcon_h1"][1]
+
+
 def test_the_config_of_a_text():
     assert config_from(dict(model_type="qwen3_5", text_config=settings("qwen3_5_text"))) == MODELS["qwen3_5_text"][1]
 
@@ -132,6 +271,12 @@ def test_settings_of_falcon_h1():
         ("nemotron_h", dict(mamba_hidden_act="relu"), r"`hf_config.mamba_hidden_act` must be one of .*; got 'relu'"),
         ("qwen4_exp_text", dict(output_gate_type="relu"), r"`activation` must be one of .*; got 'relu'"),
         ("bailing_hybrid", dict(short_conv_kernel_size=3), r"`hf_config.short_conv_kernel_size` must be one of \(4,\)"),
+        ("bailing_hybrid", dict(num_kv_heads_for_linear_attn=1), r"`hf_config.num_kv_heads_for_linear_attn` must be"),
+        ("bailing_hybrid", dict(use_kda_lora=True), r"`hf_config.use_kda_lora` must be one of \(False,\)"),
+        ("kimi_linear", dict(linear_allow_neg_eigval=True), r"`hf_config.linear_allow_neg_eigval` must be one of"),
+        ("mamba2", dict(rms_norm=False), r"`hf_config.rms_norm` must be one of \(True,\) for this layer; got False"),
+        ("olmo_hybrid", dict(linear_use_gate=False), r"`hf_config.linear_use_gate` must be one of \(True,\)"),
+        ("zamba2", dict(time_step_limit=[0.0, 1.0]), r"`hf_config.time_step_limit` must be one of"),
         ("bamba", dict(mamba_expand=3), "`hf_config.mamba_expand` must make 128 channels, .*; got 192"),
         ("falcon_h1", dict(mamba_d_ssm=64), r"`hf_config.mamba_d_ssm` must be one of \(128,\) .*; got 64"),
         ("llama", {}, r"`hf_config.model_type` must be one of \['bailing_hybrid', .*'zamba2'\]; got 'llama'"),
@@ -147,7 +292,3 @@ def test_wrong_arguments():
         config_from(settings("minimax"))
     with pytest.raises(ValueError, match="`hf_config` must be a config of transformers; got str"):
         config_from("qwen3_next")
-    short = settings("qwen3_next")
-    del short["linear_key_head_dim"]
-    with pytest.raises(ValueError, match="`hf_config` must have `linear_key_head_dim`; got none"):
-        config_from(short)

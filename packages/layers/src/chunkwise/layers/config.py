@@ -108,6 +108,7 @@ class KimiDeltaAttentionConfig(LayerConfig):
 
     Attributes:
       R: rank of the projections of the decay and of the norm's gate; None for one matrix each.
+      full_rank_gate: whether the projection of the norm's gate is one matrix for any R, as in Kimi-K3.
       lower_bound: of the decay, below 0, for the law with a sigmoid; None for the law with a softplus.
     """
 
@@ -116,9 +117,11 @@ class KimiDeltaAttentionConfig(LayerConfig):
     eps: float = 1e-5
     R: int | None = None
     lower_bound: float | None = None
+    full_rank_gate: bool = False
 
     def __post_init__(self):
         super().__post_init__()
+        checks.check_flags(full_rank_gate=self.full_rank_gate)
         checks.check(self.R is None or self.R > 0, f"`R` must be None or above 0; got {self.R!r}.")
         _check_lower_bound(self.lower_bound)
 

@@ -103,11 +103,16 @@ def load_gated_delta_net(
         projections += [a, b]
     elif "in_proj_qkv" in found:
         parts = jnp.split(found.matrix("in_proj_qkv", c.D, q + k + v), [q, q + k], axis=1)
-        gates = (found.matrix(f"in_proj_{name}", c.D, n) for name, n in (("z", v), ("a", c.HV), ("b", c.HV)))
-        projections = [*parts, *gates]
+        z = found.matrix("in_proj_z", c.D, v)
+        if "in_proj_ba" in found:
+            b, a = jnp.split(found.matrix("in_proj_ba", c.D, 2 * c.HV), 2, axis=1)
+        else:
+            a, b = (found.matrix(f"in_proj_{name}", c.D, c.HV) for name in "ab")
+        projections = [*parts, z, a, b]
     else:
-        columns = dict(q=q, k=k, v=v, g=v, a=c.HV, b=c.HV)
-        projections = [found.matrix(f"{name}_proj", c.D, n) for name, n in columns.items()]
+        columns = dict(g=v, a=c.HV, b=c.HV)
+        projections = [*found.matrices(("q", "k", "v"), c.D, c.channels)]
+        projections += [found.matrix(f"{name}_proj", c.D, n) for name, n in columns.items()]
     weights = GatedDeltaNetWeights(
         *projections, conv=found.convolutions(("q", "k", "v"), c.channels, c.W), A_log=found.float32("A_log", c.HV),
         dt_bias=found.float32("dt_bias", c.HV), norm=found.read(norm, c.V), out=found.matrix(out, v, c.D),

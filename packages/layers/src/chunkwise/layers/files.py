@@ -5,48 +5,91 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
+from chunkwise.layers import arrays
 from chunkwise.shared.operators import checks
 
 # What transformers and others call the files of a checkpoint.
-_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ONE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+# The types of the format safetensors, by the names that they have there.
+_TYPES = dict(
+    BOOL="bool", U8="uint8", I8="int8", U16="uint16", I16="int16", U32="uint32", I32="int32", U64="uint64", I64="int64",
+    F8_E4M3="float8_e4m3fn", F8_E5M2="float8_e5m2", F8_E8M0="float8_e8m0fnu", F16="float16", BF16="bfloat16",
+    F32="float32", F64="float64",
+)  # fmt: skip
 
 
 class _Arrays(Mapping):
-    """Arrays by name; each access reads one."""
+    """Arrays by name; each access reads one out of a file of the format safetensors."""
 
     def __init__(self, files: list[Path]):
-        from safetensors import safe_open
-
-        opened = [safe_open(file, "np") for file in files]
-        self._files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+        self._places = {name: (file, *place) for file in files for name, place in _header(file).items()}
 
     def __getitem__(self, name: str) -> Any:
-        return self._files[name].get_tensor(name)
+        file, kind, shape, begin, end = self._places[name]
+        checks.check(kind in _TYPES, f"`directory` must have {name!r} of one of {[*_TYPES]}; got {kind!r}.")
+        read = np.fromfile(file, np.uint8, end - begin, offset=begin)
+        checks.check(read.size == end - begin, f"`directory` must have {name!r} whole; {file.name} ends in it.")
+        return read.view(jnp.dtype(_TYPES[kind])).reshape(shape)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._places)
+
+
+def _header(file: Path) -> dict[str, tuple]:
+    """Return the type, the shape, the begin and the end of each array of a file, in bytes from its start."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        valid = size <= file.stat().st_size - 8
+        checks.check(valid, f"`directory` must have files of the format safetensors; got {str(file)!r}.")
+        named = json.loads(opened.read(size))
+    named.pop("__metadata__", None)
+    place = lambda x: (x["dtype"], tuple(x["shape"]), *(8 + size + offset for offset in x["data_offsets"]))
+    return {name: place(x) for name, x in named.items()}
+
+
+def _quantization(directory: Path) -> Mapping[str, Any] | None:
+    """Return what the config of a checkpoint says of its weights of 8 bits."""
+    if not (file := directory / _CONFIG).exists():
+        return None
+    found = json.loads(file.read_text())
+    return found.get("quantization_config") or (found.get("text_config") or {}).get("quantization_config")
 
 
 def open_checkpoint(directory: str | Path) -> Mapping[str, Any]:
     """Return the arrays of a checkpoint by name, none of which is read yet.
 
     An access reads an array, as one of numpy's, and keeps nothing. So `load_gated_delta_net(named, config, prefix)` and
-    the others read the arrays of one layer. It needs the package safetensors.
+    the others read the arrays of one layer. An array of float8 or int8 is multiplied by its scales when it is read:
+    those of blocks, rows or the whole, under its name and "_scale_inv" or "_scale". It has the type of the scales
+    then, or bfloat16 if they have 8 bits, and their names are not among those of the mapping.
 
     Args:
-      directory: with model.safetensors, or with several files and model.safetensors.index.json.
+      directory: with model.safetensors, or with several files and model.safetensors.index.json. Where it has scales of
+        blocks, also with config.json, whose `quantization_config` says which ("weight_block_size").
 
     Raises:
-      ValueError: the directory has neither of them.
+      ValueError: the directory has neither of them, or lacks a file or an array that the index names; or an access
+        finds an array of float8 without scales, or scales of blocks that no config describes.
     """
     directory = Path(directory)
-    if (index := directory / _INDEX).exists():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        files = [_ONE]
-    found = (directory / files[0]).exists()
-    checks.check(found, f"`directory` must have {_ONE} or {_INDEX}, and what they name; got {str(directory)!r}.")
-    return _Arrays([directory / file for file in files])
+    index: Mapping[str, str] = {}
+    files = [_ONE]
+    if (file := directory / _INDEX).exists():
+        index = json.loads(file.read_text()).get("weight_map") or {}
+        checks.check(index, f"`directory` must have {_INDEX} with a `weight_map` of names; got {str(directory)!r}.")
+        files = sorted(set(index.values()))
+    missing = [file for file in files if not (directory / file).exists()]
+    rule = f"`directory` must have {_ONE} or {_INDEX}, and what they name"
+    checks.check(not missing, f"{rule}; {str(directory)!r} lacks {missing[:20]}.")
+    named = _Arrays([directory / file for file in files])
+    lost = sorted(set(index) - set(named))
+    checks.check(not lost, f"`directory` must have the arrays that {_INDEX} names; its files lack {lost[:20]}.")
+    quantization = _quantization(directory)
+    size = (quantization or {}).get("weight_block_size")
+    return arrays.Numbers(named, tuple(size) if size else None, described=quantization is not None)

@@ -1,192 +1,262 @@
-"""The config of a layer, from the settings of a model of transformers."""
+"""The config of a layer, from the settings of a model: those of its config.json, or of its class in transformers."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from chunkwise.layers import config
 from chunkwise.shared.operators import checks
 
-# Settings of transformers' models that no layer of linear attention reads: of the whole model, of attention, of experts
-# and other blocks between, of the beginning of a training, and of programs that do not change results.
+# A setting whose name has one of these words may change a layer of linear attention.
+_CONCERNS = re.compile(
+    r"(^|use_)linear|linear_att|mamba|kda|gdn|delta|lightning|(^|_)ssm|(^|_)conv(_|\d|$)|time_step|(^|_)dt_|decay|eigval|lower_bound"
+    r"|(norm|gate)_(before|after)|group_norm|output_gate|safe_gate|full_rank"
+)
+# Such settings that change no layer: of the beginning of a training, of the type and the place of states, of programs,
+# of layers between, and of attention and experts.
 _OTHERS = frozenset(
     """
-    _name_or_path architectures auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id id2label
-    is_encoder_decoder label2id model_type output_attentions output_hidden_states pad_token_id problem_type return_dict
-    tie_word_embeddings torch_dtype transformers_version use_cache vocab_size num_logits_to_keep num_hidden_layers
-    model_max_length max_position_embeddings layer_types layers_block_type hybrid_layer_ids layer_group_size
-    attn_layer_indices full_attention_interval
+    linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min time_step_floor
+    time_step_init_scheme time_step_max time_step_rank time_step_scale weight_decay
 
-    attention_bias attention_dropout attention_head_dim attention_hidden_size attention_in_multiplier
-    attention_multiplier attention_out_multiplier head_dim key_multiplier kv_channels kv_lora_rank num_attention_heads
-    num_key_value_heads num_query_groups partial_rotary_factor position_embedding_type q_lora_rank qk_head_dim
-    qk_nope_head_dim qk_rope_head_dim rope_parameters rope_theta sliding_window use_mem_rope v_head_dim
-    index_head_dim index_kpool index_kpool_always_select_tail index_n_heads index_topk indexer_budget
-    indexer_compress_ratio indexer_head_dim indexer_kv_heads indexer_n_heads indexer_types use_long_context
+    mamba_chunk_size mamba_ssm_cache_dtype mamba_ssm_dtype use_mamba_kernels use_mambapy
 
-    adapter_rank decoder_sparse_step embedding_multiplier first_k_dense_replace full_attn_alpha_factor
-    full_attn_beta_factor hc_count hc_eps hc_lowrank hc_mult hc_sinkhorn_iters heads_per_ngram hidden_dropout
-    intermediate_size linear_attn_alpha_factor linear_attn_beta_factor lm_head_multiplier logits_scaling
-    make_ngram_vocab_size_divisible_by mlp_alpha_factor mlp_beta_factor mlp_bias mlp_hidden_act mlp_layer_types
-    mlp_multipliers mlp_only_layers moe_intermediate_size moe_latent_size moe_renormalize
-    moe_shared_expert_intermediate_size moe_shared_expert_overlap n_group n_routed_experts n_shared_experts ngram_size
-    ngram_vocab_size_base norm_topk_prob num_expert_group num_experts num_experts_per_tok num_experts_per_token
-    num_local_experts num_mem_blocks num_nextn_predict_layers num_shared_experts output_router_logits
-    ple_conv_kernel_size ple_embed_dim ple_layer_ids
-    residual_in_fp32 residual_multiplier routed_scaling_factor router_jitter_noise
-    shared_expert_intermediate_size shared_intermediate_size split_ngram_parts ssm_out_multiplier swiglu_limit
-    topk_group use_shared_attention_adapter number_of_conv_states
-
-    initializer_range linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min
-    mtp_layers_block_type mtp_loss_scaling_factor rescale_prenorm_residual router_aux_loss_coef seed time_step_floor
-    time_step_max time_step_rank z_loss_coefficient
-
-    block_size chunk_size mamba_chunk_size mamba_ssm_cache_dtype pretraining_tp use_mamba_kernels use_mem_eff_path
+    activation_situ_linear_beta attention_output_gate attn_output_gate linear_attn_alpha_factor linear_attn_beta_factor
+    layernorm_linear_attention_alpha layernorm_linear_attention_beta mamba_use_mlp mla_use_output_gate mtp_use_kda
+    number_of_conv_states ple_conv_kernel_size ssm_out_multiplier
     """.split()  # noqa: SIM905
 )
+_BEGINNING = "initializer_range"
+# Where Kimi and GLM keep those of the layer.
+_TABLE = "linear_attn_config."
+# Where the settings of the text are, in a model that has more than text.
+_TEXTS = ("text_config", "llm_config", "language_config")
+_SILU = ("silu", "swish")
 
 
 def _plain(value: Any) -> Any:
     """Return a value of the file of a config, where infinity is {"__float__": "Infinity"}."""
     if isinstance(value, Mapping):
-        return float(value["__float__"])
+        return float(value["__float__"]) if "__float__" in value else value
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 class _Settings:
-    """The settings of a model, every one of which is read, or known to concern something else."""
+    """The settings of a model, each of which is read, or known not to change its layer, or has a name without concern.
 
-    def __init__(self, named: Mapping[str, Any]):
-        self.named, self.done = named, set()
+    Args:
+      named: the settings; those of `linear_attn_config` are known as _TABLE + "head_dim".
+      defaults: what transformers takes for settings that are missing or null, by the first of their names.
+    """
 
-    def read(self, name: str) -> Any:
-        """Return a setting."""
-        checks.check(name in self.named, f"`hf_config` must have `{name}`; got none.")
-        self.done.add(name)
-        return _plain(self.named[name])
+    def __init__(self, named: Mapping[str, Any], defaults: Mapping[str, Any]):
+        nested = named.get("linear_attn_config") or {}
+        self.named = dict(named) | {_TABLE + name: value for name, value in nested.items()}
+        self.named.pop("linear_attn_config", None)
+        self.defaults, self.done = defaults, set()
+
+    def has(self, name: str) -> bool:
+        """Return whether a setting is there, and not null."""
+        return self.named.get(name) is not None
+
+    def read(self, name: str, *others: str) -> Any:
+        """Return a setting that may have several names, or its default."""
+        self.done.update((name, *others))
+        there = [each for each in (name, *others) if self.has(each)]
+        if not there:
+            return self.defaults[name]
+        value = _plain(self.named[there[0]])
+        for each in there[1:]:
+            self.require(each, value)
+        return value
 
     def require(self, name: str, *values: Any) -> None:
         """Check that a setting, if it is there, has one of the values that a layer can do."""
         self.done.add(name)
-        value = self.named.get(name, values[0])
-        checks.check(value in values, f"`hf_config.{name}` must be one of {values} for this layer; got {value!r}.")
+        if self.has(name):
+            value = _plain(self.named[name])
+            checks.check(value in values, f"`hf_config.{name}` must be one of {values} for this layer; got {value!r}.")
 
     def ignore(self, *names: str) -> None:
         """Pass settings that this model's layer does not read, where others read them."""
         self.done.update(names)
 
     def end(self) -> None:
-        """Check that every setting is known."""
-        unknown = sorted(set(self.named) - self.done - _OTHERS)
+        """Check that every setting that may change the layer is known."""
+        left = set(self.named) - self.done - _OTHERS
+        unknown = sorted(name for name in left if _CONCERNS.search(name) and not name.endswith(_BEGINNING))
         checks.check(not unknown, f"`hf_config` must have no settings that `config_from` does not know; got {unknown}.")
 
 
 def _delta_net(s: _Settings, **more: Any) -> config.GatedDeltaNetConfig:
-    s.require("hidden_act", "silu", "swish")
-    eps = s.read("rms_norm_eps")
+    s.require("hidden_act", *_SILU)
+    gate = s.read("output_gate_type")
+    made = dict(eps=s.read("rms_norm_eps"), activation="silu" if gate == "swish" else gate)
     return config.GatedDeltaNetConfig(
         s.read("hidden_size"), s.read("linear_num_key_heads"), s.read("linear_num_value_heads"),
         s.read("linear_key_head_dim"), s.read("linear_value_head_dim"), s.read("linear_conv_kernel_dim"),
-        **dict(eps=eps) | more,
+        **made | more,
     )  # fmt: skip
 
 
 def _olmo_hybrid(s: _Settings) -> config.GatedDeltaNetConfig:
+    # Sizes that a file leaves out follow from others.
+    heads = s.read("num_attention_heads")
+    H = s.read("linear_num_key_heads") or heads
+    K = s.read("linear_key_head_dim") or int(0.75 * s.read("hidden_size") / H)
+    known = dict(
+        linear_num_key_heads=H, linear_num_value_heads=heads, linear_key_head_dim=K, linear_value_head_dim=2 * K
+    )
+    s.defaults = {**s.defaults, **known}
+    s.require("linear_use_gate", True)
     # The norm of the layer has an epsilon of its own.
     return _delta_net(s, eps=1e-5, allow_neg_eigval=s.read("linear_allow_neg_eigval"))
 
 
-def _qwen4_exp(s: _Settings) -> config.GatedDeltaNetConfig:
-    return _delta_net(s, activation=s.read("output_gate_type") or "silu")
-
-
-def _kimi(s: _Settings, ranked: bool, lower_bound: float | None = None) -> config.KimiDeltaAttentionConfig:
-    s.require("hidden_act", "silu", "swish")
-    heads, size = s.read("linear_num_heads"), s.read("linear_head_dim")
+def _kimi(s: _Settings, **more: Any) -> config.KimiDeltaAttentionConfig:
+    # Kimi-K3's activation "situ" is that of its perceptrons; its convolutions have SiLU as all others.
+    s.require("hidden_act", *_SILU, "situ")
+    s.require("linear_allow_neg_eigval", False)
+    s.ignore(_TABLE + "kda_layers", _TABLE + "full_attn_layers")
+    heads = s.read(_TABLE + "num_heads", "linear_num_heads")
+    size = s.read(_TABLE + "head_dim", "linear_head_dim")
+    W = s.read(_TABLE + "short_conv_kernel_size", "linear_conv_kernel_dim", "short_conv_kernel_size")
+    full = s.read(_TABLE + "no_kda_lora", "no_kda_lora")
+    s.require("use_kda_lora", not full)
+    made = dict(R=None if full else size, full_rank_gate=s.read(_TABLE + "use_full_rank_gate"))
     return config.KimiDeltaAttentionConfig(
-        s.read("hidden_size"), heads, heads, size, size, s.read("linear_conv_kernel_dim"), s.read("rms_norm_eps"),
-        R=size if ranked else None, lower_bound=lower_bound,
-    )  # fmt: skip
+        s.read("hidden_size"), heads, heads, size, size, W, s.read("rms_norm_eps"), **made | more
+    )
+
+
+def _kimi_linear(s: _Settings) -> config.KimiDeltaAttentionConfig:
+    bound = s.read(_TABLE + "gate_lower_bound", "gate_lower_bound", "linear_lower_bound")
+    s.require(_TABLE + "safe_gate", bound is not None)
+    return _kimi(s, lower_bound=bound)
+
+
+def _glm5_next(s: _Settings) -> config.KimiDeltaAttentionConfig:
+    # Null is a softplus, unless the file has a table of the layer, where it is -5.
+    bound = s.named.get("linear_lower_bound", -5.0)
+    nested = [name for name in s.named if name.startswith(_TABLE)]
+    bound = s.named.get(_TABLE + "gate_lower_bound", bound)
+    if nested and bound is None and s.named.get(_TABLE + "safe_gate", True):
+        bound = -5.0
+    s.ignore("linear_lower_bound", _TABLE + "gate_lower_bound", _TABLE + "safe_gate")
+    return _kimi(s, lower_bound=bound)
 
 
 def _bailing_hybrid(s: _Settings) -> config.KimiDeltaAttentionConfig:
-    # The width of the convolution has two names.
-    s.require("short_conv_kernel_size", s.read("linear_conv_kernel_dim"))
-    bound = s.read("kda_lower_bound")
-    return _kimi(s, False, bound if s.read("kda_safe_gate") else None)
+    # Ling 2.6 has the same type of model, and lightning attention with norms of groups of heads and rotary positions.
+    marked = any("kda" in name or name == "short_conv_kernel_size" for name in s.named)
+    third = any("V3" in name for name in s.named.get("architectures") or ())
+    checks.check(
+        marked or third,
+        "`hf_config` must be that of Ling 3.0, with Kimi delta attention, where `model_type` is bailing_hybrid; "
+        "got none of its settings, such as `kda_safe_gate`.",
+    )
+    for name, value in dict(group_norm_size=1, linear_silu=True, linear_attention="kda", value_norm=False).items():
+        s.require(name, value)
+    # transformers' class writes the size of rotary positions over that of heads.
+    heads, size = s.read("num_attention_heads"), s.read("head_dim")
+    s.require("num_kv_heads_for_linear_attn", 0, heads)
+    s.defaults = {**s.defaults, _TABLE + "num_heads": heads, _TABLE + "head_dim": size}
+    bound, safe = s.read("kda_lower_bound"), s.read("kda_safe_gate")
+    return _kimi(s, lower_bound=bound if safe else None)
 
 
-def _mamba2(s: _Settings, names: Mapping[str, str], **more: Any) -> config.Mamba2Config:
+def _mamba2(s: _Settings, names: Mapping[str, str], size: int, **more: Any) -> config.Mamba2Config:
     """Return the config of a mixer whose settings have these names, or the usual ones, and of what else it has."""
     of = lambda name: s.read(names.get(name, f"mamba_{name}"))
-    s.require(names.get("activation", "hidden_act"), "silu", "swish")
+    s.require(names.get("activation", "hidden_act"), *_SILU)
     limit, bias = names.get("limit"), of("proj_bias")
     low, high = (s.read(limit), math.inf) if limit else s.read("time_step_limit")
     return config.Mamba2Config(
-        s.read("hidden_size"), of("n_groups"), of("n_heads"), of("d_state"), of("d_head"), of("d_conv"),
+        s.read("hidden_size"), of("n_groups"), of("n_heads"), of("d_state"), size, of("d_conv"),
         s.read(names.get("eps", "rms_norm_eps")), of("conv_bias"), (float(low), float(high)),
         in_bias=bias, out_bias=s.read(names["out_bias"]) if "out_bias" in names else bias, **more,
     )  # fmt: skip
 
 
-def _expanded(s: _Settings, made: config.Mamba2Config, expand: str) -> config.Mamba2Config:
-    """Check that the channels of a mixer are as many as `expand` asks for."""
-    wanted, have = int(s.read(expand) * made.D), made.HV * made.V
+def _expanded(s: _Settings, made: config.Mamba2Config, expand: str, *others: str) -> config.Mamba2Config:
+    """Check that the channels of a mixer are as many as `expand` asks for, which may have other names."""
+    wanted, have = int(s.read(expand, *others) * made.D), made.HV * made.V
     checks.check(wanted == have, f"`hf_config.{expand}` must make {have} channels, those of all heads; got {wanted}.")
     return made
 
 
+def _head_size(s: _Settings, channels: int) -> int:
+    """Return the channels of a head, which a file may leave to the others."""
+    size = s.read("mamba_d_head")
+    return channels // s.read("mamba_n_heads") if size == "auto" else size
+
+
 _MAMBA2 = dict(
-    n_heads="num_heads", d_head="head_dim", n_groups="n_groups", d_state="state_size", d_conv="conv_kernel",
-    conv_bias="use_conv_bias", proj_bias="use_bias", eps="layer_norm_epsilon",
+    n_heads="num_heads", n_groups="n_groups", d_state="state_size", d_conv="conv_kernel", conv_bias="use_conv_bias",
+    proj_bias="use_bias", eps="layer_norm_epsilon",
 )  # fmt: skip
 
 
 def _mamba2_alone(s: _Settings) -> config.Mamba2Config:
-    s.ignore("time_step_min")
-    return _expanded(s, _mamba2(s, _MAMBA2), "expand")
+    # Files of the first version have the place of the norm, which no version of transformers has read.
+    s.ignore("time_step_min", "norm_before_gate")
+    s.require("rms_norm", True)
+    return _expanded(s, _mamba2(s, _MAMBA2, s.read("head_dim")), "expand")
 
 
 def _bamba(s: _Settings) -> config.Mamba2Config:
-    return _expanded(s, _mamba2(s, {}), "mamba_expand")
+    size = _head_size(s, int(s.read("mamba_expand") * s.read("hidden_size")))
+    return _expanded(s, _mamba2(s, {}, size), "mamba_expand")
 
 
 def _nemotron_h(s: _Settings) -> config.Mamba2Config:
     # The settings that the layer does not read, although they look like it.
     s.ignore("expand", "time_step_limit", "mamba_proj_bias")
-    names = dict(n_heads="mamba_num_heads", d_head="mamba_head_dim", d_state="ssm_state_size")
-    return _mamba2(s, _MAMBA2 | names | dict(activation="mamba_hidden_act", limit="time_step_min"))
+    names = dict(n_heads="mamba_num_heads", d_state="ssm_state_size", activation="mamba_hidden_act")
+    return _mamba2(s, _MAMBA2 | names | dict(limit="time_step_min"), s.read("mamba_head_dim"))
 
 
 def _zamba2(s: _Settings) -> config.Mamba2Config:
     # The activation is that of another block, the convolution always has a bias, and the epsilon is fixed.
     s.ignore("hidden_act", "use_conv_bias", "rms_norm_eps")
-    bias = s.read("add_bias_linear")
+    s.require("time_step_limit", [0.0, math.inf])
+    bias, D, size = s.read("add_bias_linear"), s.read("hidden_size"), s.read("mamba_headdim")
+    channels = int(s.read("mamba_expand", "expansion_factor") * D)
+    # Files of the first version have the channels of a head alone, and transformers' class the number of heads.
+    heads = s.read("n_mamba_heads") or (channels // size if size else 8)
     made = config.Mamba2Config(
-        s.read("hidden_size"), s.read("mamba_ngroups"), s.read("n_mamba_heads"), s.read("mamba_d_state"),
-        s.read("mamba_headdim"), s.read("mamba_d_conv"), eps=1e-5,
-        dt_limit=(float(s.read("time_step_min")), math.inf), in_bias=bias, out_bias=bias,
+        D, s.read("mamba_ngroups"), heads, s.read("mamba_d_state", "state_size"), size or channels // heads,
+        s.read("mamba_d_conv", "conv_dimension"), eps=1e-5, dt_limit=(float(s.read("time_step_min")), math.inf),
+        in_bias=bias, out_bias=bias,
     )  # fmt: skip
-    return _expanded(s, made, "mamba_expand")
+    return _expanded(s, made, "mamba_expand", "expansion_factor")
 
 
 def _falcon_h1(s: _Settings) -> config.Mamba2Config:
+    s.ignore("mamba_d_ssm", "mamba_expand")
+    # Null, and only this, leaves the channels to `mamba_expand`.
+    channels = s.named.get("mamba_d_ssm", s.defaults["mamba_d_ssm"])
+    expanded = channels is None
+    if expanded:
+        channels = int(s.read("mamba_expand") * s.read("hidden_size"))
     before = "before" if s.read("mamba_norm_before_gate") else "after"
     made = _mamba2(
-        s, dict(out_bias="projectors_bias"), norm=before if s.read("mamba_rms_norm") else None,
+        s, dict(out_bias="projectors_bias"), _head_size(s, channels), norm=before if s.read("mamba_rms_norm") else None,
         in_multiplier=float(s.read("ssm_in_multiplier")), multipliers=tuple(map(float, s.read("ssm_multipliers"))),
     )  # fmt: skip
-    channels = s.read("mamba_d_ssm")
-    if channels is None:
+    if expanded:
         return _expanded(s, made, "mamba_expand")
-    s.ignore("mamba_expand")
-    s.require("mamba_d_ssm", made.HV * made.V)
+    have = made.HV * made.V
+    checks.check(
+        channels == have, f"`hf_config.mamba_d_ssm` must be one of {(have,)} for this layer; got {channels!r}."
+    )
     return made
 
 
 def _minimax(s: _Settings, layer: Any) -> config.LightningAttentionConfig:
     checks.check(layer is not None, "`layer` must be the number of the layer, which its decay depends on; got None.")
-    s.require("hidden_act", "silu", "swish")
+    s.require("hidden_act", *_SILU)
     # The norm of the layer has an epsilon of its own.
     s.ignore("rms_norm_eps")
     D, heads = s.read("hidden_size"), s.read("num_attention_heads")
@@ -196,46 +266,104 @@ def _minimax(s: _Settings, layer: Any) -> config.LightningAttentionConfig:
     )  # fmt: skip
 
 
-_MODELS: dict[str, Callable[..., config.LayerConfig]] = {
-    "qwen3_next": _delta_net,
-    "qwen3_5_text": _delta_net,
-    "qwen3_5_moe_text": _delta_net,
-    "lara_mini": _delta_net,
-    "olmo_hybrid": _olmo_hybrid,
-    "qwen4_exp_text": _qwen4_exp,
-    "kimi_linear": lambda s: _kimi(s, True),
-    "bailing_hybrid": _bailing_hybrid,
-    "glm5_next_text": lambda s: _kimi(s, True, s.read("linear_lower_bound")),
-    "mamba2": _mamba2_alone,
-    "bamba": _bamba,
-    "granitemoehybrid": _bamba,
-    "nemotron_h": _nemotron_h,
-    "zamba2": _zamba2,
-    "falcon_h1": _falcon_h1,
-    "minimax": _minimax,
+# What transformers takes for settings that a file leaves out.
+_DELTA = dict(
+    hidden_size=2048, linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
+    linear_value_head_dim=128, linear_conv_kernel_dim=4, rms_norm_eps=1e-6, output_gate_type="silu",
+)  # fmt: skip
+_OLMO = dict(
+    hidden_size=3840, num_attention_heads=30, linear_num_key_heads=None, linear_key_head_dim=None,
+    linear_allow_neg_eigval=True,
+)  # fmt: skip
+_KIMI = {
+    "hidden_size": 2304, "rms_norm_eps": 1e-5, _TABLE + "num_heads": 32, _TABLE + "head_dim": 128,
+    _TABLE + "short_conv_kernel_size": 4, _TABLE + "no_kda_lora": False, _TABLE + "use_full_rank_gate": False,
+    _TABLE + "gate_lower_bound": None,
+}  # fmt: skip
+_LING = {
+    "hidden_size": 2560, "rms_norm_eps": 1e-6, "num_attention_heads": 32, "head_dim": 128, "kda_lower_bound": -5.0,
+    "kda_safe_gate": True, _TABLE + "no_kda_lora": True,
+}  # fmt: skip
+_GLM = {"hidden_size": 4096, _TABLE + "num_heads": 64}
+_MIXER = dict(
+    hidden_size=4096, rms_norm_eps=1e-5, mamba_n_heads=128, mamba_d_head="auto", mamba_n_groups=1, mamba_d_state=256,
+    mamba_d_conv=4, mamba_expand=2, mamba_conv_bias=True, mamba_proj_bias=False, time_step_limit=(0.0, math.inf),
+)  # fmt: skip
+_STATE_SPACE = dict(
+    hidden_size=4096, num_heads=128, head_dim=64, state_size=128, expand=2, conv_kernel=4, n_groups=8, use_bias=False,
+    use_conv_bias=True, layer_norm_epsilon=1e-5, time_step_limit=(0.0, math.inf),
+)  # fmt: skip
+_NEMOTRON = dict(mamba_num_heads=128, mamba_head_dim=64, ssm_state_size=128, time_step_min=0.001)
+_ZAMBA = dict(
+    hidden_size=2560, n_mamba_heads=None, mamba_headdim=None, mamba_d_state=64, mamba_ngroups=1, mamba_d_conv=4,
+    mamba_expand=2, add_bias_linear=False, time_step_min=0.001,
+)  # fmt: skip
+_FALCON = dict(
+    mamba_d_ssm=1024, mamba_norm_before_gate=True, mamba_rms_norm=False, projectors_bias=False, ssm_in_multiplier=1.0,
+    ssm_multipliers=(1.0,) * 5,
+)  # fmt: skip
+_MINIMAX = dict(hidden_size=4096, num_attention_heads=32, num_hidden_layers=32, head_dim=None)
+# The settings of each model, and what it has in their place.
+_MODELS: dict[str, tuple[Callable[..., config.LayerConfig], Mapping[str, Any]]] = {
+    "qwen3_next": (_delta_net, _DELTA),
+    "qwen3_5_text": (_delta_net, _DELTA | dict(hidden_size=4096)),
+    "qwen3_5_moe_text": (_delta_net, _DELTA),
+    "qwen4_exp_text": (_delta_net, _DELTA),
+    "lara_mini": (_delta_net, _DELTA | dict(hidden_size=1024, linear_num_key_heads=8, linear_num_value_heads=16)),
+    "olmo_hybrid": (_olmo_hybrid, _DELTA | _OLMO),
+    "kimi_linear": (_kimi_linear, _KIMI),
+    "bailing_hybrid": (_bailing_hybrid, _KIMI | _LING),
+    "glm5_next_text": (_glm5_next, _KIMI | _GLM),
+    "mamba2": (_mamba2_alone, _STATE_SPACE),
+    "bamba": (_bamba, _MIXER),
+    "granitemoehybrid": (_bamba, _MIXER | dict(rms_norm_eps=1e-6)),
+    "nemotron_h": (_nemotron_h, _STATE_SPACE | _NEMOTRON),
+    "zamba2": (_zamba2, _ZAMBA),
+    "falcon_h1": (_falcon_h1, _MIXER | _FALCON),
+    "minimax": (_minimax, _MINIMAX),
 }
+# Models that are published under these names.
+_PUBLISHED = dict(
+    kimi_k3="kimi_linear", bailing_moe_v3="bailing_hybrid", bailing_moe_v3_vl="bailing_hybrid",
+    minimax_text_01="minimax", minimax_m1="minimax",
+)  # fmt: skip
+
+
+def _text(named: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of the text of a model, with its type, which may be that of the whole."""
+    for name in _TEXTS:
+        if named.get(name) and isinstance(named[name], Mapping):
+            return _text({"model_type": named.get("model_type"), **named[name]})
+    return named
 
 
 def config_from(hf_config: Any, layer: int | None = None) -> config.LayerConfig:
-    """Return the config of the linear attention of a model of transformers.
+    """Return the config of the linear attention of a model.
+
+    What `hf_config` leaves out, or has as null, is what transformers takes for it. Names that have nothing to do with
+    linear attention are not looked at, such as those that a fine-tune or a quantization adds.
 
     Args:
-      hf_config: the config of a model, or what its `to_dict()` returns; of a model with pictures, that of the whole or
-        of its text.
+      hf_config: what the file config.json of a model holds, as published or as transformers saves it; or the config of
+        transformers, or what its `to_dict()` returns. Of a model with pictures, that of the whole or of its text.
       layer: number of the layer, from 0, which only MiniMax needs.
 
     Raises:
-      ValueError: no layer serves the model, or it has a setting that this function does not know, or one that the layer
-        cannot do; the message has its name.
+      ValueError: no layer serves the model; or it has a setting with a name as those of linear attention, which this
+        function does not know, or one that the layer cannot do. The message has its name.
     """
     named = hf_config.to_dict() if hasattr(hf_config, "to_dict") else hf_config
     checks.check(
         isinstance(named, Mapping), f"`hf_config` must be a config of transformers; got {type(hf_config).__name__}."
     )
-    named = named.get("text_config") or named
-    name = named.get("model_type")
-    checks.check(name in _MODELS, f"`hf_config.model_type` must be one of {sorted(_MODELS)}; got {name!r}.")
-    settings = _Settings(named)
-    made = _MODELS[name](settings, layer) if name == "minimax" else _MODELS[name](settings)
+    named = _text(named)
+    kind = named.get("model_type")
+    name = _PUBLISHED.get(kind, kind)
+    name = f"{name}_text" if f"{name}_text" in _MODELS else name
+    known = sorted({*_MODELS, *_PUBLISHED})
+    checks.check(name in _MODELS, f"`hf_config.model_type` must be one of {known}; got {kind!r}.")
+    make, defaults = _MODELS[name]
+    settings = _Settings(named, defaults)
+    made = make(settings, layer) if name == "minimax" else make(settings)
     settings.end()
     return made

@@ -1,4 +1,4 @@
-"""Kimi delta attention, the layer of Kimi-Linear and of Ling 3.0."""
+"""Kimi delta attention, the layer of Kimi-Linear, Kimi-K3 and Ling 3.0."""
 
 import itertools
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class KimiDeltaAttentionWeights(NamedTuple):
     Attributes:
       q, k, v: projections [D, H K], [D, H K], [D, HV V], head after head.
       f, z: those of the decay and of the norm's gate, as factors: [D, HV K] and [D, HV V], or with a rank
-        [D, R], [R, HV K] and [D, R], [R, HV V].
+        [D, R], [R, HV K] and [D, R], [R, HV V], where z may be [D, HV V].
       b: projection [D, HV], of beta.
       conv: of the channels of q, k and v, [H K, W], [H K, W], [HV V, W], the oldest token first.
       A_log, dt_bias: [HV], [HV, K], float32.
@@ -42,11 +42,16 @@ class KimiDeltaAttentionWeights(NamedTuple):
     out: jax.Array
 
 
+def _ranks(config: config.KimiDeltaAttentionConfig) -> tuple[int | None, int | None]:
+    """Return the ranks of the projections of the decay and of the norm's gate, None for one matrix."""
+    return config.R, None if config.full_rank_gate else config.R
+
+
 def split_weights(config: config.KimiDeltaAttentionConfig) -> dict[str, Any]:
     """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
-    factors = (".n",) if config.R is None else ("..", ".n")
+    f, z = ((".n",) if R is None else ("..", ".n") for R in _ranks(config))
     return dict(
-        q=".h", k=".h", v=".n", f=factors, z=factors, b=".n", conv=("h.", "h.", "n."), A_log="n", dt_bias="n.",
+        q=".h", k=".h", v=".n", f=f, z=z, b=".n", conv=("h.", "h.", "n."), A_log="n", dt_bias="n.",
         norm=".", out="n.",
     )  # fmt: skip
 
@@ -67,15 +72,16 @@ def init_kimi_delta_attention(
     _CONFIG.check(config)
     c, new = config, parameters.Initial(key, dtype)
     q, k, v = c.channels
+    decay, gate = _ranks(c)
 
-    def factors(columns):
-        sizes = (c.D, columns) if c.R is None else (c.D, c.R, columns)
+    def factors(columns, R):
+        sizes = (c.D, columns) if R is None else (c.D, R, columns)
         return tuple(new.matrix(*pair) for pair in itertools.pairwise(sizes))
 
     return KimiDeltaAttentionWeights(
-        q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), f=factors(c.HV * c.K), z=factors(v),
-        b=new.matrix(c.D, c.HV), conv=tuple(new.convolution(n, c.W) for n in c.channels), A_log=new.log_decay(c.HV),
-        dt_bias=new.step_bias(c.HV, c.K), norm=new.ones(c.V), out=new.matrix(v, c.D),
+        q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), f=factors(c.HV * c.K, decay),
+        z=factors(v, gate), b=new.matrix(c.D, c.HV), conv=tuple(new.convolution(n, c.W) for n in c.channels),
+        A_log=new.log_decay(c.HV), dt_bias=new.step_bias(c.HV, c.K), norm=new.ones(c.V), out=new.matrix(v, c.D),
     )  # fmt: skip
 
 
@@ -84,8 +90,9 @@ def load_kimi_delta_attention(
 ) -> KimiDeltaAttentionWeights:
     """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
 
-    The names are those of Kimi-Linear, with a rank, or of Ling 3.0, without; as published, and as transformers has them
-    once it has read a checkpoint.
+    The names are those of Kimi-Linear and Kimi-K3, with a rank, or of Ling 3.0, without; as published, and as
+    transformers has them once it has read a checkpoint. A_log may be [1, 1, HV, 1], and zeros may follow its entries,
+    as in Kimi-K3. The projections q, k and v may be one, "qkv_proj".
 
     Args:
       named: arrays by their names in the checkpoint, numpy's or JAX's.
@@ -100,18 +107,19 @@ def load_kimi_delta_attention(
     c, found = config, parameters.Checkpoint(named, prefix)
     found.rename("forget_gate.", "")
     found.rename("dense", "o_proj")
-    q, k, v = c.channels
+    v = c.channels[2]
+    decay, gate = _ranks(c)
 
-    def factors(name, columns):
-        if c.R is None:
+    def factors(name, columns, R):
+        if R is None:
             return (found.matrix(f"{name}_proj", c.D, columns),)
-        return found.matrix(f"{name}_a_proj", c.D, c.R), found.matrix(f"{name}_b_proj", c.R, columns)
+        return found.matrix(f"{name}_a_proj", c.D, R), found.matrix(f"{name}_b_proj", R, columns)
 
     weights = KimiDeltaAttentionWeights(
-        *(found.matrix(f"{name}_proj", c.D, n) for name, n in dict(q=q, k=k, v=v).items()),
-        f=factors("f", c.HV * c.K), z=factors("g", v), b=found.matrix("b_proj", c.D, c.HV),
-        conv=found.convolutions(("q", "k", "v"), c.channels, c.W), A_log=found.float32("A_log", c.HV),
-        dt_bias=found.float32("dt_bias", c.HV, c.K), norm=found.read("o_norm", c.V), out=found.matrix("o_proj", v, c.D),
+        *found.matrices(("q", "k", "v"), c.D, c.channels), f=factors("f", c.HV * c.K, decay), z=factors("g", v, gate),
+        b=found.matrix("b_proj", c.D, c.HV), conv=found.convolutions(("q", "k", "v"), c.channels, c.W),
+        A_log=found.float32("A_log", c.HV, padded=True), dt_bias=found.float32("dt_bias", c.HV, c.K),
+        norm=found.read("o_norm", c.V), out=found.matrix("o_proj", v, c.D),
     )  # fmt: skip
     found.end()
     return weights

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.layers import running
+from chunkwise.layers import arrays, running
 from chunkwise.shared.operators import checks, state_pool
 
 
@@ -117,13 +117,14 @@ class Checkpoint:
     Every name must be read, so that a layer which has more than these layers know is found out.
 
     Args:
-      named: arrays by name, numpy's or JAX's.
+      named: arrays by name, numpy's, torch's or JAX's; those of 8 bits with their scales.
       prefix: of the layer's names, such as "model.layers.0.linear_attn."; other names are left alone.
     """
 
     def __init__(self, named: Mapping[str, Any], prefix: str):
         mapping = isinstance(named, Mapping)
         checks.check(mapping, f"`named` must be a mapping from names to arrays; got {type(named).__name__}.")
+        named = arrays.Numbers.of(named)
         self.arrays, self.prefix, own = named, prefix, [name for name in named if name.startswith(prefix)]
         self.full = {name.removeprefix(prefix).removesuffix(".weight"): name for name in own}
         # What is left to read. An array of a file is in memory from the time when it is read.
@@ -145,13 +146,21 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self.left
 
-    def read(self, name: str, *shape: int, dims: bool = True) -> jax.Array:
-        """Return an array, which must have this shape, or only as many entries where `dims` do not matter."""
+    def read(self, name: str, *shape: int, dims: bool = True, padded: bool = False) -> jax.Array:
+        """Return an array of floating numbers, which must have this shape.
+
+        Where `dims` do not matter it must only have as many entries. If it is `padded`, zeros may follow them.
+        """
         full = self.prefix + name
         known = name in self.left
         either = f"{full!r} or {full + '.weight'!r}"
         checks.check(known, f"`named` must have {either}; got neither{'' if known else _near(name, self.full)}.")
         x = jnp.asarray(self.arrays[self.left.pop(name)])
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        checks.check(floating, f"`named` must have {full!r} of floating numbers, or with its scales; got {x.dtype}.")
+        if padded:
+            x, rest = jnp.split(x.ravel(), [math.prod(shape)])
+            checks.check(not np.any(rest), f"`named` must have {full!r} with zeros after {x.size} entries; got others.")
         fits = x.shape == shape or (not dims and x.size == math.prod(shape))
         checks.check(fits, f"`named` must have {full!r} of shape {shape}, as `config` asks for; got {x.shape}.")
         return x.reshape(shape)
@@ -167,9 +176,16 @@ class Checkpoint:
             return tuple(jnp.split(whole, np.cumsum(channels)[:-1]))
         return tuple(self.read(f"{name}_conv1d", n, 1, W)[:, 0] for name, n in zip(names, channels, strict=True))
 
-    def float32(self, name: str, *shape: int) -> jax.Array:
+    def matrices(self, names: tuple[str, ...], rows: int, columns: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        """Return projections, each under its name or all as one, such as "qkv_proj", one after another."""
+        fused = f"{''.join(names)}_proj"
+        if fused in self:
+            return tuple(jnp.split(self.matrix(fused, rows, sum(columns)), np.cumsum(columns)[:-1], axis=1))
+        return tuple(self.matrix(f"{name}_proj", rows, n) for name, n in zip(names, columns, strict=True))
+
+    def float32(self, name: str, *shape: int, padded: bool = False) -> jax.Array:
         """Return an array with as many entries in float32, reshaped: checkpoints differ in dimensions of 1."""
-        return self.read(name, *shape, dims=False).astype(jnp.float32)
+        return self.read(name, *shape, dims=False, padded=padded).astype(jnp.float32)
 
     def end(self) -> None:
         """Check that every name was read."""
