@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import json
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from chunkwise.layers import config_from, empty_cache
 from chunkwise.shared.testing.compare import TOLERANCE, error
 from hybrids import MODELS
-from recording import torch
+from recording import SMALL, torch
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.torch
@@ -109,6 +110,68 @@ def test_every_setting(name):
             wrong.append((setting, value, distance))
     assert read, "no setting was seen to matter"
     assert not wrong
+
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "packages/layers/tests/published.json").read_text())
+# What transformers has no class for, or cannot read: a first version.
+ELSEWHERE = ("Kimi-K3", "MiniMax-Text-01", "Zamba2-7B, at first")
+
+
+def configuration(ours, **settings):
+    """Return a configuration of transformers for a model."""
+    module, name, _ = ours.names
+    found = importlib.import_module(f"transformers.models.{module}.configuration_{module}")
+    return getattr(found, name)(**settings)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("bailing_hybrid")])
+def test_a_file_without_settings_has_those_of_transformers(name):
+    """But for Ling 3.0, whose file must tell it from Ling 2.6."""
+    made = configuration(MODELS[name])
+    assert config_from({"model_type": made.model_type}, layer=0) == config_from(made, layer=0)
+
+
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in ELSEWHERE])
+def test_published_files_through_transformers(name):
+    """The config that transformers makes of a file is read as the file."""
+    settings = json.loads(json.dumps(PUBLISHED[name]), object_hook=lambda x: x.get("__float__", x))
+    if "time_step_limit" in settings:
+        settings["time_step_limit"] = [float(x) for x in settings["time_step_limit"]]
+    if "kda_lower_bound" in settings:
+        settings["kda_lower_bound"] = float(settings["kda_lower_bound"])
+    made = transformers.AutoConfig.for_model(**settings)
+    expected = config_from(PUBLISHED[name], layer=2)
+    assert config_from(made, layer=2) == config_from(json.loads(made.to_json_string()), layer=2) == expected
+
+
+# Small models, by the names of published ones.
+CASES = {
+    "Qwen3-Next-80B-A3B": "qwen3_next", "Qwen3.8-27B": "qwen3_5", "Qwen4-Exp": "qwen4_exp, sigmoid",
+    "Olmo-Hybrid-7B": "olmo_hybrid", "Kimi-Linear-48B-A3B": "kimi_linear", "GLM-5.3-Flash": "glm5_next, lower bound",
+    "Ling-3.0-tiny": "bailing_hybrid", "Mamba-Codestral-7B": "mamba2", "Bamba-9B": "bamba",
+    "Granite-4.0-H-350M, of 4 bits": "granitemoehybrid", "Nemotron-H-8B": "nemotron_h",
+    "Falcon-H1-0.5B": "falcon_h1, no norm", "MiniMax-Text-01-hf": "minimax",
+}  # fmt: skip
+
+
+@pytest.mark.interpreted
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_small_models_of_published_files(name):
+    """What a file says besides sizes makes the layer of transformers, and ours out of the file itself."""
+    ours, file = MODELS[CASES[name]], PUBLISHED[name].get("text_config", PUBLISHED[name])
+    kept = {key: x for key, x in file.items() if isinstance(x, bool | float | None) or key.endswith(("act", "type"))}
+    kept = {key: x for key, x in kept.items() if key not in ("model_type", *SMALL, *ours.settings)}
+    if table := file.get("linear_attn_config"):
+        sizes = dict(num_heads=2, head_dim=16, full_attn_layers=[1], kda_layers=[0, 2])
+        kept["linear_attn_config"] = table | sizes
+    if "kda_lower_bound" in file:
+        kept["kda_lower_bound"] = float(file["kda_lower_bound"])
+    _, x, y, named = run(ours, **kept)
+    function, load = ours.functions
+    made = config_from(dict(model_type=file["model_type"]) | SMALL | ours.settings | kept, layer=0)
+    assert error(token_by_token(function, made, x, load(named, made)), y) < TOLERANCE["float32"]
 
 
 def rows_of(text: str, heading: str) -> dict[str, list[str]]:

@@ -107,7 +107,7 @@ def _shown(shapes: tuple) -> str:
 
 def _near(name: str, known: Mapping[str, str]) -> str:
     """Return what an error says of known names that are nearly the one that is missing, or of the first."""
-    near = difflib.get_close_matches(name, known) or sorted(known)[:20]
+    near = difflib.get_close_matches(name, known, cutoff=0.75) or sorted(known)[:20]
     return f", but {[known[each] for each in near]}"
 
 
@@ -158,7 +158,7 @@ class Checkpoint:
         x = jnp.asarray(self.arrays[self.left.pop(name)])
         floating = jnp.issubdtype(x.dtype, jnp.floating)
         checks.check(floating, f"`named` must have {full!r} of floating numbers, or with its scales; got {x.dtype}.")
-        if padded:
+        if padded and x.size > math.prod(shape):
             x, rest = jnp.split(x.ravel(), [math.prod(shape)])
             checks.check(not np.any(rest), f"`named` must have {full!r} with zeros after {x.size} entries; got others.")
         fits = x.shape == shape or (not dims and x.size == math.prod(shape))
