@@ -49,7 +49,7 @@ def read_checkpoint(directory, renamed: dict[str, str], ignored: tuple[str, ...]
 def require(found: dict, name: str, *values) -> None:
     """Check that a setting of a config.json, if it is there and not null, has one of the values that a model can do."""
     if found.get(name) is not None and found[name] not in values:
-        raise ValueError(f"`{name}` must be one of {values} for this example; got {found[name]!r}.")
+        raise ValueError(f"`{name}` must be one of {(None, *values)} for this example; got {found[name]!r}.")
 
 
 def take(named: Named, name: str) -> jax.Array:

@@ -1,6 +1,6 @@
 """Kimi-Linear's language model: three blocks of Kimi delta attention to one of multi-head latent attention.
 
-    python -m pip install ./packages/layers safetensors
+    python -m pip install ./packages/layers
     python examples/kimi_linear.py --random
     python examples/kimi_linear.py DIRECTORY --prompt-tokens 760 6511 314 9338 369
 

@@ -1,6 +1,6 @@
 """Mamba-2's language model: nothing but mixers, whose states have the same size after every text.
 
-    python -m pip install ./packages/layers safetensors
+    python -m pip install ./packages/layers
     python examples/mamba2.py --random
     python examples/mamba2.py DIRECTORY --prompt-tokens 760 6511 314 9338 369
 

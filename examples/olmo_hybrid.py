@@ -1,6 +1,6 @@
 """OLMo-hybrid's language model: three blocks of a gated DeltaNet to one of attention.
 
-    python -m pip install ./packages/layers safetensors
+    python -m pip install ./packages/layers
     python examples/olmo_hybrid.py --random
     python examples/olmo_hybrid.py DIRECTORY --prompt-tokens 760 6511 314 9338 369
 

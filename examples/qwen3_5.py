@@ -1,6 +1,6 @@
 """Qwen3.5's language model: three blocks of a gated DeltaNet to one of gated attention.
 
-    python -m pip install ./packages/layers safetensors
+    python -m pip install ./packages/layers
     python examples/qwen3_5.py --random
     python examples/qwen3_5.py DIRECTORY --prompt-tokens 760 6511 314 9338 369
 

@@ -22,6 +22,26 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
 MODELS = {model.__name__: model for model in (qwen3_5, kimi_linear, mamba2, olmo_hybrid)}
 LIBRARIES = {"blocks", "generation", "library"}
+ROPE = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25)
+DELTA = dict(
+    hidden_size=64, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+    linear_conv_kernel_dim=4, rms_norm_eps=1e-6, layer_types=["linear_attention", "full_attention"],
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, rope_parameters=ROPE, rope_scaling=None,
+)  # fmt: skip
+CONFIGS = {
+    qwen3_5: DELTA | dict(hidden_act="silu", attn_output_gate=True, output_gate_type="swish"),
+    olmo_hybrid: DELTA | dict(hidden_act="silu", attention_bias=False),
+    mamba2: dict(num_hidden_layers=2, hidden_size=64, num_heads=4, head_dim=32, n_groups=2, state_size=16),
+    kimi_linear: dict(
+        num_hidden_layers=2, hidden_size=64, rms_norm_eps=1e-5, first_k_dense_replace=1, num_attention_heads=2,
+        qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, kv_lora_rank=16, q_lora_rank=None, num_experts=4,
+        num_experts_per_token=2, num_expert_group=1, topk_group=1, moe_renormalize=True, routed_scaling_factor=1.0,
+        moe_router_activation_func="sigmoid", mla_use_nope=True,
+        linear_attn_config=dict(
+            full_attn_layers=[2], kda_layers=[1], num_heads=2, head_dim=16, short_conv_kernel_size=4
+        ),
+    ),
+}  # fmt: skip
 # Where a name to install is not the name to import.
 IMPORTS = {"orbax-checkpoint": "orbax", "./packages/layers": "chunkwise"}
 # What chunkwise-layers brings.
@@ -90,10 +110,45 @@ def test_wrong_mesh():
             train.mesh_sizes(wrong)
 
 
+@pytest.mark.parametrize(
+    ("model", "setting", "value"),
+    [
+        (qwen3_5, "rope_type", "yarn"), (qwen3_5, "rope_scaling", dict(type="linear", factor=2.0)),
+        (qwen3_5, "attn_output_gate", False), (qwen3_5, "hidden_act", "gelu"), (qwen3_5, "num_experts", 256),
+        (qwen3_5, "attention_bias", True), (kimi_linear, "mla_use_nope", False), (kimi_linear, "q_lora_rank", 16),
+        (kimi_linear, "moe_router_activation_func", "softmax"), (kimi_linear, "hidden_act", "situ"),
+        (kimi_linear, "mla_use_output_gate", True), (kimi_linear, "attn_res_block_size", 12),
+        (olmo_hybrid, "rope_type", "yarn"), (olmo_hybrid, "hidden_act", "gelu"), (olmo_hybrid, "attention_bias", True),
+        (mamba2, "hidden_act", "gelu"), (mamba2, "rms_norm", False),
+    ],
+)  # fmt: skip
+def test_settings_that_an_example_cannot_do(model, setting, value):
+    found = CONFIGS[model]
+    model.read_config(found)
+    if setting == "rope_type":
+        change = dict(rope_parameters=found["rope_parameters"] | {setting: value, "factor": 4.0})
+    else:
+        change = {setting: value}
+    with pytest.raises(ValueError, match=rf"`(hf_config\.)?{setting}` must be one of .*; got "):
+        model.read_config(found | change)
+
+
+def test_settings_of_the_layers_of_an_example():
+    """What changes a layer is in its config."""
+    read = lambda model, **change: model.read_config(CONFIGS[model] | change)
+    table = CONFIGS[kimi_linear]["linear_attn_config"] | dict(gate_lower_bound=-5.0)
+    assert read(kimi_linear, linear_attn_config=table).delta.lower_bound == -5.0
+    assert read(qwen3_5, output_gate_type="sigmoid").delta.activation == "sigmoid"
+    assert read(mamba2, use_bias=True).mixer.in_bias
+    assert not read(olmo_hybrid, linear_allow_neg_eigval=False).delta.allow_neg_eigval
+    for model in CONFIGS:
+        with pytest.raises(ValueError, match=r"no settings that `config_from` does not know; got \['conv_dilation'\]"):
+            read(model, conv_dilation=2)
+
+
 def imported(path: Path) -> set[str]:
     """Return the packages that an example imports, itself or through other examples."""
-    # Without safetensors `open_checkpoint` reads nothing.
-    found = {"safetensors"} if "open_checkpoint" in path.read_text() else set()
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [x.name for x in node.names] if isinstance(node, ast.Import) else [node.module]

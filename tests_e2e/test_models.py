@@ -27,6 +27,8 @@ pytestmark = pytest.mark.torch
 PIECE, PROMPTS, COUNT = 70, (100, 142), 32
 # Both rows with their padding, which is three pieces.
 WHOLE = 3 * PIECE
+# Rows and columns of a matrix of 8 bits that share a scale; they divide no matrix.
+BLOCK = (24, 20)
 
 
 class Model(NamedTuple):
@@ -202,6 +204,36 @@ def test_checkpoint_of_a_model_of_images_too(case, tmp_path):
     save_file(named | {"model.layers.0.other": np.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"no weights that the model lacks; got \['model.layers.0.other'\]"):
         qwen3_5.load(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["qwen3_5"], indirect=True)
+def test_checkpoint_of_8_bits(case, tmp_path):
+    """Qwen3.5-FP8: matrices in float8 with a scale for each block, but for the embedding and the small projections."""
+    from safetensors.torch import save_file as save_tensors
+
+    def wide(scale, shape):
+        return np.repeat(np.repeat(scale, BLOCK[0], 0), BLOCK[1], 1)[: shape[0], : shape[1]]
+
+    coded, plain = {}, {}
+    for name, x in load_file(case.directory / "model.safetensors").items():
+        coded[name] = torch.tensor(x)
+        plain[name] = x
+        if x.ndim == 2 and not any(part in name for part in ("embed", "lm_head", "in_proj_a", "in_proj_b")):
+            rows, columns = (-(-size // width) for size, width in zip(x.shape, BLOCK, strict=True))
+            scale = np.exp2(np.random.default_rng(0).integers(-8, -4, (rows, columns))).astype(np.float32)
+            coded[name] = torch.tensor(x / wide(scale, x.shape)).to(torch.float8_e4m3fn)
+            coded[f"{name}_scale_inv"] = torch.tensor(scale)
+            plain[name] = coded[name].float().numpy() * wide(scale, x.shape)
+    assert len(coded) > len(plain) + 10
+    config = json.loads((case.directory / "config.json").read_text())
+    quantization = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=BLOCK)
+    for i, (save, named) in enumerate(((save_tensors, coded), (save_file, plain))):
+        (tmp_path / str(i)).mkdir()
+        save(named, tmp_path / str(i) / "model.safetensors")
+        (tmp_path / str(i) / "config.json").write_text(json.dumps(config | dict(quantization_config=quantization)))
+    (config, weights), (_, expected) = (qwen3_5.load(tmp_path / str(i)) for i in range(2))
+    assert config == case.config
+    jax.tree.map(np.testing.assert_array_equal, weights, expected)
 
 
 def test_config_as_published(tmp_path):

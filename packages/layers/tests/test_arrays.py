@@ -1,7 +1,9 @@
 """Arrays of a checkpoint: weights of 8 bits with their scales, tensors of torch, and fused names."""
 
+import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,10 +11,14 @@ import pytest
 from chunkwise.layers import (
     GatedDeltaNetConfig,
     KimiDeltaAttentionConfig,
+    init_kimi_delta_attention,
+    kimi_delta_attention,
     load_gated_delta_net,
     load_kimi_delta_attention,
     open_checkpoint,
+    shardings,
 )
+from chunkwise.shared.testing.compare import error
 
 D = 40
 CONFIG = GatedDeltaNetConfig(D, 2, 4, 16, 16)
@@ -223,6 +229,22 @@ def test_kimi_k3():
     fused = {name: x for name, x in named.items() if name not in [f"{each}_proj.weight" for each in "qkv"]}
     fused["qkv_proj.weight"] = np.concatenate([named[f"{each}_proj.weight"] for each in "qkv"])
     same(load_kimi_delta_attention(fused, KIMI), weights)
+
+
+def test_a_gate_of_full_rank():
+    """It is a layer whose factors of the gate are multiplied."""
+    factored = dataclasses.replace(KIMI, full_rank_gate=False)
+    weights = init_kimi_delta_attention(jax.random.key(0), factored)
+    whole = weights._replace(z=(jnp.dot(*weights.z, precision="highest"),))
+    shapes = lambda tree: jax.tree.map(jnp.shape, tree)
+    assert shapes(init_kimi_delta_attention(jax.random.key(0), KIMI)) == shapes(whole)
+    specs = shardings(KIMI, {"heads": "model"}).weights
+    assert jax.tree.structure(specs) == jax.tree.structure(whole)
+    assert specs.z == (jax.sharding.PartitionSpec(None, "model"),)
+    x = jax.random.normal(jax.random.key(1), (1, 20, D))
+    y, _ = kimi_delta_attention(x, whole, KIMI, implementation="xla")
+    expected, _ = kimi_delta_attention(x, weights, factored, implementation="xla")
+    assert error(y, expected) < 1e-5
 
 
 def index(directory, weight_map):

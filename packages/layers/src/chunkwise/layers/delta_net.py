@@ -74,11 +74,13 @@ def load_gated_delta_net(
 ) -> GatedDeltaNetWeights:
     """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
 
-    Qwen3-Next keeps q, k, v and z of a key head together, and likewise b and a. Qwen3.5 keeps q, k and v in one matrix,
-    head after head, and Lara-mini all six of them. OLMo-hybrid and flash-linear-attention have a matrix for each.
+    Qwen3-Next keeps q, k, v and z of a key head together, and b and a too ("in_proj_qkvz", "in_proj_ba"). Qwen3.5 keeps
+    q, k and v in one matrix, head after head, and Lara-mini all six of them. OLMo-hybrid and flash-linear-attention
+    have a matrix for each. The matrices that vLLM fuses are read under names of their own alone: "qkv_proj", and
+    "in_proj_ba" beside "in_proj_qkv"; what it calls "in_proj_qkvz" for Qwen3.5 has another order than Qwen3-Next's.
 
     Args:
-      named: arrays by their names in the checkpoint, numpy's or JAX's.
+      named: arrays by their names in the checkpoint, numpy's, torch's or JAX's; those of 8 bits with their scales.
       config: sizes of the layer.
       prefix: what the names of this layer start with, such as "model.layers.0.linear_attn."; other names are ignored.
 

@@ -85,7 +85,7 @@ def load_gated_delta_net2(
     The names are those of the layer GatedDeltaNet2 of flash-linear-attention.
 
     Args:
-      named: arrays by their names in the checkpoint, numpy's or JAX's.
+      named: arrays by their names in the checkpoint, numpy's, torch's or JAX's; those of 8 bits with their scales.
       config: sizes of the layer.
       prefix: what the names of this layer start with; other names are ignored.
 

@@ -95,7 +95,7 @@ def load_kimi_delta_attention(
     as in Kimi-K3. The projections q, k and v may be one, "qkv_proj".
 
     Args:
-      named: arrays by their names in the checkpoint, numpy's or JAX's.
+      named: arrays by their names in the checkpoint, numpy's, torch's or JAX's; those of 8 bits with their scales.
       config: sizes of the layer.
       prefix: what the names of this layer start with, such as "model.layers.0.self_attn."; other names are ignored.
 

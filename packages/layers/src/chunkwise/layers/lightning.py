@@ -61,7 +61,7 @@ def load_lightning_attention(
     """Return the weights of a layer of a checkpoint of MiniMax, in its types.
 
     Args:
-      named: arrays by their names in the checkpoint, numpy's or JAX's.
+      named: arrays by their names in the checkpoint, numpy's, torch's or JAX's; those of 8 bits with their scales.
       config: sizes of the layer, with H = HV.
       prefix: what the names of this layer start with, such as "model.layers.0.self_attn."; other names are ignored.
 

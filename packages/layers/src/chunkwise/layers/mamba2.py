@@ -84,7 +84,7 @@ def load_mamba2_mixer(named: Mapping[str, Any], config: config.Mamba2Config, pre
     """Return the weights of a layer of a checkpoint, in its types, with A_log, dt_bias and D in float32.
 
     Args:
-      named: arrays by their names in the checkpoint, numpy's or JAX's.
+      named: arrays by their names in the checkpoint, numpy's, torch's or JAX's; those of 8 bits with their scales.
       config: sizes of the layer.
       prefix: what the names of this layer start with, such as "backbone.layers.0.mixer."; other names are ignored.
 
