@@ -68,6 +68,22 @@ def test_layer_by_layer(tmp_path, shards):
     jax.tree.map(np.testing.assert_array_equal, laid, whole)
 
 
+def test_tensors_of_torch():
+    """Those of a module in bfloat16, a parameter, and one of float8 with its scale."""
+    import torch
+
+    ours = MODELS["qwen3_5"]
+    _, layer = ours.build()
+    named = dict(layer.to(torch.bfloat16).named_parameters())
+    named["out_proj.weight"] = named["out_proj.weight"].detach().to(torch.float8_e4m3fn)
+    plain = {name: x.detach().float().numpy() for name, x in named.items()}
+    named["out_proj.weight_scale"] = torch.tensor(0.5)
+    plain["out_proj.weight"] *= 0.5
+    weights = load_gated_delta_net(named, ours.config)
+    assert weights.q.dtype == "bfloat16"
+    jax.tree.map(np.testing.assert_array_equal, weights, load_gated_delta_net(plain, ours.config))
+
+
 def test_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match=r"`directory` must have model.safetensors or .*index.json, and what they"):
         open_checkpoint(tmp_path)

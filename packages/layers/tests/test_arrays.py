@@ -178,18 +178,6 @@ def test_arrays_that_are_no_numbers(change, message):
         load_gated_delta_net(qwen3_5() | change, CONFIG)
 
 
-def test_tensors_of_torch():
-    torch = pytest.importorskip("torch")
-    kinds = dict(bfloat16=torch.bfloat16, float32=torch.float32, float8_e4m3fn=torch.float8_e4m3fn)
-    coded, plain = quantize(qwen3_5(), ["out_proj.weight"])
-    tensor = lambda x: torch.tensor(x.astype(np.float32)).to(kinds[str(x.dtype)])
-    tensors = {name: tensor(x) for name, x in coded.items()}
-    tensors["in_proj_z.weight"] = torch.nn.Parameter(tensors["in_proj_z.weight"].T.contiguous()).T
-    weights = load_gated_delta_net(tensors, CONFIG)
-    assert weights.q.dtype == jnp.bfloat16
-    same(weights, load_gated_delta_net(plain, CONFIG))
-
-
 def test_fused_gates():
     """Beside q, k and v in one matrix, b and a in one are b, then a."""
     named = qwen3_5()
