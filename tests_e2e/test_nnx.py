@@ -1,5 +1,7 @@
 """The layers as modules of flax: training, stacked layers, caches, checkpoints, and weights on a mesh."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,3 +122,21 @@ def test_errors():
         pytest.raises(ValueError, match=r"`mesh_axes` must name axes of the mesh \('a',\); got {'heads': 'b'}\."),
     ):
         GatedDeltaNet(config, rngs=nnx.Rngs(0), mesh_axes=dict(heads="b"))
+
+
+def test_weights_are_checked_where_a_module_is_made():
+    """The streams of random numbers are no weights, and weights of another config have other shapes."""
+    config = CONFIGS[GatedDeltaNet]
+    with pytest.raises(ValueError, match=r"^`weights` must be GatedDeltaNetWeights; got Rngs\.$"):
+        GatedDeltaNet(config, nnx.Rngs(0))
+    other = layers.init_gated_delta_net(jax.random.key(0), dataclasses.replace(config, V=2 * config.V))
+    with pytest.raises(ValueError, match=r"^`weights\.\w+` must have shape .*; got .*\.$"):
+        GatedDeltaNet(config, other)
+
+
+@KINDS
+def test_errors_name_the_module(kind):
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\.__init__\(\) got an unexpected keyword argument 'seed'"):
+        kind(CONFIGS[kind], seed=0)
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\.__call__\(\) got an unexpected keyword argument 'mask'"):
+        kind(CONFIGS[kind], rngs=nnx.Rngs(0))(X, mask=None)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from chunkwise.shared.operators import arguments, checks
 from chunkwise.shared.operators.checks import (
     check,
     check_array,
@@ -132,7 +133,6 @@ def test_what_is_right_passes():
     [
         lambda: check_heads(2, 6),
         lambda: check_initial_state(None, (1, 1, 1, 1)),
-        lambda: check_cu_seqlens(jnp.array([0, 0, 4]), 1, 5),
         lambda: check_gates("g", None, (1, 2, 4), 8),
         lambda: check_gates("g", spec(1, 2, 4, 8), (1, 2, 4), 8),
         lambda: check_flags(a=True, b=np.False_),
@@ -171,3 +171,40 @@ def test_the_best_chunk_size_of_plain_jax():
     best = functools.partial(choose_chunk_size, None, "xla", 5000)
     assert (best(), best(per_channel=True), best(per_channel=True, delta=False), best(delta=False)) == (64, 32, 32, 128)
     assert choose_chunk_size(64, "xla", 5000, per_channel=True) == 64
+
+
+class Tensor:
+    """An array of another library."""
+
+    shape, dtype, ndim = (2,), "torch.float32", 1
+
+
+Tensor.__module__ = "torch"
+
+
+@pytest.mark.parametrize(
+    "refuse",
+    [
+        lambda x: checks.check_array("x", x, "B"),
+        lambda x: checks.check_packed(x, 1),
+        lambda x: checks.check_segment_ids(x, 1, 2, None),
+        lambda x: checks.check_array_of_slots("x", x),
+        lambda x: checks.check_step_types(arguments.Slots(x), 2, None),
+    ],
+)
+def test_arrays_of_another_library_are_named(refuse):
+    text = r"must be an array of JAX or numpy, which `jnp.from_dlpack` makes of others; got torch.Tensor.$"
+    with pytest.raises(ValueError, match=text):
+        refuse(Tensor())
+
+
+def test_wide_integers_of_numpy_are_taken_where_they_fit():
+    wide = np.array([0, 3, 2**31 - 1])
+    assert checks.as_int32(wide).dtype == np.int32
+    for other in (np.array([2**31]), jnp.arange(3), wide.astype(np.float32), None, 5):
+        assert checks.as_int32(other) is other
+    assert checks.check_cu_seqlens(np.array([0, 3, 7]), 1, 7).dtype == np.int32
+    boundaries = jnp.array([0, 0, 4], jnp.int32)
+    assert checks.check_cu_seqlens(boundaries, 1, 5) is boundaries
+    with pytest.raises(ValueError, match=r"`cu_seqlens` must be int32 of shape .* with N >= 1; got int64 \(2,\)"):
+        checks.check_cu_seqlens(np.array([0, 2**40]), 1, 7)

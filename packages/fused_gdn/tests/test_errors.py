@@ -3,9 +3,15 @@
 import re
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from chunkwise.fused_gdn import Config, chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.fused_gdn import (
+    Config,
+    chunk_gated_delta_rule,
+    ragged_gated_delta_rule,
+    recurrent_gated_delta_rule,
+)
 from chunkwise.shared.testing.inputs import make_inputs
 
 CASES = [
@@ -76,3 +82,25 @@ def test_decode(bad, message):
 def test_decode_of_too_many_tokens():
     with pytest.raises(NotImplementedError, match="takes a few tokens per sequence"):
         recurrent_gated_delta_rule(**make_inputs(1, 20000, 1, 1, 16, 16), implementation="fused")
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "segment_ids", "state_indices", "step"])
+def test_wide_integers_of_numpy_are_those_of_32_bits(name):
+    """numpy counts in 64 bits."""
+    x, pool = make_inputs(1, 8, 1, 2, 16, 16), jnp.ones((4, 2, 16, 16))
+    boundaries, indices = np.array([0, 3, 8]), np.array([2, 0])
+
+    def call(of):
+        if name == "segment_ids":
+            return chunk_gated_delta_rule(**x, segment_ids=of(np.array([[0] * 3 + [1] * 5])))
+        if name == "cu_seqlens":
+            return chunk_gated_delta_rule(**x, cu_seqlens=of(boundaries))
+        slots = dict(cu_seqlens=of(boundaries), state_indices=of(indices))
+        if name == "state_indices":
+            return recurrent_gated_delta_rule(**x, **slots, initial_state=pool, output_final_state=True)
+        slots |= dict(read_indices=of(np.array([1, 3])), num_decodes=of(np.array(0)), num_sequences=of(np.array(2)))
+        return ragged_gated_delta_rule(**x, **slots, states=pool)
+
+    for have, want in zip(call(lambda y: y), call(lambda y: jnp.asarray(y, jnp.int32)), strict=True):
+        if want is not None:
+            np.testing.assert_array_equal(have, want)

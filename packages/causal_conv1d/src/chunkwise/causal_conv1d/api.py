@@ -121,8 +121,9 @@ def causal_conv1d(
         "x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "cu_seqlens": cu_seqlens,
         "segment_ids": segment_ids,
     }  # fmt: skip
-    checks.check_cu_seqlens(cu_seqlens, B, T * lax.axis_size(partition.token_axes(None, context_axis)))
+    cu_seqlens = checks.check_cu_seqlens(cu_seqlens, B, T * lax.axis_size(partition.token_axes(None, context_axis)))
     checks.check_segment_ids(segment_ids, B, T, cu_seqlens)
+    segment_ids = checks.as_int32(segment_ids)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
         checks.check_array("initial_state", initial_state, "N W-1 D", (N, W - 1, D))
@@ -259,6 +260,7 @@ def causal_conv1d_update(
     B, T, D = checks.check_array("x", x, "B T D")
     W = _check_weights(weight, bias, D)
     checks.check_cu_seqlens(cu_seqlens, B, T) if num_sequences is None else checks.check_packed(cu_seqlens, B)
+    cu_seqlens, state_indices = checks.as_int32(cu_seqlens), checks.as_int32(state_indices)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     checks.check_array("states", states, "slots W-1 D", (N if state_indices is None else None, W - 1, D))
     checks.check_activation(activation)
@@ -266,6 +268,7 @@ def causal_conv1d_update(
         state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
         num_sequences,
     )  # fmt: skip
+    slots = arguments.Slots(*map(checks.as_int32, slots))
     none = isinstance(num_decodes, int) and num_decodes == 0
     more = (block_size, *slots._replace(state_indices=None, has_initial_state=None, num_decodes=None))
     is_step = getattr(state_indices, "ndim", 1) == 2 or not none or any(y is not None for y in more)

@@ -183,7 +183,7 @@ def _states(x: ChunkHArrays, output_final_state, chunk_size, implementation, con
     checks.check_heads(H, HV, "v" if x.w is None else "u")
     checks.check_flags(output_final_state=output_final_state)
     C = checks.choose_chunk_size(chunk_size)
-    checks.check_cu_seqlens(x.cu_seqlens, B, T)
+    x = x._replace(cu_seqlens=checks.check_cu_seqlens(x.cu_seqlens, B, T))
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     checks.check_initial_state(x.initial_state, (N, HV, K, V))
     implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")

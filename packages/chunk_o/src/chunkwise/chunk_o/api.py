@@ -110,7 +110,7 @@ def chunk_fwd_o(
         checks.check_array("g_gamma", g_gamma, "HV", (HV,))
     checks.check_scale(scale)
     C = checks.choose_chunk_size(chunk_size)
-    checks.check_cu_seqlens(cu_seqlens, B, T)
+    cu_seqlens = checks.check_cu_seqlens(cu_seqlens, B, T)
     NT = chunking.num_chunks(T, C, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     checks.check_array("h", h, "B NT HV K V", (B, NT, HV, K, V))
     implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")

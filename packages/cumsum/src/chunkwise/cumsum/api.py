@@ -57,7 +57,7 @@ def chunk_local_cumsum(
     shape = checks.check_array("g", g, "B T H" if rank == 3 else "B T H K")
     checks.check_flags(reverse=reverse)
     chunk_size = checks.choose_chunk_size(chunk_size)
-    checks.check_cu_seqlens(cu_seqlens, *shape[:2])
+    cu_seqlens = checks.check_cu_seqlens(cu_seqlens, *shape[:2])
     implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     return vjp.cumsum(
         *compat.vary_alike(g, cu_seqlens), vjp.CumsumStatic(chunk_size, bool(reverse), implementation, config)

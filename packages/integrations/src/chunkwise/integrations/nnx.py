@@ -1,5 +1,6 @@
 """The layers as modules of flax.nnx, and weights on a mesh."""
 
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ from flax import nnx
 
 from chunkwise import layers
 from chunkwise.integrations import mesh
-from chunkwise.layers import place
+from chunkwise.layers import parameters, place
 from chunkwise.shared.operators import checks
 
 __all__ = ["GatedDeltaNet", "GatedDeltaNet2", "KimiDeltaAttention", "LightningAttention", "Mamba2Mixer", "place"]
@@ -36,6 +37,17 @@ class _Layer(nnx.Module):
     init: ClassVar[Callable]
     run: ClassVar[Callable]
 
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        # Python's errors name a function by the class that it was written in.
+        for name in ("__init__", "__call__", "init_cache"):
+            own: Any = vars(_Layer)[name]
+            copy = types.FunctionType(own.__code__, own.__globals__, name, own.__defaults__, own.__closure__)
+            copy.__kwdefaults__, copy.__doc__ = own.__kwdefaults__, own.__doc__
+            copy.__annotations__ = own.__annotations__
+            copy.__qualname__ = f"{cls.__qualname__}.{name}"
+            setattr(cls, name, copy)
+
     def __init__(
         self, config: layers.LayerConfig, weights: Any = None, *, rngs: nnx.Rngs | None = None, param_dtype=jnp.float32,
         mesh_axes: Mapping[str, Any] | None = None, implementation: str | None = None,
@@ -43,6 +55,8 @@ class _Layer(nnx.Module):
         checks.check(
             (weights is None) != (rngs is None), "`rngs` must be given where `weights` is not, and only there."
         )
+        if weights is not None:
+            parameters.check_weights(weights, type(self).init, config)
         self.config, self.implementation = config, implementation
         # flax hashes what is no array.
         self.mesh_axes = None if mesh_axes is None else tuple(mesh_axes.items())

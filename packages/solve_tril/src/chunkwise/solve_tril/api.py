@@ -55,7 +55,7 @@ def solve_tril(
     checks.check(C in checks.CHUNK_SIZES, f"`A` must have a last dimension of one of {checks.CHUNK_SIZES}; got {C}.")
     if A_inv is not None:
         checks.check_array("A_inv", A_inv, "B T HV C", A.shape)
-    checks.check_cu_seqlens(cu_seqlens, B, T)
+    cu_seqlens = checks.check_cu_seqlens(cu_seqlens, B, T)
     implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     return _run(A, cu_seqlens, A_inv, implementation, config)
 

@@ -68,7 +68,7 @@ def recompute_w_u(
         C in checks.CHUNK_SIZES, f"`A_inv` must have a last dimension of one of {checks.CHUNK_SIZES}; got {C}."
     )
     checks.check_gates("g_cum", g_cum, (B, T, HV), K)
-    checks.check_cu_seqlens(cu_seqlens, B, T)
+    cu_seqlens = checks.check_cu_seqlens(cu_seqlens, B, T)
     implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     config = config or tiles.default_for(H, HV, C, K, V, g_cum is not None and g_cum.ndim == 4)
     return _run(k, v, beta, A_inv, g_cum, cu_seqlens, implementation, config)

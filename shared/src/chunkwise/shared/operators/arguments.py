@@ -90,6 +90,12 @@ class Arguments(NamedTuple):
         named = self._asdict() | ({} if self.slots is None else self.slots._asdict())
         return {name: x for name, x in named.items() if hasattr(x, "shape") and hasattr(x, "dtype")}
 
+    def with_int32(self) -> "Arguments":
+        """Return arguments whose boundaries, ids and slots are int32 where numpy has them wider and values fit."""
+        slots = None if self.slots is None else type(self.slots)(*map(checks.as_int32, self.slots))
+        ids, ends = checks.as_int32(self.segment_ids), checks.as_int32(self.cu_seqlens)
+        return self._replace(cu_seqlens=ends, segment_ids=ids, slots=slots)
+
     def with_arrays(self, arrays: dict[str, Any]) -> "Arguments":
         """Return arguments with other arrays in the place of `arrays`, by name; an array without one becomes None."""
         named: dict[str, Any] = dict.fromkeys(self.arrays()) | arrays

@@ -18,6 +18,7 @@ _DEFAULT_CHUNK_SIZE = 64
 # What operators come in: plain JAX, a chain of one kernel per stage, one kernel per direction.
 _IMPLEMENTATIONS = ("xla", "staged", "fused")
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+_OTHER_LIBRARIES = ("torch", "tensorflow", "mlx", "cupy", "paddle")
 
 
 def check(condition: bool, message: str) -> None:
@@ -57,8 +58,31 @@ def check_values(arrays: Iterable[Any], find: Callable[[], Iterable[Fault]]) -> 
                 raise ValueError(fault.message.format(**fault.numbers()))
 
 
+def check_library(name: str, x) -> None:
+    """Check that x is no array of a library whose arrays JAX does not take; what is no array passes."""
+    kind = type(x)
+    check(
+        kind.__module__.split(".")[0] not in _OTHER_LIBRARIES,
+        f"`{name}` must be an array of JAX or numpy, which `jnp.from_dlpack` makes of others; got "
+        f"{kind.__module__}.{kind.__qualname__}.",
+    )
+
+
+def as_int32(x) -> Any:
+    """Return integers of numpy whose values fit as int32, and anything else as it is.
+
+    numpy counts in int64, and so do the schedulers and collators that are written in it.
+    """
+    if not isinstance(x, np.ndarray) or not np.issubdtype(x.dtype, np.integer):
+        return x
+    range_ = np.iinfo(np.int32)
+    fits = x.size == 0 or (x.min() >= range_.min and x.max() <= range_.max)
+    return x.astype(np.int32) if fits else x
+
+
 def check_floating(name: str, x, label: str) -> tuple[int, ...]:
     """Check that x is an array of floating type and return its shape; `label` names its dimensions."""
+    check_library(name, x)
     check(hasattr(x, "shape") and hasattr(x, "dtype"), f"`{name}` must be an array {label}; got {type(x).__name__}.")
     check(any(x.dtype == t for t in _FLOATS), f"`{name}` must be float32, bfloat16 or float16; got {x.dtype}.")
     return tuple(x.shape)
@@ -198,6 +222,8 @@ def check_packed(cu_seqlens, B: int) -> None:
     """Check the shape and the type of the boundaries of a packed batch; None passes."""
     if cu_seqlens is None:
         return
+    check_library("cu_seqlens", cu_seqlens)
+    cu_seqlens = as_int32(cu_seqlens)
     kind = type(cu_seqlens).__name__
     check(hasattr(cu_seqlens, "dtype"), f"`cu_seqlens` must be an int32 array [N + 1]; got {kind}.")
     check(
@@ -207,11 +233,15 @@ def check_packed(cu_seqlens, B: int) -> None:
     check(B == 1, f"`cu_seqlens` must come with a batch of 1; got B = {B}.")
 
 
-def check_cu_seqlens(cu_seqlens, B: int, T: int) -> None:
-    """Check the boundaries of a packed batch; their values only when they are concrete, outside of jit."""
+def check_cu_seqlens(cu_seqlens, B: int, T: int) -> Any:
+    """Check the boundaries of a packed batch, and return them as int32.
+
+    Their values are checked only when they are concrete, outside of jit.
+    """
     check_packed(cu_seqlens, B)
+    cu_seqlens = as_int32(cu_seqlens)
     if cu_seqlens is None or isinstance(cu_seqlens, jax.core.Tracer):
-        return
+        return cu_seqlens
     values = [int(x) for x in jax.device_get(cu_seqlens)]
     rising = all(a <= b for a, b in itertools.pairwise(values))
     shown = values if len(values) < 9 else [*values[:8], "..."]
@@ -219,12 +249,15 @@ def check_cu_seqlens(cu_seqlens, B: int, T: int) -> None:
         values[0] == 0 and rising and values[-1] <= T,
         f"`cu_seqlens` must rise from 0 to at most T = {T}; got {shown}.",
     )
+    return cu_seqlens
 
 
 def _check_typed(name: str, x, shape: tuple[int, ...], dtype) -> None:
     """Check that x is an array of this shape and type; None passes."""
     if x is None:
         return
+    check_library(name, x)
+    x = as_int32(x)
     array = hasattr(x, "shape") and hasattr(x, "dtype")
     check(
         array and tuple(x.shape) == shape and x.dtype == dtype,
@@ -269,6 +302,7 @@ def check_slot_values(state_indices, pool: str, count: int) -> None:
 
 def check_array_of_slots(name: str, x) -> None:
     """Check that x is an int32 array of one dimension."""
+    check_library(name, x)
     array = hasattr(x, "shape") and hasattr(x, "dtype")
     check(
         array and len(x.shape) == 1 and x.dtype == jnp.int32,
@@ -315,7 +349,8 @@ def check_step_types(slots, N: int, block_size, chunk_size=None) -> None:
     """
     if chunk_size is not None:
         check_chunk_size(chunk_size)
-    indices, name = slots.state_indices, "state_indices"
+    indices, name = as_int32(slots.state_indices), "state_indices"
+    check_library(name, indices)
     array = hasattr(indices, "shape") and hasattr(indices, "dtype")
     fits = array and indices.ndim in (1, 2) and indices.shape[0] == N and all(indices.shape)
     got = f"{indices.dtype} {tuple(indices.shape)}" if array else type(indices).__name__

@@ -38,6 +38,7 @@ class Operator:
 
     def chunk(self, x: Arguments, options: Options, implementation: str | None) -> Results:
         """Run the operator over whole sequences, chunk by chunk."""
+        x = x.with_int32()
         self.check(x, options)
         checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
         arguments.check_shared(x, options)
@@ -49,6 +50,7 @@ class Operator:
         """Run the operator over a few tokens of every sequence, token by token; slots that are all None are no pool."""
         if all(y is None for y in x.slots):
             x = x._replace(slots=None)
+        x = x.with_int32()
         self.check(x, options)
         arguments.check_shared(x, options)
         decode.check_states(x)
@@ -58,6 +60,7 @@ class Operator:
 
     def ragged(self, x: Arguments, options: Options, implementation: str | None) -> tuple[jax.Array, Any]:
         """Run a serving step; `x.initial_state` is the pool."""
+        x = x.with_int32()
         self.check(x, options)
         arguments.check_shared(x, options)
         x, options = serving.check_step(x, options)
