@@ -132,6 +132,7 @@ def _grid_step(
     exact = k.dtype != jnp.bfloat16
     gates = tile.gate_sums(g, beta, s, exact, masks)
     stages, staged, state_reads = s.split(STAGE), [], {}
+    load_state = functools.partial(chunk_loop.load_state, refs, prev, rows)
 
     def prepare_heads(parts: list[tile.Heads]) -> Iterator[None]:
         for part in parts:
@@ -142,13 +143,14 @@ def _grid_step(
         for _ in prepare_heads(stage.split(STAGE // 2)):
             pass
         yield
-        state_reads[stage.first] = read_state(refs, stage)
+        state_reads[stage.first] = read_state(refs, stage, load_state)
 
     def read_and_pass(stage: tile.Heads) -> Iterator[None]:
         if stage.first not in state_reads:
-            state_reads[stage.first] = read_state(refs, stage)
+            state_reads[stage.first] = read_state(refs, stage, load_state)
             yield
-        yield from pass_chunk(refs, valid_prev, stored, A_inv, stage, state_reads.pop(stage.first), static)
+        reads = state_reads.pop(stage.first)
+        yield from pass_chunk(refs, valid_prev, stored, A_inv, stage, reads, load_state, static)
 
     # The matrix unit takes products in the order in which they stand here, and where one waits, all wait. Between those
     # of the inverse, of which each waits for the one before, some heads are prepared and others meet the state. With
@@ -203,13 +205,13 @@ def prepare(refs: GdnFwdRefs, q, k, gates: tile.Gates, part: tile.Heads, masks, 
     return staged
 
 
-def read_state(refs: GdnFwdRefs, part: tile.Heads):
-    """Multiply keys and queries of prev by the state before it.
+def read_state(refs: GdnFwdRefs, part: tile.Heads, load_state):
+    """Multiply keys and queries of prev by the state before it, which `load_state` returns of some heads.
 
     Returns:
       The decay from the start [heads, C, V], and the products of keys and of queries [heads, C, V] float32.
     """
-    S, k = refs.state[part.values_at], refs.k_prev[part.keys_at]  # [heads, K, V], [key heads, C, K]
+    S, k = load_state(part.values_at), refs.k_prev[part.keys_at]  # [heads, K, V], [key heads, C, K]
     if refs.h is not None:
         refs.h[part.values_at] = S.astype(refs.h.dtype)
     q = None if refs.q_prev is None else refs.q_prev[part.keys_at]
@@ -218,7 +220,7 @@ def read_state(refs: GdnFwdRefs, part: tile.Heads):
 
 
 def pass_chunk(
-    refs: GdnFwdRefs, valid, stored, A_inv, part: tile.Heads, state_reads, static: FusedStatic
+    refs: GdnFwdRefs, valid, stored, A_inv, part: tile.Heads, state_reads, load_state, static: FusedStatic
 ) -> Iterator[None]:
     """Compute v_new_over_beta of prev, and one product later write its output and take the state through it.
 
@@ -228,6 +230,7 @@ def pass_chunk(
       A_inv: packed inverses [n, C, p C] of all heads.
       part: the heads to take.
       state_reads: as `read_state` returns it for them.
+      load_state: returns the state of some heads before prev.
       static: of the kernel.
     """
     (start, KS, QS), dtype, p = state_reads, refs.k.dtype, part.p
@@ -241,7 +244,7 @@ def pass_chunk(
     if QS is not None:
         inside = packed.multiply_packed(refs.scores[part.packs_at], v_new_over_beta, p, dtype)  # [heads, C, V]
         layout.store_heads(refs.o, (static.scale * start) * QS + inside, stored, part.first)
-    S = refs.state[part.values_at]
+    S = load_state(part.values_at)
     refs.state[part.values_at] = start[:, -1:] * S + tile.write_state(k, end * v_new_over_beta, part)
 
 

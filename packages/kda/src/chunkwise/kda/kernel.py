@@ -257,7 +257,8 @@ def _grid_step(
     )
 
     # The products of a pack do not wait for those of the chunk before, so the two alternate.
-    staged, passing = [], pass_chunk(refs, valid_prev, static, dtype)
+    load_state = functools.partial(chunk_loop.load_state, refs, prev, rows)
+    staged, passing = [], pass_chunk(refs, load_state, valid_prev, static, dtype)
     preparing = (
         staged.append((n, *prepare(refs, n, (load_q, load_k, load_e), gates, betas, valid, masks, static)))
         for n in range(0, heads, p)
@@ -335,8 +336,11 @@ def stages_of(static: FusedStatic, most: int) -> list[slice]:
     return [slice(n, n + size) for n in range(0, heads, size)]
 
 
-def pass_chunk(refs: KdaFwdRefs, valid, static: FusedStatic, dtype) -> Iterator[None]:
-    """Finish the inverse of prev and take the state through it; yield where products may stand."""
+def pass_chunk(refs: KdaFwdRefs, load_state, valid, static: FusedStatic, dtype) -> Iterator[None]:
+    """Finish the inverse of prev and take the state through it; yield where products may stand.
+
+    `load_state` returns the state of some heads before prev.
+    """
     A_inv = None if refs.A_inv is None else refs.A_inv[...]  # [heads / p, C, p C]
     if refs.A_inv is None:
         parts = 3 if matmul.operand_dtype(dtype) == jnp.float32 else 2
@@ -346,13 +350,14 @@ def pass_chunk(refs: KdaFwdRefs, valid, static: FusedStatic, dtype) -> Iterator[
     if refs.A_inv_out is not None:
         refs.A_inv_out[...] = A_inv
     stages = stages_of(static, STAGE if refs.o is not None and refs.A_inv is None else HALF_STAGE)
-    yield from schedule.software_pipeline(pass_state(refs, valid, A_inv, stage, static, dtype) for stage in stages)
+    yield from schedule.software_pipeline(
+        pass_state(refs, load_state(stage), valid, A_inv, stage, static, dtype) for stage in stages
+    )
 
 
-def pass_state(refs: KdaFwdRefs, valid, A_inv, heads: slice, static: FusedStatic, dtype) -> Iterator[None]:
-    """Write the output of some heads of prev and take their state through it; yield between products."""
+def pass_state(refs: KdaFwdRefs, S, valid, A_inv, heads: slice, static: FusedStatic, dtype) -> Iterator[None]:
+    """Write the output of some heads of prev and take their state S [h, V, K] through it; yield between products."""
     C, p, packs = static.C, static.p, slice(heads.start // static.p, heads.stop // static.p)
-    S = refs.state[heads]  # [h, V, K]
     if refs.h is not None:
         refs.h[heads] = S.astype(refs.h.dtype)
     state_reads = tile.read_state(refs.readers[heads], S)  # [h, 2 C or C, V]

@@ -75,7 +75,8 @@ def run_forward(refs: Any, body: Callable[..., None], static: FusedStatic, *, tr
 
     Args:
       refs: of the kernel: table, owner, initial_state, pool, o, v_new_over_beta, ht, pool_out and state.
-      body: gets the Refs with a state, the steps of the two stages, and the rows of both chunks together.
+      body: gets the Refs with a state, the steps of the two stages, and the rows of both chunks together. It reads the
+        state by `load_state`.
       static: of the kernel.
       transposed: the kernel holds states as [V, K], and the pool does not.
     """
@@ -83,14 +84,29 @@ def run_forward(refs: Any, body: Callable[..., None], static: FusedStatic, *, tr
         # Its block stays where it is until another sequence begins.
         refs = refs._replace(state=refs.ht)
     cur, prev = current_steps(refs.table, 2, static.steps)
-    if refs.pool is None:
-        start_state(refs.state, refs.initial_state, prev.first == 1)
-    else:
+    if refs.pool is not None:
         read_pool(refs.pool, refs.pool_out, refs.state, prev, transposed)
-    results = refs.o, refs.v_new_over_beta
-    run_variant(lambda rows: body(refs, cur, prev, rows), refs, (cur, prev), static, results)
+
+    def run(rows: Rows) -> None:
+        if refs.pool is None and rows is Rows.MIXED:
+            start_state(refs.state, refs.initial_state, prev.first == 1)
+        body(refs, cur, prev, rows)
+
+    run_variant(run, refs, (cur, prev), static, (refs.o, refs.v_new_over_beta))
     if refs.pool is not None:
         write_pool(refs.state, refs.pool_out, prev, transposed)
+
+
+def load_state(refs: Any, prev: layout.TableStep, rows: Rows, heads: slice) -> jax.Array:
+    """Return the state of some heads before prev, in the body of `run_forward`.
+
+    Selecting what a sequence starts from costs less than storing it first, in a branch that no operation crosses. Only
+    a search for what is not finite needs it stored.
+    """
+    S = refs.state[heads]
+    if refs.pool is not None or rows is Rows.MIXED:
+        return S
+    return jnp.where(prev.first == 1, 0.0 if refs.initial_state is None else refs.initial_state[heads], S)
 
 
 def run_backward(refs: Any, body: Callable[..., None], static: FusedStatic, more: Sequence = ()) -> None:
