@@ -88,37 +88,37 @@ def pallas_call(
       The outputs, in the structure of `out_shape`.
     """
 
-    def call(*args, interpret: bool):
+    def body_of(interpret: bool) -> Callable:
         # A function of its own for every branch, because JAX remembers what it traced of a function.
         def body(*refs):
             with matmul.interpreted_products() if interpret else contextlib.nullcontext():
                 kernel(*refs)
 
-        return pl.pallas_call(
-            body,
-            name=name,
-            grid_spec=compat.PrefetchScalarGridSpec(
-                num_scalar_prefetch=num_scalar_prefetch,
-                grid=grid,
-                in_specs=jax.tree.map(_int32_indices, list(in_specs)),
-                out_specs=jax.tree.map(_int32_indices, out_specs),
-                scratch_shapes=list(scratch_shapes),
-            ),
-            out_shape=jax.tree.map(_without_float16, out_shape),
-            compiler_params=compat.CompilerParams(
-                dimension_semantics=dimension_semantics,
-                vmem_limit_bytes=chips.VMEM_LIMIT_BYTES,
-                disable_bounds_checks=in_bounds,
-            ),
-            cost_estimate=cost_estimate,
-            input_output_aliases=input_output_aliases or {},
-            interpret=interpret,
-        )(*args)
+        return body
 
+    run = functools.partial(
+        pl.pallas_call,
+        name=name,
+        grid_spec=compat.PrefetchScalarGridSpec(
+            num_scalar_prefetch=num_scalar_prefetch,
+            grid=grid,
+            in_specs=jax.tree.map(_int32_indices, list(in_specs)),
+            out_specs=jax.tree.map(_int32_indices, out_specs),
+            scratch_shapes=list(scratch_shapes),
+        ),
+        out_shape=jax.tree.map(_without_float16, out_shape),
+        compiler_params=compat.CompilerParams(
+            dimension_semantics=dimension_semantics,
+            vmem_limit_bytes=chips.VMEM_LIMIT_BYTES,
+            disable_bounds_checks=in_bounds,
+        ),
+        cost_estimate=cost_estimate,
+        input_output_aliases=input_output_aliases or {},
+    )
     by_platform = functools.partial(
         lax.platform_dependent,
-        tpu=functools.partial(call, interpret=False),
-        default=functools.partial(call, interpret=True),
+        tpu=run(body_of(False), interpret=False),
+        default=run(body_of(True), interpret=True),
     )
     results = _without_derivative(by_platform, name)(*map(_without_float16, operands))
     flat, structure = jax.tree.flatten(results)
