@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise import pipeline
+from chunkwise import causal_conv1d, chunk_h, chunk_o, cumsum, kkt, pipeline, solve_tril, wy_fast
 from chunkwise.pipeline import (
     check_step,
     chunk_gated_delta_rule,
@@ -19,6 +19,7 @@ from chunkwise.pipeline import (
 )
 from chunkwise.pipeline.check import operator_inputs
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT
+from chunkwise.shared.operators.unknown_arguments import INSTEAD
 from chunkwise.shared.testing.inputs import make_inputs
 
 CASES = {
@@ -231,3 +232,39 @@ def test_short_sequences_get_no_warning(operator):
         step = dict(cu_seqlens=jnp.array([0, 2], jnp.int32), state_indices=jnp.zeros(1, jnp.int32))
         ragged = getattr(pipeline, f"ragged_{name}")
         jax.eval_shape(lambda: ragged(**x, states=jnp.zeros((1, 3, 8, 8)), **step))
+
+
+# The arguments of fla-core 0.5 and of its copies in vLLM and SGLang that no operator has.
+ELSEWHERE = {
+    "chunk": "safe_gate disable_recompute return_intermediate_states state_v_first cu_seqlens_cpu chunk_indices "
+    "chunk_offsets cp_context transpose_state_layout head_first offsets initial_state_indices",
+    "recurrent": "gk gv reverse state_v_first transpose_state_layout head_first offsets ssm_state_indices "
+    "inplace_final_state",
+}
+# Of the stages, and of the convolution.
+OF_PARTS = "chunk_indices cu_seqlens_cpu head_first"
+OPERATIONS = [
+    getattr(pipeline, name) for name in pipeline.__all__ if name.startswith(("chunk_", "recurrent_", "ragged_"))
+]
+PARTS = [
+    causal_conv1d.causal_conv1d,
+    causal_conv1d.causal_conv1d_update,
+    chunk_h.chunk_fwd_h,
+    chunk_h.chunk_gated_delta_rule_fwd_h,
+    chunk_o.chunk_fwd_o,
+    cumsum.chunk_local_cumsum,
+    kkt.chunk_scaled_dot_kkt,
+    solve_tril.solve_tril,
+    wy_fast.recompute_w_u,
+]
+
+
+@pytest.mark.parametrize("function", OPERATIONS + PARTS, ids=lambda function: function.__name__)
+def test_arguments_of_flash_linear_attention(function):
+    """The error comes first, whatever the tensors are."""
+    kind = function.__name__.partition("_")[0]
+    every = OF_PARTS if function in PARTS else ELSEWHERE.get(kind, " ".join(ELSEWHERE.values()))
+    for name in every.split():
+        message = f"{function.__name__}() got an unexpected keyword argument '{name}': {INSTEAD[name]}"
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+            function(None, **{name: None})

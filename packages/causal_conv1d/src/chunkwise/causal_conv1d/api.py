@@ -11,7 +11,7 @@ from chunkwise.causal_conv1d import config as tiles
 from chunkwise.causal_conv1d import context, kernel, sequences, vjp, xla
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import chunking
-from chunkwise.shared.operators import arguments, checks, decode, devices, partition, serving
+from chunkwise.shared.operators import arguments, checks, decode, devices, partition, serving, unknown_arguments
 
 _LAYOUT = partition.Layout(
     leading="x",
@@ -51,6 +51,7 @@ def _check_weights(weight, bias, D: int) -> int:
     return W
 
 
+@unknown_arguments.explained
 def causal_conv1d(
     x: jax.Array,
     weight: jax.Array,
@@ -182,6 +183,7 @@ def _operands(x, weight, bias, before, s: sequences.ConvSequences, static: kerne
     return kernel.ConvOperands(*compat.vary_alike(blocks, sequences, x, reach, weight, bias, rows))
 
 
+@unknown_arguments.explained
 def causal_conv1d_update(
     x: jax.Array,
     states: jax.Array,

@@ -10,7 +10,7 @@ from chunkwise.chunk_h import config as tiles
 from chunkwise.chunk_h import kernel, kernel_bwd, xla
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import chunking
-from chunkwise.shared.operators import checks
+from chunkwise.shared.operators import checks, unknown_arguments
 
 
 class ChunkHArrays(NamedTuple):
@@ -49,6 +49,7 @@ class ChunkHStatic(NamedTuple):
     config: tiles.Config
 
 
+@unknown_arguments.explained
 def chunk_gated_delta_rule_fwd_h(
     k: jax.Array,
     w: jax.Array,
@@ -109,6 +110,7 @@ def chunk_gated_delta_rule_fwd_h(
     return _states(x, output_final_state, chunk_size, implementation, config)
 
 
+@unknown_arguments.explained
 def chunk_fwd_h(
     k: jax.Array,
     v: jax.Array,

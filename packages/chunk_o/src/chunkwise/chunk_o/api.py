@@ -10,7 +10,7 @@ from chunkwise.chunk_o import config as tiles
 from chunkwise.chunk_o import kernel, xla
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import chunking, gating, launcher
-from chunkwise.shared.operators import checks
+from chunkwise.shared.operators import checks, unknown_arguments
 
 
 class ChunkOArrays(NamedTuple):
@@ -49,6 +49,7 @@ class ChunkOStatic(NamedTuple):
     config: tiles.Config
 
 
+@unknown_arguments.explained
 def chunk_fwd_o(
     q: jax.Array,
     k: jax.Array,

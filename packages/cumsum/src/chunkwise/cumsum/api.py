@@ -5,9 +5,10 @@ import jax
 from chunkwise.cumsum import config as tiles
 from chunkwise.cumsum import vjp
 from chunkwise.shared import compat
-from chunkwise.shared.operators import checks
+from chunkwise.shared.operators import checks, unknown_arguments
 
 
+@unknown_arguments.explained
 def chunk_local_cumsum(
     g: jax.Array,
     chunk_size: int | None = None,

@@ -4,11 +4,13 @@ import jax
 
 from chunkwise.fused_gdn.config import Config
 from chunkwise.fused_gdn.operator import OPERATOR
+from chunkwise.shared.operators import unknown_arguments
 from chunkwise.shared.operators.arguments import Arguments, Options, Sharding, Slots
 from chunkwise.shared.operators.gates import GateActivation
 from chunkwise.shared.operators.state_pool import Pool
 
 
+@unknown_arguments.explained
 def chunk_gated_delta_rule(
     q: jax.Array,
     k: jax.Array,
@@ -119,6 +121,7 @@ def chunk_gated_delta_rule(
     return OPERATOR.chunk(x, options, implementation)
 
 
+@unknown_arguments.explained
 def recurrent_gated_delta_rule(
     q: jax.Array,
     k: jax.Array,
@@ -202,6 +205,7 @@ def recurrent_gated_delta_rule(
     return OPERATOR.recurrent(x, options, implementation)
 
 
+@unknown_arguments.explained
 def ragged_gated_delta_rule(
     q: jax.Array,
     k: jax.Array,

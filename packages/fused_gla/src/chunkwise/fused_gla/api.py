@@ -4,11 +4,13 @@ import jax
 
 from chunkwise.fused_gla.config import Config
 from chunkwise.fused_gla.operator import GLA, SIMPLE_GLA
+from chunkwise.shared.operators import unknown_arguments
 from chunkwise.shared.operators.arguments import Arguments, Options, Sharding, Slots
 from chunkwise.shared.operators.checks import check_array
 from chunkwise.shared.operators.state_pool import Pool
 
 
+@unknown_arguments.explained
 def chunk_simple_gla(
     q: jax.Array,
     k: jax.Array,
@@ -99,6 +101,7 @@ def chunk_simple_gla(
     return SIMPLE_GLA.chunk(x, options, implementation)
 
 
+@unknown_arguments.explained
 def chunk_gla(
     q: jax.Array,
     k: jax.Array,
@@ -163,6 +166,7 @@ def chunk_gla(
     return GLA.chunk(x, options, implementation)
 
 
+@unknown_arguments.explained
 def recurrent_simple_gla(
     q: jax.Array,
     k: jax.Array,
@@ -240,6 +244,7 @@ def recurrent_simple_gla(
     )
 
 
+@unknown_arguments.explained
 def recurrent_gla(
     q: jax.Array,
     k: jax.Array,
@@ -291,6 +296,7 @@ def recurrent_gla(
     return GLA.recurrent(x, Options(output_final_state, sharding=sharding, context_axis=context_axis), implementation)
 
 
+@unknown_arguments.explained
 def ragged_simple_gla(
     q: jax.Array,
     k: jax.Array,

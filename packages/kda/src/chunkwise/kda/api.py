@@ -4,11 +4,13 @@ import jax
 
 from chunkwise.kda.config import Config
 from chunkwise.kda.operator import OPERATOR
+from chunkwise.shared.operators import unknown_arguments
 from chunkwise.shared.operators.arguments import Arguments, Options, Sharding, Slots
 from chunkwise.shared.operators.gates import GateActivation
 from chunkwise.shared.operators.state_pool import Pool
 
 
+@unknown_arguments.explained
 def chunk_kda(
     q: jax.Array,
     k: jax.Array,
@@ -126,6 +128,7 @@ def chunk_kda(
     return OPERATOR.chunk(x, options, implementation)
 
 
+@unknown_arguments.explained
 def recurrent_kda(
     q: jax.Array,
     k: jax.Array,
@@ -211,6 +214,7 @@ def recurrent_kda(
     return OPERATOR.recurrent(x, options, implementation)
 
 
+@unknown_arguments.explained
 def ragged_kda(
     q: jax.Array,
     k: jax.Array,

@@ -8,9 +8,10 @@ from chunkwise.kkt import config as tiles
 from chunkwise.kkt import kernel, xla
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import chunking
-from chunkwise.shared.operators import checks
+from chunkwise.shared.operators import checks, unknown_arguments
 
 
+@unknown_arguments.explained
 def chunk_scaled_dot_kkt(
     k: jax.Array,
     beta: jax.Array,

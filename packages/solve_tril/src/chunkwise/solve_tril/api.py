@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.shared.kernels import chunking
-from chunkwise.shared.operators import checks
+from chunkwise.shared.operators import checks, unknown_arguments
 from chunkwise.solve_tril import config as tiles
 from chunkwise.solve_tril import kernel, xla
 
 
+@unknown_arguments.explained
 def solve_tril(
     A: jax.Array,
     cu_seqlens: jax.Array | None = None,

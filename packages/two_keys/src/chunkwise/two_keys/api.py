@@ -3,12 +3,14 @@
 import jax
 
 from chunkwise.kda.config import Config
+from chunkwise.shared.operators import unknown_arguments
 from chunkwise.shared.operators.arguments import Arguments, Options, Sharding, Slots
 from chunkwise.shared.operators.gates import GateActivation
 from chunkwise.shared.operators.state_pool import Pool
 from chunkwise.two_keys.operator import COMBA, GDN2
 
 
+@unknown_arguments.explained
 def chunk_gdn2(
     q: jax.Array,
     k: jax.Array,
@@ -99,6 +101,7 @@ def chunk_gdn2(
     return GDN2.chunk(x, options, implementation)
 
 
+@unknown_arguments.explained
 def recurrent_gdn2(
     q: jax.Array,
     k: jax.Array,
@@ -168,6 +171,7 @@ def recurrent_gdn2(
     return GDN2.recurrent(x, options, implementation)
 
 
+@unknown_arguments.explained
 def ragged_gdn2(
     q: jax.Array,
     k: jax.Array,
@@ -249,6 +253,7 @@ def ragged_gdn2(
     return GDN2.ragged(x, options, implementation)
 
 
+@unknown_arguments.explained
 def chunk_comba(
     q: jax.Array,
     k: jax.Array,
@@ -330,6 +335,7 @@ def chunk_comba(
     return COMBA.chunk(x, options, implementation)
 
 
+@unknown_arguments.explained
 def recurrent_comba(
     q: jax.Array,
     k: jax.Array,
@@ -394,6 +400,7 @@ def recurrent_comba(
     return COMBA.recurrent(x, options, implementation)
 
 
+@unknown_arguments.explained
 def ragged_comba(
     q: jax.Array,
     k: jax.Array,

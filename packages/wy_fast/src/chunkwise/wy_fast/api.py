@@ -7,11 +7,12 @@ import jax.numpy as jnp
 
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import chunking, gating
-from chunkwise.shared.operators import checks
+from chunkwise.shared.operators import checks, unknown_arguments
 from chunkwise.wy_fast import config as tiles
 from chunkwise.wy_fast import kernel, xla
 
 
+@unknown_arguments.explained
 def recompute_w_u(
     k: jax.Array,
     v: jax.Array,

@@ -193,8 +193,8 @@ def warn_head_first(x: Arguments, options: Options) -> None:
         warnings.warn(
             f"`q` should have shape [B, T, H, K]; got {tuple(x.q.shape)}, with T = {T} less than H = {H}: are the "
             f"tensors head-first, [B, H, T, K]?",
-            # Of the caller of the operator, behind this, `Operator.chunk` and the operator.
-            stacklevel=4,
+            # Of the caller of the operator, behind this, `Operator.chunk`, the operator and its decorator.
+            stacklevel=5,
         )
 
 
