@@ -27,19 +27,22 @@ THOROUGH = dict(
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    ("dtype", "bound", "T", "cu_seqlens", "states"),
+    ("dtype", "bound", "T", "cu_seqlens", "states", "A_log"),
     [
         # Fewer tokens than a chunk: the law makes decays of the zeros that pad it.
-        (jnp.float32, None, 5, None, 2),
-        (jnp.float32, -5.0, 24, PACKED, 4),
-        (jnp.bfloat16, None, 24, PACKED, 0),
-        (jnp.bfloat16, -5.0, 20, None, 2),
+        (jnp.float32, None, 5, None, 2, None),
+        (jnp.float32, -5.0, 24, PACKED, 4, None),
+        (jnp.bfloat16, None, 24, PACKED, 0, None),
+        (jnp.bfloat16, -5.0, 20, None, 2, None),
+        # A short form of the softplus, whose small values a large rate shows.
+        (jnp.bfloat16, None, 20, None, 2, (13.0, 17.0)),
+        (jnp.bfloat16, None, 20, None, 2, (5.0, 100.0)),
     ],
 )
-def test_values_and_gradients(dtype, bound, T, cu_seqlens, states):
+def test_values_and_gradients(dtype, bound, T, cu_seqlens, states, A_log):
     B = 1 if cu_seqlens is not None else 2
     inputs = make_inputs(B, T, 1, 2, 8, 8, per_channel=True, dtype=dtype, num_states=states)
-    inputs = raw_inputs(inputs, dtype=dtype)
+    inputs = raw_inputs(inputs, dtype=dtype, A_log=A_log)
     rng = np.random.default_rng(1)
     do = jnp.asarray(rng.standard_normal(inputs["v"].shape), dtype)
     dht = jnp.asarray(rng.standard_normal(inputs["initial_state"].shape), jnp.float32) if states else None

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import cost, tile
@@ -80,14 +81,25 @@ def heads_of(static: FusedStatic, heads: int) -> tile.Heads:
 
 
 def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic) -> Any:
-    """Load q, k tiles [key heads, C, K] and g, beta [C, heads] float32 of a chunk; rows that are not valid are zero."""
+    """Load q, k tiles [key heads, C, K] and g, beta [C, heads] float32 of a chunk; rows that are not valid are zero.
+
+    Last comes what beta is multiplied by already, [C, heads], to make up for the rounding of keys of unit length; None
+    for nothing.
+    """
     q, k = (None if ref is None else layout.load_heads(ref, s.K, valid=valid) for ref in (refs.q, refs.k))
     g, beta = tiles.clip_gate(refs.g[...]), refs.beta[...].astype(jnp.float32)
     if valid is not None:
         g, beta = (jnp.where(valid, x, 0.0) for x in (g, beta))
-    if static.normalise:
-        q, k = (None if x is None else tiles.l2norm(x.astype(jnp.float32)).astype(x.dtype) for x in (q, k))
-    return q, k, g, beta
+    if not static.normalise:
+        return q, k, g, beta, None
+    q = None if q is None else tiles.l2norm(q.astype(jnp.float32)).astype(q.dtype)
+    k, factor = tiles.unit_keys(k.astype(jnp.float32), k.dtype)  # factor [key heads, C, 1]
+    if factor is None:
+        return q, k, g, beta, None
+    head, by_head = lax.broadcasted_iota(jnp.int32, beta.shape, 1), jnp.broadcast_to(factor[0], beta.shape)
+    for i in range(1, len(factor)):
+        by_head = jnp.where(head >= jnp.int32(i * s.group), factor[i], by_head)
+    return q, k, g, beta * by_head, by_head
 
 
 def tokens_not_finite(refs, s: tile.Heads, *keys) -> jax.Array:
@@ -126,7 +138,7 @@ def _grid_step(
         slice(0, 8) if refs.initial_state is None else slice(None),
     )
     (masks, valid, _), (_, valid_prev, _) = isolated, isolated_prev
-    q, k, g, beta = load_chunk(refs, valid, s, static)
+    q, k, g, beta, _ = load_chunk(refs, valid, s, static)
     stored = valid_prev if static.varlen else None
 
     exact = k.dtype != jnp.bfloat16
@@ -216,7 +228,7 @@ def read_state(refs: GdnFwdRefs, part: tile.Heads, load_state):
         refs.h[part.values_at] = S.astype(refs.h.dtype)
     q = None if refs.q_prev is None else refs.q_prev[part.keys_at]
     start = tile.head_columns(refs.start[part.packs_at], part, part.V)
-    return start, *tile.read_state(k, q, S.astype(k.dtype), part)
+    return start, *tile.read_state(k, q, S, part)
 
 
 def pass_chunk(

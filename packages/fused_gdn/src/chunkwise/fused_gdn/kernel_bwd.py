@@ -65,7 +65,7 @@ def _grid_step(
         # What a product wrote to a gradient is not finite in whole columns.
         part = slice(0, 8) if refs.dht is None else slice(None)
         valid, nonfinite_rows = nonfinite.isolate(masks, find, (refs.dstate, masks.ending, part))
-    q, k, g, beta = kernel.load_chunk(refs, valid, s, static)
+    q, k, g, beta, of_rounding = kernel.load_chunk(refs, valid, s, static)
     do = layout.load_heads(refs.do, s.V, valid=valid)  # [heads, C, V]
     gate = tile.pack_gates(tile.gate_sums(g, beta, s, k.dtype != jnp.bfloat16, masks), s)
     boundary = tile.boundary_decays(gate, s, masks)
@@ -79,6 +79,8 @@ def _grid_step(
             q, k, gate, boundary, refs.A_inv[...], refs.h[...], v_new_over_beta, do, refs.dstate[...], static.scale, s
         )
         refs.dstate[...] = dS
+        if of_rounding is not None:
+            gradients[-1] = gradients[-1] * of_rounding
         _store(refs, gradients, valid, masks, static, s)
     if rows is chunk_loop.Rows.MIXED:
         results = refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta

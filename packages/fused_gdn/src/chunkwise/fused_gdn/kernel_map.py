@@ -123,7 +123,7 @@ def _grid_step(
         )
         state = refs.state, masks_prev.carried, slice(None)
         _, nonfinite_prev = nonfinite.isolate(masks_prev, lambda: refs.nonfinite_v[...], state, mixed=prev.mixed == 1)
-    _, k, g, beta = kernel.load_chunk(refs, valid, s, static)
+    _, k, g, beta, _ = kernel.load_chunk(refs, valid, s, static)
     exact = k.dtype != jnp.bfloat16
     gates = tile.gate_sums(g, beta, s, exact, masks)
 

@@ -269,7 +269,9 @@ def scores(left: list[jax.Array], k, g: Gates, pairs, s: Heads):
 def read_state(k, q, S, s: Heads):
     """Return K S and Q S as [heads, C, V] float32 (None without q), one product for all value heads of a key head."""
     left = k if q is None else packed.concat_rows([k, q])  # [key heads, C or 2 C, K]
-    read = packed.split_lanes(matmul.dot(left, packed.side_lanes(S, s.group)), s.group)
+    parts = packed.split_bf16(S, k.dtype)
+    right = packed.concat_rows([packed.side_lanes(part, s.group) for part in parts])
+    read = packed.split_lanes(matmul.dot(packed.concat_lanes([left] * len(parts)), right), s.group)
     return read[:, : s.C], None if q is None else read[:, s.C :]
 
 

@@ -98,12 +98,13 @@ def _scan(
     v, scale, initial_state = x.v, x.scale, x.initial_state
     cu_seqlens: Any = x.cu_seqlens
     output_final_state = options.output_final_state
-    q, k = (recurrence.unit_rows(y, options.normalise, cu_seqlens) for y in (x.q, x.k))
+    q = recurrence.unit_rows(x.q, options.normalise, cu_seqlens)
+    k, beta = recurrence.unit_keys(x.k, x.beta, options.normalise, cu_seqlens)
     (B, T, HV, V), K, C = v.shape, k.shape[-1], min(options.chunk_size or most_rows, most_rows)
     stream = cu_seqlens is not None and initial_state is None and not output_final_state
     chunks = chunking.Chunking(B, T, C, None if stream else cu_seqlens)
     masks: Any = chunking.stream_masks(T, C, cu_seqlens) if stream else None
-    gates, beta = tiles.clip_gate(x.g), x.beta.astype(jnp.float32)
+    gates = tiles.clip_gate(x.g)
     nonfinite: Any = isolation.nonfinite_tokens((q, k, v, gates, beta), cu_seqlens) if stream else None
     h0 = None if initial_state is None else initial_state.astype(jnp.float32)
 

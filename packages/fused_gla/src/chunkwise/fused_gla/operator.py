@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.fused_gla import config, kernel, kernel_bwd, xla
-from chunkwise.shared.kernels import chunking, launcher, layout, matmul, packed
+from chunkwise.shared.kernels import chunking, launcher, layout, matmul, packed, tiles
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operators import arguments, checks, fused
 from chunkwise.shared.operators.arguments import Arguments, Options
@@ -88,7 +88,7 @@ def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
     if g is not None:
         rows = lambda g: layout.to_rows(g.astype(jnp.float32), static.C)[:, :, :, None]
         g = layout.to_lanes(g, static.T) if static.per_channel else rows(g)
-    gamma = None if x.g_gamma is None else x.g_gamma.astype(jnp.float32)[:, None, None]
+    gamma = None if x.g_gamma is None else tiles.clip_gate(x.g_gamma)[:, None, None]
     q, k, v = (layout.to_lanes(y, static.T) for y in (x.q, x.k, x.v))
     return Operands(
         q=q, k=k, v=v, g=g, gamma=gamma, initial_state=fused.kernel_states(x.initial_state, transposed=True)

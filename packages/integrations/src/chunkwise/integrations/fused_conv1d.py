@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from chunkwise.integrations.serving import convolve, raw_gates, split_heads, step_of
 from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
+from chunkwise.shared.kernels import gate_activation
 
 __all__ = ["fused_conv1d_gdn", "fused_conv1d_kda", "fused_conv1d_mamba2"]
 # The pools of the convolution and of the operator, and the output.
@@ -111,7 +112,7 @@ def fused_conv1d_mamba2(
     x, k, q = split_heads("xbc", y, (n_v, d_v), (n_kq, d_k), (n_kq, d_k))
     dt = jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + dt_bias.astype(jnp.float32)), *dt_limit)[None]
     v = (dt[..., None] * x.astype(jnp.float32)).astype(x.dtype)
-    g = -jnp.exp(a_log.astype(jnp.float32)) * dt
+    g = gate_activation.decay_of_steps(dt, a_log.astype(jnp.float32))
     o, ssm_state = ragged_simple_gla(q, k, v, g, states=ssm_state, **step, scale=1.0, implementation=implementation)
     o = o.astype(jnp.float32) + skip.astype(jnp.float32)[:, None] * x.astype(jnp.float32)
     return (conv_state, ssm_state), o.reshape(-1, n_v * d_v).astype(xbc.dtype)

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -90,13 +91,38 @@ def load_decays(ref, heads: range, K: int, base: int) -> tile.ChannelDecays:
     def load(i):
         return jnp.stack([jnp.concatenate([ref[i, n * each + m] for m in range(each)], axis=1) for n in heads])
 
-    return tile.chunk_decays([load(i) for i in range(ref.shape[0])], base)
+    return tile.chunk_decays([load(i) for i in range(tile.count_decays(base))], base)
 
 
 def load_keys(ref, valid, static: FusedStatic, which: slice = slice(None)) -> jax.Array:
     """Return queries or keys as float32 [key heads, C, K], rounded as the tensors are."""
     heads = layout.load_heads(ref, static.K, which, valid).astype(jnp.float32)  # [key heads, C, K]
     return tiles.l2norm(heads).astype(ref.dtype).astype(jnp.float32) if static.normalise else heads
+
+
+def load_unit_keys(refs, valid, static: FusedStatic, which: slice = slice(None)) -> tuple[Any, ...]:
+    """Return keys as `load_keys`, erase keys or None where there are none, and what multiplies the step sizes.
+
+    The last makes up for the rounding of keys, [key heads, C, 1], or is None: see `tiles.unit_keys`. With erase keys of
+    unit length too it is the mean of the factors of both.
+    """
+    if not static.normalise:
+        keys = (None if ref is None else load_keys(ref, valid, static, which) for ref in (refs.k, refs.e))
+        return *keys, None
+    rows = [layout.load_heads(x, static.K, which, valid) for x in (refs.k, refs.e) if x is not None]
+    keys, factors = zip(*(tiles.unit_keys(x.astype(jnp.float32), x.dtype) for x in rows), strict=True)
+    k, e = (*keys, None)[:2]
+    factor = factors[0] if e is None or factors[0] is None else 0.5 * (factors[0] + factors[1])
+    return k.astype(jnp.float32), None if e is None else e.astype(jnp.float32), factor
+
+
+def rows_of_heads(columns: list[jax.Array]) -> jax.Array:
+    """Return numbers of the rows of heads, each [C, 1], as rows [heads, C]."""
+    shape = (columns[0].shape[0], packed.LANES)
+    lane, joined = lax.broadcasted_iota(jnp.int32, shape, 1), jnp.broadcast_to(columns[0], shape)
+    for i, column in enumerate(columns[1:], 1):
+        joined = jnp.where(lane == jnp.int32(i), column, joined)
+    return jnp.swapaxes(joined, 0, 1)[: len(columns)]
 
 
 def load_erase_gates(refs, valid, static: FusedStatic, heads: slice = slice(None)) -> jax.Array:
@@ -200,6 +226,7 @@ class KdaFwdRefs(NamedTuple):
     b: Any = None  # [C, heads K]
     w: Any = None  # [C, heads V] of prev
     levels: Any = None  # int32 [C, 2 C], `tile.level_table`
+    exact_levels: Any = None  # likewise, without base blocks
     owner: Any = None  # int32 [1, 1, C]
     initial_state: Any = None  # [heads, V, K]
     law: Any = None  # [2, heads K]
@@ -251,16 +278,14 @@ def _grid_step(
     gates, betas = load_gates(refs, valid, static)  # [C, heads K], [heads, C]
     beta_rows = packed.side_lanes(betas[:, None], p)  # [heads / p, 1, p C]
     # One head at a time: all of them at once would not stay in registers.
-    load_q, load_k, load_e = (
-        functools.cache(lambda i, ref=ref: load_keys(ref, valid, static, slice(i, i + 1)))
-        for ref in (refs.q, refs.k, refs.e)
-    )
+    load_q = functools.cache(lambda i: load_keys(refs.q, valid, static, slice(i, i + 1)))
+    load_unit = functools.cache(lambda i: load_unit_keys(refs, valid, static, slice(i, i + 1)))
 
     # The products of a pack do not wait for those of the chunk before, so the two alternate.
     load_state = functools.partial(chunk_loop.load_state, refs, prev, rows)
     staged, passing = [], pass_chunk(refs, load_state, valid_prev, static, dtype)
     preparing = (
-        staged.append((n, *prepare(refs, n, (load_q, load_k, load_e), gates, betas, valid, masks, static)))
+        staged.append((n, *prepare(refs, n, load_q, load_unit, gates, betas, valid, masks, static)))
         for n in range(0, heads, p)
     )
     kernel, packs = "fwd" if refs.o is not None else "summary", heads // p
@@ -268,6 +293,11 @@ def _grid_step(
     schedule.interleave(order, p=passing, m=preparing)
     for _ in preparing:
         pass
+    factors = [load_unit(i // static.group)[2] for i in range(heads)]
+    if factors[0] is not None:
+        # Only now, so that no product waits for the lengths of rounded keys.
+        rounded = betas * rows_of_heads([x[0] for x in factors])
+        beta_rows = packed.side_lanes(rounded[:, None], p)
     A: Any = None
     blocks: Any = None
     if refs.A_inv is None:
@@ -279,17 +309,21 @@ def _grid_step(
     if refs.A_inv is None:
         refs.blocks[...], refs.A[...] = blocks, A
     for n, boundary, scores in staged:
-        store_pack(refs, n, boundary, scores, beta_rows, static)
+        store_pack(refs, n, boundary, scores, beta_rows, factors[n : n + p], static)
+    if refs.exact_levels is not None:
+        # Such gates are rare, and the products of every level cost too much to be made each time.
+        again = lambda: prepare_exactly(refs, gates, betas, valid, masks, static)
+        pl.when(forgets(refs, gates, valid, static))(again)
     chunk_loop.poison_stages(refs, isolated, isolated_prev, (refs.o, refs.v_new_over_beta))
 
 
-def prepare(refs: KdaFwdRefs, n: int, loads, gates, betas, valid, masks, static: FusedStatic):
+def prepare(refs: KdaFwdRefs, n: int, load_q, load_unit, gates, betas, valid, masks, static: FusedStatic):
     """Return what the next grid step needs of the pack of heads from n on in cur.
 
     Args:
       refs, static: of the kernel.
       n: the first head.
-      loads: they return a query, key or erase key head [1, C, K] of cur.
+      load_q, load_unit: they return a query head [1, C, K] of cur, and `load_unit_keys` of a key head.
       gates, betas: of `load_gates`.
       valid, masks: of cur.
 
@@ -298,8 +332,9 @@ def prepare(refs: KdaFwdRefs, n: int, loads, gates, betas, valid, masks, static:
     """
     K, p, dtype = static.K, static.p, refs.v.dtype
     pack, base = range(n, n + p), static.base if refs.A_inv is None else 0
-    q, k, *e = (
-        jnp.concatenate([load(i // static.group) for i in pack]) for load in loads[: 2 if refs.e is None else 3]
+    q = jnp.concatenate([load_q(i // static.group) for i in pack])
+    k, *e = (
+        jnp.concatenate([load_unit(i // static.group)[j] for i in pack]) for j in range(1 if refs.e is None else 2)
     )
     e = e[0] if e else k
     e = e if refs.b is None else e * load_erase_gates(refs, valid, static, slice(n, n + p))
@@ -316,9 +351,35 @@ def prepare(refs: KdaFwdRefs, n: int, loads, gates, betas, valid, masks, static:
     return tile.pack_boundary([q, e] if refs.o is not None else [e], k, beta, decays, masks), scores
 
 
-def store_pack(refs: KdaFwdRefs, n: int, boundary, scores, beta_rows, static: FusedStatic) -> None:
-    """Store what `prepare` returned for the next grid step."""
+def forgets(refs: KdaFwdRefs, gates, valid, static: FusedStatic) -> jax.Array:
+    """Return whether a gate of cur, of `load_gates`, is a decay of 0: a product of base blocks leaves 2^-24 of it."""
+    if refs.law is not None:
+        # The largest raw gate of a lane is its strongest decay.
+        gates = gates.astype(jnp.float32) if valid is None else jnp.where(valid, gates.astype(jnp.float32), -jnp.inf)
+        gates = decays_of(jnp.max(gates, axis=0, keepdims=True), refs, None, static)
+    return jnp.min(gates) < tile.ZERO_DECAY
+
+
+def prepare_exactly(refs: KdaFwdRefs, gates, betas, valid, masks, static: FusedStatic) -> None:
+    """Store what the next grid step needs of cur once more, with a product for every level in place of base blocks."""
+    refs, static = refs._replace(levels=refs.exact_levels), static._replace(base=1)
+    load_q = functools.cache(lambda i: load_keys(refs.q, valid, static, slice(i, i + 1)))
+    load_unit = functools.cache(lambda i: load_unit_keys(refs, valid, static, slice(i, i + 1)))
+    factors = [load_unit(i // static.group)[2] for i in range(static.config.heads)]
+    rounded = betas if factors[0] is None else betas * rows_of_heads([x[0] for x in factors])
+    beta_rows = packed.side_lanes(rounded[:, None], static.p)  # [heads / p, 1, p C]
+    for n in range(0, static.config.heads, static.p):
+        boundary, scores = prepare(refs, n, load_q, load_unit, gates, betas, valid, masks, static)
+        packs = slice(n // static.p, n // static.p + 1)
+        refs.A[packs] = scores[:, static.C :] * beta_rows[packs]
+        refs.blocks[packs] = inverse.begin_inverse(refs.A[packs])
+        store_pack(refs, n, boundary, scores, beta_rows, factors[n : n + static.p], static)
+
+
+def store_pack(refs: KdaFwdRefs, n: int, boundary, scores, beta_rows, factors, static: FusedStatic) -> None:
+    """Store what `prepare` returned for the next grid step; `factors` of its heads are of `load_unit_keys`."""
     (readers, ends, through), dtype = boundary, refs.v.dtype
+    ends = ends if factors[0] is None else ends * jnp.concatenate(factors)
     pack, packs = slice(n, n + static.p), slice(n // static.p, n // static.p + 1)
     refs.readers[pack] = readers.astype(refs.readers.dtype)
     refs.ends[pack], refs.through[pack] = packed.concat_rows(packed.split_bf16(ends, dtype)), through
@@ -406,6 +467,8 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
     channels = V if x.initial_state is None else x.initial_state.shape[2]
     operand, base = matmul.operand_dtype(dtype), static.base if inverts else 0
     parts = 2 if operand == jnp.bfloat16 else 1
+    # Base blocks without a bound that keeps gates above the least.
+    may_forget = base > 1 and static.backward_base == 1
     cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))
     key, value = cur.tokens(keys * K, share), prev.tokens(heads * V)
     matrix, both, state = (heads // p, C, p * C), (heads // p, 2 * C, p * C), prev.state(heads, channels, K)
@@ -426,7 +489,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
         "readers": pltpu.VMEM((heads, (1 + with_output) * C, K), operand),
         "ends": pltpu.VMEM((heads, parts * C, K), operand),
         "through": (heads, 1, K),
-        "decays": decays_scratch(heads, C, K, base),
+        "decays": decays_scratch(heads, C, K, 1 if may_forget else base),
     }
     if inverts:
         scratch |= {"blocks": (heads // p, inverse.first_block_rows(C), p * C), "A": matrix}
@@ -447,6 +510,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
         tables={"table": x.table},
         inputs={
             "levels": (jnp.asarray(tile.level_table(C, base)) if inverts else None, whole_block(C, 2 * C)),
+            "exact_levels": (jnp.asarray(tile.level_table(C, 1)) if may_forget else None, whole_block(C, 2 * C)),
             "q": (x.q, key),
             "k": (x.k, key),
             "v": (x.v, value),

@@ -74,16 +74,20 @@ def _grid_step(refs: KdaBwdRefs, step: layout.TableStep, rows: chunk_loop.Rows, 
         valid, nonfinite_rows = nonfinite.isolate(
             masks, lambda: not_finite(refs, static), (refs.dstate, masks.ending, slice(None))
         )
-    q, k = (kernel.load_keys(ref, valid, static) for ref in (refs.q, refs.k))  # [key heads, C, K]
+    q = kernel.load_keys(refs.q, valid, static)  # [key heads, C, K]
+    k, e, factor = kernel.load_unit_keys(refs, valid, static)  # [key heads, C, K or 1]
     gates, betas = kernel.load_gates(refs, valid, static)  # [C, heads K], [heads, C]
+    group, rounding = min(static.group, heads), None
+    if factor is not None:
+        rounding = kernel.rows_of_heads([factor[n // group] for n in range(heads)])  # [heads, C]
+        betas = betas * rounding
     g = gates if refs.law is None else kernel.decays_of(gates, refs, valid, static)
     # Without gradients of tokens no decay between two rows of the chunk is needed.
     base = 0 if refs.dq is None else static.backward_base
     kernel.store_block_decays(refs.decays, g, base, None if masks is None else refs.continuing)
-    group = min(static.group, heads)
     by_value_head = lambda x: jnp.stack([x[n // group] for n in range(heads)])  # [heads, C, K]
     q, k = (by_value_head(x) for x in (q * static.scale, k))
-    e = None if refs.e is None else by_value_head(kernel.load_keys(refs.e, valid, static))
+    e = None if e is None else by_value_head(e)
     if refs.b is not None:
         e = (k if e is None else e) * kernel.load_erase_gates(refs, valid, static)
     erase = k if e is None else e
@@ -95,7 +99,7 @@ def _grid_step(refs: KdaBwdRefs, step: layout.TableStep, rows: chunk_loop.Rows, 
             q, erase, k, beta, boundary, refs.A_inv[...], refs.scores[...], do, refs.dstate[...], refs.do.dtype
         )
     else:
-        _token_gradients(refs, q, e, k, beta, betas, boundary, do, valid, masks, step, static)
+        _token_gradients(refs, q, e, k, beta, (betas, rounding), boundary, do, valid, masks, step, static)
     if rows is chunk_loop.Rows.MIXED:
         states = (refs.dstate, masks.carried), (refs.dlaw, True)
         results = refs.dq, refs.dk, refs.dv, refs.de, refs.db, refs.dw
@@ -104,19 +108,21 @@ def _grid_step(refs: KdaBwdRefs, step: layout.TableStep, rows: chunk_loop.Rows, 
 
 
 def _token_gradients(
-    refs: KdaBwdRefs, q, e, k, beta, betas, boundary, do, valid, masks, step: layout.TableStep, static: FusedStatic
+    refs: KdaBwdRefs, q, e, k, beta, rows, boundary, do, valid, masks, step: layout.TableStep, static: FusedStatic
 ) -> None:
     """Store the gradients of a chunk, of its tokens and of the state before it.
 
     Args:
       refs, step, static: of the kernel.
       q, e, k: [heads, C, K] float32, q scaled; e is None where it is k.
-      beta, betas: [heads, C, 1] and [heads, C].
+      beta, rows: step sizes [heads, C, 1], and as rows [heads, C] beside what of them is there for the rounding of
+        keys, or None.
       boundary: of `tile.boundary_tile`.
       do: [heads, C, V].
       valid, masks: of the chunk.
     """
     heads, dtype, C, K, p = static.config.heads_bwd, refs.do.dtype, static.C, static.K, static.p
+    betas, rounding = rows
     same, stored = None if masks is None else masks.same, valid if static.varlen else None
     v_new_over_beta = layout.load_heads(refs.v_new_over_beta, static.V, valid=valid)  # [heads, C, V]
     residuals, beta_rows = (
@@ -137,6 +143,7 @@ def _token_gradients(
     if refs.dbeta is not None:
         by_head = [dbeta_row[n // p, :, n % p * C : (n % p + 1) * C] for n in range(heads)]  # each [1, C]
         dbeta = tiles.to_row(dbeta)[:, 0] + jnp.concatenate(by_head)  # [heads, C]
+        dbeta = dbeta if rounding is None else dbeta * rounding
         _store_in_lanes(refs.dbeta, dbeta, step, stored, C)
 
     # The products of the levels, pack by pack.

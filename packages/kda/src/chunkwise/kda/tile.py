@@ -20,7 +20,10 @@ from chunkwise.shared.kernels import layout, matmul, packed, tiles
 SUBLANES = 8
 # The least gate, to base 2, inside of base blocks of 8 rows. Four such gates leave 2^-96, so that with any gates the
 # factors of one product are numbers; a decay below it counts as 2^-24 = 6e-8, which a bfloat16 row cannot tell from 0.
+# A decay that is 0 must stay 0, whatever was stored before: a chunk that has one takes no base blocks.
 LEAST_GATE = -24.0
+# A gate in nats whose decay is no normal number of float32, and counts as 0.
+ZERO_DECAY = -87.0
 
 
 def base_block(gate_lower_bound: float | None, dtype) -> int:

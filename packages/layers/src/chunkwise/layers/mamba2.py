@@ -9,6 +9,7 @@ import numpy as np
 
 from chunkwise.layers import config, norm, parameters, running
 from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
+from chunkwise.shared.kernels import gate_activation
 from chunkwise.shared.operators import arguments
 
 _CONFIG = config.Mamba2Config
@@ -193,7 +194,7 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
     dt = jax.nn.softplus(dt.astype(jnp.float32) + w.dt_bias)
     dt = jnp.clip(dt, *config.dt_limit)
     u = (dt[..., None] * v.astype(jnp.float32)).astype(x.dtype)
-    o, state = run.operate(_OPERATORS, q, k, u, -jnp.exp(w.A_log) * dt, scale=1.0)
+    o, state = run.operate(_OPERATORS, q, k, u, gate_activation.decay_of_steps(dt, w.A_log), scale=1.0)
     o = (o.astype(jnp.float32) + w.skip[:, None] * v.astype(jnp.float32)).astype(x.dtype)
     if config.norm is None:
         y = (o.astype(jnp.float32) * jax.nn.silu(running.by_head(z, config.HV).astype(jnp.float32))).astype(x.dtype)

@@ -47,12 +47,12 @@ def _solve(x: Arguments, options: Options, A_inv: jax.Array | None) -> tuple[jax
     assert x.g is not None
     assert x.beta is not None
     cu, C, how = x.cu_seqlens, options.chunk_size, {"implementation": _PALLAS}
-    k = recurrence.unit_rows(x.k, options.normalise, cu)
+    k, beta = recurrence.unit_keys(x.k, x.beta, options.normalise, cu)
     g_cum = chunk_local_cumsum(tiles.clip_gate(x.g), C, cu_seqlens=cu, **how)
     # Where the inverses are known only the gradient asks for A.
-    A = chunk_scaled_dot_kkt(k, x.beta, g_cum, cu, C, p=x.p, **how)
+    A = chunk_scaled_dot_kkt(k, beta, g_cum, cu, C, p=x.p, **how)
     A_inv = solve_tril(A, cu, A_inv=A_inv, **how)
-    return k, g_cum, A_inv, *recompute_w_u(k if x.p is None else x.p, x.v, x.beta, A_inv, g_cum, cu, **how)
+    return k, g_cum, A_inv, *recompute_w_u(k if x.p is None else x.p, x.v, beta, A_inv, g_cum, cu, **how)
 
 
 def _delta_states(x: Arguments, options: Options, A_inv: jax.Array | None = None) -> tuple[jax.Array, tuple]:

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from chunkwise.shared.kernels import tiles
+
 
 def num_chunks(T: int, chunk_size: int, num_sequences: int | None = None) -> int:
     """Return how many chunks T tokens take: ceil(T / C), or the static bound T // C + N of a packed batch."""
@@ -187,7 +189,7 @@ class Chunking:
     def gamma_rows(self, g_gamma: jax.Array) -> jax.Array:
         """Return the cumulative gates of a constant gate [H] as rows [NC, H, 1, C]; padded rows repeat the last."""
         count = jnp.minimum(jnp.arange(1, self.C + 1, dtype=jnp.int32)[None], self.length[:, None])
-        return g_gamma.astype(jnp.float32)[None, :, None, None] * count[:, None, None, :].astype(jnp.float32)
+        return tiles.clip_gate(g_gamma)[None, :, None, None] * count[:, None, None, :].astype(jnp.float32)
 
     def _as_chunks(self, rows: jax.Array) -> jax.Array:
         tail = rows.shape[1 if self.packed else 2 :]

@@ -4,12 +4,16 @@ Tiles are [heads, rows, columns]. A value per token is a row [heads, 1, C] in me
 lanes) and is turned into a column [heads, C, 1] where it multiplies the rows of a matrix.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 # Gates to base 2 are gates in nats times this; base 2 is what the machine's exponential takes.
 LOG2_E = 1.4426950408889634
+# A gate in nats that forgets everything: e^-110 is 0 in float32.
+FORGET = -110.0
 
 
 def row_index(size: int) -> jax.Array:
@@ -70,11 +74,11 @@ def pair_decay(g_col: jax.Array, g_row: jax.Array, mask: jax.Array) -> jax.Array
 
 
 def clip_gate(g: jax.Array) -> jax.Array:
-    """Return gates in float32, none below -110 nats: e^-110 is 0 in float32 already.
+    """Return gates in float32, none below `FORGET`.
 
     So a gate that only says "forget everything", -1e9 or -inf, leaves the sums of the others finite and exact.
     """
-    return jnp.maximum(g.astype(jnp.float32), -110.0)
+    return jnp.maximum(g.astype(jnp.float32), FORGET)
 
 
 def to_row(column: jax.Array) -> jax.Array:
@@ -93,6 +97,31 @@ def sum_groups(x: jax.Array, heads: int) -> jax.Array:
 def l2norm(x: jax.Array) -> jax.Array:
     """Return x * rsqrt(sum x^2 + 1e-6) over the last axis; the type of x must already be the one to compute in."""
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def squared_length(x: jax.Array) -> jax.Array:
+    """Return sum x^2 over the last axis, which stays."""
+    return jnp.sum(x * x, axis=-1, keepdims=True)
+
+
+def unit_keys(
+    x: jax.Array, dtype, squared_length: Callable[[jax.Array], jax.Array] = squared_length
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return float32 keys x of unit length in a type, and what the step sizes of a delta rule are multiplied by.
+
+    A token with the key k and the step size beta takes beta |k|^2 of what k reads of a state. In bfloat16 |k|^2 is up
+    to 1.005: where a key repeats and beta is 2, a state then grows without an end that should only turn. The factor is
+    (exact |k|^2) / (rounded |k|^2), [..., 1], up to 2e-7; None for float32. It has no gradient: it is 1 but for
+    rounding.
+    """
+    squares = jnp.sum(x * x, axis=-1, keepdims=True)
+    r = lax.rsqrt(squares + 1e-6)
+    k = (x * r).astype(dtype)
+    if k.dtype == jnp.float32:
+        return k, None
+    excess = squared_length(k.astype(jnp.float32)) - squares * r * r
+    # The first terms of the quotient. A key near 0, whose length is not 1, needs no more.
+    return k, lax.stop_gradient(1.0 - excess * (1.0 - excess))
 
 
 def l2norm_gradient(x: jax.Array, dy: jax.Array) -> jax.Array:

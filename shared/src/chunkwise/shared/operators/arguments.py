@@ -166,8 +166,12 @@ def whole_scale(x: Arguments, options: Options) -> jax.Array:
     return jnp.asarray(options.scale, jnp.float32) if x.scale is None else options.scale * x.scale
 
 
-def check_shared(x: Arguments, options: Options) -> None:
-    """Check the arguments that all operators take alike, but for those of a choice; the others are checked before."""
+def check_shared(x: Arguments, options: Options) -> Arguments:
+    """Check the arguments that all operators take alike, but for those of a choice; the others are checked before.
+
+    Returns:
+      The arguments, A_log of a law as [HV].
+    """
     checks.check_flags(output_final_state=options.output_final_state, use_qk_l2norm_in_kernel=options.normalise)
     checks.check_scale(x.scale)
     gates.check_gate_activation(options.activation, x.A_log, x.dt_bias, x.g)
@@ -179,6 +183,7 @@ def check_shared(x: Arguments, options: Options) -> None:
         # The boundaries of sequences that do not exist may be anything.
         checks.check_packed(x.cu_seqlens, B)
     checks.check_segment_ids(x.segment_ids, B, T, x.cu_seqlens)
+    return x._replace(A_log=gates.by_head(x.A_log, options.activation, x.v.shape[2]))
 
 
 def warn_head_first(x: Arguments, options: Options) -> None:

@@ -53,8 +53,14 @@ def check_gate_activation(activation: GateActivation, A_log, dt_bias, g) -> None
         f"`lower_bound` must be None or a finite number < 0{checks.when_built(bound)}; got {checks.shown(bound)}.",
     )
     HV, *channels = g.shape[2:]
-    checks.check(A_log is not None, "`A_log` must be an array [HV] with `use_gate_in_kernel`; got None.")
-    checks.check_array("A_log", A_log, "HV", (HV,))
+    checks.check(
+        A_log is not None or bound is not None,
+        "`A_log` must be an array [HV] with `use_gate_in_kernel` and without `lower_bound`; got None.",
+    )
+    if len(getattr(A_log, "shape", ())) == 4:  # as checkpoints have it
+        checks.check_array("A_log", A_log, "1 1 HV 1", (1, 1, HV, 1))
+    elif A_log is not None:
+        checks.check_array("A_log", A_log, "HV", (HV,))
     if dt_bias is None:
         return
     if channels and len(getattr(dt_bias, "shape", ())) != 1:
@@ -63,13 +69,20 @@ def check_gate_activation(activation: GateActivation, A_log, dt_bias, g) -> None
         checks.check_array("dt_bias", dt_bias, "HV*K" if channels else "HV", (math.prod(g.shape[2:]),))
 
 
+def by_head(A_log: jax.Array | None, activation: GateActivation, heads: int) -> jax.Array | None:
+    """Return A_log [HV] of a law; a law with a lower bound has zeros for None. Without a law it is None."""
+    if A_log is None:
+        return jnp.zeros(heads, jnp.float32) if activation.use_gate_in_kernel else None
+    return A_log.reshape(-1)
+
+
 def lay_out_activation(
-    A_log: jax.Array, dt_bias: jax.Array | None, heads: tuple[int, ...]
+    A_log: jax.Array, dt_bias: jax.Array | None, heads: tuple[int, ...], lower_bound: float | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return A_log and dt_bias in float32, both of the shape `heads`, (HV,) or (HV, K): one number for every gate."""
-    A_log = A_log.astype(jnp.float32).reshape(-1, *(1,) * (len(heads) - 1))
-    zeros = jnp.zeros(heads, jnp.float32)
-    return jnp.broadcast_to(A_log, heads), zeros if dt_bias is None else dt_bias.astype(jnp.float32).reshape(heads)
+    """Return A_log and dt_bias as `gate_activation.in_range`, float32 of the shape `heads`, (HV,) or (HV, K)."""
+    A_log = jnp.broadcast_to(A_log.astype(jnp.float32).reshape(-1, *(1,) * (len(heads) - 1)), heads)
+    dt_bias = jnp.zeros(heads, jnp.float32) if dt_bias is None else dt_bias.astype(jnp.float32).reshape(heads)
+    return gate_activation.in_range(A_log, dt_bias, lower_bound)
 
 
 @functools.partial(jax.jit, static_argnames="lower_bound")
@@ -82,7 +95,7 @@ def decays(
 
     Tokens that are not `valid`, bool [B, T], may hold anything; None if all are.
     """
-    A_log, dt_bias = (y[None, None] for y in lay_out_activation(A_log, dt_bias, g.shape[2:]))
+    A_log, dt_bias = (y[None, None] for y in lay_out_activation(A_log, dt_bias, g.shape[2:], lower_bound))
     g = g if valid is None else chunking.select_tokens(valid, g)
     return gate_activation.decay(g.astype(jnp.float32), A_log, dt_bias, lower_bound)
 

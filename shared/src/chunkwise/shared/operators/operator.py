@@ -41,7 +41,7 @@ class Operator:
         x = x.with_int32()
         self.check(x, options)
         checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
-        arguments.check_shared(x, options)
+        x = arguments.check_shared(x, options)
         arguments.warn_head_first(x, options)
         chosen = self._choose(implementation, x, options)
         return _located(chosen, x, options, functools.partial(implementations.run, chosen))()
@@ -52,7 +52,7 @@ class Operator:
             x = x._replace(slots=None)
         x = x.with_int32()
         self.check(x, options)
-        arguments.check_shared(x, options)
+        x = arguments.check_shared(x, options)
         decode.check_states(x)
         name = checks.choose_implementation(implementation, ("fused", "xla"), "fused" if decode.fits(x) else "xla")
         chosen = Implementation(name, functools.partial(decode.run_tokens, f"recurrent_{self.name}_fwd", name))
@@ -62,7 +62,7 @@ class Operator:
         """Run a serving step; `x.initial_state` is the pool."""
         x = x.with_int32()
         self.check(x, options)
-        arguments.check_shared(x, options)
+        x = arguments.check_shared(x, options)
         x, options = serving.check_step(x, options)
         chosen = self._choose(implementation, x, options)
         name, strict = f"recurrent_{self.name}_fwd", implementation == "fused"

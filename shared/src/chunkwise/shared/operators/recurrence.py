@@ -21,6 +21,15 @@ def unit_rows(x: jax.Array, wanted: bool, cu_seqlens: jax.Array | None) -> jax.A
     return tiles.l2norm(chunking.zero_padding(x, cu_seqlens).astype(jnp.float32)).astype(x.dtype) if wanted else x
 
 
+def unit_keys(k: jax.Array, beta: jax.Array, wanted: bool, cu_seqlens: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Return keys as `unit_rows`, and float32 step sizes [B, T, HV] that make up for their rounding."""
+    beta = beta.astype(jnp.float32)
+    if not wanted:
+        return k, beta
+    k, factor = tiles.unit_keys(chunking.zero_padding(k, cu_seqlens).astype(jnp.float32), k.dtype)
+    return k, beta if factor is None else beta * tiles.repeat_heads(factor[..., 0], beta.shape[2], axis=2)
+
+
 def advance(S, q, k, v, g, beta, scale, p=None):
     """Advance states by one token.
 

@@ -1,6 +1,6 @@
 """Rows of segments under an implementation that knows of none.
 
-A segment begins with a gate that forgets everything: e^-110 is 0 in float32, so that nothing before it reaches it. The
+A segment begins with a gate that forgets everything, so that nothing before the segment reaches it. The
 tokens of padding are zeros, with a gate of 0, which leave a state as it is.
 
 A product with 0 does not stop NaN, so a segment that is not finite is taken as padding and its results become NaN, as
@@ -56,7 +56,7 @@ def _as_one(x: arguments.Arguments) -> tuple[arguments.Arguments, jax.Array, seg
     state = x.initial_state
     if state is not None:
         state = jnp.where(_not_finite(state), jnp.zeros((), state.dtype), state)
-    g = chunking.select_tokens(~segments.begins, g, -jnp.inf)
+    g = chunking.select_tokens(~segments.begins, g, tiles.FORGET)
     return x._replace(**inputs, g=g, g_gamma=None, initial_state=state, segment_ids=None), nonfinite, segments
 
 

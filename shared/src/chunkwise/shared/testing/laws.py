@@ -7,12 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def raw_inputs(x: dict[str, jax.Array], seed: int = 3, dtype=jnp.float32) -> dict[str, jax.Array]:
+def raw_inputs(
+    x: dict[str, jax.Array], seed: int = 3, dtype=jnp.float32, A_log: tuple[float, ...] | None = None
+) -> dict[str, jax.Array]:
     """Return inputs of a delta rule with raw gates and step sizes of a type in the place of others, A_log and dt_bias.
 
-    Raw gates reach from -10 to 10: some tokens forget nearly nothing, others nearly everything.
+    Raw gates reach from -10 to 10: some tokens forget nearly nothing, others nearly everything. With an `A_log` the
+    biases take it back, so that this stays so.
     """
     rng, heads = np.random.default_rng(seed), x["g"].shape[2:]
+    found = _raw(x, rng, heads, dtype)
+    if A_log is None:
+        return found
+    rates = jnp.asarray(A_log, jnp.float32)
+    return found | dict(A_log=rates, dt_bias=found["dt_bias"] - rates.reshape(-1, *(1,) * (len(heads) - 1)))
+
+
+def _raw(x: dict[str, jax.Array], rng: np.random.Generator, heads: tuple[int, ...], dtype) -> dict[str, jax.Array]:
     return x | dict(
         g=jnp.asarray(rng.uniform(-10, 10, x["g"].shape), dtype),
         **{name: jnp.asarray(rng.standard_normal(x[name].shape), dtype) for name in ("b", "w", "beta") if name in x},
@@ -38,9 +49,10 @@ def law_reference(
     a = np.exp(A_log).reshape(-1, *(1,) * (x.ndim - 3))
     x, rate = x + dt_bias, (2.0 if allow_neg_eigval else 1.0) / (1 + np.exp(-beta))
     if lower_bound is None:
-        decay, slope, power = -a * np.logaddexp(x, 0.0), -a / (1 + np.exp(-x)), -a * np.logaddexp(x, 0.0)
+        decay, slope = -a * np.logaddexp(x, 0.0), -a * np.exp(-np.logaddexp(0.0, -x))
+        power = decay
     else:
-        open_ = 1 / (1 + np.exp(-a * x))
+        open_ = np.exp(-np.logaddexp(0.0, -a * x))
         decay, slope = lower_bound * open_, lower_bound * open_ * (1 - open_) * a
         power = slope * x
 
