@@ -86,7 +86,8 @@ def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic) -> Any:
     Last comes what beta is multiplied by already, [C, heads], to make up for the rounding of keys of unit length; None
     for nothing.
     """
-    q, k = (None if ref is None else layout.load_heads(ref, s.K, valid=valid) for ref in (refs.q, refs.k))
+    q = None if refs.q is None else layout.load_heads(refs.q, s.K, valid=valid)
+    k = layout.load_heads(refs.k, s.K, valid=valid)
     g, beta = tiles.clip_gate(refs.g[...]), refs.beta[...].astype(jnp.float32)
     if valid is not None:
         g, beta = (jnp.where(valid, x, 0.0) for x in (g, beta))

@@ -370,6 +370,7 @@ def prepare_exactly(refs: KdaFwdRefs, gates, betas, valid, masks, static: FusedS
     beta_rows = packed.side_lanes(rounded[:, None], static.p)  # [heads / p, 1, p C]
     for n in range(0, static.config.heads, static.p):
         boundary, scores = prepare(refs, n, load_q, load_unit, gates, betas, valid, masks, static)
+        assert scores is not None
         packs = slice(n // static.p, n // static.p + 1)
         refs.A[packs] = scores[:, static.C :] * beta_rows[packs]
         refs.blocks[packs] = inverse.begin_inverse(refs.A[packs])

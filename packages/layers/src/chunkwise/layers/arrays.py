@@ -92,7 +92,7 @@ def _spread(scale: np.ndarray, shape: tuple[int, ...], name: str, block_size: tu
     for axis, known in zip((-2, -1), block_size or (None, None), strict=True):
         size, blocks = shape[axis], scale.shape[axis]
         if blocks > 1:
-            width = _block(size, blocks, known)
+            width: Any = _block(size, blocks, known)
             checks.check(width is not None, error)
             scale = np.repeat(scale, width, axis).take(np.arange(size), axis)
     return scale

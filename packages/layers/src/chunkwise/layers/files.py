@@ -82,7 +82,9 @@ def open_checkpoint(directory: str | Path) -> Mapping[str, Any]:
     files = [_ONE]
     if (file := directory / _INDEX).exists():
         index = json.loads(file.read_text()).get("weight_map") or {}
-        checks.check(index, f"`directory` must have {_INDEX} with a `weight_map` of names; got {str(directory)!r}.")
+        checks.check(
+            bool(index), f"`directory` must have {_INDEX} with a `weight_map` of names; got {str(directory)!r}."
+        )
         files = sorted(set(index.values()))
     missing = [file for file in files if not (directory / file).exists()]
     rule = f"`directory` must have {_ONE} or {_INDEX}, and what they name"

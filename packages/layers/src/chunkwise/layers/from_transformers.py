@@ -92,7 +92,7 @@ class _Settings:
 def _delta_net(s: _Settings, **more: Any) -> config.GatedDeltaNetConfig:
     s.require("hidden_act", *_SILU)
     gate = s.read("output_gate_type")
-    made = dict(eps=s.read("rms_norm_eps"), activation="silu" if gate == "swish" else gate)
+    made: dict[str, Any] = dict(eps=s.read("rms_norm_eps"), activation="silu" if gate == "swish" else gate)
     return config.GatedDeltaNetConfig(
         s.read("hidden_size"), s.read("linear_num_key_heads"), s.read("linear_num_value_heads"),
         s.read("linear_key_head_dim"), s.read("linear_value_head_dim"), s.read("linear_conv_kernel_dim"),
@@ -124,7 +124,7 @@ def _kimi(s: _Settings, **more: Any) -> config.KimiDeltaAttentionConfig:
     W = s.read(_TABLE + "short_conv_kernel_size", "linear_conv_kernel_dim", "short_conv_kernel_size")
     full = s.read(_TABLE + "no_kda_lora", "no_kda_lora")
     s.require("use_kda_lora", not full)
-    made = dict(R=None if full else size, full_rank_gate=s.read(_TABLE + "use_full_rank_gate"))
+    made: dict[str, Any] = dict(R=None if full else size, full_rank_gate=s.read(_TABLE + "use_full_rank_gate"))
     return config.KimiDeltaAttentionConfig(
         s.read("hidden_size"), heads, heads, size, size, W, s.read("rms_norm_eps"), **made | more
     )
@@ -357,7 +357,7 @@ def config_from(hf_config: Any, layer: int | None = None) -> config.LayerConfig:
         isinstance(named, Mapping), f"`hf_config` must be a config of transformers; got {type(hf_config).__name__}."
     )
     named = _text(named)
-    kind = named.get("model_type")
+    kind: Any = named.get("model_type")
     name = _PUBLISHED.get(kind, kind)
     name = f"{name}_text" if f"{name}_text" in _MODELS else name
     known = sorted({*_MODELS, *_PUBLISHED})
