@@ -13,17 +13,18 @@ from chunkwise.shared.operators import arguments
 from chunkwise.shared.operators.operator import Operator
 from chunkwise.shared.testing import compare, inputs, oracle, tpu
 
-# An empty sequence in the middle and one at the end, one that ends with a chunk of 16, and one of a token.
-LENGTHS = (17, 0, 1, 46, 16, 3, 0)
+# A first sequence that ends within the first chunk, an empty one in the middle and one at the end, one that ends with a
+# chunk of 16, and one of a token.
+LENGTHS = (3, 17, 0, 1, 43, 16, 3, 0)
 PREFILL_TOKENS = 88  # 5 of them are padding
 BLOCK = 16
-# The slots that the sequences start from and end in: the first sequence reads another slot than it writes, the third
-# starts from zeros, the fourth has no slot at all, and the fifth writes none.
-READ = (3, 7, 1, -1, 0, 8, 2)
-WRITE = (5, 7, 1, -1, -1, 8, 2)
-HAS_STATE = (True, True, False, True, True, True, True)
+# The slots that the sequences start from and end in: the second sequence reads another slot than it writes, the fourth
+# starts from zeros, the fifth has no slot at all, and the sixth writes none.
+READ = (11, 3, 7, 1, -1, 0, 8, 2)
+WRITE = (11, 5, 7, 1, -1, -1, 8, 2)
+HAS_STATE = (True, True, True, False, True, True, True, True)
 # The slots of the states after blocks of 16 tokens, of two sequences.
-BLOCKS = {0: (9,), 3: (10, -1)}
+BLOCKS = {1: (9,), 4: (10, -1)}
 NUM_SLOTS = 12
 
 

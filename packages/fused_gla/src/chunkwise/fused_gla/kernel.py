@@ -300,7 +300,7 @@ def _gla_fwd_kernel(refs: GlaFwdRefs, s: FusedStatic) -> None:
 
     lax.fori_loop(*chunks_of(refs, s, step), lambda i, _: run_chunk(chunk, refs, s, step, i), None)
     if refs.pool is not None:
-        chunk_loop.write_pool(refs.state, refs.pool_out, varlen_tile, transposed=True)
+        chunk_loop.write_pool(refs.state, refs.pool_out, varlen_tile.last == 1, transposed=True)
 
 
 def _set_ones(ref) -> None:

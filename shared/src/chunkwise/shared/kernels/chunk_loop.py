@@ -94,7 +94,9 @@ def run_forward(refs: Any, body: Callable[..., None], static: FusedStatic, *, tr
 
     run_variant(run, refs, (cur, prev), static, (refs.o, refs.v_new_over_beta))
     if refs.pool is not None:
-        write_pool(refs.state, refs.pool_out, prev, transposed)
+        # The first two grid steps pass the same step: what the first one makes of scratch that no chunk was prepared in
+        # must not reach the slot that the second one reads.
+        write_pool(refs.state, refs.pool_out, (prev.last == 1) & (pl.program_id(2) > 0), transposed)
 
 
 def load_state(refs: Any, prev: layout.TableStep, rows: Rows, heads: slice) -> jax.Array:
@@ -246,6 +248,6 @@ def read_pool(pool_ref, pool_out_ref, state_ref, step: layout.TableStep, transpo
         pools.copy_through(pool_ref, pool_out_ref)
 
 
-def write_pool(state_ref, pool_out_ref, step: layout.TableStep, transposed: bool) -> None:
+def write_pool(state_ref, pool_out_ref, ends: jax.Array, transposed: bool) -> None:
     """Store the state of a sequence in its slot of the pool, where the sequence, or a block of its tokens, ends."""
-    pl.when(step.last == 1)(lambda: pools.put_states(state_ref, pool_out_ref, transposed))
+    pl.when(ends)(lambda: pools.put_states(state_ref, pool_out_ref, transposed))
