@@ -92,13 +92,12 @@ def test_types_may_differ_and_the_result_has_that_of_x(implementation):
 
 @pytest.mark.parametrize("norm_before_gate", [True, False])
 @pytest.mark.parametrize("size", [1e-20, 1e-12, 3e19, 1e30])
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
-def test_every_size(implementation, size, norm_before_gate):
+def test_every_size(size, norm_before_gate):
     """Squares would be more than float32 holds, or less; with eps = 0 a norm does not depend on the size."""
     x = inputs((2, 3, 2, 70))
     x["x"] = jnp.float32(size) * x["x"]
     options = dict(norm_before_gate=norm_before_gate, eps=0.0 if size < 1 else 1e-6)
-    y, pull = jax.vjp(lambda x: rms_norm_gated(**x, **options, implementation=implementation), x)
+    y, pull = jax.vjp(lambda x: rms_norm_gated(**x, **options, implementation="xla"), x)
     assert_close("y", y, definition(x, **options), 1e-5)
     (d,) = pull(jnp.ones_like(y))
     for name, want in numeric_gradients(lambda **x: definition(x, **options), x, [np.ones(y.shape)]).items():

@@ -61,7 +61,8 @@ def chunk_gated_delta_rule(
       use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6), in float32; static.
       use_gate_in_kernel: g is the raw gate, and the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound
         lower_bound * sigmoid(exp(A_log) (g + dt_bias)), in float32; static.
-      A_log: [HV], any of these types; needed with use_gate_in_kernel and None without it, as the next two.
+      A_log: [HV] or [1, 1, HV, 1], any of these types; needed with use_gate_in_kernel and None without it, as the next
+        two. With a lower_bound None stands for zeros.
       dt_bias: [HV]; None for zeros.
       lower_bound: of the decay, a negative number: it selects the second law; static.
       use_beta_sigmoid_in_kernel: beta is raw, and the step size is sigmoid(beta), in float32; static.

@@ -66,8 +66,9 @@ def chunk_kda(
         k stay below 2^31: they meet factors of up to 2^96.
       use_gate_in_kernel: g is the raw gate, and the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound
         lower_bound * sigmoid(exp(A_log) (g + dt_bias)), in float32; static. The kernels do it themselves: raw gates are
-        read in their type, and no decay is written. With bfloat16 tensors the forward kernel takes softplus up to 6e-8.
-      A_log: [HV], any of these types; needed with use_gate_in_kernel and None without it, as the next two.
+        read in their type, and no decay is written. With bfloat16 tensors the forward kernel takes softplus up to 4e-6.
+      A_log: [HV] or [1, 1, HV, 1], any of these types; needed with use_gate_in_kernel and None without it, as the next
+        two. With a lower_bound None stands for zeros.
       dt_bias: [HV, K], or flat [HV * K]; None for zeros.
       lower_bound: of the decay, a negative number: it selects the second law, and promises what gate_lower_bound does;
         static.

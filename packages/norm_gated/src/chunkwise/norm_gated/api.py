@@ -38,7 +38,8 @@ def rms_norm_gated(
     Dims: D channels; [B, T, H, D] is how the operators of chunkwise return their output.
 
     Args:
-      x: [..., D], float32, bfloat16 or float16; computed in float32.
+      x: [..., D], float32, bfloat16 or float16; computed in float32. Entries may be up to 1e30 in size
+        under "xla"; the kernel squares them as they are, so there the mean of x^2 must be a number of float32.
       z: the gate before its activation, of the shape of x and any of these types.
       weight: [D], likewise.
       activation: "silu", "sigmoid" or None, with which z itself is the gate; static.

@@ -1,7 +1,5 @@
 """The mathematics of a tile of rows: several groups of D channels side by side in the lanes, each normed by itself."""
 
-import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -27,39 +25,30 @@ class NormStatic(NamedTuple):
     eps: float
 
 
-# The least number that rows are scaled by, where neither entries nor eps are larger.
-_LEAST = 1e-37
-
-
 def group_mean(x: jax.Array, D: int) -> jax.Array:
-    """Return the mean of every group of D lanes, in all lanes of the group: float32 [rows, lanes] -> the same."""
-    return over_groups(lambda y: jnp.sum(y, axis=1, keepdims=True) * jnp.float32(1.0 / D), x, D)
+    """Return the mean of every group of D lanes, in all lanes of the group: float32 [rows, lanes] -> the same.
 
-
-def over_groups(reduce: Callable[[jax.Array], jax.Array], x: jax.Array, D: int) -> jax.Array:
-    """Return what `reduce` makes of every group of D lanes, in all lanes of the group: [rows, lanes] -> the same.
-
-    A register of 128 lanes may hold parts of several groups. Every group takes the registers that it touches, with
-    zeros in the lanes of other groups.
+    A register of 128 lanes may hold parts of several groups. Every group sums the registers that it touches, without
+    what is not its own there.
     """
     rows, width = x.shape
     if D % packed.LANES == 0 or width == D:
-        results = [reduce(x[:, i : i + D]) for i in range(0, width, D)]
-        return jnp.concatenate([jnp.broadcast_to(y, (rows, D)) for y in results], axis=1)
-    results = []
+        means = [jnp.mean(x[:, i : i + D], axis=1, keepdims=True) for i in range(0, width, D)]
+        return jnp.concatenate([jnp.broadcast_to(y, (rows, D)) for y in means], axis=1)
+    means = []
     for begin in range(0, width, D):
         first, last = begin // packed.LANES * packed.LANES, min(packed.pad_lanes(begin + D), width)
         lane = lax.broadcasted_iota(jnp.int32, (rows, last - first), 1) + jnp.int32(first)
-        inside = (lane >= jnp.int32(begin)) & (lane < jnp.int32(begin + D))
-        results.append(reduce(jnp.where(inside, x[:, first:last], 0.0)))  # [rows, 1]
+        own = jnp.where((lane >= jnp.int32(begin)) & (lane < jnp.int32(begin + D)), x[:, first:last], 0.0)
+        means.append(jnp.sum(own, axis=1, keepdims=True) * jnp.float32(1.0 / D))  # [rows, 1]
     registers = []
     for first in range(0, width, packed.LANES):
         shape = (rows, min(packed.LANES, width - first))
         lane = lax.broadcasted_iota(jnp.int32, shape, 1) + jnp.int32(first)
-        one, *others = range(first // D, -(-(first + shape[1]) // D))
-        register = jnp.broadcast_to(results[one], shape)
+        mean, *others = range(first // D, -(-(first + shape[1]) // D))
+        register = jnp.broadcast_to(means[mean], shape)
         for group in others:
-            register = jnp.where(lane >= jnp.int32(group * D), results[group], register)
+            register = jnp.where(lane >= jnp.int32(group * D), means[group], register)
         registers.append(register)
     return jnp.concatenate(registers, axis=1)
 
@@ -83,20 +72,8 @@ def norm(x: jax.Array, z: jax.Array, s: NormStatic) -> Normed:
     """Norm a tile: n = u r with r = 1 / sqrt(mean(u^2) + eps), where u is x, or x gate if the gate comes first."""
     gate, slope = activations.activate_with_slope(z, s.activation)
     u = x if s.norm_before_gate else x * gate
-    largest = over_groups(lambda y: jnp.max(y, axis=1, keepdims=True), jnp.abs(u), s.D)
-    r = inverse_rms(u, largest, s.eps, lambda y: group_mean(y, s.D))
+    r = lax.rsqrt(group_mean(u * u, s.D) + jnp.float32(s.eps))
     return Normed(u * r, r, gate, slope)
-
-
-def inverse_rms(u: jax.Array, largest: jax.Array, eps: float, mean: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Return 1 / sqrt(mean(u^2) + eps), `mean` over rows whose `largest` entry is known: no square over- or underflows.
-
-    Divided by the largest entry, or by the root of eps where this is larger, u and the root are at most 1.
-    """
-    root = math.sqrt(eps)
-    scale = 1.0 / jnp.maximum(largest, jnp.float32(max(root, _LEAST)))
-    u, root = u * scale, jnp.float32(root) * scale
-    return lax.rsqrt(mean(u * u) + root * root) * scale
 
 
 def forward(x: jax.Array, z: jax.Array, weight: jax.Array, s: NormStatic) -> jax.Array:

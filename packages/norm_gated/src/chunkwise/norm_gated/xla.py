@@ -1,5 +1,7 @@
 """The same in plain JAX."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -7,14 +9,21 @@ from jax import lax
 from chunkwise.norm_gated import tile
 from chunkwise.shared.kernels import activations
 
+# The least number that rows are divided by, where neither entries nor eps are larger.
+_LEAST = 1e-37
+
 
 def norm(x: jax.Array, z: jax.Array, weight: jax.Array, s: tile.NormStatic) -> jax.Array:
     """Return y [..., D] in the type of x."""
     y, gate = x.astype(jnp.float32), activations.activate(z.astype(jnp.float32), s.activation)
     if not s.norm_before_gate:
         y = y * gate
-    # A factor, so that it needs no gradient: the result does not depend on it.
+    # Divided by the largest entry, or by the root of eps where this is larger, no square over- or underflows. The result
+    # does not depend on it, so it has no gradient.
+    root = math.sqrt(s.eps)
     largest = lax.stop_gradient(jnp.max(jnp.abs(y), axis=-1, keepdims=True))
-    y = y * tile.inverse_rms(y, largest, s.eps, lambda x: jnp.mean(x, axis=-1, keepdims=True))
+    scale = 1.0 / jnp.maximum(largest, jnp.float32(max(root, _LEAST)))
+    y, root = y * scale, jnp.float32(root) * scale
+    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + root * root)
     y = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape) * y
     return (y * gate if s.norm_before_gate else y).astype(x.dtype)
