@@ -18,8 +18,8 @@ def norm(x: jax.Array, z: jax.Array, weight: jax.Array, s: tile.NormStatic) -> j
     y, gate = x.astype(jnp.float32), activations.activate(z.astype(jnp.float32), s.activation)
     if not s.norm_before_gate:
         y = y * gate
-    # Divided by the largest entry, or by the root of eps where this is larger, no square over- or underflows. The result
-    # does not depend on it, so it has no gradient.
+    # Divided by the largest entry, or by the root of eps where this is larger, no square over- or underflows. The
+    # result does not depend on it, so it has no gradient.
     root = math.sqrt(s.eps)
     largest = lax.stop_gradient(jnp.max(jnp.abs(y), axis=-1, keepdims=True))
     scale = 1.0 / jnp.maximum(largest, jnp.float32(max(root, _LEAST)))
