@@ -4,8 +4,6 @@ Tiles are [heads, rows, columns]. A value per token is a row [heads, 1, C] in me
 lanes) and is turned into a column [heads, C, 1] where it multiplies the rows of a matrix.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -99,14 +97,7 @@ def l2norm(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def squared_length(x: jax.Array) -> jax.Array:
-    """Return sum x^2 over the last axis, which stays."""
-    return jnp.sum(x * x, axis=-1, keepdims=True)
-
-
-def unit_keys(
-    x: jax.Array, dtype, squared_length: Callable[[jax.Array], jax.Array] = squared_length
-) -> tuple[jax.Array, jax.Array | None]:
+def unit_keys(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array | None]:
     """Return float32 keys x of unit length in a type, and what the step sizes of a delta rule are multiplied by.
 
     A token with the key k and the step size beta takes beta |k|^2 of what k reads of a state. In bfloat16 |k|^2 is up
@@ -119,7 +110,8 @@ def unit_keys(
     k = (x * r).astype(dtype)
     if k.dtype == jnp.float32:
         return k, None
-    excess = squared_length(k.astype(jnp.float32)) - squares * r * r
+    rounded = k.astype(jnp.float32)
+    excess = jnp.sum(rounded * rounded, axis=-1, keepdims=True) - squares * r * r
     # The first terms of the quotient. A key near 0, whose length is not 1, needs no more.
     return k, lax.stop_gradient(1.0 - excess * (1.0 - excess))
 
