@@ -85,7 +85,10 @@ RAW = dict(use_gate_in_kernel=True)
         ({}, spec(4), None, "`A_log` must be None without `use_gate_in_kernel`; got an array float32 (4,)."),
         ({}, None, spec(4), "`dt_bias` must be None without `use_gate_in_kernel`; got an array float32 (4,)."),
         (dict(lower_bound=-5.0), None, None, "`lower_bound` must be None without `use_gate_in_kernel`; got -5.0."),
-        (RAW, None, None, "`A_log` must be an array [HV] with `use_gate_in_kernel`; got None."),
+        (
+            RAW, None, None,
+            "`A_log` must be an array [HV] with `use_gate_in_kernel` and without `lower_bound`; got None.",
+        ),
         (RAW, spec(3), None, "`A_log` must have shape [HV] = (4); got (3,)."),
         (RAW, spec(4), spec(4), "`dt_bias` must have shape [HV*K] = (32); got (4,)."),
         (RAW, spec(4), spec(4, 7), "`dt_bias` must have shape [HV, K] = (4, 8); got (4, 7)."),
