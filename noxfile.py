@@ -5,8 +5,8 @@ They run under the newest supported Python of this machine, and `oldest` runs a 
 A package is a folder with a pyproject.toml: shared, and every such folder of packages/. The root is a distribution too,
 which brings the others.
 
-Sessions install the versions of lock.txt, which `nox -s lock` renews. With NEWEST=1 in the environment they install the
-newest versions that the groups of pyproject.toml allow.
+Sessions install the versions of release/lock.txt, which `nox -s lock` renews. With NEWEST=1 in the environment they
+install the newest versions that the groups of pyproject.toml allow.
 """
 
 import json
@@ -35,7 +35,7 @@ GROUPS = nox.project.load_toml("pyproject.toml")
 VERSION = common.read().version
 
 NEWEST = bool(os.environ.get("NEWEST"))
-LOCK = ROOT / "lock.txt"
+LOCK = ROOT / "release/lock.txt"
 LOCKED = () if NEWEST else ("--constraint", str(LOCK))
 
 # The pairs of Python and JAX that work: JAX 0.11 and later need Python 3.12.
@@ -114,7 +114,7 @@ def run_example(session: nox.Session, name: str) -> None:
 
 @nox.session
 def lint(session):
-    """Check style and format, that all copies of metadata.toml agree, and the files of the forge."""
+    """Check style and format, that all copies of release/metadata.toml agree, and the files of the forge."""
     session.install(*LOCKED, *nox.project.dependency_groups(GROUPS, "lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -126,13 +126,13 @@ def lint(session):
 
 @nox.session(default=False)
 def metadata(session):
-    """Copy metadata.toml to all places that need it."""
+    """Copy release/metadata.toml to all places that need it."""
     session.run("python", "release/metadata.py")
 
 
 @nox.session(default=False)
 def lock(session):
-    """Renew lock.txt: the newest versions of all that the sessions install, for every Python and platform."""
+    """Renew release/lock.txt: the newest versions of all that the sessions install, for every Python and platform."""
     session.install("uv")
     groups = nox.project.dependency_groups(GROUPS, *GROUPS["dependency-groups"])
     wanted, found = (Path(session.create_tmp(), name) for name in ("wanted.txt", "found.txt"))
@@ -157,7 +157,7 @@ def types(session):
 def tests(session):
     """Run the tests of all packages in one go, with the compilations for TPU v6e and a sample on a simulated TPU."""
     prepare(session, "test")
-    session.run("pytest", *WORKERS, *QUICK, *PACKAGES.values(), "tests_simulated", *session.posargs)
+    session.run("pytest", *WORKERS, *QUICK, *PACKAGES.values(), "tests_e2e/simulated", *session.posargs)
 
 
 @nox.session(python=LATEST)
@@ -171,7 +171,7 @@ def e2e(session):
 def mesh(session):
     """Run the operators over eight simulated devices, and over two processes."""
     prepare(session, "mesh")
-    session.run("pytest", *WORKERS, *QUICK, "tests_mesh", *session.posargs, env=MANY_THREADS)
+    session.run("pytest", *WORKERS, *QUICK, "tests_e2e/mesh", *session.posargs, env=MANY_THREADS)
 
 
 @nox.session(python=OLDEST, default=OLDEST != LATEST)
@@ -195,7 +195,7 @@ def torch(session):
 def simulated(session):
     """Run all kernels on a simulated TPU, which finds races and memory that nobody wrote."""
     prepare(session, "test")
-    session.run("pytest", *WORKERS, "tests_simulated", *session.posargs)
+    session.run("pytest", *WORKERS, "tests_e2e/simulated", *session.posargs)
 
 
 @nox.session(python=LATEST, default=False)
@@ -203,14 +203,14 @@ def thorough(session):
     """Run the tests that take long: more sizes and types, and the compilations for all TPU generations."""
     prepare(session, "e2e")
     session.run("pytest", *WORKERS, "-m", "thorough", *PACKAGES.values(), "tests_e2e", *session.posargs)
-    session.run("pytest", *WORKERS, "-m", "thorough", "tests_mesh", *session.posargs, env=MANY_THREADS)
+    session.run("pytest", *WORKERS, "-m", "thorough", "tests_e2e/mesh", *session.posargs, env=MANY_THREADS)
 
 
 @nox.session(python=LATEST, default=False)
 def random(session):
     """Search for mistakes: compare operators with float64 on random batches, other ones every time."""
     prepare(session, "test")
-    session.run("pytest", *WORKERS[:4], "tests_random", *session.posargs)
+    session.run("pytest", *WORKERS[:4], "tests_e2e/random", *session.posargs)
 
 
 @nox.session(python=LATEST, default=False)
@@ -218,7 +218,7 @@ def tpu(session):
     """Run only the compilations for real TPUs."""
     prepare(session, "test")
     session.run("pytest", *WORKERS, "-m", "tpu", *PACKAGES.values(), "tests_e2e", *session.posargs)
-    session.run("pytest", *WORKERS, "-m", "tpu", "tests_mesh", *session.posargs, env=MANY_THREADS)
+    session.run("pytest", *WORKERS, "-m", "tpu", "tests_e2e/mesh", *session.posargs, env=MANY_THREADS)
 
 
 @nox.session(python=PYTHONS.get("3.12", "3.12"), default=False)
@@ -281,7 +281,7 @@ def add_host_session(name: str, requirements: tuple[str, ...], alone: tuple[str,
         session.install("--no-deps", "--no-build-isolation", *(x for path in PACKAGES.values() for x in ("-e", path)))
         # Hosts call JAX in old ways.
         quietly = ("-s", "-W", "ignore::DeprecationWarning")
-        session.run("pytest", *quietly, f"tests_hosts/test_{name.replace('-', '_')}.py", *session.posargs)
+        session.run("pytest", *quietly, f"tests_e2e/hosts/test_{name.replace('-', '_')}.py", *session.posargs)
 
     host.__doc__ = f"Run {name} with ours in place: its own tests, or its own functions beside ours."
     nox.session(host, name=f"host-{name}", python=PYTHONS.get("3.12", "3.12"), default=False)
@@ -383,7 +383,7 @@ def docs(session):
     """Build the documentation site into build/site, and look at it in a browser."""
     prepare(session, "docs")
     session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
-    session.run("pytest", "tests_docs", *session.posargs)
+    session.run("pytest", "tests_e2e/site", *session.posargs)
 
 
 @nox.session(python=LATEST, default=False)

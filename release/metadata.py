@@ -1,4 +1,4 @@
-"""Copies metadata.toml into every pyproject.toml, CITATION.cff and the pages; with --check it only compares.
+"""Copies release/metadata.toml into every pyproject.toml, CITATION.cff and the pages; with --check it only compares.
 
 A pyproject.toml holds the copy between a comment and the next empty line, a page between two comments of HTML.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-MARK = "# Out of metadata.toml, by `nox -s metadata`:"
+MARK = "# Out of release/metadata.toml, by `nox -s metadata`:"
 MANIFEST = re.compile(rf"^({re.escape(MARK)}\n)(?:.+\n)*", re.MULTILINE)
 PAGE = re.compile(r"^(<!-- from git -->\n)(?:.*\n)*?(?=<!-- end -->$)", re.MULTILINE)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)]+)\)")
@@ -32,7 +32,7 @@ class Metadata(NamedTuple):
 
 def read() -> Metadata:
     """Return the content of metadata.toml; a key too many or too few raises a TypeError."""
-    table = tomllib.loads((ROOT / "metadata.toml").read_text())
+    table = tomllib.loads((ROOT / "release/metadata.toml").read_text())
     return Metadata(**{name.replace("-", "_"): value for name, value in table.items()})
 
 
@@ -68,7 +68,7 @@ def page_lines(about: Metadata) -> str:
 def citation(about: Metadata) -> str:
     """Return CITATION.cff."""
     lines = [
-        "# Out of metadata.toml, by `nox -s metadata`.",
+        "# Out of release/metadata.toml, by `nox -s metadata`.",
         "cff-version: 1.2.0",
         "message: If you use chunkwise in your work, please cite it.",
         "type: software",

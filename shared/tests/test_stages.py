@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import stage_suite as stages
 from chunkwise.shared.testing.cases import Case
+from shared.tests import stage_suite as stages
 
 PACKED = Case(T=20, HV=2, K=3, V=2, chunk_size=16, gate="strong", lengths=(1, 0, 17))
 

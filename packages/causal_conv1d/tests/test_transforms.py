@@ -5,9 +5,9 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-import stage_suite as stages
 from chunkwise.causal_conv1d import causal_conv1d
 from chunkwise.shared.testing import transforms
+from shared.tests import stage_suite as stages
 
 RNG = np.random.default_rng(0)
 WEIGHT = jnp.asarray(RNG.standard_normal((5, 4)), jnp.float32)

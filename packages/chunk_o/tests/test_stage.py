@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 
-import stage_suite as stages
 from chunkwise.chunk_o import Config, chunk_fwd_o
 from chunkwise.chunk_o.config import cost
 from chunkwise.shared.testing import stage_oracle
+from shared.tests import stage_suite as stages
 
 
 class TestStage(stages.StageTests, stages.GateTests, stages.ChunkSizeTests):

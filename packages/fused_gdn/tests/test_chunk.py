@@ -2,9 +2,9 @@
 
 import pytest
 
-from chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
 from chunkwise.fused_gdn import chunk_gated_delta_rule as operator
 from chunkwise.fused_gdn.chunk import chunk, chunk_bwd
+from shared.tests.chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
 
 pytestmark = pytest.mark.interpreted
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
 from chunkwise.fused_gla.chunk import chunk, chunk_bwd
-from either_gla import chunk_either_gla as operator
+from packages.fused_gla.tests.either_gla import chunk_either_gla as operator
+from shared.tests.chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
 
 pytestmark = pytest.mark.interpreted
 gates = pytest.mark.parametrize("per_channel", [False, True], ids=["per head", "per channel"])

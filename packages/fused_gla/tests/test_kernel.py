@@ -12,7 +12,7 @@ from chunkwise.shared.operators.arguments import Arguments, Options
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_gate, make_inputs
 from chunkwise.shared.testing.transforms import text_for_tpu
-from either_gla import chunk_either_gla
+from packages.fused_gla.tests.either_gla import chunk_either_gla
 
 THOROUGH = dict(test_every_number_of_steps_gives_the_same_bits=True)
 

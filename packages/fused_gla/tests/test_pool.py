@@ -7,7 +7,7 @@ from chunkwise.fused_gla.operator import GLA
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.tpu import has_libtpu
-from pool_suite import PREFILL_TOKENS, assert_prefills, compile_prefills
+from shared.tests.pool_suite import PREFILL_TOKENS, assert_prefills, compile_prefills
 
 # One of each.
 QUICK = (False, jnp.bfloat16, True), (True, jnp.float32, False), (True, jnp.bfloat16, True)

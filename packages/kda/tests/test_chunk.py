@@ -2,9 +2,9 @@
 
 import pytest
 
-from chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
 from chunkwise.kda import chunk_kda as operator
 from chunkwise.kda.chunk import chunk, chunk_bwd
+from shared.tests.chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
 
 pytestmark = pytest.mark.interpreted
 THOROUGH = dict(test_kernels=lambda case: case == "weak")

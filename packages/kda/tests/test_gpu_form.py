@@ -3,7 +3,7 @@
 import pytest
 
 from chunkwise.kda import chunk_kda
-from gpu_suite import BATCHES, assert_gpu_form
+from shared.tests.gpu_suite import BATCHES, assert_gpu_form
 
 THOROUGH = dict(test_gpu_form=lambda batch, by_maps, passes: (batch, by_maps, passes) != ("states", False, None))
 

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-import stage_suite as stages
 from chunkwise.norm_gated import rms_norm_gated
+from shared.tests import stage_suite as stages
 
 
 def rows(case):

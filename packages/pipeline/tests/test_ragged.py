@@ -22,7 +22,7 @@ from chunkwise.shared.testing.engine import (
     make_rubbish,
     make_wrong,
 )
-from ragged_suite import HV, OPERATORS, K, V, make_tokens
+from packages.pipeline.tests.ragged_suite import HV, OPERATORS, K, V, make_tokens
 
 T, N, SLOTS, BLOCK = 150, 6, 40, 64
 IMPLEMENTATIONS = ["xla", "fused"]

@@ -8,7 +8,7 @@ import pytest
 from chunkwise.pipeline.check import operator_inputs
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.shared.testing.transforms import assert_traced_once
-from segment_suite import SEGMENT_IDS, assert_segments, over_segments
+from shared.tests.segment_suite import SEGMENT_IDS, assert_segments, over_segments
 
 B, T = SEGMENT_IDS.shape
 named = functools.partial(pytest.mark.parametrize, "operator", ids=lambda operator: operator.name)

@@ -2,10 +2,10 @@
 
 from typing import ClassVar
 
-import stage_suite as stages
 from chunkwise.shared.testing import stage_oracle
 from chunkwise.solve_tril import Config, solve_tril
 from chunkwise.solve_tril.config import cost
+from shared.tests import stage_suite as stages
 
 STAGE = stages.StageSpec(
     function=solve_tril,

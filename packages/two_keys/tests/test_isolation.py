@@ -5,7 +5,7 @@ import pytest
 
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.poison import assert_isolated
-from either_two_keys import KINDS
+from packages.two_keys.tests.either_two_keys import KINDS
 
 PACKED = boundaries(3, 0, 4, 30, 13)
 T_PACKED = 52

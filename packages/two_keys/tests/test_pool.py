@@ -8,8 +8,8 @@ import pytest
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.oracle import reference
-from either_two_keys import KINDS
-from pool_suite import PREFILL_TOKENS, assert_prefills
+from packages.two_keys.tests.either_two_keys import KINDS
+from shared.tests.pool_suite import PREFILL_TOKENS, assert_prefills
 
 QUICK = ("gdn2", jnp.float32, jnp.bfloat16)
 THOROUGH = dict(

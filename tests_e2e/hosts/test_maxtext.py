@@ -1,0 +1,183 @@
+"""Ours beside MaxText's own functions, out of its wheel: `nox -s host-maxtext`."""
+
+import functools
+import os
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from chunkwise.integrations import maxtext
+from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net
+from chunkwise.shared.testing import oracle
+from chunkwise.shared.testing.compare import assert_close, error
+from tests_e2e.hosts.host import beside, module_of, on_v6e, parts_of, path_of
+
+_MODES = dict(MODEL_MODE_TRAIN="train", MODEL_MODE_AUTOREGRESSIVE="autoregressive")
+_KNOWN = dict(
+    jax=jax, jnp=jnp, lax=jax.lax, nnx=nnx, os=os, functools=functools, is_fp8_dtype=lambda dtype: False,
+    ShardMode=types.SimpleNamespace(AUTO="auto", EXPLICIT="explicit"), **_MODES,
+)  # fmt: skip
+_NORM = parts_of(
+    path_of("maxtext", "maxtext/layers/normalizations.py"), ("l2norm", "RMSNorm", "Qwen3NextRMSNormGated"), _KNOWN
+)
+_CP = module_of(path_of("maxtext", "maxtext/kernels/attention/gdn_cp.py"), "gdn_cp")
+_KNOWN |= vars(_NORM) | dict(gdn_cp=_CP)
+_QWEN3 = path_of("maxtext", "maxtext/models/qwen3.py")
+THEIRS = parts_of(_QWEN3, ("jax_chunk_gated_delta_rule", "jax_ar_gated_delta_rule"), _KNOWN)
+FLOAT32 = dict(use_qk_norm_in_gdn=True, compute_dtype=jnp.float32)
+FUSED = dict(implementation="fused")
+
+
+def inputs(B=2, S=150, H=4, K=32, V=32, strongest=1.0):
+    keys = jax.random.split(jax.random.key(0), 6)
+    q, k = (jax.random.normal(key, (B, S, H, K)) for key in keys[:2])
+    v, g = jax.random.normal(keys[2], (B, S, H, V)), -strongest * jax.random.uniform(keys[3], (B, S, H))
+    return q, k, v, g, jax.random.uniform(keys[4], (B, S, H)), jax.random.normal(keys[5], (B, H, K, V))
+
+
+def run(module: Any, **options):
+    return jax.jit(lambda *x: module.jax_chunk_gated_delta_rule(*x[:5], initial_state=x[5], **FLOAT32, **options))
+
+
+def errors(strongest: float) -> list[float]:
+    """Return the errors of theirs and of ours against float64."""
+    q, k, v, g, beta, state = (np.asarray(x, np.float64) for x in inputs(strongest=strongest))
+    unit = lambda x: x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+    want = oracle.reference(unit(q), unit(k), v, g, beta, initial_state=state)[0]
+    outs = [run(module)(*inputs(strongest=strongest))[0] for module in (THEIRS, maxtext)]
+    return [error(o, want) for o in outs]
+
+
+@pytest.mark.parametrize("strongest", [1.0, 60.0])
+def test_error(strongest):
+    theirs, ours = errors(strongest)
+    print(f"\ngates down to -{strongest:.0f}: {theirs:.1e} theirs, {ours:.1e} ours")
+    assert ours < 1e-6
+
+
+@pytest.mark.parametrize("chunk_size", [32, 64])
+def test_chunk_and_gradients(chunk_size):
+    x = inputs()
+
+    def loss(module, x):
+        o, state = run(module, chunk_size=chunk_size)(*x)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(state)), (o, state)
+
+    both = [jax.jit(jax.grad(functools.partial(loss, module), has_aux=True))(x) for module in (THEIRS, maxtext)]
+    for theirs, ours in zip(*(jax.tree.leaves(part) for part in both), strict=True):
+        assert_close("result or gradient", ours, np.asarray(theirs, np.float64), 1e-5)
+
+
+def test_types():
+    q, k, v, g, beta, state = inputs()
+    for dtype in (jnp.float32, jnp.bfloat16):
+        x = (q.astype(dtype), k, v, g, beta)
+        got, want = (
+            jax.eval_shape(lambda *x, m=module: m.jax_chunk_gated_delta_rule(*x, initial_state=state), *x)
+            for module in (maxtext, THEIRS)
+        )
+        assert jax.tree.map(lambda y: (y.shape, y.dtype), got) == jax.tree.map(lambda y: (y.shape, y.dtype), want)
+
+
+def test_a_token():
+    *x, state = inputs(S=1)
+    got, want = (jax.jit(functools.partial(m.jax_ar_gated_delta_rule, **FLOAT32))(*x, state) for m in (maxtext, THEIRS))
+    for ours, theirs in zip(got, want, strict=True):
+        assert_close("result", ours, np.asarray(theirs, np.float64), 1e-6)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_time_and_temporaries_on_a_cpu(backward):
+    def function(module):
+        forward = lambda x: run(module)(*x)[0]
+        return jax.grad(lambda x: jnp.sum(forward(x) ** 2)) if backward else forward
+
+    found = beside(function(THEIRS), function(maxtext), inputs(B=1, S=1024, H=8, K=128, V=128))
+    print(f"\n{'forward and backward' if backward else 'forward'}: {found}")
+
+
+def test_temporaries_on_v6e():
+    """What XLA needs besides arguments and results in a forward of 8,192 tokens."""
+    shapes = [(1, 8192, 16, 128)] * 3 + [(1, 8192, 16)] * 2
+    run = lambda *x, module, **o: module.jax_chunk_gated_delta_rule(*x, use_qk_norm_in_gdn=True, **o)[0]
+    theirs, ours = (functools.partial(run, module=x, **o) for x, o in ((THEIRS, {}), (maxtext, FUSED)))
+    found = on_v6e(theirs, ours, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes))
+    assert found["ours"] < found["theirs"]
+
+
+def test_the_module_stands_in():
+    """What a user changes: two names of `maxtext.models.qwen3`."""
+    qwen3 = types.SimpleNamespace(**vars(THEIRS))
+    for name in vars(THEIRS):
+        setattr(qwen3, name, getattr(maxtext, name))
+    assert_close("o", run(qwen3)(*inputs())[0], np.asarray(run(THEIRS)(*inputs())[0], np.float64), 1e-5)
+
+
+CONFIG = GatedDeltaNetConfig(D=24, H=2, HV=4, K=16, V=8)
+
+
+class DenseGeneral(nnx.Module):
+    """A stand-in for MaxText's products with weights, which bring its quantizations."""
+
+    def __init__(self, in_features_shape, out_features_shape, *, rngs, **_):
+        shape = (in_features_shape, *np.atleast_1d(out_features_shape).tolist())
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape) * in_features_shape**-0.5)
+
+    def __call__(self, x, out_sharding=None):
+        return x @ self.kernel.get_value()
+
+
+def layer(functions: Any) -> nnx.Module:
+    """Return MaxText's layer on one device, with these functions for the gated delta rule."""
+    whole = lambda spec, *_, **__: spec
+    known = vars(functions) | dict(
+        DenseGeneral=DenseGeneral, get_weight_dtype=lambda cfg, name: cfg.weight_dtype, gdn_context_axes=lambda cfg: (),
+        get_logical_axis_rules=tuple, logical_to_mesh_axes=lambda *_, **__: jax.sharding.PartitionSpec(),
+        remove_incompatible_mesh_axes_from_partition_spec=whole, maybe_shard_with_name=whole,
+        KV_BATCH=None, KV_HEAD=None, LENGTH=None,
+    )  # fmt: skip
+    made = parts_of(_QWEN3, ("Qwen3NextGatedDeltaNet",), _KNOWN | known)
+    config = types.SimpleNamespace(
+        emb_dim=CONFIG.D, gdn_num_key_heads=CONFIG.H, gdn_num_value_heads=CONFIG.HV, gdn_key_head_dim=CONFIG.K,
+        gdn_value_head_dim=CONFIG.V, gdn_conv_kernel_dim=CONFIG.W, gdn_chunk_size=64, gdn_mamba_block_size=None,
+        use_qk_norm_in_gdn=True, dtype=jnp.float32, weight_dtype=jnp.float32, matmul_precision="highest",
+        shard_mode="auto", debug_sharding=False, normalization_layer_epsilon=CONFIG.eps,
+    )  # fmt: skip
+    return made.Qwen3NextGatedDeltaNet(config, mesh=jax.make_mesh((1,), ("data",)), rngs=nnx.Rngs(0))
+
+
+def test_the_whole_layer():
+    """Its parameters go both ways; its results, and the gradients of hidden states, are those of `gated_delta_net`."""
+    theirs, x = layer(THEIRS), jax.random.normal(jax.random.key(1), (2, 90, CONFIG.D))
+    params = nnx.to_pure_dict(nnx.state(theirs, nnx.Param))
+    weights = maxtext.load_qwen3_next(nnx.state(theirs, nnx.Param), CONFIG)
+    jax.tree.map(np.testing.assert_array_equal, maxtext.save_qwen3_next(weights, CONFIG), params)
+    runs = {
+        "theirs": lambda x: theirs(x)[0],
+        "theirs with our functions": lambda x: layer(maxtext)(x)[0],
+        "ours": lambda x: gated_delta_net(x, weights, CONFIG)[0],
+    }
+    both = lambda run: jax.jit(lambda x: (run(x), jax.grad(lambda x: jnp.sum(jnp.sin(run(x))))(x)))(x)
+    want = both(runs.pop("theirs"))
+    for name, run in runs.items():
+        for ours, reference in zip(both(run), want, strict=True):
+            assert_close(name, ours, np.asarray(reference, np.float64), 1e-5)
+
+
+def test_packed_documents():
+    """MaxText's layer sends the first document into the second one; ours does not, out of the same parameters."""
+    theirs, x = layer(THEIRS), jax.random.normal(jax.random.key(1), (1, 90, CONFIG.D))
+    weights = maxtext.load_qwen3_next(nnx.state(theirs, nnx.Param), CONFIG)
+    ids = jnp.asarray([[1] * 30 + [2] * 50 + [0] * 10])
+    alone = np.asarray(theirs(x[:, 30:80])[0], np.float64)
+    leaked = theirs(x, decoder_segment_ids=ids)[0][:, 30:80]
+    packed = gated_delta_net(x, weights, CONFIG, segment_ids=ids, padding_id=0)[0]
+    difference = error(leaked, alone)
+    print(f"\nthe second document differs by {difference:.0%} in MaxText's layer")
+    assert difference > 0.01
+    assert_close("the second document", packed[:, 30:80], alone, 1e-5)

@@ -1,0 +1,324 @@
+"""Tokens split over devices: the result is that of one device, in float64-checked values and all gradients."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+
+from chunkwise.pipeline import chunk_gla
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS
+from chunkwise.shared.operators import affine_scan
+from chunkwise.shared.testing.compare import assert_close, with_gradients
+from chunkwise.shared.testing.transforms import KEEPING, text_for_tpu
+from tests_e2e.mesh.meshes import (
+    P,
+    assert_divided,
+    assert_expected,
+    cotangents_of,
+    expected,
+    inputs_of,
+    make_mesh,
+    on_mesh,
+    place,
+    run_of,
+    spec_of,
+)
+
+# Nothing here depends on what XLA optimises, and its compilation is most of the time.
+pytestmark = pytest.mark.interpreted
+
+NAMES = [operator.name for operator in CHUNKED]
+IN_KERNELS = pytest.mark.parametrize("implementation", ["fused", "staged"])
+# The operators with launches of their own where tokens are split.
+SPLIT = "chunk_gated_delta_rule", "chunk_kda", "chunk_gdn2", "chunk_comba", "chunk_gla", "chunk_simple_gla"
+
+
+def is_other(name):
+    """Return whether other operators stand for an operator: a delta rule, and a gate per channel."""
+    return name not in ("chunk_gated_delta_rule", "chunk_gla")
+
+
+THOROUGH = dict(
+    test_operators=lambda name: name in ("recurrent_kda", "recurrent_gla", "recurrent_simple_gla"),
+    test_gates=lambda name, gate: gate != "strong" or is_other(name),
+    test_with_other_axes=lambda spec: spec != P(None, "b", "a"),
+    test_kernels=lambda name, implementation: implementation == "staged" or name in ("chunk_kda", "chunk_simple_gla"),
+    test_documents_in_kernels=lambda name, states, implementation: (
+        (name, states, implementation) != ("chunk_gla", True, "fused")
+    ),
+    test_segments_in_kernels=True,
+    test_constant_gates_in_kernels=lambda remat: not remat,
+    test_documents_cross_devices=lambda states: not states,
+    test_segments_cross_devices=is_other,
+    test_wide_values=True,
+    test_inside_a_shard_map=lambda axis, check_vma: axis == "b" or not check_vma,
+    test_nan_stays_in_its_document=lambda states: states,
+    test_random_documents=is_other,
+    test_random_segments=is_other,
+)
+# Documents of 48 tokens on 8 devices of 6: empty ones, some inside of a device, some over many, a start at the first
+# token of a device, and padding.
+BOUNDARIES = jnp.array([0, 1, 1, 18, 20, 42, 42, 45], jnp.int32)
+# Of two rows: padding before, between and after segments, over a whole device, and at its borders; one id twice.
+SEGMENTS = np.array(
+    [
+        [*[5] * 7, *[2] * 11, *[-1] * 9, *[2] * 3, *[1] * 12, *[-2] * 6],
+        [*[-1] * 14, *[3] * 10, *[0] * 6, 3, *[4] * 17],
+    ],
+    np.int32,
+)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators(name):
+    assert_divided(name, "xla", make_mesh((8,), "explicit"), P(None, "a"), "explicit", inputs_of(name))
+
+
+@pytest.mark.parametrize("gate", ["zero", "strong", "resets"])
+@pytest.mark.parametrize("name", NAMES)
+def test_gates(name, gate):
+    x = inputs_of(name, gate=gate, B=1)
+    assert_divided(name, "xla", make_mesh((4,), "automatic"), P(None, "a"), "automatic", x)
+
+
+def test_repeated_keys():
+    """The map of a device is then as far from contracting as it can be."""
+    x = inputs_of("chunk_gated_delta_rule", B=1, repeat_key=True, beta=1.9, gate="zero")
+    mesh = make_mesh((8,), "explicit")
+    assert_divided("chunk_gated_delta_rule", "xla", mesh, P(None, "a"), "explicit", x)
+
+
+@pytest.mark.parametrize("spec", [P("a", "b"), P(None, "b", "a"), P("a", "b", "c")])
+def test_with_other_axes(spec):
+    shape = (2, 2, 2) if "c" in str(spec) else (2, 4)
+    x = inputs_of("chunk_gated_delta_rule")
+    assert_divided("chunk_gated_delta_rule", "xla", make_mesh(shape, "explicit"), spec, "explicit", x)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("implementation", ["fused", "staged"])
+def test_kernels(name, implementation):
+    x = inputs_of(name, B=1, H=1, HV=2)
+    assert_divided(name, implementation, make_mesh((2,), "automatic"), P(None, "a"), "automatic", x)
+
+
+def test_erase_keys_in_kernels():
+    """The sample of Comba in every session."""
+    x = inputs_of("chunk_comba", B=1, T=16, H=1, HV=1)
+    assert_divided("chunk_comba", "fused", make_mesh((2,), "automatic"), P(None, "a"), "automatic", x)
+
+
+@IN_KERNELS
+@pytest.mark.parametrize("states", [True, False], ids=["states", "no-states"])
+@pytest.mark.parametrize("name", SPLIT)
+def test_documents_in_kernels(name, states, implementation):
+    """Three launches where tokens are split: the states alone, the operator, the gradient of the state alone."""
+    x = inputs_of(name, B=1, states=len(BOUNDARIES) - 1 if states else 0)
+    mesh, fixed = make_mesh((2,), "automatic"), {"cu_seqlens": BOUNDARIES}
+    assert_divided(name, implementation, mesh, P(None, "a"), "automatic", x, fixed, states)
+
+
+@IN_KERNELS
+@pytest.mark.parametrize("name", SPLIT)
+def test_segments_in_kernels(name, implementation):
+    """Padding may hold anything."""
+    x, fixed = inputs_of(name), {"segment_ids": jnp.asarray(SEGMENTS)}
+    padding = {n: jnp.asarray(SEGMENTS < 0).reshape(*SEGMENTS.shape, *(1,) * (y.ndim - 2)) for n, y in x.items()}
+    spoilt = {n: y if n == "initial_state" else jnp.where(padding[n], jnp.nan, y) for n, y in x.items()}
+    mesh, spec = make_mesh((2,), "explicit"), P(None, "a")
+    cotangents = cotangents_of(run_of(name, implementation), x, fixed)
+    got = on_mesh(name, implementation, mesh, spec, "explicit")(
+        *(place(y, mesh, spec) for y in (spoilt, fixed)), place(cotangents, mesh, spec)
+    )
+    assert_expected(got, expected(x, fixed, cotangents))
+
+
+@pytest.mark.parametrize("remat", [True, False], ids=["remat", "plain"])
+def test_constant_gates_in_kernels(remat):
+    """One decay for every head and chunk, heads of other than 128 channels, and what a policy keeps under remat."""
+    x = inputs_of("chunk_simple_gla", B=1, T=64, H=1, HV=2, K=24, V=40)
+    x["g_gamma"] = jnp.asarray([-0.05, -2.0], jnp.float32)
+    del x["g"]
+    cotangents = cotangents_of(run_of("chunk_simple_gla", "fused"), x, {})
+    sharding = NamedSharding(make_mesh((2,), "automatic"), P(None, "a"))
+    run = run_of("chunk_simple_gla", "fused", sharding=sharding, chunk_size=16)
+    layer = jax.checkpoint(lambda x: run(x, {}), policy=KEEPING) if remat else lambda x: run(x, {})
+    got = jax.jit(with_gradients(lambda x, _: layer(x)))(x, {}, cotangents)
+    assert_expected(got, expected(x, {}, cotangents))
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
+@pytest.mark.parametrize("name", ["chunk_gla", "chunk_simple_gla", "chunk_kda", "chunk_gdn2", "chunk_comba"])
+def test_launches(name, remat):
+    """A device does what it does alone, and two launches more: the states alone, and the gradient of the one before."""
+    x = inputs_of(name, B=1)
+    run = run_of(name, "fused", sharding=NamedSharding(make_mesh((2,), "automatic"), P(None, "a")))
+    # With what a policy keeps, a recomputed forward makes no map again and runs no kernel.
+    layer = lambda x, _=None: run(x, {})
+    if remat:
+        layer = jax.checkpoint(layer, policy=KEEPING)
+    launches = lambda text: sorted(re.findall(r"chunk_(?:gla|kda|gdn2|comba)_(\w+)_c\d+", text))
+    assert launches(text_for_tpu(layer, x)) == ["fwd", "summary"]
+    cotangents = cotangents_of(run, x, {})
+    assert launches(text_for_tpu(with_gradients(layer), x, {}, cotangents)) == ["bwd", "bwd_state", "fwd", "summary"]
+
+
+@pytest.mark.parametrize("states", [True, False], ids=["states", "no-states"])
+@pytest.mark.parametrize("name", NAMES)
+def test_documents_cross_devices(name, states):
+    x = inputs_of(name, B=1, states=len(BOUNDARIES) - 1 if states else 0)
+    mesh = make_mesh((8,), "automatic")
+    assert_divided(name, "xla", mesh, P(None, "a"), "automatic", x, {"cu_seqlens": BOUNDARIES}, states)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_segments_cross_devices(name):
+    x, fixed = inputs_of(name), {"segment_ids": jnp.asarray(SEGMENTS)}
+    assert_divided(name, "xla", make_mesh((8,), "explicit"), P(None, "a"), "explicit", x, fixed)
+
+
+def test_final_states_without_initial_ones():
+    x = inputs_of("chunk_gated_delta_rule", states=0)
+    mesh = make_mesh((8,), "explicit")
+    assert_divided("chunk_gated_delta_rule", "xla", mesh, P(None, "a"), "explicit", x)
+    x, fixed = inputs_of("chunk_gated_delta_rule", B=1, states=0), {"cu_seqlens": BOUNDARIES}
+    assert_divided("chunk_gated_delta_rule", "xla", mesh, P(None, "a"), "explicit", x, fixed)
+
+
+def test_wide_values():
+    """Values and the matrix of a map that do not fit into one launch take two."""
+    x = inputs_of("chunk_gated_delta_rule", B=1, T=16, H=1, HV=1, K=128, V=136)
+    mesh = make_mesh((2,), "explicit")
+    assert_divided("chunk_gated_delta_rule", "xla", mesh, P(None, "a"), "explicit", x)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axis", ["b", ("a", "b")], ids=str)
+def test_inside_a_shard_map(axis, check_vma):
+    """Replicated states go in and come out; JAX sums their gradients."""
+    name, mesh = "chunk_gated_delta_rule", make_mesh((2, 4), "explicit")
+    x, spec = inputs_of(name), P(None, axis)
+    run = run_of(name, "xla", context_axis=axis)
+    cotangents = cotangents_of(run_of(name, "xla"), x, {})
+    specs = {n: spec_of(n, y.ndim, spec) for n, y in (x | cotangents).items()}
+    of = lambda arrays: {n: specs[n] for n in arrays}
+    split = jax.shard_map(
+        lambda x: run(x, {}), mesh=mesh, in_specs=(of(x),), out_specs=of(cotangents), check_vma=check_vma
+    )
+    put = lambda arrays: {n: jax.device_put(y, NamedSharding(mesh, specs[n])) for n, y in arrays.items()}
+    got = jax.jit(with_gradients(lambda x, _: split(x)))(put(x), {}, put(cotangents))
+    assert_expected(got, expected(x, {}, cotangents))
+
+
+@pytest.mark.parametrize("states", [True, False], ids=["states", "no-states"])
+def test_nan_stays_in_its_document(states):
+    """It crosses devices with its document, and no further."""
+    name, mesh = "chunk_gated_delta_rule", make_mesh((8,), "automatic")
+    x, fixed = inputs_of(name, B=1, states=7 if states else 0), {"cu_seqlens": BOUNDARIES}
+    spoilt = slice(1, 18)  # the third document, over three devices
+    run = jax.jit(with_gradients(run_of(name, "xla", states, sharding=NamedSharding(mesh, P(None, "a")))))
+    cotangents = cotangents_of(run_of(name, "xla", states), x, fixed)
+    want = run(x, fixed, cotangents)
+    got = run(x | {"v": x["v"].at[:, 3].set(jnp.nan)}, fixed, cotangents)
+    for result in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        others = np.ones(48, bool)
+        others[spoilt] = False
+        assert_close(result, np.asarray(got[result])[:, others], np.asarray(want[result])[:, others], 1e-6)
+    assert np.isnan(got["o"][:, spoilt]).any()
+    for result in ("final_state", "dinitial_state") if states else ():
+        others = np.arange(7) != 2
+        assert_close(result, np.asarray(got[result])[others], np.asarray(want[result])[others], 1e-6)
+
+
+def test_initial_states_in_bfloat16():
+    x, mesh = inputs_of("chunk_gla"), make_mesh((4,), "explicit")
+    x["initial_state"] = x["initial_state"].astype(jnp.bfloat16)
+    placed = jax.device_put(x, {n: NamedSharding(mesh, spec_of(n, y.ndim, P(None, "a"))) for n, y in x.items()})
+    loss = lambda x: jnp.sum(jnp.sin(chunk_gla(**x)[0]))
+    got, want = jax.jit(jax.grad(loss))(placed)["initial_state"], jax.jit(jax.grad(loss))(x)["initial_state"]
+    assert got.dtype == jnp.bfloat16
+    assert_close("dinitial_state", got.astype(jnp.float32), want.astype(jnp.float32), 5e-3)
+
+
+def test_boundaries_inside_a_shard_map_are_those_of_all_tokens():
+    """Constants from outside too, which are checked."""
+    x, mesh = inputs_of("chunk_gla", B=1, states=0), make_mesh((8,), "automatic")
+
+    def split(boundaries):
+        run = lambda x: chunk_gla(**x, context_axis="a", cu_seqlens=boundaries)[0]
+        return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(None, "a"), out_specs=P(None, "a")))(x)
+
+    assert_close("o", split(BOUNDARIES), chunk_gla(**x, cu_seqlens=BOUNDARIES)[0], 1e-6)
+    with pytest.raises(ValueError, match="`cu_seqlens` must rise from 0 to at most T = 48; got"):
+        split(BOUNDARIES + BOUNDARIES)
+
+
+LENGTHS = st.lists(st.integers(0, 30), min_size=6, max_size=6)
+
+
+@functools.cache
+def over_eight(name: str):
+    mesh = make_mesh((8,), "automatic")
+    return jax.jit(with_gradients(run_of(name, "xla", sharding=NamedSharding(mesh, P(None, "a")))))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=12, deadline=None)
+@given(lengths=LENGTHS)
+def test_random_documents(name, lengths):
+    """One program for all of them: boundaries are traced."""
+    boundaries = np.minimum(np.cumsum([0, *lengths]), 48)
+    x, fixed = inputs_of(name, B=1, states=6), {"cu_seqlens": jnp.asarray(boundaries, jnp.int32)}
+    run = run_of(name, "xla")
+    cotangents = cotangents_of(run, x, fixed)
+    got = over_eight(name)(x, fixed, cotangents)
+    assert_expected(got, expected(x, fixed, cotangents), f"{lengths}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=12, deadline=None)
+@given(runs=st.lists(st.tuples(st.integers(-1, 2), st.integers(1, 20)), min_size=1, max_size=12))
+def test_random_segments(name, runs):
+    ids = np.full((1, 48), -1, np.int32)
+    row = np.repeat([i for i, _ in runs], [n for _, n in runs])[:48]
+    ids[0, : len(row)] = row
+    x, fixed = inputs_of(name, B=1), {"segment_ids": jnp.asarray(ids)}
+    cotangents = cotangents_of(run_of(name, "xla"), x, fixed)
+    got = over_eight(name)(x, fixed, cotangents)
+    assert_expected(got, expected(x, fixed, cotangents), f"{runs}")
+
+
+@pytest.mark.parametrize("start", ["zeros", "given", "stopped"])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("scan", affine_scan.SCANS.values(), ids=affine_scan.SCANS)
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+def test_scans(scan, reverse, devices, start):
+    """All ways give the state before every device, in float64 one map after the other.
+
+    Where the state does not pass a device, nothing that comes before it is seen behind it, not even a NaN.
+    """
+    rng, heads, K = np.random.default_rng(0), 5, 4
+    M, N = rng.standard_normal((devices, heads, K, K)) / 2, rng.standard_normal((devices, heads, K, 3))
+    S, want = None if start == "zeros" else rng.standard_normal((heads, K, 3)), [None] * devices
+    passes = np.ones((devices, 1, 1, 1), bool)
+    if start == "stopped":
+        S[:, 0], passes[devices // 2] = np.nan, False
+    state = np.zeros((heads, K, 3)) if S is None else S
+    for d in reversed(range(devices)) if reverse else range(devices):
+        want[d], state = state, (M[d] @ state if passes[d] else 0) + N[d]
+    mesh = make_mesh((devices,), "automatic")
+
+    def run(M, N, passes, S):
+        own = affine_scan.AffineMap(M[0], N[0], passes[0] if start == "stopped" else None)
+        return scan(own, S, "a", reverse)[None]
+
+    x = jax.tree.map(lambda y: jnp.asarray(y, bool if y is passes else jnp.float32), (M, N, passes, S))
+    got = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(P("a"), P("a"), P("a"), P()), out_specs=P("a")))(*x)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    assert_close("S", np.nan_to_num(got), np.nan_to_num(want), 1e-6)

@@ -1,0 +1,72 @@
+"""Hosts over devices: modules of flax along automatic and explicit axes, and MaxText's context parallelism."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from chunkwise.integrations.maxtext import jax_chunk_gated_delta_rule
+from chunkwise.shared.testing.compare import assert_close
+from tests_e2e.mesh.meshes import MODES, make_mesh, normal
+
+nnx = pytest.importorskip("flax.nnx")
+from chunkwise.integrations.nnx import GatedDeltaNet, Mamba2Mixer, place  # noqa: E402
+from packages.integrations.tests.nnx_modules import CONFIGS  # noqa: E402
+
+AXES = dict(batch="a", tokens="b", heads="c")
+X = jax.random.normal(jax.random.key(1), (2, 24, 16))
+QUICK = (GatedDeltaNet, "automatic"), (Mamba2Mixer, "explicit")
+THOROUGH = dict(test_rows_tokens_and_heads=lambda kind, mode: (kind, mode) not in QUICK)
+
+
+def loss(module, x):
+    return jnp.mean(jnp.sin(module(x)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: kind.__name__)
+@pytest.mark.interpreted
+def test_rows_tokens_and_heads(kind, mode):
+    """The gradients over 8 devices are those of one, and weights lie where flax's metadata says."""
+    train = nnx.jit(nnx.value_and_grad(loss))
+    make = lambda: kind(CONFIGS[kind], rngs=nnx.Rngs(0), mesh_axes=AXES)
+    want = train(make(), X)
+    mesh = make_mesh((2, 2, 2), mode)
+    with jax.set_mesh(mesh):
+        module = make()
+        got = train(module, place(X, mesh, P("a", "b")))
+    assert normal(module.weights.out.get_value().sharding.spec) == [("c",)]
+    for y, ref in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close("value or gradient", y, np.asarray(ref, np.float64), 2e-5)
+
+
+def test_tokens_inside_a_shard_map():
+    """The axes of tokens that a shard_map holds are those of the module."""
+    module = GatedDeltaNet(CONFIGS[GatedDeltaNet], rngs=nnx.Rngs(0), mesh_axes=dict(tokens="a"))
+    want = module(X)
+    mesh = make_mesh((4,), "automatic")
+    run = jax.shard_map(lambda x: module(x), mesh=mesh, in_specs=P(None, "a"), out_specs=P(None, "a"))
+    with jax.set_mesh(mesh):
+        got = jax.jit(run)(X)
+    assert_close("y", got, np.asarray(want, np.float64), 1e-5)
+
+
+def test_maxtext_context_parallel():
+    """MaxText calls its function inside a shard_map, with a tuple of axes over which tokens are split."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    q, k, v = (jax.random.normal(key, (1, 64, 2, 8)) for key in keys[:3])
+    g, beta = -jax.random.uniform(keys[3], (1, 64, 2)), jax.random.uniform(keys[4], (1, 64, 2))
+    arguments = (q, k, v, g, beta, jax.random.normal(keys[5], (1, 2, 8, 8)))
+
+    def run(*x, cp_axis=None):
+        options = dict(use_qk_norm_in_gdn=True, compute_dtype=jnp.float32)
+        return jax_chunk_gated_delta_rule(*x[:5], initial_state=x[5], cp_axis=cp_axis, **options)
+
+    specs = (P(None, ("a", "b")),) * 5 + (P(),)
+    mesh = make_mesh((2, 2), "automatic")
+    split = jax.shard_map(
+        lambda *x: run(*x, cp_axis=("a", "b")), mesh=mesh, in_specs=specs, out_specs=(specs[0], P()), check_vma=False
+    )
+    for got, want in zip(jax.jit(split)(*arguments), jax.jit(run)(*arguments), strict=True):
+        assert_close("result", got, np.asarray(want, np.float64), 1e-5)

@@ -1,0 +1,76 @@
+"""What tokens that are split over devices cost, counted in compiled programs: nothing is made twice."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS
+from chunkwise.shared.testing import tpu
+from chunkwise.shared.testing.compare import with_gradients
+from chunkwise.shared.testing.flops import product_flops
+from tests_e2e.mesh.meshes import P, cotangents_of, inputs_of, make_mesh, run_of
+
+NAMES = [operator.name for operator in CHUNKED]
+# Its map is that of the gated delta rule, and takes longer to compile.
+THOROUGH = dict(test_products=lambda name: name == "chunk_kda")
+T, HV, K, V, C = 64, 2, 16, 24, 32
+
+
+def flops(name: str, devices: int, backward: bool) -> int:
+    """Return what the products of one device cost that has T tokens, the first of two devices or the only one."""
+    x = inputs_of(name, B=1, T=devices * T, H=HV, HV=HV, K=K, V=V, states=0)
+    mesh = make_mesh((devices,), "automatic")
+    run = run_of(name, "xla", chunk_size=C, sharding=NamedSharding(mesh, P(None, "a")))
+    program = jax.jit(with_gradients(run) if backward else run)
+    return product_flops(program.lower(x, {}, *[cotangents_of(run, x, {})] * backward).compile().as_text())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_products(name):
+    """Two devices exchange their maps without a product, so that all that is added is the map and its gradient.
+
+    The map is a pass of the state over V + K channels without queries. An inverse made twice, or a gradient of anything
+    but the state, would add products.
+    """
+    alone, split = ([flops(name, devices, backward) for backward in (False, True)] for devices in (1, 2))
+    forward, both = (y - x for x, y in zip(alone, split, strict=True))
+    delta = OPERATORS[name].delta
+    # A product of queries and keys that no loop holds serves both gradients.
+    scores = 2 * C * K if name == "chunk_gated_delta_rule" else 0
+    assert forward == T * HV * delta * (4 * K + 2 * C) * (V + K)
+    assert both - forward == T * HV * delta * (6 * K * V + 4 * C * V + scores)
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(not tpu.has_libtpu(), reason="the TPU compiler is libtpu")
+@pytest.mark.parametrize("name", NAMES)
+def test_launches_of_the_chain(name):
+    """A pass of the state more in both directions; each stage kernel makes all of its gradients at once."""
+    x = inputs_of(name, B=1, T=256, K=128, V=128, states=0)
+    x = {n: jax.ShapeDtypeStruct(y.shape, y.dtype) for n, y in x.items()}
+    run = run_of(name, "staged", sharding=P(None, "tokens"), states=False)
+    cotangents = {"o": jax.ShapeDtypeStruct(x["v"].shape, jnp.float32)}
+
+    def gradients(x, _):
+        return with_gradients(run)(x[0], {}, x[1])
+
+    forward = launches(lambda x, _: run(x, {}), x)
+    both = launches(gradients, (x, cotangents))
+    delta = OPERATORS[name].delta
+    h = "chunk_gated_delta_rule_fwd_h" if delta else "chunk_fwd_h"
+    stages = ["chunk_local_cumsum", "chunk_fwd_o", h]
+    stages += ["chunk_scaled_dot_kkt", "solve_tril", "recompute_w_u"] if delta else []
+    assert forward == collections.Counter([f"{stage}_fwd" for stage in stages] + [f"{h}_fwd"])
+    # The cumulative sum is its own backward. The compiler finds that u and w are made twice in the forward alone.
+    more = [f"{stage}_bwd" for stage in (*stages[1:], h)] + ["chunk_local_cumsum_fwd"] + ["recompute_w_u_fwd"] * delta
+    assert both == forward + collections.Counter(more)
+
+
+def launches(f, tokens) -> collections.Counter:
+    """Return how often every kernel is launched on a TPU, by its name."""
+    names = tpu.compile_over_tokens(f, tokens, {}, "v6e")
+    return collections.Counter(re.sub(r"_c\d+.*", "", name) for name in names)

@@ -1,0 +1,176 @@
+"""Operators that divide themselves, under the transforms of JAX and inside of a shard_map of the caller."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+
+from chunkwise.pipeline import chunk_gated_delta_rule
+from chunkwise.shared.testing.compare import assert_close, with_gradients
+from tests_e2e.mesh.meshes import MODES, P, cotangents_of, inputs_of, make_mesh, place, run_of, spec_of
+
+pytestmark = pytest.mark.interpreted
+THOROUGH = dict(test_tokens_of_the_caller_and_heads_of_the_operator=lambda check_vma: not check_vma)
+
+NAME = "chunk_gated_delta_rule"
+DIVISIONS = {"rows-and-heads": P("a", None, "b"), "tokens": P(None, ("a", "b"))}
+
+
+@functools.cache
+def example():
+    """Return inputs, cotangents, and the results and gradients on one device."""
+    x = inputs_of(NAME, T=16)
+    cotangents = cotangents_of(run_of(NAME, "xla"), x, {})
+    return x, cotangents, jax.jit(with_gradients(run_of(NAME, "xla")))(x, {}, cotangents)
+
+
+def divided(spec, mode="automatic", shape=(2, 2)):
+    """Return a function of inputs to results, divided like this, and the mesh."""
+    mesh = make_mesh(shape, mode)
+    options = dict(sharding=NamedSharding(mesh, spec)) if mode == "automatic" else {}
+    return (lambda x: run_of(NAME, "xla", **options)(x, {})), mesh
+
+
+def assert_same(got: dict, want: dict) -> None:
+    for name, ref in want.items():
+        assert_close(name, got[name], ref, 1e-5)
+
+
+def stacked(tree):
+    return jax.tree.map(lambda y: jnp.stack([y, 0.5 * y]), tree)
+
+
+@pytest.mark.parametrize("spec", [pytest.param(DIVISIONS["tokens"], id="tokens")])
+def test_vmap_and_gradient(spec):
+    x, cotangents, _ = example()
+    run, _ = divided(spec)
+    several = lambda run: jax.vmap(with_gradients(lambda x, _: run(x)), in_axes=(0, None, 0))
+    one_device = lambda x: run_of(NAME, "xla")(x, {})
+    arguments = stacked(x), {}, stacked(cotangents)
+    assert_same(jax.jit(several(run))(*arguments), jax.jit(several(one_device))(*arguments))
+
+
+def test_vmap_over_a_split_axis():
+    """On an automatic mesh vmap is told which axis splits what it maps, and nothing of it is gathered."""
+    x, _, _ = example()
+    x = stacked({name: y for name, y in x.items() if name != "initial_state"})
+    run, mesh = divided(P(None, "a"))
+    places = NamedSharding(mesh, P("b", None, "a"))
+    mapped = jax.jit(jax.vmap(lambda x: run(x)["o"], spmd_axis_name="b"), out_shardings=places)
+    program = mapped.lower(jax.device_put(x, places)).compile()
+    want = jax.jit(jax.vmap(lambda x: run_of(NAME, "xla")(x, {})["o"]))(x)
+    assert_close("o", program(jax.device_put(x, places)), want, 1e-5)
+    # N of two devices, for their part of what is mapped: B = 2, HV = 4, K = V = 8. A state of zeros needs no M.
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", program.as_text())
+    assert [math.prod(map(int, shape.split(","))) for shape in gathered] == [2 * 2 * 4 * 8 * 8]
+
+
+@pytest.mark.parametrize("spec", [pytest.param(DIVISIONS["tokens"], id="tokens")])
+def test_remat(spec):
+    x, cotangents, want = example()
+    run, _ = divided(spec)
+    got = jax.jit(with_gradients(lambda x, _: jax.checkpoint(run)(x)))(x, {}, cotangents)
+    assert_same(got, want)
+
+
+def test_saved_maps_are_not_made_again():
+    """With the names of the map and of the state before a device a recomputed forward needs no collective."""
+    x, cotangents, _ = example()
+    run, _ = divided(DIVISIONS["tokens"])
+    save = jax.checkpoint_policies.save_only_these_names("chunkwise_context_map", "chunkwise_context_state")
+
+    def exchanges(policy):
+        remat = jax.checkpoint(run, policy=policy)
+        text = jax.jit(with_gradients(lambda x, _: remat(x))).lower(x, {}, cotangents).as_text()
+        return len(re.findall(r"stablehlo\.(?:all_gather|all_to_all|collective_permute)", text))
+
+    # The recomputed forward would exchange the two parts of all maps, and the states before all devices.
+    assert exchanges(None) - exchanges(save) == 3
+
+
+def test_scan_over_layers():
+    x, _, _ = example()
+    scales = jnp.array([1.0, 0.5, 2.0])
+
+    def gradients(run):
+        def loss(x, scales):
+            layer = jax.checkpoint(lambda v, scale: (run(x | {"v": scale * v})["o"], None))
+            return jnp.sum(jnp.sin(jax.lax.scan(layer, x["v"], scales)[0]))
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(x, scales)
+
+    run, _ = divided(DIVISIONS["rows-and-heads"])
+    got, want = gradients(run), gradients(lambda x: run_of(NAME, "xla")(x, {}))
+    assert_same(got[0] | {"scales": got[1]}, want[0] | {"scales": want[1]})
+
+
+@pytest.mark.parametrize("spec", DIVISIONS.values(), ids=DIVISIONS)
+def test_export(spec):
+    x, _, want = example()
+    run, mesh = divided(spec)
+    everywhere = NamedSharding(mesh, P())
+    x = jax.device_put(x, everywhere)
+    exported = jax.export.export(jax.jit(run, in_shardings=(everywhere,), out_shardings=everywhere))(x)
+    assert_same(exported.call(x), {name: want[name] for name in ("o", "final_state")})
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_inside_a_shard_map_over_some_axes(mode, check_vma):
+    """The caller holds the rows, the operator divides the heads."""
+    x, cotangents, want = example()
+    mesh, spec = make_mesh((2, 2), mode), P("a", None, "b")
+    options = dict(sharding=spec) if mode == "automatic" else {}
+    rows = lambda arrays: dict.fromkeys(arrays, P("a"))
+    run = jax.shard_map(
+        lambda x: run_of(NAME, "xla", **options)(x, {}), mesh=mesh, axis_names={"a"}, in_specs=(rows(x),),
+        out_specs=rows(("o", "final_state")), check_vma=check_vma,
+    )  # fmt: skip
+    if mode == "explicit":
+        x, cotangents = (place(y, mesh, spec) for y in (x, cotangents))
+    with jax.set_mesh(mesh):
+        assert_same(jax.jit(with_gradients(lambda x, _: run(x)))(x, {}, cotangents), want)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_of_the_caller_and_heads_of_the_operator(mode, check_vma):
+    x, cotangents, want = example()
+    mesh, spec = make_mesh((2, 2), mode), P(None, "a", "b")
+    options = dict(sharding=spec) if mode == "automatic" else {}
+    tokens = lambda arrays: {n: spec_of(n, y.ndim, P(None, "a")) for n, y in arrays.items()}
+    run = jax.shard_map(
+        lambda x: run_of(NAME, "xla", context_axis="a", **options)(x, {}), mesh=mesh, axis_names={"a"},
+        in_specs=(tokens(x),), out_specs=tokens(cotangents), check_vma=check_vma,
+    )  # fmt: skip
+    if mode == "explicit":
+        x, cotangents = (place(y, mesh, spec) for y in (x, cotangents))
+    with jax.set_mesh(mesh):
+        assert_same(jax.jit(with_gradients(lambda x, _: run(x)))(x, {}, cotangents), want)
+
+
+def test_shard_map_of_the_caller_over_all_axes():
+    """There is nothing left to divide."""
+    x, _, want = example()
+    mesh = make_mesh((2,), "explicit")
+    run = jax.shard_map(lambda x: chunk_gated_delta_rule(**x)[0], mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    placed = {n: jax.device_put(y, NamedSharding(mesh, P("a"))) for n, y in x.items()}
+    assert_close("o", jax.jit(run)(placed), want["o"], 1e-6)
+
+
+def test_new_boundaries_compile_nothing():
+    x, traces = inputs_of(NAME, B=1, T=16, states=3), []
+    run, _ = divided(DIVISIONS["tokens"])
+
+    @jax.jit
+    def counted(x):
+        traces.append(x)
+        return run(x)
+
+    for cu_seqlens in ([0, 3, 9, 16], [0, 0, 16, 16]):
+        counted(x | {"cu_seqlens": jnp.array(cu_seqlens, jnp.int32)})
+    assert len(traces) == 1

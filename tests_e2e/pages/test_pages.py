@@ -1,0 +1,66 @@
+"""The figures of the pages are those of docs/data, and the pages of state stay short."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import pages
+
+ROOT = Path(__file__).parents[2]
+DATA = sorted(path.name for path in (ROOT / "docs/data").iterdir())
+MOST_LINES = {"performance": 200, "lessons": 125}
+
+
+def test_figures(capsys):
+    assert pages.main(write=False) == 0, capsys.readouterr().out
+
+
+def test_a_page_that_differs(tmp_path, monkeypatch, capsys):
+    """It is named, and written on demand; text around the figures stays."""
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n\n<!-- figures: cpu -->\n| old |\n\nAfter.\n")
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "pages", lambda: [page])
+    monkeypatch.setitem(pages.BLOCKS, "cpu", lambda: "| new |")
+    assert pages.main(write=False) == 1
+    assert "page.md: differs from docs/data" in capsys.readouterr().out
+    assert pages.main(write=True) == 0
+    assert page.read_text() == "Before.\n\n<!-- figures: cpu -->\n| new |\n\nAfter.\n"
+    assert pages.main(write=False) == 0
+
+
+def test_figures_that_do_not_exist():
+    with pytest.raises(ValueError, match=r"A page must name figures of .*; got 'speed'"):
+        pages.filled("<!-- figures: speed -->\n")
+
+
+@pytest.mark.parametrize("name", MOST_LINES)
+def test_a_page_of_state_is_short(name):
+    assert len((ROOT / f"docs/{name}.md").read_text().splitlines()) <= MOST_LINES[name]
+
+
+def test_no_figure_is_typed_into_the_page_of_performance():
+    """Outside of tables that are written, numbers are sizes and versions: no decimals of a time, no share, no count."""
+    text = re.sub(
+        r"^<!-- figures: .*\n(.+\n)*|^```sh\n(.*\n)*?```$", "", (ROOT / "docs/performance.md").read_text(), flags=re.M
+    )
+    text = re.sub(r"\b\w+ = [\d,]+|tokamax \d[\d.]*|Qwen3\.5", "", text)
+    assert re.findall(r"\b\d+\.\d+\b|\b\d+ %|\b\d{4,}\b", text) == []
+
+
+def test_data_is_shown(monkeypatch):
+    """Every file of docs/data is read for a page, or a page links to it."""
+    texts, read, rows_of = [path.read_text() for path in pages.pages()], set(), pages.rows_of
+    monkeypatch.setattr(pages, "rows_of", lambda name: read.add(f"{name}.json") or rows_of(name))
+    linked = {name for text in texts for name in re.findall(r"data/([\w.-]+)", pages.filled(text))}
+    assert set(DATA) - read - linked == set()
+
+
+@pytest.mark.parametrize("name", [name for name in DATA if name.endswith(".json")])
+def test_data_says_how_it_was_made(name):
+    """By a command that wrote it, or by a note and the day of the measurement."""
+    saved = json.loads((ROOT / "docs/data" / name).read_text())
+    assert saved["rows"]
+    assert saved["command"] is not None or {"note", "measured"} <= saved.keys()

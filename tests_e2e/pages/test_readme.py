@@ -1,0 +1,228 @@
+"""Everything that the READMEs and the pages tell a reader to type is run, or at least exists, and so do all links.
+
+The Python blocks of a page run in one go, and print what the block after them promises. Commands that take seconds
+run. Commands that install something or take minutes cannot run inside a test session, so for them the session, folder
+or option that they name must exist.
+"""
+
+import contextlib
+import importlib.util
+import io
+import itertools
+import re
+import shlex
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as benchmarks
+from chunkwise.pipeline import cli
+from chunkwise.shared.testing import tpu
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGE_PAGES = [ROOT / "shared/README.md", *sorted(ROOT.glob("packages/*/README.md"))]
+# Those that take long, or whose code is mostly that of other pages.
+REPEATS = (
+    "adding-a-kernel",
+    "distribution",
+    "from-tokamax",
+    "integrations",
+    "moving-requests",
+    "new-tpu",
+    "numerics",
+    "packing",
+    "stages",
+    "tutorial",
+)
+LONG = [ROOT / "packages/layers/README.md", *(ROOT / f"docs/{name}.md" for name in REPEATS)]
+THOROUGH = dict(test_python=lambda page: page in LONG)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+# The libraries that pages move from, and that are not here: what a page calls, with the arguments of fla-core 0.5, of
+# vLLM's copy of it and of tokamax 0.0.17. A call that they would refuse fails here too.
+DELTA_RULE = """chunk_gated_delta_rule(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None
+)"""
+ELSEWHERE = {
+    "fla.ops.gated_delta_rule": DELTA_RULE,
+    "vllm.model_executor.layers.fla.ops": DELTA_RULE,
+    "fla.ops.kda": """chunk_kda(
+        q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+        use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False,
+        lower_bound=None, cu_seqlens=None, A_log=None, dt_bias=None
+    )""",
+    "tokamax._src.ops.kda.api": """kimi_delta_attention(
+        query, key, value, gate, beta, *, a_log=None, delta_time_bias=None, scale=None, initial_state=None,
+        output_final_state=False, use_qk_l2norm=False, use_gate_in_kernel=False, segment_ids=None, lower_bound=None,
+        context_parallel_metadata=None, max_num_segments=None, implementation=None
+    )""",
+}
+
+
+def stand_in(monkeypatch, module: str):
+    """Put a module that takes the calls of a library into place where the library is missing."""
+    parts = module.split(".")
+    for end in range(1, len(parts) + 1):
+        name = ".".join(parts[:end])
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    exec(f"def {ELSEWHERE[module]}: return None, None", vars(sys.modules[module]))
+
+
+def marks_of(page: Path) -> list:
+    """Return the marks of a page by what its blocks need."""
+    text = page.read_text()
+    needs_torch = any("transformers" in code for kind, code in BLOCK.findall(text) if kind == "python")
+    return [pytest.mark.tpu] * ("compile_for(" in text) + [pytest.mark.torch] * needs_torch
+
+
+def without_libraries(monkeypatch, code: str) -> bool:
+    """Return whether a block can run: libraries of ELSEWHERE get a stand-in, and a block that uses torch needs it."""
+    for module in re.findall(r"^from ((?:fla|vllm|tokamax)\.[\w.]+)", code, re.MULTILINE):
+        stand_in(monkeypatch, module)
+    return "transformers" not in code or (
+        importlib.util.find_spec("torch") is not None and importlib.util.find_spec("transformers") is not None
+    )
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks_of(page)) for page in [*PAGES, *PACKAGE_PAGES]],
+)
+@pytest.mark.interpreted
+def test_python(page, monkeypatch):
+    text = page.read_text()
+    if "tpu.compile_for" in text and not tpu.has_libtpu():
+        pytest.skip("the page compiles for a TPU, which needs libtpu")
+    names = {}
+    blocks = [match.groups() for match in BLOCK.finditer(text)]
+    for (kind, code), (next_kind, promised) in itertools.pairwise([*blocks, ("python", "")]):
+        if kind != "python" or not without_libraries(monkeypatch, code):
+            continue
+        given, printed = dict(names), io.StringIO()
+        with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+            if "transformers" in code:
+                warnings.simplefilter("ignore")
+            exec(compile(code, str(page), "exec"), given)
+        names |= given
+        if printed.getvalue() or "print(" in code:
+            assert next_kind == "", f"{page}: the output of a block must follow it"
+            assert printed.getvalue() == promised
+
+
+def commands() -> list:
+    """Return (page, command) of every line of every ```sh block."""
+    found = []
+    for page in PAGES:
+        for kind, block in BLOCK.findall(page.read_text()):
+            for line in block.splitlines() if kind == "sh" else ():
+                parts = re.split(r"(?:^|\s)#", line)[0].split("&&")
+                found += [(page.name, part.strip()) for part in parts if part.strip()]
+    return found
+
+
+def test_two_commands():
+    """The README begins with what sets everything up and runs it, and with what tests it."""
+    _, status, block, *_ = re.split(r"\n\n(?=\S)", (ROOT / "README.md").read_text().split("\n\n", 1)[1])
+    install, tests = "python -m pip install . && chunkwise demo", "python -m pip install nox && python -m nox"
+    assert block == f"```sh\n{install}\n{tests}\n```"
+    assert status.startswith("**Status:**")
+    assert tests.replace("python ", "python3 ") in (ROOT / ".ci/run").read_text()
+
+
+def check_nox(arguments: list[str]) -> None:
+    """A session installs an environment of its own, which takes minutes: it must exist."""
+    noxfile = (ROOT / "noxfile.py").read_text()
+    packages = {path.parent.name for path in ROOT.glob("*/*/pyproject.toml")} | {"shared"}
+    sessions = set(re.findall(r"^def (\w+)\(session\b", noxfile, re.MULTILINE))
+    sessions |= {f"{kind}-{name}" for kind in ("test", "solo") for name in packages}
+    assert arguments[:1] in ([], ["-s"], ["-l"])
+    assert set(arguments[1:]) <= sessions
+
+
+def check_pip(arguments: list[str]) -> None:
+    """Tests install nothing: a folder must be a distribution, another name one that the project declares."""
+    assert arguments[0] == "install"
+    declared = "".join(path.read_text() for path in [ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml")])
+    for name in arguments[1:]:
+        if name.startswith("git+"):
+            name = name.partition("#subdirectory=")[2] or "."
+        if name.startswith((".", "packages/")):
+            assert (ROOT / name.split("[")[0] / "pyproject.toml").exists(), name
+        elif not name.startswith("-"):
+            assert re.match(r"\w+", name)[0] in declared + "nox tokamax", name
+
+
+def check_chunkwise(arguments: list[str]) -> None:
+    """Every kernel takes a minute and is what `chunkwise check` is tested for in its package: one kernel here.
+
+    The demo and the report take a minute too, and have tests in their package.
+    """
+    if arguments[0] in ("demo", "report"):
+        assert cli.make_parser().parse_args(arguments)
+        return
+    only = ["--kernel", "chunk_local_cumsum"] if arguments[0] == "check" and "--kernel" not in arguments else []
+    assert cli.main([*arguments, *only]) == 0
+
+
+def check_benchmarks(arguments: list[str], tmp_path) -> None:
+    """Minutes each: the options must be known. A plot takes a second and is drawn."""
+    options = benchmarks.parse(arguments)
+    if options.command == "plot":
+        picture = tmp_path / options.output.name
+        assert benchmarks.main(["plot", str(ROOT / options.result), str(picture)]) == 0
+        assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("page", "command"), commands(), ids=[command for _, command in commands()])
+def test_command(page, command, tmp_path, capsys):
+    words = shlex.split(command)
+    if words[:2] == ["python", "-m"]:
+        words = words[2:]
+    program, arguments = words[0], words[1:]
+    if program == "nox":
+        check_nox(arguments)
+    elif program == "pip":
+        check_pip(arguments)
+    elif program == "chunkwise":
+        check_chunkwise(arguments)
+    elif program == "benchmarks":
+        check_benchmarks(arguments, tmp_path)
+    elif program == "python":
+        # Minutes each: the program must exist. That of the training has tests of its own.
+        assert (ROOT / arguments[0]).exists()
+    elif program == "http.server":
+        # For ever.
+        assert importlib.util.find_spec(program)
+    else:
+        pytest.fail(f"{page}: nothing here knows how to check {command!r}")
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names of a page's headings, as links write them."""
+    headings = re.findall(r"^#+ (.*)", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *PACKAGE_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_links(page):
+    """Links to pages, their headings and pictures lead somewhere."""
+    for target in re.findall(r"\]\(([^)]+)\)", BLOCK.sub("", page.read_text())):
+        if not target.startswith("http"):
+            path, _, heading = target.partition("#")
+            other = page.parent / path if path else page
+            assert other.exists(), target
+            assert not heading or heading in anchors(other), target
+
+
+@pytest.mark.parametrize("page", PACKAGE_PAGES, ids=lambda page: page.parent.name)
+def test_commands_of_a_package(page):
+    """The sessions and folders that a README of a package names exist."""
+    for line in re.findall(r"`((?:nox|pip) [^`]+)`", page.read_text()):
+        program, *arguments = line.split()
+        {"nox": check_nox, "pip": check_pip}[program](arguments)

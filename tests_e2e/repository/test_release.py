@@ -1,0 +1,140 @@
+"""What a release rests on: the copies of metadata.toml, the lock file, the versions, and the pages of the forge."""
+
+import importlib
+import os
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from release import metadata, pythons
+
+ROOT = Path(__file__).parents[2]
+MANIFESTS = [ROOT / "pyproject.toml", ROOT / "shared/pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
+LOCK = (ROOT / "release/lock.txt").read_text().splitlines()[1:]
+
+
+def normal(name: str) -> str:
+    """Return the name of a distribution as indexes write it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_copies_agree(capsys):
+    assert metadata.main(["--check"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "README.md", "CITATION.cff"])
+def test_an_address_reaches_every_copy(name):
+    """While there is none, nothing speaks of one."""
+    about = metadata.read()
+    address = "https://localhost/repository"
+    for now, expected in ((about._replace(repository=""), False), (about._replace(repository=address), True)):
+        text = dict(metadata.copies(now))[ROOT / name]
+        assert (address in text) is expected
+        assert ("git+" in text) is (expected and name == "README.md")
+
+
+def test_links_of_a_release():
+    about, page = (
+        metadata.read()._replace(repository="https://localhost/repository"),
+        "[a](../../docs/kda.md#x) [b](#y)",
+    )
+    assert metadata.with_addresses(page, "packages/kda", about._replace(repository="")) == page
+    assert metadata.with_addresses(page, "packages/kda", about) == (
+        f"[a](https://localhost/repository/blob/v{about.version}/docs/kda.md#x) [b](#y)"
+    )
+
+
+def test_requirements_agree():
+    """Every distribution asks for the same releases of JAX and numpy."""
+    for name in ("jax", "numpy"):
+        asked = [line for path in MANIFESTS for line in re.findall(rf'"{name}>=[^"]*"', path.read_text())]
+        assert len(set(asked)) == 1, asked
+
+
+def test_the_lock_names_exact_versions():
+    assert len(LOCK) > 100
+    for line in LOCK:
+        assert re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*( ; [^@/]+)?", line), line
+
+
+def test_the_lock_has_all_that_sessions_install():
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"].values()
+    wanted = {re.match(r"[\w.-]+", line)[0] for group in groups for line in group if isinstance(line, str)}
+    locked = {line.split("==")[0] for line in LOCK}
+    assert {normal(name) for name in wanted} <= locked
+
+
+def test_tools_have_one_version():
+    """pre-commit, the group `lint` and the lock agree."""
+    pinned = set(re.findall(r"[\w-]+==[\d.]+", (ROOT / ".pre-commit-config.yaml").read_text()))
+    assert pinned <= set(LOCK)
+    assert pinned <= set(tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["lint"])
+
+
+def test_workflows_test_every_pair():
+    """The pairs of test.yml are those of the session matrix, and the classifiers name their Pythons."""
+    about, jax = ((ROOT / "release/metadata.toml").read_text(), (ROOT / "noxfile.py").read_text())
+    workflow = (ROOT / ".github/workflows/test.yml").read_text()
+    named = re.findall(r"Python :: (3\.\d+)", about)
+    assert f"python: {str(named).replace(chr(39), chr(34))}" in workflow
+    assert set(named) == set(re.findall(r'"(3\.\d\d)"', jax.split("PAIRS = ")[1].split("]")[0]))
+    assert set(re.findall(r'"(0\.\d+)"', workflow)) == set(
+        re.findall(r'"(0\.\d+)"', jax.split("JAX = ")[1].split("\n")[0])
+    )
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob(".github/workflows/*.yml")), ids=lambda path: path.stem)
+def test_workflows_name_sessions_and_releases(path):
+    text = path.read_text()
+    assert all(re.fullmatch(r"v\d+(\.\d+)*", tag) for tag in re.findall(r"uses: \S+@(\S+)", text))
+    sessions = set(re.findall(r"^def (\w+)\(session\b", (ROOT / "noxfile.py").read_text(), re.MULTILINE))
+    for line in re.findall(r"nox -s (.*)", text):
+        named = re.findall(r"(?<!\S)\"?([a-z]+)", line.replace("${{ matrix.session }}", ""))
+        assert set(named) <= sessions, line
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("tests_e2e/*/test_*.py")), ids=lambda path: path.stem)
+def test_what_needs_torch_is_marked(path):
+    """The session `oldest` selects it by its mark; elsewhere it is skipped."""
+    text = path.read_text()
+    if re.search(r"^from tests_e2e\.layers\.|importorskip\(.torch|find_spec\(.torch", text, re.MULTILINE):
+        assert "pytest.mark.torch" in text
+
+
+def script(path: Path, text: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="it writes programs of sh")
+def test_pythons_that_run_are_found(tmp_path, monkeypatch):
+    """A command of PATH that fails, another version by that name and a free-threaded one are none."""
+    monkeypatch.setattr(sys, "executable", script(tmp_path / "nox/python", "echo 3.11 final cpython True True"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'shims'}:{tmp_path / 'usr'}")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    monkeypatch.setenv("UV_PYTHON_INSTALL_DIR", str(tmp_path / "uv"))
+    for version in ("3.12", "3.13"):
+        script(tmp_path / f"shims/python{version}", "echo command not found; exit 127")
+    script(tmp_path / "usr/python3.12", "echo 3.12 final cpython True False")
+    script(tmp_path / "usr/python3.14", "echo 3.14 candidate cpython True True")
+    there = {
+        "3.12": script(tmp_path / "pyenv/versions/3.12.1/bin/python3.12", "echo 3.12 final cpython True True"),
+        "3.13": script(tmp_path / "uv/cpython-3.13.0/bin/python3.13", "echo 3.13 final cpython True True"),
+    }
+    assert pythons.find(["3.11", "3.12", "3.13", "3.14"]) == {"3.11": sys.executable} | there
+
+
+def test_this_python_is_found():
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert pythons.find([version]) == {version: sys.executable}
+
+
+@pytest.mark.parametrize("path", MANIFESTS[1:], ids=lambda path: path.parent.name)
+def test_versions(path):
+    module = importlib.import_module(f"chunkwise.{path.parent.name}")
+    assert module.__version__ == metadata.read().version

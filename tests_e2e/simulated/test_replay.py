@@ -1,0 +1,13 @@
+"""The kernel of decodes over a ring, whose copies it makes itself."""
+
+import pytest
+
+from shared.tests.replay_suite import CASES, assert_steps
+
+THOROUGH = dict(test_steps=lambda case: case != "kda")
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("case", CASES)
+def test_steps(case):
+    assert_steps(case)

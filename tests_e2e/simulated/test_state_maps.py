@@ -1,0 +1,70 @@
+"""The kernels for tokens that are split over devices: the map of the states, and the gradient of the states alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise import fused_gdn, fused_gla, kda, two_keys
+from chunkwise.fused_gdn import operator as gdn_operator
+from chunkwise.fused_gla import operator as gla_operator
+from chunkwise.kda import operator as kda_operator
+from chunkwise.pipeline import operators
+from chunkwise.shared.operators import arguments, implementations
+from chunkwise.shared.testing import compare, inputs, oracle
+from chunkwise.two_keys import operator as two_keys_operator
+from shared.tests import segment_suite
+
+pytestmark = pytest.mark.interpreted
+THOROUGH = dict(test_state_map=lambda operator, batch: batch != "rows" or operator not in ("gated_delta_rule", "gla"))
+OPERATORS = {
+    "gated_delta_rule": (gdn_operator.OPERATOR, fused_gdn.Config(1, 1)),
+    "kda": (kda_operator.OPERATOR, kda.Config(1, 1)),
+    "gdn2": (two_keys_operator.GDN2, two_keys.Config(1, 1)),
+    "comba": (two_keys_operator.COMBA, two_keys.Config(1, 1)),
+    "gla": (gla_operator.GLA, fused_gla.Config(1, 1, 2)),
+    "simple_gla": (gla_operator.SIMPLE_GLA, fused_gla.Config(1, 1, 2)),
+}
+K = 12
+BATCHES = {
+    "rows": ({}, (2, 50), 20),
+    "pack": (dict(cu_seqlens=inputs.boundaries(1, 17, 0, 20)), (1, 40), 20),
+    "segments": (dict(segment_ids=jnp.asarray(segment_suite.SEGMENT_IDS)), segment_suite.SEGMENT_IDS.shape, 20),
+    # The identity does not fit beside the states, and takes a launch of its own.
+    "wide": ({}, (1, 20), 250),
+}
+
+
+@pytest.mark.parametrize(("batch", "cores"), [("rows", 1), ("pack", 2), ("segments", 1), ("wide", 1)])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_state_map(operator, batch, cores):
+    """The map takes any state to the state after the tokens, and the operator takes the arrays that it precomputed."""
+    (record, config), (sequences, sizes, V) = OPERATORS[operator], BATCHES[batch]
+    fused, entry = record.implementations["fused"], operators.OPERATORS[f"chunk_{operator}"]
+    count = len(sequences["cu_seqlens"]) - 1 if "cu_seqlens" in sequences else sizes[0]
+    x = inputs.make_inputs(*sizes, 1, 2, K, V, per_channel=entry.per_channel, erase=entry.erase, num_states=count)
+    x |= {} if entry.delta else dict(beta=None)
+    start, options = x["initial_state"], arguments.Options(True, chunk_size=16, config=config)
+    given = lambda x, start: (fused, arguments.Arguments(**x | dict(initial_state=start), **sequences), options)
+    rng = np.random.default_rng(1)
+    do, dht = (jnp.asarray(rng.standard_normal(x[name].shape), jnp.float32) for name in ("v", "initial_state"))
+
+    @jax.jit
+    def programs(x, start, do, dht):
+        found = implementations.map_states(*given(x, jnp.zeros_like(start)))
+        o, final_state = implementations.run(*given(x, start), found.precomputed)
+        dh0 = implementations.state_gradient(*given(x, start), found.precomputed, do, dht)
+        return found.states, found.M, o, final_state, dh0
+
+    finite = {name: y for name, y in x.items() if y is not None}
+    poisoned = inputs.poison_padding(finite, **sequences)
+    states, M, o, final_state, dh0 = programs(x | poisoned, start, do, dht)
+    want_o, want, gradients = oracle.reference(**finite, **sequences, do=do, dht=dht)
+    compare.assert_close("o", o, want_o, compare.TOLERANCE["float32"])
+    compare.assert_close("final_state", final_state, want, compare.TOLERANCE["float32"])
+    compare.assert_close("dh0", dh0, gradients["initial_state"], compare.GRADIENT_TOLERANCE["float32"])
+    if M is not None:  # else it is the sum of the gates
+        # No kernel makes the map of an empty sequence.
+        some = np.diff(sequences["cu_seqlens"]) > 0 if "cu_seqlens" in sequences else np.full(count, True)
+        mapped = M * start if M.shape[3] == 1 else jnp.matmul(M, start, precision="highest")
+        compare.assert_close("mapped", (states + mapped)[some], want[some], compare.TOLERANCE["float32"])
