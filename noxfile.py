@@ -32,20 +32,17 @@ MANIFESTS = [ROOT / "shared/pyproject.toml", *sorted(ROOT.glob("packages/*/pypro
 PACKAGES = {path.parent.name: path.parent for path in MANIFESTS}
 METADATA = {path.parent.name: tomllib.loads(path.read_text())["project"] for path in MANIFESTS}
 GROUPS = nox.project.load_toml("pyproject.toml")
-VERSION = common.read().version
+ABOUT = common.read()
 
 NEWEST = bool(os.environ.get("NEWEST"))
 LOCK = ROOT / "release/lock.txt"
 LOCKED = () if NEWEST else ("--constraint", str(LOCK))
 
-# The pairs of Python and JAX that work: JAX 0.11 and later need Python 3.12.
-JAX = ("0.10", "0.11", "0.12")
-PAIRS = [("3.11", "0.10"), *((python, jax) for python in ("3.12", "3.13", "3.14") for jax in JAX)]
 # The packages whose tests run under every pair, and under the oldest Python: a stage, and a whole operator.
 SAMPLE = ("kkt", "kda")
 
 # The Pythons of this machine by version, oldest first. Without a supported one, sessions run under that of nox.
-PYTHONS = pythons.find(dict.fromkeys(python for python, jax in PAIRS))
+PYTHONS = pythons.find(ABOUT.pythons)
 OLDEST, *_, LATEST = [*PYTHONS.values()] * 2 or [None, None]
 # Two tests fail under JAX 0.12: temporaries of the gradient of the norm, and KDA "staged" with resets in float32.
 LATEST = LATEST if os.environ.get("NEWEST_PYTHON") else OLDEST
@@ -139,7 +136,7 @@ def lock(session):
     wanted.write_text("\n".join(dict.fromkeys(groups)))
     found.unlink(missing_ok=True)
     alone = ("--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links")
-    python = common.read().requires_python.removeprefix(">=")
+    python = ABOUT.requires_python.removeprefix(">=")
     session.run(
         "uv", "pip", "compile", "--quiet", "--universal", "--python-version", python, *alone, wanted, "-o", found
     )  # fmt: skip
@@ -303,7 +300,7 @@ def check_release(session: nox.Session, dist: Path) -> None:
                     session.error(f"{path.name}: {member} must name its siblings by version; got {line!r}.")
     session.run("twine", "check", "--strict", *archives)
     # The root has no file of its own.
-    bare = dist / f"chunkwise-{VERSION}-py3-none-any.whl"
+    bare = dist / f"chunkwise-{ABOUT.version}-py3-none-any.whl"
     session.run("check-wheel-contents", *(path for path in archives if path.suffix == ".whl" and path != bare))
 
 
@@ -329,8 +326,8 @@ def copy_for_release(name: str, folder: Path, release: Path) -> None:
         shutil.copytree(folder, release, ignore=shutil.ignore_patterns("__pycache__", ".*", "dist"))
     shutil.copy(ROOT / "LICENSE", release)
     manifest = release / "pyproject.toml"
-    manifest.write_text(SIBLING.sub(lambda match: f"{match[1]}{match[2] or ''}=={VERSION}", manifest.read_text()))
-    readme = common.with_addresses((folder / "README.md").read_text(), str(folder.relative_to(ROOT)), common.read())
+    manifest.write_text(SIBLING.sub(lambda match: f"{match[1]}{match[2] or ''}=={ABOUT.version}", manifest.read_text()))
+    readme = common.with_addresses((folder / "README.md").read_text(), str(folder.relative_to(ROOT)), ABOUT)
     (release / "README.md").write_text(readme)
 
 
@@ -360,7 +357,9 @@ def build(session):
 
 @nox.session(default=False)
 @nox.parametrize(
-    "python,jax", [(PYTHONS.get(python, python), jax) for python, jax in PAIRS], ids=["-".join(pair) for pair in PAIRS]
+    "python,jax",
+    [(PYTHONS.get(python, python), jax) for python, jax in ABOUT.pairs],
+    ids=["-".join(pair) for pair in ABOUT.pairs],
 )
 def matrix(session, jax):
     """Install the wheels of dist/ under every pair of Python and JAX, and run a sample of the tests on them."""

@@ -1,6 +1,7 @@
-"""Copies release/metadata.toml into every pyproject.toml, CITATION.cff and the pages; with --check it only compares.
+"""Copies release/metadata.toml into every pyproject.toml, workflow and page; with --check it only compares.
 
-A pyproject.toml holds the copy between a comment and the next empty line, a page between two comments of HTML.
+A pyproject.toml holds a copy between a comment and the next empty line, a page between two comments of HTML, and a
+workflow in the list after a comment. Patterns find the releases of JAX in requirements and in sentences.
 """
 
 import json
@@ -13,8 +14,12 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 MARK = "# Out of release/metadata.toml, by `nox -s metadata`:"
+# The first group of a pattern stays, and a copy takes the place of the rest.
 MANIFEST = re.compile(rf"^({re.escape(MARK)}\n)(?:.+\n)*", re.MULTILINE)
+REQUIREMENT = re.compile(r'("jax)>=[^"]*')
+WORKFLOW = re.compile(rf"^( *{re.escape(MARK)}\n)(?: *- .+\n)*", re.MULTILINE)
 PAGE = re.compile(r"^(<!-- from git -->\n)(?:.*\n)*?(?=<!-- end -->$)", re.MULTILINE)
+SENTENCE = re.compile(r"(\bJAX )0\.\d+ to 0\.\d+")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)]+)\)")
 
 
@@ -28,12 +33,53 @@ class Metadata(NamedTuple):
     repository: str
     keywords: list[str]
     classifiers: list[str]
+    jax: dict[str, str]
+
+    @property
+    def pythons(self) -> list[str]:
+        """The supported Pythons, oldest first."""
+        return re.findall(r"Python :: (3\.\d+)", "\n".join(self.classifiers))
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The oldest and the newest supported release of JAX."""
+        return min(self.jax, key=number), max(self.jax, key=number)
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The pairs of Python and JAX that work."""
+        every = ((python, jax) for python in self.pythons for jax in self.jax)
+        return [(python, jax) for python, jax in every if number(python) >= number(self.jax[jax])]
 
 
 def read() -> Metadata:
     """Return the content of metadata.toml; a key too many or too few raises a TypeError."""
     table = tomllib.loads((ROOT / "release/metadata.toml").read_text())
     return Metadata(**{name.replace("-", "_"): value for name, value in table.items()})
+
+
+def number(version: str) -> tuple[int, ...]:
+    """Return a version as numbers, which compare as versions do."""
+    return tuple(int(part) for part in version.split("."))
+
+
+def jax_range(about: Metadata) -> str:
+    """Return the range of JAX as a requirement says it."""
+    oldest, newest = about.ends
+    major, minor = number(newest)
+    return f">={oldest},<{major}.{minor + 1}"
+
+
+def pair_lines(about: Metadata) -> str:
+    """Return the pairs of Python and JAX as the matrix of a workflow lists them."""
+    return "".join(f'          - {{python: "{python}", jax: "{jax}"}}\n' for python, jax in about.pairs)
+
+
+def support_row(about: Metadata) -> tuple[re.Pattern, str]:
+    """Return the row of this version in the table of supported versions, and the pattern that finds it."""
+    version = re.escape(".".join(about.version.split(".")[:2]))
+    row = re.compile(rf"^(\| {version} \|).*", re.MULTILINE)
+    return row, f" {', '.join(about.jax)} | {', '.join(about.pythons)} |"
 
 
 def manifest_lines(about: Metadata) -> str:
@@ -88,15 +134,30 @@ def citation(about: Metadata) -> str:
 
 def copies(about: Metadata) -> Iterator[tuple[Path, str]]:
     """Yield (path, text) of every file that holds a copy, as it must be."""
-    folders = [ROOT, ROOT / "shared", *sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))]
-    manifests = [folder / "pyproject.toml" for folder in folders]
-    pages = [ROOT / "README.md", ROOT / "docs/packages.md"]
-    for pattern, paths, lines in ((MANIFEST, manifests, manifest_lines(about)), (PAGE, pages, page_lines(about))):
-        for path in paths:
-            text, count = pattern.subn(lambda match, lines=lines: match[1] + lines, path.read_text())
-            if count != 1:
-                raise SystemExit(f"{path.relative_to(ROOT)} must have one place for metadata.toml; got {count}.")
-            yield path, text
+    manifests = [
+        ROOT / "pyproject.toml",
+        ROOT / "shared/pyproject.toml",
+        *sorted(ROOT.glob("packages/*/pyproject.toml")),
+    ]
+    workflows = [ROOT / f".github/workflows/{name}.yml" for name in ("test", "release")]
+    install, jax = (PAGE, page_lines(about)), (SENTENCE, " to ".join(about.ends))
+    places = {
+        **{path: ((MANIFEST, manifest_lines(about)), (REQUIREMENT, jax_range(about))) for path in manifests},
+        **{path: ((WORKFLOW, pair_lines(about)),) for path in workflows},
+        ROOT / "README.md": (install, jax),
+        ROOT / "docs/packages.md": (install,),
+        ROOT / "docs/which-library.md": (jax,),
+        ROOT / "docs/stability.md": (support_row(about),),
+    }
+    for path, patterns in places.items():
+        text = path.read_text()
+        for pattern, copy in patterns:
+            text, count = pattern.subn(lambda match, copy=copy: match[1] + copy, text)
+            if not count:
+                raise SystemExit(
+                    f"{path.relative_to(ROOT)} must have a place of metadata.toml; got no {pattern.pattern}."
+                )
+        yield path, text
     yield ROOT / "CITATION.cff", citation(about)
 
 
