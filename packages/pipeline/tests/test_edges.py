@@ -82,6 +82,23 @@ def test_a_repeated_key_does_not_grow(operator, implementation, beta):
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("operator", ["gated_delta_rule", "kda"])
+def test_a_repeated_key_and_step_sizes_of_a_sigmoid(operator):
+    """They are at most 1, so that no state grows, and the kernels leave out the factor for the rounding of keys."""
+    T, K = 512, 16
+    rng = np.random.default_rng(0)
+    k = jnp.broadcast_to(jnp.asarray(rng.standard_normal(K), jnp.bfloat16), (1, T, 1, K))
+    v = jnp.asarray(rng.standard_normal((1, T, 1, K)), jnp.bfloat16)
+    raw = jnp.asarray(np.random.default_rng(1).choice([-2.0, 1.0, 30.0], (1, T, 1)), jnp.float32)
+    x = arguments(operator, k, k, v, jnp.zeros((1, T, 1)), raw)
+    o, _ = DELTA[operator](
+        **x, scale=1.0, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, implementation="fused"
+    )
+    want = reference(**x | dict(beta=jax.nn.sigmoid(raw)), scale=1.0, use_qk_l2norm_in_kernel=True)[0]
+    assert_close("o", o, want, 5e-3)
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize("implementation", ["xla", "fused"])
 def test_a_state_near_its_fixed_point_learns(implementation):
     """A residual of 2 beside a prediction of 4,098 is not lost, and the step sizes have a gradient."""

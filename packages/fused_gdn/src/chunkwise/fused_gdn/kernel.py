@@ -95,7 +95,7 @@ def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic) -> Any:
         return q, k, g, beta, None
     q = None if q is None else tiles.l2norm(q.astype(jnp.float32)).astype(q.dtype)
     k, factor = tiles.unit_keys(k.astype(jnp.float32), k.dtype)  # factor [key heads, C, 1]
-    if factor is None:
+    if factor is None or not static.compensate:
         return q, k, g, beta, None
     head, by_head = lax.broadcasted_iota(jnp.int32, beta.shape, 1), jnp.broadcast_to(factor[0], beta.shape)
     for i in range(1, len(factor)):

@@ -71,6 +71,7 @@ class FusedStatic(NamedTuple):
       chunks: chunks of a step.
       p: heads that lie side by side in the lanes.
       normalise: queries and keys are scaled to unit length first.
+      compensate: step sizes make up for the rounding of these keys, because they may exceed 1: `tiles.unit_keys`.
       lower_bound: of the law of raw gates, or None.
       base: rows of the diagonal blocks that one product covers, in the forward of KDA.
       backward_base: in its backward, where gradients of strong gates are as small as the decays.
@@ -95,6 +96,7 @@ class FusedStatic(NamedTuple):
     chunks: int = 1
     p: int = 1
     normalise: bool = False
+    compensate: bool = False
     lower_bound: float | None = None
     base: int = 1
     backward_base: int = 1

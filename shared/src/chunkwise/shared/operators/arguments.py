@@ -130,6 +130,7 @@ class Options(NamedTuple):
       config: tile sizes of the fused kernels, the `Config` of the package; None for the best.
       scale: the number that multiplies the output, beside `Arguments.scale`, which is then an array or None; None
         before it is chosen.
+      large_steps: step sizes or erase gates may exceed 1; False where a sigmoid makes them.
     """
 
     output_final_state: bool = False
@@ -144,6 +145,7 @@ class Options(NamedTuple):
     decode_tokens: int | None = None
     config: Any = None
     scale: Any = None
+    large_steps: bool = True
 
 
 def total_gate(x: Arguments) -> jax.Array:
@@ -228,7 +230,9 @@ def with_final_gates(x: Arguments, options: Options, raw_gates: bool = False) ->
     )
     if activation.use_gate_in_kernel and not raw_gates:
         x = x._replace(g=gates.decays(x.g, x.A_log, x.dt_bias, activation.lower_bound, valid), A_log=None, dt_bias=None)
-    return x, options._replace(activation=left, gate_lower_bound=_promised(options))
+    raw = activation.use_beta_sigmoid_in_kernel or activation.use_erase_sigmoid_in_kernel
+    large = activation.allow_neg_eigval or not raw
+    return x, options._replace(activation=left, gate_lower_bound=_promised(options), large_steps=large)
 
 
 def _with_erase_keys(x: Arguments, options: Options, valid: jax.Array | None) -> tuple[Arguments, Options]:
