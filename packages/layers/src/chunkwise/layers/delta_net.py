@@ -1,17 +1,14 @@
 """The gated DeltaNet of Qwen3-Next, Qwen3.5 and OLMo-hybrid."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.layers import config, norm, parameters, running
+from chunkwise.layers import config, layer, norm, parameters, running
 from chunkwise.pipeline import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.shared.operators import arguments
 
-_CONFIG = config.GatedDeltaNetConfig
 _OPERATORS = running.Operators(chunk_gated_delta_rule, recurrent_gated_delta_rule, ragged_gated_delta_rule)
 
 
@@ -40,7 +37,7 @@ class GatedDeltaNetWeights(NamedTuple):
     out: jax.Array
 
 
-def split_weights(config: config.GatedDeltaNetConfig) -> dict[str, Any]:
+def _split(config: config.GatedDeltaNetConfig) -> dict[str, Any]:
     """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
     return dict(
         q=".h", k=".h", v=".n", z=".n", a=".n", b=".n", conv=("h.", "h.", "n."), A_log="n", dt_bias="n", norm=".",
@@ -48,19 +45,12 @@ def split_weights(config: config.GatedDeltaNetConfig) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def init_gated_delta_net(key: jax.Array, config: config.GatedDeltaNetConfig, dtype=jnp.float32) -> GatedDeltaNetWeights:
+def _init(new: parameters.Initial, c: config.GatedDeltaNetConfig) -> GatedDeltaNetWeights:
     """Return random weights of a layer that is to be trained.
 
     Projections keep the size of what they multiply; the rate exp(A_log) is uniform up to 16, and steps are from 0.001
     to 0.1, as in flash-linear-attention.
-
-    Args:
-      key: of JAX's random numbers.
-      config: sizes of the layer.
-      dtype: of all weights but A_log and dt_bias, which are float32.
     """
-    _CONFIG.check(config)
-    c, new = config, parameters.Initial(key, dtype)
     q, k, v = c.channels
     return GatedDeltaNetWeights(
         q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), z=new.matrix(c.D, v),
@@ -69,27 +59,14 @@ def init_gated_delta_net(key: jax.Array, config: config.GatedDeltaNetConfig, dty
     )  # fmt: skip
 
 
-def load_gated_delta_net(
-    named: Mapping[str, Any], config: config.GatedDeltaNetConfig, prefix: str = ""
-) -> GatedDeltaNetWeights:
+def _load(found: parameters.Checkpoint, c: config.GatedDeltaNetConfig) -> GatedDeltaNetWeights:
     """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
 
     Qwen3-Next keeps q, k, v and z of a key head together, and b and a too ("in_proj_qkvz", "in_proj_ba"). Qwen3.5 keeps
     q, k and v in one matrix, head after head, and Lara-mini all six of them. OLMo-hybrid and flash-linear-attention
     have a matrix for each. The matrices that vLLM fuses are read under names of their own alone: "qkv_proj", and
     "in_proj_ba" beside "in_proj_qkv"; what it calls "in_proj_qkvz" for Qwen3.5 has another order than Qwen3-Next's.
-
-    Args:
-      named: arrays by their names in the checkpoint, numpy's, torch's or JAX's; those of 8 bits with their scales.
-      config: sizes of the layer.
-      prefix: what the names of this layer start with, such as "model.layers.0.linear_attn."; other names are ignored.
-
-    Raises:
-      ValueError: a name is missing, an array has another shape than `config` asks for, or the layer has weights that
-        `gated_delta_net` does not.
     """
-    _CONFIG.check(config)
-    c, found = config, parameters.Checkpoint(named, prefix)
     q, k, v = c.channels
     norm, out = ("norm", "out_proj") if "out_proj" in found else ("o_norm", "o_proj")
     found.rename("out_norm", "norm")
@@ -115,28 +92,15 @@ def load_gated_delta_net(
         columns = dict(g=v, a=c.HV, b=c.HV)
         projections = [*found.matrices(("q", "k", "v"), c.D, c.channels)]
         projections += [found.matrix(f"{name}_proj", c.D, n) for name, n in columns.items()]
-    weights = GatedDeltaNetWeights(
+    return GatedDeltaNetWeights(
         *projections, conv=found.convolutions(("q", "k", "v"), c.channels, c.W), A_log=found.float32("A_log", c.HV),
         dt_bias=found.float32("dt_bias", c.HV), norm=found.read(norm, c.V), out=found.matrix(out, v, c.D),
     )  # fmt: skip
-    found.end()
-    return weights
 
 
-def gated_delta_net(
-    x: jax.Array,
-    weights: GatedDeltaNetWeights,
-    config: config.GatedDeltaNetConfig,
-    cache: running.Cache | None = None,
-    output_cache: bool = False,
-    *,
-    cu_seqlens: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    padding_id: int = -1,
-    implementation: str | None = None,
-    sharding: arguments.Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, running.Cache | None]:
+def _mix(
+    x, w: GatedDeltaNetWeights, config: config.GatedDeltaNetConfig, run: running.Run
+) -> tuple[jax.Array, running.Cache]:
     """Return what a gated DeltaNet makes of hidden states, and its cache after them.
 
     For training, prefill and decode. In every value head::
@@ -147,88 +111,10 @@ def gated_delta_net(
         o       = gated delta rule(q, k, v, g, beta), with q and k of unit length
         y       = W_out (rms_norm(o) silu(W_z x)), or sigmoid in the place of the last silu
 
-    Dims: B batch, T tokens, D size of the hidden states, N sequences: B, or len(cu_seqlens) - 1; the rest is
-    `config`'s.
-
-    Args:
-      x: hidden states [B, T, D], float32 or bfloat16. Products with weights are in this type; gates, the norm and what
-        the operator says are float32.
-      weights: of the layer, of any floating type.
-      config: sizes of the layer; static.
-      cache: what the tokens before left, of N sequences; None for none. With one token in each row and a cache the
-        operator decodes; under jit, donate the cache to update it in place.
-      output_cache: whether to return the cache; static.
-      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1.
-      segment_ids: int32 [B, T], traced, instead of cu_seqlens: a sequence begins where the id changes, and tokens of an
-        id below 0 are padding, which may hold any number. A cache has a state for each row then.
-      padding_id: an id whose tokens are padding too, such as MaxText's 0; static. It says nothing of a pack by
-        cu_seqlens, where padding is what follows the last boundary.
-      implementation: of the operator, "xla", "staged" or "fused", and of the layers around it accordingly; None for the
-        best.
-      sharding: how v [B, T, HV, V] is split over the devices of a mesh with automatic axes, as `shardings` gives it;
-        static. Over explicit axes the types of x and of the weights say it.
-      context_axis: the axes of a mesh, inside a `shard_map`, over which T is split.
-
-    Returns:
-      y [B, T, D] in the type of x, and the cache, None unless asked for. Differentiable in x, the weights and the
-      cache.
-
-    Raises:
-      ValueError: an argument has the wrong rank, shape or type.
-
     Accuracy: with random weights 1e-5 relative to transformers' layers in float32.
     Cost: 2 B T D (2 H K + 3 HV V + 2 HV) flops for the projections, and those of the operator.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024), as in Qwen3-Next.
     """
-    run = running.Sequences(
-        cache, output_cache, cu_seqlens, segment_ids, padding_id, implementation, sharding, context_axis
-    )
-    y, cache = _mix(x, weights, config, run)
-    return y, cache if output_cache else None
-
-
-def ragged_gated_delta_net(
-    x: jax.Array,
-    weights: GatedDeltaNetWeights,
-    config: config.GatedDeltaNetConfig,
-    pool: running.Cache,
-    step: running.Step,
-    *,
-    block_size: int | None = None,
-    decode_tokens: int | None = None,
-    implementation: str | None = None,
-    sharding: arguments.Sharding | None = None,
-) -> tuple[jax.Array, running.Cache]:
-    """Return what a gated DeltaNet makes of the tokens of a serving step, and its pool after the step.
-
-    The equations are those of `gated_delta_net`. The tokens of all sequences follow one another in one row, and their
-    states are in slots of the pool. Under jit, donate the pool: it is updated in place.
-
-    Args:
-      x: hidden states [1, T, D].
-      weights, config, implementation, sharding: as in `gated_delta_net`.
-      pool: a cache with slots in place of sequences, of any floating type, which it keeps; see `empty_cache`, and
-        `empty_pool` for states in 8 bits and for rings.
-      step: which tokens belong to which sequence, and where its state is. All of it is traced, so one program serves
-        every step of the same sizes.
-      block_size: tokens of a block for `step.block_state_indices`; static.
-      decode_tokens: over a pool with a ring, the most tokens of a decode, that of `empty_pool`; static, None for 1.
-
-    Returns:
-      y [1, T, D] in the type of x, and the pool.
-
-    Raises:
-      ValueError: an argument has the wrong rank, shape or type.
-    """
-    return _mix(x, weights, config, running.Serving(pool, step, block_size, decode_tokens, implementation, sharding))
-
-
-def _mix(
-    x, w: GatedDeltaNetWeights, config: config.GatedDeltaNetConfig, run: running.Run
-) -> tuple[jax.Array, running.Cache]:
-    _CONFIG.check(config)
-    parameters.check_input(x, config, run)
-    parameters.check_weights(w, init_gated_delta_net, config)
     projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]
     z, a, b = (running.project(x, weight) for weight in (w.z, w.a, w.b))
     (q, k, v), conv = running.convolve_heads(run, config, projected, w.conv)
@@ -238,3 +124,10 @@ def _mix(
     )  # fmt: skip
     y = norm.norm_heads(run, o, z, w.norm, activation=config.activation, eps=config.eps)
     return running.project_out(y, w.out, x), running.Cache(conv, state)
+
+
+LAYER = layer.Layer("gated_delta_net", config.GatedDeltaNetConfig, GatedDeltaNetWeights, _split, _init, _load, _mix)
+gated_delta_net = LAYER.over_sequences
+ragged_gated_delta_net = LAYER.over_step
+init_gated_delta_net = LAYER.random_weights
+load_gated_delta_net = LAYER.loaded_weights

@@ -1,17 +1,14 @@
 """Gated DeltaNet 2, the layer whose delta rule erases and writes apart."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from chunkwise.layers import config, norm, parameters, running
+from chunkwise.layers import config, layer, norm, parameters, running
 from chunkwise.pipeline import chunk_gdn2, ragged_gdn2, recurrent_gdn2
 from chunkwise.shared.kernels import tiles
-from chunkwise.shared.operators import arguments
 
-_CONFIG = config.GatedDeltaNet2Config
 _OPERATORS = running.Operators(chunk_gdn2, recurrent_gdn2, ragged_gdn2)
 
 
@@ -44,7 +41,7 @@ class GatedDeltaNet2Weights(NamedTuple):
     out: jax.Array
 
 
-def split_weights(config: config.GatedDeltaNet2Config) -> dict[str, Any]:
+def _split(config: config.GatedDeltaNet2Config) -> dict[str, Any]:
     """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
     return dict(
         q=".h", k=".h", v=".n", f=("..", ".h"), z=("..", ".n"), z_bias="n", b=".h", w=".n", conv=("h.", "h.", "n."),
@@ -52,79 +49,44 @@ def split_weights(config: config.GatedDeltaNet2Config) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def init_gated_delta_net2(
-    key: jax.Array, config: config.GatedDeltaNet2Config, dtype=jnp.float32
-) -> GatedDeltaNet2Weights:
+def _init(new: parameters.Initial, c: config.GatedDeltaNet2Config) -> GatedDeltaNet2Weights:
     """Return random weights of a layer that is to be trained.
 
     Projections keep the size of what they multiply; the rate exp(A_log) is uniform from 1 to 16, and steps are from
     0.001 to 0.1, as in Kimi delta attention.
-
-    Args:
-      key: of JAX's random numbers.
-      config: sizes of the layer.
-      dtype: of all weights but A_log and dt_bias, which are float32.
     """
-    _CONFIG.check(config)
-    c, new = config, parameters.Initial(key, dtype)
     q, k, v = c.channels
     factors = lambda columns: (new.matrix(c.D, c.V), new.matrix(c.V, columns))
     return GatedDeltaNet2Weights(
         q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), f=factors(k), z=factors(v),
-        z_bias=jnp.zeros(v, dtype), b=new.matrix(c.D, k), w=new.matrix(c.D, v),
+        z_bias=jnp.zeros(v, new.dtype), b=new.matrix(c.D, k), w=new.matrix(c.D, v),
         conv=tuple(new.convolution(n, c.W) for n in c.channels), A_log=new.log_decay(c.H),
         dt_bias=new.step_bias(c.H, c.K), norm=new.ones(c.V), out=new.matrix(v, c.D),
     )  # fmt: skip
 
 
-def load_gated_delta_net2(
-    named: Mapping[str, Any], config: config.GatedDeltaNet2Config, prefix: str = ""
-) -> GatedDeltaNet2Weights:
+def _load(found: parameters.Checkpoint, c: config.GatedDeltaNet2Config) -> GatedDeltaNet2Weights:
     """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
 
     The names are those of the layer GatedDeltaNet2 of flash-linear-attention.
-
-    Args:
-      named: arrays by their names in the checkpoint, numpy's, torch's or JAX's; those of 8 bits with their scales.
-      config: sizes of the layer.
-      prefix: what the names of this layer start with; other names are ignored.
-
-    Raises:
-      ValueError: a name is missing, an array has another shape than `config` asks for, or the layer has weights that
-        `gated_delta_net2` does not.
     """
-    _CONFIG.check(config)
-    c, found = config, parameters.Checkpoint(named, prefix)
     q, k, v = c.channels
 
     def factors(name, columns):
         return found.matrix(f"{name}_proj.0", c.D, c.V), found.matrix(f"{name}_proj.1", c.V, columns)
 
-    weights = GatedDeltaNet2Weights(
+    return GatedDeltaNet2Weights(
         *(found.matrix(f"{name}_proj", c.D, n) for name, n in dict(q=q, k=k, v=v).items()),
         f=factors("f", k), z=factors("g", v), z_bias=found.read("g_proj.1.bias", v), b=found.matrix("b_proj", c.D, k),
         w=found.matrix("w_proj", c.D, v), conv=found.convolutions(("q", "k", "v"), c.channels, c.W),
         A_log=found.float32("A_log", c.H), dt_bias=found.float32("dt_bias", c.H, c.K), norm=found.read("o_norm", c.V),
         out=found.matrix("o_proj", v, c.D),
     )  # fmt: skip
-    found.end()
-    return weights
 
 
-def gated_delta_net2(
-    x: jax.Array,
-    weights: GatedDeltaNet2Weights,
-    config: config.GatedDeltaNet2Config,
-    cache: running.Cache | None = None,
-    output_cache: bool = False,
-    *,
-    cu_seqlens: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    padding_id: int = -1,
-    implementation: str | None = None,
-    sharding: arguments.Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, running.Cache | None]:
+def _mix(
+    x, weights: GatedDeltaNet2Weights, config: config.GatedDeltaNet2Config, run: running.Run
+) -> tuple[jax.Array, running.Cache]:
     """Return what Gated DeltaNet 2 makes of hidden states, and its cache after them.
 
     For training, prefill and decode. In every value head::
@@ -138,54 +100,12 @@ def gated_delta_net2(
 
     g and b are those of a key head, for all of its value heads.
 
-    Args:
-      x, weights, config, cache, output_cache: as in `gated_delta_net`, and so are all others.
-
-    Returns:
-      y [B, T, D] in the type of x, and the cache, None unless asked for. Differentiable in x, the weights and the
-      cache.
-
-    Raises:
-      ValueError: an argument has the wrong rank, shape or type.
-
     Accuracy: 1e-5 relative to the same equations in float64, with random weights in float32.
     Cost: 2 B T D (3 H K + 3 HV V + 2 V) flops for the projections, those of the second factors, and those of the
       operator.
     Source: Gated DeltaNet-2, Decoupling Erase and Write in Linear Attention; gates, factors, biases, the norm and names
       as in flash-linear-attention's layer of it.
     """
-    run = running.Sequences(
-        cache, output_cache, cu_seqlens, segment_ids, padding_id, implementation, sharding, context_axis
-    )
-    y, cache = _mix(x, weights, config, run)
-    return y, cache if output_cache else None
-
-
-def ragged_gated_delta_net2(
-    x: jax.Array,
-    weights: GatedDeltaNet2Weights,
-    config: config.GatedDeltaNet2Config,
-    pool: running.Cache,
-    step: running.Step,
-    *,
-    block_size: int | None = None,
-    decode_tokens: int | None = None,
-    implementation: str | None = None,
-    sharding: arguments.Sharding | None = None,
-) -> tuple[jax.Array, running.Cache]:
-    """Return what Gated DeltaNet 2 makes of the tokens of a serving step, and its pool after the step.
-
-    The equations are those of `gated_delta_net2`, and the arguments those of `ragged_gated_delta_net`.
-    """
-    return _mix(x, weights, config, running.Serving(pool, step, block_size, decode_tokens, implementation, sharding))
-
-
-def _mix(
-    x, weights: GatedDeltaNet2Weights, config: config.GatedDeltaNet2Config, run: running.Run
-) -> tuple[jax.Array, running.Cache]:
-    _CONFIG.check(config)
-    parameters.check_input(x, config, run)
-    parameters.check_weights(weights, init_gated_delta_net2, config)
     projected = [running.project(x, matrix) for matrix in (weights.q, weights.k, weights.v)]
     f, z, b, w = (running.project(x, *factors) for factors in (weights.f, weights.z, (weights.b,), (weights.w,)))
     (q, k, v), conv = running.convolve_heads(run, config, projected, weights.conv)
@@ -199,3 +119,10 @@ def _mix(
     )  # fmt: skip
     y = norm.norm_heads(run, o, z, weights.norm, activation="sigmoid", eps=config.eps)
     return running.project_out(y, weights.out, x), running.Cache(conv, state)
+
+
+LAYER = layer.Layer("gated_delta_net2", config.GatedDeltaNet2Config, GatedDeltaNet2Weights, _split, _init, _load, _mix)
+gated_delta_net2 = LAYER.over_sequences
+ragged_gated_delta_net2 = LAYER.over_step
+init_gated_delta_net2 = LAYER.random_weights
+load_gated_delta_net2 = LAYER.loaded_weights

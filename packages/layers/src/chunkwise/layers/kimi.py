@@ -1,17 +1,13 @@
 """Kimi delta attention, the layer of Kimi-Linear, Kimi-K3 and Ling 3.0."""
 
 import itertools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from chunkwise.layers import config, norm, parameters, running
+from chunkwise.layers import config, layer, norm, parameters, running
 from chunkwise.pipeline import chunk_kda, ragged_kda, recurrent_kda
-from chunkwise.shared.operators import arguments
 
-_CONFIG = config.KimiDeltaAttentionConfig
 _OPERATORS = running.Operators(chunk_kda, recurrent_kda, ragged_kda)
 
 
@@ -47,7 +43,7 @@ def _ranks(config: config.KimiDeltaAttentionConfig) -> tuple[int | None, int | N
     return config.R, None if config.full_rank_gate else config.R
 
 
-def split_weights(config: config.KimiDeltaAttentionConfig) -> dict[str, Any]:
+def _split(config: config.KimiDeltaAttentionConfig) -> dict[str, Any]:
     """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
     f, z = ((".n",) if R is None else ("..", ".n") for R in _ranks(config))
     return dict(
@@ -56,21 +52,12 @@ def split_weights(config: config.KimiDeltaAttentionConfig) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def init_kimi_delta_attention(
-    key: jax.Array, config: config.KimiDeltaAttentionConfig, dtype=jnp.float32
-) -> KimiDeltaAttentionWeights:
+def _init(new: parameters.Initial, c: config.KimiDeltaAttentionConfig) -> KimiDeltaAttentionWeights:
     """Return random weights of a layer that is to be trained.
 
     Projections keep the size of what they multiply; the rate exp(A_log) is uniform from 1 to 16, and steps are from
     0.001 to 0.1, as in flash-linear-attention.
-
-    Args:
-      key: of JAX's random numbers.
-      config: sizes of the layer.
-      dtype: of all weights but A_log and dt_bias, which are float32.
     """
-    _CONFIG.check(config)
-    c, new = config, parameters.Initial(key, dtype)
     q, k, v = c.channels
     decay, gate = _ranks(c)
 
@@ -85,26 +72,13 @@ def init_kimi_delta_attention(
     )  # fmt: skip
 
 
-def load_kimi_delta_attention(
-    named: Mapping[str, Any], config: config.KimiDeltaAttentionConfig, prefix: str = ""
-) -> KimiDeltaAttentionWeights:
+def _load(found: parameters.Checkpoint, c: config.KimiDeltaAttentionConfig) -> KimiDeltaAttentionWeights:
     """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
 
     The names are those of Kimi-Linear and Kimi-K3, with a rank, or of Ling 3.0, without; as published, and as
     transformers has them once it has read a checkpoint. A_log may be [1, 1, HV, 1], and zeros may follow its entries,
     as in Kimi-K3. The projections q, k and v may be one, "qkv_proj".
-
-    Args:
-      named: arrays by their names in the checkpoint, numpy's, torch's or JAX's; those of 8 bits with their scales.
-      config: sizes of the layer.
-      prefix: what the names of this layer start with, such as "model.layers.0.self_attn."; other names are ignored.
-
-    Raises:
-      ValueError: a name is missing, an array has another shape than `config` asks for, or the layer has weights that
-        `kimi_delta_attention` does not.
     """
-    _CONFIG.check(config)
-    c, found = config, parameters.Checkpoint(named, prefix)
     found.rename("forget_gate.", "")
     found.rename("dense", "o_proj")
     v = c.channels[2]
@@ -115,30 +89,17 @@ def load_kimi_delta_attention(
             return (found.matrix(f"{name}_proj", c.D, columns),)
         return found.matrix(f"{name}_a_proj", c.D, R), found.matrix(f"{name}_b_proj", R, columns)
 
-    weights = KimiDeltaAttentionWeights(
+    return KimiDeltaAttentionWeights(
         *found.matrices(("q", "k", "v"), c.D, c.channels), f=factors("f", c.HV * c.K, decay), z=factors("g", v, gate),
         b=found.matrix("b_proj", c.D, c.HV), conv=found.convolutions(("q", "k", "v"), c.channels, c.W),
         A_log=found.float32("A_log", c.HV, padded=True), dt_bias=found.float32("dt_bias", c.HV, c.K),
         norm=found.read("o_norm", c.V), out=found.matrix("o_proj", v, c.D),
     )  # fmt: skip
-    found.end()
-    return weights
 
 
-def kimi_delta_attention(
-    x: jax.Array,
-    weights: KimiDeltaAttentionWeights,
-    config: config.KimiDeltaAttentionConfig,
-    cache: running.Cache | None = None,
-    output_cache: bool = False,
-    *,
-    cu_seqlens: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    padding_id: int = -1,
-    implementation: str | None = None,
-    sharding: arguments.Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, running.Cache | None]:
+def _mix(
+    x, w: KimiDeltaAttentionWeights, config: config.KimiDeltaAttentionConfig, run: running.Run
+) -> tuple[jax.Array, running.Cache]:
     """Return what Kimi delta attention makes of hidden states, and its cache after them.
 
     For training, prefill and decode. In every value head::
@@ -149,52 +110,10 @@ def kimi_delta_attention(
         o       = KDA(q, k, v, g, beta), with q and k of unit length
         y       = W_out (rms_norm(o) sigmoid(W_z x))
 
-    Args:
-      x, weights, config, cache, output_cache: as in `gated_delta_net`, and so are all others.
-
-    Returns:
-      y [B, T, D] in the type of x, and the cache, None unless asked for. Differentiable in x, the weights and the
-      cache.
-
-    Raises:
-      ValueError: an argument has the wrong rank, shape or type.
-
     Accuracy: with random weights 1e-5 relative to transformers' layers in float32.
     Cost: 2 B T D (2 H K + 2 HV V + HV) flops for the projections, those of the factors, and those of the operator.
     Source: Kimi Team, Kimi Linear (2025); the second law of the decay is that of Ling 3.0.
     """
-    run = running.Sequences(
-        cache, output_cache, cu_seqlens, segment_ids, padding_id, implementation, sharding, context_axis
-    )
-    y, cache = _mix(x, weights, config, run)
-    return y, cache if output_cache else None
-
-
-def ragged_kimi_delta_attention(
-    x: jax.Array,
-    weights: KimiDeltaAttentionWeights,
-    config: config.KimiDeltaAttentionConfig,
-    pool: running.Cache,
-    step: running.Step,
-    *,
-    block_size: int | None = None,
-    decode_tokens: int | None = None,
-    implementation: str | None = None,
-    sharding: arguments.Sharding | None = None,
-) -> tuple[jax.Array, running.Cache]:
-    """Return what Kimi delta attention makes of the tokens of a serving step, and its pool after the step.
-
-    The equations are those of `kimi_delta_attention`, and the arguments those of `ragged_gated_delta_net`.
-    """
-    return _mix(x, weights, config, running.Serving(pool, step, block_size, decode_tokens, implementation, sharding))
-
-
-def _mix(
-    x, w: KimiDeltaAttentionWeights, config: config.KimiDeltaAttentionConfig, run: running.Run
-) -> tuple[jax.Array, running.Cache]:
-    _CONFIG.check(config)
-    parameters.check_input(x, config, run)
-    parameters.check_weights(w, init_kimi_delta_attention, config)
     projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]
     f, z, b = (running.project(x, *factors) for factors in (w.f, w.z, (w.b,)))
     (q, k, v), conv = running.convolve_heads(run, config, projected, w.conv)
@@ -204,3 +123,12 @@ def _mix(
     )  # fmt: skip
     y = norm.norm_heads(run, o, z, w.norm, activation="sigmoid", eps=config.eps)
     return running.project_out(y, w.out, x), running.Cache(conv, state)
+
+
+LAYER = layer.Layer(
+    "kimi_delta_attention", config.KimiDeltaAttentionConfig, KimiDeltaAttentionWeights, _split, _init, _load, _mix
+)
+kimi_delta_attention = LAYER.over_sequences
+ragged_kimi_delta_attention = LAYER.over_step
+init_kimi_delta_attention = LAYER.random_weights
+load_kimi_delta_attention = LAYER.loaded_weights

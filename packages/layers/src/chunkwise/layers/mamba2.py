@@ -1,18 +1,15 @@
 """The mixer of Mamba-2."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.layers import config, norm, parameters, running
+from chunkwise.layers import config, layer, norm, parameters, running
 from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
 from chunkwise.shared.kernels import gate_activation
-from chunkwise.shared.operators import arguments
 
-_CONFIG = config.Mamba2Config
 _OPERATORS = running.Operators(chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
 
 
@@ -47,7 +44,7 @@ class Mamba2Weights(NamedTuple):
     out_bias: Any = ()
 
 
-def split_weights(config: config.Mamba2Config) -> dict[str, Any]:
+def _split(config: config.Mamba2Config) -> dict[str, Any]:
     """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
     return dict(
         q=".h", k=".h", v=".n", z=".n", dt=".n", conv=("h.", "h.", "n."),
@@ -57,44 +54,25 @@ def split_weights(config: config.Mamba2Config) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def init_mamba2_mixer(key: jax.Array, config: config.Mamba2Config, dtype=jnp.float32) -> Mamba2Weights:
+def _init(new: parameters.Initial, c: config.Mamba2Config) -> Mamba2Weights:
     """Return random weights of a layer that is to be trained.
 
     Projections keep the size of what they multiply; the rate exp(A_log) is uniform from 1 to 16, and steps are from
     0.001 to 0.1, as in the mamba_ssm package.
-
-    Args:
-      key: of JAX's random numbers.
-      config: sizes of the layer.
-      dtype: of all weights but A_log, dt_bias and skip, which are float32.
     """
-    _CONFIG.check(config)
-    c, new = config, parameters.Initial(key, dtype)
     q, k, v = c.channels
     return Mamba2Weights(
         q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), z=new.matrix(c.D, v),
         dt=new.matrix(c.D, c.HV), conv=tuple(new.convolution(n, c.W) for n in c.channels),
-        bias=tuple(jnp.zeros(n, dtype) for n in c.channels) if c.conv_bias else (), A_log=new.log_decay(c.HV),
+        bias=tuple(jnp.zeros(n, new.dtype) for n in c.channels) if c.conv_bias else (), A_log=new.log_decay(c.HV),
         dt_bias=new.step_bias(c.HV), skip=jnp.ones(c.HV, jnp.float32), norm=() if c.norm is None else new.ones(v),
-        out=new.matrix(v, c.D), in_bias=tuple(jnp.zeros(n, dtype) for n in (q, k, v, v, c.HV)) if c.in_bias else (),
-        out_bias=jnp.zeros(c.D, dtype) if c.out_bias else (),
+        out=new.matrix(v, c.D), in_bias=tuple(jnp.zeros(n, new.dtype) for n in (q, k, v, v, c.HV)) if c.in_bias else (),
+        out_bias=jnp.zeros(c.D, new.dtype) if c.out_bias else (),
     )  # fmt: skip
 
 
-def load_mamba2_mixer(named: Mapping[str, Any], config: config.Mamba2Config, prefix: str = "") -> Mamba2Weights:
-    """Return the weights of a layer of a checkpoint, in its types, with A_log, dt_bias and D in float32.
-
-    Args:
-      named: arrays by their names in the checkpoint, numpy's, torch's or JAX's; those of 8 bits with their scales.
-      config: sizes of the layer.
-      prefix: what the names of this layer start with, such as "backbone.layers.0.mixer."; other names are ignored.
-
-    Raises:
-      ValueError: a name is missing, an array has another shape than `config` asks for, or the layer has weights that
-        `mamba2_mixer` does not.
-    """
-    _CONFIG.check(config)
-    c, found = config, parameters.Checkpoint(named, prefix)
+def _load(found: parameters.Checkpoint, c: config.Mamba2Config) -> Mamba2Weights:
+    """Return the weights of a layer of a checkpoint, in its types, with A_log, dt_bias and D in float32."""
     q, k, v = c.channels
     # The gate, then x, B and C, which one convolution takes, then the time step.
     sizes = v, v, k, q, c.HV
@@ -104,31 +82,16 @@ def load_mamba2_mixer(named: Mapping[str, Any], config: config.Mamba2Config, pre
     in_bias = split(found.read("in_proj.bias", sum(sizes)), scale) if c.in_bias else ()
     conv = found.convolutions(("x", "B", "C"), (v, k, q), c.W)
     bias = tuple(jnp.split(found.read("conv1d.bias", v + k + q), [v, v + k])) if c.conv_bias else ()
-    weights = Mamba2Weights(
+    return Mamba2Weights(
         q_, k_, v_, z, dt, conv[::-1], bias[::-1], A_log=found.float32("A_log", c.HV),
         dt_bias=found.float32("dt_bias", c.HV), skip=found.float32("D", c.HV),
         norm=() if c.norm is None else found.read("norm", v), out=found.matrix("out_proj", v, c.D),
         in_bias=tuple(in_bias[i] for i in (3, 2, 1, 0, 4)) if c.in_bias else (),
         out_bias=found.read("out_proj.bias", c.D) if c.out_bias else (),
     )  # fmt: skip
-    found.end()
-    return weights
 
 
-def mamba2_mixer(
-    x: jax.Array,
-    weights: Mamba2Weights,
-    config: config.Mamba2Config,
-    cache: running.Cache | None = None,
-    output_cache: bool = False,
-    *,
-    cu_seqlens: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    padding_id: int = -1,
-    implementation: str | None = None,
-    sharding: arguments.Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, running.Cache | None]:
+def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> tuple[jax.Array, running.Cache]:
     """Return what Mamba-2's mixer makes of hidden states, and its cache after them.
 
     For training, prefill and decode. In every value head::
@@ -138,53 +101,13 @@ def mamba2_mixer(
         o       = simple GLA(q, k, dt v, g = -exp(A_log) dt) + skip v
         y       = W_out rms_norm(o silu(W_z x))                                 H groups of heads, each normed as one
 
-    or rms_norm(o) silu(W_z x), or no norm, as `config` says; projections may have a bias.
-
-    Args:
-      x, weights, config, cache, output_cache: as in `gated_delta_net`, and so are all others. The state of the cache
-        is [N, HV, K, V]; transformers holds it as [N, HV, V, K].
-
-    Returns:
-      y [B, T, D] in the type of x, and the cache, None unless asked for. Differentiable in x, the weights and the
-      cache.
-
-    Raises:
-      ValueError: an argument has the wrong rank, shape or type.
+    or rms_norm(o) silu(W_z x), or no norm, as `config` says; projections may have a bias. The state of the cache is
+    [N, HV, K, V]; transformers holds it as [N, HV, V, K].
 
     Accuracy: with random weights 1e-5 relative to transformers' layer in float32.
     Cost: 2 B T D (2 H K + 3 HV V + HV) flops for the projections, and those of the operator.
     Source: Dao and Gu, Transformers are SSMs (2024).
     """
-    run = running.Sequences(
-        cache, output_cache, cu_seqlens, segment_ids, padding_id, implementation, sharding, context_axis
-    )
-    y, cache = _mix(x, weights, config, run)
-    return y, cache if output_cache else None
-
-
-def ragged_mamba2_mixer(
-    x: jax.Array,
-    weights: Mamba2Weights,
-    config: config.Mamba2Config,
-    pool: running.Cache,
-    step: running.Step,
-    *,
-    block_size: int | None = None,
-    decode_tokens: int | None = None,
-    implementation: str | None = None,
-    sharding: arguments.Sharding | None = None,
-) -> tuple[jax.Array, running.Cache]:
-    """Return what Mamba-2's mixer makes of the tokens of a serving step, and its pool after the step.
-
-    The equations are those of `mamba2_mixer`, and the arguments those of `ragged_gated_delta_net`.
-    """
-    return _mix(x, weights, config, running.Serving(pool, step, block_size, decode_tokens, implementation, sharding))
-
-
-def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> tuple[jax.Array, running.Cache]:
-    _CONFIG.check(config)
-    parameters.check_input(x, config, run)
-    parameters.check_weights(w, init_mamba2_mixer, config)
     projected = [running.project(x, weight) for weight in (w.q, w.k, w.v, w.z, w.dt)]
     if config.in_bias:
         projected = [y + bias.astype(y.dtype) for y, bias in zip(projected, w.in_bias, strict=True)]
@@ -203,3 +126,10 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
         y = norm.norm_groups(run, o, z, w.norm, config.H, activation="silu", norm_before_gate=first, eps=config.eps)
     y = running.project_out(y, w.out, x)
     return y + w.out_bias.astype(y.dtype) if config.out_bias else y, running.Cache(conv, state)
+
+
+LAYER = layer.Layer("mamba2_mixer", config.Mamba2Config, Mamba2Weights, _split, _init, _load, _mix)
+mamba2_mixer = LAYER.over_sequences
+ragged_mamba2_mixer = LAYER.over_step
+init_mamba2_mixer = LAYER.random_weights
+load_mamba2_mixer = LAYER.loaded_weights

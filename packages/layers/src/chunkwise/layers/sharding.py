@@ -6,17 +6,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from chunkwise.layers import config, delta_net, delta_net2, division, kimi, lightning, mamba2, running
+from chunkwise.layers import config, delta_net, delta_net2, division, kimi, layer, lightning, mamba2, running
 from chunkwise.shared.operators import checks
 
-# What makes weights, and how they are split.
-_LAYERS: dict[type, tuple[Any, Any]] = {
-    config.GatedDeltaNetConfig: (delta_net.GatedDeltaNetWeights, delta_net.split_weights),
-    config.GatedDeltaNet2Config: (delta_net2.GatedDeltaNet2Weights, delta_net2.split_weights),
-    config.KimiDeltaAttentionConfig: (kimi.KimiDeltaAttentionWeights, kimi.split_weights),
-    config.Mamba2Config: (mamba2.Mamba2Weights, mamba2.split_weights),
-    config.LightningAttentionConfig: (lightning.LightningAttentionWeights, lightning.split_weights),
-}
+_MODULES = delta_net, delta_net2, kimi, mamba2, lightning
+_LAYERS: dict[type, layer.Layer] = {module.LAYER.config: module.LAYER for module in _MODULES}
 
 
 class Shardings(NamedTuple):
@@ -56,10 +50,12 @@ def shardings(
     """
     checks.check(type(config) in _LAYERS, f"`config` must be that of a layer; got {type(config).__name__}.")
     letters = division.Letters(config, mesh_axes, mesh)
-    weights, split = _LAYERS[type(config)]
+    found = _LAYERS[type(config)]
     conv: Any = ("b.h", "b.h", "b.n")[: len(config.channels)]
     state: Any = "bn.."
-    return Shardings(*jax.tree.map(letters.spec, (weights(**split(config)), "bt.", running.Cache(conv, state), "btn.")))
+    return Shardings(
+        *jax.tree.map(letters.spec, (found.weights(**found.split(config)), "bt.", running.Cache(conv, state), "btn."))
+    )
 
 
 def place(weights: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:

@@ -1,0 +1,233 @@
+"""What a layer is, and the functions for users that are made of it."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.layers import config, parameters, running
+from chunkwise.shared.operators import arguments
+
+Config = TypeVar("Config", bound=config.LayerConfig)
+Weights = TypeVar("Weights")
+
+
+class OverSequences(Protocol[Config, Weights]):
+    """The signature of a layer over whole sequences, such as `gated_delta_net`."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        weights: Weights,
+        config: Config,
+        cache: running.Cache | None = None,
+        output_cache: bool = False,
+        *,
+        cu_seqlens: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        padding_id: int = -1,
+        implementation: str | None = None,
+        sharding: arguments.Sharding | None = None,
+        context_axis: str | tuple[str, ...] | None = None,
+    ) -> tuple[jax.Array, running.Cache | None]:
+        """Run the layer over whole sequences.
+
+        Dims: B batch, T tokens, D size of the hidden states, N sequences: B, or len(cu_seqlens) - 1; `config` has the
+          rest.
+
+        Args:
+          x: hidden states [B, T, D], float32 or bfloat16. Products with weights are in this type; gates, the norm and
+            what the operator says are float32.
+          weights: of the layer, of any floating type.
+          config: sizes of the layer; static.
+          cache: what the tokens before left, of N sequences; None for none. With one token in each row and a cache the
+            operator decodes; under jit, donate the cache to update it in place.
+          output_cache: whether to return the cache; static.
+          cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1.
+          segment_ids: int32 [B, T], traced, instead of cu_seqlens: a sequence begins where the id changes, and tokens
+            of an id below 0 are padding, which may hold any number. A cache has a state for each row then.
+          padding_id: an id whose tokens are padding too, such as MaxText's 0; static. It says nothing of a pack by
+            cu_seqlens, where padding is what follows the last boundary.
+          implementation: of the operator, "xla", "staged" or "fused", and of the layers around it accordingly; None for
+            the best.
+          sharding: how v [B, T, HV, V] is split over the devices of a mesh with automatic axes, as `shardings` gives
+            it; static. Over explicit axes the types of x and of the weights say it.
+          context_axis: the axes of a mesh, inside a `shard_map`, over which T is split.
+
+        Returns:
+          y [B, T, D] in the type of x, and the cache, None unless asked for. Differentiable in x, the weights and the
+          cache.
+
+        Raises:
+          ValueError: an argument has the wrong rank, shape or type.
+        """
+
+
+class OverStep(Protocol[Config, Weights]):
+    """The signature of a layer over a serving step, such as `ragged_gated_delta_net`."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        weights: Weights,
+        config: Config,
+        pool: running.Cache,
+        step: running.Step,
+        *,
+        block_size: int | None = None,
+        decode_tokens: int | None = None,
+        implementation: str | None = None,
+        sharding: arguments.Sharding | None = None,
+    ) -> tuple[jax.Array, running.Cache]:
+        """Run the layer over a serving step.
+
+        The tokens of all sequences follow one another in one row, and their states are in slots of the pool. Under jit,
+        donate the pool: it is updated in place.
+
+        Args:
+          x: hidden states [1, T, D].
+          weights, config, implementation, sharding: as over whole sequences.
+          pool: a cache with slots in place of sequences, of any floating type, which it keeps; see `empty_cache`, and
+            `empty_pool` for states in 8 bits and for rings.
+          step: which tokens belong to which sequence, and where its state is. All of it is traced, so one program
+            serves every step of the same sizes.
+          block_size: tokens of a block for `step.block_state_indices`; static.
+          decode_tokens: over a pool with a ring, the most tokens of a decode, as `empty_pool` made it; static, None for
+            1.
+
+        Returns:
+          y [1, T, D] in the type of x, and the pool.
+
+        Raises:
+          ValueError: an argument has the wrong rank, shape or type.
+        """
+
+
+class Init(Protocol[Config, Weights]):
+    """The signature of random weights of a layer, such as `init_gated_delta_net`."""
+
+    def __call__(self, key: jax.Array, config: Config, dtype=jnp.float32) -> Weights:
+        """Return random weights.
+
+        Args:
+          key: of JAX's random numbers.
+          config: sizes of the layer.
+          dtype: of all weights but A_log, dt_bias and skip, which are float32.
+        """
+
+
+class Load(Protocol[Config, Weights]):
+    """The signature of weights of a checkpoint, such as `load_gated_delta_net`."""
+
+    def __call__(self, named: Mapping[str, Any], config: Config, prefix: str = "") -> Weights:
+        """Return the weights of a checkpoint.
+
+        Args:
+          named: arrays by their names in the checkpoint, numpy's, torch's or JAX's; arrays of 8 bits with their scales.
+          config: sizes of the layer.
+          prefix: what the names of this layer start with, such as "model.layers.0.linear_attn."; other names are
+            ignored.
+
+        Raises:
+          ValueError: a name is missing, an array has another shape than `config` asks for, or the checkpoint has
+            weights of this layer that the layer here does not have.
+        """
+
+
+@dataclass(frozen=True)
+class Layer(Generic[Config, Weights]):
+    """A layer, as its file describes it; the properties are functions for users.
+
+    Attributes:
+      name: of the function over whole sequences.
+      config: the class of its sizes.
+      weights: the class of its weights.
+      split: returns how each of the weights is split over devices, in the letters of `division.Letters`.
+      init: returns random weights.
+      load: returns the weights of a checkpoint.
+      mix: returns the output for x [B, T, D], and what the tokens leave to the next one.
+    """
+
+    name: str
+    config: type[Config]
+    weights: type[Weights]
+    split: Callable[[Config], dict[str, Any]]
+    init: Callable[[parameters.Initial, Config], Weights]
+    load: Callable[[parameters.Checkpoint, Config], Weights]
+    mix: Callable[[jax.Array, Weights, Config, running.Run], tuple[jax.Array, running.Cache]]
+
+    @functools.cached_property
+    def over_sequences(self) -> OverSequences[Config, Weights]:
+        """The layer over whole sequences, from a cache or from zeros."""
+
+        def run(
+            x, weights, config, cache=None, output_cache=False, *, cu_seqlens=None, segment_ids=None, padding_id=-1,
+            implementation=None, sharding=None, context_axis=None,
+        ):  # fmt: skip
+            over = running.Sequences(
+                cache, output_cache, cu_seqlens, segment_ids, padding_id, implementation, sharding, context_axis
+            )
+            self._check(x, weights, config, over)
+            y, cache = self.mix(x, weights, config, over)
+            return y, cache if output_cache else None
+
+        return self._named("", run, OverSequences.__call__, self.mix.__doc__)
+
+    @functools.cached_property
+    def over_step(self) -> OverStep[Config, Weights]:
+        """The layer over a serving step, from a pool and into it."""
+
+        def run(
+            x, weights, config, pool, step, *, block_size=None, decode_tokens=None, implementation=None, sharding=None
+        ):
+            over = running.Serving(pool, step, block_size, decode_tokens, implementation, sharding)
+            self._check(x, weights, config, over)
+            return self.mix(x, weights, config, over)
+
+        first = (self.mix.__doc__ or "").partition("\n")[0]
+        first = first.replace("hidden states, and its cache after them", "the tokens of a serving step, and its pool after it")
+        return self._named("ragged_", run, OverStep.__call__, f"{first}\n\n`{self.name}` has the equations.")
+
+    @functools.cached_property
+    def random_weights(self) -> Init[Config, Weights]:
+        """The function that returns random weights."""
+
+        def init(key, config, dtype=jnp.float32):
+            self.config.check(config)
+            return self.init(parameters.Initial(key, dtype), config)
+
+        return self._named("init_", init, Init.__call__, self.init.__doc__)
+
+    @functools.cached_property
+    def loaded_weights(self) -> Load[Config, Weights]:
+        """The function that returns the weights of a checkpoint."""
+
+        def load(named, config, prefix=""):
+            self.config.check(config)
+            found = parameters.Checkpoint(named, prefix)
+            weights = self.load(found, config)
+            found.end()
+            return weights
+
+        return self._named("load_", load, Load.__call__, self.load.__doc__)
+
+    def _check(self, x, weights, config, over: running.Run) -> None:
+        self.config.check(config)
+        parameters.check_input(x, config, over)
+        parameters.check_weights(weights, self.random_weights, config)
+
+    def _named(self, prefix: str, function: Any, signature: Any, doc: str | None) -> Any:
+        """Return a function under its name for users, with the types and the documentation of its signature."""
+        function.__name__ = function.__qualname__ = prefix + self.name
+        function.__module__ = self.mix.__module__
+        own = {Config: self.config, Weights: self.weights}
+        types = signature.__annotations__
+        function.__annotations__ = {name: own.get(kind, kind) for name, kind in types.items()}
+        equations, label, figures = inspect.cleandoc(doc or "").partition("Accuracy:")
+        arguments = inspect.cleandoc(signature.__doc__ or "").partition("\n\n")[2]
+        function.__doc__ = "\n\n".join(filter(None, (equations.strip(), arguments, label + figures)))
+        return function
