@@ -18,6 +18,12 @@ class PlainText(griffe.Extension):
     Those of the pipeline's operators are made by a decorator, so that they are taken from the functions themselves.
     """
 
+    def on_module_members(self, *, mod: griffe.Module, **_):
+        """Show what a module has under a name as a function, if it is one without a `def`, as the layers are."""
+        for name, attribute in mod.attributes.items():
+            if attribute.is_public and inspect.isfunction(made := runtime(attribute)):
+                mod.set_member(name, function_of(name, made))
+
     def on_object(self, *, obj: griffe.Object, **_):
         """Take the docstring that a decorator made, and show it as it is meant."""
         if obj.is_function and obj.decorators and (text := inspect.getdoc(runtime(obj))):
@@ -26,12 +32,23 @@ class PlainText(griffe.Extension):
             obj.docstring.value = as_markdown(inspect.cleandoc(obj.docstring.value))
 
 
-def runtime(func: griffe.Function):
-    """Return the function itself, or None if it cannot be had by its name."""
+def runtime(obj: griffe.Object):
+    """Return the function or value itself, or None if it cannot be had by its name."""
     try:
-        return getattr(importlib.import_module(func.module.path), func.name, None)
+        return getattr(importlib.import_module(obj.module.path), obj.name, None)
     except ImportError:
         return None
+
+
+def function_of(name: str, made) -> griffe.Function:
+    """Return what griffe would read of the `def` of a function."""
+
+    def parameter(x: inspect.Parameter) -> griffe.Parameter:
+        default = None if x.default is x.empty else getattr(x.default, "__name__", repr(x.default))
+        return griffe.Parameter(x.name, kind=griffe.ParameterKind[x.kind.name.lower()], default=default)
+
+    parameters = griffe.Parameters(*map(parameter, inspect.signature(made).parameters.values()))
+    return griffe.Function(name, parameters=parameters, docstring=griffe.Docstring(inspect.getdoc(made) or ""))
 
 
 def as_markdown(text: str) -> str:

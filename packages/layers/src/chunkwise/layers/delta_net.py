@@ -38,7 +38,6 @@ class GatedDeltaNetWeights(NamedTuple):
 
 
 def _split(config: config.GatedDeltaNetConfig) -> dict[str, Any]:
-    """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
     return dict(
         q=".h", k=".h", v=".n", z=".n", a=".n", b=".n", conv=("h.", "h.", "n."), A_log="n", dt_bias="n", norm=".",
         out="n.",
@@ -126,7 +125,9 @@ def _mix(
     return running.project_out(y, w.out, x), running.Cache(conv, state)
 
 
-LAYER = layer.Layer("gated_delta_net", config.GatedDeltaNetConfig, GatedDeltaNetWeights, _split, _init, _load, _mix)
+LAYER = layer.Definition(
+    "gated_delta_net", config.GatedDeltaNetConfig, GatedDeltaNetWeights, _split, _init, _load, _mix
+)
 gated_delta_net = LAYER.over_sequences
 ragged_gated_delta_net = LAYER.over_step
 init_gated_delta_net = LAYER.random_weights

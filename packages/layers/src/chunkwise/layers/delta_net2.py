@@ -42,7 +42,6 @@ class GatedDeltaNet2Weights(NamedTuple):
 
 
 def _split(config: config.GatedDeltaNet2Config) -> dict[str, Any]:
-    """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
     return dict(
         q=".h", k=".h", v=".n", f=("..", ".h"), z=("..", ".n"), z_bias="n", b=".h", w=".n", conv=("h.", "h.", "n."),
         A_log="h", dt_bias="h.", norm=".", out="n.",
@@ -121,7 +120,9 @@ def _mix(
     return running.project_out(y, weights.out, x), running.Cache(conv, state)
 
 
-LAYER = layer.Layer("gated_delta_net2", config.GatedDeltaNet2Config, GatedDeltaNet2Weights, _split, _init, _load, _mix)
+LAYER = layer.Definition(
+    "gated_delta_net2", config.GatedDeltaNet2Config, GatedDeltaNet2Weights, _split, _init, _load, _mix
+)
 gated_delta_net2 = LAYER.over_sequences
 ragged_gated_delta_net2 = LAYER.over_step
 init_gated_delta_net2 = LAYER.random_weights

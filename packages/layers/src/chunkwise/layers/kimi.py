@@ -44,7 +44,6 @@ def _ranks(config: config.KimiDeltaAttentionConfig) -> tuple[int | None, int | N
 
 
 def _split(config: config.KimiDeltaAttentionConfig) -> dict[str, Any]:
-    """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
     f, z = ((".n",) if R is None else ("..", ".n") for R in _ranks(config))
     return dict(
         q=".h", k=".h", v=".n", f=f, z=z, b=".n", conv=("h.", "h.", "n."), A_log="n", dt_bias="n.",
@@ -125,7 +124,7 @@ def _mix(
     return running.project_out(y, w.out, x), running.Cache(conv, state)
 
 
-LAYER = layer.Layer(
+LAYER = layer.Definition(
     "kimi_delta_attention", config.KimiDeltaAttentionConfig, KimiDeltaAttentionWeights, _split, _init, _load, _mix
 )
 kimi_delta_attention = LAYER.over_sequences

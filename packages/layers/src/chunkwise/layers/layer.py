@@ -20,20 +20,11 @@ class OverSequences(Protocol[Config, Weights]):
     """The signature of a layer over whole sequences, such as `gated_delta_net`."""
 
     def __call__(
-        self,
-        x: jax.Array,
-        weights: Weights,
-        config: Config,
-        cache: running.Cache | None = None,
-        output_cache: bool = False,
-        *,
-        cu_seqlens: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        padding_id: int = -1,
-        implementation: str | None = None,
-        sharding: arguments.Sharding | None = None,
+        self, x: jax.Array, weights: Weights, config: Config, cache: running.Cache | None = None,
+        output_cache: bool = False, *, cu_seqlens: jax.Array | None = None, segment_ids: jax.Array | None = None,
+        padding_id: int = -1, implementation: str | None = None, sharding: arguments.Sharding | None = None,
         context_axis: str | tuple[str, ...] | None = None,
-    ) -> tuple[jax.Array, running.Cache | None]:
+    ) -> tuple[jax.Array, running.Cache | None]:  # fmt: skip
         """Run the layer over whole sequences.
 
         Dims: B batch, T tokens, D size of the hidden states, N sequences: B, or len(cu_seqlens) - 1; `config` has the
@@ -71,18 +62,10 @@ class OverStep(Protocol[Config, Weights]):
     """The signature of a layer over a serving step, such as `ragged_gated_delta_net`."""
 
     def __call__(
-        self,
-        x: jax.Array,
-        weights: Weights,
-        config: Config,
-        pool: running.Cache,
-        step: running.Step,
-        *,
-        block_size: int | None = None,
-        decode_tokens: int | None = None,
-        implementation: str | None = None,
+        self, x: jax.Array, weights: Weights, config: Config, pool: running.Cache, step: running.Step, *,
+        block_size: int | None = None, decode_tokens: int | None = None, implementation: str | None = None,
         sharding: arguments.Sharding | None = None,
-    ) -> tuple[jax.Array, running.Cache]:
+    ) -> tuple[jax.Array, running.Cache]:  # fmt: skip
         """Run the layer over a serving step.
 
         The tokens of all sequences follow one another in one row, and their states are in slots of the pool. Under jit,
@@ -139,8 +122,8 @@ class Load(Protocol[Config, Weights]):
 
 
 @dataclass(frozen=True)
-class Layer(Generic[Config, Weights]):
-    """A layer, as its file describes it; the properties are functions for users.
+class Definition(Generic[Config, Weights]):
+    """A layer, as its file defines it; the properties are its functions for users.
 
     Attributes:
       name: of the function over whole sequences.
@@ -189,7 +172,9 @@ class Layer(Generic[Config, Weights]):
             return self.mix(x, weights, config, over)
 
         first = (self.mix.__doc__ or "").partition("\n")[0]
-        first = first.replace("hidden states, and its cache after them", "the tokens of a serving step, and its pool after it")
+        first = first.replace(
+            "hidden states, and its cache after them", "the tokens of a serving step, and its pool after it"
+        )
         return self._named("ragged_", run, OverStep.__call__, f"{first}\n\n`{self.name}` has the equations.")
 
     @functools.cached_property

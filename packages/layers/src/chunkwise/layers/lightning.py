@@ -29,7 +29,6 @@ class LightningAttentionWeights(NamedTuple):
 
 
 def _split(config: config.LightningAttentionConfig) -> dict[str, Any]:
-    """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
     return dict(q=".h", k=".h", v=".n", z=".n", norm="n", out="n.")
 
 
@@ -91,7 +90,7 @@ def _mix(
     return running.project_out(y, w.out, x), running.Cache((), state)
 
 
-LAYER = layer.Layer(
+LAYER = layer.Definition(
     "lightning_attention", config.LightningAttentionConfig, LightningAttentionWeights, _split, _init, _load, _mix
 )
 lightning_attention = LAYER.over_sequences

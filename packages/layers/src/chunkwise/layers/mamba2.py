@@ -45,7 +45,6 @@ class Mamba2Weights(NamedTuple):
 
 
 def _split(config: config.Mamba2Config) -> dict[str, Any]:
-    """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
     return dict(
         q=".h", k=".h", v=".n", z=".n", dt=".n", conv=("h.", "h.", "n."),
         bias=("h", "h", "n") if config.conv_bias else (), A_log="n", dt_bias="n", skip="n",
@@ -128,7 +127,7 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
     return y + w.out_bias.astype(y.dtype) if config.out_bias else y, running.Cache(conv, state)
 
 
-LAYER = layer.Layer("mamba2_mixer", config.Mamba2Config, Mamba2Weights, _split, _init, _load, _mix)
+LAYER = layer.Definition("mamba2_mixer", config.Mamba2Config, Mamba2Weights, _split, _init, _load, _mix)
 mamba2_mixer = LAYER.over_sequences
 ragged_mamba2_mixer = LAYER.over_step
 init_mamba2_mixer = LAYER.random_weights

@@ -10,7 +10,7 @@ from chunkwise.layers import config, delta_net, delta_net2, division, kimi, laye
 from chunkwise.shared.operators import checks
 
 _MODULES = delta_net, delta_net2, kimi, mamba2, lightning
-_LAYERS: dict[type, layer.Layer] = {module.LAYER.config: module.LAYER for module in _MODULES}
+_LAYERS: dict[type, layer.Definition] = {module.LAYER.config: module.LAYER for module in _MODULES}
 
 
 class Shardings(NamedTuple):
