@@ -38,11 +38,11 @@ from benchmarks.compare import compare, merged
 from benchmarks.mixer import MIXERS
 from benchmarks.scans import SCANS
 from chunkwise import pipeline
-from chunkwise.pipeline import info
-from chunkwise.pipeline.models import Layer
+from chunkwise.command import info
+from chunkwise.command.models import Layer
+from chunkwise.command.tables import make_console, make_progress, make_table
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.pipeline.stages import STAGES
-from chunkwise.pipeline.tables import make_console, make_progress, make_table
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import gpu as gpu_compiler
 

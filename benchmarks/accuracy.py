@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.pipeline.check import operator_inputs
-from chunkwise.pipeline.operators import CHUNKED, OPERATORS
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS, operator_inputs
 from chunkwise.shared.kernels.matmul import dot, dot_nt, dot_tn
 from chunkwise.shared.testing.compare import error
 from chunkwise.shared.testing.oracle import reference

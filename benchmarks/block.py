@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from chunkwise.command.models import Layer
 from chunkwise.layers import GatedDeltaNetConfig, GatedDeltaNetWeights, gated_delta_net, init_gated_delta_net
-from chunkwise.pipeline.models import Layer
 from examples.blocks import Mlp, mlp, rms_norm
 
 

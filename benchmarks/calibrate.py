@@ -10,7 +10,7 @@ from importlib import metadata
 
 from benchmarks import tpu, tpu_peers
 from benchmarks.cases import CASES
-from chunkwise.pipeline.models import Layer
+from chunkwise.command.models import Layer
 from chunkwise.shared.chips import CHIPS
 
 _DELTANET = "its README, 0.3.0: B = 1, float32, wall time"

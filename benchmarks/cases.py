@@ -1,6 +1,6 @@
 """The cases of the benchmarks, by name: the layers of real models, and batches that show something besides."""
 
-from chunkwise.pipeline.models import MODELS, Layer
+from chunkwise.command.models import MODELS, Layer
 
 CASES = MODELS | {
     "qwen3-next-80b-unit": Layer("gated_delta_rule", H=16, HV=32, normalise=True),

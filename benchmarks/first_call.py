@@ -20,8 +20,7 @@ def seconds(operator: str, backward: bool, cache: str | None) -> dict[str, float
     """
     import jax
 
-    from chunkwise.pipeline.check import operator_inputs
-    from chunkwise.pipeline.operators import OPERATORS
+    from chunkwise.pipeline.operators import OPERATORS, operator_inputs
 
     if cache:
         jax.config.update("jax_compilation_cache_dir", cache)

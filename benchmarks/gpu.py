@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from chunkwise.pipeline.models import Layer, Mixture, serving_step
+from chunkwise.command.models import Layer, Mixture, serving_step
 from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.testing import compare, gpu
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from chunkwise.causal_conv1d import causal_conv1d
 from chunkwise.causal_conv1d.cost import cost as convolution_cost
+from chunkwise.command.models import Layer
 from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.norm_gated.cost import cost as norm_cost
-from chunkwise.pipeline.models import Layer
 from chunkwise.shared.testing import mixer_oracle
 from chunkwise.shared.testing.laws import law_reference
 from chunkwise.shared.testing.oracle import reference

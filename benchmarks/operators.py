@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import peers, timing
-from chunkwise.pipeline.models import Layer
+from chunkwise.command.models import Layer
 
 
 def measure(case: Layer, T: int, dtype, implementations, backward: bool, repeats: int, devices: int) -> list[dict]:

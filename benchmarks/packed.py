@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks import tpu
 from benchmarks.regions import kernel_bundles, kernel_text, read_loop
+from chunkwise.command.models import Layer
 from chunkwise.fused_gla.config import default_for
-from chunkwise.pipeline.models import Layer
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.kernels.launcher import largest_divisor
 from chunkwise.shared.kernels.layout import BEGIN, CLOSES, END, FIRST, LAST, MIXED, OPENS, make_steps

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks import calibrate
 from benchmarks import step as steps
-from chunkwise.pipeline import models, report
+from chunkwise.command import models, report
 from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.operators.checks import choose_chunk_size

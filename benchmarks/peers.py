@@ -10,7 +10,7 @@ from jax import lax
 
 from benchmarks.mixer import Mixer
 from benchmarks.timing import Run, compiled
-from chunkwise.pipeline.models import Layer
+from chunkwise.command.models import Layer
 from chunkwise.shared.kernels.chunking import token_owners
 
 # The scan keeps a state per token for its backward; more than this is no comparison.

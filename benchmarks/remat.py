@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 
 from benchmarks import tpu
+from chunkwise.command.models import Layer
 from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net, init_gated_delta_net, offload_policy, remat_policy
-from chunkwise.pipeline.models import Layer
 from chunkwise.shared.testing import tpu as compiler
 
 # By name; None where there is no `jax.checkpoint`.

@@ -16,7 +16,7 @@ from unittest import mock
 
 from benchmarks import operators, timing, tpu
 from benchmarks.scans import SCANS
-from chunkwise.pipeline.models import Layer
+from chunkwise.command.models import Layer
 from chunkwise.shared.testing.collectives import COLLECTIVE, traffic
 from chunkwise.shared.testing.tpu import launches, topology_mesh
 

@@ -4,12 +4,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from chunkwise.pipeline.models import MODELS
-from chunkwise.pipeline.report import DECODES
+from chunkwise.command.models import MODELS
+from chunkwise.command.report import DECODES
 from chunkwise.shared.chips import CHIPS
 
 ROOT = Path(__file__).parents[1]
-SHIPPED = ROOT / "packages/pipeline/src/chunkwise/pipeline/estimates.json"
+SHIPPED = ROOT / "packages/command/src/chunkwise/command/estimates.json"
 
 
 def collect() -> list[dict]:

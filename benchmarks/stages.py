@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
-from chunkwise.pipeline.models import Layer
+from chunkwise.command.models import Layer
 from chunkwise.pipeline.stages import STAGES, Stage
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, STAGE_TOLERANCE, TOLERANCE
 

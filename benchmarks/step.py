@@ -23,8 +23,8 @@ from jax.experimental import pallas as pl
 
 from benchmarks import timing, tpu
 from benchmarks.regions import Region, kernel_bundles, kernel_text, read_loop
+from chunkwise.command.models import Layer, Mixture, moved_bytes, serving_step
 from chunkwise.fused_gla.config import default_for
-from chunkwise.pipeline.models import Layer, Mixture, moved_bytes, serving_step
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.kernels import launcher
 from chunkwise.shared.kernels.chunking import num_chunks

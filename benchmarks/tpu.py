@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from benchmarks import tpu_peers
 from benchmarks.block import Block
 from benchmarks.mixer import Mixer
-from chunkwise.pipeline.models import Layer
-from chunkwise.pipeline.models import program as ours
+from chunkwise.command.models import Layer
+from chunkwise.command.models import program as ours
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.tpu import launches

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from benchmarks import shipped
-from chunkwise.pipeline import report
+from chunkwise.command import report
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/hardware.md").read_text()

@@ -11,7 +11,7 @@ import nbclient
 import nbformat
 import pytest
 
-from chunkwise.pipeline import report
+from chunkwise.command import report
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks/tpu.ipynb"
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from chunkwise.pipeline import cli
+from chunkwise.command import cli
 from chunkwise.shared.testing import tpu
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkwise.pipeline.check import operator_inputs, tolerance
-from chunkwise.pipeline.operators import CHUNKED, Entry
-from chunkwise.shared.testing.compare import assert_close
+from chunkwise.pipeline.operators import CHUNKED, Entry, operator_inputs
+from chunkwise.shared.testing.compare import assert_close, tolerance
 from chunkwise.shared.testing.inputs import GATES, boundaries, poison_padding
 from chunkwise.shared.testing.oracle import reference
 

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks.cases import CASES
-from chunkwise.pipeline.models import Layer
+from chunkwise.command.models import Layer
 from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.oracle import reference
@@ -91,7 +91,7 @@ def test_heads_over_devices(tmp_path):
 import sys
 from benchmarks import __main__ as command, timing
 from benchmarks.cases import CASES
-from chunkwise.pipeline.models import Layer
+from chunkwise.command.models import Layer
 CASES["two heads"] = Layer("kda", H=2, HV=2, K=8, V=8, T=32)
 timing.machine_peaks = lambda dtype: (1e9, 1e9)
 sys.exit(command.main({arguments}))
@@ -111,7 +111,7 @@ def test_tokens_and_heads_over_simulated_devices(tmp_path):
 import sys
 from benchmarks import __main__ as command
 from benchmarks.cases import CASES
-from chunkwise.pipeline.models import Layer
+from chunkwise.command.models import Layer
 CASES["two heads"] = Layer("gated_delta_rule", H=2, HV=2, K=8, V=8, T=32)
 sys.exit(command.main({arguments}))
 """
@@ -356,7 +356,7 @@ def test_cycles_of_operations():
 
 
 def test_no_ratio_without_correctness(run, monkeypatch):
-    from chunkwise.pipeline import models
+    from chunkwise.command import models
 
     exact = models.reference
     monkeypatch.setattr(models, "reference", lambda **x: (exact(**x)[0] + 1.0, None))

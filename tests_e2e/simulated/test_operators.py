@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from chunkwise import fused_gdn, fused_gla, kda, two_keys
-from chunkwise.pipeline import check, operators
+from chunkwise.pipeline import operators
 from chunkwise.shared.testing import compare, inputs, laws, oracle
 from shared.tests import segment_suite
 
@@ -64,7 +64,7 @@ def assert_operator(operator, sequences, sizes, states, gradients, dtype):
     entry = operators.OPERATORS[f"chunk_{operator}"]
     normalise = dict(use_qk_l2norm_in_kernel=True) if entry.delta and dtype == "bfloat16" else {}
     count = len(sequences["cu_seqlens"]) - 1 if "cu_seqlens" in sequences else sizes[0]
-    x = check.operator_inputs(entry, *sizes, 1, 2, 12, 20, dtype=jnp.dtype(dtype), num_states=count * states)
+    x = operators.operator_inputs(entry, *sizes, 1, 2, 12, 20, dtype=jnp.dtype(dtype), num_states=count * states)
     run = functools.partial(
         entry.function, **normalise, output_final_state=states, chunk_size=16, implementation="fused",
         config=CONFIGS[operator],
@@ -86,7 +86,7 @@ def assert_operator(operator, sequences, sizes, states, gradients, dtype):
     )
     want = dict(o=o, final_state=final_state) | {f"d{name}": y for dx in rest for name, y in dx.items()}
     for name, y in got.items():
-        compare.assert_close(name, y, want[name], check.tolerance(name, dtype))
+        compare.assert_close(name, y, want[name], compare.tolerance(name, dtype))
     assert not np.asarray(got["o"], np.float32)[padding(sequences, sizes)].any(), "o of padding must be zero"
 
 
@@ -123,4 +123,4 @@ def test_raw_gates(bound, cores):
     gradients |= pull(gradients["g"], gradients["beta"])
     want = dict(o=o, final_state=final_state) | {f"d{name}": y for name, y in gradients.items()}
     for name, y in got.items():
-        compare.assert_close(name, y, want[name], check.tolerance(name, "float32"))
+        compare.assert_close(name, y, want[name], compare.tolerance(name, "float32"))

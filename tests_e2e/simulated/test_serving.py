@@ -12,7 +12,7 @@ from chunkwise import fused_gdn, fused_gla, kda
 from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla
 from chunkwise.kda import operator as kda_record
-from chunkwise.pipeline import check, operators
+from chunkwise.pipeline import operators
 from chunkwise.shared.testing import compare, engine, inputs, oracle
 from chunkwise.two_keys import operator as two_keys
 from packages.pipeline.tests import ragged_suite
@@ -108,7 +108,7 @@ PREFILLS = {
 @pytest.mark.parametrize("operator", PREFILLS)
 def test_prefills(operator, blocks, cores):
     entry = operators.OPERATORS[f"chunk_{operator}"]
-    x = check.operator_inputs(entry, 1, pool_suite.PREFILL_TOKENS, H, HV, K, V)
+    x = operators.operator_inputs(entry, 1, pool_suite.PREFILL_TOKENS, H, HV, K, V)
     pool_suite.assert_prefills(PREFILLS[operator], x, jnp.float32, blocks=blocks, chunk_size=16)
 
 
@@ -121,7 +121,7 @@ BATCHES = {"rows": ({}, 3, (3, 2)), "pack": (dict(cu_seqlens=inputs.boundaries(1
 def test_token_by_token(operator, batch, cores):
     """The backward is plain JAX, and a program with gradients has the forward of a program without."""
     (sequences, count, sizes), entry = BATCHES[batch], operators.OPERATORS[operator]
-    x = check.operator_inputs(entry, *sizes, 2, 4, K, V, num_states=count)
+    x = operators.operator_inputs(entry, *sizes, 2, 4, K, V, num_states=count)
 
     def run(x, sequences):
         o, state = entry.function(**x, **sequences, output_final_state=True, implementation="fused")
@@ -135,7 +135,7 @@ def test_token_by_token(operator, batch, cores):
     o, final_state, gradients = oracle.reference(**x, **sequences, do=do, dht=dht)
     want = dict(o=o, final_state=final_state) | {f"d{name}": y for name, y in gradients.items()}
     for name, y in got.items():
-        compare.assert_close(name, y, want[name], check.tolerance(name, "float32"))
+        compare.assert_close(name, y, want[name], compare.tolerance(name, "float32"))
 
 
 @pytest.mark.parametrize(("batch", "cores"), [("rows", 1), ("pack", 2)])
@@ -143,7 +143,7 @@ def test_token_by_token(operator, batch, cores):
 def test_token_by_token_over_a_pool(operator, batch, cores):
     """A sequence whose slot was freed, one of no slot, and slots of no sequence, which are NaN."""
     (sequences, count, sizes), entry = BATCHES[batch], operators.OPERATORS[operator]
-    x = check.operator_inputs(entry, *sizes, 2, 4, K, V)
+    x = operators.operator_inputs(entry, *sizes, 2, 4, K, V)
     slots, kept = np.array([4, -1, 2, 6][:count], np.int32), np.array([True, True, False, True][:count])
     pool = np.full((8, 4, K, V), np.nan, np.float32)
     pool[[4, 6]] = np.random.default_rng(2).standard_normal((2, 4, K, V))

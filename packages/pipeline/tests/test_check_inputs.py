@@ -9,8 +9,7 @@ import pytest
 from jax.experimental import checkify
 
 from chunkwise.pipeline import check_inputs
-from chunkwise.pipeline.check import operator_inputs
-from chunkwise.pipeline.operators import CHUNKED, OPERATORS
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS, operator_inputs
 from chunkwise.shared.testing.inputs import make_inputs, poison_padding
 
 # Nothing here is worth an optimisation of the compiler.

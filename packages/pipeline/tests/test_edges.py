@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from chunkwise.pipeline import chunk_comba, chunk_gated_delta_rule, chunk_gdn2, chunk_kda, chunk_simple_gla
-from chunkwise.pipeline.check import operator_inputs
-from chunkwise.pipeline.operators import OPERATORS
+from chunkwise.pipeline.operators import OPERATORS, operator_inputs
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference

@@ -17,8 +17,7 @@ from chunkwise.pipeline import (
     ragged_gated_delta_rule,
     recurrent_gated_delta_rule,
 )
-from chunkwise.pipeline.check import operator_inputs
-from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT, operator_inputs
 from chunkwise.shared.operators.unknown_arguments import INSTEAD
 from chunkwise.shared.testing.inputs import make_inputs
 

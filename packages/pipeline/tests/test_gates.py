@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from chunkwise.pipeline import chunk_gated_delta_rule
-from chunkwise.pipeline.check import operator_inputs, tolerance
-from chunkwise.pipeline.operators import OPERATORS
-from chunkwise.shared.testing.compare import assert_close
+from chunkwise.pipeline.operators import OPERATORS, operator_inputs
+from chunkwise.shared.testing.compare import assert_close, tolerance
 from chunkwise.shared.testing.inputs import boundaries, poison_padding, spec
 from chunkwise.shared.testing.laws import law_reference, raw_inputs
 from chunkwise.shared.testing.oracle import reference

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from chunkwise.pipeline import chunk_gated_delta_rule, ragged_gated_delta_rule
-from chunkwise.pipeline.check import operator_inputs
-from chunkwise.pipeline.operators import CHUNKED
+from chunkwise.pipeline.operators import CHUNKED, operator_inputs
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 

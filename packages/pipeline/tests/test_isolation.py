@@ -8,8 +8,7 @@ import functools
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.pipeline.check import operator_inputs
-from chunkwise.pipeline.operators import CHUNKED
+from chunkwise.pipeline.operators import CHUNKED, operator_inputs
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.poison import assert_isolated
 

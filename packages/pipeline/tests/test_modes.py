@@ -9,17 +9,14 @@ gates per head. Without jit, where every operation is a program of its own, the 
 """
 
 import contextlib
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.pipeline import cli
-from chunkwise.pipeline.check import operator_inputs, tolerance
-from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT
-from chunkwise.shared.testing.compare import assert_close
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT, operator_inputs
+from chunkwise.shared.testing.compare import assert_close, tolerance
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.oracle import reference
 
@@ -140,13 +137,6 @@ def test_a_float64_scale_is_a_float32_scale(operator):
         o = jax.jit(lambda x, scale: operator.function(**x, scale=scale)[0])(x, np.float64(0.3))
     assert o.dtype == jnp.float32
     assert_close("o", o, expected, tolerance("o", "float32"))
-
-
-@pytest.mark.parametrize("kernel", ["kkt", "recurrent_gla"])
-def test_check_in_64_bit_mode(kernel, capsys):
-    with under("x64"):
-        assert cli.main(["check", "--quick", "--interpret", "--kernel", kernel, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["failed"] == 0
 
 
 def test_the_sample_holds_all_implementations():

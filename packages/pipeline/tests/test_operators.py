@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from chunkwise.pipeline import chunk_gated_delta_rule, chunk_kda, chunk_simple_gla
-from chunkwise.pipeline.check import operator_inputs, tolerance
-from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT
-from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT, operator_inputs
+from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error, tolerance
 from chunkwise.shared.testing.inputs import boundaries, make_inputs, poison_padding
 from chunkwise.shared.testing.oracle import reference
 

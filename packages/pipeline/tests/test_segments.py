@@ -5,8 +5,7 @@ import functools
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.pipeline.check import operator_inputs
-from chunkwise.pipeline.operators import CHUNKED, OPERATORS
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS, operator_inputs
 from chunkwise.shared.testing.transforms import assert_traced_once
 from shared.tests.segment_suite import SEGMENT_IDS, assert_segments, over_segments
 

@@ -9,9 +9,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.pipeline.check import operator_inputs, tolerance
-from chunkwise.pipeline.operators import OPERATORS
-from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
+from chunkwise.pipeline.operators import OPERATORS, operator_inputs
+from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, tolerance
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.transforms import text_for_tpu

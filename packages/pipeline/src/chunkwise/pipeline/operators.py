@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from chunkwise.fused_gdn import chunk_gated_delta_rule, recurrent_gated_delta_rule
@@ -12,6 +14,7 @@ from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, recurrent_gla, recu
 from chunkwise.fused_gla.cost import cost as gla_cost
 from chunkwise.kda import chunk_kda, recurrent_kda
 from chunkwise.kda.cost import cost as kda_cost
+from chunkwise.shared.testing import inputs
 from chunkwise.two_keys import chunk_comba, chunk_gdn2, recurrent_comba, recurrent_gdn2
 from chunkwise.two_keys import cost as two_keys_cost
 
@@ -75,3 +78,21 @@ OPERATORS = {
 
 CHUNKED = tuple(operator for operator in OPERATORS.values() if operator.chunked)
 RECURRENT = tuple(operator for operator in OPERATORS.values() if not operator.chunked)
+
+
+def operator_inputs(operator: Entry, *sizes: int, **options) -> dict[str, jax.Array]:
+    """Return seeded inputs of an operator by name: `make_inputs` of the same arguments, less what it does not take.
+
+    An operator with constant gates gets them beside those of the tokens.
+    """
+    return inputs_of(operator.delta, operator.gates, operator.erase, *sizes, **options)
+
+
+def inputs_of(delta: bool, gates: str, erase: str | None, *sizes: int, **options) -> dict[str, jax.Array]:
+    """Return the inputs that all operators with these attributes take."""
+    x = inputs.make_inputs(*sizes, per_channel=gates == "channel", erase=erase, **options)
+    if not delta:
+        del x["beta"]
+    if gates == "constant":
+        x["g_gamma"] = -jnp.geomspace(0.01, 1.0, x["v"].shape[2], dtype=jnp.float32)
+    return x

@@ -17,6 +17,16 @@ GATE_GRADIENT_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 # What one stage loses on its own arguments; its results are float32 whatever the inputs are.
 STAGE_TOLERANCE = 1e-6
 
+_GATE_LIKE = ("g", "g_gamma", "beta", "b", "w")
+
+
+def tolerance(name: str, dtype: str) -> float:
+    """Return the tolerance of a result or, named with a leading d, a gradient of an operator."""
+    if name in ("o", "final_state"):
+        return TOLERANCE[dtype]
+    kind = GATE_GRADIENT_TOLERANCE if name[1:] in _GATE_LIKE else GRADIENT_TOLERANCE
+    return kind[dtype]
+
 
 def error(x, ref) -> float:
     """Return RMS(x - ref) / RMS(ref) in float64; infinity where x is not finite. A zero reference wants exact zeros."""

@@ -15,7 +15,7 @@ import jax
 from rich.console import Console
 from rich.markup import escape
 
-from chunkwise.pipeline import check, demo, info, models, report, tables
+from chunkwise.command import check, demo, info, models, report, tables
 
 # So many checks are compiled at once, or one for each core of a larger machine; their lines follow together.
 BATCH = 8

@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from chunkwise.pipeline import demo_picture, tables
+from chunkwise.command import demo_picture, tables
 from chunkwise.pipeline.operators import chunk_gated_delta_rule, chunk_simple_gla, recurrent_gated_delta_rule
 from chunkwise.shared.testing import compare, oracle
 

@@ -1,10 +1,10 @@
-"""The picture of `chunkwise demo`; it needs `chunkwise-pipeline[demo]`."""
+"""The picture of `chunkwise demo`; it needs `chunkwise-command[demo]`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from chunkwise.pipeline.demo import Recall, Run
+    from chunkwise.command.demo import Recall, Run
 
 LINES = 12
 COLOURS = {

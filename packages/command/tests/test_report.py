@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from chunkwise.pipeline import cli, models, report
+from chunkwise.command import cli, models, report
 from chunkwise.shared.chips import CHIPS
 
 pytestmark = pytest.mark.interpreted

@@ -21,7 +21,6 @@ ON_TPU = cases.Case(T=200, H=2, HV=4, K=128, V=128), (1, 0, 77, 0, 114)
 ELSEWHERE = cases.Case(T=100, HV=2, K=64, V=64, chunk_size=32), (1, 0, 37, 0, 56)
 INTERPRETED = cases.Case(T=20, HV=2, K=8, V=16, chunk_size=16), (1, 0, 17, 0)
 DTYPES = ("float32", "bfloat16")
-GATE_LIKE = ("g", "g_gamma", "beta", "b", "w")
 
 
 class Row(NamedTuple):
@@ -41,31 +40,6 @@ class Row(NamedTuple):
     def passed(self) -> bool:
         """Whether the error is within the tolerance."""
         return not self.message and self.error <= self.tolerance
-
-
-def operator_inputs(operator: operators.Entry, *sizes: int, **options) -> dict[str, jax.Array]:
-    """Return seeded inputs of an operator by name: `make_inputs` of the same arguments, less what it does not take.
-
-    An operator with constant gates gets them beside those of the tokens.
-    """
-    return _make_inputs(operator.delta, operator.gates, operator.erase, *sizes, **options)
-
-
-def _make_inputs(delta: bool, gates: str, erase: str | None, *sizes: int, **options) -> dict[str, jax.Array]:
-    x = inputs.make_inputs(*sizes, per_channel=gates == "channel", erase=erase, **options)
-    if not delta:
-        del x["beta"]
-    if gates == "constant":
-        x["g_gamma"] = -jnp.geomspace(0.01, 1.0, x["v"].shape[2], dtype=jnp.float32)
-    return x
-
-
-def tolerance(name: str, dtype: str) -> float:
-    """Return the tolerance of a result or, named with a leading d, a gradient of an operator."""
-    if name in ("o", "final_state"):
-        return compare.TOLERANCE[dtype]
-    kind = compare.GATE_GRADIENT_TOLERANCE if name[1:] in GATE_LIKE else compare.GRADIENT_TOLERANCE
-    return kind[dtype]
 
 
 class Program(NamedTuple):
@@ -160,7 +134,7 @@ def _start_operator(check: Check, operator: operators.Entry, pool: Executor) -> 
         label = operator.name, check.implementation, case.dtype, check.label + suffix
         exact = functools.partial(_exact, operator.delta, operator.gates, operator.erase, case, check.states)
         expected = exact if suffix else lambda exact=exact: {n: exact()[n] for n in ("o", "final_state")}
-        limit = functools.partial(tolerance, dtype=case.dtype)
+        limit = functools.partial(compare.tolerance, dtype=case.dtype)
         yield Program(label, _compile(pool, fn, args), args, expected, limit)
 
 
@@ -194,7 +168,7 @@ def _arguments(inputs: Callable[[cases.Case], dict], case: cases.Case) -> dict[s
 def _inputs(delta: bool, gates: str, erase: str | None, case: cases.Case, states: bool) -> dict[str, jax.Array]:
     """Return the inputs of an operator, the same for all that take the same."""
     N = case.B if case.lengths is None else len(case.lengths)
-    return _make_inputs(
+    return operators.inputs_of(
         delta, gates, erase, case.B, case.T, case.H, case.HV, case.K, case.V, dtype=jnp.dtype(case.dtype),
         gate=case.gate, num_states=N if states else 0,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from chunkwise.pipeline import cli, demo
+from chunkwise.command import cli, demo
 
 
 @pytest.fixture(scope="module")

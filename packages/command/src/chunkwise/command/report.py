@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from chunkwise import pipeline
-from chunkwise.pipeline import info, models, tables
+from chunkwise.command import info, models, tables
 from chunkwise.shared import chips
 from chunkwise.shared.operators import checks
 from chunkwise.shared.testing import compare, oracle
@@ -43,7 +43,7 @@ SAMPLES = 10
 
 def read_schema() -> dict:
     """Return the JSON schema of the file."""
-    return json.loads((resources.files("chunkwise.pipeline") / "report.schema.json").read_text())
+    return json.loads((resources.files("chunkwise.command") / "report.schema.json").read_text())
 
 
 def smaller(case: models.Layer) -> models.Layer:
@@ -225,7 +225,7 @@ def _outlook(job: Job, chip: str | None) -> dict:
 
 def _estimates() -> list[dict]:
     """Return the estimates of the package, which `python -m benchmarks pages --write` takes from docs/data."""
-    return json.loads((resources.files("chunkwise.pipeline") / "estimates.json").read_text())
+    return json.loads((resources.files("chunkwise.command") / "estimates.json").read_text())
 
 
 def gather(small: bool) -> dict:

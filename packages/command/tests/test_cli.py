@@ -5,9 +5,10 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import pytest
 
-from chunkwise.pipeline import check, cli
+from chunkwise.command import check, cli
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.pipeline.stages import PARTS, STAGES
 
@@ -142,6 +143,21 @@ def test_plan(backend, interpret, monkeypatch):
     assert {x.implementation for x in planned} == ({"xla", "pallas", "staged", "fused"} if kernels else {"xla"})
     sizes = {x.case.T for x in planned if x.implementation != "xla"}
     assert sizes == ({200} if backend == "tpu" else {20} if interpret else set())
+
+
+@pytest.fixture
+def x64():
+    """Set 64-bit mode for all threads."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("kernel", ["kkt", "recurrent_gla"])
+def test_check_in_64_bit_mode(kernel, capsys):
+    assert cli.main(["check", "--quick", "--interpret", "--kernel", kernel, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["failed"] == 0
 
 
 def test_unknown_kernel():
