@@ -2,9 +2,6 @@
 
 They run under the newest supported Python of this machine, and `oldest` runs a sample under the oldest one.
 
-A package is a folder with a pyproject.toml: shared, and every such folder of packages/. The root is a distribution too,
-which brings the others.
-
 Sessions install the versions of release/lock.txt, which `nox -s lock` renews. With NEWEST=1 in the environment they
 install the newest versions that the groups of pyproject.toml allow.
 """
@@ -14,10 +11,7 @@ import os
 import re
 import shutil
 import sys
-import tarfile
 import tempfile
-import tomllib
-import zipfile
 from pathlib import Path
 
 import nox
@@ -25,12 +19,10 @@ import nox
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
+from release import archives, packages, pythons  # noqa: E402
 from release import metadata as common  # noqa: E402
-from release import pythons  # noqa: E402
 
-MANIFESTS = [ROOT / "shared/pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
-PACKAGES = {path.parent.name: path.parent for path in MANIFESTS}
-METADATA = {path.parent.name: tomllib.loads(path.read_text())["project"] for path in MANIFESTS}
+PACKAGES = packages.FOLDERS
 GROUPS = nox.project.load_toml("pyproject.toml")
 ABOUT = common.read()
 
@@ -63,8 +55,6 @@ FORGE = {
     "citation-file-format": "CITATION.cff",
 }
 
-# A reference to a sibling in a pyproject.toml: its name, its extras and how hatchling finds its folder.
-SIBLING = re.compile(r"(chunkwise-[a-z0-9-]+)(\[[a-z,]+\])? @ \{root:[^\"]*")
 # One worker for each core. A file stays with one worker, so that what its tests share is compiled once.
 WORKERS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--durations", "10")
 
@@ -84,18 +74,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 nox.options.error_on_external_run = True
 
 
-def needed(name: str) -> list[str]:
-    """Return the folders that a package needs: those of its siblings, of their siblings, and its own."""
-    own = [match[1] for line in METADATA[name]["dependencies"] if (match := SIBLING.match(line))]
-    folders = [other for other in PACKAGES if METADATA[other]["name"] in own]
-    return list(dict.fromkeys([*(x for folder in folders for x in needed(folder)), name]))
-
-
-def prepare(session: nox.Session, group: str, packages=tuple(PACKAGES)) -> None:
+def prepare(session: nox.Session, group: str, names=tuple(PACKAGES)) -> None:
     """Install a dependency group, and install packages in place."""
     session.install(*LOCKED, *nox.project.dependency_groups(GROUPS, group))
     # Without dependencies, because pip refuses a sibling that it gets both by folder and by reference.
-    session.install("--no-deps", "--no-build-isolation", *(x for name in packages for x in ("-e", PACKAGES[name])))
+    session.install("--no-deps", "--no-build-isolation", *(x for name in names for x in ("-e", PACKAGES[name])))
 
 
 def run_example(session: nox.Session, name: str) -> None:
@@ -152,9 +135,16 @@ def types(session):
 
 @nox.session(python=LATEST)
 def tests(session):
-    """Run the tests of all packages in one go, with the compilations for TPU v6e and a sample on a simulated TPU."""
+    """Run the tests of all packages and a sample on a simulated TPU; with `-- --changed` what a change reaches."""
+    needs, arguments = packages.needs_of_tests(), [*session.posargs]
+    chosen = list(needs)
+    if "--changed" in arguments:
+        arguments.remove("--changed")
+        chosen = packages.reached(packages.changed_files(), needs)
+    if not chosen:
+        session.skip("The tests of packages read none of the files that differ from main.")
     prepare(session, "test")
-    session.run("pytest", *WORKERS, *QUICK, *PACKAGES.values(), "tests_e2e/simulated", *session.posargs)
+    session.run("pytest", *WORKERS, *QUICK, *chosen, *arguments)
 
 
 @nox.session(python=LATEST)
@@ -239,7 +229,7 @@ def add_package_sessions(name: str) -> None:
     """Define test-<package>, which tests one package, and solo-<package>, which installs it alone."""
 
     def test(session):
-        prepare(session, "test", needed(name))
+        prepare(session, "test", packages.needed(name))
         session.run("pytest", *WORKERS, *QUICK, PACKAGES[name], *session.posargs)
 
     def solo(session):
@@ -251,7 +241,7 @@ def add_package_sessions(name: str) -> None:
             session.install(*LOCKED, "--no-build-isolation", PACKAGES[name])
         listed = session.run("python", "-m", "pip", "list", "--format=freeze", silent=True)
         installed = set(re.findall(r"^chunkwise[a-z0-9-]+", listed, re.MULTILINE))
-        expected = {METADATA[x]["name"] for x in needed(name)}
+        expected = {packages.PROJECTS[x]["name"] for x in packages.needed(name)}
         if installed != expected:
             session.error(f"Installing {name} must bring {sorted(expected)}; got {sorted(installed)}.")
         run_example(session, name)
@@ -288,49 +278,6 @@ for host, requirements in HOSTS.items():
     add_host_session(host, *requirements)
 
 
-def check_release(session: nox.Session, dist: Path) -> None:
-    """Check that there is a wheel and an sdist of every package, and that they name their siblings by version only."""
-    archives = sorted(dist.iterdir())
-    if len(archives) != 2 * len(PACKAGES) + 2:
-        session.error(f"dist/ must hold a wheel and an sdist of each package; got {[x.name for x in archives]}.")
-    for path in archives:
-        for member, text in metadata_texts(path):
-            for line in text.splitlines():
-                if "file://" in line or "{root" in line or re.search(r"chunkwise-[a-z0-9-]+(\[.*\])? *@", line):
-                    session.error(f"{path.name}: {member} must name its siblings by version; got {line!r}.")
-    session.run("twine", "check", "--strict", *archives)
-    # The root has no file of its own.
-    bare = dist / f"chunkwise-{ABOUT.version}-py3-none-any.whl"
-    session.run("check-wheel-contents", *(path for path in archives if path.suffix == ".whl" and path != bare))
-
-
-def metadata_texts(archive: Path):
-    """Yield (name, text) of the files of a wheel or sdist that state its dependencies."""
-    wanted = ("/METADATA", "/PKG-INFO", "/pyproject.toml")
-    if archive.suffix == ".whl":
-        with zipfile.ZipFile(archive) as wheel:
-            yield from ((name, wheel.read(name).decode()) for name in wheel.namelist() if name.endswith(wanted))
-    else:
-        with tarfile.open(archive) as sdist:
-            for member in sdist:
-                if member.name.endswith(wanted) and (file := sdist.extractfile(member)):
-                    yield member.name, file.read().decode()
-
-
-def copy_for_release(name: str, folder: Path, release: Path) -> None:
-    """Copy what a distribution is built from; siblings, which a checkout finds by folder, are named by version."""
-    if folder == ROOT:
-        release.mkdir()
-        shutil.copy(ROOT / "pyproject.toml", release)
-    else:
-        shutil.copytree(folder, release, ignore=shutil.ignore_patterns("__pycache__", ".*", "dist"))
-    shutil.copy(ROOT / "LICENSE", release)
-    manifest = release / "pyproject.toml"
-    manifest.write_text(SIBLING.sub(lambda match: f"{match[1]}{match[2] or ''}=={ABOUT.version}", manifest.read_text()))
-    readme = common.with_addresses((folder / "README.md").read_text(), str(folder.relative_to(ROOT)), ABOUT)
-    (release / "README.md").write_text(readme)
-
-
 @nox.session(python=LATEST)
 def build(session):
     """Build every wheel and sdist into dist/, check them, and install from there."""
@@ -341,12 +288,18 @@ def build(session):
     with tempfile.TemporaryDirectory() as scratch:
         for name, folder in (PACKAGES | {"chunkwise": ROOT}).items():
             release = Path(scratch, name)
-            copy_for_release(name, folder, release)
+            archives.copy_sources(folder, release, ABOUT)
             with session.chdir(release):
                 session.run("hatch", "build", str(dist), env={"HATCH_DATA_DIR": scratch})
-    check_release(session, dist)
+    built = sorted(dist.iterdir())
+    for problem in archives.problems(built):
+        session.error(problem)
+    session.run("twine", "check", "--strict", *built)
+    # The root has no file of its own.
+    bare = dist / f"chunkwise-{ABOUT.version}-py3-none-any.whl"
+    session.run("check-wheel-contents", *(path for path in built if path.suffix == ".whl" and path != bare))
     # One from its sdist, the others from their wheels; our own names come from dist/ and nowhere else.
-    kernel = METADATA["kkt"]["name"]
+    kernel = packages.PROJECTS["kkt"]["name"]
     offline = ("--no-index", "--find-links", str(dist), "--no-build-isolation")
     session.install(*offline, "--no-binary", kernel, kernel, "chunkwise")
     session.run("chunkwise", "--version")

@@ -1,0 +1,65 @@
+"""What a package needs, and which tests `nox -s tests -- --changed` runs."""
+
+import subprocess
+
+import pytest
+
+from release import packages
+
+NEEDS = packages.needs_of_tests()
+ABOVE = ["packages/command", "packages/integrations", "packages/layers"]
+
+
+def test_needed():
+    assert packages.needed("shared") == ["shared"]
+    assert packages.needed("two_keys") == ["shared", "kda", "two_keys"]
+    assert set(packages.FOLDERS) - set(packages.needed("integrations")) == {"command"}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ([], []),
+        (["docs/kda.md", "README.md", "tests_e2e/mesh/meshes.py", "examples/train.py"], []),
+        (["packages/integrations/tests/test_hosts.py", "docs/kda.md"], ["packages/integrations"]),
+        (["packages/pipeline/README.md"], [*ABOVE, "packages/pipeline", "tests_e2e/simulated"]),
+        (
+            ["packages/kda/src/chunkwise/kda/tile.py"],
+            [*ABOVE[:2], "packages/kda", ABOVE[2], "packages/pipeline", "packages/two_keys", "tests_e2e/simulated"],
+        ),
+        (["tests_e2e/simulated/test_tier.py"], ["tests_e2e/simulated"]),
+        (["packages/kda/README.md", "conftest.py"], list(NEEDS)),
+        (["shared/src/chunkwise/shared/compat.py"], list(NEEDS)),
+        (["release/lock.txt"], list(NEEDS)),
+    ],
+)
+def test_reached(files, expected):
+    assert packages.reached(files, NEEDS) == expected
+
+
+def test_changed_files(tmp_path, monkeypatch):
+    """They are what the branch committed, what it did not commit, and new files, but nothing that main did since."""
+    monkeypatch.setattr(packages, "ROOT", tmp_path)
+    identity = ("-c", "user.name=x", "-c", "user.email=x@localhost")
+
+    def git(*arguments):
+        subprocess.run(("git", "-C", tmp_path, *identity, *arguments), check=True, capture_output=True)
+
+    def commit(name):
+        (tmp_path / name).write_text(name)
+        git("add", name)
+        git("commit", "-m", name)
+
+    git("init", "--initial-branch", "main")
+    commit("old")
+    git("checkout", "-b", "branch")
+    commit("committed")
+    git("checkout", "main")
+    commit("of main")
+    git("checkout", "branch")
+    (tmp_path / "old").write_text("changed")
+    (tmp_path / "new").write_text("new")
+    assert packages.changed_files() == ["committed", "old", "new"]
+    git("branch", "-D", "main")
+    with pytest.raises(SystemExit, match="compares with the branch main or origin/main; git knows neither"):
+        packages.changed_files()
