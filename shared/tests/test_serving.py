@@ -5,9 +5,8 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from chunkwise.shared.kernels import chunking, layout, pools
+from chunkwise.shared.kernels import layout, pools
 from chunkwise.shared.operators import arguments, serving
 from chunkwise.shared.testing.engine import make_rubbish
 
@@ -76,29 +75,8 @@ def test_pieces_lie_within_the_stream(cu_seqlens):
     assert_steps(jax.device_get(pieces(np.array(cu_seqlens, np.int32))), N)
 
 
-@pytest.mark.parametrize(
-    ("given", "want"),
-    [
-        ([0, 3, 3, T], [0, 3, 3, T]),
-        ([0, 5, 4, 9], [0, 5, 5, 9]),
-        ([-2, T + 1, 7, MOST], [0, T, T, T]),
-        ([LEAST, LEAST, 6, LEAST], [0, 0, 6, 6]),
-    ],
-)
-def test_rising(given, want):
-    rising = chunking.rising(jnp.array(given, jnp.int32), T)
-    assert (rising.tolist(), rising.dtype) == (want, jnp.int32)
-
-
 def test_blocks_that_no_sequence_can_fill():
     """The end of the second one would not be an int32."""
     routes = pools.Routes(*(jnp.array([x]) for x in (0, T, -1, [-1])), jnp.array([[3, 4]]))
     assert serving.full_blocks(routes, 2**30)[1].tolist() == [[-1, -1]]
     assert serving.full_blocks(routes, BLOCK)[1].tolist() == [[3, 4]]
-
-
-def test_values_taken_and_put():
-    """Places that do not exist give zeros, and are dropped."""
-    values, index = jnp.array([5, 6, 7, 8], jnp.int32), jnp.array([2, -1, 0, 4], jnp.int32)
-    np.testing.assert_array_equal(chunking.take(values, index), [7, 0, 5, 0])
-    np.testing.assert_array_equal(chunking.put(values, index, jnp.array([1, 2, 3, 4], jnp.int32)), [3, 6, 1, 8])

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chunkwise.shared.kernels import chunking
 from chunkwise.shared.kernels.chunking import Chunking, num_chunks, pad_tokens, stream_masks, varlen_tiles
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.stage_oracle import chunks_of
@@ -14,6 +15,7 @@ from chunkwise.shared.testing.stage_oracle import chunks_of
 LENGTHS = st.lists(st.integers(0, 40), min_size=6, max_size=6)
 # A fixed number of tokens and sequences, so that the tables compile once.
 T, C = 240, 16
+LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 
 
 def tokens(B, T, *tail):
@@ -126,3 +128,44 @@ def test_pieces(lengths):
         assert list(p.chunk[flags]) == list(range(T // C))
     assert (np.diff(p.chunk) >= 0).all()
     assert (np.diff(p.sequence) >= 0).all()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+def test_tables_under_x64(packed):
+    """They are int32 and booleans, whatever the modes of JAX: kernels read them from scalar memory."""
+    cu_seqlens = boundaries(5, 0, 12) if packed else None
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        chunks = Chunking(1, 20, 16, cu_seqlens)
+        for name in ("sequence", "length", "final_chunk"):
+            assert getattr(chunks, name).dtype == jnp.int32, name
+        for name in ("first", "last", "empty"):
+            assert getattr(chunks, name).dtype == bool, name
+        x = jnp.ones((1, 20, 2, 3), jnp.float32)
+        gamma = chunks.gamma_rows(jnp.ones((2,), jnp.float32))
+        for y in (chunks.split(x), chunks.merge(chunks.split(x)), chunks.split_cumulative(x), gamma):
+            assert y.dtype == jnp.float32
+        if packed:
+            for table in (varlen_tiles(20, 16, cu_seqlens), stream_masks(20, 16, cu_seqlens)):
+                for name, value in table._asdict().items():
+                    assert value.dtype in (jnp.int32, bool), name
+
+
+@pytest.mark.parametrize(
+    ("ends", "want"),
+    [
+        ([0, 3, 3, T], [0, 3, 3, T]),
+        ([0, 5, 4, 9], [0, 5, 5, 9]),
+        ([-2, T + 1, 7, MOST], [0, T, T, T]),
+        ([LEAST, LEAST, 6, LEAST], [0, 0, 6, 6]),
+    ],
+)
+def test_rising(ends, want):
+    rising = chunking.rising(jnp.array(ends, jnp.int32), T)
+    assert (rising.tolist(), rising.dtype) == (want, jnp.int32)
+
+
+def test_values_taken_and_put():
+    """Places that do not exist give zeros, and are dropped."""
+    values, index = jnp.array([5, 6, 7, 8], jnp.int32), jnp.array([2, -1, 0, 4], jnp.int32)
+    np.testing.assert_array_equal(chunking.take(values, index), [7, 0, 5, 0])
+    np.testing.assert_array_equal(chunking.put(values, index, jnp.array([1, 2, 3, 4], jnp.int32)), [3, 6, 1, 8])
