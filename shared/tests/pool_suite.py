@@ -71,7 +71,7 @@ def assert_prefills(
     o, after = run(inputs.poison_padding(x, cu_seqlens) | dict(initial_state=pool), cu_seqlens, slots)
 
     want, expected = np.zeros(o.shape), np.array(pool, np.float64)
-    normalise = dict(use_qk_l2norm_in_kernel=options.get("normalise", False))
+    normalise = dict(use_qk_l2norm_in_kernel=options.get("use_qk_l2norm_in_kernel", False))
 
     def prefill(n, length):
         begin = int(cu_seqlens[n])

@@ -60,7 +60,7 @@ def test_scale():
             "`output_final_state` must be True or False, known when the program is built; got 'no'.",
         ),
         (
-            dict(options=Options(normalise=spec())), ValueError,
+            dict(options=Options(use_qk_l2norm_in_kernel=spec())), ValueError,
             "`use_qk_l2norm_in_kernel` must be True or False, known when the program is built; got an array float32 ()",
         ),
         (dict(options=Options(chunk_size=64.0)), ValueError, "`chunk_size` must be one of (16, 32, 64, 128); got 64.0"),

@@ -48,7 +48,7 @@ def run(x, slots=None, has_initial_state=None, normalise=True, implementation="x
     """Return o and the states; `slots` are numbers."""
     slots = slots if slots is None else jnp.asarray(slots, jnp.int32)
     has_initial_state = has_initial_state if has_initial_state is None else jnp.asarray(has_initial_state)
-    options = Options(output_final_state=True, normalise=normalise)
+    options = Options(output_final_state=True, use_qk_l2norm_in_kernel=normalise)
     return run_recurrent(
         Arguments(**{"scale": 0.3, **x, **others}), Slots(slots, has_initial_state), options, implementation
     )

@@ -16,7 +16,7 @@ CONFIG = GatedDeltaNetConfig(D=32, H=1, HV=2, K=16, V=16)
 def test_operators(name):
     x = make_inputs(1, 32, 1, 2, 16, 16, per_channel=name in ("kda", "gla"))
     x = {name: y for name, y in x.items() if name != "beta"} if "gla" in name else x
-    assert_frames(lambda: getattr(pipeline, f"chunk_{name}")(**x, implementation="fused"), most=9)
+    assert_frames(lambda: getattr(pipeline, f"chunk_{name}")(**x, implementation="fused"), most=8)
 
 
 def test_a_layer():

@@ -19,7 +19,7 @@ THOROUGH = dict(test_prefills=lambda dtype, pool, blocks: (dtype, pool, blocks) 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_prefills(dtype, pool, blocks):
     x = make_inputs(1, PREFILL_TOKENS, 1, 2, 16, 24, dtype=dtype, per_channel=True)
-    assert_prefills(OPERATOR, x, pool, blocks=blocks, normalise=True, chunk_size=16)
+    assert_prefills(OPERATOR, x, pool, blocks=blocks, use_qk_l2norm_in_kernel=True, chunk_size=16)
 
 
 @pytest.mark.tpu

@@ -23,7 +23,7 @@ THOROUGH = dict(
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefills(kind, dtype, pool):
     x = KINDS[kind].inputs(1, PREFILL_TOKENS, 1, 2, 16, 24, dtype=dtype, normalise=False)
-    assert_prefills(KINDS[kind].record, x, pool, blocks=True, normalise=True, chunk_size=16)
+    assert_prefills(KINDS[kind].record, x, pool, blocks=True, use_qk_l2norm_in_kernel=True, chunk_size=16)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "fused"])

@@ -4,13 +4,12 @@ import jax
 
 from chunkwise.fused_gdn.config import Config
 from chunkwise.fused_gdn.operator import OPERATOR
-from chunkwise.shared.operators import unknown_arguments
-from chunkwise.shared.operators.arguments import Arguments, Options, Sharding, Slots
-from chunkwise.shared.operators.gates import GateActivation
+from chunkwise.shared.operators import signature
+from chunkwise.shared.operators.arguments import Sharding
 from chunkwise.shared.operators.state_pool import Pool
 
 
-@unknown_arguments.explained
+@signature.of(OPERATOR.chunk)
 def chunk_gated_delta_rule(
     q: jax.Array,
     k: jax.Array,
@@ -114,15 +113,10 @@ def chunk_gated_delta_rule(
       launches: the states before every chunk, then one reverse pass.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024), section 3.3.
     """
-    activation = GateActivation(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, segment_ids)
-    options = Options(
-        output_final_state, use_qk_l2norm_in_kernel, chunk_size, None, activation, sharding, context_axis, config=config
-    )
-    return OPERATOR.chunk(x, options, implementation)
+    ...
 
 
-@unknown_arguments.explained
+@signature.of(OPERATOR.recurrent)
 def recurrent_gated_delta_rule(
     q: jax.Array,
     k: jax.Array,
@@ -197,16 +191,10 @@ def recurrent_gated_delta_rule(
     Cost: 7 B T HV K V flops; the state of every sequence is read and written once.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024).
     """
-    activation = GateActivation(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    slots = Slots(state_indices, has_initial_state)
-    x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, slots=slots)
-    options = Options(
-        output_final_state, use_qk_l2norm_in_kernel, activation=activation, sharding=sharding, context_axis=context_axis
-    )
-    return OPERATOR.recurrent(x, options, implementation)
+    ...
 
 
-@unknown_arguments.explained
+@signature.of(OPERATOR.ragged)
 def ragged_gated_delta_rule(
     q: jax.Array,
     k: jax.Array,
@@ -309,19 +297,4 @@ def ragged_gated_delta_rule(
       `chunk_gated_delta_rule` costs with states, and nothing for decodes.
     Source: the scheduling of vLLM's gated delta net attention.
     """
-    activation = GateActivation(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    slots = Slots(
-        state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
-        num_sequences,
-    )  # fmt: skip
-    x = Arguments(q, k, v, g, beta, None, scale, states, cu_seqlens, A_log, dt_bias, slots=slots)
-    options = Options(
-        True,
-        use_qk_l2norm_in_kernel,
-        chunk_size,
-        activation=activation,
-        sharding=sharding,
-        block_size=block_size,
-        decode_tokens=decode_tokens,
-    )
-    return OPERATOR.ragged(x, options, implementation)
+    ...

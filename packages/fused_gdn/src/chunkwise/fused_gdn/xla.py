@@ -98,8 +98,8 @@ def _scan(
     v, scale, initial_state = x.v, x.scale, x.initial_state
     cu_seqlens: Any = x.cu_seqlens
     output_final_state = options.output_final_state
-    q = recurrence.unit_rows(x.q, options.normalise, cu_seqlens)
-    k, beta = recurrence.unit_keys(x.k, x.beta, options.normalise, cu_seqlens)
+    q = recurrence.unit_rows(x.q, options.use_qk_l2norm_in_kernel, cu_seqlens)
+    k, beta = recurrence.unit_keys(x.k, x.beta, options.use_qk_l2norm_in_kernel, cu_seqlens)
     (B, T, HV, V), K, C = v.shape, k.shape[-1], min(options.chunk_size or most_rows, most_rows)
     stream = cu_seqlens is not None and initial_state is None and not output_final_state
     chunks = chunking.Chunking(B, T, C, None if stream else cu_seqlens)

@@ -4,13 +4,12 @@ import jax
 
 from chunkwise.fused_gla.config import Config
 from chunkwise.fused_gla.operator import GLA, SIMPLE_GLA
-from chunkwise.shared.operators import unknown_arguments
-from chunkwise.shared.operators.arguments import Arguments, Options, Sharding, Slots
-from chunkwise.shared.operators.checks import check_array
+from chunkwise.shared.operators import signature
+from chunkwise.shared.operators.arguments import Sharding
 from chunkwise.shared.operators.state_pool import Pool
 
 
-@unknown_arguments.explained
+@signature.of(SIMPLE_GLA.chunk)
 def chunk_simple_gla(
     q: jax.Array,
     k: jax.Array,
@@ -92,16 +91,10 @@ def chunk_simple_gla(
       every sequence.
     Source: Dao and Gu, Transformers are SSMs (2024); Sun et al., Retentive Network (2023), for constant gates.
     """
-    if g is not None:
-        check_array("g", g, "B T HV")
-    x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
-    options = Options(
-        output_final_state, chunk_size=chunk_size, sharding=sharding, context_axis=context_axis, config=config
-    )
-    return SIMPLE_GLA.chunk(x, options, implementation)
+    ...
 
 
-@unknown_arguments.explained
+@signature.of(GLA.chunk)
 def chunk_gla(
     q: jax.Array,
     k: jax.Array,
@@ -158,15 +151,10 @@ def chunk_gla(
       of every sequence.
     Source: Yang et al., Gated Linear Attention Transformers (2023), sections 3 and 4.
     """
-    check_array("g", g, "B T HV K")
-    x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens, segment_ids=segment_ids)
-    options = Options(
-        output_final_state, chunk_size=chunk_size, sharding=sharding, context_axis=context_axis, config=config
-    )
-    return GLA.chunk(x, options, implementation)
+    ...
 
 
-@unknown_arguments.explained
+@signature.of(SIMPLE_GLA.recurrent)
 def recurrent_simple_gla(
     q: jax.Array,
     k: jax.Array,
@@ -235,16 +223,10 @@ def recurrent_simple_gla(
     Cost: 5 B T HV K V flops; every state is read and written once.
     Source: Dao and Gu, Transformers are SSMs (2024); Sun et al., Retentive Network (2023) for a constant gate.
     """
-    if g is not None:
-        check_array("g", g, "B T HV")
-    slots = Slots(state_indices, has_initial_state)
-    x = Arguments(q, k, v, g, None, g_gamma, scale, initial_state, cu_seqlens, slots=slots)
-    return SIMPLE_GLA.recurrent(
-        x, Options(output_final_state, sharding=sharding, context_axis=context_axis), implementation
-    )
+    ...
 
 
-@unknown_arguments.explained
+@signature.of(GLA.recurrent)
 def recurrent_gla(
     q: jax.Array,
     k: jax.Array,
@@ -290,13 +272,10 @@ def recurrent_gla(
     Cost: 5 B T HV K V flops; every state is read and written once.
     Source: Yang et al., Gated Linear Attention Transformers (2023).
     """
-    check_array("g", g, "B T HV K")
-    slots = Slots(state_indices, has_initial_state)
-    x = Arguments(q, k, v, g, None, None, scale, initial_state, cu_seqlens, slots=slots)
-    return GLA.recurrent(x, Options(output_final_state, sharding=sharding, context_axis=context_axis), implementation)
+    ...
 
 
-@unknown_arguments.explained
+@signature.of(SIMPLE_GLA.ragged)
 def ragged_simple_gla(
     q: jax.Array,
     k: jax.Array,
@@ -345,12 +324,4 @@ def ragged_simple_gla(
     Cost: a decode reads the state of every sequence once and writes one for every token; prefills cost what
       `chunk_simple_gla` costs with states, and nothing for decodes.
     """
-    slots = Slots(
-        state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
-        num_sequences,
-    )  # fmt: skip
-    x = Arguments(q, k, v, g, None, g_gamma, scale, states, cu_seqlens, slots=slots)
-    options = Options(
-        True, chunk_size=chunk_size, sharding=sharding, block_size=block_size, decode_tokens=decode_tokens
-    )
-    return SIMPLE_GLA.ragged(x, options, implementation)
+    ...

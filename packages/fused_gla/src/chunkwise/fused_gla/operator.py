@@ -26,6 +26,17 @@ def check(x: Arguments, options: Options) -> None:
     checks.check_packed(x.cu_seqlens, B)
 
 
+def _check_by_channel(x: Arguments, options: Options) -> None:
+    checks.check_array("g", x.g, "B T HV K")
+    check(x, options)
+
+
+def _check_by_head(x: Arguments, options: Options) -> None:
+    if x.g is not None:
+        checks.check_array("g", x.g, "B T HV")
+    check(x, options)
+
+
 def _default_config(x: Arguments, options: Options) -> config.Config | None:
     """Return the tile sizes for these arguments, None where a head is too large for fast memory."""
     (_, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
@@ -136,4 +147,5 @@ def _run_tiles(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | N
 
 
 _IMPLEMENTATIONS = fused.implementation(KERNELS, fits), Implementation("xla", run_xla, chunk_states=chunk_states)
-GLA, SIMPLE_GLA = (define(name, check, *_IMPLEMENTATIONS) for name in ("gla", "simple_gla"))
+GLA = define("gla", _check_by_channel, *_IMPLEMENTATIONS)
+SIMPLE_GLA = define("simple_gla", _check_by_head, *_IMPLEMENTATIONS)

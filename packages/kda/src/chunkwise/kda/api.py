@@ -4,13 +4,12 @@ import jax
 
 from chunkwise.kda.config import Config
 from chunkwise.kda.operator import OPERATOR
-from chunkwise.shared.operators import unknown_arguments
-from chunkwise.shared.operators.arguments import Arguments, Options, Sharding, Slots
-from chunkwise.shared.operators.gates import GateActivation
+from chunkwise.shared.operators import signature
+from chunkwise.shared.operators.arguments import Sharding
 from chunkwise.shared.operators.state_pool import Pool
 
 
-@unknown_arguments.explained
+@signature.of(OPERATOR.chunk)
 def chunk_kda(
     q: jax.Array,
     k: jax.Array,
@@ -114,22 +113,10 @@ def chunk_kda(
       once.
     Source: Kimi Linear (2025), section 3; the anchored products and the joined inverse are described in `tile`.
     """
-    activation = GateActivation(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, segment_ids)
-    options = Options(
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        chunk_size,
-        gate_lower_bound,
-        activation,
-        sharding,
-        context_axis,
-        config=config,
-    )
-    return OPERATOR.chunk(x, options, implementation)
+    ...
 
 
-@unknown_arguments.explained
+@signature.of(OPERATOR.recurrent)
 def recurrent_kda(
     q: jax.Array,
     k: jax.Array,
@@ -206,16 +193,10 @@ def recurrent_kda(
     Cost: 7 B T HV K V flops; every state is read and written once.
     Source: Kimi Linear (2025).
     """
-    activation = GateActivation(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    slots = Slots(state_indices, has_initial_state)
-    x = Arguments(q, k, v, g, beta, None, scale, initial_state, cu_seqlens, A_log, dt_bias, slots=slots)
-    options = Options(
-        output_final_state, use_qk_l2norm_in_kernel, None, gate_lower_bound, activation, sharding, context_axis
-    )
-    return OPERATOR.recurrent(x, options, implementation)
+    ...
 
 
-@unknown_arguments.explained
+@signature.of(OPERATOR.ragged)
 def ragged_kda(
     q: jax.Array,
     k: jax.Array,
@@ -272,20 +253,4 @@ def ragged_kda(
     Cost: a decode reads the state of every sequence once and writes one for every token; prefills cost what `chunk_kda`
       costs with states, and nothing for decodes.
     """
-    activation = GateActivation(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    slots = Slots(
-        state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
-        num_sequences,
-    )  # fmt: skip
-    x = Arguments(q, k, v, g, beta, None, scale, states, cu_seqlens, A_log, dt_bias, slots=slots)
-    options = Options(
-        True,
-        use_qk_l2norm_in_kernel,
-        chunk_size,
-        gate_lower_bound,
-        activation,
-        sharding,
-        block_size=block_size,
-        decode_tokens=decode_tokens,
-    )
-    return OPERATOR.ragged(x, options, implementation)
+    ...

@@ -208,7 +208,7 @@ def _run(
         tokens = [chunking.select_tokens(~nonfinite, y) for y in tokens]
     # What padding holds must not matter, not even NaN.
     q, k, v, g, beta, *e = (chunking.zero_padding(y.astype(jnp.float32), cu_seqlens) for y in tokens)
-    q, k = (tiles.l2norm(q), tiles.l2norm(k)) if options.normalise else (q, k)
+    q, k = (tiles.l2norm(q), tiles.l2norm(k)) if options.use_qk_l2norm_in_kernel else (q, k)
     q, k = (jnp.repeat(y, HV // y.shape[2], axis=2) for y in (q * x.scale, k))
     chunks = chunking.Chunking(B, T, C, None if stream else cu_seqlens)
     batch = B if cu_seqlens is None else 1

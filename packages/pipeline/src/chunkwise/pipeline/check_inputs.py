@@ -10,7 +10,7 @@ from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla
 from chunkwise.kda import operator as kda
 from chunkwise.shared.kernels import chunking, tiles
-from chunkwise.shared.operators import arguments, checks, gates
+from chunkwise.shared.operators import arguments, checks, gates, signature
 from chunkwise.shared.operators.arguments import Arguments
 from chunkwise.two_keys import operator as two_keys
 
@@ -74,14 +74,8 @@ def check_inputs(
 
     Cost: one read of every array. Outside of jit it waits for the result.
     """
-    raw = use_beta_sigmoid_in_kernel, use_erase_sigmoid_in_kernel
-    activation = gates.GateActivation(
-        use_gate_in_kernel, lower_bound, raw[0], any(raw) and allow_neg_eigval, raw[1], use_write_sigmoid_in_kernel
-    )
-    x = Arguments(
-        q, k, v, g, beta, g_gamma, None, initial_state, cu_seqlens, A_log, dt_bias, segment_ids, p=p, b=b, w=w
-    )
-    options = arguments.Options(normalise=use_qk_l2norm_in_kernel, activation=activation)
+    doubled = (use_beta_sigmoid_in_kernel or use_erase_sigmoid_in_kernel) and allow_neg_eigval
+    x, options, _ = signature.to_records(locals() | dict(allow_neg_eigval=doubled))
     _check_types(x, options)
     checks.check_flags(allow_neg_eigval=allow_neg_eigval)
     checks.check_values(x.arrays().values(), lambda: _find_faults(x, options, allow_neg_eigval))
@@ -135,7 +129,7 @@ def _find_faults(x: Arguments, options: arguments.Options, allow_neg_eigval: boo
         most = 2 if allow_neg_eigval else 1
         rule = f"`{name}` must be from 0 to {most}" + ("" if allow_neg_eigval else ", or to 2 with `allow_neg_eigval`")
         yield _fault(inside((beta < 0) | (beta > most)), beta, rule)
-    if not options.normalise:
+    if not options.use_qk_l2norm_in_kernel:
         yield _lengths(x.k, x.k if x.p is None else x.p, beta, inside)
 
 

@@ -35,7 +35,7 @@ def delta_rule(x: Arguments, options: Options, A_inv: jax.Array | None = None) -
     `A_inv` are the inverses that `map_delta_rule` keeps, of the same tokens.
     """
     g_cum, (h, v_new, final_state) = _delta_states(x, options, A_inv)
-    q, k = (recurrence.unit_rows(y, options.normalise, x.cu_seqlens) for y in (x.q, x.k))
+    q, k = (recurrence.unit_rows(y, options.use_qk_l2norm_in_kernel, x.cu_seqlens) for y in (x.q, x.k))
     o = chunk_fwd_o(
         q, k, v_new, h, g_cum, None, x.scale, x.cu_seqlens, options.chunk_size, implementation=_PALLAS
     )  # fmt: skip
@@ -47,7 +47,7 @@ def _solve(x: Arguments, options: Options, A_inv: jax.Array | None) -> tuple[jax
     assert x.g is not None
     assert x.beta is not None
     cu, C, how = x.cu_seqlens, options.chunk_size, {"implementation": _PALLAS}
-    k, beta = recurrence.unit_keys(x.k, x.beta, options.normalise, cu)
+    k, beta = recurrence.unit_keys(x.k, x.beta, options.use_qk_l2norm_in_kernel, cu)
     g_cum = chunk_local_cumsum(tiles.clip_gate(x.g), C, cu_seqlens=cu, **how)
     # Where the inverses are known only the gradient asks for A.
     A = chunk_scaled_dot_kkt(k, beta, g_cum, cu, C, p=x.p, **how)

@@ -3,14 +3,13 @@
 import jax
 
 from chunkwise.kda.config import Config
-from chunkwise.shared.operators import unknown_arguments
-from chunkwise.shared.operators.arguments import Arguments, Options, Sharding, Slots
-from chunkwise.shared.operators.gates import GateActivation
+from chunkwise.shared.operators import signature
+from chunkwise.shared.operators.arguments import Sharding
 from chunkwise.shared.operators.state_pool import Pool
 from chunkwise.two_keys.operator import COMBA, GDN2
 
 
-@unknown_arguments.explained
+@signature.of(GDN2.chunk)
 def chunk_gdn2(
     q: jax.Array,
     k: jax.Array,
@@ -79,29 +78,10 @@ def chunk_gdn2(
       once.
     Source: Gated DeltaNet 2; docs/two-keys.md has the chunk form and the special cases.
     """
-    activation = GateActivation(
-        use_gate_in_kernel, lower_bound, allow_neg_eigval=allow_neg_eigval,
-        use_erase_sigmoid_in_kernel=use_erase_sigmoid_in_kernel,
-        use_write_sigmoid_in_kernel=use_write_sigmoid_in_kernel,
-    )  # fmt: skip
-    x = Arguments(
-        q=q, k=k, v=v, g=g, b=b, w=w, scale=scale, initial_state=initial_state,
-        cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, segment_ids=segment_ids,
-    )  # fmt: skip
-    options = Options(
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        chunk_size,
-        gate_lower_bound,
-        activation,
-        sharding,
-        context_axis,
-        config=config,
-    )
-    return GDN2.chunk(x, options, implementation)
+    ...
 
 
-@unknown_arguments.explained
+@signature.of(GDN2.recurrent)
 def recurrent_gdn2(
     q: jax.Array,
     k: jax.Array,
@@ -151,27 +131,10 @@ def recurrent_gdn2(
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 in float32.
     Cost: 7 B T HV K V flops; every state is read and written once.
     """
-    activation = GateActivation(
-        use_gate_in_kernel, lower_bound, allow_neg_eigval=allow_neg_eigval,
-        use_erase_sigmoid_in_kernel=use_erase_sigmoid_in_kernel,
-        use_write_sigmoid_in_kernel=use_write_sigmoid_in_kernel,
-    )  # fmt: skip
-    x = Arguments(
-        q=q, k=k, v=v, g=g, b=b, w=w, scale=scale, initial_state=initial_state,
-        cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, slots=Slots(state_indices, has_initial_state),
-    )  # fmt: skip
-    options = Options(
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        gate_lower_bound=gate_lower_bound,
-        activation=activation,
-        sharding=sharding,
-        context_axis=context_axis,
-    )
-    return GDN2.recurrent(x, options, implementation)
+    ...
 
 
-@unknown_arguments.explained
+@signature.of(GDN2.ragged)
 def ragged_gdn2(
     q: jax.Array,
     k: jax.Array,
@@ -227,33 +190,10 @@ def ragged_gdn2(
       to the type of the pool.
     Cost: a decode reads the state of every sequence once and writes one for every token.
     """
-    activation = GateActivation(
-        use_gate_in_kernel, lower_bound, allow_neg_eigval=allow_neg_eigval,
-        use_erase_sigmoid_in_kernel=use_erase_sigmoid_in_kernel,
-        use_write_sigmoid_in_kernel=use_write_sigmoid_in_kernel,
-    )  # fmt: skip
-    slots = Slots(
-        state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
-        num_sequences,
-    )  # fmt: skip
-    x = Arguments(
-        q=q, k=k, v=v, g=g, b=b, w=w, scale=scale, initial_state=states,
-        cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, slots=slots,
-    )  # fmt: skip
-    options = Options(
-        True,
-        use_qk_l2norm_in_kernel,
-        chunk_size,
-        gate_lower_bound,
-        activation,
-        sharding,
-        block_size=block_size,
-        decode_tokens=decode_tokens,
-    )
-    return GDN2.ragged(x, options, implementation)
+    ...
 
 
-@unknown_arguments.explained
+@signature.of(COMBA.chunk)
 def chunk_comba(
     q: jax.Array,
     k: jax.Array,
@@ -317,25 +257,10 @@ def chunk_comba(
       once.
     Source: Comba (2025); docs/two-keys.md has the chunk form and the special cases.
     """
-    activation = GateActivation(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    x = Arguments(
-        q=q, k=k, v=v, p=p, g=g, beta=beta, scale=scale, initial_state=initial_state,
-        cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, segment_ids=segment_ids,
-    )  # fmt: skip
-    options = Options(
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        chunk_size,
-        gate_lower_bound,
-        activation,
-        sharding,
-        context_axis,
-        config=config,
-    )
-    return COMBA.chunk(x, options, implementation)
+    ...
 
 
-@unknown_arguments.explained
+@signature.of(COMBA.recurrent)
 def recurrent_comba(
     q: jax.Array,
     k: jax.Array,
@@ -384,23 +309,10 @@ def recurrent_comba(
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 in float32.
     Cost: 7 B T HV K V flops; every state is read and written once.
     """
-    activation = GateActivation(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    x = Arguments(
-        q=q, k=k, v=v, p=p, g=g, beta=beta, scale=scale, initial_state=initial_state,
-        cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, slots=Slots(state_indices, has_initial_state),
-    )  # fmt: skip
-    options = Options(
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        gate_lower_bound=gate_lower_bound,
-        activation=activation,
-        sharding=sharding,
-        context_axis=context_axis,
-    )
-    return COMBA.recurrent(x, options, implementation)
+    ...
 
 
-@unknown_arguments.explained
+@signature.of(COMBA.ragged)
 def ragged_comba(
     q: jax.Array,
     k: jax.Array,
@@ -455,23 +367,4 @@ def ragged_comba(
       to the type of the pool.
     Cost: a decode reads the state of every sequence once and writes one for every token.
     """
-    activation = GateActivation(use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    slots = Slots(
-        state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
-        num_sequences,
-    )  # fmt: skip
-    x = Arguments(
-        q=q, k=k, v=v, p=p, g=g, beta=beta, scale=scale, initial_state=states,
-        cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, slots=slots,
-    )  # fmt: skip
-    options = Options(
-        True,
-        use_qk_l2norm_in_kernel,
-        chunk_size,
-        gate_lower_bound,
-        activation,
-        sharding,
-        block_size=block_size,
-        decode_tokens=decode_tokens,
-    )
-    return COMBA.ragged(x, options, implementation)
+    ...

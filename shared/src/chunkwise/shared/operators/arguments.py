@@ -119,7 +119,7 @@ class Options(NamedTuple):
 
     Attributes:
       output_final_state: return the states after the last tokens.
-      normalise: scale queries and keys to unit length (`use_qk_l2norm_in_kernel`).
+      use_qk_l2norm_in_kernel: scale queries and keys to unit length.
       chunk_size: tokens of a chunk; None for the best.
       gate_lower_bound: a promise that every gate is at least this, in nats; None for no promise.
       activation: what is made of raw gates and step sizes.
@@ -134,7 +134,7 @@ class Options(NamedTuple):
     """
 
     output_final_state: bool = False
-    normalise: bool = False
+    use_qk_l2norm_in_kernel: bool = False
     # An implementation always gets a number.
     chunk_size: Any = None
     gate_lower_bound: float | None = None
@@ -174,7 +174,8 @@ def check_shared(x: Arguments, options: Options) -> Arguments:
     Returns:
       The arguments, A_log of a law as [HV].
     """
-    checks.check_flags(output_final_state=options.output_final_state, use_qk_l2norm_in_kernel=options.normalise)
+    flags = "output_final_state", "use_qk_l2norm_in_kernel"
+    checks.check_flags(**{name: getattr(options, name) for name in flags})
     checks.check_scale(x.scale)
     gates.check_gate_activation(options.activation, x.A_log, x.dt_bias, x.g)
     B, T = x.q.shape[:2]
@@ -200,8 +201,8 @@ def warn_head_first(x: Arguments, options: Options) -> None:
         warnings.warn(
             f"`q` should have shape [B, T, H, K]; got {tuple(x.q.shape)}, with T = {T} less than H = {H}: are the "
             f"tensors head-first, [B, H, T, K]?",
-            # Of the caller of the operator, behind this, `Operator.chunk`, the operator and its decorator.
-            stacklevel=5,
+            # Of the caller of the operator, behind this, `Operator.chunk` and the call of `signature`.
+            stacklevel=4,
         )
 
 
@@ -247,12 +248,12 @@ def _with_erase_keys(x: Arguments, options: Options, valid: jax.Array | None) ->
         for name, y in named.items()
         if y is not None
     }
-    if options.normalise:
+    if options.use_qk_l2norm_in_kernel:
         named |= {name: tiles.l2norm(named[name]) for name in ("q", "k", "p") if name in named}
     p = jnp.repeat(named.get("p", named["k"]), x.v.shape[2] // x.q.shape[2], axis=2)
     p, v = (p * named["b"] if "b" in named else p), named["v"] * named.get("w", 1.0)
     x = x._replace(q=named["q"], k=named["k"], v=v, p=p, b=None, w=None)
-    return x, options._replace(normalise=False)
+    return x, options._replace(use_qk_l2norm_in_kernel=False)
 
 
 def _promised(options: Options) -> float | None:

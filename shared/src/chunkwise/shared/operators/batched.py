@@ -72,8 +72,8 @@ def _run(
     (B, T, HV, V), K, C = x.v.shape, x.k.shape[-1], options.chunk_size
     bfloat16 = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype) == jnp.bfloat16
     products = state_scan.Products(3 if bfloat16 else None)
-    q = recurrence.unit_rows(x.q, options.normalise, cu_seqlens)
-    k, beta = recurrence.unit_keys(x.k, x.beta, options.normalise, cu_seqlens)
+    q = recurrence.unit_rows(x.q, options.use_qk_l2norm_in_kernel, cu_seqlens)
+    k, beta = recurrence.unit_keys(x.k, x.beta, options.use_qk_l2norm_in_kernel, cu_seqlens)
     tokens = [q, k, x.v, tiles.clip_gate(x.g), beta, *([] if x.p is None else [x.p])]
     stream = cu_seqlens is not None and x.initial_state is None and not options.output_final_state
     nonfinite: Any = isolation.nonfinite_tokens(tokens, cu_seqlens) if stream else None

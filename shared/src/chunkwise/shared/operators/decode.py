@@ -117,7 +117,7 @@ def run_tokens(
     """
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     one = x.cu_seqlens is None and T == 1
-    static = DecodeStatic(B, T, H, HV, K, V, x.num_states, 1, one, options.scale, options.normalise, name)
+    static = DecodeStatic(B, T, H, HV, K, V, x.num_states, 1, one, options.scale, options.use_qk_l2norm_in_kernel, name)
     o, states = _run(static, implementation, x._replace(scale=None, slots=None), x.slots or Slots())
     return launcher.scaled(o, x.scale), states if options.output_final_state else None
 

@@ -414,7 +414,7 @@ def _decode(
     x, options = arguments.with_final_gates(x, options)
     scale, x = x.scale, x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)
     N, W = routes.source.shape[0], _most_tokens(routes, options)
-    static = decode.DecodeStatic(B, T, H, HV, K, V, N, W, True, options.scale, options.normalise, name)
+    static = decode.DecodeStatic(B, T, H, HV, K, V, N, W, True, options.scale, options.use_qk_l2norm_in_kernel, name)
     if plain:
         made, pool = _plain_tokens(static, x, pool, routes, accepted)
     elif state_pool.ring_tokens(pool):

@@ -1,0 +1,43 @@
+"""Public functions of operators: a signature and a docstring, whose arguments become records by their names."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from chunkwise.shared.operators import unknown_arguments
+from chunkwise.shared.operators.arguments import Arguments, Options, Slots
+from chunkwise.shared.operators.gates import GateActivation
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def of(run: Callable[[Arguments, Options, str | None], Any]) -> Callable[[Function], Function]:
+    """Return a decorator that makes a function of a signature: it calls `run`, which is a method of an `Operator`."""
+
+    def decorate(function: Function) -> Function:
+        parameters = inspect.signature(function).parameters
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        check = unknown_arguments.explained(function)
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            # The body is empty: Python says in its words what is wrong with a call.
+            check(*args, **kwargs)
+            return run(*to_records(defaults | dict(zip(defaults, args, strict=False)) | kwargs))
+
+        return cast("Function", call)
+
+    return decorate
+
+
+def to_records(named: dict[str, Any]) -> tuple[Arguments, Options, str | None]:
+    """Return the records of the arguments of a call, given by their names, and the name of the implementation."""
+    if "states" in named:
+        # A serving step, whose states are a pool.
+        named: dict[str, Any] = named | dict(initial_state=named["states"], output_final_state=True)
+    make = lambda record: record(**{name: named[name] for name in record._fields if name in named})
+    x = make(Arguments)._replace(slots=make(Slots) if "state_indices" in named else None)
+    # The number in the options is chosen later.
+    options = make(Options)._replace(activation=make(GateActivation), scale=None)
+    return x, options, named.get("implementation")

@@ -1,0 +1,56 @@
+"""A public function is a signature, and its calls bring their arguments in records, by name."""
+
+import inspect
+import re
+
+import pytest
+
+from chunkwise.shared.operators import signature
+from chunkwise.shared.operators.arguments import Arguments, Options, Slots
+from chunkwise.shared.operators.gates import GateActivation
+
+
+def run(x, options, implementation):
+    return x, options, implementation
+
+
+def chunk(q, k, v, scale=None, *, use_qk_l2norm_in_kernel=False, lower_bound=None, implementation="xla"):
+    """Return records."""
+
+
+def ragged(q, k, v, states, state_indices, *, num_decodes=0):
+    """Return records."""
+
+
+def test_the_function_is_its_signature():
+    made = signature.of(run)(chunk)
+    assert inspect.isfunction(made)
+    assert inspect.signature(made) == inspect.signature(chunk)
+    assert (made.__name__, made.__doc__) == ("chunk", chunk.__doc__)
+
+
+def test_records_by_name():
+    made = signature.of(run)(chunk)
+    options = Options(use_qk_l2norm_in_kernel=True, activation=GateActivation(lower_bound=-5.0))
+    got = made(1, 2, v=3, scale=4, use_qk_l2norm_in_kernel=True, lower_bound=-5.0)
+    assert got == (Arguments(1, 2, 3, scale=4), options, "xla")
+
+
+def test_a_pool_is_the_initial_state():
+    x = Arguments(1, 2, 3, initial_state=4, slots=Slots(5, num_decodes=0))
+    assert signature.of(run)(ragged)(1, 2, 3, 4, 5) == (x, Options(output_final_state=True), None)
+
+
+@pytest.mark.parametrize(
+    ("args", "more", "message"),
+    [
+        ((1, 2), {}, "chunk() missing 1 required positional argument: 'v'"),
+        ((1, 2, 3), dict(q=4), "chunk() got multiple values for argument 'q'"),
+        ((1, 2, 3), dict(state=4), "chunk() got an unexpected keyword argument 'state'"),
+        ((1, 2, 3), dict(gv=4), "'gv': leave it out; there are no gates of value channels here."),
+        ((1, 2, 3, 4, 5), {}, "chunk() takes from 3 to 4 positional arguments but 5 were given"),
+    ],
+)
+def test_wrong_calls(args, more, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        signature.of(run)(chunk)(*args, **more)
