@@ -61,7 +61,7 @@ def filled(page: str) -> str:
 
 def pages() -> list[Path]:
     """Return the pages that may hold figures."""
-    return [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
+    return [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
 
 
 def main(write: bool) -> int:

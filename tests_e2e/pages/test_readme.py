@@ -23,14 +23,14 @@ from chunkwise.command import cli
 from chunkwise.shared.testing import tpu
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PACKAGE_PAGES = [ROOT / "shared/README.md", *sorted(ROOT.glob("packages/*/README.md"))]
 # Those that take long, or whose code is mostly that of other pages.
 REPEATS = (
-    "adding-a-kernel",
     "distribution",
     "from-tokamax",
     "integrations",
+    "maintain/adding-a-kernel",
     "moving-requests",
     "new-tpu",
     "numerics",

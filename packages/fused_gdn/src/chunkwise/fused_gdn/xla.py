@@ -28,7 +28,7 @@ from chunkwise.shared.kernels import chunking, layout, matmul, tiles
 from chunkwise.shared.operators import arguments, block_inverse, isolation, recurrence
 
 # Products inside a chunk cost C per token, steps of the scan and states that the backward keeps 1 / C: see
-# docs/lessons.md.
+# docs/maintain/lessons.md.
 _MOST_ROWS = 32
 
 # What the backward reads instead of computing it again.
