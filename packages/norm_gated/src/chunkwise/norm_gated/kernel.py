@@ -18,6 +18,8 @@ from chunkwise.shared.kernels import launcher
 
 # Rows of a register of float32.
 _SUBLANES = 8
+# Cores of a chip that may share a launch: as many sums of the gradient of the weight leave it.
+_CORES = 2
 
 
 def _strips(cut: config.Config, width: int, D: int, compute) -> None:
@@ -60,9 +62,22 @@ def _fwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: config.Config):
 
 
 def _bwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: config.Config, rows: int):
-    """Write dx and dz of a block, and the gradient of the weight summed over it, in 8 rows."""
-    refs.dweight[...] = jnp.zeros_like(refs.dweight)
-    first = pl.program_id(0) * jnp.int32(config.rows)
+    """Write dx and dz of a block, and the gradient of the weight summed over the blocks of a part, in 8 rows."""
+    part, step = pl.program_id(0), pl.program_id(2)
+    block = part * pl.num_programs(2) + step
+
+    @pl.when(step == 0)
+    def _():
+        refs.dweight[...] = jnp.zeros_like(refs.dweight)
+
+    # The last part may have a block less than the others.
+    pl.when(block * jnp.int32(config.rows) < jnp.int32(rows))(
+        lambda: _add_block(refs, block * jnp.int32(config.rows), s, config, rows)
+    )
+
+
+def _add_block(refs: NormRefs, first: jax.Array, s: tile.NormStatic, config: config.Config, rows: int) -> None:
+    """Write dx and dz of a block whose first row is `first`, and add its gradient of the weight."""
 
     def compute(at, lanes):
         x, z, dy = (_load(ref, at, lanes) for ref in (refs.x, refs.z, refs.dy))  # [strip, lanes]
@@ -98,27 +113,30 @@ def launch(
     """
     rows, width = x.shape
     blocks, lanes = -(-rows // config.rows), config.groups * s.D
-    block = pl.BlockSpec((config.rows, lanes), lambda i, j: (i, j))
-    sums = pl.BlockSpec((_SUBLANES, lanes), lambda i, j: (i, j))
+    parts = blocks if dy is None else min(blocks, _CORES)
+    steps = -(-blocks // parts)
+    # A step past the last block stays there and does nothing.
+    block = pl.BlockSpec((config.rows, lanes), lambda i, j, n: (jnp.minimum(i * steps + n, blocks - 1), j))
+    sums = pl.BlockSpec((_SUBLANES, lanes), lambda i, j, n: (i, j))
     body, outputs = functools.partial(_fwd_kernel, s=s, config=config), {"y": (block, x.shape, x.dtype)}
     if dy is not None:
         body = functools.partial(_bwd_kernel, s=s, config=config, rows=rows)
         outputs = {
             "dx": (block, x.shape, x.dtype),
             "dz": (block, z.shape, z.dtype),
-            "dweight": (sums, (blocks * _SUBLANES, width), jnp.float32),
+            "dweight": (sums, (parts * _SUBLANES, width), jnp.float32),
         }
     return launcher.launch(
         body,
         NormRefs,
         name=f"rms_norm_gated_{'fwd' if dy is None else 'bwd'}_d{s.D}",
-        # Blocks of rows and of groups are independent.
-        grid=(blocks, -(-width // lanes)),
-        dimension_semantics=("parallel", "parallel"),
+        # Blocks of rows and of groups are independent, but for the sums of a part.
+        grid=(parts, -(-width // lanes), steps),
+        dimension_semantics=("parallel", "parallel", "arbitrary"),
         inputs={
             "x": (x, block),
             "z": (z, block),
-            "weight": (weight, pl.BlockSpec((1, lanes), lambda i, j: (0, j))),
+            "weight": (weight, pl.BlockSpec((1, lanes), lambda i, j, n: (0, j))),
             "dy": (dy, block),
         },
         outputs=outputs,
