@@ -142,7 +142,7 @@ def check_nox(arguments: list[str]) -> None:
     sessions = set(re.findall(r"^def (\w+)\(session\b", noxfile, re.MULTILINE))
     sessions |= {f"{kind}-{name}" for kind in ("test", "solo") for name in packages}
     assert arguments[:1] in ([], ["-s"], ["-l"])
-    assert set(arguments[1:]) <= sessions
+    assert set(arguments[1:]) <= sessions | {"--", "--changed"}
 
 
 def check_pip(arguments: list[str]) -> None:
@@ -170,6 +170,11 @@ def check_chunkwise(arguments: list[str]) -> None:
     assert cli.main([*arguments, *only]) == 0
 
 
+def check_pytest(arguments: list[str]) -> None:
+    """The tests of a package have sessions of their own: its folder must exist."""
+    assert (ROOT / arguments[0] / "tests").is_dir(), arguments[0]
+
+
 def check_benchmarks(arguments: list[str], tmp_path) -> None:
     """Minutes each: the options must be known. A plot takes a second and is drawn."""
     options = benchmarks.parse(arguments)
@@ -191,6 +196,8 @@ def test_command(page, command, tmp_path, capsys):
         check_pip(arguments)
     elif program == "chunkwise":
         check_chunkwise(arguments)
+    elif program == "pytest":
+        check_pytest(arguments)
     elif program == "benchmarks":
         check_benchmarks(arguments, tmp_path)
     elif program == "python":
@@ -218,6 +225,15 @@ def test_links(page):
             other = page.parent / path if path else page
             assert other.exists(), target
             assert not heading or heading in anchors(other), target
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "CONTRIBUTING.md", *(ROOT / "docs/maintain").glob("*.md")], ids=lambda page: page.name
+)
+def test_paths(page):
+    """The files and folders that pages for maintainers name by their path from the root exist."""
+    for path in re.findall(r"`((?:packages|shared|tests_e2e|benchmarks|docs|release)/[\w./-]+)`", page.read_text()):
+        assert (ROOT / path).exists() or (ROOT / "shared/src/chunkwise" / path).exists(), path
 
 
 @pytest.mark.parametrize("page", PACKAGE_PAGES, ids=lambda page: page.parent.name)
