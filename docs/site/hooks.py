@@ -34,7 +34,7 @@ MATHML = "http://www.w3.org/1998/Math/MathML"
 HEIGHT, DEPTH = {"height": "0.42em"}, {"depth": "0.2em"}
 SCRIPTS = {"msup": HEIGHT, "msub": DEPTH, "msubsup": HEIGHT | DEPTH}
 # Pages for those who change the project; a search shows the pages for users first.
-BEHIND = ("packages/shared", "changelog", "examples/")
+BEHIND = ("packages/shared", "changelog", "contributing", "examples/", "maintain/")
 
 
 def outside_code(markdown: str, change) -> str:

@@ -101,6 +101,16 @@ def test_workflows_name_sessions_and_releases(path):
         assert set(named) <= sessions, line
 
 
+def test_every_folder_of_tests_has_a_session():
+    """noxfile.py names the folders that pytest leaves out of tests_e2e."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    left_out = [folder for folder in options["norecursedirs"] if "/" in folder]
+    assert left_out
+    for folder in left_out:
+        assert (ROOT / folder).is_dir()
+        assert f'"{folder}' in (ROOT / "noxfile.py").read_text(), folder
+
+
 @pytest.mark.parametrize("path", sorted(ROOT.glob("tests_e2e/*/test_*.py")), ids=lambda path: path.stem)
 def test_what_needs_torch_is_marked(path):
     """The session `oldest` selects it by its mark; elsewhere it is skipped."""
