@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.kernels.gate_activation import decay
+from chunkwise.shared.kernels.gate_activation import Softplus
 from chunkwise.shared.operators.gates import GateActivation, check_gate_activation, decays, step_sizes
 from chunkwise.shared.testing.compare import assert_close, assert_gradients
 from chunkwise.shared.testing.inputs import make_inputs, spec
@@ -21,11 +21,15 @@ def small(per_channel, dtype=jnp.float32):
     return {name: x[name] for name in ("g", "beta", "A_log", "dt_bias")}
 
 
+def law_of(bound):
+    return GateActivation(True, bound).law
+
+
 @pytest.mark.parametrize(("bound", "per_channel"), LAWS)
 def test_gradients(bound, per_channel):
     """Numeric ones: so the analytic ones of `law_reference` are right too, which other tests use."""
     x = small(per_channel)
-    run = lambda g, beta, A_log, dt_bias: (decays(g, A_log, dt_bias, bound, None), step_sizes(beta, True, None))
+    run = lambda g, beta, A_log, dt_bias: (decays(g, A_log, dt_bias, law_of(bound), None), step_sizes(beta, True, None))
 
     def definition(**x):
         y = law_reference(**x, lower_bound=bound, allow_neg_eigval=True)[0]
@@ -41,7 +45,7 @@ def test_gradients(bound, per_channel):
 
 def test_softplus_overflows_nowhere_and_is_exact_where_it_is_small():
     x = jnp.array([-1e4, -100.0, -80.0, -20.0, -1.0, 0.0, 1.0, 20.0, 100.0, 1e4, jnp.inf, -jnp.inf]).reshape(1, -1, 1)
-    got = np.asarray(decays(x, jnp.zeros(1), None, None, None)).ravel()
+    got = np.asarray(decays(x, jnp.zeros(1), None, Softplus(), None)).ravel()
     want = -np.logaddexp(np.asarray(x, np.float64).ravel(), 0.0)
     # Below 2^-126 the processor may give zero.
     np.testing.assert_allclose(got, np.where(want > -1e-37, 0.0, want), rtol=1e-6, atol=1e-37)
@@ -49,7 +53,7 @@ def test_softplus_overflows_nowhere_and_is_exact_where_it_is_small():
 
 def test_few_operations_lose_digits_only_where_softplus_is_small():
     x = jnp.array([-1e4, -100.0, -20.0, -1.0, 0.0, 1.0, 20.0, 79.0, 81.0, 100.0, 1e4, jnp.inf, -jnp.inf])
-    got = decay(x, jnp.zeros(()), jnp.zeros(()), None, unit=2.0, exact=False)
+    got = Softplus().decay(x, jnp.zeros(()), jnp.zeros(()), unit=2.0, exact=False)
     want = -2.0 * np.logaddexp(np.asarray(x, np.float64), 0.0)
     np.testing.assert_allclose(np.asarray(got), want, rtol=1e-6, atol=2e-7)
 
@@ -60,7 +64,7 @@ def test_padding_reaches_nothing(bound):
     x |= {name: x[name].at[:, 3:].set(jnp.nan) for name in ("g", "beta")}
 
     def run(x):
-        g, beta = decays(x["g"], x["A_log"], x["dt_bias"], bound, valid), step_sizes(x["beta"], False, valid)
+        g, beta = decays(x["g"], x["A_log"], x["dt_bias"], law_of(bound), valid), step_sizes(x["beta"], False, valid)
         return jnp.where(jnp.arange(5)[:, None] < 3, beta + g.sum(axis=3), 0.0)
 
     for name, d in jax.grad(lambda x: run(x).sum())(x).items():
@@ -72,7 +76,7 @@ def test_types_are_stated():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         x = small(True, jnp.bfloat16)
         for bound in (None, -5.0):
-            g, beta = decays(x["g"], x["A_log"], x["dt_bias"], bound, None), step_sizes(x["beta"], True, None)
+            g, beta = decays(x["g"], x["A_log"], x["dt_bias"], law_of(bound), None), step_sizes(x["beta"], True, None)
             assert g.dtype == beta.dtype == jnp.float32
 
 
@@ -102,6 +106,18 @@ RAW = dict(use_gate_in_kernel=True)
             "float32 ().",
         ),
         (
+            dict(use_gate_in_kernel="tanh"), spec(4), None,
+            "`use_gate_in_kernel` must be True, False or the name of a law of ('softplus', 'sigmoid'); got 'tanh'.",
+        ),
+        (
+            dict(use_gate_in_kernel="softplus", lower_bound=-5.0), spec(4), None,
+            "`lower_bound` must be None for the law 'softplus'; got -5.0.",
+        ),
+        (
+            dict(use_gate_in_kernel="sigmoid"), spec(4), None,
+            "`lower_bound` must be a number < 0 for the law 'sigmoid'; got None.",
+        ),
+        (
             dict(allow_neg_eigval=True), None, None,
             "`allow_neg_eigval` must be False without `use_beta_sigmoid_in_kernel`; got True.",
         ),
@@ -122,5 +138,12 @@ def test_a_flat_bias_and_none_give_the_same_decays(per_channel):
     bias, zeros = x["dt_bias"], jnp.zeros_like(x["dt_bias"])
     for same, other in ((bias.ravel(), bias), (None, zeros)):
         check_gate_activation(GateActivation(use_gate_in_kernel=True), x["A_log"], same, x["g"])
-        got, want = (decays(x["g"], x["A_log"], y, None, None) for y in (same, other))
+        got, want = (decays(x["g"], x["A_log"], y, Softplus(), None) for y in (same, other))
         np.testing.assert_array_equal(got, want, "g")
+
+
+@pytest.mark.parametrize(("named", "bound"), [("softplus", None), ("sigmoid", -5.0)])
+def test_a_law_by_its_name(named, bound):
+    assert GateActivation(named, bound).law == GateActivation(True, bound).law
+    assert GateActivation(named, bound).law != GateActivation(True, -4.0).law
+    assert GateActivation().law is None

@@ -10,6 +10,8 @@ import pytest
 
 from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.pipeline.operators import OPERATORS, operator_inputs
+from chunkwise.shared.kernels import gate_activation
+from chunkwise.shared.testing import laws
 from chunkwise.shared.testing.compare import assert_close, tolerance
 from chunkwise.shared.testing.inputs import boundaries, poison_padding, spec
 from chunkwise.shared.testing.laws import law_reference, raw_inputs
@@ -53,6 +55,31 @@ def test_values_and_gradients(operator, implementation, case):
     compare(operator, implementation, inputs, LAW[law], PACKED if packed else None, states)
 
 
+class LogSigmoid(gate_activation.Law):
+    """A law more: a log(sigmoid(x + b))."""
+
+    def decay(self, x, A_log, dt_bias, unit=1.0, exact=True):
+        return unit * jnp.exp(A_log) * jax.nn.log_sigmoid(x + dt_bias)
+
+    def gradient(self, x, A_log, dt_bias, dg):
+        dx = jnp.exp(A_log) * jax.nn.sigmoid(-(x + dt_bias)) * dg
+        return dx, self.decay(x, A_log, dt_bias) * dg
+
+
+def log_sigmoid(x, a, lower_bound):
+    decay = -a * np.logaddexp(-x, 0.0)
+    return decay, a * np.exp(-np.logaddexp(0.0, x)), decay
+
+
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
+def test_a_law_more_is_a_line_of_the_table(implementation, monkeypatch):
+    monkeypatch.setitem(gate_activation.LAWS, "logsigmoid", LogSigmoid)
+    monkeypatch.setitem(laws.LAWS, "logsigmoid", log_sigmoid)
+    operator = OPERATORS["chunk_kda"]
+    inputs = raw_inputs(operator_inputs(operator, 1, 24, 1, 2, 8, 8, num_states=1))
+    compare(operator, implementation, inputs, dict(use_gate_in_kernel="logsigmoid"), None, 1)
+
+
 @pytest.mark.parametrize("A_log", [(-100.0, 17.0), (60.0, 88.0), (100.0, 300.0)], ids=str)
 @pytest.mark.parametrize("law", ["softplus", "bounded"])
 @pytest.mark.parametrize(
@@ -86,15 +113,16 @@ def compare(operator, implementation, inputs, law, cu_seqlens, states, without=(
 
     @jax.jit
     def run(x, do, dht):
-        function = functools.partial(operator.function, **LAWS, **law, **options, cu_seqlens=cu_seqlens)
+        function = functools.partial(operator.function, **LAWS | law, **options, cu_seqlens=cu_seqlens)
         outputs, pull = jax.vjp(
             lambda x: function(**x, output_final_state=states > 0, implementation=implementation), x
         )
         return outputs, pull((do, dht))[0]
 
     (o, state), grads = run(poison_padding(inputs, cu_seqlens), do, dht)
-    laws, pull = law_reference(*(inputs[name] for name in ("g", "beta", "A_log", "dt_bias")), **law)
-    decayed = {name: y for name, y in inputs.items() if name not in ("A_log", "dt_bias")} | laws
+    named = {"law" if name == "use_gate_in_kernel" else name: y for name, y in law.items()}
+    made, pull = law_reference(*(inputs[name] for name in ("g", "beta", "A_log", "dt_bias")), **named)
+    decayed = {name: y for name, y in inputs.items() if name not in ("A_log", "dt_bias")} | made
     o_ref, state_ref, expected = reference(**decayed, cu_seqlens=cu_seqlens, do=do, dht=dht)
     expected |= pull(expected["g"], expected["beta"])
     assert_close("o", o, o_ref, tolerance("o", "float32"))

@@ -41,7 +41,6 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.kda import cost, tile
 from chunkwise.shared.kernels import (
     chunk_loop,
-    gate_activation,
     inverse,
     launcher,
     layout,
@@ -179,10 +178,11 @@ def more_bytes(x: Operands) -> int:
 def decays_of(g, refs, valid, static: FusedStatic, first: int = 0, unit: float = 1.0, exact: bool = True):
     """Return the decays of raw gates g [C, n] in the lanes from `first` on, zero in rows that are not valid.
 
-    `unit` and `exact` as in `chunkwise.shared.kernels.decay`.
+    `unit` and `exact` as in `gate_activation.Law`.
     """
     A_log, dt_bias = (refs.law[i : i + 1, first : first + g.shape[1]] for i in range(2))  # [1, n]
-    g = gate_activation.decay(g.astype(jnp.float32), A_log, dt_bias, static.lower_bound, unit, exact)  # [C, n]
+    assert static.gate_law is not None
+    g = static.gate_law.decay(g.astype(jnp.float32), A_log, dt_bias, unit, exact)  # [C, n]
     # What raw gates hold there may be anything, and of zeros the law makes decays.
     return g if valid is None else jnp.where(valid, g, 0.0)
 

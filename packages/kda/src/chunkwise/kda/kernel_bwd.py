@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from chunkwise.kda import cost, kernel, tile, tile_bwd
-from chunkwise.shared.kernels import chunk_loop, gate_activation, launcher, layout, nonfinite, packed, tiles
+from chunkwise.shared.kernels import chunk_loop, launcher, layout, nonfinite, packed, tiles
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 
@@ -185,9 +185,8 @@ def _store_in_lanes(ref, x, step: layout.TableStep, stored, C: int) -> None:
 def through_law(refs: KdaBwdRefs, valid, dg, static: FusedStatic):
     """Return the gradient of raw gates for that of decays, dg [C, heads K], and add to that of A_log and dt_bias."""
     A_log, dt_bias = refs.law[:1], refs.law[1:]  # [1, heads K]
-    each = gate_activation.decay_gradient(
-        refs.g[...].astype(jnp.float32), A_log, dt_bias, static.lower_bound, dg
-    )  # [C, heads K]
+    assert static.gate_law is not None
+    each = static.gate_law.gradient(refs.g[...].astype(jnp.float32), A_log, dt_bias, dg)  # [C, heads K]
     # Raw gates of other rows may be anything, and zero times NaN is NaN.
     dx, dA = each if valid is None else (jnp.where(valid, x, 0.0) for x in each)
     refs.dlaw[...] += jnp.concatenate([jnp.sum(x, axis=0, keepdims=True) for x in (dA, dx)])

@@ -69,7 +69,7 @@ def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedS
         p=packed.packing(C, options.config.heads, options.config.heads_bwd),
         base=tile.base_block(options.gate_lower_bound, _dtype(x)),
         backward_base=tile.base_block(options.gate_lower_bound, jnp.float32),
-        lower_bound=options.activation.lower_bound, per_channel=x.g.ndim == 4,
+        gate_law=options.activation.law, per_channel=x.g.ndim == 4,
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
     g, law = x.g.astype(jnp.float32), None
     if x.A_log is not None:
         g = _narrow(x.g)
-        law = jnp.stack(gates.lay_out_activation(x.A_log, x.dt_bias, g.shape[2:], static.lower_bound))  # [2, HV, K]
+        law = jnp.stack(gates.lay_out_activation(x.A_log, x.dt_bias, g.shape[2:], static.gate_law))  # [2, HV, K]
         law = layout.to_lanes(law[None], 2)[0]
     q, k, v = (layout.to_lanes(y.astype(_dtype(x)), static.T) for y in (x.q, x.k, x.v))
     e = None if x.p is None else layout.to_lanes(x.p.astype(_dtype(x)), static.T)

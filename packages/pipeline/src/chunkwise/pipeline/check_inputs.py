@@ -33,7 +33,7 @@ def check_inputs(
     w: jax.Array | None = None,
     initial_state: jax.Array | None = None,
     use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
+    use_gate_in_kernel: bool | str = False,
     A_log: jax.Array | None = None,
     dt_bias: jax.Array | None = None,
     lower_bound: float | None = None,

@@ -2,12 +2,16 @@
 
 With x the raw gate, a = exp(A_log) and b = dt_bias, a decay in nats is
 
-    g = -a softplus(x + b)                  dx = -a sigmoid(x + b) dg      dA_log = sum g dg       db = sum dx
-    g = lower_bound sigmoid(u)              dx = a du                      dA_log = sum u du       db = sum dx
-        u = a (x + b)                       du = g (1 - sigmoid(u)) dg
+    softplus: g = -a softplus(x + b)        dx = -a sigmoid(x + b) dg      dA_log = sum g dg       db = sum dx
+    sigmoid:  g = lower_bound sigmoid(u)    dx = a du                      dA_log = sum u du       db = sum dx
+              u = a (x + b)                 du = g (1 - sigmoid(u)) dg
 
-`in_range` moves what would overflow in exp(A_log), so the other functions are exact for every A_log and x + b.
+`LAWS` is the table of these laws. A law more is a class and a line of the table, whose name the argument
+`use_gate_in_kernel` of the operators then takes.
 """
+
+import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,48 +24,93 @@ MOST_A_LOG = 40.0
 _SMALL = 2.0**-6
 
 
-def in_range(A_log: jax.Array, dt_bias: jax.Array, lower_bound: float | None) -> tuple[jax.Array, jax.Array]:
-    """Return the A_log and dt_bias of a law with the same decays, where exp(A_log) is a number.
+@dataclasses.dataclass(frozen=True)
+class Law:
+    """A law of raw gates; its attributes are arguments of the operators.
 
-    Above 40 the rest of A_log moves into the bias of the first law: softplus(x + b) is e^(x + b) wherever e^A_log of it
-    is not more than 110 nats, which is a decay of 0. The second law has u = 0 or is at one of its ends there.
+    All arrays are float32 and of shapes that fit one another. After `in_range` both functions are exact for every A_log
+    and x + dt_bias.
     """
-    rest = jnp.maximum(A_log - MOST_A_LOG, 0.0)
-    return jnp.minimum(A_log, MOST_A_LOG), dt_bias + rest if lower_bound is None else dt_bias
+
+    # Whether A_log must be an array. Else None stands for zeros.
+    needs_rate: ClassVar[bool] = False
+
+    def in_range(self, A_log: jax.Array, dt_bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the A_log and dt_bias of the same decays, where exp(A_log) is a number.
+
+        A law that is at an end for every larger A_log, or 0 in x + dt_bias = 0, only cuts it.
+        """
+        return jnp.minimum(A_log, MOST_A_LOG), dt_bias
+
+    def decay(
+        self, x: jax.Array, A_log: jax.Array, dt_bias: jax.Array, unit: float = 1.0, exact: bool = True
+    ) -> jax.Array:
+        """Return the decay of raw gates x.
+
+        Args:
+          x, A_log, dt_bias: of the law, `in_range`.
+          unit: the result is in nats times this.
+          exact: decays are exact up to 3e-7 of themselves. Else up to 4e-6, which may take fewer operations, and has no
+            gradient.
+        """
+        raise NotImplementedError
+
+    def gradient(
+        self, x: jax.Array, A_log: jax.Array, dt_bias: jax.Array, dg: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the gradients of x, and of A_log before its sum over tokens, for the gradient dg of `decay`."""
+        raise NotImplementedError
 
 
-def decay(
-    x: jax.Array, A_log: jax.Array, dt_bias: jax.Array, lower_bound: float | None, unit: float = 1.0, exact: bool = True
-) -> jax.Array:
-    """Return the decay of raw gates x; all float32 and of shapes that fit one another.
+class Softplus(Law):
+    """The law without a bound."""
 
-    Args:
-      x, A_log, dt_bias, lower_bound: of the law, `in_range`.
-      unit: the result is in nats times this.
-      exact: decays are exact up to 3e-7 of themselves. Else up to 4e-6, which takes fewer operations and has no
-        gradient of its own.
-    """
-    a, x = jnp.exp(A_log), x + dt_bias
-    if lower_bound is not None:
-        return (unit * float(lower_bound)) * jax.nn.sigmoid(a * x)
-    return (-unit * a) * (_softplus(x) if exact else _softplus_of_few_operations(x))
+    needs_rate: ClassVar[bool] = True
 
+    def in_range(self, A_log, dt_bias):
+        """Move the rest of A_log above 40 into the bias.
 
-def decay_gradient(
-    x: jax.Array, A_log: jax.Array, dt_bias: jax.Array, lower_bound: float | None, dg: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the gradients of `decay` for that of its result: of x, and of A_log before its sum over tokens."""
-    a, y = jnp.exp(A_log), x + dt_bias
-    if lower_bound is None:
-        g = decay(x, A_log, dt_bias, None)
+        softplus(x + b) is e^(x + b) wherever e^A_log of it is not more than 110 nats, which is a decay of 0.
+        """
+        rest = jnp.maximum(A_log - MOST_A_LOG, 0.0)
+        return jnp.minimum(A_log, MOST_A_LOG), dt_bias + rest
+
+    def decay(self, x, A_log, dt_bias, unit=1.0, exact=True):
+        """Return -a softplus(x + b)."""
+        a, x = jnp.exp(A_log), x + dt_bias
+        return (-unit * a) * (_softplus(x) if exact else _softplus_of_few_operations(x))
+
+    def gradient(self, x, A_log, dt_bias, dg):
+        """Return the gradients of x and A_log."""
+        a, y = jnp.exp(A_log), x + dt_bias
+        g = self.decay(x, A_log, dt_bias)
         # A decay of 0 has no gradient, and the rounding of other terms is not to be multiplied by thousands of nats.
         dg = jnp.where(g > tiles.FORGET, dg, 0.0)
         return -a * jax.nn.sigmoid(y) * dg, jnp.maximum(g, tiles.FORGET) * dg
-    # At its ends the law has no slope, and infinity times 0 is NaN.
-    u = jnp.clip(a * y, -100.0, 100.0)
-    open_ = jax.nn.sigmoid(u)
-    du = float(lower_bound) * open_ * (1.0 - open_) * dg
-    return a * du, u * du
+
+
+@dataclasses.dataclass(frozen=True)
+class Sigmoid(Law):
+    """The law of decays that stay above a bound, a negative number. Where A_log exceeds 40, u is 0 or at an end."""
+
+    lower_bound: float
+
+    def decay(self, x, A_log, dt_bias, unit=1.0, exact=True):
+        """Return lower_bound sigmoid(a (x + b))."""
+        a, x = jnp.exp(A_log), x + dt_bias
+        return (unit * float(self.lower_bound)) * jax.nn.sigmoid(a * x)
+
+    def gradient(self, x, A_log, dt_bias, dg):
+        """Return the gradients of x and A_log."""
+        a, y = jnp.exp(A_log), x + dt_bias
+        # At its ends the law has no slope, and infinity times 0 is NaN.
+        u = jnp.clip(a * y, -100.0, 100.0)
+        open_ = jax.nn.sigmoid(u)
+        du = float(self.lower_bound) * open_ * (1.0 - open_) * dg
+        return a * du, u * du
+
+
+LAWS: dict[str, type[Law]] = {"softplus": Softplus, "sigmoid": Sigmoid}
 
 
 def _softplus(x: jax.Array) -> jax.Array:

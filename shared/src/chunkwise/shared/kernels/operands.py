@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from chunkwise.shared.kernels import gate_activation
+
 
 class Operands(NamedTuple):
     """The arrays that a launch reads, in the layout of the kernels; None for an array that it does not have.
@@ -72,7 +74,7 @@ class FusedStatic(NamedTuple):
       p: heads that lie side by side in the lanes.
       normalise: queries and keys are scaled to unit length first.
       compensate: step sizes make up for the rounding of these keys, because they may exceed 1: `tiles.unit_keys`.
-      lower_bound: of the law of raw gates, or None.
+      gate_law: the law of raw gates, or None.
       base: rows of the diagonal blocks that one product covers, in the forward of KDA.
       backward_base: in its backward, where gradients of strong gates are as small as the decays.
       per_channel: gates are per channel of the key.
@@ -97,7 +99,7 @@ class FusedStatic(NamedTuple):
     p: int = 1
     normalise: bool = False
     compensate: bool = False
-    lower_bound: float | None = None
+    gate_law: gate_activation.Law | None = None
     base: int = 1
     backward_base: int = 1
     per_channel: bool = False

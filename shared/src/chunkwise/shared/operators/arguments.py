@@ -224,13 +224,9 @@ def with_final_gates(x: Arguments, options: Options, raw_gates: bool = False) ->
     if x.erases and not raw_gates:
         x, options = _with_erase_keys(x, options, valid)
     raw_gates = raw_gates and x.g is not None and (x.g.ndim == 4 or not x.erases)
-    left = (
-        gates.GateActivation(activation.use_gate_in_kernel, activation.lower_bound)
-        if raw_gates
-        else gates.GateActivation()
-    )
-    if activation.use_gate_in_kernel and not raw_gates:
-        x = x._replace(g=gates.decays(x.g, x.A_log, x.dt_bias, activation.lower_bound, valid), A_log=None, dt_bias=None)
+    left = activation.of_gates() if raw_gates else gates.GateActivation()
+    if activation.law is not None and not raw_gates:
+        x = x._replace(g=gates.decays(x.g, x.A_log, x.dt_bias, activation.law, valid), A_log=None, dt_bias=None)
     raw = activation.use_beta_sigmoid_in_kernel or activation.use_erase_sigmoid_in_kernel
     large = activation.allow_neg_eigval or not raw
     return x, options._replace(activation=left, gate_lower_bound=_promised(options), large_steps=large)

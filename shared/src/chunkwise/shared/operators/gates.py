@@ -1,9 +1,10 @@
 """What operators do with raw gates and step sizes: the checks, and the laws over all tokens.
 
-A decay is made of a raw gate by a law of `shared.kernels.gate_activation`. A step size is sigmoid(y) or 2 sigmoid(y) of
-the raw y.
+A decay is made of a raw gate by a law of `shared.kernels.gate_activation.LAWS`. A step size is sigmoid(y) or
+2 sigmoid(y) of the raw y.
 """
 
+import dataclasses
 import functools
 import math
 import numbers
@@ -20,41 +21,74 @@ class GateActivation(NamedTuple):
     """Which activation an operator applies, by the names of its arguments: all static.
 
     Attributes:
-      use_gate_in_kernel: the gate is raw.
-      lower_bound: of the decay, a negative number, for the second law; None for the first.
+      use_gate_in_kernel: the gate is raw, and its law is the one of this name; True for the law that `lower_bound`
+        says.
+      lower_bound: of the decay, a negative number, for the law "sigmoid"; None for "softplus".
       use_beta_sigmoid_in_kernel: the step size is raw.
       allow_neg_eigval: it, or the erase gate, is doubled.
       use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: the erase gate, or the write gate, is raw.
     """
 
-    use_gate_in_kernel: bool = False
+    use_gate_in_kernel: bool | str = False
     lower_bound: float | None = None
     use_beta_sigmoid_in_kernel: bool = False
     allow_neg_eigval: bool = False
     use_erase_sigmoid_in_kernel: bool = False
     use_write_sigmoid_in_kernel: bool = False
 
+    @property
+    def law_name(self) -> str:
+        """The name of the law of raw gates."""
+        if isinstance(self.use_gate_in_kernel, str):
+            return self.use_gate_in_kernel
+        return "softplus" if self.lower_bound is None else "sigmoid"
+
+    @property
+    def law(self) -> gate_activation.Law | None:
+        """The law of raw gates with its arguments; None where gates are decays."""
+        if not self.use_gate_in_kernel:
+            return None
+        law = gate_activation.LAWS[self.law_name]
+        return law(**{field.name: getattr(self, field.name) for field in dataclasses.fields(law)})
+
+    def of_gates(self) -> "GateActivation":
+        """Return the activation of gates alone."""
+        return self._replace(**dict.fromkeys(_OF_STEP_SIZES, False))
+
+
+_OF_STEP_SIZES = (
+    "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "use_erase_sigmoid_in_kernel", "use_write_sigmoid_in_kernel",
+)  # fmt: skip
+
 
 def check_gate_activation(activation: GateActivation, A_log, dt_bias, g) -> None:
     """Check the activation, and the arrays that they take for gates g [B, T, HV] or [B, T, HV, K]."""
-    flags = {name: value for name, value in activation._asdict().items() if name != "lower_bound"}
+    flags, laws = activation._asdict(), gate_activation.LAWS
+    bound = flags.pop("lower_bound")
+    if isinstance(activation.use_gate_in_kernel, str):
+        name = flags.pop("use_gate_in_kernel")
+        rule = f"must be True, False or the name of a law of {tuple(laws)}"
+        checks.check(name in laws, f"`use_gate_in_kernel` {rule}; got {name!r}.")
     checks.check_flags(**flags)
     raw = activation.use_beta_sigmoid_in_kernel or activation.use_erase_sigmoid_in_kernel
     doubled = activation.allow_neg_eigval and not raw
     checks.check(not doubled, "`allow_neg_eigval` must be False without `use_beta_sigmoid_in_kernel`; got True.")
     if not activation.use_gate_in_kernel:
-        for name, x in dict(A_log=A_log, dt_bias=dt_bias, lower_bound=activation.lower_bound).items():
+        for name, x in dict(A_log=A_log, dt_bias=dt_bias, lower_bound=bound).items():
             checks.check(x is None, f"`{name}` must be None without `use_gate_in_kernel`; got {checks.shown(x)}.")
         return
-    bound = activation.lower_bound
     number = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
     checks.check(
         bound is None or (number and -math.inf < bound < 0),
         f"`lower_bound` must be None or a finite number < 0{checks.when_built(bound)}; got {checks.shown(bound)}.",
     )
+    law = laws[activation.law_name]
+    bounded = "lower_bound" in {field.name for field in dataclasses.fields(law)}
+    rule = f"must be {'a number < 0' if bounded else 'None'} for the law {activation.law_name!r}"
+    checks.check(bounded == (bound is not None), f"`lower_bound` {rule}; got {bound}.")
     HV, *channels = g.shape[2:]
     checks.check(
-        A_log is not None or bound is not None,
+        A_log is not None or not law.needs_rate,
         "`A_log` must be an array [HV] with `use_gate_in_kernel` and without `lower_bound`; got None.",
     )
     if len(getattr(A_log, "shape", ())) == 4:  # as checkpoints have it
@@ -70,34 +104,34 @@ def check_gate_activation(activation: GateActivation, A_log, dt_bias, g) -> None
 
 
 def by_head(A_log: jax.Array | None, activation: GateActivation, heads: int) -> jax.Array | None:
-    """Return A_log [HV] of a law; a law with a lower bound has zeros for None. Without a law it is None."""
+    """Return A_log [HV] of a law, zeros for None. Without a law it is None."""
     if A_log is None:
         return jnp.zeros(heads, jnp.float32) if activation.use_gate_in_kernel else None
     return A_log.reshape(-1)
 
 
 def lay_out_activation(
-    A_log: jax.Array, dt_bias: jax.Array | None, heads: tuple[int, ...], lower_bound: float | None
+    A_log: jax.Array, dt_bias: jax.Array | None, heads: tuple[int, ...], law: gate_activation.Law
 ) -> tuple[jax.Array, jax.Array]:
-    """Return A_log and dt_bias as `gate_activation.in_range`, float32 of the shape `heads`, (HV,) or (HV, K)."""
+    """Return A_log and dt_bias in the range of a law, float32 of the shape `heads`, (HV,) or (HV, K)."""
     A_log = jnp.broadcast_to(A_log.astype(jnp.float32).reshape(-1, *(1,) * (len(heads) - 1)), heads)
     dt_bias = jnp.zeros(heads, jnp.float32) if dt_bias is None else dt_bias.astype(jnp.float32).reshape(heads)
-    return gate_activation.in_range(A_log, dt_bias, lower_bound)
+    return law.in_range(A_log, dt_bias)
 
 
-@functools.partial(jax.jit, static_argnames="lower_bound")
+@functools.partial(jax.jit, static_argnames="law")
 # Recomputed in the backward: what would be kept otherwise is larger than the raw gates.
 @functools.partial(jax.checkpoint, static_argnums=3)
 def decays(
-    g: jax.Array, A_log: jax.Array, dt_bias: jax.Array | None, lower_bound: float | None, valid: jax.Array | None
+    g: jax.Array, A_log: jax.Array, dt_bias: jax.Array | None, law: gate_activation.Law, valid: jax.Array | None
 ) -> jax.Array:
     """Return the decays of raw gates g [B, T, HV] or [B, T, HV, K] of any type.
 
     Tokens that are not `valid`, bool [B, T], may hold anything; None if all are.
     """
-    A_log, dt_bias = (y[None, None] for y in lay_out_activation(A_log, dt_bias, g.shape[2:], lower_bound))
+    A_log, dt_bias = (y[None, None] for y in lay_out_activation(A_log, dt_bias, g.shape[2:], law))
     g = g if valid is None else chunking.select_tokens(valid, g)
-    return gate_activation.decay(g.astype(jnp.float32), A_log, dt_bias, lower_bound)
+    return law.decay(g.astype(jnp.float32), A_log, dt_bias)
 
 
 @functools.partial(jax.jit, static_argnames="doubled")

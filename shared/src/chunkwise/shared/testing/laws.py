@@ -32,8 +32,23 @@ def _raw(x: dict[str, jax.Array], rng: np.random.Generator, heads: tuple[int, ..
     )
 
 
+def _softplus(x, a, lower_bound):
+    decay = -a * np.logaddexp(x, 0.0)
+    return decay, -a * np.exp(-np.logaddexp(0.0, -x)), decay
+
+
+def _sigmoid(x, a, lower_bound):
+    open_ = np.exp(-np.logaddexp(0.0, -a * x))
+    slope = lower_bound * open_ * (1 - open_) * a
+    return lower_bound * open_, slope, slope * x
+
+
+# Functions of x + dt_bias, exp(A_log) and the bound to the decay and its derivatives by x and by A_log.
+LAWS = {"softplus": _softplus, "sigmoid": _sigmoid}
+
+
 def law_reference(
-    g, beta, A_log, dt_bias, *, lower_bound: float | None = None, allow_neg_eigval: bool = False
+    g, beta, A_log, dt_bias, *, lower_bound: float | None = None, allow_neg_eigval: bool = False, law: str | None = None
 ) -> tuple[dict[str, np.ndarray], Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]]]:
     """Return the decays g and step sizes beta, and a function from their gradients to those of the arguments by name.
 
@@ -44,17 +59,12 @@ def law_reference(
       dt_bias: [HV] or [HV, K].
       lower_bound: of the law with a bound; None for the other.
       allow_neg_eigval: double the step sizes.
+      law: a name in `LAWS`; None for the law that lower_bound says.
     """
     x, beta, A_log, dt_bias = (np.asarray(y, np.float64) for y in (g, beta, A_log, dt_bias))
     a = np.exp(A_log).reshape(-1, *(1,) * (x.ndim - 3))
     x, rate = x + dt_bias, (2.0 if allow_neg_eigval else 1.0) / (1 + np.exp(-beta))
-    if lower_bound is None:
-        decay, slope = -a * np.logaddexp(x, 0.0), -a * np.exp(-np.logaddexp(0.0, -x))
-        power = decay
-    else:
-        open_ = np.exp(-np.logaddexp(0.0, -a * x))
-        decay, slope = lower_bound * open_, lower_bound * open_ * (1 - open_) * a
-        power = slope * x
+    decay, slope, power = LAWS[law or ("softplus" if lower_bound is None else "sigmoid")](x, a, lower_bound)
 
     def pull(dg: np.ndarray, dbeta: np.ndarray) -> dict[str, np.ndarray]:
         per_head = np.sum(power * dg, axis=(0, 1))
