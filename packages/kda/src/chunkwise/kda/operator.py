@@ -76,7 +76,7 @@ def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedS
 def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
     """Return the operands of a launch; numbers per head are rows of chunks [B, NT, HV, C], states are [V, K]."""
     g, law = x.g.astype(jnp.float32), None
-    if x.A_log is not None:
+    if x.A_log is not None and static.gate_law is not None:
         g = _narrow(x.g)
         law = jnp.stack(gates.lay_out_activation(x.A_log, x.dt_bias, g.shape[2:], static.gate_law))  # [2, HV, K]
         law = layout.to_lanes(law[None], 2)[0]

@@ -64,7 +64,7 @@ _OF_STEP_SIZES = (
 def check_gate_activation(activation: GateActivation, A_log, dt_bias, g) -> None:
     """Check the activation, and the arrays that they take for gates g [B, T, HV] or [B, T, HV, K]."""
     flags, laws = activation._asdict(), gate_activation.LAWS
-    bound = flags.pop("lower_bound")
+    bound: float | None = flags.pop("lower_bound")
     if isinstance(activation.use_gate_in_kernel, str):
         name = flags.pop("use_gate_in_kernel")
         rule = f"must be True, False or the name of a law of {tuple(laws)}"
