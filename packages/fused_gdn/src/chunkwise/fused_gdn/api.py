@@ -59,7 +59,8 @@ def chunk_gated_delta_rule(
       output_final_state: return the state after every sequence; static.
       use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6), in float32; static.
       use_gate_in_kernel: g is the raw gate, and the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound
-        lower_bound * sigmoid(exp(A_log) (g + dt_bias)), in float32; static.
+        lower_bound * sigmoid(exp(A_log) (g + dt_bias)), in float32; static. Also the name of this law, "softplus" or
+        "sigmoid".
       A_log: [HV] or [1, 1, HV, 1], any of these types; needed with use_gate_in_kernel and None without it, as the next
         two. With a lower_bound None stands for zeros.
       dt_bias: [HV]; None for zeros.

@@ -64,7 +64,8 @@ def chunk_kda(
         three where not all tensors are bfloat16, and in the backward. The result is the same, while entries of q and
         k stay below 2^31: they meet factors of up to 2^96.
       use_gate_in_kernel: g is the raw gate, and the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound
-        lower_bound * sigmoid(exp(A_log) (g + dt_bias)), in float32; static. The kernels do it themselves: raw gates are
+        lower_bound * sigmoid(exp(A_log) (g + dt_bias)), in float32; static. Also the name of this law, "softplus" or
+        "sigmoid". The kernels do it themselves: raw gates are
         read in their type, and no decay is written. With bfloat16 tensors the forward kernel takes softplus up to 4e-6.
       A_log: [HV] or [1, 1, HV, 1], any of these types; needed with use_gate_in_kernel and None without it, as the next
         two. With a lower_bound None stands for zeros.
