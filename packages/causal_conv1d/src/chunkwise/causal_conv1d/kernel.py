@@ -74,23 +74,23 @@ class ConvStatic(NamedTuple):
 class ConvRefs(NamedTuple):
     """The Refs of both kernels; None for what a launch lacks. A block has tokens and channels, cut into planes."""
 
-    x: Any  # [tokens, channels]
-    weight: Any  # [W, channels]
-    bias: Any  # [1, channels]
-    window: Any  # float32 [planes, halo + tokens, 128], the block behind the tokens before it
-    blocks: Any = None  # int32 [3, B * blocks]
-    sequences: Any = None  # int32 [2, N]
-    before: Any = None  # [16, channels], the tokens before the block
-    reach: Any = None  # float32 [2, tokens]
-    rows: Any = None  # float32 [N * (W - 1), 1, channels]
-    dy: Any = None  # [tokens, channels]
-    y: Any = None  # [tokens, channels]
-    dx: Any = None  # [tokens, channels]
-    dweight: Any = None  # [W + 1, 8, channels]
-    drows: Any = None  # float32 [N * (W - 1), 1, channels]
-    wide: Any = None  # float32 [2, tokens, 128], reach over all lanes
-    added: Any = None  # float32 [planes, tokens, 128], what states add to a mixed block
-    dpre: Any = None  # float32 [planes, tokens + halo, 128], the gradient of what enters the activation
+    x: jax.Ref  # [tokens, channels]
+    weight: jax.Ref  # [W, channels]
+    bias: jax.Ref  # [1, channels]
+    window: jax.Ref  # float32 [planes, halo + tokens, 128], the block behind the tokens before it
+    blocks: jax.Ref  # int32 [3, B * blocks]
+    sequences: jax.Ref  # int32 [2, N]
+    before: jax.Ref  # [16, channels], the tokens before the block
+    reach: jax.Ref  # float32 [2, tokens]
+    rows: jax.Ref  # float32 [N * (W - 1), 1, channels]
+    dy: jax.Ref  # [tokens, channels]
+    y: jax.Ref  # [tokens, channels]
+    dx: jax.Ref  # [tokens, channels]
+    dweight: jax.Ref  # [W + 1, 8, channels]
+    drows: jax.Ref  # float32 [N * (W - 1), 1, channels]
+    wide: jax.Ref  # float32 [2, tokens, 128], reach over all lanes
+    added: jax.Ref  # float32 [planes, tokens, 128], what states add to a mixed block
+    dpre: jax.Ref  # float32 [planes, tokens + halo, 128], the gradient of what enters the activation
 
 
 def tables(s: sequences.ConvSequences, B: int, with_states: bool, static: ConvStatic) -> tuple[Any, Any, Any]:

@@ -46,33 +46,33 @@ class GdnFwdRefs(NamedTuple):
     None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: Any  # int32 [11 or 13, B * steps]
-    q: Any = None  # [C, keys K]
-    k: Any = None  # [C, keys K]
-    v: Any = None  # [C, heads V] of prev
-    g: Any = None  # [C, heads]
-    beta: Any = None  # [C, heads]
-    initial_state: Any = None  # [heads, K, V]
-    owner: Any = None  # int32 [1, 1, p C]
-    pool: Any = None  # [heads, K, V], not padded
-    A_inv: Any = None  # [n, C, p C] of prev
-    unread: Any = None  # an operand that is not read
-    o: Any = None  # [C, heads V] of prev
-    ht: Any = None  # [heads, K, V]
-    h: Any = None  # [heads, K, V] of prev
-    v_new_over_beta: Any = None  # [C, heads V] of prev
-    A_inv_out: Any = None  # [n, C, p C] of prev
-    pool_out: Any = None  # [heads, K, V], not padded
-    state: Any = None  # float32 [heads, K, V]; ht where that is wanted
-    start: Any = None  # float32 [n, C, p C], decays from the start of prev
-    end: Any = None  # float32 [n, C, p C], decays to its end, times beta
-    k_prev: Any = None  # [keys, C, K]
-    q_prev: Any = None  # [keys, C, K]
-    scores: Any = None  # parts of P, [n, C, parts p C]
-    A: Any = None  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
-    blocks: Any = None  # float32 [n, rows, p C], A_inv as far as it takes no products
-    nonfinite_rows: Any = None  # float32 [1, C, 1], rows of k, g and beta of prev
-    owner_prev: Any = None  # int32 [1, p C]
+    table: jax.Ref  # int32 [11 or 13, B * steps]
+    q: jax.Ref  # [C, keys K]
+    k: jax.Ref  # [C, keys K]
+    v: jax.Ref  # [C, heads V] of prev
+    g: jax.Ref  # [C, heads]
+    beta: jax.Ref  # [C, heads]
+    initial_state: jax.Ref  # [heads, K, V]
+    owner: jax.Ref  # int32 [1, 1, p C]
+    pool: jax.Ref  # [heads, K, V], not padded
+    A_inv: jax.Ref  # [n, C, p C] of prev
+    unread: jax.Ref  # an operand that is not read
+    o: jax.Ref  # [C, heads V] of prev
+    ht: jax.Ref  # [heads, K, V]
+    h: jax.Ref  # [heads, K, V] of prev
+    v_new_over_beta: jax.Ref  # [C, heads V] of prev
+    A_inv_out: jax.Ref  # [n, C, p C] of prev
+    pool_out: jax.Ref  # [heads, K, V], not padded
+    state: jax.Ref  # float32 [heads, K, V]; ht where that is wanted
+    start: jax.Ref  # float32 [n, C, p C], decays from the start of prev
+    end: jax.Ref  # float32 [n, C, p C], decays to its end, times beta
+    k_prev: jax.Ref  # [keys, C, K]
+    q_prev: jax.Ref  # [keys, C, K]
+    scores: jax.Ref  # parts of P, [n, C, parts p C]
+    A: jax.Ref  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
+    blocks: jax.Ref  # float32 [n, rows, p C], A_inv as far as it takes no products
+    nonfinite_rows: jax.Ref  # float32 [1, C, 1], rows of k, g and beta of prev
+    owner_prev: jax.Ref  # int32 [1, p C]
 
 
 def heads_of(static: FusedStatic, heads: int) -> tile.Heads:

@@ -8,6 +8,7 @@ states, were not finite.
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -22,24 +23,24 @@ class GdnBwdRefs(NamedTuple):
     None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: Any  # int32 [11, B * steps]
-    q: Any  # [C, keys K]
-    k: Any  # [C, keys K]
-    g: Any  # [C, heads]
-    beta: Any  # [C, heads]
-    A_inv: Any  # [n, C, p C]
-    do: Any  # [C, heads V]
-    owner: Any = None  # int32 [1, 1, p C]
-    h: Any = None  # [heads, K, V]
-    v_new_over_beta: Any = None  # [C, heads V]
-    dht: Any = None  # [heads, K, V]
-    dq: Any = None  # [C, keys K]
-    dk: Any = None  # [C, keys K]
-    dv: Any = None  # [C, heads V]
-    dg: Any = None  # [C, heads]
-    dbeta: Any = None  # [C, heads]
-    dh0: Any = None  # [heads, K, V]
-    dstate: Any = None  # float32 [heads, K, V]; dh0 where that is wanted
+    table: jax.Ref  # int32 [11, B * steps]
+    q: jax.Ref  # [C, keys K]
+    k: jax.Ref  # [C, keys K]
+    g: jax.Ref  # [C, heads]
+    beta: jax.Ref  # [C, heads]
+    A_inv: jax.Ref  # [n, C, p C]
+    do: jax.Ref  # [C, heads V]
+    owner: jax.Ref  # int32 [1, 1, p C]
+    h: jax.Ref  # [heads, K, V]
+    v_new_over_beta: jax.Ref  # [C, heads V]
+    dht: jax.Ref  # [heads, K, V]
+    dq: jax.Ref  # [C, keys K]
+    dk: jax.Ref  # [C, keys K]
+    dv: jax.Ref  # [C, heads V]
+    dg: jax.Ref  # [C, heads]
+    dbeta: jax.Ref  # [C, heads]
+    dh0: jax.Ref  # [heads, K, V]
+    dstate: jax.Ref  # float32 [heads, K, V]; dh0 where that is wanted
 
 
 def _bwd_kernel(refs: GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:

@@ -17,6 +17,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -43,32 +44,32 @@ class GdnMapRefs(NamedTuple):
     None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: Any  # int32 [11, B * steps]
-    k: Any  # [C, keys K] of cur
-    v: Any  # [C, heads V] of inverted
-    g: Any  # [C, heads] of cur
-    beta: Any  # [C, heads] of cur
-    initial_state: Any = None  # [heads, K, V]
-    owner: Any = None  # int32 [1, 1, p C] of cur
-    ht: Any = None  # [heads, K, V]
-    A_inv: Any = None  # [n, C, p C] of inverted
-    M: Any = None  # [heads, K, K]
-    state: Any = None  # float32 [heads, K, V], or with M [heads, K, V + K]
-    A: Any = None  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
-    blocks: Any = None  # float32 [n, rows, p C], A_inv as far as it takes no products
-    end: Any = None  # float32 [n, C, p C], decays to the end of inverted, times beta
-    start: Any = None  # float32 [n, 1, p C], decays from its start
-    last: Any = None  # float32 [n, 1, p C], the decay over it
-    last_prev: Any = None  # float32 [n, 1, p C]
-    k_inverted: Any = None  # [keys, C, K]
-    k_prev: Any = None  # [keys, C, K]
-    u: Any = None  # float32 [heads, C, V] of prev
-    w: Any = None  # [heads, C, K] of prev
-    nonfinite_k: Any = None  # float32 [1, C, 1], rows of inverted but for v
-    nonfinite_v: Any = None  # float32 [1, C, 1], rows of prev
-    owner_inverted: Any = None  # int32 [1, p C]
-    owner_prev: Any = None  # int32 [1, p C]
-    q: Any = None
+    table: jax.Ref  # int32 [11, B * steps]
+    k: jax.Ref  # [C, keys K] of cur
+    v: jax.Ref  # [C, heads V] of inverted
+    g: jax.Ref  # [C, heads] of cur
+    beta: jax.Ref  # [C, heads] of cur
+    initial_state: jax.Ref  # [heads, K, V]
+    owner: jax.Ref  # int32 [1, 1, p C] of cur
+    ht: jax.Ref  # [heads, K, V]
+    A_inv: jax.Ref  # [n, C, p C] of inverted
+    M: jax.Ref  # [heads, K, K]
+    state: jax.Ref  # float32 [heads, K, V], or with M [heads, K, V + K]
+    A: jax.Ref  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
+    blocks: jax.Ref  # float32 [n, rows, p C], A_inv as far as it takes no products
+    end: jax.Ref  # float32 [n, C, p C], decays to the end of inverted, times beta
+    start: jax.Ref  # float32 [n, 1, p C], decays from its start
+    last: jax.Ref  # float32 [n, 1, p C], the decay over it
+    last_prev: jax.Ref  # float32 [n, 1, p C]
+    k_inverted: jax.Ref  # [keys, C, K]
+    k_prev: jax.Ref  # [keys, C, K]
+    u: jax.Ref  # float32 [heads, C, V] of prev
+    w: jax.Ref  # [heads, C, K] of prev
+    nonfinite_k: jax.Ref  # float32 [1, C, 1], rows of inverted but for v
+    nonfinite_v: jax.Ref  # float32 [1, C, 1], rows of prev
+    owner_inverted: jax.Ref  # int32 [1, p C]
+    owner_prev: jax.Ref  # int32 [1, p C]
+    q: jax.Ref
 
 
 def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None:

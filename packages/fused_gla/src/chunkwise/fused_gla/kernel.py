@@ -30,22 +30,22 @@ class GlaFwdRefs(NamedTuple):
     None for what a launch lacks. A block has rows = chunks * C tokens and heads value heads; keys are their key heads.
     """
 
-    k: Any  # [rows, keys K]
-    v: Any  # [rows, heads V]
-    table: Any = None  # int32 [11 or 13, B * steps]; none for plain rows
-    q: Any = None  # [rows, keys K]
-    g: Any = None  # [chunks, heads, 1, C], or per channel [rows, heads K]
-    gamma: Any = None  # [heads, 1, C], only beside gates per head or none
-    initial_state: Any = None  # [heads, V, K]
-    owner: Any = None  # int32 [chunks, 1, C]
-    pool: Any = None  # [heads, K, V], not padded
-    unread: Any = None  # an operand that is not read
-    o: Any = None  # [rows, heads V]
-    ht: Any = None  # [heads, V, K]
-    h: Any = None  # [heads, V, K]
-    M: Any = None  # [heads, 1, K]
-    pool_out: Any = None  # [heads, K, V], not padded
-    state: Any = None  # float32 [heads, V, K]; ht where that is wanted
+    k: jax.Ref  # [rows, keys K]
+    v: jax.Ref  # [rows, heads V]
+    table: jax.Ref  # int32 [11 or 13, B * steps]; none for plain rows
+    q: jax.Ref  # [rows, keys K]
+    g: jax.Ref  # [chunks, heads, 1, C], or per channel [rows, heads K]
+    gamma: jax.Ref  # [heads, 1, C], only beside gates per head or none
+    initial_state: jax.Ref  # [heads, V, K]
+    owner: jax.Ref  # int32 [chunks, 1, C]
+    pool: jax.Ref  # [heads, K, V], not padded
+    unread: jax.Ref  # an operand that is not read
+    o: jax.Ref  # [rows, heads V]
+    ht: jax.Ref  # [heads, V, K]
+    h: jax.Ref  # [heads, V, K]
+    M: jax.Ref  # [heads, 1, K]
+    pool_out: jax.Ref  # [heads, K, V], not padded
+    state: jax.Ref  # float32 [heads, V, K]; ht where that is wanted
 
 
 def current_step(s: FusedStatic, backwards: bool = False) -> tuple:

@@ -28,28 +28,28 @@ class GlaBwdRefs(NamedTuple):
     None for what a launch lacks. A block has rows = chunks * C tokens and heads value heads; keys are their key heads.
     """
 
-    q: Any  # [rows, keys K]
-    k: Any  # [rows, keys K]
-    v: Any  # [rows, heads V]
-    do: Any  # [rows, heads V]
-    h: Any  # [heads, V, K]
-    table: Any = None  # int32 [11, B * steps]; none for plain rows
-    g: Any = None  # [chunks, heads, 1, C], or per channel [rows, heads K]
-    gamma: Any = None  # [heads, 1, C]
-    initial_state: Any = None  # [heads, V, K]
-    owner: Any = None  # int32 [chunks, 1, C]
-    dht: Any = None  # [heads, V, K]
-    dq: Any = None  # [rows, keys K]
-    dk: Any = None  # [rows, keys K]
-    dv: Any = None  # [rows, heads V]
-    dg: Any = None  # like g, or of constant gates [heads, 8, K]
-    dh0: Any = None  # [heads, V, K]
-    states: Any = None  # float32 [chunks or more, heads, V, K], before every chunk
-    dstate: Any = None  # float32 [heads, V, K]; dh0 where that is wanted
-    pairs_t: Any = None  # float32 [heads, C, C], constant decays of pairs, transposed
-    from_start: Any = None  # float32 [heads, C, K], of constant gates
-    to_end: Any = None  # float32 [heads, C, K or V], of constant gates
-    through: Any = None  # float32 [heads, 1, K], of constant gates
+    q: jax.Ref  # [rows, keys K]
+    k: jax.Ref  # [rows, keys K]
+    v: jax.Ref  # [rows, heads V]
+    do: jax.Ref  # [rows, heads V]
+    h: jax.Ref  # [heads, V, K]
+    table: jax.Ref  # int32 [11, B * steps]; none for plain rows
+    g: jax.Ref  # [chunks, heads, 1, C], or per channel [rows, heads K]
+    gamma: jax.Ref  # [heads, 1, C]
+    initial_state: jax.Ref  # [heads, V, K]
+    owner: jax.Ref  # int32 [chunks, 1, C]
+    dht: jax.Ref  # [heads, V, K]
+    dq: jax.Ref  # [rows, keys K]
+    dk: jax.Ref  # [rows, keys K]
+    dv: jax.Ref  # [rows, heads V]
+    dg: jax.Ref  # like g, or of constant gates [heads, 8, K]
+    dh0: jax.Ref  # [heads, V, K]
+    states: jax.Ref  # float32 [chunks or more, heads, V, K], before every chunk
+    dstate: jax.Ref  # float32 [heads, V, K]; dh0 where that is wanted
+    pairs_t: jax.Ref  # float32 [heads, C, C], constant decays of pairs, transposed
+    from_start: jax.Ref  # float32 [heads, C, K], of constant gates
+    to_end: jax.Ref  # float32 [heads, C, K or V], of constant gates
+    through: jax.Ref  # float32 [heads, 1, K], of constant gates
 
 
 def _stored_decays(refs: GlaBwdRefs, s: FusedStatic, heads: slice) -> tile.GlaDecays | None:
@@ -223,7 +223,7 @@ def launch_state(x: Operands, s: FusedStatic) -> jax.Array:
     # Queries and the gradients of outputs act on the gradient of the state as keys and values act on the state.
     dtype = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
     q, heads, cut = x.q.astype(dtype), s.config.heads, chunk_loop.blocks_backwards(s)
-    x = x._replace(q=q, k=q, v=x.do.astype(dtype), initial_state=x.dht, do=None, dht=None)
+    x = x._replace(q=q, k=q, v=x.do.astype(dtype), initial_state=x.dht)
     return launcher.launch(
         functools.partial(_gla_bwd_state_kernel, s=s),
         kernel.GlaFwdRefs,

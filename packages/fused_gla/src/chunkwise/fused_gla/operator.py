@@ -95,14 +95,14 @@ def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
     Gates per head are rows of chunks [B, NT, HV, 1, C] float32, gates per channel flat [B, T, HV K]. States are [V, K].
     Tokens keep their types, and are not padded.
     """
-    g = x.g
-    if g is not None:
+    gates = {}
+    if x.g is not None:
         rows = lambda g: layout.to_rows(g.astype(jnp.float32), static.C)[:, :, :, None]
-        g = layout.to_lanes(g, static.T) if static.per_channel else rows(g)
+        gates["g"] = layout.to_lanes(x.g, static.T) if static.per_channel else rows(x.g)
     gamma = None if x.g_gamma is None else tiles.clip_gate(x.g_gamma)[:, None, None]
     q, k, v = (layout.to_lanes(y, static.T) for y in (x.q, x.k, x.v))
     return Operands(
-        q=q, k=k, v=v, g=g, gamma=gamma, initial_state=fused.kernel_states(x.initial_state, transposed=True)
+        q=q, k=k, v=v, **gates, gamma=gamma, initial_state=fused.kernel_states(x.initial_state, transposed=True)
     )
 
 

@@ -216,41 +216,41 @@ class KdaFwdRefs(NamedTuple):
     None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: Any  # int32 [11 or 13, B * steps]
-    q: Any  # [C, keys K]
-    k: Any  # [C, keys K]
-    v: Any  # [C, heads V] of prev
-    g: Any  # [C, heads K], or [heads, C] for gates per head
-    beta: Any  # [heads, C]
-    e: Any = None  # [C, keys K]
-    b: Any = None  # [C, heads K]
-    w: Any = None  # [C, heads V] of prev
-    levels: Any = None  # int32 [C, 2 C], `tile.level_table`
-    exact_levels: Any = None  # likewise, without base blocks
-    owner: Any = None  # int32 [1, 1, C]
-    initial_state: Any = None  # [heads, V, K]
-    law: Any = None  # [2, heads K]
-    pool: Any = None  # [heads, K, V], not padded
-    A_inv: Any = None  # [n, C, p C] of prev
-    scores: Any = None  # [n, 2 C, p C]
-    o: Any = None  # [C, heads V] of prev
-    ht: Any = None  # [heads, V, K]
-    h: Any = None  # [heads, V, K] of prev
-    v_new_over_beta: Any = None  # [C, heads V] of prev
-    A_inv_out: Any = None  # [n, C, p C] of prev
-    scores_out: Any = None  # [n, 2 C, p C]
-    pool_out: Any = None  # [heads, K, V], not padded
-    state: Any = None  # float32 [heads, V, K]; ht where that is wanted
-    readers: Any = None  # rows that read the state before prev, [heads, 2 C or C, K]
-    ends: Any = None  # parts of rows that write the state after prev, [heads, parts C, K]
-    through: Any = None  # float32 [heads, 1, K], the decay over prev
-    decays: Any = None  # of `store_block_decays`
-    continuing: Any = None  # float32 [C, 128], `tile.continuing`
-    A: Any = None  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
-    blocks: Any = None  # float32 [n, rows, p C], A_inv as far as it takes no products
-    P: Any = None  # parts of the scores of queries times beta, [n, C, parts p C]
-    nonfinite_rows: Any = None  # float32 [1, C, 1], rows of prev but for v
-    owner_prev: Any = None  # int32 [1, C]
+    table: jax.Ref  # int32 [11 or 13, B * steps]
+    q: jax.Ref  # [C, keys K]
+    k: jax.Ref  # [C, keys K]
+    v: jax.Ref  # [C, heads V] of prev
+    g: jax.Ref  # [C, heads K], or [heads, C] for gates per head
+    beta: jax.Ref  # [heads, C]
+    e: jax.Ref  # [C, keys K]
+    b: jax.Ref  # [C, heads K]
+    w: jax.Ref  # [C, heads V] of prev
+    levels: jax.Ref  # int32 [C, 2 C], `tile.level_table`
+    exact_levels: jax.Ref  # likewise, without base blocks
+    owner: jax.Ref  # int32 [1, 1, C]
+    initial_state: jax.Ref  # [heads, V, K]
+    law: jax.Ref  # [2, heads K]
+    pool: jax.Ref  # [heads, K, V], not padded
+    A_inv: jax.Ref  # [n, C, p C] of prev
+    scores: jax.Ref  # [n, 2 C, p C]
+    o: jax.Ref  # [C, heads V] of prev
+    ht: jax.Ref  # [heads, V, K]
+    h: jax.Ref  # [heads, V, K] of prev
+    v_new_over_beta: jax.Ref  # [C, heads V] of prev
+    A_inv_out: jax.Ref  # [n, C, p C] of prev
+    scores_out: jax.Ref  # [n, 2 C, p C]
+    pool_out: jax.Ref  # [heads, K, V], not padded
+    state: jax.Ref  # float32 [heads, V, K]; ht where that is wanted
+    readers: jax.Ref  # rows that read the state before prev, [heads, 2 C or C, K]
+    ends: jax.Ref  # parts of rows that write the state after prev, [heads, parts C, K]
+    through: jax.Ref  # float32 [heads, 1, K], the decay over prev
+    decays: jax.Ref  # of `store_block_decays`
+    continuing: jax.Ref  # float32 [C, 128], `tile.continuing`
+    A: jax.Ref  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
+    blocks: jax.Ref  # float32 [n, rows, p C], A_inv as far as it takes no products
+    P: jax.Ref  # parts of the scores of queries times beta, [n, C, parts p C]
+    nonfinite_rows: jax.Ref  # float32 [1, C, 1], rows of prev but for v
+    owner_prev: jax.Ref  # int32 [1, C]
 
 
 def _fwd_kernel(refs: KdaFwdRefs, *, static: FusedStatic) -> None:

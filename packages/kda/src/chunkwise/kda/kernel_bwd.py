@@ -21,37 +21,37 @@ class KdaBwdRefs(NamedTuple):
     None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: Any  # int32 [11, B * steps]
-    q: Any  # [C, keys K]
-    k: Any  # [C, keys K]
-    g: Any  # [C, heads K], or [heads, C] for gates per head
-    beta: Any  # [heads, C]
-    A_inv: Any  # [n, C, p C]
-    scores: Any  # [n, 2 C, p C]
-    do: Any  # [C, heads V]
-    v: Any = None  # [C, heads V], beside w
-    e: Any = None  # [C, keys K]
-    b: Any = None  # [C, heads K]
-    w: Any = None  # [C, heads V]
-    levels: Any = None  # int32 [2 C, C], `pair_table`
-    owner: Any = None  # int32 [1, 1, C]
-    h: Any = None  # [heads, V, K]
-    v_new_over_beta: Any = None  # [C, heads V]
-    dht: Any = None  # [heads, V, K]
-    law: Any = None  # [2, heads K]
-    dq: Any = None  # [C, keys K]
-    dk: Any = None  # [C, keys K]
-    dv: Any = None  # [C, heads V]
-    dg: Any = None  # [C, heads K] or [heads, C]
-    dbeta: Any = None  # [heads, C]
-    de: Any = None  # [C, keys K]
-    db: Any = None  # [C, heads K]
-    dw: Any = None  # [C, heads V]
-    dh0: Any = None  # [heads, V, K]
-    dlaw: Any = None  # [2, heads K]
-    dstate: Any = None  # float32 [heads, V, K]; dh0 where that is wanted
-    decays: Any = None  # of `kernel.store_block_decays`
-    continuing: Any = None  # float32 [C, 128], `tile.continuing`
+    table: jax.Ref  # int32 [11, B * steps]
+    q: jax.Ref  # [C, keys K]
+    k: jax.Ref  # [C, keys K]
+    g: jax.Ref  # [C, heads K], or [heads, C] for gates per head
+    beta: jax.Ref  # [heads, C]
+    A_inv: jax.Ref  # [n, C, p C]
+    scores: jax.Ref  # [n, 2 C, p C]
+    do: jax.Ref  # [C, heads V]
+    v: jax.Ref  # [C, heads V], beside w
+    e: jax.Ref  # [C, keys K]
+    b: jax.Ref  # [C, heads K]
+    w: jax.Ref  # [C, heads V]
+    levels: jax.Ref  # int32 [2 C, C], `pair_table`
+    owner: jax.Ref  # int32 [1, 1, C]
+    h: jax.Ref  # [heads, V, K]
+    v_new_over_beta: jax.Ref  # [C, heads V]
+    dht: jax.Ref  # [heads, V, K]
+    law: jax.Ref  # [2, heads K]
+    dq: jax.Ref  # [C, keys K]
+    dk: jax.Ref  # [C, keys K]
+    dv: jax.Ref  # [C, heads V]
+    dg: jax.Ref  # [C, heads K] or [heads, C]
+    dbeta: jax.Ref  # [heads, C]
+    de: jax.Ref  # [C, keys K]
+    db: jax.Ref  # [C, heads K]
+    dw: jax.Ref  # [C, heads V]
+    dh0: jax.Ref  # [heads, V, K]
+    dlaw: jax.Ref  # [2, heads K]
+    dstate: jax.Ref  # float32 [heads, V, K]; dh0 where that is wanted
+    decays: jax.Ref  # of `kernel.store_block_decays`
+    continuing: jax.Ref  # float32 [C, 128], `tile.continuing`
 
 
 def _bwd_kernel(refs: KdaBwdRefs, *, static: FusedStatic) -> None:

@@ -6,7 +6,7 @@ the weight.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,14 +41,14 @@ def _load(ref, rows, lanes) -> jax.Array:
 class NormRefs(NamedTuple):
     """The Refs of both kernels; None for what a launch lacks."""
 
-    x: Any  # [rows, lanes]
-    z: Any  # [rows, lanes]
-    weight: Any  # [1, lanes]
-    dy: Any = None  # [rows, lanes]
-    y: Any = None  # [rows, lanes]
-    dx: Any = None  # [rows, lanes]
-    dz: Any = None  # [rows, lanes]
-    dweight: Any = None  # [8, lanes]
+    x: jax.Ref  # [rows, lanes]
+    z: jax.Ref  # [rows, lanes]
+    weight: jax.Ref  # [1, lanes]
+    dy: jax.Ref  # [rows, lanes]
+    y: jax.Ref  # [rows, lanes]
+    dx: jax.Ref  # [rows, lanes]
+    dz: jax.Ref  # [rows, lanes]
+    dweight: jax.Ref  # [8, lanes]
 
 
 def _fwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: config.Config):

@@ -140,7 +140,7 @@ def scaled(o: jax.Array, scale: jax.Array | None) -> jax.Array:
 
 def launch(
     body: Callable,
-    refs: Callable[..., Any],
+    refs: type[Any],
     *,
     name: str,
     grid: tuple[int, ...],
@@ -160,7 +160,7 @@ def launch(
 
     Args:
       body: called with the Refs.
-      refs: the class of the Refs: a field for every table, input, output and buffer, None by default where it may miss.
+      refs: the NamedTuple of the Refs: a field for every table, input, output and buffer.
       name, grid, cost_estimate, dimension_semantics, in_bounds: as in `pallas_call`. By default the last axis of the
         grid is sequential: rows of the batch and blocks of heads are independent, and steps pass a state on.
       inputs: the array, or None, and how it is cut.
@@ -176,7 +176,7 @@ def launch(
     fields = *tables, *present, *(f"{key}_out" if key in inputs else key for key in requested), *scratch
     read, operands = [*tables, *present], (*tables.values(), *(x for x, _ in present.values()))
     results = pallas_call(
-        lambda *values: body(refs(**dict(zip(fields, values, strict=True)))),
+        lambda *values: body(refs(**dict.fromkeys(refs._fields) | dict(zip(fields, values, strict=True)))),
         *operands,
         name=name,
         grid=grid,

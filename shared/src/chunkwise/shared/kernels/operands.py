@@ -2,7 +2,12 @@
 
 from typing import Any, NamedTuple
 
+import jax
+
 from chunkwise.shared.kernels import gate_activation
+
+# An array that a launch does not have. Which are there is known from the operator and the launch; a type cannot tell.
+_ABSENT: Any = None
 
 
 class Operands(NamedTuple):
@@ -33,27 +38,26 @@ class Operands(NamedTuple):
       dht: the cotangent of the final states, like initial_state.
     """
 
-    # Which of them are arrays is known from the operator and the launch, which a type cannot tell.
-    table: Any = None
-    q: Any = None
-    k: Any = None
-    v: Any = None
-    g: Any = None
-    beta: Any = None
-    e: Any = None
-    b: Any = None
-    w: Any = None
-    gamma: Any = None
-    law: Any = None
-    initial_state: Any = None
-    owner: Any = None
-    pool: Any = None
-    A_inv: Any = None
-    scores: Any = None
-    h: Any = None
-    v_new_over_beta: Any = None
-    do: Any = None
-    dht: Any = None
+    table: jax.Array = _ABSENT
+    q: jax.Array = _ABSENT
+    k: jax.Array = _ABSENT
+    v: jax.Array = _ABSENT
+    g: jax.Array = _ABSENT
+    beta: jax.Array = _ABSENT
+    e: jax.Array | None = None
+    b: jax.Array | None = None
+    w: jax.Array | None = None
+    gamma: jax.Array | None = None
+    law: jax.Array | None = None
+    initial_state: jax.Array | None = None
+    owner: jax.Array | None = None
+    pool: jax.Array | None = None
+    A_inv: jax.Array = _ABSENT
+    scores: jax.Array = _ABSENT
+    h: jax.Array = _ABSENT
+    v_new_over_beta: jax.Array = _ABSENT
+    do: jax.Array = _ABSENT
+    dht: jax.Array | None = None
 
 
 class FusedStatic(NamedTuple):
