@@ -93,7 +93,7 @@ class ConvRefs(NamedTuple):
     dpre: jax.Ref  # float32 [planes, tokens + halo, 128], the gradient of what enters the activation
 
 
-def tables(s: sequences.ConvSequences, B: int, with_states: bool, static: ConvStatic) -> tuple[Any, Any, Any]:
+def tables(s: sequences.ConvSequences, B: int, with_states: bool, static: ConvStatic) -> tuple[jax.Array | None, ...]:
     """Return `ConvOperands.blocks`, `.sequences` and `.reach`."""
     size, count, most = static.config.tokens, static.blocks, static.W - 1
     ragged = static.T % size > 0

@@ -261,7 +261,7 @@ def pass_chunk(
     refs.state[part.values_at] = start[:, -1:] * S + tile.write_state(k, end * v_new_over_beta, part)
 
 
-def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
+def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
     """Run the forward kernel.
 
     Args:

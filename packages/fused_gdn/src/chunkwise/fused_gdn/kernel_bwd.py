@@ -54,7 +54,7 @@ def _grid_step(
     """Do as `_bwd_kernel` with these rows of the chunk."""
     masks: Any = None
     nonfinite_rows: Any = None
-    valid: Any = chunk_loop.valid_rows(rows, step, s.C)
+    valid = chunk_loop.valid_rows(rows, step, s.C)
     if rows is chunk_loop.Rows.MIXED:
         masks = chunk_loop.load_masks(refs.owner[0], step, s.C)
 
@@ -108,7 +108,7 @@ def _store(refs: GdnBwdRefs, gradients, valid, masks, static: FusedStatic, s: ti
     layout.store_rows(refs.dbeta, slice(None), dbeta, stored)
 
 
-def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
+def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
     """Run the reverse kernel.
 
     Args:

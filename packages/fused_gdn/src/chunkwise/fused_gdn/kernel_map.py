@@ -104,10 +104,10 @@ def _grid_step(
     s: tile.Heads,
 ) -> None:
     """Do as `_map_kernel` with these rows of the three chunks."""
-    masks: Any = None
+    masks: layout.SequenceMasks | None = None
     masks_prev: Any = None
-    nonfinite_k: Any = None
-    nonfinite_v: Any = None
+    nonfinite_k: jax.Array | None = None
+    nonfinite_v: jax.Array | None = None
     nonfinite_prev: Any = None
     valid, valid_v = (chunk_loop.valid_rows(rows, step, s.C) for step in (cur, inverted))
     if rows is chunk_loop.Rows.MIXED:
@@ -210,7 +210,7 @@ def pass_chunk(refs: GdnMapRefs, part: tile.Heads) -> Iterator[None]:
     refs.state[part.values_at] = last * S + tile.write_state(refs.k_prev[part.keys_at], products, part)
 
 
-def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
+def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
     """Run the kernel.
 
     Args:

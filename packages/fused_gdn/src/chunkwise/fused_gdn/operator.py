@@ -1,7 +1,5 @@
 """The record of the gated delta rule: what is its own around its kernels and its plain form."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -37,7 +35,7 @@ def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedS
     """Return what the kernels are built for."""
     (B, T, H, K), (HV, V), C = x.q.shape, x.v.shape[2:], options.chunk_size
     # Groups of value heads that are too large for a step are cut, and each part has its own key head.
-    sizes: Any = options.config
+    sizes = options.config
     repeats = config.key_repeats(H, HV, sizes)
     # What the forward leaves for the backward is packed alike in both.
     group = HV // (H * repeats)

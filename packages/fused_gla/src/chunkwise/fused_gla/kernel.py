@@ -116,8 +116,8 @@ class Place:
         """Find the place of chunk i of a step, of which these rows are valid."""
         self.refs, self.s, self.i = refs, s, i
         self.rows_at = pl.ds(pl.multiple_of(i * jnp.int32(s.C), s.C), s.C)
-        self.masks: Any = None
-        self.valid: Any = None
+        self.masks: layout.SequenceMasks | None = None
+        self.valid: jax.Array | None = None
         self.valid_row: Any = None
         if rows is chunk_loop.Rows.MIXED:
             of_chunk = chunk_in_table(refs, s, step, i)
@@ -342,7 +342,7 @@ def launched(x: Operands, s: FusedStatic, kind: str, heads: int, **costs: Any) -
     )  # fmt: skip
 
 
-def launch(x: Operands, s: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
+def launch(x: Operands, s: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
     """Run the forward, or the part of it that makes these outputs.
 
     Args:

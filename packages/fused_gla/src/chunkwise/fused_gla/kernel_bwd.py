@@ -234,7 +234,7 @@ def launch_state(x: Operands, s: FusedStatic) -> jax.Array:
     )["ht"]
 
 
-def launch(x: Operands, s: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
+def launch(x: Operands, s: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
     """Run the backward, or the part of it that makes the gradient of the initial states alone.
 
     Args:

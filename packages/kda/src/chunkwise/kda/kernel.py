@@ -298,8 +298,8 @@ def _grid_step(
         # Only now, so that no product waits for the lengths of rounded keys.
         rounded = betas * rows_of_heads([x[0] for x in factors])
         beta_rows = packed.side_lanes(rounded[:, None], p)
-    A: Any = None
-    blocks: Any = None
+    A: jax.Array | None = None
+    blocks: jax.Array | None = None
     if refs.A_inv is None:
         A = jnp.concatenate([scores[:, C:] for *_, scores in staged]) * beta_rows  # [heads / p, C, p C]
         blocks = inverse.begin_inverse(A)  # [heads / p, 16, p C]

@@ -67,7 +67,7 @@ def _grid_step(refs: KdaBwdRefs, step: layout.TableStep, rows: chunk_loop.Rows, 
     heads, C = static.config.heads_bwd, static.C
     masks: Any = None
     nonfinite_rows: Any = None
-    valid: Any = chunk_loop.valid_rows(rows, step, C)
+    valid = chunk_loop.valid_rows(rows, step, C)
     if rows is chunk_loop.Rows.MIXED:
         masks = chunk_loop.load_masks(refs.owner[0], step, C)
         kernel.store_continuing(refs.continuing, masks)
@@ -202,7 +202,7 @@ def not_finite(refs: KdaBwdRefs, static: FusedStatic) -> jax.Array:
     return nonfinite.rows_not_finite(*(layout.load_heads(ref, static.V) for ref in (refs.do, refs.v_new_over_beta)))
 
 
-def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator: str = "kda") -> dict[str, Any]:
+def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator: str = "kda") -> dict[str, jax.Array]:
     """Run the backward.
 
     Args:
