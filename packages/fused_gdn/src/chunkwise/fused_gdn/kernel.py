@@ -29,11 +29,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.fused_gdn import cost, tile
-from chunkwise.shared.kernels import chunk_loop, inverse, launcher, layout, nonfinite, packed, schedule, tiles
+from chunkwise.fused_gdn import cost, loads, tile
+from chunkwise.shared.kernels import chunk_loop, inverse, launcher, layout, nonfinite, packed, schedule
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 # Heads that take the state through a chunk together: the products of one stage of theirs hide the latency of another.
@@ -75,40 +74,6 @@ class GdnFwdRefs(NamedTuple):
     owner_prev: jax.Ref  # int32 [1, p C]
 
 
-def heads_of(static: FusedStatic, heads: int) -> tile.Heads:
-    """Return so many value heads, as those of a grid step."""
-    return tile.Heads(static.C, static.K, static.V, heads, static.group, static.p)
-
-
-def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic) -> Any:
-    """Load q, k tiles [key heads, C, K] and g, beta [C, heads] float32 of a chunk; rows that are not valid are zero.
-
-    Last comes what beta is multiplied by already, [C, heads], to make up for the rounding of keys of unit length; None
-    for nothing.
-    """
-    q = None if refs.q is None else layout.load_heads(refs.q, s.K, valid=valid)
-    k = layout.load_heads(refs.k, s.K, valid=valid)
-    g, beta = tiles.clip_gate(refs.g[...]), refs.beta[...].astype(jnp.float32)
-    if valid is not None:
-        g, beta = (jnp.where(valid, x, 0.0) for x in (g, beta))
-    if not static.normalise:
-        return q, k, g, beta, None
-    q = None if q is None else tiles.l2norm(q.astype(jnp.float32)).astype(q.dtype)
-    k, factor = tiles.unit_keys(k.astype(jnp.float32), k.dtype)  # factor [key heads, C, 1]
-    if factor is None or not static.compensate:
-        return q, k, g, beta, None
-    head, by_head = lax.broadcasted_iota(jnp.int32, beta.shape, 1), jnp.broadcast_to(factor[0], beta.shape)
-    for i in range(1, len(factor)):
-        by_head = jnp.where(head >= jnp.int32(i * s.group), factor[i], by_head)
-    return q, k, g, beta * by_head, by_head
-
-
-def tokens_not_finite(refs, s: tile.Heads, *keys) -> jax.Array:
-    """Return which rows of g, beta and of Refs of keys or queries are not finite, float32 [1, C, 1]."""
-    gates = (x.astype(jnp.float32)[None] for x in (tiles.clip_gate(refs.g[...]), refs.beta[...]))
-    return nonfinite.rows_not_finite(*(layout.load_heads(ref, s.K) for ref in keys), *gates)
-
-
 def _fwd_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Take the state through the chunk prev and prepare the chunk cur, of the next grid step.
 
@@ -126,20 +91,20 @@ def _grid_step(
     static: FusedStatic,
     s: tile.Heads,
 ) -> None:
-    """Do as `_fwd_kernel` with these rows of the two chunks."""
+    """Run both stages of a grid step, in the variant for these rows of the two chunks."""
     isolated, isolated_prev = chunk_loop.isolate_stages(
         refs,
         rows,
         cur,
         prev,
         s.C,
-        lambda: tokens_not_finite(refs, s, refs.k),
+        lambda: loads.tokens_not_finite(refs, s, refs.k),
         lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, s.V)),
         # What a product wrote to a state is not finite in whole columns.
         slice(0, 8) if refs.initial_state is None else slice(None),
     )
     (masks, valid, _), (_, valid_prev, _) = isolated, isolated_prev
-    q, k, g, beta, _ = load_chunk(refs, valid, s, static)
+    q, k, g, beta, _ = loads.load_chunk(refs, valid, s, static)
     stored = valid_prev if static.varlen else None
 
     exact = k.dtype != jnp.bfloat16
@@ -273,7 +238,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
       A dict of these outputs: o like v, ht the final states [N, HV, K, V] float32, of which those of empty sequences
       are undefined, and h, v_new_over_beta, A_inv, pool_out as in `Operands`. The pool is updated in place.
     """
-    B, HV, steps, s, dtype = static.B, static.HV, static.steps, heads_of(static, static.config.heads), x.k.dtype
+    B, HV, steps, s, dtype = static.B, static.HV, static.steps, loads.heads_of(static, static.config.heads), x.k.dtype
     cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))
     n, keys, with_output, multi_sequence = s.heads // s.p, s.heads // s.group, "o" in outputs, x.owner is not None
     key, value, state = cur.tokens(keys * s.K), prev.tokens(s.heads * s.V), prev.state(s.heads, s.K, s.V)

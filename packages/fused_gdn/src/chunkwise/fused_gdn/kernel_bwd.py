@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.fused_gdn import cost, kernel, tile, tile_bwd
+from chunkwise.fused_gdn import cost, loads, tile, tile_bwd
 from chunkwise.shared.kernels import chunk_loop, launcher, layout, matmul, nonfinite, packed, tiles
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
@@ -51,7 +51,7 @@ def _bwd_kernel(refs: GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None
 def _grid_step(
     refs: GdnBwdRefs, step: layout.TableStep, rows: chunk_loop.Rows, static: FusedStatic, s: tile.Heads
 ) -> None:
-    """Do as `_bwd_kernel` with these rows of the chunk."""
+    """Run a grid step, in the variant for these rows of the chunk."""
     masks: Any = None
     nonfinite_rows: Any = None
     valid = chunk_loop.valid_rows(rows, step, s.C)
@@ -60,13 +60,13 @@ def _grid_step(
 
         def find():
             values = (layout.load_heads(ref, s.V) for ref in (refs.do, refs.v_new_over_beta) if ref is not None)
-            tokens = kernel.tokens_not_finite(refs, s, refs.q, refs.k)
+            tokens = loads.tokens_not_finite(refs, s, refs.q, refs.k)
             return jnp.maximum(tokens, nonfinite.rows_not_finite(*values))
 
         # What a product wrote to a gradient is not finite in whole columns.
         part = slice(0, 8) if refs.dht is None else slice(None)
         valid, nonfinite_rows = nonfinite.isolate(masks, find, (refs.dstate, masks.ending, part))
-    q, k, g, beta, of_rounding = kernel.load_chunk(refs, valid, s, static)
+    q, k, g, beta, of_rounding = loads.load_chunk(refs, valid, s, static)
     do = layout.load_heads(refs.do, s.V, valid=valid)  # [heads, C, V]
     gate = tile.pack_gates(tile.gate_sums(g, beta, s, k.dtype != jnp.bfloat16, masks), s)
     boundary = tile.boundary_decays(gate, s, masks)
@@ -120,7 +120,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
       A dict of these outputs: dq, dk, dv like q, k, v, dg, dbeta float32 like g, and dh0 [N, HV, K, V] float32, the
       gradient of the initial states, undefined for empty sequences.
     """
-    HV, s, of_tokens = static.HV, kernel.heads_of(static, static.config.heads_bwd), "dq" in outputs
+    HV, s, of_tokens = static.HV, loads.heads_of(static, static.config.heads_bwd), "dq" in outputs
     cut = chunk_loop.blocks_backwards(static)
     key, value, gate = cut.tokens(s.heads // s.group * s.K), cut.tokens(s.heads * s.V), cut.values(s.heads)
     state = cut.state(s.heads, s.K, s.V)

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.fused_gdn import cost, kernel, tile
+from chunkwise.fused_gdn import cost, kernel, loads, tile
 from chunkwise.shared.kernels import (
     chunk_loop,
     inverse,
@@ -103,7 +103,7 @@ def _grid_step(
     static: FusedStatic,
     s: tile.Heads,
 ) -> None:
-    """Do as `_map_kernel` with these rows of the three chunks."""
+    """Run all stages of a grid step, in the variant for these rows of the three chunks."""
     masks: layout.SequenceMasks | None = None
     masks_prev: Any = None
     nonfinite_k: jax.Array | None = None
@@ -114,7 +114,7 @@ def _grid_step(
         owners = (refs.owner[0], cur), (refs.owner_inverted[...], inverted), (refs.owner_prev[...], prev)
         masks, masks_inverted, masks_prev = (chunk_loop.load_masks(owner, step, s.C) for owner, step in owners)
         valid, nonfinite_k = nonfinite.isolate(
-            masks, lambda: kernel.tokens_not_finite(refs, s, refs.k), mixed=cur.mixed == 1
+            masks, lambda: loads.tokens_not_finite(refs, s, refs.k), mixed=cur.mixed == 1
         )
         values_not_finite = lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, s.V))
         valid_v, nonfinite_v = nonfinite.isolate(
@@ -124,7 +124,7 @@ def _grid_step(
         )
         state = refs.state, masks_prev.carried, slice(None)
         _, nonfinite_prev = nonfinite.isolate(masks_prev, lambda: refs.nonfinite_v[...], state, mixed=prev.mixed == 1)
-    _, k, g, beta, _ = kernel.load_chunk(refs, valid, s, static)
+    _, k, g, beta, _ = loads.load_chunk(refs, valid, s, static)
     exact = k.dtype != jnp.bfloat16
     gates = tile.gate_sums(g, beta, s, exact, masks)
 
@@ -222,7 +222,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
       A dict of these: ht the final states [N, HV, K, V] and M [N, HV, K, K], float32, of which those of empty sequences
       are undefined, and A_inv as in `Operands`.
     """
-    B, HV, steps, s, dtype = static.B, static.HV, static.steps, kernel.heads_of(static, static.config.heads), x.k.dtype
+    B, HV, steps, s, dtype = static.B, static.HV, static.steps, loads.heads_of(static, static.config.heads), x.k.dtype
     cur, inverted, prev = (chunk_loop.blocks(static, stage, 3) for stage in range(3))
     n, keys, width = s.heads // s.p, s.heads // s.group, s.p * s.C
     channels, matrix, row = s.V + s.K * ("M" in outputs), (n, s.C, width), (n, 1, width)

@@ -25,16 +25,15 @@ from jax.custom_derivatives import SymbolicZero
 from chunkwise.fused_gdn import tile
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import chunking, layout, matmul, tiles
-from chunkwise.shared.operators import arguments, block_inverse, isolation, recurrence
+from chunkwise.shared.operators import arguments, block_inverse, isolation, recurrence, state_scan
 
 # Products inside a chunk cost C per token, steps of the scan and states that the backward keeps 1 / C: see
 # docs/maintain/lessons.md.
 _MOST_ROWS = 32
 
-# What the backward reads instead of computing it again.
-_KEPT = "kept"
+# What the backward reads instead of computing it again, under the name `state_scan.KEPT`.
 _checkpoint = functools.partial(
-    jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(_KEPT)
+    jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(state_scan.KEPT)
 )
 
 
@@ -209,7 +208,7 @@ def _chunk(S, q, k, v, decays, beta, scale, same, A_inv) -> tuple[jax.Array, Any
     seen_k, *seen_q = jnp.split(matmul.dot(rows, S), n, axis=1)  # [HV, C, V]
     A = decay * kk * beta
     if A_inv is None:
-        A_inv = checkpoint_name(block_inverse.block_inverse(A), _KEPT)
+        A_inv = checkpoint_name(block_inverse.block_inverse(A), state_scan.KEPT)
     v = jnp.pad(v, [(0, 0), (0, 0), (0, S.shape[2] - V)])
     v_new = _column(beta) * _solve(A, A_inv, v - seen_k)
     after = through * S + matmul.dot_tn(tiles.repeat_heads(k, HV) * _column(to_end), v_new)
@@ -235,7 +234,7 @@ def _solve(A, A_inv, R):
 
 def _solve_jvp(primals, tangents):
     (_, A_inv, R), (dA, _, dR) = primals, tangents
-    X = checkpoint_name(matmul.dot(A_inv, R), _KEPT)
+    X = checkpoint_name(matmul.dot(A_inv, R), state_scan.KEPT)
     if isinstance(dR, SymbolicZero):
         dR = jnp.zeros(R.shape, R.dtype)
     # A zero here, where only the gradient of a state is wanted, would be multiplied by X, which needs all states.

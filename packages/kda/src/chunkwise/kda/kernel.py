@@ -29,23 +29,21 @@ The [C, C] matrices of p heads lie side by side in the lanes ("packed", see shar
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.kda import cost, tile
+from chunkwise.kda import cost, loads, tile
 from chunkwise.shared.kernels import (
     chunk_loop,
     inverse,
     launcher,
     layout,
     matmul,
-    nonfinite,
     packed,
     schedule,
     tiles,
@@ -54,160 +52,6 @@ from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 # Heads that take the state through a chunk together; in launches that make the inverse or the output, and not both.
 STAGE, HALF_STAGE = 4, 8
-
-
-def decays_scratch(heads: int, C: int, K: int, base: int):
-    """Return the scratch of `store_block_decays`."""
-    return pltpu.VMEM((tile.count_decays(base), heads * K // packed.LANES, C, packed.LANES), jnp.float32)
-
-
-def store_block_decays(ref, g, base: int, continuing=None, first: int = 0, in_nats: bool = True) -> None:
-    """Store the `tile.block_decays` of the gates g [C, heads K] of heads from tile `first` on, to base 2 or in nats.
-
-    `continuing` is a Ref [C, 128] of `tile.continuing`, or None.
-
-    Inside of blocks of 8 rows whole registers of first, of second rows and so on are needed: loads with a stride from
-    ref [n, heads K / 128, C, 128] bring them, stores with a stride take them back.
-    """
-    C = g.shape[0]
-    by_row = [pl.ds(r, C // tile.SUBLANES, stride=tile.SUBLANES) for r in range(tile.SUBLANES)]
-    continuing = None if continuing is None else [continuing[row, :] for row in by_row]  # each [C / 8, 128]
-    for n in range(g.shape[1] // packed.LANES):
-        each = g[:, n * packed.LANES : (n + 1) * packed.LANES]  # [C, 128]
-        ref[0, first + n] = each * tiles.LOG2_E if in_nats else each
-        decays = tile.block_decays(
-            [ref.at[0, first + n][row, :] for row in by_row], base, continuing
-        )  # 8 times [C / 8, 128] each
-        for i, x in enumerate(decays):
-            for row, y in zip(by_row, x, strict=True):
-                ref.at[i, first + n][row, :] = y
-
-
-def load_decays(ref, heads: range, K: int, base: int) -> tile.ChannelDecays:
-    """Return the decays of some heads from what `store_block_decays` left."""
-    each = K // packed.LANES
-
-    def load(i):
-        return jnp.stack([jnp.concatenate([ref[i, n * each + m] for m in range(each)], axis=1) for n in heads])
-
-    return tile.chunk_decays([load(i) for i in range(tile.count_decays(base))], base)
-
-
-def load_keys(ref, valid, static: FusedStatic, which: slice = slice(None)) -> jax.Array:
-    """Return queries or keys as float32 [key heads, C, K], rounded as the tensors are."""
-    heads = layout.load_heads(ref, static.K, which, valid).astype(jnp.float32)  # [key heads, C, K]
-    return tiles.l2norm(heads).astype(ref.dtype).astype(jnp.float32) if static.normalise else heads
-
-
-def load_unit_keys(refs, valid, static: FusedStatic, which: slice = slice(None)) -> tuple[Any, ...]:
-    """Return keys as `load_keys`, erase keys or None where there are none, and what multiplies the step sizes.
-
-    The last makes up for the rounding of keys, [key heads, C, 1], or is None: see `tiles.unit_keys`. With erase keys of
-    unit length too it is the mean of the factors of both.
-    """
-    if not (static.normalise and static.compensate):
-        keys = (None if ref is None else load_keys(ref, valid, static, which) for ref in (refs.k, refs.e))
-        return *keys, None
-    rows = [layout.load_heads(x, static.K, which, valid) for x in (refs.k, refs.e) if x is not None]
-    keys, factors = zip(*(tiles.unit_keys(x.astype(jnp.float32), x.dtype) for x in rows), strict=True)
-    k, e = (*keys, None)[:2]
-    factor = factors[0] if e is None or factors[0] is None else 0.5 * (factors[0] + factors[1])
-    return k.astype(jnp.float32), None if e is None else e.astype(jnp.float32), factor
-
-
-def rows_of_heads(columns: list[jax.Array]) -> jax.Array:
-    """Return numbers of the rows of heads, each [C, 1], as rows [heads, C]."""
-    shape = (columns[0].shape[0], packed.LANES)
-    lane, joined = lax.broadcasted_iota(jnp.int32, shape, 1), jnp.broadcast_to(columns[0], shape)
-    for i, column in enumerate(columns[1:], 1):
-        joined = jnp.where(lane == jnp.int32(i), column, joined)
-    return jnp.swapaxes(joined, 0, 1)[: len(columns)]
-
-
-def load_erase_gates(refs, valid, static: FusedStatic, heads: slice = slice(None)) -> jax.Array:
-    """Return what erase gates multiply keys by to make erase keys, float32 [heads, C, K]."""
-    return layout.load_heads(refs.b, static.K, heads, valid).astype(jnp.float32)
-
-
-def load_values(refs, valid, static: FusedStatic, heads: slice = slice(None)) -> jax.Array:
-    """Return what is written, values times their write gates if there are any, float32 [heads, C, V]."""
-    v = layout.load_heads(refs.v, static.V, heads, valid).astype(jnp.float32)
-    return v if refs.w is None else v * layout.load_heads(refs.w, static.V, heads, valid).astype(jnp.float32)
-
-
-def load_gates(refs, valid, static: FusedStatic) -> tuple[jax.Array, jax.Array]:
-    """Return gates [C, heads K], with a law raw and whole, and beta [heads, C]; rows that are not valid are zero."""
-    g, beta = refs.g[...], refs.beta[...]
-    valid_row: Any = None if valid is None else tiles.to_row(valid.astype(jnp.float32)[None])[0] > 0.0  # [1, C]
-    if not static.per_channel:
-        g = g if valid is None else jnp.where(valid_row, g, 0.0)
-        column = tiles.to_column(g[:, None])  # [heads, C, 1]
-        g = jnp.concatenate([jnp.broadcast_to(x, (static.C, static.K)) for x in column], axis=1)
-    elif valid is not None:
-        # A law comes first: see `decays_of`.
-        g = jnp.where(valid, g, 0.0) if refs.law is None else g
-    return g, beta if valid is None else jnp.where(valid_row, beta, 0.0)
-
-
-def whole_block(*shape: int) -> pl.BlockSpec:
-    """Return how a launch takes an array whole."""
-    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
-
-
-def law_block(lanes: int) -> pl.BlockSpec:
-    """Return how a launch cuts `Operands.law`: all of it in these lanes of a block of heads."""
-    return pl.BlockSpec((2, lanes), lambda b, h, *_: (0, h))
-
-
-def rows_block(x: jax.Array, static: FusedStatic, heads: int, cut: layout.Blocks) -> tuple[jax.Array, pl.BlockSpec]:
-    """Return a number per token and head [B, NT, HV, C] as a launch takes it, and how the launch cuts it."""
-    blocks = x.reshape(static.B, -1, static.HV // heads, heads, static.C)
-    return blocks, cut.rows(None, None, heads, static.C)
-
-
-def gates_block(g: jax.Array, static: FusedStatic, heads: int, cut: layout.Blocks) -> tuple[jax.Array, pl.BlockSpec]:
-    """Do as `rows_block` for gates per head or per channel."""
-    return (g, cut.tokens(heads * static.K)) if static.per_channel else rows_block(g, static, heads, cut)
-
-
-def more_bytes(x: Operands) -> int:
-    """Return the bytes of what only operators have that erase and write apart."""
-    return sum(y.size * y.dtype.itemsize for y in (x.e, x.b, x.w) if y is not None)
-
-
-def decays_of(g, refs, valid, static: FusedStatic, first: int = 0, unit: float = 1.0, exact: bool = True):
-    """Return the decays of raw gates g [C, n] in the lanes from `first` on, zero in rows that are not valid.
-
-    `unit` and `exact` as in `gate_activation.Law`.
-    """
-    A_log, dt_bias = (refs.law[i : i + 1, first : first + g.shape[1]] for i in range(2))  # [1, n]
-    assert static.gate_law is not None
-    g = static.gate_law.decay(g.astype(jnp.float32), A_log, dt_bias, unit, exact)  # [C, n]
-    # What raw gates hold there may be anything, and of zeros the law makes decays.
-    return g if valid is None else jnp.where(valid, g, 0.0)
-
-
-def store_continuing(ref, masks: layout.SequenceMasks) -> None:
-    """Store `tile.continuing` in a Ref [C, 128], if there is one."""
-    if ref is not None:
-        ref[...] = jnp.broadcast_to(tile.continuing(masks.same)[0], ref.shape)
-
-
-def tokens_not_finite(refs, static: FusedStatic) -> jax.Array:
-    """Return which rows are not finite in q, k, g, beta or what erases, float32 [1, C, 1]."""
-    g = refs.g[...] if refs.law is None else decays_of(refs.g[...], refs, None, static)
-    # A gate of -inf only forgets everything.
-    g = jnp.where(g == -jnp.inf, 0.0, g)  # [C, heads K] or [heads, C]
-    g = g[None] if static.per_channel else tiles.to_column(g[:, None])  # [1, C, heads K] or [heads, C, 1]
-    beta = tiles.to_column(refs.beta[...][:, None])  # [heads, C, 1]
-    # Each is [heads, C, K] of its heads.
-    keys = [layout.load_heads(x, static.K) for x in (refs.q, refs.k, refs.e, refs.b) if x is not None]
-    return nonfinite.rows_not_finite(*keys, g, beta)
-
-
-def values_not_finite(refs, static: FusedStatic) -> jax.Array:
-    """Return which rows are not finite in v or its write gates, float32 [1, C, 1]."""
-    return nonfinite.rows_not_finite(*(layout.load_heads(x, static.V) for x in (refs.v, refs.w) if x is not None))
 
 
 class KdaFwdRefs(NamedTuple):
@@ -244,7 +88,7 @@ class KdaFwdRefs(NamedTuple):
     readers: jax.Ref  # rows that read the state before prev, [heads, 2 C or C, K]
     ends: jax.Ref  # parts of rows that write the state after prev, [heads, parts C, K]
     through: jax.Ref  # float32 [heads, 1, K], the decay over prev
-    decays: jax.Ref  # of `store_block_decays`
+    decays: jax.Ref  # of `loads.store_block_decays`
     continuing: jax.Ref  # float32 [C, 128], `tile.continuing`
     A: jax.Ref  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
     blocks: jax.Ref  # float32 [n, rows, p C], A_inv as far as it takes no products
@@ -261,7 +105,7 @@ def _fwd_kernel(refs: KdaFwdRefs, *, static: FusedStatic) -> None:
 def _grid_step(
     refs: KdaFwdRefs, cur: layout.TableStep, prev: layout.TableStep, rows: chunk_loop.Rows, static: FusedStatic
 ) -> None:
-    """Do as `_fwd_kernel` with these rows of the two chunks."""
+    """Run both stages of a grid step, in the variant for these rows of the two chunks."""
     heads, C, p, dtype = static.config.heads, static.C, static.p, refs.v.dtype
     isolated, isolated_prev = chunk_loop.isolate_stages(
         refs,
@@ -269,17 +113,14 @@ def _grid_step(
         cur,
         prev,
         C,
-        lambda: tokens_not_finite(refs, static),
-        lambda: values_not_finite(refs, static),
+        lambda: loads.tokens_not_finite(refs, static),
+        lambda: loads.values_not_finite(refs, static),
     )
     (masks, valid, _), (_, valid_prev, _) = isolated, isolated_prev
     if masks is not None:
-        store_continuing(refs.continuing, masks)
-    gates, betas = load_gates(refs, valid, static)  # [C, heads K], [heads, C]
-    beta_rows = packed.side_lanes(betas[:, None], p)  # [heads / p, 1, p C]
-    # One head at a time: all of them at once would not stay in registers.
-    load_q = functools.cache(lambda i: load_keys(refs.q, valid, static, slice(i, i + 1)))
-    load_unit = functools.cache(lambda i: load_unit_keys(refs, valid, static, slice(i, i + 1)))
+        loads.store_continuing(refs.continuing, masks)
+    gates, betas = loads.load_gates(refs, valid, static)  # [C, heads K], [heads, C]
+    load_q, load_unit = by_head(refs, valid, static)
 
     # The products of a pack do not wait for those of the chunk before, so the two alternate.
     load_state = functools.partial(chunk_loop.load_state, refs, prev, rows)
@@ -293,11 +134,8 @@ def _grid_step(
     schedule.interleave(order, p=passing, m=preparing)
     for _ in preparing:
         pass
-    factors = [load_unit(i // static.group)[2] for i in range(heads)]
-    if factors[0] is not None:
-        # Only now, so that no product waits for the lengths of rounded keys.
-        rounded = betas * rows_of_heads([x[0] for x in factors])
-        beta_rows = packed.side_lanes(rounded[:, None], p)
+    # Only now, so that no product waits for the lengths of rounded keys.
+    factors, beta_rows = rounded_betas(load_unit, betas, static)
     A: jax.Array | None = None
     blocks: jax.Array | None = None
     if refs.A_inv is None:
@@ -317,14 +155,35 @@ def _grid_step(
     chunk_loop.poison_stages(refs, isolated, isolated_prev, (refs.o, refs.v_new_over_beta))
 
 
+def by_head(refs: KdaFwdRefs, valid, static: FusedStatic) -> tuple[Callable, Callable]:
+    """Return functions that load a query head and a key head of cur: `loads.load_keys` and `loads.load_unit_keys`.
+
+    One head at a time, because all of them at once would not stay in registers.
+    """
+    load_q = functools.cache(lambda i: loads.load_keys(refs.q, valid, static, slice(i, i + 1)))
+    load_unit = functools.cache(lambda i: loads.load_unit_keys(refs, valid, static, slice(i, i + 1)))
+    return load_q, load_unit
+
+
+def rounded_betas(load_unit: Callable, betas, static: FusedStatic) -> tuple[list, jax.Array]:
+    """Return the factors of all heads that make up for the rounding of keys, and betas times these factors.
+
+    The factors are [1, C, 1] each, or None; the betas are rows of packs [heads / p, 1, p C].
+    """
+    factors = [load_unit(i // static.group)[2] for i in range(static.config.heads)]
+    if factors[0] is not None:
+        betas = betas * loads.rows_of_heads([x[0] for x in factors])
+    return factors, packed.side_lanes(betas[:, None], static.p)
+
+
 def prepare(refs: KdaFwdRefs, n: int, load_q, load_unit, gates, betas, valid, masks, static: FusedStatic):
     """Return what the next grid step needs of the pack of heads from n on in cur.
 
     Args:
       refs, static: of the kernel.
       n: the first head.
-      load_q, load_unit: they return a query head [1, C, K] of cur, and `load_unit_keys` of a key head.
-      gates, betas: of `load_gates`.
+      load_q, load_unit: of `by_head`.
+      gates, betas: of `loads.load_gates`.
       valid, masks: of cur.
 
     Returns:
@@ -337,37 +196,34 @@ def prepare(refs: KdaFwdRefs, n: int, load_q, load_unit, gates, betas, valid, ma
         jnp.concatenate([load_unit(i // static.group)[j] for i in pack]) for j in range(1 if refs.e is None else 2)
     )
     e = e[0] if e else k
-    e = e if refs.b is None else e * load_erase_gates(refs, valid, static, slice(n, n + p))
+    e = e if refs.b is None else e * loads.load_erase_gates(refs, valid, static, slice(n, n + p))
     q, g = q * static.scale, gates[:, n * K : (n + p) * K]
     if refs.law is not None:
         # Pack by pack, because all decays at once would not stay in registers.
         exact = matmul.operand_dtype(dtype) == jnp.float32
-        g = decays_of(g, refs, valid, static, n * K, tiles.LOG2_E, exact)
+        g = loads.decays_of(g, refs, valid, static, n * K, tiles.LOG2_E, exact)
     continuing = None if masks is None else refs.continuing
-    store_block_decays(refs.decays, g, base, continuing, n * K // packed.LANES, refs.law is None)
-    decays, beta = load_decays(refs.decays, pack, K, base), tiles.to_column(betas[n : n + p, None])  # [p, C, 1]
+    loads.store_block_decays(refs.decays, g, base, continuing, n * K // packed.LANES, refs.law is None)
+    decays, beta = loads.load_decays(refs.decays, pack, K, base), tiles.to_column(betas[n : n + p, None])  # [p, C, 1]
     # With the scores at hand no decay between two rows of the chunk is needed.
     scores = tile.pack_scores(q, e, k, decays, refs.levels[...], masks, dtype) if refs.A_inv is None else None
     return tile.pack_boundary([q, e] if refs.o is not None else [e], k, beta, decays, masks), scores
 
 
 def forgets(refs: KdaFwdRefs, gates, valid, static: FusedStatic) -> jax.Array:
-    """Return whether a gate of cur, of `load_gates`, is a decay of 0: a product of base blocks leaves 2^-24 of it."""
+    """Return whether a gate of cur is a decay of 0, of which a product of base blocks leaves 2^-24."""
     if refs.law is not None:
         # The largest raw gate of a lane is its strongest decay.
         gates = gates.astype(jnp.float32) if valid is None else jnp.where(valid, gates.astype(jnp.float32), -jnp.inf)
-        gates = decays_of(jnp.max(gates, axis=0, keepdims=True), refs, None, static)
+        gates = loads.decays_of(jnp.max(gates, axis=0, keepdims=True), refs, None, static)
     return jnp.min(gates) < tile.ZERO_DECAY
 
 
 def prepare_exactly(refs: KdaFwdRefs, gates, betas, valid, masks, static: FusedStatic) -> None:
     """Store what the next grid step needs of cur once more, with a product for every level in place of base blocks."""
     refs, static = refs._replace(levels=refs.exact_levels), static._replace(base=1)
-    load_q = functools.cache(lambda i: load_keys(refs.q, valid, static, slice(i, i + 1)))
-    load_unit = functools.cache(lambda i: load_unit_keys(refs, valid, static, slice(i, i + 1)))
-    factors = [load_unit(i // static.group)[2] for i in range(static.config.heads)]
-    rounded = betas if factors[0] is None else betas * rows_of_heads([x[0] for x in factors])
-    beta_rows = packed.side_lanes(rounded[:, None], static.p)  # [heads / p, 1, p C]
+    load_q, load_unit = by_head(refs, valid, static)
+    factors, beta_rows = rounded_betas(load_unit, betas, static)
     for n in range(0, static.config.heads, static.p):
         boundary, scores = prepare(refs, n, load_q, load_unit, gates, betas, valid, masks, static)
         assert scores is not None
@@ -378,7 +234,7 @@ def prepare_exactly(refs: KdaFwdRefs, gates, betas, valid, masks, static: FusedS
 
 
 def store_pack(refs: KdaFwdRefs, n: int, boundary, scores, beta_rows, factors, static: FusedStatic) -> None:
-    """Store what `prepare` returned for the next grid step; `factors` of its heads are of `load_unit_keys`."""
+    """Store what `prepare` returned for the next grid step; `factors` of its heads are of `loads.load_unit_keys`."""
     (readers, ends, through), dtype = boundary, refs.v.dtype
     ends = ends if factors[0] is None else ends * jnp.concatenate(factors)
     pack, packs = slice(n, n + static.p), slice(n // static.p, n // static.p + 1)
@@ -424,7 +280,7 @@ def pass_state(refs: KdaFwdRefs, S, valid, A_inv, heads: slice, static: FusedSta
         refs.h[heads] = S.astype(refs.h.dtype)
     state_reads = tile.read_state(refs.readers[heads], S)  # [h, 2 C or C, V]
     yield
-    v = load_values(refs, valid, static, heads)  # [h, C, V]
+    v = loads.load_values(refs, valid, static, heads)  # [h, C, V]
     if S.shape[1] > static.V:  # channels without values
         v = packed.concat_lanes([v, jnp.zeros((*v.shape[:2], S.shape[1] - static.V), jnp.float32)])
     A_inv_parts = packed.concat_lanes(packed.split_bf16(A_inv[packs], dtype))
@@ -490,7 +346,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
         "readers": pltpu.VMEM((heads, (1 + with_output) * C, K), operand),
         "ends": pltpu.VMEM((heads, parts * C, K), operand),
         "through": (heads, 1, K),
-        "decays": decays_scratch(heads, C, K, 1 if may_forget else base),
+        "decays": loads.decays_scratch(heads, C, K, 1 if may_forget else base),
     }
     if inverts:
         scratch |= {"blocks": (heads // p, inverse.first_block_rows(C), p * C), "A": matrix}
@@ -510,19 +366,19 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
         grid=(B, HV // heads, steps + 1),
         tables={"table": x.table},
         inputs={
-            "levels": (jnp.asarray(tile.level_table(C, base)) if inverts else None, whole_block(C, 2 * C)),
-            "exact_levels": (jnp.asarray(tile.level_table(C, 1)) if may_forget else None, whole_block(C, 2 * C)),
+            "levels": (jnp.asarray(tile.level_table(C, base)) if inverts else None, loads.whole_block(C, 2 * C)),
+            "exact_levels": (jnp.asarray(tile.level_table(C, 1)) if may_forget else None, loads.whole_block(C, 2 * C)),
             "q": (x.q, key),
             "k": (x.k, key),
             "v": (x.v, value),
-            "g": gates_block(x.g, static, heads, cur),
-            "beta": rows_block(x.beta, static, heads, cur),
+            "g": loads.gates_block(x.g, static, heads, cur),
+            "beta": loads.rows_block(x.beta, static, heads, cur),
             "e": (x.e, key),
             "b": (x.b, cur.tokens(heads * K)),
             "w": (x.w, value),
             "owner": (x.owner, cur.owner(C)),
             "initial_state": (x.initial_state, state),
-            "law": (x.law, law_block(heads * K)),
+            "law": (x.law, loads.law_block(heads * K)),
             "pool": (x.pool, prev.state(*slot)),
             "A_inv": (x.A_inv, prev.per_step(*matrix)),
             "scores": (x.scores, cur.per_step(*both)),
@@ -532,7 +388,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
         scratch=scratch,
         in_place={} if x.pool is None else {"pool": "pool_out"},
         cost_estimate=(cost.cost if with_output else cost.states_cost)(
-            **static.sizes() | {"V": channels}, itemsize=dtype.itemsize, more=more_bytes(x)
+            **static.sizes() | {"V": channels}, itemsize=dtype.itemsize, more=loads.more_bytes(x)
         ),
         in_bounds=x.pool is None,  # nothing else comes from the caller's numbers
     )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from chunkwise.kda import cost, kernel, tile, tile_bwd
+from chunkwise.kda import cost, loads, tile, tile_bwd
 from chunkwise.shared.kernels import chunk_loop, launcher, layout, nonfinite, packed, tiles
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
@@ -50,7 +50,7 @@ class KdaBwdRefs(NamedTuple):
     dh0: jax.Ref  # [heads, V, K]
     dlaw: jax.Ref  # [2, heads K]
     dstate: jax.Ref  # float32 [heads, V, K]; dh0 where that is wanted
-    decays: jax.Ref  # of `kernel.store_block_decays`
+    decays: jax.Ref  # of `loads.store_block_decays`
     continuing: jax.Ref  # float32 [C, 128], `tile.continuing`
 
 
@@ -63,37 +63,37 @@ def _bwd_kernel(refs: KdaBwdRefs, *, static: FusedStatic) -> None:
 
 
 def _grid_step(refs: KdaBwdRefs, step: layout.TableStep, rows: chunk_loop.Rows, static: FusedStatic) -> None:
-    """Do as `_bwd_kernel` with these rows of the chunk."""
+    """Run a grid step, in the variant for these rows of the chunk."""
     heads, C = static.config.heads_bwd, static.C
     masks: Any = None
     nonfinite_rows: Any = None
     valid = chunk_loop.valid_rows(rows, step, C)
     if rows is chunk_loop.Rows.MIXED:
         masks = chunk_loop.load_masks(refs.owner[0], step, C)
-        kernel.store_continuing(refs.continuing, masks)
+        loads.store_continuing(refs.continuing, masks)
         valid, nonfinite_rows = nonfinite.isolate(
             masks, lambda: not_finite(refs, static), (refs.dstate, masks.ending, slice(None))
         )
-    q = kernel.load_keys(refs.q, valid, static)  # [key heads, C, K]
-    k, e, factor = kernel.load_unit_keys(refs, valid, static)  # [key heads, C, K or 1]
-    gates, betas = kernel.load_gates(refs, valid, static)  # [C, heads K], [heads, C]
+    q = loads.load_keys(refs.q, valid, static)  # [key heads, C, K]
+    k, e, factor = loads.load_unit_keys(refs, valid, static)  # [key heads, C, K or 1]
+    gates, betas = loads.load_gates(refs, valid, static)  # [C, heads K], [heads, C]
     group, rounding = min(static.group, heads), None
     if factor is not None:
-        rounding = kernel.rows_of_heads([factor[n // group] for n in range(heads)])  # [heads, C]
+        rounding = loads.rows_of_heads([factor[n // group] for n in range(heads)])  # [heads, C]
         betas = betas * rounding
-    g = gates if refs.law is None else kernel.decays_of(gates, refs, valid, static)
+    g = gates if refs.law is None else loads.decays_of(gates, refs, valid, static)
     # Without gradients of tokens no decay between two rows of the chunk is needed.
     base = 0 if refs.dq is None else static.backward_base
-    kernel.store_block_decays(refs.decays, g, base, None if masks is None else refs.continuing)
+    loads.store_block_decays(refs.decays, g, base, None if masks is None else refs.continuing)
     by_value_head = lambda x: jnp.stack([x[n // group] for n in range(heads)])  # [heads, C, K]
     q, k = (by_value_head(x) for x in (q * static.scale, k))
     e = None if e is None else by_value_head(e)
     if refs.b is not None:
-        e = (k if e is None else e) * kernel.load_erase_gates(refs, valid, static)
+        e = (k if e is None else e) * loads.load_erase_gates(refs, valid, static)
     erase = k if e is None else e
     do = layout.load_heads(refs.do, static.V, valid=valid)  # [heads, C, V]
     beta = tiles.to_column(betas[:, None])  # [heads, C, 1]
-    boundary = tile.boundary_tile(kernel.load_decays(refs.decays, range(heads), static.K, base), masks)
+    boundary = tile.boundary_tile(loads.load_decays(refs.decays, range(heads), static.K, base), masks)
     if refs.dq is None:
         refs.dstate[...] = tile_bwd.state_bwd_tile(
             q, erase, k, beta, boundary, refs.A_inv[...], refs.scores[...], do, refs.dstate[...], refs.do.dtype
@@ -150,7 +150,7 @@ def _token_gradients(
     by_pack = []
     for n in range(0, heads, p):
         pack, d_pack = slice(n, n + p), d_scores[n // p : n // p + 1]  # [1, 2 C, p C]
-        decays = kernel.load_decays(refs.decays, range(n, n + p), K, static.backward_base)
+        decays = loads.load_decays(refs.decays, range(n, n + p), K, static.backward_base)
         tensors = q[pack], erase[pack], k[pack]
         by_pack.append(tile_bwd.interaction_bwd_tile(*tensors, decays, refs.levels[...], d_pack, p, dtype))
     d_rows, d_columns = (jnp.concatenate(y) for y in zip(*by_pack, strict=True))  # [heads, 2 C, K], [heads, C, K]
@@ -168,7 +168,7 @@ def _token_gradients(
     if refs.b is not None:
         # Without erase keys of their own the keys are erased by too.
         layout.store_heads(refs.db, k * de, stored)
-        dk = dk + kernel.load_erase_gates(refs, valid, static) * de
+        dk = dk + loads.load_erase_gates(refs, valid, static) * de
     gradients = [(refs.dq, refs.q, static.scale * dq), (refs.dk, refs.k, dk)]
     for ref, source, d in gradients + ([] if refs.e is None else [(refs.de, refs.e, de)]):
         d = layout.sum_value_heads(d, min(static.group, heads))  # [key heads, C, K]
@@ -197,7 +197,7 @@ def not_finite(refs: KdaBwdRefs, static: FusedStatic) -> jax.Array:
     """Return which rows of the chunk are not finite, float32 [1, C, 1]."""
     if refs.v_new_over_beta is None:
         of_values = nonfinite.rows_not_finite(layout.load_heads(refs.do, static.V))
-        return jnp.maximum(of_values, kernel.tokens_not_finite(refs, static))
+        return jnp.maximum(of_values, loads.tokens_not_finite(refs, static))
     # The forward stored NaN in v_new_over_beta where it found any.
     return nonfinite.rows_not_finite(*(layout.load_heads(ref, static.V) for ref in (refs.do, refs.v_new_over_beta)))
 
@@ -223,13 +223,13 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
     key, share = cut.tokens(keys * K, static.key_blocks(heads)[1]), blocks * keys // static.H
     value, channels, state = cut.tokens(heads * V), cut.tokens(heads * K), cut.state(heads, V, K)
     (beta, row), (g, gate) = (
-        of(y, static, heads, cut) for of, y in ((kernel.rows_block, x.beta), (kernel.gates_block, x.g))
+        of(y, static, heads, cut) for of, y in ((loads.rows_block, x.beta), (loads.gates_block, x.g))
     )
     values = x if of_tokens and x.w is not None else Operands()
     # A block of heads inside a group of value heads gives a partial sum of the group, in lanes of its own.
     d_keys = cut.tokens(keys * K), (*x.q.shape[:2], blocks * keys * K), x.q.dtype if share == 1 else jnp.float32
     base = static.backward_base if of_tokens else 0
-    scratch: dict[str, Any] = {"decays": kernel.decays_scratch(heads, C, K, base)}
+    scratch: dict[str, Any] = {"decays": loads.decays_scratch(heads, C, K, base)}
     if "dh0" not in outputs:
         scratch["dstate"] = heads, V, K
     if x.owner is not None and base > 1:
@@ -243,7 +243,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
         grid=(B, blocks, steps),
         tables={"table": x.table},
         inputs={
-            "levels": (jnp.asarray(tile_bwd.pair_table(C, base)) if base else None, kernel.whole_block(2 * C, C)),
+            "levels": (jnp.asarray(tile_bwd.pair_table(C, base)) if base else None, loads.whole_block(2 * C, C)),
             "q": (x.q, key),
             "k": (x.k, key),
             "g": (g, gate),
@@ -259,7 +259,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
             "scores": (x.scores, cut.per_step(heads // p, 2 * C, p * C)),
             "do": (x.do, value),
             "dht": (x.dht, state),
-            "law": (x.law, kernel.law_block(heads * K)),
+            "law": (x.law, loads.law_block(heads * K)),
         },
         outputs={
             "dq": d_keys,
@@ -275,7 +275,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
         },
         requested=outputs,
         scratch=scratch,
-        cost_estimate=estimate(**static.sizes(), itemsize=x.q.dtype.itemsize, backward=True, more=kernel.more_bytes(x)),
+        cost_estimate=estimate(**static.sizes(), itemsize=x.q.dtype.itemsize, backward=True, more=loads.more_bytes(x)),
         in_bounds=True,
     )
     for name, y in (("dbeta", x.beta), ("dg", x.g)):

@@ -43,7 +43,7 @@ def norm_groups(run: running.Run, o, z, weight, groups: int, *, activation: str,
 
 
 def _norm_over_devices(o, z, weight, groups: int, *, activation: str, norm_before_gate: bool, eps: float):
-    """Do as `norm_groups` where a group of heads lies on several devices: XLA sums over these."""
+    """Return the norm of `norm_groups` where a group of heads lies on several devices, over which XLA sums."""
     HV, V = o.shape[2:]
     gate = activations.activate(running.by_head(z, HV).astype(jnp.float32), activation)
     u = o.astype(jnp.float32) if norm_before_gate else o.astype(jnp.float32) * gate

@@ -305,11 +305,11 @@ class Serving:
 
     @property
     def own_cache(self) -> tuple[str, Cache | None]:
-        """Do as `Sequences.own_cache` does."""
+        """The pool, after the name of the argument."""
         return "pool", self.pool
 
     def num_states(self, B: int) -> int | None:
-        """Do as `Sequences.num_states` does: a pool has any number of slots."""
+        """Return None: a pool has any number of slots."""
         return None
 
     @property
@@ -334,14 +334,14 @@ class Serving:
         return given
 
     def convolve(self, i: int, x, weight, bias, heads: int):
-        """Do as `Sequences.convolve` does."""
+        """Return the convolution of number i with SiLU, and its pool after the step."""
         return causal_conv1d_update(
             x, self.pool.conv[i], weight, bias, **self._conv_slots, implementation=AROUND[self.implementation],
             sharding=division.split_heads(self.sharding, heads),
         )  # fmt: skip
 
     def operate(self, operators: Operators, *arrays, **options):
-        """Do as `Sequences.operate` does."""
+        """Return the output of an operator [1, T, HV, V] and the pool of its states after the step."""
         return operators.ragged(
             *arrays, self.pool.state, **options, **self._slots, decode_tokens=self.decode_tokens,
             implementation=self.implementation, sharding=self.sharding,

@@ -311,13 +311,13 @@ def cut(
         before = jnp.sum(owner[None] <= rank[:, None], axis=1, dtype=jnp.int32)
         of = jnp.arange(token.shape[0], dtype=jnp.int32)
         rank, at = jnp.concatenate([rank + before, of + owner]), jnp.concatenate([end, token])
-    # An end that is that of a chunk as well makes one piece, not two: the first of those that are.
+    # Ends of sequences and cuts at the end of a chunk make one piece with it; `tied` marks the first of these ends.
     earlier = rank[None] < rank[:, None]
     tied = (at > 0) & (at % chunk_size == 0) & ~jnp.any(earlier & (at[None] == at[:, None]), axis=1)
     # The place of every end among all ends: those of chunks before it are a quotient.
     tied_before = jnp.sum(tied[None] & (at[None] < at[:, None]), axis=1, dtype=jnp.int32)
     place = rank + jnp.maximum(at - 1, 0) // chunk_size - tied_before
-    # What lies up to every piece; those of number -2 and -1 are none.
+    # A piece ends at the last of the ends up to it. Pieces -2 and -1, before the first one, end at token 0.
     S = NT + at.shape[0]
     piece = jnp.arange(-2, S, dtype=jnp.int32)
     found = place[None] <= piece[:, None]  # [S + 2, N + M]

@@ -24,7 +24,7 @@ class Routes(NamedTuple):
       start, end: int32 [N], its tokens; both rise with n, and a sequence may be empty.
       source: int32 [N], the slot of the state that it starts from; if none it starts from zeros.
       target: int32 [N, W], the slot of the state after its token t, or with W = 1 after its last one; if none, the
-        state is dropped. That of a token it does not have is none.
+        state is dropped. A sequence of fewer than W tokens has slots below 0 after them.
       blocks: int32 [N, M], the slot of the state after every block of its tokens, or None.
     """
 
@@ -43,8 +43,9 @@ def existing(slots: jax.Array, count: int) -> jax.Array:
 def resident(slots: jax.Array, otherwise: jax.Array) -> jax.Array:
     """Return the slot whose block every step holds, int32 [S].
 
-    It is that of the nearest step up to it that has one, of the first that has one if there is none before, and
-    `otherwise` if no step has one.
+    A step holds its own slot if it has one (`slots` is not below 0). Any other step holds the slot of the nearest
+    earlier step that has one; before the first step with a slot all hold the slot of this first one. If no step has a
+    slot, all hold `otherwise`.
     """
     index, has = jnp.arange(slots.shape[0], dtype=jnp.int32), slots >= 0
     before = jnp.where(has[None] & (index[None] <= index[:, None]), index[None], jnp.int32(-1))  # [S, S]

@@ -22,13 +22,13 @@ _SEARCHED = "v6e"
 
 
 def software_pipeline(stages: Iterable[Iterator]) -> Iterator[None]:
-    """Run stages one behind the other, like the teams of a relay that start one after the other.
+    """Run stages side by side, each one step behind the stage that began before it.
 
-    A stage is a generator that yields where it would wait. Every time it begins the next stage and takes those that run
-    one step further, the latest first.
+    A stage is a generator that yields where it would wait. A round begins the next stage, and takes every stage that
+    has begun one step further, the latest first.
 
     Yields:
-      None after every time, so that the caller can put other products between two of them.
+      None after every round, so that the caller can put other products between two rounds.
     """
     waiting, running, done = iter(stages), [], object()
     while True:

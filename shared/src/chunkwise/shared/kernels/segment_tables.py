@@ -48,7 +48,7 @@ def find_segments(segment_ids: jax.Array) -> Segments:
 
 
 def coded_owners(cu_seqlens: jax.Array | None, segment_ids: jax.Array | None, T: int) -> jax.Array:
-    """Return int32 [B, T], the sequence of every token, and for padding the complement of that before it.
+    """Return int32 [B, T], the sequence of every token, and for padding the complement of the sequence before it.
 
     Args:
       cu_seqlens: int32 [N + 1], boundaries of a packed batch, or None.
@@ -60,5 +60,5 @@ def coded_owners(cu_seqlens: jax.Array | None, segment_ids: jax.Array | None, T:
         return jnp.where(segments.valid, segments.owner, ~segments.owner)
     assert cu_seqlens is not None
     owner, last = chunking.token_owners(T, cu_seqlens)[None], jnp.int32(cu_seqlens.shape[0] - 2)
-    # Of what follows the last sequence only the sequence without tokens at the end would know better.
+    # Tokens past the last boundary are padding of the last sequence, even if this sequence is empty.
     return jnp.where(owner <= last, owner, ~last)

@@ -1,0 +1,45 @@
+"""The loads of all kernels of the gated delta rule."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from chunkwise.fused_gdn import tile
+from chunkwise.shared.kernels import layout, nonfinite, tiles
+from chunkwise.shared.kernels.operands import FusedStatic
+
+
+def heads_of(static: FusedStatic, heads: int) -> tile.Heads:
+    """Return so many value heads, as those of a grid step."""
+    return tile.Heads(static.C, static.K, static.V, heads, static.group, static.p)
+
+
+def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic) -> Any:
+    """Load q, k tiles [key heads, C, K] and g, beta [C, heads] float32 of a chunk; rows that are not valid are zero.
+
+    Last comes what beta is multiplied by already, [C, heads], to make up for the rounding of keys of unit length; None
+    for nothing.
+    """
+    q = None if refs.q is None else layout.load_heads(refs.q, s.K, valid=valid)
+    k = layout.load_heads(refs.k, s.K, valid=valid)
+    g, beta = tiles.clip_gate(refs.g[...]), refs.beta[...].astype(jnp.float32)
+    if valid is not None:
+        g, beta = (jnp.where(valid, x, 0.0) for x in (g, beta))
+    if not static.normalise:
+        return q, k, g, beta, None
+    q = None if q is None else tiles.l2norm(q.astype(jnp.float32)).astype(q.dtype)
+    k, factor = tiles.unit_keys(k.astype(jnp.float32), k.dtype)  # factor [key heads, C, 1]
+    if factor is None or not static.compensate:
+        return q, k, g, beta, None
+    head, by_head = lax.broadcasted_iota(jnp.int32, beta.shape, 1), jnp.broadcast_to(factor[0], beta.shape)
+    for i in range(1, len(factor)):
+        by_head = jnp.where(head >= jnp.int32(i * s.group), factor[i], by_head)
+    return q, k, g, beta * by_head, by_head
+
+
+def tokens_not_finite(refs, s: tile.Heads, *keys) -> jax.Array:
+    """Return which rows of g, beta and of Refs of keys or queries are not finite, float32 [1, C, 1]."""
+    gates = (x.astype(jnp.float32)[None] for x in (tiles.clip_gate(refs.g[...]), refs.beta[...]))
+    return nonfinite.rows_not_finite(*(layout.load_heads(ref, s.K) for ref in keys), *gates)

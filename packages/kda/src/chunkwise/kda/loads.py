@@ -1,0 +1,171 @@
+"""The loads of both kernels of Kimi delta attention, and how their launches cut what they load.
+
+Queries and keys are loaded at unit length where the operator asks for it, values times their write gates, raw gates as
+decays; decays between the rows of a chunk lie in scratch.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from chunkwise.kda import tile
+from chunkwise.shared.kernels import layout, nonfinite, packed, tiles
+from chunkwise.shared.kernels.operands import FusedStatic, Operands
+
+
+def decays_scratch(heads: int, C: int, K: int, base: int):
+    """Return the scratch of `store_block_decays`."""
+    return pltpu.VMEM((tile.count_decays(base), heads * K // packed.LANES, C, packed.LANES), jnp.float32)
+
+
+def store_block_decays(ref, g, base: int, continuing=None, first: int = 0, in_nats: bool = True) -> None:
+    """Store the `tile.block_decays` of the gates g [C, heads K] of heads from tile `first` on, to base 2 or in nats.
+
+    `continuing` is a Ref [C, 128] of `tile.continuing`, or None.
+
+    Inside of blocks of 8 rows whole registers of first, of second rows and so on are needed: loads with a stride from
+    ref [n, heads K / 128, C, 128] bring them, stores with a stride take them back.
+    """
+    C = g.shape[0]
+    by_row = [pl.ds(r, C // tile.SUBLANES, stride=tile.SUBLANES) for r in range(tile.SUBLANES)]
+    continuing = None if continuing is None else [continuing[row, :] for row in by_row]  # each [C / 8, 128]
+    for n in range(g.shape[1] // packed.LANES):
+        each = g[:, n * packed.LANES : (n + 1) * packed.LANES]  # [C, 128]
+        ref[0, first + n] = each * tiles.LOG2_E if in_nats else each
+        decays = tile.block_decays(
+            [ref.at[0, first + n][row, :] for row in by_row], base, continuing
+        )  # 8 times [C / 8, 128] each
+        for i, x in enumerate(decays):
+            for row, y in zip(by_row, x, strict=True):
+                ref.at[i, first + n][row, :] = y
+
+
+def load_decays(ref, heads: range, K: int, base: int) -> tile.ChannelDecays:
+    """Return the decays of some heads from what `store_block_decays` left."""
+    each = K // packed.LANES
+
+    def load(i):
+        return jnp.stack([jnp.concatenate([ref[i, n * each + m] for m in range(each)], axis=1) for n in heads])
+
+    return tile.chunk_decays([load(i) for i in range(tile.count_decays(base))], base)
+
+
+def load_keys(ref, valid, static: FusedStatic, which: slice = slice(None)) -> jax.Array:
+    """Return queries or keys as float32 [key heads, C, K], rounded as the tensors are."""
+    heads = layout.load_heads(ref, static.K, which, valid).astype(jnp.float32)  # [key heads, C, K]
+    return tiles.l2norm(heads).astype(ref.dtype).astype(jnp.float32) if static.normalise else heads
+
+
+def load_unit_keys(refs, valid, static: FusedStatic, which: slice = slice(None)) -> tuple[Any, ...]:
+    """Return keys as `load_keys`, erase keys or None where there are none, and what multiplies the step sizes.
+
+    The last makes up for the rounding of keys, [key heads, C, 1], or is None: see `tiles.unit_keys`. With erase keys of
+    unit length too it is the mean of the factors of both.
+    """
+    if not (static.normalise and static.compensate):
+        keys = (None if ref is None else load_keys(ref, valid, static, which) for ref in (refs.k, refs.e))
+        return *keys, None
+    rows = [layout.load_heads(x, static.K, which, valid) for x in (refs.k, refs.e) if x is not None]
+    keys, factors = zip(*(tiles.unit_keys(x.astype(jnp.float32), x.dtype) for x in rows), strict=True)
+    k, e = (*keys, None)[:2]
+    factor = factors[0] if e is None or factors[0] is None else 0.5 * (factors[0] + factors[1])
+    return k.astype(jnp.float32), None if e is None else e.astype(jnp.float32), factor
+
+
+def rows_of_heads(columns: list[jax.Array]) -> jax.Array:
+    """Return numbers of the rows of heads, each [C, 1], as rows [heads, C]."""
+    shape = (columns[0].shape[0], packed.LANES)
+    lane, joined = lax.broadcasted_iota(jnp.int32, shape, 1), jnp.broadcast_to(columns[0], shape)
+    for i, column in enumerate(columns[1:], 1):
+        joined = jnp.where(lane == jnp.int32(i), column, joined)
+    return jnp.swapaxes(joined, 0, 1)[: len(columns)]
+
+
+def load_erase_gates(refs, valid, static: FusedStatic, heads: slice = slice(None)) -> jax.Array:
+    """Return what erase gates multiply keys by to make erase keys, float32 [heads, C, K]."""
+    return layout.load_heads(refs.b, static.K, heads, valid).astype(jnp.float32)
+
+
+def load_values(refs, valid, static: FusedStatic, heads: slice = slice(None)) -> jax.Array:
+    """Return what is written, values times their write gates if there are any, float32 [heads, C, V]."""
+    v = layout.load_heads(refs.v, static.V, heads, valid).astype(jnp.float32)
+    return v if refs.w is None else v * layout.load_heads(refs.w, static.V, heads, valid).astype(jnp.float32)
+
+
+def load_gates(refs, valid, static: FusedStatic) -> tuple[jax.Array, jax.Array]:
+    """Return gates [C, heads K], with a law raw and whole, and beta [heads, C]; rows that are not valid are zero."""
+    g, beta = refs.g[...], refs.beta[...]
+    valid_row: Any = None if valid is None else tiles.to_row(valid.astype(jnp.float32)[None])[0] > 0.0  # [1, C]
+    if not static.per_channel:
+        g = g if valid is None else jnp.where(valid_row, g, 0.0)
+        column = tiles.to_column(g[:, None])  # [heads, C, 1]
+        g = jnp.concatenate([jnp.broadcast_to(x, (static.C, static.K)) for x in column], axis=1)
+    elif valid is not None:
+        # A law comes first: see `decays_of`.
+        g = jnp.where(valid, g, 0.0) if refs.law is None else g
+    return g, beta if valid is None else jnp.where(valid_row, beta, 0.0)
+
+
+def whole_block(*shape: int) -> pl.BlockSpec:
+    """Return how a launch takes an array whole."""
+    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
+
+
+def law_block(lanes: int) -> pl.BlockSpec:
+    """Return how a launch cuts `Operands.law`: all of it in these lanes of a block of heads."""
+    return pl.BlockSpec((2, lanes), lambda b, h, *_: (0, h))
+
+
+def rows_block(x: jax.Array, static: FusedStatic, heads: int, cut: layout.Blocks) -> tuple[jax.Array, pl.BlockSpec]:
+    """Return a number per token and head [B, NT, HV, C] as a launch takes it, and how the launch cuts it."""
+    blocks = x.reshape(static.B, -1, static.HV // heads, heads, static.C)
+    return blocks, cut.rows(None, None, heads, static.C)
+
+
+def gates_block(g: jax.Array, static: FusedStatic, heads: int, cut: layout.Blocks) -> tuple[jax.Array, pl.BlockSpec]:
+    """Return gates, per head or per channel, as a launch takes them, and how the launch cuts them."""
+    return (g, cut.tokens(heads * static.K)) if static.per_channel else rows_block(g, static, heads, cut)
+
+
+def more_bytes(x: Operands) -> int:
+    """Return the bytes of what only operators have that erase and write apart."""
+    return sum(y.size * y.dtype.itemsize for y in (x.e, x.b, x.w) if y is not None)
+
+
+def decays_of(g, refs, valid, static: FusedStatic, first: int = 0, unit: float = 1.0, exact: bool = True):
+    """Return the decays of raw gates g [C, n] in the lanes from `first` on, zero in rows that are not valid.
+
+    `unit` and `exact` as in `gate_activation.Law`.
+    """
+    A_log, dt_bias = (refs.law[i : i + 1, first : first + g.shape[1]] for i in range(2))  # [1, n]
+    assert static.gate_law is not None
+    g = static.gate_law.decay(g.astype(jnp.float32), A_log, dt_bias, unit, exact)  # [C, n]
+    # Rows that are not tokens may hold any raw gates, and even a raw gate of zero would give a decay below 1.
+    return g if valid is None else jnp.where(valid, g, 0.0)
+
+
+def store_continuing(ref, masks: layout.SequenceMasks) -> None:
+    """Store `tile.continuing` in a Ref [C, 128], if there is one."""
+    if ref is not None:
+        ref[...] = jnp.broadcast_to(tile.continuing(masks.same)[0], ref.shape)
+
+
+def tokens_not_finite(refs, static: FusedStatic) -> jax.Array:
+    """Return which rows are not finite in q, k, g, beta or what erases, float32 [1, C, 1]."""
+    g = refs.g[...] if refs.law is None else decays_of(refs.g[...], refs, None, static)
+    # A gate of -inf only forgets everything.
+    g = jnp.where(g == -jnp.inf, 0.0, g)  # [C, heads K] or [heads, C]
+    g = g[None] if static.per_channel else tiles.to_column(g[:, None])  # [1, C, heads K] or [heads, C, 1]
+    beta = tiles.to_column(refs.beta[...][:, None])  # [heads, C, 1]
+    # Each is [heads, C, K] of its heads.
+    keys = [layout.load_heads(x, static.K) for x in (refs.q, refs.k, refs.e, refs.b) if x is not None]
+    return nonfinite.rows_not_finite(*keys, g, beta)
+
+
+def values_not_finite(refs, static: FusedStatic) -> jax.Array:
+    """Return which rows are not finite in v or its write gates, float32 [1, C, 1]."""
+    return nonfinite.rows_not_finite(*(layout.load_heads(x, static.V) for x in (refs.v, refs.w) if x is not None))
