@@ -63,7 +63,7 @@ class Oracle:
         self.drafts: dict[int, list[np.ndarray]] = {}
 
     def run_ringed(self, tokens, schedule) -> tuple[np.ndarray, set[int]]:
-        """Run a step over a pool with a ring: decodes have one slot, and later steps say which of their tokens count."""
+        """Run a step over a pool with a ring: a decode has one slot, and a later step says how many tokens count."""
         before, drafts, written, outputs = dict(self.states), dict(self.drafts), set(), []
 
         def write(slot: int, states: list[np.ndarray], decode: bool):
