@@ -5,7 +5,7 @@ import contextlib
 import jax
 import pytest
 
-from chunkwise.shared.operators import platforms
+from chunkwise.shared.implementation import platforms
 from chunkwise.shared.testing import selection, tpu
 
 tpu.setup()

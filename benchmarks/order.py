@@ -19,10 +19,10 @@ from benchmarks import scale, tpu
 from benchmarks.cases import CASES
 from chunkwise.fused_gdn.operator import OPERATOR as GATED_DELTA_RULE
 from chunkwise.kda.operator import OPERATOR as KDA
+from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.implementation import implementations
 from chunkwise.shared.kernels import schedule
-from chunkwise.shared.operators import implementations
-from chunkwise.shared.operators.arguments import Arguments, Options
 from chunkwise.shared.testing.inputs import make_inputs
 
 PACKAGES = Path(__file__).parents[1] / "packages"

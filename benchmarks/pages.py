@@ -13,8 +13,8 @@ from benchmarks import calibrate
 from benchmarks import step as steps
 from chunkwise.command import models, report
 from chunkwise.pipeline.operators import OPERATORS
+from chunkwise.shared.call.checks import choose_chunk_size
 from chunkwise.shared.chips import CHIPS
-from chunkwise.shared.operators.checks import choose_chunk_size
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^<!-- figures: ([\w-]+) -->\n(?:.+\n)*", re.MULTILINE)

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from chunkwise import layers, pipeline
-from chunkwise.shared.operators import recurrence
+from chunkwise.shared.plain import recurrence
 from chunkwise.shared.testing.compare import error
 from chunkwise.shared.testing.oracle import reference
 

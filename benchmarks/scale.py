@@ -209,7 +209,7 @@ def estimate_scan(case: Layer, scan: str, topology: str) -> dict:
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from chunkwise.shared.operators.affine_scan import AffineMap
+    from chunkwise.shared.plain.affine_scan import AffineMap
 
     mesh, P = _mesh(topology, True), PartitionSpec
     D, decay = mesh.size, (case.K, 1) if case.table.per_channel else (1, 1)

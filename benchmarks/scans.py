@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.operators import affine_scan
-from chunkwise.shared.operators.affine_scan import AffineMap
+from chunkwise.shared.plain import affine_scan
+from chunkwise.shared.plain.affine_scan import AffineMap
 
 
 def ring(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:

@@ -25,13 +25,14 @@ from benchmarks import timing, tpu
 from benchmarks.regions import Region, kernel_bundles, kernel_text, read_loop
 from chunkwise.command.models import Layer, Mixture, moved_bytes, serving_step
 from chunkwise.fused_gla.config import default_for
+from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.kernels import launcher
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.kernels.layout import BEGIN, END, FIRST, LAST, MIXED, OPENS, SEQUENCE, TARGET, pool_steps
 from chunkwise.shared.kernels.pools import Routes, resident_slots
-from chunkwise.shared.operators import replay, serving
-from chunkwise.shared.operators.arguments import Slots
+from chunkwise.shared.serving import ring_kernel, step_table
+from chunkwise.shared.serving import run as serving_run
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import launches
 
@@ -133,7 +134,7 @@ def replay_runs(mixture: Mixture, regions: list[Region]) -> tuple[int, list[floa
             return 1 if x.start < regions[0].stop else N - 1
         return next(inside, N) if sequence.start < x.start < sequence.stop else N
 
-    return N + replay.LATER, [runs(x) for x in regions]
+    return N + ring_kernel.LATER, [runs(x) for x in regions]
 
 
 def prefill_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
@@ -238,7 +239,7 @@ def _compiled(case: Layer, mixture: Mixture, chip: str, flags: str) -> str:
 
     compiler.setup(flags)
     if not mixture.over_array and not mixture.prefills:
-        serving._prefill = _without_prefills
+        serving_run._prefill = _without_prefills
     shapes = case.specs(mixture.T, jnp.bfloat16)
     # Tokens come flat, as projections leave them.
     flat = {name: jax.ShapeDtypeStruct((1, mixture.T, x.size // mixture.T), x.dtype) for name, x in shapes.items()}
@@ -272,7 +273,7 @@ def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
         # After the flags of the compiler are set, which it reads before the first computation.
         step: dict[str, Any] = {name: jnp.asarray(y) for name, y in mixture.step().items()}
         tokens = mixture.W if mixture.replay else None
-        found = serving.find_step(step.pop("cu_seqlens"), Slots(**step), None, mixture.T, tokens)
+        found = step_table.find_step(step.pop("cu_seqlens"), Slots(**step), None, mixture.T, tokens)
         for launch in _wanted(mixture, text):
             chunk = re.search(r"_c(\d+)", launch)
             loop = read_loop(kernel_text(folder, launch))

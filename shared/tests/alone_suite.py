@@ -45,7 +45,7 @@ def operands(name: str) -> dict[str, Any]:
 
 def operator_calls(name: str, config: Any) -> list[dict[str, Any]]:
     """Return what an operator is called with besides its operands; names that it does not have are dropped."""
-    from chunkwise.shared.operators import state_pool
+    from chunkwise.shared.serving import state_pool
 
     int32 = lambda *values: np.array(values, np.int32)
     x = operands(name)

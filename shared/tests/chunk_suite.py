@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from chunkwise.shared.operators import recurrence
+from chunkwise.shared.plain import recurrence
 from chunkwise.shared.testing import compare, inputs, oracle
 
 # Options of `inputs.make_inputs` by the name of a case: gates of every strength, and keys that repeat.

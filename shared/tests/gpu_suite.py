@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from chunkwise.shared.implementation import platforms
 from chunkwise.shared.kernels import matmul
-from chunkwise.shared.operators import batched, platforms, state_scan
+from chunkwise.shared.plain import batched, state_scan
 from chunkwise.shared.testing import compare, inputs, oracle
 
 # Boundaries: an empty sequence, several in a chunk, one over a group of chunks, and padding. None for rows of a batch.

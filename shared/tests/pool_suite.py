@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.operators import arguments
-from chunkwise.shared.operators.operator import Operator
+from chunkwise.shared.call import arguments
+from chunkwise.shared.operator import Operator
 from chunkwise.shared.testing import compare, inputs, oracle, tpu
 
 # A first sequence that ends within the first chunk, an empty one in the middle and one at the end, one that ends with a

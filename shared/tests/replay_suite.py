@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from chunkwise.shared.call.arguments import Arguments
 from chunkwise.shared.kernels.pools import Routes
-from chunkwise.shared.operators import decode, replay, serving, state_pool
-from chunkwise.shared.operators.arguments import Arguments
+from chunkwise.shared.serving import decode_kernel, ring_kernel, run, state_pool
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 
@@ -27,9 +27,9 @@ def assert_steps(case):
     N, HV, K, V, L = 3, 2 * H, 8, 16, 4
     T = N * W
     one = lambda: state_pool.make_pool(5, HV, K, V, dtype, replay=L, H=H, per_channel=per_channel)
-    static = decode.DecodeStatic(1, T, H, HV, K, V, N, W, True, 0.3, delta, "recurrent_x_fwd")
-    plain = jax.jit(lambda *args: serving._plain_tokens(static, *args))
-    kernel = jax.jit(lambda *args: replay.launch(static, *args))
+    static = decode_kernel.DecodeStatic(1, T, H, HV, K, V, N, W, True, 0.3, delta, "recurrent_x_fwd")
+    plain = jax.jit(lambda *args: run._plain_tokens(static, *args))
+    kernel = jax.jit(lambda *args: ring_kernel.launch(static, *args))
     x, expected, pool = make_inputs(T=8 * T, H=H, HV=HV, K=K, V=V, per_channel=per_channel), one(), one()
     int32 = lambda *values: jnp.array(values, jnp.int32)
     for i in range(8):

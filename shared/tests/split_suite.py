@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.operators import arguments, gates, implementations
+from chunkwise.shared.call import arguments, gates
+from chunkwise.shared.implementation import implementations
 from chunkwise.shared.testing import compare, inputs
 
 # The other order of the same sums, in float32, or of products of bfloat16.

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.operators.arguments import Arguments, Options, choose_scale, whole_scale
-from chunkwise.shared.operators.implementations import Implementation
-from chunkwise.shared.operators.operator import define
+from chunkwise.shared.call.arguments import Arguments, Options, choose_scale, whole_scale
+from chunkwise.shared.implementation.implementations import Implementation
+from chunkwise.shared.operator import define
 from chunkwise.shared.testing.inputs import spec
 
 x = Arguments(spec(2, 20, 1, 16), spec(2, 20, 1, 16), spec(2, 20, 1, 8))

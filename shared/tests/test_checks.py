@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.operators import arguments, checks
-from chunkwise.shared.operators.checks import (
+from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.call.checks import (
     check,
     check_array,
     check_chunk_size,

@@ -10,10 +10,12 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.chips import CHIPS
-from chunkwise.shared.operators.arguments import Arguments, Options, Slots
-from chunkwise.shared.operators.decode import read_slots, recurrent_cost, token_by_token, write_slots
-from chunkwise.shared.operators.operator import Operator
+from chunkwise.shared.operator import Operator
+from chunkwise.shared.serving.decode import token_by_token
+from chunkwise.shared.serving.decode_kernel import recurrent_cost
+from chunkwise.shared.serving.slot_rows import read_states, write_states
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs, spec
 from chunkwise.shared.testing.oracle import reference
@@ -417,10 +419,10 @@ def test_compiles_in_place(dtype, chip):
 def test_slots_are_read_and_written_in_the_type_of_the_pool():
     pool = jnp.arange(1.0, 7.0).reshape(3, 2).astype(jnp.bfloat16).at[1].set(jnp.nan)
     slots = Slots(jnp.array([2, -1, 1], jnp.int32), jnp.array([True, True, False]))
-    states = read_slots(pool, slots)
+    states = read_states(pool, slots)
     assert states.dtype == jnp.bfloat16
     assert states.tolist() == [[5.0, 6.0], [0.0, 0.0], [0.0, 0.0]]
-    assert write_slots(pool, slots, states + 1).tolist() == [[1.0, 2.0], [1.0, 1.0], [6.0, 7.0]]
+    assert write_states(pool, slots, states + 1).tolist() == [[1.0, 2.0], [1.0, 1.0], [6.0, 7.0]]
     # Without slots the states are the pool.
-    assert read_slots(states, Slots()) is states
-    assert write_slots(pool, Slots(), states) is states
+    assert read_states(states, Slots()) is states
+    assert write_states(pool, Slots(), states) is states

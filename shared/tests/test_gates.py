@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from chunkwise.shared.call.gates import GateActivation, check_gate_activation, decays, step_sizes
 from chunkwise.shared.kernels.gate_activation import Softplus
-from chunkwise.shared.operators.gates import GateActivation, check_gate_activation, decays, step_sizes
 from chunkwise.shared.testing.compare import assert_close, assert_gradients
 from chunkwise.shared.testing.inputs import make_inputs, spec
 from chunkwise.shared.testing.laws import law_reference, raw_inputs

@@ -7,7 +7,7 @@ import pytest
 
 from chunkwise.shared.kernels import inverse, packed
 from chunkwise.shared.kernels.inverse import begin_inverse, block_doubling, first_block_rows, unit_lower_inverse
-from chunkwise.shared.operators.block_inverse import block_inverse, known_inverse
+from chunkwise.shared.plain.block_inverse import block_inverse, known_inverse
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.shared.kernels.chunking import select_tokens
-from chunkwise.shared.operators.isolation import keep_apart, nonfinite_tokens
+from chunkwise.shared.plain.isolation import keep_apart, nonfinite_tokens
 
 # Sequences of 3, 0, 4 tokens, and one token of padding.
 CU_SEQLENS = jnp.array([0, 3, 3, 7], jnp.int32)

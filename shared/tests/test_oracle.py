@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.operators.recurrence import packed_recurrence, recurrence
+from chunkwise.shared.plain.recurrence import packed_recurrence, recurrence
 from chunkwise.shared.testing.compare import assert_close, numeric_gradients
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference

@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chunkwise.shared.call.arguments import Arguments
 from chunkwise.shared.kernels.chunking import valid_tokens
 from chunkwise.shared.kernels.segment_tables import coded_owners, find_segments, runs
-from chunkwise.shared.operators.arguments import Arguments
-from chunkwise.shared.operators.recurrence import recurrence
-from chunkwise.shared.operators.segments import nonfinite_segments, run_segments
+from chunkwise.shared.plain.recurrence import recurrence
+from chunkwise.shared.plain.segments import nonfinite_segments, run_segments
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels import layout, pools
-from chunkwise.shared.operators import arguments, serving
+from chunkwise.shared.serving import step_table
 from chunkwise.shared.testing.engine import make_rubbish
 
 N, W, M, SLOTS, T, C, BLOCK = 5, 3, 2, 9, 150, 16, 32
@@ -29,7 +30,7 @@ def within(x, low: int, high) -> None:
 def tables(schedule):
     """Return a step and all that its kernels read of it."""
     schedule = dict(schedule)
-    step = serving.find_step(schedule.pop("cu_seqlens"), arguments.Slots(**schedule), SLOTS, T)
+    step = step_table.find_step(schedule.pop("cu_seqlens"), arguments.Slots(**schedule), SLOTS, T)
     held = pools.resident_slots(step.decodes.source, step.decodes.target.reshape(-1))
     return step, held, layout.pool_steps(T, C, step.prefills, BLOCK).table
 
@@ -78,5 +79,5 @@ def test_pieces_lie_within_the_stream(cu_seqlens):
 def test_blocks_that_no_sequence_can_fill():
     """The end of the second one would not be an int32."""
     routes = pools.Routes(*(jnp.array([x]) for x in (0, T, -1, [-1])), jnp.array([[3, 4]]))
-    assert serving.full_blocks(routes, 2**30)[1].tolist() == [[-1, -1]]
-    assert serving.full_blocks(routes, BLOCK)[1].tolist() == [[3, 4]]
+    assert step_table.full_blocks(routes, 2**30)[1].tolist() == [[-1, -1]]
+    assert step_table.full_blocks(routes, BLOCK)[1].tolist() == [[3, 4]]

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from chunkwise.shared.operators import signature
-from chunkwise.shared.operators.arguments import Arguments, Options, Slots
-from chunkwise.shared.operators.gates import GateActivation
+from chunkwise.shared.call import signature
+from chunkwise.shared.call.arguments import Arguments, Options, Slots
+from chunkwise.shared.call.gates import GateActivation
 
 
 def run(x, options, implementation):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from chunkwise.shared.operators import unknown_arguments
+from chunkwise.shared.call import unknown_arguments
 
 
 def flip(x, *, reverse: bool = False):

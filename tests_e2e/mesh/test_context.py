@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from chunkwise.pipeline import chunk_gla
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
-from chunkwise.shared.operators import affine_scan
+from chunkwise.shared.plain import affine_scan
 from chunkwise.shared.testing.compare import assert_close, with_gradients
 from chunkwise.shared.testing.transforms import KEEPING, text_for_tpu
 from tests_e2e.mesh.meshes import (

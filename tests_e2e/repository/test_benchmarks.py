@@ -641,8 +641,8 @@ def test_steps_that_run_the_regions_of_the_kernels():
     """Two decodes of 3 tokens, and prefills of 70 and 64 tokens, which are 4 pieces of 3 chunks."""
     from benchmarks.cases import CASES
     from benchmarks.step import Mixture, decode_runs, prefill_runs
-    from chunkwise.shared.operators.arguments import Slots
-    from chunkwise.shared.operators.serving import find_step
+    from chunkwise.shared.call.arguments import Slots
+    from chunkwise.shared.serving.step_table import find_step
 
     mixture = Mixture(2, W=3, prefills=(70, 64))
     step = jax.tree.map(jnp.asarray, mixture.step())

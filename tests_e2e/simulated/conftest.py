@@ -1,7 +1,7 @@
 import pytest
 
 from chunkwise.shared import compat
-from chunkwise.shared.operators import fused
+from chunkwise.shared.implementation import fused
 from chunkwise.shared.testing import simulator
 
 

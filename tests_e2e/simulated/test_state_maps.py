@@ -10,7 +10,8 @@ from chunkwise.fused_gdn import operator as gdn_operator
 from chunkwise.fused_gla import operator as gla_operator
 from chunkwise.kda import operator as kda_operator
 from chunkwise.pipeline import operators
-from chunkwise.shared.operators import arguments, implementations
+from chunkwise.shared.call import arguments
+from chunkwise.shared.implementation import implementations
 from chunkwise.shared.testing import compare, inputs, oracle
 from chunkwise.two_keys import operator as two_keys_operator
 from shared.tests import segment_suite

@@ -9,7 +9,7 @@ import pytest
 
 from chunkwise.fused_gla import Config, recurrent_gla, recurrent_simple_gla
 from chunkwise.fused_gla.operator import SIMPLE_GLA, fits
-from chunkwise.shared.operators.arguments import Arguments, Options
+from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.transforms import text_for_tpu
 from packages.fused_gla.tests.either_gla import chunk_either_gla

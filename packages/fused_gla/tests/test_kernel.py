@@ -7,8 +7,8 @@ import pytest
 
 from chunkwise.fused_gla import Config, tile
 from chunkwise.fused_gla.operator import GLA
+from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.kernels.matmul import bf16_parts, interpreted_products
-from chunkwise.shared.operators.arguments import Arguments, Options
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_gate, make_inputs
 from chunkwise.shared.testing.transforms import text_for_tpu

@@ -6,8 +6,8 @@ import pytest
 
 from chunkwise.fused_gla import Config, recurrent_simple_gla
 from chunkwise.fused_gla.operator import GLA
+from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.chips import CHIPS
-from chunkwise.shared.operators.arguments import Arguments, Options
 from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu, kernel_products
 from packages.fused_gla.tests.either_gla import chunk_either_gla

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.kda.operator import OPERATOR
-from chunkwise.shared.operators.gates import GateActivation
+from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.laws import raw_inputs
 from shared.tests.segment_suite import SEGMENT_IDS

@@ -18,7 +18,7 @@ from chunkwise.pipeline import (
     recurrent_gated_delta_rule,
 )
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT, operator_inputs
-from chunkwise.shared.operators.unknown_arguments import INSTEAD
+from chunkwise.shared.call.unknown_arguments import INSTEAD
 from chunkwise.shared.testing.inputs import make_inputs
 
 CASES = {

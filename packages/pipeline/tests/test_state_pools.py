@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.pipeline import StatePool, make_pool, ragged_gated_delta_rule, read_states, write_states
-from chunkwise.shared.operators import state_pool
+from chunkwise.shared.serving import state_pool
 from chunkwise.shared.testing.engine import Engine, Oracle, describe, linear_attention
 from packages.pipeline.tests.ragged_suite import HV, OPERATORS, PER_CHANNEL, H, K, V, make_tokens
 

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from chunkwise.shared.operators.operator import Operator
+from chunkwise.shared.operator import Operator
 from chunkwise.shared.testing import inputs
 from chunkwise.two_keys import chunk_comba, chunk_gdn2, ragged_comba, ragged_gdn2, recurrent_comba, recurrent_gdn2
 from chunkwise.two_keys.operator import COMBA, GDN2

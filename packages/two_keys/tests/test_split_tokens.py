@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.shared.operators.gates import GateActivation
+from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.testing.inputs import boundaries
 from packages.two_keys.tests.either_two_keys import KINDS
 from shared.tests.segment_suite import SEGMENT_IDS

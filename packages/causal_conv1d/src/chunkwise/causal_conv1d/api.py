@@ -10,8 +10,10 @@ from jax import lax
 from chunkwise.causal_conv1d import config as tiles
 from chunkwise.causal_conv1d import context, kernel, sequences, vjp, xla
 from chunkwise.shared import compat
+from chunkwise.shared.call import arguments, checks, unknown_arguments
 from chunkwise.shared.kernels import chunking
-from chunkwise.shared.operators import arguments, checks, decode, devices, partition, serving, unknown_arguments
+from chunkwise.shared.mesh import devices, partition
+from chunkwise.shared.serving import slot_rows, step_table
 
 _LAYOUT = partition.Layout(
     leading="x",
@@ -280,8 +282,8 @@ def causal_conv1d_update(
     if is_step:
         checks.check(cu_seqlens is not None, "`cu_seqlens` must be given in a serving step; got None.")
         checks.check_step_types(slots, N, block_size)
-        serving.check_known_step(boundaries, slots, states.shape[0], T, block_size)
-        slots = serving.with_counts(slots)
+        step_table.check_known_step(boundaries, slots, states.shape[0], T, block_size)
+        slots = step_table.with_counts(slots)
     else:
         checks.check_slots(state_indices, has_initial_state, N)
         checks.check_slot_values(state_indices, "states", states.shape[0])
@@ -316,30 +318,28 @@ def causal_conv1d_update(
 def _update(x, states, weight, bias, cu_seqlens, slots: arguments.Slots, activation, implementation):
     if cu_seqlens is not None:
         cu_seqlens = chunking.rising(cu_seqlens, x.shape[1])
-    before = decode.read_slots(states, slots)
+    before = slot_rows.read_states(states, slots)
     y, _ = _run(x, weight, bias, before, cu_seqlens, None, None, activation, implementation, None)
     s = sequences.find(*x.shape[:2], cu_seqlens, None)
-    return y, decode.write_slots(states, slots, sequences.final_states(x, before, weight.shape[1], s, states.dtype))
+    return y, slot_rows.write_states(states, slots, sequences.final_states(x, before, weight.shape[1], s, states.dtype))
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))
 def _step(x, pool, weight, bias, cu_seqlens, slots: arguments.Slots, activation, implementation, block_size):
     """Run a serving step: the states of a decode go to a slot after every token, those of a prefill after its last."""
-    step, W = serving.find_step(cu_seqlens, slots, pool.shape[0], x.shape[1]), weight.shape[1]
+    step, W = step_table.find_step(cu_seqlens, slots, pool.shape[0], x.shape[1]), weight.shape[1]
     # A sequence is a decode or a prefill, and in the other list it has no tokens and reads no slot.
-    before = decode.read_slots(pool, arguments.Slots(jnp.maximum(step.decodes.source, step.prefills.source)))
+    before = slot_rows.read(pool, jnp.maximum(step.decodes.source, step.prefills.source))
     y, _ = _run(x, weight, bias, before, step.boundaries, None, None, activation, implementation, None)
     s = sequences.find(*x.shape[:2], step.boundaries, None)
-    pool = decode.write_slots(
-        pool, arguments.Slots(step.prefills.target[:, 0]), sequences.final_states(x, before, W, s, pool.dtype)
-    )
+    pool = slot_rows.write(pool, step.prefills.target[:, 0], sequences.final_states(x, before, W, s, pool.dtype))
     after_tokens = lambda count: sequences.final_states(
         x, before, W, s._replace(end=s.start + jnp.int32(count)), pool.dtype
     )
     for t in range(step.decodes.target.shape[1]):
-        pool = decode.write_slots(pool, arguments.Slots(step.decodes.target[:, t]), after_tokens(t + 1))
+        pool = slot_rows.write(pool, step.decodes.target[:, t], after_tokens(t + 1))
     if slots.block_state_indices is not None:
-        _, slot = serving.full_blocks(step.prefills, block_size)
+        _, slot = step_table.full_blocks(step.prefills, block_size)
         for m in range(slot.shape[1]):
-            pool = decode.write_slots(pool, arguments.Slots(slot[:, m]), after_tokens((m + 1) * block_size))
+            pool = slot_rows.write(pool, slot[:, m], after_tokens((m + 1) * block_size))
     return y, pool

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.shared import compat
-from chunkwise.shared.operators import affine_scan, stream
+from chunkwise.shared.plain import affine_scan, stream
 
 # What the convolution on one device takes instead of the arguments for all tokens: the inputs before its sequences,
 # float32 [N, W - 1, D]; cu_seqlens and segment_ids of its tokens, or None; and bool [N], whether this device gives the

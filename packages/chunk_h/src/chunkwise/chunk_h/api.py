@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from chunkwise.chunk_h import config as tiles
 from chunkwise.chunk_h import kernel, kernel_bwd, xla
 from chunkwise.shared import compat
+from chunkwise.shared.call import checks, unknown_arguments
 from chunkwise.shared.kernels import chunking
-from chunkwise.shared.operators import checks, unknown_arguments
 
 
 class ChunkHArrays(NamedTuple):

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from chunkwise.chunk_o import config as tiles
 from chunkwise.chunk_o import kernel, xla
 from chunkwise.shared import compat
+from chunkwise.shared.call import checks, unknown_arguments
 from chunkwise.shared.kernels import chunking, gating, launcher
-from chunkwise.shared.operators import checks, unknown_arguments
 
 
 class ChunkOArrays(NamedTuple):

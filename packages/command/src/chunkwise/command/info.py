@@ -8,7 +8,7 @@ import jax
 
 import chunkwise
 from chunkwise.pipeline import operators, stages
-from chunkwise.shared.operators import checks
+from chunkwise.shared.call import checks
 
 LIBRARIES = ("jax", "jaxlib", "libtpu", "numpy")
 

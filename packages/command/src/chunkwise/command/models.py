@@ -13,8 +13,8 @@ import numpy as np
 
 from chunkwise import pipeline
 from chunkwise.pipeline.operators import OPERATORS, Entry, operator_inputs
+from chunkwise.shared.call.checks import choose_chunk_size
 from chunkwise.shared.kernels.chunking import token_owners
-from chunkwise.shared.operators.checks import choose_chunk_size
 from chunkwise.shared.testing.compare import tolerance, with_gradients
 from chunkwise.shared.testing.oracle import reference
 

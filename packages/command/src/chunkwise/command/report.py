@@ -24,7 +24,7 @@ from rich.markup import escape
 from chunkwise import pipeline
 from chunkwise.command import info, models, tables
 from chunkwise.shared import chips
-from chunkwise.shared.operators import checks
+from chunkwise.shared.call import checks
 from chunkwise.shared.testing import compare, oracle
 
 # Of the file. A reader of another version must not guess.

@@ -5,7 +5,7 @@ import jax
 from chunkwise.cumsum import config as tiles
 from chunkwise.cumsum import vjp
 from chunkwise.shared import compat
-from chunkwise.shared.operators import checks, unknown_arguments
+from chunkwise.shared.call import checks, unknown_arguments
 
 
 @unknown_arguments.explained

@@ -4,9 +4,9 @@ import jax
 
 from chunkwise.fused_gdn.config import Config
 from chunkwise.fused_gdn.operator import OPERATOR
-from chunkwise.shared.operators import signature
-from chunkwise.shared.operators.arguments import Sharding
-from chunkwise.shared.operators.state_pool import Pool
+from chunkwise.shared.call import signature
+from chunkwise.shared.call.arguments import Sharding
+from chunkwise.shared.serving.state_pool import Pool
 
 
 @signature.of(OPERATOR.chunk)

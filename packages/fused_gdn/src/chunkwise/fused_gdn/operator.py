@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.fused_gdn import batched, config, kernel, kernel_bwd, kernel_map, xla
+from chunkwise.shared.call import checks
+from chunkwise.shared.call.arguments import Arguments, Options
+from chunkwise.shared.implementation import fused
+from chunkwise.shared.implementation.implementations import delta_rule_in_plain_jax
 from chunkwise.shared.kernels import chunking, layout, matmul, packed
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
-from chunkwise.shared.operators import checks, fused, state_map
-from chunkwise.shared.operators.arguments import Arguments, Options
-from chunkwise.shared.operators.implementations import delta_rule_in_plain_jax
-from chunkwise.shared.operators.operator import define
+from chunkwise.shared.operator import define
+from chunkwise.shared.plain import state_map
 
 
 def check(x: Arguments, options: Options) -> None:

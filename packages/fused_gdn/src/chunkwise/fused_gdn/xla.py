@@ -6,7 +6,7 @@ a chunk again: two products for each of the forward, none for the inverse.
 
 A packed batch without states keeps its chunks aligned to the token stream and masks the pairs of different
 sequences: its cost follows tokens, not sequences. A mask does not stop NaN, so a sequence that is not finite is taken
-as zeros and its outputs are NaN (see shared.operators.isolation). With states, chunks restart at every sequence, so
+as zeros and its outputs are NaN (see shared.plain.isolation). With states, chunks restart at every sequence, so
 that every sequence has a chunk boundary where its state can be handed in and out.
 
 Where tokens are split over devices the same scan runs before, without queries, and gives what the tokens do to a state.
@@ -24,8 +24,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from chunkwise.fused_gdn import tile
 from chunkwise.shared import compat
+from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels import chunking, layout, matmul, tiles
-from chunkwise.shared.operators import arguments, block_inverse, isolation, recurrence, state_scan
+from chunkwise.shared.plain import block_inverse, isolation, recurrence, state_scan
 
 # Products inside a chunk cost C per token, steps of the scan and states that the backward keeps 1 / C: see
 # docs/maintain/lessons.md.

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.fused_gla import config, kernel, kernel_bwd, xla
+from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.call.arguments import Arguments, Options
+from chunkwise.shared.implementation import fused
+from chunkwise.shared.implementation.implementations import Implementation, in_plain_jax, with_chunk_size
 from chunkwise.shared.kernels import chunking, launcher, layout, matmul, packed, tiles
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
-from chunkwise.shared.operators import arguments, checks, fused
-from chunkwise.shared.operators.arguments import Arguments, Options
-from chunkwise.shared.operators.implementations import Implementation, in_plain_jax, with_chunk_size
-from chunkwise.shared.operators.operator import define
+from chunkwise.shared.operator import define
 
 
 def check(x: Arguments, options: Options) -> None:

@@ -13,8 +13,9 @@ from jax import lax
 
 from chunkwise.fused_gla import tile
 from chunkwise.shared import compat
+from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels import chunking, matmul
-from chunkwise.shared.operators import arguments, isolation
+from chunkwise.shared.plain import isolation
 
 
 def gla(x: arguments.Arguments, options: arguments.Options) -> tuple[jax.Array, jax.Array | None, jax.Array]:

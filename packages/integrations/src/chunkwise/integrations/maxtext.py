@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from chunkwise.layers import GatedDeltaNetConfig, GatedDeltaNetWeights, init_gated_delta_net, load_gated_delta_net
 from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.shared.operators import checks
+from chunkwise.shared.call import checks
 
 __all__ = ["jax_ar_gated_delta_rule", "jax_chunk_gated_delta_rule", "load_qwen3_next", "save_qwen3_next"]
 

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import AxisType
 
 from chunkwise import layers
-from chunkwise.shared.operators import checks
+from chunkwise.shared.call import checks
 
 # Axes of a mesh by what they divide, as `chunkwise.layers.shardings` takes them, in pairs.
 MeshAxes = tuple[tuple[str, Any], ...] | None

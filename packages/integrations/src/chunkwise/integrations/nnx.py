@@ -11,7 +11,7 @@ from flax import nnx
 from chunkwise import layers
 from chunkwise.integrations import mesh
 from chunkwise.layers import parameters, place
-from chunkwise.shared.operators import checks
+from chunkwise.shared.call import checks
 
 __all__ = ["GatedDeltaNet", "GatedDeltaNet2", "KimiDeltaAttention", "LightningAttention", "Mamba2Mixer", "place"]
 

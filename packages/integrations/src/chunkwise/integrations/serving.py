@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from chunkwise.causal_conv1d import causal_conv1d_update
 from chunkwise.layers import Step, running
-from chunkwise.shared.operators import checks
+from chunkwise.shared.call import checks
 
 
 def raw_gates(A_log: jax.Array, dt_bias: jax.Array, raw_beta: bool = True) -> dict[str, Any]:

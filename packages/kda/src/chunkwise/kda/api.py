@@ -4,9 +4,9 @@ import jax
 
 from chunkwise.kda.config import Config
 from chunkwise.kda.operator import OPERATOR
-from chunkwise.shared.operators import signature
-from chunkwise.shared.operators.arguments import Sharding
-from chunkwise.shared.operators.state_pool import Pool
+from chunkwise.shared.call import signature
+from chunkwise.shared.call.arguments import Sharding
+from chunkwise.shared.serving.state_pool import Pool
 
 
 @signature.of(OPERATOR.chunk)

@@ -1,11 +1,12 @@
-"""The chunk form of many chunks at once, for a GPU; `shared.operators.batched` runs it."""
+"""The chunk form of many chunks at once, for a GPU; `chunkwise.shared.plain.batched` runs it."""
 
 import jax
 import jax.numpy as jnp
 
 from chunkwise.kda import tile, xla
+from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels import chunking, tiles
-from chunkwise.shared.operators import arguments, batched, state_scan
+from chunkwise.shared.plain import batched, state_scan
 
 
 def make_form(

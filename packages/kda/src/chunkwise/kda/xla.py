@@ -15,8 +15,9 @@ from jax import lax
 
 from chunkwise.kda import tile
 from chunkwise.shared import compat
+from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels import chunking, layout, matmul, tiles
-from chunkwise.shared.operators import arguments, block_inverse, isolation
+from chunkwise.shared.plain import block_inverse, isolation
 
 # Blocks of so many rows take all their levels as masked products; larger levels multiply only the pairs that exist.
 _BASE = 16

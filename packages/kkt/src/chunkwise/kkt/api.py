@@ -7,8 +7,8 @@ import jax
 from chunkwise.kkt import config as tiles
 from chunkwise.kkt import kernel, xla
 from chunkwise.shared import compat
+from chunkwise.shared.call import checks, unknown_arguments
 from chunkwise.shared.kernels import chunking
-from chunkwise.shared.operators import checks, unknown_arguments
 
 
 @unknown_arguments.explained

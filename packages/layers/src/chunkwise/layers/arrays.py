@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.operators import checks
+from chunkwise.shared.call import checks
 
 # What follows the name of an array in that of its scales, which are factors under both names.
 _SCALES = ("_scale_inv", "_scale")

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from chunkwise.shared.operators import checks
+from chunkwise.shared.call import checks
 
 # The activations that gates of norms have.
 _GATES = ("silu", "sigmoid")

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from chunkwise.shared.operators import arguments, checks, partition
+from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.mesh import partition
 
 # What `shardings` takes names of axes for.
 _DIMENSIONS = ("batch", "tokens", "heads")

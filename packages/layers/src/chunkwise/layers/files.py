@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.layers import arrays
-from chunkwise.shared.operators import checks
+from chunkwise.shared.call import checks
 
 # What transformers and others call the files of a checkpoint.
 _ONE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from chunkwise.layers import config
-from chunkwise.shared.operators import checks
+from chunkwise.shared.call import checks
 
 # A setting whose name has one of these words may change a layer of linear attention.
 _CONCERNS = re.compile(

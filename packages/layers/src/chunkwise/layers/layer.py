@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.layers import config, parameters, running
-from chunkwise.shared.operators import arguments
+from chunkwise.shared.call import arguments
 
 Config = TypeVar("Config", bound=config.LayerConfig)
 Weights = TypeVar("Weights")

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.layers import arrays, running
-from chunkwise.shared.operators import checks, state_pool
+from chunkwise.shared.call import checks
+from chunkwise.shared.serving import state_pool
 
 
 class Initial:
@@ -68,9 +69,9 @@ def check_input(x, config, run: running.Run) -> None:
     whole = hasattr(cache, "conv") and hasattr(cache, "state")
     checks.check(whole, f"`{name}` must be a Cache; got {type(cache).__name__}.")
     # The operator checks a StatePool, and the convolutions their own pools, which may have more slots.
-    ringed = isinstance(cache.state, state_pool.StatePool)
-    state = cache.state.states if ringed else cache.state
-    if not ringed:
+    pool = state_pool.as_pool(cache.state)
+    state, pooled = pool.states, pool is cache.state
+    if not pooled:
         checks.check_array(f"{name}.state", state, "N HV K V", (None, config.HV, config.K, config.V))
     have_states = state.shape[0]
     wanted = run.num_states(B)
@@ -80,9 +81,9 @@ def check_input(x, config, run: running.Run) -> None:
     checks.check(wanted == have, f"`{name}.conv` must have {wanted} arrays; got {have}.")
     for i, (conv, channels) in enumerate(zip(cache.conv, config.channels, strict=True)):
         checks.check_array(
-            f"{name}.conv[{i}]", conv, "N W-1 C", (None if ringed else have_states, config.W - 1, channels)
+            f"{name}.conv[{i}]", conv, "N W-1 C", (None if pooled else have_states, config.W - 1, channels)
         )
-    if isinstance(run, running.Serving) and state_pool.ring_tokens(cache.state):
+    if isinstance(run, running.Serving) and pool.replay:
         running.check_conv_slots(cache, run.decode_tokens or 1)
 
 

@@ -16,8 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
 from chunkwise.layers import config, division
-from chunkwise.shared.kernels import remat
-from chunkwise.shared.operators import arguments, checks, context, decode, state_pool
+from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.implementation import remat
+from chunkwise.shared.mesh import context
+from chunkwise.shared.serving import slot_rows, state_pool
 
 # What the packages around the operator call its implementations; and its decode step, which has no stages.
 AROUND = {None: None, "xla": "xla", "staged": "pallas", "fused": "pallas"}
@@ -129,7 +131,7 @@ def read_cache(pool: Cache, slots: jax.Array, num_accepted_tokens: jax.Array | N
     kept, _ = state_pool.kept_states(state, slots, num_accepted_tokens)
     last = state_pool.last_kept(state, slots, num_accepted_tokens) if state.replay else jnp.int32(0)
     places = arguments.Slots(conv_slots(pool, kept, last))
-    return Cache(tuple(decode.read_slots(x, places) for x in pool.conv), states)
+    return Cache(tuple(slot_rows.read_states(x, places) for x in pool.conv), states)
 
 
 def write_cache(pool: Cache, slots: jax.Array, cache: Cache) -> Cache:
@@ -155,9 +157,9 @@ def write_cache(pool: Cache, slots: jax.Array, cache: Cache) -> Cache:
     written = state_pool.write_states(state, slots, cache.state)
     places = arguments.Slots(conv_slots(pool, slots, jnp.int32(0)))
     conv = tuple(
-        decode.write_slots(x, places, jnp.asarray(rows)) for x, rows in zip(pool.conv, cache.conv, strict=True)
+        slot_rows.write_states(x, places, jnp.asarray(rows)) for x, rows in zip(pool.conv, cache.conv, strict=True)
     )
-    return Cache(conv, written if isinstance(pool.state, state_pool.StatePool) else written.states)
+    return Cache(conv, written if state is pool.state else written.states)
 
 
 def _check_is_cache(name: str, cache) -> None:
@@ -168,22 +170,21 @@ def _check_is_cache(name: str, cache) -> None:
 def _check_pool(pool: Cache) -> tuple[Cache, state_pool.StatePool]:
     """Check a pool of a layer, and return it with arrays of JAX, and its states as a StatePool."""
     _check_is_cache("pool", pool)
-    if not isinstance(pool.state, state_pool.StatePool):
+    if state_pool.as_pool(pool.state) is not pool.state:
         checks.check_array("pool.state", pool.state, "slots HV K V")
     pool = jax.tree.map(jnp.asarray, pool)
-    ringed = isinstance(pool.state, state_pool.StatePool)
     check_conv_slots(pool)
-    return pool, pool.state if ringed else state_pool.StatePool(pool.state)
+    return pool, state_pool.as_pool(pool.state)
 
 
 def _slots_each(pool: Cache) -> int:
     """Return U, the slots of the convolutions for each slot of the states: over a ring the most tokens of a decode."""
-    return pool.conv[0].shape[0] // pool.state.shape[0] if state_pool.ring_tokens(pool.state) and pool.conv else 1
+    return pool.conv[0].shape[0] // pool.state.shape[0] if state_pool.as_pool(pool.state).replay and pool.conv else 1
 
 
 def check_conv_slots(pool: Cache, decode_tokens: int = 1) -> None:
     """Check that the convolutions of a pool have a slot for each token of a decode of each slot."""
-    slots, U, ring = pool.state.shape[0], _slots_each(pool), state_pool.ring_tokens(pool.state)
+    slots, U, ring = pool.state.shape[0], _slots_each(pool), state_pool.as_pool(pool.state).replay
     for i, conv in enumerate(pool.conv):
         rows = conv.shape[0]
         fits = rows == slots * max(U, 1) if ring else rows >= slots
@@ -320,8 +321,8 @@ class Serving:
     @property
     def _conv_slots(self) -> dict:
         """The slots of the convolutions: over a ring a decode writes one after each token."""
-        given, pool = self._slots, self.pool.state
-        if not state_pool.ring_tokens(pool):
+        given, pool = self._slots, state_pool.as_pool(self.pool.state)
+        if not pool.replay:
             return given
         wide = functools.partial(conv_slots, self.pool)
         indices = jnp.asarray(given["state_indices"])

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise.layers import config, delta_net, delta_net2, division, kimi, layer, lightning, mamba2, running
-from chunkwise.shared.operators import checks
+from chunkwise.shared.call import checks
 
 _MODULES = delta_net, delta_net2, kimi, mamba2, lightning
 _LAYERS: dict[type, layer.Definition] = {module.LAYER.config: module.LAYER for module in _MODULES}

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from chunkwise.norm_gated import config as tiles
 from chunkwise.norm_gated import tile, vjp, xla
 from chunkwise.shared import compat
-from chunkwise.shared.operators import arguments, checks, partition
+from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.mesh import partition
 
 
 def rms_norm_gated(

@@ -9,9 +9,9 @@ from jax import lax
 from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla
 from chunkwise.kda import operator as kda
+from chunkwise.shared.call import arguments, checks, gates, signature
+from chunkwise.shared.call.arguments import Arguments
 from chunkwise.shared.kernels import chunking, tiles
-from chunkwise.shared.operators import arguments, checks, gates, signature
-from chunkwise.shared.operators.arguments import Arguments
 from chunkwise.two_keys import operator as two_keys
 
 # What float32 sums of squares are wrong by at most, relative.

@@ -2,8 +2,9 @@
 
 import jax
 
-from chunkwise.shared.operators import checks, serving
-from chunkwise.shared.operators.arguments import Slots
+from chunkwise.shared.call import checks
+from chunkwise.shared.call.arguments import Slots
+from chunkwise.shared.serving import step_table
 
 
 def check_step(
@@ -46,4 +47,4 @@ def check_step(
     )  # fmt: skip
     checks.check_packed(cu_seqlens, 1)
     checks.check_step_types(slots, cu_seqlens.shape[0] - 1, block_size)
-    serving.check_step_values(cu_seqlens, slots, num_slots, num_tokens, block_size, decode_tokens)
+    step_table.check_step_values(cu_seqlens, slots, num_slots, num_tokens, block_size, decode_tokens)

@@ -15,11 +15,11 @@ from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla_operators
 from chunkwise.kda import operator as kda
 from chunkwise.kkt import chunk_scaled_dot_kkt
+from chunkwise.shared.call.arguments import Arguments, Options
+from chunkwise.shared.implementation.implementations import Implementation, in_plain_jax
 from chunkwise.shared.kernels import tiles
-from chunkwise.shared.operators import recurrence, state_map
-from chunkwise.shared.operators.arguments import Arguments, Options
-from chunkwise.shared.operators.implementations import Implementation, in_plain_jax
-from chunkwise.shared.operators.operator import Operator, register
+from chunkwise.shared.operator import Operator, register
+from chunkwise.shared.plain import recurrence, state_map
 from chunkwise.solve_tril import solve_tril
 from chunkwise.two_keys import operator as two_keys
 from chunkwise.wy_fast import recompute_w_u

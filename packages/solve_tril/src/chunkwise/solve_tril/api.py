@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from chunkwise.shared.call import checks, unknown_arguments
 from chunkwise.shared.kernels import chunking
-from chunkwise.shared.operators import checks, unknown_arguments
 from chunkwise.solve_tril import config as tiles
 from chunkwise.solve_tril import kernel, xla
 

@@ -4,10 +4,11 @@ import functools
 
 from chunkwise.kda import batched, kernel, kernel_bwd, xla
 from chunkwise.kda import operator as kda
-from chunkwise.shared.operators import checks, fused
-from chunkwise.shared.operators.arguments import Arguments, Options
-from chunkwise.shared.operators.implementations import delta_rule_in_plain_jax
-from chunkwise.shared.operators.operator import Operator, define
+from chunkwise.shared.call import checks
+from chunkwise.shared.call.arguments import Arguments, Options
+from chunkwise.shared.implementation import fused
+from chunkwise.shared.implementation.implementations import delta_rule_in_plain_jax
+from chunkwise.shared.operator import Operator, define
 
 
 def check_gdn2(x: Arguments, options: Options) -> None:

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.shared import compat
+from chunkwise.shared.call import checks, unknown_arguments
 from chunkwise.shared.kernels import chunking, gating
-from chunkwise.shared.operators import checks, unknown_arguments
 from chunkwise.wy_fast import config as tiles
 from chunkwise.wy_fast import kernel, xla
 

@@ -15,7 +15,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from chunkwise.shared.operators import platforms
+from chunkwise.shared.implementation import platforms
 
 # What XLA asks a GPU about itself.
 H100 = """

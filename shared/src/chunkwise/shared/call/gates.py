@@ -13,8 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from chunkwise.shared.call import checks
 from chunkwise.shared.kernels import chunking, gate_activation
-from chunkwise.shared.operators import checks
 
 
 class GateActivation(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.operators.arguments import Arguments
+from chunkwise.shared.call.arguments import Arguments
 
 # Of a state that kernels hold whole in fast memory, rows and columns.
 MOST_CHANNELS = 256

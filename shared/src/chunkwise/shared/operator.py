@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.operators import arguments, checks, decode, devices, implementations, partition, serving
-from chunkwise.shared.operators.arguments import Arguments, Options
-from chunkwise.shared.operators.implementations import Implementation
-from chunkwise.shared.operators.state_pool import StatePool
+from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.call.arguments import Arguments, Options
+from chunkwise.shared.implementation import implementations
+from chunkwise.shared.implementation.implementations import Implementation
+from chunkwise.shared.mesh import devices, partition
+from chunkwise.shared.serving import decode, decode_kernel, run
 
 Results = tuple[jax.Array, jax.Array | None]
 
@@ -54,7 +56,9 @@ class Operator:
         self.check(x, options)
         x = arguments.check_shared(x, options)
         decode.check_states(x)
-        name = checks.choose_implementation(implementation, ("fused", "xla"), "fused" if decode.fits(x) else "xla")
+        name = checks.choose_implementation(
+            implementation, ("fused", "xla"), "fused" if decode_kernel.fits(x) else "xla"
+        )
         chosen = Implementation(name, functools.partial(decode.run_tokens, f"recurrent_{self.name}_fwd", name))
         return _located(chosen, x, options, functools.partial(implementations.run, chosen))()
 
@@ -63,10 +67,10 @@ class Operator:
         x = x.with_int32()
         self.check(x, options)
         x = arguments.check_shared(x, options)
-        x, options = serving.check_step(x, options)
+        x, options = run.check_step(x, options)
         chosen = self._choose(implementation, x, options)
         name, strict = f"recurrent_{self.name}_fwd", implementation == "fused"
-        step = functools.partial(serving.run_step, name, chosen, strict=strict)
+        step = functools.partial(run.run_step, name, chosen, strict=strict)
         o, pool = _located(chosen, x, options, step, "states")()
         assert pool is not None
         return o, pool
@@ -98,13 +102,12 @@ def _located(
     arrays = x.arrays()
     # Outside of jit they may be of numpy, as the arrays of a scheduler are.
     x = x.with_arrays({name: jnp.asarray(y) if isinstance(y, np.ndarray) else y for name, y in arrays.items()})
-    if isinstance(x.initial_state, StatePool):
-        x = x._replace(initial_state=jax.tree.map(jnp.asarray, x.initial_state))
+    x = x._replace(initial_state=jax.tree.map(jnp.asarray, x.initial_state))
     places = devices.find_places(x, options, pool)
     if places == (None, ()):
         return functools.partial(run, x, options)
     checks.check(
-        not isinstance(x.initial_state, StatePool),
+        x.initial_state is None or "initial_state" in x.arrays(),
         f"`{pool}` must be an array where the operator divides itself over devices; got a StatePool: call the operator "
         f"inside of a shard_map, where every device has a pool of its own heads.",
     )

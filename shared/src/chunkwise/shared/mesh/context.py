@@ -20,9 +20,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from chunkwise.shared import compat
+from chunkwise.shared.call import arguments
+from chunkwise.shared.implementation import implementations
+from chunkwise.shared.implementation.implementations import Implementation
 from chunkwise.shared.kernels import chunking
-from chunkwise.shared.operators import affine_scan, arguments, implementations, stream
-from chunkwise.shared.operators.implementations import Implementation
+from chunkwise.shared.plain import affine_scan, stream
 
 # What a policy of `jax.checkpoint` can save, so that a recomputed forward needs neither the maps nor the scan again.
 MAP_NAME, STATE_NAME = "chunkwise_context_map", "chunkwise_context_state"

@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise.shared import compat
+from chunkwise.shared.call import checks, gates
 from chunkwise.shared.kernels import chunking, launcher, tiles
-from chunkwise.shared.operators import checks, gates, partition
 
 # How an array is split over the devices of a mesh.
 Sharding = NamedSharding | PartitionSpec
@@ -181,7 +181,7 @@ def check_shared(x: Arguments, options: Options) -> Arguments:
     B, T = x.q.shape[:2]
     if x.slots is None or x.slots.num_sequences is None:
         # Boundaries are those of all tokens, of which an axis of a `shard_map` leaves a device its part.
-        checks.check_cu_seqlens(x.cu_seqlens, B, T * lax.axis_size(partition.token_axes(None, options.context_axis)))
+        checks.check_cu_seqlens(x.cu_seqlens, B, T * lax.axis_size(checks.check_context_axis(options.context_axis)))
     else:
         # The boundaries of sequences that do not exist may be anything.
         checks.check_packed(x.cu_seqlens, B)

@@ -5,9 +5,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from chunkwise.shared.operators import unknown_arguments
-from chunkwise.shared.operators.arguments import Arguments, Options, Slots
-from chunkwise.shared.operators.gates import GateActivation
+from chunkwise.shared.call import unknown_arguments
+from chunkwise.shared.call.arguments import Arguments, Options, Slots
+from chunkwise.shared.call.gates import GateActivation
 
 Function = TypeVar("Function", bound=Callable)
 

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from chunkwise.shared import compat
-from chunkwise.shared.kernels import launcher, layout, packed, pools, remat
+from chunkwise.shared.call.arguments import Arguments, Options
+from chunkwise.shared.implementation import remat
+from chunkwise.shared.implementation.implementations import Implementation
+from chunkwise.shared.implementation.unread import unless_unread
+from chunkwise.shared.kernels import launcher, layout, packed, pools
 from chunkwise.shared.kernels.operands import Operands
-from chunkwise.shared.operators import state_map
-from chunkwise.shared.operators.arguments import Arguments, Options
-from chunkwise.shared.operators.implementations import Implementation
-from chunkwise.shared.operators.unread import unless_unread
+from chunkwise.shared.plain import state_map
 
 # From operands, the static description of a launch, and the names of outputs to these outputs.
 Launch = Callable[[Operands, Any, tuple[str, ...]], dict[str, Any]]

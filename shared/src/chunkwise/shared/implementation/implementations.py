@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import jax
 
 from chunkwise.shared import compat
-from chunkwise.shared.operators import arguments, batched, checks, platforms, segments
-from chunkwise.shared.operators.arguments import Arguments, Options
-from chunkwise.shared.operators.state_map import StateMap, augment_with_identity, map_by_running
+from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.call.arguments import Arguments, Options
+from chunkwise.shared.implementation import platforms
+from chunkwise.shared.plain import batched, segments
+from chunkwise.shared.plain.state_map import StateMap, augment_with_identity, map_by_running
 
 
 class Implementation(NamedTuple):

@@ -1,4 +1,4 @@
-"""Decode of every operator: a few tokens of many sequences in one launch, their states updated in place.
+"""The kernel that decodes: a few tokens of many sequences in one launch, their states updated in place.
 
 A grid step takes the states of some heads of one sequence: it reads them once, runs the sequence's tokens, and writes
 them to the slot that they go to. If the states after several tokens are wanted, a step takes one token, and the states
@@ -15,10 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.shared import chips, compat
-from chunkwise.shared.kernels import chunking, launcher, packed, pools, tiles
-from chunkwise.shared.operators import arguments, checks, recurrence
-from chunkwise.shared.operators.arguments import Arguments, Options, Slots
-from chunkwise.shared.operators.state_pool import StatePool
+from chunkwise.shared.call.arguments import Arguments
+from chunkwise.shared.kernels import launcher, packed, pools, tiles
 
 # VMEM for the states (two buffers of those read, two of those written, and those worked on), and for the tokens.
 _STATE_BYTES = 4 * chips.VMEM_LIMIT_BYTES // 15
@@ -50,190 +48,6 @@ class DecodeStatic(NamedTuple):
     scale: float
     normalise: bool
     name: str
-
-
-def check_states(x: Arguments) -> None:
-    """Check the states of N sequences, and which slot of a pool each of them has."""
-    slots, (HV, V), K = x.slots or Slots(), x.v.shape[2:], x.q.shape[3]
-    pooled = slots.state_indices is not None
-    checks.check(
-        x.initial_state is not None or not pooled,
-        "`state_indices` must come with the pool as `initial_state`; got None.",
-    )
-    checks.check_initial_state(x.initial_state, (None if pooled else x.num_states, HV, K, V))
-    checks.check_slots(slots.state_indices, slots.has_initial_state, x.num_states)
-    if pooled:
-        checks.check_slot_values(slots.state_indices, "initial_state", x.initial_state.shape[0])
-
-
-def check_pool_type(pool: Any) -> None:
-    """Check that the kernels take a pool of this type: no TPU kernel takes float16."""
-    if state_dtype(pool) == jnp.float16:
-        raise NotImplementedError('"fused" takes pools of float32 and bfloat16; got float16; use implementation="xla".')
-
-
-def state_dtype(pool: Any):
-    """Return the type of the states in a pool."""
-    return (pool.states if isinstance(pool, StatePool) else pool).dtype
-
-
-def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool, p=None):
-    """Return (o, states) of the recurrence in float32, o in the type of v; beta is None without the delta rule.
-
-    p are erase keys of every value head, of unit length where that is wanted; None for k.
-    """
-    # Padding may hold anything, and its gradient is zero.
-    q, k, v, g, beta, p = jax.tree.map(lambda x: chunking.zero_padding(x, cu_seqlens), (q, k, v, g, beta, p))
-    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-    if normalise:
-        q, k = tiles.l2norm(q), tiles.l2norm(k)
-    q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
-    if cu_seqlens is None:
-        o, states = recurrence.recurrence(q, k, v, g, beta, scale, initial_state, jnp.float32, p)
-    else:
-        o, states = recurrence.packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, jnp.float32, p)
-    return o.astype(v.dtype), states
-
-
-def run_tokens(
-    name: str, implementation: str, x: Arguments, options: Options, precomputed: None = None
-) -> tuple[jax.Array, jax.Array | None]:
-    """Run a few tokens of every sequence; the function of an `Implementation`.
-
-    Args:
-      name: of the kernel.
-      implementation: "fused" for the kernel, "xla" for plain JAX.
-      x: prepared arguments: g per head [B, T, HV] or per channel [B, T, HV, K], g_gamma added to it, neither for no
-        decay; beta for the delta rule. With slots.state_indices, x.initial_state is a pool [slots, HV, K, V].
-      options: chunk_size and gate_lower_bound are not read.
-      precomputed: nothing.
-
-    Returns:
-      o [B, T, HV, V] and the states after the tokens, None unless asked for: a pool in its own type, in which the
-      slots that no sequence has keep every bit; without a pool [N, HV, K, V] float32.
-
-    Raises:
-      NotImplementedError: "fused", and the tokens and states do not fit into VMEM.
-    """
-    (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
-    one = x.cu_seqlens is None and T == 1
-    static = DecodeStatic(B, T, H, HV, K, V, x.num_states, 1, one, options.scale, options.use_qk_l2norm_in_kernel, name)
-    o, states = _run(static, implementation, x._replace(scale=None, slots=None), x.slots or Slots())
-    return launcher.scaled(o, x.scale), states if options.output_final_state else None
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(static: DecodeStatic, implementation: str, x: Arguments, slots: Slots):
-    pool = x.initial_state
-    if pool is None:
-        pool = compat.varying_zeros((static.N, static.HV, static.K, static.V), *x[:6], x.p)
-    if slots.state_indices is None:
-        pool = pool.astype(jnp.float32)
-    x, slots = _within_arrays(x, slots, pool.shape[0])
-    x = x._replace(initial_state=None, g=arguments.total_gate(x), g_gamma=None)
-    if implementation == "xla":
-        return _plain(static, x, pool, slots)
-    check_pool_type(pool)
-    leaves, structure = jax.tree.flatten((x, pool, slots))
-    return _fused(static, *structure.unflatten(compat.vary_alike(*leaves)))
-
-
-def _within_arrays(x: Arguments, slots: Slots, count: int) -> tuple[Arguments, Slots]:
-    """Return arguments whose boundaries lie within the tokens, and whose slots exist in a pool of `count` or are none.
-
-    No program can refuse what its arrays hold, and a kernel that read past the end of one would halt its core.
-    """
-    if x.cu_seqlens is not None:
-        x = x._replace(cu_seqlens=chunking.rising(x.cu_seqlens, x.v.shape[1]))
-    if slots.state_indices is not None:
-        slots = slots._replace(state_indices=pools.existing(slots.state_indices, count))
-    return x, slots
-
-
-def read_slots(pool: jax.Array, slots: Slots) -> jax.Array:
-    """Return the states that the sequences start from, [N, ...], of a pool [slots, ...] and in its type.
-
-    A slot that is negative or past the end gives zeros.
-    """
-    states = pool
-    if slots.state_indices is not None:
-        states = pool.at[_past_the_end(slots.state_indices, pool)].get(mode="fill", fill_value=0)
-    if slots.has_initial_state is None:
-        return states
-    # A freed slot may hold anything, so zeros are selected: 0 times NaN is NaN.
-    kept = slots.has_initial_state.reshape(-1, *(1,) * (states.ndim - 1))
-    return jnp.where(kept, states, jnp.zeros((), states.dtype))
-
-
-def write_slots(pool: jax.Array, slots: Slots, states: jax.Array) -> jax.Array:
-    """Return the pool with the states [N, ...] in their slots, or the states themselves if there is no pool.
-
-    A slot that is negative or past the end is not written.
-    """
-    if slots.state_indices is None:
-        return states
-    return pool.at[_past_the_end(slots.state_indices, pool)].set(states.astype(pool.dtype), mode="drop")
-
-
-def _past_the_end(indices: jax.Array, pool: jax.Array) -> jax.Array:
-    """Return slots, negative ones moved past the end of the pool: JAX would count them from the end."""
-    return jnp.where(indices < 0, jnp.int32(pool.shape[0]), indices)
-
-
-def _plain(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
-    """Return o and the states, or the pool, in plain JAX."""
-    states = read_slots(pool, slots).astype(jnp.float32)
-    o, states = token_by_token(x.q, x.k, x.v, x.g, x.beta, static.scale, states, x.cu_seqlens, static.normalise, x.p)
-    return o, write_slots(pool, slots, states)
-
-
-def _forward(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
-    """Return o and the states, or the pool, by the kernel."""
-    s = static
-    starts = jnp.arange(s.B + 1, dtype=jnp.int32) * jnp.int32(s.T) if x.cu_seqlens is None else x.cu_seqlens
-    slot = jnp.arange(s.N, dtype=jnp.int32) if slots.state_indices is None else slots.state_indices
-    source = slot
-    if slots.has_initial_state is not None:
-        source = jnp.where(slots.has_initial_state, slot, jnp.int32(-1))
-    return launch_tokens(static, x, pool, pools.Routes(starts[:-1], starts[1:], source, slot[:, None]))
-
-
-def launch_tokens(
-    static: DecodeStatic, x: Arguments, pool: jax.Array, routes: pools.Routes
-) -> tuple[jax.Array, jax.Array]:
-    """Launch the kernel on the user's arrays; return o and the pool, in which it changes the slots named alone.
-
-    Args:
-      static: sizes and options.
-      x: arguments of the operator, without its states; g are all its decays in float32.
-      pool: [slots, HV, K, V] float32 or bfloat16.
-      routes: the sequences. With `static.single` one has W tokens at most.
-    """
-    s = static
-    count = routes.end - routes.start
-    source, target = pools.resident_slots(routes.source, routes.target.reshape(-1))
-    tables = dict(
-        start=routes.start, count=count, source=source, continues=(routes.source >= 0).astype(jnp.int32),
-        target=target, written=(routes.target.reshape(-1) >= 0).astype(jnp.int32),
-    )  # fmt: skip
-    beta = None if x.beta is None else x.beta.astype(jnp.float32)
-    tensors = jax.tree.map(
-        lambda y: y.reshape(s.B * s.T, *y.shape[2:]), dict(q=x.q, k=x.k, v=x.v, g=x.g, beta=beta, p=x.p)
-    )
-    o, after = _launch(tables, tensors, pool, static, key_heads_a_step(x))
-    return o.reshape(x.v.shape), after
-
-
-def _backward(static: DecodeStatic, inputs, cotangents):
-    x, pool, slots = inputs
-    plain = lambda y, pool: _plain(static, y._replace(cu_seqlens=x.cu_seqlens), pool, slots)
-    pull = jax.vjp(plain, x._replace(cu_seqlens=None), pool)[1]
-    return *pull(cotangents), None
-
-
-# The gradient is that of the plain form: a few tokens are not worth a kernel.
-_fused = jax.custom_vjp(_forward, nondiff_argnums=(0,))
-_fused.defvjp(lambda static, *inputs: (_forward(static, *inputs), inputs), _backward)
 
 
 class DecodeRefs(NamedTuple):
@@ -409,34 +223,38 @@ def recurrent_cost(
     )
 
 
-def _launch(
-    tables: dict[str, jax.Array], tensors: dict[str, Any], pool: jax.Array, static: DecodeStatic, key_heads: int | None
-) -> tuple[jax.Array, jax.Array]:
-    """Run the kernel.
+def launch(static: DecodeStatic, x: Arguments, pool: jax.Array, routes: pools.Routes) -> tuple[jax.Array, jax.Array]:
+    """Launch the kernel on the user's arrays; return o and the pool, in which it changes the slots named alone.
 
     Args:
-      tables: the scalar tables of `DecodeRefs`.
-      tensors: q, k, v, g, beta and p with all heads, as `DecodeRefs` says; g are float32.
-      pool: states [slots, HV, K, V]; updated in place if its buffer is donated.
       static: sizes and options.
-      key_heads: key heads a grid step, None if the tokens and states of not even one fit into VMEM.
+      x: arguments of the operator, without its states; g are all its decays in float32.
+      pool: [slots, HV, K, V] float32 or bfloat16; updated in place if its buffer is donated.
+      routes: the sequences. With `static.single` one has W tokens at most.
 
     Returns:
-      o [tokens, HV, V] in the type of v and the pool after.
+      o in the shape and type of v, and the pool after.
 
     Raises:
       NotImplementedError: the tokens and states do not fit into VMEM.
     """
-    s, group = static, static.HV // static.H
+    s, group, key_heads = static, static.HV // static.H, key_heads_a_step(x)
     if key_heads is None:
         raise NotImplementedError(
             f'"fused" takes a few tokens per sequence; {s.B * s.T} tokens and states [{s.K}, {s.V}] of {group} value '
             f'heads for a key head do not fit into VMEM: use the chunked operator or implementation="xla".'
         )
     heads, blocks = key_heads * group, s.H // key_heads
+    source, target = pools.resident_slots(routes.source, routes.target.reshape(-1))
+    tables = dict(
+        start=routes.start, count=routes.end - routes.start, source=source,
+        continues=(routes.source >= 0).astype(jnp.int32), target=target,
+        written=(routes.target.reshape(-1) >= 0).astype(jnp.int32),
+    )  # fmt: skip
 
-    def cut(x, width):
-        return jnp.moveaxis(x.reshape(x.shape[0], blocks, width, *x.shape[2:]), 1, 0)
+    def cut(y, width):
+        """Return [B, T, heads, ...] as blocks of heads [blocks, B T, width, ...]."""
+        return jnp.moveaxis(y.reshape(s.B * s.T, blocks, width, *y.shape[3:]), 1, 0)
 
     def whole(x, buffers):
         index = lambda h, n, t, *_: (h, *[0] * (x.ndim - 1))
@@ -449,8 +267,9 @@ def _launch(
         return target[n * jnp.int32(s.W) + t], h, 0, 0
 
     state, state_out = (pl.BlockSpec((None, heads, s.K, s.V), index) for index in (slot_of, target_of))
-    widths = dict(q=key_heads, k=key_heads, v=heads, g=heads, beta=heads, p=heads)
-    tensors = {name: None if y is None else cut(y, widths[name]) for name, y in tensors.items()}
+    beta = None if x.beta is None else x.beta.astype(jnp.float32)
+    tensors: dict[str, Any] = {"q": cut(x.q, key_heads), "k": cut(x.k, key_heads)}
+    tensors |= {n: None if y is None else cut(y, heads) for n, y in dict(v=x.v, g=x.g, beta=beta, p=x.p).items()}
     v, g = tensors["v"], tensors["g"]
     out = launcher.launch(
         functools.partial(_decode_kernel, static=static),
@@ -466,7 +285,7 @@ def _launch(
         in_place={"pool": "pool"},
         cost_estimate=recurrent_cost(
             B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, N=s.N, itemsize=v.dtype.itemsize,
-            state_itemsize=pool.dtype.itemsize, per_channel=g.ndim == 4, delta=tensors["beta"] is not None,
+            state_itemsize=pool.dtype.itemsize, per_channel=g.ndim == 4, delta=beta is not None,
         ),
     )  # fmt: skip
-    return jnp.moveaxis(out["o"], 0, 1).reshape(-1, s.HV, s.V), out["pool"]
+    return jnp.moveaxis(out["o"], 0, 1).reshape(x.v.shape), out["pool"]

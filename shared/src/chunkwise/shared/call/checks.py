@@ -379,6 +379,21 @@ def check_step_types(slots, N: int, block_size, chunk_size=None) -> None:
     )
 
 
+def check_context_axis(context_axis: Any) -> tuple[str, ...]:
+    """Return the axes of the `shard_map` around a call that split its tokens, by what a user gave as `context_axis`."""
+    axes = () if context_axis is None else (context_axis,) if isinstance(context_axis, str) else context_axis
+    names = isinstance(axes, tuple) and all(isinstance(name, str) for name in axes)
+    check(names, f"`context_axis` must be None, the name of a mesh axis or a tuple of names; got {context_axis!r}.")
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    held = tuple(name for name, kind in types if kind == jax.sharding.AxisType.Manual)
+    check(
+        all(name in held for name in axes),
+        f"`context_axis` must name axes of the `shard_map` around the call, which has {held}; got {context_axis!r}.",
+    )
+    return axes
+
+
 def check_initial_state(initial_state, shape: tuple[int | None, ...]) -> None:
     """Check that the state handed in is [N, HV, K, V]."""
     if initial_state is not None:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from chunkwise.shared import compat
+from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels import chunking, layout, matmul, tiles
-from chunkwise.shared.operators import arguments, block_inverse, isolation, recurrence, state_scan
+from chunkwise.shared.plain import block_inverse, isolation, recurrence, state_scan
 
 # Tokens times heads of a group.
 _GROUP = 2**17

@@ -1,9 +1,9 @@
 """What a decode over a pool with a ring computes for one sequence, whose slot lies in a buffer.
 
-`state_pool` has the equations, and `replay` says when. All that is read of what was there before the step goes through
-the matrix unit, which has time to spare, so that heads meet others' too, and that is dropped: the state of a head meets
-the keys and queries of eight heads, as the rows of one product, and the ring those of all. What the few tokens of the
-step read of one another are sums on the vector unit. HV = H R: value head n belongs to key head n // R, and lies in row
+`state_pool` has the equations, and `ring_kernel` says when. The matrix unit, which has time to spare, reads the state
+and the ring as they were before the step. The rows of a product are the keys and queries of eight heads with the state
+of one, or of all heads with the ring, and what a head reads of another one is dropped. What the few tokens of the step
+read of one another are sums on the vector unit. HV = H R: value head n belongs to key head n // R, and lies in row
 [n % R, n // R] of the arrays [R, H, ...].
 """
 
@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.shared.kernels import launcher, matmul, packed, tiles
-from chunkwise.shared.operators import state_pool
+from chunkwise.shared.serving import state_pool
 
 # Key heads of a fold that are worked on at once.
 _FOLDED = 4

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from chunkwise.shared.call import checks
 from chunkwise.shared.kernels import chunking, pools
-from chunkwise.shared.operators import checks
+from chunkwise.shared.serving import slot_rows
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)
 # The largest int8, to which the largest entry of a row is scaled.
@@ -60,18 +61,23 @@ class StatePool(NamedTuple):
         return 0 if self.keys is None else self.keys.shape[1]
 
     @property
+    def is_array(self) -> bool:
+        """Whether it is nothing but an array of states, as kernels take it."""
+        return self.scales is None and not self.replay
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the states."""
         return tuple(self.states.shape)
 
 
-def ring_tokens(pool: Any) -> int:
-    """Return the tokens that the ring of a slot can hold; 0 for a pool without rings, such as an array."""
-    return pool.replay if isinstance(pool, StatePool) else 0
-
-
 # A pool of states as serving steps take it, and return it.
 Pool = TypeVar("Pool", jax.Array, StatePool)
+
+
+def as_pool(states: Any) -> StatePool:
+    """Return a pool, or an array of states as one."""
+    return states if isinstance(states, StatePool) else StatePool(states)
 
 
 def make_pool(
@@ -161,22 +167,7 @@ def check_pool(pool: StatePool, H: int, HV: int, K: int, V: int, per_channel: bo
         )
 
 
-def _past_the_end(slots: jax.Array, count: int) -> jax.Array:
-    """Return slots, those that do not exist moved past the end: JAX would count negative ones from the end."""
-    return jnp.where((slots >= 0) & (slots < count), slots, jnp.int32(count))
-
-
-def _take(x: jax.Array, slots: jax.Array) -> jax.Array:
-    """Return the rows of some slots, zeros for a slot that does not exist."""
-    return x.at[_past_the_end(slots, x.shape[0])].get(mode="fill", fill_value=0)
-
-
-def _put(x: jax.Array, slots: jax.Array, rows) -> jax.Array:
-    """Return x with these rows in some slots; those that do not exist are dropped."""
-    return x.at[_past_the_end(slots, x.shape[0])].set(rows.astype(x.dtype), mode="drop")
-
-
-def _with_counts(pool: StatePool, target: jax.Array, count: jax.Array, drafts: jax.Array) -> StatePool:
+def with_counts(pool: StatePool, target: jax.Array, count: jax.Array, drafts: jax.Array) -> StatePool:
     """Return the pool with other numbers of tokens in the rings of some slots."""
     put = chunking.put
     return pool._replace(count=put(pool.count, target, count), drafts=put(pool.drafts, target, drafts))
@@ -207,12 +198,12 @@ def last_kept(pool: StatePool, source: jax.Array, accepted: jax.Array | None) ->
 
 def load(pool: StatePool, source: jax.Array, kept: jax.Array | None) -> jax.Array:
     """Return the states of some slots, float32 [n, HV, K, V], with so many tokens of their rings; zeros for no slot."""
-    states = _take(pool.states, source).astype(jnp.float32)
+    states = slot_rows.read(pool.states, source).astype(jnp.float32)
     if pool.scales is not None:
-        states = states * _take(pool.scales, source)[..., None]
+        states = states * slot_rows.read(pool.scales, source)[..., None]
     if kept is None:
         return states
-    keys, writes, gates = (_take(x, source).astype(jnp.float32) for x in (pool.keys, pool.writes, pool.gates))
+    keys, writes, gates = (slot_rows.read(x, source).astype(jnp.float32) for x in (pool.keys, pool.writes, pool.gates))
     n, L, R, H = writes.shape[:4]
     inside = jnp.arange(L, dtype=jnp.int32)[None] < kept[:, None]
     # What is past the kept tokens may hold anything.
@@ -229,16 +220,21 @@ def load(pool: StatePool, source: jax.Array, kept: jax.Array | None) -> jax.Arra
     return (decay * states.reshape(n, H, R, *states.shape[2:]) + products).reshape(states.shape)
 
 
+def read(pool: StatePool, source: jax.Array, accepted: jax.Array | None) -> jax.Array:
+    """Return the states that sequences of a step start from, float32 [n, HV, K, V]; zeros for no slot."""
+    return load(pool, source, kept_tokens(pool, source, accepted) if pool.replay else None)
+
+
 def store(pool: StatePool, target: jax.Array, states: jax.Array) -> StatePool:
     """Return the pool with float32 states [n, HV, K, V] in some slots, whose rings are empty then."""
     if pool.scales is not None:
         states, scales = quantize(states)
-        pool = pool._replace(scales=_put(pool.scales, target, scales[..., 0]))
-    pool = pool._replace(states=_put(pool.states, target, states))
+        pool = pool._replace(scales=slot_rows.write(pool.scales, target, scales[..., 0]))
+    pool = pool._replace(states=slot_rows.write(pool.states, target, states))
     if pool.count is None:
         return pool
     none = jnp.zeros(target.shape, jnp.int32)
-    return _with_counts(pool, target, none, none)
+    return with_counts(pool, target, none, none)
 
 
 def _check_given(pool: StatePool, slots: jax.Array) -> StatePool:
@@ -302,46 +298,3 @@ def write_states(pool: StatePool, slots: jax.Array, states: jax.Array) -> StateP
     pool = _check_given(pool, slots)
     checks.check_array("states", states, "n HV K V", (slots.shape[0], *pool.shape[1:]))
     return store(pool, slots, states.astype(jnp.float32))
-
-
-def folds(pool: StatePool, source: jax.Array, target: jax.Array, kept: jax.Array, most: int) -> jax.Array:
-    """Return which decodes write a state, bool [n]: where the ring has no room, or starts in another slot.
-
-    Args:
-      pool: with a ring.
-      source, target: the slots that they start from and end in, int32 [n].
-      kept: tokens of the rings that they start from.
-      most: the most tokens of a decode, for which there must be room.
-    """
-    return (kept > pool.replay - most) | (source != target)
-
-
-def counted(pool: StatePool, routes: pools.Routes, kept: jax.Array, folded: jax.Array) -> StatePool:
-    """Return the pool with the numbers of tokens that its rings hold after decodes."""
-    tokens, target = routes.end - routes.start, routes.target[:, 0]
-    return _with_counts(pool, target, jnp.where(folded, 0, kept) + tokens, tokens)
-
-
-def append(pool: StatePool, routes: pools.Routes, kept: jax.Array, folded: jax.Array, keys, writes, gates) -> StatePool:
-    """Return the pool with the tokens of decodes in the rings of their targets, and their numbers.
-
-    Args:
-      pool: with a ring.
-      routes: the decodes.
-      kept, folded: tokens in the ring before, and whether it was emptied.
-      keys: [n, W, H, K] float32.
-      writes: [n, W, HV, V] float32.
-      gates: [n, W, HV] or [n, W, HV, K] float32.
-    """
-    n, W, H = keys.shape[:3]
-    by_row = lambda x: jnp.swapaxes(x.reshape(n, W, H, -1, *x.shape[3:]), 2, 3)  # [n, W, R, H, ...]
-    t = jnp.arange(W, dtype=jnp.int32)[None]
-    # A token that does not exist is past the end.
-    at = jnp.where(t < (routes.end - routes.start)[:, None], jnp.where(folded, 0, kept)[:, None] + t, pool.replay)
-    slot = _past_the_end(routes.target[:, :1], pool.shape[0])
-    rows = dict(keys=keys, writes=by_row(writes), gates=by_row(gates).reshape(n, W, *pool.gates.shape[2:]))
-    rings = {
-        name: getattr(pool, name).at[slot, at].set(x.astype(getattr(pool, name).dtype), mode="drop")
-        for name, x in rows.items()
-    }
-    return counted(pool._replace(**rings), routes, kept, folded)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.operators import arguments, checks, context, partition
-from chunkwise.shared.operators.implementations import Implementation
+from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.implementation.implementations import Implementation
+from chunkwise.shared.mesh import context, partition
 
 # How `Slots` may be split: s sequences.
 SLOT_DIMENSIONS = {name: "" if name in ("num_decodes", "num_sequences") else "s" for name in arguments.Slots._fields}

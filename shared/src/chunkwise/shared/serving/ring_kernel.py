@@ -1,6 +1,6 @@
 """Decode over a pool with a ring, in one launch: a state is read once, and written only where its ring is folded.
 
-A grid step takes a sequence: while it computes what `replay_sequence` says, the copies of the next one come in, and
+A grid step takes a sequence: while it computes what `ring_sequence` says, the copies of the next one come in, and
 those of the ones before go out, to and from four buffers in turn.
 """
 
@@ -13,12 +13,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.shared import chips
+from chunkwise.shared.call.arguments import Arguments
 from chunkwise.shared.kernels import launcher, pools
-from chunkwise.shared.operators import state_pool
-from chunkwise.shared.operators.arguments import Arguments
-from chunkwise.shared.operators.decode import DecodeStatic
-from chunkwise.shared.operators.replay_sequence import ReplayRefs, ReplayStatic, fill_masks, run_sequence
-from chunkwise.shared.operators.state_pool import StatePool
+from chunkwise.shared.serving import ring, state_pool
+from chunkwise.shared.serving.decode_kernel import DecodeStatic
+from chunkwise.shared.serving.ring_sequence import ReplayRefs, ReplayStatic, fill_masks, run_sequence
+from chunkwise.shared.serving.state_pool import StatePool
 
 # Buffers of a slot: one is read into, one is worked on, and others are written from. For a power of two the buffer of a
 # sequence takes no division, which is slow.
@@ -112,7 +112,7 @@ def _wait(copy) -> None:
 def launch(
     static: DecodeStatic, x: Arguments, pool: StatePool, routes: pools.Routes, accepted: jax.Array | None
 ) -> tuple[jax.Array, StatePool]:
-    """Run decodes over a pool with a ring; as `decode.launch_tokens`, but for a pool that has a ring.
+    """Run decodes over a pool with a ring; as `decode_kernel.launch`, but for a pool that has a ring.
 
     Raises:
       NotImplementedError: the tokens and the buffers of a slot do not fit into VMEM.
@@ -129,7 +129,7 @@ def launch(
     )
     target = routes.target[:, 0]
     kept = state_pool.kept_tokens(pool, routes.source, accepted)
-    folded = state_pool.folds(pool, routes.source, target, kept, s.W)
+    folded = ring.folds(pool, routes.source, target, kept, s.W)
     tables = dict(
         start=routes.start, count=routes.end - routes.start, source=routes.source, target=target, kept=kept,
         folded=folded.astype(jnp.int32),
@@ -169,7 +169,7 @@ def launch(
         in_bounds=True,
     )
     rings = pool._replace(**{name: out[name] for name in names})
-    return out["o"][None], state_pool.counted(rings, routes, kept, folded)
+    return out["o"][None], ring.counted(rings, routes, kept, folded)
 
 
 def replay_cost(s: ReplayStatic, pool: StatePool) -> pl.CostEstimate:

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.shared import compat
+from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels import chunking, segment_tables, tiles
-from chunkwise.shared.operators import arguments, isolation, state_map
+from chunkwise.shared.plain import isolation, state_map
 
 # Of arguments without segment ids to the output [B, T, HV, V] and the final states [B, HV, K, V] or None.
 Run = Callable[[arguments.Arguments], tuple[jax.Array, jax.Array | None]]

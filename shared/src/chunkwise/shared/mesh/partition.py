@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from chunkwise.shared import compat
-from chunkwise.shared.operators import checks
+from chunkwise.shared.call import checks
 
 # Axes of a mesh that split a dimension, the first one outermost.
 Axes = tuple[str, ...]
@@ -238,17 +238,7 @@ def token_axes(division: Division | None, context_axis: Any) -> Axes:
     Raises:
       ValueError: both do, or `context_axis` does not name axes of the `shard_map` around the call.
     """
-    axes = () if context_axis is None else (context_axis,) if isinstance(context_axis, str) else context_axis
-    names = isinstance(axes, tuple) and all(isinstance(name, str) for name in axes)
-    checks.check(
-        names, f"`context_axis` must be None, the name of a mesh axis or a tuple of names; got {context_axis!r}."
-    )
-    mesh = jax.sharding.get_abstract_mesh()
-    held = tuple(name for name in mesh.axis_names if _kind(mesh, name) == AxisType.Manual)
-    checks.check(
-        all(name in held for name in axes),
-        f"`context_axis` must name axes of the `shard_map` around the call, which has {held}; got {context_axis!r}.",
-    )
+    axes = checks.check_context_axis(context_axis)
     if division is None or not division.tokens:
         return axes
     checks.check(not axes, f"`context_axis` must be None where `sharding` splits tokens; got {context_axis!r}.")

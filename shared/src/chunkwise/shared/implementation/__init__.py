@@ -1,0 +1,1 @@
+"""The implementations of an operator, and how one runs."""

@@ -1,0 +1,1 @@
+"""Operators over the devices of a mesh."""

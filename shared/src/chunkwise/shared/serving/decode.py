@@ -1,0 +1,138 @@
+"""Decode of every operator: a few tokens of every sequence, token by token, by the kernel or in plain JAX.
+
+The states come as they are, or lie in slots of a pool, which is updated in place.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.shared import compat
+from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.call.arguments import Arguments, Options, Slots
+from chunkwise.shared.kernels import chunking, launcher, pools, tiles
+from chunkwise.shared.plain import recurrence
+from chunkwise.shared.serving import decode_kernel, slot_rows
+from chunkwise.shared.serving.decode_kernel import DecodeStatic
+
+
+def check_states(x: Arguments) -> None:
+    """Check the states of N sequences, and which slot of a pool each of them has."""
+    slots, (HV, V), K = x.slots or Slots(), x.v.shape[2:], x.q.shape[3]
+    pooled = slots.state_indices is not None
+    checks.check(
+        x.initial_state is not None or not pooled,
+        "`state_indices` must come with the pool as `initial_state`; got None.",
+    )
+    checks.check_initial_state(x.initial_state, (None if pooled else x.num_states, HV, K, V))
+    checks.check_slots(slots.state_indices, slots.has_initial_state, x.num_states)
+    if pooled:
+        checks.check_slot_values(slots.state_indices, "initial_state", x.initial_state.shape[0])
+
+
+def check_pool_type(dtype) -> None:
+    """Check that the kernels take a pool of this type: no TPU kernel takes float16."""
+    if dtype == jnp.float16:
+        raise NotImplementedError('"fused" takes pools of float32 and bfloat16; got float16; use implementation="xla".')
+
+
+def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool, p=None):
+    """Return (o, states) of the recurrence in float32, o in the type of v; beta is None without the delta rule.
+
+    p are erase keys of every value head, of unit length where that is wanted; None for k.
+    """
+    # Padding may hold anything, and its gradient is zero.
+    q, k, v, g, beta, p = jax.tree.map(lambda x: chunking.zero_padding(x, cu_seqlens), (q, k, v, g, beta, p))
+    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+    if normalise:
+        q, k = tiles.l2norm(q), tiles.l2norm(k)
+    q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
+    if cu_seqlens is None:
+        o, states = recurrence.recurrence(q, k, v, g, beta, scale, initial_state, jnp.float32, p)
+    else:
+        o, states = recurrence.packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, jnp.float32, p)
+    return o.astype(v.dtype), states
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 3))
+def run_tokens(
+    name: str, implementation: str, x: Arguments, options: Options, precomputed: None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Run a few tokens of every sequence; the function of an `Implementation`.
+
+    Args:
+      name: of the kernel.
+      implementation: "fused" for the kernel, "xla" for plain JAX.
+      x: prepared arguments: g per head [B, T, HV] or per channel [B, T, HV, K], g_gamma added to it, neither for no
+        decay; beta for the delta rule. With slots.state_indices, x.initial_state is a pool [slots, HV, K, V].
+      options: chunk_size and gate_lower_bound are not read.
+      precomputed: nothing.
+
+    Returns:
+      o [B, T, HV, V] and the states after the tokens, None unless asked for: a pool in its own type, in which the
+      slots that no sequence has keep every bit; without a pool [N, HV, K, V] float32.
+
+    Raises:
+      NotImplementedError: "fused", and the tokens and states do not fit into VMEM.
+    """
+    (B, T, H, K), (HV, V), N = x.q.shape, x.v.shape[2:], x.num_states
+    one = x.cu_seqlens is None and T == 1
+    static = DecodeStatic(B, T, H, HV, K, V, N, 1, one, options.scale, options.use_qk_l2norm_in_kernel, name)
+    pool, slots, scale = x.initial_state, x.slots or Slots(), x.scale
+    x = x._replace(scale=None, slots=None)
+    if pool is None:
+        pool = compat.varying_zeros((N, HV, K, V), *x[:6], x.p)
+    if slots.state_indices is None:
+        pool = pool.astype(jnp.float32)
+    x, slots = _within_arrays(x, slots, pool.shape[0])
+    x = x._replace(initial_state=None, g=arguments.total_gate(x), g_gamma=None)
+    if implementation == "xla":
+        o, states = _plain(static, x, pool, slots)
+    else:
+        check_pool_type(pool.dtype)
+        leaves, structure = jax.tree.flatten((x, pool, slots))
+        o, states = _fused(static, *structure.unflatten(compat.vary_alike(*leaves)))
+    return launcher.scaled(o, scale), states if options.output_final_state else None
+
+
+def _within_arrays(x: Arguments, slots: Slots, count: int) -> tuple[Arguments, Slots]:
+    """Return arguments whose boundaries lie within the tokens, and whose slots exist in a pool of `count` or are none.
+
+    No program can refuse what its arrays hold, and a kernel that read past the end of one would halt its core.
+    """
+    if x.cu_seqlens is not None:
+        x = x._replace(cu_seqlens=chunking.rising(x.cu_seqlens, x.v.shape[1]))
+    if slots.state_indices is not None:
+        slots = slots._replace(state_indices=pools.existing(slots.state_indices, count))
+    return x, slots
+
+
+def _plain(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
+    """Return o and the states, or the pool, in plain JAX."""
+    states = slot_rows.read_states(pool, slots).astype(jnp.float32)
+    o, states = token_by_token(x.q, x.k, x.v, x.g, x.beta, static.scale, states, x.cu_seqlens, static.normalise, x.p)
+    return o, slot_rows.write_states(pool, slots, states)
+
+
+def _forward(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
+    """Return o and the states, or the pool, by the kernel."""
+    s = static
+    starts = jnp.arange(s.B + 1, dtype=jnp.int32) * jnp.int32(s.T) if x.cu_seqlens is None else x.cu_seqlens
+    slot = jnp.arange(s.N, dtype=jnp.int32) if slots.state_indices is None else slots.state_indices
+    source = slot
+    if slots.has_initial_state is not None:
+        source = jnp.where(slots.has_initial_state, slot, jnp.int32(-1))
+    return decode_kernel.launch(static, x, pool, pools.Routes(starts[:-1], starts[1:], source, slot[:, None]))
+
+
+def _backward(static: DecodeStatic, inputs, cotangents):
+    x, pool, slots = inputs
+    plain = lambda y, pool: _plain(static, y._replace(cu_seqlens=x.cu_seqlens), pool, slots)
+    pull = jax.vjp(plain, x._replace(cu_seqlens=None), pool)[1]
+    return *pull(cotangents), None
+
+
+# The gradient is that of the plain form: a few tokens are not worth a kernel.
+_fused = jax.custom_vjp(_forward, nondiff_argnums=(0,))
+_fused.defvjp(lambda static, *inputs: (_forward(static, *inputs), inputs), _backward)

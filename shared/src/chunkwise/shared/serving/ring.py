@@ -1,0 +1,51 @@
+"""The rings of a pool after decodes: which are folded, what is added to them, and how many tokens they hold."""
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.shared.kernels import pools
+from chunkwise.shared.serving import slot_rows, state_pool
+from chunkwise.shared.serving.state_pool import StatePool
+
+
+def folds(pool: StatePool, source: jax.Array, target: jax.Array, kept: jax.Array, most: int) -> jax.Array:
+    """Return which decodes write a state, bool [n]: where the ring has no room, or starts in another slot.
+
+    Args:
+      pool: with a ring.
+      source, target: the slots that they start from and end in, int32 [n].
+      kept: tokens of the rings that they start from.
+      most: the most tokens of a decode, for which there must be room.
+    """
+    return (kept > pool.replay - most) | (source != target)
+
+
+def counted(pool: StatePool, routes: pools.Routes, kept: jax.Array, folded: jax.Array) -> StatePool:
+    """Return the pool with the numbers of tokens that its rings hold after decodes."""
+    tokens, target = routes.end - routes.start, routes.target[:, 0]
+    return state_pool.with_counts(pool, target, jnp.where(folded, 0, kept) + tokens, tokens)
+
+
+def append(pool: StatePool, routes: pools.Routes, kept: jax.Array, folded: jax.Array, keys, writes, gates) -> StatePool:
+    """Return the pool with the tokens of decodes in the rings of their targets, and their numbers.
+
+    Args:
+      pool: with a ring.
+      routes: the decodes.
+      kept, folded: tokens in the ring before, and whether it was emptied.
+      keys: [n, W, H, K] float32.
+      writes: [n, W, HV, V] float32.
+      gates: [n, W, HV] or [n, W, HV, K] float32.
+    """
+    n, W, H = keys.shape[:3]
+    by_row = lambda x: jnp.swapaxes(x.reshape(n, W, H, -1, *x.shape[3:]), 2, 3)  # [n, W, R, H, ...]
+    t = jnp.arange(W, dtype=jnp.int32)[None]
+    # A token that does not exist is past the end.
+    at = jnp.where(t < (routes.end - routes.start)[:, None], jnp.where(folded, 0, kept)[:, None] + t, pool.replay)
+    slot = slot_rows.past_the_end(routes.target[:, :1], pool.shape[0])
+    rows = dict(keys=keys, writes=by_row(writes), gates=by_row(gates).reshape(n, W, *pool.gates.shape[2:]))
+    rings = {
+        name: getattr(pool, name).at[slot, at].set(x.astype(getattr(pool, name).dtype), mode="drop")
+        for name, x in rows.items()
+    }
+    return counted(pool._replace(**rings), routes, kept, folded)

@@ -1,0 +1,266 @@
+"""One serving step of every operator: whatever a scheduler packed into a stream, over one pool of states.
+
+`step_table` says which sequences decode and which are prefills. Decodes go token by token, through the kernel of
+`decode_kernel`, or over a pool with rings of `ring_kernel`. Prefills go chunk by chunk. Both change the pool in place.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.call.arguments import Arguments, Options
+from chunkwise.shared.implementation import implementations
+from chunkwise.shared.implementation.implementations import Implementation
+from chunkwise.shared.kernels import launcher, pools, tiles
+from chunkwise.shared.plain import recurrence
+from chunkwise.shared.serving import decode, decode_kernel, ring, ring_kernel, state_pool, step_table
+from chunkwise.shared.serving.decode_kernel import DecodeStatic
+from chunkwise.shared.serving.state_pool import StatePool
+from chunkwise.shared.serving.step_table import ServingStep
+
+# The chunk size where states after blocks of tokens are wanted, of which a block holds whole ones.
+BLOCK_CHUNK = 64
+# The arguments [B, T, ...].
+_TOKENS = ("q", "k", "v", "g", "beta", "p", "b", "w")
+
+
+def check_step(x: Arguments, options: Options) -> tuple[Arguments, Options]:
+    """Check the pool and the slots of a serving step, and return its arguments and options in full."""
+    slots: Any = x.slots
+    checks.check(x.cu_seqlens is not None, "`cu_seqlens` must be an int32 array [N + 1]; got None.")
+    (H, K), (HV, V), pool = x.q.shape[2:], x.v.shape[2:], x.initial_state
+    known = state_pool.as_pool(pool)
+    if known is pool:
+        state_pool.check_pool(pool, H, HV, K, V, x.g is not None and x.g.ndim == 4)
+    else:
+        checks.check_array("states", pool, "slots HV K V", (None, HV, K, V))
+    if options.block_size is not None and options.chunk_size is None:
+        options = options._replace(chunk_size=BLOCK_CHUNK)
+    checks.check_step_types(slots, x.num_states, options.block_size, options.chunk_size)
+    checks.check_decode_tokens(options.decode_tokens, slots.state_indices, known.replay)
+    if known.replay:
+        options = options._replace(decode_tokens=int(options.decode_tokens or 1))
+    step_table.check_known_step(
+        x.cu_seqlens, slots, pool.shape[0], x.v.shape[1], options.block_size, options.decode_tokens
+    )
+    return x._replace(slots=step_table.with_counts(slots)), options._replace(output_final_state=True)
+
+
+def run_step(
+    name: str, implementation: Implementation, x: Arguments, options: Options, strict: bool
+) -> tuple[jax.Array, Any]:
+    """Run a serving step.
+
+    Args:
+      name: of the kernel that decodes.
+      implementation: of the prefills; its name says how decodes go, too.
+      x, options: arguments that `check_step` returned.
+      strict: whether more decodes than the kernel can have are an error, and do not go in plain JAX.
+    """
+    slots: Any = x.slots
+    pool = state_pool.as_pool(x.initial_state)
+    # A pool is returned as it came.
+    returned = (lambda after: after) if pool is x.initial_state else (lambda after: after.states)
+    step = step_table.find_step(x.cu_seqlens, slots, pool.shape[0], x.v.shape[1], options.decode_tokens)
+    x = x._replace(cu_seqlens=step.boundaries, initial_state=None, slots=None)
+    if implementation.pooled is not None:
+        decode.check_pool_type(pool.states.dtype)
+    accepted = slots.num_accepted_tokens
+    if slots.num_decodes is None:
+        o, pool = _prefill(x, pool, step.prefills, options, implementation, accepted)
+        return o, returned(pool)
+    # XLA moves no reshape into a condition or out of it: so what passes has its heads in one row, as the kernels
+    # take it and as projections leave it.
+    rows = {name: _in_rows(y) for name, y in _of_tokens(x).items()}
+    shapes = {name: y.shape[2:] for name, y in _of_tokens(x).items()}
+    # As many as decodes can have.
+    T = min(x.v.shape[1], slots.state_indices.shape[0] * _most_tokens(step.decodes, options))
+
+    def tokens(most: int | None = None) -> Arguments:
+        return x._replace(**{name: y[:, :most].reshape(1, -1, *shapes[name]) for name, y in rows.items()})
+
+    def run_decodes(pool):
+        few = tokens(T)
+        # There is no kernel of decodes for 8 bits without a ring: plain JAX is.
+        fits = (pool.is_array or pool.replay > 0) and (strict or step_fits(few, pool))
+        o, pool = _decode(few, pool, step, options, implementation.name == "xla" or not fits, name, accepted)
+        return _in_rows(o), pool
+
+    def prefill_beside(leading, pool):
+        o, pool = _prefill(tokens(), pool, step.prefills, options, implementation, accepted)
+        o = _in_rows(o)
+        decoded = lax.broadcasted_iota(jnp.int32, (1, T, 1), 1) < step.tokens
+        return o.at[:, :T].set(jnp.where(decoded, leading, o[:, :T])), pool
+
+    # A step that has no decode, or no prefill, spends nothing on them.
+    nothing = lambda T: jnp.zeros((1, T, rows["v"].shape[2]), x.v.dtype)
+    leading, pool = lax.cond(step.tokens > 0, run_decodes, lambda pool: (nothing(T), pool), pool)
+    only = lambda leading, pool: (nothing(x.v.shape[1]).at[:, :T].set(leading), pool)
+    o, pool = lax.cond(step.boundaries[-1] > step.tokens, prefill_beside, only, leading, pool)
+    return o.reshape(x.v.shape), returned(pool)
+
+
+def step_fits(x: Arguments, pool: StatePool) -> bool:
+    """Return whether a kernel takes the decodes of a step, all of whose tokens are x."""
+    if pool.states.dtype == jnp.float16:
+        return False
+    return ring_kernel.fits(x, pool) if pool.replay else decode_kernel.key_heads_a_step(x) is not None
+
+
+def _most_tokens(routes: pools.Routes, options: Options) -> int:
+    """Return W, the most tokens of a decode."""
+    return options.decode_tokens or routes.target.shape[1]
+
+
+def _of_tokens(x: Arguments) -> dict[str, jax.Array]:
+    """Return the arguments [B, T, ...] by name."""
+    return {name: y for name, y in x._asdict().items() if name in _TOKENS and y is not None}
+
+
+def _in_rows(x: jax.Array) -> jax.Array:
+    """Return [B, T, heads, ...] as [B, T, row]."""
+    return x.reshape(*x.shape[:2], -1)
+
+
+def _prefill(
+    x: Arguments,
+    pool: StatePool,
+    routes: pools.Routes,
+    options: Options,
+    implementation: Implementation,
+    accepted: jax.Array | None,
+) -> tuple[jax.Array, StatePool]:
+    """Return the outputs of the prefills, zeros elsewhere, and the pool after them."""
+    dtype = x.v.dtype
+    x, options = implementations.prepare(implementation, x, options)
+    if implementation.pooled is not None:
+        if pool.is_array:
+            o, states = implementation.pooled(x._replace(initial_state=pool.states), options, routes)
+            return o, pool._replace(states=states)
+        # A small pool of the states of this step alone, the n-th sequence's in slot n, and then those after blocks.
+        small, into, slot = _gather(pool, routes, accepted, options.block_size)
+        o, small = implementation.pooled(x._replace(initial_state=small), options, into)
+        return o, state_pool.store(pool, slot, small)
+    # The tokens before the first prefill are a sequence of their own.
+    boundaries = jnp.concatenate([jnp.zeros(1, jnp.int32), routes.start[:1], routes.end])
+    states = state_pool.read(pool, routes.source, accepted)
+    states = jnp.concatenate([jnp.zeros_like(states[:1]), states])
+    owned = lax.broadcasted_iota(jnp.int32, (1, x.v.shape[1]), 1) >= routes.start[0]
+    tokens = {
+        name: jnp.where(owned.reshape(*owned.shape, *(1,) * (y.ndim - 2)), y, jnp.zeros((), y.dtype))
+        for name, y in _of_tokens(x).items()
+    }
+    x = x._replace(initial_state=states, cu_seqlens=boundaries, **tokens)
+    o, after = implementation.run(x, options, None)
+    assert after is not None
+    if routes.blocks is not None:
+        assert implementation.chunk_states is not None
+        kept = implementation.chunk_states(x, options)[0]
+        pool = _write_blocks(pool, kept, after[1:], routes, options)
+    return o.astype(dtype), state_pool.store(pool, routes.target[:, 0], after[1:])
+
+
+def _gather(
+    pool: StatePool, routes: pools.Routes, accepted: jax.Array | None, block_size: int | None
+) -> tuple[jax.Array, pools.Routes, jax.Array]:
+    """Return a float32 pool of the states of some sequences, their routes in it, and the slots that its slots go to."""
+    N, index = routes.source.shape[0], jnp.arange(routes.source.shape[0], dtype=jnp.int32)
+    states, none = state_pool.read(pool, routes.source, accepted), jnp.int32(-1)
+    into = routes._replace(
+        source=jnp.where(routes.source >= 0, index, none),
+        target=jnp.where(routes.target >= 0, index[:, None], none),
+    )
+    slot = routes.target[:, 0]
+    if routes.blocks is not None:
+        assert block_size is not None
+        M = routes.blocks.shape[1]
+        states = jnp.concatenate([states, jnp.zeros((N * M, *states.shape[1:]), jnp.float32)])
+        place = N + index[:, None] * jnp.int32(M) + jnp.arange(M, dtype=jnp.int32)[None]
+        full = step_table.full_blocks(routes, block_size)[1]
+        into = into._replace(blocks=jnp.where(full >= 0, place, none))
+        slot = jnp.concatenate([slot, full.reshape(-1)])
+    return states, into, slot
+
+
+def _write_blocks(pool: StatePool, kept, after, routes: pools.Routes, options: Options) -> StatePool:
+    """Write the states after blocks of tokens, of those before all chunks [NT, ...] and those after sequences [N, ...].
+
+    The state after a block is that before the next chunk of its sequence, or that after the sequence.
+    """
+    C = options.chunk_size
+    assert options.block_size is not None
+    stop, slot = step_table.full_blocks(routes, options.block_size)
+    length = (routes.end - routes.start)[:, None]
+    chunks = -(-length[:, 0] // C)
+    # The tokens before the first prefill have chunks too.
+    first = jnp.cumsum(chunks, dtype=jnp.int32) - chunks - (-routes.start[0] // C)
+    inside = jnp.minimum(first[:, None] + stop // C, kept.shape[0] - 1)  # [N, M]
+    sequence = jnp.arange(length.shape[0], dtype=jnp.int32)[:, None]
+    states = jnp.where((stop < length)[:, :, None, None, None], kept[inside], after[sequence + 0 * stop])
+    return state_pool.store(pool, slot.reshape(-1), states.reshape(-1, *states.shape[2:]))
+
+
+def _decode(
+    x: Arguments,
+    pool: StatePool,
+    step: ServingStep,
+    options: Options,
+    plain: bool,
+    name: str,
+    accepted: jax.Array | None,
+) -> tuple[jax.Array, StatePool]:
+    """Return the outputs of the decodes, whose tokens are the first ones and all that x has, and the pool."""
+    (B, T, H, K), (HV, V), routes, dtype = x.q.shape, x.v.shape[2:], step.decodes, x.v.dtype
+    x, options = arguments.choose_scale(x._replace(cu_seqlens=jnp.stack([jnp.int32(0), step.tokens])), options)
+    x, options = arguments.with_final_gates(x, options)
+    scale, x = x.scale, x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)
+    N, W = routes.source.shape[0], _most_tokens(routes, options)
+    static = DecodeStatic(B, T, H, HV, K, V, N, W, True, options.scale, options.use_qk_l2norm_in_kernel, name)
+    if plain:
+        made, pool = _plain_tokens(static, x, pool, routes, accepted)
+    elif pool.replay:
+        made, pool = ring_kernel.launch(static, x, pool, routes, accepted)
+    else:
+        made, states = decode_kernel.launch(static, x, pool.states, routes)
+        pool = pool._replace(states=states)
+    return launcher.scaled(made, scale).astype(dtype), pool
+
+
+def _plain_tokens(
+    static: DecodeStatic,
+    x: Arguments,
+    pool: StatePool,
+    routes: pools.Routes,
+    accepted: jax.Array | None = None,
+) -> tuple[jax.Array, StatePool]:
+    """Return o and the pool as the kernels do, in plain JAX: token t of all sequences at once."""
+    s = static
+    token = routes.start[:, None] + jnp.arange(s.W, dtype=jnp.int32)[None]  # [N, W]
+    token = jnp.where(token < routes.end[:, None], token, jnp.int32(s.T))
+    q, k, v, g, beta, p = jax.tree.map(
+        lambda y: y[0].at[token].get(mode="fill", fill_value=0).astype(jnp.float32), (x.q, x.k, x.v, x.g, x.beta, x.p)
+    )  # [N, W, ...]
+    if s.normalise:
+        q, k = tiles.l2norm(q), tiles.l2norm(k)
+    keys = k
+    q, k = (jnp.repeat(y, s.HV // s.H, axis=2) for y in (q, k))
+    states, o, writes = state_pool.read(pool, routes.source, accepted), [], []
+    before = states
+    for t in range(s.W):
+        *one, erase = jax.tree.map(lambda y, t=t: y[:, t], (q, k, v, g, beta, p))
+        states, made, written = recurrence.advance(states, *one, jnp.float32(s.scale), erase)
+        o.append(made)
+        writes.append(written)
+        if not pool.replay:
+            pool = state_pool.store(pool, routes.target[:, t], states)
+    if pool.replay:
+        target = routes.target[:, 0]
+        kept = state_pool.kept_tokens(pool, routes.source, accepted)
+        folded = ring.folds(pool, routes.source, target, kept, s.W)
+        pool = state_pool.store(pool, jnp.where(folded, target, jnp.int32(-1)), before)
+        pool = ring.append(pool, routes, kept, folded, keys, jnp.stack(writes, axis=1), g)
+    made = jnp.stack(o, axis=1).astype(x.v.dtype)  # [N, W, HV, V]
+    return jnp.zeros_like(x.v).at[0, token].set(made, mode="drop"), pool
