@@ -79,8 +79,8 @@ def causal_conv1d(
 
     Args:
       x: inputs [B, T, D], float32, bfloat16 or float16; computed in float32.
-      weight: [D, W], W from 2 to 8, the oldest token first, likewise.
-      bias: [D], likewise, or None for zeros.
+      weight: [D, W], W from 2 to 8, the oldest token first, of any of these types.
+      bias: [D], of any of these types, or None for zeros.
       initial_state: the W - 1 inputs before every sequence [N, W - 1, D], the oldest first, of any of these types; None
         for zeros. The final state has the same type, whatever the type of x is, so a `lax.scan` can carry it.
         causal-conv1d and vLLM hold it as [N, D, W - 1], and flash-linear-attention as [N, D, W] with one input more.

@@ -13,7 +13,7 @@ class ConvSequences(NamedTuple):
 
     Attributes:
       age: [B, T], tokens before this one in its sequence; -1 for padding. None if every row is one sequence.
-      left: [B, T], tokens after this one in its sequence, likewise.
+      left: [B, T], tokens after this one in its sequence, of the same kind.
       row: [N], the row of the batch in which a state enters and leaves.
       start, length: [N], the first token of the sequence that the initial state precedes, and its tokens.
       last_start, end: [N], the first token of the sequence that the final state follows, and the token after its last.

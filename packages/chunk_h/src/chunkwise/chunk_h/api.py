@@ -76,7 +76,7 @@ def chunk_gated_delta_rule_fwd_h(
     Args:
       k: keys [B, T, H, K], float32, bfloat16 or float16.
       w: effective keys [B, T, HV, K], float32 from `chunkwise.wy_fast.recompute_w_u`; narrower types are widened.
-      u: effective values [B, T, HV, V], likewise. Products are float32 at full precision.
+      u: effective values [B, T, HV, V], of the same types. Products are float32 at full precision.
       g_cum: chunk-local inclusive cumulative log decay in nats, float32 from `chunkwise.cumsum.chunk_local_cumsum`
         (narrower types are widened): [B, T, HV] per head, [B, T, HV, K] per channel of the key, None for no decay.
       initial_state: [N, HV, K, V], any floating type; None for zeros.
@@ -137,7 +137,7 @@ def chunk_fwd_h(
 
     Args:
       k: keys [B, T, H, K], float32, bfloat16 or float16.
-      v: values [B, T, HV, V], likewise.
+      v: values [B, T, HV, V], of the same types.
       g_cum: chunk-local inclusive cumulative log decay [B, T, HV] in nats, float32 from
         `chunkwise.cumsum.chunk_local_cumsum` (narrower types are widened); None for no decay.
       g_gamma: constant log decay per head [HV] in nats, any floating type, added to the one of g_cum.

@@ -77,8 +77,8 @@ def chunk_fwd_o(
 
     Args:
       q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
-      v: values [B, T, HV, V], likewise. Two bfloat16 tensors are multiplied as they are, everything else in float32 at
-        full precision.
+      v: values [B, T, HV, V], of the same types. Two bfloat16 tensors are multiplied as they are, everything else in
+        float32 at full precision.
       h: states before each chunk [B, NT, HV, K, V], float32 from `chunkwise.chunk_h` (narrower types are widened); NT
         is ceil(T / C), or T // C + N for a packed batch.
       g_cum: chunk-local inclusive cumulative log decay in nats, float32 from `chunkwise.cumsum.chunk_local_cumsum`

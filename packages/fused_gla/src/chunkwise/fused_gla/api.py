@@ -42,14 +42,15 @@ def chunk_simple_gla(
 
     Args:
       q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
-      v: values [B, T, HV, V], likewise. If all three are bfloat16, the kernels' products take bfloat16 operands, else
-        float32 ones at full precision, as "xla" does; they accumulate in float32. States and gates are float32.
+      v: values [B, T, HV, V], of the same types. If all three are bfloat16, the kernels' products take bfloat16
+        operands, else float32 ones at full precision, as "xla" does; they accumulate in float32. States and gates are
+        float32.
       g: log decay per head [B, T, HV] in nats, at most 0, of any strength: -inf forgets everything before. Of any of
         these types; None for none.
-      g_gamma: constant log decay per head [HV] in nats, likewise, added to g. If its gradient is asked for, computed
-        tiles enter bfloat16 products with 16 bits: it is one number for all tokens, and they cancel.
+      g_gamma: constant log decay per head [HV] in nats, of a floating type, added to g. If its gradient is asked for,
+        computed tiles enter bfloat16 products with 16 bits: it is one number for all tokens, and they cancel.
       scale: multiplies the output; defaults to K ** -0.5. A number, or a scalar array, traced or not.
-      initial_state: [N, HV, K, V], likewise, or None for zeros.
+      initial_state: [N, HV, K, V], of any of these types, or None for zeros.
       output_final_state: whether to return the final state; static.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Tokens from cu_seqlens[N] on are
         padding, may hold anything and give zeros. The values are checked outside of jit only.
@@ -124,7 +125,7 @@ def chunk_gla(
 
     Args:
       q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
-      v: values [B, T, HV, V], likewise.
+      v: values [B, T, HV, V], of the same types.
       g: log decay per channel of the key [B, T, HV, K] in nats, at most 0, of any strength: -inf forgets everything
         before. Of any of these types.
       scale, initial_state, output_final_state, cu_seqlens, segment_ids, chunk_size, sharding, context_axis, config: as
@@ -190,9 +191,9 @@ def recurrent_simple_gla(
 
     Args:
       q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16; computed in float32, like all else.
-      v: values [B, T, HV, V], likewise.
+      v: values [B, T, HV, V], of the same types.
       g: log decay [B, T, HV] in nats, at most 0, -inf included, of any of these types; None for no decay.
-      g_gamma: constant log decay per head [HV] in nats, likewise, added to g.
+      g_gamma: constant log decay per head [HV] in nats, of a floating type, added to g.
       scale: multiplies the output; defaults to K ** -0.5. A number, static, or a scalar array, which may be traced.
       initial_state: [N, HV, K, V], or a pool [slots, HV, K, V] with state_indices, of any of these types; None for
         zeros. A pool keeps its type.
@@ -306,9 +307,9 @@ def ragged_simple_gla(
 
     Args:
       q, k, v, states, cu_seqlens: as in `ragged_gated_delta_rule` of chunkwise.fused_gdn.
-      state_indices, has_initial_state, num_decodes, num_sequences, read_indices, num_accepted_tokens: likewise.
-      decode_tokens: likewise.
-      block_state_indices, block_size, scale, chunk_size, implementation, sharding: likewise.
+      state_indices, has_initial_state, num_decodes, num_sequences, read_indices, num_accepted_tokens: as there.
+      decode_tokens: as there.
+      block_state_indices, block_size, scale, chunk_size, implementation, sharding: as there.
       g: log decay per head [1, T, HV] in nats, at most 0, of any strength; None for none.
       g_gamma: constant log decay per head [HV], added to g; None for none.
 

@@ -50,7 +50,7 @@ def chunk_kda(
     Args:
       q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16. The kernels' products take bfloat16 operands
         where q, k and v are bfloat16, else float32 ones at full precision; everything else is float32.
-      v: values [B, T, HV, V], likewise.
+      v: values [B, T, HV, V], of the same types.
       g: log decay per channel [B, T, HV, K] in nats, <= 0, any strength, any of these types; computed in float32. With
         bfloat16 tensors the forward kernel takes a decay between neighbouring rows of 8 for at least 2^-24 = 6e-8, far
         below their rounding.
@@ -163,11 +163,11 @@ def recurrent_kda(
 
     Args:
       q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16; computed in float32, like all else.
-      v: values [B, T, HV, V], likewise.
+      v: values [B, T, HV, V], of the same types.
       g: log decay per channel [B, T, HV, K] in nats, <= 0, any strength.
       beta: step sizes [B, T, HV].
       scale, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens: as in `chunk_kda`.
-      use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval: likewise.
+      use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval: as there.
       gate_lower_bound: as there; it changes nothing here.
       initial_state: [N, HV, K, V], or a pool [slots, HV, K, V] with state_indices, of any floating type; None for
         zeros.
@@ -235,9 +235,9 @@ def ragged_kda(
 
     Args:
       q, k, v, beta, states, cu_seqlens: as in `ragged_gated_delta_rule` of chunkwise.fused_gdn.
-      state_indices, has_initial_state, num_decodes, num_sequences, read_indices, num_accepted_tokens: likewise.
-      decode_tokens: likewise.
-      block_state_indices, block_size, scale, use_qk_l2norm_in_kernel, chunk_size, implementation, sharding: likewise.
+      state_indices, has_initial_state, num_decodes, num_sequences, read_indices, num_accepted_tokens: as there.
+      decode_tokens: as there.
+      block_state_indices, block_size, scale, use_qk_l2norm_in_kernel, chunk_size, implementation, sharding: as there.
       g: log decay per channel [1, T, HV, K] in nats, at most 0, of any strength.
       use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval: as in `chunk_kda`.
       gate_lower_bound: as in `chunk_kda`.

@@ -11,7 +11,7 @@ class Config:
 
     Attributes:
       heads: value heads a grid step of the forward: whole groups that share a key head, or a part of one.
-      heads_bwd: value heads a grid step of the backward, likewise.
+      heads_bwd: value heads a grid step of the backward, by the same rule.
     """
 
     heads: int

@@ -42,7 +42,7 @@ def rms_norm_gated(
       x: [..., D], float32, bfloat16 or float16; computed in float32. Entries may be up to 1e30 in size
         under "xla"; the kernel squares them as they are, so there the mean of x^2 must be a number of float32.
       z: the gate before its activation, of the shape of x and any of these types.
-      weight: [D], likewise.
+      weight: [D], of any of these types.
       activation: "silu", "sigmoid" or None, with which z itself is the gate; static.
       norm_before_gate: whether x is normed before the gate multiplies it, or after; static. Qwen3-Next and Kimi-Linear
         do the first, Mamba-2 does the second.

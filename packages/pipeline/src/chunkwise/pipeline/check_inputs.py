@@ -63,8 +63,8 @@ def check_inputs(
 
     Args:
       q, k, v, g, beta, g_gamma, p, b, w, initial_state: as in the operator.
-      use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel: likewise.
-      use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: likewise.
+      use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel: as there.
+      use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: as there.
       allow_neg_eigval: whether step sizes, or erase gates, may go up to 2, raw or not.
       cu_seqlens, segment_ids: as in the operator. A row whose ids are above 0, and 0 at its end, is taken for one that
         is padded with 0, which is a document here.

@@ -34,7 +34,7 @@ def check_step(
 
     Args:
       cu_seqlens, state_indices, has_initial_state, num_decodes, num_sequences: as in `ragged_gated_delta_rule`.
-      read_indices, num_accepted_tokens, block_state_indices, block_size, decode_tokens: likewise.
+      read_indices, num_accepted_tokens, block_state_indices, block_size, decode_tokens: as there.
       num_slots: slots of the pool; static.
       num_tokens: T, tokens of the stream; static.
 

@@ -51,17 +51,17 @@ def chunk_gdn2(
 
     Args:
       q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
-      v: values [B, T, HV, V], likewise.
+      v: values [B, T, HV, V], of the same types.
       g: log decay per channel [B, T, HV, K] in nats, at most 0, of any strength.
       b: erase gates [B, T, HV, K], from 0 to 1, or to 2 where negative eigenvalues are allowed. |k . p| must be at most
         2, or states grow.
       w: write gates [B, T, HV, V].
       scale, initial_state, output_final_state, cu_seqlens, segment_ids, chunk_size, sharding: as in `chunk_kda`.
-      context_axis, config: likewise.
+      context_axis, config: as there.
       use_qk_l2norm_in_kernel: scale q and k to unit length first; b multiplies the scaled key.
       use_gate_in_kernel, A_log, dt_bias, lower_bound, gate_lower_bound: as in `chunk_kda`.
       use_erase_sigmoid_in_kernel: b is raw, and the erase gate is sigmoid(b), in float32; static.
-      use_write_sigmoid_in_kernel: w is raw, and the write gate is sigmoid(w), likewise.
+      use_write_sigmoid_in_kernel: w is raw, and the write gate is sigmoid(w), in float32; static.
       allow_neg_eigval: with use_erase_sigmoid_in_kernel, the erase gate is 2 sigmoid(b); static.
       implementation: "xla", "staged", "fused" or None, as in `chunk_kda`, whose kernels "fused" runs.
 
@@ -115,8 +115,8 @@ def recurrent_gdn2(
 
     Args:
       q, k, v, g, b, w: as in `chunk_gdn2`; all is computed in float32.
-      scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias: likewise.
-      lower_bound, use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel, allow_neg_eigval: likewise.
+      scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias: as there.
+      lower_bound, use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel, allow_neg_eigval: as there.
       initial_state, state_indices, has_initial_state, implementation, sharding, context_axis: as in `recurrent_kda`.
       gate_lower_bound: it changes nothing here.
 
@@ -176,8 +176,8 @@ def ragged_gdn2(
     Args:
       q, k, v, g, b, w: as in `chunk_gdn2`, with B = 1, and so are the gates' arguments and scale.
       states, cu_seqlens, state_indices, has_initial_state, num_decodes, num_sequences: as in `ragged_kda`.
-      read_indices, num_accepted_tokens, block_state_indices, block_size, decode_tokens: likewise.
-      chunk_size, implementation, sharding: likewise.
+      read_indices, num_accepted_tokens, block_state_indices, block_size, decode_tokens: as there.
+      chunk_size, implementation, sharding: as there.
 
     Returns:
       o [1, T, HV, V] in the type of v, and the pool.
@@ -234,14 +234,14 @@ def chunk_comba(
     Args:
       q, k, p: queries, keys and erase keys [B, T, H, K], float32, bfloat16 or float16. beta |k . p| must be at most 2,
         or states grow.
-      v: values [B, T, HV, V], likewise.
+      v: values [B, T, HV, V], of the same types.
       g: log decay [B, T, HV] in nats, at most 0, of any strength.
       beta: step sizes [B, T, HV].
       scale, initial_state, output_final_state, cu_seqlens, segment_ids, chunk_size, sharding: as in `chunk_kda`.
-      context_axis, config: likewise.
+      context_axis, config: as there.
       use_qk_l2norm_in_kernel: scale q, k and p to unit length first.
       use_gate_in_kernel, A_log, dt_bias, lower_bound, gate_lower_bound: as in `chunk_kda`; dt_bias is [HV].
-      use_beta_sigmoid_in_kernel, allow_neg_eigval: likewise.
+      use_beta_sigmoid_in_kernel, allow_neg_eigval: as there.
       implementation: "xla", "staged", "fused" or None, as in `chunk_kda`, whose kernels "fused" runs.
 
     Returns:
@@ -293,8 +293,8 @@ def recurrent_comba(
 
     Args:
       q, k, v, p, g, beta: as in `chunk_comba`; all is computed in float32.
-      scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias: likewise.
-      lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval: likewise.
+      scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias: as there.
+      lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval: as there.
       initial_state, state_indices, has_initial_state, implementation, sharding, context_axis: as in `recurrent_kda`.
       gate_lower_bound: it changes nothing here.
 
@@ -353,8 +353,8 @@ def ragged_comba(
     Args:
       q, k, v, p, g, beta: as in `chunk_comba`, with B = 1, and so are the gates' arguments and scale.
       states, cu_seqlens, state_indices, has_initial_state, num_decodes, num_sequences: as in `ragged_kda`.
-      read_indices, num_accepted_tokens, block_state_indices, block_size, decode_tokens: likewise.
-      chunk_size, implementation, sharding: likewise.
+      read_indices, num_accepted_tokens, block_state_indices, block_size, decode_tokens: as there.
+      chunk_size, implementation, sharding: as there.
 
     Returns:
       o [1, T, HV, V] in the type of v, and the pool.

@@ -50,7 +50,7 @@ class Arguments(NamedTuple):
       q, k: [B, T, H, K].
       v: [B, T, HV, V].
       g: log decay in nats, [B, T, HV] or [B, T, HV, K], or the raw gate of a law.
-      beta: [B, T, HV], likewise.
+      beta: step sizes [B, T, HV], or raw ones.
       g_gamma: constant log decay [HV].
       scale: a number, or a scalar array, which may be traced.
       initial_state: [N, HV, K, V], or with slots the pool [slots, HV, K, V], or a StatePool.

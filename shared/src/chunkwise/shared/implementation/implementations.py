@@ -25,8 +25,9 @@ class Implementation(NamedTuple):
         identity.
       state_gradient: from arguments, options, what the map precomputed and the cotangents of `run` to the gradient of
         the initial states alone; None where JAX takes it from `run`.
-      at_once: whether kernels make all gradients of `run` at once, so that for the gradient of the initial states JAX
-        would launch them, and those that make what they read, once more. It is then taken from all gradients of `run`.
+      at_once: whether kernels make all gradients of `run` at once. JAX would launch these kernels, and the kernels
+        whose results they read, a second time for the gradient of the initial states; so that gradient is taken from
+        all gradients of `run`.
       pooled: from arguments, options and routes to the output and the pool, whose slots it reads and writes itself;
         None where the states are gathered, and scattered after `run`.
       chunk_states: from arguments and options of a packed batch with states to the states before all chunks, which

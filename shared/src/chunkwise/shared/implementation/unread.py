@@ -13,7 +13,7 @@ from chunkwise.shared import compat
 
 
 def unless_unread(whole: Callable, part: Callable, *args: Any) -> tuple[Any, Any]:
-    """Return whole(*args), a pair (kept, rest), or where the program reads no rest, compute part(*args) = kept alone.
+    """Return the pair (kept, rest) of whole(*args); a program that does not read `rest` computes part(*args) = kept.
 
     For the forward rule of a custom_vjp with one launch for what the backward reads and for the output, which under
     `jax.checkpoint` may have been read long before. Works under jit, vmap, shard_map and remat; not differentiable.

@@ -41,8 +41,9 @@ class Layout(NamedTuple):
       parts: what the letters of the leading argument stand for.
       arguments: the letters of every argument, by name.
       results: the letters of the output, and of the states if there are any.
-      prefixes: letters of dimensions that may be smaller than that of another letter, by that other one: they are split
-        by as many of its first axes as can split them. One argument only has such a letter.
+      prefixes: from the letter of a dimension, such as key heads, to the letter of a larger one, such as value heads.
+        The smaller dimension is split by as many of the first axes of the larger one as can split it. Only one argument
+        has such a letter.
     """
 
     leading: str
@@ -152,7 +153,7 @@ def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: Any) -> D
         for letter, names, size in zip(layout.letters(name, y.ndim), _axes_of_type(y), y.shape, strict=True):
             if letter in layout.prefixes:
                 first = shared_prefix(mesh, axes[layout.prefixes[letter]], size)
-                # Those of its type, if these are the first ones too.
+                # An array that is split already keeps its axes if they are the first axes of the larger dimension.
                 axes[letter] = names if names and names == first[: len(names)] else first
         _check_fits(name, y, division)
     return division

@@ -23,7 +23,7 @@ from chunkwise.shared.serving.state_pool import StatePool
 # Buffers of a slot: one is read into, one is worked on, and others are written from. For a power of two the buffer of a
 # sequence takes no division, which is slow.
 _BUFFERS = 4
-# So many steps after that of a sequence its copies have gone out.
+# The copies of a sequence have gone out so many grid steps after its own.
 LATER = _BUFFERS - 1
 # Tokens of the ring are copied in so many parts, of which those are left out that hold no token.
 _PARTS = 4

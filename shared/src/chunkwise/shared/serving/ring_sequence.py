@@ -21,7 +21,7 @@ from chunkwise.shared.serving import state_pool
 
 # Key heads of a fold that are worked on at once.
 _FOLDED = 4
-# Heads whose keys and queries are rows of one product: those of a register.
+# Heads whose keys and queries are rows of one product: as many as a register has rows.
 _ROWS = 8
 
 
@@ -61,7 +61,7 @@ class ReplayRefs(NamedTuple):
       folded: int32 [N], 1 if the ring is folded, and the state written, before its tokens.
       q, k: [T, H, K]; v, o: [T, HV, V].
       g: float32 [T, HV] in the order [R, H], or [T, R, H, K].
-      beta: float32 [T, HV] likewise, or None.
+      beta: float32 [T, HV] in the order [R, H], or None.
       p: float32 [T, R, H, K], erase keys as they are, or None for keys.
       states_out, scales_out, keys_out, writes_out, gates_out: the pool.
       state, scale_rows, key, write, gate: buffers of a slot, [4, ...].
@@ -74,42 +74,42 @@ class ReplayRefs(NamedTuple):
       reads, stores: semaphores of the copies from and to a slot, [4].
     """
 
-    start: Any
-    count: Any
-    source: Any
-    target: Any
-    kept: Any
-    folded: Any
-    q: Any
-    k: Any
-    v: Any
-    g: Any
-    states: Any
-    keys: Any
-    writes: Any
-    gates: Any
-    o: Any
-    states_out: Any
-    keys_out: Any
-    writes_out: Any
-    gates_out: Any
-    state: Any
-    key: Any
-    write: Any
-    gate: Any
-    folded_keys: Any
-    folded_writes: Any
-    decay: Any
-    rows: Any
-    own: Any
-    repeat: Any
-    reads: Any
-    stores: Any
-    beta: Any = None
-    p: Any = None
-    scales: Any = None
-    scales_out: Any = None
-    scale_rows: Any = None
+    start: jax.Ref
+    count: jax.Ref
+    source: jax.Ref
+    target: jax.Ref
+    kept: jax.Ref
+    folded: jax.Ref
+    q: jax.Ref
+    k: jax.Ref
+    v: jax.Ref
+    g: jax.Ref
+    states: jax.Ref
+    keys: jax.Ref
+    writes: jax.Ref
+    gates: jax.Ref
+    o: jax.Ref
+    states_out: jax.Ref
+    keys_out: jax.Ref
+    writes_out: jax.Ref
+    gates_out: jax.Ref
+    state: jax.Ref
+    key: jax.Ref
+    write: jax.Ref
+    gate: jax.Ref
+    folded_keys: jax.Ref
+    folded_writes: jax.Ref
+    decay: jax.Ref
+    rows: jax.Ref
+    own: jax.Ref
+    repeat: jax.Ref
+    reads: jax.Ref
+    stores: jax.Ref
+    beta: jax.Ref
+    p: jax.Ref
+    scales: jax.Ref
+    scales_out: jax.Ref
+    scale_rows: jax.Ref
 
 
 def run_sequence(refs: ReplayRefs, s: ReplayStatic, n, b) -> None:
@@ -409,7 +409,7 @@ def _fold_head(refs: ReplayRefs, s: ReplayStatic, b, h, r) -> tuple[Any, jax.Arr
         row = row * refs.scale_rows[b, pl.ds(n, 1), :]
     same = not s.per_channel and refs.scale_rows is None
     decay = row[:, :1] if same else tiles.to_column(row[None])[0]
-    # The parts of the keys that meet those of the writes lie below one another, in one product.
+    # The parts of keys and of writes that are multiplied lie below one another, in one product.
     left, right = matmul.bf16_parts(keys, _parts(refs.write)), _exact_parts(writes, refs.write.dtype)
     pairs = [(i, j) for j in range(len(right)) for i in range(len(left) - j)]
     keys, writes = (packed.concat_rows(x) for x in ([left[i] for i, _ in pairs], [right[j] for _, j in pairs]))

@@ -23,8 +23,8 @@ class ServingStep(NamedTuple):
 
     Attributes:
       decodes: routes of the sequences that go token by token; others have no tokens in it.
-      prefills: likewise of those that go chunk by chunk.
-      boundaries: int32 [N + 1], those of all sequences that exist.
+      prefills: routes of the sequences that go chunk by chunk; others have no tokens in it.
+      boundaries: int32 [N + 1], of all sequences that exist.
       tokens: scalar int32, how many tokens the decodes have.
     """
 
