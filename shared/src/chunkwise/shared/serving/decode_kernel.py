@@ -69,22 +69,22 @@ class DecodeRefs(NamedTuple):
       state: float32 [heads, K, V].
     """
 
-    start: Any
-    count: Any
-    source: Any
-    continues: Any
-    target: Any
-    written: Any
-    q: Any
-    k: Any
-    v: Any
-    g: Any
-    pool: Any
-    o: Any
-    pool_out: Any
-    state: Any
-    beta: Any = None
-    p: Any = None
+    start: jax.Ref
+    count: jax.Ref
+    source: jax.Ref
+    continues: jax.Ref
+    target: jax.Ref
+    written: jax.Ref
+    q: jax.Ref
+    k: jax.Ref
+    v: jax.Ref
+    g: jax.Ref
+    pool: jax.Ref
+    o: jax.Ref
+    pool_out: jax.Ref
+    state: jax.Ref
+    beta: jax.Ref
+    p: jax.Ref
 
 
 def _decode_kernel(refs: DecodeRefs, static: DecodeStatic):
