@@ -31,7 +31,9 @@ THOROUGH = dict(
     test_serving_steps=but_for("gated_delta_net", "mamba2_mixer", "lightning_attention"),
     test_speculation_and_a_cached_block=but_for("mamba2_mixer"),
     test_types=lambda name: name != "lightning_attention",
-    test_gradients=lambda gradients: gradients in ("kimi_delta_attention_bounded", "lightning_attention", "gated_delta_net2"),
+    test_gradients=lambda gradients: (
+        gradients in ("kimi_delta_attention_bounded", "lightning_attention", "gated_delta_net2")
+    ),
 )
 layers = pytest.mark.parametrize("name", LAYERS)
 implementations = pytest.mark.parametrize("implementation", ["xla", "fused"])
