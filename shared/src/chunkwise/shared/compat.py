@@ -1,4 +1,4 @@
-"""The JAX names that differ between the supported releases, and how arrays vary over a mesh, which differs too."""
+"""The JAX names that differ between the supported releases, and how arrays vary over a mesh and its axes."""
 
 import contextlib
 import io
@@ -12,6 +12,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 CompilerParams = pltpu.CompilerParams
 PrefetchScalarGridSpec = pltpu.PrefetchScalarGridSpec
+
+
+def axis_type(mesh, name: str) -> jax.sharding.AxisType:
+    """Return whether an axis of a mesh is automatic, explicit or manual."""
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[name]
 
 
 def varying_axes(*operands: jax.Array | None) -> frozenset[str]:

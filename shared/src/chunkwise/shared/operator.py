@@ -99,10 +99,8 @@ def _located(
     `pool` is what a user calls the argument `initial_state`. Where no mesh is, nothing stands between the call and
     `run`.
     """
-    arrays = x.arrays()
-    # Outside of jit they may be of numpy, as the arrays of a scheduler are.
-    x = x.with_arrays({name: jnp.asarray(y) if isinstance(y, np.ndarray) else y for name, y in arrays.items()})
-    x = x._replace(initial_state=jax.tree.map(jnp.asarray, x.initial_state))
+    # Outside of jit arrays may be of numpy, as those of a scheduler and of a pool from a file are.
+    x = jax.tree.map(lambda y: jnp.asarray(y) if isinstance(y, np.ndarray) else y, x)
     places = devices.find_places(x, options, pool)
     if places == (None, ()):
         return functools.partial(run, x, options)

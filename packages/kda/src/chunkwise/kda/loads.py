@@ -66,7 +66,7 @@ def load_unit_keys(refs, valid, static: FusedStatic, which: slice = slice(None))
     The last makes up for the rounding of keys, [key heads, C, 1], or is None: see `tiles.unit_keys`. With erase keys of
     unit length too it is the mean of the factors of both.
     """
-    if not (static.normalise and static.compensate):
+    if not static.compensate:
         keys = (None if ref is None else load_keys(ref, valid, static, which) for ref in (refs.k, refs.e))
         return *keys, None
     rows = [layout.load_heads(x, static.K, which, valid) for x in (refs.k, refs.e) if x is not None]

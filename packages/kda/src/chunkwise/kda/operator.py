@@ -66,8 +66,8 @@ def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedS
     return FusedStatic(
         B=B, T=max(T, C), ragged=ragged, H=H, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=N,
         steps=chunking.num_chunks(T, C) + N * varlen, scale=options.scale,
-        normalise=bool(options.use_qk_l2norm_in_kernel), compensate=options.large_steps, varlen=varlen,
-        config=options.config,
+        normalise=bool(options.use_qk_l2norm_in_kernel),
+        compensate=bool(options.use_qk_l2norm_in_kernel and options.large_steps), varlen=varlen, config=options.config,
         p=packed.packing(C, options.config.heads, options.config.heads_bwd),
         base=tile.base_block(options.gate_lower_bound, _dtype(x)),
         backward_base=tile.base_block(options.gate_lower_bound, jnp.float32),

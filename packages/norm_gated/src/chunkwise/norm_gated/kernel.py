@@ -64,16 +64,14 @@ def _fwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: config.Config):
 def _bwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: config.Config, rows: int):
     """Write dx and dz of a block, and the gradient of the weight summed over the blocks of a part, in 8 rows."""
     part, step = pl.program_id(0), pl.program_id(2)
-    block = part * pl.num_programs(2) + step
+    first = (part * pl.num_programs(2) + step) * jnp.int32(config.rows)
 
     @pl.when(step == 0)
     def _():
         refs.dweight[...] = jnp.zeros_like(refs.dweight)
 
     # The last part may have a block less than the others.
-    pl.when(block * jnp.int32(config.rows) < jnp.int32(rows))(
-        lambda: _add_block(refs, block * jnp.int32(config.rows), s, config, rows)
-    )
+    pl.when(first < jnp.int32(rows))(lambda: _add_block(refs, first, s, config, rows))
 
 
 def _add_block(refs: NormRefs, first: jax.Array, s: tile.NormStatic, config: config.Config, rows: int) -> None:

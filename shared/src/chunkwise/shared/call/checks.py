@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
+from chunkwise.shared import compat
 from chunkwise.shared.kernels import activations
 
 CHUNK_SIZES = (16, 32, 64, 128)
@@ -385,8 +386,8 @@ def check_context_axis(context_axis: Any) -> tuple[str, ...]:
     names = isinstance(axes, tuple) and all(isinstance(name, str) for name in axes)
     check(names, f"`context_axis` must be None, the name of a mesh axis or a tuple of names; got {context_axis!r}.")
     mesh = jax.sharding.get_abstract_mesh()
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    held = tuple(name for name, kind in types if kind == jax.sharding.AxisType.Manual)
+    manual = jax.sharding.AxisType.Manual
+    held = tuple(name for name in mesh.axis_names if compat.axis_type(mesh, name) == manual)
     check(
         all(name in held for name in axes),
         f"`context_axis` must name axes of the `shard_map` around the call, which has {held}; got {context_axis!r}.",

@@ -73,7 +73,7 @@ class Division(NamedTuple):
     @property
     def names(self) -> Axes:
         """All axes of the mesh that are not held already."""
-        return tuple(name for name in self.mesh.axis_names if _kind(self.mesh, name) != AxisType.Manual)
+        return tuple(name for name in self.mesh.axis_names if compat.axis_type(self.mesh, name) != AxisType.Manual)
 
     @property
     def used(self) -> Axes:
@@ -101,10 +101,6 @@ class Division(NamedTuple):
 def size_of(mesh, axes: Axes) -> int:
     """Return how many devices lie along some axes of a mesh."""
     return math.prod(mesh.shape[name] for name in axes)
-
-
-def _kind(mesh, name: str) -> AxisType:
-    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[name]
 
 
 def axes_of_spec(spec, ndim: int) -> list[Axes]:
@@ -136,7 +132,7 @@ def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: Any) -> D
     split = axes_of_spec(spec, x.ndim)
     known = all(axis in mesh.axis_names for axes in split for axis in axes)
     checks.check(known, f"`sharding` must name axes of the mesh {mesh.axis_names}; got {spec}.")
-    split = [tuple(axis for axis in axes if _kind(mesh, axis) != AxisType.Manual) for axes in split]
+    split = [tuple(axis for axis in axes if compat.axis_type(mesh, axis) != AxisType.Manual) for axes in split]
     axes: dict[str, Axes] = {".": ()}
     for dim, (letter, names, size) in enumerate(zip(layout.letters(name, x.ndim), split, x.shape, strict=True)):
         devices = size_of(mesh, names)
@@ -162,7 +158,7 @@ def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: Any) -> D
 def _sharding_of(name: str, x, sharding: Any) -> tuple[Any, Any]:
     """Return the mesh and the PartitionSpec of the leading argument, (None, None) for none."""
     placed = jax.typeof(x).sharding
-    explicit = [name for name in placed.mesh.axis_names if _kind(placed.mesh, name) == AxisType.Explicit]
+    explicit = [name for name in placed.mesh.axis_names if compat.axis_type(placed.mesh, name) == AxisType.Explicit]
     context = jax.sharding.get_abstract_mesh()
     if sharding is None:
         # Outside of jit only the mesh of the array itself says where its devices are.
@@ -216,7 +212,7 @@ def _check_fits(name: str, x, division: Division) -> None:
 
 def _place(x, spec: PartitionSpec, mesh):
     """Return an argument with this sharding along explicit axes; it leaves parts out and needs no communication."""
-    explicit = [name for name in mesh.axis_names if _kind(mesh, name) == AxisType.Explicit]
+    explicit = [name for name in mesh.axis_names if compat.axis_type(mesh, name) == AxisType.Explicit]
     if not explicit:
         return x
     wanted = [tuple(name for name in axes if name in explicit) for axes in axes_of_spec(spec, len(x.shape))]
