@@ -299,9 +299,10 @@ def build(session):
     # The root has no file of its own.
     bare = dist / f"chunkwise-{ABOUT.version}-py3-none-any.whl"
     session.run("check-wheel-contents", *(path for path in built if path.suffix == ".whl" and path != bare))
-    # One from its sdist, the others from their wheels; our own names come from dist/ and nowhere else.
+    # One from its sdist, the others from their wheels; our own names come from dist/ and nowhere else. The cache of pip
+    # would return the wheel of an older sdist that had the same path.
     kernel = packages.PROJECTS["kkt"]["name"]
-    offline = ("--no-index", "--find-links", str(dist), "--no-build-isolation")
+    offline = ("--no-cache-dir", "--no-index", "--find-links", str(dist), "--no-build-isolation")
     session.install(*offline, "--no-binary", kernel, kernel, "chunkwise")
     session.run("chunkwise", "--version")
     session.run("chunkwise", "demo", "--output", Path(session.create_tmp(), "demo"))
