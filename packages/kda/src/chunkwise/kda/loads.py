@@ -30,18 +30,13 @@ def store_block_decays(ref, g, base: int, continuing=None, first: int = 0, in_na
     Inside of blocks of 8 rows whole registers of first, of second rows and so on are needed: loads with a stride from
     ref [n, heads K / 128, C, 128] bring them, stores with a stride take them back.
     """
-    C = g.shape[0]
-    by_row = [pl.ds(r, C // tile.SUBLANES, stride=tile.SUBLANES) for r in range(tile.SUBLANES)]
-    continuing = None if continuing is None else [continuing[row, :] for row in by_row]  # each [C / 8, 128]
+    continuing = None if continuing is None else layout.load_every(continuing, tile.SUBLANES)  # each [C / 8, 128]
     for n in range(g.shape[1] // packed.LANES):
         each = g[:, n * packed.LANES : (n + 1) * packed.LANES]  # [C, 128]
         ref[0, first + n] = each * tiles.LOG2_E if in_nats else each
-        decays = tile.block_decays(
-            [ref.at[0, first + n][row, :] for row in by_row], base, continuing
-        )  # 8 times [C / 8, 128] each
-        for i, x in enumerate(decays):
-            for row, y in zip(by_row, x, strict=True):
-                ref.at[i, first + n][row, :] = y
+        gates = layout.load_every(ref.at[0, first + n], tile.SUBLANES)
+        for i, x in enumerate(tile.block_decays(gates, base, continuing)):
+            layout.store_every(ref.at[i, first + n], x)
 
 
 def load_decays(ref, heads: range, K: int, base: int) -> tile.ChannelDecays:

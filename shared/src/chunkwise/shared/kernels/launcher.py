@@ -91,7 +91,7 @@ def pallas_call(
     def body_of(interpret: bool) -> Callable:
         # A function of its own for every branch, because JAX remembers what it traced of a function.
         def body(*refs):
-            with matmul.interpreted_products() if interpret else contextlib.nullcontext():
+            with matmul.interpreted() if interpret else contextlib.nullcontext():
                 kernel(*refs)
 
         return body

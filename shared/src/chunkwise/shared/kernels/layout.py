@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import chunking, packed, pools, segment_tables, tiles
+from chunkwise.shared.kernels import chunking, matmul, packed, pools, segment_tables, tiles
 
 # Outside of kernels: the user's arrays as the kernels read them, and back. JAX transposes these for the backward.
 
@@ -292,6 +292,28 @@ def store_heads(ref, tiles: jax.Array, valid: jax.Array | None = None, first: in
     width = tiles.shape[2]
     for i in range(tiles.shape[0]):
         store_rows(ref, slice((first + i) * width, (first + i + 1) * width), tiles[i], valid, at)
+
+
+def load_every(ref, n: int) -> list[jax.Array]:
+    """Return the rows i, i + n, i + 2 n ... of a Ref [C, lanes] for every i below n, each [C / n, lanes].
+
+    They are loads with a stride. Interpreted, each of these is a gather with an index for every number, which compiles
+    for longer than the rest of a kernel.
+    """
+    if matmul.is_interpreted():
+        x = ref[...].reshape(-1, n, ref.shape[-1])
+        return [x[:, i] for i in range(n)]
+    return [ref[pl.ds(i, ref.shape[0] // n, stride=n), :] for i in range(n)]
+
+
+def store_every(ref, rows: list[jax.Array]) -> None:
+    """Store what `load_every` returns."""
+    n = len(rows)
+    if matmul.is_interpreted():
+        ref[...] = jnp.stack(rows, axis=1).reshape(ref.shape)
+        return
+    for i, x in enumerate(rows):
+        ref[pl.ds(i, ref.shape[0] // n, stride=n), :] = x
 
 
 def sum_value_heads(x: jax.Array, group: int) -> jax.Array:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 _passes: int | None = None
-# Whether the kernel that is being traced will be interpreted; see `interpreted_products`.
+# Whether the kernel that is being traced will be interpreted; see `interpreted`.
 _interpreted = contextvars.ContextVar("interpreted", default=False)
 
 
@@ -44,11 +44,11 @@ def emulate_mxu(passes: int = 1):
 
 
 @contextlib.contextmanager
-def interpreted_products():
-    """Give the products of a kernel that is traced inside to a backend other than a TPU.
+def interpreted():
+    """Give a kernel that is traced inside to a backend other than a TPU: the results are the same.
 
     Some backends have no product of bfloat16 operands for every shape. In float32 the products of bfloat16 numbers are
-    exact, so the results are the same.
+    exact. What else depends on it asks `is_interpreted`.
     """
     token = _interpreted.set(True)
     try:
@@ -57,11 +57,16 @@ def interpreted_products():
         _interpreted.reset(token)
 
 
+def is_interpreted() -> bool:
+    """Return whether the kernel that is being traced will be interpreted."""
+    return _interpreted.get()
+
+
 def _contract(a: jax.Array, b: jax.Array, axes: tuple[int, int], dtype, passes: int | None = None) -> jax.Array:
     dims = (((axes[0],), (axes[1],)), ((0,), (0,)))
     dtype = operand_dtype(a.dtype, b.dtype) if dtype is None else operand_dtype(dtype)
     a, b = a.astype(dtype), b.astype(dtype)
-    if dtype == jnp.bfloat16 and _interpreted.get():
+    if dtype == jnp.bfloat16 and is_interpreted():
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     precision = lax.Precision.HIGHEST if passes is None else lax.DotAlgorithmPreset.BF16_BF16_F32_X3
     precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else precision
