@@ -15,7 +15,7 @@ CODE = re.compile(r"((?:\n\n(?: {4}.*\n?|\n)+)|`[^`\n]+`)")
 class PlainText(griffe.Extension):
     """Shows docstrings as they are meant: plain text with a few signs of Markdown.
 
-    Those of the pipeline's operators are made by a decorator, so that they are taken from the functions themselves.
+    Decorators complete the docstrings of operators and stages, so that these docstrings are taken from the functions.
     """
 
     def on_module_members(self, *, mod: griffe.Module, **_):
@@ -25,7 +25,7 @@ class PlainText(griffe.Extension):
                 mod.set_member(name, function_of(name, made))
 
     def on_object(self, *, obj: griffe.Object, **_):
-        """Take the docstring that a decorator made, and show it as it is meant."""
+        """Take the docstring that a decorator completed, and show it as it is meant."""
         if obj.is_function and obj.decorators and (text := inspect.getdoc(runtime(obj))):
             obj.docstring = griffe.Docstring(text, parent=obj)
         if obj.docstring:

@@ -1,17 +1,18 @@
-"""Docstrings of the operators are whole."""
+"""Docstrings of the operators and of their stages are whole."""
 
 import inspect
 import re
 
 import pytest
 
-from chunkwise.pipeline.operators import CHUNKED, OPERATORS
+from chunkwise import chunk_h, chunk_o, cumsum, kkt, pipeline, solve_tril, wy_fast
+from chunkwise.pipeline.operators import CHUNKED
 from chunkwise.shared.testing.documents import documented_flops
 
 
 def entries(docstring):
     """Return the arguments that the section Args names."""
-    section = re.search(r"^Args:\n(.*?)^\S", inspect.cleandoc(docstring), re.MULTILINE | re.DOTALL)[1]
+    section = re.search(r"^Args:\n(.*?)(^\S|\Z)", inspect.cleandoc(docstring), re.MULTILINE | re.DOTALL)[1]
     return [
         name
         for names in re.findall(r"^  ([A-Za-z][\w, \n]*):", section, re.MULTILINE)
@@ -19,10 +20,25 @@ def entries(docstring):
     ]
 
 
-@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
-def test_every_argument_is_documented_once(operator):
-    taken = list(inspect.signature(operator.function).parameters)
-    assert sorted(entries(operator.function.__doc__)) == sorted(taken)
+PUBLIC = [
+    function
+    for module in (pipeline, cumsum, kkt, solve_tril, wy_fast, chunk_h, chunk_o)
+    for function in map(vars(module).__getitem__, module.__all__)
+    if inspect.isfunction(function)
+]
+
+
+@pytest.mark.parametrize("function", PUBLIC, ids=lambda function: function.__name__)
+def test_every_argument_is_documented_once(function):
+    assert sorted(entries(function.__doc__)) == sorted(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("function", [x for x in PUBLIC if x.__name__.startswith(("recurrent_", "ragged_"))])
+def test_docstrings_have_their_sections(function):
+    text = inspect.getdoc(function)
+    for section in ("Dims", "Args", "Returns", "Raises", "Accuracy", "Cost"):
+        assert text.count(f"\n{section}:") == 1, section
+    assert all(len(line) <= 120 for line in text.splitlines())
 
 
 @pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)

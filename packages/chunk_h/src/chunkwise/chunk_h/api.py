@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from chunkwise.chunk_h import config as tiles
 from chunkwise.chunk_h import kernel, kernel_bwd, xla
 from chunkwise.shared import compat
-from chunkwise.shared.call import checks, unknown_arguments
+from chunkwise.shared.call import checks, docstrings, unknown_arguments
 from chunkwise.shared.kernels import chunking
 
 
@@ -50,6 +50,7 @@ class ChunkHStatic(NamedTuple):
 
 
 @unknown_arguments.explained
+@docstrings.completed(docstrings.STAGE)
 def chunk_gated_delta_rule_fwd_h(
     k: jax.Array,
     w: jax.Array,
@@ -77,15 +78,6 @@ def chunk_gated_delta_rule_fwd_h(
       k: keys [B, T, H, K], float32, bfloat16 or float16.
       w: effective keys [B, T, HV, K], float32 from `chunkwise.wy_fast.recompute_w_u`; narrower types are widened.
       u: effective values [B, T, HV, V], of the same types. Products are float32 at full precision.
-      g_cum: chunk-local inclusive cumulative log decay in nats, float32 from `chunkwise.cumsum.chunk_local_cumsum`
-        (narrower types are widened): [B, T, HV] per head, [B, T, HV, K] per channel of the key, None for no decay.
-      initial_state: [N, HV, K, V], any floating type; None for zeros.
-      output_final_state: return the state after every sequence; static.
-      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
-        Tokens from cu_seqlens[N] on are padding and give zeros. The values are checked outside of jit only.
-      chunk_size: C, one of 16, 32, 64, 128, or None for 64; static. The stages of a chain must agree.
-      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
-      config: tile sizes of the kernel.
 
     Returns:
       h [B, NT, HV, K, V] float32, the state before every chunk; NT is ceil(T / C), or T // C + N for a packed batch,
@@ -93,10 +85,6 @@ def chunk_gated_delta_rule_fwd_h(
       v_new [B, T, HV, V] float32, not decayed.
       final_state [N, HV, K, V] float32, or None. Differentiable in every array under both implementations. The carried
       state is float32 whatever the inputs are.
-
-    Raises:
-      ValueError: an argument has the wrong rank, shape or type, or a static one is traced.
-      NotImplementedError: `implementation` is one that only whole operators have.
 
     Accuracy: 5e-7 relative to the recurrence in float64.
     Cost: 4 B T HV K V flops.
@@ -111,6 +99,7 @@ def chunk_gated_delta_rule_fwd_h(
 
 
 @unknown_arguments.explained
+@docstrings.completed(docstrings.STAGE)
 def chunk_fwd_h(
     k: jax.Array,
     v: jax.Array,
@@ -140,14 +129,7 @@ def chunk_fwd_h(
       v: values [B, T, HV, V], of the same types.
       g_cum: chunk-local inclusive cumulative log decay [B, T, HV] in nats, float32 from
         `chunkwise.cumsum.chunk_local_cumsum` (narrower types are widened); None for no decay.
-      g_gamma: constant log decay per head [HV] in nats, any floating type, added to the one of g_cum.
       gk_cum: the same as g_cum per channel of the key [B, T, HV, K]; excludes the other two.
-      initial_state: [N, HV, K, V], any floating type; None for zeros.
-      output_final_state: return the state after every sequence; static.
-      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1.
-      chunk_size: C, one of 16, 32, 64, 128, or None for 64; static. The stages of a chain must agree.
-      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
-      config: tile sizes of the kernel.
 
     Returns:
       h [B, NT, HV, K, V] float32, the state before every chunk, zero for unused chunks. Differentiable in every array

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from chunkwise.chunk_o import config as tiles
 from chunkwise.chunk_o import kernel, xla
 from chunkwise.shared import compat
-from chunkwise.shared.call import checks, unknown_arguments
+from chunkwise.shared.call import checks, docstrings, unknown_arguments
 from chunkwise.shared.kernels import chunking, gating, launcher
 
 
@@ -50,6 +50,7 @@ class ChunkOStatic(NamedTuple):
 
 
 @unknown_arguments.explained
+@docstrings.completed(docstrings.STAGE)
 def chunk_fwd_o(
     q: jax.Array,
     k: jax.Array,
@@ -81,22 +82,10 @@ def chunk_fwd_o(
         float32 at full precision.
       h: states before each chunk [B, NT, HV, K, V], float32 from `chunkwise.chunk_h` (narrower types are widened); NT
         is ceil(T / C), or T // C + N for a packed batch.
-      g_cum: chunk-local inclusive cumulative log decay in nats, float32 from `chunkwise.cumsum.chunk_local_cumsum`
-        (narrower types are widened): [B, T, HV] per head, [B, T, HV, K] per channel of the key, None for no decay.
-      g_gamma: constant log decay per head [HV] in nats, any floating type, added to the one of g_cum.
       scale: multiplies the output; defaults to K ** -0.5. A number, or a scalar array, traced or not.
-      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
-        Tokens from cu_seqlens[N] on are padding and give zeros. The values are checked outside of jit only.
-      chunk_size: C, one of 16, 32, 64, 128, or None for 64; static. The stages of a chain must agree.
-      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
-      config: tile sizes of the kernel.
 
     Returns:
       o [B, T, HV, V] in the type of v. Differentiable in every array and a traced scale under both implementations.
-
-    Raises:
-      ValueError: an argument has the wrong rank, shape or type, or a static one is traced.
-      NotImplementedError: `implementation` is one that only whole operators have.
 
     Accuracy: 3e-7 relative to the definition in float64 for float32 inputs, 2e-3 for bfloat16 inputs.
     Cost: 2 B T (H C K + HV (K V + C V)) flops, with HV in the place of H for gates per channel.

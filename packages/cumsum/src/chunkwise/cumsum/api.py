@@ -5,10 +5,11 @@ import jax
 from chunkwise.cumsum import config as tiles
 from chunkwise.cumsum import vjp
 from chunkwise.shared import compat
-from chunkwise.shared.call import checks, unknown_arguments
+from chunkwise.shared.call import checks, docstrings, unknown_arguments
 
 
 @unknown_arguments.explained
+@docstrings.completed(docstrings.STAGE)
 def chunk_local_cumsum(
     g: jax.Array,
     chunk_size: int | None = None,
@@ -30,20 +31,11 @@ def chunk_local_cumsum(
       g: log decays [B, T, H] or [B, T, H, K] in nats, finite, float32, bfloat16 or float16. Gates that only say "forget
         everything", -1e9 or -inf, should pass `chunkwise.shared.kernels.clip_gate` before: a sum that contains them has
         no digits left for the others.
-      chunk_size: C, one of 16, 32, 64, 128, or None for 64; static.
       reverse: sum from the end of the chunk; static.
-      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
-        Tokens from cu_seqlens[N] on are padding and give zeros. The values are checked outside of jit only.
-      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
-      config: tile sizes of the kernel.
 
     Returns:
       G, float32, in the shape of g. Differentiable under both implementations: the gradient is the cumulative sum in
       the other direction.
-
-    Raises:
-      ValueError: an argument has the wrong rank, shape or type, or a static one is traced.
-      NotImplementedError: `implementation` is one that only whole operators have.
 
     Accuracy: 1e-7 relative to the sum in float64. The rounding of G itself, half a unit in its last place, is what
     differences G[i] - G[j] inherit: 1.5e-5 nats once |G| passes 256.

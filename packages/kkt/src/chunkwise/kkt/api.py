@@ -7,11 +7,12 @@ import jax
 from chunkwise.kkt import config as tiles
 from chunkwise.kkt import kernel, xla
 from chunkwise.shared import compat
-from chunkwise.shared.call import checks, unknown_arguments
+from chunkwise.shared.call import checks, docstrings, unknown_arguments
 from chunkwise.shared.kernels import chunking
 
 
 @unknown_arguments.explained
+@docstrings.completed(docstrings.STAGE)
 def chunk_scaled_dot_kkt(
     k: jax.Array,
     beta: jax.Array,
@@ -39,23 +40,11 @@ def chunk_scaled_dot_kkt(
       k: keys [B, T, H, K], float32, bfloat16 or float16. Products take bfloat16 operands if k is bfloat16, else
         float32 ones at full precision; they accumulate in float32.
       beta: step sizes [B, T, HV], any floating type.
-      g_cum: chunk-local inclusive cumulative log decay in nats, nonincreasing inside a chunk, float32 from
-        `chunkwise.cumsum.chunk_local_cumsum` (narrower types are widened): [B, T, HV] per head, [B, T, HV, K] per
-        channel of the key, None for no decay.
-      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
-        Tokens from cu_seqlens[N] on are padding and give zero rows. The values are checked outside of jit only.
-      chunk_size: C, one of 16, 32, 64, 128, or None for 64; static. The stages of a chain must agree.
       p: erase keys [B, T, HV, K] of a delta rule that erases and writes apart, types as of k; None for k.
-      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
-      config: tile sizes of the kernel.
 
     Returns:
       A [B, T, HV, C] float32. Row t belongs to token t, column j to the j-th token of its chunk. Differentiable in k,
       p, beta and g_cum under both implementations.
-
-    Raises:
-      ValueError: an argument has the wrong rank, shape or type, or a static one is traced.
-      NotImplementedError: `implementation` is one that only whole operators have.
 
     Accuracy: 2e-7 relative to the definition in float64 for float32 inputs, 1e-7 for bfloat16 inputs, whose products
     are exact in float32.

@@ -5,13 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.call import checks, unknown_arguments
+from chunkwise.shared.call import checks, docstrings, unknown_arguments
 from chunkwise.shared.kernels import chunking
 from chunkwise.solve_tril import config as tiles
 from chunkwise.solve_tril import kernel, xla
 
 
 @unknown_arguments.explained
+@docstrings.completed(docstrings.STAGE)
 def solve_tril(
     A: jax.Array,
     cu_seqlens: jax.Array | None = None,
@@ -33,19 +34,11 @@ def solve_tril(
     Args:
       A: [B, T, HV, C] float32 (bfloat16 and float16 are widened), row t of token t, column j of the j-th token of
         its chunk; C is one of 16, 32, 64, 128. Entries on and above the diagonal are not read.
-      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
-        Tokens from cu_seqlens[N] on are padding and give zero rows. The values are checked outside of jit only.
       A_inv: the result of an earlier call for the same A, which is then returned as it is. The gradient is that of the
         inverse and goes to A. None to compute it.
-      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
-      config: tile sizes of the kernel.
 
     Returns:
       A_inv [B, T, HV, C] float32, in the layout of A. Differentiable under both implementations.
-
-    Raises:
-      ValueError: an argument has the wrong rank, shape or type.
-      NotImplementedError: `implementation` is one that only whole operators have.
 
     Accuracy: 3e-7 relative to the inverse in float64 for keys of unit length, 2e-7 if all keys are equal and beta = 1,
     4e-6 if beta = 1.9, where the matrix has condition 3,000.

@@ -47,33 +47,20 @@ def chunk_gdn2(
         S_t = S~ + k_t (y_t - S~^T p_t)^T
         o_t = scale S_t^T q_t
 
-    Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions.
+    The implementation "fused" runs the kernels of `chunk_kda`.
 
     Args:
-      q, k: queries and keys [B, T, H, K], float32, bfloat16 or float16.
-      v: values [B, T, HV, V], of the same types.
-      g: log decay per channel [B, T, HV, K] in nats, at most 0, of any strength.
+      g: log decay per channel [B, T, HV, K] in nats, at most 0, of any strength: -inf forgets everything before.
       b: erase gates [B, T, HV, K], from 0 to 1, or to 2 where negative eigenvalues are allowed. |k . p| must be at most
         2, or states grow.
       w: write gates [B, T, HV, V].
-      scale, initial_state, output_final_state, cu_seqlens, segment_ids, chunk_size, sharding: as in `chunk_kda`.
-      context_axis, config: as there.
-      use_qk_l2norm_in_kernel: scale q and k to unit length first; b multiplies the scaled key.
-      use_gate_in_kernel, A_log, dt_bias, lower_bound, gate_lower_bound: as in `chunk_kda`.
+      use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6), in float32; static. b multiplies the key
+        of unit length.
       use_erase_sigmoid_in_kernel: b is raw, and the erase gate is sigmoid(b), in float32; static.
       use_write_sigmoid_in_kernel: w is raw, and the write gate is sigmoid(w), in float32; static.
       allow_neg_eigval: with use_erase_sigmoid_in_kernel, the erase gate is 2 sigmoid(b); static.
-      implementation: "xla", "staged", "fused" or None, as in `chunk_kda`, whose kernels "fused" runs.
 
-    Returns:
-      o [B, T, HV, V] in the type of v, and final_state [N, HV, K, V] float32, None unless asked for. Gradients have the
-      types of their inputs.
-
-    Raises:
-      ValueError: an argument has the wrong rank, shape or type, or blocks of `config` cut groups of value heads.
-      NotImplementedError: "fused" with K or V above 256.
-
-    Accuracy: that of `chunk_kda`, with erase gates up to 2 and repeated keys too.
+    Accuracy: as `chunk_kda`, with erase gates up to 2 and repeated keys too.
     Cost: 2 B T HV (2 C K + 2 C V + 3 K V) flops, the backward twice as much; every tensor is read once and o is written
       once.
     Source: Gated DeltaNet 2; docs/two-keys.md has the chunk form and the special cases.
@@ -81,7 +68,7 @@ def chunk_gdn2(
     ...
 
 
-@signature.of(GDN2.recurrent)
+@signature.of(GDN2.recurrent, chunk_gdn2)
 def recurrent_gdn2(
     q: jax.Array,
     k: jax.Array,
@@ -111,22 +98,7 @@ def recurrent_gdn2(
 ) -> tuple[jax.Array, jax.Array | None]:
     """GDN-2, the gated delta rule that erases and writes apart, token by token, the decode path.
 
-    The equation of `chunk_gdn2`, for one new token or a few of every sequence, in one launch.
-
-    Args:
-      q, k, v, g, b, w: as in `chunk_gdn2`; all is computed in float32.
-      scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias: as there.
-      lower_bound, use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel, allow_neg_eigval: as there.
-      initial_state, state_indices, has_initial_state, implementation, sharding, context_axis: as in `recurrent_kda`.
-      gate_lower_bound: it changes nothing here.
-
-    Returns:
-      o [B, T, HV, V] in the type of v, and the states after the tokens [N, HV, K, V] float32, None unless asked for;
-      with state_indices the pool in its own type.
-
-    Raises:
-      ValueError: an argument has the wrong rank, shape or type.
-      NotImplementedError: "fused", and the tokens and states do not fit into VMEM.
+    `chunk_gdn2` has the equation, here for one new token or a few of every sequence, in one launch.
 
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 in float32.
     Cost: 7 B T HV K V flops; every state is read and written once.
@@ -134,7 +106,7 @@ def recurrent_gdn2(
     ...
 
 
-@signature.of(GDN2.ragged)
+@signature.of(GDN2.ragged, chunk_gdn2)
 def ragged_gdn2(
     q: jax.Array,
     k: jax.Array,
@@ -170,25 +142,8 @@ def ragged_gdn2(
 ) -> tuple[jax.Array, Pool]:
     """GDN-2, the gated delta rule that erases and writes apart, as one serving step.
 
-    The equation of `chunk_gdn2`, for every sequence of a packed stream: decodes, speculation and prefills over one
-    pool of states.
-
-    Args:
-      q, k, v, g, b, w: as in `chunk_gdn2`, with B = 1, and so are the gates' arguments and scale.
-      states, cu_seqlens, state_indices, has_initial_state, num_decodes, num_sequences: as in `ragged_kda`.
-      read_indices, num_accepted_tokens, block_state_indices, block_size, decode_tokens: as there.
-      chunk_size, implementation, sharding: as there.
-
-    Returns:
-      o [1, T, HV, V] in the type of v, and the pool.
-
-    Raises:
-      ValueError: an argument has the wrong rank, shape or type, or outside of jit a wrong value.
-      NotImplementedError: "fused" with sizes that its kernels do not take.
-
-    Accuracy: that of `recurrent_gdn2` for decodes and of `chunk_gdn2` for prefills, plus the rounding of the states
-      to the type of the pool.
-    Cost: a decode reads the state of every sequence once and writes one for every token.
+    `chunk_gdn2` has the equation, here for every sequence of a packed stream: decodes, speculation and prefills over
+    one pool of states.
     """
     ...
 
@@ -221,7 +176,7 @@ def chunk_comba(
     context_axis: str | tuple[str, ...] | None = None,
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Comba, the gated delta rule with erase keys of their own, over whole sequences, chunk by chunk, differentiable.
+    """Comba, the gated delta rule with separate erase keys, over whole sequences, chunk by chunk, differentiable.
 
     In value head n, with key head n // (HV // H), and the state read after the update::
 
@@ -229,30 +184,15 @@ def chunk_comba(
         S_t = S~ + beta_t k_t (v_t - S~^T p_t)^T
         o_t = scale S_t^T q_t
 
-    Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions.
+    The implementation "fused" runs the kernels of `chunk_kda`.
 
     Args:
-      q, k, p: queries, keys and erase keys [B, T, H, K], float32, bfloat16 or float16. beta |k . p| must be at most 2,
-        or states grow.
-      v: values [B, T, HV, V], of the same types.
-      g: log decay [B, T, HV] in nats, at most 0, of any strength.
-      beta: step sizes [B, T, HV].
-      scale, initial_state, output_final_state, cu_seqlens, segment_ids, chunk_size, sharding: as in `chunk_kda`.
-      context_axis, config: as there.
-      use_qk_l2norm_in_kernel: scale q, k and p to unit length first.
-      use_gate_in_kernel, A_log, dt_bias, lower_bound, gate_lower_bound: as in `chunk_kda`; dt_bias is [HV].
-      use_beta_sigmoid_in_kernel, allow_neg_eigval: as there.
-      implementation: "xla", "staged", "fused" or None, as in `chunk_kda`, whose kernels "fused" runs.
+      p: erase keys [B, T, H, K].
+      g: log decay [B, T, HV] in nats, at most 0, of any strength: -inf forgets everything before.
+      beta: step sizes [B, T, HV]. beta |k . p| must be at most 2, or states grow.
+      use_qk_l2norm_in_kernel: replace q, k and p by x * rsqrt(sum x^2 + 1e-6), in float32; static.
 
-    Returns:
-      o [B, T, HV, V] in the type of v, and final_state [N, HV, K, V] float32, None unless asked for. Gradients have the
-      types of their inputs.
-
-    Raises:
-      ValueError: an argument has the wrong rank, shape or type, or blocks of `config` cut groups of value heads.
-      NotImplementedError: "fused" with K or V above 256.
-
-    Accuracy: that of `chunk_kda`, with erase gates up to 2 and repeated keys too.
+    Accuracy: as `chunk_kda`, with erase gates up to 2 and repeated keys too.
     Cost: 2 B T HV (2 C K + 2 C V + 3 K V) flops, the backward twice as much; every tensor is read once and o is written
       once.
     Source: Comba (2025); docs/two-keys.md has the chunk form and the special cases.
@@ -260,7 +200,7 @@ def chunk_comba(
     ...
 
 
-@signature.of(COMBA.recurrent)
+@signature.of(COMBA.recurrent, chunk_comba)
 def recurrent_comba(
     q: jax.Array,
     k: jax.Array,
@@ -287,24 +227,9 @@ def recurrent_comba(
     sharding: Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Comba, the gated delta rule with erase keys of their own, token by token, the decode path.
+    """Comba, the gated delta rule with separate erase keys, token by token, the decode path.
 
-    The equation of `chunk_comba`, for one new token or a few of every sequence, in one launch.
-
-    Args:
-      q, k, v, p, g, beta: as in `chunk_comba`; all is computed in float32.
-      scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias: as there.
-      lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval: as there.
-      initial_state, state_indices, has_initial_state, implementation, sharding, context_axis: as in `recurrent_kda`.
-      gate_lower_bound: it changes nothing here.
-
-    Returns:
-      o [B, T, HV, V] in the type of v, and the states after the tokens [N, HV, K, V] float32, None unless asked for;
-      with state_indices the pool in its own type.
-
-    Raises:
-      ValueError: an argument has the wrong rank, shape or type.
-      NotImplementedError: "fused", and the tokens and states do not fit into VMEM.
+    `chunk_comba` has the equation, here for one new token or a few of every sequence, in one launch.
 
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 in float32.
     Cost: 7 B T HV K V flops; every state is read and written once.
@@ -312,7 +237,7 @@ def recurrent_comba(
     ...
 
 
-@signature.of(COMBA.ragged)
+@signature.of(COMBA.ragged, chunk_comba)
 def ragged_comba(
     q: jax.Array,
     k: jax.Array,
@@ -345,26 +270,9 @@ def ragged_comba(
     implementation: str | None = None,
     sharding: Sharding | None = None,
 ) -> tuple[jax.Array, Pool]:
-    """Comba, the gated delta rule with erase keys of their own, as one serving step.
+    """Comba, the gated delta rule with separate erase keys, as one serving step.
 
-    The equation of `chunk_comba`, for every sequence of a packed stream: decodes, speculation and prefills over one
-    pool of states.
-
-    Args:
-      q, k, v, p, g, beta: as in `chunk_comba`, with B = 1, and so are the gates' arguments and scale.
-      states, cu_seqlens, state_indices, has_initial_state, num_decodes, num_sequences: as in `ragged_kda`.
-      read_indices, num_accepted_tokens, block_state_indices, block_size, decode_tokens: as there.
-      chunk_size, implementation, sharding: as there.
-
-    Returns:
-      o [1, T, HV, V] in the type of v, and the pool.
-
-    Raises:
-      ValueError: an argument has the wrong rank, shape or type, or outside of jit a wrong value.
-      NotImplementedError: "fused" with sizes that its kernels do not take.
-
-    Accuracy: that of `recurrent_comba` for decodes and of `chunk_comba` for prefills, plus the rounding of the states
-      to the type of the pool.
-    Cost: a decode reads the state of every sequence once and writes one for every token.
+    `chunk_comba` has the equation, here for every sequence of a packed stream: decodes, speculation and prefills over
+    one pool of states.
     """
     ...

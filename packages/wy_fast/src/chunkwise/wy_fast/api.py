@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.shared import compat
-from chunkwise.shared.call import checks, unknown_arguments
+from chunkwise.shared.call import checks, docstrings, unknown_arguments
 from chunkwise.shared.kernels import chunking, gating
 from chunkwise.wy_fast import config as tiles
 from chunkwise.wy_fast import kernel, xla
 
 
 @unknown_arguments.explained
+@docstrings.completed(docstrings.STAGE)
 def recompute_w_u(
     k: jax.Array,
     v: jax.Array,
@@ -41,20 +42,10 @@ def recompute_w_u(
       beta: step sizes [B, T, HV], any floating type.
       A_inv: [B, T, HV, C], float32 from `chunkwise.solve_tril.solve_tril` (narrower types are widened); its last
         dimension is the chunk size.
-      g_cum: chunk-local inclusive cumulative log decay in nats, float32 from `chunkwise.cumsum.chunk_local_cumsum`
-        (narrower types are widened): [B, T, HV] per head, [B, T, HV, K] per channel of the key, None for no decay.
-      cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence.
-        Tokens from cu_seqlens[N] on are padding and give zero rows. The values are checked outside of jit only.
-      implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
-      config: tile sizes of the kernel.
 
     Returns:
       w [B, T, HV, K] and u [B, T, HV, V], float32 whatever the inputs are: u - w S cancels where keys repeat, and
       rounding it to bfloat16 would be amplified a hundredfold. Differentiable under both implementations.
-
-    Raises:
-      ValueError: an argument has the wrong rank, shape or type.
-      NotImplementedError: `implementation` is one that only whole operators have.
 
     Accuracy: 2e-7 relative to the definition in float64.
     Cost: 2 B T C HV (K + V) flops.

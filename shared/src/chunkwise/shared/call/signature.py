@@ -5,17 +5,25 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from chunkwise.shared.call import unknown_arguments
+from chunkwise.shared.call import docstrings, unknown_arguments
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.call.gates import GateActivation
 
 Function = TypeVar("Function", bound=Callable)
 
 
-def of(run: Callable[[Arguments, Options, str | None], Any]) -> Callable[[Function], Function]:
-    """Return a decorator that makes a function of a signature: it calls `run`, which is a method of an `Operator`."""
+def of(
+    run: Callable[[Arguments, Options, str | None], Any], like: Callable | None = None
+) -> Callable[[Function], Function]:
+    """Return a decorator that makes a function of a signature: it calls `run`, which is a method of an `Operator`.
+
+    Its docstring is completed by the texts that `docstrings` has for this method, and by entries of `like`, a function
+    of the same operator.
+    """
+    complete = docstrings.completed(docstrings.KINDS.get(run.__name__, ""), like)
 
     def decorate(function: Function) -> Function:
+        function = complete(function)
         parameters = inspect.signature(function).parameters
         defaults = {name: parameter.default for name, parameter in parameters.items()}
         check = unknown_arguments.explained(function)
