@@ -43,7 +43,7 @@ def vary_alike(*operands: jax.Array | None) -> tuple[Any, ...]:
     """Return the operands, each varying over the mesh axes of all of them.
 
     A custom_vjp under `shard_map` wants this: the gradients that its kernel returns vary over all axes, and JAX then
-    sums that of a replicated operand over the devices.
+    sums the gradient of a replicated operand over the devices.
     """
     return vary_over(varying_axes(*operands), operands)
 
@@ -77,7 +77,7 @@ def races_raised() -> Iterator[None]:
     try:
         with contextlib.redirect_stdout(printed):
             yield
-            # The kernels run on threads of their own.
+            # The kernels run on other threads.
             jax.effects_barrier()
     finally:
         print(printed.getvalue(), end="")

@@ -1,8 +1,7 @@
 """One record for every operator, and the one way from the call of a user to an implementation.
 
-A package says what is an operator's own: its checks, and its implementations. What stands around them is here and the
-same for all: the checks that they share, the choice of an implementation, meshes, whole sequences, a few tokens, and
-serving steps.
+A package has the checks and the implementations of an operator. The code around them is here, the same for all: the
+checks that they share, the choice of an implementation, meshes, whole sequences, a few tokens, and serving steps.
 """
 
 import functools
@@ -26,7 +25,7 @@ Results = tuple[jax.Array, jax.Array | None]
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """What an operator has of its own.
+    """An operator, as its package defines it.
 
     Attributes:
       name: in the names of its functions and kernels.
@@ -99,7 +98,7 @@ def _located(
     `pool` is what a user calls the argument `initial_state`. Where no mesh is, nothing stands between the call and
     `run`.
     """
-    # Outside of jit arrays may be of numpy, as those of a scheduler and of a pool from a file are.
+    # Outside of jit arrays may be of numpy, such as the arrays of a scheduler and a pool out of a file.
     x = jax.tree.map(lambda y: jnp.asarray(y) if isinstance(y, np.ndarray) else y, x)
     places = devices.find_places(x, options, pool)
     if places == (None, ()):

@@ -97,9 +97,9 @@ def causal_conv1d(
         static. Over explicit axes the type of x says it. Rows, tokens and channels may be split, also over several axes
         each; every device computes its part, and only gradients of arguments that devices share are sums over them.
       context_axis: the axis or axes of a mesh, inside a `shard_map`, over which T is split; static. Each device has
-        consecutive tokens, at least W - 1, and sends so many inputs to its right neighbour. cu_seqlens are those of all
-        tokens, and states are those before the first and after the last token, the same on all devices. segment_ids are
-        those of the device's tokens.
+        consecutive tokens, at least W - 1, and sends so many inputs to its right neighbour. cu_seqlens has the
+        boundaries of all tokens, and states lie before the first and after the last of all tokens, the same on all
+        devices. segment_ids has the ids of the device's tokens.
       config: tile sizes of the kernels.
 
     Returns:
@@ -213,7 +213,7 @@ def causal_conv1d_update(
 
     Under jit with the pool donated (donate_argnums), its states are updated in place. In a serving step it takes the
     same stream, boundaries and indices as the operator after it, such as `ragged_gated_delta_rule` of
-    chunkwise.pipeline, for a pool of its own::
+    chunkwise.pipeline, for another pool::
 
         y, pool = causal_conv1d_update(
             x, pool, weight, bias, cu_seqlens=boundaries, state_indices=slots, num_decodes=decodes
@@ -247,10 +247,10 @@ def causal_conv1d_update(
       sharding: how x is split over the devices of a mesh with automatic axes, a NamedSharding or a PartitionSpec;
         static. Over explicit axes the type of x says it. Channels may be split, and rows where there are no
         cu_seqlens; the states are split as they are, and no device sends anything. Devices that share the rows share
-        the slots of a pool evenly, and the slots of a sequence must be those of its device: else its y is NaN.
+        the slots of a pool evenly, and the slots of a sequence must lie on its device: else its y is NaN.
 
     Returns:
-      y [B, T, D] in the type of x, and the pool in its own type, in which the slots of no sequence keep every bit.
+      y [B, T, D] in the type of x, and the pool in its type, in which the slots of no sequence keep every bit.
       Differentiable in x, states, weight and bias; over a mesh, by sharding or by the type of x, in reverse only.
 
     Raises:
@@ -326,7 +326,7 @@ def _update(x, states, weight, bias, cu_seqlens, slots: arguments.Slots, activat
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))
 def _step(x, pool, weight, bias, cu_seqlens, slots: arguments.Slots, activation, implementation, block_size):
-    """Run a serving step: the states of a decode go to a slot after every token, those of a prefill after its last."""
+    """Run a serving step: a decode writes a state to a slot after every token, and a prefill after its last token."""
     step, W = step_table.find_step(cu_seqlens, slots, pool.shape[0], x.shape[1]), weight.shape[1]
     # A sequence is a decode or a prefill, and in the other list it has no tokens and reads no slot.
     before = slot_rows.read(pool, jnp.maximum(step.decodes.source, step.prefills.source))

@@ -93,7 +93,7 @@ def _join(halo: jax.Array, before: jax.Array, count: jax.Array) -> jax.Array:
 
     Args:
       halo: [B, W - 1, D].
-      before: likewise, the inputs before the sequence of the first token.
+      before: [B, W - 1, D], the inputs before the sequence of the first token.
       count: int32 [B], how many of the halo's last tokens are in that sequence.
     """
     S = halo.shape[1]

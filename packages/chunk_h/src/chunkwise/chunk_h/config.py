@@ -29,7 +29,7 @@ def cost(
       itemsize: bytes of a number of k, and without the delta rule of v; everything else is float32.
       per_channel: whether gates are per channel.
       delta_rule: `chunk_gated_delta_rule_fwd_h`, which also computes v_new = u - w S; else `chunk_fwd_h`.
-      backward: the cost of the gradients: those of both operands of every product.
+      backward: the cost of the gradients of both operands of every product.
     """
     tokens, chunks = B * T, B * -(-T // C)
     gates = HV * (K if per_channel else 1)

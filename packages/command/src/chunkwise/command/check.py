@@ -1,4 +1,4 @@
-"""Every kernel on this machine's own backend, compiled, against float64: `chunkwise check`."""
+"""Every kernel on the backend of this machine, compiled, against float64: `chunkwise check`."""
 
 import functools
 import math

@@ -121,8 +121,9 @@ def recall(facts: dict[str, str], counts: tuple[int, ...]) -> list[Recall]:
     """Store the first lines of `facts`, as many as every count says, and ask both states for them.
 
     Of the counts above the number of lines there is one, that number.
-    A sequence tells every name a wrong line first, that of another name, and then twice its own. Then it asks: a token
-    whose step size is 0, or whose value is 0, changes nothing. The sequences of all counts are packed into one row.
+    A sequence tells every name a wrong line first, the line of another name, and then twice the right line. Then it
+    asks: a token whose step size is 0, or whose value is 0, changes nothing. The sequences of all counts are packed
+    into one row.
     """
     counts = tuple(dict.fromkeys(min(count, len(facts)) for count in counts))
     keys, values, steps = [], [], []
@@ -150,8 +151,8 @@ def recall(facts: dict[str, str], counts: tuple[int, ...]) -> list[Recall]:
 def embed(tokens: int) -> dict[str, jax.Array]:
     """Return q, k, v, g and beta of so many bytes of the standard library.
 
-    A byte's features are a fixed random vector, mixed with those of the three bytes before it, as the short convolution
-    of a layer would. Text repeats itself, so its keys do too.
+    A byte's features are a fixed random vector, mixed with the vectors of the three bytes before it, as the short
+    convolution of a layer would. Text repeats itself, so its keys do too.
     """
     text = np.empty(0, np.uint8)
     for path in library():

@@ -75,7 +75,7 @@ class Layer:
         return run
 
     def inputs(self, T: int, dtype) -> dict:
-        """Return seeded inputs by argument name; the gates are those of the tokens."""
+        """Return seeded inputs by argument name, without constant gates."""
         x = operator_inputs(self.table, 1, T, self.H, self.HV, self.K, self.V, dtype=dtype)
         x.pop("g_gamma", None)
         return x

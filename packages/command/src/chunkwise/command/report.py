@@ -91,7 +91,7 @@ class Job:
         fn, _ = models.program(case, self.implementation, T, backward, None)
         x = case.inputs(T, jnp.dtype(DTYPE))
         do = np.random.default_rng(1).standard_normal((1, T, case.HV, case.V))
-        # Tokens after the judged ones have no cotangent, so the gradients are those of the judged ones alone.
+        # Tokens after the judged ones have no cotangent, so the gradients come from the judged ones alone.
         do[:, JUDGED:] = 0.0
         do = jnp.asarray(do, DTYPE)
         flat = {name: y.reshape(1, T, -1) for name, y in x.items()}

@@ -1,7 +1,7 @@
 """The sum with its gradient, which is the sum in the other direction.
 
-Here it is the whole function of tokens that has a gradient of its own, not the kernel as in the other stages: a packed
-batch is cut into chunks by a gather, whose own gradient would be a scatter, which is slower than a second gather.
+Here the gradient is defined for the whole function of tokens, not for the kernel as in the other stages: a packed batch
+is cut into chunks by a gather, and JAX's gradient of a gather is a scatter, which is slower than a second gather.
 """
 
 import functools

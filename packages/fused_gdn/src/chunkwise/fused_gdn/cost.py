@@ -34,7 +34,7 @@ def states_cost(
 
     The forward, which is given the inverse, multiplies it by values, and the state by keys and by new values; it writes
     new values in float32 and the states. The backward makes the scores of queries and multiplies scores and inverse by
-    cotangents, and the gradient of the state by queries, keys and both of these. The arguments are those of `cost`.
+    cotangents, and the gradient of the state by queries, keys and both of these. `cost` has the same arguments.
     """
     states, inverse = K * V * itemsize // C, 4 * C
     keys, values = (2 * K, V * itemsize) if backward else (K, V * (itemsize + 4) + states)

@@ -1,4 +1,4 @@
-"""The record of the gated delta rule: what is its own around its kernels and its plain form."""
+"""The record of the gated delta rule: its checks, the layout of its arrays, its kernels and its plain form."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def config_for(x: Arguments, options: Options) -> config.Config:
 def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedStatic:
     """Return what the kernels are built for."""
     (B, T, H, K), (HV, V), C = x.q.shape, x.v.shape[2:], options.chunk_size
-    # Groups of value heads that are too large for a step are cut, and each part has its own key head.
+    # Groups of value heads that are too large for a step are cut, and each part has a key head.
     sizes = options.config
     repeats = config.key_repeats(H, HV, sizes)
     # What the forward leaves for the backward is packed alike in both.

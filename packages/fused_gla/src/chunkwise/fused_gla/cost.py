@@ -17,7 +17,7 @@ def cost(
       output: of the forward, whether it computes the output, or the states only.
     """
     tokens = B * T * HV
-    # Gates per channel make the scores of every value head others; else those of a group share their products.
+    # Gates per channel make other scores for every value head; else the heads of a group share their products.
     scores = B * T * (HV if per_channel else H) * C * K
     if backward:
         products = 3 * scores + tokens * (2 * C * V + 5 * K * V)

@@ -1,4 +1,4 @@
-"""The records of GLA and simple GLA, which share their kernels: what is their own around these."""
+"""The records of GLA and simple GLA: their checks, the layout of their arrays, and the kernels that they share."""
 
 from typing import Any
 

@@ -36,7 +36,7 @@ def fused_conv1d_gdn(
       query_start_loc: boundaries of the requests, int32 [N + 1].
       state_indices: the slot that a request writes, int32 [N]; with speculation the first of num_spec_tokens + 1 slots.
       distribution: int32 [3]; the first entry counts the decodes, and the last one all requests.
-      seq_lens: tokens of a request so far, with those of this step, [N]. A request without earlier ones starts from
+      seq_lens: tokens of a request so far and in this step, [N]. A request without earlier ones starts from
         zeros.
       read_state_indices: the slot that a request starts from, [N].
       read_offsets: what is added to it for a decode, [N]: the accepted tokens of the step before, less one.

@@ -54,7 +54,7 @@ def jax_ar_gated_delta_rule(
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Return the gated delta rule of one more token in each row, as `maxtext.models.qwen3` has it under this name.
 
-    The arguments are those of `jax_chunk_gated_delta_rule`, with S = 1.
+    `jax_chunk_gated_delta_rule` has the same arguments; S is 1 here.
 
     Returns:
       o [B, 1, HV, V] in the type of `query`, and the state after the token [B, HV, K, V], float32.

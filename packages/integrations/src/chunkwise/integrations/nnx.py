@@ -41,10 +41,9 @@ class _Layer(nnx.Module):
         super().__init_subclass__(**options)
         # Python's errors name a function by the class that it was written in.
         for name in ("__init__", "__call__", "init_cache"):
-            own: Any = vars(_Layer)[name]
-            copy = types.FunctionType(own.__code__, own.__globals__, name, own.__defaults__, own.__closure__)
-            copy.__kwdefaults__, copy.__doc__ = own.__kwdefaults__, own.__doc__
-            copy.__annotations__ = own.__annotations__
+            f: Any = vars(_Layer)[name]
+            copy = types.FunctionType(f.__code__, f.__globals__, name, f.__defaults__, f.__closure__)
+            copy.__kwdefaults__, copy.__doc__, copy.__annotations__ = f.__kwdefaults__, f.__doc__, f.__annotations__
             copy.__qualname__ = f"{cls.__qualname__}.{name}"
             setattr(cls, name, copy)
 
@@ -72,7 +71,7 @@ class _Layer(nnx.Module):
         return jax.tree.map(lambda x, spec: kind(x, out_sharding=spec), tree, getattr(on, name))
 
     def init_cache(self, N: int, dtype=jnp.float32) -> None:
-        """Begin to keep a cache, that of N sequences without a token; a call with `decode` reads and writes it.
+        """Begin to keep a cache, of N sequences without a token yet; a call with `decode` reads and writes it.
 
         Args:
           N: sequences: the rows of the hidden states, or as many as `cu_seqlens` has.

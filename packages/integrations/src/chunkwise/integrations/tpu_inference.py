@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Make the class that vLLM looks up by name, which is one of tpu-inference's but for its own name."""
+    """Make the class that vLLM looks up by name, which is one of tpu-inference's under another name."""
     if name != "ChunkwiseAttentionBackend":
         raise AttributeError(name)
     from tpu_inference.layers.vllm.backends import flash_attn as host

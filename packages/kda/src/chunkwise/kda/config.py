@@ -24,7 +24,7 @@ def vmem_bytes_per_head(C: int, K: int, V: int, itemsize: int) -> int:
 
 
 def default_for(H: int, HV: int, C: int, K: int, V: int, itemsize: int, gates: int = 0) -> Config:
-    """Return the Config for these shapes; K and V already padded to lanes. `gates` are those of erasing and writing."""
+    """Return the Config for these shapes, K and V already padded to lanes, with `gates` gates that erase and write."""
     size = vmem_bytes_per_head(C, K, V, itemsize) + 2 * gates * C * max(K, V) * itemsize
     return Config(
         heads=launcher.pick_heads(HV, H, size, most=16),

@@ -41,7 +41,7 @@ def states_cost(
 
     The forward makes the scores of the keys and multiplies the inverse by values, the state by keys and by new values.
     The backward, which is given scores and inverses, multiplies them by cotangents and values, and the gradient of the
-    state by queries, keys and both of these. The arguments are those of `cost`; V are all channels of the states.
+    state by queries, keys and both of these. `cost` has the same arguments; V are all channels of the states.
     """
     tokens = B * T
     products = 2 * C * V + 3 * K * V if backward else C * K + C * V + 2 * K * V

@@ -1,4 +1,4 @@
-"""The record of Kimi delta attention: what is its own around its kernels and its plain form."""
+"""The record of Kimi delta attention: its checks, the layout of its arrays, its kernels and its plain form."""
 
 import numbers
 

@@ -36,7 +36,7 @@ def cost(
     # The gradient of the keys is a product for the rows and one for the columns.
     products = scores + 2 * HV if backward else scores
     exponentials = gates * (C.bit_length() - 1) if per_channel else HV * C
-    # k, beta and the gates are read, A is written. The gradient reads that of A and writes those of the operands.
+    # k, beta and the gates are read, A is written. The backward reads dA and writes the gradients of the operands.
     operands = H * K * itemsize + 4 * HV + 4 * gates
     return pl.CostEstimate(
         flops=2 * tokens * C * K * products,

@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint as numbers: torch's become numpy's, and those of 8 bits are multiplied by their scales."""
+"""Arrays of a checkpoint as numbers: torch's become numpy's, and arrays of 8 bits are multiplied by their scales."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ import numpy as np
 
 from chunkwise.shared.call import checks
 
-# What follows the name of an array in that of its scales, which are factors under both names.
+# The name of an array and one of these make the name of its scales, which are factors under both names.
 _SCALES = ("_scale_inv", "_scale")
 
 

@@ -132,7 +132,7 @@ class Mamba2Config(LayerConfig):
 
     Attributes:
       conv_bias: whether the convolutions have a bias.
-      dt_limit: least and most of a time step; transformers limits those of a prefill only.
+      dt_limit: least and most of a time step; transformers limits the steps of a prefill only.
       norm: "after" for a norm after the gate, "before" for one before it, None for a gate alone.
       in_bias, out_bias: whether the projections into the layer have a bias, and the one out of it.
       in_multiplier, multipliers: what a checkpoint's hidden states are multiplied with, and what its projections make,

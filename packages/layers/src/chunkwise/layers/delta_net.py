@@ -63,7 +63,7 @@ def _load(found: parameters.Checkpoint, c: config.GatedDeltaNetConfig) -> GatedD
 
     Qwen3-Next keeps q, k, v and z of a key head together, and b and a too ("in_proj_qkvz", "in_proj_ba"). Qwen3.5 keeps
     q, k and v in one matrix, head after head, and Lara-mini all six of them. OLMo-hybrid and flash-linear-attention
-    have a matrix for each. The matrices that vLLM fuses are read under names of their own alone: "qkv_proj", and
+    have a matrix for each. The matrices that vLLM fuses are read under other names alone: "qkv_proj", and
     "in_proj_ba" beside "in_proj_qkv"; what it calls "in_proj_qkvz" for Qwen3.5 has another order than Qwen3-Next's.
     """
     q, k, v = c.channels
@@ -111,7 +111,7 @@ def _mix(
         y       = W_out (rms_norm(o) silu(W_z x)), or sigmoid in the place of the last silu
 
     Accuracy: with random weights 1e-5 relative to transformers' layers in float32.
-    Cost: 2 B T D (2 H K + 3 HV V + 2 HV) flops for the projections, and those of the operator.
+    Cost: 2 B T D (2 H K + 3 HV V + 2 HV) flops for the projections, and the cost of the operator.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024), as in Qwen3-Next.
     """
     projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]

@@ -17,9 +17,9 @@ class GatedDeltaNet2Weights(NamedTuple):
 
     Attributes:
       q, k, v: projections [D, H K], [D, H K], [D, HV V], head after head.
-      f, z: those of the decay and of the norm's gate, as factors [D, V], [V, H K] and [D, V], [V, HV V].
+      f, z: projections of the decay and of the norm's gate, as factors [D, V], [V, H K] and [D, V], [V, HV V].
       z_bias: [HV V].
-      b, w: those of the erase gates and of the write gates, [D, H K] and [D, HV V].
+      b, w: projections of the erase gates and of the write gates, [D, H K] and [D, HV V].
       conv: of the channels of q, k and v, [H K, W], [H K, W], [HV V, W], the oldest token first.
       A_log, dt_bias: [H], [H, K], float32. The value heads that share a key head share decays and erase gates.
       norm: [V].
@@ -67,7 +67,7 @@ def _init(new: parameters.Initial, c: config.GatedDeltaNet2Config) -> GatedDelta
 def _load(found: parameters.Checkpoint, c: config.GatedDeltaNet2Config) -> GatedDeltaNet2Weights:
     """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
 
-    The names are those of the layer GatedDeltaNet2 of flash-linear-attention.
+    The layer GatedDeltaNet2 of flash-linear-attention has the same names.
     """
     q, k, v = c.channels
 
@@ -97,11 +97,11 @@ def _mix(
         o       = GDN-2(q, k, v, g, b, w), with q and k of unit length
         y       = W_out (rms_norm(o) sigmoid(W_z2 W_z1 x + z_bias))
 
-    g and b are those of a key head, for all of its value heads.
+    A key head has one g and one b for all of its value heads.
 
     Accuracy: 1e-5 relative to the same equations in float64, with random weights in float32.
-    Cost: 2 B T D (3 H K + 3 HV V + 2 V) flops for the projections, those of the second factors, and those of the
-      operator.
+    Cost: 2 B T D (3 H K + 3 HV V + 2 V) flops for the projections, with more for the second factors, and the cost
+      of the operator.
     Source: Gated DeltaNet-2, Decoupling Erase and Write in Linear Attention; gates, factors, biases, the norm and names
       as in flash-linear-attention's layer of it.
     """

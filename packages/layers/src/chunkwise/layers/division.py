@@ -20,7 +20,7 @@ def _spec_and_mesh(sharding: arguments.Sharding) -> tuple[PartitionSpec, Any]:
 
 
 def split_heads(sharding: arguments.Sharding | None, heads: int) -> arguments.Sharding | None:
-    """Return the sharding of [B, T, channels] or [B, T, heads, size] where `sharding` is that of v [B, T, HV, V].
+    """Return the sharding of [B, T, channels] or [B, T, heads, size], given the sharding of v [B, T, HV, V].
 
     Key heads may be fewer than the devices along the axes of value heads, and are split over the first of these then.
     """

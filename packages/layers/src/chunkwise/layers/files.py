@@ -66,8 +66,8 @@ def open_checkpoint(directory: str | Path) -> Mapping[str, Any]:
 
     An access reads an array, as one of numpy's, and keeps nothing. So `load_gated_delta_net(named, config, prefix)` and
     the others read the arrays of one layer. An array of float8 or int8 is multiplied by its scales when it is read:
-    those of blocks, rows or the whole, under its name and "_scale_inv" or "_scale". It has the type of the scales
-    then, or bfloat16 if they have 8 bits, and their names are not among those of the mapping.
+    scales of blocks, rows or the whole, under its name and "_scale_inv" or "_scale". It has the type of the scales
+    then, or bfloat16 if they have 8 bits, and the mapping does not have the names of scales.
 
     Args:
       directory: with model.safetensors, or with several files and model.safetensors.index.json. Where it has scales of

@@ -1,4 +1,4 @@
-"""The config of a layer, from the settings of a model: those of its config.json, or of its class in transformers."""
+"""The config of a layer, from the settings of a model: its config.json, or its class of transformers."""
 
 import math
 import re
@@ -28,7 +28,7 @@ _OTHERS = frozenset(
     """.split()  # noqa: SIM905
 )
 _BEGINNING = "initializer_range"
-# Where Kimi and GLM keep those of the layer.
+# Where Kimi and GLM keep the settings of the layer.
 _TABLE = "linear_attn_config."
 # Where the settings of the text are, in a model that has more than text.
 _TEXTS = ("text_config", "llm_config", "language_config")
@@ -46,7 +46,7 @@ class _Settings:
     """The settings of a model, each of which is read, or known not to change its layer, or has a name without concern.
 
     Args:
-      named: the settings; those of `linear_attn_config` are known as _TABLE + "head_dim".
+      named: the settings; a setting in `linear_attn_config` has a name such as _TABLE + "head_dim".
       defaults: what transformers takes for settings that are missing or null, by the first of their names.
     """
 
@@ -110,12 +110,12 @@ def _olmo_hybrid(s: _Settings) -> config.GatedDeltaNetConfig:
     )
     s.defaults = {**s.defaults, **known}
     s.require("linear_use_gate", True)
-    # The norm of the layer has an epsilon of its own.
+    # The norm of the layer has another epsilon than the model.
     return _delta_net(s, eps=1e-5, allow_neg_eigval=s.read("linear_allow_neg_eigval"))
 
 
 def _kimi(s: _Settings, **more: Any) -> config.KimiDeltaAttentionConfig:
-    # Kimi-K3's activation "situ" is that of its perceptrons; its convolutions have SiLU as all others.
+    # Kimi-K3 has the activation "situ" in its perceptrons; its convolutions have SiLU as all others.
     s.require("hidden_act", *_SILU, "situ")
     s.require("linear_allow_neg_eigval", False)
     s.ignore(_TABLE + "kda_layers", _TABLE + "full_attn_layers")
@@ -158,7 +158,7 @@ def _bailing_hybrid(s: _Settings) -> config.KimiDeltaAttentionConfig:
     )
     for name, value in dict(group_norm_size=1, linear_silu=True, linear_attention="kda", value_norm=False).items():
         s.require(name, value)
-    # transformers' class writes the size of rotary positions over that of heads.
+    # transformers' class writes the size of rotary positions over the size of heads.
     heads, size = s.read("num_attention_heads"), s.read("head_dim")
     s.require("num_kv_heads_for_linear_attn", 0, heads)
     s.defaults = {**s.defaults, _TABLE + "num_heads": heads, _TABLE + "head_dim": size}
@@ -218,7 +218,7 @@ def _nemotron_h(s: _Settings) -> config.Mamba2Config:
 
 
 def _zamba2(s: _Settings) -> config.Mamba2Config:
-    # The activation is that of another block, the convolution always has a bias, and the epsilon is fixed.
+    # The activation belongs to another block, the convolution always has a bias, and the epsilon is fixed.
     s.ignore("hidden_act", "use_conv_bias", "rms_norm_eps")
     s.require("time_step_limit", [0.0, math.inf])
     bias, D, size = s.read("add_bias_linear"), s.read("hidden_size"), s.read("mamba_headdim")
@@ -257,7 +257,7 @@ def _falcon_h1(s: _Settings) -> config.Mamba2Config:
 def _minimax(s: _Settings, layer: Any) -> config.LightningAttentionConfig:
     checks.check(layer is not None, "`layer` must be the number of the layer, which its decay depends on; got None.")
     s.require("hidden_act", *_SILU)
-    # The norm of the layer has an epsilon of its own.
+    # The norm of the layer has another epsilon than the model.
     s.ignore("rms_norm_eps")
     D, heads = s.read("hidden_size"), s.read("num_attention_heads")
     size = s.read("head_dim") or D // heads
@@ -330,7 +330,7 @@ _PUBLISHED = dict(
 
 
 def _text(named: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of the text of a model, with its type, which may be that of the whole."""
+    """Return the settings of the text of a model, with its type, which may be the type of the whole."""
     for name in _TEXTS:
         if named.get(name) and isinstance(named[name], Mapping):
             return _text({"model_type": named.get("model_type"), **named[name]})
@@ -345,11 +345,11 @@ def config_from(hf_config: Any, layer: int | None = None) -> config.LayerConfig:
 
     Args:
       hf_config: what the file config.json of a model holds, as published or as transformers saves it; or the config of
-        transformers, or what its `to_dict()` returns. Of a model with pictures, that of the whole or of its text.
+        transformers, or what its `to_dict()` returns. With pictures, the whole or its text.
       layer: number of the layer, from 0, which only MiniMax needs.
 
     Raises:
-      ValueError: no layer serves the model; or it has a setting with a name as those of linear attention, which this
+      ValueError: no layer serves the model; or it has a setting with a name as of linear attention, which this
         function does not know, or one that the layer cannot do. The message has its name.
     """
     named = hf_config.to_dict() if hasattr(hf_config, "to_dict") else hf_config

@@ -16,7 +16,7 @@ class KimiDeltaAttentionWeights(NamedTuple):
 
     Attributes:
       q, k, v: projections [D, H K], [D, H K], [D, HV V], head after head.
-      f, z: those of the decay and of the norm's gate, as factors: [D, HV K] and [D, HV V], or with a rank
+      f, z: projections of the decay and of the norm's gate, as factors: [D, HV K] and [D, HV V], or with a rank
         [D, R], [R, HV K] and [D, R], [R, HV V], where z may be [D, HV V].
       b: projection [D, HV], of beta.
       conv: of the channels of q, k and v, [H K, W], [H K, W], [HV V, W], the oldest token first.
@@ -74,7 +74,7 @@ def _init(new: parameters.Initial, c: config.KimiDeltaAttentionConfig) -> KimiDe
 def _load(found: parameters.Checkpoint, c: config.KimiDeltaAttentionConfig) -> KimiDeltaAttentionWeights:
     """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
 
-    The names are those of Kimi-Linear and Kimi-K3, with a rank, or of Ling 3.0, without; as published, and as
+    Kimi-Linear and Kimi-K3, with a rank, and Ling 3.0, without, have these names; as published, and as
     transformers has them once it has read a checkpoint. A_log may be [1, 1, HV, 1], and zeros may follow its entries,
     as in Kimi-K3. The projections q, k and v may be one, "qkv_proj".
     """
@@ -110,8 +110,8 @@ def _mix(
         y       = W_out (rms_norm(o) sigmoid(W_z x))
 
     Accuracy: with random weights 1e-5 relative to transformers' layers in float32.
-    Cost: 2 B T D (2 H K + 2 HV V + HV) flops for the projections, those of the factors, and those of the operator.
-    Source: Kimi Team, Kimi Linear (2025); the second law of the decay is that of Ling 3.0.
+    Cost: 2 B T D (2 H K + 2 HV V + HV) flops for the projections, with more for factors, and the cost of the operator.
+    Source: Kimi Team, Kimi Linear (2025); Ling 3.0 has the second law of the decay.
     """
     projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]
     f, z, b = (running.project(x, *factors) for factors in (w.f, w.z, (w.b,)))

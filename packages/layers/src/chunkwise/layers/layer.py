@@ -209,9 +209,9 @@ class Definition(Generic[Config, Weights]):
         """Return a function under its name for users, with the types and the documentation of its signature."""
         function.__name__ = function.__qualname__ = prefix + self.name
         function.__module__ = self.mix.__module__
-        own = {Config: self.config, Weights: self.weights}
+        classes = {Config: self.config, Weights: self.weights}
         types = signature.__annotations__
-        function.__annotations__ = {name: own.get(kind, kind) for name, kind in types.items()}
+        function.__annotations__ = {name: classes.get(kind, kind) for name, kind in types.items()}
         equations, label, figures = inspect.cleandoc(doc or "").partition("Accuracy:")
         arguments = inspect.cleandoc(signature.__doc__ or "").partition("\n\n")[2]
         function.__doc__ = "\n\n".join(filter(None, (equations.strip(), arguments, label + figures)))

@@ -76,7 +76,7 @@ def _mix(
     The cache has no inputs of convolutions.
 
     Accuracy: with random weights 1e-5 relative to transformers' layer in float32.
-    Cost: 2 B T D (2 H K + 3 HV V) flops for the projections, and those of the operator.
+    Cost: 2 B T D (2 H K + 3 HV V) flops for the projections, and the cost of the operator.
     Source: Qin and others, Lightning Attention-2 (2024), as in MiniMax-01 (2025).
     """
     heads = (config.H, config.H, config.HV)

@@ -104,7 +104,7 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
     [N, HV, K, V]; transformers holds it as [N, HV, V, K].
 
     Accuracy: with random weights 1e-5 relative to transformers' layer in float32.
-    Cost: 2 B T D (2 H K + 3 HV V + HV) flops for the projections, and those of the operator.
+    Cost: 2 B T D (2 H K + 3 HV V + HV) flops for the projections, and the cost of the operator.
     Source: Dao and Gu, Transformers are SSMs (2024).
     """
     projected = [running.project(x, weight) for weight in (w.q, w.k, w.v, w.z, w.dt)]

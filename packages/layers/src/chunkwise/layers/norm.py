@@ -33,7 +33,7 @@ def norm_groups(run: running.Run, o, z, weight, groups: int, *, activation: str,
     if groups == 1:
         y = rms_norm_gated(flat, z, weight, **options, sharding=division.split_heads(run.sharding, 1))
         return y.reshape(o.shape)
-    # The weight differs from group to group, so it is not that of the norm, which has one for all.
+    # The weight differs from group to group, while the norm takes one weight for all groups.
     size = flat.shape[2] // groups
     y = rms_norm_gated(
         running.by_head(flat, groups), running.by_head(z, groups), jnp.ones(size, jnp.float32), **options,

@@ -1,4 +1,4 @@
-"""Weights: how they begin, and how those of a checkpoint are read."""
+"""Weights: random ones for a layer that is to be trained, and the weights of a checkpoint."""
 
 import difflib
 import functools
@@ -17,7 +17,7 @@ from chunkwise.shared.serving import state_pool
 
 
 class Initial:
-    """Draws weights, each from a key of its own.
+    """Draws weights, each from another key.
 
     Args:
       key: of JAX's random numbers.
@@ -68,7 +68,7 @@ def check_input(x, config, run: running.Run) -> None:
         return
     whole = hasattr(cache, "conv") and hasattr(cache, "state")
     checks.check(whole, f"`{name}` must be a Cache; got {type(cache).__name__}.")
-    # The operator checks a StatePool, and the convolutions their own pools, which may have more slots.
+    # The operator checks a StatePool, and the convolutions check their pools, which may have more slots.
     pool = state_pool.as_pool(cache.state)
     state, pooled = pool.states, pool is cache.state
     if not pooled:
@@ -118,7 +118,7 @@ class Checkpoint:
     Every name must be read, so that a layer which has more than these layers know is found out.
 
     Args:
-      named: arrays by name, numpy's, torch's or JAX's; those of 8 bits with their scales.
+      named: arrays by name, numpy's, torch's or JAX's; arrays of 8 bits with their scales.
       prefix: of the layer's names, such as "model.layers.0.linear_attn."; other names are left alone.
     """
 
@@ -126,11 +126,11 @@ class Checkpoint:
         mapping = isinstance(named, Mapping)
         checks.check(mapping, f"`named` must be a mapping from names to arrays; got {type(named).__name__}.")
         named = arrays.Numbers.of(named)
-        self.arrays, self.prefix, own = named, prefix, [name for name in named if name.startswith(prefix)]
-        self.full = {name.removeprefix(prefix).removesuffix(".weight"): name for name in own}
+        self.arrays, self.prefix, names = named, prefix, [name for name in named if name.startswith(prefix)]
+        self.full = {name.removeprefix(prefix).removesuffix(".weight"): name for name in names}
         # What is left to read. An array of a file is in memory from the time when it is read.
         self.left = dict(self.full)
-        if not own:
+        if not names:
             starts = {name[: match.end()]: name[: match.end()] for name in named for match in re.finditer(r"\.", name)}
             raise ValueError(f"`named` must have names that start with {prefix!r}; got none{_near(prefix, starts)}.")
 

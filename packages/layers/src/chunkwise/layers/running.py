@@ -52,7 +52,7 @@ class Cache(NamedTuple):
     Attributes:
       conv: the last W - 1 inputs of the convolutions of queries, keys and values, [N, W - 1, channels] each; empty
         where the layer has none. They keep the type that they come in with, whatever the hidden states have, so a
-        `lax.scan` can carry a cache; without a cache they have that of the hidden states.
+        `lax.scan` can carry a cache; without a cache they have the type of the hidden states.
       state: the state of the operator [N, HV, K, V], or in a pool the StatePool of `empty_pool`.
     """
 
@@ -198,12 +198,12 @@ def check_conv_slots(pool: Cache, decode_tokens: int = 1) -> None:
 def conv_slots(pool: Cache, slots, token) -> jax.Array:
     """Return the slots of the convolutions with the inputs after a token of the last decode of slots of the states.
 
-    Over a ring the inputs after every token of a decode have a slot of their own: a slot of the states has the slots
+    Over a ring the inputs after every token of a decode have another slot: a slot of the states has the slots
     slot * U to slot * U + U - 1, for decodes of at most U tokens, and a prefill leaves its inputs in the first of them.
 
     Args:
       pool: of a layer.
-      slots: int32, those of the states.
+      slots: int32, slots of the states.
       token: int32, from 0; without a ring 0.
     """
     exists = (slots >= 0) & (slots < pool.state.shape[0])
@@ -237,7 +237,7 @@ class Operators(NamedTuple):
 
 @dataclass(frozen=True)
 class Sequences:
-    """Runs a layer over sequences, from a cache or from zeros; arguments are those of the layer."""
+    """Runs a layer over sequences, from a cache or from zeros; the layer has the same arguments."""
 
     cache: Cache | None
     output_cache: bool
@@ -254,7 +254,7 @@ class Sequences:
         return "cache", self.cache
 
     def num_states(self, B: int) -> int | None:
-        """Return how many sequences B rows hold, each of which has a state of its own in the cache; None for any."""
+        """Return how many sequences B rows hold, each of which has a state in the cache; None for any."""
         checks.check_packed(self.cu_seqlens, B)
         return B if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
@@ -295,7 +295,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Serving:
-    """Runs a layer over a serving step, from a pool and into it; arguments are those of the layer."""
+    """Runs a layer over a serving step, from a pool and into it; the layer has the same arguments."""
 
     pool: Cache
     step: Step

@@ -17,7 +17,7 @@ class Shardings(NamedTuple):
     """PartitionSpecs of what a layer takes and returns.
 
     Attributes:
-      weights: of the weights, in their own structure.
+      weights: of the weights, in the structure of the weights.
       x: of the hidden states [B, T, D], read and written.
       cache: of a cache with a state for each row.
       values: of v [B, T, HV, V], which a layer takes as `sharding`.

@@ -65,8 +65,8 @@ def rms_norm_gated(
     rounded to bfloat16; gradients 3e-7 and 3e-3.
     Cost: 8 R D flops for R rows of D channels; x and z are read and y is written once. The backward reads x, z and
     dy and writes dx and dz once.
-    Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019); the gate is that of Gated Delta Networks
-      (2024) and of Mamba-2 (2024).
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019); the gate comes from Gated Delta Networks
+      (2024) and Mamba-2 (2024).
     """
     shape = checks.check_floating("x", x, "[..., D]")
     checks.check(len(shape) >= 1, f"`x` must have shape [..., D]; got {shape}.")

@@ -46,8 +46,8 @@ def check_inputs(
 ) -> None:
     """Check the values of a training batch, which its shapes and types cannot tell.
 
-    It takes the arrays of any `chunk_` operator: with beta those of a delta rule, with p those of Comba, with b and w
-    those of GDN-2, with g [B, T, HV, K] those of an operator with gates per channel. It finds:
+    It takes the arrays of any `chunk_` operator: beta says that it is a delta rule, p that it is Comba, b and w that
+    it is GDN-2, and g [B, T, HV, K] that its gates are per channel. It finds:
 
     - what is not finite, but for gates of -inf,
     - gates above 0, such as a decay from 0 to 1 where its log belongs,

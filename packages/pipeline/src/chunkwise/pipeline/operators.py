@@ -83,7 +83,7 @@ RECURRENT = tuple(operator for operator in OPERATORS.values() if not operator.ch
 def operator_inputs(operator: Entry, *sizes: int, **options) -> dict[str, jax.Array]:
     """Return seeded inputs of an operator by name: `make_inputs` of the same arguments, less what it does not take.
 
-    An operator with constant gates gets them beside those of the tokens.
+    An operator with constant gates gets constant gates beside the gates of the tokens.
     """
     return inputs_of(operator.delta, operator.gates, operator.erase, *sizes, **options)
 

@@ -40,7 +40,7 @@ class Stage:
       run: of arguments x, further keywords of the stage, and the chunk size.
       definition: of arguments x, cu_seqlens and the chunk size, in float64.
       reads: the names of its arguments, as `inputs` gives them.
-      results: the names of its results, likewise.
+      results: the names of its results, as `definition` returns them.
       cost: of the sizes B, T, H, HV, K, V, C, itemsize and backward: its package's `cost` of those that it takes.
       implementations: what it comes in; the last is the TPU's choice.
       inputs: from a `chunkwise.shared.testing.Case` to the arguments.
@@ -70,7 +70,7 @@ STAGES = (
         lambda x, cu, C: exact.cumsum(x["g"], C, cu),
         ("g",),
         ("g_cum",),
-        # The gates are float32, and every value head has its own.
+        # The gates are float32, one for every value head.
         lambda *, H, HV, K, V, itemsize, **sizes: cumsum_cost(H=HV, **sizes),
     ),
     Stage(

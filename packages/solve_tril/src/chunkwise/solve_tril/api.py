@@ -34,8 +34,8 @@ def solve_tril(
     Args:
       A: [B, T, HV, C] float32 (bfloat16 and float16 are widened), row t of token t, column j of the j-th token of
         its chunk; C is one of 16, 32, 64, 128. Entries on and above the diagonal are not read.
-      A_inv: the result of an earlier call for the same A, which is then returned as it is. The gradient is that of the
-        inverse and goes to A. None to compute it.
+      A_inv: the result of an earlier call for the same A, which is then returned as it is. Gradients go
+        to A, as if the inverse were computed here. None to compute it.
 
     Returns:
       A_inv [B, T, HV, C] float32, in the layout of A. Differentiable under both implementations.

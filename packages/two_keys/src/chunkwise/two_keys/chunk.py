@@ -1,6 +1,6 @@
 """One chunk of GDN-2 and its gradient, straight down: what every implementation of the package computes.
 
-The kernels are those of `chunkwise.kda`. Comba has other erase keys p and other written values y in the same equations.
+The kernels stand in `chunkwise.kda`. Comba has other erase keys p and other written values y in the same equations.
 """
 
 import jax

@@ -8,7 +8,7 @@ from chunkwise.kda import cost as kda
 def cost(
     *, B: int, T: int, H: int, HV: int, K: int, V: int, C: int, itemsize: int = 2, backward: bool = False
 ) -> pl.CostEstimate:
-    """Return what the chunked form costs; the arguments are those of `chunkwise.kda.cost.cost`."""
+    """Return what the chunked form costs; `chunkwise.kda.cost.cost` has the same arguments."""
     gates = B * T * HV * (K + V) * itemsize
     return kda.cost(B=B, T=T, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, backward=backward, more=gates)
 

@@ -28,12 +28,12 @@ def cost(
       B, T, H, HV, K, V, C: sizes.
       itemsize: bytes of a number of k and v; everything else is float32.
       per_channel: whether gates are per channel.
-      backward: the cost of the gradients: those of both operands of both products.
+      backward: the cost of the gradients of both operands of both products.
     """
     tokens = B * T
     gates = HV * (K if per_channel else 1)
-    # k, v, A_inv, beta and the gates are read, w and u are written. The gradient reads those of w and u and writes
-    # those of the operands.
+    # k, v, A_inv, beta and the gates are read, w and u are written. The backward reads dw and du, and writes the
+    # gradients of the operands.
     operands = (H * K + HV * V) * itemsize + 4 * HV * (C + 1) + 4 * gates
     return pl.CostEstimate(
         flops=2 * tokens * C * HV * (K + V) * (2 if backward else 1),

@@ -25,7 +25,7 @@ class Slots(NamedTuple):
         repeat. None for sequence n in slot n. In a serving step also [N, W]: the slot of the state after every token of
         a decode; the state after a prefill has the first.
       has_initial_state: bool [N], False if a sequence starts from zeros whatever its slot holds; None for True.
-      read_indices: [N], the slot to start from instead; None for that of state_indices.
+      read_indices: [N], the slot to start from instead; None to start from state_indices.
       num_accepted_tokens: [N], one more than the column of state_indices to start from; None for 1.
       block_state_indices: [N, M], the slot of the state after every block of tokens, or None.
       num_decodes: scalar, how many sequences, the first ones, have no more than W tokens and go token by token; None
@@ -86,7 +86,7 @@ class Arguments(NamedTuple):
         return self.p is not None or self.b is not None
 
     def arrays(self) -> dict[str, Any]:
-        """Return the arguments that are arrays, with those of the slots, by name."""
+        """Return the arguments that are arrays, and the arrays of the slots, by name."""
         named = self._asdict() | ({} if self.slots is None else self.slots._asdict())
         return {name: x for name, x in named.items() if hasattr(x, "shape") and hasattr(x, "dtype")}
 
@@ -169,7 +169,7 @@ def whole_scale(x: Arguments, options: Options) -> jax.Array:
 
 
 def check_shared(x: Arguments, options: Options) -> Arguments:
-    """Check the arguments that all operators take alike, but for those of a choice; the others are checked before.
+    """Check the arguments that all operators take alike, less those that make a choice; the others are checked before.
 
     Returns:
       The arguments, A_log of a law as [HV].
@@ -180,7 +180,7 @@ def check_shared(x: Arguments, options: Options) -> Arguments:
     gates.check_gate_activation(options.activation, x.A_log, x.dt_bias, x.g)
     B, T = x.q.shape[:2]
     if x.slots is None or x.slots.num_sequences is None:
-        # Boundaries are those of all tokens, of which an axis of a `shard_map` leaves a device its part.
+        # The boundaries are given for all tokens, of which an axis of a `shard_map` leaves a device its part.
         checks.check_cu_seqlens(x.cu_seqlens, B, T * lax.axis_size(checks.check_context_axis(options.context_axis)))
     else:
         # The boundaries of sequences that do not exist may be anything.

@@ -44,8 +44,8 @@ INSTEAD = {
 
 def explained(function: Function) -> Function:
     """Return a function that says more than Python where such an argument is unknown to it."""
-    own = inspect.signature(function).parameters
-    instead = {name: text for name, text in INSTEAD.items() if name not in own}
+    known = inspect.signature(function).parameters
+    instead = {name: text for name, text in INSTEAD.items() if name not in known}
 
     @functools.wraps(function)
     def call(*args, **kwargs):

@@ -1,10 +1,10 @@
-"""The implementation "fused" of any operator, from what its kernels have of their own.
+"""The implementation "fused" of any operator, made from the kernels of its package.
 
 A package gives `Kernels`: tile sizes, the way of the user's arrays into the layout of its kernels, and its launches.
 Here is what all of them do around these: the table of steps, states in the layout of the user and empty sequences, the
 gradient, what the forward leaves for the backward, states in a pool, and the map of the tokens of a device.
 
-The gradient stands around the user's arrays, so the forward leaves these, without padding and in their own types. The
+The gradient stands around the user's arrays, so the forward leaves these, without padding and in their types. The
 backward brings them into the layout of the kernels again, and JAX transposes that way for their gradients.
 """
 
@@ -30,10 +30,10 @@ Launch = Callable[[Operands, Any, tuple[str, ...]], dict[str, Any]]
 
 
 class Kernels(NamedTuple):
-    """What the fused kernels of an operator have of their own.
+    """The fused kernels of an operator, and what else differs between operators around them.
 
     Attributes:
-      config_for: from arguments and options to the tile sizes, those of `options.config` where it is given. Raises
+      config_for: from arguments and options to the tile sizes, which are `options.config` where it is given. Raises
         NotImplementedError where a head is too large for fast memory.
       static_for: from arguments, options with a config, and the names of the arguments whose gradients are wanted to
         what a launch is built for, a tuple with the fields T, C and steps among others.
@@ -149,7 +149,7 @@ def kernel_states(states: jax.Array | None, transposed: bool = False) -> jax.Arr
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(kernels: Kernels, options: Options, x: Arguments, steps: layout.Steps, precomputed: dict[str, jax.Array]):
-    """Run the forward, differentiable; arguments are prepared, and their scale is that of the options."""
+    """Run the forward, differentiable; arguments are prepared, and their scale is in the options."""
     static = kernels.static_for(x, options, frozenset())
     return _results(
         kernels, x, kernels.forward(_operands(kernels, x, static, steps, **precomputed), static, _wanted(options))

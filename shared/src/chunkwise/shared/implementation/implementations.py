@@ -65,7 +65,7 @@ def in_plain_jax(function: Callable) -> Callable:
 def delta_rule_in_plain_jax(
     run: Callable, states_after: Callable, chunk_states: Callable, make_form: batched.MakeForm
 ) -> Implementation:
-    """Return the implementation "xla" of a delta rule, which has a form of its own on GPUs.
+    """Return the implementation "xla" of a delta rule, which has another form on GPUs.
 
     Elsewhere the inverses of all chunks are precomputed.
 

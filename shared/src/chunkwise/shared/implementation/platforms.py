@@ -1,4 +1,4 @@
-"""Two plain forms of one computation, of which the platform that a program is lowered for has its own."""
+"""Two plain forms of one computation; the platform that a program is lowered for chooses one of them."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -19,8 +19,8 @@ def unless_unread(whole: Callable, part: Callable, *args: Any) -> tuple[Any, Any
     `jax.checkpoint` may have been read long before. Works under jit, vmap, shard_map and remat; not differentiable.
 
     What JAX has for this is `optimize_remat` of a custom_vjp: where nobody reads the residuals, the function stands in
-    for its forward rule. So here the rest is the residual, and it is got out as the cotangent of an argument of its own
-    shape, which nothing reads.
+    for its forward rule. So here the rest is the residual, and it is got out as the cotangent of an argument of the
+    same shape, which nothing reads.
 
     Args:
       whole: returns (kept, rest), trees of arrays of floating type.

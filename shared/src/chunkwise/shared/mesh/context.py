@@ -39,7 +39,7 @@ class Part(NamedTuple):
       valid: bool [B, T], False for padding; None if all tokens are valid.
       first, last: int32 [1], of a packed batch with a state for every document the documents of the first and of the
         last token; None otherwise.
-      ends: bool [N], whether the device gives the final state of a document, which exactly one does; None likewise.
+      ends: bool [N], whether the device gives the final state of a document, which exactly one does; else None.
     """
 
     enters: jax.Array | None
@@ -186,7 +186,7 @@ def run_context(
     def before(floats, S, fixed, part):
         """Return M of this device, the state before it, and what its map precomputed."""
         y = x.with_arrays(floats | fixed)
-        # Documents have states of their own, and the first one starts from zeros here.
+        # Every document has a state, and the first one starts from zeros here.
         start = None if part.first is None else _entry(part, jnp.zeros_like(y.initial_state[:1]), y.initial_state)
         found = implementations.map_states(implementation, y._replace(initial_state=start), options)
         M = checkpoint_name(_decay(y, part) if found.M is None else _exit(part, found.M), MAP_NAME)
@@ -217,7 +217,7 @@ def run_context(
         back = jnp.zeros_like(dstates)
         back = dS if part.first is None else back.at[part.last].add(dS)
         dfloats, dS = pull((do, dstates + back))
-        # The state before the first tokens is that of the first device alone.
+        # The state before the first tokens belongs to the first device alone.
         dstart = None if start is None else jnp.where(lax.axis_index(axis) == 0, dS, 0.0)
         return dfloats, dstart, None, None
 

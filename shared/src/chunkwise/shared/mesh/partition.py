@@ -1,9 +1,9 @@
 """Operators that split themselves over the devices of a mesh, as the sharding of one argument says.
 
 That is the *leading* argument, v [B, T, HV, V] or x. What can be split, such as the rows of a batch, value heads or
-channels, does not depend on one another, so every device computes its own from what it holds of the other arguments.
-The forward needs no communication, unless tokens are split. In the backward the gradient of an argument that several
-devices share is summed over these, and over no others.
+channels, does not depend on one another, so every device computes its part of them from what it holds of the other
+arguments. The forward needs no communication, unless tokens are split. In the backward the gradient of an argument that
+several devices share is summed over these, and over no others.
 
 The division is a `shard_map` inside of the operator. Its gradient is computed device by device, inside: so it works
 under a `shard_map` of the caller too, and the sums stand where this module puts them.
@@ -82,7 +82,7 @@ class Division(NamedTuple):
 
     @property
     def tokens(self) -> Axes:
-        """The axes that split tokens, without those of a single device: tokens over these are not split."""
+        """The axes that split tokens; an axis of a single device splits none, and is not among them."""
         return self._several(self.axes.get("t", ()))
 
     def of(self, name: str, ndim: int) -> list[Axes]:
@@ -119,10 +119,10 @@ def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: Any) -> D
     Args:
       arrays: the arguments by name, without those that are None.
       layout: of the operator.
-      sharding: of the leading argument, a NamedSharding or a PartitionSpec, or None for that of its type.
+      sharding: of the leading argument, a NamedSharding or a PartitionSpec, or None for the sharding in its type.
 
     Raises:
-      ValueError: the sharding does not divide the leading argument, or that of another argument does not fit to it.
+      ValueError: the sharding does not divide the leading argument, or the sharding of another one does not fit to it.
     """
     name = layout.leading
     x, parts = arrays[name], layout.parts

@@ -14,7 +14,7 @@ GRADIENT_TOLERANCE = {"float32": 1e-4, "bfloat16": 8e-3}
 
 GATE_GRADIENT_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 
-# What one stage loses on its own arguments; its results are float32 whatever the inputs are.
+# The error of one stage on the oracle's arguments; its results are float32 whatever the inputs are.
 STAGE_TOLERANCE = 1e-6
 
 _GATE_LIKE = ("g", "g_gamma", "beta", "b", "w")

@@ -190,7 +190,7 @@ class Request:
     """A sequence of the engine.
 
     Attributes:
-      slots: its own ones, as many as the tokens that it decodes in a step; over a ring one.
+      slots: its slots, as many as the tokens that it decodes in a step; over a ring one.
       most: the tokens that it decodes in a step.
       prompt: the tokens of its prompt that are still to come.
       accepted: one more than the column of its state.
@@ -221,8 +221,8 @@ class Engine:
       T, N, W: the most tokens and sequences of a step, and the most tokens of a decode.
       num_slots: slots of the pool.
       block_size: tokens of a block whose state may be kept.
-      shares: whether sequences start from one another's states, by read_indices; else they start from their own, by
-        num_accepted_tokens.
+      shares: whether sequences start from one another's states, by read_indices; else each starts from its last state,
+        by num_accepted_tokens.
       ringed: whether the pool has a ring, so that a sequence has one slot.
       free: the slots that nobody has.
       live: the sequences.

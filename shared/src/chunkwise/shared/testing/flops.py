@@ -19,7 +19,7 @@ def _sizes(dimensions: str) -> list[int]:
 
 
 def product_flops(text: str) -> int:
-    """Return the flops of all matrix products of a program compiled for a CPU, those of loops as often as they turn.
+    """Return the flops of all matrix products of a program compiled for a CPU; a product in a loop counts every turn.
 
     `compiled.cost_analysis()` counts a loop once.
 
@@ -33,11 +33,11 @@ def product_flops(text: str) -> int:
     @functools.cache
     def count(name: str) -> int:
         lines = computations[name]
-        own = sum(
+        outside = sum(
             2 * math.prod(shapes[result]) * math.prod(shapes[left][i] for i in _sizes(contracted))
             for result, left, contracted in _PRODUCT.findall(lines)
         )
         loops = sum(int(turns) * count(body) for body, turns in _LOOP.findall(lines))
-        return own + loops + sum(count(called) for called in _CALL.findall(lines))
+        return outside + loops + sum(count(called) for called in _CALL.findall(lines))
 
     return count(entry)

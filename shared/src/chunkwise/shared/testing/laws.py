@@ -50,7 +50,7 @@ LAWS = {"softplus": _softplus, "sigmoid": _sigmoid}
 def law_reference(
     g, beta, A_log, dt_bias, *, lower_bound: float | None = None, allow_neg_eigval: bool = False, law: str | None = None
 ) -> tuple[dict[str, np.ndarray], Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]]]:
-    """Return the decays g and step sizes beta, and a function from their gradients to those of the arguments by name.
+    """Return the decays g and step sizes beta, and a function from gradients of both to gradients of the arguments.
 
     Args:
       g: raw gates [B, T, HV] or [B, T, HV, K].

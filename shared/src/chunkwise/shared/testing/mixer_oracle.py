@@ -1,6 +1,6 @@
 """What a layer does around its operator, in float64 numpy, straight from the definitions.
 
-The arguments are those of the packages; cu_seqlens and segment_ids must be concrete.
+The arguments are the same as in the packages; cu_seqlens and segment_ids must be concrete.
 """
 
 import itertools
@@ -36,8 +36,8 @@ def sequences(B: int, T: int, cu_seqlens=None, segment_ids=None) -> list[Sequenc
     for row, ids in enumerate(np.asarray(segment_ids)):
         runs = [(int(x[0]), len(x)) for x in np.split(ids, np.flatnonzero(np.diff(ids)) + 1)]
         ends = np.cumsum([n for _, n in runs])
-        own = [(int(end) - n, int(end)) for (name, n), end in zip(runs, ends, strict=True) if name >= 0]
-        found += [Sequence(row, *x, row, i == 0, i == len(own) - 1) for i, x in enumerate(own)]
+        spans = [(int(end) - n, int(end)) for (name, n), end in zip(runs, ends, strict=True) if name >= 0]
+        found += [Sequence(row, *x, row, i == 0, i == len(spans) - 1) for i, x in enumerate(spans)]
     return found
 
 

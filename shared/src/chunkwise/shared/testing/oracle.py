@@ -93,7 +93,7 @@ def _backward(x: dict, scale: float, normalise: bool, before: list, do, dht) -> 
 
 
 def _back_to_heads(dy, x, normalise: bool):
-    """Return the gradient of x [B, T, H, K] given that of its normalised copies for all value heads."""
+    """Return the gradient of x [B, T, H, K], given the gradient of its normalised copies for all value heads."""
     dy = dy.reshape(*x.shape[:3], dy.shape[2] // x.shape[2], x.shape[3]).sum(axis=3)
     if not normalise:
         return dy

@@ -42,7 +42,7 @@ def assert_isolated(
       chunk_size: tokens of a chunk; needed if a result or an input has an entry for every chunk of a packed batch.
       shared: inputs that all sequences share, as g_gamma: they are not poisoned, nor is their gradient compared.
       tolerance: how much others may change, by RMS; 0 for not one bit.
-      visible: demand that NaN in an input makes some result of its own sequence not finite, so that nothing is hidden.
+      visible: demand that NaN in an input makes some result of the same sequence not finite, so that nothing is hidden.
     """
     told = cu_seqlens if segment_ids is None else segment_ids
     results = jax.eval_shape(fn, x, told)
@@ -70,8 +70,8 @@ def assert_isolated(
                         others = owners.mask(base) != n if n < owners.N else np.ones(owners.mask(base).shape, bool)
                         _assert_same(result, got[result][others], want[others], what, tolerance)
                 if visible and group == "input" and label == "NaN" and n < owners.N:
-                    own = [got[y][owners.mask(y) == n] for y in results]
-                    seen = not all(np.isfinite(y.astype(np.float64)).all() for y in own)
+                    poisoned = [got[y][owners.mask(y) == n] for y in results]
+                    seen = not all(np.isfinite(y.astype(np.float64)).all() for y in poisoned)
                     assert seen, f"{what} is hidden: all of its results are finite"
 
 
@@ -86,7 +86,7 @@ class _Owners:
             found = mixer_oracle.sequences(B, T, segment_ids=segment_ids)
             self.N = len(found) + B
             self.tokens = np.full((B, T), self.N)
-            # A row has one state before its first segment, and one after its last; without any, a state of its own.
+            # A row has one state before its first segment, and one after its last, and has them without segments too.
             self.states, self.final = np.arange(len(found), self.N), np.arange(len(found), self.N)
             for n, s in enumerate(found):
                 self.tokens[s.row, s.start : s.end] = n

@@ -25,7 +25,7 @@ def simulated(cores: int = 1) -> Iterator[list[tuple[int, ...]]]:
     """Run the kernels of this thread on a simulated TPU; yield the list of the grid steps that they run.
 
     A race raises an exception, as does an access past the end of an array, and memory that no kernel has written is
-    NaN. The steps of a parallel axis come in random order. The switch is JAX's own and belongs to the key of its
+    NaN. The steps of a parallel axis come in random order. The switch belongs to JAX, and to the key of its
     caches: a function that was traced or compiled outside is traced and compiled once more inside, and the other way
     round.
 
@@ -34,7 +34,7 @@ def simulated(cores: int = 1) -> Iterator[list[tuple[int, ...]]]:
     simulated kernels. A program that is lowered for a TPU inside has simulated kernels too.
 
     Args:
-      cores: TensorCores that share the parallel axes of a grid, each with fast memory of its own.
+      cores: TensorCores that share the parallel axes of a grid, each with its fast memory.
     """
     params = pltpu.InterpretParams(
         detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise", num_cores_or_threads=cores,

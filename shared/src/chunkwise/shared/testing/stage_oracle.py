@@ -1,9 +1,9 @@
 """The stages of the gated delta rule in float64 numpy, chunk by chunk, straight from their definitions.
 
-The oracle of a single stage: it takes the same, already rounded, arguments as the stage does, so an error is that
-stage's own. The oracle of the whole chain is the token recurrence of `chunkwise.shared.testing.oracle`.
+The oracle of a single stage: it takes the same, already rounded, arguments as the stage does, so it shows the
+error of that stage alone. The oracle of the whole chain is the token recurrence of `chunkwise.shared.testing.oracle`.
 
-Shapes, packing and the order of chunks are those of the stage packages; cu_seqlens must be concrete.
+Shapes, packing and the order of chunks are the same as in the stage packages; cu_seqlens must be concrete.
 """
 
 import itertools
@@ -54,8 +54,8 @@ def kkt(k, beta, g_cum, chunk_size: int = 64, cu_seqlens=None) -> np.ndarray:
     A = np.zeros((B, T, HV, chunk_size))
     for c in chunks_of(B, T, chunk_size, cu_seqlens):
         k_c, beta_c, G = k[c.row, :, c.tokens], beta[c.row, :, c.tokens], g_cum[c.row, :, c.tokens]
-        own = beta_c[..., None] * _scores(k_c, k_c, G, -1)
-        A[c.row, c.tokens, :, : own.shape[-1]] = np.moveaxis(own, 0, 1)
+        rows = beta_c[..., None] * _scores(k_c, k_c, G, -1)
+        A[c.row, c.tokens, :, : rows.shape[-1]] = np.moveaxis(rows, 0, 1)
     return A
 
 
@@ -66,8 +66,8 @@ def inverse(A, cu_seqlens=None) -> np.ndarray:
     for c in chunks_of(*A.shape[:2], A.shape[3], cu_seqlens):
         rows = np.moveaxis(A[c.row, c.tokens], 0, 1)
         length = rows.shape[1]
-        own = np.linalg.inv(np.eye(length) + np.tril(rows[..., :length], -1))
-        out[c.row, c.tokens, :, :length] = np.moveaxis(own, 0, 1)
+        inverse = np.linalg.inv(np.eye(length) + np.tril(rows[..., :length], -1))
+        out[c.row, c.tokens, :, :length] = np.moveaxis(inverse, 0, 1)
     return out
 
 
@@ -80,9 +80,9 @@ def w_u(k, v, beta, A_inv, g_cum, cu_seqlens=None) -> tuple[np.ndarray, np.ndarr
     w, u = np.zeros((B, T, HV, k.shape[-1])), np.zeros((B, T, HV, v.shape[-1]))
     for c in chunks_of(B, T, C, cu_seqlens):
         at = (c.row, slice(None), c.tokens)
-        own = A_inv[at][..., : c.tokens.stop - c.tokens.start]
-        w[c.row, c.tokens] = np.moveaxis(own @ (beta[at] * k[at] * np.exp(g_cum[at])), 0, 1)
-        u[c.row, c.tokens] = np.moveaxis(own @ (beta[at] * v[at]), 0, 1)
+        inverse = A_inv[at][..., : c.tokens.stop - c.tokens.start]
+        w[c.row, c.tokens] = np.moveaxis(inverse @ (beta[at] * k[at] * np.exp(g_cum[at])), 0, 1)
+        u[c.row, c.tokens] = np.moveaxis(inverse @ (beta[at] * v[at]), 0, 1)
     return w, u
 
 
@@ -122,8 +122,8 @@ def output(q, k, v, h, g_cum, scale=None, chunk_size: int = 64, cu_seqlens=None)
         at = (c.row, slice(None), c.tokens)
         G = g_cum[at]
         carried = (q[at] * np.exp(G if G.ndim == 3 else G[..., None])) @ h[c.row, c.place]
-        own = _scores(q[at], k[at], G, 0) @ v[at]
-        o[c.row, c.tokens] = scale * np.moveaxis(carried + own, 0, 1)
+        inside = _scores(q[at], k[at], G, 0) @ v[at]
+        o[c.row, c.tokens] = scale * np.moveaxis(carried + inside, 0, 1)
     return o
 
 
