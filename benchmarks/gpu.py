@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from chunkwise.command.models import Layer, Mixture, serving_step
 from chunkwise.pipeline.operators import OPERATORS
+from chunkwise.shared.implementation import platforms
 from chunkwise.shared.testing import compare, gpu
 
 # Of a decode, the pool's.
@@ -65,7 +66,8 @@ PROGRAMS = {
 
 def measure(program: Program) -> dict:
     """Compile a program and return what it launches, its temporaries in MiB, and whether both are within the limits."""
-    compiled, branches = _compile(program)
+    with platforms.gpu_forms():
+        compiled, branches = _compile(program)
     launches = gpu.count_launches(compiled.as_text(), branches)
     mib = round(compiled.memory_analysis().temp_size_in_bytes / 2**20)
     return {

@@ -282,7 +282,8 @@ def causal_conv1d_update(
     if is_step:
         checks.check(cu_seqlens is not None, "`cu_seqlens` must be given in a serving step; got None.")
         checks.check_step_types(slots, N, block_size)
-        step_table.check_known_step(boundaries, slots, states.shape[0], T, block_size)
+        find = functools.partial(step_table.find_faults, boundaries, slots, states.shape[0], T, block_size)
+        checks.check_known_values((boundaries, *slots), find)
         slots = step_table.with_counts(slots)
     else:
         checks.check_slots(state_indices, has_initial_state, N)

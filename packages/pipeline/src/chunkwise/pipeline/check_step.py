@@ -47,4 +47,5 @@ def check_step(
     )  # fmt: skip
     checks.check_packed(cu_seqlens, 1)
     checks.check_step_types(slots, cu_seqlens.shape[0] - 1, block_size)
-    step_table.check_step_values(cu_seqlens, slots, num_slots, num_tokens, block_size, decode_tokens)
+    sizes = num_slots, num_tokens, block_size, decode_tokens
+    checks.check_values((cu_seqlens, *slots), lambda: step_table.find_faults(cu_seqlens, slots, *sizes))

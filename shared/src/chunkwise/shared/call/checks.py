@@ -59,6 +59,13 @@ def check_values(arrays: Iterable[Any], find: Callable[[], Iterable[Fault]]) -> 
                 raise ValueError(fault.message.format(**fault.numbers()))
 
 
+def check_known_values(arrays: Iterable[Any], find: Callable[[], Iterable[Fault]]) -> None:
+    """Check the values of arrays if all of them are known."""
+    arrays = tuple(arrays)
+    if are_known(arrays):
+        check_values(arrays, find)
+
+
 def check_library(name: str, x) -> None:
     """Check that x is no array of a library whose arrays JAX does not take; what is no array passes."""
     kind = type(x)

@@ -43,9 +43,8 @@ def check_step(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     checks.check_decode_tokens(options.decode_tokens, slots.state_indices, known.replay)
     if known.replay:
         options = options._replace(decode_tokens=int(options.decode_tokens or 1))
-    step_table.check_known_step(
-        x.cu_seqlens, slots, pool.shape[0], x.v.shape[1], options.block_size, options.decode_tokens
-    )
+    sizes = pool.shape[0], x.v.shape[1], options.block_size, options.decode_tokens
+    checks.check_known_values((x.cu_seqlens, *slots), lambda: step_table.find_faults(x.cu_seqlens, slots, *sizes))
     return x._replace(slots=step_table.with_counts(slots)), options._replace(output_final_state=True)
 
 

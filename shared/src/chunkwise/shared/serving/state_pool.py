@@ -12,6 +12,7 @@ not exact.
 """
 
 import numbers
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -249,15 +250,17 @@ def _check_accepted(pool: StatePool, slots: jax.Array, accepted: jax.Array) -> N
     checks.check_array_of_slots("num_accepted_tokens", accepted)
     n, given = slots.shape[0], accepted.shape[0]
     checks.check(n == given, f"`num_accepted_tokens` must have a number for each of {n} `slots`; got {given}.")
-    if not checks.are_known((*jax.tree.leaves(pool), slots, accepted)):
-        return
-    exists = pools.existing(slots, pool.shape[0]) >= 0
-    drafts = chunking.take(pool.drafts, slots) if pool.replay else exists.astype(jnp.int32)
-    wrong = (drafts > 0) & ((accepted < 1) | (accepted > drafts))
-    last = "the last decode of each slot had" if pool.replay else "a slot without a ring has"
-    message = f"`num_accepted_tokens` must be from 1 to the tokens that {last}, {{most}}; got {{got}}."
-    numbers = lambda: dict(most=[int(y) for y in drafts], got=[int(y) for y in accepted])
-    checks.check_values((slots,), lambda: [checks.Fault(jnp.any(wrong), message, numbers)])
+
+    def find() -> Iterator[checks.Fault]:
+        exists = pools.existing(slots, pool.shape[0]) >= 0
+        drafts = chunking.take(pool.drafts, slots) if pool.replay else exists.astype(jnp.int32)
+        wrong = (drafts > 0) & ((accepted < 1) | (accepted > drafts))
+        last = "the last decode of each slot had" if pool.replay else "a slot without a ring has"
+        message = f"`num_accepted_tokens` must be from 1 to the tokens that {last}, {{most}}; got {{got}}."
+        numbers = lambda: dict(most=[int(y) for y in drafts], got=[int(y) for y in accepted])
+        yield checks.Fault(jnp.any(wrong), message, numbers)
+
+    checks.check_known_values((*jax.tree.leaves(pool), slots, accepted), find)
 
 
 def read_states(pool: StatePool, slots: jax.Array, num_accepted_tokens: jax.Array | None = None) -> jax.Array:

@@ -109,7 +109,8 @@ def find_faults(
     decode_tokens: int | None = None,
 ) -> list[checks.Fault]:
     """Return what may be wrong with the values of a step."""
-    step, N = find_step(cu_seqlens, slots, None, num_tokens, decode_tokens), cu_seqlens.shape[0] - 1
+    slots, N = with_counts(slots), cu_seqlens.shape[0] - 1
+    step = find_step(cu_seqlens, slots, None, num_tokens, decode_tokens)
     indices: Any = slots.state_indices
     W = decode_tokens or (1 if indices.ndim == 1 else indices.shape[1])
     given = (slots.num_decodes, 0), (slots.num_sequences, N)
@@ -161,32 +162,6 @@ def find_faults(
             "`state_indices` must not name a slot that another sequence starts from; got one that is read and written.",
         ),
     ]
-
-
-def check_step_values(
-    cu_seqlens: jax.Array,
-    slots: Slots,
-    num_slots: int,
-    num_tokens: int,
-    block_size: int | None,
-    decode_tokens: int | None = None,
-) -> None:
-    """Check the values of a step: at once if they are known, else by `checkify.check`, which the caller makes pure."""
-    find = lambda: find_faults(cu_seqlens, with_counts(slots), num_slots, num_tokens, block_size, decode_tokens)
-    checks.check_values((cu_seqlens, *slots), find)
-
-
-def check_known_step(
-    cu_seqlens: jax.Array,
-    slots: Slots,
-    num_slots: int,
-    num_tokens: int,
-    block_size: int | None,
-    decode_tokens: int | None = None,
-) -> None:
-    """Check the values of a step if all are known: outside of jit, or as constants inside."""
-    if checks.are_known((cu_seqlens, *slots)):
-        check_step_values(cu_seqlens, slots, num_slots, num_tokens, block_size, decode_tokens)
 
 
 def with_counts(slots: Slots) -> Slots:

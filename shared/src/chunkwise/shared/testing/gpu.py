@@ -15,8 +15,6 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from chunkwise.shared.implementation import platforms
-
 # What XLA asks a GPU about itself.
 H100 = """
 gpu_device_info {
@@ -68,7 +66,9 @@ def setup() -> None:
 
 
 def compile_for(fn, *specs, device: str = H100, donate_argnums: tuple[int, ...] = ()):
-    """Return the executable of `fn` for one GPU, by the forms for GPUs; nothing is allocated.
+    """Return the executable of `fn` for one GPU; nothing is allocated.
+
+    Inside of `platforms.gpu_forms` operators take their forms for GPUs.
 
     Args:
       fn: a function of arrays.
@@ -79,8 +79,7 @@ def compile_for(fn, *specs, device: str = H100, donate_argnums: tuple[int, ...] 
     topology = topologies.get_topology_desc("", "cuda", target_config=device, topology="1x1x1")
     placement = SingleDeviceSharding(topology.devices[0])
     placed = jax.jit(fn, in_shardings=placement, out_shardings=placement, donate_argnums=donate_argnums)
-    with platforms.gpu_forms():
-        return placed.trace(*specs).lower().compile()
+    return placed.trace(*specs).lower().compile()
 
 
 class Operation(NamedTuple):
