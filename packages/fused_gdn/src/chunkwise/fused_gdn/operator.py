@@ -33,7 +33,7 @@ def config_for(x: Arguments, options: Options) -> config.Config:
     return sizes
 
 
-def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedStatic:
+def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> FusedStatic:
     """Return what the kernels are built for."""
     (B, T, H, K), (HV, V), C = x.q.shape, x.v.shape[2:], options.chunk_size
     # Groups of value heads that are too large for a step are cut, and each part has a key head.

@@ -72,7 +72,7 @@ def config_for(x: Arguments, options: Options) -> config.Config:
     return sizes
 
 
-def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedStatic:
+def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> FusedStatic:
     """Return what the kernels are built for."""
     (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
     varlen, NT = x.cu_seqlens is not None and (x.with_state or options.output_final_state), chunking.num_chunks(T, C)
@@ -86,7 +86,7 @@ def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedS
         per_channel=_per_channel(x),
         constant=x.g is None and x.cu_seqlens is None and x.segment_ids is None and T % C == 0,
         # The gradient of constant gates is one number for all tokens, which cancel; see `tile`.
-        parts=2 if x.g_gamma is not None and "g_gamma" in wanted else 1,
+        parts=2 if x.g_gamma is not None and "g_gamma" in requested else 1,
     )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def _narrow(x):
     return x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
 
 
-def static_for(x: Arguments, options: Options, wanted: frozenset[str]) -> FusedStatic:
+def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> FusedStatic:
     """Return what the kernels are built for."""
     (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
     varlen = x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state))

@@ -35,7 +35,7 @@ class Kernels(NamedTuple):
     Attributes:
       config_for: from arguments and options to the tile sizes, which are `options.config` where it is given. Raises
         NotImplementedError where a head is too large for fast memory.
-      static_for: from arguments, options with a config, and the names of the arguments whose gradients are wanted to
+      static_for: from arguments, options with a config, and the names of the arguments whose gradients are requested to
         what a launch is built for, a tuple with the fields T, C and steps among others.
       lay_out: from arguments, static and whether they are for the backward to the floating-point operands. It is
         linear but for the laws of gates, and JAX transposes it.
@@ -45,7 +45,7 @@ class Kernels(NamedTuple):
       residuals: the outputs of the forward that the backward reads, beside the arguments.
       recomputed: the outputs of the forward that the backward makes again.
       precomputed: the outputs of `states` that the operator behind it takes, and that are residuals then.
-      optional: the operands whose gradients are made only where they are wanted.
+      optional: the operands whose gradients are computed only where they are requested.
       transposed: whether kernels hold states as [V, K].
       makes_map: whether `states` makes M for arguments of these sizes.
       most_channels: of the states in one launch of `states`, where M comes from the identity beside the states.
@@ -124,8 +124,8 @@ def _operands(kernels: Kernels, x: Arguments, static, steps: layout.Steps, backw
     return kernels.lay_out(x, static, backward)._replace(table=steps.table, owner=steps.owner, **more)
 
 
-def _wanted(options: Options) -> tuple[str, ...]:
-    """Return the outputs of the forward that a user gets."""
+def _outputs(options: Options) -> tuple[str, ...]:
+    """Return the names of the outputs of the forward that a user gets."""
     return ("o", "ht") if options.output_final_state else ("o",)
 
 
@@ -152,7 +152,7 @@ def _attend(kernels: Kernels, options: Options, x: Arguments, steps: layout.Step
     """Run the forward, differentiable; arguments are prepared, and their scale is in the options."""
     static = kernels.static_for(x, options, frozenset())
     return _results(
-        kernels, x, kernels.forward(_operands(kernels, x, static, steps, **precomputed), static, _wanted(options))
+        kernels, x, kernels.forward(_operands(kernels, x, static, steps, **precomputed), static, _outputs(options))
     )
 
 
@@ -164,71 +164,71 @@ def _results(kernels: Kernels, x: Arguments, out: dict[str, jax.Array]) -> tuple
 
 def _forward(kernels: Kernels, options: Options, x: Arguments, steps: layout.Steps, precomputed: dict[str, jax.Array]):
     # With symbolic zeros the arrays come with what is known of their tangents.
-    asked = frozenset(name for name, y in x._asdict().items() if getattr(y, "perturbed", False))
+    requested = frozenset(name for name, y in x._asdict().items() if getattr(y, "perturbed", False))
     x, steps, precomputed = jax.tree.map(lambda y: y.value, (x, steps, precomputed))
-    static = kernels.static_for(x, options, asked)
-    residuals = tuple(name for name in kernels.residuals if name not in precomputed)
+    static = kernels.static_for(x, options, requested)
+    names = tuple(name for name in kernels.residuals if name not in precomputed)
 
-    def launch(wanted: tuple[str, ...], x, steps, precomputed):
-        out = kernels.forward(_operands(kernels, x, static, steps, **precomputed), static, (*wanted, *residuals))
-        return {name: out[name] for name in residuals}, {name: out[name] for name in wanted}
+    def launch(outputs: tuple[str, ...], x, steps, precomputed):
+        out = kernels.forward(_operands(kernels, x, static, steps, **precomputed), static, (*outputs, *names))
+        return {name: out[name] for name in names}, {name: out[name] for name in outputs}
 
-    whole = functools.partial(launch, _wanted(options))
-    if residuals:
+    whole = functools.partial(launch, _outputs(options))
+    if names:
         # Under rematerialisation nobody reads the output again, nor in a program of gradients only.
-        saved, out = unless_unread(whole, lambda *args: launch((), *args)[0], x, steps, precomputed)
+        residuals, out = unless_unread(whole, lambda *args: launch((), *args)[0], x, steps, precomputed)
     else:
-        saved, out = whole(x, steps, precomputed)
-    saved, out = remat.save_for_backward((saved, out))
-    # The names are the structure of the last one, which holds no array.
-    return _results(kernels, x, out), (x, steps, _trim(kernels, x, saved | precomputed), dict.fromkeys(asked))
+        residuals, out = whole(x, steps, precomputed)
+    residuals, out = remat.save_for_backward((residuals, out))
+    # The requested names are the structure of the last one, which holds no array.
+    return _results(kernels, x, out), (x, steps, _trim(kernels, x, residuals | precomputed), dict.fromkeys(requested))
 
 
-def _trim(kernels: Kernels, x: Arguments, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return what the forward leaves without padding of heads: it would be more than half of it if K is 60."""
+def _trim(kernels: Kernels, x: Arguments, residuals: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return residuals without the padding of heads, which would be more than half of them if K is 60."""
     K, (HV, V) = x.q.shape[3], x.v.shape[2:]
     rows, columns = (V, K) if kernels.transposed else (K, V)
     trimmed = {
         "h": lambda y: y[..., :rows, :columns],
         "v_new_over_beta": lambda y: layout.from_lanes(y, HV, V, y.shape[1]),
     }
-    return {name: trimmed[name](y) if name in trimmed else y for name, y in saved.items()}
+    return {name: trimmed[name](y) if name in trimmed else y for name, y in residuals.items()}
 
 
-def _pad(saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return what `_trim` was given."""
+def _pad(residuals: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return residuals with the padding of heads that `_trim` cut off."""
     missing = lambda y: [(0, 0)] * 3 + [(0, packed.pad_lanes(n) - n) for n in y.shape[3:]]
     padded = {"h": lambda y: jnp.pad(y, missing(y)), "v_new_over_beta": lambda y: layout.to_lanes(y, y.shape[1])}
-    return {name: padded[name](y) if name in padded else y for name, y in saved.items()}
+    return {name: padded[name](y) if name in padded else y for name, y in residuals.items()}
 
 
 def _backward(kernels: Kernels, options: Options, saved, cotangents):
-    x, steps, left, asked = saved
-    static, left = kernels.static_for(x, options, frozenset(asked)), _pad(left)
+    x, steps, residuals, requested = saved
+    static, residuals = kernels.static_for(x, options, frozenset(requested)), _pad(residuals)
     do, dstates = (None if isinstance(y, SymbolicZero) else y for y in cotangents)
     do = jnp.zeros(x.v.shape, x.v.dtype) if do is None else do
     floats = {name: y for name, y in x.arrays().items() if jnp.issubdtype(y.dtype, jnp.floating)}
     operands, transpose = jax.vjp(lambda floats: kernels.lay_out(x._replace(**floats), static, True), floats)
     if kernels.recomputed:
-        y = _operands(kernels, x, static, steps, **left)
-        left |= kernels.forward(y, static, kernels.recomputed)
+        y = _operands(kernels, x, static, steps, **residuals)
+        residuals |= kernels.forward(y, static, kernels.recomputed)
     present = [name for name, y in operands._asdict().items() if y is not None]
-    wanted = {name: _gradient_of(name) for name in present if name not in kernels.optional or _argument(name) in asked}
+    computed = [name for name in present if name not in kernels.optional or _argument(name) in requested]
     d = kernels.backward(
         operands._replace(
-            table=steps.table, owner=steps.owner, **left,
+            table=steps.table, owner=steps.owner, **residuals,
             do=layout.to_lanes(do.astype(operands.v.dtype), static.T),
             dht=kernel_states(dstates, kernels.transposed),
         ),
-        static, tuple(wanted.values()),
+        static, tuple(map(_gradient_of, computed)),
     )  # fmt: skip
-    zeros = {name: jnp.zeros_like(getattr(operands, name)) for name in present if name not in wanted}
-    made = {name: d[gradient].astype(getattr(operands, name).dtype) for name, gradient in wanted.items()}
-    (dfloats,) = transpose(operands._replace(**made, **zeros))
+    zeros = {name: jnp.zeros_like(getattr(operands, name)) for name in present if name not in computed}
+    gradients = {name: d[_gradient_of(name)].astype(getattr(operands, name).dtype) for name in computed}
+    (dfloats,) = transpose(operands._replace(**gradients, **zeros))
     if "initial_state" in dfloats:
-        # No kernel visits an empty sequence, and what such a sequence gets, it gives back.
-        dh0, given = dfloats["initial_state"], None if dstates is None else dstates.astype(x.initial_state.dtype)
-        dfloats["initial_state"] = layout.unless_empty(dh0, given, x.cu_seqlens)
+        # No kernel visits an empty sequence, whose final state is its initial state, so their gradients are the same.
+        dh0, dht = dfloats["initial_state"], None if dstates is None else dstates.astype(x.initial_state.dtype)
+        dfloats["initial_state"] = layout.unless_empty(dh0, dht, x.cu_seqlens)
     nothing = dict.fromkeys(Arguments._fields)
     return Arguments(**nothing | dfloats), None, None
 
@@ -276,7 +276,7 @@ def map_states(kernels: Kernels, x: Arguments, options: Options) -> state_map.St
 def _launch_states(kernels: Kernels, x: Arguments, options: Options, with_map: bool) -> state_map.StateMap:
     """Run the launch that takes states alone through the tokens; they may have more channels than v."""
     options, x = options._replace(output_final_state=True), x._replace(scale=None)
-    # A constant gate whose gradient is wanted asks for more than a launch without queries can know.
+    # This launch does not know whether the gradient of constant gates is requested, and takes the precision for it.
     static = kernels.static_for(x, options, frozenset(Arguments._fields))
     operands = _vary_alike(_operands(kernels, x, static, _steps(kernels, x, options)))
     out = kernels.states(operands, static, ("ht", *kernels.precomputed, *(("M",) if with_map else ())))
