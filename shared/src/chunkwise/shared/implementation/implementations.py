@@ -76,12 +76,12 @@ def delta_rule_in_plain_jax(
       make_form: from options and the tokens of many chunks to what a GPU computes of them at once.
     """
 
-    def either(x: Arguments, options: Options, inverses: Any = None) -> Any:
+    def by_platform(x: Arguments, options: Options, inverses: Any = None) -> Any:
         on_gpu = lambda x, _: batched.run(make_form, x, with_chunk_size("gpu", x, options))
         otherwise = lambda x, inverses: run(x, with_chunk_size("xla", x, options), inverses)
         return platforms.choose(on_gpu, otherwise, x, inverses)
 
-    def either_states(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array]:
+    def states_by_platform(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array]:
         otherwise = lambda x: states_after(x, with_chunk_size("xla", x, options))
 
         def on_gpu(x):
@@ -93,14 +93,14 @@ def delta_rule_in_plain_jax(
         return platforms.choose(on_gpu, otherwise, x)
 
     def state_map(x: Arguments, options: Options) -> StateMap:
-        return augment_with_identity(lambda y: either_states(y, options), x)
+        return augment_with_identity(lambda y: states_by_platform(y, options), x)
 
-    def either_chunk_states(x: Arguments, options: Options) -> jax.Array:
+    def chunk_states_by_platform(x: Arguments, options: Options) -> jax.Array:
         on_gpu = lambda x: batched.chunk_states(make_form, x, options)
         return platforms.choose(on_gpu, lambda x: chunk_states(x, options), x)
 
     return Implementation(
-        "xla", in_plain_jax(either), in_plain_jax(state_map), chunk_states=in_plain_jax(either_chunk_states)
+        "xla", in_plain_jax(by_platform), in_plain_jax(state_map), chunk_states=in_plain_jax(chunk_states_by_platform)
     )
 
 
