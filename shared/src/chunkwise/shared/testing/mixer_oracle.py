@@ -15,15 +15,15 @@ class Sequence(NamedTuple):
     Attributes:
       row, start, end: its tokens.
       state: which state precedes it or follows it.
-      opens, closes: whether the initial state precedes it, and whether it leaves the final state.
+      has_initial, has_final: whether the initial state precedes it, and whether it leaves the final state.
     """
 
     row: int
     start: int
     end: int
     state: int
-    opens: bool = True
-    closes: bool = True
+    has_initial: bool = True
+    has_final: bool = True
 
 
 def sequences(B: int, T: int, cu_seqlens=None, segment_ids=None) -> list[Sequence]:
@@ -61,15 +61,15 @@ def causal_conv1d(
     (B, T, D), W = x.shape, weight.shape[1]
     y = np.zeros(x.shape)
     final = np.zeros((B if cu_seqlens is None else len(cu_seqlens) - 1, W - 1, D))
-    before = final.copy() if initial_state is None else np.array(initial_state, np.float64)
-    final[...] = before
+    states = final.copy() if initial_state is None else np.array(initial_state, np.float64)
+    final[...] = states
     shift = 0.0 if bias is None else np.asarray(bias, np.float64)
     for s in sequences(B, T, cu_seqlens, segment_ids):
-        seen = np.concatenate([before[s.state] if s.opens else np.zeros((W - 1, D)), x[s.row, s.start : s.end]])
+        inputs = np.concatenate([states[s.state] if s.has_initial else np.zeros((W - 1, D)), x[s.row, s.start : s.end]])
         for t in range(s.end - s.start):
-            y[s.row, s.start + t] = activation(np.sum(seen[t : t + W] * weight.T, axis=0) + shift, name)
-        if s.closes:
-            final[s.state] = seen[len(seen) - (W - 1) :]
+            y[s.row, s.start + t] = activation(np.sum(inputs[t : t + W] * weight.T, axis=0) + shift, name)
+        if s.has_final:
+            final[s.state] = inputs[len(inputs) - (W - 1) :]
     return y, final
 
 
@@ -77,14 +77,14 @@ def causal_conv1d_gradients(x, weight, dy, *, name: str | None = "silu") -> tupl
     """Return the gradients of x and of the weight, of the convolution of whole rows without bias and states."""
     x, weight, dy = (np.asarray(y, np.float64) for y in (x, weight, dy))
     T, W = x.shape[1], weight.shape[1]
-    seen = np.pad(x, [(0, 0), (W - 1, 0), (0, 0)])
-    before = np.sum([weight[:, i] * seen[:, i : i + T] for i in range(W)], axis=0)
-    slope = dy * activation_slope(before, name)
-    d_seen, d_weight = np.zeros(seen.shape), np.zeros(weight.shape)
+    inputs = np.pad(x, [(0, 0), (W - 1, 0), (0, 0)])
+    raw = np.sum([weight[:, i] * inputs[:, i : i + T] for i in range(W)], axis=0)
+    slope = dy * activation_slope(raw, name)
+    d_inputs, d_weight = np.zeros(inputs.shape), np.zeros(weight.shape)
     for i in range(W):
-        d_seen[:, i : i + T] += weight[:, i] * slope
-        d_weight[:, i] = np.sum(slope * seen[:, i : i + T], axis=(0, 1))
-    return d_seen[:, W - 1 :], d_weight
+        d_inputs[:, i : i + T] += weight[:, i] * slope
+        d_weight[:, i] = np.sum(slope * inputs[:, i : i + T], axis=(0, 1))
+    return d_inputs[:, W - 1 :], d_weight
 
 
 def rms_norm_gated(x, z, weight, *, name: str | None = "silu", norm_before_gate: bool = True, eps: float = 1e-6):

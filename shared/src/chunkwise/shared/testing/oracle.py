@@ -129,7 +129,7 @@ def _in_segments(x: dict, segment_ids: np.ndarray, do, dht, options: dict):
     # The states of a row go in before its first segment and come out after its last.
     (first, opening), (last, closing) = (
         np.array([(n, s.row) for n, s in enumerate(found) if getattr(s, end)], int).reshape(-1, 2).T
-        for end in ("opens", "closes")
+        for end in ("has_initial", "has_final")
     )
 
     def to_segments(states, at, row):

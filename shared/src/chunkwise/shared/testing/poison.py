@@ -90,9 +90,9 @@ class _Owners:
             self.states, self.final = np.arange(len(found), self.N), np.arange(len(found), self.N)
             for n, s in enumerate(found):
                 self.tokens[s.row, s.start : s.end] = n
-                if s.opens:
+                if s.has_initial:
                     self.states[s.row] = n
-                if s.closes:
+                if s.has_final:
                     self.final[s.row] = n
             return
         if cu_seqlens is None:
