@@ -10,6 +10,9 @@ from chunkwise.shared.testing import selection, tpu
 
 tpu.setup()
 
+# Lines of the source in lowered programs, which no test reads, take a quarter of the time to lower one.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+
 KERNELS = ("pallas", "staged", "fused")
 # The generation that every change is compiled for; the others are for the thorough tests.
 CHIP = "v6e"

@@ -1,7 +1,6 @@
 """The sessions, found from the tree: `nox -l` lists them, and `nox` alone runs those that every change must pass.
 
-They run under the oldest supported Python of this machine. With NEWEST_PYTHON=1 in the environment they run under the
-newest one, and `oldest` runs a sample under the oldest one.
+They run under the newest supported Python of this machine, and `oldest` runs a sample under the oldest one.
 
 Sessions install the versions of release/lock.txt, which `nox -s lock` renews. With NEWEST=1 in the environment they
 install the newest versions that the groups of pyproject.toml allow.
@@ -37,8 +36,6 @@ SAMPLE = ("kkt", "kda")
 # The Pythons of this machine by version, oldest first. Without a supported one, sessions run under that of nox.
 PYTHONS = pythons.find(ABOUT.pythons)
 OLDEST, *_, LATEST = [*PYTHONS.values()] * 2 or [None, None]
-# The sessions e2e and mesh have not run whole under JAX 0.12, which a newer Python brings.
-LATEST = LATEST if os.environ.get("NEWEST_PYTHON") else OLDEST
 
 # The hosts of packages/integrations: what a session installs with all that it needs, in the host's own pins, and alone.
 HOSTS = {
