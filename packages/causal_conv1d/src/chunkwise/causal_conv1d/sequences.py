@@ -50,12 +50,12 @@ def find(B: int, T: int, cu_seqlens: jax.Array | None, segment_ids: jax.Array | 
     valid = segment_ids >= 0
     first = jnp.argmax(valid, axis=1).astype(jnp.int32)
     last = jnp.int32(T - 1) - jnp.argmax(valid[:, ::-1], axis=1).astype(jnp.int32)
-    some = jnp.any(valid, axis=1)
+    any_valid = jnp.any(valid, axis=1)
     at = lambda x, token: jnp.take_along_axis(x, token[:, None], axis=1)[:, 0]
-    length = jnp.where(some, at(left, first) + 1, 0)
+    length = jnp.where(any_valid, at(left, first) + 1, 0)
     # A row of padding leaves its state as it is: a sequence without tokens.
-    last_start = jnp.where(some, last - at(age, last), first)
-    return ConvSequences(age, left, rows, first, length, last_start, jnp.where(some, last + 1, first))
+    last_start = jnp.where(any_valid, last - at(age, last), first)
+    return ConvSequences(age, left, rows, first, length, last_start, jnp.where(any_valid, last + 1, first))
 
 
 def state_rows(weight: jax.Array, states: jax.Array) -> jax.Array:

@@ -82,10 +82,10 @@ def _segments(
 def _neighbouring_ids(ids: jax.Array, axis) -> tuple[jax.Array, jax.Array]:
     """Return what `_segments` wants to know of the tokens before this device."""
     D, r = lax.axis_size(axis), lax.axis_index(axis)
-    last, some = lax.all_gather((ids[:, -1], jnp.any(ids >= 0, axis=1)), axis)  # [D, B]
+    last, any_valid = lax.all_gather((ids[:, -1], jnp.any(ids >= 0, axis=1)), axis)  # [D, B]
     earlier = jnp.arange(D, dtype=jnp.int32)[:, None] < r
     before = jnp.where(r > 0, last[jnp.maximum(r - 1, 0)], jnp.int32(-1))
-    return before, jnp.any(some & earlier, axis=0)
+    return before, jnp.any(any_valid & earlier, axis=0)
 
 
 def _documents(x: arguments.Arguments, axis) -> tuple[arguments.Arguments, Part]:
@@ -183,18 +183,18 @@ def run_context(
         y = x.with_arrays(floats | fixed)
         return y._replace(initial_state=_entry(part, S, y.initial_state))
 
-    def before(floats, S, fixed, part):
+    def state_before(floats, S, fixed, part):
         """Return M of this device, the state before it, and what its map precomputed."""
         y = x.with_arrays(floats | fixed)
         # Every document has a state, and the first one starts from zeros here.
         start = None if part.first is None else _entry(part, jnp.zeros_like(y.initial_state[:1]), y.initial_state)
-        found = implementations.map_states(implementation, y._replace(initial_state=start), options)
-        M = checkpoint_name(_decay(y, part) if found.M is None else _exit(part, found.M), MAP_NAME)
-        local = affine_scan.AffineMap(M, _exit(part, found.states), _passing(part))
-        return M, checkpoint_name(affine_scan.exclusive_scan(local, S, axis), STATE_NAME), found.precomputed
+        state_map = implementations.map_states(implementation, y._replace(initial_state=start), options)
+        M = checkpoint_name(_decay(y, part) if state_map.M is None else _exit(part, state_map.M), MAP_NAME)
+        local = affine_scan.AffineMap(M, _exit(part, state_map.states), _passing(part))
+        return M, checkpoint_name(affine_scan.exclusive_scan(local, S, axis), STATE_NAME), state_map.precomputed
 
-    def forward(floats, first, fixed, part):
-        M, S, precomputed = before(floats, first, fixed, part)
+    def forward(floats, start, fixed, part):
+        M, S, precomputed = state_before(floats, start, fixed, part)
         run = lambda floats, S: implementations.run(
             implementation, entering(floats, S, fixed, part), options, precomputed
         )
@@ -214,17 +214,16 @@ def run_context(
         dS = affine_scan.exclusive_scan(
             affine_scan.AffineMap(affine_scan.transposed(M), dN, _passing(part)), None, axis, reverse=True
         )
-        back = jnp.zeros_like(dstates)
-        back = dS if part.first is None else back.at[part.last].add(dS)
-        dfloats, dS = pull((do, dstates + back))
+        dafter = dS if part.first is None else jnp.zeros_like(dstates).at[part.last].add(dS)
+        dfloats, dS = pull((do, dstates + dafter))
         # The state before the first tokens belongs to the first device alone.
         dstart = None if start is None else jnp.where(lax.axis_index(axis) == 0, dS, 0.0)
         return dfloats, dstart, None, None
 
     @jax.custom_vjp
-    def call(floats, S, fixed, part):
+    def call(floats, start, fixed, part):
         # Not `forward`: without gradients the operator keeps nothing.
-        _, S, precomputed = before(floats, S, fixed, part)
+        _, S, precomputed = state_before(floats, start, fixed, part)
         return implementations.run(implementation, entering(floats, S, fixed, part), options, precomputed)
 
     call.defvjp(forward, backward)
