@@ -255,7 +255,7 @@ def causal_conv1d_update(
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type. The values of a serving step are checked outside of jit
-        only; for those under jit there is `check_step` of chunkwise.pipeline.
+        only; for values under jit there is `check_step` of chunkwise.pipeline.
 
     Accuracy: as `causal_conv1d`.
     Cost: 2 B T D W flops; every state is read and written once.

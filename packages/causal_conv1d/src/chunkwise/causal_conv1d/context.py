@@ -63,7 +63,7 @@ def _segments(halo: jax.Array, states: jax.Array | None, ids: jax.Array, axis) -
     S = halo.shape[1]
     before, ids = ids[:, :S], ids[:, S:]
     continues = (before == ids[:, :1]) & (ids[:, :1] >= 0)
-    # Tokens of the halo in the segment of the first token: those behind the last one that is not.
+    # Tokens of the halo in the segment of the first token: they follow the last token of another segment.
     count = jnp.sum(lax.cumprod(continues.astype(jnp.int32), axis=1, reverse=True), axis=1, dtype=jnp.int32)
     if states is None:
         return _join(halo, jnp.zeros_like(halo), count), None, ids, None

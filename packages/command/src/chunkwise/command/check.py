@@ -60,7 +60,7 @@ class Program(NamedTuple):
     tolerance: Callable[[str], float]
 
     def measure(self) -> Row:
-        """Run it and compare its results with those expected; report whatever was raised."""
+        """Run it and compare its results with the expected ones; report whatever was raised."""
         try:
             compiled = self.compiling.result()
             results = jax.block_until_ready(compiled(*self.args))

@@ -119,7 +119,7 @@ class Layer:
         return n * (T // self.sequences)
 
     def cost(self, T: int, dtype, backward: bool) -> tuple[int, int]:
-        """Return flops and bytes: those that the package's `cost` counts, the forward's or both directions' together.
+        """Return flops and bytes, as the package's `cost` counts them, of the forward or of both directions together.
 
         They are the same for every implementation, whatever it really does, so that their rates compare: the flops of
         the matrix products of whole chunks, and every tensor moved once in each direction. Earlier results counted

@@ -24,7 +24,7 @@ def chunk_gated_delta_rule(
     Args:
       query, key: with the axes batch, position, heads and k_head_dim, in any order.
       value: with the axes batch, position, heads and v_head_dim. It may have more heads than query and key, a multiple;
-        levanter repeats those.
+        levanter repeats heads of query and key.
       g, beta: log decay and step sizes, with the axes batch, position and heads.
       chunk_size: tokens of a chunk, static.
       initial_state: [batch, heads, k_head_dim, v_head_dim], or None for zeros.

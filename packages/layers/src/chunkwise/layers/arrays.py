@@ -25,7 +25,7 @@ class Numbers(Mapping):
     def __init__(self, named: Mapping[str, Any], block_size: tuple[int, int] | None = None, described: bool = True):
         self._named, self._block_size, self._described = named, block_size, described
         self._scales = {name: name + end for name in named for end in _SCALES if name + end in named}
-        # Those of activations are for programs that multiply in 8 bits.
+        # Scales of activations are for programs that multiply in 8 bits.
         inputs = {f"{name.removesuffix('weight')}input_scale" for name in self._scales}
         hidden = inputs | set(self._scales.values())
         self._names = [name for name in named if name not in hidden]

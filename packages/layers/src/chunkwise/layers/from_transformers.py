@@ -340,8 +340,8 @@ def _text(named: Mapping[str, Any]) -> Mapping[str, Any]:
 def config_from(hf_config: Any, layer: int | None = None) -> config.LayerConfig:
     """Return the config of the linear attention of a model.
 
-    What `hf_config` leaves out, or has as null, is what transformers takes for it. Names that have nothing to do with
-    linear attention are not looked at, such as those that a fine-tune or a quantization adds.
+    A setting that `hf_config` leaves out, or has as null, is the default of transformers. Names that have nothing to do
+    with linear attention are not looked at, such as names that a fine-tune or a quantization adds.
 
     Args:
       hf_config: what the file config.json of a model holds, as published or as transformers saves it; or the config of

@@ -14,9 +14,9 @@ from chunkwise.shared.call.arguments import Arguments
 from chunkwise.shared.kernels import chunking, tiles
 from chunkwise.two_keys import operator as two_keys
 
-# What float32 sums of squares are wrong by at most, relative.
+# The largest relative error of float32 sums of squares.
 _ROUNDING = 1e-5
-# Of which entries are wrong to those that count: no padding.
+# From the entries that are wrong to the wrong entries that count: padding does not.
 Where = Callable[[jax.Array], jax.Array]
 
 

@@ -21,7 +21,7 @@ from chunkwise.two_keys import cost as two_keys_cost
 
 @dataclass(frozen=True)
 class Entry:
-    """An operator, as those see it that treat all operators alike: checks, benchmarks, tests.
+    """An operator, for code that treats all operators alike: checks, benchmarks, tests.
 
     Attributes:
       function: what a user calls.

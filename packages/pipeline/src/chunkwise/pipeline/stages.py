@@ -1,6 +1,6 @@
 """The tables of the stages of the chain, and of what a layer needs around its operator.
 
-They are for those that treat all of them alike: checks and benchmarks.
+They are for code that treats all of them alike: checks and benchmarks.
 """
 
 import functools
@@ -41,7 +41,7 @@ class Stage:
       definition: of arguments x, cu_seqlens and the chunk size, in float64.
       reads: the names of its arguments, as `inputs` gives them.
       results: the names of its results, as `definition` returns them.
-      cost: of the sizes B, T, H, HV, K, V, C, itemsize and backward: its package's `cost` of those that it takes.
+      cost: of the sizes B, T, H, HV, K, V, C, itemsize and backward: its package's `cost` of the sizes that it takes.
       implementations: what it comes in; the last is the TPU's choice.
       inputs: from a `chunkwise.shared.testing.Case` to the arguments.
       rounds: whether the results are in the type of the inputs; else they are float32.

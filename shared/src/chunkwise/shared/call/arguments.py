@@ -105,7 +105,7 @@ class Arguments(NamedTuple):
 
     @property
     def num_states(self) -> int:
-        """N, the number of sequences: rows of the batch, or those packed."""
+        """N, the number of sequences: rows of the batch, or packed sequences."""
         return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
@@ -169,7 +169,7 @@ def whole_scale(x: Arguments, options: Options) -> jax.Array:
 
 
 def check_shared(x: Arguments, options: Options) -> Arguments:
-    """Check the arguments that all operators take alike, less those that make a choice; the others are checked before.
+    """Check the arguments that all operators take alike; the tensors are checked before, and choices after it.
 
     Returns:
       The arguments, A_log of a law as [HV].

@@ -136,7 +136,7 @@ def decays(
 
 @functools.partial(jax.jit, static_argnames="doubled")
 def step_sizes(beta: jax.Array, doubled: bool, valid: jax.Array | None) -> jax.Array:
-    """Return step sizes, or gates, of raw ones [B, T, ...] of any type; those not `valid` may hold anything."""
+    """Return step sizes, or gates, of raw ones [B, T, ...] of any type; tokens that are not `valid` hold anything."""
     beta = beta if valid is None else chunking.select_tokens(valid, beta)
     beta = jax.nn.sigmoid(beta.astype(jnp.float32))
     return 2.0 * beta if doubled else beta

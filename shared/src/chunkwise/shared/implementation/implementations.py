@@ -1,4 +1,4 @@
-"""One way to compute an operator over whole sequences, and how the arguments of a user become those that it takes."""
+"""One way to compute an operator over whole sequences, and how the arguments of a user become its arguments."""
 
 import functools
 from collections.abc import Callable

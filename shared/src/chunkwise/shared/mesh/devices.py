@@ -14,7 +14,7 @@ from chunkwise.shared.mesh import context, partition
 # How `Slots` may be split: s sequences.
 SLOT_DIMENSIONS = {name: "" if name in ("num_decodes", "num_sequences") else "s" for name in arguments.Slots._fields}
 # Letters: n value heads, d value channels, h, i and j the key heads of q, of k and of p. The devices along axes that
-# split value heads and not key heads share key heads, and take those that their value heads read.
+# split value heads and not key heads share key heads, and take the key heads that their value heads read.
 _LAYOUT = partition.Layout(
     leading="v",
     parts={"b": "rows", "t": "tokens", "n": "value heads", "d": "value channels"},

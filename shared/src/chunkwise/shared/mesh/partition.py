@@ -1,9 +1,9 @@
 """Operators that split themselves over the devices of a mesh, as the sharding of one argument says.
 
-That is the *leading* argument, v [B, T, HV, V] or x. What can be split, such as the rows of a batch, value heads or
-channels, does not depend on one another, so every device computes its part of them from what it holds of the other
-arguments. The forward needs no communication, unless tokens are split. In the backward the gradient of an argument that
-several devices share is summed over these, and over no others.
+This argument is the *leading* one, v [B, T, HV, V] or x. Its dimensions that can be split, such as the rows of a batch,
+value heads or channels, do not depend on one another, so every device computes its part of them from the parts of the
+other arguments that it holds. The forward needs no communication, unless tokens are split. In the backward the gradient
+of an argument that several devices share is summed over these, and over no others.
 
 The division is a `shard_map` inside of the operator. Its gradient is computed device by device, inside: so it works
 under a `shard_map` of the caller too, and the sums stand where this module puts them.
@@ -117,7 +117,7 @@ def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: Any) -> D
     """Return how to divide an operator, or None where its arguments lie on no mesh with explicit axes, or on none.
 
     Args:
-      arrays: the arguments by name, without those that are None.
+      arrays: the arguments that are not None, by name.
       layout: of the operator.
       sharding: of the leading argument, a NamedSharding or a PartitionSpec, or None for the sharding in its type.
 
@@ -250,7 +250,7 @@ def over_mesh(
     Args:
       run: takes the arguments of one device, by name. Where tokens are split, it returns zeros for the states that
         another device has: the result is their sum.
-      arrays: the arguments, without those that are None.
+      arrays: the arguments that are not None.
       division: of the operator; None where nothing but the tokens is divided, by a `shard_map` of the caller.
       tokens: the axes that split tokens, see `token_axes`.
       with_states: whether it returns states.

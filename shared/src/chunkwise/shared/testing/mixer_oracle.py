@@ -27,7 +27,7 @@ class Sequence(NamedTuple):
 
 
 def sequences(B: int, T: int, cu_seqlens=None, segment_ids=None) -> list[Sequence]:
-    """Return the sequences of a batch: its rows, those that are packed, or the segments of equal ids of its rows."""
+    """Return the sequences of a batch: its rows, the packed sequences, or the segments of equal ids of its rows."""
     if cu_seqlens is not None:
         return [Sequence(0, int(a), int(b), n) for n, (a, b) in enumerate(itertools.pairwise(np.asarray(cu_seqlens)))]
     if segment_ids is None:

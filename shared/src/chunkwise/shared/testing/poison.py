@@ -34,7 +34,7 @@ def assert_isolated(
 
     Args:
       fn: a function of named arrays and cu_seqlens, or segment_ids, that returns named results. Arrays named in
-        `STATES` have an entry for every sequence, or row of segments, [N, ...], those in `CHUNKS` one for every chunk
+        `STATES` have an entry for every sequence, or row of segments, [N, ...], arrays in `CHUNKS` one for every chunk
         [B, NT, ...], all others are tokens [B, T, ...].
       x: inputs, all finite and of floating type.
       cu_seqlens: concrete boundaries of a packed batch; without them the rows of the batch are the sequences.
