@@ -67,10 +67,10 @@ class Layer:
         operator = self.table.function
 
         def run(x, cu_seqlens):
-            told = {"cu_seqlens": cu_seqlens}
+            packing = {"cu_seqlens": cu_seqlens}
             if self.segments:
-                told = {"segment_ids": token_owners(x["q"].shape[1], cu_seqlens)[None]}
-            return {"o": operator(**x, **told, **self._options, implementation=implementation, sharding=sharding)[0]}
+                packing = {"segment_ids": token_owners(x["q"].shape[1], cu_seqlens)[None]}
+            return {"o": operator(**x, **packing, **self._options, implementation=implementation, sharding=sharding)[0]}
 
         return run
 
@@ -249,10 +249,10 @@ def serving_step(case: Layer, implementation: str, mixture: Mixture | None = Non
     `mixture` says how many tokens a decode over a ring has; None where there is no ring.
     """
     operator = getattr(pipeline, f"ragged_{case.operator}")
-    told: dict[str, Any] = {"use_qk_l2norm_in_kernel": True} if case.table.delta else {}
+    options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True} if case.table.delta else {}
     if mixture is not None and mixture.replay:
-        told["decode_tokens"] = mixture.W
-    return lambda x, states, step: operator(**x, states=states, **step, **told, implementation=implementation)
+        options["decode_tokens"] = mixture.W
+    return lambda x, states, step: operator(**x, states=states, **step, **options, implementation=implementation)
 
 
 def moved_bytes(case: Layer, mixture: Mixture) -> tuple[int, int]:

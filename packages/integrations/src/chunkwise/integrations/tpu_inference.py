@@ -43,5 +43,5 @@ def __getattr__(name: str) -> Any:
 
     impl = type("ChunkwiseAttentionImpl", (host.PallasAttentionBackendImpl,), {"attention_backend": NAME})
     members = {"get_name": staticmethod(NAME.upper), "get_impl_cls": staticmethod(lambda: impl)}
-    globals()[name] = made = type(name, (host.PallasAttentionBackend,), members | {"__module__": __name__})
-    return made
+    globals()[name] = backend = type(name, (host.PallasAttentionBackend,), members | {"__module__": __name__})
+    return backend

@@ -45,9 +45,9 @@ class Numbers(Mapping):
             checks.check(not unscaled, f"`named` must have {either} for {name!r} of {kind}; got neither.")
             return x
         scale = self._scales[name]
-        told = self._described or not scale.endswith(_SCALES[0])
+        described = self._described or not scale.endswith(_SCALES[0])
         rule = "`directory` must have config.json with a `quantization_config`, whose `weight_block_size` says what"
-        checks.check(told, f"{rule} {scale!r} is for; got none, and {name!r} of {kind}.")
+        checks.check(described, f"{rule} {scale!r} is for; got none, and {name!r} of {kind}.")
         checks.check(narrow, f"`named` must have {name!r} of float8 or int8, as it has {scale!r}; got {kind}.")
         return _multiply(np.asarray(x), _from_torch(self._named[scale]), name, self._block_size)
 

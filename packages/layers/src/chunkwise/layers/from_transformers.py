@@ -92,11 +92,11 @@ class _Settings:
 def _delta_net(s: _Settings, **more: Any) -> config.GatedDeltaNetConfig:
     s.require("hidden_act", *_SILU)
     gate = s.read("output_gate_type")
-    made: dict[str, Any] = dict(eps=s.read("rms_norm_eps"), activation="silu" if gate == "swish" else gate)
+    options: dict[str, Any] = dict(eps=s.read("rms_norm_eps"), activation="silu" if gate == "swish" else gate)
     return config.GatedDeltaNetConfig(
         s.read("hidden_size"), s.read("linear_num_key_heads"), s.read("linear_num_value_heads"),
         s.read("linear_key_head_dim"), s.read("linear_value_head_dim"), s.read("linear_conv_kernel_dim"),
-        **made | more,
+        **options | more,
     )  # fmt: skip
 
 
@@ -124,9 +124,9 @@ def _kimi(s: _Settings, **more: Any) -> config.KimiDeltaAttentionConfig:
     W = s.read(_TABLE + "short_conv_kernel_size", "linear_conv_kernel_dim", "short_conv_kernel_size")
     full = s.read(_TABLE + "no_kda_lora", "no_kda_lora")
     s.require("use_kda_lora", not full)
-    made: dict[str, Any] = dict(R=None if full else size, full_rank_gate=s.read(_TABLE + "use_full_rank_gate"))
+    options: dict[str, Any] = dict(R=None if full else size, full_rank_gate=s.read(_TABLE + "use_full_rank_gate"))
     return config.KimiDeltaAttentionConfig(
-        s.read("hidden_size"), heads, heads, size, size, W, s.read("rms_norm_eps"), **made | more
+        s.read("hidden_size"), heads, heads, size, size, W, s.read("rms_norm_eps"), **options | more
     )
 
 
@@ -179,11 +179,11 @@ def _mamba2(s: _Settings, names: Mapping[str, str], size: int, **more: Any) -> c
     )  # fmt: skip
 
 
-def _expanded(s: _Settings, made: config.Mamba2Config, expand: str, *others: str) -> config.Mamba2Config:
+def _expanded(s: _Settings, sizes: config.Mamba2Config, expand: str, *others: str) -> config.Mamba2Config:
     """Check that the channels of a mixer are as many as `expand` asks for, which may have other names."""
-    wanted, have = int(s.read(expand, *others) * made.D), made.HV * made.V
+    wanted, have = int(s.read(expand, *others) * sizes.D), sizes.HV * sizes.V
     checks.check(wanted == have, f"`hf_config.{expand}` must make {have} channels, those of all heads; got {wanted}.")
-    return made
+    return sizes
 
 
 def _head_size(s: _Settings, channels: int) -> int:
@@ -225,12 +225,12 @@ def _zamba2(s: _Settings) -> config.Mamba2Config:
     channels = int(s.read("mamba_expand", "expansion_factor") * D)
     # Files of the first version have the channels of a head alone, and transformers' class the number of heads.
     heads = s.read("n_mamba_heads") or (channels // size if size else 8)
-    made = config.Mamba2Config(
+    sizes = config.Mamba2Config(
         D, s.read("mamba_ngroups"), heads, s.read("mamba_d_state", "state_size"), size or channels // heads,
         s.read("mamba_d_conv", "conv_dimension"), eps=1e-5, dt_limit=(float(s.read("time_step_min")), math.inf),
         in_bias=bias, out_bias=bias,
     )  # fmt: skip
-    return _expanded(s, made, "mamba_expand", "expansion_factor")
+    return _expanded(s, sizes, "mamba_expand", "expansion_factor")
 
 
 def _falcon_h1(s: _Settings) -> config.Mamba2Config:
@@ -241,17 +241,17 @@ def _falcon_h1(s: _Settings) -> config.Mamba2Config:
     if expanded:
         channels = int(s.read("mamba_expand") * s.read("hidden_size"))
     before = "before" if s.read("mamba_norm_before_gate") else "after"
-    made = _mamba2(
+    sizes = _mamba2(
         s, dict(out_bias="projectors_bias"), _head_size(s, channels), norm=before if s.read("mamba_rms_norm") else None,
         in_multiplier=float(s.read("ssm_in_multiplier")), multipliers=tuple(map(float, s.read("ssm_multipliers"))),
     )  # fmt: skip
     if expanded:
-        return _expanded(s, made, "mamba_expand")
-    have = made.HV * made.V
+        return _expanded(s, sizes, "mamba_expand")
+    have = sizes.HV * sizes.V
     checks.check(
         channels == have, f"`hf_config.mamba_d_ssm` must be one of {(have,)} for this layer; got {channels!r}."
     )
-    return made
+    return sizes
 
 
 def _minimax(s: _Settings, layer: Any) -> config.LightningAttentionConfig:
@@ -364,6 +364,6 @@ def config_from(hf_config: Any, layer: int | None = None) -> config.LayerConfig:
     checks.check(name in _MODELS, f"`hf_config.model_type` must be one of {known}; got {kind!r}.")
     make, defaults = _MODELS[name]
     settings = _Settings(named, defaults)
-    made = make(settings, layer) if name == "minimax" else make(settings)
+    found = make(settings, layer) if name == "minimax" else make(settings)
     settings.end()
-    return made
+    return found

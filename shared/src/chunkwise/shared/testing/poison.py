@@ -44,12 +44,12 @@ def assert_isolated(
       tolerance: how much others may change, by RMS; 0 for not one bit.
       visible: demand that NaN in an input makes some result of the same sequence not finite, so that nothing is hidden.
     """
-    told = cu_seqlens if segment_ids is None else segment_ids
-    results = jax.eval_shape(fn, x, told)
+    packing = cu_seqlens if segment_ids is None else segment_ids
+    results = jax.eval_shape(fn, x, packing)
     rng = np.random.default_rng(7)
     cotangents = {name: jnp.asarray(rng.standard_normal(y.shape), y.dtype) for name, y in results.items()}
     run = compare.gradient_program(fn)
-    clean = _numpy(run(x, told, cotangents))
+    clean = _numpy(run(x, packing, cotangents))
     for name, value in clean.items():
         assert np.isfinite(value.astype(np.float64)).all(), f"{name} is not finite before anything is poisoned"
     B, T = next(y.shape[:2] for name, y in x.items() if name not in STATES | CHUNKS | set(shared))
@@ -62,7 +62,7 @@ def assert_isolated(
                 continue
             for n, label, dirty in owners.poisoned(name, arrays[name]):
                 inputs = (x | {name: dirty}, cotangents) if group == "input" else (x, cotangents | {name: dirty})
-                got = _numpy(run(inputs[0], told, inputs[1]))
+                got = _numpy(run(inputs[0], packing, inputs[1]))
                 what = f"{label} in the {group} {name} of {owners.name(n)}"
                 for result, want in clean.items():
                     base = gradients.get(result, result)
