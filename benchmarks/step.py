@@ -117,7 +117,7 @@ def decode_runs(routes: Routes) -> tuple[int, list[int]]:
     return N * W, [1, int(source[0] == target[0]), *states_in, tokens, int(jnp.sum(routes.target >= 0))]
 
 
-def replay_runs(mixture: Mixture, regions: list[Region]) -> tuple[int, list[float]]:
+def ring_runs(mixture: Mixture, regions: list[Region]) -> tuple[int, list[float]]:
     """Return the steps of the decode kernel over a ring and how many run each of its regions, in the order of its text.
 
     The first step reads its own slot, and every step but the last that of the next one. Then comes the largest region,
@@ -280,7 +280,7 @@ def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
             if chunk:
                 runs = prefill_runs(case, found.prefills, mixture.T, int(chunk[1]))
             else:
-                runs = replay_runs(mixture, loop.regions) if mixture.replay else decode_runs(found.decodes)
+                runs = ring_runs(mixture, loop.regions) if mixture.replay else decode_runs(found.decodes)
             counts[_kind(launch)] += kernel_bundles(loop, *runs)
     return counts
 

@@ -1,23 +1,23 @@
 """Decode over a pool with a ring, in one launch: a state is read once, and written only where its ring is folded.
 
-A grid step takes a sequence: while it computes what `ring_sequence` says, the copies of the next one come in, and
-those of the ones before go out, to and from four buffers in turn.
+A grid step takes a sequence: while it computes what `ring_tile` says, the copies of the next one come in, and those of
+the ones before go out, to and from four buffers in turn.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.shared import chips
 from chunkwise.shared.call.arguments import Arguments
-from chunkwise.shared.kernels import launcher, pools
-from chunkwise.shared.serving import ring, state_pool
+from chunkwise.shared.kernels import launcher, layout, pools, tiles
+from chunkwise.shared.serving import ring, ring_tile, state_pool
 from chunkwise.shared.serving.decode_kernel import DecodeStatic
-from chunkwise.shared.serving.ring_sequence import ReplayRefs, ReplayStatic, fill_masks, run_sequence
 from chunkwise.shared.serving.state_pool import StatePool
 
 # Buffers of a slot: one is read into, one is worked on, and others are written from. For a power of two the buffer of a
@@ -27,27 +27,180 @@ _BUFFERS = 4
 LATER = _BUFFERS - 1
 # Tokens of the ring are copied in so many parts, of which those are left out that hold no token.
 _PARTS = 4
+# Key heads of a fold that are worked on at once.
+_FOLDED = 4
 
 
-def _replay_kernel(refs: ReplayRefs, s: ReplayStatic):
-    n = pl.program_id(0)
+class RingRefs(NamedTuple):
+    """The Refs of the kernel: scalar tables, tokens, the pool in HBM, and buffers.
+
+    Attributes:
+      start, count: int32 [N], the first token of a sequence and how many it has.
+      source, target: int32 [N], the slots that it starts from and ends in, negative for none, as without tokens.
+      kept: int32 [N], tokens of the ring of the source that count.
+      folded: int32 [N], 1 if the ring is folded, and the state written, before its tokens.
+      q, k: [T, H, K]; v, o: [T, HV, V].
+      g: float32 [T, HV] in the order [R, H], or [T, R, H, K].
+      beta: float32 [T, HV] in the order [R, H], or None.
+      p: float32 [T, R, H, K], erase keys as they are, or None for keys.
+      states_out, scales_out, keys_out, writes_out, gates_out: the pool.
+      state, scale_rows, key, write, gate: buffers of a slot, [4, ...].
+      folded_keys: float32 [L R H, K], the keys of the ring times what decays after them.
+      folded_writes: float32 [L R H, V].
+      decay: float32 [R, H, K], what decays of the state.
+      rows: float32 [HV, V], the values, and then the outputs, of a token.
+      same_head, of_token: float32, the masks of `ring_tile`.
+      reads, stores: semaphores of the copies from and to a slot, [4].
+    """
+
+    start: jax.Ref
+    count: jax.Ref
+    source: jax.Ref
+    target: jax.Ref
+    kept: jax.Ref
+    folded: jax.Ref
+    q: jax.Ref
+    k: jax.Ref
+    v: jax.Ref
+    g: jax.Ref
+    states: jax.Ref
+    keys: jax.Ref
+    writes: jax.Ref
+    gates: jax.Ref
+    o: jax.Ref
+    states_out: jax.Ref
+    keys_out: jax.Ref
+    writes_out: jax.Ref
+    gates_out: jax.Ref
+    state: jax.Ref
+    key: jax.Ref
+    write: jax.Ref
+    gate: jax.Ref
+    folded_keys: jax.Ref
+    folded_writes: jax.Ref
+    decay: jax.Ref
+    rows: jax.Ref
+    same_head: jax.Ref
+    of_token: jax.Ref
+    reads: jax.Ref
+    stores: jax.Ref
+    beta: jax.Ref
+    p: jax.Ref
+    scales: jax.Ref
+    scales_out: jax.Ref
+    scale_rows: jax.Ref
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether gates are per channel."""
+        return len(self.g.shape) == 4
+
+
+def _ring_kernel(refs: RingRefs, s: DecodeStatic):
+    n, N = pl.program_id(0), refs.count.shape[0]
 
     @pl.when(n == 0)
     def _():
         # Tokens of no sequence are zero.
         refs.o[...] = jnp.zeros_like(refs.o)
-        fill_masks(refs, s)
-        _reads(refs, s, n, _start)
+        L, H = refs.key.shape[1:3]
+        refs.same_head[...], refs.of_token[...] = ring_tile.masks(s.W, L, H, refs.beta is not None)
+        _reads(refs, n, _start)
 
     # The next sequence is read into a buffer that another one has been written from. The last steps only wait.
     pl.when(n >= LATER)(lambda: _stores(refs, s, n - LATER, _wait))
-    pl.when(n + 1 < s.N)(lambda: _reads(refs, s, n + 1, _start))
+    pl.when(n + 1 < N)(lambda: _reads(refs, n + 1, _start))
 
-    @pl.when(n < s.N)
+    @pl.when(n < N)
     def _():
-        _reads(refs, s, n, _wait)
-        pl.when(refs.count[n] > 0)(lambda: run_sequence(refs, s, n, _buffer(n)))
+        _reads(refs, n, _wait)
+        pl.when(refs.count[n] > 0)(lambda: _run_sequence(refs, s, n, _buffer(n)))
         _stores(refs, s, n, _start)
+
+
+def _run_sequence(refs: RingRefs, s: DecodeStatic, n, b) -> None:
+    """Run the tokens of sequence n, whose slot is in buffer b."""
+    folded = refs.folded[n] == 1
+
+    @pl.when(refs.source[n] < 0)
+    def _():
+        refs.state[b] = jnp.zeros(refs.state.shape[1:], refs.state.dtype)
+        if refs.scale_rows is not None:
+            refs.scale_rows[b] = jnp.zeros(refs.scale_rows.shape[1:], jnp.float32)
+
+    pl.when(folded)(lambda: _fold(refs, b, refs.kept[n]))
+    first = jnp.where(folded, jnp.int32(0), refs.kept[n])
+    # What is past the tokens of the sequence is computed too, and dropped.
+    place = [jnp.minimum(refs.start[n] + jnp.int32(t), jnp.int32(refs.v.shape[0] - 1)) for t in range(s.W)]
+    q, k = ([ref[at].astype(jnp.float32) for at in place] for ref in (refs.q, refs.k))  # [H, K] each
+    if s.normalise:
+        q, k = ([tiles.l2norm(x) for x in y] for y in (q, k))
+    # A gate, or a step size, per head is a row.
+    row = lambda i: i if refs.per_channel else pl.ds(i, 1)
+    g = [refs.g[row(at)] for at in place]
+    beta = None if refs.beta is None else [refs.beta[pl.ds(at, 1), :] for at in place]
+    p = None if refs.p is None else [refs.p[at] for at in place]
+
+    def values(at):
+        refs.rows[...] = refs.v[at].astype(jnp.float32)
+        return layout.load_every(refs.rows, refs.write.shape[2])
+
+    o, written = ring_tile.decode(
+        q, k, [values(at) for at in place], g, beta, p, _slot(refs, b, first), refs.same_head[...], refs.of_token[...],
+        s.scale,
+    )  # fmt: skip
+    for t, at in enumerate(place):
+        inside = first + jnp.int32(t)
+        refs.key[b, inside] = k[t].astype(refs.key.dtype)
+        refs.gate[b, row(inside)] = g[t]
+        refs.write[b, inside] = jnp.stack(written[t]).astype(refs.write.dtype)
+        layout.store_every(refs.rows, o[t])
+        # The first token exists.
+        store = functools.partial(_store_output, refs, at)
+        pl.when(jnp.int32(t) < refs.count[n])(store) if t else store()
+
+
+def _slot(refs: RingRefs, b, count) -> StatePool:
+    """Return the slot in a buffer, whose ring holds so many tokens."""
+    scales = None
+    if refs.scale_rows is not None:
+        scales = jnp.stack(layout.load_every(refs.scale_rows.at[b], refs.write.shape[2]))
+    return StatePool(refs.state[b], scales, refs.key[b], refs.write[b], refs.gate[b], count)
+
+
+def _store_output(refs: RingRefs, at) -> None:
+    refs.o[at] = refs.rows[...].astype(refs.o.dtype)
+
+
+def _fold(refs: RingRefs, b, kept) -> None:
+    """Make the state in a buffer that after the kept tokens of its ring, in the type of the pool."""
+    keys, writes, decay = ring_tile.fold_tokens(_slot(refs, b, kept))
+    R, L, H, K = keys.shape
+    for r in range(R):
+        for i in range(L):
+            rows = pl.ds((i * R + r) * H, H)
+            refs.folded_keys[rows, :], refs.folded_writes[rows, :] = keys[r, i], writes[r, i]
+        refs.decay[r] = jnp.broadcast_to(decay[r], (H, K))
+    some = launcher.largest_divisor(H, _FOLDED)
+
+    def fold_head(h, r):
+        n, tokens = h * jnp.int32(R) + jnp.int32(r), pl.ds(jnp.int32(r * H) + h, L, stride=R * H)
+        row = refs.decay[r, pl.ds(h, 1), :]
+        # A number that all channels share is one already where nothing else multiplies it.
+        row = row[:, : decay[r].shape[1]] if refs.scale_rows is None else row * refs.scale_rows[b, pl.ds(n, 1), :]
+        tokens = refs.folded_keys[tokens, :], refs.folded_writes[tokens, :]
+        return n, *ring_tile.fold_head(refs.state[b, n], *tokens, row, refs.write.dtype)
+
+    def fold_heads(turn, carry):
+        # All are read before one is written, so that their products may overlap.
+        heads = [(turn * jnp.int32(some) + jnp.int32(i), r) for i in range(some) for r in range(R)]
+        for n, S, scales in [fold_head(*head) for head in heads]:
+            refs.state[b, n] = S
+            if scales is not None:
+                refs.scale_rows[b, pl.ds(n, 1), :] = scales
+        return carry
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(H // some), fold_heads, None)
 
 
 def _buffer(n) -> jax.Array:
@@ -55,7 +208,7 @@ def _buffer(n) -> jax.Array:
     return jnp.bitwise_and(n, jnp.int32(_BUFFERS - 1))
 
 
-def _reads(refs: ReplayRefs, s: ReplayStatic, n, act) -> None:
+def _reads(refs: RingRefs, n, act) -> None:
     """Start, or wait for, the copies of what sequence n reads; `act` takes a copy."""
     slot, b = refs.source[n], _buffer(n)
     copy = lambda pool, buffer: act(pltpu.make_async_copy(pool, buffer, refs.reads.at[b]))
@@ -65,21 +218,22 @@ def _reads(refs: ReplayRefs, s: ReplayStatic, n, act) -> None:
         copy(refs.states_out.at[slot], refs.state.at[b])
         if refs.scales_out is not None:
             copy(refs.scales_out.at[slot], refs.scale_rows.at[b])
-        if not s.per_channel:
+        if not refs.per_channel:
             copy(refs.gates_out.at[slot], refs.gate.at[b])
-        size = -(-s.L // _PARTS)
-        for first in range(0, s.L, size):
-            part = pl.ds(first, min(size, s.L - first))
+        L = refs.key.shape[1]
+        size = -(-L // _PARTS)
+        for first in range(0, L, size):
+            part = pl.ds(first, min(size, L - first))
 
             @pl.when(refs.kept[n] > first)
             def _(part=part):
                 copy(refs.keys_out.at[slot, part], refs.key.at[b, part])
                 copy(refs.writes_out.at[slot, part], refs.write.at[b, part])
-                if s.per_channel:
+                if refs.per_channel:
                     copy(refs.gates_out.at[slot, part], refs.gate.at[b, part])
 
 
-def _stores(refs: ReplayRefs, s: ReplayStatic, n, act) -> None:
+def _stores(refs: RingRefs, s: DecodeStatic, n, act) -> None:
     """Start, or wait for, the copies of what sequence n writes: its tokens, and its state if the ring was folded."""
     slot, b = refs.target[n], _buffer(n)
     copy = lambda buffer, pool: act(pltpu.make_async_copy(buffer, pool, refs.stores.at[b]))
@@ -89,7 +243,7 @@ def _stores(refs: ReplayRefs, s: ReplayStatic, n, act) -> None:
         rows = pl.ds(jnp.where(refs.folded[n] == 1, jnp.int32(0), refs.kept[n]), s.W)
         copy(refs.key.at[b, rows], refs.keys_out.at[slot, rows])
         copy(refs.write.at[b, rows], refs.writes_out.at[slot, rows])
-        if s.per_channel:
+        if refs.per_channel:
             copy(refs.gate.at[b, rows], refs.gates_out.at[slot, rows])
         else:
             copy(refs.gate.at[b], refs.gates_out.at[slot])
@@ -119,26 +273,23 @@ def launch(
     """
     if not fits(x, pool):
         raise NotImplementedError(
-            f'"fused" takes a few tokens per sequence; {static.T} tokens and {_BUFFERS} slots of states '
+            f'"fused" takes a few tokens per sequence; {x.q.shape[1]} tokens and {_BUFFERS} slots of states '
             f'{pool.shape[1:]} with rings of {pool.replay} do not fit into VMEM: use implementation="xla".'
         )
-    T, H, HV, K, V, L = static.T, static.H, static.HV, static.K, static.V, pool.replay
-    R, per_channel = HV // H, x.g.ndim == 4
-    s = ReplayStatic(
-        static.N, T, static.W, H, R, K, V, L, x.beta is not None, per_channel, static.scale, static.normalise
-    )
+    (T, H), L, per_channel = x.q.shape[1:3], pool.replay, x.g.ndim == 4
+    (HV, K, V), N, delta = pool.shape[1:], routes.source.shape[0], x.beta is not None
     target = routes.target[:, 0]
     kept = state_pool.kept_tokens(pool, routes.source, accepted)
-    folded = ring.folds(pool, routes.source, target, kept, s.W)
+    folded = ring.folds(pool, routes.source, target, kept, static.W)
     tables = dict(
         start=routes.start, count=routes.end - routes.start, source=routes.source, target=target, kept=kept,
         folded=folded.astype(jnp.int32),
     )  # fmt: skip
-    by_row = lambda y: jnp.swapaxes(y.reshape(T, H, R, *y.shape[3:]), 1, 2)  # [T, R, H, ...]
+    by_row = lambda y: jnp.swapaxes(y.reshape(T, H, HV // H, *y.shape[3:]), 1, 2)  # [T, R, H, ...]
     in_lanes = lambda y: by_row(y.astype(jnp.float32)).reshape(T, HV)
     tensors = dict(
         q=x.q[0], k=x.k[0], v=x.v[0], g=by_row(x.g) if per_channel else in_lanes(x.g),
-        beta=None if x.beta is None else in_lanes(x.beta), p=None if x.p is None else by_row(x.p),
+        beta=in_lanes(x.beta) if delta else None, p=None if x.p is None else by_row(x.p),
     )  # fmt: skip
     names = [name for name in ("states", "scales", "keys", "writes", "gates") if getattr(pool, name) is not None]
     whole = lambda y: pl.BlockSpec(y.shape, lambda n, *_: (0,) * y.ndim, pipeline_mode=pl.Buffered(1))
@@ -148,14 +299,14 @@ def launch(
     if pool.scales is not None:
         scratch["scale_rows"] = buffer(pool.scales)
     scratch |= dict(key=buffer(pool.keys), write=buffer(pool.writes), gate=buffer(pool.gates))
-    scratch |= dict(folded_keys=(L * HV, K), folded_writes=(L * HV, V), decay=(R, H, K), rows=(HV, V))
-    scratch |= dict(own=((1 + s.delta) * s.W * H, L * H), repeat=(L, L * H))
+    scratch |= dict(folded_keys=(L * HV, K), folded_writes=(L * HV, V), decay=(HV // H, H, K), rows=(HV, V))
+    scratch |= dict(same_head=((1 + delta) * static.W * H, L * H), of_token=(L, L * H))
     scratch |= {name: pltpu.SemaphoreType.DMA((_BUFFERS,)) for name in ("reads", "stores")}
     out = launcher.launch(
-        functools.partial(_replay_kernel, s=s),
-        ReplayRefs,
-        name=static.name.replace("_fwd", "_replay_fwd"),
-        grid=(s.N + LATER,),
+        functools.partial(_ring_kernel, s=static),
+        RingRefs,
+        name=static.name.replace("_fwd", "_ring_fwd"),
+        grid=(N + LATER,),
         dimension_semantics=("arbitrary",),
         tables=tables,
         inputs={name: (y, None if y is None else whole(y)) for name, y in tensors.items()}
@@ -164,7 +315,7 @@ def launch(
         | {name: (in_hbm, getattr(pool, name).shape, getattr(pool, name).dtype) for name in names},
         scratch=scratch,
         in_place={name: name for name in names},
-        cost_estimate=replay_cost(s, pool),
+        cost_estimate=_cost(N, static.W, pool),
         # Slots are those that exist, and tokens lie in the ring.
         in_bounds=True,
     )
@@ -172,15 +323,15 @@ def launch(
     return out["o"][None], ring.counted(rings, routes, kept, folded)
 
 
-def replay_cost(s: ReplayStatic, pool: StatePool) -> pl.CostEstimate:
+def _cost(N: int, W: int, pool: StatePool) -> pl.CostEstimate:
     """Return what decodes cost: a state is read once, and written by one of L / W sequences; rings are half full."""
     size = lambda y: 0 if y is None else y.size // y.shape[0] * y.dtype.itemsize
     state, ring = size(pool.states) + size(pool.scales), size(pool.keys) + size(pool.writes) + size(pool.gates)
-    heads, written = s.H * s.R, s.W / s.L
+    (heads, K, V), L, written = pool.shape[1:], pool.replay, W / pool.replay
     return pl.CostEstimate(
-        flops=round(s.N * heads * (4 * s.W * s.K * s.V + 4 * s.W * s.L * (s.K + s.V) + 2 * s.K * s.V * s.W)),
-        transcendentals=s.N * s.W * s.L * heads * (s.K if s.per_channel else 1),
-        bytes_accessed=round(s.N * ((1 + written) * state + (0.5 + written) * ring)),
+        flops=round(N * heads * (4 * W * K * V + 4 * W * L * (K + V) + 2 * K * V * W)),
+        transcendentals=N * W * L * heads * (K if pool.gates.ndim == 5 else 1),
+        bytes_accessed=round(N * ((1 + written) * state + (0.5 + written) * ring)),
     )
 
 
