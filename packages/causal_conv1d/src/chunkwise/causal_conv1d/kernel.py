@@ -292,7 +292,7 @@ def launch(x: ConvOperands, s: ConvStatic) -> dict[str, jax.Array]:
 
     Returns:
       A dict of y like x; or of dx like x, dweight, the gradients of weight and bias, float32 [W + 1, 8, D], to be
-      summed over the 8, and drows, that of `rows` if there are any.
+      summed over the 8, and drows, the gradient of `rows` if there are any.
     """
     (B, T, D), (tokens, channels), count = x.x.shape, (s.config.tokens, s.config.channels), s.blocks
     backward = x.dy is not None

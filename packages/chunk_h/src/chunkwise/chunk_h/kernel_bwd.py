@@ -46,7 +46,7 @@ def _state_bwd_kernel(
     if dw_ref is not None:
         dw_ref[...] = dw
     dS_ref[...] = dS
-    # The last of these to be written is that of the first chunk.
+    # The first chunk writes it last.
     dh0_ref[...] = dS
 
 
@@ -64,8 +64,8 @@ def launch(
       cut: tile sizes.
 
     Returns:
-      The gradients of the operands, in their types; that of initial_state is zero for sequences without a chunk, and
-      None without one.
+      The gradients of the operands, in their types; dh0 is zero for sequences without a chunk, and None without an
+      initial state.
     """
     NC, H, C, K = x.k.shape
     _, HV, _, V = x.u.shape

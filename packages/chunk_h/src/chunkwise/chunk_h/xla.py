@@ -13,7 +13,7 @@ def end_decays(g: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     For cumulative gates, [NC, HV, C, 1] per head or [NC, HV, C, K] per channel: the decays are in that shape and in
     [NC, HV, 1, 1] or [NC, HV, K, 1]. The rows from `end` [NC] on, or else the last, have no gate behind them: their
-    decay is the number 1, whose gradient cannot swamp those of decays of e^-30.
+    decay is the number 1, whose gradient cannot swamp gradients of decays of e^-30.
     """
     g_last, C = g[:, :, -1:], g.shape[2]
     before = jnp.arange(C, dtype=jnp.int32)[None] < jnp.minimum(end, C - 1)[:, None]  # [NC, C]

@@ -24,7 +24,7 @@ def output_tile(q, k, v, h, from_start, scores, scale):
     """
     HV = v.shape[0]
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)  # [h, C, K]
-    # A token reads its own value undecayed, so the diagonal of P needs no exponential.
+    # A token reads its value undecayed, so the diagonal of P needs no exponential.
     diagonal = tiles.repeat_heads(jnp.sum(q * k, axis=2, keepdims=True), HV)  # [HV, C, 1]
     carried = matmul.dot(tiles.repeat_heads(q, HV) * from_start, h)  # [HV, C, V]
     return scale * (carried + matmul.dot(scores, v) + diagonal * v.astype(jnp.float32))

@@ -153,7 +153,7 @@ def _grid_step(
 
     if refs.A_inv_out is not None:
         refs.A_inv_out[...] = A_inv
-    # The next grid step takes these from scratch; stored last, because this one still reads those of prev.
+    # The next grid step takes these from scratch; stored last, because this one still reads the values of prev.
     chunk_loop.poison_stages(refs, isolated, isolated_prev, (refs.o, refs.v_new_over_beta))
     refs.k_prev[...] = k
     if refs.q_prev is not None:
@@ -235,8 +235,8 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
       outputs: which of "o", "ht", "h", "v_new_over_beta", "A_inv", "pool_out".
 
     Returns:
-      A dict of these outputs: o like v, ht the final states [N, HV, K, V] float32, of which those of empty sequences
-      are undefined, and h, v_new_over_beta, A_inv, pool_out as in `Operands`. The pool is updated in place.
+      A dict of these outputs: o like v, ht the final states [N, HV, K, V] float32, undefined for empty
+      sequences, and h, v_new_over_beta, A_inv, pool_out as in `Operands`. The pool is updated in place.
     """
     B, HV, steps, s, dtype = static.B, static.HV, static.steps, loads.heads_of(static, static.config.heads), x.k.dtype
     cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))

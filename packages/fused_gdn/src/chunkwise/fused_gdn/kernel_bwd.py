@@ -97,7 +97,7 @@ def _store(refs: GdnBwdRefs, gradients, valid, masks, static: FusedStatic, s: ti
     stored = valid if static.varlen else None
     for ref, x in ((refs.dq, dq), (refs.dk, dk), (refs.dv, dv)):
         layout.store_heads(ref, x, stored)
-    # A gate gets what later rows pass to all gates before them, its own row among these, and what earlier rows pass to
+    # A gate gets what later rows pass to all gates before them, its row among these, and what earlier rows pass to
     # all gates after them.
     i, j = (lax.broadcasted_iota(jnp.int32, (1, s.C, s.C), axis) for axis in (1, 2))
     below, above = (i <= j, i > j) if masks is None else (masks.same[:, :, : s.C] & x for x in (i <= j, i > j))

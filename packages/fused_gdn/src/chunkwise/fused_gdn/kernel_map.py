@@ -157,7 +157,7 @@ def _grid_step(
     if rows is chunk_loop.Rows.MIXED:
         nonfinite.poison(nonfinite_prev, masks_prev, (), (refs.state, masks_prev.ending))
         refs.nonfinite_k[...], refs.nonfinite_v[...] = nonfinite_k, nonfinite_v
-    # The next grid steps take these from scratch; stored last, because this one still reads those of chunks before.
+    # The next grid steps take these from scratch; stored last, because this one still reads the flags of chunks before.
     if refs.owner is not None:
         refs.owner_prev[...], refs.owner_inverted[...] = refs.owner_inverted[...], refs.owner[0]
     refs.k_prev[...], refs.last_prev[...] = refs.k_inverted[...], refs.last[...]
@@ -219,8 +219,8 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
       outputs: "ht" and "A_inv", and "M" if it is wanted.
 
     Returns:
-      A dict of these: ht the final states [N, HV, K, V] and M [N, HV, K, K], float32, of which those of empty sequences
-      are undefined, and A_inv as in `Operands`.
+      A dict of these: ht the final states [N, HV, K, V] and M [N, HV, K, K], float32, undefined for
+      empty sequences, and A_inv as in `Operands`.
     """
     B, HV, steps, s, dtype = static.B, static.HV, static.steps, loads.heads_of(static, static.config.heads), x.k.dtype
     cur, inverted, prev = (chunk_loop.blocks(static, stage, 3) for stage in range(3))

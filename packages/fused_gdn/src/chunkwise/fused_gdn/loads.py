@@ -12,7 +12,7 @@ from chunkwise.shared.kernels.operands import FusedStatic
 
 
 def heads_of(static: FusedStatic, heads: int) -> tile.Heads:
-    """Return so many value heads, as those of a grid step."""
+    """Return the record of so many value heads of a grid step."""
     return tile.Heads(static.C, static.K, static.V, heads, static.group, static.p)
 
 

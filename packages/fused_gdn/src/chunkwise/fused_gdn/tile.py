@@ -22,7 +22,7 @@ NEVER = -1e30
 def split_gate(g: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (coarse, fine) with g = coarse + fine exactly and coarse a multiple of 1/16 nat.
 
-    Cumulative sums of the coarse part are exact up to a million nats and those of the fine part stay small, so
+    Cumulative sums of the coarse part are exact up to a million nats and sums of the fine part stay small, so
     (coarse_i - coarse_j) + (fine_i - fine_j) keeps the difference of two large cumulative gates to 1e-7 nats. The
     plain difference inherits the rounding of both: 3e-5 nats past a sum of 256, which a gate of -30 every few tokens
     reaches at once.
@@ -39,7 +39,7 @@ class Heads(NamedTuple):
       heads: how many value heads.
       group: value heads that share a key head.
       p: heads that lie side by side in the lanes.
-      first, first_key: the first value and key head among those of the grid step.
+      first, first_key: the first value and key head, counted inside the grid step.
     """
 
     C: int

@@ -112,7 +112,7 @@ def back_to_state(q, k, do, dR, dS, scale, start, s: tile.Heads):
 
 
 def state_gradient(q, k, gate, boundary, A_inv, do, dS, scale, s: tile.Heads):
-    """Return the gradient of the state before a chunk alone; the arguments are those of `chunk_gradients`."""
+    """Return the gradient of the state before a chunk alone; `chunk_gradients` has the same arguments."""
     pairs, *decays = boundary
     start, end, beta = (tile.head_columns(x, s, s.V) for x in (*decays, gate.beta))  # [heads, C, V]
     QK, D = tile.scores([q], k, gate, pairs, s)  # [n, C, p C]
@@ -135,7 +135,7 @@ def chunk_gradients(q, k, gate, boundary, A_inv, S, v_new_over_beta, do, dS, sca
       s: static.
 
     Returns:
-      dq, dk [key heads, C, K], dv [heads, C, V]; [C, heads] what a row passes to its own and all earlier gates, what it
+      dq, dk [key heads, C, K], dv [heads, C, V]; [C, heads] what a row passes to its gate and all earlier ones, what it
       passes to all later gates, and dbeta; dS before the chunk.
     """
     dtype, C = k.dtype, s.C
@@ -161,8 +161,8 @@ def chunk_gradients(q, k, gate, boundary, A_inv, S, v_new_over_beta, do, dS, sca
     dq_start, dk_start = (scale * start_k) * through_state[:, :C], -start_k * through_state[:, C:]  # [heads, C, K]
     dk_end = (end_k * beta_k) * multiply_nt(v_new_over_beta, dS, dtype)  # [heads, C, K]
 
-    # What passes through a row's own and all earlier gates, and apart from it what passes all later ones. What passes
-    # none, a row's own product, stands in neither: added and taken away again it would drown the rest at strong gates.
+    # One sum passes through the gate of a row and all earlier ones, the other through all later ones. The product of
+    # a row with itself passes no gate and is in neither: added and taken away it would drown the rest at strong gates.
     passes = fold(jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True), s.K)  # [heads, 1, K]
     is_last = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1) == C - 1
     entered = q_heads.astype(jnp.float32) * dq_start + k_heads.astype(jnp.float32) * dk_start  # [heads, C, K]

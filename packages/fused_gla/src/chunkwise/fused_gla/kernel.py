@@ -233,7 +233,7 @@ class Place:
         return q, k, self.load(refs.v, s.V, heads).astype(dtype)
 
     def decays(self, heads: slice, constant: tile.GlaDecays | None = None, pairs: bool = True) -> tile.GlaDecays:
-        """Return the decays of the chunk, zero between sequences; `constant` are those of every chunk, if they are."""
+        """Return the decays of the chunk, zero between sequences; `constant` if all chunks have the same ones."""
         decays = constant
         if decays is None:
             g = self.gates(heads)

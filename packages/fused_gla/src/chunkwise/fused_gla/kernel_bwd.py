@@ -53,7 +53,7 @@ class GlaBwdRefs(NamedTuple):
 
 
 def _stored_decays(refs: GlaBwdRefs, s: FusedStatic, heads: slice) -> tile.GlaDecays | None:
-    """Return the decays of constant gates, of which those of pairs are stored transposed; None for other gates."""
+    """Return the decays of constant gates, which are stored with pairs transposed; None for other gates."""
     if not s.constant:
         return None
     each = (ref[heads] for ref in (refs.pairs_t, refs.from_start, refs.to_end, refs.through))

@@ -96,7 +96,7 @@ def decays(
       g: gates in nats, [h, 1, C] or [h, C, K], zero on padding.
       scale: of the outputs, float32.
       same: bool [1 or h, C, C], whether two tokens belong to one sequence; None if all do.
-      pairs: whether the caller reads those of pairs; else gates per channel make none, which is most of their work.
+      pairs: whether the caller reads decays of pairs; else gates per channel make none, which is most of their work.
       parts: of gates per channel, what to multiply in their place: bfloat16 tiles that add up to g. Zeros and ones are
         exact in bfloat16 too, so one pass of the matrix unit loses nothing. None for g itself, where JAX is to
         differentiate the sums: it would round the gradient of a bfloat16 tile.
@@ -250,7 +250,7 @@ def state_bwd(S, dS, q, k, v, do, from_start, to_end, through, parts):
 def chunk_products(S, dS, q, k, v, do, parts, by_keys: jax.Array | None = None):
     """Return the products of a chunk whose gates are per head that wait for no other: `chunk_bwd` takes them up.
 
-    The arguments are those of `state_bwd`, and the first result if other heads of the same group computed it.
+    `state_bwd` has the same arguments; here also the first result if other heads of the same group computed it.
 
     Returns:
       k with q, [n, C, C]; and a tuple: k with dS [h, C, V]; v with dS [h, C, K]; v with do [h, C, C], the gradient of
@@ -336,7 +336,7 @@ def chunk_bwd(by_keys, products, S, dS, q, k, do, pairs_t, decays: GlaDecays, pa
 
 
 def gate_bwd(exponents, d_from_start: jax.Array, d_to_end: jax.Array, same: jax.Array | None = None) -> jax.Array:
-    """Return the gradient of the gates of a chunk from those of its exponents, in the shape of the gates.
+    """Return the gradient of the gates of a chunk from gradients of its exponents, in the shape of the gates.
 
     Args:
       exponents: as `scores_bwd` returns them.

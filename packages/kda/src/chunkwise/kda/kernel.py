@@ -8,8 +8,8 @@ products of `tile.interaction_tile`,
     U = A_inv R                                   v_new over beta: v_new is B U
     o = scale (Q e^G) S + P U                     S' = e^G_last S + (K e^(G_last - G))^T B U
 
-E are the erase keys: K in Kimi delta attention, rows of their own or keys times erase gates in the operators that erase
-and write apart, whose write gates multiply V where it is loaded. Nothing else tells these operators apart.
+E are the erase keys: K in Kimi delta attention, other rows or keys times erase gates in the operators that erase and
+write apart, whose write gates multiply V where it is loaded. Nothing else tells these operators apart.
 
 The kernels hold every state transposed, [V, K]: a decay per channel then multiplies its lanes. P of a chunk, and A_inv
 as far as it takes no products, are made in the grid step before the one that takes the state through it: the two halves
@@ -124,7 +124,7 @@ def _grid_step(
     beta_rows = packed.side_lanes(betas[:, None], p)  # [heads / p, 1, p C]
     load_q, load_unit = by_head(refs, valid, static)
 
-    # The products of a pack do not wait for those of the chunk before, so the two alternate.
+    # The products of a pack do not wait for products of the chunk before, so the two alternate.
     load_state = functools.partial(chunk_loop.load_state, refs, prev, rows)
     staged, passing = [], pass_chunk(refs, load_state, valid_prev, static, dtype)
     preparing = (
@@ -318,7 +318,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
     Returns:
       A dict of these outputs: o [B, T, HV V] in the type of v; ht, the final states [N, HV, V, K] float32; h, the
       states before every step [B, steps, HV, V, K] in the type of products; in float32 v_new_over_beta like v, packed
-      A_inv [B, steps, HV / p, C, p C] and packed scores of queries above those of keys [B, steps, HV / p, 2 C, p C]; if
+      A_inv [B, steps, HV / p, C, p C] and packed scores of queries above keys [B, steps, HV / p, 2 C, p C]; if
       there is a pool, pool_out: the same, updated in place.
     """
     B, HV, C, K, V, steps, heads = static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads

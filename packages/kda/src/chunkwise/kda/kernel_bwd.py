@@ -166,7 +166,7 @@ def _token_gradients(
         by_head = [jnp.sum(dg[:, n * K : (n + 1) * K], axis=1, keepdims=True) for n in range(heads)]  # each [C, 1]
         _store_in_lanes(refs.dg, tiles.to_row(jnp.stack(by_head))[:, 0], step, stored, C)
     if refs.b is not None:
-        # Without erase keys of their own the keys are erased by too.
+        # Erase gates make the erase keys of keys, so keys get this gradient too.
         layout.store_heads(refs.db, k * de, stored)
         dk = dk + loads.load_erase_gates(refs, valid, static) * de
     gradients = [(refs.dq, refs.q, static.scale * dq), (refs.dk, refs.k, dk)]
@@ -183,7 +183,7 @@ def _store_in_lanes(ref, x, step: layout.TableStep, stored, C: int) -> None:
 
 
 def through_law(refs: KdaBwdRefs, valid, dg, static: FusedStatic):
-    """Return the gradient of raw gates for that of decays, dg [C, heads K], and add to that of A_log and dt_bias."""
+    """Return the gradient of raw gates for the gradient dg [C, heads K] of decays; add to dA_log and ddt_bias."""
     A_log, dt_bias = refs.law[:1], refs.law[1:]  # [1, heads K]
     assert static.gate_law is not None
     each = static.gate_law.gradient(refs.g[...].astype(jnp.float32), A_log, dt_bias, dg)  # [C, heads K]
@@ -226,7 +226,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
         of(y, static, heads, cut) for of, y in ((loads.rows_block, x.beta), (loads.gates_block, x.g))
     )
     values = x if of_tokens and x.w is not None else Operands()
-    # A block of heads inside a group of value heads gives a partial sum of the group, in lanes of its own.
+    # A block of heads inside a group of value heads gives a partial sum of the group, apart from the other blocks.
     d_keys = cut.tokens(keys * K), (*x.q.shape[:2], blocks * keys * K), x.q.dtype if share == 1 else jnp.float32
     base = static.backward_base if of_tokens else 0
     scratch: dict[str, Any] = {"decays": loads.decays_scratch(heads, C, K, base)}

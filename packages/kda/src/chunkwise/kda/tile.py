@@ -43,7 +43,7 @@ def count_decays(base: int) -> int:
 def level_table(C: int, base: int) -> np.ndarray:
     """Return int32 [C, 2 C], which product holds the pair of column j and row i, of queries, then of keys; -1 for none.
 
-    Product l is that of level b = 2^l, or for l = 0 that of the base blocks, which holds rows with themselves too.
+    Product l belongs to level b = 2^l, or for l = 0 to the base blocks, which hold rows with themselves too.
     Without base blocks the product of a row with itself is none of them: log2 C.
     """
     j, i = np.arange(C)[:, None], np.arange(C)[None]
@@ -158,7 +158,7 @@ def join_halves(left, right, b):
 
 
 def level_factors(x: ChannelDecays):
-    """Yield the factors of every product that makes up the interaction; both halves of rows have those of the row.
+    """Yield the factors of every product that makes up the interaction; both halves of a row have its factors.
 
     Yields:
       Its index in `level_table`; b, the rows of a half of its blocks where these are whole registers, else None: then
@@ -187,8 +187,8 @@ def interaction_tile(q, e, k, decays: ChannelDecays, table, dtype, pairs: bool =
       decays: between the rows.
       table: `level_table` [1, C, 2 C], for the base of the decays.
       dtype: of the operands of the products. The columns keep 16 bits: the rounding of a row is the same for all its
-        columns, it acts like another query or key, and no sum of new values amplifies it; that of a column differs
-        from row to row of the sum.
+        columns, it acts like another query or key, and no sum of new values amplifies it; the rounding of a column
+        differs from row to row of the sum.
       pairs: whether two heads share the products of large levels: the time of a product goes with what stands still in
         the matrix unit, all rows, while a level needs the right halves only. Those of an odd head take the place of the
         left halves of the even one.
@@ -280,7 +280,7 @@ def transposed(x):
 
 
 def pack_scores(q, e, k, decays: ChannelDecays, levels, masks: layout.SequenceMasks | None, dtype) -> jax.Array:
-    """Return the packed scores of queries above those of erase keys, [1, 2 C, p C], of a pack of heads.
+    """Return the packed scores of queries above the scores of erase keys, [1, 2 C, p C], of a pack of heads.
 
     Args:
       q, e, k: [p, C, K] float32, q scaled.

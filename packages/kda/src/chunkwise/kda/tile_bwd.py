@@ -7,8 +7,8 @@ without beta, Q scaled, and dS' arriving from the right:
     dP = tril(dO U^T) B                           dA = -tril(dR U^T, -1) B
     dS = e^G_last dS' + (Q e^G)^T dO - (E e^G)^T dR
 
-dP and dA go back through the products of every level, each with its own factors of rows and of columns. None is above
-one, but with a bound on the gates those of base blocks: at most 2^96, and every pair of them multiplies to a decay.
+dP and dA go back through the products of every level, each with other factors of rows and of columns. None is above
+one, but with a bound on the gates in base blocks: at most 2^96 there, and every pair of them multiplies to a decay.
 The forward leaves A_inv, U, P, A and S before every step. As there, what oscillates where keys repeat (U, dv_new,
 dP and dA) keeps 16 bits with bfloat16 tensors.
 """
@@ -41,7 +41,7 @@ def interaction_bwd_tile(q, e, k, decays: tile.ChannelDecays, table, d, p: int, 
     Args:
       q, e, k, decays, dtype: as there.
       table: `pair_table`.
-      d: packed gradient [n, 2 C, p C] of the scores of queries above those of keys.
+      d: packed gradient [n, 2 C, p C] of the scores of queries above the scores of keys.
       p: heads of a pack.
     """
     operand = matmul.operand_dtype(dtype)
@@ -104,7 +104,7 @@ def back_to_state(q, e, boundary, down, dS, dtype):
 
 
 def state_bwd_tile(q, e, k, beta, boundary, A_inv, scores, do, dS, dtype):
-    """Return the gradient of the state before a chunk alone, [h, V, K]; the arguments are those of `outer_bwd_tile`."""
+    """Return the gradient of the state before a chunk alone, [h, V, K]; `outer_bwd_tile` has the same arguments."""
     operand = matmul.operand_dtype(dtype)
     _, dR = back_to_values(k, beta, boundary, A_inv, scores, do, dS, dtype)
     return back_to_state(q, e, boundary, packed.concat_rows([do.astype(operand), (-dR).astype(operand)]), dS, dtype)
@@ -125,8 +125,8 @@ def outer_bwd_tile(q, e, k, beta, beta_row, boundary, residuals, do, dS, same, d
       dtype: of the operands of the products.
 
     Returns:
-      The gradients of the state before the chunk [h, V, K] and of the values [h, C, V]; that of beta as the sum of
-      [h, C, 1] and packed rows [n, 1, p C]; that of the scores of queries above those of keys, packed [n, 2 C, p C],
+      The gradients of the state before the chunk [h, V, K] and of the values [h, C, V]; dbeta as the sum of
+      [h, C, 1] and packed rows [n, 1, p C]; the gradient of the scores of queries above keys, packed [n, 2 C, p C],
       pairs i > j; and for `chunk_bwd_tile` the gradients of queries above keys through the state before the chunk
       [h, 2 C, K], of keys through the state after it [h, C, K], of the product of every query with the key of its row
       [h, C, 1], and what passes through the state to all gates [h, 1, K].
@@ -157,11 +157,11 @@ def chunk_bwd_tile(q, e, k, d_rows, d_columns, of_state):
     """Return the gradients of queries, erase keys and keys [h, C, K], and of what their gates get (later, earlier).
 
     All gates see the state pass through, each row's gates the pairs below it, and what runs to the end the gates after
-    it. `later` [h, C, K] is what a row passes to its own and all earlier gates, `earlier` what it passes to all later
+    it. `later` [h, C, K] is what a row passes to its gate and all earlier ones, `earlier` what it passes to all later
     ones: sums of one kind only, because differences of cumulative ones would cancel where gates are strong.
 
     Args:
-      q, e, k: [h, C, K] float32, q scaled; e is None where it is k, whose gradient is then that of both.
+      q, e, k: [h, C, K] float32, q scaled; e is None where it is k, whose gradient is then the sum for both.
       d_rows, d_columns: of `interaction_bwd_tile`.
       of_state: of `outer_bwd_tile`.
     """
@@ -178,7 +178,7 @@ def chunk_bwd_tile(q, e, k, d_rows, d_columns, of_state):
 
 
 def sum_over_rows(later, earlier, same, dtype):
-    """Return the gradient of the gates, [C, heads K], from that of `chunk_bwd_tile`: a product with zeros and ones.
+    """Return the gradient of the gates, [C, heads K], from the sums of `chunk_bwd_tile`: a product with zeros and ones.
 
     What the rows of one sequence pass to the gates of another adds up to zero, but for rounding: `same` leaves it out.
     """

@@ -27,7 +27,7 @@ def _scores(k, g, p):
 def kkt_bwd_tile(k, beta, g, dA, p=None):
     """Return dk [HV, C, K], dbeta [HV, 1, C], dg in the form of g, and dp if there is a p [HV, C, K].
 
-    The operands are those of the forward and dA [HV, C, C].
+    The operands of the forward are read, and dA [HV, C, C].
     """
     dbeta = jnp.sum(dA * _scores(k, g, p), axis=2, keepdims=True)  # [HV, C, 1]
     k = tiles.repeat_heads(k, beta.shape[0])  # [HV, C, K]

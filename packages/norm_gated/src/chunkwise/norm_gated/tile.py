@@ -29,7 +29,7 @@ def group_mean(x: jax.Array, D: int) -> jax.Array:
     """Return the mean of every group of D lanes, in all lanes of the group: float32 [rows, lanes] -> the same.
 
     A register of 128 lanes may hold parts of several groups. Every group sums the registers that it touches, without
-    what is not its own there.
+    the lanes of other groups there.
     """
     rows, width = x.shape
     if D % packed.LANES == 0 or width == D:
@@ -39,8 +39,8 @@ def group_mean(x: jax.Array, D: int) -> jax.Array:
     for begin in range(0, width, D):
         first, last = begin // packed.LANES * packed.LANES, min(packed.pad_lanes(begin + D), width)
         lane = lax.broadcasted_iota(jnp.int32, (rows, last - first), 1) + jnp.int32(first)
-        own = jnp.where((lane >= jnp.int32(begin)) & (lane < jnp.int32(begin + D)), x[:, first:last], 0.0)
-        means.append(jnp.sum(own, axis=1, keepdims=True) * jnp.float32(1.0 / D))  # [rows, 1]
+        inside = jnp.where((lane >= jnp.int32(begin)) & (lane < jnp.int32(begin + D)), x[:, first:last], 0.0)
+        means.append(jnp.sum(inside, axis=1, keepdims=True) * jnp.float32(1.0 / D))  # [rows, 1]
     registers = []
     for first in range(0, width, packed.LANES):
         shape = (rows, min(packed.LANES, width - first))

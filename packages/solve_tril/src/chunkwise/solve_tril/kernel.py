@@ -68,7 +68,7 @@ def _forward(A, X, cut):
 
 
 def _backward(cut, X, dX):
-    # A known X has no gradient of its own.
+    # A known X has no gradient: all of it goes to A.
     return launch_bwd(X, dX, cut), None
 
 

@@ -47,7 +47,7 @@ def valid_tokens(cu_seqlens: jax.Array | None, segment_ids: jax.Array | None, T:
 
 
 def zero_padding(x: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
-    """Return tokens x [B, T, ...] with zeros for those of no sequence, whatever they held; x itself if not packed."""
+    """Return x [B, T, ...] with zeros for tokens of no sequence, whatever they held; x itself if not packed."""
     valid = valid_tokens(cu_seqlens, None, x.shape[1])
     return x if valid is None else select_tokens(valid, x)
 
@@ -80,7 +80,7 @@ def take(values: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def put(values: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
-    """Return int32 values [n] with those of `new` [m] at the places `index` [m], which differ where they exist.
+    """Return int32 values [n] with `new` [m] in the places `index` [m], which differ where they exist.
 
     As `take`, it compares all of them.
     """
@@ -166,7 +166,7 @@ class Chunking:
     def split_cumulative(self, g_cum: jax.Array) -> jax.Array:
         """Return cumulative gates [B, T, H, ...] as float32 chunks [NC, H, C, ...], the last valid row repeated.
 
-        A padded token has gate 0, so its cumulative gate is that of the last valid one. Zeros would make the
+        A padded token has gate 0, so it has the cumulative gate of the last valid one. Zeros would make the
         difference to the rows before it positive and its exponential overflow.
         """
         g_cum = g_cum.astype(jnp.float32)
@@ -257,7 +257,7 @@ class VarlenTiles(NamedTuple):
     """The pieces into which the chunks of a packed stream fall at the ends of sequences: NT + N of them, B = 1.
 
     They are in order, every chunk has one at least, and the rows of a piece belong to one sequence. Unused pieces, and
-    those of tokens that belong to none, have no rows. An empty sequence has one piece, which has no rows either.
+    pieces of tokens that belong to none, have no rows. An empty sequence has one piece, which has no rows either.
 
     Attributes:
       sequence: int32 [S].
@@ -314,7 +314,7 @@ def cut(
     # Ends of sequences and cuts at the end of a chunk make one piece with it; `tied` marks the first of these ends.
     earlier = rank[None] < rank[:, None]
     tied = (at > 0) & (at % chunk_size == 0) & ~jnp.any(earlier & (at[None] == at[:, None]), axis=1)
-    # The place of every end among all ends: those of chunks before it are a quotient.
+    # The place of every end among all ends: the ends of chunks before it are a quotient.
     tied_before = jnp.sum(tied[None] & (at[None] < at[:, None]), axis=1, dtype=jnp.int32)
     place = rank + jnp.maximum(at - 1, 0) // chunk_size - tied_before
     # A piece ends at the last of the ends up to it. Pieces -2 and -1, before the first one, end at token 0.
@@ -328,17 +328,17 @@ def cut(
     begin, stop, whole = stop[1:-1], stop[2:], jnp.minimum(whole, NT - 1)
     exists, sequence = owner < N, jnp.minimum(owner, N - 1)
     first_token, end_token = take(jnp.stack([start, end]), sequence)
-    own = exists & (begin < stop) & (begin >= first_token)
+    has_rows = exists & (begin < stop) & (begin >= first_token)
     # The piece of an empty sequence is the one that ends where it ends.
     empty = jnp.any((place[None, :N] == piece[2:, None]) & (start == end)[None], axis=1)
     chunk = whole[1:-1]
     made = VarlenTiles(
         sequence=sequence,
-        first=(own & (begin == first_token)) | empty,
-        last=(own & (stop == end_token)) | empty,
+        first=(has_rows & (begin == first_token)) | empty,
+        last=(has_rows & (stop == end_token)) | empty,
         chunk=chunk,
         begin=begin - chunk * chunk_size,
-        end=jnp.where(own, stop, begin) - chunk * chunk_size,
+        end=jnp.where(has_rows, stop, begin) - chunk * chunk_size,
         opens=(chunk != whole[:-2]) | (piece[2:] == 0),
         closes=(chunk != whole[2:]) | (piece[2:] == S - 1),
     )

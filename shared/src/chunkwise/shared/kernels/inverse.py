@@ -109,7 +109,7 @@ def block_doubling(X: jax.Array, M: jax.Array, count: int = 3) -> Iterator[Any]:
       last value is the inverse [n, C, width].
     """
     n, b, width = X.shape
-    if n % 2:  # an odd one out is its own partner
+    if n % 2:  # the last one of an odd number is its partner too
         X, M = jnp.concatenate([X, X[-1:]]), jnp.concatenate([M, M[-1:]])
     half = X.shape[0] // 2
     while b < M.shape[1]:

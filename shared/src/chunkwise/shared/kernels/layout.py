@@ -10,7 +10,7 @@ A step is a chunk, or a piece of one. The table of steps says which; see `TableS
 - In a packed batch without states, and in rows of segments, a step is a chunk that may hold several sequences: the
   table and the owner of every token say how they lie in it, and `sequence_masks` keeps them apart.
 - In a packed batch with states a step is a piece of a chunk that belongs to one sequence, so that every sequence has a
-  boundary where its state can be handed in and out: in arrays of their own, or in the slots of a pool.
+  boundary where its state can be handed in and out: in an array of states, or in the slots of a pool.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def pad_states(x: jax.Array | None) -> jax.Array | None:
 
 
 def unless_empty(states: jax.Array, otherwise: jax.Array | None, cu_seqlens: jax.Array | None) -> jax.Array:
-    """Return states [N, ...], for empty sequences, which no kernel visits, those of `otherwise`, or zeros for None."""
+    """Return states [N, ...]; empty sequences, which no kernel visits, get `otherwise`, or zeros for None."""
     if cu_seqlens is None:
         return states
     empty = (jnp.diff(cu_seqlens) == 0).reshape(-1, *(1,) * (states.ndim - 1))
@@ -162,7 +162,7 @@ def chunk_owners(
 
     Returns:
       int32: the `coded_owners` of chunks [B * NT, 1, C]; [B * NT] the sequence of the token before each chunk, of its
-      own first token if there is none before; that of its last token; and 1 where masks are needed: another sequence
+      first token if there is none before; the sequence of its last token; and 1 where masks are needed: another one
       begins in the chunk or with it, or it holds padding.
     """
     codes = segment_tables.coded_owners(cu_seqlens, segment_ids, T)
@@ -331,7 +331,7 @@ def clear(*refs) -> None:
 class Blocks:
     """The BlockSpecs of a launch over the grid (row of the batch, block of heads, grid step).
 
-    A grid step works on the step `at(grid_step)`: every stage of a software pipeline has `Blocks` of its own, and
+    A grid step works on the step `at(grid_step)`: every stage of a software pipeline has different `Blocks`, and
     backward kernels count down. Scalar tables come first; the table of steps is read only where steps are pieces.
     """
 
@@ -397,7 +397,7 @@ class Blocks:
         return pl.BlockSpec((None, *tail), lambda b, h, *_: (b, h, *(0 for _ in tail[1:])))
 
     def per_step(self, *tail: int) -> pl.BlockSpec:
-        """Cut what there is once a step, [B, steps, all, ...]; `tail` is (those of a block, ...)."""
+        """Cut what there is once a step, [B, steps, all, ...]; `tail` is (how many are in a block, ...)."""
         return pl.BlockSpec(
             (None, None, *tail), lambda b, h, grid_step, *_: (b, self.at(grid_step), h, *(0 for _ in tail[1:]))
         )

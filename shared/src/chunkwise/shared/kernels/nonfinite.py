@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.shared.kernels import layout, tiles
 
-# Bits of a float32: all but the sign, and those of an infinity, above which there are only NaNs.
+# Bits of a float32: all but the sign, and the bits of an infinity, above which there are only NaNs.
 _SIZE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 
 

@@ -31,7 +31,7 @@ class Operands(NamedTuple):
       owner: int32 [B * NT, 1, lanes], the `coded_owners` of tokens where a chunk may hold several sequences.
       pool: states [slots, HV, K, V] of the user in place of initial_state: neither padded nor transposed.
       A_inv: the inverses of all steps, float32, p heads side by side.
-      scores: the scores of queries above those of keys of all steps, float32, p heads side by side.
+      scores: the scores of queries above the scores of keys of all steps, float32, p heads side by side.
       h: the states before all steps, [B, steps, HV, K, V] or [B, steps, HV, V, K].
       v_new_over_beta: float32 like v, the new values over beta.
       do: the cotangent of the output, like v.
@@ -72,7 +72,7 @@ class FusedStatic(NamedTuple):
       steps: of a row of the batch: groups of chunks, or pieces of them.
       scale: the number that multiplies the queries, or the output.
       config: tile sizes of the package.
-      varlen: packed sequences have states of their own, and a step is a piece of its chunks, of one sequence.
+      varlen: every packed sequence has a state, and a step is a piece of its chunks, of one sequence.
       ragged: the last chunk of a row holds rows that are not tokens, or that a law makes decays of.
       chunks: chunks of a step.
       p: heads that lie side by side in the lanes.

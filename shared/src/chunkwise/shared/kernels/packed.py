@@ -102,7 +102,7 @@ def split_computed(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
 
 
 def part_pairs(a, b) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the parts of a and of b whose products make up a b, less those of two small parts, in two lists."""
+    """Return the parts of a and of b whose products make up a b, less products of two small parts, in two lists."""
     pairs = [(x, y) for i, x in enumerate(a) for j, y in enumerate(b) if i + j < 2]
     return [x for x, _ in pairs], [y for _, y in pairs]
 

@@ -20,7 +20,8 @@ class Segments(NamedTuple):
       owner: int32 [B, T], which segment of its row a token belongs to, counted from 0. Padding belongs to the segment
         before it, or to the first.
       valid: bool [B, T], False for padding.
-      begins: bool [B, T], the tokens with which the state starts anew: the first of every segment but that of a row.
+      begins: bool [B, T], the tokens with which the state starts anew: the first token of a segment, but for the first
+        segment of a row.
     """
 
     owner: jax.Array

@@ -89,7 +89,7 @@ def nonfinite_segments(
 def _mark(
     results: tuple[jax.Array, Any], v: jax.Array, initial_state, nonfinite: jax.Array, segments: segment_tables.Segments
 ):
-    """Return the results with NaN in those of nonfinite segments, and zeros for padding.
+    """Return the results with NaN for nonfinite segments, and zeros for padding.
 
     In the backward zeros take the place of the cotangents of every segment where one is not finite. So that this is not
     hidden, the gradients of v and of the initial state get NaN there.

@@ -16,14 +16,14 @@ def document_of(token: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
 
 
 def document_ids(cu_seqlens: jax.Array, T: int, axis, before: int) -> jax.Array:
-    """Return int32 [1, before + T], the documents of so many tokens before this device and of its own; -1 for none."""
+    """Return int32 [1, before + T], the documents of the tokens of this device and of so many before; -1 for none."""
     token = first_token(T, axis) + jnp.arange(-before, T, dtype=jnp.int32)
     inside = (token >= 0) & (token < cu_seqlens[-1])
     return jnp.where(inside, document_of(token, cu_seqlens), jnp.int32(-1))[None]
 
 
 def local_boundaries(cu_seqlens: jax.Array, T: int, axis) -> jax.Array:
-    """Return the boundaries of the documents within the tokens of this device; those of others are empty."""
+    """Return the boundaries of the documents within the tokens of this device; documents elsewhere are empty."""
     return jnp.clip(cu_seqlens - first_token(T, axis), 0, T)
 
 

@@ -1,7 +1,7 @@
 """Decode over a pool with a ring, in one launch: a state is read once, and written only where its ring is folded.
 
-A grid step takes a sequence: while it computes what `ring_tile` says, the copies of the next one come in, and those of
-the ones before go out, to and from four buffers in turn.
+A grid step takes a sequence: while it computes what `ring_tile` says, the copies of the next one come in, and the
+copies of earlier ones go out, to and from four buffers in turn.
 """
 
 import functools
@@ -23,7 +23,7 @@ from chunkwise.shared.serving.state_pool import StatePool
 # Buffers of a slot: one is read into, one is worked on, and others are written from. For a power of two the buffer of a
 # sequence takes no division, which is slow.
 _BUFFERS = 4
-# The copies of a sequence have gone out so many grid steps after its own.
+# The copies of a sequence have gone out so many grid steps after it was computed.
 LATER = _BUFFERS - 1
 # Tokens of the ring are copied in so many parts, of which those are left out that hold no token.
 _PARTS = 4

@@ -6,7 +6,7 @@ and d_i what the i-th token of the ring wrote, beta (v - S~^T k) of a delta rule
 
     S_t = Diag(e^{G_t}) S_0 + sum_{i<=t} (e^{G_t - G_i} k_i) d_i^T
 
-It adds its own k, d and gate to the ring, and writes no state until the ring is full. Then the ring is *folded*: S_t
+It adds its k, d and gate to the ring, and writes no state until the ring is full. Then the ring is *folded*: S_t
 becomes the checkpoint. A ring holds the gates themselves, not their sums, because a difference of two large sums is
 not exact.
 """
@@ -122,7 +122,7 @@ def make_pool(
     if not replay:
         return pool
     R, ring = HV // H, ring_dtype(dtype)
-    # Every leaf has a buffer of its own, so that the pool can be donated.
+    # No two leaves share a buffer, so that the pool can be donated.
     return pool._replace(
         keys=jnp.zeros((slots, replay, H, K), ring),
         writes=jnp.zeros((slots, replay, R, H, V), ring),
@@ -178,7 +178,7 @@ def quantize(states: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return float32 states [..., K, V] in 8 bits, the last ones of int32, and the scales of rows [..., K, 1]."""
     most = jnp.max(jnp.abs(states), axis=-1, keepdims=True)
     scales = jnp.maximum(most * jnp.float32(1 / _MOST), jnp.float32(_LEAST_SCALE))
-    # The last bits of a float32 number of this size are those of a whole number, rounded to nearest.
+    # The last bits of a float32 number of this size make a whole number, rounded to nearest.
     return lax.bitcast_convert_type(states * (1 / scales) + jnp.float32(3 * 2**22), jnp.int32), scales
 
 
