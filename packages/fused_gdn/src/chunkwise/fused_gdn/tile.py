@@ -156,9 +156,9 @@ def head_columns(x: jax.Array, s: Heads, width: int) -> jax.Array:
         # Of every tile one half of the heads moves over the other half: twice as many tiles, each of half the heads.
         period //= 2
         low = (packed.lane_index(x.shape[2]) & jnp.int32(period)) == 0
-        turned = [packed.rotate(tile, period) for tile in tiles]
-        pairs = zip(tiles, turned, strict=True)
-        tiles = [jnp.where(low, *pair) for tile, turn in pairs for pair in ((tile, turn), (turn, tile))]
+        rotated = [packed.rotate(tile, period) for tile in tiles]
+        pairs = zip(tiles, rotated, strict=True)
+        tiles = [jnp.where(low, *pair) for tile, other in pairs for pair in ((tile, other), (other, tile))]
     heads = jnp.stack([tile[i] for i in range(x.shape[0]) for tile in tiles])
     return packed.concat_lanes([heads] * (width // x.shape[2]))
 
@@ -212,8 +212,8 @@ def gate_sums(g: jax.Array, beta: jax.Array, s: Heads, exact: bool, masks: layou
     G = [select_from(earlier[:, : s.C], x) for x in terms]
     # One product turns all of them into rows; masks cannot be joined, numbers can.
     selection = jnp.concatenate([indicator(later), indicator(i == j)], axis=1) > 0.0
-    turned = select_rows(jnp.concatenate([*terms, beta], axis=1), selection)  # [(terms + 1) heads, 2 p C]
-    *G_rows, beta_rows = [turned[n : n + s.heads] for n in range(0, turned.shape[0], s.heads)]
+    rows = select_rows(jnp.concatenate([*terms, beta], axis=1), selection)  # [(terms + 1) heads, 2 p C]
+    *G_rows, beta_rows = [rows[n : n + s.heads] for n in range(0, rows.shape[0], s.heads)]
     return Gates(G, [x[:, : s.p * s.C] for x in G_rows], beta, beta_rows[:, s.p * s.C :])
 
 

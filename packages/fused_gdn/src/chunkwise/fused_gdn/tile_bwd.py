@@ -69,7 +69,7 @@ def key_gradients(A1, A2, q, k, s: tile.Heads):
     direct = matmul.dot(
         packed.concat_lanes(A), packed.concat_rows([tile.placed_keys(k_packs, s)] * len(A))
     )  # [n, 2 C, keys K]
-    turned = matmul.dot_tn(
+    transposed = matmul.dot_tn(
         packed.concat_rows(A), packed.concat_rows([packed.concat_lanes(k_packs), packed.concat_lanes(q_packs)] * len(A))
     )  # [n, p C, keys K]
     dq, dk = [0.0] * k.shape[0], [0.0] * k.shape[0]
@@ -79,7 +79,7 @@ def key_gradients(A1, A2, q, k, s: tile.Heads):
             dq[head] += direct[n, s.C :, at]
             dk[head] += direct[n, : s.C, at]
             for i in range(j * each, (j + 1) * each):
-                dk[head] += turned[n, i * s.C : (i + 1) * s.C, at]
+                dk[head] += transposed[n, i * s.C : (i + 1) * s.C, at]
     return jnp.stack(dq), jnp.stack(dk)
 
 

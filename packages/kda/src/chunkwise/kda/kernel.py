@@ -70,7 +70,7 @@ class KdaFwdRefs(NamedTuple):
     b: jax.Ref  # [C, heads K]
     w: jax.Ref  # [C, heads V] of prev
     levels: jax.Ref  # int32 [C, 2 C], `tile.level_table`
-    exact_levels: jax.Ref  # likewise, without base blocks
+    exact_levels: jax.Ref  # int32 [C, 2 C], without base blocks
     owner: jax.Ref  # int32 [1, 1, C]
     initial_state: jax.Ref  # [heads, V, K]
     law: jax.Ref  # [2, heads K]

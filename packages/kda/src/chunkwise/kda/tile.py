@@ -220,7 +220,7 @@ def interaction_tile(q, e, k, decays: ChannelDecays, table, dtype, pairs: bool =
         if b == SUBLANES:  # half a register of bfloat16: joined before it is rounded
             decayed = join_halves(odd, even, b).astype(operand)  # [h / 2, 2 C, K], or [h, 2 C, K]
         else:
-            decayed = join_halves(odd.astype(operand), even.astype(operand), b)  # likewise
+            decayed = join_halves(odd.astype(operand), even.astype(operand), b)  # as above
         decayed = packed.concat_lanes([decayed] * (columns.shape[2] // decayed.shape[2]))  # [.., 2 C, parts K]
         if pairs:
             # The columns of both heads of a pair lie below one another and meet the rows of both: the pairs of the odd

@@ -29,8 +29,8 @@ def pair_table(C: int, base: int) -> np.ndarray:
 
 def unpacked(x, p: int):
     """Return packed matrices [n, R, p C] transposed, head by head, [n p, C, R]."""
-    turned = jnp.concatenate([jnp.swapaxes(x[i], 0, 1) for i in range(x.shape[0])])
-    return turned.reshape(x.shape[0] * p, -1, x.shape[1])
+    transposed = jnp.concatenate([jnp.swapaxes(x[i], 0, 1) for i in range(x.shape[0])])
+    return transposed.reshape(x.shape[0] * p, -1, x.shape[1])
 
 
 def interaction_bwd_tile(q, e, k, decays: tile.ChannelDecays, table, d, p: int, dtype):
@@ -45,31 +45,32 @@ def interaction_bwd_tile(q, e, k, decays: tile.ChannelDecays, table, d, p: int, 
       p: heads of a pack.
     """
     operand = matmul.operand_dtype(dtype)
-    stacked, turned = packed.concat_rows([q, e]), unpacked(d, p)  # [h, 2 C, K], [h, C, 2 C]
+    stacked, transposed = packed.concat_rows([q, e]), unpacked(d, p)  # [h, 2 C, K], [h, C, 2 C]
     pairs = jnp.concatenate([table] * p, axis=1)[None]  # [1, 2 C, p C]
-    pairs_turned = jnp.swapaxes(table, 0, 1)[None]  # [1, C, 2 C]
+    pairs_T = jnp.swapaxes(table, 0, 1)[None]  # [1, C, 2 C]
     split = [y.astype(jnp.float32) for y in packed.split_bf16(d, dtype)]  # each [n, 2 C, p C]
     d_rows, d_columns = jnp.zeros_like(stacked), jnp.zeros_like(k)  # [h, 2 C, K], [h, C, K]
     for index, b, by_column, by_row in tile.level_factors(decays):
         if b is None:  # all rows and columns take part, and the table selects
             columns, decayed = k * by_column, stacked * by_row  # [h, C, K], [h, 2 C, K]
-            mine, left = split, turned
-            here, here_turned = pairs == index, pairs_turned == index
+            of_rows, of_columns = split, transposed
+            on_rows, on_columns = pairs == index, pairs_T == index
         else:  # only right halves have pairs as rows, left halves as columns; the others meet zeros
             columns = tile.halves(k, b)[0] * by_column  # [h, C / 2, K]
             columns = tile.join_halves(columns, columns, b)  # [h, C, K]
             decayed = tile.halves(stacked, b)[1] * by_row  # [h, C, K]
             decayed = tile.join_halves(decayed, decayed, b)  # [h, 2 C, K]
-            mine = [tile.halves(y, b)[1] for y in split]  # each [n, C, p C]
-            left = tile.halves(turned, b)[0]  # [h, C / 2, 2 C]
-            here, here_turned = tile.halves(pairs, b)[1] == index, tile.halves(pairs_turned, b)[0] == index
-        mine = packed.concat_lanes([jnp.where(here, y, 0.0).astype(operand) for y in mine])  # [n, 2 C or C, parts p C]
-        add_rows = by_row * packed.multiply_packed(mine, columns.astype(operand), p, dtype)  # [h, 2 C or C, K]
-        turned_parts = packed.split_bf16(jnp.where(here_turned, left, 0.0), dtype)  # each [h, C or C / 2, 2 C]
+            of_rows = [tile.halves(y, b)[1] for y in split]  # each [n, C, p C]
+            of_columns = tile.halves(transposed, b)[0]  # [h, C / 2, 2 C]
+            on_rows, on_columns = tile.halves(pairs, b)[1] == index, tile.halves(pairs_T, b)[0] == index
+        # [n, 2 C or C, parts p C]
+        of_rows = packed.concat_lanes([jnp.where(on_rows, y, 0.0).astype(operand) for y in of_rows])
+        add_rows = by_row * packed.multiply_packed(of_rows, columns.astype(operand), p, dtype)  # [h, 2 C or C, K]
+        column_parts = packed.split_bf16(jnp.where(on_columns, of_columns, 0.0), dtype)  # each [h, C or C / 2, 2 C]
         product = matmul.dot(
-            packed.concat_lanes(turned_parts), packed.concat_rows([decayed.astype(operand)] * len(turned_parts))
+            packed.concat_lanes(column_parts), packed.concat_rows([decayed.astype(operand)] * len(column_parts))
         )  # [h, C or C / 2, K]
-        add_columns = by_column * product  # likewise
+        add_columns = by_column * product  # [h, C or C / 2, K]
         if b is None:
             d_rows, d_columns = d_rows + add_rows, d_columns + add_columns
         else:

@@ -135,9 +135,9 @@ def _columns(tree: Any, H: int) -> Any:
         return tree
     HV, ends = rows[0].shape[1], list(itertools.accumulate(x.shape[0] for x in rows))
     padding = jnp.zeros((-ends[-1] % _ROWS, HV), jnp.float32)
-    turned = jnp.concatenate([*rows, padding], axis=0).T
+    transposed = jnp.concatenate([*rows, padding], axis=0).T
     spans = zip([0, *ends], ends, strict=False)
-    return structure.unflatten([[turned[i : i + H, a:b] for i in range(0, HV, H)] for a, b in spans])
+    return structure.unflatten([[transposed[i : i + H, a:b] for i in range(0, HV, H)] for a, b in spans])
 
 
 def _read_by_channel(reads: list[Rows], slot: StatePool, same_head, after, start, upto) -> list[Rows]:
