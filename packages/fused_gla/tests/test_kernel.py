@@ -8,7 +8,7 @@ import pytest
 from chunkwise.fused_gla import Config, tile
 from chunkwise.fused_gla.operator import GLA
 from chunkwise.shared.call.arguments import Arguments, Options
-from chunkwise.shared.kernels.matmul import bf16_parts, interpreted
+from chunkwise.shared.kernels.matmul import bf16_parts, kernel_trace
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_gate, make_inputs
 from chunkwise.shared.testing.transforms import text_for_tpu
@@ -52,7 +52,7 @@ def test_decays_keep_their_digits_beside_large_ones():
 def test_sums_of_gates_in_parts_lose_nothing(kind):
     g = jnp.asarray(make_gate(kind, np.random.default_rng(0), (2, 64, 5)), jnp.float32)
     whole = tile.decays(g, 0.5)
-    with interpreted():
+    with kernel_trace(True):
         parts = tile.decays(g, 0.5, parts=bf16_parts(g))
         states = tile.decays(g, 0.5, pairs=False, parts=bf16_parts(g))
     for level, (got, want) in enumerate(zip(parts.pairs, whole.pairs, strict=True)):

@@ -28,6 +28,8 @@ def unless_unread(whole: Callable, part: Callable, *args: Any) -> tuple[Any, Any
         apart.
       *args: trees of arrays.
     """
+    # Its trace for the shapes of the rest serves the forward rule, too.
+    whole = jax.jit(whole, inline=True)
     rest = jax.eval_shape(whole, *args)[1]
     slots = jax.tree.map(lambda x: compat.varying_zeros(x.shape, *jax.tree.leaves(args)).astype(x.dtype), rest)
 

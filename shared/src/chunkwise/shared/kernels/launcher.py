@@ -1,6 +1,5 @@
 """Launching Pallas kernels: block specs, head blocking, and compiled or interpreted by platform."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend import core
 
 from chunkwise.shared import chips, compat
 from chunkwise.shared.kernels import matmul
@@ -51,6 +51,28 @@ def _without_derivative(call: Callable, name: str) -> Callable:
     return guarded
 
 
+def _by_platform(make: Callable, *operands: jax.Array | None) -> Any:
+    """Run a launch: compiled where the program is lowered for a TPU, else interpreted.
+
+    Its kernel is traced once for both, unless the body asks which it is.
+    """
+
+    def trace(interpret: bool) -> tuple:
+        with matmul.kernel_trace(interpret) as asked:
+            return *jax.make_jaxpr(make(interpret=interpret), return_shape=True)(*operands), asked
+
+    compiled, results, asked = trace(False)
+    if asked:
+        interpreted = trace(True)[0]
+    else:
+        # The simulated TPU of a test has set the parameter already.
+        eqns = [x.replace(params=x.params | {"interpret": x.params["interpret"] or True}) for x in compiled.eqns]
+        interpreted = compiled.replace(jaxpr=compiled.jaxpr.replace(eqns=eqns))
+    branches = {"tpu": core.jaxpr_as_fun(compiled), "default": core.jaxpr_as_fun(interpreted)}
+    flat = lax.platform_dependent(*jax.tree.leaves(operands), **branches)
+    return jax.tree.unflatten(jax.tree.structure(results), flat)
+
+
 def pallas_call(
     kernel: Callable,
     *operands: jax.Array | None,
@@ -87,17 +109,8 @@ def pallas_call(
     Returns:
       The outputs, in the structure of `out_shape`.
     """
-
-    def body_of(interpret: bool) -> Callable:
-        # A function of its own for every branch, because JAX remembers what it traced of a function.
-        def body(*refs):
-            with matmul.interpreted() if interpret else contextlib.nullcontext():
-                kernel(*refs)
-
-        return body
-
-    run = functools.partial(
-        pl.pallas_call,
+    make = lambda interpret: pl.pallas_call(
+        lambda *refs: kernel(*refs),  # a function that is new, because JAX remembers what it traced of one
         name=name,
         grid_spec=compat.PrefetchScalarGridSpec(
             num_scalar_prefetch=num_scalar_prefetch,
@@ -114,13 +127,9 @@ def pallas_call(
         ),
         cost_estimate=cost_estimate,
         input_output_aliases=input_output_aliases or {},
+        interpret=interpret,
     )
-    by_platform = functools.partial(
-        lax.platform_dependent,
-        tpu=run(body_of(False), interpret=False),
-        default=run(body_of(True), interpret=True),
-    )
-    results = _without_derivative(by_platform, name)(*map(_without_float16, operands))
+    results = _without_derivative(functools.partial(_by_platform, make), name)(*map(_without_float16, operands))
     flat, structure = jax.tree.flatten(results)
     return structure.unflatten(x.astype(want.dtype) for x, want in zip(flat, jax.tree.leaves(out_shape), strict=True))
 

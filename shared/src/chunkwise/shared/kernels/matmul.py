@@ -11,14 +11,15 @@ delta rule amplifies a hundredfold where keys repeat, because the values it adds
 
 import contextlib
 import contextvars
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 _passes: int | None = None
-# Whether the kernel that is being traced will be interpreted; see `interpreted`.
-_interpreted = contextvars.ContextVar("interpreted", default=False)
+# Of the kernel that is being traced whether it will be interpreted, and a list that fills where it asks for that.
+_kernel: contextvars.ContextVar[tuple[bool, list] | None] = contextvars.ContextVar("kernel", default=None)
 
 
 def operand_dtype(*dtypes) -> jnp.dtype:
@@ -44,36 +45,38 @@ def emulate_mxu(passes: int = 1):
 
 
 @contextlib.contextmanager
-def interpreted():
-    """Give a kernel that is traced inside to a backend other than a TPU: the results are the same.
-
-    Some backends have no product of bfloat16 operands for every shape. In float32 the products of bfloat16 numbers are
-    exact. What else depends on it asks `is_interpreted`.
-    """
-    token = _interpreted.set(True)
+def kernel_trace(interpreted: bool) -> Iterator[list]:
+    """Trace a kernel inside; yield a list that stays empty where the trace serves compilation and interpretation."""
+    asked: list[bool] = []
+    token = _kernel.set((interpreted, asked))
     try:
-        yield
+        yield asked
     finally:
-        _interpreted.reset(token)
+        _kernel.reset(token)
 
 
 def is_interpreted() -> bool:
-    """Return whether the kernel that is being traced will be interpreted."""
-    return _interpreted.get()
+    """Return whether the kernel that is being traced will be interpreted; a kernel that asks is traced twice."""
+    interpreted, asked = _kernel.get() or (False, [])
+    asked.append(True)
+    return interpreted
 
 
 def _contract(a: jax.Array, b: jax.Array, axes: tuple[int, int], dtype, passes: int | None = None) -> jax.Array:
     dims = (((axes[0],), (axes[1],)), ((0,), (0,)))
     dtype = operand_dtype(a.dtype, b.dtype) if dtype is None else operand_dtype(dtype)
     a, b = a.astype(dtype), b.astype(dtype)
-    if dtype == jnp.bfloat16 and is_interpreted():
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    precision = lax.Precision.HIGHEST if passes is None else lax.DotAlgorithmPreset.BF16_BF16_F32_X3
-    precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else precision
+    exact = lax.Precision.HIGHEST if passes is None else lax.DotAlgorithmPreset.BF16_BF16_F32_X3
 
     def product(x, y):
+        precision = lax.Precision.DEFAULT if x.dtype == jnp.bfloat16 else exact
         return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
+    if dtype == jnp.bfloat16 and _kernel.get():
+        # Where a kernel is interpreted, some backends have no product of bfloat16 operands for every shape. In float32
+        # the products of bfloat16 numbers are exact. The choice is made when the program is lowered.
+        interpreted = lambda x, y: product(x.astype(jnp.float32), y.astype(jnp.float32))
+        return lax.platform_dependent(a, b, mosaic=product, default=interpreted)
     if _passes is None or dtype == jnp.bfloat16:
         return product(a, b)
     a_high, b_high = _round(a), _round(b)
