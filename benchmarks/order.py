@@ -1,9 +1,10 @@
 """The search for the order of products in a kernel, over the cycles that the TPU compiler estimates.
 
 A kernel interleaves iterators of products, one letter each (`shared.kernels.schedule`). Where a search has found an
-order for its heads and chip, `orders.json` of the package holds it. This search begins there, or with the plain
-alternation, and moves one letter at a time: of `--tries` orders it keeps the fastest. Every order is compiled in a
-process of its own. `--write` stores the order if it is faster by half a percent and gives the same results to the bit.
+order for its heads, chunk size, channels and chip, `orders.json` of the package holds it. This search begins there, or
+with the plain alternation, and moves one letter at a time: of `--tries` orders it keeps the fastest. Every order is
+compiled in a process of its own. `--write` stores the order if it is faster by half a percent and gives the same
+results to the bit.
 """
 
 import json
@@ -19,10 +20,10 @@ from benchmarks import scale, tpu
 from benchmarks.cases import CASES
 from chunkwise.fused_gdn.operator import OPERATOR as GATED_DELTA_RULE
 from chunkwise.kda.operator import OPERATOR as KDA
+from chunkwise.shared import tuning
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.implementation import implementations
-from chunkwise.shared.kernels import schedule
 from chunkwise.shared.testing.inputs import make_inputs
 
 PACKAGES = Path(__file__).parents[1] / "packages"
@@ -32,8 +33,7 @@ class Searched(NamedTuple):
     """A kernel whose order is searched.
 
     Attributes:
-      package, kernel: as `schedule.find_order` takes them.
-      size: of its work in the case, likewise.
+      package, kernel, size: as `tuning.find_order` takes them.
       otherwise: the plain alternation.
       case: the layer whose launch is compiled.
       divided: whether it runs where tokens are split over devices only.
@@ -42,7 +42,7 @@ class Searched(NamedTuple):
 
     package: str
     kernel: str
-    size: int
+    size: tuple[int, int, int]
     otherwise: str
     case: str
     divided: bool
@@ -50,17 +50,19 @@ class Searched(NamedTuple):
 
 
 KERNELS = {
-    "kda": Searched("chunkwise.kda", "fwd", 8, "pm" * 8, "kimi-linear-48b", False, 0),
-    "kda-map": Searched("chunkwise.kda", "summary", 8, "pm" * 8, "kimi-linear-48b", True, 0),
-    "gdn-map": Searched("chunkwise.fused_gdn", "map", 32, "xpm" * 8, "qwen3-next-80b", True, 0),
-    "gdn-behind-map": Searched("chunkwise.fused_gdn", "precomputed", 32, "pm" * 8, "qwen3-next-80b", True, 1),
+    "kda": Searched("chunkwise.kda", "fwd", (16, 64, 128), "pm" * 8, "kimi-linear-48b", False, 0),
+    "kda-map": Searched("chunkwise.kda", "summary", (16, 64, 128), "pm" * 8, "kimi-linear-48b", True, 0),
+    "gdn-map": Searched("chunkwise.fused_gdn", "map", (32, 64, 128), "xpm" * 8, "qwen3-next-80b", True, 0),
+    "gdn-behind-map": Searched(
+        "chunkwise.fused_gdn", "precomputed", (32, 64, 128), "pm" * 8, "qwen3-next-80b", True, 1
+    ),
 }
 
 
 def cycles_of(name: str, order: str, chip: str, T: int) -> dict:
     """Return the estimated cycles of a launch with an order; call in a fresh process only."""
     kernel = KERNELS[name]
-    with schedule.injected_orders(kernel.package, **{kernel.kernel: order}):
+    with tuning.injected_orders(kernel.package, **{kernel.kernel: order}):
         topology = CHIPS[chip].topology
         return scale.estimate_launch(CASES[kernel.case], "fused", topology, T, kernel.divided, kernel.index)
 
@@ -115,7 +117,7 @@ def same_results(kernel: Searched, order: str) -> bool:
     results = []
     for each in (kernel.otherwise, order):
         jax.clear_caches()
-        with schedule.injected_orders(kernel.package, **{kernel.kernel: each}):
+        with tuning.injected_orders(kernel.package, **{kernel.kernel: each}):
             results.append(jax.tree.leaves(jax.jit(run)(x)))
     return all(np.array_equal(a, b, equal_nan=True) for a, b in zip(*results, strict=True))
 
@@ -129,14 +131,14 @@ def path_of(kernel: Searched) -> Path:
 def store(path: Path, kernel: Searched, chip: str, order: str) -> None:
     """Write an order to the file of its package."""
     orders = json.loads(path.read_text())
-    orders.setdefault(kernel.kernel, {}).setdefault(str(kernel.size), {})[chip] = order
+    orders.setdefault(kernel.kernel, {}).setdefault(tuning.order_key(*kernel.size), {})[chip] = order
     path.write_text(json.dumps(orders, indent=2) + "\n")
 
 
 def rows(name: str, chip: str, T: int, tries: int, timeout: float, write: bool) -> Iterator[dict]:
     """Yield a row for every order that is the fastest so far, and store the last one if it is worth it."""
     kernel = KERNELS[name]
-    orders = json.loads(path_of(kernel).read_text()).get(kernel.kernel, {}).get(str(kernel.size), {})
+    orders = json.loads(path_of(kernel).read_text()).get(kernel.kernel, {}).get(tuning.order_key(*kernel.size), {})
     start = orders.get(chip, kernel.otherwise)
     found = []
     for order, cycles in search(start, tries, lambda order: measure(name, order, chip, T, timeout)):

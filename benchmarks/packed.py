@@ -18,10 +18,10 @@ from benchmarks.regions import kernel_bundles, kernel_text, read_loop
 from chunkwise.command.models import Layer
 from chunkwise.fused_gla.config import default_for
 from chunkwise.shared.kernels.chunking import num_chunks
-from chunkwise.shared.kernels.launcher import largest_divisor
 from chunkwise.shared.kernels.layout import BEGIN, CLOSES, END, FIRST, LAST, MIXED, OPENS, make_steps
 from chunkwise.shared.testing.compare import with_gradients
 from chunkwise.shared.testing.tpu import launches
+from chunkwise.shared.tuning import largest_divisor
 
 OPERATORS = ("gated_delta_rule", "kda", "simple_gla", "gla")
 # Ways to lay out the same tokens: how many sequences, of lengths in proportion to 1, 2, 3 and so on; 0 for not packed.

@@ -25,6 +25,7 @@ from benchmarks import timing, tpu
 from benchmarks.regions import Region, kernel_bundles, kernel_text, read_loop
 from chunkwise.command.models import Layer, Mixture, moved_bytes, serving_step
 from chunkwise.fused_gla.config import default_for
+from chunkwise.shared import tuning
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.kernels import launcher
@@ -160,7 +161,7 @@ def _gla_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list[in
     NT = num_chunks(T, C)
     config = default_for(case.H, case.HV, case.K, case.V, C, NT, 2, per_channel=False)
     assert config is not None
-    table = np.asarray(pool_steps(T, launcher.largest_divisor(NT, config.num_steps) * C, routes).table)
+    table = np.asarray(pool_steps(T, tuning.largest_divisor(NT, config.num_steps) * C, routes).table)
     begin, end = table[BEGIN], table[END]
     chunks = np.where(begin < end, (end - 1) // C - begin // C + 1, 0)
     # Whole ones end where a chunk ends, and begin where one begins.

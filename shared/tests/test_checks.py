@@ -144,9 +144,9 @@ def test_nothing_is_raised_or_returned(call):
 
 
 def test_chunk_size():
-    """The one asked for; else few rows for few tokens, and 64 for many."""
-    assert [choose_chunk_size(None, "fused", T) for T in (1, 16, 17, 33, 64, 5000)] == [16, 16, 32, 64, 64, 64]
     assert choose_chunk_size(None) == 64
+    assert choose_chunk_size(None, "xla", 5000, per_channel=True) == 32
+    assert choose_chunk_size(64, "xla", 5000, per_channel=True) == 64
     assert choose_chunk_size(np.int64(128)) == 128
 
 
@@ -165,12 +165,6 @@ def test_values_of_traced_boundaries_are_neither_checked_nor_changed():
     np.testing.assert_array_equal(jax.jit(checked)(wrong), wrong)
     with pytest.raises(ValueError, match="`cu_seqlens` must rise"):
         checked(wrong)
-
-
-def test_the_best_chunk_size_of_plain_jax():
-    best = functools.partial(choose_chunk_size, None, "xla", 5000)
-    assert (best(), best(per_channel=True), best(per_channel=True, delta=False), best(delta=False)) == (64, 32, 32, 128)
-    assert choose_chunk_size(64, "xla", 5000, per_channel=True) == 64
 
 
 class Tensor:

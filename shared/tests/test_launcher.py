@@ -11,15 +11,11 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from chunkwise.shared.chips import CHIPS, VMEM_LIMIT_BYTES
 from chunkwise.shared.compat import out_struct, vary_alike, varying_zeros
 from chunkwise.shared.kernels.chunk_map import map_chunks
 from chunkwise.shared.kernels.launcher import (
-    divides_groups,
     head_block,
-    largest_divisor,
     launch,
-    pick_heads,
     scaled,
     split_scale,
 )
@@ -163,21 +159,6 @@ def test_scales():
     np.testing.assert_array_equal(scaled(o, after), 2 * o)
 
 
-def test_divides_groups():
-    """Of 12 value heads in groups of 3: parts of a group, whole groups, and neither."""
-    assert [n for n in range(14) if divides_groups(n, 4, 12)] == [1, 3, 6, 12]
-
-
-def test_pick_heads():
-    assert pick_heads(32, 16, 1, most=8) == 8
-    assert pick_heads(6, 2, 1, most=8) == 6
-    # Four heads would hold a group of three and a part of the next.
-    assert pick_heads(12, 4, 1, most=5) == 3
-    assert pick_heads(32, 16, 10, most=8, budget=25) == 2
-    assert pick_heads(32, 16, 100, most=8, budget=25) == 1
-    assert [largest_divisor(12, most) for most in (1, 5, 7, 100)] == [1, 4, 6, 12]
-
-
 def test_head_block():
     index = lambda *ids, **options: tuple(int(i) for i in head_block(*ids, 16, 8, **options).index_map(5, 3))
     assert index(2) == (5, 3, 0, 0)
@@ -185,12 +166,6 @@ def test_head_block():
     assert index(2, group=4) == (5, 1, 0, 0)
     assert index(2, axes=(1, 0), backwards_from=7) == (4, 5, 0, 0)
     assert head_block(4, 16, 8, group=2).block_shape == (None, 2, 16, 8)
-
-
-def test_chips():
-    assert {"v5e", "v5p", "v6e", "tpu7x"} <= set(CHIPS)
-    assert min(chip.vmem_bytes for chip in CHIPS.values()) > VMEM_LIMIT_BYTES
-    assert all(chip.matrix_unit in (128, 256) and chip.bandwidth_tb_s > 0.5 < chip.clock_ghz for chip in CHIPS.values())
 
 
 def test_axes_of_a_mesh():

@@ -1,9 +1,6 @@
 """The order in which interleaved stages run."""
 
-import json
-
-from chunkwise.shared import chips
-from chunkwise.shared.kernels.schedule import find_order, injected_orders, interleave, software_pipeline
+from chunkwise.shared.kernels.schedule import interleave, software_pipeline
 
 
 def stage(name, length, log):
@@ -55,20 +52,3 @@ def test_an_order_leaves_the_rest_to_the_caller():
     assert next(b, "past the end") == "past the end"
     list(a)
     assert log == ["a0", "b0", "b1", "b2", "a1", "a2"]
-
-
-def test_searched_orders(tmp_path, monkeypatch):
-    """The order of a package for its kernel, size and TPU; the plain one where there is none; one that is tried."""
-    (tmp_path / "ordered").mkdir()
-    (tmp_path / "ordered" / "__init__.py").touch()
-    orders = {"fwd": {"8": {"v6e": "ppm"}, "16": {"v5e": "mmp"}}}
-    (tmp_path / "ordered" / "orders.json").write_text(json.dumps(orders))
-    monkeypatch.syspath_prepend(tmp_path)
-    assert find_order("ordered", "fwd", 8, "pm") == "ppm"
-    assert find_order("ordered", "fwd", 16, "pm") == find_order("ordered", "bwd", 8, "pm") == "pm"
-    monkeypatch.setattr(chips, "current", lambda: "v5e")
-    assert find_order("ordered", "fwd", 8, "pm") == "ppm"
-    assert find_order("ordered", "fwd", 16, "pm") == "mmp"
-    with injected_orders("ordered", fwd="mp"):
-        assert find_order("ordered", "fwd", 8, "pm") == find_order("ordered", "fwd", 4, "pm") == "mp"
-    assert find_order("ordered", "fwd", 8, "pm") == "ppm"

@@ -7,7 +7,6 @@ import pytest
 
 from chunkwise.kda import Config, chunk_kda, recurrent_kda
 from chunkwise.kda.config import default_for
-from chunkwise.shared.kernels.schedule import find_order
 from chunkwise.shared.testing.compare import (
     GATE_GRADIENT_TOLERANCE,
     GRADIENT_TOLERANCE,
@@ -17,6 +16,7 @@ from chunkwise.shared.testing.compare import (
 )
 from chunkwise.shared.testing.inputs import GATES, boundaries, make_inputs, poison_padding
 from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.tuning import find_order
 
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])
 types = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -185,7 +185,7 @@ def test_head_dimensions(implementation, sizes):
 def test_the_step_that_is_measured():
     """16 heads a step, two side by side in the lanes, in the order that was searched for; two such blocks of heads."""
     assert default_for(32, 32, 64, 128, 128, itemsize=2) == Config(16, 16)
-    assert find_order("chunkwise.kda", "fwd", 8, "") != ""
+    assert find_order("chunkwise.kda", "fwd", (16, 64, 128), "") != ""
     inputs = inputs_of(2, 130, 32, 32, 8, 8, dtype=jnp.bfloat16)
     compare(inputs, final_state=False, implementation="fused")
 

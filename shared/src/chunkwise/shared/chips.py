@@ -34,9 +34,6 @@ CHIPS = {
     "tpu7x": Chip("tpu7x:2x2x1", 2.2, 3.69, 64 * 2**20, 256),
 }
 
-# The scoped VMEM that every kernel may use on every one of them: what the smallest has, less some for the compiler.
-VMEM_LIMIT_BYTES = 15 * min(chip.vmem_bytes for chip in CHIPS.values()) // 16
-
 
 def current() -> str | None:
     """Return the name in `CHIPS` of the TPU that a program is traced for, None where JAX knows of none."""

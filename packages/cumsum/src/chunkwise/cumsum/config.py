@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import launcher
+from chunkwise.shared import tuning
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Config:
 
 def default_for(NC: int, C: int, gates: int) -> Config:
     """Return the Config for NC chunks of C tokens with `gates` gates a token."""
-    lanes = gates if gates % 128 else 128 * launcher.largest_divisor(gates // 128, 8)
+    lanes = gates if gates % 128 else 128 * tuning.largest_divisor(gates // 128, 8)
     # Input, output and two buffers of each stay within 4 MiB a step.
-    return Config(chunks=launcher.largest_divisor(NC, max(1, 2**18 // (C * max(lanes, 128)))), lanes=lanes)
+    return Config(chunks=tuning.largest_divisor(NC, max(1, 2**18 // (C * max(lanes, 128)))), lanes=lanes)
 
 
 def cost(*, B: int, T: int, H: int, C: int, K: int = 1, itemsize: int = 4, backward: bool = False) -> pl.CostEstimate:

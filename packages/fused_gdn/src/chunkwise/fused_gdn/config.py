@@ -3,10 +3,10 @@
 import math
 from dataclasses import dataclass
 
-from chunkwise.shared import chips, compat
-from chunkwise.shared.kernels import launcher, packed
+from chunkwise.shared import compat, tuning
+from chunkwise.shared.kernels import packed
 
-VMEM_BUDGET = 2 * chips.VMEM_LIMIT_BYTES // 3
+VMEM_BUDGET = 2 * tuning.VMEM_LIMIT_BYTES // 3
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def default_for(H: int, HV: int, C: int, K: int, V: int) -> Config:
 
     Every core of the device gets a block.
     """
-    heads = launcher.pick_heads(HV, H, vmem_bytes_per_head(C, K, V), min(32, max(1, HV // compat.cores())), VMEM_BUDGET)
+    heads = tuning.pick_heads(HV, H, vmem_bytes_per_head(C, K, V), min(32, max(1, HV // compat.cores())), VMEM_BUDGET)
     return Config(heads=heads, heads_bwd=heads)
 
 

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import cost, loads, tile
+from chunkwise.shared import tuning
 from chunkwise.shared.kernels import chunk_loop, inverse, launcher, layout, nonfinite, packed, schedule
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
@@ -145,7 +146,7 @@ def _grid_step(
         A_inv = refs.A_inv[...]
         halves = [part for stage in stages for part in stage.split(STAGE // 2)]
         preparing = prepare_heads(halves)
-        order = schedule.find_order("chunkwise.fused_gdn", "precomputed", s.heads, "pm" * len(halves))
+        order = tuning.find_order("chunkwise.fused_gdn", "precomputed", (s.heads, s.C, s.K), "pm" * len(halves))
         schedule.interleave(order, p=passing, m=preparing)
     for remaining in (preparing, passing):
         for _ in remaining:

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import cost, kernel, loads, tile
+from chunkwise.shared import tuning
 from chunkwise.shared.kernels import (
     chunk_loop,
     inverse,
@@ -147,7 +148,7 @@ def _grid_step(
     # of the inverse, of which each waits for the one before, some heads are prepared and others pass the state on.
     # Stage n reads u and w of prev up to "p" n + 2, and "a" n + 1 overwrites them, so it must come later.
     applying = apply_inverses()
-    order = schedule.find_order("chunkwise.fused_gdn", "map", s.heads, "xpm" * len(halves))
+    order = tuning.find_order("chunkwise.fused_gdn", "map", (s.heads, s.C, s.K), "xpm" * len(halves))
     schedule.interleave(order, x=inverting, p=passing, m=preparing, a=applying)
     for remaining in (passing, applying, preparing):
         for _ in remaining:

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from chunkwise.shared import chips
-from chunkwise.shared.kernels import launcher, packed
+from chunkwise.shared import tuning
+from chunkwise.shared.kernels import packed
 
-_BUDGET_BYTES = 8 * chips.VMEM_LIMIT_BYTES // 15
+_BUDGET_BYTES = 8 * tuning.VMEM_LIMIT_BYTES // 15
 # More for a pipeline: twice the heads halve the cost of filling and draining it.
-_PIPELINE_BUDGET_BYTES = 11 * chips.VMEM_LIMIT_BYTES // 15
+_PIPELINE_BUDGET_BYTES = 11 * tuning.VMEM_LIMIT_BYTES // 15
 # What the least that a step can be may take.
-_MOST_BYTES = 4 * chips.VMEM_LIMIT_BYTES // 5
+_MOST_BYTES = 4 * tuning.VMEM_LIMIT_BYTES // 5
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ def default_for(H: int, HV: int, K: int, V: int, C: int, NT: int, itemsize: int,
         budget = _PIPELINE_BUDGET_BYTES if bwd and not per_channel else _BUDGET_BYTES
         need = lambda n: vmem_bytes(n, HV // H, C, K, V, itemsize, per_channel, num_steps, bwd)
         fits = lambda n: need(n) <= (_MOST_BYTES if n == num_steps == 1 else budget)
-        return max((n for n in range(1, most + 1) if launcher.divides_groups(n, H, HV) and fits(n)), default=0)
+        return max((n for n in range(1, most + 1) if tuning.divides_groups(n, H, HV) and fits(n)), default=0)
 
-    num_steps = launcher.largest_divisor(NT, 512 // C)
+    num_steps = tuning.largest_divisor(NT, 512 // C)
     while True:
         heads, heads_bwd = fitting(16, bwd=False), fitting(8 if per_channel else 16, bwd=True)
         if num_steps == 1 or heads_bwd >= min(HV, 4):
             return Config(heads, heads_bwd, num_steps) if heads and heads_bwd else None
-        num_steps = launcher.largest_divisor(NT, num_steps - 1)
+        num_steps = tuning.largest_divisor(NT, num_steps - 1)

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.fused_gla import config, kernel, kernel_bwd, xla
+from chunkwise.shared import tuning
 from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import Implementation, in_plain_jax, with_chunk_size
-from chunkwise.shared.kernels import chunking, launcher, layout, matmul, packed, tiles
+from chunkwise.shared.kernels import chunking, layout, matmul, packed, tiles
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operator import define
 
@@ -41,7 +42,7 @@ def _check_by_head(x: Arguments, options: Options) -> None:
 def _default_config(x: Arguments, options: Options) -> config.Config | None:
     """Return the tile sizes for these arguments, None where a head is too large for fast memory."""
     (_, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
-    C = checks.choose_chunk_size(options.chunk_size, "fused", T)
+    C = with_chunk_size("fused", x, options).chunk_size
     itemsize = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype).itemsize
     return config.default_for(H, HV, K, V, C, chunking.num_chunks(T, C), itemsize, _per_channel(x))
 
@@ -65,7 +66,7 @@ def config_for(x: Arguments, options: Options) -> config.Config:
             f'than there is: use implementation="xla".'
         )
     checks.check(
-        all(launcher.divides_groups(n, H, HV) for n in (sizes.heads, sizes.heads_bwd)) and sizes.num_steps >= 1,
+        all(tuning.divides_groups(n, H, HV) for n in (sizes.heads, sizes.heads_bwd)) and sizes.num_steps >= 1,
         f"`config` must have heads that divide HV = {HV} into whole groups of {HV // H} or parts of one, and at "
         f"least one step; got {sizes}.",
     )
@@ -76,7 +77,7 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Fus
     """Return what the kernels are built for."""
     (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
     varlen, NT = x.cu_seqlens is not None and (x.with_state or options.output_final_state), chunking.num_chunks(T, C)
-    chunks = launcher.largest_divisor(NT, options.config.num_steps)
+    chunks = tuning.largest_divisor(NT, options.config.num_steps)
     return FusedStatic(
         B, T, H, HV, packed.pad_lanes(K), packed.pad_lanes(V), C, N, NT // chunks + varlen * N, options.scale,
         options.config,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from chunkwise.shared.kernels import launcher
+from chunkwise.shared import tuning
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,6 @@ def default_for(H: int, HV: int, C: int, K: int, V: int, itemsize: int, gates: i
     """Return the Config for these shapes, K and V already padded to lanes, with `gates` gates that erase and write."""
     size = vmem_bytes_per_head(C, K, V, itemsize) + 2 * gates * C * max(K, V) * itemsize
     return Config(
-        heads=launcher.pick_heads(HV, H, size, most=16),
-        heads_bwd=launcher.pick_heads(HV, H, size * 5 // 4, most=16),
+        heads=tuning.pick_heads(HV, H, size, most=16),
+        heads_bwd=tuning.pick_heads(HV, H, size * 5 // 4, most=16),
     )

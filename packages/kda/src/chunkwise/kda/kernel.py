@@ -38,6 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import cost, loads, tile
+from chunkwise.shared import tuning
 from chunkwise.shared.kernels import (
     chunk_loop,
     inverse,
@@ -132,7 +133,7 @@ def _grid_step(
         for n in range(0, heads, p)
     )
     kernel, packs = "fwd" if refs.o is not None else "summary", heads // p
-    order = schedule.find_order("chunkwise.kda", kernel, packs, "pm" * packs)
+    order = tuning.find_order("chunkwise.kda", kernel, (heads, C, static.K), "pm" * packs)
     schedule.interleave(order, p=passing, m=preparing)
     for _ in preparing:
         pass

@@ -5,11 +5,12 @@ import numbers
 import jax.numpy as jnp
 
 from chunkwise.kda import batched, config, kernel, kernel_bwd, tile, xla
+from chunkwise.shared import tuning
 from chunkwise.shared.call import checks, gates
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import delta_rule_in_plain_jax
-from chunkwise.shared.kernels import chunking, launcher, layout, matmul, packed
+from chunkwise.shared.kernels import chunking, layout, matmul, packed
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operator import define
 from chunkwise.shared.plain import state_map
@@ -42,7 +43,7 @@ def config_for(x: Arguments, options: Options) -> config.Config:
     for name in ("heads", "heads_bwd"):
         heads = getattr(sizes, name)
         checks.check(
-            launcher.divides_groups(heads, H, HV),
+            tuning.divides_groups(heads, H, HV),
             f"`config.{name}` must divide {HV} value heads in whole groups of {HV // H} or inside of one; got {heads}.",
         )
     return sizes

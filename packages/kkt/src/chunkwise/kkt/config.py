@@ -2,8 +2,8 @@
 
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import config
-from chunkwise.shared.kernels.config import HeadConfig as Config
+from chunkwise.shared import tuning
+from chunkwise.shared.tuning import HeadConfig as Config
 
 __all__ = ["Config", "cost", "default_for", "vmem_bytes_per_head"]
 
@@ -15,7 +15,7 @@ def vmem_bytes_per_head(C: int, K: int, itemsize: int) -> int:
 
 def default_for(H: int, HV: int, C: int, K: int, itemsize: int, per_channel: bool = False) -> Config:
     """Return the Config for these shapes."""
-    return config.choose_heads(H, HV, vmem_bytes_per_head(C, K, itemsize), 32, per_channel)
+    return tuning.choose_heads(H, HV, vmem_bytes_per_head(C, K, itemsize), 32, per_channel)
 
 
 def cost(

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 
-from chunkwise.shared.kernels import launcher, packed
+from chunkwise.shared import tuning
+from chunkwise.shared.kernels import packed
 
 # Of a block in bytes: large enough that copying it hides the cost of a grid step.
 _BLOCK = 2**20
@@ -37,7 +38,7 @@ def default_for(groups: int, D: int, itemsize: int) -> Config:
     # A block ends where a unit does, or takes all lanes.
     taken = groups
     if groups * D > _MOST_LANES and groups % each == 0:
-        taken = each * launcher.largest_divisor(groups // each, max(_MOST_LANES // (each * D), 1))
+        taken = each * tuning.largest_divisor(groups // each, max(_MOST_LANES // (each * D), 1))
     strip = 16
     rows = _BLOCK // (taken * D * itemsize) // strip * strip
     return Config(min(max(rows, strip), 1024), taken, strip)

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from chunkwise.shared import tuning
 from chunkwise.shared.call import checks, docstrings, unknown_arguments
 from chunkwise.shared.kernels import chunking
 from chunkwise.solve_tril import config as tiles
@@ -46,7 +47,7 @@ def solve_tril(
     Source: the block inverse of Higham, Accuracy and Stability of Numerical Algorithms (2002), section 14.2.
     """
     B, T, _, C = checks.check_array("A", A, "B T HV C")
-    checks.check(C in checks.CHUNK_SIZES, f"`A` must have a last dimension of one of {checks.CHUNK_SIZES}; got {C}.")
+    checks.check(C in tuning.CHUNK_SIZES, f"`A` must have a last dimension of one of {tuning.CHUNK_SIZES}; got {C}.")
     if A_inv is not None:
         checks.check_array("A_inv", A_inv, "B T HV C", A.shape)
     cu_seqlens = checks.check_cu_seqlens(cu_seqlens, B, T)

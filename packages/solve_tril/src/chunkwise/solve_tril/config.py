@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import launcher
+from chunkwise.shared import tuning
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Config:
 
 def default_for(NC: int, HV: int, C: int) -> Config:
     """Return the Config for NC chunks of HV heads."""
-    return Config(matrices=launcher.largest_divisor(NC * HV, 4096 // C))
+    return Config(matrices=tuning.largest_divisor(NC * HV, 4096 // C))
 
 
 def cost(*, B: int, T: int, HV: int, C: int, backward: bool = False) -> pl.CostEstimate:

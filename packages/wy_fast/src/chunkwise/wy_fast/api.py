@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared import compat
+from chunkwise.shared import compat, tuning
 from chunkwise.shared.call import checks, docstrings, unknown_arguments
 from chunkwise.shared.kernels import chunking, gating
 from chunkwise.wy_fast import config as tiles
@@ -57,7 +57,7 @@ def recompute_w_u(
     checks.check_array("beta", beta, "B T HV", (B, T, HV))
     C = checks.check_array("A_inv", A_inv, "B T HV C", (B, T, HV, None))[3]
     checks.check(
-        C in checks.CHUNK_SIZES, f"`A_inv` must have a last dimension of one of {checks.CHUNK_SIZES}; got {C}."
+        C in tuning.CHUNK_SIZES, f"`A_inv` must have a last dimension of one of {tuning.CHUNK_SIZES}; got {C}."
     )
     checks.check_gates("g_cum", g_cum, (B, T, HV), K)
     cu_seqlens = checks.check_cu_seqlens(cu_seqlens, B, T)

@@ -11,11 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from chunkwise.shared import compat
+from chunkwise.shared import compat, tuning
 from chunkwise.shared.kernels import activations
 
-CHUNK_SIZES = (16, 32, 64, 128)
-_DEFAULT_CHUNK_SIZE = 64
 # What operators come in: plain JAX, a chain of one kernel per stage, one kernel per direction.
 _IMPLEMENTATIONS = ("xla", "staged", "fused")
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -174,38 +172,17 @@ def check_chunk_size(chunk_size) -> None:
     """Check that the chunk size is one that the kernels are built for."""
     number = isinstance(chunk_size, numbers.Integral) and not isinstance(chunk_size, bool)
     check(
-        number and chunk_size in CHUNK_SIZES,
-        f"`chunk_size` must be one of {CHUNK_SIZES}{when_built(chunk_size)}; got {shown(chunk_size)}.",
+        number and chunk_size in tuning.CHUNK_SIZES,
+        f"`chunk_size` must be one of {tuning.CHUNK_SIZES}{when_built(chunk_size)}; got {shown(chunk_size)}.",
     )
 
 
-def choose_chunk_size(
-    chunk_size: int | None,
-    implementation: str = "",
-    T: int = _DEFAULT_CHUNK_SIZE,
-    *,
-    per_channel: bool = False,
-    delta: bool = True,
-) -> int:
-    """Return the chunk size to use: the one asked for, or for None the best.
-
-    Stages take None without further arguments, because the stages of a chain must agree.
-
-    Args:
-      chunk_size: what was asked for.
-      implementation: the kernels are best at 64, and "gpu" is plain JAX there. "xla" was measured on a CPU, see
-        docs/performance.md.
-      T: tokens; rows past the last one cost as much as others.
-      per_channel: whether gates are per channel: their scores cost more in a large chunk.
-      delta: whether it is a delta rule: its inverse costs more in a large chunk.
-    """
-    if chunk_size is not None:
-        check_chunk_size(chunk_size)
-        return int(chunk_size)
-    best = _DEFAULT_CHUNK_SIZE
-    if implementation == "xla":
-        best = 32 if per_channel else best if delta else 128
-    return min(size for size in CHUNK_SIZES if size >= min(T, best))
+def choose_chunk_size(chunk_size: int | None, implementation="", T: int = tuning.CHUNK_SIZE, **kind: bool) -> int:
+    """Return the chunk size that was asked for, checked, or for None what `tuning.best_chunk_size` returns."""
+    if chunk_size is None:
+        return tuning.best_chunk_size(implementation, T, **kind)
+    check_chunk_size(chunk_size)
+    return int(chunk_size)
 
 
 def choose_implementation(implementation: str | None, known: tuple[str, ...], on_tpu: str) -> str:

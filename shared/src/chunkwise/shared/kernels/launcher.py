@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend import core
 
-from chunkwise.shared import chips, compat
+from chunkwise.shared import compat, tuning
 from chunkwise.shared.kernels import matmul
 
 
@@ -122,7 +122,7 @@ def pallas_call(
         out_shape=jax.tree.map(_without_float16, out_shape),
         compiler_params=compat.CompilerParams(
             dimension_semantics=dimension_semantics,
-            vmem_limit_bytes=chips.VMEM_LIMIT_BYTES,
+            vmem_limit_bytes=tuning.VMEM_LIMIT_BYTES,
             disable_bounds_checks=in_bounds,
         ),
         cost_estimate=cost_estimate,
@@ -200,26 +200,6 @@ def launch(
         in_bounds=in_bounds,
     )
     return dict(zip(requested, results, strict=True))
-
-
-def divides_groups(heads: int, H: int, HV: int) -> bool:
-    """Return whether blocks of so many value heads hold whole groups that share a key head, or lie inside one."""
-    group = HV // H
-    return heads >= 1 and HV % heads == 0 and (heads % group == 0 or group % heads == 0)
-
-
-def pick_heads(HV: int, H: int, bytes_per_head: int, most: int, budget: int = 2 * chips.VMEM_LIMIT_BYTES // 5) -> int:
-    """Return how many value heads one grid step takes.
-
-    The largest number that is at most `most`, fits the budget, and `divides_groups`.
-    """
-    sizes = (n for n in range(1, min(most, HV) + 1) if n * bytes_per_head <= budget)
-    return max((n for n in sizes if divides_groups(n, H, HV)), default=1)
-
-
-def largest_divisor(size: int, most: int) -> int:
-    """Return the largest divisor of `size` that is at most `most`."""
-    return max(n for n in range(1, max(1, min(size, most)) + 1) if size % n == 0)
 
 
 def head_block(

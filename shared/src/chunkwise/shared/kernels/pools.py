@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.kernels import chunking, launcher
+from chunkwise.shared import tuning
+from chunkwise.shared.kernels import chunking
 
 
 class Routes(NamedTuple):
@@ -95,7 +96,7 @@ def fetch_states(pool_ref, state_ref, continues: jax.Array, transposed: bool = F
 
 def _each_head(heads: int, run) -> None:
     """Run something for every head, some in a row: one transposition begins before another ends."""
-    some = launcher.largest_divisor(heads, 8)
+    some = tuning.largest_divisor(heads, 8)
 
     def some_heads(i, _):
         for n in range(some):

@@ -5,20 +5,7 @@ work that consists of products that wait for one another is cut into stages, a f
 interleaved: between two products of one stage stand those of others.
 """
 
-import contextlib
-import contextvars
-import functools
-import importlib.resources
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
-
-from chunkwise.shared import chips
-
-# Orders by (package, kernel) in place of those of the package.
-_injected: contextvars.ContextVar[Mapping] = contextvars.ContextVar("injected_orders", default=MappingProxyType({}))
-# The generation whose orders serve those that have none of their own.
-_SEARCHED = "v6e"
+from collections.abc import Iterable, Iterator
 
 
 def software_pipeline(stages: Iterable[Iterator]) -> Iterator[None]:
@@ -48,38 +35,3 @@ def interleave(order: str, **each: Iterator) -> None:
     """
     for name in order:
         next(each[name], None)
-
-
-@functools.cache
-def _orders(package: str) -> dict:
-    return json.loads(importlib.resources.files(package).joinpath("orders.json").read_text())
-
-
-def find_order(package: str, kernel: str, size: int, otherwise: str) -> str:
-    """Return the order of a kernel's iterators for `interleave`, as a search found it.
-
-    The file `orders.json` of the package holds orders by kernel, size and TPU generation.
-
-    Args:
-      package: the name of the package, as it is imported.
-      kernel: which of its kernels.
-      size: of the work of a grid step, in the unit of the kernel.
-      otherwise: the order where none was searched.
-    """
-    if (package, kernel) in _injected.get():
-        return _injected.get()[package, kernel]
-    found = _orders(package).get(kernel, {}).get(str(size), {})
-    return found.get(chips.current(), found.get(_SEARCHED, otherwise))
-
-
-@contextlib.contextmanager
-def injected_orders(package: str, **orders: str) -> Iterator[None]:
-    """Trace kernels with these orders, by the name of the kernel: what a search does.
-
-    JAX remembers what it traced, so a search clears its caches, or traces a function that is new.
-    """
-    token = _injected.set({**_injected.get()} | {(package, kernel): order for kernel, order in orders.items()})
-    try:
-        yield
-    finally:
-        _injected.reset(token)

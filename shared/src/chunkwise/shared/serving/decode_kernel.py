@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared import chips, compat
+from chunkwise.shared import compat, tuning
 from chunkwise.shared.call.arguments import Arguments
 from chunkwise.shared.kernels import launcher, packed, pools, tiles
 
 # VMEM for the states (two buffers of those read, two of those written, and those worked on), and for the tokens.
-_STATE_BYTES = 4 * chips.VMEM_LIMIT_BYTES // 15
-_TOKEN_BYTES = 8 * chips.VMEM_LIMIT_BYTES // 15
+_STATE_BYTES = 4 * tuning.VMEM_LIMIT_BYTES // 15
+_TOKEN_BYTES = 8 * tuning.VMEM_LIMIT_BYTES // 15
 
 
 class DecodeStatic(NamedTuple):
@@ -187,7 +187,7 @@ def key_heads_a_step(x: Arguments) -> int | None:
         return B * T * (keys + values + (_token_bytes(heads, 0) if x.erases or x.beta is not None else 0))
 
     fit = [n for n in range(1, H + 1) if H % n == 0 and tokens(n) <= _TOKEN_BYTES]
-    if not fit or tokens(fit[0]) + fit[0] * state > chips.VMEM_LIMIT_BYTES:
+    if not fit or tokens(fit[0]) + fit[0] * state > tuning.VMEM_LIMIT_BYTES:
         return None
     # Every core of the device gets a block of heads.
     return max([n for n in fit if n * state <= _STATE_BYTES and H // n >= compat.cores()], default=fit[0])

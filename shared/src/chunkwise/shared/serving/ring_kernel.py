@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.shared import chips
+from chunkwise.shared import tuning
 from chunkwise.shared.call.arguments import Arguments
 from chunkwise.shared.kernels import launcher, layout, pools, tiles
 from chunkwise.shared.serving import ring, ring_tile, state_pool
@@ -181,7 +181,7 @@ def _fold(refs: RingRefs, b, kept) -> None:
             rows = pl.ds((i * R + r) * H, H)
             refs.folded_keys[rows, :], refs.folded_writes[rows, :] = keys[r, i], writes[r, i]
         refs.decay[r] = jnp.broadcast_to(decay[r], (H, K))
-    some = launcher.largest_divisor(H, _FOLDED)
+    some = tuning.largest_divisor(H, _FOLDED)
 
     def fold_head(h, r):
         n, tokens = h * jnp.int32(R) + jnp.int32(r), pl.ds(jnp.int32(r * H) + h, L, stride=R * H)
@@ -343,4 +343,4 @@ def fits(x: Arguments, pool: StatePool) -> bool:
     arrays = (y for y in (x.q, x.k, x.v, x.v, x.g) if y is not None)
     tokens = sum(y.size * (4 if x.erases else max(y.dtype.itemsize, 2)) for y in arrays)
     tokens += x.erases * 4 * x.v.size // x.v.shape[3] * x.q.shape[3]
-    return (_BUFFERS + 2) * slot + 2 * tokens <= chips.VMEM_LIMIT_BYTES
+    return (_BUFFERS + 2) * slot + 2 * tokens <= tuning.VMEM_LIMIT_BYTES

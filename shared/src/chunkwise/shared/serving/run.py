@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from chunkwise.shared import tuning
 from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import implementations
@@ -21,8 +22,6 @@ from chunkwise.shared.serving.decode_kernel import DecodeStatic
 from chunkwise.shared.serving.state_pool import StatePool
 from chunkwise.shared.serving.step_table import ServingStep
 
-# The chunk size where states after blocks of tokens are wanted, of which a block holds whole ones.
-BLOCK_CHUNK = 64
 # The arguments [B, T, ...].
 _TOKENS = ("q", "k", "v", "g", "beta", "p", "b", "w")
 
@@ -38,7 +37,7 @@ def check_step(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     else:
         checks.check_array("states", pool, "slots HV K V", (None, HV, K, V))
     if options.block_size is not None and options.chunk_size is None:
-        options = options._replace(chunk_size=BLOCK_CHUNK)
+        options = options._replace(chunk_size=tuning.BLOCK_CHUNK_SIZE)
     checks.check_step_types(slots, x.num_states, options.block_size, options.chunk_size)
     checks.check_decode_tokens(options.decode_tokens, slots.state_indices, known.replay)
     if known.replay:

@@ -1,0 +1,131 @@
+"""The sizes that kernels are cut to, and the order of their products: chunks, heads of a grid step, and fast memory.
+
+What differs between TPUs is here too: the fast memory that every one of them has, and the orders that a search found.
+"""
+
+import contextlib
+import contextvars
+import functools
+import importlib.resources
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from chunkwise.shared import chips
+
+CHUNK_SIZES = (16, 32, 64, 128)
+CHUNK_SIZE = 64
+# Where states after blocks of tokens are wanted: a block holds whole chunks.
+BLOCK_CHUNK_SIZE = 64
+
+# The scoped VMEM that every kernel may use on every chip: what the smallest has, less some for the compiler.
+VMEM_LIMIT_BYTES = 15 * min(chip.vmem_bytes for chip in chips.CHIPS.values()) // 16
+
+# Orders by (package, kernel) in place of those of the package.
+_injected: contextvars.ContextVar[Mapping] = contextvars.ContextVar("injected_orders", default=MappingProxyType({}))
+# The generation whose orders serve those that have none of their own.
+_SEARCHED = "v6e"
+
+
+def best_chunk_size(implementation: str = "", T: int = CHUNK_SIZE, *, per_channel=False, delta=True) -> int:
+    """Return the chunk size to use where none was asked for.
+
+    Stages ask without arguments, because the stages of a chain must agree.
+
+    Args:
+      implementation: the kernels are best at 64, and "gpu" is plain JAX there. "xla" was measured on a CPU, see
+        docs/performance.md.
+      T: tokens; rows past the last one cost as much as others.
+      per_channel: whether gates are per channel: their scores cost more in a large chunk.
+      delta: whether it is a delta rule: its inverse costs more in a large chunk.
+    """
+    best = CHUNK_SIZE
+    if implementation == "xla":
+        best = 32 if per_channel else best if delta else 128
+    return min(size for size in CHUNK_SIZES if size >= min(T, best))
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """How a launch over chunks and heads is cut.
+
+    Attributes:
+      heads: value heads a grid step. Heads run in lock-step, so more of them hide the latency of one another.
+    """
+
+    heads: int
+
+
+def choose_heads(H: int, HV: int, bytes_per_head: int, most: int, per_channel: bool = False) -> HeadConfig:
+    """Return the heads a grid step for HV value heads on H key heads.
+
+    Args:
+      H, HV: key heads and value heads.
+      bytes_per_head: VMEM that one value head takes.
+      most: the largest number of heads for gates per head. Gates per channel are six times the work a head, so a step
+        takes at most two heads then.
+      per_channel: whether gates are per channel of the key.
+    """
+    return HeadConfig(heads=pick_heads(HV, H, bytes_per_head, most=2 if per_channel else most))
+
+
+def pick_heads(HV: int, H: int, bytes_per_head: int, most: int, budget: int = 2 * VMEM_LIMIT_BYTES // 5) -> int:
+    """Return how many value heads one grid step takes.
+
+    The largest number that is at most `most`, fits the budget, and `divides_groups`.
+    """
+    sizes = (n for n in range(1, min(most, HV) + 1) if n * bytes_per_head <= budget)
+    return max((n for n in sizes if divides_groups(n, H, HV)), default=1)
+
+
+def divides_groups(heads: int, H: int, HV: int) -> bool:
+    """Return whether blocks of so many value heads hold whole groups that share a key head, or lie inside one."""
+    group = HV // H
+    return heads >= 1 and HV % heads == 0 and (heads % group == 0 or group % heads == 0)
+
+
+def largest_divisor(size: int, most: int) -> int:
+    """Return the largest divisor of `size` that is at most `most`."""
+    return max(n for n in range(1, max(1, min(size, most)) + 1) if size % n == 0)
+
+
+@functools.cache
+def _orders(package: str) -> dict:
+    return json.loads(importlib.resources.files(package).joinpath("orders.json").read_text())
+
+
+def order_key(heads: int, C: int, K: int) -> str:
+    """Return the key in `orders.json` of a size of `find_order`."""
+    return f"heads {heads}, C {C}, K {K}"
+
+
+def find_order(package: str, kernel: str, size: tuple[int, int, int], otherwise: str) -> str:
+    """Return the order of a kernel's iterators for `schedule.interleave`, as a search found it.
+
+    The file `orders.json` of the package holds orders by kernel, size and TPU generation. An order that was found for
+    one size may be a bad one for another size, which takes `otherwise`.
+
+    Args:
+      package: the name of the package, as it is imported.
+      kernel: which of its kernels.
+      size: value heads of a grid step, rows of a chunk, and channels of a key.
+      otherwise: the order where none was searched.
+    """
+    if (package, kernel) in _injected.get():
+        return _injected.get()[package, kernel]
+    found = _orders(package).get(kernel, {}).get(order_key(*size), {})
+    return found.get(chips.current(), found.get(_SEARCHED, otherwise))
+
+
+@contextlib.contextmanager
+def injected_orders(package: str, **orders: str) -> Iterator[None]:
+    """Trace kernels with these orders, by the name of the kernel: what a search does.
+
+    JAX remembers what it traced, so a search clears its caches, or traces a function that is new.
+    """
+    token = _injected.set({**_injected.get()} | {(package, kernel): order for kernel, order in orders.items()})
+    try:
+        yield
+    finally:
+        _injected.reset(token)

@@ -1,0 +1,74 @@
+"""Chunk sizes, heads of a grid step, fast memory, and searched orders of products."""
+
+import functools
+import json
+
+from chunkwise.shared import chips, tuning
+from chunkwise.shared.tuning import (
+    HeadConfig,
+    best_chunk_size,
+    choose_heads,
+    divides_groups,
+    find_order,
+    injected_orders,
+    largest_divisor,
+    pick_heads,
+)
+
+
+def test_the_best_chunk_size():
+    """Few rows for few tokens, and 64 for many; in plain JAX by the work of a chunk."""
+    assert [best_chunk_size("fused", T) for T in (1, 16, 17, 33, 64, 5000)] == [16, 16, 32, 64, 64, 64]
+    assert best_chunk_size() == 64
+    best = functools.partial(best_chunk_size, "xla", 5000)
+    assert (best(), best(per_channel=True), best(per_channel=True, delta=False), best(delta=False)) == (64, 32, 32, 128)
+
+
+def test_choose_heads():
+    assert choose_heads(4, 8, 1, most=8) == HeadConfig(heads=8)
+    assert choose_heads(4, 8, 1, most=8, per_channel=True) == HeadConfig(heads=2)
+    # Whole groups of value heads that share a key head, or a part of one group.
+    assert choose_heads(2, 12, 1, most=8) == HeadConfig(heads=6)
+
+
+def test_divides_groups():
+    """Of 12 value heads in groups of 3: parts of a group, whole groups, and neither."""
+    assert [n for n in range(14) if divides_groups(n, 4, 12)] == [1, 3, 6, 12]
+
+
+def test_pick_heads():
+    assert pick_heads(32, 16, 1, most=8) == 8
+    assert pick_heads(6, 2, 1, most=8) == 6
+    # Four heads would hold a group of three and a part of the next.
+    assert pick_heads(12, 4, 1, most=5) == 3
+    assert pick_heads(32, 16, 10, most=8, budget=25) == 2
+    assert pick_heads(32, 16, 100, most=8, budget=25) == 1
+    assert [largest_divisor(12, most) for most in (1, 5, 7, 100)] == [1, 4, 6, 12]
+
+
+def test_chips():
+    assert {"v5e", "v5p", "v6e", "tpu7x"} <= set(chips.CHIPS)
+    assert min(chip.vmem_bytes for chip in chips.CHIPS.values()) > tuning.VMEM_LIMIT_BYTES
+    assert all(
+        chip.matrix_unit in (128, 256) and chip.bandwidth_tb_s > 0.5 < chip.clock_ghz for chip in chips.CHIPS.values()
+    )
+
+
+def test_searched_orders(tmp_path, monkeypatch):
+    """The order of a package for its kernel, size and TPU; the plain one for another size; one that is tried."""
+    size = 8, 64, 128
+    (tmp_path / "ordered").mkdir()
+    (tmp_path / "ordered" / "__init__.py").touch()
+    orders = {"fwd": {"heads 8, C 64, K 128": {"v6e": "ppm"}, "heads 16, C 64, K 128": {"v5e": "mmp"}}}
+    (tmp_path / "ordered" / "orders.json").write_text(json.dumps(orders))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_order("ordered", "fwd", size, "pm") == "ppm"
+    assert find_order("ordered", "bwd", size, "pm") == "pm"
+    for other in ((16, 64, 128), (8, 32, 128), (8, 64, 256)):
+        assert find_order("ordered", "fwd", other, "pm") == "pm"
+    monkeypatch.setattr(chips, "current", lambda: "v5e")
+    assert find_order("ordered", "fwd", size, "pm") == "ppm"
+    assert find_order("ordered", "fwd", (16, 64, 128), "pm") == "mmp"
+    with injected_orders("ordered", fwd="mp"):
+        assert find_order("ordered", "fwd", size, "pm") == find_order("ordered", "fwd", (4, 64, 128), "pm") == "mp"
+    assert find_order("ordered", "fwd", size, "pm") == "ppm"
