@@ -51,26 +51,10 @@ def _without_derivative(call: Callable, name: str) -> Callable:
     return guarded
 
 
-def _by_platform(make: Callable, *operands: jax.Array | None) -> Any:
-    """Run a launch: compiled where the program is lowered for a TPU, else interpreted.
-
-    Its kernel is traced once for both, unless the body asks which it is.
-    """
-
-    def trace(interpret: bool) -> tuple:
-        with matmul.kernel_trace(interpret) as asked:
-            return *jax.make_jaxpr(make(interpret=interpret), return_shape=True)(*operands), asked
-
-    compiled, results, asked = trace(False)
-    if asked:
-        interpreted = trace(True)[0]
-    else:
-        # The simulated TPU of a test has set the parameter already.
-        eqns = [x.replace(params=x.params | {"interpret": x.params["interpret"] or True}) for x in compiled.eqns]
-        interpreted = compiled.replace(jaxpr=compiled.jaxpr.replace(eqns=eqns))
-    branches = {"tpu": core.jaxpr_as_fun(compiled), "default": core.jaxpr_as_fun(interpreted)}
-    flat = lax.platform_dependent(*jax.tree.leaves(operands), **branches)
-    return jax.tree.unflatten(jax.tree.structure(results), flat)
+def _interpreted(compiled: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """Return a launch as it is interpreted; the simulated TPU of a test has set the parameter already."""
+    eqns = [x.replace(params=x.params | {"interpret": x.params["interpret"] or True}) for x in compiled.eqns]
+    return compiled.replace(jaxpr=compiled.jaxpr.replace(eqns=eqns))
 
 
 def pallas_call(
@@ -91,7 +75,8 @@ def pallas_call(
     """Run a Pallas TPU kernel: compiled where the program is lowered for a TPU, interpreted everywhere else.
 
     The choice is made when the program is lowered, not when it is traced, so ahead-of-time compilation and
-    `jax.export` for a TPU from another host get the real kernel. An operand may be None: its spec is None too and the
+    `jax.export` for a TPU from another host get the real kernel. It is traced once for both, unless the body asks
+    `matmul.is_interpreted`. An operand may be None: its spec is None too and the
     kernel receives None in the place of a Ref. The kernel sees float16 as float32.
 
     Args:
@@ -109,8 +94,8 @@ def pallas_call(
     Returns:
       The outputs, in the structure of `out_shape`.
     """
-    make = lambda interpret: pl.pallas_call(
-        lambda *refs: kernel(*refs),  # a function that is new, because JAX remembers what it traced of one
+    call = functools.partial(
+        pl.pallas_call,
         name=name,
         grid_spec=compat.PrefetchScalarGridSpec(
             num_scalar_prefetch=num_scalar_prefetch,
@@ -127,11 +112,22 @@ def pallas_call(
         ),
         cost_estimate=cost_estimate,
         input_output_aliases=input_output_aliases or {},
-        interpret=interpret,
     )
-    results = _without_derivative(functools.partial(_by_platform, make), name)(*map(_without_float16, operands))
-    flat, structure = jax.tree.flatten(results)
-    return structure.unflatten(x.astype(want.dtype) for x, want in zip(flat, jax.tree.leaves(out_shape), strict=True))
+    operands = tuple(map(_without_float16, operands))
+    # Both get a function of their own, because JAX remembers what it traced of a function.
+    with matmul.kernel_trace(interpreted=False) as asked:
+        compiled = jax.make_jaxpr(call(lambda *refs: kernel(*refs)))(*operands)
+    if asked:
+        with matmul.kernel_trace(interpreted=True):
+            interpreted = jax.make_jaxpr(call(lambda *refs: kernel(*refs), interpret=True))(*operands)
+    else:
+        interpreted = _interpreted(compiled)
+    by_platform = functools.partial(
+        lax.platform_dependent, tpu=core.jaxpr_as_fun(compiled), default=core.jaxpr_as_fun(interpreted)
+    )
+    results = _without_derivative(by_platform, name)(*jax.tree.leaves(operands))
+    shapes, structure = jax.tree.flatten(out_shape)
+    return structure.unflatten(x.astype(want.dtype) for x, want in zip(results, shapes, strict=True))
 
 
 def split_scale(scale) -> tuple[float, jax.Array | None]:
