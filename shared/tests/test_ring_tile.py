@@ -88,7 +88,7 @@ def test_steps(case):
         tokens = {name: y[0, i * W : (i + 1) * W] for name, y in x.items() if name != "initial_state" and y is not None}
         if erases:
             tokens["p"] = jnp.repeat(tokens["p"], R, axis=1)
-        with matmul.interpreted():
+        with matmul.kernel_trace(interpreted=True):
             o, slot = run_step(tokens, slot, bool(slot.count > L - W))
         taken += range(i * W, (i + 1) * W)
         known = {name: y if y is None or name == "initial_state" else y[:, np.array(taken)] for name, y in x.items()}
