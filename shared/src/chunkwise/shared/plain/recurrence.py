@@ -54,7 +54,7 @@ def advance(S, q, k, v, g, beta, scale, p=None):
     return S, scale * jnp.sum(S * q[..., None], axis=-2), v
 
 
-def recurrence(q, k, v, g, beta, scale, initial_state, dtype, p=None):
+def recurrence(q, k, v, g, beta, scale, initial_state, dtype, p=None, every=False):
     """Run a batch of equally long sequences token by token in `dtype`.
 
     Args:
@@ -66,16 +66,26 @@ def recurrence(q, k, v, g, beta, scale, initial_state, dtype, p=None):
       initial_state: [B, HV, K, V] or None.
       dtype: float32, or float64 under `jax.enable_x64`.
       p: [B, T, HV, K] or None.
+      every: return what is there after every one of the few tokens.
 
     Returns:
-      (o [B, T, HV, V], final_state [B, HV, K, V]), both in `dtype`.
+      (o [B, T, HV, V], final_state [B, HV, K, V]), both in `dtype`; with `every` the states after all tokens
+      [B, T, HV, K, V] in the place of the last ones, and what the tokens wrote [B, T, HV, V].
     """
     B, _, HV, K = k.shape
     scale = jnp.asarray(scale, dtype)
     state = _start((B, HV, K, v.shape[-1]), (q, k, v, g, beta, p), initial_state, dtype)
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), (q, k, v, g, beta, p))
-    state, o = lax.scan(lambda S, x: advance(S, *x[:5], scale, x[5])[:2], state, tokens)
-    return jnp.moveaxis(o, 0, 1), state
+    if not every:
+        state, o = lax.scan(lambda S, x: advance(S, *x[:5], scale, x[5])[:2], state, tokens)
+        return jnp.moveaxis(o, 0, 1), state
+
+    def step(S, x):
+        S, o, written = advance(S, *x[:5], scale, x[5])
+        return S, (o, S, written)
+
+    # Few tokens need no loop.
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), lax.scan(step, state, tokens, unroll=True)[1])
 
 
 def _start(shape, tokens, initial_state, dtype):

@@ -37,10 +37,11 @@ def check_pool_type(dtype) -> None:
         raise NotImplementedError('"fused" takes pools of float32 and bfloat16; got float16; use implementation="xla".')
 
 
-def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool, p=None):
+def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool, p=None, every: bool = False):
     """Return (o, states) of the recurrence in float32, o in the type of v; beta is None without the delta rule.
 
-    p are erase keys of every value head, of unit length where that is wanted; None for k.
+    p are erase keys of every value head, of unit length where unit length is wanted; None for k. With `every` the
+    states are those after every token, and beside them is what the tokens wrote: see `recurrence`.
     """
     # Padding may hold anything, and its gradient is zero.
     q, k, v, g, beta, p = jax.tree.map(lambda x: chunking.zero_padding(x, cu_seqlens), (q, k, v, g, beta, p))
@@ -49,10 +50,10 @@ def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise
         q, k = tiles.l2norm(q), tiles.l2norm(k)
     q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
     if cu_seqlens is None:
-        o, states = recurrence.recurrence(q, k, v, g, beta, scale, initial_state, jnp.float32, p)
+        o, *more = recurrence.recurrence(q, k, v, g, beta, scale, initial_state, jnp.float32, p, every)
     else:
-        o, states = recurrence.packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, jnp.float32, p)
-    return o.astype(v.dtype), states
+        o, *more = recurrence.packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, jnp.float32, p)
+    return o.astype(v.dtype), *more
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 3))
@@ -76,13 +77,12 @@ def run_tokens(
     Raises:
       NotImplementedError: "fused", and the tokens and states do not fit into VMEM.
     """
-    (B, T, H, K), (HV, V), N = x.q.shape, x.v.shape[2:], x.num_states
-    one = x.cu_seqlens is None and T == 1
-    static = DecodeStatic(B, T, H, HV, K, V, N, 1, one, options.scale, options.use_qk_l2norm_in_kernel, name)
+    one = x.cu_seqlens is None and x.q.shape[1] == 1
+    static = DecodeStatic(1, one, options.scale, options.use_qk_l2norm_in_kernel, name)
     pool, slots, scale = x.initial_state, x.slots or Slots(), x.scale
     x = x._replace(scale=None, slots=None)
     if pool is None:
-        pool = compat.varying_zeros((N, HV, K, V), *x[:6], x.p)
+        pool = compat.varying_zeros((x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]), *x[:6], x.p)
     if slots.state_indices is None:
         pool = pool.astype(jnp.float32)
     x, slots = _within_arrays(x, slots, pool.shape[0])
@@ -117,9 +117,9 @@ def _plain(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
 
 def _forward(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or the pool, by the kernel."""
-    s = static
-    starts = jnp.arange(s.B + 1, dtype=jnp.int32) * jnp.int32(s.T) if x.cu_seqlens is None else x.cu_seqlens
-    slot = jnp.arange(s.N, dtype=jnp.int32) if slots.state_indices is None else slots.state_indices
+    B, T = x.q.shape[:2]
+    starts = jnp.arange(B + 1, dtype=jnp.int32) * jnp.int32(T) if x.cu_seqlens is None else x.cu_seqlens
+    slot = jnp.arange(x.num_states, dtype=jnp.int32) if slots.state_indices is None else slots.state_indices
     source = slot
     if slots.has_initial_state is not None:
         source = jnp.where(slots.has_initial_state, slot, jnp.int32(-1))

@@ -24,11 +24,9 @@ _TOKEN_BYTES = 8 * tuning.VMEM_LIMIT_BYTES // 15
 
 
 class DecodeStatic(NamedTuple):
-    """What is known when the program is built: sizes of the arrays, and what the kernel does.
+    """What is known when the program is built, beside the sizes of the arrays; also of the kernel of `ring_kernel`.
 
     Attributes:
-      B, T, H, HV, K, V: sizes of q [B, T, H, K] and v [B, T, HV, V], as the user has them: nothing is padded.
-      N: number of sequences.
       W: grid steps of a sequence, after each of which its states may go to a slot.
       single: a grid step takes one token at most; else W is 1, and it takes all tokens of the sequence.
       scale: number that the kernel multiplies the output by.
@@ -36,13 +34,6 @@ class DecodeStatic(NamedTuple):
       name: of the kernel.
     """
 
-    B: int
-    T: int
-    H: int
-    HV: int
-    K: int
-    V: int
-    N: int
     W: int
     single: bool
     scale: float
@@ -227,7 +218,7 @@ def launch(static: DecodeStatic, x: Arguments, pool: jax.Array, routes: pools.Ro
     """Launch the kernel on the user's arrays; return o and the pool, in which it changes the slots named alone.
 
     Args:
-      static: sizes and options.
+      static: options.
       x: arguments of the operator, without its states; g are all its decays in float32.
       pool: [slots, HV, K, V] float32 or bfloat16; updated in place if its buffer is donated.
       routes: the sequences. With `static.single` one has W tokens at most.
@@ -238,13 +229,14 @@ def launch(static: DecodeStatic, x: Arguments, pool: jax.Array, routes: pools.Ro
     Raises:
       NotImplementedError: the tokens and states do not fit into VMEM.
     """
-    s, group, key_heads = static, static.HV // static.H, key_heads_a_step(x)
+    (B, T, H, K), (HV, V), N, W = x.q.shape, x.v.shape[2:], routes.source.shape[0], static.W
+    group, key_heads = HV // H, key_heads_a_step(x)
     if key_heads is None:
         raise NotImplementedError(
-            f'"fused" takes a few tokens per sequence; {s.B * s.T} tokens and states [{s.K}, {s.V}] of {group} value '
+            f'"fused" takes a few tokens per sequence; {B * T} tokens and states [{K}, {V}] of {group} value '
             f'heads for a key head do not fit into VMEM: use the chunked operator or implementation="xla".'
         )
-    heads, blocks = key_heads * group, s.H // key_heads
+    heads, blocks = key_heads * group, H // key_heads
     source, target = pools.resident_slots(routes.source, routes.target.reshape(-1))
     tables = dict(
         start=routes.start, count=routes.end - routes.start, source=source,
@@ -254,7 +246,7 @@ def launch(static: DecodeStatic, x: Arguments, pool: jax.Array, routes: pools.Ro
 
     def cut(y, width):
         """Return [B, T, heads, ...] as blocks of heads [blocks, B T, width, ...]."""
-        return jnp.moveaxis(y.reshape(s.B * s.T, blocks, width, *y.shape[3:]), 1, 0)
+        return jnp.moveaxis(y.reshape(B * T, blocks, width, *y.shape[3:]), 1, 0)
 
     def whole(x, buffers):
         index = lambda h, n, t, *_: (h, *[0] * (x.ndim - 1))
@@ -264,9 +256,9 @@ def launch(static: DecodeStatic, x: Arguments, pool: jax.Array, routes: pools.Ro
         return source[n], h, 0, 0
 
     def target_of(h, n, t, start, count, source, continues, target, *_):
-        return target[n * jnp.int32(s.W) + t], h, 0, 0
+        return target[n * jnp.int32(W) + t], h, 0, 0
 
-    state, state_out = (pl.BlockSpec((None, heads, s.K, s.V), index) for index in (slot_of, target_of))
+    state, state_out = (pl.BlockSpec((None, heads, K, V), index) for index in (slot_of, target_of))
     beta = None if x.beta is None else x.beta.astype(jnp.float32)
     tensors: dict[str, Any] = {"q": cut(x.q, key_heads), "k": cut(x.k, key_heads)}
     tensors |= {n: None if y is None else cut(y, heads) for n, y in dict(v=x.v, g=x.g, beta=beta, p=x.p).items()}
@@ -274,17 +266,17 @@ def launch(static: DecodeStatic, x: Arguments, pool: jax.Array, routes: pools.Ro
     out = launcher.launch(
         functools.partial(_decode_kernel, static=static),
         DecodeRefs,
-        name=s.name,
+        name=static.name,
         # Blocks of heads are independent; sequences share the block of outputs, so they come one after the other.
-        grid=(blocks, s.N, s.W),
+        grid=(blocks, N, W),
         dimension_semantics=("parallel", "arbitrary", "arbitrary"),
         tables=tables,
         inputs={name: (y, None if y is None else whole(y, 1)) for name, y in tensors.items()} | {"pool": (pool, state)},
         outputs={"o": (whole(v, 2), v.shape, v.dtype), "pool": (state_out, pool.shape, pool.dtype)},
-        scratch={"state": (heads, s.K, s.V)},
+        scratch={"state": (heads, K, V)},
         in_place={"pool": "pool"},
         cost_estimate=recurrent_cost(
-            B=s.B, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, N=s.N, itemsize=v.dtype.itemsize,
+            B=B, T=T, H=H, HV=HV, K=K, V=V, N=N, itemsize=v.dtype.itemsize,
             state_itemsize=pool.dtype.itemsize, per_channel=g.ndim == 4, delta=beta is not None,
         ),
     )  # fmt: skip

@@ -4,6 +4,7 @@
 `decode_kernel`, or over a pool with rings of `ring_kernel`. Prefills go chunk by chunk. Both change the pool in place.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -16,11 +17,9 @@ from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation
 from chunkwise.shared.kernels import launcher, pools, tiles
-from chunkwise.shared.plain import recurrence
 from chunkwise.shared.serving import decode, decode_kernel, ring, ring_kernel, state_pool, step_table
 from chunkwise.shared.serving.decode_kernel import DecodeStatic
 from chunkwise.shared.serving.state_pool import StatePool
-from chunkwise.shared.serving.step_table import ServingStep
 
 # The arguments [B, T, ...].
 _TOKENS = ("q", "k", "v", "g", "beta", "p", "b", "w")
@@ -81,10 +80,12 @@ def run_step(
         return x._replace(**{name: y[:, :most].reshape(1, -1, *shapes[name]) for name, y in rows.items()})
 
     def run_decodes(pool):
-        few = tokens(T)
+        few = tokens(T)._replace(cu_seqlens=jnp.stack([jnp.int32(0), step.tokens]))
         # There is no kernel of decodes for 8 bits without a ring: plain JAX is.
         fits = (pool.is_array or pool.replay > 0) and (strict or step_fits(few, pool))
-        o, pool = _decode(few, pool, step, options, implementation.name == "xla" or not fits, name, accepted)
+        chosen = implementation.name if fits else "xla"
+        decode_tokens = functools.partial(_decode, name, chosen == "xla", pool, step.decodes, accepted)
+        o, pool = implementations.run(Implementation(chosen, decode_tokens), few, options)
         return _in_rows(o), pool
 
     def prefill_beside(leading, pool):
@@ -202,21 +203,19 @@ def _write_blocks(pool: StatePool, kept, after, routes: pools.Routes, options: O
 
 
 def _decode(
-    x: Arguments,
-    pool: StatePool,
-    step: ServingStep,
-    options: Options,
-    plain: bool,
     name: str,
+    plain: bool,
+    pool: StatePool,
+    routes: pools.Routes,
     accepted: jax.Array | None,
+    x: Arguments,
+    options: Options,
+    precomputed: None = None,
 ) -> tuple[jax.Array, StatePool]:
-    """Return the outputs of the decodes, whose tokens are the first ones and all that x has, and the pool."""
-    (B, T, H, K), (HV, V), routes, dtype = x.q.shape, x.v.shape[2:], step.decodes, x.v.dtype
-    x, options = arguments.choose_scale(x._replace(cu_seqlens=jnp.stack([jnp.int32(0), step.tokens])), options)
-    x, options = arguments.with_final_gates(x, options)
-    scale, x = x.scale, x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)
-    N, W = routes.source.shape[0], _most_tokens(routes, options)
-    static = DecodeStatic(B, T, H, HV, K, V, N, W, True, options.scale, options.use_qk_l2norm_in_kernel, name)
+    """Return the outputs of the decodes, whose tokens are the first ones of prepared arguments, and the pool."""
+    scale, W = x.scale, _most_tokens(routes, options)
+    x = x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)
+    static = DecodeStatic(W, True, options.scale, options.use_qk_l2norm_in_kernel, name)
     if plain:
         made, pool = _plain_tokens(static, x, pool, routes, accepted)
     elif pool.replay:
@@ -224,41 +223,29 @@ def _decode(
     else:
         made, states = decode_kernel.launch(static, x, pool.states, routes)
         pool = pool._replace(states=states)
-    return launcher.scaled(made, scale).astype(dtype), pool
+    return launcher.scaled(made, scale), pool
 
 
 def _plain_tokens(
-    static: DecodeStatic,
-    x: Arguments,
-    pool: StatePool,
-    routes: pools.Routes,
-    accepted: jax.Array | None = None,
+    static: DecodeStatic, x: Arguments, pool: StatePool, routes: pools.Routes, accepted: jax.Array | None = None
 ) -> tuple[jax.Array, StatePool]:
     """Return o and the pool as the kernels do, in plain JAX: token t of all sequences at once."""
-    s = static
-    token = routes.start[:, None] + jnp.arange(s.W, dtype=jnp.int32)[None]  # [N, W]
-    token = jnp.where(token < routes.end[:, None], token, jnp.int32(s.T))
+    W, target = static.W, routes.target
+    token = routes.start[:, None] + jnp.arange(W, dtype=jnp.int32)[None]  # [N, W]
+    token = jnp.where(token < routes.end[:, None], token, jnp.int32(x.v.shape[1]))
     q, k, v, g, beta, p = jax.tree.map(
-        lambda y: y[0].at[token].get(mode="fill", fill_value=0).astype(jnp.float32), (x.q, x.k, x.v, x.g, x.beta, x.p)
+        lambda y: y[0].at[token].get(mode="fill", fill_value=0), (x.q, x.k, x.v, x.g, x.beta, x.p)
     )  # [N, W, ...]
-    if s.normalise:
+    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+    if static.normalise:
         q, k = tiles.l2norm(q), tiles.l2norm(k)
-    keys = k
-    q, k = (jnp.repeat(y, s.HV // s.H, axis=2) for y in (q, k))
-    states, o, writes = state_pool.read(pool, routes.source, accepted), [], []
-    before = states
-    for t in range(s.W):
-        *one, erase = jax.tree.map(lambda y, t=t: y[:, t], (q, k, v, g, beta, p))
-        states, made, written = recurrence.advance(states, *one, jnp.float32(s.scale), erase)
-        o.append(made)
-        writes.append(written)
-        if not pool.replay:
-            pool = state_pool.store(pool, routes.target[:, t], states)
+    before = state_pool.read(pool, routes.source, accepted)
+    o, states, writes = decode.token_by_token(q, k, v, g, beta, static.scale, before, None, False, p, every=True)
     if pool.replay:
-        target = routes.target[:, 0]
         kept = state_pool.kept_tokens(pool, routes.source, accepted)
-        folded = ring.folds(pool, routes.source, target, kept, s.W)
-        pool = state_pool.store(pool, jnp.where(folded, target, jnp.int32(-1)), before)
-        pool = ring.append(pool, routes, kept, folded, keys, jnp.stack(writes, axis=1), g)
-    made = jnp.stack(o, axis=1).astype(x.v.dtype)  # [N, W, HV, V]
-    return jnp.zeros_like(x.v).at[0, token].set(made, mode="drop"), pool
+        folded = ring.folds(pool, routes.source, target[:, 0], kept, W)
+        pool = state_pool.store(pool, jnp.where(folded, target[:, 0], jnp.int32(-1)), before)
+        pool = ring.append(pool, routes, kept, folded, k, writes, g)
+    else:
+        pool = state_pool.store(pool, target.reshape(-1), states.reshape(-1, *states.shape[2:]))
+    return jnp.zeros_like(x.v).at[0, token].set(o, mode="drop"), pool
