@@ -22,9 +22,9 @@ BLOCK_CHUNK_SIZE = 64
 # The scoped VMEM that every kernel may use on every chip: what the smallest has, less some for the compiler.
 VMEM_LIMIT_BYTES = 15 * min(chip.vmem_bytes for chip in chips.CHIPS.values()) // 16
 
-# Orders by (package, kernel) in place of those of the package.
+# Orders by (package, kernel) in place of the orders in the package.
 _injected: contextvars.ContextVar[Mapping] = contextvars.ContextVar("injected_orders", default=MappingProxyType({}))
-# The generation whose orders serve those that have none of their own.
+# The generation whose orders serve every generation without orders.
 _SEARCHED = "v6e"
 
 

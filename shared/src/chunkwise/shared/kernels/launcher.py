@@ -114,7 +114,7 @@ def pallas_call(
         input_output_aliases=input_output_aliases or {},
     )
     operands = tuple(map(_without_float16, operands))
-    # Both get a function of their own, because JAX remembers what it traced of a function.
+    # Each gets a separate function, because JAX remembers what it traced of a function.
     with matmul.kernel_trace(interpreted=False) as asked:
         compiled = jax.make_jaxpr(call(lambda *refs: kernel(*refs)))(*operands)
     if asked:

@@ -44,7 +44,7 @@ def existing(slots: jax.Array, count: int) -> jax.Array:
 def resident(slots: jax.Array, otherwise: jax.Array) -> jax.Array:
     """Return the slot whose block every step holds, int32 [S].
 
-    A step holds its own slot if it has one (`slots` is not below 0). Any other step holds the slot of the nearest
+    A step holds its slot if it has one (`slots` is not below 0). Any other step holds the slot of the nearest
     earlier step that has one; before the first step with a slot all hold the slot of this first one. If no step has a
     slot, all hold `otherwise`.
     """

@@ -2,7 +2,7 @@
 
 The matrix unit takes products in the order of the program, and where one waits for another, all behind it wait too. So
 work that consists of products that wait for one another is cut into stages, a few heads each, and the stages are
-interleaved: between two products of one stage stand those of others.
+interleaved: between two products of one stage stand products of other stages.
 """
 
 from collections.abc import Iterable, Iterator

@@ -71,7 +71,7 @@ def run_tokens(
       precomputed: nothing.
 
     Returns:
-      o [B, T, HV, V] and the states after the tokens, None unless asked for: a pool in its own type, in which the
+      o [B, T, HV, V] and the states after the tokens, None unless asked for: a pool in its type, in which the
       slots that no sequence has keep every bit; without a pool [N, HV, K, V] float32.
 
     Raises:
@@ -133,6 +133,6 @@ def _backward(static: DecodeStatic, inputs, cotangents):
     return *pull(cotangents), None
 
 
-# The gradient is that of the plain form: a few tokens are not worth a kernel.
+# The plain form has the gradient: a few tokens are not worth a kernel.
 _fused = jax.custom_vjp(_forward, nondiff_argnums=(0,))
 _fused.defvjp(lambda static, *inputs: (_forward(static, *inputs), inputs), _backward)

@@ -35,7 +35,7 @@ def masks(W: int, L: int, H: int, delta: bool) -> tuple[jax.Array, jax.Array]:
     """Return the columns [L H] of heads and of tokens, ones and zeros in float32.
 
     Returns:
-      [W H or 2 W H, L H], 1 where a query, or the key of a delta rule, meets the tokens of its own head in a ring.
+      [W H or 2 W H, L H], 1 where a query, or the key of a delta rule, meets the tokens of the same head in a ring.
       [L, L H], 1 where a column is of that token.
     """
     iotas = lambda *shape: (lax.broadcasted_iota(jnp.int32, shape, i) for i in range(2))

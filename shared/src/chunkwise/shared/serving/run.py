@@ -143,7 +143,7 @@ def _prefill(
         small, into, slot = _gather(pool, routes, accepted, options.block_size)
         o, small = implementation.pooled(x._replace(initial_state=small), options, into)
         return o, state_pool.store(pool, slot, small)
-    # The tokens before the first prefill are a sequence of their own.
+    # The tokens before the first prefill are one more sequence.
     boundaries = jnp.concatenate([jnp.zeros(1, jnp.int32), routes.start[:1], routes.end])
     states = state_pool.read(pool, routes.source, accepted)
     states = jnp.concatenate([jnp.zeros_like(states[:1]), states])

@@ -263,8 +263,8 @@ class Engine:
         freed = self._end()
         while len(self.live) < self.N + 2 and len(self.free) >= self.W and self._chance(0.7):
             most = self.random.choice((1, self.W))
-            own = [self._take() for _ in range(1 if self.ringed else most)]
-            self.live.append(Request(own, most, prompt=self.random.choice((1, 2, 60, 128, 200))))
+            slots = [self._take() for _ in range(1 if self.ringed else most)]
+            self.live.append(Request(slots, most, prompt=self.random.choice((1, 2, 60, 128, 200))))
         running = [x for x in self.live if self._chance(0.8)][: self.N]
         left, decodes, prefills = self.T, [], []
         for x in running:
