@@ -90,7 +90,7 @@ def run_chunk(body: Callable[["Place"], None], refs, s: FusedStatic, step: tuple
     elif refs.owner is not None:
         chunk_loop.either(chunk_in_table(refs, s, step, i).mixed == 1, lambda: run(MIXED), lambda: run(ALL))
     else:
-        run(SOME if s.ragged else ALL)
+        run(SOME if s.partial else ALL)
 
 
 def chunk_in_table(refs, s: FusedStatic, step: tuple, i) -> layout.TableStep:

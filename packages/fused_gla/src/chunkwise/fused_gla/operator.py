@@ -82,7 +82,7 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Fus
         B, T, H, HV, packed.pad_lanes(K), packed.pad_lanes(V), C, N, NT // chunks + varlen * N, options.scale,
         options.config,
         varlen=bool(varlen),
-        ragged=T % C > 0,
+        partial=T % C > 0,
         chunks=chunks,
         per_channel=_per_channel(x),
         constant=x.g is None and x.cu_seqlens is None and x.segment_ids is None and T % C == 0,

@@ -162,7 +162,7 @@ def run_variant(
         mixed = functools.reduce(jnp.logical_or, [step.mixed == 1 for step in steps])
         either(mixed, lambda: body(Rows.MIXED), lambda: body(Rows.ALL))
     else:
-        body(Rows.SOME if static.ragged else Rows.ALL)
+        body(Rows.SOME if static.partial else Rows.ALL)
 
 
 def clear_unowned(step: layout.TableStep, results: Sequence, backwards: bool = False) -> None:

@@ -73,7 +73,7 @@ class FusedStatic(NamedTuple):
       scale: the number that multiplies the queries, or the output.
       config: tile sizes of the package.
       varlen: every packed sequence has a state, and a step is a piece of its chunks, of one sequence.
-      ragged: the last chunk of a row holds rows that are not tokens, or that a law makes decays of.
+      partial: the last chunk of a row holds rows that are not tokens, or that a law makes decays of.
       chunks: chunks of a step.
       p: heads that lie side by side in the lanes.
       normalise: queries and keys are scaled to unit length first.
@@ -98,7 +98,7 @@ class FusedStatic(NamedTuple):
     scale: float
     config: Any
     varlen: bool
-    ragged: bool
+    partial: bool
     chunks: int = 1
     p: int = 1
     normalise: bool = False
