@@ -227,12 +227,8 @@ class Step(NamedTuple):
     block_state_indices: jax.Array | None = None
 
 
-class Operators(NamedTuple):
-    """An operator in its three forms: over whole sequences, token by token, and over a serving step."""
-
-    chunk: Callable
-    recurrent: Callable
-    ragged: Callable
+# An operator in its three forms: over whole sequences, token by token, and over a serving step.
+Operators = tuple[Callable, Callable, Callable]
 
 
 @dataclass(frozen=True)
@@ -283,9 +279,10 @@ class Sequences:
 
     def operate(self, operators: Operators, *arrays, **options):
         """Return the output of an operator [B, T, HV, V] and its final states."""
-        operator, packing, implementation = operators.chunk, self._packing, self.implementation
+        chunk, recurrent, _ = operators
+        operator, packing, implementation = chunk, self._packing, self.implementation
         if self._decodes(arrays[0]):
-            operator, packing, implementation = operators.recurrent, {}, _DECODE[implementation]
+            operator, packing, implementation = recurrent, {}, _DECODE[implementation]
         return operator(
             *arrays, initial_state=None if self.cache is None else self.cache.state,
             output_final_state=self.output_cache, **options, **packing, implementation=implementation,
@@ -343,7 +340,8 @@ class Serving:
 
     def operate(self, operators: Operators, *arrays, **options):
         """Return the output of an operator [1, T, HV, V] and the pool of its states after the step."""
-        return operators.ragged(
+        _, _, ragged = operators
+        return ragged(
             *arrays, self.pool.state, **options, **self._slots, decode_tokens=self.decode_tokens,
             implementation=self.implementation, sharding=self.sharding,
         )  # fmt: skip

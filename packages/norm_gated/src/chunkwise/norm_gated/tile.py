@@ -53,42 +53,31 @@ def group_mean(x: jax.Array, D: int) -> jax.Array:
     return jnp.concatenate(registers, axis=1)
 
 
-class Normed(NamedTuple):
-    """What forward and backward know of a tile, all float32 [rows, lanes].
+def norm(x: jax.Array, z: jax.Array, s: NormStatic) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Norm a tile: n = u r with r = 1 / sqrt(mean(u^2) + eps), where u is x, or x gate if the gate comes first.
 
-    Attributes:
-      n: normed numbers.
-      r: what they were multiplied by.
-      gate, slope: the activation of z, and its derivative.
+    Returns:
+      n, r, the gate, which is the activation of z, and the slope of the activation, all float32 [rows, lanes].
     """
-
-    n: jax.Array
-    r: jax.Array
-    gate: jax.Array
-    slope: jax.Array
-
-
-def norm(x: jax.Array, z: jax.Array, s: NormStatic) -> Normed:
-    """Norm a tile: n = u r with r = 1 / sqrt(mean(u^2) + eps), where u is x, or x gate if the gate comes first."""
     gate, slope = activations.activate_with_slope(z, s.activation)
     u = x if s.norm_before_gate else x * gate
     r = lax.rsqrt(group_mean(u * u, s.D) + jnp.float32(s.eps))
-    return Normed(u * r, r, gate, slope)
+    return u * r, r, gate, slope
 
 
 def forward(x: jax.Array, z: jax.Array, weight: jax.Array, s: NormStatic) -> jax.Array:
     """Return y for x, z [rows, lanes] and weight [1, lanes], all float32."""
-    t = norm(x, z, s)
-    y = weight * t.n
-    return y * t.gate if s.norm_before_gate else y
+    n, _, gate, _ = norm(x, z, s)
+    y = weight * n
+    return y * gate if s.norm_before_gate else y
 
 
 def backward(x: jax.Array, z: jax.Array, weight: jax.Array, dy: jax.Array, s: NormStatic):
     """Return dx, dz and every row's gradient of the weight, all [rows, lanes], for the gradient dy of y."""
-    t = norm(x, z, s)
+    n, r, gate, slope = norm(x, z, s)
     below = dy * weight
-    dn = below * t.gate if s.norm_before_gate else below
-    du = t.r * (dn - t.n * group_mean(dn * t.n, s.D))
+    dn = below * gate if s.norm_before_gate else below
+    du = r * (dn - n * group_mean(dn * n, s.D))
     if s.norm_before_gate:
-        return du, below * t.n * t.slope, dy * t.n * t.gate
-    return du * t.gate, du * x * t.slope, dy * t.n
+        return du, below * n * slope, dy * n * gate
+    return du * gate, du * x * slope, dy * n

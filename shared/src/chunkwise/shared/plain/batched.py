@@ -95,7 +95,7 @@ def _run(
     finals = None
     if chunks.packed and options.output_final_state:
         finals = compat.varying_zeros((chunks.N, HV, K, channels), *tokens, h0)
-    groups = divide(chunks.NC // B, B * HV, C)
+    size, by_maps = divide(chunks.NC // B, B * HV, C)
 
     def by_time(y):
         return jnp.moveaxis(chunks.spread(y).reshape(B, -1, C, *y.shape[2:]), 1, 0)  # [NT, B, C, heads, ...]
@@ -112,11 +112,11 @@ def _run(
         if starts is not None:
             first, sequence = starts
             restarts = state_scan.Restarts(first, None if h0 is None else h0[sequence])
-        states, S = state_scan.states_before(form.chunks, form.u, S, restarts, products, groups.by_maps)
+        states, S = state_scan.states_before(form.chunks, form.u, S, restarts, products, by_maps)
         if finals is not None:
             place = chunks.final_chunk - number[0]
-            after = jnp.concatenate([states[1:], S[None]])[jnp.clip(place, 0, groups.chunks - 1)]
-            ends = (place >= 0) & (place < groups.chunks)
+            after = jnp.concatenate([states[1:], S[None]])[jnp.clip(place, 0, size - 1)]
+            ends = (place >= 0) & (place < size)
             finals = jnp.where(ends[:, None, None, None], after, finals)
         here = state_scan.select_states(restarts, states)
         if not with_output:
@@ -128,7 +128,7 @@ def _run(
     starts = (chunks.first, chunks.sequence) if chunks.packed else None
     number = jnp.arange(chunks.NC // B, dtype=jnp.int32)
     xs = (tuple(map(by_time, (q, k, v, g, beta, *p))), masks, number, starts)
-    (S, finals), o = over_groups(groups, group, (start, finals), xs)
+    (S, finals), o = over_groups(size, group, (start, finals), xs)
     if with_output:
         o = chunks.gather(jnp.moveaxis(o, 0, 1).reshape(B, -1, HV, V))
     if stream:
@@ -162,43 +162,30 @@ def _solve_jvp(products, primals, tangents):
     return found, tuple(products.dot(X, dR - products.dot(dA, Y)) for dR, Y in zip(drights, found, strict=True))
 
 
-class Groups(NamedTuple):
-    """How chunks are divided into groups.
-
-    Attributes:
-      count: how many groups.
-      chunks: of a group.
-      by_maps: whether the states of a group go by maps.
-    """
-
-    count: int
-    chunks: int
-    by_maps: bool
-
-
-def divide(n: int, h: int, C: int) -> Groups:
-    """Return the groups of n chunks of C tokens with h heads."""
+def divide(n: int, h: int, C: int) -> tuple[int, bool]:
+    """Return how many of n chunks of C tokens with h heads a group has, and whether its states go by maps."""
     count = -(-n // max(1, _GROUP // (h * C)))
     chunks = -(-n // count)
     by_maps = h <= state_scan.FEW_HEADS and chunks >= 2 * state_scan.SEGMENTS
     if by_maps:
         chunks = -(-chunks // state_scan.SEGMENTS) * state_scan.SEGMENTS
-    return Groups(-(-n // chunks), chunks, by_maps)
+    return chunks, by_maps
 
 
-def over_groups(groups: Groups, body: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
-    """Return what `lax.scan` of body(carry, chunks of a group) over all groups of chunks xs [n, ...] returns.
+def over_groups(chunks: int, body: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
+    """Return what `lax.scan` of body(carry, chunks of a group) over groups of so many chunks of xs [n, ...] returns.
 
     Zeros fill the last group. The backward computes a group again from the states and inverses that it kept.
     """
     n = jax.tree.leaves(xs)[0].shape[0]
-    missing = groups.count * groups.chunks - n
+    count = -(-n // chunks)
+    missing = count * chunks - n
     xs = jax.tree.map(lambda y: jnp.pad(y, [(0, missing)] + [(0, 0)] * (y.ndim - 1)) if missing else y, xs)
     policy = jax.checkpoint_policies.save_only_these_names(state_scan.KEPT)
-    if groups.count == 1:
+    if count == 1:
         carry, out = jax.checkpoint(body, policy=policy)(carry, xs)
     else:
-        xs = jax.tree.map(lambda y: y.reshape(groups.count, groups.chunks, *y.shape[1:]), xs)
+        xs = jax.tree.map(lambda y: y.reshape(count, chunks, *y.shape[1:]), xs)
         carry, out = jax.lax.scan(jax.checkpoint(body, policy=policy, prevent_cse=False), carry, xs)
         out = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), out)
     return carry, jax.tree.map(lambda y: y[:n], out)
