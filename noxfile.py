@@ -30,8 +30,9 @@ NEWEST = bool(os.environ.get("NEWEST"))
 LOCK = ROOT / "release/lock.txt"
 LOCKED = () if NEWEST else ("--constraint", str(LOCK))
 
-# The packages whose tests run under every pair, and under the oldest Python: a stage, and a whole operator.
-SAMPLE = ("kkt", "kda")
+# The tests that run under every pair, and under the oldest Python: of a stage all, and what an operator computes.
+KDA = [PACKAGES["kda"] / f"tests/test_{name}.py" for name in ("reference", "errors", "tpu_compile")]
+SAMPLE = (PACKAGES["kkt"], *KDA)
 
 # The Pythons of this machine by version, oldest first. Without a supported one, sessions run under that of nox.
 PYTHONS = pythons.find(ABOUT.pythons)
@@ -165,7 +166,7 @@ def oldest(session):
     session.install(*LOCKED, *nox.project.dependency_groups(GROUPS, "e2e", "runtime"))
     session.install(*LOCKED, "--no-build-isolation", ".[integrations]")
     session.run("chunkwise", "demo", "--output", Path(session.create_tmp(), "demo"))
-    session.run("pytest", *WORKERS, *QUICK, *(PACKAGES[name] for name in SAMPLE), *session.posargs)
+    session.run("pytest", *WORKERS, *QUICK, *SAMPLE, *session.posargs)
     session.run("pytest", *WORKERS, "-m", "torch and not thorough", "tests_e2e", *session.posargs)
 
 
@@ -326,7 +327,7 @@ def matrix(session, jax):
     session.install("--no-index", "--find-links", str(dist), "chunkwise")
     session.run("chunkwise", "--version")
     run_example(session, "layers")
-    session.run("pytest", *WORKERS, *QUICK, *(PACKAGES[name] for name in SAMPLE), *session.posargs)
+    session.run("pytest", *WORKERS, *QUICK, *SAMPLE, *session.posargs)
 
 
 @nox.session(python=LATEST, default=False)

@@ -30,6 +30,10 @@ def test_facts_are_lines_of_the_library(facts):
     assert all(len(line) == demo.WIDTH and line.isascii() for line in facts.values())
 
 
+# The shortest library has a demo of its own below.
+THOROUGH = dict(test_a_library_of_fewer_lines=lambda lines: lines == 8)
+
+
 @pytest.mark.parametrize(("lines", "counts"), [(255, (*demo.COUNTS[:-1], 255)), (8, (4, 8))])
 def test_a_library_of_fewer_lines(write_library, lines, counts):
     write_library(lines)

@@ -11,9 +11,9 @@ from chunkwise.shared.testing.oracle import reference
 from packages.two_keys.tests.either_two_keys import KINDS
 from shared.tests.pool_suite import PREFILL_TOKENS, assert_prefills
 
-QUICK = ("gdn2", jnp.float32, jnp.bfloat16)
 THOROUGH = dict(
-    test_prefills=lambda kind, dtype, pool: (kind, dtype, pool) != QUICK,
+    # The kernels are KDA's, whose tests have a quick one; steps have prefills too.
+    test_prefills=True,
     test_steps=lambda kind, implementation: (kind, implementation) != ("gdn2", "fused"),
 )
 
