@@ -81,55 +81,44 @@ def _fwd_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None
     Neither waits for the other: the products with the state fill the matrix unit while rows are eliminated in the
     inverse, which does not use it.
     """
-    chunk_loop.run_forward(refs, functools.partial(_grid_step, static=static, s=s), static, transposed=False)
+    chunk_loop.run_forward(
+        refs,
+        functools.partial(_grid_step, static=static, s=s),
+        static,
+        tokens_not_finite=lambda: loads.tokens_not_finite(refs, s, refs.k),
+        values_not_finite=lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, s.V)),
+        # What a product wrote to a state is not finite in whole columns.
+        part=slice(0, 8) if refs.initial_state is None else slice(None),
+        transposed=False,
+    )
 
 
 def _grid_step(
-    refs: GdnFwdRefs,
-    cur: layout.TableStep,
-    prev: layout.TableStep,
-    rows: chunk_loop.Rows,
-    static: FusedStatic,
-    s: tile.Heads,
+    refs: GdnFwdRefs, cur: chunk_loop.Chunk, prev: chunk_loop.Chunk, static: FusedStatic, s: tile.Heads
 ) -> None:
-    """Run both stages of a grid step, in the variant for these rows of the two chunks."""
-    isolated, isolated_prev = chunk_loop.isolate_stages(
-        refs,
-        rows,
-        cur,
-        prev,
-        s.C,
-        lambda: loads.tokens_not_finite(refs, s, refs.k),
-        lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, s.V)),
-        # What a product wrote to a state is not finite in whole columns.
-        slice(0, 8) if refs.initial_state is None else slice(None),
-    )
-    (masks, valid, _), (_, valid_prev, _) = isolated, isolated_prev
-    q, k, g, beta, _ = loads.load_chunk(refs, valid, s, static)
-    stored = valid_prev if static.varlen else None
-
+    """Run both stages of a grid step."""
+    q, k, g, beta, _ = loads.load_chunk(refs, cur.valid, s, static)
     exact = k.dtype != jnp.bfloat16
-    gates = tile.gate_sums(g, beta, s, exact, masks)
+    gates = tile.gate_sums(g, beta, s, exact, cur.masks)
     stages, staged, state_reads = s.split(STAGE), [], {}
-    load_state = functools.partial(chunk_loop.load_state, refs, prev, rows)
 
     def prepare_heads(parts: list[tile.Heads]) -> Iterator[None]:
         for part in parts:
-            staged.append((part, prepare(refs, q, k, gates, part, masks, static)))
+            staged.append((part, prepare(refs, q, k, gates, part, cur.masks, static)))
             yield
 
     def prepare_and_read(stage: tile.Heads) -> Iterator[None]:
         for _ in prepare_heads(stage.split(STAGE // 2)):
             pass
         yield
-        state_reads[stage.first] = read_state(refs, stage, load_state)
+        state_reads[stage.first] = read_state(refs, prev, stage)
 
     def read_and_pass(stage: tile.Heads) -> Iterator[None]:
         if stage.first not in state_reads:
-            state_reads[stage.first] = read_state(refs, stage, load_state)
+            state_reads[stage.first] = read_state(refs, prev, stage)
             yield
         reads = state_reads.pop(stage.first)
-        yield from pass_chunk(refs, valid_prev, stored, A_inv, stage, reads, load_state, static)
+        yield from pass_chunk(refs, prev, A_inv, stage, reads, static)
 
     # The matrix unit takes products in the order in which they stand here, and where one waits, all wait. Between those
     # of the inverse, of which each waits for the one before, some heads are prepared and others meet the state. With
@@ -155,7 +144,6 @@ def _grid_step(
     if refs.A_inv_out is not None:
         refs.A_inv_out[...] = A_inv
     # The next grid step takes these from scratch; stored last, because this one still reads the values of prev.
-    chunk_loop.poison_stages(refs, isolated, isolated_prev, (refs.o, refs.v_new_over_beta))
     refs.k_prev[...] = k
     if refs.q_prev is not None:
         refs.q_prev[...] = q
@@ -184,13 +172,14 @@ def prepare(refs: GdnFwdRefs, q, k, gates: tile.Gates, part: tile.Heads, masks, 
     return staged
 
 
-def read_state(refs: GdnFwdRefs, part: tile.Heads, load_state):
-    """Multiply keys and queries of prev by the state before it, which `load_state` returns of some heads.
+def read_state(refs: GdnFwdRefs, prev: chunk_loop.Chunk, part: tile.Heads):
+    """Multiply keys and queries of prev by the state before it.
 
     Returns:
       The decay from the start [heads, C, V], and the products of keys and of queries [heads, C, V] float32.
     """
-    S, k = load_state(part.values_at), refs.k_prev[part.keys_at]  # [heads, K, V], [key heads, C, K]
+    S = chunk_loop.load_state(refs, prev, part.values_at)  # [heads, K, V]
+    k = refs.k_prev[part.keys_at]  # [key heads, C, K]
     if refs.h is not None:
         refs.h[part.values_at] = S.astype(refs.h.dtype)
     q = None if refs.q_prev is None else refs.q_prev[part.keys_at]
@@ -199,21 +188,22 @@ def read_state(refs: GdnFwdRefs, part: tile.Heads, load_state):
 
 
 def pass_chunk(
-    refs: GdnFwdRefs, valid, stored, A_inv, part: tile.Heads, state_reads, load_state, static: FusedStatic
+    refs: GdnFwdRefs, prev: chunk_loop.Chunk, A_inv, part: tile.Heads, state_reads, static: FusedStatic
 ) -> Iterator[None]:
     """Compute v_new_over_beta of prev, and one product later write its output and take the state through it.
 
     Args:
       refs: of the kernel.
-      valid, stored: the rows of prev to read and to store, bool [C, 1], or None for all.
+      prev: the chunk, whose rows hold anything where they are not valid.
       A_inv: packed inverses [n, C, p C] of all heads.
       part: the heads to take.
       state_reads: as `read_state` returns it for them.
-      load_state: returns the state of some heads before prev.
       static: of the kernel.
     """
     (start, KS, QS), dtype, p = state_reads, refs.k.dtype, part.p
-    v = layout.load_heads(refs.v, part.V, part.values_at, valid).astype(jnp.float32)  # [heads, C, V]
+    # Pieces share the rows of a chunk; what a chunk stores past the last token is never read.
+    stored = prev.valid if static.varlen else None
+    v = layout.load_heads(refs.v, part.V, part.values_at, prev.valid).astype(jnp.float32)  # [heads, C, V]
     A_inv = packed.concat_lanes(packed.split_bf16(A_inv[part.packs_at], dtype))
     v_new_over_beta = packed.multiply_packed(A_inv, v - start * KS, p, dtype)  # [heads, C, V]
     if refs.v_new_over_beta is not None:
@@ -223,7 +213,7 @@ def pass_chunk(
     if QS is not None:
         inside = packed.multiply_packed(refs.scores[part.packs_at], v_new_over_beta, p, dtype)  # [heads, C, V]
         layout.store_heads(refs.o, (static.scale * start) * QS + inside, stored, part.first)
-    S = load_state(part.values_at)
+    S = chunk_loop.load_state(refs, prev, part.values_at)
     refs.state[part.values_at] = start[:, -1:] * S + tile.write_state(k, end * v_new_over_beta, part)
 
 

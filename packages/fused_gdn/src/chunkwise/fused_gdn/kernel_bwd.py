@@ -6,7 +6,7 @@ states, were not finite.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,27 +45,26 @@ class GdnBwdRefs(NamedTuple):
 
 def _bwd_kernel(refs: GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Take the gradient of the state back through a chunk; the last chunk comes first."""
-    chunk_loop.run_backward(refs, functools.partial(_grid_step, static=static, s=s), static)
-
-
-def _grid_step(
-    refs: GdnBwdRefs, step: layout.TableStep, rows: chunk_loop.Rows, static: FusedStatic, s: tile.Heads
-) -> None:
-    """Run a grid step, in the variant for these rows of the chunk."""
-    masks: Any = None
-    nonfinite_rows: Any = None
-    valid = chunk_loop.valid_rows(rows, step, s.C)
-    if rows is chunk_loop.Rows.MIXED:
-        masks = chunk_loop.load_masks(refs.owner[0], step, s.C)
-
-        def find():
-            values = (layout.load_heads(ref, s.V) for ref in (refs.do, refs.v_new_over_beta) if ref is not None)
-            tokens = loads.tokens_not_finite(refs, s, refs.q, refs.k)
-            return jnp.maximum(tokens, nonfinite.rows_not_finite(*values))
-
+    chunk_loop.run_backward(
+        refs,
+        functools.partial(_grid_step, static=static, s=s),
+        static,
+        not_finite=lambda: _not_finite(refs, s),
         # What a product wrote to a gradient is not finite in whole columns.
-        part = slice(0, 8) if refs.dht is None else slice(None)
-        valid, nonfinite_rows = nonfinite.isolate(masks, find, (refs.dstate, masks.ending, part))
+        part=slice(0, 8) if refs.dht is None else slice(None),
+        results=(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta),
+    )
+
+
+def _not_finite(refs: GdnBwdRefs, s: tile.Heads) -> jax.Array:
+    """Return which rows of the chunk are not finite, float32 [1, C, 1]."""
+    values = (layout.load_heads(ref, s.V) for ref in (refs.do, refs.v_new_over_beta) if ref is not None)
+    return jnp.maximum(loads.tokens_not_finite(refs, s, refs.q, refs.k), nonfinite.rows_not_finite(*values))
+
+
+def _grid_step(refs: GdnBwdRefs, chunk: chunk_loop.Chunk, static: FusedStatic, s: tile.Heads) -> None:
+    """Run a grid step."""
+    valid, masks = chunk.valid, chunk.masks
     q, k, g, beta, of_rounding = loads.load_chunk(refs, valid, s, static)
     do = layout.load_heads(refs.do, s.V, valid=valid)  # [heads, C, V]
     gate = tile.pack_gates(tile.gate_sums(g, beta, s, k.dtype != jnp.bfloat16, masks), s)
@@ -83,9 +82,6 @@ def _grid_step(
         if of_rounding is not None:
             gradients[-1] = gradients[-1] * of_rounding
         _store(refs, gradients, valid, masks, static, s)
-    if rows is chunk_loop.Rows.MIXED:
-        results = refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta
-        nonfinite.poison(nonfinite_rows, masks, results, (refs.dstate, masks.carried))
 
 
 def _store(refs: GdnBwdRefs, gradients, valid, masks, static: FusedStatic, s: tile.Heads) -> None:

@@ -100,24 +100,20 @@ class KdaFwdRefs(NamedTuple):
 
 def _fwd_kernel(refs: KdaFwdRefs, *, static: FusedStatic) -> None:
     """Take the state through the chunk prev and prepare the chunk cur, of the next grid step."""
-    chunk_loop.run_forward(refs, functools.partial(_grid_step, static=static), static, transposed=True)
-
-
-def _grid_step(
-    refs: KdaFwdRefs, cur: layout.TableStep, prev: layout.TableStep, rows: chunk_loop.Rows, static: FusedStatic
-) -> None:
-    """Run both stages of a grid step, in the variant for these rows of the two chunks."""
-    heads, C, p, dtype = static.config.heads, static.C, static.p, refs.v.dtype
-    isolated, isolated_prev = chunk_loop.isolate_stages(
+    chunk_loop.run_forward(
         refs,
-        rows,
-        cur,
-        prev,
-        C,
-        lambda: loads.tokens_not_finite(refs, static),
-        lambda: loads.values_not_finite(refs, static),
+        functools.partial(_grid_step, static=static),
+        static,
+        tokens_not_finite=lambda: loads.tokens_not_finite(refs, static),
+        values_not_finite=lambda: loads.values_not_finite(refs, static),
+        transposed=True,
     )
-    (masks, valid, _), (_, valid_prev, _) = isolated, isolated_prev
+
+
+def _grid_step(refs: KdaFwdRefs, cur: chunk_loop.Chunk, prev: chunk_loop.Chunk, static: FusedStatic) -> None:
+    """Run both stages of a grid step."""
+    heads, C, p, dtype = static.config.heads, static.C, static.p, refs.v.dtype
+    valid, masks = cur.valid, cur.masks
     if masks is not None:
         loads.store_continuing(refs.continuing, masks)
     gates, betas = loads.load_gates(refs, valid, static)  # [C, heads K], [heads, C]
@@ -126,8 +122,7 @@ def _grid_step(
     load_q, load_unit = by_head(refs, valid, static)
 
     # The products of a pack do not wait for products of the chunk before, so the two alternate.
-    load_state = functools.partial(chunk_loop.load_state, refs, prev, rows)
-    staged, passing = [], pass_chunk(refs, load_state, valid_prev, static, dtype)
+    staged, passing = [], pass_chunk(refs, prev, static, dtype)
     preparing = (
         staged.append((n, *prepare(refs, n, load_q, load_unit, gates, betas, valid, masks, static)))
         for n in range(0, heads, p)
@@ -155,7 +150,6 @@ def _grid_step(
         # Such gates are rare, and the products of every level cost too much to be made each time.
         again = lambda: prepare_exactly(refs, gates, betas, valid, masks, static)
         pl.when(forgets(refs, gates, valid, static))(again)
-    chunk_loop.poison_stages(refs, isolated, isolated_prev, (refs.o, refs.v_new_over_beta))
 
 
 def by_head(refs: KdaFwdRefs, valid, static: FusedStatic) -> tuple[Callable, Callable]:
@@ -258,11 +252,8 @@ def stages_of(static: FusedStatic, most: int) -> list[slice]:
     return [slice(n, n + size) for n in range(0, heads, size)]
 
 
-def pass_chunk(refs: KdaFwdRefs, load_state, valid, static: FusedStatic, dtype) -> Iterator[None]:
-    """Finish the inverse of prev and take the state through it; yield where products may stand.
-
-    `load_state` returns the state of some heads before prev.
-    """
+def pass_chunk(refs: KdaFwdRefs, prev: chunk_loop.Chunk, static: FusedStatic, dtype) -> Iterator[None]:
+    """Finish the inverse of prev and take the state through it; yield where products may stand."""
     A_inv = None if refs.A_inv is None else refs.A_inv[...]  # [heads / p, C, p C]
     if refs.A_inv is None:
         parts = 3 if matmul.operand_dtype(dtype) == jnp.float32 else 2
@@ -273,7 +264,8 @@ def pass_chunk(refs: KdaFwdRefs, load_state, valid, static: FusedStatic, dtype) 
         refs.A_inv_out[...] = A_inv
     stages = stages_of(static, STAGE if refs.o is not None and refs.A_inv is None else HALF_STAGE)
     yield from schedule.software_pipeline(
-        pass_state(refs, load_state(stage), valid, A_inv, stage, static, dtype) for stage in stages
+        pass_state(refs, chunk_loop.load_state(refs, prev, stage), prev.valid, A_inv, stage, static, dtype)
+        for stage in stages
     )
 
 

@@ -58,22 +58,24 @@ def _bwd_kernel(refs: KdaBwdRefs, *, static: FusedStatic) -> None:
     """Take the gradient of the state back through a chunk; the last chunk comes first."""
     if refs.dlaw is not None:
         pl.when(pl.program_id(2) == 0)(lambda: layout.clear(refs.dlaw))
-    body = functools.partial(_grid_step, static=static)
-    chunk_loop.run_backward(refs, body, static, (refs.de, refs.db, refs.dw))
+    results, in_lanes = (refs.dq, refs.dk, refs.dv, refs.de, refs.db, refs.dw), (refs.dbeta,)
+    results, in_lanes = ((*results, refs.dg), in_lanes) if static.per_channel else (results, (refs.dg, *in_lanes))
+    chunk_loop.run_backward(
+        refs,
+        functools.partial(_grid_step, static=static),
+        static,
+        not_finite=lambda: not_finite(refs, static),
+        results=results,
+        in_lanes=in_lanes,
+        sums=(refs.dlaw,),
+    )
 
 
-def _grid_step(refs: KdaBwdRefs, step: layout.TableStep, rows: chunk_loop.Rows, static: FusedStatic) -> None:
-    """Run a grid step, in the variant for these rows of the chunk."""
-    heads, C = static.config.heads_bwd, static.C
-    masks: Any = None
-    nonfinite_rows: Any = None
-    valid = chunk_loop.valid_rows(rows, step, C)
-    if rows is chunk_loop.Rows.MIXED:
-        masks = chunk_loop.load_masks(refs.owner[0], step, C)
+def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.Chunk, static: FusedStatic) -> None:
+    """Run a grid step."""
+    heads, valid, masks = static.config.heads_bwd, chunk.valid, chunk.masks
+    if masks is not None:
         loads.store_continuing(refs.continuing, masks)
-        valid, nonfinite_rows = nonfinite.isolate(
-            masks, lambda: not_finite(refs, static), (refs.dstate, masks.ending, slice(None))
-        )
     q = loads.load_keys(refs.q, valid, static)  # [key heads, C, K]
     k, e, factor = loads.load_unit_keys(refs, valid, static)  # [key heads, C, K or 1]
     gates, betas = loads.load_gates(refs, valid, static)  # [C, heads K], [heads, C]
@@ -99,30 +101,24 @@ def _grid_step(refs: KdaBwdRefs, step: layout.TableStep, rows: chunk_loop.Rows, 
             q, erase, k, beta, boundary, refs.A_inv[...], refs.scores[...], do, refs.dstate[...], refs.do.dtype
         )
     else:
-        _token_gradients(refs, q, e, k, beta, (betas, rounding), boundary, do, valid, masks, step, static)
-    if rows is chunk_loop.Rows.MIXED:
-        states = (refs.dstate, masks.carried), (refs.dlaw, True)
-        results = refs.dq, refs.dk, refs.dv, refs.de, refs.db, refs.dw
-        results, in_lanes = ((*results, refs.dg), ()) if static.per_channel else (results, (refs.dg,))
-        nonfinite.poison(nonfinite_rows, masks, results, *states, in_lanes=(*in_lanes, refs.dbeta))
+        _token_gradients(refs, q, e, k, beta, (betas, rounding), boundary, do, chunk, static)
 
 
 def _token_gradients(
-    refs: KdaBwdRefs, q, e, k, beta, rows, boundary, do, valid, masks, step: layout.TableStep, static: FusedStatic
+    refs: KdaBwdRefs, q, e, k, beta, rows, boundary, do, chunk: chunk_loop.Chunk, static: FusedStatic
 ) -> None:
     """Store the gradients of a chunk, of its tokens and of the state before it.
 
     Args:
-      refs, step, static: of the kernel.
+      refs, chunk, static: of the kernel.
       q, e, k: [heads, C, K] float32, q scaled; e is None where it is k.
       beta, rows: step sizes [heads, C, 1], and as rows [heads, C] beside what of them is there for the rounding of
         keys, or None.
       boundary: of `tile.boundary_tile`.
       do: [heads, C, V].
-      valid, masks: of the chunk.
     """
     heads, dtype, C, K, p = static.config.heads_bwd, refs.do.dtype, static.C, static.K, static.p
-    betas, rounding = rows
+    (betas, rounding), (step, masks, valid, _) = rows, chunk
     same, stored = None if masks is None else masks.same, valid if static.varlen else None
     v_new_over_beta = layout.load_heads(refs.v_new_over_beta, static.V, valid=valid)  # [heads, C, V]
     residuals, beta_rows = (

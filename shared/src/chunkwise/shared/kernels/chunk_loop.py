@@ -8,7 +8,7 @@ before, so that the products of one stage fill the matrix unit while another wai
 import enum
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,22 @@ class Rows(enum.Enum):
     ALL = enum.auto()
     SOME = enum.auto()
     MIXED = enum.auto()
+
+
+class Chunk(NamedTuple):
+    """The chunk that a stage of a grid step works on, and which of its rows the stage may read.
+
+    Attributes:
+      step: of the launch.
+      masks: how the sequences lie in the chunk; None unless the rows of the grid step are mixed.
+      valid: bool [C, 1], the rows to read, because others may hold anything; None for all.
+      nonfinite_rows: float32 [1, C, 1], the rows of sequences that are not finite; None beside masks that are None.
+    """
+
+    step: layout.TableStep
+    masks: Any
+    valid: Any
+    nonfinite_rows: Any = None
 
 
 def step_of(grid_step, stage: int, stages: int, steps: int):
@@ -70,14 +86,25 @@ def either(condition: jax.Array, run: Callable[[], None], otherwise: Callable[[]
     pl.when(jnp.logical_not(condition))(otherwise)
 
 
-def run_forward(refs: Any, body: Callable[..., None], static: FusedStatic, *, transposed: bool) -> None:
+def run_forward(
+    refs: Any,
+    body: Callable[[Any, Chunk, Chunk], None],
+    static: FusedStatic,
+    *,
+    tokens_not_finite: Callable[[], jax.Array],
+    values_not_finite: Callable[[], jax.Array],
+    part: slice = slice(None),
+    transposed: bool,
+) -> None:
     """Run a grid step of a forward of two stages: the first prepares a chunk, the second passes the state through one.
 
     Args:
-      refs: of the kernel: table, owner, initial_state, pool, o, v_new_over_beta, ht, pool_out and state.
-      body: gets the Refs with a state, the steps of the two stages, and the rows of both chunks together. It reads the
-        state by `load_state`.
+      refs: of the kernel: table, owner, initial_state, pool, o, v_new_over_beta, ht, pool_out and state; and in scratch
+        owner_prev, and the nonfinite_rows of prev as far as stage 0 saw them.
+      body: gets the Refs with a state, and the chunks of the two stages. It reads the state by `load_state`.
       static: of the kernel.
+      tokens_not_finite, values_not_finite: return which of the rows that each of the stages reads are not finite.
+      part: of a head of the state, which is not finite where this part is not.
       transposed: the kernel holds states as [V, K], and the pool does not.
     """
     if refs.ht is not None:
@@ -86,39 +113,67 @@ def run_forward(refs: Any, body: Callable[..., None], static: FusedStatic, *, tr
     cur, prev = current_steps(refs.table, 2, static.steps)
     if refs.pool is not None:
         read_pool(refs.pool, refs.pool_out, refs.state, prev, transposed)
+    results = refs.o, refs.v_new_over_beta
 
     def run(rows: Rows) -> None:
-        if refs.pool is None and rows is Rows.MIXED:
-            start_state(refs.state, refs.initial_state, prev.first == 1)
-        body(refs, cur, prev, rows)
+        if rows is not Rows.MIXED:
+            body(refs, *(Chunk(step, None, valid_rows(rows, step, static.C)) for step in (cur, prev)))
+        else:
+            if refs.pool is None:
+                start_state(refs.state, refs.initial_state, prev.first == 1)
+            masks = load_masks(refs.owner[0], cur, static.C)
+            masks_prev = load_masks(refs.owner_prev[...], prev, static.C)
+            either_stage = lambda: jnp.maximum(refs.nonfinite_rows[...], values_not_finite())
+            state = refs.state, masks_prev.carried, part
+            found = nonfinite.isolate(masks, tokens_not_finite, mixed=cur.mixed == 1)
+            found_prev = nonfinite.isolate(masks_prev, either_stage, state, mixed=prev.mixed == 1)
+            body(refs, Chunk(cur, masks, *found), Chunk(prev, masks_prev, *found_prev))
+            nonfinite.poison(found_prev[1], masks_prev, results, (refs.state, masks_prev.ending))
+            refs.nonfinite_rows[...] = found[1]
+        if refs.owner is not None:
+            refs.owner_prev[...] = refs.owner[0]
 
-    run_variant(run, refs, (cur, prev), static, (refs.o, refs.v_new_over_beta))
+    run_variant(run, refs, (cur, prev), static, results)
     if refs.pool is not None:
         # The first two grid steps pass the same step: what the first one makes of scratch that no chunk was prepared in
         # must not reach the slot that the second one reads.
         write_pool(refs.state, refs.pool_out, (prev.last == 1) & (pl.program_id(2) > 0), transposed)
 
 
-def load_state(refs: Any, prev: layout.TableStep, rows: Rows, heads: slice) -> jax.Array:
+def load_state(refs: Any, prev: Chunk, heads: slice) -> jax.Array:
     """Return the state of some heads before prev, in the body of `run_forward`.
 
     Selecting what a sequence starts from costs less than storing it first, in a branch that no operation crosses. Only
     a search for what is not finite needs it stored.
     """
     S = refs.state[heads]
-    if refs.pool is not None or rows is Rows.MIXED:
+    if refs.pool is not None or prev.masks is not None:
         return S
-    return jnp.where(prev.first == 1, 0.0 if refs.initial_state is None else refs.initial_state[heads], S)
+    return jnp.where(prev.step.first == 1, 0.0 if refs.initial_state is None else refs.initial_state[heads], S)
 
 
-def run_backward(refs: Any, body: Callable[..., None], static: FusedStatic, more: Sequence = ()) -> None:
+def run_backward(
+    refs: Any,
+    body: Callable[[Any, Chunk], None],
+    static: FusedStatic,
+    *,
+    not_finite: Callable[[], jax.Array],
+    part: slice = slice(None),
+    results: Sequence,
+    in_lanes: Sequence = (),
+    sums: Sequence = (),
+) -> None:
     """Run a grid step of a backward, which takes the gradient of the state back through a chunk, the last one first.
 
     Args:
-      refs: of the kernel: table, owner, dht, the gradients of tokens, dh0 and dstate.
-      body: gets the Refs with a dstate, the step, and the rows of its chunk.
+      refs: of the kernel: table, owner, dht, dh0 and dstate.
+      body: gets the Refs with a dstate, and the chunk.
       static: of the kernel.
-      more: Refs of other gradients of tokens, or None.
+      not_finite: returns which rows of the chunk are not finite.
+      part: of a head of the gradient of the state, which is not finite where this part is not.
+      results: Refs of gradients of tokens, or None.
+      in_lanes: of such Refs whose tokens lie in the lanes.
+      sums: Refs of sums over tokens, or None.
     """
     if refs.dh0 is not None:
         # Its block stays where it is until another sequence begins.
@@ -126,8 +181,18 @@ def run_backward(refs: Any, body: Callable[..., None], static: FusedStatic, more
     step = current_step_backwards(refs.table, static.steps)
     # Scratch holds anything at first, and no sequence may end with the last step.
     start_state(refs.dstate, refs.dht, (pl.program_id(2) == 0) | (step.last == 1))
-    results = refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta, *more
-    run_variant(lambda rows: body(refs, step, rows), refs, [step], static, results, backwards=True)
+
+    def run(rows: Rows) -> None:
+        if rows is not Rows.MIXED:
+            body(refs, Chunk(step, None, valid_rows(rows, step, static.C)))
+            return
+        masks = load_masks(refs.owner[0], step, static.C)
+        found = nonfinite.isolate(masks, not_finite, (refs.dstate, masks.ending, part))
+        body(refs, Chunk(step, masks, *found))
+        states = (refs.dstate, masks.carried), *((ref, True) for ref in sums)
+        nonfinite.poison(found[1], masks, results, *states, in_lanes=in_lanes)
+
+    run_variant(run, refs, [step], static, (*results, *in_lanes), backwards=True)
 
 
 def run_variant(
@@ -178,57 +243,6 @@ def valid_rows(rows: Rows, step: layout.TableStep, C: int) -> jax.Array | None:
 def load_masks(owner: jax.Array, step: layout.TableStep, C: int) -> layout.SequenceMasks:
     """Return how the sequences lie in the chunk of a step, from the owners of its tokens [1, lanes]."""
     return layout.sequence_masks(owner, C, step.before, step.final)
-
-
-def isolate_stages(
-    refs: Any,
-    rows: Rows,
-    cur: layout.TableStep,
-    prev: layout.TableStep,
-    C: int,
-    find: Callable[[], jax.Array],
-    find_prev: Callable[[], jax.Array],
-    part: slice = slice(None),
-) -> tuple[tuple, tuple]:
-    """Keep the sequences apart that are not finite, in both chunks of a forward whose second stage passes the state.
-
-    Args:
-      refs: of the kernel: owner of cur, and in scratch owner_prev, the nonfinite_rows of prev as far as stage 0 saw
-        them, and the state before prev.
-      rows: of the grid step.
-      cur, prev: the steps.
-      C: rows of a chunk.
-      find, find_prev: of `nonfinite.isolate`, for what each of the stages reads.
-      part: of a head of the state to look at.
-
-    Returns:
-      For cur and for prev the masks, the valid rows and the rows that are not finite. Masks and the latter are None
-      unless the rows are mixed.
-    """
-    if rows is not Rows.MIXED:
-        return (None, valid_rows(rows, cur, C), None), (None, valid_rows(rows, prev, C), None)
-    masks, masks_prev = load_masks(refs.owner[0], cur, C), load_masks(refs.owner_prev[...], prev, C)
-    state = refs.state, masks_prev.carried, part
-    either_stage = lambda: jnp.maximum(refs.nonfinite_rows[...], find_prev())
-    isolated = nonfinite.isolate(masks, find, mixed=cur.mixed == 1)
-    isolated_prev = nonfinite.isolate(masks_prev, either_stage, state, mixed=prev.mixed == 1)
-    return (masks, *isolated), (masks_prev, *isolated_prev)
-
-
-def poison_stages(refs: Any, isolated: tuple, isolated_prev: tuple, results: Sequence) -> None:
-    """Store NaN in what prev makes of the sequences that `isolate_stages` found, and hand what it found of cur on.
-
-    Args:
-      refs: of the kernel.
-      isolated, isolated_prev: of `isolate_stages`.
-      results: Refs of tokens of prev.
-    """
-    (_, _, nonfinite_rows), (masks, _, nonfinite_prev) = isolated, isolated_prev
-    if masks is not None:
-        nonfinite.poison(nonfinite_prev, masks, results, (refs.state, masks.ending))
-        refs.nonfinite_rows[...] = nonfinite_rows
-    if refs.owner is not None:
-        refs.owner_prev[...] = refs.owner[0]
 
 
 def start_state(state_ref, start_ref, begins: jax.Array) -> None:
