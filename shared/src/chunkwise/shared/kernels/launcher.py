@@ -113,19 +113,19 @@ def pallas_call(
         cost_estimate=cost_estimate,
         input_output_aliases=input_output_aliases or {},
     )
-    operands = tuple(map(_without_float16, operands))
+    values: tuple[Any, ...] = tuple(map(_without_float16, operands))
     # Each gets a separate function, because JAX remembers what it traced of a function.
     with matmul.kernel_trace(interpreted=False) as asked:
-        compiled = jax.make_jaxpr(call(lambda *refs: kernel(*refs)))(*operands)
+        compiled = jax.make_jaxpr(call(lambda *refs: kernel(*refs)))(*values)
     if asked:
         with matmul.kernel_trace(interpreted=True):
-            interpreted = jax.make_jaxpr(call(lambda *refs: kernel(*refs), interpret=True))(*operands)
+            interpreted = jax.make_jaxpr(call(lambda *refs: kernel(*refs), interpret=True))(*values)
     else:
         interpreted = _interpreted(compiled)
     by_platform = functools.partial(
         lax.platform_dependent, tpu=core.jaxpr_as_fun(compiled), default=core.jaxpr_as_fun(interpreted)
     )
-    results = _without_derivative(by_platform, name)(*jax.tree.leaves(operands))
+    results = _without_derivative(by_platform, name)(*jax.tree.leaves(values))
     shapes, structure = jax.tree.flatten(out_shape)
     return structure.unflatten(x.astype(want.dtype) for x, want in zip(results, shapes, strict=True))
 
