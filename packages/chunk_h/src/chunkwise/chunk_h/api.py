@@ -33,22 +33,6 @@ class ChunkHArrays(NamedTuple):
     cu_seqlens: jax.Array | None
 
 
-class ChunkHStatic(NamedTuple):
-    """What is known when the program is built.
-
-    Attributes:
-      C: tokens of a chunk.
-      output_final_state: return the states after the last tokens.
-      implementation: "pallas" or "xla".
-      config: tile sizes of the kernel.
-    """
-
-    C: int
-    output_final_state: bool
-    implementation: str
-    config: tiles.Config
-
-
 @unknown_arguments.explained
 @docstrings.completed(docstrings.STAGE)
 def chunk_gated_delta_rule_fwd_h(
@@ -172,13 +156,13 @@ def _states(x: ChunkHArrays, output_final_state, chunk_size, implementation, con
     checks.check_initial_state(x.initial_state, (N, HV, K, V))
     implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     config = config or tiles.default_for(H, HV, C, K, V, x.g_cum is not None and x.g_cum.ndim == 4)
-    return _run(x, ChunkHStatic(C, bool(output_final_state), implementation, config))
+    return _run(x, C, bool(output_final_state), implementation, config)
 
 
-@functools.partial(jax.jit, static_argnums=(1,))
-def _run(x: ChunkHArrays, static: ChunkHStatic):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _run(x: ChunkHArrays, C: int, output_final_state: bool, implementation: str, config: tiles.Config):
     B, T = x.k.shape[:2]
-    chunks = chunking.Chunking(B, T, static.C, x.cu_seqlens)
+    chunks = chunking.Chunking(B, T, C, x.cu_seqlens)
     g = chunks.split_gates(x.g_cum, x.u.shape[2])  # rows [NC, HV, 1, C] or channels [NC, HV, C, K]
     if x.g_gamma is not None:
         g = g + chunks.gamma_rows(x.g_gamma)
@@ -187,15 +171,15 @@ def _run(x: ChunkHArrays, static: ChunkHStatic):
     operands = kernel.ChunkHOperands(*compat.vary_alike(chunks.split(x.k), w, chunks.split(x.u), g, initial_state))
     table = kernel.make_table(chunks.first, chunks.length, chunks.sequence)
     # The row of the last token of a sequence, C in a chunk in which none ends.
-    end = jnp.where(chunks.last, chunks.length - 1, static.C).astype(jnp.int32)
-    if static.implementation == "pallas":
-        h, v_new, final_state = kernel_bwd.states(operands, table, end, chunks.N, static.config)
+    end = jnp.where(chunks.last, chunks.length - 1, C).astype(jnp.int32)
+    if implementation == "pallas":
+        h, v_new, final_state = kernel_bwd.states(operands, table, end, chunks.N, config)
     else:
         decays = xla.end_decays(jnp.swapaxes(g, -1, -2) if g.shape[2] == 1 else g, end)
         h, v_new, after = xla.states(operands.k, w, operands.u, *decays, initial_state, table, chunks.B)
         final_state = after[chunks.final_chunk]
     v_new = None if w is None else chunks.merge(v_new)
-    if not static.output_final_state:
+    if not output_final_state:
         return chunks.per_batch(h), v_new, None
     # A sequence without tokens has no chunk: its state stays what it was.
     start = 0.0 if initial_state is None else initial_state

@@ -35,20 +35,6 @@ class ChunkOArrays(NamedTuple):
     cu_seqlens: jax.Array | None
 
 
-class ChunkOStatic(NamedTuple):
-    """What is known when the program is built.
-
-    Attributes:
-      C: tokens of a chunk.
-      implementation: "pallas" or "xla".
-      config: tile sizes of the kernel.
-    """
-
-    C: int
-    implementation: str
-    config: tiles.Config
-
-
 @unknown_arguments.explained
 @docstrings.completed(docstrings.STAGE)
 def chunk_fwd_o(
@@ -108,13 +94,13 @@ def chunk_fwd_o(
     scale = K**-0.5 if scale is None else scale
     inside, after = launcher.split_scale(scale) if implementation == "pallas" else (scale, None)
     x = ChunkOArrays(q, k, v, h, g_cum, g_gamma, inside, cu_seqlens)
-    return launcher.scaled(_run(x, ChunkOStatic(C, implementation, config)), after)
+    return launcher.scaled(_run(x, C, implementation, config), after)
 
 
-@functools.partial(jax.jit, static_argnums=(1,))
-def _run(x: ChunkOArrays, static: ChunkOStatic):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _run(x: ChunkOArrays, C: int, implementation: str, config: tiles.Config):
     B, T = x.k.shape[:2]
-    chunks = chunking.Chunking(B, T, static.C, x.cu_seqlens)
+    chunks = chunking.Chunking(B, T, C, x.cu_seqlens)
     g = chunks.split_gates(x.g_cum, x.v.shape[2])  # rows [NC, HV, 1, C] or channels [NC, HV, C, K]
     if x.g_gamma is not None:
         gamma = chunks.gamma_rows(x.g_gamma)  # [NC, HV, 1, C]
@@ -122,8 +108,8 @@ def _run(x: ChunkOArrays, static: ChunkOStatic):
     q, k, v = chunks.split(x.q), chunks.split(x.k), chunks.split(x.v)  # [NC, H or HV, C, K or V]
     h = x.h.astype(jnp.float32).reshape(-1, *x.h.shape[2:])  # [NC, HV, K, V]
     scale = jnp.asarray(x.scale, jnp.float32)
-    if static.implementation == "pallas":
-        o = kernel.output(*compat.vary_alike(q, k, v, h, g, scale.reshape(1)), static.config)
+    if implementation == "pallas":
+        o = kernel.output(*compat.vary_alike(q, k, v, h, g, scale.reshape(1)), config)
     else:
         from_start, scores = jax.vmap(gating.decay_from_start)(g), jax.vmap(gating.decayed_scores)(q, k, g)
         o = xla.output(q, k, v, h, from_start, scores, scale)

@@ -52,6 +52,4 @@ def chunk_local_cumsum(
     chunk_size = checks.choose_chunk_size(chunk_size)
     cu_seqlens = checks.check_cu_seqlens(cu_seqlens, *shape[:2])
     implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
-    return vjp.cumsum(
-        *compat.vary_alike(g, cu_seqlens), vjp.CumsumStatic(chunk_size, bool(reverse), implementation, config)
-    )
+    return vjp.cumsum(*compat.vary_alike(g, cu_seqlens), chunk_size, bool(reverse), implementation, config)

@@ -5,7 +5,6 @@ is cut into chunks by a gather, and JAX's gradient of a gather is a scatter, whi
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,45 +14,34 @@ from chunkwise.cumsum import kernel, xla
 from chunkwise.shared.kernels import chunking
 
 
-class CumsumStatic(NamedTuple):
-    """What is known when the program is built.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def cumsum(
+    g: jax.Array, cu_seqlens: jax.Array | None, C: int, reverse: bool, implementation: str, config: tiles.Config | None
+) -> jax.Array:
+    """Return the cumulative sum of g [B, T, H, ...] inside every chunk of C tokens, float32.
 
-    Attributes:
-      C: tokens of a chunk.
-      reverse: sum from the end of the chunk.
-      implementation: "pallas" or "xla".
-      config: tile sizes of the kernel; None for the default.
+    With `reverse` it is the sum from the end of the chunk. The kernel takes its default for None as `config`.
     """
-
-    C: int
-    reverse: bool
-    implementation: str
-    config: tiles.Config | None
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-@functools.partial(jax.jit, static_argnums=(2,))
-def cumsum(g: jax.Array, cu_seqlens: jax.Array | None, static: CumsumStatic) -> jax.Array:
-    """Return the cumulative sum of g [B, T, H, ...] inside every chunk, float32."""
     B, T = g.shape[:2]
-    chunks = chunking.Chunking(B, T, static.C, cu_seqlens)
+    chunks = chunking.Chunking(B, T, C, cu_seqlens)
     flat = g.astype(jnp.float32).reshape(B, T, 1, -1)  # [B, T, 1, D]
     rows = chunks.split(flat)[:, 0]  # [NC, C, D]
-    if static.implementation == "pallas":
-        rows = kernel.launch(rows, static.reverse, static.config or tiles.default_for(*rows.shape))
+    if implementation == "pallas":
+        rows = kernel.launch(rows, reverse, config or tiles.default_for(*rows.shape))
     else:
-        rows = xla.cumsum(rows, static.reverse)
+        rows = xla.cumsum(rows, reverse)
     return chunks.merge(rows[:, None]).reshape(g.shape)
 
 
-def _forward(g, cu_seqlens, static):
+def _forward(g, cu_seqlens, *static):
     # An empty array remembers the type of g.
-    return cumsum(g, cu_seqlens, static), (cu_seqlens, jnp.zeros((0,), g.dtype))
+    return cumsum(g, cu_seqlens, *static), (cu_seqlens, jnp.zeros((0,), g.dtype))
 
 
-def _backward(static, residuals, dg_cum):
+def _backward(C, reverse, implementation, config, residuals, dg_cum):
     cu_seqlens, empty = residuals
-    dg = cumsum(dg_cum, cu_seqlens, static._replace(reverse=not static.reverse))
+    dg = cumsum(dg_cum, cu_seqlens, C, not reverse, implementation, config)
     return dg.astype(empty.dtype), None
 
 
