@@ -94,7 +94,7 @@ def _fwd_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None
 
 
 def _grid_step(
-    refs: GdnFwdRefs, cur: chunk_loop.Chunk, prev: chunk_loop.Chunk, static: FusedStatic, s: tile.Heads
+    refs: GdnFwdRefs, cur: chunk_loop.StageChunk, prev: chunk_loop.StageChunk, static: FusedStatic, s: tile.Heads
 ) -> None:
     """Run both stages of a grid step."""
     q, k, g, beta, _ = loads.load_chunk(refs, cur.valid, s, static)
@@ -172,7 +172,7 @@ def prepare(refs: GdnFwdRefs, q, k, gates: tile.Gates, part: tile.Heads, masks, 
     return staged
 
 
-def read_state(refs: GdnFwdRefs, prev: chunk_loop.Chunk, part: tile.Heads):
+def read_state(refs: GdnFwdRefs, prev: chunk_loop.StageChunk, part: tile.Heads):
     """Multiply keys and queries of prev by the state before it.
 
     Returns:
@@ -188,7 +188,7 @@ def read_state(refs: GdnFwdRefs, prev: chunk_loop.Chunk, part: tile.Heads):
 
 
 def pass_chunk(
-    refs: GdnFwdRefs, prev: chunk_loop.Chunk, A_inv, part: tile.Heads, state_reads, static: FusedStatic
+    refs: GdnFwdRefs, prev: chunk_loop.StageChunk, A_inv, part: tile.Heads, state_reads, static: FusedStatic
 ) -> Iterator[None]:
     """Compute v_new_over_beta of prev, and one product later write its output and take the state through it.
 

@@ -62,7 +62,7 @@ def _not_finite(refs: GdnBwdRefs, s: tile.Heads) -> jax.Array:
     return jnp.maximum(loads.tokens_not_finite(refs, s, refs.q, refs.k), nonfinite.rows_not_finite(*values))
 
 
-def _grid_step(refs: GdnBwdRefs, chunk: chunk_loop.Chunk, static: FusedStatic, s: tile.Heads) -> None:
+def _grid_step(refs: GdnBwdRefs, chunk: chunk_loop.StageChunk, static: FusedStatic, s: tile.Heads) -> None:
     """Run a grid step."""
     valid, masks = chunk.valid, chunk.masks
     q, k, g, beta, of_rounding = loads.load_chunk(refs, valid, s, static)

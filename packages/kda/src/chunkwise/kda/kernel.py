@@ -110,7 +110,7 @@ def _fwd_kernel(refs: KdaFwdRefs, *, static: FusedStatic) -> None:
     )
 
 
-def _grid_step(refs: KdaFwdRefs, cur: chunk_loop.Chunk, prev: chunk_loop.Chunk, static: FusedStatic) -> None:
+def _grid_step(refs: KdaFwdRefs, cur: chunk_loop.StageChunk, prev: chunk_loop.StageChunk, static: FusedStatic) -> None:
     """Run both stages of a grid step."""
     heads, C, p, dtype = static.config.heads, static.C, static.p, refs.v.dtype
     valid, masks = cur.valid, cur.masks
@@ -252,7 +252,7 @@ def stages_of(static: FusedStatic, most: int) -> list[slice]:
     return [slice(n, n + size) for n in range(0, heads, size)]
 
 
-def pass_chunk(refs: KdaFwdRefs, prev: chunk_loop.Chunk, static: FusedStatic, dtype) -> Iterator[None]:
+def pass_chunk(refs: KdaFwdRefs, prev: chunk_loop.StageChunk, static: FusedStatic, dtype) -> Iterator[None]:
     """Finish the inverse of prev and take the state through it; yield where products may stand."""
     A_inv = None if refs.A_inv is None else refs.A_inv[...]  # [heads / p, C, p C]
     if refs.A_inv is None:

@@ -71,7 +71,7 @@ def _bwd_kernel(refs: KdaBwdRefs, *, static: FusedStatic) -> None:
     )
 
 
-def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.Chunk, static: FusedStatic) -> None:
+def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.StageChunk, static: FusedStatic) -> None:
     """Run a grid step."""
     heads, valid, masks = static.config.heads_bwd, chunk.valid, chunk.masks
     if masks is not None:
@@ -105,7 +105,7 @@ def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.Chunk, static: FusedStatic) -
 
 
 def _token_gradients(
-    refs: KdaBwdRefs, q, e, k, beta, rows, boundary, do, chunk: chunk_loop.Chunk, static: FusedStatic
+    refs: KdaBwdRefs, q, e, k, beta, rows, boundary, do, chunk: chunk_loop.StageChunk, static: FusedStatic
 ) -> None:
     """Store the gradients of a chunk, of its tokens and of the state before it.
 

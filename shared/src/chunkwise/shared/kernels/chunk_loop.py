@@ -32,7 +32,7 @@ class Rows(enum.Enum):
     MIXED = enum.auto()
 
 
-class Chunk(NamedTuple):
+class StageChunk(NamedTuple):
     """The chunk that a stage of a grid step works on, and which of its rows the stage may read.
 
     Attributes:
@@ -88,7 +88,7 @@ def either(condition: jax.Array, run: Callable[[], None], otherwise: Callable[[]
 
 def run_forward(
     refs: Any,
-    body: Callable[[Any, Chunk, Chunk], None],
+    body: Callable[[Any, StageChunk, StageChunk], None],
     static: FusedStatic,
     *,
     tokens_not_finite: Callable[[], jax.Array],
@@ -117,7 +117,7 @@ def run_forward(
 
     def run(rows: Rows) -> None:
         if rows is not Rows.MIXED:
-            body(refs, *(Chunk(step, None, valid_rows(rows, step, static.C)) for step in (cur, prev)))
+            body(refs, *(StageChunk(step, None, valid_rows(rows, step, static.C)) for step in (cur, prev)))
         else:
             if refs.pool is None:
                 start_state(refs.state, refs.initial_state, prev.first == 1)
@@ -127,7 +127,7 @@ def run_forward(
             state = refs.state, masks_prev.carried, part
             found = nonfinite.isolate(masks, tokens_not_finite, mixed=cur.mixed == 1)
             found_prev = nonfinite.isolate(masks_prev, either_stage, state, mixed=prev.mixed == 1)
-            body(refs, Chunk(cur, masks, *found), Chunk(prev, masks_prev, *found_prev))
+            body(refs, StageChunk(cur, masks, *found), StageChunk(prev, masks_prev, *found_prev))
             nonfinite.poison(found_prev[1], masks_prev, results, (refs.state, masks_prev.ending))
             refs.nonfinite_rows[...] = found[1]
         if refs.owner is not None:
@@ -140,7 +140,7 @@ def run_forward(
         write_pool(refs.state, refs.pool_out, (prev.last == 1) & (pl.program_id(2) > 0), transposed)
 
 
-def load_state(refs: Any, prev: Chunk, heads: slice) -> jax.Array:
+def load_state(refs: Any, prev: StageChunk, heads: slice) -> jax.Array:
     """Return the state of some heads before prev, in the body of `run_forward`.
 
     Selecting what a sequence starts from costs less than storing it first, in a branch that no operation crosses. Only
@@ -154,7 +154,7 @@ def load_state(refs: Any, prev: Chunk, heads: slice) -> jax.Array:
 
 def run_backward(
     refs: Any,
-    body: Callable[[Any, Chunk], None],
+    body: Callable[[Any, StageChunk], None],
     static: FusedStatic,
     *,
     not_finite: Callable[[], jax.Array],
@@ -184,11 +184,11 @@ def run_backward(
 
     def run(rows: Rows) -> None:
         if rows is not Rows.MIXED:
-            body(refs, Chunk(step, None, valid_rows(rows, step, static.C)))
+            body(refs, StageChunk(step, None, valid_rows(rows, step, static.C)))
             return
         masks = load_masks(refs.owner[0], step, static.C)
         found = nonfinite.isolate(masks, not_finite, (refs.dstate, masks.ending, part))
-        body(refs, Chunk(step, masks, *found))
+        body(refs, StageChunk(step, masks, *found))
         states = (refs.dstate, masks.carried), *((ref, True) for ref in sums)
         nonfinite.poison(found[1], masks, results, *states, in_lanes=in_lanes)
 
