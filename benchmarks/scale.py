@@ -158,7 +158,7 @@ def estimate_launch(case: Layer, implementation: str, topology: str, T: int, div
     # The types without the axes of the mesh, which a launch by itself does not have.
     type_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
 
-    def recorded(kernel, *, out_shape, interpret, **launch):
+    def recorded(kernel, *, out_shape, interpret=False, **launch):
         own = jax.tree.map(type_of, out_shape)
 
         def call(*operands):
