@@ -128,12 +128,12 @@ def launch(x: ChunkHOperands, table: Table, N: int, cut: config.Config):
             launcher.head_block(heads, *x.g.shape[2:], axes=axes),
             given(x.initial_state, state),
         ],
-        out_specs=[launcher.head_block(heads, K, V, axes=axes), given(x.w, values), state],
-        out_shape=[
+        out_specs=(launcher.head_block(heads, K, V, axes=axes), given(x.w, values), state),
+        out_shape=(
             compat.out_struct((NC, HV, K, V), jnp.float32, *x),
             given(x.w, compat.out_struct(x.u.shape, jnp.float32, *x)),
             compat.out_struct((N, HV, K, V), jnp.float32, *x),
-        ],
+        ),
         scratch_shapes=[pltpu.VMEM((heads, K, V), jnp.float32)],
         cost_estimate=launch_cost(x),
     )
