@@ -63,7 +63,7 @@ def test_a_reset_of_one_channel():
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("beta", [1.0, 1.99, 2.0])
+@pytest.mark.parametrize("beta", [1.0, 1.99, 1.9921875, 2.0])
 @pytest.mark.parametrize("operator", DELTA)
 @pytest.mark.parametrize("implementation", ["xla", "fused", "staged"])
 def test_a_repeated_key_does_not_grow(operator, implementation, beta):

@@ -133,7 +133,7 @@ def _grid_step(refs: KdaFwdRefs, cur: chunk_loop.StageChunk, prev: chunk_loop.St
     for _ in preparing:
         pass
     # Only now, so that no product waits for the lengths of rounded keys.
-    factors, beta_rows = rounded_betas(load_unit, betas, static, beta_rows)
+    factors, beta_rows = rounded_betas(refs, load_unit, betas, valid, static, beta_rows)
     A: jax.Array | None = None
     blocks: jax.Array | None = None
     if refs.A_inv is None:
@@ -162,7 +162,9 @@ def by_head(refs: KdaFwdRefs, valid, static: FusedStatic) -> tuple[Callable, Cal
     return load_q, load_unit
 
 
-def rounded_betas(load_unit: Callable, betas, static: FusedStatic, beta_rows=None) -> tuple[list, jax.Array]:
+def rounded_betas(
+    refs: KdaFwdRefs, load_unit: Callable, betas, valid, static: FusedStatic, beta_rows=None
+) -> tuple[list, jax.Array]:
     """Return the factors of all heads that make up for the rounding of keys, and betas times these factors.
 
     The factors are [1, C, 1] each, or None; the betas are rows of packs [heads / p, 1, p C], without factors the given
@@ -170,6 +172,11 @@ def rounded_betas(load_unit: Callable, betas, static: FusedStatic, beta_rows=Non
     """
     factors = [load_unit(i // static.group)[2] for i in range(static.config.heads)]
     if factors[0] is not None:
+        if refs.b is not None:
+            for i in range(static.config.heads):
+                k, e, _ = load_unit(i // static.group)
+                e = (k if e is None else e) * loads.load_erase_gates(refs, valid, static, slice(i, i + 1))
+                factors[i] = factors[i] * loads.gated_rounding(k, e)
         betas, beta_rows = betas * loads.rows_of_heads([x[0] for x in factors]), None
     return factors, packed.side_lanes(betas[:, None], static.p) if beta_rows is None else beta_rows
 
@@ -221,7 +228,7 @@ def prepare_exactly(refs: KdaFwdRefs, gates, betas, valid, masks, static: FusedS
     """Store what the next grid step needs of cur once more, with a product for every level in place of base blocks."""
     refs, static = refs._replace(levels=refs.exact_levels), static._replace(base=1)
     load_q, load_unit = by_head(refs, valid, static)
-    factors, beta_rows = rounded_betas(load_unit, betas, static)
+    factors, beta_rows = rounded_betas(refs, load_unit, betas, valid, static)
     for n in range(0, static.config.heads, static.p):
         boundary, scores = prepare(refs, n, load_q, load_unit, gates, betas, valid, masks, static)
         assert scores is not None

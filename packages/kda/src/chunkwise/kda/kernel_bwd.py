@@ -80,9 +80,6 @@ def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.StageChunk, static: FusedStat
     k, e, factor = loads.load_unit_keys(refs, valid, static)  # [key heads, C, K or 1]
     gates, betas = loads.load_gates(refs, valid, static)  # [C, heads K], [heads, C]
     group, rounding = min(static.group, heads), None
-    if factor is not None:
-        rounding = loads.rows_of_heads([factor[n // group] for n in range(heads)])  # [heads, C]
-        betas = betas * rounding
     g = gates if refs.law is None else loads.decays_of(gates, refs, valid, static)
     # Without gradients of tokens no decay between two rows of the chunk is needed.
     base = 0 if refs.dq is None else static.backward_base
@@ -93,6 +90,11 @@ def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.StageChunk, static: FusedStat
     if refs.b is not None:
         e = (k if e is None else e) * loads.load_erase_gates(refs, valid, static)
     erase = k if e is None else e
+    if factor is not None:
+        factor = by_value_head(factor)  # [heads, C, 1]
+        factor = factor if refs.b is None else factor * loads.gated_rounding(k, erase)
+        rounding = loads.rows_of_heads([*factor])  # [heads, C]
+        betas = betas * rounding
     do = layout.load_heads(refs.do, static.V, valid=valid)  # [heads, C, V]
     beta = tiles.to_column(betas[:, None])  # [heads, C, 1]
     boundary = tile.boundary_tile(loads.load_decays(refs.decays, range(heads), static.K, base), masks)

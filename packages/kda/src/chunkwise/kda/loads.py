@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import tile
-from chunkwise.shared.kernels import layout, nonfinite, packed, tiles
+from chunkwise.shared.kernels import layout, matmul, nonfinite, packed, tiles
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 
@@ -83,6 +83,22 @@ def rows_of_heads(columns: list[jax.Array]) -> jax.Array:
 def load_erase_gates(refs, valid, static: FusedStatic, heads: slice = slice(None)) -> jax.Array:
     """Return what erase gates multiply keys by to make erase keys, float32 [heads, C, K]."""
     return layout.load_heads(refs.b, static.K, heads, valid).astype(jnp.float32)
+
+
+def gated_rounding(k, e) -> jax.Array:
+    """Return what makes up for the rounding of erase keys to bfloat16, which erase gates make of keys, [..., C, 1].
+
+    A token with the key k and the erase key e takes k . e of what k reads of a state. The factor is this number for the
+    float32 e, over the number for the rounded e; `tiles.unit_keys` has one for the rounding of k. Where entries of
+    either sign cancel it is 1: such a token takes little, and lets nothing grow.
+    """
+    # Eight bits of either sum are enough: their quotient is 2^-9 and less.
+    terms = jnp.concatenate([e * k, (matmul.rounded(e) - e) * k], axis=1)
+    ones = jnp.ones((e.shape[0], e.shape[2], packed.LANES), jnp.bfloat16)
+    sums = matmul.dot(terms, ones, jnp.bfloat16)[:, :, :1]
+    took, excess = sums[:, : e.shape[1]], sums[:, e.shape[1] :]
+    made_up = (jnp.abs(excess) <= jnp.float32(2.0**-8) * jnp.abs(took)) & (took != 0.0)
+    return lax.stop_gradient(jnp.where(made_up, took / jnp.where(made_up, took + excess, 1.0), 1.0))
 
 
 def load_values(refs, valid, static: FusedStatic, heads: slice = slice(None)) -> jax.Array:

@@ -89,6 +89,14 @@ def _round(x: jax.Array) -> jax.Array:
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
+def rounded(x: jax.Array) -> jax.Array:
+    """Return float32 x rounded to bfloat16.
+
+    A conversion there and back is what Mosaic has for it, and what XLA leaves out of an interpreted kernel.
+    """
+    return _round(x) if is_interpreted() else x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
 def dot(a: jax.Array, b: jax.Array, dtype=None, passes: int | None = None) -> jax.Array:
     """Return a b for a [h, m, k] and b [h, k, n], as float32 [h, m, n].
 
