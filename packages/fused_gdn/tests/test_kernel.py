@@ -6,11 +6,11 @@ import pytest
 
 from chunkwise.fused_gdn import Config, chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.fused_gdn import config as tiles
-from chunkwise.shared.chips import VMEM_LIMIT_BYTES
 from chunkwise.shared.kernels.matmul import emulate_mxu
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close, error
 from chunkwise.shared.testing.inputs import GATES, make_inputs
 from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.tuning import VMEM_LIMIT_BYTES
 
 pytestmark = pytest.mark.interpreted
 DTYPES = (jnp.float32, jnp.bfloat16)
