@@ -9,7 +9,7 @@ import numpy as np
 from chunkwise.layers import config, layer, norm, parameters, running
 from chunkwise.pipeline import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
 
-_OPERATORS = (chunk_gated_delta_rule, recurrent_gated_delta_rule, ragged_gated_delta_rule)
+_OPERATORS = running.Operators(chunk_gated_delta_rule, recurrent_gated_delta_rule, ragged_gated_delta_rule)
 
 
 class GatedDeltaNetWeights(NamedTuple):

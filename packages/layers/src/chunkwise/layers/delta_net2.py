@@ -9,7 +9,7 @@ from chunkwise.layers import config, layer, norm, parameters, running
 from chunkwise.pipeline import chunk_gdn2, ragged_gdn2, recurrent_gdn2
 from chunkwise.shared.kernels import tiles
 
-_OPERATORS = (chunk_gdn2, recurrent_gdn2, ragged_gdn2)
+_OPERATORS = running.Operators(chunk_gdn2, recurrent_gdn2, ragged_gdn2)
 
 
 class GatedDeltaNet2Weights(NamedTuple):

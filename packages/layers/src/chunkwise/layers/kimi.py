@@ -8,7 +8,7 @@ import jax
 from chunkwise.layers import config, layer, norm, parameters, running
 from chunkwise.pipeline import chunk_kda, ragged_kda, recurrent_kda
 
-_OPERATORS = (chunk_kda, recurrent_kda, ragged_kda)
+_OPERATORS = running.Operators(chunk_kda, recurrent_kda, ragged_kda)
 
 
 class KimiDeltaAttentionWeights(NamedTuple):

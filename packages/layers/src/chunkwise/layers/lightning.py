@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from chunkwise.layers import config, layer, norm, parameters, running
 from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
 
-_OPERATORS = (chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
+_OPERATORS = running.Operators(chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
 
 
 class LightningAttentionWeights(NamedTuple):

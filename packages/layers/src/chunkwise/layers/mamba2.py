@@ -10,7 +10,7 @@ from chunkwise.layers import config, layer, norm, parameters, running
 from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
 from chunkwise.shared.kernels import gate_activation
 
-_OPERATORS = (chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
+_OPERATORS = running.Operators(chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
 
 
 class Mamba2Weights(NamedTuple):

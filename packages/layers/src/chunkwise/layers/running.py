@@ -227,8 +227,12 @@ class Step(NamedTuple):
     block_state_indices: jax.Array | None = None
 
 
-# An operator in its three forms: over whole sequences, token by token, and over a serving step.
-Operators = tuple[Callable, Callable, Callable]
+class Operators(NamedTuple):
+    """An operator in its three forms: over whole sequences, token by token, and over a serving step."""
+
+    chunk: Callable
+    recurrent: Callable
+    ragged: Callable
 
 
 @dataclass(frozen=True)
@@ -279,10 +283,9 @@ class Sequences:
 
     def operate(self, operators: Operators, *arrays, **options):
         """Return the output of an operator [B, T, HV, V] and its final states."""
-        chunk, recurrent, _ = operators
-        operator, packing, implementation = chunk, self._packing, self.implementation
+        operator, packing, implementation = operators.chunk, self._packing, self.implementation
         if self._decodes(arrays[0]):
-            operator, packing, implementation = recurrent, {}, _DECODE[implementation]
+            operator, packing, implementation = operators.recurrent, {}, _DECODE[implementation]
         return operator(
             *arrays, initial_state=None if self.cache is None else self.cache.state,
             output_final_state=self.output_cache, **options, **packing, implementation=implementation,
@@ -340,8 +343,7 @@ class Serving:
 
     def operate(self, operators: Operators, *arrays, **options):
         """Return the output of an operator [1, T, HV, V] and the pool of its states after the step."""
-        _, _, ragged = operators
-        return ragged(
+        return operators.ragged(
             *arrays, self.pool.state, **options, **self._slots, decode_tokens=self.decode_tokens,
             implementation=self.implementation, sharding=self.sharding,
         )  # fmt: skip
