@@ -175,7 +175,7 @@ def rounded_betas(
         if refs.b is not None:
             for i in range(static.config.heads):
                 k, e, _ = load_unit(i // static.group)
-                e = (k if e is None else e) * loads.load_erase_gates(refs, valid, static, slice(i, i + 1))
+                e = loads.gated_keys(refs, k, e, valid, static, slice(i, i + 1))
                 factors[i] = factors[i] * loads.gated_rounding(k, e)
         betas, beta_rows = betas * loads.rows_of_heads([x[0] for x in factors]), None
     return factors, packed.side_lanes(betas[:, None], static.p) if beta_rows is None else beta_rows
@@ -200,8 +200,7 @@ def prepare(refs: KdaFwdRefs, n: int, load_q, load_unit, gates, betas, valid, ma
     k, *e = (
         jnp.concatenate([load_unit(i // static.group)[j] for i in pack]) for j in range(1 if refs.e is None else 2)
     )
-    e = e[0] if e else k
-    e = e if refs.b is None else e * loads.load_erase_gates(refs, valid, static, slice(n, n + p))
+    e = loads.gated_keys(refs, k, e[0] if e else None, valid, static, slice(n, n + p))
     q, g = q * static.scale, gates[:, n * K : (n + p) * K]
     if refs.law is not None:
         # Pack by pack, because all decays at once would not stay in registers.

@@ -87,9 +87,8 @@ def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.StageChunk, static: FusedStat
     by_value_head = lambda x: jnp.stack([x[n // group] for n in range(heads)])  # [heads, C, K]
     q, k = (by_value_head(x) for x in (q * static.scale, k))
     e = None if e is None else by_value_head(e)
-    if refs.b is not None:
-        e = (k if e is None else e) * loads.load_erase_gates(refs, valid, static)
-    erase = k if e is None else e
+    erase = loads.gated_keys(refs, k, e, valid, static)
+    e = None if e is None and refs.b is None else erase  # None where erase keys are the keys
     if factor is not None:
         factor = by_value_head(factor)  # [heads, C, 1]
         factor = factor if refs.b is None else factor * loads.gated_rounding(k, erase)

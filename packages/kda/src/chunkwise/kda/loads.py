@@ -85,6 +85,12 @@ def load_erase_gates(refs, valid, static: FusedStatic, heads: slice = slice(None
     return layout.load_heads(refs.b, static.K, heads, valid).astype(jnp.float32)
 
 
+def gated_keys(refs, k, e, valid, static: FusedStatic, heads: slice = slice(None)) -> jax.Array:
+    """Return the erase keys of some value heads: e, or keys k for None, times their erase gates if there are any."""
+    e = k if e is None else e
+    return e if refs.b is None else e * load_erase_gates(refs, valid, static, heads)
+
+
 def gated_rounding(k, e) -> jax.Array:
     """Return what makes up for the rounding of erase keys to bfloat16, which erase gates make of keys, [..., C, 1].
 

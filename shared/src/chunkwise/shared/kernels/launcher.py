@@ -76,8 +76,8 @@ def pallas_call(
 
     The choice is made when the program is lowered, not when it is traced, so ahead-of-time compilation and
     `jax.export` for a TPU from another host get the real kernel. It is traced once for both, unless the body asks
-    `matmul.is_interpreted`. An operand may be None: its spec is None too and the
-    kernel receives None in the place of a Ref. The kernel sees float16 as float32.
+    `matmul.is_interpreted`. An operand may be None: its spec is None too and the kernel receives None in the place of a
+    Ref. The kernel sees float16 as float32.
 
     Args:
       kernel: the body, called with scalar-prefetch Refs, input Refs, output Refs and scratch Refs in this order.

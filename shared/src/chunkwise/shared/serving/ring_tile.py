@@ -164,7 +164,7 @@ def _read_by_channel(reads: list[Rows], slot: StatePool, same_head, after, start
 def _read_by_head(
     reads: list[Rows], slot: StatePool, same_head, of_token, after, start, upto, alike: bool
 ) -> list[Rows]:
-    """Do as `_read_by_channel` with decays by head; `alike` says whether all r have the same keys and queries."""
+    """Return the result of `_read_by_channel` for decays by head; with `alike` all r have the same keys and queries."""
     W, R, H, parts = len(upto), len(reads), slot.keys.shape[1], _parts(slot.keys.dtype)
     # The matrix unit takes products in this order: those with the state fill the time until the gates are columns.
     of_state = _read_state(reads, slot)
