@@ -51,7 +51,7 @@ def operator_calls(name: str, config: Any) -> list[dict[str, Any]]:
     x = operands(name)
     ends, ids, pool = int32(*ENDS), np.repeat(int32(0, 1, -1), (7, 14, 3))[None], x["states"]
     raw = dict(
-        use_gate_in_kernel=True, A_log=x["A_log"], dt_bias=x["dt_bias"], lower_bound=-5.0, gate_lower_bound=-5.0,
+        use_gate_in_kernel=True, A_log=x["A_log"], dt_bias=x["dt_bias"], lower_bound=-5.0, min_gate=-5.0,
         use_beta_sigmoid_in_kernel=True, use_erase_sigmoid_in_kernel=True, use_write_sigmoid_in_kernel=True,
         allow_neg_eigval=True,
     )  # fmt: skip

@@ -27,12 +27,12 @@ WRONG = [
         "`initial_state` must have shape [N, HV, K, V] = (2, 4, 8, 6); got (2, 4, 6, 8).",
     ),
     *(
-        (dict(gate_lower_bound=x), f"`gate_lower_bound` must be None or a number <= 0; got {x!r}.")
+        (dict(min_gate=x), f"`min_gate` must be None or a number <= 0; got {x!r}.")
         for x in (1.0, np.float32(0.5), math.nan, True, "-5")
     ),
     (
-        dict(gate_lower_bound=jnp.float32(-5.0)),
-        "`gate_lower_bound` must be None or a number <= 0, known when the program is built; got an array float32 ().",
+        dict(min_gate=jnp.float32(-5.0)),
+        "`min_gate` must be None or a number <= 0, known when the program is built; got an array float32 ().",
     ),
     (dict(scale=spec(6)), "`scale` must be None, a number or a scalar array; got (6,)."),
     (dict(scale="0.5"), "`scale` must be None, a number or a scalar array; got '0.5'."),
@@ -60,15 +60,15 @@ def test_chunk_size():
 @pytest.mark.parametrize(
     "bound", [None, 0, -5, -5.0, -math.inf, np.float32(-5.0), np.int64(-5), np.float16(-5.0)], ids=repr
 )
-def test_any_number_is_a_gate_lower_bound(bound):
-    o, _ = jax.eval_shape(lambda x: chunk_kda(**x, gate_lower_bound=bound), GOOD)
+def test_any_number_is_a_least_gate(bound):
+    o, _ = jax.eval_shape(lambda x: chunk_kda(**x, min_gate=bound), GOOD)
     assert o.shape == GOOD["v"].shape
 
 
-def test_traced_gate_lower_bound():
-    run = jax.jit(lambda bound: chunk_kda(**GOOD, gate_lower_bound=bound))
+def test_traced_min_gate():
+    run = jax.jit(lambda bound: chunk_kda(**GOOD, min_gate=bound))
     message = "must be None or a number <= 0, known when the program is built; got an array float32 ()."
-    with pytest.raises(ValueError, match=re.escape(f"`gate_lower_bound` {message}")):
+    with pytest.raises(ValueError, match=re.escape(f"`min_gate` {message}")):
         run(-5.0)
 
 

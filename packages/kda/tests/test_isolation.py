@@ -35,7 +35,7 @@ def test_isolated(of, dtype, bound, implementation):
 
     def run(x, cu_seqlens):
         o, state = chunk_kda(
-            **x, output_final_state=states, gate_lower_bound=bound, cu_seqlens=cu_seqlens, chunk_size=16,
+            **x, output_final_state=states, min_gate=bound, cu_seqlens=cu_seqlens, chunk_size=16,
             implementation=implementation,
         )  # fmt: skip
         return dict(o=o, final_state=state) if states else dict(o=o)

@@ -45,7 +45,7 @@ THOROUGH = dict(
     # The file of raw gates has gradients in bfloat16.
     test_gradients=lambda dtype: dtype == jnp.bfloat16,
     test_gradients_of_other_types=True,
-    test_gate_lower_bound_changes_nothing=True,
+    test_min_gate_changes_nothing=True,
     test_gradients_of_repeated_keys_with_a_bound=True,
     # The kernels are compared with raw gates, and plain JAX in bfloat16.
     test_packed=True,
@@ -244,12 +244,12 @@ def test_gradients_of_strong_constant_gates(implementation, g):
 @types
 @pytest.mark.parametrize(("bound", "g"), [(-16.0, -16.0), (-16.0, -8.0), (-5.0, None)])
 @both
-def test_gate_lower_bound_changes_nothing(implementation, bound, g, dtype):
+def test_min_gate_changes_nothing(implementation, bound, g, dtype):
     inputs = inputs_of(*SIZES_64, dtype=dtype, num_states=1, normalise=False)
     bounded = bound * jax.nn.sigmoid(5.0 * inputs["g"] + 5.0)
     inputs["g"] = bounded if g is None else jnp.full_like(bounded, g)
     free = compare_gradients(inputs, implementation=implementation, **OPTIONS_64)
-    promised = compare_gradients(inputs, gate_lower_bound=bound, implementation=implementation, **OPTIONS_64)
+    promised = compare_gradients(inputs, min_gate=bound, implementation=implementation, **OPTIONS_64)
     for name, x in free.items():
         if dtype == jnp.float32 or implementation == "xla":
             # Computed in float32, with factors of another size.
@@ -266,7 +266,7 @@ def test_gate_lower_bound_changes_nothing(implementation, bound, g, dtype):
 @both
 def test_gradients_of_repeated_keys_with_a_bound(implementation):
     inputs = inputs_of(*SIZES_64, repeat_key=True, num_states=1, normalise=False)
-    compare_gradients(inputs, implementation=implementation, gate_lower_bound=-5.0, **OPTIONS_64)
+    compare_gradients(inputs, implementation=implementation, min_gate=-5.0, **OPTIONS_64)
 
 
 def packed_inputs(states, **options):

@@ -56,7 +56,7 @@ def test_forward_and_backward_compile(packed, bound, K, dtype, chip):
 
     def run(*x):
         def loss(*y):
-            o, _ = chunk_kda(*y, cu_seqlens=x[5], gate_lower_bound=bound, implementation="fused")
+            o, _ = chunk_kda(*y, cu_seqlens=x[5], min_gate=bound, implementation="fused")
             return o.astype(jnp.float32).sum(), o
 
         return jax.grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)(*x[:5])

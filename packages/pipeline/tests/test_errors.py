@@ -145,10 +145,33 @@ def test_scale_is_one_number(operator):
 
 @pytest.mark.parametrize("operator", [x for x in OPERATORS.values() if "kda" in x.name], ids=lambda x: x.name)
 @pytest.mark.parametrize("wrong", [1.0, "-5", True, jnp.array(-5.0)], ids=repr)
-def test_gate_lower_bound_is_a_number(operator, wrong):
+def test_min_gate_is_a_number(operator, wrong):
     x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
-    with pytest.raises(ValueError, match=r"`gate_lower_bound` must be None or a number <= 0.*; got"):
-        operator.function(**x, gate_lower_bound=wrong)
+    with pytest.raises(ValueError, match=r"`min_gate` must be None or a number <= 0.*; got"):
+        operator.function(**x, min_gate=wrong)
+
+
+BOUNDED = [
+    getattr(pipeline, f"{form}_{name}")
+    for name in ("kda", "gdn2", "comba")
+    for form in ("chunk", "recurrent", "ragged")
+]
+
+
+@pytest.mark.parametrize("function", BOUNDED, ids=lambda function: function.__name__)
+def test_the_old_name_of_min_gate(function):
+    """It means the same, and warns the caller; a wrong value is named by the new name."""
+    operator = OPERATORS[re.sub("^[a-z]+", "chunk", function.__name__)]
+    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    if function.__name__.startswith("ragged"):
+        x |= dict(states=jnp.zeros((1, 1, 8, 8)), cu_seqlens=jnp.array([0, 4]), state_indices=jnp.array([0]))
+    with pytest.warns(DeprecationWarning, match="^`gate_lower_bound` is deprecated: call it `min_gate`.$") as caught:
+        jax.eval_shape(lambda: function(**x, gate_lower_bound=-5.0))
+    assert caught[0].filename == __file__
+    with pytest.raises(ValueError, match="`min_gate` must be None or a number <= 0"), pytest.warns(DeprecationWarning):
+        function(**x, gate_lower_bound=1.0)
+    with pytest.raises(TypeError, match="got 'min_gate' and 'gate_lower_bound', which is the old name"):
+        function(**x, gate_lower_bound=-5.0, min_gate=-5.0)
 
 
 def test_the_rank_of_the_gate_is_the_operators():

@@ -40,7 +40,7 @@ def make_form(
     goes_on = None
     if masks is not None:
         goes_on = flat(jnp.broadcast_to(tile.continuing(masks.same)[:, None], (n, HV, C, 1)))
-    base = tile.base_block(options.gate_lower_bound, jnp.float32)
+    base = tile.base_block(options.min_gate, jnp.float32)
     scores, M, decayed = jax.tree.map(
         lambda y: y.reshape(n, HV, *y.shape[1:]), xla.interactions(q, e, k, flat(g), base, goes_on)
     )

@@ -24,11 +24,11 @@ def check(x: Arguments, options: Options) -> None:
 
 def check_bound(options: Options) -> None:
     """Check the promise about gates."""
-    bound = options.gate_lower_bound
+    bound = options.min_gate
     number = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
     checks.check(
         bound is None or (number and bound <= 0),
-        f"`gate_lower_bound` must be None or a number <= 0{checks.when_built(bound)}; got {checks.shown(bound)}.",
+        f"`min_gate` must be None or a number <= 0{checks.when_built(bound)}; got {checks.shown(bound)}.",
     )
 
 
@@ -70,8 +70,8 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Fus
         normalise=bool(options.use_qk_l2norm_in_kernel),
         compensate=bool(options.use_qk_l2norm_in_kernel and options.large_steps), varlen=varlen, config=options.config,
         p=packed.packing(C, options.config.heads, options.config.heads_bwd),
-        base=tile.base_block(options.gate_lower_bound, _dtype(x)),
-        backward_base=tile.base_block(options.gate_lower_bound, jnp.float32),
+        base=tile.base_block(options.min_gate, _dtype(x)),
+        backward_base=tile.base_block(options.min_gate, jnp.float32),
         gate_law=options.activation.law, per_channel=x.g.ndim == 4,
     )  # fmt: skip
 

@@ -26,12 +26,12 @@ LEAST_GATE = -24.0
 ZERO_DECAY = -87.0
 
 
-def base_block(gate_lower_bound: float | None, dtype) -> int:
+def base_block(min_gate: float | None, dtype) -> int:
     """Return the size of the diagonal blocks that one product anchored in the middle covers: 8 rows, or 1 for none.
 
     It is 8 where no gate is below `LEAST_GATE`, and for any gate if the tensors are bfloat16.
     """
-    bounded = gate_lower_bound is not None and gate_lower_bound * tiles.LOG2_E >= LEAST_GATE
+    bounded = min_gate is not None and min_gate * tiles.LOG2_E >= LEAST_GATE
     return SUBLANES if bounded or matmul.operand_dtype(dtype) == jnp.bfloat16 else 1
 
 

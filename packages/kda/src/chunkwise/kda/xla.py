@@ -194,7 +194,7 @@ def _run(
     There is an output and there are final states if they are wanted; states after chunks if the batch is packed too.
     """
     B, T, HV, _ = x.v.shape
-    C, base = options.chunk_size, tile.base_block(options.gate_lower_bound, jnp.float32)
+    C, base = options.chunk_size, tile.base_block(options.min_gate, jnp.float32)
     cu_seqlens: Any = x.cu_seqlens
     state = None if x.initial_state is None else jnp.swapaxes(x.initial_state.astype(jnp.float32), -1, -2)
     stream = cu_seqlens is not None and state is None and not options.output_final_state

@@ -121,7 +121,7 @@ class Options(NamedTuple):
       output_final_state: return the states after the last tokens.
       use_qk_l2norm_in_kernel: scale queries and keys to unit length.
       chunk_size: tokens of a chunk; None for the best.
-      gate_lower_bound: a promise that every gate is at least this, in nats; None for no promise.
+      min_gate: a promise that every gate is at least this, in nats; None for no promise.
       activation: what is made of raw gates and step sizes.
       sharding: of v, over a mesh with automatic axes; None if types say it.
       context_axis: the axes of a mesh, inside a `shard_map`, over which tokens are split; None for none.
@@ -137,7 +137,7 @@ class Options(NamedTuple):
     use_qk_l2norm_in_kernel: bool = False
     # An implementation always gets a number.
     chunk_size: Any = None
-    gate_lower_bound: float | None = None
+    min_gate: float | None = None
     activation: gates.GateActivation = gates.GateActivation()
     sharding: Sharding | None = None
     context_axis: str | tuple[str, ...] | None = None
@@ -229,7 +229,7 @@ def with_final_gates(x: Arguments, options: Options, raw_gates: bool = False) ->
         x = x._replace(g=gates.decays(x.g, x.A_log, x.dt_bias, activation.law, valid), A_log=None, dt_bias=None)
     raw = activation.use_beta_sigmoid_in_kernel or activation.use_erase_sigmoid_in_kernel
     large = activation.allow_neg_eigval or not raw
-    return x, options._replace(activation=left, gate_lower_bound=_promised(options), large_steps=large)
+    return x, options._replace(activation=left, min_gate=_promised(options), large_steps=large)
 
 
 def _with_erase_keys(x: Arguments, options: Options, valid: jax.Array | None) -> tuple[Arguments, Options]:
@@ -254,5 +254,5 @@ def _with_erase_keys(x: Arguments, options: Options, valid: jax.Array | None) ->
 
 def _promised(options: Options) -> float | None:
     """Return the bound that no gate is below, None for no bound: of a promise and a law the higher one."""
-    bounds = [x for x in (options.gate_lower_bound, options.activation.lower_bound) if x is not None]
+    bounds = [x for x in (options.min_gate, options.activation.lower_bound) if x is not None]
     return max(bounds, default=None)

@@ -27,9 +27,9 @@ Args:
   initial_state: [N, HV, K, V] of any of these types; None for zeros.
   output_final_state: return the state after every sequence; static.
   use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6), in float32; static.
-  gate_lower_bound: a promise that every g >= it, in nats; None or a number. Not the lower_bound below, which names a
-    law and promises the same. From -16.6 on one product replaces three where not all tensors are bfloat16, and in the
-    backward. The result is the same, while entries of q and k stay below 2^31: they meet factors of up to 2^96.
+  min_gate: a promise that every g >= it, in nats; None or a number, static. It changes no gate; the lower_bound below
+    names a law, and promises the same. From -16.6 on one product replaces three where not all tensors are bfloat16, and
+    in the backward. The result is the same, while entries of q and k stay below 2^31: they meet factors of up to 2^96.
   use_gate_in_kernel: g is the raw gate, and the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound
     lower_bound * sigmoid(exp(A_log) (g + dt_bias)), in float32; static. Also the name of this law, "softplus" or
     "sigmoid".
@@ -92,7 +92,7 @@ Args:
   v: values [B, T, HV, V].
   initial_state: [N, HV, K, V], or a pool [slots, HV, K, V] with state_indices, of any of these types; None for zeros. A
     pool keeps its type.
-  gate_lower_bound: a promise that every g >= it; it changes nothing here.
+  min_gate: a promise that every g >= it; it changes nothing here.
   cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced: sequence n has the tokens cu_seqlens[n] to
     cu_seqlens[n + 1] - 1. B must be 1. Tokens from cu_seqlens[N] on are padding: they may hold anything, and give
     zeros. The values are checked outside of jit only.

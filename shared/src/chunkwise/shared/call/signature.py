@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -10,6 +11,9 @@ from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.call.gates import GateActivation
 
 Function = TypeVar("Function", bound=Callable)
+
+# Arguments by the names that they had; docs/stability.md says how long a call may use these.
+RENAMED = {"gate_lower_bound": "min_gate"}
 
 
 def of(
@@ -27,9 +31,13 @@ def of(
         parameters = inspect.signature(function).parameters
         defaults = {name: parameter.default for name, parameter in parameters.items()}
         check = unknown_arguments.explained(function)
+        renamed = {old: new for old, new in RENAMED.items() if new in parameters}
 
         @functools.wraps(function)
         def call(*args, **kwargs):
+            for old, new in renamed.items():
+                if old in kwargs:
+                    kwargs = with_new_name(function.__name__, kwargs, old, new)
             # The body is empty: Python says in its words what is wrong with a call.
             check(*args, **kwargs)
             return run(*to_records(defaults | dict(zip(defaults, args, strict=False)) | kwargs))
@@ -37,6 +45,14 @@ def of(
         return cast("Function", call)
 
     return decorate
+
+
+def with_new_name(function: str, kwargs: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    """Return the arguments of a call with one of them under its new name, and warn the caller of the function."""
+    if new in kwargs:
+        raise TypeError(f"{function}() got '{new}' and '{old}', which is the old name of the same argument")
+    warnings.warn(f"`{old}` is deprecated: call it `{new}`.", DeprecationWarning, stacklevel=3)
+    return {new if name == old else name: value for name, value in kwargs.items()}
 
 
 def to_records(named: dict[str, Any]) -> tuple[Arguments, Options, str | None]:

@@ -129,7 +129,7 @@ def run(implementation: Implementation, x: Arguments, options: Options, precompu
         o, states = implementation.run(x, options, precomputed)
     else:
         # A gate that forgets everything keeps no promise.
-        options = options._replace(gate_lower_bound=None)
+        options = options._replace(min_gate=None)
         o, states = segments.run_segments(lambda x: implementation.run(x, options, precomputed), x)
     # Beside erase keys values are float32.
     return o if x.p is None else o.astype(dtype), states
@@ -142,7 +142,7 @@ def map_states(implementation: Implementation, x: Arguments, options: Options) -
     x, options = prepare(implementation, x, options)
     if x.segment_ids is None or implementation.knows_segments:
         return implementation.state_map(x, options)
-    options = options._replace(gate_lower_bound=None)
+    options = options._replace(min_gate=None)
     find: Any = implementation.state_map
     return segments.map_segments(lambda x: find(x, options), x)
 

@@ -67,7 +67,7 @@ def run_tokens(
       implementation: "fused" for the kernel, "xla" for plain JAX.
       x: prepared arguments: g per head [B, T, HV] or per channel [B, T, HV, K], g_gamma added to it, neither for no
         decay; beta for the delta rule. With slots.state_indices, x.initial_state is a pool [slots, HV, K, V].
-      options: chunk_size and gate_lower_bound are not read.
+      options: chunk_size and min_gate are not read.
       precomputed: nothing.
 
     Returns:
