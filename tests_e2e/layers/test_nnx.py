@@ -1,6 +1,8 @@
 """The layers as modules of flax: training, stacked layers, caches, checkpoints, and weights on a mesh."""
 
 import dataclasses
+import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +40,16 @@ def test_a_module_is_the_layer(kind):
     pieces = jnp.concatenate([step(module, X[:, :5]), step(module, X[:, 5:6]), step(module, X[:, 6:])], axis=1)
     assert_close("whole", module(X), whole, 1e-6)
     assert_close("pieces", pieces, whole, 1e-5)
+
+
+@KINDS
+def test_help_names_every_argument(kind):
+    """`help()` of a module has its arguments, of a call too, although all modules share them."""
+    for function in (kind, kind.__call__, kind.init_cache):
+        names = inspect.signature(function).parameters.keys() - {"self"}
+        described = inspect.getdoc(function).partition("Args:")[2]
+        assert names, "the signature must be that of the module and not of flax's class of modules"
+        assert not [name for name in names if not re.search(rf"^  ( *\w+,)* *{name}[:,]", described, re.MULTILINE)]
 
 
 def test_documents_and_weights_of_a_checkpoint():

@@ -1,5 +1,8 @@
 """Wrong use of a layer gets an error that names the argument."""
 
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -42,6 +45,7 @@ def weights():
         (lambda: GatedDeltaNet2Config(8, 2, 4, 4, 4, allow_neg_eigval=2), "`allow_neg_eigval` must be True or False"),
         (lambda: GatedDeltaNet2Config(8, 2, 4, 4, 4, lower_bound=0.0), "`lower_bound` must be None or below 0"),
         (lambda: KimiDeltaAttentionConfig(8, 2, 4, 4, 4, lower_bound=1.0), "`lower_bound` must be None or below 0"),
+        (lambda: KimiDeltaAttentionConfig(8, 2, V=4), "`K` must be a whole number above 0; got None"),
         (lambda: KimiDeltaAttentionConfig(8, 2, 4, 4, 4, R=0), "`R` must be None or above 0"),
         (lambda: Mamba2Config(8, 2, 4, 4, 4, dt_limit=(1.0, 0.5)), "`dt_limit` must rise from at least 0"),
         (lambda: LightningAttentionConfig(8, 2, 4, 4, 4, layer=2, layers=2), "`layer` must be from 0 to 1; got 2"),
@@ -50,6 +54,20 @@ def weights():
 def test_config(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_value_heads_of_kimi():
+    """They may be left out, because every published model has as many of them as key heads."""
+    assert KimiDeltaAttentionConfig(D=8, H=2, K=4, V=6) == KimiDeltaAttentionConfig(8, 2, 2, 4, 6)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [GatedDeltaNetConfig, GatedDeltaNet2Config, KimiDeltaAttentionConfig, Mamba2Config, LightningAttentionConfig],
+)
+def test_configs_describe_their_sizes(kind):
+    described = re.findall(r"^ +(\w+(?:, \w+)*):", kind.__doc__, re.MULTILINE)
+    assert {x.name for x in dataclasses.fields(kind)} == {name for names in described for name in names.split(", ")}
 
 
 @pytest.mark.parametrize(

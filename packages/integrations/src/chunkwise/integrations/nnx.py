@@ -1,5 +1,6 @@
 """The layers as modules of flax.nnx, and weights on a mesh."""
 
+import inspect
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -17,21 +18,22 @@ __all__ = ["GatedDeltaNet", "GatedDeltaNet2", "KimiDeltaAttention", "LightningAt
 
 
 class _Layer(nnx.Module):
-    """What the modules have in common: weights as one nnx.Param for each array, a cache, and the mesh.
+    """A layer as a module, with its weights and, for decoding, its cache.
 
     Args:
-      config: sizes of the layer.
-      weights: such as a checkpoint has; None for new ones out of `rngs`.
-      rngs: its stream `params` draws new weights.
-      param_dtype: of new weights; A_log, dt_bias and skip are float32. Products are in the type of the hidden states.
-      mesh_axes: what `chunkwise.layers.shardings` takes under this name: an axis of the mesh, or several, for "batch",
-        "tokens" and "heads". It holds wherever `jax.set_mesh` has set a mesh: along automatic and explicit axes, and
-        along axes of tokens inside a `shard_map`. Where none is set it means nothing.
-      implementation: "xla", "staged" or "fused"; None for the best.
+      config: sizes of the layer, such as `GatedDeltaNetConfig`.
+      weights: the weights of a checkpoint, or others; None for new ones.
+      rngs: draws new weights, from its stream `params`; None beside `weights`.
+      param_dtype: type of new weights, but A_log, dt_bias and skip are float32. Products are in the type of the hidden
+        states.
+      mesh_axes: which axes of a mesh divide the rows, the tokens and the heads, under the names "batch", "tokens" and
+        "heads"; a value is an axis or a tuple of axes. It holds along automatic and explicit axes where `jax.set_mesh`
+        has set a mesh, and along axes of tokens inside a `shard_map`. Without a mesh it is not read.
+      implementation: of the operator, "xla", "staged" or "fused"; None for the best.
 
     Attributes:
-      weights: the tree of the layer, such as `GatedDeltaNetWeights`, of nnx.Param.
-      cache: what the tokens so far leave, a `Cache` of nnx.Cache, after `init_cache`; else None.
+      weights: the weights of the layer, such as `GatedDeltaNetWeights`; each of them is an nnx.Param.
+      cache: what the tokens so far leave to the next one, a `Cache` of nnx.Cache; None until `init_cache`.
     """
 
     init: ClassVar[Callable]
@@ -39,6 +41,9 @@ class _Layer(nnx.Module):
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
+        # The arguments and attributes are the same for all layers, and a reader looks for them at each.
+        first, common = (inspect.cleandoc(x.__doc__ or "") for x in (cls, _Layer))
+        cls.__doc__ = first + "\n\n" + common.partition("\n\n")[2]
         # Python's errors name a function by the class that it was written in.
         for name in ("__init__", "__call__", "init_cache"):
             f: Any = vars(_Layer)[name]
@@ -46,6 +51,9 @@ class _Layer(nnx.Module):
             copy.__kwdefaults__, copy.__doc__, copy.__annotations__ = f.__kwdefaults__, f.__doc__, f.__annotations__
             copy.__qualname__ = f"{cls.__qualname__}.{name}"
             setattr(cls, name, copy)
+        # flax makes modules by a call with any arguments.
+        signature = inspect.signature(cls.__init__)
+        cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __init__(
         self, config: layers.LayerConfig, weights: Any = None, *, rngs: nnx.Rngs | None = None, param_dtype=jnp.float32,
@@ -71,11 +79,11 @@ class _Layer(nnx.Module):
         return jax.tree.map(lambda x, spec: kind(x, out_sharding=spec), tree, getattr(on, name))
 
     def init_cache(self, N: int, dtype=jnp.float32) -> None:
-        """Begin to keep a cache, of N sequences without a token yet; a call with `decode` reads and writes it.
+        """Make an empty cache, which a call with `decode=True` reads and writes; an old cache is dropped.
 
         Args:
-          N: sequences: the rows of the hidden states, or as many as `cu_seqlens` has.
-          dtype: of the hidden states; the state is float32.
+          N: sequences: the rows of the hidden states, or the sequences of `cu_seqlens`.
+          dtype: type of the hidden states. The state is float32 for any.
         """
         self.cache = nnx.data(self._variables(nnx.Cache, layers.empty_cache(self.config, N, dtype), "cache"))
 
@@ -83,16 +91,21 @@ class _Layer(nnx.Module):
         self, x: jax.Array, *, decode: bool = False, cu_seqlens: jax.Array | None = None,
         segment_ids: jax.Array | None = None, padding_id: int = -1,
     ) -> jax.Array:  # fmt: skip
-        """Return what the layer makes of hidden states.
+        """Run the layer over hidden states.
 
         Args:
-          x: hidden states [B, T, D].
-          decode: whether to go on from the cache, over any number of tokens, and to leave there what follows; static.
-          cu_seqlens, segment_ids, padding_id: which tokens of a row belong together, as the layer of `chunkwise.layers`
-            takes it.
+          x: hidden states [B, T, D], float32 or bfloat16.
+          decode: whether to go on from the tokens in the cache and to put these tokens into it, one or many; static.
+          cu_seqlens: boundaries of the sequences of a packed row, int32 [N + 1]; B must be 1.
+          segment_ids: int32 [B, T], instead of `cu_seqlens`: a sequence begins where the id changes, and a token with
+            an id below 0 is padding, which may hold any number, gives zeros and leaves the cache as it is.
+          padding_id: another id whose tokens are padding; static.
 
         Returns:
           y [B, T, D] in the type of x.
+
+        Raises:
+          ValueError: an argument has the wrong shape or type, or `decode` comes before `init_cache`.
         """
         checks.check(not decode or self.cache is not None, "`decode` must be False before `init_cache`; got True.")
         weights, cache = nnx.as_pure((self.weights, self.cache))
@@ -107,30 +120,45 @@ class _Layer(nnx.Module):
 
 
 class GatedDeltaNet(_Layer):
-    """`chunkwise.layers.gated_delta_net` as a module."""
+    """The gated DeltaNet of Qwen3-Next, Qwen3.5 and OLMo-hybrid, as a module.
+
+    `chunkwise.layers.gated_delta_net` has the equations.
+    """
 
     init, run = staticmethod(layers.init_gated_delta_net), staticmethod(layers.gated_delta_net)
 
 
 class GatedDeltaNet2(_Layer):
-    """`chunkwise.layers.gated_delta_net2` as a module."""
+    """Gated DeltaNet 2, whose delta rule erases and writes apart, as a module.
+
+    `chunkwise.layers.gated_delta_net2` has the equations.
+    """
 
     init, run = staticmethod(layers.init_gated_delta_net2), staticmethod(layers.gated_delta_net2)
 
 
 class KimiDeltaAttention(_Layer):
-    """`chunkwise.layers.kimi_delta_attention` as a module."""
+    """Kimi delta attention, the layer of Kimi-Linear, Kimi-K3 and Ling 3.0, as a module.
+
+    `chunkwise.layers.kimi_delta_attention` has the equations.
+    """
 
     init, run = staticmethod(layers.init_kimi_delta_attention), staticmethod(layers.kimi_delta_attention)
 
 
 class Mamba2Mixer(_Layer):
-    """`chunkwise.layers.mamba2_mixer` as a module."""
+    """The mixer of Mamba-2, as a module.
+
+    `chunkwise.layers.mamba2_mixer` has the equations.
+    """
 
     init, run = staticmethod(layers.init_mamba2_mixer), staticmethod(layers.mamba2_mixer)
 
 
 class LightningAttention(_Layer):
-    """`chunkwise.layers.lightning_attention` as a module."""
+    """Lightning attention, the layer of MiniMax, as a module.
+
+    `chunkwise.layers.lightning_attention` has the equations.
+    """
 
     init, run = staticmethod(layers.init_lightning_attention), staticmethod(layers.lightning_attention)

@@ -1,7 +1,7 @@
 """The sizes of a layer, under the names that its operator has for them."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from chunkwise.shared.call import checks
 _GATES = ("silu", "sigmoid")
 # Where the norm of Mamba-2 is, as seen from the gate.
 _NORMS = ("after", "before", None)
+# In the place of a size that is left out.
+_LEFT_OUT: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +20,13 @@ class LayerConfig:
     """What all layers have.
 
     Attributes:
-      D: size of the hidden states.
+      D: channels of the hidden states.
       H: heads of queries and keys.
-      HV: heads of values, a multiple of H.
-      K, V: dimensions of a key and of a value.
-      W: width of the short convolution.
-      eps: of the gated norm.
+      HV: heads of values, a multiple of H: HV / H value heads share a key head.
+      K: channels of a head of queries and keys.
+      V: channels of a head of values. A state is [K, V].
+      W: width of the short convolution: how many tokens it reads, from 2 to 8.
+      eps: what the norm adds to the mean square.
       per_channel: of the class, whether gates are per channel of the key, and not per head.
     """
 
@@ -67,7 +70,14 @@ class GatedDeltaNetConfig(LayerConfig):
     """The sizes of `gated_delta_net`.
 
     Attributes:
-      allow_neg_eigval: whether beta goes up to 2, as in OLMo-hybrid.
+      D: channels of the hidden states.
+      H: heads of queries and keys.
+      HV: heads of values, a multiple of H: HV / H value heads share a key head.
+      K: channels of a head of queries and keys.
+      V: channels of a head of values. A state is [K, V].
+      W: width of the short convolution: how many tokens it reads, from 2 to 8.
+      eps: what the norm adds to the mean square.
+      allow_neg_eigval: whether step sizes go up to 2, as in OLMo-hybrid.
       activation: of the gate of the norm, "silu" or "sigmoid", which Qwen4-Exp may have.
     """
 
@@ -86,8 +96,15 @@ class GatedDeltaNet2Config(LayerConfig):
     """The sizes of `gated_delta_net2`.
 
     Attributes:
+      D: channels of the hidden states.
+      H: heads of queries and keys.
+      HV: heads of values, a multiple of H: HV / H value heads share a key head.
+      K: channels of a head of queries and keys.
+      V: channels of a head of values. A state is [K, V].
+      W: width of the short convolution: how many tokens it reads, from 2 to 8.
+      eps: what the norm adds to the mean square.
       allow_neg_eigval: whether erase gates go up to 2.
-      lower_bound: of the decay, below 0, for the law with a sigmoid; None for the law with a softplus.
+      lower_bound: the least log decay of the law with a sigmoid, below 0; None for the law with a softplus.
     """
 
     per_channel: ClassVar[bool] = True
@@ -107,19 +124,32 @@ class KimiDeltaAttentionConfig(LayerConfig):
     """The sizes of `kimi_delta_attention`.
 
     Attributes:
+      D: channels of the hidden states.
+      H: heads of queries and keys.
+      HV: heads of values, a multiple of H; None, the default, for H, as in all published models.
+      K: channels of a head of queries and keys.
+      V: channels of a head of values. A state is [K, V].
+      W: width of the short convolution: how many tokens it reads, from 2 to 8.
+      eps: what the norm adds to the mean square.
       R: rank of the projections of the decay and of the norm's gate; None for one matrix each.
       full_rank_gate: whether the projection of the norm's gate is one matrix for any R, as in Kimi-K3.
-      lower_bound: of the decay, below 0, for the law with a sigmoid; None for the law with a softplus.
+      lower_bound: the least log decay of the law with a sigmoid, below 0; None for the law with a softplus.
     """
 
     per_channel: ClassVar[bool] = True
 
+    HV: int = _LEFT_OUT
+    # Python wants a default after a default; these are refused where they are left out.
+    K: int = _LEFT_OUT
+    V: int = _LEFT_OUT
     eps: float = 1e-5
     R: int | None = None
     lower_bound: float | None = None
     full_rank_gate: bool = False
 
     def __post_init__(self):
+        if self.HV is None:
+            object.__setattr__(self, "HV", self.H)
         super().__post_init__()
         checks.check_flags(full_rank_gate=self.full_rank_gate)
         checks.check(self.R is None or self.R > 0, f"`R` must be None or above 0; got {self.R!r}.")
@@ -128,9 +158,16 @@ class KimiDeltaAttentionConfig(LayerConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Mamba2Config(LayerConfig):
-    """The sizes of `mamba2_mixer`: H groups, HV heads, K channels of a state, V channels of a head.
+    """The sizes of `mamba2_mixer`, under the names of attention; its paper has others.
 
     Attributes:
+      D: channels of the hidden states, `hidden_size` of transformers.
+      H: groups, `n_groups`: the heads of queries and keys, which the paper calls C and B.
+      HV: heads, `num_heads`, a multiple of H: HV / H heads share a group.
+      K: channels of a query and of a key, `state_size`.
+      V: channels of a head, `head_dim`. A state is [K, V].
+      W: width of the short convolution, `conv_kernel`: how many tokens it reads, from 2 to 8.
+      eps: what the norm adds to the mean square.
       conv_bias: whether the convolutions have a bias.
       dt_limit: least and most of a time step; transformers limits the steps of a prefill only.
       norm: "after" for a norm after the gate, "before" for one before it, None for a gate alone.
@@ -161,9 +198,16 @@ class Mamba2Config(LayerConfig):
 
 @dataclasses.dataclass(frozen=True)
 class LightningAttentionConfig(LayerConfig):
-    """The sizes of `lightning_attention`, which has no convolution.
+    """The sizes of `lightning_attention`.
 
     Attributes:
+      D: channels of the hidden states.
+      H: heads of queries and keys.
+      HV: heads of values, a multiple of H: HV / H value heads share a key head. MiniMax has H of them.
+      K: channels of a head of queries and keys.
+      V: channels of a head of values. A state is [K, V].
+      W: is not read, because the layer has no convolution.
+      eps: what the norm adds to the mean square.
       layer: number of this layer, from 0: decays get weaker from layer to layer.
       layers: of the whole model.
     """
