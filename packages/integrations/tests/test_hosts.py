@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from chunkwise import integrations
 from chunkwise.integrations import levanter, maxtext, sglang_jax, tpu_inference
 from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net, init_gated_delta_net, load_gated_delta_net
 from chunkwise.shared.testing.compare import assert_close
@@ -83,6 +84,75 @@ def normal(rng, *shape):
 
 def doubles(*arrays):
     return [np.asarray(x, np.float64) for x in arrays]
+
+
+# What `install` replaces: names of a host's modules.
+GDN_BACKEND, KDA_BACKEND, LIGHTNING_BACKEND = (
+    f"sgl_jax.srt.layers.attention.linear.{name}_backend" for name in ("gdn", "kda", "lightning")
+)
+REPLACED = {
+    maxtext: {"maxtext.models.qwen3": ("jax_chunk_gated_delta_rule", "jax_ar_gated_delta_rule")},
+    levanter: {"levanter.layers.gated_deltanet": ("chunk_gated_delta_rule", "recurrent_gated_delta_rule")},
+    sglang_jax: {
+        GDN_BACKEND: (
+            "decode_gated_delta_rule_ref", "chunked_gated_delta_rule_jax", "fused_chunk_parallel_prefill",
+            "validate_fused_chunk_parallel_capability",
+        ),
+        KDA_BACKEND: ("KDAAttnBackend",),
+        LIGHTNING_BACKEND: ("LightningAttnBackend",),
+        "sgl_jax.srt.entrypoints.engine": ("run_scheduler_process",),
+    },
+}  # fmt: skip
+
+
+def stand_in(monkeypatch, name: str, **members):
+    """Put a module that has only these members, and the packages that it lies in, where a host is missing."""
+    for end in range(1, name.count(".") + 1):
+        package = ".".join(name.split(".")[:end])
+        if package not in sys.modules:
+            monkeypatch.setitem(sys.modules, package, types.ModuleType("package"))
+    module = types.ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+    setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module)
+
+
+@pytest.fixture
+def replaced(request, monkeypatch):
+    """Return a module of chunkwise, and what it replaces by module and name, of a host that stands in."""
+    module = request.param
+    theirs = {}
+    for path, names in REPLACED[module].items():
+        theirs |= {(path, name): type(name, (), {}) for name in names}
+        backend = type("GDNAttnBackend", (), {"_forward_extend_chunked_jax": lambda self: None})
+        more = {"GDNAttnBackend": backend} if path == GDN_BACKEND else {}
+        stand_in(monkeypatch, path, **{name: theirs[path, name] for name in names}, **more)
+    yield module, theirs
+    # It has the stand-ins in it.
+    if sys.modules.pop("chunkwise.integrations.sglang_backends", None):
+        del integrations.sglang_backends
+
+
+@pytest.mark.parametrize("replaced", REPLACED, indirect=True, ids=lambda module: module.__name__[23:])
+def test_install(replaced):
+    """All names are ours after it, and the host's again in the end; a second installation changes nothing."""
+    module, theirs = replaced
+    now = lambda: {(path, name): getattr(sys.modules[path], name) for path, name in theirs}
+    put_back = module.install()
+    ours = now()
+    assert not any(ours[place] is theirs[place] for place in theirs)
+    module.install()()
+    assert now() == ours
+    put_back()
+    assert now() == theirs
+
+
+def test_install_refuses_another_version(monkeypatch):
+    """A name that is not there is an error, and nothing is replaced."""
+    stand_in(monkeypatch, "levanter.layers.gated_deltanet", chunk_gated_delta_rule=None)
+    with pytest.raises(AttributeError, match="recurrent_gated_delta_rule"):
+        levanter.install()
+    assert sys.modules["levanter.layers.gated_deltanet"].chunk_gated_delta_rule is None
 
 
 # MaxText
@@ -301,16 +371,6 @@ def test_tpu_inference_errors():
         tpu_inference.fused_conv1d_gdn(**x, **MIXED, kernel_size=W, **SIZES | dict(n_kq=3))
 
 
-def stand_in(monkeypatch, name: str, **members):
-    """Put a module that has only these members, and the packages that it lies in, where a host is missing."""
-    for end in range(1, name.count(".") + 1):
-        monkeypatch.setitem(sys.modules, ".".join(name.split(".")[:end]), types.ModuleType("package"))
-    module = types.ModuleType(name)
-    vars(module).update(members)
-    monkeypatch.setitem(sys.modules, name, module)
-    setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module)
-
-
 def test_tpu_inference_registers(monkeypatch):
     """vLLM calls the entry point, and tpu-inference gets a linear attention of its own kind and a class by its path."""
     (plugin,) = (x for x in metadata.entry_points(group="vllm.general_plugins") if x.name == "chunkwise")
@@ -401,6 +461,46 @@ def test_sglang_jax_kda_and_lightning():
         for place in (slot, second) if second else (slot,):
             assert_close("state", kda[place], state, 1e-6)
             assert_close("state", plain[place], states, 1e-6)
+
+
+@pytest.mark.parametrize("replaced", [sglang_jax], indirect=True, ids=["sglang_jax"])
+@pytest.mark.parametrize("form", ["prefill", "decode"])
+def test_sglang_jax_backends_pass_the_pool_on(replaced, form):
+    """What SGLang-JAX's backends would gather, compute and scatter is one call over the pool."""
+    sglang_jax.install()
+    rng, T, H = np.random.default_rng(5), 9 if form == "prefill" else 3, N_V
+    q, k, v, a = (normal(rng, T, H, D) for _ in range(4))
+    b, pool = jnp.asarray(rng.uniform(size=(T, H)), jnp.float32), normal(rng, SLOTS, H, D, D)
+    A_log, dt_bias, slope = normal(rng, 1, 1, H, 1), normal(rng, H * D), -jnp.abs(normal(rng, H))
+    cu_seqlens = jnp.asarray([0, 2, 7, 9], jnp.int32) if form == "prefill" else None
+    slots, has, second = jnp.asarray([4, 2, 6]), jnp.asarray([True, False, True]), jnp.asarray([8, 0, 9])
+    variable = lambda x: types.SimpleNamespace(value=x)
+    layer = types.SimpleNamespace(A_log=variable(A_log), dt_bias=variable(dt_bias), scale=0.5)
+    about = dict(cu_q_lens=cu_seqlens, recurrent_indices=slots, has_initial_state=has)
+    mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def backend(path, name, **tracked):
+        made = getattr(sys.modules[path], name)()
+        made.mesh, made.forward_metadata = mesh, types.SimpleNamespace(**about, **tracked)
+        return made
+
+    kda = backend(KDA_BACKEND, "KDAAttnBackend", recurrent_track_indices=second, recurrent_track_mask=None)
+    lightning = backend(LIGHTNING_BACKEND, "LightningAttnBackend")
+    if form == "prefill":
+        o, new = jax.jit(lambda *x: kda._forward_extend(*x, cu_seqlens, layer, scale=0.5))(q, k, v, a, b, pool)
+        p, plain = jax.jit(lightning._forward_extend)(q, k, v, pool, slots, has, slope)
+    else:
+        o, new = jax.jit(lambda *x: kda._forward_decode(*x, layer, scale=0.5))(q, k, v, a, b, pool)
+        p, plain = jax.jit(lightning._forward_decode)(q, k, v, pool, slots, has, slope)
+    assert kda.set_ssm_track_state(kda.set_ssm_state(None, 0, slots, new), second, None, None) is new
+    kda.get_layer_cache = lambda pools, layer: pools[layer]
+    type(kda).__bases__[0].get_state = lambda self, pools, layer, indices: (None, "inputs")
+    assert kda.get_state([(pool, None)], 0, slots) == (pool, "inputs")
+    whole = dict(has_initial_state=has, track_indices=second, scale=0.5)
+    want = jax.jit(lambda *x: sglang_jax.kda(*x, A_log, dt_bias, cu_seqlens, slots, **whole))(q, k, v, a, b, pool)
+    wanted = jax.jit(lambda *x: sglang_jax.lightning(*x, cu_seqlens, slots, has))(q, k, v, slope, pool)
+    for ours, theirs in zip((new, o, plain, p), (*want, *wanted), strict=True):
+        assert_close("pool or output", ours, np.asarray(theirs, np.float64), 1e-6)
 
 
 # levanter

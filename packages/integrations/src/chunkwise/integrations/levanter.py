@@ -1,17 +1,33 @@
 """The gated delta rule over named arrays, as levanter has it in `layers/gated_deltanet.py`."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from chunkwise import pipeline
+from chunkwise.integrations.replacing import replace
 
 if TYPE_CHECKING:
     from haliax import NamedArray
 
-__all__ = ["chunk_gated_delta_rule", "recurrent_gated_delta_rule"]
+__all__ = ["chunk_gated_delta_rule", "install", "recurrent_gated_delta_rule"]
 _ORDER = ("batch", "position", "heads")
+
+
+def install() -> Callable[[], None]:
+    """Make levanter's `GatedDeltaNet` compute the gated delta rule by chunkwise, and return a function that ends it.
+
+    levanter has no seam for it, so two functions of `levanter.layers.gated_deltanet` are replaced. Models that are
+    traced afterwards have chunkwise in them.
+    """
+    from levanter.layers import gated_deltanet
+
+    return replace(
+        (gated_deltanet, "chunk_gated_delta_rule", chunk_gated_delta_rule),
+        (gated_deltanet, "recurrent_gated_delta_rule", recurrent_gated_delta_rule),
+    )
 
 
 def chunk_gated_delta_rule(

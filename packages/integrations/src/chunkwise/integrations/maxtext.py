@@ -1,16 +1,41 @@
 """The gated delta rule in MaxText's signatures, and the weights of its Qwen3-Next layer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from chunkwise.integrations.replacing import Place, replace
 from chunkwise.layers import GatedDeltaNetConfig, GatedDeltaNetWeights, init_gated_delta_net, load_gated_delta_net
 from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.shared.call import checks
 
-__all__ = ["jax_ar_gated_delta_rule", "jax_chunk_gated_delta_rule", "load_qwen3_next", "save_qwen3_next"]
+__all__ = ["install", "jax_ar_gated_delta_rule", "jax_chunk_gated_delta_rule", "load_qwen3_next", "save_qwen3_next"]
+
+
+def install(documents: bool = False) -> Callable[[], None]:
+    """Make MaxText's Qwen3-Next and Qwen3.5 compute the gated delta rule by chunkwise, and return what ends it.
+
+    MaxText has no seam for it, so two functions of `maxtext.models.qwen3` are replaced. Models that are traced
+    afterwards have chunkwise in them.
+
+    Args:
+      documents: whether the documents of a packed row are kept apart in training. MaxText's layer sends the state, and
+        the inputs of the convolution, from one document to the next, so that chunkwise's layer takes its place, out of
+        the same parameters.
+    """
+    from maxtext.models import qwen3
+
+    places: list[Place] = [
+        (qwen3, "jax_chunk_gated_delta_rule", jax_chunk_gated_delta_rule),
+        (qwen3, "jax_ar_gated_delta_rule", jax_ar_gated_delta_rule),
+    ]
+    if documents:
+        from chunkwise.integrations import maxtext_layer
+
+        places.append((qwen3.Qwen3NextGatedDeltaNet, "__call__", maxtext_layer.over_documents))
+    return replace(*places)
 
 
 def jax_chunk_gated_delta_rule(

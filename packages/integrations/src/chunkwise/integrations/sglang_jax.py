@@ -1,14 +1,49 @@
 """Linear attention for SGLang-JAX: what its backends call for prefills and decodes, over its pools of states."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from chunkwise.integrations.replacing import replace
 from chunkwise.integrations.serving import raw_gates, split_heads
 from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
 
-__all__ = ["decode_gated_delta_rule", "kda", "lightning", "prefill_gated_delta_rule"]
+__all__ = ["decode_gated_delta_rule", "install", "kda", "lightning", "prefill_gated_delta_rule"]
+
+
+def install() -> Callable[[], None]:
+    """Make SGLang-JAX's engine compute linear attention by chunkwise, and return a function that ends it.
+
+    The gated delta rule, Kimi delta attention and lightning attention of the engines that are made afterwards are
+    chunkwise's, whether schedulers are threads or processes, and whatever `--gdn-prefill-impl` says. Convolutions stay
+    SGLang-JAX's. It has no seam for any of this, so names in `gdn_backend`, `kda_backend`, `lightning_backend` and
+    `engine` are replaced.
+    """
+    from sgl_jax.srt.entrypoints import engine
+    from sgl_jax.srt.layers.attention.linear import gdn_backend, kda_backend, lightning_backend
+
+    from chunkwise.integrations import sglang_backends
+
+    return replace(
+        (gdn_backend, "decode_gated_delta_rule_ref", decode_gated_delta_rule),
+        (gdn_backend, "chunked_gated_delta_rule_jax", prefill_gated_delta_rule),
+        # The prefill that is the default has the arguments of the other one, which calls the function above.
+        (gdn_backend, "fused_chunk_parallel_prefill", gdn_backend.GDNAttnBackend._forward_extend_chunked_jax),
+        (gdn_backend, "validate_fused_chunk_parallel_capability", sglang_backends.any_sizes),
+        (kda_backend, "KDAAttnBackend", sglang_backends.ChunkwiseKDA),
+        (lightning_backend, "LightningAttnBackend", sglang_backends.ChunkwiseLightning),
+        (engine, "run_scheduler_process", run_scheduler_process),
+    )
+
+
+def run_scheduler_process(*arguments) -> None:
+    """Run a scheduler of SGLang-JAX in a process of its own, where no name is replaced yet."""
+    from sgl_jax.srt.managers import scheduler
+
+    install()
+    scheduler.run_scheduler_process(*arguments)
 
 
 def prefill_gated_delta_rule(
