@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+from collections.abc import Sequence
 
 import griffe
 
@@ -25,11 +26,12 @@ class PlainText(griffe.Extension):
                 mod.set_member(name, function_of(name, made))
 
     def on_object(self, *, obj: griffe.Object, **_):
-        """Take the docstring that a decorator completed, and show it as it is meant."""
-        if obj.is_function and obj.decorators and (text := inspect.getdoc(runtime(obj))):
+        """Take the docstring that a decorator or a class above completed, and show it as it is meant."""
+        if (obj.is_class or (obj.is_function and obj.decorators)) and (text := inspect.getdoc(runtime(obj))):
             obj.docstring = griffe.Docstring(text, parent=obj)
         if obj.docstring:
-            obj.docstring.value = as_markdown(inspect.cleandoc(obj.docstring.value))
+            names = [x.name for x in obj.parameters] if obj.is_function else []
+            obj.docstring.value = as_markdown(inspect.cleandoc(obj.docstring.value), names)
 
 
 def runtime(obj: griffe.Object):
@@ -45,15 +47,27 @@ def function_of(name: str, made) -> griffe.Function:
 
     def parameter(x: inspect.Parameter) -> griffe.Parameter:
         default = None if x.default is x.empty else getattr(x.default, "__name__", repr(x.default))
-        return griffe.Parameter(x.name, kind=griffe.ParameterKind[x.kind.name.lower()], default=default)
+        annotation = None if x.annotation is x.empty else inspect.formatannotation(x.annotation)
+        kind = griffe.ParameterKind[x.kind.name.lower()]
+        return griffe.Parameter(x.name, annotation=annotation, kind=kind, default=default)
 
     parameters = griffe.Parameters(*map(parameter, inspect.signature(made).parameters.values()))
     return griffe.Function(name, parameters=parameters, docstring=griffe.Docstring(inspect.getdoc(made) or ""))
 
 
-def as_markdown(text: str) -> str:
-    """Return a docstring with its labels bold and everything that only looks like Markdown or HTML escaped."""
+def as_markdown(text: str, names: Sequence[str] = ()) -> str:
+    """Return a docstring with its labels bold and everything that only looks like Markdown or HTML escaped.
+
+    The `names` of arguments become code in the text, if an underscore tells them from words.
+    """
     text = re.sub(r"::$", ":", text, flags=re.MULTILINE)
+    if named := "|".join(name for name in names if "_" in name):
+        # What begins an entry of Args is code already.
+        name = re.compile(rf"^  \w+(?:, \w+)*:|(?<![\w.])(?:{named})(?!\w)", re.MULTILINE)
+        code = lambda match: match[0] if match[0].endswith(":") else f"`{match[0]}`"
+        parts = CODE.split(text)
+        parts[::2] = [name.sub(code, part) for part in parts[::2]]
+        text = "".join(parts)
     parts = CODE.split(text)
     parts[::2] = [re.sub(r"[<*]", lambda sign: {"<": "&lt;", "*": r"\*"}[sign[0]], part) for part in parts[::2]]
     return LABEL.sub(r"\n**\1:**", "".join(parts))

@@ -34,6 +34,17 @@ MATHML = "http://www.w3.org/1998/Math/MathML"
 HEIGHT, DEPTH = {"height": "0.42em"}, {"depth": "0.2em"}
 SCRIPTS = {"msup": HEIGHT, "msub": DEPTH, "msubsup": HEIGHT | DEPTH}
 # Pages for those who change the project; a search shows the pages for users first.
+REFERENCE = {
+    "Layers": ["packages/layers.md"],
+    "Flax": ["packages/integrations.nnx.md", "packages/integrations.md"],
+    "Operators": [f"packages/{name}.md" for name in ("pipeline", "fused_gdn", "kda", "two_keys", "fused_gla")],
+    "Stages": [f"packages/{name}.md" for name in ("cumsum", "kkt", "solve_tril", "wy_fast", "chunk_h", "chunk_o")],
+}
+"""The pages of the menu's part API, by group; the pages of other packages make a last group."""
+# The module with the layers as modules of flax.
+FLAX = "nnx"
+# The methods of the modules of flax, which a class has from a class that is not public.
+METHODS = ("__call__", "init_cache")
 BEHIND = ("packages/shared", "changelog", "contributing", "examples/", "maintain/")
 
 
@@ -52,10 +63,13 @@ def exported(init: Path) -> list[str]:
 
 
 def reference(init: Path) -> str:
-    """Return the Markdown from which mkdocstrings makes the reference of a package."""
-    parts = init.parent.parts
-    module = ".".join(parts[parts.index("src") + 1 :])
-    return "\n\n".join(f"::: {module}.{name}" for name in exported(init))
+    """Return the Markdown from which mkdocstrings makes the reference of a package, or of a module of flax's."""
+    path = init.parent if init.stem == "__init__" else init.with_suffix("")
+    module = ".".join(path.parts[path.parts.index("src") + 1 :])
+    members = f"\n    options:\n      inherited_members: [{', '.join(METHODS)}]\n      members: [{', '.join(METHODS)}]"
+    options = members if init.stem == FLAX else ""
+    # The module of flax has a page of its own.
+    return "\n\n".join(f"::: {module}.{name}{options}" for name in exported(init) if name != FLAX)
 
 
 def source_page(path: Path) -> str:
@@ -74,8 +88,8 @@ def pages_elsewhere() -> dict[str, tuple[str, str]]:
         if exported(first):
             text += f"\n## Reference\n\n{reference(first)}\n"
         pages[f"{folder.relative_to(ROOT)}/README.md"] = (f"packages/{folder.name}.md", text)
-        for init in filter(exported, groups):
-            name = f"{folder.name}.{init.parent.name}"
+        for init in filter(exported, [*groups, *folder.glob(f"src/chunkwise/*/{FLAX}.py")]):
+            name = f"{folder.name}.{init.parent.name if init.stem == '__init__' else init.stem}"
             title = f"# chunkwise.{name}\n\n{ast.get_docstring(ast.parse(init.read_text()))}\n\n"
             pages[str(init.relative_to(ROOT))] = (f"packages/{name}.md", title + reference(init))
     for path in sorted(ROOT.glob("examples/*.py")):
@@ -93,10 +107,14 @@ def on_config(config):
     """Append the pages of packages and examples to the navigation, and tell mkdocstrings where the sources are."""
     introduce(config, metadata.read())
     config.extra["elsewhere"] = elsewhere = pages_elsewhere()
-    for title in ("Packages", "Examples"):
-        folder = title.lower()
-        pages = [page for page, _ in elsewhere.values() if page.startswith(f"{folder}/")]
-        config.nav.append({title: [f"{folder}.md", *pages]})
+    found = lambda folder: [page for page, _ in elsewhere.values() if page.startswith(f"{folder}/")]
+    named = {page for pages in REFERENCE.values() for page in pages}
+    parts = [{title: pages} for title, pages in REFERENCE.items()]
+    parts.append({"Packages": ["packages.md", *(page for page in found("packages") if page not in named)]})
+    # Before the part for maintainers, which is the last one.
+    config.nav.insert(-1, {"API": parts})
+    (tutorial,) = (part["Tutorial"] for part in config.nav if "Tutorial" in part)
+    tutorial.append({"Examples": ["examples.md", *found("examples")]})
     options = config.plugins["mkdocstrings"].config["handlers"]["python"]
     options["paths"] = [str(path / "src") for path in package_folders()]
     return config

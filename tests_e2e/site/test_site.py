@@ -7,7 +7,9 @@ on this machine.
 import ast
 import functools
 import http.server
+import re
 import runpy
+import statistics
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,19 @@ HOOKS = runpy.run_path(str(ROOT / "docs/site/hooks.py"))
 ABOUT = HOOKS["metadata"].read()
 PAGES = sorted(path.relative_to(SITE).as_posix().removesuffix("index.html") for path in SITE.rglob("index.html"))
 INITS = [path for path in ROOT.glob("*/**/src/chunkwise/**/__init__.py") if "__all__" in path.read_text()]
+INITS += ROOT.glob(f"packages/*/src/chunkwise/*/{HOOKS['FLAX']}.py")
+# Pages that a person looks at, in windows of these widths.
+PICTURED = ["", "tutorial/", "serving/", "performance/", "packages/layers/", "packages/integrations.nnx/"]
+WIDTHS = {390: 844, 1400: 900}
+PICTURES = ROOT / "build/pictures"
+# Letters that a line has room for, in each long paragraph: its width over the mean width of its letters.
+LINE_LENGTHS = """[...document.querySelectorAll('article > p')].filter(x => x.textContent.length > 150).map(x => {
+    const room = x.getBoundingClientRect().width
+    x.style.cssText = 'white-space: nowrap; width: max-content; max-width: none'
+    const length = x.getBoundingClientRect().width
+    x.style.cssText = ''
+    return room * x.textContent.length / length
+})"""
 
 # What the tests want to know of an open page.
 LOOK = """({
@@ -131,6 +146,56 @@ def test_code_does_not_scroll_on_a_laptop(look, page):
     assert not look(page)["scrolling"]
 
 
+def test_lines_are_easy_to_read(browser, address):
+    """On a wide window they have 80 to 90 letters."""
+    assert browser.open(address + "using/", (1400, 900))
+    lengths = browser.run(LINE_LENGTHS)
+    assert len(lengths) > 3
+    assert 80 <= statistics.median(lengths) <= 90, lengths
+
+
+@pytest.mark.parametrize("scheme", ["default", "slate"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("page", PICTURED)
+def test_pictures(browser, address, page, width, scheme):
+    """They are kept in build/pictures; a page in dark colours is dark."""
+    assert browser.open(address + page, (width, WIDTHS[width]))
+    browser.run(f"document.body.setAttribute('data-md-color-scheme', '{scheme}')")
+    browser.sleep(0.3)
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    browser.picture(PICTURES / f"{page.strip('/').replace('/', '.') or 'index'}-{width}-{scheme}.png")
+    red, *_ = map(int, re.findall(r"\d+", browser.run("getComputedStyle(document.body).backgroundColor")))
+    assert (red < 100) == (scheme == "slate")
+
+
+def test_pages_lead_to_their_neighbours(browser, address):
+    assert browser.open(address + "tutorial/")
+    directions = "[...document.querySelectorAll('.md-footer__link')].map(a => a.className.split('--')[1])"
+    assert browser.run(directions) == ["prev", "next"]
+
+
+def test_modules_of_flax_have_their_calls(look):
+    names = look("packages/integrations.nnx/")["names"]
+    for module in ("GatedDeltaNet", "KimiDeltaAttention", "GatedDeltaNet2", "Mamba2Mixer", "LightningAttention"):
+        assert {f"chunkwise.integrations.nnx.{module}.{name}" for name in HOOKS["METHODS"]} <= set(names)
+
+
+def test_a_page_is_one_result_of_a_search(browser, address):
+    """With its best section beside it."""
+    assert browser.open(address)
+    assert browser.wait_for(f"{SEARCH % 'state'}.length")
+    browser.sleep(0.5)
+    shown = """[...document.querySelectorAll('.md-search-result__item')]
+        .map(x => [...x.querySelectorAll(':scope > a')].filter(a => getComputedStyle(a).display !== 'none').length)"""
+    counts = browser.run(shown)
+    assert len(counts) > 5
+    assert max(counts) <= 2
+
+
+def test_only_pages_are_published():
+    assert not [*SITE.rglob("__pycache__"), *SITE.rglob("*.py")]
+
+
 def test_title_says_the_version(look):
     assert look("")["title"] == f"chunkwise {ABOUT.version}"
 
@@ -160,11 +225,13 @@ def functions(init: Path) -> list[str]:
     for node in ast.parse(init.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             names = ast.literal_eval(node.value)
-    module = ".".join(init.parent.parts[init.parent.parts.index("src") + 1 :])
-    return [f"{module}.{name}" for name in names if not name.isupper()]
+    path = init.parent if init.stem == "__init__" else init.with_suffix("")
+    module = ".".join(path.parts[path.parts.index("src") + 1 :])
+    # The module of flax has a page of its own.
+    return [f"{module}.{name}" for name in names if not name.isupper() and name != HOOKS["FLAX"]]
 
 
-@pytest.mark.parametrize("init", INITS, ids=lambda init: init.parent.name)
+@pytest.mark.parametrize("init", INITS, ids=lambda init: "/".join(init.with_suffix("").parts[-2:]))
 def test_search_finds_what_a_package_exports(browser, address, init):
     assert browser.open(address)
     for name in functions(init):
