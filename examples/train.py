@@ -22,6 +22,7 @@ import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from blocks import rotate
@@ -169,12 +170,15 @@ def train(model, rows, held_out, o):
     kept = ocp.CheckpointManagerOptions(max_to_keep=2)
     with (
         ocp.CheckpointManager(o.output.absolute() / "checkpoints", options=kept) as checkpoints,
-        Progress(*columns) as progress,
+        Progress(*columns, disable=not Console().is_terminal) as progress,
     ):
+        bar = not progress.disable
         if last := checkpoints.latest_step() or 0:
             state = checkpoints.restore(last, args=ocp.args.StandardRestore(state))
         model, moments, losses, measured = jax.tree.unflatten(structure, state)
-        task = progress.add_task(f"begins after step {last}", total=o.steps, completed=last)
+        task = progress.add_task(begins := f"begins after step {last}", total=o.steps, completed=last)
+        if not bar:
+            print(f"{begins}, and compiles", flush=True)
         for n in range(last, o.steps):
             if n in points:
                 measured[points.index(n)] = measure(model, held_out, o.batch)
@@ -183,6 +187,8 @@ def train(model, rows, held_out, o):
             speed = (progress.tasks[task].speed or 0) * o.batch * o.length
             text = f"loss {loss:.3f}, {loss / math.log(2):.2f} bits per byte, {speed:,.0f} tokens/s"
             progress.update(task, advance=1, description=text)
+            if not bar and (n == last or (n + 1) % o.print_every == 0):
+                print(f"step {n + 1} of {o.steps}: {text}", flush=True)
             if (n + 1) % o.save_every == 0 or n + 1 == o.steps:
                 # It is written while training goes on.
                 state = jax.tree.leaves((model, moments, losses.copy(), measured.copy()))
@@ -205,6 +211,7 @@ OPTIONS = dict(
     width=(128, "channels of the hidden states, an even number"),
     rate=(3e-3, "the highest learning rate: it rises to it over a twentieth of the steps, then falls to a twentieth"),
     save_every=(300, "steps between checkpoints"),
+    print_every=(50, "steps between lines, where the output is no terminal with a bar"),
     measure_every=(100, "steps between measurements on the files held out"),
     held_out=(2**17, "bytes of files that training never reads, to measure on"),
     mesh=("data=1", "devices of each axis, such as data=2,sequence=2,heads=2; a CPU is divided into so many"),

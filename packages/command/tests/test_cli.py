@@ -38,7 +38,7 @@ def test_check_prints_ascii_text_in_a_pipe(kernels, capsys):
     printed = capsys.readouterr().out
     assert printed.isascii()
     assert "\x1b" not in printed
-    assert "8 of 8 passed on cpu" in printed
+    assert re.search(r"8 of 8 passed on cpu, .*, in \d+ seconds, \d+ seconds of processor time, compil", printed)
     lines = [line for line in printed.splitlines() if SIMPLE_GLA.name in line]
     assert [("packed" in line, "bfloat16" in line) for line in lines] == [(x, y) for y in (0, 1) for x in (0, 1)]
     assert all("gradients" in line and "pass" in line for line in lines)
@@ -81,6 +81,18 @@ def test_check_says_what_it_does_while_it_does_it(kernels, capsys, monkeypatch):
     assert before.out.count(CUMSUM.name) == before.out.count("pass") == 4
     assert "second" not in before.out
     assert before.err.splitlines() == [f"running {CUMSUM.name}, xla ...", "compiling second, xla ..."]
+
+
+def test_a_table_stays_whole_where_errors_go_into_the_same_file(kernels, tmp_path, monkeypatch):
+    """As after `2>&1`: nothing is said between its lines."""
+    kernels(stages=(CUMSUM,))
+    with (tmp_path / "log").open("w") as log:
+        monkeypatch.setattr("sys.stdout", log)
+        monkeypatch.setattr("sys.stderr", log)
+        assert cli.main(["check", "--quick"]) == 0
+    printed = (tmp_path / "log").read_text()
+    assert CUMSUM.name in printed
+    assert "..." not in printed
 
 
 def test_quick_checks_every_kernel_once(kernels, capsys):
@@ -170,6 +182,8 @@ def test_info(capsys):
     printed = capsys.readouterr().out
     assert printed.isascii()
     assert "chunkwise-solve-tril" in printed
+    for name in ("chunkwise", "chunkwise-integrations", "flax"):
+        assert re.search(rf"^\| {name} +\|", printed, re.MULTILINE), name
     assert "Backend cpu" in printed
     assert cli.main(["info", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -50,6 +51,7 @@ def test_report(tmp_path, capsys):
     printed = capsys.readouterr()
     assert printed.out.isascii()
     assert "1 checks, 3 times, 0 failed" in printed.out
+    assert re.search(r"It took \d+ seconds, \d+ seconds of processor time", printed.out)
     assert "timing tiny, forward, xla ..." in printed.err
 
 

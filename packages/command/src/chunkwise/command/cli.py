@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run_check(options: argparse.Namespace, console: Console) -> int:
     """Check the kernels, and print a table or JSON."""
-    started = time.perf_counter()
+    started = time.perf_counter(), time.process_time()
     # Nothing but JSON may be printed with it.
     rows = check_all(options.kernel, options.interpret, options.quick, Console(quiet=True) if options.json else console)
     failed = [row for row in rows if not row.passed]
@@ -82,7 +82,7 @@ def run_check(options: argparse.Namespace, console: Console) -> int:
         return int(bool(failed))
     console.print(
         f"{len(rows) - len(failed)} of {len(rows)} passed on {jax.devices()[0].device_kind}, jax {jax.__version__}, in "
-        f"{time.perf_counter() - started:.0f} seconds, compilation included.\n"
+        f"{tables.took(*started)}, compilation included.\n"
         "Error: RMS against float64 over RMS, of the result nearest to its tolerance. Time: median of 3 runs, without "
         "compilation; of interpreted kernels it means nothing."
     )
@@ -136,8 +136,11 @@ def run_report(options: argparse.Namespace, console: Console) -> int:
     if options.samples < 1:
         raise SystemExit(f"`--samples` must be at least 1; got {options.samples}.")
     small = jax.default_backend() == "cpu" if options.small is None else options.small
+    started = time.perf_counter(), time.process_time()
     checked = [as_json(row) for row in check_all(options.kernel, interpret=False, quick=True, lines=console)]
-    return report.run(checked, options.case or list(models.MODELS), small, options.samples, options.output, console)
+    code = report.run(checked, options.case or list(models.MODELS), small, options.samples, options.output, console)
+    console.print(f"It took {tables.took(*started)}.")
+    return code
 
 
 def batched(checks: list[check.Check], size: int) -> Iterator[list[check.Check]]:
@@ -176,7 +179,7 @@ def run_info(options: argparse.Namespace, console: Console) -> int:
         return 0
     libraries = tables.make_table(console, ("distribution", "version"))
     for name, version in (about["packages"] | about["libraries"]).items():
-        missing = "source tree" if name in about["packages"] else "not installed"
+        missing = "source tree" if name in info.importable() else "not installed"
         libraries.add_row(name, version or f"[dim]{missing}[/]")
     kernels = tables.make_table(console, ("function", "implementation=None is"))
     for name, chosen in about["implementation"].items():

@@ -214,9 +214,15 @@ def judge(shown: Recall, runs: list[Run]) -> tuple[bool, str]:
     return good, (
         f"of {len(shown.facts)} lines the delta rule gives back {delta} and plain linear attention {plain}; at "
         f"{chunked.tokens:,} tokens, chunks are {chunked.rate / stepwise.rate:.1f} times as fast as single tokens; and "
-        f"the largest error against float64 is {worst:.0e}, where {LIMIT:.0e} is allowed. So chunkwise "
+        f"the largest error against float64 is {worst:.0e}, where {LIMIT:.0e} is allowed. So the gated delta rule "
         + ("works on this machine." if good else "does NOT work as it should on this machine.")
     )
+
+
+def capacity(recalls: list[Recall]) -> str:
+    """Return a sentence that says how many lines one state holds."""
+    held = ", ".join(f"{recall.right_lines('delta rule')} of {len(recall.facts)}" for recall in recalls)
+    return f"A state whose keys have {KEY} channels holds about as many lines. The delta rule gives back {held}."
 
 
 def print_recall(console: Console, shown: Recall, lines: int = 8) -> None:
@@ -264,6 +270,7 @@ def run(output: Path, console: Console, counts: tuple[int, ...] = COUNTS, length
             f"for it. Keys have {KEY} channels."
         )
         print_recall(console, shown)
+        console.print(capacity(recalls))
         say(f"{max(lengths):,} tokens in float64")
         runs = []
         for one in race(lengths):

@@ -14,6 +14,8 @@ COLOURS = {
     "token by token": "tab:gray",
 }
 WRONG = "tab:red"
+# Characters of a name; a longer one is cut.
+NAME = 24
 
 
 def draw(recalls: list["Recall"], shown: "Recall", runs: list["Run"], limit: float, path: Path) -> None:
@@ -25,7 +27,8 @@ def draw(recalls: list["Recall"], shown: "Recall", runs: list["Run"], limit: flo
 
     figure = plt.figure(figsize=(14, 8.8), layout="constrained")
     rows = figure.add_gridspec(2, 1, height_ratios=(1.0, 1.15))
-    texts = rows[0].subgridspec(1, 3, width_ratios=(58, 36, 36))
+    # As wide as their characters, so that letters are equally far apart in all three.
+    texts = rows[0].subgridspec(1, 3, width_ratios=(NAME + 35, 34, 34))
     _stored(figure.add_subplot(texts[0]), shown)
     for column, state in enumerate(shown.answers, 1):
         _read_back(figure.add_subplot(texts[column]), shown, state)
@@ -45,17 +48,17 @@ def _sheet(axes, title: str, width: float) -> None:
 
 
 def _write(axes, column: float, row: int, text: str, colour: str, **style) -> None:
-    axes.text(column, row + 0.5, text, color=colour, family="monospace", fontsize=9.5, va="center", **style)
+    """Write one letter in each column."""
+    style |= dict(color=colour, family="monospace", fontsize=9.5, va="center", ha="center")
+    for place, letter in enumerate(text):
+        axes.text(column + place + 0.5, row + 0.5, letter, **style)
 
 
 def _stored(axes, shown: "Recall") -> None:
-    name_width = 24
-    _sheet(
-        axes, f"Stored: {len(shown.facts)} names and lines, each after a wrong line. {LINES} of them:", name_width + 34
-    )
+    _sheet(axes, f"Stored: {len(shown.facts)} names and lines, each after a wrong line. {LINES} of them:", NAME + 35)
     for row, (name, line) in enumerate(list(shown.facts.items())[:LINES]):
-        _write(axes, 1, row, name if len(name) < name_width else name[: name_width - 3] + "..", "black", weight="bold")
-        _write(axes, name_width + 1, row, line, "black")
+        _write(axes, 1, row, name if len(name) <= NAME else name[: NAME - 2] + "..", "black", weight="bold")
+        _write(axes, NAME + 2, row, line, "black")
 
 
 def _read_back(axes, shown: "Recall", state: str) -> None:
@@ -64,7 +67,7 @@ def _read_back(axes, shown: "Recall", state: str) -> None:
         for column, (want, got) in enumerate(zip(line, answer, strict=True)):
             if got != want:
                 axes.add_patch(_box(column + 1, row))
-            _write(axes, column + 1.5, row, got, "black" if got == want else WRONG, ha="center")
+            _write(axes, column + 1, row, got, "black" if got == want else WRONG)
 
 
 def _full(state: str) -> str:
@@ -111,14 +114,19 @@ def _tokens_axis(axes, runs: list["Run"]) -> None:
 
 def _rates(axes, runs: list["Run"]) -> None:
     axes.set_title("How fast the gated delta rule is", loc="left", fontsize=11)
-    for way, some in _by_way(runs).items():
-        axes.plot([run.tokens for run in some], [run.rate for run in some], "o-", color=COLOURS[way])
-        middle = some[len(some) // 2]
-        _label(axes, middle.tokens, middle.rate, way, color=COLOURS[way])
-    axes.set_yscale("log")
-    axes.set(ylabel="tokens per second")
-    axes.margins(y=0.2)
-    _tokens_axis(axes, runs)
+    ways = _by_way(runs)
+    places = range(len(next(iter(ways.values()))))
+    for shift, (way, some) in zip((-0.2, 0.2), ways.items(), strict=True):
+        axes.bar([place + shift for place in places], [run.rate for run in some], 0.4, color=COLOURS[way], label=way)
+    chunked, stepwise = ways.values()
+    for place, fast, slow in zip(places, chunked, stepwise, strict=True):
+        factor = f"{fast.rate / slow.rate:.1f} x"
+        _label(axes, place - 0.2, fast.rate, factor, color=COLOURS[fast.way], weight="bold")
+    axes.set_xticks(places, [f"{run.tokens:,}" for run in chunked])
+    axes.set(xlabel="tokens of the sequence", ylabel="tokens per second")
+    axes.margins(y=0.25)
+    axes.legend(loc="upper left", frameon=False)
+    axes.grid(axis="y", alpha=0.3)
 
 
 def _errors(axes, runs: list["Run"], limit: float) -> None:

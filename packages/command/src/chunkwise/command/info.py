@@ -11,6 +11,8 @@ from chunkwise.pipeline import operators, stages
 from chunkwise.shared.call import checks
 
 LIBRARIES = ("jax", "jaxlib", "libtpu", "numpy")
+# Distributions that nothing needs: the root, which only brings others, and what is installed to use flax.
+ROOT, INTEGRATIONS, FLAX = "chunkwise", "chunkwise-integrations", "flax"
 
 
 def version(distribution: str) -> str | None:
@@ -21,10 +23,14 @@ def version(distribution: str) -> str | None:
         return None
 
 
+def importable() -> set[str]:
+    """Return the chunkwise distributions that can be imported, installed or as a source tree."""
+    return {f"chunkwise-{module.name.replace('_', '-')}" for module in pkgutil.iter_modules(chunkwise.__path__)}
+
+
 def packages() -> dict[str, str | None]:
-    """Return the version of every chunkwise distribution that can be imported; None for a bare source tree."""
-    names = sorted(f"chunkwise-{module.name.replace('_', '-')}" for module in pkgutil.iter_modules(chunkwise.__path__))
-    return {name: version(name) for name in names}
+    """Return the version of every chunkwise distribution; None for a bare source tree, and where there is none."""
+    return {name: version(name) for name in sorted({ROOT, INTEGRATIONS} | importable())}
 
 
 def selected() -> dict[str, str]:
@@ -39,7 +45,7 @@ def gather() -> dict:
     """Return everything, by section."""
     return {
         "packages": packages(),
-        "libraries": {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES},
+        "libraries": {"python": platform.python_version()} | {name: version(name) for name in (*LIBRARIES, FLAX)},
         "backend": jax.default_backend(),
         "devices": [f"{device.id}: {device.device_kind}" for device in jax.devices()],
         "implementation": selected(),

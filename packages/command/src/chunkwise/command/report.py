@@ -231,7 +231,8 @@ def _estimates() -> list[dict]:
 def gather(small: bool) -> dict:
     """Return what a report says before it measures: of the machine no more than what changes its figures."""
     installed = info.gather()
-    names = {"chunkwise": installed["packages"]["chunkwise-pipeline"]} | installed["libraries"]
+    libraries = {name: installed["libraries"][name] for name in ("python", *info.LIBRARIES)}
+    names = {"chunkwise": installed["packages"]["chunkwise-pipeline"]} | libraries
     return {
         "schema": SCHEMA,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -248,7 +249,9 @@ def gather(small: bool) -> dict:
 
 
 def run(checked: list[dict], names: list[str], small: bool, samples: int, output: Path, console: Console) -> int:
-    """Time the models, write the file and print a summary; return 1 if a check failed or a time has no right result.
+    """Time the models, and return 1 if a check failed or a time has no right result.
+
+    The file and a line are written after every time, so that nothing is lost if the run is ended.
 
     Args:
       checked: rows of the check, as JSON.
@@ -256,26 +259,34 @@ def run(checked: list[dict], names: list[str], small: bool, samples: int, output
       small: whether to take smaller layers.
       samples: of every time.
       output: the file.
-      console: where the summary goes.
+      console: where the lines and the summary go.
     """
     about = gather(small)
     planned, rows = list(plan(names, small)), []
     # What another run has compiled would be no time of a compilation.
     before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
+    output.parent.mkdir(parents=True, exist_ok=True)
+
+    def write():
+        found = about | {"check": checked, "times": rows}
+        output.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+
+    write()
+    console.print(f"\n{len(planned)} times, each with its compilation:")
+    console.print(LINE.format(*HEADINGS), style="bold")
     try:
         with tables.make_progress(console) as progress:
             task = progress.add_task("", total=len(planned))
             for job in planned:
                 tables.announce(f"timing {job.name}, {job.way}, {job.implementation}", progress, task)
                 rows.append(measure(job, samples, about["device"]["chip"]))
+                console.print(*as_lines(rows[-1]), sep="\n")
+                write()
                 progress.advance(task)
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(about | {"check": checked, "times": rows}, indent=1, allow_nan=False) + "\n")
     failed = [row for row in (*checked, *rows) if not row["passed"]]
-    show(rows, console)
     size = "smaller layers than the models have" if small else "the layers of the models"
     console.print(
         f"{about['device']['kind']}, jax {about['versions']['jax']}, {size}, {DTYPE}. Time: the median of {samples} "
@@ -285,24 +296,24 @@ def run(checked: list[dict], names: list[str], small: bool, samples: int, output
     return int(bool(failed))
 
 
-def show(rows: list[dict], console: Console) -> None:
-    """Print the times as a table."""
-    table = tables.make_table(
-        console, ("model", "pass", "how"),
-        ("tokens", "time, ms", "quartiles, ms", "estimate, ms", "compile, s", "error", "verdict"),
+# One line of the table; the widths hold every name there is.
+LINE = "{:18} {:16} {:7} {:>6} {:>9} {:>18} {:>12} {:>10} {:>8}  {}"
+HEADINGS = (
+    "model", "pass", "how", "tokens", "time, ms", "quartiles, ms", "estimate, ms", "compile, s", "error", "verdict",
+)  # fmt: skip
+
+
+def as_lines(row: dict) -> list[str]:
+    """Return a row as a line of the table, and a second line if it raised something."""
+    verdict = "[green]pass[/]" if row["passed"] else f"[bold red]{'RAISED' if row['message'] else 'FAIL'}[/]"
+    low, high = row["quartiles_ms"] or (None, None)
+    line = LINE.format(
+        row["case"], row["pass"], row["implementation"], f"{row['tokens']:,}", _number(row["median_ms"]),
+        f"{_number(low)} to {_number(high)}", _number(row["estimate_ms"]), _number(row["compile_s"]),
+        _number(row["error"], ".1e"), verdict,
     )  # fmt: skip
-    for row in rows:
-        verdict = "[green]pass[/]" if row["passed"] else f"[bold red]{'RAISED' if row['message'] else 'FAIL'}[/]"
-        low, high = row["quartiles_ms"] or (None, None)
-        cells = (
-            f"{row['tokens']:,}", _number(row["median_ms"]), f"{_number(low)} to {_number(high)}",
-            _number(row["estimate_ms"]), _number(row["compile_s"]), _number(row["error"], ".1e"), verdict,
-        )  # fmt: skip
-        table.add_row(row["case"], row["pass"], row["implementation"], *cells)
-    console.print(table)
-    for row in rows:
-        if row["message"]:
-            console.print(f"[red]{escape(', '.join((row['case'], row['pass'], row['message'])))}[/]")
+    name = ", ".join((row["case"], row["pass"], row["message"]))
+    return [line, *([f"[red]{escape(name)}[/]"] if row["message"] else [])]
 
 
 def _number(value: float | None, form: str = ".3g") -> str:

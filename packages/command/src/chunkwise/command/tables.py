@@ -1,6 +1,8 @@
 """Tables and progress: in colour on a terminal, plain ASCII text in a pipe."""
 
+import os
 import sys
+import time
 from collections.abc import Iterable
 
 from rich import box
@@ -32,7 +34,24 @@ def make_progress(console: Console) -> Progress:
 
 
 def announce(text: str, progress: Progress, task: TaskID) -> None:
-    """Say what is being done: in the bar on a terminal, elsewhere as a line of the error stream."""
+    """Say what is being done: in the bar on a terminal, elsewhere as a line of the error stream.
+
+    Where errors go into the same file as the results, nothing is said, so that a table stays whole.
+    """
     progress.update(task, description=text)
-    if progress.disable:
+    if progress.disable and not _one_file():
         print(f"{text} ...", file=sys.stderr, flush=True)
+
+
+def took(elapsed: float, processor: float) -> str:
+    """Return how long something took that began at these times of `perf_counter` and `process_time`."""
+    seconds = time.perf_counter() - elapsed, time.process_time() - processor
+    return "{:.0f} seconds, {:.0f} seconds of processor time".format(*seconds)
+
+
+def _one_file() -> bool:
+    """Return whether output and errors go to one file or pipe, as after `2>&1`."""
+    try:
+        return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except OSError:  # Streams that are no files, as in a notebook.
+        return False
