@@ -20,6 +20,7 @@ THOROUGH = dict(
     test_alone_batched_and_packed_agree=lambda states: states,
     test_no_leak_between_sequences=lambda states: states,
     test_staged_has_the_same_bits_alone_and_packed=lambda operator: operator.name != "chunk_gated_delta_rule",
+    test_plain_jax_with_states_has_the_same_bits_alone_and_packed=lambda operator: "gated" not in operator.name,
     test_a_step_has_the_same_bits_beside_others=lambda implementation: implementation == "xla",
 )
 
@@ -105,6 +106,22 @@ def test_staged_has_the_same_bits_alone_and_packed(operator):
             np.testing.assert_array_equal(y, tokens[name][:, first:end], err_msg=name)
         for name, y in alone[1].items():
             np.testing.assert_array_equal(y, states[name][n : n + 1], err_msg=name)
+
+
+@pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
+def test_plain_jax_with_states_has_the_same_bits_alone_and_packed(operator):
+    """Outputs and states."""
+    x = operator_inputs(operator, 1, 40, 1, 2, 16, 24)
+    constant = {name: x.pop(name) for name in ("g_gamma",) if name in x}
+    run = jax.jit(
+        lambda x, ends: operator.function(
+            **x, **constant, cu_seqlens=ends, chunk_size=16, output_final_state=True, implementation="xla"
+        )
+    )
+    o, states = run(x, jnp.array([0, 13, 40], jnp.int32))
+    alone, state = run(cut(x, 13, 40), jnp.array([0, 27], jnp.int32))
+    np.testing.assert_array_equal(alone, o[:, 13:])
+    np.testing.assert_array_equal(state, states[1:])
 
 
 @pytest.mark.parametrize("implementation", ["xla", "staged"])

@@ -17,7 +17,7 @@ Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H)
 C chunk size, N sequences: B, or len(cu_seqlens) - 1.
 
 Args:
-  q, k: queries and keys [B, T, H, K]. All tensors are float32, bfloat16 or float16, and may differ.
+  q, k: queries and keys [B, T, H, K]. Every tensor is float32, bfloat16 or float16, in any mixture.
   v: values [B, T, HV, V]. Only if q, k and v are all bfloat16 do products take bfloat16 operands, else float32 ones at
     full precision; all sums, gates, step sizes and states are float32.
   beta: step sizes [B, T, HV], in (0, 1), or in (0, 2) if negative eigenvalues are allowed. Keys should have unit length
@@ -133,10 +133,10 @@ Args:
     read and write nothing. Tokens after the last sequence are padding: they may hold anything, NaN too, and their
     outputs are zeros. A boundary that falls acts as the one before it, and one past the end as T.
   state_indices: int32 [N], the slot that a sequence reads and writes, after its last token; or [N, W]: after token t of
-    a decode its state goes to slot state_indices[n, t], and after a prefill to state_indices[n, 0]. Where a sequence
-    starts, num_accepted_tokens says. A negative slot is neither read, so that the sequence starts from zeros, nor
-    written, and may repeat; a slot past the end acts as a negative one, here and in the arguments below. No slot that
-    is written may be named twice, nor be read by another sequence.
+    a decode its state goes to slot state_indices[n, t], and after a prefill to state_indices[n, 0];
+    num_accepted_tokens says where a sequence starts. A negative slot is neither read, so that the sequence starts from
+    zeros, nor written, and may repeat; a slot past the end acts as a negative one, here and in the arguments below. No
+    slot that is written may be named twice, nor be read by another sequence.
   has_initial_state: bool [N], False if a sequence starts from zeros whatever its slot holds, as in a slot that was
     freed; None for True.
   num_decodes: how many sequences, the first ones, go token by token. They have at most W tokens each, 1 where
