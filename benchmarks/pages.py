@@ -149,6 +149,37 @@ def cpu() -> str:
 
 
 @block
+def first_screen() -> str:
+    """Three figures with their conditions, for the first screen of the README."""
+    where = {"pass": "forward+backward", "devices": 1}
+    cpu = [only(rows_of("cpu-gdn-16"), implementation=name, **where) for name in ("xla", "transformers")]
+    ours, peer = (f"{whole(row['median_ms'])} ms" for row in cpu)
+    row = only(rows_of("calibrate"), case="qwen3-next-80b", implementation="fused", **{"pass": "forward"})
+    ms, (low, high) = row["bundles_ms"], calibrate.band(rows_of("calibrate"))
+    of_gates = [x for x in rows_of("accuracy-gate") if x["form"] in ("xla", "fused")]
+    worst = [max(x["error"] for x in select(of_gates, dtype=dtype)) for dtype in ("float32", "bfloat16")]
+    lines = [
+        [
+            "forward and backward on 2 cores of a CPU",
+            f"{ours}; transformers in torch: {peer}",
+            "gated delta rule, T = 2,048, 16 heads of 128 channels, float32",
+        ],
+        [
+            f"forward on a TPU {row['chip']}, estimated by its compiler",
+            f"{decimals(low * ms)} to {decimals(high * ms)} ms",
+            f"Qwen3-Next's layer, T = {whole(row['T'])}, bfloat16; peers took {decimals(low)} to {decimals(high)} "
+            "times their estimates",
+        ],
+        [
+            "error against float64, RMS over RMS",
+            "at most {:.1e} in float32, {:.1e} in bfloat16".format(*worst).replace("e-0", "e-"),
+            "gated delta rule, KDA, GLA, simple GLA; mean gates from -0.01 to -80 nats a token",
+        ],
+    ]
+    return table(["what", "figure", "conditions"], lines)
+
+
+@block
 def cpu_tokens() -> str:
     """Time and memory against tokens."""
     rows, lines = rows_of("cpu-tokens"), []

@@ -28,6 +28,7 @@ PACKAGE_PAGES = [ROOT / "shared/README.md", *sorted(ROOT.glob("packages/*/README
 # Those that take long, or whose code is mostly that of other pages.
 REPEATS = (
     "distribution",
+    "flax",
     "from-tokamax",
     "integrations",
     "maintain/adding-a-kernel",
@@ -36,10 +37,12 @@ REPEATS = (
     "numerics",
     "packing",
     "stages",
+    "tokens-over-devices",
     "tutorial",
 )
 LONG = [ROOT / "packages/layers/README.md", *(ROOT / f"docs/{name}.md" for name in REPEATS)]
 THOROUGH = dict(test_python=lambda page: page in LONG)
+NEEDS_TORCH = re.compile(r"^(?:import|from) (?:torch|transformers)\b|transformers", re.MULTILINE)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -77,7 +80,7 @@ def stand_in(monkeypatch, module: str):
 def marks_of(page: Path) -> list:
     """Return the marks of a page by what its blocks need."""
     text = page.read_text()
-    needs_torch = any("transformers" in code for kind, code in BLOCK.findall(text) if kind == "python")
+    needs_torch = any(NEEDS_TORCH.search(code) for kind, code in BLOCK.findall(text) if kind == "python")
     return [pytest.mark.tpu] * ("compile_for(" in text) + [pytest.mark.torch] * needs_torch
 
 
@@ -85,7 +88,7 @@ def without_libraries(monkeypatch, code: str) -> bool:
     """Return whether a block can run: libraries of ELSEWHERE get a stand-in, and a block that uses torch needs it."""
     for module in re.findall(r"^from ((?:fla|vllm|tokamax)\.[\w.]+)", code, re.MULTILINE):
         stand_in(monkeypatch, module)
-    return "transformers" not in code or (
+    return not NEEDS_TORCH.search(code) or (
         importlib.util.find_spec("torch") is not None and importlib.util.find_spec("transformers") is not None
     )
 
@@ -106,7 +109,7 @@ def test_python(page, monkeypatch):
             continue
         given, printed = dict(names), io.StringIO()
         with contextlib.redirect_stdout(printed), warnings.catch_warnings():
-            if "transformers" in code:
+            if NEEDS_TORCH.search(code):
                 warnings.simplefilter("ignore")
             exec(compile(code, str(page), "exec"), given)
         names |= given
@@ -126,13 +129,25 @@ def commands() -> list:
     return found
 
 
-def test_two_commands():
-    """The README begins with what sets everything up and runs it, and with what tests it."""
-    _, status, block, *_ = re.split(r"\n\n(?=\S)", (ROOT / "README.md").read_text().split("\n\n", 1)[1])
+def test_first_screen():
+    """The README begins with a call, with what sets everything up and runs it, and with what tests it."""
+    screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:40])
     install, tests = "python -m pip install . && chunkwise demo", "python -m pip install nox && python -m nox"
-    assert block == f"```sh\n{install}\n{tests}\n```"
-    assert status.startswith("**Status:**")
+    kinds = [kind for kind, _ in BLOCK.findall(screen)]
+    assert kinds == ["python", "", "sh"]
+    assert BLOCK.findall(screen)[2][1] == f"{install}\n{tests}\n"
+    for page in ("which-library", "from-flash-linear-attention", "flax", "torch"):
+        assert f"](docs/{page}.md)" in screen
+    assert "<!-- figures: first-screen -->" in screen
     assert tests.replace("python ", "python3 ") in (ROOT / ".ci/run").read_text()
+
+
+def test_counts_of_tests_of_other_projects():
+    """The README repeats them from the page that says how they were run."""
+    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/integrations.md"))
+    engine, other = re.search(r"all (\d+) of tpu-inference, all (\d+) of SGLang-JAX", readme).groups()
+    assert re.search(rf"ships {engine} cases of tests of this kernel, and all {engine} pass", page)
+    assert re.search(rf"has {other} cases of tests\s+of the three, and all of them pass", page)
 
 
 def check_nox(arguments: list[str]) -> None:
