@@ -38,11 +38,13 @@ SAMPLE = (PACKAGES["kkt"], *KDA)
 PYTHONS = pythons.find(ABOUT.pythons)
 OLDEST, *_, LATEST = [*PYTHONS.values()] * 2 or [None, None]
 
-# The hosts of packages/integrations: what a session installs with all that it needs, in the host's own pins, and alone.
+# The hosts of packages/integrations: what a session installs, in a host's own pins, and what it installs alone because
+# a host brings far more than is called here, such as torch for another accelerator.
 HOSTS = {
+    "sglang-jax": (("sglang-jax[cpu]==0.1.0rc0",), ()),
+    "maxtext": (("maxtext[tpu]==0.2.5",), ()),
+    "levanter": (("marin-levanter", "jax[tpu]==0.11.2"), ()),
     "tpu-inference": (("jax[tpu]==0.11.2", "absl-py"), ("tpu-inference==0.32.0",)),
-    "maxtext": (("jax[tpu]==0.11.2", "flax"), ("maxtext==0.2.5",)),
-    "levanter": (("jax[tpu]==0.11.2", "marin-haliax"), ("marin-levanter",)),
 }
 
 # The files of the forge by their schema.
@@ -258,18 +260,19 @@ for package in PACKAGES:
 
 
 def add_host_session(name: str, requirements: tuple[str, ...], alone: tuple[str, ...]) -> None:
-    """Define host-<name>, which runs ours beside a host, or its own tests with ours in place."""
+    """Define host-<name>, which runs a host with ours in it: whole, its own tests, or its functions beside ours."""
 
     def host(session):
         session.install(*requirements, "pytest", "hypothesis", "numpy", "hatchling", "editables")
-        # A host brings far more than what is called here, such as torch for another accelerator.
-        session.install("--no-deps", *alone)
+        if alone:
+            session.install("--no-deps", *alone)
         session.install("--no-deps", "--no-build-isolation", *(x for path in PACKAGES.values() for x in ("-e", path)))
         # Hosts call JAX in old ways.
         quietly = ("-s", "-W", "ignore::DeprecationWarning")
-        session.run("pytest", *quietly, f"tests_e2e/hosts/test_{name.replace('-', '_')}.py", *session.posargs)
+        files = sorted(Path("tests_e2e/hosts").glob(f"test_{name.replace('-', '_')}*.py"))
+        session.run("pytest", *quietly, *map(str, files), *session.posargs)
 
-    host.__doc__ = f"Run {name} with ours in place: its own tests, or its own functions beside ours."
+    host.__doc__ = f"Run {name} with ours in place, whole where a CPU can; `-- --json PATH` keeps what is measured."
     nox.session(host, name=f"host-{name}", python=PYTHONS.get("3.12", "3.12"), default=False)
 
 

@@ -662,3 +662,30 @@ def calibration_left_out() -> str:
     """Peers with published times that are not compared, and why."""
     reasons = ";\n".join(f"{peer}, because {why}" for peer, why in calibrate.LEFT_OUT.items())
     return f"Other published times are left out: {reasons}."
+
+
+@block
+def hosts_serving() -> str:
+    """What a whole serving engine answers with chunkwise in it, beside its own linear attention."""
+    lines = []
+    for row in rows_of("hosts"):
+        if "requests" in row:
+            same = [f"{whole(row['same_' + n])} of {whole(row[n])}" for n in ("requests", "tokens")]
+            seconds = [decimals(row["seconds"][who], 1) for who in ("theirs", "ours")]
+            lines.append([f"{row['host']} {row['version']}", row["run"], *same, f"{row['logprobs']:.0e}", *seconds])
+    head = ["host", "model", "requests alike", "tokens alike", "log-probabilities", "theirs, s", "ours, s"]
+    return table(head, lines)
+
+
+@block
+def hosts_training() -> str:
+    """The losses of a whole trainer with chunkwise in it, beside its own linear attention."""
+    lines = []
+    for row in rows_of("hosts"):
+        if "losses" in row:
+            losses = [decimals(row["losses"][who][-1], 4) for who in ("theirs", "ours")]
+            seconds = [decimals(row["seconds"][who], 2) for who in ("theirs", "ours")]
+            name = f"{row['host']} {row['version']}"
+            lines.append([name, row["run"], *losses, f"{row['difference']:.0e}", *seconds])
+    head = ["host", "model", "last loss, theirs", "ours", "largest difference", "theirs, s a step", "ours"]
+    return table(head, lines)

@@ -197,6 +197,20 @@ def train(model, rows, held_out, o):
     return model, losses, dict(zip(points, measured.tolist(), strict=True))
 
 
+def load(output, model):
+    """Return a model with the weights of the last checkpoint of a training, instead of its own.
+
+    Args:
+      output: the folder of the training.
+      model: of the same width.
+    """
+    weights, structure = jax.tree.flatten(model)
+    with ocp.CheckpointManager(output.absolute() / "checkpoints") as checkpoints:
+        # The weights come first: moments of the optimizer, losses and measurements follow.
+        state = checkpoints.restore(checkpoints.latest_step(), args=ocp.args.StandardRestore())
+    return jax.tree.unflatten(structure, map(jnp.asarray, state[: len(weights)]))
+
+
 @jax.jit
 def write(model, text):
     """Return text [B, T] with all bytes but the first drawn from the model, a little colder than it is."""

@@ -1,9 +1,15 @@
-"""Parts of a host, out of the files that pip installed, without what the rest of the host needs."""
+"""Parts of a host, out of the files that pip installed, without what the rest of the host needs; and whole hosts."""
 
 import __future__
 
 import ast
+import collections
+import functools
+import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Callable
@@ -73,3 +79,46 @@ def on_v6e(theirs: Callable, ours: Callable, *shapes) -> dict[str, int]:
     found = {"theirs": size(theirs), "ours": size(ours)}
     print({name: f"{bytes_ / 2**20:.0f} MiB" for name, bytes_ in found.items()})
     return found
+
+
+def run_whole(host: str, options: dict, **environment: str) -> dict:
+    """Return what the program of a whole host writes, which runs in a process of its own.
+
+    Args:
+      host: such as "maxtext_trainer", a program of this folder, which takes options as JSON and the path of its result.
+      options: what the program calls `Options`; `devices` of them are simulated.
+      environment: variables of the process.
+    """
+    program = f"tests_e2e.hosts.{host}"
+    flags = f"--xla_force_host_platform_device_count={options.get('devices', 1)}"
+    environment = dict(JAX_PLATFORMS="cpu", XLA_FLAGS=flags, HF_HUB_OFFLINE="1") | environment
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        command = [sys.executable, "-m", program, json.dumps(options), str(result)]
+        done = subprocess.run(
+            command, env=os.environ | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            timeout=900, check=False,
+        )  # fmt: skip
+        assert result.exists(), done.stdout[-5000:]
+        return json.loads(result.read_text())
+
+
+def count_calls(
+    module: types.ModuleType, name: str, calls: collections.Counter, about: Callable[[dict], str] = lambda options: ""
+) -> None:
+    """Count the calls of a function that a module knows by a name, to see that a host comes to it.
+
+    Args:
+      module: of chunkwise.
+      name: of the function.
+      calls: where they are counted, by the name and what `about` adds to it.
+      about: makes a text of the options of a call.
+    """
+    function = getattr(module, name)
+
+    @functools.wraps(function)
+    def counted(*arguments, **options):
+        calls[name + about(options)] += 1
+        return function(*arguments, **options)
+
+    setattr(module, name, counted)

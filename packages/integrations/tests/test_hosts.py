@@ -402,6 +402,17 @@ def test_tpu_inference_registers(monkeypatch):
     del tpu_inference.ChunkwiseAttentionBackend
 
 
+def test_tpu_inference_install(monkeypatch):
+    """The backend that is the default gives ours, until it is put back."""
+    default = type("GDNLinearAttentionBackend", (), {"conv1d_gdn_kernel": lambda self: None})
+    path = "tpu_inference.layers.common.attention_backend"
+    stand_in(monkeypatch, path, GDNLinearAttentionBackend=default)
+    put_back = tpu_inference.install()
+    assert default().conv1d_gdn_kernel() is tpu_inference.fused_conv1d_gdn
+    put_back()
+    assert default().conv1d_gdn_kernel() is None
+
+
 def test_tpu_inference_without_the_host(monkeypatch):
     """On a GPU vLLM calls the entry point too."""
     monkeypatch.setitem(sys.modules, "tpu_inference", None)

@@ -5,8 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 from chunkwise.integrations.fused_conv1d import Updated, fused_conv1d_gdn, fused_conv1d_kda, fused_conv1d_mamba2
+from chunkwise.integrations.replacing import replace
 
-__all__ = ["ChunkwiseLinearAttention", "fused_conv1d_gdn", "fused_conv1d_kda", "fused_conv1d_mamba2", "register"]
+__all__ = [
+    "ChunkwiseLinearAttention",
+    "fused_conv1d_gdn",
+    "fused_conv1d_kda",
+    "fused_conv1d_mamba2",
+    "install",
+    "register",
+]
 NAME = "chunkwise"
 
 
@@ -16,6 +24,18 @@ class ChunkwiseLinearAttention:
     def conv1d_gdn_kernel(self) -> Callable[..., Updated]:
         """Return what tpu-inference maps over its mesh."""
         return fused_conv1d_gdn
+
+
+def install() -> Callable[[], None]:
+    """Make tpu-inference's default linear attention chunkwise's in this process, and return a function that ends it.
+
+    The backend that `register` adds needs no such call, but only models of vLLM ask for it by its name. MaxText's
+    models under vLLM always take the default one.
+    """
+    from tpu_inference.layers.common import attention_backend as host
+
+    kernel = ChunkwiseLinearAttention.conv1d_gdn_kernel
+    return replace((host.GDNLinearAttentionBackend, "conv1d_gdn_kernel", kernel))
 
 
 def register() -> None:

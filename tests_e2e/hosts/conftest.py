@@ -1,0 +1,28 @@
+"""What the runs of whole hosts found, for docs/data: `nox -s host-maxtext -- --json docs/data/hosts.json`."""
+
+import json
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--json", type=Path, help="a file whose rows of the same host and run are renewed")
+
+
+@pytest.fixture(scope="session")
+def record(request):
+    """Take rows with at least `host` and `run`, print each of them, and write them to the file of `--json`."""
+    path, rows = request.config.getoption("--json"), {}
+
+    def take(row):
+        print(f"\n{row}")
+        rows[row["host"], row["run"]] = row | {"measured": date.today().isoformat()}
+
+    yield take
+    if path is not None:
+        before = json.loads(path.read_text())["rows"] if path.exists() else []
+        rows = {(row["host"], row["run"]): row for row in before} | rows
+        saved = dict(command="nox -s host-NAME -- --json docs/data/hosts.json", rows=list(rows.values()))
+        path.write_text(json.dumps(saved, indent=1) + "\n")

@@ -1,0 +1,68 @@
+"""MaxText's whole trainer with chunkwise in it, beside itself: `nox -s host-maxtext`.
+
+Each run is a process of its own, which trains a tiny Qwen3-Next for 20 steps.
+"""
+
+import functools
+from importlib import metadata
+
+import pytest
+
+from tests_e2e.hosts.host import run_whole
+
+RUNS = {
+    "Qwen3-Next, float32": {},
+    "Qwen3-Next, float32, two devices": dict(devices=2),
+    "Qwen3-Next, bfloat16": dict(dtype="bfloat16"),
+}
+
+
+@functools.cache
+def train(ours=None, **options):
+    """Return what the trainer writes down."""
+    return run_whole("maxtext_trainer", options | dict(ours=ours), DECOUPLE_GCLOUD="TRUE")
+
+
+def losses_of(run):
+    return [step["loss"] for step in run["steps"]]
+
+
+def gap(theirs, ours):
+    """Return the largest difference of the losses of a step."""
+    pairs = zip(losses_of(theirs), losses_of(ours), strict=True)
+    return max(abs(a - b) for a, b in pairs)
+
+
+def seconds_of(run):
+    """Return the least time of a step, after those that compile."""
+    return min(step["seconds"] for step in run["steps"][2:])
+
+
+def row_of(name, theirs, ours):
+    about = dict(host="MaxText", version=metadata.version("maxtext"), jax=metadata.version("jax"), run=name)
+    losses = dict(theirs=losses_of(theirs), ours=losses_of(ours))
+    return about | dict(
+        steps=len(losses["ours"]), losses=losses, difference=gap(theirs, ours),
+        seconds=dict(theirs=seconds_of(theirs), ours=seconds_of(ours)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ours", ["functions", "layer"])
+@pytest.mark.parametrize("name", RUNS)
+def test_the_trainer(name, ours, record):
+    theirs, own = (train(who, **RUNS[name]) for who in (None, ours))
+    assert not theirs["calls"]
+    assert own["calls"]["gated_delta_net" if ours == "layer" else "chunk_gated_delta_rule"]
+    record(row_of(name + (", the whole layer" if ours == "layer" else ""), theirs, own))
+    assert losses_of(theirs)[-1] < losses_of(theirs)[0] - 0.1
+    assert gap(theirs, own) < (0.02 if "bfloat16" in name else 1e-4)
+
+
+def test_packed_documents(record):
+    """Documents of one row have the losses of documents that have a row of their own; in MaxText they have not."""
+    runs = {(who, form): train(who, documents=form) for who in (None, "layer") for form in ("packed", "alone")}
+    record(row_of("Qwen3-Next, packed documents, the whole layer", runs[None, "packed"], runs["layer", "packed"]))
+    apart = {who: gap(runs[who, "packed"], runs[who, "alone"]) for who in (None, "layer")}
+    print(f"\npacked documents differ from documents alone by {apart}")
+    assert gap(runs[None, "alone"], runs["layer", "alone"]) < 1e-4
+    assert apart["layer"] < 1e-4 < 1e-2 < apart[None]

@@ -1,0 +1,78 @@
+"""SGLang-JAX's whole engine with chunkwise in it, beside itself: `nox -s host-sglang-jax`.
+
+Each run is a process of its own with a tiny random model, which answers four batches of six requests greedily.
+"""
+
+from importlib import metadata
+
+import pytest
+
+from tests_e2e.hosts.host import run_whole
+
+RUNS = {
+    "Qwen3.5, float32, prefixes kept": dict(model="qwen3_5", prefixes=True),
+    "Qwen3.5, float32, two devices": dict(model="qwen3_5", devices=2),
+    "Qwen3.5, bfloat16, prefixes kept": dict(model="qwen3_5", prefixes=True, dtype="bfloat16"),
+    "Kimi-Linear, float32, prefixes kept": dict(model="kimi_linear", prefixes=True),
+    "Kimi-Linear, float32, two devices": dict(model="kimi_linear", devices=2),
+    "Kimi-Linear, bfloat16, prefixes kept": dict(model="kimi_linear", prefixes=True, dtype="bfloat16"),
+}
+OPERATORS = {"qwen3_5": "ragged_gated_delta_rule", "kimi_linear": "ragged_kda"}
+
+
+def run(ours, **options):
+    """Return what the engine answers. Its pools of inputs of convolutions are bfloat16 unless it is told otherwise."""
+    types = {"SGLANG_JAX_CONV_STATE_DTYPE": "float32"} if options.get("dtype") != "bfloat16" else {}
+    # Its prefill of Kimi delta attention is a kernel for TPUs.
+    interpreted = {"PALLAS_INTERPRET": "1"} if options["model"] == "kimi_linear" and not ours else {}
+    return run_whole("sglang_jax_engine", options | dict(ours=ours), **types, **interpreted)
+
+
+def agreement(theirs, ours):
+    """Return how much of the answers is the same, up to the first other token of each answer."""
+    pairs = [pair for part in theirs["runs"] for pair in zip(theirs["runs"][part], ours["runs"][part], strict=True)]
+    found = dict(requests=len(pairs), same_requests=0, tokens=0, same_tokens=0, logprobs=0.0)
+    for a, b in pairs:
+        same = next((n for n, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=True)) if x != y), None)
+        found["same_requests"] += same is None
+        same = len(a["tokens"]) if same is None else same
+        found["tokens"] += len(a["tokens"])
+        found["same_tokens"] += same
+        gaps = [abs(x - y) for x, y in zip(a["logprobs"][:same], b["logprobs"][:same], strict=True)]
+        found["logprobs"] = max(found["logprobs"], *gaps, 0.0)
+    return found
+
+
+def row_of(name, theirs, ours):
+    """Return what docs/data keeps of a run with chunkwise and one without."""
+    about = dict(host="SGLang-JAX", version=metadata.version("sglang-jax"), jax=metadata.version("jax"), run=name)
+    seconds = {who: x["seconds"]["others"]["processor"] for who, x in (("theirs", theirs), ("ours", ours))}
+    return about | agreement(theirs, ours) | dict(cached=cached(ours), seconds=seconds)
+
+
+def cached(found):
+    """Return how many tokens of prompts were found in the cache."""
+    return sum(request["cached"] for part in found["runs"].values() for request in part)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_engine(name, record):
+    options = RUNS[name]
+    theirs, ours = run(False, **options), run(True, **options)
+    row = row_of(name, theirs, ours)
+    record(row)
+    operator = OPERATORS[options["model"]]
+    assert not theirs["calls"]
+    assert set(ours["calls"]) == {f"{operator}, prefill", f"{operator}, decode"}
+    assert (cached(ours) > 0) == bool(options.get("prefixes"))
+    # The second turns of equal answers find the same in the cache.
+    assert options.get("dtype") == "bfloat16" or cached(ours) == cached(theirs)
+    assert row["logprobs"] < (0.1 if options.get("dtype") == "bfloat16" else 1e-4)
+    assert options.get("dtype") == "bfloat16" or row["same_tokens"] == row["tokens"]
+
+
+def test_processes():
+    """With SGLang-JAX's default processes, and the prefill that is its default and refuses CPUs, ours runs as well."""
+    threads, processes = (run(True, model="qwen3_5", processes=x) for x in (False, True))
+    found = agreement(threads, processes)
+    assert found["same_tokens"] == found["tokens"]
