@@ -67,8 +67,12 @@ def test_served(mesh):
     assert_served(train.Model(CONFIG, mesh, nnx.Rngs(0)), PROMPTS, 6)
 
 
-def test_trained_alike_and_served(mesh, tmp_path, capsys):
-    """200 steps from the same weights over the same batches have the same losses, as modules and as a function."""
+def test_trained_alike_and_served(mesh, tmp_path):
+    """Steps from the same weights over the same batches have the same losses, as modules and as a function.
+
+    Queries and gates are one product there and two here: their roundings grow from step to step, as training lets them.
+    After 200 steps the models are alike in how much they have learned, and the engine is compared on one of them.
+    """
     steps, rate = 200, 1e-3
     stream, held_out = read_library(held_out=2**14)
     rows = train.rows_of(stream[: steps * B * T + 1], T)
@@ -99,7 +103,8 @@ def test_trained_alike_and_served(mesh, tmp_path, capsys):
     print(f"losses from {found[0]:.3f} to {found[-1]:.3f}, which differ by {difference[:20].max():.1e} in the first 20")
     print(f"steps and by {difference.max():.1e} in all 200")
     assert found[-20:].mean() < found[0] - 1.5
-    assert difference.max() < 1e-2
+    assert difference[:20].max() < 1e-4
+    assert difference[-20:].mean() < 0.02
     requests = assert_served(model, PROMPTS, 24, as_function=True)
     # The program finds the same weights in the checkpoint.
     again = train.load(tmp_path, train.Model(CONFIG, mesh, nnx.Rngs(1)))
