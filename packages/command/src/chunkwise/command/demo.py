@@ -221,8 +221,12 @@ def judge(shown: Recall, runs: list[Run]) -> tuple[bool, str]:
 
 def capacity(recalls: list[Recall]) -> str:
     """Return a sentence that says how many lines one state holds."""
-    held = ", ".join(f"{recall.right_lines('delta rule')} of {len(recall.facts)}" for recall in recalls)
-    return f"A state whose keys have {KEY} channels holds about as many lines. The delta rule gives back {held}."
+    held = [(recall.right_lines("delta rule"), len(recall.facts)) for recall in recalls]
+    counts = ", ".join(f"{right} of {stored}" for right, stored in held)
+    return (
+        f"A state whose keys have {KEY} channels held at most {max(right for right, _ in held)} whole lines: the delta "
+        f"rule gives back {counts}."
+    )
 
 
 def print_recall(console: Console, shown: Recall, lines: int = 8) -> None:
