@@ -160,7 +160,7 @@ def test_lines_are_easy_to_read(browser, address):
 def test_pictures(browser, address, page, width, scheme):
     """They are kept in build/pictures; a page in dark colours is dark."""
     assert browser.open(address + page, (width, WIDTHS[width]))
-    browser.run(f"document.body.setAttribute('data-md-color-scheme', '{scheme}')")
+    assert browser.run(f"[document.body.setAttribute('data-md-color-scheme', '{scheme}')].length")
     browser.sleep(0.3)
     PICTURES.mkdir(parents=True, exist_ok=True)
     browser.picture(PICTURES / f"{page.strip('/').replace('/', '.') or 'index'}-{width}-{scheme}.png")
