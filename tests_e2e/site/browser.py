@@ -88,6 +88,11 @@ class Browser:
         """Save what the window shows, for a person to look at."""
         self.view.grab().save(str(path))
 
+    def lightness(self) -> int:
+        """Return how light the lower left corner of the window is drawn, from 0 to 255."""
+        drawn = self.view.grab().toImage()
+        return drawn.pixelColor(4, drawn.height() - 4).lightness()
+
     def close(self) -> None:
         # Qt wants a page gone before its profile.
         sip.delete(self.view)
