@@ -1,4 +1,4 @@
-"""The figures of the pages are those of docs/data, and the pages of state stay short."""
+"""The figures of the pages are those of docs/data, and pages stay short."""
 
 import json
 import re
@@ -10,7 +10,9 @@ from benchmarks import pages
 
 ROOT = Path(__file__).parents[2]
 DATA = sorted(path.name for path in (ROOT / "docs/data").iterdir())
-MOST_LINES = {"performance": 200, "maintain/lessons": 125}
+# A reader finds a place in the page on serving by its table of tasks.
+MOST_LINES = {"maintain/lessons": 125}
+PAGES = sorted(path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md"))
 
 
 def test_figures(capsys):
@@ -36,9 +38,9 @@ def test_figures_that_do_not_exist():
         pages.filled("<!-- figures: speed -->\n")
 
 
-@pytest.mark.parametrize("name", MOST_LINES)
-def test_a_page_of_state_is_short(name):
-    assert len((ROOT / f"docs/{name}.md").read_text().splitlines()) <= MOST_LINES[name]
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "serving"])
+def test_a_page_is_short(name):
+    assert len((ROOT / f"docs/{name}.md").read_text().splitlines()) <= MOST_LINES.get(name, 200)
 
 
 def test_no_figure_is_typed_into_the_page_of_performance():

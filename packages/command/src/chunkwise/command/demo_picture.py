@@ -124,6 +124,7 @@ def _rates(axes, runs: list["Run"]) -> None:
         _label(axes, place - 0.2, fast.rate, factor, color=COLOURS[fast.way], weight="bold")
     axes.set_xticks(places, [f"{run.tokens:,}" for run in chunked])
     axes.set(xlabel="tokens of the sequence", ylabel="tokens per second")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.margins(y=0.25)
     axes.legend(loc="upper left", frameon=False)
     axes.grid(axis="y", alpha=0.3)
