@@ -683,9 +683,9 @@ def hosts_training() -> str:
     lines = []
     for row in rows_of("hosts"):
         if "losses" in row:
-            losses = [decimals(row["losses"][who][-1], 4) for who in ("theirs", "ours")]
-            seconds = [decimals(row["seconds"][who], 2) for who in ("theirs", "ours")]
-            name = f"{row['host']} {row['version']}"
-            lines.append([name, row["run"], *losses, f"{row['difference']:.0e}", *seconds])
-    head = ["host", "model", "last loss, theirs", "ours", "largest difference", "theirs, s a step", "ours"]
+            both = [row["losses"][who] for who in ("theirs", "ours")]
+            losses = [decimals(found[step], 4) for step in (0, -1) for found in both]
+            name = f"{row['host']} {row['version'].partition('.dev')[0]}"
+            lines.append([name, row["run"], *losses, f"{row['difference']:.0e}"])
+    head = ["host", "model", "first loss, theirs", "ours", "last loss, theirs", "ours", "largest difference"]
     return table(head, lines)

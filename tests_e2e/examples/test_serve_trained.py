@@ -76,7 +76,8 @@ def test_trained_alike_and_served(mesh, tmp_path):
     steps, rate = 200, 1e-3
     stream, held_out = read_library(held_out=2**14)
     rows = train.rows_of(stream[: steps * B * T + 1], T)
-    options = dict(steps=steps, batch=B, length=T, rate=rate, save_every=steps, measure_every=steps, output=tmp_path)
+    options = {name: default for name, (default, _) in train.OPTIONS.items()}
+    options |= dict(steps=steps, batch=B, length=T, rate=rate, save_every=steps, measure_every=steps, output=tmp_path)
     order = np.random.default_rng(0).permutation(len(rows[0]))
     config, weights = serve_trained.weights_of(train.Model(CONFIG, mesh, nnx.Rngs(0)))
     optimizer = train.make_optimizer(steps, rate)

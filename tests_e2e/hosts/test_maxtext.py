@@ -15,7 +15,7 @@ from chunkwise.integrations import maxtext
 from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net
 from chunkwise.shared.testing import oracle
 from chunkwise.shared.testing.compare import assert_close, error
-from tests_e2e.hosts.host import beside, module_of, on_v6e, parts_of, path_of
+from tests_e2e.hosts.host import beside, module_of, on_v6e, parts_of, path_of, put
 
 _MODES = dict(MODEL_MODE_TRAIN="train", MODEL_MODE_AUTOREGRESSIVE="autoregressive")
 _KNOWN = dict(
@@ -181,3 +181,22 @@ def test_packed_documents():
     print(f"\nthe second document differs by {difference:.0%} in MaxText's layer")
     assert difference > 0.01
     assert_close("the second document", packed[:, 30:80], alone, 1e-5)
+
+
+def test_the_layer_keeps_documents_apart():
+    """What `install(documents=True)` puts in the place of the call of MaxText's layer."""
+    theirs, x = layer(THEIRS), jax.random.normal(jax.random.key(1), (1, 90, CONFIG.D))
+    qwen3, utils = types.ModuleType("qwen3"), types.ModuleType("sharding")
+    vars(qwen3).update(vars(THEIRS), Qwen3NextGatedDeltaNet=type(theirs), ShardMode=_KNOWN["ShardMode"], **_MODES)
+    put({"maxtext.models.qwen3": qwen3, "maxtext.utils.sharding": utils})
+    theirs.quant = None
+    ids = jnp.asarray([[1] * 30 + [2] * 50 + [0] * 10])
+    alone = np.asarray(theirs(x[:, 30:80])[0], np.float64)
+    put_back = maxtext.install(documents=True)
+    try:
+        packed, cache = nnx.jit(lambda layer, x: layer(x, decoder_segment_ids=ids))(theirs, x)
+    finally:
+        put_back()
+    assert cache is None
+    assert_close("the second document", packed[:, 30:80], alone, 1e-5)
+    assert error(theirs(x, decoder_segment_ids=ids)[0][:, 30:80], alone) > 0.01
