@@ -2,6 +2,9 @@
 
 import functools
 import json
+import types
+
+import pytest
 
 from chunkwise.shared import chips, tuning
 from chunkwise.shared.tuning import (
@@ -52,6 +55,25 @@ def test_chips():
     assert all(
         chip.matrix_unit in (128, 256) and chip.bandwidth_tb_s > 0.5 < chip.clock_ghz for chip in chips.CHIPS.values()
     )
+
+
+@pytest.mark.parametrize("chip", [*chips.ANNOUNCED, "tpu9"])
+def test_a_chip_without_a_line(chip, monkeypatch):
+    """It takes the orders of a known chip, and no kernel takes more fast memory than it has."""
+    package, size = "chunkwise.kda", (16, 64, 128)
+    monkeypatch.setattr(chips, "current", lambda: "v6e")
+    known = find_order(package, "fwd", size, "none")
+    assert known != "none"
+    monkeypatch.setattr(chips, "current", lambda: chip)
+    assert find_order(package, "fwd", size, "none") == known
+    assert chips.ANNOUNCED.get(chip, tuning.VMEM_LIMIT_BYTES) >= tuning.VMEM_LIMIT_BYTES
+    assert not chips.ANNOUNCED.keys() & chips.CHIPS.keys()
+
+
+@pytest.mark.parametrize(("version", "name"), [("8i", "tpu8i"), ("8t", "tpu8t"), ("7x", "tpu7x"), ("v6e", "v6e")])
+def test_names_of_chips(version, name, monkeypatch):
+    monkeypatch.setattr(chips.pltpu, "get_tpu_info", lambda: types.SimpleNamespace(chip_version=version))
+    assert chips.current() == name
 
 
 def test_searched_orders(tmp_path, monkeypatch):

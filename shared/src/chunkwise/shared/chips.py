@@ -34,9 +34,13 @@ CHIPS = {
     "tpu7x": Chip("tpu7x:2x2x1", 2.2, 3.69, 64 * 2**20, 256),
 }
 
+# Fast memory in bytes of generations that JAX describes and no released compiler compiles for. Kernels run there with
+# the limits and the orders of `CHIPS`, as on any TPU without a line there.
+ANNOUNCED = {"tpu8i": 192 * 2**20, "tpu8t": 128 * 2**20}
+
 
 def current() -> str | None:
-    """Return the name in `CHIPS` of the TPU that a program is traced for, None where JAX knows of none."""
+    """Return the name of the TPU that a program is traced for, as in `CHIPS`, None where JAX knows of none."""
     try:
         version = str(pltpu.get_tpu_info().chip_version)
     except (ValueError, NotImplementedError):
