@@ -34,7 +34,9 @@ def test_report(tmp_path, capsys):
     code, found = written(tmp_path)
     assert code == 0
     assert found["schema"] == report.SCHEMA == report.read_schema()["properties"]["schema"]["const"]
-    assert found["device"] == {"backend": "cpu", "kind": "cpu", "count": found["device"]["count"], "chip": None}
+    count = found["device"]["count"]
+    about = {"backend": "cpu", "kind": "cpu", "count": count, "chip": None, "step_us": None, "clock_ghz": None}
+    assert found["device"] == about
     assert found["small"] is True
     assert {row["kernel"] for row in found["check"]} == {"chunk_local_cumsum"}
     assert [(row["pass"], row["tokens"]) for row in found["times"]] == [
@@ -48,6 +50,7 @@ def test_report(tmp_path, capsys):
         # A CPU is no chip.
         assert row["estimate_ms"] is None
         assert row["floor_ms"] is None
+        assert row["device_ms"] is None
     printed = capsys.readouterr()
     assert printed.out.isascii()
     assert "1 checks, 3 times, 0 failed" in printed.out
@@ -107,12 +110,12 @@ def test_estimates_of_a_chip(monkeypatch):
     """They are of the models' own layers, and scaled to their tokens; where there is none the cell is empty."""
     estimates = [
         {"case": "tiny", "pass": "forward", "implementation": "fused", "chip": "v6e", "tokens": 12}
-        | {"estimate_ms": 0.5, "from": "bundles", "file": "docs/data/some.json"}
+        | {"estimate_ms": 0.5, "file": "docs/data/some.json"}
     ]
     monkeypatch.setattr(report, "_estimates", lambda: estimates)
     job = report.Job("tiny", models.MODELS["tiny"], "forward", "fused", 2)
     row = report._outlook(job, "v6e")
-    assert (row["estimate_ms"], row["estimate_from"], row["estimate_tokens"]) == (1.0, "bundles", 12)
+    assert (row["estimate_ms"], row["estimate_tokens"]) == (1.0, 12)
     assert row["floor_ms"] == job.bytes_moved() / CHIPS["v6e"].bandwidth_tb_s / 1e9 > 0
     for other in (
         dataclasses.replace(job, implementation="xla"),

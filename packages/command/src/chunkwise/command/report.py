@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from chunkwise import pipeline
-from chunkwise.command import info, models, tables
+from chunkwise.command import device, info, models, tables, times
 from chunkwise.shared import chips
 from chunkwise.shared.call import checks
 from chunkwise.shared.testing import compare, oracle
 
 # Of the file. A reader of another version must not guess.
-SCHEMA = 1
+SCHEMA = 2
 DTYPE = "bfloat16"
 PASSES = ("forward", "forward+backward", "decode")
 # Sequences of a serving step that decodes, and how much smaller a layer is on a machine that is no accelerator.
@@ -153,7 +153,18 @@ def plan(names: list[str], small: bool) -> Iterator[Job]:
 def measure(job: Job, samples: int, chip: str | None) -> dict:
     """Return the row of a job; `message` says what was raised, and then there are no figures."""
     none = dict.fromkeys(
-        ("compile_s", "calls", "samples", "median_ms", "least_ms", "quartiles_ms", "result", "error", "tolerance")
+        (
+            "compile_s",
+            "calls",
+            "samples",
+            "median_ms",
+            "least_ms",
+            "quartiles_ms",
+            "device_ms",
+            "result",
+            "error",
+            "tolerance",
+        )
     )
     row = job.label() | none | {"passed": False} | _outlook(job, chip) | {"message": ""}
     try:
@@ -179,6 +190,7 @@ def measure(job: Job, samples: int, chip: str | None) -> dict:
         else:
             call = lambda: program(*args)
         row |= _time(call, samples)
+        row["device_ms"] = device.device_ms(call) if chip else None
     except Exception as problem:  # whatever it is, the other rows are still wanted
         row["passed"] = False
         text = str(problem).strip().splitlines()
@@ -192,25 +204,24 @@ def _time(call: Callable, samples: int) -> dict:
     start = time.perf_counter()
     jax.block_until_ready(call())
     calls = max(1, min(CALLS, round(SAMPLE_SECONDS / (time.perf_counter() - start))))
-    times = []
+    taken = []
     for _ in range(samples):
         start = time.perf_counter()
         for _ in range(calls - 1):
             call()
         jax.block_until_ready(call())
-        times.append(1e3 * (time.perf_counter() - start) / calls)
-    quartiles = [float(x) for x in np.percentile(times, [25, 75])]
-    figures = {"median_ms": statistics.median(times), "least_ms": min(times), "quartiles_ms": quartiles}
+        taken.append(1e3 * (time.perf_counter() - start) / calls)
+    quartiles = [float(x) for x in np.percentile(taken, [25, 75])]
+    figures = {"median_ms": statistics.median(taken), "least_ms": min(taken), "quartiles_ms": quartiles}
     return {"calls": calls, "samples": samples} | figures
 
 
 def _outlook(job: Job, chip: str | None) -> dict:
     """Return what is expected of a job on a chip: the time of its bytes, and an estimate if one came with the package.
 
-    An estimate for fewer tokens is scaled. It is of "cycles", which the compiler simulated, or of "bundles", as if
-    nothing in the kernel waited.
+    An estimate for fewer tokens is scaled. It is the compiler's, as `times.device_ms` makes a time of it.
     """
-    row = dict.fromkeys(("floor_ms", "estimate_ms", "estimate_from", "estimate_tokens", "estimate_file"))
+    row = dict.fromkeys(("floor_ms", "estimate_ms", "estimate_tokens", "estimate_file"))
     if chip not in chips.CHIPS:
         return row
     row["floor_ms"] = job.bytes_moved() / chips.CHIPS[chip].bandwidth_tb_s / 1e9
@@ -219,7 +230,7 @@ def _outlook(job: Job, chip: str | None) -> dict:
     for found in _estimates() if job.case == models.MODELS[job.name] else ():
         if found["chip"] == chip and all(found[name] == label[name] for name in names):
             row["estimate_ms"] = found["estimate_ms"] * label["tokens"] / found["tokens"]
-            row |= {f"estimate_{name}": found[name] for name in ("from", "tokens", "file")}
+            row |= {f"estimate_{name}": found[name] for name in ("tokens", "file")}
     return row
 
 
@@ -241,6 +252,8 @@ def gather(small: bool) -> dict:
             "kind": jax.devices()[0].device_kind,
             "count": jax.device_count(),
             "chip": chips.current() if jax.default_backend() == "tpu" else None,
+            "step_us": None,
+            "clock_ghz": None,
         },
         "host": {"system": platform.system(), "architecture": platform.machine(), "cores": os.cpu_count()},
         "versions": names,
@@ -262,6 +275,7 @@ def run(checked: list[dict], names: list[str], small: bool, samples: int, output
       console: where the lines and the summary go.
     """
     about = gather(small)
+    about["device"] |= device.measure()
     planned, rows = list(plan(names, small)), []
     # What another run has compiled would be no time of a compilation.
     before = jax.config.values["jax_enable_compilation_cache"]
@@ -290,16 +304,19 @@ def run(checked: list[dict], names: list[str], small: bool, samples: int, output
     size = "smaller layers than the models have" if small else "the layers of the models"
     console.print(
         f"{about['device']['kind']}, jax {about['versions']['jax']}, {size}, {DTYPE}. Time: the median of {samples} "
-        "samples, without compilation, with its quartiles. Estimate: the TPU compiler's, for a chip that it knows.\n"
+        "samples, without compilation, with its quartiles. Device: by the profiler, without what the host does. "
+        f"Estimate: the time on the device that the TPU compiler's estimate makes likely, give or take "
+        f"{100 * times.SPREAD:.0f} %.\n"
         f"{len(checked)} checks, {len(rows)} times, {len(failed)} failed. The report is {output}."
     )
     return int(bool(failed))
 
 
 # One line of the table; the widths hold every name there is.
-LINE = "{:18} {:16} {:7} {:>6} {:>9} {:>18} {:>12} {:>10} {:>8}  {}"
+LINE = "{:18} {:16} {:7} {:>6} {:>9} {:>18} {:>10} {:>12} {:>10} {:>8}  {}"
 HEADINGS = (
-    "model", "pass", "how", "tokens", "time, ms", "quartiles, ms", "estimate, ms", "compile, s", "error", "verdict",
+    "model", "pass", "how", "tokens", "time, ms", "quartiles, ms", "device, ms", "estimate, ms", "compile, s", "error",
+    "verdict",
 )  # fmt: skip
 
 
@@ -309,8 +326,8 @@ def as_lines(row: dict) -> list[str]:
     low, high = row["quartiles_ms"] or (None, None)
     line = LINE.format(
         row["case"], row["pass"], row["implementation"], f"{row['tokens']:,}", _number(row["median_ms"]),
-        f"{_number(low)} to {_number(high)}", _number(row["estimate_ms"]), _number(row["compile_s"]),
-        _number(row["error"], ".1e"), verdict,
+        f"{_number(low)} to {_number(high)}", _number(row["device_ms"]), _number(row["estimate_ms"]),
+        _number(row["compile_s"]), _number(row["error"], ".1e"), verdict,
     )  # fmt: skip
     name = ", ".join((row["case"], row["pass"], row["message"]))
     return [line, *([f"[red]{escape(name)}[/]"] if row["message"] else [])]
