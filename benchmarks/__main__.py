@@ -90,13 +90,14 @@ def parse(arguments=None) -> argparse.Namespace:
     one = commands.add_parser("tpu", parents=[sizes, saved], help="the TPU compiler's estimate; needs no TPU")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
     add_cases(one, CASES | MIXERS | BLOCKS)
+    one.add_argument("--profile", action="store_true", help="simulated cycles too, which takes several times as long")
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("gpu", parents=[saved], help="launches and temporaries on an H100; needs no GPU")
     one.add_argument("--program", action="append", choices=list(gpu.PROGRAMS), help="may be repeated")
-    one = commands.add_parser("calibrate", parents=[saved], help="estimates of peers beside their published times")
-    one.add_argument("--peer", action="append", choices=list(tpu_peers.PEERS), help="may be repeated")
-    one.add_argument("--tokens", type=int, default=1024, help="to compile a peer for; the rest is scaled")
-    one.add_argument("--profile", action="store_true", help="simulated cycles too, which takes several times as long")
+    one = commands.add_parser("calibrate", parents=[saved], help="estimates of peers, fitted to their published times")
+    peers = list(dict.fromkeys(x.peer for x in calibrate.PUBLISHED))
+    one.add_argument("--peer", action="append", choices=peers, help="may be repeated")
+    one.add_argument("--tokens", type=int, help="to compile a sequence for that is not packed; the rest is scaled")
     one.add_argument("--timeout", type=float, default=1500, help="seconds for one compilation")
     one = commands.add_parser("remat", parents=[saved], help="what a gated DeltaNet layer keeps for its backward")
     add_cases(one, {"qwen3-next-80b": CASES["qwen3-next-80b"]})
@@ -206,7 +207,7 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
                 for chip in options.chip or list(CHIPS):
                     if tpu.can_run(case, implementation, options.backward):
                         run = lambda a=(case, implementation, chip, T, options.backward): [
-                            tpu.measure(*a, options.timeout)
+                            tpu.measure(*a, options.profile, options.timeout)
                         ]
                         yield (
                             f"{name}, {implementation}, {chip}",
@@ -219,9 +220,8 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
             label = {"program": name, "operator": program.layer.operator, "pass": program.kind, "T": program.T}
             yield name, label | {"HV": program.layer.HV}, lambda program=program: [gpu.measure(program)]
     elif options.command == "calibrate":
-        yield from calibrate.jobs(
-            options.peer or tpu_peers.installed(), options.tokens, options.profile, options.timeout
-        )
+        peers = dict.fromkeys(x.peer for x in calibrate.PUBLISHED)
+        yield from calibrate.jobs(options.peer or list(peers), options.tokens, options.timeout)
     elif options.command == "remat":
         for name in options.case or ["qwen3-next-80b"]:
             for policy in options.policy or remat.POLICIES:

@@ -1,25 +1,32 @@
-"""How far estimates are from real chips: peers whose real times are published, as the TPU compiler estimates them.
+"""From the TPU compiler's estimate to a time on a chip: kernels whose real times are published, and a fit to them.
 
-A ratio is the published time over the estimate of the same kernels for the same shapes and chip. It says what to expect
-of a kernel that has an estimate and no time, if it is like these kernels.
+A point is a published time beside what the compiler says of the same program for the same chip: the bundles of its
+kernels, the steps of their grids, and the cycles of the operations around them. The time is fitted as a sum of three
+parts, as `chunkwise.command.times` has it with rounded numbers.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from benchmarks import tpu, tpu_peers
-from benchmarks.cases import CASES
-from chunkwise.command.models import Layer
 from chunkwise.shared.chips import CHIPS
 
-_DELTANET = "its README, 0.3.0: B = 1, float32, wall time"
+_DELTANET = "its README, 0.3.0: B = 1, float32, wall time of calls in a row"
 _TOKAMAX = "its pull request 1103: one TPU7x device, device time, the gate and the unit lengths inside"
+_SGLANG = "kda-tpu-bench: 24 heads, a gate bounded by -5, blocking calls; this is its kernel `original`"
+# Points that nobody can compile from a package index, in the same columns.
+COPIED = Path(__file__).parents[1] / "docs/data/calibrate-copied.json"
 
 
 @dataclass(frozen=True)
 class Published:
-    """A time on a real chip that the authors of a kernel publish, for one sequence of T tokens, K = V = 128.
+    """A time on a real chip that the authors of a kernel publish, with K = V = 128.
 
     Attributes:
       peer: a name in `tpu_peers.PEERS`.
@@ -29,7 +36,10 @@ class Published:
       backward: whether forward and backward were measured, or the forward alone.
       ms: the time.
       source: who says so, and how it was measured.
-      case: the case of the same operator and heads, for our own estimate; None where we have no such operator.
+      T: tokens of a sequence.
+      sequences: packed ones; 0 for one that is not packed.
+      blocking: whether every call waited for its result.
+      fitted: whether the fit has the point. Kernels that wait for the unit of transposes and reductions are slower.
     """
 
     peer: str
@@ -40,130 +50,168 @@ class Published:
     backward: bool
     ms: float
     source: str
-    case: str | None = None
     T: int = 8192
+    sequences: int = 0
+    blocking: bool = False
+    fitted: bool = True
+
+    def label(self) -> dict:
+        """Return what names the row."""
+        way = "forward+backward" if self.backward else "forward"
+        shape = f"{self.sequences} x {self.T}" if self.sequences else f"{self.T}"
+        case = f"{self.function} {self.H}/{self.HV}, {shape}"
+        return {"case": case, "pass": way, "implementation": self.peer, "chip": self.chip}
 
 
 PUBLISHED = [
     *(
-        Published("deltanet-tpu", function, "v6e", H, HV, way, ms, _DELTANET, case)
-        for function, H, HV, case, *times in (
-            ("chunk_gdn", 16, 32, "qwen3-next-80b", 11.37, 22.52),
-            ("chunk_gdn", 16, 16, "gdn-16", 5.63, 10.93),
-            ("chunk_kda", 32, 32, "kimi-linear-48b", 11.67, 22.51),
-            ("chunk_gdn2", 12, 24, None, 4.85, 9.34),
+        Published("deltanet-tpu", function, "v6e", H, HV, way, ms, _DELTANET)
+        for function, H, HV, *times in (
+            ("chunk_gdn", 16, 32, 11.37, 22.52),
+            ("chunk_gdn", 16, 16, 5.63, 10.93),
+            ("chunk_kda", 32, 32, 11.67, 22.51),
+            ("chunk_gdn2", 12, 24, 4.85, 9.34),
         )
         for way, ms in zip((False, True), times, strict=True)
     ),
-    Published("tokamax", "kimi_delta_attention", "tpu7x", 32, 32, False, 1.777, _TOKAMAX, "kimi-linear-48b"),
-    Published("tokamax", "kimi_delta_attention", "tpu7x", 32, 32, True, 4.593, _TOKAMAX, "kimi-linear-48b"),
+    Published("tokamax", "kimi_delta_attention", "tpu7x", 32, 32, False, 1.777, _TOKAMAX),
+    *(
+        Published(
+            "sglang-jax", "chunk_kda_fwd", "v6e", 24, 24, False, ms, _SGLANG, T, sequences, blocking=True, fitted=False
+        )
+        for sequences, T, ms in ((1, 8, 0.9683), (8, 128, 10.5754), (1, 512, 2.9988))
+    ),
 ]
 
 # Published times that are not compared, and why.
 LEFT_OUT = {
-    "sglang-jax": "the package index has a release that is older than its KDA kernel",
-    "tpu-inference": "it publishes times of serving steps, whose loops depend on boundaries that the compiler does not "
-    "know",
+    "tokamax's backward": "its loops turn as often as its boundaries say, which the compiler does not know",
+    "tpu-inference": "it publishes times of serving steps, of which the same holds",
     "flywheel-tpu": "the same holds for it, and its own times are in a picture",
 }
-
-
-def label(one: Published, implementation: str) -> dict:
-    """Return what names the row of a published time, or of our estimate for the same operator."""
-    way = "forward+backward" if one.backward else "forward"
-    case = one.case if implementation == "fused" else f"{one.function} {one.H}/{one.HV}"
-    return {"case": case, "T": one.T, "pass": way, "implementation": implementation, "chip": one.chip}
 
 
 def build(one: Published, T: int) -> tuple:
     """Return the function and the shapes of a peer."""
     if one.peer == "tokamax":
-        return tpu_peers.tokamax_kda(one.HV, T, one.backward, raw=True)
+        return tpu_peers.tokamax_kda(one.HV, T, raw=True)
+    if one.peer == "sglang-jax":
+        return tpu_peers.sglang_kda(one.HV, T, one.sequences)
     return tpu_peers.deltanet(one.function, one.H, one.HV, T, one.backward)
 
 
-def estimate(index: int, T: int, profile: bool) -> dict:
+def estimate(index: int, T: int) -> dict:
     """Compile a peer for the chip of its published time; call in a fresh process only."""
     one = PUBLISHED[index]
-    # Of what every implementation must move, in the type of the published inputs.
-    operator = "kda" if one.function != "chunk_gdn" else "gated_delta_rule"
-    dtype = "bfloat16" if one.peer == "tokamax" else "float32"
-    moved = Layer(operator, one.H, one.HV).cost(T, dtype, one.backward)[1]
     with tpu_peers.on_a_tpu():
-        return tpu.figures(lambda: build(one, T), one.chip, moved / CHIPS[one.chip].bandwidth_tb_s / 1e9, profile)
+        return tpu.figures(lambda: build(one, T), one.chip, 0.0, profile=False)
 
 
-def measure(index: int, T: int, profile: bool, timeout: float) -> list[dict]:
-    """Return the row of a published time, estimated in a process of its own for T tokens and scaled to its own."""
-    one = PUBLISHED[index]
-    codes = [f"from benchmarks.calibrate import estimate; estimate({index}, {T}, {profile})"]
-    found = tpu.first_result(codes, timeout)
-    row = {"version": metadata.version(one.peer), "compiled_T": T, "published_ms": one.ms, "source": one.source}
-    return [row | found if "failed" in found else row | scaled(one, found, one.T / T, one.ms)]
+def measure(index: int, T: int | None, timeout: float) -> list[dict]:
+    """Return the point of a published time, compiled in a process of its own.
 
-
-def measure_ours(index: int, profile: bool, timeout: float) -> list[dict]:
-    """Return the row of our own estimate for the operator, the heads and the chip of a published time."""
-    one = PUBLISHED[index]
-    arguments = f"{CASES[one.case]!r}, 'fused', {one.chip!r}, {one.T}, {one.backward}, {profile}"
-    found = tpu.first_result([f"from benchmarks.tpu import Layer, estimate; estimate({arguments})"], timeout)
-    return [found if "failed" in found else scaled(one, found)]
-
-
-def scaled(one: Published, found: dict, factor: float = 1.0, ms: float | None = None) -> dict:
-    """Return the figures of a compilation for `factor` times as many tokens, and the ratios of a real time to them.
-
-    `bundles_ms` is what the kernels would take at the peak clock if nothing in them waited, `cycles_ms` what the
-    compiler simulated, if it was asked to: both without the operations around the kernels, which a real time has.
-    `ratio_with_around` counts those too.
+    A sequence that is not packed is compiled for T tokens, and scaled; None for all of them.
     """
-    row = {name: found[name] and round(found[name] * factor) for name in ("kernel_cycles", "around_cycles", "bundles")}
-    if one.peer == "tokamax" and ms is not None:
-        # They are those of a layout that no user has; see `tpu_peers.tokamax_kda`.
-        row["around_cycles"] = None
-    clock = CHIPS[one.chip].clock_ghz
-    at_peak = lambda cycles: cycles / clock / 1e6 if cycles else None
-    row |= {"bundles_ms": at_peak(row["bundles"]), "cycles_ms": at_peak(row["kernel_cycles"])}
-    if ms is not None:
-        around = None if None in (row["bundles"], row["around_cycles"]) else row["bundles"] + row["around_cycles"]
-        times = {"ratio": row["bundles_ms"], "ratio_cycles": row["cycles_ms"], "ratio_with_around": at_peak(around)}
-        row |= {name: ms / time if time else None for name, time in times.items()}
-    return row | {"compile_s": found["compile_s"]}
+    one = PUBLISHED[index]
+    T = one.T if one.sequences or T is None else T
+    found = tpu.first_result([f"from benchmarks.calibrate import estimate; estimate({index}, {T})"], timeout)
+    row = {"version": metadata.version(one.peer), "compiled_T": T, "source": one.source, "published_ms": one.ms}
+    row |= {"blocking": one.blocking, "fitted": one.fitted}
+    counted = ("bundles", "grid_steps", "around_cycles")
+    if "failed" in found or None in (found[name] for name in counted):
+        return [row | {"failed": found.get("failed", "a loop turns as often as its data say")}]
+    return [row | {name: round(found[name] * one.T / T) for name in counted} | {"compile_s": found["compile_s"]}]
 
 
-def jobs(peers: list[str], T: int, profile: bool, timeout: float) -> Iterator[tuple]:
-    """Yield (what it does, label, function that returns rows): the published times of peers, and ours beside them."""
-    some = [
-        (index, one) for index, one in enumerate(PUBLISHED) if one.peer in peers and one.peer in tpu_peers.installed()
-    ]
-    for index, one in some:
-        name = f"{one.peer}, {one.function}, {one.chip}"
-        yield name, label(one, one.peer), lambda index=index: measure(index, T, profile, timeout)
-    for index, one in some:
-        if one.case:
-            name = f"{one.case}, fused, {one.chip}"
-            yield name, label(one, "fused"), lambda index=index: measure_ours(index, profile, timeout)
+def jobs(peers: list[str], T: int | None, timeout: float) -> Iterator[tuple]:
+    """Yield (what it does, label, function that returns rows) of the published times of peers."""
+    for index, one in enumerate(PUBLISHED):
+        if one.peer in peers and tpu_peers.is_installed(one.peer):
+            name = f"{one.peer}, {one.function}, {one.chip}"
+            yield name, one.label(), lambda index=index: measure(index, T, timeout)
 
 
-def band(rows: list[dict], ratio: str = "ratio") -> tuple[float, float] | None:
-    """Return the least and the largest ratio of rows; None where no row has one."""
-    ratios = [row[ratio] for row in rows if row.get(ratio)]
-    return (min(ratios), max(ratios)) if ratios else None
+def copied() -> list[dict]:
+    """Return the points that were copied by hand."""
+    return json.loads(COPIED.read_text())["rows"]
+
+
+class Fit(NamedTuple):
+    """What the time of a program is made of.
+
+    Attributes:
+      call_ms: of a call that waits for its result.
+      factor: times of bundles and of operations, over these at the peak clock.
+      step_us: of a step of a grid.
+      ratios: predicted over published, a point each.
+    """
+
+    call_ms: float
+    factor: float
+    step_us: float
+    ratios: np.ndarray
+
+    @property
+    def spread(self) -> float:
+        """The root of the mean square of the relative errors."""
+        return float(np.sqrt(np.mean((self.ratios - 1) ** 2)))
+
+
+def _columns(row: dict) -> list[float]:
+    """Return what the three numbers of a fit are multiplied by."""
+    cycles = row["bundles"] + row["around_cycles"]
+    return [float(row["blocking"]), cycles / CHIPS[row["chip"]].clock_ghz / 1e6, row["grid_steps"] / 1e3]
+
+
+def fit(rows: list[dict]) -> Fit:
+    """Return the fit to the points, each weighted alike, by least squares of the relative errors."""
+    columns, times = np.array([_columns(row) for row in rows]), np.array([row["published_ms"] for row in rows])
+    found = np.linalg.lstsq(columns / times[:, None], np.ones_like(times), rcond=None)[0]
+    return Fit(*map(float, found), columns @ found / times)
+
+
+def predicted(found: Fit, rows: Iterable[dict]) -> np.ndarray:
+    """Return the times of points in ms."""
+    return np.array([_columns(row) for row in rows]) @ np.array(found[:3])
+
+
+def library(row: dict) -> str:
+    """Return which code a point is of."""
+    return f"{row['implementation']} {row['version']}"
+
+
+def usable(rows: list[dict]) -> tuple[list[dict], list[dict]]:
+    """Return the points of the fit, and those that it does not cover, out of compiled and copied ones."""
+    # A point that was compiled here stands for its copy.
+    rows = list({tuple(row[k] for k in ("case", "pass", "version")): row for row in [*copied(), *rows]}.values())
+    known = [row for row in rows if "failed" not in row]
+    return [row for row in known if row["fitted"]], [row for row in known if not row["fitted"]]
 
 
 def sentences(rows: list[dict]) -> list[str]:
-    """Return what the rows say, in sentences."""
-    lines = [f"{peer} is left out, because {why}." for peer, why in LEFT_OUT.items()]
-    missing = dict.fromkeys(one.peer for one in PUBLISHED if one.peer not in tpu_peers.installed())
-    lines += [f"{peer} is not installed." for peer in missing]
-    for ratio, figure, what in (("ratio", "bundles_ms", "bundles"), ("ratio_cycles", "cycles_ms", "simulated cycles")):
-        if not (found := band(rows, ratio)):
-            continue
-        low, high = found
-        peers = sorted({row["implementation"] for row in rows if row.get(ratio)})
-        lines.append(f"{' and '.join(peers)} took {low:.2f} to {high:.2f} times what the compiler estimates by {what}.")
-        for row in rows:
-            if row["implementation"] == "fused" and row.get(figure):
-                ms, name = row[figure], f"{row['case']}, {row['pass']}, {row['chip']}"
-                lines.append(f"Ours, {name}: {ms:.2f} ms by {what}, so {low * ms:.2f} to {high * ms:.2f} ms expected.")
+    """Return the fit to the points of a run and to the copied ones, in sentences."""
+    lines = [f"{what} is left out, because {why}." for what, why in LEFT_OUT.items()]
+    lines += [f"{peer} is not installed." for peer in dict.fromkeys(x.peer for x in PUBLISHED) if not _installed(peer)]
+    inside, outside = usable(rows)
+    found = fit(inside)
+    lines.append(
+        f"time = {found.call_ms:.3f} ms of a blocking call + {found.factor:.3f} x (bundles + operations) / clock + "
+        f"{found.step_us:.3f} us x grid steps: predicted over published {found.ratios.min():.2f} to "
+        f"{found.ratios.max():.2f}, rms {100 * found.spread:.1f} %, {len(inside)} points."
+    )
+    for name in sorted(set(map(library, inside))):
+        others = [row for row in inside if library(row) != name]
+        mine = [row for row in inside if library(row) == name]
+        if any(row["blocking"] for row in others):
+            ratios = [x / row["published_ms"] for x, row in zip(predicted(fit(others), mine), mine, strict=True)]
+            lines.append(f"{name}, predicted from the others: {min(ratios):.2f} to {max(ratios):.2f}.")
+    if outside:
+        ratios = [row["published_ms"] / x for x, row in zip(predicted(found, outside), outside, strict=True)]
+        lines.append(
+            f"Bound by the unit of transposes and reductions: {min(ratios):.1f} to {max(ratios):.1f} times the fit."
+        )
     return lines
+
+
+def _installed(peer: str) -> bool:
+    return tpu_peers.is_installed(peer)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks import calibrate
 from benchmarks import step as steps
-from chunkwise.command import models, report
+from chunkwise.command import models, report, times
 from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.call.checks import choose_chunk_size
 from chunkwise.shared.chips import CHIPS
@@ -28,6 +28,8 @@ MODELS = {
     "gla": "GLA, H = 16",
 }
 PASSES = {"forward": "forward", "forward+backward": "forward and backward"}
+# What a time is made of.
+COUNTS = ("bundles", "grid_steps", "around_cycles")
 MIXTURES = {
     "decode-32": "32 decodes",
     "decode-64": "64 decodes",
@@ -219,52 +221,60 @@ def first_call() -> str:
 
 @block
 def tpu_kda() -> str:
-    """Kimi-Linear's layer beside tokamax's."""
-    rows, lines = rows_of("tpu-kda") + rows_of("tpu-kda-8192"), []
+    """Kimi-Linear's layer beside tokamax's, of one compiler."""
+    rows, lines = rows_of("tpu-kda"), []
     for ours in select(rows, implementation="fused"):
         peer = only(rows, implementation="tokamax", T=ours["T"], chip=ours["chip"])
-        ratio = cycles(peer) / cycles(ours) if cycles(ours) and cycles(peer) else peer["bundles"] / ours["bundles"]
-        of_bundles = "" if cycles(ours) and cycles(peer) else " of bundles"
         memory = f"{mebibytes(ours['temporaries_mib'])} / {mebibytes(peer['temporaries_mib'])}"
-        cells = [whole(x) for row in (ours, peer) for x in (row["bundles"], cycles(row))]
-        lines.append([whole(ours["T"]), ours["chip"], *cells, decimals(ratio) + of_bundles, memory])
-    head = [f"{name}, {figure}" for name in ("ours", "tokamax") for figure in ("bundles", "cycles")]
-    return table(["T", "chip", *head, "ratio", "temporaries, ours / tokamax, MiB"], lines)
+        counts = [" / ".join(whole(row[key]) for row in (ours, peer)) for key in COUNTS]
+        times_ms = [decimals(row["estimate_ms"]) for row in (ours, peer)]
+        ratio = decimals(peer["estimate_ms"] / ours["estimate_ms"])
+        lines.append([whole(ours["T"]), ours["chip"], *counts, *times_ms, ratio, memory])
+    head = ["bundles, ours / tokamax", "grid steps", "cycles of operations", "ours, ms", "tokamax, ms", "ratio"]
+    return table(["T", "chip", *head, "temporaries, MiB"], lines)
 
 
 @block
 def tpu_kda_short() -> str:
     """The same for readers of the README."""
-    rows, lines = rows_of("tpu-kda") + rows_of("tpu-kda-8192"), []
+    rows, lines = rows_of("tpu-kda"), []
     for ours in select(rows, implementation="fused"):
         peer = only(rows, implementation="tokamax", T=ours["T"], chip=ours["chip"])
-        if cycles(ours) and cycles(peer):
-            lines.append([whole(ours["T"]), ours["chip"], *(cycles_or_bundles(row) for row in (ours, peer))])
+        lines.append([whole(ours["T"]), ours["chip"], *(f"{decimals(row['estimate_ms'])} ms" for row in (ours, peer))])
     return table(["T", "chip", "kda", "tokamax"], lines)
 
 
 @block
 def tpu_layers() -> str:
-    """The layers of models: forward on all generations, and bundles of both directions on v6e at 8,192 tokens."""
-    short, long, lines = rows_of("tpu-fused") + rows_of("tpu-kda"), rows_of("tpu-operators"), []
+    """The layers of models at 8,192 tokens: forward on all generations, and both directions on a v6e."""
+    rows, lines = rows_of("tpu-layers"), []
+
+    def cell(chip: str, way: str, case: str) -> str:
+        found = select(rows, case=case, chip=chip, **{"pass": way})
+        return " or ".join(decimals(row["estimate_ms"]) for row in found) or NONE
+
     for case, title in MODELS.items():
-        found = [only(short, case=case, implementation="fused", chip=chip) for chip in CHIPS]
-        ways = [only(long, case=case, **{"pass": way}) for way in PASSES]
-        bundles = " / ".join(whole(row["bundles"]) for row in ways)
-        memory = " / ".join(mebibytes(row["temporaries_mib"]) for row in ways)
-        lines.append([title, *map(cycles_or_bundles, found), bundles, memory])
-    return table(["layer", *CHIPS, "T = 8,192, v6e: bundles", "temporaries, MiB"], lines)
+        forward = only(rows, case=case, chip="v6e", **{"pass": "forward"})
+        both = only(rows, case=case, chip="v6e", **{"pass": "forward+backward"})
+        counts = " / ".join(whole(row["bundles"]) for row in (forward, both))
+        steps = " / ".join(whole(row["grid_steps"]) for row in (forward, both))
+        memory = " / ".join(mebibytes(row["temporaries_mib"]) for row in (forward, both))
+        times_ms = [cell(chip, "forward", case) for chip in CHIPS]
+        lines.append([title, *times_ms, cell("v6e", "forward+backward", case), counts, steps, memory])
+    head = [*(f"{chip}, ms" for chip in CHIPS), "v6e, both directions, ms", "bundles, v6e", "grid steps"]
+    return table(["layer", *head, "temporaries, MiB"], lines)
 
 
 def estimate(row: dict) -> str:
-    """Return the time of a forward by the compiler, and its floor."""
+    """Return the time of a forward that the compiler's estimate makes likely, and its floor."""
     return f"{decimals(row['estimate_ms'])} ms, where memory alone takes {decimals(row['floor_ms'])} ms"
 
 
 def counted(case: str) -> str:
-    """Return the bundles of a layer in both directions."""
-    ways = [only(rows_of("tpu-operators"), case=case, **{"pass": way})["bundles"] for way in PASSES]
-    return f"{whole(ways[0])} bundles forward, and {whole(ways[1])} in both directions"
+    """Return the bundles of a layer in both directions, and their time."""
+    ways = [only(rows_of("tpu-layers"), case=case, chip="v6e", **{"pass": way}) for way in PASSES]
+    forward, both = (whole(row["bundles"]) for row in ways)
+    return f"{forward} bundles forward, and {both} in both directions, which take {decimals(ways[1]['estimate_ms'])} ms"
 
 
 COST = "**Cost.** The compiler estimates for v6e, in bfloat16 with K = V = 128, that a forward of"
@@ -273,17 +283,14 @@ COST = "**Cost.** The compiler estimates for v6e, in bfloat16 with K = V = 128, 
 @block
 def cost_gdn() -> str:
     """The cost of the gated delta rule."""
-    row = only(rows_of("tpu-fused"), case="qwen3-next-80b", chip="v6e")
-    return (
-        f"{COST} T = {whole(row['T'])}, H = 16 and HV = 32\n"
-        f"takes {estimate(row)}. For T = 8,192 it counts {counted(row['case'])}."
-    )
+    row = only(rows_of("tpu-layers"), case="qwen3-next-80b", chip="v6e", **{"pass": "forward"})
+    return f"{COST} T = {whole(row['T'])}, H = 16 and HV = 32\ntakes {estimate(row)}. It counts {counted(row['case'])}."
 
 
 @block
 def cost_kda() -> str:
     """The cost of Kimi delta attention."""
-    row = only(rows_of("tpu-kda-8192"), implementation="fused")
+    row = only(rows_of("tpu-layers"), case="kimi-linear-48b", chip="v6e", **{"pass": "forward"})
     return f"{COST} T = {whole(row['T'])} and H = 32\ntakes {estimate(row)}. It counts {counted(row['case'])}."
 
 
@@ -302,8 +309,8 @@ def cost_two_keys() -> str:
 @block
 def cost_gla() -> str:
     """The cost of gated linear attention."""
-    rows = rows_of("tpu-fused")
-    gla, simple = (only(rows, case=case, chip="v6e") for case in ("gla", "minimax-text-01"))
+    rows = select(rows_of("tpu-layers"), chip="v6e", **{"pass": "forward"})
+    gla, simple = (only(rows, case=case) for case in ("gla", "minimax-text-01"))
     return (
         f"{COST} T = {whole(gla['T'])} takes, for GLA with\n"
         f"H = 16, {estimate(gla)}, and for simple GLA with H = 64\n{estimate(simple)}."
@@ -337,7 +344,9 @@ def tpu_block() -> str:
         mine = only(kernels, chip=row["chip"], **{"pass": row["pass"]})
         least = "at least " if mine["at_least"] else ""
         total = row["operations_cycles"] + mine["kernel_cycles"]
-        time = least + decimals(total / CHIPS[row["chip"]].clock_ghz / 1e6, 1)
+        time = least + decimals(
+            times.device_ms(CHIPS[row["chip"]], mine["kernel_cycles"], row["operations_cycles"], 0), 1
+        )
         share, memory = percent(mine["kernel_cycles"] / total), mebibytes(row["temporaries_mib"])
         figures = [whole(row["operations_cycles"]), least + whole(mine["kernel_cycles"]), share, time, memory]
         lines.append([row["chip"], PASSES[row["pass"]], *figures])
@@ -478,12 +487,12 @@ def step() -> str:
 
     def cell(row: dict) -> str:
         if row.get("cycles"):
-            return f"{whole(row['cycles'])}; {decimals(row['to_floor'])}"
+            return f"{whole(row['cycles'])}; {decimals(row['to_floor'])}; {decimals(row['estimate_ms'], 3)}"
         return f"kernels {whole(sum(row[key] or 0 for key in ('decode_bundles', 'prefill_bundles')))}"
 
     results = [select(rows_of(f"step-{chip}"), case="qwen3-next-80b") for chip in CHIPS]
     lines = [[title, *(cell(only(rows, mixture=mixture)) for rows in results)] for mixture, title in MIXTURES.items()]
-    return table(["cycles; times the floor", *CHIPS], lines)
+    return table(["cycles; times the floor; ms", *CHIPS], lines)
 
 
 @block
@@ -621,46 +630,67 @@ def gpu() -> str:
     return table(["operator", "program", "launches", "temporaries, MiB"], lines)
 
 
+def points() -> tuple[list[dict], list[dict]]:
+    """Return the points of the fit, and those that it does not cover."""
+    return calibrate.usable(rows_of("calibrate"))
+
+
 @block
 def calibration() -> str:
-    """What to expect of an estimate, as peers with published times show it."""
-    rows = rows_of("calibrate")
-    low, high = calibrate.band(rows)
-    ours = only(rows, case="qwen3-next-80b", implementation="fused", **{"pass": "forward"})
-    model, ms = MODELS[ours["case"]].partition(":")[0], ours["bundles_ms"]
+    """How sure a time is."""
+    low, high = times.WORST
     return (
-        f"For {model}'s layer, forward, T = {whole(ours['T'])}, on {ours['chip']}: **{decimals(ms)} ms estimated; "
-        f"peers took {decimals(low)} to {decimals(high)} times their estimates**,\nwhich makes {decimals(low * ms)} to "
-        f"{decimals(high * ms)} ms likely."
+        f"The times are those of the device, by a formula that was fitted to {len(points()[0])} times that other\n"
+        f"libraries publish of their kernels on a v6e and a TPU7x. There it is wrong by {percent(times.SPREAD)} on "
+        f"average, and\npredicts {decimals(low)} to {decimals(high)} of the time."
+    )
+
+
+@block
+def calibration_fit() -> str:
+    """The formula, and how far it is from the points."""
+    inside, _ = points()
+    names = sorted(set(map(calibrate.library, inside)))
+    apart = []
+    for name in names:
+        others = [row for row in inside if calibrate.library(row) != name]
+        mine = [row for row in inside if calibrate.library(row) == name]
+        if any(row["blocking"] for row in others):
+            predicted = calibrate.predicted(calibrate.fit(others), mine)
+            ratios = [x / row["published_ms"] for x, row in zip(predicted, mine, strict=True)]
+            spread = " to ".join(dict.fromkeys(decimals(x) for x in (min(ratios), max(ratios))))
+            apart.append(f"{name} {spread} of its times")
+    low, high = times.WORST
+    return (
+        f"**time = {times.CALL_MS:.2f} ms for a blocking call + {times.FACTOR} x (bundles + cycles of the operations) "
+        f"/ clock + {times.STEP_US} us x grid steps.**\nPredicted times are {decimals(low)} to {decimals(high)} of the "
+        f"{len(inside)} published ones, and the root of the mean square error is {100 * times.SPREAD:.1f} %.\n"
+        f"A fit to the other libraries alone predicts of {' and of '.join(apart)}."
     )
 
 
 @block
 def calibration_rows() -> str:
-    """Published times of peers beside the estimates of their kernels."""
+    """Published times of peers beside the formula."""
+    inside, outside = points()
     lines = []
-    for row in rows_of("calibrate"):
-        if row.get("ratio"):
-            name = f"{row['implementation']} {row['version']}, {row['case']}"
-            ratios = [decimals(row[key]) for key in ("ratio", "ratio_with_around")]
-            times = decimals(row["published_ms"]), decimals(row["bundles_ms"])
-            lines.append([name, row["chip"], PASSES[row["pass"]], *times, *ratios])
-    head = [
-        "kernels, heads",
-        "chip",
-        "pass",
-        "published, ms",
-        "estimated, ms",
-        "ratio",
-        "with operations",
-    ]
-    return table(head, lines)
+    for row in [*inside, *outside]:
+        chip, call = CHIPS[row["chip"]], times.CALL_MS * row["blocking"]
+        ms = call + times.device_ms(chip, row["bundles"], row["around_cycles"], row["grid_steps"])
+        name = f"{calibrate.library(row)}, {row['case']}"
+        figures = [whole(row[key]) for key in COUNTS]
+        ratio = f"{decimals(ms / row['published_ms'])}{'' if row['fitted'] else ', not in the fit'}"
+        lines.append(
+            [name, row["chip"], PASSES[row["pass"]], *figures, decimals(row["published_ms"]), decimals(ms), ratio]
+        )
+    head = ["bundles", "grid steps", "cycles of operations", "published, ms", "formula, ms", "formula / published"]
+    return table(["kernels, heads, tokens", "chip", "pass", *head], lines)
 
 
 @block
 def calibration_left_out() -> str:
-    """Peers with published times that are not compared, and why."""
-    reasons = ";\n".join(f"{peer}, because {why}" for peer, why in calibrate.LEFT_OUT.items())
+    """Published times that are not compared, and why."""
+    reasons = ";\n".join(f"{what}, because {why}" for what, why in calibrate.LEFT_OUT.items())
     return f"Other published times are left out: {reasons}."
 
 

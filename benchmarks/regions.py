@@ -5,6 +5,7 @@ as often as a batch runs it. Waits are not in it.
 """
 
 import glob
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -117,6 +118,37 @@ def read_loop(text: str) -> Loop:
     body = max(own, key=lambda x: x.stop - x.start)
     always = sum(times[first:stop]) - sum(times[body.start : body.stop])
     return Loop(turns, always, body.bundles, within(body))
+
+
+def whole_bundles(text: str) -> tuple[int, int] | None:
+    """Return the bundles of a kernel and the steps of its grid, from the text of its final bundles.
+
+    Every bundle in the loop over the grid counts as often as its loop turns, whatever skips it. None where the code
+    does not say how often a loop turns.
+    """
+    code = _bundles(text)
+    inside = [n for n, bundle in enumerate(code) if bundle.depth]
+    if not inside:
+        return len(code), 1
+    # The loops that a bundle is in, the outermost first, each with its bundles alone.
+    stack: list[list[_Bundle]] = []
+    loops: list[tuple[int, list[_Bundle], list]] = []
+    for bundle in code[inside[0] : inside[-1] + 1]:
+        # A branch of the outermost loop may carry no depth.
+        depth = max(bundle.depth, 1)
+        while len(stack) > depth or (len(stack) == depth and "L" in bundle.label):
+            stack.pop()
+        while len(stack) < depth:
+            stack.append([])
+            loops.append((len(stack), stack[-1], [*stack]))
+        stack[-1].append(bundle)
+    turns = {id(own): _exit(own) for _, own, _ in loops}
+    if None in turns.values() or sum(depth == 1 for depth, _, _ in loops) != 1:
+        return None
+    # Copies of the first and the last step's blocks take a turn of the loop each.
+    steps = turns[id(loops[0][1])] - 2
+    turns[id(loops[0][1])] = steps
+    return sum(len(own) * math.prod(turns[id(x)] for x in outer) for _, own, outer in loops), steps
 
 
 def kernel_bundles(loop: Loop, steps: int, runs: Sequence[float]) -> int:

@@ -115,8 +115,8 @@ def estimate(case: Layer, implementation: str, topology: str, T: int, backward: 
         summaries = launches(text[: text.rfind("\n", 0, before.start())]) if before else []
         return {
             "kernels": len(kernels),
-            "summary_bundles": tpu.bundles(folder, set(summaries)),
-            "bundles": tpu.bundles(folder, set(kernels)),
+            "summary_bundles": tpu.bundles(folder, set(summaries))[0],
+            "bundles": tpu.bundles(folder, set(kernels))[0],
             "around_cycles": tpu.operations(text),
             **_sent(text, mesh.size),
             **_memory(program),

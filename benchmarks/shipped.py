@@ -6,7 +6,6 @@ from pathlib import Path
 
 from chunkwise.command.models import MODELS
 from chunkwise.command.report import DECODES
-from chunkwise.shared.chips import CHIPS
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "packages/command/src/chunkwise/command/estimates.json"
@@ -35,11 +34,9 @@ def _rows(rows: list[dict]) -> Iterator[dict]:
             continue
         label = {"case": row["case"], "pass": "decode" if decodes else row["pass"], "implementation": "fused"}
         label |= {"chip": row["chip"], "tokens": DECODES if decodes else row["T"]}
-        if row.get("estimate_ms"):
-            yield label | {"estimate_ms": row["estimate_ms"], "from": "cycles"}
-        elif row.get("bundles") and "floor_ms" in row:
-            at_least = row["bundles"] / CHIPS[row["chip"]].clock_ghz / 1e6
-            yield label | {"estimate_ms": max(at_least, row["floor_ms"]), "from": "bundles"}
+        # Older results have no steps, and no time by the formula.
+        if row.get("estimate_ms") and (row.get("grid_steps") or row.get("decode_steps")):
+            yield label | {"estimate_ms": row["estimate_ms"]}
 
 
 def text() -> str:

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 
 from benchmarks import timing, tpu
 from benchmarks.regions import Region, kernel_bundles, kernel_text, read_loop
+from chunkwise.command import times
 from chunkwise.command.models import Layer, Mixture, moved_bytes, serving_step
 from chunkwise.fused_gla.config import default_for
 from chunkwise.shared import tuning
@@ -34,6 +35,7 @@ from chunkwise.shared.kernels.layout import BEGIN, END, FIRST, LAST, MIXED, OPEN
 from chunkwise.shared.kernels.pools import Routes, resident_slots
 from chunkwise.shared.serving import ring_kernel, step_table
 from chunkwise.shared.serving import run as serving_run
+from chunkwise.shared.testing import traced
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import launches
 
@@ -192,14 +194,9 @@ def branch_cycles(text: str, cycles: Mapping[str, int], wanted: set[str]) -> int
             lines.append(line)
     kernels = set(launches(text))
 
-    def branches(line: str) -> list[str]:
-        listed = re.search(r"branch_computations=\{([^}]*)\}", line)
-        named = listed[1] if listed else ",".join(re.findall(r"(?:true|false)_computation=(%?[\w.\-]+)", line))
-        return [name.strip().lstrip("%") for name in named.split(",")]
-
     def found(part: str) -> set[str]:
         here = {name for line in parts[part] for name in re.findall(r"^\s*(?:ROOT )?%?(\S+) = ", line)} & kernels
-        return here.union(*(found(x) for line in parts[part] if " conditional(" in line for x in branches(line)))
+        return here.union(*(found(x) for line in parts[part] for x in tpu.conditional_branches(line)))
 
     alike = {}
     for line in text.splitlines():
@@ -215,7 +212,7 @@ def branch_cycles(text: str, cycles: Mapping[str, int], wanted: set[str]) -> int
             if operation["kind"] in ("while", "call"):
                 raise ValueError(f"The step has an operation whose parts are not counted: {operation['name']}.")
             if operation["kind"] == "conditional":
-                some = branches(line)
+                some = tpu.conditional_branches(line)
                 chosen = [x for x in some if found(x) & wanted] or [x for x in some if not found(x)] or some
                 n += max(total(x) for x in chosen)
             else:
@@ -286,6 +283,18 @@ def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
     return counts
 
 
+def grid_steps(case: Layer, mixture: Mixture) -> dict[str, int]:
+    """Return the grid steps of the kernels that run in this mixture, 0 where one does not run, by tracing alone."""
+    shapes = case.specs(mixture.T, jnp.bfloat16)
+    pool = jax.eval_shape(lambda: mixture.make_pool(case, SLOTS))
+    step = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), mixture.step())
+    counts = {"decode": 0, "prefill": 0}
+    for launch in traced.launches(serving_step(case, "fused", mixture), shapes, pool, step):
+        kind = _kind(launch.name)
+        counts[kind] += launch.steps * (mixture.decodes > 0 if kind == "decode" else bool(mixture.prefills))
+    return counts
+
+
 def hollow(_, *operands, name: str, out_shape, input_output_aliases=None, **__):
     """Do as `pallas_call` with a kernel of the same name, operands and results that does nothing."""
     operands = [x for x in operands if x is not None]
@@ -322,14 +331,28 @@ def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
     around = counts.pop("count_around", None)
     clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
     floors = [round(n / bandwidth * clock / 1e3) for n in moved_bytes(case, mixture)]
+    steps = grid_steps(case, mixture)
     row = {
         "decode_bundles": decode or None,
         "decode_floor": floors[0] or None,
         "prefill_bundles": prefill or None,
         "prefill_floor": floors[1] or None,
+        "decode_steps": steps["decode"] or None,
+        "prefill_steps": steps["prefill"] or None,
         "around_cycles": around,
     }
     if around is None:
         return row | counts
     cycles = max(decode, floors[0]) + max(prefill, floors[1]) + around
-    return row | {"cycles": cycles, "to_floor": cycles / sum(floors), "estimate_ms": cycles / clock / 1e6}
+    row |= {"cycles": cycles, "to_floor": cycles / sum(floors)}
+    return row | {"estimate_ms": step_ms(row, chip)}
+
+
+def step_ms(row: dict, chip: str) -> float:
+    """Return the time of a step on a chip, by its row: decodes and prefills, each at least its bytes, and the rest."""
+    one, clock = CHIPS[chip], CHIPS[chip].clock_ghz
+    parts = [
+        [row.get(f"{kind}_{name}") or 0 for name in ("bundles", "steps", "floor")] for kind in ("decode", "prefill")
+    ]
+    kernels = sum(times.device_ms(one, bundles, 0, steps, floor / clock / 1e6) for bundles, steps, floor in parts)
+    return kernels + times.device_ms(one, 0, row["around_cycles"], 0)

@@ -5,6 +5,7 @@ program is compiled again without the profile, and its row then has no cycles.
 """
 
 import collections
+import dataclasses
 import glob
 import json
 import os
@@ -18,14 +19,18 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from benchmarks import tpu_peers
+from benchmarks import regions, tpu_peers
 from benchmarks.block import Block
 from benchmarks.mixer import Mixer
+from chunkwise.command import times
 from chunkwise.command.models import Layer
 from chunkwise.command.models import program as ours
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.tpu import launches
+
+# What is not known of a program whose loops turn as often as its data say.
+COUNTED = ("kernel_cycles", "around_cycles", "bundles", "grid_steps", "estimate_ms")
 
 
 def _static(folder: str) -> dict:
@@ -64,36 +69,93 @@ def profiled(folder: str) -> collections.Counter:
     return cycles
 
 
-def operations(text: str) -> int | None:
+def operations(text: str) -> int:
     """Return the cycles that the compiler expects of a program's operations, without kernels, from its compiled text.
 
-    None if there is a loop, because the text does not say how often it runs.
+    A loop counts as often as the text says that it turns, or once where it does not say so, and of a condition the
+    dearest branch.
     """
-    entry = text[text.index("\nENTRY ") :].partition("\n}")[0]
-    return None if " while(" in entry else sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', entry)))
+    parts = dict(re.findall(r"\n(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)\n\}", f"\n{text}", re.DOTALL))
+    entry = re.search(r"\nENTRY %?([\w.\-]+) ", f"\n{text}")
+    assert entry is not None
+
+    def total(part: str) -> int:
+        cycles = 0
+        for line in parts[part].splitlines():
+            cycles += sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', line)))
+            if body := re.search(r" while\(.*body=%?([\w.\-]+)", line):
+                turns = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+                cycles += total(body[1]) * (int(turns[1]) if turns else 1)
+            cycles += max(map(total, conditional_branches(line)), default=0)
+        return cycles
+
+    return total(entry[1])
 
 
-def bundles(folder: str, kernels: set[str]) -> int | None:
-    """Return what the kernels would take if nothing in them waited: bundles of the loop over the grid times its steps.
+def conditional_branches(line: str) -> list[str]:
+    """Return the names of the branches of a condition, from its line in a program's text; none for another line."""
+    if " conditional(" not in line:
+        return []
+    listed = re.search(r"branch_computations=\{([^}]*)\}", line)
+    named = listed[1] if listed else ",".join(re.findall(r"(?:true|false)_computation=(%?[\w.\-]+)", line))
+    return [name.strip().lstrip("%") for name in named.split(",")]
 
-    `kernels` are names of operations. None where one of them has no dump or no such loop, or another loop beside or in
-    it.
+
+Turns = Callable[[str, regions.Loop], tuple[int, list[int]] | None]
+
+
+def bundles(folder: str, kernels: set[str], turns: Turns | None = None) -> tuple[int | None, int | None]:
+    """Return what the kernels would take if nothing in them waited, in bundles, and the steps of their grids.
+
+    None where one of them has no dump, or a loop whose turns nobody says.
+
+    Args:
+      folder: of the dumps.
+      kernels: names of operations.
+      turns: from such a name and the kernel's loop to the steps of a block of heads and how many run each region, as
+        for `kernel_bundles`; None where every step runs all of it.
     """
-    total, found = 0, set()
+    found: dict[str, tuple[int, int]] = {}
     for path in glob.glob(f"{folder}/*-final_bundles.txt"):
         name = re.fullmatch(r"\d+-(.*)-\d+-final_bundles\.txt", os.path.basename(path))
         if not name or name[1] not in kernels:
             continue
-        found.add(name[1])
-        with open(path, errors="replace") as text:
-            lines = [line for line in text if re.match(r"\s*(0x[0-9a-f]+|0)\s[^{]*:", line)]
-        inside = [n for n, line in enumerate(lines) if re.match(r"[^{]*:\s*>", line)]
-        exits = [x for line in lines for x in re.findall(r": > \{.*?(\d+) /\* loop exit test", line)]
-        if len(exits) != 1 or any(re.match(r"[^{]*:\s*>\s*>", line) for line in lines):
+        with open(path, errors="replace") as file:
+            text = file.read()
+        counted = regions.whole_bundles(text)
+        if turns is not None and (told := turns(name[1], loop := regions.read_loop(text))):
+            counted = regions.kernel_bundles(loop, *told), loop.turns - 2
+        if counted is not None:
+            found[name[1]] = counted
+    if not kernels or found.keys() != kernels:
+        return None, None
+    total, steps = (sum(column) for column in zip(*found.values(), strict=True))
+    return total, steps
+
+
+def turns_of(case: Layer) -> Turns:
+    """Return how many steps of our kernels run each region, for a layer of one sequence.
+
+    The kernels of gated linear attention loop as often as their tables say. The forwards of delta rules with a gate for
+    every channel have a second path for chunks whose gates forget nearly everything; it counts as not taken.
+    """
+    from benchmarks import packed  # which imports this module
+
+    def turns(launch: str, loop: regions.Loop) -> tuple[int, list[int]] | None:
+        if case.table.delta and not (loop.regions and case.table.per_channel and "_bwd_" not in launch):
             return None
-        # Copies of the first and the last step's blocks take a turn of the loop each.
-        total += (inside[-1] - inside[0] + 1) * (int(exits[0]) - 2)
-    return total if total and found == kernels else None
+        found = re.search(r"_([a-z]+)_c(\d+)", launch)
+        assert found is not None
+        steps, runs = packed.turns(case, found[1], int(found[2]))
+        if case.table.delta:
+            return steps, [0] * len(loop.regions)
+        # A branch passes a loop that no turn runs.
+        passes = [n for n, x in enumerate(loop.regions) if x.bundles <= regions.CUT]
+        for place in passes[: len(loop.regions) - len(runs)]:
+            runs.insert(place, steps)
+        return steps, runs
+
+    return turns
 
 
 def estimate(case: Layer, implementation: str, chip: str, T: int, backward: bool, profile: bool) -> dict:
@@ -103,14 +165,18 @@ def estimate(case: Layer, implementation: str, chip: str, T: int, backward: bool
         peer = tpu_peers.PEERS[implementation]
         with tpu_peers.on_a_tpu():
             found = figures(lambda: peer.build(case, T, backward), chip, floor, profile and peer.counted)
-        unknown = () if peer.counted else ("kernel_cycles", "around_cycles", "bundles", "estimate_ms")
-        return found | dict.fromkeys(unknown)
+        return found if peer.counted else found | dict.fromkeys(COUNTED)
     cu_seqlens = jax.ShapeDtypeStruct((case.sequences + 1,), jnp.int32) if case.sequences else None
-    return figures(lambda: ours(case, implementation, T, backward, cu_seqlens), chip, floor, profile)
+    build = lambda: ours(case, implementation, T, backward, cu_seqlens)
+    whole = case.sequences or implementation != "fused" or type(case) is not Layer
+    return figures(build, chip, floor, profile, None if whole else turns_of(dataclasses.replace(case, T=T)))
 
 
-def figures(build: Callable[[], tuple], chip: str, floor_ms: float, profile: bool) -> dict:
-    """Compile what `build` returns, a function and its shapes, and read what was dumped; in a fresh process only."""
+def figures(build: Callable[[], tuple], chip: str, floor_ms: float, profile: bool, turns: Turns | None = None) -> dict:
+    """Compile what `build` returns, a function and its shapes, and read what was dumped; in a fresh process only.
+
+    `turns` is of `bundles`.
+    """
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:  # dumps take gigabytes
         compiler.setup(dump_flags(folder, profile))
         fn, specs = build()
@@ -120,14 +186,16 @@ def figures(build: Callable[[], tuple], chip: str, floor_ms: float, profile: boo
         text = program.as_text()
         kernels, cycles = set(launches(text)), profiled(folder)
         kernel = sum(n for name, n in cycles.items() if name in kernels)
+        counted, steps = bundles(folder, kernels, turns)
         # Without a profile the text has them.
         around = sum(cycles.values()) - kernel if kernel else operations(text)
-        time_ms = (kernel + (around or 0)) / CHIPS[chip].clock_ghz / 1e6
+        known = counted is not None and steps is not None
         return {
             "kernel_cycles": kernel or None,
             "around_cycles": around,
-            "bundles": bundles(folder, kernels),
-            "estimate_ms": max(time_ms, floor_ms) if kernel else None,
+            "bundles": counted,
+            "grid_steps": steps,
+            "estimate_ms": times.device_ms(CHIPS[chip], counted, around, steps, floor_ms) if known else None,
             "floor_ms": floor_ms,
             "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
             **_static(folder),
@@ -160,11 +228,15 @@ def can_run(case, implementation: str, backward: bool) -> bool:
     return True
 
 
-def measure(case: Layer, implementation: str, chip: str, T: int, backward: bool, timeout: float) -> dict:
-    """Run `estimate` in a process of its own; a row with `failed` set where the compiler gave none."""
+def measure(case: Layer, implementation: str, chip: str, T: int, backward: bool, profile: bool, timeout: float) -> dict:
+    """Run `estimate` in a process of its own; a row with `failed` set where the compiler gave none.
+
+    A program that the compiler cannot profile is compiled again without a profile.
+    """
     arguments = f"{case!r}, {implementation!r}, {chip!r}, {T}, {backward}"
     codes = [
-        f"from benchmarks.tpu import Block, Layer, Mixer, estimate; estimate({arguments}, {x})" for x in (True, False)
+        f"from benchmarks.tpu import Block, Layer, Mixer, estimate; estimate({arguments}, {x})"
+        for x in dict.fromkeys((profile, False))
     ]
     return first_result(codes, timeout)
 

@@ -52,18 +52,13 @@ def with_backward(fn: Callable, specs: list, o: ShapeDtypeStruct) -> tuple[Calla
     return lambda do, *x: jax.vjp(fn, *x)[1](do), [o, *specs]
 
 
-def tokamax_kda(heads: int, T: int, backward: bool, raw: bool, K: int = 128) -> tuple[Callable, list]:
-    """Return tokamax's KDA and its shapes; if `raw`, as its own benchmark has it: gate and unit lengths inside.
-
-    It takes windows of several heads, which the profile counts as 0 cycles where a head has several chunks. So every
-    chunk of 64 is a head here: as many grid steps of the same code, of as many bytes.
-    """
+def tokamax_kda(heads: int, T: int, raw: bool, K: int = 128) -> tuple[Callable, list]:
+    """Return tokamax's KDA and its shapes, in its own layout; if `raw`, with the gate and unit lengths inside."""
     from tokamax._src.ops.kda import pallas_mosaic_tpu as kda
 
     op = kda.PallasMosaicTpuKimiDeltaAttention().replace(bypass_device_check=True)
-    heads *= -(-T // 64)
     spec = lambda *shape, dtype=jnp.float32: ShapeDtypeStruct(shape, dtype)
-    tokens, scalars = spec(heads, 1, 64, K, dtype=jnp.bfloat16), (heads, 1, 64)
+    tokens, scalars = spec(heads, 1, T, K, dtype=jnp.bfloat16), (heads, 1, T)
     specs = [tokens, tokens, tokens, spec(*scalars, K), spec(*scalars)]
     if raw:
         specs = [*[tokens] * 4, spec(*scalars, dtype=jnp.bfloat16), spec(heads), spec(heads * K)]
@@ -75,13 +70,34 @@ def tokamax_kda(heads: int, T: int, backward: bool, raw: bool, K: int = 128) -> 
             options |= {"use_qk_l2norm": True, "use_gate_in_kernel": True, "lower_bound": -5.0}
         return op(q, k, v, g, beta, scale=K**-0.5, **options)[0]
 
-    return with_backward(fn, specs, tokens) if backward else (fn, specs)
+    return fn, specs
+
+
+def sglang_kda(heads: int, T: int, sequences: int, K: int = 128) -> tuple[Callable, list]:
+    """Return sglang-jax's KDA over packed sequences of T tokens and its shapes, with the gate inside."""
+    from sgl_jax.srt.kernels.kda.kda import chunk_kda_fwd
+
+    spec = lambda *shape, dtype=jnp.float32: ShapeDtypeStruct(shape, dtype)
+    total = sequences * T
+    tokens = spec(1, total, heads, K, dtype=jnp.bfloat16)
+    specs = [
+        tokens, tokens, tokens, spec(1, total, heads, K), spec(1, total, heads), spec(sequences, heads, K, K),
+        spec(sequences + 1, dtype=jnp.int32), spec(heads), spec(heads, K),
+    ]  # fmt: skip
+
+    def fn(q, k, v, g, beta, states, cu_seqlens, A_log, dt_bias):
+        return chunk_kda_fwd(
+            q, k, v, g, beta, scale=K**-0.5, initial_state=states, output_final_state=True, cu_seqlens=cu_seqlens,
+            lower_bound=-5.0, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias,
+        )[0]  # fmt: skip
+
+    return fn, specs
 
 
 def _tokamax(case, T: int, backward: bool) -> tuple[Callable, list]:
     """Return tokamax's kernel for the same layer: its gated delta rule comes fused with the convolution before it."""
     if case.operator == "kda":
-        return tokamax_kda(case.HV, T, backward, raw=False)
+        return tokamax_kda(case.HV, T, raw=False)
     from tokamax._src.ops.causal_conv1d_gated_delta_rule import arg_specs, pallas_mosaic_tpu
 
     op = pallas_mosaic_tpu.PallasMosaicTpuCausalConv1dGatedDeltaRule()
@@ -148,6 +164,11 @@ PEERS = {
     "deltanet-tpu": Peer("deltanet_tpu", _deltanet, backward=True, operators=("gated_delta_rule", "kda", "gdn2")),
     "flywheel-tpu": Peer("flywheel_tpu", _flywheel, backward=False, counted=False),
 }
+
+
+def is_installed(name: str) -> bool:
+    """Return whether a peer can be imported; the last one is there for `calibrate` alone."""
+    return importlib.util.find_spec({"sglang-jax": "sgl_jax"}.get(name) or PEERS[name].module) is not None
 
 
 def installed() -> list[str]:

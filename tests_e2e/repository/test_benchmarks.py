@@ -1,5 +1,6 @@
 """The benchmarks run, on shapes of nothing, and print no ratio for a result that is wrong."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -353,7 +354,13 @@ def test_cycles_of_operations():
     main = f"%a = f32[] fusion(%x), {cycles(100)}\n  ROOT %b = f32[] add(%a, %a), {cycles(20)}"
     entry = f"\nENTRY %main () -> f32[] {{\n  {main}\n}}"
     assert operations(inside + entry) == 120
-    assert operations(inside + entry.replace("add(", "while(")) is None
+    # A loop whose turns are known, and one whose turns are not.
+    loop = "while(%a), condition=%c, body=%fused"
+    assert operations(inside + entry.replace("add(%a, %a)", f'{loop}, "known_trip_count":{{"n":"3"}}')) == 120 + 3 * 5
+    assert operations(inside + entry.replace("add(%a, %a)", loop)) == 120 + 5
+    branches = "conditional(%p, %a), branch_computations={%fused, %other}"
+    other = inside.replace("fused", "other").replace('"5"', '"7"')
+    assert operations(inside + other + entry.replace("add(%a, %a)", branches)) == 120 + 7
 
 
 def test_no_ratio_without_correctness(run, monkeypatch):
@@ -513,16 +520,44 @@ def test_static_figures(tmp_path):
     assert _static(str(tmp_path)) == {"spills": 2, "matrix_use": 0.5}
 
 
-@pytest.mark.parametrize(("inner", "expected"), [("", 3 * 4), ("> ", None)], ids=["one loop", "a loop in it"])
-def test_bundles_of_the_loop_over_the_grid(inner, expected, tmp_path):
+@pytest.mark.parametrize(
+    ("inner", "test", "expected"),
+    [
+        ("", "", (3 * 4, 4)),
+        # The branch of the loop over the grid may carry no depth.
+        ("", "0x3   :  { %e }", (4 * 4, 4)),
+        (">", "", (None, None)),
+        (">", "0x3   : >> { %q = scmp.ge.s32.totalorder %s, 5 /* loop exit test */ }", (4 * (2 + 2 * 5), 4)),
+    ],
+    ids=["one loop", "a branch without depth", "a loop in it", "a loop of 5 turns in it"],
+)
+def test_bundles_of_the_loop_over_the_grid(inner, test, expected, tmp_path):
     from benchmarks.tpu import bundles
 
-    lines = ["0   :  { %a }", "0x1 LB: > { %b }", f"0x2   : >{inner} {{ %c }}"]
-    lines += ["0x3   : > { %p = scmp.ge.s32.totalorder %s, 6 /* loop exit test */ }", "0x4   :  { %d }"]
+    lines = ["0   :  { %a }", "0x1 LB: > { %b }", f"0x2   : >{inner} {{ %c }}", *filter(None, [test])]
+    lines += ["0x4   : > { %p = scmp.ge.s32.totalorder %s, 6 /* loop exit test */ }", "0x5   :  { %d }"]
     for name in ("kernel.1", "copy.2"):  # the copy is not a kernel
         (tmp_path / f"7-{name}-03-final_bundles.txt").write_text("\n".join(lines))
     assert bundles(str(tmp_path), {"kernel.1"}) == expected
-    assert bundles(str(tmp_path), {"kernel.1", "kernel.2"}) is None
+    assert bundles(str(tmp_path), {"kernel.1", "kernel.2"}) == (None, None)
+
+
+def test_regions_that_a_layer_runs():
+    """The second path of a gate for every channel is not taken; a branch around a loop runs as often as the grid."""
+    from benchmarks.regions import Loop, Region
+    from benchmarks.tpu import turns_of
+
+    regions = lambda *bundles: Loop(10, 0, 5, [Region(0, 9, n) for n in bundles])
+    kda, delta, gla = (
+        turns_of(Layer(name, H=4, HV=4, T=256)) for name in ("kda", "gated_delta_rule", "simple_gla")
+    )  # fmt: skip
+    assert kda("chunk_kda_fwd_c64.1", regions(3000)) == (5, [0])
+    assert kda("chunk_kda_summary_c64.2", regions(3000)) == (5, [0])
+    assert kda("chunk_kda_fwd_c64.1", regions()) is None
+    assert kda("chunk_kda_bwd_c64.1", regions(3000)) is None
+    assert delta("chunk_gated_delta_rule_fwd_c64.1", regions(30)) is None
+    steps, runs = gla("chunk_gla_fwd_c64.1", regions(100, 200))
+    assert gla("chunk_gla_fwd_c64.1", regions(100, 3, 200)) == (steps, [runs[0], steps, runs[1]])
 
 
 STEPS = [dict(decodes=3), dict(decodes=2, W=3, pool="bfloat16"), dict(prefills=(5, 70))]
@@ -776,32 +811,62 @@ def test_peers_on_tpus():
 
 
 def test_calibrate(run, monkeypatch, capsys):
-    """Published times over estimates, scaled from the tokens that were compiled; ours get the same range."""
-    figures = {"kernel_cycles": None, "around_cycles": 875_000, "bundles": 875_000, "compile_s": 1.0}
-    compiled = []
+    """Points are scaled from the tokens that were compiled, and the fit finds the numbers that made the times."""
+    from benchmarks import calibrate
 
-    def compile_one(codes, timeout):
-        compiled.append(codes)
-        return {"failed": "no result"} if ", 8192, True, False)" in codes[0] else figures
-
-    monkeypatch.setattr("benchmarks.tpu.first_result", compile_one)
-    monkeypatch.setattr("benchmarks.tpu_peers.installed", lambda: ["deltanet-tpu"])
-    monkeypatch.setattr("benchmarks.calibrate.metadata.version", lambda name: "0.3.0")
+    call, factor, step = 0.2, 1.5, 0.4
+    monkeypatch.setattr(calibrate, "copied", lambda: [])
+    monkeypatch.setattr("benchmarks.tpu_peers.is_installed", lambda name: name != "tokamax")
+    monkeypatch.setattr("benchmarks.calibrate.metadata.version", lambda name: "1.0")
+    some = [one for one in calibrate.PUBLISHED if one.peer == "deltanet-tpu"][:3]
+    some += [dataclasses.replace(one, fitted=True) for one in calibrate.PUBLISHED if one.peer == "sglang-jax"]
+    counts = [
+        dict(bundles=1000 * (n + 1), grid_steps=7 * n * n + 1, around_cycles=100 * n, compile_s=1.0)
+        for n in range(len(some))
+    ]
+    ms = []
+    for one, row in zip(some, counts, strict=True):
+        times = 1 if one.sequences else 2
+        cycles = times * (row["bundles"] + row["around_cycles"])
+        ms.append(call * one.blocking + factor * cycles / 1.75e6 + times * step * row["grid_steps"] / 1e3)
+    some = [dataclasses.replace(one, ms=x) for one, x in zip(some, ms, strict=True)]
+    tokamax = next(one for one in calibrate.PUBLISHED if one.peer == "tokamax")
+    monkeypatch.setattr(calibrate, "PUBLISHED", [*some, tokamax])
+    left = iter(counts)
+    monkeypatch.setattr("benchmarks.tpu.first_result", lambda codes, timeout: next(left))
     code, rows = run("calibrate", "--tokens", "4096")
     assert code == 0
-    assert len(compiled) == len(rows) == 8 + 6
-    first, ours = rows[0], next(row for row in rows if row["implementation"] == "fused")
-    assert first["bundles_ms"] == 1.0
-    assert first["ratio"] == first["published_ms"] == 11.37
-    assert first["ratio_with_around"] == 11.37 / 2
-    assert first["ratio_cycles"] is None
-    assert ours["bundles_ms"] == 0.5
-    assert "ratio" not in ours
-    assert sum("failed" in row for row in rows) == 3
+    assert [row["bundles"] for row in rows] == [2000, 4000, 6000, 4000, 5000, 6000]
+    found = calibrate.fit(rows)
+    assert found[:3] == pytest.approx((call, factor, step))
+    assert found.ratios == pytest.approx(np.ones(6))
     printed = capsys.readouterr().out
-    assert "deltanet-tpu took 4.85 to 22.52 times what the compiler estimates by bundles." in printed
-    assert "v6e: 0.50 ms by bundles, so 2.42 to 11.26 ms expected." in printed
+    assert "time = 0.200 ms of a blocking call + 1.500 x" in printed
+    assert "deltanet-tpu 1.0, predicted from the others: 1.00 to 1.00." in printed
     assert "tokamax is not installed." in printed
+
+
+def test_the_formula_is_the_fit():
+    """The numbers of the package are the fit to docs/data, rounded, and so are its errors; times are made of them."""
+    from benchmarks import calibrate, pages, step
+    from chunkwise.command import times
+    from chunkwise.shared.chips import CHIPS
+
+    inside, _ = pages.points()
+    found = calibrate.fit(inside)
+    rounded = (times.CALL_MS, times.FACTOR, times.STEP_US)
+    assert rounded == tuple(round(x, 2) for x in found[:3])
+    assert (
+        round(found.spread, 3), tuple(round(float(x), 2) for x in (found.ratios.min(), found.ratios.max()))
+    ) == (times.SPREAD, times.WORST)  # fmt: skip
+    for name in ("tpu-layers", "tpu-kda"):
+        for row in pages.rows_of(name):
+            counts = (row[key] for key in ("bundles", "around_cycles", "grid_steps", "floor_ms"))
+            assert row["estimate_ms"] == pytest.approx(times.device_ms(CHIPS[row["chip"]], *counts))
+    for chip in CHIPS:
+        for row in pages.rows_of(f"step-{chip}"):
+            if row.get("cycles"):
+                assert row["estimate_ms"] == pytest.approx(step.step_ms(row, chip))
 
 
 @pytest.mark.tpu
@@ -810,10 +875,11 @@ def test_tpu_estimate():
     """A process of its own for the compiler; one head of a kernel that it profiles."""
     from benchmarks import tpu
 
-    row = tpu.measure(Layer("gla", H=1, HV=1), "fused", "v6e", 128, backward=False, timeout=300)
+    row = tpu.measure(Layer("gla", H=1, HV=1), "fused", "v6e", 128, backward=False, profile=True, timeout=300)
     assert not row.get("failed")
     assert row["kernel_cycles"] > 0
-    assert row["floor_ms"] > 0
+    assert row["bundles"] > 0
+    assert row["estimate_ms"] > row["floor_ms"] > 0
     assert 0 < row["matrix_use"] < 1
 
 
