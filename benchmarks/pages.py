@@ -178,7 +178,7 @@ def first_screen() -> str:
             "gated delta rule, KDA, GLA, simple GLA; mean gates from -0.01 to -80 nats a token",
         ],
     ]
-    return table(["what", "figure", "conditions"], lines)
+    return table(["measurement", "figure", "conditions"], lines)
 
 
 @block

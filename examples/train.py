@@ -187,7 +187,7 @@ def train(model, rows, held_out, o):
             speed = (progress.tasks[task].speed or 0) * o.batch * o.length
             text = f"loss {loss:.3f}, {loss / math.log(2):.2f} bits per byte, {speed:,.0f} tokens/s"
             progress.update(task, advance=1, description=text)
-            if not bar and (n == last or (n + 1) % o.print_every == 0):
+            if not bar and (n == last or (n + 1) % o.print_every == 0 or n + 1 == o.steps):
                 print(f"step {n + 1} of {o.steps}: {text}", flush=True)
             if (n + 1) % o.save_every == 0 or n + 1 == o.steps:
                 # It is written while training goes on.
@@ -254,6 +254,7 @@ def main():
         os.environ.setdefault("NPROC", "16")
         jax.config.update("jax_num_cpu_devices", math.prod(sizes.values()))
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    print("reading the standard library of Python", flush=True)
     stream, held_out = read_library(o.held_out)
     seen, rows = stream[: o.steps * o.batch * o.length + 1], rows_of(held_out, o.length)
     with jax.set_mesh(mesh):
