@@ -1,6 +1,7 @@
 """Test set-up for every package: the environment that libtpu reads, and how programs are compiled for the CPU."""
 
 import contextlib
+import os
 
 import jax
 import pytest
@@ -9,6 +10,8 @@ from chunkwise.shared.implementation import platforms
 from chunkwise.shared.testing import selection, tpu
 
 tpu.setup()
+# Programs are small: to cut one into parts that are compiled side by side costs more than it saves.
+os.environ["XLA_FLAGS"] = f"--xla_cpu_parallel_codegen_split_count=1 {os.environ.get('XLA_FLAGS', '')}"
 
 # Lines of the source in lowered programs, which no test reads, take a quarter of the time to lower one.
 jax.config.update("jax_traceback_in_locations_limit", 0)

@@ -33,7 +33,11 @@ def test_facts_are_lines_of_the_library(facts):
 
 
 # The shortest library has a demo of its own below.
-THOROUGH = dict(test_a_library_of_fewer_lines=lambda lines: lines == 8)
+THOROUGH = dict(
+    test_a_library_of_fewer_lines=lambda lines: lines == 8,
+    # It draws the picture a second time.
+    test_demo_of_a_library_of_few_lines=True,
+)
 
 
 @pytest.mark.parametrize(("lines", "counts"), [(255, (*demo.COUNTS[:-1], 255)), (8, (4, 8))])

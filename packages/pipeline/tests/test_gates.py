@@ -37,10 +37,17 @@ CASES = [
     ("recurrent_kda", "xla", "softplus"),
     ("recurrent_kda", "fused", "bounded packed"),
 ]
+QUICK_RATES = ("fused", "softplus"), ("xla", "bounded")
 THOROUGH = dict(
-    # Of the chunked operators one case of each law is quick.
-    test_values_and_gradients=lambda operator, case: operator.startswith("chunk") and case != "softplus packed",
-    test_every_rate=lambda A_log: A_log[0] < 100,
+    # Of the chunked operators one case is quick, and of each law one.
+    test_values_and_gradients=lambda operator, implementation, case: (
+        operator.startswith("chunk") and (implementation, case) != ("xla", "softplus packed")
+    ),
+    test_every_rate=lambda operator, implementation, law, A_log: (
+        A_log[0] < 100 or (operator.startswith("chunk") and (implementation, law) not in QUICK_RATES)
+    ),
+    test_a_law_more_is_a_line_of_the_table=lambda implementation: implementation == "xla",
+    test_forms_of_a_rate=lambda operator: operator.name == "chunk_gated_delta_rule",
 )
 
 

@@ -21,7 +21,7 @@ SAME = 1e-6
 # What the packages test of "fused", and of plain JAX, is done here for the chain of stages.
 THOROUGH = dict(
     # A pack with states goes through the most code, and the norm comes before all of it.
-    test_gradients=lambda implementation, case: case != "packed",
+    test_gradients=lambda implementation, case: implementation == "xla" or case != "packed",
     test_gradients_with_repeated_keys=True,
     test_gradients_in_bfloat16=True,
     test_gradient_of_a_traced_scale=lambda implementation: implementation == "xla",
