@@ -7,7 +7,10 @@ import jax.numpy as jnp
 
 from chunkwise.integrations.serving import convolve, raw_gates, split_heads, step_of
 from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
+from chunkwise.shared.call.arguments import Slots
+from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.kernels import gate_activation
+from chunkwise.shared.serving.mixer import Mixer, in_one_launch
 
 __all__ = ["fused_conv1d_gdn", "fused_conv1d_kda", "fused_conv1d_mamba2"]
 # The pools of the convolution and of the operator, and the output.
@@ -118,8 +121,26 @@ def fused_conv1d_mamba2(
     return (conv_state, ssm_state), o.reshape(-1, n_v * d_v).astype(xbc.dtype)
 
 
-def _delta_rule(operator, qkv, b, a, pools, conv, sizes, step, implementation, **gates) -> Updated:
-    y, conv_state = convolve(qkv, pools[0], *conv, step, implementation)
-    q, k, v = split_heads("qkv", y, *sizes)
-    o, state = operator(q, k, v, a[None], b[None], pools[1], **step, **gates, implementation=implementation)
-    return (conv_state, state), o.reshape(len(qkv), -1).astype(qkv.dtype)
+def _delta_rule(
+    operator, qkv, b, a, pools, conv, sizes, step, implementation, *, A_log, dt_bias, use_qk_l2norm_in_kernel, **gates
+) -> Updated:
+    def one_after_the_other() -> Updated:
+        y, conv_state = convolve(qkv, pools[0], *conv, step, implementation)
+        q, k, v = split_heads("qkv", y, *sizes)
+        o, state = operator(
+            q, k, v, a[None], b[None], pools[1], **step, A_log=A_log, dt_bias=dt_bias,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **gates, implementation=implementation,
+        )  # fmt: skip
+        return (conv_state, state), o.reshape(len(qkv), -1).astype(qkv.dtype)
+
+    weight, bias, _ = conv
+    (H, K), _, (HV, V) = sizes
+    mixer = Mixer(
+        H, HV, K, V, (qkv,), a.reshape(len(a), -1), b, (weight[:, 0],), () if bias is None else (bias,), A_log, dt_bias,
+        GateActivation(**gates),
+    )  # fmt: skip
+    slots = Slots(**{name: step[name] for name in Slots._fields})
+    make = lambda o, convolved, states: ((convolved[0], states), o)
+    return in_one_launch(
+        mixer, ((pools[0],), pools[1]), step["cu_seqlens"], slots, implementation, one_after_the_other, make
+    )

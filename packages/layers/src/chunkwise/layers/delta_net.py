@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.layers import config, layer, norm, parameters, running
+from chunkwise.layers import config, layer, mixing, parameters, running
 from chunkwise.pipeline import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
 
 _OPERATORS = running.Operators(chunk_gated_delta_rule, recurrent_gated_delta_rule, ragged_gated_delta_rule)
@@ -116,13 +116,11 @@ def _mix(
     """
     projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]
     z, a, b = (running.project(x, weight) for weight in (w.z, w.a, w.b))
-    (q, k, v), conv = running.convolve_heads(run, config, projected, w.conv)
-    o, state = run.operate(
-        _OPERATORS, q, k, v, a, b, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=w.A_log,
-        dt_bias=w.dt_bias, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=config.allow_neg_eigval,
+    y, cache = mixing.delta_rule(
+        run, config, _OPERATORS, projected, w.conv, a, b, z, w.norm, A_log=w.A_log, dt_bias=w.dt_bias,
+        activation=config.activation, eps=config.eps, allow_neg_eigval=config.allow_neg_eigval,
     )  # fmt: skip
-    y = norm.norm_heads(run, o, z, w.norm, activation=config.activation, eps=config.eps)
-    return running.project_out(y, w.out, x), running.Cache(conv, state)
+    return running.project_out(y, w.out, x), cache
 
 
 LAYER = layer.Definition(

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from chunkwise.layers import config, layer, norm, parameters, running
+from chunkwise.layers import config, layer, mixing, parameters, running
 from chunkwise.pipeline import chunk_kda, ragged_kda, recurrent_kda
 
 _OPERATORS = running.Operators(chunk_kda, recurrent_kda, ragged_kda)
@@ -115,13 +115,11 @@ def _mix(
     """
     projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]
     f, z, b = (running.project(x, *factors) for factors in (w.f, w.z, (w.b,)))
-    (q, k, v), conv = running.convolve_heads(run, config, projected, w.conv)
-    o, state = run.operate(
-        _OPERATORS, q, k, v, running.by_head(f, config.HV), b, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-        A_log=w.A_log, dt_bias=w.dt_bias, lower_bound=config.lower_bound, use_beta_sigmoid_in_kernel=True,
+    y, cache = mixing.delta_rule(
+        run, config, _OPERATORS, projected, w.conv, f, b, z, w.norm, A_log=w.A_log, dt_bias=w.dt_bias,
+        activation="sigmoid", eps=config.eps, lower_bound=config.lower_bound,
     )  # fmt: skip
-    y = norm.norm_heads(run, o, z, w.norm, activation="sigmoid", eps=config.eps)
-    return running.project_out(y, w.out, x), running.Cache(conv, state)
+    return running.project_out(y, w.out, x), cache
 
 
 LAYER = layer.Definition(

@@ -20,6 +20,7 @@ from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.implementation import remat
 from chunkwise.shared.mesh import context
 from chunkwise.shared.serving import slot_rows, state_pool
+from chunkwise.shared.serving.mixer import Mixer, in_one_launch
 
 # What the packages around the operator call its implementations; and its decode step, which has no stages.
 AROUND = {None: None, "xla": "xla", "staged": "pallas", "fused": "pallas"}
@@ -227,6 +228,10 @@ class Step(NamedTuple):
     block_state_indices: jax.Array | None = None
 
 
+# The normed output of a layer [B, T, HV, V], and what its tokens leave in the cache.
+Mixed = tuple[jax.Array, Cache]
+
+
 class Operators(NamedTuple):
     """An operator in its three forms: over whole sequences, token by token, and over a serving step."""
 
@@ -280,6 +285,10 @@ class Sequences:
             x, weight, bias, before, self.output_cache, **self._packing, implementation=AROUND[self.implementation],
             sharding=division.split_heads(self.sharding, heads),
         )  # fmt: skip
+
+    def mix(self, mixer: Callable[[], Mixer], one_after_the_other: Callable[[], Mixed]) -> Mixed:
+        """Return the normed output of a layer and its cache, by one operation after the other."""
+        return one_after_the_other()
 
     def operate(self, operators: Operators, *arrays, **options):
         """Return the output of an operator [B, T, HV, V] and its final states."""
@@ -339,6 +348,23 @@ class Serving:
         return causal_conv1d_update(
             x, self.pool.conv[i], weight, bias, **self._conv_slots, implementation=AROUND[self.implementation],
             sharding=division.split_heads(self.sharding, heads),
+        )  # fmt: skip
+
+    def mix(self, mixer: Callable[[], Mixer], one_after_the_other: Callable[[], Mixed]) -> Mixed:
+        """Return the normed output of a layer and its pool: by one launch if the step has decodes alone."""
+        pool = state_pool.as_pool(self.pool.state)
+        if self.sharding is not None or division.is_split(*self.pool.conv) or not pool.is_array:
+            return one_after_the_other()
+        what = mixer()
+        slots = {name: self._slots[name] for name in arguments.Slots._fields if name != "block_state_indices"}
+
+        def make(o, conv, states) -> Mixed:
+            state = pool._replace(states=states) if pool is self.pool.state else states
+            return o.reshape(1, -1, what.HV, what.V), Cache(conv, state)
+
+        return in_one_launch(
+            what, (self.pool.conv, pool.states), self.step.cu_seqlens, arguments.Slots(**slots), self.implementation,
+            one_after_the_other, make,
         )  # fmt: skip
 
     def operate(self, operators: Operators, *arrays, **options):

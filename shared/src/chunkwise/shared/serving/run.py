@@ -13,11 +13,11 @@ from jax import lax
 
 from chunkwise.shared import tuning
 from chunkwise.shared.call import arguments, checks
-from chunkwise.shared.call.arguments import Arguments, Options
+from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation
 from chunkwise.shared.kernels import launcher, pools, tiles
-from chunkwise.shared.serving import decode, decode_kernel, ring, ring_kernel, state_pool, step_table
+from chunkwise.shared.serving import decode, decode_kernel, mixer, ring, ring_kernel, state_pool, step_table
 from chunkwise.shared.serving.decode_kernel import DecodeStatic
 from chunkwise.shared.serving.state_pool import StatePool
 
@@ -84,8 +84,8 @@ def run_step(
         # There is no kernel of decodes for 8 bits without a ring: plain JAX is.
         fits = (pool.is_array or pool.replay > 0) and (strict or step_fits(few, pool))
         chosen = implementation.name if fits else "xla"
-        decode_tokens = functools.partial(_decode, name, chosen == "xla", pool, step.decodes, accepted)
-        o, pool = implementations.run(Implementation(chosen, decode_tokens), few, options)
+        run_alone = functools.partial(_decode, name, chosen == "xla", pool, step, slots)
+        o, pool = implementations.run(Implementation(chosen, run_alone), few, options)
         return _in_rows(o), pool
 
     def prefill_beside(leading, pool):
@@ -206,13 +206,14 @@ def _decode(
     name: str,
     plain: bool,
     pool: StatePool,
-    routes: pools.Routes,
-    accepted: jax.Array | None,
+    step: step_table.ServingStep,
+    slots: Slots,
     x: Arguments,
     options: Options,
     precomputed: None = None,
 ) -> tuple[jax.Array, StatePool]:
     """Return the outputs of the decodes, whose tokens are the first ones of prepared arguments, and the pool."""
+    routes, accepted = step.decodes, slots.num_accepted_tokens
     scale, W = x.scale, _most_tokens(routes, options)
     x = x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)
     static = DecodeStatic(W, True, options.scale, options.use_qk_l2norm_in_kernel, name)
@@ -220,6 +221,8 @@ def _decode(
         made, pool = _plain_tokens(static, x, pool, routes, accepted)
     elif pool.replay:
         made, pool = ring_kernel.launch(static, x, pool, routes, accepted)
+    elif (found := mixer.decode_rule(static, x, pool.states, step.boundaries, slots)) is not None:
+        made, pool = found[0], pool._replace(states=found[1])
     else:
         made, states = decode_kernel.launch(static, x, pool.states, routes)
         pool = pool._replace(states=states)

@@ -1,0 +1,61 @@
+"""The mixer of a delta layer: a serving step of decodes alone is one launch between the projections."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise import layers
+from chunkwise.shared.serving import mixer_kernel
+from chunkwise.shared.testing.compare import assert_close
+
+pytestmark = pytest.mark.interpreted
+CONFIGS = {
+    "gated_delta_net": layers.GatedDeltaNetConfig(D=32, H=1, HV=2, K=128, V=128, allow_neg_eigval=True),
+    "kimi_delta_attention": layers.KimiDeltaAttentionConfig(D=32, H=1, HV=1, K=128, V=128, lower_bound=-5.0),
+}
+# A number of decodes that is known leaves one way of both in the program.
+THOROUGH = dict(test_decodes=lambda name, known: name != "kimi_delta_attention" or not known)
+SLOTS = jnp.array([3, -1, 0, 2], jnp.int32)
+
+
+@pytest.fixture(autouse=True)
+def few_states_a_step(monkeypatch):
+    """Let a grid step take two sequences, so that there are several, and less to compile."""
+    monkeypatch.setattr(mixer_kernel, "_STATES", 4)
+
+
+def step(name, decodes):
+    """Return a function of a pool and the name of an implementation that runs a step, and a pool."""
+    config = CONFIGS[name]
+    weights = getattr(layers, f"init_{name}")(jax.random.key(0), config)
+    lengths = [1] * decodes + [5] * (4 - decodes)
+    boundaries = jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
+    x = jax.random.normal(jax.random.key(1), (1, sum(lengths), config.D))
+    empty = layers.empty_cache(config, 5, state_dtype=jnp.bfloat16)
+    pool = jax.tree.map(lambda y: 0.3 * jax.random.normal(jax.random.key(2), y.shape).astype(y.dtype), empty)
+
+    def run(pool, implementation, decodes):
+        told = layers.Step(boundaries, SLOTS, jnp.array([True, True, False, True]), num_decodes=decodes)
+        return getattr(layers, f"ragged_{name}")(x, weights, config, pool, told, implementation=implementation)
+
+    return run, pool
+
+
+@pytest.mark.parametrize(("decodes", "known"), [(4, True), (4, False), (3, False)])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_decodes(name, decodes, known):
+    run, pool = step(name, decodes)
+    run = jax.jit(run, static_argnums=(1, 2) if known else 1)
+    (y, after), (want, expected) = (run(pool, each, decodes) for each in ("fused", "xla"))
+    assert_close("y", y, want, 1e-5)
+    for have, other in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
+        assert_close("pool", have, other, 5e-3)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_launch(name):
+    run, pool = step(name, 4)
+    names = lambda implementation: str(jax.make_jaxpr(run, static_argnums=1)(pool, implementation, jnp.int32(4)))
+    assert "decode_mixer_fwd" in names("fused")
+    assert "decode_mixer_fwd" not in names("xla")

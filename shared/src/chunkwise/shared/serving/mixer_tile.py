@@ -1,0 +1,114 @@
+"""The mathematics of some sequences at once, a token each: rows [n, lanes] of them, and the state of one head.
+
+Rows of different sequences never meet, so that what is not finite in one leaves the others as they are.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from chunkwise.shared.kernels import activations, gate_activation, tiles
+
+# bfloat16 numbers whose sum is a float32 number.
+PARTS = 3
+
+
+class OutputNorm(NamedTuple):
+    """The gated norm of the output.
+
+    Attributes:
+      activation: of the gate.
+      eps: added to the mean of the squares.
+    """
+
+    activation: str | None
+    eps: float
+
+
+class MixerStatic(NamedTuple):
+    """What is known when the program is built.
+
+    Attributes:
+      H, HV, K, V: key heads, value heads and their channels.
+      scale: of the output.
+      law: of raw gates; None where gates are in nats.
+      step_size: what the sigmoid of a raw step size is multiplied by; None where step sizes are given.
+      normalise: whether queries and keys get unit length.
+      activation: of the convolution.
+      norm: of the output, or None.
+      name: of the kernel.
+    """
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    scale: float
+    law: gate_activation.Law | None
+    step_size: float | None
+    normalise: bool
+    activation: str | None
+    norm: OutputNorm | None
+    name: str
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return self.HV // self.H
+
+
+def convolve(taps: list[jax.Array], weight: jax.Array, bias: jax.Array | None, s: MixerStatic) -> jax.Array:
+    """Return the convolution of the last W inputs, the oldest first, [n, C] each, with a weight [W, C]."""
+    y = taps[0] * weight[:1]
+    for j, tap in enumerate(taps[1:], 1):
+        y = y + tap * weight[j : j + 1]
+    return activations.activate(y if bias is None else y + bias, s.activation)
+
+
+def decay(g: jax.Array, A_log: Any, dt_bias: Any, s: MixerStatic) -> jax.Array:
+    """Return e^g of gates [n, lanes], which are raw where there is a law, that takes arrays A_log and dt_bias."""
+    if s.law is not None:
+        g = s.law.decay(g, *s.law.in_range(A_log, dt_bias))
+    return jnp.exp(g)
+
+
+def step_size(beta: jax.Array, s: MixerStatic) -> jax.Array:
+    """Return the step sizes [n, HV]."""
+    return beta if s.step_size is None else s.step_size * jax.nn.sigmoid(beta)
+
+
+def norm_head(o: jax.Array, z: jax.Array, weight: jax.Array, s: OutputNorm) -> jax.Array:
+    """Return the norm of a head of the output [n, V] times the activation of its gate."""
+    mean = jnp.mean(o * o, axis=1, keepdims=True)
+    return weight * (o * lax.rsqrt(mean + jnp.float32(s.eps))) * activations.activate(z, s.activation)
+
+
+def exact_parts(x: jax.Array) -> list[jax.Array]:
+    """Return float32 numbers that bfloat16 holds exactly, and whose sum is x."""
+    found = []
+    for _ in range(PARTS - 1):
+        # The first 8 digits: a conversion there and back is one that a compiler may leave out.
+        bits = lax.bitwise_and(lax.bitcast_convert_type(x, jnp.uint32), jnp.uint32(0xFFFF0000))
+        found.append(lax.bitcast_convert_type(bits, jnp.float32))
+        x = x - found[-1]
+    return [*found, x]
+
+
+def read_on_matrix_unit(S: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return rows [8, K] of bfloat16 numbers times a state [K, V] in bfloat16, float32 [8, V]."""
+    return lax.dot_general(
+        rows.astype(jnp.bfloat16), S, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+    )  # fmt: skip
+
+
+def read_on_vector_unit(S: jax.Array, row: jax.Array) -> jax.Array:
+    """Return a row [1, K] times a state [K, V], float32 [1, V]."""
+    return jnp.sum(S * tiles.to_column(row[None])[0], axis=0, keepdims=True)
+
+
+def next_state(S: jax.Array, decay: jax.Array, key_column: jax.Array, new: jax.Array) -> jax.Array:
+    """Return diag(decay) S + k n^T in float32, for a decay [1, 1] or [1, K], a key as a column, and n [1, V]."""
+    decay = decay if decay.shape[1] == 1 else tiles.to_column(decay[None])[0]
+    return decay * S + key_column * new

@@ -1,0 +1,127 @@
+"""The mixer of a decode in one launch, and decodes of operators by the same kernel, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.shared.call.arguments import Arguments, Options, Slots
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.operator import Operator
+from chunkwise.shared.serving import mixer_kernel
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import make_inputs, spec
+from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.tpu import compile_for, has_libtpu, launches
+from shared.tests import mixer_suite
+
+pytestmark = pytest.mark.interpreted
+# Key heads, value heads and what else differs.
+CASES = {
+    "gated delta rule": (1, 2, dict()),
+    "bfloat16": (1, 2, dict(dtype=jnp.bfloat16, pool=jnp.bfloat16, together=True)),
+    "channels": (2, 2, dict(per_channel=True, pool=jnp.bfloat16)),
+    "bound": (1, 3, dict(per_channel=True, together=True, bias=True)),
+}
+
+
+@pytest.fixture(autouse=True)
+def few_states_a_step(monkeypatch):
+    """Let a grid step take four sequences of two value heads, so that there are several, and less to compile."""
+    monkeypatch.setattr(mixer_kernel, "_STATES", 8)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values(case):
+    H, HV, options = CASES[case]
+    mixer, conv, states = mixer_suite.make(H, HV, **options)
+    assert mixer.fits(conv, states, mixer_suite.slots())
+    o, conv_after, after = mixer_suite.decode(mixer, conv, states)
+    want_o, want_conv, want = mixer_suite.reference(mixer, conv, states)
+    assert_close("o", o, want_o, TOLERANCE[o.dtype.name])
+    assert_close("states", after, want, TOLERANCE[states.dtype.name])
+    for have, want in zip(conv_after, want_conv, strict=True):
+        np.testing.assert_array_equal(np.asarray(have, np.float64), want)
+    untouched = np.setdiff1d(np.arange(mixer_suite.SLOTS), mixer_suite.NAMED[: mixer_suite.DECODES])
+    np.testing.assert_array_equal(after[untouched], states[untouched])
+
+
+def test_one_sequence_is_not_finite():
+    mixer, conv, states = mixer_suite.make(1, 2)
+    clean = mixer_suite.decode(mixer, conv, states)
+    # The token of the first sequence, a state and the inputs of others, and the slot of one that starts from zeros.
+    x = tuple(y.at[0].set(jnp.nan) for y in mixer.x)
+    bad = lambda y: y.at[np.array([3, 15])].set(jnp.nan)
+    o, conv_after, after = mixer_suite.decode(mixer._replace(x=x), tuple(map(bad, conv)), bad(states))
+    hit, slots = np.array([0, 2]), np.array([7, 3])
+    assert np.isnan(o[hit]).all(axis=1).all()
+    for have, want, of in ((o, clean[0], hit), (after, clean[2], slots), (conv_after[0], clean[1][0], slots)):
+        others = np.setdiff1d(np.arange(len(want)), of)
+        np.testing.assert_array_equal(have[others], want[others])
+
+
+@pytest.mark.parametrize("broken", [[5, -3, 2**31 - 1, -(2**31)], [9, 9, 0, 40]])
+def test_boundaries_and_counts_may_be_anything(broken):
+    """A kernel that read past the end of an array would halt its core."""
+    mixer, conv, states = mixer_suite.make(1, 2)
+    boundaries = (broken * 4)[:13]
+    slots = mixer_suite.slots()._replace(num_decodes=jnp.int32(2**31 - 1), num_sequences=jnp.int32(99))
+    o, _, after = mixer_suite.decode(mixer, conv, states, boundaries, slots)
+    assert o.shape == (12, 256)
+    assert np.isfinite(o).all()
+    assert np.isfinite(after).all()
+
+
+# Gates per channel, a delta rule, and the type of the pool.
+RULES = [(False, True, jnp.bfloat16), (True, False, jnp.float32)]
+
+
+@pytest.mark.parametrize(("per_channel", "delta", "dtype"), RULES)
+def test_decode_of_an_operator(per_channel, delta, dtype, monkeypatch):
+    used = []
+    launch = mixer_kernel.launch
+    monkeypatch.setattr(mixer_kernel, "launch", lambda *args: (used.append(args), launch(*args))[1])
+    x = make_inputs(B=3, T=1, H=1, HV=2, K=128, V=128, per_channel=per_channel)
+    x = {name: y for name, y in x.items() if delta or name != "beta"}
+    pool = jnp.asarray(np.random.default_rng(1).standard_normal((5, 2, 128, 128)), dtype)
+    slots = Slots(jnp.array([4, -1, 0], jnp.int32))
+    options = Options(output_final_state=True)
+    given = Arguments(**x | dict(initial_state=pool, scale=0.3))._replace(slots=slots)
+    o, after = Operator("decode", lambda x, options: None, {}).recurrent(given, options, "fused")
+    before = np.asarray(pool, np.float64)[[4, 1, 0]] * np.array([1, 0, 1])[:, None, None, None]
+    want_o, want = reference(**x | dict(initial_state=before), scale=0.3)
+    assert used
+    assert_close("o", o, want_o, TOLERANCE["float32"])
+    assert_close("states", after[np.array([4, 0])], want[[0, 2]], TOLERANCE[jnp.dtype(dtype).name])
+
+
+def test_what_it_does_not_take():
+    mixer, conv, states = mixer_suite.make(1, 2)
+    slots = mixer_suite.slots()
+    assert not mixer.fits(conv, states.astype(jnp.float16), slots)
+    assert not mixer.fits(conv, states, slots._replace(num_accepted_tokens=slots.state_indices))
+    assert not mixer.fits(conv, states, slots._replace(state_indices=jnp.zeros((12, 3), jnp.int32)))
+    assert not mixer._replace(K=64, H=2).fits(conv, states, slots)
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("case", ["bfloat16", "channels"])
+def test_compiles_as_one_launch(case, chip):
+    H, HV, options = CASES[case]
+    mixer, conv, states = mixer_suite.make(H, HV, **options)
+    arrays, rebuild = jax.tree.flatten(mixer._replace(activation=None, output=None))
+    fixed = dict(activation=mixer.activation, output=mixer.output, H=H, HV=HV, K=128, V=128)
+
+    def run(arrays, conv, states, boundaries, slots):
+        return rebuild.unflatten(arrays)._replace(**fixed).decode(conv, states, boundaries, slots)
+
+    specs = jax.tree.map(lambda y: spec(*jnp.shape(y), dtype=jnp.result_type(y)), (arrays, conv, states))
+    step = jax.tree.map(
+        lambda y: spec(*y.shape, dtype=y.dtype), (jnp.asarray(mixer_suite.BOUNDARIES), mixer_suite.slots())
+    )
+    program = compile_for(run, *specs, *step, chip=chip, auto_layout=True, donate_argnums=(1, 2))
+    assert len(launches(program.as_text())) == 1
+    # The pools are updated in place.
+    assert program.memory_analysis().temp_size_in_bytes < states.nbytes
