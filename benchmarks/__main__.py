@@ -16,6 +16,7 @@ from benchmarks import (
     accuracy,
     bits,
     calibrate,
+    decode_mixer,
     first_call,
     gpu,
     operators,
@@ -122,6 +123,11 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--mixture", action="append", choices=list(step.MIXTURES), help="of sequences; may be repeated")
     one.add_argument("--implementation", action="append", choices=["xla", "staged", "fused"], help="may be repeated")
     one.add_argument("--chip", action="append", choices=list(CHIPS), help="estimate for it instead of timing")
+    one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
+    one = commands.add_parser("decodes", parents=[saved], help="the whole mixer of decodes, an estimate; needs no TPU")
+    add_cases(one, decode_mixer.MIXERS)
+    one.add_argument("--mixture", action="append", choices=decode_mixer.MIXTURES, help="of sequences; may be repeated")
+    one.add_argument("--chip", action="append", choices=list(CHIPS))
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("pools", parents=[saved], help="errors of decodes over every pool of states")
     one.add_argument("--tokens", type=int, default=4096, help="of the text that is decoded")
@@ -232,6 +238,13 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
         yield from scale_jobs(options, options.implementation)
     elif options.command == "step":
         yield from step_jobs(options, options.implementation or default)
+    elif options.command == "decodes":
+        for case in options.case or decode_mixer.MIXERS:
+            for mixture in options.mixture or decode_mixer.MIXTURES:
+                for chip in options.chip or CHIPS:
+                    about = decode_mixer.MIXERS[case], step.MIXTURES[mixture], chip, options.timeout
+                    label = {"case": case, "mixture": mixture, "chip": chip}
+                    yield f"{case}, {mixture}, {chip}", label, lambda a=about: [decode_mixer.estimate(*a)]
     elif options.command == "pools" and options.model:
         yield "bits per byte", {"model": "examples/train.py"}, lambda: pools.measure_bits(options.model)
     elif options.command == "pools":

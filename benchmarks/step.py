@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from benchmarks import timing, tpu
-from benchmarks.regions import Region, kernel_bundles, kernel_text, read_loop
+from benchmarks.regions import Loop, Region, kernel_bundles, kernel_text, read_loop
 from chunkwise.command import times
 from chunkwise.command.models import Layer, Mixture, moved_bytes, serving_step
 from chunkwise.fused_gla.config import default_for
@@ -138,6 +138,19 @@ def ring_runs(mixture: Mixture, regions: list[Region]) -> tuple[int, list[float]
         return next(inside, N) if sequence.start < x.start < sequence.stop else N
 
     return N + ring_kernel.LATER, [runs(x) for x in regions]
+
+
+def mixer_runs(loop: Loop, N: int) -> tuple[int, list[int]]:
+    """Return the steps of the kernel of decodes of one token and how many run each of its regions.
+
+    The first step makes the table of sequences, and the last one awaits its copies and stores the outputs. Every
+    sequence has a region that puts zeros where it starts from none, which no sequence here does. The copies of the next
+    and of the earlier ones are counted in every step.
+    """
+    steps = loop.turns - 2
+    cleared = -(-N // steps)
+    others = len(loop.regions) - cleared - 2
+    return steps, [1, *[steps] * others, *[0] * cleared, 1]
 
 
 def prefill_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
@@ -278,7 +291,9 @@ def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
             if chunk:
                 runs = prefill_runs(case, found.prefills, mixture.T, int(chunk[1]))
             else:
-                runs = ring_runs(mixture, loop.regions) if mixture.replay else decode_runs(found.decodes)
+                one = mixture.W == 1 and mixture.pool in ("float32", "bfloat16")
+                runs = mixer_runs(loop, mixture.N) if one else decode_runs(found.decodes)
+                runs = ring_runs(mixture, loop.regions) if mixture.replay else runs
             counts[_kind(launch)] += kernel_bundles(loop, *runs)
     return counts
 

@@ -1,0 +1,106 @@
+"""A whole mixer of a decode as the TPU compiler sees it: all that a layer does between its projections.
+
+It is counted as `step` counts an operator: bundles of the kernel, at least the time of its bytes, and the operations
+around it.
+"""
+
+import os
+import tempfile
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import step, tpu
+from benchmarks.mixer import Mixer
+from benchmarks.regions import kernel_bundles, kernel_text, read_loop
+from chunkwise.command.models import Mixture, moved_bytes
+from chunkwise.layers import Cache, Step, delta_net, kimi, mixing, running
+from chunkwise.layers.config import GatedDeltaNetConfig, KimiDeltaAttentionConfig
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.kernels import launcher
+from chunkwise.shared.testing import tpu as compiler
+from chunkwise.shared.testing.tpu import launches
+
+# The heads of models that one of several devices has.
+MIXERS = {
+    "qwen3-next-80b-tp8": Mixer("gated_delta_rule", H=2, HV=4),
+    "qwen3.5-397b-tp8": Mixer("gated_delta_rule", H=2, HV=8),
+    "kimi-linear-48b-tp8": Mixer("kda", H=4, HV=4, activation="sigmoid"),
+    "qwen3-next-80b": Mixer("gated_delta_rule", H=16, HV=32),
+}
+MIXTURES = ["decode-64", "decode-64-bfloat16"]
+_WIDTH = 4
+
+
+def _layer(case: Mixer):
+    """Return the configuration of a layer, the operators that it runs, and the activation of its norm."""
+    sizes = dict(D=1, H=case.H, HV=case.HV, K=case.K, V=case.V)
+    if case.operator == "kda":
+        return KimiDeltaAttentionConfig(**sizes), kimi._OPERATORS, "sigmoid"
+    return GatedDeltaNetConfig(**sizes), delta_net._OPERATORS, "silu"
+
+
+def _compiled(case: Mixer, mixture: Mixture, chip: str, flags: str) -> str:
+    """Compile the mixer of a step for a chip with these flags and return its text; in a fresh process only."""
+    compiler.setup(flags)
+    config, operators, activation = _layer(case)
+    x = case.specs(mixture.T, jnp.bfloat16)
+    conv = tuple(jax.ShapeDtypeStruct((step.SLOTS, _WIDTH - 1, n), jnp.bfloat16) for n in config.channels)
+    pool = Cache(conv, jax.eval_shape(lambda: mixture.make_pool(case, step.SLOTS)))
+    told = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), mixture.step())
+
+    def run(x, pool, told):
+        over = running.Serving(pool, Step(**told), None, mixture.W if mixture.replay else None, "fused", None)
+        y, pool = mixing.delta_rule(
+            over, config, operators, [x[name] for name in "qkv"], [x[f"conv_{name}"] for name in "qkv"], x["g"],
+            x["beta"], x["z"], x["norm"], A_log=x["A_log"], dt_bias=x["dt_bias"], activation=activation, eps=1e-6,
+        )  # fmt: skip
+        return y.reshape(1, mixture.T, -1), pool
+
+    return compiler.compile_for(run, x, pool, told, chip=chip, auto_layout=True, donate_argnums=(1,)).as_text()
+
+
+def _launch(text: str) -> list[str]:
+    """Return the launch that runs where all sequences decode."""
+    return [name for name in launches(text) if "decode_mixer" in name]
+
+
+def count_kernel(case: Mixer, mixture: Mixture, chip: str) -> tuple[int, int]:
+    """Return the bundles of the kernel, and the steps of its grid; in a fresh process only."""
+    with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
+        text = _compiled(case, mixture, chip, tpu.dump_flags(folder, profile=False))
+        (launch,) = _launch(text)
+        loop = read_loop(kernel_text(folder, launch))
+    return kernel_bundles(loop, *step.mixer_runs(loop, mixture.N)), loop.turns - 2
+
+
+def count_around(case: Mixer, mixture: Mixture, chip: str) -> int:
+    """Return the estimated cycles of the operations around the kernel; in a fresh process only."""
+    with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
+        os.makedirs(f"{folder}/profile")
+        with mock.patch.object(launcher, "pallas_call", step.hollow):
+            text = _compiled(case, mixture, chip, f"--xla_jf_dump_static_llo_profile_to={folder}/profile")
+        return step.branch_cycles(text, tpu.profiled(folder), set(_launch(text)))
+
+
+def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
+    """Return what the mixer of a step of decodes would cost on a chip that is not here."""
+    counts: dict = {}
+    for name in ("count_kernel", "count_around"):
+        code = (
+            f"from benchmarks.decode_mixer import Mixer, Mixture, {name}; "
+            f"{{{name!r}: {name}({case!r}, {mixture!r}, {chip!r})}}"
+        )
+        counts |= tpu.first_result([code], timeout)
+        if name not in counts:
+            return counts
+    bundles, steps = counts.pop("count_kernel")
+    around = counts.pop("count_around")
+    channels = 2 * case.H * case.K + case.HV * case.V
+    # The tokens that the convolution keeps, and the gates of the norm.
+    more = mixture.N * (2 * (_WIDTH - 1) * channels * 2 + 2 * case.HV * case.V)
+    clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
+    floor = round((moved_bytes(case, mixture)[0] + more) / bandwidth * clock / 1e3)
+    row = {"decode_bundles": bundles, "decode_floor": floor, "decode_steps": steps, "around_cycles": around}
+    return row | counts | {"cycles": max(bundles, floor) + around}
