@@ -52,7 +52,7 @@ def _compiled(case: Mixer, mixture: Mixture, chip: str, flags: str) -> str:
 
     def run(x, pool, told):
         over = running.Serving(pool, Step(**told), None, mixture.W if mixture.replay else None, "fused", None)
-        y, pool = mixing.delta_rule(
+        y, pool = mixing.over_step(
             over, config, operators, [x[name] for name in "qkv"], [x[f"conv_{name}"] for name in "qkv"], x["g"],
             x["beta"], x["z"], x["norm"], A_log=x["A_log"], dt_bias=x["dt_bias"], activation=activation, eps=1e-6,
         )  # fmt: skip
@@ -72,7 +72,7 @@ def count_kernel(case: Mixer, mixture: Mixture, chip: str) -> tuple[int, int]:
         text = _compiled(case, mixture, chip, tpu.dump_flags(folder, profile=False))
         (launch,) = _launch(text)
         loop = read_loop(kernel_text(folder, launch))
-    return kernel_bundles(loop, *step.mixer_runs(loop, mixture.N)), loop.turns - 2
+    return kernel_bundles(loop, *step.mixer_runs(loop, case.HV)), loop.turns - 2
 
 
 def count_around(case: Mixer, mixture: Mixture, chip: str) -> int:

@@ -33,7 +33,7 @@ from chunkwise.shared.kernels import launcher
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.kernels.layout import BEGIN, END, FIRST, LAST, MIXED, OPENS, SEQUENCE, TARGET, pool_steps
 from chunkwise.shared.kernels.pools import Routes, resident_slots
-from chunkwise.shared.serving import ring_kernel, step_table
+from chunkwise.shared.serving import mixer_kernel, ring_kernel, step_table
 from chunkwise.shared.serving import run as serving_run
 from chunkwise.shared.testing import traced
 from chunkwise.shared.testing.oracle import reference
@@ -140,15 +140,14 @@ def ring_runs(mixture: Mixture, regions: list[Region]) -> tuple[int, list[float]
     return N + ring_kernel.LATER, [runs(x) for x in regions]
 
 
-def mixer_runs(loop: Loop, N: int) -> tuple[int, list[int]]:
+def mixer_runs(loop: Loop, heads: int) -> tuple[int, list[int]]:
     """Return the steps of the kernel of decodes of one token and how many run each of its regions.
 
     The first step makes the table of sequences, and the last one awaits its copies and stores the outputs. Every
     sequence has a region that puts zeros where it starts from none, which no sequence here does. The copies of the next
     and of the earlier ones are counted in every step.
     """
-    steps = loop.turns - 2
-    cleared = -(-N // steps)
+    steps, cleared = loop.turns - 2, mixer_kernel.sequences_of(heads)[0]
     others = len(loop.regions) - cleared - 2
     return steps, [1, *[steps] * others, *[0] * cleared, 1]
 
@@ -292,7 +291,7 @@ def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
                 runs = prefill_runs(case, found.prefills, mixture.T, int(chunk[1]))
             else:
                 one = mixture.W == 1 and mixture.pool in ("float32", "bfloat16")
-                runs = mixer_runs(loop, mixture.N) if one else decode_runs(found.decodes)
+                runs = mixer_runs(loop, case.HV) if one else decode_runs(found.decodes)
                 runs = ring_runs(mixture, loop.regions) if mixture.replay else runs
             counts[_kind(launch)] += kernel_bundles(loop, *runs)
     return counts

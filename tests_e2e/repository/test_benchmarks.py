@@ -752,7 +752,7 @@ def test_tpu_estimate_of_a_step(operator):
     """Both kernels of one program, whose regions are as many as those counted."""
     from benchmarks.step import Mixture, estimate
 
-    row = estimate(Layer(operator, H=2, HV=4), Mixture(2, prefills=(70,)), "v6e", timeout=300)
+    row = estimate(Layer(operator, H=2, HV=4), Mixture(9, prefills=(70,)), "v6e", timeout=300)
     assert not row.get("failed")
     assert row["decode_bundles"] > 0
     assert row["prefill_bundles"] > 0

@@ -3,6 +3,9 @@
 One follows the other; in a serving step of decodes alone one launch does them all.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 
 from chunkwise.layers import config, norm, running
@@ -11,10 +14,15 @@ from chunkwise.shared.serving.mixer import Mixer
 from chunkwise.shared.serving.mixer_tile import OutputNorm
 
 
-def delta_rule(
+def delta_rule(run: running.Run) -> Callable[..., running.Mixed]:
+    """Return the function that mixes these tokens; its arguments are those of `one_after_the_other`."""
+    return over_step if isinstance(run, running.Serving) else one_after_the_other
+
+
+def one_after_the_other(
     run: running.Run, config: config.LayerConfig, operators: running.Operators, projected, conv, g, beta, z, weight,
     *, A_log, dt_bias, activation: str, eps: float, **gates,
-) -> tuple[jax.Array, running.Cache]:  # fmt: skip
+) -> running.Mixed:  # fmt: skip
     """Return the normed output of a delta rule [B, T, HV, V], and what its tokens leave in the cache.
 
     Args:
@@ -29,21 +37,30 @@ def delta_rule(
       activation, eps: of the norm.
       **gates: what else the operator takes of its gates.
     """
-    activations = GateActivation(True, use_beta_sigmoid_in_kernel=True, **gates)
+    heads = config.H, config.H, config.HV
+    pairs = list(map(run.convolve, range(3), projected, conv, (None,) * 3, heads))
+    q, k, v = (running.by_head(y, count) for (y, _), count in zip(pairs, heads, strict=True))
+    o, state = run.operate(
+        operators, q, k, v, running.by_head(g, config.HV) if config.per_channel else g, beta,
+        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=True, **gates,
+    )  # fmt: skip
+    kept: Any = tuple(after for _, after in pairs)
+    return norm.norm_heads(run, o, z, weight, activation=activation, eps=eps), running.Cache(kept, state)
 
-    def one_after_the_other() -> tuple[jax.Array, running.Cache]:
-        (q, k, v), inputs = running.convolve_heads(run, config, projected, conv)
-        by_head = running.by_head(g, config.HV) if config.per_channel else g
-        o, state = run.operate(
-            operators, q, k, v, by_head, beta, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log,
-            dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True, **gates,
-        )  # fmt: skip
-        return norm.norm_heads(run, o, z, weight, activation=activation, eps=eps), running.Cache(inputs, state)
 
-    def mixer() -> Mixer:
-        return Mixer(
-            config.H, config.HV, config.K, config.V, tuple(x[0] for x in projected), g[0], beta[0], tuple(conv), (),
-            A_log, dt_bias, activations, z[0], weight, OutputNorm(activation, eps),
-        )  # fmt: skip
-
-    return run.mix(mixer, one_after_the_other)
+def over_step(
+    run: running.Serving, config: config.LayerConfig, operators: running.Operators, projected, conv, g, beta, z, weight,
+    *, A_log, dt_bias, activation: str, eps: float, **gates: Any,
+) -> tuple[jax.Array, running.Cache]:  # fmt: skip
+    """Do as `one_after_the_other` for a serving step."""
+    options: dict[str, Any] = dict(A_log=A_log, dt_bias=dt_bias, activation=activation, eps=eps, **gates)
+    mixer = Mixer(
+        config.H, config.HV, config.K, config.V, tuple(x[0] for x in projected), g[0], beta[0], tuple(conv), (), A_log,
+        dt_bias, GateActivation(True, use_beta_sigmoid_in_kernel=True, **gates), z[0], weight,
+        OutputNorm(activation, eps),
+    )  # fmt: skip
+    others = lambda: one_after_the_other(
+        run, config, operators, projected, conv, g, beta, z, weight, **options
+    )  # fmt: skip
+    return run.mix(mixer, others)

@@ -286,10 +286,6 @@ class Sequences:
             sharding=division.split_heads(self.sharding, heads),
         )  # fmt: skip
 
-    def mix(self, mixer: Callable[[], Mixer], one_after_the_other: Callable[[], Mixed]) -> Mixed:
-        """Return the normed output of a layer and its cache, by one operation after the other."""
-        return one_after_the_other()
-
     def operate(self, operators: Operators, *arrays, **options):
         """Return the output of an operator [B, T, HV, V] and its final states."""
         operator, packing, implementation = operators.chunk, self._packing, self.implementation
@@ -350,20 +346,19 @@ class Serving:
             sharding=division.split_heads(self.sharding, heads),
         )  # fmt: skip
 
-    def mix(self, mixer: Callable[[], Mixer], one_after_the_other: Callable[[], Mixed]) -> Mixed:
+    def mix(self, mixer: Mixer, one_after_the_other: Callable[[], Mixed]) -> Mixed:
         """Return the normed output of a layer and its pool: by one launch if the step has decodes alone."""
         pool = state_pool.as_pool(self.pool.state)
         if self.sharding is not None or division.is_split(*self.pool.conv) or not pool.is_array:
             return one_after_the_other()
-        what = mixer()
         slots = {name: self._slots[name] for name in arguments.Slots._fields if name != "block_state_indices"}
 
         def make(o, conv, states) -> Mixed:
             state = pool._replace(states=states) if pool is self.pool.state else states
-            return o.reshape(1, -1, what.HV, what.V), Cache(conv, state)
+            return o.reshape(1, -1, mixer.HV, mixer.V), Cache(conv, state)
 
         return in_one_launch(
-            what, (self.pool.conv, pool.states), self.step.cu_seqlens, arguments.Slots(**slots), self.implementation,
+            mixer, (self.pool.conv, pool.states), self.step.cu_seqlens, arguments.Slots(**slots), self.implementation,
             one_after_the_other, make,
         )  # fmt: skip
 

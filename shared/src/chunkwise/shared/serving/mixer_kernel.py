@@ -400,8 +400,12 @@ def sequences_a_step(x: MixerInputs, conv: tuple, states, N: int, s: MixerStatic
     fixed += sum(8 * packed.pad_lanes(y.shape[1]) * 4 for y in x.constants.values())
     slot = s.HV * s.K * s.V * states.dtype.itemsize + sum(8 * y.shape[2] * 4 for y in conv)
     each = 2 * _BUFFERS * slot + 4 * (2 * width + 8 * s.HV * (s.K + s.V))
-    fit = (n for n in (8, 4, 2, 1) if n * s.HV <= max(_STATES, s.HV) and fixed + n * each <= tuning.VMEM_LIMIT_BYTES)
-    return next(fit, None)
+    return next((n for n in sequences_of(s.HV) if fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
+
+
+def sequences_of(heads: int) -> list[int]:
+    """Return how many sequences of so many value heads a grid step may take, the best number first."""
+    return [n for n in (8, 4, 2, 1) if n * heads <= max(_STATES, heads)]
 
 
 def _rows(x: MixerInputs, N: int) -> int:
