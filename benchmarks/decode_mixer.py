@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from benchmarks import step, tpu
 from benchmarks.mixer import Mixer
 from benchmarks.regions import kernel_bundles, kernel_text, read_loop
+from chunkwise.command import times
 from chunkwise.command.models import Mixture, moved_bytes
 from chunkwise.layers import Cache, Step, delta_net, kimi, mixing, running
 from chunkwise.layers.config import GatedDeltaNetConfig, KimiDeltaAttentionConfig
@@ -103,4 +104,5 @@ def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
     clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
     floor = round((moved_bytes(case, mixture)[0] + more) / bandwidth * clock / 1e3)
     row = {"decode_bundles": bundles, "decode_floor": floor, "decode_steps": steps, "around_cycles": around}
-    return row | counts | {"cycles": max(bundles, floor) + around}
+    time = times.device_ms(CHIPS[chip], bundles, around, steps, floor / clock / 1e6)
+    return row | counts | {"cycles": max(bundles, floor) + around, "estimate_ms": time}

@@ -9,6 +9,7 @@ from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.operator import Operator
 from chunkwise.shared.serving import mixer_kernel
+from chunkwise.shared.testing import traced
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs, spec
 from chunkwise.shared.testing.oracle import reference
@@ -102,6 +103,19 @@ def test_what_it_does_not_take():
     assert not mixer.fits(conv, states, slots._replace(num_accepted_tokens=slots.state_indices))
     assert not mixer.fits(conv, states, slots._replace(state_indices=jnp.zeros((12, 3), jnp.int32)))
     assert not mixer._replace(K=64, H=2).fits(conv, states, slots)
+
+
+# The most operations of a kernel: an engine compiles some twenty numbers of tokens before it serves.
+OPERATIONS = [(dict(pool=jnp.bfloat16), 1_950), (dict(pool=jnp.bfloat16, per_channel=True), 2_400), (dict(), 2_750)]
+
+
+@pytest.mark.parametrize(("options", "most"), OPERATIONS)
+def test_operations(options, most, monkeypatch):
+    monkeypatch.undo()
+    mixer, conv, states = mixer_suite.make(2, 4, **options)
+    args = jnp.asarray(mixer_suite.BOUNDARIES), mixer_suite.slots()
+    (launch,) = traced.launches(lambda *pools: mixer.decode(*pools, *args), conv, states)
+    assert 0.8 * most < launch.operations <= most
 
 
 @pytest.mark.tpu
