@@ -24,6 +24,7 @@ ON_OTHER_KERNELS, THEIR_PACKAGE = ("gdn2", "comba"), "two_keys"
 
 
 def pytest_addoption(parser):
+    parser.addoption("--simulator", action="append", default=[], metavar="NAME=VALUE", help="of the simulated TPU")
     parser.addoption("--gpu-forms", action="store_true", help='take the forms for GPUs of "xla" on every platform')
 
 

@@ -1,3 +1,6 @@
+import contextlib
+
+import jax
 import pytest
 
 from chunkwise.shared import compat
@@ -8,7 +11,10 @@ from chunkwise.shared.testing import simulator
 
 @pytest.fixture(autouse=True)
 def simulated_tpu(request, monkeypatch):
-    """Run every test on a simulated TPU, of as many cores as its parameter `cores` says, and demand some kernel."""
+    """Run every test on a simulated TPU, of as many cores as its parameter `cores` says, and demand some kernel.
+
+    The option `--simulator` of pytest sets what the simulator is told besides.
+    """
     if not compat.EFFECTS_UNDER_OPTIMIZE_REMAT:
         # By `optimize_remat` a forward computes less where a program reads no outputs. Here it computes them.
         monkeypatch.setattr(fused, "unless_unread", lambda whole, part, *args: whole(*args))
@@ -16,6 +22,12 @@ def simulated_tpu(request, monkeypatch):
     monkeypatch.setattr(matmul, "is_interpreted", lambda: False)
     cores = request.node.callspec.params.get("cores", 1) if hasattr(request.node, "callspec") else 1
     monkeypatch.setattr(compat, "cores", lambda: cores)
-    with simulator.simulated(cores) as grid_steps:
+    chosen = (text.partition("=") for text in request.config.getoption("--simulator"))
+    options = {name: int(value) if value.isdigit() else value for name, _, value in chosen}
+    # The padding of a buffer depends on the generation, which JAX reads from the mesh.
+    chip = jax.sharding.AbstractDevice(device_kind="TPU7x", num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=chip)
+    padded = jax.sharding.use_abstract_mesh(mesh) if "buffer_bounds" in options else contextlib.nullcontext()
+    with simulator.simulated(cores, **options) as grid_steps, padded:
         yield
     assert grid_steps, "no kernel ran on the simulated TPU"

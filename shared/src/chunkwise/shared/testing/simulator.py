@@ -21,7 +21,7 @@ def _record(token, grid_step, core):
 
 
 @contextlib.contextmanager
-def simulated(cores: int = 1) -> Iterator[list[tuple[int, ...]]]:
+def simulated(cores: int = 1, **options) -> Iterator[list[tuple[int, ...]]]:
     """Run the kernels of this thread on a simulated TPU; yield the list of the grid steps that they run.
 
     A race raises an exception, as does an access past the end of an array, and memory that no kernel has written is
@@ -35,10 +35,12 @@ def simulated(cores: int = 1) -> Iterator[list[tuple[int, ...]]]:
 
     Args:
       cores: TensorCores that share the parallel axes of a grid, each with its fast memory.
+      **options: of `pltpu.InterpretParams` besides, such as `buffer_bounds="padded"`, `dma_execution_mode="eager"`, or
+        the `random_seed` of the order of steps.
     """
     params = pltpu.InterpretParams(
         detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise", num_cores_or_threads=cores,
-        grid_point_recorder=_record,
+        grid_point_recorder=_record, **options,
     )  # fmt: skip
     _grid_steps.clear()
     try:
