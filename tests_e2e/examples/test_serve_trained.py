@@ -55,7 +55,6 @@ def assert_served(model, prompts, wanted, as_function=False):
         likeliest = np.argmax(logits, axis=-1)
         for row, r in zip(likeliest, requests, strict=True):
             assert r.generated == row[len(r.prompt) - 1 :][:wanted].tolist()
-    return requests
 
 
 PROMPTS = [
@@ -106,8 +105,8 @@ def test_trained_alike_and_served(mesh, tmp_path):
     assert found[-20:].mean() < found[0] - 1.5
     assert difference[:20].max() < 1e-4
     assert difference[-20:].mean() < 0.02
-    requests = assert_served(model, PROMPTS, 24, as_function=True)
+    # After so little training both write nothing but spaces; `test_served` has random weights.
+    assert_served(model, PROMPTS, 24, as_function=True)
     # The program finds the same weights in the checkpoint.
     again = train.load(tmp_path, train.Model(CONFIG, mesh, nnx.Rngs(1)))
     jax.tree.map(np.testing.assert_array_equal, again, model)
-    assert len({token for r in requests for token in r.generated}) > 5
