@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from benchmarks import calibrate
+from benchmarks import calibrate, decode_mixer
 from benchmarks import step as steps
 from chunkwise.command import models, report, times
 from chunkwise.pipeline.operators import OPERATORS
@@ -504,6 +504,24 @@ def step() -> str:
     results = [select(rows_of(f"step-{chip}"), case="qwen3-next-80b") for chip in CHIPS]
     lines = [[title, *(cell(only(rows, mixture=mixture)) for rows in results)] for mixture, title in MIXTURES.items()]
     return table(["cycles; times the floor; ms", *CHIPS], lines)
+
+
+@block
+def decodes() -> str:
+    """The whole mixer of 64 decodes, at the heads that one of several devices has."""
+    rows, lines = rows_of("decodes"), []
+    for case in values(rows, "case"):
+        layer = decode_mixer.MIXERS[case]
+        for mixture in decode_mixer.MIXTURES:
+            found = [only(rows, case=case, mixture=mixture, chip=chip) for chip in CHIPS]
+            floors = [decimals(row["cycles"] / row["decode_floor"]) for row in found]
+            cells = [
+                f"{whole(row['cycles'])}; {floor}; {decimals(row['estimate_ms'], 3)}"
+                for row, floor in zip(found, floors, strict=True)
+            ]
+            title = f"{TITLES[layer.operator]}, {layer.H} / {layer.HV}"
+            lines.append([title, steps.MIXTURES[mixture].pool, *cells])
+    return table(["operator, key and value heads", "states", *CHIPS], lines)
 
 
 @block
