@@ -58,7 +58,7 @@ class Mixer(NamedTuple):
         # A law takes zeros for none.
         zeros = lambda size: jnp.zeros((1, size), jnp.float32)
         inputs = MixerInputs(
-            self.x, self.g, self.beta, self.z, tuple(y.T for y in self.weight), tuple(map(row, self.bias)),
+            self.x, self.g, self.beta, self.z, self.weight, tuple(map(row, self.bias)),
             zeros(self.HV) if self.A_log is None else row(self.A_log),
             zeros(self.g.shape[1]) if self.dt_bias is None else row(self.dt_bias), row(self.norm),
         )  # fmt: skip

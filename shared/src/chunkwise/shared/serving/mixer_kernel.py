@@ -24,7 +24,7 @@ from chunkwise.shared.serving.mixer_tile import MixerStatic
 # Buffers of a group of sequences, in turn.
 _BUFFERS = 2
 # The rows of the table in scalar memory.
-_START, _COUNT, _SOURCE, _TARGET = range(4)
+_START, _SOURCE, _TARGET = range(3)
 # Channels may come in so many arrays: queries, keys and values by themselves, or in one.
 _ARRAYS = 3
 # The states that a grid step works on at most, and the most value heads: each is code.
@@ -42,11 +42,12 @@ class MixerRefs(NamedTuple):
       decodes, sequences: int32 [1], the counts of the call.
       x0, x1, x2: [T, channels], inputs of the convolution.
       g, beta, z: [T, lanes], raw gates, raw step sizes and gates of the output, or None.
-      w0, w1, w2, b0, b1, b2: [W, channels] and [1, channels], of the convolution.
+      w0, w1, w2, b0, b1, b2: [channels, W] and [1, channels], of the convolution.
       A_log, dt_bias, norm: [1, lanes], or None.
       conv0, conv1, conv2, states: the pools.
       o: [T, HV V].
-      table: int32 [4, sequences] in scalar memory.
+      table: int32 [3, sequences] in scalar memory: the token of a sequence, and its slots, below 0 for none.
+      taps: float32 [W, channels of all arrays], the weights with channels in the lanes.
       tokens: float32 [T, lanes], all that tokens bring, side by side; each in whole registers.
       rows: float32 [n, lanes], of the sequences of a grid step.
       outputs: float32 [T + 1, HV V], whose last row is of tokens that do not exist.
@@ -87,6 +88,7 @@ class MixerRefs(NamedTuple):
     conv2_out: jax.Ref
     states_out: jax.Ref
     table: jax.Ref
+    taps: jax.Ref
     tokens: jax.Ref
     rows: jax.Ref
     outputs: jax.Ref
@@ -162,7 +164,6 @@ def _fill_table(refs: MixerRefs) -> None:
         if refs.continues is not None:
             source = jnp.where(refs.continues[inside] > 0, source, jnp.int32(-1))
         refs.table[_START, n] = jnp.where(some, begin, T)
-        refs.table[_COUNT, n] = some.astype(jnp.int32)
         refs.table[_SOURCE, n] = jnp.where(some, source, jnp.int32(-1))
         refs.table[_TARGET, n] = jnp.where(some, existing(refs.write[inside]), jnp.int32(-1))
         return end
@@ -178,6 +179,8 @@ def _load_tokens(refs: MixerRefs) -> None:
         refs.tokens[:T, lanes] = getattr(refs, name)[...].astype(jnp.float32)
         # The token of a sequence that has none.
         refs.tokens[T:, lanes] = jnp.zeros((1, lanes.stop - lanes.start), jnp.float32)
+    for name, weight in zip(("x0", "x1", "x2"), refs.arrays("w"), strict=False):
+        refs.taps[:, refs.lanes[name]] = weight[...].astype(jnp.float32).T
     # Tokens of no sequence are zero.
     refs.outputs[...] = jnp.zeros_like(refs.outputs)
 
@@ -289,13 +292,13 @@ def _channels(refs: MixerRefs, s: MixerStatic, b, j: int) -> list[jax.Array]:
     """Return the channels of array j as the rule takes them, 128 at a time, [n, 128] each."""
     x = refs.rows[:, refs.lanes[f"x{j}"]]
     if refs.w0 is not None:
-        weight, biases = refs.arrays("w")[j], refs.arrays("b")
+        weight, biases = refs.taps[:, refs.lanes[f"x{j}"]], refs.arrays("b")
         before, after = refs.arrays("in")[j], refs.arrays("out")[j]
         taps = [*(before[b, :, t].astype(jnp.float32) for t in range(weight.shape[0] - 1)), x]
         for t in range(weight.shape[0] - 1):
             after[b, :, t] = taps[t + 1].astype(after.dtype)
         bias = biases[j][...].astype(jnp.float32) if biases else None
-        x = mixer_tile.convolve(taps, weight[...].astype(jnp.float32), bias, s)
+        x = mixer_tile.convolve(taps, weight, bias, s)
     return [x[:, at : at + packed.LANES] for at in range(0, x.shape[1], packed.LANES)]
 
 
@@ -360,7 +363,7 @@ class MixerInputs(NamedTuple):
       g: decays in nats, or raw gates, [T, HV] or [T, HV K].
       beta: step sizes, raw or not, [T, HV]; None without the delta rule.
       z: gates of the output [T, HV V], or None.
-      weight, bias: of the convolution, [W, channels] and [1, channels] for every array of x; empty for none.
+      weight, bias: of the convolution, [channels, W] and [1, channels] for every array of x; empty for none.
       A_log, dt_bias: of the law, [1, HV], and [1, HV] or [1, HV K]; None without one.
       norm: the weight of the norm, [1, V], or None.
     """
@@ -397,7 +400,7 @@ def sequences_a_step(x: MixerInputs, conv: tuple, states, N: int, s: MixerStatic
     width, T = sum(packed.pad_lanes(y.shape[1]) for y in x.tokens.values()), _rows(x, N)
     # Tokens come in, and are float32 beside one another. Outputs are float32, and go out.
     fixed = T * (width * (4 + x.x[0].dtype.itemsize) + s.HV * s.V * (4 + 2 * x.x[0].dtype.itemsize))
-    fixed += sum(8 * packed.pad_lanes(y.shape[1]) * 4 for y in x.constants.values())
+    fixed += sum(4 * packed.round_up(y.shape[0], 8) * packed.pad_lanes(y.shape[1]) for y in x.constants.values())
     slot = s.HV * s.K * s.V * states.dtype.itemsize + sum(8 * y.shape[2] * 4 for y in conv)
     each = 2 * _BUFFERS * slot + 4 * (2 * width + 8 * s.HV * (s.K + s.V))
     return next((n for n in sequences_of(s.HV) if fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
@@ -445,8 +448,10 @@ def launch(
     first = lambda shape: pl.BlockSpec(shape, lambda i, *_: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     buffer = lambda y: pltpu.VMEM((_BUFFERS, n, *y.shape[1:]), y.dtype)
-    scratch: dict[str, Any] = dict(table=pltpu.SMEM((4, groups * n), jnp.int32), tokens=(T + 1, width))
+    scratch: dict[str, Any] = dict(table=pltpu.SMEM((3, groups * n), jnp.int32), tokens=(T + 1, width))
     scratch |= dict(rows=(n, width), outputs=(T + 1, rows))
+    if x.weight:
+        scratch["taps"] = x.weight[0].shape[1], sum(y.shape[1] for y in x.x)
     scratch |= {f"{kind}{j}": buffer(y) for kind in ("in", "out") for j, y in enumerate(conv)}
     scratch |= dict(before=buffer(states), after=buffer(states), parts=(s.HV * 8 * n, s.K))
     scratch |= dict(products=(s.HV * 8 * n, s.V), made=(n, rows))
