@@ -34,8 +34,10 @@ OPTIONS_64 = dict(use_qk_l2norm_in_kernel=True, scale=0.3)
 
 # The kernels have a quick test of every kind; plain JAX, which computes in float32 whatever the types are, of fewer.
 THOROUGH = dict(
-    test_gates=lambda dtype: dtype == jnp.bfloat16,
-    test_constant_gates_mixed_over_channels=lambda implementation: implementation == "xla",
+    test_gates=lambda implementation, dtype: implementation == "xla" or dtype == jnp.bfloat16,
+    test_constant_gates_mixed_over_channels=lambda implementation, dtype: (
+        implementation == "xla" or dtype == jnp.bfloat16
+    ),
     test_gates_no_product_could_hold=True,
     test_chunk_sizes_agree=True,
     test_head_dimensions=True,
@@ -43,7 +45,7 @@ THOROUGH = dict(
     test_any_number_of_heads_a_step_gives_the_same=True,
     test_traced_scale=lambda implementation: implementation == "xla",
     # The file of raw gates has gradients in bfloat16.
-    test_gradients=lambda dtype: dtype == jnp.bfloat16,
+    test_gradients=lambda implementation, dtype: implementation == "xla" or dtype == jnp.bfloat16,
     test_gradients_of_other_types=True,
     test_min_gate_changes_nothing=True,
     test_gradients_of_repeated_keys_with_a_bound=True,

@@ -20,7 +20,7 @@ LAYERS = {
 }
 QUICK_CACHES = ("gated_delta_net", "int8", 8), ("mamba2_mixer", "bfloat16", 0), ("lightning_attention", "float32", 8)
 THOROUGH = dict(
-    test_drafts=lambda layer: layer != "gated_delta_net",
+    test_drafts=lambda layer: layer != "lightning_attention",
     test_requests_move=lambda layer: layer != "gated_delta_net",
     test_read_and_written=lambda layer, dtype, replay: (layer, dtype, replay) not in QUICK_CACHES,
     test_types=lambda layer, dtype: (layer, dtype) != ("lightning_attention", "int8"),

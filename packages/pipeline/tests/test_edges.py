@@ -17,6 +17,7 @@ THOROUGH = dict(
     test_a_repeated_key_does_not_grow=lambda implementation, operator, beta: (
         operator in ("gdn2", "comba") or beta < 2.0 or implementation == "staged"
     ),
+    test_a_state_near_its_fixed_point_learns=lambda implementation: implementation == "xla",
     # A gate per channel does what one per head does.
     test_nothing_before_a_reset_is_left=lambda operator, row: operator != "kda" or row not in (2, 13),
     test_a_repeated_key_and_step_sizes_of_a_sigmoid=lambda operator: operator != "gated_delta_rule",

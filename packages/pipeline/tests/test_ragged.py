@@ -42,6 +42,7 @@ THOROUGH = dict(
     test_types_of_pools=lambda operator, implementation, dtype: (operator, implementation, dtype) not in QUICK_TYPES,
     test_stale_slots=lambda implementation: implementation == "xla",
     test_one_slot_each=True,
+    test_counts_through_a_jit_with_64_bits=True,
     test_arrays_of_numpy=True,
 )
 all_operators = pytest.mark.parametrize("operator", OPERATORS)
