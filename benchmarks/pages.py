@@ -513,12 +513,11 @@ def decodes() -> str:
     for case in values(rows, "case"):
         layer = decode_mixer.MIXERS[case]
         for mixture in decode_mixer.MIXTURES:
-            found = [only(rows, case=case, mixture=mixture, chip=chip) for chip in CHIPS]
-            floors = [decimals(row["cycles"] / row["decode_floor"]) for row in found]
-            cells = [
-                f"{whole(row['cycles'])}; {floor}; {decimals(row['estimate_ms'], 3)}"
-                for row, floor in zip(found, floors, strict=True)
-            ]
+            cells = []
+            for chip in CHIPS:
+                found = select(rows, case=case, mixture=mixture, chip=chip)
+                text = (f"{whole(x['cycles'])}; {decimals(x['cycles'] / x['decode_floor'])}; " for x in found)
+                cells.append(next((f"{y}{decimals(found[0]['estimate_ms'], 3)}" for y in text), NONE))
             title = f"{TITLES[layer.operator]}, {layer.H} / {layer.HV}"
             lines.append([title, steps.MIXTURES[mixture].pool, *cells])
     return table(["operator, key and value heads", "states", *CHIPS], lines)

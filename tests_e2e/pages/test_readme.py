@@ -42,7 +42,7 @@ REPEATS = (
 )
 LONG = [ROOT / "packages/layers/README.md", *(ROOT / f"docs/{name}.md" for name in REPEATS)]
 THOROUGH = dict(test_python=lambda page: page in LONG)
-NEEDS_TORCH = re.compile(r"^(?:import|from) (?:torch|transformers)\b|transformers", re.MULTILINE)
+NEEDS_TORCH = re.compile(r"^(?:import|from) torch\b|transformers|\btorch\.(?:\w+\(|autograd)", re.MULTILINE)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -875,7 +875,7 @@ def test_tpu_estimate():
     """A process of its own for the compiler; one head of a kernel that it profiles."""
     from benchmarks import tpu
 
-    row = tpu.measure(Layer("gla", H=1, HV=1), "fused", "v6e", 128, backward=False, profile=True, timeout=300)
+    row = tpu.measure(Layer("gla", H=1, HV=1), "fused", "v6e", 1024, backward=False, profile=True, timeout=300)
     assert not row.get("failed")
     assert row["kernel_cycles"] > 0
     assert row["bundles"] > 0
