@@ -515,7 +515,7 @@ def decodes() -> str:
         for mixture in decode_mixer.MIXTURES:
             cells = []
             for chip in CHIPS:
-                found = select(rows, case=case, mixture=mixture, chip=chip)
+                found = [x for x in select(rows, case=case, mixture=mixture, chip=chip) if x.get("cycles")]
                 text = (f"{whole(x['cycles'])}; {decimals(x['cycles'] / x['decode_floor'])}; " for x in found)
                 cells.append(next((f"{y}{decimals(found[0]['estimate_ms'], 3)}" for y in text), NONE))
             title = f"{TITLES[layer.operator]}, {layer.H} / {layer.HV}"
