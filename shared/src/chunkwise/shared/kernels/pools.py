@@ -41,6 +41,16 @@ def existing(slots: jax.Array, count: int) -> jax.Array:
     return jnp.where((slots >= 0) & (slots < count), slots, jnp.int32(-1))
 
 
+def start(copy) -> None:
+    """Start a copy; beside `wait` it is what a function that names copies is told to do with each."""
+    copy.start()
+
+
+def wait(copy) -> None:
+    """Wait for a copy, as `start` started it."""
+    copy.wait()
+
+
 def resident(slots: jax.Array, otherwise: jax.Array) -> jax.Array:
     """Return the slot whose block every step holds, int32 [S].
 

@@ -4,7 +4,6 @@ It takes an operator alone, and the whole mixer of a layer: the convolution with
 the gated norm, with one launch between the projections.
 """
 
-import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Slots
 from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.kernels import chunking
-from chunkwise.shared.serving import mixer_kernel
+from chunkwise.shared.serving import mixer_kernel, step_table
 from chunkwise.shared.serving.decode_kernel import DecodeStatic
 from chunkwise.shared.serving.mixer_kernel import MixerInputs
 from chunkwise.shared.serving.mixer_tile import MixerStatic, OutputNorm
@@ -89,7 +88,7 @@ class Mixer(NamedTuple):
         """Return the output [T, HV V] of a step of decodes alone, and the pools; it must fit."""
         inputs, static = self.prepared()
         o, conv, states = mixer_kernel.launch(inputs, conv, states, cu_seqlens, _column(slots), static)
-        return chunking.pad_tokens(o[None], self.x[0].shape[0])[0][: self.x[0].shape[0]], conv, states
+        return chunking.pad_tokens(o[None], self.x[0].shape[0])[0], conv, states
 
 
 def in_one_launch(
@@ -114,15 +113,13 @@ def in_one_launch(
       make: from the output [T, HV V] and the pools to what `otherwise` returns.
     """
     name = checks.choose_implementation(implementation, ("fused", "staged", "xla"), "fused")
-    slots = Slots(*map(checks.as_int32, slots))
-    decodes: Any = slots.num_decodes
-    none = isinstance(decodes, numbers.Integral) and not decodes
-    if name != "fused" or none or not mixer.fits(*pools, slots):
+    slots = step_table.with_counts(Slots(*map(checks.as_int32, slots)))
+    if name != "fused" or slots.num_decodes is None or not mixer.fits(*pools, slots):
         return otherwise()
     N = slots.state_indices.shape[0]
     sequences = N if slots.num_sequences is None else jnp.minimum(slots.num_sequences, N)
     together = lambda: make(*mixer.decode(*pools, checks.as_int32(cu_seqlens), slots))
-    return lax.cond(decodes >= sequences, together, otherwise)
+    return lax.cond(slots.num_decodes >= sequences, together, otherwise)
 
 
 def takes(x: MixerInputs, conv: tuple[jax.Array, ...], states, slots: Slots, static: MixerStatic) -> bool:
@@ -146,14 +143,11 @@ def decode_rule(
         return None
     row = lambda y: y.reshape(-1, y[0, 0].size)
     inputs = MixerInputs(tuple(map(row, (x.q, x.k, x.v))), row(x.g), None if x.beta is None else row(x.beta))
-    mixer = MixerStatic(
-        H, HV, K, V, static.scale, None, None, static.normalise, None, None, static.name
-    )  # fmt: skip
+    mixer = MixerStatic(H, HV, K, V, static.scale, None, None, static.normalise, None, None, static.name)
     if not takes(inputs, (), pool, slots, mixer):
         return None
     o, _, pool = mixer_kernel.launch(inputs, (), pool, cu_seqlens, _column(slots), mixer)
-    rows = row(x.v).shape[0]
-    return chunking.pad_tokens(o[None], rows)[0][:rows].reshape(x.v.shape), pool
+    return chunking.pad_tokens(o[None], inputs.g.shape[0]).reshape(x.v.shape), pool
 
 
 def _one_slot_each(slots: Slots) -> bool:

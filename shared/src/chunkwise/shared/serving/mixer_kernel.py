@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.shared import tuning
 from chunkwise.shared.call.arguments import Slots
-from chunkwise.shared.kernels import launcher, packed, tiles
+from chunkwise.shared.kernels import launcher, packed, pools, tiles
 from chunkwise.shared.serving import mixer_tile
 from chunkwise.shared.serving.mixer_tile import MixerStatic
 
@@ -130,20 +130,20 @@ def _mixer_kernel(refs: MixerRefs, s: MixerStatic):
     def _():
         _fill_table(refs)
         _load_tokens(refs)
-        _copy_slots(refs, i, _start)
+        _copy_slots(refs, i, pools.start)
 
     # A buffer is written to again when its copies have gone out.
-    pl.when(i >= _BUFFERS)(lambda: _store_slots(refs, i - _BUFFERS, _wait))
-    pl.when(i < last)(lambda: _copy_slots(refs, i + 1, _start))
-    _copy_slots(refs, i, _wait)
+    pl.when(i >= _BUFFERS)(lambda: _copy_slots(refs, i - _BUFFERS, pools.wait, out=True))
+    pl.when(i < last)(lambda: _copy_slots(refs, i + 1, pools.start))
+    _copy_slots(refs, i, pools.wait)
     _clear_new(refs, i)
     _run_sequences(refs, s, i)
-    _store_slots(refs, i, _start)
+    _copy_slots(refs, i, pools.start, out=True)
 
     @pl.when(i == last)
     def _():
-        pl.when(i >= 1)(lambda: _store_slots(refs, i - 1, _wait))
-        _store_slots(refs, i, _wait)
+        pl.when(i >= 1)(lambda: _copy_slots(refs, i - 1, pools.wait, out=True))
+        _copy_slots(refs, i, pools.wait, out=True)
         T = refs.o.shape[0]
         refs.o[...] = refs.outputs[:T].astype(refs.o.dtype)
 
@@ -196,44 +196,22 @@ def _buffer(i) -> jax.Array:
     return jnp.bitwise_and(i, jnp.int32(_BUFFERS - 1))
 
 
-def _copy_slots(refs: MixerRefs, i, act) -> None:
-    """Start, or wait for, the copies of what grid step i reads; `act` takes a copy."""
-    b = _buffer(i)
+def _copy_slots(refs: MixerRefs, i, act, out: bool = False) -> None:
+    """Start, or wait for, the copies of the slots that grid step i reads, or with `out` of those that it writes."""
+    b, kind = _buffer(i), "out" if out else "in"
+    buffers = refs.after if out else refs.before, *refs.arrays(kind)
+    row, semaphores = (_TARGET, refs.stores) if out else (_SOURCE, refs.reads)
 
     def copy(place, sequence):
-        slot = refs.table[_SOURCE, sequence]
+        slot = refs.table[row, sequence]
 
         @pl.when(slot >= 0)
         def _():
-            act(pltpu.make_async_copy(refs.states_out.at[slot], refs.before.at[b, place], refs.reads.at[b]))
-            for pool, buffer in zip(refs.arrays("conv", "_out"), refs.arrays("in"), strict=True):
-                act(pltpu.make_async_copy(pool.at[slot], buffer.at[b, place], refs.reads.at[b]))
+            for pool, buffer in zip((refs.states_out, *refs.arrays("conv", "_out")), buffers, strict=True):
+                ends = pool.at[slot], buffer.at[b, place]
+                act(pltpu.make_async_copy(*(ends[::-1] if out else ends), semaphores.at[b]))
 
     _each(refs, i, copy)
-
-
-def _store_slots(refs: MixerRefs, i, act) -> None:
-    """Start, or wait for, the copies of what grid step i writes."""
-    b = _buffer(i)
-
-    def copy(place, sequence):
-        slot = refs.table[_TARGET, sequence]
-
-        @pl.when(slot >= 0)
-        def _():
-            act(pltpu.make_async_copy(refs.after.at[b, place], refs.states_out.at[slot], refs.stores.at[b]))
-            for pool, buffer in zip(refs.arrays("conv", "_out"), refs.arrays("out"), strict=True):
-                act(pltpu.make_async_copy(buffer.at[b, place], pool.at[slot], refs.stores.at[b]))
-
-    _each(refs, i, copy)
-
-
-def _start(copy) -> None:
-    copy.start()
-
-
-def _wait(copy) -> None:
-    copy.wait()
 
 
 def _clear_new(refs: MixerRefs, i) -> None:
@@ -385,6 +363,11 @@ class MixerInputs(NamedTuple):
         return {name: y for name, y in named.items() if y is not None}
 
     @property
+    def lanes(self) -> int:
+        """The lanes of a token, each of its arrays in whole registers."""
+        return sum(packed.pad_lanes(y.shape[1]) for y in self.tokens.values())
+
+    @property
     def constants(self) -> dict[str, jax.Array]:
         """What all tokens share, by the names of `MixerRefs`."""
         named = {f"w{j}": y for j, y in enumerate(self.weight)} | {f"b{j}": y for j, y in enumerate(self.bias)}
@@ -397,7 +380,7 @@ def sequences_a_step(x: MixerInputs, conv: tuple, states, N: int, s: MixerStatic
     whole = s.K % packed.LANES == 0 and s.V % packed.LANES == 0
     if not whole or s.HV > _MOST_HEADS or states.dtype not in (jnp.float32, jnp.bfloat16):
         return None
-    width, T = sum(packed.pad_lanes(y.shape[1]) for y in x.tokens.values()), _rows(x, N)
+    width, T = x.lanes, _rows(x, N)
     # Tokens come in, and are float32 beside one another. Outputs are float32, and go out.
     fixed = T * (width * (4 + x.x[0].dtype.itemsize) + s.HV * s.V * (4 + 2 * x.x[0].dtype.itemsize))
     fixed += sum(4 * packed.round_up(y.shape[0], 8) * packed.pad_lanes(y.shape[1]) for y in x.constants.values())
@@ -443,13 +426,12 @@ def launch(
         continues=None if slots.has_initial_state is None else slots.has_initial_state.astype(jnp.int32),
         decodes=count(slots.num_decodes), sequences=count(N if slots.num_sequences is None else slots.num_sequences),
     )  # fmt: skip
-    pools = {f"conv{j}": y for j, y in enumerate(conv)} | {"states": states}
-    width = sum(packed.pad_lanes(y.shape[1]) for y in x.tokens.values())
+    held = {f"conv{j}": y for j, y in enumerate(conv)} | {"states": states}
     first = lambda shape: pl.BlockSpec(shape, lambda i, *_: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     buffer = lambda y: pltpu.VMEM((_BUFFERS, n, *y.shape[1:]), y.dtype)
-    scratch: dict[str, Any] = dict(table=pltpu.SMEM((3, groups * n), jnp.int32), tokens=(T + 1, width))
-    scratch |= dict(rows=(n, width), outputs=(T + 1, rows))
+    scratch: dict[str, Any] = dict(table=pltpu.SMEM((3, groups * n), jnp.int32), tokens=(T + 1, x.lanes))
+    scratch |= dict(rows=(n, x.lanes), outputs=(T + 1, rows))
     if x.weight:
         scratch["taps"] = x.weight[0].shape[1], sum(y.shape[1] for y in x.x)
     scratch |= {f"{kind}{j}": buffer(y) for kind in ("in", "out") for j, y in enumerate(conv)}
@@ -465,21 +447,21 @@ def launch(
         tables=tables,
         inputs={name: (y, first((T, *y.shape[1:]))) for name, y in x.tokens.items()}
         | {name: (y, first(y.shape)) for name, y in x.constants.items()}
-        | {name: (y, in_hbm) for name, y in pools.items()},
+        | {name: (y, in_hbm) for name, y in held.items()},
         outputs={"o": (first((T, rows)), (T, rows), x.x[-1].dtype)}
-        | {name: (in_hbm, y.shape, y.dtype) for name, y in pools.items()},
+        | {name: (in_hbm, y.shape, y.dtype) for name, y in held.items()},
         scratch=scratch,
-        in_place={name: name for name in pools},
-        cost_estimate=_cost(N, pools, s),
+        in_place={name: name for name in held},
+        cost_estimate=_cost(N, held, s),
         # The table holds slots that exist, and tokens that the stream has.
         in_bounds=True,
     )
     return out["o"], tuple(out[f"conv{j}"] for j in range(len(conv))), out["states"]
 
 
-def _cost(N: int, pools: dict[str, jax.Array], s: MixerStatic) -> pl.CostEstimate:
+def _cost(N: int, held: dict[str, jax.Array], s: MixerStatic) -> pl.CostEstimate:
     """Return what N decodes cost: a slot is read once and written once."""
-    slot = sum(y.size // y.shape[0] * y.dtype.itemsize for y in pools.values())
+    slot = sum(y.size // y.shape[0] * y.dtype.itemsize for y in held.values())
     return pl.CostEstimate(
         flops=7 * N * s.HV * s.K * s.V, transcendentals=8 * N * s.HV * s.V, bytes_accessed=2 * N * slot
     )

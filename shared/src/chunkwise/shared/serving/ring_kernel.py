@@ -105,17 +105,17 @@ def _ring_kernel(refs: RingRefs, s: DecodeStatic):
         refs.o[...] = jnp.zeros_like(refs.o)
         L, H = refs.key.shape[1:3]
         refs.same_head[...], refs.of_token[...] = ring_tile.masks(s.W, L, H, refs.beta is not None)
-        _reads(refs, n, _start)
+        _reads(refs, n, pools.start)
 
     # The next sequence is read into a buffer that another one has been written from. The last steps only wait.
-    pl.when(n >= LATER)(lambda: _stores(refs, s, n - LATER, _wait))
-    pl.when(n + 1 < N)(lambda: _reads(refs, n + 1, _start))
+    pl.when(n >= LATER)(lambda: _stores(refs, s, n - LATER, pools.wait))
+    pl.when(n + 1 < N)(lambda: _reads(refs, n + 1, pools.start))
 
     @pl.when(n < N)
     def _():
-        _reads(refs, n, _wait)
+        _reads(refs, n, pools.wait)
         pl.when(refs.count[n] > 0)(lambda: _run_sequence(refs, s, n, _buffer(n)))
-        _stores(refs, s, n, _start)
+        _stores(refs, s, n, pools.start)
 
 
 def _run_sequence(refs: RingRefs, s: DecodeStatic, n, b) -> None:
@@ -253,14 +253,6 @@ def _stores(refs: RingRefs, s: DecodeStatic, n, act) -> None:
             copy(refs.state.at[b], refs.states_out.at[slot])
             if refs.scales_out is not None:
                 copy(refs.scale_rows.at[b], refs.scales_out.at[slot])
-
-
-def _start(copy) -> None:
-    copy.start()
-
-
-def _wait(copy) -> None:
-    copy.wait()
 
 
 def launch(
