@@ -1,6 +1,8 @@
 """The sizes of a layer, under the names that its operator has for them."""
 
 import dataclasses
+import inspect
+import re
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,9 +29,9 @@ class LayerConfig:
       V: channels of a head of values. A state is [K, V].
       W: width of the short convolution: how many tokens it reads, from 2 to 8.
       eps: what the norm adds to the mean square.
-      per_channel: of the class, whether gates are per channel of the key, and not per head.
     """
 
+    # Of the class: whether gates are per channel of the key, and not per head.
     per_channel: ClassVar[bool] = False
 
     D: int
@@ -39,6 +41,13 @@ class LayerConfig:
     V: int
     W: int = 4
     eps: float = 1e-6
+
+    def __init_subclass__(cls):
+        """Describe the sizes that all layers have in each class, but for those that it describes itself."""
+        described = lambda doc: re.split(r"^(?=  \w+:)", inspect.cleandoc(doc or ""), flags=re.MULTILINE)
+        first, *more = described(cls.__doc__)
+        entries = [*described(LayerConfig.__doc__)[1:], *more]
+        cls.__doc__ = first + "\n".join({x.split(":")[0]: x.rstrip() for x in entries}.values())
 
     def __post_init__(self):
         for name in ("D", "H", "HV", "K", "V", "W"):
@@ -70,13 +79,6 @@ class GatedDeltaNetConfig(LayerConfig):
     """The sizes of `gated_delta_net`.
 
     Attributes:
-      D: channels of the hidden states.
-      H: heads of queries and keys.
-      HV: heads of values, a multiple of H: HV / H value heads share a key head.
-      K: channels of a head of queries and keys.
-      V: channels of a head of values. A state is [K, V].
-      W: width of the short convolution: how many tokens it reads, from 2 to 8.
-      eps: what the norm adds to the mean square.
       allow_neg_eigval: whether step sizes go up to 2, as in OLMo-hybrid.
       activation: of the gate of the norm, "silu" or "sigmoid", which Qwen4-Exp may have.
     """
@@ -96,13 +98,6 @@ class GatedDeltaNet2Config(LayerConfig):
     """The sizes of `gated_delta_net2`.
 
     Attributes:
-      D: channels of the hidden states.
-      H: heads of queries and keys.
-      HV: heads of values, a multiple of H: HV / H value heads share a key head.
-      K: channels of a head of queries and keys.
-      V: channels of a head of values. A state is [K, V].
-      W: width of the short convolution: how many tokens it reads, from 2 to 8.
-      eps: what the norm adds to the mean square.
       allow_neg_eigval: whether erase gates go up to 2.
       lower_bound: the least log decay of the law with a sigmoid, below 0; None for the law with a softplus.
     """
@@ -124,13 +119,7 @@ class KimiDeltaAttentionConfig(LayerConfig):
     """The sizes of `kimi_delta_attention`.
 
     Attributes:
-      D: channels of the hidden states.
-      H: heads of queries and keys.
       HV: heads of values, a multiple of H; None, the default, for H, as in all published models.
-      K: channels of a head of queries and keys.
-      V: channels of a head of values. A state is [K, V].
-      W: width of the short convolution: how many tokens it reads, from 2 to 8.
-      eps: what the norm adds to the mean square.
       R: rank of the projections of the decay and of the norm's gate; None for one matrix each.
       full_rank_gate: whether the projection of the norm's gate is one matrix for any R, as in Kimi-K3.
       lower_bound: the least log decay of the law with a sigmoid, below 0; None for the law with a softplus.
@@ -167,7 +156,6 @@ class Mamba2Config(LayerConfig):
       K: channels of a query and of a key, `state_size`.
       V: channels of a head, `head_dim`. A state is [K, V].
       W: width of the short convolution, `conv_kernel`: how many tokens it reads, from 2 to 8.
-      eps: what the norm adds to the mean square.
       conv_bias: whether the convolutions have a bias.
       dt_limit: least and most of a time step; transformers limits the steps of a prefill only.
       norm: "after" for a norm after the gate, "before" for one before it, None for a gate alone.
@@ -201,13 +189,8 @@ class LightningAttentionConfig(LayerConfig):
     """The sizes of `lightning_attention`.
 
     Attributes:
-      D: channels of the hidden states.
-      H: heads of queries and keys.
       HV: heads of values, a multiple of H: HV / H value heads share a key head. MiniMax has H of them.
-      K: channels of a head of queries and keys.
-      V: channels of a head of values. A state is [K, V].
       W: is not read, because the layer has no convolution.
-      eps: what the norm adds to the mean square.
       layer: number of this layer, from 0: decays get weaker from layer to layer.
       layers: of the whole model.
     """
