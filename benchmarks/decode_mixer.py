@@ -35,17 +35,17 @@ _WIDTH = 4
 
 
 def _layer(case: Mixer):
-    """Return the configuration of a layer, the operators that it runs, and the activation of its norm."""
+    """Return the configuration of a layer, and the operators that it runs."""
     sizes = dict(D=1, H=case.H, HV=case.HV, K=case.K, V=case.V)
     if case.operator == "kda":
-        return KimiDeltaAttentionConfig(**sizes), kimi._OPERATORS, "sigmoid"
-    return GatedDeltaNetConfig(**sizes), delta_net._OPERATORS, "silu"
+        return KimiDeltaAttentionConfig(**sizes), kimi._OPERATORS
+    return GatedDeltaNetConfig(**sizes), delta_net._OPERATORS
 
 
 def _compiled(case: Mixer, mixture: Mixture, chip: str, flags: str) -> str:
     """Compile the mixer of a step for a chip with these flags and return its text; in a fresh process only."""
     compiler.setup(flags)
-    config, operators, activation = _layer(case)
+    config, operators = _layer(case)
     x = case.specs(mixture.T, jnp.bfloat16)
     conv = tuple(jax.ShapeDtypeStruct((step.SLOTS, _WIDTH - 1, n), jnp.bfloat16) for n in config.channels)
     pool = Cache(conv, jax.eval_shape(lambda: mixture.make_pool(case, step.SLOTS)))
@@ -55,7 +55,7 @@ def _compiled(case: Mixer, mixture: Mixture, chip: str, flags: str) -> str:
         over = running.Serving(pool, Step(**told), None, mixture.W if mixture.replay else None, "fused", None)
         y, pool = mixing.over_step(
             over, config, operators, [x[name] for name in "qkv"], [x[f"conv_{name}"] for name in "qkv"], x["g"],
-            x["beta"], x["z"], x["norm"], A_log=x["A_log"], dt_bias=x["dt_bias"], activation=activation, eps=1e-6,
+            x["beta"], x["z"], x["norm"], A_log=x["A_log"], dt_bias=x["dt_bias"], activation=case.activation, eps=1e-6,
         )  # fmt: skip
         return y.reshape(1, mixture.T, -1), pool
 
