@@ -91,13 +91,15 @@ def run_whole(host: str, options: dict, **environment: str) -> dict:
     """
     program = f"tests_e2e.hosts.{host}"
     flags = f"--xla_force_host_platform_device_count={options.get('devices', 1)}"
-    environment = dict(JAX_PLATFORMS="cpu", XLA_FLAGS=flags, HF_HUB_OFFLINE="1") | environment
+    paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    environment = dict(JAX_PLATFORMS="cpu", XLA_FLAGS=flags, HF_HUB_OFFLINE="1", PYTHONPATH=paths) | environment
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         command = [sys.executable, "-m", program, json.dumps(options), str(result)]
+        # Trainers leave logs where they run.
         done = subprocess.run(
-            command, env=os.environ | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            timeout=900, check=False,
+            command, cwd=folder, env=os.environ | environment, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, timeout=900, check=False,
         )  # fmt: skip
         assert result.exists(), done.stdout[-5000:]
         return json.loads(result.read_text())
