@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import resource
+from pathlib import Path
 
 import jax
 import pytest
@@ -17,6 +19,10 @@ os.environ["XLA_FLAGS"] = f"--xla_cpu_parallel_codegen_split_count=1 {os.environ
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
 KERNELS = ("pallas", "staged", "fused")
+# What is tested as a user calls it.
+E2E = Path(__file__).parent / "tests_e2e"
+# The most that a worker may need before it drops programs: four of them share 16 GB.
+MEMORY_KB = 3_000_000
 # The generation that every change is compiled for; the others are for the thorough tests.
 CHIP = "v6e"
 # Operators that run the kernels of another: outside of their own package every test of theirs is a thorough one.
@@ -48,19 +54,24 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="module")
 def _drop_compiled_programs():
+    """Drop them after a file once the process has needed much memory; until then files share small programs."""
     yield
-    jax.clear_caches()
+    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MEMORY_KB:
+        jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
-def _compile_interpreted_kernels_quickly(request):
-    """Compile interpreted kernels without optimisation, in half the time: nobody runs them but these tests.
+def _compile_quickly(request):
+    """Compile without optimisation, in a half or a third of the time, where no user runs the program as it is here.
 
-    They are tests with such an `implementation`, or marked as interpreted, as are those of the transforms and modes of
-    JAX, which act before XLA does. The others compile as for a user: values, gradients and isolation of plain JAX.
+    Plain JAX whose values and gradients are compared with a reference compiles as for a user, as does what a user calls
+    and what is compiled for a TPU. Nobody but these tests runs an interpreted kernel, or simulated devices.
     """
-    implementation = getattr(request.node, "callspec", None) and request.node.callspec.params.get("implementation")
-    quickly = implementation in KERNELS or request.node.get_closest_marker("interpreted")
-    jax.config.update("jax_disable_most_optimizations", bool(quickly))
+    item = request.node
+    implementation = getattr(item, "callspec", None) and item.callspec.params.get("implementation")
+    interpreted = implementation in KERNELS or item.get_closest_marker("interpreted")
+    called = E2E in item.path.parents and not {"mesh", "simulated"} & {*item.path.parts}
+    as_for_a_user = called or item.path.name == "test_reference.py" or item.get_closest_marker("tpu")
+    jax.config.update("jax_disable_most_optimizations", bool(interpreted or not as_for_a_user))
     yield
     jax.config.update("jax_disable_most_optimizations", False)

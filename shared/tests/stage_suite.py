@@ -217,7 +217,10 @@ class IsolationTests(OfStage):
 class GateTests(OfStage):
     """Gates per channel, and none, for stages with gates per head, `g_cum`."""
 
-    THOROUGH: ClassVar = dict(test_isolated_with_gates_per_channel=lambda implementation: implementation == "xla")
+    THOROUGH: ClassVar = dict(
+        test_isolated_with_gates_per_channel=lambda implementation, case: implementation == "xla" or not case.lengths,
+        test_strong_gates_per_channel=lambda implementation: implementation == "xla",
+    )
 
     @both
     def test_strong_gates_per_channel(self, implementation):
@@ -375,7 +378,11 @@ class TpuTests(OfStage):
     """The kernels compile for every TPU generation: the interpreter does not enforce their rules."""
 
     # A pack takes the most of a kernel.
-    THOROUGH: ClassVar = dict(test_compiles=lambda tpu_sizes: not tpu_sizes[2])
+    THOROUGH: ClassVar = dict(
+        test_compiles=lambda tpu_sizes: not tpu_sizes[2],
+        # Interpreted kernels run with 64 bits too.
+        test_gradient_compiles_under_x64=True,
+    )
 
     @pytest.mark.tpu
     @on_tpu

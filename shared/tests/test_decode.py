@@ -37,8 +37,9 @@ each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 THOROUGH = dict(
     test_what_does_not_exist_is_none=lambda dtype: dtype == jnp.bfloat16,
     test_a_pool_keeps_its_type=lambda dtype: dtype == jnp.float16,
-    # The pipeline runs the kernel under these modes too.
-    test_modes_of_jax=lambda name, implementation: (name, implementation) != ("jax_enable_x64", "xla"),
+    # The pipeline runs decodes under these modes too, and serving steps have decodes in plain JAX.
+    test_modes_of_jax=True,
+    test_pool=lambda implementation: implementation == "xla",
 )
 
 

@@ -84,7 +84,7 @@ THOROUGH = dict(
     test_activations=lambda bias: not bias,
     test_gradients_of_plain_jax_are_those_of_the_definition=lambda batch: batch == "row-of-padding",
     test_gradients_of_the_kernel_are_those_of_plain_jax=lambda batch, states: not states or batch != "packed",
-    test_two_halves_are_the_whole=lambda implementation, cuts: (implementation, cuts) == ("pallas", (1, 7)),
+    test_two_halves_are_the_whole=lambda implementation, cuts: (implementation, cuts) != ("pallas", (2,)),
 )
 
 

@@ -13,6 +13,9 @@ from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.poison import assert_isolated
 
+THOROUGH = dict(test_linear_attention=lambda kind, implementation: implementation == "xla" and kind != "both")
+
+
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
 
 

@@ -12,6 +12,9 @@ from chunkwise.shared.testing import stage_oracle
 from chunkwise.shared.testing.cases import Case
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE, assert_close
 
+THOROUGH = dict(test_gates=lambda kind, implementation: implementation == "xla" and kind != "both")
+
+
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])
 NAMES = ("q", "k", "v_new", "h", "g_cum")
 

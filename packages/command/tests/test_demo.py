@@ -34,6 +34,8 @@ def test_facts_are_lines_of_the_library(facts):
 
 # The shortest library has a demo of its own below.
 THOROUGH = dict(
+    # The sessions `oldest` and `build` run the demo as a user does.
+    test_demo=True,
     test_a_library_of_fewer_lines=lambda lines: lines == 8,
     # It draws the picture a second time.
     test_demo_of_a_library_of_few_lines=True,

@@ -163,7 +163,7 @@ QUICK = {
 }
 THOROUGH = dict(
     test_recurrence=lambda case, implementation: case not in QUICK[implementation],
-    test_grouped_heads=lambda case, implementation: implementation == "xla" or case != GROUPED[2][0],
+    test_grouped_heads=True,
 )
 
 

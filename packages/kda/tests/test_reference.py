@@ -34,7 +34,9 @@ OPTIONS_64 = dict(use_qk_l2norm_in_kernel=True, scale=0.3)
 
 # The kernels have a quick test of every kind; plain JAX, which computes in float32 whatever the types are, of fewer.
 THOROUGH = dict(
-    test_gates=lambda implementation, dtype: implementation == "xla" or dtype == jnp.bfloat16,
+    # Gradients have the same gates, and edges of the pipeline repeated keys.
+    test_gates=True,
+    test_repeated_keys=True,
     test_constant_gates_mixed_over_channels=lambda implementation, dtype: (
         implementation == "xla" or dtype == jnp.bfloat16
     ),

@@ -15,7 +15,12 @@ from chunkwise.shared.testing.transforms import KEEPING
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 # Plain kernels of chunks and those of the gated delta rule over devices are compiled every time.
-THOROUGH = dict(test_split_tokens_compile=True)
+THOROUGH = dict(
+    test_split_tokens_compile=True,
+    # A gradient compiles the forward pass too, and a pack has all that a batch has.
+    test_forward_compiles=True,
+    test_forward_and_backward_compile=lambda packed: not packed,
+)
 
 
 def specs(B, T, H, HV, K, V, dtype):

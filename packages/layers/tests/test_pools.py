@@ -21,9 +21,10 @@ LAYERS = {
 QUICK_CACHES = ("gated_delta_net", "int8", 8), ("mamba2_mixer", "bfloat16", 0), ("lightning_attention", "float32", 8)
 THOROUGH = dict(
     test_drafts=lambda layer: layer != "lightning_attention",
-    test_requests_move=lambda layer: layer != "gated_delta_net",
+    # A request moves between two processes in the tests above the packages.
+    test_requests_move=True,
     test_read_and_written=lambda layer, dtype, replay: (layer, dtype, replay) not in QUICK_CACHES,
-    test_types=lambda layer, dtype: (layer, dtype) != ("lightning_attention", "int8"),
+    test_types=True,
 )
 SLOTS, T, U = 3, 24, 3
 

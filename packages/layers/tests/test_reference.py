@@ -28,9 +28,9 @@ THOROUGH = dict(
     test_segments=but_for("gated_delta_net"),
     test_an_id_of_padding=lambda name: name != "lightning_attention",
     test_pieces_and_tokens=but_for("mamba2_mixer"),
-    test_serving_steps=but_for("gated_delta_net", "lightning_attention"),
+    test_serving_steps=but_for("gated_delta_net"),
     test_speculation_and_a_cached_block=True,
-    test_types=lambda name: name != "lightning_attention",
+    test_types=True,
     test_gradients=lambda gradients: gradients != "gated_delta_net",
 )
 layers = pytest.mark.parametrize("name", LAYERS)

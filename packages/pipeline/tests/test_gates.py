@@ -37,17 +37,14 @@ CASES = [
     ("recurrent_kda", "xla", "softplus"),
     ("recurrent_kda", "fused", "bounded packed"),
 ]
-QUICK_RATES = (("fused", "softplus"),)
 THOROUGH = dict(
     # Of the chunked operators one case is quick, and of each law one.
     test_values_and_gradients=lambda operator, implementation, case: (
         operator.startswith("chunk") and (implementation, case) != ("xla", "softplus packed")
     ),
-    test_every_rate=lambda operator, implementation, law, A_log: (
-        A_log[0] < 100 or (operator.startswith("chunk") and (implementation, law) not in QUICK_RATES)
-    ),
-    test_a_law_more_is_a_line_of_the_table=lambda implementation: implementation == "xla",
-    test_forms_of_a_rate=lambda operator: operator.name == "chunk_gated_delta_rule",
+    test_every_rate=lambda operator, implementation, law, A_log: A_log[0] < 100 or operator.startswith("chunk"),
+    test_a_law_more_is_a_line_of_the_table=lambda implementation: implementation == "fused",
+    test_forms_of_a_rate=lambda operator: operator.chunked,
 )
 
 

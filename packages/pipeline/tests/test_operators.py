@@ -20,13 +20,13 @@ THOROUGH = dict(
     # A pack goes through the kernels of a batch and more tables, so one chain of the three is enough. The packages have
     # the other implementations, and the tests of transforms and of gates the delta rules.
     test_outputs_and_gradients=lambda operator, implementation, packed: (
-        not packed or implementation != "staged" or operator.delta
+        not packed or implementation != "staged" or operator.name != "chunk_gla"
     ),
     test_gradient_of_strong_constant_gates_staged=lambda packed: packed,
     test_packed_without_states_in_bfloat16=True,
     # The package of KDA tests this of its own implementations.
     test_equal_channels_reproduce_the_gated_delta_rule=True,
-    test_one_whole_chunk_at_full_width=lambda operator: operator.per_channel,
+    test_one_whole_chunk_at_full_width=True,
     test_chunks_of_none=lambda operator: operator.per_channel or operator.delta,
     test_what_the_docstring_says_of_the_stages=True,
 )

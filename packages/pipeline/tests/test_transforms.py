@@ -25,9 +25,10 @@ THOROUGH = dict(
     test_gradients_with_repeated_keys=True,
     test_gradients_in_bfloat16=True,
     test_gradient_of_a_traced_scale=lambda implementation: implementation == "xla",
-    test_vmap=lambda implementation: implementation == "staged",
+    # The packages have it of their kernels.
+    test_vmap=True,
     test_remat=True,
-    test_shard_map=lambda implementation: implementation == "staged",
+    test_shard_map=True,
     test_packed_cost_follows_tokens=True,
     test_kernels_are_differentiated_once=lambda name: "gated_delta_rule" not in name,
 )
