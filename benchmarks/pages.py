@@ -747,3 +747,30 @@ def hosts_training() -> str:
             lines.append([name, row["run"], *losses, f"{row['difference']:.0e}"])
     head = ["host", "model", "first loss, theirs", "ours", "last loss, theirs", "ours", "largest difference"]
     return table(head, lines)
+
+
+@block
+def jaxbench_checks() -> str:
+    """What JAXBench's check says of our files."""
+    rows = select(rows_of("jaxbench"), program="check")
+    lines = [[row["task"], "yes" if row["correct"] else "no", f"{row['max_diff']:.1g}"] for row in rows]
+    return table(["task", "correct", "largest difference"], lines)
+
+
+@block
+def jaxbench() -> str:
+    """Tasks of JAXBench, its reference and ours, as compiled for TPUs."""
+    rows, lines = rows_of("jaxbench"), []
+    for ours in select(rows, program="ours"):
+        peer = only(rows, program="reference", task=ours["task"], chip=ours["chip"])
+        ms, memory = [], []
+        for row in (peer, ours):
+            # The reference has no kernels.
+            counted = None if "failed" in row else [row[key] or 0 for key in ("bundles", "around_cycles", "grid_steps")]
+            ms.append(times.device_ms(CHIPS[row["chip"]], *counted, row["floor_ms"]) if counted else None)
+            memory.append(whole(row["temporaries_mib"]) if counted else NONE)
+        cells = [whole(ours[key]) for key in COUNTS]
+        ratio = decimals(ms[0] / ms[1], 1) if ms[0] else NONE
+        lines.append([ours["task"], ours["chip"], *cells, *map(decimals, ms), ratio, " / ".join(memory)])
+    head = ["bundles", "grid steps", "cycles of operations", "reference, ms", "ours, ms", "ratio"]
+    return table(["task", "chip", *head, "temporaries, reference / ours, MiB"], lines)

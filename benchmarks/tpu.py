@@ -172,16 +172,19 @@ def estimate(case: Layer, implementation: str, chip: str, T: int, backward: bool
     return figures(build, chip, floor, profile, None if whole else turns_of(dataclasses.replace(case, T=T)))
 
 
-def figures(build: Callable[[], tuple], chip: str, floor_ms: float, profile: bool, turns: Turns | None = None) -> dict:
+def figures(
+    build: Callable[[], tuple], chip: str, floor_ms: float, profile: bool, turns: Turns | None = None,
+    auto_layout: bool = True,
+) -> dict:  # fmt: skip
     """Compile what `build` returns, a function and its shapes, and read what was dumped; in a fresh process only.
 
-    `turns` is of `bundles`.
+    `turns` is of `bundles`. Without `auto_layout` inputs and outputs lie as JAX lays arrays of one call.
     """
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:  # dumps take gigabytes
         compiler.setup(dump_flags(folder, profile))
         fn, specs = build()
         start = time.perf_counter()
-        program = compiler.compile_for(fn, *specs, chip=chip, auto_layout=True)
+        program = compiler.compile_for(fn, *specs, chip=chip, auto_layout=auto_layout)
         compile_s = time.perf_counter() - start
         text = program.as_text()
         kernels, cycles = set(launches(text)), profiled(folder)
