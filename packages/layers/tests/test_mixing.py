@@ -59,3 +59,43 @@ def test_one_launch(name):
     names = lambda implementation: str(jax.make_jaxpr(run, static_argnums=1)(pool, implementation, jnp.int32(4)))
     assert "decode_mixer_fwd" in names("fused")
     assert "decode_mixer_fwd" not in names("xla")
+
+
+def token(name):
+    """Return a function of hidden states, weights, a cache and the name of an implementation, and its arrays."""
+    config = CONFIGS[name]
+    weights = getattr(layers, f"init_{name}")(jax.random.key(0), config)
+    x = jax.random.normal(jax.random.key(1), (3, 1, config.D))
+    cache = jax.tree.map(
+        lambda y: 0.3 * jax.random.normal(jax.random.key(2), y.shape, y.dtype), layers.empty_cache(config, 3)
+    )
+
+    def run(x, weights, cache, implementation):
+        return getattr(layers, name)(
+            x, weights, config, cache=cache, output_cache=True, implementation=implementation
+        )  # fmt: skip
+
+    return run, (x, weights, cache)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_token_after_a_cache(name):
+    run, arrays = token(name)
+    step = jax.jit(run, static_argnums=3)
+    got, want = (step(*arrays, each) for each in ("fused", "xla"))
+    for have, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close("one token", have, other, 1e-5)
+    names = lambda each: str(jax.make_jaxpr(run, static_argnums=3)(*arrays, each))
+    assert "decode_mixer_fwd" in names("fused")
+    assert "decode_mixer_fwd" not in names("xla")
+
+
+def test_gradients_of_a_token_after_a_cache():
+    run, arrays = token("gated_delta_net")
+
+    def loss(arrays, implementation):
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(run(*arrays, implementation)))
+
+    got, want = (jax.jit(jax.grad(loss), static_argnums=1)(arrays, each) for each in ("fused", "xla"))
+    for have, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close("gradients", have, other, 1e-5)

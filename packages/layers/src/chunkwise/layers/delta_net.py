@@ -116,7 +116,7 @@ def _mix(
     """
     projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]
     z, a, b = (running.project(x, weight) for weight in (w.z, w.a, w.b))
-    y, cache = mixing.delta_rule(run)(
+    y, cache = mixing.delta_rule(run, x)(
         run, config, _OPERATORS, projected, w.conv, a, b, z, w.norm, A_log=w.A_log, dt_bias=w.dt_bias,
         activation=config.activation, eps=config.eps, allow_neg_eigval=config.allow_neg_eigval,
     )  # fmt: skip

@@ -1,22 +1,28 @@
 """The mixer of a delta layer, between its projections: convolutions, operator and gated norm.
 
-One follows the other; in a serving step of decodes alone one launch does them all.
+One follows the other; where every sequence has one token, which continues a cache or a slot, one launch does them all.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from chunkwise.layers import config, norm, running
+from chunkwise.shared import compat
+from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.call.gates import GateActivation
-from chunkwise.shared.serving.mixer import Mixer
+from chunkwise.shared.serving.mixer import Mixer, takes_mixer
 from chunkwise.shared.serving.mixer_tile import OutputNorm
 
 
-def delta_rule(run: running.Run) -> Callable[..., running.Mixed]:
-    """Return the function that mixes these tokens; its arguments are those of `one_after_the_other`."""
-    return over_step if isinstance(run, running.Serving) else one_after_the_other
+def delta_rule(run: running.Run, x: jax.Array) -> Callable[..., running.Mixed]:
+    """Return the function that mixes the tokens x [B, T, D]; its arguments are those of `one_after_the_other`."""
+    if isinstance(run, running.Serving):
+        return over_step
+    return over_token if run.continues_by_one(x) else one_after_the_other
 
 
 def one_after_the_other(
@@ -50,17 +56,51 @@ def one_after_the_other(
 
 
 def over_step(
-    run: running.Serving, config: config.LayerConfig, operators: running.Operators, projected, conv, g, beta, z, weight,
-    *, A_log, dt_bias, activation: str, eps: float, **gates: Any,
-) -> tuple[jax.Array, running.Cache]:  # fmt: skip
+    run: running.Serving, config: config.LayerConfig, operators: running.Operators, *arrays, **options: Any
+) -> running.Mixed:
     """Do as `one_after_the_other` for a serving step."""
-    options: dict[str, Any] = dict(A_log=A_log, dt_bias=dt_bias, activation=activation, eps=eps, **gates)
-    mixer = Mixer(
-        config.H, config.HV, config.K, config.V, tuple(x[0] for x in projected), g[0], beta[0], tuple(conv), (), A_log,
-        dt_bias, GateActivation(True, use_beta_sigmoid_in_kernel=True, **gates), z[0], weight,
+    others = lambda: one_after_the_other(run, config, operators, *arrays, **options)
+    return run.mix(_mixer(config, *arrays, **options), others)
+
+
+def over_token(
+    run: running.Sequences, config: config.LayerConfig, operators: running.Operators, *arrays, A_log, dt_bias,
+    **options: Any,
+) -> running.Mixed:  # fmt: skip
+    """Do as `one_after_the_other` for one token of each row, which continues a cache."""
+
+    def others(cache, arrays, A_log, dt_bias):
+        after = dataclasses.replace(run, cache=cache)
+        return one_after_the_other(after, config, operators, *arrays, A_log=A_log, dt_bias=dt_bias, **options)
+
+    def together(cache, arrays, A_log, dt_bias):
+        mixer = _mixer(config, *arrays, A_log=A_log, dt_bias=dt_bias, **options)
+        B = arrays[0][0].shape[0]
+        rows = lambda n: jnp.arange(n, dtype=jnp.int32)
+        o, conv, state = mixer.decode(cache.conv, cache.state, rows(B + 1), Slots(rows(B), num_decodes=jnp.int32(B)))
+        return o.reshape(B, 1, config.HV, config.V), running.Cache(conv, state)
+
+    before: Any = run.cache
+    tree = before, arrays, A_log, dt_bias
+    mixer = _mixer(config, *arrays, A_log=A_log, dt_bias=dt_bias, **options)
+    slots = Slots(jax.ShapeDtypeStruct(arrays[0][0].shape[:1], jnp.int32))
+    if not takes_mixer(mixer, (before.conv, before.state), slots, run.implementation):
+        return others(*tree)
+    # One token is not worth a gradient of its kernel.
+    mixed = jax.custom_vjp(together)
+    mixed.defvjp(lambda *tree: (together(*tree), tree), lambda tree, cotangents: jax.vjp(others, *tree)[1](cotangents))
+    leaves, structure = jax.tree.flatten(tree)
+    return mixed(*structure.unflatten(compat.vary_alike(*leaves)))
+
+
+def _mixer(
+    config: config.LayerConfig, projected, conv, g, beta, z, weight, *, A_log, dt_bias, activation: str, eps: float,
+    **gates: Any,
+) -> Mixer:  # fmt: skip
+    """Return the mixer of all tokens, one row after the other."""
+    rows = lambda x: x.reshape(-1, x.shape[2])
+    return Mixer(
+        config.H, config.HV, config.K, config.V, tuple(map(rows, projected)), rows(g), rows(beta), tuple(conv), (),
+        A_log, dt_bias, GateActivation(True, use_beta_sigmoid_in_kernel=True, **gates), rows(z), weight,
         OutputNorm(activation, eps),
     )  # fmt: skip
-    others = lambda: one_after_the_other(
-        run, config, operators, projected, conv, g, beta, z, weight, **options
-    )  # fmt: skip
-    return run.mix(mixer, others)

@@ -276,6 +276,12 @@ class Sequences:
         """Return whether each row of x is one token."""
         return x.shape[1] == 1 and all(value is None for value in self._packing.values())
 
+    def continues_by_one(self, x) -> bool:
+        """Return whether each row of x is one token after those of a cache, on one device."""
+        if self.cache is None or not self.output_cache or self.sharding is not None:
+            return False
+        return self._decodes(x) and not division.is_split(*self.cache.conv)
+
     def convolve(self, i: int, x, weight, bias, heads: int):
         """Return the convolution of number i with SiLU, of the channels [B, T, C] of so many heads, and its cache."""
         before = None if self.cache is None else self.cache.conv[i]

@@ -112,14 +112,21 @@ def in_one_launch(
       otherwise: the step by one operation after the other.
       make: from the output [T, HV V] and the pools to what `otherwise` returns.
     """
-    name = checks.choose_implementation(implementation, ("fused", "staged", "xla"), "fused")
     slots = step_table.with_counts(Slots(*map(checks.as_int32, slots)))
-    if name != "fused" or slots.num_decodes is None or not mixer.fits(*pools, slots):
+    if slots.num_decodes is None or not takes_mixer(mixer, pools, slots, implementation):
         return otherwise()
     N = slots.state_indices.shape[0]
     sequences = N if slots.num_sequences is None else jnp.minimum(slots.num_sequences, N)
     together = lambda: make(*mixer.decode(*pools, checks.as_int32(cu_seqlens), slots))
     return lax.cond(slots.num_decodes >= sequences, together, otherwise)
+
+
+def takes_mixer(
+    mixer: Mixer, pools: tuple[tuple[jax.Array, ...], jax.Array], slots: Slots, implementation: str | None
+) -> bool:
+    """Return whether one launch is for a mixer whose operator has this implementation, and takes it."""
+    name = checks.choose_implementation(implementation, ("fused", "staged", "xla"), "fused")
+    return name == "fused" and mixer.fits(*pools, slots)
 
 
 def takes(x: MixerInputs, conv: tuple[jax.Array, ...], states, slots: Slots, static: MixerStatic) -> bool:
