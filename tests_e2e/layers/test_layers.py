@@ -34,6 +34,7 @@ def compiled(name, implementation):
 REPEATED = ("qwen3_5", "qwen3_5_moe", "qwen4_exp, silu", "lara_mini", "glm5_next, lower bound", "glm5_next, softplus")
 REPEATED += ("bamba", "granitemoehybrid", "zamba2")
 SETTINGS = (
+    "olmo_hybrid",
     "qwen4_exp, sigmoid",
     "nemotron_h",
     "bailing_hybrid",
