@@ -687,13 +687,13 @@ def calibration_fit() -> str:
             predicted = calibrate.predicted(calibrate.fit(others), mine)
             ratios = [x / row["published_ms"] for x, row in zip(predicted, mine, strict=True)]
             spread = " to ".join(dict.fromkeys(decimals(x) for x in (min(ratios), max(ratios))))
-            apart.append(f"{name} {spread} of its times")
+            apart.append(f"{spread} of the times of {name}")
     low, high = times.WORST
     return (
         f"**time = {times.CALL_MS:.2f} ms for a blocking call + {times.FACTOR} x (bundles + cycles of the operations) "
         f"/ clock + {times.STEP_US} us x grid steps.**\nPredicted times are {decimals(low)} to {decimals(high)} of the "
         f"{len(inside)} published ones, and the root of the mean square error is {100 * times.SPREAD:.1f} %.\n"
-        f"A fit to the other libraries alone predicts of {' and of '.join(apart)}."
+        f"A fit without the rows of a library predicts {' and '.join(apart)}."
     )
 
 
