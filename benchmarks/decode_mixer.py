@@ -32,6 +32,9 @@ MIXERS = {
 }
 MIXTURES = ["decode-64", "decode-64-bfloat16"]
 _WIDTH = 4
+# The compiler profiles no program for these chips that has the way of prefills too: so the counts of the step are known
+# there, and the program has one way.
+_ONE_WAY = ("v5e", "v5p")
 
 
 def _layer(case: Mixer):
@@ -42,17 +45,22 @@ def _layer(case: Mixer):
     return GatedDeltaNetConfig(**sizes), delta_net._OPERATORS
 
 
-def _compiled(case: Mixer, mixture: Mixture, chip: str, flags: str) -> str:
-    """Compile the mixer of a step for a chip with these flags and return its text; in a fresh process only."""
+def _compiled(case: Mixer, mixture: Mixture, chip: str, flags: str, known: bool = False) -> str:
+    """Compile the mixer of a step for a chip with these flags and return its text; in a fresh process only.
+
+    With `known` the counts of the step are numbers, and are traced otherwise.
+    """
     compiler.setup(flags)
     config, operators = _layer(case)
     x = case.specs(mixture.T, jnp.bfloat16)
     conv = tuple(jax.ShapeDtypeStruct((step.SLOTS, _WIDTH - 1, n), jnp.bfloat16) for n in config.channels)
     pool = Cache(conv, jax.eval_shape(lambda: mixture.make_pool(case, step.SLOTS)))
-    told = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), mixture.step())
+    step_of = mixture.step()
+    counts = {name: step_of.pop(name) for name in ("num_decodes", "num_sequences") if known}
+    told = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), step_of)
 
     def run(x, pool, told):
-        over = running.Serving(pool, Step(**told), None, mixture.W if mixture.replay else None, "fused", None)
+        over = running.Serving(pool, Step(**told, **counts), None, mixture.W if mixture.replay else None, "fused", None)
         y, pool = mixing.over_step(
             over, config, operators, [x[name] for name in "qkv"], [x[f"conv_{name}"] for name in "qkv"], x["g"],
             x["beta"], x["z"], x["norm"], A_log=x["A_log"], dt_bias=x["dt_bias"], activation=case.activation, eps=1e-6,
@@ -81,7 +89,8 @@ def count_around(case: Mixer, mixture: Mixture, chip: str) -> int:
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
         os.makedirs(f"{folder}/profile")
         with mock.patch.object(launcher, "pallas_call", step.hollow):
-            text = _compiled(case, mixture, chip, f"--xla_jf_dump_static_llo_profile_to={folder}/profile")
+            flags = f"--xla_jf_dump_static_llo_profile_to={folder}/profile"
+            text = _compiled(case, mixture, chip, flags, known=chip in _ONE_WAY)
         return step.branch_cycles(text, tpu.profiled(folder), set(_launch(text)))
 
 
