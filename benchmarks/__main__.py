@@ -14,6 +14,7 @@ from rich.console import Console
 
 from benchmarks import (
     accuracy,
+    bench,
     bits,
     calibrate,
     decode_mixer,
@@ -128,6 +129,8 @@ def parse(arguments=None) -> argparse.Namespace:
     add_cases(one, decode_mixer.MIXERS)
     one.add_argument("--mixture", action="append", choices=decode_mixer.MIXTURES, help="of sequences; may be repeated")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
+    one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
+    one = commands.add_parser("bench", parents=[saved], help="KDA at the shapes of a public bench, beside its times")
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("pools", parents=[saved], help="errors of decodes over every pool of states")
     one.add_argument("--tokens", type=int, default=4096, help="of the text that is decoded")
@@ -245,6 +248,10 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
                     about = decode_mixer.MIXERS[case], step.MIXTURES[mixture], chip, options.timeout
                     label = {"case": case, "mixture": mixture, "chip": chip}
                     yield f"{case}, {mixture}, {chip}", label, lambda a=about: [decode_mixer.estimate(*a)]
+    elif options.command == "bench":
+        for sequences, T in bench.PUBLISHED_MS:
+            label = {"sequences": sequences, "T": T}
+            yield f"{sequences} x {T}", label, lambda a=(sequences, T): bench.measure(*a, options.timeout)
     elif options.command == "pools" and options.model:
         yield "bits per byte", {"model": "examples/train.py"}, lambda: pools.measure_bits(options.model)
     elif options.command == "pools":

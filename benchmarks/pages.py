@@ -774,3 +774,15 @@ def jaxbench() -> str:
         lines.append([ours["task"], ours["chip"], *cells, *map(decimals, ms), ratio, " / ".join(memory)])
     head = ["bundles", "grid steps", "cycles of operations", "reference, ms", "ours, ms", "ratio"]
     return table(["task", "chip", *head, "temporaries, reference / ours, MiB"], lines)
+
+
+@block
+def kda_bench() -> str:
+    """KDA at the shapes of a public bench, beside its times."""
+    lines = []
+    for row in rows_of("kda-bench"):
+        counts, ms = [whole(row[key]) for key in COUNTS], (row["call_ms"], row["published_ms"])
+        shape = f"{row['sequences']} x {whole(row['T'])}"
+        lines.append([shape, *counts, decimals(row["estimate_ms"]), *map(decimals, ms), decimals(ms[1] / ms[0], 1)])
+    head = ["bundles", "grid steps", "cycles of operations", "ours, ms", "ours, a call, ms", "published, ms", "ratio"]
+    return table(["sequences x tokens", *head], lines)

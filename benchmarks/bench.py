@@ -1,0 +1,66 @@
+"""KDA at the shapes of a public bench of TPU kernels, kda-tpu-bench, beside the times that it publishes of a v6e.
+
+A call has 24 heads of 128 channels in bfloat16, raw gates whose decay is bounded by -5, packed sequences of one length,
+and their states in and out. The best of the bench's three kernels is sglang-jax's of its pull request 1550; its times
+are of calls that wait for their results.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import packed, tpu
+from chunkwise.command import times
+from chunkwise.command.models import Layer
+from chunkwise.kda import chunk_kda
+from chunkwise.shared.chips import CHIPS
+
+CHIP, HEADS, SIZE = "v6e", 24, 128
+# By sequences and the tokens of each: the best published time in ms.
+PUBLISHED_MS = {(1, 8192): 3.874, (8, 1024): 4.208, (16, 512): 4.945, (64, 128): 7.079}
+
+
+def build(sequences: int, T: int) -> tuple:
+    """Return the function and its shapes, as the bench calls sglang-jax's."""
+    spec = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+    total = sequences * T
+    tokens = spec(1, total, HEADS, SIZE, dtype=jnp.bfloat16)
+    specs = [
+        tokens, tokens, tokens, spec(1, total, HEADS, SIZE), spec(1, total, HEADS),
+        spec(sequences, HEADS, SIZE, SIZE), spec(sequences + 1, dtype=jnp.int32), spec(HEADS), spec(HEADS, SIZE),
+    ]  # fmt: skip
+
+    def run(q, k, v, g, beta, states, cu_seqlens, A_log, dt_bias):
+        return chunk_kda(
+            q, k, v, g, beta, initial_state=states, output_final_state=True, cu_seqlens=cu_seqlens,
+            use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias, lower_bound=-5.0, implementation="fused",
+        )  # fmt: skip
+
+    return run, specs
+
+
+def estimate(sequences: int, T: int) -> dict:
+    """Compile a shape of the bench and return what the compiler says of it; in a fresh process only."""
+    case = Layer("kda", H=HEADS, HV=HEADS, T=sequences * T, sequences=sequences)
+
+    def turns(launch: str, loop) -> tuple[int, list[int]]:
+        found = re.search(r"_(fwd|states)_c(\d+)", launch)
+        assert found is not None
+        steps, runs = packed.turns(case, found[1], int(found[2]))
+        # A forward that keeps nothing selects the state that a sequence begins with, without a branch.
+        return steps, runs[1:]
+
+    fn, specs = build(sequences, T)
+    read = sum(x.size * x.dtype.itemsize for x in specs)
+    written = specs[2].size * 2 + specs[5].size * 4
+    floor = (read + written) / CHIPS[CHIP].bandwidth_tb_s / 1e9
+    return tpu.figures(lambda: (fn, specs), CHIP, floor, profile=False, turns=turns)
+
+
+def measure(sequences: int, T: int, timeout: float) -> list[dict]:
+    """Return the row of a shape: what the compiler says, and a call that waits for its result beside the published."""
+    found = tpu.first_result([f"from benchmarks.bench import estimate; estimate({sequences}, {T})"], timeout)
+    row = {"published_ms": PUBLISHED_MS[sequences, T]} | found
+    known = row.get("estimate_ms") is not None
+    return [row | ({"call_ms": times.CALL_MS + row["estimate_ms"]} if known else {})]
