@@ -99,7 +99,7 @@ def run_whole(host: str, options: dict, **environment: str) -> dict:
         # Trainers leave logs where they run.
         done = subprocess.run(
             command, cwd=folder, env=os.environ | environment, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, timeout=900, check=False,
+            stderr=subprocess.STDOUT, timeout=3600, check=False,
         )  # fmt: skip
         assert result.exists(), done.stdout[-5000:]
         return json.loads(result.read_text())
