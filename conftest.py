@@ -3,7 +3,6 @@
 import contextlib
 import os
 import resource
-from pathlib import Path
 
 import jax
 import pytest
@@ -19,8 +18,6 @@ os.environ["XLA_FLAGS"] = f"--xla_cpu_parallel_codegen_split_count=1 {os.environ
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
 KERNELS = ("pallas", "staged", "fused")
-# What is tested as a user calls it.
-E2E = Path(__file__).parent / "tests_e2e"
 # The most that a worker may need before it drops programs: four of them share 16 GB.
 MEMORY_KB = 3_000_000
 # The generation that every change is compiled for; the others are for the thorough tests.
@@ -62,16 +59,15 @@ def _drop_compiled_programs():
 
 @pytest.fixture(autouse=True)
 def _compile_quickly(request):
-    """Compile without optimisation, in a half or a third of the time, where no user runs the program as it is here.
+    """Compile without optimisation, in a half or a third of the time.
 
-    Plain JAX whose values and gradients are compared with a reference compiles as for a user, as does what a user calls
-    and what is compiled for a TPU. Nobody but these tests runs an interpreted kernel, or simulated devices.
+    Two kinds of programs compile as for a user: plain JAX whose values and gradients a package compares with its
+    reference, and what is compiled for a TPU.
     """
     item = request.node
     implementation = getattr(item, "callspec", None) and item.callspec.params.get("implementation")
     interpreted = implementation in KERNELS or item.get_closest_marker("interpreted")
-    called = E2E in item.path.parents and not {"mesh", "simulated"} & {*item.path.parts}
-    as_for_a_user = called or item.path.name == "test_reference.py" or item.get_closest_marker("tpu")
+    as_for_a_user = item.path.name == "test_reference.py" or item.get_closest_marker("tpu")
     jax.config.update("jax_disable_most_optimizations", bool(interpreted or not as_for_a_user))
     yield
     jax.config.update("jax_disable_most_optimizations", False)

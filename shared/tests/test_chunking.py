@@ -12,6 +12,9 @@ from chunkwise.shared.kernels.chunking import Chunking, num_chunks, pad_tokens, 
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.stage_oracle import chunks_of
 
+THOROUGH = dict(test_tables_under_x64=lambda packed: packed)
+
+
 LENGTHS = st.lists(st.integers(0, 40), min_size=6, max_size=6)
 # A fixed number of tokens and sequences, so that the tables compile once.
 T, C = 240, 16

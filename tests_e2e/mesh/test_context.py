@@ -48,19 +48,19 @@ THOROUGH = dict(
     test_operators=lambda name: name in ("recurrent_kda", "recurrent_gla", "recurrent_simple_gla"),
     test_gates=lambda name, gate: gate != "strong" or is_other(name),
     test_with_other_axes=lambda spec: spec != P(None, "b", "a"),
-    test_kernels=lambda name, implementation: implementation == "staged" or name in ("chunk_kda", "chunk_simple_gla"),
+    test_kernels=lambda name, implementation: implementation == "staged" or name != "chunk_gated_delta_rule",
     test_documents_in_kernels=lambda name, states, implementation: (
         (name, states, implementation) != ("chunk_gla", True, "fused")
     ),
     test_segments_in_kernels=True,
     test_constant_gates_in_kernels=lambda remat: not remat,
-    test_documents_cross_devices=lambda states: not states,
-    test_segments_cross_devices=is_other,
+    test_documents_cross_devices=lambda name, states: not states or name not in ("chunk_kda", "chunk_gla"),
+    test_segments_cross_devices=lambda name: name != "chunk_gated_delta_rule",
     test_wide_values=True,
     test_inside_a_shard_map=lambda axis, check_vma: axis == "b" or not check_vma,
     test_nan_stays_in_its_document=lambda states: states,
-    test_random_documents=is_other,
-    test_random_segments=is_other,
+    test_random_documents=lambda name: name != "chunk_gla",
+    test_random_segments=lambda name: name != "chunk_gated_delta_rule",
 )
 # Documents of 48 tokens on 8 devices of 6: empty ones, some inside of a device, some over many, a start at the first
 # token of a device, and padding.

@@ -102,16 +102,14 @@ def assert_same(got, want) -> None:
             assert_close(jax.tree_util.keystr(path), y, ref, tolerance)
 
 
-QUICK_PACKS = ("gated_delta_net", "segments", "automatic"), ("mamba2_mixer_groups", "documents", "explicit")
-QUICK_SHARED = ("mamba2_mixer", "2 over 4", "automatic"), ("mamba2_mixer_before", "3 over 4", "explicit")
-QUICK_STEPS = ("gated_delta_net", "automatic"), ("mamba2_mixer_shared", "explicit")
+QUICK_PACKS = (("gated_delta_net", "segments", "automatic"),)
+QUICK_SHARED = (("mamba2_mixer_before", "3 over 4", "explicit"),)
+QUICK_STEPS = (("mamba2_mixer_shared", "explicit"),)
 THOROUGH = dict(
     test_rows_tokens_and_heads=lambda name, packing, mode: (name, packing, mode) not in QUICK_PACKS,
     test_inside_a_shard_map=lambda name, packing: (name, packing) != ("mamba2_mixer_groups", "documents"),
     test_more_devices_than_key_heads=lambda name, shared, mode: (name, shared, mode) not in QUICK_SHARED,
-    test_heads_send_one_sum=lambda name, mode: (
-        (name, mode) not in (("gated_delta_net", "explicit"), ("mamba2_mixer_shared", "automatic"))
-    ),
+    test_heads_send_one_sum=lambda name, mode: (name, mode) != ("mamba2_mixer_shared", "automatic"),
     test_a_serving_step=lambda name, mode: (name, mode) not in QUICK_STEPS,
 )
 

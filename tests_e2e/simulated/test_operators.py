@@ -40,6 +40,7 @@ QUICK = {
 THOROUGH = dict(
     test_operator=lambda operator, batch, gradients, dtype: (operator, batch, gradients, dtype) not in QUICK,
     test_raw_gates=True,
+    test_erase_gates=lambda gradients: gradients,
 )
 
 

@@ -11,6 +11,9 @@ from chunkwise.command import device, times
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu
 
+THOROUGH = dict(test_kernels=True)
+
+
 PROFILE = """
 planes {
   name: "/device:TPU:0"

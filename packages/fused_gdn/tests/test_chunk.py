@@ -6,6 +6,10 @@ from chunkwise.fused_gdn import chunk_gated_delta_rule as operator
 from chunkwise.fused_gdn.chunk import chunk, chunk_bwd
 from shared.tests.chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
 
+# The kernels compute the same tiles, and the operator is compared with the recurrence in plain JAX.
+THOROUGH = dict(test_recurrence=True)
+
+
 pytestmark = pytest.mark.interpreted
 
 

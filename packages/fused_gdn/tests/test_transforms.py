@@ -20,7 +20,7 @@ QUICK = ((jnp.float32, "logsigmoid"),)
 THOROUGH = dict(
     test_gradients=lambda dtype, gate: (dtype, gate) not in QUICK,
     test_types_may_differ=True,
-    test_gates_that_forget_everything=lambda dtype: dtype == jnp.bfloat16,
+    test_gates_that_forget_everything=True,
     test_gradients_of_repeated_keys_in_bfloat16=True,
 )
 

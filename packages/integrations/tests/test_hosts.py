@@ -26,6 +26,8 @@ HOSTS = ("flax", "haliax", "levanter", "maxtext", "sgl_jax", "tpu_inference", "v
 THOROUGH = dict(
     test_tpu_inference_step=lambda law: law != "gdn",
     test_levanter_takes_axes_in_any_order=True,
+    # Documents that do not see one another are a layer that does not leak.
+    test_maxtext_layer_does_not_leak=True,
     test_sglang_jax=lambda form: form == "prefill",
 )
 # The parameters of what each of ours stands for, as the hosts declare them; ours may have keywords more.

@@ -11,7 +11,8 @@ from shared.tests.pool_suite import PREFILL_TOKENS, assert_prefills, compile_pre
 
 # The pipeline has steps from pools of the other types.
 QUICK = (jnp.float32, jnp.bfloat16, True)
-THOROUGH = dict(test_prefills=lambda dtype, pool, blocks: (dtype, pool, blocks) != QUICK)
+# The pipeline compiles serving steps.
+THOROUGH = dict(test_prefills=lambda dtype, pool, blocks: (dtype, pool, blocks) != QUICK, test_compiles=True)
 
 
 @pytest.mark.parametrize("blocks", [False, True])

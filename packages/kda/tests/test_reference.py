@@ -37,10 +37,9 @@ THOROUGH = dict(
     # Gradients have the same gates, and edges of the pipeline repeated keys.
     test_gates=True,
     test_repeated_keys=True,
-    test_constant_gates_mixed_over_channels=lambda implementation, dtype: (
-        implementation == "xla" or dtype == jnp.bfloat16
-    ),
+    test_constant_gates_mixed_over_channels=True,
     test_gates_no_product_could_hold=True,
+    test_unnormalised_keys=True,
     test_chunk_sizes_agree=True,
     test_head_dimensions=True,
     test_the_step_that_is_measured=True,

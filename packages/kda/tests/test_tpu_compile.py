@@ -20,6 +20,7 @@ THOROUGH = dict(
     # A gradient compiles the forward pass too, and a pack has all that a batch has.
     test_forward_compiles=True,
     test_forward_and_backward_compile=lambda packed: not packed,
+    test_raw_gates_compile=True,
 )
 
 

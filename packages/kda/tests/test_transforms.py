@@ -21,7 +21,7 @@ HEADS = PartitionSpec(None, None, "data")
 
 THOROUGH = dict(
     test_gradient_under_vmap_and_remat=True,
-    test_transform=lambda implementation: implementation == "fused",
+    test_transform=lambda transform, implementation: implementation == "fused" or transform == "vmap",
     test_shard_map=lambda implementation: implementation == "fused",
     test_gradient_passes_the_check_of_shard_map=lambda replicated: replicated != NAMES,
     test_cost_of_a_pack_follows_its_tokens=True,

@@ -27,7 +27,7 @@ THOROUGH = dict(
     test_packed_sequences=but_for("mamba2_mixer", "lightning_attention"),
     test_segments=but_for("gated_delta_net"),
     test_an_id_of_padding=lambda name: name != "lightning_attention",
-    test_pieces_and_tokens=but_for("mamba2_mixer"),
+    test_pieces_and_tokens=True,
     test_serving_steps=but_for("gated_delta_net"),
     test_speculation_and_a_cached_block=True,
     test_types=True,

@@ -14,10 +14,9 @@ from chunkwise.shared.testing.inputs import make_inputs
 
 pytestmark = pytest.mark.interpreted
 THOROUGH = dict(
-    test_split_with_state_handed_over=lambda implementation, split: (implementation, split) != ("xla", 1),
-    # Without states only "xla" takes another path: chunks that stay aligned to the stream. The tests of the recurrence
-    # have the others alone, batched and packed, and the tests of isolation poison them.
-    test_alone_batched_and_packed_agree=lambda states: states,
+    test_split_with_state_handed_over=True,
+    # The tests of the recurrence have sequences alone, batched and packed, and the tests of isolation poison them.
+    test_alone_batched_and_packed_agree=True,
     test_no_leak_between_sequences=lambda states: states,
     test_staged_has_the_same_bits_alone_and_packed=lambda operator: operator.name != "chunk_simple_gla",
     test_plain_jax_with_states_has_the_same_bits_alone_and_packed=lambda operator: "gated" not in operator.name,

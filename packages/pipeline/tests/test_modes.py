@@ -79,7 +79,9 @@ def repeats(mode, name, implementation, sequences):
     first = ONCE.get((name, implementation), "strict" if OPERATORS[name].per_channel else "x64")
     slowest = ("chunk_gated_delta_rule", "staged"), ("chunk_kda", "fused"), ("chunk_kda", "xla")
     # Their gates are a part of others.
-    slowest += ("chunk_gla", "fused"), ("chunk_gla", "xla"), ("chunk_simple_gla", "xla")
+    slowest += ("chunk_gla", "fused"), ("chunk_gla", "xla"), ("chunk_simple_gla", "xla"), ("chunk_simple_gla", "fused")
+    # Plain JAX has the rules of types that the recurrent functions show.
+    slowest += (("chunk_gated_delta_rule", "xla"),)
     return mode != first or sequences == "segments" or (name, implementation) in slowest
 
 

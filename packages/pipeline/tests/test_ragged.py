@@ -40,7 +40,7 @@ THOROUGH = dict(
     test_what_does_not_exist_is_none=lambda operator, implementation: (operator, implementation) not in QUICK[1:],
     test_rubbish_stays_in_the_pool=lambda operator, implementation: (operator, implementation) not in QUICK[1:],
     test_types_of_pools=lambda operator, implementation, dtype: (operator, implementation, dtype) not in QUICK_TYPES,
-    test_stale_slots=lambda implementation: implementation == "xla",
+    test_stale_slots=lambda implementation: implementation == "fused",
     test_one_slot_each=True,
     test_counts_through_a_jit_with_64_bits=True,
     test_arrays_of_numpy=True,

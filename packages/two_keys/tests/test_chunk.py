@@ -8,9 +8,7 @@ from shared.tests.chunk_suite import CASES, assert_kernel, assert_recurrence, ma
 
 pytestmark = pytest.mark.interpreted
 # One of each is quick: the kernels are those of KDA, whose package has them all.
-THOROUGH = dict(
-    test_recurrence=lambda case: case != "repeated keys, beta 2", test_kernels=lambda case: case != "spikes"
-)
+THOROUGH = dict(test_recurrence=True, test_kernels=lambda case: case != "spikes")
 
 
 @pytest.mark.parametrize("case", CASES)
