@@ -45,6 +45,9 @@ HOSTS = {
     "maxtext": (("maxtext[tpu]==0.2.5",), ()),
     "levanter": (("marin-levanter", "jax[tpu]==0.11.2"), ()),
     "tpu-inference": (("jax[tpu]==0.11.2", "absl-py"), ("tpu-inference==0.32.0",)),
+    # No hosts, but their tests run with our operators in the place of theirs; their archives build with these.
+    "deltanet-tpu": (("deltanet-tpu==0.3.0", "pip"), ()),
+    "jax-linear-attention": (("jax-linear-attention==0.1.0", "pip", "setuptools", "wheel"), ()),
 }
 
 # The files of the forge by their schema.

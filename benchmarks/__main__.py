@@ -26,6 +26,7 @@ from benchmarks import (
     pages,
     plots,
     pools,
+    production,
     remat,
     scale,
     shipped,
@@ -135,6 +136,8 @@ def parse(arguments=None) -> argparse.Namespace:
     one = commands.add_parser("pools", parents=[saved], help="errors of decodes over every pool of states")
     one.add_argument("--tokens", type=int, default=4096, help="of the text that is decoded")
     one.add_argument("--model", type=Path, help="the output of examples/train.py: count its bits per byte")
+    one = commands.add_parser("production", parents=[saved], help="errors on inputs that broke others")
+    one.add_argument("--case", action="append", choices=list(production.REPORTS), help="may be repeated")
     one = commands.add_parser("packed", parents=[saved], help="bundles of a packed batch that hands in and out states")
     one.add_argument("--operator", action="append", choices=packed.OPERATORS, help="may be repeated")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
@@ -259,6 +262,9 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
             for strength in pools.STRENGTHS:
                 run = lambda a=(strength, keys, options.tokens): pools.measure(*a)
                 yield f"{keys}, {strength} nats", {"keys": keys, "gate": strength, "T": options.tokens}, run
+    elif options.command == "production":
+        for name in options.case or production.REPORTS:
+            yield name, {"case": name}, lambda name=name: production.measure(name)
     elif options.command == "packed":
         for operator in options.operator or packed.OPERATORS:
             for chip in options.chip or ["v6e"]:

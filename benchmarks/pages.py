@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from benchmarks import calibrate, decode_mixer
+from benchmarks import calibrate, decode_mixer, production
 from benchmarks import step as steps
 from chunkwise.command import models, report, times
 from chunkwise.pipeline.operators import OPERATORS
@@ -777,6 +777,18 @@ def jaxbench() -> str:
 
 
 @block
+def production_cases() -> str:
+    """Inputs that broke others, and our errors."""
+    rows, lines = rows_of("production"), []
+    for name, one in production.REPORTS.items():
+        errors = {row["form"]: f"{row['error']:.0e}" for row in select(rows, case=name)}
+        both = [" / ".join(errors[f"{x}, {dtype}"] for dtype in production.TYPES) for x in production.IMPLEMENTATIONS]
+        lines.append([name, one.input, f"{one.link}: {one.broke}", *both])
+    head = ["case", "input", "report", '"xla", float32 / bfloat16', '"fused", float32 / bfloat16']
+    return table(head, lines)
+
+
+@block
 def kda_bench() -> str:
     """KDA at the shapes of a public bench, beside its times."""
     lines = []
@@ -786,3 +798,13 @@ def kda_bench() -> str:
         lines.append([shape, *counts, decimals(row["estimate_ms"]), *map(decimals, ms), decimals(ms[1] / ms[0], 1)])
     head = ["bundles", "grid steps", "cycles of operations", "ours, ms", "ours, a call, ms", "published, ms", "ratio"]
     return table(["sequences x tokens", *head], lines)
+
+
+@block
+def suites() -> str:
+    """How many tests of other projects pass with ours in place."""
+    lines = []
+    for row in [*select(rows_of("hosts"), run="its tests"), *rows_of("suites")]:
+        name = f"{row['host']} {row['version']}"
+        lines.append([name, f"{whole(row['passed'])} of {whole(row['tests'])}", row["what"]])
+    return table(["project", "pass", "what runs"], lines)

@@ -1,0 +1,118 @@
+"""Other people's tests, out of the source archives of their releases, with ours in the place of their operators."""
+
+import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import pytest
+
+# What the process of the tests is told: the module that puts ours in place, and where the results go.
+PLACE, RESULT = "CHUNKWISE_SUITE_PLACE", "CHUNKWISE_SUITE_RESULT"
+
+
+def unpack(distribution: str, folder: str) -> Path:
+    """Return the unpacked source archive of the installed version of a distribution; wheels have no tests."""
+    release = f"{distribution}=={metadata.version(distribution)}"
+    options = ("--quiet", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", folder)
+    subprocess.run([sys.executable, "-m", "pip", "download", *options, release], check=True, timeout=600)
+    (archive,) = Path(folder).glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(folder, filter="data")
+    return Path(folder, archive.name.removesuffix(".tar.gz"))
+
+
+def run_suite(distribution: str, place: str | None, files: tuple[str, ...], *, devices: int = 1) -> dict[str, dict]:
+    """Return for every test of a distribution its outcome, how often it called ours, and what failed.
+
+    Args:
+      distribution: whose tests run, in a process of their own.
+      place: the module of this folder whose `install(count)` puts ours in place, and counts the calls of ours; None
+        for the distribution as it is.
+      files: of its folder `tests`.
+      devices: that are simulated.
+    """
+    root = Path(__file__).parents[2]
+    with tempfile.TemporaryDirectory() as folder:
+        source, result = unpack(distribution, folder), Path(folder, "result.json")
+        paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+        environment = {PLACE: place or "", RESULT: str(result), "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+        # Nearly all of the time is compilation.
+        flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+        environment |= {"XLA_FLAGS": flags}
+        tests = [str(source / "tests" / name) for name in files]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "tests_e2e.hosts.suite",
+            *tests,
+        ]
+        done = subprocess.run(
+            command, cwd=source, env=os.environ | environment, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, timeout=3000, check=False,
+        )  # fmt: skip
+        assert result.exists(), done.stdout[-5000:]
+        return json.loads(result.read_text())
+
+
+def row_of(distribution: str, found: dict[str, dict], what: str) -> dict:
+    """Return what docs/data keeps of a suite: the tests that call ours, and those of them that pass.
+
+    `what` says which tests run, and how.
+    """
+    called = {name: test for name, test in found.items() if test["calls"]}
+    failed = sorted(name for name, test in called.items() if test["outcome"] != "passed")
+    about = dict(host=distribution, version=metadata.version(distribution), jax=metadata.version("jax"))
+    return about | dict(run="its tests", what=what, tests=len(called), passed=len(called) - len(failed), failed=failed)
+
+
+@functools.cache
+def compiled(operator: Callable, **options) -> Callable:
+    """Return an operator with options that are not arrays, compiled: tests call without `jit`, which takes minutes."""
+    return jax.jit(functools.partial(operator, **options))
+
+
+class _Plugin:
+    """Writes down what becomes of each test, in the process of the tests."""
+
+    def __init__(self):
+        self.calls, self.found = 0, {}
+
+    def count(self) -> None:
+        """Note a call of ours."""
+        self.calls += 1
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        self.calls = 0
+        return (yield)
+
+    def pytest_runtest_logreport(self, report):
+        name = report.nodeid.split("tests/")[-1]
+        if report.when == "call":
+            self.found[name] = dict(outcome=report.outcome, calls=self.calls, why=str(report.longrepr or "")[-2000:])
+        elif report.outcome != "passed":
+            self.found.setdefault(name, dict(outcome=report.outcome, calls=0, why=str(report.longrepr)[-2000:]))
+        Path(os.environ[RESULT]).write_text(json.dumps(self.found))
+
+
+def pytest_configure(config):
+    """Put ours in place before the tests are imported."""
+    if RESULT in os.environ:
+        plugin = _Plugin()
+        config.pluginmanager.register(plugin)
+        if os.environ[PLACE]:
+            importlib.import_module(f"tests_e2e.hosts.{os.environ[PLACE]}").install(plugin.count)

@@ -1,0 +1,19 @@
+"""The cases of docs/production-cases.md: inputs on which other people's implementations broke.
+
+The command `python -m benchmarks production` runs them under every implementation and type; here is the fastest way.
+"""
+
+import pytest
+
+from benchmarks.production import REPORTS
+
+# The operators that the cases call, in both types.
+THOROUGH = dict(test_case=lambda dtype: dtype == "bfloat16")
+# A key that is repeated 256 times with a step size of 2 keeps every rounding.
+LIMITS = {"float32": 2e-5, "bfloat16": 5e-3}
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("name", REPORTS)
+def test_case(name, dtype):
+    assert REPORTS[name].error("xla", dtype) < LIMITS[dtype]
