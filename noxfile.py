@@ -224,7 +224,7 @@ def gpu(session):
     result = Path(session.create_tmp(), "gpu-h100.json")
     session.run("python", "-m", "benchmarks", "gpu", "--json", str(result))
     session.run("pytest", *WORKERS, *(PACKAGES[name] / "tests/test_gpu_form.py" for name in ("fused_gdn", "kda")))
-    files = (("fused_gdn", "reference"), ("fused_gdn", "isolation"), ("kda", "isolation"))
+    files = (("fused_gdn", "reference"), ("fused_gdn", "isolation"), ("kda", "isolation"), ("fused_gla", "reference"))
     paths = (PACKAGES[name] / f"tests/test_{kind}.py" for name, kind in files)
     session.run("pytest", *WORKERS, "--gpu-forms", "-k", "xla", *paths)
 

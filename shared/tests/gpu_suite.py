@@ -10,7 +10,7 @@ import numpy as np
 
 from chunkwise.shared.implementation import platforms
 from chunkwise.shared.kernels import matmul
-from chunkwise.shared.plain import batched, state_scan
+from chunkwise.shared.plain import chunks, state_scan
 from chunkwise.shared.testing import compare, inputs, oracle
 
 # Boundaries: an empty sequence, several in a chunk, one over a group of chunks, and padding. None for rows of a batch.
@@ -26,7 +26,7 @@ def small_groups(by_maps: bool) -> Iterator[None]:
     """Take the forms for GPUs, in groups of four chunks, of which two segments go side by side if by maps."""
     jax.clear_caches()
     few = mock.patch.object(state_scan, "FEW_HEADS", HV if by_maps else 0)
-    segments, group = (mock.patch.object(*x) for x in ((state_scan, "SEGMENTS", 2), (batched, "_GROUP", 4 * HV * C)))
+    segments, group = (mock.patch.object(*x) for x in ((state_scan, "SEGMENTS", 2), (chunks, "_GROUP", 4 * HV * C)))
     with platforms.gpu_forms(), few, segments, group:
         yield
     jax.clear_caches()

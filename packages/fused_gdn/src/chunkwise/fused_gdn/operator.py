@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from chunkwise.fused_gdn import batched, config, kernel, kernel_bwd, kernel_map, xla
+from chunkwise.fused_gdn import config, kernel, kernel_bwd, kernel_map, xla
 from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
-from chunkwise.shared.implementation.implementations import delta_rule_in_plain_jax
+from chunkwise.shared.implementation.implementations import plain
 from chunkwise.shared.kernels import chunking, layout, matmul, packed
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operator import define
@@ -88,5 +88,5 @@ OPERATOR = define(
     "gated_delta_rule",
     check,
     fused.implementation(KERNELS, fused.holds_states),
-    delta_rule_in_plain_jax(xla.gated_delta_rule, xla.states_after, xla.chunk_states, batched.make_form),
+    plain(xla.RULE),
 )

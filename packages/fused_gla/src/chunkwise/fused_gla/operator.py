@@ -1,16 +1,13 @@
 """The records of GLA and simple GLA: their checks, the layout of their arrays, and the kernels that they share."""
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 
 from chunkwise.fused_gla import config, kernel, kernel_bwd, xla
 from chunkwise.shared import tuning
-from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
-from chunkwise.shared.implementation.implementations import Implementation, in_plain_jax, with_chunk_size
+from chunkwise.shared.implementation.implementations import plain, with_chunk_size
 from chunkwise.shared.kernels import chunking, layout, matmul, packed, tiles
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operator import define
@@ -123,31 +120,6 @@ KERNELS = fused.Kernels(
 )
 
 
-@in_plain_jax
-def run_xla(x: Arguments, options: Options, precomputed: None = None) -> tuple[jax.Array, Any]:
-    """Run the plain form."""
-    o, state, _ = _run_tiles(x, options)
-    return o.astype(x.v.dtype), None if state is None else jnp.swapaxes(state, 2, 3)
-
-
-@in_plain_jax
-def chunk_states(x: Arguments, options: Options) -> jax.Array:
-    """Return the states before all chunks of a packed batch with states, [1, NT, HV, K, V]."""
-    return jnp.swapaxes(_run_tiles(x, options)[2], 2, 3)[None]
-
-
-def _run_tiles(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Return what `xla.gla` does, of operands in float32."""
-    options = with_chunk_size("xla", x, options)
-    q, k, v = (y.astype(jnp.float32) for y in (x.q, x.k, x.v))
-    # JAX would round the gradient of a bfloat16 operand, which is the gradient of the scores and of the states.
-    exact = x._replace(q=q, k=k, v=v, g=arguments.total_gate(x))
-    if x.initial_state is not None:
-        # The states of the tiles are [V, K].
-        exact = exact._replace(initial_state=jnp.swapaxes(x.initial_state.astype(jnp.float32), 2, 3))
-    return xla.gla(exact, options)
-
-
-_IMPLEMENTATIONS = fused.implementation(KERNELS, fits), Implementation("xla", run_xla, chunk_states=chunk_states)
+_IMPLEMENTATIONS = fused.implementation(KERNELS, fits), plain(xla.RULE)
 GLA = define("gla", _check_by_channel, *_IMPLEMENTATIONS)
 SIMPLE_GLA = define("simple_gla", _check_by_head, *_IMPLEMENTATIONS)

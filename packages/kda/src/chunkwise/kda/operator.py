@@ -4,12 +4,12 @@ import numbers
 
 import jax.numpy as jnp
 
-from chunkwise.kda import batched, config, kernel, kernel_bwd, tile, xla
+from chunkwise.kda import config, kernel, kernel_bwd, tile, xla
 from chunkwise.shared import tuning
 from chunkwise.shared.call import checks, gates
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
-from chunkwise.shared.implementation.implementations import delta_rule_in_plain_jax
+from chunkwise.shared.implementation.implementations import plain
 from chunkwise.shared.kernels import chunking, layout, matmul, packed
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operator import define
@@ -111,5 +111,5 @@ OPERATOR = define(
     "kda",
     check,
     fused.implementation(KERNELS, fused.holds_states, raw_gates=True),
-    delta_rule_in_plain_jax(xla.kimi_delta_attention, xla.states_after, xla.chunk_states, batched.make_form),
+    plain(xla.RULE),
 )

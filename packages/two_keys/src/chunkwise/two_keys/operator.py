@@ -2,12 +2,12 @@
 
 import functools
 
-from chunkwise.kda import batched, kernel, kernel_bwd, xla
+from chunkwise.kda import kernel, kernel_bwd, xla
 from chunkwise.kda import operator as kda
 from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
-from chunkwise.shared.implementation.implementations import delta_rule_in_plain_jax
+from chunkwise.shared.implementation.implementations import plain
 from chunkwise.shared.operator import Operator, define
 
 
@@ -39,7 +39,7 @@ def _define(name: str, check, optional: tuple[str, ...] = ()) -> Operator:
         name,
         check,
         fused.implementation(kernels, fused.holds_states, raw_gates=True),
-        delta_rule_in_plain_jax(xla.kimi_delta_attention, xla.states_after, xla.chunk_states, batched.make_form),
+        plain(xla.RULE),
     )
 
 

@@ -10,7 +10,7 @@ from chunkwise.shared import compat
 from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import platforms
-from chunkwise.shared.plain import batched, segments
+from chunkwise.shared.plain import chunks, segments
 from chunkwise.shared.plain.state_map import StateMap, augment_with_identity, map_by_running
 
 
@@ -62,46 +62,40 @@ def in_plain_jax(function: Callable) -> Callable:
     return run
 
 
-def delta_rule_in_plain_jax(
-    run: Callable, states_after: Callable, chunk_states: Callable, make_form: batched.MakeForm
-) -> Implementation:
-    """Return the implementation "xla" of a delta rule, which has another form on GPUs.
+def plain(rule: chunks.Rule) -> Implementation:
+    """Return the implementation "xla" of an operator: its rule, in the way of GPUs on these, and else in another."""
 
-    Elsewhere the inverses of all chunks are precomputed.
+    def on(gpu: bool, x: Arguments, options: Options, **more: Any) -> chunks.Results:
+        options = with_chunk_size("gpu" if gpu and rule.delta else "xla", x, options)
+        if rule.most_rows is not None and not gpu:
+            options = options._replace(chunk_size=min(options.chunk_size, rule.most_rows))
+        return chunks.run(rule, x, options, gpu, **more)
 
-    Args:
-      run: from prepared arguments, options, and inverses or None to the output and the final states.
-      states_after: from prepared arguments and options to the states after the tokens, and the inverses.
-      chunk_states: as `Implementation` has it.
-      make_form: from options and the tokens of many chunks to what a GPU computes of them at once.
-    """
+    def run(x: Arguments, options: Options, inverses: Any = None) -> Any:
+        otherwise = lambda x, inverses: on(False, x, options, inverses=inverses)[:2]
+        return platforms.choose(lambda x, _: on(True, x, options)[:2], otherwise, x, inverses)
 
-    def by_platform(x: Arguments, options: Options, inverses: Any = None) -> Any:
-        on_gpu = lambda x, _: batched.run(make_form, x, with_chunk_size("gpu", x, options))
-        otherwise = lambda x, inverses: run(x, with_chunk_size("xla", x, options), inverses)
-        return platforms.choose(on_gpu, otherwise, x, inverses)
-
-    def states_by_platform(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array]:
-        otherwise = lambda x: states_after(x, with_chunk_size("xla", x, options))
+    def states_after(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array]:
+        options = options._replace(output_final_state=True)
+        otherwise = lambda x: on(False, x, options, with_output=False)[1:3]
 
         def on_gpu(x):
             # Chunks have other sizes here, and nothing is precomputed.
-            inverses = jax.eval_shape(otherwise, x)[1]
-            states = batched.states_after(make_form, x, with_chunk_size("gpu", x, options))
-            return states, compat.varying_zeros(inverses.shape, states)
+            states = on(True, x, options, with_output=False).final_state
+            return states, compat.varying_zeros(jax.eval_shape(otherwise, x)[1].shape, states)
 
         return platforms.choose(on_gpu, otherwise, x)
 
     def state_map(x: Arguments, options: Options) -> StateMap:
-        return augment_with_identity(lambda y: states_by_platform(y, options), x)
+        return augment_with_identity(lambda y: states_after(y, options), x)
 
-    def chunk_states_by_platform(x: Arguments, options: Options) -> jax.Array:
-        on_gpu = lambda x: batched.chunk_states(make_form, x, options)
-        return platforms.choose(on_gpu, lambda x: chunk_states(x, options), x)
+    def chunk_states(x: Arguments, options: Options) -> jax.Array:
+        options = options._replace(output_final_state=True)
+        find = lambda gpu, x: chunks.run(rule, x, options, gpu, with_output=False, keep_states=True).states[None]
+        return platforms.choose(functools.partial(find, True), functools.partial(find, False), x)
 
-    return Implementation(
-        "xla", in_plain_jax(by_platform), in_plain_jax(state_map), chunk_states=in_plain_jax(chunk_states_by_platform)
-    )
+    found = in_plain_jax(state_map) if rule.delta else None
+    return Implementation("xla", in_plain_jax(run), found, chunk_states=in_plain_jax(chunk_states))
 
 
 def with_chunk_size(name: str, x: Arguments, options: Options) -> Options:

@@ -1,4 +1,4 @@
-"""The states before all chunks of a delta rule, where everything else of the chunks is computed at once: for GPUs.
+"""The states before all chunks, where everything else of the chunks is computed at once: for GPUs.
 
 A GPU waits for the launch of every operation, so few large operations are best. All products that do not read a state
 are batched over chunks and heads; what is left is one short scan
@@ -14,7 +14,7 @@ one more scan and the backward one of the transposes.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,13 +59,13 @@ class Chunks(NamedTuple):
 
     Attributes:
       through: decays over whole chunks [n, h, 1, 1] or, per channel, [n, h, K, 1].
-      w: what the new values read of the state, [n, h, C, K].
+      w: what the new values read of the state, [n, h, C, K]; None where they read nothing of it.
       k_end: keys decayed to the ends of their chunks, [n, h, C, K].
     """
 
     through: jax.Array
-    w: jax.Array
-    k_end: jax.Array
+    w: Any
+    k_end: Any
 
 
 class Restarts(NamedTuple):
@@ -94,12 +94,15 @@ def states_before(
 
     Args:
       x: the chunks.
-      u: [n, h, C, V], the new values from a state of zeros.
+      u: [n, h, C, V], the new values, from a state of zeros if they read it.
       start: [h, K, V].
       restarts: where sequences begin; None if none does. The states that come in are those of the sequences before.
       products: how they are computed.
       by_maps: segments side by side.
     """
+    if x.w is None:
+        added = products.dot_tn(x.k_end, u)
+        return _states(products, by_maps, Chunks(x.through, None, None), None, added, start, restarts)
     return _states(products, by_maps, x, u, None, start, restarts)
 
 
@@ -118,9 +121,10 @@ def _states_jvp(products, by_maps, primals, tangents):
         # One by one they are too many launches to find them again.
         states = checkpoint_name(states, KEPT)
     S, p = select_states(restarts, states), products
-    v_new = u - p.dot(x.w, S)
-    du = du - p.dot(dx.w, S)
-    changed = dx.through * S + p.dot_tn(dx.k_end, v_new)
+    changed = dx.through * S
+    if x.w is not None:
+        changed += p.dot_tn(dx.k_end, u - p.dot(x.w, S))
+        du = du - p.dot(dx.w, S)
     changed = changed if dadded is None else changed + dadded
     if restarts is not None:
         restarts = Restarts(restarts.first, drestarts.states)
@@ -131,7 +135,9 @@ def _one_by_one(p: Products, x: Chunks, u, added, start, restarts):
     def step(S, each):
         x, u, added, restart = each
         here = select_states(restart, S)
-        after = x.through * here + p.dot_tn(x.k_end, u - p.dot(x.w, here))
+        after = x.through * here
+        if x.w is not None:
+            after += p.dot_tn(x.k_end, u - p.dot(x.w, here))
         return after if added is None else after + added, S
 
     last, states = lax.scan(step, start, (x, u, added, restarts))

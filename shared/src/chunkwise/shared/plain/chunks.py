@@ -1,0 +1,363 @@
+"""Every operator in plain JAX, chunk by chunk: what all of them do around the mathematics of their chunks.
+
+An operator gives a `Rule`, which makes the `Form` of its chunks. The rest is here: cutting the tokens, sequences that
+are not finite, states that go in and out, and the two ways through the chunks.
+
+- On a CPU a scan takes the state from chunk to chunk, and its time is the time of its products. It may do all of a
+  chunk while the chunk is in cache. The backward then reads the states before the chunks, the inverses and the new
+  values, which the forward keeps, and computes the rest of a chunk again.
+- A GPU waits for the launch of every operation, so a loop that does all of a chunk is thousands of them. There the
+  forms of a group of chunks are made in large products, `state_scan` finds the states before all of them, and the
+  outputs are batched behind it. Groups follow one another, so that memory is bounded.
+
+A packed batch without states keeps its chunks aligned to the token stream and masks the pairs of different sequences:
+its cost follows tokens, not sequences. A mask does not stop NaN, so a sequence that is not finite is taken as zeros and
+its outputs are NaN (see `isolation`). With states, chunks restart at every sequence, so that every sequence has a chunk
+boundary where its state can be handed in and out.
+
+Where tokens are split over devices, the chunks run first without queries, which gives what the tokens do to a state. A
+CPU keeps the inverses for the operator behind it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from chunkwise.shared import compat
+from chunkwise.shared.call import arguments
+from chunkwise.shared.kernels import chunking, matmul
+from chunkwise.shared.plain import block_inverse, isolation, state_scan
+
+# On a GPU, tokens times heads of a group.
+_GROUP = 2**17
+# What the backward reads instead of computing it again, beside `state_scan.KEPT`, where a scan does all of a chunk.
+_SOLVED = "solved"
+
+
+class Tokens(NamedTuple):
+    """The tokens of n chunks of C rows, for h key heads and HV value heads.
+
+    Attributes:
+      q, k: [n, h, C, K]; q is None where there is no output.
+      v: [n, HV, C, V] float32.
+      g: float32 gates per channel [n, HV, C, K]; of gates per head rows [n, HV, 1, C], or what `Rule.decays` makes of
+        these.
+      beta: float32 rows [n, HV, 1, C], or None.
+      e: erase keys [n, HV, C, K], or None for k.
+      masks: of chunks that may hold several sequences, or None.
+    """
+
+    q: Any
+    k: jax.Array
+    v: jax.Array
+    g: Any
+    beta: Any
+    e: Any
+    masks: chunking.StreamMasks | None
+
+
+class Form(NamedTuple):
+    """What n chunks of h heads with values v do to the states S before them, and read of them.
+
+        v_new = beta (I + A)^-1 (v - e S)      of a delta rule; v without one
+        o = scale (q S + scores v_new)
+        S' = through S + k^T v_new
+
+    In a delta rule beta multiplies the columns of A, so that its own gradient needs no division by it.
+
+    Attributes:
+      through: decays over whole chunks [n, h, 1, 1] or, per channel, [n, h, K, 1].
+      k: keys decayed to the ends of their chunks, [n, h, C, K].
+      q: queries decayed from the starts of their chunks [n, h, C, K], or None.
+      scores: of queries with keys [n, h, C, C], or None.
+      A: strictly lower [n, h, C, C], or None.
+      e: what erases, decayed from the starts of the chunks, [n, h, C, K].
+      beta: columns [n, h, C, 1].
+    """
+
+    through: jax.Array
+    k: jax.Array
+    q: jax.Array | None
+    scores: jax.Array | None
+    A: Any = None
+    e: Any = None
+    beta: Any = None
+
+
+class Rule(NamedTuple):
+    """The mathematics of the chunks of an operator.
+
+    Attributes:
+      form: from tokens, options, and products of computed operands to the form of their chunks.
+      decays: from gates per head, as rows of all chunks, and masks to what the tokens have in their place, or None.
+      at_once: whether a CPU too makes the form of all chunks at once. Otherwise its scan does all of a chunk.
+      most_rows: of a chunk on a CPU, or None.
+      delta: whether it is a delta rule.
+    """
+
+    form: Callable[[Tokens, arguments.Options, state_scan.Products], Form]
+    decays: Callable[[jax.Array, chunking.StreamMasks | None], Any] | None = None
+    at_once: bool = True
+    most_rows: int | None = None
+    delta: bool = True
+
+
+class Results(NamedTuple):
+    """The results of `run`, each None unless it is wanted.
+
+    Attributes:
+      o: [B, T, HV, V] in the type of v.
+      final_state: [N, HV, K, V] float32.
+      inverses: of all chunks [NT, B HV, C, C].
+      states: before all chunks [NT, B HV, K, V], meaningless before the first one of a sequence.
+    """
+
+    o: Any
+    final_state: Any
+    inverses: Any
+    states: Any
+
+
+class _Starts(NamedTuple):
+    """Whether the sequence of a chunk begins there, whether it ends there, and which it is."""
+
+    first: jax.Array
+    last: jax.Array
+    sequence: jax.Array
+
+    def restarts(self, h0: jax.Array | None) -> state_scan.Restarts:
+        """Return where sequences begin, and with which of their initial states."""
+        return state_scan.Restarts(self.first, None if h0 is None else h0[self.sequence])
+
+    def store(self, after: jax.Array, finals: jax.Array) -> jax.Array:
+        """Return final states [N + 1, ...] with those among the states after chunks; the last row may hold anything."""
+        n, N = len(after), len(finals) - 1
+        target = jnp.where(self.last, self.sequence, N + jnp.arange(n, dtype=jnp.int32))
+        if n == 1:
+            # In place, where a scatter would copy all states in every step of a loop.
+            return lax.dynamic_update_index_in_dim(finals, after[0], target[0], 0)
+        return finals.at[target].set(after, mode="drop", unique_indices=True)
+
+
+def run(
+    rule: Rule,
+    x: arguments.Arguments,
+    options: arguments.Options,
+    on_gpu: bool,
+    *,
+    with_output: bool = True,
+    keep_states: bool = False,
+    inverses: Any = None,
+) -> Results:
+    """Return the results for prepared arguments.
+
+    Args:
+      rule: of the operator.
+      x: prepared arguments; initial states may have more channels than v, whose values are zeros.
+      options: with a chunk size.
+      on_gpu: which way to go.
+      with_output: whether the output is wanted; otherwise a CPU returns the inverses.
+      keep_states: whether the states before all chunks are wanted, without an output.
+      inverses: of the same tokens, if they are known, on a CPU.
+    """
+    cu_seqlens: Any = x.cu_seqlens
+    (B, T, HV, V), K, C = x.v.shape, x.k.shape[-1], options.chunk_size
+    stream = cu_seqlens is not None and x.initial_state is None and not options.output_final_state
+    bfloat16 = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype) == jnp.bfloat16
+    products = state_scan.Products(3 if on_gpu and bfloat16 else None)
+    g, beta = arguments.total_gate(x), None if x.beta is None else x.beta.astype(jnp.float32)
+    chunks = chunking.Chunking(B, T, C, None if stream else cu_seqlens)
+    masks: Any = chunking.stream_masks(T, C, cu_seqlens) if stream else None
+    nonfinite: Any = None
+    if stream:
+        nonfinite = isolation.nonfinite_tokens([y for y in (x.q, x.k, x.v, g, beta, x.p) if y is not None], cu_seqlens)
+        # Padding may hold anything, and products read every row of a chunk.
+        masks = masks._replace(valid=masks.valid & ~jnp.pad(nonfinite, (0, -T % C)).reshape(-1, C))
+    h0 = None if x.initial_state is None else x.initial_state.astype(jnp.float32)
+    channels = V if h0 is None else h0.shape[3]
+    S = compat.varying_zeros((B * HV, K, channels), *x.arrays().values())
+    starts, finals = None, None
+    if chunks.packed:
+        starts = _Starts(chunks.first, chunks.last, chunks.sequence)
+        if options.output_final_state:
+            finals = compat.varying_zeros((chunks.N + 1, HV, K, channels), S)
+            finals = finals if h0 is None else finals.at[:-1].set(h0)
+    elif h0 is not None:
+        S += h0.reshape(S.shape)
+
+    # One axis for batch and tokens: an axis of size 1 between others makes XLA copy what a loop reads.
+    def by_time(y):
+        return jnp.moveaxis(chunks.spread(y).reshape(B, -1, C, *y.shape[2:]), 1, 0).reshape(-1, B * C, *y.shape[2:])
+
+    # Values per token are so few that they are put in order, heads first, for all chunks at once.
+    def rows(y):
+        y = jnp.moveaxis(chunks.per_batch(chunks.split_rows(y)), 1, 0).reshape(-1, B * HV, 1, C)
+        return y if masks is None else jnp.where(masks.valid[:, None, None], y, 0.0)
+
+    def group(carry, each):
+        (S, finals), (tokens, g, beta, masks, starts, X) = carry, each
+
+        # Heads come first inside of the loop only, where a chunk is in cache.
+        def heads(y):
+            y = y.reshape(-1, B, C, *y.shape[2:])
+            if masks is not None:
+                y = jnp.where(masks.valid[:, None, :, None, None], y, jnp.zeros((), y.dtype))
+            return jnp.moveaxis(y, 3, 2).reshape(y.shape[0], -1, C, y.shape[4])
+
+        q, k, v, e, channel_g = jax.tree.map(heads, tokens)
+        v = jnp.pad(v.astype(jnp.float32), [(0, 0)] * 3 + [(0, channels - V)])
+        form = rule.form(Tokens(q, k, v, g if channel_g is None else channel_g, beta, e, masks), options, products)
+        advance = functools.partial(_in_segments, products, groups.by_maps) if on_gpu else _one_by_one
+        o, before, S, X = advance(form, v, S, starts, h0, X, keep_states or finals is not None)
+        if finals is not None:
+            finals = starts.store(jnp.concatenate([before[1:], S[None]]), finals)
+        if with_output:
+            o = jnp.moveaxis((x.scale * o).reshape(-1, B, HV, C, V), 2, 3).reshape(-1, B * C, HV, V).astype(x.v.dtype)
+            return (S, finals), (o, None, None)
+        before = state_scan.select_states(starts and starts.restarts(h0), before) if keep_states else None
+        return (S, finals), (None, X, before)
+
+    n = chunks.NC // B
+    groups = _divide(rule, n, B * HV, C, on_gpu)
+    tokens = x.q if with_output else None, x.k, x.v, x.p, g if g.ndim == 4 else None
+    per_head = None if g.ndim == 4 else rows(g), None if beta is None else rows(beta)
+    # Chunks of zeros fill the last group, and leave a state as it is: their decays are made of their gates.
+    missing = groups.count * groups.chunks - n
+    fill = lambda y: jnp.pad(y, [(0, missing)] + [(0, 0)] * (y.ndim - 1)) if missing else y
+    tokens, (gates, beta), masks, starts, inverses = jax.tree.map(
+        fill, (jax.tree.map(by_time, tokens), per_head, masks, starts, inverses)
+    )
+    if gates is not None and rule.decays is not None:
+        gates = rule.decays(gates, masks)
+    carry, out = _over_groups(groups, group, (S, finals), (tokens, gates, beta, masks, starts, inverses))
+    (S, finals), (o, inverses, states) = carry, jax.tree.map(lambda y: y[:n], out)
+    if with_output:
+        o = chunks.gather(jnp.moveaxis(o.reshape(-1, B, C, HV, V), 1, 0).reshape(B, -1, HV, V))
+    if stream:
+        o = isolation.keep_apart(o, x.v, nonfinite, cu_seqlens)
+    if options.output_final_state:
+        finals = S.reshape(B, HV, K, channels) if finals is None else finals[:-1]
+    return Results(o, finals, inverses, states)
+
+
+def _one_by_one(form: Form, v, S, starts: _Starts | None, h0, X, keep: bool) -> tuple[Any, Any, Any, Any]:
+    """Take the state S through chunks: the outputs, the states that come in, if they are kept, S, and the inverses."""
+    if form.A is not None and X is None:
+        X = _inverse(form.A)
+
+    def step(S, each):
+        x, v, X, starts = each
+        here = state_scan.select_states(starts and starts.restarts(h0), S)
+        readers = [y for y in (x.q, x.e) if y is not None]
+        seen = jnp.split(matmul.dot(jnp.concatenate(readers, axis=1), here), len(readers), axis=1) if readers else []
+        v_new = v if X is None else x.beta * solve(state_scan.Products(None), x.A, X, v - seen[-1])
+        o = None if x.q is None else seen[0] + matmul.dot(x.scores, v_new)
+        return x.through * here + matmul.dot_tn(x.k, v_new), (o, S if keep else None)
+
+    xs = form, v, X, starts
+    if form.k.shape[0] == 1:
+        after, out = step(S, jax.tree.map(lambda y: y[0], xs))
+        o, before = jax.tree.map(lambda y: y[None], out)
+    else:
+        after, (o, before) = lax.scan(step, S, xs)
+    return o, before, after, X
+
+
+def _in_segments(
+    products, by_maps: bool, form: Form, v, S, starts: _Starts | None, h0, X, keep: bool
+) -> tuple[Any, Any, Any, Any]:
+    """Do as `_one_by_one` with few launches; without the inverses."""
+    restarts = None if starts is None else starts.restarts(h0)
+    w, u = None, v
+    if form.A is not None:
+        X = _inverse(form.A)
+        w, u = (form.beta * solve(products, form.A, X, y) for y in (form.e, v))
+    states, S = state_scan.states_before(state_scan.Chunks(form.through, w, form.k), u, S, restarts, products, by_maps)
+    o = None
+    if form.q is not None:
+        here = state_scan.select_states(restarts, states)
+        v_new = u if w is None else u - products.dot(w, here)
+        o = products.dot(form.q, here) + products.dot(form.scores, v_new)
+    return o, states, S, None
+
+
+def _inverse(A: jax.Array) -> jax.Array:
+    X = block_inverse.block_inverse(lax.stop_gradient(A).reshape(-1, *A.shape[2:])).reshape(A.shape)
+    return checkpoint_name(X, state_scan.KEPT)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def solve(products: state_scan.Products, A: jax.Array, X: jax.Array, R: jax.Array) -> jax.Array:
+    """Return Y = (I + A)^-1 R for strictly lower A [..., C, C], its inverse X, and R [..., C, D].
+
+    dY = (I + A)^-1 (dR - dA Y): nothing is differentiated through the steps of the inverse.
+    """
+    return products.dot(X, R)
+
+
+def _solve_jvp(products, primals, tangents):
+    (_, X, R), (dA, _, dR) = primals, tangents
+    Y = checkpoint_name(products.dot(X, R), _SOLVED)
+    if isinstance(dR, SymbolicZero):
+        dR = jnp.zeros(R.shape, R.dtype)
+    # A zero here, where only the gradient of a state is wanted, would be multiplied by Y, which needs all states.
+    if not isinstance(dA, SymbolicZero):
+        dR = dR - products.dot(dA, Y)
+    return Y, products.dot(X, dR)
+
+
+solve.defjvp(_solve_jvp, symbolic_zeros=True)
+
+
+class _Groups(NamedTuple):
+    """How chunks are divided: into how many groups, of how many chunks; whether the states of a group go by maps.
+
+    `keep` are the names that the backward does not compute again; None for all it reads.
+    """
+
+    count: int
+    chunks: int
+    by_maps: bool = False
+    keep: tuple[str, ...] | None = None
+
+
+def _divide(rule: Rule, n: int, h: int, C: int, on_gpu: bool) -> _Groups:
+    """Return the groups of n chunks of C tokens with h heads."""
+    if not rule.delta or (rule.at_once and not on_gpu):
+        return _Groups(1, n, keep=(state_scan.KEPT,) if on_gpu else None)
+    if not on_gpu:
+        # A loop of one step is unrolled, and the CPU backend of XLA (jax 0.10 to 0.12) then fuses the products of all
+        # stages into one operation that computes garbage. A second chunk, of zeros, keeps the loop.
+        return _Groups(max(n, 2), 1, keep=(state_scan.KEPT, _SOLVED))
+    count = -(-n // max(1, _GROUP // (h * C)))
+    chunks = -(-n // count)
+    by_maps = h <= state_scan.FEW_HEADS and chunks >= 2 * state_scan.SEGMENTS
+    if by_maps:
+        chunks = -(-chunks // state_scan.SEGMENTS) * state_scan.SEGMENTS
+    return _Groups(-(-n // chunks), chunks, by_maps, (state_scan.KEPT,))
+
+
+def _over_groups(groups: _Groups, body: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
+    """Return what `lax.scan` of body(carry, chunks of a group) over all groups of chunks xs [n, ...] returns."""
+    count, size, _, keep = groups
+
+    def one(carry, x):
+        carry, out = body(carry, jax.tree.map(lambda y: y[None], x))
+        return carry, jax.tree.map(lambda y: y[0], out)
+
+    turn = one if size == 1 < count else body
+    if keep is not None:
+        policy = jax.checkpoint_policies.save_only_these_names(*keep)
+        turn = jax.checkpoint(turn, policy=policy, prevent_cse=count == 1)
+    if count == 1:
+        return turn(carry, xs)
+    if size == 1:
+        return lax.scan(turn, carry, xs)
+    carry, out = lax.scan(turn, carry, jax.tree.map(lambda y: y.reshape(count, size, *y.shape[1:]), xs))
+    return carry, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), out)
