@@ -223,7 +223,9 @@ def gpu(session):
     session.install("--no-deps", "--no-build-isolation", *(x for path in PACKAGES.values() for x in ("-e", path)))
     result = Path(session.create_tmp(), "gpu-h100.json")
     session.run("python", "-m", "benchmarks", "gpu", "--json", str(result))
-    session.run("pytest", *WORKERS, *(PACKAGES[name] / "tests/test_gpu_form.py" for name in ("fused_gdn", "kda")))
+    session.run(
+        "pytest", *WORKERS, *(PACKAGES[name] / "tests/test_gpu_form.py" for name in ("fused_gdn", "fused_gla", "kda"))
+    )
     files = (("fused_gdn", "reference"), ("fused_gdn", "isolation"), ("kda", "isolation"), ("fused_gla", "reference"))
     paths = (PACKAGES[name] / f"tests/test_{kind}.py" for name, kind in files)
     session.run("pytest", *WORKERS, "--gpu-forms", "-k", "xla", *paths)

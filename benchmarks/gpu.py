@@ -48,10 +48,10 @@ PROGRAMS = {
     "gdn-long-backward": Program(GDN, "forward+backward", 65536, 5000, 4096),
     "kda": Program(KDA, "forward", 8192, 800, 1536),
     "kda-backward": Program(KDA, "forward+backward", 8192, 2600, 5120),
-    "gla": Program(GLA, "forward", 8192, 789, 2433),
-    "gla-backward": Program(GLA, "forward+backward", 8192, 1846, 4169),
-    "simple-gla": Program(SIMPLE_GLA, "forward", 8192, 212, 641),
-    "simple-gla-backward": Program(SIMPLE_GLA, "forward+backward", 8192, 493, 1217),
+    "gla": Program(GLA, "forward", 8192, 300, 1700),
+    "gla-backward": Program(GLA, "forward+backward", 8192, 700, 3100),
+    "simple-gla": Program(SIMPLE_GLA, "forward", 8192, 120, 641),
+    "simple-gla-backward": Program(SIMPLE_GLA, "forward+backward", 8192, 300, 1100),
     **{
         f"{name}-decode": Program(layer, "decode", DECODES, 40, 64)
         for name, layer in (("gdn", GDN), ("kda", KDA), ("gla", GLA), ("simple-gla", SIMPLE_GLA))

@@ -1,6 +1,7 @@
-"""The forms of delta rules for GPUs, run on a CPU, against the float64 recurrence."""
+"""The way of plain JAX for GPUs, run on a CPU, against the float64 recurrence."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -15,6 +16,8 @@ from chunkwise.shared.testing import compare, inputs, oracle
 
 # Boundaries: an empty sequence, several in a chunk, one over a group of chunks, and padding. None for rows of a batch.
 BATCHES = {"rows": None, "documents": inputs.boundaries(3, 0, 20, 5, 75, 17), "states": inputs.boundaries(3, 0, 90, 27)}
+# Their chunks do not fill the last group of four, or the loop of two chunks of a CPU: zeros do.
+UNFILLED = {"five chunks": (80, None), "one chunk": (10, None), "packed": (50, inputs.boundaries(3, 0, 40))}
 T, C, H, HV, K, V = 130, 16, 1, 2, 16, 24
 # In float32 a decay of e^-30 has the error of its exponent, 30 roundings of 6e-8. With products of three bfloat16
 # passes the error is at most a tenth of a rounding to bfloat16, 1.1e-3.
@@ -32,20 +35,42 @@ def small_groups(by_maps: bool) -> Iterator[None]:
     jax.clear_caches()
 
 
-def assert_gpu_form(operator: Callable, batch: str, by_maps: bool, passes: int | None, per_channel: bool) -> None:
+def assert_final_states(operator: Callable, batch: str, on_gpu: bool, per_channel: bool, delta: bool = True) -> None:
+    """Fail unless final states are those of the recurrence where chunks of zeros fill a group.
+
+    Args:
+      operator: chunk_gated_delta_rule, chunk_kda or one of GLA.
+      batch: one of UNFILLED.
+      on_gpu: whether to go the way of GPUs.
+      per_channel, delta: whether gates are per channel, and whether there are step sizes.
+    """
+    T, cu_seqlens = UNFILLED[batch]
+    x = inputs.make_inputs(1, T, H, HV, K, V, num_states=1 if cu_seqlens is None else 3, per_channel=per_channel)
+    x = x if delta else {name: y for name, y in x.items() if name != "beta"}
+    poisoned = x if cu_seqlens is None else inputs.poison_padding(x, cu_seqlens)
+    run = functools.partial(operator, output_final_state=True, cu_seqlens=cu_seqlens, chunk_size=C)
+    with small_groups(False) if on_gpu else contextlib.nullcontext():
+        _, got = run(**poisoned, implementation="xla")
+    compare.assert_close("final_state", got, oracle.reference(**x, cu_seqlens=cu_seqlens)[1], TOLERANCE[None])
+
+
+def assert_gpu_form(
+    operator: Callable, batch: str, by_maps: bool, passes: int | None, per_channel: bool, delta: bool = True
+) -> None:
     """Fail unless results and gradients are those of the recurrence.
 
     Args:
-      operator: chunk_gated_delta_rule or chunk_kda.
+      operator: chunk_gated_delta_rule, chunk_kda or one of GLA.
       batch: one of BATCHES.
       by_maps: whether the states go by maps.
       passes: of products: None for float32, 3 for bfloat16 passes.
-      per_channel: whether gates are.
+      per_channel, delta: whether gates are per channel, and whether there are step sizes.
     """
     cu_seqlens = BATCHES[batch]
     N = {"rows": 1, "documents": 0, "states": 4}[batch]
     kinds = dict(gate="spikes") if passes is None else dict(repeat_key=True, beta=1.9, gate="logsigmoid/10")
     x = inputs.make_inputs(1, T, H, HV, K, V, num_states=N, per_channel=per_channel, **kinds)
+    x = x if delta else {name: y for name, y in x.items() if name != "beta"}
     # Three passes are for tensors of bfloat16. In float32 their results are not rounded.
     x |= {} if passes is None else {n: x[n].astype(jnp.bfloat16).astype(jnp.float32) for n in ("q", "k", "v")}
     poisoned = x if cu_seqlens is None else inputs.poison_padding(x, cu_seqlens)

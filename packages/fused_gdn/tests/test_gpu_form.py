@@ -3,7 +3,7 @@
 import pytest
 
 from chunkwise.fused_gdn import chunk_gated_delta_rule
-from shared.tests.gpu_suite import BATCHES, assert_gpu_form
+from shared.tests.gpu_suite import BATCHES, UNFILLED, assert_final_states, assert_gpu_form
 
 THOROUGH = dict(test_gpu_form=lambda batch, by_maps, passes: (batch, by_maps, passes) != ("rows", True, None))
 
@@ -13,3 +13,9 @@ THOROUGH = dict(test_gpu_form=lambda batch, by_maps, passes: (batch, by_maps, pa
 @pytest.mark.parametrize("batch", BATCHES)
 def test_gpu_form(batch, by_maps, passes):
     assert_gpu_form(chunk_gated_delta_rule, batch, by_maps, passes, per_channel=False)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["on a CPU", "on a GPU"])
+@pytest.mark.parametrize("batch", UNFILLED)
+def test_final_states(batch, on_gpu):
+    assert_final_states(chunk_gated_delta_rule, batch, on_gpu, per_channel=False)

@@ -3,10 +3,10 @@
 import pytest
 
 from chunkwise.kda import chunk_kda
-from shared.tests.gpu_suite import BATCHES, assert_gpu_form
+from shared.tests.gpu_suite import BATCHES, UNFILLED, assert_final_states, assert_gpu_form
 
 # The gated delta rule has the same form, and a quick test.
-THOROUGH = dict(test_gpu_form=True)
+THOROUGH = dict(test_gpu_form=True, test_final_states=True)
 
 
 @pytest.mark.parametrize("passes", [None, 3])
@@ -14,3 +14,9 @@ THOROUGH = dict(test_gpu_form=True)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_gpu_form(batch, by_maps, passes):
     assert_gpu_form(chunk_kda, batch, by_maps, passes, per_channel=True)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["on a CPU", "on a GPU"])
+@pytest.mark.parametrize("batch", UNFILLED)
+def test_final_states(batch, on_gpu):
+    assert_final_states(chunk_kda, batch, on_gpu, per_channel=True)

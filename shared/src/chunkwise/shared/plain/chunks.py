@@ -329,15 +329,15 @@ class _Groups(NamedTuple):
 
 def _divide(rule: Rule, n: int, h: int, C: int, on_gpu: bool) -> _Groups:
     """Return the groups of n chunks of C tokens with h heads."""
-    if not rule.delta or (rule.at_once and not on_gpu):
-        return _Groups(1, n, keep=(state_scan.KEPT,) if on_gpu else None)
+    if rule.at_once and not on_gpu:
+        return _Groups(1, n)
     if not on_gpu:
         # A loop of one step is unrolled, and the CPU backend of XLA (jax 0.10 to 0.12) then fuses the products of all
         # stages into one operation that computes garbage. A second chunk, of zeros, keeps the loop.
         return _Groups(max(n, 2), 1, keep=(state_scan.KEPT, _SOLVED))
     count = -(-n // max(1, _GROUP // (h * C)))
     chunks = -(-n // count)
-    by_maps = h <= state_scan.FEW_HEADS and chunks >= 2 * state_scan.SEGMENTS
+    by_maps = rule.delta and h <= state_scan.FEW_HEADS and chunks >= 2 * state_scan.SEGMENTS
     if by_maps:
         chunks = -(-chunks // state_scan.SEGMENTS) * state_scan.SEGMENTS
     return _Groups(-(-n // chunks), chunks, by_maps, (state_scan.KEPT,))

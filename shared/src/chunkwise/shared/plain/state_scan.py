@@ -140,7 +140,8 @@ def _one_by_one(p: Products, x: Chunks, u, added, start, restarts):
             after += p.dot_tn(x.k_end, u - p.dot(x.w, here))
         return after if added is None else after + added, S
 
-    last, states = lax.scan(step, start, (x, u, added, restarts))
+    # XLA makes one launch of what four steps do apart from products.
+    last, states = lax.scan(step, start, (x, u, added, restarts), unroll=4)
     return states, last
 
 
