@@ -50,11 +50,11 @@ def test_decays(C, base, strength):
 def test_sums_of_one_sequence_do_not_know_the_gates_of_another():
     """Rows 2 and 6 of a block begin sequences: pairs inside of one keep their decay, and every bit of their factors."""
     owner = np.repeat([0, 1, 2], [2, 4, 2])
-    goes_on = [jnp.asarray(x, jnp.float32) for x in np.append(0, np.diff(owner) == 0)]
+    continuing = [jnp.asarray(x, jnp.float32) for x in np.append(0, np.diff(owner) == 0)]
     g = -np.random.default_rng(0).random(8)
 
     def factors(g):
-        start, _ = tile.block_decays([jnp.asarray(x, jnp.float32) for x in g], 8, goes_on)[:2]
+        start, _ = tile.block_decays([jnp.asarray(x, jnp.float32) for x in g], 8, continuing)[:2]
         return np.asarray(start)
 
     expected = factors(g)

@@ -89,28 +89,28 @@ def join_blocks(start: list, end: list, join, total) -> list[list]:
     return [*levels, start, end]
 
 
-def middle_sums(g: list[jax.Array], goes_on: list[jax.Array] | None) -> list[jax.Array]:
+def middle_sums(g: list[jax.Array], continuing: list[jax.Array] | None) -> list[jax.Array]:
     """Return the sums from the middle of blocks of 8 rows to each row, given and returned row by row.
 
     Args:
       g: the gates.
-      goes_on: 1 for a row of the same sequence as the row before it, else 0; None if all are. A sum counts the gates of
-        the sequence of its row only, so that no sequence changes the rounding of another.
+      continuing: 1 for a row of the same sequence as the row before it, else 0; None if all are. A sum counts the gates
+        of the sequence of its row only, so that no sequence changes the rounding of another.
     """
     half = SUBLANES // 2
     g = [jnp.maximum(x, LEAST_GATE) for x in g]
     sums = [jnp.zeros_like(g[0]), g[half]]  # of the two rows beside the middle
     for row in range(half - 1, 0, -1):
         x = sums[0] - g[row]
-        sums.insert(0, x if goes_on is None else x * goes_on[row])
+        sums.insert(0, x if continuing is None else x * continuing[row])
     for row in range(half + 1, SUBLANES):
-        x = sums[-1] if goes_on is None else sums[-1] * goes_on[row]
+        x = sums[-1] if continuing is None else sums[-1] * continuing[row]
         sums.append(x + g[row])
     return sums
 
 
-def block_decays(g: list[jax.Array], base: int, goes_on: list[jax.Array] | None = None) -> list[list[jax.Array]]:
-    """Return the decays in blocks of 8 rows from gates to base 2, row by row; `goes_on` as in `middle_sums`.
+def block_decays(g: list[jax.Array], base: int, continuing: list[jax.Array] | None = None) -> list[list[jax.Array]]:
+    """Return the decays in blocks of 8 rows from gates to base 2, row by row; `continuing` as in `middle_sums`.
 
     Sums of gates have one sign, so nothing cancels; None is the sum of no gate. A base of 0 asks for the decays from
     the start and to the end of blocks alone.
@@ -120,7 +120,7 @@ def block_decays(g: list[jax.Array], base: int, goes_on: list[jax.Array] | None 
     if base == 0:
         sums = sums[-2:]
     elif base > 1:
-        middle = middle_sums(g, goes_on)
+        middle = middle_sums(g, continuing)
         sums[:-2] = [middle, [-x for x in middle]]
     return [[jnp.ones_like(g[0]) if x is None else jnp.exp2(x) for x in each] for each in sums]
 

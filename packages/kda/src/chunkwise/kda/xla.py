@@ -29,11 +29,11 @@ class Decayed(NamedTuple):
     through: jax.Array
 
 
-def interactions(q, e, k, g, base, goes_on) -> tuple[jax.Array, jax.Array, Decayed]:
+def interactions(q, e, k, g, base, continuing) -> tuple[jax.Array, jax.Array, Decayed]:
     """Return scores of queries with keys, of erase keys with keys, and what passes boundaries of chunks [M, C, K].
 
     Blocks of `_BASE` rows as in the kernels, then neighbouring blocks are joined: the corner is one product.
-    `goes_on` is `tile.continuing` [M, C, 1], or None.
+    `continuing` is `tile.continuing` [M, C, 1], or None.
     """
     M, C = k.shape[:2]
     b = _BASE
@@ -47,8 +47,8 @@ def interactions(q, e, k, g, base, goes_on) -> tuple[jax.Array, jax.Array, Decay
         """Return the first, the second rows and so on of all blocks of 8."""
         return [x[:, r :: tile.SUBLANES] for r in range(tile.SUBLANES)]
 
-    goes_on = None if goes_on is None else by_row(blocks(goes_on, b))
-    in_blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_decays(by_row(g), base, goes_on)]
+    continuing = None if continuing is None else by_row(blocks(continuing, b))
+    in_blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_decays(by_row(g), base, continuing)]
     decays, table = tile.chunk_decays(in_blocks, base), jnp.asarray(tile.level_table(b, base))[None]
     scores = jnp.swapaxes(tile.interaction_tile(q, e, k, decays, table, jnp.float32), 1, 2)
     # A row with itself has no decay. In the product of a base block its gate would get a gradient as a row and lose it
@@ -89,12 +89,12 @@ def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan
     flat = lambda y: y.reshape(n * HV, *y.shape[2:])
     q, k = x.k if x.q is None else x.q, x.k
     q, k = (wide(tiles.l2norm(y.astype(jnp.float32)) if options.use_qk_l2norm_in_kernel else y) for y in (q, k))
-    e, goes_on = k if x.e is None else wide(x.e), None
+    e, continuing = k if x.e is None else wide(x.e), None
     if masks is not None:
-        goes_on = flat(jnp.broadcast_to(tile.continuing(masks.same)[:, None], (n, HV, C, 1)))
+        continuing = flat(jnp.broadcast_to(tile.continuing(masks.same)[:, None], (n, HV, C, 1)))
     base = tile.base_block(options.min_gate, jnp.float32)
     scores, M, decayed = jax.tree.map(
-        lambda y: y.reshape(n, HV, *y.shape[1:]), interactions(*map(flat, (q, e, k, g)), base, goes_on)
+        lambda y: y.reshape(n, HV, *y.shape[1:]), interactions(*map(flat, (q, e, k, g)), base, continuing)
     )
     if masks is not None:
         scores, M = (jnp.where(masks.same[:, None], y, 0.0) for y in (scores, M))

@@ -41,22 +41,22 @@ def block_inverse(A: jax.Array) -> jax.Array:
 
 @block_inverse.defjvp
 def _inverse_jvp(primals, tangents):
-    X = block_inverse(*primals)
-    return X, _change(X, *tangents)
+    A_inv = block_inverse(*primals)
+    return A_inv, _change(A_inv, *tangents)
 
 
 @jax.custom_jvp
-def known_inverse(A: jax.Array, X: jax.Array) -> jax.Array:
-    """Return X, which is `block_inverse` of A. The gradient goes to A, as if X were computed here, and none to X."""
-    return X
+def known_inverse(A: jax.Array, A_inv: jax.Array) -> jax.Array:
+    """Return A_inv, which is `block_inverse` of A. The gradient goes to A alone, as if A_inv were computed here."""
+    return A_inv
 
 
 @known_inverse.defjvp
 def _known_jvp(primals, tangents):
-    (_, X), (dA, _) = primals, tangents
-    return X, _change(X, dA)
+    (_, A_inv), (dA, _) = primals, tangents
+    return A_inv, _change(A_inv, dA)
 
 
-def _change(X, dA):
+def _change(A_inv, dA):
     """Return what a change of A changes in its inverse."""
-    return -matmul.dot(X, matmul.dot(jnp.where(tiles.strictly_lower(dA.shape[1]), dA, 0.0), X))
+    return -matmul.dot(A_inv, matmul.dot(jnp.where(tiles.strictly_lower(dA.shape[1]), dA, 0.0), A_inv))

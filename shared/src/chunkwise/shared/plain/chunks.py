@@ -201,7 +201,7 @@ def run(
         return y if masks is None else jnp.where(masks.valid[:, None, None], y, 0.0)
 
     def group(carry, each):
-        (S, finals), (tokens, g, beta, masks, starts, X) = carry, each
+        (S, finals), (tokens, g, beta, masks, starts, A_inv) = carry, each
 
         # Heads come first inside of the loop only, where a chunk is in cache.
         def heads(y):
@@ -214,14 +214,14 @@ def run(
         v = jnp.pad(v.astype(jnp.float32), [(0, 0)] * 3 + [(0, channels - V)])
         form = rule.form(Tokens(q, k, v, g if channel_g is None else channel_g, beta, e, masks), options, products)
         advance = functools.partial(_in_segments, products, groups.by_maps) if on_gpu else _one_by_one
-        o, before, S, X = advance(form, v, S, starts, h0, X, keep_states or finals is not None)
+        o, before, S, A_inv = advance(form, v, S, starts, h0, A_inv, keep_states or finals is not None)
         if finals is not None:
             finals = starts.store(jnp.concatenate([before[1:], S[None]]), finals)
         if with_output:
             o = jnp.moveaxis((x.scale * o).reshape(-1, B, HV, C, V), 2, 3).reshape(-1, B * C, HV, V).astype(x.v.dtype)
             return (S, finals), (o, None, None)
         before = state_scan.select_states(starts and starts.restarts(h0), before) if keep_states else None
-        return (S, finals), (None, X, before)
+        return (S, finals), (None, A_inv, before)
 
     n = chunks.NC // B
     groups = _divide(rule, n, B * HV, C, on_gpu)
@@ -246,38 +246,38 @@ def run(
     return Results(o, finals, inverses, states)
 
 
-def _one_by_one(form: Form, v, S, starts: _Starts | None, h0, X, keep: bool) -> tuple[Any, Any, Any, Any]:
+def _one_by_one(form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool) -> tuple[Any, Any, Any, Any]:
     """Take the state S through chunks: the outputs, the states that come in, if they are kept, S, and the inverses."""
-    if form.A is not None and X is None:
-        X = _inverse(form.A)
+    if form.A is not None and A_inv is None:
+        A_inv = _inverse(form.A)
 
     def step(S, each):
-        x, v, X, starts = each
+        x, v, A_inv, starts = each
         here = state_scan.select_states(starts and starts.restarts(h0), S)
         readers = [y for y in (x.q, x.e) if y is not None]
         seen = jnp.split(matmul.dot(jnp.concatenate(readers, axis=1), here), len(readers), axis=1) if readers else []
-        v_new = v if X is None else x.beta * solve(state_scan.Products(None), x.A, X, v - seen[-1])
+        v_new = v if A_inv is None else x.beta * solve(state_scan.Products(None), x.A, A_inv, v - seen[-1])
         o = None if x.q is None else seen[0] + matmul.dot(x.scores, v_new)
         return x.through * here + matmul.dot_tn(x.k, v_new), (o, S if keep else None)
 
-    xs = form, v, X, starts
+    xs = form, v, A_inv, starts
     if form.k.shape[0] == 1:
         after, out = step(S, jax.tree.map(lambda y: y[0], xs))
         o, before = jax.tree.map(lambda y: y[None], out)
     else:
         after, (o, before) = lax.scan(step, S, xs)
-    return o, before, after, X
+    return o, before, after, A_inv
 
 
 def _in_segments(
-    products, by_maps: bool, form: Form, v, S, starts: _Starts | None, h0, X, keep: bool
+    products, by_maps: bool, form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool
 ) -> tuple[Any, Any, Any, Any]:
     """Do as `_one_by_one` with few launches; without the inverses."""
     restarts = None if starts is None else starts.restarts(h0)
     w, u = None, v
     if form.A is not None:
-        X = _inverse(form.A)
-        w, u = (form.beta * solve(products, form.A, X, y) for y in (form.e, v))
+        A_inv = _inverse(form.A)
+        w, u = (form.beta * solve(products, form.A, A_inv, y) for y in (form.e, v))
     states, S = state_scan.states_before(state_scan.Chunks(form.through, w, form.k), u, S, restarts, products, by_maps)
     o = None
     if form.q is not None:
@@ -288,28 +288,28 @@ def _in_segments(
 
 
 def _inverse(A: jax.Array) -> jax.Array:
-    X = block_inverse.block_inverse(lax.stop_gradient(A).reshape(-1, *A.shape[2:])).reshape(A.shape)
-    return checkpoint_name(X, state_scan.KEPT)
+    A_inv = block_inverse.block_inverse(lax.stop_gradient(A).reshape(-1, *A.shape[2:])).reshape(A.shape)
+    return checkpoint_name(A_inv, state_scan.KEPT)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def solve(products: state_scan.Products, A: jax.Array, X: jax.Array, R: jax.Array) -> jax.Array:
-    """Return Y = (I + A)^-1 R for strictly lower A [..., C, C], its inverse X, and R [..., C, D].
+def solve(products: state_scan.Products, A: jax.Array, A_inv: jax.Array, R: jax.Array) -> jax.Array:
+    """Return Y = (I + A)^-1 R for strictly lower A [..., C, C], its inverse A_inv, and R [..., C, D].
 
     dY = (I + A)^-1 (dR - dA Y): nothing is differentiated through the steps of the inverse.
     """
-    return products.dot(X, R)
+    return products.dot(A_inv, R)
 
 
 def _solve_jvp(products, primals, tangents):
-    (_, X, R), (dA, _, dR) = primals, tangents
-    Y = checkpoint_name(products.dot(X, R), _SOLVED)
+    (_, A_inv, R), (dA, _, dR) = primals, tangents
+    Y = checkpoint_name(products.dot(A_inv, R), _SOLVED)
     if isinstance(dR, SymbolicZero):
         dR = jnp.zeros(R.shape, R.dtype)
     # A zero here, where only the gradient of a state is wanted, would be multiplied by Y, which needs all states.
     if not isinstance(dA, SymbolicZero):
         dR = dR - products.dot(dA, Y)
-    return Y, products.dot(X, dR)
+    return Y, products.dot(A_inv, dR)
 
 
 solve.defjvp(_solve_jvp, symbolic_zeros=True)
