@@ -42,9 +42,12 @@ def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan
     below = tiles.strictly_lower(C) if x.masks is None else tiles.strictly_lower(C) & x.masks.same[:, None]
     # The diagonal is left out: its 1 does not depend on gates, and in their gradient it would swamp decays of 1e-13.
     decay = tiles.masked_exp((_swap(coarse) - coarse) + (_swap(fine) - fine), below)
-    # One product serves keys and queries.
     readers = [k] if q is None else [k, q]
-    kk, *qk = jnp.split(repeat(products.dot_nt(jnp.concatenate(readers, axis=2), k)), len(readers), axis=2)
+    # One product serves keys and queries. With the inverse known only gradients need the product of the keys.
+    if x.solved:
+        kk, *qk = (repeat(products.dot_nt(y, k)) for y in readers)
+    else:
+        kk, *qk = jnp.split(repeat(products.dot_nt(jnp.concatenate(readers, axis=2), k)), len(readers), axis=2)
     # A token reads its own value undecayed.
     scores = [jnp.where(tiles.row_index(C) == tiles.column_index(C), y, decay * y) for y in qk]
     k = repeat(k)

@@ -51,6 +51,7 @@ class Tokens(NamedTuple):
       beta: float32 rows [n, HV, 1, C], or None.
       e: erase keys [n, HV, C, K], or None for k.
       masks: of chunks that may hold several sequences, or None.
+      solved: whether the inverses are known, so that only gradients need A.
     """
 
     q: Any
@@ -60,6 +61,7 @@ class Tokens(NamedTuple):
     beta: Any
     e: Any
     masks: chunking.StreamMasks | None
+    solved: bool
 
 
 class Form(NamedTuple):
@@ -212,8 +214,11 @@ def run(
 
         q, k, v, e, channel_g = jax.tree.map(heads, tokens)
         v = jnp.pad(v.astype(jnp.float32), [(0, 0)] * 3 + [(0, channels - V)])
-        form = rule.form(Tokens(q, k, v, g if channel_g is None else channel_g, beta, e, masks), options, products)
-        advance = functools.partial(_in_segments, products, groups.by_maps) if on_gpu else _one_by_one
+        tokens = Tokens(q, k, v, g if channel_g is None else channel_g, beta, e, masks, A_inv is not None)
+        form = rule.form(tokens, options, products)
+        # Where new values read no state, a CPU too finds the states first: devices that share tokens make them once.
+        together = on_gpu or not rule.delta
+        advance = functools.partial(_in_segments, products, groups.by_maps) if together else _one_by_one
         o, before, S, A_inv = advance(form, v, S, starts, h0, A_inv, keep_states or finals is not None)
         if finals is not None:
             finals = starts.store(jnp.concatenate([before[1:], S[None]]), finals)
