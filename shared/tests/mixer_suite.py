@@ -8,6 +8,7 @@ import numpy as np
 
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.call.gates import GateActivation
+from chunkwise.shared.serving import mixer as mixers
 from chunkwise.shared.serving.mixer import Mixer
 from chunkwise.shared.serving.mixer_tile import OutputNorm
 from chunkwise.shared.testing import mixer_oracle, oracle
@@ -34,49 +35,42 @@ def make(H: int, HV: int, *, per_channel=False, together=False, bias=False, dtyp
     draw = lambda *shape, kind=dtype, size=1.0: jnp.asarray(size * rng.standard_normal(shape), kind)
     channels = [2 * H * K + HV * V] if together else [H * K, H * K, HV * V]
     gates = HV * K if per_channel else HV
+    activation = GateActivation(True, -5.0 if bias else None, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=bias)
     mixer = Mixer(
-        H, HV, K, V, tuple(draw(T, n) for n in channels), draw(T, gates), draw(T, HV),
+        mixers.static_of(H, HV, K, V, activation, OutputNorm("silu", EPS)),
+        tuple(draw(T, n) for n in channels), draw(T, gates), draw(T, HV), draw(T, HV * V),
         tuple(draw(n, W) for n in channels), tuple(draw(n) for n in channels) if bias else (),
-        draw(HV, kind=jnp.float32, size=0.5), draw(*((HV, K) if per_channel else (HV,)), kind=jnp.float32),
-        GateActivation(True, -5.0 if bias else None, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=bias),
-        draw(T, HV * V), draw(V), OutputNorm("silu", EPS),
+        draw(HV, kind=jnp.float32, size=0.5), draw(*((HV, K) if per_channel else (HV,)), kind=jnp.float32), draw(V),
     )  # fmt: skip
     conv = tuple(draw(SLOTS, W - 1, n, size=0.5) for n in channels)
     return mixer, conv, draw(SLOTS, HV, K, V, kind=pool, size=0.3)
 
 
-def arrays_of(mixer: Mixer) -> tuple[Mixer, dict]:
-    """Return the arrays of a mixer, as a mixer that JAX can trace, and what is static."""
-    names = "H", "HV", "K", "V", "activation", "output"
-    return mixer._replace(**dict.fromkeys(names)), {name: getattr(mixer, name) for name in names}
-
-
 @functools.cache
-def _program(**static):
-    return jax.jit(lambda mixer, *args: mixer._replace(**static).decode(*args))
+def _program(static):
+    return jax.jit(lambda mixer, *args: mixers.decode(mixer._replace(static=static), *args))
 
 
 def decode(mixer: Mixer, conv, states, boundaries=BOUNDARIES, named: Slots | None = None):
     """Run the step by the kernel; mixers of the same sizes share a program."""
-    arrays, static = arrays_of(mixer)
-    return _program(**static)(
+    arrays = mixer._replace(static=None)
+    return _program(mixer.static)(
         arrays, conv, states, jnp.asarray(boundaries, jnp.int32), slots() if named is None else named
     )
 
 
 def decay_of(mixer: Mixer, g, A_log, dt_bias):
     """Return the decays in nats of raw gates [HV, 1 or K]."""
-    a, x, bound = np.exp(A_log)[:, None], g + dt_bias, mixer.activation.lower_bound
+    a, x, bound = np.exp(A_log)[:, None], g + dt_bias, getattr(mixer.static.law, "lower_bound", None)
     return -a * np.logaddexp(x, 0.0) if bound is None else bound * mixer_oracle.activation(a * x, "sigmoid")
 
 
 def reference(mixer: Mixer, conv, states):
     """Return the output [T, HV V] and the pools of the step in float64."""
-    arrays, static = arrays_of(mixer)
-    m = jax.tree.map(lambda y: np.asarray(y, np.float64), arrays)._replace(**static)
+    s, m = mixer.static, jax.tree.map(lambda y: np.asarray(y, np.float64), mixer._replace(static=None))
     conv, states = [np.array(y, np.float64) for y in conv], np.array(states, np.float64)
     by_head = lambda x, heads: x.reshape(1, 1, heads, -1)
-    o = np.zeros((len(NAMED), m.HV * m.V))
+    o = np.zeros((len(NAMED), s.HV * s.V))
     for n in range(DECODES):
         t, stop = BOUNDARIES[n : n + 2]
         if t == stop:
@@ -87,14 +81,14 @@ def reference(mixer: Mixer, conv, states):
         y = [np.sum(x * w.T, axis=0) for x, w in zip(taps, m.weight, strict=True)]
         y = [x + b for x, b in zip(y, m.bias, strict=True)] if m.bias else y
         y = mixer_oracle.activation(np.concatenate(y), "silu")
-        q, k, v = np.split(y, [m.H * m.K, 2 * m.H * m.K])
-        g = decay_of(mixer, m.g[t].reshape(m.HV, -1), m.A_log, m.dt_bias.reshape(m.HV, -1))
-        beta = (1 + mixer.activation.allow_neg_eigval) * mixer_oracle.activation(m.beta[t], "sigmoid")
+        q, k, v = np.split(y, [s.H * s.K, 2 * s.H * s.K])
+        g = decay_of(mixer, m.g[t].reshape(s.HV, -1), m.A_log, m.dt_bias.reshape(s.HV, -1))
+        beta = s.step_size * mixer_oracle.activation(m.beta[t], "sigmoid")
         out, after = oracle.reference(
-            by_head(q, m.H), by_head(k, m.H), by_head(v, m.HV), g[None, None] if g.shape[1] > 1 else g.T[None],
+            by_head(q, s.H), by_head(k, s.H), by_head(v, s.HV), g[None, None] if g.shape[1] > 1 else g.T[None],
             beta[None, None], initial_state=old[-1][None], use_qk_l2norm_in_kernel=True,
         )  # fmt: skip
-        out = mixer_oracle.rms_norm_gated(out[0, 0], m.z[t].reshape(m.HV, -1), m.norm, eps=EPS)
+        out = mixer_oracle.rms_norm_gated(out[0, 0], m.z[t].reshape(s.HV, -1), m.norm, eps=EPS)
         o[t] = out.reshape(-1)
         if slot is not None:
             states[slot] = after[0]

@@ -8,6 +8,7 @@ import pytest
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.operator import Operator
+from chunkwise.shared.serving import mixer as mixers
 from chunkwise.shared.serving import mixer_kernel
 from chunkwise.shared.testing import traced
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
@@ -36,7 +37,7 @@ def few_states_a_step(monkeypatch):
 def test_values(case):
     H, HV, options = CASES[case]
     mixer, conv, states = mixer_suite.make(H, HV, **options)
-    assert mixer.fits(conv, states, mixer_suite.slots())
+    assert mixers.fits(mixer, conv, states, mixer_suite.slots())
     o, conv_after, after = mixer_suite.decode(mixer, conv, states)
     want_o, want_conv, want = mixer_suite.reference(mixer, conv, states)
     assert_close("o", o, want_o, TOLERANCE[o.dtype.name])
@@ -99,10 +100,11 @@ def test_decode_of_an_operator(per_channel, delta, dtype, monkeypatch):
 def test_what_it_does_not_take():
     mixer, conv, states = mixer_suite.make(1, 2)
     slots = mixer_suite.slots()
-    assert not mixer.fits(conv, states.astype(jnp.float16), slots)
-    assert not mixer.fits(conv, states, slots._replace(num_accepted_tokens=slots.state_indices))
-    assert not mixer.fits(conv, states, slots._replace(state_indices=jnp.zeros((12, 3), jnp.int32)))
-    assert not mixer._replace(K=64, H=2).fits(conv, states, slots)
+    assert not mixers.fits(mixer, conv, states.astype(jnp.float16), slots)
+    assert not mixers.fits(mixer, conv, states, slots._replace(num_accepted_tokens=slots.state_indices))
+    assert not mixers.fits(mixer, conv, states, slots._replace(state_indices=jnp.zeros((12, 3), jnp.int32)))
+    other = mixer._replace(static=mixer.static._replace(K=64, H=2))
+    assert not mixers.fits(other, conv, states, slots)
 
 
 # The most operations of a kernel: an engine compiles some twenty numbers of tokens before it serves.
@@ -114,7 +116,7 @@ def test_operations(options, most, monkeypatch):
     monkeypatch.undo()
     mixer, conv, states = mixer_suite.make(2, 4, **options)
     args = jnp.asarray(mixer_suite.BOUNDARIES), mixer_suite.slots()
-    (launch,) = traced.launches(lambda *pools: mixer.decode(*pools, *args), conv, states)
+    (launch,) = traced.launches(lambda *pools: mixers.decode(mixer, *pools, *args), conv, states)
     assert 0.8 * most < launch.operations <= most
 
 
@@ -125,12 +127,11 @@ def test_operations(options, most, monkeypatch):
 def test_compiles_as_one_launch(case, chip):
     H, HV, options = CASES[case]
     mixer, conv, states = mixer_suite.make(H, HV, **options)
-    arrays, rebuild = jax.tree.flatten(mixer._replace(activation=None, output=None))
-    fixed = dict(activation=mixer.activation, output=mixer.output, H=H, HV=HV, K=128, V=128)
 
-    def run(arrays, conv, states, boundaries, slots):
-        return rebuild.unflatten(arrays)._replace(**fixed).decode(conv, states, boundaries, slots)
+    def run(arrays, *args):
+        return mixers.decode(arrays._replace(static=mixer.static), *args)
 
+    arrays = mixer._replace(static=None)
     specs = jax.tree.map(lambda y: spec(*jnp.shape(y), dtype=jnp.result_type(y)), (arrays, conv, states))
     step = jax.tree.map(
         lambda y: spec(*y.shape, dtype=y.dtype), (jnp.asarray(mixer_suite.BOUNDARIES), mixer_suite.slots())

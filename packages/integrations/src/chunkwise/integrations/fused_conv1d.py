@@ -10,7 +10,7 @@ from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simpl
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.kernels import gate_activation
-from chunkwise.shared.serving.mixer import Mixer, in_one_launch
+from chunkwise.shared.serving.mixer import Mixer, in_one_launch, static_of
 
 __all__ = ["fused_conv1d_gdn", "fused_conv1d_kda", "fused_conv1d_mamba2"]
 # The pools of the convolution and of the operator, and the output.
@@ -136,8 +136,8 @@ def _delta_rule(
     weight, bias, _ = conv
     (H, K), _, (HV, V) = sizes
     mixer = Mixer(
-        H, HV, K, V, (qkv,), a.reshape(len(a), -1), b, (weight[:, 0],), () if bias is None else (bias,), A_log, dt_bias,
-        GateActivation(**gates),
+        static_of(H, HV, K, V, GateActivation(**gates)), (qkv,), a.reshape(len(a), -1), b, None, (weight[:, 0],),
+        () if bias is None else (bias,), A_log, dt_bias,
     )  # fmt: skip
     slots = Slots(**{name: step[name] for name in Slots._fields})
     make = lambda o, convolved, states: ((convolved[0], states), o)

@@ -14,7 +14,7 @@ from chunkwise.layers import config, norm, running
 from chunkwise.shared import compat
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.call.gates import GateActivation
-from chunkwise.shared.serving.mixer import Mixer, takes_mixer
+from chunkwise.shared.serving.mixer import Mixer, decode, static_of, takes_mixer
 from chunkwise.shared.serving.mixer_tile import OutputNorm
 
 
@@ -77,7 +77,7 @@ def over_token(
         mixer = _mixer(config, *arrays, A_log=A_log, dt_bias=dt_bias, **options)
         B = arrays[0][0].shape[0]
         rows = lambda n: jnp.arange(n, dtype=jnp.int32)
-        o, conv, state = mixer.decode(cache.conv, cache.state, rows(B + 1), Slots(rows(B), num_decodes=jnp.int32(B)))
+        o, conv, state = decode(mixer, cache.conv, cache.state, rows(B + 1), Slots(rows(B), num_decodes=jnp.int32(B)))
         return o.reshape(B, 1, config.HV, config.V), running.Cache(conv, state)
 
     before: Any = run.cache
@@ -99,8 +99,7 @@ def _mixer(
 ) -> Mixer:  # fmt: skip
     """Return the mixer of all tokens, one row after the other."""
     rows = lambda x: x.reshape(-1, x.shape[2])
-    return Mixer(
-        config.H, config.HV, config.K, config.V, tuple(map(rows, projected)), rows(g), rows(beta), tuple(conv), (),
-        A_log, dt_bias, GateActivation(True, use_beta_sigmoid_in_kernel=True, **gates), rows(z), weight,
-        OutputNorm(activation, eps),
-    )  # fmt: skip
+    activations = GateActivation(True, use_beta_sigmoid_in_kernel=True, **gates)
+    static = static_of(config.H, config.HV, config.K, config.V, activations, OutputNorm(activation, eps))
+    tokens = tuple(map(rows, projected)), rows(g), rows(beta), rows(z)
+    return Mixer(static, *tokens, tuple(conv), (), A_log, dt_bias, weight)

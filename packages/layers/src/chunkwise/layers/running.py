@@ -361,7 +361,7 @@ class Serving:
 
         def make(o, conv, states) -> Mixed:
             state = pool._replace(states=states) if pool is self.pool.state else states
-            return o.reshape(1, -1, mixer.HV, mixer.V), Cache(conv, state)
+            return o.reshape(1, -1, mixer.static.HV, mixer.static.V), Cache(conv, state)
 
         return in_one_launch(
             mixer, (self.pool.conv, pool.states), self.step.cu_seqlens, arguments.Slots(**slots), self.implementation,

@@ -5,7 +5,7 @@ the gated norm, with one launch between the projections.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,82 +17,47 @@ from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.kernels import chunking
 from chunkwise.shared.serving import mixer_kernel, step_table
 from chunkwise.shared.serving.decode_kernel import DecodeStatic
-from chunkwise.shared.serving.mixer_kernel import MixerInputs
+from chunkwise.shared.serving.mixer_kernel import Mixer
 from chunkwise.shared.serving.mixer_tile import MixerStatic, OutputNorm
 
 
-class Mixer(NamedTuple):
-    """What a layer has between its projections, for a stream of T tokens.
+def static_of(
+    H: int, HV: int, K: int, V: int, activation: GateActivation, norm: OutputNorm | None = None
+) -> MixerStatic:
+    """Return what is static of a layer, whose queries and keys get unit length and whose convolution has SiLU.
 
-    Attributes:
+    Args:
       H, HV, K, V: key heads, value heads and their channels.
-      x: channels of queries, keys and values before the convolution, [T, channels]: one array, or three.
-      g, beta: raw gates [T, HV] or [T, HV K], and step sizes [T, HV], raw or not.
-      weight, bias: of the convolution, [channels, W] and [channels] for every array of x; no bias is an empty tuple.
-      A_log, dt_bias: of the law of the gates, [HV], and [HV] or [HV, K].
       activation: of gates and step sizes, as the operators name it.
-      z, norm, output: gates of the output [T, HV V], and the weight [V] of its norm, and how it is normed; or None.
+      norm: of the output, or None.
     """
+    step_size = 1.0 + activation.allow_neg_eigval if activation.use_beta_sigmoid_in_kernel else None
+    return MixerStatic(H, HV, K, V, K**-0.5, activation.law, step_size, True, "silu", norm, "decode_mixer_fwd")
 
-    H: int
-    HV: int
-    K: int
-    V: int
-    x: tuple[jax.Array, ...]
-    g: jax.Array
-    beta: jax.Array
-    weight: tuple[jax.Array, ...]
-    bias: tuple[jax.Array, ...]
-    A_log: jax.Array | None
-    dt_bias: jax.Array | None
-    activation: GateActivation
-    z: jax.Array | None = None
-    norm: jax.Array | None = None
-    output: OutputNorm | None = None
 
-    def prepared(self) -> tuple[MixerInputs, MixerStatic]:
-        """Return what the kernel takes. Queries and keys get unit length, and the convolution has SiLU."""
-        law, doubled = self.activation.law, self.activation.allow_neg_eigval
-        row: Callable[[Any], Any] = lambda y: None if y is None else y.reshape(1, -1)
-        # A law takes zeros for none.
-        zeros = lambda size: jnp.zeros((1, size), jnp.float32)
-        inputs = MixerInputs(
-            self.x, self.g, self.beta, self.z, self.weight, tuple(map(row, self.bias)),
-            zeros(self.HV) if self.A_log is None else row(self.A_log),
-            zeros(self.g.shape[1]) if self.dt_bias is None else row(self.dt_bias), row(self.norm),
-        )  # fmt: skip
-        step_size = 1.0 + doubled if self.activation.use_beta_sigmoid_in_kernel else None
-        static = MixerStatic(
-            self.H, self.HV, self.K, self.V, self.K**-0.5, law, step_size, True, "silu", self.output, "decode_mixer_fwd"
-        )
-        return inputs, static
+def fits(x: Mixer, conv: tuple[jax.Array, ...], states, slots: Slots) -> bool:
+    """Return whether one launch takes decodes of a layer over these pools, which may be of any kind and shape."""
+    s, channels, W = x.static, [y.shape[1] for y in x.x], x.weight[0].shape[-1]
+    agree = (
+        hasattr(states, "dtype")
+        and states.shape[1:] == (s.HV, s.K, s.V)
+        and sum(channels) == 2 * s.H * s.K + s.HV * s.V
+        and [y.shape for y in x.weight] == [(n, W) for n in channels]
+        and [y.shape[1:] for y in conv] == [(W - 1, n) for n in channels]
+    )
+    return agree and _one_slot_each(slots) and _takes(x, conv, states, slots)
 
-    def fits(self, conv: tuple[jax.Array, ...], states, slots: Slots) -> bool:
-        """Return whether one launch takes decodes over these pools, which may be of any kind and shape."""
-        channels, W = [x.shape[1] for x in self.x], self.weight[0].shape[-1]
-        agree = (
-            hasattr(states, "dtype")
-            and states.shape[1:] == (self.HV, self.K, self.V)
-            and sum(channels) == 2 * self.H * self.K + self.HV * self.V
-            and [x.shape for x in self.weight] == [(n, W) for n in channels]
-            and [x.shape[1:] for x in conv] == [(W - 1, n) for n in channels]
-        )
-        if not agree or not _one_slot_each(slots):
-            return False
-        inputs, static = jax.eval_shape(lambda: self.prepared()[0]), self.prepared()[1]
-        return takes(inputs, conv, states, slots, static)
 
-    def decode(
-        self, conv: tuple[jax.Array, ...], states: jax.Array, cu_seqlens: jax.Array, slots: Slots
-    ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
-        """Return the output [T, HV V] of a step of decodes alone, and the pools; it must fit."""
-        inputs, static = self.prepared()
-        o, conv, states = mixer_kernel.launch(inputs, conv, states, cu_seqlens, _column(slots), static)
-        return chunking.pad_tokens(o[None], self.x[0].shape[0])[0], conv, states
+def decode(
+    x: Mixer, conv: tuple[jax.Array, ...], states: jax.Array, cu_seqlens: jax.Array, slots: Slots
+) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
+    """Return the output [T, HV V] of a step of decodes alone, and the pools; it must fit."""
+    o, conv, states = mixer_kernel.launch(x, conv, states, cu_seqlens, _column(slots))
+    return chunking.pad_tokens(o[None], x.x[0].shape[0])[0], conv, states
 
 
 def in_one_launch(
-    mixer: Mixer,
+    x: Mixer,
     pools: tuple[tuple[jax.Array, ...], jax.Array],
     cu_seqlens: jax.Array,
     slots: Slots,
@@ -105,7 +70,7 @@ def in_one_launch(
     Which sequences decode is known when the step runs, so a program has both ways.
 
     Args:
-      mixer: of the tokens of the step.
+      x: the mixer of the tokens of the step.
       pools: of the convolutions, and of states; not every kind is one for this kernel.
       cu_seqlens, slots: of the step.
       implementation: of the operator, as the user names it.
@@ -113,25 +78,20 @@ def in_one_launch(
       make: from the output [T, HV V] and the pools to what `otherwise` returns.
     """
     slots = step_table.with_counts(Slots(*map(checks.as_int32, slots)))
-    if slots.num_decodes is None or not takes_mixer(mixer, pools, slots, implementation):
+    if slots.num_decodes is None or not takes_mixer(x, pools, slots, implementation):
         return otherwise()
     N = slots.state_indices.shape[0]
     sequences = N if slots.num_sequences is None else jnp.minimum(slots.num_sequences, N)
-    together = lambda: make(*mixer.decode(*pools, checks.as_int32(cu_seqlens), slots))
+    together = lambda: make(*decode(x, *pools, checks.as_int32(cu_seqlens), slots))
     return lax.cond(slots.num_decodes >= sequences, together, otherwise)
 
 
 def takes_mixer(
-    mixer: Mixer, pools: tuple[tuple[jax.Array, ...], jax.Array], slots: Slots, implementation: str | None
+    x: Mixer, pools: tuple[tuple[jax.Array, ...], jax.Array], slots: Slots, implementation: str | None
 ) -> bool:
     """Return whether one launch is for a mixer whose operator has this implementation, and takes it."""
     name = checks.choose_implementation(implementation, ("fused", "staged", "xla"), "fused")
-    return name == "fused" and mixer.fits(*pools, slots)
-
-
-def takes(x: MixerInputs, conv: tuple[jax.Array, ...], states, slots: Slots, static: MixerStatic) -> bool:
-    """Return whether the kernel takes tokens of these sizes."""
-    return mixer_kernel.sequences_a_step(x, conv, states, slots.state_indices.shape[0], static) is not None
+    return name == "fused" and fits(x, *pools, slots)
 
 
 def decode_rule(
@@ -149,12 +109,19 @@ def decode_rule(
     if x.p is not None or static.W != 1 or not static.single or not _one_slot_each(slots):
         return None
     row = lambda y: y.reshape(-1, y[0, 0].size)
-    inputs = MixerInputs(tuple(map(row, (x.q, x.k, x.v))), row(x.g), None if x.beta is None else row(x.beta))
-    mixer = MixerStatic(H, HV, K, V, static.scale, None, None, static.normalise, None, None, static.name)
-    if not takes(inputs, (), pool, slots, mixer):
+    mixer = Mixer(
+        MixerStatic(H, HV, K, V, static.scale, None, None, static.normalise, None, None, static.name),
+        tuple(map(row, (x.q, x.k, x.v))), row(x.g), None if x.beta is None else row(x.beta),
+    )  # fmt: skip
+    if not _takes(mixer, (), pool, slots):
         return None
-    o, _, pool = mixer_kernel.launch(inputs, (), pool, cu_seqlens, _column(slots), mixer)
-    return chunking.pad_tokens(o[None], inputs.g.shape[0]).reshape(x.v.shape), pool
+    o, _, pool = decode(mixer, (), pool, cu_seqlens, slots)
+    return o.reshape(x.v.shape), pool
+
+
+def _takes(x: Mixer, conv: tuple[jax.Array, ...], states, slots: Slots) -> bool:
+    """Return whether the kernel takes tokens of these sizes."""
+    return mixer_kernel.sequences_a_step(x, conv, states, slots.state_indices.shape[0]) is not None
 
 
 def _one_slot_each(slots: Slots) -> bool:

@@ -333,19 +333,21 @@ def _read_states(refs: MixerRefs, s: MixerStatic, b, q, k, decays) -> tuple[list
     return S_k, S_q
 
 
-class MixerInputs(NamedTuple):
-    """The arrays of a launch beside its pools.
+class Mixer(NamedTuple):
+    """What there is between the projections of a layer, or of it an operator alone, for a stream of T tokens.
 
     Attributes:
-      x: channels of queries, keys and values, in one array [T, channels] or in three.
+      static: what is known when the program is built.
+      x: channels of queries, keys and values before the convolution, in one array [T, channels] or in three.
       g: decays in nats, or raw gates, [T, HV] or [T, HV K].
       beta: step sizes, raw or not, [T, HV]; None without the delta rule.
       z: gates of the output [T, HV V], or None.
-      weight, bias: of the convolution, [channels, W] and [1, channels] for every array of x; empty for none.
-      A_log, dt_bias: of the law, [1, HV], and [1, HV] or [1, HV K]; None without one.
-      norm: the weight of the norm, [1, V], or None.
+      weight, bias: of the convolution, [channels, W] and [channels] for every array of x; empty for none.
+      A_log, dt_bias: of the law, [HV], and [HV] or [HV, K]; None for zeros.
+      norm: the weight of the norm, [V], or None.
     """
 
+    static: MixerStatic
     x: tuple[jax.Array, ...]
     g: jax.Array
     beta: jax.Array | None = None
@@ -369,21 +371,26 @@ class MixerInputs(NamedTuple):
 
     @property
     def constants(self) -> dict[str, jax.Array]:
-        """What all tokens share, by the names of `MixerRefs`."""
-        named = {f"w{j}": y for j, y in enumerate(self.weight)} | {f"b{j}": y for j, y in enumerate(self.bias)}
-        named |= {"A_log": self.A_log, "dt_bias": self.dt_bias, "norm": self.norm}
-        return {name: y for name, y in named.items() if y is not None}
+        """What all tokens share, by the names of `MixerRefs`, in rows but for the weights of convolutions."""
+        rows = {f"b{j}": y for j, y in enumerate(self.bias)} | {"norm": self.norm}
+        if self.static.law is not None:
+            zeros = lambda size: jnp.zeros(size, jnp.float32)
+            rows["A_log"] = zeros(self.static.HV) if self.A_log is None else self.A_log
+            rows["dt_bias"] = zeros(self.g.shape[1]) if self.dt_bias is None else self.dt_bias
+        rows = {name: y.reshape(1, -1) for name, y in rows.items() if y is not None}
+        return {f"w{j}": y for j, y in enumerate(self.weight)} | rows
 
 
-def sequences_a_step(x: MixerInputs, conv: tuple, states, N: int, s: MixerStatic) -> int | None:
+def sequences_a_step(x: Mixer, conv: tuple, states, N: int) -> int | None:
     """Return how many sequences a grid step takes, None if the kernel does not take these sizes and types."""
+    s = x.static
     whole = s.K % packed.LANES == 0 and s.V % packed.LANES == 0
     if not whole or s.HV > _MOST_HEADS or states.dtype not in (jnp.float32, jnp.bfloat16):
         return None
-    width, T = x.lanes, _rows(x, N)
+    width, T, constants = x.lanes, _rows(x, N), jax.eval_shape(lambda: x.constants)
     # Tokens come in, and are float32 beside one another. Outputs are float32, and go out.
     fixed = T * (width * (4 + x.x[0].dtype.itemsize) + s.HV * s.V * (4 + 2 * x.x[0].dtype.itemsize))
-    fixed += sum(4 * packed.round_up(y.shape[0], 8) * packed.pad_lanes(y.shape[1]) for y in x.constants.values())
+    fixed += sum(4 * packed.round_up(y.shape[0], 8) * packed.pad_lanes(y.shape[1]) for y in constants.values())
     slot = s.HV * s.K * s.V * states.dtype.itemsize + sum(8 * y.shape[2] * 4 for y in conv)
     each = 2 * _BUFFERS * slot + 4 * (2 * width + 8 * s.HV * (s.K + s.V))
     return next((n for n in sequences_of(s.HV) if fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
@@ -394,13 +401,13 @@ def sequences_of(heads: int) -> list[int]:
     return [n for n in (8, 4, 2, 1) if n * heads <= max(_STATES, heads)]
 
 
-def _rows(x: MixerInputs, N: int) -> int:
+def _rows(x: Mixer, N: int) -> int:
     """Return how many tokens the kernel sees: as many as N decodes can have, in whole registers of every type."""
     return min(x.x[0].shape[0], packed.round_up(N, 32))
 
 
 def launch(
-    x: MixerInputs, conv: tuple[jax.Array, ...], states: jax.Array, cu_seqlens: jax.Array, slots: Slots, s: MixerStatic
+    x: Mixer, conv: tuple[jax.Array, ...], states: jax.Array, cu_seqlens: jax.Array, slots: Slots
 ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
     """Run the first tokens of a stream, those of its decodes.
 
@@ -410,13 +417,12 @@ def launch(
       states: the pool [slots, HV, K, V].
       cu_seqlens: as the caller gave it.
       slots: of the step; `state_indices` is [N], and a number of decodes is given.
-      s: what is known.
 
     Returns:
       The outputs of the first tokens [rows, HV V], zeros where no decode has one, and the pools.
     """
-    N = slots.state_indices.shape[0]
-    n, T = sequences_a_step(x, conv, states, N, s), _rows(x, N)
+    s, N = x.static, slots.state_indices.shape[0]
+    n, T = sequences_a_step(x, conv, states, N), _rows(x, N)
     assert n is not None
     groups, rows = -(-N // n), s.HV * s.V
     count = lambda y: jnp.reshape(jnp.asarray(y, jnp.int32), (1,))
