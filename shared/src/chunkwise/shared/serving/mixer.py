@@ -17,8 +17,7 @@ from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.kernels import chunking
 from chunkwise.shared.serving import mixer_kernel, step_table
 from chunkwise.shared.serving.decode_kernel import DecodeStatic
-from chunkwise.shared.serving.mixer_kernel import Mixer
-from chunkwise.shared.serving.mixer_tile import MixerStatic, OutputNorm
+from chunkwise.shared.serving.mixer_tile import Mixer, MixerStatic, OutputNorm
 
 
 def static_of(

@@ -19,7 +19,7 @@ from chunkwise.shared import tuning
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.kernels import launcher, packed, pools, tiles
 from chunkwise.shared.serving import mixer_tile
-from chunkwise.shared.serving.mixer_tile import MixerStatic
+from chunkwise.shared.serving.mixer_tile import Mixer, MixerStatic
 
 # Buffers of a group of sequences, in turn.
 _BUFFERS = 2
@@ -331,54 +331,6 @@ def _read_states(refs: MixerRefs, s: MixerStatic, b, q, k, decays) -> tuple[list
         S_k.append(found[0])
         S_q.append(found[1])
     return S_k, S_q
-
-
-class Mixer(NamedTuple):
-    """What there is between the projections of a layer, or of it an operator alone, for a stream of T tokens.
-
-    Attributes:
-      static: what is known when the program is built.
-      x: channels of queries, keys and values before the convolution, in one array [T, channels] or in three.
-      g: decays in nats, or raw gates, [T, HV] or [T, HV K].
-      beta: step sizes, raw or not, [T, HV]; None without the delta rule.
-      z: gates of the output [T, HV V], or None.
-      weight, bias: of the convolution, [channels, W] and [channels] for every array of x; empty for none.
-      A_log, dt_bias: of the law, [HV], and [HV] or [HV, K]; None for zeros.
-      norm: the weight of the norm, [V], or None.
-    """
-
-    static: MixerStatic
-    x: tuple[jax.Array, ...]
-    g: jax.Array
-    beta: jax.Array | None = None
-    z: jax.Array | None = None
-    weight: tuple[jax.Array, ...] = ()
-    bias: tuple[jax.Array, ...] = ()
-    A_log: jax.Array | None = None
-    dt_bias: jax.Array | None = None
-    norm: jax.Array | None = None
-
-    @property
-    def tokens(self) -> dict[str, jax.Array]:
-        """What tokens bring, by the names of `MixerRefs`."""
-        named = {f"x{j}": y for j, y in enumerate(self.x)} | {"g": self.g, "beta": self.beta, "z": self.z}
-        return {name: y for name, y in named.items() if y is not None}
-
-    @property
-    def lanes(self) -> int:
-        """The lanes of a token, each of its arrays in whole registers."""
-        return sum(packed.pad_lanes(y.shape[1]) for y in self.tokens.values())
-
-    @property
-    def constants(self) -> dict[str, jax.Array]:
-        """What all tokens share, by the names of `MixerRefs`, in rows but for the weights of convolutions."""
-        rows = {f"b{j}": y for j, y in enumerate(self.bias)} | {"norm": self.norm}
-        if self.static.law is not None:
-            zeros = lambda size: jnp.zeros(size, jnp.float32)
-            rows["A_log"] = zeros(self.static.HV) if self.A_log is None else self.A_log
-            rows["dt_bias"] = zeros(self.g.shape[1]) if self.dt_bias is None else self.dt_bias
-        rows = {name: y.reshape(1, -1) for name, y in rows.items() if y is not None}
-        return {f"w{j}": y for j, y in enumerate(self.weight)} | rows
 
 
 def sequences_a_step(x: Mixer, conv: tuple, states, N: int) -> int | None:
