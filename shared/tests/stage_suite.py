@@ -208,6 +208,9 @@ class ReferenceTests(OfStage):
 class IsolationTests(OfStage):
     """What is not finite in one sequence leaves every bit of the others, and padding may hold anything."""
 
+    # The chunks are cut by the same code.
+    THOROUGH: ClassVar = dict(test_isolated=lambda implementation: implementation == "xla")
+
     @both
     @pytest.mark.parametrize("case", cases.ISOLATION_CASES, ids=str)
     def test_isolated(self, case, implementation):

@@ -17,6 +17,9 @@ from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu, launches
 from shared.tests import mixer_suite
 
+THOROUGH = dict(test_values=lambda case: case not in ("bfloat16", "channels"))
+
+
 pytestmark = pytest.mark.interpreted
 # Key heads, value heads and what else differs.
 CASES = {

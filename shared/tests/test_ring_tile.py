@@ -29,7 +29,7 @@ CASES = {
 LIMITS = {"float32": 2e-6, "bfloat16": 6e-3, "int8": 1.5e-2}
 R, K, L, SCALE = 2, 8, 4, 0.3
 
-THOROUGH = dict(test_steps=lambda case: case not in ("gated_delta_rule", "comba"))
+THOROUGH = dict(test_steps=lambda case: case != "comba")
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -8,6 +8,9 @@ from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu
 
+THOROUGH = dict(test_compiles=lambda C, channels, packed: (C, channels, packed) != (128, 256, True))
+
+
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 
 

@@ -11,6 +11,11 @@ from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
 
+THOROUGH = dict(
+    test_xla=lambda function, cu_seqlens: function is chunk_gated_delta_rule and cu_seqlens is None,
+    test_inverse=lambda C: C == 128,
+)
+
 
 @pytest.mark.parametrize("function", [chunk_gated_delta_rule, recurrent_gated_delta_rule])
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 3, 3, 20]])

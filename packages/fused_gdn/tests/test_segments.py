@@ -16,6 +16,7 @@ class TestSegments(SegmentTests):
         test_values_and_gradients_of_plain_jax=True,
         test_random_segments=True,
         test_isolated_to_the_bit=True,
+        test_compiles=True,
     )
 
     def inputs(self, B=SEGMENT_IDS.shape[0], T=SEGMENT_IDS.shape[1], K=8, dtype=jnp.float32):

@@ -17,6 +17,9 @@ from chunkwise.shared.testing.documents import documented_flops
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.transforms import text_for_tpu
 
+THOROUGH = dict(test_interaction=lambda C: C != 64)
+
+
 pytestmark = pytest.mark.interpreted
 
 

@@ -14,11 +14,8 @@ from chunkwise.shared.testing.oracle import reference
 from packages.two_keys.tests.either_two_keys import KINDS
 
 PACKED = boundaries(1, 17, 0, 3)
-THOROUGH = dict(
-    test_values_and_gradients=lambda kind, implementation, dtype, form: (
-        (kind, implementation, dtype, form) != ("gdn2", "fused", jnp.float32, "chunk")
-    )
-)
+# The laws are those of kda, whose tests have them.
+THOROUGH = dict(test_values_and_gradients=True)
 
 
 @pytest.mark.parametrize("form", ["chunk", "recurrent"])
