@@ -61,7 +61,8 @@ def tokens_after(model, prompt: bytes, count: int) -> bytes:
 
 
 # Layers of other examples, in another order.
-THOROUGH = dict(test_random=lambda name: name == "olmo_hybrid")
+# One with a delta rule, and one without.
+THOROUGH = dict(test_random=lambda name: name in ("olmo_hybrid", "qwen3_5"))
 
 
 @pytest.mark.parametrize("name", MODELS)

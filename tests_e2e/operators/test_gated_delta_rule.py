@@ -17,6 +17,9 @@ from chunkwise.shared.testing.oracle import reference
 from chunkwise.solve_tril import solve_tril
 from chunkwise.wy_fast import recompute_w_u
 
+THOROUGH = dict(test_ladder=lambda chunk_size: chunk_size == 128)
+
+
 IMPLEMENTATIONS = ("xla", "staged", "fused")
 LADDER = boundaries(1, 63, 64, 65, 127, 128, 129, 447, 512, 640, 1920)
 SHORT = boundaries(1, 17, 0, 31, 32, 33, 63, 65, 95)

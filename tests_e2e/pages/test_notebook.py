@@ -13,6 +13,10 @@ import pytest
 
 from chunkwise.command import report
 
+# The quick test of a report computes what the notebook shows.
+THOROUGH = dict(test_it_runs=True)
+
+
 NOTEBOOK = Path(__file__).parents[2] / "notebooks/tpu.ipynb"
 
 

@@ -31,7 +31,7 @@ THOROUGH = dict(
     test_time_of_a_mixer=lambda operator, implementation: (operator, implementation) != ("gated_delta_rule", "xla"),
     # One operator with each of the mixtures.
     test_time_of_a_step=lambda case, mixture: STEP_CASES.index(case) != STEPS.index(mixture),
-    test_tpu_estimate_of_a_step=lambda operator: operator != "gated_delta_rule",
+    test_tpu_estimate_of_a_step=True,
     test_tpu_count_of_a_packed_batch=True,
     test_tokens_and_heads_over_simulated_devices=True,
 )
