@@ -81,6 +81,32 @@ def on_v6e(theirs: Callable, ours: Callable, *shapes) -> dict[str, int]:
     return found
 
 
+def result_of(
+    arguments: list[str], result: Path, folder: Path, environment: dict[str, str], *, devices: int, flags: str = "",
+    timeout: float = 3600,
+) -> dict:  # fmt: skip
+    """Return what a Python process on simulated devices writes as JSON, or show what it prints if it writes nothing.
+
+    Args:
+      arguments: of Python.
+      result: the file that the process writes.
+      folder: where it runs, which is not the root: that is on its path.
+      environment: variables of the process.
+      devices: that are simulated.
+      flags: more of XLA.
+      timeout: in seconds.
+    """
+    paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    flags = f"--xla_force_host_platform_device_count={devices} {flags}"
+    environment = dict(JAX_PLATFORMS="cpu", XLA_FLAGS=flags, PYTHONPATH=paths) | environment
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=os.environ | environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, timeout=timeout, check=False,
+    )  # fmt: skip
+    assert result.exists(), done.stdout[-5000:]
+    return json.loads(result.read_text())
+
+
 def run_whole(host: str, options: dict, **environment: str) -> dict:
     """Return what the program of a whole host writes, which runs in a process of its own.
 
@@ -89,20 +115,12 @@ def run_whole(host: str, options: dict, **environment: str) -> dict:
       options: what the program calls `Options`; `devices` of them are simulated.
       environment: variables of the process.
     """
-    program = f"tests_e2e.hosts.{host}"
-    flags = f"--xla_force_host_platform_device_count={options.get('devices', 1)}"
-    paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    environment = dict(JAX_PLATFORMS="cpu", XLA_FLAGS=flags, HF_HUB_OFFLINE="1", PYTHONPATH=paths) | environment
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        command = [sys.executable, "-m", program, json.dumps(options), str(result)]
+        arguments = ["-m", f"tests_e2e.hosts.{host}", json.dumps(options), str(result)]
         # Trainers leave logs where they run.
-        done = subprocess.run(
-            command, cwd=folder, env=os.environ | environment, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, timeout=3600, check=False,
-        )  # fmt: skip
-        assert result.exists(), done.stdout[-5000:]
-        return json.loads(result.read_text())
+        variables = {"HF_HUB_OFFLINE": "1"} | environment
+        return result_of(arguments, result, Path(folder), variables, devices=options.get("devices", 1))
 
 
 def count_calls(

@@ -15,6 +15,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from tests_e2e.hosts.host import result_of
+
 # What the process of the tests is told: the module that puts ours in place, and where the results go.
 PLACE, RESULT = "CHUNKWISE_SUITE_PLACE", "CHUNKWISE_SUITE_RESULT"
 
@@ -40,32 +42,14 @@ def run_suite(distribution: str, place: str | None, files: tuple[str, ...], *, d
       files: of its folder `tests`.
       devices: that are simulated.
     """
-    root = Path(__file__).parents[2]
     with tempfile.TemporaryDirectory() as folder:
         source, result = unpack(distribution, folder), Path(folder, "result.json")
-        paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-        environment = {PLACE: place or "", RESULT: str(result), "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-        # Nearly all of the time is compilation.
-        flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-        environment |= {"XLA_FLAGS": flags}
         tests = [str(source / "tests" / name) for name in files]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "tests_e2e.hosts.suite",
-            *tests,
-        ]
-        done = subprocess.run(
-            command, cwd=source, env=os.environ | environment, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, timeout=3000, check=False,
-        )  # fmt: skip
-        assert result.exists(), done.stdout[-5000:]
-        return json.loads(result.read_text())
+        arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests_e2e.hosts.suite", *tests]
+        variables = {PLACE: place or "", RESULT: str(result)}
+        # Nearly all of the time is compilation.
+        flags = "--xla_backend_optimization_level=0"
+        return result_of(arguments, result, source, variables, devices=devices, flags=flags, timeout=3000)
 
 
 def row_of(distribution: str, found: dict[str, dict], what: str) -> dict:
@@ -77,6 +61,19 @@ def row_of(distribution: str, found: dict[str, dict], what: str) -> dict:
     failed = sorted(name for name, test in called.items() if test["outcome"] != "passed")
     about = dict(host=distribution, version=metadata.version(distribution), jax=metadata.version("jax"))
     return about | dict(run="its tests", what=what, tests=len(called), passed=len(called) - len(failed), failed=failed)
+
+
+def check_suite(distribution: str, place: str, files: tuple[str, ...], what: str, record: Callable) -> None:
+    """Run the tests of a distribution with ours in place, keep the row of it, and fail if a test that calls ours does.
+
+    The arguments are those of `run_suite` and `row_of`; `record` keeps a row.
+    """
+    found = run_suite(distribution, place, files)
+    row = row_of(distribution, found, what)
+    record(row)
+    for name in row["failed"]:
+        print(name, found[name]["why"], sep="\n")
+    assert not row["failed"]
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """deltanet-tpu's own tests, out of its source archive, with ours in place: `nox -s host-deltanet-tpu`."""
 
-from tests_e2e.hosts.suite import row_of, run_suite
+from tests_e2e.hosts.suite import check_suite
 
 # The files whose tests call its operators; the others test its checks and the parts of its kernels.
 NAMES = (
@@ -13,9 +13,4 @@ WHAT = "its tests of chunked operators and decodes, of its source archive; its c
 
 
 def test_its_tests(record):
-    found = run_suite("deltanet-tpu", "deltanet_in_place", FILES)
-    row = row_of("deltanet-tpu", found, WHAT)
-    record(row)
-    for name in row["failed"]:
-        print(name, found[name]["why"], sep="\n")
-    assert not row["failed"]
+    check_suite("deltanet-tpu", "deltanet_in_place", FILES, WHAT, record)

@@ -1,6 +1,6 @@
 """jax-linear-attention's own tests, out of its source archive, ours in place: `nox -s host-jax-linear-attention`."""
 
-from tests_e2e.hosts.suite import row_of, run_suite
+from tests_e2e.hosts.suite import check_suite
 
 # Those of its operators and layers that come to its chunked operators.
 NAMES = ("chunked_ops", "gdn2_mamba3_ops", "layers_linear_attention")
@@ -9,9 +9,4 @@ WHAT = "its tests that come to its chunked operators, of operators and layers, o
 
 
 def test_its_tests(record):
-    found = run_suite("jax-linear-attention", "jla_in_place", FILES)
-    row = row_of("jax-linear-attention", found, WHAT)
-    record(row)
-    for name in row["failed"]:
-        print(name, found[name]["why"], sep="\n")
-    assert not row["failed"]
+    check_suite("jax-linear-attention", "jla_in_place", FILES, WHAT, record)
