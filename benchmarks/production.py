@@ -73,11 +73,6 @@ def _whole(operator: Callable, x: dict, implementation: str, **options) -> Itera
     yield from zip((o, state), reference(**x, **options), strict=True)
 
 
-def _per_channel(x: dict, name: str) -> dict:
-    """Return arguments whose gate has a copy for every channel of a key."""
-    return x | {name: jnp.broadcast_to(x[name][..., None], (*x[name].shape, x["k"].shape[-1]))}
-
-
 @report("near-collinear keys", "keys 1e-3 apart, no decay, step size 1", "unstable, large outputs",
         "fla-org/flash-linear-attention", 389)  # fmt: skip
 def _near_collinear(implementation, dtype):
@@ -126,7 +121,7 @@ def _large_rates(implementation, dtype):
 @report("resets", "a gate of -inf between values of 2^14 and 2^-13", "the state goes on into the next document",
         "pytorch/torchtitan", 3984)  # fmt: skip
 def _resets(implementation, dtype):
-    x = _per_channel(make_inputs(T=96, gate="zero", beta=0.5, dtype=jnp.dtype(dtype)), "g")
+    x = make_inputs(T=96, gate="zero", beta=0.5, per_channel=True, dtype=jnp.dtype(dtype))
     size = jnp.where(jnp.arange(96) < 40, 2.0**14, 2.0**-13).astype(x["v"].dtype)
     x |= {"v": x["v"] * size[None, :, None, None], "g": x["g"].at[:, 40].set(-jnp.inf)}
     o, _ = chunk_kda(**x, implementation=implementation)
