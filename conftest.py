@@ -19,7 +19,7 @@ jax.config.update("jax_traceback_in_locations_limit", 0)
 
 KERNELS = ("pallas", "staged", "fused")
 # The most that a worker may need before it drops programs: four of them share 16 GB.
-MEMORY_KB = 3_000_000
+MEMORY_KB = 4_000_000
 # The generation that every change is compiled for; the others are for the thorough tests.
 CHIP = "v6e"
 # Operators that run the kernels of another: outside of their own package every test of theirs is a thorough one.
