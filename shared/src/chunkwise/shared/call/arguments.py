@@ -21,19 +21,19 @@ class Slots(NamedTuple):
 
     Attributes:
       state_indices: [N], the slot of every sequence in a pool of states [slots, HV, K, V]. Slots are distinct.
-        A sequence with a negative one, or one past the end, starts from zeros, and its state is dropped; such slots may
-        repeat. None for sequence n in slot n. In a serving step also [N, W]: the slot of the state after every token of
-        a decode; the state after a prefill has the first.
-      has_initial_state: bool [N], False if a sequence starts from zeros whatever its slot holds; None for True.
+        A sequence with a negative slot, or a slot past the end, starts from zeros, and its state is dropped; such slots
+        may repeat. None puts the state of sequence n in slot n. In a serving step also [N, W]: the slot of the state
+        after every token of a decode; the state after a prefill goes to the first of them.
+      has_initial_state: bool [N], False for a sequence that starts from zeros whatever its slot holds; None for True.
       read_indices: [N], the slot to start from instead; None to start from state_indices.
       num_accepted_tokens: [N], one more than the column of state_indices to start from; None for 1.
       block_state_indices: [N, M], the slot of the state after every block of tokens, or None.
-      num_decodes: scalar, how many sequences, the first ones, have no more than W tokens and go token by token; None
-        for none.
+      num_decodes: scalar, how many sequences are decodes, which come first, have at most W tokens and go token by
+        token; None for 0.
       num_sequences: scalar, how many of the N sequences exist; None for all.
     """
 
-    # What a caller gives may be a number, and which of them are None depends on the operator.
+    # A caller may give numbers, and it depends on the operator which fields are None: a type cannot say that.
     state_indices: Any = None
     has_initial_state: Any = None
     read_indices: Any = None
@@ -58,8 +58,8 @@ class Arguments(NamedTuple):
       A_log, dt_bias: what the law of raw gates takes, [HV], and [HV] or [HV, K].
       segment_ids: int32 [B, T].
       slots: where the states of the sequences lie in a pool; None for no pool.
-      p: erase keys of a delta rule that erases and writes apart, [B, T, H, K] or [B, T, HV, K].
-      b, w: erase gates [B, T, HV, K], which make p of k, and write gates [B, T, HV, V] of v.
+      p: erase keys of a delta rule that does not erase by k, [B, T, H, K] or [B, T, HV, K].
+      b, w: erase gates [B, T, HV, K], which multiply k to make p, and write gates [B, T, HV, V], which multiply v.
     """
 
     q: jax.Array
@@ -91,13 +91,13 @@ class Arguments(NamedTuple):
         return {name: x for name, x in named.items() if hasattr(x, "shape") and hasattr(x, "dtype")}
 
     def with_int32(self) -> "Arguments":
-        """Return arguments whose boundaries, ids and slots are int32 where numpy has them wider and values fit."""
+        """Return arguments whose boundaries, ids and slots are int32, if they are numpy integers that fit."""
         slots = None if self.slots is None else type(self.slots)(*map(checks.as_int32, self.slots))
         ids, ends = checks.as_int32(self.segment_ids), checks.as_int32(self.cu_seqlens)
         return self._replace(cu_seqlens=ends, segment_ids=ids, slots=slots)
 
     def with_arrays(self, arrays: dict[str, Any]) -> "Arguments":
-        """Return arguments with other arrays in the place of `arrays`, by name; an array without one becomes None."""
+        """Return arguments with these arrays in the place of `self.arrays()`; an array that is missing becomes None."""
         named: dict[str, Any] = dict.fromkeys(self.arrays()) | arrays
         of = lambda fields: {name: x for name, x in named.items() if name in fields}
         slots = None if self.slots is None else self.slots._replace(**of(Slots._fields))
@@ -110,7 +110,7 @@ class Arguments(NamedTuple):
 
     @property
     def with_state(self) -> bool:
-        """Whether a state comes in."""
+        """Whether there is an initial state."""
         return self.initial_state is not None
 
 
@@ -123,7 +123,7 @@ class Options(NamedTuple):
       chunk_size: tokens of a chunk; None for the best.
       min_gate: a promise that every gate is at least this, in nats; None for no promise.
       activation: what is made of raw gates and step sizes.
-      sharding: of v, over a mesh with automatic axes; None if types say it.
+      sharding: how v is split over a mesh with automatic axes; None if the type of v says it.
       context_axis: the axes of a mesh, inside a `shard_map`, over which tokens are split; None for none.
       block_size: tokens of a block after which a state is stored; None for no blocks.
       decode_tokens: the most tokens of a decode over a pool with a ring; None where state_indices say it.
@@ -135,7 +135,7 @@ class Options(NamedTuple):
 
     output_final_state: bool = False
     use_qk_l2norm_in_kernel: bool = False
-    # An implementation always gets a number.
+    # Where it is read it is a number, which a type cannot say.
     chunk_size: Any = None
     min_gate: float | None = None
     activation: gates.GateActivation = gates.GateActivation()
@@ -149,7 +149,7 @@ class Options(NamedTuple):
 
 
 def total_gate(x: Arguments) -> jax.Array:
-    """Return the gates with the constant ones added, [B, T, HV] or [B, T, HV, K] float32; zeros for None."""
+    """Return the sum of g and g_gamma, [B, T, HV] or [B, T, HV, K] float32; a gate that is None counts as zeros."""
     total = jnp.zeros(x.v.shape[:3], jnp.float32) if x.g is None else tiles.clip_gate(x.g)
     if x.g_gamma is None:
         return total
@@ -169,10 +169,10 @@ def whole_scale(x: Arguments, options: Options) -> jax.Array:
 
 
 def check_shared(x: Arguments, options: Options) -> Arguments:
-    """Check the arguments that all operators take alike; the tensors are checked before, and choices after it.
+    """Check the arguments that all operators share, but for the tensors, the implementation and the sizes of tiles.
 
     Returns:
-      The arguments, A_log of a law as [HV].
+      The arguments, with the A_log of a law as [HV].
     """
     flags = "output_final_state", "use_qk_l2norm_in_kernel"
     checks.check_flags(**{name: getattr(options, name) for name in flags})
@@ -180,7 +180,7 @@ def check_shared(x: Arguments, options: Options) -> Arguments:
     gates.check_gate_activation(options.activation, x.A_log, x.dt_bias, x.g)
     B, T = x.q.shape[:2]
     if x.slots is None or x.slots.num_sequences is None:
-        # The boundaries are given for all tokens, of which an axis of a `shard_map` leaves a device its part.
+        # The boundaries are of the tokens of all devices, and T is a device's part of them under a `context_axis`.
         checks.check_cu_seqlens(x.cu_seqlens, B, T * lax.axis_size(checks.check_context_axis(options.context_axis)))
     else:
         # The boundaries of sequences that do not exist may be anything.
@@ -190,10 +190,10 @@ def check_shared(x: Arguments, options: Options) -> Arguments:
 
 
 def warn_head_first(x: Arguments, options: Options) -> None:
-    """Warn the caller of an operator whose tensors seem to be [B, H, T, K]: as [B, T, H, K] they have T below H.
+    """Warn the caller of an operator whose tensors seem to be [B, H, T, K]: read as [B, T, H, K], they have T < H.
 
-    Where value heads are grouped, or another argument has a dimension of heads or of tokens alone, such tensors are an
-    error already. Under a `context_axis` T is a part of the tokens.
+    Such tensors raise an error elsewhere if value heads are grouped, or if another argument shows how many heads or how
+    many tokens there are. Under a `context_axis` a small T is usual, because it is a device's part of the tokens.
     """
     T, H = x.q.shape[1:3]
     telling = (x.initial_state, x.cu_seqlens, x.segment_ids, x.g_gamma, x.A_log, options.context_axis)
@@ -201,7 +201,7 @@ def warn_head_first(x: Arguments, options: Options) -> None:
         warnings.warn(
             f"`q` should have shape [B, T, H, K]; got {tuple(x.q.shape)}, with T = {T} less than H = {H}: are the "
             f"tensors head-first, [B, H, T, K]?",
-            # Of the caller of the operator, behind this, `Operator.chunk` and the call of `signature`.
+            # To the line that calls the operator, past this function, `Operator.chunk` and `signature`.
             stacklevel=4,
         )
 
@@ -209,8 +209,8 @@ def warn_head_first(x: Arguments, options: Options) -> None:
 def with_final_gates(x: Arguments, options: Options, raw_gates: bool = False) -> tuple[Arguments, Options]:
     """Return arguments whose step sizes are final and whose gates are decays, and options that say so.
 
-    With `raw_gates` gates per channel stay raw, for an implementation that knows their law, and erase and write gates
-    stay beside keys and values. All others get erase keys.
+    With `raw_gates`, raw gates per channel, erase gates and write gates stay as they are, for an implementation that
+    takes them. Without it, erase keys take the place of erase gates.
     """
     activation, valid = options.activation, chunking.valid_tokens(x.cu_seqlens, x.segment_ids, x.q.shape[1])
     if activation.use_beta_sigmoid_in_kernel:
@@ -235,8 +235,8 @@ def with_final_gates(x: Arguments, options: Options, raw_gates: bool = False) ->
 def _with_erase_keys(x: Arguments, options: Options, valid: jax.Array | None) -> tuple[Arguments, Options]:
     """Return arguments with erase keys of every value head in place of erase gates, and with the values to be written.
 
-    All are float32, and queries and keys are of unit length where that is wanted. Tokens that are not `valid` may hold
-    anything, and become zeros.
+    These arrays are float32, and queries and keys have unit length if the options ask for it. Tokens that are not
+    `valid` may hold anything, and become zeros.
     """
     named = {name: getattr(x, name) for name in ("q", "k", "v", "p", "b", "w")}
     named = {
@@ -253,6 +253,6 @@ def _with_erase_keys(x: Arguments, options: Options, valid: jax.Array | None) ->
 
 
 def _promised(options: Options) -> float | None:
-    """Return the bound that no gate is below, None for no bound: of a promise and a law the higher one."""
+    """Return the bound that no gate is below, the higher one of `min_gate` and `lower_bound`; None for no bound."""
     bounds = [x for x in (options.min_gate, options.activation.lower_bound) if x is not None]
     return max(bounds, default=None)

@@ -14,7 +14,7 @@ from jax.experimental import checkify
 from chunkwise.shared import compat, tuning
 from chunkwise.shared.kernels import activations
 
-# What operators come in: plain JAX, a chain of one kernel per stage, one kernel per direction.
+# The implementations of operators: plain JAX, a chain with one kernel for every stage, one kernel for every direction.
 _IMPLEMENTATIONS = ("xla", "staged", "fused")
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _OTHER_LIBRARIES = ("torch", "tensorflow", "mlx", "cupy", "paddle")
@@ -30,9 +30,9 @@ class Fault(NamedTuple):
     """What may be wrong with the values of arrays.
 
     Attributes:
-      wrong: scalar bool, whether it is.
-      message: what is said then, with names in braces for numbers.
-      numbers: makes these, scalar arrays by name.
+      wrong: scalar bool, whether the values are wrong.
+      message: the error message, with names in braces for numbers.
+      numbers: returns the numbers of the message, scalar arrays by name.
     """
 
     wrong: jax.Array
@@ -48,7 +48,7 @@ def are_known(arrays: Iterable[Any]) -> bool:
 def check_values(arrays: Iterable[Any], find: Callable[[], Iterable[Fault]]) -> None:
     """Check the values of arrays: at once if they are known, else by `checkify.check`, which the caller makes pure."""
     known = are_known(arrays)
-    # Inside of jit JAX would trace also what is computed of constants.
+    # Inside of jit, JAX would otherwise trace what is computed from constants, too.
     with jax.ensure_compile_time_eval() if known else contextlib.nullcontext():
         for fault in find():
             if not known:
@@ -65,7 +65,7 @@ def check_known_values(arrays: Iterable[Any], find: Callable[[], Iterable[Fault]
 
 
 def check_library(name: str, x) -> None:
-    """Check that x is no array of a library whose arrays JAX does not take; what is no array passes."""
+    """Check that x is not an array of a library whose arrays JAX does not take; a value that is no array passes."""
     kind = type(x)
     check(
         kind.__module__.split(".")[0] not in _OTHER_LIBRARIES,
@@ -75,7 +75,7 @@ def check_library(name: str, x) -> None:
 
 
 def as_int32(x) -> Any:
-    """Return integers of numpy whose values fit as int32, and anything else as it is.
+    """Return a numpy array of integers as int32 if its values fit, and anything else as it is.
 
     numpy counts in int64, and so do the schedulers and collators that are written in it.
     """
@@ -126,7 +126,7 @@ def check_heads(H: int, HV: int, name: str = "v") -> None:
 
 
 def check_gates(name: str, g, shape: tuple[int, int, int], K: int) -> None:
-    """Check gates per head, of `shape` (B, T, HV), or per channel, of that shape and K; None passes."""
+    """Check gates per head, of `shape` (B, T, HV), or gates per channel, of shape (B, T, HV, K); None passes."""
     if g is not None:
         channels = getattr(g, "ndim", 3) == 4
         check_array(name, g, "B T HV K" if channels else "B T HV", (*shape, K) if channels else shape)
@@ -145,7 +145,7 @@ def check_scale(scale) -> None:
 
 
 def check_flags(**flags) -> None:
-    """Check that static arguments, given by their names, are True or False: they cannot be traced, nor be texts."""
+    """Check that static arguments, given by their names, are True or False: they cannot be traced, nor be strings."""
     for name, value in flags.items():
         check(
             isinstance(value, bool | np.bool_),
@@ -154,7 +154,7 @@ def check_flags(**flags) -> None:
 
 
 def _is_array(value) -> bool:
-    """Return whether a value is an array, traced or not; a number of numpy is none."""
+    """Return whether a value is an array, traced or not; a numpy scalar is no array."""
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic)
 
 
@@ -164,7 +164,7 @@ def shown(value) -> str:
 
 
 def when_built(value) -> str:
-    """Return what the rule of a static number adds for an array, whose value no program can be built for."""
+    """Return what the error for a static number says besides if it got an array: its value must be known."""
     return ", known when the program is built" if _is_array(value) else ""
 
 
@@ -265,9 +265,9 @@ def check_slots(state_indices, has_initial_state, N: int) -> None:
 
 
 def check_slot_values(state_indices, pool: str, count: int) -> None:
-    """Check that a pool of `count` slots, the argument of this name, has the slots, and that no two are the same.
+    """Check that the slots exist in a pool of `count` slots, and that no two are the same; `pool` names the argument.
 
-    Values are checked that are known, outside of jit or as constants inside, and that this process has.
+    Only values that are known, outside of jit or as constants inside, and that this process can read, are checked.
     """
     if not isinstance(state_indices, np.ndarray | jax.Array) or isinstance(state_indices, jax.core.Tracer):
         return
@@ -296,7 +296,7 @@ def check_array_of_slots(name: str, x) -> None:
 
 
 def check_decode_tokens(decode_tokens, indices, replay: int) -> None:
-    """Check the most tokens of a decode, which a pool with a ring of `replay` tokens needs; 0 where it has none."""
+    """Check the most tokens of a decode over a pool with a ring of `replay` tokens; 0 for a pool without a ring."""
     if not replay:
         check(
             decode_tokens is None,
@@ -321,14 +321,14 @@ def _check_count(name: str, value, most: int) -> None:
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         check(0 <= int(value) <= most, f"`{name}` must be from 0 to {most}; got {value}.")
     elif value is not None:
-        # A Python int that comes through a jit has 64 bits under jax_enable_x64, but weakly.
+        # Under jax_enable_x64 jit turns a Python int into an int64 array with a weak type.
         dtype: Any = getattr(value, "dtype", None)
         weak = getattr(value, "weak_type", False) and jnp.issubdtype(dtype, jnp.integer)
         _check_typed(name, value, (), dtype if weak else jnp.int32)
 
 
 def check_step_types(slots, N: int, block_size, chunk_size=None) -> None:
-    """Check the shapes and types of what says which slots the N sequences of a serving step have.
+    """Check the shapes and types of the arrays that name the slots of the N sequences of a serving step.
 
     Blocks of tokens hold whole chunks; `chunk_size` is None where there are no chunks.
     """
@@ -354,7 +354,7 @@ def check_step_types(slots, N: int, block_size, chunk_size=None) -> None:
     )
     if blocks is None:
         return
-    # However many columns it has, there must be some.
+    # Any number of columns but none is right.
     _check_typed("block_state_indices", blocks, (N, *(getattr(blocks, "shape", ())[1:2] or (1,))), jnp.int32)
     number = isinstance(block_size, numbers.Integral) and not isinstance(block_size, bool)
     rule = "a positive number of tokens" if chunk_size is None else f"a multiple of the chunk size {chunk_size}"
@@ -365,7 +365,7 @@ def check_step_types(slots, N: int, block_size, chunk_size=None) -> None:
 
 
 def check_context_axis(context_axis: Any) -> tuple[str, ...]:
-    """Return the axes of the `shard_map` around a call that split its tokens, by what a user gave as `context_axis`."""
+    """Return a user's `context_axis` as a tuple, checked: it names axes of the `shard_map` around the call."""
     axes = () if context_axis is None else (context_axis,) if isinstance(context_axis, str) else context_axis
     names = isinstance(axes, tuple) and all(isinstance(name, str) for name in axes)
     check(names, f"`context_axis` must be None, the name of a mesh axis or a tuple of names; got {context_axis!r}.")
@@ -380,7 +380,7 @@ def check_context_axis(context_axis: Any) -> tuple[str, ...]:
 
 
 def check_initial_state(initial_state, shape: tuple[int | None, ...]) -> None:
-    """Check that the state handed in is [N, HV, K, V]."""
+    """Check that the initial state is [N, HV, K, V]."""
     if initial_state is not None:
         check_array("initial_state", initial_state, "N HV K V", shape)
 

@@ -18,14 +18,14 @@ from chunkwise.shared.kernels import chunking, gate_activation
 
 
 class GateActivation(NamedTuple):
-    """Which activation an operator applies, by the names of its arguments: all static.
+    """The activations of raw gates and step sizes that an operator applies; the fields are its static arguments.
 
     Attributes:
-      use_gate_in_kernel: the gate is raw, and its law is the one of this name; True for the law that `lower_bound`
-        says.
-      lower_bound: of the decay, a negative number, for the law "sigmoid"; None for "softplus".
+      use_gate_in_kernel: the gate is raw: the name of its law, or True for the law that follows from `lower_bound`.
+      lower_bound: the bound that decays stay above, a negative number in nats, for the law "sigmoid"; None for
+        "softplus".
       use_beta_sigmoid_in_kernel: the step size is raw.
-      allow_neg_eigval: it, or the erase gate, is doubled.
+      allow_neg_eigval: the step size that a sigmoid makes, or the erase gate, is doubled.
       use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: the erase gate, or the write gate, is raw.
     """
 
@@ -62,7 +62,7 @@ _OF_STEP_SIZES = (
 
 
 def check_gate_activation(activation: GateActivation, A_log, dt_bias, g) -> None:
-    """Check the activation, and the arrays that they take for gates g [B, T, HV] or [B, T, HV, K]."""
+    """Check the activation, and the arrays of its law for gates g [B, T, HV] or [B, T, HV, K]."""
     flags, laws = activation._asdict(), gate_activation.LAWS
     bound: float | None = flags.pop("lower_bound")
     if isinstance(activation.use_gate_in_kernel, str):
@@ -91,7 +91,7 @@ def check_gate_activation(activation: GateActivation, A_log, dt_bias, g) -> None
         A_log is not None or not law.needs_rate,
         "`A_log` must be an array [HV] with `use_gate_in_kernel` and without `lower_bound`; got None.",
     )
-    if len(getattr(A_log, "shape", ())) == 4:  # as checkpoints have it
+    if len(getattr(A_log, "shape", ())) == 4:  # the shape in checkpoints
         checks.check_array("A_log", A_log, "1 1 HV 1", (1, 1, HV, 1))
     elif A_log is not None:
         checks.check_array("A_log", A_log, "HV", (HV,))
@@ -120,14 +120,14 @@ def lay_out_activation(
 
 
 @functools.partial(jax.jit, static_argnames="law")
-# Recomputed in the backward: what would be kept otherwise is larger than the raw gates.
+# The backward computes the decays again: the float32 arrays to keep for it would be larger than the raw gates.
 @functools.partial(jax.checkpoint, static_argnums=3)
 def decays(
     g: jax.Array, A_log: jax.Array, dt_bias: jax.Array | None, law: gate_activation.Law, valid: jax.Array | None
 ) -> jax.Array:
     """Return the decays of raw gates g [B, T, HV] or [B, T, HV, K] of any type.
 
-    Tokens that are not `valid`, bool [B, T], may hold anything; None if all are.
+    Tokens that are not `valid`, bool [B, T], may hold anything; None if all tokens are valid.
     """
     A_log, dt_bias = (y[None, None] for y in lay_out_activation(A_log, dt_bias, g.shape[2:], law))
     g = g if valid is None else chunking.select_tokens(valid, g)
@@ -136,7 +136,7 @@ def decays(
 
 @functools.partial(jax.jit, static_argnames="doubled")
 def step_sizes(beta: jax.Array, doubled: bool, valid: jax.Array | None) -> jax.Array:
-    """Return step sizes, or gates, of raw ones [B, T, ...] of any type; tokens that are not `valid` hold anything."""
+    """Return sigmoid(beta), or twice it, of beta [B, T, ...] of any type; tokens that are not `valid` hold anything."""
     beta = beta if valid is None else chunking.select_tokens(valid, beta)
     beta = jax.nn.sigmoid(beta.astype(jnp.float32))
     return 2.0 * beta if doubled else beta

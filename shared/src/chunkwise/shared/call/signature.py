@@ -1,4 +1,4 @@
-"""Public functions of operators: a signature and a docstring, whose arguments become records by their names."""
+"""Public functions of operators, made from a signature and a docstring; their arguments become records by name."""
 
 import functools
 import inspect
@@ -12,17 +12,17 @@ from chunkwise.shared.call.gates import GateActivation
 
 Function = TypeVar("Function", bound=Callable)
 
-# Arguments by the names that they had; docs/stability.md says how long a call may use these.
+# The names of arguments by their deprecated names; docs/stability.md says how long a call may use the latter.
 RENAMED = {"gate_lower_bound": "min_gate"}
 
 
 def of(
     run: Callable[[Arguments, Options, str | None], Any], like: Callable | None = None
 ) -> Callable[[Function], Function]:
-    """Return a decorator that makes a function of a signature: it calls `run`, which is a method of an `Operator`.
+    """Return a decorator for functions without a body: the result calls `run`, which is a method of an `Operator`.
 
-    Its docstring is completed by the texts that `docstrings` has for this method, and by entries of `like`, a function
-    of the same operator.
+    The docstring of the function is completed by the texts that `docstrings` has for this method, and by entries of
+    `like`, a function of the same operator.
     """
     complete = docstrings.completed(docstrings.KINDS.get(run.__name__, ""), like)
 
@@ -38,7 +38,7 @@ def of(
             for old, new in renamed.items():
                 if old in kwargs:
                     kwargs = with_new_name(function.__name__, kwargs, old, new)
-            # The body is empty: Python says in its words what is wrong with a call.
+            # The body is empty: this call only makes Python raise its error where the arguments do not fit.
             check(*args, **kwargs)
             return run(*to_records(defaults | dict(zip(defaults, args, strict=False)) | kwargs))
 
@@ -62,6 +62,6 @@ def to_records(named: dict[str, Any]) -> tuple[Arguments, Options, str | None]:
         named: dict[str, Any] = named | dict(initial_state=named["states"], output_final_state=True)
     make = lambda record: record(**{name: named[name] for name in record._fields if name in named})
     x = make(Arguments)._replace(slots=make(Slots) if "state_indices" in named else None)
-    # The number in the options is chosen later.
+    # `Options.scale` is chosen later.
     options = make(Options)._replace(activation=make(GateActivation), scale=None)
     return x, options, named.get("implementation")

@@ -1,4 +1,4 @@
-"""What a call gets that has an argument of flash-linear-attention, or of its copies, which no function here has."""
+"""The errors for arguments that flash-linear-attention or its copies have, and the called function does not."""
 
 import functools
 import inspect
@@ -39,11 +39,11 @@ INSTEAD = {
     "`donate_argnames` updates it in place.",
     "output_dtype": "leave it out, and cast the result.",
 }
-"""What a caller does instead, by the name of the argument; some functions have an argument of this name themselves."""
+"""What a caller does instead, by the name of the argument. Some functions here do have one of these arguments."""
 
 
 def explained(function: Function) -> Function:
-    """Return a function that says more than Python where such an argument is unknown to it."""
+    """Return a function whose TypeError for such an argument says what to do instead."""
     known = inspect.signature(function).parameters
     instead = {name: text for name, text in INSTEAD.items() if name not in known}
 
