@@ -12,10 +12,10 @@ class Chip(NamedTuple):
     """What one TensorCore of a generation can do.
 
     Attributes:
-      topology: the smallest topology of libtpu that holds one.
+      topology: the smallest topology of the generation that libtpu compiles for.
       clock_ghz: peak clock.
-      bandwidth_tb_s: of its HBM.
-      vmem_bytes: fast memory.
+      bandwidth_tb_s: bandwidth of its HBM in TB/s.
+      vmem_bytes: bytes of its fast memory, VMEM.
       matrix_unit: rows and columns of its matrix unit.
     """
 
@@ -34,13 +34,13 @@ CHIPS = {
     "tpu7x": Chip("tpu7x:2x2x1", 2.2, 3.69, 64 * 2**20, 256),
 }
 
-# Fast memory in bytes of generations that JAX describes and no released compiler compiles for. Kernels run there with
-# the limits and the orders of `CHIPS`, as on any TPU without a line there.
+# Bytes of VMEM of generations that JAX describes, but that no released compiler compiles for. There, as on any TPU that
+# is not in `CHIPS`, kernels run with the limits and orders that were made for the chips of `CHIPS`.
 ANNOUNCED = {"tpu8i": 192 * 2**20, "tpu8t": 128 * 2**20}
 
 
 def current() -> str | None:
-    """Return the name of the TPU that a program is traced for, as in `CHIPS`, None where JAX knows of none."""
+    """Return the name, as in `CHIPS`, of the TPU that a program is traced for; None where JAX knows of no TPU."""
     try:
         version = str(pltpu.get_tpu_info().chip_version)
     except (ValueError, NotImplementedError):

@@ -20,7 +20,7 @@ def axis_type(mesh, name: str) -> jax.sharding.AxisType:
 
 
 def varying_axes(*operands: jax.Array | None) -> frozenset[str]:
-    """Return the mesh axes over which any of the operands varies: under `shard_map`, with its check."""
+    """Return the mesh axes over which any of the operands varies; it has some only under a checking `shard_map`."""
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands if x is not None))
 
 
@@ -42,8 +42,8 @@ def varying_zeros(shape: Sequence[int], *operands: jax.Array | None) -> jax.Arra
 def vary_alike(*operands: jax.Array | None) -> tuple[Any, ...]:
     """Return the operands, each varying over the mesh axes of all of them.
 
-    A custom_vjp under `shard_map` wants this: the gradients that its kernel returns vary over all axes, and JAX then
-    sums the gradient of a replicated operand over the devices.
+    A custom_vjp under `shard_map` needs this: the gradients that its kernel returns vary over all axes, and for an
+    operand that was replicated before, JAX then sums the gradient over the devices.
     """
     return vary_over(varying_axes(*operands), operands)
 
@@ -51,7 +51,7 @@ def vary_alike(*operands: jax.Array | None) -> tuple[Any, ...]:
 def out_struct(shape: Sequence[int], dtype, *operands: jax.Array | None) -> jax.ShapeDtypeStruct:
     """Return the type of a kernel output that varies over the mesh axes of all `operands`.
 
-    Under `shard_map` an output must say over which mesh axes it varies; outside of one there are none.
+    Under `shard_map` an output must say over which mesh axes it varies; elsewhere there are no such axes.
     """
     kinds = [jax.typeof(x).manual_axis_type for x in operands if x is not None]
     kind = type(kinds[0])(varying=frozenset().union(*(kind.varying for kind in kinds))) if kinds else None
@@ -72,12 +72,12 @@ EFFECTS_UNDER_OPTIMIZE_REMAT = jax.__version_info__ >= (0, 12)
 
 @contextlib.contextmanager
 def races_raised() -> Iterator[None]:
-    """Raise a RuntimeError at the end for a race on the simulated TPU, which jax prints; jax 0.12 raises one itself."""
+    """Raise a RuntimeError at the end if the simulated TPU printed that it saw a race; jax 0.12 raises one itself."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
             yield
-            # The kernels run on other threads.
+            # The kernels run on other threads, and print there.
             jax.effects_barrier()
     finally:
         print(printed.getvalue(), end="")

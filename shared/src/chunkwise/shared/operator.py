@@ -1,7 +1,8 @@
 """One record for every operator, and the one way from the call of a user to an implementation.
 
-A package has the checks and the implementations of an operator. The code around them is here, the same for all: the
-checks that they share, the choice of an implementation, meshes, whole sequences, a few tokens, and serving steps.
+A package has the checks and the implementations of an operator. The code around them is here, the same for all
+operators: the checks that they share, the choice of an implementation, meshes, whole sequences, a few tokens, and
+serving steps.
 """
 
 import functools
@@ -28,7 +29,7 @@ class Operator:
     """An operator, as its package defines it.
 
     Attributes:
-      name: in the names of its functions and kernels.
+      name: a part of the names of its functions and kernels.
       check: raises ValueError where its tensors, their gates or its options are wrong.
       implementations: by name, the best for a TPU first.
     """
@@ -48,7 +49,7 @@ class Operator:
         return _located(chosen, x, options, functools.partial(implementations.run, chosen))()
 
     def recurrent(self, x: Arguments, options: Options, implementation: str | None) -> Results:
-        """Run the operator over a few tokens of every sequence, token by token; slots that are all None are no pool."""
+        """Run the operator over a few tokens of every sequence, token by token; without any slot there is no pool."""
         if all(y is None for y in x.slots):
             x = x._replace(slots=None)
         x = x.with_int32()
@@ -93,12 +94,12 @@ def _located(
     run: Callable[[Arguments, Options], Results],
     pool: str = "initial_state",
 ) -> Callable[[], Results]:
-    """Return a call of `run` where the arguments lie: on one device, or on every device of a mesh with its part.
+    """Return a function that calls `run` where the arguments lie: on one device, or on all devices of a mesh.
 
-    `pool` is what a user calls the argument `initial_state`. Where no mesh is, nothing stands between the call and
-    `run`.
+    `pool` is what a user calls the argument `initial_state`. On a mesh, every device gets its part of the arguments.
+    Without a mesh, nothing stands between the call and `run`.
     """
-    # Outside of jit arrays may be of numpy, such as the arrays of a scheduler and a pool out of a file.
+    # Outside of jit, arrays may be numpy arrays, such as the arrays of a scheduler and a pool from a file.
     x = jax.tree.map(lambda y: jnp.asarray(y) if isinstance(y, np.ndarray) else y, x)
     places = devices.find_places(x, options, pool)
     if places == (None, ()):

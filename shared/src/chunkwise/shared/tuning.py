@@ -1,6 +1,6 @@
 """The sizes that kernels are cut to, and the order of their products: chunks, heads of a grid step, and fast memory.
 
-What differs between TPUs is here too: the fast memory that every one of them has, and the orders that a search found.
+Here, too, is how TPUs differ: in the fast memory that each of them has, and in the orders that a search found for it.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from chunkwise.shared import chips
 
 CHUNK_SIZES = (16, 32, 64, 128)
 CHUNK_SIZE = 64
-# Where states after blocks of tokens are wanted: a block holds whole chunks.
+# The chunk size where states after blocks of tokens are stored: users choose the block, which holds whole chunks.
 BLOCK_CHUNK_SIZE = 64
 
-# The scoped VMEM that every kernel may use on every chip: what the smallest has, less some for the compiler.
+# The scoped VMEM that a kernel may use on any chip: the VMEM of the smallest one, less a part for the compiler.
 VMEM_LIMIT_BYTES = 15 * min(chip.vmem_bytes for chip in chips.CHIPS.values()) // 16
 
 # Orders by (package, kernel) in place of the orders in the package.
@@ -34,9 +34,9 @@ def best_chunk_size(implementation: str = "", T: int = CHUNK_SIZE, *, per_channe
     Stages ask without arguments, because the stages of a chain must agree.
 
     Args:
-      implementation: the kernels are best at 64, and "gpu" is plain JAX there. "xla" was measured on a CPU, see
-        docs/performance.md.
-      T: tokens; rows past the last one cost as much as others.
+      implementation: the name of an implementation. The best size for kernels is 64. For plain JAX, "xla" has the best
+        sizes on a CPU, which docs/performance.md shows, and "gpu" the best size on a GPU.
+      T: tokens; the rows of a chunk that are past the last token cost as much as others.
       per_channel: whether gates are per channel: their scores cost more in a large chunk.
       delta: whether it is a delta rule: its inverse costs more in a large chunk.
     """
@@ -58,13 +58,13 @@ class HeadConfig:
 
 
 def choose_heads(H: int, HV: int, bytes_per_head: int, most: int, per_channel: bool = False) -> HeadConfig:
-    """Return the heads a grid step for HV value heads on H key heads.
+    """Return how many of HV value heads, on H key heads, a grid step takes.
 
     Args:
       H, HV: key heads and value heads.
       bytes_per_head: VMEM that one value head takes.
-      most: the largest number of heads for gates per head. Gates per channel are six times the work a head, so a step
-        takes at most two heads then.
+      most: the largest number of heads for gates per head. With gates per channel a head is six times the work, so a
+        step takes at most two heads.
       per_channel: whether gates are per channel of the key.
     """
     return HeadConfig(heads=pick_heads(HV, H, bytes_per_head, most=2 if per_channel else most))
@@ -73,14 +73,14 @@ def choose_heads(H: int, HV: int, bytes_per_head: int, most: int, per_channel: b
 def pick_heads(HV: int, H: int, bytes_per_head: int, most: int, budget: int = 2 * VMEM_LIMIT_BYTES // 5) -> int:
     """Return how many value heads one grid step takes.
 
-    The largest number that is at most `most`, fits the budget, and `divides_groups`.
+    It is the largest number that is at most `most`, fits the budget of bytes, and of which `divides_groups` is true.
     """
     sizes = (n for n in range(1, min(most, HV) + 1) if n * bytes_per_head <= budget)
     return max((n for n in sizes if divides_groups(n, H, HV)), default=1)
 
 
 def divides_groups(heads: int, H: int, HV: int) -> bool:
-    """Return whether blocks of so many value heads hold whole groups that share a key head, or lie inside one."""
+    """Return whether blocks of `heads` value heads hold whole groups that share a key head, or lie inside a group."""
     group = HV // H
     return heads >= 1 and HV % heads == 0 and (heads % group == 0 or group % heads == 0)
 
@@ -103,8 +103,8 @@ def order_key(heads: int, C: int, K: int) -> str:
 def find_order(package: str, kernel: str, size: tuple[int, int, int], otherwise: str) -> str:
     """Return the order of a kernel's iterators for `schedule.interleave`, as a search found it.
 
-    The file `orders.json` of the package holds orders by kernel, size and TPU generation. An order that was found for
-    one size may be a bad one for another size, which takes `otherwise`.
+    The file `orders.json` of the package holds orders by kernel, size and TPU generation. An order that is good for one
+    size may be bad for another, so sizes that were not searched take `otherwise`.
 
     Args:
       package: the name of the package, as it is imported.
@@ -120,7 +120,7 @@ def find_order(package: str, kernel: str, size: tuple[int, int, int], otherwise:
 
 @contextlib.contextmanager
 def injected_orders(package: str, **orders: str) -> Iterator[None]:
-    """Trace kernels with these orders, by the name of the kernel: what a search does.
+    """Trace kernels with these orders, by the names of the kernels; for the search of orders.
 
     JAX remembers what it traced, so a search clears its caches, or traces a function that is new.
     """

@@ -1,11 +1,13 @@
 """The implementation "fused" of any operator, made from the kernels of its package.
 
 A package gives `Kernels`: tile sizes, the way of the user's arrays into the layout of its kernels, and its launches.
-Here is what all of them do around these: the table of steps, states in the layout of the user and empty sequences, the
-gradient, what the forward leaves for the backward, states in a pool, and the map of the tokens of a device.
+This module does the rest, which is the same for all packages: the table of steps, states in the layout of the user and
+empty sequences, the gradient, what the forward leaves for the backward, states in a pool, and the map of the tokens of
+a device.
 
-The gradient stands around the user's arrays, so the forward leaves these, without padding and in their types. The
-backward brings them into the layout of the kernels again, and JAX transposes that way for their gradients.
+The custom_vjp stands around the user's arrays, so the forward saves these for the backward, without padding and in
+their types. The backward brings them into the layout of the kernels again, and JAX transposes this step for their
+gradients.
 """
 
 import functools
@@ -36,21 +38,23 @@ class Kernels(NamedTuple):
       config_for: from arguments and options to the tile sizes, which are `options.config` where it is given. Raises
         NotImplementedError where a head is too large for fast memory.
       static_for: from arguments, options with a config, and the names of the arguments whose gradients are requested to
-        what a launch is built for, a tuple with the fields T, C and steps among others.
-      lay_out: from arguments, static and whether they are for the backward to the floating-point operands. It is
-        linear but for the laws of gates, and JAX transposes it.
+        the static description of a launch, a tuple with the fields T, C and steps among others.
+      lay_out: from arguments, static, and whether the launch is a backward to the floating-point operands. It is linear
+        but for the laws of gates, and JAX transposes it.
       forward: outputs o, ht (the final states), pool_out, and the residuals.
       backward: outputs dq, dk, ..., named after the operands, and dh0 of initial_state; or dh0 alone.
-      states: the launch that takes states alone through the tokens; outputs ht, M, and what is precomputed.
+      states: the launch that takes states through the tokens and computes no output o; outputs ht, M, and
+        `precomputed`.
       residuals: the outputs of the forward that the backward reads, beside the arguments.
       recomputed: the outputs of the forward that the backward makes again.
-      precomputed: the outputs of `states` that the operator behind it takes, and that are residuals then.
+      precomputed: the outputs of `states` that `forward` takes, if it runs after `states`; they are residuals, too.
       optional: the operands whose gradients are computed only where they are requested.
       transposed: whether kernels hold states as [V, K].
-      makes_map: whether `states` makes M for arguments of these sizes.
-      most_channels: of the states in one launch of `states`, where M comes from the identity beside the states.
+      makes_map: whether `states` makes M, the matrices of a `StateMap`, for these arguments.
+      most_channels: the most channels of the states of one launch of `states`, if M is made by a launch that takes the
+        identity beside the states.
       tile_tokens: from static, the tokens of a grid step where a packed batch has states.
-      owner_repeats: from static, how often the owners of tokens lie side by side.
+      owner_repeats: from static, how often the owners of the tokens of a chunk are repeated side by side.
     """
 
     config_for: Callable[[Arguments, Options], Any]
@@ -163,7 +167,7 @@ def _results(kernels: Kernels, x: Arguments, out: dict[str, jax.Array]) -> tuple
 
 
 def _forward(kernels: Kernels, options: Options, x: Arguments, steps: layout.Steps, precomputed: dict[str, jax.Array]):
-    # With symbolic zeros the arrays come with what is known of their tangents.
+    # With symbolic zeros, every array comes with a flag that says whether its gradient is requested.
     requested = frozenset(name for name, y in x._asdict().items() if getattr(y, "perturbed", False))
     x, steps, precomputed = jax.tree.map(lambda y: y.value, (x, steps, precomputed))
     static = kernels.static_for(x, options, requested)
@@ -175,17 +179,17 @@ def _forward(kernels: Kernels, options: Options, x: Arguments, steps: layout.Ste
 
     whole = functools.partial(launch, _outputs(options))
     if names:
-        # Under rematerialisation nobody reads the output again, nor in a program of gradients only.
+        # Nobody reads the output under rematerialisation, nor in a program of gradients only.
         residuals, out = unless_unread(whole, lambda *args: launch((), *args)[0], x, steps, precomputed)
     else:
         residuals, out = whole(x, steps, precomputed)
     residuals, out = remat.save_for_backward((residuals, out))
-    # The requested names are the structure of the last one, which holds no array.
+    # The requested names are the keys of a dict without arrays, because residuals can hold no strings.
     return _results(kernels, x, out), (x, steps, _trim(kernels, x, residuals | precomputed), dict.fromkeys(requested))
 
 
 def _trim(kernels: Kernels, x: Arguments, residuals: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return residuals without the padding of heads, which would be more than half of them if K is 60."""
+    """Return residuals without the padding of heads, which is more than half of them if K is 60."""
     K, (HV, V) = x.q.shape[3], x.v.shape[2:]
     rows, columns = (V, K) if kernels.transposed else (K, V)
     trimmed = {
@@ -248,7 +252,7 @@ _attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.Routes) -> tuple[jax.Array, jax.Array]:
-    """Run the forward from a pool of states, `x.initial_state`, and into it, in place."""
+    """Run the forward from and to the states of a pool, `x.initial_state`, in place."""
     options = options._replace(config=kernels.config_for(x, options))
     scale, pool, x = x.scale, x.initial_state, x._replace(scale=None, initial_state=None)
     static = kernels.static_for(x, options, frozenset())
@@ -260,7 +264,7 @@ def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.R
 
 
 def map_states(kernels: Kernels, x: Arguments, options: Options) -> state_map.StateMap:
-    """Return what the tokens do to a state, and what the operator behind it need not make again."""
+    """Return what the tokens do to a state, and results that a forward after this need not compute again."""
     options = options._replace(config=kernels.config_for(x, options))
     if x.beta is None or kernels.makes_map(x):
         return _launch_states(kernels, x, options, kernels.makes_map(x))
@@ -274,7 +278,7 @@ def map_states(kernels: Kernels, x: Arguments, options: Options) -> state_map.St
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def _launch_states(kernels: Kernels, x: Arguments, options: Options, with_map: bool) -> state_map.StateMap:
-    """Run the launch that takes states alone through the tokens; they may have more channels than v."""
+    """Run the launch that only takes states through the tokens; the states may have more channels than v."""
     options, x = options._replace(output_final_state=True), x._replace(scale=None)
     # This launch does not know whether the gradient of constant gates is requested, and takes the precision for it.
     static = kernels.static_for(x, options, frozenset(Arguments._fields))
@@ -282,7 +286,7 @@ def _launch_states(kernels: Kernels, x: Arguments, options: Options, with_map: b
     out = kernels.states(operands, static, ("ht", *kernels.precomputed, *(("M",) if with_map else ())))
     M, K = out.get("M"), x.q.shape[3]
     if M is not None:
-        # Of an empty sequence nobody asks for the map.
+        # Nobody asks for the map of an empty sequence.
         M = (jnp.swapaxes(M, 2, 3) if kernels.transposed else M)[:, :, :K, :K]
     precomputed = remat.save_for_backward({name: out[name] for name in kernels.precomputed})
     return state_map.StateMap(_user_states(kernels, out["ht"], x, x.initial_state), M, precomputed)

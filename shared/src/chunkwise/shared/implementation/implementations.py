@@ -19,19 +19,20 @@ class Implementation(NamedTuple):
 
     Attributes:
       name: how a user asks for it.
-      run: from arguments, options and what a state map precomputed, or None, to the output [B, T, HV, V] and the final
-        states [N, HV, K, V], None unless asked for.
-      state_map: from arguments and options to what the tokens do to a state; None where `run` finds it beside the
-        identity.
-      state_gradient: from arguments, options, what the map precomputed and the cotangents of `run` to the gradient of
-        the initial states alone; None where JAX takes it from `run`.
-      at_once: whether kernels make all gradients of `run` at once. JAX would launch these kernels, and the kernels
-        whose results they read, a second time for the gradient of the initial states; so that gradient is taken from
-        all gradients of `run`.
+      run: from arguments, options, and the `precomputed` of a state map or None, to the output [B, T, HV, V] and the
+        final states [N, HV, K, V], None unless asked for.
+      state_map: from arguments and options to what the tokens do to a state; None where `map_by_running` finds it by
+        `run`.
+      state_gradient: from arguments, options, the `precomputed` of the map and the cotangents of `run` to the gradient
+        of the initial states alone; None where JAX differentiates `run` for it.
+      at_once: whether kernels make all gradients of `run` at once. To find the gradient of the initial states alone,
+        JAX would launch these kernels, and the kernels whose results they read, a second time; so this gradient is
+        taken from all gradients of `run`.
       pooled: from arguments, options and routes to the output and the pool, whose slots it reads and writes itself;
-        None where the states are gathered, and scattered after `run`.
+        None where the states are gathered before `run` and scattered after it.
       chunk_states: from arguments and options of a packed batch with states to the states before all chunks, which
-        restart at every sequence: [1, NT, HV, K, V], meaningless before the first chunk of one. None beside `pooled`.
+        restart at every sequence: [1, NT, HV, K, V], meaningless for the first chunk of a sequence. None if there is
+        `pooled`.
       fits: whether it takes arguments of these sizes.
       raw_gates: whether it takes raw gates per channel and their law, and erase and write gates; the others get decays,
         and erase keys and values of every value head, see `arguments.with_final_gates`.
@@ -51,7 +52,7 @@ class Implementation(NamedTuple):
 
 
 def in_plain_jax(function: Callable) -> Callable:
-    """Return a function of prepared arguments and options, compiled, by one that takes the whole scale as an array."""
+    """Compile a function that takes the whole scale as an array; return one of prepared arguments and options."""
     compiled = jax.jit(function, static_argnums=1)
 
     @functools.wraps(function)
@@ -80,7 +81,7 @@ def plain(rule: chunks.Rule) -> Implementation:
         otherwise = lambda x: on(False, x, options, with_output=False)[1:3]
 
         def on_gpu(x):
-            # Chunks have other sizes here, and nothing is precomputed.
+            # On a GPU chunks have another size, so nothing is precomputed; these zeros only have the right shape.
             states = on(True, x, options, with_output=False).final_state
             return states, compat.varying_zeros(jax.eval_shape(otherwise, x)[1].shape, states)
 
@@ -99,7 +100,7 @@ def plain(rule: chunks.Rule) -> Implementation:
 
 
 def with_chunk_size(name: str, x: Arguments, options: Options) -> Options:
-    """Return options with the chunk size that was asked for, or the best of an implementation, or of "gpu"."""
+    """Return options with the chunk size that was asked for, or else the best one for an implementation or "gpu"."""
     per_channel, delta = x.g is not None and x.g.ndim == 4, x.beta is not None
     chunk_size = checks.choose_chunk_size(options.chunk_size, name, x.q.shape[1], per_channel=per_channel, delta=delta)
     return options._replace(chunk_size=chunk_size)
@@ -108,7 +109,7 @@ def with_chunk_size(name: str, x: Arguments, options: Options) -> Options:
 def prepare(implementation: Implementation, x: Arguments, options: Options) -> tuple[Arguments, Options]:
     """Return the arguments and options that an implementation takes: with a scale, a chunk size, and final gates.
 
-    Plain JAX chooses a chunk size itself, for the platform.
+    Plain JAX chooses a chunk size itself, by the platform.
     """
     chosen = with_chunk_size(implementation.name, x, options)
     x, options = arguments.choose_scale(x, options if implementation.name == "xla" else chosen)
@@ -122,15 +123,15 @@ def run(implementation: Implementation, x: Arguments, options: Options, precompu
     if x.segment_ids is None or implementation.knows_segments:
         o, states = implementation.run(x, options, precomputed)
     else:
-        # A gate that forgets everything keeps no promise.
+        # Segments begin with a gate that forgets everything, which is below any promise.
         options = options._replace(min_gate=None)
         o, states = segments.run_segments(lambda x: implementation.run(x, options, precomputed), x)
-    # Beside erase keys values are float32.
+    # If there are erase keys, values have become float32.
     return o if x.p is None else o.astype(dtype), states
 
 
 def map_states(implementation: Implementation, x: Arguments, options: Options) -> StateMap:
-    """Return what the tokens of the arguments of a user do to a state."""
+    """Return what a user's tokens do to a state."""
     if implementation.state_map is None:
         return map_by_running(lambda x: run(implementation, x, options), x)
     x, options = prepare(implementation, x, options)

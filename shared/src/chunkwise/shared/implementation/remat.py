@@ -1,4 +1,4 @@
-"""The name of what a forward kernel makes for its user and for its backward, for the policies of jax.checkpoint."""
+"""The name of the output and the residuals of a forward kernel, for the policies of jax.checkpoint."""
 
 import jax
 from jax.ad_checkpoint import checkpoint_name

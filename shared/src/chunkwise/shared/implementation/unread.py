@@ -13,22 +13,23 @@ from chunkwise.shared import compat
 
 
 def unless_unread(whole: Callable, part: Callable, *args: Any) -> tuple[Any, Any]:
-    """Return the pair (kept, rest) of whole(*args); a program that does not read `rest` computes part(*args) = kept.
+    """Return the pair (kept, rest) of whole(*args); a program that does not read `rest` runs part(*args) instead.
 
-    For the forward rule of a custom_vjp with one launch for what the backward reads and for the output, which under
-    `jax.checkpoint` may have been read long before. Works under jit, vmap, shard_map and remat; not differentiable.
+    This is for the forward rule of a custom_vjp whose one launch makes the residuals and the output: when
+    `jax.checkpoint` runs it again before the backward, nobody reads the output. It works under jit, vmap, shard_map and
+    remat, and is not differentiable.
 
-    What JAX has for this is `optimize_remat` of a custom_vjp: where nobody reads the residuals, the function stands in
-    for its forward rule. So here the rest is the residual, and it is got out as the cotangent of an argument of the
-    same shape, which nothing reads.
+    It is made from `optimize_remat` of JAX: where nobody reads the residuals of a custom_vjp, the function itself runs
+    in the place of its forward rule. So `rest` is the residual here, and comes out as the cotangent of `slots`, an
+    argument of the same shape that the function does not read.
 
     Args:
       whole: returns (kept, rest), trees of arrays of floating type.
-      part: returns kept. It must depend on the same arguments, or vmap of one that only `whole` reads would tell them
-        apart.
+      part: returns kept. It must read all arguments that `whole` reads, or vmap over an argument would batch the result
+        of one of them only.
       *args: trees of arrays.
     """
-    # Its trace for the shapes of the rest serves the forward rule, too.
+    # With jit, the trace that finds the shapes of `rest` serves the forward rule, too.
     whole = jax.jit(whole, inline=True)
     rest = jax.eval_shape(whole, *args)[1]
     slots = jax.tree.map(lambda x: compat.varying_zeros(x.shape, *jax.tree.leaves(args)).astype(x.dtype), rest)
