@@ -1,4 +1,4 @@
-"""Activations by name, with their slopes: what a kernel applies where it has the numbers anyway."""
+"""Activations by name, with their derivatives, which a kernel applies to numbers that it holds anyway."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ ACTIVATIONS = ("silu", "sigmoid", None)
 
 
 def activate_with_slope(x: jax.Array, activation: str | None) -> tuple[jax.Array, jax.Array]:
-    """Return the activation of x and its derivative there, of float32 x; the activation is one of `ACTIVATIONS`."""
+    """Return an activation of `ACTIVATIONS` and its derivative, both at float32 x."""
     if activation is None:
         return x, jnp.ones_like(x)
     s = jax.nn.sigmoid(x)

@@ -1,8 +1,8 @@
-"""What every grid step of a kernel with a carried state does around the mathematics of its chunks.
+"""The work of a grid step around the mathematics of its chunks, in kernels that carry a state from chunk to chunk.
 
 The state stays in fast memory while the grid walks the steps of a row of the batch. A kernel may be a software
-pipeline: stage 0 prepares the chunk of a grid step, and a later stage takes the state through the chunk of a grid step
-before, so that the products of one stage fill the matrix unit while another waits.
+pipeline: stage 0 prepares the chunk of a grid step, and a later stage takes the state through the chunk of an earlier
+grid step, so that the products of one stage fill the matrix unit while another stage waits.
 """
 
 import enum
@@ -19,11 +19,12 @@ from chunkwise.shared.kernels.operands import FusedStatic
 
 
 class Rows(enum.Enum):
-    """Which rows of its chunks a grid step may use, and so which variant of its body runs.
+    """Which rows of its chunks a grid step may use; this chooses the variant of its body.
 
     Attributes:
       ALL: every row, all of one sequence.
-      SOME: rows of one sequence; others, of another step or past the last token, hold anything.
+      SOME: some rows, all of one sequence; the others belong to another step or are past the last token, and may hold
+        anything.
       MIXED: rows of several sequences, which masks keep apart, or padding.
     """
 
@@ -36,10 +37,10 @@ class StageChunk(NamedTuple):
     """The chunk that a stage of a grid step works on, and which of its rows the stage may read.
 
     Attributes:
-      step: of the launch.
+      step: the step of the launch.
       masks: how the sequences lie in the chunk; None unless the rows of the grid step are mixed.
-      valid: bool [C, 1], the rows to read, because others may hold anything; None for all.
-      nonfinite_rows: float32 [1, C, 1], the rows of sequences that are not finite; None beside masks that are None.
+      valid: bool [C, 1], the rows to read; others may hold anything. None for all rows.
+      nonfinite_rows: float32 [1, C, 1], the rows of sequences that are not finite; None if `masks` is None.
     """
 
     step: layout.TableStep
@@ -49,10 +50,11 @@ class StageChunk(NamedTuple):
 
 
 def step_of(grid_step, stage: int, stages: int, steps: int):
-    """Return the step that a stage of a pipeline works on, `stage` grid steps after stage 0 did.
+    """Return the step that a stage of a pipeline works on: stage 0 had it `stage` grid steps earlier.
 
-    A grid step for which a stage has no step repeats its first or its last one: what the first grid steps make of
-    scratch that holds anything is made again.
+    Where a stage has no step, at the beginning and at the end of the grid, it works on its first or its last step. At
+    the beginning it computes from scratch memory that holds anything; the same step follows again, and replaces the
+    result.
     """
     step = jnp.maximum(grid_step - stage, 0) if stage else grid_step
     return step if stage == stages - 1 else jnp.minimum(step, steps - 1)
@@ -65,7 +67,7 @@ def blocks(static: FusedStatic, stage: int = 0, stages: int = 1) -> layout.Block
 
 
 def blocks_backwards(static: FusedStatic) -> layout.Blocks:
-    """Return how a kernel cuts its arrays that takes the last step first."""
+    """Return how a kernel that takes the last step first cuts its arrays."""
     return layout.Blocks(static.C, static.steps, lambda t: static.steps - 1 - t, static.varlen, static.chunks)
 
 
@@ -81,7 +83,7 @@ def current_step_backwards(table_ref, steps: int) -> layout.TableStep:
 
 
 def either(condition: jax.Array, run: Callable[[], None], otherwise: Callable[[], None]) -> None:
-    """Run one of the two."""
+    """Run one function where the condition holds, and the other one where it does not."""
     pl.when(condition)(run)
     pl.when(jnp.logical_not(condition))(otherwise)
 
@@ -96,19 +98,21 @@ def run_forward(
     part: slice = slice(None),
     transposed: bool,
 ) -> None:
-    """Run a grid step of a forward of two stages: the first prepares a chunk, the second passes the state through one.
+    """Run a grid step of a forward: stage 0 prepares a chunk, and stage 1 takes the state through the one before.
 
     Args:
-      refs: of the kernel: table, owner, initial_state, pool, o, v_new_over_beta, ht, pool_out and state; and in scratch
-        owner_prev, and the nonfinite_rows of prev as far as stage 0 saw them.
-      body: gets the Refs with a state, and the chunks of the two stages. It reads the state by `load_state`.
-      static: of the kernel.
-      tokens_not_finite, values_not_finite: return which of the rows that each of the stages reads are not finite.
-      part: of a head of the state, which is not finite where this part is not.
-      transposed: the kernel holds states as [V, K], and the pool does not.
+      refs: the Refs of the kernel: table, owner, initial_state, pool, o, v_new_over_beta, ht, pool_out and state; in
+        scratch memory owner_prev, and nonfinite_rows, the rows of `prev` that stage 0 found to be not finite.
+      body: gets the Refs, whose state is never None, and the chunks of the two stages. It reads the state by
+        `load_state`.
+      static: the static description of the launch.
+      tokens_not_finite, values_not_finite: return which rows are not finite among the rows that stage 0, and stage 1,
+        reads.
+      part: the part of a head of the state that is searched for NaN and infinity; the rest is finite if this part is.
+      transposed: the kernel holds states as [V, K], and the pool holds them as [K, V].
     """
     if refs.ht is not None:
-        # Its block stays where it is until another sequence begins.
+        # The block of the output stays in fast memory until another sequence begins.
         refs = refs._replace(state=refs.ht)
     cur, prev = current_steps(refs.table, 2, static.steps)
     if refs.pool is not None:
@@ -135,16 +139,16 @@ def run_forward(
 
     run_variant(run, refs, (cur, prev), static, results)
     if refs.pool is not None:
-        # The first two grid steps pass the same step: what the first one makes of scratch that no chunk was prepared in
-        # must not reach the slot that the second one reads.
+        # The first two grid steps take the state through the same step. The first of them computes from scratch memory
+        # in which no chunk was prepared: its state must not reach the slot that the second one reads.
         write_pool(refs.state, refs.pool_out, (prev.last == 1) & (pl.program_id(2) > 0), transposed)
 
 
 def load_state(refs: Any, prev: StageChunk, heads: slice) -> jax.Array:
-    """Return the state of some heads before prev, in the body of `run_forward`.
+    """Return the state of some heads before the chunk `prev`, for the body of `run_forward`.
 
-    Selecting what a sequence starts from costs less than storing it first, in a branch that no operation crosses. Only
-    a search for what is not finite needs it stored.
+    Where a sequence starts, its initial state is selected here. To store it first would cost more, because that takes a
+    branch, and the compiler moves no operation across it. Only the search for rows that are not finite needs it stored.
     """
     S = refs.state[heads]
     if refs.pool is not None or prev.masks is not None:
@@ -163,23 +167,24 @@ def run_backward(
     in_lanes: Sequence = (),
     sums: Sequence = (),
 ) -> None:
-    """Run a grid step of a backward, which takes the gradient of the state back through a chunk, the last one first.
+    """Run a grid step of a backward, which takes the gradient of the state back through a chunk, in reverse order.
 
     Args:
-      refs: of the kernel: table, owner, dht, dh0 and dstate.
-      body: gets the Refs with a dstate, and the chunk.
-      static: of the kernel.
+      refs: the Refs of the kernel: table, owner, dht, dh0 and dstate.
+      body: gets the Refs, whose dstate is never None, and the chunk.
+      static: the static description of the launch.
       not_finite: returns which rows of the chunk are not finite.
-      part: of a head of the gradient of the state, which is not finite where this part is not.
+      part: the part of a head of the state's gradient that is searched for NaN and infinity; the rest is finite if this
+        part is.
       results: Refs of gradients of tokens, or None.
-      in_lanes: of such Refs whose tokens lie in the lanes.
+      in_lanes: more such Refs, whose tokens lie in the lanes.
       sums: Refs of sums over tokens, or None.
     """
     if refs.dh0 is not None:
-        # Its block stays where it is until another sequence begins.
+        # The block of the output stays in fast memory until another sequence begins.
         refs = refs._replace(dstate=refs.dh0)
     step = current_step_backwards(refs.table, static.steps)
-    # Scratch holds anything at first, and no sequence may end with the last step.
+    # Scratch memory holds anything at first, and the last step may be one in which no sequence ends.
     start_state(refs.dstate, refs.dht, (pl.program_id(2) == 0) | (step.last == 1))
 
     def run(rows: Rows) -> None:
@@ -204,15 +209,15 @@ def run_variant(
     *,
     backwards: bool = False,
 ) -> None:
-    """Run the body of a grid step in the variant that its chunks need: masks and selections cost time.
+    """Run the body of a grid step in the cheapest variant that fits its chunks, because masks and selections cost time.
 
     Args:
-      body: gets the rows of all its chunks together.
-      refs: of the kernel; with an owner a chunk may hold several sequences.
-      steps: what the stages of the grid step work on. With `static.varlen`, where none of them has rows, nothing runs.
-      static: of the kernel.
+      body: gets one kind of `Rows`, which holds for all chunks of the grid step.
+      refs: the Refs of the kernel; if there is an owner, a chunk may hold several sequences.
+      steps: the steps that the stages work on. With `static.varlen`, the body does not run where none of them has rows.
+      static: the static description of the launch.
       results: Refs of tokens that the last stage writes, or None.
-      backwards: the last step of a chunk comes first.
+      backwards: whether the last step of a chunk comes first.
     """
     if static.varlen:
         whole = functools.reduce(jnp.logical_and, [(step.begin == 0) & (step.end == static.C) for step in steps])
@@ -231,12 +236,12 @@ def run_variant(
 
 
 def clear_unowned(step: layout.TableStep, results: Sequence, backwards: bool = False) -> None:
-    """Clear the results of a chunk of which no step owns some rows, in the first grid step that writes there."""
+    """Clear the results of a chunk if no step owns some of its rows, in the first grid step that writes the chunk."""
     pl.when(((step.closes if backwards else step.opens) & step.mixed) == 1)(lambda: layout.clear(*results))
 
 
 def valid_rows(rows: Rows, step: layout.TableStep, C: int) -> jax.Array | None:
-    """Return which rows of the chunk of a step may be read, bool [C, 1]; None for all, or where masks say it."""
+    """Return which rows of the chunk of a step may be read, bool [C, 1]; None for all rows."""
     return step.rows(C) if rows is Rows.SOME else None
 
 
@@ -246,7 +251,7 @@ def load_masks(owner: jax.Array, step: layout.TableStep, C: int) -> layout.Seque
 
 
 def start_state(state_ref, start_ref, begins: jax.Array) -> None:
-    """Load the state that a sequence starts from, or its gradient after the sequence: zeros if there is no such Ref."""
+    """Load an initial state, or in a backward the gradient of a final state; zeros if there is no such Ref."""
 
     @pl.when(begins)
     def _():

@@ -22,9 +22,9 @@ def map_chunks(
     """Run `tile` on every chunk, `heads` value heads in lock-step, as one Pallas launch.
 
     Args:
-      tile: a function of tiles, [h, rows, columns] for every operand after one scalar for every one of `scalars`;
-        returns a tuple of tiles [heads, rows, columns]. h is `heads` for operands with a head per value head and
-        fewer for those whose heads are shared.
+      tile: takes the scalars, and a tile [h, rows, columns] of every operand; returns a tuple of tiles
+        [heads, rows, columns]. h is `heads` for operands with a head per value head, and fewer for operands whose heads
+        are shared.
       *operands: chunks [NC, H or HV, rows, columns].
       name: name of the kernel.
       HV: value heads.

@@ -6,8 +6,8 @@ Three ways to cut:
   leaves all results exact. This is what the stage kernels read.
 - `StreamMasks` keeps the chunks aligned to the token stream and says which rows of a chunk belong together. Its
   cost follows the number of tokens, whatever the number of sequences.
-- `VarlenTiles` cuts the aligned chunks once more at the ends of sequences: no copy of the tokens, and every sequence
-  has a boundary where its state can be handed in and out.
+- `VarlenTiles` cuts the aligned chunks once more at the ends of sequences. The tokens are not copied, and every
+  sequence has a boundary where its state can go in and out.
 
 `cu_seqlens` is a traced int32 array [N + 1]: sequence n holds the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1.
 Tokens from cu_seqlens[N] on are padding: they belong to no sequence and their results are zero.
@@ -35,12 +35,12 @@ def pad_tokens(x: jax.Array, T: int) -> jax.Array:
 
 
 def select_tokens(tokens: jax.Array, x: jax.Array, others: float = 0.0) -> jax.Array:
-    """Return x [B, T, ...] where a token is selected, bool [T] or [B, T], and the number `others` elsewhere."""
+    """Return x [B, T, ...] where `tokens`, bool [T] or [B, T], is True, and the number `others` elsewhere."""
     return jnp.where(tokens.reshape(-1, x.shape[1], *(1,) * (x.ndim - 2)), x, jnp.full((), others, x.dtype))
 
 
 def valid_tokens(cu_seqlens: jax.Array | None, segment_ids: jax.Array | None, T: int) -> jax.Array | None:
-    """Return which tokens are not padding, bool [1, T] or [B, T]; None if none is."""
+    """Return which tokens are not padding, bool [1, T] or [B, T]; None if there can be no padding."""
     if segment_ids is not None:
         return segment_ids >= 0
     return None if cu_seqlens is None else (jnp.arange(T, dtype=jnp.int32) < cu_seqlens[-1])[None]
@@ -55,7 +55,8 @@ def zero_padding(x: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
 def rising(boundaries: jax.Array, T: int) -> jax.Array:
     """Return int32 [N + 1] boundaries that rise within T tokens, whatever the given ones hold.
 
-    Right ones stay as they are. One that falls becomes the one before it, and one that is past the end becomes T.
+    Boundaries that rise stay as they are. A boundary that is less than an earlier one becomes that one, and a boundary
+    past the end becomes T.
     """
     index = jnp.arange(boundaries.shape[0], dtype=jnp.int32)
     upto = index[None] <= index[:, None]
@@ -63,8 +64,8 @@ def rising(boundaries: jax.Array, T: int) -> jax.Array:
 
 
 def _owner_of(index: jax.Array, ends: jax.Array) -> jax.Array:
-    """Return int32 the first entry of the rising `ends` that is past `index`: len(ends) if none is."""
-    # A TPU compares all with all seven times faster than it searches, if they are few.
+    """Return int32 the number of the first entry of the rising `ends` that exceeds `index`; len(ends) if none does."""
+    # If there are few, a TPU compares each with each seven times faster than it searches.
     method = "compare_all" if ends.shape[0] <= 128 else "scan"
     return jnp.searchsorted(ends, index, side="right", method=method).astype(jnp.int32)
 
@@ -72,7 +73,7 @@ def _owner_of(index: jax.Array, ends: jax.Array) -> jax.Array:
 def take(values: jax.Array, index: jax.Array) -> jax.Array:
     """Return int32 values [..., n] at the places `index` [m], zeros past the end.
 
-    It compares all of them, which a TPU does sooner than it gathers.
+    It compares every place with every index, which is faster on a TPU than a gather.
     """
     places = jnp.arange(values.shape[-1], dtype=jnp.int32)[None] == index[:, None]  # [m, n]
     places = places.reshape(*(1,) * (values.ndim - 1), *places.shape)
@@ -80,9 +81,9 @@ def take(values: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def put(values: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
-    """Return int32 values [n] with `new` [m] in the places `index` [m], which differ where they exist.
+    """Return int32 values [n] with `new` [m] in the places `index` [m]; no place is named twice.
 
-    As `take`, it compares all of them.
+    It compares every place with every index, as `take` does.
     """
     places = jnp.arange(values.shape[0], dtype=jnp.int32)[:, None] == index[None]  # [n, m]
     placed = jnp.sum(jnp.where(places, new[None], jnp.int32(0)), axis=1, dtype=jnp.int32)
@@ -90,7 +91,7 @@ def put(values: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def token_owners(T: int, cu_seqlens: jax.Array) -> jax.Array:
-    """Return int32 [T], the sequence of every token of a stream; N for a token of none."""
+    """Return int32 [T], the sequence of every token of a stream; N for a token of no sequence."""
     return _owner_of(jnp.arange(T, dtype=jnp.int32), cu_seqlens[1:])
 
 
@@ -204,7 +205,7 @@ class Chunking:
         return rows.reshape(self.B, -1, *rows.shape[2:])[:, : self.T]
 
     def spread(self, x: jax.Array) -> jax.Array:
-        """Return tokens [B, T, ...] in chunk order [B, NC // B * C, ...]: packed, every sequence padded with zeros."""
+        """Return tokens [B, T, ...] as rows of chunks [B, NC // B * C, ...], every sequence padded with zeros."""
         if self.packed:
             return x[0].at[self._token].get(mode="fill", fill_value=0)[None]
         return pad_tokens(x, self.NC // self.B * self.C)
@@ -254,17 +255,17 @@ def stream_masks(T: int, chunk_size: int, cu_seqlens: jax.Array) -> StreamMasks:
 
 
 class VarlenTiles(NamedTuple):
-    """The pieces into which the chunks of a packed stream fall at the ends of sequences: NT + N of them, B = 1.
+    """The pieces into which the ends of sequences cut the chunks of a packed stream: S = NT + N of them, B = 1.
 
-    They are in order, every chunk has one at least, and the rows of a piece belong to one sequence. Unused pieces, and
-    pieces of tokens that belong to none, have no rows. An empty sequence has one piece, which has no rows either.
+    Pieces are in order, every chunk has at least one, and the rows of a piece belong to one sequence. Unused pieces,
+    and pieces of padding, have no rows. An empty sequence has one piece, which has no rows either.
 
     Attributes:
       sequence: int32 [S].
-      first, last: bool [S], whether it is the first or the last piece of its sequence.
+      first, last: bool [S], whether the piece is the first or the last one of its sequence.
       chunk: int32 [S].
-      begin, end: int32 [S], its rows of the chunk.
-      opens, closes: bool [S], whether it is the first or the last piece of its chunk.
+      begin, end: int32 [S], the rows of the chunk that belong to the piece.
+      opens, closes: bool [S], whether the piece is the first or the last one of its chunk.
     """
 
     sequence: jax.Array
@@ -280,7 +281,7 @@ class VarlenTiles(NamedTuple):
 def varlen_tiles(T: int, chunk_size: int, cu_seqlens: jax.Array) -> VarlenTiles:
     """Cut a packed stream of T tokens every `chunk_size` tokens and at the end of every sequence.
 
-    Whatever the boundaries hold, all tiles lie within the stream: kernels take their rows from the tiles.
+    Whatever the boundaries hold, all pieces lie within the stream, because kernels read the rows that the pieces name.
     """
     cu_seqlens = rising(cu_seqlens, T)
     return cut(T, chunk_size, cu_seqlens[:-1], cu_seqlens[1:])[0]
@@ -289,20 +290,20 @@ def varlen_tiles(T: int, chunk_size: int, cu_seqlens: jax.Array) -> VarlenTiles:
 def cut(
     T: int, chunk_size: int, start: jax.Array, end: jax.Array, cuts: tuple[jax.Array, jax.Array] | None = None
 ) -> tuple[VarlenTiles, jax.Array]:
-    """Cut the sequences of a stream of T tokens every `chunk_size` tokens, at their ends, and where else it is asked.
+    """Cut the sequences of a stream of T tokens every `chunk_size` tokens, at their ends, and at further `cuts`.
 
-    Nothing is sorted: the place of an end among all ends is a count of those before it.
+    Nothing is sorted: the place of an end among all ends is found by counting the ends before it.
 
     Args:
       T: tokens; static.
       chunk_size: static.
       start, end: int32 [N], the tokens of every sequence, rising from 0 to T at most; sequence n + 1 starts where n
-        ends. A caller that cannot know so makes them by `rising`.
-      cuts: int32 [M] tokens at which more cuts lie, rising, and the sequence of each, N for a cut that is not made.
+        ends. A caller whose boundaries may be wrong passes them through `rising` first.
+      cuts: int32 [M] the tokens of further cuts, rising, and int32 [M] their sequences, N for a cut that is not made.
 
     Returns:
-      The pieces, NT + N + M of them, and int32 [N + M] the piece that ends at the end of a sequence or at a cut: it has
-      no rows if it is not the only one that ends there.
+      The NT + N + M pieces, and int32 [N + M] the pieces that end at the ends of the sequences and at the cuts. Where
+      several end at one token, only one of them has rows.
     """
     N, NT = start.shape[0], num_chunks(T, chunk_size)
     rank, at = jnp.arange(N, dtype=jnp.int32), end
@@ -311,13 +312,13 @@ def cut(
         before = jnp.sum(owner[None] <= rank[:, None], axis=1, dtype=jnp.int32)
         of = jnp.arange(token.shape[0], dtype=jnp.int32)
         rank, at = jnp.concatenate([rank + before, of + owner]), jnp.concatenate([end, token])
-    # Ends of sequences and cuts at the end of a chunk make one piece with it; `tied` marks the first of these ends.
+    # An end of a sequence, or a cut, at the end of a chunk adds no piece; `tied` marks the first such end of a chunk.
     earlier = rank[None] < rank[:, None]
     tied = (at > 0) & (at % chunk_size == 0) & ~jnp.any(earlier & (at[None] == at[:, None]), axis=1)
-    # The place of every end among all ends: the ends of chunks before it are a quotient.
+    # The place of every end among all ends. The number of ends of chunks before it is a quotient.
     tied_before = jnp.sum(tied[None] & (at[None] < at[:, None]), axis=1, dtype=jnp.int32)
     place = rank + jnp.maximum(at - 1, 0) // chunk_size - tied_before
-    # A piece ends at the last of the ends up to it. Pieces -2 and -1, before the first one, end at token 0.
+    # A piece ends at the last of the ends whose place is not behind the piece. Pieces -2 and -1 end at token 0.
     S = NT + at.shape[0]
     piece = jnp.arange(-2, S, dtype=jnp.int32)
     found = place[None] <= piece[:, None]  # [S + 2, N + M]
@@ -329,7 +330,7 @@ def cut(
     exists, sequence = owner < N, jnp.minimum(owner, N - 1)
     first_token, end_token = take(jnp.stack([start, end]), sequence)
     has_rows = exists & (begin < stop) & (begin >= first_token)
-    # The piece of an empty sequence is the one that ends where it ends.
+    # The piece of an empty sequence is the piece that ends at the end of the sequence.
     empty = jnp.any((place[None, :N] == piece[2:, None]) & (start == end)[None], axis=1)
     chunk = whole[1:-1]
     made = VarlenTiles(

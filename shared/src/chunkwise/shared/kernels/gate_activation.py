@@ -6,8 +6,8 @@ With x the raw gate, a = exp(A_log) and b = dt_bias, a decay in nats is
     sigmoid:  g = lower_bound sigmoid(u)    dx = a du                      dA_log = sum u du       db = sum dx
               u = a (x + b)                 du = g (1 - sigmoid(u)) dg
 
-`LAWS` is the table of these laws. A law more is a class and a line of the table, whose name the argument
-`use_gate_in_kernel` of the operators then takes.
+`LAWS` is the table of these laws. A new law is a class and a line of the table; the argument `use_gate_in_kernel` of
+the operators then takes its name.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from chunkwise.shared.kernels import tiles
 
 # The largest A_log that the products of the laws take.
 MOST_A_LOG = 40.0
-# Below it log(1 + y) loses digits, and three terms of its series do not.
+# For y below this, log(1 + y) loses digits, and three terms of its series lose none.
 _SMALL = 2.0**-6
 
 
@@ -36,9 +36,10 @@ class Law:
     needs_rate: ClassVar[bool] = False
 
     def in_range(self, A_log: jax.Array, dt_bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the A_log and dt_bias of the same decays, where exp(A_log) is a number.
+        """Return A_log and dt_bias that give the same decays, and of which exp(A_log) does not overflow.
 
-        A law that is at an end for every larger A_log, or 0 in x + dt_bias = 0, only cuts it.
+        To cut A_log is enough for a law that has come to a limit there, whatever x is; a law that has not adds the rest
+        to dt_bias.
         """
         return jnp.minimum(A_log, MOST_A_LOG), dt_bias
 
@@ -49,9 +50,9 @@ class Law:
 
         Args:
           x, A_log, dt_bias: of the law, `in_range`.
-          unit: the result is in nats times this.
-          exact: decays are exact up to 3e-7 of themselves. Else up to 4e-6, which may take fewer operations, and has no
-            gradient.
+          unit: multiplies the decay in nats, such as log2(e) for decays to base 2.
+          exact: the relative error of decays is at most 3e-7. Otherwise it is at most 4e-6, which may take fewer
+            operations, and there is no gradient.
         """
         raise NotImplementedError
 
@@ -68,9 +69,10 @@ class Softplus(Law):
     needs_rate: ClassVar[bool] = True
 
     def in_range(self, A_log, dt_bias):
-        """Move the rest of A_log above 40 into the bias.
+        """Move the part of A_log above 40 into the bias.
 
-        softplus(x + b) is e^(x + b) wherever e^A_log of it is not more than 110 nats, which is a decay of 0.
+        This is exact: with so large an A_log, softplus(x + b) is e^(x + b), unless the decay exceeds 110 nats and
+        counts as 0.
         """
         rest = jnp.maximum(A_log - MOST_A_LOG, 0.0)
         return jnp.minimum(A_log, MOST_A_LOG), dt_bias + rest
@@ -84,14 +86,14 @@ class Softplus(Law):
         """Return the gradients of x and A_log."""
         a, y = jnp.exp(A_log), x + dt_bias
         g = self.decay(x, A_log, dt_bias)
-        # A decay of 0 has no gradient, and the rounding of other terms is not to be multiplied by thousands of nats.
+        # A decay of 0 has no gradient. Without this, thousands of nats would multiply the rounding errors in dg.
         dg = jnp.where(g > tiles.FORGET, dg, 0.0)
         return -a * jax.nn.sigmoid(y) * dg, jnp.maximum(g, tiles.FORGET) * dg
 
 
 @dataclasses.dataclass(frozen=True)
 class Sigmoid(Law):
-    """The law of decays that stay above a bound, a negative number. Where A_log exceeds 40, u is 0 or at an end."""
+    """The law of decays that stay above a bound, a negative number. Where A_log exceeds 40, u is 0 or at a limit."""
 
     lower_bound: float
 
@@ -103,7 +105,7 @@ class Sigmoid(Law):
     def gradient(self, x, A_log, dt_bias, dg):
         """Return the gradients of x and A_log."""
         a, y = jnp.exp(A_log), x + dt_bias
-        # At its ends the law has no slope, and infinity times 0 is NaN.
+        # At its limits the law has no slope, and infinity times 0 is NaN.
         u = jnp.clip(a * y, -100.0, 100.0)
         open_ = jax.nn.sigmoid(u)
         du = float(self.lower_bound) * open_ * (1.0 - open_) * dg
@@ -114,21 +116,21 @@ LAWS: dict[str, type[Law]] = {"softplus": Softplus, "sigmoid": Sigmoid}
 
 
 def _softplus(x: jax.Array) -> jax.Array:
-    """Return log(1 + e^x); neither does e^x overflow, nor is a small one lost beside 1."""
+    """Return log(1 + e^x), where e^x does not overflow, and a small e^x is not lost beside 1."""
     return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
 
 
 def _softplus_of_few_operations(x: jax.Array) -> jax.Array:
-    """Return log(1 + e^x); where it would overflow, x itself is the result."""
+    """Return log(1 + e^x); the result is x itself where e^x would overflow."""
     y = jnp.exp(jnp.minimum(x, 80.0))
     series = y - (y * y) * (0.5 - y * jnp.float32(1 / 3))
     return jnp.maximum(x, jnp.where(y < _SMALL, series, jnp.log(1.0 + y)))
 
 
 def decay_of_steps(dt: jax.Array, A_log: jax.Array) -> jax.Array:
-    """Return -e^A_log dt, Mamba-2's decay of a time step in nats, for every A_log that is a number.
+    """Return -e^A_log dt, Mamba-2's decay of a time step in nats, for every finite A_log.
 
-    In two factors neither overflows, and a step that is 0 forgets nothing.
+    e^A_log is two factors, of which neither overflows, so a step of 0 forgets nothing.
     """
     root = jnp.exp(jnp.minimum(0.5 * A_log, 88.0))
     return -root * (root * dt)

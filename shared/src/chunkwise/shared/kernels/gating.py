@@ -16,7 +16,7 @@ def per_channel(g: jax.Array) -> bool:
 
 
 def gate_kind(g: jax.Array) -> str:
-    """Return what the name of a kernel says of gates in chunks: "_gk" per channel, nothing for rows."""
+    """Return the part of a kernel's name that tells its gates: "_gk" for gates per channel, "" for gates per head."""
     return "_gk" if g.shape[2] > 1 else ""
 
 
@@ -26,23 +26,23 @@ def decay_from_start(g: jax.Array) -> jax.Array:
 
 
 def gate_gradient(dG: jax.Array, g: jax.Array) -> jax.Array:
-    """Return the gradient of G in the form of g from its value per token and channel, dG [HV, C, K]."""
+    """Return the gradient of G in the form of g, from dG [HV, C, K], the gradient per token and channel."""
     return dG if per_channel(g) else tiles.to_row(jnp.sum(dG, axis=2, keepdims=True))
 
 
 def _levels(g: jax.Array):
-    """Yield (mask, decay, right) for blocks of 2b rows, b = 1, 2, 4, ..., C/2: together they hold every pair i > j.
+    """Yield (mask, decay, right) for blocks of 2b rows, b = 1, 2, 4, ..., C/2; every pair i > j is in one of the masks.
 
-    mask [1, C, C] are the pairs with i in the right and j in the left half of one block. Anchored at the last row n of
-    the left half, e^(G_i - G_j) is a product of e^(G_i - G_n) and e^(G_n - G_j): decay [HV, C, K] is the factor of
-    each row, and right [1, C, 1] tells the rows of right halves.
+    mask [1, C, C] has the pairs with i in the right half and j in the left half of one block. Anchored at the last row
+    n of the left half, e^(G_i - G_j) is a product of e^(G_i - G_n) and e^(G_n - G_j): decay [HV, C, K] is the factor of
+    each row, and right [1, C, 1] marks the rows of right halves.
     """
     C = g.shape[1]
     i, j = tiles.row_index(C), tiles.column_index(C)
     for level in range(C.bit_length() - 1):
         b = 1 << level
         anchor = (i & ~(2 * b - 1)) + b - 1
-        # G_i - G_n is one product with a matrix of 1 and -1 [1, C, C]: it gathers row n for every i, and is exact.
+        # G_i - G_n is one product with a matrix [1, C, C] of 1 and -1, which is exact.
         one, zero = jnp.float32(1.0), jnp.float32(0.0)
         difference = jnp.where(i == j, one, zero) - jnp.where(j == anchor, one, zero)
         difference = matmul.dot(jnp.broadcast_to(difference, (g.shape[0], C, C)), g)
@@ -89,7 +89,7 @@ def decayed_scores_bwd(q: jax.Array, k: jax.Array, g: jax.Array, dP: jax.Array):
     if not per_channel(g):
         W = dP * tiles.pair_decay(tiles.to_column(g), g, tiles.strictly_lower(C))  # [HV, C, C]
         through = W * matmul.dot_nt(q, k)  # [HV, C, C]
-        # Row i gains what G_i multiplies, column j loses what G_j divides.
+        # Every pair adds its term of `through` to dG_i and takes it from dG_j.
         dg = tiles.to_row(jnp.sum(through, axis=2, keepdims=True)) - jnp.sum(through, axis=1, keepdims=True)
         return matmul.dot(W, k), matmul.dot_tn(W, q), dg
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)

@@ -10,9 +10,9 @@ register or two. From there on block doubling joins two neighbours at a time,
     [X1  0 ]^-1     [ X1^-1                   0    ]
     [M21 X2]     =  [-X2^-1 M21 X1^-1         X2^-1]
 
-with two products of diagonal blocks and a block-diagonal matrix: exact, and of M only the blocks in use are multiplied.
-The products take bfloat16 passes over operands split into parts: six over three parts, which is float32 accuracy,
-or four over two, which is enough for a matrix that holds 16 bits itself.
+with two products of diagonal blocks and a block-diagonal matrix. This is exact, and only those blocks of M that are
+needed are multiplied. The products take bfloat16 passes over operands split into parts: six over three parts, which is
+float32 accuracy, or four over two, which is enough for a matrix that holds 16 bits itself.
 """
 
 import functools
@@ -76,13 +76,13 @@ def broadcast_lane(x: jax.Array, j: int, b: int) -> jax.Array:
 
 
 def spread(x: jax.Array, b: int) -> jax.Array:
-    """Return diagonal blocks [n, b, width] in their places, [n, width, width]."""
+    """Return diagonal blocks [n, b, width] as block-diagonal matrices [n, width, width]."""
     owner = packed.block_of(packed.lane_index(x.shape[2]), b)
     return jnp.concatenate([jnp.where(owner == t, x, jnp.zeros_like(x)) for t in range(x.shape[2] // b)], axis=1)
 
 
 def multiply_blocks(a: jax.Array, b: jax.Array, count: int) -> jax.Array:
-    """Return the products of diagonal blocks [n, rows, width] with others, float32, from `count` parts."""
+    """Return the products of diagonal blocks a with diagonal blocks b, float32, from `count` bfloat16 parts of each."""
     return matmul.dot_parts(
         matmul.bf16_parts(a, count), tuple(spread(part, a.shape[1]) for part in matmul.bf16_parts(b, count))
     )
@@ -96,8 +96,8 @@ def begin_inverse(M: jax.Array) -> jax.Array:
 def block_doubling(X: jax.Array, M: jax.Array, count: int = 3) -> Iterator[Any]:
     """Join neighbouring inverse blocks until one is left; a generator, because every product waits for the one before.
 
-    Only every second block of M is in use, so two matrices share a product: one of them moves over by a
-    block.
+    A step needs only every second block of M, so two matrices share a product: the blocks of one of them are moved by
+    one place.
 
     Args:
       X: [n, b, width] of `begin_inverse`.
@@ -105,11 +105,11 @@ def block_doubling(X: jax.Array, M: jax.Array, count: int = 3) -> Iterator[Any]:
       count: bfloat16 parts of the operands of the products, 8 bits each.
 
     Yields:
-      None at the places at which other products should stand between two of these, to keep the matrix unit busy. The
-      last value is the inverse [n, C, width].
+      None between two products that wait for one another, where other products should run to keep the matrix unit busy.
+      The last value is the inverse [n, C, width].
     """
     n, b, width = X.shape
-    if n % 2:  # the last one of an odd number is its partner too
+    if n % 2:  # an odd one is paired with itself
         X, M = jnp.concatenate([X, X[-1:]]), jnp.concatenate([M, M[-1:]])
     half = X.shape[0] // 2
     while b < M.shape[1]:

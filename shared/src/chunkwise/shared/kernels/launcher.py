@@ -25,7 +25,7 @@ def _without_float16(x):
 
 
 def _int32_indices(spec: pl.BlockSpec) -> pl.BlockSpec:
-    """Return a spec whose index map gives int32: under jax_enable_x64 a Python number would be 64 bits wide."""
+    """Return a spec whose index map gives int32: under jax_enable_x64 a Python number would be an int64."""
     index_map: Any = spec.index_map
     if index_map is None:
         return spec
@@ -37,7 +37,7 @@ def _int32_indices(spec: pl.BlockSpec) -> pl.BlockSpec:
 
 
 def _without_derivative(call: Callable, name: str) -> Callable:
-    """Return a call of a kernel that, asked for its derivative, says what has one; it adds no operation."""
+    """Return a kernel call with an error for whoever asks for its derivative, which says what has one instead."""
 
     def refuse(primals, tangents):
         raise NotImplementedError(
@@ -52,7 +52,7 @@ def _without_derivative(call: Callable, name: str) -> Callable:
 
 
 def _interpreted(compiled: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """Return a launch as it is interpreted; the simulated TPU of a test has set the parameter already."""
+    """Return a launch with `interpret` set; a test on the simulated TPU has set it to something else already."""
     eqns = [x.replace(params=x.params | {"interpret": x.params["interpret"] or True}) for x in compiled.eqns]
     return compiled.replace(jaxpr=compiled.jaxpr.replace(eqns=eqns))
 
@@ -75,9 +75,9 @@ def pallas_call(
     """Run a Pallas TPU kernel: compiled where the program is lowered for a TPU, interpreted everywhere else.
 
     The choice is made when the program is lowered, not when it is traced, so ahead-of-time compilation and
-    `jax.export` for a TPU from another host get the real kernel. It is traced once for both, unless the body asks
-    `matmul.is_interpreted`. An operand may be None: its spec is None too and the kernel receives None in the place of a
-    Ref. The kernel sees float16 as float32.
+    `jax.export` for a TPU from another host get the real kernel. The kernel is traced once for both, unless its body
+    asks `matmul.is_interpreted`. An operand may be None: then its spec is None too, and the kernel receives None in the
+    place of a Ref. The kernel sees float16 as float32.
 
     Args:
       kernel: the body, called with scalar-prefetch Refs, input Refs, output Refs and scratch Refs in this order.
@@ -88,8 +88,9 @@ def pallas_call(
       cost_estimate: what the launch costs, for XLA's scheduler.
       num_scalar_prefetch: how many leading operands are scalar tables read by the index maps.
       input_output_aliases: operand index to output index, for states updated in place.
-      in_bounds: whether no index can leave an array, whatever the caller's arrays hold. Then a TPU does not check the
-        address of every copy, which takes some 13 bundles each; else it halts where one does.
+      in_bounds: a promise that no index leaves its array, whatever the caller's arrays hold. Then a TPU does not check
+        the addresses of copies, which takes some 13 instruction bundles each. Otherwise it checks, and halts at a wrong
+        one.
 
     Returns:
       The outputs, in the structure of `out_shape`.
@@ -114,7 +115,7 @@ def pallas_call(
         input_output_aliases=input_output_aliases or {},
     )
     values: tuple[Any, ...] = tuple(map(_without_float16, operands))
-    # Each gets a separate function, because JAX remembers what it traced of a function.
+    # Each trace gets a new function, because JAX would not trace the same function twice.
     with matmul.kernel_trace(interpreted=False) as asked:
         compiled = jax.make_jaxpr(call(lambda *refs: kernel(*refs)))(*values)
     if asked:
@@ -131,15 +132,15 @@ def pallas_call(
 
 
 def split_scale(scale) -> tuple[float, jax.Array | None]:
-    """Return what a kernel multiplies its output by, a number, and what `scaled` does after it, a scalar array or None.
+    """Return a scale as a number for the kernel and a scalar array, or None, by which `scaled` multiplies after it.
 
-    A number in a kernel has no gradient, and a kernel cannot capture a traced scalar.
+    An array is not for the kernel, which can neither capture a traced scalar nor give it a gradient.
     """
     return (1.0, scale.astype(jnp.float32)) if isinstance(scale, jax.Array) else (float(scale), None)
 
 
 def scaled(o: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Return the output of a kernel times the scale that it did not know; o itself for None."""
+    """Return the output of a kernel times the scalar array of `split_scale`; o itself for None."""
     return o if scale is None else (o.astype(jnp.float32) * scale).astype(o.dtype)
 
 
@@ -168,10 +169,10 @@ def launch(
       refs: the NamedTuple of the Refs: a field for every table, input, output and buffer.
       name, grid, cost_estimate, dimension_semantics, in_bounds: as in `pallas_call`. By default the last axis of the
         grid is sequential: rows of the batch and blocks of heads are independent, and steps pass a state on.
-      inputs: the array, or None, and how it is cut.
-      outputs: how an output is cut, its shape and its type.
-      tables: arrays in scalar memory, which index maps read, or None.
-      scratch: buffers: the shape of a float32 one, or what `pallas_call` takes.
+      inputs: by name, an array or None, and how it is cut.
+      outputs: by name, how an output is cut, its shape and its type.
+      tables: by name, an array in scalar memory, which index maps read, or None.
+      scratch: by name, a buffer: the shape of a float32 buffer, or an object that `pallas_call` takes.
       requested: the outputs to compute; None for all.
       in_place: from the name of an input to the output that takes its memory.
     """

@@ -1,4 +1,4 @@
-"""The way of the user's arrays into the fused kernels and back: flat tokens, blocks of heads, and the table of steps.
+"""How the user's arrays go into the fused kernels and back: flat tokens, blocks of heads, and the table of steps.
 
 A tensor [B, T, heads, D] is seen flat, [B, T, heads * lanes]: a head is a slice of whole lanes, and so is a block of
 heads. That view costs nothing where D is a multiple of 128, because projections produce it. The grid of a launch is
@@ -24,11 +24,12 @@ from jax.experimental import pallas as pl
 
 from chunkwise.shared.kernels import chunking, matmul, packed, pools, segment_tables, tiles
 
-# Outside of kernels: the user's arrays as the kernels read them, and back. JAX transposes these for the backward.
+# Outside of kernels: the user's arrays as the kernels read them, and back. JAX transposes these functions for the
+# backward.
 
 
 def to_lanes(x: jax.Array, T: int) -> jax.Array:
-    """Return [B, t, heads, D] as the flat view [B, T, heads * lanes], with zeros where it is padded."""
+    """Return [B, t, heads, D] as the flat view [B, T, heads * lanes], padded with zeros."""
     x = chunking.pad_tokens(x, T)
     D = x.shape[3]
     if packed.pad_lanes(D) != D:
@@ -65,7 +66,7 @@ def unless_empty(states: jax.Array, otherwise: jax.Array | None, cu_seqlens: jax
 
 # Rows of the table of steps.
 SEQUENCE, FIRST, LAST, CHUNK, BEGIN, END, OPENS, CLOSES, BEFORE, FINAL, MIXED = range(11)
-# More of them where states lie in a pool.
+# Further rows where states lie in a pool.
 TARGET, CONTINUES = range(11, 13)
 
 
@@ -97,7 +98,7 @@ def make_steps(
         padded = (p.chunk + 1) * C > cu_seqlens[-1]
         rows = (*p, p.sequence, p.sequence, padded)
         return Steps(jnp.stack([x.astype(jnp.int32) for x in rows]), None)
-    # Computed here and not by XLA, which would run an operation for every row before each launch.
+    # In numpy, because XLA would run an operation for every row of the table before each launch.
     row, chunk = np.repeat(np.arange(B), NT), np.tile(np.arange(NT), B)
     zeros, ones = np.zeros_like(chunk), np.ones_like(chunk)
     steps = (row, chunk == 0, chunk == NT - 1, chunk, zeros, np.minimum(T - chunk * C, C), ones, ones)
@@ -124,7 +125,7 @@ def pool_steps(T: int, C: int, routes: pools.Routes, block_size: int | None = No
         p, final = chunking.cut(T, C, start, end)
     else:
         assert block_size is not None
-        # Blocks are counted through all sequences: no more of them are full than fit into T tokens.
+        # Full blocks are numbered through all sequences; there are at most as many as fit into T tokens.
         full = jnp.where(filled, (end - start) // block_size, jnp.int32(0))
         index, after = jnp.arange(N, dtype=jnp.int32), jnp.arange(1, T // block_size + 1, dtype=jnp.int32)
         upto = jnp.sum(jnp.where(index[None] <= index[:, None], full[None], jnp.int32(0)), axis=1, dtype=jnp.int32)
@@ -137,7 +138,7 @@ def pool_steps(T: int, C: int, routes: pools.Routes, block_size: int | None = No
         slot = jnp.where((owner < N) & (place <= M), slot, jnp.int32(-1))
         p, final = chunking.cut(T, C, start, end, (token, owner))
         target = jnp.concatenate([target, slot])
-    # The slot that a piece writes, if one does: pieces that end nowhere write none.
+    # The slot that a piece writes, -1 for none: a piece writes where a sequence or a block ends.
     steps = jnp.arange(p.chunk.shape[0], dtype=jnp.int32)
     written = final[None] == steps[:, None]
     written = jnp.sum(jnp.where(written, target[None] + 1, jnp.int32(0)), axis=1, dtype=jnp.int32) - 1
@@ -161,9 +162,9 @@ def chunk_owners(
     """Return how the sequences of a stream, or of rows of segments, lie in the chunks of C tokens.
 
     Returns:
-      int32: the `coded_owners` of chunks [B * NT, 1, C]; [B * NT] the sequence of the token before each chunk, of its
-      first token if there is none before; the sequence of its last token; and 1 where masks are needed: another one
-      begins in the chunk or with it, or it holds padding.
+      Four arrays, all int32: the `coded_owners` of chunks [B * NT, 1, C]; and for every chunk, [B * NT], the sequence
+      of the token before it, or of its first token if there is none before; the sequence of its last token; and 1 if it
+      needs masks, because a new sequence begins in it or with it, or because it holds padding.
     """
     codes = segment_tables.coded_owners(cu_seqlens, segment_ids, T)
     last = codes[:, -1:]
@@ -177,8 +178,8 @@ def chunk_owners(
 
 
 def decoded(owner: jax.Array) -> jax.Array:
-    """Return the sequences of tokens, and for padding that before it, from `coded_owners`."""
-    # The complement of a negative number, without a selection.
+    """Return the sequences of tokens from `coded_owners`; for padding, the sequence before it."""
+    # The complement of x where x is negative, and x elsewhere, without a selection.
     return owner ^ lax.shift_right_arithmetic(owner, jnp.full_like(owner, 31))
 
 
@@ -189,16 +190,17 @@ class TableStep:
     """A step of a launch, as the table in scalar memory says; every attribute is a scalar int32.
 
     Attributes:
-      sequence: the sequence that hands its state in and out; in a pool, the slot that the step holds to read it.
-      first, last: 1 where the step is the first or the last of its sequence.
+      sequence: the sequence whose state goes in and out; over a pool, the slot whose block the step holds to read.
+      first, last: 1 where the step is the first or the last of its sequence; over a pool, `last` is 1 where the step
+        writes a state, also at the end of a block of tokens.
       chunk: the chunk of the row of the batch.
-      begin, end: its rows of the chunk; other rows may hold anything.
+      begin, end: the rows of the chunk that belong to the step; other rows may hold anything.
       opens, closes: 1 where the step is the first or the last of its chunk.
-      before, final: the sequences of the token before the chunk and of its last token.
-      mixed: 1 where the chunk does not lie inside one sequence: see `chunk_owners`. Of a piece, where its chunk has
-        rows that no piece owns.
-      target: the slot that the step holds to write it, in a pool, as those that follow.
-      continues: 1 where its sequence starts from the state of a slot, and not from zeros.
+      before, final: the sequence of the token before the chunk, and of the last token of the chunk.
+      mixed: 1 where the chunk does not lie inside one sequence: see `chunk_owners`. If steps are pieces, 1 where the
+        chunk has rows that no piece owns.
+      target: over a pool, the slot whose block the step holds to write.
+      continues: over a pool, 1 where a sequence starts with this step from the state in a slot, and not from zeros.
     """
 
     def __init__(self, table_ref, n):
@@ -235,12 +237,14 @@ class TableStep:
 
 
 class SequenceMasks(NamedTuple):
-    """How the sequences of a chunk lie in it; padding counts to the sequence before it.
+    """How sequences lie in a chunk; padding counts as a part of the sequence before it.
 
     Attributes:
       same: bool [1, C, w], pairs of rows and columns of one sequence.
-      carried: bool [1, C, 1], rows of the sequence that is open where the chunk begins: they see the state before it.
-      ending: bool [1, C, 1], rows of the sequence that is open where the chunk ends: they reach the state after it.
+      carried: bool [1, C, 1], rows of the sequence that is open where the chunk begins: they read the state before the
+        chunk.
+      ending: bool [1, C, 1], rows of the sequence that is open where the chunk ends: they add to the state after the
+        chunk.
       through: bool scalar, the chunk lies inside one sequence, so that the state passes through it.
       code: int32 [1, C, 1], the `coded_owners` of the rows: below 0 for padding.
     """
@@ -258,7 +262,7 @@ def sequence_masks(owner: jax.Array, C: int, before: jax.Array, final: jax.Array
     Args:
       owner: int32 [1, w], the `coded_owners` of the tokens, repeated where w is a multiple of C.
       C: rows of the chunk.
-      before, final: the sequences of the token before the chunk and of its last token.
+      before, final: the sequence of the token before the chunk, and of the last token of the chunk.
     """
     # [1, 1, C] -> [1, C, 1]; sequences are counted exactly in float32.
     code = tiles.to_column(owner[None, :, :C].astype(jnp.float32)).astype(jnp.int32)
@@ -267,14 +271,14 @@ def sequence_masks(owner: jax.Array, C: int, before: jax.Array, final: jax.Array
 
 
 def load_heads(ref, width: int, heads: slice = slice(None), valid: jax.Array | None = None, at=slice(None)):
-    """Load heads of a flat block [rows, heads * width] as tiles [heads, C, width].
+    """Load some heads of a flat block [rows, heads * width] as tiles [heads, C, width].
 
     Args:
       ref: the block.
       width: lanes of a head.
-      heads: which of them.
-      valid: bool [C, 1], other rows become zero; None for all.
-      at: which rows.
+      heads: which heads.
+      valid: bool [C, 1]; rows that are not valid become zeros. None for all.
+      at: which rows of the block.
     """
     each = range(ref.shape[1] // width)[heads]
     tiles = jnp.stack([ref[at, i * width : (i + 1) * width] for i in each])
@@ -282,7 +286,7 @@ def load_heads(ref, width: int, heads: slice = slice(None), valid: jax.Array | N
 
 
 def store_rows(ref, lanes, x: jax.Array, valid: jax.Array | None = None, at=slice(None)) -> None:
-    """Store x [C, n] in `lanes` of a block, only the valid rows, bool [C, 1]; None for all."""
+    """Store in `lanes` of a block the rows of x [C, n] that are `valid`, bool [C, 1]; None for all rows."""
     x = x.astype(ref.dtype)
     ref[at, lanes] = x if valid is None else jnp.where(valid, x, ref[at, lanes])
 
@@ -297,8 +301,8 @@ def store_heads(ref, tiles: jax.Array, valid: jax.Array | None = None, first: in
 def load_every(ref, n: int) -> list[jax.Array]:
     """Return the rows i, i + n, i + 2 n ... of a Ref [C, lanes] for every i below n, each [C / n, lanes].
 
-    They are loads with a stride. Interpreted, each of these is a gather with an index for every number, which compiles
-    for longer than the rest of a kernel.
+    In a compiled kernel they are loads with a stride. An interpreted load with a stride would be a gather with an index
+    for every number, which takes longer to compile than the rest of a kernel.
     """
     if matmul.is_interpreted():
         x = ref[...].reshape(-1, n, ref.shape[-1])
@@ -331,8 +335,9 @@ def clear(*refs) -> None:
 class Blocks:
     """The BlockSpecs of a launch over the grid (row of the batch, block of heads, grid step).
 
-    A grid step works on the step `at(grid_step)`: every stage of a software pipeline has different `Blocks`, and
-    backward kernels count down. Scalar tables come first; the table of steps is read only where steps are pieces.
+    A grid step works on the step `at(grid_step)`, so every stage of a software pipeline has its `Blocks`, and backward
+    kernels count down. Of the scalar tables of the launch, the table of steps is the first; it is read only where steps
+    are pieces.
     """
 
     def __init__(self, C: int, steps: int, at: Callable, varlen: bool, chunks: int = 1):
@@ -342,7 +347,7 @@ class Blocks:
           C: tokens of a chunk.
           steps: steps of a row of the batch.
           at: the step of every grid step.
-          varlen: whether a step is a piece of its chunks, of one sequence, as the table says.
+          varlen: whether steps are pieces of chunks, each of one sequence, which the table of steps lists.
           chunks: chunks of a step.
         """
         self.C, self.steps, self.at, self.varlen, self.chunks = C, steps, at, varlen, chunks
@@ -365,7 +370,7 @@ class Blocks:
         return pl.BlockSpec((None, None, self.chunks * self.C, heads), index)
 
     def rows(self, *block: int | None) -> pl.BlockSpec:
-        """Cut a value per token in the lanes, [B, NT, blocks, heads, C] or [B, NT, HV, 1, C]."""
+        """Cut a value per token whose tokens lie in the lanes, [B, NT, blocks, heads, C] or [B, NT, HV, 1, C]."""
         index = lambda b, h, grid_step, *tables: (b, self._chunk(b, grid_step, tables), h, 0, 0)
         return pl.BlockSpec((None, *block), index)
 
@@ -375,7 +380,7 @@ class Blocks:
         return pl.BlockSpec((self.chunks, 1, lanes), index)
 
     def state(self, *tail: int) -> pl.BlockSpec:
-        """Cut one state per sequence, or the slot to read, [N, HV, ...]; `tail` is (heads a block, ...)."""
+        """Cut the state of the sequence, or the slot to read, of [N, HV, ...]; `tail` is (heads of a block, ...)."""
         return self._by_table(SEQUENCE, tail) if self.varlen else self.per_row(*tail)
 
     def target(self, *tail: int) -> pl.BlockSpec:
@@ -389,15 +394,15 @@ class Blocks:
         return pl.BlockSpec((None, *tail), index)
 
     def unread(self) -> pl.BlockSpec:
-        """Cut one block, which nobody reads, of flat tokens [B, T, all lanes]."""
+        """Cut always the same block, which nobody reads, of flat tokens [B, T, all lanes]."""
         return pl.BlockSpec((None, 16, 128), lambda *_: (0, 0, 0))
 
     def per_row(self, *tail: int) -> pl.BlockSpec:
-        """Cut what there is once a row of the batch, [B, HV, ...]; `tail` is (heads a block, ...)."""
+        """Cut an array with one entry for every row of the batch, [B, HV, ...]; `tail` is (heads of a block, ...)."""
         return pl.BlockSpec((None, *tail), lambda b, h, *_: (b, h, *(0 for _ in tail[1:])))
 
     def per_step(self, *tail: int) -> pl.BlockSpec:
-        """Cut what there is once a step, [B, steps, all, ...]; `tail` is (how many are in a block, ...)."""
+        """Cut an array with one entry for every step, [B, steps, all, ...]; `tail` is (how many a block has, ...)."""
         return pl.BlockSpec(
             (None, None, *tail), lambda b, h, grid_step, *_: (b, self.at(grid_step), h, *(0 for _ in tail[1:]))
         )

@@ -5,8 +5,9 @@ lock-step inside a kernel. Two bfloat16 operands take one pass of the matrix uni
 else is computed from float32 operands at full float32 precision. A bare float32 product would run as a single
 bfloat16 pass on a TPU, and never on a CPU, so a CPU test could not see the loss.
 
-The user's bfloat16 tensors are exact as operands. A computed tile is not: rounded to bfloat16 it loses 2^-9, which the
-delta rule amplifies a hundredfold where keys repeat, because the values it adds cancel one another.
+The user's bfloat16 tensors are exact as operands. A computed tile is not: if it is rounded to bfloat16, it gets a
+relative error of 2^-9, which a delta rule amplifies a hundredfold where keys repeat, because there the values that it
+adds cancel one another.
 """
 
 import contextlib
@@ -18,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 _passes: int | None = None
-# Of the kernel that is being traced whether it will be interpreted, and a list that fills where it asks for that.
+# For the kernel that is being traced: whether it will be interpreted, and a list that is not empty if it asked for
+# that.
 _kernel: contextvars.ContextVar[tuple[bool, list] | None] = contextvars.ContextVar("kernel", default=None)
 
 
@@ -29,7 +31,7 @@ def operand_dtype(*dtypes) -> jnp.dtype:
 
 @contextlib.contextmanager
 def emulate_mxu(passes: int = 1):
-    """Round float32 operands as a matrix unit of `passes` bfloat16 passes (1 or 3) would, on any backend.
+    """Round float32 operands on any backend as a matrix unit with `passes` bfloat16 passes (1 or 3) would.
 
     For tests: it shows on a CPU what a product loses if it is not given full precision. It acts while a function is
     traced, so trace a fresh one inside.
@@ -46,7 +48,7 @@ def emulate_mxu(passes: int = 1):
 
 @contextlib.contextmanager
 def kernel_trace(interpreted: bool) -> Iterator[list]:
-    """Trace a kernel inside; yield a list that stays empty where the trace serves compilation and interpretation."""
+    """Trace a kernel inside; the yielded list stays empty if one trace serves to compile and to interpret it."""
     asked: list[bool] = []
     token = _kernel.set((interpreted, asked))
     try:
@@ -92,7 +94,7 @@ def _round(x: jax.Array) -> jax.Array:
 def rounded(x: jax.Array) -> jax.Array:
     """Return float32 x rounded to bfloat16.
 
-    A conversion there and back is what Mosaic has for it, and what XLA leaves out of an interpreted kernel.
+    Mosaic rounds by a conversion to bfloat16 and back. In an interpreted kernel XLA would leave both conversions out.
     """
     return _round(x) if is_interpreted() else x.astype(jnp.bfloat16).astype(jnp.float32)
 
@@ -100,8 +102,8 @@ def rounded(x: jax.Array) -> jax.Array:
 def dot(a: jax.Array, b: jax.Array, dtype=None, passes: int | None = None) -> jax.Array:
     """Return a b for a [h, m, k] and b [h, k, n], as float32 [h, m, n].
 
-    `dtype` forces the type of the operands. With `passes` = 3 float32 operands take three bfloat16 passes, which is for
-    the tensor cores of a GPU, where full precision has none.
+    `dtype` forces the type of the operands. With `passes` = 3 float32 operands take three bfloat16 passes: for GPUs,
+    whose tensor cores have no full precision.
     """
     return _contract(a, b, (2, 1), dtype, passes)
 
@@ -126,12 +128,12 @@ def bf16_parts(x: jax.Array, count: int = 3) -> tuple[jax.Array, ...]:
 
 
 def dot_parts(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> jax.Array:
-    """Return a b for a and b as `bf16_parts`: at 16 bits for two each, at float32 accuracy for three.
+    """Return a b for a and b as `bf16_parts`: 16 bits from two parts of each, float32 accuracy from three parts.
 
-    Three do what `Precision.HIGHEST` does: the same six one-pass products, without those past the 24 bits. But the
-    matrix unit is handed each part of b once: the parts of a lie below one another, two parts of b side by side, the
-    third parts of two tiles too. And the caller may split an operand before he repeats or masks it. The rows of a must
-    be a multiple of 16.
+    With three parts this does what `Precision.HIGHEST` does: six one-pass products, without those below the 24 bits.
+    But the matrix unit gets each part of b once, because the parts of a lie below one another and two parts of b side
+    by side, as do the third parts of two tiles. And a caller can split an operand before he repeats or masks it. The
+    number of rows of a must be a multiple of 16.
     """
     beside = lambda *x: jnp.concatenate(x, axis=2)
     below = lambda *x: jnp.concatenate(x, axis=1)
@@ -139,7 +141,8 @@ def dot_parts(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> jax.Array:
     both = dot(below(*a), beside(*b[:2]), jnp.bfloat16)
     part = lambda i, j: both[:, i * m : (i + 1) * m, j * n : (j + 1) * n]
     if len(a) == 2:
-        # The product of both second parts is there anyway; without it repeated keys are off ten times as much.
+        # The product of both second parts is computed anyway. Without it, the error is ten times as large where keys
+        # repeat.
         return part(0, 0) + (part(0, 1) + part(1, 0) + part(1, 1))
     half = a[0].shape[0] // 2
     if a[0].shape[0] % 2:

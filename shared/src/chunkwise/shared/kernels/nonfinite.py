@@ -3,15 +3,16 @@
 A mask that multiplies does not keep sequences apart: 0 times NaN is NaN, and a product reads every row of its operands.
 So the body of a chunk that holds several sequences stands between two calls, and other chunks cost nothing:
 
-1. `isolate` finds the rows that hold something not finite, and whether the state that comes in does: the state belongs
-   to the sequence that is open where the chunk begins, its gradient to the one that is open where the chunk ends. It
-   clears such a state, and extends the rows to their whole sequences: no product reads a row that is not valid.
-2. `poison` stores NaN in the results of these sequences, and in the state that goes out if it is of one of them, so
-   that nothing is hidden.
+1. `isolate` finds the rows that hold something not finite, and whether the state that comes in does. (The state belongs
+   to the sequence that is open where the chunk begins, and in a backward its gradient to the sequence that is open
+   where the chunk ends.) It clears such a state, and extends the rows to their whole sequences, so that no product
+   reads a row of them.
+2. `poison` stores NaN in the results of these sequences, and in the state that goes out if it belongs to one of them,
+   so that nothing is hidden.
 
-Padding counts to the sequence before it here, because the state passes through it. A chunk that begins with a new
-sequence is mixed too: it must not read the state. So is one with padding, whose rows would make NaN of a state that is
-not finite.
+Padding counts as a part of the sequence before it here, because the state passes through it. Two kinds of chunks with
+one sequence are treated as mixed, too: a chunk that begins with a new sequence, because it must not read the state, and
+a chunk with padding, whose results must stay zeros beside a state that is not finite.
 """
 
 import functools
@@ -24,7 +25,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.shared.kernels import layout, tiles
 
-# Bits of a float32: all but the sign, and the bits of an infinity, above which there are only NaNs.
+# Bits of a float32: all but the sign, and the bits of infinity; larger numbers of bits are NaNs.
 _SIZE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 
 
@@ -65,7 +66,7 @@ def whole_sequences(nonfinite_rows: jax.Array, same: jax.Array) -> jax.Array:
 
 
 def only_if(condition: jax.Array, find: Callable[[], jax.Array], C: int) -> jax.Array:
-    """Return find(), float32 [1, C, 1], if the scalar condition holds, else zeros and compute nothing."""
+    """Return find(), float32 [1, C, 1], if the scalar condition holds; otherwise return zeros without a computation."""
     return lax.cond(condition, find, lambda: jnp.zeros((1, C, 1), jnp.float32))
 
 
@@ -77,9 +78,9 @@ def isolate(
     Args:
       masks: how the sequences lie in the chunk.
       find: returns which rows are not finite, float32 [1, C, 1]; rows of padding may be among them.
-      *states: the Ref of a state [heads, ...] that comes in, the rows of its sequence, bool [1, C, 1], and which part
-        of a head to look at.
-      mixed: bool scalar, False where there is nothing to find; None where that is known already.
+      *states: tuples of the Ref of a state [heads, ...] that comes in, the rows of its sequence, bool [1, C, 1], and
+        the part of a head to search.
+      mixed: bool scalar, False where the search can be left out; None to search always.
 
     Returns:
       The rows that the chunk may read, bool [C, 1]; and the rows of sequences that are not finite, float32 [1, C, 1].
@@ -101,12 +102,12 @@ def isolate(
 def poison(
     nonfinite_rows: jax.Array, masks: layout.SequenceMasks, results: Sequence, *states: tuple, in_lanes: Sequence = ()
 ) -> None:
-    """Store NaN in what a chunk makes of the sequences that `isolate` found; a Ref that is None is passed over.
+    """Store NaN in the results of the sequences that `isolate` found; a Ref may be None.
 
     Args:
       nonfinite_rows, masks: of `isolate`.
       results: Refs of tokens [C, w].
-      *states: the Ref of a state that goes out, and the rows of its sequence, bool [1, C, 1].
+      *states: tuples of the Ref of a state that goes out, and the rows of its sequence, bool [1, C, 1].
       in_lanes: Refs of values per token [heads, C] or [heads, 1, C].
     """
 

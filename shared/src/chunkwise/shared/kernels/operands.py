@@ -1,4 +1,4 @@
-"""The operands of the launches of all fused operators, and what is known when one is built, by one set of names."""
+"""The operands of the launches of all fused operators, and the static description of a launch, with the same names."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ import jax
 
 from chunkwise.shared.kernels import gate_activation
 
-# An array that a launch does not have. Which are there is known from the operator and the launch; a type cannot tell.
+# An array that a launch does not have. The operator and the launch tell which arrays there are; a type cannot.
 _ABSENT: Any = None
 
 
@@ -22,20 +22,20 @@ class Operands(NamedTuple):
       v: [B, T, HV * V].
       g: decays in nats, or the raw gates of a law.
       beta: step sizes.
-      e: erase keys like k, or None where they are made of k.
+      e: erase keys, laid out as k; None where k erases, or k and b.
       b: erase gates [B, T, HV * K], which multiply erase keys.
       w: write gates [B, T, HV * V], which multiply values.
       gamma: constant gates [HV, 1, 1] float32.
       law: A_log and dt_bias of every gate, float32.
       initial_state: [N, HV, K, V] or [N, HV, V, K] float32.
       owner: int32 [B * NT, 1, lanes], the `coded_owners` of tokens where a chunk may hold several sequences.
-      pool: states [slots, HV, K, V] of the user in place of initial_state: neither padded nor transposed.
+      pool: the user's pool of states [slots, HV, K, V], in place of initial_state; it is neither padded nor transposed.
       A_inv: the inverses of all steps, float32, p heads side by side.
-      scores: the scores of queries above the scores of keys of all steps, float32, p heads side by side.
+      scores: of all steps, the scores of queries, and below them the scores of keys, float32, p heads side by side.
       h: the states before all steps, [B, steps, HV, K, V] or [B, steps, HV, V, K].
-      v_new_over_beta: float32 like v, the new values over beta.
-      do: the cotangent of the output, like v.
-      dht: the cotangent of the final states, like initial_state.
+      v_new_over_beta: the new values divided by beta, float32, laid out as v.
+      do: the cotangent of the output, laid out as v.
+      dht: the cotangent of the final states, laid out as initial_state.
     """
 
     table: jax.Array = _ABSENT
@@ -61,29 +61,32 @@ class Operands(NamedTuple):
 
 
 class FusedStatic(NamedTuple):
-    """What is known when a launch of a fused operator is built.
+    """The static description of a launch of a fused operator.
 
     Attributes:
       B, T: rows of the batch and their tokens.
       H, HV: heads of q and k, and of v: value head n reads key head n // (HV // H).
       K, V: head dimensions, padded to whole lanes.
       C: tokens of a chunk.
-      N: states in and out.
-      steps: of a row of the batch: groups of chunks, or pieces of them.
+      N: how many states go in and out.
+      steps: the steps of a row of the batch; each is some chunks, or a piece of one.
       scale: the number that multiplies the queries, or the output.
       config: tile sizes of the package.
-      varlen: every packed sequence has a state, and a step is a piece of its chunks, of one sequence.
-      partial: the last chunk of a row holds rows that are not tokens, or that a law makes decays of.
+      varlen: every packed sequence has a state, and a step is a piece of a chunk, of one sequence.
+      partial: the last chunk of a row has rows that must not be read: they are past the end of the arrays, or a law
+        would make decays of their zeros.
       chunks: chunks of a step.
       p: heads that lie side by side in the lanes.
       normalise: queries and keys are scaled to unit length first.
-      compensate: step sizes make up for the rounding of these keys, because they may exceed 1: `tiles.unit_keys`.
+      compensate: step sizes make up for the rounding of keys, as `tiles.unit_keys` says, because step sizes may exceed
+        1.
       gate_law: the law of raw gates, or None.
       base: rows of the diagonal blocks that one product covers, in the forward of KDA.
-      backward_base: in its backward, where gradients of strong gates are as small as the decays.
+      backward_base: the same for its backward, where gradients of strong gates are as small as their decays.
       per_channel: gates are per channel of the key.
       constant: every chunk has the same decays: constant gates, whole chunks, one sequence.
-      parts: parts of computed tiles in bfloat16 products: two where the gradient of constant gates is wanted.
+      parts: how many bfloat16 parts computed tiles have in products: two where the gradient of constant gates is
+        requested.
     """
 
     B: int
@@ -116,7 +119,7 @@ class FusedStatic(NamedTuple):
         return self.HV // self.H
 
     def key_blocks(self, heads: int) -> tuple[int, int]:
-        """Return the key heads of a block of value heads; and if a group is larger, how many blocks share its one."""
+        """Return the key heads of a block of value heads, and how many blocks share a key head."""
         return max(heads // self.group, 1), max(self.group // heads, 1)
 
     def sizes(self) -> dict[str, Any]:

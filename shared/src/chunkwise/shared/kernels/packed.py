@@ -1,8 +1,8 @@
 """Tiles of several heads side by side in the lanes, so that small matrices fill a register and a matrix unit.
 
-Tiles are [heads, rows, columns]. p heads form a *pack*: their [C, C] matrices lie side by side, [n, C, p C] with
-n = heads / p, and one product with p tiles placed block-diagonally serves them all. Slices of whole lanes and pieces
-with a zero in the place of a tile cost nothing in a kernel.
+Tiles are [heads, rows, columns]. p heads form a *pack*: their [C, C] matrices lie side by side, [n, C, p C] with n =
+heads / p, and one product with p tiles placed block-diagonally serves them all. In a kernel, slices of whole registers
+of lanes cost nothing, nor do zeros in the place of a tile.
 """
 
 import jax
@@ -17,7 +17,7 @@ LANES = 128
 
 
 def round_up(size: int, whole: int) -> int:
-    """Return the least multiple of `whole` that is not below `size`."""
+    """Return `size` rounded up to a multiple of `whole`."""
     return -(-size // whole) * whole
 
 
@@ -41,7 +41,7 @@ def lane_index(size: int) -> jax.Array:
 
 def block_of(index: jax.Array, b: int) -> jax.Array:
     """Return index // b for a power of two b."""
-    # Under jax_enable_x64 a Python number would be 64 bits wide.
+    # Under jax_enable_x64 a Python number would be an int64.
     return lax.shift_right_logical(index, jnp.int32(b.bit_length() - 1))
 
 
@@ -73,7 +73,7 @@ def diagonal_blocks(x: jax.Array, p: int) -> jax.Array:
 
 
 def pack_members(x: jax.Array, p: int) -> list[jax.Array]:
-    """Return tiles [heads, m, w] as the j-th heads of all packs of p, p tiles [n, m, w]."""
+    """Return tiles [heads, m, w] as p tiles [n, m, w]: tile j has the heads at place j of all packs."""
     return [jnp.stack([x[i] for i in range(j, x.shape[0], p)]) for j in range(p)]
 
 
@@ -92,23 +92,23 @@ def place_tiles(tiles: list[jax.Array], p: int) -> jax.Array:
 
 
 def split_bf16(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
-    """Return float32 x as operands: two bfloat16 parts (16 bits), or itself where the tensors are not bfloat16."""
+    """Return float32 x as operands: two bfloat16 parts (16 bits) if `dtype` is bfloat16, else x itself."""
     return matmul.bf16_parts(x, 2) if dtype == jnp.bfloat16 else (x,)
 
 
 def split_computed(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
-    """Return `split_bf16` of a computed x, which is float32; a tensor of another type is exact as it is."""
+    """Return `split_bf16` of a computed x, which is float32; an x of another type is a user's tensor and exact."""
     return split_bf16(x, dtype) if x.dtype == jnp.float32 else (x,)
 
 
 def part_pairs(a, b) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the parts of a and of b whose products make up a b, less products of two small parts, in two lists."""
+    """Return two lists, parts of a and of b, whose products add up to a b without the product of the small parts."""
     pairs = [(x, y) for i, x in enumerate(a) for j, y in enumerate(b) if i + j < 2]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
 def multiply_packed(A, x, p: int, dtype):
-    """Return A x of every head, [heads, m, V] float32, for `split_bf16` of packed A side by side and x [heads, C, V].
+    """Return A x of every head, [heads, m, V] float32, for packed A as `split_bf16` gives it, and x [heads, C, V].
 
     An x that is not float32 is exact.
     """
@@ -125,9 +125,9 @@ def apply_transposed(X, tiles, dtype, p: int):
 
 
 def outer(a: jax.Array, b: jax.Array, dtype, p: int) -> jax.Array:
-    """Return a b^T of every head, packed [n, m, p C], for tiles a [heads, m, w] and b [heads, C, w], b at 16 bits.
+    """Return a b^T of every head, packed [n, m, p C], for tiles a [heads, m, w] and b [heads, C, w]; b keeps 16 bits.
 
-    The parts of b stand below one another: time on the matrix unit goes with the size of a, not with what it meets.
+    The parts of b stand below one another, because time on the matrix unit grows with the size of a, and not of b.
     """
     b_parts = split_bf16(b, dtype)
     products = matmul.dot_nt(a.astype(dtype), concat_rows(b_parts))

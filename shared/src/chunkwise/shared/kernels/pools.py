@@ -1,7 +1,7 @@
 """Pools of states: which slot a sequence starts from and ends in, and how a kernel reads and writes the slots in place.
 
-A kernel takes the block of a slot through the index maps of its grid, so that Pallas copies it to fast memory one step
-ahead. A block that is written goes back when the index moves on. So a step that moves no state keeps the index of a
+The index maps of the grid name the block of a slot, so that Pallas copies it to fast memory one step ahead. A block
+that is written goes back when the index changes. So a step that neither reads nor writes a state keeps the index of a
 step that does: see `resident`.
 """
 
@@ -18,15 +18,14 @@ from chunkwise.shared.kernels import chunking
 class Routes(NamedTuple):
     """Which tokens the sequences of a stream have, and where their states lie in a pool; a slot below 0 is none.
 
-    Kernels copy what the routes name without a look at the sizes of the arrays: tokens lie within the stream, and slots
-    within the pool.
+    Kernels do not check the routes: tokens must lie within the stream, and slots within the pool.
 
     Attributes:
-      start, end: int32 [N], its tokens; both rise with n, and a sequence may be empty.
-      source: int32 [N], the slot of the state that it starts from; if none it starts from zeros.
-      target: int32 [N, W], the slot of the state after its token t, or with W = 1 after its last one; if none, the
-        state is dropped. A sequence of fewer than W tokens has slots below 0 after them.
-      blocks: int32 [N, M], the slot of the state after every block of its tokens, or None.
+      start, end: int32 [N], the tokens of the sequence; both rise with n, and a sequence may be empty.
+      source: int32 [N], the slot of the state that the sequence starts from; without a slot it starts from zeros.
+      target: int32 [N, W], the slot of the state after token t of the sequence, or with W = 1 after its last token;
+        without a slot the state is dropped. A sequence of fewer than W tokens has slots below 0 after them.
+      blocks: int32 [N, M], the slot of the state after every block of tokens of the sequence, or None.
     """
 
     start: jax.Array
@@ -42,7 +41,7 @@ def existing(slots: jax.Array, count: int) -> jax.Array:
 
 
 def start(copy) -> None:
-    """Start a copy; beside `wait` it is what a function that names copies is told to do with each."""
+    """Start a copy: an argument, as `wait` is, of functions that do something with many copies."""
     copy.start()
 
 
@@ -52,10 +51,10 @@ def wait(copy) -> None:
 
 
 def resident(slots: jax.Array, otherwise: jax.Array) -> jax.Array:
-    """Return the slot whose block every step holds, int32 [S].
+    """Return, int32 [S], the slot whose block a step holds in fast memory.
 
     A step holds its slot if it has one (`slots` is not below 0). Any other step holds the slot of the nearest
-    earlier step that has one; before the first step with a slot all hold the slot of this first one. If no step has a
+    earlier step that has one; steps before the first step with a slot hold the slot of that step. If no step has a
     slot, all hold `otherwise`.
     """
     index, has = jnp.arange(slots.shape[0], dtype=jnp.int32), slots >= 0
@@ -66,24 +65,25 @@ def resident(slots: jax.Array, otherwise: jax.Array) -> jax.Array:
 
 
 def resident_slots(source: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the slots whose blocks the steps hold that read `source` [R] and write `target` [S].
+    """Return the slots whose blocks steps hold, to read and to write; they read `source` [R] and write `target` [S].
 
-    If no step writes, all hold the slot that the first step reads: `copy_through` then writes it as it is.
+    If no step writes, all hold the slot that the first step reads, and `copy_through` writes it as it is.
     """
     source = resident(source, jnp.int32(0))
     return source, resident(target, source[0])
 
 
 def copy_through(pool_ref, after_ref) -> None:
-    """Copy the block of a slot that is read to that which is written, if both are the same slot.
+    """Copy the block that is read to the block that is written, which the caller found to be of the same slot.
 
-    In the first step this makes a block right that no step writes, and harms none that a step does write.
+    It is for the first step: if no step writes the block, the slot gets back what it had; if a step writes it, no harm
+    is done.
     """
     after_ref[...] = pool_ref[...]
 
 
 def fetch_states(pool_ref, state_ref, continues: jax.Array, transposed: bool = False) -> None:
-    """Load the states [heads, K, V] of a slot as float32, or zeros, whatever the slot holds, if `continues` is 0.
+    """Load the states [heads, K, V] of a slot as float32; if `continues` is 0, load zeros, whatever the slot holds.
 
     Args:
       pool_ref: the block of the pool.
@@ -105,7 +105,7 @@ def fetch_states(pool_ref, state_ref, continues: jax.Array, transposed: bool = F
 
 
 def _each_head(heads: int, run) -> None:
-    """Run something for every head, some in a row: one transposition begins before another ends."""
+    """Run a function for every head, some heads in a row, so that one transposition begins before another ends."""
     some = tuning.largest_divisor(heads, 8)
 
     def some_heads(i, _):

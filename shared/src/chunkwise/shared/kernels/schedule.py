@@ -1,8 +1,8 @@
 """The order of products in a kernel.
 
-The matrix unit takes products in the order of the program, and where one waits for another, all behind it wait too. So
-work that consists of products that wait for one another is cut into stages, a few heads each, and the stages are
-interleaved: between two products of one stage stand products of other stages.
+The matrix unit takes products in the order of the program; where a product waits for another one, all products after it
+wait, too. So a chain of such products is cut into stages, of a few heads each, and the stages are interleaved: products
+of other stages stand between two products of one stage.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ def software_pipeline(stages: Iterable[Iterator]) -> Iterator[None]:
     """Run stages side by side, each one step behind the stage that began before it.
 
     A stage is a generator that yields where it would wait. A round begins the next stage, and takes every stage that
-    has begun one step further, the latest first.
+    has begun one step further, beginning with the latest.
 
     Yields:
       None after every round, so that the caller can put other products between two rounds.

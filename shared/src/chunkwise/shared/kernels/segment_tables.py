@@ -1,7 +1,8 @@
-"""Segments: sequences that follow one another in the rows of a batch, as an id of every token says.
+"""Segments: sequences that follow one another in the rows of a batch, told apart by an id of every token.
 
-A segment begins where the id changes. Tokens of ids below 0 are padding, which may stand anywhere in a row. They leave
-a state as it is, so they count to the segment before them: what is after the last of them is what was before it.
+A segment begins where the id changes. Tokens of ids below 0 are padding, which may stand anywhere in a row. Padding
+leaves a state as it is, so it counts as a part of the segment before it: the state after the padding is the state
+before it.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,7 @@ class Segments(NamedTuple):
       owner: int32 [B, T], which segment of its row a token belongs to, counted from 0. Padding belongs to the segment
         before it, or to the first.
       valid: bool [B, T], False for padding.
-      begins: bool [B, T], the tokens with which the state starts anew: the first token of a segment, but for the first
+      begins: bool [B, T], the tokens at which the state starts anew: the first token of every segment except the first
         segment of a row.
     """
 
@@ -40,7 +41,7 @@ def runs(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def find_segments(segment_ids: jax.Array) -> Segments:
-    """Return the segments that ids [B, T] tell."""
+    """Return the segments of rows with these ids [B, T]."""
     valid = segment_ids >= 0
     before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     begins = valid & (segment_ids != before)

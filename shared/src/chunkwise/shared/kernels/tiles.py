@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Gates to base 2 are gates in nats times this; base 2 is what the machine's exponential takes.
+# Gates to base 2 are gates in nats times this; the machine's exponential is 2^x.
 LOG2_E = 1.4426950408889634
-# A gate in nats that forgets everything: e^-110 is 0 in float32.
+# A gate in nats that forgets everything, because e^-110 is 0 in float32.
 FORGET = -110.0
 
 
@@ -37,7 +37,7 @@ def lower(size: int) -> jax.Array:
 def to_column(row: jax.Array) -> jax.Array:
     """Return [heads, 1, C] as [heads, C, 1], exactly: the diagonal of the broadcast row, summed over lanes.
 
-    Every kernel generation compiles a select and a lane reduction; not every one transposes a single row.
+    Every TPU generation can compile a selection and a sum over lanes; not every one can transpose a single row.
     """
     size = row.shape[-1]
     on_diagonal = row_index(size) == column_index(size)
@@ -45,9 +45,9 @@ def to_column(row: jax.Array) -> jax.Array:
 
 
 def repeat_heads(x: jax.Array, heads: int, axis: int = 0) -> jax.Array:
-    """Return x with h heads along an axis as one with `heads`: value head n reads head n // (heads // h).
+    """Return x, which has h heads along an axis, with `heads` heads: value head n is head n // (heads // h).
 
-    It is a reshape, which costs nothing in a kernel, and which explicit meshes take.
+    It is a broadcast and a reshape, which cost nothing in a kernel, and which JAX can divide over explicit meshes.
     """
     h = x.shape[axis]
     if h == heads:
@@ -74,7 +74,7 @@ def pair_decay(g_col: jax.Array, g_row: jax.Array, mask: jax.Array) -> jax.Array
 def clip_gate(g: jax.Array) -> jax.Array:
     """Return gates in float32, none below `FORGET`.
 
-    So a gate that only says "forget everything", -1e9 or -inf, leaves the sums of the others finite and exact.
+    So a gate that means "forget everything", such as -1e9 or -inf, leaves sums of it and other gates finite and exact.
     """
     return jnp.maximum(g.astype(jnp.float32), FORGET)
 
@@ -93,17 +93,17 @@ def sum_groups(x: jax.Array, heads: int) -> jax.Array:
 
 
 def l2norm(x: jax.Array) -> jax.Array:
-    """Return x * rsqrt(sum x^2 + 1e-6) over the last axis; the type of x must already be the one to compute in."""
+    """Return x * rsqrt(sum x^2 + 1e-6) over the last axis, computed in the type of x."""
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
 def unit_keys(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array | None]:
-    """Return float32 keys x of unit length in a type, and what the step sizes of a delta rule are multiplied by.
+    """Return float32 keys x with unit length, in `dtype`, and a factor for the step sizes of a delta rule.
 
-    A token with the key k and the step size beta takes beta |k|^2 of what k reads of a state. In bfloat16 |k|^2 is up
-    to 1.005: where a key repeats and beta is 2, a state then grows without an end that should only turn. The factor is
-    (exact |k|^2) / (rounded |k|^2), [..., 1], up to 2e-7; None for float32. It has no gradient: it is 1 but for
-    rounding.
+    A token with the key k and the step size beta takes away beta |k|^2 times the value that k reads from a state. In
+    bfloat16 |k|^2 is up to 1.005: where a key repeats and beta is 2, a state that should only change its sign would
+    grow without end. The factor is (exact |k|^2) / (rounded |k|^2), [..., 1], up to 2e-7; None for float32. It has no
+    gradient, because without rounding it is 1.
     """
     squares = jnp.sum(x * x, axis=-1, keepdims=True)
     r = lax.rsqrt(squares + 1e-6)
