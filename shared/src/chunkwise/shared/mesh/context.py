@@ -1,15 +1,16 @@
 """Context parallelism: the tokens of a row are split over the devices of a mesh axis, consecutive ones on each.
 
-The tokens of a device take a state S to M S + N. N is the state after them from zero, and M what they do to a state:
-[K, K] per value head for a delta rule, a decay otherwise. So a device first makes its map, a scan over the devices
-gives the state before its tokens, and from there the operator runs as on one device. This is exact, and what a device
-sends, its map, does not depend on how many tokens it has.
+The tokens of a device take a state S to M S + N. N is the state that they make from zeros, and M is a matrix [K, K] per
+value head for a delta rule, and a decay otherwise. So a device first makes its map (M, N), a scan over the devices
+gives it the state before its tokens, and from this state the operator runs as on one device. This is exact, and the
+size of a map, which is all that a device sends, does not depend on how many tokens it has.
 
-In the backward the cotangent of the state goes back the same way: with dN what the results of a device ask of the state
-before it, the cotangent before a device is M^T times that after it, plus dN.
+In the backward the cotangent of the state goes back the same way: the cotangent of the state before a device is M^T
+times the cotangent of the state after it, plus dN, where dN is the gradient of the device's results for the state
+before it.
 
-Only one state goes from device to device, however many documents there are. A document that begins inside a device, or
-with its first token, needs nothing from before it, and the state does not pass there.
+Only one state goes from device to device, however many documents there are. A document that begins on a device needs no
+state from the device before, and does not let a state pass.
 """
 
 from typing import Any, NamedTuple
@@ -26,20 +27,21 @@ from chunkwise.shared.implementation.implementations import Implementation
 from chunkwise.shared.kernels import chunking
 from chunkwise.shared.plain import affine_scan, stream
 
-# What a policy of `jax.checkpoint` can save, so that a recomputed forward needs neither the maps nor the scan again.
+# Names that a policy of `jax.checkpoint` can save, so that a recomputed forward runs neither the maps nor the scan.
 MAP_NAME, STATE_NAME = "chunkwise_context_map", "chunkwise_context_state"
 
 
 class Part(NamedTuple):
-    """How the tokens of a device lie in the sequences. One state comes in for every row and one goes out.
+    """How the tokens of a device lie in the sequences. For every row, one state comes in and one state goes out.
 
     Attributes:
       enters: bool [B], whether the state that comes in reaches the first sequence of a row; None if it always does.
-      passes: bool [B], whether it goes through to the end of the row; None if it always does.
+      passes: bool [B], whether the state that comes in also reaches the end of the row; None if it always does.
       valid: bool [B, T], False for padding; None if all tokens are valid.
-      first, last: int32 [1], of a packed batch with a state for every document the documents of the first and of the
-        last token; None otherwise.
-      ends: bool [N], whether the device gives the final state of a document, which exactly one does; else None.
+      first, last: int32 [1], the documents of the first and of the last token, for a packed batch with a state for
+        every document; None otherwise.
+      ends: bool [N], for such a batch, whether the device has the final state of a document, which exactly one device
+        has; None otherwise.
     """
 
     enters: jax.Array | None
@@ -51,36 +53,36 @@ class Part(NamedTuple):
 
 
 def _rows(x: arguments.Arguments) -> tuple[arguments.Arguments, Part]:
-    """Return the arguments of rows that are one sequence each, and their part."""
+    """Return the arguments and the `Part` of rows that are one sequence each."""
     return x, Part(None, None)
 
 
 def _segments(
     x: arguments.Arguments, ids: jax.Array, before: jax.Array, any_before: jax.Array
 ) -> tuple[arguments.Arguments, Part]:
-    """Return the arguments of rows of segments, and their part.
+    """Return the arguments and the `Part` of rows of segments.
 
     Args:
       x: arguments without cu_seqlens.
-      ids: int32 [B, T] of the tokens of this device.
+      ids: int32 [B, T], the ids of the tokens of this device.
       before: int32 [B], the id of the token before them; -1 for none.
       any_before: bool [B], whether a token before them is not padding.
     """
     valid = ids >= 0
     continues = (ids == before[:, None]) & valid
-    # Padding leaves a state as it is, so it also reaches the first segment of the whole row, wherever that begins.
+    # Padding leaves a state as it is, so the initial state reaches the first segment of the row, on whatever device.
     empty = ~jnp.any(valid, axis=1)
     enters = continues[:, 0] | ~any_before | empty
     previous = jnp.concatenate([before[:, None], ids[:, :-1]], axis=1)
     begins = valid & (ids != previous)
     starts = jnp.sum(begins.astype(jnp.int32), axis=1)
-    # Without a segment before, the first one that begins here continues from the state that comes in.
+    # If no segment is before this device, the first segment that begins here starts from the state that comes in.
     passes = starts <= jnp.where(any_before, 0, 1)
     return x._replace(cu_seqlens=None, segment_ids=ids), Part(enters, passes, valid)
 
 
 def _neighbouring_ids(ids: jax.Array, axis) -> tuple[jax.Array, jax.Array]:
-    """Return what `_segments` wants to know of the tokens before this device."""
+    """Return `before` and `any_before` of `_segments`, which tell of the tokens before this device."""
     D, r = lax.axis_size(axis), lax.axis_index(axis)
     last, any_valid = lax.all_gather((ids[:, -1], jnp.any(ids >= 0, axis=1)), axis)  # [D, B]
     earlier = jnp.arange(D, dtype=jnp.int32)[:, None] < r
@@ -89,7 +91,7 @@ def _neighbouring_ids(ids: jax.Array, axis) -> tuple[jax.Array, jax.Array]:
 
 
 def _documents(x: arguments.Arguments, axis) -> tuple[arguments.Arguments, Part]:
-    """Return the arguments of the part of a packed batch that this device has, and where its documents lie."""
+    """Return the arguments and the `Part` of a packed batch with a state for every document."""
     cu: Any = x.cu_seqlens
     T, N = x.q.shape[1], cu.shape[0] - 1
     start = stream.first_token(T, axis)
@@ -105,9 +107,9 @@ def _documents(x: arguments.Arguments, axis) -> tuple[arguments.Arguments, Part]
 
 
 def _entry(part: Part, S: jax.Array, states: jax.Array | None) -> jax.Array:
-    """Return the initial states of an operator from the state S [B, HV, K, V] that comes in.
+    """Return the initial states for the operator on this device, if the state S [B, HV, K, V] comes in.
 
-    `states` are the initial states of documents [N, HV, K, V], of which S takes the place of one.
+    `states` are the initial states of documents [N, HV, K, V]; S takes the place of one of them.
     """
     if part.enters is None:
         return S
@@ -121,31 +123,31 @@ def _entry(part: Part, S: jax.Array, states: jax.Array | None) -> jax.Array:
 
 
 def _exit(part: Part, states: jax.Array) -> jax.Array:
-    """Return the state [B, HV, K, V] that goes out from the final states of an operator."""
+    """Return the state [B, HV, K, V] that goes out, one of the final states of the operator on this device."""
     return states if part.first is None else states[part.last]
 
 
 def _passing(part: Part) -> jax.Array | None:
-    """Return bool [B, 1, 1, 1], whether a state goes through to the end of its row; None if it always does."""
+    """Return `passes` of a part as bool [B, 1, 1, 1], or None."""
     return None if part.passes is None else part.passes[:, None, None, None]
 
 
 def _decay(x: arguments.Arguments, part: Part) -> jax.Array:
-    """Return what the tokens of a device multiply a state by, [B, HV, K, 1] or [B, HV, 1, 1], from the gates alone."""
+    """Return the decay over all tokens of a device, [B, HV, K, 1] or [B, HV, 1, 1]."""
     g = arguments.total_gate(x)
     G = jnp.sum(g if part.valid is None else chunking.select_tokens(part.valid, g), axis=1)
     return jnp.exp(G)[..., None] if g.ndim == 4 else jnp.exp(G)[..., None, None]
 
 
 def _local(x: arguments.Arguments, axis) -> tuple[arguments.Arguments, Part]:
-    """Return the arguments of one device and how its tokens lie in the sequences; it may look at its neighbours."""
+    """Return the arguments and the `Part` of this device; this may need communication with its neighbours."""
     if x.segment_ids is not None:
         return _segments(x, x.segment_ids, *_neighbouring_ids(x.segment_ids, axis))
     if x.cu_seqlens is None:
         return _rows(x)
     if x.initial_state is not None:
         return _documents(x, axis)
-    # Without a state for every document its number says as much as its boundaries.
+    # If documents have no states, their numbers can serve as ids of segments.
     ids = stream.document_ids(x.cu_seqlens, x.q.shape[1], axis, before=1)
     return _segments(x, ids[:, 1:], ids[:, 0], (lax.axis_index(axis) > 0)[None])
 
@@ -156,15 +158,15 @@ def run_context(
     """Run an operator over tokens that are split over the devices of a mesh axis, inside of a `shard_map`.
 
     Args:
-      implementation: of the operator.
-      x: its arguments: of the arrays with tokens the part of this device, of the others, states and cu_seqlens of all
-        tokens too, what all devices have.
-      options: its options.
+      implementation: an implementation of the operator.
+      x: arguments: of arrays with tokens the part of this device; all other arrays are the same on all devices, also
+        states, and cu_seqlens, which counts all tokens.
+      options: the options.
       axis: the axes of the mesh.
 
     Returns:
-      The output, and the states, None unless asked for: zeros on the devices that do not have a final state, so that
-      their sum over the devices is wanted.
+      The output, and the final states, None unless asked for. A device that does not have a final state returns zeros
+      for it, so the caller must add the states up over the devices.
     """
     with_states, options = options.output_final_state, options._replace(output_final_state=True)
     if x.cu_seqlens is not None and x.initial_state is None and with_states:
@@ -179,14 +181,14 @@ def run_context(
     fixed = {name: y for name, y in arrays.items() if name not in floats}
 
     def entering(floats, S, fixed, part) -> arguments.Arguments:
-        """Return the arguments with the state S that comes in."""
+        """Return the arguments with S as the state that comes in."""
         y = x.with_arrays(floats | fixed)
         return y._replace(initial_state=_entry(part, S, y.initial_state))
 
     def state_before(floats, S, fixed, part):
-        """Return M of this device, the state before it, and what its map precomputed."""
+        """Return M of this device, the state before it, and the `precomputed` of its map."""
         y = x.with_arrays(floats | fixed)
-        # Every document has a state, and the first one starts from zeros here.
+        # The map starts from zeros, but documents that begin here start from their initial states.
         start = None if part.first is None else _entry(part, jnp.zeros_like(y.initial_state[:1]), y.initial_state)
         state_map = implementations.map_states(implementation, y._replace(initial_state=start), options)
         M = checkpoint_name(_decay(y, part) if state_map.M is None else _exit(part, state_map.M), MAP_NAME)
@@ -216,13 +218,13 @@ def run_context(
         )
         dafter = dS if part.first is None else jnp.zeros_like(dstates).at[part.last].add(dS)
         dfloats, dS = pull((do, dstates + dafter))
-        # The state before the first tokens belongs to the first device alone.
+        # The initial state is the same on all devices, and only the first one reads it.
         dstart = None if start is None else jnp.where(lax.axis_index(axis) == 0, dS, 0.0)
         return dfloats, dstart, None, None
 
     @jax.custom_vjp
     def call(floats, start, fixed, part):
-        # Not `forward`: without gradients the operator keeps nothing.
+        # This does not call `forward`, because without gradients the operator makes no residuals.
         _, S, precomputed = state_before(floats, start, fixed, part)
         return implementations.run(implementation, entering(floats, S, fixed, part), options, precomputed)
 

@@ -11,10 +11,11 @@ from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.implementation.implementations import Implementation
 from chunkwise.shared.mesh import context, partition
 
-# How `Slots` may be split: s sequences.
+# How the fields of `Slots` may be split: "s" are sequences.
 SLOT_DIMENSIONS = {name: "" if name in ("num_decodes", "num_sequences") else "s" for name in arguments.Slots._fields}
-# Letters: n value heads, d value channels, h, i and j the key heads of q, of k and of p. The devices along axes that
-# split value heads and not key heads share key heads, and take the key heads that their value heads read.
+# Letters: n value heads, d value channels, and h, i and j the key heads of q, of k and of p. Devices along axes that
+# split value heads but not key heads all hold the same key heads, and each takes the key heads that its value heads
+# read.
 _LAYOUT = partition.Layout(
     leading="v",
     parts={"b": "rows", "t": "tokens", "n": "value heads", "d": "value channels"},
@@ -40,16 +41,16 @@ _LAYOUT = partition.Layout(
     prefixes={"h": "n", "i": "n", "j": "n"},
 )
 _KEY_HEADS = {"q": "h", "k": "i", "p": "j"}
-# The argument that is a pool where there are slots.
+# The argument that is a pool if there are slots.
 _POOL = "initial_state"
 
 
-# How an operator is divided, None for no mesh, and the axes that split its tokens.
+# How an operator is divided over a mesh, or None without a mesh; and the axes that split its tokens.
 Places = tuple[partition.Division | None, partition.Axes]
 
 
 def find_places(x: arguments.Arguments, options: arguments.Options, pool: str = _POOL) -> Places:
-    """Return how the arguments lie on the devices of a mesh, if on any, and as the options say.
+    """Return how the operator is divided over a mesh, by the types of its arguments and by its options.
 
     `pool` is what a user calls the argument `initial_state`.
     """
@@ -72,13 +73,13 @@ def on_device(
     places: Places,
     run: Callable[[arguments.Arguments, arguments.Options], tuple[jax.Array, jax.Array | None]],
 ) -> partition.Run:
-    """Return a function of the arrays of one device, by name, that runs an operator there, for `partition.over_mesh`.
+    """Return a function for `partition.over_mesh`, which runs an operator on one device from its arrays by name.
 
     Args:
-      implementation: of the operator, for tokens that are split.
-      x, options: its arguments on all devices.
-      places: of these.
-      run: from the arguments and options of one device to its results, where tokens are not split.
+      implementation: an implementation of the operator, which runs if tokens are split.
+      x, options: the arguments and options of all devices.
+      places: from `find_places`.
+      run: from the arguments and options of one device to its results; runs if tokens are not split.
     """
     division, tokens = places
     options, group = options._replace(sharding=None, context_axis=None), x.v.shape[2] // x.q.shape[2]
@@ -95,8 +96,8 @@ def on_device(
 
 
 def check_pool(arrays: partition.Arrays, division: partition.Division | None, pool: str) -> None:
-    """Check that the devices that share the rows of a batch can share a pool of states, the argument of this name."""
-    # A StatePool is no array, and does not go with a mesh.
+    """Check that devices that divide the rows of a batch can divide the pool of states; `pool` names the argument."""
+    # A StatePool is no array, and cannot be divided over a mesh.
     if division is None or "state_indices" not in arrays or pool not in arrays:
         return
     axes = division.axes["s"]
@@ -110,7 +111,7 @@ def check_pool(arrays: partition.Arrays, division: partition.Division | None, po
 def _local(
     arrays: partition.Arrays, division: partition.Division, group: int
 ) -> tuple[partition.Arrays, jax.Array | None]:
-    """Return arguments with the key heads and the slots of one device, and which sequences have theirs elsewhere."""
+    """Return arguments with the key heads and slots of one device, and which sequences have slots elsewhere."""
     arrays, elsewhere = local_slots(arrays, division.axes["s"], _POOL)
     HV = arrays["v"].shape[2]
     for name, letter in _KEY_HEADS.items():
@@ -139,23 +140,23 @@ def _take_key_heads(x: jax.Array, rest: partition.Axes, HV: int, group: int) -> 
 
 
 def without_elsewhere(o: jax.Array, elsewhere: jax.Array | None) -> jax.Array:
-    """Return outputs [N, ...] with NaN for sequences elsewhere: what cannot be had must not look like a result."""
+    """Return outputs [N, ...] with NaN for sequences whose slot is elsewhere, so that nobody takes them for results."""
     if elsewhere is None:
         return o
     return jnp.where(jnp.expand_dims(elsewhere, range(1, o.ndim)), jnp.full((), jnp.nan, o.dtype), o)
 
 
 def local_slots(arrays: partition.Arrays, axes: partition.Axes, pool: str) -> tuple[partition.Arrays, jax.Array | None]:
-    """Return arguments whose slots are counted in the part of the pool that a device has, and what lies elsewhere.
+    """Return arguments whose slots are counted within a device's part of the pool, and which sequences are elsewhere.
 
-    The pool is the argument of this name, split over these axes. What lies elsewhere is bool [N], the sequences whose
-    slot is in the part of another device; None where there is no other.
+    `pool` names the argument, which is split over `axes`. The second result is bool [N], whether the slot of a sequence
+    is in the part of another device; None if the pool is not split.
     """
     if "state_indices" not in arrays or not axes:
         return dict(arrays), None
     slots, indices = arrays[pool].shape[0], arrays["state_indices"]
     local = indices - lax.axis_index(axes) * jnp.int32(slots)
-    # A slot past the end of the whole pool is none, as a negative one is.
+    # A slot past the end of the whole pool does not exist, as a negative one does not.
     exists = (indices >= 0) & (indices < slots * lax.axis_size(axes))
     here = exists & (local >= 0) & (local < slots)
     return arrays | {"state_indices": jnp.where(here, local, jnp.int32(-1))}, exists & ~here

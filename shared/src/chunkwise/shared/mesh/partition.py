@@ -1,12 +1,12 @@
-"""Operators that split themselves over the devices of a mesh, as the sharding of one argument says.
+"""Operators that divide themselves over the devices of a mesh, by the sharding of one argument.
 
 This argument is the *leading* one, v [B, T, HV, V] or x. Its dimensions that can be split, such as the rows of a batch,
 value heads or channels, do not depend on one another, so every device computes its part of them from the parts of the
-other arguments that it holds. The forward needs no communication, unless tokens are split. In the backward the gradient
-of an argument that several devices share is summed over these, and over no others.
+other arguments that it holds. The forward needs no communication, unless tokens are split. In the backward, if several
+devices share an argument, its gradient is a sum over these devices and over no others.
 
-The division is a `shard_map` inside of the operator. Its gradient is computed device by device, inside: so it works
-under a `shard_map` of the caller too, and the sums stand where this module puts them.
+The division is a `shard_map` inside of the operator. The gradient is computed inside of it, device by device. So the
+operator also works under a `shard_map` of the caller, and this module alone says where sums over devices are.
 """
 
 import math
@@ -26,15 +26,15 @@ from chunkwise.shared.call import checks
 Axes = tuple[str, ...]
 # Arguments by name.
 Arrays = dict[str, Any]
-# From arguments to the output and the states or None.
+# From arguments to the output, and the states or None.
 Run = Callable[[Arrays], tuple[jax.Array, jax.Array | None]]
 
 
 class Layout(NamedTuple):
-    """What the dimensions of the arguments and results of an operator are split like, one letter each.
+    """Which dimensions of the arguments and results of an operator are split alike: each dimension has a letter.
 
-    Equal letters are split alike. "b" are rows of the batch, "t" tokens, "s" states, which are split as rows are, or in
-    a packed batch not at all, and "." is not split. A dimension without a letter is not either.
+    Dimensions with the same letter are split alike. "b" stands for rows of the batch, "t" for tokens, "s" for states,
+    which are split like rows, or in a packed batch not at all. A dimension with "." or without a letter is not split.
 
     Attributes:
       leading: the name of the argument whose sharding says how letters are split.
@@ -42,8 +42,8 @@ class Layout(NamedTuple):
       arguments: the letters of every argument, by name.
       results: the letters of the output, and of the states if there are any.
       prefixes: from the letter of a dimension, such as key heads, to the letter of a larger one, such as value heads.
-        The smaller dimension is split by as many of the first axes of the larger one as can split it. Only one argument
-        has such a letter.
+        The smaller dimension is split over the first axes of the larger one, as many as divide it evenly. Only one
+        argument may have such a letter.
     """
 
     leading: str
@@ -53,7 +53,7 @@ class Layout(NamedTuple):
     prefixes: Mapping[str, str] = MappingProxyType({})
 
     def letters(self, name: str, ndim: int) -> str:
-        """Return the letters of an argument of so many dimensions."""
+        """Return the letters of an argument that has `ndim` dimensions."""
         return self.arguments[name][:ndim].ljust(ndim, ".")
 
 
@@ -61,9 +61,9 @@ class Division(NamedTuple):
     """How an operator is divided over a mesh.
 
     Attributes:
-      layout: of the operator.
-      mesh: the mesh, which a `shard_map` of the caller may hold some axes of already.
-      axes: of the mesh, by the letters of the dimensions that they split.
+      layout: the layout of the operator.
+      mesh: the mesh; a `shard_map` of the caller may have made some of its axes manual.
+      axes: the axes of the mesh that split a dimension, by its letter.
     """
 
     layout: Layout
@@ -72,7 +72,7 @@ class Division(NamedTuple):
 
     @property
     def names(self) -> Axes:
-        """All axes of the mesh that are not held already."""
+        """All axes of the mesh that are not manual already."""
         return tuple(name for name in self.mesh.axis_names if compat.axis_type(self.mesh, name) != AxisType.Manual)
 
     @property
@@ -82,7 +82,7 @@ class Division(NamedTuple):
 
     @property
     def tokens(self) -> Axes:
-        """The axes that split tokens; an axis of a single device splits none, and is not among them."""
+        """The axes that split tokens, without axes of a single device."""
         return self._several(self.axes.get("t", ()))
 
     def of(self, name: str, ndim: int) -> list[Axes]:
@@ -114,15 +114,16 @@ def _spec(axes: list[Axes]) -> PartitionSpec:
 
 
 def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: Any) -> Division | None:
-    """Return how to divide an operator, or None where its arguments lie on no mesh with explicit axes, or on none.
+    """Return how to divide an operator; None without a `sharding` and without a mesh with explicit axes.
 
     Args:
       arrays: the arguments that are not None, by name.
-      layout: of the operator.
-      sharding: of the leading argument, a NamedSharding or a PartitionSpec, or None for the sharding in its type.
+      layout: the layout of the operator.
+      sharding: how the leading argument is split, a NamedSharding or a PartitionSpec; None if its type says it.
 
     Raises:
-      ValueError: the sharding does not divide the leading argument, or the sharding of another one does not fit to it.
+      ValueError: the sharding does not divide the leading argument, or the sharding of another argument does not fit
+        it.
     """
     name = layout.leading
     x, parts = arrays[name], layout.parts
@@ -149,19 +150,19 @@ def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: Any) -> D
         for letter, names, size in zip(layout.letters(name, y.ndim), _axes_of_type(y), y.shape, strict=True):
             if letter in layout.prefixes:
                 first = shared_prefix(mesh, axes[layout.prefixes[letter]], size)
-                # An array that is split already keeps its axes if they are the first axes of the larger dimension.
+                # An array that is split already stays as it is, if its axes are the first axes of the larger dimension.
                 axes[letter] = names if names and names == first[: len(names)] else first
         _check_fits(name, y, division)
     return division
 
 
 def _sharding_of(name: str, x, sharding: Any) -> tuple[Any, Any]:
-    """Return the mesh and the PartitionSpec of the leading argument, (None, None) for none."""
+    """Return the mesh and the PartitionSpec of the leading argument, (None, None) if there is no mesh."""
     placed = jax.typeof(x).sharding
     explicit = [name for name in placed.mesh.axis_names if compat.axis_type(placed.mesh, name) == AxisType.Explicit]
     context = jax.sharding.get_abstract_mesh()
     if sharding is None:
-        # Outside of jit only the mesh of the array itself says where its devices are.
+        # Outside of jit, only the mesh of the array itself has devices.
         return (
             (placed.mesh if isinstance(x, jax.core.Tracer) else x.sharding.mesh, placed.spec)
             if explicit
@@ -172,7 +173,7 @@ def _sharding_of(name: str, x, sharding: Any) -> tuple[Any, Any]:
         f"`sharding` must be None, a NamedSharding or a PartitionSpec; got {type(sharding).__name__}.",
     )
     if isinstance(sharding, NamedSharding):
-        # Under a shard_map of the caller the mesh of the context knows which axes that one holds.
+        # Under a shard_map of the caller, the mesh of the context says which axes are manual already.
         mesh, spec = sharding.mesh if context.empty else context, sharding.spec
     else:
         checks.check(not context.empty, "`sharding` must be a NamedSharding where no mesh is set; got a PartitionSpec.")
@@ -192,7 +193,7 @@ def _axes_of_type(x) -> list[Axes]:
 
 
 def shared_prefix(mesh, axes: Axes, size: int) -> Axes:
-    """Return the first of the axes over which a dimension of this size can be split."""
+    """Return as many of the first axes as can split a dimension of this size evenly."""
     n = len(axes)
     while size % size_of(mesh, axes[:n]):
         n -= 1
@@ -200,7 +201,7 @@ def shared_prefix(mesh, axes: Axes, size: int) -> Axes:
 
 
 def _check_fits(name: str, x, division: Division) -> None:
-    """Check that an argument is split over explicit axes as the division wants it, or not at all."""
+    """Check that an argument is split over explicit axes as the division says, or not at all."""
     wanted, leading = division.of(name, x.ndim), division.layout.leading
     for have, want in zip(_axes_of_type(x), wanted, strict=True):
         checks.check(
@@ -211,7 +212,7 @@ def _check_fits(name: str, x, division: Division) -> None:
 
 
 def _place(x, spec: PartitionSpec, mesh):
-    """Return an argument with this sharding along explicit axes; it leaves parts out and needs no communication."""
+    """Return an argument with this sharding along explicit axes; devices drop parts, and nothing is communicated."""
     explicit = [name for name in mesh.axis_names if compat.axis_type(mesh, name) == AxisType.Explicit]
     if not explicit:
         return x
@@ -223,14 +224,14 @@ def _place(x, spec: PartitionSpec, mesh):
 def _unmarked(x: jax.Array) -> jax.Array:
     """Return x without the mark that it varies over the axes of a `shard_map` of the caller.
 
-    Without the check of varying axes JAX keeps such a mark of an argument, and drops it in every operation: so types
-    that should be equal differ.
+    With check_vma=False, JAX keeps such a mark on arguments and drops it in every operation, so that types that should
+    be equal would differ.
     """
     return lax.squeeze(lax.expand_dims(x, (0,)), (0,))
 
 
 def token_axes(division: Division | None, context_axis: Any) -> Axes:
-    """Return the axes that split the tokens of an operator, by its division or by what a user gave as `context_axis`.
+    """Return the axes that split the tokens of an operator, from its division or from the user's `context_axis`.
 
     Raises:
       ValueError: both do, or `context_axis` does not name axes of the `shard_map` around the call.
@@ -245,13 +246,13 @@ def token_axes(division: Division | None, context_axis: Any) -> Axes:
 def over_mesh(
     run: Run, arrays: Arrays, division: Division | None, tokens: Axes, with_states: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Run an operator device by device, as its arguments lie on the devices of a mesh.
+    """Run an operator on every device of a mesh with the part of the arguments that lies there.
 
     Args:
-      run: takes the arguments of one device, by name. Where tokens are split, it returns zeros for the states that
-        another device has: the result is their sum.
+      run: takes the arguments of one device, by name. Where tokens are split, it returns zeros for states that another
+        device has, and the states are added up here.
       arrays: the arguments that are not None.
-      division: of the operator; None where nothing but the tokens is divided, by a `shard_map` of the caller.
+      division: the division of the operator; None if only a `shard_map` of the caller divides it, by tokens.
       tokens: the axes that split tokens, see `token_axes`.
       with_states: whether it returns states.
     """
@@ -267,7 +268,8 @@ def over_mesh(
     sums = {name: division.summed_over(name, x.ndim) for name, x in floats.items()}
     letters = division.layout.results[: 1 + with_states]
     out_specs = tuple(_spec([division.axes[letter] for letter in x]) for x in letters)
-    # The states are the same on all devices along the axes that split tokens: each gets its part of their cotangent.
+    # The states are a sum over the axes that split tokens, and the same on all of their devices; each device gets an
+    # equal share of the cotangent.
     share = 1.0 / size_of(mesh, inside)
 
     def local(floats, others):
@@ -275,7 +277,7 @@ def over_mesh(
         return (o,) if states is None else (o, lax.psum(states, inside) if inside else states)
 
     def over_devices(f, in_specs, out_specs):
-        # What is summed over which devices is written below, so nothing is left for JAX to check or to add.
+        # The sums over devices are written out below, so JAX shall neither check nor add any.
         return jax.shard_map(
             f, mesh=mesh, axis_names=set(names), in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
@@ -299,7 +301,7 @@ def over_mesh(
             return {name: summed(y, sums[name]) for name, y in d.items()}
 
         def summed(y, axes):
-            # In float32 whatever the type is, as all sums here.
+            # Sums are in float32, whatever the type is.
             return lax.psum(y.astype(jnp.float32), axes).astype(y.dtype) if axes else y
 
         d = over_devices(body, (PartitionSpec(names), out_specs), of(floats))(pull, cotangents)
@@ -311,7 +313,8 @@ def over_mesh(
 
     call.defvjp(forward, backward)
     o, *states = call(floats, others)
-    # Axes that a `shard_map` of the caller holds have their sum here, where JAX knows that it is the same on all.
+    # Sums over axes that are manual in the caller's `shard_map` are here, where JAX sees that the sum is the same on
+    # all devices.
     return _summed((o, states[0] if states else None), () if inside else tokens)
 
 
