@@ -1,17 +1,17 @@
 """The scan of affine maps over the devices of a mesh axis: what the tokens of every device do to a state.
 
 A device's tokens take a state S [..., K, V] to M S + N. M is a matrix [..., K, K], or a decay [..., K, 1] or
-[..., 1, 1], which multiplies rows. The state before device r is that after device r - 1. Where another document begins
-on a device, no state passes it, not even a NaN. Three ways bring every device its state, the same up to rounding, on D
-devices, each with M and N of |M| and |N| bytes:
+[..., 1, 1], which multiplies rows. The state before device r is the state after device r - 1. Where another document
+begins on a device, no state passes it, not even a NaN. Three ways bring the states to D devices, with equal results up
+to rounding. |M| and |N| are the bytes of M and N of one device:
 
     way            bytes that a device sends      steps, one after the other
     all_gather     (D - 1) (|M| + |N|)            1, then D - 2 products on every device
     all_to_all     (D - 1) / D (|M| + 2 |N|)      2, between them D - 2 products of 1 / D of the heads
     doubling       log2(D) (|M| + |N|) + |N|      log2(D), each with a product of two maps, and one more
 
-The first is best for two devices, the second for a few more if each of them has a head, and the third for many: see
-docs/distribution.md.
+The first way is best for two devices, the second for a few more if there is a head for each of them, and the third for
+many devices: see docs/distribution.md.
 """
 
 import math
@@ -49,15 +49,16 @@ class AffineMap(NamedTuple):
 
     def after_map(self, first: "AffineMap") -> "AffineMap":
         """Return the map of both, `first` and then this one."""
-        passes = jax.tree.map(jnp.logical_and, self.passes, first.passes)  # of both or of neither
+        passes = jax.tree.map(jnp.logical_and, self.passes, first.passes)  # both have it or neither
         return AffineMap(self.apply(first.M), self.after(first.N), passes)
 
 
-# Up to so many devices each of them takes the states of some heads through all maps, one map after the other.
+# `all_to_all` serves at most so many devices, because on each of them it takes some heads through the maps of all, one
+# after the other.
 _FEW = 16
 
-# Of the map of this device, the state before the first one, None for zeros, the axis, and whether the last device comes
-# first.
+# From the map of this device, the state before the first device (None for zeros), the axis, and whether the last device
+# comes first, to the state before this device.
 Scan = Callable[[AffineMap, "jax.Array | None", "str | tuple[str, ...]", bool], jax.Array]
 
 
@@ -78,38 +79,38 @@ def _rank(axis, reverse: bool) -> tuple[int, jax.Array]:
 
 
 def shift(x, axis, distance: int = 1, reverse: bool = False):
-    """Return what the device at this distance before has, zeros where there is none."""
+    """Return x of the device that is `distance` devices earlier; zeros if there is no such device."""
     first = range(lax.axis_size(axis) - distance)
     return lax.ppermute(x, axis, [(i + distance, i) if reverse else (i, i + distance) for i in first])
 
 
 def _start(local: AffineMap, S: jax.Array | None) -> jax.Array:
-    """Return the state before the first device, as a value that differs from device to device."""
+    """Return the state before the first device, typed as an array that varies over the devices."""
     return compat.vary_over(compat.varying_axes(*jax.tree.leaves(local)), jnp.zeros_like(local.N) if S is None else S)
 
 
 def all_gather(local: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
-    """Return the state before every device, from that before the first: every device gets all maps."""
+    """Return the state before every device, from the state S before the first one: every device gets all maps."""
     D, r = _rank(axis, reverse)
     every = lax.all_gather(local, axis)
     before = _start(local, S)
-    # Going back, the map of the last device comes first. Nothing lies behind the last one, so nobody needs its map.
+    # In reverse, the map of the last device comes first. No device follows the last map, so nobody needs it.
     for d in range(D - 1):
         at = D - 1 - d if reverse else d
         after = jax.tree.map(lambda x, at=at: x[at], every).after(S if d == 0 else before)
-        # Without the barrier XLA computes a state once for every use.
+        # Without the barrier, XLA computes a state again for every use.
         before = lax.optimization_barrier(jnp.where(d < r, after, before))
     return before
 
 
 def all_to_all(local: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
-    """Return the same: every device gets the maps of all for some heads, and gives all the states of these heads."""
+    """Return the same: every device gets the maps of all devices for some heads, and sends each its states of these."""
     D, r = lax.axis_size(axis), lax.axis_index(axis)
     lead, (K, V) = local.N.shape[:-2], local.N.shape[-2:]
     heads = math.prod(lead)
 
     def cut(x: jax.Array) -> jax.Array:
-        """Return x [lead, m, n] as [D, heads of a device, m, n], zeros behind the last head."""
+        """Return x [lead, m, n] as [D, heads of a device, m, n], padded with zeros after the last head."""
         x = jnp.broadcast_to(x, (*lead, *x.shape[-2:])).reshape(heads, *x.shape[-2:])
         x = jnp.pad(x, [(0, -heads % D), (0, 0), (0, 0)])
         return x.reshape(D, -1, *x.shape[-2:])
@@ -118,11 +119,11 @@ def all_to_all(local: AffineMap, S: jax.Array | None, axis, reverse: bool = Fals
     every = jax.tree.map(lambda x: send(cut(x)), local)
     start = None if S is None else cut(S)[r]
     before = [jnp.zeros_like(every.N[0]) if start is None else start]
-    # Going back, the map of the last device comes first. Nothing lies behind the last one, so nobody needs its map.
+    # In reverse, the map of the last device comes first. No device follows the last map, so nobody needs it.
     for d in range(D - 1):
         at = D - 1 - d if reverse else d
         after = jax.tree.map(lambda x, at=at: x[at], every).after(start if d == 0 else before[-1])
-        # Without the barrier XLA computes a state once for every use.
+        # Without the barrier, XLA computes a state again for every use.
         before.append(lax.optimization_barrier(after))
     states = send(jnp.concatenate(before[::-1] if reverse else before).reshape(D, -1, K, V))
     return states.reshape(-1, K, V)[:heads].reshape(*lead, K, V)
@@ -144,12 +145,12 @@ SCANS: dict[str, Scan] = {"all_gather": all_gather, "all_to_all": all_to_all, "d
 
 
 def exclusive_scan(local: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
-    """Return the state before every device by the way that is best for so many.
+    """Return the state before every device, by the way that is best for this number of devices.
 
     Args:
       local: the map of this device.
       S: the state before the first device, the same on all; None for zeros.
-      axis: of the mesh, or several.
+      axis: an axis of the mesh, or several.
       reverse: the scan begins with the last device.
     """
     D, few = lax.axis_size(axis), min(math.prod(local.N.shape[:-2]), _FEW)

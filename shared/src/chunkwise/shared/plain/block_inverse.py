@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 from chunkwise.shared.kernels import matmul, tiles
 
-# Below this size a product is so small that substitution row by row, over all matrices at once, is faster.
+# Blocks of this size or less are inverted row by row, for all matrices at once: products of them are too small to be
+# faster.
 _BASE = 16
 
 
@@ -25,7 +26,7 @@ def _invert(A):
     if size <= _BASE:
         return _substitute(A)
     half = size // 2
-    # Both diagonal blocks at once: the upper left ones first, then the lower right ones.
+    # The diagonal blocks of all matrices in one call: first the upper left blocks, then the lower right ones.
     X = _invert(jnp.concatenate([A[:, :half, :half], A[:, half:, half:]]))
     upper, lower = jnp.split(X, 2)
     corner = -matmul.dot(lower, matmul.dot(A[:, half:, :half], upper), jnp.float32)
@@ -58,5 +59,5 @@ def _known_jvp(primals, tangents):
 
 
 def _change(A_inv, dA):
-    """Return what a change of A changes in its inverse."""
+    """Return the change of (I + A)^-1 for a change dA."""
     return -matmul.dot(A_inv, matmul.dot(jnp.where(tiles.strictly_lower(dA.shape[1]), dA, 0.0), A_inv))

@@ -1,22 +1,22 @@
-"""Every operator in plain JAX, chunk by chunk: what all of them do around the mathematics of their chunks.
+"""All operators in plain JAX, chunk by chunk: the work around the mathematics of a chunk, which is the same for all.
 
-An operator gives a `Rule`, which makes the `Form` of its chunks. The rest is here: cutting the tokens, sequences that
-are not finite, states that go in and out, and the two ways through the chunks.
+An operator gives a `Rule`, which makes the `Form` of its chunks. This module does the rest: it cuts the tokens,
+isolates sequences that are not finite, passes states in and out, and goes through the chunks in one of two ways.
 
-- On a CPU a scan takes the state from chunk to chunk, and its time is the time of its products. It may do all of a
-  chunk while the chunk is in cache. The backward then reads the states before the chunks, the inverses and the new
+- On a CPU a scan takes the state from chunk to chunk, and products take most of the time. The scan may do all the work
+  of a chunk while the chunk is in cache. The backward then reads the states before the chunks, the inverses and the new
   values, which the forward keeps, and computes the rest of a chunk again.
-- A GPU waits for the launch of every operation, so a loop that does all of a chunk is thousands of them. There the
-  forms of a group of chunks are made in large products, `state_scan` finds the states before all of them, and the
-  outputs are batched behind it. Groups follow one another, so that memory is bounded.
+- A GPU waits for the launch of every operation, and a loop over chunks would be thousands of launches. So the forms of
+  a group of chunks are made in large products, `state_scan` finds the states before all of them, and then the outputs
+  of all are computed at once. Groups follow one another, so that memory is bounded.
 
 A packed batch without states keeps its chunks aligned to the token stream and masks the pairs of different sequences:
 its cost follows tokens, not sequences. A mask does not stop NaN, so a sequence that is not finite is taken as zeros and
 its outputs are NaN (see `isolation`). With states, chunks restart at every sequence, so that every sequence has a chunk
 boundary where its state can be handed in and out.
 
-Where tokens are split over devices, the chunks run first without queries, which gives what the tokens do to a state. A
-CPU keeps the inverses for the operator behind it.
+Where tokens are split over devices, the chunks run first without queries, to find what the tokens do to a state. On a
+CPU the inverses are kept for the second run.
 """
 
 import functools
@@ -34,9 +34,10 @@ from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels import chunking, matmul
 from chunkwise.shared.plain import block_inverse, isolation, state_scan
 
-# On a GPU, tokens times heads of a group.
+# The size of a group on a GPU: tokens times heads.
 _GROUP = 2**17
-# What the backward reads instead of computing it again, beside `state_scan.KEPT`, where a scan does all of a chunk.
+# The name of results that the backward does not compute again, beside `state_scan.KEPT`, where a scan does all the work
+# of a chunk.
 _SOLVED = "solved"
 
 
@@ -46,8 +47,8 @@ class Tokens(NamedTuple):
     Attributes:
       q, k: [n, h, C, K]; q is None where there is no output.
       v: [n, HV, C, V] float32.
-      g: float32 gates per channel [n, HV, C, K]; of gates per head rows [n, HV, 1, C], or what `Rule.decays` makes of
-        these.
+      g: float32 gates per channel [n, HV, C, K]; gates per head as rows [n, HV, 1, C], or what `Rule.decays` makes of
+        them.
       beta: float32 rows [n, HV, 1, C], or None.
       e: erase keys [n, HV, C, K], or None for k.
       masks: of chunks that may hold several sequences, or None.
@@ -65,7 +66,7 @@ class Tokens(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What n chunks of h heads with values v do to the states S before them, and read of them.
+    """What n chunks of h heads with values v do to the states S before them, and read from them.
 
         v_new = beta (I + A)^-1 (v - e S)      of a delta rule; v without one
         o = scale (q S + scores v_new)
@@ -79,7 +80,7 @@ class Form(NamedTuple):
       q: queries decayed from the starts of their chunks [n, h, C, K], or None.
       scores: of queries with keys [n, h, C, C], or None.
       A: strictly lower [n, h, C, C], or None.
-      e: what erases, decayed from the starts of the chunks, [n, h, C, K].
+      e: the keys that erase, decayed from the starts of the chunks, [n, h, C, K].
       beta: columns [n, h, C, 1].
     """
 
@@ -96,10 +97,12 @@ class Rule(NamedTuple):
     """The mathematics of the chunks of an operator.
 
     Attributes:
-      form: from tokens, options, and products of computed operands to the form of their chunks.
-      decays: from gates per head, as rows of all chunks, and masks to what the tokens have in their place, or None.
-      at_once: whether a CPU too makes the form of all chunks at once. Otherwise its scan does all of a chunk.
-      most_rows: of a chunk on a CPU, or None.
+      form: from tokens, options, and the `Products` for computed operands to the form of their chunks.
+      decays: from gates per head, as rows of all chunks, and masks to the `g` of `Tokens`; None if the gates stay as
+        they are.
+      at_once: whether a CPU, too, makes the form of all chunks at once. Otherwise its scan does all the work of a
+        chunk.
+      most_rows: the most rows of a chunk on a CPU, or None.
       delta: whether it is a delta rule.
     """
 
@@ -111,13 +114,13 @@ class Rule(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The results of `run`, each None unless it is wanted.
+    """The results of `run`; each is None unless it was asked for.
 
     Attributes:
       o: [B, T, HV, V] in the type of v.
       final_state: [N, HV, K, V] float32.
       inverses: of all chunks [NT, B HV, C, C].
-      states: before all chunks [NT, B HV, K, V], meaningless before the first one of a sequence.
+      states: the states before all chunks [NT, B HV, K, V], meaningless for the first chunk of a sequence.
     """
 
     o: Any
@@ -127,7 +130,7 @@ class Results(NamedTuple):
 
 
 class _Starts(NamedTuple):
-    """Whether the sequence of a chunk begins there, whether it ends there, and which it is."""
+    """For every chunk: whether its sequence begins in it, whether it ends in it, and the sequence's number."""
 
     first: jax.Array
     last: jax.Array
@@ -138,11 +141,11 @@ class _Starts(NamedTuple):
         return state_scan.Restarts(self.first, None if h0 is None else h0[self.sequence])
 
     def store(self, after: jax.Array, finals: jax.Array) -> jax.Array:
-        """Return final states [N + 1, ...] with those among the states after chunks; the last row may hold anything."""
+        """Return finals [N + 1, ...] with the final states taken from `after`; the last row may hold anything."""
         n, N = len(after), len(finals) - 1
         target = jnp.where(self.last, self.sequence, N + jnp.arange(n, dtype=jnp.int32))
         if n == 1:
-            # In place, where a scatter would copy all states in every step of a loop.
+            # This updates in place; a scatter would copy all states in every step of a loop.
             return lax.dynamic_update_index_in_dim(finals, after[0], target[0], 0)
         return finals.at[target].set(after, mode="drop", unique_indices=True)
 
@@ -160,13 +163,13 @@ def run(
     """Return the results for prepared arguments.
 
     Args:
-      rule: of the operator.
-      x: prepared arguments; initial states may have more channels than v, whose values are zeros.
-      options: with a chunk size.
-      on_gpu: which way to go.
-      with_output: whether the output is wanted; otherwise a CPU returns the inverses.
-      keep_states: whether the states before all chunks are wanted, without an output.
-      inverses: of the same tokens, if they are known, on a CPU.
+      rule: the rule of the operator.
+      x: prepared arguments; initial states may have more channels than v, whose missing values are zeros.
+      options: options with a chunk size.
+      on_gpu: whether to go through the chunks in the way of a GPU.
+      with_output: whether to return the output; otherwise a CPU returns the inverses.
+      keep_states: whether to return the states before all chunks; only without an output.
+      inverses: the inverses of the same tokens, if they are known; only on a CPU.
     """
     cu_seqlens: Any = x.cu_seqlens
     (B, T, HV, V), K, C = x.v.shape, x.k.shape[-1], options.chunk_size
@@ -193,11 +196,11 @@ def run(
     elif h0 is not None:
         S += h0.reshape(S.shape)
 
-    # One axis for batch and tokens: an axis of size 1 between others makes XLA copy what a loop reads.
+    # Batch and tokens share one axis, because an axis of size 1 between others makes XLA copy what a loop reads.
     def by_time(y):
         return jnp.moveaxis(chunks.spread(y).reshape(B, -1, C, *y.shape[2:]), 1, 0).reshape(-1, B * C, *y.shape[2:])
 
-    # Values per token are so few that they are put in order, heads first, for all chunks at once.
+    # Values per token are so few that all chunks get them heads first at once.
     def rows(y):
         y = jnp.moveaxis(chunks.per_batch(chunks.split_rows(y)), 1, 0).reshape(-1, B * HV, 1, C)
         return y if masks is None else jnp.where(masks.valid[:, None, None], y, 0.0)
@@ -205,7 +208,7 @@ def run(
     def group(carry, each):
         (S, finals), (tokens, g, beta, masks, starts, A_inv) = carry, each
 
-        # Heads come first inside of the loop only, where a chunk is in cache.
+        # Large arrays get their heads first only inside of the loop, while a chunk is in cache.
         def heads(y):
             y = y.reshape(-1, B, C, *y.shape[2:])
             if masks is not None:
@@ -216,7 +219,8 @@ def run(
         v = jnp.pad(v.astype(jnp.float32), [(0, 0)] * 3 + [(0, channels - V)])
         tokens = Tokens(q, k, v, g if channel_g is None else channel_g, beta, e, masks, A_inv is not None)
         form = rule.form(tokens, options, products)
-        # Where new values read no state, a CPU too finds the states first: devices that share tokens make them once.
+        # Without a delta rule a CPU, too, finds the states first, so that devices that share tokens make them only
+        # once.
         together = on_gpu or not rule.delta
         advance = functools.partial(_in_segments, products, groups.by_maps) if together else _one_by_one
         o, before, S, A_inv = advance(form, v, S, starts, h0, A_inv, keep_states or finals is not None)
@@ -232,7 +236,7 @@ def run(
     groups = _divide(rule, n, B * HV, C, on_gpu)
     tokens = x.q if with_output else None, x.k, x.v, x.p, g if g.ndim == 4 else None
     per_head = None if g.ndim == 4 else rows(g), None if beta is None else rows(beta)
-    # Chunks of zeros fill the last group, and leave a state as it is: their decays are made of their gates.
+    # Chunks of zeros fill up the last group. They leave a state as it is, because the decay of a gate of 0 is 1.
     missing = groups.count * groups.chunks - n
     fill = lambda y: jnp.pad(y, [(0, missing)] + [(0, 0)] * (y.ndim - 1)) if missing else y
     tokens, (gates, beta), masks, starts, inverses = jax.tree.map(
@@ -252,7 +256,7 @@ def run(
 
 
 def _one_by_one(form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool) -> tuple[Any, Any, Any, Any]:
-    """Take the state S through chunks: the outputs, the states that come in, if they are kept, S, and the inverses."""
+    """Take the state S through chunks; return outputs, the states before them or None, the last S, and inverses."""
     if form.A is not None and A_inv is None:
         A_inv = _inverse(form.A)
 
@@ -277,7 +281,7 @@ def _one_by_one(form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool)
 def _in_segments(
     products, by_maps: bool, form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool
 ) -> tuple[Any, Any, Any, Any]:
-    """Do as `_one_by_one` with few launches; without the inverses."""
+    """Do the same as `_one_by_one` with few launches; return None for the inverses."""
     restarts = None if starts is None else starts.restarts(h0)
     w, u = None, v
     if form.A is not None:
@@ -311,7 +315,8 @@ def _solve_jvp(products, primals, tangents):
     Y = checkpoint_name(products.dot(A_inv, R), _SOLVED)
     if isinstance(dR, SymbolicZero):
         dR = jnp.zeros(R.shape, R.dtype)
-    # A zero here, where only the gradient of a state is wanted, would be multiplied by Y, which needs all states.
+    # Where only the gradient of a state is asked for, dA is zero: to multiply it by Y would make the program find all
+    # states.
     if not isinstance(dA, SymbolicZero):
         dR = dR - products.dot(dA, Y)
     return Y, products.dot(A_inv, dR)
@@ -321,9 +326,9 @@ solve.defjvp(_solve_jvp, symbolic_zeros=True)
 
 
 class _Groups(NamedTuple):
-    """How chunks are divided: into how many groups, of how many chunks; whether the states of a group go by maps.
+    """How chunks are divided: `count` groups of `chunks` chunks; `by_maps` is an argument of `states_before`.
 
-    `keep` are the names that the backward does not compute again; None for all it reads.
+    `keep` has the names of the results that the backward does not compute again; None to keep all that it reads.
     """
 
     count: int
@@ -349,7 +354,7 @@ def _divide(rule: Rule, n: int, h: int, C: int, on_gpu: bool) -> _Groups:
 
 
 def _over_groups(groups: _Groups, body: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
-    """Return what `lax.scan` of body(carry, chunks of a group) over all groups of chunks xs [n, ...] returns."""
+    """Scan body(carry, chunks of a group) over all groups of chunks xs [n, ...], with the results of `lax.scan`."""
     count, size, _, keep = groups
 
     def one(carry, x):

@@ -1,4 +1,4 @@
-"""Keeping what is not finite in one sequence of a stream away from the others, in plain JAX.
+"""Keeping NaN and infinity in one sequence of a stream away from the other sequences, in plain JAX.
 
 Chunks of a packed batch without states are aligned to the stream, so one chunk may hold several sequences. A mask that
 multiplies does not keep these apart: 0 times NaN is NaN, and a product reads every row of its operands. So zeros take
@@ -19,7 +19,7 @@ from chunkwise.shared.kernels import chunking, matmul
 def tokens_not_finite(tokens: Iterable[jax.Array]) -> jax.Array:
     """Return which tokens hold something that is not finite in any of the arrays [B, T, ...], bool [B, T]."""
     flat = [x.reshape(*x.shape[:2], -1) for x in tokens]
-    # A product with zeros is zero unless something is not finite: the fastest way to look at all of a token.
+    # A product with zeros is zero unless something is not finite. This is the fastest way to look at a whole token.
     sums = [matmul.dot(x, jnp.zeros((x.shape[0], x.shape[2], 1), x.dtype))[:, :, 0] for x in flat]
     return functools.reduce(jnp.logical_or, [x != 0.0 for x in sums])
 
@@ -32,7 +32,7 @@ def nonfinite_tokens(tokens: Iterable[jax.Array], cu_seqlens: jax.Array) -> jax.
       cu_seqlens: int32 [N + 1].
     """
     found = tokens_not_finite(tokens)[0]
-    before = jnp.pad(jnp.cumsum(found.astype(jnp.int32), dtype=jnp.int32), (1, 0))  # among the tokens before each
+    before = jnp.pad(jnp.cumsum(found.astype(jnp.int32), dtype=jnp.int32), (1, 0))  # how many before each token
     in_sequence = before[cu_seqlens[1:]] > before[cu_seqlens[:-1]]
     return jnp.append(in_sequence, False)[chunking.token_owners(found.shape[0], cu_seqlens)]
 
@@ -40,8 +40,8 @@ def nonfinite_tokens(tokens: Iterable[jax.Array], cu_seqlens: jax.Array) -> jax.
 def keep_apart(o: jax.Array, v: jax.Array, nonfinite: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
     """Return the results of a stream: o, NaN for nonfinite tokens, and zeros for padding.
 
-    In the backward zeros take the place of the cotangent in every sequence where it is not finite. So that this is not
-    hidden, the gradient of v gets NaN there.
+    In the backward, zeros take the place of the cotangent of every sequence in which it is not finite, and the gradient
+    of v gets NaN there, so that the fault is not hidden.
 
     Args:
       o: [1, T, HV, V], computed with zeros for nonfinite tokens.
@@ -54,9 +54,9 @@ def keep_apart(o: jax.Array, v: jax.Array, nonfinite: jax.Array, cu_seqlens: jax
     def transpose(_, do):
         return chunking.select_tokens(~nonfinite_tokens((do,), cu_seqlens), do)
 
-    # JAX has one linear function whose transpose the caller chooses and that every transform of JAX takes: the solution
-    # of a linear system. Here the system is the identity.
+    # `custom_linear_solve` is the one linear function of JAX whose transpose a caller can choose and which every
+    # transform takes. Here the system to solve is the identity.
     o = lax.custom_linear_solve(lambda x: x, o, lambda _, x: x, transpose)
-    # The sum adds zero. Its gradient is zero times the cotangent.
+    # This adds zero. The gradient of v gets zero times the cotangent, which is NaN where the cotangent is not finite.
     o = o + jnp.zeros((), o.dtype) * chunking.zero_padding(v, cu_seqlens).astype(o.dtype)
     return chunking.zero_padding(chunking.select_tokens(~nonfinite, o, jnp.nan), cu_seqlens)

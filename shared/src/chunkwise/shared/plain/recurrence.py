@@ -38,14 +38,15 @@ def advance(S, q, k, v, g, beta, scale, p=None):
       q, k: [..., K].
       v: [..., V].
       g: log decay [...] or [..., K] in nats.
-      beta: [...], or None for an operator without the delta rule.
+      beta: step sizes [...], or None for an operator without the delta rule.
       scale: multiplies the output.
-      p: [..., K], or None where what is erased is read by k.
+      p: erase keys [..., K], or None to erase by k.
 
     Returns:
-      (S, o, what the token wrote), the last two [..., V].
+      The new S, the output o [..., V], and the value that the token wrote [..., V].
     """
-    # Products as sums on purpose: a matrix unit may round float32 operands, and a token is bound by memory anyway.
+    # Products are written as sums, because a matrix unit may round float32 operands; one token is bound by memory
+    # anyway.
     gate = g[..., None] if g.ndim == k.ndim else g[..., None, None]
     S = jnp.exp(gate) * S
     if beta is not None:
@@ -66,11 +67,11 @@ def recurrence(q, k, v, g, beta, scale, initial_state, dtype, p=None, every=Fals
       initial_state: [B, HV, K, V] or None.
       dtype: float32, or float64 under `jax.enable_x64`.
       p: [B, T, HV, K] or None.
-      every: return what is there after every one of the few tokens.
+      every: whether to return the states after every token; for few tokens.
 
     Returns:
-      (o [B, T, HV, V], final_state [B, HV, K, V]), both in `dtype`; with `every` the states after all tokens
-      [B, T, HV, K, V] in the place of the last ones, and what the tokens wrote [B, T, HV, V].
+      (o [B, T, HV, V], final_state [B, HV, K, V]), both in `dtype`; with `every`, (o, the states after every token
+      [B, T, HV, K, V], the values that the tokens wrote [B, T, HV, V]).
     """
     B, _, HV, K = k.shape
     scale = jnp.asarray(scale, dtype)
@@ -89,7 +90,7 @@ def recurrence(q, k, v, g, beta, scale, initial_state, dtype, p=None, every=Fals
 
 
 def _start(shape, tokens, initial_state, dtype):
-    """Return the states to start from; under `shard_map` a carry must vary over the axes of all operands at once."""
+    """Return the states to start from; under `shard_map` they must vary over the axes of all operands at once."""
     zeros = compat.varying_zeros(shape, *tokens, initial_state).astype(dtype)
     return zeros if initial_state is None else zeros + initial_state.astype(dtype)
 

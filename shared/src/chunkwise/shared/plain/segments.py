@@ -1,4 +1,4 @@
-"""Rows of segments under an implementation that knows of none.
+"""Rows of segments, for implementations that take no segment ids.
 
 A segment begins with a gate that forgets everything, so that nothing before the segment reaches it. The
 tokens of padding are zeros, with a gate of 0, which leave a state as it is.
@@ -19,16 +19,16 @@ from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels import chunking, segment_tables, tiles
 from chunkwise.shared.plain import isolation, state_map
 
-# Of arguments without segment ids to the output [B, T, HV, V] and the final states [B, HV, K, V] or None.
+# From arguments without segment ids to the output [B, T, HV, V] and the final states [B, HV, K, V] or None.
 Run = Callable[[arguments.Arguments], tuple[jax.Array, jax.Array | None]]
 
 
 def run_segments(run: Run, x: arguments.Arguments) -> tuple[jax.Array, jax.Array | None]:
-    """Run an operator over the segments of `x.segment_ids`, by an implementation that knows of none.
+    """Run an operator over the segments of `x.segment_ids`, by an implementation that takes no ids.
 
     Args:
-      run: takes arguments without segment ids, whose gates, [B, T, HV] or [B, T, HV, K], are decays.
-      x: arguments, whose gates are decays too.
+      run: takes arguments without segment ids; their gates, [B, T, HV] or [B, T, HV, K], are decays.
+      x: arguments with segment ids; their gates are decays, too.
     """
     taken, nonfinite, segments = _as_one(x)
     return _mark(run(taken), x.v, x.initial_state, nonfinite, segments)
@@ -37,7 +37,7 @@ def run_segments(run: Run, x: arguments.Arguments) -> tuple[jax.Array, jax.Array
 def map_segments(
     find: Callable[[arguments.Arguments], state_map.StateMap], x: arguments.Arguments
 ) -> state_map.StateMap:
-    """Return what the tokens do to a state, by a function that knows of no segments; as `run_segments`."""
+    """Return what the tokens do to a state, by a function that takes no segment ids, as `run_segments` does."""
     taken, nonfinite, segments = _as_one(x)
     found = find(taken)
     states, M = (None if y is None else _unless(nonfinite[:, -1], y, jnp.nan) for y in (found.states, found.M))
@@ -45,7 +45,7 @@ def map_segments(
 
 
 def _as_one(x: arguments.Arguments) -> tuple[arguments.Arguments, jax.Array, segment_tables.Segments]:
-    """Return arguments without segment ids, which tokens are of segments that are not finite, and the segments."""
+    """Return arguments without segment ids, which tokens are in segments that are not finite, and the segments."""
     ids: Any = x.segment_ids
     segments = segment_tables.find_segments(ids)
     tokens = [tiles.clip_gate(y) if y is x.g else y for y in (x.q, x.k, x.v, x.g, x.beta, x.p) if y is not None]
@@ -73,7 +73,7 @@ def nonfinite_segments(
 
     Args:
       tokens: arrays [B, T, ...], floating; what padding holds does not count.
-      first, last: states [B, HV, K, V] of the first and of the last segment of every row, or None.
+      first, last: states [B, HV, K, V] that belong to the first and to the last segment of every row, or None.
       segments: of the rows.
     """
     owner, valid, _ = segments
@@ -91,8 +91,8 @@ def _mark(
 ):
     """Return the results with NaN for nonfinite segments, and zeros for padding.
 
-    In the backward zeros take the place of the cotangents of every segment where one is not finite. So that this is not
-    hidden, the gradients of v and of the initial state get NaN there.
+    In the backward, zeros take the place of the cotangents of every segment in which one is not finite, and the
+    gradients of v and of the initial state get NaN there, so that the fault is not hidden.
     """
     o, final, v, initial_state, nonfinite, *arrays = compat.vary_alike(*results, v, initial_state, nonfinite, *segments)
     segments = segment_tables.Segments(*arrays)
@@ -107,7 +107,7 @@ def _mark(
     # As in `isolation.keep_apart`: the identity, whose transpose the caller chooses.
     kept = (o,) if final is None else (o, final)
     kept = lax.custom_linear_solve(lambda y: y, kept, lambda _, y: y, transpose)
-    # These sums add zeros. Their gradients are zero times the cotangents.
+    # These sums add zeros. Through them, v and the initial state get zero times the cotangents, which may be NaN.
     o = kept[0] + jnp.zeros((), o.dtype) * chunking.select_tokens(segments.valid, v).astype(o.dtype)
     if initial_state is not None:
         first = segments.owner == segments.owner[:, :1]
@@ -116,7 +116,7 @@ def _mark(
     o = chunking.select_tokens(segments.valid, chunking.select_tokens(~nonfinite, o, jnp.nan))
     if final is None:
         return o, None
-    # One token of the last segment stands for all.
+    # To mark one token of the last segment is enough.
     token = jnp.arange(v.shape[1], dtype=jnp.int32)[None]
     last = token == jnp.max(jnp.where(segments.valid, token, jnp.int32(-1)), axis=1, keepdims=True)
     one = jnp.sum(chunking.select_tokens(last, v), axis=1)[:, :, None]  # [B, HV, 1, V]
@@ -125,5 +125,5 @@ def _mark(
 
 
 def _unless(rows: jax.Array, states: jax.Array, value: float) -> jax.Array:
-    """Return states [B, HV, K, V], for some rows of the batch, bool [B], this value."""
+    """Return states [B, HV, K, V], with this value in those rows of the batch that bool [B] names."""
     return jnp.where(rows[:, None, None, None], jnp.full((), value, states.dtype), states)

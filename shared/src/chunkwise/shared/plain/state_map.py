@@ -1,6 +1,7 @@
 """What the tokens of an operator do to a state: they take a state S to M S + N.
 
-N is the state after them from zeros. M is a matrix [K, K] for every value head of a delta rule, and a decay otherwise.
+N is the state that they make from zeros. M is a matrix [K, K] for every value head of a delta rule, and a decay
+otherwise.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from chunkwise.shared.call.arguments import Arguments
 
-# Of a state that kernels hold whole in fast memory, rows and columns.
+# The most rows, and the most columns, of a state that kernels can hold whole in fast memory.
 MOST_CHANNELS = 256
 
 
@@ -19,10 +20,11 @@ class StateMap(NamedTuple):
     """What the tokens of one device do to a state.
 
     Attributes:
-      states: after the tokens, from the initial states, float32 [N, HV, K, V].
-      M: what multiplies a state from before the tokens: a matrix [N, HV, K, K] or a decay [N, HV, K, 1], float32; None
-        for a decay that is the sum of the gates.
-      precomputed: what the operator behind it, and the gradient of its initial states, need not make again.
+      states: the states that the tokens make from the initial states, float32 [N, HV, K, V].
+      M: the factor of a state before the tokens: a matrix [N, HV, K, K] or a decay [N, HV, K, 1], float32; None for a
+        decay, which the caller finds from the sum of the gates.
+      precomputed: results that a run of the operator after this, and the gradient of its initial states, need not
+        compute again.
     """
 
     states: Any
@@ -36,10 +38,10 @@ def augment_with_identity(
     """Return the map of a delta rule, whose M is the state that the tokens make of the identity.
 
     Args:
-      states_after: from arguments to the states after the tokens, and what is precomputed. Initial states may have more
-        channels than v, whose values are zeros.
+      states_after: from arguments to the states after the tokens, and `precomputed`. Initial states may have more
+        channels than v, whose missing values are zeros.
       x: the arguments.
-      most_channels: of one run, None for any number. Where V and K are more it takes two.
+      most_channels: the most channels of one run, None for any number. If V + K is more, there are two runs.
     """
     (HV, V), K, n = x.v.shape[2:], x.q.shape[3], x.num_states
     start = jnp.zeros((n, HV, K, V), jnp.float32) if x.initial_state is None else x.initial_state
@@ -54,7 +56,7 @@ def augment_with_identity(
 
 
 def map_by_running(run: Callable[[Arguments], tuple[jax.Array, Any]], x: Arguments) -> StateMap:
-    """Return the map by an operator that has nothing else for it: it runs once more, beside the identity.
+    """Return the map by a run of the operator itself, with the identity beside the states.
 
     Args:
       run: from arguments to the output and the states after the tokens.

@@ -1,16 +1,16 @@
-"""The states before all chunks, where everything else of the chunks is computed at once: for GPUs.
+"""The states before all chunks, for GPUs, where all other work of the chunks is done at once.
 
 A GPU waits for the launch of every operation, so few large operations are best. All products that do not read a state
 are batched over chunks and heads; what is left is one short scan
 
     S' = through S + k_end^T (u - w S) + added
 
-which goes from chunk to chunk, with two products each. Where few heads would leave the machine idle the chunks are cut
-into segments, and the maps of chunks, S -> M S + N, are composed for all segments side by side; then the states go
-from segment to segment, and at last from chunk to chunk in all segments at once.
+which goes from chunk to chunk, with two products for each. Where so few heads would leave the machine idle, the chunks
+are cut into segments, and the maps of chunks, S -> M S + N, are composed for all segments side by side; then the states
+go from segment to segment, and at last from chunk to chunk in all segments at once.
 
-The derivative is the same scan of other numbers, so that JAX never differentiates through its steps: forward mode needs
-one more scan and the backward one of the transposes.
+The derivative is the same scan of other numbers, so JAX never differentiates through the steps: forward mode is one
+more scan, and the backward is one scan of the transposes.
 """
 
 import functools
@@ -23,11 +23,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from chunkwise.shared.kernels import matmul
 
-# What the backward reads instead of computing it again.
+# The name of results that the backward does not compute again.
 KEPT = "kept"
-# So many heads or fewer leave a large GPU idle, which has 132 multiprocessors: their states go by maps.
+# At most so many heads leave a large GPU idle, which has 132 multiprocessors; then maps of segments are composed.
 FEW_HEADS = 32
-# Divides the chunks that go by maps.
+# The number of segments, side by side; it divides the number of chunks.
 SEGMENTS = 16
 
 
@@ -59,7 +59,7 @@ class Chunks(NamedTuple):
 
     Attributes:
       through: decays over whole chunks [n, h, 1, 1] or, per channel, [n, h, K, 1].
-      w: what the new values read of the state, [n, h, C, K]; None where they read nothing of it.
+      w: the keys by which new values read the state, [n, h, C, K]; None where new values read no state.
       k_end: keys decayed to the ends of their chunks, [n, h, C, K].
     """
 
@@ -72,8 +72,8 @@ class Restarts(NamedTuple):
     """Where sequences begin.
 
     Attributes:
-      first: bool [n], whether one begins with the chunk.
-      states: [n, h, K, V], the state that it begins with; None for zeros.
+      first: bool [n], whether a sequence begins with the chunk.
+      states: [n, h, K, V], the initial state of that sequence; None for zeros.
     """
 
     first: jax.Array
@@ -81,7 +81,7 @@ class Restarts(NamedTuple):
 
 
 def select_states(restarts: Restarts | None, S: jax.Array) -> jax.Array:
-    """Return the states that chunks start from: S [n, h, K, V] that come in, or where sequences begin their own."""
+    """Return the states that chunks start from: S [n, h, K, V], or the initial state where a sequence begins."""
     if restarts is None:
         return S
     return jnp.where(restarts.first[..., None, None, None], 0.0 if restarts.states is None else restarts.states, S)
@@ -94,11 +94,12 @@ def states_before(
 
     Args:
       x: the chunks.
-      u: [n, h, C, V], the new values, from a state of zeros if they read it.
+      u: [n, h, C, V], the new values; if new values read the state, the values for a state of zeros.
       start: [h, K, V].
-      restarts: where sequences begin; None if none does. The states that come in are those of the sequences before.
-      products: how they are computed.
-      by_maps: segments side by side.
+      restarts: where sequences begin; None if none begins. The state before such a chunk is returned as the earlier
+        sequence left it.
+      products: how products are computed.
+      by_maps: whether to compose the maps of segments.
     """
     if x.w is None:
         added = products.dot_tn(x.k_end, u)
@@ -118,7 +119,7 @@ def _states_jvp(products, by_maps, primals, tangents):
     dx, du, dadded, dstart, drestarts = tangents
     states, last = _states(products, by_maps, *primals)
     if not by_maps:
-        # One by one they are too many launches to find them again.
+        # To find the states again one by one would be too many launches.
         states = checkpoint_name(states, KEPT)
     S, p = select_states(restarts, states), products
     changed = dx.through * S
@@ -140,7 +141,7 @@ def _one_by_one(p: Products, x: Chunks, u, added, start, restarts):
             after += p.dot_tn(x.k_end, u - p.dot(x.w, here))
         return after if added is None else after + added, S
 
-    # XLA makes one launch of what four steps do apart from products.
+    # XLA fuses the work of four steps, apart from products, into one launch.
     last, states = lax.scan(step, start, (x, u, added, restarts), unroll=4)
     return states, last
 
@@ -150,12 +151,13 @@ def _by_maps(p: Products, x: Chunks, u, added, start, restarts):
     M = x.through * jnp.eye(K, dtype=jnp.float32) - p.dot_tn(x.k_end, x.w)
     N = p.dot_tn(x.k_end, u)
     N = N if added is None else N + added
-    # The chunks of number t of all segments, [L, segments, ...]. Python loops, because a loop would copy what it reads.
+    # [L, segments, ...]: entry t has chunk t of every segment. The loops are in Python, because a loop of XLA would
+    # copy what it reads.
     M, N, restarts = jax.tree.map(lambda y: jnp.moveaxis(y.reshape(SEGMENTS, -1, *y.shape[1:]), 1, 0), (M, N, restarts))
     at = lambda t: None if restarts is None else jax.tree.map(lambda y: y[t], restarts)
     L, passes = n // SEGMENTS, None if restarts is None else ~jnp.any(restarts.first, axis=0)
 
-    # What a segment does to a state, S -> P S + Q, where no sequence begins in it; otherwise it gives Q.
+    # A segment takes a state S to P S + Q; if a sequence begins in the segment, its result is Q.
     P, Q = M[0], N[0]
     if restarts is not None:
         Q = p.dot(M[0], select_states(at(0), jnp.zeros_like(Q))) + Q

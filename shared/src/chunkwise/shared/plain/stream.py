@@ -1,4 +1,4 @@
-"""Where the tokens of a device lie in a stream that is split over a mesh axis, T consecutive ones on every device."""
+"""Where the tokens of a device lie in a stream that is split over a mesh axis: T consecutive tokens on every device."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from jax import lax
 
 
 def first_token(T: int, axis) -> jax.Array:
-    """Return which token of the stream is the first of this device, int32."""
+    """Return, int32, the number in the stream of the first token of this device."""
     return lax.axis_index(axis) * jnp.int32(T)
 
 
@@ -16,7 +16,7 @@ def document_of(token: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
 
 
 def document_ids(cu_seqlens: jax.Array, T: int, axis, before: int) -> jax.Array:
-    """Return int32 [1, before + T], the documents of the tokens of this device and of so many before; -1 for none."""
+    """Return int32 [1, before + T], the documents of this device's tokens and of `before` earlier ones; -1 for none."""
     token = first_token(T, axis) + jnp.arange(-before, T, dtype=jnp.int32)
     inside = (token >= 0) & (token < cu_seqlens[-1])
     return jnp.where(inside, document_of(token, cu_seqlens), jnp.int32(-1))[None]
@@ -28,7 +28,7 @@ def local_boundaries(cu_seqlens: jax.Array, T: int, axis) -> jax.Array:
 
 
 def documents_end(cu_seqlens: jax.Array, T: int, axis) -> jax.Array:
-    """Return bool [N], the documents that end on this device: every one does on exactly one."""
+    """Return bool [N], the documents that end on this device; every document ends on exactly one device."""
     # A document without tokens ends with the token before it.
     device = jnp.clip(lax.div(cu_seqlens[1:] - 1, jnp.int32(T)), 0, lax.axis_size(axis) - 1)
     return device == lax.axis_index(axis)
