@@ -19,7 +19,7 @@ class Case:
       dtype: type of q, k, v and beta.
       gate: one of GATES.
       lengths: lengths of the sequences of a packed batch; the tokens after them, up to T, are padding.
-      repeats: in plain JAX it shows nothing that the other cases do not; such a test is a thorough one.
+      repeats: whether it shows nothing new in plain JAX, so that its test there is a thorough one.
     """
 
     B: int = 1
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def cu_seqlens(self) -> jax.Array | None:
-        """Boundaries int32 [N + 1], None for a batch of equal lengths."""
+        """Boundaries int32 [N + 1], None for a batch whose rows are the sequences."""
         return None if self.lengths is None else inputs.boundaries(*self.lengths)
 
     def arguments(self) -> dict[str, jax.Array]:
@@ -58,7 +58,7 @@ class Case:
         return {name: jnp.nan_to_num(x[name]) for name in names}
 
     def channel_gates(self) -> jax.Array:
-        """Return cumulative gates per channel [B, T, HV, K] of gates of 0, -0.001, -2 and -30 nats, mixed.
+        """Return cumulative gates per channel [B, T, HV, K]; the gates are a mixture of 0, -0.001, -2 and -30 nats.
 
         They are multiples of 2^-10 and their sums are below 2^14, so float32 holds the sums exactly.
         """
@@ -67,7 +67,7 @@ class Case:
         return jnp.asarray(stage_oracle.cumsum(gates, self.chunk_size, self.cu_seqlens), jnp.float32)
 
     def assert_close(self, name: str, x, ref, tolerance: float = compare.STAGE_TOLERANCE) -> float:
-        """Do as the function of this name for x [B, T, ...], and demand exact zeros on padding; return the error."""
+        """Call `compare.assert_close` for x [B, T, ...], and demand exact zeros on padding; return the error."""
         if self.lengths is not None:
             assert not np.asarray(x)[:, sum(self.lengths) :].any(), f"{name}: padding must be zero"
         return compare.assert_close(name, x, ref, tolerance)
@@ -75,7 +75,7 @@ class Case:
 
 @functools.cache
 def _arguments(case: Case) -> dict[str, jax.Array]:
-    """Return what `Case.arguments` documents: many tests run on the same cases."""
+    """Return the result of `Case.arguments`, computed once, because many tests run on the same cases."""
     N = case.B if case.lengths is None else len(case.lengths)
     sizes = (case.B, case.T, case.H, case.HV, case.K, case.V)
     x = inputs.make_inputs(*sizes, dtype=jnp.dtype(case.dtype), gate=case.gate, num_states=N)
@@ -88,8 +88,8 @@ def _arguments(case: Case) -> dict[str, jax.Array]:
     return {name: jnp.asarray(value) for name, value in x.items()}
 
 
-# Few, because interpreted kernels are slow; together they hold every chunk size, gate, type and kind of tail, head
-# dimensions from 1 to 256, grouped heads, and empty sequences everywhere in a packed batch.
+# Few cases, because interpreted kernels are slow. Together they have every chunk size, gate and type, every kind of
+# last chunk, head dimensions from 1 to 256, grouped heads, and empty sequences everywhere in a packed batch.
 CASES = (
     Case(T=1, K=64, V=128, repeats=True),
     Case(B=2, T=37, HV=2, K=60, V=100, gate="spikes"),

@@ -1,4 +1,4 @@
-"""What crosses devices in a compiled program, from its text."""
+"""The bytes that go from device to device in a compiled program, from its text."""
 
 import math
 import re
@@ -12,7 +12,7 @@ _SHAPE = re.compile(r"\b([a-z]+)(\d+)(?:e\w+)?\[([\d,]*)\]")
 
 def _sizes(shapes: str) -> list[int]:
     """Return the bytes of the arrays that the text of a type lists."""
-    # Elements smaller than a byte do not cross devices here.
+    # No operator sends elements that are smaller than a byte.
     return [
         int(bits) // 8 * math.prod(int(n) for n in dims.split(",") if n) for _, bits, dims in _SHAPE.findall(shapes)
     ]
@@ -29,9 +29,10 @@ def _group(rest: str, devices: int) -> int:
 def traffic(text: str, devices: int) -> list[tuple[str, int]]:
     """Return the kind of every collective in a compiled program's text, and the bytes that one device sends in it.
 
-    Bytes are the fewest that the kind needs, which a ring of the g devices in a group reaches: an all-gather of a
-    result of n bytes sends n (g - 1) / g, an all-reduce twice that, an all-to-all that, a reduce-scatter n (g - 1),
-    and a permutation n. A collective in the body of a loop counts once; the operators have none there.
+    The bytes are the fewest that this kind of collective needs; a ring of the g devices in a group needs no more. With
+    a result of n bytes, an all-gather and an all-to-all send n (g - 1) / g, an all-reduce sends twice as much, a
+    reduce-scatter n (g - 1), and a permutation n. A collective in the body of a loop counts once; the operators have
+    none there.
     """
     found = []
     for line in text.splitlines():
@@ -39,7 +40,7 @@ def traffic(text: str, devices: int) -> list[tuple[str, int]]:
             continue
         kind, sizes = match["kind"], _sizes(match["result"])
         if match["start"] and kind in ("all-gather", "collective-permute"):
-            # What starts one returns the operands, the results, and scalars that track it.
+            # The operation that starts a collective returns the operands, the results, and scalars that track it.
             arrays = [n for n in sizes if n > 4]
             sizes = arrays[len(arrays) // 2 :]
         n, g = sum(sizes), _group(match["rest"], devices)

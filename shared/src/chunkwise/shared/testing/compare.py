@@ -29,7 +29,7 @@ def tolerance(name: str, dtype: str) -> float:
 
 
 def error(x, ref) -> float:
-    """Return RMS(x - ref) / RMS(ref) in float64; infinity where x is not finite. A zero reference wants exact zeros."""
+    """Return RMS(x - ref) / RMS(ref) in float64; infinity if x is not finite, or not zero where ref is all zero."""
     x, ref = np.asarray(x, np.float64), np.asarray(ref, np.float64)
     if x.shape != ref.shape or not np.isfinite(x).all():
         return float("inf")
@@ -54,7 +54,7 @@ def assert_close(name: str, x, ref, tolerance: float) -> float:
 
 
 def with_gradients(fn: Callable) -> Callable:
-    """Return a function (x, cu_seqlens, cotangents) with the gradient of every input x beside the results of fn."""
+    """Return a function of x, cu_seqlens and cotangents: the results of fn with the gradients of all inputs x."""
 
     def run(x, cu_seqlens, cotangents):
         results, pullback = jax.vjp(lambda y: fn(y, cu_seqlens), x)
@@ -90,7 +90,7 @@ def numeric_gradients(fn, args: dict, cotangents) -> dict[str, np.ndarray]:
 
 
 def assert_gradients(fn, definition, args: dict, tolerance: float = GRADIENT_TOLERANCE["float32"]) -> None:
-    """Fail unless the gradients of fn(**args), plain and under remat, are the numeric ones of its numpy definition."""
+    """Fail unless fn(**args), plain and under remat, has the numeric gradients of its definition in numpy."""
     rng = np.random.default_rng(1)
     shapes = jax.tree.leaves(jax.eval_shape(lambda args: fn(**args), args))
     cotangents = [jnp.asarray(rng.standard_normal(y.shape), y.dtype) for y in shapes]

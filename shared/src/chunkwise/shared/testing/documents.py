@@ -8,7 +8,7 @@ _TOKEN = r"\d+\.?\d*|log2|[A-Z]+|//|\*\*|[-+*/(),]"
 
 
 def evaluate(formula: str, **sizes: int) -> float:
-    """Return the value of a formula as docstrings write it: "2 B T HV (C K + 3 K V)", a space for every product.
+    """Return the value of a formula from a docstring, such as "2 B T HV (C K + 3 K V)", where a space is a product.
 
     Raises:
       ValueError: the formula holds something else than numbers, sizes, log2 and operators.

@@ -1,4 +1,4 @@
-"""A random serving engine, and what its steps must do: token by token in float64, over a dict of states by slot."""
+"""A random serving engine, and the oracle of its steps: token by token in float64, over a dict of states by slot."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -12,11 +12,11 @@ PREFILLS = (0, 1, 3, 40, 64, 70, 130)
 
 
 def linear_attention(S: np.ndarray, **x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Do what a token of linear attention does, as `Oracle` calls it: return the state after it and its output.
+    """Return the state after a token of linear attention, and the token's output; a `token` function of `Oracle`.
 
     Args:
       S: the state [HV, K, V].
-      **x: q, k, v, g of a token; of a delta rule beta too, and p beside it, or b and w in its place.
+      **x: q, k, v and g of a token; for a delta rule also beta, or beta and p, or b and w.
     """
     HV, K, V = S.shape
     decay = np.exp(x["g"])
@@ -32,10 +32,10 @@ def linear_attention(S: np.ndarray, **x: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def convolution(weight: np.ndarray, bias: np.ndarray) -> Callable:
-    """Return what a token of a causal convolution does, as `Oracle` calls it.
+    """Return a `token` function of `Oracle` for a causal convolution.
 
-    It takes the last W - 1 inputs [W - 1, D] and the next one, x [D], for weight [D, W] and bias [D], and returns the
-    last inputs after it and its output.
+    The function takes as its state the last W - 1 inputs [W - 1, D], and the next input x [D]; it returns the new state
+    and the output. The weight is [D, W], the bias [D].
     """
 
     def token(S, x):
@@ -54,16 +54,17 @@ class Oracle:
     """
 
     def __init__(self, token: Callable, block_size: int, pool: np.ndarray):
-        """Take what a token does, the tokens of a block, and the pool [slots, ...] to start from.
+        """Start from a pool [slots, ...]; `block_size` is the number of tokens of a block.
 
-        `token` takes a state, and a token of every tensor by name, and returns the state after it and the output.
+        `token` takes a state, and by name a token of every tensor, and returns the state after the token and its
+        output.
         """
         self.token, self.block_size = token, block_size
         self.states = {slot: state.astype(np.float64) for slot, state in enumerate(pool)}
         self.drafts: dict[int, list[np.ndarray]] = {}
 
     def run_ringed(self, tokens, schedule) -> tuple[np.ndarray, set[int]]:
-        """Run a step over a pool with a ring: a decode has one slot, and a later step says how many tokens count."""
+        """Run a step over a pool with a ring: a decode has one slot, and a later step accepts some of its tokens."""
         before, drafts, written, outputs = dict(self.states), dict(self.drafts), set(), []
 
         def write(slot: int, states: list[np.ndarray], decode: bool):
@@ -94,11 +95,11 @@ class Oracle:
         return np.array(outputs), written
 
     def run(self, tokens, schedule) -> tuple[np.ndarray, set[int]]:
-        """Run a step on the dict; return the outputs of its tokens [t, ...] and the slots that it wrote.
+        """Run a step on the dict; return the outputs of the step's tokens [t, ...] and the slots that it wrote.
 
         Args:
           tokens: the tensors of the stream by name, each [1, T, ...].
-          schedule: its other arguments by name, with everything but `read_indices`.
+          schedule: the other arguments of the step by name, all of them; only `read_indices` may be missing.
         """
         before, written, outputs = dict(self.states), set(), []
         for n in range(schedule["num_sequences"]):
@@ -124,15 +125,15 @@ class Oracle:
         return np.array(outputs), written
 
 
-# Numbers that are no count, no boundary and no slot.
+# Numbers that cannot be a count, a boundary or a slot.
 _EXTREMES = (np.iinfo(np.int32).min, -(2**30), -1, 2**30, np.iinfo(np.int32).max)
 
 
 def make_wrong(random: Random, schedule: dict[str, Any], slots: int, T: int) -> dict[str, Any]:
-    """Return the arguments of a step that mean what the right ones of `schedule` do, and are wrong.
+    """Return wrong arguments of a step that have the same meaning as the right ones of `schedule`.
 
-    A slot past the end means none, as a boundary that falls means an empty sequence, one past the end the last token,
-    and a count that is too large or too small the nearest one that is not.
+    A slot past the end means no slot, a boundary that falls an empty sequence, a boundary past the end the last token,
+    and a count that is too large or too small the nearest possible count.
     """
     given: dict[str, Any] = {name: np.array(x) for name, x in schedule.items()}
     N, W = given["state_indices"].shape
@@ -146,7 +147,7 @@ def make_wrong(random: Random, schedule: dict[str, Any], slots: int, T: int) -> 
         if read or not schedule["has_initial_state"][n]:
             given["num_accepted_tokens"][n] = random.choice((0, W + 1, *_EXTREMES))
             given["has_initial_state"][n] |= not read
-        # The rubbish that comes after the sequences is no boundary.
+        # Only boundaries of sequences that exist are made wrong.
         if n < sequences and schedule["cu_seqlens"][n + 1] == schedule["cu_seqlens"][n] < T:
             given["cu_seqlens"][n + 1] = random.choice((schedule["cu_seqlens"][n], *_EXTREMES[:3]))
         elif n < sequences and schedule["cu_seqlens"][n + 1] == T:
@@ -159,7 +160,7 @@ def make_wrong(random: Random, schedule: dict[str, Any], slots: int, T: int) -> 
 
 
 def make_rubbish(random: Random, N: int, W: int, M: int, slots: int, T: int, with_reads: bool) -> dict[str, Any]:
-    """Return the arguments of a step of N sequences, W tokens of a decode and M blocks, which hold anything at all."""
+    """Return arguments of a step with N sequences, W tokens of a decode and M blocks, that hold anything at all."""
 
     def draw(*shape, most: int):
         one = lambda: random.choice((random.randint(-2, most + 2), random.randint(0, most), random.choice(_EXTREMES)))
@@ -178,7 +179,7 @@ def make_rubbish(random: Random, N: int, W: int, M: int, slots: int, T: int, wit
 
 
 def describe(schedule: dict[str, Any], freed: Iterable[int] = ()) -> str:
-    """Return in a line what there is of a step, without the rubbish, and which slots became free before it."""
+    """Return a line that describes a step without its rubbish, and the slots that became free before it."""
     rows = {"tokens": np.diff(schedule["cu_seqlens"])}
     rows |= {name: x for name, x in schedule.items() if np.ndim(x) and name != "cu_seqlens"}
     some = [f"{name} {x[: schedule['num_sequences']].tolist()}" for name, x in rows.items()]
@@ -190,10 +191,10 @@ class Request:
     """A sequence of the engine.
 
     Attributes:
-      slots: its slots, as many as the tokens that it decodes in a step; over a ring one.
-      most: the tokens that it decodes in a step.
-      prompt: the tokens of its prompt that are still to come.
-      accepted: one more than the column of its state.
+      slots: the slots of the sequence, one for every token that it decodes in a step; with a ring only one.
+      most: how many tokens it decodes in a step.
+      prompt: how many tokens of its prompt are still to come.
+      accepted: one more than the column of `slots` that has its state.
       started: whether it has a state.
     """
 
@@ -211,23 +212,25 @@ class Request:
 
 @dataclasses.dataclass
 class Engine:
-    """An engine that does something else in every step; it knows slots and lengths, and no tokens.
+    """An engine that takes random decisions in every step; it knows slots and lengths, but no tokens.
 
-    Sequences arrive, start from zeros or from the state of another, prefill their prompts in pieces, decode, speculate,
-    are rolled back to what was accepted, get another prompt, wait for some steps, and end. Then their slots are free.
+    Sequences arrive, start from zeros or from the state of another sequence, prefill their prompts in pieces, decode,
+    speculate, are rolled back to the accepted tokens, get another prompt, wait for some steps, and end. Then their
+    slots are free.
 
     Attributes:
-      random: where it draws from. The least draws make an engine that does nothing: hypothesis shrinks to that.
+      random: the source of its decisions. With the smallest numbers the engine does nothing, because hypothesis shrinks
+        towards these.
       T, N, W: the most tokens and sequences of a step, and the most tokens of a decode.
       num_slots: slots of the pool.
       block_size: tokens of a block whose state may be kept.
-      shares: whether sequences start from one another's states, by read_indices; else each starts from its last state,
-        by num_accepted_tokens.
+      shares: whether sequences may start from the states of others, by read_indices; otherwise each starts from its
+        last state, by num_accepted_tokens.
       ringed: whether the pool has a ring, so that a sequence has one slot.
-      free: the slots that nobody has.
-      live: the sequences.
-      prefixes: slots of states that are kept for others to start from.
-      done: what it has done so far, by name.
+      free: the slots that no sequence has.
+      live: the sequences that have not ended.
+      prefixes: slots of states that are kept for other sequences to start from.
+      done: the names of the things that it has done so far.
     """
 
     random: Random
@@ -249,7 +252,7 @@ class Engine:
         self.free = list(range(self.num_slots))
 
     def _chance(self, p: float) -> bool:
-        # Whole numbers, which hypothesis draws evenly.
+        # A whole number, because hypothesis draws whole numbers evenly.
         return self.random.randrange(100) >= 100 - round(100 * p)
 
     def _take(self) -> int:
@@ -258,7 +261,7 @@ class Engine:
     def step(self) -> tuple[list[int], dict[str, Any]]:
         """Return the slots that became free since the last step, and the arguments of this one by name.
 
-        What does not exist holds rubbish. The engine goes on as if some of the guesses had been wrong.
+        Entries of sequences that do not exist hold rubbish. The engine decides at random how many guesses are accepted.
         """
         freed = self._end()
         while len(self.live) < self.N + 2 and len(self.free) >= self.W and self._chance(0.7):
@@ -296,9 +299,9 @@ class Engine:
         return freed
 
     def _arguments(self, decodes, prefills, waiting: list[Request]) -> dict[str, Any]:
-        """Return the arguments of a step of these (sequence, tokens, whether they are guesses), and do it."""
+        """Return the arguments of a step of these (sequence, tokens, whether they are guesses); update the engine."""
         random, N, blocks = self.random, self.N, self.T // self.block_size
-        # One draw for all that is not read.
+        # One draw for all numbers that nobody reads.
         rng = np.random.default_rng(random.getrandbits(16))
         rubbish = lambda *shape: rng.integers(-5, 400, shape, np.int32)
         indices, kept, boundaries = rubbish(N, self.W), rubbish(N, blocks), rubbish(N + 1)
@@ -335,7 +338,7 @@ class Engine:
                 x.started, x.prompt = True, x.prompt if guessed else x.prompt - length
         self.done |= {"prefix shared"} if len(started_from) > len(set(started_from)) else set()
         self.done |= {"waited"} if any(x.started for x in waiting) else set()
-        # What was accepted counts from the next step on.
+        # The accepted tokens count from the next step on.
         self.accepted |= given
         indices = indices[:, 0].copy() if self.ringed else indices
         return dict(

@@ -19,7 +19,7 @@ def _sizes(dimensions: str) -> list[int]:
 
 
 def product_flops(text: str) -> int:
-    """Return the flops of all matrix products of a program compiled for a CPU; a product in a loop counts every turn.
+    """Return the flops of all matrix products of a program compiled for a CPU; a loop counts once for every iteration.
 
     `compiled.cost_analysis()` counts a loop once.
 

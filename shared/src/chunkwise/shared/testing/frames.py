@@ -24,6 +24,6 @@ def frames_of_launches(call: Callable[[], object]) -> list[list[str]]:
 
 
 def assert_frames(call: Callable[[], object], most: int) -> None:
-    """Fail unless a call launches kernels, each behind so many of our functions at most."""
+    """Fail unless a call launches kernels, each of them behind at most so many of our functions."""
     deepest = max(frames_of_launches(call), key=len)
     assert len(deepest) <= most, deepest

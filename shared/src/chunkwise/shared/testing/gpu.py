@@ -1,7 +1,7 @@
 """Compile for an NVIDIA GPU on a machine that has none, and count what the program launches.
 
-It needs Python 3.12 and, of one version, jax, jax-cuda13-plugin and jax-cuda13-pjrt; and nvidia-cuda-nvcc, which brings
-an assembler. Call `setup()` before the first computation of the process.
+It needs Python 3.12, the same version of jax, jax-cuda13-plugin and jax-cuda13-pjrt, and nvidia-cuda-nvcc, which has an
+assembler. Call `setup()` before the first computation of the process.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-# What XLA asks a GPU about itself.
+# The data about a GPU that XLA would ask the GPU for.
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -43,7 +43,7 @@ runtime_version { major: 13 minor: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
-# The operations of a compiled program that launch nothing. Of one that starts and ends apart, the end launches nothing.
+# Operations of a compiled program that launch nothing; they include the ends of operations that start and end apart.
 _NO_LAUNCH = {
     "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id", "replica-id", "iota",
     "opt-barrier",
@@ -73,7 +73,7 @@ def compile_for(fn, *specs, device: str = H100, donate_argnums: tuple[int, ...] 
     Args:
       fn: a function of arrays.
       *specs: a `jax.ShapeDtypeStruct`, None, or a tree of them for every argument.
-      device: what XLA must know of the GPU.
+      device: the data that XLA needs about the GPU.
       donate_argnums: arguments whose memory the outputs may take, as in `jax.jit`.
     """
     topology = topologies.get_topology_desc("", "cuda", target_config=device, topology="1x1x1")
@@ -98,8 +98,8 @@ def count_launches(text: str, branches: Sequence[int] = ()) -> int:
     """Return how many operations a compiled program launches when it runs, from its text.
 
     Args:
-      text: of the program; a loop counts as often as it turns, which the text must say.
-      branches: the branches that its conditions take, in order.
+      text: the text of the program; a loop counts once for every iteration, and the text must say how many there are.
+      branches: the branches that the program's conditions take, in order.
     """
     computations, entry = _computations(text)
     taken = iter(branches)
@@ -117,7 +117,7 @@ def count_launches(text: str, branches: Sequence[int] = ()) -> int:
             return of(*operation.names("to_apply"))
         if operation.kind == "conditional":
             listed = operation.names("branch_computations")
-            # A condition of true and false lists the true one first.
+            # In an operation with two branches the text lists the true one first.
             listed = listed or operation.names("false_computation") + operation.names("true_computation")
             return of(listed[next(taken)])
         return int(operation.kind not in _NO_LAUNCH and not operation.kind.endswith("-done"))

@@ -16,7 +16,7 @@ def make_gate(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np
     Args:
       kind: one of GATES. "logsigmoid*10" is ten times the log sigmoid of a normal variable; "spikes" is the log
         sigmoid with -30 on every seventh token; "strong" is -30 on every token. Or "resets", for operators only: -1e9
-        and -inf in turn on every seventh token, which no sum of gates survives.
+        and -inf in turn on every seventh token, with which a sum of gates would lose all other gates.
       rng: source of randomness.
       shape: shape of the result.
     """
@@ -49,7 +49,7 @@ def make_inputs(
       gate: one of GATES.
       per_channel: gates of shape [B, T, HV, K] instead of [B, T, HV].
       num_states: number of initial states; 0 leaves them out.
-      repeat_key: one key for all tokens, the worst case of the inverse.
+      repeat_key: one key for all tokens, which is the worst case for the inverse.
       beta: a constant beta; by default the sigmoid of a normal variable.
       erase: "gate" for b and w, erase and write gates in the place of beta; "key" for erase keys p near the keys.
       normalise: scale keys and queries to unit length, as the models do; without it the delta rule diverges.
@@ -82,7 +82,7 @@ def poison_padding(
     cu_seqlens: jax.Array | None = None,
     segment_ids: np.ndarray | jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """Return the inputs of an operator with NaN in the padding of a pack or of segments, which may hold anything."""
+    """Return the inputs of an operator with NaN in the padding of a packed batch or of segments."""
     if segment_ids is not None:
         padding = np.asarray(segment_ids) < 0
     elif cu_seqlens is not None:

@@ -10,10 +10,10 @@ import numpy as np
 def raw_inputs(
     x: dict[str, jax.Array], seed: int = 3, dtype=jnp.float32, A_log: tuple[float, ...] | None = None
 ) -> dict[str, jax.Array]:
-    """Return inputs of a delta rule with raw gates and step sizes of a type in the place of others, A_log and dt_bias.
+    """Return inputs of a delta rule whose gates and step sizes are replaced by raw ones of a type, A_log and dt_bias.
 
-    Raw gates reach from -10 to 10: some tokens forget nearly nothing, others nearly everything. With an `A_log` the
-    biases take it back, so that this stays so.
+    Raw gates reach from -10 to 10: some tokens forget nearly nothing, others nearly everything. If `A_log` is given,
+    the biases are chosen so that this still holds.
     """
     rng, heads = np.random.default_rng(seed), x["g"].shape[2:]
     found = _raw(x, rng, heads, dtype)
@@ -43,7 +43,7 @@ def _sigmoid(x, a, lower_bound):
     return lower_bound * open_, slope, slope * x
 
 
-# Functions of x + dt_bias, exp(A_log) and the bound to the decay and its derivatives by x and by A_log.
+# Functions from x + dt_bias, exp(A_log) and the bound to the decay and its derivatives by x and by A_log.
 LAWS = {"softplus": _softplus, "sigmoid": _sigmoid}
 
 
@@ -57,9 +57,9 @@ def law_reference(
       beta: raw step sizes [B, T, HV].
       A_log: [HV].
       dt_bias: [HV] or [HV, K].
-      lower_bound: of the law with a bound; None for the other.
+      lower_bound: the bound of the law "sigmoid"; None for "softplus".
       allow_neg_eigval: double the step sizes.
-      law: a name in `LAWS`; None for the law that lower_bound says.
+      law: a name in `LAWS`; None for the law that follows from lower_bound.
     """
     x, beta, A_log, dt_bias = (np.asarray(y, np.float64) for y in (g, beta, A_log, dt_bias))
     a = np.exp(A_log).reshape(-1, *(1,) * (x.ndim - 3))

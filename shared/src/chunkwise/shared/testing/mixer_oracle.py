@@ -1,4 +1,4 @@
-"""What a layer does around its operator, in float64 numpy, straight from the definitions.
+"""The convolution and the gated norm of a layer in float64 numpy, straight from the definitions.
 
 The arguments are the same as in the packages; cu_seqlens and segment_ids must be concrete.
 """
@@ -13,9 +13,9 @@ class Sequence(NamedTuple):
     """One sequence of a batch: tokens start to end - 1 of a row.
 
     Attributes:
-      row, start, end: its tokens.
-      state: which state precedes it or follows it.
-      has_initial, has_final: whether the initial state precedes it, and whether it leaves the final state.
+      row, start, end: the tokens of the sequence.
+      state: the index of its initial state and of its final state.
+      has_initial, has_final: whether it starts from the initial state, and whether it ends in the final state.
     """
 
     row: int
@@ -27,7 +27,7 @@ class Sequence(NamedTuple):
 
 
 def sequences(B: int, T: int, cu_seqlens=None, segment_ids=None) -> list[Sequence]:
-    """Return the sequences of a batch: its rows, the packed sequences, or the segments of equal ids of its rows."""
+    """Return the sequences of a batch: its rows, the packed sequences, or the segments of its rows."""
     if cu_seqlens is not None:
         return [Sequence(0, int(a), int(b), n) for n, (a, b) in enumerate(itertools.pairwise(np.asarray(cu_seqlens)))]
     if segment_ids is None:
@@ -74,7 +74,7 @@ def causal_conv1d(
 
 
 def causal_conv1d_gradients(x, weight, dy, *, name: str | None = "silu") -> tuple[np.ndarray, np.ndarray]:
-    """Return the gradients of x and of the weight, of the convolution of whole rows without bias and states."""
+    """Return the gradients of x and of the weight through the convolution of whole rows, without bias and states."""
     x, weight, dy = (np.asarray(y, np.float64) for y in (x, weight, dy))
     T, W = x.shape[1], weight.shape[1]
     inputs = np.pad(x, [(0, 0), (W - 1, 0), (0, 0)])
@@ -99,7 +99,7 @@ def rms_norm_gated(x, z, weight, *, name: str | None = "silu", norm_before_gate:
 def rms_norm_gated_gradients(
     x, z, weight, dy, *, name: str | None = "silu", eps: float = 1e-6
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the gradients of x, z and the weight, of the norm before its gate."""
+    """Return the gradients of x, z and the weight through the norm that comes before its gate."""
     x, z, weight, dy = (np.asarray(y, np.float64) for y in (x, z, weight, dy))
     gate, r = activation(z, name), 1 / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps)
     n, dn = x * r, dy * gate * weight

@@ -10,7 +10,8 @@ from chunkwise.shared.testing import mixer_oracle
 def _arguments(x: dict, normalise: bool):
     """Return q, k, v, g, beta and p with a head per value head, q, k and p normalised, constant gates added.
 
-    p is k where it is not given, times an erase gate; the values have their write gate, and without a beta it is 1.
+    If p is not given, it is k. It is multiplied by the erase gate and v by the write gate, if there are any. Beside
+    erase gates, beta is 1 if it is not given.
     """
     q, k, p = x["q"], x["k"], x.get("p", x["k"])
     if normalise:
@@ -31,15 +32,15 @@ def _norm(x):
 
 
 def _decay(g):
-    """Return e^g [B, T, HV, K or 1, 1], which multiplies states."""
+    """Return e^g, [B, T, HV, K, 1] or [B, T, HV, 1, 1], which multiplies states."""
     return np.exp(g if g.ndim == 4 else g[..., None])[..., None]
 
 
 def _forward(x: dict, scale: float, normalise: bool, keep: bool = False):
-    """Run the recurrence in numpy: nothing to compile, and no code in common with what it judges.
+    """Run the recurrence in numpy, which compiles nothing and shares no code with the operators that it judges.
 
     Returns:
-      o, the final state, and the states before all tokens if they are to be kept.
+      o, the final state, and with `keep` the states before all tokens.
     """
     q, k, v, g, beta, p = _arguments(x, normalise)
     B, T, HV, K = k.shape
@@ -119,7 +120,7 @@ def _tokens(x, cu_seqlens, T):
 
 
 def _in_segments(x: dict, segment_ids: np.ndarray, do, dht, options: dict):
-    """Run `reference` over the segments of rows as over a pack of that many sequences."""
+    """Run `reference` over the segments of rows as over the sequences of a packed batch."""
     (B, T, HV, V), K = x["v"].shape, x["k"].shape[3]
     found = mixer_oracle.sequences(B, T, segment_ids=segment_ids)
     nothing = np.zeros(0, int)  # all may be padding
@@ -180,11 +181,11 @@ def reference(
       q, k, v, g, beta, g_gamma, initial_state: arrays of any floating type, shapes as in the operators.
       scale: defaults to K ** -0.5.
       cu_seqlens: concrete boundaries of a packed batch.
-      segment_ids: concrete ids of the tokens [B, T], instead.
+      segment_ids: concrete ids of the tokens [B, T], in the place of cu_seqlens.
       use_qk_l2norm_in_kernel: normalise q and k first.
       do: cotangent of o.
       dht: cotangent of the final state.
-      p: erase keys in the place of k, [B, T, H, K].
+      p: erase keys [B, T, H, K], in the place of k.
       b, w: erase gates [B, T, HV, K], which multiply the erase keys, and write gates [B, T, HV, V] of the values.
 
     Returns:

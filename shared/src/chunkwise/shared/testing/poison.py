@@ -1,4 +1,4 @@
-"""Isolation: what is not finite in one sequence must not change one bit of any other."""
+"""Isolation: NaN or infinity in one sequence must not change one bit of any other sequence."""
 
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -26,7 +26,7 @@ def assert_isolated(
     visible: bool = True,
     tolerance: float = 0.0,
 ) -> None:
-    """Fail unless a sequence that holds something not finite leaves every bit of the others as it was.
+    """Fail unless NaN and infinity in one sequence leave every bit of the other sequences as it was.
 
     Every input, and the cotangent of every result, is poisoned in turn, in every sequence that has tokens: with NaN in
     the whole of its first token, then with infinity in one number of its last token. The padding of a packed batch is
@@ -38,10 +38,10 @@ def assert_isolated(
         [B, NT, ...], all others are tokens [B, T, ...].
       x: inputs, all finite and of floating type.
       cu_seqlens: concrete boundaries of a packed batch; without them the rows of the batch are the sequences.
-      segment_ids: concrete ids of the segments of rows, instead.
+      segment_ids: concrete ids of the segments of rows, in the place of cu_seqlens.
       chunk_size: tokens of a chunk; needed if a result or an input has an entry for every chunk of a packed batch.
-      shared: inputs that all sequences share, as g_gamma: they are not poisoned, nor is their gradient compared.
-      tolerance: how much others may change, by RMS; 0 for not one bit.
+      shared: inputs that all sequences share, such as g_gamma: they are not poisoned, nor are their gradients compared.
+      tolerance: how much other sequences may change, by RMS; 0 for not one bit.
       visible: demand that NaN in an input makes some result of the same sequence not finite, so that nothing is hidden.
     """
     packing = cu_seqlens if segment_ids is None else segment_ids
@@ -76,7 +76,7 @@ def assert_isolated(
 
 
 class _Owners:
-    """Which sequence owns what; N owns padding and unused chunks."""
+    """Which sequence owns an entry of an array; padding and unused chunks have the owner N."""
 
     def __init__(
         self, B: int, T: int, cu_seqlens: np.ndarray | None, segment_ids: np.ndarray | None, chunk_size: int | None
@@ -86,7 +86,7 @@ class _Owners:
             found = mixer_oracle.sequences(B, T, segment_ids=segment_ids)
             self.N = len(found) + B
             self.tokens = np.full((B, T), self.N)
-            # A row has one state before its first segment, and one after its last, and has them without segments too.
+            # A row has one state before its first segment and one after its last, also if all of it is padding.
             self.states, self.final = np.arange(len(found), self.N), np.arange(len(found), self.N)
             for n, s in enumerate(found):
                 self.tokens[s.row, s.start : s.end] = n
@@ -109,13 +109,13 @@ class _Owners:
             self.chunks[0, : len(used)] = used
 
     def mask(self, name: str) -> np.ndarray:
-        """Return the owner of every leading entry of the array of a name."""
+        """Return the owner of every leading entry of the array with this name."""
         if name == "final_state":
             return self.final
         return self.states if name in STATES else self.chunks if name in CHUNKS else self.tokens
 
     def name(self, n: int) -> str:
-        """Return how a message names an owner."""
+        """Return the name of an owner for a message."""
         return "the padding" if n == self.N else f"sequence {n}" if self.packed else f"row {n}"
 
     def poisoned(self, name: str, x: jax.Array) -> Iterator[tuple[int, str, jax.Array]]:

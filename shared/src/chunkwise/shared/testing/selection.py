@@ -1,4 +1,4 @@
-"""The choice of thorough tests: they take long and repeat what quicker tests show, for other sizes, types or chips."""
+"""The choice of thorough tests, which take long and show for more sizes, types or chips what quicker tests show."""
 
 import inspect
 from collections.abc import Mapping
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def is_thorough(owner: Any, test: str, parameters: Mapping[str, Any]) -> bool:
-    """Return whether the table `THOROUGH` of a file makes one case of a test a thorough one.
+    """Return whether one case of a test is thorough by the table `THOROUGH` of its file.
 
-    The table has True, or a function of some parameters of the test, under the name of a test. Tests without an entry
+    Under the name of a test the table has True, or a function of some parameters of the test. Tests without an entry
     are quick. A class inherits the entries of its bases.
 
     Args:

@@ -1,7 +1,7 @@
 """Kernels on a simulated TPU: a CPU with the memories, copies and semaphores of a TPU, which reports races.
 
-Plain interpretation has none of them: a copy is done when it begins, and an index past the end of an array is moved
-inside.
+JAX's plain interpretation of kernels does not show such faults: there a copy is done when it begins, and an index past
+the end of an array is moved inside.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ _grid_steps: list[tuple[int, ...]] = []
 
 
 def _record(token, grid_step, core):
-    # One function for all programs, because it belongs to the key of JAX's caches.
+    # This is one function for all programs, because it is a part of the key of JAX's caches.
     _grid_steps.append(tuple(int(i) for i in grid_step))
     return token
 
@@ -25,18 +25,17 @@ def simulated(cores: int = 1, **options) -> Iterator[list[tuple[int, ...]]]:
     """Run the kernels of this thread on a simulated TPU; yield the list of the grid steps that they run.
 
     A race raises an exception, as does an access past the end of an array, and memory that no kernel has written is
-    NaN. The steps of a parallel axis come in random order. The switch belongs to JAX, and to the key of its
-    caches: a function that was traced or compiled outside is traced and compiled once more inside, and the other way
-    round.
+    NaN. The steps of a parallel axis come in random order. The switch is a setting of JAX and a part of the key of its
+    caches: a function that was traced or compiled outside is traced and compiled again inside, and the other way round.
 
-    The simulator reads a block when its grid step begins, and writes it when its index moves on: it does not copy the
-    blocks of later steps ahead. It knows no limit of fast memory and no rule for shapes. JAX cannot rematerialise
-    simulated kernels. A program that is lowered for a TPU inside has simulated kernels too.
+    The simulator reads a block when its grid step begins, and writes it when its index changes; it does not copy blocks
+    ahead of their steps. It does not check the size of fast memory, nor a TPU's rules for shapes. JAX cannot
+    rematerialise simulated kernels. A program that is lowered for a TPU inside has simulated kernels too.
 
     Args:
       cores: TensorCores that share the parallel axes of a grid, each with its fast memory.
-      **options: of `pltpu.InterpretParams` besides, such as `buffer_bounds="padded"`, `dma_execution_mode="eager"`, or
-        the `random_seed` of the order of steps.
+      **options: further fields of `pltpu.InterpretParams`, such as `buffer_bounds="padded"`,
+        `dma_execution_mode="eager"`, or the `random_seed` of the order of steps.
     """
     params = pltpu.InterpretParams(
         detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise", num_cores_or_threads=cores,
@@ -47,5 +46,5 @@ def simulated(cores: int = 1, **options) -> Iterator[list[tuple[int, ...]]]:
         with pltpu.force_tpu_interpret_mode(params), compat.races_raised():
             yield _grid_steps
     finally:
-        # A kernel that raised leaves its memory behind.
+        # After an exception in a kernel, its memory is still there.
         pltpu.reset_tpu_interpret_mode_state()

@@ -1,6 +1,6 @@
 """The stages of the gated delta rule in float64 numpy, chunk by chunk, straight from their definitions.
 
-The oracle of a single stage: it takes the same, already rounded, arguments as the stage does, so it shows the
+They are the oracle of a single stage: they take the same, already rounded arguments as the stage, so they show the
 error of that stage alone. The oracle of the whole chain is the token recurrence of `chunkwise.shared.testing.oracle`.
 
 Shapes, packing and the order of chunks are the same as in the stage packages; cu_seqlens must be concrete.
@@ -24,7 +24,7 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(B: int, T: int, chunk_size: int, cu_seqlens=None) -> list[Chunk]:
-    """Return the chunks of a batch, or of a packed one, by sequence and then by time."""
+    """Return the chunks of a batch, or of a packed batch, by sequence and then by time."""
     if cu_seqlens is None:
         sequences = [(row, row, 0, T) for row in range(B)]
     else:
@@ -139,7 +139,7 @@ def chain(q, k, v, g, beta, initial_state=None, chunk_size: int = 64, cu_seqlens
 
 
 def _heads(x, HV: int) -> np.ndarray:
-    """Return tokens [B, T, H, ...] in float64 as [B, HV, T, ...], every head once for each of its value heads."""
+    """Return tokens [B, T, H, ...] in float64 as [B, HV, T, ...]; a head is repeated for each of its value heads."""
     x = np.moveaxis(np.asarray(x, np.float64), 2, 1)
     return np.repeat(x, HV // x.shape[1], axis=1)
 

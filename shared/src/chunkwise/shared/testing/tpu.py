@@ -1,4 +1,4 @@
-"""Compile for real TPUs on a machine that has none: libtpu is a compiler too.
+"""Compile for real TPUs on a machine that has none; libtpu, which has the compiler, needs no TPU for that.
 
 Install `chunkwise-shared[tpu]`. Call `setup()` before the first computation of the process.
 """
@@ -37,7 +37,7 @@ def compile_for(fn, *specs, chip: str = "v6e", auto_layout: bool = False, donate
       fn: a function of arrays.
       *specs: a `jax.ShapeDtypeStruct`, None, or a tree of them for every argument.
       chip: a name in `chunkwise.shared.chips`.
-      auto_layout: let inputs and outputs take the layout that suits the program, as inside a larger one.
+      auto_layout: let the compiler choose the layout of inputs and outputs, as it does inside a larger program.
       donate_argnums: arguments whose memory the outputs may take, as in `jax.jit`.
     """
     device = topologies.get_topology_desc(platform="tpu", topology_name=chips.CHIPS[chip].topology).devices[0]
@@ -82,15 +82,15 @@ def compile_over_tokens(fn, tokens, others, chip: str) -> list[str]:
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program = jax.jit(fn).trace(place(tokens, None, "tokens"), place(others)).lower().compile()
-    # XLA numbers the operations of one name.
+    # XLA appends a number to names that occur more than once.
     return sorted(name.partition(".")[0] for name in launches(program.as_text() or ""))
 
 
 def kernel_products(text: str) -> list[list[tuple[str, str, str]]]:
     """Return the matrix products of every Pallas kernel in a lowered or compiled program's text, in order.
 
-    A product is (type of the left operand, of the right one, precision), such as ("f32", "f32", "fp32"), which is
-    float32 accuracy, or ("bf16", "bf16", ""), one pass. ("f32", "f32", "") may be one bfloat16 pass too.
+    A product is (type of the left operand, of the right one, precision), such as ("f32", "f32", "fp32") with float32
+    accuracy, or ("bf16", "bf16", "") with one pass; ("f32", "f32", "") may be one bfloat16 pass, too.
     """
     # Pallas has no public reader of its kernels.
     from jax._src.lib import tpu as dialect

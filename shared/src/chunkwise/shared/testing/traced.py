@@ -12,9 +12,9 @@ class Launch(NamedTuple):
     """The launch of a kernel for a TPU.
 
     Attributes:
-      name: of the kernel.
-      steps: of its grid, as often as the program runs it; 0 if the grid has a size that is not known.
-      operations: of JAX in its body, those of branches and loops included, each once.
+      name: the name of the kernel.
+      steps: how many grid steps the program runs in all; 0 if a size of the grid is not known.
+      operations: how many operations of JAX its body has; an operation in a branch or loop counts once.
     """
 
     name: str
@@ -37,7 +37,7 @@ def _inner(eqn) -> Iterator[Any]:
 
 
 def count_operations(jaxpr) -> int:
-    """Return the number of operations of a jaxpr, with those of its parts."""
+    """Return the number of operations of a jaxpr, also inside of its parts."""
     return sum(1 + sum(map(count_operations, _inner(eqn))) for eqn in jaxpr.eqns)
 
 
@@ -59,6 +59,6 @@ def _walk(jaxpr, times: int) -> Iterator[Launch]:
 def launches(fn: Callable, *specs) -> list[Launch]:
     """Return the launches of `fn` for arguments of these shapes, in the order of the program.
 
-    A launch in a loop that has no known number of turns counts once, and so does one in a branch.
+    A launch counts once if it is in a branch, or in a loop whose number of iterations is not known.
     """
     return list(_walk(jax.make_jaxpr(fn)(*specs).jaxpr, 1))

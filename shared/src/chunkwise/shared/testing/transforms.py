@@ -4,7 +4,7 @@ import jax
 
 from chunkwise.shared.testing import compare
 
-# A policy of `jax.checkpoint` under which an operator over split tokens repeats no launch of its forward.
+# A policy of `jax.checkpoint` under which an operator whose tokens are split repeats no launch of its forward.
 KEEPING = jax.checkpoint_policies.save_only_these_names(
     "chunkwise_context_map", "chunkwise_context_state", "chunkwise_residuals"
 )
@@ -29,7 +29,7 @@ TRANSFORMS = {
 
 
 def assert_transform(transform: str, fn, args) -> None:
-    """Fail unless fn(*args) is the same under a transform of TRANSFORMS, and of the types that eval_shape promises."""
+    """Fail unless fn(*args) is the same under a transform of TRANSFORMS, and has the types that eval_shape promises."""
     expected = fn(*args)
     promised = jax.tree.map(lambda x: (x.shape, x.dtype), jax.eval_shape(fn, *args))
     assert promised == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
@@ -40,8 +40,8 @@ def assert_transform(transform: str, fn, args) -> None:
 def assert_traced_once(fn, *batches: tuple, expected=None, tolerance: float = 1e-6) -> None:
     """Fail unless jit(fn) serves all argument tuples with a single trace and calls nothing on the host.
 
-    It must equal `expected`, a function of the same arguments, to a tolerance: fn itself by default, which is compiled
-    a second time for that.
+    The results must equal `expected`, a function of the same arguments, up to a tolerance. By default it is fn itself,
+    compiled a second time.
     """
     traces = []
 
@@ -59,5 +59,5 @@ def assert_traced_once(fn, *batches: tuple, expected=None, tolerance: float = 1e
 
 
 def text_for_tpu(fn, *args) -> str:
-    """Return the program that is lowered for a TPU: it names the kernels that were launched."""
+    """Return the text of a program that is lowered for a TPU, which names the kernels that it launches."""
     return jax.jit(fn).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
