@@ -297,7 +297,7 @@ def build(session):
             release = Path(scratch, name)
             archives.copy_sources(folder, release, ABOUT)
             with session.chdir(release):
-                session.run("hatch", "build", str(dist), env={"HATCH_DATA_DIR": scratch})
+                session.run("python", "-m", "hatchling", "build", "-d", str(dist))
     built = sorted(dist.iterdir())
     for problem in archives.problems(built):
         session.error(problem)
