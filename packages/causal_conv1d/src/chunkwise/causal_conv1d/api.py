@@ -88,35 +88,36 @@ def causal_conv1d(
       activation: "silu", "sigmoid" or None for the identity; static.
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Sequences may be empty; tokens from
         cu_seqlens[N] on are padding. The values are checked outside of jit only.
-      segment_ids: int32 [B, T], traced, instead of cu_seqlens: a sequence begins where the id changes, and tokens of
-        an id below 0 are padding. States are [B, W - 1, D] then: the initial one precedes the first sequence of a row,
-        and the final one holds the last inputs of its last sequence.
-      implementation: "pallas" (one TPU kernel a direction, interpreted elsewhere), "xla" (plain JAX), None (the best
-        for the backend).
+      segment_ids: int32 [B, T], traced, instead of cu_seqlens: a sequence begins where the id changes, and tokens with
+        an id below 0 are padding. States are then [B, W - 1, D]: the initial state precedes the first sequence of a
+        row, and the final state has the last inputs of the last sequence of the row.
+      implementation: "pallas" (one TPU kernel for each direction, interpreted elsewhere), "xla" (plain JAX), None (the
+        best for the backend).
       sharding: how x is split over the devices of a mesh with automatic axes, a NamedSharding or a PartitionSpec;
-        static. Over explicit axes the type of x says it. Rows, tokens and channels may be split, also over several axes
-        each; every device computes its part, and only gradients of arguments that devices share are sums over them.
+        static. With explicit axes the type of x says how. Rows, tokens and channels may be split, also over several
+        axes each; every device computes its part, and only gradients of arguments that devices share are sums over
+        these devices.
       context_axis: the axis or axes of a mesh, inside a `shard_map`, over which T is split; static. Each device has
-        consecutive tokens, at least W - 1, and sends so many inputs to its right neighbour. cu_seqlens has the
-        boundaries of all tokens, and states lie before the first and after the last of all tokens, the same on all
-        devices. segment_ids has the ids of the device's tokens.
+        consecutive tokens, at least W - 1, and sends its last W - 1 inputs to the next device. cu_seqlens has the
+        boundaries of the tokens of all devices, and states are before the first and after the last of these tokens, the
+        same on every device. segment_ids has the ids of the device's tokens.
       config: tile sizes of the kernels.
 
     Returns:
       y [B, T, D] in the type of x, and the last W - 1 inputs of every sequence [N, W - 1, D], None unless asked for.
-      These have the type of the initial state, or of x where there is none. A sequence shorter than that begins with
-      its initial state. Padding may hold anything and gives zeros. Differentiable in x, weight, bias and initial_state
-      under both implementations; over a mesh, by sharding or by the type of x, in reverse only.
+      The last inputs have the type of the initial state, or without one the type of x. If a sequence is shorter than W
+      - 1, they begin with the end of its initial state. Padding may hold anything and gives zeros. x, weight, bias and
+      initial_state have gradients under both implementations; over a mesh, by sharding or by the type of x, in reverse
+      mode only.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
 
-    NaN or infinity in one sequence changes no bit of the others, but the gradients of weight and bias are sums over
-    all of them.
-    Accuracy: 1e-7 relative to the definition in float64 for float32 inputs, 2e-3 for bfloat16 inputs, whose result is
-    rounded to bfloat16; gradients 3e-7 and 3e-3.
-    Cost: 2 B T D W flops; x is read and y is written once. The backward reads x and dy and writes dx once.
-    Source: the short convolution of H3 (2022) and of Mamba (2023), as in the causal-conv1d package.
+    NaN or infinity in one sequence changes no bit of the other sequences, but the gradients of weight and bias are sums
+    over all sequences. Accuracy: 1e-7 relative to the definition in float64 for float32 inputs, 2e-3 for bfloat16
+    inputs, whose result is rounded to bfloat16; gradients 3e-7 and 3e-3. Cost: 2 B T D W flops; x is read and y is
+    written once. The backward reads x and dy and writes dx once. Source: the short convolution of H3 (2022) and of
+    Mamba (2023), as in the causal-conv1d package.
     """
     B, T, D = checks.check_array("x", x, "B T D")
     W = _check_weights(weight, bias, D)
@@ -137,7 +138,8 @@ def causal_conv1d(
         fits = config.tokens % 16 == 0 and config.channels % 128 == 0 and min(config.tokens, config.channels) > 0
         checks.check(fits, f"`config` must have multiples of 16 tokens and of 128 channels; got {config}.")
     given = {name: y for name, y in given.items() if y is not None}
-    # Before devices share them, so that the sums of their gradients are rounded once.
+    # They become float32 before devices share them, so that the sums of their gradients over devices are rounded only
+    # once.
     given |= {name: given[name].astype(jnp.float32) for name in ("weight", "bias") if name in given}
     division = partition.find_division(given, _LAYOUT, sharding)
     tokens = partition.token_axes(division, context_axis)
@@ -146,7 +148,7 @@ def causal_conv1d(
         not tokens or held >= W - 1,
         f"`x` must have at least W - 1 = {W - 1} tokens on each of the devices along {tokens}; got {held}.",
     )
-    # The type of the final states, None for none.
+    # The type of the final states, None if nobody asks for them.
     final = (x if initial_state is None else initial_state).dtype if output_final_state else None
 
     def on_device(given):
@@ -165,7 +167,7 @@ def causal_conv1d(
 @functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
 def _run(x, weight, bias, states, cu_seqlens, segment_ids, final: Any, activation, implementation, config):
     (B, T, D), W = x.shape, weight.shape[1]
-    # Once, or JAX does it at every use, and sums every part of a gradient by itself.
+    # Here once; otherwise JAX does it at every use, and sums each part of a gradient over the devices separately.
     x, weight, bias, states = compat.vary_alike(x, weight, bias, states)
     s = sequences.find(B, T, cu_seqlens, segment_ids)
     rows = weight.astype(jnp.float32).T  # [W, D]
@@ -205,15 +207,15 @@ def causal_conv1d_update(
     implementation: str | None = None,
     sharding: arguments.Sharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the convolution of one new token or a few of every sequence, and the pool of states after them.
+    """Return the convolution of one new token, or a few, of every sequence, and the pool of states after these tokens.
 
-    For serving: `causal_conv1d` from and to a pool of states::
+    This is `causal_conv1d` for serving, from and to a pool of states::
 
         y, pool = causal_conv1d_update(x, pool, weight, bias, state_indices=slots)
 
-    Under jit with the pool donated (donate_argnums), its states are updated in place. In a serving step it takes the
-    same stream, boundaries and indices as the operator after it, such as `ragged_gated_delta_rule` of
-    chunkwise.pipeline, for another pool::
+    Under jit with the pool donated (donate_argnums), its states are updated in place. In a serving step this function
+    takes the same stream, boundaries and indices as the operator after it, such as `ragged_gated_delta_rule` of
+    chunkwise.pipeline, with a pool for the convolution::
 
         y, pool = causal_conv1d_update(
             x, pool, weight, bias, cu_seqlens=boundaries, state_indices=slots, num_decodes=decodes
@@ -223,35 +225,39 @@ def causal_conv1d_update(
     decode, M the most blocks of a prefill.
 
     Args:
-      x, weight, bias, activation, cu_seqlens: as in `causal_conv1d`. Here a boundary that falls acts as the one before
-        it, and one past the end as T.
-      states: the last W - 1 inputs of every sequence [N, W - 1, D], or a pool [slots, W - 1, D] with state_indices, of
-        any floating type, which they keep.
-      state_indices: int32 [N], traced: the slot of every sequence. A slot is named only once, which is checked outside
-        of jit. A sequence with a negative slot starts from zeros and its state is dropped: negative slots are neither
-        read nor written and may repeat. A slot past the end acts as a negative one.
-        In a serving step also [N, U]: after token t of a decode its state goes to slot state_indices[n, t], and that
-        after a prefill to column 0. Both start from column num_accepted_tokens[n] - 1.
-      has_initial_state: bool [N], traced: False if a sequence starts from zeros whatever its slot holds; None for True.
-      num_decodes: how many sequences, the first ones, decode: they have at most U tokens each, 1 where state_indices is
-        [N]. A number or a traced int32 scalar, as the next one. These and all that follow need cu_seqlens.
-      num_sequences: how many of the N sequences exist; None for all. A count beyond N acts as N, a negative one as 0.
-      read_indices: int32 [N], the slot that a sequence starts from instead, which stays as it is; negative for zeros.
-      num_accepted_tokens: int32 [N], 1 to U: a sequence starts from state_indices[n, num_accepted_tokens[n] - 1], and
-        from zeros for any other number.
+      x, weight, bias, activation, cu_seqlens: as in `causal_conv1d`. In a serving step, a boundary that is less than
+        the one before it acts as the one before it, and a boundary above T acts as T.
+      states: the last W - 1 inputs of every sequence [N, W - 1, D], or with state_indices a pool [slots, W - 1, D], of
+        any floating type, which the result has, too.
+      state_indices: int32 [N], traced: the slot of every sequence. No slot may be named twice, which is checked outside
+        of jit. A sequence with a negative slot starts from zeros and its state is dropped, so negative slots may
+        repeat. A slot past the end acts as a negative one. In a serving step also [N, U]: the state after token t of a
+        decode goes to slot state_indices[n, t], and the state after a prefill to slot state_indices[n, 0]. Both start
+        from slot state_indices[n, num_accepted_tokens[n] - 1].
+      has_initial_state: bool [N], traced: False for a sequence that starts from zeros whatever its slot holds; None for
+        True everywhere.
+      num_decodes: how many sequences are decodes. They come first, and have at most U tokens each, 1 where
+        state_indices is [N]. A number or a traced int32 scalar. This argument and all down to block_size need
+        cu_seqlens.
+      num_sequences: how many of the N sequences exist, a number or a traced int32 scalar; None for all. A count beyond
+        N acts as N, a negative one as 0.
+      read_indices: int32 [N], the slot that a sequence starts from in place of a slot of state_indices; it stays as it
+        is. A negative one stands for zeros.
+      num_accepted_tokens: int32 [N], 1 to U: a sequence starts from slot state_indices[n, num_accepted_tokens[n] - 1].
+        With any other number it starts from zeros.
       block_state_indices: int32 [N, M], the slot of the state after every block of `block_size` tokens of a prefill,
-        counted from its first token in this call; negative ones are not written.
+        counted from its first token in this call; a negative slot is not written.
       block_size: tokens of a block; static.
-      implementation: "pallas" (one TPU kernel, interpreted elsewhere), "xla" (plain JAX), None: "xla" for decodes
-        alone, and for a stream that is longer the best for the backend.
+      implementation: "pallas" (one TPU kernel, interpreted elsewhere), "xla" (plain JAX), None: "xla" if all sequences
+        are decodes, and else the best for the backend.
       sharding: how x is split over the devices of a mesh with automatic axes, a NamedSharding or a PartitionSpec;
-        static. Over explicit axes the type of x says it. Channels may be split, and rows where there are no
-        cu_seqlens; the states are split as they are, and no device sends anything. Devices that share the rows share
-        the slots of a pool evenly, and the slots of a sequence must lie on its device: else its y is NaN.
+        static. With explicit axes the type of x says how. Channels may be split, and without cu_seqlens also rows; the
+        states are split in the same way, and no device sends anything. Devices that split the rows also split the slots
+        of a pool, evenly, and the slot of a sequence must lie on the device of its row: otherwise its y is NaN.
 
     Returns:
-      y [B, T, D] in the type of x, and the pool in its type, in which the slots of no sequence keep every bit.
-      Differentiable in x, states, weight and bias; over a mesh, by sharding or by the type of x, in reverse only.
+      y [B, T, D] in the type of x, and the pool in its type, in which slots that no sequence names keep every bit. x,
+      states, weight and bias have gradients; over a mesh, by sharding or by the type of x, in reverse mode only.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type. The values of a serving step are checked outside of jit
@@ -276,7 +282,7 @@ def causal_conv1d_update(
     none = isinstance(num_decodes, int) and num_decodes == 0
     more = (block_size, *slots._replace(state_indices=None, has_initial_state=None, num_decodes=None))
     is_step = getattr(state_indices, "ndim", 1) == 2 or not none or any(y is not None for y in more)
-    # A serving step has both; a type cannot tell.
+    # In a serving step both are given, which a type cannot say.
     boundaries: Any = cu_seqlens
     named: Any = state_indices
     if is_step:
@@ -293,7 +299,7 @@ def causal_conv1d_update(
     implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu=best)
     given = {"x": x, "states": states, "weight": weight, "bias": bias, "cu_seqlens": cu_seqlens} | slots._asdict()
     given = {name: y for name, y in given.items() if y is not None}
-    # As in `causal_conv1d`.
+    # As in `causal_conv1d`, sums of gradients are rounded only once.
     given |= {name: given[name].astype(jnp.float32) for name in ("weight", "bias") if name in given}
     division = partition.find_division(given, _POOL_LAYOUT, sharding)
     devices.check_pool(given, division, "states")
@@ -329,7 +335,7 @@ def _update(x, states, weight, bias, cu_seqlens, slots: arguments.Slots, activat
 def _step(x, pool, weight, bias, cu_seqlens, slots: arguments.Slots, activation, implementation, block_size):
     """Run a serving step: a decode writes a state to a slot after every token, and a prefill after its last token."""
     step, W = step_table.find_step(cu_seqlens, slots, pool.shape[0], x.shape[1]), weight.shape[1]
-    # A sequence is a decode or a prefill, and in the other list it has no tokens and reads no slot.
+    # A sequence is either a decode or a prefill; in the table of the other kind it has no tokens and reads no slot.
     before = slot_rows.read(pool, jnp.maximum(step.decodes.source, step.prefills.source))
     y, _ = _run(x, weight, bias, before, step.boundaries, None, None, activation, implementation, None)
     s = sequences.find(*x.shape[:2], step.boundaries, None)

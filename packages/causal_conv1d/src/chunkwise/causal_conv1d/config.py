@@ -4,7 +4,7 @@ import dataclasses
 
 from chunkwise.shared.kernels import packed
 
-# Tokens before a block that the convolution may read: as many as a register of float32 has rows.
+# How many tokens before a block the convolution may read: the rows of a float32 register.
 HALO = 8
 WIDTHS = range(2, HALO + 1)
 

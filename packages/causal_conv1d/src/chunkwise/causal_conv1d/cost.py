@@ -12,7 +12,8 @@ def cost(*, B: int, T: int, D: int, W: int, itemsize: int = 2, backward: bool = 
       backward: the cost of the gradient, which computes the convolution again.
     """
     numbers = B * T * D
-    # Read x and write y; or read x and dy and write dx. The gradient has sums of W for x and for the weight.
+    # The forward reads x and writes y; the backward reads x and dy and writes dx. The gradient has two more sums over W
+    # taps, for x and for the weight.
     return pl.CostEstimate(
         flops=2 * numbers * W * (3 if backward else 1),
         transcendentals=numbers,

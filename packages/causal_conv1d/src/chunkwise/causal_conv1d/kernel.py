@@ -1,11 +1,11 @@
 """The kernels: a grid step takes a block of tokens and channels, and computes it strip by strip.
 
-A strip of tokens as it was j tokens before is a load at another row. So the block is copied as float32 into a window
-behind the last tokens of the block before it, one plane [tokens, 128] for every 128 channels: a load from such a plane
-may begin at any row.
+To read the inputs j tokens before a strip, a kernel loads from j rows before it. So the block is copied as float32 into
+a window, behind the last tokens of the block before it. The window has one plane [tokens, 128] for every 128 channels,
+because a load from such a plane may begin at any row.
 
-Blocks in which a sequence begins or ends, and the last block of a row, are *mixed*: only they look where sequences end.
-Channels past the end of the array hold anything, and nothing of theirs is stored.
+Blocks in which a sequence begins or ends, and a last block of a row that is not full, are *mixed*: only these look for
+the ends of sequences. Channels past the end of the array hold anything, and results of them are not stored.
 """
 
 import functools
@@ -19,14 +19,14 @@ from jax.experimental import pallas as pl
 from chunkwise.causal_conv1d import config, cost, sequences, tile
 from chunkwise.shared.kernels import activations, chunking, launcher, layout, packed, tiles
 
-# Tokens that are computed at once.
+# Tokens of a strip.
 _STRIP = 32
-# Rows of the tokens before a block that are loaded again in the backward: a block of bfloat16 has 16 rows at least.
+# How many tokens before a block the backward loads again; a block of bfloat16 has at least 16 rows.
 _BEFORE = 16
 
 
 class ConvOperands(NamedTuple):
-    """What the launches read; None if a launch does not.
+    """The arrays that launches read; None for an array that a launch does not read.
 
     Attributes:
       blocks: int32 [3, B * blocks]: whether a block is mixed, and the range of sequences whose first W - 1 tokens may
@@ -36,8 +36,9 @@ class ConvOperands(NamedTuple):
       reach: float32 [B, blocks, 2, tokens]: age and left of `ConvSequences`; None if no block is mixed.
       weight: float32 [W, D], the oldest token first.
       bias: float32 [1, D].
-      rows: float32 [N * (W - 1), 1, D], `sequences.state_rows`, or None: a kernel may take any entry of the first axis.
-      dy: like x.
+      rows: float32 [N * (W - 1), 1, D], `sequences.state_rows`, or None. Its first axis is not tiled, so a kernel may
+        take any entry.
+      dy: the cotangent of y, shaped and typed as y.
     """
 
     blocks: jax.Array | None
@@ -51,12 +52,12 @@ class ConvOperands(NamedTuple):
 
 
 class ConvStatic(NamedTuple):
-    """What is known when a kernel is built.
+    """The static description of a launch.
 
     Attributes:
       T: tokens of a row of the batch.
       W: width.
-      activation: of the output.
+      activation: the activation of the output.
       config: tile sizes.
     """
 
@@ -72,7 +73,7 @@ class ConvStatic(NamedTuple):
 
 
 class ConvRefs(NamedTuple):
-    """The Refs of both kernels; None for what a launch lacks. A block has tokens and channels, cut into planes."""
+    """The Refs of both kernels; None for a Ref that a launch lacks. The channels of a block are cut into planes."""
 
     x: jax.Ref  # [tokens, channels]
     weight: jax.Ref  # [W, channels]
@@ -89,8 +90,8 @@ class ConvRefs(NamedTuple):
     dweight: jax.Ref  # [W + 1, 8, channels]
     drows: jax.Ref  # float32 [N * (W - 1), 1, channels]
     wide: jax.Ref  # float32 [2, tokens, 128], reach over all lanes
-    added: jax.Ref  # float32 [planes, tokens, 128], what states add to a mixed block
-    dpre: jax.Ref  # float32 [planes, tokens + halo, 128], the gradient of what enters the activation
+    added: jax.Ref  # float32 [planes, tokens, 128], terms of initial states in a mixed block
+    dpre: jax.Ref  # float32 [planes, tokens + halo, 128], the gradient before the activation
 
 
 def tables(s: sequences.ConvSequences, B: int, with_states: bool, static: ConvStatic) -> tuple[jax.Array | None, ...]:
@@ -136,7 +137,7 @@ def _fill(refs, s: ConvStatic) -> None:
 
 
 def _spread_reach(refs) -> None:
-    """Store the age and what is left of every token over all lanes."""
+    """Store the age of every token, and how many tokens are left after it, in all lanes."""
     for i in range(2):
         column = tiles.to_column(refs.reach[i : i + 1][None])[0]  # [tokens, 1]
         refs.wide[i] = jnp.broadcast_to(column, refs.wide.shape[1:])
@@ -156,7 +157,7 @@ def _first_rows(refs, block, s: ConvStatic, visit) -> None:
 
 
 def _add_rows(refs, block, s: ConvStatic) -> None:
-    """Put what states add to a mixed block into scratch."""
+    """Put the terms of the initial states in a mixed block into scratch memory."""
     layout.clear(refs.added)
 
     def visit(row, source):
@@ -167,7 +168,7 @@ def _add_rows(refs, block, s: ConvStatic) -> None:
 
 
 def _branches(refs, block, s: ConvStatic, compute) -> None:
-    """Call compute(mixed) for a block, after what a mixed block needs is in scratch."""
+    """Call compute(mixed) for a block; for a mixed block, first fill the scratch memory that it needs."""
     if refs.blocks is None:
         compute(False)
         return
@@ -194,7 +195,7 @@ def _load_weight(refs: ConvRefs, n: int, s: ConvStatic) -> list[jax.Array]:
 
 
 def _convolve(refs: ConvRefs, n: int, weight: list[jax.Array], at: int, rows: int, mixed: bool, s: ConvStatic):
-    """Return the taps of a strip of a plane, what enters the activation, and the age of its tokens or None."""
+    """Return the taps of a strip of a plane, the input of the activation, and the age of its tokens or None."""
     age = refs.wide[0, at : at + rows] if mixed else None
     begin = config.HALO + at
     taps = tile.masked([refs.window[n, begin - j : begin - j + rows] for j in range(s.W)], age)
@@ -232,9 +233,10 @@ def _fwd_kernel(refs: ConvRefs, *, s: ConvStatic):
 
 
 def _bwd_kernel(refs: ConvRefs, *, s: ConvStatic):
-    """Write dx of a block, last block first, and add to the gradients of weight and bias.
+    """Write dx of a block, the last block first, and add to the gradients of weight and bias.
 
-    A token's gradient comes from the W - 1 tokens after it too: the first of the block after this one stay in scratch.
+    A token's gradient comes also from the W - 1 tokens after it. So `dpre` of the first tokens of a block stays in
+    scratch memory for the block before it.
     """
     grid_step = pl.program_id(2)
     place = jnp.int32(s.blocks - 1) - grid_step
@@ -291,12 +293,13 @@ def launch(x: ConvOperands, s: ConvStatic) -> dict[str, jax.Array]:
     """Run the forward kernel, or with dy the backward one.
 
     Returns:
-      A dict of y like x; or of dx like x, dweight, the gradients of weight and bias, float32 [W + 1, 8, D], to be
-      summed over the 8, and drows, the gradient of `rows` if there are any.
+      A dict. Forward: y, shaped and typed as x. Backward: dx, shaped and typed as x; dweight, float32 [W + 1, 8, D],
+      the gradients of weight and bias, to be summed over the second axis; and drows, the gradient of `rows`, if there
+      are rows.
     """
     (B, T, D), (tokens, channels), count = x.x.shape, (s.config.tokens, s.config.channels), s.blocks
     backward = x.dy is not None
-    # Blocks of tokens are walked in order, in the backward from the last to the first.
+    # Blocks of tokens come in order; in the backward the last one comes first.
     place = (lambda i: jnp.int32(count - 1) - i) if backward else (lambda i: i)
     block = pl.BlockSpec((None, tokens, channels), lambda j, b, i, *_: (b, place(i), j))
     before = lambda i: jnp.maximum(place(i) * jnp.int32(tokens // _BEFORE) - jnp.int32(1), jnp.int32(0))
@@ -320,7 +323,8 @@ def launch(x: ConvOperands, s: ConvStatic) -> dict[str, jax.Array]:
         functools.partial(_bwd_kernel if backward else _fwd_kernel, s=s),
         ConvRefs,
         name=f"causal_conv1d_{'bwd' if backward else 'fwd'}_w{s.W}",
-        # Channels are independent. Rows of the batch are too, but the backward sums over them. Tokens are sequential.
+        # Channels are independent. Rows of the batch are independent, too, but the backward adds up over them. Tokens
+        # are sequential.
         grid=(-(-D // channels), B, count),
         dimension_semantics=("parallel", "arbitrary" if backward else "parallel", "arbitrary"),
         tables={"blocks": x.blocks, "sequences": x.sequences},

@@ -1,4 +1,4 @@
-"""Where sequences begin and end in a batch, for every form in which the caller says it."""
+"""Where sequences begin and end in a batch: in rows, in a packed batch, or in rows of segments."""
 
 from typing import Any, NamedTuple
 
@@ -12,11 +12,13 @@ class ConvSequences(NamedTuple):
     """The sequences of a batch. All are int32 arrays.
 
     Attributes:
-      age: [B, T], tokens before this one in its sequence; -1 for padding. None if every row is one sequence.
-      left: [B, T], tokens after this one in its sequence, of the same kind.
-      row: [N], the row of the batch in which a state enters and leaves.
-      start, length: [N], the first token of the sequence that the initial state precedes, and its tokens.
-      last_start, end: [N], the first token of the sequence that the final state follows, and the token after its last.
+      age: [B, T], how many tokens of its sequence are before a token; -1 for padding. None if every row is one
+        sequence.
+      left: [B, T], how many tokens of its sequence are after a token; -1 and None as for age.
+      row: [N], the row of the batch that states belong to.
+      start, length: [N], the first token, and the number of tokens, of the sequence that starts from the initial state.
+      last_start, end: [N], the first token of the sequence that ends in the final state, and the token after its last
+        token.
     """
 
     age: Any
@@ -53,20 +55,20 @@ def find(B: int, T: int, cu_seqlens: jax.Array | None, segment_ids: jax.Array | 
     any_valid = jnp.any(valid, axis=1)
     at = lambda x, token: jnp.take_along_axis(x, token[:, None], axis=1)[:, 0]
     length = jnp.where(any_valid, at(left, first) + 1, 0)
-    # A row of padding leaves its state as it is: a sequence without tokens.
+    # A row of padding counts as a sequence without tokens, which leaves its state as it is.
     last_start = jnp.where(any_valid, last - at(age, last), first)
     return ConvSequences(age, left, rows, first, length, last_start, jnp.where(any_valid, last + 1, first))
 
 
 def state_rows(weight: jax.Array, states: jax.Array) -> jax.Array:
-    """Return what initial states add to the first W - 1 tokens of their sequences.
+    """Return the terms that initial states add to the first W - 1 tokens of their sequences.
 
     Args:
       weight: float32 [W, D], the oldest token first.
       states: [N, W - 1, D], the tokens before each sequence.
 
     Returns:
-      float32 [N, W - 1, D]: row a belongs to the token of age a, to which only the states from row a on reach.
+      float32 [N, W - 1, D]: row a is for the token of age a, which reads only the rows of the state from a on.
     """
     states = states.astype(jnp.float32)
     S = states.shape[1]
@@ -82,13 +84,13 @@ def final_states(x: jax.Array, states: jax.Array | None, W: int, s: ConvSequence
       states: the initial states [N, W - 1, D], or None for zeros.
       W: width.
       s: the sequences.
-      dtype: of the result.
+      dtype: the type of the result.
     """
     index = s.end[:, None] - jnp.int32(W - 1) + jnp.arange(W - 1, dtype=jnp.int32)[None]  # [N, W - 1]
     rows = x.at[s.row[:, None], jnp.maximum(index, 0)].get(mode="clip").astype(dtype)
     before = jnp.zeros((), dtype)
     if states is not None:
-        # A sequence that is not the first of its row does not continue the state.
+        # A last sequence that is not the first one of its row does not start from the initial state.
         opening = (s.start == s.last_start)[:, None, None]
         at = jnp.clip(jnp.int32(W - 1) + index - s.last_start[:, None], 0, W - 2)
         before = jnp.where(opening, jnp.take_along_axis(states, at[:, :, None], axis=1).astype(dtype), before)

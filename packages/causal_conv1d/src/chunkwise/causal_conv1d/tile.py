@@ -1,6 +1,6 @@
-"""The mathematics of a strip of tokens; a tap is the strip as it was j tokens before, [rows, 128] float32.
+"""The mathematics of a strip of tokens; tap j is the strip j tokens earlier, [rows, 128] float32.
 
-weight is a list of W rows [1, 128], the oldest token first: tap j meets weight W - 1 - j.
+weight is a list of W rows [1, 128], the oldest token first: tap j is multiplied by row W - 1 - j.
 """
 
 import jax
@@ -25,11 +25,11 @@ def convolve(taps: list[jax.Array], weight: list[jax.Array], bias: jax.Array | N
 
 
 def gradient(pre: jax.Array, dy: jax.Array, activation: str | None, age: jax.Array | None) -> jax.Array:
-    """Return the gradient of what enters the activation; zero for padding, whose dy may hold anything."""
+    """Return the gradient of `pre`, the input of the activation; zero for padding, whose dy may hold anything."""
     d = dy * activations.activate_with_slope(pre, activation)[1]
     return d if age is None else jnp.where(age >= 0.0, d, 0.0)
 
 
 def fold(x: jax.Array) -> jax.Array:
-    """Return the sum of the registers of x [rows, 128], [8, 128]."""
+    """Return the sum [8, 128] of the registers of x [rows, 128]."""
     return jnp.sum(x.reshape(-1, 8, x.shape[1]), axis=0)

@@ -1,4 +1,4 @@
-"""The same in plain JAX: a sum of shifted inputs."""
+"""The convolution in plain JAX: a sum of shifted inputs."""
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +15,19 @@ def convolve(x, weight, bias, rows, s: sequences.ConvSequences, activation: str 
       weight, bias: float32 [W, D] and [1, D].
       rows: `sequences.state_rows` [N, W - 1, D], or None.
       s: the sequences.
-      activation: one of `shared.kernels.ACTIVATIONS`.
+      activation: one of `activations.ACTIVATIONS`.
     """
     T, W = x.shape[1], weight.shape[0]
     padded = jnp.pad(x, ((0, 0), (W - 1, 0), (0, 0)))
     y = bias[None]
     for j in range(W):
-        tap = padded[:, W - 1 - j : W - 1 - j + T]  # the token j before
+        tap = padded[:, W - 1 - j : W - 1 - j + T]  # the inputs j tokens earlier
         if s.age is not None:
             tap = jnp.where((s.age >= j)[:, :, None], tap, jnp.zeros((), x.dtype))
         y = y + tap.astype(jnp.float32) * weight[W - 1 - j][None, None]
     if rows is not None:
         age = jnp.arange(W - 1, dtype=jnp.int32)[None]
-        # A sequence shorter than its rows has no token for the last ones.
+        # A sequence of fewer than W - 1 tokens has no token for its last rows.
         token = jnp.where(age < s.length[:, None], s.start[:, None] + age, jnp.int32(T))
         y = y.at[s.row[:, None], token].add(rows, mode="drop")
     y = activations.activate(y, activation)

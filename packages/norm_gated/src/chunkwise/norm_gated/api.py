@@ -39,24 +39,24 @@ def rms_norm_gated(
     Dims: D channels; [B, T, H, D] is how the operators of chunkwise return their output.
 
     Args:
-      x: [..., D], float32, bfloat16 or float16; computed in float32. Entries may be up to 1e30 in size
-        under "xla"; the kernel squares them as they are, so there the mean of x^2 must be a number of float32.
+      x: [..., D], float32, bfloat16 or float16; computed in float32. Under "xla" entries may be as large as 1e30; the
+        kernel squares them as they are, so there the mean of x^2 must not overflow in float32.
       z: the gate before its activation, of the shape of x and any of these types.
       weight: [D], of any of these types.
       activation: "silu", "sigmoid" or None, with which z itself is the gate; static.
       norm_before_gate: whether x is normed before the gate multiplies it, or after; static. Qwen3-Next and Kimi-Linear
         do the first, Mamba-2 does the second.
       eps: added to the mean of the squares, a number, at least 0; static.
-      implementation: "pallas" (one TPU kernel a direction, interpreted elsewhere), "xla" (plain JAX), None (the best
-        for the backend).
+      implementation: "pallas" (one TPU kernel for each direction, interpreted elsewhere), "xla" (plain JAX), None (the
+        best for the backend).
       sharding: how x is split over the devices of a mesh with automatic axes, a NamedSharding or a PartitionSpec;
-        static. Over explicit axes the type of x says it. All dimensions but the last may be split; every device
-        computes its part, and only the gradient of weight is a sum over them.
+        static. With explicit axes the type of x says how. All dimensions but the last may be split; every device
+        computes its part, and only the gradient of weight is a sum over devices.
       config: tile sizes of the kernels.
 
     Returns:
-      y [..., D] in the type of x. Differentiable in x, z and weight under both implementations, over a mesh in reverse
-      only; the gradient of weight is summed in float32.
+      y [..., D] in the type of x. x, z and weight have gradients under both implementations, over a mesh in reverse
+      mode only; the gradient of weight is summed in float32.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type.
@@ -82,7 +82,7 @@ def rms_norm_gated(
     )
     implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
     static = tile.NormStatic(shape[-1], activation, bool(norm_before_gate), float(eps))
-    # In float32 before devices share it, so that the sum of its gradient is rounded once.
+    # The weight becomes float32 before devices share it, so that the sum of its gradient is rounded only once.
     given = {"x": x, "z": z, "weight": weight.astype(jnp.float32)}
     norm = xla.norm if implementation == "xla" else functools.partial(_pallas, config=config)
     run = lambda given: (norm(given["x"], given["z"], given["weight"], static), None)
@@ -91,7 +91,7 @@ def rms_norm_gated(
 
 
 def _layout(ndim: int) -> partition.Layout:
-    """Return how x of so many dimensions may be split: all but the last, which the mean goes over."""
+    """Return how x may be split: along all dimensions but the last one, over which the mean is taken."""
     letters = string.digits[: ndim - 1]
     return partition.Layout(
         leading="x",
@@ -103,7 +103,7 @@ def _layout(ndim: int) -> partition.Layout:
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _pallas(x, z, weight, s: tile.NormStatic, config: tiles.Config | None) -> jax.Array:
-    # Heads lie side by side in a row, as projections leave them. Without an axis of heads a row is one group.
+    # Heads lie side by side in a row, as projections produce them. Without an axis of heads a row is one group.
     groups = x.shape[-2] if x.ndim > 3 else 1
     config = config or tiles.default_for(groups, s.D, max(x.dtype.itemsize, z.dtype.itemsize))
     lanes = jnp.tile(weight.astype(jnp.float32), groups)[None]  # [1, groups D]

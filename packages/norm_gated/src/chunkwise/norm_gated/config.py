@@ -6,9 +6,9 @@ import math
 from chunkwise.shared import tuning
 from chunkwise.shared.kernels import packed
 
-# Of a block in bytes: large enough that copying it hides the cost of a grid step.
+# Bytes of a block: large enough that copying it takes longer than the overhead of a grid step.
 _BLOCK = 2**20
-# Lanes of a block: no more than this if groups allow it.
+# The most lanes of a block, unless groups make it larger.
 _MOST_LANES = 8192
 
 
@@ -28,14 +28,14 @@ class Config:
 
 
 def unit(D: int, width: int) -> int:
-    """Return the lanes that are computed at once: the fewest whole registers that hold whole groups of D."""
+    """Return how many lanes are computed at once: the fewest whole registers that hold whole groups of D lanes."""
     return min(math.lcm(D, packed.LANES), width)
 
 
 def default_for(groups: int, D: int, itemsize: int) -> Config:
     """Return the Config for rows of `groups` groups of D channels of `itemsize` bytes."""
     each = unit(D, groups * D) // D  # groups of a unit
-    # A block ends where a unit does, or takes all lanes.
+    # A block holds whole units, or all lanes.
     taken = groups
     if groups * D > _MOST_LANES and groups % each == 0:
         taken = each * tuning.largest_divisor(groups // each, max(_MOST_LANES // (each * D), 1))

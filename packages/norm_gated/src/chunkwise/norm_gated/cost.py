@@ -4,7 +4,7 @@ from jax.experimental import pallas as pl
 
 
 def cost(*, rows: int, D: int, itemsize: int = 2, backward: bool = False) -> pl.CostEstimate:
-    """Return the cost of the norm of so many rows of D channels, or of its gradient.
+    """Return the cost of the norm of `rows` rows of D channels, or of its gradient.
 
     Args:
       rows, D: sizes.
@@ -12,7 +12,7 @@ def cost(*, rows: int, D: int, itemsize: int = 2, backward: bool = False) -> pl.
       backward: the cost of the gradient, which computes the norm again.
     """
     numbers = rows * D
-    # Read x and z and write y; or read x, z and dy and write dx and dz.
+    # The forward reads x and z and writes y; the backward reads x, z and dy and writes dx and dz.
     return pl.CostEstimate(
         flops=numbers * (20 if backward else 8),
         transcendentals=numbers,

@@ -1,8 +1,8 @@
 """The kernels: a grid step takes a block of rows, and computes it strip by strip.
 
-Rows are flat, [rows, groups D]: that is how projections and operators leave them, so nothing is laid out anew. Columns
-past the end of the array hold anything; nothing of theirs is stored. Rows past the end are kept out of the gradient of
-the weight.
+Rows are flat, [rows, groups D], as projections and operators produce them, so the layout does not change. Columns past
+the end of the array hold anything, and results of them are not stored. Rows past the end do not count in the gradient
+of the weight.
 """
 
 import functools
@@ -18,12 +18,12 @@ from chunkwise.shared.kernels import launcher
 
 # Rows of a register of float32.
 _SUBLANES = 8
-# Cores of a chip that may share a launch: as many sums of the gradient of the weight leave it.
+# The most cores of a chip that share a launch. The gradient of the weight leaves a launch as so many sums.
 _CORES = 2
 
 
 def _strips(cut: config.Config, width: int, D: int, compute) -> None:
-    """Call compute(rows, lanes) for every strip of a block, lanes a unit at a time."""
+    """Call compute(rows, lanes) for every strip of a block and for every unit of its lanes."""
     step = config.unit(D, width)
 
     def strip(i, _):
@@ -39,7 +39,7 @@ def _load(ref, rows, lanes) -> jax.Array:
 
 
 class NormRefs(NamedTuple):
-    """The Refs of both kernels; None for what a launch lacks."""
+    """The Refs of both kernels; None for a Ref that a launch does not have."""
 
     x: jax.Ref  # [rows, lanes]
     z: jax.Ref  # [rows, lanes]
@@ -62,7 +62,7 @@ def _fwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: config.Config):
 
 
 def _bwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: config.Config, rows: int):
-    """Write dx and dz of a block, and the gradient of the weight summed over the blocks of a part, in 8 rows."""
+    """Write dx and dz of a block; add up the gradient of the weight over the blocks of a core's part, in 8 rows."""
     part, step = pl.program_id(0), pl.program_id(2)
     first = (part * pl.num_programs(2) + step) * jnp.int32(config.rows)
 
@@ -70,7 +70,7 @@ def _bwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: config.Config, ro
     def _():
         refs.dweight[...] = jnp.zeros_like(refs.dweight)
 
-    # The last part may have a block less than the others.
+    # The last part may have fewer blocks than the others.
     pl.when(first < jnp.int32(rows))(lambda: _add_block(refs, first, s, config, rows))
 
 
@@ -103,17 +103,18 @@ def launch(
     Args:
       x, z, dy: [rows, groups * D].
       weight: float32 [1, groups * D].
-      s: what is known.
+      s: the static description.
       config: tile sizes.
 
     Returns:
-      A dict of y like x; or of dx like x, dz like z and dweight, float32 [n, groups * D], to be summed over n.
+      A dict. Forward: y, shaped and typed as x. Backward: dx and dz, shaped and typed as x and z, and dweight, float32
+      [n, groups * D], to be summed over n.
     """
     rows, width = x.shape
     blocks, lanes = -(-rows // config.rows), config.groups * s.D
     parts = blocks if dy is None else min(blocks, _CORES)
     steps = -(-blocks // parts)
-    # A step past the last block stays there and does nothing.
+    # A grid step past the last block keeps the index of the last block and does nothing.
     block = pl.BlockSpec((config.rows, lanes), lambda i, j, n: (jnp.minimum(i * steps + n, blocks - 1), j))
     sums = pl.BlockSpec((_SUBLANES, lanes), lambda i, j, n: (i, j))
     body, outputs = functools.partial(_fwd_kernel, s=s, config=config), {"y": (block, x.shape, x.dtype)}
@@ -128,7 +129,7 @@ def launch(
         body,
         NormRefs,
         name=f"rms_norm_gated_{'fwd' if dy is None else 'bwd'}_d{s.D}",
-        # Blocks of rows and of groups are independent, but for the sums of a part.
+        # Parts and blocks of groups are independent; the blocks of a part add to the same sums.
         grid=(parts, -(-width // lanes), steps),
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         inputs={

@@ -10,11 +10,11 @@ from chunkwise.shared.kernels import activations, packed
 
 
 class NormStatic(NamedTuple):
-    """What is known when the program is built.
+    """The static description of a norm.
 
     Attributes:
       D: channels of a group, over which the mean is taken.
-      activation: of the gate.
+      activation: the activation of the gate.
       norm_before_gate: whether x is normed before the gate multiplies it, or after.
       eps: added to the mean of the squares.
     """
@@ -28,8 +28,8 @@ class NormStatic(NamedTuple):
 def group_mean(x: jax.Array, D: int) -> jax.Array:
     """Return the mean of every group of D lanes, in all lanes of the group: float32 [rows, lanes] -> the same.
 
-    A register of 128 lanes may hold parts of several groups. Every group sums the registers that it touches, without
-    the lanes of other groups there.
+    A register of 128 lanes may hold parts of several groups. So the sum of a group goes over all registers that it
+    touches, with zeros in the lanes of other groups.
     """
     rows, width = x.shape
     if D % packed.LANES == 0 or width == D:
@@ -54,7 +54,7 @@ def group_mean(x: jax.Array, D: int) -> jax.Array:
 
 
 def norm(x: jax.Array, z: jax.Array, s: NormStatic) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Norm a tile: n = u r with r = 1 / sqrt(mean(u^2) + eps), where u is x, or x gate if the gate comes first.
+    """Norm a tile: n = u r with r = 1 / sqrt(mean(u^2) + eps); u is x, or x times the gate if the gate comes first.
 
     Returns:
       n, r, the gate, which is the activation of z, and the slope of the activation, all float32 [rows, lanes].

@@ -10,7 +10,7 @@ from chunkwise.norm_gated import config, kernel, tile
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def norm(x: jax.Array, z: jax.Array, weight: jax.Array, s: tile.NormStatic, config: config.Config) -> jax.Array:
-    """Return y like x, for x, z [rows, groups * D] and the weight of every lane, float32 [1, groups * D]."""
+    """Return y for x, z [rows, groups * D] and the weight of every lane, float32 [1, groups * D]."""
     return kernel.launch(x, z, weight, s, config)["y"]
 
 

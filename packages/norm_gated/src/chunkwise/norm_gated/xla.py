@@ -1,4 +1,4 @@
-"""The same in plain JAX."""
+"""The gated norm in plain JAX."""
 
 import math
 
@@ -9,7 +9,7 @@ from jax import lax
 from chunkwise.norm_gated import tile
 from chunkwise.shared.kernels import activations
 
-# The least number that rows are divided by, where neither entries nor eps are larger.
+# Rows are divided by at least this, so that a row of zeros without an eps is not divided by zero.
 _LEAST = 1e-37
 
 
@@ -18,8 +18,8 @@ def norm(x: jax.Array, z: jax.Array, weight: jax.Array, s: tile.NormStatic) -> j
     y, gate = x.astype(jnp.float32), activations.activate(z.astype(jnp.float32), s.activation)
     if not s.norm_before_gate:
         y = y * gate
-    # Divided by the largest entry, or by the root of eps where this is larger, no square over- or underflows. The
-    # result does not depend on it, so it has no gradient.
+    # Rows are divided by their largest entry, or by the root of eps if that is larger, so that no square overflows or
+    # underflows. The result does not depend on this divisor, so it gets no gradient.
     root = math.sqrt(s.eps)
     largest = lax.stop_gradient(jnp.max(jnp.abs(y), axis=-1, keepdims=True))
     scale = 1.0 / jnp.maximum(largest, jnp.float32(max(root, _LEAST)))
