@@ -14,7 +14,7 @@ from chunkwise.shared.kernels import chunking
 
 
 class ChunkHArrays(NamedTuple):
-    """The arrays of both functions; None where one is not given.
+    """The arrays of both functions; None for an array that is not given.
 
     Attributes:
       k, w, u: keys, effective keys (None without the delta rule) and values, as tokens.
@@ -66,9 +66,8 @@ def chunk_gated_delta_rule_fwd_h(
     Returns:
       h [B, NT, HV, K, V] float32, the state before every chunk; NT is ceil(T / C), or T // C + N for a packed batch,
       whose unused chunks are zero.
-      v_new [B, T, HV, V] float32, not decayed.
-      final_state [N, HV, K, V] float32, or None. Differentiable in every array under both implementations. The carried
-      state is float32 whatever the inputs are.
+      v_new [B, T, HV, V] float32, the values without decay. final_state [N, HV, K, V] float32, or None. Every array has
+      a gradient under both implementations. The carried state is float32 whatever the inputs are.
 
     Accuracy: 5e-7 relative to the recurrence in float64.
     Cost: 4 B T HV K V flops.
@@ -104,7 +103,7 @@ def chunk_fwd_h(
 
         S' = e^G_last S + (k e^(G_last - G))^T v
 
-    with a gate per head (g_cum, g_gamma or both added) or per channel of the key (gk_cum).
+    with a gate per head (g_cum, g_gamma, or the sum of both) or per channel of the key (gk_cum).
 
     Dims: as in `chunk_gated_delta_rule_fwd_h`.
 
@@ -113,15 +112,14 @@ def chunk_fwd_h(
       v: values [B, T, HV, V], of the same types.
       g_cum: chunk-local inclusive cumulative log decay [B, T, HV] in nats, float32 from
         `chunkwise.cumsum.chunk_local_cumsum` (narrower types are widened); None for no decay.
-      gk_cum: the same as g_cum per channel of the key [B, T, HV, K]; excludes the other two.
+      gk_cum: like g_cum, but per channel of the key [B, T, HV, K]; g_cum and g_gamma must then be None.
 
     Returns:
-      h [B, NT, HV, K, V] float32, the state before every chunk, zero for unused chunks. Differentiable in every array
-      under both implementations.
-      final_state [N, HV, K, V] float32, or None.
+      h [B, NT, HV, K, V] float32, the state before every chunk, zero for unused chunks. Every array has a gradient
+      under both implementations. final_state [N, HV, K, V] float32, or None.
 
     Raises:
-      ValueError: an argument has the wrong rank, shape or type, a static one is traced, or both kinds of gates are
+      ValueError: an argument has the wrong rank, shape or type, a static argument is traced, or both kinds of gates are
         given.
       NotImplementedError: `implementation` is one that only whole operators have.
 
@@ -145,7 +143,7 @@ def chunk_fwd_h(
 
 
 def _states(x: ChunkHArrays, output_final_state, chunk_size, implementation, config):
-    """Check what both functions share and run."""
+    """Check the arguments that both functions share, and run."""
     B, T, H, K = x.k.shape
     HV, V = x.u.shape[2:]
     checks.check_heads(H, HV, "v" if x.w is None else "u")
@@ -170,7 +168,7 @@ def _run(x: ChunkHArrays, C: int, output_final_state: bool, implementation: str,
     w = None if x.w is None else chunks.split(x.w)  # [NC, HV, C, K]
     operands = kernel.ChunkHOperands(*compat.vary_alike(chunks.split(x.k), w, chunks.split(x.u), g, initial_state))
     table = kernel.make_table(chunks.first, chunks.length, chunks.sequence)
-    # The row of the last token of a sequence, C in a chunk in which none ends.
+    # The row of the last token of a sequence, C for a chunk in which no sequence ends.
     end = jnp.where(chunks.last, chunks.length - 1, C).astype(jnp.int32)
     if implementation == "pallas":
         h, v_new, final_state = kernel_bwd.states(operands, table, end, chunks.N, config)

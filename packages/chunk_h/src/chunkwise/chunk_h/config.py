@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels, and what they cost."""
+"""Tile sizes of the kernels, and their cost."""
 
 from jax.experimental import pallas as pl
 
@@ -22,18 +22,18 @@ def cost(
     *, B: int, T: int, H: int, HV: int, K: int, V: int, C: int,
     itemsize: int = 2, per_channel: bool = False, delta_rule: bool = True, backward: bool = False,
 ) -> pl.CostEstimate:  # fmt: skip
-    """Return the cost of the pass, or of the gradients of its operands.
+    """Return the cost of taking the state through the chunks, or of the gradients of the operands.
 
     Args:
       B, T, H, HV, K, V, C: sizes.
       itemsize: bytes of a number of k, and without the delta rule of v; everything else is float32.
       per_channel: whether gates are per channel.
-      delta_rule: `chunk_gated_delta_rule_fwd_h`, which also computes v_new = u - w S; else `chunk_fwd_h`.
+      delta_rule: True for `chunk_gated_delta_rule_fwd_h`, which also computes v_new = u - w S; False for `chunk_fwd_h`.
       backward: the cost of the gradients of both operands of every product.
     """
     tokens, chunks = B * T, B * -(-T // C)
     gates = HV * (K if per_channel else 1)
-    # k, the values and the gates are read, with the delta rule w too, and then v_new is written.
+    # k, the values and the gates are read. With the delta rule w is read, too, and v_new is written.
     operands = H * K * itemsize + HV * V * (4 if delta_rule else itemsize) + 4 * gates + 4 * HV * K * delta_rule
     values, states = 4 * HV * V * delta_rule, 4 * HV * K * V
     if backward:

@@ -1,4 +1,4 @@
-"""The kernel of the pass of the state over the chunks: its tables, its body and its launcher."""
+"""The kernel that takes the state through the chunks: its table, its body and its launcher."""
 
 from typing import NamedTuple
 
@@ -12,12 +12,12 @@ from chunkwise.chunk_h import config, tile
 from chunkwise.shared import compat
 from chunkwise.shared.kernels import gating, launcher
 
-# What a chunk does to the carried state before it reads it.
+# The action of a chunk: it reads the carried state, or starts from the initial state, or has no tokens.
 CONTINUE, RESTART, UNUSED = 0, 1, 2
 
 
 class ChunkHOperands(NamedTuple):
-    """What the pass reads, cut into chunks.
+    """The arrays that the kernel reads, cut into chunks.
 
     Attributes:
       k: keys [NC, H, C, K].
@@ -53,7 +53,7 @@ def make_table(first: jax.Array, length: jax.Array, sequence: jax.Array) -> Tabl
 
 
 def load(ref):
-    """Return the tile of a Ref; None for an operand that is not there."""
+    """Return the tile of a Ref, or None for None."""
     return None if ref is None else ref[...]
 
 
@@ -61,25 +61,25 @@ def _state_kernel(action_ref, sequence_ref, k_ref, w_ref, u_ref, g_ref, h0_ref, 
     del sequence_ref  # read by the index maps only
     action = action_ref[pl.program_id(1)]
 
-    # Step 0 runs on uninitialised scratch; the first chunk of a sequence resets it.
+    # Scratch memory is uninitialised in grid step 0, and the first chunk of a sequence must not read an older state.
     @pl.when(action == RESTART)
     def _():
         S_ref[...] = jnp.zeros_like(S_ref) if h0_ref is None else h0_ref[...]
 
     S = S_ref[...]  # [heads, K, V]
-    # A select, not a product: the carried state may hold NaN, and unused chunks must be zero.
+    # This is a selection and not a product, because the carried state may hold NaN, and unused chunks must be zero.
     h_ref[...] = jnp.where(action == UNUSED, 0.0, S)
     v_new = tile.new_values_tile(S, load(w_ref), u_ref[...])  # [heads, C, V]
     if v_ref is not None:
         v_ref[...] = v_new
     S = tile.next_state_tile(S, k_ref[...], v_new, *tile.decays_tile(g_ref[...]))  # [heads, K, V]
-    # An unused chunk holds zeros only, so it repeats the final state of the sequence before it.
+    # An unused chunk holds only zeros, so it writes the final state of the sequence before it once more.
     S_ref[...] = S
     ht_ref[...] = S
 
 
 def suffix(x: ChunkHOperands) -> str:
-    """Return what names the variant of a kernel: its chunk size and the kind of its gates."""
+    """Return the end of a kernel's name, which tells the chunk size and the kind of gates."""
     return f"c{x.k.shape[2]}{gating.gate_kind(x.g)}"
 
 

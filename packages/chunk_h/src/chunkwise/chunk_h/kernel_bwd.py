@@ -1,4 +1,4 @@
-"""The kernel of the gradient of the pass of the state: its body and its launcher."""
+"""The kernel that takes the gradient of the state back through the chunks: its body and its launcher."""
 
 import functools
 
@@ -21,10 +21,11 @@ def _state_bwd_kernel(
 
     @pl.when(pl.program_id(1) == 0)
     def _():
-        # The unused chunks after the last sequence come first: they have no result, but compute on finite numbers.
+        # The unused chunks, which are after the last sequence, come first. Nobody reads their results, but zeros keep
+        # them finite.
         dS_ref[...] = jnp.zeros_like(dS_ref)
 
-    # The chunk in which a sequence ends comes first of its chunks: it starts from the gradient of the final state.
+    # Of the chunks of a sequence the last one comes first. It starts from the gradient of the final state.
     @pl.when(end_ref[n] < k_ref.shape[1])
     def _():
         dS_ref[...] = dht_ref[...]
@@ -46,7 +47,7 @@ def _state_bwd_kernel(
     if dw_ref is not None:
         dw_ref[...] = dw
     dS_ref[...] = dS
-    # The first chunk writes it last.
+    # All chunks of a sequence write this block; the first chunk, which comes last, leaves the right value.
     dh0_ref[...] = dS
 
 
@@ -57,10 +58,10 @@ def launch(
 
     Args:
       x: the operands of the forward.
-      h, v_new: its results; v_new is u without w.
+      h, v_new: the results of the forward; without w, v_new is u.
       table: the table of the forward.
       end: int32 [NC], the row of the last token of a sequence that ends in the chunk, else C.
-      dh, dv_new, dht: cotangents of its results; dv_new is None without w.
+      dh, dv_new, dht: cotangents of the results of the forward; dv_new is None without w.
       cut: tile sizes.
 
     Returns:

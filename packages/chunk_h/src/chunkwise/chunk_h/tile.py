@@ -1,4 +1,4 @@
-"""The pass of the state over one chunk, and its gradient; arrays in, arrays out.
+"""The mathematics of taking the state through one chunk, and its gradient; arrays in, arrays out.
 
 v_new = u - w S;  S' = e^{G_last} S + (k e^{G_last - G})^T v_new. Without w, v_new is u: plain linear attention.
 """
@@ -13,7 +13,7 @@ from chunkwise.shared.kernels import gating, matmul, tiles
 def last_valid(g_row: jax.Array) -> jax.Array:
     """Return the last entry of each cumulative row [heads, 1, C] as [heads, 1, 1].
 
-    Padded rows carry a gate of 0, so the last entry is also the one of the last valid row.
+    Padded rows have a gate of 0, so the last entry is equal to the entry of the last valid row.
     """
     size = g_row.shape[-1]
     lane = lax.broadcasted_iota(jnp.int32, (1, 1, size), 2)
@@ -21,7 +21,7 @@ def last_valid(g_row: jax.Array) -> jax.Array:
 
 
 def decays_tile(g):
-    """Return the decay from each token to the end of the chunk and the one over the whole chunk.
+    """Return the decay from each token to the end of the chunk, and the decay over the whole chunk.
 
     From rows [HV, 1, C]: [HV, C, 1] and [HV, 1, 1]. From gates per channel [HV, C, K]: [HV, C, K] and [HV, K, 1].
     """
@@ -52,13 +52,13 @@ def next_state_tile(S, k, v_new, to_end, through):
 
 
 def state_bwd_tile(S, k, w, v_new, g, dS, dh, dv_new, end):
-    """Return the gradients of one chunk: dk, dw (None without w), du, dg, and dS of the state before the chunk.
+    """Return the gradients of one chunk: dk, dw (None without w), du, dg, and dS for the state before the chunk.
 
     With dS' the gradient of the state after the chunk and e the decay to its end:
 
         dv = dv_new + (e k) dS';  dk = e (v_new dS'^T);  dw = -dv S^T;  du = dv
         dS = dh + e^{G_last} dS' - w^T dv
-        dG = -k dk, and on the last row the sum of k dk over the others and of e^{G_last} S dS'
+        dG = -k dk, but on the last row the sum of k dk over all other rows, plus e^{G_last} S dS'
 
     Args:
       S: [HV, K, V], the state before the chunk.
@@ -67,7 +67,7 @@ def state_bwd_tile(S, k, w, v_new, g, dS, dh, dv_new, end):
       v_new: [HV, C, V].
       g: the gates.
       dS: [HV, K, V], the gradient of the state after the chunk.
-      dh: [HV, K, V], what else reads the state before the chunk.
+      dh: [HV, K, V], the cotangent of h: the gradient from all other readers of the state before the chunk.
       dv_new: [HV, C, V], or None without w.
       end: as in `state_gate_gradient_tile`.
     """
@@ -87,15 +87,15 @@ def state_bwd_tile(S, k, w, v_new, g, dS, dh, dv_new, end):
 def state_gate_gradient_tile(kdk, SdS, through, g, end):
     """Return dG in the form of g.
 
-    The token at the end adds its key undecayed, whatever the gates: added and subtracted, its k dk would swamp terms
-    of e^-30.
+    The key of the token at the end is not decayed, whatever the gates are. In exact arithmetic its k dk would be added
+    and subtracted again; in float32 that would swamp terms of e^-30, so it is left out.
 
     Args:
       kdk: k * dk [HV, C, K].
       SdS: S * dS' [HV, K, V].
       through: the decay over the whole chunk, [HV, 1, 1] or [HV, K, 1].
       g: the gates.
-      end: the last row of a token, or more than all rows for the last of the chunk.
+      end: the row of the last token; a number beyond all rows means the last row of the chunk.
     """
     decayed, time = gating.gate_gradient(kdk, g), 1 if gating.per_channel(g) else 2  # [HV, C, K] or [HV, 1, C]
     at_end = lax.broadcasted_iota(jnp.int32, decayed.shape, time) == jnp.minimum(end, jnp.int32(kdk.shape[1] - 1))

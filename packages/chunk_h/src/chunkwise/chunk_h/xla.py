@@ -1,4 +1,4 @@
-"""The same pass in plain JAX: a scan over chunks, batched over the rows of the batch."""
+"""The state's way through the chunks in plain JAX: a scan over chunks, batched over the rows of the batch."""
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +9,11 @@ from chunkwise.shared import compat
 
 
 def end_decays(g: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the decay from each token to the end of the chunk and the one over the whole chunk.
+    """Return the decay from each token to the end of the chunk, and the decay over the whole chunk.
 
-    For cumulative gates, [NC, HV, C, 1] per head or [NC, HV, C, K] per channel: the decays are in that shape and in
-    [NC, HV, 1, 1] or [NC, HV, K, 1]. The rows from `end` [NC] on, or else the last, have no gate behind them: their
-    decay is the number 1, whose gradient cannot swamp gradients of decays of e^-30.
+    Cumulative gates are [NC, HV, C, 1] per head or [NC, HV, C, K] per channel. The first decays have the same shape,
+    the second ones [NC, HV, 1, 1] or [NC, HV, K, 1]. No gate follows the rows from `end` [NC] on, or at least the last
+    row: their decay is the constant 1, so that it adds no gradient that swamps gradients of decays of e^-30.
     """
     g_last, C = g[:, :, -1:], g.shape[2]
     before = jnp.arange(C, dtype=jnp.int32)[None] < jnp.minimum(end, C - 1)[:, None]  # [NC, C]
@@ -21,13 +21,13 @@ def end_decays(g: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def states(k, w, u, to_end, through, initial_state, table: kernel.Table, B: int):
-    """Run the pass on chunks.
+    """Take the states through the chunks.
 
     Args:
       k, w, u, initial_state: chunks and states, as in `kernel.ChunkHOperands`.
       to_end: [NC, HV, C, 1 or K], the decay from each token to the end of the chunk.
       through: [NC, HV, 1 or K, 1], the decay over the whole chunk.
-      table: as in the kernel.
+      table: the table of the kernel.
       B: rows of the batch; the chunks of a row are consecutive and rows run side by side.
 
     Returns:

@@ -14,7 +14,7 @@ from chunkwise.shared.kernels import chunking, gating, launcher
 
 
 class ChunkOArrays(NamedTuple):
-    """The arrays of the function, and its scale; None where one is not given.
+    """The arrays of the function, and its scale; None for an array that is not given.
 
     Attributes:
       q, k, v: tokens.
@@ -71,7 +71,7 @@ def chunk_fwd_o(
       scale: multiplies the output; defaults to K ** -0.5. A number, or a scalar array, traced or not.
 
     Returns:
-      o [B, T, HV, V] in the type of v. Differentiable in every array and a traced scale under both implementations.
+      o [B, T, HV, V] in the type of v. Every array, and a traced scale, has a gradient under both implementations.
 
     Accuracy: 3e-7 relative to the definition in float64 for float32 inputs, 2e-3 for bfloat16 inputs.
     Cost: 2 B T (H C K + HV (K V + C V)) flops, with HV in the place of H for gates per channel.

@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels, and what they cost."""
+"""Tile sizes of the kernels, and their cost."""
 
 from jax.experimental import pallas as pl
 
@@ -27,13 +27,14 @@ def cost(
     Args:
       B, T, H, HV, K, V, C: sizes.
       itemsize: bytes of a number of q, k, v and o; gates and states are float32.
-      per_channel: gates per channel: value heads cannot share the scores, because each decays them its way.
+      per_channel: whether gates are per channel: then value heads cannot share scores, because their decays differ.
       backward: the cost of the gradients, which computes the scores again.
     """
     tokens, chunks = B * T, B * -(-T // C)
     gates = HV * (K if per_channel else 1)
     scores = C * K * (HV if per_channel else H)
-    # Forward: e^G q S and P v. Backward: the gradients of both operands of these products, and of P to q and k.
+    # Forward: the products e^G q S and P v. Backward: the gradients of both operands of these, and of q and k through
+    # P.
     products = HV * (2 * C * K + 2 * C * V + 2 * K * V) if backward else HV * (C * V + K * V)
     operands = (2 * H * K + HV * V) * itemsize + 4 * gates
     states = 4 * HV * K * V

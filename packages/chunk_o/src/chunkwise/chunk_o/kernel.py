@@ -36,7 +36,7 @@ def launch(q, k, v, h, g, scale: jax.Array, cut: config.Config) -> jax.Array:
 
 
 def launch_bwd(q, k, v, h, g, scale: jax.Array, do: jax.Array, cut: config.Config):
-    """Run the kernel on chunks: the gradients of all operands of the forward but the scale, in their types."""
+    """Run the kernel on chunks; return the gradients of all operands of the forward but the scale, in their types."""
     NC, HV, C, V = v.shape
     H, K = k.shape[1], k.shape[3]
     kind, itemsize = gating.gate_kind(g), v.dtype.itemsize
@@ -63,7 +63,7 @@ def launch_bwd(q, k, v, h, g, scale: jax.Array, do: jax.Array, cut: config.Confi
             B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind), backward=True
         ),
     )
-    # The kernel writes a gradient per value head; those that share a key head are summed here.
+    # The kernel writes gradients per value head; they are summed here over the heads that share a key head.
     return tiles.sum_groups(dq, H).astype(q.dtype), tiles.sum_groups(dk, H).astype(k.dtype), dv, dh, dg
 
 
@@ -78,7 +78,7 @@ def _forward(q, k, v, h, g, scale, cut):
 
 
 def _backward(cut, operands, do):
-    # The scale is a number: see `api`.
+    # The scale needs no gradient here: see `api`.
     return *launch_bwd(*operands, do, cut), None
 
 

@@ -1,6 +1,6 @@
 """o = scale (e^G q S + P v), P_ij = <q_i, e^(G_i - G_j) k_j>, i >= j, and its gradient; arrays in, arrays out.
 
-With dP = scale do v^T: dv = P^T (scale do), dh = (e^G q)^T (scale do), and P passes dP on to q, k and G.
+With dP = scale do v^T: dv = P^T (scale do), dh = (e^G q)^T (scale do), and q, k and G get their gradients from dP.
 """
 
 import jax.numpy as jnp
@@ -24,14 +24,14 @@ def output_tile(q, k, v, h, from_start, scores, scale):
     """
     HV = v.shape[0]
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)  # [h, C, K]
-    # A token reads its value undecayed, so the diagonal of P needs no exponential.
+    # A token reads its value without a decay, so the diagonal of P needs no exponential.
     diagonal = tiles.repeat_heads(jnp.sum(q * k, axis=2, keepdims=True), HV)  # [HV, C, 1]
     carried = matmul.dot(tiles.repeat_heads(q, HV) * from_start, h)  # [HV, C, V]
     return scale * (carried + matmul.dot(scores, v) + diagonal * v.astype(jnp.float32))
 
 
 def output_gates_tile(scale, q, k, v, h, g):
-    """Return `output_tile` from cumulative gates, rows [HV, 1, C] or per channel [HV, C, K], as a tuple of one."""
+    """Return `output_tile` for cumulative gates, rows [HV, 1, C] or per channel [HV, C, K], in a tuple of one."""
     return (output_tile(q, k, v, h, gating.decay_from_start(g), gating.decayed_scores(q, k, g), scale),)
 
 
@@ -43,7 +43,7 @@ def output_bwd_tile(scale, q, k, v, h, g, do):
     from_start = gating.decay_from_start(g)  # [HV, C, 1 or K]
     do = scale * do.astype(jnp.float32)  # [HV, C, V]
     dq, dk, dg = gating.decayed_scores_bwd(q, k, g, matmul.dot_nt(do, v))
-    # The diagonal of P and its gradient: no gate stands between a token and itself.
+    # The diagonal of P and its gradient: there is no decay from a token to itself.
     diagonal = jnp.sum(q * k, axis=2, keepdims=True)  # [HV, C, 1]
     ddiagonal = jnp.sum(do * v.astype(jnp.float32), axis=2, keepdims=True)  # [HV, C, 1]
     carried = from_start * matmul.dot_nt(do, h)  # [HV, C, K]

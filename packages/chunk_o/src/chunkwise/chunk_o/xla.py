@@ -1,4 +1,4 @@
-"""The same chunked computation in plain JAX."""
+"""The output in plain JAX, chunk by chunk."""
 
 import jax
 
@@ -6,7 +6,7 @@ from chunkwise.chunk_o import tile
 
 
 def output(q, k, v, h, from_start, scores, scale) -> jax.Array:
-    """Map the tile over chunks; float32 result [NC, HV, C, V].
+    """Run the tile function on all chunks; return [NC, HV, C, V] float32.
 
     Args:
       q, k, v, h: chunks, as in the kernel.

@@ -28,20 +28,19 @@ def chunk_local_cumsum(
     Dims: B batch, T tokens, H heads, K channels, C chunk size, N packed sequences.
 
     Args:
-      g: log decays [B, T, H] or [B, T, H, K] in nats, finite, float32, bfloat16 or float16. Gates that only say "forget
-        everything", -1e9 or -inf, should pass `chunkwise.shared.kernels.clip_gate` before: a sum that contains them has
-        no digits left for the others.
+      g: log decays [B, T, H] or [B, T, H, K] in nats, finite, float32, bfloat16 or float16. Gates that mean "forget
+        everything", such as -1e9 or -inf, should pass through `chunkwise.shared.kernels.tiles.clip_gate` first: in a
+        sum with them, the other gates lose all digits.
       reverse: sum from the end of the chunk; static.
 
     Returns:
-      G, float32, in the shape of g. Differentiable under both implementations: the gradient is the cumulative sum in
-      the other direction.
+      G, float32, in the shape of g. g has a gradient under both implementations: the cumulative sum in the other
+      direction.
 
-    Accuracy: 1e-7 relative to the sum in float64. The rounding of G itself, half a unit in its last place, is what
-    differences G[i] - G[j] inherit: 1.5e-5 nats once |G| passes 256.
-    Cost: 2 B T H K C flops, with K = 1 for gates per head; the kernel multiplies by a triangle of ones. Reading and
-    writing the gates, 4 bytes each way, takes longer.
-    Source: Yang et al., Gated Linear Attention Transformers (2023), section 4.
+    Accuracy: 1e-7 relative to the sum in float64. G is rounded to float32, and differences G[i] - G[j] have the error
+    of that rounding: 1.5e-5 nats once |G| exceeds 256. Cost: 2 B T H K C flops, with K = 1 for gates per head; the
+    kernel multiplies by a triangle of ones. Reading and writing the gates, 4 bytes each way, takes longer. Source: Yang
+    et al., Gated Linear Attention Transformers (2023), section 4.
     """
     rank = getattr(g, "ndim", 3)
     checks.check(

@@ -6,9 +6,9 @@ from chunkwise.shared.kernels import matmul, tiles
 
 
 def cumsum_tile(g, reverse: bool):
-    """Return the inclusive cumulative sum of g [n, C, D] over its rows, from the last one up if `reverse`.
+    """Return the inclusive cumulative sum of g [n, C, D] over its rows, if `reverse` from the last row up.
 
-    It is a product with a triangle of ones: the products are exact and every sum is formed from the gates themselves.
+    It is a product with a triangle of ones: products with 1 are exact, and every sum is made from gates, not from sums.
     """
     C = g.shape[1]
     i, j = tiles.row_index(C), tiles.column_index(C)

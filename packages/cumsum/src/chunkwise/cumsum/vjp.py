@@ -1,7 +1,8 @@
 """The sum with its gradient, which is the sum in the other direction.
 
-Here the gradient is defined for the whole function of tokens, not for the kernel as in the other stages: a packed batch
-is cut into chunks by a gather, and JAX's gradient of a gather is a scatter, which is slower than a second gather.
+The gradient is defined for the whole function of tokens, and not for the kernel as in the other stages, because a
+packed batch is cut into chunks by a gather. JAX's gradient of a gather is a scatter, which is slower than a second
+gather.
 """
 
 import functools
@@ -21,7 +22,7 @@ def cumsum(
 ) -> jax.Array:
     """Return the cumulative sum of g [B, T, H, ...] inside every chunk of C tokens, float32.
 
-    With `reverse` it is the sum from the end of the chunk. The kernel takes its default for None as `config`.
+    With `reverse` it is the sum from the end of the chunk. If `config` is None, the kernel takes the default one.
     """
     B, T = g.shape[:2]
     chunks = chunking.Chunking(B, T, C, cu_seqlens)

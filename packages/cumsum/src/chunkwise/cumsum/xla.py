@@ -1,4 +1,4 @@
-"""The same chunked computation in plain JAX."""
+"""The cumulative sum in plain JAX, chunk by chunk."""
 
 import jax
 from jax import lax

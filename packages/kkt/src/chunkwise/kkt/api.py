@@ -37,14 +37,14 @@ def chunk_scaled_dot_kkt(
     N packed sequences.
 
     Args:
-      k: keys [B, T, H, K], float32, bfloat16 or float16. Products take bfloat16 operands if k is bfloat16, else
-        float32 ones at full precision; they accumulate in float32.
+      k: keys [B, T, H, K], float32, bfloat16 or float16. Products take bfloat16 operands if k is bfloat16, and else
+        float32 operands at full precision; they accumulate in float32.
       beta: step sizes [B, T, HV], any floating type.
-      p: erase keys [B, T, HV, K] of a delta rule that erases and writes apart, types as of k; None for k.
+      p: erase keys [B, T, HV, K], in any type of k, of a delta rule that does not erase by k; None to erase by k.
 
     Returns:
-      A [B, T, HV, C] float32. Row t belongs to token t, column j to the j-th token of its chunk. Differentiable in k,
-      p, beta and g_cum under both implementations.
+      A [B, T, HV, C] float32. Row t belongs to token t, and column j to the j-th token of the same chunk. k, p, beta
+      and g_cum have gradients under both implementations.
 
     Accuracy: 2e-7 relative to the definition in float64 for float32 inputs, 1e-7 for bfloat16 inputs, whose products
     are exact in float32.

@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels, and what they cost."""
+"""Tile sizes of the kernels, and their cost."""
 
 from jax.experimental import pallas as pl
 
@@ -27,13 +27,14 @@ def cost(
     Args:
       B, T, H, HV, K, C: sizes.
       itemsize: bytes of a number of k; everything else is float32.
-      per_channel: gates per channel: value heads cannot share the products of keys, because each decays them its way.
+      per_channel: whether gates are per channel: then value heads cannot share products of keys, because their decays
+        differ.
       backward: the cost of the gradient, which computes the products of keys again.
     """
     tokens = B * T
     scores = HV if per_channel else H
     gates = HV * (K if per_channel else 1)
-    # The gradient of the keys is a product for the rows and one for the columns.
+    # The gradient of the keys takes two products, one for the rows and one for the columns.
     products = scores + 2 * HV if backward else scores
     exponentials = gates * (C.bit_length() - 1) if per_channel else HV * C
     # k, beta and the gates are read, A is written. The backward reads dA and writes the gradients of the operands.

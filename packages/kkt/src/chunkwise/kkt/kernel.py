@@ -32,7 +32,7 @@ def launch(k: jax.Array, p: jax.Array | None, beta: jax.Array, g: jax.Array, cut
 
 
 def launch_bwd(k: jax.Array, p: jax.Array | None, beta: jax.Array, g: jax.Array, dA: jax.Array, cut: config.Config):
-    """Run the kernel on chunks, operands as in the forward: returns dk in the type of k, dp, dbeta and dg."""
+    """Run the kernel on chunks with the operands of the forward; return dk in the type of k, dp, dbeta and dg."""
     NC, H, C, K = k.shape
     HV, kind, itemsize = beta.shape[1], gating.gate_kind(g), k.dtype.itemsize
     rows = [] if p is None else [p]
@@ -54,7 +54,7 @@ def launch_bwd(k: jax.Array, p: jax.Array | None, beta: jax.Array, g: jax.Array,
         ],
         cost=config.cost(B=NC, T=C, H=H, HV=HV, K=K, C=C, itemsize=itemsize, per_channel=bool(kind), backward=True),
     )
-    # The kernel writes a gradient per value head; those that share a key head are summed here.
+    # The kernel writes gradients per value head; they are summed here over the heads that share a key head.
     return tiles.sum_groups(dk, H).astype(k.dtype), dp[0] if dp else None, dbeta, dg
 
 

@@ -1,4 +1,4 @@
-"""M_ij = beta_i <p_i, e^(G_i - G_j) k_j> for i > j, p = k or erase keys, and its gradient; arrays in, arrays out."""
+"""A_ij = beta_i <p_i, e^(G_i - G_j) k_j> for i > j, p = k or erase keys, and its gradient; arrays in, arrays out."""
 
 import jax.numpy as jnp
 
@@ -6,7 +6,7 @@ from chunkwise.shared.kernels import gating, tiles
 
 
 def kkt_tile(k, beta, g, p=None):
-    """Return the strictly lower interaction matrix of one chunk, as a tuple of one.
+    """Return the strictly lower interaction matrix of one chunk, in a tuple of one.
 
     Args:
       k: [h, C, K], keys of the key heads.
@@ -34,5 +34,5 @@ def kkt_bwd_tile(k, beta, g, dA, p=None):
     d_row, d_column, dg = gating.decayed_scores_bwd(k if p is None else p, k, g, tiles.to_column(beta) * dA)
     if p is not None:
         return d_column, tiles.to_row(dbeta), dg, d_row
-    # Every key is once the row and once the column.
+    # Every key occurs in a row and in a column.
     return d_row + d_column, tiles.to_row(dbeta), dg

@@ -1,4 +1,4 @@
-"""The same chunked computation in plain JAX."""
+"""The interaction matrix in plain JAX, chunk by chunk."""
 
 import jax
 
@@ -6,5 +6,5 @@ from chunkwise.kkt import tile
 
 
 def kkt(k: jax.Array, p: jax.Array | None, beta: jax.Array, g: jax.Array) -> jax.Array:
-    """Map the tile over chunks, operands as in the kernel: A [NC, HV, C, C] float32."""
+    """Run the tile function on all chunks, with the operands of the kernel; return A [NC, HV, C, C] float32."""
     return jax.vmap(tile.kkt_tile)(k, beta, g, p)[0]

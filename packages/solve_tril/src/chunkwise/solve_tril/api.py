@@ -28,18 +28,18 @@ def solve_tril(
 
         A_inv = (I + A)^-1        unit lower triangular
 
-    by block substitution, never by powers of A: accurate for any A whose inverse is, repeated keys included.
+    by block substitution, never by powers of A. So it is accurate also where keys repeat, where sums of powers cancel.
 
     Dims: B batch, T tokens, HV heads, C chunk size, N packed sequences.
 
     Args:
-      A: [B, T, HV, C] float32 (bfloat16 and float16 are widened), row t of token t, column j of the j-th token of
-        its chunk; C is one of 16, 32, 64, 128. Entries on and above the diagonal are not read.
-      A_inv: the result of an earlier call for the same A, which is then returned as it is. Gradients go
-        to A, as if the inverse were computed here. None to compute it.
+      A: [B, T, HV, C] float32 (bfloat16 and float16 are widened), where row t belongs to token t, and column j to the
+        j-th token of the same chunk; C is one of 16, 32, 64, 128. Entries on and above the diagonal are not read.
+      A_inv: the result of an earlier call for the same A, which is returned as it is; None to compute it. Gradients go
+        to A, as if the inverse were computed here.
 
     Returns:
-      A_inv [B, T, HV, C] float32, in the layout of A. Differentiable under both implementations.
+      A_inv [B, T, HV, C] float32, in the layout of A. A has a gradient under both implementations.
 
     Accuracy: 3e-7 relative to the inverse in float64 for keys of unit length, 2e-7 if all keys are equal and beta = 1,
     4e-6 if beta = 1.9, where the matrix has condition 3,000.

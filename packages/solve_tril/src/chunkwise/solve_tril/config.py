@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels, and what they cost."""
+"""Tile sizes of the kernels, and their cost."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from chunkwise.shared import tuning
 
 @dataclass(frozen=True)
 class Config:
-    """How the launch is cut.
+    """Tile sizes.
 
     Attributes:
-      matrices: chunks of heads inverted in lock-step in a grid step: the rows of one matrix are eliminated in a chain,
-        which others hide. Too many spill registers and take long to compile.
+      matrices: how many matrices a grid step inverts in lock-step. The rows of a matrix are eliminated one after the
+        other, and other matrices fill the time in which a row waits. Too many spill registers and take long to compile.
     """
 
     matrices: int
@@ -27,9 +27,9 @@ def default_for(NC: int, HV: int, C: int) -> Config:
 def cost(*, B: int, T: int, HV: int, C: int, backward: bool = False) -> pl.CostEstimate:
     """Return the cost of the inverse of every chunk, or of its gradient.
 
-    The rows of 16 x 16 blocks are substituted, 16^3 / 3 flops each. Joining neighbours of b rows takes two products of
-    b x b blocks; over b = 16, 32, ..., C / 2 they are 2 C (C^2 - 16^2) / 3 flops. The gradient takes two products of
-    C x C matrices.
+    The rows of 16 x 16 blocks are substituted, 16^3 / 3 flops for a block. Joining neighbours of b rows takes two
+    products of b x b blocks; over b = 16, 32, ..., C / 2 they are 2 C (C^2 - 16^2) / 3 flops. The gradient takes two
+    products of C x C matrices.
     """
     rows = B * T * HV
     flops = 4 * rows * C * C if backward else rows * (2 * C * C - 256) // 3

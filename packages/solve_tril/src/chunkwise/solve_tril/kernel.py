@@ -58,7 +58,7 @@ def launch_bwd(X: jax.Array, dX: jax.Array, cut: config.Config) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def solve(A: jax.Array, X: jax.Array | None, cut: config.Config) -> jax.Array:
-    """Run the forward kernel, see `launch`, or return X, which is its result, if it is known."""
+    """Run the forward kernel, see `launch`; if its result X is known, return X."""
     return launch(A, cut) if X is None else X
 
 
@@ -68,7 +68,7 @@ def _forward(A, X, cut):
 
 
 def _backward(cut, X, dX):
-    # A known X has no gradient: all of it goes to A.
+    # A known X gets no gradient, because all of the gradient goes to A.
     return launch_bwd(X, dX, cut), None
 
 

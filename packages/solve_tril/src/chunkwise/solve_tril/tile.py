@@ -9,8 +9,8 @@ def solve_tile(A):
     """Return (I + A)^-1 for A [n, C, C]; entries of A on and above the diagonal are not read.
 
     Rows of 16 x 16 blocks are eliminated one by one, then neighbouring blocks are joined by products, which is exact
-    substitution (see `chunkwise.shared.kernels.inverse`). Powers of A would be exact in algebra only: they cancel
-    catastrophically when keys repeat.
+    substitution (see `chunkwise.shared.kernels.inverse`). A sum of powers of A is the inverse, too, but in floating
+    point the powers cancel catastrophically when keys repeat.
     """
     # Several matrices side by side fill the lanes of a register.
     p = packed.packing(A.shape[1], A.shape[0])

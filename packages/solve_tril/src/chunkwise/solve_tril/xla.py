@@ -1,4 +1,4 @@
-"""The same inverse in plain JAX, by blocks. It is shared: the delta rules in plain JAX start from it too."""
+"""The inverse in plain JAX, by blocks. The code is in shared, because the delta rules in plain JAX need it, too."""
 
 from chunkwise.shared.plain.block_inverse import block_inverse as inverse
 from chunkwise.shared.plain.block_inverse import known_inverse

@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels, and what they cost."""
+"""Tile sizes of the kernels, and their cost."""
 
 from jax.experimental import pallas as pl
 

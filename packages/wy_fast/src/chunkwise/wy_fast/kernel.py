@@ -37,7 +37,7 @@ def launch(
 
 
 def launch_bwd(k, v, A_inv, beta, g, dw: jax.Array, du: jax.Array, cut: config.Config):
-    """Run the kernel on chunks: the gradients of all operands of the forward, in their types."""
+    """Run the kernel on chunks; return the gradients of all operands of the forward, in their types."""
     NC, HV, C, V = v.shape
     H, K = k.shape[1], k.shape[3]
     kind, itemsize = gating.gate_kind(g), v.dtype.itemsize
@@ -64,7 +64,7 @@ def launch_bwd(k, v, A_inv, beta, g, dw: jax.Array, du: jax.Array, cut: config.C
             B=NC, T=C, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, per_channel=bool(kind), backward=True
         ),
     )
-    # The kernel writes a gradient per value head; those that share a key head are summed here.
+    # The kernel writes gradients per value head; they are summed here over the heads that share a key head.
     return tiles.sum_groups(dk, H).astype(k.dtype), dv, dA_inv, dbeta, dg
 
 

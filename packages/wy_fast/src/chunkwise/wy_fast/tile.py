@@ -1,6 +1,7 @@
-"""w = Q (e^G k) and u = Q v, Q = A_inv beta by columns, and their gradient; arrays in, arrays out.
+"""w = Q (e^G k) and u = Q v, where Q_ij = A_inv_ij beta_j, and their gradient; arrays in, arrays out.
 
-dQ = dw (e^G k)^T + du v^T, e^G dk = Q^T dw, dv = Q^T du, and beta sums over its column what it multiplies.
+dQ = dw (e^G k)^T + du v^T, d(e^G k) = Q^T dw, dv = Q^T du, dA_inv_ij = dQ_ij beta_j, and dbeta_j is the sum of dQ_ij
+A_inv_ij over i.
 """
 
 import jax.numpy as jnp

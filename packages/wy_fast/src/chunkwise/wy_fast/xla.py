@@ -1,4 +1,4 @@
-"""The same chunked computation in plain JAX."""
+"""The effective keys and values in plain JAX, chunk by chunk."""
 
 import jax
 
@@ -6,7 +6,7 @@ from chunkwise.wy_fast import tile
 
 
 def w_u(k: jax.Array, v: jax.Array, A_inv: jax.Array, beta: jax.Array, from_start: jax.Array):
-    """Map the tile over chunks; float32 results.
+    """Run the tile function on all chunks; the results are float32.
 
     Args:
       k, v, A_inv, beta: chunks, as in the kernel.
