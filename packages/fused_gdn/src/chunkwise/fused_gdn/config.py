@@ -11,12 +11,13 @@ VMEM_BUDGET = 2 * tuning.VMEM_LIMIT_BYTES // 3
 
 @dataclass(frozen=True)
 class Config:
-    """How the launches are cut.
+    """Tile sizes.
 
     Attributes:
-      heads: value heads a grid step, a divisor of HV. Heads run in lock-step, so more of them hide the latency of one
-        another. Where they are not whole groups that share a key head, q and k are repeated in memory.
-      heads_bwd: the same in the backward, which holds more tiles at once.
+      heads: value heads of a grid step, a divisor of HV. Heads run in lock-step, so that they hide the latency of one
+        another. If a step does not hold whole groups of value heads that share a key head, q and k are repeated in
+        memory.
+      heads_bwd: the same for the backward, which holds more tiles at once.
     """
 
     heads: int
@@ -24,27 +25,27 @@ class Config:
 
 
 def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
-    """Return the VMEM one value head takes: the state twice, the blocks and the float32 tiles in flight."""
+    """Return the bytes of VMEM for a value head: the state twice, the blocks, and float32 tiles of the computation."""
     return 4 * (2 * K * V + 4 * C * (2 * K + 2 * V) + 3 * (C + K) * (K + packed.LANES))
 
 
 def default_for(H: int, HV: int, C: int, K: int, V: int) -> Config:
-    """Return the Config for these shapes: as many whole groups of heads as fit, or as many heads of a larger group.
+    """Return the Config for these shapes: as many whole groups of heads as fit, or as many heads of a group.
 
-    Every core of the device gets a block.
+    There are blocks of heads for all cores of the device.
     """
     heads = tuning.pick_heads(HV, H, vmem_bytes_per_head(C, K, V), min(32, max(1, HV // compat.cores())), VMEM_BUDGET)
     return Config(heads=heads, heads_bwd=heads)
 
 
 def key_repeats(H: int, HV: int, config: Config) -> int:
-    """Return how often to repeat the key heads so that the grid steps of both directions hold whole groups."""
+    """Return how often to repeat the key heads, so that grid steps of both directions hold whole groups."""
     group = HV // H
     return group // math.gcd(group, config.heads, config.heads_bwd)
 
 
 def lane_packing(heads: int, group: int, C: int) -> int:
-    """Return how many heads lie side by side in the lanes: a power of two that divides, or is divided by, the group."""
+    """Return how many heads lie side by side in the lanes: a power of two that divides the group or is its multiple."""
     p = packed.packing(C, heads)
     while p % group and group % p:
         p //= 2

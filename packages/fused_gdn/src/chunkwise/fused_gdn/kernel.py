@@ -1,26 +1,26 @@
-"""Forward in one launch: loading and storing, kernel body, launcher; tile mathematics is in tile.py.
+"""The forward in one launch: loads and stores, kernel body, launcher. The tile mathematics is in tile.py.
 
 With K, Q, V the rows of a chunk, S the state before it, B = diag(beta), G the cumulative gate and
 D_ij = exp(G_i - G_j),
 
     A_inv = (I + tril(K K^T * D, -1) B)^-1        P = scale tril(Q K^T * D) B     no state in them
-    R = V - e^G K S                               what the keys do not recall yet
-    U = A_inv R                                   v_new over beta: the same token by token, v_new is B U
-    o = scale e^G Q S + P U                       S' = e^G_last S + K^T e^(G_last - G) B U
+    R = V - e^G K S                               values without what the state has for their keys U = A_inv R
+    v_new over beta: the new values are v_new = B U o = scale e^G Q S + P U                       S' = e^G_last S + K^T
+    e^(G_last - G) B U
 
-P of a chunk, and A_inv as far as it takes no products, are made in the step before the one that takes the state through
-it. Where an earlier launch over the same tokens has made A_inv, it is read.
+One grid step makes P of a chunk, and the part of A_inv that takes no products; the next grid step takes the state
+through the chunk. If an earlier launch over the same tokens has made A_inv, it is read.
 
-With bfloat16 tensors S enters its products as bfloat16: what rounding misses of S stays in S. A_inv, P, R and U must
-not be rounded so: where keys repeat they oscillate, and the sums over them cancel. They keep 16 bits, as two bfloat16
+With bfloat16 tensors, S is rounded to bfloat16 in its products, and only there. A_inv, P, R and U must not be rounded
+to 8 bits, because where keys repeat they oscillate, and sums over them cancel. They keep 16 bits, as two bfloat16
 parts.
 
 The matrices of p heads lie side by side in the lanes ("packed", see shared.kernels.packed): n = heads / p packs. States
 are [K, V], as the user has them.
 
-A chunk of a stream, or of rows of segments, may hold several sequences or padding. Only the grid steps that meet
-such a chunk compute with masks. Sequences that are not finite are then zero in all products, see
-shared.kernels.nonfinite, and all their results in that chunk, in all heads of the grid step, become NaN.
+A chunk of a stream, or of rows of segments, may hold several sequences or padding. Only grid steps with such a chunk
+compute with masks. Sequences that are not finite are then zero in all products, see shared.kernels.nonfinite, and all
+their results in that chunk, in all heads of the grid step, become NaN.
 """
 
 import functools
@@ -36,14 +36,14 @@ from chunkwise.shared import tuning
 from chunkwise.shared.kernels import chunk_loop, inverse, launcher, layout, nonfinite, packed, schedule
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
-# Heads that take the state through a chunk together: the products of one stage of theirs hide the latency of another.
+# Heads that take the state through a chunk together. Products of such a stage hide the latency of other stages.
 STAGE = 8
 
 
 class GdnFwdRefs(NamedTuple):
-    """The Refs of the forward; what one grid step hands to the next is of the chunk prev.
+    """The Refs of the forward; the arrays that a grid step leaves for the next one are of the chunk prev.
 
-    None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
+    A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
     table: jax.Ref  # int32 [11 or 13, B * steps]
@@ -63,14 +63,14 @@ class GdnFwdRefs(NamedTuple):
     v_new_over_beta: jax.Ref  # [C, heads V] of prev
     A_inv_out: jax.Ref  # [n, C, p C] of prev
     pool_out: jax.Ref  # [heads, K, V], not padded
-    state: jax.Ref  # float32 [heads, K, V]; ht where that is wanted
+    state: jax.Ref  # float32 [heads, K, V]; the Ref ht, if the final states are requested
     start: jax.Ref  # float32 [n, C, p C], decays from the start of prev
-    end: jax.Ref  # float32 [n, C, p C], decays to its end, times beta
+    end: jax.Ref  # float32 [n, C, p C], decays to the end of prev, times beta
     k_prev: jax.Ref  # [keys, C, K]
     q_prev: jax.Ref  # [keys, C, K]
     scores: jax.Ref  # parts of P, [n, C, parts p C]
     A: jax.Ref  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
-    blocks: jax.Ref  # float32 [n, rows, p C], A_inv as far as it takes no products
+    blocks: jax.Ref  # float32 [n, rows, p C], the part of A_inv that takes no products
     nonfinite_rows: jax.Ref  # float32 [1, C, 1], rows of k, g and beta of prev
     owner_prev: jax.Ref  # int32 [1, p C]
 
@@ -78,8 +78,8 @@ class GdnFwdRefs(NamedTuple):
 def _fwd_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Take the state through the chunk prev and prepare the chunk cur, of the next grid step.
 
-    Neither waits for the other: the products with the state fill the matrix unit while rows are eliminated in the
-    inverse, which does not use it.
+    The two do not wait for one another: products with the state fill the matrix unit, while the inverse eliminates
+    rows, for which it is not needed.
     """
     chunk_loop.run_forward(
         refs,
@@ -87,7 +87,7 @@ def _fwd_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None
         static,
         tokens_not_finite=lambda: loads.tokens_not_finite(refs, s, refs.k),
         values_not_finite=lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, s.V)),
-        # What a product wrote to a state is not finite in whole columns.
+        # After a product, whole columns of a state are not finite, so its first rows show it.
         part=slice(0, 8) if refs.initial_state is None else slice(None),
         transposed=False,
     )
@@ -120,9 +120,9 @@ def _grid_step(
         reads = state_reads.pop(stage.first)
         yield from pass_chunk(refs, prev, A_inv, stage, reads, static)
 
-    # The matrix unit takes products in the order in which they stand here, and where one waits, all wait. Between those
-    # of the inverse, of which each waits for the one before, some heads are prepared and others meet the state. With
-    # the inverse at hand, a stage does all it has to do at once, and fewer tiles wait in memory.
+    # The matrix unit takes products in the order of the program, and where one waits, all wait. Every product of the
+    # inverse waits for the one before. Between two of them, some heads are prepared and others read the state. If A_inv
+    # is read instead, a stage does all of its work at once, so that fewer tiles are kept.
     passing = schedule.software_pipeline(read_and_pass(stage) for stage in stages)
     if refs.A_inv is None:
         A_inv, inverting = None, inverse.block_doubling(refs.blocks[...], refs.A[...], 3 if exact else 2)
@@ -143,7 +143,8 @@ def _grid_step(
 
     if refs.A_inv_out is not None:
         refs.A_inv_out[...] = A_inv
-    # The next grid step takes these from scratch; stored last, because this one still reads the values of prev.
+    # The next grid step reads these from scratch memory. They are stored last, because this step reads there the values
+    # of prev.
     refs.k_prev[...] = k
     if refs.q_prev is not None:
         refs.q_prev[...] = q
@@ -153,7 +154,7 @@ def _grid_step(
 
 
 def prepare(refs: GdnFwdRefs, q, k, gates: tile.Gates, part: tile.Heads, masks, static: FusedStatic) -> list[tuple]:
-    """Return what the next grid step needs of some heads of cur, each with the scratch that holds it."""
+    """Return the arrays of some heads of cur that the next grid step needs, each with its Ref in scratch memory."""
     g = tile.pack_gates(gates, part)
     pairs, start, end = tile.boundary_decays(g, part, masks)
     staged = [(refs.start, start), (refs.end, end * g.beta)]  # [n, C, p C]
@@ -176,7 +177,8 @@ def read_state(refs: GdnFwdRefs, prev: chunk_loop.StageChunk, part: tile.Heads):
     """Multiply keys and queries of prev by the state before it.
 
     Returns:
-      The decay from the start [heads, C, V], and the products of keys and of queries [heads, C, V] float32.
+      The decay from the start of the chunk [heads, C, V], and the products of keys and of queries [heads, C, V]
+      float32.
     """
     S = chunk_loop.load_state(refs, prev, part.values_at)  # [heads, K, V]
     k = refs.k_prev[part.keys_at]  # [key heads, C, K]
@@ -190,18 +192,19 @@ def read_state(refs: GdnFwdRefs, prev: chunk_loop.StageChunk, part: tile.Heads):
 def pass_chunk(
     refs: GdnFwdRefs, prev: chunk_loop.StageChunk, A_inv, part: tile.Heads, state_reads, static: FusedStatic
 ) -> Iterator[None]:
-    """Compute v_new_over_beta of prev, and one product later write its output and take the state through it.
+    """Compute v_new_over_beta of prev, yield, then write the output of prev and take the state through it.
 
     Args:
-      refs: of the kernel.
-      prev: the chunk, whose rows hold anything where they are not valid.
+      refs: the Refs of the kernel.
+      prev: the chunk; rows that are not valid hold anything.
       A_inv: packed inverses [n, C, p C] of all heads.
       part: the heads to take.
-      state_reads: as `read_state` returns it for them.
-      static: of the kernel.
+      state_reads: the result of `read_state` for these heads.
+      static: the static description of the launch.
     """
     (start, KS, QS), dtype, p = state_reads, refs.k.dtype, part.p
-    # Pieces share the rows of a chunk; what a chunk stores past the last token is never read.
+    # Pieces share a chunk, so each stores only its rows. Otherwise all rows are stored, because nobody reads rows past
+    # the last token.
     stored = prev.valid if static.varlen else None
     v = layout.load_heads(refs.v, part.V, part.values_at, prev.valid).astype(jnp.float32)  # [heads, C, V]
     A_inv = packed.concat_lanes(packed.split_bf16(A_inv[part.packs_at], dtype))
@@ -222,12 +225,12 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
 
     Args:
       x: operands. With A_inv, of an earlier launch, the inverse is not computed again.
-      static: what is known.
+      static: the static description.
       outputs: which of "o", "ht", "h", "v_new_over_beta", "A_inv", "pool_out".
 
     Returns:
-      A dict of these outputs: o like v, ht the final states [N, HV, K, V] float32, undefined for empty
-      sequences, and h, v_new_over_beta, A_inv, pool_out as in `Operands`. The pool is updated in place.
+      A dict of these outputs: o, laid out and typed as v; ht, the final states [N, HV, K, V] float32, undefined for
+      empty sequences; and h, v_new_over_beta, A_inv and pool_out as in `Operands`. The pool is updated in place.
     """
     B, HV, steps, s, dtype = static.B, static.HV, static.steps, loads.heads_of(static, static.config.heads), x.k.dtype
     cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))
@@ -244,7 +247,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     }
     if x.pool is not None:
         available["pool_out"] = prev.target(*slot), x.pool.shape, x.pool.dtype
-    # The state, and what a grid step makes of its chunk for the next one to use.
+    # The state, and the arrays that a grid step leaves for the next one.
     scratch: dict[str, Any] = {"start": matrix, "end": matrix, "k_prev": pltpu.VMEM((keys, s.C, s.K), dtype)}
     if "ht" not in outputs:
         scratch["state"] = s.heads, s.K, s.V
@@ -261,11 +264,12 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
         functools.partial(_fwd_kernel, static=static, s=s),
         GdnFwdRefs,
         name=f"chunk_gated_delta_rule_{'fwd' if with_output else 'states'}_c{s.C}",
-        # One more grid step, because the state passes a chunk one after the chunk is prepared.
+        # One more grid step, because the state goes through a chunk one grid step after the chunk is prepared.
         grid=(B, HV // s.heads, steps + 1),
         tables={"table": x.table},
         inputs={
-            # One block of a q that is not read stays an operand, so that vmap over q alone gives every result its axis.
+            # If q is not read, one block of it stays an operand, so that vmap over q alone gives all results the same
+            # batch axis.
             "q" if with_output else "unread": (x.q, key if with_output else cur.unread()),
             "k": (x.k, key),
             "v": (x.v, value),
@@ -281,5 +285,5 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
         scratch=scratch,
         in_place={} if x.pool is None else {"pool": "pool_out"},
         cost_estimate=estimate(**static.sizes(), itemsize=dtype.itemsize),
-        in_bounds=x.pool is None,  # nothing else comes from the caller's numbers
+        in_bounds=x.pool is None,  # only the slots of a pool are numbers of the caller
     )

@@ -1,4 +1,4 @@
-"""Backward: one reverse pass over the chunks; loading and storing, kernel body, launcher.
+"""The backward, one reverse pass over the chunks: loads and stores, kernel body, launcher.
 
 The mathematics is in tile_bwd.py. In a chunk that holds several sequences, all rows of a sequence that is not finite
 are zero in all products, and its gradients there become NaN. The forward stored NaN in v_new_over_beta where values, or
@@ -20,7 +20,7 @@ from chunkwise.shared.kernels.operands import FusedStatic, Operands
 class GdnBwdRefs(NamedTuple):
     """The Refs of the backward, all of one chunk.
 
-    None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
+    A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
     table: jax.Ref  # int32 [11, B * steps]
@@ -40,7 +40,7 @@ class GdnBwdRefs(NamedTuple):
     dg: jax.Ref  # [C, heads]
     dbeta: jax.Ref  # [C, heads]
     dh0: jax.Ref  # [heads, K, V]
-    dstate: jax.Ref  # float32 [heads, K, V]; dh0 where that is wanted
+    dstate: jax.Ref  # float32 [heads, K, V]; the Ref dh0, if that is requested
 
 
 def _bwd_kernel(refs: GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
@@ -50,7 +50,7 @@ def _bwd_kernel(refs: GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None
         functools.partial(_grid_step, static=static, s=s),
         static,
         not_finite=lambda: _not_finite(refs, s),
-        # What a product wrote to a gradient is not finite in whole columns.
+        # After a product, whole columns of a gradient are not finite, so its first rows show it.
         part=slice(0, 8) if refs.dht is None else slice(None),
         results=(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta),
     )
@@ -93,13 +93,14 @@ def _store(refs: GdnBwdRefs, gradients, valid, masks, static: FusedStatic, s: ti
     stored = valid if static.varlen else None
     for ref, x in ((refs.dq, dq), (refs.dk, dk), (refs.dv, dv)):
         layout.store_heads(ref, x, stored)
-    # A gate gets what later rows pass to all gates before them, its row among these, and what earlier rows pass to
-    # all gates after them.
+    # The gradient of a gate is the sum of the terms that its row and later rows give to all gates up to theirs, and of
+    # the terms that earlier rows give to all gates after theirs.
     i, j = (lax.broadcasted_iota(jnp.int32, (1, s.C, s.C), axis) for axis in (1, 2))
     below, above = (i <= j, i > j) if masks is None else (masks.same[:, :, : s.C] & x for x in (i <= j, i > j))
     collect = packed.concat_lanes([tile.indicator(below), tile.indicator(above)])  # [1, C, 2 C]
     dg = matmul.dot(collect, packed.concat_rows([later[None], earlier[None]]))[0]  # [C, heads]
-    # Padding counts to the sequence before it, and its gates to what passes through.
+    # Padding counts as a part of the sequence before it, so its gates get a gradient from the state that passes
+    # through.
     layout.store_rows(refs.dg, slice(None), dg if masks is None else jnp.where(valid, dg, 0.0), stored)
     layout.store_rows(refs.dbeta, slice(None), dbeta, stored)
 
@@ -108,13 +109,13 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     """Run the reverse kernel.
 
     Args:
-      x: operands; v and the initial states are not read. Without h and v_new_over_beta nothing but dh0 can be had.
-      static: what is known.
+      x: operands; v and the initial states are not read. Without h and v_new_over_beta, dh0 must be the only output.
+      static: the static description.
       outputs: dq, dk, dv, dg and dbeta with or without dh0; or dh0 alone.
 
     Returns:
-      A dict of these outputs: dq, dk, dv like q, k, v, dg, dbeta float32 like g, and dh0 [N, HV, K, V] float32, the
-      gradient of the initial states, undefined for empty sequences.
+      A dict of these outputs: dq, dk and dv, laid out and typed as q, k and v; dg and dbeta, float32, laid out as g;
+      and dh0 [N, HV, K, V] float32, the gradient of the initial states, undefined for empty sequences.
     """
     HV, s, of_tokens = static.HV, loads.heads_of(static, static.config.heads_bwd), "dq" in outputs
     cut = chunk_loop.blocks_backwards(static)

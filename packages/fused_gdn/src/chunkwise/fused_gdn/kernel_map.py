@@ -5,9 +5,9 @@ With the names of kernel.py, A_inv applied to values and keys needs no state:
     u = e^(G_last - G) B A_inv V        w = -e^(G_last - G) B A_inv e^G K        S' = e^G_last S + K^T (u + w S)
 
 So a chunk takes three grid steps: one prepares it, the next makes its A_inv, u and w, and the last takes the state
-through it, with two products that wait for one another instead of three. V and K are exact operands where the tensors
-are bfloat16, which makes the products with A_inv shorter. A_inv and u + w S keep 16 bits, because sums over them
-cancel; w enters its product rounded like the state that it meets there.
+through it, with two products that wait for one another instead of three. Where the tensors are bfloat16, V and K are
+exact operands, so that the products with A_inv need fewer parts. A_inv and u + w S keep 16 bits, because sums over them
+cancel; w is rounded in its product as the state is there.
 
 A state may have K more channels, which have no values: from the identity they become M, the matrix that takes a state
 through all tokens.
@@ -40,9 +40,9 @@ from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 
 class GdnMapRefs(NamedTuple):
-    """The Refs of the map, for three chunks: cur, whose matrices are made; inverted; prev, which the state passes.
+    """The Refs of the map, for three chunks: cur, which is prepared; inverted; and prev, through which the state goes.
 
-    None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
+    A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
     table: jax.Ref  # int32 [11, B * steps]
@@ -57,17 +57,17 @@ class GdnMapRefs(NamedTuple):
     M: jax.Ref  # [heads, K, K]
     state: jax.Ref  # float32 [heads, K, V], or with M [heads, K, V + K]
     A: jax.Ref  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
-    blocks: jax.Ref  # float32 [n, rows, p C], A_inv as far as it takes no products
+    blocks: jax.Ref  # float32 [n, rows, p C], the part of A_inv that takes no products
     end: jax.Ref  # float32 [n, C, p C], decays to the end of inverted, times beta
-    start: jax.Ref  # float32 [n, 1, p C], decays from its start
-    last: jax.Ref  # float32 [n, 1, p C], the decay over it
+    start: jax.Ref  # float32 [n, 1, p C], decays from the start of inverted
+    last: jax.Ref  # float32 [n, 1, p C], the decay over inverted
     last_prev: jax.Ref  # float32 [n, 1, p C]
     k_inverted: jax.Ref  # [keys, C, K]
     k_prev: jax.Ref  # [keys, C, K]
     u: jax.Ref  # float32 [heads, C, V] of prev
     w: jax.Ref  # [heads, C, K] of prev
-    nonfinite_k: jax.Ref  # float32 [1, C, 1], rows of inverted but for v
-    nonfinite_v: jax.Ref  # float32 [1, C, 1], rows of prev
+    nonfinite_k: jax.Ref  # float32 [1, C, 1], rows of inverted that are not finite, without a look at v
+    nonfinite_v: jax.Ref  # float32 [1, C, 1], rows of prev that are not finite
     owner_inverted: jax.Ref  # int32 [1, p C]
     owner_prev: jax.Ref  # int32 [1, p C]
     q: jax.Ref
@@ -77,7 +77,7 @@ def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None
     """Take the state through the chunk prev, multiply the chunk inverted by its A_inv, and prepare the chunk cur."""
     steps = cur, inverted, prev = chunk_loop.current_steps(refs.table, 3, static.steps)
 
-    # The first grid steps run on scratch that holds anything; the first step of a sequence resets the state.
+    # In the first grid steps scratch memory holds anything; the first step of a sequence resets the state.
     @pl.when(prev.first == 1)
     def _():
         start = jnp.zeros((s.heads, s.K, s.V), jnp.float32) if refs.initial_state is None else refs.initial_state[...]
@@ -144,9 +144,10 @@ def _grid_step(
             apply_inverse(refs, inverses[-1], valid_v, stage)
             yield
 
-    # The matrix unit takes products in the order in which they stand here, and where one waits, all wait. Between those
-    # of the inverse, of which each waits for the one before, some heads are prepared and others pass the state on.
-    # Stage n reads u and w of prev up to "p" n + 2, and "a" n + 1 overwrites them, so it must come later.
+    # The matrix unit takes products in the order of the program, and where one waits, all wait. Every product of the
+    # inverse waits for the one before. Between two of them, some heads are prepared and others take the state on. Stage
+    # n reads u and w of prev until the letter "p" of number n + 2 of the order; "a" of number n + 1 overwrites them, so
+    # it must come later.
     applying = apply_inverses()
     order = tuning.find_order("chunkwise.fused_gdn", "map", (s.heads, s.C, s.K), "xpm" * len(halves))
     schedule.interleave(order, x=inverting, p=passing, m=preparing, a=applying)
@@ -158,7 +159,8 @@ def _grid_step(
     if rows is chunk_loop.Rows.MIXED:
         nonfinite.poison(nonfinite_prev, masks_prev, (), (refs.state, masks_prev.ending))
         refs.nonfinite_k[...], refs.nonfinite_v[...] = nonfinite_k, nonfinite_v
-    # The next grid steps take these from scratch; stored last, because this one still reads the flags of chunks before.
+    # The next grid steps read these from scratch memory. They are stored last, because this step reads there the arrays
+    # of earlier chunks.
     if refs.owner is not None:
         refs.owner_prev[...], refs.owner_inverted[...] = refs.owner_inverted[...], refs.owner[0]
     refs.k_prev[...], refs.last_prev[...] = refs.k_inverted[...], refs.last[...]
@@ -169,7 +171,7 @@ def _grid_step(
 
 
 def prepare(refs: GdnMapRefs, k, gates: tile.Gates, part: tile.Heads, masks) -> list[tuple]:
-    """Return what the next grid step needs of some heads of cur, each with the scratch that holds it."""
+    """Return the arrays of some heads of cur that the next grid step needs, each with its Ref in scratch memory."""
     g = tile.pack_gates(gates, part)
     pairs, from_start, to_end = tile.boundary_decays(g, part, masks)
     KK, D = tile.scores([k[part.keys_at]], k[part.keys_at], g, pairs, part)  # [n, C, p C]
@@ -216,19 +218,19 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
 
     Args:
       x: operands; q is not read.
-      static: what is known.
-      outputs: "ht" and "A_inv", and "M" if it is wanted.
+      static: the static description.
+      outputs: "ht" and "A_inv", with or without "M".
 
     Returns:
-      A dict of these: ht the final states [N, HV, K, V] and M [N, HV, K, K], float32, undefined for
-      empty sequences, and A_inv as in `Operands`.
+      A dict of these outputs: ht, the final states [N, HV, K, V], and M [N, HV, K, K], both float32 and undefined for
+      empty sequences; and A_inv as in `Operands`.
     """
     B, HV, steps, s, dtype = static.B, static.HV, static.steps, loads.heads_of(static, static.config.heads), x.k.dtype
     cur, inverted, prev = (chunk_loop.blocks(static, stage, 3) for stage in range(3))
     n, keys, width = s.heads // s.p, s.heads // s.group, s.p * s.C
     channels, matrix, row = s.V + s.K * ("M" in outputs), (n, s.C, width), (n, 1, width)
     operand_k = pltpu.VMEM((keys, s.C, s.K), dtype)
-    # The state, and what a grid step makes of its chunks for the next grid steps to use.
+    # The state, and the arrays that a grid step leaves for the next ones.
     scratch: dict[str, Any] = {
         "state": (s.heads, s.K, channels),
         "A": matrix,
@@ -251,7 +253,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
         functools.partial(_map_kernel, static=static, s=s),
         GdnMapRefs,
         name=f"chunk_gated_delta_rule_summary_c{s.C}",
-        # Two more grid steps, because the state passes a chunk two grid steps after it is prepared.
+        # Two more grid steps, because the state goes through a chunk two grid steps after the chunk is prepared.
         grid=(B, HV // s.heads, steps + 2),
         tables={"table": x.table},
         inputs={

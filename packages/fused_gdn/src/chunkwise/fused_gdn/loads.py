@@ -12,15 +12,15 @@ from chunkwise.shared.kernels.operands import FusedStatic
 
 
 def heads_of(static: FusedStatic, heads: int) -> tile.Heads:
-    """Return the record of so many value heads of a grid step."""
+    """Return the `Heads` of `heads` value heads of a grid step."""
     return tile.Heads(static.C, static.K, static.V, heads, static.group, static.p)
 
 
 def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic) -> Any:
     """Load q, k tiles [key heads, C, K] and g, beta [C, heads] float32 of a chunk; rows that are not valid are zero.
 
-    Last comes what beta is multiplied by already, [C, heads], to make up for the rounding of keys of unit length; None
-    for nothing.
+    The last result is the factor [C, heads] that is in beta already, to make up for the rounding of keys of unit
+    length, or None.
     """
     q = None if refs.q is None else layout.load_heads(refs.q, s.K, valid=valid)
     k = layout.load_heads(refs.k, s.K, valid=valid)

@@ -34,12 +34,12 @@ def config_for(x: Arguments, options: Options) -> config.Config:
 
 
 def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> FusedStatic:
-    """Return what the kernels are built for."""
+    """Return the static description of a launch."""
     (B, T, H, K), (HV, V), C = x.q.shape, x.v.shape[2:], options.chunk_size
-    # Groups of value heads that are too large for a step are cut, and each part has a key head.
+    # Groups of value heads that are too large for a grid step are divided, and each part gets a key head.
     sizes = options.config
     repeats = config.key_repeats(H, HV, sizes)
-    # What the forward leaves for the backward is packed alike in both.
+    # Residuals are packed, so the number of heads in a pack must be the same in both directions.
     group = HV // (H * repeats)
     p = min(config.lane_packing(heads, group, C) for heads in (sizes.heads, sizes.heads_bwd))
     varlen = x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state))

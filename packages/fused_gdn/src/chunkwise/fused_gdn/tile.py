@@ -1,9 +1,9 @@
 """Tile mathematics of the kernels: arrays in, arrays out.
 
-Heads of a grid step, the gates of a chunk and how the state enters and leaves its rows, scores, and products with the
-state. Tiles are [heads, C, width]; the [C, C] matrices of p heads lie side by side in the lanes ("packed", see
-shared.kernels.packed): n = heads / p packs [n, C, p C]. Values per token, [C, heads], become packed columns and rows.
-States are [K, V], as the user has them.
+It has the heads of a grid step, the gates of a chunk, the decays by which rows read and write the state, the scores,
+and the products with the state. Tiles are [heads, C, width]; the [C, C] matrices of p heads lie side by side in the
+lanes ("packed", see shared.kernels.packed): n = heads / p packs [n, C, p C]. Values per token, [C, heads], become
+packed columns and rows. States are [K, V], as the user has them.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jax import lax
 
 from chunkwise.shared.kernels import layout, matmul, packed, tiles
 
-# 2 to its power is zero, and it can be added to without overflow.
+# 2 to the power of this is zero, and sums with it do not overflow.
 NEVER = -1e30
 
 
@@ -24,8 +24,8 @@ def split_gate(g: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     Cumulative sums of the coarse part are exact up to a million nats and sums of the fine part stay small, so
     (coarse_i - coarse_j) + (fine_i - fine_j) keeps the difference of two large cumulative gates to 1e-7 nats. The
-    plain difference inherits the rounding of both: 3e-5 nats past a sum of 256, which a gate of -30 every few tokens
-    reaches at once.
+    difference of two plain sums has the rounding of both: 3e-5 nats beyond a sum of 256, which gates of -30 at every
+    few tokens reach soon.
     """
     coarse = jnp.round(g * 16.0) / 16.0
     return coarse, g - coarse
@@ -72,7 +72,7 @@ class Heads(NamedTuple):
         return slice(self.first_key, self.first_key + self.heads // self.group)
 
     def split(self, most: int) -> "list[Heads]":
-        """Return equal parts of at most `most` heads, if packs and key heads let it: whole groups, or parts of one."""
+        """Return equal parts of at most `most` heads, if packs and key heads allow: whole groups, or parts of one."""
         sizes = [n for n in range(self.p, self.heads + 1, self.p) if self.heads % n == 0]
         sizes = [n for n in sizes if n % self.group == 0 or self.group % n == 0]
         n = max([n for n in sizes if n <= most], default=sizes[0])
@@ -95,7 +95,7 @@ def key_packs(x: jax.Array, s: Heads) -> list[jax.Array]:
 
 
 def placed_keys(tiles: list[jax.Array], s: Heads) -> jax.Array:
-    """Return the keys of `key_packs` below one another for all heads of a pack, each in the lanes of its key head."""
+    """Return the tiles of `key_packs` below one another, one for every head of a pack, in the lanes of its key head."""
     each, zero = s.p // s.keys, jnp.zeros_like(tiles[0])
     return packed.concat_rows(
         [packed.concat_lanes([tiles[j] if i // each == j else zero for j in range(s.keys)]) for i in range(s.p)]
@@ -104,14 +104,14 @@ def placed_keys(tiles: list[jax.Array], s: Heads) -> jax.Array:
 
 def indicator(condition: jax.Array) -> jax.Array:
     """Return 1 and 0 in float32."""
-    # Under jax_enable_x64 two Python numbers would make 64 bits.
+    # Under jax_enable_x64 two Python numbers would give float64.
     return jnp.where(condition, jnp.float32(1.0), jnp.float32(0.0))
 
 
 def selecting(x: jax.Array, selection: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return operands of an exact product of float32 x and a matrix of zeros and ones, part by part.
 
-    The matrix unit has time for such products, and the unit that moves lanes has not.
+    It moves values by products, because the matrix unit has time, and the unit that moves lanes has none.
     """
     ones = indicator(selection).astype(jnp.bfloat16)[None]
     return [part[None] for part in matmul.bf16_parts(x)], [ones] * 3
@@ -150,10 +150,10 @@ def packed_columns(xs: list[jax.Array], s: Heads) -> list[jax.Array]:
 
 
 def head_columns(x: jax.Array, s: Heads, width: int) -> jax.Array:
-    """Return packed columns [n, C, p C] head by head, each value over all lanes: [heads, C, width]."""
+    """Return packed columns [n, C, p C] as tiles of heads, each value repeated in all lanes: [heads, C, width]."""
     tiles, period = [x], s.p * s.C
     while period > s.C:
-        # Of every tile one half of the heads moves over the other half: twice as many tiles, each of half the heads.
+        # Every tile becomes two tiles, each with one half of its heads repeated over the lanes of the other half.
         period //= 2
         low = (packed.lane_index(x.shape[2]) & jnp.int32(period)) == 0
         rotated = [packed.rotate(tile, period) for tile in tiles]
@@ -176,17 +176,17 @@ def packed_rows(x: jax.Array, s: Heads) -> jax.Array:
 
 
 def packed_index(s: Heads) -> tuple[jax.Array, jax.Array]:
-    """Return the row and the column of packed matrices, inside of each: both int32 [1, C, p C]."""
+    """Return the row and the column inside of each of the packed matrices: both int32 [1, C, p C]."""
     shape = (1, s.C, s.p * s.C)
     i, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2))
     return i, lane & jnp.int32(s.C - 1)
 
 
 class Gates(NamedTuple):
-    """Cumulative gates and step sizes of a chunk, to base 2, which is what the machine's exponential takes.
+    """Cumulative gates, to base 2 because the machine's exponential is 2^x, and step sizes of a chunk.
 
     `gate_sums` makes columns [C, heads] and rows [heads, p C], repeated p times along the lanes, of all heads of a grid
-    step; `pack_gates` makes packed columns [n, C, p C] and packed rows [n, 1, p C] of some of them.
+    step; `pack_gates` makes packed columns [n, C, p C] and packed rows [n, 1, p C] for some of these heads.
 
     Attributes:
       G: parts of the cumulative gate, as columns, which add up to it. Two parts keep differences of large sums exact.
@@ -201,16 +201,16 @@ class Gates(NamedTuple):
 
 
 def gate_sums(g: jax.Array, beta: jax.Array, s: Heads, exact: bool, masks: layout.SequenceMasks | None) -> Gates:
-    """Sum up the gates g [C, heads], in nats, of a chunk: each sequence of `masks` for itself.
+    """Sum up the gates g [C, heads], in nats, of a chunk, within the sequences of `masks`.
 
-    Then what one sequence holds does not change the rounding of another.
+    So no sequence changes the rounding of another.
     """
     i, j = (x[0] for x in packed_index(s))  # [C, p C]
     earlier, later = (i >= j, i <= j) if masks is None else (masks.same[0] & (i >= j), masks.same[0] & (i <= j))
     g = g * tiles.LOG2_E
     terms = split_gate(g) if exact else (g,)
     G = [select_from(earlier[:, : s.C], x) for x in terms]
-    # One product turns all of them into rows; masks cannot be joined, numbers can.
+    # One product turns gates and step sizes into rows. Masks cannot be concatenated in a kernel, but numbers can.
     selection = jnp.concatenate([indicator(later), indicator(i == j)], axis=1) > 0.0
     rows = select_rows(jnp.concatenate([*terms, beta], axis=1), selection)  # [(terms + 1) heads, 2 p C]
     *G_rows, beta_rows = [rows[n : n + s.heads] for n in range(0, rows.shape[0], s.heads)]
@@ -225,12 +225,12 @@ def pack_gates(x: Gates, s: Heads) -> Gates:
 
 
 def gap(later, earlier):
-    """Return the sum over parts of later - earlier."""
+    """Return the sum of later - earlier over their parts."""
     return functools.reduce(jnp.add, [a - b for a, b in zip(later, earlier, strict=True)])
 
 
 def boundary_decays(g: Gates, s: Heads, masks: layout.SequenceMasks | None):
-    """Return which pairs of rows interact, and how the state enters and leaves the rows of a chunk.
+    """Return which pairs of rows interact, and the decays by which rows read and write the state.
 
     Args:
       g: packed gates.
@@ -239,9 +239,9 @@ def boundary_decays(g: Gates, s: Heads, masks: layout.SequenceMasks | None):
         must be zero.
 
     Returns:
-      Pairs i >= j that may interact, bool [1, C, p C]; the decay from the state before the chunk to each row, whose
-      last row passes the state through, and from each row to the end: packed columns [n, C, p C], zero for rows of
-      other sequences.
+      Pairs i >= j that may interact, bool [1, C, p C]; and as packed columns [n, C, p C] the decay from the start of
+      the chunk to each row, whose last row is the decay of the state over the chunk, and the decay from each row to the
+      end; both are zero for rows of other sequences.
     """
     start, end = jnp.exp2(sum(g.G)), jnp.exp2(gap([x[:, -1:] for x in g.G], g.G))  # both [n, C, p C]
     i, j = packed_index(s)

@@ -1,13 +1,14 @@
 """The tile mathematics of the backward: arrays in, arrays out.
 
-With the names of kernel.py, where S and U are computed again, and dS' arriving from the right:
+With the names of kernel.py, and dS' the gradient of the state after the chunk:
 
     dv_new = (scale tril(Q K^T * D))^T dO + e^(G_last - G) K dS'      dR = A_inv^T B dv_new      dV = dR
     dA = -tril(dR U^T, -1)                    dP = tril(dO (B U)^T)    of A = K K^T * D and P = scale Q K^T * D
     dS = e^G_last dS' + Q^T (scale e^G dO) - K^T (e^G dR)
 
-dA needs no further product with A_inv: -A_inv^T (B dv_new R^T) A_inv^T = -dR U^T. As in the forward, what oscillates
-where keys repeat (U, dv_new, P and the gradients of A and P) keeps 16 bits with bfloat16 tensors; S and dS enter at 8.
+dA needs no further product with A_inv: -A_inv^T (B dv_new R^T) A_inv^T = -dR U^T. As in the forward, with bfloat16
+tensors the arrays that oscillate where keys repeat (U, dv_new, P and the gradients of A and P) keep 16 bits, while S
+and dS are rounded to 8 bits in products.
 """
 
 import functools
@@ -23,7 +24,7 @@ from chunkwise.shared.kernels import layout, matmul, packed
 def lane_sums(x: jax.Array, w: int, dtype) -> jax.Array:
     """Return the sums of x [n, C, m w] over every w lanes, as [C, n m].
 
-    A product with zeros and ones: the matrix unit has time, and the unit that adds up lanes has not.
+    It is a product with zeros and ones, because the matrix unit has time, and the unit that adds up lanes has none.
     """
     heads = x.shape[0] * x.shape[2] // w
     flat = packed.split_bf16(packed.concat_lanes([x[i : i + 1] for i in range(x.shape[0])]), dtype)
@@ -43,7 +44,7 @@ def row_sums(x: jax.Array, s: tile.Heads) -> jax.Array:
 
 
 def fold(row: jax.Array, width: int) -> jax.Array:
-    """Return rows [heads, 1, w] as [heads, 1, width] of the same sum; both are whole registers of lanes."""
+    """Return rows [heads, 1, w] as rows [heads, 1, width] with the same sum; both widths are whole registers."""
     folded = functools.reduce(jnp.add, [row[:, :, i : i + packed.LANES] for i in range(0, row.shape[2], packed.LANES)])
     return packed.concat_lanes([folded, jnp.zeros_like(folded)]) if width > packed.LANES else folded
 
@@ -84,20 +85,21 @@ def key_gradients(A1, A2, q, k, s: tile.Heads):
 
 
 def back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s: tile.Heads):
-    """Return what reaches the values of a chunk, [heads, C, V] each; this needs neither the state nor the values.
+    """Return gradients of the values of a chunk, [heads, C, V] each, for which neither state nor values are needed.
 
     Args:
       k: [key heads, C, K].
       QK, D: scores and decays, packed [n, C, p C].
       A_inv: packed [n, C, p C].
       do: [heads, C, V].
-      dstate: float32 [heads, K, V], gradient of the state after the chunk.
+      dS: float32 [heads, K, V], gradient of the state after the chunk.
       scale: multiplies q.
       end, beta: the decay to the end and the step sizes, over all lanes [heads, C, V].
-      s: static.
+      s: the heads.
 
     Returns:
-      What reaches the new values from the state after the chunk, what reaches them in all, the gradient of the values.
+      The gradient of the new values through the state after the chunk, their whole gradient dv_new, and the gradient of
+      the values, dR.
     """
     written = end * tile.read_state(k, None, dS.astype(k.dtype), s)[0]
     dv_new = packed.apply_transposed(QK * (D * scale), do, k.dtype, s.p) + written
@@ -105,14 +107,14 @@ def back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s: tile.Heads):
 
 
 def back_to_state(q, k, do, dR, dS, scale, start, s: tile.Heads):
-    """Return the gradient of the state before a chunk, [heads, K, V]; dR and the others as in `back_to_values`."""
+    """Return the gradient of the state before a chunk, [heads, K, V]; the arguments are as in `back_to_values`."""
     entering = packed.concat_rows([(scale * start) * do.astype(jnp.float32), -start * dR])  # [heads, 2 C, V]
     entering = packed.side_lanes(entering.astype(k.dtype), s.group)  # [key heads, 2 C, group V]
     return start[:, -1:] * dS + packed.split_lanes(matmul.dot_tn(packed.concat_rows([q, k]), entering), s.group)
 
 
 def state_gradient(q, k, gate, boundary, A_inv, do, dS, scale, s: tile.Heads):
-    """Return the gradient of the state before a chunk alone; `chunk_gradients` has the same arguments."""
+    """Return only the gradient of the state before a chunk; the arguments are as in `chunk_gradients`."""
     pairs, *decays = boundary
     start, end, beta = (tile.head_columns(x, s, s.V) for x in (*decays, gate.beta))  # [heads, C, V]
     QK, D = tile.scores([q], k, gate, pairs, s)  # [n, C, p C]
@@ -127,28 +129,29 @@ def chunk_gradients(q, k, gate, boundary, A_inv, S, v_new_over_beta, do, dS, sca
       q, k: [key heads, C, K].
       gate, boundary: of the chunk, as `tile.pack_gates` and `tile.boundary_decays` return them.
       A_inv: packed [n, C, p C].
-      S: state before the chunk [heads, K, V], operand type.
+      S: the state before the chunk [heads, K, V], in the type of operands.
       v_new_over_beta: [heads, C, V] float32.
       do: [heads, C, V].
-      dstate: float32 [heads, K, V], gradient of the state after the chunk.
+      dS: float32 [heads, K, V], gradient of the state after the chunk.
       scale: multiplies q.
-      s: static.
+      s: the heads.
 
     Returns:
-      dq, dk [key heads, C, K], dv [heads, C, V]; [C, heads] what a row passes to its gate and all earlier ones, what it
-      passes to all later gates, and dbeta; dS before the chunk.
+      dq, dk [key heads, C, K] and dv [heads, C, V]; as [C, heads] the terms of a row in the gradients of its gate and
+      all earlier gates, its terms in the gradients of all later gates, and dbeta; and the gradient of the state before
+      the chunk.
     """
     dtype, C = k.dtype, s.C
     q_heads, k_heads = (jnp.stack([x[i // s.group] for i in range(s.heads)]) for x in (q, k))  # [heads, C, K]
-    # Factors of rows over all lanes, of tiles [heads, C, K] and of tiles [heads, C, V].
+    # Factors of rows, repeated in all lanes, for tiles [heads, C, K] and for tiles [heads, C, V].
     interact, *decays = boundary
     start_k, end_k, beta_k = (tile.head_columns(x, s, s.K) for x in (*decays, gate.beta))
     start, end, beta = (tile.head_columns(x, s, s.V) for x in (*decays, gate.beta))
     KK, QK, D = tile.scores([k, q], k, gate, interact, s)  # [n, C, p C]
-    # What reaches the new values: from the outputs of the chunk, and from the state after it.
+    # The gradients of the new values, through the outputs of the chunk and through the state after it.
     written, dv_new, dR = back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s)
 
-    # From there to the scores, and through them to queries and keys.
+    # From these, the gradients of the scores, and through the scores the gradients of queries and keys.
     outers = packed.outer(
         packed.concat_rows([dR, do.astype(jnp.float32)]), v_new_over_beta, dtype, s.p
     )  # [n, 2 C, p C]
@@ -156,13 +159,14 @@ def chunk_gradients(q, k, gate, boundary, A_inv, S, v_new_over_beta, do, dS, sca
     A1, A2 = dA * gate.beta_rows, outers[:, C:] * (D * gate.beta_rows * scale)  # [n, C, p C]
     dq, dk = key_gradients(A1, A2, q, k, s)  # [key heads, C, K]
 
-    # What queries and keys multiply: the state before the chunk, and for keys the one after it.
+    # Queries and keys also multiply the state before the chunk, and keys make the state after it.
     through_state = multiply_nt(packed.concat_rows([do.astype(jnp.float32), dR]), S, dtype)  # [heads, 2 C, K]
     dq_start, dk_start = (scale * start_k) * through_state[:, :C], -start_k * through_state[:, C:]  # [heads, C, K]
     dk_end = (end_k * beta_k) * multiply_nt(v_new_over_beta, dS, dtype)  # [heads, C, K]
 
-    # One sum passes through the gate of a row and all earlier ones, the other through all later ones. The product of
-    # a row with itself passes no gate and is in neither: added and taken away it would drown the rest at strong gates.
+    # One sum is for the gate of a row and all earlier gates, the other for all later gates. The product of a row with
+    # itself has no gate and is in neither sum. If it were added and subtracted again, its rounding would swamp the
+    # gradients of strong gates.
     passes = fold(jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True), s.K)  # [heads, 1, K]
     is_last = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1) == C - 1
     entered = q_heads.astype(jnp.float32) * dq_start + k_heads.astype(jnp.float32) * dk_start  # [heads, C, K]

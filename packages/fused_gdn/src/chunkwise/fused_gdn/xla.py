@@ -1,4 +1,4 @@
-"""The same operator in plain JAX: the mathematics of its chunks, which `chunkwise.shared.plain.chunks` runs."""
+"""The gated delta rule in plain JAX: the mathematics of its chunks, for `chunkwise.shared.plain.chunks`."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ class Decays(NamedTuple):
       coarse, fine: parts of the cumulative gates, in nats; see `split_gate`.
       from_start: from the start of the chunk to each token, 0 for tokens of later sequences.
       to_end: from each token to the end of the chunk, 0 for tokens of sequences that ended.
-      through: [NT, HV, 1, 1], over the whole chunk, 0 if another sequence begins in it.
+      through: [NT, HV, 1, 1], the decay over the whole chunk, 0 if another sequence begins in it.
     """
 
     coarse: jax.Array
@@ -40,15 +40,16 @@ def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan
         beta = beta if factor is None else beta * repeat(_swap(factor))
     coarse, fine, from_start, to_end, through = x.g
     below = tiles.strictly_lower(C) if x.masks is None else tiles.strictly_lower(C) & x.masks.same[:, None]
-    # The diagonal is left out: its 1 does not depend on gates, and in their gradient it would swamp decays of 1e-13.
+    # Without the diagonal, whose 1 does not depend on gates: its terms in the gradients of gates would cancel only up
+    # to rounding, and so swamp decays of 1e-13.
     decay = tiles.masked_exp((_swap(coarse) - coarse) + (_swap(fine) - fine), below)
     readers = [k] if q is None else [k, q]
-    # One product serves keys and queries. With the inverse known only gradients need the product of the keys.
+    # One product serves keys and queries. If the inverse is known, only gradients need the product of the keys.
     if x.solved:
         kk, *qk = (repeat(products.dot_nt(y, k)) for y in readers)
     else:
         kk, *qk = jnp.split(repeat(products.dot_nt(jnp.concatenate(readers, axis=2), k)), len(readers), axis=2)
-    # A token reads its own value undecayed.
+    # A token reads its value without a decay.
     scores = [jnp.where(tiles.row_index(C) == tiles.column_index(C), y, decay * y) for y in qk]
     k = repeat(k)
     return chunks.Form(
@@ -70,12 +71,13 @@ def find_decays(g: jax.Array, masks: chunking.StreamMasks | None) -> Decays:
     """Return the decays of chunks from their gates g, rows [NT, HV, 1, C], within the sequences of `masks`."""
     if masks is None:
         coarse, fine = (lax.cumsum(part, axis=3) for part in tile.split_gate(g))
-        # Summed from the end: in the difference to the last row a decay of 1 would depend on gates that cancel.
+        # These are sums from the end. As a difference to the last row, the decay 1 of the last row would get gradients
+        # of gates that cancel only up to rounding.
         after = lax.cumsum(g, axis=3, reverse=True)[..., 1:]
         to_end = jnp.exp(jnp.pad(after, [(0, 0), (0, 0), (0, 0), (0, 1)]))
         from_start = jnp.exp(coarse + fine)
         return Decays(coarse, fine, from_start, to_end, from_start[..., -1:])
-    # Every sequence for itself, so that what one holds does not change the rounding of another.
+    # Sums go over one sequence only, so that no sequence changes the rounding of another.
     C, same = g.shape[3], masks.same
     coarse, fine = (_sums(part, same & tiles.lower(C)) for part in tile.split_gate(g))
     from_start = jnp.where(masks.carried[:, None, None], jnp.exp(coarse + fine), 0.0)
@@ -89,6 +91,6 @@ def _sums(g, selected):
     return matmul.dot_nt(g[:, :, 0], selected.astype(jnp.float32))[:, :, None]
 
 
-# Products inside a chunk cost C per token, steps of the scan and states that the backward keeps 1 / C: see
-# docs/maintain/lessons.md.
+# With C rows in a chunk, the cost per token of products inside a chunk grows as C, and the cost of the scan's steps and
+# of states kept for the backward falls as 1 / C: see docs/maintain/lessons.md.
 RULE = chunks.Rule(make_form, find_decays, at_once=False, most_rows=32)
