@@ -1,4 +1,4 @@
-"""The contract: signatures and documentation; see `operator` for what stands behind them."""
+"""The contract: signatures and documentation; `operator` has the record that they call."""
 
 import jax
 
@@ -44,18 +44,18 @@ def chunk_kda(
         S_t = S~ + beta_t k_t (v_t - S~^T k_t)^T
         o_t = scale S_t^T q_t
 
-    With use_gate_in_kernel, the kernels read raw gates in their type, and no decay is written.
+    With use_gate_in_kernel, the kernels read raw gates in their type, and no decays are written to memory.
 
     Args:
       g: log decay per channel [B, T, HV, K] in nats, at most 0, of any strength: -inf forgets everything before.
 
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 for float32 and .005 for bfloat16 inputs, for any
       gate, repeated keys and beta up to 2; gradients below 1e-4 and .008 (g and beta .02). With bfloat16 tensors the
-      forward kernel takes a decay between neighbouring rows of 8 for at least 2^-24 = 6e-8, far below their rounding,
-      and softplus of raw gates up to 4e-6.
+      forward kernel takes the decay of one token, inside of blocks of 8, for at least 2^-24 = 6e-8, which is far below
+      the rounding of the tensors, and computes softplus of raw gates to 4e-6.
     Cost: 2 B T HV (2 C K + 2 C V + 3 K V) flops, the backward twice as much; q, k, v and g are read and o is written
       once.
-    Source: Kimi Linear (2025), section 3; the anchored products and the joined inverse are described in `tile`.
+    Source: Kimi Linear (2025), section 3; the page docs/kda.md describes the products of the levels and the inverse.
     """
     ...
 
@@ -90,7 +90,8 @@ def recurrent_kda(
 
     `chunk_kda` has the equation.
 
-    Accuracy: 5e-7 relative to the recurrence in float64; everything is computed in float32, as sums.
+    Accuracy: 5e-7 relative to the recurrence in float64; everything is computed in float32, with sums in the place of
+      matrix products.
     Cost: 7 B T HV K V flops; every state is read and written once.
     Source: Kimi Linear (2025).
     """

@@ -15,8 +15,8 @@ from jax.scipy.linalg import solve_triangular
 def prepare(q, k, v, g, beta, scale) -> tuple[jax.Array, ...]:
     """Return the part of a chunk that needs no state: e^g_cum, D, e^(g_cum_last - g_cum), A_inv, w, u and the scores P.
 
-    D_ij = e^(g_cum_i - g_cum_j) for i >= j, else 0. Its exponent is the sum of the gates behind j up to i: it is never
-    positive, and a strong gate takes no digits from the weak gates behind it.
+    D_ij = e^(g_cum_i - g_cum_j) for i >= j, else 0. Its exponent is the sum of the gates after j up to i. This is never
+    positive, and a strong gate takes no digits from weak gates that follow it.
     """
     C = k.shape[0]
     i, j = jnp.arange(C)[:, None], jnp.arange(C)
@@ -67,15 +67,16 @@ def chunk_bwd(q, k, v, g, beta, S, scale, do, dS_next) -> tuple[jax.Array, ...]:
     dw = -dv_new @ S.T  # [C, K]
     dS = from_start[-1][:, None] * dS_next + scale * (from_start * q).T @ do - w.T @ dv_new  # [K, V]
 
-    # x = (I + A)^-1 r hands A_inv^T dx to r and -(A_inv^T dx) x^T to A; w and u are two such products.
+    # For x = (I + A)^-1 r, the gradient of r is A_inv^T dx, and the gradient of A is -(A_inv^T dx) x^T; w and u are two
+    # such x.
     dw_rhs = A_inv.T @ dw  # [C, K], the gradient of e^g_cum k_beta
     dv_beta = A_inv.T @ dv_new  # [C, V]
     dA = -jnp.tril(dw_rhs @ w.T + dv_beta @ u.T, -1)  # [C, C]
 
     # Through S, the scores and A to queries and keys.
     dscores = jnp.tril(do @ v_new.T)  # [C, C]
-    dq_state = scale * from_start * (do @ S.T)  # [C, K], through S as o reads it
-    dk_beta_state = from_start * dw_rhs  # [C, K], through S as v_new reads it
+    dq_state = scale * from_start * (do @ S.T)  # [C, K], because o reads S
+    dk_beta_state = from_start * dw_rhs  # [C, K], because v_new reads S
     dk_state = to_end * (v_new @ dS_next.T)  # [C, K], through S_next
     dk_scores = scale * jnp.einsum("ij,ijk,ik->jk", dscores, D, q)  # [C, K]
     dk_A = jnp.einsum("ij,ijk,ik->jk", dA, D, k_beta)  # [C, K]

@@ -7,11 +7,11 @@ from chunkwise.shared import tuning
 
 @dataclass(frozen=True)
 class Config:
-    """How the launches are cut.
+    """Tile sizes.
 
     Attributes:
-      heads: value heads a grid step of the forward: whole groups that share a key head, or a part of one.
-      heads_bwd: value heads a grid step of the backward, by the same rule.
+      heads: value heads of a grid step of the forward: whole groups that share a key head, or a part of a group.
+      heads_bwd: value heads of a grid step of the backward, by the same rule.
     """
 
     heads: int
@@ -19,12 +19,12 @@ class Config:
 
 
 def vmem_bytes_per_head(C: int, K: int, V: int, itemsize: int) -> int:
-    """Return the VMEM one value head of the forward takes: two buffers of its blocks, its state, tiles in flight."""
+    """Return the bytes of VMEM for a value head of the forward: blocks in two buffers, the state, and tiles."""
     return 2 * C * (2 * K + 2 * V) * itemsize + 8 * C * K + 4 * K * V * 3 + 4 * C * (16 * K + 6 * V + 8 * C)
 
 
 def default_for(H: int, HV: int, C: int, K: int, V: int, itemsize: int, gates: int = 0) -> Config:
-    """Return the Config for these shapes, K and V already padded to lanes, with `gates` gates that erase and write."""
+    """Return the Config for these shapes, K and V already padded to lanes; `gates` counts erase and write gates."""
     size = vmem_bytes_per_head(C, K, V, itemsize) + 2 * gates * C * max(K, V) * itemsize
     return Config(
         heads=tuning.pick_heads(HV, H, size, most=16),

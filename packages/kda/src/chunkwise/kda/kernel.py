@@ -1,29 +1,29 @@
-"""The forward of Kimi delta attention in one launch: loading and storing, kernel body, launcher.
+"""The forward of Kimi delta attention in one launch: loads and stores, kernel body, launcher.
 
 With K, Q, V the rows of a chunk, S the state before it, B = diag(beta), D_ij = e^(G_i - G_j) per channel, and <.>_D the
 products of `tile.interaction_tile`,
 
     A_inv = (I + tril(<E, K>_D, -1) B)^-1         P = scale tril(<Q, K>_D) B      no state in them
-    R = V - (E e^G) S                             what the keys do not recall yet
-    U = A_inv R                                   v_new over beta: v_new is B U
-    o = scale (Q e^G) S + P U                     S' = e^G_last S + (K e^(G_last - G))^T B U
+    R = V - (E e^G) S                             values without what the state has for their keys U = A_inv R
+    v_new over beta: v_new is B U o = scale (Q e^G) S + P U                     S' = e^G_last S + (K e^(G_last - G))^T B
+    U
 
-E are the erase keys: K in Kimi delta attention, other rows or keys times erase gates in the operators that erase and
-write apart, whose write gates multiply V where it is loaded. Nothing else tells these operators apart.
+E are the erase keys: in Kimi delta attention they are K. GDN-2 and Comba, which have these kernels too, have other rows
+or keys times erase gates for E, and write gates, which multiply V where it is loaded. There is no other difference.
 
-The kernels hold every state transposed, [V, K]: a decay per channel then multiplies its lanes. P of a chunk, and A_inv
-as far as it takes no products, are made in the grid step before the one that takes the state through it: the two halves
-of a grid step do not wait for one another. With bfloat16 tensors S and the rows of decayed queries and keys enter their
-products as bfloat16. A_inv, P, R, U and the decayed keys as columns must not be rounded so: where keys repeat, U
-oscillates and the sums over it cancel. They keep 16 bits, as two bfloat16 parts.
+The kernels hold every state transposed, [V, K]: a decay per channel then multiplies its lanes. One grid step makes P of
+a chunk, and the part of A_inv that takes no products; the next grid step takes the state through the chunk. So the two
+halves of a grid step do not wait for one another. With bfloat16 tensors S and the rows of decayed queries and keys
+enter their products as bfloat16. A_inv, P, R, U and the decayed keys as columns must not be rounded to 8 bits: where
+keys repeat, U oscillates and sums over it cancel. They keep 16 bits, as two bfloat16 parts.
 
-Chunks of a packed batch without states, or of rows of segments, may hold several sequences or padding. Only the grid
-steps that meet such a chunk compute with masks. Sequences that hold something not finite are zeroed there before any
-product, as in shared.kernels.nonfinite, and all their results in that chunk become NaN, in all heads of the block.
+Chunks of a packed batch without states, or of rows of segments, may hold several sequences or padding. Only grid steps
+with such a chunk compute with masks. Sequences that are not finite are zero there in all products, see
+shared.kernels.nonfinite, and all their results in that chunk, in all heads of the block, become NaN.
 
-Where tokens are split over devices, the same kernel runs without output first: it takes a state of more channels than
-there are values through the tokens, and keeps A_inv and the scores. Given these, the operator has only the decays from
-the start and to the end of its chunks to make, and no product before the state comes.
+Where tokens are split over devices, the same kernel first runs without the output o: it takes states with more channels
+than v through the tokens, and writes A_inv and the scores. With these as inputs, the second run makes only the decays
+from the start and to the end of chunks, and no product until it has the state.
 
 The [C, C] matrices of p heads lie side by side in the lanes ("packed", see shared.kernels.packed).
 """
@@ -51,14 +51,14 @@ from chunkwise.shared.kernels import (
 )
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
-# Heads that take the state through a chunk together; in launches that make the inverse or the output, and not both.
+# Heads that take the state through a chunk together: in a launch that makes the inverse and the output, and in others.
 STAGE, HALF_STAGE = 4, 8
 
 
 class KdaFwdRefs(NamedTuple):
-    """The Refs of the forward; what one grid step hands to the next is of the chunk prev.
+    """The Refs of the forward; the arrays that a grid step leaves for the next one are of the chunk prev.
 
-    None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
+    A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
     table: jax.Ref  # int32 [11 or 13, B * steps]
@@ -85,16 +85,16 @@ class KdaFwdRefs(NamedTuple):
     A_inv_out: jax.Ref  # [n, C, p C] of prev
     scores_out: jax.Ref  # [n, 2 C, p C]
     pool_out: jax.Ref  # [heads, K, V], not padded
-    state: jax.Ref  # float32 [heads, V, K]; ht where that is wanted
+    state: jax.Ref  # float32 [heads, V, K]; the Ref ht, if the final states are requested
     readers: jax.Ref  # rows that read the state before prev, [heads, 2 C or C, K]
     ends: jax.Ref  # parts of rows that write the state after prev, [heads, parts C, K]
     through: jax.Ref  # float32 [heads, 1, K], the decay over prev
     decays: jax.Ref  # of `loads.store_block_decays`
     continuing: jax.Ref  # float32 [C, 128], `tile.continuing`
     A: jax.Ref  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
-    blocks: jax.Ref  # float32 [n, rows, p C], A_inv as far as it takes no products
+    blocks: jax.Ref  # float32 [n, rows, p C], the part of A_inv that takes no products
     P: jax.Ref  # parts of the scores of queries times beta, [n, C, parts p C]
-    nonfinite_rows: jax.Ref  # float32 [1, C, 1], rows of prev but for v
+    nonfinite_rows: jax.Ref  # float32 [1, C, 1], rows of prev that are not finite, without a look at v
     owner_prev: jax.Ref  # int32 [1, C]
 
 
@@ -117,11 +117,11 @@ def _grid_step(refs: KdaFwdRefs, cur: chunk_loop.StageChunk, prev: chunk_loop.St
     if masks is not None:
         loads.store_continuing(refs.continuing, masks)
     gates, betas = loads.load_gates(refs, valid, static)  # [C, heads K], [heads, C]
-    # Made after the products it would cost 3 % of the cycles.
+    # Made here, because after the products it would cost 3 % of the cycles.
     beta_rows = packed.side_lanes(betas[:, None], p)  # [heads / p, 1, p C]
     load_q, load_unit = by_head(refs, valid, static)
 
-    # The products of a pack do not wait for products of the chunk before, so the two alternate.
+    # Products for cur do not wait for products for prev, so the two alternate, pack by pack.
     staged, passing = [], pass_chunk(refs, prev, static, dtype)
     preparing = (
         staged.append((n, *prepare(refs, n, load_q, load_unit, gates, betas, valid, masks, static)))
@@ -132,7 +132,7 @@ def _grid_step(refs: KdaFwdRefs, cur: chunk_loop.StageChunk, prev: chunk_loop.St
     schedule.interleave(order, p=passing, m=preparing)
     for _ in preparing:
         pass
-    # Only now, so that no product waits for the lengths of rounded keys.
+    # The factors are made late, so that no product waits for the lengths of rounded keys.
     factors, beta_rows = rounded_betas(refs, load_unit, betas, valid, static, beta_rows)
     A: jax.Array | None = None
     blocks: jax.Array | None = None
@@ -141,13 +141,13 @@ def _grid_step(refs: KdaFwdRefs, cur: chunk_loop.StageChunk, prev: chunk_loop.St
         blocks = inverse.begin_inverse(A)  # [heads / p, 16, p C]
     for _ in passing:
         pass
-    # Only now, because the chunk before is read until its state has passed.
+    # Stored late, because prev is read from the same scratch memory until the state has gone through it.
     if refs.A_inv is None:
         refs.blocks[...], refs.A[...] = blocks, A
     for n, boundary, scores in staged:
         store_pack(refs, n, boundary, scores, beta_rows, factors[n : n + p], static)
     if refs.exact_levels is not None:
-        # Such gates are rare, and the products of every level cost too much to be made each time.
+        # Gates whose decay is 0 are rare, and products for every level are too expensive to be made in every grid step.
         again = lambda: prepare_exactly(refs, gates, betas, valid, masks, static)
         pl.when(forgets(refs, gates, valid, static))(again)
 
@@ -155,7 +155,7 @@ def _grid_step(refs: KdaFwdRefs, cur: chunk_loop.StageChunk, prev: chunk_loop.St
 def by_head(refs: KdaFwdRefs, valid, static: FusedStatic) -> tuple[Callable, Callable]:
     """Return functions that load a query head and a key head of cur: `loads.load_keys` and `loads.load_unit_keys`.
 
-    One head at a time, because all of them at once would not stay in registers.
+    They load one head at a time, because all heads at once would not stay in registers.
     """
     load_q = functools.cache(lambda i: loads.load_keys(refs.q, valid, static, slice(i, i + 1)))
     load_unit = functools.cache(lambda i: loads.load_unit_keys(refs, valid, static, slice(i, i + 1)))
@@ -167,8 +167,8 @@ def rounded_betas(
 ) -> tuple[list, jax.Array]:
     """Return the factors of all heads that make up for the rounding of keys, and betas times these factors.
 
-    The factors are [1, C, 1] each, or None; the betas are rows of packs [heads / p, 1, p C], without factors the given
-    `beta_rows` if they are made already.
+    The factors are [1, C, 1] each, or None; the betas are rows of packs [heads / p, 1, p C]. Without factors, the
+    second result is `beta_rows`.
     """
     factors = [load_unit(i // static.group)[2] for i in range(static.config.heads)]
     if factors[0] is not None:
@@ -182,17 +182,17 @@ def rounded_betas(
 
 
 def prepare(refs: KdaFwdRefs, n: int, load_q, load_unit, gates, betas, valid, masks, static: FusedStatic):
-    """Return what the next grid step needs of the pack of heads from n on in cur.
+    """Return the arrays of cur, for the pack of heads that begins with n, that the next grid step needs.
 
     Args:
       refs, static: of the kernel.
-      n: the first head.
-      load_q, load_unit: of `by_head`.
-      gates, betas: of `loads.load_gates`.
+      n: the first head of the pack.
+      load_q, load_unit: the results of `by_head`.
+      gates, betas: the results of `loads.load_gates`.
       valid, masks: of cur.
 
     Returns:
-      The boundary of `pack_boundary`, and the scores of `pack_scores` or None where they are precomputed.
+      The result of `pack_boundary`, and the result of `pack_scores`, or None if the scores are precomputed.
     """
     K, p, dtype = static.K, static.p, refs.v.dtype
     pack, base = range(n, n + p), static.base if refs.A_inv is None else 0
@@ -203,28 +203,28 @@ def prepare(refs: KdaFwdRefs, n: int, load_q, load_unit, gates, betas, valid, ma
     e = loads.gated_keys(refs, k, e[0] if e else None, valid, static, slice(n, n + p))
     q, g = q * static.scale, gates[:, n * K : (n + p) * K]
     if refs.law is not None:
-        # Pack by pack, because all decays at once would not stay in registers.
+        # These are made pack by pack, because all decays at once would not stay in registers.
         exact = matmul.operand_dtype(dtype) == jnp.float32
         g = loads.decays_of(g, refs, valid, static, n * K, tiles.LOG2_E, exact)
     continuing = None if masks is None else refs.continuing
     loads.store_block_decays(refs.decays, g, base, continuing, n * K // packed.LANES, refs.law is None)
     decays, beta = loads.load_decays(refs.decays, pack, K, base), tiles.to_column(betas[n : n + p, None])  # [p, C, 1]
-    # With the scores at hand no decay between two rows of the chunk is needed.
+    # If the scores are precomputed, no decay between two rows of the chunk is needed.
     scores = tile.pack_scores(q, e, k, decays, refs.levels[...], masks, dtype) if refs.A_inv is None else None
     return tile.pack_boundary([q, e] if refs.o is not None else [e], k, beta, decays, masks), scores
 
 
 def forgets(refs: KdaFwdRefs, gates, valid, static: FusedStatic) -> jax.Array:
-    """Return whether a gate of cur is a decay of 0, of which a product of base blocks leaves 2^-24."""
+    """Return whether a gate of cur is a decay of 0, for which base blocks would compute with 2^-24."""
     if refs.law is not None:
-        # The largest raw gate of a lane is its strongest decay.
+        # The largest raw gate of a lane gives its strongest decay.
         gates = gates.astype(jnp.float32) if valid is None else jnp.where(valid, gates.astype(jnp.float32), -jnp.inf)
         gates = loads.decays_of(jnp.max(gates, axis=0, keepdims=True), refs, None, static)
     return jnp.min(gates) < tile.ZERO_DECAY
 
 
 def prepare_exactly(refs: KdaFwdRefs, gates, betas, valid, masks, static: FusedStatic) -> None:
-    """Store what the next grid step needs of cur once more, with a product for every level in place of base blocks."""
+    """Store the arrays of `prepare` once more, computed with a product for every level in place of base blocks."""
     refs, static = refs._replace(levels=refs.exact_levels), static._replace(base=1)
     load_q, load_unit = by_head(refs, valid, static)
     factors, beta_rows = rounded_betas(refs, load_unit, betas, valid, static)
@@ -238,7 +238,7 @@ def prepare_exactly(refs: KdaFwdRefs, gates, betas, valid, masks, static: FusedS
 
 
 def store_pack(refs: KdaFwdRefs, n: int, boundary, scores, beta_rows, factors, static: FusedStatic) -> None:
-    """Store what `prepare` returned for the next grid step; `factors` of its heads are of `loads.load_unit_keys`."""
+    """Store the results of `prepare` for the next grid step; `factors` are from `loads.load_unit_keys`."""
     (readers, ends, through), dtype = boundary, refs.v.dtype
     ends = ends if factors[0] is None else ends * jnp.concatenate(factors)
     pack, packs = slice(n, n + static.p), slice(n // static.p, n // static.p + 1)
@@ -252,19 +252,19 @@ def store_pack(refs: KdaFwdRefs, n: int, boundary, scores, beta_rows, factors, s
 
 
 def stages_of(static: FusedStatic, most: int) -> list[slice]:
-    """Return the heads that take the state through a chunk together, at most so many."""
+    """Return slices of heads that take the state through a chunk together, of at most `most` heads."""
     heads, p = static.config.heads, static.p
     size = max(n for n in range(p, max(p, most) + 1, p) if heads % n == 0)
     return [slice(n, n + size) for n in range(0, heads, size)]
 
 
 def pass_chunk(refs: KdaFwdRefs, prev: chunk_loop.StageChunk, static: FusedStatic, dtype) -> Iterator[None]:
-    """Finish the inverse of prev and take the state through it; yield where products may stand."""
+    """Finish the inverse of prev and take the state through prev; yield where other products may stand."""
     A_inv = None if refs.A_inv is None else refs.A_inv[...]  # [heads / p, C, p C]
     if refs.A_inv is None:
         parts = 3 if matmul.operand_dtype(dtype) == jnp.float32 else 2
         for product in inverse.block_doubling(refs.blocks[...], refs.A[...], parts):
-            A_inv = product  # the last is the inverse
+            A_inv = product  # the last value is the inverse
             yield
     if refs.A_inv_out is not None:
         refs.A_inv_out[...] = A_inv
@@ -276,7 +276,7 @@ def pass_chunk(refs: KdaFwdRefs, prev: chunk_loop.StageChunk, static: FusedStati
 
 
 def pass_state(refs: KdaFwdRefs, S, valid, A_inv, heads: slice, static: FusedStatic, dtype) -> Iterator[None]:
-    """Write the output of some heads of prev and take their state S [h, V, K] through it; yield between products."""
+    """Write the output of some heads of prev and take their state S [h, V, K] through prev; yield between products."""
     C, p, packs = static.C, static.p, slice(heads.start // static.p, heads.stop // static.p)
     if refs.h is not None:
         refs.h[heads] = S.astype(refs.h.dtype)
@@ -287,7 +287,8 @@ def pass_state(refs: KdaFwdRefs, S, valid, A_inv, heads: slice, static: FusedSta
         v = packed.concat_lanes([v, jnp.zeros((*v.shape[:2], S.shape[1] - static.V), jnp.float32)])
     A_inv_parts = packed.concat_lanes(packed.split_bf16(A_inv[packs], dtype))
     v_new_over_beta = packed.multiply_packed(A_inv_parts, v - state_reads[:, -C:], p, dtype)  # [h, C, V]
-    # Pieces share the rows of a chunk; what a chunk stores past the last token is never read.
+    # Pieces share a chunk, so each stores only its rows. Otherwise all rows are stored, because nobody reads rows past
+    # the last token.
     stored = valid if static.varlen else None
     if refs.v_new_over_beta is not None:
         layout.store_heads(refs.v_new_over_beta, v_new_over_beta, stored, heads.start)
@@ -305,20 +306,20 @@ def pass_state(refs: KdaFwdRefs, S, valid, A_inv, heads: slice, static: FusedSta
 def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator: str = "kda") -> dict[str, jax.Array]:
     """Run the forward, or the part of it that makes these outputs.
 
-    Without o no query reads the state, and the initial states may have more channels than v: the values of those are
-    zeros that nobody stores or reads.
+    Without the output o no query reads the state, and the initial states may have more channels than v. The values of
+    these channels are zeros, which no array holds.
 
     Args:
-      x: what the kernel reads. With A_inv and scores, of an earlier launch, they are not made again.
-      static: what is known when it is built.
-      outputs: names.
-      operator: in the name of the kernel.
+      x: the operands. A_inv and scores of an earlier launch are not computed again.
+      static: the static description.
+      outputs: names of outputs.
+      operator: the operator's name, for the name of the kernel.
 
     Returns:
       A dict of these outputs: o [B, T, HV V] in the type of v; ht, the final states [N, HV, V, K] float32; h, the
-      states before every step [B, steps, HV, V, K] in the type of products; in float32 v_new_over_beta like v, packed
-      A_inv [B, steps, HV / p, C, p C] and packed scores of queries above keys [B, steps, HV / p, 2 C, p C]; if
-      there is a pool, pool_out: the same, updated in place.
+      states before every step [B, steps, HV, V, K] in the type of products; in float32, v_new_over_beta laid out as v,
+      packed A_inv [B, steps, HV / p, C, p C], and packed scores of queries above scores of keys
+      [B, steps, HV / p, 2 C, p C]; and pool_out, the pool, updated in place.
     """
     B, HV, C, K, V, steps, heads = static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads
     p, dtype, inverts, with_output = static.p, x.v.dtype, x.A_inv is None, "o" in outputs
@@ -326,7 +327,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
     channels = V if x.initial_state is None else x.initial_state.shape[2]
     operand, base = matmul.operand_dtype(dtype), static.base if inverts else 0
     parts = 2 if operand == jnp.bfloat16 else 1
-    # Base blocks without a bound that keeps gates above the least.
+    # True with base blocks but without a promise that keeps gates above `LEAST_GATE`.
     may_forget = base > 1 and static.backward_base == 1
     cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))
     key, value = cur.tokens(keys * K, share), prev.tokens(heads * V)
@@ -342,8 +343,8 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
     }
     if x.pool is not None:
         available["pool_out"] = prev.target(*slot), x.pool.shape, x.pool.dtype
-    # What a grid step makes of its chunk for the next one to use; the state, unless the output holds it; decays, and
-    # what keeps the sequences of the chunk of the grid step before apart.
+    # The arrays that a grid step leaves for the next one; the state, unless the output ht holds it; decays; and the
+    # owners by which the next grid step keeps the sequences of this chunk apart.
     scratch: dict[str, Any] = {
         "readers": pltpu.VMEM((heads, (1 + with_output) * C, K), operand),
         "ends": pltpu.VMEM((heads, parts * C, K), operand),
@@ -364,7 +365,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
         functools.partial(_fwd_kernel, static=static),
         KdaFwdRefs,
         name=f"chunk_{operator}_{'fwd' if with_output else 'summary'}_c{C}",
-        # One more grid step, because the state passes a chunk one after the chunk is prepared.
+        # One more grid step, because the state goes through a chunk one grid step after the chunk is prepared.
         grid=(B, HV // heads, steps + 1),
         tables={"table": x.table},
         inputs={
@@ -392,5 +393,5 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
         cost_estimate=(cost.cost if with_output else cost.states_cost)(
             **static.sizes() | {"V": channels}, itemsize=dtype.itemsize, more=loads.more_bytes(x)
         ),
-        in_bounds=x.pool is None,  # nothing else comes from the caller's numbers
+        in_bounds=x.pool is None,  # only the slots of a pool are numbers of the caller
     )

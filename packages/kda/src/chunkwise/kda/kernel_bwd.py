@@ -1,4 +1,4 @@
-"""The backward of Kimi delta attention in one launch, steps in reverse: loading and storing, kernel body, launcher.
+"""The backward of Kimi delta attention in one launch, steps in reverse: loads and stores, kernel body, launcher.
 
 The mathematics is in tile_bwd.py.
 """
@@ -18,7 +18,7 @@ from chunkwise.shared.kernels.operands import FusedStatic, Operands
 class KdaBwdRefs(NamedTuple):
     """The Refs of the backward, all of one chunk.
 
-    None for what a launch lacks. heads are the value heads of a grid step, n their packs and keys their key heads.
+    A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
     table: jax.Ref  # int32 [11, B * steps]
@@ -29,7 +29,7 @@ class KdaBwdRefs(NamedTuple):
     A_inv: jax.Ref  # [n, C, p C]
     scores: jax.Ref  # [n, 2 C, p C]
     do: jax.Ref  # [C, heads V]
-    v: jax.Ref  # [C, heads V], beside w
+    v: jax.Ref  # [C, heads V], only with w
     e: jax.Ref  # [C, keys K]
     b: jax.Ref  # [C, heads K]
     w: jax.Ref  # [C, heads V]
@@ -49,7 +49,7 @@ class KdaBwdRefs(NamedTuple):
     dw: jax.Ref  # [C, heads V]
     dh0: jax.Ref  # [heads, V, K]
     dlaw: jax.Ref  # [2, heads K]
-    dstate: jax.Ref  # float32 [heads, V, K]; dh0 where that is wanted
+    dstate: jax.Ref  # float32 [heads, V, K]; the Ref dh0, if that is requested
     decays: jax.Ref  # of `loads.store_block_decays`
     continuing: jax.Ref  # float32 [C, 128], `tile.continuing`
 
@@ -81,14 +81,14 @@ def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.StageChunk, static: FusedStat
     gates, betas = loads.load_gates(refs, valid, static)  # [C, heads K], [heads, C]
     group, rounding = min(static.group, heads), None
     g = gates if refs.law is None else loads.decays_of(gates, refs, valid, static)
-    # Without gradients of tokens no decay between two rows of the chunk is needed.
+    # If only dh0 is requested, no decay between two rows of the chunk is needed.
     base = 0 if refs.dq is None else static.backward_base
     loads.store_block_decays(refs.decays, g, base, None if masks is None else refs.continuing)
     by_value_head = lambda x: jnp.stack([x[n // group] for n in range(heads)])  # [heads, C, K]
     q, k = (by_value_head(x) for x in (q * static.scale, k))
     e = None if e is None else by_value_head(e)
     erase = loads.gated_keys(refs, k, e, valid, static)
-    e = None if e is None and refs.b is None else erase  # None where erase keys are the keys
+    e = None if e is None and refs.b is None else erase  # None if keys erase
     if factor is not None:
         factor = by_value_head(factor)  # [heads, C, 1]
         factor = factor if refs.b is None else factor * loads.gated_rounding(k, erase)
@@ -108,14 +108,14 @@ def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.StageChunk, static: FusedStat
 def _token_gradients(
     refs: KdaBwdRefs, q, e, k, beta, rows, boundary, do, chunk: chunk_loop.StageChunk, static: FusedStatic
 ) -> None:
-    """Store the gradients of a chunk, of its tokens and of the state before it.
+    """Store the gradients of the tokens of a chunk and of the state before the chunk.
 
     Args:
       refs, chunk, static: of the kernel.
-      q, e, k: [heads, C, K] float32, q scaled; e is None where it is k.
-      beta, rows: step sizes [heads, C, 1], and as rows [heads, C] beside what of them is there for the rounding of
-        keys, or None.
-      boundary: of `tile.boundary_tile`.
+      q, e, k: [heads, C, K] float32, q scaled; e is None where k erases.
+      beta, rows: step sizes [heads, C, 1]; and a pair: step sizes as rows [heads, C], and the factor in them that makes
+        up for the rounding of keys, or None.
+      boundary: the result of `tile.boundary_tile`.
       do: [heads, C, V].
     """
     heads, dtype, C, K, p = static.config.heads_bwd, refs.do.dtype, static.C, static.K, static.p
@@ -131,7 +131,8 @@ def _token_gradients(
         q, erase, k, beta, beta_rows, boundary, residuals, do, refs.dstate[...], same, dtype
     )
     refs.dstate[...] = dS
-    # Pieces share the rows of a chunk; what a chunk stores past the last token is never read.
+    # Pieces share a chunk, so each stores only its rows. Otherwise all rows are stored, because nobody reads rows past
+    # the last token.
     if refs.w is not None:
         v, w = (layout.load_heads(ref, static.V, valid=valid).astype(jnp.float32) for ref in (refs.v, refs.w))
         layout.store_heads(refs.dw, v * dv, stored)
@@ -143,7 +144,7 @@ def _token_gradients(
         dbeta = dbeta if rounding is None else dbeta * rounding
         _store_in_lanes(refs.dbeta, dbeta, step, stored, C)
 
-    # The products of the levels, pack by pack.
+    # The products of the levels are made pack by pack.
     by_pack = []
     for n in range(0, heads, p):
         pack, d_pack = slice(n, n + p), d_scores[n // p : n // p + 1]  # [1, 2 C, p C]
@@ -155,7 +156,7 @@ def _token_gradients(
     dg = tile_bwd.sum_over_rows(later, earlier, same, dtype)  # [C, heads K]
     if refs.law is not None:
         dg = through_law(refs, valid, dg, static)
-    elif masks is not None:  # padding counts to the sequence before it, and its gates to what passes through
+    elif masks is not None:  # padding's gates get gradients only from the passing state
         dg = jnp.where(valid, dg, 0.0)
     if static.per_channel:
         layout.store_rows(refs.dg, slice(None), dg, stored)
@@ -163,7 +164,7 @@ def _token_gradients(
         by_head = [jnp.sum(dg[:, n * K : (n + 1) * K], axis=1, keepdims=True) for n in range(heads)]  # each [C, 1]
         _store_in_lanes(refs.dg, tiles.to_row(jnp.stack(by_head))[:, 0], step, stored, C)
     if refs.b is not None:
-        # Erase gates make the erase keys of keys, so keys get this gradient too.
+        # Erase keys are keys times erase gates, so keys get a part of this gradient, too.
         layout.store_heads(refs.db, k * de, stored)
         dk = dk + loads.load_erase_gates(refs, valid, static) * de
     gradients = [(refs.dq, refs.q, static.scale * dq), (refs.dk, refs.k, dk)]
@@ -175,7 +176,7 @@ def _token_gradients(
 
 
 def _store_in_lanes(ref, x, step: layout.TableStep, stored, C: int) -> None:
-    """Store a number per token x [heads, C], of the rows of the step only where `stored` is not None."""
+    """Store a number per token x [heads, C]; if `stored` is not None, only for the rows of the step."""
     ref[...] = x if stored is None else jnp.where(step.columns(C), x, ref[...])
 
 
@@ -184,7 +185,7 @@ def through_law(refs: KdaBwdRefs, valid, dg, static: FusedStatic):
     A_log, dt_bias = refs.law[:1], refs.law[1:]  # [1, heads K]
     assert static.gate_law is not None
     each = static.gate_law.gradient(refs.g[...].astype(jnp.float32), A_log, dt_bias, dg)  # [C, heads K]
-    # Raw gates of other rows may be anything, and zero times NaN is NaN.
+    # Raw gates of rows that are not valid may be anything, and zero times NaN is NaN.
     dx, dA = each if valid is None else (jnp.where(valid, x, 0.0) for x in each)
     refs.dlaw[...] += jnp.concatenate([jnp.sum(x, axis=0, keepdims=True) for x in (dA, dx)])
     return dx
@@ -195,7 +196,7 @@ def not_finite(refs: KdaBwdRefs, static: FusedStatic) -> jax.Array:
     if refs.v_new_over_beta is None:
         of_values = nonfinite.rows_not_finite(layout.load_heads(refs.do, static.V))
         return jnp.maximum(of_values, loads.tokens_not_finite(refs, static))
-    # The forward stored NaN in v_new_over_beta where it found any.
+    # The forward stored NaN in v_new_over_beta of sequences that it found to be not finite.
     return nonfinite.rows_not_finite(*(layout.load_heads(ref, static.V) for ref in (refs.do, refs.v_new_over_beta)))
 
 
@@ -203,14 +204,15 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
     """Run the backward.
 
     Args:
-      x: what the kernel reads: no values and initial states; h and v_new_over_beta only for gradients of tokens.
-      static: what is known when it is built.
+      x: the operands. Values are read only with write gates, initial states never; h and v_new_over_beta are needed
+        only for gradients of tokens.
+      static: the static description.
       outputs: dq, dk, dv, dg, dbeta, with or without de, db, dw, dlaw and dh0; or dh0 alone.
-      operator: in the name of the kernel.
+      operator: the operator's name, for the name of the kernel.
 
     Returns:
-      A dict of these gradients: dq, dk, dv, dg, dbeta, de, db, dw, dlaw in the shapes of their inputs, dbeta float32,
-      and dh0 [N, HV, V, K] float32, of the initial states.
+      A dict of these gradients, with the shapes of their operands; dbeta is float32, and dh0 [N, HV, V, K] float32 is
+      the gradient of the initial states.
     """
     B, HV, C, K, V, steps, heads = (
         static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads_bwd
@@ -223,7 +225,8 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
         of(y, static, heads, cut) for of, y in ((loads.rows_block, x.beta), (loads.gates_block, x.g))
     )
     values = x if of_tokens and x.w is not None else Operands()
-    # A block of heads inside a group of value heads gives a partial sum of the group, apart from the other blocks.
+    # If a block of heads is a part of a group of value heads, it writes a partial sum over the group, beside the sums
+    # of other blocks.
     d_keys = cut.tokens(keys * K), (*x.q.shape[:2], blocks * keys * K), x.q.dtype if share == 1 else jnp.float32
     base = static.backward_base if of_tokens else 0
     scratch: dict[str, Any] = {"decays": loads.decays_scratch(heads, C, K, base)}
@@ -267,7 +270,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
             "de": d_keys,
             **{name: (block, y.shape, y.dtype) for name, (block, y) in gates.items() if y is not None},
             "dh0": (state, (static.N, HV, V, K), jnp.float32),
-            # A sum for every row of the batch, whose steps add to it.
+            # One sum for every row of the batch; the steps of the row add to it.
             "dlaw": (pl.BlockSpec((None, 2, heads * K), lambda b, h, *_: (b, 0, h)), (B, 2, HV * K), jnp.float32),
         },
         requested=outputs,

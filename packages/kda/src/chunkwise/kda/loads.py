@@ -1,7 +1,7 @@
-"""The loads of both kernels of Kimi delta attention, and how their launches cut what they load.
+"""The loads of both kernels of Kimi delta attention, and how launches cut the loaded arrays.
 
-Queries and keys are loaded at unit length where the operator asks for it, values times their write gates, raw gates as
-decays; decays between the rows of a chunk lie in scratch.
+Queries and keys are loaded with unit length if the options ask for it, values times their write gates, and raw gates as
+decays. Decays between the rows of a chunk are kept in scratch memory.
 """
 
 from typing import Any
@@ -27,8 +27,9 @@ def store_block_decays(ref, g, base: int, continuing=None, first: int = 0, in_na
 
     `continuing` is a Ref [C, 128] of `tile.continuing`, or None.
 
-    Inside of blocks of 8 rows whole registers of first, of second rows and so on are needed: loads with a stride from
-    ref [n, heads K / 128, C, 128] bring them, stores with a stride take them back.
+    To compute inside of blocks of 8 rows, one register has the first rows of 8 blocks, another the second rows, and so
+    on. Loads with a stride from ref [n, heads K / 128, C, 128] fetch such registers, and stores with a stride put them
+    back.
     """
     continuing = None if continuing is None else layout.load_every(continuing, tile.SUBLANES)  # each [C / 8, 128]
     for n in range(g.shape[1] // packed.LANES):
@@ -40,7 +41,7 @@ def store_block_decays(ref, g, base: int, continuing=None, first: int = 0, in_na
 
 
 def load_decays(ref, heads: range, K: int, base: int) -> tile.ChannelDecays:
-    """Return the decays of some heads from what `store_block_decays` left."""
+    """Return the decays of some heads from the scratch memory that `store_block_decays` filled."""
     each = K // packed.LANES
 
     def load(i):
@@ -50,16 +51,16 @@ def load_decays(ref, heads: range, K: int, base: int) -> tile.ChannelDecays:
 
 
 def load_keys(ref, valid, static: FusedStatic, which: slice = slice(None)) -> jax.Array:
-    """Return queries or keys as float32 [key heads, C, K], rounded as the tensors are."""
+    """Return queries or keys as float32 [key heads, C, K], rounded to the type of the tensors."""
     heads = layout.load_heads(ref, static.K, which, valid).astype(jnp.float32)  # [key heads, C, K]
     return tiles.l2norm(heads).astype(ref.dtype).astype(jnp.float32) if static.normalise else heads
 
 
 def load_unit_keys(refs, valid, static: FusedStatic, which: slice = slice(None)) -> tuple[Any, ...]:
-    """Return keys as `load_keys`, erase keys or None where there are none, and what multiplies the step sizes.
+    """Return keys as `load_keys` does, erase keys or None, and a factor for the step sizes or None.
 
-    The last makes up for the rounding of keys, [key heads, C, 1], or is None: see `tiles.unit_keys`. With erase keys of
-    unit length too it is the mean of the factors of both.
+    The factor [key heads, C, 1] makes up for the rounding of keys: see `tiles.unit_keys`. If erase keys have unit
+    length, too, it is the mean of the factors of both.
     """
     if not static.compensate:
         keys = (None if ref is None else load_keys(ref, valid, static, which) for ref in (refs.k, refs.e))
@@ -81,7 +82,7 @@ def rows_of_heads(columns: list[jax.Array]) -> jax.Array:
 
 
 def load_erase_gates(refs, valid, static: FusedStatic, heads: slice = slice(None)) -> jax.Array:
-    """Return what erase gates multiply keys by to make erase keys, float32 [heads, C, K]."""
+    """Return the erase gates of some value heads, float32 [heads, C, K]."""
     return layout.load_heads(refs.b, static.K, heads, valid).astype(jnp.float32)
 
 
@@ -92,13 +93,14 @@ def gated_keys(refs, k, e, valid, static: FusedStatic, heads: slice = slice(None
 
 
 def gated_rounding(k, e) -> jax.Array:
-    """Return what makes up for the rounding of erase keys to bfloat16, which erase gates make of keys, [..., C, 1].
+    """Return a factor [..., C, 1] that makes up for the rounding of erase keys e to bfloat16; erase gates made e of k.
 
-    A token with the key k and the erase key e takes k . e of what k reads of a state. The factor is this number for the
-    float32 e, over the number for the rounded e; `tiles.unit_keys` has one for the rounding of k. Where entries of
-    either sign cancel it is 1: such a token takes little, and lets nothing grow.
+    A token with the key k and the erase key e takes away k . e times the value that k reads from a state. The factor is
+    k . e for the float32 e, divided by k . e for the rounded e; `tiles.unit_keys` has a factor for the rounding of k.
+    Where positive and negative terms cancel in k . e, the factor is 1, because such a token takes little away, and no
+    state grows.
     """
-    # Eight bits of either sum are enough: their quotient is 2^-9 and less.
+    # Eight bits of each sum are enough, because their quotient is at most 2^-9.
     terms = jnp.concatenate([e * k, (matmul.rounded(e) - e) * k], axis=1)
     ones = jnp.ones((e.shape[0], e.shape[2], packed.LANES), jnp.bfloat16)
     sums = matmul.dot(terms, ones, jnp.bfloat16)[:, :, :1]
@@ -108,13 +110,13 @@ def gated_rounding(k, e) -> jax.Array:
 
 
 def load_values(refs, valid, static: FusedStatic, heads: slice = slice(None)) -> jax.Array:
-    """Return what is written, values times their write gates if there are any, float32 [heads, C, V]."""
+    """Return values, times their write gates if there are any, float32 [heads, C, V]."""
     v = layout.load_heads(refs.v, static.V, heads, valid).astype(jnp.float32)
     return v if refs.w is None else v * layout.load_heads(refs.w, static.V, heads, valid).astype(jnp.float32)
 
 
 def load_gates(refs, valid, static: FusedStatic) -> tuple[jax.Array, jax.Array]:
-    """Return gates [C, heads K], with a law raw and whole, and beta [heads, C]; rows that are not valid are zero."""
+    """Return gates [C, heads K] and beta [heads, C], zero in rows that are not valid; with a law, gates are raw."""
     g, beta = refs.g[...], refs.beta[...]
     valid_row: Any = None if valid is None else tiles.to_row(valid.astype(jnp.float32)[None])[0] > 0.0  # [1, C]
     if not static.per_channel:
@@ -122,34 +124,34 @@ def load_gates(refs, valid, static: FusedStatic) -> tuple[jax.Array, jax.Array]:
         column = tiles.to_column(g[:, None])  # [heads, C, 1]
         g = jnp.concatenate([jnp.broadcast_to(x, (static.C, static.K)) for x in column], axis=1)
     elif valid is not None:
-        # A law comes first: see `decays_of`.
+        # With a law, `decays_of` selects the rows after it.
         g = jnp.where(valid, g, 0.0) if refs.law is None else g
     return g, beta if valid is None else jnp.where(valid_row, beta, 0.0)
 
 
 def whole_block(*shape: int) -> pl.BlockSpec:
-    """Return how a launch takes an array whole."""
+    """Return the spec of an array that a launch takes whole."""
     return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
 
 
 def law_block(lanes: int) -> pl.BlockSpec:
-    """Return how a launch cuts `Operands.law`: all of it in these lanes of a block of heads."""
+    """Return the spec of `Operands.law`: both rows, in the lanes of a block of heads."""
     return pl.BlockSpec((2, lanes), lambda b, h, *_: (0, h))
 
 
 def rows_block(x: jax.Array, static: FusedStatic, heads: int, cut: layout.Blocks) -> tuple[jax.Array, pl.BlockSpec]:
-    """Return a number per token and head [B, NT, HV, C] as a launch takes it, and how the launch cuts it."""
+    """Return numbers per token and head [B, NT, HV, C] in the shape that a launch takes, and their spec."""
     blocks = x.reshape(static.B, -1, static.HV // heads, heads, static.C)
     return blocks, cut.rows(None, None, heads, static.C)
 
 
 def gates_block(g: jax.Array, static: FusedStatic, heads: int, cut: layout.Blocks) -> tuple[jax.Array, pl.BlockSpec]:
-    """Return gates, per head or per channel, as a launch takes them, and how the launch cuts them."""
+    """Return gates, per head or per channel, in the shape that a launch takes, and their spec."""
     return (g, cut.tokens(heads * static.K)) if static.per_channel else rows_block(g, static, heads, cut)
 
 
 def more_bytes(x: Operands) -> int:
-    """Return the bytes of what only operators have that erase and write apart."""
+    """Return the bytes of erase keys, erase gates and write gates, which Kimi delta attention does not have."""
     return sum(y.size * y.dtype.itemsize for y in (x.e, x.b, x.w) if y is not None)
 
 
@@ -172,9 +174,9 @@ def store_continuing(ref, masks: layout.SequenceMasks) -> None:
 
 
 def tokens_not_finite(refs, static: FusedStatic) -> jax.Array:
-    """Return which rows are not finite in q, k, g, beta or what erases, float32 [1, C, 1]."""
+    """Return which rows are not finite in q, k, g, beta, erase keys or erase gates, float32 [1, C, 1]."""
     g = refs.g[...] if refs.law is None else decays_of(refs.g[...], refs, None, static)
-    # A gate of -inf only forgets everything.
+    # A gate of -inf is allowed: it forgets everything.
     g = jnp.where(g == -jnp.inf, 0.0, g)  # [C, heads K] or [heads, C]
     g = g[None] if static.per_channel else tiles.to_column(g[:, None])  # [1, C, heads K] or [heads, C, 1]
     beta = tiles.to_column(refs.beta[...][:, None])  # [heads, C, 1]

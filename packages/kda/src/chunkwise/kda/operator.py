@@ -54,15 +54,15 @@ def _dtype(x: Arguments):
 
 
 def _narrow(x):
-    """Return gates as narrow as they are, but no TPU loads float16."""
+    """Return gates in bfloat16 as they are, and others in float32, because no TPU loads float16."""
     return x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
 
 
 def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> FusedStatic:
-    """Return what the kernels are built for."""
+    """Return the static description of a launch."""
     (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
     varlen = x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state))
-    # What pads fewer tokens than a chunk is zeros, of which a law makes decays.
+    # Fewer tokens than a chunk are padded with zeros; a law would make decays of these.
     partial = (T if options.activation.use_gate_in_kernel else max(T, C)) % C > 0
     return FusedStatic(
         B=B, T=max(T, C), partial=partial, H=H, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=N,

@@ -1,11 +1,11 @@
 """Tile mathematics of Kimi delta attention: arrays in, arrays out, shared by the kernels and the plain JAX form.
 
-Tiles are [heads, C, D]; gates inside are to base 2, which is what the machine's exponential takes.
+Tiles are [heads, C, D]. Gates are to base 2 here, because the machine's exponential is 2^x.
 
 Pairs (i, j), i > j, of a chunk belong to the level b = 1, 2, ..., C/2 at which i is in the right and j in the left
-half of one block of 2b rows. Between them lies the last row n of the left half, so their decay is the product of
-e^(sum of g over (n, i]) and e^(sum of g over (j, n]): two exponents that are never positive. With these as factors of
-the rows and of the columns a whole level is one matrix product, for any gate.
+half of one block of 2b rows. The last row n of the left half is between them, so their decay is the product of e^(sum
+of g over (n, i]) and e^(sum of g over (j, n]), and neither exponent is ever positive. With these as factors of rows and
+of columns, a whole level is one matrix product, for any gates.
 """
 
 from typing import Any, NamedTuple
@@ -16,18 +16,19 @@ import numpy as np
 
 from chunkwise.shared.kernels import layout, matmul, packed, tiles
 
-# Rows of one vector register: blocks of so many rows are taken apart and put together for free.
+# Rows of a vector register: to take blocks of so many rows apart, or to join them, costs nothing.
 SUBLANES = 8
-# The least gate, to base 2, inside of base blocks of 8 rows. Four such gates leave 2^-96, so that with any gates the
-# factors of one product are numbers; a decay below it counts as 2^-24 = 6e-8, which a bfloat16 row cannot tell from 0.
-# A decay that is 0 must stay 0, whatever was stored before: a chunk that has one takes no base blocks.
+# The least gate, to base 2, inside of base blocks of 8 rows; smaller gates count as this one. Four such gates make
+# 2^-96, so that the factors of the product never overflow. A decay below 2^-24 = 6e-8 counts as 2^-24, which makes no
+# difference to a bfloat16 row. But a decay that is 0 must stay 0, because the state before it may hold anything, so a
+# chunk with such a decay takes no base blocks.
 LEAST_GATE = -24.0
-# A gate in nats whose decay is no normal number of float32, and counts as 0.
+# A gate in nats whose decay is below the normal numbers of float32, and counts as 0.
 ZERO_DECAY = -87.0
 
 
 def base_block(min_gate: float | None, dtype) -> int:
-    """Return the size of the diagonal blocks that one product anchored in the middle covers: 8 rows, or 1 for none.
+    """Return the rows of base blocks, which are diagonal blocks covered by one product: 8, or 1 for no base blocks.
 
     It is 8 where no gate is below `LEAST_GATE`, and for any gate if the tensors are bfloat16.
     """
@@ -41,10 +42,10 @@ def count_decays(base: int) -> int:
 
 
 def level_table(C: int, base: int) -> np.ndarray:
-    """Return int32 [C, 2 C], which product holds the pair of column j and row i, of queries, then of keys; -1 for none.
+    """Return int32 [C, 2 C], the product that has the pair of key j and query i, then of key j and key i; -1 for none.
 
-    Product l belongs to level b = 2^l, or for l = 0 to the base blocks, which hold rows with themselves too.
-    Without base blocks the product of a row with itself is none of them: log2 C.
+    Product l is for level b = 2^l; product 0 is for the base blocks, if there are any, which also have the pairs of a
+    row with itself. Without base blocks these pairs have the number log2 C, which is no product.
     """
     j, i = np.arange(C)[:, None], np.arange(C)[None]
     level = np.floor(np.log2(np.where(i == j, C, i ^ j))).astype(np.int32)
@@ -56,8 +57,10 @@ class ChannelDecays(NamedTuple):
     """Decays between rows of a chunk, all [h, C, K].
 
     Attributes:
-      base: the factors of rows and of columns of base blocks, anchored in their middle; None if the base is 1.
-      levels: per level b = base, 2 base, ..., C/2, in right halves over (n, i], in left halves over (j, n].
+      base: the factors of rows and of columns in base blocks, with the middle of the block for n; None if the base is
+        1.
+      levels: for every level b = base, 2 base, ..., C/2, decays over (n, i] in right halves and over (j, n] in left
+        halves.
       start: from the start of the chunk to row i, its gate included.
       end: from row i to the end, its gate not included.
     """
@@ -72,12 +75,13 @@ def join_blocks(start: list, end: list, join, total) -> list[list]:
     """Join neighbouring blocks of rows until one is left.
 
     Args:
-      start, end: what is between the start of its block and a row, between the row and the end of the block.
-      join: of two such things, where one follows the other.
-      total: of a block, from the last of its `start`.
+      start, end: for every row, the sum or decay from the start of its block to the row, and from the row to the end of
+        the block.
+      join: joins two sums or decays that follow one another.
+      total: makes the sum or decay of a block from the last entry of its `start`.
 
     Returns:
-      Those of every level on the way, start and end, all cut like the arguments.
+      The sums or decays of every level on the way, then start and end, all cut like the arguments.
     """
     levels, n, b = [], len(start), 1
     while b < n:
@@ -94,12 +98,12 @@ def middle_sums(g: list[jax.Array], continuing: list[jax.Array] | None) -> list[
 
     Args:
       g: the gates.
-      continuing: 1 for a row of the same sequence as the row before it, else 0; None if all are. A sum counts the gates
-        of the sequence of its row only, so that no sequence changes the rounding of another.
+      continuing: 1 for a row of the same sequence as the row before it, else 0; None if all rows are of one sequence. A
+        sum counts only gates of its row's sequence, so that no sequence changes the rounding of another.
     """
     half = SUBLANES // 2
     g = [jnp.maximum(x, LEAST_GATE) for x in g]
-    sums = [jnp.zeros_like(g[0]), g[half]]  # of the two rows beside the middle
+    sums = [jnp.zeros_like(g[0]), g[half]]  # for the two rows beside the middle
     for row in range(half - 1, 0, -1):
         x = sums[0] - g[row]
         sums.insert(0, x if continuing is None else x * continuing[row])
@@ -112,8 +116,8 @@ def middle_sums(g: list[jax.Array], continuing: list[jax.Array] | None) -> list[
 def block_decays(g: list[jax.Array], base: int, continuing: list[jax.Array] | None = None) -> list[list[jax.Array]]:
     """Return the decays in blocks of 8 rows from gates to base 2, row by row; `continuing` as in `middle_sums`.
 
-    Sums of gates have one sign, so nothing cancels; None is the sum of no gate. A base of 0 asks for the decays from
-    the start and to the end of blocks alone.
+    Sums of gates have one sign, so nothing cancels; None is the sum of no gates. With a base of 0, only the decays from
+    the start and to the end of blocks are returned.
     """
     join = lambda x, y: y if x is None else x if y is None else x + y
     sums = join_blocks(g, [None] * len(g), join, lambda x: x)
@@ -126,9 +130,9 @@ def block_decays(g: list[jax.Array], base: int, continuing: list[jax.Array] | No
 
 
 def chunk_decays(blocks, base: int) -> ChannelDecays:
-    """Return all decays of a chunk from its `block_decays`, each [h, C, K]: decays in a row are multiplied.
+    """Return all decays of a chunk from its `block_decays`, each [h, C, K], as products of these.
 
-    With a base of 0 these are no decays between rows.
+    With a base of 0 there are no decays between rows.
     """
     *inside, start, end = blocks
     cut = [[x[:, i : i + SUBLANES] for i in range(0, start.shape[1], SUBLANES)] for x in (start, end)]
@@ -139,7 +143,7 @@ def chunk_decays(blocks, base: int) -> ChannelDecays:
 
 
 def twice(x: jax.Array) -> jax.Array:
-    """Return x above x: the same for the rows of queries and of keys."""
+    """Return x above x, for the rows of queries and of keys."""
     return packed.concat_rows([x, x])
 
 
@@ -158,12 +162,13 @@ def join_halves(left, right, b):
 
 
 def level_factors(x: ChannelDecays):
-    """Yield the factors of every product that makes up the interaction; both halves of a row have its factors.
+    """Yield the factors of every product of the interaction.
 
     Yields:
-      Its index in `level_table`; b, the rows of a half of its blocks where these are whole registers, else None: then
-      all rows and columns take part; the factors of keys as columns, float32 [h, C, K] or, with b, of left halves
-      [h, C / 2, K]; and of queries, then of keys as rows, [h, 2 C, K] or, with b, of right halves [h, C, K].
+      The index of the product in `level_table`; b, the rows of half a block if these are whole registers, or None, in
+      which case all rows and columns take part; the factors of keys as columns, float32 [h, C, K], or if there is a b
+      of left halves [h, C / 2, K]; and the factors of queries above the factors of erase keys as rows, [h, 2 C, K], or
+      if there is a b of right halves [h, C, K].
     """
     C = x.start.shape[1]
     for n, e in enumerate(x.levels):
@@ -183,29 +188,30 @@ def interaction_tile(q, e, k, decays: ChannelDecays, table, dtype, pairs: bool =
     """Return the decayed products of queries and erase keys with keys, transposed.
 
     Args:
-      q, e, k: [h, C, K] float32; e is k where what is erased is read by k.
-      decays: between the rows.
+      q, e, k: [h, C, K] float32; e is k where k erases.
+      decays: the decays between rows.
       table: `level_table` [1, C, 2 C], for the base of the decays.
-      dtype: of the operands of the products. The columns keep 16 bits: the rounding of a row is the same for all its
-        columns, it acts like another query or key, and no sum of new values amplifies it; the rounding of a column
-        differs from row to row of the sum.
-      pairs: whether two heads share the products of large levels: the time of a product goes with what stands still in
-        the matrix unit, all rows, while a level needs the right halves only. Those of an odd head take the place of the
-        left halves of the even one.
+      dtype: the type of operands of products. Columns keep 16 bits. The rounding of a row is the same for all columns,
+        as if it were a slightly different query or key, so sums over new values do not amplify it; the rounding of a
+        column is different for every new value of a sum.
+      pairs: whether two heads share the products of large levels. The time of a product depends on its rows, which stay
+        in the matrix unit, and a level needs only rows of right halves; so the right halves of an odd head take the
+        place of the left halves of the even head.
 
     Returns:
-      [h, C, 2 C] float32: for key j <q_i, e^(G_i - G_j) k_j>, i >= j, beside <e_i, e^(G_i - G_j) k_j>, i > j.
+      [h, C, 2 C] float32: row j has <q_i, e^(G_i - G_j) k_j> for i >= j, and beside them <e_i, e^(G_i - G_j) k_j> for i
+      > j.
     """
     h, C, operand = k.shape[0], k.shape[1], matmul.operand_dtype(dtype)
     stacked = packed.concat_rows([q, e])  # [h, 2 C, K]
     out = jnp.zeros((h, C, 2 * C), jnp.float32)  # [h, C, 2 C]
     if decays.base is None:
-        # No product holds a row with itself, which has no decay.
+        # Pairs of a row with itself, which have no decay, are in no product.
         itself = jnp.sum(q * k, axis=-1, keepdims=True)  # [h, C, 1]
         out = jnp.where(table == C.bit_length() - 1, itself, out)  # [h, C, 2 C]
     for index, b, by_column, by_row in level_factors(decays):
         if b is None:
-            # Blocks of fewer rows than a register has: all rows and columns take part, and the table selects.
+            # Halves with fewer rows than a register: all rows and columns take part, and the table selects pairs.
             columns = packed.split_bf16(k * by_column, dtype)  # each [h, C, K]
             decayed = (stacked * by_row).astype(operand)  # [h, 2 C, K]
             product = matmul.dot_nt(
@@ -213,7 +219,7 @@ def interaction_tile(q, e, k, decays: ChannelDecays, table, dtype, pairs: bool =
             )  # [h, C, 2 C]
             out = jnp.where(table == index, product, out)  # [h, C, 2 C]
             continue
-        # Only left halves have pairs as columns, right halves as rows; taking whole registers apart is free.
+        # Only columns of left halves and rows of right halves have pairs; to take whole registers apart costs nothing.
         columns = packed.concat_lanes(packed.split_bf16(halves(k, b)[0] * by_column, dtype))  # [h, C / 2, parts K]
         decayed = halves(stacked, b)[1] * by_row  # [h, C, K]
         even, odd = packed.pack_members(decayed, 2) if pairs else (decayed, decayed)  # each [h / 2, C, K], or [h, C, K]
@@ -223,8 +229,8 @@ def interaction_tile(q, e, k, decays: ChannelDecays, table, dtype, pairs: bool =
             decayed = join_halves(odd.astype(operand), even.astype(operand), b)  # as above
         decayed = packed.concat_lanes([decayed] * (columns.shape[2] // decayed.shape[2]))  # [.., 2 C, parts K]
         if pairs:
-            # The columns of both heads of a pair lie below one another and meet the rows of both: the pairs of the odd
-            # one stand a block beside their place.
+            # The columns of both heads of a pair lie below one another, and are multiplied by rows of both. The results
+            # of the odd head are one block beside their place.
             product = matmul.dot_nt(packed.concat_rows(packed.pack_members(columns, 2)), decayed)  # [h / 2, C, 2 C]
             product = packed.concat_rows(
                 [product[:, : C // 2], packed.rotate(product[:, C // 2 :], b)]
@@ -239,13 +245,13 @@ def interaction_tile(q, e, k, decays: ChannelDecays, table, dtype, pairs: bool =
 
 
 def within_sequence(carried: list, ending: list, through: jax.Array, masks: Any):
-    """Return what passes the boundaries of a chunk, zero where it belongs to another sequence.
+    """Return rows that read or write the state, with zeros where they belong to another sequence.
 
     Args:
-      carried: tiles [h, C, K] that meet the state before the chunk.
-      ending: those that meet the state after it.
+      carried: tiles [h, C, K] of rows that read the state before the chunk.
+      ending: tiles of rows that write the state after it.
       through: [h, 1, K], the decay over the chunk.
-      masks: of a chunk that holds several sequences, with carried, ending and through as `SequenceMasks`, or None.
+      masks: the masks of a chunk that holds several sequences, with fields carried, ending and through, or None.
     """
     if masks is None:
         return *carried, *ending, through
@@ -259,7 +265,7 @@ def boundary_tile(decays: ChannelDecays, masks: layout.SequenceMasks | None):
 
 
 def continuing(same: jax.Array) -> jax.Array:
-    """Return 1 for rows of the sequence of the row before, else 0, [n, C, 1], from `SequenceMasks.same` [n, C, C]."""
+    """Return [n, C, 1], 1 if a row's sequence is also the sequence of the row before, else 0; same is [n, C, C]."""
     C = same.shape[1]
     before = tiles.row_index(C) == tiles.column_index(C) + jnp.int32(1)
     return jnp.sum((before & same).astype(jnp.float32), axis=2, keepdims=True)
@@ -268,7 +274,7 @@ def continuing(same: jax.Array) -> jax.Array:
 def packed_pairs(same: jax.Array, p: int) -> jax.Array:
     """Return `SequenceMasks.same` [1, C, C] for queries above keys, p heads side by side, [1, 2 C, p C].
 
-    A kernel cannot join masks, so numbers are joined.
+    A kernel cannot concatenate masks, so numbers are concatenated.
     """
     return twice(packed.concat_lanes([same.astype(jnp.float32)] * p)) > 0.0
 
@@ -284,10 +290,10 @@ def pack_scores(q, e, k, decays: ChannelDecays, levels, masks: layout.SequenceMa
 
     Args:
       q, e, k: [p, C, K] float32, q scaled.
-      decays: between the rows of the chunk.
+      decays: the decays between rows of the chunk.
       levels: `level_table`.
-      masks: of a chunk that holds several sequences, or None.
-      dtype: of the operands of the products.
+      masks: the masks of a chunk that holds several sequences, or None.
+      dtype: the type of operands of products.
     """
     interaction = interaction_tile(q, e, k, decays, levels[None], dtype, pairs=len(q) % 2 == 0)  # [p, C, 2 C]
     scores = transposed(interaction)  # [1, 2 C, p C]
@@ -295,7 +301,7 @@ def pack_scores(q, e, k, decays: ChannelDecays, levels, masks: layout.SequenceMa
 
 
 def pack_boundary(readers, k, beta, decays: ChannelDecays, masks: layout.SequenceMasks | None):
-    """Return what the state needs of the rows of a chunk, of a pack of heads.
+    """Return the rows by which a chunk reads and writes the state, for a pack of heads.
 
     Args:
       readers: [q, e] or [e], each [p, C, K] float32, q scaled.
@@ -305,7 +311,7 @@ def pack_boundary(readers, k, beta, decays: ChannelDecays, masks: layout.Sequenc
 
     Returns:
       The rows that read the state before the chunk, decayed from its start: queries, if any, above erase keys, [p, 2 C
-      or C, K]; the keys times beta, decayed to its end [p, C, K]; the decay over all of it [p, 1, K].
+      or C, K]; the keys times beta, decayed to the end of the chunk [p, C, K]; the decay over the chunk [p, 1, K].
     """
     from_start, to_end, through = boundary_tile(decays, masks)  # [p, C, K], [p, C, K], [p, 1, K]
     readers_decayed = packed.concat_rows(readers) * packed.concat_rows([from_start] * len(readers))

@@ -1,16 +1,16 @@
 """The tile mathematics of the backward of Kimi delta attention: arrays in, arrays out.
 
 States and their gradients are transposed, [V, K]. With the names of kernel.py, P = <Q, K>_D and A = tril(<E, K>_D, -1)
-without beta, Q scaled, and dS' arriving from the right:
+without beta, Q scaled, and dS' the gradient of the state after the chunk:
 
     dv_new = P^T dO + (K e^(G_last - G)) dS'      dR = A_inv^T B dv_new      dV = dR
     dP = tril(dO U^T) B                           dA = -tril(dR U^T, -1) B
     dS = e^G_last dS' + (Q e^G)^T dO - (E e^G)^T dR
 
-dP and dA go back through the products of every level, each with other factors of rows and of columns. None is above
-one, but with a bound on the gates in base blocks: at most 2^96 there, and every pair of them multiplies to a decay.
-The forward leaves A_inv, U, P, A and S before every step. As there, what oscillates where keys repeat (U, dv_new,
-dP and dA) keeps 16 bits with bfloat16 tensors.
+dP and dA go back through the products of every level, which have different factors of rows and of columns. No factor
+exceeds one, except in base blocks, where a factor is at most 2^96 and the product of two is a decay. The forward leaves
+A_inv, U, P, A and S before every step. As in the forward, with bfloat16 tensors the arrays that oscillate where keys
+repeat (U, dv_new, dP and dA) keep 16 bits.
 """
 
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from chunkwise.shared.kernels import matmul, packed, tiles
 
 
 def pair_table(C: int, base: int) -> np.ndarray:
-    """Return int32 [2 C, C], which product holds the pair of row i, of queries, then of keys, and column j < i."""
+    """Return int32 [2 C, C], the product that has the pair of query i, then of key i, with key j < i."""
     table = tile.level_table(C, base)[:, C:].T
     return np.concatenate([table, table])
 
@@ -34,14 +34,15 @@ def unpacked(x, p: int):
 
 
 def interaction_bwd_tile(q, e, k, decays: tile.ChannelDecays, table, d, p: int, dtype):
-    """Return the gradients of `tile.interaction_tile` of rows [h, 2 C, K] and of k as columns [h, C, K].
+    """Return the gradients through `tile.interaction_tile`: of the rows [h, 2 C, K], and of k as columns [h, C, K].
 
-    Only of pairs i > j: the diagonal has no gate, and a gate's gradient would be the difference of its two equal parts.
+    Only pairs i > j count. The diagonal has no gate; with it, a gate's gradient would have a term as a row and the
+    same, negative, as a column.
 
     Args:
-      q, e, k, decays, dtype: as there.
+      q, e, k, decays, dtype: as in `tile.interaction_tile`.
       table: `pair_table`.
-      d: packed gradient [n, 2 C, p C] of the scores of queries above the scores of keys.
+      d: packed gradients [n, 2 C, p C] of the scores of queries above the scores of keys.
       p: heads of a pack.
     """
     operand = matmul.operand_dtype(dtype)
@@ -51,11 +52,11 @@ def interaction_bwd_tile(q, e, k, decays: tile.ChannelDecays, table, d, p: int, 
     split = [y.astype(jnp.float32) for y in packed.split_bf16(d, dtype)]  # each [n, 2 C, p C]
     d_rows, d_columns = jnp.zeros_like(stacked), jnp.zeros_like(k)  # [h, 2 C, K], [h, C, K]
     for index, b, by_column, by_row in tile.level_factors(decays):
-        if b is None:  # all rows and columns take part, and the table selects
+        if b is None:  # all rows and columns take part, and the table selects pairs
             columns, decayed = k * by_column, stacked * by_row  # [h, C, K], [h, 2 C, K]
             of_rows, of_columns = split, transposed
             on_rows, on_columns = pairs == index, pairs_T == index
-        else:  # only right halves have pairs as rows, left halves as columns; the others meet zeros
+        else:  # only rows of right halves and columns of left halves have pairs; other rows and columns are zeros
             columns = tile.halves(k, b)[0] * by_column  # [h, C / 2, K]
             columns = tile.join_halves(columns, columns, b)  # [h, C, K]
             decayed = tile.halves(stacked, b)[1] * by_row  # [h, C, K]
@@ -82,13 +83,13 @@ def interaction_bwd_tile(q, e, k, decays: tile.ChannelDecays, table, d, p: int, 
 
 
 def back_to_values(k, beta, boundary, A_inv, scores, do, dS, dtype):
-    """Return what reaches the values of a chunk, [h, C, V] each; this needs neither the state nor the values.
+    """Return gradients of the values of a chunk, [h, C, V] each, for which neither state nor values are needed.
 
     Args:
-      k, beta, boundary, do, dS, dtype: as in `outer_bwd_tile`, and of `residuals` there A_inv and scores.
+      k, beta, boundary, do, dS, dtype: as in `outer_bwd_tile`; A_inv and scores are from its `residuals`.
 
     Returns:
-      What reaches the new values from outputs and from the state after the chunk, and dR, the gradient of the values.
+      dv_new, the gradient of the new values, and dR, the gradient of the values.
     """
     C, p, operand = k.shape[1], k.shape[0] // A_inv.shape[0], matmul.operand_dtype(dtype)
     _, to_end, _ = boundary
@@ -98,39 +99,39 @@ def back_to_values(k, beta, boundary, A_inv, scores, do, dS, dtype):
 
 
 def back_to_state(q, e, boundary, down, dS, dtype):
-    """Return the gradient of the state before a chunk, [h, V, K]; `down` are do above -dR, [h, 2 C, V] operands."""
+    """Return the gradient of the state before a chunk, [h, V, K]; `down` has do above -dR, as operands [h, 2 C, V]."""
     from_start, _, through = boundary
     decayed = (packed.concat_rows([q, e]) * tile.twice(from_start)).astype(matmul.operand_dtype(dtype))  # [h, 2 C, K]
     return through * dS + matmul.dot_tn(down, decayed)
 
 
 def state_bwd_tile(q, e, k, beta, boundary, A_inv, scores, do, dS, dtype):
-    """Return the gradient of the state before a chunk alone, [h, V, K]; `outer_bwd_tile` has the same arguments."""
+    """Return only the gradient of the state before a chunk, [h, V, K]; the arguments are as in `outer_bwd_tile`."""
     operand = matmul.operand_dtype(dtype)
     _, dR = back_to_values(k, beta, boundary, A_inv, scores, do, dS, dtype)
     return back_to_state(q, e, boundary, packed.concat_rows([do.astype(operand), (-dR).astype(operand)]), dS, dtype)
 
 
 def outer_bwd_tile(q, e, k, beta, beta_row, boundary, residuals, do, dS, same, dtype):
-    """Return the gradients of a chunk but for what goes through the interaction of its keys.
+    """Return the gradients of a chunk, except for the parts through scores of keys and queries.
 
     Args:
       q, e, k: [h, C, K] float32, q scaled.
-      beta: [h, C, 1], and packed: beta_row [n, 1, p C].
-      boundary: of `tile.boundary_tile`.
-      residuals: of the forward: S [h, V, K] before the step, v_new_over_beta [h, C, V], packed A_inv [n, C, p C] and
-        scores [n, 2 C, p C].
+      beta, beta_row: step sizes [h, C, 1], and packed [n, 1, p C].
+      boundary: the result of `tile.boundary_tile`.
+      residuals: the residuals of the forward: S [h, V, K] before the step, v_new_over_beta [h, C, V], packed A_inv
+        [n, C, p C] and scores [n, 2 C, p C].
       do: [h, C, V], gradient of the output, in the type of the tensors.
       dS: [h, V, K] float32, gradient of the state after the chunk.
       same: [1, C, C], rows of one sequence, or None.
-      dtype: of the operands of the products.
+      dtype: the type of operands of products.
 
     Returns:
       The gradients of the state before the chunk [h, V, K] and of the values [h, C, V]; dbeta as the sum of
       [h, C, 1] and packed rows [n, 1, p C]; the gradient of the scores of queries above keys, packed [n, 2 C, p C],
       pairs i > j; and for `chunk_bwd_tile` the gradients of queries above keys through the state before the chunk
-      [h, 2 C, K], of keys through the state after it [h, C, K], of the product of every query with the key of its row
-      [h, C, 1], and what passes through the state to all gates [h, 1, K].
+      [h, 2 C, K], of keys through the state after it [h, C, K], of the products of queries with the keys of the same
+      rows [h, C, 1], and of all gates through the state that passes [h, 1, K].
     """
     S, v_new_over_beta, A_inv, scores = residuals
     C, p, operand = k.shape[1], k.shape[0] // A_inv.shape[0], matmul.operand_dtype(dtype)
@@ -155,16 +156,16 @@ def outer_bwd_tile(q, e, k, beta, beta_row, boundary, residuals, do, dS, same, d
 
 
 def chunk_bwd_tile(q, e, k, d_rows, d_columns, of_state):
-    """Return the gradients of queries, erase keys and keys [h, C, K], and of what their gates get (later, earlier).
+    """Return the gradients of queries, erase keys and keys [h, C, K], and `later` and `earlier` for the gates.
 
-    All gates see the state pass through, each row's gates the pairs below it, and what runs to the end the gates after
-    it. `later` [h, C, K] is what a row passes to its gate and all earlier ones, `earlier` what it passes to all later
-    ones: sums of one kind only, because differences of cumulative ones would cancel where gates are strong.
+    `later` [h, C, K] has the terms of a row in the gradients of its gate and all earlier gates, and `earlier` the terms
+    of a row in the gradients of all later gates. The gradient of a gate is a sum of both, over later and over earlier
+    rows; as a difference of cumulative sums it would cancel where gates are strong.
 
     Args:
-      q, e, k: [h, C, K] float32, q scaled; e is None where it is k, whose gradient is then the sum for both.
-      d_rows, d_columns: of `interaction_bwd_tile`.
-      of_state: of `outer_bwd_tile`.
+      q, e, k: [h, C, K] float32, q scaled; e is None where k erases, whose gradient is then the sum for both.
+      d_rows, d_columns: the results of `interaction_bwd_tile`.
+      of_state: the last results of `outer_bwd_tile`.
     """
     C, (d_start, d_end, d_itself, of_gates) = k.shape[1], of_state
     d_rows = d_rows + d_start  # [h, 2 C, K]
@@ -179,9 +180,10 @@ def chunk_bwd_tile(q, e, k, d_rows, d_columns, of_state):
 
 
 def sum_over_rows(later, earlier, same, dtype):
-    """Return the gradient of the gates, [C, heads K], from the sums of `chunk_bwd_tile`: a product with zeros and ones.
+    """Return the gradient of the gates, [C, heads K], from `later` and `earlier` of `chunk_bwd_tile`.
 
-    What the rows of one sequence pass to the gates of another adds up to zero, but for rounding: `same` leaves it out.
+    The sums over rows are a product with zeros and ones. Terms of one sequence in gradients of another sequence's gates
+    would add up to zero, but for rounding; `same` leaves them out.
     """
     C, count = later.shape[1], 2 if matmul.operand_dtype(dtype) == jnp.bfloat16 else 3
     later, earlier = (jnp.concatenate(list(x), axis=1) for x in (later, earlier))  # [C, heads K]

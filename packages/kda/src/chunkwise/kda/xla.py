@@ -1,4 +1,4 @@
-"""The same operator in plain JAX: the mathematics of its chunks, which `chunkwise.shared.plain.chunks` runs."""
+"""Kimi delta attention in plain JAX: the mathematics of its chunks, for `chunkwise.shared.plain.chunks`."""
 
 from typing import NamedTuple
 
@@ -10,16 +10,18 @@ from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels import matmul, tiles
 from chunkwise.shared.plain import chunks, state_scan
 
-# Blocks of so many rows take all their levels as masked products; larger levels multiply only the pairs that exist.
+# In blocks of so many rows, every level is a masked product of all rows. Products of larger levels have only the pairs
+# of the level.
 _BASE = 16
 
 
 class Decayed(NamedTuple):
-    """Queries and keys with the decay between their row and a boundary of their block, all [n, b, K].
+    """Queries and keys times the decay between their row and a boundary of their block, all [n, b, K].
 
     Attributes:
-      q_start, e_start: of queries and erase keys, from the start of the block to the row, its gate included.
-      k_end: from the row to the end.
+      q_start, e_start: queries and erase keys, with the decay from the start of the block to the row, whose gate is
+        included.
+      k_end: keys, with the decay from the row to the end of the block.
       through: [n, 1, K], the decay over the whole block.
     """
 
@@ -30,10 +32,10 @@ class Decayed(NamedTuple):
 
 
 def interactions(q, e, k, g, base, continuing) -> tuple[jax.Array, jax.Array, Decayed]:
-    """Return scores of queries with keys, of erase keys with keys, and what passes boundaries of chunks [M, C, K].
+    """Return scores of queries with keys, scores of erase keys with keys, and the `Decayed` of chunks [M, C, K].
 
-    Blocks of `_BASE` rows as in the kernels, then neighbouring blocks are joined: the corner is one product.
-    `continuing` is `tile.continuing` [M, C, 1], or None.
+    Blocks of `_BASE` rows are computed as in the kernels; then neighbouring blocks are joined, with one product for the
+    corner. `continuing` is `tile.continuing` [M, C, 1], or None.
     """
     M, C = k.shape[:2]
     b = _BASE
@@ -51,8 +53,8 @@ def interactions(q, e, k, g, base, continuing) -> tuple[jax.Array, jax.Array, De
     in_blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_decays(by_row(g), base, continuing)]
     decays, table = tile.chunk_decays(in_blocks, base), jnp.asarray(tile.level_table(b, base))[None]
     scores = jnp.swapaxes(tile.interaction_tile(q, e, k, decays, table, jnp.float32), 1, 2)
-    # A row with itself has no decay. In the product of a base block its gate would get a gradient as a row and lose it
-    # as a column, up to a rounding far above the gradients of strong gates.
+    # A pair of a row with itself has no decay. In the product of a base block, the gate would get its gradient once as
+    # a row and once, negative, as a column, with a rounding error far above the gradients of strong gates.
     itself = jnp.sum(q * k, axis=-1, keepdims=True)
     x = Decayed(q * decays.start, e * decays.start, k * decays.end, decays.start[:, -1:])
     scores_q, scores_e = jnp.where(jnp.eye(b, dtype=bool)[None], itself, scores[:, :b]), scores[:, b:]
@@ -81,7 +83,7 @@ def interactions(q, e, k, g, base, continuing) -> tuple[jax.Array, jax.Array, De
 
 
 def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan.Products) -> chunks.Form:
-    """Return the chunk form; gates per head count for every channel."""
+    """Return the chunk form; gates per head are repeated for every channel."""
     n, HV, C, _ = x.v.shape
     K, masks = x.k.shape[3], x.masks
     g = jnp.broadcast_to(jnp.swapaxes(x.g, 2, 3), (n, HV, C, K)) if x.g.shape[2] != C else x.g
