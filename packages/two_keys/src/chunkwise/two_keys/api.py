@@ -1,4 +1,4 @@
-"""The contract: signatures and documentation; see `operator` for what stands behind them."""
+"""The contract: signatures and documentation; `operator` has the records that they call."""
 
 import jax
 
@@ -38,7 +38,7 @@ def chunk_gdn2(
     context_axis: str | tuple[str, ...] | None = None,
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """GDN-2, the gated delta rule that erases and writes apart, over whole sequences, chunk by chunk, differentiable.
+    """GDN-2, the gated delta rule with erase and write gates, over whole sequences, chunk by chunk, differentiable.
 
     In value head n, with key head n // (HV // H), and the state read after the update::
 
@@ -51,16 +51,16 @@ def chunk_gdn2(
 
     Args:
       g: log decay per channel [B, T, HV, K] in nats, at most 0, of any strength: -inf forgets everything before.
-      b: erase gates [B, T, HV, K], from 0 to 1, or to 2 where negative eigenvalues are allowed. |k . p| must be at most
-        2, or states grow.
+      b: erase gates [B, T, HV, K], from 0 to 1, or to 2 if negative eigenvalues are allowed. |k . p| must be at most 2,
+        otherwise states grow without bound.
       w: write gates [B, T, HV, V].
-      use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6), in float32; static. b multiplies the key
-        of unit length.
+      use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6), in float32; static. Erase gates multiply
+        the keys of unit length.
       use_erase_sigmoid_in_kernel: b is raw, and the erase gate is sigmoid(b), in float32; static.
       use_write_sigmoid_in_kernel: w is raw, and the write gate is sigmoid(w), in float32; static.
       allow_neg_eigval: with use_erase_sigmoid_in_kernel, the erase gate is 2 sigmoid(b); static.
 
-    Accuracy: as `chunk_kda`, with erase gates up to 2 and repeated keys too.
+    Accuracy: as `chunk_kda`, also with erase gates up to 2 and repeated keys.
     Cost: 2 B T HV (2 C K + 2 C V + 3 K V) flops, the backward twice as much; every tensor is read once and o is written
       once.
     Source: Gated DeltaNet 2; docs/two-keys.md has the chunk form and the special cases.
@@ -96,7 +96,7 @@ def recurrent_gdn2(
     sharding: Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """GDN-2, the gated delta rule that erases and writes apart, token by token, the decode path.
+    """GDN-2, the gated delta rule with erase and write gates, token by token, the decode path.
 
     `chunk_gdn2` has the equation, here for one new token or a few of every sequence, in one launch.
 
@@ -140,7 +140,7 @@ def ragged_gdn2(
     implementation: str | None = None,
     sharding: Sharding | None = None,
 ) -> tuple[jax.Array, Pool]:
-    """GDN-2, the gated delta rule that erases and writes apart, as one serving step.
+    """GDN-2, the gated delta rule with erase and write gates, as one serving step.
 
     `chunk_gdn2` has the equation, here for every sequence of a packed stream: decodes, speculation and prefills over
     one pool of states.
@@ -189,10 +189,10 @@ def chunk_comba(
     Args:
       p: erase keys [B, T, H, K].
       g: log decay [B, T, HV] in nats, at most 0, of any strength: -inf forgets everything before.
-      beta: step sizes [B, T, HV]. beta |k . p| must be at most 2, or states grow.
+      beta: step sizes [B, T, HV]. beta |k . p| must be at most 2, otherwise states grow without bound.
       use_qk_l2norm_in_kernel: replace q, k and p by x * rsqrt(sum x^2 + 1e-6), in float32; static.
 
-    Accuracy: as `chunk_kda`, with erase gates up to 2 and repeated keys too.
+    Accuracy: as `chunk_kda`, also with erase gates up to 2 and repeated keys.
     Cost: 2 B T HV (2 C K + 2 C V + 3 K V) flops, the backward twice as much; every tensor is read once and o is written
       once.
     Source: Comba (2025); docs/two-keys.md has the chunk form and the special cases.

@@ -1,6 +1,6 @@
-"""One chunk of GDN-2 and its gradient, straight down: what every implementation of the package computes.
+"""One chunk of GDN-2 and its gradient, straight down; every implementation of the package computes the same.
 
-The kernels stand in `chunkwise.kda`. Comba has other erase keys p and other written values y in the same equations.
+The kernels are in `chunkwise.kda`. Comba has the same equations, with other erase keys p and written values y.
 """
 
 import jax
@@ -9,10 +9,10 @@ from jax.scipy.linalg import solve_triangular
 
 
 def prepare(q, k, p, y, g, scale):
-    """Return what of a chunk needs no state: from_start, D, to_end, A_inv, X, u and scores."""
+    """Return the part of a chunk that needs no state: from_start, D, to_end, A_inv, w_y, u and scores."""
     C = len(k)
     lower = jnp.tri(C, dtype=bool)[:, :, None]  # [C, C, 1], i >= j
-    # Sums of the gates between j and i, not differences of cumulative ones, which would cancel.
+    # Sums of the gates after j up to i. Differences of cumulative sums would cancel.
     between = jnp.cumsum(jnp.where(jnp.tri(C, k=-1, dtype=bool)[:, :, None], g[:, None], 0.0), axis=0)
     D = jnp.where(lower, jnp.exp(between), 0.0)  # [C, C, K], e^(G_i - G_j)
     from_start, to_end = jnp.exp(jnp.cumsum(g, axis=0)), D[-1]  # [C, K]
@@ -57,13 +57,14 @@ def chunk_bwd(q, k, v, g, b, w, S, scale, do, dS_next) -> tuple[jax.Array, ...]:
     dw_y = -dv_new @ S.T  # [C, K]
     dS = from_start[-1][:, None] * dS_next + scale * (from_start * q).T @ do - w_y.T @ dv_new  # [K, V]
 
-    # x = (I + A)^-1 r hands A_inv^T dx to r and -(A_inv^T dx) x^T to A; w_y and u are two such products.
+    # For x = (I + A)^-1 r, the gradient of r is A_inv^T dx, and the gradient of A is -(A_inv^T dx) x^T; w_y and u are
+    # two such x.
     dX, dy = A_inv.T @ dw_y, A_inv.T @ dv_new  # [C, K], [C, V]
     dA = -jnp.tril(dX @ w_y.T + dy @ u.T, -1)  # [C, C]
     dscores = jnp.tril(do @ v_new.T)  # [C, C]
 
-    dq_state = scale * from_start * (do @ S.T)  # [C, K], through S as o reads it
-    dp_state = from_start * dX  # [C, K], through S as v_new reads it
+    dq_state = scale * from_start * (do @ S.T)  # [C, K], because o reads S
+    dp_state = from_start * dX  # [C, K], because v_new reads S
     dk_state = to_end * (v_new @ dS_next.T)  # [C, K], through S_next
     dq = dq_state + scale * jnp.einsum("ij,ijk,jk->ik", dscores, D, k)  # [C, K]
     dp = dp_state + jnp.einsum("ij,ijk,jk->ik", dA, D, k)  # [C, K]

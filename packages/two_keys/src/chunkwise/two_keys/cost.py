@@ -1,4 +1,4 @@
-"""What GDN-2 costs: what Kimi delta attention does, and its erase and write gates, which are read once."""
+"""The cost of GDN-2: the cost of Kimi delta attention, and the bytes of erase and write gates, which are read once."""
 
 from jax.experimental import pallas as pl
 
@@ -8,7 +8,7 @@ from chunkwise.kda import cost as kda
 def cost(
     *, B: int, T: int, H: int, HV: int, K: int, V: int, C: int, itemsize: int = 2, backward: bool = False
 ) -> pl.CostEstimate:
-    """Return what the chunked form costs; `chunkwise.kda.cost.cost` has the same arguments."""
+    """Return the cost of the chunk form; the arguments are as in `chunkwise.kda.cost.cost`."""
     gates = B * T * HV * (K + V) * itemsize
     return kda.cost(B=B, T=T, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, backward=backward, more=gates)
 
@@ -16,6 +16,6 @@ def cost(
 def comba_cost(
     *, B: int, T: int, H: int, HV: int, K: int, V: int, C: int, itemsize: int = 2, backward: bool = False
 ) -> pl.CostEstimate:
-    """Return the same of Comba, which reads erase keys, and one gate a head."""
+    """Return the same for Comba, which reads erase keys, and one gate for every head."""
     moved = B * T * (H * K * itemsize - 4 * HV * (K - 1))
     return kda.cost(B=B, T=T, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, backward=backward, more=moved)

@@ -1,4 +1,4 @@
-"""The records of GDN-2 and Comba: their checks, and the kernels and the plain form of KDA, which are theirs too."""
+"""The records of GDN-2 and Comba: their checks, with the kernels and the plain form of KDA."""
 
 import functools
 
@@ -30,7 +30,7 @@ def check_comba(x: Arguments, options: Options) -> None:
 
 
 def _define(name: str, check, optional: tuple[str, ...] = ()) -> Operator:
-    """Return the record of an operator whose kernels bear its name."""
+    """Return the record of an operator, with kernels of KDA under the operator's name."""
     launch = functools.partial(kernel.launch, operator=name)
     kernels = kda.KERNELS._replace(
         forward=launch, states=launch, backward=functools.partial(kernel_bwd.launch, operator=name), optional=optional
@@ -43,6 +43,6 @@ def _define(name: str, check, optional: tuple[str, ...] = ()) -> Operator:
     )
 
 
-# The step sizes of GDN-2 are ones, whose gradient nobody wants.
+# The step sizes of GDN-2 are ones, whose gradient nobody requests.
 GDN2 = _define("gdn2", check_gdn2, optional=("beta",))
 COMBA = _define("comba", check_comba)
