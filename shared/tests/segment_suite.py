@@ -135,7 +135,6 @@ class SegmentTests:
         """Return the operator as `over_segments` does."""
         return over_segments(self.operator, implementation, states)
 
-    @pytest.mark.interpreted
     def test_values_and_gradients_of_the_kernels(self):
         assert_segments(self.run("fused"), self.inputs())
 
@@ -148,7 +147,6 @@ class SegmentTests:
         x.pop("initial_state")
         assert_segments(self.run(implementation, states=False), x)
 
-    @pytest.mark.interpreted
     # The tests of several operators are one function.
     @hypothesis.settings(
         max_examples=10, deadline=None, suppress_health_check=[hypothesis.HealthCheck.differing_executors]
@@ -163,7 +161,6 @@ class SegmentTests:
             self.run("xla"), self.inputs(), segment_ids=SEGMENT_IDS, shared=self.shared, tolerance=1e-6
         )  # fmt: skip
 
-    @pytest.mark.interpreted
     def test_isolated_to_the_bit(self):
         poison.assert_isolated(self.run("fused"), self.inputs(), segment_ids=SEGMENT_IDS, shared=self.shared)
 

@@ -260,7 +260,6 @@ class TransformTests(OfStage):
         test_transform=lambda implementation: implementation == "xla",
     )
 
-    @pytest.mark.interpreted
     @both
     @pytest.mark.parametrize("transform", transforms.TRANSFORMS)
     def test_transform(self, transform, implementation):
@@ -303,7 +302,6 @@ class TransformTests(OfStage):
 class PackTests(OfStage):
     """Boundaries of packed sequences: traced ones, and wrong ones."""
 
-    @pytest.mark.interpreted
     @both
     def test_boundaries_are_traced(self, implementation):
         x = self.stage.arrays(small(lengths=(1, 0, 19)))
@@ -362,7 +360,6 @@ class ChunkSizeTests(OfStage):
 class KernelTests(OfStage):
     """How the kernels are launched."""
 
-    @pytest.mark.interpreted
     def test_every_config_gives_the_same_bits(self, config):
         x = self.stage.arrays(small(T=36, H=2, HV=8, K=16, V=8))
         got, want = self.stage.run("pallas", config=config)(x), self.stage.run("pallas")(x)

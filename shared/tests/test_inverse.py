@@ -16,7 +16,6 @@ def matrices(heads, C, size=0.3):
     return jnp.asarray(x, jnp.float32), np.linalg.inv(np.eye(C) + np.tril(np.asarray(jnp.float32(x), np.float64), -1))
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize(("heads", "C"), [(2, 16), (3, 32), (1, 128)])
 def test_packed(heads, C):
     """All chunk sizes, an odd number of packs too; what lies on and above the diagonal is not read."""
@@ -26,7 +25,6 @@ def test_packed(heads, C):
     assert_close("inverse", packed.split_lanes(got, p), want, TOLERANCE["float32"])
 
 
-@pytest.mark.interpreted
 def test_two_parts_hold_16_bits():
     M, want = matrices(2, 64, 0.1)
     M = packed.side_lanes(M, 2)
@@ -35,7 +33,6 @@ def test_two_parts_hold_16_bits():
     assert_close("inverse", packed.split_lanes(got, 2), want, 2.0**-13)
 
 
-@pytest.mark.interpreted
 def test_the_ladder_waits_between_its_products():
     M, want = matrices(2, 64, 0.1)
     M = packed.side_lanes(M, 2)
@@ -54,7 +51,6 @@ def test_the_ladder_waits_between_its_products():
     assert_close("inverse", packed.split_lanes(X, 2), want, TOLERANCE["float32"])
 
 
-@pytest.mark.interpreted
 def test_strips():
     M = matrices(2, 32)[0]
     side = packed.side_lanes(M, 2)

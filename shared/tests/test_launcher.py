@@ -64,7 +64,6 @@ class ShiftRefs(NamedTuple):
     x_out: Any
 
 
-@pytest.mark.interpreted
 def test_an_output_in_the_place_of_its_input():
     """With a scalar table; an input and an output of one name are two Refs."""
     x, whole = jnp.arange(8 * 128, dtype=jnp.float32).reshape(8, 128), pl.BlockSpec((8, 128), lambda i, *_: (0, 0))
@@ -88,7 +87,6 @@ def test_an_output_in_the_place_of_its_input():
     np.testing.assert_array_equal(result["x"], x + 3)
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("want_copy", [False, True])
 @pytest.mark.parametrize("second", [False, True])
 def test_names_and_absent_operands(second, want_copy):
@@ -100,7 +98,6 @@ def test_names_and_absent_operands(second, want_copy):
         np.testing.assert_array_equal(results["copy"], x)
 
 
-@pytest.mark.interpreted
 def test_float16_is_float32_in_the_kernel():
     x = jnp.ones((8, 128), jnp.float16)
     result = add(x, None, False, jnp.float16)["sum"]
@@ -134,7 +131,6 @@ def test_a_kernel_has_no_derivative():
     np.testing.assert_array_equal(jax.checkpoint(run)(x), run(x))
 
 
-@pytest.mark.interpreted
 def test_map_chunks():
     """Heads that share one of an operand, a traced scalar, two results."""
     x, y, factor = jnp.ones((3, 2, 8, 4)), jnp.arange(3 * 4 * 8 * 4.0).reshape(3, 4, 8, 4), jnp.array([3.0])

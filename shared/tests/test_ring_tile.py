@@ -68,7 +68,6 @@ def run_step(tokens: dict[str, jax.Array], pool: StatePool, fold: bool):
     return o, pool._replace(**after, count=pool.count + W)
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("case", CASES)
 def test_steps(case):
     """Outputs and states are those of the recurrence: a ring that is folded, and a guess that is taken back."""

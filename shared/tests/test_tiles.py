@@ -8,8 +8,6 @@ import pytest
 from chunkwise.shared.kernels import gating, packed, tiles
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, STAGE_TOLERANCE, assert_close
 
-pytestmark = pytest.mark.interpreted
-
 
 def tile(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)

@@ -66,7 +66,6 @@ THOROUGH = dict(test_random=lambda name: name in ("olmo_hybrid", "qwen3_5"))
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.interpreted
 def test_random(name, monkeypatch, capsys):
     """The program continues two texts as bytes; the caches change nothing of what comes."""
     prompts, count = ("chunks of tokens", "a state"), 6

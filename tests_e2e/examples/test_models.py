@@ -169,7 +169,6 @@ def check_logits(case, x, begin):
 
 @implementations
 @pytest.mark.parametrize("piece", [PIECE, WHOLE])
-@pytest.mark.interpreted
 def test_logits(case, piece, implementation):
     """The padded batch is read in pieces, or at once."""
     run, past = compiled(case, implementation, piece), start(case)
@@ -181,7 +180,6 @@ def test_logits(case, piece, implementation):
 
 
 @implementations
-@pytest.mark.interpreted
 def test_generation(case, implementation):
     run = compiled(case, implementation)
     tokens = generate(run, case.weights, start(case), case.tokens, case.segment_ids, COUNT, PIECE)
@@ -257,7 +255,6 @@ def test_config_as_published(tmp_path):
     assert sum(ours.attention) == 7
 
 
-@pytest.mark.interpreted
 def test_command_in_bfloat16(tmp_path, capsys):
     m = MODELS["mamba2"]
     model = build(*m.names, **m.settings).to(torch.bfloat16)

@@ -18,8 +18,6 @@ from chunkwise.layers import GatedDeltaNetConfig
 from library import read_library
 from serving import Request
 
-# Compilation is what takes time here.
-pytestmark = pytest.mark.interpreted
 CONFIG = GatedDeltaNetConfig(D=32, H=2, HV=4, K=16, V=16)
 B, T = 4, 96
 THOROUGH = dict(test_trained_alike_and_served=True)

@@ -121,7 +121,6 @@ implementations = pytest.mark.parametrize("implementation", [None, "fused"])
 
 @implementations
 @pytest.mark.torch
-@pytest.mark.interpreted
 def test_chunked_prefill(case, implementation):
     requests = case.requests()
     engine = Engine(case.model, case.pools(2), 16, functools.partial(run_step, case, implementation=implementation))
@@ -133,7 +132,6 @@ def test_chunked_prefill(case, implementation):
 
 @implementations
 @pytest.mark.torch
-@pytest.mark.interpreted
 def test_speculation(case, implementation):
     T, W, requests, drafts = 24, 3, case.requests(), case.drafts
     N, accepted, counts, steps = len(requests), [1] * len(requests), set(), 0

@@ -21,8 +21,7 @@ import train
 from chunkwise.layers import GatedDeltaNetConfig, load_gated_delta_net
 from library import compare, entropy, read_library
 
-# Compilation is what takes time here. All tests of this process share one program.
-pytestmark = pytest.mark.interpreted
+# All tests of this process share one program.
 SIZES = dict(steps=200, batch=8, length=96, width=32, rate=0.01, save_every=50, measure_every=75, print_every=40)
 CONFIG = GatedDeltaNetConfig(D=32, H=2, HV=2, K=16, V=16)
 STREAM, HELD_OUT = read_library(held_out=2**17)

@@ -71,7 +71,6 @@ def test_decode_from_the_first_token(case, implementation):
     check_token_by_token(compiled(name, implementation), recording, recording.nothing_before())
 
 
-@pytest.mark.interpreted
 def test_gradient(case):
     """The gradient of the hidden states, for a cotangent of the output."""
     name, recording = case

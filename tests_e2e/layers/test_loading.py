@@ -51,7 +51,6 @@ LAYERS = 8
 THOROUGH = dict(test_peak=True)
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("shards", [None, "100KB"])
 def test_layer_by_layer(tmp_path, shards):
     """Lara-mini saves what it fuses, and has names of its own for it."""

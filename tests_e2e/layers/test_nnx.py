@@ -17,8 +17,6 @@ from chunkwise.integrations.nnx import GatedDeltaNet, GatedDeltaNet2, place
 from chunkwise.shared.testing.compare import assert_close
 from packages.integrations.tests.nnx_modules import CONFIGS
 
-# The layers have tests of their own: here it matters what they are given.
-pytestmark = pytest.mark.interpreted
 KINDS = pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: kind.__name__)
 X = jax.random.normal(jax.random.key(1), (2, 12, 16))
 THOROUGH = dict(test_a_module_is_the_layer=lambda kind: kind is GatedDeltaNet2)

@@ -86,7 +86,6 @@ def token_by_token(function, config, x, weights):
     return jnp.concatenate(outputs, axis=1)
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("name", MODELS)
 def test_every_setting(name):
     ours = MODELS[name]
@@ -156,7 +155,6 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.interpreted
 @pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_small_models_of_published_files(name):

@@ -65,7 +65,6 @@ def sizes(name: str) -> dict:
 
 
 @pytest.mark.parametrize(("name", "implementation"), ALL)
-@pytest.mark.interpreted
 def test_nothing_crosses_devices(name, implementation):
     """Rows and heads divided, an axis unused, key heads divided like value heads: neither forward nor backward."""
     mesh = make_mesh((2, 2, 2), "automatic")
@@ -79,7 +78,6 @@ IMPLEMENTATIONS = ["xla", "staged", "fused"]
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "chunk_gla"])
-@pytest.mark.interpreted
 def test_shared_key_heads_are_summed(name, implementation):
     """Where several devices read one key head: q and k in one sum each, or one for both, and nothing else."""
     mesh, x = make_mesh((4,), "automatic"), sizes(name)
@@ -90,7 +88,6 @@ def test_shared_key_heads_are_summed(name, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.interpreted
 def test_value_channels_sum_what_they_share(implementation):
     name, mesh, spec = "chunk_gated_delta_rule", make_mesh((4,), "automatic"), P(None, None, None, "a")
     assert collectives(program(name, implementation, mesh, spec, sizes(name), False)) == []
@@ -98,7 +95,6 @@ def test_value_channels_sum_what_they_share(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "fused"])
-@pytest.mark.interpreted
 def test_tokens_over_one_device_are_not_split(implementation):
     """An axis of one device adds nothing to the program, whether a sharding names it or a `shard_map` has it."""
     name, mesh = "chunk_gated_delta_rule", make_mesh((2, 1), "automatic")

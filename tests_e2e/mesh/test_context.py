@@ -30,9 +30,6 @@ from tests_e2e.mesh.meshes import (
     spec_of,
 )
 
-# Nothing here depends on what XLA optimises, and its compilation is most of the time.
-pytestmark = pytest.mark.interpreted
-
 NAMES = [operator.name for operator in CHUNKED]
 IN_KERNELS = pytest.mark.parametrize("implementation", ["fused", "staged"])
 # The operators with launches of their own where tokens are split.

@@ -12,8 +12,6 @@ from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.laws import raw_inputs
 from tests_e2e.mesh.meshes import P, assert_divided, inputs_of, make_mesh
 
-# Nothing here depends on what XLA optimises, and its compilation is most of the time.
-pytestmark = pytest.mark.interpreted
 # A kernel of each kind, and plain JAX where its gates differ.
 QUICK = [
     ("chunk_gated_delta_rule", "fused"),

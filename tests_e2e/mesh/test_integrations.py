@@ -26,7 +26,6 @@ def loss(module, x):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: kind.__name__)
-@pytest.mark.interpreted
 def test_rows_tokens_and_heads(kind, mode):
     """The gradients over 8 devices are those of one, and weights lie where flax's metadata says."""
     train = nnx.jit(nnx.value_and_grad(loss))

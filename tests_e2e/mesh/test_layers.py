@@ -117,7 +117,6 @@ THOROUGH = dict(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.interpreted
 def test_rows_tokens_and_heads(name, packing, mode):
     """Outputs, caches and all gradients over 8 devices are those of one, with documents across devices."""
     layer, packed, mesh = LAYERS[name], PACKINGS[packing], make_mesh((2, 2, 2), mode)
@@ -138,7 +137,6 @@ def test_rows_tokens_and_heads(name, packing, mode):
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.interpreted
 def test_inside_a_shard_map(name, packing):
     """A device calls the layer with its tokens; caches of rows lie with the rows, and those of documents everywhere."""
     layer, packed, mesh = LAYERS[name], PACKINGS[packing], make_mesh((2, 4), "automatic")
@@ -165,7 +163,6 @@ SHARED = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("name", ["mamba2_mixer", "mamba2_mixer_before", "gated_delta_net", "gated_delta_net2"])
-@pytest.mark.interpreted
 def test_more_devices_than_key_heads(name, shared, mode):
     """Key heads, which Mamba-2 calls groups, are repeated: outputs, caches and gradients are those of one device."""
     sizes, shape = SHARED[shared]

@@ -16,9 +16,6 @@ from chunkwise.shared.testing.inputs import boundaries, spec
 from tests_e2e.mesh.meshes import P, collectives, cotangents_of
 from tests_e2e.mesh.meshes import make_mesh as make_mesh_of
 
-# Nothing here depends on what XLA optimises, and its compilation is most of the time.
-pytestmark = pytest.mark.interpreted
-
 T, W, D, N = 32, 4, 8, 7
 # Lengths of N documents. On eight devices of four tokens each they begin and end anywhere.
 DOCUMENTS = {

@@ -13,7 +13,6 @@ from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.shared.testing.compare import assert_close, with_gradients
 from tests_e2e.mesh.meshes import MODES, P, cotangents_of, inputs_of, make_mesh, place, run_of, spec_of
 
-pytestmark = pytest.mark.interpreted
 THOROUGH = dict(test_tokens_of_the_caller_and_heads_of_the_operator=lambda check_vma: not check_vma)
 
 NAME = "chunk_gated_delta_rule"

@@ -8,7 +8,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from chunkwise.layers import (
     Cache,
@@ -85,7 +84,6 @@ def worker(token: int, count: int) -> None:
     print(*engine.decode(token, count))
 
 
-@pytest.mark.interpreted
 def test_another_process_goes_on():
     """After a prompt and some tokens, each with a guess that was taken back."""
     engine = Engine(slot=2, replay=5, decode_tokens=2)

@@ -97,7 +97,6 @@ def without_libraries(monkeypatch, code: str) -> bool:
     "page",
     [pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks_of(page)) for page in [*PAGES, *PACKAGE_PAGES]],
 )
-@pytest.mark.interpreted
 def test_python(page, monkeypatch):
     text = page.read_text()
     if "tpu.compile_for" in text and not tpu.has_libtpu():

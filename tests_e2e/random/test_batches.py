@@ -72,7 +72,6 @@ def run(operator: Entry, implementation: str, b: dict) -> None:
     jax.clear_caches()
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("operator", "implementation"),
     [pytest.param(x, i, id=f"{x.name}-{i}") for x in CHUNKED for i in x.implementations],

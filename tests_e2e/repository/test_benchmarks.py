@@ -242,7 +242,6 @@ def small_mixer(operator, **options):
     return Mixer(operator, **dict(H=1, HV=2, K=8, V=8, T=16) | options)
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("operator", "activation", "implementation"),
     [
@@ -258,7 +257,6 @@ def test_mixer(operator, activation, implementation):
     assert_close("o", o, mixer.expected(x, None)["o"], TOLERANCE["float32"])
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("operator", "implementation", "dtype", "sequences"),
     [
@@ -278,7 +276,6 @@ def test_time_of_a_mixer(run, operator, implementation, dtype, sequences, monkey
     assert [(row["implementation"], row["correct"]) for row in rows] == [(implementation, True)]
 
 
-@pytest.mark.interpreted
 def test_a_wrong_gradient_of_a_mixer_is_found(run, monkeypatch):
     from benchmarks import mixer
 

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from benchmarks.jaxbench import mamba2_ssd, retnet_retention
 from chunkwise.shared.testing.compare import assert_close
@@ -17,7 +16,6 @@ def divided(q, k, v, log_decay, divisor):
     return scores / np.maximum(divisor(scores), 1) @ v
 
 
-@pytest.mark.interpreted
 def test_retention():
     S = 2 * retnet_retention.BLOCK
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 3, S, 16), jnp.bfloat16)

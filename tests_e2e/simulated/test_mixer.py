@@ -11,7 +11,6 @@ CASES = {"gated_delta_rule": dict(H=1, HV=2, pool=jnp.bfloat16), "kda": dict(H=1
 THOROUGH = dict(test_decodes=lambda case: case != "gated_delta_rule")
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("case", CASES)
 def test_decodes(case, monkeypatch):
     # Two sequences a grid step: so buffers are used again.

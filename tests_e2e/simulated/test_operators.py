@@ -12,7 +12,6 @@ from chunkwise.pipeline import operators
 from chunkwise.shared.testing import compare, inputs, laws, oracle
 from shared.tests import segment_suite
 
-pytestmark = pytest.mark.interpreted
 # Tiles so small that every axis of a grid has several steps: one head, and two chunks of fused_gla.
 CONFIGS = {
     "gated_delta_rule": fused_gdn.Config(1, 1),

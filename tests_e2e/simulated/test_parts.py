@@ -8,7 +8,6 @@ import pytest
 from chunkwise import causal_conv1d, norm_gated
 from chunkwise.shared.testing import compare, engine, inputs, mixer_oracle
 
-pytestmark = pytest.mark.interpreted
 # Two blocks of channels, and one, so that cores share the rows of a batch.
 CHANNELS = {1: 130, 2: 100}
 D, W = 130, 4

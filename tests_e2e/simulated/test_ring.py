@@ -7,7 +7,6 @@ from shared.tests.ring_suite import CASES, assert_steps
 THOROUGH = dict(test_steps=lambda case: case != "kda")
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("case", CASES)
 def test_steps(case):
     assert_steps(case)

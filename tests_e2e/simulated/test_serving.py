@@ -18,7 +18,6 @@ from chunkwise.two_keys import operator as two_keys
 from packages.pipeline.tests import ragged_suite
 from shared.tests import pool_suite
 
-pytestmark = pytest.mark.interpreted
 H, HV, K, V = 1, 2, 12, 20
 
 

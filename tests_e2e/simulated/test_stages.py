@@ -9,7 +9,6 @@ from chunkwise import causal_conv1d, chunk_h, chunk_o, cumsum, kkt, norm_gated, 
 from chunkwise.pipeline import stages
 from chunkwise.shared.testing import cases, compare, stage_oracle
 
-pytestmark = pytest.mark.interpreted
 C = 16
 STAGES = {stage.name: stage for stage in (*stages.STAGES, *stages.PARTS)}
 # Tiles so small that every axis of a grid has several steps.

@@ -10,8 +10,6 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.shared.kernels import launcher
 from chunkwise.shared.testing import simulator
 
-pytestmark = pytest.mark.interpreted
-
 
 @pytest.fixture
 def simulated_tpu():

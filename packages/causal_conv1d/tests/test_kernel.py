@@ -12,7 +12,6 @@ from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.transforms import text_for_tpu
 
-pytestmark = pytest.mark.interpreted
 SMALL = Config(16, 128)
 THOROUGH = dict(test_every_config_gives_the_same=True)
 

@@ -12,7 +12,6 @@ from chunkwise.chunk_h.tile import new_values_tile, next_state_tile
 from chunkwise.shared.testing.cases import Case
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
 
-pytestmark = pytest.mark.interpreted
 NAMES = ("k", "w", "u", "g_cum", "initial_state")
 
 

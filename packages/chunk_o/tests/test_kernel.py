@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from chunkwise.chunk_o import chunk_fwd_o
 from chunkwise.chunk_o.config import cost
@@ -10,7 +9,6 @@ from chunkwise.chunk_o.tile import output_tile
 from chunkwise.shared.testing.cases import Case
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
 
-pytestmark = pytest.mark.interpreted
 NAMES = ("q", "k", "v_new", "h", "g_cum")
 
 

@@ -12,7 +12,6 @@ from chunkwise.command import check, cli
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.pipeline.stages import PARTS, STAGES
 
-pytestmark = pytest.mark.interpreted
 CUMSUM, SIMPLE_GLA = STAGES[0], OPERATORS["recurrent_simple_gla"]
 
 

@@ -57,7 +57,6 @@ def test_step_and_clock(monkeypatch):
     assert found["clock_ghz"] == pytest.approx(2.0)
 
 
-@pytest.mark.interpreted
 def test_kernels(monkeypatch):
     """They compute what they say, interpreted."""
     call = pl.pallas_call

@@ -10,7 +10,6 @@ import pytest
 from chunkwise.command import cli, models, report
 from chunkwise.shared.chips import CHIPS
 
-pytestmark = pytest.mark.interpreted
 ARGUMENTS = ["--kernel", "chunk_local_cumsum", "--samples", "2"]
 
 

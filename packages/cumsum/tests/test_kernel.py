@@ -11,8 +11,6 @@ from chunkwise.cumsum.tile import cumsum_tile
 from chunkwise.shared.kernels.matmul import emulate_mxu
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close, error
 
-pytestmark = pytest.mark.interpreted
-
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 def test_tile(reverse):

@@ -10,9 +10,6 @@ from shared.tests.chunk_suite import CASES, assert_kernel, assert_recurrence, ma
 THOROUGH = dict(test_recurrence=True)
 
 
-pytestmark = pytest.mark.interpreted
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_recurrence(case):
     assert_recurrence(chunk, chunk_bwd, *make_case(case, per_channel=False))

@@ -12,7 +12,6 @@ from chunkwise.shared.testing.inputs import GATES, make_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.tuning import VMEM_LIMIT_BYTES
 
-pytestmark = pytest.mark.interpreted
 DTYPES = (jnp.float32, jnp.bfloat16)
 THOROUGH = dict(
     test_shapes_with_states=lambda C: C < 128,

@@ -36,7 +36,6 @@ THOROUGH = dict(
 )
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("case", CASES)
 def test_together_they_are_the_operator(case):
     dtype, sizes, fixed = CASES[case]
@@ -45,7 +44,6 @@ def test_together_they_are_the_operator(case):
     assert_split(FUSED, x, fixed, GateActivation())
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("name", ["k", "v", "g"])
 def test_a_segment_that_is_not_finite(name):
     """It spoils its own results alone, also where the operator is given what was made of its values."""

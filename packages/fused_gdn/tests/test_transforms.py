@@ -14,7 +14,6 @@ from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.transforms import text_for_tpu
 
-pytestmark = pytest.mark.interpreted
 CUTS = [0, 1, 64, 64, 70, 128, 200]
 QUICK = ((jnp.float32, "logsigmoid"),)
 THOROUGH = dict(

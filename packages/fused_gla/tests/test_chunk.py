@@ -9,7 +9,6 @@ from shared.tests.chunk_suite import CASES, assert_kernel, assert_recurrence, ma
 THOROUGH = dict(test_recurrence=lambda per_channel: not per_channel)
 
 
-pytestmark = pytest.mark.interpreted
 gates = pytest.mark.parametrize("per_channel", [False, True], ids=["per head", "per channel"])
 
 

@@ -26,7 +26,6 @@ def pair_sums(g, C):
     return sums
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("C", [16, 64])
 @pytest.mark.parametrize("strength", [1e-3, 2.0, 30.0])
 def test_scores_per_channel(C, strength):
@@ -39,7 +38,6 @@ def test_scores_per_channel(C, strength):
     assert_close("P", P, want, STAGE_TOLERANCE)
 
 
-@pytest.mark.interpreted
 def test_decays_keep_their_digits_beside_large_ones():
     # Differences of cumulative sums lose 3e-5 nats here.
     g = make_gate("spikes", np.random.default_rng(0), (1, 128, 1)).astype(np.float32).astype(np.float64)
@@ -47,7 +45,6 @@ def test_decays_keep_their_digits_beside_large_ones():
     assert_close("pairs", decays.pairs, np.tril(np.exp(pair_sums(g, 128)[..., 0])), STAGE_TOLERANCE)
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("kind", ["logsigmoid", "spikes"])
 def test_sums_of_gates_in_parts_lose_nothing(kind):
     g = jnp.asarray(make_gate(kind, np.random.default_rng(0), (2, 64, 5)), jnp.float32)
@@ -62,7 +59,6 @@ def test_sums_of_gates_in_parts_lose_nothing(kind):
             assert_close(name, getattr(got, name), getattr(whole, name), STAGE_TOLERANCE)
 
 
-@pytest.mark.interpreted
 def test_gates_in_bfloat16_are_exact():
     """Per channel they enter products as they are."""
     x = make_inputs(1, 40, 2, K=8, V=8, num_states=1, per_channel=True, gate="resets")
@@ -73,7 +69,6 @@ def test_gates_in_bfloat16_are_exact():
         assert_close(name, got, want, STAGE_TOLERANCE)
 
 
-@pytest.mark.interpreted
 def test_constant_decays_are_those_of_equal_gates():
     gamma = jnp.asarray([-0.03, -2.0, -30.0])[:, None, None]
     general = tile.decays(jnp.broadcast_to(gamma, (3, 1, 16)), 0.5)
@@ -89,7 +84,6 @@ def gradients(x, **options):
     return jax.tree.leaves(jax.jit(jax.value_and_grad(loss))(x))
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize(("kind", "steps"), [("constant", (1, 2, 4)), ("channel, packed", (1, 4))])
 def test_every_number_of_steps_gives_the_same_bits(kind, steps):
     # Four chunks: a loop over the chunks of a step, over the states before them, or over the steps has a single trip.
@@ -128,7 +122,6 @@ def equations(jaxpr):
                 yield from equations(x)
 
 
-@pytest.mark.interpreted
 def test_fixed_gates_have_no_gradient_to_pay_for():
     x = make_inputs(1, 16, 1, K=8, V=8)
     x = {name: x[name] for name in "qkv"}
@@ -201,7 +194,6 @@ def test_the_backward_keeps_no_padding(per_channel):
     assert sum(y.size * y.dtype.itemsize for y in arrays) <= states + sum(y.nbytes for y in x.values()) + numbers
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("lengths", [None, (70, 0, 1, 129)], ids=["rows", "packed"])
 def test_decay_over_all_tokens(lengths):
     """The launch that gives states alone also says what multiplies a state from before them."""

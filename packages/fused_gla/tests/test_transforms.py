@@ -15,7 +15,6 @@ from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
 from packages.fused_gla.tests.either_gla import chunk_either_gla
 
-pytestmark = pytest.mark.interpreted
 each_implementation = pytest.mark.parametrize("implementation", ["xla", "fused"])
 THOROUGH = dict(
     test_an_output_that_nobody_reads_is_not_computed=lambda transform: transform != "jit",

@@ -19,8 +19,6 @@ from chunkwise.integrations import levanter, maxtext, sglang_jax, tpu_inference
 from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net, init_gated_delta_net, load_gated_delta_net
 from chunkwise.shared.testing.compare import assert_close
 
-# The operators have tests of their own: here it matters what they are given.
-pytestmark = pytest.mark.interpreted
 HOSTS = ("flax", "haliax", "levanter", "maxtext", "sgl_jax", "tpu_inference", "vllm")
 # The same step with gates per channel.
 THOROUGH = dict(

@@ -6,7 +6,6 @@ from chunkwise.kda import chunk_kda as operator
 from chunkwise.kda.chunk import chunk, chunk_bwd
 from shared.tests.chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
 
-pytestmark = pytest.mark.interpreted
 # The kernels compute the same tiles, and the operator is compared with the recurrence in plain JAX.
 THOROUGH = dict(test_kernels=lambda case: case == "weak", test_recurrence=True)
 

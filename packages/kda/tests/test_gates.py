@@ -25,7 +25,6 @@ THOROUGH = dict(
 )
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("dtype", "bound", "T", "cu_seqlens", "states", "A_log"),
     [
@@ -71,7 +70,6 @@ def test_values_and_gradients(dtype, bound, T, cu_seqlens, states, A_log):
         assert_close(f"d{name}", grad, expected[name], tolerances[kind])
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("states", [0, 4])
 def test_isolated(states):
     """A_log and dt_bias are of all sequences, so their gradients are sums over these."""

@@ -20,9 +20,6 @@ from chunkwise.shared.testing.transforms import text_for_tpu
 THOROUGH = dict(test_interaction=lambda C: C != 64)
 
 
-pytestmark = pytest.mark.interpreted
-
-
 def blocks_of(g, base):
     """Return the decays in blocks of gates g [h, C, K] to base 2."""
     by_row = [jnp.asarray(g[:, r :: tile.SUBLANES], jnp.float32) for r in range(tile.SUBLANES)]

@@ -28,7 +28,6 @@ CASES = {
 THOROUGH = dict(test_together_they_are_the_operator=lambda case: case != "rows")
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("case", CASES)
 def test_together_they_are_the_operator(case):
     dtype, sizes, fixed, laws = CASES[case]

@@ -13,7 +13,6 @@ from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.transforms import assert_traced_once, assert_transform, text_for_tpu
 
-pytestmark = pytest.mark.interpreted
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])
 
 NAMES = ("q", "k", "v", "g", "beta")

@@ -9,8 +9,6 @@ from chunkwise.kkt.tile import kkt_tile
 from chunkwise.shared.testing.cases import Case
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
 
-pytestmark = pytest.mark.interpreted
-
 
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_tile(per_channel):

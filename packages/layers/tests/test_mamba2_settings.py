@@ -17,8 +17,6 @@ CONFIGS = {
     "no norm": dict(norm=None, out_bias=True, conv_bias=False),
 }
 
-pytestmark = pytest.mark.interpreted
-
 
 def checkpoint(c: Mamba2Config) -> dict[str, np.ndarray]:
     """Arrays by the names of transformers."""

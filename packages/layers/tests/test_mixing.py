@@ -9,7 +9,6 @@ from chunkwise import layers
 from chunkwise.shared.serving import mixer_kernel
 from chunkwise.shared.testing.compare import assert_close
 
-pytestmark = pytest.mark.interpreted
 CONFIGS = {
     "gated_delta_net": layers.GatedDeltaNetConfig(D=32, H=1, HV=2, K=128, V=128, allow_neg_eigval=True),
     "kimi_delta_attention": layers.KimiDeltaAttentionConfig(D=32, H=1, HV=1, K=128, V=128, lower_bound=-5.0),

@@ -13,7 +13,6 @@ from packages.layers.tests.layer_oracle import LAYERS, make
 THOROUGH = dict(test_offload=lambda name: name != "lightning_attention")
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("name", LAYERS)
 def test_offload(name):
     (x, w), layer = make(name, B=1), LAYERS[name]

@@ -113,7 +113,6 @@ def test_a_scan_carries_a_cache(layer, cached, dtype):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.interpreted
 def test_requests_move(layer):
     """What a slot holds goes on in the layer, and in a pool of another ring, whatever is accepted of a decode.
 

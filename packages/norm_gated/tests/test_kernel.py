@@ -11,7 +11,6 @@ from chunkwise.norm_gated.tile import group_mean
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.transforms import text_for_tpu
 
-pytestmark = pytest.mark.interpreted
 THOROUGH = dict(test_every_config_gives_the_same=True)
 
 

@@ -12,9 +12,6 @@ from chunkwise.pipeline import check_inputs
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS, operator_inputs
 from chunkwise.shared.testing.inputs import make_inputs, poison_padding
 
-# Nothing here is worth an optimisation of the compiler.
-pytestmark = pytest.mark.interpreted
-
 B, T, H, HV, K = 2, 6, 1, 2, 4
 X = make_inputs(B, T, H, HV, K, K, num_states=B)
 RAW = dict(use_gate_in_kernel=True, A_log=jnp.zeros(HV), dt_bias=jnp.zeros(HV))

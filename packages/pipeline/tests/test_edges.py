@@ -39,7 +39,6 @@ def arguments(operator, q, k, v, g, beta):
     return x
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("row", [2, 5, 8, 13, 15])
 @pytest.mark.parametrize("operator", DELTA)
 def test_nothing_before_a_reset_is_left(operator, row):
@@ -68,7 +67,6 @@ def test_a_reset_of_one_channel():
     assert_close("o", o, reference(**x)[0], 5e-3)
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("beta", [1.0, 1.99, 1.9921875, 2.0])
 @pytest.mark.parametrize("operator", DELTA)
 @pytest.mark.parametrize("implementation", ["xla", "fused", "staged"])
@@ -87,7 +85,6 @@ def test_a_repeated_key_does_not_grow(operator, implementation, beta):
     assert_close("o", o[0, :, 0], np.array(want), 5e-3)
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("operator", ["gated_delta_rule", "kda"])
 def test_a_repeated_key_and_step_sizes_of_a_sigmoid(operator):
     """They are at most 1, so that no state grows, and the kernels leave out the factor for the rounding of keys."""
@@ -104,7 +101,6 @@ def test_a_repeated_key_and_step_sizes_of_a_sigmoid(operator):
     assert_close("o", o, want, 5e-3)
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("implementation", ["xla", "fused"])
 def test_a_state_near_its_fixed_point_learns(implementation):
     """A residual of 2 beside a prediction of 4,098 is not lost, and the step sizes have a gradient."""
@@ -134,7 +130,6 @@ def test_segments_make_no_infinity(operator):
     assert jnp.all(jnp.isfinite(o))
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("implementation", ["xla", "fused", "staged"])
 def test_a_constant_gate_that_forgets_everything(implementation):
     x = make_inputs(1, 20, 2, 2, 8, 8) | dict(g=None, g_gamma=jnp.array([-jnp.inf, -0.1]))

@@ -12,7 +12,6 @@ from chunkwise.pipeline.operators import CHUNKED, operator_inputs
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 
-pytestmark = pytest.mark.interpreted
 THOROUGH = dict(
     test_split_with_state_handed_over=True,
     # The tests of the recurrence have sequences alone, batched and packed, and the tests of isolation poison them.

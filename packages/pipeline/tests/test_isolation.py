@@ -34,7 +34,6 @@ QUICK = ("chunk_gated_delta_rule", "pack with states")
 THOROUGH = dict(test_sequences_are_isolated=lambda operator, batch: (operator.name, batch) != QUICK)
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("batch", ["pack with states", "rows"])
 @pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
 def test_sequences_are_isolated(operator, batch):

@@ -20,7 +20,6 @@ from chunkwise.shared.testing.compare import assert_close, tolerance
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.oracle import reference
 
-pytestmark = pytest.mark.interpreted
 MODES = {
     "x64": {"jax_enable_x64": True},
     "strict": {

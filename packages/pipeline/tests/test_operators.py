@@ -78,7 +78,6 @@ def test_outputs_and_gradients(operator, implementation, packed):
 
 
 # The package tests the other two.
-@pytest.mark.interpreted
 @pytest.mark.parametrize(("chunk_size", "packed"), [(16, True), (64, False)])
 def test_gradient_of_strong_constant_gates_staged(chunk_size, packed):
     """Each head by itself: it is a sum of terms of e^g_gamma, beside others of 1 that do not depend on the gate."""

@@ -20,7 +20,6 @@ def inputs_of(operator):
     return operator_inputs(operator, B, T, 1, 2, 8, 8, num_states=B)
 
 
-@pytest.mark.interpreted
 @named(CHUNKED)
 def test_staged(operator):
     assert_segments(over_segments(operator.function, "staged"), inputs_of(operator))

@@ -116,7 +116,6 @@ def test_gradient_of_a_traced_scale(implementation):
     assert_close("dscale", slope, value, TOLERANCE["float32"])
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize(("implementation", "states"), [("xla", False), ("xla", True), ("staged", True)])
 def test_new_boundaries_do_not_retrace(implementation, states):
     inputs = make_inputs(1, 64, 1, 1, 16, 16)
@@ -150,7 +149,6 @@ def test_vmap(implementation):
         assert_close("vmap", got.reshape(expected.shape), expected, SAME)
 
 
-@pytest.mark.interpreted
 def test_forward_mode():
     inputs = make_inputs(1, 40, 1, 2, 16, 16)
     rng = np.random.default_rng(1)
@@ -213,7 +211,6 @@ def test_eval_shape(implementation):
     assert (state.shape, state.dtype) == ((1, 2, 16, 24), jnp.float32)
 
 
-@pytest.mark.interpreted
 def test_export():
     inputs = make_inputs(1, 70, 1, 1, 16, 16)
     run = jax.jit(lambda x: chunk_gated_delta_rule(**x, implementation="xla")[0])
@@ -229,7 +226,6 @@ def test_staged_exports_its_kernels_for_tpu():
         assert kernel in text
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("implementation", ["xla", "staged"])
 def test_shard_map(implementation):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))

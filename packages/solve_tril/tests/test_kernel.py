@@ -12,7 +12,6 @@ from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.solve_tril.config import cost
 from chunkwise.solve_tril.tile import solve_tile
 
-pytestmark = pytest.mark.interpreted
 THOROUGH = dict(test_full_precision_is_needed_and_suffices=lambda size: size == 128)
 # Compiled once for every size. Operands of 16 bits are three passes of a matrix unit where full precision takes six.
 AT_FULL_PRECISION, AT_16_BITS = jax.jit(solve_tile), jax.jit(lambda A: unit_lower_inverse(A, 2))

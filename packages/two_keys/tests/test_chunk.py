@@ -6,7 +6,6 @@ from chunkwise.two_keys import chunk_gdn2 as operator
 from chunkwise.two_keys.chunk import chunk, chunk_bwd
 from shared.tests.chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
 
-pytestmark = pytest.mark.interpreted
 # One of each is quick: the kernels are those of KDA, whose package has them all.
 THOROUGH = dict(test_recurrence=True, test_kernels=lambda case: case != "spikes")
 

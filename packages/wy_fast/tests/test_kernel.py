@@ -2,12 +2,10 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
 from chunkwise.wy_fast.tile import wy_tile
 
-pytestmark = pytest.mark.interpreted
 NAMES = ("k", "v", "beta", "A_inv", "g_cum")
 
 
