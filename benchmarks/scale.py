@@ -17,7 +17,7 @@ from unittest import mock
 from benchmarks import operators, timing, tpu
 from benchmarks.scans import SCANS
 from chunkwise.command.models import Layer
-from chunkwise.shared.testing.collectives import COLLECTIVE, traffic
+from chunkwise.shared.testing.compiled import COLLECTIVE, traffic
 from chunkwise.shared.testing.tpu import launches, topology_mesh
 
 MIB = 2**20

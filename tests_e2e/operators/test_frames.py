@@ -6,8 +6,8 @@ import pytest
 
 from chunkwise import pipeline
 from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net, init_gated_delta_net
-from chunkwise.shared.testing.frames import assert_frames, frames_of_launches
 from chunkwise.shared.testing.inputs import make_inputs
+from chunkwise.shared.testing.traced import assert_frames, frames_of_launches
 
 CONFIG = GatedDeltaNetConfig(D=32, H=1, HV=2, K=16, V=16)
 

@@ -1,8 +1,17 @@
-"""The bytes that go from device to device in a compiled program, from its text."""
+"""The flops of a compiled program and the bytes that go from device to device in it, read from its text."""
 
+import functools
 import math
 import re
 
+_NAME = r"%?([\w.\-]+)"
+_RESULT = re.compile(rf"^\s*(?:ROOT )?{_NAME} = \w+\[([\d,]*)\]", re.MULTILINE)
+_COMPUTATION = re.compile(rf"^(ENTRY )?{_NAME} \(.*?^}}", re.MULTILINE | re.DOTALL)
+_PRODUCT = re.compile(
+    rf"^\s*(?:ROOT )?{_NAME} = .* dot\((?:\S+ )?{_NAME},.*lhs_contracting_dims={{([\d,]*)}}", re.MULTILINE
+)
+_LOOP = re.compile(rf'^.* while\(.*body={_NAME}.*"known_trip_count":{{"n":"(\d+)"', re.MULTILINE)
+_CALL = re.compile(rf"(?:calls|to_apply)={_NAME}")
 COLLECTIVE = re.compile(
     r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
     r"(?P<start>-start)?\((?P<rest>.*)"
@@ -10,12 +19,39 @@ COLLECTIVE = re.compile(
 _SHAPE = re.compile(r"\b([a-z]+)(\d+)(?:e\w+)?\[([\d,]*)\]")
 
 
-def _sizes(shapes: str) -> list[int]:
+def _sizes(dimensions: str) -> list[int]:
+    return [int(size) for size in dimensions.split(",") if size]
+
+
+def product_flops(text: str) -> int:
+    """Return the flops of all matrix products of a program compiled for a CPU; a loop counts once for every iteration.
+
+    `compiled.cost_analysis()` counts a loop once.
+
+    Args:
+      text: what `compiled.as_text()` returns.
+    """
+    computations = {match[2]: match[0] for match in _COMPUTATION.finditer(text)}
+    (entry,) = (match[2] for match in _COMPUTATION.finditer(text) if match[1])
+    shapes = {match[1]: _sizes(match[2]) for match in _RESULT.finditer(text)}
+
+    @functools.cache
+    def count(name: str) -> int:
+        lines = computations[name]
+        outside = sum(
+            2 * math.prod(shapes[result]) * math.prod(shapes[left][i] for i in _sizes(contracted))
+            for result, left, contracted in _PRODUCT.findall(lines)
+        )
+        loops = sum(int(turns) * count(body) for body, turns in _LOOP.findall(lines))
+        return outside + loops + sum(count(called) for called in _CALL.findall(lines))
+
+    return count(entry)
+
+
+def _bytes(shapes: str) -> list[int]:
     """Return the bytes of the arrays that the text of a type lists."""
     # No operator sends elements that are smaller than a byte.
-    return [
-        int(bits) // 8 * math.prod(int(n) for n in dims.split(",") if n) for _, bits, dims in _SHAPE.findall(shapes)
-    ]
+    return [int(bits) // 8 * math.prod(_sizes(dims)) for _, bits, dims in _SHAPE.findall(shapes)]
 
 
 def _group(rest: str, devices: int) -> int:
@@ -38,7 +74,7 @@ def traffic(text: str, devices: int) -> list[tuple[str, int]]:
     for line in text.splitlines():
         if not (match := COLLECTIVE.search(line)):
             continue
-        kind, sizes = match["kind"], _sizes(match["result"])
+        kind, sizes = match["kind"], _bytes(match["result"])
         if match["start"] and kind in ("all-gather", "collective-permute"):
             # The operation that starts a collective returns the operands, the results, and scalars that track it.
             arrays = [n for n in sizes if n > 4]
