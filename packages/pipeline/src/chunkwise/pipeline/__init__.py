@@ -1,4 +1,4 @@
-"""Chunked linear attention, end to end: the operators of the packages, with the chains of their stages."""
+"""Chunked linear attention: the operators of all packages, with chains of stages as a further implementation."""
 
 from chunkwise.fused_gdn import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, ragged_simple_gla, recurrent_gla, recurrent_simple_gla

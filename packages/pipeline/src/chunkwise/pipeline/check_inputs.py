@@ -1,4 +1,4 @@
-"""Check the values of a training batch, for programs that want to raise where an operator cannot."""
+"""Check the values of a training batch, for programs that shall raise an error where an operator cannot."""
 
 from collections.abc import Callable, Iterator
 
@@ -16,7 +16,7 @@ from chunkwise.two_keys import operator as two_keys
 
 # The largest relative error of float32 sums of squares.
 _ROUNDING = 1e-5
-# From the entries that are wrong to the wrong entries that count: padding does not.
+# From wrong entries to wrong entries outside of padding.
 Where = Callable[[jax.Array], jax.Array]
 
 
@@ -44,18 +44,18 @@ def check_inputs(
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
 ) -> None:
-    """Check the values of a training batch, which its shapes and types cannot tell.
+    """Check the values of a training batch, beyond its shapes and types.
 
-    It takes the arrays of any `chunk_` operator: beta says that it is a delta rule, p that it is Comba, b and w that
-    it is GDN-2, and g [B, T, HV, K] that its gates are per channel. It finds:
+    The arrays are the arguments of any `chunk_` operator. They tell which one: beta means a delta rule, p Comba, b and
+    w GDN-2, and g [B, T, HV, K] gates per channel. This function finds:
 
     - what is not finite, but for gates of -inf,
     - gates above 0, such as a decay from 0 to 1 where its log belongs,
     - step sizes and erase gates out of their range, and keys so long that the recurrence of a delta rule diverges,
     - boundaries that fall or pass the end, and rows that are padded with segment ids of 0.
 
-    Padding may hold anything. Outside of jit it raises the first of these. Inside nothing can be raised, unless the
-    program is made for it::
+    Padding may hold anything. Outside of jit an error names the first fault. Inside of jit nothing can be raised,
+    unless the program is made for it::
 
         checked = checkify.checkify(step)  # step calls check_inputs; checkify is of jax.experimental
         error, results = jax.jit(checked)(...)
@@ -63,11 +63,12 @@ def check_inputs(
 
     Args:
       q, k, v, g, beta, g_gamma, p, b, w, initial_state: as in the operator.
-      use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel: as there.
-      use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: as there.
-      allow_neg_eigval: whether step sizes, or erase gates, may go up to 2, raw or not.
-      cu_seqlens, segment_ids: as in the operator. A row whose ids are above 0, and 0 at its end, is taken for one that
-        is padded with 0, which is a document here.
+      use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel: as in the
+        operator.
+      use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: as in the operator.
+      allow_neg_eigval: whether step sizes, or erase gates, may be up to 2, whether they are raw or not.
+      cu_seqlens, segment_ids: as in the operator. A row whose ids are above 0, and 0 at its end, is an error: the zeros
+        look like padding, but 0 is a document here.
 
     Raises:
       ValueError: a shape or type is wrong, or outside of jit a value.
@@ -82,7 +83,7 @@ def check_inputs(
 
 
 def _check_types(x: Arguments, options: arguments.Options) -> None:
-    """Check what the operator of such arguments checks itself."""
+    """Check the shapes and types that the operator with these arguments checks."""
     if x.b is not None or x.w is not None or x.p is not None:
         (two_keys.COMBA if x.p is not None else two_keys.GDN2).check(x, options)
     elif x.beta is None:
@@ -134,7 +135,7 @@ def _find_faults(x: Arguments, options: arguments.Options, allow_neg_eigval: boo
 
 
 def _boundaries(cu_seqlens: jax.Array, T: int) -> checks.Fault:
-    """Return the fault of boundaries that do not rise from 0 to T at most."""
+    """Return the fault of boundaries that do not rise from 0 to at most T."""
     first = jnp.arange(cu_seqlens.shape[0]) == 0
     before = jnp.pad(cu_seqlens[:-1], (1, 0))
     wrong = (cu_seqlens < before) | (cu_seqlens > T) | (first & (cu_seqlens != 0))
@@ -142,7 +143,7 @@ def _boundaries(cu_seqlens: jax.Array, T: int) -> checks.Fault:
 
 
 def _padding(segment_ids: jax.Array) -> checks.Fault:
-    """Return the fault of rows that are padded with zeros: their last ids are 0, and all before these are above."""
+    """Return the fault of rows that are padded with zeros: their last ids are 0, and all ids before are above 0."""
     later = jnp.cumsum((segment_ids != 0)[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
     trailing = later == 0
     padded = jnp.all(trailing | (segment_ids > 0), axis=1, keepdims=True) & ~jnp.all(trailing, axis=1, keepdims=True)
@@ -151,7 +152,7 @@ def _padding(segment_ids: jax.Array) -> checks.Fault:
 
 
 def _gates(name: str, g: jax.Array, where: Where) -> Iterator[checks.Fault]:
-    """Yield the faults of gates above 0: decays in the place of their logs, and others."""
+    """Yield the faults of gates above 0: first if they are decays in the place of their logs, then all others."""
     decays = (g > 0) & (g <= 1)
     only = ~jnp.any(where(~decays))
     rule = f"`{name}` must be at most 0, the log of a decay"
@@ -160,7 +161,7 @@ def _gates(name: str, g: jax.Array, where: Where) -> Iterator[checks.Fault]:
 
 
 def _lengths(k: jax.Array, p: jax.Array, rate: jax.Array, where: Where) -> checks.Fault:
-    """Return the fault of keys that are too long for their step sizes, or erase gates: a step makes a state larger."""
+    """Return the fault of keys that are so long, for step sizes or erase gates, that states grow without bound."""
     product = k.astype(jnp.float32) * p.astype(jnp.float32)
     to_values = lambda y: tiles.repeat_heads(y, rate.shape[2], axis=2)
     rate = rate.astype(jnp.float32)
@@ -184,7 +185,7 @@ def _fault(wrong: jax.Array, y: jax.Array, rule: str, more: str = "") -> checks.
 
 
 def _first(wrong: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
-    """Return the indices of the first entry that is wrong, and its value; by reductions alone, so on any mesh."""
+    """Return the indices and the value of the first wrong entry; reductions alone find it, which run on any mesh."""
     found = {}
     for axis in range(y.ndim):
         others = tuple(other for other in range(y.ndim) if other != axis)

@@ -1,4 +1,4 @@
-"""Check the values of a serving step, for programs that want to raise where an operator cannot."""
+"""Check the values of a serving step, for programs that shall raise an error where an operator cannot."""
 
 import jax
 
@@ -22,11 +22,11 @@ def check_step(
     block_size: int | None = None,
     decode_tokens: int | None = None,
 ) -> None:
-    """Check the values that a serving step is made of, which its shapes and types cannot tell.
+    """Check the values of the arrays that describe a serving step, beyond their shapes and types.
 
     It finds boundaries that decrease or pass the end, counts that do not fit, decodes of too many tokens, slots out of
     range, slots that are written twice, and slots that one sequence writes and another starts from. Outside of jit the
-    operators do so themselves. Under jit nothing can be raised, unless the program is made for it::
+    operators find these faults themselves. Under jit nothing can be raised, unless the program is made for it::
 
         checked = checkify.checkify(step)  # step calls check_step; checkify is of jax.experimental
         error, results = jax.jit(checked)(...)
@@ -34,7 +34,8 @@ def check_step(
 
     Args:
       cu_seqlens, state_indices, has_initial_state, num_decodes, num_sequences: as in `ragged_gated_delta_rule`.
-      read_indices, num_accepted_tokens, block_state_indices, block_size, decode_tokens: as there.
+      read_indices, num_accepted_tokens, block_state_indices, block_size, decode_tokens: as in
+        `ragged_gated_delta_rule`.
       num_slots: slots of the pool; static.
       num_tokens: T, tokens of the stream; static.
 

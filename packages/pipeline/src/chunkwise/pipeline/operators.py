@@ -1,4 +1,4 @@
-"""The one table of the operators: an operator more is a line here, and a package."""
+"""The one table of the operators. A new operator is a package, and a line here."""
 
 import functools
 from collections.abc import Callable
@@ -24,12 +24,13 @@ class Entry:
     """An operator, for code that treats all operators alike: checks, benchmarks, tests.
 
     Attributes:
-      function: what a user calls.
+      function: the function for users.
       delta: whether it is a delta rule, which takes beta unless it has erase gates.
       gates: "head" for g [B, T, HV]; "channel" for g [B, T, HV, K]; "constant" for a gate per head and g_gamma [HV].
-      implementations: what it comes in; the last is the TPU's choice for sizes that fit.
-      cost: its package's `cost`, a function of the sizes; None for the forms that go token by token.
-      erase: of a delta rule that erases and writes apart, "gate" for erase and write gates b and w, "key" for p.
+      implementations: its implementations; the last one is chosen on a TPU for sizes that fit.
+      cost: its package's `cost`, a function of the sizes; None for the recurrent forms.
+      erase: "gate" for a delta rule with erase and write gates b and w, "key" for a delta rule with erase keys p, and
+        None otherwise.
     """
 
     function: Callable
@@ -41,7 +42,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Its name in `chunkwise.pipeline`."""
+        """The name of the function in `chunkwise.pipeline`."""
         return self.function.__name__
 
     @property
@@ -81,7 +82,7 @@ RECURRENT = tuple(operator for operator in OPERATORS.values() if not operator.ch
 
 
 def operator_inputs(operator: Entry, *sizes: int, **options) -> dict[str, jax.Array]:
-    """Return seeded inputs of an operator by name: `make_inputs` of the same arguments, less what it does not take.
+    """Return seeded inputs of an operator by name: the result of `make_inputs` without arrays that it does not take.
 
     An operator with constant gates gets constant gates beside the gates of the tokens.
     """

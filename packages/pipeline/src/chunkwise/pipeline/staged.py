@@ -1,4 +1,4 @@
-"""The operators as chains of stage kernels: the readable form, and the cross-check of the fused kernels.
+"""The operators as chains of stage kernels, which are easier to read than fused kernels, and check them.
 
 Each chain is one more implementation of its operator, "staged": `register_all` adds it to the records of the packages.
 """
@@ -31,8 +31,8 @@ _PALLAS = "pallas"
 def delta_rule(x: Arguments, options: Options, A_inv: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
     """Gated delta rule for gates per head g [B, T, HV], Kimi delta attention for gates per channel [B, T, HV, K].
 
-    With erase keys p it erases and writes apart.
-    `A_inv` are the inverses that `map_delta_rule` keeps, of the same tokens.
+    Erase keys p may take the place of k where the state is erased. `A_inv` has the inverses that `map_delta_rule` made
+    of the same tokens.
     """
     g_cum, (h, v_new, final_state) = _delta_states(x, options, A_inv)
     q, k = (recurrence.unit_rows(y, options.use_qk_l2norm_in_kernel, x.cu_seqlens) for y in (x.q, x.k))
@@ -43,20 +43,20 @@ def delta_rule(x: Arguments, options: Options, A_inv: jax.Array | None = None) -
 
 
 def _solve(x: Arguments, options: Options, A_inv: jax.Array | None) -> tuple[jax.Array, ...]:
-    """Return k, g_cum, A_inv, w and u from the stages before the pass of the state; A_inv may be known."""
+    """Return k, g_cum, A_inv, w and u from the stages before the stage of the states; A_inv may be known."""
     assert x.g is not None
     assert x.beta is not None
     cu, C, how = x.cu_seqlens, options.chunk_size, {"implementation": _PALLAS}
     k, beta = recurrence.unit_keys(x.k, x.beta, options.use_qk_l2norm_in_kernel, cu)
     g_cum = chunk_local_cumsum(tiles.clip_gate(x.g), C, cu_seqlens=cu, **how)
-    # Where the inverses are known only the gradient asks for A.
+    # If the inverses are known, only gradients need A.
     A = chunk_scaled_dot_kkt(k, beta, g_cum, cu, C, p=x.p, **how)
     A_inv = solve_tril(A, cu, A_inv=A_inv, **how)
     return k, g_cum, A_inv, *recompute_w_u(k if x.p is None else x.p, x.v, beta, A_inv, g_cum, cu, **how)
 
 
 def _delta_states(x: Arguments, options: Options, A_inv: jax.Array | None = None) -> tuple[jax.Array, tuple]:
-    """Return the cumulative gates, and what the state pass returns: states before chunks, new values, final states."""
+    """Return the cumulative gates, and the results of chunk_h: states before chunks, new values, final states."""
     k, g_cum, _, w, u = _solve(x, options, A_inv)
     return g_cum, chunk_gated_delta_rule_fwd_h(
         k, w, u, g_cum, x.initial_state, options.output_final_state, x.cu_seqlens, options.chunk_size,
@@ -66,7 +66,7 @@ def _delta_states(x: Arguments, options: Options, A_inv: jax.Array | None = None
 
 @in_plain_jax
 def map_delta_rule(x: Arguments, options: Options) -> state_map.StateMap:
-    """Return what the tokens do to a state: one pass of the state beside the identity. The inverses are precomputed."""
+    """Return what the tokens do to a state, from one run with the identity beside the states; it keeps inverses."""
     k, g_cum, A_inv, w, u = _solve(x, options, None)
 
     def states_after(y: Arguments) -> tuple[Any, jax.Array]:

@@ -1,6 +1,6 @@
-"""The tables of the stages of the chain, and of what a layer needs around its operator.
+"""The tables of the stages of the chain, and of the parts of a layer around its operator.
 
-They are for code that treats all of them alike: checks and benchmarks.
+Checks and benchmarks, which treat all of them alike, read these tables.
 """
 
 import functools
@@ -33,18 +33,18 @@ from chunkwise.wy_fast.config import cost as wy_fast_cost
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the chain, or a part of a layer: how to run it and its definition, both of its arguments by name.
+    """A stage of the chain, or a part of a layer: functions of its arguments that run it and that define it.
 
     Attributes:
       name: its name in its package.
-      run: of arguments x, further keywords of the stage, and the chunk size.
-      definition: of arguments x, cu_seqlens and the chunk size, in float64.
+      run: runs it, from a dict x of arguments, further keywords of the stage, and the chunk size.
+      definition: computes it in float64, from a dict x of arguments, cu_seqlens and the chunk size.
       reads: the names of its arguments, as `inputs` gives them.
       results: the names of its results, as `definition` returns them.
-      cost: of the sizes B, T, H, HV, K, V, C, itemsize and backward: its package's `cost` of the sizes that it takes.
-      implementations: what it comes in; the last is the TPU's choice.
+      cost: from B, T, H, HV, K, V, C, itemsize and backward to the cost, by the `cost` of its package.
+      implementations: its implementations; the last one is chosen on a TPU.
       inputs: from a `chunkwise.shared.testing.Case` to the arguments.
-      rounds: whether the results are in the type of the inputs; else they are float32.
+      rounds: whether the results are in the type of the inputs; otherwise they are float32.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Stage:
     rounds: bool = False
 
     def by_name(self, results) -> dict:
-        """Return what `run` or `definition` returned by name; without states that were not asked for."""
+        """Return the results of `run` or `definition` by name, without states that were not asked for."""
         results = results if isinstance(results, tuple) else (results,)
         return dict(zip(self.results, (y for y in results if y is not None), strict=True))
 
@@ -141,12 +141,12 @@ def _convolution_inputs(case: cases.Case) -> dict:
 
 
 def _norm_inputs(case: cases.Case) -> dict:
-    """Return the values of a case with a gate and a weight; a norm knows no padding."""
+    """Return the values of a case with a gate and a weight; for a norm nothing is padding."""
     x = jnp.nan_to_num(case.arguments()["v"])
     return {"x": x, "z": jnp.flip(x, axis=1), "weight": jnp.linspace(0.5, 1.5, case.V, dtype=x.dtype)}
 
 
-# What a layer needs around its operator.
+# The parts of a layer around its operator.
 PARTS = (
     Stage(
         "causal_conv1d",
