@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint as numbers: torch's become numpy's, and arrays of 8 bits are multiplied by their scales."""
+"""Arrays of a checkpoint: torch's become numpy's, and arrays of 8 bits are multiplied by their scales."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -9,30 +9,30 @@ import numpy as np
 
 from chunkwise.shared.call import checks
 
-# The name of an array and one of these make the name of its scales, which are factors under both names.
+# The ends of the names of scales, after the name of their array. Both kinds are factors.
 _SCALES = ("_scale_inv", "_scale")
 
 
 class Numbers(Mapping):
-    """The arrays of a checkpoint by name, without the names of scales; each access makes one.
+    """The arrays of a checkpoint by name, multiplied by their scales at each access; the names of scales are hidden.
 
     Args:
       named: arrays by name: numpy's, torch's or JAX's.
-      block_size: rows and columns of an array that share a scale, where a checkpoint says so.
-      described: whether a checkpoint says how its weights are quantized, or there is nothing that could.
+      block_size: rows and columns of an array that share a scale, if the checkpoint says it.
+      described: whether the checkpoint says how its weights are quantized; True also for arrays without a config.
     """
 
     def __init__(self, named: Mapping[str, Any], block_size: tuple[int, int] | None = None, described: bool = True):
         self._named, self._block_size, self._described = named, block_size, described
         self._scales = {name: name + end for name in named for end in _SCALES if name + end in named}
-        # Scales of activations are for programs that multiply in 8 bits.
+        # Scales of activations are hidden, too: they are for programs that multiply in 8 bits.
         inputs = {f"{name.removesuffix('weight')}input_scale" for name in self._scales}
         hidden = inputs | set(self._scales.values())
         self._names = [name for name in named if name not in hidden]
 
     @classmethod
     def of(cls, named: Mapping[str, Any]) -> "Numbers":
-        """Return the arrays of a mapping, which may be numbers already."""
+        """Return the Numbers of a mapping, which may be Numbers already."""
         return named if isinstance(named, cls) else cls(named)
 
     def __getitem__(self, name: str) -> Any:
@@ -59,8 +59,8 @@ class Numbers(Mapping):
 
 
 def _from_torch(x: Any) -> Any:
-    """Return a tensor of torch as an array of numpy, of a type that numpy has from JAX; anything else as it is."""
-    # A tensor says that its library is there, so that it need not be installed.
+    """Return a tensor of torch as a numpy array, whose type may be one of JAX's; return anything else as it is."""
+    # If x is a tensor, torch is imported already. So torch need not be installed.
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor):
         return x
@@ -70,16 +70,16 @@ def _from_torch(x: Any) -> Any:
 
 
 def _multiply(x: np.ndarray, scale: Any, name: str, block_size: tuple[int, int] | None) -> np.ndarray:
-    """Return an array times its scales, in their type, or in bfloat16 where they have 8 bits."""
+    """Return an array times its scales, in the type of the scales, or in bfloat16 if that type has 8 bits."""
     scale = np.asarray(scale)
     kind = scale.dtype if scale.dtype.itemsize > 1 else jnp.dtype(jnp.bfloat16)
-    # An exponent of 8 bits may be kept as a whole number.
+    # Scales of type uint8 are exponents of 2, with a bias of 127.
     factors = np.exp2(scale.astype(np.float32) - 127) if scale.dtype == np.uint8 else scale.astype(np.float32)
     return (x.astype(np.float32) * _spread(factors, x.shape, name, block_size)).astype(kind)
 
 
 def _spread(scale: np.ndarray, shape: tuple[int, ...], name: str, block_size: tuple[int, int] | None) -> np.ndarray:
-    """Return the scales of an array, its rows or its blocks in a shape that it is multiplied with."""
+    """Return scales of an array, of its rows or of its blocks, in a shape by which the array can be multiplied."""
     if scale.size == 1:
         return scale.reshape(())
     rule = f"`named` must have a scale for {name!r}, for each of its rows, or for each of its blocks"
@@ -99,7 +99,7 @@ def _spread(scale: np.ndarray, shape: tuple[int, ...], name: str, block_size: tu
 
 
 def _block(size: int, blocks: int, known: int | None) -> int | None:
-    """Return the width of so many blocks: the known one, a power of two, or what divides the size; or None."""
+    """Return the width of `blocks` blocks: the known one, a power of two, or a divisor of the size; or None."""
     powers = (2**i for i in range(size.bit_length() + 1))
     widths = (*([known] if known else []), *powers, size // blocks)
     return next((width for width in widths if width and -(-size // width) == blocks), None)

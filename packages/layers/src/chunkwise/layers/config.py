@@ -1,4 +1,4 @@
-"""The sizes of a layer, under the names that its operator has for them."""
+"""The sizes of layers, with the names that operators have for them."""
 
 import dataclasses
 import inspect
@@ -11,15 +11,15 @@ from chunkwise.shared.call import checks
 
 # The activations that gates of norms have.
 _GATES = ("silu", "sigmoid")
-# Where the norm of Mamba-2 is, as seen from the gate.
+# Where the norm of Mamba-2 is: after the gate, before it, or nowhere.
 _NORMS = ("after", "before", None)
-# In the place of a size that is left out.
+# The default of a size that must be given.
 _LEFT_OUT: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """What all layers have.
+    """The sizes that all layers have.
 
     Attributes:
       D: channels of the hidden states.
@@ -31,7 +31,7 @@ class LayerConfig:
       eps: what the norm adds to the mean square.
     """
 
-    # Of the class: whether gates are per channel of the key, and not per head.
+    # An attribute of the class: whether gates are per channel of the key, and not per head.
     per_channel: ClassVar[bool] = False
 
     D: int
@@ -43,7 +43,7 @@ class LayerConfig:
     eps: float = 1e-6
 
     def __init_subclass__(cls):
-        """Describe the sizes that all layers have in each class, but for those that it describes itself."""
+        """Describe the sizes of all layers in the docstring of each class, unless it describes a size itself."""
         described = lambda doc: re.split(r"^(?=  \w+:)", inspect.cleandoc(doc or ""), flags=re.MULTILINE)
         first, *more = described(cls.__doc__)
         entries = [*described(LayerConfig.__doc__)[1:], *more]
@@ -80,7 +80,7 @@ class GatedDeltaNetConfig(LayerConfig):
 
     Attributes:
       allow_neg_eigval: whether step sizes go up to 2, as in OLMo-hybrid.
-      activation: of the gate of the norm, "silu" or "sigmoid", which Qwen4-Exp may have.
+      activation: the activation of the norm's gate, "silu" or "sigmoid", which Qwen4-Exp may have.
     """
 
     allow_neg_eigval: bool = False
@@ -128,7 +128,7 @@ class KimiDeltaAttentionConfig(LayerConfig):
     per_channel: ClassVar[bool] = True
 
     HV: int = _LEFT_OUT
-    # Python wants a default after a default; these are refused where they are left out.
+    # Python demands defaults after a default; a size that keeps this default is refused.
     K: int = _LEFT_OUT
     V: int = _LEFT_OUT
     eps: float = 1e-5
@@ -157,11 +157,11 @@ class Mamba2Config(LayerConfig):
       V: channels of a head, `head_dim`. A state is [K, V].
       W: width of the short convolution, `conv_kernel`: how many tokens it reads, from 2 to 8.
       conv_bias: whether the convolutions have a bias.
-      dt_limit: least and most of a time step; transformers limits the steps of a prefill only.
-      norm: "after" for a norm after the gate, "before" for one before it, None for a gate alone.
-      in_bias, out_bias: whether the projections into the layer have a bias, and the one out of it.
-      in_multiplier, multipliers: what a checkpoint's hidden states are multiplied with, and what its projections make,
-        in the order z, v, k, q, dt; `load_mamba2_mixer` makes them part of the weights.
+      dt_limit: the least and the largest time step; transformers limits the steps of a prefill only.
+      norm: "after" for a norm after the gate, "before" for a norm before it, None for a gate without a norm.
+      in_bias, out_bias: whether the projections at the beginning have a bias, and the projection at the end.
+      in_multiplier, multipliers: factors of a checkpoint: of the hidden states, and of the results of projections in
+        the order z, v, k, q, dt; `load_mamba2_mixer` makes them part of the weights.
     """
 
     eps: float = 1e-5
@@ -189,10 +189,10 @@ class LightningAttentionConfig(LayerConfig):
     """The sizes of `lightning_attention`.
 
     Attributes:
-      HV: heads of values, a multiple of H: HV / H value heads share a key head. MiniMax has H of them.
-      W: is not read, because the layer has no convolution.
+      HV: heads of values, a multiple of H: HV / H value heads share a key head. MiniMax has HV = H.
+      W: not read, because the layer has no convolution.
       layer: number of this layer, from 0: decays get weaker from layer to layer.
-      layers: of the whole model.
+      layers: how many layers the whole model has.
     """
 
     layer: int = 0
@@ -204,5 +204,5 @@ class LightningAttentionConfig(LayerConfig):
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """None: there is no convolution."""
+        """An empty tuple: there is no convolution."""
         return ()

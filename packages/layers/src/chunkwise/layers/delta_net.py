@@ -18,7 +18,7 @@ class GatedDeltaNetWeights(NamedTuple):
     Attributes:
       q, k, v, z: projections [D, H K], [D, H K], [D, HV V], [D, HV V], head after head.
       a, b: projections [D, HV], of the decay and of beta.
-      conv: of the channels of q, k and v, [H K, W], [H K, W], [HV V, W], the oldest token first.
+      conv: weights of the convolutions of q, k and v, [H K, W], [H K, W], [HV V, W], the oldest token first.
       A_log, dt_bias: [HV], float32.
       norm: [V].
       out: [HV V, D].
@@ -47,8 +47,8 @@ def _split(config: config.GatedDeltaNetConfig) -> dict[str, Any]:
 def _init(new: parameters.Initial, c: config.GatedDeltaNetConfig) -> GatedDeltaNetWeights:
     """Return random weights of a layer that is to be trained.
 
-    Projections keep the size of what they multiply; the rate exp(A_log) is uniform up to 16, and steps are from 0.001
-    to 0.1, as in flash-linear-attention.
+    A projection keeps the size of its input; the rate exp(A_log) is uniform up to 16, and steps are from 0.001 to 0.1,
+    as in flash-linear-attention.
     """
     q, k, v = c.channels
     return GatedDeltaNetWeights(
@@ -61,10 +61,11 @@ def _init(new: parameters.Initial, c: config.GatedDeltaNetConfig) -> GatedDeltaN
 def _load(found: parameters.Checkpoint, c: config.GatedDeltaNetConfig) -> GatedDeltaNetWeights:
     """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
 
-    Qwen3-Next keeps q, k, v and z of a key head together, and b and a too ("in_proj_qkvz", "in_proj_ba"). Qwen3.5 keeps
-    q, k and v in one matrix, head after head, and Lara-mini all six of them. OLMo-hybrid and flash-linear-attention
-    have a matrix for each. The matrices that vLLM fuses are read under other names alone: "qkv_proj", and
-    "in_proj_ba" beside "in_proj_qkv"; what it calls "in_proj_qkvz" for Qwen3.5 has another order than Qwen3-Next's.
+    Qwen3-Next has q, k, v and z of a key head side by side in one matrix, and b and a in another ("in_proj_qkvz",
+    "in_proj_ba"). Qwen3.5 has q, k and v in one matrix, head after head, and Lara-mini has all six in one. OLMo-hybrid
+    and flash-linear-attention have a matrix for each of them. Of the matrices that vLLM fuses, "qkv_proj" is read, and
+    "in_proj_ba" beside "in_proj_qkv". vLLM's "in_proj_qkvz" of Qwen3.5 is not read, because its order differs from
+    Qwen3-Next's.
     """
     q, k, v = c.channels
     norm, out = ("norm", "out_proj") if "out_proj" in found else ("o_norm", "o_proj")
@@ -100,7 +101,7 @@ def _load(found: parameters.Checkpoint, c: config.GatedDeltaNetConfig) -> GatedD
 def _mix(
     x, w: GatedDeltaNetWeights, config: config.GatedDeltaNetConfig, run: running.Run
 ) -> tuple[jax.Array, running.Cache]:
-    """Return what a gated DeltaNet makes of hidden states, and its cache after them.
+    """Return the output of a gated DeltaNet for hidden states, and its cache after them.
 
     For training, prefill and decode. In every value head::
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet 2, the layer whose delta rule erases and writes apart."""
+"""Gated DeltaNet 2, the layer whose delta rule has erase and write gates."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ class GatedDeltaNet2Weights(NamedTuple):
       f, z: projections of the decay and of the norm's gate, as factors [D, V], [V, H K] and [D, V], [V, HV V].
       z_bias: [HV V].
       b, w: projections of the erase gates and of the write gates, [D, H K] and [D, HV V].
-      conv: of the channels of q, k and v, [H K, W], [H K, W], [HV V, W], the oldest token first.
+      conv: weights of the convolutions of q, k and v, [H K, W], [H K, W], [HV V, W], the oldest token first.
       A_log, dt_bias: [H], [H, K], float32. The value heads that share a key head share decays and erase gates.
       norm: [V].
       out: [HV V, D].
@@ -51,8 +51,8 @@ def _split(config: config.GatedDeltaNet2Config) -> dict[str, Any]:
 def _init(new: parameters.Initial, c: config.GatedDeltaNet2Config) -> GatedDeltaNet2Weights:
     """Return random weights of a layer that is to be trained.
 
-    Projections keep the size of what they multiply; the rate exp(A_log) is uniform from 1 to 16, and steps are from
-    0.001 to 0.1, as in Kimi delta attention.
+    A projection keeps the size of its input; the rate exp(A_log) is uniform from 1 to 16, and steps are from 0.001 to
+    0.1, as in Kimi delta attention.
     """
     q, k, v = c.channels
     factors = lambda columns: (new.matrix(c.D, c.V), new.matrix(c.V, columns))
@@ -86,7 +86,7 @@ def _load(found: parameters.Checkpoint, c: config.GatedDeltaNet2Config) -> Gated
 def _mix(
     x, weights: GatedDeltaNet2Weights, config: config.GatedDeltaNet2Config, run: running.Run
 ) -> tuple[jax.Array, running.Cache]:
-    """Return what Gated DeltaNet 2 makes of hidden states, and its cache after them.
+    """Return the output of Gated DeltaNet 2 for hidden states, and its cache after them.
 
     For training, prefill and decode. In every value head::
 
@@ -97,13 +97,13 @@ def _mix(
         o       = GDN-2(q, k, v, g, b, w), with q and k of unit length
         y       = W_out (rms_norm(o) sigmoid(W_z2 W_z1 x + z_bias))
 
-    A key head has one g and one b for all of its value heads.
+    All value heads of a key head have the same g and b.
 
     Accuracy: 1e-5 relative to the same equations in float64, with random weights in float32.
     Cost: 2 B T D (3 H K + 3 HV V + 2 V) flops for the projections, with more for the second factors, and the cost
       of the operator.
     Source: Gated DeltaNet-2, Decoupling Erase and Write in Linear Attention; gates, factors, biases, the norm and names
-      as in flash-linear-attention's layer of it.
+      as in the layer of flash-linear-attention.
     """
     projected = [running.project(x, matrix) for matrix in (weights.q, weights.k, weights.v)]
     f, z, b, w = (running.project(x, *factors) for factors in (weights.f, weights.z, (weights.b,), (weights.w,)))

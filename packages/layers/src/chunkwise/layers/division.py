@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.mesh import partition
 
-# What `shardings` takes names of axes for.
+# The dimensions for which `shardings` takes axes of a mesh.
 _DIMENSIONS = ("batch", "tokens", "heads")
 
 
@@ -22,7 +22,8 @@ def _spec_and_mesh(sharding: arguments.Sharding) -> tuple[PartitionSpec, Any]:
 def split_heads(sharding: arguments.Sharding | None, heads: int) -> arguments.Sharding | None:
     """Return the sharding of [B, T, channels] or [B, T, heads, size], given the sharding of v [B, T, HV, V].
 
-    Key heads may be fewer than the devices along the axes of value heads, and are split over the first of these then.
+    If there are fewer key heads than devices along the axes of value heads, they are split over the first of these
+    axes.
     """
     if sharding is None:
         return None

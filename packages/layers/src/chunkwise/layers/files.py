@@ -1,4 +1,4 @@
-"""The files of a checkpoint, of which an array is read when a layer asks for it."""
+"""The files of a checkpoint; an array is read from them when a layer asks for it."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -11,9 +11,9 @@ import numpy as np
 from chunkwise.layers import arrays
 from chunkwise.shared.call import checks
 
-# What transformers and others call the files of a checkpoint.
+# The names of the files of a checkpoint, as transformers and others have them.
 _ONE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-# The types of the format safetensors, by the names that they have there.
+# The types of arrays, by their names in the format safetensors.
 _TYPES = dict(
     BOOL="bool", U8="uint8", I8="int8", U16="uint16", I16="int16", U32="uint32", I32="int32", U64="uint64", I64="int64",
     F8_E4M3="float8_e4m3fn", F8_E5M2="float8_e5m2", F8_E8M0="float8_e8m0fnu", F16="float16", BF16="bfloat16",
@@ -54,7 +54,7 @@ def _header(file: Path) -> dict[str, tuple]:
 
 
 def _quantization(directory: Path) -> Mapping[str, Any] | None:
-    """Return what the config of a checkpoint says of its weights of 8 bits."""
+    """Return the part of a checkpoint's config about weights of 8 bits, or None."""
     if not (file := directory / _CONFIG).exists():
         return None
     found = json.loads(file.read_text())
@@ -62,20 +62,21 @@ def _quantization(directory: Path) -> Mapping[str, Any] | None:
 
 
 def open_checkpoint(directory: str | Path) -> Mapping[str, Any]:
-    """Return the arrays of a checkpoint by name, none of which is read yet.
+    """Return the arrays of a checkpoint by name; an array is read at each access.
 
-    An access reads an array, as one of numpy's, and keeps nothing. So `load_gated_delta_net(named, config, prefix)` and
-    the others read the arrays of one layer. An array of float8 or int8 is multiplied by its scales when it is read:
-    scales of blocks, rows or the whole, under its name and "_scale_inv" or "_scale". It has the type of the scales
-    then, or bfloat16 if they have 8 bits, and the mapping does not have the names of scales.
+    The array that an access reads is numpy's, and nothing of it is kept. So `load_gated_delta_net(named, config,
+    prefix)`, or the same function of another layer, reads only the arrays of one layer. An array of float8 or int8 is
+    multiplied by its scales when it is read: scales of blocks, rows or the whole, under its name and "_scale_inv" or
+    "_scale". The array then has the type of the scales, or bfloat16 if their type has 8 bits. The mapping does not have
+    the names of scales.
 
     Args:
-      directory: with model.safetensors, or with several files and model.safetensors.index.json. Where it has scales of
-        blocks, also with config.json, whose `quantization_config` says which ("weight_block_size").
+      directory: has model.safetensors, or several files and model.safetensors.index.json. If there are scales of
+        blocks, it also has config.json, whose `quantization_config` has the size of blocks ("weight_block_size").
 
     Raises:
-      ValueError: the directory has neither of them, or lacks a file or an array that the index names; or an access
-        finds an array of float8 without scales, or scales of blocks that no config describes.
+      ValueError: the directory has neither file, or lacks a file or an array that the index names; or an access finds
+        an array of float8 without scales, or scales of blocks that no config describes.
     """
     directory = Path(directory)
     index: Mapping[str, str] = {}

@@ -1,4 +1,4 @@
-"""The config of a layer, from the settings of a model: its config.json, or its class of transformers."""
+"""The config of a layer from the settings of a model: from config.json, or from a config of transformers."""
 
 import math
 import re
@@ -8,13 +8,13 @@ from typing import Any
 from chunkwise.layers import config
 from chunkwise.shared.call import checks
 
-# A setting whose name has one of these words may change a layer of linear attention.
+# Only settings with one of these words in their name can change a layer of linear attention.
 _CONCERNS = re.compile(
     r"(^|use_)linear|linear_att|mamba|kda|gdn|delta|lightning|(^|_)ssm|(^|_)conv(_|\d|$)|time_step|(^|_)dt_|decay|eigval|lower_bound"
     r"|(norm|gate)_(before|after)|group_norm|output_gate|safe_gate|full_rank"
 )
-# Such settings that change no layer: of the beginning of a training, of the type and the place of states, of programs,
-# of layers between, and of attention and experts.
+# Settings with such a word that change no layer: for the start of training, the type and place of states, programs,
+# other layers, attention and experts.
 _OTHERS = frozenset(
     """
     linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min time_step_floor
@@ -28,26 +28,26 @@ _OTHERS = frozenset(
     """.split()  # noqa: SIM905
 )
 _BEGINNING = "initializer_range"
-# Where Kimi and GLM keep the settings of the layer.
+# The table in which Kimi and GLM have the settings of the layer.
 _TABLE = "linear_attn_config."
-# Where the settings of the text are, in a model that has more than text.
+# The tables with the settings of the text, in a model that has more than text.
 _TEXTS = ("text_config", "llm_config", "language_config")
 _SILU = ("silu", "swish")
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of the file of a config, where infinity is {"__float__": "Infinity"}."""
+    """Return a value from config.json, in which infinity is {"__float__": "Infinity"}."""
     if isinstance(value, Mapping):
         return float(value["__float__"]) if "__float__" in value else value
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 class _Settings:
-    """The settings of a model, each of which is read, or known not to change its layer, or has a name without concern.
+    """The settings of a model. Every setting whose name is of concern must be read, required, or ignored.
 
     Args:
       named: the settings; a setting in `linear_attn_config` has a name such as _TABLE + "head_dim".
-      defaults: what transformers takes for settings that are missing or null, by the first of their names.
+      defaults: the defaults of transformers for settings that are missing or null, by the first of their names.
     """
 
     def __init__(self, named: Mapping[str, Any], defaults: Mapping[str, Any]):
@@ -57,7 +57,7 @@ class _Settings:
         self.defaults, self.done = defaults, set()
 
     def has(self, name: str) -> bool:
-        """Return whether a setting is there, and not null."""
+        """Return whether there is a setting, and it is not null."""
         return self.named.get(name) is not None
 
     def read(self, name: str, *others: str) -> Any:
@@ -72,14 +72,14 @@ class _Settings:
         return value
 
     def require(self, name: str, *values: Any) -> None:
-        """Check that a setting, if it is there, has one of the values that a layer can do."""
+        """Check that a setting, if there is one, has one of these values, which are all that the layer can do."""
         self.done.add(name)
         if self.has(name):
             value = _plain(self.named[name])
             checks.check(value in values, f"`hf_config.{name}` must be one of {values} for this layer; got {value!r}.")
 
     def ignore(self, *names: str) -> None:
-        """Pass settings that this model's layer does not read, where others read them."""
+        """Allow settings that this model's layer does not read, although other models' layers do."""
         self.done.update(names)
 
     def end(self) -> None:
@@ -101,7 +101,7 @@ def _delta_net(s: _Settings, **more: Any) -> config.GatedDeltaNetConfig:
 
 
 def _olmo_hybrid(s: _Settings) -> config.GatedDeltaNetConfig:
-    # Sizes that a file leaves out follow from others.
+    # Sizes that a file leaves out follow from other sizes.
     heads = s.read("num_attention_heads")
     H = s.read("linear_num_key_heads") or heads
     K = s.read("linear_key_head_dim") or int(0.75 * s.read("hidden_size") / H)
@@ -110,12 +110,12 @@ def _olmo_hybrid(s: _Settings) -> config.GatedDeltaNetConfig:
     )
     s.defaults = {**s.defaults, **known}
     s.require("linear_use_gate", True)
-    # The norm of the layer has another epsilon than the model.
+    # The epsilon of the layer's norm is not the epsilon of the model.
     return _delta_net(s, eps=1e-5, allow_neg_eigval=s.read("linear_allow_neg_eigval"))
 
 
 def _kimi(s: _Settings, **more: Any) -> config.KimiDeltaAttentionConfig:
-    # Kimi-K3 has the activation "situ" in its perceptrons; its convolutions have SiLU as all others.
+    # Kimi-K3 has the activation "situ" in its perceptrons; its convolutions have SiLU, as in all models.
     s.require("hidden_act", *_SILU, "situ")
     s.require("linear_allow_neg_eigval", False)
     s.ignore(_TABLE + "kda_layers", _TABLE + "full_attn_layers")
@@ -137,7 +137,7 @@ def _kimi_linear(s: _Settings) -> config.KimiDeltaAttentionConfig:
 
 
 def _glm5_next(s: _Settings) -> config.KimiDeltaAttentionConfig:
-    # Null is a softplus, unless the file has a table of the layer, where it is -5.
+    # Null stands for the softplus, but in a file with a table of the layer for -5.
     bound = s.named.get("linear_lower_bound", -5.0)
     nested = [name for name in s.named if name.startswith(_TABLE)]
     bound = s.named.get(_TABLE + "gate_lower_bound", bound)
@@ -148,7 +148,8 @@ def _glm5_next(s: _Settings) -> config.KimiDeltaAttentionConfig:
 
 
 def _bailing_hybrid(s: _Settings) -> config.KimiDeltaAttentionConfig:
-    # Ling 2.6 has the same type of model, and lightning attention with norms of groups of heads and rotary positions.
+    # Ling 2.6 has the same model type, but another layer: lightning attention with norms of groups and rotary
+    # positions.
     marked = any("kda" in name or name == "short_conv_kernel_size" for name in s.named)
     third = any("V3" in name for name in s.named.get("architectures") or ())
     checks.check(
@@ -158,7 +159,7 @@ def _bailing_hybrid(s: _Settings) -> config.KimiDeltaAttentionConfig:
     )
     for name, value in dict(group_norm_size=1, linear_silu=True, linear_attention="kda", value_norm=False).items():
         s.require(name, value)
-    # transformers' class writes the size of rotary positions over the size of heads.
+    # The class of transformers replaces the size of heads by the size of rotary positions.
     heads, size = s.read("num_attention_heads"), s.read("head_dim")
     s.require("num_kv_heads_for_linear_attn", 0, heads)
     s.defaults = {**s.defaults, _TABLE + "num_heads": heads, _TABLE + "head_dim": size}
@@ -167,7 +168,7 @@ def _bailing_hybrid(s: _Settings) -> config.KimiDeltaAttentionConfig:
 
 
 def _mamba2(s: _Settings, names: Mapping[str, str], size: int, **more: Any) -> config.Mamba2Config:
-    """Return the config of a mixer whose settings have these names, or the usual ones, and of what else it has."""
+    """Return the config of a mixer: `names` has unusual names of settings, and `more` has further fields."""
     of = lambda name: s.read(names.get(name, f"mamba_{name}"))
     s.require(names.get("activation", "hidden_act"), *_SILU)
     limit, bias = names.get("limit"), of("proj_bias")
@@ -180,14 +181,14 @@ def _mamba2(s: _Settings, names: Mapping[str, str], size: int, **more: Any) -> c
 
 
 def _expanded(s: _Settings, sizes: config.Mamba2Config, expand: str, *others: str) -> config.Mamba2Config:
-    """Check that the channels of a mixer are as many as `expand` asks for, which may have other names."""
+    """Check that a mixer has as many channels as the setting `expand`, or one of the names `others`, asks for."""
     wanted, have = int(s.read(expand, *others) * sizes.D), sizes.HV * sizes.V
     checks.check(wanted == have, f"`hf_config.{expand}` must make {have} channels, those of all heads; got {wanted}.")
     return sizes
 
 
 def _head_size(s: _Settings, channels: int) -> int:
-    """Return the channels of a head, which a file may leave to the others."""
+    """Return the channels of a head, which follow from `channels` if a file leaves them out."""
     size = s.read("mamba_d_head")
     return channels // s.read("mamba_n_heads") if size == "auto" else size
 
@@ -199,7 +200,7 @@ _MAMBA2 = dict(
 
 
 def _mamba2_alone(s: _Settings) -> config.Mamba2Config:
-    # Files of the first version have the place of the norm, which no version of transformers has read.
+    # Old files have the place of the norm, which no version of transformers reads.
     s.ignore("time_step_min", "norm_before_gate")
     s.require("rms_norm", True)
     return _expanded(s, _mamba2(s, _MAMBA2, s.read("head_dim")), "expand")
@@ -211,19 +212,19 @@ def _bamba(s: _Settings) -> config.Mamba2Config:
 
 
 def _nemotron_h(s: _Settings) -> config.Mamba2Config:
-    # The settings that the layer does not read, although they look like it.
+    # The layer does not read these settings, although their names suggest it.
     s.ignore("expand", "time_step_limit", "mamba_proj_bias")
     names = dict(n_heads="mamba_num_heads", d_state="ssm_state_size", activation="mamba_hidden_act")
     return _mamba2(s, _MAMBA2 | names | dict(limit="time_step_min"), s.read("mamba_head_dim"))
 
 
 def _zamba2(s: _Settings) -> config.Mamba2Config:
-    # The activation belongs to another block, the convolution always has a bias, and the epsilon is fixed.
+    # This activation is for another block, the convolution always has a bias, and the epsilon is fixed.
     s.ignore("hidden_act", "use_conv_bias", "rms_norm_eps")
     s.require("time_step_limit", [0.0, math.inf])
     bias, D, size = s.read("add_bias_linear"), s.read("hidden_size"), s.read("mamba_headdim")
     channels = int(s.read("mamba_expand", "expansion_factor") * D)
-    # Files of the first version have the channels of a head alone, and transformers' class the number of heads.
+    # Old files have only the channels of a head, and the class of transformers has the number of heads.
     heads = s.read("n_mamba_heads") or (channels // size if size else 8)
     sizes = config.Mamba2Config(
         D, s.read("mamba_ngroups"), heads, s.read("mamba_d_state", "state_size"), size or channels // heads,
@@ -235,7 +236,7 @@ def _zamba2(s: _Settings) -> config.Mamba2Config:
 
 def _falcon_h1(s: _Settings) -> config.Mamba2Config:
     s.ignore("mamba_d_ssm", "mamba_expand")
-    # Null, and only this, leaves the channels to `mamba_expand`.
+    # Only if this is null, `mamba_expand` says how many channels there are.
     channels = s.named.get("mamba_d_ssm", s.defaults["mamba_d_ssm"])
     expanded = channels is None
     if expanded:
@@ -257,7 +258,7 @@ def _falcon_h1(s: _Settings) -> config.Mamba2Config:
 def _minimax(s: _Settings, layer: Any) -> config.LightningAttentionConfig:
     checks.check(layer is not None, "`layer` must be the number of the layer, which its decay depends on; got None.")
     s.require("hidden_act", *_SILU)
-    # The norm of the layer has another epsilon than the model.
+    # The epsilon of the layer's norm is not the epsilon of the model.
     s.ignore("rms_norm_eps")
     D, heads = s.read("hidden_size"), s.read("num_attention_heads")
     size = s.read("head_dim") or D // heads
@@ -266,7 +267,7 @@ def _minimax(s: _Settings, layer: Any) -> config.LightningAttentionConfig:
     )  # fmt: skip
 
 
-# What transformers takes for settings that a file leaves out.
+# The defaults of transformers for settings that a file leaves out.
 _DELTA = dict(
     hidden_size=2048, linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
     linear_value_head_dim=128, linear_conv_kernel_dim=4, rms_norm_eps=1e-6, output_gate_type="silu",
@@ -303,7 +304,7 @@ _FALCON = dict(
     ssm_multipliers=(1.0,) * 5,
 )  # fmt: skip
 _MINIMAX = dict(hidden_size=4096, num_attention_heads=32, num_hidden_layers=32, head_dim=None)
-# The settings of each model, and what it has in their place.
+# The function that reads the settings of a model, and the model's defaults.
 _MODELS: dict[str, tuple[Callable[..., config.LayerConfig], Mapping[str, Any]]] = {
     "qwen3_next": (_delta_net, _DELTA),
     "qwen3_5_text": (_delta_net, _DELTA | dict(hidden_size=4096)),
@@ -322,7 +323,7 @@ _MODELS: dict[str, tuple[Callable[..., config.LayerConfig], Mapping[str, Any]]] 
     "falcon_h1": (_falcon_h1, _MIXER | _FALCON),
     "minimax": (_minimax, _MINIMAX),
 }
-# Models that are published under these names.
+# Names under which models are published, with the name in `_MODELS`.
 _PUBLISHED = dict(
     kimi_k3="kimi_linear", bailing_moe_v3="bailing_hybrid", bailing_moe_v3_vl="bailing_hybrid",
     minimax_text_01="minimax", minimax_m1="minimax",
@@ -330,7 +331,7 @@ _PUBLISHED = dict(
 
 
 def _text(named: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of the text of a model, with its type, which may be the type of the whole."""
+    """Return the settings of the text of a model, with a model type, which may be the type of the whole model."""
     for name in _TEXTS:
         if named.get(name) and isinstance(named[name], Mapping):
             return _text({"model_type": named.get("model_type"), **named[name]})
@@ -341,16 +342,17 @@ def config_from(hf_config: Any, layer: int | None = None) -> config.LayerConfig:
     """Return the config of the linear attention of a model.
 
     A setting that `hf_config` leaves out, or has as null, is the default of transformers. Names that have nothing to do
-    with linear attention are not looked at, such as names that a fine-tune or a quantization adds.
+    with linear attention, such as names that a fine-tune or a quantization adds, are not read.
 
     Args:
-      hf_config: what the file config.json of a model holds, as published or as transformers saves it; or the config of
-        transformers, or what its `to_dict()` returns. With pictures, the whole or its text.
+      hf_config: the content of a model's config.json, as published or as transformers saves it; or a config of
+        transformers, or the result of its `to_dict()`. For a model that also reads pictures, the whole config or the
+        config of its text.
       layer: number of the layer, from 0, which only MiniMax needs.
 
     Raises:
-      ValueError: no layer serves the model; or it has a setting with a name as of linear attention, which this
-        function does not know, or one that the layer cannot do. The message has its name.
+      ValueError: no layer here serves the model, or the model has a setting of linear attention that this function does
+        not know or that the layer cannot do. The message names it.
     """
     named = hf_config.to_dict() if hasattr(hf_config, "to_dict") else hf_config
     checks.check(

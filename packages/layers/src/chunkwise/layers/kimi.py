@@ -16,10 +16,10 @@ class KimiDeltaAttentionWeights(NamedTuple):
 
     Attributes:
       q, k, v: projections [D, H K], [D, H K], [D, HV V], head after head.
-      f, z: projections of the decay and of the norm's gate, as factors: [D, HV K] and [D, HV V], or with a rank
-        [D, R], [R, HV K] and [D, R], [R, HV V], where z may be [D, HV V].
+      f, z: projections of the decay and of the norm's gate, as tuples of factors: [D, HV K] and [D, HV V]; or with a
+        rank [D, R], [R, HV K] and [D, R], [R, HV V], where z may still be [D, HV V].
       b: projection [D, HV], of beta.
-      conv: of the channels of q, k and v, [H K, W], [H K, W], [HV V, W], the oldest token first.
+      conv: weights of the convolutions of q, k and v, [H K, W], [H K, W], [HV V, W], the oldest token first.
       A_log, dt_bias: [HV], [HV, K], float32.
       norm: [V].
       out: [HV V, D].
@@ -54,8 +54,8 @@ def _split(config: config.KimiDeltaAttentionConfig) -> dict[str, Any]:
 def _init(new: parameters.Initial, c: config.KimiDeltaAttentionConfig) -> KimiDeltaAttentionWeights:
     """Return random weights of a layer that is to be trained.
 
-    Projections keep the size of what they multiply; the rate exp(A_log) is uniform from 1 to 16, and steps are from
-    0.001 to 0.1, as in flash-linear-attention.
+    A projection keeps the size of its input; the rate exp(A_log) is uniform from 1 to 16, and steps are from 0.001 to
+    0.1, as in flash-linear-attention.
     """
     q, k, v = c.channels
     decay, gate = _ranks(c)
@@ -74,9 +74,9 @@ def _init(new: parameters.Initial, c: config.KimiDeltaAttentionConfig) -> KimiDe
 def _load(found: parameters.Checkpoint, c: config.KimiDeltaAttentionConfig) -> KimiDeltaAttentionWeights:
     """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
 
-    Kimi-Linear and Kimi-K3, with a rank, and Ling 3.0, without, have these names; as published, and as
-    transformers has them once it has read a checkpoint. A_log may be [1, 1, HV, 1], and zeros may follow its entries,
-    as in Kimi-K3. The projections q, k and v may be one, "qkv_proj".
+    The names are the names of Kimi-Linear and Kimi-K3, which have a rank, and of Ling 3.0, which has none, both as
+    published and as transformers saves them. A_log may be [1, 1, HV, 1], and may be padded with zeros, as in Kimi-K3.
+    The projections q, k and v may be one matrix, "qkv_proj".
     """
     found.rename("forget_gate.", "")
     found.rename("dense", "o_proj")
@@ -99,7 +99,7 @@ def _load(found: parameters.Checkpoint, c: config.KimiDeltaAttentionConfig) -> K
 def _mix(
     x, w: KimiDeltaAttentionWeights, config: config.KimiDeltaAttentionConfig, run: running.Run
 ) -> tuple[jax.Array, running.Cache]:
-    """Return what Kimi delta attention makes of hidden states, and its cache after them.
+    """Return the output of Kimi delta attention for hidden states, and its cache after them.
 
     For training, prefill and decode. In every value head::
 
@@ -111,7 +111,7 @@ def _mix(
 
     Accuracy: with random weights 1e-5 relative to transformers' layers in float32.
     Cost: 2 B T D (2 H K + 2 HV V + HV) flops for the projections, with more for factors, and the cost of the operator.
-    Source: Kimi Team, Kimi Linear (2025); Ling 3.0 has the second law of the decay.
+    Source: Kimi Team, Kimi Linear (2025); Ling 3.0 has the second formula for g.
     """
     projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]
     f, z, b = (running.project(x, *factors) for factors in (w.f, w.z, (w.b,)))

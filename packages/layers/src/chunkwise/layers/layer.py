@@ -1,4 +1,4 @@
-"""What a layer is, and the functions for users that are made of it."""
+"""The record of a layer, and the functions for users that are made from it."""
 
 import functools
 import inspect
@@ -31,27 +31,27 @@ class OverSequences(Protocol[Config, Weights]):
           rest.
 
         Args:
-          x: hidden states [B, T, D], float32 or bfloat16. Products with weights are in this type; gates, the norm and
-            what the operator says are float32.
-          weights: of the layer, of any floating type.
+          x: hidden states [B, T, D], float32 or bfloat16. Products with weights are in this type; gates, the norm, and
+            the parts of the operator that its docstring names are float32.
+          weights: the weights of the layer, of any floating type.
           config: sizes of the layer; static.
-          cache: what the tokens before left, of N sequences; None for none. With one token in each row and a cache the
-            operator decodes; under jit, donate the cache to update it in place.
+          cache: the cache of N sequences, from a call with the tokens before; None to start from zeros. With a cache
+            and one token in each row the operator decodes. Under jit, donate the cache, and it is updated in place.
           output_cache: whether to return the cache; static.
           cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1.
           segment_ids: int32 [B, T], traced, instead of cu_seqlens: a sequence begins where the id changes, and tokens
-            of an id below 0 are padding, which may hold any number. A cache has a state for each row then.
-          padding_id: an id whose tokens are padding too, such as MaxText's 0; static. It says nothing of a pack by
-            cu_seqlens, where padding is what follows the last boundary.
-          implementation: of the operator, "xla", "staged" or "fused", and of the layers around it accordingly; None for
-            the best.
-          sharding: how v [B, T, HV, V] is split over the devices of a mesh with automatic axes, as `shardings` gives
-            it; static. Over explicit axes the types of x and of the weights say it.
+            with an id below 0 are padding, which may hold any number. A cache then has a state for each row.
+          padding_id: an id whose tokens are padding, too, such as MaxText's 0; static. With cu_seqlens it is not read,
+            because padding follows the last boundary.
+          implementation: the implementation of the operator, "xla", "staged" or "fused", which also decides for the
+            convolution and the norm; None for the best.
+          sharding: how v [B, T, HV, V] is split over the devices of a mesh with automatic axes, as `shardings` returns
+            it; static. With explicit axes the types of x and of the weights say it.
           context_axis: the axes of a mesh, inside a `shard_map`, over which T is split.
 
         Returns:
-          y [B, T, D] in the type of x, and the cache, None unless asked for. Differentiable in x, the weights and the
-          cache.
+          y [B, T, D] in the type of x, and the cache, None unless asked for. x, the weights and the cache have
+          gradients.
 
         Raises:
           ValueError: an argument has the wrong rank, shape or type.
@@ -74,13 +74,13 @@ class OverStep(Protocol[Config, Weights]):
         Args:
           x: hidden states [1, T, D].
           weights, config, implementation, sharding: as over whole sequences.
-          pool: a cache with slots in place of sequences, of any floating type, which it keeps; see `empty_cache`, and
-            `empty_pool` for states in 8 bits and for rings.
-          step: which tokens belong to which sequence, and where its state is. All of it is traced, so one program
-            serves every step of the same sizes.
+          pool: a cache with slots in the place of sequences, of any floating type, which the new pool has, too; see
+            `empty_cache`, and `empty_pool` for states in 8 bits and for rings.
+          step: which tokens belong to which sequence, and where the state of a sequence is. All of these arrays are
+            traced, so one program serves every step of the same sizes.
           block_size: tokens of a block for `step.block_state_indices`; static.
-          decode_tokens: over a pool with a ring, the most tokens of a decode, as `empty_pool` made it; static, None for
-            1.
+          decode_tokens: over a pool with a ring, the most tokens of a decode, as given to `empty_pool`; static, None
+            for 1.
 
         Returns:
           y [1, T, D] in the type of x, and the pool.
@@ -97,9 +97,9 @@ class Init(Protocol[Config, Weights]):
         """Return random weights.
 
         Args:
-          key: of JAX's random numbers.
+          key: a key of `jax.random`.
           config: sizes of the layer.
-          dtype: of all weights but A_log, dt_bias and skip, which are float32.
+          dtype: the type of all weights except A_log, dt_bias and skip, which are float32.
         """
 
 
@@ -112,12 +112,11 @@ class Load(Protocol[Config, Weights]):
         Args:
           named: arrays by their names in the checkpoint, numpy's, torch's or JAX's; arrays of 8 bits with their scales.
           config: sizes of the layer.
-          prefix: what the names of this layer start with, such as "model.layers.0.linear_attn."; other names are
-            ignored.
+          prefix: the start of this layer's names, such as "model.layers.0.linear_attn."; other names are ignored.
 
         Raises:
           ValueError: a name is missing, an array has another shape than `config` asks for, or the checkpoint has
-            weights of this layer that the layer here does not have.
+            further weights under the prefix.
         """
 
 
@@ -126,13 +125,13 @@ class Definition(Generic[Config, Weights]):
     """A layer, as its file defines it; the properties are its functions for users.
 
     Attributes:
-      name: of the function over whole sequences.
+      name: the name of the function over whole sequences.
       config: the class of its sizes.
       weights: the class of its weights.
       split: returns how each of the weights is split over devices, in the letters of `division.Letters`.
       init: returns random weights.
       load: returns the weights of a checkpoint.
-      mix: returns the output for x [B, T, D], and what the tokens leave to the next one.
+      mix: returns the output for x [B, T, D], and the cache after its tokens.
     """
 
     name: str
@@ -206,7 +205,7 @@ class Definition(Generic[Config, Weights]):
         parameters.check_weights(weights, self.random_weights, config)
 
     def _named(self, prefix: str, function: Any, signature: Any, doc: str | None) -> Any:
-        """Return a function under its name for users, with the types and the documentation of its signature."""
+        """Return a function with its name for users, and with the types and the documentation of its signature."""
         function.__name__ = function.__qualname__ = prefix + self.name
         function.__module__ = self.mix.__module__
         classes = {Config: self.config, Weights: self.weights}

@@ -33,7 +33,7 @@ def _split(config: config.LightningAttentionConfig) -> dict[str, Any]:
 
 
 def _init(new: parameters.Initial, c: config.LightningAttentionConfig) -> LightningAttentionWeights:
-    """Return random weights of a layer that is to be trained: projections keep the size of what they multiply."""
+    """Return random weights of a layer that is to be trained; a projection keeps the size of its input."""
     q, v = c.H * c.K, c.HV * c.V
     return LightningAttentionWeights(
         q=new.matrix(c.D, q), k=new.matrix(c.D, q), v=new.matrix(c.D, v), z=new.matrix(c.D, v), norm=new.ones(v),
@@ -44,10 +44,10 @@ def _init(new: parameters.Initial, c: config.LightningAttentionConfig) -> Lightn
 def _load(found: parameters.Checkpoint, c: config.LightningAttentionConfig) -> LightningAttentionWeights:
     """Return the weights of a layer of a checkpoint of MiniMax, in its types; the layer has H = HV."""
     sizes = (c.K, c.K, c.V)
-    # Queries, keys and values of a head lie together.
+    # The matrix has queries, keys and values of a head side by side.
     parts = found.read("qkv_proj", c.H * sum(sizes), c.D).reshape(c.H, sum(sizes), c.D)
     q, k, v = (x.reshape(-1, c.D).T for x in jnp.split(parts, [c.K, 2 * c.K], axis=1))
-    # transformers saves these besides the weights; the layer computes its decay from the config.
+    # transformers saves these, too; the layer here computes its decay from the config.
     found.ignore("slope_rate", "query_decay", "key_decay", "diagonal_decay")
     return LightningAttentionWeights(
         q, k, v, z=found.matrix("output_gate", c.D, c.HV * c.V), norm=found.read("norm", c.HV * c.V),
@@ -64,14 +64,14 @@ def _decay(config: config.LightningAttentionConfig) -> jax.Array:
 def _mix(
     x, w: LightningAttentionWeights, config: config.LightningAttentionConfig, run: running.Run
 ) -> tuple[jax.Array, running.Cache]:
-    """Return what lightning attention makes of hidden states, and its cache after them.
+    """Return the output of lightning attention for hidden states, and its cache after them.
 
     For training, prefill and decode. In value head h, counted from 0::
 
         q, k, v = silu(W_q x), silu(W_k x), silu(W_v x)
         g_gamma = -2^(-8 (h + 1) / HV) (1 - layer / (layers - 1 + 1e-5) + 1e-5)
         o       = simple GLA(q, k, v, g_gamma)
-        y       = W_out (rms_norm(o) sigmoid(W_z x))                            all heads are normed as one
+        y       = W_out (rms_norm(o) sigmoid(W_z x))                            one norm over all heads
 
     The cache has no inputs of convolutions.
 

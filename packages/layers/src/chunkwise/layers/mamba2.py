@@ -19,12 +19,12 @@ class Mamba2Weights(NamedTuple):
     Attributes:
       q, k, v, z: projections [D, H K], [D, H K], [D, HV V], [D, HV V], head after head.
       dt: projection [D, HV].
-      conv, bias: of the channels of q, k and v, [H K, W], [H K, W], [HV V, W], the oldest token first, and
-        [H K], [H K], [HV V] or nothing.
-      A_log, dt_bias, skip: [HV], float32; the paper calls the last D.
+      conv, bias: weights and biases of the convolutions of q, k and v: [H K, W], [H K, W], [HV V, W], the oldest token
+        first, and [H K], [H K], [HV V] or nothing.
+      A_log, dt_bias, skip: [HV], float32; the paper calls skip D.
       norm: [HV V], or nothing.
       out: [HV V, D].
-      in_bias: of the projections q, k, v, z and dt, or nothing.
+      in_bias: biases of the projections q, k, v, z and dt, or nothing.
       out_bias: [D], or nothing.
     """
 
@@ -56,8 +56,8 @@ def _split(config: config.Mamba2Config) -> dict[str, Any]:
 def _init(new: parameters.Initial, c: config.Mamba2Config) -> Mamba2Weights:
     """Return random weights of a layer that is to be trained.
 
-    Projections keep the size of what they multiply; the rate exp(A_log) is uniform from 1 to 16, and steps are from
-    0.001 to 0.1, as in the mamba_ssm package.
+    A projection keeps the size of its input; the rate exp(A_log) is uniform from 1 to 16, and steps are from 0.001 to
+    0.1, as in the mamba_ssm package.
     """
     q, k, v = c.channels
     return Mamba2Weights(
@@ -73,7 +73,7 @@ def _init(new: parameters.Initial, c: config.Mamba2Config) -> Mamba2Weights:
 def _load(found: parameters.Checkpoint, c: config.Mamba2Config) -> Mamba2Weights:
     """Return the weights of a layer of a checkpoint, in its types, with A_log, dt_bias and D in float32."""
     q, k, v = c.channels
-    # The gate, then x, B and C, which one convolution takes, then the time step.
+    # The order of a checkpoint: the gate, then x, B and C, which go through the convolution, then the time step.
     sizes = v, v, k, q, c.HV
     scale = np.repeat(np.asarray(c.multipliers, np.float32), sizes)
     split = lambda x, scale: jnp.split((x * scale).astype(x.dtype), np.cumsum(sizes)[:-1], axis=-1)
@@ -91,14 +91,15 @@ def _load(found: parameters.Checkpoint, c: config.Mamba2Config) -> Mamba2Weights
 
 
 def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> tuple[jax.Array, running.Cache]:
-    """Return what Mamba-2's mixer makes of hidden states, and its cache after them.
+    """Return the output of Mamba-2's mixer for hidden states, and its cache after them.
 
     For training, prefill and decode. In every value head::
 
         q, k, v = silu(conv(W_q x)), silu(conv(W_k x)), silu(conv(W_v x))      channel by channel over the last W tokens
         dt      = softplus(W_dt x + dt_bias), at least and at most dt_limit
         o       = simple GLA(q, k, dt v, g = -exp(A_log) dt) + skip v
-        y       = W_out rms_norm(o silu(W_z x))                                 H groups of heads, each normed as one
+        y       = W_out rms_norm(o silu(W_z x))                                 one norm for each of the H groups of
+        heads
 
     or rms_norm(o) silu(W_z x), or no norm, as `config` says; projections may have a bias. The state of the cache is
     [N, HV, K, V]; transformers holds it as [N, HV, V, K].
@@ -112,7 +113,7 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
         projected = [y + bias.astype(y.dtype) for y, bias in zip(projected, w.in_bias, strict=True)]
     *projected, z, dt = projected
     (q, k, v), conv = running.convolve_heads(run, config, projected, w.conv, w.bias)
-    # Without a limit the step is above 0 by itself.
+    # A softplus is never below 0, so the default limit needs no operation.
     dt = jax.nn.softplus(dt.astype(jnp.float32) + w.dt_bias)
     dt = jnp.clip(dt, *config.dt_limit)
     u = (dt[..., None] * v.astype(jnp.float32)).astype(x.dtype)

@@ -1,6 +1,7 @@
 """The mixer of a delta layer, between its projections: convolutions, operator and gated norm.
 
-One follows the other; where every sequence has one token, which continues a cache or a slot, one launch does them all.
+They run one after the other. If every sequence has one token, which follows a cache or the state in a slot, one launch
+does all of them.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from chunkwise.shared.serving.mixer_tile import OutputNorm
 
 
 def delta_rule(run: running.Run, x: jax.Array) -> Callable[..., running.Mixed]:
-    """Return the function that mixes the tokens x [B, T, D]; its arguments are those of `one_after_the_other`."""
+    """Return the function that mixes the tokens x [B, T, D]; it has the arguments of `one_after_the_other`."""
     if isinstance(run, running.Serving):
         return over_step
     return over_token if run.continues_by_one(x) else one_after_the_other
@@ -29,19 +30,19 @@ def one_after_the_other(
     run: running.Run, config: config.LayerConfig, operators: running.Operators, projected, conv, g, beta, z, weight,
     *, A_log, dt_bias, activation: str, eps: float, **gates,
 ) -> running.Mixed:  # fmt: skip
-    """Return the normed output of a delta rule [B, T, HV, V], and what its tokens leave in the cache.
+    """Return the normed output of a delta rule [B, T, HV, V], and the cache after its tokens.
 
     Args:
-      run: over which tokens.
+      run: says over which tokens to run.
       config: sizes of the layer.
       operators: the rule in its three forms.
       projected: queries, keys and values before the convolution, [B, T, channels].
       conv: the weights of the convolutions.
       g, beta, z: raw gates [B, T, HV] or [B, T, HV K], raw step sizes, and gates of the output [B, T, HV V].
-      weight: of the norm.
-      A_log, dt_bias: of the law of the gates.
-      activation, eps: of the norm.
-      **gates: what else the operator takes of its gates.
+      weight: the weight of the norm.
+      A_log, dt_bias: the arguments of the gates' law.
+      activation, eps: the arguments of the norm.
+      **gates: further arguments of the operator about its gates.
     """
     heads = config.H, config.H, config.HV
     pairs = list(map(run.convolve, range(3), projected, conv, (None,) * 3, heads))
@@ -58,7 +59,7 @@ def one_after_the_other(
 def over_step(
     run: running.Serving, config: config.LayerConfig, operators: running.Operators, *arrays, **options: Any
 ) -> running.Mixed:
-    """Do as `one_after_the_other` for a serving step."""
+    """Do the same as `one_after_the_other` for a serving step."""
     others = lambda: one_after_the_other(run, config, operators, *arrays, **options)
     return run.mix(_mixer(config, *arrays, **options), others)
 
@@ -67,7 +68,7 @@ def over_token(
     run: running.Sequences, config: config.LayerConfig, operators: running.Operators, *arrays, A_log, dt_bias,
     **options: Any,
 ) -> running.Mixed:  # fmt: skip
-    """Do as `one_after_the_other` for one token of each row, which continues a cache."""
+    """Do the same as `one_after_the_other` for one token of each row, which follows a cache."""
 
     def others(cache, arrays, A_log, dt_bias):
         after = dataclasses.replace(run, cache=cache)
@@ -86,7 +87,7 @@ def over_token(
     slots = Slots(jax.ShapeDtypeStruct(arrays[0][0].shape[:1], jnp.int32))
     if not takes_mixer(mixer, (before.conv, before.state), slots, run.implementation):
         return others(*tree)
-    # One token is not worth a gradient of its kernel.
+    # The gradient is taken from the other form, because one token is not worth a backward kernel.
     mixed = jax.custom_vjp(together)
     mixed.defvjp(lambda *tree: (together(*tree), tree), lambda tree, cotangents: jax.vjp(others, *tree)[1](cotangents))
     leaves, structure = jax.tree.flatten(tree)

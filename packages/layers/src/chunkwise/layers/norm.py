@@ -21,7 +21,7 @@ def norm_heads(run: running.Run, o, z, weight, *, activation: str, eps: float):
 
 
 def norm_groups(run: running.Run, o, z, weight, groups: int, *, activation: str, norm_before_gate: bool, eps: float):
-    """Return the gated RMSNorm of groups of heads of o [B, T, HV, V], each as one, with z [B, T, HV V].
+    """Return the gated RMSNorm of o [B, T, HV, V] with gates z [B, T, HV V]; a norm goes over a group of heads.
 
     The weight [HV V] has an entry for every channel of every head.
     """
@@ -33,7 +33,7 @@ def norm_groups(run: running.Run, o, z, weight, groups: int, *, activation: str,
     if groups == 1:
         y = rms_norm_gated(flat, z, weight, **options, sharding=division.split_heads(run.sharding, 1))
         return y.reshape(o.shape)
-    # The weight differs from group to group, while the norm takes one weight for all groups.
+    # Groups have different weights, but `rms_norm_gated` takes one weight for all groups.
     size = flat.shape[2] // groups
     y = rms_norm_gated(
         running.by_head(flat, groups), running.by_head(z, groups), jnp.ones(size, jnp.float32), **options,
@@ -43,11 +43,11 @@ def norm_groups(run: running.Run, o, z, weight, groups: int, *, activation: str,
 
 
 def _norm_over_devices(o, z, weight, groups: int, *, activation: str, norm_before_gate: bool, eps: float):
-    """Return the norm of `norm_groups` where a group of heads lies on several devices, over which XLA sums."""
+    """Return the norm of `norm_groups` if a group of heads lies on several devices, over which XLA adds up."""
     HV, V = o.shape[2:]
     gate = activations.activate(running.by_head(z, HV).astype(jnp.float32), activation)
     u = o.astype(jnp.float32) if norm_before_gate else o.astype(jnp.float32) * gate
-    # Heads are summed by a table of their groups, because a group may begin and end inside of what a device has.
+    # A product with a table of groups adds up heads, because a group may begin or end between the heads of a device.
     member = jnp.arange(HV)[:, None] // (HV // groups) == jnp.arange(groups)[None]  # [HV, groups]
     squares = jnp.sum(u * u, axis=-1)[..., None]
     mean = jnp.sum(jnp.where(member, squares, 0.0), axis=2) * (groups / (HV * V))  # [B, T, groups]

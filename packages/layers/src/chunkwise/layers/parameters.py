@@ -17,11 +17,11 @@ from chunkwise.shared.serving import state_pool
 
 
 class Initial:
-    """Draws weights, each from another key.
+    """Draws weights, each with a new key.
 
     Args:
-      key: of JAX's random numbers.
-      dtype: of the weights that multiply activations; the others are float32.
+      key: a key of `jax.random`.
+      dtype: the type of the weights that multiply activations; other weights are float32.
     """
 
     def __init__(self, key: jax.Array, dtype):
@@ -32,7 +32,7 @@ class Initial:
         return key
 
     def matrix(self, rows: int, columns: int) -> jax.Array:
-        """Return a projection of variance 1 / rows, so that it keeps the size of what it multiplies."""
+        """Return a projection of variance 1 / rows, so that its output is as large as its input."""
         return (jax.random.normal(self._next(), (rows, columns), jnp.float32) * rows**-0.5).astype(self.dtype)
 
     def convolution(self, channels: int, W: int) -> jax.Array:
@@ -48,7 +48,7 @@ class Initial:
         return jnp.log(self.uniform(shape, least, most))
 
     def step_bias(self, *shape: int, least: float = 1e-3, most: float = 0.1) -> jax.Array:
-        """Return dt_bias: softplus makes steps of it whose logarithm is uniform."""
+        """Return dt_bias: the logarithm of softplus(dt_bias), the step, is uniform."""
         step = jnp.exp(self.uniform(shape, np.log(least), np.log(most)))
         return step + jnp.log(-jnp.expm1(-step))
 
@@ -58,7 +58,7 @@ class Initial:
 
 
 def check_input(x, config, run: running.Run) -> None:
-    """Check hidden states, and what a layer runs over: its caches and the name of the implementation."""
+    """Check hidden states, and the caches and the name of the implementation in `run`."""
     B = checks.check_array("x", x, "B T D", (None, None, config.D))[0]
     names = tuple(name for name in running.AROUND if name)
     known = run.implementation in running.AROUND
@@ -68,7 +68,7 @@ def check_input(x, config, run: running.Run) -> None:
         return
     whole = hasattr(cache, "conv") and hasattr(cache, "state")
     checks.check(whole, f"`{name}` must be a Cache; got {type(cache).__name__}.")
-    # The operator checks a StatePool, and the convolutions check their pools, which may have more slots.
+    # The operator checks a StatePool. The convolutions check their pools, which may have more slots than the states.
     pool = state_pool.as_pool(cache.state)
     state, pooled = pool.states, pool is cache.state
     if not pooled:
@@ -107,7 +107,7 @@ def _shown(shapes: tuple) -> str:
 
 
 def _near(name: str, known: Mapping[str, str]) -> str:
-    """Return what an error says of known names that are nearly the one that is missing, or of the first."""
+    """Return a part of an error: the known names that are most like the missing one, or the first of them."""
     near = difflib.get_close_matches(name, known, cutoff=0.75) or sorted(known)[:20]
     return f", but {[known[each] for each in near]}"
 
@@ -115,11 +115,11 @@ def _near(name: str, known: Mapping[str, str]) -> str:
 class Checkpoint:
     """The arrays of one layer of a checkpoint, by the names that transformers has for them.
 
-    Every name must be read, so that a layer which has more than these layers know is found out.
+    Every name must be read, so that a checkpoint whose layer has more weights raises an error.
 
     Args:
       named: arrays by name, numpy's, torch's or JAX's; arrays of 8 bits with their scales.
-      prefix: of the layer's names, such as "model.layers.0.linear_attn."; other names are left alone.
+      prefix: the start of the layer's names, such as "model.layers.0.linear_attn."; other names are not read.
     """
 
     def __init__(self, named: Mapping[str, Any], prefix: str):
@@ -128,7 +128,7 @@ class Checkpoint:
         named = arrays.Numbers.of(named)
         self.arrays, self.prefix, names = named, prefix, [name for name in named if name.startswith(prefix)]
         self.full = {name.removeprefix(prefix).removesuffix(".weight"): name for name in names}
-        # What is left to read. An array of a file is in memory from the time when it is read.
+        # The names that are still to be read. An array of a file is in memory once it has been read.
         self.left = dict(self.full)
         if not names:
             starts = {name[: match.end()]: name[: match.end()] for name in named for match in re.finditer(r"\.", name)}
@@ -141,7 +141,7 @@ class Checkpoint:
         }
 
     def ignore(self, *names: str) -> None:
-        """Leave out names, if they are there."""
+        """Drop names, if there are such names."""
         self.left = {name: x for name, x in self.left.items() if name not in names}
 
     def __contains__(self, name: str) -> bool:
@@ -150,7 +150,7 @@ class Checkpoint:
     def read(self, name: str, *shape: int, dims: bool = True, padded: bool = False) -> jax.Array:
         """Return an array of floating numbers, which must have this shape.
 
-        Where `dims` do not matter it must only have as many entries. If it is `padded`, zeros may follow them.
+        Without `dims` it must only have as many entries. With `padded`, zeros may follow them.
         """
         full = self.prefix + name
         known = name in self.left
@@ -171,21 +171,21 @@ class Checkpoint:
         return self.read(name, columns, rows).T
 
     def convolutions(self, names: tuple[str, ...], channels: tuple[int, ...], W: int) -> tuple[jax.Array, ...]:
-        """Return the weights of convolutions, each under its name or all as "conv1d"."""
+        """Return the weights of convolutions, which are under one name each, or all under "conv1d"."""
         if "conv1d" in self:
             whole = self.read("conv1d", sum(channels), 1, W)[:, 0]
             return tuple(jnp.split(whole, np.cumsum(channels)[:-1]))
         return tuple(self.read(f"{name}_conv1d", n, 1, W)[:, 0] for name, n in zip(names, channels, strict=True))
 
     def matrices(self, names: tuple[str, ...], rows: int, columns: tuple[int, ...]) -> tuple[jax.Array, ...]:
-        """Return projections, each under its name or all as one, such as "qkv_proj", one after another."""
+        """Return projections, which are under one name each, or all in one matrix, such as "qkv_proj"."""
         fused = f"{''.join(names)}_proj"
         if fused in self:
             return tuple(jnp.split(self.matrix(fused, rows, sum(columns)), np.cumsum(columns)[:-1], axis=1))
         return tuple(self.matrix(f"{name}_proj", rows, n) for name, n in zip(names, columns, strict=True))
 
     def float32(self, name: str, *shape: int, padded: bool = False) -> jax.Array:
-        """Return an array with as many entries in float32, reshaped: checkpoints differ in dimensions of 1."""
+        """Return an array in float32, reshaped, because checkpoints differ in dimensions of size 1."""
         return self.read(name, *shape, dims=False, padded=padded).astype(jnp.float32)
 
     def end(self) -> None:

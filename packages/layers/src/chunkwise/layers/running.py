@@ -1,7 +1,7 @@
-"""What is around the mathematics of a layer: its caches, and over which tokens it runs.
+"""The parts around the mathematics of a layer: its caches, and the tokens over which it runs.
 
-A layer is one function of its hidden states, written once. It calls `convolve` and `operate` of what it runs over:
-sequences, for training, prefill and decode, or a step of a serving engine.
+A layer is one function of its hidden states. It calls the methods `convolve` and `operate` of the object that it runs
+over: `Sequences`, for training, prefill and decode, or `Serving`, for a step of a serving engine.
 """
 
 import functools
@@ -22,24 +22,24 @@ from chunkwise.shared.mesh import context
 from chunkwise.shared.serving import slot_rows, state_pool
 from chunkwise.shared.serving.mixer import Mixer, in_one_launch
 
-# What the packages around the operator call its implementations; and its decode step, which has no stages.
+# The names of the operator's implementations in the packages around it, and for decoding, which has no stages.
 AROUND = {None: None, "xla": "xla", "staged": "pallas", "fused": "pallas"}
 _DECODE = {None: None, "xla": "xla", "staged": None, "fused": "fused"}
 _CONFIG = config.LayerConfig
-# The name of what matrices make of hidden states, for jax.checkpoint.
+# The name of products of hidden states with matrices, for jax.checkpoint.
 _PROJECTED = "chunkwise_projected"
 
-# What `jax.checkpoint` of a layer, or of a block with one, keeps: the products with matrices and what the operator's
-# kernel makes; where tokens are split, also the state that comes in, so that no device waits for others again. The
-# backward repeats what takes little time and much memory: norms, gates, convolutions.
+# The names that `jax.checkpoint` of a layer, or of a block with a layer, keeps: the products with matrices and the
+# results of the operator's kernel, and if tokens are split, also the state that comes in, so that no device waits for
+# others again. The backward repeats norms, gates and convolutions, which take little time and much memory.
 _KEPT = (_PROJECTED, remat.RESIDUAL_NAME, context.MAP_NAME, context.STATE_NAME)
 remat_policy = jax.checkpoint_policies.save_only_these_names(*_KEPT)
 
 
 def offload_policy() -> Callable[..., Any]:
-    """Return the policy of `jax.checkpoint` that moves to the memory of the host what `remat_policy` keeps.
+    """Return a policy of `jax.checkpoint` that moves to the host's memory the arrays that `remat_policy` keeps.
 
-    The backward brings it back. Under jit, on devices with a memory of the kind "pinned_host".
+    The backward brings them back. It works under jit, on devices with a memory of the kind "pinned_host".
     """
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=list(_KEPT), offload_src="device",
@@ -48,12 +48,13 @@ def offload_policy() -> Callable[..., Any]:
 
 
 class Cache(NamedTuple):
-    """What the tokens so far leave to the next one, for N sequences; or a pool of it, with a slot in place of each.
+    """The data that the next token of N sequences needs of the tokens so far; or a pool with slots for such data.
 
     Attributes:
-      conv: the last W - 1 inputs of the convolutions of queries, keys and values, [N, W - 1, channels] each; empty
-        where the layer has none. They keep the type that they come in with, whatever the hidden states have, so a
-        `lax.scan` can carry a cache; without a cache they have the type of the hidden states.
+      conv: the last W - 1 inputs of the convolutions of queries, keys and values, [N, W - 1, channels] each; empty if
+        the layer has no convolutions. They keep the type that they have in the cache, whatever the type of the hidden
+        states, so a `lax.scan` can carry a cache. A layer without a cache returns them in the type of the hidden
+        states.
       state: the state of the operator [N, HV, K, V], or in a pool the StatePool of `empty_pool`.
     """
 
@@ -62,20 +63,22 @@ class Cache(NamedTuple):
 
 
 def empty_cache(config: config.LayerConfig, N: int, dtype=jnp.float32, state_dtype=jnp.float32) -> Cache:
-    """Return the cache of N sequences that have no token yet, or a pool of N slots.
+    """Return the cache of N sequences without tokens, or a pool of N slots.
 
     Args:
       config: sizes of the layer.
       N: sequences or slots.
-      dtype: of the inputs of the convolutions, which they keep. The type of the hidden states holds them exactly.
-      state_dtype: of the states. `Cache.state` of a layer is always float32; a pool keeps its type.
+      dtype: the type of the inputs of the convolutions, which they keep. The type of the hidden states holds them
+        exactly.
+      state_dtype: the type of the states. A layer over whole sequences always returns float32 states; a pool keeps its
+        type.
     """
     _CONFIG.check(config)
     return Cache(_no_inputs(config, N, dtype), jnp.zeros((N, config.HV, config.K, config.V), state_dtype))
 
 
 def _no_inputs(config: config.LayerConfig, N: int, dtype) -> tuple[jax.Array, ...]:
-    """Return what the convolutions of N sequences have that have no token yet."""
+    """Return the inputs of convolutions before the first token of N sequences: zeros."""
     return tuple(jnp.zeros((N, config.W - 1, channels), dtype) for channels in config.channels)
 
 
@@ -93,11 +96,11 @@ def empty_pool(
     Args:
       config: sizes of the layer.
       slots: slots of the pool.
-      dtype: of the inputs of the convolutions.
-      state_dtype: of the states, int8 too.
+      dtype: the type of the inputs of the convolutions.
+      state_dtype: the type of the states, which may be int8.
       replay: tokens of the ring of a slot, 0 for no ring.
-      decode_tokens: over a ring, the most tokens of a decode of any step: the convolutions keep their inputs after each
-        of them, [slots * decode_tokens, W - 1, channels].
+      decode_tokens: over a ring, the most tokens of a decode in any step: the convolutions keep their inputs after each
+        of these tokens, [slots * decode_tokens, W - 1, channels].
     """
     _CONFIG.check(config)
     state = state_pool.make_pool(
@@ -107,17 +110,17 @@ def empty_pool(
 
 
 def read_cache(pool: Cache, slots: jax.Array, num_accepted_tokens: jax.Array | None = None) -> Cache:
-    """Return what some slots of a pool hold as the cache of n sequences, as `empty_cache` makes it.
+    """Return the content of some slots of a pool as the cache of n sequences, in the form of `empty_cache`.
 
-    For requests that move to another pool or machine, and for prefix caches. `write_cache` puts it into any pool of the
-    same layer, and the layer itself takes it as `cache`.
+    This is for requests that move to another pool or machine, and for prefix caches. `write_cache` puts the cache into
+    any pool of the same layer, and the layer itself takes it as `cache`.
 
     Args:
-      pool: of `empty_pool`, with a ring or without, or of `empty_cache`.
+      pool: a pool of `empty_pool`, with a ring or without, or of `empty_cache`.
       slots: int32 [n], traced; they may repeat. A slot that does not exist, such as a negative one, gives zeros.
       num_accepted_tokens: int32 [n], traced: how many tokens of the last decode of each slot are kept, at least 1, as
-        in a serving step; the others are rejected guesses. None keeps all. It is not read where a prefill or
-        `write_cache` came last. Without a ring the number is 1, and `slots` name the slot of the state after the last
+        in a serving step; the others are rejected guesses. None keeps all. It is not read for a slot that a prefill or
+        `write_cache` wrote last. Without a ring the number is 1, and `slots` name the slot of the state after the last
         accepted token.
 
     Returns:
@@ -136,13 +139,13 @@ def read_cache(pool: Cache, slots: jax.Array, num_accepted_tokens: jax.Array | N
 
 
 def write_cache(pool: Cache, slots: jax.Array, cache: Cache) -> Cache:
-    """Return a pool with the cache of n sequences in some of its slots, whose rings are empty then.
+    """Return a pool with the cache of n sequences in some of its slots; the rings of these slots are empty.
 
     Args:
-      pool: of `empty_pool`, of any type, with a ring or without, or of `empty_cache`; donate it.
+      pool: a pool of `empty_pool`, of any type, with a ring or without, or of `empty_cache`; donate it.
       slots: int32 [n], traced, all different. A slot that does not exist, such as a negative one, is not written.
-      cache: of n sequences, of `read_cache` or of the layer; also of numpy's arrays. States and inputs are rounded to
-        the types of the pool.
+      cache: the cache of n sequences, from `read_cache` or from the layer; its arrays may be numpy's. States and inputs
+        are rounded to the types of the pool.
 
     Raises:
       ValueError: an argument has the wrong shape or type.
@@ -169,7 +172,7 @@ def _check_is_cache(name: str, cache) -> None:
 
 
 def _check_pool(pool: Cache) -> tuple[Cache, state_pool.StatePool]:
-    """Check a pool of a layer, and return it with arrays of JAX, and its states as a StatePool."""
+    """Check a pool of a layer; return it with arrays of JAX, and return its states as a StatePool."""
     _check_is_cache("pool", pool)
     if state_pool.as_pool(pool.state) is not pool.state:
         checks.check_array("pool.state", pool.state, "slots HV K V")
@@ -179,7 +182,7 @@ def _check_pool(pool: Cache) -> tuple[Cache, state_pool.StatePool]:
 
 
 def _slots_each(pool: Cache) -> int:
-    """Return U, the slots of the convolutions for each slot of the states: over a ring the most tokens of a decode."""
+    """Return U, how many slots convolutions have for a slot of the states: over a ring, the tokens of a decode."""
     return pool.conv[0].shape[0] // pool.state.shape[0] if state_pool.as_pool(pool.state).replay and pool.conv else 1
 
 
@@ -197,25 +200,26 @@ def check_conv_slots(pool: Cache, decode_tokens: int = 1) -> None:
 
 
 def conv_slots(pool: Cache, slots, token) -> jax.Array:
-    """Return the slots of the convolutions with the inputs after a token of the last decode of slots of the states.
+    """Return the slots of the convolutions that have the inputs after a token of the last decode.
 
-    Over a ring the inputs after every token of a decode have another slot: a slot of the states has the slots
-    slot * U to slot * U + U - 1, for decodes of at most U tokens, and a prefill leaves its inputs in the first of them.
+    Over a ring, the inputs after every token of a decode have a slot of their pool: to a slot of the states belong the
+    slots slot * U to slot * U + U - 1, for decodes of at most U tokens, and a prefill leaves its inputs in the first of
+    these.
 
     Args:
-      pool: of a layer.
+      pool: a pool of a layer.
       slots: int32, slots of the states.
-      token: int32, from 0; without a ring 0.
+      token: int32, the number of the token in its decode, from 0; without a ring 0.
     """
     exists = (slots >= 0) & (slots < pool.state.shape[0])
     return jnp.where(exists, slots * jnp.int32(_slots_each(pool)) + token, jnp.int32(-1))
 
 
 class Step(NamedTuple):
-    """Which tokens of a serving step belong to which sequence, and where its state is.
+    """Which tokens of a serving step belong to which sequence, and where the state of a sequence is.
 
-    These are arguments of `chunkwise.pipeline.ragged_gated_delta_rule` by their names, whose page says what they mean.
-    All layers of a model take the same.
+    The fields are arguments of `chunkwise.pipeline.ragged_gated_delta_rule`, which describes them. All layers of a
+    model take the same Step.
     """
 
     cu_seqlens: jax.Array
@@ -228,7 +232,7 @@ class Step(NamedTuple):
     block_state_indices: jax.Array | None = None
 
 
-# The normed output of a layer [B, T, HV, V], and what its tokens leave in the cache.
+# The normed output of a layer [B, T, HV, V], and the cache after its tokens.
 Mixed = tuple[jax.Array, Cache]
 
 
@@ -242,7 +246,7 @@ class Operators(NamedTuple):
 
 @dataclass(frozen=True)
 class Sequences:
-    """Runs a layer over sequences, from a cache or from zeros; the layer has the same arguments."""
+    """Runs a layer over sequences, from a cache or from zeros; its fields are arguments of the layer."""
 
     cache: Cache | None
     output_cache: bool
@@ -255,11 +259,11 @@ class Sequences:
 
     @property
     def own_cache(self) -> tuple[str, Cache | None]:
-        """What it starts from, after the name of the argument."""
+        """The name of the argument with the cache, and the cache."""
         return "cache", self.cache
 
     def num_states(self, B: int) -> int | None:
-        """Return how many sequences B rows hold, each of which has a state in the cache; None for any."""
+        """Return how many states a cache for B rows must have, one for every sequence."""
         checks.check_packed(self.cu_seqlens, B)
         return B if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
@@ -277,13 +281,13 @@ class Sequences:
         return x.shape[1] == 1 and all(value is None for value in self._packing.values())
 
     def continues_by_one(self, x) -> bool:
-        """Return whether each row of x is one token after those of a cache, on one device."""
+        """Return whether each row of x is one token that follows a cache, on one device."""
         if self.cache is None or not self.output_cache or self.sharding is not None:
             return False
         return self._decodes(x) and not division.is_split(*self.cache.conv)
 
     def convolve(self, i: int, x, weight, bias, heads: int):
-        """Return the convolution of number i with SiLU, of the channels [B, T, C] of so many heads, and its cache."""
+        """Return convolution i with SiLU, of the channels x [B, T, C] of `heads` heads, and its cache."""
         before = None if self.cache is None else self.cache.conv[i]
         if before is not None and self.output_cache and self._decodes(x):
             return causal_conv1d_update(x, before, weight, bias, sharding=division.split_heads(self.sharding, heads))
@@ -306,7 +310,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Serving:
-    """Runs a layer over a serving step, from a pool and into it; the layer has the same arguments."""
+    """Runs a layer over a serving step, from and to a pool; its fields are arguments of the layer."""
 
     pool: Cache
     step: Step
@@ -317,7 +321,7 @@ class Serving:
 
     @property
     def own_cache(self) -> tuple[str, Cache | None]:
-        """The pool, after the name of the argument."""
+        """The name of the argument with the pool, and the pool."""
         return "pool", self.pool
 
     def num_states(self, B: int) -> int | None:
@@ -331,7 +335,7 @@ class Serving:
 
     @property
     def _conv_slots(self) -> dict:
-        """The slots of the convolutions: over a ring a decode writes one after each token."""
+        """The slots of the convolutions; over a ring, a decode writes a slot after each token."""
         given, pool = self._slots, state_pool.as_pool(self.pool.state)
         if not pool.replay:
             return given
@@ -346,14 +350,14 @@ class Serving:
         return given
 
     def convolve(self, i: int, x, weight, bias, heads: int):
-        """Return the convolution of number i with SiLU, and its pool after the step."""
+        """Return convolution i with SiLU, and its pool after the step."""
         return causal_conv1d_update(
             x, self.pool.conv[i], weight, bias, **self._conv_slots, implementation=AROUND[self.implementation],
             sharding=division.split_heads(self.sharding, heads),
         )  # fmt: skip
 
     def mix(self, mixer: Mixer, one_after_the_other: Callable[[], Mixed]) -> Mixed:
-        """Return the normed output of a layer and its pool: by one launch if the step has decodes alone."""
+        """Return the normed output of a layer and its pool; one launch makes them if the step has only decodes."""
         pool = state_pool.as_pool(self.pool.state)
         if self.sharding is not None or division.is_split(*self.pool.conv) or not pool.is_array:
             return one_after_the_other()
@@ -387,7 +391,7 @@ def by_head(x, heads: int):
 def convolve_heads(
     run: Run, config: config.LayerConfig, projected, weights, biases=None
 ) -> tuple[list[jax.Array], Any]:  # fmt: skip
-    """Return silu of the convolutions of queries, keys and values by head, and what they leave in the cache."""
+    """Return silu of the convolutions of queries, keys and values by head, and their parts of the cache."""
     heads = (config.H, config.H, config.HV)
     biases = biases or (None,) * 3
     pairs = list(map(run.convolve, range(3), projected, weights, biases, heads))
@@ -395,7 +399,7 @@ def convolve_heads(
 
 
 def project(x, *factors):
-    """Return x [B, T, D] times matrices, in the type of x, under a name by which `remat_policy` keeps it."""
+    """Return x [B, T, D] times matrices, in the type of x, under the name by which `remat_policy` keeps it."""
     for factor in factors:
         x = x @ factor.astype(x.dtype)
     return checkpoint_name(x, _PROJECTED)

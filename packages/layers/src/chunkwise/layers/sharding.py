@@ -14,13 +14,13 @@ _LAYERS: dict[type, layer.Definition] = {module.LAYER.config: module.LAYER for m
 
 
 class Shardings(NamedTuple):
-    """PartitionSpecs of what a layer takes and returns.
+    """PartitionSpecs of the arrays that a layer takes and returns.
 
     Attributes:
-      weights: of the weights, in the structure of the weights.
-      x: of the hidden states [B, T, D], read and written.
-      cache: of a cache with a state for each row.
-      values: of v [B, T, HV, V], which a layer takes as `sharding`.
+      weights: for the weights, in the structure of the weights.
+      x: for hidden states [B, T, D], read and written.
+      cache: for a cache with a state for each row.
+      values: for v [B, T, HV, V]; a layer takes it as `sharding`.
     """
 
     weights: Any
@@ -36,14 +36,15 @@ def shardings(
 
     Heads divide projections, convolutions, decays and states, as in tensor parallelism, and the last product is a sum
     over the devices of heads. Tokens divide sequences, as in context parallelism; the convolution and the operator
-    exchange what they need.
+    exchange the inputs and states that they need.
 
     Args:
       config: sizes of a layer.
-      mesh_axes: an axis of the mesh, or several, by what it divides: "batch", "tokens", "heads". What is missing is not
-        divided. The rows of a cache are divided as "batch", so a pool wants it missing.
-      mesh: the mesh. It is needed only where key heads (groups of Mamba-2) are not a multiple of the devices of
-        heads: they are divided over as many of the first axes as can share them, and repeated over the others.
+      mesh_axes: an axis of the mesh, or a tuple of axes, under the name of the dimension to divide: "batch", "tokens"
+        or "heads". A dimension without an entry is not divided. "batch" also divides the states of a cache, so leave it
+        out for a pool.
+      mesh: the mesh. It is needed only if key heads (groups of Mamba-2) are not a multiple of the devices of heads:
+        they are divided over as many of the first axes as possible, and repeated over the other axes.
 
     Raises:
       ValueError: `mesh_axes` has another key, or value heads are not a multiple of the devices of heads.
@@ -61,13 +62,13 @@ def shardings(
 def place(weights: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
     """Return a tree of arrays, JAX's or numpy's, laid on a mesh.
 
-    An array goes to its devices part by part, so none of them holds the whole of what is divided.
+    An array goes to its devices part by part, so no device holds the whole of an array that is divided.
 
     Args:
-      weights: a tree of arrays, such as `load_gated_delta_net` returns it, or the state of an nnx module.
+      weights: a tree of arrays, such as the result of `load_gated_delta_net`, or the state of an nnx module.
       mesh: the mesh.
-      specs: a PartitionSpec for every array, or for whole parts of the tree; None for what all devices have. It is
-        `shardings(...).weights` of a layer, and `nnx.get_partition_spec(state)` of a state.
+      specs: a PartitionSpec for every array, or for whole parts of the tree; None for arrays that all devices have. For
+        a layer it is `shardings(...).weights`, for a state `nnx.get_partition_spec(state)`.
     """
 
     def put(spec, part):
