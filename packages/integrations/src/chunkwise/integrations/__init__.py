@@ -1,4 +1,4 @@
-"""chunkwise in other people's houses: one module for each host, which imports its host only when it is used."""
+"""chunkwise inside of other projects: one module for each host project, which imports the host only when it is used."""
 
 from chunkwise.shared import version
 

@@ -25,28 +25,28 @@ def fused_conv1d_gdn(
     kernel_size: int, num_spec_tokens: int = 0, zero_initialize_out: bool = True, compute_precision: Any = jnp.float32,
     decode_tile_size: int = 4, mixed_tile_size: int = 64, implementation: str | None = None,
 ) -> Updated:  # fmt: skip
-    """Return the convolution, the gates and the gated delta rule of a serving step, as `kernels.gdn.v3` has it.
+    """Return a serving step of convolution, gates and gated delta rule, as tpu-inference's `kernels.gdn.v3` does.
 
     Dims: T tokens of all requests, N the most requests, W width of the convolution; `dim` is 2 n_kq d_k + n_v d_v.
 
     Args:
       qkv: queries, keys and values of all heads [T, dim], before the convolution.
       b, a: raw step sizes and raw decays [T, n_v].
-      conv_state, recurrent_state: the pools [slots, W - 1, dim] and [slots, n_v, d_k, d_v], which keep their types.
-        Donate them to the jitted step.
+      conv_state, recurrent_state: the pools [slots, W - 1, dim] and [slots, n_v, d_k, d_v], whose types the new pools
+        have, too. Donate them to the jitted step.
       conv_weight, conv_bias: [dim, 1, W], and [dim] or None.
       a_log, dt_bias: [n_v].
       query_start_loc: boundaries of the requests, int32 [N + 1].
       state_indices: the slot that a request writes, int32 [N]; with speculation the first of num_spec_tokens + 1 slots.
       distribution: int32 [3]; the first entry counts the decodes, and the last one all requests.
-      seq_lens: tokens of a request so far and in this step, [N]. A request without earlier ones starts from
-        zeros.
+      seq_lens: tokens of a request so far and in this step, [N]. A request without earlier tokens starts from zeros.
       read_state_indices: the slot that a request starts from, [N].
-      read_offsets: what is added to it for a decode, [N]: the accepted tokens of the step before, less one.
+      read_offsets: for a decode this is added to its read_state_indices, [N]: the number of accepted tokens of the step
+        before, less one.
       n_kq, n_v, d_k, d_v, kernel_size: sizes on this device.
-      num_spec_tokens: guessed tokens of a decode, at most; static.
-      zero_initialize_out, compute_precision, decode_tile_size, mixed_tile_size: are taken and not used: outputs of
-        padding are zeros, states are float32 inside, and tiles come from the shapes.
+      num_spec_tokens: the most guessed tokens of a decode; static.
+      zero_initialize_out, compute_precision, decode_tile_size, mixed_tile_size: have no effect: outputs of padding are
+        zeros, states are computed in float32, and tile sizes come from the shapes.
       implementation: "xla", "staged" or "fused"; None for the best.
 
     Returns:
@@ -73,8 +73,9 @@ def fused_conv1d_kda(
     """Return the same step for Kimi delta attention, whose decays a [T, n_v d_k] and dt_bias [n_v d_k] have channels.
 
     Args:
-      lower_bound: of the log decay, below 0, for the law with a sigmoid; None for the law with a softplus.
-      beta_is_activated: whether b is what the sigmoid makes of it already, as vLLM's Kimi-Linear has it; static.
+      lower_bound: the bound that log decays stay above, in nats, below 0, for the law with a sigmoid; None for the law
+        with a softplus.
+      beta_is_activated: whether b is the sigmoid of raw step sizes already, as in vLLM's Kimi-Linear; static.
       qkv, b, and the others: as in `fused_conv1d_gdn`.
     """
     step = step_of(
@@ -105,7 +106,7 @@ def fused_conv1d_mamba2(
       dt: raw time steps [T, n_v].
       ssm_state: the pool [slots, n_v, d_k, d_v].
       skip: [n_v], which the paper calls D.
-      dt_limit: least and most of a time step.
+      dt_limit: the least and the largest time step.
       conv_state, and the others: as in `fused_conv1d_gdn`.
     """
     step = step_of(

@@ -1,4 +1,4 @@
-"""The gated delta rule over named arrays, as levanter has it in `layers/gated_deltanet.py`."""
+"""The gated delta rule over named arrays, with the signatures of levanter's `layers/gated_deltanet.py`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,10 +17,10 @@ _ORDER = ("batch", "position", "heads")
 
 
 def install() -> Callable[[], None]:
-    """Make levanter's `GatedDeltaNet` compute the gated delta rule by chunkwise, and return a function that ends it.
+    """Make levanter's `GatedDeltaNet` compute the gated delta rule by chunkwise; return a function that undoes this.
 
-    levanter has no seam for it, so two functions of `levanter.layers.gated_deltanet` are replaced. Models that are
-    traced afterwards have chunkwise in them.
+    levanter has no setting for this, so two functions of `levanter.layers.gated_deltanet` are replaced. Models that are
+    traced afterwards use chunkwise.
     """
     from levanter.layers import gated_deltanet
 
@@ -39,8 +39,8 @@ def chunk_gated_delta_rule(
 
     Args:
       query, key: with the axes batch, position, heads and k_head_dim, in any order.
-      value: with the axes batch, position, heads and v_head_dim. It may have more heads than query and key, a multiple;
-        levanter repeats heads of query and key.
+      value: with the axes batch, position, heads and v_head_dim. The number of its heads may be a multiple of the heads
+        of query and key, where levanter repeats the latter.
       g, beta: log decay and step sizes, with the axes batch, position and heads.
       chunk_size: tokens of a chunk, static.
       initial_state: [batch, heads, k_head_dim, v_head_dim], or None for zeros.
@@ -50,7 +50,7 @@ def chunk_gated_delta_rule(
 
     Returns:
       o, float32, with the axes of `value` in the order above, and the state, float32, None unless asked for. Products
-      are in the types of the arguments; levanter makes them float32 first.
+      have operands in the types of the arguments, while levanter casts these to float32 first.
     """
     return _run(
         pipeline.chunk_gated_delta_rule, query, key, value, g, beta, chunk_size=chunk_size, initial_state=initial_state,
@@ -63,7 +63,7 @@ def recurrent_gated_delta_rule(
     query: "NamedArray", key: "NamedArray", value: "NamedArray", g: "NamedArray", beta: "NamedArray", *,
     initial_state: jax.Array | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = True,
 ) -> tuple["NamedArray", jax.Array | None]:  # fmt: skip
-    """Return the same token by token, for decoding."""
+    """Return the gated delta rule token by token, for decoding."""
     return _run(
         pipeline.recurrent_gated_delta_rule, query, key, value, g, beta, initial_state=initial_state,
         output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,

@@ -15,15 +15,15 @@ __all__ = ["install", "jax_ar_gated_delta_rule", "jax_chunk_gated_delta_rule", "
 
 
 def install(documents: bool = False) -> Callable[[], None]:
-    """Make MaxText's Qwen3-Next and Qwen3.5 compute the gated delta rule by chunkwise, and return what ends it.
+    """Make MaxText's Qwen3-Next and Qwen3.5 compute the gated delta rule by chunkwise; return a function to undo this.
 
-    MaxText has no seam for it, so two functions of `maxtext.models.qwen3` are replaced. Models that are traced
-    afterwards have chunkwise in them.
+    MaxText has no setting for this, so two functions of `maxtext.models.qwen3` are replaced. Models that are traced
+    afterwards use chunkwise.
 
     Args:
-      documents: whether the documents of a packed row are kept apart in training. MaxText's layer sends the state, and
-        the inputs of the convolution, from one document to the next, so that chunkwise's layer takes its place, out of
-        the same parameters.
+      documents: whether the documents of a packed row are kept apart in training. MaxText's layer passes the state, and
+        the inputs of the convolution, from one document to the next; so chunkwise's layer takes its place, with the
+        same parameters.
     """
     from maxtext.models import qwen3
 
@@ -44,10 +44,10 @@ def jax_chunk_gated_delta_rule(
     cp_axis: str | tuple[str, ...] | None = None, compute_dtype: Any = jnp.bfloat16, *,
     segment_ids: jax.Array | None = None, implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
-    """Return the gated delta rule over whole sequences, as `maxtext.models.qwen3` has it under this name.
+    """Return the gated delta rule over whole sequences, with the signature in `maxtext.models.qwen3`.
 
     Dims: B batch, S tokens, H query and key heads, HV value heads: MaxText repeats queries and keys, so that H = HV,
-    but any divisor does; K and V key and value dimensions.
+    but H may be any divisor of HV; K and V key and value dimensions.
 
     Args:
       query, key, value: [B, S, H, K], [B, S, H, K] and [B, S, HV, V].
@@ -56,9 +56,9 @@ def jax_chunk_gated_delta_rule(
       initial_state: [B, HV, K, V], or None for zeros.
       use_qk_norm_in_gdn: whether queries and keys are made to have unit length.
       cp_axis: the axis or axes, inside a `shard_map`, over which S is split, in the order of tokens.
-      compute_dtype: what queries, keys, values and step sizes are rounded to first.
-      segment_ids: int32 [B, S] as MaxText counts, 0 for padding: no state goes from one document to the next. MaxText
-        has no such argument.
+      compute_dtype: the type to which queries, keys, values and step sizes are rounded first.
+      segment_ids: int32 [B, S], MaxText's ids of documents, 0 for padding: no state goes from one document to the next.
+        MaxText's function has no such argument.
       implementation: "xla", "staged" or "fused"; None for the best.
 
     Returns:
@@ -77,7 +77,7 @@ def jax_ar_gated_delta_rule(
     query: jax.Array, key: jax.Array, value: jax.Array, g: jax.Array, beta: jax.Array, initial_state: jax.Array,
     use_qk_norm_in_gdn: bool = False, compute_dtype: Any = jnp.bfloat16,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Return the gated delta rule of one more token in each row, as `maxtext.models.qwen3` has it under this name.
+    """Return the gated delta rule of one more token in each row, with the signature in `maxtext.models.qwen3`.
 
     `jax_chunk_gated_delta_rule` has the same arguments; S is 1 here.
 
@@ -94,7 +94,7 @@ def jax_ar_gated_delta_rule(
 
 
 def load_qwen3_next(params: Mapping[str, Any], config: GatedDeltaNetConfig) -> GatedDeltaNetWeights:
-    """Return the weights of `gated_delta_net` out of MaxText's parameters of a `Qwen3NextGatedDeltaNet`.
+    """Return the weights of `gated_delta_net` from MaxText's parameters of a `Qwen3NextGatedDeltaNet`.
 
     Args:
       params: nested, {"in_proj_qkvz": {"kernel": ...}, ...}, arrays or nnx.Param, of one layer.
@@ -109,13 +109,13 @@ def load_qwen3_next(params: Mapping[str, Any], config: GatedDeltaNetConfig) -> G
     for name, x in found.items():
         shape = wanted[name].shape
         checks.check(x.shape == shape, f"`params` must have {name} of shape {shape}; got {x.shape}.")
-    # A checkpoint of transformers has the same arrays, the other way round and under nearly the same names.
+    # A checkpoint of transformers has the same arrays, transposed and with nearly the same names.
     other = lambda name: name.replace("rms_norm.", "").replace("kernel", "weight").replace("scale", "weight")
     return load_gated_delta_net({other(name): jnp.asarray(x).T for name, x in found.items()}, config)
 
 
 def save_qwen3_next(weights: GatedDeltaNetWeights, config: GatedDeltaNetConfig) -> dict[str, Any]:
-    """Return MaxText's parameters, nested, of weights of `gated_delta_net`: the inverse of `load_qwen3_next`."""
+    """Return weights of `gated_delta_net` as MaxText's nested parameters: the inverse of `load_qwen3_next`."""
     c, w = config, weights
     qkvz, ba = (
         jnp.concatenate([x.reshape(c.D, c.H, -1) for x in parts], axis=2).reshape(c.D, -1)
@@ -133,7 +133,7 @@ def save_qwen3_next(weights: GatedDeltaNetWeights, config: GatedDeltaNetConfig) 
 
 
 def _named(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return arrays of nested parameters by their whole names; variables are opened."""
+    """Return the arrays of nested parameters by their whole names, also out of variables."""
     named = {}
     for name, x in params.items():
         opened = x.get_value() if hasattr(x, "get_value") else x

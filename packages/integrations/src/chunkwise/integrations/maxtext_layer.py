@@ -1,4 +1,4 @@
-"""MaxText's layer of Qwen3-Next in training, computed by `chunkwise.layers.gated_delta_net` out of its parameters.
+"""MaxText's layer of Qwen3-Next in training, computed by `chunkwise.layers.gated_delta_net` with MaxText's parameters.
 
 This module imports MaxText; `maxtext.install` imports this module when documents are to be kept apart.
 """
@@ -19,9 +19,9 @@ _MAXTEXTS = Layer.__call__
 def over_documents(
     self, hidden_states, model_mode=qwen3.MODEL_MODE_TRAIN, kv_cache=None, decoder_segment_ids=None, **options
 ):
-    """Return what the layer makes of hidden states, where each document of a packed row is computed as if alone.
+    """Return the layer's output for hidden states; each document of a packed row is computed as if it were alone.
 
-    It has the arguments of MaxText's `Qwen3NextGatedDeltaNet`, which runs itself wherever it does not train.
+    The arguments are the arguments of MaxText's `Qwen3NextGatedDeltaNet`, which runs itself except in training.
     """
     if model_mode != qwen3.MODEL_MODE_TRAIN:
         return _MAXTEXTS(self, hidden_states, model_mode, kv_cache, decoder_segment_ids, **options)

@@ -1,4 +1,4 @@
-"""How a module knows the mesh that `jax.set_mesh` has set, so that its caller need not say it."""
+"""How a module finds the mesh that `jax.set_mesh` has set, so that its caller need not pass it."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from jax.sharding import AxisType
 from chunkwise import layers
 from chunkwise.shared.call import checks
 
-# Axes of a mesh by what they divide, as `chunkwise.layers.shardings` takes them, in pairs.
+# Pairs of a dimension to divide and axes of a mesh, the items of `mesh_axes` of `chunkwise.layers.shardings`.
 MeshAxes = tuple[tuple[str, Any], ...] | None
 
 
 def shardings_on(config: layers.LayerConfig, mesh_axes: MeshAxes) -> layers.Shardings | None:
-    """Return how a layer lies on the mesh that is set; None without one, or without `mesh_axes`."""
+    """Return how a layer is divided over the mesh that is set; None without a mesh or without `mesh_axes`."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh_axes is None:
         return None
@@ -24,9 +24,10 @@ def shardings_on(config: layers.LayerConfig, mesh_axes: MeshAxes) -> layers.Shar
 
 
 def division(config: layers.LayerConfig, mesh_axes: MeshAxes) -> dict[str, Any]:
-    """Return the arguments by which a layer of `chunkwise.layers` knows the mesh that is set.
+    """Return the arguments that tell a layer of `chunkwise.layers` about the mesh that is set.
 
-    The types of arrays say how explicit axes divide them, and their sizes what a `shard_map` divides.
+    Only automatic axes, and axes of tokens inside a `shard_map`, need an argument: the types of arrays say how explicit
+    axes divide them, and inside a `shard_map` arrays have their local sizes.
     """
     on = shardings_on(config, mesh_axes)
     if on is None or mesh_axes is None:
@@ -39,5 +40,5 @@ def division(config: layers.LayerConfig, mesh_axes: MeshAxes) -> dict[str, Any]:
 
 
 def _names(axes: Any) -> tuple[str, ...]:
-    """Return the axes that are named by one name, several or none."""
+    """Return axes, given as one name, a tuple of names or None, as a tuple."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())

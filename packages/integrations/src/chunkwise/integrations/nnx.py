@@ -23,17 +23,17 @@ class _Layer(nnx.Module):
     Args:
       config: sizes of the layer, such as `GatedDeltaNetConfig`.
       weights: the weights of a checkpoint, or others; None for new ones.
-      rngs: draws new weights, from its stream `params`; None beside `weights`.
+      rngs: the random numbers, whose stream `params` draws new weights; None if `weights` are given.
       param_dtype: type of new weights, but A_log, dt_bias and skip are float32. Products are in the type of the hidden
         states.
       mesh_axes: which axes of a mesh divide the rows, the tokens and the heads, under the names "batch", "tokens" and
-        "heads"; a value is an axis or a tuple of axes. It holds along automatic and explicit axes where `jax.set_mesh`
-        has set a mesh, and along axes of tokens inside a `shard_map`. Without a mesh it is not read.
-      implementation: of the operator, "xla", "staged" or "fused"; None for the best.
+        "heads"; a value is an axis or a tuple of axes. It counts for automatic and explicit axes of a mesh that
+        `jax.set_mesh` has set, and for axes of tokens inside a `shard_map`. Without a mesh it is not read.
+      implementation: the implementation of the operator, "xla", "staged" or "fused"; None for the best.
 
     Attributes:
       weights: the weights of the layer, such as `GatedDeltaNetWeights`; each of them is an nnx.Param.
-      cache: what the tokens so far leave to the next one, a `Cache` of nnx.Cache; None until `init_cache`.
+      cache: the data that the next token needs of the tokens so far, a `Cache` of nnx.Cache; None until `init_cache`.
     """
 
     init: ClassVar[Callable]
@@ -41,17 +41,17 @@ class _Layer(nnx.Module):
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
-        # The arguments and attributes are the same for all layers, and a reader looks for them at each.
+        # All layers have the same arguments and attributes, and a reader looks for them in the class of a layer.
         first, common = (inspect.cleandoc(x.__doc__ or "") for x in (cls, _Layer))
         cls.__doc__ = first + "\n\n" + common.partition("\n\n")[2]
-        # Python's errors name a function by the class that it was written in.
+        # Python's errors name a method with the class in which it is written.
         for name in ("__init__", "__call__", "init_cache"):
             f: Any = vars(_Layer)[name]
             copy = types.FunctionType(f.__code__, f.__globals__, name, f.__defaults__, f.__closure__)
             copy.__kwdefaults__, copy.__doc__, copy.__annotations__ = f.__kwdefaults__, f.__doc__, f.__annotations__
             copy.__qualname__ = f"{cls.__qualname__}.{name}"
             setattr(cls, name, copy)
-        # flax makes modules by a call with any arguments.
+        # The metaclass of flax has a call with any arguments, which hides the signature.
         signature = inspect.signature(cls.__init__)
         cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
 
@@ -65,14 +65,14 @@ class _Layer(nnx.Module):
         if weights is not None:
             parameters.check_weights(weights, type(self).init, config)
         self.config, self.implementation = config, implementation
-        # flax hashes what is no array.
+        # flax hashes attributes that are no arrays.
         self.mesh_axes = None if mesh_axes is None else tuple(mesh_axes.items())
         tree = weights if rngs is None else type(self).init(rngs.params(), config, param_dtype)
         self.weights = nnx.data(self._variables(nnx.Param, tree, "weights"))
         self.cache = nnx.data(None)
 
     def _variables(self, kind: Callable, tree: Any, name: str) -> Any:
-        """Return variables of arrays, which flax lays on the mesh that is set."""
+        """Return arrays as variables, which flax lays on the mesh that is set."""
         on = mesh.shardings_on(self.config, self.mesh_axes)
         if on is None:
             return jax.tree.map(kind, tree)
@@ -83,7 +83,7 @@ class _Layer(nnx.Module):
 
         Args:
           N: sequences: the rows of the hidden states, or the sequences of `cu_seqlens`.
-          dtype: type of the hidden states. The state is float32 for any.
+          dtype: type of the hidden states. The state is float32 for every type.
         """
         self.cache = nnx.data(self._variables(nnx.Cache, layers.empty_cache(self.config, N, dtype), "cache"))
 
@@ -95,10 +95,10 @@ class _Layer(nnx.Module):
 
         Args:
           x: hidden states [B, T, D], float32 or bfloat16.
-          decode: whether to go on from the tokens in the cache and to put these tokens into it, one or many; static.
+          decode: whether these tokens, one or many, continue the cache, which is updated; static.
           cu_seqlens: boundaries of the sequences of a packed row, int32 [N + 1]; B must be 1.
           segment_ids: int32 [B, T], instead of `cu_seqlens`: a sequence begins where the id changes, and a token with
-            an id below 0 is padding, which may hold any number, gives zeros and leaves the cache as it is.
+            an id below 0 is padding: it may hold any number, its output is zeros, and it does not change the cache.
           padding_id: another id whose tokens are padding; static.
 
         Returns:
@@ -129,7 +129,7 @@ class GatedDeltaNet(_Layer):
 
 
 class GatedDeltaNet2(_Layer):
-    """Gated DeltaNet 2, whose delta rule erases and writes apart, as a module.
+    """Gated DeltaNet 2, whose delta rule has erase and write gates, as a module.
 
     `chunkwise.layers.gated_delta_net2` has the equations.
     """

@@ -1,17 +1,17 @@
-"""Names of a host that stand for something of chunkwise, until they are put back."""
+"""Names in the modules of a host that get values of chunkwise, until they are put back."""
 
 from collections.abc import Callable
 from typing import Any
 
-# A module of a host, the name of an attribute, and its value of chunkwise.
+# A module of a host, the name of an attribute, and the value of chunkwise for it.
 Place = tuple[Any, str, Any]
 
 
 def replace(*places: Place) -> Callable[[], None]:
-    """Give names of a host their values of chunkwise, and return a function that puts back what they stood for.
+    """Give names of a host their values of chunkwise, and return a function that puts the old values back.
 
-    A name that has its value of chunkwise already is left alone, now and by the function that is returned: of two
-    installations, the first one's end ends both.
+    A name that already has its value of chunkwise is not changed here, nor by the function that is returned. So after
+    two installations, the function of the first one undoes both.
 
     Raises:
       AttributeError: the host has no such name, in which case none is replaced.

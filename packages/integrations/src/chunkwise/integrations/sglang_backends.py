@@ -1,4 +1,4 @@
-"""SGLang-JAX's backends of Kimi delta attention and lightning attention, with their states left in the pool.
+"""SGLang-JAX's backends of Kimi delta attention and lightning attention, which leave states in the pool.
 
 This module imports SGLang-JAX; `sglang_jax.install` imports this module. Dims: T tokens, H heads, K and V sizes of a
 head. The axis "data" of SGLang-JAX's mesh divides requests, tokens and slots, and "tensor" divides heads.
@@ -11,29 +11,29 @@ from sgl_jax.srt.layers.attention.linear.lightning_backend import LightningAttnB
 
 from chunkwise.integrations.sglang_jax import kda, lightning
 
-# Arrays of tokens [T, H, ...] and the pool [slots, H, K, V]; weights [H, ...]; a number for each request.
+# The specs of tokens [T, H, ...] and of the pool [slots, H, K, V]; of weights [H, ...]; and of numbers of requests.
 _HEADS, _WEIGHTS, _REQUESTS = PartitionSpec("data", "tensor"), PartitionSpec("tensor"), PartitionSpec("data")
 
 
 class ChunkwiseKDA(KDAAttnBackend):
-    """Kimi delta attention over the pool itself, between SGLang-JAX's convolutions.
+    """Kimi delta attention that reads and writes the pool itself; SGLang-JAX's convolutions are before it.
 
     SGLang-JAX's backend gathers the states of the requests, computes, and scatters them into the pool twice. Here its
     methods that gather and scatter pass the pool on.
     """
 
     def get_state(self, recurrent_state_pool, layer_id, recurrent_indices):
-        """Return the pool, and the inputs of the convolutions that each request has left."""
+        """Return the pool, and the last inputs of the convolutions of each request."""
         # XLA drops the gather of the states, which nobody reads.
         _, conv = super().get_state(recurrent_state_pool, layer_id, recurrent_indices)
         return self.get_layer_cache(recurrent_state_pool, layer_id)[0], conv
 
     def set_ssm_state(self, recurrent_state_pool, layer_id, recurrent_indices, new_recurrent):
-        """Return the pool, in which the operator has left the states."""
+        """Return the pool, which has the new states already."""
         return new_recurrent
 
     def set_ssm_track_state(self, full_recurrent, track_indices, track_mask, new_recurrent):
-        """Return the pool, in which the operator has left the states for prefixes too."""
+        """Return the pool, which has the states for prefixes already."""
         return full_recurrent
 
     def _forward_extend(self, q, k, v, g, beta, initial_state, cu_seqlens, layer, scale=None):
@@ -55,7 +55,7 @@ class ChunkwiseKDA(KDAAttnBackend):
 
 
 class ChunkwiseLightning(LightningAttnBackend):
-    """Lightning attention over the pool itself."""
+    """Lightning attention that reads and writes the pool itself."""
 
     def _forward_decode(self, q, k, v, recurrent_buffer, recurrent_indices, has_initial_state, slope):
         return self._run(q, k, v, recurrent_buffer, None, recurrent_indices, has_initial_state, slope)
@@ -72,11 +72,11 @@ class ChunkwiseLightning(LightningAttnBackend):
 
 
 def any_sizes(**sizes) -> None:
-    """Refuse nothing: what SGLang-JAX's fused prefill asks of sizes, types and devices, chunkwise's does not."""
+    """Check nothing: unlike SGLang-JAX's fused prefill, chunkwise's has no conditions on sizes, types and devices."""
 
 
 def _over_devices(run, mesh, arrays, weights, step):
-    """Return the pool and the output of a function of a device's heads and requests. None in a step has no spec."""
+    """Run a function on every device with the device's heads and requests; return the pool and the output."""
     return jax.shard_map(
         run, mesh=mesh, in_specs=(_HEADS, _WEIGHTS, _REQUESTS), out_specs=_HEADS, check_vma=False
     )(arrays, weights, step)  # fmt: skip

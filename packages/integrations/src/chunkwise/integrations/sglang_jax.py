@@ -1,4 +1,4 @@
-"""Linear attention for SGLang-JAX: what its backends call for prefills and decodes, over its pools of states."""
+"""Linear attention for SGLang-JAX: the functions that its backends call for prefills and decodes, over its pools."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +14,11 @@ __all__ = ["decode_gated_delta_rule", "install", "kda", "lightning", "prefill_ga
 
 
 def install() -> Callable[[], None]:
-    """Make SGLang-JAX's engine compute linear attention by chunkwise, and return a function that ends it.
+    """Make SGLang-JAX's engine compute linear attention by chunkwise; return a function that undoes this.
 
-    The gated delta rule, Kimi delta attention and lightning attention of the engines that are made afterwards are
-    chunkwise's, whether schedulers are threads or processes, and whatever `--gdn-prefill-impl` says. Convolutions stay
-    SGLang-JAX's. It has no seam for any of this, so names in `gdn_backend`, `kda_backend`, `lightning_backend` and
+    Engines that are made afterwards have the gated delta rule, Kimi delta attention and lightning attention of
+    chunkwise, whether schedulers are threads or processes, and whatever `--gdn-prefill-impl` says. Convolutions stay
+    SGLang-JAX's. SGLang-JAX has no setting for this, so names in `gdn_backend`, `kda_backend`, `lightning_backend` and
     `engine` are replaced.
     """
     from sgl_jax.srt.entrypoints import engine
@@ -29,7 +29,7 @@ def install() -> Callable[[], None]:
     return replace(
         (gdn_backend, "decode_gated_delta_rule_ref", decode_gated_delta_rule),
         (gdn_backend, "chunked_gated_delta_rule_jax", prefill_gated_delta_rule),
-        # The prefill that is the default has the arguments of the other one, which calls the function above.
+        # The default prefill is replaced by the other one, which has the same arguments and calls the function above.
         (gdn_backend, "fused_chunk_parallel_prefill", gdn_backend.GDNAttnBackend._forward_extend_chunked_jax),
         (gdn_backend, "validate_fused_chunk_parallel_capability", sglang_backends.any_sizes),
         (kda_backend, "KDAAttnBackend", sglang_backends.ChunkwiseKDA),
@@ -39,7 +39,7 @@ def install() -> Callable[[], None]:
 
 
 def run_scheduler_process(*arguments) -> None:
-    """Run a scheduler of SGLang-JAX in a process of its own, where no name is replaced yet."""
+    """Run a scheduler of SGLang-JAX in a new process, in which no name is replaced yet."""
     from sgl_jax.srt.managers import scheduler
 
     install()
@@ -59,8 +59,8 @@ def prefill_gated_delta_rule(
     Args:
       mixed_qkv: queries, keys and values after the convolution [T, 2 n_kq d_k + n_v d_v].
       b, a: raw step sizes and raw decays [T, n_v].
-      recurrent_state: the pool [slots, n_v, d_k, d_v], which keeps its type; donate it. Slot 0 is nobody's: a request
-        with this slot starts from zeros and writes nothing.
+      recurrent_state: the pool [slots, n_v, d_k, d_v], whose type the new pool has, too; donate it. Slot 0 belongs to
+        no request: a request with this slot starts from zeros and writes nothing.
       A_log, dt_bias: [n_v].
       cu_seqlens: boundaries of the requests, int32 [B + 1]; None for one token each.
       state_indices: the slot of a request, int32 [B].
@@ -86,7 +86,7 @@ def decode_gated_delta_rule(
     state_indices: jax.Array, *, n_kq: int, n_v: int, d_k: int, d_v: int, has_initial_state: jax.Array | None = None,
     track_indices: jax.Array | None = None, track_mask: jax.Array | None = None, implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Return the same for a token of each request, as `decode_gated_delta_rule_ref` does: B = T."""
+    """Return the same for one token of each request, B = T, as `decode_gated_delta_rule_ref` does."""
     return prefill_gated_delta_rule(
         mixed_qkv, b, a, recurrent_state, A_log, dt_bias, None, state_indices, has_initial_state, n_kq=n_kq, n_v=n_v,
         d_k=d_k, d_v=d_v, track_indices=track_indices, track_mask=track_mask, implementation=implementation,
@@ -99,10 +99,10 @@ def kda(
     has_initial_state: jax.Array | None = None, *, scale: float | None = None, lower_bound: float | None = None,
     track_indices: jax.Array | None = None, track_mask: jax.Array | None = None, implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Return the pool and the output of Kimi delta attention: what `KDAAttnBackend` gathers, computes and scatters.
+    """Return the pool and the output of Kimi delta attention, in place of what `KDAAttnBackend` gathers and scatters.
 
     Args:
-      q, k, v: after the convolution, [T, H, K], [T, H, K], [T, HV, V]; queries and keys get unit length here.
+      q, k, v: [T, H, K], [T, H, K], [T, HV, V] after the convolution; queries and keys are scaled to unit length here.
       a, b: raw decays [T, HV, K], and step sizes [T, HV], of which SGLang-JAX's model has taken the sigmoid.
       dt_bias: [HV, K] or [HV K].
       recurrent_state, and the others: as in `prefill_gated_delta_rule`; cu_seqlens is None for a decode.
@@ -121,7 +121,7 @@ def lightning(
     scale: float | None = None, track_indices: jax.Array | None = None, track_mask: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Return the pool and the output of lightning attention, whose log decay of a head is `slope` [HV], below 0."""
+    """Return the pool and the output of lightning attention; `slope` [HV], below 0, has the log decay of every head."""
     o, pool = ragged_simple_gla(
         q[None], k[None], v[None], None, recurrent_state, **_step(cu_seqlens, state_indices, has_initial_state),
         g_gamma=slope, scale=scale, implementation=implementation,
@@ -130,7 +130,7 @@ def lightning(
 
 
 def _step(cu_seqlens, state_indices, has_initial_state) -> dict[str, Any]:
-    """Return the arguments by which chunkwise knows a step of SGLang-JAX."""
+    """Return a step of SGLang-JAX as arguments of chunkwise."""
     N = state_indices.shape[0]
     return dict(
         cu_seqlens=jnp.arange(N + 1, dtype=jnp.int32) if cu_seqlens is None else cu_seqlens,

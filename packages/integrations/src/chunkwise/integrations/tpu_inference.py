@@ -1,4 +1,4 @@
-"""Linear attention for tpu-inference, which is vLLM on TPUs: its kernel's signature, and its backend."""
+"""Linear attention for tpu-inference, which is vLLM on TPUs: a function with its kernel's signature, and a backend."""
 
 import importlib.util
 from collections.abc import Callable
@@ -22,12 +22,12 @@ class ChunkwiseLinearAttention:
     """A linear attention backend of tpu-inference: `register` makes it one of its `LinearAttentionBackend`s."""
 
     def conv1d_gdn_kernel(self) -> Callable[..., Updated]:
-        """Return what tpu-inference maps over its mesh."""
+        """Return the function that tpu-inference maps over its mesh."""
         return fused_conv1d_gdn
 
 
 def install() -> Callable[[], None]:
-    """Make tpu-inference's default linear attention chunkwise's in this process, and return a function that ends it.
+    """Make chunkwise tpu-inference's default linear attention in this process; return a function that undoes this.
 
     The backend that `register` adds needs no such call, but only models of vLLM ask for it by its name. MaxText's
     models under vLLM always take the default one.
@@ -56,7 +56,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Make the class that vLLM looks up by name, which is one of tpu-inference's under another name."""
+    """Make the class that vLLM looks up by its name: a backend class of tpu-inference with this name."""
     if name != "ChunkwiseAttentionBackend":
         raise AttributeError(name)
     from tpu_inference.layers.vllm.backends import flash_attn as host
