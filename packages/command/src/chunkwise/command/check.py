@@ -1,4 +1,4 @@
-"""Every kernel on the backend of this machine, compiled, against float64: `chunkwise check`."""
+"""`chunkwise check`: every kernel, compiled for the backend of this machine, is compared with float64."""
 
 import functools
 import math
@@ -15,8 +15,8 @@ import numpy as np
 from chunkwise.pipeline import operators, stages
 from chunkwise.shared.testing import cases, compare, inputs, oracle
 
-# Sizes and, packed, lengths: a tail in the last chunk, empty sequences, padding. Small where compiling or interpreting
-# costs more than running.
+# Sizes, and the lengths of a packed batch: with a last chunk that is not full, empty sequences and padding. Sizes are
+# small where compiling or interpreting costs more than running.
 ON_TPU = cases.Case(T=200, H=2, HV=4, K=128, V=128), (1, 0, 77, 0, 114)
 ELSEWHERE = cases.Case(T=100, HV=2, K=64, V=64, chunk_size=32), (1, 0, 37, 0, 56)
 INTERPRETED = cases.Case(T=20, HV=2, K=8, V=16, chunk_size=16), (1, 0, 17, 0)
@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 class Row(NamedTuple):
-    """One line of the table; without a result, `error` is infinite and `message` says what was raised."""
+    """One line of the table; if an exception was raised, `error` is infinite and `message` describes the exception."""
 
     kernel: str
     implementation: str
@@ -43,14 +43,14 @@ class Row(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A line to come: a function that is being compiled, and how to get the results, a dict, that are expected of it.
+    """A line to come: a function that is being compiled, and a function that returns its expected results.
 
     Attributes:
       label: kernel, implementation, type and case.
-      compiling: the compiled function of `args`.
-      args: of the function.
-      expected: returns the exact results by name; quick if it was called before.
-      tolerance: of a result by name.
+      compiling: the future of the compiled function.
+      args: the arguments of the function.
+      expected: returns the exact results by name; a second call is quick.
+      tolerance: returns the tolerance of a result by its name.
     """
 
     label: tuple[str, str, str, str]
@@ -60,7 +60,7 @@ class Program(NamedTuple):
     tolerance: Callable[[str], float]
 
     def measure(self) -> Row:
-        """Run it and compare its results with the expected ones; report whatever was raised."""
+        """Run the function and compare its results with the expected ones; report any exception."""
         try:
             compiled = self.compiling.result()
             results = jax.block_until_ready(compiled(*self.args))
@@ -69,17 +69,17 @@ class Program(NamedTuple):
                 start = time.perf_counter()
                 jax.block_until_ready(compiled(*self.args))
                 seconds.append(time.perf_counter() - start)
-        except Exception as problem:  # whatever it is, the other kernels are still to be checked
+        except Exception as problem:  # after any exception the other kernels are still to be checked
             text = str(problem).strip().splitlines()
             return Row(*self.label, message=f"{type(problem).__name__}: {text[0] if text else ''}")
         errors = {name: compare.error(results[name], want) for name, want in self.expected().items()}
-        # The nearest to its tolerance, or the furthest past it.
+        # The result with the largest ratio of error to tolerance.
         worst = max(errors, key=lambda name: errors[name] / self.tolerance(name))
         return Row(*self.label, worst, errors[worst], self.tolerance(worst), statistics.median(seconds))
 
 
 def _compile(pool: Executor, fn: Callable, args: tuple) -> Future:
-    """Compile fn for args in the pool: that is what the time of a check goes into, and it leaves Python free."""
+    """Compile fn for args in the pool, because compiling takes most of the time of a check and needs no Python."""
     return pool.submit(lambda: jax.jit(fn).lower(*args).compile())
 
 
@@ -92,7 +92,7 @@ class Check(NamedTuple):
       label: names the batch: "fixed", "packed" or "stream".
       case: the batch.
       states: whether an operator gets and returns states.
-      forward: whether to run a kernel's forward alone too, which does not keep what the gradients need.
+      forward: whether to run the forward alone, too, which makes no residuals.
     """
 
     kernel: operators.Entry | stages.Stage
@@ -103,14 +103,14 @@ class Check(NamedTuple):
     forward: bool = True
 
     def start(self, pool: Executor) -> Iterator[Program]:
-        """Yield its programs, which the pool is compiling."""
+        """Yield the programs of the check, which the pool is compiling."""
         if isinstance(self.kernel, stages.Stage):
             return _start_stage(self, self.kernel, pool)
         return _start_operator(self, self.kernel, pool)
 
 
 def _start_operator(check: Check, operator: operators.Entry, pool: Executor) -> Iterator[Program]:
-    """Yield the programs of an operator: forward and gradients, and before it the forward alone."""
+    """Yield the programs of an operator: the forward alone, and the forward with gradients."""
     case = check.case
     options = {"chunk_size": case.chunk_size} if operator.chunked else {}
 
@@ -127,7 +127,7 @@ def _start_operator(check: Check, operator: operators.Entry, pool: Executor) -> 
     programs: list[tuple[str, Callable, tuple]] = [
         (", gradients", compare.with_gradients(run), (*operands, cotangents))
     ]
-    # Plain JAX computes the same with gradients or without.
+    # In plain JAX the forward alone computes the same as with gradients.
     if check.implementation != "xla" and check.states and check.forward:
         programs.insert(0, ("", run, operands))
     for suffix, fn, args in programs:
@@ -166,7 +166,7 @@ def _arguments(inputs: Callable[[cases.Case], dict], case: cases.Case) -> dict[s
 
 @functools.cache
 def _inputs(delta: bool, gates: str, erase: str | None, case: cases.Case, states: bool) -> dict[str, jax.Array]:
-    """Return the inputs of an operator, the same for all that take the same."""
+    """Return the inputs of an operator, the same arrays for all operators that take the same arguments."""
     N = case.B if case.lengths is None else len(case.lengths)
     return operators.inputs_of(
         delta, gates, erase, case.B, case.T, case.H, case.HV, case.K, case.V, dtype=jnp.dtype(case.dtype),
@@ -195,7 +195,7 @@ def _exact(delta: bool, gates: str, erase: str | None, case: cases.Case, states:
 
 
 def _cases(base: cases.Case, lengths: tuple[int, ...], quick: bool) -> Iterator[tuple[str, cases.Case]]:
-    """Yield (label, case) in both types, fixed and packed; if `quick`, packed in the first type only."""
+    """Yield (label, case) for both types, fixed and packed; if `quick`, only packed and in the first type."""
     sizes = vars(base)
     for dtype in DTYPES[:1] if quick else DTYPES:
         if not quick:
@@ -221,8 +221,8 @@ def plan(interpret: bool, quick: bool = False) -> list[Check]:
             small = not on_tpu and (quick or implementation != "xla")
             for label, case in _cases(*(INTERPRETED if small else compiled), quick):
                 checks.append(Check(kernel, implementation, label, case, forward=not quick))
-                # As in training: without states, chunks go across the sequences of a pack.
+                # As in training, where no states go in or out, so that chunks go across the sequences of a pack.
                 if case.lengths and isinstance(kernel, operators.Entry) and kernel.chunked and not quick:
                     checks.append(Check(kernel, implementation, "stream", case, states=False))
-    # Plain JAX compiles the fastest, and stages and steps of one token faster than whole operators, as in the tables.
+    # Plain JAX compiles fastest. The tables are in such an order that what compiles faster comes first.
     return sorted(checks, key=lambda check: check.implementation != "xla")

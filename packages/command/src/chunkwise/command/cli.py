@@ -17,7 +17,8 @@ from rich.markup import escape
 
 from chunkwise.command import check, demo, info, models, report, tables
 
-# So many checks are compiled at once, or one for each core of a larger machine; their lines follow together.
+# The number of checks that are compiled at once, or more on a machine with more cores; their lines are printed
+# together.
 BATCH = 8
 
 
@@ -28,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; `run` of its result is the function of the command."""
+    """Return the parser of the command line; the attribute `run` of its result is the function of the command."""
     parser = argparse.ArgumentParser(prog="chunkwise", description="Chunked linear attention for JAX.")
     version = info.version("chunkwise-pipeline") or "of a source tree"
     about = f"chunkwise {version}, jax {jax.__version__}, Python {platform.python_version()}"
@@ -73,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
 def run_check(options: argparse.Namespace, console: Console) -> int:
     """Check the kernels, and print a table or JSON."""
     started = time.perf_counter(), time.process_time()
-    # Nothing but JSON may be printed with it.
+    # With --json nothing but JSON may be printed.
     rows = check_all(options.kernel, options.interpret, options.quick, Console(quiet=True) if options.json else console)
     failed = [row for row in rows if not row.passed]
     if options.json:
@@ -117,7 +118,8 @@ def measure_all(checks: list[check.Check], lines: Console) -> Iterator[check.Row
                 label = names[0] + (f", and {len(names) - 1} more" if names[1:] else "")
                 tables.announce(f"compiling {label}", progress, task)
                 programs = [program for one in batch for program in one.start(pool)]
-                # The exact results, while the pool compiles; what is timed afterwards has the processor for itself.
+                # Compute the exact results while the pool compiles, so that the runs, which are timed, have the
+                # processor alone.
                 for program in programs:
                     program.expected()
                 wait([program.compiling for program in programs])
@@ -127,12 +129,12 @@ def measure_all(checks: list[check.Check], lines: Console) -> Iterator[check.Row
                     lines.print(*as_lines(row), sep="\n")
                     yield row
                 progress.advance(task, len(batch))
-        finally:  # an interrupt does not wait for what is still to be compiled
+        finally:  # an interrupt does not wait for programs that are still to be compiled
             pool.shutdown(cancel_futures=True)
 
 
 def run_report(options: argparse.Namespace, console: Console) -> int:
-    """Check the kernels quickly, time the models, and write both."""
+    """Check the kernels quickly, time the models, and write the results of both."""
     if options.samples < 1:
         raise SystemExit(f"`--samples` must be at least 1; got {options.samples}.")
     small = jax.default_backend() == "cpu" if options.small is None else options.small
@@ -157,13 +159,13 @@ def as_json(row: check.Row) -> dict:
     }
 
 
-# One line of the table; the widths hold every name there is.
+# One line of the table; every name fits the widths.
 LINE = "{:30} {:8} {:9} {:17} {:12} {:>8} {:>7} {:>10}  {}"
 HEADINGS = ("kernel", "how", "type", "case", "result", "error", "limit", "time, ms", "verdict")
 
 
 def as_lines(row: check.Row) -> list[str]:
-    """Return a row as a line of the table, and a second line if it raised something."""
+    """Return a row as a line of the table, and a second line if there was an exception."""
     verdict = "[green]pass[/]" if row.passed else f"[bold red]{'RAISED' if row.message else 'FAIL'}[/]"
     numbers = ("",) * 3 if row.message else (f"{row.error:.1e}", f"{row.tolerance:.0e}", f"{1e3 * row.seconds:.2f}")
     line = LINE.format(row.kernel, row.implementation, row.dtype, row.case, row.worst, *numbers, verdict)

@@ -1,6 +1,6 @@
-"""What chunked linear attention is for, shown on the text of Python's standard library: `chunkwise demo`.
+"""`chunkwise demo`: a use of chunked linear attention, shown on the text of Python's standard library.
 
-Two states store the same lines, one by the delta rule and one by plain linear attention, and both are asked for them.
+Two states store the same lines, one by the delta rule and one by plain linear attention, and the lines are read back.
 Then the gated delta rule runs over text, chunk by chunk and token by token, and both results are compared with float64.
 """
 
@@ -27,9 +27,9 @@ from chunkwise.shared.testing import compare, oracle
 
 # Recall: a line has WIDTH characters of 8 bits, so that a value has 256 channels, and a key has KEY channels.
 WIDTH, KEY = 32, 128
-# Libraries differ in how many lines they have: the last count is what there is, if that is less.
+# How many lines are stored. A library may have fewer lines; then all of them are the last count.
 COUNTS = (4, 8, 16, 32, 64, 128, 256)
-# So many lines are shown, and the judgement is about them.
+# How many lines are stored in the run that is shown and judged.
 SHOWN = 32
 # Speed and accuracy: heads and channels, and the tokens of a run.
 H, HV, K, V = 2, 4, 128, 128
@@ -39,7 +39,7 @@ LIMIT = compare.TOLERANCE["float32"]
 
 @dataclasses.dataclass(frozen=True)
 class Recall:
-    """How many lines were stored, and which came back, by the name of a state."""
+    """The lines that were stored, and by the name of a state the lines that came back."""
 
     facts: dict[str, str]
     answers: dict[str, list[str]]
@@ -56,7 +56,7 @@ class Recall:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How fast and how exact one way to compute T tokens is."""
+    """The speed and the error of one way to compute T tokens."""
 
     way: str
     tokens: int
@@ -70,7 +70,7 @@ class Run:
 
 
 def library() -> list[Path]:
-    """Return the modules of the standard library, its packages and their tests not among them."""
+    """Return the modules of the standard library, without packages and their tests."""
     folder = Path(sysconfig.get_path("stdlib"))
     if not (paths := sorted(folder.glob("*.py"))):
         raise SystemExit(f"The standard library must lie in a folder; got {folder}.")
@@ -96,7 +96,7 @@ def read_facts(count: int) -> dict[str, str]:
 
 
 def key_of(name: str) -> np.ndarray:
-    """Return a unit vector for a name: names that share letters have keys that are not orthogonal."""
+    """Return a unit vector for a name; the vectors of names that share letters are not orthogonal."""
     text = f"^{name}$"
     grams = [text[i : i + 3] for i in range(len(text) - 2)]
 
@@ -113,17 +113,16 @@ def bits_of(line: str) -> np.ndarray:
 
 
 def line_of(bits: np.ndarray) -> str:
-    """Return the line that numbers of both signs spell; a byte that is no character becomes a question mark."""
+    """Return the line whose bits are the signs of numbers; a byte that is no character becomes a question mark."""
     return "".join(chr(x) if 32 <= x < 127 else "?" for x in np.packbits(bits > 0))
 
 
 def recall(facts: dict[str, str], counts: tuple[int, ...]) -> list[Recall]:
-    """Store the first lines of `facts`, as many as every count says, and ask both states for them.
+    """Store the first lines of `facts`, for every count so many, and read them back from both states.
 
-    Of the counts above the number of lines there is one, that number.
-    A sequence tells every name a wrong line first, the line of another name, and then twice the right line. Then it
-    asks: a token whose step size is 0, or whose value is 0, changes nothing. The sequences of all counts are packed
-    into one row.
+    Counts above the number of lines become that number. A sequence first stores a wrong line for every name, which is
+    the line of another name, and then twice the right line. Then it reads with tokens that change nothing, because
+    their step size, or their value, is 0. The sequences of all counts are packed into one row.
     """
     counts = tuple(dict.fromkeys(min(count, len(facts)) for count in counts))
     keys, values, steps = [], [], []
@@ -135,7 +134,7 @@ def recall(facts: dict[str, str], counts: tuple[int, ...]) -> list[Recall]:
     k, v, beta = (jnp.asarray(np.concatenate(x)[None, :, None], jnp.float32) for x in (keys, values, steps))
     ends = np.cumsum([0, *(4 * count for count in counts)])
     options = {"scale": 1.0, "cu_seqlens": jnp.asarray(ends, jnp.int32)}
-    # The gates are 0: no state forgets by itself.
+    # The gates are 0, so no state decays.
     g = jnp.zeros(v.shape[:3], jnp.float32)
     read = {
         "delta rule": chunk_gated_delta_rule(k, k, v, g, beta, **options)[0],
@@ -149,10 +148,10 @@ def recall(facts: dict[str, str], counts: tuple[int, ...]) -> list[Recall]:
 
 
 def embed(tokens: int) -> dict[str, jax.Array]:
-    """Return q, k, v, g and beta of so many bytes of the standard library.
+    """Return q, k, v, g and beta for some bytes of the standard library, one token for every byte.
 
     A byte's features are a fixed random vector, mixed with the vectors of the three bytes before it, as the short
-    convolution of a layer would. Text repeats itself, so its keys do too.
+    convolution of a layer would. Text repeats itself, and so do the keys.
     """
     text = np.empty(0, np.uint8)
     for path in library():
@@ -168,7 +167,7 @@ def embed(tokens: int) -> dict[str, jax.Array]:
     def unit(x: np.ndarray) -> np.ndarray:
         return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
-    # Heads forget at rates from one in two hundred tokens to two a token.
+    # Heads decay by 0.005 nats a token to 2 nats a token.
     rate = np.geomspace(0.005, 2.0, HV)
     arrays = {
         "q": unit(features(H, K)),
@@ -181,7 +180,7 @@ def embed(tokens: int) -> dict[str, jax.Array]:
 
 
 def race(lengths: tuple[int, ...]) -> Iterator[Run]:
-    """Run the gated delta rule over text in both ways, on the same tokens, and compare both with float64."""
+    """Run the gated delta rule over text, chunk by chunk and token by token, and compare both with float64."""
     x = embed(max(lengths))
     expected, _ = oracle.reference(**x)
     ways = {
@@ -206,7 +205,7 @@ def timed(fn: Callable, x: dict[str, jax.Array]) -> tuple[jax.Array, float]:
 
 
 def judge(shown: Recall, runs: list[Run]) -> tuple[bool, str]:
-    """Return whether all is as it should be, and a sentence that says so."""
+    """Return whether the results are right, and a sentence that says so."""
     delta, plain = (shown.right_lines(state) for state in shown.answers)
     chunked, stepwise = runs[-2:]
     worst = max(run.error for run in runs)

@@ -14,12 +14,12 @@ COLOURS = {
     "token by token": "tab:gray",
 }
 WRONG = "tab:red"
-# Characters of a name; a longer one is cut.
+# The most characters of a name; a longer name is cut.
 NAME = 24
 
 
 def draw(recalls: list["Recall"], shown: "Recall", runs: list["Run"], limit: float, path: Path) -> None:
-    """Draw what was read back, and how much, how fast and how exact it is."""
+    """Draw the lines that were read back, how many were right, and the speed and the error of the runs."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -27,7 +27,7 @@ def draw(recalls: list["Recall"], shown: "Recall", runs: list["Run"], limit: flo
 
     figure = plt.figure(figsize=(14, 8.8), layout="constrained")
     rows = figure.add_gridspec(2, 1, height_ratios=(1.0, 1.15))
-    # As wide as their characters, so that letters are equally far apart in all three.
+    # Columns are as wide as their number of characters, so that letters have the same distance in all three.
     texts = rows[0].subgridspec(1, 3, width_ratios=(NAME + 35, 34, 34))
     _stored(figure.add_subplot(texts[0]), shown)
     for column, state in enumerate(shown.answers, 1):

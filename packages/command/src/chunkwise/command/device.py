@@ -1,7 +1,7 @@
-"""What a TPU itself takes: the time of a call on the device, a grid step that does nothing, and the clock.
+"""Times on a TPU: of a call on the device, of a grid step that does nothing, and the clock.
 
-A grid step waits a moment beside its instructions, and the clock of a TPU under load is published nowhere. The formula
-of `chunkwise.command.times` needs both.
+A grid step takes some time in addition to its instructions, and the clock of a TPU under load is not published. The
+formula of `chunkwise.command.times` needs both.
 """
 
 import functools
@@ -15,17 +15,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.profiler import ProfileData
 
-# Times of two sizes are subtracted, so that what a call takes besides is not in the difference.
+# Times of two sizes are subtracted, so that the overhead of a call is not in the difference.
 STEPS = (1_000, 11_000)
 TURNS = (10_000, 1_010_000)
-# A turn of the loop has so many dependent steps, which every generation takes in so many bundles, as its compiler says.
+# An iteration of the loop has CHAIN dependent steps, for which the compiler of every generation has BUNDLES_OF_A_TURN
+# bundles.
 CHAIN = 32
 BUNDLES_OF_A_TURN = 97
 CALLS = 5
 
 
 def empty_steps(steps: int) -> Callable:
-    """Return a function of an array [8, 128] whose kernel does nothing in so many steps of its grid."""
+    """Return a function of an array [8, 128] whose kernel does nothing in `steps` grid steps."""
     block = pl.BlockSpec((8, 128), lambda i: (0, 0))
     shape = jax.ShapeDtypeStruct((8, 128), jnp.float32)
 
@@ -38,7 +39,7 @@ def empty_steps(steps: int) -> Callable:
 
 
 def straight_loop(turns: int) -> Callable:
-    """Return a function of an int32 array [1] whose kernel runs a chain of operations in so many turns of a loop."""
+    """Return a function of an int32 array [1] whose kernel runs a chain of operations `turns` times in a loop."""
     scalar = pl.BlockSpec(memory_space=pltpu.SMEM)
 
     def turn(_, x):
@@ -66,7 +67,7 @@ def module_ms(profile: ProfileData) -> list[float]:
 
 
 def device_ms(call: Callable, calls: int = CALLS) -> float | None:
-    """Return the median time of a call on the device, by the profiler; None where it says nothing, as on a CPU."""
+    """Return the median time in ms of a call on the device, from the profiler; None if it has none, as on a CPU."""
     with tempfile.TemporaryDirectory(prefix="chunkwise_profile_") as folder:
         with jax.profiler.trace(folder):
             for _ in range(calls):
@@ -78,7 +79,7 @@ def device_ms(call: Callable, calls: int = CALLS) -> float | None:
 
 
 def _difference_ms(make: Callable[[int], Callable], sizes: tuple[int, int], x: jax.Array) -> float | None:
-    """Return the time on the device that the larger of two sizes takes more."""
+    """Return by how many ms on the device the larger of two sizes takes longer."""
     times = []
     for size in sizes:
         program = jax.jit(make(size)).lower(x).compile()

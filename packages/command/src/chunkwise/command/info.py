@@ -1,4 +1,4 @@
-"""What is installed, what it runs on, and what it selects here: `chunkwise info`."""
+"""`chunkwise info`: the installed packages, the devices, and the implementations that None selects here."""
 
 import pkgutil
 import platform
@@ -11,7 +11,7 @@ from chunkwise.pipeline import operators, stages
 from chunkwise.shared.call import checks
 
 LIBRARIES = ("jax", "jaxlib", "libtpu", "numpy")
-# Distributions that nothing needs: the root, which only brings others, and what is installed to use flax.
+# Distributions that no package needs: the root, which only installs others, and the two for flax and other hosts.
 ROOT, INTEGRATIONS, FLAX = "chunkwise", "chunkwise-integrations", "flax"
 
 
@@ -29,12 +29,12 @@ def importable() -> set[str]:
 
 
 def packages() -> dict[str, str | None]:
-    """Return the version of every chunkwise distribution; None for a bare source tree, and where there is none."""
+    """Return the version of every chunkwise distribution; None for a bare source tree, or if it is missing."""
     return {name: version(name) for name in sorted({ROOT, INTEGRATIONS} | importable())}
 
 
 def selected() -> dict[str, str]:
-    """Return what implementation=None means here, for keys and values of 128 channels."""
+    """Return the implementations that None selects here, for keys and values of 128 channels."""
     return {
         kernel.name: checks.choose_implementation(None, kernel.implementations, on_tpu=kernel.implementations[-1])
         for kernel in (*operators.OPERATORS.values(), *stages.STAGES, *stages.PARTS)

@@ -1,4 +1,4 @@
-"""The shapes of real models, by name, and what a case costs: flops and bytes, the same for every implementation.
+"""The shapes of real models, by name, and their cost: flops and bytes, the same for every implementation.
 
 `chunkwise report` and the benchmarks measure them.
 """
@@ -24,12 +24,12 @@ class Layer:
     """A layer of a model.
 
     Attributes:
-      operator: operator without its prefix `chunk_`.
+      operator: name of the operator, without a prefix.
       H, HV, K, V: heads and head dimensions.
       T: tokens, unless the command line says otherwise.
-      sequences: packed sequences; 0 for one that is not packed.
-      ragged: whether the n-th of them is n + 1 times as long as the first, instead of all equally long.
-      segments: whether ids of the tokens tell the sequences, instead of boundaries.
+      sequences: how many packed sequences; 0 for one sequence that is not packed.
+      ragged: whether sequence n, from 0, is n + 1 times as long as sequence 0; otherwise all have the same length.
+      segments: whether ids of the tokens mark the sequences, in place of boundaries.
       normalise: whether the operator scales queries and keys to unit length.
     """
 
@@ -46,7 +46,7 @@ class Layer:
 
     @property
     def _options(self) -> dict[str, bool]:
-        """What the operator and its oracle are told besides; gated linear attention has no such option."""
+        """Further options of the operator and its oracle; gated linear attention has none."""
         return {"use_qk_l2norm_in_kernel": True} if self.normalise else {}
 
     @property
@@ -62,7 +62,7 @@ class Layer:
     def function(self, implementation: str, sharding=None) -> Callable:
         """Return the function from the inputs by name, and cu_seqlens or None, to a dict of o.
 
-        `sharding` is of v, over devices; None for one device.
+        `sharding` says how v is split over devices; None for one device.
         """
         operator = self.table.function
 
@@ -95,13 +95,13 @@ class Layer:
     def part(self, x: dict, tokens: slice) -> dict:
         """Return some tokens of the last key head with its value heads, of inputs, results or gradients by name.
 
-        Heads do not mix, nor do sequences: if the tokens are a whole one, they give what they give among the others.
+        Heads and sequences do not mix, so a whole sequence of the last heads gives the same results alone.
         """
         heads = {"q": 1, "k": 1, "p": 1, "dq": 1, "dk": 1, "dp": 1}
         return {name: y[:, tokens, -heads.get(name, self.HV // self.H) :] for name, y in x.items()}
 
     def expected(self, part: dict, do) -> dict[str, np.ndarray]:
-        """Return o in float64 of one sequence of such a part, and the gradients of its inputs if there is a do."""
+        """Return o in float64 for one sequence of a `part`, and the gradients of the inputs if do is given."""
         o, _, *gradients = reference(**part, do=do, **self._options)
         return {"o": o} | ({f"d{name}": y for name, y in gradients[0].items()} if gradients else {})
 
@@ -121,14 +121,13 @@ class Layer:
     def cost(self, T: int, dtype, backward: bool) -> tuple[int, int]:
         """Return flops and bytes, as the package's `cost` counts them, of the forward or of both directions together.
 
-        They are the same for every implementation, whatever it really does, so that their rates compare: the flops of
-        the matrix products of whole chunks, and every tensor moved once in each direction. Earlier results counted
-        triangles half, the inverse too, and a backward as two forwards: their times compare, their rates do not.
+        They count the matrix products of whole chunks, and every tensor moved once in each direction. They are the same
+        for all implementations, so that rates can be compared.
         """
         sizes = dict(B=1, T=T, H=self.H, HV=self.HV, K=self.K, V=self.V, C=choose_chunk_size(None, T=T))
         itemsize = jnp.dtype(dtype).itemsize
         cost = self.table.cost
-        # Only the forms that go token by token have none.
+        # Only recurrent forms have no cost.
         assert cost is not None
         costs = [cost(**sizes, itemsize=itemsize, backward=way) for way in (False, True)[: 1 + backward]]
         return sum(x.flops for x in costs), sum(x.bytes_accessed for x in costs)
@@ -146,19 +145,19 @@ MODELS = {
 
 
 def program(case, implementation: str, T: int, backward: bool, cu_seqlens, sharding=None, results: bool = False):
-    """Return a case as a function and its shapes: [B, T, heads * channels] in bfloat16, as the projections leave them.
+    """Return a case as a function and its argument shapes, bfloat16 [B, T, heads * channels], as after projections.
 
     Args:
       case: a `Layer`.
-      implementation: one of its operator's.
+      implementation: an implementation of the operator.
       T: tokens.
-      backward: whether the function gives the gradients too, from a cotangent, its last argument.
+      backward: whether the function also returns the gradients, for a cotangent, which is its last argument.
       cu_seqlens: the shape of the boundaries, None for a single sequence.
-      sharding: of v, over devices; None for one device.
-      results: whether the output is wanted beside the gradients.
+      sharding: how v is split over devices; None for one device.
+      results: whether to return the output beside the gradients.
     """
     shapes = case.specs(T, jnp.bfloat16)
-    # Weights stay as they are.
+    # Weights keep their shapes.
     flat = {
         n: jax.ShapeDtypeStruct((1, T, x.size // T), x.dtype) if x.shape[:2] == (1, T) else x for n, x in shapes.items()
     }
@@ -181,15 +180,15 @@ def program(case, implementation: str, T: int, backward: bool, cu_seqlens, shard
 
 @dataclass(frozen=True)
 class Mixture:
-    """What a scheduler packed into one serving step.
+    """The sequences of one serving step.
 
     Attributes:
-      decodes: sequences that go token by token, all from a state.
-      W: tokens of each, after every one of which the state is kept.
-      prefills: tokens of every other sequence, each from a state too.
+      decodes: how many sequences are decodes, all from a state.
+      W: tokens of a decode; the state after each of them is kept.
+      prefills: tokens of every other sequence, each of which also starts from a state.
       pool: type of the states.
-      replay: tokens of the ring of a slot, half of which are there, or 0 for no ring. Then a decode keeps all of its
-        tokens, and folds once in `folds_every` steps.
+      replay: tokens of the ring of a slot, or 0 for no ring. Rings are half full; all tokens of a decode are kept, and
+        a ring is folded once in `folds_every` steps.
     """
 
     decodes: int = 0
@@ -200,7 +199,7 @@ class Mixture:
 
     @property
     def folds_every(self) -> int:
-        """Return in how many steps a ring becomes full."""
+        """After how many steps a ring is full."""
         return self.replay // self.W
 
     @property
@@ -214,7 +213,7 @@ class Mixture:
         return self.decodes * self.W + sum(self.prefills)
 
     def step(self) -> dict[str, Any]:
-        """Return what changes from step to step, by argument name."""
+        """Return the arguments that change from step to step, by name."""
         lengths = [self.W] * self.decodes + list(self.prefills)
         columns = 1 if self.replay else self.W
         indices = np.arange(self.N * columns, dtype=np.int32)
@@ -231,7 +230,7 @@ class Mixture:
 
     @property
     def over_array(self) -> bool:
-        """Whether its pool is an array of states: of a floating type, without a ring."""
+        """Whether the pool is an array of states: of a floating type, without a ring."""
         return not self.replay and self.pool != "int8"
 
     def make_pool(self, case: Layer, slots: int):
@@ -244,7 +243,7 @@ class Mixture:
 
 
 def serving_step(case: Layer, implementation: str, mixture: Mixture | None = None) -> Callable:
-    """Return the step of tensors, the pool and what changes from step to step, each by argument name.
+    """Return a serving step, a function of the tensors, the pool, and the arguments of `Mixture.step`.
 
     `mixture` says how many tokens a decode over a ring has; None where there is no ring.
     """
@@ -261,7 +260,7 @@ def moved_bytes(case: Layer, mixture: Mixture) -> tuple[int, int]:
     Over a ring a decode reads a state and half a ring, adds its tokens to the ring, and writes a state once in
     `folds_every` steps.
     """
-    # The bytes of one slot: of its state, and of its ring.
+    # The bytes of a slot are the bytes of its state and of its ring.
     pool = jax.eval_shape(lambda: mixture.make_pool(case, 1))
     size = lambda y: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(y))
     state = size(pool) if isinstance(pool, jax.ShapeDtypeStruct) else size((pool.states, pool.scales))

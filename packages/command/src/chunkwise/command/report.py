@@ -1,4 +1,4 @@
-"""What a machine does with the layers of real models, in one JSON file: `chunkwise report`.
+"""`chunkwise report`: times and errors of the layers of real models on this machine, in one JSON file.
 
 `report.schema.json` beside this module is the schema of the file. docs/hardware.md explains it.
 """
@@ -27,16 +27,16 @@ from chunkwise.shared import chips
 from chunkwise.shared.call import checks
 from chunkwise.shared.testing import compare, oracle
 
-# Of the file. A reader of another version must not guess.
+# The version of the file's schema. A reader of another version must not guess.
 SCHEMA = 2
 DTYPE = "bfloat16"
 PASSES = ("forward", "forward+backward", "decode")
-# Sequences of a serving step that decodes, and how much smaller a layer is on a machine that is no accelerator.
+# How many sequences a decode step has, on an accelerator and on other machines, where layers are smaller, too.
 DECODES, SMALL_DECODES = 64, 8
 SMALL_TOKENS, SMALL_HEADS = 256, 8
-# Gradients are judged over so many tokens: float64 keeps a state for each of them.
+# Gradients are judged over this number of tokens, because the float64 oracle keeps a state for each token.
 JUDGED = 1024
-# A sample is as many calls in a row as take so long, but not more than CALLS: results that wait take memory.
+# A sample is some calls in a row, which take SAMPLE_SECONDS, but at most CALLS, because waiting results take memory.
 SAMPLE_SECONDS, CALLS = 0.02, 20
 SAMPLES = 10
 
@@ -47,21 +47,21 @@ def read_schema() -> dict:
 
 
 def smaller(case: models.Layer) -> models.Layer:
-    """Return a case with fewer heads, in the same ratio, and fewer tokens."""
+    """Return a case with fewer heads, with the same heads in a group, and with fewer tokens."""
     part = min(SMALL_HEADS, case.H)
     return dataclasses.replace(case, H=case.H // part, HV=case.HV // part, T=SMALL_TOKENS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Something to time: a pass of a case in one implementation.
+    """A measurement to do: a pass of a case in one implementation.
 
     Attributes:
       name: the name of the model in `models.MODELS`.
       case: its layer, perhaps a smaller one.
       way: one of PASSES.
-      implementation: one of the operator's.
-      decodes: sequences of a decode.
+      implementation: an implementation of the operator.
+      decodes: how many sequences a decode step has.
     """
 
     name: str
@@ -76,14 +76,14 @@ class Job:
         return models.Mixture(self.decodes)
 
     def label(self) -> dict:
-        """Return what names the row."""
+        """Return the fields that identify the row."""
         tokens = self.decodes if self.way == "decode" else self.case.T
         sizes = {name: getattr(self.case, name) for name in ("operator", "H", "HV", "K", "V")}
         row = {"case": self.name} | sizes | {"tokens": tokens, "pass": self.way, "dtype": DTYPE}
         return row | {"implementation": self.implementation}
 
     def prepare(self) -> tuple[Callable, tuple, Callable[[dict], dict[str, tuple[float, float]]]]:
-        """Return the function, its arguments, and how to judge its results: errors and tolerances by name."""
+        """Return the function, its arguments, and a function from results to errors and tolerances by name."""
         return self._decode() if self.way == "decode" else self._layer(self.way == "forward+backward")
 
     def _layer(self, backward: bool):
@@ -128,7 +128,7 @@ class Job:
         return fn, (x, jnp.asarray(pool), step), judge
 
     def bytes_moved(self) -> int:
-        """Return the bytes that it must move: every tensor and every state once in each direction."""
+        """Return the bytes that the pass must move: every tensor and every state once in each direction."""
         if self.way == "decode":
             return models.moved_bytes(self.case, self.mixture)[0]
         return self.case.cost(self.case.T, jnp.dtype(DTYPE), self.way != "forward")[1]
@@ -139,7 +139,7 @@ def _errors(results: dict, expected: dict, tolerance: Callable[[str], float]) ->
 
 
 def plan(names: list[str], small: bool) -> Iterator[Job]:
-    """Yield what is timed: every pass of every model in the implementation that None selects, and in plain JAX."""
+    """Yield the measurements: every pass of every model in the implementation that None selects, and in plain JAX."""
     for name in names:
         case = smaller(models.MODELS[name]) if small else models.MODELS[name]
         chosen = checks.choose_implementation(None, case.table.implementations, on_tpu=case.table.implementations[-1])
@@ -151,7 +151,7 @@ def plan(names: list[str], small: bool) -> Iterator[Job]:
 
 
 def measure(job: Job, samples: int, chip: str | None) -> dict:
-    """Return the row of a job; `message` says what was raised, and then there are no figures."""
+    """Return the row of a job; after an exception it has no figures, and `message` describes the exception."""
     none = dict.fromkeys(
         (
             "compile_s",
@@ -179,7 +179,7 @@ def measure(job: Job, samples: int, chip: str | None) -> dict:
         row |= {"result": worst, "error": error if math.isfinite(error) else None, "tolerance": tolerance}
         row["passed"] = error <= tolerance
         if job.way == "decode":
-            # The pool is donated: every step gets the one before's.
+            # The pool is donated, so every step gets the pool of the step before.
             state = {"pool": results["states"]}
 
             def call():
@@ -191,7 +191,7 @@ def measure(job: Job, samples: int, chip: str | None) -> dict:
             call = lambda: program(*args)
         row |= _time(call, samples)
         row["device_ms"] = device.device_ms(call) if chip else None
-    except Exception as problem:  # whatever it is, the other rows are still wanted
+    except Exception as problem:  # after any exception the other rows are still to be measured
         row["passed"] = False
         text = str(problem).strip().splitlines()
         row["message"] = f"{type(problem).__name__}: {text[0] if text else ''}"
@@ -217,9 +217,9 @@ def _time(call: Callable, samples: int) -> dict:
 
 
 def _outlook(job: Job, chip: str | None) -> dict:
-    """Return what is expected of a job on a chip: the time of its bytes, and an estimate if one came with the package.
+    """Return the times to expect on a chip: the time to move the bytes, and an estimate if the package has one.
 
-    An estimate for fewer tokens is scaled. It is the compiler's, as `times.device_ms` makes a time of it.
+    An estimate for fewer tokens is scaled. `times.device_ms` made it from the compiler's figures.
     """
     row = dict.fromkeys(("floor_ms", "estimate_ms", "estimate_tokens", "estimate_file"))
     if chip not in chips.CHIPS:
@@ -240,7 +240,7 @@ def _estimates() -> list[dict]:
 
 
 def gather(small: bool) -> dict:
-    """Return what a report says before it measures: of the machine no more than what changes its figures."""
+    """Return the head of a report, which says no more about the machine than what matters for the figures."""
     installed = info.gather()
     libraries = {name: installed["libraries"][name] for name in ("python", *info.LIBRARIES)}
     names = {"chunkwise": installed["packages"]["chunkwise-pipeline"]} | libraries
@@ -262,22 +262,22 @@ def gather(small: bool) -> dict:
 
 
 def run(checked: list[dict], names: list[str], small: bool, samples: int, output: Path, console: Console) -> int:
-    """Time the models, and return 1 if a check failed or a time has no right result.
+    """Time the models; return 1 if a check failed or a result is wrong.
 
-    The file and a line are written after every time, so that nothing is lost if the run is ended.
+    After every measurement the file is written and a line is printed, so that nothing is lost if the run ends early.
 
     Args:
       checked: rows of the check, as JSON.
-      names: of the models.
+      names: names of models.
       small: whether to take smaller layers.
-      samples: of every time.
+      samples: how many samples to take for every time.
       output: the file.
-      console: where the lines and the summary go.
+      console: prints the lines and the summary.
     """
     about = gather(small)
     about["device"] |= device.measure()
     planned, rows = list(plan(names, small)), []
-    # What another run has compiled would be no time of a compilation.
+    # Without the cache, because a program from another run's cache would not show the time of compiling.
     before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -312,7 +312,7 @@ def run(checked: list[dict], names: list[str], small: bool, samples: int, output
     return int(bool(failed))
 
 
-# One line of the table; the widths hold every name there is.
+# One line of the table; every name fits the widths.
 LINE = "{:18} {:16} {:7} {:>6} {:>9} {:>18} {:>10} {:>12} {:>10} {:>8}  {}"
 HEADINGS = (
     "model", "pass", "how", "tokens", "time, ms", "quartiles, ms", "device, ms", "estimate, ms", "compile, s", "error",
@@ -321,7 +321,7 @@ HEADINGS = (
 
 
 def as_lines(row: dict) -> list[str]:
-    """Return a row as a line of the table, and a second line if it raised something."""
+    """Return a row as a line of the table, and a second line if there was an exception."""
     verdict = "[green]pass[/]" if row["passed"] else f"[bold red]{'RAISED' if row['message'] else 'FAIL'}[/]"
     low, high = row["quartiles_ms"] or (None, None)
     line = LINE.format(

@@ -12,14 +12,14 @@ from rich.table import Table
 
 
 def make_console(width: int = 110) -> Console:
-    """Return a console as wide as the terminal, or `width` where the output is no terminal."""
+    """Return a console as wide as the terminal, or of this width if the output is no terminal."""
     return Console(width=None if sys.stdout.isatty() else width)
 
 
 def make_table(console: Console, left: Iterable[str], right: Iterable[str] = ()) -> Table:
     """Return an empty table with columns aligned to the left and, after them, to the right."""
     table = Table(box=box.ROUNDED if console.is_terminal else box.ASCII2)
-    # Cells too narrow fold: the mark of one cut short is not ASCII.
+    # Long cells are folded and not cut, because the mark of a cut cell is not ASCII.
     for name in left:
         table.add_column(name, overflow="fold")
     for name in right:
@@ -34,9 +34,9 @@ def make_progress(console: Console) -> Progress:
 
 
 def announce(text: str, progress: Progress, task: TaskID) -> None:
-    """Say what is being done: in the bar on a terminal, elsewhere as a line of the error stream.
+    """Print what is being done: in the progress bar on a terminal, and elsewhere as a line of the error stream.
 
-    Where errors go into the same file as the results, nothing is said, so that a table stays whole.
+    If errors and results go to the same file, print nothing, so that a table stays whole.
     """
     progress.update(task, description=text)
     if progress.disable and not _one_file():
@@ -44,7 +44,7 @@ def announce(text: str, progress: Progress, task: TaskID) -> None:
 
 
 def took(elapsed: float, processor: float) -> str:
-    """Return how long something took that began at these times of `perf_counter` and `process_time`."""
+    """Return the time since a start, as a text; the arguments are `perf_counter` and `process_time` at the start."""
     seconds = time.perf_counter() - elapsed, time.process_time() - processor
     return "{:.0f} seconds, {:.0f} seconds of processor time".format(*seconds)
 
@@ -53,5 +53,5 @@ def _one_file() -> bool:
     """Return whether output and errors go to one file or pipe, as after `2>&1`."""
     try:
         return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
-    except OSError:  # Streams that are no files, as in a notebook.
+    except OSError:  # The streams are no files, as in a notebook.
         return False
