@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m benchmarks -h` lists the commands; every result is checked before it counts."""
+"""Benchmarks: `python -m benchmarks -h` lists the commands; the error of a result is checked before its time counts."""

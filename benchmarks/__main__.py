@@ -63,7 +63,7 @@ TEXT |= {
     "order",
     "program",
 }
-# Where `gpu` saves all of its programs.
+# The file in which `gpu` saves the rows of all programs.
 GPU_RESULT = Path(__file__).parent.parent / "docs/data/gpu-h100.json"
 
 
@@ -172,7 +172,7 @@ def parse(arguments=None) -> argparse.Namespace:
     if options.command == "scale" and options.scan and not options.topology:
         parser.error("`--scan` compiles for a `--topology`; got none.")
     if options.command == "scale":
-        # Every ratio is to one device.
+        # Ratios are to one device, so one device is always measured.
         options.devices = sorted({1, *(options.devices or (2, 4, 8))})
     return options
 
@@ -192,7 +192,7 @@ def shapes(options: argparse.Namespace) -> Iterator[tuple]:
 
 
 def jobs(options: argparse.Namespace) -> Iterator[tuple]:
-    """Yield (what it does, function that returns rows) of a command."""
+    """Yield (description of a job, function that returns its rows) for a command."""
     default = ["xla"] if jax.default_backend() != "tpu" else ["xla", "staged", "fused"]
     if options.command == "time":
         dtype = jnp.dtype(options.dtype)
@@ -293,7 +293,7 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
 
 
 def scale_jobs(options: argparse.Namespace, implementations: list[str] | None) -> Iterator[tuple]:
-    """Yield the jobs of `scale`: for topologies if there are any, on simulated devices otherwise."""
+    """Yield the jobs of `scale`: for topologies if some are given, otherwise on simulated devices."""
     for name, case, T, label in shapes(options):
         if not options.topology:
             dtype = jnp.dtype(options.dtype)
@@ -313,7 +313,7 @@ def scale_jobs(options: argparse.Namespace, implementations: list[str] | None) -
 
 
 def step_jobs(options: argparse.Namespace, implementations: list[str]) -> Iterator[tuple]:
-    """Yield the jobs of `step`: for chips if there are any, on this machine otherwise."""
+    """Yield the jobs of `step`: for chips if some are given, otherwise on this machine."""
     dtype = jnp.dtype(options.dtype)
     for case in options.case or ["qwen3-next-80b"]:
         for name in options.mixture or step.MIXTURES:
@@ -347,7 +347,7 @@ def _cell(value) -> str:
 
 
 def save(options: argparse.Namespace, rows: list[dict]) -> None:
-    """Write a result; with `--keep` beside the rows of an earlier one of the same command, version and machine."""
+    """Write a result; with `--keep`, add earlier rows of the same command, version and machine that it lacks."""
     about = {"jax": jax.__version__, "backend": jax.default_backend(), "device": jax.devices()[0].device_kind}
     about |= {"command": options.command, "python": platform.python_version(), "libtpu": info.version("libtpu")}
     if options.keep and options.json.exists():
@@ -371,7 +371,8 @@ def main(arguments=None) -> int:
         plots.draw(saved["command"], saved["rows"], options.output)
         return 0
     if options.command == "scale":
-        # A device has a thread, and a collective waits for all of them: on fewer cores it waits for ever.
+        # Every simulated device has a thread, and a collective waits for all threads: with fewer threads it waits for
+        # ever.
         os.environ.setdefault("NPROC", "16")
         jax.config.update("jax_num_cpu_devices", options.devices[-1])
     elif options.command == "gpu":

@@ -1,4 +1,4 @@
-"""Errors against gate strength and against repeated keys: ours beside two forms that are often used, and fail.
+"""Errors by gate strength and by share of repeated keys: ours, and two forms that are often used and fail.
 
 The factored form computes decayed scores as (q e^G)(k e^-G)^T. The truncated series computes (I + M)^-1 as
 I - M + M^2 - ... up to a power; the product of powers, (I - M)(I + M^2)(I + M^4)..., is the whole series.
@@ -15,7 +15,7 @@ from chunkwise.shared.testing.oracle import reference
 
 STRENGTHS = (0.01, 0.1, 0.5, 1.0, 1.4, 2.0, 5.0, 10.0, 30.0, 80.0)
 REPEATED = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
-# As they are named on the command line and in results.
+# The names of operators on the command line and in results.
 NAMES = tuple(operator.name.removeprefix("chunk_") for operator in CHUNKED)
 C = 64
 # The mean of the log sigmoid of a normal variable.
@@ -28,7 +28,7 @@ def factored_scores(q, k, G):
 
 
 def exact_scores(q, k, G):
-    """Return the same with every difference of gates taken before its exponential."""
+    """Return the same scores, with the exponential of the difference of gates."""
     difference = jnp.minimum(G[:, :, None] - G[:, None], 0.0)
     return jnp.tril(jnp.sum(q[:, :, None] * k[:, None] * jnp.exp(difference), axis=-1))
 
@@ -51,7 +51,7 @@ def product_of_powers(M):
 
 
 def chunked(q, k, v, g, beta=None, *, scores, inverse=None):
-    """Run an operator chunk by chunk in float32 with the given forms of its scores and of its inverse; T % C == 0."""
+    """Run an operator chunk by chunk in float32, with these functions for scores and for the inverse; T % C == 0."""
     heads = lambda x: jnp.moveaxis(x[0].astype(jnp.float32), 1, 0)
     q, k, v, g = (heads(x) for x in (q * k.shape[-1] ** -0.5, k, v, g if g.ndim == 4 else g[..., None]))
     beta, outputs = None if beta is None else heads(beta[..., None]), []
@@ -69,7 +69,7 @@ def chunked(q, k, v, g, beta=None, *, scores, inverse=None):
 
 
 def inputs(operator: str, strength: float, repeated: float, beta, dtype, T: int, K: int) -> dict:
-    """Return inputs with gates of a mean strength in nats a token, and one key on a share of the tokens."""
+    """Return inputs with this mean strength of gates, in nats a token, and the same key on a share of the tokens."""
     gate = f"logsigmoid*{strength / _MEAN}" if strength else "zero"
     x = operator_inputs(OPERATORS[f"chunk_{operator}"], 1, T, 1, 1, K, K, dtype=dtype, beta=beta, gate=gate)
     x.pop("g_gamma", None)
@@ -79,7 +79,7 @@ def inputs(operator: str, strength: float, repeated: float, beta, dtype, T: int,
 
 
 def forms(operator: str, sweep: str, implementations) -> dict:
-    """Return what to compare, by name: functions from inputs to o."""
+    """Return the forms to compare, by name: functions from inputs to o."""
     run = OPERATORS[f"chunk_{operator}"].function
     ours = {name: lambda x, name=name: run(**x, implementation=name)[0] for name in implementations}
     solve = jnp.linalg.inv

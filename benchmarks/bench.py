@@ -1,8 +1,8 @@
-"""KDA at the shapes of a public bench of TPU kernels, kda-tpu-bench, beside the times that it publishes of a v6e.
+"""KDA at the shapes of kda-tpu-bench, a public benchmark of TPU kernels, beside its published times on a v6e.
 
 A call has 24 heads of 128 channels in bfloat16, raw gates whose decay is bounded by -5, packed sequences of one length,
-and their states in and out. The best of the bench's three kernels is sglang-jax's of its pull request 1550; its times
-are of calls that wait for their results.
+and their states in and out. The best of the benchmark's three kernels is from pull request 1550 of sglang-jax.
+Published times are times of calls that wait for their results.
 """
 
 import re
@@ -17,12 +17,12 @@ from chunkwise.kda import chunk_kda
 from chunkwise.shared.chips import CHIPS
 
 CHIP, HEADS, SIZE = "v6e", 24, 128
-# By sequences and the tokens of each: the best published time in ms.
+# The best published time in ms, by the number of sequences and the tokens of each.
 PUBLISHED_MS = {(1, 8192): 3.874, (8, 1024): 4.208, (16, 512): 4.945, (64, 128): 7.079}
 
 
 def build(sequences: int, T: int) -> tuple:
-    """Return the function and its shapes, as the bench calls sglang-jax's."""
+    """Return our function and its shapes, with the arguments that the benchmark gives sglang-jax's kernel."""
     spec = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
     total = sequences * T
     tokens = spec(1, total, HEADS, SIZE, dtype=jnp.bfloat16)
@@ -41,14 +41,14 @@ def build(sequences: int, T: int) -> tuple:
 
 
 def estimate(sequences: int, T: int) -> dict:
-    """Compile a shape of the bench and return what the compiler says of it; in a fresh process only."""
+    """Compile a shape of the benchmark and return the compiler's figures; in a fresh process only."""
     case = Layer("kda", H=HEADS, HV=HEADS, T=sequences * T, sequences=sequences)
 
     def turns(launch: str, loop) -> tuple[int, list[int]]:
         found = re.search(r"_(fwd|states)_c(\d+)", launch)
         assert found is not None
         steps, runs = packed.turns(case, found[1], int(found[2]))
-        # A forward that keeps nothing selects the state that a sequence begins with, without a branch.
+        # A forward without residuals selects the initial state of a sequence, without a branch.
         return steps, runs[1:]
 
     fn, specs = build(sequences, T)
@@ -59,7 +59,7 @@ def estimate(sequences: int, T: int) -> dict:
 
 
 def measure(sequences: int, T: int, timeout: float) -> list[dict]:
-    """Return the row of a shape: what the compiler says, and a call that waits for its result beside the published."""
+    """Return the row of a shape: the compiler's figures, and the predicted time of a call beside the published time."""
     found = tpu.first_result([f"from benchmarks.bench import estimate; estimate({sequences}, {T})"], timeout)
     row = {"published_ms": PUBLISHED_MS[sequences, T]} | found
     known = row.get("estimate_ms") is not None

@@ -27,7 +27,7 @@ H, HV, K, V = 1, 2, 24, 40
 KERNELS = ("staged", "fused")
 DELTA_RULES = ("gated_delta_rule", "kda")
 PER_CHANNEL = ("gla", "kda")
-LENGTHS = (5, 0, 19, 9)  # and padding behind them
+LENGTHS = (5, 0, 19, 9)  # and padding after them
 
 
 def inputs(operator: str, B: int, T: int, dtype=jnp.float32) -> dict[str, jax.Array]:
@@ -121,16 +121,16 @@ def programs() -> Iterator[tuple[str, str, Callable[[dict], dict], dict]]:
 
 
 def fingerprints(only: str = "", before: dict[str, str] | None = None) -> dict[str, str]:
-    """Return a digest of every result, by the name of the program and of the result; say at once what differs."""
+    """Return a digest of every result, by the names of the program and the result; print differences at once."""
     found = {}
     for name, implementation, run, x in programs():
         if only not in name:
             continue
-        # Nobody else runs interpreted kernels, so these compile without optimisation, in half the time.
+        # Nobody runs interpreted kernels for speed, so they are compiled without optimisation, in half the time.
         jax.config.update("jax_disable_most_optimizations", implementation in KERNELS)
         for result, y in sorted(jax.jit(run)(x).items()):
             y = np.asarray(y)
-            # All NaNs are one.
+            # All NaNs count as equal.
             y = np.where(np.isnan(y), np.full((), np.nan, y.dtype), y)
             key = f"{name}: {result}"
             found[key] = hashlib.sha256(y.tobytes()).hexdigest()[:16]

@@ -35,7 +35,7 @@ class Block(Layer):
 
     @property
     def width(self) -> int:
-        """As for an operator."""
+        """Channels of the output."""
         return self.D
 
     @property
@@ -55,7 +55,7 @@ class Block(Layer):
         return {"x": jax.ShapeDtypeStruct((1, T, self.D), dtype)} | {f"w{i}": leaf for i, leaf in weights}
 
     def function(self, implementation: str) -> Callable:
-        """Return the function from the inputs by name, and None, to a dict of o: hidden states after the block."""
+        """Return a function of the inputs by name, and None, to a dict of o, the hidden states after the block."""
         structure = jax.tree.structure(self._weights(jnp.bfloat16))
 
         def run(inputs, _):
@@ -69,7 +69,7 @@ class Block(Layer):
     def cost(self, T: int, dtype, backward: bool) -> tuple[int, int]:
         """Return flops and bytes of the operator and of all matrices; a backward has two products for each.
 
-        Bytes are those of what goes in and out, once: weights, hidden states and their gradients.
+        The bytes are the bytes of weights, hidden states and their gradients, each moved once.
         """
         size, sizes = jnp.dtype(dtype).itemsize, [leaf.size for leaf in jax.tree.leaves(self._weights(dtype))]
         ways = 3 if backward else 1
@@ -78,6 +78,6 @@ class Block(Layer):
 
 
 BLOCKS = {
-    # The defaults of transformers, which are those of Qwen3.5-9B.
+    # The defaults of transformers, which are the sizes of Qwen3.5-9B.
     "block-qwen3.5-9b": Block("gated_delta_rule", H=16, HV=32),
 }

@@ -1,8 +1,8 @@
-"""From the TPU compiler's estimate to a time on a chip: kernels whose real times are published, and a fit to them.
+"""A fit of times on a chip to the TPU compiler's estimates, from kernels whose real times are published.
 
-A point is a published time beside what the compiler says of the same program for the same chip: the bundles of its
-kernels, the steps of their grids, and the cycles of the operations around them. The time is fitted as a sum of three
-parts, as `chunkwise.command.times` has it with rounded numbers.
+A point is a published time and the compiler's figures for the same program and chip: the bundles of its kernels, the
+steps of their grids, and the cycles of the operations around them. The fitted formula is a sum of three parts;
+`chunkwise.command.times` has it with rounded numbers.
 """
 
 import json
@@ -20,7 +20,7 @@ from chunkwise.shared.chips import CHIPS
 _DELTANET = "its README, 0.3.0: B = 1, float32, wall time of calls in a row"
 _TOKAMAX = "its pull request 1103: one TPU7x device, device time, the gate and the unit lengths inside"
 _SGLANG = "kda-tpu-bench: 24 heads, a gate bounded by -5, blocking calls; this is its kernel `original`"
-# Points that nobody can compile from a package index, in the same columns.
+# Points of kernels that no package index has, with the same columns.
 COPIED = Path(__file__).parents[1] / "docs/data/calibrate-copied.json"
 
 
@@ -30,16 +30,17 @@ class Published:
 
     Attributes:
       peer: a name in `tpu_peers.PEERS`.
-      function: of the peer.
+      function: the name of the peer's function.
       chip: a name in `chips.CHIPS`.
       H, HV: heads.
       backward: whether forward and backward were measured, or the forward alone.
       ms: the time.
-      source: who says so, and how it was measured.
+      source: who publishes the time, and how it was measured.
       T: tokens of a sequence.
-      sequences: packed ones; 0 for one that is not packed.
+      sequences: how many packed sequences; 0 for one sequence that is not packed.
       blocking: whether every call waited for its result.
-      fitted: whether the fit has the point. Kernels that wait for the unit of transposes and reductions are slower.
+      fitted: whether the point is in the fit. Kernels that wait for the unit of transposes and reductions are slower,
+        and are not.
     """
 
     peer: str
@@ -56,7 +57,7 @@ class Published:
     fitted: bool = True
 
     def label(self) -> dict:
-        """Return what names the row."""
+        """Return the fields that identify the row."""
         way = "forward+backward" if self.backward else "forward"
         shape = f"{self.sequences} x {self.T}" if self.sequences else f"{self.T}"
         case = f"{self.function} {self.H}/{self.HV}, {shape}"
@@ -83,7 +84,7 @@ PUBLISHED = [
     ),
 ]
 
-# Published times that are not compared, and why.
+# Published times that are not compared, with the reason.
 LEFT_OUT = {
     "tokamax's backward": "its loops turn as often as its boundaries say, which the compiler does not know",
     "tpu-inference": "it publishes times of serving steps, of which the same holds",
@@ -108,9 +109,9 @@ def estimate(index: int, T: int) -> dict:
 
 
 def measure(index: int, T: int | None, timeout: float) -> list[dict]:
-    """Return the point of a published time, compiled in a process of its own.
+    """Return the point of a published time, compiled in a new process.
 
-    A sequence that is not packed is compiled for T tokens, and scaled; None for all of them.
+    A sequence that is not packed is compiled for T tokens, and the figures are scaled; None for its real length.
     """
     one = PUBLISHED[index]
     T = one.T if one.sequences or T is None else T
@@ -124,7 +125,7 @@ def measure(index: int, T: int | None, timeout: float) -> list[dict]:
 
 
 def jobs(peers: list[str], T: int | None, timeout: float) -> Iterator[tuple]:
-    """Yield (what it does, label, function that returns rows) of the published times of peers."""
+    """Yield (description of a job, label, function that returns rows) for the published times of peers."""
     for index, one in enumerate(PUBLISHED):
         if one.peer in peers and tpu_peers.is_installed(one.peer):
             name = f"{one.peer}, {one.function}, {one.chip}"
@@ -137,13 +138,13 @@ def copied() -> list[dict]:
 
 
 class Fit(NamedTuple):
-    """What the time of a program is made of.
+    """The parts of the time of a program.
 
     Attributes:
-      call_ms: of a call that waits for its result.
-      factor: times of bundles and of operations, over these at the peak clock.
-      step_us: of a step of a grid.
-      ratios: predicted over published, a point each.
+      call_ms: the time that a call which waits for its result takes in addition.
+      factor: the time of bundles and operations, divided by their time at the peak clock.
+      step_us: the time of a grid step in addition to its bundles.
+      ratios: predicted over published times of all points.
     """
 
     call_ms: float
@@ -158,13 +159,13 @@ class Fit(NamedTuple):
 
 
 def _columns(row: dict) -> list[float]:
-    """Return what the three numbers of a fit are multiplied by."""
+    """Return the coefficients of the three numbers of a fit."""
     cycles = row["bundles"] + row["around_cycles"]
     return [float(row["blocking"]), cycles / CHIPS[row["chip"]].clock_ghz / 1e6, row["grid_steps"] / 1e3]
 
 
 def fit(rows: list[dict]) -> Fit:
-    """Return the fit to the points, each weighted alike, by least squares of the relative errors."""
+    """Return the fit to the points by least squares of the relative errors, all with the same weight."""
     columns, times = np.array([_columns(row) for row in rows]), np.array([row["published_ms"] for row in rows])
     found = np.linalg.lstsq(columns / times[:, None], np.ones_like(times), rcond=None)[0]
     return Fit(*map(float, found), columns @ found / times)
@@ -176,20 +177,20 @@ def predicted(found: Fit, rows: Iterable[dict]) -> np.ndarray:
 
 
 def library(row: dict) -> str:
-    """Return which code a point is of."""
+    """Return the library of a point's kernel."""
     return f"{row['implementation']} {row['version']}"
 
 
 def usable(rows: list[dict]) -> tuple[list[dict], list[dict]]:
-    """Return the points of the fit, and those that it does not cover, out of compiled and copied ones."""
-    # A point that was compiled here stands for its copy.
+    """Return the points of the fit, and the other points, from compiled and copied ones together."""
+    # A point that was compiled here replaces its copy.
     rows = list({tuple(row[k] for k in ("case", "pass", "version")): row for row in [*copied(), *rows]}.values())
     known = [row for row in rows if "failed" not in row]
     return [row for row in known if row["fitted"]], [row for row in known if not row["fitted"]]
 
 
 def sentences(rows: list[dict]) -> list[str]:
-    """Return the fit to the points of a run and to the copied ones, in sentences."""
+    """Return sentences that describe the fit to the points of a run and to the copied points."""
     lines = [f"{what} is left out, because {why}." for what, why in LEFT_OUT.items()]
     lines += [f"{peer} is not installed." for peer in dict.fromkeys(x.peer for x in PUBLISHED) if not _installed(peer)]
     inside, outside = usable(rows)

@@ -1,4 +1,4 @@
-"""The cases of the benchmarks, by name: the layers of real models, and batches that show something besides."""
+"""The cases of the benchmarks, by name: the layers of real models, and further batches."""
 
 from chunkwise.command.models import MODELS, Layer
 

@@ -1,26 +1,26 @@
 """Two results of the same command side by side."""
 
-# What names a row.
+# The fields that identify a row.
 NAMES = ("case", "stage", "T", "pass", "dtype", "implementation", "devices", "chip")
 NAMES += ("sweep", "operator", "form", "point", "split", "topology", "scan", "mixture")
-# The first of these that the base has is compared, and then its memory; the smaller the better.
+# The first of these figures that the base has is compared, and then the memory; smaller is better.
 FIGURES = ("median_ms", "cycles", "operations_cycles", "bundles", "sent_mib", "error", "cold_cpu_s")
 MEMORY = ("memory_mib", "temporaries_mib")
 
 
 def name(row: dict) -> tuple:
-    """Return what names a row."""
+    """Return the fields that identify a row."""
     return tuple(row.get(key) for key in NAMES)
 
 
 def merged(rows: list[dict], earlier: list[dict]) -> list[dict]:
-    """Return the earlier rows that have no newer one of their name, and then the rows."""
+    """Return the earlier rows that no new row replaces, and then the new rows."""
     new = {name(row) for row in rows}
     return [row for row in earlier if name(row) not in new] + rows
 
 
 def figures(row: dict) -> dict[str, float]:
-    """Return the figures of a row by name; cycles are those of the kernels and of what is around them."""
+    """Return the figures of a row by name; cycles include the operations around the kernels."""
     found = {key: row.get(key) for key in (*FIGURES, *MEMORY)}
     if row.get("kernel_cycles") is not None:
         found["cycles"] = row["kernel_cycles"] + (row.get("around_cycles") or 0)
@@ -30,8 +30,8 @@ def figures(row: dict) -> dict[str, float]:
 def compare(rows: list[dict], base: list[dict], tolerance: float) -> list[dict]:
     """Return a row for every figure of every row of the base: both values, their ratio, and a verdict.
 
-    It is worse if the figure grew by more than the tolerance, if there is none any more, or if a result that was
-    correct is not. Memory below 1 MiB counts as 1 MiB.
+    The verdict is worse if a figure exceeds the base's by more than the tolerance, if it is missing, or if the base's
+    result is correct and the new one is not. Memory below 1 MiB counts as 1 MiB.
     """
     now, lines = {name(row): row for row in rows}, []
     for before in base:

@@ -1,7 +1,7 @@
-"""A whole mixer of a decode as the TPU compiler sees it: all that a layer does between its projections.
+"""The TPU compiler's estimate of a decode's whole mixer, which is a layer between its projections.
 
-It is counted as `step` counts an operator: bundles of the kernel, at least the time of its bytes, and the operations
-around it.
+It is counted as an operator in `step`: the bundles of the kernel, but at least the time of its bytes, and the
+operations around it.
 """
 
 import os
@@ -23,7 +23,7 @@ from chunkwise.shared.kernels import launcher
 from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.tpu import launches
 
-# The heads of models that one of several devices has.
+# Models with the heads that one of several devices has.
 MIXERS = {
     "qwen3-next-80b-tp8": Mixer("gated_delta_rule", H=2, HV=4),
     "qwen3.5-397b-tp8": Mixer("gated_delta_rule", H=2, HV=8),
@@ -32,13 +32,13 @@ MIXERS = {
 }
 MIXTURES = ["decode-64", "decode-64-bfloat16"]
 _WIDTH = 4
-# The compiler profiles no program for these chips that has the way of prefills too: so the counts of the step are known
-# there, and the program has one way.
+# For these chips the compiler cannot profile a program that also has the branch of prefills. So the counts of the step
+# are static there, and the program has one branch.
 _ONE_WAY = ("v5e", "v5p")
 
 
 def _layer(case: Mixer):
-    """Return the configuration of a layer, and the operators that it runs."""
+    """Return the config of a layer, and its operators."""
     sizes = dict(D=1, H=case.H, HV=case.HV, K=case.K, V=case.V)
     if case.operator == "kda":
         return KimiDeltaAttentionConfig(**sizes), kimi._OPERATORS
@@ -48,7 +48,7 @@ def _layer(case: Mixer):
 def _compiled(case: Mixer, mixture: Mixture, chip: str, flags: str, known: bool = False) -> str:
     """Compile the mixer of a step for a chip with these flags and return its text; in a fresh process only.
 
-    With `known` the counts of the step are numbers, and are traced otherwise.
+    With `known` the counts of the step are static numbers, otherwise they are traced.
     """
     compiler.setup(flags)
     config, operators = _layer(case)
@@ -71,7 +71,7 @@ def _compiled(case: Mixer, mixture: Mixture, chip: str, flags: str, known: bool 
 
 
 def _launch(text: str) -> list[str]:
-    """Return the launch that runs where all sequences decode."""
+    """Return the launch that runs if all sequences are decodes."""
     return [name for name in launches(text) if "decode_mixer" in name]
 
 
@@ -95,7 +95,7 @@ def count_around(case: Mixer, mixture: Mixture, chip: str) -> int:
 
 
 def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
-    """Return what the mixer of a step of decodes would cost on a chip that is not here."""
+    """Return the estimated cost of the mixer of a step of decodes on a chip that is not here."""
     counts: dict = {}
     for name in ("count_kernel", "count_around"):
         code = (
@@ -108,7 +108,7 @@ def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
     bundles, steps = counts.pop("count_kernel")
     around = counts.pop("count_around")
     channels = 2 * case.H * case.K + case.HV * case.V
-    # The tokens that the convolution keeps, and the gates of the norm.
+    # The bytes of the convolution's state and of the norm's gates.
     more = mixture.N * (2 * (_WIDTH - 1) * channels * 2 + 2 * case.HV * case.V)
     clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
     floor = round((moved_bytes(case, mixture)[0] + more) / bandwidth * clock / 1e3)

@@ -1,6 +1,6 @@
 """The time of the first call of an operator on this machine: JAX traces and compiles it, or reads it from a cache.
 
-Every measurement is a process of its own, in which JAX has compiled nothing yet.
+Every measurement is a new process, in which JAX has compiled nothing yet.
 """
 
 import json
@@ -14,7 +14,7 @@ SIZES = {"B": 1, "T": 300, "H": 2, "HV": 4, "K": 64, "V": 64}
 
 
 def seconds(operator: str, backward: bool, cache: str | None) -> dict[str, float]:
-    """Return the seconds of the first call, elapsed and of all threads, and of the second; for a new process only.
+    """Return the seconds of the first call, elapsed and in all threads, and of the second call; in a new process only.
 
     `cache` is the folder of JAX's compilation cache; None for no cache.
     """
@@ -24,7 +24,7 @@ def seconds(operator: str, backward: bool, cache: str | None) -> dict[str, float
 
     if cache:
         jax.config.update("jax_compilation_cache_dir", cache)
-        # JAX stores only what takes a second to compile, unless it is told otherwise.
+        # By default JAX stores only programs that take a second or more to compile.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     entry = OPERATORS[operator]
     x = operator_inputs(entry, *SIZES.values())

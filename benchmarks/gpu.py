@@ -1,7 +1,7 @@
-"""What a program launches on an H100, and its temporaries, as XLA compiles it here: nothing is timed, no GPU is needed.
+"""The number of launches of a program on an H100, and its temporaries, from XLA's compiler, which needs no GPU.
 
-A launch takes a few microseconds whatever it does, so many of them are a floor of the time. Each program has limits,
-which `nox -s gpu` holds it to.
+A launch takes at least a few microseconds, so the number of launches is a lower bound of the time. Each program has
+limits, which `nox -s gpu` checks.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.implementation import platforms
 from chunkwise.shared.testing import compare, gpu
 
-# Of a decode, the pool's.
+# The slots of the pool of a decode, and the number of decodes.
 SLOTS, DECODES = 128, 64
 GDN, KDA, GLA, SIMPLE_GLA = (
     Layer(operator, H=H, HV=32)
@@ -27,8 +27,8 @@ class Program(NamedTuple):
 
     Attributes:
       layer: its operator and sizes.
-      kind: "forward", "forward+backward", "decode" of one token for each of 64 sequences, or "serving step", of which
-        all sequences decode.
+      kind: "forward", "forward+backward", "decode" of one token for each of 64 sequences, or "serving step", in which
+        all sequences are decodes.
       T: tokens.
       most_launches, most_mib: the limits.
     """
@@ -56,7 +56,7 @@ PROGRAMS = {
         f"{name}-decode": Program(layer, "decode", DECODES, 40, 64)
         for name, layer in (("gdn", GDN), ("kda", KDA), ("gla", GLA), ("simple-gla", SIMPLE_GLA))
     },
-    # GLA has no serving step of its own.
+    # GLA has no serving step.
     **{
         f"{name}-serving-step": Program(layer, "serving step", DECODES, 40, 2048)
         for name, layer in (("gdn", GDN), ("kda", KDA), ("simple-gla", SIMPLE_GLA))
@@ -65,7 +65,7 @@ PROGRAMS = {
 
 
 def measure(program: Program) -> dict:
-    """Compile a program and return what it launches, its temporaries in MiB, and whether both are within the limits."""
+    """Compile a program; return its number of launches, its MiB of temporaries, and whether the limits hold."""
     with platforms.gpu_forms():
         compiled, branches = _compile(program)
     launches = gpu.count_launches(compiled.as_text(), branches)

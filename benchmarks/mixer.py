@@ -17,8 +17,8 @@ from chunkwise.shared.testing.laws import law_reference
 from chunkwise.shared.testing.oracle import reference
 
 _WIDTH = 4
-# How a mixer is built, by the name of its implementation: that of the operator, and that of what is around it. "mixed"
-# is the operator's kernel with the convolution and the norm of XLA.
+# By the name of a mixer's implementation, the implementation of the operator and the implementation of the parts around
+# it. "mixed" is the operator's kernel with the convolution and the norm in plain JAX.
 _BUILT = {
     "fused": ("fused", "pallas"),
     "staged": ("staged", "pallas"),
@@ -29,10 +29,10 @@ _BUILT = {
 
 @dataclass(frozen=True)
 class Mixer(Layer):
-    """What a layer does between its projections; q, k and v are convolved, z is the gate of the norm.
+    """The work of a layer between its projections; q, k and v go through the convolution, z is the gate of the norm.
 
     Attributes:
-      activation: of the gate of the norm.
+      activation: the activation of the norm's gate.
     """
 
     activation: str = "silu"
@@ -53,7 +53,7 @@ class Mixer(Layer):
         }  # fmt: skip
 
     def specs(self, T: int, dtype) -> dict:
-        """Return the shapes and types of the inputs without data: tokens as the projections leave them, and weights."""
+        """Return the shapes and types of the inputs without data: tokens as after the projections, and weights."""
         tokens = {name: jax.ShapeDtypeStruct((1, T, width), dtype) for name, width in self._widths.items()}
         return tokens | {name: jax.ShapeDtypeStruct(*x) for name, x in self._weights().items()}
 
@@ -84,7 +84,7 @@ class Mixer(Layer):
         return run
 
     def part(self, x: dict, tokens: slice) -> dict:
-        """As for an operator; a gradient is cut like its input, and weights to those of these heads."""
+        """As for an operator; a gradient is cut like its input, and weights are cut to these heads."""
         group = self.HV // self.H
         channels = {name: width // self.H for name, width in self._widths.items()}
 
@@ -100,7 +100,7 @@ class Mixer(Layer):
         return {name: cut(name if name in ("do", "dt_bias") else name.removeprefix("d"), y) for name, y in x.items()}
 
     def expected(self, part: dict, do) -> dict[str, np.ndarray]:
-        """As for an operator, but for weights whose gradients are sums over other heads or other sequences too."""
+        """As for an operator, without weights whose gradients are also sums over other heads or sequences."""
         x = {name: np.asarray(y, np.float64) for name, y in part.items()}
         T, HV = x["v"].shape[1], self.HV // self.H
         heads = {"q": (1, self.K), "k": (1, self.K), "v": (HV, self.V)}
@@ -126,14 +126,14 @@ class Mixer(Layer):
         return {"o": y} | {f"d{name}": found[name].reshape(x[name].shape) for name in own}
 
     def tolerance(self, name: str, dtype: str) -> float:
-        """As for an operator; in bfloat16 q, k, v and o are rounded on the way, and so are their gradients."""
+        """As for an operator; in bfloat16, q, k, v, o and their gradients are also rounded between the parts."""
         if name.startswith("dconv"):
             # The weights are bfloat16 whatever the tokens are.
             dtype = "bfloat16"
         return super().tolerance(name, dtype) * (4 if dtype == "bfloat16" else 1)
 
     def cost(self, T: int, dtype, backward: bool) -> tuple[int, int]:
-        """Return flops and bytes of the operator, the convolution and the norm, each tensor moved once in each."""
+        """Return flops and bytes of operator, convolution and norm, each of which moves its tensors once."""
         flops, moved = super().cost(T, dtype, backward)
         size, channels = jnp.dtype(dtype).itemsize, sum(self._widths[name] for name in "qkv")
         for way in (False, True)[: 1 + backward]:

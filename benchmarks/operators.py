@@ -12,8 +12,8 @@ from chunkwise.command.models import Layer
 def measure(case: Layer, T: int, dtype, implementations, backward: bool, repeats: int, devices: int) -> list[dict]:
     """Return a row for every implementation and for every peer that is installed and takes the case.
 
-    Heads are split over `devices`, those of the scan too.
-    The check covers every token of the last sequence in the last key head's group, in the very arrays that are timed.
+    Heads are split over `devices`, also for the scan. The check covers every token of the last sequence in the last key
+    head's group, in the same arrays that are timed.
     """
     x, cu_seqlens = case.inputs(T, dtype), case.boundaries(T)
     do = jnp.asarray(np.random.default_rng(1).standard_normal((1, T, case.HV, case.V)), dtype)
@@ -28,7 +28,7 @@ def measure(case: Layer, T: int, dtype, implementations, backward: bool, repeats
 
 
 def judge(case: Layer, x: dict, cu_seqlens, do) -> Callable:
-    """Return a function from results to their error and whether they are correct; of gradients too if there is a do."""
+    """Return a function from results to their error and whether they are correct; also of gradients if do is given."""
     last = slice(None) if cu_seqlens is None else slice(int(cu_seqlens[-2]), int(cu_seqlens[-1]))
     expected = case.expected(case.part(x, last), None if do is None else case.part({"do": do}, last)["do"])
     limits = {name: case.tolerance(name, x["v"].dtype.name) for name in expected}

@@ -1,10 +1,10 @@
 """The search for the order of products in a kernel, over the cycles that the TPU compiler estimates.
 
-A kernel interleaves iterators of products, one letter each (`shared.kernels.schedule`). Where a search has found an
-order for its heads, chunk size, channels and chip, `orders.json` of the package holds it. This search begins there, or
-with the plain alternation, and moves one letter at a time: of `--tries` orders it keeps the fastest. Every order is
-compiled in a process of its own. `--write` stores the order if it is faster by half a percent and gives the same
-results to the bit.
+A kernel interleaves iterators of products, one letter each (`shared.kernels.schedule`). `orders.json` of the package
+has the orders that searches have found, by heads, chunk size, channels and chip. This search begins with such an order,
+or with the plain alternation, and moves one letter at a time; of `--tries` orders it keeps the fastest. Every order is
+compiled in a new process. `--write` stores the order if it is faster by half a percent and gives the same results to
+the bit.
 """
 
 import json
@@ -33,11 +33,11 @@ class Searched(NamedTuple):
     """A kernel whose order is searched.
 
     Attributes:
-      package, kernel, size: as `tuning.find_order` takes them.
+      package, kernel, size: arguments of `tuning.find_order`.
       otherwise: the plain alternation.
       case: the layer whose launch is compiled.
-      divided: whether it runs where tokens are split over devices only.
-      index: which launch of the forward it is there.
+      divided: whether the kernel runs only if tokens are split over devices.
+      index: which launch of that forward it is.
     """
 
     package: str
@@ -83,9 +83,9 @@ def neighbours(order: str) -> set[str]:
 
 
 def search(start: str, tries: int, cost: Callable[[str], int | None], seed: int = 0) -> Iterator[tuple[str, int]]:
-    """Yield every order that is the fastest so far, with its cycles: the start, and what moving letters finds.
+    """Yield every order that is the fastest so far, with its cycles, from the start on.
 
-    After so many tries, or where no neighbour of the fastest order is left to try, the search is over.
+    The search ends after `tries` tries, or if all neighbours of the fastest order have been tried.
     """
     best, least, rng, known = start, cost(start), random.Random(seed), {start}
     if least is None:
@@ -136,7 +136,7 @@ def store(path: Path, kernel: Searched, chip: str, order: str) -> None:
 
 
 def rows(name: str, chip: str, T: int, tries: int, timeout: float, write: bool) -> Iterator[dict]:
-    """Yield a row for every order that is the fastest so far, and store the last one if it is worth it."""
+    """Yield a row for every order that is the fastest so far; store the last one if it is better and `write` is set."""
     kernel = KERNELS[name]
     orders = json.loads(path_of(kernel).read_text()).get(kernel.kernel, {}).get(tuning.order_key(*kernel.size), {})
     start = orders.get(chip, kernel.otherwise)

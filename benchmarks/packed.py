@@ -1,8 +1,8 @@
-"""What a packed batch costs that hands in and out the states of its sequences, as the TPU compiler sees it.
+"""The cost of a packed batch with states in and out of its sequences, from the TPU compiler's code.
 
-The kernels then take a turn for every piece of a chunk that belongs to one sequence, and skip parts of their code by a
-table. So their bundles are counted as those of a serving step: every part as often as this batch runs it, without
-waits. What is around the kernels is not counted.
+Kernels then take a grid step for every piece of a chunk that belongs to one sequence, and skip parts of their code by a
+table. So their bundles are counted as in a serving step: every part as often as this batch runs it, without waits.
+Operations around the kernels are not counted.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ FORMS = {"16 sequences": 16, "one packed": 1, "one, not packed": 0}
 
 
 def case_of(operator: str, sequences: int, T: int) -> Layer:
-    """Return the layer that is counted: the heads of Qwen3-Next, and unit lengths where there is a delta rule."""
+    """Return the layer that is counted, with the heads of Qwen3-Next, and for a delta rule keys of unit length."""
     case = Layer(operator, H=16, HV=32, T=T, sequences=sequences, ragged=True)
     return dataclasses.replace(case, normalise=case.table.delta)
 
@@ -40,7 +40,7 @@ def _compiled(case: Layer, chip: str, flags: str) -> str:
 
     compiler.setup(flags)
     shapes, T = case.specs(case.T, jnp.bfloat16), case.T
-    # Tokens come flat, as projections leave them.
+    # Tokens are flat, as after projections.
     flat = {name: jax.ShapeDtypeStruct((1, T, x.size // T), x.dtype) for name, x in shapes.items()}
     state = jax.ShapeDtypeStruct((case.sequences or 1, case.HV, case.K, case.V), jnp.float32)
     cu_seqlens = jax.ShapeDtypeStruct((case.sequences + 1,), jnp.int32) if case.sequences else None
@@ -60,12 +60,12 @@ def _compiled(case: Layer, chip: str, flags: str) -> str:
 
 
 def turns(case: Layer, kind: str, C: int) -> tuple[int, list[int]]:
-    """Return the turns of a launch for one block of heads, and how many run each of its regions.
+    """Return the grid steps of a launch for one block of heads, and how many of them run each of its regions.
 
     Regions are in the order of the kernel's text.
 
     Args:
-      case: what is counted.
+      case: the layer.
       kind: "fwd", "states" or "bwd".
       C: tokens of a chunk.
     """
@@ -82,14 +82,14 @@ def turns(case: Layer, kind: str, C: int) -> tuple[int, list[int]]:
 
 
 def _passing(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps that are prepared and passed in every turn of a forward that takes one more turn than steps."""
+    """Return for every grid step of a forward the step that it prepares, and the step that the state goes through."""
     turn = np.arange(table.shape[1] + 1)
     return table[:, np.minimum(turn, len(turn) - 2)], table[:, np.maximum(turn - 1, 0)]
 
 
 def _delta_rule_runs(table, C, kind, pieces):
     if kind == "bwd":
-        # The first grid step clears too.
+        # The first grid step clears results, too.
         begins = table[LAST].copy()
         begins[-1] = 1
         whole, empty = table[END] - table[BEGIN] == C, table[BEGIN] == table[END]
@@ -105,13 +105,13 @@ def _delta_rule_runs(table, C, kind, pieces):
 
 def _gla_runs(table, C, kind, pieces):
     begin, end = table[BEGIN], table[END]
-    # Chunks of every step: all of them, those that are wholly of it, and whether the last one is.
+    # The chunks of every step: how many, how many of them are whole, and whether the last one is whole.
     chunks = np.where(begin < end, (end - 1) // C - begin // C + 1, 0)
     whole = np.maximum(end // C - -(-begin // C), 0) * (begin < end)
     last = (whole > 0) & (end % C == 0)
     starts = table[FIRST].copy() if kind != "bwd" else table[LAST].copy()
     starts[0 if kind != "bwd" else -1] = 1
-    # A branch passes a loop of no chunks, of which there are only among pieces.
+    # A branch skips a loop over no chunks, which there can only be if steps are pieces.
     loop = lambda n, whole: (n > 0, n, whole, n - whole) if pieces else (n,)
     # The backward first goes over all chunks but the last one, for their states.
     before = loop(np.maximum(chunks - 1, 0), whole - last) if kind == "bwd" else ()
@@ -138,9 +138,9 @@ def run_count(case: Layer, chip: str, timeout: float) -> dict:
 
 
 def measure(operator: str, T: int, chip: str, timeout: float) -> list[dict]:
-    """Return a row for every form; ratios are those of the first form's bundles to it.
+    """Return a row for every form, with the ratio of its bundles to the bundles of the first form.
 
-    The forward is the one that keeps what the backward needs; `failed` is set where the compiler gave no result.
+    The forward makes residuals; `failed` is set if the compiler gave no result.
     """
     rows: list[dict] = []
     for form, sequences in FORMS.items():

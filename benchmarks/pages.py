@@ -1,7 +1,7 @@
-"""The figures of the pages, out of docs/data: no figure is typed into a page.
+"""The figures of the pages, which come from docs/data, so that no figure is typed into a page.
 
-A page holds them below a comment of HTML, `<!-- figures: NAME -->`, up to the next empty line. NAME is a function of
-this module. `python -m benchmarks pages` says which pages differ from docs/data, and with --write it writes them.
+A page has them between a comment of HTML, `<!-- figures: NAME -->`, and the next empty line. NAME is a function of this
+module. `python -m benchmarks pages` names the pages that differ from docs/data, and with --write it writes all pages.
 """
 
 import json
@@ -28,7 +28,7 @@ MODELS = {
     "gla": "GLA, H = 16",
 }
 PASSES = {"forward": "forward", "forward+backward": "forward and backward"}
-# What a time is made of.
+# The counts from which a time is computed.
 COUNTS = ("bundles", "grid_steps", "around_cycles")
 MIXTURES = {
     "decode-32": "32 decodes",
@@ -45,13 +45,13 @@ MIXTURES = {
 
 
 def block(function: Callable[[], str]) -> Callable[[], str]:
-    """Give a function its name in the pages."""
+    """Register a function as the block with its name."""
     BLOCKS[function.__name__.replace("_", "-")] = function
     return function
 
 
 def filled(page: str) -> str:
-    """Return a page with its figures as docs/data has them."""
+    """Return a page with the figures of docs/data."""
 
     def fill(match):
         if match[1] not in BLOCKS:
@@ -67,7 +67,7 @@ def pages() -> list[Path]:
 
 
 def main(write: bool) -> int:
-    """Return 1 if a page differs from docs/data, and name it; write all pages instead if asked to."""
+    """Name the pages that differ from docs/data, and return 1 if there are any; or write all pages."""
     stale = {path: text for path in pages() if (text := filled(path.read_text())) != path.read_text()}
     for path, text in stale.items():
         print(f"{path.relative_to(ROOT)}: {'written' if write else 'differs from docs/data'}")
@@ -127,7 +127,7 @@ def mebibytes(number: float) -> str:
 
 
 def cycles(row: dict) -> int | None:
-    """Return the cycles of the kernels of a row and of what is around them."""
+    """Return the cycles of the kernels of a row and of the operations around them."""
     return None if row.get("kernel_cycles") is None else row["kernel_cycles"] + row["around_cycles"]
 
 
@@ -199,7 +199,7 @@ def chunk_sizes() -> str:
     for name, title in TITLES.items():
         entry = OPERATORS[f"chunk_{name}"]
         kind = {"per_channel": entry.per_channel, "delta": entry.delta}
-        # Of many tokens: a sequence shorter than a chunk has a smaller one.
+        # For many tokens, because a sequence that is shorter than a chunk has a smaller chunk.
         sizes = [choose_chunk_size(None, implementation, 2048, **kind) for implementation in ("fused", "xla")]
         found = [select(rows, operator=name, chunk_size=C) for C in (32, 64, 128)]
         times = [" / ".join(f"{row[f'{x}_cpu_ms']}" for row in y for x in ("forward", "gradient")) for y in found]
@@ -209,7 +209,7 @@ def chunk_sizes() -> str:
 
 @block
 def first_call() -> str:
-    """What the first call of an operator takes, without a cache and with one."""
+    """The time of the first call of an operator, without a cache and with a cache."""
     rows, lines = rows_of("first-call-cpu"), []
     for operator in reversed(values(rows, "operator")):
         ways = [only(rows, operator=operator, **{"pass": way}) for way in PASSES]
@@ -221,7 +221,7 @@ def first_call() -> str:
 
 @block
 def tpu_kda() -> str:
-    """Kimi-Linear's layer beside tokamax's, of one compiler."""
+    """Kimi-Linear's layer by our kernel and by tokamax's, with the same compiler."""
     rows, lines = rows_of("tpu-kda"), []
     for ours in select(rows, implementation="fused"):
         peer = only(rows, implementation="tokamax", T=ours["T"], chip=ours["chip"])
@@ -266,7 +266,7 @@ def tpu_layers() -> str:
 
 
 def estimate(row: dict) -> str:
-    """Return the time of a forward that the compiler's estimate makes likely, and its floor."""
+    """Return the time of a forward, predicted from the compiler's estimate, and the least time of its bytes."""
     return f"{decimals(row['estimate_ms'])} ms, where memory alone takes {decimals(row['floor_ms'])} ms"
 
 
@@ -356,7 +356,7 @@ def tpu_block() -> str:
 
 @block
 def compile_times() -> str:
-    """What the TPU compiler takes, in processor time."""
+    """The processor time of the TPU compiler."""
     names = MODELS | {"mixer-qwen3-next": "Qwen3-Next's whole mixer", "mixer-kimi-linear": "Kimi-Linear's whole mixer"}
     rows, lines = rows_of("compile-v6e"), []
     for case in values(rows, "case"):
@@ -367,7 +367,7 @@ def compile_times() -> str:
 
 @block
 def remat() -> str:
-    """What a gated DeltaNet layer keeps for its backward, and what it computes again."""
+    """The bytes that a gated DeltaNet layer keeps for its backward, and the work that it repeats."""
     names = {
         "no checkpoint": ("no `jax.checkpoint`", "nothing"),
         "remat_policy": ("`jax.checkpoint` with `remat_policy`", "convolutions and norm"),
@@ -435,7 +435,7 @@ def scale_v6e() -> str:
 
 @block
 def scale_added() -> str:
-    """What dividing tokens adds to the other operators."""
+    """The cost that dividing tokens adds to the other operators."""
     added = ", ".join(
         f"{percent(row['forward_added'])} and {percent(row['added'])} for {TITLES[row['operator']]}"
         for row in rows_of("scale-v6e-added")
@@ -450,7 +450,7 @@ def scale_added() -> str:
 
 @block
 def scans() -> str:
-    """The ways in which a state can get to the devices."""
+    """The ways to bring states to devices."""
     rows, ways = rows_of("scan-v5p"), ("all_gather", "all_to_all", "doubling", "ring")
     attention = {row["devices"]: row for row in rows_of("scale-v5p") if row["devices"] > 1}
     lines = []
@@ -465,7 +465,7 @@ def scans() -> str:
 
 @block
 def split_flops() -> str:
-    """What dividing tokens adds to the products of plain JAX."""
+    """The flops that dividing tokens adds to the products of plain JAX."""
     lines = []
     for row in rows_of("split-flops"):
         cells = []
@@ -525,7 +525,7 @@ def decodes() -> str:
 
 @block
 def pools() -> str:
-    """The bytes of a decode over every pool, its cycles on a v6e and what it costs a model, where they are known."""
+    """The bytes of a decode over every pool, its cycles on a v6e, and the loss of a model, where they are known."""
     layer, rows, lines = models.MODELS["qwen3-next-80b"], rows_of("step-v6e"), []
     bits = {row["pool"]: row for row in rows_of("pool-bits")}
     for dtype in ("float32", "bfloat16", "int8"):
@@ -556,7 +556,7 @@ def pool_errors() -> str:
 
 @block
 def step_float16() -> str:
-    """What a pool of float16 costs."""
+    """The cost of a pool of float16."""
     (row,) = rows_of("step-v6e-float16")
     step = only(rows_of("step-v6e"), case=row["case"], mixture=row["mixture"])
     parts = [row[f"{part}_cycles"] for part in ("gather", "convert", "scatter")]
@@ -659,7 +659,7 @@ def gpu() -> str:
 
 
 def points() -> tuple[list[dict], list[dict]]:
-    """Return the points of the fit, and those that it does not cover."""
+    """Return the points of the fit, and the other points."""
     return calibrate.usable(rows_of("calibrate"))
 
 
@@ -717,14 +717,14 @@ def calibration_rows() -> str:
 
 @block
 def calibration_left_out() -> str:
-    """Published times that are not compared, and why."""
+    """Published times that are not compared, with the reason."""
     reasons = ";\n".join(f"{what}, because {why}" for what, why in calibrate.LEFT_OUT.items())
     return f"Other published times are left out: {reasons}."
 
 
 @block
 def hosts_serving() -> str:
-    """What a whole serving engine answers with chunkwise in it, beside its own linear attention."""
+    """The answers of whole serving engines with chunkwise, beside the answers with their linear attention."""
     lines = []
     for row in rows_of("hosts"):
         if "requests" in row:
@@ -737,7 +737,7 @@ def hosts_serving() -> str:
 
 @block
 def hosts_training() -> str:
-    """The losses of a whole trainer with chunkwise in it, beside its own linear attention."""
+    """The losses of whole trainers with chunkwise, beside the losses with their linear attention."""
     lines = []
     for row in rows_of("hosts"):
         if "losses" in row:
@@ -759,7 +759,7 @@ def jaxbench_checks() -> str:
 
 @block
 def jaxbench() -> str:
-    """Tasks of JAXBench, its reference and ours, as compiled for TPUs."""
+    """Tasks of JAXBench, compiled for TPUs: its reference and our programs."""
     rows, lines = rows_of("jaxbench"), []
     for ours in select(rows, program="ours"):
         peer = only(rows, program="reference", task=ours["task"], chip=ours["chip"])
@@ -778,7 +778,7 @@ def jaxbench() -> str:
 
 @block
 def production_cases() -> str:
-    """Inputs that broke others, and our errors."""
+    """Inputs on which other libraries failed, and our errors."""
     rows, lines = rows_of("production"), []
     for name, one in production.REPORTS.items():
         errors = {row["form"]: f"{row['error']:.0e}" for row in select(rows, case=name)}
@@ -790,7 +790,7 @@ def production_cases() -> str:
 
 @block
 def kda_bench() -> str:
-    """KDA at the shapes of a public bench, beside its times."""
+    """KDA at the shapes of a public benchmark, beside its published times."""
     lines = []
     for row in rows_of("kda-bench"):
         counts, ms = [whole(row[key]) for key in COUNTS], (row["call_ms"], row["published_ms"])
@@ -802,7 +802,7 @@ def kda_bench() -> str:
 
 @block
 def suites() -> str:
-    """How many tests of other projects pass with ours in place."""
+    """How many tests of other projects pass with our functions in place of theirs."""
     lines = []
     for row in [*select(rows_of("hosts"), run="its tests"), *rows_of("suites")]:
         name = f"{row['host']} {row['version']}"

@@ -13,12 +13,12 @@ from benchmarks.timing import Run, compiled
 from chunkwise.command.models import Layer
 from chunkwise.shared.kernels.chunking import token_owners
 
-# The scan keeps a state per token for its backward; more than this is no comparison.
+# The scan keeps a state per token for its backward; cases that need more bytes than this are not compared.
 _SCAN_STATES = 2**31
 
 
 def available(case: Layer, x: dict, cu_seqlens, do, devices: int) -> list[Run]:
-    """Return the peers that can run a case here; with do, forward and backward. Nobody else has a whole mixer."""
+    """Return the peers that can run a case here; with do, forward and backward. No peer has a whole mixer."""
     if isinstance(case, Mixer):
         return []
     found = (
@@ -31,7 +31,7 @@ def available(case: Layer, x: dict, cu_seqlens, do, devices: int) -> list[Run]:
 
 
 def _scan(case: Layer, x: dict, cu_seqlens, do, devices: int) -> Run | None:
-    """The recurrence as one writes it in JAX: `lax.scan` over tokens; heads and sequences, of one length, at once."""
+    """The recurrence as a user would write it in JAX: `lax.scan` over tokens, for all heads and sequences at once."""
     tokens, N = x["v"].shape[1], max(1, case.sequences)
     if case.ragged or tokens % N:
         return None
@@ -97,7 +97,7 @@ def _torch_run(name: str, function, x: dict, do, device: str) -> Run:
 
 
 def _transformers(case: Layer, x: dict, cu_seqlens, do) -> Run | None:
-    """Qwen3-Next's own function in torch, on the CPU with 2 threads; key heads are repeated as its layer does."""
+    """The function of Qwen3-Next in transformers, in torch on the CPU with 2 threads, with key heads repeated."""
     if case.operator != "gated_delta_rule" or cu_seqlens is not None or x["v"].dtype != jnp.float32:
         return None
     try:
@@ -133,12 +133,12 @@ def _fla(case: Layer, x: dict, cu_seqlens, do) -> Run | None:
     return _torch_run("fla", function, x, do, "cuda")
 
 
-# What jax-linear-attention calls the operators.
+# The names of operators in jax-linear-attention.
 _JLA_KINDS = {"gated_delta_rule": "gated_deltanet", "kda": "kda", "gla": "gla", "simple_gla": "simple_gla"}
 
 
 def _jla(case: Layer, x: dict, cu_seqlens, do) -> Run | None:
-    """The kernels of jax-linear-attention, on an NVIDIA GPU: as many key heads as value heads, and ids in a pack."""
+    """The kernels of jax-linear-attention, on an NVIDIA GPU, with a key head for every value head."""
     if jax.default_backend() != "gpu":
         return None
     try:

@@ -14,7 +14,7 @@ def _groups(rows: Iterable[dict], *keys: str) -> dict[str, list[dict]]:
 
 
 def _lines(axes, rows, keys, x, y):
-    # A group without points keeps its colour, so that the pictures of a row agree.
+    # A group without points keeps its colour, so that all pictures of a row have the same colours.
     for index, (label, group) in enumerate(_groups(rows, *keys).items()):
         points = sorted((row[x], row[y]) for row in group if row.get(y) is not None)
         if points:
@@ -62,7 +62,7 @@ def _tpu(rows, plt):
         for row in group:
             place = chips.index(row["chip"]) + 0.8 * (index / len(groups) - 0.5)
             cycles = row["kernel_cycles"] and row["kernel_cycles"] + row["around_cycles"]
-            # Where the compiler gave no cycles, an outline: the bundles, which is at least.
+            # If the compiler gave no cycles, an outline shows the bundles, which are a lower bound.
             style = {"color": color} if cycles else {"edgecolor": color, "fill": False}
             axes.bar(place, (cycles or row["bundles"]) / 1e6, 0.75 / len(groups), align="edge", **style)
         axes.bar(0, 0, color=color, label=label)

@@ -1,10 +1,10 @@
-"""How exact decodes are over every pool of states: the RMS error of o against the float64 recurrence.
+"""The error of decodes over every pool of states: RMS of o against the float64 recurrence.
 
-The pools are those of the library, decoded token by token by the serving step of the gated delta rule. Beside them are
-formats that the library does not have, simulated: the state is rounded after every token, or after every 16 as behind a
-ring whose tokens are exact.
+For the pools of the library, the serving step of the gated delta rule decodes token by token. Formats that the library
+does not have are simulated: the state is rounded after every token, or after every 16 tokens as with a ring, whose
+tokens are exact.
 
-`measure_bits` says what a pool costs a model that learned something: that of examples/train.py.
+`measure_bits` measures what a pool costs a trained model, the model of examples/train.py.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from chunkwise.shared.testing.oracle import reference
 
 # Mean gates in nats a token.
 STRENGTHS = (0.5, 0.05, 0.005)
-# Keys of a text: noisy copies of so many, or one and the same for half of the tokens.
+# Keys of a text: noisy copies of 64 keys, or the same key for half of the tokens.
 KEYS = ("64 keys", "half repeated")
 POOLS = {
     f"{dtype}{f', ring of {replay}' if replay else ''}": (dtype, replay)
@@ -80,7 +80,7 @@ def to_float8(S: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def to_int8_stochastically(S: jax.Array, key: jax.Array) -> jax.Array:
-    """Return states rounded to int8 up or down at random, so that they are right on average."""
+    """Return states rounded to int8, up or down at random, so that the error is zero on average."""
     scale = jnp.max(jnp.abs(S), axis=-1, keepdims=True) / 127
     safe = jnp.where(scale > 0, scale, 1.0)
     return jnp.floor(S / safe + jax.random.uniform(key, S.shape)) * safe
@@ -116,7 +116,7 @@ def measure(strength: float, keys: str, T: int) -> list[dict]:
 
 
 def decode_layer(replaced, x: jax.Array, segment_ids: jax.Array, dtype: str, replay: int) -> jax.Array:
-    """Return what a DeltaNet of examples/train.py makes of rows [N, T, D], decoded token by token over a pool."""
+    """Return the output of a DeltaNet of examples/train.py for rows [N, T, D], decoded token by token over a pool."""
     config, N = replaced.config, x.shape[0]
     pool = layers.empty_pool(config, N, x.dtype, dtype, replay=replay)
     before = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
@@ -138,7 +138,7 @@ def measure_bits(output: Path, total: int = 8192) -> list[dict]:
     """Return bits per byte of text that the model of examples/train.py has not seen, decoded over every pool.
 
     Args:
-      output: the folder that a finished run with the options that are the default has written.
+      output: the folder of a finished run with default options.
       total: bytes of the text, in rows of the length that the model was trained with.
     """
     sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -148,7 +148,7 @@ def measure_bits(output: Path, total: int = 8192) -> list[dict]:
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     rows = [x[: total // o.length] for x in train.rows_of(train.read_library(o.held_out)[1], o.length)]
     with jax.set_mesh(mesh):
-        # The run is finished, so nothing is left to train.
+        # The run is finished, so this only loads the model.
         model = train.train(train.new_model(o.width, mesh), rows, rows, o)[0]
         bits = {"chunkwise, no pool": float(train.measure(model, rows, len(rows[0]))) / math.log(2)}
         for name, (dtype, replay) in POOLS.items():

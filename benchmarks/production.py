@@ -1,7 +1,8 @@
-"""Inputs on which other people's implementations broke, each with the report, and our errors against float64.
+"""Inputs on which other implementations failed, each with the report, and our errors against float64.
 
-A case is a function from an implementation and the type of the tensors to our results and those of the token recurrence
-in float64, or of the same tokens without what broke.
+A case is a function from an implementation and the type of the tensors to pairs of our results and the expected
+results: from the token recurrence in float64, or from the same tokens without the part of the input that made others
+fail.
 """
 
 import itertools
@@ -28,13 +29,13 @@ IMPLEMENTATIONS, TYPES = ("xla", "fused"), ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Report:
-    """A report of others.
+    """A report about another implementation.
 
     Attributes:
-      input: what the input is, in a few words.
-      broke: what happened there.
-      repository, number: of the issue or pull request.
-      run: from an implementation and a type to pairs of our arrays and what they should be.
+      input: the input, in a few words.
+      broke: what went wrong there.
+      repository, number: the repository and number of the issue or pull request.
+      run: from an implementation and a type to pairs of our arrays and expected arrays.
     """
 
     input: str
@@ -57,7 +58,7 @@ REPORTS: dict[str, Report] = {}
 
 
 def report(name: str, input: str, broke: str, repository: str, number: int) -> Callable:
-    """Make a report of the function below."""
+    """Return a decorator that makes a report from a function."""
 
     def add(run):
         REPORTS[name] = Report(input, broke, repository, number, run)
@@ -152,7 +153,7 @@ def _empty_sequences(implementation, dtype):
 def _reused_slots(implementation, dtype):
     x = make_inputs(T=72, dtype=jnp.dtype(dtype))
     i = lambda *n: jnp.array(n, jnp.int32)
-    # A decode that goes on from zeros, and a new request of 71 tokens.
+    # A decode that continues from a state of zeros, and a new request of 71 tokens.
     pool = jnp.full((3, 1, 64, 64), jnp.nan).at[0].set(0.0)
     o, pool = ragged_gated_delta_rule(
         **x, states=pool, cu_seqlens=i(0, 1, 72), state_indices=i(0, 1), num_decodes=i(1)[0],
@@ -202,7 +203,7 @@ def _saturated_gate(implementation, dtype):
 
     (draw, _), o = jax.grad(run, (0, 1), has_aux=True)(raw, x["v"])
     yield o, reference(**x | {"g": jnp.where(raw > 0, -7.0, 0.0)})[0]
-    # The sigmoid is flat there.
+    # The sigmoid is flat there, so the gradient is zero.
     yield draw, np.zeros(raw.shape)
 
 

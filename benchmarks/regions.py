@@ -1,7 +1,7 @@
-"""The bundles of a kernel whose parts run as often as its tables say, from the code that the TPU compiler dumps.
+"""The bundles that a kernel runs, from the code that the TPU compiler dumps, if tables say how often its parts run.
 
-The compiler's profile counts every `pl.when` of a kernel as not taken. Here every part of its loop over the grid counts
-as often as a batch runs it. Waits are not in it.
+The compiler's profile counts every `pl.when` of a kernel as not taken. Here every part of the loop over the grid counts
+as often as a batch runs it. Waits are not counted.
 """
 
 import glob
@@ -13,16 +13,17 @@ from typing import NamedTuple
 
 # Bundles after a branch that run whether it is taken or not.
 DELAY = 4
-# More bundles than a copy of a block that reaches past the end of an array takes, and fewer than a part of a kernel.
+# A number of bundles above any code that cuts a block at the end of an array, and below any part of a kernel.
 CUT = 40
 
 
 class Region(NamedTuple):
-    """A part of a kernel's loop over the grid that a branch skips, or an inner loop whose turns its tables say.
+    """A part of a kernel's loop over the grid that a branch may skip, or an inner loop whose iterations tables tell.
 
     Attributes:
       start, stop: its bundles.
-      bundles: what it takes if it runs, or turns, once: loops in it as often as they turn, regions in it not at all.
+      bundles: the bundles of one run or one iteration: loops inside count for all their iterations, regions inside not
+        at all.
     """
 
     start: int
@@ -34,8 +35,8 @@ class Loop(NamedTuple):
     """A kernel's loop over its grid.
 
     Attributes:
-      turns: how often it turns: twice more than the grid has steps.
-      always: bundles of a turn that no branch skips.
+      turns: its iterations: two more than the grid has steps.
+      always: bundles of an iteration that no branch skips.
       body: bundles that every step of the grid runs.
       regions: what a step may skip, in the order of the kernel's text; a region comes before those in it.
     """
@@ -58,7 +59,7 @@ def _bundles(text: str) -> list[_Bundle]:
     for line in text.splitlines():
         if match := re.match(r"\s*(?:0x[0-9a-f]+|0)\s+([A-Z, ]*):\s*((?:> ?)*)\{(.*)", line):
             depth = match[2].count(">")
-            # Empty bundles carry no depth.
+            # Empty bundles have no depth in the text.
             if not match[3].startswith("}") or not found:
                 found.append(_Bundle(match[1], depth, match[3]))
             else:
@@ -79,7 +80,7 @@ def read_loop(text: str) -> Loop:
     code = _bundles(text)
     inside = [n for n, bundle in enumerate(code) if bundle.depth]
     first, stop = inside[0], inside[-1] + 1
-    # How often a bundle runs in a turn: more than once in an inner loop.
+    # How often a bundle runs in an iteration; more than once if it is in an inner loop.
     times = [1] * len(code)
     outer, spans, n = [], [], first
     while n < stop:
@@ -112,9 +113,9 @@ def read_loop(text: str) -> Loop:
         nested = {m for a, b in spans if (a, b) != (start, end) and start <= a and b <= end for m in range(a, b)}
         own.append(Region(start, end, sum(times[m] for m in range(start, end) if m not in nested)))
     within = lambda x: [y for y in own if y is not x and x.start <= y.start and y.stop <= x.stop]
-    # What a step of the grid runs is a region too, the largest, because the turns that only copy skip it. Regions
-    # beside it copy blocks, some only where the next block is another or reaches past the end of an array; they are
-    # counted in every turn, which is more than run them.
+    # The body of a grid step is the largest region, because iterations that only copy skip it. Regions beside it copy
+    # blocks, some of them only if the next block is another one or reaches past the end of an array. They are counted
+    # in every iteration, which is too often.
     body = max(own, key=lambda x: x.stop - x.start)
     always = sum(times[first:stop]) - sum(times[body.start : body.stop])
     return Loop(turns, always, body.bundles, within(body))
@@ -123,18 +124,18 @@ def read_loop(text: str) -> Loop:
 def whole_bundles(text: str) -> tuple[int, int] | None:
     """Return the bundles of a kernel and the steps of its grid, from the text of its final bundles.
 
-    Every bundle in the loop over the grid counts as often as its loop turns, whatever skips it. None where the code
-    does not say how often a loop turns.
+    Every bundle in the loop over the grid counts for all iterations of its loops, even if a branch may skip it. None if
+    the code does not say how many iterations a loop has.
     """
     code = _bundles(text)
     inside = [n for n, bundle in enumerate(code) if bundle.depth]
     if not inside:
         return len(code), 1
-    # The loops that a bundle is in, the outermost first, each with its bundles alone.
+    # The loops around a bundle, the outermost first, each with the bundles that are in no inner loop.
     stack: list[list[_Bundle]] = []
     loops: list[tuple[int, list[_Bundle], list]] = []
     for bundle in code[inside[0] : inside[-1] + 1]:
-        # A branch of the outermost loop may carry no depth.
+        # A branch of the outermost loop may have no depth in the text.
         depth = max(bundle.depth, 1)
         while len(stack) > depth or (len(stack) == depth and "L" in bundle.label):
             stack.pop()
@@ -145,7 +146,7 @@ def whole_bundles(text: str) -> tuple[int, int] | None:
     turns = {id(own): _exit(own) for _, own, _ in loops}
     if None in turns.values() or sum(depth == 1 for depth, _, _ in loops) != 1:
         return None
-    # Copies of the first and the last step's blocks take a turn of the loop each.
+    # Two more iterations copy blocks: one before the first step, and one after the last step.
     steps = turns[id(loops[0][1])] - 2
     turns[id(loops[0][1])] = steps
     return sum(len(own) * math.prod(turns[id(x)] for x in outer) for _, own, outer in loops), steps
@@ -160,7 +161,7 @@ def kernel_bundles(loop: Loop, steps: int, runs: Sequence[float]) -> int:
       runs: how many of these run each region, on average.
     """
     blocks, rest = divmod(loop.turns - 2, steps)
-    # The last block that a step writes may reach past the end of an array: what cuts it is counted in every step.
+    # The last block may reach past the end of an array; the code that cuts it is counted in every step.
     cuts = loop.regions[len(runs) :]
     runs = [*runs, *[steps] * len(cuts)]
     if rest or len(runs) != len(loop.regions) or any(region.bundles > CUT for region in cuts):

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward under the policies of `jax.checkpoint`, by JAX and by the TPU compiler."""
+"""The bytes that a layer keeps for its backward under policies of `jax.checkpoint`, from JAX and the TPU compiler."""
 
 import math
 
@@ -11,7 +11,7 @@ from chunkwise.command.models import Layer
 from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net, init_gated_delta_net, offload_policy, remat_policy
 from chunkwise.shared.testing import tpu as compiler
 
-# By name; None where there is no `jax.checkpoint`.
+# Policies by name; None for no `jax.checkpoint`.
 POLICIES = {
     "no checkpoint": None,
     "remat_policy": remat_policy,
@@ -77,6 +77,6 @@ def estimate(case: Layer, policy: str, chip: str, T: int) -> dict:
 
 
 def measure(case: Layer, policy: str, chip: str, T: int, timeout: float) -> dict:
-    """Run `estimate` in a process of its own; a row with `failed` set where the compiler gave none."""
+    """Run `estimate` in a new process; if the compiler gave no result, the row has `failed` set."""
     code = f"from benchmarks.remat import Layer, estimate; estimate({case!r}, {policy!r}, {chip!r}, {T})"
     return tpu.first_result([code], timeout)

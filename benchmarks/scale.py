@@ -1,9 +1,9 @@
-"""Operators over devices: on simulated ones as they run here, and on TPU topologies as their compiler sees them.
+"""Operators over devices: run on simulated devices here, and compiled for TPU topologies.
 
-The simulated devices share the cores of this machine, so their times say what dividing an operator costs, as a ratio to
-one device, and not how much faster more devices are. A program for a topology is compiled and never runs: its bytes and
-its memory are those of the program, and its bundles or cycles are the compiler's static estimate of one device, without
-the time that collectives take.
+The simulated devices share the cores of this machine. So the ratio of their time to one device tells the cost of
+dividing an operator, and not how much faster more devices are. A program for a topology is compiled and never runs: its
+bytes and its memory are read from the program, and its bundles or cycles are the compiler's static estimate for one
+device, without the time of collectives.
 """
 
 import collections
@@ -21,7 +21,7 @@ from chunkwise.shared.testing.compiled import COLLECTIVE, traffic
 from chunkwise.shared.testing.tpu import launches, topology_mesh
 
 MIB = 2**20
-# Printed below the times.
+# This note is printed below the times.
 NOTE = (
     "The devices are simulated on the cores of one machine: only `to_one_device` counts, the cost of dividing the same "
     "work. It is no speed-up. Above as many devices as cores they take turns."
@@ -40,16 +40,16 @@ def scan_bytes(case: Layer, scan: str, devices: int) -> int:
     if scan == "all_gather":
         return (devices - 1) * (M + N)
     if scan == "all_to_all":
-        # Every device takes as many heads, so that some may be zeros behind the last one.
+        # Every device takes the same number of heads, of which the last ones may be zeros.
         return (devices - 1) * math.ceil(case.HV / devices) * (M + 2 * N) // case.HV
-    # Every device takes part in every step of a ring, although one state alone is right in each.
+    # Every device takes part in every step of a ring, although only one of the states is right in each step.
     return (math.ceil(math.log2(devices)) * (M + N) + N) if scan == "doubling" else (devices - 1) * N
 
 
 def ring_attention_bytes(case: Layer, devices: int, T: int, kv_heads: int) -> int:
     """Return the bytes that a device sends if softmax attention passes bfloat16 keys and values around, forward.
 
-    `T` are the tokens of a device; heads are as wide as those of the case.
+    `T` is the number of tokens of a device; heads are as wide as the heads of the case.
     """
     return (devices - 1) * T * kv_heads * (case.K + case.V) * 2
 
@@ -57,7 +57,7 @@ def ring_attention_bytes(case: Layer, devices: int, T: int, kv_heads: int) -> in
 def simulated(case: Layer, T: int, dtype, backward: bool, repeats: int, devices: list[int], implementations) -> list:
     """Return a row for every number of devices and for both ways to divide an operator over them.
 
-    They take turns, and every result is compared with float64.
+    The programs are timed in turn, and every result is compared with float64.
     """
     import jax
     import jax.numpy as jnp
@@ -102,14 +102,14 @@ def _mesh(topology: str, divided: bool):
 def estimate(case: Layer, implementation: str, topology: str, T: int, backward: bool, divided: bool) -> dict:
     """Compile an operator with T tokens a device for all devices of a topology, or for one.
 
-    Call in a fresh process only. Returns what the compiler says of one device.
+    Call this in a fresh process only. It returns the compiler's figures for one device.
     """
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:  # dumps take gigabytes
         start = time.perf_counter()
         traced, mesh = _trace(case, implementation, topology, T, backward, divided, tpu.dump_flags(folder, False))
         program = traced.lower().compile()
         compile_s, text = time.perf_counter() - start, program.as_text()
-        # The launches before the first collective make the map of a device.
+        # Launches before the first collective make the map of a device.
         before = COLLECTIVE.search(text)
         kernels = launches(text)
         summaries = launches(text[: text.rfind("\n", 0, before.start())]) if before else []
@@ -135,10 +135,10 @@ def _trace(case, implementation, topology, T, backward, divided, flags: str):
 
     mesh = _mesh(topology, divided)
     tokens = NamedSharding(mesh, PartitionSpec(None, "x"))
-    # A loss wants the output, which gradients alone may not need where the map has kept the inverses.
+    # The output is returned, too, as for a loss: gradients alone may not need it if the map has kept the inverses.
     sharding = tokens if divided else None
     fn, specs = tpu.ours(case, implementation, T * mesh.size, backward, None, sharding, results=True)
-    # As inside of a larger program, which leaves arrays as the operator wants them.
+    # The layout is left to the compiler, as inside of a larger program.
     places = Format(Layout.AUTO, tokens)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(fn, in_shardings=places, out_shardings=places).trace(*specs), mesh
@@ -155,7 +155,7 @@ def estimate_launch(case: Layer, implementation: str, topology: str, T: int, div
     from chunkwise.shared.testing import tpu as compiler
 
     found, make = [], pl.pallas_call
-    # The types without the axes of the mesh, which a launch by itself does not have.
+    # The types without axes of the mesh, which a single launch does not have.
     type_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     def recorded(kernel, *, out_shape, interpret=False, **launch):
@@ -180,7 +180,7 @@ def estimate_launch(case: Layer, implementation: str, topology: str, T: int, div
 
 
 def _sent(text: str, devices: int) -> dict:
-    """Return the collectives of a program by kind, and what a device sends in all of them."""
+    """Return the collectives of a program by kind, and the bytes that a device sends in all of them."""
     found = traffic(text, devices)
     counts = collections.Counter(kind for kind, _ in found)
     return {
@@ -190,7 +190,7 @@ def _sent(text: str, devices: int) -> dict:
 
 
 def _memory(program) -> dict:
-    """Return what a program needs on a device."""
+    """Return the memory that a program needs on a device."""
     m = program.memory_analysis()
     whole = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
     return {
@@ -260,8 +260,9 @@ def measure(
 ) -> list[dict]:
     """Return the rows of one device and of all of them, compiled in processes of their own.
 
-    `T` are the tokens of a device, or of all together if they are the `total`. With `profile` every launch of a forward
-    is profiled by itself. `to_one_device` says how much more a device has to do than alone with the same tokens.
+    `T` is the number of tokens of a device, or with `total` of all devices together. With `profile` every launch of a
+    forward is also profiled by itself. `to_one_device` is the ratio of a device's cost to the cost of one device alone
+    with the same tokens.
     """
     D = _in_process(f"count({topology!r})", timeout).get("devices")
     if D is None:
@@ -277,7 +278,7 @@ def measure(
     figures = [_figure(x) for x in (one, every)]
     every |= {
         "to_one_device": figures[1] / figures[0] if figures[0] and figures[1] else None,
-        # What is not compiled: other forms of the scan, and softmax attention with so many heads of keys and values.
+        # Computed and not compiled: the other scans, and softmax attention with some numbers of key and value heads.
         **{f"{scan}_mib": scan_bytes(case, scan, D) / MIB for scan in SCANS},
         **{f"ring_attention_{n}_mib": ring_attention_bytes(case, D, T, n) / MIB for n in (case.HV, 2)},
     }
@@ -292,7 +293,7 @@ def _figure(row: dict) -> int | None:
 
 
 def parts(rows: list[dict]) -> Iterator[list[dict]]:
-    """Yield the rows in tables that fit a page: what was measured or compiled, and what is derived from sizes alone."""
+    """Yield the rows as tables that fit a page: measured or compiled figures, and figures derived from sizes alone."""
     derived = [key for row in rows for key in row if re.fullmatch(rf"({'|'.join(SCANS)}|ring_attention_\d+)_mib", key)]
     names = ("topology", "devices", "tokens_each")
     empty = {key for row in rows for key in row if all(other.get(key) is None for other in rows)}

@@ -1,4 +1,4 @@
-"""The scans over devices that the benchmarks know: those of the library, and one that it does not choose."""
+"""The scans over devices for benchmarks: the library's scans, and a ring, which the library does not have."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from chunkwise.shared.plain.affine_scan import AffineMap
 
 
 def ring(own: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
-    """Return the state before every device: the state itself goes from device to device, D - 1 steps of |N| bytes."""
+    """Return the state before every device: the state goes from device to device, in D - 1 steps of |N| bytes each."""
     D, r = lax.axis_size(axis), lax.axis_index(axis)
     r = jnp.int32(D - 1) - r if reverse else r
     before = jnp.zeros_like(own.N) if S is None else S

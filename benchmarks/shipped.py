@@ -1,4 +1,4 @@
-"""The estimates that the pipeline ships, out of docs/data, which is not installed: `chunkwise report` shows them."""
+"""The estimates that `chunkwise report` shows, copied into its package from docs/data, which is not installed."""
 
 import json
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ SHIPPED = ROOT / "packages/command/src/chunkwise/command/estimates.json"
 
 
 def collect() -> list[dict]:
-    """Return a row for every model, pass and chip that docs/data has an estimate of, that of the most tokens."""
+    """Return a row for every model, pass and chip with an estimate in docs/data: the estimate for the most tokens."""
     rows = {}
     for path in sorted((ROOT / "docs/data").glob("*.json")):
         saved = json.loads(path.read_text())
         if saved.get("command") in ("tpu", "step"):
             for row in _rows(saved["rows"]):
                 name = tuple(row[key] for key in ("case", "pass", "implementation", "chip"))
-                # Of equal ones the later file's.
+                # With equal tokens, the later file's row is taken.
                 if row["tokens"] >= rows.get(name, row)["tokens"]:
                     rows[name] = row | {"file": f"docs/data/{path.name}", "jax": saved["jax"]}
     return [rows[name] for name in sorted(rows)]
@@ -34,7 +34,7 @@ def _rows(rows: list[dict]) -> Iterator[dict]:
             continue
         label = {"case": row["case"], "pass": "decode" if decodes else row["pass"], "implementation": "fused"}
         label |= {"chip": row["chip"], "tokens": DECODES if decodes else row["T"]}
-        # Older results have no steps, and no time by the formula.
+        # Some results have no grid steps, and so no time by the formula.
         if row.get("estimate_ms") and (row.get("grid_steps") or row.get("decode_steps")):
             yield label | {"estimate_ms": row["estimate_ms"]}
 
@@ -45,7 +45,7 @@ def text() -> str:
 
 
 def main(write: bool) -> int:
-    """Return 1 if the file differs from docs/data; write it instead if asked to."""
+    """Return 1 if the file differs from docs/data; with `write`, write the file instead."""
     if SHIPPED.exists() and SHIPPED.read_text() == text():
         return 0
     print(f"{SHIPPED.relative_to(ROOT)}: {'written' if write else 'differs from docs/data'}")

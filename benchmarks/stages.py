@@ -1,4 +1,4 @@
-"""The stages of the gated delta rule one by one, each on the results of plain JAX for the stages before it."""
+"""The stages of the gated delta rule one by one; a stage gets the results of earlier stages from plain JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def all_arguments(case: Layer, T: int, dtype) -> dict:
 
 
 def last_group(case: Layer, x: dict) -> dict:
-    """Return the last key head and its value heads in float64: heads do not mix."""
+    """Return the last key head and its value heads in float64; this is enough, because heads do not mix."""
     group, part = case.HV // case.H, {}
     for name, y in x.items():
         heads = 1 if name in ("q", "k") else group
@@ -51,7 +51,7 @@ def gradient_errors(case: Layer, stage: Stage, x: dict, cotangents: dict, gradie
         return sum(np.sum(cotangents[name] * y) for name, y in results.items())
 
     for name, dx in gradients.items():
-        # Mostly along the sign of the gradient: little cancels, so the difference is large.
+        # The direction is mostly the sign of the gradient, so that little cancels and the difference is large.
         direction = np.where(rng.random(dx.shape) < 0.8, np.sign(dx), 0.0)
         forward, back = (loss(x | {name: x[name] + side * step * direction}) for side in (1, -1))
         expected = (forward - back) / (2 * step)

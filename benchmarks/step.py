@@ -1,12 +1,13 @@
-"""A serving step on this machine, and as the TPU compiler sees it: an estimate, not a measurement.
+"""A serving step: measured on this machine, and estimated by the TPU compiler.
 
-What a step does is traced, so the compiler does not know which parts of the program run: its profile counts every
-`pl.when` of a kernel as not taken, and both branches of every condition. So a step is counted here from the code:
+The arrays that describe a step are traced, so the compiler does not know which parts of the program run: its profile
+counts every `pl.when` of a kernel as not taken, and both branches of every condition. So a step is counted here from
+the code:
 
-- A kernel: the bundles of its loop over the grid, every region of it as often as this mixture runs it, and never less
-  than the time that its bytes take at the peak bandwidth of the memory.
-- The operations around the kernels: the compiler's estimated cycles of those that this mixture runs. They come from a
-  second compilation, in which the kernels are hollow, because the compiler cannot profile all of them.
+- For a kernel: the bundles of its loop over the grid, with every region as often as this mixture runs it, but at least
+  the time to move its bytes at the peak bandwidth of the memory.
+- For the operations around the kernels: the compiler's estimated cycles of the operations that this mixture runs. They
+  come from a second compilation, in which kernels do nothing, because the compiler cannot profile all kernels.
 """
 
 import os
@@ -39,7 +40,7 @@ from chunkwise.shared.testing import traced
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import launches
 
-# Of a program that is only compiled.
+# The slots of the pool of a program that is only compiled.
 SLOTS = 1024
 
 
@@ -100,7 +101,7 @@ def measure(case: Layer, mixture: Mixture, dtype, implementations, repeats: int)
 
     def verdict(results):
         some = case.part({"o": results["o"]}, last) | {"states": results["states"][final : final + 1, -group:]}
-        # Of the two types that round it, the coarser one says how near a state is.
+        # The tolerance of a state follows from the coarser one of the two types to which it is rounded.
         coarser = max((x["v"].dtype.name, mixture.pool), key=lambda name: jnp.finfo(name).eps)
         limits = {"o": case.tolerance("o", x["v"].dtype.name), "states": case.tolerance("o", coarser)}
         return timing.worst(some, expected, limits)
@@ -112,7 +113,7 @@ def measure(case: Layer, mixture: Mixture, dtype, implementations, repeats: int)
 
 
 def decode_runs(routes: Routes) -> tuple[int, list[int]]:
-    """Return the steps of the decode kernel and how many run each of its regions, in the order of its text."""
+    """Return the steps of the decode kernel, and how many of them run each region, in the order of its text."""
     N, W = routes.target.shape
     source, target = resident_slots(routes.source, routes.target.reshape(-1))
     tokens = int(jnp.sum(routes.end - routes.start))
@@ -141,11 +142,11 @@ def ring_runs(mixture: Mixture, regions: list[Region]) -> tuple[int, list[float]
 
 
 def mixer_runs(loop: Loop, heads: int) -> tuple[int, list[int]]:
-    """Return the steps of the kernel of decodes of one token and how many run each of its regions.
+    """Return the steps of the kernel for decodes of one token, and how many of them run each region.
 
     The first step makes the table of sequences, and the last one awaits its copies and stores the outputs. Every
-    sequence has a region that puts zeros where it starts from none, which no sequence here does. The copies of the next
-    and of the earlier ones are counted in every step.
+    sequence has a region that stores zeros for a sequence without a state, which does not run here. Copies for later
+    and earlier sequences are counted in every step.
     """
     steps, cleared = loop.turns - 2, mixer_kernel.sequences_of(heads)[0]
     others = len(loop.regions) - cleared - 2
@@ -153,7 +154,7 @@ def mixer_runs(loop: Loop, heads: int) -> tuple[int, list[int]]:
 
 
 def prefill_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
-    """Return the turns of the prefill kernel and how many run each of its regions, in the order of its text."""
+    """Return the grid steps of the prefill kernel, and how many of them run each region, in the order of its text."""
     if case.operator == "simple_gla":
         return _gla_runs(case, routes, T, C)
     table = np.asarray(pool_steps(T, C, routes).table)
@@ -168,9 +169,9 @@ def prefill_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list
 
 
 def _gla_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
-    """Do as `prefill_runs` for a kernel whose step is a piece of several chunks.
+    """Do the same as `prefill_runs` for a kernel whose step is a piece of several chunks.
 
-    An inner loop takes them, and a branch passes it if there is none.
+    An inner loop goes over the chunks, and a branch skips the loop if there are none.
     """
     NT = num_chunks(T, C)
     config = default_for(case.H, case.HV, case.K, case.V, C, NT, 2, per_channel=False)
@@ -178,7 +179,7 @@ def _gla_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list[in
     table = np.asarray(pool_steps(T, tuning.largest_divisor(NT, config.num_steps) * C, routes).table)
     begin, end = table[BEGIN], table[END]
     chunks = np.where(begin < end, (end - 1) // C - begin // C + 1, 0)
-    # Whole ones end where a chunk ends, and begin where one begins.
+    # Whole chunks of a piece begin where a chunk begins and end where a chunk ends.
     whole = np.maximum(end // C - -(-begin // C), 0) * (begin < end)
     runs = (
         table[FIRST], table[SEQUENCE, 0] == table[TARGET, 0], table[OPENS] & table[MIXED], begin < end, chunks,
@@ -191,10 +192,11 @@ _OPERATION = re.compile(r"\s*(?:ROOT )?%?(?P<name>\S+) = (?P<result>.+?) (?P<kin
 
 
 def branch_cycles(text: str, cycles: Mapping[str, int], wanted: set[str]) -> int:
-    """Return the cycles of a program's operations that run if of its kernels those in `wanted` do, without kernels.
+    """Return the cycles of a program's operations, without kernels, if only the kernels in `wanted` run.
 
-    A condition takes the branch that has a wanted kernel, else the one that has none, else the most expensive one. Of
-    operations that are the same code the compiler profiles one: one of its name and type stands for the others.
+    A condition takes the branch that has a wanted kernel, or else a branch without kernels, or else the most expensive
+    one. Of operations with the same code the compiler profiles only one, so an operation without a profile counts as
+    one with the same name and type.
     """
     parts: dict[str, list[str]] = {}
     entry, lines = "", []
@@ -236,9 +238,9 @@ def branch_cycles(text: str, cycles: Mapping[str, int], wanted: set[str]) -> int
 
 
 def _without_prefills(x, pool, *_):
-    """Do as the prefills of a mixture that has none, with a kernel of that kind that does nothing.
+    """Replace the prefills of a mixture without prefills by a kernel of their kind that does nothing.
 
-    To describe the gathers of a ring takes the compiler minutes and 16 GB, which their compilation does not.
+    The reason is that the compiler takes minutes and 16 GB to dump the gathers of a ring, although not to compile them.
     """
     return hollow(None, x.v, name="nothing_c0", out_shape=[jax.ShapeDtypeStruct(x.v.shape, x.v.dtype)])[0], pool
 
@@ -251,7 +253,7 @@ def _compiled(case: Layer, mixture: Mixture, chip: str, flags: str) -> str:
     if not mixture.over_array and not mixture.prefills:
         serving_run._prefill = _without_prefills
     shapes = case.specs(mixture.T, jnp.bfloat16)
-    # Tokens come flat, as projections leave them.
+    # Tokens are flat, as after projections.
     flat = {name: jax.ShapeDtypeStruct((1, mixture.T, x.size // mixture.T), x.dtype) for name, x in shapes.items()}
     pool = jax.eval_shape(lambda: mixture.make_pool(case, SLOTS))
     step = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), mixture.step())
@@ -265,7 +267,7 @@ def _compiled(case: Layer, mixture: Mixture, chip: str, flags: str) -> str:
 
 
 def _kind(launch: str) -> str:
-    """Return what a launch does: its name has a chunk size if it goes chunk by chunk."""
+    """Return the kind of a launch, prefills or decodes: its name has a chunk size if it goes chunk by chunk."""
     return "prefill" if re.search(r"_c\d+", launch) else "decode"
 
 
@@ -276,11 +278,11 @@ def _wanted(mixture: Mixture, text: str) -> list[str]:
 
 
 def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
-    """Return the bundles of both kernels in this mixture, 0 where one does not run; in a fresh process only."""
+    """Return the bundles of both kernels in this mixture, 0 for a kernel that does not run; in a fresh process only."""
     counts = {"decode": 0, "prefill": 0}
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
         text = _compiled(case, mixture, chip, tpu.dump_flags(folder, profile=False))
-        # After the flags of the compiler are set, which it reads before the first computation.
+        # This computes, so it comes after the compiler's flags are set, which are read before the first computation.
         step: dict[str, Any] = {name: jnp.asarray(y) for name, y in mixture.step().items()}
         tokens = mixture.W if mixture.replay else None
         found = step_table.find_step(step.pop("cu_seqlens"), Slots(**step), None, mixture.T, tokens)
@@ -298,7 +300,7 @@ def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
 
 
 def grid_steps(case: Layer, mixture: Mixture) -> dict[str, int]:
-    """Return the grid steps of the kernels that run in this mixture, 0 where one does not run, by tracing alone."""
+    """Return the grid steps of both kernels in this mixture, 0 for a kernel that does not run, by tracing alone."""
     shapes = case.specs(mixture.T, jnp.bfloat16)
     pool = jax.eval_shape(lambda: mixture.make_pool(case, SLOTS))
     step = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), mixture.step())
@@ -310,7 +312,7 @@ def grid_steps(case: Layer, mixture: Mixture) -> dict[str, int]:
 
 
 def hollow(_, *operands, name: str, out_shape, input_output_aliases=None, **__):
-    """Do as `pallas_call` with a kernel of the same name, operands and results that does nothing."""
+    """Replace `pallas_call`: launch a kernel with the same name, operands and results that does nothing."""
     operands = [x for x in operands if x is not None]
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
@@ -329,9 +331,9 @@ def count_around(case: Layer, mixture: Mixture, chip: str) -> int:
 
 
 def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
-    """Return what a step would cost on a chip that is not here; `failed` is set where the compiler gave no result.
+    """Return the estimated cost of a step on a chip that is not here; `failed` is set if the compiler gave no result.
 
-    What is around the kernels may be all that it gave none for: then there is no sum.
+    If it gave none for the operations around the kernels only, the other figures are there, but not their sum.
     """
     counts: dict[str, Any] = {}
     for name in ("count_kernels", "count_around"):

@@ -1,4 +1,4 @@
-"""Time on this machine: alternating runs, compilation apart, and no ratio for a result that is wrong."""
+"""Times on this machine: runs alternate, compilation is timed separately, and a wrong result has no ratio."""
 
 import statistics
 import time
@@ -16,7 +16,7 @@ from chunkwise.shared.testing.compare import error, with_gradients
 
 @dataclass
 class Run:
-    """Something to time: `call()` returns a dict of results, which `jax.block_until_ready` waits for."""
+    """A program to time: `call()` returns a dict of results, for which `jax.block_until_ready` waits."""
 
     name: str
     call: Callable[[], dict]
@@ -27,7 +27,7 @@ class Run:
 def compiled(name: str, fn: Callable, x: dict, cu_seqlens, cotangents: dict | None = None, devices: int = 1) -> Run:
     """Compile a function of JAX for its arguments, with gradients if there are cotangents, heads split over devices.
 
-    Memory is that of arguments, results and temporaries together.
+    The memory is the memory of arguments, results and temporaries together.
     """
     args: tuple = (x, cu_seqlens)
     if cotangents is not None:
@@ -56,7 +56,7 @@ def seconds(call: Callable) -> float:
 
 
 def wall_and_cpu(call: Callable) -> tuple[float, float]:
-    """Return how long one call takes, and the processor's time in it, all threads of this process together."""
+    """Return the elapsed time of one call, and the processor time of all threads of this process in it."""
     start, start_cpu = time.perf_counter(), time.process_time()
     jax.block_until_ready(call())
     return time.perf_counter() - start, time.process_time() - start_cpu
@@ -82,11 +82,11 @@ def measure(
 
     Args:
       runs: ours.
-      peers: those that ours are compared with.
+      peers: the programs to compare with.
       verdict: from the results of a call to (error, whether they are correct).
-      flops, moved: of the case, for rates and the roofline.
+      flops, moved: flops and bytes of the case, for rates and the roofline.
       peaks: flops and bytes a second of the machine.
-      repeats: timed calls of each, every one after a call that is not.
+      repeats: how many calls of each are timed; a call that is not timed comes before each of them.
     """
     everyone = [*runs, *peers]
     judged = {run.name: verdict(jax.block_until_ready(run.call())) for run in everyone}
@@ -94,7 +94,7 @@ def measure(
     processor: dict[str, list[float]] = {run.name: [] for run in everyone}
     for _ in range(repeats):
         for run in everyone:
-            # Untimed: a peer that has just freed gigabytes leaves it to the next call to get their pages back.
+            # This call is not timed: after a peer has freed gigabytes, the next call must get the pages again.
             jax.block_until_ready(run.call())
             wall, cpu = wall_and_cpu(run.call)
             times[run.name].append(wall)
@@ -111,7 +111,7 @@ def measure(
             "correct": correct,
             "median_ms": 1e3 * median,
             "spread_ms": 1e3 * float(high - low),
-            # Other work on the machine stretches the time, and hardly this; the least of all calls.
+            # The least of all calls. Other work on the machine hardly changes processor time, unlike elapsed time.
             "cpu_ms": 1e3 * min(processor[run.name]),
             "tflop_s": flops / median / 1e12,
             "gb_s": moved / median / 1e9,
@@ -132,7 +132,7 @@ def _as_numpy(x) -> np.ndarray:
 
 
 def worst(results: dict, expected: dict, tolerances: dict) -> tuple[float, bool]:
-    """Return the error nearest to its tolerance, or furthest past it, and whether all are within theirs."""
+    """Return the error with the largest ratio to its tolerance, and whether all errors are within their tolerances."""
     errors = {name: error(_as_numpy(results[name]), want) for name, want in expected.items()}
     name = max(errors, key=lambda n: errors[n] / tolerances[n])
     return errors[name], all(errors[n] <= tolerances[n] for n in errors)

@@ -1,7 +1,7 @@
-"""What a program would cost on TPUs that are not here, as the TPU compiler estimates it: not a measurement.
+"""The cost of programs on TPUs that are not here: estimates of the TPU compiler, and no measurements.
 
-Every estimate runs in a process of its own, because the compiler aborts the process on what it cannot profile; such a
-program is compiled again without the profile, and its row then has no cycles.
+Every estimate runs in a new process, because the compiler aborts the process if it cannot profile a program; such a
+program is compiled again without the profile, and its row has no cycles.
 """
 
 import collections
@@ -29,7 +29,7 @@ from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.tpu import launches
 
-# What is not known of a program whose loops turn as often as its data say.
+# The figures that are not known of a program if the number of its loops' iterations depends on data.
 COUNTED = ("kernel_cycles", "around_cycles", "bundles", "grid_steps", "estimate_ms")
 
 
@@ -60,7 +60,7 @@ def dump_flags(folder: str, profile: bool) -> str:
 
 
 def profiled(folder: str) -> collections.Counter:
-    """Return the estimated cycles of operations by name, from a dumped profile; nothing where there is none."""
+    """Return the estimated cycles of operations by name from a dumped profile; empty if there is no profile."""
     cycles = collections.Counter()
     for path in glob.glob(f"{folder}/profile/*"):
         with open(path, errors="replace") as text:
@@ -72,8 +72,8 @@ def profiled(folder: str) -> collections.Counter:
 def operations(text: str) -> int:
     """Return the cycles that the compiler expects of a program's operations, without kernels, from its compiled text.
 
-    A loop counts as often as the text says that it turns, or once where it does not say so, and of a condition the
-    dearest branch.
+    A loop counts for the iterations that the text tells, or once if it tells none; of a condition the most expensive
+    branch counts.
     """
     parts = dict(re.findall(r"\n(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)\n\}", f"\n{text}", re.DOTALL))
     entry = re.search(r"\nENTRY %?([\w.\-]+) ", f"\n{text}")
@@ -105,15 +105,15 @@ Turns = Callable[[str, regions.Loop], tuple[int, list[int]] | None]
 
 
 def bundles(folder: str, kernels: set[str], turns: Turns | None = None) -> tuple[int | None, int | None]:
-    """Return what the kernels would take if nothing in them waited, in bundles, and the steps of their grids.
+    """Return the bundles of the kernels, without waits, and the steps of their grids.
 
-    None where one of them has no dump, or a loop whose turns nobody says.
+    They are None if a kernel has no dump, or has a loop whose number of iterations is not known.
 
     Args:
-      folder: of the dumps.
+      folder: the folder of the dumps.
       kernels: names of operations.
-      turns: from such a name and the kernel's loop to the steps of a block of heads and how many run each region, as
-        for `kernel_bundles`; None where every step runs all of it.
+      turns: from such a name and the kernel's loop to the steps of a block of heads and how many of them run each
+        region, as for `kernel_bundles`; None if every step runs all regions.
     """
     found: dict[str, tuple[int, int]] = {}
     for path in glob.glob(f"{folder}/*-final_bundles.txt"):
@@ -136,8 +136,8 @@ def bundles(folder: str, kernels: set[str], turns: Turns | None = None) -> tuple
 def turns_of(case: Layer) -> Turns:
     """Return how many steps of our kernels run each region, for a layer of one sequence.
 
-    The kernels of gated linear attention loop as often as their tables say. The forwards of delta rules with a gate for
-    every channel have a second path for chunks whose gates forget nearly everything; it counts as not taken.
+    The kernels of gated linear attention loop as often as their tables say. The forwards of delta rules with gates per
+    channel have a second path for chunks with decays of 0; it counts as not taken.
     """
     from benchmarks import packed  # which imports this module
 
@@ -149,7 +149,7 @@ def turns_of(case: Layer) -> Turns:
         steps, runs = packed.turns(case, found[1], int(found[2]))
         if case.table.delta:
             return steps, [0] * len(loop.regions)
-        # A branch passes a loop that no turn runs.
+        # A branch skips a loop without iterations.
         passes = [n for n, x in enumerate(loop.regions) if x.bundles <= regions.CUT]
         for place in passes[: len(loop.regions) - len(runs)]:
             runs.insert(place, steps)
@@ -159,7 +159,7 @@ def turns_of(case: Layer) -> Turns:
 
 
 def estimate(case: Layer, implementation: str, chip: str, T: int, backward: bool, profile: bool) -> dict:
-    """Compile a case for `chip` and return what the compiler says of it; call in a fresh process only."""
+    """Compile a case for `chip` and return the compiler's figures; call in a fresh process only."""
     floor = case.cost(T, jnp.bfloat16, backward)[1] / CHIPS[chip].bandwidth_tb_s / 1e9
     if implementation in tpu_peers.PEERS:
         peer = tpu_peers.PEERS[implementation]
@@ -176,9 +176,9 @@ def figures(
     build: Callable[[], tuple], chip: str, floor_ms: float, profile: bool, turns: Turns | None = None,
     auto_layout: bool = True,
 ) -> dict:  # fmt: skip
-    """Compile what `build` returns, a function and its shapes, and read what was dumped; in a fresh process only.
+    """Compile the function and shapes that `build` returns, and read the compiler's dumps; in a fresh process only.
 
-    `turns` is of `bundles`. Without `auto_layout` inputs and outputs lie as JAX lays arrays of one call.
+    `turns` is the argument of `bundles`. Without `auto_layout`, inputs and outputs have JAX's default layout.
     """
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:  # dumps take gigabytes
         compiler.setup(dump_flags(folder, profile))
@@ -190,7 +190,7 @@ def figures(
         kernels, cycles = set(launches(text)), profiled(folder)
         kernel = sum(n for name, n in cycles.items() if name in kernels)
         counted, steps = bundles(folder, kernels, turns)
-        # Without a profile the text has them.
+        # Without a profile, the text has the cycles.
         around = sum(cycles.values()) - kernel if kernel else operations(text)
         known = counted is not None and steps is not None
         return {
@@ -207,7 +207,7 @@ def figures(
 
 
 def estimate_block(case: Block, implementation: str, chip: str, T: int, backward: bool) -> dict:
-    """Do as `estimate` does for a whole block, which takes too long to profile and to dump: kernels have no cycles."""
+    """Do the same as `estimate` for a whole block, which takes too long to profile and dump, so there are no cycles."""
     compiler.setup()
     fn, specs = ours(case, implementation, T, backward, None)
     start = time.perf_counter()
@@ -223,7 +223,7 @@ def estimate_block(case: Block, implementation: str, chip: str, T: int, backward
 
 
 def can_run(case, implementation: str, backward: bool) -> bool:
-    """Return whether an implementation has the case."""
+    """Return whether an implementation supports the case."""
     if implementation == "mixed":
         return isinstance(case, Mixer)
     if implementation in tpu_peers.PEERS:
@@ -232,7 +232,7 @@ def can_run(case, implementation: str, backward: bool) -> bool:
 
 
 def measure(case: Layer, implementation: str, chip: str, T: int, backward: bool, profile: bool, timeout: float) -> dict:
-    """Run `estimate` in a process of its own; a row with `failed` set where the compiler gave none.
+    """Run `estimate` in a new process; if the compiler gave no result, the row has `failed` set.
 
     A program that the compiler cannot profile is compiled again without a profile.
     """
@@ -245,10 +245,10 @@ def measure(case: Layer, implementation: str, chip: str, T: int, backward: bool,
 
 
 def first_result(codes: list[str], timeout: float) -> dict:
-    """Return what the first of these programs gives that ends well, each in a process of its own.
+    """Run these programs, each in a new process, until one ends well, and return its result.
 
-    The last statement of a program is an expression that JSON can hold; `failed` is set if none gave a result. Without
-    the TPU compiler nothing would, so the whole command ends.
+    The last statement of a program is an expression for JSON, its result. `failed` is set if no program gave a result.
+    Without the TPU compiler no program could, so the whole command ends.
     """
     if not compiler.has_libtpu():
         raise SystemExit(

@@ -16,11 +16,11 @@ class Peer:
     """A library with a kernel for some of the cases.
 
     Attributes:
-      module: what is imported.
-      build: from a case, its tokens and whether the backward is wanted too, to a function and its shapes.
+      module: the module to import.
+      build: from a case, its tokens, and whether to include the backward, to a function and its shapes.
       backward: whether it has gradients.
-      counted: whether the compiler knows how often its loops run; otherwise there are no cycles of it, nor bundles.
-      operators: those that it has, without the prefix `chunk_`.
+      counted: whether the compiler knows how often its loops run; otherwise it has neither cycles nor bundles.
+      operators: the operators that it has, without the prefix `chunk_`.
     """
 
     module: str
@@ -42,18 +42,18 @@ class Peer:
 
 @contextmanager
 def on_a_tpu() -> Iterator[None]:
-    """Let a library believe that it runs on a TPU: some ask JAX, and interpret their kernels elsewhere."""
+    """Make JAX report a TPU, because some libraries ask for it, and interpret their kernels elsewhere."""
     with mock.patch.object(jax, "default_backend", return_value="tpu"):
         yield
 
 
 def with_backward(fn: Callable, specs: list, o: ShapeDtypeStruct) -> tuple[Callable, list]:
-    """Return the function that gives the gradients of fn's inputs, and its shapes: the cotangent comes first."""
+    """Return a function that returns the gradients of fn's inputs, and its shapes; the cotangent comes first."""
     return lambda do, *x: jax.vjp(fn, *x)[1](do), [o, *specs]
 
 
 def tokamax_kda(heads: int, T: int, raw: bool, K: int = 128) -> tuple[Callable, list]:
-    """Return tokamax's KDA and its shapes, in its own layout; if `raw`, with the gate and unit lengths inside."""
+    """Return tokamax's KDA and its shapes, in tokamax's layout; if `raw`, it applies the gate law and unit lengths."""
     from tokamax._src.ops.kda import pallas_mosaic_tpu as kda
 
     op = kda.PallasMosaicTpuKimiDeltaAttention().replace(bypass_device_check=True)
@@ -74,7 +74,7 @@ def tokamax_kda(heads: int, T: int, raw: bool, K: int = 128) -> tuple[Callable, 
 
 
 def sglang_kda(heads: int, T: int, sequences: int, K: int = 128) -> tuple[Callable, list]:
-    """Return sglang-jax's KDA over packed sequences of T tokens and its shapes, with the gate inside."""
+    """Return sglang-jax's KDA over packed sequences of T tokens, which applies the gate law, and its shapes."""
     from sgl_jax.srt.kernels.kda.kda import chunk_kda_fwd
 
     spec = lambda *shape, dtype=jnp.float32: ShapeDtypeStruct(shape, dtype)
@@ -95,7 +95,7 @@ def sglang_kda(heads: int, T: int, sequences: int, K: int = 128) -> tuple[Callab
 
 
 def _tokamax(case, T: int, backward: bool) -> tuple[Callable, list]:
-    """Return tokamax's kernel for the same layer: its gated delta rule comes fused with the convolution before it."""
+    """Return tokamax's kernel for the same layer; its gated delta rule is fused with the convolution before it."""
     if case.operator == "kda":
         return tokamax_kda(case.HV, T, raw=False)
     from tokamax._src.ops.causal_conv1d_gated_delta_rule import arg_specs, pallas_mosaic_tpu
@@ -111,7 +111,7 @@ def _tokamax(case, T: int, backward: bool) -> tuple[Callable, list]:
 
 
 def deltanet(name: str, H: int, HV: int, T: int, backward: bool, dtype=jnp.float32) -> tuple[Callable, list]:
-    """Return a function of deltanet-tpu, which makes products of bfloat16 whatever its tensors are, and its shapes."""
+    """Return a function of deltanet-tpu, whose products have bfloat16 operands for all tensors, and its shapes."""
     import deltanet_tpu
 
     fn = getattr(deltanet_tpu, name)
@@ -120,14 +120,14 @@ def deltanet(name: str, H: int, HV: int, T: int, backward: bool, dtype=jnp.float
     specs = {
         "chunk_gdn": [q, q, v, spec(HV, dtype=jnp.float32), spec(HV)],
         "chunk_kda": [q, q, v, spec(H, 128, dtype=jnp.float32), spec(HV)],
-        # The gates that erase and write.
+        # The last two are erase and write gates.
         "chunk_gdn2": [q, q, v, spec(H, 128, dtype=jnp.float32), q, v],
     }[name]
     return with_backward(fn, specs, v) if backward else (fn, specs)
 
 
 def _deltanet(case, T: int, backward: bool) -> tuple[Callable, list]:
-    """Return deltanet-tpu's kernels for the same layer, with tensors of bfloat16 as ours have them."""
+    """Return deltanet-tpu's kernels for the same layer, with bfloat16 tensors, as for ours."""
     name = "chunk_gdn" if case.operator == "gated_delta_rule" else f"chunk_{case.operator}"
     return deltanet(name, case.H, case.HV, T, backward, jnp.bfloat16)
 
@@ -167,7 +167,7 @@ PEERS = {
 
 
 def is_installed(name: str) -> bool:
-    """Return whether a peer can be imported; the last one is there for `calibrate` alone."""
+    """Return whether a peer can be imported; the last peer is only for `calibrate`."""
     return importlib.util.find_spec({"sglang-jax": "sgl_jax"}.get(name) or PEERS[name].module) is not None
 
 

@@ -1,8 +1,8 @@
-"""Tasks of JAXBench, Google's benchmark of TPU kernels, with ours: a file each, which its command `evaluate` takes.
+"""Our programs for tasks of JAXBench, Google's benchmark of TPU kernels: one file for each, for its command `evaluate`.
 
-The inputs, the reference and the check are those of a checkout of AI-Hypercomputer/accelerator-agents; no code of it is
-here. Ours are compared with the reference on this machine, for a part of the heads, since the reference has a score for
-every pair of tokens; and both are compiled whole for TPUs that are not here.
+The inputs, the reference and the check come from a checkout of AI-Hypercomputer/accelerator-agents; none of its code is
+here. Our programs are compared with the reference on this machine for a part of the heads, because the reference has a
+score for every pair of tokens. Both are also compiled whole for TPUs that are not here.
 """
 
 import importlib.util
@@ -16,13 +16,13 @@ from benchmarks import tpu, tpu_peers
 from benchmarks.jaxbench.retnet_retention import BLOCK
 from chunkwise.command.models import Layer
 
-# Ours by task: a module of this folder, and the layer that counts the turns of its kernel.
+# By task: a module of this folder, and the layer by which the grid steps of its kernel are counted.
 TASKS = {
     "15p_RetNet_Retention": ("retnet_retention", Layer("simple_gla", H=1, HV=1, K=256, V=256, T=4096)),
     "16p_Mamba2_SSD": ("mamba2_ssd", Layer("simple_gla", H=1, HV=1, K=64, V=128, T=4096)),
 }
 CHIPS = ("v5e", "v6e")
-# What is compared here of a task's batch of 4 and its heads.
+# The part of a task's batch of 4, and of its heads, that is compared here.
 PART = {"batch": 1, "num_heads": 4}
 
 
@@ -42,13 +42,13 @@ def reference(checkout: Path, task: str):
 
 
 def workload(checkout: Path, task: str, program: str):
-    """Return the function of a task: "ours", or that of the checkout."""
+    """Return the function of a task: our function for "ours", or else the checkout's function."""
     module = load(Path(__file__).parent / f"{TASKS[task][0]}.py") if program == "ours" else reference(checkout, task)
     return module.workload
 
 
 def check(checkout: Path, task: str) -> dict:
-    """Return what JAXBench's check says of ours, for a part of the heads, on this machine."""
+    """Return the result of JAXBench's check for our program, for a part of the heads, on this machine."""
     sys.path.insert(0, str(checkout))
     from JAXBench.harness.correctness import check_correctness
 
@@ -60,19 +60,19 @@ def check(checkout: Path, task: str) -> dict:
 
 
 def estimate(checkout: str, task: str, program: str, chip: str) -> dict:
-    """Return what the TPU compiler says of a task, whole; in a fresh process only."""
+    """Return the TPU compiler's figures for a whole task; in a fresh process only."""
     case = TASKS[task][1]
     inner = tpu.turns_of(case)
 
     def turns(launch: str, loop) -> tuple[int, list[int]] | None:
         if "sums_of_scores" not in launch:
             return inner(launch, loop)
-        # The first block of a row clears, those before the diagonal and that on it add.
+        # The first block of a row clears the sums; blocks before the diagonal, and the block on it, add.
         blocks = case.T // BLOCK
         return blocks**2, [blocks, blocks * (blocks - 1) // 2, blocks]
 
     shapes = list(jax.eval_shape(reference(Path(checkout), task).create_inputs))
-    # Inputs and outputs once: the output is as large as the values.
+    # The bytes of inputs and outputs; the output is as large as the values.
     floor = sum(x.size * x.dtype.itemsize for x in [*shapes, shapes[2]]) / tpu.CHIPS[chip].bandwidth_tb_s / 1e9
     build = lambda: (workload(Path(checkout), task, program), shapes)
     with tpu_peers.on_a_tpu():

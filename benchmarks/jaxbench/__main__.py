@@ -1,4 +1,4 @@
-"""`python -m benchmarks.jaxbench CHECKOUT` checks ours in tasks of JAXBench, and compiles both for TPUs.
+"""`python -m benchmarks.jaxbench CHECKOUT` checks our programs for JAXBench, and compiles them for TPUs.
 
 CHECKOUT is a folder of AI-Hypercomputer/accelerator-agents, whose inputs, reference and check are used.
 """

@@ -1,6 +1,7 @@
 """JAXBench's task 16p_Mamba2_SSD: `python -m JAXBench evaluate --workload 16p_Mamba2_SSD --kernel THIS`.
 
-The scores of a query are divided by their sum, which is an output too: the value of a further column of ones.
+The scores of a query are divided by their sum. The operator computes the sum as the output for a further column of ones
+in the values.
 """
 
 import jax
@@ -14,14 +15,15 @@ def workload(query: jax.Array, key: jax.Array, value: jax.Array, A_log: jax.Arra
 
     Args:
       query, key, value: [B, H, S, D].
-      A_log: [B, H, S], of which the decay is the sigmoid.
+      A_log: [B, H, S]; its sigmoid is the decay.
     """
     S, D = value.shape[2:]
-    # Every head as a row of one head: the tensors need not be turned.
+    # Every head becomes a row of the batch with one head, so that the tensors need not be transposed.
     q, k, v = (x.reshape(-1, S, 1, D) for x in (query, key, value))
     g = jnp.log(jax.nn.sigmoid(A_log) + 1e-8).reshape(-1, S, 1)
-    # As many ones as fill the lanes of a TPU. Outputs have the type of the values: rounded to bfloat16 before they are
-    # divided, 7 of a million are further from the reference than its check allows.
+    # Ones fill the lanes of a TPU. The values are float32, because outputs have the type of the values: if they were
+    # rounded to bfloat16 before the division, 7 in a million would differ from the reference by more than its check
+    # allows.
     values = jnp.concatenate([v, jnp.ones_like(v)], axis=-1).astype(jnp.float32)
     o, _ = chunk_simple_gla(q, k, values, g, scale=1.0, chunk_size=128)
     o = o[..., :D] / jnp.maximum(jnp.abs(o[..., D:]), 1.0)

@@ -1,7 +1,8 @@
 """JAXBench's task 15p_RetNet_Retention: `python -m JAXBench evaluate --workload 15p_RetNet_Retention --kernel THIS`.
 
-The scores of a query are divided by the sum of their absolute values. No recurrence gives that sum, because it is over
-all pairs of tokens: a kernel of its own makes it, block by block. The outputs before the division are a recurrence.
+The scores of a query are divided by the sum of their absolute values. No recurrence has that sum, because of the
+absolute values of all pairs, so another kernel computes it, block by block. The outputs before the division are a
+recurrence.
 """
 
 import jax
@@ -11,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gla import chunk_simple_gla
 
-# Of queries and of keys.
+# The rows of a block of queries, and of a block of keys.
 BLOCK = 512
 LANES = 128
 
@@ -20,7 +21,7 @@ def workload(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """Return the outputs [B, H, S, D] of retention with divided scores, of query, key and value [B, H, S, D]."""
     H, S, D = query.shape[1:]
     log_gamma = jnp.log(1.0 - jnp.exp2(-5.0 - jnp.arange(H, dtype=jnp.float32)))
-    # Every head as a row of one head: the tensors need not be turned.
+    # Every head becomes a row of the batch with one head, so that the tensors need not be transposed.
     q, k, v = (x.reshape(-1, S, 1, D) for x in (query, key, value))
     g = jnp.broadcast_to(log_gamma[:, None], query.shape[:3]).reshape(-1, S, 1)
     o, _ = chunk_simple_gla(q, k, v, g, scale=1.0, chunk_size=128)
@@ -33,7 +34,8 @@ def sums_of_scores(query: jax.Array, key: jax.Array, log_gamma: jax.Array) -> ja
     B, H, S, D = query.shape
     blocks = S // BLOCK
     by_row = lambda b, h, i, j, *_: (b, h, i, 0)
-    # The blocks past the diagonal are not computed, nor fetched: the block of the diagonal stays.
+    # Blocks past the diagonal are not computed, and not fetched either, because the index stays at the diagonal's
+    # block.
     by_column = lambda b, h, i, j, *_: (b, h, jnp.minimum(i, j), 0)
     spec = lambda width, place: pl.BlockSpec((1, 1, BLOCK, width), place)
     sums = pl.pallas_call(
@@ -55,7 +57,7 @@ def sums_of_scores(query: jax.Array, key: jax.Array, log_gamma: jax.Array) -> ja
 
 
 def _kernel(log_gamma_ref, q_ref, k_ref, sums_ref) -> None:
-    """Add the scores of a block of queries and a block of keys, each lane its part."""
+    """Add the absolute scores of a block of queries with a block of keys; every lane has a part of the sum."""
     h, i, j = (pl.program_id(n) for n in (1, 2, 3))
     log_gamma = log_gamma_ref[h]
 
@@ -72,7 +74,8 @@ def _kernel(log_gamma_ref, q_ref, k_ref, sums_ref) -> None:
 
     @pl.when(j < i)
     def _():
-        # The decay from a key to the first query of the block; the rest of the way, the same for all keys, comes last.
+        # The decay from a key to the first query of the block. The decay from there to a query, the same for all keys,
+        # is applied at the end.
         column = jax.lax.broadcasted_iota(jnp.int32, (1, BLOCK), 1)
         add(jnp.exp(log_gamma * ((i - j) * BLOCK - column).astype(jnp.float32)))
 
