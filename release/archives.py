@@ -1,4 +1,4 @@
-"""The wheels and sdists of a release: from which files they are built, and what must be true of them."""
+"""The wheels and sdists of a release: the files from which they are built, and checks of the results."""
 
 import re
 import shutil
@@ -12,7 +12,7 @@ from release.packages import FOLDERS, ROOT, SIBLING
 
 
 def copy_sources(folder: Path, release: Path, about: metadata.Metadata) -> None:
-    """Copy the files of a distribution to a new folder; siblings, which a checkout finds by folder, get a version."""
+    """Copy the files of a distribution to a new folder, with versions of siblings in the place of their folders."""
     if folder == ROOT:
         release.mkdir()
         shutil.copy(ROOT / "pyproject.toml", release)
@@ -26,7 +26,7 @@ def copy_sources(folder: Path, release: Path, about: metadata.Metadata) -> None:
 
 
 def problems(archives: list[Path]) -> Iterator[str]:
-    """Yield a sentence for every archive too many or too few, and for every sibling that is not named by version."""
+    """Yield a sentence for every missing or unexpected archive, and for every sibling without a version."""
     if len(archives) != 2 * len(FOLDERS) + 2:
         yield f"dist/ must hold a wheel and an sdist of each package; got {[x.name for x in archives]}."
     for path in archives:

@@ -1,7 +1,7 @@
 """Copies release/metadata.toml into every pyproject.toml, workflow and page; with --check it only compares.
 
-A pyproject.toml holds a copy between a comment and the next empty line, a page between two comments of HTML, and a
-workflow in the list after a comment. Patterns find the releases of JAX in requirements and in sentences.
+In a pyproject.toml the copy is between a comment and the next empty line, in a page between two comments of HTML, and
+in a workflow in the list after a comment. Patterns find the releases of JAX in requirements and in sentences.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 MARK = "# Out of release/metadata.toml, by `nox -s metadata`:"
-# The first group of a pattern stays, and a copy takes the place of the rest.
+# The first group of a pattern stays, and the copy replaces the rest of the match.
 MANIFEST = re.compile(rf"^({re.escape(MARK)}\n)(?:.+\n)*", re.MULTILINE)
 REQUIREMENT = re.compile(r'("jax)>=[^"]*')
 WORKFLOW = re.compile(rf"^( *{re.escape(MARK)}\n)(?: *- .+\n)*", re.MULTILINE)
@@ -53,7 +53,7 @@ class Metadata(NamedTuple):
 
 
 def read() -> Metadata:
-    """Return the content of metadata.toml; a key too many or too few raises a TypeError."""
+    """Return the content of metadata.toml; a missing or unknown key raises a TypeError."""
     table = tomllib.loads((ROOT / "release/metadata.toml").read_text())
     return Metadata(**{name.replace("-", "_"): value for name, value in table.items()})
 
@@ -64,14 +64,14 @@ def number(version: str) -> tuple[int, ...]:
 
 
 def jax_range(about: Metadata) -> str:
-    """Return the range of JAX as a requirement says it."""
+    """Return the range of JAX in the form of a requirement."""
     oldest, newest = about.ends
     major, minor = number(newest)
     return f">={oldest},<{major}.{minor + 1}"
 
 
 def pair_lines(about: Metadata) -> str:
-    """Return the pairs of Python and JAX as the matrix of a workflow lists them."""
+    """Return the pairs of Python and JAX in the form of a workflow's matrix."""
     return "".join(f'          - {{python: "{python}", jax: "{jax}"}}\n' for python, jax in about.pairs)
 
 
@@ -133,7 +133,7 @@ def citation(about: Metadata) -> str:
 
 
 def copies(about: Metadata) -> Iterator[tuple[Path, str]]:
-    """Yield (path, text) of every file that holds a copy, as it must be."""
+    """Yield (path, right text) of every file that has a copy."""
     manifests = [
         ROOT / "pyproject.toml",
         ROOT / "shared/pyproject.toml",
@@ -162,7 +162,7 @@ def copies(about: Metadata) -> Iterator[tuple[Path, str]]:
 
 
 def with_addresses(markdown: str, folder: str, about: Metadata) -> str:
-    """Return a page of a folder with links to the repository in place of links to files, for readers elsewhere.
+    """Return a page of a folder for readers elsewhere: links to files become links to the repository.
 
     Without an address the page stays as it is.
     """

@@ -1,4 +1,4 @@
-"""The packages of the tree: their folders, what each of them needs, and which of them a change reaches.
+"""The packages of the tree: their folders, the packages that each needs, and the packages that a change affects.
 
 A package is a folder with a pyproject.toml: shared, and every such folder of packages/.
 """
@@ -14,10 +14,10 @@ MANIFESTS = [ROOT / "shared/pyproject.toml", *sorted(ROOT.glob("packages/*/pypro
 FOLDERS = {path.parent.name: path.parent for path in MANIFESTS}
 PROJECTS = {path.parent.name: tomllib.loads(path.read_text())["project"] for path in MANIFESTS}
 
-# A reference to a sibling in a pyproject.toml: its name, its extras and how hatchling finds its folder.
+# A reference to a sibling in a pyproject.toml: the name, the extras and the folder in hatchling's form.
 SIBLING = re.compile(r"(chunkwise-[a-z0-9-]+)(\[[a-z,]+\])? @ \{root:[^\"]*")
 
-# The tests of packages read no file of these folders, and no page of the root.
+# Folders of which the tests of packages read no file; nor do they read pages in the root.
 NOT_READ = ("docs/", "examples/", "notebooks/", "benchmarks/", "tests_e2e/", ".github/", ".ci/")
 
 
@@ -29,14 +29,14 @@ def needed(name: str) -> list[str]:
 
 
 def needs_of_tests() -> dict[str, list[str]]:
-    """Return for each folder of tests the folders that these tests need, itself included; all by path from the root."""
+    """Return for each folder of tests the folders that its tests need, with itself; all are paths from the root."""
     paths = {name: folder.relative_to(ROOT).as_posix() for name, folder in FOLDERS.items()}
     needs = {path: [paths[other] for other in needed(name)] for name, path in paths.items()}
     return needs | {"tests_e2e/simulated": [*needs["packages/pipeline"], "tests_e2e/simulated"]}
 
 
 def changed_files() -> list[str]:
-    """Return the files that differ from the commit where this branch left main, with those that git does not track."""
+    """Return the files that differ from the commit where this branch left main, and files that are not tracked."""
     branches = git("for-each-ref", "--format=%(refname:short)", "refs/heads/main", "refs/remotes/origin/main")
     if not branches:
         raise SystemExit("`--changed` compares with the branch main or origin/main; git knows neither.")
@@ -51,11 +51,11 @@ def git(*arguments: str) -> list[str]:
 
 
 def reached(files: Iterable[str], needs: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return the folders of `needs` whose tests a change of files reaches: all, if one file belongs to the whole tree.
+    """Return the folders of `needs` whose tests a change of files affects; all if a file belongs to the whole tree.
 
     Args:
       files: paths from the root.
-      needs: for each folder the folders that its tests need, itself included.
+      needs: for each folder the folders that its tests need, with itself.
     """
     found = set()
     for file in files:

@@ -1,4 +1,4 @@
-"""The Pythons of the sessions: which of those that are supported are on this machine, and run."""
+"""The Pythons of the sessions: the supported versions that run on this machine."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-# What a Python says about itself. JAX has no builds for those without a lock around the interpreter, and pip needs ssl.
+# A program by which a Python describes itself. JAX has no builds for free-threaded Pythons, and pip needs ssl.
 QUESTION = """
 import ctypes, ssl, sys, sysconfig
 print("%d.%d" % sys.version_info[:2], sys.version_info.releaselevel, sys.implementation.name,
@@ -15,7 +15,7 @@ print("%d.%d" % sys.version_info[:2], sys.version_info.releaselevel, sys.impleme
 
 
 def find(versions: Iterable[str]) -> dict[str, str]:
-    """Return the path of a Python that runs for every version that has one, in the order of `versions`."""
+    """Return the path of a Python that runs, for every version that has one, in the order of `versions`."""
     found = {}
     for version in versions:
         if (path := next((path for path in candidates(version) if runs(path, version)), None)) is not None:
@@ -24,9 +24,9 @@ def find(versions: Iterable[str]) -> dict[str, str]:
 
 
 def candidates(version: str) -> Iterator[Path]:
-    """Yield where a version may lie: what runs now, the folders of PATH, and those of pyenv and uv.
+    """Yield the places of a version: the Python that runs now, the folders of PATH, and the folders of pyenv and uv.
 
-    The commands of pyenv in PATH start the versions that a folder asks for, and fail for all others.
+    The commands of pyenv in PATH start only the versions that a folder's settings name, and fail for all others.
     """
     yield Path(sys.executable)
     name, home = f"python{version}", Path.home()
@@ -37,7 +37,7 @@ def candidates(version: str) -> Iterator[Path]:
 
 
 def runs(path: Path, version: str) -> bool:
-    """Return whether a file is a released CPython of a version, of 64 bits, that runs."""
+    """Return whether a file is a CPython that runs, of this version, released, and with 64 bits."""
     if not path.is_file():
         return False
     try:
