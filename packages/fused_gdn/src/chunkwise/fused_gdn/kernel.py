@@ -72,7 +72,7 @@ class GdnFwdRefs(NamedTuple):
     A: jax.Ref  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
     blocks: jax.Ref  # float32 [n, rows, p C], the part of A_inv that takes no products
     nonfinite_rows: jax.Ref  # float32 [1, C, 1], rows of k, g and beta of prev
-    owner_prev: jax.Ref  # int32 [1, p C]
+    owner_prev: jax.Ref  # int32 [1, 1, p C]
 
 
 def _fwd_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
@@ -252,7 +252,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     if "ht" not in outputs:
         scratch["state"] = s.heads, s.K, s.V
     if multi_sequence:
-        scratch |= {"nonfinite_rows": (1, s.C, 1), "owner_prev": pltpu.VMEM((1, s.p * s.C), jnp.int32)}
+        scratch |= {"nonfinite_rows": (1, s.C, 1), "owner_prev": pltpu.VMEM((1, 1, s.p * s.C), jnp.int32)}
     if with_output:
         parts = 2 if dtype == jnp.bfloat16 else 1
         scratch["q_prev"] = pltpu.VMEM((keys, s.C, s.K), dtype)

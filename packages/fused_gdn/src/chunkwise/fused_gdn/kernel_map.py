@@ -68,14 +68,14 @@ class GdnMapRefs(NamedTuple):
     w: jax.Ref  # [heads, C, K] of prev
     nonfinite_k: jax.Ref  # float32 [1, C, 1], rows of inverted that are not finite, without a look at v
     nonfinite_v: jax.Ref  # float32 [1, C, 1], rows of prev that are not finite
-    owner_inverted: jax.Ref  # int32 [1, p C]
-    owner_prev: jax.Ref  # int32 [1, p C]
+    owner_inverted: jax.Ref  # int32 [1, 1, p C]
+    owner_prev: jax.Ref  # int32 [1, 1, p C]
     q: jax.Ref
 
 
 def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Take the state through the chunk prev, multiply the chunk inverted by its A_inv, and prepare the chunk cur."""
-    steps = cur, inverted, prev = chunk_loop.current_steps(refs.table, 3, static.steps)
+    steps = *_, prev = chunk_loop.current_steps(refs.table, 3, static)
 
     # In the first grid steps scratch memory holds anything; the first step of a sequence resets the state.
     @pl.when(prev.first == 1)
@@ -86,7 +86,7 @@ def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None
             i, j = (lax.broadcasted_iota(jnp.int32, (s.heads, s.K, s.K), axis) for axis in (1, 2))
             refs.state[:, :, s.V :] = tile.indicator(i == j)
 
-    chunk_loop.run_variant(lambda rows: _grid_step(refs, cur, inverted, prev, rows, static, s), refs, steps, static)
+    chunk_loop.run_variant(lambda rows: _grid_step(refs, steps, rows, static, s), refs, steps, static)
 
     @pl.when(prev.last == 1)
     def _():
@@ -96,38 +96,18 @@ def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None
 
 
 def _grid_step(
-    refs: GdnMapRefs,
-    cur: layout.TableStep,
-    inverted: layout.TableStep,
-    prev: layout.TableStep,
-    rows: chunk_loop.Rows,
-    static: FusedStatic,
-    s: tile.Heads,
+    refs: GdnMapRefs, steps: list[layout.TableStep], rows: chunk_loop.Rows, static: FusedStatic, s: tile.Heads
 ) -> None:
     """Run all stages of a grid step, in the variant for these rows of the three chunks."""
-    masks: layout.SequenceMasks | None = None
-    masks_prev: Any = None
-    nonfinite_k: jax.Array | None = None
-    nonfinite_v: jax.Array | None = None
-    nonfinite_prev: Any = None
-    valid, valid_v = (chunk_loop.valid_rows(rows, step, s.C) for step in (cur, inverted))
-    if rows is chunk_loop.Rows.MIXED:
-        owners = (refs.owner[0], cur), (refs.owner_inverted[...], inverted), (refs.owner_prev[...], prev)
-        masks, masks_inverted, masks_prev = (chunk_loop.load_masks(owner, step, s.C) for owner, step in owners)
-        valid, nonfinite_k = nonfinite.isolate(
-            masks, lambda: loads.tokens_not_finite(refs, s, refs.k), mixed=cur.mixed == 1
-        )
-        values_not_finite = lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, s.V))
-        valid_v, nonfinite_v = nonfinite.isolate(
-            masks_inverted,
-            lambda: jnp.maximum(refs.nonfinite_k[...], values_not_finite()),
-            mixed=inverted.mixed == 1,
-        )
-        state = refs.state, masks_prev.carried, slice(None)
-        _, nonfinite_prev = nonfinite.isolate(masks_prev, lambda: refs.nonfinite_v[...], state, mixed=prev.mixed == 1)
-    _, k, g, beta, _ = loads.load_chunk(refs, valid, s, static)
+    owners = refs.owner, refs.owner_inverted, refs.owner_prev
+    cur, inverted, prev = (chunk_loop.stage_chunk(step, rows, s.C, x) for step, x in zip(steps, owners, strict=True))
+    cur = cur.isolate(lambda: loads.tokens_not_finite(refs, s, refs.k), stages=3)
+    values_not_finite = lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, s.V))
+    inverted = inverted.isolate(lambda: jnp.maximum(refs.nonfinite_k[...], values_not_finite()), stages=3)
+    prev = prev.isolate(lambda: refs.nonfinite_v[...], (refs.state, prev.carried), stages=3)
+    _, k, g, beta, _ = loads.load_chunk(refs, cur.valid, s, static)
     exact = k.dtype != jnp.bfloat16
-    gates = tile.gate_sums(g, beta, s, exact, masks)
+    gates = tile.gate_sums(g, beta, s, exact, cur.masks)
 
     stages, staged, inverses = s.split(kernel.STAGE), [], []
     inverting = (
@@ -135,13 +115,13 @@ def _grid_step(
     )
     passing = schedule.software_pipeline(pass_chunk(refs, stage) for stage in stages)
     halves = [part for stage in stages for part in stage.split(kernel.STAGE // 2)]
-    preparing = (staged.append((part, prepare(refs, k, gates, part, masks))) for part in halves)
+    preparing = (staged.append((part, prepare(refs, k, gates, part, cur.masks))) for part in halves)
 
     def apply_inverses() -> Iterator[None]:
         for _ in inverting:
             pass
         for stage in stages:
-            apply_inverse(refs, inverses[-1], valid_v, stage)
+            apply_inverse(refs, inverses[-1], inverted.valid, stage)
             yield
 
     # The matrix unit takes products in the order of the program, and where one waits, all wait. Every product of the
@@ -156,13 +136,13 @@ def _grid_step(
             pass
     refs.A_inv[...] = inverses[-1]
 
+    prev.poison((), (refs.state, prev.ending))
     if rows is chunk_loop.Rows.MIXED:
-        nonfinite.poison(nonfinite_prev, masks_prev, (), (refs.state, masks_prev.ending))
-        refs.nonfinite_k[...], refs.nonfinite_v[...] = nonfinite_k, nonfinite_v
+        refs.nonfinite_k[...], refs.nonfinite_v[...] = cur.nonfinite_rows, inverted.nonfinite_rows
     # The next grid steps read these from scratch memory. They are stored last, because this step reads there the arrays
     # of earlier chunks.
     if refs.owner is not None:
-        refs.owner_prev[...], refs.owner_inverted[...] = refs.owner_inverted[...], refs.owner[0]
+        refs.owner_prev[...], refs.owner_inverted[...] = refs.owner_inverted[...], refs.owner[...]
     refs.k_prev[...], refs.last_prev[...] = refs.k_inverted[...], refs.last[...]
     refs.k_inverted[...] = k
     for part, values in staged:
@@ -245,7 +225,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
         "w": pltpu.VMEM((s.heads, s.C, s.K), dtype),
     }
     if x.owner is not None:
-        owners = pltpu.VMEM((1, width), jnp.int32)
+        owners = pltpu.VMEM((1, 1, width), jnp.int32)
         scratch |= {"nonfinite_k": (1, s.C, 1), "nonfinite_v": (1, s.C, 1)}
         scratch |= {"owner_inverted": owners, "owner_prev": owners}
     state = prev.state(s.heads, s.K, s.V)

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.fused_gla import kernel, tile
+from chunkwise.fused_gla import kernel, loads, tile
 from chunkwise.shared.kernels import chunk_loop, chunking, launcher, layout, matmul, schedule, tiles
+from chunkwise.shared.kernels.chunk_loop import StageChunk
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 # Heads that the backward takes in lock-step, and how many such pairs it starts before it finishes the first.
@@ -33,7 +34,7 @@ class GlaBwdRefs(NamedTuple):
     v: jax.Ref  # [rows, heads V]
     do: jax.Ref  # [rows, heads V]
     h: jax.Ref  # [heads, V, K]
-    table: jax.Ref  # int32 [11, B * steps]; none for plain rows
+    table: jax.Ref  # int32 [11, B * NT or B * steps]
     g: jax.Ref  # [chunks, heads, 1, C], or per channel [rows, heads K]
     gamma: jax.Ref  # [heads, 1, C]
     initial_state: jax.Ref  # [heads, V, K]
@@ -60,47 +61,51 @@ def _stored_decays(refs: GlaBwdRefs, s: FusedStatic, heads: slice) -> tile.GlaDe
     return tile.GlaDecays(*each, s.scale)
 
 
-def _recompute_state(refs: GlaBwdRefs, s: FusedStatic, place: kernel.Place) -> None:
-    """Store the state after the chunk of a place, which is the one before the next."""
-    before, after, heads = refs.states.at[place.i], refs.states.at[place.i + 1], slice(0, refs.dstate.shape[0])
-    place.isolate(((refs.k, s.K), (refs.v, s.V)), (before, place.carried))
-    _, k, v = place.tensors(heads)
-    decays = place.decays(heads, _stored_decays(refs, s, heads), pairs=False)
+def _isolate(refs, s: FusedStatic, chunk: StageChunk, inputs: str, *states: tuple) -> StageChunk:
+    """Keep the sequences of a chunk apart that are not finite in gates, in the states, or in inputs like "k v"."""
+    tokens = [(getattr(refs, name), s.K if name in ("q", "k") else s.V) for name in inputs.split()]
+    return chunk.isolate(functools.partial(loads.tokens_not_finite, refs, s, chunk, *tokens), *states)
+
+
+def _recompute_state(refs: GlaBwdRefs, s: FusedStatic, chunk: StageChunk) -> None:
+    """Store the state after a chunk, which is the one before the next."""
+    before, after, heads = refs.states.at[chunk.index], refs.states.at[chunk.index + 1], slice(0, refs.dstate.shape[0])
+    chunk = _isolate(refs, s, chunk, "k v", (before, chunk.carried))
+    _, k, v = loads.load_tensors(refs, s, chunk, heads)
+    decays = loads.load_decays(refs, s, chunk, heads, _stored_decays(refs, s, heads), pairs=False)
     after[...] = tile.next_state(before[...], k, v, decays.to_end[:, :, : s.K], decays.through, s.parts)
     # The state before may have been cleared; the gradients must find it as it was.
-    place.poison((), (after, place.ending), (before, place.carried))
+    loads.poison(s, chunk, (), (after, chunk.ending), (before, chunk.carried))
 
 
-def _isolate(refs: GlaBwdRefs, s: FusedStatic, place: kernel.Place) -> None:
-    """Keep the sequences apart of a chunk whose gradients are to be computed."""
-    inputs = (refs.q, s.K), (refs.k, s.K), (refs.v, s.V), (refs.do, s.V)
-    place.isolate(inputs, (refs.states.at[place.i], place.carried), (refs.dstate, place.ending))
-
-
-def _poison(refs: GlaBwdRefs, s: FusedStatic, place: kernel.Place) -> None:
-    """Store NaN in the gradients of sequences that are not finite, and of the state."""
+def _chunk_gradients(refs: GlaBwdRefs, s: FusedStatic, chunk: StageChunk) -> None:
+    """Store the gradients of a chunk: NaN of sequences that are not finite, in the gradient of the state too."""
+    states = (refs.states.at[chunk.index], chunk.carried), (refs.dstate, chunk.ending)
+    chunk = _isolate(refs, s, chunk, "q k v do", *states)
+    (_chunk_in_step if s.per_channel else _chunk_in_groups)(refs, s, chunk)
     results = refs.dq, refs.dk, refs.dv, None if s.constant else refs.dg
-    place.poison(results, (refs.dstate, place.carried))
+    loads.poison(s, chunk, results, (refs.dstate, chunk.carried))
 
 
-def _chunk_in_groups(refs: GlaBwdRefs, s: FusedStatic, place: kernel.Place) -> None:
+def _chunk_in_groups(refs: GlaBwdRefs, s: FusedStatic, chunk: StageChunk) -> None:
     """Store the gradients of a chunk whose gates are per head.
 
     The matrix unit works in program order: while it computes the products of some heads, the vector unit finishes
     those before them. What value heads of one key head have in common goes from one pair to the next.
     """
-    _isolate(refs, s, place)
     every = refs.dstate.shape[0]
     # Value heads of a key head in the block; a pair holds whole groups or lies inside one.
-    group = every // (place.keys(slice(0, every)).stop)
+    group = every // loads.key_heads(refs, s, slice(0, every)).stop
     pair = PAIR if PAIR % group == 0 or group % PAIR == 0 else 1
     by_keys, sums = {}, {}
 
     def gradients(heads: slice) -> Iterator[None]:
-        keys, begins, ends = place.keys(heads), heads.start % group == 0, heads.stop % group == 0
-        (q, k, v), decays = place.tensors(heads), place.decays(heads, _stored_decays(refs, s, heads))
-        do = place.load(refs.do, s.V, heads).astype(k.dtype)  # [heads, C, V]
-        S, dS = refs.states[place.i, heads], refs.dstate[heads]  # [heads, V, K]
+        keys = loads.key_heads(refs, s, heads)
+        begins, ends = heads.start % group == 0, heads.stop % group == 0
+        q, k, v = loads.load_tensors(refs, s, chunk, heads)
+        decays = loads.load_decays(refs, s, chunk, heads, _stored_decays(refs, s, heads))
+        do = loads.load(refs.do, s.V, s, chunk, heads).astype(k.dtype)  # [heads, C, V]
+        S, dS = refs.states[chunk.index, heads], refs.dstate[heads]  # [heads, V, K]
         by_keys[keys.start], products = tile.chunk_products(
             S, dS, q, k, v, do, s.parts, None if begins else by_keys[keys.start]
         )
@@ -110,13 +115,13 @@ def _chunk_in_groups(refs: GlaBwdRefs, s: FusedStatic, place: kernel.Place) -> N
         pairs: Any = decays.pairs
         pairs_t = pairs if s.constant else jnp.swapaxes(pairs, 1, 2)  # [heads, C, C]
         sums[keys.start], dq, dk, dv, dS, exponents = tile.chunk_bwd(
-            by_keys[keys.start], products, refs.states[place.i, heads], refs.dstate[heads], q, k, do, pairs_t, decays,
-            s.parts, None if begins else sums[keys.start], ends,
+            by_keys[keys.start], products, refs.states[chunk.index, heads], refs.dstate[heads], q, k, do, pairs_t,
+            decays, s.parts, None if begins else sums[keys.start], ends,
         )  # fmt: skip
         refs.dstate[heads] = dS
         for ref, x, at in ((refs.dq, dq, keys), (refs.dk, dk, keys), (refs.dv, dv, heads)):
             if x is not None:
-                place.store(ref, x, at)
+                loads.store(ref, x, s, chunk, at)
         if refs.dg is None:
             return
         if s.constant:
@@ -125,49 +130,40 @@ def _chunk_in_groups(refs: GlaBwdRefs, s: FusedStatic, place: kernel.Place) -> N
         of_pairs, from_start, to_end, through = exponents
         # A token and itself have no gate between them.
         of_pairs = jnp.where(tiles.strictly_lower(s.C), jnp.swapaxes(of_pairs, 1, 2), 0.0)  # [heads, C, C]
-        dg = through + tile.gate_bwd(of_pairs, from_start, to_end, place.same)  # [heads, 1, C]
-        place.store_gates(refs.dg, dg, heads)
+        dg = through + tile.gate_bwd(of_pairs, from_start, to_end, chunk.same)  # [heads, 1, C]
+        loads.store_gates(refs, dg, s, chunk, heads)
 
     for _ in schedule.software_pipeline(
         gradients(slice(first, min(first + pair, every))) for first in range(0, every, pair)
     ):
         pass
-    _poison(refs, s, place)
 
 
-def _chunk_in_step(refs: GlaBwdRefs, s: FusedStatic, place: kernel.Place) -> None:
+def _chunk_in_step(refs: GlaBwdRefs, s: FusedStatic, chunk: StageChunk) -> None:
     """Store the gradients of a chunk whose gates are per channel, all heads in lock-step."""
-    _isolate(refs, s, place)
     heads = slice(0, refs.dstate.shape[0])
-    keys, (q, k, v), decays = place.keys(heads), place.tensors(heads), place.decays(heads)
-    do = place.load(refs.do, s.V).astype(k.dtype)  # [heads, C, V]
+    keys, (q, k, v) = loads.key_heads(refs, s, heads), loads.load_tensors(refs, s, chunk, heads)
+    decays = loads.load_decays(refs, s, chunk, heads)
+    do = loads.load(refs.do, s.V, s, chunk).astype(k.dtype)  # [heads, C, V]
     # The decay of the state is a gate.
-    dq, dk, dv, through, dS = tile.state_bwd(
-        refs.states[place.i], refs.dstate[...], q, k, v, do, decays.from_start, decays.to_end, decays.through, s.parts
-    )
+    S, dS, boundary = refs.states[chunk.index], refs.dstate[...], (decays.from_start, decays.to_end, decays.through)
+    dq, dk, dv, through, dS = tile.state_bwd(S, dS, q, k, v, do, *boundary, s.parts)
     refs.dstate[...] = dS
-    P, dP = tile.scores(q, k, decays, place.same), matmul.dot_nt(do, v)  # [heads, C, C]
-    dq_scores, dk_scores, exponents = tile.scores_bwd(dP, q, k, decays, P, place.same, s.parts)
-    place.store(refs.dq, tile.to_key_heads(dq, keys.stop) + dq_scores, keys)
-    place.store(refs.dk, tile.to_key_heads(dk, keys.stop) + dk_scores, keys)
-    place.store(refs.dv, dv + matmul.dot_tn(P.astype(do.dtype), do), heads)
+    P, dP = tile.scores(q, k, decays, chunk.same), matmul.dot_nt(do, v)  # [heads, C, C]
+    dq_scores, dk_scores, exponents = tile.scores_bwd(dP, q, k, decays, P, chunk.same, s.parts)
+    loads.store(refs.dq, tile.to_key_heads(dq, keys.stop) + dq_scores, s, chunk, keys)
+    loads.store(refs.dk, tile.to_key_heads(dk, keys.stop) + dk_scores, s, chunk, keys)
+    loads.store(refs.dv, dv + matmul.dot_tn(P.astype(do.dtype), do), s, chunk, heads)
     if refs.dg is not None:
         from_start, to_end = (tiles.repeat_heads(y, heads.stop) * dy for y, dy in ((q, dq), (k, dk)))
-        dg = through + tile.gate_bwd(exponents, from_start, to_end, place.same)  # [heads, C, K]
-        place.store_gates(refs.dg, dg, heads)
-    _poison(refs, s, place)
+        dg = through + tile.gate_bwd(exponents, from_start, to_end, chunk.same)  # [heads, C, K]
+        loads.store_gates(refs, dg, s, chunk, heads)
 
 
-def _ends(varlen_tile: layout.TableStep | None):
-    """Return whether the sequence of a step ends with it, or is the last one of its row."""
-    return pl.program_id(2) == 0 if varlen_tile is None else (pl.program_id(2) == 0) | (varlen_tile.last == 1)
-
-
-def _run_backwards(body: Callable[[kernel.Place], None], refs, s: FusedStatic, step: tuple) -> None:
+def _run_backwards(body: Callable[[StageChunk], None], refs, step: layout.TableStep, s: FusedStatic) -> None:
     """Run the body of every chunk of a step, the last one first."""
-    first, end = kernel.chunks_of(refs, s, step)
-    run = lambda i, _: kernel.run_chunk(body, refs, s, step, first + end - 1 - i)
-    lax.fori_loop(first, end, run, None)
+    first, end = chunk_loop.chunk_range(step, s)
+    lax.fori_loop(first, end, lambda i, _: chunk_loop.run_chunk(body, refs, step, first + end - 1 - i, s), None)
 
 
 def _gla_bwd_kernel(refs: GlaBwdRefs, s: FusedStatic) -> None:
@@ -175,28 +171,27 @@ def _gla_bwd_kernel(refs: GlaBwdRefs, s: FusedStatic) -> None:
     if refs.dh0 is not None:
         # Its block stays where it is until another sequence begins.
         refs = refs._replace(dstate=refs.dh0)
-    step = kernel.current_step(s, backwards=True)
-    varlen_tile = kernel.varlen_tile_of(refs, s, step)
-    ends = _ends(varlen_tile)
+    step = chunk_loop.current_step_backwards(refs.table, s)
+    ends = chunk_loop.ends(step)
     chunk_loop.start_state(refs.dstate, refs.dht, ends)
     if s.constant:
 
         @pl.when(ends)
         def _():
-            decays: Any = kernel.constant_decays(refs, s, refs.dstate.shape[0])
+            decays: Any = loads.constant_decays(refs, s, refs.dstate.shape[0])
             refs.pairs_t[...] = jnp.broadcast_to(jnp.swapaxes(decays.pairs, 1, 2), refs.pairs_t.shape)
             refs.from_start[...] = jnp.broadcast_to(decays.from_start, refs.from_start.shape)
             refs.to_end[...] = jnp.broadcast_to(decays.to_end, refs.to_end.shape)
             refs.through[...] = jnp.broadcast_to(decays.through, refs.through.shape)
             layout.clear(refs.dg)
 
-    if varlen_tile is not None:
-        chunk_loop.clear_unowned(varlen_tile, (refs.dq, refs.dk, refs.dv, refs.dg), backwards=True)
-    first, end = kernel.chunks_of(refs, s, step)
+    if s.varlen:
+        chunk_loop.clear_unowned(step, (refs.dq, refs.dk, refs.dv, refs.dg), backwards=True)
+    first, end = chunk_loop.chunk_range(step, s)
     refs.states[first] = refs.h[...]
     recompute = functools.partial(_recompute_state, refs, s)
-    lax.fori_loop(first, end - 1, lambda i, _: kernel.run_chunk(recompute, refs, s, step, i), None)
-    _run_backwards(functools.partial(_chunk_in_step if s.per_channel else _chunk_in_groups, refs, s), refs, s, step)
+    lax.fori_loop(first, end - 1, lambda i, _: chunk_loop.run_chunk(recompute, refs, step, i, s), None)
+    _run_backwards(functools.partial(_chunk_gradients, refs, s), refs, step, s)
 
 
 def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: FusedStatic) -> None:
@@ -205,17 +200,18 @@ def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: FusedStatic) -> None:
     Of a chunk it takes queries for keys and gradients of outputs for values: it adds them like these, but decayed from
     the start of the chunk.
     """
-    step, heads = kernel.current_step(s, backwards=True), slice(0, refs.ht.shape[0])
-    chunk_loop.start_state(refs.ht, refs.initial_state, _ends(kernel.varlen_tile_of(refs, s, step)))
-    constant = kernel.constant_decays(refs, s, heads.stop)
+    step, heads = chunk_loop.current_step_backwards(refs.table, s), slice(0, refs.ht.shape[0])
+    chunk_loop.start_state(refs.ht, refs.initial_state, chunk_loop.ends(step))
+    constant = loads.constant_decays(refs, s, heads.stop)
 
-    def chunk(place: kernel.Place) -> None:
-        place.isolate(((refs.k, s.K), (refs.v, s.V)), (refs.ht, place.ending))
-        (_, k, v), decays = place.tensors(heads), place.decays(heads, constant, pairs=False)
+    def pass_chunk(chunk: StageChunk) -> None:
+        chunk = _isolate(refs, s, chunk, "k v", (refs.ht, chunk.ending))
+        _, k, v = loads.load_tensors(refs, s, chunk, heads)
+        decays = loads.load_decays(refs, s, chunk, heads, constant, pairs=False)
         refs.ht[...] = tile.next_state(refs.ht[...], k, v, decays.from_start, decays.through, s.parts)
-        place.poison((), (refs.ht, place.carried))
+        loads.poison(s, chunk, (), (refs.ht, chunk.carried))
 
-    _run_backwards(chunk, refs, s, step)
+    _run_backwards(pass_chunk, refs, step, s)
 
 
 def launch_state(x: Operands, s: FusedStatic) -> jax.Array:

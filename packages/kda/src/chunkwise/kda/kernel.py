@@ -95,7 +95,7 @@ class KdaFwdRefs(NamedTuple):
     blocks: jax.Ref  # float32 [n, rows, p C], the part of A_inv that takes no products
     P: jax.Ref  # parts of the scores of queries times beta, [n, C, parts p C]
     nonfinite_rows: jax.Ref  # float32 [1, C, 1], rows of prev that are not finite, without a look at v
-    owner_prev: jax.Ref  # int32 [1, C]
+    owner_prev: jax.Ref  # int32 [1, 1, C]
 
 
 def _fwd_kernel(refs: KdaFwdRefs, *, static: FusedStatic) -> None:
@@ -358,7 +358,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
     if "ht" not in outputs:
         scratch["state"] = heads, channels, K
     if x.owner is not None:
-        scratch |= {"nonfinite_rows": (1, C, 1), "owner_prev": pltpu.VMEM((1, C), jnp.int32)}
+        scratch |= {"nonfinite_rows": (1, C, 1), "owner_prev": pltpu.VMEM((1, 1, C), jnp.int32)}
         if base > 1:
             scratch["continuing"] = C, packed.LANES
     return launcher.launch(

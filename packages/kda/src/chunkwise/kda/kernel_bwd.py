@@ -119,8 +119,8 @@ def _token_gradients(
       do: [heads, C, V].
     """
     heads, dtype, C, K, p = static.config.heads_bwd, refs.do.dtype, static.C, static.K, static.p
-    (betas, rounding), (step, masks, valid, _) = rows, chunk
-    same, stored = None if masks is None else masks.same, valid if static.varlen else None
+    (betas, rounding), masks, valid = rows, chunk.masks, chunk.valid
+    same, stored = chunk.same, valid if static.varlen else None
     v_new_over_beta = layout.load_heads(refs.v_new_over_beta, static.V, valid=valid)  # [heads, C, V]
     residuals, beta_rows = (
         (refs.h[...], v_new_over_beta, refs.A_inv[...], refs.scores[...]),
@@ -142,7 +142,7 @@ def _token_gradients(
         by_head = [dbeta_row[n // p, :, n % p * C : (n % p + 1) * C] for n in range(heads)]  # each [1, C]
         dbeta = tiles.to_row(dbeta)[:, 0] + jnp.concatenate(by_head)  # [heads, C]
         dbeta = dbeta if rounding is None else dbeta * rounding
-        _store_in_lanes(refs.dbeta, dbeta, step, stored, C)
+        _store_in_lanes(refs.dbeta, dbeta, chunk.step, stored, C)
 
     # The products of the levels are made pack by pack.
     by_pack = []
@@ -162,7 +162,7 @@ def _token_gradients(
         layout.store_rows(refs.dg, slice(None), dg, stored)
     else:
         by_head = [jnp.sum(dg[:, n * K : (n + 1) * K], axis=1, keepdims=True) for n in range(heads)]  # each [C, 1]
-        _store_in_lanes(refs.dg, tiles.to_row(jnp.stack(by_head))[:, 0], step, stored, C)
+        _store_in_lanes(refs.dg, tiles.to_row(jnp.stack(by_head))[:, 0], chunk.step, stored, C)
     if refs.b is not None:
         # Erase keys are keys times erase gates, so keys get a part of this gradient, too.
         layout.store_heads(refs.db, k * de, stored)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.shared.kernels import layout, nonfinite, pools
@@ -40,13 +41,53 @@ class StageChunk(NamedTuple):
       step: the step of the launch.
       masks: how the sequences lie in the chunk; None unless the rows of the grid step are mixed.
       valid: bool [C, 1], the rows to read; others may hold anything. None for all rows.
-      nonfinite_rows: float32 [1, C, 1], the rows of sequences that are not finite; None if `masks` is None.
+      nonfinite_rows: float32 [1, C, 1], the rows of sequences that are not finite; None until `isolate` looks for them.
+      index: the number of the chunk among the chunks of the grid step.
     """
 
     step: layout.TableStep
     masks: Any
     valid: Any
     nonfinite_rows: Any = None
+    index: Any = 0
+
+    @property
+    def same(self) -> Any:
+        """Pairs of one sequence, bool [1, C, w]; None if all rows are of one."""
+        return None if self.masks is None else self.masks.same
+
+    @property
+    def carried(self) -> Any:
+        """Rows of the sequence that is open where the chunk begins, bool [1, C, 1]; None if all rows are of one."""
+        return None if self.masks is None else self.masks.carried
+
+    @property
+    def ending(self) -> Any:
+        """Rows of the sequence that is open where the chunk ends, bool [1, C, 1]; None if all rows are of one."""
+        return None if self.masks is None else self.masks.ending
+
+    def isolate(self, find: Callable[[], jax.Array], *states: tuple, stages: int = 1) -> "StageChunk":
+        """Return the chunk as its rows may be read: sequences that are not finite are kept away from the others.
+
+        `nonfinite.isolate` has the arguments, and says what becomes of the states. In a pipeline of several stages
+        there may be nothing to find, because the chunk of another stage is the mixed one.
+        """
+        if self.masks is None:
+            return self
+        mixed = None if stages == 1 else self.step.mixed == 1
+        valid, nonfinite_rows = nonfinite.isolate(self.masks, find, *states, mixed=mixed)
+        return self._replace(valid=valid, nonfinite_rows=nonfinite_rows)
+
+    def poison(self, results: Sequence, *states: tuple, in_lanes: Sequence = ()) -> None:
+        """Store NaN in what the chunk makes of the sequences that `isolate` found: see `nonfinite.poison`."""
+        if self.masks is not None:
+            nonfinite.poison(self.nonfinite_rows, self.masks, results, *states, in_lanes=in_lanes)
+
+
+def stage_chunk(step: layout.TableStep, rows: Rows, C: int, owner_ref: Any, index: Any = 0) -> StageChunk:
+    """Return the chunk of a stage in the variant for these rows; owner_ref holds the owners of tokens [n, 1, lanes]."""
+    masks = layout.sequence_masks(owner_ref[index], C, step.before, step.final) if rows is Rows.MIXED else None
+    return StageChunk(step, masks, step.rows(C) if rows is Rows.SOME else None, index=index)
 
 
 def step_of(grid_step, stage: int, stages: int, steps: int):
@@ -71,15 +112,50 @@ def blocks_backwards(static: FusedStatic) -> layout.Blocks:
     return layout.Blocks(static.C, static.steps, lambda t: static.steps - 1 - t, static.varlen, static.chunks)
 
 
-def current_steps(table_ref, stages: int, steps: int) -> list[layout.TableStep]:
-    """Return the step of every stage of a pipeline, of `steps` in a row of the batch."""
-    grid_step, first = pl.program_id(2), pl.program_id(0) * steps
-    return [layout.TableStep(table_ref, first + step_of(grid_step, stage, stages, steps)) for stage in range(stages)]
+def current_steps(table_ref, stages: int, static: FusedStatic) -> list[layout.TableStep]:
+    """Return the step of every stage of a pipeline."""
+    grid_step = pl.program_id(2)
+    return [_in_table(table_ref, step_of(grid_step, stage, stages, static.steps), static) for stage in range(stages)]
 
 
-def current_step_backwards(table_ref, steps: int) -> layout.TableStep:
+def current_step_backwards(table_ref, static: FusedStatic) -> layout.TableStep:
     """Return the step of a kernel that takes the last step first."""
-    return layout.TableStep(table_ref, pl.program_id(0) * steps + (steps - 1 - pl.program_id(2)))
+    return _in_table(table_ref, static.steps - 1 - pl.program_id(2), static)
+
+
+def _in_table(table_ref, step, static: FusedStatic) -> layout.TableStep:
+    """Return a step of the current row of the batch; a table of chunks has its first chunk."""
+    n = pl.program_id(0) * static.steps + step
+    return layout.TableStep(table_ref, n if static.varlen else n * static.chunks)
+
+
+def ends(step: layout.TableStep) -> jax.Array:
+    """Return whether a sequence ends with the step of a kernel that takes the last step first."""
+    # Scratch memory holds anything at first, and the last step may be one in which no sequence ends.
+    return (pl.program_id(2) == 0) | (step.last == 1)
+
+
+def chunk_range(step: layout.TableStep, static: FusedStatic) -> tuple[jax.Array, jax.Array]:
+    """Return the range of the chunks that hold rows of a step, counted in the step."""
+    chunks = jnp.int32(static.chunks)
+    if not static.varlen:
+        # Always `chunks`, but XLA cannot tell. It would inline a loop of one trip into other code when it interprets
+        # the kernel, and round that differently.
+        return jnp.int32(0), jnp.minimum(chunks, static.chunks * static.steps - step.chunk)
+    begin, end = step.begin, step.end
+    first, last = (lax.shift_right_logical(n, jnp.int32(static.C.bit_length() - 1)) for n in (begin, end - 1))
+    # A piece without rows may begin where its chunks end. Boundaries may be wrong, and pass that too.
+    first = jnp.minimum(first, chunks - 1)
+    return first, jnp.where(begin < end, jnp.minimum(last + 1, chunks), first)
+
+
+def run_chunk(
+    body: Callable[[StageChunk], None], refs: Any, step: layout.TableStep, index: jax.Array, static: FusedStatic
+) -> None:
+    """Run the body of a chunk of a step of several chunks, in the variant that the chunk needs."""
+    step = step.of_chunk(index, static.C, static.varlen)
+    run = lambda rows: body(stage_chunk(step, rows, static.C, refs.owner, index))
+    run_variant(run, refs, [step], static)
 
 
 def either(condition: jax.Array, run: Callable[[], None], otherwise: Callable[[], None]) -> None:
@@ -114,28 +190,28 @@ def run_forward(
     if refs.ht is not None:
         # The block of the output stays in fast memory until another sequence begins.
         refs = refs._replace(state=refs.ht)
-    cur, prev = current_steps(refs.table, 2, static.steps)
+    cur, prev = current_steps(refs.table, 2, static)
     if refs.pool is not None:
         read_pool(refs.pool, refs.pool_out, refs.state, prev, transposed)
     results = refs.o, refs.v_new_over_beta
 
     def run(rows: Rows) -> None:
-        if rows is not Rows.MIXED:
-            body(refs, *(StageChunk(step, None, valid_rows(rows, step, static.C)) for step in (cur, prev)))
-        else:
-            if refs.pool is None:
-                start_state(refs.state, refs.initial_state, prev.first == 1)
-            masks = load_masks(refs.owner[0], cur, static.C)
-            masks_prev = load_masks(refs.owner_prev[...], prev, static.C)
-            either_stage = lambda: jnp.maximum(refs.nonfinite_rows[...], values_not_finite())
-            state = refs.state, masks_prev.carried, part
-            found = nonfinite.isolate(masks, tokens_not_finite, mixed=cur.mixed == 1)
-            found_prev = nonfinite.isolate(masks_prev, either_stage, state, mixed=prev.mixed == 1)
-            body(refs, StageChunk(cur, masks, *found), StageChunk(prev, masks_prev, *found_prev))
-            nonfinite.poison(found_prev[1], masks_prev, results, (refs.state, masks_prev.ending))
-            refs.nonfinite_rows[...] = found[1]
+        if rows is Rows.MIXED and refs.pool is None:
+            start_state(refs.state, refs.initial_state, prev.first == 1)
+        chunk = stage_chunk(cur, rows, static.C, refs.owner)
+        chunk = chunk.isolate(tokens_not_finite, stages=2)
+        chunk_prev = stage_chunk(prev, rows, static.C, refs.owner_prev)
+        chunk_prev = chunk_prev.isolate(
+            lambda: jnp.maximum(refs.nonfinite_rows[...], values_not_finite()),
+            (refs.state, chunk_prev.carried, part),
+            stages=2,
+        )
+        body(refs, chunk, chunk_prev)
+        chunk_prev.poison(results, (refs.state, chunk_prev.ending))
+        if rows is Rows.MIXED:
+            refs.nonfinite_rows[...] = chunk.nonfinite_rows
         if refs.owner is not None:
-            refs.owner_prev[...] = refs.owner[0]
+            refs.owner_prev[...] = refs.owner[...]
 
     run_variant(run, refs, (cur, prev), static, results)
     if refs.pool is not None:
@@ -183,19 +259,14 @@ def run_backward(
     if refs.dh0 is not None:
         # The block of the output stays in fast memory until another sequence begins.
         refs = refs._replace(dstate=refs.dh0)
-    step = current_step_backwards(refs.table, static.steps)
-    # Scratch memory holds anything at first, and the last step may be one in which no sequence ends.
-    start_state(refs.dstate, refs.dht, (pl.program_id(2) == 0) | (step.last == 1))
+    step = current_step_backwards(refs.table, static)
+    start_state(refs.dstate, refs.dht, ends(step))
 
     def run(rows: Rows) -> None:
-        if rows is not Rows.MIXED:
-            body(refs, StageChunk(step, None, valid_rows(rows, step, static.C)))
-            return
-        masks = load_masks(refs.owner[0], step, static.C)
-        found = nonfinite.isolate(masks, not_finite, (refs.dstate, masks.ending, part))
-        body(refs, StageChunk(step, masks, *found))
-        states = (refs.dstate, masks.carried), *((ref, True) for ref in sums)
-        nonfinite.poison(found[1], masks, results, *states, in_lanes=in_lanes)
+        chunk = stage_chunk(step, rows, static.C, refs.owner)
+        chunk = chunk.isolate(not_finite, (refs.dstate, chunk.ending, part))
+        body(refs, chunk)
+        chunk.poison(results, (refs.dstate, chunk.carried), *((ref, True) for ref in sums), in_lanes=in_lanes)
 
     run_variant(run, refs, [step], static, (*results, *in_lanes), backwards=True)
 
@@ -220,7 +291,7 @@ def run_variant(
       backwards: whether the last step of a chunk comes first.
     """
     if static.varlen:
-        whole = functools.reduce(jnp.logical_and, [(step.begin == 0) & (step.end == static.C) for step in steps])
+        whole = functools.reduce(jnp.logical_and, [(step.begin <= 0) & (step.end >= static.C) for step in steps])
         empty = functools.reduce(jnp.logical_and, [step.begin == step.end for step in steps])
 
         def run_some() -> None:
@@ -238,16 +309,6 @@ def run_variant(
 def clear_unowned(step: layout.TableStep, results: Sequence, backwards: bool = False) -> None:
     """Clear the results of a chunk if no step owns some of its rows, in the first grid step that writes the chunk."""
     pl.when(((step.closes if backwards else step.opens) & step.mixed) == 1)(lambda: layout.clear(*results))
-
-
-def valid_rows(rows: Rows, step: layout.TableStep, C: int) -> jax.Array | None:
-    """Return which rows of the chunk of a step may be read, bool [C, 1]; None for all rows."""
-    return step.rows(C) if rows is Rows.SOME else None
-
-
-def load_masks(owner: jax.Array, step: layout.TableStep, C: int) -> layout.SequenceMasks:
-    """Return how the sequences lie in the chunk of a step, from the owners of its tokens [1, lanes]."""
-    return layout.sequence_masks(owner, C, step.before, step.final)
 
 
 def start_state(state_ref, start_ref, begins: jax.Array) -> None:

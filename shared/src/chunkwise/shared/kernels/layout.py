@@ -194,7 +194,8 @@ class TableStep:
       first, last: 1 where the step is the first or the last of its sequence; over a pool, `last` is 1 where the step
         writes a state, also at the end of a block of tokens.
       chunk: the chunk of the row of the batch.
-      begin, end: the rows of the chunk that belong to the step; other rows may hold anything.
+      begin, end: the rows of the chunk that belong to the step; other rows may hold anything. If a step is a piece of
+        several chunks, they count through all of these.
       opens, closes: 1 where the step is the first or the last of its chunk.
       before, final: the sequence of the token before the chunk, and of the last token of the chunk.
       mixed: 1 where the chunk does not lie inside one sequence: see `chunk_owners`. If steps are pieces, 1 where the
@@ -203,15 +204,19 @@ class TableStep:
       continues: over a pool, 1 where a sequence starts with this step from the state in a slot, and not from zeros.
     """
 
-    def __init__(self, table_ref, n):
-        self._table, self._n = table_ref, n
+    def __init__(self, table_ref, n, start=None):
+        """Read row n of the table; rows of a chunk are counted from row `start` of the block, None for 0."""
+        self._table, self._n, self._start = table_ref, n, start
+
+    def _from_start(self, row: int) -> jax.Array:
+        return self._table[row, self._n] if self._start is None else self._table[row, self._n] - self._start
 
     sequence = property(lambda self: self._table[SEQUENCE, self._n])
     first = property(lambda self: self._table[FIRST, self._n])
     last = property(lambda self: self._table[LAST, self._n])
     chunk = property(lambda self: self._table[CHUNK, self._n])
-    begin = property(lambda self: self._table[BEGIN, self._n])
-    end = property(lambda self: self._table[END, self._n])
+    begin = property(lambda self: self._from_start(BEGIN))
+    end = property(lambda self: self._from_start(END))
     opens = property(lambda self: self._table[OPENS, self._n])
     closes = property(lambda self: self._table[CLOSES, self._n])
     before = property(lambda self: self._table[BEFORE, self._n])
@@ -224,6 +229,14 @@ class TableStep:
     def empty(self) -> jax.Array:
         """Whether no row belongs to the step."""
         return self.begin == self.end
+
+    def of_chunk(self, index: jax.Array, C: int, pieces: bool) -> "TableStep":
+        """Return one of the chunks of a step: its rows of a piece of them, or its step in a table of chunks.
+
+        A piece may begin before the chunk and end after it.
+        """
+        n, start = (self._n, index * jnp.int32(C)) if pieces else (self._n + index, None)
+        return TableStep(self._table, n, start)
 
     def rows(self, C: int) -> jax.Array:
         """Return which rows of the chunk belong to the step, bool [C, 1]."""

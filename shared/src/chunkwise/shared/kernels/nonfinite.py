@@ -79,7 +79,7 @@ def isolate(
       masks: how the sequences lie in the chunk.
       find: returns which rows are not finite, float32 [1, C, 1]; rows of padding may be among them.
       *states: tuples of the Ref of a state [heads, ...] that comes in, the rows of its sequence, bool [1, C, 1], and
-        the part of a head to search.
+        the part of a head to search, which is all of it if none is given.
       mixed: bool scalar, False where the search can be left out; None to search always.
 
     Returns:
@@ -89,8 +89,8 @@ def isolate(
 
     def search() -> jax.Array:
         nonfinite_rows = jnp.where(valid, find(), 0.0)
-        for ref, owned, part in states:
-            state = not_finite(ref[:, part])  # [1, 1, 1]
+        for ref, owned, *part in states:
+            state = not_finite(ref[:, *part])  # [1, 1, 1]
             pl.when(jnp.max(state) > 0.0)(functools.partial(layout.clear, ref))
             nonfinite_rows = jnp.maximum(nonfinite_rows, jnp.where(owned, state, 0.0))
         return whole_sequences(nonfinite_rows, masks.same[:, :, : valid.shape[1]])

@@ -1,0 +1,127 @@
+"""The loads and stores of both kernels: a chunk of a block, its gates as decays, and its rows that count.
+
+A block of a grid step holds the tokens of several chunks; `StageChunk.index` is the chunk's number among them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from chunkwise.fused_gla import tile
+from chunkwise.shared.kernels import layout, matmul, nonfinite, tiles
+from chunkwise.shared.kernels.chunk_loop import StageChunk
+from chunkwise.shared.kernels.operands import FusedStatic
+
+
+def _rows_at(s: FusedStatic, chunk: StageChunk):
+    """Return where the rows of a chunk lie in a block of tokens."""
+    return pl.ds(pl.multiple_of(chunk.index * jnp.int32(s.C), s.C), s.C)
+
+
+def _valid_row(refs, s: FusedStatic, chunk: StageChunk) -> jax.Array | None:
+    """Return `chunk.valid` as a row, bool [1, 1, C]."""
+    if chunk.masks is not None:
+        return (refs.owner[chunk.index][None] >= 0) & (tiles.to_row(chunk.nonfinite_rows) == 0.0)
+    return None if chunk.valid is None else chunk.step.columns(s.C)[None]
+
+
+def _select(mask: jax.Array | None, x: jax.Array) -> jax.Array:
+    return x if mask is None else jnp.where(mask, x, 0.0)
+
+
+def load(ref, D: int, s: FusedStatic, chunk: StageChunk, heads: slice = slice(None)) -> jax.Array:
+    """Return tokens as tiles [heads, C, D]; rows that are not valid become zeros."""
+    return layout.load_heads(ref, D, heads, chunk.valid, _rows_at(s, chunk))
+
+
+def key_heads(refs, s: FusedStatic, heads: slice) -> slice:
+    """Return the key heads of some value heads of the block."""
+    group = refs.v.shape[1] // s.V // (refs.k.shape[1] // s.K)
+    return slice(heads.start // group, -(-heads.stop // group))
+
+
+def load_tensors(refs, s: FusedStatic, chunk: StageChunk, heads: slice) -> tuple[Any, Any, jax.Array]:
+    """Return q, k [key heads, C, K] and v [heads, C, V] in the type of products; None for a q that is not read."""
+    keys, q_ref = key_heads(refs, s, heads), refs.unread if refs.q is None else refs.q
+    dtype = matmul.operand_dtype(q_ref.dtype, refs.k.dtype, refs.v.dtype)
+    q, k = (None if ref is None else load(ref, s.K, s, chunk, keys).astype(dtype) for ref in (refs.q, refs.k))
+    return q, k, load(refs.v, s.V, s, chunk, heads).astype(dtype)
+
+
+def load_gates(refs, s: FusedStatic, chunk: StageChunk, heads: slice) -> jax.Array:
+    """Return all gates, [heads, 1, C] or [heads, C, K], zeros where no token is valid."""
+    if s.per_channel:
+        return tiles.clip_gate(load(refs.g, s.K, s, chunk, heads))  # [heads, C, K]
+    g = jnp.zeros((heads.stop - heads.start, 1, s.C), jnp.float32)
+    g = g if refs.g is None else g + refs.g[chunk.index, heads]
+    g = g if refs.gamma is None else g + refs.gamma[heads]
+    return _select(_valid_row(refs, s, chunk), g)
+
+
+def load_decays(
+    refs, s: FusedStatic, chunk: StageChunk, heads: slice, constant: tile.GlaDecays | None = None, pairs: bool = True
+) -> tile.GlaDecays:
+    """Return the decays of a chunk, zero between sequences; `constant` if all chunks have the same ones."""
+    decays = constant
+    if decays is None:
+        g, parts = load_gates(refs, s, chunk, heads), None
+        if s.per_channel:
+            # Bfloat16 tiles that add up to the gates, exactly; gates that come in bfloat16 are one, clipped or not.
+            parts = matmul.bf16_parts(g, 1 if refs.g.dtype == jnp.bfloat16 else 3)
+        decays = tile.decays(g, s.scale, chunk.same, pairs, parts)
+    if chunk.masks is None:
+        return decays
+    return decays._replace(
+        from_start=jnp.where(chunk.carried, decays.from_start, 0.0),
+        to_end=jnp.where(chunk.ending, decays.to_end, 0.0),
+        through=jnp.where(chunk.masks.through, decays.through, 0.0),
+    )
+
+
+def constant_decays(refs, s: FusedStatic, heads: int) -> tile.GlaDecays | None:
+    """Return the decays of every chunk where they are the same for all, else None."""
+    if not s.constant:
+        return None
+    # The maximum of equal lanes: a reduction leaves its result in every lane, a slice is broadcast at every use.
+    gamma = jnp.zeros((heads, 1, s.C), jnp.float32) if refs.gamma is None else refs.gamma[...]
+    gamma = jnp.max(gamma, axis=2, keepdims=True)  # [heads, 1, 1]
+    return tile.constant_decays(gamma, s.scale, s.C)
+
+
+def tokens_not_finite(refs, s: FusedStatic, chunk: StageChunk, *inputs: tuple) -> jax.Array:
+    """Return which rows are not finite in Refs of tokens, each with the lanes of a head, or in gates: [1, C, 1]."""
+    heads = [layout.load_heads(ref, D, at=_rows_at(s, chunk)) for ref, D in inputs]
+    if refs.g is not None and s.per_channel:
+        heads.append(tiles.clip_gate(layout.load_heads(refs.g, s.K, at=_rows_at(s, chunk))))  # [heads, C, K]
+    rows = nonfinite.rows_not_finite(*heads)  # [1, C, 1]
+    if refs.g is None or s.per_channel:
+        return rows
+    # Zero times a gate is zero if it is finite, else NaN, which no comparison likes.
+    zero = jnp.sum(refs.g[chunk.index] * 0.0, axis=0, keepdims=True)  # [1, 1, C]
+    return jnp.maximum(rows, tiles.to_column(1.0 - (zero == 0.0).astype(jnp.float32)))
+
+
+def store(ref, x: jax.Array, s: FusedStatic, chunk: StageChunk, heads: slice) -> None:
+    """Write tiles [heads, C, D] to the tokens of a chunk, or of the piece in it."""
+    layout.store_heads(ref, x, chunk.valid if s.varlen else None, first=heads.start, at=_rows_at(s, chunk))
+
+
+def store_gates(refs, x: jax.Array, s: FusedStatic, chunk: StageChunk, heads: slice) -> None:
+    """Write the gradient of the gates to the tokens of a chunk, or of the piece in it; zeros for padding."""
+    valid = _valid_row(refs, s, chunk)
+    if s.per_channel:
+        store(refs.dg, _select(chunk.valid, x), s, chunk, heads)
+    elif s.varlen and valid is not None:
+        refs.dg[chunk.index, heads] = jnp.where(valid, x, refs.dg[chunk.index, heads])
+    else:
+        refs.dg[chunk.index, heads] = _select(valid, x)
+
+
+def poison(s: FusedStatic, chunk: StageChunk, results: Sequence, *states: tuple) -> None:
+    """Store NaN in results of sequences that are not finite: Refs of tokens, or of rows per head, and states."""
+    refs = [ref for ref in results if ref is not None]
+    tokens = [ref.at[_rows_at(s, chunk)] for ref in refs if len(ref.shape) == 2]
+    chunk.poison(tokens, *states, in_lanes=[ref.at[chunk.index] for ref in refs if len(ref.shape) == 4])
