@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -34,22 +33,13 @@ class ChunkHOperands(NamedTuple):
     initial_state: jax.Array | None
 
 
-class Table(NamedTuple):
-    """Which chunk belongs where, for the index maps; int32 [NC] each.
-
-    Attributes:
-      action: CONTINUE, RESTART or UNUSED.
-      sequence: the sequence of the chunk, nondecreasing.
-    """
-
-    action: jax.Array
-    sequence: jax.Array
+# For the index maps, int32 [NC] each: CONTINUE, RESTART or UNUSED, and the sequence of the chunk, which does not fall.
+Table = tuple[jax.Array, jax.Array]
 
 
 def make_table(first: jax.Array, length: jax.Array, sequence: jax.Array) -> Table:
     """Return the table from the flag `first`, the valid rows and the sequence of every chunk."""
-    action = jnp.where(length == 0, UNUSED, lax.convert_element_type(first, jnp.int32)).astype(jnp.int32)
-    return Table(action, sequence)
+    return jnp.where(length == 0, UNUSED, first.astype(jnp.int32)).astype(jnp.int32), sequence
 
 
 def load(ref):

@@ -125,7 +125,8 @@ def launch(
     if x.w is not None:
         dw = dw.astype(x.w.dtype)
     if x.initial_state is not None:
-        started = jnp.zeros((N,), bool).at[table.sequence].max(table.action == kernel.RESTART)
+        action, sequence = table
+        started = jnp.zeros((N,), bool).at[sequence].max(action == kernel.RESTART)
         dh0 = jnp.where(started[:, None, None, None], dh0, 0.0)
     return kernel.ChunkHOperands(
         tiles.sum_groups(dk, H).astype(x.k.dtype), dw, du, dg, None if x.initial_state is None else dh0

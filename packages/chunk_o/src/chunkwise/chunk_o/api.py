@@ -1,7 +1,6 @@
 """The contract: documentation, argument checks and the choice of implementation."""
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +10,6 @@ from chunkwise.chunk_o import kernel, xla
 from chunkwise.shared import compat
 from chunkwise.shared.call import checks, docstrings, unknown_arguments
 from chunkwise.shared.kernels import chunking, gating, launcher
-
-
-class ChunkOArrays(NamedTuple):
-    """The arrays of the function, and its scale; None for an array that is not given.
-
-    Attributes:
-      q, k, v: tokens.
-      h: the states before the chunks.
-      g_cum: gates per head or per channel.
-      g_gamma: constant gates [HV].
-      scale: a number, or a scalar array, which may be traced.
-      cu_seqlens: int32 [N + 1].
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    h: jax.Array
-    g_cum: jax.Array | None
-    g_gamma: jax.Array | None
-    scale: Any
-    cu_seqlens: jax.Array | None
 
 
 @unknown_arguments.explained
@@ -93,24 +70,23 @@ def chunk_fwd_o(
     config = config or tiles.default_for(H, HV, C, K, V, g_cum is not None and g_cum.ndim == 4)
     scale = K**-0.5 if scale is None else scale
     inside, after = launcher.split_scale(scale) if implementation == "pallas" else (scale, None)
-    x = ChunkOArrays(q, k, v, h, g_cum, g_gamma, inside, cu_seqlens)
-    return launcher.scaled(_run(x, C, implementation, config), after)
+    o = _run(q, k, v, h, g_cum, g_gamma, inside, cu_seqlens, C, implementation, config)
+    return launcher.scaled(o, after)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _run(x: ChunkOArrays, C: int, implementation: str, config: tiles.Config):
-    B, T = x.k.shape[:2]
-    chunks = chunking.Chunking(B, T, C, x.cu_seqlens)
-    g = chunks.split_gates(x.g_cum, x.v.shape[2])  # rows [NC, HV, 1, C] or channels [NC, HV, C, K]
-    if x.g_gamma is not None:
-        gamma = chunks.gamma_rows(x.g_gamma)  # [NC, HV, 1, C]
+@functools.partial(jax.jit, static_argnames=("C", "implementation", "config"))
+def _run(q, k, v, h, g_cum, g_gamma, scale, cu_seqlens, C: int, implementation: str, config: tiles.Config):
+    chunks, dtype = chunking.Chunking(*k.shape[:2], C, cu_seqlens), v.dtype
+    g = chunks.split_gates(g_cum, v.shape[2])  # rows [NC, HV, 1, C] or channels [NC, HV, C, K]
+    if g_gamma is not None:
+        gamma = chunks.gamma_rows(g_gamma)  # [NC, HV, 1, C]
         g = g + (gamma if g.shape[2] == 1 else jnp.swapaxes(gamma, -1, -2))
-    q, k, v = chunks.split(x.q), chunks.split(x.k), chunks.split(x.v)  # [NC, H or HV, C, K or V]
-    h = x.h.astype(jnp.float32).reshape(-1, *x.h.shape[2:])  # [NC, HV, K, V]
-    scale = jnp.asarray(x.scale, jnp.float32)
+    q, k, v = chunks.split(q), chunks.split(k), chunks.split(v)  # [NC, H or HV, C, K or V]
+    h = h.astype(jnp.float32).reshape(-1, *h.shape[2:])  # [NC, HV, K, V]
+    scale = jnp.asarray(scale, jnp.float32)
     if implementation == "pallas":
         o = kernel.output(*compat.vary_alike(q, k, v, h, g, scale.reshape(1)), config)
     else:
         from_start, scores = jax.vmap(gating.decay_from_start)(g), jax.vmap(gating.decayed_scores)(q, k, g)
         o = xla.output(q, k, v, h, from_start, scores, scale)
-    return chunks.merge(o.astype(x.v.dtype))
+    return chunks.merge(o.astype(dtype))
