@@ -69,28 +69,31 @@ def over_token(
     **options: Any,
 ) -> running.Mixed:  # fmt: skip
     """Do the same as `one_after_the_other` for one token of each row, which follows a cache."""
+    before: Any = run.cache
+    B, tree = arrays[0][0].shape[0], (before, arrays, A_log, dt_bias)
+    mixer = _mixer(config, *arrays, A_log=A_log, dt_bias=dt_bias, **options)
 
     def others(cache, arrays, A_log, dt_bias):
         after = dataclasses.replace(run, cache=cache)
         return one_after_the_other(after, config, operators, *arrays, A_log=A_log, dt_bias=dt_bias, **options)
 
-    def together(cache, arrays, A_log, dt_bias):
-        mixer = _mixer(config, *arrays, A_log=A_log, dt_bias=dt_bias, **options)
-        B = arrays[0][0].shape[0]
+    def together(tokens, cache, *_):
         rows = lambda n: jnp.arange(n, dtype=jnp.int32)
-        o, conv, state = decode(mixer, cache.conv, cache.state, rows(B + 1), Slots(rows(B), num_decodes=jnp.int32(B)))
+        slots = Slots(rows(B), num_decodes=jnp.int32(B))
+        o, conv, state = decode(Mixer(mixer.static, *tokens), cache.conv, cache.state, rows(B + 1), slots)
         return o.reshape(B, 1, config.HV, config.V), running.Cache(conv, state)
 
-    before: Any = run.cache
-    tree = before, arrays, A_log, dt_bias
-    mixer = _mixer(config, *arrays, A_log=A_log, dt_bias=dt_bias, **options)
-    slots = Slots(jax.ShapeDtypeStruct(arrays[0][0].shape[:1], jnp.int32))
+    slots = Slots(jax.ShapeDtypeStruct((B,), jnp.int32))
     if not takes_mixer(mixer, (before.conv, before.state), slots, run.implementation):
         return others(*tree)
-    # The gradient is taken from the other form, because one token is not worth a backward kernel.
+    # The gradient is taken from the other form, because one token is not worth a backward kernel. `mixer` is made of
+    # the other arguments, which get it.
     mixed = jax.custom_vjp(together)
-    mixed.defvjp(lambda *tree: (together(*tree), tree), lambda tree, cotangents: jax.vjp(others, *tree)[1](cotangents))
-    leaves, structure = jax.tree.flatten(tree)
+    mixed.defvjp(
+        lambda tokens, *tree: (together(tokens, *tree), tree),
+        lambda tree, cotangents: (None, *jax.vjp(others, *tree)[1](cotangents)),
+    )
+    leaves, structure = jax.tree.flatten((mixer[1:], *tree))
     return mixed(*structure.unflatten(compat.vary_alike(*leaves)))
 
 
