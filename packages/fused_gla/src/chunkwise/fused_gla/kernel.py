@@ -19,8 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import cost, loads, tile
+from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
 from chunkwise.shared.kernels import chunk_loop, launcher, layout, matmul, tiles
-from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 
 class GlaFwdRefs(NamedTuple):
@@ -47,7 +47,7 @@ class GlaFwdRefs(NamedTuple):
     state: jax.Ref  # float32 [heads, V, K]; ht where that is wanted
 
 
-def _gla_fwd_kernel(refs: GlaFwdRefs, s: FusedStatic) -> None:
+def _gla_fwd_kernel(refs: GlaFwdRefs, s: GlaStatic) -> None:
     """Take the state through the chunks of a step."""
     if refs.ht is not None:
         # Its block stays where it is until another sequence begins.
@@ -94,7 +94,7 @@ def _set_ones(ref) -> None:
     ref[...] = jnp.ones_like(ref)
 
 
-def inputs_of(x: Operands, s: FusedStatic, cut: layout.Blocks, heads: int, queries: bool) -> dict[str, tuple]:
+def inputs_of(x: GlaOperands, s: GlaStatic, cut: layout.Blocks, heads: int, queries: bool) -> dict[str, tuple]:
     """Return the operands of a launch of so many value heads a step by name, each with how it is cut.
 
     Without `queries` one block of q, which nobody reads, stays an operand: so vmap over q alone gives every result its
@@ -118,7 +118,7 @@ def inputs_of(x: Operands, s: FusedStatic, cut: layout.Blocks, heads: int, queri
     }
 
 
-def launched(x: Operands, s: FusedStatic, kind: str, heads: int, **costs: Any) -> dict[str, Any]:
+def launched(x: GlaOperands, s: GlaStatic, kind: str, heads: int, **costs: Any) -> dict[str, Any]:
     """Return what `launcher.launch` is told of every launch of this package: name, grid, table and cost."""
     varlen = s.varlen or x.owner is not None
     return dict(
@@ -129,7 +129,7 @@ def launched(x: Operands, s: FusedStatic, kind: str, heads: int, **costs: Any) -
     )  # fmt: skip
 
 
-def launch(x: Operands, s: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
+def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
     """Run the forward, or the part of it that makes these outputs.
 
     Args:

@@ -5,6 +5,7 @@ walks them in reverse with the gradient of the state. Both are float32 where the
 in the kernels.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -15,9 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import kernel, loads, tile
+from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
 from chunkwise.shared.kernels import chunk_loop, chunking, launcher, layout, matmul, schedule, tiles
 from chunkwise.shared.kernels.chunk_loop import StageChunk
-from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 # Heads that the backward takes in lock-step, and how many such pairs it starts before it finishes the first.
 PAIR, AHEAD = 2, 2
@@ -53,7 +54,7 @@ class GlaBwdRefs(NamedTuple):
     through: jax.Ref  # float32 [heads, 1, K], of constant gates
 
 
-def _stored_decays(refs: GlaBwdRefs, s: FusedStatic, heads: slice) -> tile.GlaDecays | None:
+def _stored_decays(refs: GlaBwdRefs, s: GlaStatic, heads: slice) -> tile.GlaDecays | None:
     """Return the decays of constant gates, which are stored with pairs transposed; None for other gates."""
     if not s.constant:
         return None
@@ -61,13 +62,13 @@ def _stored_decays(refs: GlaBwdRefs, s: FusedStatic, heads: slice) -> tile.GlaDe
     return tile.GlaDecays(*each, s.scale)
 
 
-def _isolate(refs, s: FusedStatic, chunk: StageChunk, inputs: str, *states: tuple) -> StageChunk:
+def _isolate(refs, s: GlaStatic, chunk: StageChunk, inputs: str, *states: tuple) -> StageChunk:
     """Keep the sequences of a chunk apart that are not finite in gates, in the states, or in inputs like "k v"."""
     tokens = [(getattr(refs, name), s.K if name in ("q", "k") else s.V) for name in inputs.split()]
     return chunk.isolate(functools.partial(loads.tokens_not_finite, refs, s, chunk, *tokens), *states)
 
 
-def _recompute_state(refs: GlaBwdRefs, s: FusedStatic, chunk: StageChunk) -> None:
+def _recompute_state(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
     """Store the state after a chunk, which is the one before the next."""
     before, after, heads = refs.states.at[chunk.index], refs.states.at[chunk.index + 1], slice(0, refs.dstate.shape[0])
     chunk = _isolate(refs, s, chunk, "k v", (before, chunk.carried))
@@ -78,7 +79,7 @@ def _recompute_state(refs: GlaBwdRefs, s: FusedStatic, chunk: StageChunk) -> Non
     loads.poison(s, chunk, (), (after, chunk.ending), (before, chunk.carried))
 
 
-def _chunk_gradients(refs: GlaBwdRefs, s: FusedStatic, chunk: StageChunk) -> None:
+def _chunk_gradients(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
     """Store the gradients of a chunk: NaN of sequences that are not finite, in the gradient of the state too."""
     states = (refs.states.at[chunk.index], chunk.carried), (refs.dstate, chunk.ending)
     chunk = _isolate(refs, s, chunk, "q k v do", *states)
@@ -87,7 +88,7 @@ def _chunk_gradients(refs: GlaBwdRefs, s: FusedStatic, chunk: StageChunk) -> Non
     loads.poison(s, chunk, results, (refs.dstate, chunk.carried))
 
 
-def _chunk_in_groups(refs: GlaBwdRefs, s: FusedStatic, chunk: StageChunk) -> None:
+def _chunk_in_groups(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
     """Store the gradients of a chunk whose gates are per head.
 
     The matrix unit works in program order: while it computes the products of some heads, the vector unit finishes
@@ -139,7 +140,7 @@ def _chunk_in_groups(refs: GlaBwdRefs, s: FusedStatic, chunk: StageChunk) -> Non
         pass
 
 
-def _chunk_in_step(refs: GlaBwdRefs, s: FusedStatic, chunk: StageChunk) -> None:
+def _chunk_in_step(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
     """Store the gradients of a chunk whose gates are per channel, all heads in lock-step."""
     heads = slice(0, refs.dstate.shape[0])
     keys, (q, k, v) = loads.key_heads(refs, s, heads), loads.load_tensors(refs, s, chunk, heads)
@@ -160,13 +161,13 @@ def _chunk_in_step(refs: GlaBwdRefs, s: FusedStatic, chunk: StageChunk) -> None:
         loads.store_gates(refs, dg, s, chunk, heads)
 
 
-def _run_backwards(body: Callable[[StageChunk], None], refs, step: layout.TableStep, s: FusedStatic) -> None:
+def _run_backwards(body: Callable[[StageChunk], None], refs, step: layout.TableStep, s: GlaStatic) -> None:
     """Run the body of every chunk of a step, the last one first."""
     first, end = chunk_loop.chunk_range(step, s)
     lax.fori_loop(first, end, lambda i, _: chunk_loop.run_chunk(body, refs, step, first + end - 1 - i, s), None)
 
 
-def _gla_bwd_kernel(refs: GlaBwdRefs, s: FusedStatic) -> None:
+def _gla_bwd_kernel(refs: GlaBwdRefs, s: GlaStatic) -> None:
     """Take the gradient of the state back through the chunks of a step; the last step comes first."""
     if refs.dh0 is not None:
         # Its block stays where it is until another sequence begins.
@@ -194,7 +195,7 @@ def _gla_bwd_kernel(refs: GlaBwdRefs, s: FusedStatic) -> None:
     _run_backwards(functools.partial(_chunk_gradients, refs, s), refs, step, s)
 
 
-def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: FusedStatic) -> None:
+def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: GlaStatic) -> None:
     """Take the gradient of the state back through the chunks of a step; the last step comes first.
 
     Of a chunk it takes queries for keys and gradients of outputs for values: it adds them like these, but decayed from
@@ -214,12 +215,12 @@ def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: FusedStatic) -> None:
     _run_backwards(pass_chunk, refs, step, s)
 
 
-def launch_state(x: Operands, s: FusedStatic) -> jax.Array:
+def launch_state(x: GlaOperands, s: GlaStatic) -> jax.Array:
     """Return the gradient of the initial states alone, [N, HV, V, K] float32, as `launch` does."""
     # Queries and the gradients of outputs act on the gradient of the state as keys and values act on the state.
     dtype = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
     q, heads, cut = x.q.astype(dtype), s.config.heads, chunk_loop.blocks_backwards(s)
-    x = x._replace(q=q, k=q, v=x.do.astype(dtype), initial_state=x.dht)
+    x = dataclasses.replace(x, q=q, k=q, v=x.do.astype(dtype), initial_state=x.dht)
     return launcher.launch(
         functools.partial(_gla_bwd_state_kernel, s=s),
         kernel.GlaFwdRefs,
@@ -230,7 +231,7 @@ def launch_state(x: Operands, s: FusedStatic) -> jax.Array:
     )["ht"]
 
 
-def launch(x: Operands, s: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
+def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
     """Run the backward, or the part of it that makes the gradient of the initial states alone.
 
     Args:
@@ -294,7 +295,7 @@ def launch(x: Operands, s: FusedStatic, outputs: tuple[str, ...]) -> dict[str, j
     return {name: y for name, y in results.items() if name in outputs}
 
 
-def _sum_gates(s: FusedStatic, dg: jax.Array) -> jax.Array:
+def _sum_gates(s: GlaStatic, dg: jax.Array) -> jax.Array:
     """Return the gradient of the constant gates [HV, 1, 1] from the gradient of all gates.
 
     Args:
@@ -308,7 +309,7 @@ def _sum_gates(s: FusedStatic, dg: jax.Array) -> jax.Array:
     return jnp.sum(tokens, axis=(0, 1))[:, None, None]
 
 
-def _added_up(s: FusedStatic, y, like: jax.Array, share: int) -> jax.Array:
+def _added_up(s: GlaStatic, y, like: jax.Array, share: int) -> jax.Array:
     """Return the gradient of queries or keys from the sums [B, T, H * share * K] of blocks that share a key head."""
     if share == 1:
         return y

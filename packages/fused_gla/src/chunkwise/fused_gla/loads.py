@@ -11,17 +11,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import tile
+from chunkwise.fused_gla.operands import GlaStatic
 from chunkwise.shared.kernels import layout, matmul, nonfinite, tiles
 from chunkwise.shared.kernels.chunk_loop import StageChunk
-from chunkwise.shared.kernels.operands import FusedStatic
 
 
-def _rows_at(s: FusedStatic, chunk: StageChunk):
+def _rows_at(s: GlaStatic, chunk: StageChunk):
     """Return where the rows of a chunk lie in a block of tokens."""
     return pl.ds(pl.multiple_of(chunk.index * jnp.int32(s.C), s.C), s.C)
 
 
-def _valid_row(refs, s: FusedStatic, chunk: StageChunk) -> jax.Array | None:
+def _valid_row(refs, s: GlaStatic, chunk: StageChunk) -> jax.Array | None:
     """Return `chunk.valid` as a row, bool [1, 1, C]."""
     if chunk.masks is not None:
         return (refs.owner[chunk.index][None] >= 0) & (tiles.to_row(chunk.nonfinite_rows) == 0.0)
@@ -32,18 +32,18 @@ def _select(mask: jax.Array | None, x: jax.Array) -> jax.Array:
     return x if mask is None else jnp.where(mask, x, 0.0)
 
 
-def load(ref, D: int, s: FusedStatic, chunk: StageChunk, heads: slice = slice(None)) -> jax.Array:
+def load(ref, D: int, s: GlaStatic, chunk: StageChunk, heads: slice = slice(None)) -> jax.Array:
     """Return tokens as tiles [heads, C, D]; rows that are not valid become zeros."""
     return layout.load_heads(ref, D, heads, chunk.valid, _rows_at(s, chunk))
 
 
-def key_heads(refs, s: FusedStatic, heads: slice) -> slice:
+def key_heads(refs, s: GlaStatic, heads: slice) -> slice:
     """Return the key heads of some value heads of the block."""
     group = refs.v.shape[1] // s.V // (refs.k.shape[1] // s.K)
     return slice(heads.start // group, -(-heads.stop // group))
 
 
-def load_tensors(refs, s: FusedStatic, chunk: StageChunk, heads: slice) -> tuple[Any, Any, jax.Array]:
+def load_tensors(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> tuple[Any, Any, jax.Array]:
     """Return q, k [key heads, C, K] and v [heads, C, V] in the type of products; None for a q that is not read."""
     keys, q_ref = key_heads(refs, s, heads), refs.unread if refs.q is None else refs.q
     dtype = matmul.operand_dtype(q_ref.dtype, refs.k.dtype, refs.v.dtype)
@@ -51,7 +51,7 @@ def load_tensors(refs, s: FusedStatic, chunk: StageChunk, heads: slice) -> tuple
     return q, k, load(refs.v, s.V, s, chunk, heads).astype(dtype)
 
 
-def load_gates(refs, s: FusedStatic, chunk: StageChunk, heads: slice) -> jax.Array:
+def load_gates(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> jax.Array:
     """Return all gates, [heads, 1, C] or [heads, C, K], zeros where no token is valid."""
     if s.per_channel:
         return tiles.clip_gate(load(refs.g, s.K, s, chunk, heads))  # [heads, C, K]
@@ -62,7 +62,7 @@ def load_gates(refs, s: FusedStatic, chunk: StageChunk, heads: slice) -> jax.Arr
 
 
 def load_decays(
-    refs, s: FusedStatic, chunk: StageChunk, heads: slice, constant: tile.GlaDecays | None = None, pairs: bool = True
+    refs, s: GlaStatic, chunk: StageChunk, heads: slice, constant: tile.GlaDecays | None = None, pairs: bool = True
 ) -> tile.GlaDecays:
     """Return the decays of a chunk, zero between sequences; `constant` if all chunks have the same ones."""
     decays = constant
@@ -81,7 +81,7 @@ def load_decays(
     )
 
 
-def constant_decays(refs, s: FusedStatic, heads: int) -> tile.GlaDecays | None:
+def constant_decays(refs, s: GlaStatic, heads: int) -> tile.GlaDecays | None:
     """Return the decays of every chunk where they are the same for all, else None."""
     if not s.constant:
         return None
@@ -91,7 +91,7 @@ def constant_decays(refs, s: FusedStatic, heads: int) -> tile.GlaDecays | None:
     return tile.constant_decays(gamma, s.scale, s.C)
 
 
-def tokens_not_finite(refs, s: FusedStatic, chunk: StageChunk, *inputs: tuple) -> jax.Array:
+def tokens_not_finite(refs, s: GlaStatic, chunk: StageChunk, *inputs: tuple) -> jax.Array:
     """Return which rows are not finite in Refs of tokens, each with the lanes of a head, or in gates: [1, C, 1]."""
     heads = [layout.load_heads(ref, D, at=_rows_at(s, chunk)) for ref, D in inputs]
     if refs.g is not None and s.per_channel:
@@ -104,12 +104,12 @@ def tokens_not_finite(refs, s: FusedStatic, chunk: StageChunk, *inputs: tuple) -
     return jnp.maximum(rows, tiles.to_column(1.0 - (zero == 0.0).astype(jnp.float32)))
 
 
-def store(ref, x: jax.Array, s: FusedStatic, chunk: StageChunk, heads: slice) -> None:
+def store(ref, x: jax.Array, s: GlaStatic, chunk: StageChunk, heads: slice) -> None:
     """Write tiles [heads, C, D] to the tokens of a chunk, or of the piece in it."""
     layout.store_heads(ref, x, chunk.valid if s.varlen else None, first=heads.start, at=_rows_at(s, chunk))
 
 
-def store_gates(refs, x: jax.Array, s: FusedStatic, chunk: StageChunk, heads: slice) -> None:
+def store_gates(refs, x: jax.Array, s: GlaStatic, chunk: StageChunk, heads: slice) -> None:
     """Write the gradient of the gates to the tokens of a chunk, or of the piece in it; zeros for padding."""
     valid = _valid_row(refs, s, chunk)
     if s.per_channel:
@@ -120,7 +120,7 @@ def store_gates(refs, x: jax.Array, s: FusedStatic, chunk: StageChunk, heads: sl
         refs.dg[chunk.index, heads] = _select(valid, x)
 
 
-def poison(s: FusedStatic, chunk: StageChunk, results: Sequence, *states: tuple) -> None:
+def poison(s: GlaStatic, chunk: StageChunk, results: Sequence, *states: tuple) -> None:
     """Store NaN in results of sequences that are not finite: Refs of tokens, or of rows per head, and states."""
     refs = [ref for ref in results if ref is not None]
     tokens = [ref.at[_rows_at(s, chunk)] for ref in refs if len(ref.shape) == 2]

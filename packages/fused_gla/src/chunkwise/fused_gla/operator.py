@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 
 from chunkwise.fused_gla import config, kernel, kernel_bwd, xla
+from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
 from chunkwise.shared import tuning
 from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import plain, with_chunk_size
 from chunkwise.shared.kernels import chunking, layout, matmul, packed, tiles
-from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operator import define
 
 
@@ -70,12 +70,12 @@ def config_for(x: Arguments, options: Options) -> config.Config:
     return sizes
 
 
-def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> FusedStatic:
+def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> GlaStatic:
     """Return what the kernels are built for."""
     (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
     varlen, NT = x.cu_seqlens is not None and (x.with_state or options.output_final_state), chunking.num_chunks(T, C)
     chunks = tuning.largest_divisor(NT, options.config.num_steps)
-    return FusedStatic(
+    return GlaStatic(
         B, T, H, HV, packed.pad_lanes(K), packed.pad_lanes(V), C, N, NT // chunks + varlen * N, options.scale,
         options.config,
         varlen=bool(varlen),
@@ -88,7 +88,7 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Fus
     )  # fmt: skip
 
 
-def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
+def lay_out(x: Arguments, static: GlaStatic, backward: bool) -> GlaOperands:
     """Return the operands of a launch.
 
     Gates per head are rows of chunks [B, NT, HV, 1, C] float32, gates per channel flat [B, T, HV K]. States are [V, K].
@@ -100,7 +100,7 @@ def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
         gates["g"] = layout.to_lanes(x.g, static.T) if static.per_channel else rows(x.g)
     gamma = None if x.g_gamma is None else tiles.clip_gate(x.g_gamma)[:, None, None]
     q, k, v = (layout.to_lanes(y, static.T) for y in (x.q, x.k, x.v))
-    return Operands(
+    return GlaOperands(
         q=q, k=k, v=v, **gates, gamma=gamma, initial_state=fused.kernel_states(x.initial_state, transposed=True)
     )
 

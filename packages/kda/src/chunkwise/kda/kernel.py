@@ -28,6 +28,7 @@ from the start and to the end of chunks, and no product until it has the state.
 The [C, C] matrices of p heads lie side by side in the lanes ("packed", see shared.kernels.packed).
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import cost, loads, tile
+from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.shared import tuning
 from chunkwise.shared.kernels import (
     chunk_loop,
@@ -49,7 +51,6 @@ from chunkwise.shared.kernels import (
     schedule,
     tiles,
 )
-from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 # Heads that take the state through a chunk together: in a launch that makes the inverse and the output, and in others.
 STAGE, HALF_STAGE = 4, 8
@@ -98,7 +99,7 @@ class KdaFwdRefs(NamedTuple):
     owner_prev: jax.Ref  # int32 [1, 1, C]
 
 
-def _fwd_kernel(refs: KdaFwdRefs, *, static: FusedStatic) -> None:
+def _fwd_kernel(refs: KdaFwdRefs, *, static: KdaStatic) -> None:
     """Take the state through the chunk prev and prepare the chunk cur, of the next grid step."""
     chunk_loop.run_forward(
         refs,
@@ -110,7 +111,7 @@ def _fwd_kernel(refs: KdaFwdRefs, *, static: FusedStatic) -> None:
     )
 
 
-def _grid_step(refs: KdaFwdRefs, cur: chunk_loop.StageChunk, prev: chunk_loop.StageChunk, static: FusedStatic) -> None:
+def _grid_step(refs: KdaFwdRefs, cur: chunk_loop.StageChunk, prev: chunk_loop.StageChunk, static: KdaStatic) -> None:
     """Run both stages of a grid step."""
     heads, C, p, dtype = static.config.heads, static.C, static.p, refs.v.dtype
     valid, masks = cur.valid, cur.masks
@@ -152,7 +153,7 @@ def _grid_step(refs: KdaFwdRefs, cur: chunk_loop.StageChunk, prev: chunk_loop.St
         pl.when(forgets(refs, gates, valid, static))(again)
 
 
-def by_head(refs: KdaFwdRefs, valid, static: FusedStatic) -> tuple[Callable, Callable]:
+def by_head(refs: KdaFwdRefs, valid, static: KdaStatic) -> tuple[Callable, Callable]:
     """Return functions that load a query head and a key head of cur: `loads.load_keys` and `loads.load_unit_keys`.
 
     They load one head at a time, because all heads at once would not stay in registers.
@@ -163,7 +164,7 @@ def by_head(refs: KdaFwdRefs, valid, static: FusedStatic) -> tuple[Callable, Cal
 
 
 def rounded_betas(
-    refs: KdaFwdRefs, load_unit: Callable, betas, valid, static: FusedStatic, beta_rows=None
+    refs: KdaFwdRefs, load_unit: Callable, betas, valid, static: KdaStatic, beta_rows=None
 ) -> tuple[list, jax.Array]:
     """Return the factors of all heads that make up for the rounding of keys, and betas times these factors.
 
@@ -181,7 +182,7 @@ def rounded_betas(
     return factors, packed.side_lanes(betas[:, None], static.p) if beta_rows is None else beta_rows
 
 
-def prepare(refs: KdaFwdRefs, n: int, load_q, load_unit, gates, betas, valid, masks, static: FusedStatic):
+def prepare(refs: KdaFwdRefs, n: int, load_q, load_unit, gates, betas, valid, masks, static: KdaStatic):
     """Return the arrays of cur, for the pack of heads that begins with n, that the next grid step needs.
 
     Args:
@@ -214,7 +215,7 @@ def prepare(refs: KdaFwdRefs, n: int, load_q, load_unit, gates, betas, valid, ma
     return tile.pack_boundary([q, e] if refs.o is not None else [e], k, beta, decays, masks), scores
 
 
-def forgets(refs: KdaFwdRefs, gates, valid, static: FusedStatic) -> jax.Array:
+def forgets(refs: KdaFwdRefs, gates, valid, static: KdaStatic) -> jax.Array:
     """Return whether a gate of cur is a decay of 0, for which base blocks would compute with 2^-24."""
     if refs.law is not None:
         # The largest raw gate of a lane gives its strongest decay.
@@ -223,9 +224,9 @@ def forgets(refs: KdaFwdRefs, gates, valid, static: FusedStatic) -> jax.Array:
     return jnp.min(gates) < tile.ZERO_DECAY
 
 
-def prepare_exactly(refs: KdaFwdRefs, gates, betas, valid, masks, static: FusedStatic) -> None:
+def prepare_exactly(refs: KdaFwdRefs, gates, betas, valid, masks, static: KdaStatic) -> None:
     """Store the arrays of `prepare` once more, computed with a product for every level in place of base blocks."""
-    refs, static = refs._replace(levels=refs.exact_levels), static._replace(base=1)
+    refs, static = refs._replace(levels=refs.exact_levels), dataclasses.replace(static, base=1)
     load_q, load_unit = by_head(refs, valid, static)
     factors, beta_rows = rounded_betas(refs, load_unit, betas, valid, static)
     for n in range(0, static.config.heads, static.p):
@@ -237,7 +238,7 @@ def prepare_exactly(refs: KdaFwdRefs, gates, betas, valid, masks, static: FusedS
         store_pack(refs, n, boundary, scores, beta_rows, factors[n : n + static.p], static)
 
 
-def store_pack(refs: KdaFwdRefs, n: int, boundary, scores, beta_rows, factors, static: FusedStatic) -> None:
+def store_pack(refs: KdaFwdRefs, n: int, boundary, scores, beta_rows, factors, static: KdaStatic) -> None:
     """Store the results of `prepare` for the next grid step; `factors` are from `loads.load_unit_keys`."""
     (readers, ends, through), dtype = boundary, refs.v.dtype
     ends = ends if factors[0] is None else ends * jnp.concatenate(factors)
@@ -251,14 +252,14 @@ def store_pack(refs: KdaFwdRefs, n: int, boundary, scores, beta_rows, factors, s
         refs.scores_out[packs] = scores
 
 
-def stages_of(static: FusedStatic, most: int) -> list[slice]:
+def stages_of(static: KdaStatic, most: int) -> list[slice]:
     """Return slices of heads that take the state through a chunk together, of at most `most` heads."""
     heads, p = static.config.heads, static.p
     size = max(n for n in range(p, max(p, most) + 1, p) if heads % n == 0)
     return [slice(n, n + size) for n in range(0, heads, size)]
 
 
-def pass_chunk(refs: KdaFwdRefs, prev: chunk_loop.StageChunk, static: FusedStatic, dtype) -> Iterator[None]:
+def pass_chunk(refs: KdaFwdRefs, prev: chunk_loop.StageChunk, static: KdaStatic, dtype) -> Iterator[None]:
     """Finish the inverse of prev and take the state through prev; yield where other products may stand."""
     A_inv = None if refs.A_inv is None else refs.A_inv[...]  # [heads / p, C, p C]
     if refs.A_inv is None:
@@ -275,7 +276,7 @@ def pass_chunk(refs: KdaFwdRefs, prev: chunk_loop.StageChunk, static: FusedStati
     )
 
 
-def pass_state(refs: KdaFwdRefs, S, valid, A_inv, heads: slice, static: FusedStatic, dtype) -> Iterator[None]:
+def pass_state(refs: KdaFwdRefs, S, valid, A_inv, heads: slice, static: KdaStatic, dtype) -> Iterator[None]:
     """Write the output of some heads of prev and take their state S [h, V, K] through prev; yield between products."""
     C, p, packs = static.C, static.p, slice(heads.start // static.p, heads.stop // static.p)
     if refs.h is not None:
@@ -303,7 +304,7 @@ def pass_state(refs: KdaFwdRefs, S, valid, A_inv, heads: slice, static: FusedSta
     )  # [h, V, K]
 
 
-def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator: str = "kda") -> dict[str, jax.Array]:
+def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str = "kda") -> dict[str, jax.Array]:
     """Run the forward, or the part of it that makes these outputs.
 
     Without the output o no query reads the state, and the initial states may have more channels than v. The values of

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from chunkwise.kda import cost, loads, tile, tile_bwd
+from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.shared.kernels import chunk_loop, launcher, layout, nonfinite, packed, tiles
-from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 
 class KdaBwdRefs(NamedTuple):
@@ -54,7 +54,7 @@ class KdaBwdRefs(NamedTuple):
     continuing: jax.Ref  # float32 [C, 128], `tile.continuing`
 
 
-def _bwd_kernel(refs: KdaBwdRefs, *, static: FusedStatic) -> None:
+def _bwd_kernel(refs: KdaBwdRefs, *, static: KdaStatic) -> None:
     """Take the gradient of the state back through a chunk; the last chunk comes first."""
     if refs.dlaw is not None:
         pl.when(pl.program_id(2) == 0)(lambda: layout.clear(refs.dlaw))
@@ -71,7 +71,7 @@ def _bwd_kernel(refs: KdaBwdRefs, *, static: FusedStatic) -> None:
     )
 
 
-def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.StageChunk, static: FusedStatic) -> None:
+def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.StageChunk, static: KdaStatic) -> None:
     """Run a grid step."""
     heads, valid, masks = static.config.heads_bwd, chunk.valid, chunk.masks
     if masks is not None:
@@ -106,7 +106,7 @@ def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.StageChunk, static: FusedStat
 
 
 def _token_gradients(
-    refs: KdaBwdRefs, q, e, k, beta, rows, boundary, do, chunk: chunk_loop.StageChunk, static: FusedStatic
+    refs: KdaBwdRefs, q, e, k, beta, rows, boundary, do, chunk: chunk_loop.StageChunk, static: KdaStatic
 ) -> None:
     """Store the gradients of the tokens of a chunk and of the state before the chunk.
 
@@ -180,7 +180,7 @@ def _store_in_lanes(ref, x, step: layout.TableStep, stored, C: int) -> None:
     ref[...] = x if stored is None else jnp.where(step.columns(C), x, ref[...])
 
 
-def through_law(refs: KdaBwdRefs, valid, dg, static: FusedStatic):
+def through_law(refs: KdaBwdRefs, valid, dg, static: KdaStatic):
     """Return the gradient of raw gates for the gradient dg [C, heads K] of decays; add to dA_log and ddt_bias."""
     A_log, dt_bias = refs.law[:1], refs.law[1:]  # [1, heads K]
     assert static.gate_law is not None
@@ -191,7 +191,7 @@ def through_law(refs: KdaBwdRefs, valid, dg, static: FusedStatic):
     return dx
 
 
-def not_finite(refs: KdaBwdRefs, static: FusedStatic) -> jax.Array:
+def not_finite(refs: KdaBwdRefs, static: KdaStatic) -> jax.Array:
     """Return which rows of the chunk are not finite, float32 [1, C, 1]."""
     if refs.v_new_over_beta is None:
         of_values = nonfinite.rows_not_finite(layout.load_heads(refs.do, static.V))
@@ -200,7 +200,7 @@ def not_finite(refs: KdaBwdRefs, static: FusedStatic) -> jax.Array:
     return nonfinite.rows_not_finite(*(layout.load_heads(ref, static.V) for ref in (refs.do, refs.v_new_over_beta)))
 
 
-def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator: str = "kda") -> dict[str, jax.Array]:
+def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str = "kda") -> dict[str, jax.Array]:
     """Run the backward.
 
     Args:
@@ -224,7 +224,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...], operator:
     (beta, row), (g, gate) = (
         of(y, static, heads, cut) for of, y in ((loads.rows_block, x.beta), (loads.gates_block, x.g))
     )
-    values = x if of_tokens and x.w is not None else Operands()
+    values = x if of_tokens and x.w is not None else KdaOperands()
     # If a block of heads is a part of a group of value heads, it writes a partial sum over the group, beside the sums
     # of other blocks.
     d_keys = cut.tokens(keys * K), (*x.q.shape[:2], blocks * keys * K), x.q.dtype if share == 1 else jnp.float32

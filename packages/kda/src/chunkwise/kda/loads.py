@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import tile
+from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.shared.kernels import layout, matmul, nonfinite, packed, tiles
-from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 
 def decays_scratch(heads: int, C: int, K: int, base: int):
@@ -50,13 +50,13 @@ def load_decays(ref, heads: range, K: int, base: int) -> tile.ChannelDecays:
     return tile.chunk_decays([load(i) for i in range(tile.count_decays(base))], base)
 
 
-def load_keys(ref, valid, static: FusedStatic, which: slice = slice(None)) -> jax.Array:
+def load_keys(ref, valid, static: KdaStatic, which: slice = slice(None)) -> jax.Array:
     """Return queries or keys as float32 [key heads, C, K], rounded to the type of the tensors."""
     heads = layout.load_heads(ref, static.K, which, valid).astype(jnp.float32)  # [key heads, C, K]
     return tiles.l2norm(heads).astype(ref.dtype).astype(jnp.float32) if static.normalise else heads
 
 
-def load_unit_keys(refs, valid, static: FusedStatic, which: slice = slice(None)) -> tuple[Any, ...]:
+def load_unit_keys(refs, valid, static: KdaStatic, which: slice = slice(None)) -> tuple[Any, ...]:
     """Return keys as `load_keys` does, erase keys or None, and a factor for the step sizes or None.
 
     The factor [key heads, C, 1] makes up for the rounding of keys: see `tiles.unit_keys`. If erase keys have unit
@@ -81,12 +81,12 @@ def rows_of_heads(columns: list[jax.Array]) -> jax.Array:
     return jnp.swapaxes(joined, 0, 1)[: len(columns)]
 
 
-def load_erase_gates(refs, valid, static: FusedStatic, heads: slice = slice(None)) -> jax.Array:
+def load_erase_gates(refs, valid, static: KdaStatic, heads: slice = slice(None)) -> jax.Array:
     """Return the erase gates of some value heads, float32 [heads, C, K]."""
     return layout.load_heads(refs.b, static.K, heads, valid).astype(jnp.float32)
 
 
-def gated_keys(refs, k, e, valid, static: FusedStatic, heads: slice = slice(None)) -> jax.Array:
+def gated_keys(refs, k, e, valid, static: KdaStatic, heads: slice = slice(None)) -> jax.Array:
     """Return the erase keys of some value heads: e, or keys k for None, times their erase gates if there are any."""
     e = k if e is None else e
     return e if refs.b is None else e * load_erase_gates(refs, valid, static, heads)
@@ -109,13 +109,13 @@ def gated_rounding(k, e) -> jax.Array:
     return lax.stop_gradient(jnp.where(made_up, took / jnp.where(made_up, took + excess, 1.0), 1.0))
 
 
-def load_values(refs, valid, static: FusedStatic, heads: slice = slice(None)) -> jax.Array:
+def load_values(refs, valid, static: KdaStatic, heads: slice = slice(None)) -> jax.Array:
     """Return values, times their write gates if there are any, float32 [heads, C, V]."""
     v = layout.load_heads(refs.v, static.V, heads, valid).astype(jnp.float32)
     return v if refs.w is None else v * layout.load_heads(refs.w, static.V, heads, valid).astype(jnp.float32)
 
 
-def load_gates(refs, valid, static: FusedStatic) -> tuple[jax.Array, jax.Array]:
+def load_gates(refs, valid, static: KdaStatic) -> tuple[jax.Array, jax.Array]:
     """Return gates [C, heads K] and beta [heads, C], zero in rows that are not valid; with a law, gates are raw."""
     g, beta = refs.g[...], refs.beta[...]
     valid_row: Any = None if valid is None else tiles.to_row(valid.astype(jnp.float32)[None])[0] > 0.0  # [1, C]
@@ -135,27 +135,27 @@ def whole_block(*shape: int) -> pl.BlockSpec:
 
 
 def law_block(lanes: int) -> pl.BlockSpec:
-    """Return the spec of `Operands.law`: both rows, in the lanes of a block of heads."""
+    """Return the spec of `KdaOperands.law`: both rows, in the lanes of a block of heads."""
     return pl.BlockSpec((2, lanes), lambda b, h, *_: (0, h))
 
 
-def rows_block(x: jax.Array, static: FusedStatic, heads: int, cut: layout.Blocks) -> tuple[jax.Array, pl.BlockSpec]:
+def rows_block(x: jax.Array, static: KdaStatic, heads: int, cut: layout.Blocks) -> tuple[jax.Array, pl.BlockSpec]:
     """Return numbers per token and head [B, NT, HV, C] in the shape that a launch takes, and their spec."""
     blocks = x.reshape(static.B, -1, static.HV // heads, heads, static.C)
     return blocks, cut.rows(None, None, heads, static.C)
 
 
-def gates_block(g: jax.Array, static: FusedStatic, heads: int, cut: layout.Blocks) -> tuple[jax.Array, pl.BlockSpec]:
+def gates_block(g: jax.Array, static: KdaStatic, heads: int, cut: layout.Blocks) -> tuple[jax.Array, pl.BlockSpec]:
     """Return gates, per head or per channel, in the shape that a launch takes, and their spec."""
     return (g, cut.tokens(heads * static.K)) if static.per_channel else rows_block(g, static, heads, cut)
 
 
-def more_bytes(x: Operands) -> int:
+def more_bytes(x: KdaOperands) -> int:
     """Return the bytes of erase keys, erase gates and write gates, which Kimi delta attention does not have."""
     return sum(y.size * y.dtype.itemsize for y in (x.e, x.b, x.w) if y is not None)
 
 
-def decays_of(g, refs, valid, static: FusedStatic, first: int = 0, unit: float = 1.0, exact: bool = True):
+def decays_of(g, refs, valid, static: KdaStatic, first: int = 0, unit: float = 1.0, exact: bool = True):
     """Return the decays of raw gates g [C, n] in the lanes from `first` on, zero in rows that are not valid.
 
     `unit` and `exact` as in `gate_activation.Law`.
@@ -173,7 +173,7 @@ def store_continuing(ref, masks: layout.SequenceMasks) -> None:
         ref[...] = jnp.broadcast_to(tile.continuing(masks.same)[0], ref.shape)
 
 
-def tokens_not_finite(refs, static: FusedStatic) -> jax.Array:
+def tokens_not_finite(refs, static: KdaStatic) -> jax.Array:
     """Return which rows are not finite in q, k, g, beta, erase keys or erase gates, float32 [1, C, 1]."""
     g = refs.g[...] if refs.law is None else decays_of(refs.g[...], refs, None, static)
     # A gate of -inf is allowed: it forgets everything.
@@ -185,6 +185,6 @@ def tokens_not_finite(refs, static: FusedStatic) -> jax.Array:
     return nonfinite.rows_not_finite(*keys, g, beta)
 
 
-def values_not_finite(refs, static: FusedStatic) -> jax.Array:
+def values_not_finite(refs, static: KdaStatic) -> jax.Array:
     """Return which rows are not finite in v or its write gates, float32 [1, C, 1]."""
     return nonfinite.rows_not_finite(*(layout.load_heads(x, static.V) for x in (refs.v, refs.w) if x is not None))

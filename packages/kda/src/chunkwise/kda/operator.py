@@ -5,13 +5,13 @@ import numbers
 import jax.numpy as jnp
 
 from chunkwise.kda import config, kernel, kernel_bwd, tile, xla
+from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.shared import tuning
 from chunkwise.shared.call import checks, gates
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import plain
 from chunkwise.shared.kernels import chunking, layout, matmul, packed
-from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operator import define
 from chunkwise.shared.plain import state_map
 
@@ -58,13 +58,13 @@ def _narrow(x):
     return x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
 
 
-def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> FusedStatic:
+def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> KdaStatic:
     """Return the static description of a launch."""
     (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
     varlen = x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state))
     # Fewer tokens than a chunk are padded with zeros; a law would make decays of these.
     partial = (T if options.activation.use_gate_in_kernel else max(T, C)) % C > 0
-    return FusedStatic(
+    return KdaStatic(
         B=B, T=max(T, C), partial=partial, H=H, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=N,
         steps=chunking.num_chunks(T, C) + N * varlen, scale=options.scale,
         normalise=bool(options.use_qk_l2norm_in_kernel),
@@ -76,7 +76,7 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Fus
     )  # fmt: skip
 
 
-def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
+def lay_out(x: Arguments, static: KdaStatic, backward: bool) -> KdaOperands:
     """Return the operands of a launch; numbers per head are rows of chunks [B, NT, HV, C], states are [V, K]."""
     g, law = x.g.astype(jnp.float32), None
     if x.A_log is not None and static.gate_law is not None:
@@ -87,7 +87,7 @@ def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
     e = None if x.p is None else layout.to_lanes(x.p.astype(_dtype(x)), static.T)
     b, w = (None if y is None else layout.to_lanes(_narrow(y), static.T) for y in (x.b, x.w))
     g = layout.to_lanes(g, static.T) if static.per_channel else layout.to_rows(g, static.C)
-    return Operands(
+    return KdaOperands(
         q=q, k=k, v=v, e=e, b=b, w=w, g=g, beta=layout.to_rows(x.beta.astype(jnp.float32), static.C),
         law=law, initial_state=fused.kernel_states(x.initial_state, transposed=True),
     )  # fmt: skip

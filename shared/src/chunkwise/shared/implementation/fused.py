@@ -12,6 +12,7 @@ gradients.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from chunkwise.shared.kernels.operands import Operands
 from chunkwise.shared.plain import state_map
 
 # From operands, the static description of a launch, and the names of outputs to these outputs.
-Launch = Callable[[Operands, Any, tuple[str, ...]], dict[str, Any]]
+Launch = Callable[[Any, Any, tuple[str, ...]], dict[str, Any]]
 
 
 class Kernels(NamedTuple):
@@ -38,7 +39,7 @@ class Kernels(NamedTuple):
       config_for: from arguments and options to the tile sizes, which are `options.config` where it is given. Raises
         NotImplementedError where a head is too large for fast memory.
       static_for: from arguments, options with a config, and the names of the arguments whose gradients are requested to
-        the static description of a launch, a tuple with the fields T, C and steps among others.
+        the static description of a launch, a `FusedStatic`.
       lay_out: from arguments, static, and whether the launch is a backward to the floating-point operands. It is linear
         but for the laws of gates, and JAX transposes it.
       forward: outputs o, ht (the final states), pool_out, and the residuals.
@@ -125,7 +126,7 @@ def _steps(kernels: Kernels, x: Arguments, options: Options) -> layout.Steps:
 
 def _operands(kernels: Kernels, x: Arguments, static, steps: layout.Steps, backward=False, **more) -> Operands:
     """Return the operands of a launch."""
-    return kernels.lay_out(x, static, backward)._replace(table=steps.table, owner=steps.owner, **more)
+    return replace(kernels.lay_out(x, static, backward), table=steps.table, owner=steps.owner, **more)
 
 
 def _outputs(options: Options) -> tuple[str, ...]:
@@ -216,11 +217,11 @@ def _backward(kernels: Kernels, options: Options, saved, cotangents):
     if kernels.recomputed:
         y = _operands(kernels, x, static, steps, **residuals)
         residuals |= kernels.forward(y, static, kernels.recomputed)
-    present = [name for name, y in operands._asdict().items() if y is not None]
+    present = [name for name, y in vars(operands).items() if y is not None]
     computed = [name for name in present if name not in kernels.optional or _argument(name) in requested]
     d = kernels.backward(
-        operands._replace(
-            table=steps.table, owner=steps.owner, **residuals,
+        replace(
+            operands, table=steps.table, owner=steps.owner, **residuals,
             do=layout.to_lanes(do.astype(operands.v.dtype), static.T),
             dht=kernel_states(dstates, kernels.transposed),
         ),
@@ -228,7 +229,7 @@ def _backward(kernels: Kernels, options: Options, saved, cotangents):
     )  # fmt: skip
     zeros = {name: jnp.zeros_like(getattr(operands, name)) for name in present if name not in computed}
     gradients = {name: d[_gradient_of(name)].astype(getattr(operands, name).dtype) for name in computed}
-    (dfloats,) = transpose(operands._replace(**gradients, **zeros))
+    (dfloats,) = transpose(replace(operands, **gradients, **zeros))
     if "initial_state" in dfloats:
         # No kernel visits an empty sequence, whose final state is its initial state, so their gradients are the same.
         dh0, dht = dfloats["initial_state"], None if dstates is None else dstates.astype(x.initial_state.dtype)
@@ -257,7 +258,7 @@ def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.R
     scale, pool, x = x.scale, x.initial_state, x._replace(scale=None, initial_state=None)
     static = kernels.static_for(x, options, frozenset())
     steps = layout.pool_steps(x.q.shape[1], kernels.tile_tokens(static), routes, options.block_size)
-    static = static._replace(steps=steps.table.shape[1])
+    static = replace(static, steps=steps.table.shape[1])
     operands = _vary_alike(_operands(kernels, x, static, steps, pool=pool))
     out = kernels.forward(operands, static, ("o", "pool_out"))
     return launcher.scaled(_user_output(out["o"], x.v), scale), out["pool_out"]
@@ -307,5 +308,5 @@ def state_gradient(
     static = kernels.static_for(x, options, frozenset(Arguments._fields))
     operands = _operands(kernels, x, static, _steps(kernels, x, options), True, **precomputed or {})
     do = layout.to_lanes(do.astype(operands.v.dtype), static.T)
-    operands = _vary_alike(operands._replace(do=do, dht=kernel_states(dstates, kernels.transposed)))
+    operands = _vary_alike(replace(operands, do=do, dht=kernel_states(dstates, kernels.transposed)))
     return _user_states(kernels, kernels.backward(operands, static, ("dh0",))["dh0"], x, dstates)

@@ -1,17 +1,19 @@
 """The operands of the launches of all fused operators, and the static description of a launch, with the same names."""
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 import jax
 
-from chunkwise.shared.kernels import gate_activation
-
 # An array that a launch does not have. The operator and the launch tell which arrays there are; a type cannot.
-_ABSENT: Any = None
+ABSENT: Any = None
 
 
-class Operands(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Operands:
     """The arrays that a launch reads, in the layout of the kernels; None for an array that it does not have.
+
+    A package whose kernels read other arrays too has a class of its own, with these and the others.
 
     Tokens are flat, [B, T, heads * lanes], with head dimensions padded to whole lanes. A kernel holds a state as
     [K, V], or transposed as [V, K]: see the package. The package says the layout of values per token, too.
@@ -22,46 +24,38 @@ class Operands(NamedTuple):
       v: [B, T, HV * V].
       g: decays in nats, or the raw gates of a law.
       beta: step sizes.
-      e: erase keys, laid out as k; None where k erases, or k and b.
-      b: erase gates [B, T, HV * K], which multiply erase keys.
-      w: write gates [B, T, HV * V], which multiply values.
-      gamma: constant gates [HV, 1, 1] float32.
-      law: A_log and dt_bias of every gate, float32.
       initial_state: [N, HV, K, V] or [N, HV, V, K] float32.
       owner: int32 [B * NT, 1, lanes], the `coded_owners` of tokens where a chunk may hold several sequences.
       pool: the user's pool of states [slots, HV, K, V], in place of initial_state; it is neither padded nor transposed.
       A_inv: the inverses of all steps, float32, p heads side by side.
-      scores: of all steps, the scores of queries, and below them the scores of keys, float32, p heads side by side.
       h: the states before all steps, [B, steps, HV, K, V] or [B, steps, HV, V, K].
       v_new_over_beta: the new values divided by beta, float32, laid out as v.
       do: the cotangent of the output, laid out as v.
       dht: the cotangent of the final states, laid out as initial_state.
     """
 
-    table: jax.Array = _ABSENT
-    q: jax.Array = _ABSENT
-    k: jax.Array = _ABSENT
-    v: jax.Array = _ABSENT
-    g: jax.Array = _ABSENT
-    beta: jax.Array = _ABSENT
-    e: jax.Array | None = None
-    b: jax.Array | None = None
-    w: jax.Array | None = None
-    gamma: jax.Array | None = None
-    law: jax.Array | None = None
+    table: jax.Array = ABSENT
+    q: jax.Array = ABSENT
+    k: jax.Array = ABSENT
+    v: jax.Array = ABSENT
+    g: jax.Array = ABSENT
+    beta: jax.Array = ABSENT
     initial_state: jax.Array | None = None
     owner: jax.Array | None = None
     pool: jax.Array | None = None
-    A_inv: jax.Array = _ABSENT
-    scores: jax.Array = _ABSENT
-    h: jax.Array = _ABSENT
-    v_new_over_beta: jax.Array = _ABSENT
-    do: jax.Array = _ABSENT
+    A_inv: jax.Array = ABSENT
+    h: jax.Array = ABSENT
+    v_new_over_beta: jax.Array = ABSENT
+    do: jax.Array = ABSENT
     dht: jax.Array | None = None
 
 
-class FusedStatic(NamedTuple):
-    """The static description of a launch of a fused operator.
+jax.tree_util.register_dataclass(Operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedStatic:
+    """The static description of a launch of a fused operator; a package may add to it.
 
     Attributes:
       B, T: rows of the batch and their tokens.
@@ -80,13 +74,7 @@ class FusedStatic(NamedTuple):
       normalise: queries and keys are scaled to unit length first.
       compensate: step sizes make up for the rounding of keys, as `tiles.unit_keys` says, because step sizes may exceed
         1.
-      gate_law: the law of raw gates, or None.
-      base: rows of the diagonal blocks that one product covers, in the forward of KDA.
-      backward_base: the same for its backward, where gradients of strong gates are as small as their decays.
       per_channel: gates are per channel of the key.
-      constant: every chunk has the same decays: constant gates, whole chunks, one sequence.
-      parts: how many bfloat16 parts computed tiles have in products: two where the gradient of constant gates is
-        requested.
     """
 
     B: int
@@ -106,12 +94,7 @@ class FusedStatic(NamedTuple):
     p: int = 1
     normalise: bool = False
     compensate: bool = False
-    gate_law: gate_activation.Law | None = None
-    base: int = 1
-    backward_base: int = 1
     per_channel: bool = False
-    constant: bool = False
-    parts: int = 1
 
     @property
     def group(self) -> int:

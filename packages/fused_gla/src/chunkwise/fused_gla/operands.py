@@ -1,0 +1,35 @@
+"""What the kernels of gated linear attention read, and are built for, beside what the kernels of all operators do."""
+
+import dataclasses
+
+import jax
+
+from chunkwise.shared.kernels import operands
+
+
+@dataclasses.dataclass(frozen=True)
+class GlaOperands(operands.Operands):
+    """The arrays that a launch reads; None for an array that it does not have.
+
+    Attributes:
+      gamma: constant gates [HV, 1, 1] float32.
+    """
+
+    gamma: jax.Array | None = None
+
+
+jax.tree_util.register_dataclass(GlaOperands)
+
+
+@dataclasses.dataclass(frozen=True)
+class GlaStatic(operands.FusedStatic):
+    """The static description of a launch.
+
+    Attributes:
+      constant: every chunk has the same decays: constant gates, whole chunks, one sequence.
+      parts: how many bfloat16 parts computed tiles have in products: two where the gradient of constant gates is
+        requested.
+    """
+
+    constant: bool = False
+    parts: int = 1

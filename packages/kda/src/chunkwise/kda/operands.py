@@ -1,0 +1,44 @@
+"""What the kernels of Kimi delta attention read, and are built for, beside what the kernels of all operators do."""
+
+import dataclasses
+
+import jax
+
+from chunkwise.shared.kernels import gate_activation, operands
+
+
+@dataclasses.dataclass(frozen=True)
+class KdaOperands(operands.Operands):
+    """The arrays that a launch reads; None for an array that it does not have.
+
+    Attributes:
+      e: erase keys, laid out as k; None where k erases, or k and b.
+      b: erase gates [B, T, HV * K], which multiply erase keys.
+      w: write gates [B, T, HV * V], which multiply values.
+      law: A_log and dt_bias of every gate, float32.
+      scores: of all steps, the scores of queries, and below them the scores of keys, float32, p heads side by side.
+    """
+
+    e: jax.Array | None = None
+    b: jax.Array | None = None
+    w: jax.Array | None = None
+    law: jax.Array | None = None
+    scores: jax.Array = operands.ABSENT
+
+
+jax.tree_util.register_dataclass(KdaOperands)
+
+
+@dataclasses.dataclass(frozen=True)
+class KdaStatic(operands.FusedStatic):
+    """The static description of a launch.
+
+    Attributes:
+      gate_law: the law of raw gates, or None.
+      base: rows of the diagonal blocks that one product covers, in the forward.
+      backward_base: the same for the backward, where gradients of strong gates are as small as their decays.
+    """
+
+    gate_law: gate_activation.Law | None = None
+    base: int = 1
+    backward_base: int = 1
