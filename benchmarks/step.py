@@ -124,10 +124,10 @@ def decode_runs(routes: Routes) -> tuple[int, list[int]]:
 def ring_runs(mixture: Mixture, regions: list[Region]) -> tuple[int, list[float]]:
     """Return the steps of the decode kernel over a ring and how many run each of its regions, in the order of its text.
 
-    The first step reads its own slot, and every step but the last that of the next one. Then comes the largest region,
-    which the steps of sequences run and those after them do not. In it are the tokens of a sequence, the next largest,
-    which has the zeros of one that starts from none and a fold; and then what is written. A copy within one of them
-    counts as often as it.
+    The first step reads the slot of its sequence, and every step except the last reads the slot of the next sequence.
+    Then comes the largest region, which only steps of sequences run. The next largest one is inside of it, for the
+    tokens of a sequence; this has a region of zeros for a sequence without a state, which does not run here, and a
+    region that folds the ring. Copies count as often as the region around them.
     """
     N = mixture.N
     step, sequence = sorted(regions, key=lambda x: x.start - x.stop)[:2]
@@ -365,7 +365,7 @@ def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
 
 
 def step_ms(row: dict, chip: str) -> float:
-    """Return the time of a step on a chip, by its row: decodes and prefills, each at least its bytes, and the rest."""
+    """Return the time of a step on a chip from its row; decodes and prefills take at least the time of their bytes."""
     one, clock = CHIPS[chip], CHIPS[chip].clock_ghz
     parts = [
         [row.get(f"{kind}_{name}") or 0 for name in ("bundles", "steps", "floor")] for kind in ("decode", "prefill")

@@ -1,4 +1,4 @@
-"""The TPU generations that the kernels are built for: the one table of what they can do.
+"""The TPU generations that the kernels are built for: the one table of their abilities.
 
 A new generation is one line here. Tests compile every kernel for all of them.
 """
@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 class Chip(NamedTuple):
-    """What one TensorCore of a generation can do.
+    """The abilities of one TensorCore of a generation.
 
     Attributes:
       topology: the smallest topology of the generation that libtpu compiles for.

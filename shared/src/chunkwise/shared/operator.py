@@ -96,7 +96,7 @@ def _located(
 ) -> Callable[[], Results]:
     """Return a function that calls `run` where the arguments lie: on one device, or on all devices of a mesh.
 
-    `pool` is what a user calls the argument `initial_state`. On a mesh, every device gets its part of the arguments.
+    `pool` is the user's name of the argument `initial_state`. On a mesh, every device gets its part of the arguments.
     Without a mesh, nothing stands between the call and `run`.
     """
     # Outside of jit, arrays may be numpy arrays, such as the arrays of a scheduler and a pool from a file.

@@ -122,7 +122,7 @@ def find_order(package: str, kernel: str, size: tuple[int, int, int], otherwise:
 def injected_orders(package: str, **orders: str) -> Iterator[None]:
     """Trace kernels with these orders, by the names of the kernels; for the search of orders.
 
-    JAX remembers what it traced, so a search clears its caches, or traces a function that is new.
+    JAX remembers traces, so a search clears its caches, or traces a new function.
     """
     token = _injected.set({**_injected.get()} | {(package, kernel): order for kernel, order in orders.items()})
     try:

@@ -114,10 +114,11 @@ def causal_conv1d(
       ValueError: an argument has the wrong rank, shape or type.
 
     NaN or infinity in one sequence changes no bit of the other sequences, but the gradients of weight and bias are sums
-    over all sequences. Accuracy: 1e-7 relative to the definition in float64 for float32 inputs, 2e-3 for bfloat16
-    inputs, whose result is rounded to bfloat16; gradients 3e-7 and 3e-3. Cost: 2 B T D W flops; x is read and y is
-    written once. The backward reads x and dy and writes dx once. Source: the short convolution of H3 (2022) and of
-    Mamba (2023), as in the causal-conv1d package.
+    over all sequences.
+    Accuracy: 1e-7 relative to the definition in float64 for float32 inputs, 2e-3 for bfloat16 inputs, whose result is
+    rounded to bfloat16; gradients 3e-7 and 3e-3.
+    Cost: 2 B T D W flops; x is read and y is written once. The backward reads x and dy and writes dx once.
+    Source: the short convolution of H3 (2022) and of Mamba (2023), as in the causal-conv1d package.
     """
     B, T, D = checks.check_array("x", x, "B T D")
     W = _check_weights(weight, bias, D)

@@ -1,4 +1,4 @@
-"""What the convolution costs."""
+"""The cost of the convolution."""
 
 from jax.experimental import pallas as pl
 

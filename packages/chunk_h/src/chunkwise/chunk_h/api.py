@@ -66,8 +66,9 @@ def chunk_gated_delta_rule_fwd_h(
     Returns:
       h [B, NT, HV, K, V] float32, the state before every chunk; NT is ceil(T / C), or T // C + N for a packed batch,
       whose unused chunks are zero.
-      v_new [B, T, HV, V] float32, the values without decay. final_state [N, HV, K, V] float32, or None. Every array has
-      a gradient under both implementations. The carried state is float32 whatever the inputs are.
+      v_new [B, T, HV, V] float32, the values without decay.
+      final_state [N, HV, K, V] float32, or None. Every array has a gradient under both implementations. The carried
+      state is float32 whatever the inputs are.
 
     Accuracy: 5e-7 relative to the recurrence in float64.
     Cost: 4 B T HV K V flops.
@@ -116,7 +117,8 @@ def chunk_fwd_h(
 
     Returns:
       h [B, NT, HV, K, V] float32, the state before every chunk, zero for unused chunks. Every array has a gradient
-      under both implementations. final_state [N, HV, K, V] float32, or None.
+      under both implementations.
+      final_state [N, HV, K, V] float32, or None.
 
     Raises:
       ValueError: an argument has the wrong rank, shape or type, a static argument is traced, or both kinds of gates are
@@ -179,7 +181,7 @@ def _run(x: ChunkHArrays, C: int, output_final_state: bool, implementation: str,
     v_new = None if w is None else chunks.merge(v_new)
     if not output_final_state:
         return chunks.per_batch(h), v_new, None
-    # A sequence without tokens has no chunk: its state stays what it was.
+    # A sequence without tokens has no chunk: its final state is its initial state.
     start = 0.0 if initial_state is None else initial_state
     final_state = jnp.where(chunks.empty[:, None, None, None], start, final_state)
     return chunks.per_batch(h), v_new, final_state

@@ -74,7 +74,7 @@ def suffix(x: ChunkHOperands) -> str:
 
 
 def launch_cost(x: ChunkHOperands, backward: bool = False) -> pl.CostEstimate:
-    """Return what a launch on these operands costs."""
+    """Return the cost of a launch on these operands."""
     NC, H, C, K = x.k.shape
     sizes = dict(B=NC, T=C, H=H, HV=x.u.shape[1], K=K, V=x.u.shape[3], C=C, itemsize=x.k.dtype.itemsize)
     return config.cost(**sizes, per_channel=bool(gating.gate_kind(x.g)), delta_rule=x.w is not None, backward=backward)

@@ -224,5 +224,5 @@ def plan(interpret: bool, quick: bool = False) -> list[Check]:
                 # As in training, where no states go in or out, so that chunks go across the sequences of a pack.
                 if case.lengths and isinstance(kernel, operators.Entry) and kernel.chunked and not quick:
                     checks.append(Check(kernel, implementation, "stream", case, states=False))
-    # Plain JAX compiles fastest. The tables are in such an order that what compiles faster comes first.
+    # Plain JAX compiles fastest. The tables list kernels that compile faster first.
     return sorted(checks, key=lambda check: check.implementation != "xla")

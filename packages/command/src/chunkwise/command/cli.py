@@ -174,7 +174,7 @@ def as_lines(row: check.Row) -> list[str]:
 
 
 def run_info(options: argparse.Namespace, console: Console) -> int:
-    """Print what is installed, what it runs on, and what it selects."""
+    """Print the installed packages, the devices, and the implementations that None selects."""
     about = info.gather()
     if options.json:
         print(json.dumps(about, indent=1))

@@ -38,9 +38,10 @@ def chunk_local_cumsum(
       direction.
 
     Accuracy: 1e-7 relative to the sum in float64. G is rounded to float32, and differences G[i] - G[j] have the error
-    of that rounding: 1.5e-5 nats once |G| exceeds 256. Cost: 2 B T H K C flops, with K = 1 for gates per head; the
-    kernel multiplies by a triangle of ones. Reading and writing the gates, 4 bytes each way, takes longer. Source: Yang
-    et al., Gated Linear Attention Transformers (2023), section 4.
+    of that rounding: 1.5e-5 nats once |G| exceeds 256.
+    Cost: 2 B T H K C flops, with K = 1 for gates per head; the kernel multiplies by a triangle of ones. Reading and
+    writing the gates, 4 bytes each way, takes longer.
+    Source: Yang et al., Gated Linear Attention Transformers (2023), section 4.
     """
     rank = getattr(g, "ndim", 3)
     checks.check(

@@ -4,9 +4,9 @@ With K, Q, V the rows of a chunk, S the state before it, B = diag(beta), G the c
 D_ij = exp(G_i - G_j),
 
     A_inv = (I + tril(K K^T * D, -1) B)^-1        P = scale tril(Q K^T * D) B     no state in them
-    R = V - e^G K S                               values without what the state has for their keys U = A_inv R
-    v_new over beta: the new values are v_new = B U o = scale e^G Q S + P U                       S' = e^G_last S + K^T
-    e^(G_last - G) B U
+    R = V - e^G K S                               values less the state's values of their keys
+    U = A_inv R                                   v_new over beta: the new values are v_new = B U
+    o = scale e^G Q S + P U                       S' = e^G_last S + K^T e^(G_last - G) B U
 
 One grid step makes P of a chunk, and the part of A_inv that takes no products; the next grid step takes the state
 through the chunk. If an earlier launch over the same tokens has made A_inv, it is read.

@@ -1,4 +1,4 @@
-"""What the tokens do to a state, in one launch without queries and outputs: kernel body and launcher.
+"""The map that tokens apply to a state, in one launch without queries and outputs: kernel body and launcher.
 
 With the names of kernel.py, A_inv applied to values and keys needs no state:
 

@@ -4,9 +4,9 @@ With K, Q, V the rows of a chunk, S the state before it, B = diag(beta), D_ij = 
 products of `tile.interaction_tile`,
 
     A_inv = (I + tril(<E, K>_D, -1) B)^-1         P = scale tril(<Q, K>_D) B      no state in them
-    R = V - (E e^G) S                             values without what the state has for their keys U = A_inv R
-    v_new over beta: v_new is B U o = scale (Q e^G) S + P U                     S' = e^G_last S + (K e^(G_last - G))^T B
-    U
+    R = V - (E e^G) S                             values less the state's values of their keys
+    U = A_inv R                                   v_new over beta: the new values are v_new = B U
+    o = scale (Q e^G) S + P U                     S' = e^G_last S + (K e^(G_last - G))^T B U
 
 E are the erase keys: in Kimi delta attention they are K. GDN-2 and Comba, which have these kernels too, have other rows
 or keys times erase gates for E, and write gates, which multiply V where it is loaded. There is no other difference.

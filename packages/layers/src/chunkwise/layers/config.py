@@ -28,7 +28,7 @@ class LayerConfig:
       K: channels of a head of queries and keys.
       V: channels of a head of values. A state is [K, V].
       W: width of the short convolution: how many tokens it reads, from 2 to 8.
-      eps: what the norm adds to the mean square.
+      eps: the number that the norm adds to the mean square.
     """
 
     # An attribute of the class: whether gates are per channel of the key, and not per head.

@@ -98,8 +98,7 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
         q, k, v = silu(conv(W_q x)), silu(conv(W_k x)), silu(conv(W_v x))      channel by channel over the last W tokens
         dt      = softplus(W_dt x + dt_bias), at least and at most dt_limit
         o       = simple GLA(q, k, dt v, g = -exp(A_log) dt) + skip v
-        y       = W_out rms_norm(o silu(W_z x))                                 one norm for each of the H groups of
-        heads
+        y       = W_out rms_norm(o silu(W_z x))                                 one norm for each of H groups of heads
 
     or rms_norm(o) silu(W_z x), or no norm, as `config` says; projections may have a bias. The state of the cache is
     [N, HV, K, V]; transformers holds it as [N, HV, V, K].

@@ -1,4 +1,4 @@
-"""What the gated norm costs."""
+"""The cost of the gated norm."""
 
 from jax.experimental import pallas as pl
 

@@ -49,7 +49,7 @@ def check_inputs(
     The arrays are the arguments of any `chunk_` operator. They tell which one: beta means a delta rule, p Comba, b and
     w GDN-2, and g [B, T, HV, K] gates per channel. This function finds:
 
-    - what is not finite, but for gates of -inf,
+    - numbers that are not finite, except gates of -inf,
     - gates above 0, such as a decay from 0 to 1 where its log belongs,
     - step sizes and erase gates out of their range, and keys so long that the recurrence of a delta rule diverges,
     - boundaries that fall or pass the end, and rows that are padded with segment ids of 0.
@@ -98,7 +98,7 @@ def _check_types(x: Arguments, options: arguments.Options) -> None:
 
 
 def _find_faults(x: Arguments, options: arguments.Options, allow_neg_eigval: bool) -> Iterator[checks.Fault]:
-    """Yield what may be wrong with the values of a batch."""
+    """Yield the faults that the values of a batch may have."""
     T, raw = x.q.shape[1], options.activation
     if x.cu_seqlens is not None:
         yield _boundaries(x.cu_seqlens, T)

@@ -1,1 +1,1 @@
-"""What a call of a user is: its arguments, their checks, and the signatures that bind them."""
+"""The call of a user: its arguments, their checks, and the signatures that bind them."""

@@ -55,7 +55,7 @@ class Arguments(NamedTuple):
       scale: a number, or a scalar array, which may be traced.
       initial_state: [N, HV, K, V], or with slots the pool [slots, HV, K, V], or a StatePool.
       cu_seqlens: int32 [N + 1].
-      A_log, dt_bias: what the law of raw gates takes, [HV], and [HV] or [HV, K].
+      A_log, dt_bias: arrays of the law of raw gates, [HV], and [HV] or [HV, K].
       segment_ids: int32 [B, T].
       slots: where the states of the sequences lie in a pool; None for no pool.
       p: erase keys of a delta rule that does not erase by k, [B, T, H, K] or [B, T, HV, K].
@@ -115,14 +115,14 @@ class Arguments(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The static arguments of an operator: what is known when its program is built.
+    """The static arguments of an operator, which are known when its program is built.
 
     Attributes:
       output_final_state: return the states after the last tokens.
       use_qk_l2norm_in_kernel: scale queries and keys to unit length.
       chunk_size: tokens of a chunk; None for the best.
       min_gate: a promise that every gate is at least this, in nats; None for no promise.
-      activation: what is made of raw gates and step sizes.
+      activation: the activations of raw gates and step sizes.
       sharding: how v is split over a mesh with automatic axes; None if the type of v says it.
       context_axis: the axes of a mesh, inside a `shard_map`, over which tokens are split; None for none.
       block_size: tokens of a block after which a state is stored; None for no blocks.

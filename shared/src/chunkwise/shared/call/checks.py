@@ -27,7 +27,7 @@ def check(condition: bool, message: str) -> None:
 
 
 class Fault(NamedTuple):
-    """What may be wrong with the values of arrays.
+    """A fault that the values of arrays may have.
 
     Attributes:
       wrong: scalar bool, whether the values are wrong.
@@ -48,7 +48,7 @@ def are_known(arrays: Iterable[Any]) -> bool:
 def check_values(arrays: Iterable[Any], find: Callable[[], Iterable[Fault]]) -> None:
     """Check the values of arrays: at once if they are known, else by `checkify.check`, which the caller makes pure."""
     known = are_known(arrays)
-    # Inside of jit, JAX would otherwise trace what is computed from constants, too.
+    # Inside of jit, JAX would otherwise trace computations on constants, too.
     with jax.ensure_compile_time_eval() if known else contextlib.nullcontext():
         for fault in find():
             if not known:
@@ -164,7 +164,7 @@ def shown(value) -> str:
 
 
 def when_built(value) -> str:
-    """Return what the error for a static number says besides if it got an array: its value must be known."""
+    """Return a part of the error for a static number if it got an array: that its value must be known."""
     return ", known when the program is built" if _is_array(value) else ""
 
 
@@ -178,7 +178,7 @@ def check_chunk_size(chunk_size) -> None:
 
 
 def choose_chunk_size(chunk_size: int | None, implementation="", T: int = tuning.CHUNK_SIZE, **kind: bool) -> int:
-    """Return the chunk size that was asked for, checked, or for None what `tuning.best_chunk_size` returns."""
+    """Return the chunk size that was asked for, checked; for None the result of `tuning.best_chunk_size`."""
     if chunk_size is None:
         return tuning.best_chunk_size(implementation, T, **kind)
     check_chunk_size(chunk_size)

@@ -1,7 +1,8 @@
 """Docstrings of public functions: paragraphs, sections and entries that functions of one kind share.
 
-The docstring of a function in the source has only what is particular to it; `completed` adds the rest, so that
-`help()` and the documentation site show the whole. A text of a kind has `{name}` in the place of an operator's name.
+The docstring of a function in the source has only the text that is particular to the function; `completed` adds the
+rest, so that `help()` and the documentation site show the whole. A text of a kind has `{name}` in the place of an
+operator's name.
 """
 
 import inspect

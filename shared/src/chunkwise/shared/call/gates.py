@@ -1,4 +1,4 @@
-"""What operators do with raw gates and step sizes: the checks, and the laws over all tokens.
+"""Raw gates and step sizes of operators: their checks, and the laws that make decays of them, over all tokens.
 
 A decay is made of a raw gate by a law of `shared.kernels.gate_activation.LAWS`. A step size is sigmoid(y) or
 2 sigmoid(y) of the raw y.

@@ -39,7 +39,7 @@ INSTEAD = {
     "`donate_argnames` updates it in place.",
     "output_dtype": "leave it out, and cast the result.",
 }
-"""What a caller does instead, by the name of the argument. Some functions here do have one of these arguments."""
+"""What to do instead, by the name of the argument. Some functions here do have one of these arguments."""
 
 
 def explained(function: Function) -> Function:

@@ -2,8 +2,7 @@
 
 A package gives `Kernels`: tile sizes, the way of the user's arrays into the layout of its kernels, and its launches.
 This module does the rest, which is the same for all packages: the table of steps, states in the layout of the user and
-empty sequences, the gradient, what the forward leaves for the backward, states in a pool, and the map of the tokens of
-a device.
+empty sequences, the gradient, the residuals, states in a pool, and the map of the tokens of a device.
 
 The custom_vjp stands around the user's arrays, so the forward saves these for the backward, without padding and in
 their types. The backward brings them into the layout of the kernels again, and JAX transposes this step for their
@@ -33,7 +32,7 @@ Launch = Callable[[Any, Any, tuple[str, ...]], dict[str, Any]]
 
 
 class Kernels(NamedTuple):
-    """The fused kernels of an operator, and what else differs between operators around them.
+    """The fused kernels of an operator, and the other things that differ between operators.
 
     Attributes:
       config_for: from arguments and options to the tile sizes, which are `options.config` where it is given. Raises

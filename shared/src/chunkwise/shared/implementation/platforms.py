@@ -27,7 +27,7 @@ def choose(on_gpu: Callable, otherwise: Callable, *args: Any) -> Any:
 def gpu_forms() -> Iterator[None]:
     """Take the forms for GPUs on every platform: for tests, and to compile for a GPU where there is none.
 
-    It acts while a function is traced, and JAX remembers what it traced: clear its caches before and after.
+    It acts while a function is traced, and JAX remembers traces: clear its caches before and after.
     """
     global _on_every_platform
     before, _on_every_platform = _on_every_platform, True

@@ -1,6 +1,6 @@
 """Kernels that compute less where a program does not read all of their results.
 
-JAX drops what nobody reads, but it cannot look into the launch of a kernel: one result in use keeps all of them.
+JAX drops results that nobody reads, but not of a kernel launch: if one result is read, all are computed.
 """
 
 from collections.abc import Callable

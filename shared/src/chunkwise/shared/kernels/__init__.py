@@ -1,1 +1,1 @@
-"""What kernels are made of: launches, layout, tiles, products, decays and the inverse."""
+"""The parts of kernels: launches, layout, tiles, products, decays and the inverse."""

@@ -30,7 +30,7 @@ def map_chunks(
       HV: value heads.
       heads: value heads a grid step, from `choose_heads`.
       outputs: ((rows, columns), dtype) of every result; its head dimension is HV.
-      cost: what the launch costs, for the scheduler of XLA.
+      cost: the cost of the launch, for the scheduler of XLA.
       scalars: float32 [1] arrays, kept in scalar memory; they may be traced, so a kernel cannot capture them.
 
     Returns:

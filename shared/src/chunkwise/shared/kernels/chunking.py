@@ -3,7 +3,7 @@
 Three ways to cut:
 
 - `Chunking` restarts the chunks at every sequence. Every chunk holds rows of one sequence, padded with zeros, which
-  leaves all results exact. This is what the stage kernels read.
+  leaves all results exact. The stage kernels read such chunks.
 - `StreamMasks` keeps the chunks aligned to the token stream and says which rows of a chunk belong together. Its
   cost follows the number of tokens, whatever the number of sequences.
 - `VarlenTiles` cuts the aligned chunks once more at the ends of sequences. The tokens are not copied, and every

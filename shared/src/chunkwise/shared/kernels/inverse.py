@@ -130,7 +130,7 @@ def block_doubling(X: jax.Array, M: jax.Array, count: int = 3) -> Iterator[Any]:
 
 
 def unit_lower_inverse(M: jax.Array, count: int = 3) -> jax.Array:
-    """Return (I + M)^-1 of packed matrices [n, C, p C] float32; only what is below the diagonal is read.
+    """Return (I + M)^-1 of packed matrices [n, C, p C] float32; only entries below the diagonal are read.
 
     The products take operands of `count` bfloat16 parts, 8 bits each.
     """

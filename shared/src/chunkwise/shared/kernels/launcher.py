@@ -37,7 +37,7 @@ def _int32_indices(spec: pl.BlockSpec) -> pl.BlockSpec:
 
 
 def _without_derivative(call: Callable, name: str) -> Callable:
-    """Return a kernel call with an error for whoever asks for its derivative, which says what has one instead."""
+    """Return a kernel call whose derivative raises an error, which names the functions that have a derivative."""
 
     def refuse(primals, tangents):
         raise NotImplementedError(
@@ -85,7 +85,7 @@ def pallas_call(
       name: name of the kernel in profiles and in the lowered text.
       grid, in_specs, out_specs, out_shape, scratch_shapes: as in `jax.experimental.pallas.pallas_call`.
       dimension_semantics: "parallel" or "arbitrary" (sequential) for every axis of the grid.
-      cost_estimate: what the launch costs, for XLA's scheduler.
+      cost_estimate: the cost of the launch, for XLA's scheduler.
       num_scalar_prefetch: how many leading operands are scalar tables read by the index maps.
       input_output_aliases: operand index to output index, for states updated in place.
       in_bounds: a promise that no index leaves its array, whatever the caller's arrays hold. Then a TPU does not check

@@ -71,7 +71,7 @@ TARGET, CONTINUES = range(11, 13)
 
 
 class Steps(NamedTuple):
-    """What every step of a launch works on.
+    """The steps of a launch.
 
     Attributes:
       table: int32 [11, B * steps], read through `TableStep`; 13 rows where states lie in a pool.
@@ -324,7 +324,7 @@ def load_every(ref, n: int) -> list[jax.Array]:
 
 
 def store_every(ref, rows: list[jax.Array]) -> None:
-    """Store what `load_every` returns."""
+    """Store rows in the form in which `load_every` returns them."""
     n = len(rows)
     if matmul.is_interpreted():
         ref[...] = jnp.stack(rows, axis=1).reshape(ref.shape)

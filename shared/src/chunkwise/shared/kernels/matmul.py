@@ -1,9 +1,9 @@
 """Matrix products on tiles: the one place that states operand types and precision.
 
-Tiles are [heads, rows, columns]; the products are batched over heads, which is also what keeps several heads in
-lock-step inside a kernel. Two bfloat16 operands take one pass of the matrix unit with float32 accumulation; anything
-else is computed from float32 operands at full float32 precision. A bare float32 product would run as a single
-bfloat16 pass on a TPU, and never on a CPU, so a CPU test could not see the loss.
+Tiles are [heads, rows, columns]; the products are batched over heads, which also keeps several heads in lock-step
+inside a kernel. Two bfloat16 operands take one pass of the matrix unit with float32 accumulation; anything else is
+computed from float32 operands at full float32 precision. A bare float32 product would run as a single bfloat16 pass on
+a TPU, and never on a CPU, so a CPU test could not see the loss.
 
 The user's bfloat16 tensors are exact as operands. A computed tile is not: if it is rounded to bfloat16, it gets a
 relative error of 2^-9, which a delta rule amplifies a hundredfold where keys repeat, because there the values that it
@@ -33,7 +33,7 @@ def operand_dtype(*dtypes) -> jnp.dtype:
 def emulate_mxu(passes: int = 1):
     """Round float32 operands on any backend as a matrix unit with `passes` bfloat16 passes (1 or 3) would.
 
-    For tests: it shows on a CPU what a product loses if it is not given full precision. It acts while a function is
+    It is for tests, which see on a CPU how much a product loses without full precision. It acts while a function is
     traced, so trace a fresh one inside.
     """
     global _passes

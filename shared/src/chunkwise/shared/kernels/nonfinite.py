@@ -1,4 +1,4 @@
-"""Keeping what is not finite in one sequence of a chunk away from the other sequences of that chunk.
+"""Keeping NaN and infinity in one sequence of a chunk away from the other sequences of that chunk.
 
 A mask that multiplies does not keep sequences apart: 0 times NaN is NaN, and a product reads every row of its operands.
 So the body of a chunk that holds several sequences stands between two calls, and other chunks cost nothing:

@@ -31,7 +31,7 @@ def software_pipeline(stages: Iterable[Iterator]) -> Iterator[None]:
 def interleave(order: str, **each: Iterator) -> None:
     """Take iterators one step further at a time, in an order of their names, which are one letter each.
 
-    A step past the end of an iterator does nothing. The caller finishes what the order leaves.
+    A step past the end of an iterator does nothing. The caller finishes the iterators that the order does not finish.
     """
     for name in order:
         next(each[name], None)

@@ -52,7 +52,7 @@ Places = tuple[partition.Division | None, partition.Axes]
 def find_places(x: arguments.Arguments, options: arguments.Options, pool: str = _POOL) -> Places:
     """Return how the operator is divided over a mesh, by the types of its arguments and by its options.
 
-    `pool` is what a user calls the argument `initial_state`.
+    `pool` is the user's name of the argument `initial_state`.
     """
     known = lambda named: {pool if name == _POOL else name: y for name, y in named.items()}
     arrays, layout = known(x.arrays()), _LAYOUT._replace(arguments=known(_LAYOUT.arguments))

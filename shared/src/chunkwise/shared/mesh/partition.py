@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
     Attributes:
       leading: the name of the argument whose sharding says how letters are split.
-      parts: what the letters of the leading argument stand for.
+      parts: the meanings of the letters of the leading argument.
       arguments: the letters of every argument, by name.
       results: the letters of the output, and of the states if there are any.
       prefixes: from the letter of a dimension, such as key heads, to the letter of a larger one, such as value heads.

@@ -1,4 +1,4 @@
-"""The scan of affine maps over the devices of a mesh axis: what the tokens of every device do to a state.
+"""The scan over the devices of a mesh axis of their affine maps, which the tokens of a device apply to a state.
 
 A device's tokens take a state S [..., K, V] to M S + N. M is a matrix [..., K, K], or a decay [..., K, 1] or
 [..., 1, 1], which multiplies rows. The state before device r is the state after device r - 1. Where another document
@@ -26,7 +26,7 @@ from chunkwise.shared import compat
 
 
 class AffineMap(NamedTuple):
-    """What the tokens of a device do to a state: S -> M S + N, or N where the state does not pass.
+    """The map that the tokens of a device apply to a state: S -> M S + N, or N where the state does not pass.
 
     Attributes:
       M: float32 [..., K, K], or a decay [..., K, 1] or [..., 1, 1].

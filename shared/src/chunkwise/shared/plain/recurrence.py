@@ -1,4 +1,4 @@
-"""The token recurrence of all operators: what every kernel computes, one token at a time.
+"""The token recurrence of all operators, one token at a time; every kernel computes the same.
 
 S~  = exp(g_t) S_{t-1}                                 g_t per head, or per channel of the key
 S_t = S~ + k_t v_t^T                                   GLA and simple GLA (no beta)

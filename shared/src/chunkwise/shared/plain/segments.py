@@ -72,7 +72,7 @@ def nonfinite_segments(
     """Return the tokens of segments that hold something not finite, bool [B, T].
 
     Args:
-      tokens: arrays [B, T, ...], floating; what padding holds does not count.
+      tokens: arrays [B, T, ...], floating; padding does not count.
       first, last: states [B, HV, K, V] that belong to the first and to the last segment of every row, or None.
       segments: of the rows.
     """

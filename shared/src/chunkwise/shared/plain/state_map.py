@@ -1,4 +1,4 @@
-"""What the tokens of an operator do to a state: they take a state S to M S + N.
+"""The map that the tokens of an operator apply to a state: from S to M S + N.
 
 N is the state that they make from zeros. M is a matrix [K, K] for every value head of a delta rule, and a decay
 otherwise.
@@ -17,7 +17,7 @@ MOST_CHANNELS = 256
 
 
 class StateMap(NamedTuple):
-    """What the tokens of one device do to a state.
+    """The map that the tokens of one device apply to a state.
 
     Attributes:
       states: the states that the tokens make from the initial states, float32 [N, HV, K, V].

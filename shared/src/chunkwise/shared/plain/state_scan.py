@@ -1,7 +1,7 @@
 """The states before all chunks, for GPUs, where all other work of the chunks is done at once.
 
 A GPU waits for the launch of every operation, so few large operations are best. All products that do not read a state
-are batched over chunks and heads; what is left is one short scan
+are batched over chunks and heads; the rest is one short scan
 
     S' = through S + k_end^T (u - w S) + added
 

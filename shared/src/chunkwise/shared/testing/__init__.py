@@ -1,1 +1,1 @@
-"""What tests and benchmarks use: float64 oracles, seeded inputs, comparisons, and the TPU compiler (`testing.tpu`)."""
+"""The parts of tests and benchmarks: float64 oracles, seeded inputs, comparisons, the TPU compiler (`testing.tpu`)."""

@@ -29,7 +29,7 @@ def product_flops(text: str) -> int:
     `compiled.cost_analysis()` counts a loop once.
 
     Args:
-      text: what `compiled.as_text()` returns.
+      text: the result of `compiled.as_text()`.
     """
     computations = {match[2]: match[0] for match in _COMPUTATION.finditer(text)}
     (entry,) = (match[2] for match in _COMPUTATION.finditer(text) if match[1])

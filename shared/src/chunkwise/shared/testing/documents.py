@@ -1,4 +1,4 @@
-"""What docstrings promise, read by tests."""
+"""The promises of docstrings, for tests that check them."""
 
 import math
 import re

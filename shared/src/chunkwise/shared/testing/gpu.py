@@ -1,4 +1,4 @@
-"""Compile for an NVIDIA GPU on a machine that has none, and count what the program launches.
+"""Compile for an NVIDIA GPU on a machine that has none, and count the launches of a program.
 
 It needs Python 3.12, the same version of jax, jax-cuda13-plugin and jax-cuda13-pjrt, and nvidia-cuda-nvcc, which has an
 assembler. Call `setup()` before the first computation of the process.

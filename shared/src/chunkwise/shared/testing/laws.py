@@ -1,4 +1,4 @@
-"""Raw gates and step sizes, and the oracle of what operators make of them: float64 numpy, with gradients."""
+"""Raw gates and step sizes, and the oracle of their laws and activations: float64 numpy, with gradients."""
 
 from collections.abc import Callable
 

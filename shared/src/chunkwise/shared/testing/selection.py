@@ -1,4 +1,4 @@
-"""The choice of thorough tests, which take long and show for more sizes, types or chips what quicker tests show."""
+"""The choice of thorough tests, which take long and repeat quicker tests for more sizes, types or chips."""
 
 import inspect
 from collections.abc import Mapping
