@@ -8,7 +8,8 @@ import jax
 import pytest
 
 from chunkwise.shared.implementation import platforms
-from chunkwise.shared.testing import selection, tpu
+from chunkwise.shared.testing import tpu
+from shared.tests import selection
 
 tpu.setup()
 # Programs are small: to cut one into parts that are compiled side by side costs more than it saves.

@@ -20,6 +20,7 @@ from benchmarks import (
     decode_mixer,
     first_call,
     gpu,
+    gpu_compiler,
     operators,
     order,
     packed,
@@ -47,7 +48,6 @@ from chunkwise.command.tables import make_console, make_progress, make_table
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.pipeline.stages import STAGES
 from chunkwise.shared.chips import CHIPS
-from chunkwise.shared.testing import gpu as gpu_compiler
 
 TEXT = {"case", "stage", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "figure", "failed"}
 TEXT |= {

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks import gpu_compiler
 from chunkwise.command.models import Layer, Mixture, serving_step
 from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.implementation import platforms
-from chunkwise.shared.testing import compare, gpu
+from chunkwise.shared.testing import compare
 
 # The slots of the pool of a decode, and the number of decodes.
 SLOTS, DECODES = 128, 64
@@ -68,7 +69,7 @@ def measure(program: Program) -> dict:
     """Compile a program; return its number of launches, its MiB of temporaries, and whether the limits hold."""
     with platforms.gpu_forms():
         compiled, branches = _compile(program)
-    launches = gpu.count_launches(compiled.as_text(), branches)
+    launches = gpu_compiler.count_launches(compiled.as_text(), branches)
     mib = round(compiled.memory_analysis().temp_size_in_bytes / 2**20)
     return {
         "launches": launches, "most_launches": program.most_launches, "temporaries_mib": mib,
@@ -84,7 +85,7 @@ def _compile(program: Program) -> tuple:
         mixture = Mixture(DECODES)
         step = jax.tree.map(lambda y: jax.ShapeDtypeStruct(jnp.shape(y), y.dtype), mixture.step())
         pool = jax.ShapeDtypeStruct((SLOTS, layer.HV, layer.K, layer.V), jnp.float32)
-        compiled = gpu.compile_for(serving_step(layer, "xla"), x, pool, step, donate_argnums=(1,))
+        compiled = gpu_compiler.compile_for(serving_step(layer, "xla"), x, pool, step, donate_argnums=(1,))
         # There are decodes, and no prefills.
         return compiled, (1, 0)
     if program.kind == "decode":
@@ -95,8 +96,8 @@ def _compile(program: Program) -> tuple:
         def run(x, states):
             return decode(**x, initial_state=states, output_final_state=True, implementation="xla")
 
-        return gpu.compile_for(run, one, states, donate_argnums=(1,)), ()
+        return gpu_compiler.compile_for(run, one, states, donate_argnums=(1,)), ()
     fn, args = layer.function("xla"), (x, None)
     if program.kind == "forward+backward":
         fn, args = compare.with_gradients(fn), (*args, {"o": x["v"]})
-    return gpu.compile_for(fn, *args), ()
+    return gpu_compiler.compile_for(fn, *args), ()

@@ -20,7 +20,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.shared import chips
-from chunkwise.shared.testing import cases, compare, documents, inputs, poison, tpu, transforms
+from chunkwise.shared.testing import cases, compare, inputs, poison, tpu, transforms
+from shared.tests import documents
 
 Arrays = dict[str, jax.Array]
 

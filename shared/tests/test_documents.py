@@ -2,7 +2,7 @@
 
 import pytest
 
-from chunkwise.shared.testing.documents import documented_flops, evaluate
+from shared.tests.documents import documented_flops, evaluate
 
 
 @pytest.mark.parametrize(

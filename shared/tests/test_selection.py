@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from chunkwise.shared.testing.selection import is_thorough
+from shared.tests.selection import is_thorough
 
 
 def module(**rules):

@@ -6,7 +6,7 @@ import pytest
 from chunkwise.shared import compat
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.kernels import matmul
-from chunkwise.shared.testing import simulator
+from tests_e2e.simulated import simulator
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from chunkwise import causal_conv1d, norm_gated
-from chunkwise.shared.testing import compare, engine, inputs, mixer_oracle
+from chunkwise.shared.testing import compare, inputs, mixer_oracle
+from shared.tests import engine
 
 # Two blocks of channels, and one, so that cores share the rows of a batch.
 CHANNELS = {1: 130, 2: 100}

@@ -13,10 +13,10 @@ from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla
 from chunkwise.kda import operator as kda_record
 from chunkwise.pipeline import operators
-from chunkwise.shared.testing import compare, engine, inputs, oracle
+from chunkwise.shared.testing import compare, inputs, oracle
 from chunkwise.two_keys import operator as two_keys
 from packages.pipeline.tests import ragged_suite
-from shared.tests import pool_suite
+from shared.tests import engine, pool_suite
 
 H, HV, K, V = 1, 2, 12, 20
 

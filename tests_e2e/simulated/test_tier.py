@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.shared.kernels import launcher
-from chunkwise.shared.testing import simulator
+from tests_e2e.simulated import simulator
 
 
 @pytest.fixture

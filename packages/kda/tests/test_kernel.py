@@ -13,9 +13,9 @@ from chunkwise.kda.cost import cost
 from chunkwise.shared.kernels.tiles import LOG2_E
 from chunkwise.shared.serving.decode_kernel import recurrent_cost
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE, assert_close
-from chunkwise.shared.testing.documents import documented_flops
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.transforms import text_for_tpu
+from shared.tests.documents import documented_flops
 
 THOROUGH = dict(test_interaction=lambda C: C != 64)
 

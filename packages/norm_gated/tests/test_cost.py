@@ -2,7 +2,7 @@
 
 from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.norm_gated.cost import cost
-from chunkwise.shared.testing.documents import documented_flops
+from shared.tests.documents import documented_flops
 
 
 def test_documented_flops():

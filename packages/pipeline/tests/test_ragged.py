@@ -13,7 +13,8 @@ import pytest
 from jax.experimental import checkify
 
 from chunkwise.pipeline import check_step, ragged_gated_delta_rule
-from chunkwise.shared.testing.engine import (
+from packages.pipeline.tests.ragged_suite import HV, OPERATORS, K, V, make_tokens
+from shared.tests.engine import (
     PREFILLS,
     Engine,
     Oracle,
@@ -22,7 +23,6 @@ from chunkwise.shared.testing.engine import (
     make_rubbish,
     make_wrong,
 )
-from packages.pipeline.tests.ragged_suite import HV, OPERATORS, K, V, make_tokens
 
 T, N, SLOTS, BLOCK = 150, 6, 40, 64
 IMPLEMENTATIONS = ["xla", "fused"]

@@ -14,8 +14,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.pipeline import StatePool, make_pool, ragged_gated_delta_rule, read_states, write_states
 from chunkwise.shared.serving import state_pool
-from chunkwise.shared.testing.engine import Engine, Oracle, describe, linear_attention
 from packages.pipeline.tests.ragged_suite import HV, OPERATORS, PER_CHANNEL, H, K, V, make_tokens
+from shared.tests.engine import Engine, Oracle, describe, linear_attention
 
 T, N, W, SLOTS, BLOCK = 150, 6, 3, 24, 64
 # RMS errors of the states over the RMS of the float64 recurrence, one step after states that are the same.
