@@ -127,7 +127,7 @@ def chunk_gradients(q, k, gate, boundary, A_inv, S, v_new_over_beta, do, dS, sca
 
     Args:
       q, k: [key heads, C, K].
-      gate, boundary: of the chunk, as `tile.pack_gates` and `tile.boundary_decays` return them.
+      gate, boundary: the results of `tile.pack_gates` and `tile.boundary_decays` for the chunk.
       A_inv: packed [n, C, p C].
       S: the state before the chunk [heads, K, V], in the type of operands.
       v_new_over_beta: [heads, C, V] float32.

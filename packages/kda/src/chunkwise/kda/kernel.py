@@ -186,11 +186,11 @@ def prepare(refs: KdaFwdRefs, n: int, load_q, load_unit, gates, betas, valid, ma
     """Return the arrays of cur, for the pack of heads that begins with n, that the next grid step needs.
 
     Args:
-      refs, static: of the kernel.
+      refs, static: the Refs and the static description of the kernel.
       n: the first head of the pack.
       load_q, load_unit: the results of `by_head`.
       gates, betas: the results of `loads.load_gates`.
-      valid, masks: of cur.
+      valid, masks: of the rows of cur, as in `StageChunk`.
 
     Returns:
       The result of `pack_boundary`, and the result of `pack_scores`, or None if the scores are precomputed.

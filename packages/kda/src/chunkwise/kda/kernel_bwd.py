@@ -111,7 +111,7 @@ def _token_gradients(
     """Store the gradients of the tokens of a chunk and of the state before the chunk.
 
     Args:
-      refs, chunk, static: of the kernel.
+      refs, chunk, static: the Refs, the chunk and the static description of the kernel.
       q, e, k: [heads, C, K] float32, q scaled; e is None where k erases.
       beta, rows: step sizes [heads, C, 1]; and a pair: step sizes as rows [heads, C], and the factor in them that makes
         up for the rounding of keys, or None.

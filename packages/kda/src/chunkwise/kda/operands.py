@@ -1,4 +1,4 @@
-"""What the kernels of Kimi delta attention read, and are built for, beside what the kernels of all operators do."""
+"""The operands and the static description of KDA's kernels, with fields that other operators do not have."""
 
 import dataclasses
 

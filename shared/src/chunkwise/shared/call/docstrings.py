@@ -29,7 +29,7 @@ Args:
   output_final_state: return the state after every sequence; static.
   use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6), in float32; static.
   min_gate: a promise that no g is below it, in nats; None or a number, static. It changes no gate. A lower_bound (see
-    below) is such a promise too. If the promise is -16.6 or more, one product takes the place of three: in the
+    below) is such a promise too. If the promise is -16.6 or more, one matrix product takes the place of three: in the
     backward, and in the forward unless all tensors are bfloat16. The result is the same as long as entries of q and k
     stay below 2^31, because they are multiplied by factors of up to 2^96.
   use_gate_in_kernel: g is a raw gate; a law makes the log decay of it in float32: -exp(A_log) softplus(g + dt_bias) or,
@@ -44,7 +44,8 @@ Args:
   cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced: new values never recompile. B must be 1. Sequences
     may be empty. Tokens from cu_seqlens[N] on are padding: they may hold anything, NaN too, and their outputs and
     gradients are zeros. The boundaries are checked outside of jit only. If no state goes in or comes out, chunks stay
-    aligned to the stream and the cost follows the tokens; with states, a chunk takes one step for every sequence in it.
+    aligned to the stream and the cost follows the tokens; with states, the work of a chunk is done once for every
+    sequence in it.
   segment_ids: int32 [B, T], traced, instead of cu_seqlens and for any B: in every row the state starts anew where the
     id changes, and tokens with ids below 0 are padding, which may hold anything, and whose outputs and gradients are
     zeros. initial_state and final_state are then [B, HV, K, V]: before the first segment of a row and after the last

@@ -49,7 +49,7 @@ class Law:
         """Return the decay of raw gates x.
 
         Args:
-          x, A_log, dt_bias: of the law, `in_range`.
+          x, A_log, dt_bias: raw gates, and the arrays of the law after `in_range`.
           unit: multiplies the decay in nats, such as log2(e) for decays to base 2.
           exact: the relative error of decays is at most 3e-7. Otherwise it is at most 4e-6, which may take fewer
             operations, and there is no gradient.

@@ -105,7 +105,7 @@ def poison(
     """Store NaN in the results of the sequences that `isolate` found; a Ref may be None.
 
     Args:
-      nonfinite_rows, masks: of `isolate`.
+      nonfinite_rows, masks: the rows that `isolate` found, and its masks.
       results: Refs of tokens [C, w].
       *states: tuples of the Ref of a state that goes out, and the rows of its sequence, bool [1, C, 1].
       in_lanes: Refs of values per token [heads, C] or [heads, 1, C].

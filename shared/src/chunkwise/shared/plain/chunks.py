@@ -51,7 +51,7 @@ class Tokens(NamedTuple):
         them.
       beta: float32 rows [n, HV, 1, C], or None.
       e: erase keys [n, HV, C, K], or None for k.
-      masks: of chunks that may hold several sequences, or None.
+      masks: the masks of chunks that may hold several sequences, or None.
       solved: whether the inverses are known, so that only gradients need A.
     """
 
@@ -78,7 +78,7 @@ class Form(NamedTuple):
       through: decays over whole chunks [n, h, 1, 1] or, per channel, [n, h, K, 1].
       k: keys decayed to the ends of their chunks, [n, h, C, K].
       q: queries decayed from the starts of their chunks [n, h, C, K], or None.
-      scores: of queries with keys [n, h, C, C], or None.
+      scores: decayed products of queries with keys [n, h, C, C], or None.
       A: strictly lower [n, h, C, C], or None.
       e: the keys that erase, decayed from the starts of the chunks, [n, h, C, K].
       beta: columns [n, h, C, 1].
@@ -119,7 +119,7 @@ class Results(NamedTuple):
     Attributes:
       o: [B, T, HV, V] in the type of v.
       final_state: [N, HV, K, V] float32.
-      inverses: of all chunks [NT, B HV, C, C].
+      inverses: the inverses of all chunks [NT, B HV, C, C].
       states: the states before all chunks [NT, B HV, K, V], meaningless for the first chunk of a sequence.
     """
 

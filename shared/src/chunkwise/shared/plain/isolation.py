@@ -45,7 +45,7 @@ def keep_apart(o: jax.Array, v: jax.Array, nonfinite: jax.Array, cu_seqlens: jax
 
     Args:
       o: [1, T, HV, V], computed with zeros for nonfinite tokens.
-      v: of the same shape.
+      v: the values, of the same shape.
       nonfinite: bool [T], `nonfinite_tokens` of all inputs.
       cu_seqlens: int32 [N + 1].
     """

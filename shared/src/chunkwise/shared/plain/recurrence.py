@@ -16,7 +16,7 @@ from chunkwise.shared.kernels import chunking, tiles
 
 
 def unit_rows(x: jax.Array, wanted: bool, cu_seqlens: jax.Array | None) -> jax.Array:
-    """Return x [B, T, ...] with unit rows, computed in float32, in the type of x; x itself if not wanted."""
+    """Return x [B, T, ...] with unit rows, computed in float32, in the type of x; x itself if `wanted` is False."""
     # Padding may hold anything: the gradient of its norm must not be 0 times NaN.
     return tiles.l2norm(chunking.zero_padding(x, cu_seqlens).astype(jnp.float32)).astype(x.dtype) if wanted else x
 

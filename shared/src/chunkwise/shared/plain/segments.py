@@ -74,7 +74,7 @@ def nonfinite_segments(
     Args:
       tokens: arrays [B, T, ...], floating; padding does not count.
       first, last: states [B, HV, K, V] that belong to the first and to the last segment of every row, or None.
-      segments: of the rows.
+      segments: the segments of the rows.
     """
     owner, valid, _ = segments
     found = isolation.tokens_not_finite(tokens) & valid
