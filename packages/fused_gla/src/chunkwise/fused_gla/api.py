@@ -1,4 +1,4 @@
-"""The contract: signatures and documentation; see `operator` for what stands behind them."""
+"""The contract: signatures and documentation; `operator` has the records that they call."""
 
 import jax
 
@@ -35,23 +35,23 @@ def chunk_simple_gla(
         S_t = e^(g_t + g_gamma) S_{t-1} + k_t v_t^T
         o_t = scale S_t^T q_t
 
-    Retention and lightning attention are this with constant gates g_gamma.
+    With constant gates g_gamma this is retention or lightning attention.
 
     Args:
-      g: log decay per head [B, T, HV] in nats, at most 0, of any strength: -inf forgets everything before. Of any of
-        these types; None for none.
-      g_gamma: constant log decay per head [HV] in nats, of a floating type, added to g; None for none. If its gradient
-        is asked for, computed tiles enter bfloat16 products with 16 bits: it is one number for all tokens, and they
-        cancel.
+      g: log decay per head [B, T, HV] in nats, at most 0, of any strength: -inf forgets everything before. It has any
+        of these types, or is None for no such decay.
+      g_gamma: constant log decay per head [HV] in nats, of a floating type, added to g; None for no such decay. If its
+        gradient is requested, computed tiles keep 16 bits in bfloat16 products, because the gradient is a sum over all
+        tokens, whose terms cancel.
 
     Raises:
-      NotImplementedError: "fused", and a head is too large for fast memory.
+      NotImplementedError: "fused", if a head is too large for fast memory.
 
     Accuracy: 3e-7 relative to the recurrence in float64 for float32 inputs, 3e-3 for bfloat16 inputs; any gate.
-    Cost: 2 B T (H C K + HV C V + 2 HV K V) flops, and one read of q, k, v and write of o; the backward reads q, k, v,
-      do and one state every `num_steps` chunks, and writes dq, dk, dv. A group of value heads larger than a grid step
-      writes float32 sums of dq and dk for every step. With states in or out a packed batch also pays for the state of
-      every sequence.
+    Cost: 2 B T (H C K + HV C V + 2 HV K V) flops, and q, k, v are read and o is written once; the backward reads q, k,
+      v, do and one state for every `num_steps` chunks, and writes dq, dk, dv. If the value heads of a key head are more
+      than a grid step takes, every step writes float32 sums of dq and dk. With states in or out a packed batch also
+      pays for the state of every sequence.
     Source: Dao and Gu, Transformers are SSMs (2024); Sun et al., Retentive Network (2023), for constant gates.
     """
     ...
@@ -84,15 +84,15 @@ def chunk_gla(
 
     Args:
       g: log decay per channel of the key [B, T, HV, K] in nats, at most 0, of any strength: -inf forgets everything
-        before. Of any of these types.
+        before. It has any of these types.
 
     Raises:
-      NotImplementedError: "fused", and a head is too large for fast memory.
+      NotImplementedError: "fused", if a head is too large for fast memory.
 
     Accuracy: 3e-7 relative to the recurrence in float64 for float32 inputs, 3e-3 for bfloat16 inputs; any gate.
-    Cost: 2 B T HV (C K + C V + 2 K V) flops, and one read of q, k, v and write of o; the backward reads q, k, v, do and
-      one state every few chunks, and writes dq, dk, dv. With states in or out a packed batch also pays for the state
-      of every sequence.
+    Cost: 2 B T HV (C K + C V + 2 K V) flops, and q, k, v are read and o is written once; the backward reads q, k, v, do
+      and one state for every few chunks, and writes dq, dk, dv. With states in or out a packed batch also pays for the
+      state of every sequence.
     Source: Yang et al., Gated Linear Attention Transformers (2023), sections 3 and 4.
     """
     ...
@@ -123,7 +123,7 @@ def recurrent_simple_gla(
         S_t = exp(g_t + g_gamma) S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
 
     Args:
-      g_gamma: constant log decay per head [HV] in nats, of a floating type, added to g; None for none.
+      g_gamma: constant log decay per head [HV] in nats, of a floating type, added to g; None for no such decay.
 
     Accuracy: 1e-6 relative to float64 for float32 inputs; the arithmetic is float32.
     Cost: 5 B T HV K V flops; every state is read and written once.
@@ -188,10 +188,10 @@ def ragged_simple_gla(
 ) -> tuple[jax.Array, Pool]:
     """Simple gated linear attention as one serving step: decodes, speculation and prefills over one pool of states.
 
-    `chunk_simple_gla` has the equation, here for every sequence of a packed stream: retention, lightning attention and
-    Mamba-2 too.
+    `chunk_simple_gla` has the equation, here for every sequence of a packed stream. It serves retention, lightning
+    attention and Mamba-2, too.
 
     Args:
-      g_gamma: constant log decay per head [HV] in nats, of a floating type, added to g; None for none.
+      g_gamma: constant log decay per head [HV] in nats, of a floating type, added to g; None for no such decay.
     """
     ...

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 def prepare(q, k, g, scale) -> tuple[jax.Array, ...]:
     """Return the part of a chunk that needs no state: e^g_cum, D, e^(g_cum_last - g_cum) and the scores P.
 
-    D_ij = e^(g_cum_i - g_cum_j) for i >= j, else 0. Its exponent is the sum of the gates behind j up to i: it is never
-    positive, and a strong gate takes no digits from the weak gates behind it.
+    D_ij = e^(g_cum_i - g_cum_j) for i >= j, else 0. Its exponent is the sum of the gates after j up to i. This is never
+    positive, and a strong gate takes no digits from weak gates that follow it.
     """
     C = k.shape[0]
     g = jnp.broadcast_to(g if g.ndim == 2 else g[:, None], k.shape)  # [C, K]
@@ -34,7 +34,7 @@ def chunk(q, k, v, g, S, scale) -> tuple[jax.Array, jax.Array]:
     Args:
       q, k: queries and keys [C, K].
       v: values [C, V].
-      g: log decays in nats, at most 0, -inf included: [C] of the head, or [C, K] of its channels.
+      g: log decays in nats, at most 0, -inf included: [C] per head, or [C, K] per channel.
       S: the state before the chunk [K, V].
       scale: multiplies q.
 
@@ -57,7 +57,7 @@ def chunk_bwd(q, k, v, g, S, scale, do, dS_next) -> tuple[jax.Array, ...]:
 
     # Through S and the scores to queries and keys.
     dscores = jnp.tril(do @ v.T)  # [C, C]
-    dq_state = scale * from_start * (do @ S.T)  # [C, K], through S as o reads it
+    dq_state = scale * from_start * (do @ S.T)  # [C, K], because o reads S
     dk_state = to_end * (v @ dS_next.T)  # [C, K], through S_next
     dq = dq_state + scale * jnp.einsum("ij,ijk,jk->ik", dscores, D, k)  # [C, K]
     dk = dk_state + scale * jnp.einsum("ij,ijk,ik->jk", dscores, D, q)  # [C, K]

@@ -6,22 +6,22 @@ from chunkwise.shared import tuning
 from chunkwise.shared.kernels import packed
 
 _BUDGET_BYTES = 8 * tuning.VMEM_LIMIT_BYTES // 15
-# More for a pipeline: twice the heads halve the cost of filling and draining it.
+# The budget of a pipeline is larger, because twice as many heads halve the cost of filling and draining it.
 _PIPELINE_BUDGET_BYTES = 11 * tuning.VMEM_LIMIT_BYTES // 15
-# What the least that a step can be may take.
+# The budget of the smallest possible step.
 _MOST_BYTES = 4 * tuning.VMEM_LIMIT_BYTES // 5
 
 
 @dataclass(frozen=True)
 class Config:
-    """How the launches are cut. The bits of the results do not depend on num_steps.
+    """Tile sizes. The bits of the results do not depend on num_steps.
 
     Attributes:
-      heads: value heads a grid step of the forward, a divisor of HV: whole groups that share a key head, or a part of
-        one. They run in lock-step and hide the latency of one another.
+      heads: value heads of a grid step of the forward, a divisor of HV: whole groups that share a key head, or a part
+        of a group. They run in lock-step and hide the latency of one another.
       heads_bwd: the same for the backward.
-      num_steps: chunks a grid step; the largest divisor of the number of chunks up to it is used. The forward keeps one
-        state per grid step for the backward, which recomputes the others.
+      num_steps: the most chunks of a grid step; the largest divisor of the number of chunks that does not exceed it is
+        taken. The forward keeps one state per grid step for the backward, which recomputes the other states.
     """
 
     heads: int
@@ -32,14 +32,14 @@ class Config:
 def vmem_bytes(
     heads: int, group: int, C: int, K: int, V: int, itemsize: int, per_channel: bool, num_steps: int, bwd: bool
 ) -> int:
-    """Return the VMEM that a grid step takes: two buffers of every block, the states, the tiles in flight."""
-    # The gradients of a key head that several steps share are float32.
+    """Return the bytes of VMEM of a grid step: two buffers of every block, the states, and tiles of the computation."""
+    # Gradients of a key head are float32 if several steps share the key head.
     keys = 2 * K * (itemsize + bwd * (4 if group > heads else itemsize))
     values = (3 if bwd else 2) * V * itemsize + (4 * K * (1 + bwd) if per_channel else 0)
     blocks = 2 * C * num_steps * (max(heads // group, 1) * keys + heads * values)
     in_flight = 6 * C * (C + K + V) * 4
     if bwd and not per_channel:
-        # A pipeline: few heads are in flight, but the decays of all of them stay.
+        # In a pipeline, tiles of few heads are needed at a time, but the decays of all heads stay.
         resident = (num_steps + 4) * K * V + C * (C + 2 * max(K, V))
         return blocks + heads * 4 * resident + min(heads, 4) * (in_flight + 3 * K * V * itemsize)
     states = (num_steps + 8 if bwd else 5) * K * V * 4
@@ -49,9 +49,9 @@ def vmem_bytes(
 
 
 def default_for(H: int, HV: int, K: int, V: int, C: int, NT: int, itemsize: int, per_channel: bool) -> Config | None:
-    """Return the Config for these shapes: at least 4 heads where they fit, then up to 512 tokens, then more heads.
+    """Return the Config for these shapes: at least 4 heads if they fit, then up to 512 tokens, then more heads.
 
-    None where one head and one chunk do not fit.
+    None if one head and one chunk do not fit.
     """
     K, V = packed.pad_lanes(K), packed.pad_lanes(V)
 

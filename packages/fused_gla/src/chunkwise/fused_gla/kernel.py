@@ -1,13 +1,13 @@
-"""Forward in one launch: kernel body, launcher, and what the launches of both directions share.
+"""The forward in one launch: kernel body, launcher, and the parts that the launches of both directions share.
 
-Operands are the user's arrays seen flat, [B, T, heads * lanes]: a head is a slice of whole lanes. Time is the last,
-sequential axis of the grid and the state lives in VMEM across it. The state layout is not the user's [K, V]: kernels
-keep states as [V, K], so that a decay per channel is a row.
+Operands are the user's arrays in the flat view [B, T, heads * lanes]: a head is a slice of whole registers. Time is the
+last axis of the grid, which is sequential, and the state stays in VMEM along it. The state layout is not the user's
+[K, V]: kernels keep states as [V, K], so that a decay per channel is a row.
 
 A packed batch keeps its chunks aligned to the token stream. Without states in or out, masks keep the sequences of a
-chunk apart, as they do in rows of segments; only mixed chunks, of several sequences or with padding, compute with them.
-With states a grid step is a piece of a block of chunks: the tokens of one sequence in it. So every sequence has a
-boundary where its state comes in or goes out, and only chunks that are not wholly of the piece select rows.
+chunk apart, as they do in rows of segments; only mixed chunks, which have several sequences or padding, compute with
+masks. With states a grid step is a piece of a block of chunks, with tokens of one sequence. So every sequence has a
+boundary where its state comes in or goes out, and only chunks that the piece does not cover wholly select rows.
 """
 
 import functools
@@ -26,7 +26,8 @@ from chunkwise.shared.kernels import chunk_loop, launcher, layout, matmul, tiles
 class GlaFwdRefs(NamedTuple):
     """The Refs of the forward, and of the launch for the gradient of the initial states alone.
 
-    None for what a launch lacks. A block has rows = chunks * C tokens and heads value heads; keys are their key heads.
+    A Ref that a launch lacks is None. A block has rows = chunks * C tokens and heads value heads; keys are their key
+    heads.
     """
 
     k: jax.Ref  # [rows, keys K]
@@ -34,7 +35,7 @@ class GlaFwdRefs(NamedTuple):
     table: jax.Ref  # int32 [11 or 13, B * NT or B * steps]
     q: jax.Ref  # [rows, keys K]
     g: jax.Ref  # [chunks, heads, 1, C], or per channel [rows, heads K]
-    gamma: jax.Ref  # [heads, 1, C], only beside gates per head or none
+    gamma: jax.Ref  # [heads, 1, C], beside gates per head or without other gates
     initial_state: jax.Ref  # [heads, V, K]
     owner: jax.Ref  # int32 [chunks, 1, C]
     pool: jax.Ref  # [heads, K, V], not padded
@@ -44,13 +45,13 @@ class GlaFwdRefs(NamedTuple):
     h: jax.Ref  # [heads, V, K]
     M: jax.Ref  # [heads, 1, K]
     pool_out: jax.Ref  # [heads, K, V], not padded
-    state: jax.Ref  # float32 [heads, V, K]; ht where that is wanted
+    state: jax.Ref  # float32 [heads, V, K]; the Ref ht, if the final states are requested
 
 
 def _gla_fwd_kernel(refs: GlaFwdRefs, s: GlaStatic) -> None:
     """Take the state through the chunks of a step."""
     if refs.ht is not None:
-        # Its block stays where it is until another sequence begins.
+        # The block of the output stays in fast memory until another sequence begins.
         refs = refs._replace(state=refs.ht)
     (step,), heads = chunk_loop.current_steps(refs.table, 1, s), slice(0, refs.state.shape[0])
     begins = (pl.program_id(2) == 0) | (step.first == 1)
@@ -62,7 +63,7 @@ def _gla_fwd_kernel(refs: GlaFwdRefs, s: GlaStatic) -> None:
         pl.when(begins)(functools.partial(_set_ones, refs.M))
     if s.varlen and refs.o is not None:
         chunk_loop.clear_unowned(step, (refs.o,))
-    # The backward starts from this state when it recomputes those between the chunks of the step.
+    # The backward starts from this state when it recomputes the states between the chunks of the step.
     if refs.h is not None:
         refs.h[...] = refs.state[...]
     constant = loads.constant_decays(refs, s, heads.stop)
@@ -78,7 +79,7 @@ def _gla_fwd_kernel(refs: GlaFwdRefs, s: GlaStatic) -> None:
         if refs.M is not None:
             refs.M[...] *= decays.through
         if refs.o is not None:
-            # What the tokens of the chunk give to one another, and what the state before it does.
+            # Outputs read the tokens of the chunk, and the state before the chunk.
             P = tile.scores(q, k, decays, chunk.same)  # [heads, C, C]
             o = matmul.dot(P.astype(v.dtype), v) + tile.read_state(q, S, decays.from_start)  # [heads, C, V]
             loads.store(refs.o, o, s, chunk, heads)
@@ -95,17 +96,17 @@ def _set_ones(ref) -> None:
 
 
 def inputs_of(x: GlaOperands, s: GlaStatic, cut: layout.Blocks, heads: int, queries: bool) -> dict[str, tuple]:
-    """Return the operands of a launch of so many value heads a step by name, each with how it is cut.
+    """Return the operands of a launch by name, each with its BlockSpec; a step has `heads` value heads.
 
-    Without `queries` one block of q, which nobody reads, stays an operand: so vmap over q alone gives every result its
-    axis.
+    Without `queries`, one block of q, which nobody reads, stays an operand, so that vmap over q alone gives all results
+    the same batch axis.
     """
     keys, share = s.key_blocks(heads)
     key, value = cut.tokens(keys * s.K, share), cut.tokens(heads * s.V)
     gate = cut.tokens(heads * s.K) if s.per_channel else cut.rows(s.chunks, heads, 1, s.C)
-    # Gates per channel are clipped where a kernel loads them: a pass over them in HBM would cost time.
+    # The kernels clip gates per channel when they load them, because a separate pass over them in HBM would cost time.
     g = x.g if x.g is None or s.per_channel else tiles.clip_gate(x.g)
-    # Whole rows: a single number would be broadcast over the lanes at every use.
+    # These are whole rows, because a single number would be broadcast over the lanes at every use.
     gamma = None if x.gamma is None else jnp.broadcast_to(tiles.clip_gate(x.gamma), (s.HV, 1, s.C))
     return {
         "q" if queries else "unread": (x.q, key if queries else cut.unread()),
@@ -119,7 +120,7 @@ def inputs_of(x: GlaOperands, s: GlaStatic, cut: layout.Blocks, heads: int, quer
 
 
 def launched(x: GlaOperands, s: GlaStatic, kind: str, heads: int, **costs: Any) -> dict[str, Any]:
-    """Return what `launcher.launch` is told of every launch of this package: name, grid, table and cost."""
+    """Return the arguments of `launcher.launch` that all launches of this package have: name, grid, table and cost."""
     varlen = s.varlen or x.owner is not None
     return dict(
         name=f"chunk_gla_{kind}_c{s.C}" + ("_varlen" if varlen else ""),
@@ -134,12 +135,12 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
 
     Args:
       x, s: operands and static sizes.
-      outputs: names.
+      outputs: names of outputs.
 
     Returns:
       A dict of the outputs: o [B, T, HV * V]; ht, the final states [N, HV, V, K] float32; h, the state before every
       grid step [B, steps, HV, V, K] float32; M, the decay of a state over all tokens of its sequence [N, HV, 1, K]
-      float32, of gates per channel only; pool_out, the pool, updated in place.
+      float32, only for gates per channel; pool_out, the pool, updated in place.
     """
     heads, with_output, cut = s.config.heads, "o" in outputs, chunk_loop.blocks(s)
     state = heads, s.V, s.K
@@ -159,9 +160,9 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
         inputs=inputs_of(x, s, cut, heads, with_output) | {"pool": (x.pool, cut.state(*slot))},
         outputs=available,
         requested=outputs,
-        # The state, unless an output holds it.
+        # The state needs scratch memory unless the output ht holds it.
         scratch={} if "ht" in outputs else {"state": state},
         in_place={} if x.pool is None else {"pool": "pool_out"},
-        in_bounds=x.pool is None,  # nothing else comes from the caller's numbers
+        in_bounds=x.pool is None,  # only the slots of a pool are numbers of the caller
         **launched(x, s, kind, heads, output=with_output),
     )

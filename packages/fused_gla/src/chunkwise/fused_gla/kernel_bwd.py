@@ -1,8 +1,8 @@
-"""Backward in one launch, time reversed through the index maps: two algorithms for a chunk, kernel body, launcher.
+"""The backward in one launch, in reverse by its index maps: two algorithms for a chunk, kernel body, launcher.
 
-The forward left the state before every grid step. A step first recomputes the states before its chunks into VMEM, then
-walks them in reverse with the gradient of the state. Both are float32 where they are read, and [V, K] like all states
-in the kernels.
+The forward left the state before every grid step. A step first recomputes in VMEM the states before its chunks, and
+then goes through the chunks in reverse with the gradient of the state. States and gradients are float32, and [V, K]
+like all states in the kernels.
 """
 
 import dataclasses
@@ -20,14 +20,15 @@ from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
 from chunkwise.shared.kernels import chunk_loop, chunking, launcher, layout, matmul, schedule, tiles
 from chunkwise.shared.kernels.chunk_loop import StageChunk
 
-# Heads that the backward takes in lock-step, and how many such pairs it starts before it finishes the first.
+# How many heads the backward takes in lock-step, and how many such pairs it starts before it finishes the first one.
 PAIR, AHEAD = 2, 2
 
 
 class GlaBwdRefs(NamedTuple):
     """The Refs of the backward.
 
-    None for what a launch lacks. A block has rows = chunks * C tokens and heads value heads; keys are their key heads.
+    A Ref that a launch lacks is None. A block has rows = chunks * C tokens and heads value heads; keys are their key
+    heads.
     """
 
     q: jax.Ref  # [rows, keys K]
@@ -44,10 +45,10 @@ class GlaBwdRefs(NamedTuple):
     dq: jax.Ref  # [rows, keys K]
     dk: jax.Ref  # [rows, keys K]
     dv: jax.Ref  # [rows, heads V]
-    dg: jax.Ref  # like g, or of constant gates [heads, 8, K]
+    dg: jax.Ref  # laid out as g; for constant gates [heads, 8, K]
     dh0: jax.Ref  # [heads, V, K]
     states: jax.Ref  # float32 [chunks or more, heads, V, K], before every chunk
-    dstate: jax.Ref  # float32 [heads, V, K]; dh0 where that is wanted
+    dstate: jax.Ref  # float32 [heads, V, K]; the Ref dh0, if that is requested
     pairs_t: jax.Ref  # float32 [heads, C, C], constant decays of pairs, transposed
     from_start: jax.Ref  # float32 [heads, C, K], of constant gates
     to_end: jax.Ref  # float32 [heads, C, K or V], of constant gates
@@ -63,24 +64,24 @@ def _stored_decays(refs: GlaBwdRefs, s: GlaStatic, heads: slice) -> tile.GlaDeca
 
 
 def _isolate(refs, s: GlaStatic, chunk: StageChunk, inputs: str, *states: tuple) -> StageChunk:
-    """Keep the sequences of a chunk apart that are not finite in gates, in the states, or in inputs like "k v"."""
+    """Isolate the sequences of a chunk that are not finite in gates, in the states, or in inputs such as "k v"."""
     tokens = [(getattr(refs, name), s.K if name in ("q", "k") else s.V) for name in inputs.split()]
     return chunk.isolate(functools.partial(loads.tokens_not_finite, refs, s, chunk, *tokens), *states)
 
 
 def _recompute_state(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
-    """Store the state after a chunk, which is the one before the next."""
+    """Store the state after a chunk, which is the state before the next chunk."""
     before, after, heads = refs.states.at[chunk.index], refs.states.at[chunk.index + 1], slice(0, refs.dstate.shape[0])
     chunk = _isolate(refs, s, chunk, "k v", (before, chunk.carried))
     _, k, v = loads.load_tensors(refs, s, chunk, heads)
     decays = loads.load_decays(refs, s, chunk, heads, _stored_decays(refs, s, heads), pairs=False)
     after[...] = tile.next_state(before[...], k, v, decays.to_end[:, :, : s.K], decays.through, s.parts)
-    # The state before may have been cleared; the gradients must find it as it was.
+    # The state before the chunk may have been cleared, but the gradients must see that it is not finite.
     loads.poison(s, chunk, (), (after, chunk.ending), (before, chunk.carried))
 
 
 def _chunk_gradients(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
-    """Store the gradients of a chunk: NaN of sequences that are not finite, in the gradient of the state too."""
+    """Store the gradients of a chunk; for sequences that are not finite, NaN, also in the gradient of the state."""
     states = (refs.states.at[chunk.index], chunk.carried), (refs.dstate, chunk.ending)
     chunk = _isolate(refs, s, chunk, "q k v do", *states)
     (_chunk_in_step if s.per_channel else _chunk_in_groups)(refs, s, chunk)
@@ -92,10 +93,10 @@ def _chunk_in_groups(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
     """Store the gradients of a chunk whose gates are per head.
 
     The matrix unit works in program order: while it computes the products of some heads, the vector unit finishes
-    those before them. What value heads of one key head have in common goes from one pair to the next.
+    earlier heads. Sums over the value heads of a key head, and products that these share, go from one pair to the next.
     """
     every = refs.dstate.shape[0]
-    # Value heads of a key head in the block; a pair holds whole groups or lies inside one.
+    # Value heads of a key head in the block. A pair holds whole groups, or is a part of a group.
     group = every // loads.key_heads(refs, s, slice(0, every)).stop
     pair = PAIR if PAIR % group == 0 or group % PAIR == 0 else 1
     by_keys, sums = {}, {}
@@ -110,7 +111,7 @@ def _chunk_in_groups(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
         by_keys[keys.start], products = tile.chunk_products(
             S, dS, q, k, v, do, s.parts, None if begins else by_keys[keys.start]
         )
-        # These products wait for no other, so the next pairs may begin before this one ends.
+        # These products wait for no other product, so the next pairs may begin before this pair ends.
         for _ in range(AHEAD):
             yield
         pairs: Any = decays.pairs
@@ -129,7 +130,7 @@ def _chunk_in_groups(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
             refs.dg[heads] += tile.constant_gate_bwd(*exponents)
             return
         of_pairs, from_start, to_end, through = exponents
-        # A token and itself have no gate between them.
+        # There is no gate between a token and itself.
         of_pairs = jnp.where(tiles.strictly_lower(s.C), jnp.swapaxes(of_pairs, 1, 2), 0.0)  # [heads, C, C]
         dg = through + tile.gate_bwd(of_pairs, from_start, to_end, chunk.same)  # [heads, 1, C]
         loads.store_gates(refs, dg, s, chunk, heads)
@@ -146,7 +147,7 @@ def _chunk_in_step(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
     keys, (q, k, v) = loads.key_heads(refs, s, heads), loads.load_tensors(refs, s, chunk, heads)
     decays = loads.load_decays(refs, s, chunk, heads)
     do = loads.load(refs.do, s.V, s, chunk).astype(k.dtype)  # [heads, C, V]
-    # The decay of the state is a gate.
+    # The decay of the state is a gate, too.
     S, dS, boundary = refs.states[chunk.index], refs.dstate[...], (decays.from_start, decays.to_end, decays.through)
     dq, dk, dv, through, dS = tile.state_bwd(S, dS, q, k, v, do, *boundary, s.parts)
     refs.dstate[...] = dS
@@ -198,8 +199,8 @@ def _gla_bwd_kernel(refs: GlaBwdRefs, s: GlaStatic) -> None:
 def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: GlaStatic) -> None:
     """Take the gradient of the state back through the chunks of a step; the last step comes first.
 
-    Of a chunk it takes queries for keys and gradients of outputs for values: it adds them like these, but decayed from
-    the start of the chunk.
+    It is the forward's computation with queries in the place of keys and gradients of outputs in the place of values,
+    but with decays from the start of the chunk.
     """
     step, heads = chunk_loop.current_step_backwards(refs.table, s), slice(0, refs.ht.shape[0])
     chunk_loop.start_state(refs.ht, refs.initial_state, chunk_loop.ends(step))
@@ -216,7 +217,7 @@ def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: GlaStatic) -> None:
 
 
 def launch_state(x: GlaOperands, s: GlaStatic) -> jax.Array:
-    """Return the gradient of the initial states alone, [N, HV, V, K] float32, as `launch` does."""
+    """Return only the gradient of the initial states, [N, HV, V, K] float32, as `launch` does."""
     # Queries and the gradients of outputs act on the gradient of the state as keys and values act on the state.
     dtype = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
     q, heads, cut = x.q.astype(dtype), s.config.heads, chunk_loop.blocks_backwards(s)
@@ -235,13 +236,13 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
     """Run the backward, or the part of it that makes the gradient of the initial states alone.
 
     Args:
-      x: operands of the forward with do, dht, and h unless dh0 alone is wanted.
+      x: operands of the forward, do, dht, and h unless only dh0 is requested.
       s: static sizes.
       outputs: names of gradients.
 
     Returns:
       A dict of the outputs: dq, dk, dv in the layouts and types of q, k, v; dg float32 in the layout of the gates;
-      dgamma [HV, 1, 1] float32, of constant gates; dh0 float32, of the initial states.
+      dgamma [HV, 1, 1] float32, the gradient of constant gates; dh0 float32, the gradient of the initial states.
     """
     if outputs == ("dh0",):
         return {"dh0": launch_state(x, s)}
@@ -251,18 +252,19 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
     gate, gates = inputs["g"][1], (s.B, chunking.num_chunks(s.T, s.C), s.HV, 1, s.C)
     if s.per_channel:
         gates = s.B, s.T, s.HV * s.K
-    # At least two: of a single state XLA would fold the index away, and round other code when it interprets.
+    # At least two states, because in an interpreted kernel XLA would drop the index of a single state, and then round
+    # differently.
     scratch: dict[str, Any] = {"states": (max(s.chunks, 2), *state)}
     if "dh0" not in outputs:
         scratch["dstate"] = state
     if s.constant:
         gate, gates = cut.per_row(heads, 8, s.K), (s.B, s.HV, 8, s.K)
-        # As whole tiles: a column would be broadcast at every use.
+        # These are whole tiles, because a column would be broadcast at every use.
         scratch |= {"pairs_t": (heads, s.C, s.C), "from_start": (heads, s.C, s.K)}
         scratch |= {"to_end": (heads, s.C, max(s.K, s.V)), "through": (heads, 1, s.K)}
 
     def key_sums(y: jax.Array) -> tuple:
-        """Return how the gradient of queries or keys goes out: sums to be added up where blocks share a key head."""
+        """Return the block, shape and type of the gradient of queries or keys: sums where blocks share a key head."""
         shape = *y.shape[:2], y.shape[2] * share
         return cut.tokens(keys * s.K), shape, y.dtype if share == 1 else jnp.float32
 
@@ -300,11 +302,11 @@ def _sum_gates(s: GlaStatic, dg: jax.Array) -> jax.Array:
 
     Args:
       s: static sizes.
-      dg: [B, NT, HV, 1, C], or where all gates are constant [B, HV, 8, K], parts of the sum over tokens.
+      dg: [B, NT, HV, 1, C], or if all gates are constant [B, HV, 8, K], parts of the sum over tokens.
     """
     if s.constant:
         return jnp.sum(dg, axis=(0, 2, 3))[:, None, None]
-    # By tokens, without those past the end, which share the decay of the last chunk.
+    # By token, without rows past the last token, which get a part of the gradient of the last chunk's decay.
     tokens = jnp.moveaxis(dg[:, :, :, 0], 3, 2).reshape(s.B, -1, s.HV)[:, : s.T]
     return jnp.sum(tokens, axis=(0, 1))[:, None, None]
 

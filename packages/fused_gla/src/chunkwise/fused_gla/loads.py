@@ -1,4 +1,4 @@
-"""The loads and stores of both kernels: a chunk of a block, its gates as decays, and its rows that count.
+"""The loads and stores of both kernels: a chunk of a block, the decays of its gates, and its valid rows.
 
 A block of a grid step holds the tokens of several chunks; `StageChunk.index` is the chunk's number among them.
 """
@@ -17,7 +17,7 @@ from chunkwise.shared.kernels.chunk_loop import StageChunk
 
 
 def _rows_at(s: GlaStatic, chunk: StageChunk):
-    """Return where the rows of a chunk lie in a block of tokens."""
+    """Return the place of a chunk's rows in a block of tokens."""
     return pl.ds(pl.multiple_of(chunk.index * jnp.int32(s.C), s.C), s.C)
 
 
@@ -52,7 +52,7 @@ def load_tensors(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> tuple[A
 
 
 def load_gates(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> jax.Array:
-    """Return all gates, [heads, 1, C] or [heads, C, K], zeros where no token is valid."""
+    """Return all gates added up, [heads, 1, C] or [heads, C, K], with zeros in rows that are not valid."""
     if s.per_channel:
         return tiles.clip_gate(load(refs.g, s.K, s, chunk, heads))  # [heads, C, K]
     g = jnp.zeros((heads.stop - heads.start, 1, s.C), jnp.float32)
@@ -64,12 +64,12 @@ def load_gates(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> jax.Array
 def load_decays(
     refs, s: GlaStatic, chunk: StageChunk, heads: slice, constant: tile.GlaDecays | None = None, pairs: bool = True
 ) -> tile.GlaDecays:
-    """Return the decays of a chunk, zero between sequences; `constant` if all chunks have the same ones."""
+    """Return the decays of a chunk, zero between sequences; or some heads of `constant` decays, if these are given."""
     decays = constant
     if decays is None:
         g, parts = load_gates(refs, s, chunk, heads), None
         if s.per_channel:
-            # Bfloat16 tiles that add up to the gates, exactly; gates that come in bfloat16 are one, clipped or not.
+            # Bfloat16 tiles whose sum is exactly the gates. For bfloat16 gates, clipped or not, one tile is enough.
             parts = matmul.bf16_parts(g, 1 if refs.g.dtype == jnp.bfloat16 else 3)
         decays = tile.decays(g, s.scale, chunk.same, pairs, parts)
     if chunk.masks is None:
@@ -82,35 +82,36 @@ def load_decays(
 
 
 def constant_decays(refs, s: GlaStatic, heads: int) -> tile.GlaDecays | None:
-    """Return the decays of every chunk where they are the same for all, else None."""
+    """Return the decays of every chunk if all chunks have the same ones, else None."""
     if not s.constant:
         return None
-    # The maximum of equal lanes: a reduction leaves its result in every lane, a slice is broadcast at every use.
+    # The maximum over equal lanes, because a reduction leaves its result in every lane; a slice would be broadcast at
+    # every use.
     gamma = jnp.zeros((heads, 1, s.C), jnp.float32) if refs.gamma is None else refs.gamma[...]
     gamma = jnp.max(gamma, axis=2, keepdims=True)  # [heads, 1, 1]
     return tile.constant_decays(gamma, s.scale, s.C)
 
 
 def tokens_not_finite(refs, s: GlaStatic, chunk: StageChunk, *inputs: tuple) -> jax.Array:
-    """Return which rows are not finite in Refs of tokens, each with the lanes of a head, or in gates: [1, C, 1]."""
+    """Return which rows are not finite in gates or in pairs of a Ref of tokens and the lanes of a head: [1, C, 1]."""
     heads = [layout.load_heads(ref, D, at=_rows_at(s, chunk)) for ref, D in inputs]
     if refs.g is not None and s.per_channel:
         heads.append(tiles.clip_gate(layout.load_heads(refs.g, s.K, at=_rows_at(s, chunk))))  # [heads, C, K]
     rows = nonfinite.rows_not_finite(*heads)  # [1, C, 1]
     if refs.g is None or s.per_channel:
         return rows
-    # Zero times a gate is zero if it is finite, else NaN, which no comparison likes.
+    # Zero times a gate is zero if the gate is finite, and otherwise NaN, for which every comparison is false.
     zero = jnp.sum(refs.g[chunk.index] * 0.0, axis=0, keepdims=True)  # [1, 1, C]
     return jnp.maximum(rows, tiles.to_column(1.0 - (zero == 0.0).astype(jnp.float32)))
 
 
 def store(ref, x: jax.Array, s: GlaStatic, chunk: StageChunk, heads: slice) -> None:
-    """Write tiles [heads, C, D] to the tokens of a chunk, or of the piece in it."""
+    """Write tiles [heads, C, D] to the rows of a chunk, or only to the rows of a piece."""
     layout.store_heads(ref, x, chunk.valid if s.varlen else None, first=heads.start, at=_rows_at(s, chunk))
 
 
 def store_gates(refs, x: jax.Array, s: GlaStatic, chunk: StageChunk, heads: slice) -> None:
-    """Write the gradient of the gates to the tokens of a chunk, or of the piece in it; zeros for padding."""
+    """Write the gradient of the gates to the rows of a chunk, or only to the rows of a piece; zeros for padding."""
     valid = _valid_row(refs, s, chunk)
     if s.per_channel:
         store(refs.dg, _select(chunk.valid, x), s, chunk, heads)

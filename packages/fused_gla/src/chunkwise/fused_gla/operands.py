@@ -1,4 +1,4 @@
-"""What the kernels of gated linear attention read, and are built for, beside what the kernels of all operators do."""
+"""The operands and the static description of GLA's kernels, with fields that other operators do not have."""
 
 import dataclasses
 

@@ -37,7 +37,7 @@ def _check_by_head(x: Arguments, options: Options) -> None:
 
 
 def _default_config(x: Arguments, options: Options) -> config.Config | None:
-    """Return the tile sizes for these arguments, None where a head is too large for fast memory."""
+    """Return the tile sizes for these arguments, None if a head is too large for fast memory."""
     (_, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     C = with_chunk_size("fused", x, options).chunk_size
     itemsize = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype).itemsize
@@ -71,7 +71,7 @@ def config_for(x: Arguments, options: Options) -> config.Config:
 
 
 def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> GlaStatic:
-    """Return what the kernels are built for."""
+    """Return the static description of a launch."""
     (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
     varlen, NT = x.cu_seqlens is not None and (x.with_state or options.output_final_state), chunking.num_chunks(T, C)
     chunks = tuning.largest_divisor(NT, options.config.num_steps)
@@ -83,7 +83,7 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Gla
         chunks=chunks,
         per_channel=_per_channel(x),
         constant=x.g is None and x.cu_seqlens is None and x.segment_ids is None and T % C == 0,
-        # The gradient of constant gates is one number for all tokens, which cancel; see `tile`.
+        # The gradient of constant gates is a sum over all tokens, whose terms cancel; see `tile`.
         parts=2 if x.g_gamma is not None and "g_gamma" in requested else 1,
     )  # fmt: skip
 

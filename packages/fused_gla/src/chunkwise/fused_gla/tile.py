@@ -1,16 +1,17 @@
 """The mathematics of one chunk of gated linear attention, forward and backward; arrays in, arrays out.
 
-Tiles are [h, C, D]: h heads in lock-step, C tokens. Tiles of queries and keys are [n, C, K] where value heads share
-them: what does not depend on gates or values is computed once for all of a group. A gate is a row [h, 1, C] (one value
-per token) or a tile [h, C, K] (one per channel). The state layout is not the user's [K, V]: kernels keep the transposed
-state S [h, V, K], so that a decay per channel is a row [h, 1, K] that multiplies it.
+Tiles are [h, C, D]: h heads in lock-step, C tokens. Tiles of queries and keys are [n, C, K], for n key heads: products
+that do not depend on gates or values are computed once for all value heads of a key head. A gate is a row [h, 1, C]
+(one value per token) or a tile [h, C, K] (one per channel). The state layout is not the user's [K, V]: kernels keep the
+transposed state S [h, V, K], so that a decay per channel is a row [h, 1, K] that multiplies it.
 
 Every exponent is a sum of gates over a span of tokens, added up directly and never taken as a difference of two
 cumulative sums: no exponent is positive, and a small sum beside a large one keeps all its digits. The sums are products
 with matrices of zeros and ones.
 
-The user's bfloat16 tiles are exact as operands of a product. A tile that was computed enters in `parts` of 8 bits. One
-will do for tensors; the gradient of a constant gate adds up all tokens to one number, where they cancel, and wants two.
+The user's bfloat16 tiles are exact as operands of a product. A computed tile enters a product in `parts` of 8 bits. One
+part is enough for gradients of tensors. The gradient of a constant gate is a sum over all tokens, whose terms cancel,
+and takes two parts.
 """
 
 from typing import NamedTuple
@@ -23,16 +24,17 @@ from chunkwise.shared.kernels import gating, layout, matmul, packed, tiles
 
 
 class GlaDecays(NamedTuple):
-    """The decays of a chunk, all at most 1, those that lead to an output times the scale.
+    """The decays of a chunk, all at most 1; decays that lead to outputs are multiplied by the scale.
 
     Attributes:
-      pairs: [h, C, C], scale times the decay from token j to token i >= j of one sequence, else 0; per channel a tuple
-        of [h, C, K], for every level of `_levels` the decay between each token and the anchor of its block.
+      pairs: [h, C, C], scale times the decay from token j to token i >= j of one sequence, else 0. For gates per
+        channel a tuple of [h, C, K] without the scale: for every level of `_levels`, the decay between each token and
+        the middle of its block.
       from_start: [h, C, 1 or K], scale times the decay from the start of the chunk, or of the token's sequence in it,
         to the token.
-      to_end: [h, C, 1 or K], from the token to the end of the chunk, or of its sequence in it.
-      through: [h, 1, 1 or K], over the whole chunk.
-      scale: float32.
+      to_end: [h, C, 1 or K], the decay from the token to the end of the chunk, or of its sequence in it.
+      through: [h, 1, 1 or K], the decay over the whole chunk.
+      scale: the scale, float32.
     """
 
     pairs: jax.Array | tuple[jax.Array, ...]
@@ -43,12 +45,12 @@ class GlaDecays(NamedTuple):
 
 
 def _levels(C: int) -> list[int]:
-    """Return the half block sizes: every pair i > j is split by the middle of exactly one block of 2b tokens."""
+    """Return all b, powers of 2: the middle of exactly one block of 2b tokens separates tokens i > j."""
     return [1 << n for n in reversed(range(C.bit_length() - 1))]
 
 
 def _split_by(b: int, C: int) -> jax.Array:
-    """Return the pairs i > j that the middle of a block of 2b tokens splits: b is their highest differing bit."""
+    """Return the pairs i > j separated by the middle of a block of 2b tokens: b is the highest bit that differs."""
     i, j = tiles.row_index(C), tiles.column_index(C)
     return (i > j) & ((i ^ j) >= b) & ((i ^ j) < 2 * b)
 
@@ -56,11 +58,11 @@ def _split_by(b: int, C: int) -> jax.Array:
 def _spans(C: int, same: jax.Array | None) -> list[jax.Array]:
     """Return the spans of all per-channel exponents, each bool [1 or h, C, C].
 
-    First, for every level, the tokens between each token and the last one of the left half of its block; then those up
-    to each token, then those after it, within its sequence.
+    First come, for every level, the tokens between each token and the last one of the left half of its block; then the
+    tokens up to each token, and then the tokens after it, within its sequence.
     """
     i, m = tiles.row_index(C), tiles.column_index(C)  # [1, C, C]
-    # In the right half of a block a row adds up the tokens up to i, in the left half those after it.
+    # In the right half of a block a row adds up the tokens up to i, in the left half the tokens after i.
     agree = lambda x, y: (x & y) | ~(x | y)
     spans = [((i ^ m) < b) & agree((i & b) != 0, m <= i) for b in _levels(C)]
     return [*spans, _within(m <= i, same), _within(m > i, same)]
@@ -73,7 +75,7 @@ def _stacked(spans: list[jax.Array], h: int) -> jax.Array:
 
 
 def _sums(spans: list[jax.Array], parts: tuple[jax.Array, ...]) -> jax.Array:
-    """Return the sums of gates over spans, one after the other, [h, n C, K] float32: parts [h, C, K] add up to them."""
+    """Return the sums of gates over n spans, [h, n C, K] float32; the gates are the sum of parts [h, C, K]."""
     ones = _stacked(spans, parts[0].shape[0]).astype(parts[0].dtype)
     return matmul.dot(jnp.concatenate([ones] * len(parts), axis=2), jnp.concatenate(parts, axis=1))
 
@@ -94,12 +96,12 @@ def decays(
 
     Args:
       g: gates in nats, [h, 1, C] or [h, C, K], zero on padding.
-      scale: of the outputs, float32.
+      scale: the scale of the outputs, float32.
       same: bool [1 or h, C, C], whether two tokens belong to one sequence; None if all do.
-      pairs: whether the caller reads decays of pairs; else gates per channel make none, which is most of their work.
-      parts: of gates per channel, what to multiply in their place: bfloat16 tiles that add up to g. Zeros and ones are
-        exact in bfloat16 too, so one pass of the matrix unit loses nothing. None for g itself, where JAX is to
-        differentiate the sums: it would round the gradient of a bfloat16 tile.
+      pairs: whether the caller reads decays of pairs, which are most of the work for gates per channel.
+      parts: for gates per channel, bfloat16 tiles whose sum is g, to multiply in the place of g. Zeros and ones are
+        exact in bfloat16, too, so one pass of the matrix unit loses nothing. None for g itself, if JAX differentiates
+        the sums, because it would round the gradient of a bfloat16 tile.
     """
     if gating.per_channel(g):
         h, C, _ = g.shape
@@ -109,12 +111,13 @@ def decays(
             sums = _sums(spans, parts)
             *between, from_start, to_end = (jnp.exp(sums[:, n : n + C]) for n in range(0, sums.shape[1], C))
         else:
-            # One product each: who wants no pairs reads one of the two, and a kernel computes only what is read.
+            # One product for each: a caller without pairs reads only one of the two, and a kernel computes only results
+            # that are read.
             from_start, to_end = (jnp.exp(_sums([x], parts)) for x in spans[-2:])
             between = ()
         return GlaDecays(tuple(between), scale * from_start, to_end, jnp.exp(jnp.sum(g, axis=1, keepdims=True)), scale)
     h, C = g.shape[0], g.shape[2]
-    # Row i holds the gates of the tokens up to i, [h, C, C]; entry (i, j) of the product adds up those after j.
+    # Row i holds the gates of the tokens up to i, [h, C, C]; entry (i, j) of the product adds up the gates after j.
     up_to = jnp.where(tiles.lower(C), g, 0.0)
     between = matmul.dot(up_to, _for_heads(tiles.strictly_lower(C).astype(jnp.float32), h))  # [h, C, C]
     from_first = up_to if same is None else jnp.where(same, up_to, 0.0)  # [h, C, C]
@@ -130,7 +133,7 @@ def decays(
 
 def constant_decays(gamma: jax.Array, scale: jax.Array | float, C: int) -> GlaDecays:
     """Return the decays of a whole chunk of one sequence whose gate is gamma [h, 1, 1] for every token."""
-    # Every exponent is a number of tokens times the gate: no sums, no products.
+    # Every exponent is a number of tokens times the gate, which takes no sums and no matrix products.
     after_start = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1).astype(jnp.float32)  # [1, C, 1]
     apart = (tiles.row_index(C) - tiles.column_index(C)).astype(jnp.float32)  # [1, C, C]
     return GlaDecays(
@@ -148,7 +151,7 @@ def scores(q: jax.Array, k: jax.Array, decays: GlaDecays, same: jax.Array | None
     if not isinstance(pairs, tuple):
         return tiles.repeat_heads(matmul.dot_nt(q, k), pairs.shape[0]) * pairs  # [h, C, C]
     q, k = (tiles.repeat_heads(x, pairs[0].shape[0]) for x in (q, k))
-    # A token and itself have no decay between them; every other pair is split by the middle of one block.
+    # There is no decay from a token to itself; every other pair is split by the middle of one block.
     diagonal = tiles.row_index(C) == tiles.column_index(C)  # [1, C, C]
     P = jnp.where(diagonal, jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=2, keepdims=True), 0.0)
     for b, decay in zip(_levels(C), pairs, strict=True):
@@ -158,28 +161,28 @@ def scores(q: jax.Array, k: jax.Array, decays: GlaDecays, same: jax.Array | None
 
 
 def to_key_heads(x: jax.Array, heads: int) -> jax.Array:
-    """Return x [h, ...] summed over the value heads of each of `heads` key heads, [heads, ...]."""
+    """Return x [h, ...] summed over the value heads of each key head, [heads, ...] for `heads` key heads."""
     return x if x.shape[0] == heads else layout.sum_value_heads(x, x.shape[0] // heads)
 
 
 def _scaled(x: jax.Array, decay: jax.Array) -> jax.Array:
-    """Return x decayed, as an operand of the type of x: decayed in float32, then rounded once."""
+    """Return x times a decay, computed in float32 and then rounded once to the type of x."""
     return (x.astype(jnp.float32) * decay).astype(x.dtype)
 
 
 def _operands(x: jax.Array, dtype, parts: int) -> tuple[jax.Array, ...]:
-    """Return x as operands of `dtype`: itself, or bfloat16 parts where it was computed."""
+    """Return x as operands of `dtype`: x itself, or bfloat16 parts if x was computed."""
     return (x,) if x.dtype == dtype else matmul.bf16_parts(x, parts)
 
 
 def _product(contract, a: jax.Array, b: jax.Array, dtype, parts: int) -> jax.Array:
-    """Return a b for `dot`, a^T b for `dot_tn`, from operands of `dtype`, without the products of two second parts."""
+    """Return a b for `dot`, a^T b for `dot_tn`, from operands of `dtype`; products of two second parts are left out."""
     left, right = packed.part_pairs(_operands(a, dtype, parts), _operands(b, dtype, parts))
     return contract(jnp.concatenate(left, axis=2 if contract is matmul.dot else 1), jnp.concatenate(right, axis=1))
 
 
 def read_state(q: jax.Array, S: jax.Array, from_start: jax.Array) -> jax.Array:
-    """Return what every token reads from the state before the chunk, times the scale, [h, C, V] float32."""
+    """Return the value that every token reads from the state before the chunk, times the scale, [h, C, V] float32."""
     q = tiles.repeat_heads(q, S.shape[0])
     if from_start.shape[2] == 1:
         return from_start * matmul.dot_nt(q, S.astype(q.dtype))
@@ -193,9 +196,10 @@ def next_state(S: jax.Array, k: jax.Array, v: jax.Array, to_end: jax.Array, thro
 
 
 def scores_bwd(dP, q: jax.Array, k: jax.Array, decays: GlaDecays, P: jax.Array, same=None, parts=1):
-    """Return the gradients of `scores` given dP [h, C, C] float32, whatever it holds outside of the pairs, and P.
+    """Return the gradients of `scores`, given dP [h, C, C] float32, which may hold anything outside of pairs, and P.
 
-    The diagonal of P does not depend on the gates: leaving it out of their gradient matters where the decays are 1e-13.
+    The diagonal of P does not depend on the gates. It is left out of their gradient, where its terms would cancel only
+    up to rounding, and so swamp decays of 1e-13.
 
     Returns:
       The gradients of q and k [n, C, K], and of the exponents in `GlaDecays.pairs`.
@@ -212,7 +216,7 @@ def scores_bwd(dP, q: jax.Array, k: jax.Array, decays: GlaDecays, P: jax.Array, 
     q32, k32 = (tiles.repeat_heads(x, dP.shape[0]).astype(jnp.float32) for x in (q, k))  # [h, C, K]
     dq, dk, exponents = on_diagonal * k32, on_diagonal * q32, []
     for b, decay in zip(_levels(C), pairs, strict=True):
-        # Only the pairs that this level splits; a select, because the others may hold anything.
+        # Only the pairs that this level splits. This is a selection, because other pairs may hold anything.
         dP_b = jnp.where(_within(_split_by(b, C), same), dP, 0.0)  # [h, C, C]
         dq_b = decay * _product(matmul.dot, dP_b, k32 * decay, dtype, parts)  # [h, C, K]
         dk_b = decay * _product(matmul.dot_tn, dP_b, q32 * decay, dtype, parts)  # [h, C, K]
@@ -229,7 +233,7 @@ def state_bwd(S, dS, q, k, v, do, from_start, to_end, through, parts):
       dS: [h, V, K], the gradient of the state after it.
       q, k, v, do: tiles; do is the gradient of the output.
       from_start, to_end, through: as in `GlaDecays`.
-      parts: of S and dS, and of q decayed.
+      parts: how many parts S, dS and the decayed q have.
 
     Returns:
       The gradients of q and k for every value head, [h, C, K], of v, of the exponent of `through`, and of the
@@ -248,16 +252,17 @@ def state_bwd(S, dS, q, k, v, do, from_start, to_end, through, parts):
 
 
 def chunk_products(S, dS, q, k, v, do, parts, by_keys: jax.Array | None = None):
-    """Return the products of a chunk whose gates are per head that wait for no other: `chunk_bwd` takes them up.
+    """Return products for `chunk_bwd`, of a chunk with gates per head, that wait for no other product.
 
-    `state_bwd` has the same arguments; here also the first result if other heads of the same group computed it.
+    The arguments are as in `state_bwd`; `by_keys` is the first result, if other heads of the same group computed it.
 
     Returns:
-      k with q, [n, C, C]; and a tuple: k with dS [h, C, V]; v with dS [h, C, K]; v with do [h, C, C], the gradient of
-      the scores, transposed; do with S [h, C, K]; do transposed [h, V, parts C], as often as q decayed has parts.
+      The product of k and q, [n, C, C]; and a tuple: the products of k and dS [h, C, V], v and dS [h, C, K], v and do
+      [h, C, C], which is the gradient of the scores, transposed, and do and S [h, C, K]; and do transposed, repeated
+      for every part of the decayed q, [h, V, parts C].
 
-    What the matrix unit waits for are the operands it keeps. Products with a common left operand therefore stand side
-    by side, and the scores are transposed, as two of the three products that read them want.
+    The matrix unit keeps the right operand of a product, and to load it takes time. So right operands with a common
+    left operand are side by side, and the scores are transposed, as two of the three products that read them need.
     """
     transposed = lambda x: jnp.swapaxes(x, 1, 2)
     dS, *dS_more = _operands(dS, q.dtype, parts)  # [h, V, K] each
@@ -293,27 +298,27 @@ def chunk_bwd(by_keys, products, S, dS, q, k, do, pairs_t, decays: GlaDecays, pa
     """Return all gradients of a chunk whose gates are per head: `scores_bwd` and `state_bwd` in one, all float32.
 
     Args:
-      by_keys, products: of `chunk_products`.
+      by_keys, products: the results of `chunk_products`.
       S, dS, q, k, do, parts: as in `state_bwd`.
       pairs_t: `GlaDecays.pairs` transposed.
-      decays: of which to_end, if it is broadcast, is at least as wide as K and V.
-      before: the sums of the heads before these, if these are not the first of their group.
-      last: whether these are the last of their group, or of the block's part of it.
+      decays: the decays of the chunk; to_end, if it is repeated over lanes, is at least as wide as K and V.
+      before: the sums of the earlier heads of the same group, None for the first heads of a group.
+      last: whether these heads are the last ones of their group, or of the block's part of the group.
 
     Returns:
-      What the value heads of a key head have in common, summed over these heads and those before them in their group:
-      the gradient of the scores times their decay, transposed [n, C, C], and what comes to q and k through the states
-      [n, C, K]; the gradients of q and k [n, C, K], None unless these heads are the last of their group; of v
-      [h, C, V]; of the state before the chunk [h, V, K]; and of the exponents: in `pairs` [h, C, C], transposed,
-      also on the diagonal, of from_start and to_end by channel [h, C, K], and of through [h, 1, 1 or K].
+      Sums over these heads and the earlier heads of their group: of the gradient of the scores times their decay,
+      transposed [n, C, C], and of the gradients of q and k through the states [n, C, K]. Then the gradients: of q and k
+      [n, C, K], None unless these heads are the last ones of their group; of v [h, C, V]; of the state before the chunk
+      [h, V, K]; and of the exponents: in `pairs` [h, C, C], transposed, also on the diagonal, of from_start and to_end
+      by channel [h, C, K], and of through [h, 1, 1 or K].
     """
     by_k, by_v, dP, by_do, do_t = products
     n, dtype, K, V = q.shape[0], q.dtype, q.shape[2], do.shape[2]
     by_keys, q_each = (tiles.repeat_heads(x, do.shape[0]) for x in (by_keys, q))  # [h, C, C], [h, C, K]
-    # P transposed [h, C, C], as dP is, and [h, V, K].
+    # P [h, C, C], transposed like dP, and dS before the chunk [h, V, K].
     P, dS_before = pairs_t * by_keys, decays.through * dS
     q_decayed = q_each.astype(jnp.float32) * decays.from_start  # [h, C, K]
-    # What comes through the states, [h, C, K]; what comes through the scores is added below.
+    # The gradients through the states, [h, C, K]; the gradients through the scores are added below.
     dq, dk = decays.from_start * by_do, decays.to_end[:, :, :K] * by_v
     sums = tuple(to_key_heads(x, n) for x in (pairs_t * dP, dq, dk))
     if before is not None:
@@ -346,36 +351,37 @@ def gate_bwd(exponents, d_from_start: jax.Array, d_to_end: jax.Array, same: jax.
     if isinstance(exponents, tuple):
         stacked = jnp.concatenate([*exponents, d_from_start, d_to_end], axis=1)  # [h, (levels + 2) C, K]
         h, C, _ = d_to_end.shape
-        # In three parts of 8 bits nothing is lost, and no pass of the matrix unit multiplies parts of zeros and ones.
+        # Three parts of 8 bits lose nothing, and zeros and ones need only one part.
         ones = _stacked(_spans(C, same), h).astype(jnp.bfloat16)
         high, middle, low = (matmul.dot_tn(ones, part) for part in matmul.bf16_parts(stacked))
         return high + middle + low
-    # Token m sits in the exponent of every pair i >= m > j: sum over j < m by a product, then over i >= m.
+    # The gate of token m is in the exponent of every pair i >= m > j: a product sums over j < m, and then rows are
+    # summed over i >= m.
     h, C, _ = exponents.shape
     before = _for_heads((tiles.row_index(C) < tiles.column_index(C)).astype(jnp.float32), h)  # [h, C, C]
     through = matmul.dot(exponents, before) + jnp.where(_within(tiles.lower(C), same), _row_sum(d_from_start), 0.0)
-    # Row i, column m, [h, C, C]: a token of the left part reaches its end through m > i.
+    # [h, C, C], row i, column m: the decay from token i to the end has the gates m > i.
     left = jnp.where(_within(~tiles.lower(C), same), _row_sum(d_to_end), 0.0)
     return jnp.sum(jnp.where(tiles.lower(C), through, left), axis=1, keepdims=True)
 
 
 def constant_gate_bwd(exponents, d_from_start, d_to_end, d_through) -> jax.Array:
-    """Return what a chunk adds to the gradient of a constant gate, as parts [h, 8, K] of a sum.
+    """Return a chunk's part of the gradient of a constant gate, as terms [h, 8, K] of a sum.
 
     Each exponent of `constant_decays` is a number of tokens times the gate.
 
     Args:
-      exponents: [h, C, C], transposed as `chunk_bwd` returns them.
+      exponents: [h, C, C], transposed, as `chunk_bwd` returns them.
       d_from_start, d_to_end: as in `gate_bwd`.
-      d_through: gradient of the exponent of `through`, [h, 1, K].
+      d_through: the gradient of the exponent of `through`, [h, 1, K].
     """
     h, C, K = d_to_end.shape
     after_start = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1).astype(jnp.float32)  # [1, C, 1]
     apart = (tiles.column_index(C) - tiles.row_index(C)).astype(jnp.float32)  # [1, C, C]
-    # Whole vectors are added: the sums inside of them are left to the caller, once for all chunks.
+    # Whole registers are added up; the caller sums inside of them, once for all chunks.
     parts = lambda x: jnp.sum(x.reshape(h, -1, 8, x.shape[2]), axis=1)
     pairs = jnp.pad(parts(apart * exponents), [(0, 0), (0, 0), (0, K - C)])  # [h, 8, K]
-    # The chunk's decay belongs to one row of the sum only.
+    # The decay of the chunk is a term of only one row.
     first = lax.broadcasted_iota(jnp.int32, (1, 8, 1), 1) == 0
     states = parts((after_start + 1.0) * d_from_start + (C - 1.0 - after_start) * d_to_end)
     return states + pairs + jnp.where(first, C * d_through, 0.0)

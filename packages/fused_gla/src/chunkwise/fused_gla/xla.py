@@ -1,4 +1,4 @@
-"""The same operators in plain JAX: the mathematics of their chunks, which `chunkwise.shared.plain.chunks` runs."""
+"""GLA and simple GLA in plain JAX: the mathematics of their chunks, for `chunkwise.shared.plain.chunks`."""
 
 import jax.numpy as jnp
 
@@ -11,7 +11,8 @@ from chunkwise.shared.plain import chunks, state_scan
 def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan.Products) -> chunks.Form:
     """Return the chunk form of tokens with gates per head or per channel."""
     n, HV, C, _ = x.v.shape
-    # JAX would round the gradient of a bfloat16 operand, which is the gradient of the scores and of the states.
+    # Operands are float32, because JAX would round the gradient of a bfloat16 operand, which goes to the scores and the
+    # states.
     wide = lambda y: tiles.repeat_heads(y.astype(jnp.float32), HV, axis=1)
     flat = lambda y: y.reshape(n * HV, *y.shape[2:])
     back = lambda y: y.reshape(n, HV, *y.shape[1:])
