@@ -20,8 +20,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.shared import chips
-from chunkwise.shared.testing import cases, compare, inputs, poison, tpu, transforms
-from shared.tests import documents
+from chunkwise.shared.testing import cases, compare, inputs, tpu, transforms
+from shared.tests import documents, poison
 
 Arrays = dict[str, jax.Array]
 

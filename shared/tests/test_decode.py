@@ -19,9 +19,9 @@ from chunkwise.shared.serving.slot_rows import read_states, write_states
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs, spec
 from chunkwise.shared.testing.oracle import reference
-from chunkwise.shared.testing.poison import assert_isolated
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu
 from chunkwise.shared.testing.transforms import text_for_tpu
+from shared.tests.poison import assert_isolated
 
 HV, K, V = 4, 24, 40
 LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max

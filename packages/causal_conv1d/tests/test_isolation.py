@@ -6,7 +6,7 @@ import pytest
 
 from chunkwise.causal_conv1d import Config, causal_conv1d
 from chunkwise.shared.testing.inputs import boundaries
-from chunkwise.shared.testing.poison import assert_isolated
+from shared.tests.poison import assert_isolated
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -11,7 +11,7 @@ from chunkwise.shared.testing.cases import ISOLATION_CASES, Case
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, STAGE_TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.oracle import reference
-from chunkwise.shared.testing.poison import assert_isolated
+from shared.tests.poison import assert_isolated
 
 THOROUGH = dict(test_linear_attention=lambda kind, implementation: implementation == "xla" and kind != "both")
 
