@@ -1,7 +1,5 @@
 """The kernels of the output and of its gradient: their launchers, and both as one differentiable function."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -36,7 +34,10 @@ def launch(q, k, v, h, g, scale: jax.Array, cut: config.Config) -> jax.Array:
 
 
 def launch_bwd(q, k, v, h, g, scale: jax.Array, do: jax.Array, cut: config.Config):
-    """Run the kernel on chunks; return the gradients of all operands of the forward but the scale, in their types."""
+    """Run the kernel on chunks; return the gradients of all operands of the forward, in their types.
+
+    The scale gets none, because it needs none here: see `api`.
+    """
     NC, HV, C, V = v.shape
     H, K = k.shape[1], k.shape[3]
     kind, itemsize = gating.gate_kind(g), v.dtype.itemsize
@@ -64,22 +65,7 @@ def launch_bwd(q, k, v, h, g, scale: jax.Array, do: jax.Array, cut: config.Confi
         ),
     )
     # The kernel writes gradients per value head; they are summed here over the heads that share a key head.
-    return tiles.sum_groups(dq, H).astype(q.dtype), tiles.sum_groups(dk, H).astype(k.dtype), dv, dh, dg
+    return tiles.sum_groups(dq, H).astype(q.dtype), tiles.sum_groups(dk, H).astype(k.dtype), dv, dh, dg, None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def output(q, k, v, h, g, scale: jax.Array, cut: config.Config) -> jax.Array:
-    """Run the forward kernel; see `launch`."""
-    return launch(q, k, v, h, g, scale, cut)
-
-
-def _forward(q, k, v, h, g, scale, cut):
-    return launch(q, k, v, h, g, scale, cut), (q, k, v, h, g, scale)
-
-
-def _backward(cut, operands, do):
-    # The scale needs no gradient here: see `api`.
-    return *launch_bwd(*operands, do, cut), None
-
-
-output.defvjp(_forward, _backward)
+output = chunk_map.differentiable(launch, launch_bwd)

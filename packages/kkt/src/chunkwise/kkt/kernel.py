@@ -1,7 +1,5 @@
 """The kernels of the interaction matrix and of its gradient: launchers, and both as one differentiable function."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -58,18 +56,4 @@ def launch_bwd(k: jax.Array, p: jax.Array | None, beta: jax.Array, g: jax.Array,
     return tiles.sum_groups(dk, H).astype(k.dtype), dp[0] if dp else None, dbeta, dg
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def kkt(k: jax.Array, p: jax.Array | None, beta: jax.Array, g: jax.Array, cut: config.Config) -> jax.Array:
-    """Run the forward kernel; see `launch`."""
-    return launch(k, p, beta, g, cut)
-
-
-def _forward(k, p, beta, g, cut):
-    return launch(k, p, beta, g, cut), (k, p, beta, g)
-
-
-def _backward(cut, operands, dA):
-    return launch_bwd(*operands, dA, cut)
-
-
-kkt.defvjp(_forward, _backward)
+kkt = chunk_map.differentiable(launch, launch_bwd)

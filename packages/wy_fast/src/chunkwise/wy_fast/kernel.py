@@ -1,7 +1,5 @@
 """The kernels of w and u and of their gradient: their launchers, and both as one differentiable function."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -68,20 +66,4 @@ def launch_bwd(k, v, A_inv, beta, g, dw: jax.Array, du: jax.Array, cut: config.C
     return tiles.sum_groups(dk, H).astype(k.dtype), dv, dA_inv, dbeta, dg
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def w_u(
-    k: jax.Array, v: jax.Array, A_inv: jax.Array, beta: jax.Array, g: jax.Array, cut: config.Config
-) -> tuple[jax.Array, jax.Array]:
-    """Run the forward kernel; see `launch`."""
-    return launch(k, v, A_inv, beta, g, cut)
-
-
-def _forward(k, v, A_inv, beta, g, cut):
-    return launch(k, v, A_inv, beta, g, cut), (k, v, A_inv, beta, g)
-
-
-def _backward(cut, operands, cotangents):
-    return launch_bwd(*operands, *cotangents, cut)
-
-
-w_u.defvjp(_forward, _backward)
+w_u = chunk_map.differentiable(launch, launch_bwd)

@@ -1,6 +1,8 @@
 """Launching a function of tiles over all chunks and heads: the form of every kernel that carries no state."""
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
@@ -59,3 +61,23 @@ def map_chunks(
         out_shape=results,
         cost_estimate=cost,
     )
+
+
+def differentiable(launch: Callable, launch_bwd: Callable) -> Callable:
+    """Return launch(*operands, cut) with a gradient: launch_bwd(*operands, *cotangents, cut).
+
+    Args:
+      launch: runs a kernel on operands, of which some may be None, with tile sizes; returns its results.
+      launch_bwd: returns a gradient for every operand, None for no gradient.
+    """
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def run(cut, operands: tuple):
+        return launch(*operands, cut)
+
+    def backward(cut, operands: tuple, cotangents: Any):
+        cotangents = cotangents if isinstance(cotangents, tuple) else (cotangents,)
+        return (launch_bwd(*operands, *cotangents, cut),)
+
+    run.defvjp(lambda cut, operands: (launch(*operands, cut), operands), backward)
+    return lambda *arguments: run(arguments[-1], arguments[:-1])
