@@ -35,7 +35,7 @@ class GlaFwdRefs(NamedTuple):
     table: jax.Ref  # int32 [11 or 13, B * NT or B * steps]
     q: jax.Ref  # [rows, keys K]
     g: jax.Ref  # [chunks, heads, 1, C], or per channel [rows, heads K]
-    gamma: jax.Ref  # [heads, 1, C], beside gates per head or without other gates
+    g_gamma: jax.Ref  # [heads, 1, C], beside gates per head or without other gates
     initial_state: jax.Ref  # [heads, V, K]
     owner: jax.Ref  # int32 [chunks, 1, C]
     pool: jax.Ref  # [heads, K, V], not padded
@@ -107,13 +107,13 @@ def inputs_of(x: GlaOperands, s: GlaStatic, cut: layout.Blocks, heads: int, quer
     # The kernels clip gates per channel when they load them, because a separate pass over them in HBM would cost time.
     g = x.g if x.g is None or s.per_channel else tiles.clip_gate(x.g)
     # These are whole rows, because a single number would be broadcast over the lanes at every use.
-    gamma = None if x.gamma is None else jnp.broadcast_to(tiles.clip_gate(x.gamma), (s.HV, 1, s.C))
+    g_gamma = None if x.g_gamma is None else jnp.broadcast_to(tiles.clip_gate(x.g_gamma), (s.HV, 1, s.C))
     return {
         "q" if queries else "unread": (x.q, key if queries else cut.unread()),
         "k": (x.k, key),
         "v": (x.v, value),
         "g": (g, gate),
-        "gamma": (gamma, pl.BlockSpec((heads, 1, s.C), lambda b, h, *_: (h, 0, 0))),
+        "g_gamma": (g_gamma, pl.BlockSpec((heads, 1, s.C), lambda b, h, *_: (h, 0, 0))),
         "initial_state": (x.initial_state, cut.state(heads, s.V, s.K)),
         "owner": (x.owner, cut.owner(s.C)),
     }

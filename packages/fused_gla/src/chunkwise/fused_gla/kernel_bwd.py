@@ -38,7 +38,7 @@ class GlaBwdRefs(NamedTuple):
     h: jax.Ref  # [heads, V, K]
     table: jax.Ref  # int32 [11, B * NT or B * steps]
     g: jax.Ref  # [chunks, heads, 1, C], or per channel [rows, heads K]
-    gamma: jax.Ref  # [heads, 1, C]
+    g_gamma: jax.Ref  # [heads, 1, C]
     initial_state: jax.Ref  # [heads, V, K]
     owner: jax.Ref  # int32 [chunks, 1, C]
     dht: jax.Ref  # [heads, V, K]
@@ -242,7 +242,7 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
 
     Returns:
       A dict of the outputs: dq, dk, dv in the layouts and types of q, k, v; dg float32 in the layout of the gates;
-      dgamma [HV, 1, 1] float32, the gradient of constant gates; dh0 float32, the gradient of the initial states.
+      dg_gamma [HV, 1, 1] float32, the gradient of constant gates; dh0 float32, the gradient of the initial states.
     """
     if outputs == ("dh0",):
         return {"dh0": launch_state(x, s)}
@@ -268,7 +268,7 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
         shape = *y.shape[:2], y.shape[2] * share
         return cut.tokens(keys * s.K), shape, y.dtype if share == 1 else jnp.float32
 
-    of_gates = {"dg"} if "dg" in outputs or "dgamma" in outputs else set()
+    of_gates = {"dg"} if "dg" in outputs or "dg_gamma" in outputs else set()
     results = launcher.launch(
         functools.partial(_gla_bwd_kernel, s=s),
         GlaBwdRefs,
@@ -292,8 +292,8 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
     )
     for name, y in (("dq", x.q), ("dk", x.k)):
         results[name] = _added_up(s, results[name], y, share)
-    if "dgamma" in outputs:
-        results["dgamma"] = _sum_gates(s, results["dg"])
+    if "dg_gamma" in outputs:
+        results["dg_gamma"] = _sum_gates(s, results["dg"])
     return {name: y for name, y in results.items() if name in outputs}
 
 

@@ -57,7 +57,7 @@ def load_gates(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> jax.Array
         return tiles.clip_gate(load(refs.g, s.K, s, chunk, heads))  # [heads, C, K]
     g = jnp.zeros((heads.stop - heads.start, 1, s.C), jnp.float32)
     g = g if refs.g is None else g + refs.g[chunk.index, heads]
-    g = g if refs.gamma is None else g + refs.gamma[heads]
+    g = g if refs.g_gamma is None else g + refs.g_gamma[heads]
     return _select(_valid_row(refs, s, chunk), g)
 
 
@@ -87,7 +87,7 @@ def constant_decays(refs, s: GlaStatic, heads: int) -> tile.GlaDecays | None:
         return None
     # The maximum over equal lanes, because a reduction leaves its result in every lane; a slice would be broadcast at
     # every use.
-    gamma = jnp.zeros((heads, 1, s.C), jnp.float32) if refs.gamma is None else refs.gamma[...]
+    gamma = jnp.zeros((heads, 1, s.C), jnp.float32) if refs.g_gamma is None else refs.g_gamma[...]
     gamma = jnp.max(gamma, axis=2, keepdims=True)  # [heads, 1, 1]
     return tile.constant_decays(gamma, s.scale, s.C)
 

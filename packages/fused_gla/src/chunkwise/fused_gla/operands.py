@@ -12,10 +12,10 @@ class GlaOperands(operands.Operands):
     """The arrays that a launch reads; None for an array that it does not have.
 
     Attributes:
-      gamma: constant gates [HV, 1, 1] float32.
+      g_gamma: constant gates [HV, 1, 1] float32.
     """
 
-    gamma: jax.Array | None = None
+    g_gamma: jax.Array | None = None
 
 
 jax.tree_util.register_dataclass(GlaOperands)

@@ -98,10 +98,10 @@ def lay_out(x: Arguments, static: GlaStatic, backward: bool) -> GlaOperands:
     if x.g is not None:
         rows = lambda g: layout.to_rows(g.astype(jnp.float32), static.C)[:, :, :, None]
         gates["g"] = layout.to_lanes(x.g, static.T) if static.per_channel else rows(x.g)
-    gamma = None if x.g_gamma is None else tiles.clip_gate(x.g_gamma)[:, None, None]
+    g_gamma = None if x.g_gamma is None else tiles.clip_gate(x.g_gamma)[:, None, None]
     q, k, v = (layout.to_lanes(y, static.T) for y in (x.q, x.k, x.v))
     return GlaOperands(
-        q=q, k=k, v=v, **gates, gamma=gamma, initial_state=fused.kernel_states(x.initial_state, transposed=True)
+        q=q, k=k, v=v, **gates, g_gamma=g_gamma, initial_state=fused.kernel_states(x.initial_state, transposed=True)
     )
 
 
@@ -113,7 +113,7 @@ KERNELS = fused.Kernels(
     kernel_bwd.launch,
     kernel.launch,
     residuals=("h",),
-    optional=("g", "gamma"),
+    optional=("g", "g_gamma"),
     transposed=True,
     makes_map=_per_channel,
     tile_tokens=lambda static: static.chunks * static.C,

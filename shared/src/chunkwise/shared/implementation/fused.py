@@ -48,7 +48,7 @@ class Kernels(NamedTuple):
       residuals: the outputs of the forward that the backward reads, beside the arguments.
       recomputed: the outputs of the forward that the backward makes again.
       precomputed: the outputs of `states` that `forward` takes, if it runs after `states`; they are residuals, too.
-      optional: the operands whose gradients are computed only where they are requested.
+      optional: the operands, named as arguments, whose gradients are computed only where they are requested.
       transposed: whether kernels hold states as [V, K].
       makes_map: whether `states` makes M, the matrices of a `StateMap`, for these arguments.
       most_channels: the most channels of the states of one launch of `states`, if M is made by a launch that takes the
@@ -217,7 +217,7 @@ def _backward(kernels: Kernels, options: Options, saved, cotangents):
         y = _operands(kernels, x, static, steps, **residuals)
         residuals |= kernels.forward(y, static, kernels.recomputed)
     present = [name for name, y in vars(operands).items() if y is not None]
-    computed = [name for name in present if name not in kernels.optional or _argument(name) in requested]
+    computed = [name for name in present if name not in kernels.optional or name in requested]
     d = kernels.backward(
         replace(
             operands, table=steps.table, owner=steps.owner, **residuals,
@@ -240,11 +240,6 @@ def _backward(kernels: Kernels, options: Options, saved, cotangents):
 def _gradient_of(operand: str) -> str:
     """Return how a launch calls the gradient of an operand."""
     return "dh0" if operand == "initial_state" else f"d{operand}"
-
-
-def _argument(operand: str) -> str:
-    """Return the argument that an operand is made of."""
-    return "g_gamma" if operand == "gamma" else operand
 
 
 _attend.defvjp(_forward, _backward, symbolic_zeros=True)
