@@ -648,7 +648,7 @@ def hardware_reports() -> str:
 
 @block
 def gpu() -> str:
-    """What programs launch on an H100, and their temporaries."""
+    """The launches of programs on an H100, and their temporaries."""
     lines = []
     for row in rows_of("gpu-h100"):
         tokens = {"decode": "a token of 64 sequences", "serving step": "a serving step of 64 decodes"}.get(row["pass"])
@@ -751,7 +751,7 @@ def hosts_training() -> str:
 
 @block
 def jaxbench_checks() -> str:
-    """What JAXBench's check says of our files."""
+    """The results of JAXBench's check of our files."""
     rows = select(rows_of("jaxbench"), program="check")
     lines = [[row["task"], "yes" if row["correct"] else "no", f"{row['max_diff']:.1g}"] for row in rows]
     return table(["task", "correct", "largest difference"], lines)

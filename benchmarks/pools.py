@@ -4,7 +4,7 @@ For the pools of the library, the serving step of the gated delta rule decodes t
 does not have are simulated: the state is rounded after every token, or after every 16 tokens as with a ring, whose
 tokens are exact.
 
-`measure_bits` measures what a pool costs a trained model, the model of examples/train.py.
+`measure_bits` measures the loss of a trained model, the model of examples/train.py, over every pool.
 """
 
 import argparse

@@ -33,7 +33,7 @@ class Report:
 
     Attributes:
       input: the input, in a few words.
-      broke: what went wrong there.
+      broke: the fault there.
       repository, number: the repository and number of the issue or pull request.
       run: from an implementation and a type to pairs of our arrays and expected arrays.
     """

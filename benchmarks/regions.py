@@ -38,7 +38,8 @@ class Loop(NamedTuple):
       turns: its iterations: two more than the grid has steps.
       always: bundles of an iteration that no branch skips.
       body: bundles that every step of the grid runs.
-      regions: what a step may skip, in the order of the kernel's text; a region comes before those in it.
+      regions: the parts that a step may skip, in the order of the kernel's text; a region comes before regions inside
+        it.
     """
 
     turns: int

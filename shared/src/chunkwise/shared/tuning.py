@@ -51,7 +51,7 @@ class HeadConfig:
     """How a launch over chunks and heads is cut.
 
     Attributes:
-      heads: value heads a grid step. Heads run in lock-step, so more of them hide the latency of one another.
+      heads: value heads of a grid step. Heads run in lock-step, so more of them hide the latency of one another.
     """
 
     heads: int

@@ -240,7 +240,7 @@ def _estimates() -> list[dict]:
 
 
 def gather(small: bool) -> dict:
-    """Return the head of a report, which says no more about the machine than what matters for the figures."""
+    """Return the head of a report; of the machine it has only the facts that matter for the figures."""
     installed = info.gather()
     libraries = {name: installed["libraries"][name] for name in ("python", *info.LIBRARIES)}
     names = {"chunkwise": installed["packages"]["chunkwise-pipeline"]} | libraries

@@ -171,7 +171,7 @@ def _run_backwards(body: Callable[[StageChunk], None], refs, step: layout.TableS
 def _gla_bwd_kernel(refs: GlaBwdRefs, s: GlaStatic) -> None:
     """Take the gradient of the state back through the chunks of a step; the last step comes first."""
     if refs.dh0 is not None:
-        # Its block stays where it is until another sequence begins.
+        # The block of the output stays in fast memory until another sequence begins.
         refs = refs._replace(dstate=refs.dh0)
     step = chunk_loop.current_step_backwards(refs.table, s)
     ends = chunk_loop.ends(step)

@@ -99,7 +99,7 @@ def kda(
     has_initial_state: jax.Array | None = None, *, scale: float | None = None, lower_bound: float | None = None,
     track_indices: jax.Array | None = None, track_mask: jax.Array | None = None, implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Return the pool and the output of Kimi delta attention, in place of what `KDAAttnBackend` gathers and scatters.
+    """Return the pool and the output of Kimi delta attention, for which `KDAAttnBackend` gathers and scatters states.
 
     Args:
       q, k, v: [T, H, K], [T, H, K], [T, HV, V] after the convolution; queries and keys are scaled to unit length here.

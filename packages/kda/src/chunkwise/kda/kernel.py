@@ -8,8 +8,8 @@ products of `tile.interaction_tile`,
     U = A_inv R                                   v_new over beta: the new values are v_new = B U
     o = scale (Q e^G) S + P U                     S' = e^G_last S + (K e^(G_last - G))^T B U
 
-E are the erase keys: in Kimi delta attention they are K. GDN-2 and Comba, which have these kernels too, have other rows
-or keys times erase gates for E, and write gates, which multiply V where it is loaded. There is no other difference.
+E are the erase keys: in Kimi delta attention they are K. GDN-2 and Comba run these kernels, too: E are then other rows,
+or keys times erase gates, and write gates multiply V where it is loaded. There is no other difference.
 
 The kernels hold every state transposed, [V, K]: a decay per channel then multiplies its lanes. One grid step makes P of
 a chunk, and the part of A_inv that takes no products; the next grid step takes the state through the chunk. So the two

@@ -66,7 +66,7 @@ def _delta_states(x: Arguments, options: Options, A_inv: jax.Array | None = None
 
 @in_plain_jax
 def map_delta_rule(x: Arguments, options: Options) -> state_map.StateMap:
-    """Return what the tokens do to a state, from one run with the identity beside the states; it keeps inverses."""
+    """Return the map that the tokens apply to a state, by a run with the identity beside the states; keep inverses."""
     k, g_cum, A_inv, w, u = _solve(x, options, None)
 
     def states_after(y: Arguments) -> tuple[Any, jax.Array]:

@@ -65,7 +65,7 @@ class Arguments(NamedTuple):
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    # Whether these are None is known from the operator, which a type cannot tell.
+    # It depends on the operator which of these are None, and a type cannot say that.
     g: Any = None
     beta: Any = None
     g_gamma: jax.Array | None = None
@@ -135,7 +135,7 @@ class Options(NamedTuple):
 
     output_final_state: bool = False
     use_qk_l2norm_in_kernel: bool = False
-    # Where it is read it is a number, which a type cannot say.
+    # It is a number wherever it is read, and a type cannot say that.
     chunk_size: Any = None
     min_gate: float | None = None
     activation: gates.GateActivation = gates.GateActivation()

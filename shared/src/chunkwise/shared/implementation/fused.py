@@ -259,7 +259,7 @@ def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.R
 
 
 def map_states(kernels: Kernels, x: Arguments, options: Options) -> state_map.StateMap:
-    """Return what the tokens do to a state, and results that a forward after this need not compute again."""
+    """Return the map that the tokens apply to a state, and results that a later forward need not compute again."""
     options = options._replace(config=kernels.config_for(x, options))
     if x.beta is None or kernels.makes_map(x):
         return _launch_states(kernels, x, options, kernels.makes_map(x))

@@ -21,8 +21,8 @@ class Implementation(NamedTuple):
       name: how a user asks for it.
       run: from arguments, options, and the `precomputed` of a state map or None, to the output [B, T, HV, V] and the
         final states [N, HV, K, V], None unless asked for.
-      state_map: from arguments and options to what the tokens do to a state; None where `map_by_running` finds it by
-        `run`.
+      state_map: from arguments and options to the map that the tokens apply to a state; None where `map_by_running`
+        finds it by `run`.
       state_gradient: from arguments, options, the `precomputed` of the map and the cotangents of `run` to the gradient
         of the initial states alone; None where JAX differentiates `run` for it.
       at_once: whether kernels make all gradients of `run` at once. To find the gradient of the initial states alone,
@@ -64,7 +64,7 @@ def in_plain_jax(function: Callable) -> Callable:
 
 
 def plain(rule: chunks.Rule) -> Implementation:
-    """Return the implementation "xla" of an operator: its rule, in the way of GPUs on these, and else in another."""
+    """Return the implementation "xla" of an operator by its rule; GPUs go through the chunks in a way of their own."""
 
     def on(gpu: bool, x: Arguments, options: Options, **more: Any) -> chunks.Results:
         options = with_chunk_size("gpu" if gpu and rule.delta else "xla", x, options)
@@ -131,7 +131,7 @@ def run(implementation: Implementation, x: Arguments, options: Options, precompu
 
 
 def map_states(implementation: Implementation, x: Arguments, options: Options) -> StateMap:
-    """Return what a user's tokens do to a state."""
+    """Return the map that a user's tokens apply to a state."""
     if implementation.state_map is None:
         return map_by_running(lambda x: run(implementation, x, options), x)
     x, options = prepare(implementation, x, options)

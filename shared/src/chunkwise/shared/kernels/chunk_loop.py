@@ -53,24 +53,24 @@ class StageChunk(NamedTuple):
 
     @property
     def same(self) -> Any:
-        """Pairs of one sequence, bool [1, C, w]; None if all rows are of one."""
+        """Pairs of one sequence, bool [1, C, w]; None if all rows are of one sequence."""
         return None if self.masks is None else self.masks.same
 
     @property
     def carried(self) -> Any:
-        """Rows of the sequence that is open where the chunk begins, bool [1, C, 1]; None if all rows are of one."""
+        """Rows of the sequence that is open where the chunk begins, bool [1, C, 1]; None if all rows belong to it."""
         return None if self.masks is None else self.masks.carried
 
     @property
     def ending(self) -> Any:
-        """Rows of the sequence that is open where the chunk ends, bool [1, C, 1]; None if all rows are of one."""
+        """Rows of the sequence that is open where the chunk ends, bool [1, C, 1]; None if all rows belong to it."""
         return None if self.masks is None else self.masks.ending
 
     def isolate(self, find: Callable[[], jax.Array], *states: tuple, stages: int = 1) -> "StageChunk":
-        """Return the chunk as its rows may be read: sequences that are not finite are kept away from the others.
+        """Return the chunk without the rows of sequences that are not finite, so that no product reads them.
 
-        `nonfinite.isolate` has the arguments, and says what becomes of the states. In a pipeline of several stages
-        there may be nothing to find, because the chunk of another stage is the mixed one.
+        `nonfinite.isolate` describes the arguments and the changes of the states. In a pipeline of several stages there
+        may be nothing to find, because the chunk of another stage is the mixed one.
         """
         if self.masks is None:
             return self
@@ -79,7 +79,7 @@ class StageChunk(NamedTuple):
         return self._replace(valid=valid, nonfinite_rows=nonfinite_rows)
 
     def poison(self, results: Sequence, *states: tuple, in_lanes: Sequence = ()) -> None:
-        """Store NaN in what the chunk makes of the sequences that `isolate` found: see `nonfinite.poison`."""
+        """Store NaN in the results of the sequences that `isolate` found: see `nonfinite.poison`."""
         if self.masks is not None:
             nonfinite.poison(self.nonfinite_rows, self.masks, results, *states, in_lanes=in_lanes)
 
@@ -124,7 +124,7 @@ def current_step_backwards(table_ref, static: FusedStatic) -> layout.TableStep:
 
 
 def _in_table(table_ref, step, static: FusedStatic) -> layout.TableStep:
-    """Return a step of the current row of the batch; a table of chunks has its first chunk."""
+    """Return a step of the current row of the batch; in a table of chunks, the entry of its first chunk."""
     n = pl.program_id(0) * static.steps + step
     return layout.TableStep(table_ref, n if static.varlen else n * static.chunks)
 
@@ -139,12 +139,12 @@ def chunk_range(step: layout.TableStep, static: FusedStatic) -> tuple[jax.Array,
     """Return the range of the chunks that hold rows of a step, counted in the step."""
     chunks = jnp.int32(static.chunks)
     if not static.varlen:
-        # Always `chunks`, but XLA cannot tell. It would inline a loop of one trip into other code when it interprets
-        # the kernel, and round that differently.
+        # This is always `chunks`, but XLA cannot tell. If XLA could tell, it would inline a loop of one trip into other
+        # code when it interprets the kernel, and round that code differently.
         return jnp.int32(0), jnp.minimum(chunks, static.chunks * static.steps - step.chunk)
     begin, end = step.begin, step.end
     first, last = (lax.shift_right_logical(n, jnp.int32(static.C.bit_length() - 1)) for n in (begin, end - 1))
-    # A piece without rows may begin where its chunks end. Boundaries may be wrong, and pass that too.
+    # A piece without rows may begin where its chunks end, and with wrong boundaries even later.
     first = jnp.minimum(first, chunks - 1)
     return first, jnp.where(begin < end, jnp.minimum(last + 1, chunks), first)
 

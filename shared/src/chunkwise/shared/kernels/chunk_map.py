@@ -30,7 +30,7 @@ def map_chunks(
       *operands: chunks [NC, H or HV, rows, columns].
       name: name of the kernel.
       HV: value heads.
-      heads: value heads a grid step, from `choose_heads`.
+      heads: value heads of a grid step, from `choose_heads`.
       outputs: ((rows, columns), dtype) of every result; its head dimension is HV.
       cost: the cost of the launch, for the scheduler of XLA.
       scalars: float32 [1] arrays, kept in scalar memory; they may be traced, so a kernel cannot capture them.

@@ -205,7 +205,7 @@ def head_block(
     """Return the spec of `heads` value heads of one chunk of an array [NC, H, *tail].
 
     Args:
-      heads: value heads a grid step.
+      heads: value heads of a grid step.
       *tail: the remaining dimensions, taken whole.
       group: value heads that share one head of the array; 1 for arrays with a head per value head.
       axes: the grid axes that walk the chunks and the blocks of heads.

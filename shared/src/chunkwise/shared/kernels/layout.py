@@ -1,8 +1,9 @@
 """How the user's arrays go into the fused kernels and back: flat tokens, blocks of heads, and the table of steps.
 
-A tensor [B, T, heads, D] is seen flat, [B, T, heads * lanes]: a head is a slice of whole lanes, and so is a block of
-heads. That view costs nothing where D is a multiple of 128, because projections produce it. The grid of a launch is
-(row of the batch, block of heads, step): time is its last axis and sequential, and the state lives in VMEM across it.
+A tensor [B, T, heads, D] is seen flat, [B, T, heads * lanes]: a head is a slice of whole registers of 128 lanes, and so
+is a block of heads. This view costs nothing if D is a multiple of 128, because projections produce it. The grid of a
+launch is (row of the batch, block of heads, step): time is its last axis and sequential, and the state lives in VMEM
+across it.
 
 A step is a chunk, or a piece of one. The table of steps says which; see `TableStep`. There are three ways to cut:
 
@@ -231,7 +232,7 @@ class TableStep:
         return self.begin == self.end
 
     def of_chunk(self, index: jax.Array, C: int, pieces: bool) -> "TableStep":
-        """Return one of the chunks of a step: its rows of a piece of them, or its step in a table of chunks.
+        """Return one of the chunks of a step: with the rows that a piece has in it, or its entry in a table of chunks.
 
         A piece may begin before the chunk and end after it.
         """
@@ -244,7 +245,7 @@ class TableStep:
         return (row >= self.begin) & (row < self.end)
 
     def columns(self, C: int) -> jax.Array:
-        """Return the same for values that lie in the lanes, bool [1, C]."""
+        """Return `rows` for values that lie in the lanes, bool [1, C]."""
         column = lax.broadcasted_iota(jnp.int32, (1, C), 1)
         return (column >= self.begin) & (column < self.end)
 

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 _passes: int | None = None
-# For the kernel that is being traced: whether it will be interpreted, and a list that is not empty if it asked for
-# that.
+# For the kernel that is being traced: whether it will be interpreted, and a list that is not empty if it asked.
 _kernel: contextvars.ContextVar[tuple[bool, list] | None] = contextvars.ContextVar("kernel", default=None)
 
 
@@ -34,7 +33,7 @@ def emulate_mxu(passes: int = 1):
     """Round float32 operands on any backend as a matrix unit with `passes` bfloat16 passes (1 or 3) would.
 
     It is for tests, which see on a CPU how much a product loses without full precision. It acts while a function is
-    traced, so trace a fresh one inside.
+    traced, so trace a fresh function inside.
     """
     global _passes
     if passes not in (1, 3):

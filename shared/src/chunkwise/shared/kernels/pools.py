@@ -36,17 +36,17 @@ class Routes(NamedTuple):
 
 
 def existing(slots: jax.Array, count: int) -> jax.Array:
-    """Return slots of a pool of `count` slots, -1 for a slot past the end, as for a negative one."""
+    """Return slots of a pool of `count` slots, with -1 for slots that are negative or past the end."""
     return jnp.where((slots >= 0) & (slots < count), slots, jnp.int32(-1))
 
 
 def start(copy) -> None:
-    """Start a copy: an argument, as `wait` is, of functions that do something with many copies."""
+    """Start a copy; `start` and `wait` are arguments of functions that go through many copies."""
     copy.start()
 
 
 def wait(copy) -> None:
-    """Wait for a copy, as `start` started it."""
+    """Wait for a copy that `start` started."""
     copy.wait()
 
 

@@ -15,8 +15,8 @@ its cost follows tokens, not sequences. A mask does not stop NaN, so a sequence 
 its outputs are NaN (see `isolation`). With states, chunks restart at every sequence, so that every sequence has a chunk
 boundary where its state can be handed in and out.
 
-Where tokens are split over devices, the chunks run first without queries, to find what the tokens do to a state. On a
-CPU the inverses are kept for the second run.
+Where tokens are split over devices, the chunks run first without queries, to find the map that the tokens apply to a
+state. On a CPU the inverses are kept for the second run.
 """
 
 import functools
@@ -66,7 +66,7 @@ class Tokens(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What n chunks of h heads with values v do to the states S before them, and read from them.
+    """How n chunks of h heads with values v change the states S before them, and read them.
 
         v_new = beta (I + A)^-1 (v - e S)      of a delta rule; v without one
         o = scale (q S + scores v_new)

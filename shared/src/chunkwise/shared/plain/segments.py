@@ -37,7 +37,7 @@ def run_segments(run: Run, x: arguments.Arguments) -> tuple[jax.Array, jax.Array
 def map_segments(
     find: Callable[[arguments.Arguments], state_map.StateMap], x: arguments.Arguments
 ) -> state_map.StateMap:
-    """Return what the tokens do to a state, by a function that takes no segment ids, as `run_segments` does."""
+    """Return the map that the tokens apply to a state, by a function that takes no segment ids: see `run_segments`."""
     taken, nonfinite, segments = _as_one(x)
     found = find(taken)
     states, M = (None if y is None else _unless(nonfinite[:, -1], y, jnp.nan) for y in (found.states, found.M))

@@ -55,7 +55,7 @@ class Products(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """What n chunks of h heads do to states [h, K, V].
+    """How n chunks of h heads change states [h, K, V].
 
     Attributes:
       through: decays over whole chunks [n, h, 1, 1] or, per channel, [n, h, K, 1].
