@@ -155,7 +155,7 @@ def run_chunk(
     """Run the body of a chunk of a step of several chunks, in the variant that the chunk needs."""
     step = step.of_chunk(index, static.C, static.varlen)
     run = lambda rows: body(stage_chunk(step, rows, static.C, refs.owner, index))
-    run_variant(run, refs, [step], static)
+    run_variant(run, refs, [step], static, filled=True)
 
 
 def either(condition: jax.Array, run: Callable[[], None], otherwise: Callable[[], None]) -> None:
@@ -279,6 +279,7 @@ def run_variant(
     results: Sequence = (),
     *,
     backwards: bool = False,
+    filled: bool = False,
 ) -> None:
     """Run the body of a grid step in the cheapest variant that fits its chunks, because masks and selections cost time.
 
@@ -289,6 +290,7 @@ def run_variant(
       static: the static description of the launch.
       results: Refs of tokens that the last stage writes, or None.
       backwards: whether the last step of a chunk comes first.
+      filled: whether the steps are known to have rows, and no results are to be cleared.
     """
     if static.varlen:
         whole = functools.reduce(jnp.logical_and, [(step.begin <= 0) & (step.end >= static.C) for step in steps])
@@ -298,7 +300,7 @@ def run_variant(
             clear_unowned(steps[-1], results, backwards)
             pl.when(jnp.logical_not(empty))(lambda: body(Rows.SOME))
 
-        either(whole, lambda: body(Rows.ALL), run_some)
+        either(whole, lambda: body(Rows.ALL), (lambda: body(Rows.SOME)) if filled else run_some)
     elif refs.owner is not None:
         mixed = functools.reduce(jnp.logical_or, [step.mixed == 1 for step in steps])
         either(mixed, lambda: body(Rows.MIXED), lambda: body(Rows.ALL))
