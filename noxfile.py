@@ -45,7 +45,9 @@ HOSTS = {
     "maxtext": (("maxtext[tpu]==0.2.5",), ()),
     "levanter": (("marin-levanter", "jax[tpu]==0.11.2"), ()),
     "tpu-inference": (("jax[tpu]==0.11.2", "absl-py"), ("tpu-inference==0.32.0",)),
-    # No hosts, but their tests run with our operators in the place of theirs; their archives build with these.
+    # No hosts, but their tests run with our operators in the place of theirs; two archives build with these.
+    "tokamax": (("tokamax==0.0.17", "jax[tpu]", "absl-py", "chex"), ()),
+    "flash-linear-attention": (("torch==2.13.0", "jax", "einops"), ("fla-core==0.6.0",)),
     "deltanet-tpu": (("deltanet-tpu==0.3.0", "pip"), ()),
     "jax-linear-attention": (("jax-linear-attention==0.1.0", "pip", "setuptools", "wheel"), ()),
 }
@@ -278,7 +280,9 @@ def add_host_session(name: str, requirements: tuple[str, ...], alone: tuple[str,
         session.run("pytest", *quietly, *map(str, files), *session.posargs)
 
     host.__doc__ = f"Run {name} with ours in place, whole where a CPU can; `-- --json PATH` keeps what is measured."
-    nox.session(host, name=f"host-{name}", python=PYTHONS.get("3.12", "3.12"), default=False)
+    # torch has a CPU build under the oldest Python only.
+    python = OLDEST if any(x.startswith("torch") for x in requirements) else PYTHONS.get("3.12", "3.12")
+    nox.session(host, name=f"host-{name}", python=python, default=False)
 
 
 for host, requirements in HOSTS.items():

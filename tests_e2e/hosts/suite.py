@@ -1,4 +1,4 @@
-"""Other people's tests, out of the source archives of their releases, with ours in the place of their operators."""
+"""Other people's tests, out of the archives of their releases, with ours in the place of their operators."""
 
 import functools
 import importlib
@@ -21,8 +21,17 @@ from tests_e2e.hosts.host import result_of
 PLACE, RESULT = "CHUNKWISE_SUITE_PLACE", "CHUNKWISE_SUITE_RESULT"
 
 
+def find_tests(distribution: str, files: tuple[str, ...], folder: str) -> list[Path]:
+    """Return files of tests: those that the wheel of a distribution has, or of the folder `tests` of its sources."""
+    installed = {str(file): Path(file.locate()) for file in metadata.files(distribution) or ()}
+    if all(file in installed for file in files):
+        return [installed[file] for file in files]
+    source = unpack(distribution, folder)
+    return [source / "tests" / file for file in files]
+
+
 def unpack(distribution: str, folder: str) -> Path:
-    """Return the unpacked source archive of the installed version of a distribution; wheels have no tests."""
+    """Return the unpacked source archive of the installed version of a distribution."""
     release = f"{distribution}=={metadata.version(distribution)}"
     options = ("--quiet", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", folder)
     subprocess.run([sys.executable, "-m", "pip", "download", *options, release], check=True, timeout=600)
@@ -39,17 +48,16 @@ def run_suite(distribution: str, place: str | None, files: tuple[str, ...], *, d
       distribution: whose tests run, in a process of their own.
       place: the module of this folder whose `install(count)` puts ours in place, and counts the calls of ours; None
         for the distribution as it is.
-      files: of its folder `tests`.
+      files: as `find_tests` has them.
       devices: that are simulated.
     """
     with tempfile.TemporaryDirectory() as folder:
-        source, result = unpack(distribution, folder), Path(folder, "result.json")
-        tests = [str(source / "tests" / name) for name in files]
-        arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests_e2e.hosts.suite", *tests]
+        result, tests = Path(folder, "result.json"), find_tests(distribution, files, folder)
+        arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests_e2e.hosts.suite", *map(str, tests)]
         variables = {PLACE: place or "", RESULT: str(result)}
         # Nearly all of the time is compilation.
         flags = "--xla_backend_optimization_level=0"
-        return result_of(arguments, result, source, variables, devices=devices, flags=flags, timeout=3000)
+        return result_of(arguments, result, tests[0].parents[1], variables, devices=devices, flags=flags, timeout=7200)
 
 
 def row_of(distribution: str, found: dict[str, dict], what: str) -> dict:
@@ -63,16 +71,19 @@ def row_of(distribution: str, found: dict[str, dict], what: str) -> dict:
     return about | dict(run="its tests", what=what, tests=len(called), passed=len(called) - len(failed), failed=failed)
 
 
-def check_suite(distribution: str, place: str, files: tuple[str, ...], what: str, record: Callable) -> None:
+def check_suite(
+    distribution: str, place: str, files: tuple[str, ...], what: str, record: Callable, *, devices: int = 1
+) -> None:
     """Run the tests of a distribution with ours in place, keep the row of it, and fail if a test that calls ours does.
 
     The arguments are those of `run_suite` and `row_of`; `record` keeps a row.
     """
-    found = run_suite(distribution, place, files)
+    found = run_suite(distribution, place, files, devices=devices)
     row = row_of(distribution, found, what)
     record(row)
     for name in row["failed"]:
         print(name, found[name]["why"], sep="\n")
+    assert row["tests"]
     assert not row["failed"]
 
 
@@ -106,10 +117,11 @@ class _Plugin:
         Path(os.environ[RESULT]).write_text(json.dumps(self.found))
 
 
-def pytest_configure(config):
-    """Put ours in place before the tests are imported."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config):
+    """Put ours in place before the tests, and what they share, are imported."""
     if RESULT in os.environ:
         plugin = _Plugin()
-        config.pluginmanager.register(plugin)
+        early_config.pluginmanager.register(plugin)
         if os.environ[PLACE]:
             importlib.import_module(f"tests_e2e.hosts.{os.environ[PLACE]}").install(plugin.count)

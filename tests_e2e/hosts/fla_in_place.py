@@ -1,0 +1,178 @@
+"""Ours in the place of flash-linear-attention's operators, for its tests, on a CPU and without its kernels.
+
+Its kernels are Triton's. So `fla` is a package here that has nothing but ours under the names of its operators, and its
+references of plain torch, out of the wheel of fla-core. Arrays of torch become arrays of JAX, and gradients go back.
+"""
+
+import functools
+import os
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from chunkwise import pipeline
+from tests_e2e.hosts.host import module_of, parts_of, path_of, put
+from tests_e2e.hosts.suite import compiled
+
+# By its names: our operator, and the arrays that may follow q, k and v without a name.
+OPERATORS = {
+    "gated_delta_rule": ("gated_delta_rule", ("g", "beta")),
+    "kda": ("kda", ("g", "beta")),
+    "gdn2": ("gdn2", ("g", "b", "w")),
+    "comba": ("comba", ("p", "g", "beta")),
+    "delta_rule": ("gated_delta_rule", ("beta",)),
+    "gla": ("gla", ("g",)),
+    "simple_gla": ("simple_gla", ("g",)),
+    "retention": ("simple_gla", ()),
+    "lightning_attn": ("simple_gla", ()),
+    "linear_attn": ("simple_gla", ()),
+}
+KINDS = {"chunk": "chunk", "fused_chunk": "chunk", "parallel": "chunk", "fused_recurrent": "recurrent"}
+# What changes nothing but how a kernel of theirs computes, and what ours lacks.
+UNREAD = ("safe_gate", "disable_recompute", "cu_seqlens_cpu")
+LACKING = ("output_attentions", "return_intermediate_states", "reverse", "gv")
+# Theirs takes fewer sizes of chunks.
+CHUNK_SIZES = {"kda": (32, 64), "gdn2": (64,)}
+GATES = {"gated_delta_rule": ("naive_gdn_gate",), "kda": ("naive_kda_gate", "naive_kda_lowerbound_gate")}
+NAIVE = ("gated_delta_rule", "kda", "gdn2", "comba", "gla", "simple_gla", "linear_attn")
+NVIDIA = ("IS_NVIDIA", *(f"IS_NVIDIA_{name}" for name in ("BLACKWELL", "HOPPER", "SM100", "SM120")))
+FLAGS = ("IS_NPU", "IS_INTEL_ALCHEMIST", *NVIDIA)
+
+
+def to_jax(x: torch.Tensor) -> jax.Array:
+    """Return an array of torch as one of JAX, integers as int32."""
+    x = x.detach()
+    if not x.is_floating_point():
+        return jnp.asarray(x.numpy(), jnp.int32)
+    return jnp.asarray(x.float().numpy(), str(x.dtype).removeprefix("torch."))
+
+
+def to_torch(x: jax.Array) -> torch.Tensor:
+    """Return an array of JAX as one of torch."""
+    return torch.from_numpy(jax.device_get(x.astype(jnp.float32)).copy()).to(getattr(torch, x.dtype.name))
+
+
+class Ours(torch.autograd.Function):
+    """A function of JAX in torch: `run` takes arrays by their names, and returns a tuple of arrays."""
+
+    @staticmethod
+    def forward(ctx, run, names, *tensors):
+        out, ctx.pull = jax.vjp(lambda *xs: run(**dict(zip(names, xs, strict=True))), *map(to_jax, tensors))
+        return tuple(map(to_torch, out))
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        return None, None, *map(to_torch, ctx.pull(tuple(map(to_jax, cotangents))))
+
+
+def _decays(name: str, H: int, layer_idx: int = 0, num_layers: int = 1) -> torch.Tensor:
+    """Return the decays of heads that never change, in nats."""
+    heads = torch.arange(H, dtype=torch.float32)
+    if name == "retention":
+        return torch.log1p(-torch.exp2(-5 - heads))
+    return -8 / H * (1 - layer_idx / num_layers) * heads if name == "lightning_attn" else 0 * heads
+
+
+def _ours(name: str, kind: str, gates: tuple, H: int, options: dict) -> tuple[Callable, dict]:
+    """Return our operator with what is static, and arrays by our names; not implemented is what only theirs has."""
+    ours, order = OPERATORS[name]
+    options = dict(zip(order, gates, strict=False)) | {n: x for n, x in options.items() if n not in UNREAD}
+    # Their operator of no gates divides by a sum unless it is told not to.
+    lacking = [n for n in LACKING if options.get(n)]
+    if lacking or options.pop("normalize", name == "linear_attn"):
+        raise NotImplementedError(f"Ours has none of {lacking or 'normalize'}.")
+    if options.get("chunk_size", 64) not in CHUNK_SIZES.get(name, (16, 32, 64, 128)):
+        raise NotImplementedError("Theirs has fewer sizes of chunks.")
+    options = {n: x for n, x in options.items() if x is not None and x is not False}
+    if "gk" in options:
+        options["g"] = options.pop("gk")
+    if ours == "simple_gla" and name != ours:
+        places = {n: options.pop(n) for n in ("layer_idx", "num_layers") if n in options}
+        options["g_gamma"] = _decays(name, H, **places)
+    arrays = {n: x for n, x in options.items() if torch.is_tensor(x)}
+    static = {n: x for n, x in options.items() if n not in arrays}
+    return compiled(getattr(pipeline, f"{KINDS[kind]}_{ours}"), **static), arrays
+
+
+def call(
+    name: str, kind: str, count: Callable[[], None], q, k, v, *gates, state_v_first=False, transpose_state_layout=None,
+    **options,
+) -> tuple:  # fmt: skip
+    """Run ours for an operator of flash-linear-attention, with its arguments."""
+    if transpose_state_layout is not None:
+        # A name that theirs no longer has.
+        if state_v_first:
+            raise ValueError("Both are the same.")
+        warnings.warn("transpose_state_layout", DeprecationWarning, stacklevel=2)
+        state_v_first = transpose_state_layout
+    operator, arrays = _ours(name, kind, gates, q.shape[2], options)
+    if name == "delta_rule":
+        arrays["g"] = torch.zeros(q.shape[:3])
+    count()
+    turned = lambda x: x.transpose(-1, -2) if state_v_first else x
+    if "initial_state" in arrays:
+        arrays["initial_state"] = turned(arrays["initial_state"])
+    fixed = {n: to_jax(arrays.pop(n)) for n in ("cu_seqlens",) if n in arrays}
+
+    def run(**x):
+        o, state = operator(**x, **fixed)
+        return (o,) if state is None else (o, state)
+
+    o, *state = Ours.apply(run, ("q", "k", "v", *arrays), q, k, v, *arrays.values())
+    return o, turned(state[0]) if state else None
+
+
+class Package(types.ModuleType):
+    """A module of theirs: what is not given is a function that we do not have."""
+
+    __path__: tuple = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*args, **options):
+            raise NotImplementedError(f"{name} of flash-linear-attention is not replaced.")
+
+        return missing
+
+
+def install(count: Callable[[], None]) -> None:
+    """Make the package `fla`, of ours and its references, and count the calls of ours."""
+    # Many tests ask for CUDA, by which they mean its kernels; and some for a backend that has no groups of heads.
+    torch.cuda.is_available = lambda: True
+    os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
+    known = dict(torch=torch, F=torch.nn.functional)
+    errors, quiet = ("get_abs_err", "get_err_ratio", "assert_close"), types.SimpleNamespace(info=lambda message: None)
+    checks = parts_of(
+        path_of("fla-core", "fla/utils/testing.py"), errors, known | dict(FLA_CI_ENV=False, logger=quiet)
+    )  # fmt: skip
+    platform = dict.fromkeys(FLAGS, False) | dict(device="cpu", device_platform="cpu", device_torch_lib=torch.cpu)
+    _put("fla.utils", vars(checks) | platform)
+    _put("fla.ops.utils.cache", dict(FLA_CACHE_MODE="disabled"))
+    for name in ("fla.layers", "triton"):
+        _put(name, {})
+    for name in OPERATORS:
+        found = {f"{kind}_{name}": functools.partial(call, name, kind, count) for kind in KINDS}
+        for module in ("", ".chunk", ".fused_chunk", ".fused_recurrent", ".parallel", ".utils", ".wy_fast"):
+            _put(f"fla.ops.{name}{module}", found)
+    for name, functions in GATES.items():
+        _put(f"fla.ops.{name}.gate", vars(parts_of(path_of("fla-core", f"fla/ops/{name}/gate.py"), functions, known)))
+    for name in NAIVE:
+        full = f"fla.ops.{name}"
+        naive = module_of(path_of("fla-core", f"{full.replace('.', '/')}/naive.py"), f"{full}.naive")
+        put({f"{full}.naive": naive})
+        vars(sys.modules[full]).update({n: x for n, x in vars(naive).items() if n.startswith("naive_")})
+
+
+def _put(name: str, found: dict) -> None:
+    """Make a module of theirs, with what is found in it."""
+    module = Package(name)
+    vars(module).update(found)
+    put({name: module})
