@@ -61,11 +61,11 @@ def run_suite(distribution: str, place: str | None, files: tuple[str, ...], *, d
 
 
 def row_of(distribution: str, found: dict[str, dict], what: str) -> dict:
-    """Return what docs/data keeps of a suite: the tests that call ours, and those of them that pass.
+    """Return what docs/data keeps of a suite: the tests that call ours and are not skipped, and those that pass.
 
     `what` says which tests run, and how.
     """
-    called = {name: test for name, test in found.items() if test["calls"]}
+    called = {name: test for name, test in found.items() if test["calls"] and test["outcome"] != "skipped"}
     failed = sorted(name for name, test in called.items() if test["outcome"] != "passed")
     about = dict(host=distribution, version=metadata.version(distribution), jax=metadata.version("jax"))
     return about | dict(run="its tests", what=what, tests=len(called), passed=len(called) - len(failed), failed=failed)
