@@ -112,9 +112,14 @@ def call(
             raise ValueError("Both are the same.")
         warnings.warn("transpose_state_layout", DeprecationWarning, stacklevel=2)
         state_v_first = transpose_state_layout
+    unit = options.pop("use_qk_l2norm_in_kernel", False) if name == "comba" else False
     operator, arrays = _ours(name, kind, gates, q.shape[2], options)
     if name == "delta_rule":
         arrays["g"] = torch.zeros(q.shape[:3])
+    if name == "comba":
+        # Its kernels erase what the state holds before the decay, and ours after it.
+        q, k, p = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() if unit else x for x in (q, k, arrays["p"]))
+        arrays["p"] = (p * torch.exp(-arrays["g"])[..., None]).to(q.dtype)
     count()
     turned = lambda x: x.transpose(-1, -2) if state_v_first else x
     if "initial_state" in arrays:
