@@ -47,6 +47,7 @@ def chunk_gdn2(
         S_t = S~ + k_t (y_t - S~^T p_t)^T
         o_t = scale S_t^T q_t
 
+    The paper, and the kernels of flash-linear-attention, read S_{t-1} in the place of S~: hand in e^-g p for p there.
     The implementation "fused" runs the kernels of `chunk_kda`.
 
     Args:
@@ -195,7 +196,7 @@ def chunk_comba(
     Accuracy: as `chunk_kda`, also with erase gates up to 2 and repeated keys.
     Cost: 2 B T HV (2 C K + 2 C V + 3 K V) flops, the backward twice as much; every tensor is read once and o is written
       once.
-    Source: Comba (2025); docs/two-keys.md has the chunk form and the special cases.
+    Source: Comba (2025); docs/two-keys.md has the chunk form, the special cases, and how the paper differs.
     """
     ...
 
