@@ -70,14 +70,16 @@ def turns(case: Layer, kind: str, C: int) -> tuple[int, list[int]]:
       C: tokens of a chunk.
     """
     chunks, cu_seqlens = 1, case.boundaries(case.T)
-    count = _delta_rule_runs if case.table.delta else _gla_runs
-    if count is _gla_runs:
+    if not case.table.delta:
         NT = num_chunks(case.T, C)
         config = default_for(case.H, case.HV, case.K, case.V, C, NT, 2, case.table.per_channel)
         assert config is not None
         chunks = largest_divisor(NT, config.num_steps)
     table = np.asarray(make_steps(1, case.T, chunks * C, cu_seqlens, with_states=True).table)
-    steps, runs = count(table, C, kind, cu_seqlens is not None)
+    if case.table.delta:
+        steps, runs = _delta_rule_runs(table, C, kind, cu_seqlens is not None, case.table.per_channel)
+    else:
+        steps, runs = _gla_runs(table, C, kind, cu_seqlens is not None)
     return steps, [int(np.sum(x)) for x in runs]
 
 
@@ -87,20 +89,24 @@ def _passing(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return table[:, np.minimum(turn, len(turn) - 2)], table[:, np.maximum(turn - 1, 0)]
 
 
-def _delta_rule_runs(table, C, kind, pieces):
+def _delta_rule_runs(table, C, kind, pieces, per_channel):
+    # The second path of a gate for every channel is not taken.
+    second = (0,) if per_channel and kind == "fwd" else ()
     if kind == "bwd":
         # The first grid step clears results, too.
         begins = table[LAST].copy()
         begins[-1] = 1
+        starts = (begins,)
         whole, empty = table[END] - table[BEGIN] == C, table[BEGIN] == table[END]
         unowned = table[CLOSES] & table[MIXED]
     else:
         cur, prev = _passing(table)
-        begins, unowned = prev[FIRST], prev[OPENS] & prev[MIXED]
+        # A forward selects the state that a sequence starts from, without a branch.
+        starts, unowned = (), prev[OPENS] & prev[MIXED]
         whole = (cur[END] - cur[BEGIN] == C) & (prev[END] - prev[BEGIN] == C)
         empty = (cur[BEGIN] == cur[END]) & (prev[BEGIN] == prev[END])
-    cut = (whole, ~whole, ~whole & unowned, ~whole & ~empty) if pieces else ()
-    return len(begins), (begins, *cut)
+    cut = (whole, *second, ~whole, ~whole & unowned, ~whole & ~empty, *second) if pieces else second
+    return len(unowned), (*starts, *cut)
 
 
 def _gla_runs(table, C, kind, pieces):

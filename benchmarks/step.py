@@ -164,7 +164,10 @@ def prefill_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list
     whole = (cur[END] - cur[BEGIN] == C) & (prev[END] - prev[BEGIN] == C)
     empty = (cur[END] == cur[BEGIN]) & (prev[END] == prev[BEGIN])
     unowned = prev[OPENS] & prev[MIXED]
-    runs = prev[FIRST], copied, whole, ~whole, ~whole & unowned, ~whole & ~empty, prev[LAST]
+    # The second path of a gate for every channel is not taken.
+    second = (0,) if case.table.per_channel else ()
+    cut = whole, *second, ~whole, ~whole & unowned, ~whole & ~empty, *second
+    runs = prev[FIRST], copied, *cut, prev[LAST]
     return len(turn), [int(np.sum(x)) for x in runs]
 
 
