@@ -1,1 +1,1 @@
-"""Serving: what a step is, pools of states and their slots, decode, rings."""
+"""Serving: the table of a step, pools of states and their slots, decodes, and rings."""

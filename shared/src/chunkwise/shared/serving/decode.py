@@ -1,6 +1,6 @@
-"""Decode of every operator: a few tokens of every sequence, token by token, by the kernel or in plain JAX.
+"""Decodes of all operators: a few tokens of each sequence, one token at a time, by a kernel or in plain JAX.
 
-The states come as they are, or lie in slots of a pool, which is updated in place.
+The states are an array with a state for each sequence, or lie in slots of a pool, which is updated in place.
 """
 
 import functools
@@ -18,7 +18,7 @@ from chunkwise.shared.serving.decode_kernel import DecodeStatic
 
 
 def check_states(x: Arguments) -> None:
-    """Check the states of N sequences, and which slot of a pool each of them has."""
+    """Check the states of N sequences, and the slots of the sequences if the states are a pool."""
     slots, (HV, V), K = x.slots or Slots(), x.v.shape[2:], x.q.shape[3]
     pooled = slots.state_indices is not None
     checks.check(
@@ -40,8 +40,8 @@ def check_pool_type(dtype) -> None:
 def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool, p=None, every: bool = False):
     """Return (o, states) of the recurrence in float32, o in the type of v; beta is None without the delta rule.
 
-    p are erase keys of every value head, of unit length where unit length is wanted; None for k. With `every` the
-    states are those after every token, and beside them is what the tokens wrote: see `recurrence`.
+    p are erase keys of every value head, which `normalise` does not scale; None for k. With `every` the results are the
+    states after every token, and also the values that the tokens wrote: see `recurrence`.
     """
     # Padding may hold anything, and its gradient is zero.
     q, k, v, g, beta, p = jax.tree.map(lambda x: chunking.zero_padding(x, cu_seqlens), (q, k, v, g, beta, p))
@@ -63,19 +63,20 @@ def run_tokens(
     """Run a few tokens of every sequence; the function of an `Implementation`.
 
     Args:
-      name: of the kernel.
+      name: the name of the kernel.
       implementation: "fused" for the kernel, "xla" for plain JAX.
-      x: prepared arguments: g per head [B, T, HV] or per channel [B, T, HV, K], g_gamma added to it, neither for no
-        decay; beta for the delta rule. With slots.state_indices, x.initial_state is a pool [slots, HV, K, V].
-      options: chunk_size and min_gate are not read.
-      precomputed: nothing.
+      x: prepared arguments: gates g per head [B, T, HV] or per channel [B, T, HV, K], and g_gamma, which is added to g;
+        both are None for no decay, and beta is None without the delta rule. With slots.state_indices, x.initial_state
+        is a pool [slots, HV, K, V].
+      options: the options of the operator; chunk_size and min_gate are not read.
+      precomputed: always None.
 
     Returns:
-      o [B, T, HV, V] and the states after the tokens, None unless asked for: a pool in its type, in which the
-      slots that no sequence has keep every bit; without a pool [N, HV, K, V] float32.
+      o [B, T, HV, V] and the states after the tokens, None unless options.output_final_state: the pool in its type, in
+      which slots without a sequence keep every bit; without a pool [N, HV, K, V] float32.
 
     Raises:
-      NotImplementedError: "fused", and the tokens and states do not fit into VMEM.
+      NotImplementedError: "fused", if the pool is float16, or the tokens and states do not fit into VMEM.
     """
     one = x.cu_seqlens is None and x.q.shape[1] == 1
     static = DecodeStatic(1, one, options.scale, options.use_qk_l2norm_in_kernel, name)
@@ -97,9 +98,10 @@ def run_tokens(
 
 
 def _within_arrays(x: Arguments, slots: Slots, count: int) -> tuple[Arguments, Slots]:
-    """Return arguments whose boundaries lie within the tokens, and whose slots exist in a pool of `count` or are none.
+    """Return arguments with boundaries within the tokens, and slots that exist in a pool of `count` slots or are -1.
 
-    No program can refuse what its arrays hold, and a kernel that read past the end of one would halt its core.
+    A compiled program cannot refuse values of its arrays, and a kernel that read past the end of an array would halt
+    its core.
     """
     if x.cu_seqlens is not None:
         x = x._replace(cu_seqlens=chunking.rising(x.cu_seqlens, x.v.shape[1]))
@@ -109,14 +111,14 @@ def _within_arrays(x: Arguments, slots: Slots, count: int) -> tuple[Arguments, S
 
 
 def _plain(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
-    """Return o and the states, or the pool, in plain JAX."""
+    """Return o and the states, or o and the pool, in plain JAX."""
     states = slot_rows.read_states(pool, slots).astype(jnp.float32)
     o, states = token_by_token(x.q, x.k, x.v, x.g, x.beta, static.scale, states, x.cu_seqlens, static.normalise, x.p)
     return o, slot_rows.write_states(pool, slots, states)
 
 
 def _forward(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
-    """Return o and the states, or the pool, by the kernel."""
+    """Return o and the states, or o and the pool, by a kernel."""
     B, T = x.q.shape[:2]
     starts = jnp.arange(B + 1, dtype=jnp.int32) * jnp.int32(T) if x.cu_seqlens is None else x.cu_seqlens
     slot = jnp.arange(x.num_states, dtype=jnp.int32) if slots.state_indices is None else slots.state_indices
@@ -136,6 +138,6 @@ def _backward(static: DecodeStatic, inputs, cotangents):
     return *pull(cotangents), None
 
 
-# The plain form has the gradient: a few tokens are not worth a kernel.
+# The gradient comes from the plain form, because a few tokens are not worth a kernel.
 _fused = jax.custom_vjp(_forward, nondiff_argnums=(0,))
 _fused.defvjp(lambda static, *inputs: (_forward(static, *inputs), inputs), _backward)

@@ -1,9 +1,9 @@
 """The kernel that decodes: a few tokens of many sequences in one launch, their states updated in place.
 
 A grid step takes the states of some heads of one sequence: it reads them once, runs the sequence's tokens, and writes
-them to the slot that they go to. If the states after several tokens are wanted, a step takes one token, and the states
-stay in fast memory between the steps of a sequence. Memory bounds a token, so its products are sums on the vector unit,
-in float32. States are [K, V] here, as the user has them.
+them to the slot that they go to. If states after several tokens of a sequence are written, a step takes one token, and
+the states stay in fast memory between the steps of a sequence. A token takes the time of its memory traffic, so its
+products are sums on the vector unit, in float32. States are [K, V] here, the user's layout.
 """
 
 import functools
@@ -18,20 +18,22 @@ from chunkwise.shared import compat, tuning
 from chunkwise.shared.call.arguments import Arguments
 from chunkwise.shared.kernels import launcher, packed, pools, tiles
 
-# VMEM for the states (two buffers of those read, two of those written, and those worked on), and for the tokens.
+# VMEM for the states (two buffers for reads, two for writes, and the states of the computation), and for the tokens.
 _STATE_BYTES = 4 * tuning.VMEM_LIMIT_BYTES // 15
 _TOKEN_BYTES = 8 * tuning.VMEM_LIMIT_BYTES // 15
 
 
 class DecodeStatic(NamedTuple):
-    """What is known when the program is built, beside the sizes of the arrays; also of the kernel of `ring_kernel`.
+    """The static description of a launch of this kernel or of the kernel in `ring_kernel`, without sizes of arrays.
 
     Attributes:
-      W: grid steps of a sequence, after each of which its states may go to a slot.
-      single: a grid step takes one token at most; else W is 1, and it takes all tokens of the sequence.
-      scale: number that the kernel multiplies the output by.
-      normalise: scale queries and keys to unit length.
-      name: of the kernel.
+      W: grid steps of a sequence; states may be written to a slot after each step. In `ring_kernel`, the most tokens of
+        a decode.
+      single: whether a grid step takes at most one token; otherwise W is 1, and the step takes all tokens of the
+        sequence.
+      scale: the number by which the kernel multiplies the output.
+      normalise: whether queries and keys are scaled to unit length.
+      name: the name of the kernel.
     """
 
     W: int
@@ -44,20 +46,20 @@ class DecodeStatic(NamedTuple):
 class DecodeRefs(NamedTuple):
     """The Refs of the kernel: scalar tables, then tokens of all sequences one after the other, then states.
 
-    heads are the value heads of a grid step, and keys its key heads.
+    `heads` is the number of value heads of a grid step, and `keys` the number of its key heads.
 
     Attributes:
-      start, count: int32 [N], the first token of a sequence and how many it has.
-      source: int32 [N], the slot whose block its steps hold to read it.
-      continues: int32 [N], 1 if it starts from the state in that slot, 0 if it starts from zeros.
-      target: int32 [N * W], the slot whose block a step holds to write it.
-      written: int32 [N * W], 1 if the step writes it.
+      start, count: int32 [N], the first token of a sequence and its number of tokens.
+      source: int32 [N], the slot whose block the steps of a sequence hold, to read it.
+      continues: int32 [N], 1 if the sequence starts from the state in that slot, 0 if it starts from zeros.
+      target: int32 [N * W], the slot whose block a step holds, to write it.
+      written: int32 [N * W], 1 if the step writes that slot.
       q, k: [tokens, keys, K]; v, o: [tokens, heads, V].
       g: [tokens, heads] or [tokens, heads, K] float32.
       beta: [tokens, heads] float32, or None without the delta rule.
-      p: [tokens, heads, K] float32, erase keys as they are, or None for keys.
-      pool, pool_out: [heads, K, V], the slots that are read and written.
-      state: float32 [heads, K, V].
+      p: [tokens, heads, K] float32, erase keys, which the kernel does not normalise; None for k.
+      pool, pool_out: [heads, K, V], the slot that is read, and the slot that is written.
+      state: float32 [heads, K, V], the states between the tokens of a sequence.
     """
 
     start: jax.Ref
@@ -82,12 +84,13 @@ def _decode_kernel(refs: DecodeRefs, static: DecodeStatic):
     n, t = pl.program_id(1), pl.program_id(2)
     step = n * jnp.int32(static.W) + t
     group = refs.v.shape[1] // refs.q.shape[1]
-    # A single token of a sequence takes its state as it comes in; others find it where the one before left it.
+    # The only token of a sequence reads states from the block of the pool; other tokens read them from `state`, where
+    # the token before left them.
     direct = static.single and static.W == 1
 
     @pl.when(step == 0)
     def _():
-        # Tokens of no sequence are zero.
+        # The output of a token is zero if no sequence has the token.
         refs.o[...] = jnp.zeros_like(refs.o)
 
         @pl.when(refs.source[0] == refs.target[0])
@@ -95,7 +98,7 @@ def _decode_kernel(refs: DecodeRefs, static: DecodeStatic):
             pools.copy_through(refs.pool, refs.pool_out)
 
     def state_in(head):
-        # A freed slot may hold anything, so zeros are selected: 0 times NaN is NaN.
+        # A freed slot may hold anything, so zeros are selected, because 0 times NaN is NaN.
         return jnp.where(refs.continues[n] == 1, refs.pool[head].astype(jnp.float32), 0.0)  # [K, V]
 
     def token(i, carry):
@@ -104,12 +107,13 @@ def _decode_kernel(refs: DecodeRefs, static: DecodeStatic):
         q, k, v = (_as_rows(ref[at].astype(jnp.float32)) for ref in (refs.q, refs.k, refs.v))
         if static.normalise:
             q, k = tiles.l2norm(q), tiles.l2norm(k)
-        # The gate is [heads, 1, 1], or as rows [heads, 1, K] per channel.
+        # Gates are [heads, 1, 1], or per channel [heads, 1, K].
         g = _as_scalars(refs.g[pl.ds(at, 1)]) if len(refs.g.shape) == 2 else _as_rows(refs.g[at])
         decay = jnp.exp(g)
         beta = None if refs.beta is None else _as_scalars(refs.beta[pl.ds(at, 1)])
         p = None if refs.p is None else _as_rows(refs.p[at])
-        # Head by head, so that a state is in registers only while it is worked on: all of them would be spilled.
+        # The loop takes one head at a time, so that only one state is in registers: all states together would be
+        # spilled.
         o = []
         for key in range(q.shape[0]):
             q_column, k_column = (tiles.to_column(x[key : key + 1])[0] for x in (q, k))  # [K, 1]
@@ -155,19 +159,19 @@ def _as_scalars(row: jax.Array) -> jax.Array:
 
 
 def _token_bytes(heads: int, D: int, dtype=jnp.float32) -> int:
-    """Return the VMEM of a token's heads [heads, D] of a type, in whole registers; D is 0 for a number per head."""
+    """Return the bytes of VMEM of a token's heads [heads, D], in whole registers; D is 0 for one number per head."""
     # The kernel sees float16 as float32.
     itemsize = 4 if dtype == jnp.float16 else jnp.dtype(dtype).itemsize
     return itemsize * (packed.round_up(heads, 32 // itemsize) * packed.pad_lanes(D) if D else packed.LANES)
 
 
 def key_heads_a_step(x: Arguments) -> int | None:
-    """Return for how many key heads the states and all tokens of x fit into VMEM, None if not for one."""
+    """Return how many key heads a grid step takes, with states and tokens in VMEM; None if one does not fit."""
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     group, gate = HV // H, K if x.g is not None and x.g.ndim == 4 else 0
-    # With erase keys all tokens are float32.
+    # If there are erase keys, all arrays of tokens are float32.
     kind = lambda y: jnp.float32 if x.erases else y.dtype
-    # Read and written, two buffers each, and worked on.
+    # Two buffers for reads, two for writes, and the states of the computation.
     state = 5 * 4 * group * packed.round_up(K, 8) * packed.pad_lanes(V)
 
     def tokens(key_heads):
@@ -180,7 +184,7 @@ def key_heads_a_step(x: Arguments) -> int | None:
     fit = [n for n in range(1, H + 1) if H % n == 0 and tokens(n) <= _TOKEN_BYTES]
     if not fit or tokens(fit[0]) + fit[0] * state > tuning.VMEM_LIMIT_BYTES:
         return None
-    # Every core of the device gets a block of heads.
+    # There is a block of heads for every core of the device.
     return max([n for n in fit if n * state <= _STATE_BYTES and H // n >= compat.cores()], default=fit[0])
 
 
@@ -194,16 +198,17 @@ def recurrent_cost(
     *, B: int, T: int, H: int, HV: int, K: int, V: int, N: int | None = None, itemsize: int = 2,
     state_itemsize: int = 4, per_channel: bool = False, delta: bool = True,
 ) -> pl.CostEstimate:  # fmt: skip
-    """Return what an operator costs token by token: 5 or 7 flops a token and state entry, every state moved twice.
+    """Return the cost of an operator token by token: 5 or 7 flops per token and state entry, states moved twice.
 
-    A state decays, takes the product of a key and a value, and is read; the delta rule reads it once more.
+    A state is decayed, a product of a key and a value is added to it, and it is read; the delta rule reads it once
+    more.
 
     Args:
-      B, T, H, HV, K, V: sizes.
-      N: sequences; None for B.
+      B, T, H, HV, K, V: sizes of the arguments.
+      N: number of sequences; None for B.
       itemsize, state_itemsize: bytes of an entry of q, k, v and o, and of the states. Gates are float32.
-      per_channel: gates per channel of the key.
-      delta: the delta rule, which has step sizes.
+      per_channel: whether gates are per channel of the key.
+      delta: whether the operator is a delta rule, with step sizes.
     """
     gates = B * T * HV * (K if per_channel else 1)
     moved = itemsize * B * T * (2 * H * K + 2 * HV * V) + 4 * (gates + B * T * HV * delta)
@@ -215,16 +220,16 @@ def recurrent_cost(
 
 
 def launch(static: DecodeStatic, x: Arguments, pool: jax.Array, routes: pools.Routes) -> tuple[jax.Array, jax.Array]:
-    """Launch the kernel on the user's arrays; return o and the pool, in which it changes the slots named alone.
+    """Launch the kernel on the user's arrays; return o and the pool, in which only the named slots change.
 
     Args:
-      static: options.
-      x: arguments of the operator, without its states; g are all its decays in float32.
+      static: the static description of the launch.
+      x: arguments of the operator, without its states; g is the sum of all its gates, float32.
       pool: [slots, HV, K, V] float32 or bfloat16; updated in place if its buffer is donated.
-      routes: the sequences. With `static.single` one has W tokens at most.
+      routes: the routes of the sequences. With `static.single` a sequence has at most W tokens.
 
     Returns:
-      o in the shape and type of v, and the pool after.
+      o in the shape and type of v, and the updated pool.
 
     Raises:
       NotImplementedError: the tokens and states do not fit into VMEM.

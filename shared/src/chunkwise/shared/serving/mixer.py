@@ -1,7 +1,7 @@
-"""Decodes of one token by the kernel of `mixer_kernel`: which of them it takes, and how they become a launch.
+"""Decodes of one token by the kernel of `mixer_kernel`: which decodes the kernel takes, and when it runs.
 
-It takes an operator alone, and the whole mixer of a layer: the convolution with its pool, the gates, the operator and
-the gated norm, with one launch between the projections.
+The kernel takes an operator alone, or the whole mixer of a layer: the convolution with its pool, the gates, the
+operator and the gated norm, in one launch between the projections.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ from chunkwise.shared.serving.mixer_tile import Mixer, MixerStatic, OutputNorm
 def static_of(
     H: int, HV: int, K: int, V: int, activation: GateActivation, norm: OutputNorm | None = None
 ) -> MixerStatic:
-    """Return what is static of a layer, whose queries and keys get unit length and whose convolution has SiLU.
+    """Return the static description of a layer that scales queries and keys to unit length and convolves with SiLU.
 
     Args:
       H, HV, K, V: key heads, value heads and their channels.
-      activation: of gates and step sizes, as the operators name it.
-      norm: of the output, or None.
+      activation: the activation of gates and step sizes, as for the operators.
+      norm: the norm of the output, or None.
     """
     step_size = 1.0 + activation.allow_neg_eigval if activation.use_beta_sigmoid_in_kernel else None
     return MixerStatic(H, HV, K, V, K**-0.5, activation.law, step_size, True, "silu", norm, "decode_mixer_fwd")
@@ -64,17 +64,17 @@ def in_one_launch(
     otherwise: Callable[[], Any],
     make: Callable[[jax.Array, tuple[jax.Array, ...], jax.Array], Any],
 ) -> Any:
-    """Return what a serving step makes: by one launch if all of its sequences decode, else otherwise().
+    """Return the result of a serving step: by one launch if all of its sequences decode, else otherwise().
 
-    Which sequences decode is known when the step runs, so a program has both ways.
+    The number of decodes is traced, so the program has both branches.
 
     Args:
       x: the mixer of the tokens of the step.
-      pools: of the convolutions, and of states; not every kind is one for this kernel.
-      cu_seqlens, slots: of the step.
-      implementation: of the operator, as the user names it.
-      otherwise: the step by one operation after the other.
-      make: from the output [T, HV V] and the pools to what `otherwise` returns.
+      pools: the pools of the convolutions, and the pool of states; the kernel does not take every kind of pool.
+      cu_seqlens, slots: the boundaries and the slots of the step.
+      implementation: the user's name of the operator's implementation, or None.
+      otherwise: returns the result of the step, by one operation after the other.
+      make: makes such a result from the output [T, HV V] and the pools.
     """
     slots = step_table.with_counts(Slots(*map(checks.as_int32, slots)))
     if slots.num_decodes is None or not takes_mixer(x, pools, slots, implementation):
@@ -124,7 +124,7 @@ def _takes(x: Mixer, conv: tuple[jax.Array, ...], states, slots: Slots) -> bool:
 
 
 def _one_slot_each(slots: Slots) -> bool:
-    """Return whether every sequence has one slot, from which it starts whatever the last decode was."""
+    """Return whether every sequence has one slot, and starts from it regardless of its last decode."""
     one = slots.state_indices.ndim == 1 or slots.state_indices.shape[1] == 1
     return one and slots.num_accepted_tokens is None
 

@@ -1,6 +1,6 @@
-"""The mathematics of some sequences at once, a token each: rows [n, lanes] of them, and the state of one head.
+"""The mathematics of one token for each of n sequences: rows [n, lanes] of all sequences, and states head by head.
 
-Rows of different sequences never meet, so that what is not finite in one leaves the others as they are.
+No operation mixes rows of different sequences, so NaN and infinity in one sequence change no other sequence.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from jax import lax
 
 from chunkwise.shared.kernels import activations, gate_activation, packed, tiles
 
-# bfloat16 numbers whose sum is a float32 number.
+# How many bfloat16 numbers have a float32 number as their sum.
 PARTS = 3
 
 
@@ -19,7 +19,7 @@ class OutputNorm(NamedTuple):
     """The gated norm of the output.
 
     Attributes:
-      activation: of the gate.
+      activation: the activation of the gate.
       eps: added to the mean of the squares.
     """
 
@@ -28,17 +28,17 @@ class OutputNorm(NamedTuple):
 
 
 class MixerStatic(NamedTuple):
-    """What is known when the program is built.
+    """The static description of a launch.
 
     Attributes:
       H, HV, K, V: key heads, value heads and their channels.
-      scale: of the output.
-      law: of raw gates; None where gates are in nats.
-      step_size: what the sigmoid of a raw step size is multiplied by; None where step sizes are given.
+      scale: the number that multiplies the output.
+      law: the law of raw gates; None if gates are decays in nats.
+      step_size: the factor of the sigmoids of raw step sizes; None if step sizes are final.
       normalise: whether queries and keys get unit length.
-      activation: of the convolution.
-      norm: of the output, or None.
-      name: of the kernel.
+      activation: the activation of the convolution.
+      norm: the norm of the output, or None.
+      name: the name of the kernel.
     """
 
     H: int
@@ -60,16 +60,17 @@ class MixerStatic(NamedTuple):
 
 
 class Mixer(NamedTuple):
-    """What there is between the projections of a layer, or of it an operator alone, for a stream of T tokens.
+    """The arrays of a layer between its projections, or of an operator alone, for a stream of T tokens.
 
     Attributes:
-      static: what is known when the program is built.
+      static: the static description.
       x: channels of queries, keys and values before the convolution, in one array [T, channels] or in three.
       g: decays in nats, or raw gates, [T, HV] or [T, HV K].
-      beta: step sizes, raw or not, [T, HV]; None without the delta rule.
+      beta: step sizes, raw or final, [T, HV]; None without the delta rule.
       z: gates of the output [T, HV V], or None.
-      weight, bias: of the convolution, [channels, W] and [channels] for every array of x; empty for none.
-      A_log, dt_bias: of the law, [HV], and [HV] or [HV, K]; None for zeros.
+      weight, bias: weights and biases of the convolution, [channels, W] and [channels] for every array of x; empty if
+        there are none.
+      A_log, dt_bias: the arrays of the law, [HV], and [HV] or [HV, K]; None for zeros.
       norm: the weight of the norm, [V], or None.
     """
 
@@ -86,18 +87,18 @@ class Mixer(NamedTuple):
 
     @property
     def tokens(self) -> dict[str, jax.Array]:
-        """What tokens bring, by the names of `MixerRefs`."""
+        """The arrays of tokens, by their names in `MixerRefs`."""
         named = {f"x{j}": y for j, y in enumerate(self.x)} | {"g": self.g, "beta": self.beta, "z": self.z}
         return {name: y for name, y in named.items() if y is not None}
 
     @property
     def lanes(self) -> int:
-        """The lanes of a token, each of its arrays in whole registers."""
+        """The lanes of a token, with each of its arrays in whole registers."""
         return sum(packed.pad_lanes(y.shape[1]) for y in self.tokens.values())
 
     @property
     def constants(self) -> dict[str, jax.Array]:
-        """What all tokens share, by the names of `MixerRefs`, in rows but for the weights of convolutions."""
+        """The arrays that all tokens share, by their names in `MixerRefs`: rows, except the weights of convolutions."""
         rows = {f"b{j}": y for j, y in enumerate(self.bias)} | {"norm": self.norm}
         if self.static.law is not None:
             zeros = lambda size: jnp.zeros(size, jnp.float32)
@@ -123,7 +124,7 @@ def decay(g: jax.Array, A_log: Any, dt_bias: Any, s: MixerStatic) -> jax.Array:
 
 
 def step_size(beta: jax.Array, s: MixerStatic) -> jax.Array:
-    """Return the step sizes [n, HV]."""
+    """Return the final step sizes [n, HV]."""
     return beta if s.step_size is None else s.step_size * jax.nn.sigmoid(beta)
 
 
@@ -137,7 +138,8 @@ def exact_parts(x: jax.Array) -> list[jax.Array]:
     """Return float32 numbers that bfloat16 holds exactly, and whose sum is x."""
     found = []
     for _ in range(PARTS - 1):
-        # The first 8 digits: a conversion there and back is one that a compiler may leave out.
+        # These are the first 8 digits. A conversion to bfloat16 and back would find them, too, but a compiler may drop
+        # it.
         bits = lax.bitwise_and(lax.bitcast_convert_type(x, jnp.uint32), jnp.uint32(0xFFFF0000))
         found.append(lax.bitcast_convert_type(bits, jnp.float32))
         x = x - found[-1]

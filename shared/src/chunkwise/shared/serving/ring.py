@@ -1,4 +1,4 @@
-"""The rings of a pool after decodes: which are folded, what is added to them, and how many tokens they hold."""
+"""The rings of a pool after decodes: which rings are folded, the tokens added to them, and their numbers of tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,12 @@ from chunkwise.shared.serving.state_pool import StatePool
 
 
 def folds(pool: StatePool, source: jax.Array, target: jax.Array, kept: jax.Array, most: int) -> jax.Array:
-    """Return which decodes write a state, bool [n]: where the ring has no room, or starts in another slot.
+    """Return which decodes write a state, bool [n]: those whose ring has no room, or is not in their target slot.
 
     Args:
-      pool: with a ring.
-      source, target: the slots that they start from and end in, int32 [n].
-      kept: tokens of the rings that they start from.
+      pool: a pool with rings.
+      source, target: the slots that the decodes start from and end in, int32 [n].
+      kept: how many tokens of their rings are kept, int32 [n].
       most: the most tokens of a decode, for which there must be room.
     """
     return (kept > pool.replay - most) | (source != target)
@@ -27,12 +27,12 @@ def counted(pool: StatePool, routes: pools.Routes, kept: jax.Array, folded: jax.
 
 
 def append(pool: StatePool, routes: pools.Routes, kept: jax.Array, folded: jax.Array, keys, writes, gates) -> StatePool:
-    """Return the pool with the tokens of decodes in the rings of their targets, and their numbers.
+    """Return the pool with the tokens of decodes added to the rings of their target slots, and counted.
 
     Args:
-      pool: with a ring.
-      routes: the decodes.
-      kept, folded: tokens in the ring before, and whether it was emptied.
+      pool: a pool with rings.
+      routes: the routes of the decodes.
+      kept, folded: how many tokens of the ring are kept, and whether the ring was folded, which empties it.
       keys: [n, W, H, K] float32.
       writes: [n, W, HV, V] float32.
       gates: [n, W, HV] or [n, W, HV, K] float32.
@@ -40,7 +40,7 @@ def append(pool: StatePool, routes: pools.Routes, kept: jax.Array, folded: jax.A
     n, W, H = keys.shape[:3]
     by_row = lambda x: jnp.swapaxes(x.reshape(n, W, H, -1, *x.shape[3:]), 2, 3)  # [n, W, R, H, ...]
     t = jnp.arange(W, dtype=jnp.int32)[None]
-    # A token that does not exist is past the end.
+    # Tokens that do not exist are put past the end, where nothing is written.
     at = jnp.where(t < (routes.end - routes.start)[:, None], jnp.where(folded, 0, kept)[:, None] + t, pool.replay)
     slot = slot_rows.past_the_end(routes.target[:, :1], pool.shape[0])
     rows = dict(keys=keys, writes=by_row(writes), gates=by_row(gates).reshape(n, W, *pool.gates.shape[2:]))

@@ -1,7 +1,7 @@
-"""Decode over a pool with a ring, in one launch: a state is read once, and written only where its ring is folded.
+"""Decodes over a pool with rings, in one launch: a state is read once, and written only if its ring is folded.
 
-A grid step takes a sequence: while it computes what `ring_tile` says, the copies of the next one come in, and the
-copies of earlier ones go out, to and from four buffers in turn.
+A grid step takes a sequence. While it computes with `ring_tile`, the slot of the next sequence is copied in, and the
+slots of earlier sequences are copied out, with four buffers in turn.
 """
 
 import functools
@@ -20,14 +20,14 @@ from chunkwise.shared.serving import ring, ring_tile, state_pool
 from chunkwise.shared.serving.decode_kernel import DecodeStatic
 from chunkwise.shared.serving.state_pool import StatePool
 
-# Buffers of a slot: one is read into, one is worked on, and others are written from. For a power of two the buffer of a
-# sequence takes no division, which is slow.
+# Buffers of slots: one is filled, one is in use, and the others are written out. With a power of two the buffer of a
+# sequence is found without a division, which is slow.
 _BUFFERS = 4
-# The copies of a sequence have gone out so many grid steps after it was computed.
+# This many grid steps after a sequence was computed, its copies have gone out.
 LATER = _BUFFERS - 1
-# Tokens of the ring are copied in so many parts, of which those are left out that hold no token.
+# A ring is copied in this many parts; parts that hold no token are left out.
 _PARTS = 4
-# Key heads of a fold that are worked on at once.
+# How many key heads a fold takes at once.
 _FOLDED = 4
 
 
@@ -35,19 +35,20 @@ class RingRefs(NamedTuple):
     """The Refs of the kernel: scalar tables, tokens, the pool in HBM, and buffers.
 
     Attributes:
-      start, count: int32 [N], the first token of a sequence and how many it has.
-      source, target: int32 [N], the slots that it starts from and ends in, negative for none, as without tokens.
-      kept: int32 [N], tokens of the ring of the source that count.
-      folded: int32 [N], 1 if the ring is folded, and the state written, before its tokens.
+      start, count: int32 [N], the first token of a sequence and its number of tokens.
+      source, target: int32 [N], the slots that the sequence starts from and ends in; negative for none, and for
+        sequences without tokens.
+      kept: int32 [N], how many tokens of the source's ring are kept.
+      folded: int32 [N], 1 if the ring is folded before the tokens of the sequence, and the state is written.
       q, k: [T, H, K]; v, o: [T, HV, V].
       g: float32 [T, HV] in the order [R, H], or [T, R, H, K].
       beta: float32 [T, HV] in the order [R, H], or None.
-      p: float32 [T, R, H, K], erase keys as they are, or None for keys.
-      states_out, scales_out, keys_out, writes_out, gates_out: the pool.
-      state, scale_rows, key, write, gate: buffers of a slot, [4, ...].
-      folded_keys: float32 [L R H, K], the keys of the ring times what decays after them.
-      folded_writes: float32 [L R H, V].
-      decay: float32 [R, H, K], what decays of the state.
+      p: float32 [T, R, H, K], erase keys, which the kernel does not normalise; None for k.
+      states_out, scales_out, keys_out, writes_out, gates_out: the arrays of the pool, updated in place.
+      state, scale_rows, key, write, gate: four buffers for the arrays of a slot, [4, ...].
+      folded_keys: float32 [L R H, K], the keys of the ring times the decays after them.
+      folded_writes: float32 [L R H, V], the writes of the ring.
+      decay: float32 [R, H, K], the decay of the state over the ring.
       rows: float32 [HV, V], the values, and then the outputs, of a token.
       same_head, of_token: float32, the masks of `ring_tile`.
       reads, stores: semaphores of the copies from and to a slot, [4].
@@ -101,13 +102,13 @@ def _ring_kernel(refs: RingRefs, s: DecodeStatic):
 
     @pl.when(n == 0)
     def _():
-        # Tokens of no sequence are zero.
+        # The output of a token is zero if no sequence has the token.
         refs.o[...] = jnp.zeros_like(refs.o)
         L, H = refs.key.shape[1:3]
         refs.same_head[...], refs.of_token[...] = ring_tile.masks(s.W, L, H, refs.beta is not None)
         _reads(refs, n, pools.start)
 
-    # The next sequence is read into a buffer that another one has been written from. The last steps only wait.
+    # The next sequence is read into a buffer whose last sequence has been written out. The last steps only wait.
     pl.when(n >= LATER)(lambda: _stores(refs, s, n - LATER, pools.wait))
     pl.when(n + 1 < N)(lambda: _reads(refs, n + 1, pools.start))
 
@@ -130,12 +131,12 @@ def _run_sequence(refs: RingRefs, s: DecodeStatic, n, b) -> None:
 
     pl.when(folded)(lambda: _fold(refs, b, refs.kept[n]))
     first = jnp.where(folded, jnp.int32(0), refs.kept[n])
-    # What is past the tokens of the sequence is computed too, and dropped.
+    # Tokens after the end of the sequence are computed, too, and dropped.
     place = [jnp.minimum(refs.start[n] + jnp.int32(t), jnp.int32(refs.v.shape[0] - 1)) for t in range(s.W)]
     q, k = ([ref[at].astype(jnp.float32) for at in place] for ref in (refs.q, refs.k))  # [H, K] each
     if s.normalise:
         q, k = ([tiles.l2norm(x) for x in y] for y in (q, k))
-    # A gate, or a step size, per head is a row.
+    # Gates per head, and step sizes, are rows.
     row = lambda i: i if refs.per_channel else pl.ds(i, 1)
     g = [refs.g[row(at)] for at in place]
     beta = None if refs.beta is None else [refs.beta[pl.ds(at, 1), :] for at in place]
@@ -155,13 +156,13 @@ def _run_sequence(refs: RingRefs, s: DecodeStatic, n, b) -> None:
         refs.gate[b, row(inside)] = g[t]
         refs.write[b, inside] = jnp.stack(written[t]).astype(refs.write.dtype)
         layout.store_every(refs.rows, o[t])
-        # The first token exists.
+        # The first token always exists.
         store = functools.partial(_store_output, refs, at)
         pl.when(jnp.int32(t) < refs.count[n])(store) if t else store()
 
 
 def _slot(refs: RingRefs, b, count) -> StatePool:
-    """Return the slot in a buffer, whose ring holds so many tokens."""
+    """Return the slot in buffer b, whose ring holds `count` tokens."""
     scales = None
     if refs.scale_rows is not None:
         scales = jnp.stack(layout.load_every(refs.scale_rows.at[b], refs.write.shape[2]))
@@ -173,7 +174,7 @@ def _store_output(refs: RingRefs, at) -> None:
 
 
 def _fold(refs: RingRefs, b, kept) -> None:
-    """Make the state in a buffer that after the kept tokens of its ring, in the type of the pool."""
+    """Replace the state in buffer b by the state after the kept tokens of its ring, in the type of the pool."""
     keys, writes, decay = ring_tile.fold_tokens(_slot(refs, b, kept))
     R, L, H, K = keys.shape
     for r in range(R):
@@ -186,13 +187,13 @@ def _fold(refs: RingRefs, b, kept) -> None:
     def fold_head(h, r):
         n, tokens = h * jnp.int32(R) + jnp.int32(r), pl.ds(jnp.int32(r * H) + h, L, stride=R * H)
         row = refs.decay[r, pl.ds(h, 1), :]
-        # A number that all channels share is one already where nothing else multiplies it.
+        # A decay that all channels share stays one number, unless scales of channels multiply it.
         row = row[:, : decay[r].shape[1]] if refs.scale_rows is None else row * refs.scale_rows[b, pl.ds(n, 1), :]
         tokens = refs.folded_keys[tokens, :], refs.folded_writes[tokens, :]
         return n, *ring_tile.fold_head(refs.state[b, n], *tokens, row, refs.write.dtype)
 
     def fold_heads(turn, carry):
-        # All are read before one is written, so that their products may overlap.
+        # All heads are read before one is written, so that their products may overlap.
         heads = [(turn * jnp.int32(some) + jnp.int32(i), r) for i in range(some) for r in range(R)]
         for n, S, scales in [fold_head(*head) for head in heads]:
             refs.state[b, n] = S
@@ -209,7 +210,7 @@ def _buffer(n) -> jax.Array:
 
 
 def _reads(refs: RingRefs, n, act) -> None:
-    """Start, or wait for, the copies of what sequence n reads; `act` takes a copy."""
+    """Start the copies of the slot that sequence n reads, or wait for them: `act` is called with every copy."""
     slot, b = refs.source[n], _buffer(n)
     copy = lambda pool, buffer: act(pltpu.make_async_copy(pool, buffer, refs.reads.at[b]))
 
@@ -234,7 +235,7 @@ def _reads(refs: RingRefs, n, act) -> None:
 
 
 def _stores(refs: RingRefs, s: DecodeStatic, n, act) -> None:
-    """Start, or wait for, the copies of what sequence n writes: its tokens, and its state if the ring was folded."""
+    """Start, or wait for, the copies of sequence n to its slot: its tokens, and its state if the ring was folded."""
     slot, b = refs.target[n], _buffer(n)
     copy = lambda buffer, pool: act(pltpu.make_async_copy(buffer, pool, refs.stores.at[b]))
 
@@ -258,7 +259,9 @@ def _stores(refs: RingRefs, s: DecodeStatic, n, act) -> None:
 def launch(
     static: DecodeStatic, x: Arguments, pool: StatePool, routes: pools.Routes, accepted: jax.Array | None
 ) -> tuple[jax.Array, StatePool]:
-    """Run decodes over a pool with a ring; as `decode_kernel.launch`, but for a pool that has a ring.
+    """Run decodes over a pool with rings; `decode_kernel.launch` documents the arguments and results.
+
+    With `accepted`, int32 [N], so many tokens of the last decode of each slot are kept; None keeps all.
 
     Raises:
       NotImplementedError: the tokens and the buffers of a slot do not fit into VMEM.
@@ -308,7 +311,7 @@ def launch(
         scratch=scratch,
         in_place={name: name for name in names},
         cost_estimate=_cost(N, static.W, pool),
-        # Slots are those that exist, and tokens lie in the ring.
+        # All slots exist, and all tokens lie in the ring.
         in_bounds=True,
     )
     rings = pool._replace(**{name: out[name] for name in names})
@@ -316,7 +319,7 @@ def launch(
 
 
 def _cost(N: int, W: int, pool: StatePool) -> pl.CostEstimate:
-    """Return what decodes cost: a state is read once, and written by one of L / W sequences; rings are half full."""
+    """Return the cost of decodes: states are read, one of L / W sequences writes its state, and rings are half full."""
     size = lambda y: 0 if y is None else y.size // y.shape[0] * y.dtype.itemsize
     state, ring = size(pool.states) + size(pool.scales), size(pool.keys) + size(pool.writes) + size(pool.gates)
     (heads, K, V), L, written = pool.shape[1:], pool.replay, W / pool.replay
@@ -331,7 +334,7 @@ def fits(x: Arguments, pool: StatePool) -> bool:
     """Return whether the buffers of a slot and all tokens of x fit into fast memory."""
     size = lambda y: 0 if y is None else y.size // y.shape[0] * y.dtype.itemsize
     slot = sum(size(y) for y in (pool.states, pool.scales, pool.keys, pool.writes, pool.gates))
-    # With erase keys all tokens are float32. Gates that are constant take little.
+    # If there are erase keys, all arrays of tokens are float32. Constant gates take little memory.
     arrays = (y for y in (x.q, x.k, x.v, x.v, x.g) if y is not None)
     tokens = sum(y.size * (4 if x.erases else max(y.dtype.itemsize, 2)) for y in arrays)
     tokens += x.erases * 4 * x.v.size // x.v.shape[3] * x.q.shape[3]

@@ -1,16 +1,16 @@
 """Tile mathematics of a decode over a pool with a ring: a few tokens of one sequence; arrays in, arrays out.
 
-`state_pool` has the equations, and `ring_kernel` says when. The matrix unit, which has time to spare, reads the state
-and the ring as they were before the step. The rows of a product are the keys and queries of eight heads with the state
-of one, or of all heads with the ring, and the products of two different heads are dropped. What the few tokens of the
-step read of one another are sums on the vector unit.
+`state_pool` has the equations. The matrix unit, which has time to spare, reads the state and the ring as they were
+before the step. One product takes keys and queries of eight heads and the state of one head, or keys and queries of all
+heads and the ring; results of two different heads are dropped. Reads between the few tokens of the step are sums on the
+vector unit.
 
-HV = H R: value head n belongs to key head n // R, and lies in row [n % R, n // R] of arrays [R, H, ...]. A list over r
-has an array [H, ...] for each. A decode has W tokens, and the slot of a sequence is a `StatePool` without the dimension
-of slots: L tokens in its ring, `count` of which exist, and scales [R, H, K].
+HV = H R: value head n belongs to key head n // R, and lies at [n % R, n // R] in arrays [R, H, ...]. A list over r has
+an array [H, ...] for each r < R. A decode has W tokens. The slot of a sequence is a `StatePool` without the dimension
+of slots: its ring has room for L tokens, of which the first `count` exist, and its scales are [R, H, K].
 
-A gate per head is a number of a head and multiplies results; a gate per channel multiplies keys and queries. So gates
-are columns [H, 1] or tiles [H, K].
+Decays per head are columns [H, 1], which multiply results. Decays per channel are tiles [H, K], which multiply keys and
+queries.
 """
 
 import functools
@@ -25,18 +25,18 @@ from chunkwise.shared.kernels import matmul, packed, tiles
 from chunkwise.shared.serving import state_pool
 from chunkwise.shared.serving.state_pool import StatePool
 
-# Heads whose keys and queries are rows of one product: as many as a register has rows.
+# How many heads have their keys and queries in one product: as many as a register has rows.
 _ROWS = 8
 
 Rows = list[jax.Array]
 
 
 def masks(W: int, L: int, H: int, delta: bool) -> tuple[jax.Array, jax.Array]:
-    """Return the columns [L H] of heads and of tokens, ones and zeros in float32.
+    """Return masks of columns [L H] by head and by token, ones and zeros in float32.
 
     Returns:
-      [W H or 2 W H, L H], 1 where a query, or the key of a delta rule, meets the tokens of the same head in a ring.
-      [L, L H], 1 where a column is of that token.
+      [W H or 2 W H, L H], 1 if the query, or the key of a delta rule, in the row has the head of the column. [L, L H],
+      1 if the column belongs to the token of the row.
     """
     iotas = lambda *shape: (lax.broadcasted_iota(jnp.int32, shape, i) for i in range(2))
     row, column = iotas((1 + delta) * W * H, L * H)
@@ -60,22 +60,23 @@ def decode(
     """Run the tokens of a sequence.
 
     Args:
-      q, k: [H, K] float32 of every token.
-      v: [H, V] float32 of every token, for every r.
-      g: float32 of every token: [1, HV] in the order [R, H], or [R, H, K] per channel.
-      beta: as the gates per head, or None without the delta rule.
-      p: erase keys, [R, H, K] of every token, or None for keys.
-      slot: the sequence starts from its state and its ring.
+      q, k: for every token, [H, K] float32.
+      v: for every token and every r, [H, V] float32.
+      g: for every token, float32 [1, HV] in the order [R, H], or per channel [R, H, K].
+      beta: laid out as gates per head; None without the delta rule.
+      p: for every token, erase keys [R, H, K]; None for k.
+      slot: the slot whose state and ring the sequence starts from.
       same_head, of_token: the `masks`.
-      scale: multiplies the outputs.
+      scale: the number by which the outputs are multiplied.
 
     Returns:
-      The outputs, and what the tokens write, float32 [H, V] of every token, for every r.
+      The outputs, and the values that the tokens write, float32 [H, V] for every token and every r.
     """
     W, R, per_channel = len(q), len(v[0]), g[0].ndim == 3
     gates = _decays(slot, g)
     beta, gates = (_columns(beta, len(k[0])), gates) if per_channel else _columns((beta, gates), len(k[0]))
-    # The erase keys of a delta rule and the queries of all tokens read at once what was there before the step.
+    # The erase keys of a delta rule and the queries of all tokens read together from the slot as it was before the
+    # step.
     erase = [[x] * R for x in k] if p is None else p
     reads = [[*(x[r] for x in erase if beta is not None), *q] for r in range(R)]
     if per_channel:
@@ -85,7 +86,7 @@ def decode(
     between = gates[3]
 
     def read_step(x, r, t):
-        """Return what x of token t reads of the tokens of the step before it."""
+        """Return the value that x, a key or query of token t, reads from earlier tokens of the step."""
         found = jnp.zeros_like(v[t][r])
         for u in range(t):
             found = found + jnp.sum(x * k[u] * between[t][u][r], axis=-1, keepdims=True) * written[u][r]
@@ -105,11 +106,12 @@ def decode(
 
 
 def _decays(slot: StatePool, g: Rows) -> tuple[Any, jax.Array, Rows, list[Rows]]:
-    """Return what is left of the tokens of a ring at its end, of the state, and of both after the tokens of a step.
+    """Return the decays of a ring's tokens and of the state up to the end of the ring, and the decays in a step.
 
     Returns:
-      [L, HV], or [R, H, K] of every token of the ring; [1, HV] or [R, H, K] of the state; the same shape of both up to
-      every token of the step; and for every token t of the step, of all tokens before it up to token t.
+      The decays from every token of the ring to its end, [L, HV], or a list of [R, H, K]; from the state to the end of
+      the ring, [1, HV] or [R, H, K]; from there to every token of the step, a list of the same shape; and for every
+      token t of the step, from each earlier token of the step to t.
     """
     upto = [jnp.exp(x) for x in itertools.accumulate(g, jnp.add)]
     between = [[jnp.exp(functools.reduce(jnp.add, g[u + 1 : t + 1])) for u in range(t)] for t in range(len(g))]
@@ -129,7 +131,7 @@ def _decays(slot: StatePool, g: Rows) -> tuple[Any, jax.Array, Rows, list[Rows]]
 
 
 def _columns(tree: Any, H: int) -> Any:
-    """Return a tree whose rows [n, HV] are columns, [H, n] for every r, all of them by one transposition."""
+    """Return a tree with its rows [n, HV] turned into columns, [H, n] for every r, all by one transposition."""
     rows, structure = jax.tree.flatten(tree)
     if not rows:
         return tree
@@ -141,20 +143,20 @@ def _columns(tree: Any, H: int) -> Any:
 
 
 def _read_by_channel(reads: list[Rows], slot: StatePool, same_head, after, start, upto) -> list[Rows]:
-    """Return what keys and queries [H, K] read of a state and its ring, [H, V] each, for every r.
+    """Return the values that keys and queries [H, K] read from a state and its ring, [H, V] each, for every r.
 
     Args:
       reads: erase keys and queries of all tokens, for every r.
       slot: the state and the ring.
       same_head: one of the `masks`.
-      after, start, upto: of `_decays`, by channel.
+      after, start, upto: the first results of `_decays`, for gates per channel.
     """
     W, parts = len(upto), _parts(slot.keys.dtype)
     reads = [[x * upto[j % W][r] for j, x in enumerate(y)] for r, y in enumerate(reads)]
     of_state = _read_state([[x * start[r] for x in y] for r, y in enumerate(reads)], slot)
     keys, weights = _existing(slot.keys, slot.count), []
     for r, y in enumerate(reads):
-        # What is left of a key is not exact.
+        # A decayed key is not exact in the type of the ring.
         left = _below([key.astype(jnp.float32) * x[r] for key, x in zip(keys, after, strict=True)])
         weights.append(_product(matmul.bf16_parts(_below(y), parts), matmul.bf16_parts(left, parts), matmul.dot_nt))
     of_ring = _read_writes(weights, slot, same_head)
@@ -164,9 +166,9 @@ def _read_by_channel(reads: list[Rows], slot: StatePool, same_head, after, start
 def _read_by_head(
     reads: list[Rows], slot: StatePool, same_head, of_token, after, start, upto, alike: bool
 ) -> list[Rows]:
-    """Return the result of `_read_by_channel` for decays by head; with `alike` all r have the same keys and queries."""
+    """Return the same as `_read_by_channel`, for gates per head; `alike`: keys and queries are the same for every r."""
     W, R, H, parts = len(upto), len(reads), slot.keys.shape[1], _parts(slot.keys.dtype)
-    # The matrix unit takes products in this order: those with the state fill the time until the gates are columns.
+    # The matrix unit takes products in this order: products with the state fill the time until the gates are columns.
     of_state = _read_state(reads, slot)
     keys = _exact_parts(_below(_existing(slot.keys, slot.count)), slot.keys.dtype)
     weights = [_product(matmul.bf16_parts(_below(y), parts), keys, matmul.dot_nt) for y in reads[: 1 if alike else R]]
@@ -181,14 +183,14 @@ def _read_by_head(
 
 
 def _read_writes(weights: Rows, slot: StatePool, same_head) -> list[Rows]:
-    """Return the sums of what the tokens of a ring wrote, [H, V] of every key and query, for every r.
+    """Return weighted sums of the writes of a ring, [H, V] for every key and query, for every r.
 
-    All heads have met all keys of the ring in one product, whose columns [L H] are the rows of this one. The weights of
-    other heads become zero.
+    The weights come from one product of all heads with all keys of the ring; its columns [L H] are the rows of the
+    writes here. Weights between different heads become zero.
 
     Args:
       weights: [keys and queries, L H], for every r.
-      slot: the ring.
+      slot: the slot of the ring.
       same_head: one of the `masks`.
     """
     found, H, dtype = [], slot.keys.shape[1], slot.writes.dtype
@@ -201,10 +203,10 @@ def _read_writes(weights: Rows, slot: StatePool, same_head) -> list[Rows]:
 
 
 def _read_state(reads: list[Rows], slot: StatePool) -> list[Rows]:
-    """Return what keys and queries [H, K] read of the states of their heads, [H, V] each, for every r."""
+    """Return the values that keys and queries [H, K] read from the states of their heads, [H, V] each, for every r."""
     (H, _), V, R, n = reads[0][0].shape, slot.states.shape[2], len(reads), len(reads[0])
     rows = _ROWS if H % _ROWS == 0 else H
-    # Two states beside one another fill a matrix unit of 256 columns.
+    # Two states side by side fill a matrix unit of 256 columns.
     wide = 2 if rows % 2 == 0 and V % 128 == 0 else 1
     heads = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
     found: list[Any] = []
@@ -227,11 +229,11 @@ def _read_state(reads: list[Rows], slot: StatePool) -> list[Rows]:
 
 
 def fold_tokens(slot: StatePool) -> tuple[jax.Array, jax.Array, Rows]:
-    """Return what the tokens of a ring add to its states, and what is left of the states, for every r.
+    """Return the decayed keys and the writes of a ring, and the decays of its states.
 
     Returns:
-      Keys times what is left of them, float32 [R, L, H, K]; what they wrote [R, L, H, V]; and [H, K], or [H, 1] where
-      all channels decay alike.
+      Keys times their decays up to the end of the ring, float32 [R, L, H, K]; the writes [R, L, H, V]; and for every r
+      the decay of the states, [H, K], or [H, 1] for gates per head.
     """
     (L, H), per_channel = slot.keys.shape[:2], slot.gates.ndim == 4
     after, start, *_ = _decays(slot, [])
@@ -249,11 +251,12 @@ def fold_tokens(slot: StatePool) -> tuple[jax.Array, jax.Array, Rows]:
 def fold_head(
     state: jax.Array, keys: jax.Array, writes: jax.Array, decay: jax.Array, ring_dtype
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return a state [K, V] with its ring as the pool keeps it, and its scales [1, K], None if it is not of 8 bits.
+    """Return the state [K, V] after its ring, in the type of the pool, and its scales [1, K], None unless it is int8.
 
     Args:
-      state: of a head, in the type of the pool.
-      keys, writes, decay: of `fold_tokens`: [L, K], [L, V], and [1, K] or [1, 1], times the scales of the state.
+      state: the state of a head, in the type of the pool.
+      keys, writes, decay: the results of `fold_tokens` for the head, [L, K], [L, V], and [1, K] or [1, 1]; the decay is
+        already multiplied by the scales of the state.
       ring_dtype: the type of the writes in the ring.
     """
     column = decay if decay.shape[1] == 1 else tiles.to_column(decay[None])[0]
@@ -269,17 +272,17 @@ def fold_head(
 
 
 def _existing(x: jax.Array, count) -> Rows:
-    """Return what a ring holds for every token, zeros for one that does not exist: it may hold anything then."""
+    """Return a ring's entry for every token; zeros for tokens that do not exist, whose entries may hold anything."""
     return [lax.select(jnp.int32(i) < count, x[i], jnp.zeros_like(x[i])) for i in range(x.shape[0])]
 
 
 def _below(rows: Rows) -> jax.Array:
-    """Return matrices below one another, [1, rows, columns]."""
+    """Return matrices stacked to one matrix, [1, rows, columns]."""
     return jnp.concatenate(rows, axis=0)[None]
 
 
 def _parts(dtype) -> int:
-    """Return how many bfloat16 parts a factor has that meets a type: three for float32, which is exact to its bits."""
+    """Return how many bfloat16 parts a factor beside one of this type has: three for float32, which lose no bits."""
     return 3 if dtype == jnp.float32 else 2
 
 

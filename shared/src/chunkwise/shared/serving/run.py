@@ -1,7 +1,8 @@
-"""One serving step of every operator: whatever a scheduler packed into a stream, over one pool of states.
+"""A serving step of any operator: the sequences that a scheduler packed into a stream, over one pool of states.
 
-`step_table` says which sequences decode and which are prefills. Decodes go token by token, through the kernel of
-`decode_kernel`, or over a pool with rings of `ring_kernel`. Prefills go chunk by chunk. Both change the pool in place.
+`step_table` says which sequences decode and which are prefills. Decodes go token by token, by a kernel of
+`mixer_kernel`, `decode_kernel` or `ring_kernel`. Prefills go chunk by chunk. Decodes and prefills change the pool in
+place.
 """
 
 import functools
@@ -21,12 +22,12 @@ from chunkwise.shared.serving import decode, decode_kernel, mixer, ring, ring_ke
 from chunkwise.shared.serving.decode_kernel import DecodeStatic
 from chunkwise.shared.serving.state_pool import StatePool
 
-# The arguments [B, T, ...].
+# The names of the arguments [B, T, ...].
 _TOKENS = ("q", "k", "v", "g", "beta", "p", "b", "w")
 
 
 def check_step(x: Arguments, options: Options) -> tuple[Arguments, Options]:
-    """Check the pool and the slots of a serving step, and return its arguments and options in full."""
+    """Check the pool and the slots of a serving step, and return its arguments and options with all defaults."""
     slots: Any = x.slots
     checks.check(x.cu_seqlens is not None, "`cu_seqlens` must be an int32 array [N + 1]; got None.")
     (H, K), (HV, V), pool = x.q.shape[2:], x.v.shape[2:], x.initial_state
@@ -52,14 +53,14 @@ def run_step(
     """Run a serving step.
 
     Args:
-      name: of the kernel that decodes.
-      implementation: of the prefills; its name says how decodes go, too.
+      name: the name of the kernel for decodes.
+      implementation: the implementation of prefills; if its name is "xla", decodes go in plain JAX, too.
       x, options: arguments that `check_step` returned.
-      strict: whether more decodes than the kernel can have are an error, and do not go in plain JAX.
+      strict: whether decodes that do not fit into a kernel are an error; otherwise they go in plain JAX.
     """
     slots: Any = x.slots
     pool = state_pool.as_pool(x.initial_state)
-    # A pool is returned as it came.
+    # The pool is returned in the form that the caller gave: an array or a StatePool.
     returned = (lambda after: after) if pool is x.initial_state else (lambda after: after.states)
     step = step_table.find_step(x.cu_seqlens, slots, pool.shape[0], x.v.shape[1], options.decode_tokens)
     x = x._replace(cu_seqlens=step.boundaries, initial_state=None, slots=None)
@@ -69,11 +70,11 @@ def run_step(
     if slots.num_decodes is None:
         o, pool = _prefill(x, pool, step.prefills, options, implementation, accepted)
         return o, returned(pool)
-    # XLA moves no reshape into a condition or out of it: so what passes has its heads in one row, as the kernels
-    # take it and as projections leave it.
+    # XLA moves no reshape into a condition or out of it. So arrays that pass through conditions have all heads in one
+    # row, as projections make them and kernels take them.
     rows = {name: _in_rows(y) for name, y in _of_tokens(x).items()}
     shapes = {name: y.shape[2:] for name, y in _of_tokens(x).items()}
-    # As many as decodes can have.
+    # The most tokens that decodes can have.
     T = min(x.v.shape[1], slots.state_indices.shape[0] * _most_tokens(step.decodes, options))
 
     def tokens(most: int | None = None) -> Arguments:
@@ -81,7 +82,7 @@ def run_step(
 
     def run_decodes(pool):
         few = tokens(T)._replace(cu_seqlens=jnp.stack([jnp.int32(0), step.tokens]))
-        # There is no kernel of decodes for 8 bits without a ring: plain JAX is.
+        # Decodes over int8 states without rings have no kernel, so they go in plain JAX.
         fits = (pool.is_array or pool.replay > 0) and (strict or step_fits(few, pool))
         chosen = implementation.name if fits else "xla"
         run_alone = functools.partial(_decode, name, chosen == "xla", pool, step, slots)
@@ -94,7 +95,7 @@ def run_step(
         decoded = lax.broadcasted_iota(jnp.int32, (1, T, 1), 1) < step.tokens
         return o.at[:, :T].set(jnp.where(decoded, leading, o[:, :T])), pool
 
-    # A step that has no decode, or no prefill, spends nothing on them.
+    # A step without decodes, or without prefills, spends no time on them.
     nothing = lambda T: jnp.zeros((1, T, rows["v"].shape[2]), x.v.dtype)
     leading, pool = lax.cond(step.tokens > 0, run_decodes, lambda pool: (nothing(T), pool), pool)
     only = lambda leading, pool: (nothing(x.v.shape[1]).at[:, :T].set(leading), pool)
@@ -103,7 +104,7 @@ def run_step(
 
 
 def step_fits(x: Arguments, pool: StatePool) -> bool:
-    """Return whether a kernel takes the decodes of a step, all of whose tokens are x."""
+    """Return whether a kernel takes the decodes of a step, whose tokens are x."""
     if pool.states.dtype == jnp.float16:
         return False
     return ring_kernel.fits(x, pool) if pool.replay else decode_kernel.key_heads_a_step(x) is not None
@@ -139,11 +140,12 @@ def _prefill(
         if pool.is_array:
             o, states = implementation.pooled(x._replace(initial_state=pool.states), options, routes)
             return o, pool._replace(states=states)
-        # A small pool of the states of this step alone, the n-th sequence's in slot n, and then those after blocks.
+        # `small` is a pool of only the states of this step: the state of sequence n in slot n, then states after
+        # blocks.
         small, into, slot = _gather(pool, routes, accepted, options.block_size)
         o, small = implementation.pooled(x._replace(initial_state=small), options, into)
         return o, state_pool.store(pool, slot, small)
-    # The tokens before the first prefill are one more sequence.
+    # The tokens before the first prefill form one more sequence.
     boundaries = jnp.concatenate([jnp.zeros(1, jnp.int32), routes.start[:1], routes.end])
     states = state_pool.read(pool, routes.source, accepted)
     states = jnp.concatenate([jnp.zeros_like(states[:1]), states])
@@ -165,7 +167,7 @@ def _prefill(
 def _gather(
     pool: StatePool, routes: pools.Routes, accepted: jax.Array | None, block_size: int | None
 ) -> tuple[jax.Array, pools.Routes, jax.Array]:
-    """Return a float32 pool of the states of some sequences, their routes in it, and the slots that its slots go to."""
+    """Return a float32 pool of the sequences' states, their routes in it, and a slot of `pool` for each state."""
     N, index = routes.source.shape[0], jnp.arange(routes.source.shape[0], dtype=jnp.int32)
     states, none = state_pool.read(pool, routes.source, accepted), jnp.int32(-1)
     into = routes._replace(
@@ -185,16 +187,17 @@ def _gather(
 
 
 def _write_blocks(pool: StatePool, kept, after, routes: pools.Routes, options: Options) -> StatePool:
-    """Write the states after blocks of tokens, of those before all chunks [NT, ...] and those after sequences [N, ...].
+    """Write the states after blocks of tokens to the pool.
 
-    The state after a block is that before the next chunk of its sequence, or that after the sequence.
+    The state after a block is the state before the next chunk of its sequence, in `kept` [NT, ...], or, after the last
+    chunk, the state after the sequence, in `after` [N, ...].
     """
     C = options.chunk_size
     assert options.block_size is not None
     stop, slot = step_table.full_blocks(routes, options.block_size)
     length = (routes.end - routes.start)[:, None]
     chunks = -(-length[:, 0] // C)
-    # The tokens before the first prefill have chunks too.
+    # The tokens before the first prefill have chunks, too.
     first = jnp.cumsum(chunks, dtype=jnp.int32) - chunks - (-routes.start[0] // C)
     inside = jnp.minimum(first[:, None] + stop // C, kept.shape[0] - 1)  # [N, M]
     sequence = jnp.arange(length.shape[0], dtype=jnp.int32)[:, None]
@@ -212,7 +215,7 @@ def _decode(
     options: Options,
     precomputed: None = None,
 ) -> tuple[jax.Array, StatePool]:
-    """Return the outputs of the decodes, whose tokens are the first ones of prepared arguments, and the pool."""
+    """Return the outputs of the decodes, whose tokens are the first tokens of x, and the pool."""
     routes, accepted = step.decodes, slots.num_accepted_tokens
     scale, W = x.scale, _most_tokens(routes, options)
     x = x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)

@@ -1,4 +1,4 @@
-"""The rows of an array [slots, ...] that some slots name, of which some may not exist."""
+"""Rows of an array [slots, ...] by their slots, which need not exist."""
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +17,19 @@ def write(x: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def past_the_end(slots: jax.Array, count: int) -> jax.Array:
-    """Return slots, negative ones moved past the end: JAX would count them from the end."""
+    """Return slots, with negative slots moved past the end, because JAX would count them from the end."""
     return jnp.where(slots < 0, jnp.int32(count), slots)
 
 
 def read_states(pool: jax.Array, slots: Slots) -> jax.Array:
-    """Return the states that sequences start from, [N, ...], of a pool [slots, ...] and in its type.
+    """Return the states that sequences start from, [N, ...], out of a pool [slots, ...], in its type.
 
-    Without `state_indices` the pool is the states themselves.
+    Without `state_indices` the pool has one state for each sequence.
     """
     states = pool if slots.state_indices is None else read(pool, slots.state_indices)
     if slots.has_initial_state is None:
         return states
-    # A freed slot may hold anything, so zeros are selected: 0 times NaN is NaN.
+    # A freed slot may hold anything, so zeros are selected, because 0 times NaN is NaN.
     kept = slots.has_initial_state.reshape(-1, *(1,) * (states.ndim - 1))
     return jnp.where(kept, states, jnp.zeros((), states.dtype))
 

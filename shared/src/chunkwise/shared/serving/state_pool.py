@@ -1,14 +1,15 @@
-"""Pools of states that move fewer bytes than an array of them: states in 8 bits, and rings of tokens beside them.
+"""Pools of states that move fewer bytes than an array of states: states in 8 bits, and rings of tokens beside states.
 
-Without a ring a decode reads and writes a state for every token. With one it reads the state S_0 that was written last,
-the *checkpoint*, and the tokens of the ring, which are those since. With G_t the sum of the gates since the checkpoint,
-and d_i what the i-th token of the ring wrote, beta (v - S~^T k) of a delta rule or v itself::
+Without a ring a decode reads and writes a state for every token. With a ring it reads the state S_0 that was written
+last, the *checkpoint*, and the tokens since then, which are in the ring. G_t is the sum of the gates in nats since the
+checkpoint, and d_i is the value that the i-th token of the ring wrote: v, or beta (v - S~^T k) in a delta rule with the
+decayed state S~::
 
     S_t = Diag(e^{G_t}) S_0 + sum_{i<=t} (e^{G_t - G_i} k_i) d_i^T
 
-It adds its k, d and gate to the ring, and writes no state until the ring is full. Then the ring is *folded*: S_t
-becomes the checkpoint. A ring holds the gates themselves, not their sums, because a difference of two large sums is
-not exact.
+A decode adds its k, d and gate to the ring, and writes no state until the ring is full. Then the ring is *folded*: S_t
+becomes the checkpoint. A ring holds the gates themselves, not their sums, because a difference of two large sums is not
+exact.
 """
 
 import numbers
@@ -26,29 +27,30 @@ from chunkwise.shared.serving import slot_rows
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)
 # The largest int8, to which the largest entry of a row is scaled.
 _MOST = 127.0
-# The least scale of a row. It and its inverse are normal numbers.
+# The smallest scale of a row. The scale and its inverse are normal numbers.
 _LEAST_SCALE = 2.0**-120
 
 
 class StatePool(NamedTuple):
-    """A pool of states, made by `make_pool`; a pytree of arrays that all have slots first.
+    """A pool of states, made by `make_pool`; a pytree of arrays whose first dimension is the slots.
 
-    It is a named tuple, which libraries of checkpoints, such as flax.serialization and orbax, take as it is. Donate it
-    to the jitted step, which returns one of the same kind. HV = H R: value head n belongs to key head n // R.
+    It is a named tuple, so libraries for checkpoints, such as flax.serialization and orbax, can save it. Donate it to
+    the jitted step, which returns a pool of the same kind. HV = H R: value head n belongs to key head n // R.
 
     Attributes:
       states: the states that were written last [slots, HV, K, V], float32, bfloat16, float16 or int8.
-      scales: float32 [slots, HV, K], what every row of an int8 state is multiplied by; None for other types.
-      keys: [slots, L, H, K], the keys in the ring; None, as the others below, without a ring.
-      writes: [slots, L, R, H, V], what the tokens in the ring wrote. Keys and writes are float32 in a float32 pool, and
-        of 16 bits in others.
-      gates: their log decays, float32 [slots, L, HV] in the order [R, H], or per channel [slots, L, R, H, K].
+      scales: float32 [slots, HV, K], the factors of the rows of int8 states; None for other types.
+      keys: [slots, L, H, K], the keys of the tokens in the ring. Without a ring this and all fields below are None.
+      writes: [slots, L, R, H, V], the values that the tokens in the ring wrote. Keys and writes are float32 in a
+        float32 pool, and have 16 bits in other pools.
+      gates: the log decays of these tokens in nats, float32 [slots, L, HV] in the order [R, H], or per channel
+        [slots, L, R, H, K].
       count: int32 [slots], how many tokens the ring holds.
-      drafts: int32 [slots], how many of these belong to the last decode, which `num_accepted_tokens` is about.
+      drafts: int32 [slots], how many of these tokens the last decode added; `num_accepted_tokens` may keep fewer.
     """
 
     states: jax.Array
-    # Which of them are None is known from the pool, which a type cannot tell.
+    # The type is Any, because only the pool says which of these fields are None.
     scales: Any = None
     keys: Any = None
     writes: Any = None
@@ -63,7 +65,7 @@ class StatePool(NamedTuple):
 
     @property
     def is_array(self) -> bool:
-        """Whether it is nothing but an array of states, as kernels take it."""
+        """Whether the pool is only an array of states, as kernels take it."""
         return self.scales is None and not self.replay
 
     @property
@@ -72,12 +74,12 @@ class StatePool(NamedTuple):
         return tuple(self.states.shape)
 
 
-# A pool of states as serving steps take it, and return it.
+# A pool of states in the form in which serving steps take and return it.
 Pool = TypeVar("Pool", jax.Array, StatePool)
 
 
 def as_pool(states: Any) -> StatePool:
-    """Return a pool, or an array of states as one."""
+    """Return a pool: `states` itself, or a pool of the array `states`."""
     return states if isinstance(states, StatePool) else StatePool(states)
 
 
@@ -96,17 +98,17 @@ def make_pool(
 
     Args:
       slots, HV, K, V: sizes of the states [slots, HV, K, V].
-      dtype: of the states: float32, bfloat16, float16 or int8. An int8 state has a float32 scale for every row: the
-        largest magnitude of the row over 127, taken where the row is written; entries are rounded to nearest.
-      replay: L, the tokens of the ring of a slot; 0 for no ring.
-      H: key heads, which a ring must know; None for HV.
-      per_channel: whether gates are per channel of the key, as in `ragged_kda`; a ring must know that too.
+      dtype: the type of the states: float32, bfloat16, float16 or int8. An int8 state has a float32 scale for every
+        row: the largest magnitude of the row over 127, found when the row is written; entries are rounded to nearest.
+      replay: L, how many tokens the ring of a slot can hold; 0 for no ring.
+      H: key heads, needed only for a ring; None for HV.
+      per_channel: whether gates are per channel of the key, as in `ragged_kda`; needed only for a ring.
 
     Returns:
       A StatePool.
 
     Raises:
-      ValueError: a size is not a positive number, the type is none of these, or H does not divide HV.
+      ValueError: a size is not a positive number, the type is not one of these, or H does not divide HV.
     """
     H = HV if H is None else H
     for name, size in dict(slots=slots, HV=HV, K=K, V=V, H=H).items():
@@ -137,7 +139,7 @@ def _is_count(size) -> bool:
 
 
 def _known_type(dtype):
-    """Return a type of states as JAX has it."""
+    """Return the numpy dtype of a type of states, which must be one of DTYPES."""
     names = tuple(jnp.dtype(t).name for t in DTYPES)
     try:
         known = jnp.dtype(dtype)
@@ -148,12 +150,12 @@ def _known_type(dtype):
 
 
 def ring_dtype(dtype):
-    """Return the type of the keys and writes in the ring of a pool whose states have this one."""
+    """Return the type of the keys and writes in the ring of a pool whose states have this type."""
     return jnp.dtype(jnp.bfloat16 if dtype == jnp.int8 else dtype)
 
 
 def check_pool(pool: StatePool, H: int, HV: int, K: int, V: int, per_channel: bool) -> None:
-    """Check that a pool is one of these sizes, as `make_pool` makes it; it is the argument `states`."""
+    """Check that the argument `states` is a pool of these sizes, as `make_pool` makes it."""
     slots = pool.states.shape[0] if getattr(pool.states, "ndim", 0) else 0
     checks.check(slots > 0, f"`states` must hold states [slots, HV, K, V]; got {checks.shown(pool.states)}.")
     dtype = _known_type(pool.states.dtype)
@@ -169,21 +171,21 @@ def check_pool(pool: StatePool, H: int, HV: int, K: int, V: int, per_channel: bo
 
 
 def with_counts(pool: StatePool, target: jax.Array, count: jax.Array, drafts: jax.Array) -> StatePool:
-    """Return the pool with other numbers of tokens in the rings of some slots."""
+    """Return the pool with new numbers of tokens in the rings of some slots."""
     put = chunking.put
     return pool._replace(count=put(pool.count, target, count), drafts=put(pool.drafts, target, drafts))
 
 
 def quantize(states: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return float32 states [..., K, V] in 8 bits, the last ones of int32, and the scales of rows [..., K, 1]."""
+    """Return float32 states [..., K, V] in the last 8 bits of int32 numbers, and the scales of rows [..., K, 1]."""
     most = jnp.max(jnp.abs(states), axis=-1, keepdims=True)
     scales = jnp.maximum(most * jnp.float32(1 / _MOST), jnp.float32(_LEAST_SCALE))
-    # The last bits of a float32 number of this size make a whole number, rounded to nearest.
+    # The last bits of a float32 number near 3 * 2**22 are a whole number, rounded to nearest.
     return lax.bitcast_convert_type(states * (1 / scales) + jnp.float32(3 * 2**22), jnp.int32), scales
 
 
 def kept_tokens(pool: StatePool, source: jax.Array, accepted: jax.Array | None) -> jax.Array:
-    """Return how many tokens of the rings of some slots are kept, int32 [n], if so many of the last decode are."""
+    """Return how many tokens of some slots' rings are kept, int32 [n], of which the last decode has `accepted`."""
     count = jnp.clip(chunking.take(pool.count, source), 0, pool.replay)
     if accepted is None:
         return count
@@ -192,13 +194,13 @@ def kept_tokens(pool: StatePool, source: jax.Array, accepted: jax.Array | None) 
 
 
 def last_kept(pool: StatePool, source: jax.Array, accepted: jax.Array | None) -> jax.Array:
-    """Return which token of the last decode of some slots is the last that is kept, int32 [n]; 0 after a prefill."""
+    """Return the index in the last decode of the last token that is kept, int32 [n]; 0 after a prefill."""
     drafts = chunking.take(pool.drafts, source)
     return jnp.maximum(drafts if accepted is None else jnp.clip(accepted, 0, drafts), 1) - 1
 
 
 def load(pool: StatePool, source: jax.Array, kept: jax.Array | None) -> jax.Array:
-    """Return the states of some slots, float32 [n, HV, K, V], with so many tokens of their rings; zeros for no slot."""
+    """Return the states of slots, float32 [n, HV, K, V], after `kept` tokens of their rings; zeros for no slot."""
     states = slot_rows.read(pool.states, source).astype(jnp.float32)
     if pool.scales is not None:
         states = states * slot_rows.read(pool.scales, source)[..., None]
@@ -207,10 +209,10 @@ def load(pool: StatePool, source: jax.Array, kept: jax.Array | None) -> jax.Arra
     keys, writes, gates = (slot_rows.read(x, source).astype(jnp.float32) for x in (pool.keys, pool.writes, pool.gates))
     n, L, R, H = writes.shape[:4]
     inside = jnp.arange(L, dtype=jnp.int32)[None] < kept[:, None]
-    # What is past the kept tokens may hold anything.
+    # A ring may hold anything after the kept tokens.
     keys, writes, gates = (jnp.where(inside.reshape(n, L, *(1,) * (x.ndim - 2)), x, 0.0) for x in (keys, writes, gates))
     gates = gates.reshape(n, L, R, H, -1)
-    since = jnp.flip(jnp.cumsum(jnp.flip(gates, 1), axis=1), 1)  # of this token and all after it
+    since = jnp.flip(jnp.cumsum(jnp.flip(gates, 1), axis=1), 1)  # of this token and all later ones
     after = jnp.concatenate([since[:, 1:], jnp.zeros_like(since[:, :1])], axis=1)
     by_head = lambda x: jnp.swapaxes(x, -3, -2)  # [..., R, H, D] to [..., H, R, D]
     products = jnp.einsum(
@@ -227,7 +229,7 @@ def read(pool: StatePool, source: jax.Array, accepted: jax.Array | None) -> jax.
 
 
 def store(pool: StatePool, target: jax.Array, states: jax.Array) -> StatePool:
-    """Return the pool with float32 states [n, HV, K, V] in some slots, whose rings are empty then."""
+    """Return the pool with float32 states [n, HV, K, V] in some slots, and with the rings of these slots empty."""
     if pool.scales is not None:
         states, scales = quantize(states)
         pool = pool._replace(scales=slot_rows.write(pool.scales, target, scales[..., 0]))
@@ -239,14 +241,14 @@ def store(pool: StatePool, target: jax.Array, states: jax.Array) -> StatePool:
 
 
 def _check_given(pool: StatePool, slots: jax.Array) -> StatePool:
-    """Check a pool and slots of it, and return the pool with arrays of JAX: a file gives arrays of numpy."""
+    """Check a pool and its slots; return the pool with JAX arrays, because a pool from a file has numpy arrays."""
     checks.check(isinstance(pool, StatePool), f"`pool` must be a StatePool; got {type(pool).__name__}.")
     checks.check_array_of_slots("slots", slots)
     return jax.tree.map(jnp.asarray, pool)
 
 
 def _check_accepted(pool: StatePool, slots: jax.Array, accepted: jax.Array) -> None:
-    """Check how many tokens of the last decode of some slots are kept, and the values if all are known."""
+    """Check numbers of accepted tokens of the last decode of some slots, and also their values if all are known."""
     checks.check_array_of_slots("num_accepted_tokens", accepted)
     n, given = slots.shape[0], accepted.shape[0]
     checks.check(n == given, f"`num_accepted_tokens` must have a number for each of {n} `slots`; got {given}.")
@@ -264,16 +266,16 @@ def _check_accepted(pool: StatePool, slots: jax.Array, accepted: jax.Array) -> N
 
 
 def read_states(pool: StatePool, slots: jax.Array, num_accepted_tokens: jax.Array | None = None) -> jax.Array:
-    """Return the states of some slots, float32 [n, HV, K, V], with the tokens of their rings that are kept.
+    """Return the states of some slots, float32 [n, HV, K, V], after the tokens of their rings that are kept.
 
     Args:
       pool: a StatePool.
       slots: int32 [n], traced; they may repeat. A slot that does not exist, such as a negative one, gives zeros.
       num_accepted_tokens: int32 [n], traced, as in a serving step: how many tokens of the last decode of each slot are
-        kept, at least 1; the others are rejected guesses. None keeps all. It is not read where a prefill or
-        `write_states` came last. Without a ring a slot has one state, so the number is 1 and any other one gives zeros:
-        `slots` name the slot of the state after the last accepted token. Numbers that do not fit raise an error outside
-        of jit.
+        kept, at least 1; the others are rejected guesses. None keeps all. The number of a slot is not read if a prefill
+        or `write_states` came last. Without a ring a slot has one state, so the number is 1 and any other number gives
+        zeros: `slots` then names the slot of the state after the last accepted token. Numbers that do not fit raise an
+        error outside of jit.
     """
     pool = _check_given(pool, slots)
     if num_accepted_tokens is not None:
@@ -284,14 +286,14 @@ def read_states(pool: StatePool, slots: jax.Array, num_accepted_tokens: jax.Arra
 def kept_states(
     pool: StatePool, slots: jax.Array, accepted: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
-    """Return the slots of the states that are kept, and how many tokens of their rings are, None without rings."""
+    """Return the slots of the kept states, and how many tokens of their rings are kept, None without rings."""
     if pool.replay:
         return slots, kept_tokens(pool, slots, accepted)
     return slots if accepted is None else jnp.where(accepted == 1, slots, jnp.int32(-1)), None
 
 
 def write_states(pool: StatePool, slots: jax.Array, states: jax.Array) -> StatePool:
-    """Return the pool with other states in some slots, rounded to its type; their rings are empty.
+    """Return the pool with new states in some slots, rounded to its type; the rings of these slots become empty.
 
     Args:
       pool: a StatePool; donate it.

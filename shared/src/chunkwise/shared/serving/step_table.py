@@ -1,7 +1,7 @@
-"""What a serving step is: a table of its tokens and slots, total on any int32, and what may be wrong with its values.
+"""The table of a serving step, with tokens and slots made safe for any int32; and the possible faults of its values.
 
-The first sequences decode: they have a token or a few. The others are prefills. Both start from slots of a pool and end
-in slots of it. Which sequence does what is traced, so that one program serves all steps.
+The first sequences decode: they have one token or a few. The others are prefills. Decodes and prefills start from slots
+of a pool and end in slots of this pool. The number of decodes is traced, so that one program serves all steps.
 """
 
 import functools
@@ -19,12 +19,12 @@ from chunkwise.shared.kernels import chunking, pools
 
 
 class ServingStep(NamedTuple):
-    """What a serving step does.
+    """The routes of a serving step.
 
     Attributes:
-      decodes: routes of the sequences that go token by token; others have no tokens in it.
-      prefills: routes of the sequences that go chunk by chunk; others have no tokens in it.
-      boundaries: int32 [N + 1], of all sequences that exist.
+      decodes: routes of the sequences that go token by token; other sequences have no tokens in these routes.
+      prefills: routes of the sequences that go chunk by chunk; other sequences have no tokens in these routes.
+      boundaries: int32 [N + 1], the boundaries of all sequences that exist.
       tokens: scalar int32, how many tokens the decodes have.
     """
 
@@ -37,18 +37,19 @@ class ServingStep(NamedTuple):
 def find_step(
     cu_seqlens: jax.Array, slots: Slots, num_slots: int | None, num_tokens: int, decode_tokens: int | None = None
 ) -> ServingStep:
-    """Return what a step does; sequences that do not exist have no tokens.
+    """Return the routes of a step; sequences that do not exist have no tokens.
 
-    No program can refuse what its arrays hold, and a kernel that read past the end of one would halt its core. So
-    tokens lie within the stream and slots within the pool, whatever the arrays hold: a boundary that falls becomes the
-    one before it, one that is past the end becomes T, a decode has W tokens at most, and a slot past the end is none,
-    as is the slot of a number of accepted tokens that no column has.
+    A compiled program cannot refuse values of its arrays, and a kernel that read past the end of an array would halt
+    its core. So tokens lie within the stream and slots within the pool for all values: a boundary below an earlier
+    boundary becomes the earlier one, a boundary past the end becomes T, a decode has at most W tokens, and a slot past
+    the end becomes -1, as does the slot of a number of accepted tokens that has no column in `state_indices`.
 
     Args:
-      cu_seqlens, slots: the step.
-      num_slots: slots of the pool; None leaves slots as they are, for a check of them.
-      num_tokens: T, tokens of the stream.
-      decode_tokens: W over a pool with a ring, where a decode has one slot whatever its tokens; None without one.
+      cu_seqlens, slots: the arguments of the step.
+      num_slots: how many slots the pool has; None leaves slots as they are, so that they can be checked.
+      num_tokens: T, how many tokens the stream has.
+      decode_tokens: W for a pool with rings, where a decode has one slot; None without rings, where a decode has a slot
+        for each of W tokens.
     """
     N = cu_seqlens.shape[0] - 1
     none, index = jnp.int32(-1), jnp.arange(N, dtype=jnp.int32)
@@ -60,7 +61,7 @@ def find_step(
     sequences = N if slots.num_sequences is None else slots.num_sequences
     exists = index < sequences
     decodes = exists & (index < (0 if slots.num_decodes is None else slots.num_decodes))
-    # Boundaries after the last sequence may be anything: they become the last one.
+    # Boundaries after the last sequence may be anything: they become the end of the last sequence.
     named = jnp.arange(N + 1, dtype=jnp.int32) <= sequences
     boundaries = chunking.rising(jnp.where(named, cu_seqlens, jnp.int32(0)), num_tokens)
     start, end = boundaries[:-1], boundaries[1:]
@@ -79,7 +80,7 @@ def find_step(
     def routes(start, end, target, blocks=None):
         return pools.Routes(start, end, jnp.where(start < end, source, none), target, blocks)
 
-    # The kernel for decodes gets as many tokens as they can have.
+    # The kernel for decodes gets as many tokens as decodes can have.
     room = min(num_tokens, N * W)
     first = jnp.minimum(start, room)
     stop = jnp.where(decodes, jnp.minimum(end, jnp.minimum(first + W, room)), first)
@@ -92,9 +93,9 @@ def find_step(
 
 
 def full_blocks(routes: pools.Routes, block_size: int) -> tuple[jax.Array, jax.Array]:
-    """Return the tokens up to the end of every block, int32 [1, M], and its slot [N, M], none if it is not full."""
+    """Return how many tokens end with each block, int32 [1, M], and the slots of blocks [N, M], -1 if not full."""
     blocks: Any = routes.blocks
-    # The numbers of tokens that an int32 cannot hold are past the end of every sequence.
+    # A number of tokens that an int32 cannot hold is past the end of every sequence.
     stop = np.minimum(np.arange(1, blocks.shape[1] + 1) * block_size, np.iinfo(np.int32).max)
     stop = jnp.asarray(stop[None], jnp.int32)
     return stop, jnp.where(stop <= (routes.end - routes.start)[:, None], blocks, jnp.int32(-1))
@@ -108,7 +109,7 @@ def find_faults(
     block_size: int | None,
     decode_tokens: int | None = None,
 ) -> list[checks.Fault]:
-    """Return what may be wrong with the values of a step."""
+    """Return the possible faults of the values of a step, each with whether it is there."""
     slots, N = with_counts(slots), cu_seqlens.shape[0] - 1
     step = find_step(cu_seqlens, slots, None, num_tokens, decode_tokens)
     indices: Any = slots.state_indices
@@ -165,7 +166,7 @@ def find_faults(
 
 
 def with_counts(slots: Slots) -> Slots:
-    """Return slots whose numbers of sequences are arrays; None for no decodes, as a number, and for all sequences."""
+    """Return slots with num_decodes and num_sequences as arrays; None for 0 decodes and for all sequences."""
     decodes, sequences = slots.num_decodes, slots.num_sequences
     none = decodes is None or (isinstance(decodes, numbers.Integral) and decodes == 0)
     return slots._replace(
