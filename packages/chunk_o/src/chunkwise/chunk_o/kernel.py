@@ -10,8 +10,8 @@ from chunkwise.shared.kernels import chunk_map, gating, tiles
 def launch(q, k, v, h, g, scale: jax.Array, cut: config.Config) -> jax.Array:
     """Run the kernel on chunks.
 
-    q, k [NC, H, C, K], v [NC, HV, C, V], h [NC, HV, K, V], g rows or channels, scale float32 [1] ->
-    o [NC, HV, C, V] in the type of v.
+    q, k [NC, H, C, K], v [NC, HV, C, V], h [NC, HV, K, V], g rows [NC, HV, 1, C] or channels [NC, HV, C, K], scale
+    float32 [1] -> o [NC, HV, C, V] in the type of v.
     """
     NC, HV, C, V = v.shape
     H, K = k.shape[1], k.shape[3]
@@ -36,7 +36,7 @@ def launch(q, k, v, h, g, scale: jax.Array, cut: config.Config) -> jax.Array:
 def launch_bwd(q, k, v, h, g, scale: jax.Array, do: jax.Array, cut: config.Config):
     """Run the kernel on chunks; return the gradients of all operands of the forward, in their types.
 
-    The scale gets none, because it needs none here: see `api`.
+    The scale gets no gradient, because it is a known number here: `api` multiplies by a traced scale after the kernel.
     """
     NC, HV, C, V = v.shape
     H, K = k.shape[1], k.shape[3]

@@ -8,9 +8,9 @@ from chunkwise.shared.kernels import chunk_map, gating, tiles
 
 
 def launch(k: jax.Array, p: jax.Array | None, beta: jax.Array, g: jax.Array, cut: config.Config) -> jax.Array:
-    """Run the kernel on chunks: k [NC, H, C, K], beta [NC, HV, 1, C], g rows or channels -> A [NC, HV, C, C].
+    """Run the kernel on chunks: k [NC, H, C, K], beta [NC, HV, 1, C], and g -> A [NC, HV, C, C].
 
-    p [NC, HV, C, K] are erase keys, or None.
+    g are cumulative gates, rows [NC, HV, 1, C] or channels [NC, HV, C, K]; p [NC, HV, C, K] are erase keys, or None.
     """
     NC, H, C, K = k.shape
     HV, kind = beta.shape[1], gating.gate_kind(g)

@@ -12,8 +12,8 @@ def launch(
 ) -> tuple[jax.Array, jax.Array]:
     """Run the kernel on chunks.
 
-    k [NC, H, C, K], v [NC, HV, C, V], A_inv [NC, HV, C, C], beta [NC, HV, 1, C], g rows or channels ->
-    w [NC, HV, C, K] and u [NC, HV, C, V], float32.
+    k [NC, H, C, K], v [NC, HV, C, V], A_inv [NC, HV, C, C], beta [NC, HV, 1, C], g rows [NC, HV, 1, C] or channels
+    [NC, HV, C, K] -> w [NC, HV, C, K] and u [NC, HV, C, V], float32.
     """
     NC, HV, C, V = v.shape
     H, K = k.shape[1], k.shape[3]
