@@ -36,7 +36,7 @@ class GlaBwdRefs(NamedTuple):
     v: jax.Ref  # [rows, heads V]
     do: jax.Ref  # [rows, heads V]
     h: jax.Ref  # [heads, V, K]
-    table: jax.Ref  # int32 [11, B * NT or B * steps]
+    table: jax.Ref  # int32 [11, B * NT or B * steps]; none for plain rows
     g: jax.Ref  # [chunks, heads, 1, C], or per channel [rows, heads K]
     g_gamma: jax.Ref  # [heads, 1, C]
     initial_state: jax.Ref  # [heads, V, K]

@@ -124,7 +124,9 @@ def current_step_backwards(table_ref, static: FusedStatic) -> layout.TableStep:
 
 
 def _in_table(table_ref, step, static: FusedStatic) -> layout.TableStep:
-    """Return a step of the current row of the batch; in a table of chunks, the entry of its first chunk."""
+    """Return a step of the current row of the batch; in a table of chunks, or without a table, its first chunk."""
+    if table_ref is None:
+        return layout.RowStep(step * static.chunks, static.T, static.C)
     n = pl.program_id(0) * static.steps + step
     return layout.TableStep(table_ref, n if static.varlen else n * static.chunks)
 

@@ -250,6 +250,26 @@ class TableStep:
         return (column >= self.begin) & (column < self.end)
 
 
+class RowStep(TableStep):
+    """A chunk of a row of the batch that is one sequence, in a launch without a table.
+
+    Scalar memory holds the table of less than a million tokens; a launch that reads no table takes any number of them.
+    """
+
+    def __init__(self, chunk, T: int, C: int):
+        self._chunk, self._T, self._C = chunk, T, C
+
+    chunk = property(lambda self: self._chunk)
+    first = property(lambda self: (self._chunk == 0).astype(jnp.int32))
+    last = property(lambda self: ((self._chunk + 1) * self._C >= self._T).astype(jnp.int32))
+    begin = property(lambda self: jnp.int32(0))
+    end = property(lambda self: self._T - self._chunk * self._C)
+
+    def of_chunk(self, index: jax.Array, C: int, pieces: bool) -> "RowStep":
+        """Return one of the chunks from this one on; its end may lie behind its last row."""
+        return RowStep(self._chunk + index, self._T, C)
+
+
 class SequenceMasks(NamedTuple):
     """How sequences lie in a chunk; padding counts as a part of the sequence before it.
 
