@@ -35,8 +35,8 @@ def masks(W: int, L: int, H: int, delta: bool) -> tuple[jax.Array, jax.Array]:
     """Return masks of columns [L H] by head and by token, ones and zeros in float32.
 
     Returns:
-      [W H or 2 W H, L H], 1 if the query, or the key of a delta rule, in the row has the head of the column. [L, L H],
-      1 if the column belongs to the token of the row.
+      A mask [W H or 2 W H, L H], 1 if the query, or the key of a delta rule, in the row has the head of the column; and
+      a mask [L, L H], 1 if the column belongs to the token of the row.
     """
     iotas = lambda *shape: (lax.broadcasted_iota(jnp.int32, shape, i) for i in range(2))
     row, column = iotas((1 + delta) * W * H, L * H)

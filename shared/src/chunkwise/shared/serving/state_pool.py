@@ -185,7 +185,7 @@ def quantize(states: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def kept_tokens(pool: StatePool, source: jax.Array, accepted: jax.Array | None) -> jax.Array:
-    """Return how many tokens of some slots' rings are kept, int32 [n], of which the last decode has `accepted`."""
+    """Return how many tokens of rings are kept, int32 [n]: all tokens except the rejected ones of the last decode."""
     count = jnp.clip(chunking.take(pool.count, source), 0, pool.replay)
     if accepted is None:
         return count

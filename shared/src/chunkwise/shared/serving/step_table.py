@@ -93,7 +93,7 @@ def find_step(
 
 
 def full_blocks(routes: pools.Routes, block_size: int) -> tuple[jax.Array, jax.Array]:
-    """Return how many tokens end with each block, int32 [1, M], and the slots of blocks [N, M], -1 if not full."""
+    """Return how many tokens there are at the end of each block, int32 [1, M], and slots [N, M], -1 if not full."""
     blocks: Any = routes.blocks
     # A number of tokens that an int32 cannot hold is past the end of every sequence.
     stop = np.minimum(np.arange(1, blocks.shape[1] + 1) * block_size, np.iinfo(np.int32).max)
