@@ -67,11 +67,9 @@ def _gla_fwd_kernel(refs: GlaFwdRefs, s: GlaStatic) -> None:
     if refs.h is not None:
         refs.h[...] = refs.state[...]
     constant = loads.constant_decays(refs, s, heads.stop)
-    inputs = [(refs.q, s.K)] * (refs.q is not None) + [(refs.k, s.K), (refs.v, s.V)]
 
     def pass_chunk(chunk: chunk_loop.StageChunk) -> None:
-        not_finite = functools.partial(loads.tokens_not_finite, refs, s, chunk, *inputs)
-        chunk = chunk.isolate(not_finite, (refs.state, chunk.carried))
+        chunk = loads.isolate(refs, s, chunk, ("q", "k", "v"), (refs.state, chunk.carried))
         q, k, v = loads.load_tensors(refs, s, chunk, heads)
         decays = loads.load_decays(refs, s, chunk, heads, constant, refs.o is not None)
         S = refs.state[...]  # [heads, V, K]

@@ -63,16 +63,10 @@ def _stored_decays(refs: GlaBwdRefs, s: GlaStatic, heads: slice) -> tile.GlaDeca
     return tile.GlaDecays(*each, s.scale)
 
 
-def _isolate(refs, s: GlaStatic, chunk: StageChunk, inputs: str, *states: tuple) -> StageChunk:
-    """Isolate the sequences of a chunk that are not finite in gates, in the states, or in inputs such as "k v"."""
-    tokens = [(getattr(refs, name), s.K if name in ("q", "k") else s.V) for name in inputs.split()]
-    return chunk.isolate(functools.partial(loads.tokens_not_finite, refs, s, chunk, *tokens), *states)
-
-
 def _recompute_state(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
     """Store the state after a chunk, which is the state before the next chunk."""
     before, after, heads = refs.states.at[chunk.index], refs.states.at[chunk.index + 1], slice(0, refs.dstate.shape[0])
-    chunk = _isolate(refs, s, chunk, "k v", (before, chunk.carried))
+    chunk = loads.isolate(refs, s, chunk, ("k", "v"), (before, chunk.carried))
     _, k, v = loads.load_tensors(refs, s, chunk, heads)
     decays = loads.load_decays(refs, s, chunk, heads, _stored_decays(refs, s, heads), pairs=False)
     after[...] = tile.next_state(before[...], k, v, decays.to_end[:, :, : s.K], decays.through, s.parts)
@@ -83,7 +77,7 @@ def _recompute_state(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
 def _chunk_gradients(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
     """Store the gradients of a chunk; for sequences that are not finite, NaN, also in the gradient of the state."""
     states = (refs.states.at[chunk.index], chunk.carried), (refs.dstate, chunk.ending)
-    chunk = _isolate(refs, s, chunk, "q k v do", *states)
+    chunk = loads.isolate(refs, s, chunk, ("q", "k", "v", "do"), *states)
     (_chunk_in_step if s.per_channel else _chunk_in_groups)(refs, s, chunk)
     results = refs.dq, refs.dk, refs.dv, None if s.constant else refs.dg
     loads.poison(s, chunk, results, (refs.dstate, chunk.carried))
@@ -207,7 +201,7 @@ def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: GlaStatic) -> None:
     constant = loads.constant_decays(refs, s, heads.stop)
 
     def pass_chunk(chunk: StageChunk) -> None:
-        chunk = _isolate(refs, s, chunk, "k v", (refs.ht, chunk.ending))
+        chunk = loads.isolate(refs, s, chunk, ("k", "v"), (refs.ht, chunk.ending))
         _, k, v = loads.load_tensors(refs, s, chunk, heads)
         decays = loads.load_decays(refs, s, chunk, heads, constant, pairs=False)
         refs.ht[...] = tile.next_state(refs.ht[...], k, v, decays.from_start, decays.through, s.parts)

@@ -92,9 +92,15 @@ def constant_decays(refs, s: GlaStatic, heads: int) -> tile.GlaDecays | None:
     return tile.constant_decays(gamma, s.scale, s.C)
 
 
-def tokens_not_finite(refs, s: GlaStatic, chunk: StageChunk, *inputs: tuple) -> jax.Array:
-    """Return which rows are not finite in gates or in pairs of a Ref of tokens and the lanes of a head: [1, C, 1]."""
-    heads = [layout.load_heads(ref, D, at=_rows_at(s, chunk)) for ref, D in inputs]
+def isolate(refs, s: GlaStatic, chunk: StageChunk, names: Sequence[str], *states: tuple) -> StageChunk:
+    """Isolate the sequences of a chunk that are not finite in gates, in these Refs of tokens or in the states."""
+    return chunk.isolate(lambda: _not_finite(refs, s, chunk, names), *states)
+
+
+def _not_finite(refs, s: GlaStatic, chunk: StageChunk, names: Sequence[str]) -> jax.Array:
+    """Return which rows are not finite in gates or in Refs of tokens, which may be None: float32 [1, C, 1]."""
+    tokens = [(getattr(refs, name), s.K if name in ("q", "k") else s.V) for name in names]
+    heads = [layout.load_heads(ref, D, at=_rows_at(s, chunk)) for ref, D in tokens if ref is not None]
     if refs.g is not None and s.per_channel:
         heads.append(tiles.clip_gate(layout.load_heads(refs.g, s.K, at=_rows_at(s, chunk))))  # [heads, C, K]
     rows = nonfinite.rows_not_finite(*heads)  # [1, C, 1]
