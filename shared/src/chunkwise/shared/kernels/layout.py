@@ -253,7 +253,8 @@ class TableStep:
 class RowStep(TableStep):
     """A chunk of a row of the batch that is one sequence, in a launch without a table.
 
-    Scalar memory holds the table of less than a million tokens; a launch that reads no table takes any number of them.
+    Scalar memory holds the table of less than a million tokens; a launch that reads no table takes any number of
+    tokens.
     """
 
     def __init__(self, chunk, T: int, C: int):
@@ -266,7 +267,7 @@ class RowStep(TableStep):
     end = property(lambda self: self._T - self._chunk * self._C)
 
     def of_chunk(self, index: jax.Array, C: int, pieces: bool) -> "RowStep":
-        """Return one of the chunks from this one on; its end may lie behind its last row."""
+        """Return the chunk that is `index` chunks after this one; its end may lie behind its last row."""
         return RowStep(self._chunk + index, self._T, C)
 
 
